@@ -1,0 +1,22 @@
+"""Contrastive losses at any batch size: exact, memory linear in the batch, held to a float64 oracle.
+
+``import contrastile`` imports nothing heavy: torch and the backends are loaded when a loss is first called, and the
+subpackages ``backends``, ``nn``, ``oracle`` and ``verify`` when they are first named.
+"""
+
+import importlib
+from typing import Any
+
+from contrastile.evaluation import value_and_grad
+from contrastile.losses import clip_loss, info_nce, nt_xent, sigmoid_loss, sup_con
+
+__all__ = ["__version__", "clip_loss", "info_nce", "nt_xent", "sigmoid_loss", "sup_con", "value_and_grad"]
+__version__ = "0.1.0"
+
+_SUBPACKAGES = ("backends", "nn", "oracle", "verify")
+
+
+def __getattr__(name: str) -> Any:
+    if name in _SUBPACKAGES:
+        return importlib.import_module(f"contrastile.{name}")
+    raise AttributeError(f"module 'contrastile' has no attribute {name!r}")

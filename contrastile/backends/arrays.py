@@ -1,0 +1,257 @@
+"""Array libraries: the few operations that code above the primitives needs, over NumPy-like modules and torch.
+
+Everything here is O(m + n) or O((m + n) d): the O(m n) work is the backends'. Reductions to a scalar are taken in
+float64, so that a mean over millions of rows costs no accuracy.
+"""
+
+from __future__ import annotations
+
+import sys
+from typing import Any, Protocol
+
+Array = Any
+FLOATS = ("float16", "bfloat16", "float32", "float64")
+
+
+class ArrayLibrary(Protocol):
+    """The operations, in one vocabulary. ``like`` gives the device."""
+
+    @property
+    def name(self) -> str:
+        """The library's import name."""
+        ...
+
+    def owns(self, x: Array) -> bool:
+        """Whether x is an array of this library."""
+        ...
+
+    def dtype(self, x: Array) -> str:
+        """The dtype's name: "float32", "int64", ..."""
+        ...
+
+    def device(self, x: Array) -> str:
+        """The kind of device: "cpu" or "cuda"."""
+        ...
+
+    def place(self, x: Array) -> str:
+        """The exact device: "cpu", "cuda:1"."""
+        ...
+
+    def full(self, shape: tuple[int, ...], value: float, dtype: str, like: Array) -> Array:
+        """An array of one value."""
+        ...
+
+    def arange(self, start: int, stop: int, like: Array) -> Array:
+        """Consecutive int64 values."""
+        ...
+
+    def asarray(self, x: Any, dtype: str, like: Array) -> Array:
+        """X as an array of this dtype beside ``like``; scalars become 0-d."""
+        ...
+
+    def cast(self, x: Array, dtype: str) -> Array:
+        """X in another dtype; x itself when it already has it."""
+        ...
+
+    def where(self, condition: Array, a: Array, b: Array | float) -> Array:
+        """Elementwise choice."""
+        ...
+
+    def maximum(self, x: Array, floor: float) -> Array:
+        """Elementwise max with a number; NaN stays NaN."""
+        ...
+
+    def merge(self, a: Array, b: Array) -> Array:
+        """Inf-CL Eq. 4, guarded: log(exp a + exp b), and -inf when both are -inf."""
+        ...
+
+    def concat(self, xs: list[Array]) -> Array:
+        """Joined along the first axis."""
+        ...
+
+    def total(self, x: Array) -> Array:
+        """The sum of all elements, in float64, 0-d."""
+        ...
+
+    def inner(self, a: Array, b: Array) -> Array:
+        """``sum_ik a_ik b_ik``: products in the wider of the two dtypes, the sum over rows in float64, 0-d."""
+        ...
+
+    def scaled(self, x: Array, factor: Array, dtype: str, *, consume: bool) -> Array:
+        """``x * factor`` rounded once to ``dtype``; with ``consume``, x may be overwritten to save memory."""
+        ...
+
+    def count_in(self, needles: Array, haystack: Array) -> Array:
+        """How many elements of ``haystack`` equal each needle, int64; O((m + n) log n)."""
+        ...
+
+    def to_numpy(self, x: Array) -> Any:
+        """A NumPy array of the values (bfloat16 becomes float32)."""
+        ...
+
+    def from_numpy(self, x: Any) -> Array:
+        """An array of this library on the host."""
+        ...
+
+
+class NumpyArrays:
+    """NumPy, or a module with NumPy's interface."""
+
+    def __init__(self, module: Any) -> None:
+        self.module = module
+
+    @property
+    def name(self) -> str:
+        return str(self.module.__name__)
+
+    def owns(self, x: Array) -> bool:
+        return isinstance(x, self.module.ndarray | self.module.generic)
+
+    def dtype(self, x: Array) -> str:
+        return str(x.dtype)
+
+    def device(self, x: Array) -> str:
+        return "cpu"
+
+    def place(self, x: Array) -> str:
+        return "cpu"
+
+    def full(self, shape: tuple[int, ...], value: float, dtype: str, like: Array) -> Array:
+        return self.module.full(shape, value, dtype=dtype)
+
+    def arange(self, start: int, stop: int, like: Array) -> Array:
+        return self.module.arange(start, stop, dtype="int64")
+
+    def asarray(self, x: Any, dtype: str, like: Array) -> Array:
+        return self.module.asarray(x, dtype=dtype)
+
+    def cast(self, x: Array, dtype: str) -> Array:
+        return x.astype(dtype, copy=False)
+
+    def where(self, condition: Array, a: Array, b: Array | float) -> Array:
+        return self.module.where(condition, a, b)
+
+    def maximum(self, x: Array, floor: float) -> Array:
+        return self.module.maximum(x, floor)
+
+    def merge(self, a: Array, b: Array) -> Array:
+        return self.module.logaddexp(a, b)
+
+    def concat(self, xs: list[Array]) -> Array:
+        return xs[0] if len(xs) == 1 else self.module.concatenate(xs)
+
+    def total(self, x: Array) -> Array:
+        return self.module.asarray(x.sum(dtype="float64"))
+
+    def inner(self, a: Array, b: Array) -> Array:
+        return self.total(self.module.einsum("ik,ik->i", a, b, dtype=self.module.result_type(a, b)))
+
+    def scaled(self, x: Array, factor: Array, dtype: str, *, consume: bool) -> Array:
+        return self.module.multiply(x, factor, out=x if consume else None).astype(dtype, copy=False)
+
+    def count_in(self, needles: Array, haystack: Array) -> Array:
+        ordered = self.module.sort(haystack)
+        right = self.module.searchsorted(ordered, needles, side="right")
+        return right - self.module.searchsorted(ordered, needles, side="left")
+
+    def to_numpy(self, x: Array) -> Any:
+        # NumPy turns 0-d results into scalars, which are not arrays
+        return self.module.asarray(x)
+
+    def from_numpy(self, x: Any) -> Array:
+        return x
+
+
+class TorchArrays:
+    """PyTorch, any device."""
+
+    name = "torch"
+
+    def __init__(self, module: Any) -> None:
+        self.module = module
+
+    def owns(self, x: Array) -> bool:
+        return isinstance(x, self.module.Tensor)
+
+    def dtype(self, x: Array) -> str:
+        return str(x.dtype).removeprefix("torch.")
+
+    def device(self, x: Array) -> str:
+        return str(x.device.type)
+
+    def place(self, x: Array) -> str:
+        return str(x.device)
+
+    def full(self, shape: tuple[int, ...], value: float, dtype: str, like: Array) -> Array:
+        return self.module.full(shape, value, dtype=getattr(self.module, dtype), device=like.device)
+
+    def arange(self, start: int, stop: int, like: Array) -> Array:
+        return self.module.arange(start, stop, device=like.device)
+
+    def asarray(self, x: Any, dtype: str, like: Array) -> Array:
+        return self.module.as_tensor(x, dtype=getattr(self.module, dtype), device=like.device)
+
+    def cast(self, x: Array, dtype: str) -> Array:
+        return x.to(getattr(self.module, dtype))
+
+    def where(self, condition: Array, a: Array, b: Array | float) -> Array:
+        return self.module.where(condition, a, b)
+
+    def maximum(self, x: Array, floor: float) -> Array:
+        return x.clamp_min(floor)
+
+    def merge(self, a: Array, b: Array) -> Array:
+        return self.module.logaddexp(a, b)
+
+    def concat(self, xs: list[Array]) -> Array:
+        return xs[0] if len(xs) == 1 else self.module.cat(xs)
+
+    def total(self, x: Array) -> Array:
+        return x.sum(dtype=self.module.float64)
+
+    def inner(self, a: Array, b: Array) -> Array:
+        # chunks bound the temporary; no bmm, which would follow a global tf32 switch
+        wide = self.module.promote_types(a.dtype, b.dtype)
+        out = self.module.zeros((), dtype=self.module.float64, device=a.device)
+        for start in range(0, a.shape[0], 4096):
+            left, right = (x[start : start + 4096].to(wide) for x in (a, b))
+            out = out + (left * right).sum(dtype=self.module.float64)
+        return out
+
+    def scaled(self, x: Array, factor: Array, dtype: str, *, consume: bool) -> Array:
+        return (x.mul_(factor) if consume else x * factor).to(getattr(self.module, dtype))
+
+    def count_in(self, needles: Array, haystack: Array) -> Array:
+        ordered = haystack.sort().values
+        right = self.module.searchsorted(ordered, needles, right=True)
+        return right - self.module.searchsorted(ordered, needles)
+
+    def to_numpy(self, x: Array) -> Any:
+        x = x.detach().cpu()
+        return (x.float() if x.dtype == self.module.bfloat16 else x).numpy()
+
+    def from_numpy(self, x: Any) -> Array:
+        return self.module.from_numpy(x)
+
+
+def library_of(x: Any) -> ArrayLibrary:
+    """The array library that owns x; it is never imported for the asking.
+
+    Raises:
+        TypeError: x is of no known library.
+    """
+    for name, kind in (("torch", TorchArrays), ("numpy", NumpyArrays)):
+        module = sys.modules.get(name)
+        if module is not None and hasattr(module, "ndarray" if name != "torch" else "Tensor"):
+            library: ArrayLibrary = kind(module)
+            if library.owns(x):
+                return library
+    raise TypeError(f"features must be torch tensors or NumPy arrays, got {type(x).__name__}")
+
+
+def transfer(x: Array | None, source: ArrayLibrary, target: ArrayLibrary, dtype: str | None = None) -> Array | None:
+    """X in another library, on the host, in ``dtype`` when given; x itself within one library, None for None."""
+    if x is None or source.name == target.name:
+        return x
+    moved = target.from_numpy(source.to_numpy(x))
+    return moved if dtype is None else target.cast(moved, dtype)

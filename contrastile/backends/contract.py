@@ -1,0 +1,236 @@
+"""The block contract: what a backend is given, what it gives back, and how far off it may be.
+
+A *block* is some rows against some columns. Its logits are ``x_ij = scale <row_i, column_j> + bias``. A backend
+computes three things over a block and nothing else:
+
+* ``lse``        row and column log-sum-exp over the admitted pairs, and the sums of the positive logits;
+* ``gradients``  adds the block's part of the gradients of the rows and of the columns;
+* ``sigmoid``    the additive sigmoid loss, value and gradients in one pass.
+
+Log-sum-exps merge and gradients add, so every schedule (tiles, chunks, column blocks, shards on a ring) is written
+once above these and never per backend.
+
+Invariants that every backend keeps:
+
+* nothing of size m x n is held at once, beyond one tile;
+* row and column state has the state dtype: float64 for float64 features, float32 for every other;
+* padding is masked with -inf *before* the max; merging (-inf, -inf) gives -inf, never NaN;
+* offsets are 64-bit: rows x width passes 2^31 early;
+* the same inputs give the same bits: no float atomics whose order can change a result;
+* NaN or inf in the features gives what the oracle gives: NaN out, never a hang, never a number;
+* any stride is right, or is made contiguous once.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Any, Literal
+
+if TYPE_CHECKING:
+    from contrastile.backends.arrays import ArrayLibrary
+
+Array = Any
+Match = Literal["drop", "target"]
+
+
+class BackendUnavailableError(ImportError):
+    """A backend was named that cannot run here; the message ends in the command that mends it."""
+
+
+class UnsupportedProblemError(ValueError):
+    """A backend refuses a problem; the message gives its reason. Nothing falls back silently."""
+
+
+@dataclass(frozen=True, slots=True)
+class Pairs:
+    """Which pairs of a block count, from vectors of length m and n: never from an m x n mask.
+
+    A pair is *positive* when ``positives[i] == j`` or, with ``match="target"``, when its ids are equal. A pair is
+    *admitted* to the log-sum-exps unless, with ``match="drop"``, its ids are equal and it is not positive (a false
+    negative). An excluded pair is neither positive nor admitted (a sample against itself).
+
+    Attributes:
+        positives: (m,) int64 column of each row's positive; a value outside 0..n-1 means "not in this block".
+        excluded: (m,) int64 column that the row never sees (itself); outside 0..n-1 means none here.
+        row_ids: (m,) int64, given together with column_ids.
+        column_ids: (n,) int64.
+        match: what equal ids mean, "drop" or "target".
+    """
+
+    positives: Array | None = None
+    excluded: Array | None = None
+    row_ids: Array | None = None
+    column_ids: Array | None = None
+    match: Match = "drop"
+
+
+@dataclass(frozen=True, slots=True)
+class Block:
+    """Some rows against some columns.
+
+    Attributes:
+        rows: (m, d) features, any strides, m may be 0.
+        columns: (n, d) features of the same dtype and device, n may be 0.
+        scale: 0-d array in the state dtype on the same device.
+        bias: 0-d array likewise, or None for 0.
+        pairs: which pairs count; indices are local to this block's columns.
+    """
+
+    rows: Array
+    columns: Array
+    scale: Array
+    bias: Array | None = None
+    pairs: Pairs = field(default_factory=Pairs)
+
+
+@dataclass(frozen=True, slots=True)
+class Statistics:
+    """What ``lse`` gives, in the state dtype. The identity of the merge is -inf, of the sums 0.
+
+    Attributes:
+        row_lse: (m,) ``L_i = log sum_{j admitted} exp x_ij``.
+        row_positive: (m,) ``sum_{j positive for i} x_ij``.
+        column_lse: (n,) ``M_j = log sum_{i admitted} exp x_ij``; None when it was not asked for.
+        column_positive: (n,) ``sum_{i positive for j} x_ij``; None when it was not asked for.
+    """
+
+    row_lse: Array
+    row_positive: Array
+    column_lse: Array | None = None
+    column_positive: Array | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class Weights:
+    """What ``gradients`` needs to know of the whole loss, in the state dtype.
+
+    ``G_ij = [admitted] (u_i exp(x_ij - L_i) + v_j exp(x_ij - M_j)) - [positive] (u_i t_i + v_j t'_j)``
+
+    The column side is None for a loss of one direction. A weight of 0 silences its row or column even where the
+    log-sum-exp is -inf.
+
+    Attributes:
+        row_lse: (m,) L of the whole loss, not of the block.
+        row_weight: (m,) u, any sign.
+        row_target: (m,) t, the target weight of each positive of the row.
+        column_lse: (n,) M.
+        column_weight: (n,) v.
+        column_target: (n,) t'.
+    """
+
+    row_lse: Array
+    row_weight: Array
+    row_target: Array
+    column_lse: Array | None = None
+    column_weight: Array | None = None
+    column_target: Array | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class Options:
+    """How to compute, never what: every option gives the same loss within the bound.
+
+    Attributes:
+        tile: rows x columns of logits alive at a time, at most; None lets the backend choose.
+    """
+
+    tile: tuple[int, int] | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class Accuracy:
+    """The facts from which ``verify`` derives a backend's error bounds.
+
+    Attributes:
+        unit: unit roundoff of the state arithmetic: 2^-24 for float32, 2^-53 for float64.
+        accumulate_unit: unit roundoff of one addition inside a matrix product (2^-23 where tensor cores truncate).
+        input_rounding: relative rounding of the features before a product: 0 when exact, 2^-11 for tf32 rounded to
+            nearest, 2^-10 for tf32 truncated.
+        gradient_rounding: relative rounding of G before the second product: 0 in float32, 2^-8 bf16, 2^-11 fp16.
+        gradient_underflow: absolute rounding of G, as a share of the largest |weight|; 0 but for fp16.
+        exp_ulps: error of exp and log in units of ``unit``.
+        shared_reference: exponentials may be taken against one reference r for a whole tile,
+            ``|r| <= |scale| max_i |row_i| max_j |column_j| + |bias|``, instead of each row's and column's own maximum.
+        depth: longest chain of additions in a product of k terms, as a function of k.
+        tile: columns (or rows) summed in one go before a merge, as a function of their number.
+    """
+
+    unit: float
+    accumulate_unit: float
+    input_rounding: float = 0.0
+    gradient_rounding: float = 0.0
+    gradient_underflow: float = 0.0
+    exp_ulps: float = 4.0
+    shared_reference: bool = False
+    depth: Callable[[int], int] = int
+    tile: Callable[[int], int] = int
+
+
+LseFunction = Callable[[Block, bool, Options], Statistics]
+GradientsFunction = Callable[[Block, Weights, "Array | None", "Array | None", Options], None]
+SigmoidFunction = Callable[[Block, Array, "Array | None", "Array | None", Options], tuple[Array, Array]]
+
+
+def supports_everything(block: Block) -> str | None:
+    """The answer of a backend that refuses nothing beyond its dtypes and devices."""
+    return None
+
+
+def state_dtype(dtype: str) -> str:
+    """The dtype of row and column state for features of this dtype."""
+    return "float64" if dtype == "float64" else "float32"
+
+
+@dataclass(frozen=True, slots=True)
+class Backend:
+    """A small record of facts and the primitives.
+
+    Attributes:
+        name: what ``backend=`` and ``contrastile verify --backend`` call it.
+        arrays: the array library whose arrays it takes and gives.
+        dtypes: names of the feature dtypes it takes ("float16", "bfloat16", "float32", "float64").
+        devices: kinds of device it runs on ("cpu", "cuda").
+        accuracy: facts for the error bounds, given the feature dtype's name and the kind of device.
+        lse: ``lse(block, columns, options)``; column state is computed only when ``columns``.
+        gradients: ``gradients(block, weights, row_gradient, column_gradient, options)`` adds ``sum_j G_ij column_j``
+            to row_gradient (m, d) and ``sum_i G_ij row_i`` to column_gradient (n, d), both in the state dtype and
+            *without the factor scale*, so that ``dscale = sum_i <row_i, row_gradient_i>`` needs no division and is
+            right at scale 0. Either may be None: that gradient is not wanted.
+        sigmoid: ``sigmoid(block, row_weight, row_gradient, column_gradient, options)`` returns
+            ``row_loss (m,) = sum_j softplus(-z_ij x_ij)`` (unweighted) and ``row_sum (m,) = sum_j G_ij`` with
+            ``G_ij = -row_weight_i z_ij sigmoid(-z_ij x_ij)`` over admitted pairs, z = +1 on positives and -1
+            elsewhere; it adds to the gradients as above.
+        supports: a reason for refusing a block, or None.
+        state: name of the state dtype, given the features' dtype.
+    """
+
+    name: str
+    arrays: ArrayLibrary
+    dtypes: frozenset[str]
+    devices: frozenset[str]
+    accuracy: Callable[[str, str], Accuracy]
+    lse: LseFunction
+    gradients: GradientsFunction
+    sigmoid: SigmoidFunction
+    supports: Callable[[Block], str | None] = supports_everything
+    state: Callable[[str], str] = state_dtype
+
+    def check(self, block: Block) -> None:
+        """Raise UnsupportedProblemError with the reason, if this backend refuses the block."""
+        dtype = self.arrays.dtype(block.rows)
+        self.check_device(self.arrays.device(block.rows))
+        if dtype not in self.dtypes:
+            self._refuse(f"features must be {' or '.join(sorted(self.dtypes))}, got {dtype}; convert them")
+        reason = self.supports(block)
+        if reason:
+            self._refuse(reason)
+
+    def check_device(self, device: str) -> None:
+        """Raise UnsupportedProblemError, if this backend does not run on this kind of device."""
+        if device not in self.devices:
+            places = " or ".join(sorted(self.devices))
+            self._refuse(f"features must be on {places}, got {device}; move them, or name another backend")
+
+    def _refuse(self, reason: str) -> None:
+        raise UnsupportedProblemError(f"the {self.name} backend refuses this problem: {reason}")

@@ -1,0 +1,103 @@
+"""Finding backends: built in, registered by other packages, or named as ``module:attribute``.
+
+Nothing is imported to find out what is available, and other people's code runs only when it is named.
+"""
+
+from __future__ import annotations
+
+import importlib
+import importlib.metadata
+import importlib.util
+from dataclasses import dataclass
+from functools import cache
+
+from contrastile.backends.contract import Backend, BackendUnavailableError
+
+ENTRY_POINT_GROUP = "contrastile.backends"
+
+
+@dataclass(frozen=True, slots=True)
+class Known:
+    """Where a backend lives and what it needs.
+
+    Attributes:
+        target: "module:attribute" of its Backend record.
+        requires: import names of the packages that it needs.
+        install: the command that brings them.
+    """
+
+    target: str
+    requires: tuple[str, ...] = ()
+    install: str = ""
+
+    def missing(self) -> str | None:
+        """The sentence that says what is missing and how to mend it, or None."""
+        lacking = [name for name in self.requires if importlib.util.find_spec(name) is None]
+        if not lacking:
+            return None
+        return f"{' and '.join(lacking)} cannot be imported; run: {self.install}"
+
+
+BUILT_IN = {
+    "numpy": Known("contrastile.backends.numpy:backend"),
+    "torch": Known("contrastile.backends.torch:backend", ("torch",), "pip install 'contrastile[torch]'"),
+}
+
+
+def known() -> dict[str, Known]:
+    """Every backend that is built in or registered under the entry-point group ``contrastile.backends``."""
+    found = dict(BUILT_IN)
+    for point in importlib.metadata.entry_points(group=ENTRY_POINT_GROUP):
+        # a registered name never shadows a built-in one
+        found.setdefault(point.name, Known(point.value))
+    return found
+
+
+def names() -> list[str]:
+    """Names of all known backends, available or not."""
+    return list(known())
+
+
+def available() -> dict[str, str | None]:
+    """For each known backend, None if it can be loaded here, else what is missing and the command that mends it."""
+    return {name: entry.missing() for name, entry in known().items()}
+
+
+@cache
+def load(name: str) -> Backend:
+    """The backend of this name.
+
+    Args:
+        name: a known name ("numpy", "torch", ...), or "module:attribute" of a Backend record.
+
+    Raises:
+        ValueError: no backend has this name.
+        BackendUnavailableError: what it needs cannot be imported.
+        TypeError: what the name leads to is not a Backend.
+    """
+    entry = known().get(name)
+    if entry is None and ":" not in name:
+        raise ValueError(f"backend must be one of {', '.join(names())}, 'auto' or 'module:attribute', got {name!r}")
+    entry = entry or Known(name)
+    missing = entry.missing()
+    if missing:
+        raise BackendUnavailableError(f"backend {name!r} is not available: {missing}")
+    module_name, _, attribute = entry.target.partition(":")
+    try:
+        module = importlib.import_module(module_name)
+    except ModuleNotFoundError as error:
+        raise BackendUnavailableError(
+            f"backend {name!r} is not available: {error}; check the spelling, or put its folder on PYTHONPATH"
+        ) from error
+    backend = getattr(module, attribute or "backend", None)
+    if not isinstance(backend, Backend):
+        raise TypeError(
+            f"backend {name!r} must be a contrastile.backends.contract.Backend, got {type(backend).__name__}; "
+            f"name it as module:attribute"
+        )
+    return backend
+
+
+def choose(library: str, device: str) -> str:
+    """The name that ``backend="auto"`` stands for, given the features' array library and kind of device."""
+    return "numpy" if library == "numpy" else "torch"

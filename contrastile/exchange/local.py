@@ -1,0 +1,187 @@
+"""The schedule of one process: every column block against all rows, log-sum-exps merged, gradients added."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+
+from contrastile.backends.arrays import ArrayLibrary
+from contrastile.backends.contract import Array, Backend, Options, Weights
+from contrastile.exchange.problem import Problem
+
+
+@dataclass(frozen=True, slots=True)
+class Wanted:
+    """Which gradients are wanted; what is not wanted is neither computed nor allocated.
+
+    Attributes:
+        rows: the rows' gradient.
+        columns: for each column block, whether its gradient is wanted.
+        scale: the scale's gradient (needs the sums behind the rows' gradient).
+        bias: the bias's gradient (sigmoid loss only).
+    """
+
+    rows: bool
+    columns: tuple[bool, ...]
+    scale: bool = True
+    bias: bool = False
+
+
+@dataclass(frozen=True, slots=True)
+class Forward:
+    """The loss and what its backward needs.
+
+    Attributes:
+        loss: 0-d, state dtype.
+        row_lse: (m,) L over all column blocks.
+        column_lse: (n,) M over the joined columns, or None for a loss of one direction.
+    """
+
+    loss: Array
+    row_lse: Array
+    column_lse: Array | None
+
+
+@dataclass(frozen=True, slots=True)
+class Gradients:
+    """Gradients in the features' dtype; None where not wanted. ``scale`` and ``bias`` are 0-d, state dtype."""
+
+    rows: Array | None
+    columns: tuple[Array | None, ...]
+    scale: Array | None
+    bias: Array | None
+
+
+@dataclass(frozen=True, slots=True)
+class Sums:
+    """What the primitives accumulate: G K, G^T Q (both without the factor scale) and sum G, in the state dtype."""
+
+    rows: Array | None
+    columns: tuple[Array | None, ...]
+    total: Array | None
+
+
+def forward(problem: Problem, backend: Backend, options: Options) -> Forward:
+    """The softmax loss and its log-sum-exps.
+
+    Raises:
+        UnsupportedProblemError: the backend refuses one of the blocks.
+    """
+    arrays, two_sided = backend.arrays, problem.column_weight is not None
+    parts = []
+    for _, block in problem.blocks():
+        backend.check(block)
+        parts.append(backend.lse(block, two_sided, options))
+    row_lse, row_positive = parts[0].row_lse, parts[0].row_positive
+    for part in parts[1:]:
+        row_lse = arrays.merge(row_lse, part.row_lse)
+        row_positive = row_positive + part.row_positive
+    loss = _mean_excess(arrays, row_lse, row_positive, problem.row_weight, problem.row_target)
+    column_lse = None
+    if two_sided:
+        column_lse = arrays.concat([part.column_lse for part in parts])
+        positive = arrays.concat([part.column_positive for part in parts])
+        loss = loss + _mean_excess(arrays, column_lse, positive, problem.column_weight, problem.column_target)
+    return Forward(arrays.cast(loss, arrays.dtype(problem.scale)), row_lse, column_lse)
+
+
+def _mean_excess(arrays: ArrayLibrary, lse: Array, positive: Array, weight: Array, target: Array) -> Array:
+    """``sum_i w_i (lse_i - t_i positive_i)`` in float64, 0-d."""
+    lse, positive, weight, target = (arrays.cast(x, "float64") for x in (lse, positive, weight, target))
+    excess = lse - arrays.where(target == 0, 0.0, target * positive)
+    # a log-sum-exp is never below a mean of its own terms: rounding that says so is projected back
+    excess = arrays.where(target == 0, excess, arrays.maximum(excess, 0.0))
+    # a weight of 0 silences a row that admits nothing, whose log-sum-exp is -inf
+    return arrays.total(arrays.where(weight == 0, 0.0, weight * excess))
+
+
+def backward(
+    problem: Problem, saved: Forward, upstream: Array, wanted: Wanted, backend: Backend, options: Options
+) -> Gradients:
+    """Gradients of ``upstream * loss`` for the softmax loss; ``upstream`` is 0-d, state dtype."""
+    state = backend.state(backend.arrays.dtype(problem.rows))
+    weighted = replace(
+        problem,
+        row_weight=problem.row_weight * upstream,
+        column_weight=None if problem.column_weight is None else problem.column_weight * upstream,
+    )
+    row_sum = _accumulator(backend, problem.rows, state, wanted.rows or wanted.scale)
+    column_sums = []
+    for (where, block), want in zip(weighted.blocks(), wanted.columns, strict=True):
+        column_sums.append(_accumulator(backend, block.columns, state, want))
+        backend.gradients(block, _weights(weighted, saved, where), row_sum, column_sums[-1], options)
+    # the upstream gradient is in the weights already, and a softmax does not feel a bias
+    return finish(problem.rows, problem.scale, Sums(row_sum, tuple(column_sums), None), None, wanted, backend.arrays)
+
+
+def _weights(problem: Problem, saved: Forward, where: slice) -> Weights:
+    two_sided = problem.column_weight is not None
+
+    def part(x: Array | None) -> Array | None:
+        return x[where] if two_sided and x is not None else None
+
+    return Weights(
+        row_lse=saved.row_lse,
+        row_weight=problem.row_weight,
+        row_target=problem.row_target,
+        column_lse=part(saved.column_lse),
+        column_weight=part(problem.column_weight),
+        column_target=part(problem.column_target),
+    )
+
+
+def _accumulator(backend: Backend, features: Array, state: str, want: bool) -> Array | None:
+    return backend.arrays.full(tuple(features.shape), 0.0, state, features) if want else None
+
+
+def sigmoid(problem: Problem, wanted: Wanted | None, backend: Backend, options: Options) -> tuple[Array, Sums | None]:
+    """The sigmoid loss (0-d, state dtype) and, in the same pass, the sums behind its gradients."""
+    arrays = backend.arrays
+    state = backend.state(arrays.dtype(problem.rows))
+    row_sum = _accumulator(backend, problem.rows, state, wanted is not None and (wanted.rows or wanted.scale))
+    column_sums, loss, total = [], None, None
+    wants = wanted.columns if wanted is not None else (False,) * len(problem.columns)
+    for (_, block), want in zip(problem.blocks(), wants, strict=True):
+        backend.check(block)
+        column_sums.append(_accumulator(backend, block.columns, state, want))
+        row_loss, g = backend.sigmoid(block, problem.row_weight, row_sum, column_sums[-1], options)
+        weight = arrays.cast(problem.row_weight, "float64")
+        part = arrays.total(arrays.where(weight == 0, 0.0, weight * arrays.cast(row_loss, "float64")))
+        loss = part if loss is None else loss + part
+        total = arrays.total(g) if total is None else total + arrays.total(g)
+    value = arrays.cast(loss, arrays.dtype(problem.scale))
+    return value, Sums(row_sum, tuple(column_sums), total) if wanted is not None else None
+
+
+def finish(
+    rows: Array, scale: Array, sums: Sums, upstream: Array | None, wanted: Wanted, arrays: ArrayLibrary
+) -> Gradients:
+    """Gradients from the accumulated sums: times the scale, cast once to the features' dtype.
+
+    ``dscale = sum_i <row_i, (G K)_i>`` is taken before the cast and needs no pass over the tiles.
+
+    Args:
+        rows: (m, d) features of the problem.
+        scale: 0-d, its scale.
+        sums: what the primitives accumulated over it.
+        upstream: 0-d factor still to be applied, leaving the sums as they are; None when the weights carried it, and
+            then the sums are consumed.
+        wanted: which gradients to give.
+        arrays: the library of all these arrays.
+    """
+    dtype, scalar = arrays.dtype(rows), arrays.dtype(scale)
+
+    def whole(x: Array | None, want: bool) -> Array | None:
+        if x is None or not want:
+            return None
+        return arrays.cast(x if upstream is None else x * upstream, scalar)
+
+    factor = scale if upstream is None else scale * upstream
+
+    def scaled(x: Array | None, want: bool) -> Array | None:
+        if x is None or not want:
+            return None
+        return arrays.scaled(x, factor, dtype, consume=upstream is None)
+
+    d_scale = whole(arrays.inner(rows, sums.rows), True) if wanted.scale else None
+    columns = tuple(scaled(x, want) for x, want in zip(sums.columns, wanted.columns, strict=True))
+    return Gradients(scaled(sums.rows, wanted.rows), columns, d_scale, whole(sums.total, wanted.bias))

@@ -1,0 +1,148 @@
+"""The losses, as people call them. Each is a problem (``problems``) handed to one evaluation (``evaluation``).
+
+Features are used as given: normalising is the caller's. ``scale`` multiplies the dot product: exp(logit_scale) of
+CLIP, 1 / temperature elsewhere.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+from contrastile import problems
+from contrastile.evaluation import evaluate
+
+Array = Any
+Tile = int | tuple[int, int] | None
+
+
+def clip_loss(
+    image: Array, text: Array, scale: Any, *, ids: Array | None = None, backend: str = "auto", tile: Tile = None
+) -> Array:
+    """Symmetric image-text loss: the mean of the two directions' InfoNCE (Inf-CL Eq. 1 both ways; DisCo Eq. 1 halved).
+
+    Args:
+        image: (b, d) float16, bfloat16, float32 or float64.
+        text: (b, d), same dtype and device; row i is the positive of image row i.
+        scale: number or one-element array that multiplies the dot products; differentiable.
+        ids: (b,) integers or None. Pairs of different rows with equal ids are false negatives and are left out.
+        backend: "auto", or a name from ``contrastile.backends.names()``, or "module:attribute".
+        tile: largest tile of logits to hold, a number or (rows, columns); None lets the backend choose.
+
+    Returns:
+        0-d loss, float32 (float64 for float64 features); for torch tensors differentiable in image, text and scale.
+
+    Raises:
+        TypeError: wrong types or dtypes.
+        ValueError: wrong shapes, devices or values.
+        BackendUnavailableError: the backend's packages are missing; the message has the command that brings them.
+        UnsupportedProblemError: the backend refuses the problem.
+    """
+    return evaluate(problems.clip(image, text, scale, ids=ids), backend, tile)
+
+
+def info_nce(
+    query: Array,
+    key: Array,
+    scale: Any,
+    *,
+    negatives: Array | Sequence[Array] | None = None,
+    positives: Array | None = None,
+    row_ids: Array | None = None,
+    column_ids: Array | None = None,
+    backend: str = "auto",
+    tile: Tile = None,
+) -> Array:
+    """One-direction InfoNCE: each query against all keys and negatives under one log-sum-exp (Inf-CL Eq. 1).
+
+    Args:
+        query: (m, d) float16, bfloat16, float32 or float64.
+        key: (n, d), same dtype and device; n may differ from m when ``positives`` is given.
+        scale: number or one-element array that multiplies the dot products; differentiable.
+        negatives: further columns, (r, d) or a sequence of such (hard negatives, a queue); never copied together.
+        positives: (m,) integers, the column of each query's positive among [key, *negatives]; None means row i's is i.
+        row_ids: (m,) integers, given together with column_ids; columns with the query's id that are not its positive
+            are false negatives and are left out.
+        column_ids: (n + all negatives,) integers.
+        backend: see ``clip_loss``.
+        tile: see ``clip_loss``.
+
+    Returns:
+        0-d mean over the queries, float32 (float64 for float64 features); differentiable in query, key, negatives and
+        scale.
+
+    Raises:
+        TypeError, ValueError, BackendUnavailableError, UnsupportedProblemError: see ``clip_loss``.
+    """
+    loss = problems.info_nce(
+        query, key, scale, negatives=negatives, positives=positives, row_ids=row_ids, column_ids=column_ids
+    )
+    return evaluate(loss, backend, tile)
+
+
+def nt_xent(view_a: Array, view_b: Array, scale: Any, *, backend: str = "auto", tile: Tile = None) -> Array:
+    """SimCLR's NT-Xent: each of the 2b views against the 2b - 1 others, its partner being the positive.
+
+    Args:
+        view_a: (b, d) float16, bfloat16, float32 or float64.
+        view_b: (b, d), same dtype and device; row i is the other view of view_a's row i.
+        scale: number or one-element array, 1 / temperature; differentiable.
+        backend: see ``clip_loss``.
+        tile: see ``clip_loss``.
+
+    Returns:
+        0-d mean over the 2b views, float32 (float64 for float64 features).
+
+    Raises:
+        TypeError, ValueError, BackendUnavailableError, UnsupportedProblemError: see ``clip_loss``.
+    """
+    return evaluate(problems.nt_xent(view_a, view_b, scale), backend, tile)
+
+
+def sup_con(features: Array, labels: Array, scale: Any, *, backend: str = "auto", tile: Tile = None) -> Array:
+    """SupCon's L_out: each sample against all others, every other sample of its label a positive of weight 1/|P(i)|.
+
+    Args:
+        features: (b, d) float16, bfloat16, float32 or float64.
+        labels: (b,) integers.
+        scale: number or one-element array, 1 / temperature; differentiable.
+        backend: see ``clip_loss``.
+        tile: see ``clip_loss``.
+
+    Returns:
+        0-d mean over the samples that have a positive (0 if none has), float32 (float64 for float64 features).
+
+    Raises:
+        TypeError, ValueError, BackendUnavailableError, UnsupportedProblemError: see ``clip_loss``.
+    """
+    return evaluate(problems.sup_con(features, labels, scale), backend, tile)
+
+
+def sigmoid_loss(
+    image: Array,
+    text: Array,
+    scale: Any,
+    bias: Any = 0.0,
+    *,
+    ids: Array | None = None,
+    backend: str = "auto",
+    tile: Tile = None,
+) -> Array:
+    """SigLIP's loss: ``sum_ij softplus(-z_ij (scale <image_i, text_j> + bias)) / b``, z = +1 on the diagonal, else -1.
+
+    Args:
+        image: (b, d) float16, bfloat16, float32 or float64.
+        text: (b, d), same dtype and device.
+        scale: number or one-element array that multiplies the dot products; differentiable.
+        bias: number or one-element array added to every logit; differentiable.
+        ids: (b,) integers or None. Pairs of different rows with equal ids are left out.
+        backend: see ``clip_loss``.
+        tile: see ``clip_loss``.
+
+    Returns:
+        0-d loss, divided by b as in the paper, float32 (float64 for float64 features).
+
+    Raises:
+        TypeError, ValueError, BackendUnavailableError, UnsupportedProblemError: see ``clip_loss``.
+    """
+    return evaluate(problems.sigmoid(image, text, scale, bias, ids=ids), backend, tile)

@@ -1,0 +1,155 @@
+"""What the front door refuses, and how it says so: the rule, the value, the fix.
+
+Shapes, dtypes and devices are always checked. Values (a finite scale, positives in range) are checked where reading
+them costs nothing: on the host, outside compilation. Elsewhere a bad value makes the loss NaN: never a silent number,
+and never a synchronisation.
+"""
+
+from __future__ import annotations
+
+import math
+from typing import Any
+
+from contrastile.backends.arrays import FLOATS, ArrayLibrary, library_of
+from contrastile.backends.contract import Options
+
+Array = Any
+INTEGERS = ("int8", "int16", "int32", "int64", "uint8")
+
+
+def values_are_readable(arrays: ArrayLibrary, x: Array) -> bool:
+    """Whether an element of x can be read now without waiting for a device or breaking a compilation."""
+    if arrays.name != "torch":
+        return True
+    import torch
+
+    return not torch.compiler.is_compiling() and x.device.type == "cpu"
+
+
+def features(**named: Array) -> ArrayLibrary:
+    """The array library of some feature matrices that must agree.
+
+    Args:
+        **named: (samples, width) floating-point matrices by the name that the caller gave them.
+
+    Raises:
+        TypeError: not arrays, of different libraries, of different or non-floating dtypes.
+        ValueError: not matrices, empty, of different widths or on different devices.
+    """
+    first_name, first = next(iter(named.items()))
+    arrays = library_of(first)
+    for name, x in named.items():
+        if not arrays.owns(x):
+            raise TypeError(
+                f"{first_name} and {name} must be arrays of one library, "
+                f"got {type(first).__name__} and {type(x).__name__}; convert one of them"
+            )
+        if arrays.dtype(x) not in FLOATS:
+            raise TypeError(
+                f"{name} must be floating point ({', '.join(FLOATS)}), got {arrays.dtype(x)}; convert it to float32"
+            )
+        shape = tuple(x.shape)
+        if len(shape) != 2:
+            raise ValueError(
+                f"{name} must be a matrix (samples, width), got shape {shape}; reshape it to two dimensions"
+            )
+        if shape[0] == 0 or shape[1] == 0:
+            raise ValueError(
+                f"{name} must have at least one sample and one feature, got shape {shape}; skip empty batches"
+            )
+        if arrays.dtype(x) != arrays.dtype(first):
+            raise TypeError(
+                f"{first_name} and {name} must have the same dtype, got {arrays.dtype(first)} and {arrays.dtype(x)}; "
+                "convert one of them"
+            )
+        if arrays.place(x) != arrays.place(first):
+            raise ValueError(
+                f"{first_name} and {name} must be on the same device, got {arrays.place(first)} and {arrays.place(x)}; "
+                "move one of them"
+            )
+        if shape[1] != first.shape[1]:
+            raise ValueError(
+                f"{first_name} and {name} must have the same width, got {first.shape[1]} and {shape[1]}; "
+                "project both to one embedding space"
+            )
+    return arrays
+
+
+def paired(first_name: str, first: Array, second_name: str, second: Array, instead: str) -> None:
+    """Raise ValueError unless the matrices have as many rows as each other; ``instead`` says what to do."""
+    if first.shape[0] != second.shape[0]:
+        raise ValueError(
+            f"{first_name} and {second_name} must have as many rows as each other, "
+            f"got {first.shape[0]} and {second.shape[0]}; {instead}"
+        )
+
+
+def scalar(name: str, x: Any, arrays: ArrayLibrary, dtype: str, like: Array) -> Array:
+    """A number or one-element array as a 0-d array in the state dtype; a torch tensor keeps its gradient.
+
+    Raises:
+        TypeError: not a number.
+        ValueError: more than one element, or not finite.
+    """
+    if isinstance(x, int | float):
+        if not math.isfinite(x):
+            raise ValueError(f"{name} must be finite, got {x}; clamp the learned value before it is used")
+        return arrays.asarray(float(x), dtype, like)
+    if not arrays.owns(x):
+        raise TypeError(f"{name} must be a number or a one-element array, got {type(x).__name__}; pass a float")
+    shape = tuple(x.shape)
+    if math.prod(shape) != 1:
+        raise ValueError(f"{name} must have one element, got shape {shape}; a scale per sample is not supported")
+    if values_are_readable(arrays, x) and not math.isfinite(x.item()):
+        raise ValueError(f"{name} must be finite, got {x.item()}; clamp the learned value before it is used")
+    return arrays.asarray(x.reshape(()), dtype, like)
+
+
+def integers(name: str, x: Array, length: int, of: str, arrays: ArrayLibrary, like: Array) -> Array:
+    """A vector of ``length`` integers as int64.
+
+    Raises:
+        TypeError: not an array, or not of integers.
+        ValueError: of another shape or on another device.
+    """
+    if not arrays.owns(x):
+        raise TypeError(f"{name} must be an integer array like the features, got {type(x).__name__}; convert it")
+    if arrays.dtype(x) not in INTEGERS:
+        raise TypeError(f"{name} must be integers, got {arrays.dtype(x)}; convert it to int64")
+    if tuple(x.shape) != (length,):
+        raise ValueError(
+            f"{name} must have shape ({length},), one for each {of}, got {tuple(x.shape)}; give every {of} one"
+        )
+    if arrays.place(x) != arrays.place(like):
+        raise ValueError(
+            f"{name} must be on the features' device {arrays.place(like)}, got {arrays.place(x)}; move it there"
+        )
+    return arrays.cast(x, "int64")
+
+
+def positives(x: Array, columns: int, arrays: ArrayLibrary) -> None:
+    """Raise ValueError if a positive lies outside 0..columns-1, where its values are readable."""
+    if values_are_readable(arrays, x):
+        for worst in (int(x.min()), int(x.max())):
+            if not 0 <= worst < columns:
+                raise ValueError(
+                    f"positives must lie in 0..{columns - 1} (there are {columns} columns), got {worst}; "
+                    "index the keys, then the negatives, from 0"
+                )
+
+
+def options(tile: Any) -> Options:
+    """``tile`` as Options: None, one number for both sides, or (rows, columns).
+
+    Raises:
+        TypeError: not integers.
+        ValueError: not positive, or not two of them.
+    """
+    if tile is None:
+        return Options()
+    sides = (tile, tile) if isinstance(tile, int) else tuple(tile) if isinstance(tile, tuple | list) else (None,)
+    if not all(isinstance(side, int) and not isinstance(side, bool) for side in sides):
+        raise TypeError(f"tile must be an integer or (rows, columns), got {tile!r}; pass e.g. tile=512, or None")
+    if len(sides) != 2 or min(sides) < 1:
+        raise ValueError(f"tile must be (rows, columns), each at least 1, got {tile!r}; pass e.g. tile=512, or None")
+    return Options(tile=(sides[0], sides[1]))
