@@ -1,0 +1,126 @@
+"""Which pairs are positive and which are admitted, from O(m + n) vectors.
+
+Every vector speaks of rows or columns one by one, so a tile's masks follow from the vectors' slices alone
+(`Pairs.tile`) and no m x n mask has to exist anywhere but in the dense oracle.
+"""
+
+from __future__ import annotations
+
+from typing import Literal, NamedTuple, TypeAlias
+
+import numpy as np
+
+from contrastile.oracle.arrays import BoolArray, FloatArray, IntArray, float64
+
+Match: TypeAlias = Literal["drop", "target"]
+
+
+class Pairs(NamedTuple):
+    """The vectors that define positives P and admitted pairs A; the fields are `positive_pairs`' arguments.
+
+    positives: (m,) int64, the column of each row's positive; outside 0..n-1: none among these columns.
+    row_ids: (m,) int64; column_ids: (n,) int64; read only where both are given.
+    match: what equal ids mean. "drop": a false negative, not admitted unless it is the positive.
+        "target": a positive (SupCon's labels); `positives` is then not read.
+    excluded: (m,) int64, the column a row never sees, not even as its positive; outside 0..n-1: none.
+    """
+
+    positives: IntArray | None = None
+    row_ids: IntArray | None = None
+    column_ids: IntArray | None = None
+    match: Match = "drop"
+    excluded: IntArray | None = None
+
+    def positive(self, m: int, n: int) -> BoolArray:
+        """P of `positive_pairs` for these vectors, (m, n) bool."""
+        return positive_pairs(m, n, *self)
+
+    def admitted(self, m: int, n: int) -> BoolArray:
+        """A of `admitted_pairs` for these vectors, (m, n) bool."""
+        return admitted_pairs(m, n, *self)
+
+    def tile(self, rows: slice, columns: slice) -> Pairs:
+        """The same pairs seen from inside the tile X[rows, columns], whose first column is column 0.
+
+        rows, columns: slices with a start. Returns vectors of the tile's lengths.
+        """
+        return Pairs(
+            positives=None if self.positives is None else self.positives[rows] - columns.start,
+            row_ids=None if self.row_ids is None else self.row_ids[rows],
+            column_ids=None if self.column_ids is None else self.column_ids[columns],
+            match=self.match,
+            excluded=None if self.excluded is None else self.excluded[rows] - columns.start,
+        )
+
+
+NO_PAIRS = Pairs()
+"""No positives, and every pair admitted."""
+
+
+def positive_pairs(
+    m: int,
+    n: int,
+    positives: IntArray | None = None,
+    row_ids: IntArray | None = None,
+    column_ids: IntArray | None = None,
+    match: Match = "drop",
+    excluded: IntArray | None = None,
+) -> BoolArray:
+    """P_ij: column j is a positive of row i.
+
+    The arguments are the fields of `Pairs`. Returns (m, n) bool.
+    """
+    P = _equal(m, n, row_ids, column_ids) if match == "target" else _pointed_at(m, n, positives)
+    return P & ~_pointed_at(m, n, excluded)
+
+
+def admitted_pairs(
+    m: int,
+    n: int,
+    positives: IntArray | None = None,
+    row_ids: IntArray | None = None,
+    column_ids: IntArray | None = None,
+    match: Match = "drop",
+    excluded: IntArray | None = None,
+) -> BoolArray:
+    """A_ij: row i sees column j, and column j sees row i; every positive is admitted.
+
+    The arguments are the fields of `Pairs`. Returns (m, n) bool.
+    """
+    P = positive_pairs(m, n, positives, row_ids, column_ids, match, excluded)
+    unseen = _pointed_at(m, n, excluded)
+    if match == "drop":
+        unseen |= _equal(m, n, row_ids, column_ids)
+    return P | ~unseen
+
+
+def target_weights(P: BoolArray) -> FloatArray:
+    """y_ij = P_ij / |P(i)|: each row sums to 1, or to 0 where it has no positive (SupCon L_out).
+
+    P: (m, n) bool. Returns (m, n).
+    """
+    return float64(P / np.maximum(P.sum(axis=1, keepdims=True), 1))
+
+
+def column_target_weights(P: BoolArray) -> FloatArray:
+    """y'_ij = P_ij / |P(j)|: each column sums to 1, or to 0 where it has no positive.
+
+    P: (m, n) bool. Returns (m, n).
+    """
+    return float64(P / np.maximum(P.sum(axis=0, keepdims=True), 1))
+
+
+def _pointed_at(m: int, n: int, column: IntArray | None) -> BoolArray:
+    """(m, n) bool: j is the column that row i's index names."""
+    if column is None:
+        return np.zeros((m, n), dtype=np.bool_)
+    here: BoolArray = np.asarray(column)[:, None] == np.arange(n)
+    return here
+
+
+def _equal(m: int, n: int, row_ids: IntArray | None, column_ids: IntArray | None) -> BoolArray:
+    """(m, n) bool: row i and column j carry the same id."""
+    if row_ids is None or column_ids is None:
+        return np.zeros((m, n), dtype=np.bool_)
+    same: BoolArray = np.asarray(row_ids)[:, None] == np.asarray(column_ids)
+    return same

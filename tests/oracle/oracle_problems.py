@@ -1,0 +1,112 @@
+"""Problems for the oracle's tests: ragged, with every kind of pair, drawn by hypothesis.
+
+Features, scales, biases and directions lie on a dyadic grid, so that a step of central differences is exact.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field, replace
+from functools import cached_property
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+from hypothesis import strategies as st
+
+from contrastile.oracle.general import logits
+from contrastile.oracle.pairs import Pairs, column_target_weights, target_weights
+
+Floats = npt.NDArray[np.float64]
+GRID = 2.0**-12
+
+
+def on_grid(values: npt.ArrayLike) -> Floats:
+    return np.round(np.asarray(values) / GRID) * GRID
+
+
+@dataclass(frozen=True)
+class Problem:
+    """One problem in full: rows, columns, scale () or (m,), bias, pairs, row and column weights."""
+
+    q: Floats
+    k: Floats
+    scale: Any
+    bias: float = 0.0
+    pairs: Pairs = field(default_factory=Pairs)
+    u: Floats = field(default_factory=lambda: np.zeros(0))
+    v: Floats = field(default_factory=lambda: np.zeros(0))
+
+    @cached_property
+    def x(self) -> Floats:
+        return logits(self.q, self.k, self.scale, self.bias)
+
+    @cached_property
+    def P(self) -> npt.NDArray[np.bool_]:  # noqa: N802
+        return self.pairs.positive(*self.x.shape)
+
+    @cached_property
+    def A(self) -> npt.NDArray[np.bool_]:  # noqa: N802
+        return self.pairs.admitted(*self.x.shape)
+
+    @cached_property
+    def y(self) -> Floats:
+        return target_weights(self.P)
+
+    @cached_property
+    def y_c(self) -> Floats:
+        return column_target_weights(self.P)
+
+    def moved(self, **changes: Any) -> Problem:
+        return replace(self, **changes)
+
+    def general(self) -> tuple[Any, ...]:
+        """The arguments of `loss` and `gradient_of_logits`."""
+        return self.x, self.A, self.u, self.v, self.y, self.y_c
+
+
+def random_pairs(rng: np.random.Generator, m: int, n: int, kind: str, exclude: bool) -> Pairs:
+    """Some rows have no positive and some exclude nothing: indices run from -1 to n."""
+    ids = rng.integers(0, max(2, (m + n) // 3), size=m), rng.integers(0, max(2, (m + n) // 3), size=n)
+    return Pairs(
+        positives=None if kind == "labels" else rng.integers(-1, n + 1, size=m),
+        row_ids=None if kind == "plain" else ids[0],
+        column_ids=None if kind == "plain" else ids[1],
+        match="target" if kind == "labels" else "drop",
+        excluded=rng.integers(-1, n + 1, size=m) if exclude else None,
+    )
+
+
+def random_problem(
+    seed: int, m: int, n: int, d: int, kind: str, exclude: bool, per_row: bool, heat: float, bias: bool
+) -> Problem:
+    """Signed weights, some of them 0; and 0 where a row or a column admits nothing, whose LSE is -inf."""
+    rng = np.random.default_rng(seed)
+    scale = on_grid(heat * rng.uniform(0.5, 1.0, size=m if per_row else ()))
+    p = Problem(
+        q=on_grid(rng.standard_normal((m, d))),
+        k=on_grid(rng.standard_normal((n, d))),
+        scale=scale if per_row else float(scale),
+        bias=float(on_grid(rng.standard_normal())) if bias else 0.0,
+        pairs=random_pairs(rng, m, n, kind, exclude),
+    )
+    u, v = (rng.standard_normal(size) * rng.integers(0, 4, size=size).clip(0, 1) for size in (m, n))
+    return p.moved(u=np.where(p.A.any(axis=1), u, 0.0), v=np.where(p.A.any(axis=0), v, 0.0))
+
+
+def problems(smallest: int = 0, largest: int = 8, heats: tuple[float, ...] = (1.0, 14.0, 100.0)) -> Any:
+    size = st.integers(smallest, largest)
+    return st.builds(
+        random_problem,
+        seed=st.integers(0, 2**32 - 1),
+        m=size,
+        n=size,
+        d=st.integers(1, 5),
+        kind=st.sampled_from(["plain", "ids", "labels"]),
+        exclude=st.booleans(),
+        per_row=st.booleans(),
+        heat=st.sampled_from(heats),
+        bias=st.booleans(),
+    )
+
+
+RAGGED = random_problem(1, 7, 11, 5, "ids", True, True, 14.0, True)

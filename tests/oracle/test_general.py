@@ -1,0 +1,178 @@
+"""The general loss against loops, mpmath, torch and central differences."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+from float64_bound import SoftmaxBound, assert_within, twice
+from hypothesis import given, settings
+from oracle_problems import RAGGED, Problem, on_grid, problems, random_problem
+from second_opinions import in_mpmath, in_python, in_torch
+
+from contrastile.oracle.general import (
+    column_lse,
+    gradient_of_logits,
+    gradients,
+    logits,
+    loss,
+    merge,
+    row_lse,
+)
+
+
+def by_the_oracle(p: Problem) -> list:
+    return [loss(*p.general()), *gradients(p.q, p.k, p.scale, gradient_of_logits(*p.general()))]
+
+
+def bounds_of(p: Problem) -> list:
+    bound = SoftmaxBound(p)
+    return [bound.loss, *bound.gradients]
+
+
+@settings(max_examples=80, deadline=None)
+@given(p=problems(heats=(1.0, 14.0)))
+def test_loops_over_the_definition_agree(p: Problem) -> None:
+    for ours, theirs, bound in zip(by_the_oracle(p), in_python(p), twice(bounds_of(p)), strict=True):
+        assert_within(ours, theirs, bound)
+
+
+@settings(max_examples=30, deadline=None)
+@given(p=problems(largest=5))
+def test_fifty_digits_agree(p: Problem) -> None:
+    for ours, exact, bound in zip(by_the_oracle(p), in_mpmath(p), bounds_of(p), strict=True):
+        assert_within(ours, exact, bound)
+
+
+@settings(max_examples=80, deadline=None)
+@given(p=problems())
+def test_autograd_agrees(p: Problem) -> None:
+    for ours, theirs, bound in zip(by_the_oracle(p), in_torch(p), twice(bounds_of(p)), strict=True):
+        assert_within(ours, theirs, bound)
+
+
+@settings(max_examples=40, deadline=None)
+@given(p=problems(smallest=1, heats=(1.0, 4.0)))
+def test_central_differences_agree(p: Problem) -> None:
+    """Along random directions, within h^2/6 of the third derivative plus the roundoff of the two losses.
+
+    Logits are linear in each input alone, with slopes a_ij; an LSE's third derivative is the third central moment
+    of the slopes, no more than (2 max |a|)^3.
+    """
+    h, rng = 2.0**-16, np.random.default_rng(3)
+    found = dict(zip(("q", "k", "scale", "bias"), by_the_oracle(p)[1:], strict=True))
+    bounds = dict(zip(found, SoftmaxBound(p).gradients, strict=True))
+    weight = np.abs(p.u).sum() + np.abs(p.v).sum()
+    for name, gradient in found.items():
+        base = np.asarray(getattr(p, name), dtype=np.float64)
+        delta = on_grid(rng.uniform(-1, 1, size=base.shape))
+        forward, back = (p.moved(**{name: base + step * delta}) for step in (h, -h))
+        slopes = np.abs(forward.x - back.x).max(initial=0.0) / (2 * h)
+        slack = (SoftmaxBound(forward).loss + SoftmaxBound(back).loss) / (2 * h)
+        slack += weight * (2 * slopes) ** 3 * h**2 / 6 + (np.abs(delta) * bounds[name]).sum()
+        slope = (loss(*forward.general()) - loss(*back.general())) / (2 * h)
+        assert_within(slope, np.sum(gradient * delta), slack)
+
+
+def test_one_direction_is_a_zero_column_weight() -> None:
+    p = RAGGED.moved(v=np.zeros(len(RAGGED.k)))
+    one_way = (p.x, p.A, p.u, None, p.y, None)
+    assert loss(*one_way) == loss(*p.general())
+    np.testing.assert_array_equal(gradient_of_logits(*one_way), gradient_of_logits(*p.general()))
+
+
+def test_a_scale_per_row_is_the_scale_when_all_are_equal() -> None:
+    p = RAGGED.moved(scale=3.0)
+    per_row = p.moved(scale=np.full(len(p.q), 3.0))
+    one, many = by_the_oracle(p), by_the_oracle(per_row)
+    assert one[0] == many[0]
+    assert many[3].shape == (len(p.q),)
+    assert one[3].shape == ()
+    assert_within(many[3].sum(), one[3], 2 * SoftmaxBound(p).d_scale)
+
+
+def test_a_row_of_weight_zero_contributes_nothing_even_if_it_admits_nothing() -> None:
+    x, u, v = np.zeros((2, 2)), np.array([0.0, 1.0]), np.array([1.0, 0.0])
+    A = np.array([[False, False], [True, False]])
+    y = A.astype(np.float64)
+    assert loss(x, A, u, v, y, y) == 0.0
+    np.testing.assert_array_equal(gradient_of_logits(x, A, u, v, y, y), np.zeros((2, 2)))
+    assert loss(x, A, np.ones(2), None, y, None) == -np.inf
+
+
+def test_a_row_of_weight_zero_has_no_gradient_even_if_its_logits_are_nan() -> None:
+    x, A, y = np.array([[np.nan, 1.0], [0.0, 0.0]]), np.ones((2, 2), dtype=np.bool_), np.eye(2)
+    G = gradient_of_logits(x, A, np.array([0.0, 1.0]), None, y, None)
+    np.testing.assert_array_equal(G, [[0.0, 0.0], [0.5, -0.5]])
+
+
+def test_a_target_of_weight_zero_contributes_nothing_even_if_its_logit_is_infinite() -> None:
+    x, A = np.array([[1.0, -np.inf]]), np.ones((1, 2), dtype=np.bool_)
+    assert loss(x, A, np.ones(1), None, np.array([[1.0, 0.0]]), None) == 0.0
+
+
+def test_the_lse_of_nothing_is_minus_infinity() -> None:
+    nobody = np.zeros((2, 3), dtype=np.bool_)
+    np.testing.assert_array_equal(row_lse(np.ones((2, 3)), nobody), np.full(2, -np.inf))
+    np.testing.assert_array_equal(column_lse(np.ones((2, 3)), nobody), np.full(3, -np.inf))
+    assert row_lse(np.ones((2, 0)), np.ones((2, 0), dtype=np.bool_)).tolist() == [-np.inf, -np.inf]
+    assert column_lse(np.ones((0, 1)), np.ones((0, 1), dtype=np.bool_)).tolist() == [-np.inf]
+
+
+@pytest.mark.parametrize(
+    ("a", "b", "both"),
+    [
+        (-np.inf, -np.inf, -np.inf),
+        (-np.inf, 3.0, 3.0),
+        (np.inf, 3.0, np.inf),
+        (np.inf, np.inf, np.inf),
+        (np.inf, -np.inf, np.inf),
+        (1000.0, -1000.0, 1000.0),
+        (np.nan, 3.0, np.nan),
+        (np.nan, np.inf, np.nan),
+        (-np.inf, np.nan, np.nan),
+    ],
+)
+def test_the_merge_is_guarded(a: float, b: float, both: float) -> None:
+    np.testing.assert_array_equal(merge(a, b), both)
+    np.testing.assert_array_equal(merge(b, a), both)
+
+
+def test_an_admitted_nan_comes_out_and_an_unseen_one_does_not() -> None:
+    p = RAGGED
+    q = p.q.copy()
+    q[2, 1] = np.nan
+    A = np.ones(p.x.shape, dtype=np.bool_)
+    x = logits(q, p.k, p.scale, p.bias)
+    L = row_lse(x, A)
+    assert np.flatnonzero(np.isnan(L)).tolist() == [2]
+    assert np.isnan(column_lse(x, A)).all()
+    A[2] = False
+    assert np.isfinite(column_lse(x, A)).all()
+    assert np.isnan(loss(x, p.A, np.ones(7), None, p.y, None))
+    G = gradient_of_logits(x, p.A, np.ones(7), None, p.y, None)
+    found = gradients(q, p.k, p.scale, G)
+    assert np.isnan(found.d_columns[p.A[2]]).all()
+    assert np.isnan(found.d_columns[:, 1]).all()
+    assert np.flatnonzero(np.isnan(found.d_rows).any(axis=1)).tolist() == [2]
+
+
+def test_an_infinite_feature_ends_in_nan_without_a_warning() -> None:
+    p = RAGGED
+    q = p.q.copy()
+    q[0, 0] = np.inf
+    x = logits(q, p.k, p.scale, p.bias)
+    A = np.ones(p.x.shape, dtype=np.bool_)
+    assert row_lse(x, A)[0] == np.inf
+    assert np.isnan(gradients(q, p.k, p.scale, gradient_of_logits(x, A, p.u + 1, p.v, p.y, p.y_c)).d_rows[0]).all()
+
+
+@pytest.mark.parametrize("heat", [100.0, 1000.0])
+def test_hot_logits_do_not_overflow(heat: float) -> None:
+    p = random_problem(5, 9, 13, 5, "plain", False, False, heat, False)
+    assert np.abs(p.x).max() > 100
+    assert np.isfinite(loss(*p.general()))
+
+
+def test_float32_features_are_widened_first() -> None:
+    q, k = RAGGED.q.astype(np.float32), RAGGED.k.astype(np.float32)
+    np.testing.assert_array_equal(logits(q, k, 3.0), logits(q.astype(np.float64), k.astype(np.float64), 3.0))

@@ -1,0 +1,257 @@
+"""GradCache Eq. 1-13 and Sec. 3.3-3.4: the cached gradient is the gradient, down to the encoders' parameters."""
+
+import math
+from itertools import pairwise
+
+import mpmath
+import numpy as np
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from paper_bounds import (
+    Ball,
+    agrees,
+    agrees_with_differences,
+    contrastive,
+    encloses,
+    exact,
+    one_hot,
+)
+from paper_towers import BATCH_NORM, BILINEAR, DROPOUT, KEPT, LINEAR, TANH, ball_forward, ball_step, ball_vjp, mask
+
+from contrastile.oracle import gradcache, gradcache_distance
+from contrastile.oracle.collectives import row_slices
+from contrastile.oracle.gradcache import Tower
+
+SIZES = st.lists(st.integers(0, 4), min_size=1, max_size=4).filter(any)
+
+
+@st.composite
+def problems(draw, encoders=(TANH, LINEAR, DROPOUT)):
+    """Two towers with ragged sub-batches, and targets that may be shared or unused."""
+    rng = np.random.default_rng(draw(st.integers(0, 2**31)))
+    d, width = draw(st.integers(1, 5)), draw(st.integers(1, 4))
+    towers = []
+    for _ in range(2):
+        sizes = tuple(draw(SIZES))
+        states = tuple(range(draw(st.integers(0, 99)), 1000)[: len(sizes)])
+        x = rng.standard_normal((sum(sizes), width))
+        encoder = draw(st.sampled_from(encoders))
+        towers.append(Tower(encoder, rng.standard_normal((width, d)), x, sizes, states))
+    r = rng.integers(0, len(towers[1].inputs), len(towers[0].inputs))
+    return *towers, r, draw(st.floats(0.05, 3.0))
+
+
+def torch_forward(tower, parameters):
+    out = []
+    for rows, state in zip(row_slices(tower.sizes), tower.states, strict=True):
+        y = torch.tensor(tower.inputs[rows]) @ parameters
+        if tower.encoder is not LINEAR:
+            y = torch.tanh(y)
+        if tower.encoder is DROPOUT:
+            y = y * torch.tensor(mask(y.shape, state))
+        out.append(y)
+    return torch.cat(out)
+
+
+def torch_step(f, g, r, tau):
+    Theta = torch.tensor(f.parameters, requires_grad=True)
+    Lambda = torch.tensor(g.parameters, requires_grad=True)
+    logits = torch_forward(f, Theta) @ torch_forward(g, Lambda).T / tau
+    loss = torch.nn.functional.cross_entropy(logits, torch.tensor(r))
+    loss.backward()
+    return loss.item(), Theta.grad.numpy(), Lambda.grad.numpy()
+
+
+def representations(rng, m=7, n=11, d=5):
+    return rng.standard_normal((m, d)), rng.standard_normal((n, d)), rng.integers(0, n, m)
+
+
+@pytest.mark.parametrize("tau", [1.0, 0.07])
+def test_equations_1_2_and_5_at_fifty_digits(tau):
+    F, G, r = representations(np.random.default_rng(0))
+    Gm, x = exact(G), exact(F) * exact(G).T / mpmath.mpf(tau)
+    total = [mpmath.fsum(mpmath.exp(x[i, j]) for j in range(11)) for i in range(7)]
+    p = [[mpmath.exp(x[i, j]) / total[i] for j in range(11)] for i in range(7)]
+    loss = mpmath.fsum(mpmath.log(total[i]) - x[i, int(r[i])] for i in range(7)) / 7
+    u = [
+        -(Gm[int(r[i]), k] - mpmath.fsum(p[i][j] * Gm[j, k] for j in range(11))) / (7 * mpmath.mpf(tau))
+        for i in range(7)
+        for k in range(5)
+    ]
+    ball_loss, ball_u, _, _, ball_p = contrastive(F, G, r, Ball(1.0) / tau, 7)
+    assert encloses(ball_loss, [loss])
+    # The radius, centred on what the oracle gives, holds the truth.
+    assert encloses(Ball(gradcache.loss(F, G, r, tau), ball_loss.rad), [loss])
+    assert encloses(Ball(gradcache.normalized_similarity(F @ G.T, tau), ball_p.rad), [v for row in p for v in row])
+    assert encloses(Ball(gradcache.anchor_gradient(F, G, r, tau), ball_u.rad), u)
+
+
+@settings(deadline=None)
+@given(problems())
+def test_equations_1_2_and_5_to_7_against_loops(problem):
+    f, g, r, tau = problem
+    F, G = gradcache.graphless_forward(f), gradcache.graphless_forward(g)
+    m, n = len(F), len(G)
+    u, v, loss = np.zeros_like(F), np.zeros_like(G), []
+    p = np.zeros((m, n))
+    for i in range(m):
+        x = [math.fsum(F[i] * G[j]) / tau for j in range(n)]
+        top = max(x)
+        total = math.fsum(math.exp(a - top) for a in x)
+        loss.append((top - x[r[i]] + math.log(total)) / m)
+        for j in range(n):
+            p[i, j] = math.exp(x[j] - top) / total
+            u[i] += (p[i, j] - (j == r[i])) * G[j] / (m * tau)
+            v[j] += (p[i, j] - (j == r[i])) * F[i] / (m * tau)
+    ball = contrastive(F, G, r, Ball(1.0) / tau, m)
+    for expected, value in ((ball[0], math.fsum(loss)), (ball[1], u), (ball[2], v), (ball[4], p)):
+        assert agrees(value, expected)
+    cache = gradcache.representation_gradient_cache(F, G, r, tau)
+    assert agrees(gradcache.loss(F, G, r, tau), ball[0])
+    assert agrees(cache[0], ball[1])
+    assert agrees(cache[1], ball[2])
+    assert agrees(gradcache.normalized_similarity(F @ G.T, tau), ball[4])
+    assert agrees(gradcache.positives_of_targets(F, r, n), Ball(one_hot(r, n)).T @ F)
+
+
+@settings(deadline=None)
+@given(problems())
+def test_the_cached_gradient_is_the_gradient_end_to_end(problem):
+    expected = ball_step(*problem)
+    for ours, theirs, ball in zip(gradcache.step(*problem), torch_step(*problem), expected, strict=True):
+        assert agrees(ours, ball)
+        assert agrees(theirs, ball)
+
+
+@settings(deadline=None)
+@given(problems(encoders=(TANH, LINEAR)))
+def test_sub_batches_of_any_size_give_the_chain_rule_example_by_example(problem):
+    f, g, r, tau = problem
+    F, G = gradcache.graphless_forward(f), gradcache.graphless_forward(g)
+    for tower, u in zip((f, g), gradcache.representation_gradient_cache(F, G, r, tau), strict=True):
+        ball = ball_vjp(tower, Ball(u))
+        assert agrees(gradcache.chain_rule(tower, u), ball)
+        assert agrees(gradcache.accumulate(tower, u), ball)
+
+
+@pytest.mark.parametrize("encoder", [LINEAR, TANH, DROPOUT, BATCH_NORM])
+def test_the_step_against_central_differences_of_the_chunked_run(encoder):
+    rng = np.random.default_rng(1)
+    f = Tower(encoder, rng.standard_normal((3, 4)), rng.standard_normal((7, 3)), (3, 4), (5, 6))
+    g = Tower(encoder, rng.standard_normal((3, 4)), rng.standard_normal((9, 3)), (4, 2, 3), (7, 8, 9))
+    r, tau = rng.integers(0, 9, 7), 0.5
+    _, dTheta, dLambda = gradcache.step(f, g, r, tau)
+    rounding = float(ball_step(f, g, r, tau)[0].rad)
+
+    def by_theta(Theta):
+        return gradcache.step(Tower(encoder, Theta, f.inputs, f.sizes, f.states), g, r, tau)[0]
+
+    def by_lambda(Lambda):
+        return gradcache.step(f, Tower(encoder, Lambda, g.inputs, g.sizes, g.states), r, tau)[0]
+
+    assert agrees_with_differences(by_theta, f.parameters, dTheta, rounding)
+    assert agrees_with_differences(by_lambda, g.parameters, dLambda, rounding)
+
+
+def test_the_dropout_masks_are_drawn():
+    assert {0.0, 1 / KEPT} == set(np.unique(mask((9, 9), 5)))
+
+
+@settings(deadline=None)
+@given(problems(encoders=(TANH, LINEAR)), st.data())
+def test_multi_gpu_gives_the_gradient_of_the_gathered_batch(problem, data):
+    f, g, r, tau = problem
+    N = data.draw(st.integers(1, 4))
+
+    def deal(tower):
+        """The tower over N ranks, each with its own sub-batches, some ranks perhaps with nothing."""
+        n = len(tower.inputs)
+        cuts = sorted(data.draw(st.lists(st.integers(0, n), min_size=N - 1, max_size=N - 1)))
+        edges = [0, *cuts, n]
+        ranks = []
+        for low, high in pairwise(edges):
+            first = (high - low) // 2
+            sizes = (first, high - low - first)
+            ranks.append(Tower(tower.encoder, tower.parameters, tower.inputs[low:high], sizes, (0, 1)))
+        return ranks
+
+    dTheta, dLambda = gradcache.multi_gpu_step(deal(f), deal(g), r, tau)
+    _, ball_theta, ball_lambda = ball_step(f, g, r, tau)
+    assert agrees(dTheta, ball_theta * N / N)
+    assert agrees(dLambda, ball_lambda * N / N)
+
+
+@settings(deadline=None)
+@given(problems(encoders=(TANH, LINEAR)))
+def test_deep_distance_end_to_end_against_autograd(problem):
+    f, g, r, tau = problem
+    d = f.parameters.shape[1]
+    Omega = np.random.default_rng(d).standard_normal((d, d))
+    loss, dTheta, dLambda, dOmega = gradcache_distance.deep_distance_step(f, g, BILINEAR, Omega, r, tau)
+
+    Theta, Lambda, weights = (torch.tensor(x, requires_grad=True) for x in (f.parameters, g.parameters, Omega))
+    distance = torch.tanh(torch_forward(f, Theta) @ weights @ torch_forward(g, Lambda).T)
+    truth = torch.nn.functional.cross_entropy(distance / tau, torch.tensor(r))
+    truth.backward()
+
+    F, G = ball_forward(f), ball_forward(g)
+    d_ij = np.tanh(F @ Ball(Omega) @ G.T)
+    # An identity of targets turns "dot product" into "given distance".
+    ball_loss, w, _, _, _ = contrastive(d_ij, np.eye(len(G)), r, Ball(1.0) / tau, len(r))
+    ball_omega, u, v = BILINEAR.vjp(Ball(Omega), F, G, w)
+    for ours, theirs, ball in (
+        (loss, truth.item(), ball_loss),
+        (dTheta, Theta.grad.numpy(), ball_vjp(f, u)),
+        (dLambda, Lambda.grad.numpy(), ball_vjp(g, v)),
+        (dOmega, weights.grad.numpy(), ball_omega),
+    ):
+        assert agrees(ours, ball)
+        assert agrees(theirs, ball)
+
+
+def test_deep_distance_with_early_interaction_and_other_sub_batches():
+    """f(s) = s and g(t) = t; and the grid of sub-batches changes nothing but the rounding (Eq. 10-13)."""
+    F, G, r = representations(np.random.default_rng(3))
+    Omega, tau = np.random.default_rng(4).standard_normal((5, 5)), 0.5
+    whole = [slice(0, 7)], [slice(0, 11)]
+    ragged = row_slices((3, 0, 4)), row_slices((1, 6, 4))
+    d = gradcache_distance.distances(BILINEAR, Omega, F, G, *ragged)
+    balls = np.tanh(Ball(F) @ Ball(Omega) @ Ball(G).T)
+    assert agrees(d, balls)
+    w = gradcache_distance.distance_gradient_cache(d, r, tau)
+    assert agrees(w, contrastive(d, np.eye(11), r, Ball(1.0) / tau, 7)[1])
+    expected = BILINEAR.vjp(Ball(Omega), Ball(F), Ball(G), Ball(w))
+    for grid in (whole, ragged):
+        assert agrees(gradcache_distance.distance_parameter_gradient(BILINEAR, Omega, F, G, w, *grid), expected[0])
+        assert agrees(gradcache_distance.anchor_gradient_of_distances(BILINEAR, Omega, F, G, w, *grid), expected[1])
+        assert agrees(gradcache_distance.target_gradient_of_distances(BILINEAR, Omega, F, G, w, *grid), expected[2])
+
+
+def test_the_dot_product_is_a_special_case_of_the_deep_distance():
+    F, G, r = representations(np.random.default_rng(5))
+    dot = gradcache_distance.Distance(
+        lambda Omega, F, G: F @ G.T, lambda Omega, F, G, w: (np.zeros_like(Omega), w @ G, w.T @ F)
+    )
+    grid = row_slices((3, 4)), row_slices((5, 6))
+    d = gradcache_distance.distances(dot, np.zeros(()), F, G, *grid)
+    w = gradcache_distance.distance_gradient_cache(d, r, 0.5)
+    ball = contrastive(F, G, r, Ball(1.0) / 0.5, 7)
+    assert agrees(gradcache_distance.anchor_gradient_of_distances(dot, np.zeros(()), F, G, w, *grid), ball[1])
+    assert agrees(gradcache_distance.target_gradient_of_distances(dot, np.zeros(()), F, G, w, *grid), ball[2])
+
+
+def test_deep_distance_gradient_against_central_differences():
+    rng = np.random.default_rng(6)
+    f = Tower(TANH, rng.standard_normal((3, 4)), rng.standard_normal((5, 3)), (2, 3), (0, 0))
+    g = Tower(TANH, rng.standard_normal((3, 4)), rng.standard_normal((7, 3)), (4, 3), (0, 0))
+    Omega, r, tau = rng.standard_normal((4, 4)), rng.integers(0, 7, 5), 0.5
+    dOmega = gradcache_distance.deep_distance_step(f, g, BILINEAR, Omega, r, tau)[3]
+    d = np.tanh(ball_forward(f) @ Ball(Omega) @ ball_forward(g).T)
+    rounding = float(contrastive(d, np.eye(7), r, Ball(1.0) / tau, 5)[0].rad)
+
+    def by_omega(x):
+        return gradcache_distance.deep_distance_step(f, g, BILINEAR, x, r, tau)[0]
+
+    assert agrees_with_differences(by_omega, Omega, dOmega, rounding)

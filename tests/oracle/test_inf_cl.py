@@ -1,0 +1,146 @@
+"""Inf-CL's equations and algorithms against each other, the dense loss, the tiles and torch."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+import torch
+from float64_bound import SoftmaxBound, assert_within
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from oracle_problems import Problem, on_grid
+
+from contrastile.oracle import inf_cl
+from contrastile.oracle.general import gradient_of_logits, row_lse
+from contrastile.oracle.named import info_nce
+from contrastile.oracle.pairs import Pairs
+from contrastile.oracle.tiled import tile_statistics
+
+
+def batch(seed: int, b: int, c: int, heat: float = 1.0) -> Problem:
+    """Image rows with the scale in them, text columns, and Eq. 1's weights and positives."""
+    rng = np.random.default_rng(seed)
+    I, T = on_grid(heat * rng.standard_normal((b, c))), on_grid(rng.standard_normal((b, c)))
+    return Problem(I, T, 1.0, pairs=Pairs(np.arange(b)), u=np.ones(b) / max(b, 1), v=np.zeros(b))
+
+
+def shards(values: np.ndarray, edges: list[int]) -> list[np.ndarray]:
+    return np.split(values, edges)
+
+
+batches = st.builds(
+    batch,
+    seed=st.integers(0, 2**32 - 1),
+    b=st.integers(1, 12),
+    c=st.integers(1, 5),
+    heat=st.sampled_from([1.0, 14.0, 100.0]),
+)
+cuts = st.lists(st.integers(0, 12), max_size=5).map(sorted)
+side = st.integers(1, 13)
+
+
+@settings(max_examples=60, deadline=None)
+@given(p=batches)
+def test_equations_1_and_2_are_info_nce(p: Problem) -> None:
+    bound, expected = SoftmaxBound(p), info_nce(p.q, p.k, 1.0)
+    l = row_lse(p.x, p.A)
+    assert_within(inf_cl.decomposed_loss(p.q, p.k, l), expected.loss, 2 * bound.loss)
+    cool = p.moved(q=on_grid(p.q / 64))
+    assert_within(
+        inf_cl.contrastive_loss(cool.q, cool.k), info_nce(cool.q, cool.k, 1.0).loss, 2 * SoftmaxBound(cool).loss
+    )
+
+
+def test_equation_1_is_torch_cross_entropy() -> None:
+    p = batch(3, 9, 4)
+    x = torch.tensor(p.q) @ torch.tensor(p.k).T
+    expected = torch.nn.functional.cross_entropy(x, torch.arange(9)).item()
+    assert_within(inf_cl.contrastive_loss(p.q, p.k), expected, 2 * SoftmaxBound(p).loss)
+
+
+def test_equation_1_as_it_stands_overflows() -> None:
+    assert np.isnan(inf_cl.contrastive_loss(np.array([[800.0]]), np.array([[1.0]])))
+
+
+@settings(max_examples=60, deadline=None)
+@given(p=batches, t_r=side, t_c=side)
+def test_equations_3_4_and_5_merge_to_the_lse(p: Problem, t_r: int, t_c: int) -> None:
+    tiles = inf_cl.tiled_lse(p.q, p.k, t_r, t_c)
+    assert (len(tiles), len(tiles[0])) == inf_cl.tile_counts(len(p.q), t_r, t_c)
+    merged = []
+    for row in tiles:
+        l = np.full(len(row[0]), -np.inf)
+        for l_ij in row:
+            l = inf_cl.merge_lse(l, l_ij)
+        merged.append(l)
+    bound = 2 * SoftmaxBound(p).row_lse
+    assert_within(np.concatenate(merged), row_lse(p.x, p.A), bound)
+    assert_within(inf_cl.lse(p.x), row_lse(p.x, p.A), bound)
+
+
+def test_the_lse_of_no_column_is_minus_infinity() -> None:
+    assert inf_cl.lse(np.ones((2, 0))).tolist() == [-np.inf, -np.inf]
+
+
+@settings(max_examples=60, deadline=None)
+@given(p=batches, t_c=side)
+def test_equations_6_7_and_8_are_one_gradient(p: Problem, t_c: int) -> None:
+    l, G, bound = row_lse(p.x, p.A), gradient_of_logits(*p.general()), SoftmaxBound(p)
+    dI, dT = inf_cl.chain_rule(G, p.q, p.k)
+    expected = info_nce(p.q, p.k, 1.0)
+    assert_within(dI, expected.d_rows, 2 * bound.d_rows)
+    assert_within(dT, expected.d_columns, 2 * bound.d_columns)
+    assert_within(inf_cl.image_gradient(p.q, p.k, l), expected.d_rows, 2 * bound.d_rows)
+    assert_within(inf_cl.tiled_image_gradient(p.q, p.k, l, t_c), expected.d_rows, 2 * bound.d_rows)
+
+
+@settings(max_examples=60, deadline=None)
+@given(p=batches, t_r=side, t_c=side)
+def test_algorithms_2_and_4_are_the_dense_block(p: Problem, t_r: int, t_c: int) -> None:
+    bound = SoftmaxBound(p)
+    l = inf_cl.local_lse(p.q, p.k, t_r, t_c)
+    assert_within(l, row_lse(p.x, p.A), 2 * bound.row_lse)
+    assert_within(l, tile_statistics(p.q, p.k, 1.0, tile=(t_r, t_c)).row_lse, 2 * bound.row_lse)
+    dI, dT = inf_cl.local_backward(p.q, p.k, l, t_r, t_c)
+    sums = p.moved(u=np.ones(len(p.q)))  # Alg. 4 is the gradient of sum_i l_i: no targets, weights of 1
+    bound = SoftmaxBound(sums)
+    G = gradient_of_logits(p.x, p.A, sums.u, None, np.zeros_like(p.x), None)
+    assert_within(dI, G @ p.k, 2 * bound.d_rows)
+    assert_within(dT, G.T @ p.q, 2 * bound.d_columns)
+
+
+@settings(max_examples=80, deadline=None)
+@given(p=batches, edges=cuts, t_r=side, t_c=side)
+def test_algorithms_1_and_3_are_the_global_loss_on_any_ring(p: Problem, edges: list[int], t_r: int, t_c: int) -> None:
+    """One to six ranks, uneven and empty shards."""
+    I, T = (shards(t, [min(e, len(p.q)) for e in edges]) for t in (p.q, p.k))
+    bound, expected = SoftmaxBound(p), info_nce(p.q, p.k, 1.0)
+    l = inf_cl.ring_forward(I, T, t_r, t_c)
+    assert [len(l_i) for l_i in l] == [len(I_i) for I_i in I]
+    assert_within(np.concatenate(l), row_lse(p.x, p.A), 2 * bound.row_lse)
+    dI, dT = inf_cl.ring_backward(I, T, l, t_r, t_c)
+    assert_within(np.concatenate(dI), expected.d_rows, 2 * bound.d_rows)
+    assert_within(np.concatenate(dT), expected.d_columns, 2 * bound.d_columns)
+
+
+@pytest.mark.parametrize("n", [1, 2, 3, 4, 5, 8])
+def test_every_world_size_gives_the_same_numbers(n: int) -> None:
+    p = batch(1, 19, 4, heat=5.0)
+    edges = [2 * i + i // 3 for i in range(1, n)]
+    I, T = shards(p.q, edges), shards(p.k, edges)
+    assert len(I) == n
+    l = inf_cl.ring_forward(I, T, 3, 2)
+    dI, dT = inf_cl.ring_backward(I, T, l, 3, 2)
+    bound, expected = SoftmaxBound(p), info_nce(p.q, p.k, 1.0)
+    assert_within(np.concatenate(dI), expected.d_rows, 2 * bound.d_rows)
+    assert_within(np.concatenate(dT), expected.d_columns, 2 * bound.d_columns)
+
+
+def test_nan_comes_out_of_the_ring() -> None:
+    p = batch(2, 6, 3)
+    T = p.k.copy()
+    T[4, 0] = np.nan
+    I, T = shards(p.q, [1, 3]), shards(T, [1, 3])
+    l = inf_cl.ring_forward(I, T, 2, 2)
+    assert np.isnan(np.concatenate(l)).all()
+    assert np.isnan(np.concatenate(inf_cl.ring_backward(I, T, l, 2, 2)[0])).all()

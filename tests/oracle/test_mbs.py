@@ -1,0 +1,211 @@
+"""MBS Eq. 1-20 and Alg. 1: streamed micro-batches give the mini-batch's gradient, whatever their sizes."""
+
+import math
+
+import mpmath
+import numpy as np
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from paper_bounds import DIGITS, Ball, agrees, agrees_with_differences, encloses
+
+from contrastile.oracle import mbs, mbs_segmentation
+
+SIZES = st.tuples(st.integers(1, 33), st.integers(1, 40))
+
+
+class Regression:
+    """L_i = (tanh(x_i w) - y_i)^2 / 2, a loss of each sample alone, with its gradient by w."""
+
+    def __init__(self, N_B, P=3, seed=0):
+        rng = np.random.default_rng(seed)
+        self.x, self.y, self.w = rng.standard_normal((N_B, P)), rng.standard_normal(N_B), rng.standard_normal(P)
+
+    def samples(self, array=np.asarray):
+        """Every sample's loss and gradient; with array=Ball, their rounding too."""
+        x, w = array(self.x), array(self.w[:, None])
+        h = np.tanh(x @ w)
+        e = h - self.y[:, None]
+        return (e * e * 0.5)[:, 0], x * (e * (1.0 - h * h))
+
+    def __call__(self, indices):
+        L, dL = self.samples()
+        return mbs.mini_batch_loss(L[indices]), mbs.mini_batch_gradient(dL[indices])
+
+    def ball(self):
+        """The mini-batch's loss and gradient, with room for a weight and a mean a micro-batch."""
+        L, dL = self.samples(Ball)
+        N_B = len(self.x)
+        return tuple((x * float(N_B) / N_B * 1.0).sum(axis=0) / N_B for x in (L, dL))
+
+    def torch(self):
+        w = torch.tensor(self.w, requires_grad=True)
+        loss = 0.5 * ((torch.tanh(torch.tensor(self.x) @ w) - torch.tensor(self.y)) ** 2).mean()
+        loss.backward()
+        return loss.item(), w.grad.numpy()
+
+
+@settings(deadline=None)
+@given(SIZES)
+def test_equations_1_to_3_and_6_state_a_partition(sizes):
+    N_B, N_mu = sizes
+    micro = mbs.split(N_B, N_mu)
+    batch = mbs.mini_batch(micro)
+    assert np.array_equal(batch, np.arange(N_B))
+    assert all(mbs.is_micro_batch(micro_j, batch) for micro_j in micro)
+    assert not mbs.is_micro_batch(np.array([0, N_B]), batch)
+    assert max(map(len, micro)) == mbs.micro_batch_size(N_B, N_mu) <= N_mu
+    assert len(micro) == math.ceil(N_B / N_mu)
+    assert mbs.mini_batch_size([len(micro_j) for micro_j in micro]) == N_B
+    assert min(map(len, micro)) >= 1
+
+
+@settings(deadline=None)
+@given(SIZES)
+def test_equations_4_to_17_all_give_the_mini_batch(sizes):
+    problem = Regression(sizes[0])
+    micro, (L, dL), (loss, grad) = mbs.split(*sizes), problem.samples(), problem.ball()
+    n = [len(micro_j) for micro_j in micro]
+    truth = problem.torch()
+    assert agrees(truth[0], loss)
+    assert agrees(truth[1], grad)
+    assert agrees(math.fsum(L) / sizes[0], loss)
+
+    for value in (mbs.mini_batch_loss(L), mbs.mean_loss(L, micro), mbs.summed_loss(L, micro) / sizes[0]):
+        assert agrees(value, loss)
+    dL_mu = np.stack([mbs.mini_batch_gradient(dL[micro_j]) for micro_j in micro])
+    for value in (
+        mbs.mini_batch_gradient(dL),
+        mbs.gradient_of_mean(dL, micro),
+        mbs.gradient_of_micro_means(dL, micro),
+        mbs.gradient_of_micro_losses(dL_mu, n),
+        mbs.normalized_gradient(dL_mu, n),
+        mbs.normalized_sample_gradient(dL, micro),
+    ):
+        assert agrees(value, grad)
+    shares = [mbs.normalized_loss(mbs.mini_batch_loss(L[m]), len(m), sizes[0]) for m in micro]
+    assert agrees(sum(shares), loss)
+    L_1, grad_1 = mbs.algorithm_1(problem, *sizes)
+    assert agrees(L_1, loss)
+    assert agrees(grad_1, grad)
+
+
+def test_equation_13_is_as_many_mini_batch_gradients_as_equal_micro_batches():
+    problem = Regression(24)
+    dL = problem.samples()[1]
+    dL_mu = np.stack([mbs.mini_batch_gradient(dL[micro_j]) for micro_j in mbs.split(24, 6)])
+    grad = problem.ball()[1]
+    assert agrees(mbs.accumulated_gradient(dL_mu), grad * 4.0)
+    assert not agrees(mbs.accumulated_gradient(dL_mu), grad)
+
+
+def test_algorithm_1_against_central_differences():
+    problem = Regression(17)
+    grad = mbs.algorithm_1(problem, 17, 5)[1]
+
+    def by_w(w):
+        moved = Regression(17)
+        moved.w = w
+        return mbs.algorithm_1(moved, 17, 5)[0]
+
+    assert agrees_with_differences(by_w, problem.w, grad, float(problem.ball()[0].rad))
+
+
+def images(n=5, pixels=7, seed=0):
+    rng = np.random.default_rng(seed)
+    return (rng.random((n, pixels)) < 0.5).astype(np.float64), rng.uniform(0.05, 0.95, (n, pixels))
+
+
+def dice_balls(A, B):
+    """Eq. 19 and its gradient with their rounding."""
+    B = Ball(B)
+    X, Y = (A * B).sum(), A.sum() + B.sum()
+    return 1.0 - X * 2.0 / Y, X * 2.0 / (Y * Y) - 2.0 * A / Y
+
+
+def cross_entropy_balls(A, B):
+    B = Ball(B)
+    # log1p(-B) has no more rounding than log(1 - B).
+    loss = -((A * np.log(B)) + (1.0 - A) * np.log(1.0 - B)).sum() / A.size
+    return loss, (B - A) / (B * (1.0 - B)) / A.size
+
+
+@settings(deadline=None)
+@given(st.integers(1, 6), st.integers(1, 9), st.integers(0, 2**31))
+def test_equations_18_to_20_against_autograd(n, pixels, seed):
+    A, B = images(n, pixels, seed)
+    leaf, truth = torch.tensor(B, requires_grad=True), torch.tensor(A)
+    dice = 1 - 2 * (truth * leaf).sum() / (truth.sum() + leaf.sum())
+    bce = torch.nn.functional.binary_cross_entropy(leaf, truth)
+    dice_ball, bce_ball = dice_balls(A, B), cross_entropy_balls(A, B)
+    assert agrees(mbs_segmentation.dice_loss(A, B), dice_ball[0])
+    assert agrees(dice.item(), dice_ball[0])
+    assert agrees(mbs_segmentation.dice_coefficient(A, B), 1.0 - dice_ball[0])
+    assert agrees(mbs_segmentation.binary_cross_entropy(A, B), bce_ball[0])
+    assert agrees(bce.item(), bce_ball[0])
+    assert agrees(mbs_segmentation.total_loss(A, B), dice_ball[0] + bce_ball[0])
+    for loss, ours, ball in (
+        (dice, mbs_segmentation.dice_loss_gradient(A, B), dice_ball[1]),
+        (bce, mbs_segmentation.binary_cross_entropy_gradient(A, B), bce_ball[1]),
+    ):
+        (theirs,) = torch.autograd.grad(loss, leaf)
+        assert agrees(theirs.numpy(), ball)
+        assert agrees(ours, ball)
+
+
+def test_equations_18_to_20_at_fifty_digits():
+    A, B = images()
+    with mpmath.workdps(DIGITS):
+        a, b = [[mpmath.mpf(float(v)) for v in x.ravel()] for x in (A, B)]
+        dice = 1 - 2 * mpmath.fsum(x * y for x, y in zip(a, b, strict=True)) / (mpmath.fsum(a) + mpmath.fsum(b))
+        bce = -mpmath.fsum(mpmath.log(y if x else 1 - y) for x, y in zip(a, b, strict=True)) / A.size
+        assert encloses(Ball(mbs_segmentation.dice_loss(A, B), dice_balls(A, B)[0].rad), [dice])
+        assert encloses(Ball(mbs_segmentation.binary_cross_entropy(A, B), cross_entropy_balls(A, B)[0].rad), [bce])
+
+
+def test_the_dice_coefficient_counts_pixels_of_binary_images():
+    A, B = np.array([[1.0, 1.0, 0.0, 0.0, 1.0]]), np.array([[1.0, 0.0, 0.0, 1.0, 1.0]])
+    assert mbs_segmentation.dice_coefficient(A, B) == 2 * 2 / (3 + 3)
+    assert mbs_segmentation.dice_coefficient(A, A) == 1
+
+
+@pytest.mark.parametrize("N_mu", [1, 2, 3, 4, 9])
+def test_one_ratio_an_image_streams_exactly(N_mu):
+    A, B = images(5)
+
+    def loss_and_gradient(indices):
+        dB = np.zeros_like(B)
+        dB[indices] = mbs_segmentation.image_dice_loss_gradient(A[indices], B[indices])
+        return mbs_segmentation.image_dice_loss(A[indices], B[indices]), dB
+
+    L, dB = mbs.algorithm_1(loss_and_gradient, 5, N_mu)
+    rows = [dice_balls(A[i : i + 1], B[i : i + 1]) for i in range(5)]
+    loss = sum((row[0] for row in rows[1:]), rows[0][0]) * 5.0 / 5.0 / 5.0
+    grad = [row[1] * 5.0 / 5.0 / 5.0 for row in rows]
+    assert agrees(L, loss)
+    for i in range(5):
+        assert agrees(dB[i : i + 1], grad[i])
+
+    leaf, truth = torch.tensor(B, requires_grad=True), torch.tensor(A)
+    (1 - 2 * (truth * leaf).sum(1) / (truth.sum(1) + leaf.sum(1))).mean().backward()
+    for i in range(5):
+        assert agrees(leaf.grad.numpy()[i : i + 1], grad[i])
+
+
+@pytest.mark.parametrize("N_mu", [1, 2, 3, 4, 9])
+def test_two_passes_stream_the_dice_loss_of_the_mini_batch_exactly(N_mu):
+    A, B = images(5)
+    streamed = mbs_segmentation.streamed_dice_loss_gradient(A, B, mbs.split(5, N_mu))
+    assert agrees(streamed, dice_balls(A, B)[1])
+
+
+def test_dice_and_cross_entropy_against_central_differences():
+    A, B = images(3, 5)
+    dice, bce = dice_balls(A, B)[0].rad, cross_entropy_balls(A, B)[0].rad
+    for loss, gradient, rounding in (
+        (mbs_segmentation.dice_loss, mbs_segmentation.dice_loss_gradient, dice),
+        (mbs_segmentation.binary_cross_entropy, mbs_segmentation.binary_cross_entropy_gradient, bce),
+        (mbs_segmentation.image_dice_loss, mbs_segmentation.image_dice_loss_gradient, dice),
+    ):
+        assert agrees_with_differences(lambda x, loss=loss: loss(A, x), B, gradient(A, B), 4 * float(rounding))

@@ -1,0 +1,142 @@
+"""The losses by name against their own definitions, written in torch with its cross entropy."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+import torch
+from float64_bound import SigmoidBound, SoftmaxBound, assert_within
+from oracle_problems import Problem, on_grid
+from torch.nn.functional import cross_entropy, logsigmoid
+
+from contrastile.oracle.named import clip, info_nce, nt_xent, siglip, sup_con
+from contrastile.oracle.pairs import Pairs
+
+B, EXTRA, D, S = 7, 4, 5, 9.0
+rng = np.random.default_rng(11)
+I, T, MORE = (on_grid(rng.standard_normal((rows, D))) for rows in (B, B, EXTRA))
+IDS = np.array([3, 1, 3, 2, 2, 9, 3])
+
+
+def leaves(*arrays: object) -> list[torch.Tensor]:
+    return [torch.tensor(np.asarray(a, dtype=np.float64), requires_grad=True) for a in arrays]
+
+
+def check(found: list, value: torch.Tensor, inputs: list[torch.Tensor], bounds: list) -> None:
+    """Loss, then gradients in the order of the inputs; both sides are rounded."""
+    expected = [value.item(), *(g.numpy() for g in torch.autograd.grad(value, inputs))]
+    for ours, theirs, bound in zip(found, expected, bounds, strict=True):
+        assert_within(ours, theirs, 2 * np.asarray(bound))
+
+
+def softmax_bounds(q: np.ndarray, k: np.ndarray, pairs: Pairs, u: float, v: float, bias: float = 0.0) -> list:
+    bound = SoftmaxBound(Problem(q, k, S, bias, pairs, np.full(len(q), u), np.full(len(k), v)))
+    return [bound.loss, *bound.gradients]
+
+
+def test_clip_is_the_mean_of_two_cross_entropies() -> None:
+    a, t, s = leaves(I, T, S)
+    x, here = s * a @ t.T, torch.arange(B)
+    value = (cross_entropy(x, here) + cross_entropy(x.T, here)) / 2
+    bounds = softmax_bounds(I, T, Pairs(np.arange(B)), 1 / (2 * B), 1 / (2 * B))
+    check(list(clip(I, T, S))[:4], value, [a, t, s], bounds[:4])
+
+
+def test_clip_leaves_out_false_negatives_both_ways() -> None:
+    a, t, s = leaves(I, T, S)
+    same = torch.tensor(IDS[:, None] == IDS) & ~torch.eye(B, dtype=torch.bool)
+    x, here = (s * a @ t.T).masked_fill(same, -torch.inf), torch.arange(B)
+    value = (cross_entropy(x, here) + cross_entropy(x.T, here)) / 2
+    bounds = softmax_bounds(I, T, Pairs(np.arange(B), IDS, IDS), 1 / (2 * B), 1 / (2 * B))
+    check(list(clip(I, T, S, row_ids=IDS, column_ids=IDS))[:4], value, [a, t, s], bounds[:4])
+
+
+def test_clip_shares_the_target_between_equal_ids() -> None:
+    a, t, s = leaves(I, T, S)
+    y = torch.tensor(IDS[:, None] == IDS).double()
+    y, x = y / y.sum(dim=1, keepdim=True), s * a @ t.T
+    value = (cross_entropy(x, y) + cross_entropy(x.T, y)) / 2
+    pairs = Pairs(row_ids=IDS, column_ids=IDS, match="target")
+    found = clip(I, T, S, row_ids=IDS, column_ids=IDS, match="target")
+    check(list(found)[:4], value, [a, t, s], softmax_bounds(I, T, pairs, 1 / (2 * B), 1 / (2 * B))[:4])
+
+
+@pytest.mark.parametrize("positives", [None, np.array([0, 8, 8, 3, 10, 1, 6])])
+def test_info_nce_takes_hard_negatives_and_a_scale_per_row(positives: np.ndarray | None) -> None:
+    k, per_row = np.concatenate([T, MORE]), on_grid(rng.uniform(5, 9, size=B))
+    a, t, s, beta = leaves(I, k, per_row, 0.25)
+    at = np.arange(B) if positives is None else positives
+    value = cross_entropy(s[:, None] * (a @ t.T) + beta, torch.tensor(at))
+    found = info_nce(I, k, per_row, 0.25, positives=positives)
+    bound = SoftmaxBound(Problem(I, k, per_row, 0.25, Pairs(at), np.full(B, 1 / B), np.zeros(B + EXTRA)))
+    check(list(found), value, [a, t, s, beta], [bound.loss, *bound.gradients])
+
+
+def test_nt_xent_is_the_cross_entropy_of_two_views_without_the_diagonal() -> None:
+    a, t, s = leaves(I, T, S)
+    z = torch.cat([a, t])
+    x = (s * z @ z.T).masked_fill(torch.eye(2 * B, dtype=torch.bool), -torch.inf)
+    value = cross_entropy(x, torch.arange(2 * B).roll(-B))
+    both = np.concatenate([I, T])
+    pairs = Pairs(np.roll(np.arange(2 * B), -B), excluded=np.arange(2 * B))
+    error, d_rows, d_columns, d_scale, _ = softmax_bounds(both, both, pairs, 1 / (2 * B), 0.0)
+    dz = 2 * (d_rows + d_columns)  # one more rounding of a sum that the magnitudes in either part cover
+    check(list(nt_xent(I, T, S))[:4], value, [a, t, s], [error, dz[:B], dz[B:], d_scale])
+
+
+def test_sup_con_is_the_mean_over_anchors_of_the_mean_over_positives() -> None:
+    z, s = leaves(I, S)
+    log_p = (s * z @ z.T).masked_fill(torch.eye(B, dtype=torch.bool), -torch.inf).log_softmax(dim=1)
+    terms = [
+        -torch.stack([log_p[i, p] for p in range(B) if p != i and IDS[p] == IDS[i]]).mean()
+        for i in range(B)
+        if (IDS[i] == IDS).sum() > 1
+    ]
+    assert len(terms) == 5  # ids 1 and 9 stand alone: negatives for the others, anchors for none
+    pairs = Pairs(row_ids=IDS, column_ids=IDS, match="target", excluded=np.arange(B))
+    found = sup_con(I, IDS, S)
+    error, d_rows, d_columns, d_scale, _ = softmax_bounds(I, I, pairs, 1 / 5, 0.0)
+    value = torch.stack(terms).mean()
+    check([found.loss, found.d_rows, found.d_scale], value, [z, s], [error, 2 * (d_rows + d_columns), d_scale])
+    assert found.d_columns.shape == (0, D)
+
+
+def test_sup_con_without_any_positive_is_zero() -> None:
+    found = sup_con(I, np.arange(B), S)
+    assert found.loss == 0.0
+    np.testing.assert_array_equal(found.d_rows, np.zeros((B, D)))
+
+
+@pytest.mark.parametrize("ids", [None, IDS])
+@pytest.mark.parametrize("match", ["drop", "target"])
+def test_siglip_is_the_sum_over_pairs_over_the_batch(ids: np.ndarray | None, match: str) -> None:
+    if ids is None and match == "target":
+        ids = np.arange(B)
+    a, t, s, beta = leaves(I, T, S, -3.0)
+    same = np.zeros((B, B), dtype=bool) if ids is None else ids[:, None] == ids
+    positive = torch.tensor(same if match == "target" else np.eye(B, dtype=bool))
+    admitted = positive | torch.tensor((match == "target") | ~same)
+    z = torch.where(positive, 1.0, -1.0).double()
+    value = -(logsigmoid(z * (s * a @ t.T + beta)) * admitted).sum() / B
+    found = siglip(I, T, S, -3.0, row_ids=ids, column_ids=ids, match=match)
+    bound = SigmoidBound(Problem(I, T, S, -3.0, Pairs(np.arange(B), ids, ids, match)), B)
+    check(list(found), value, [a, t, s, beta], [bound.loss, *bound.gradients])
+
+
+def test_an_empty_batch_is_a_loss_of_zero() -> None:
+    none = np.zeros((0, D))
+    for found in (
+        clip(none, none, S),
+        info_nce(none, T, S),
+        nt_xent(none, none, S),
+        sup_con(none, np.zeros(0, dtype=np.int64), S),
+        siglip(none, none, S, 0.0),
+    ):
+        assert found.loss == 0.0
+        assert found.d_rows.shape == (0, D)
+        assert not found.d_columns.any()
+
+
+def test_one_pair_is_certain() -> None:
+    assert clip(I[:1], T[:1], S).loss == 0.0
+    assert not clip(I[:1], T[:1], S).d_rows.any()

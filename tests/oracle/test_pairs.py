@@ -1,0 +1,78 @@
+"""Positives and admission against the words of the definition, pair by pair, whole and by tiles."""
+
+from __future__ import annotations
+
+import numpy as np
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from oracle_problems import RAGGED, Problem, problems
+from second_opinions import pair_kind
+
+from contrastile.oracle.pairs import (
+    Pairs,
+    admitted_pairs,
+    column_target_weights,
+    positive_pairs,
+    target_weights,
+)
+
+
+@settings(max_examples=80, deadline=None)
+@given(p=problems())
+def test_masks_follow_the_definition(p: Problem) -> None:
+    m, n = p.x.shape
+    by_words = np.array([[pair_kind(p.pairs, i, j) for j in range(n)] for i in range(m)], dtype=np.bool_)
+    by_words = by_words.reshape(m, n, 2)
+    np.testing.assert_array_equal(positive_pairs(m, n, *p.pairs), by_words[..., 0])
+    np.testing.assert_array_equal(admitted_pairs(m, n, *p.pairs), by_words[..., 1])
+    assert not (p.P & ~p.A).any()
+
+
+@settings(max_examples=60, deadline=None)
+@given(p=problems(), tr=st.integers(1, 5), tc=st.integers(1, 5))
+def test_a_tile_of_the_vectors_is_a_tile_of_the_masks(p: Problem, tr: int, tc: int) -> None:
+    m, n = p.x.shape
+    for r in range(0, m, tr):
+        for c in range(0, n, tc):
+            rows, columns = slice(r, min(r + tr, m)), slice(c, min(c + tc, n))
+            here = p.pairs.tile(rows, columns)
+            shape = p.P[rows, columns].shape
+            np.testing.assert_array_equal(here.positive(*shape), p.P[rows, columns])
+            np.testing.assert_array_equal(here.admitted(*shape), p.A[rows, columns])
+
+
+def test_false_negatives_are_dropped_and_the_positive_is_kept() -> None:
+    ids = np.array([4, 4, 7])
+    pairs = Pairs(positives=np.arange(3), row_ids=ids, column_ids=ids)
+    np.testing.assert_array_equal(pairs.positive(3, 3), np.eye(3, dtype=np.bool_))
+    assert pairs.admitted(3, 3).tolist() == [[True, False, True], [False, True, True], [True, True, True]]
+
+
+def test_equal_ids_are_targets_but_for_the_row_itself() -> None:
+    labels = np.array([4, 4, 7])
+    pairs = Pairs(row_ids=labels, column_ids=labels, match="target", excluded=np.arange(3))
+    assert pairs.positive(3, 3).tolist() == [[False, True, False], [True, False, False], [False, False, False]]
+    np.testing.assert_array_equal(pairs.admitted(3, 3), ~np.eye(3, dtype=np.bool_))
+
+
+def test_an_index_outside_the_columns_names_none() -> None:
+    far = np.iinfo(np.int64)
+    pairs = Pairs(positives=np.array([-1, 3, far.max, far.min]), excluded=np.array([-1, 3, far.max, far.min]))
+    assert not pairs.positive(4, 3).any()
+    assert pairs.admitted(4, 3).all()
+
+
+def test_exclusion_outranks_being_the_positive() -> None:
+    pairs = Pairs(positives=np.array([0]), excluded=np.array([0]))
+    assert pairs.positive(1, 2).tolist() == [[False, False]]
+    assert pairs.admitted(1, 2).tolist() == [[False, True]]
+
+
+def test_targets_sum_to_one_or_to_zero() -> None:
+    P = RAGGED.pairs._replace(match="target").positive(7, 11)
+    for y, axis in ((target_weights(P), 1), (column_target_weights(P), 0)):
+        counts = P.sum(axis=axis)
+        assert (counts == 0).any() or (counts > 1).any()
+        np.testing.assert_array_equal(y > 0, P)
+        np.testing.assert_array_equal(np.round(y.sum(axis=axis)), counts > 0)
+        np.testing.assert_array_equal(y.max(axis=axis), np.where(counts, 1 / np.maximum(counts, 1), 0))
