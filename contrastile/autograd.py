@@ -1,7 +1,7 @@
 """The torch operators over the block contract; nothing else in the package knows autograd.
 
-Three ``torch.library`` operators, so that ``torch.compile`` sees one node each and ``opcheck`` can check them:
-``contrastile::softmax_loss``, ``contrastile::softmax_gradients`` and ``contrastile::sigmoid_loss``. A problem crosses
+Four ``torch.library`` operators, so that ``torch.compile`` sees one node each and ``opcheck`` can check them:
+``contrastile::softmax_loss`` and ``sigmoid_loss``, and the gradients of each. A problem crosses
 as features, scalars and one list of vectors (``VECTORS``). Saved for the backward: the features as they came, O(m + n)
 vectors, and for the sigmoid loss its gradients (they come with the value, in one pass).
 
@@ -240,6 +240,42 @@ def _(
     return scale.new_empty(()), sums(rows, wants[0] or wants[-2]), blocks, sums(scale, any(wants))
 
 
+# an operator of its own, so that differentiating twice is refused instead of taking the sums for constants
+@torch.library.custom_op("contrastile::sigmoid_gradients", mutates_args=())
+def sigmoid_gradients(
+    upstream: Tensor,
+    rows: Tensor,
+    scale: Tensor,
+    total: Tensor,
+    row_sum: Tensor,
+    column_sums: Sequence[Tensor],
+    wants: Sequence[bool],
+) -> tuple[Tensor, list[Tensor], Tensor, Tensor]:
+    """Gradients of ``upstream * loss`` for the rows, each column block, the scale and the bias; empty if not wanted."""
+    arrays = library_of(rows)
+    sums = local.Sums(row_sum, tuple(column_sums), total)
+    found = local.finish(rows, scale, sums, upstream, _wanted(wants, len(column_sums), bias=True), arrays)
+    given = [scale.new_empty(0) if x is None else x for x in (found.rows, *found.columns, found.scale, found.bias)]
+    return given[0], given[1:-2], given[-2], given[-1]
+
+
+@sigmoid_gradients.register_fake
+def _(
+    upstream: Tensor,
+    rows: Tensor,
+    scale: Tensor,
+    total: Tensor,
+    row_sum: Tensor,
+    column_sums: Sequence[Tensor],
+    wants: Sequence[bool],
+) -> tuple[Tensor, list[Tensor], Tensor, Tensor]:
+    given = [
+        rows.new_empty(x.shape if want else 0) for x, want in zip([row_sum, *column_sums], wants[:-2], strict=True)
+    ]
+    d_scale, d_bias = (scale.new_empty(() if want else 0) for want in wants[-2:])
+    return given[0], given[1:], d_scale, d_bias
+
+
 def _save_sigmoid(ctx: Any, inputs: tuple[Any, ...], output: tuple[Any, ...]) -> None:
     rows, _, scale, *_, wants = inputs
     _, row_sum, column_sums, total = output
@@ -249,10 +285,10 @@ def _save_sigmoid(ctx: Any, inputs: tuple[Any, ...], output: tuple[Any, ...]) ->
 
 def _sigmoid_backward(ctx: Any, upstream: Tensor, *_: Any) -> tuple[Any, ...]:
     rows, scale, total, row_sum, *column_sums = ctx.saved_tensors
-    sums = local.Sums(row_sum, tuple(column_sums), total)
-    wanted = _wanted(ctx.wants, len(column_sums), bias=True)
-    found = local.finish(rows, scale, sums, upstream, wanted, library_of(rows))
-    return found.rows, list(found.columns), found.scale, found.bias, None, None, None, None, None
+    wants = ctx.wants
+    d_rows, d_columns, *numbers = sigmoid_gradients(upstream, rows, scale, total, row_sum, column_sums, wants)
+    given = [x if want else None for x, want in zip([d_rows, *d_columns, *numbers], wants, strict=True)]
+    return given[0], given[1:-2], given[-2], given[-1], None, None, None, None, None
 
 
 sigmoid_loss.register_autograd(_sigmoid_backward, setup_context=_save_sigmoid)

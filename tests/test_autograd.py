@@ -1,0 +1,241 @@
+"""The torch operators: opcheck, compilation, autocast, strides, reuse, upstream gradients, what they save."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import pytest
+import torch
+from torch import Tensor
+
+import contrastile
+from contrastile import autograd, problems
+
+B, D = 23, 17
+Loss = Callable[..., Tensor]
+
+
+def features(rows: int = B, *, seed: int = 0, dtype: torch.dtype = torch.float64) -> Tensor:
+    x = torch.randn(rows, D, generator=torch.Generator().manual_seed(seed), dtype=torch.float64)
+    return torch.nn.functional.normalize(x, dim=1).to(dtype).requires_grad_()
+
+
+def number(x: float, dtype: torch.dtype = torch.float64) -> Tensor:
+    return torch.tensor(x, dtype=dtype, requires_grad=True)
+
+
+def clip(image: Tensor, text: Tensor, scale: Tensor, backend: str) -> Tensor:
+    return contrastile.clip_loss(image, text, scale, ids=torch.arange(len(image)) // 2, backend=backend)
+
+
+def info_nce(query: Tensor, key: Tensor, scale: Tensor, backend: str) -> Tensor:
+    queue = key.flip(1)[:5]
+    positives = torch.arange(len(query)).flip(0)
+    return contrastile.info_nce(query, key, scale, negatives=[queue, key[:3]], positives=positives, backend=backend)
+
+
+def nt_xent(a: Tensor, b: Tensor, scale: Tensor, backend: str) -> Tensor:
+    return contrastile.nt_xent(a, b, scale, backend=backend)
+
+
+def sup_con(a: Tensor, b: Tensor, scale: Tensor, backend: str) -> Tensor:
+    return contrastile.sup_con(torch.cat([a, b]), torch.arange(2 * len(a)) % 5, scale, backend=backend)
+
+
+def sigmoid(image: Tensor, text: Tensor, scale: Tensor, backend: str) -> Tensor:
+    return contrastile.sigmoid_loss(image, text, scale, -3.0, backend=backend)
+
+
+LOSSES = [clip, info_nce, nt_xent, sup_con, sigmoid]
+BACKENDS = ["numpy", "torch"]
+
+
+def gradients(loss: Tensor, *leaves: Tensor, upstream: float = 1.0) -> list[Tensor]:
+    return list(torch.autograd.grad(loss, leaves, grad_outputs=torch.tensor(upstream, dtype=loss.dtype)))
+
+
+def assert_same_but_for_the_order_of_sums(a: Tensor, b: Tensor) -> None:
+    """Two float64 gradients whose sums ran in another order.
+
+    A logit is a sum of D terms of size at most X, so exp(x - L) moves by 2 (D + 4) X u on either side; G K then sums
+    at most 4 B terms.
+    """
+    largest_logit = 9.0 * D
+    depth = 4 * (D + 4) * largest_logit + 8 * B
+    assert (a - b).abs().max() <= depth * 2.0**-53 * b.abs().max()
+
+
+@pytest.mark.parametrize("backend", BACKENDS)
+@pytest.mark.parametrize("loss", LOSSES)
+def test_the_gradient_is_that_of_the_value(loss: Loss, backend: str) -> None:
+    image, text, scale = features(9), features(9, seed=1), number(7.5)
+    torch.autograd.gradcheck(lambda *x: loss(*x, backend), (image, text, scale))
+
+
+@pytest.mark.parametrize("backend", BACKENDS)
+def test_the_bias_and_every_block_of_negatives_have_their_gradient(backend: str) -> None:
+    image, text, scale, bias = features(7), features(7, seed=1), number(7.5), number(-2.0)
+    torch.autograd.gradcheck(lambda *x: contrastile.sigmoid_loss(*x, backend=backend), (image, text, scale, bias))
+    more = [features(4, seed=2), features(1, seed=3)]
+
+    def with_negatives(query: Tensor, key: Tensor, *negatives: Tensor) -> Tensor:
+        return contrastile.info_nce(query, key, 5.0, negatives=list(negatives), backend=backend)
+
+    torch.autograd.gradcheck(with_negatives, (image, text, *more))
+
+
+@pytest.mark.parametrize("backend", BACKENDS)
+@pytest.mark.parametrize("kind", ["clip", "info_nce", "sigmoid"])
+def test_opcheck(kind: str, backend: str) -> None:
+    image, text, scale = features(6), features(6, seed=1), number(4.0)
+    built = {
+        "clip": lambda: problems.clip(image, text, scale, ids=torch.arange(6) // 2),
+        "info_nce": lambda: problems.info_nce(image, text, scale, negatives=[features(3, seed=2)]),
+        "sigmoid": lambda: problems.sigmoid(image, text, scale, number(-1.0)),
+    }[kind]()
+    problem = built.problem
+    vectors = [getattr(problem, name) for name in autograd.VECTORS]
+    arguments = (image, list(problem.columns), scale, vectors, problem.match, backend, [0, 0])
+    if kind == "sigmoid":
+        wants = [True] * 4
+        arguments = (*arguments[:3], number(-1.0), *arguments[3:], wants)
+        torch.library.opcheck(autograd.sigmoid_loss, arguments)
+        return
+    torch.library.opcheck(autograd.softmax_loss, arguments)
+    value, row_lse, column_lse = (x.detach() for x in autograd.softmax_loss(*arguments))
+    wants = [True] * (len(problem.columns) + 2)
+    torch.library.opcheck(
+        autograd.softmax_gradients,
+        (torch.ones_like(value), row_lse, column_lse, *(detached(x) for x in arguments), wants),
+    )
+
+
+def detached(x: object) -> object:
+    if isinstance(x, list):
+        return [detached(each) for each in x]
+    return x.detach() if isinstance(x, Tensor) else x
+
+
+@pytest.mark.parametrize("loss", LOSSES)
+def test_compiles_without_a_graph_break_and_gives_the_same_bits(loss: Loss) -> None:
+    leaves = features(), features(seed=1), number(14.3)
+    eager = loss(*leaves, "torch")
+    compiled = torch.compile(lambda *x: loss(*x, "torch"), fullgraph=True, backend="aot_eager")(*leaves)
+    assert torch.equal(eager, compiled)
+    for a, b in zip(gradients(eager, *leaves), gradients(compiled, *leaves), strict=True):
+        assert torch.equal(a, b)
+
+
+@pytest.mark.parametrize("loss", LOSSES)
+def test_a_power_of_two_upstream_scales_the_gradient_exactly(loss: Loss) -> None:
+    leaves = features(), features(seed=1), number(14.3)
+    once, thrice = (gradients(loss(*leaves, "torch"), *leaves, upstream=u) for u in (1.0, -4.0))
+    for a, b in zip(once, thrice, strict=True):
+        assert torch.equal(-4.0 * a, b)
+
+
+@pytest.mark.parametrize("loss", LOSSES)
+def test_autocast_does_not_reach_the_products(loss: Loss) -> None:
+    leaves = [
+        x.detach().requires_grad_() for x in (features(dtype=torch.float32), features(seed=1, dtype=torch.float32))
+    ]
+    scale = number(50.0, torch.float32)
+    plain = loss(*leaves, scale, "torch")
+    with torch.autocast("cpu", dtype=torch.bfloat16):
+        cast = loss(*leaves, scale, "torch")
+    assert torch.equal(plain, cast)
+    expected = gradients(plain, *leaves, scale)
+    with torch.autocast("cpu", dtype=torch.bfloat16):
+        found = gradients(cast, *leaves, scale)
+    assert all(torch.equal(a, b) for a, b in zip(expected, found, strict=True))
+
+
+@pytest.mark.parametrize("loss", LOSSES)
+def test_no_grad_gives_the_value_and_records_nothing(loss: Loss) -> None:
+    leaves = features(), features(seed=1), number(14.3)
+    with torch.no_grad():
+        value = loss(*leaves, "torch")
+    assert not value.requires_grad
+    assert torch.equal(value, loss(*leaves, "torch"))
+
+
+@pytest.mark.parametrize("loss", LOSSES)
+def test_twice_backward_through_one_loss_gives_the_same_gradient(loss: Loss) -> None:
+    leaves = features(), features(seed=1), number(14.3)
+    value = loss(*leaves, "torch")
+    first = torch.autograd.grad(value, leaves, retain_graph=True)
+    second = torch.autograd.grad(value, leaves)
+    assert all(torch.equal(a, b) for a, b in zip(first, second, strict=True))
+
+
+@pytest.mark.parametrize("loss", LOSSES)
+def test_the_same_tensor_on_both_sides_gets_both_gradients(loss: Loss) -> None:
+    x, twin, scale = features(), features(), number(9.0)
+    both = gradients(loss(x, x, scale, "torch"), x)[0]
+    apart = gradients(loss(x, twin, scale, "torch"), x, twin)
+    assert_same_but_for_the_order_of_sums(both, apart[0] + apart[1])
+
+
+@pytest.mark.parametrize("loss", LOSSES)
+def test_strided_and_expanded_inputs_give_the_gradient_of_their_contiguous_copies(loss: Loss) -> None:
+    wide = torch.randn(2 * B, D, dtype=torch.float64, generator=torch.Generator().manual_seed(3))
+    for image in (wide[::2], wide[:B].t().contiguous().t(), wide[:1].expand(B, D)):
+        text = features(seed=4)
+        strided, copied = (x.detach().requires_grad_() for x in (image, image.contiguous()))
+        found = gradients(loss(strided, text, number(3.0), "torch"), strided)
+        assert_same_but_for_the_order_of_sums(found[0], gradients(loss(copied, text, number(3.0), "torch"), copied)[0])
+
+
+def test_scale_as_number_as_0d_and_as_one_element_are_one_loss() -> None:
+    image, text = features(dtype=torch.float32), features(seed=1, dtype=torch.float32)
+    scales = [torch.tensor(14.0, requires_grad=True), torch.tensor([14.0], requires_grad=True)]
+    values = [contrastile.clip_loss(image, text, x) for x in (14.0, 14, *scales)]
+    assert len({float(v.detach()) for v in values}) == 1
+    shapes = [torch.autograd.grad(v, x)[0].shape for v, x in zip(values[2:], scales, strict=True)]
+    assert shapes == [torch.Size([]), torch.Size([1])]
+
+
+@pytest.mark.parametrize("frozen", ["image", "text", "scale"])
+def test_what_needs_no_gradient_gets_none(frozen: str) -> None:
+    leaves = {"image": features(), "text": features(seed=1), "scale": number(14.3)}
+    full = gradients(contrastile.clip_loss(*leaves.values()), *leaves.values())
+    leaves[frozen].requires_grad_(False)
+    contrastile.clip_loss(*leaves.values()).backward()
+    for (name, leaf), expected in zip(leaves.items(), full, strict=True):
+        assert leaf.grad is None if name == frozen else torch.equal(leaf.grad, expected)
+
+
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16, torch.float32, torch.float64])
+@pytest.mark.parametrize("loss", [clip, nt_xent, sup_con, sigmoid])
+def test_gradients_have_the_dtype_of_what_they_are_of(loss: Loss, dtype: torch.dtype) -> None:
+    leaves = features(dtype=dtype).detach().requires_grad_(), features(seed=1, dtype=dtype).detach().requires_grad_()
+    scale = number(14.3, torch.float32)
+    value = loss(*leaves, scale, "torch")
+    assert value.dtype is (torch.float64 if dtype is torch.float64 else torch.float32)
+    assert [x.dtype for x in gradients(value, *leaves, scale)] == [dtype, dtype, torch.float32]
+
+
+@pytest.mark.parametrize("loss", LOSSES)
+def test_a_second_derivative_is_refused_by_name(loss: Loss) -> None:
+    image, text, scale = features(), features(seed=1), number(14.3)
+    first = torch.autograd.grad(loss(image, text, scale, "torch"), image, create_graph=True)[0]
+    with pytest.raises(RuntimeError, match="sigmoid_gradients" if loss is sigmoid else "softmax_gradients"):
+        torch.autograd.grad(first.sum(), image)
+
+
+@pytest.mark.parametrize("loss", LOSSES)
+def test_saves_features_and_vectors_but_no_matrix_of_logits(loss: Loss) -> None:
+    def saved_bytes(b: int) -> int:
+        seen: dict[int, int] = {}
+
+        def pack(x: Tensor) -> Tensor:
+            seen[x.data_ptr()] = x.untyped_storage().nbytes()
+            return x
+
+        with torch.autograd.graph.saved_tensors_hooks(pack, lambda x: x):
+            loss(features(b), features(b, seed=1), number(14.3), "torch")
+        return sum(seen.values())
+
+    # a constant part (scalars, a fixed queue) and a part linear in b; a b x b matrix would quadruple
+    small, large = saved_bytes(64), saved_bytes(128)
+    assert large <= 2 * small
