@@ -23,7 +23,9 @@ def evaluate(loss: problems.Loss, backend: str, tile: Any) -> Array:
     """
     options = validation.options(tile)
     arrays = library_of(loss.problem.rows)
-    name = choose(arrays.name, arrays.device(loss.problem.rows)) if backend == "auto" else backend
+    name = validation.backend(backend)
+    if name == "auto":
+        name = choose(arrays.name, arrays.device(loss.problem.rows))
     if arrays.name == "torch":
         from contrastile import autograd
 
@@ -52,11 +54,14 @@ def value_and_grad(
         problems, _BUILDERS.get(getattr(loss, "__name__", ""), ""), None
     )
     if build is None or getattr(loss, "__module__", "") != "contrastile.losses":
-        raise ValueError(f"loss must be one of contrastile.{', contrastile.'.join(_BUILDERS)}, got {loss!r}")
-    options = validation.options(tile)
+        raise ValueError(
+            f"loss must be one of contrastile.{', contrastile.'.join(_BUILDERS)}, got {loss!r}; "
+            "pass the function itself"
+        )
+    options, backend = validation.options(tile), validation.backend(backend)
 
     def both(*args: Any, **kwargs: Any) -> tuple[Array, tuple[Array, ...]]:
-        built = build(*(_detached(x) for x in args), **kwargs)
+        built = build(*(_detached(x) for x in args), **{name: _detached(x) for name, x in kwargs.items()})
         arrays = library_of(built.problem.rows)
         name = choose(arrays.name, arrays.device(built.problem.rows)) if backend == "auto" else backend
         value, gradients = forward_and_backward(built.problem, load(name), options)
@@ -75,6 +80,8 @@ _BUILDERS = {
 
 
 def _detached(x: Any) -> Any:
+    if isinstance(x, list | tuple):
+        return [_detached(each) for each in x]
     return x.detach() if hasattr(x, "detach") else x
 
 

@@ -55,6 +55,7 @@ def info_nce(
     column_ids: Array | None = None,
 ) -> Loss:
     """One direction: u = 1 / m, no column weights; the key and each block of negatives share one log-sum-exp."""
+    more: tuple[Array, ...]
     more = () if negatives is None else tuple(negatives) if isinstance(negatives, list | tuple) else (negatives,)
     arrays = validation.features(query=query, key=key, **{f"negatives[{i}]": x for i, x in enumerate(more)})
     m, n = query.shape[0], key.shape[0] + sum(x.shape[0] for x in more)

@@ -97,9 +97,11 @@ def scalar(name: str, x: Any, arrays: ArrayLibrary, dtype: str, like: Array) -> 
         return arrays.asarray(float(x), dtype, like)
     if not arrays.owns(x):
         raise TypeError(f"{name} must be a number or a one-element array, got {type(x).__name__}; pass a float")
+    if arrays.dtype(x).startswith("complex"):
+        raise TypeError(f"{name} must be a real number, got {arrays.dtype(x)}; pass its real part")
     shape = tuple(x.shape)
     if math.prod(shape) != 1:
-        raise ValueError(f"{name} must have one element, got shape {shape}; a scale per sample is not supported")
+        raise ValueError(f"{name} must have one element, got shape {shape}; a {name} per sample is not supported")
     if values_are_readable(arrays, x) and not math.isfinite(x.item()):
         raise ValueError(f"{name} must be finite, got {x.item()}; clamp the learned value before it is used")
     return arrays.asarray(x.reshape(()), dtype, like)
@@ -136,6 +138,13 @@ def positives(x: Array, columns: int, arrays: ArrayLibrary) -> None:
                     f"positives must lie in 0..{columns - 1} (there are {columns} columns), got {worst}; "
                     "index the keys, then the negatives, from 0"
                 )
+
+
+def backend(name: Any) -> str:
+    """The name of a backend; raise TypeError if it is no string. Whether it is known is the registry's to say."""
+    if not isinstance(name, str):
+        raise TypeError(f"backend must be a string, got {type(name).__name__}; pass e.g. backend='torch', or 'auto'")
+    return name
 
 
 def options(tile: Any) -> Options:

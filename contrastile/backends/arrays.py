@@ -246,7 +246,7 @@ def library_of(x: Any) -> ArrayLibrary:
             library: ArrayLibrary = kind(module)
             if library.owns(x):
                 return library
-    raise TypeError(f"features must be torch tensors or NumPy arrays, got {type(x).__name__}")
+    raise TypeError(f"features must be torch tensors or NumPy arrays, got {type(x).__name__}; convert them")
 
 
 def transfer(x: Array | None, source: ArrayLibrary, target: ArrayLibrary, dtype: str | None = None) -> Array | None:

@@ -51,7 +51,8 @@ class Pairs:
     negative). An excluded pair is neither positive nor admitted (a sample against itself).
 
     Attributes:
-        positives: (m,) int64 column of each row's positive; a value outside 0..n-1 means "not in this block".
+        positives: (m,) int64 column of each row's positive; a value outside 0..n-1 means "not in this block". None
+            with ``match="target"``: the ids say it all.
         excluded: (m,) int64 column that the row never sees (itself); outside 0..n-1 means none here.
         row_ids: (m,) int64, given together with column_ids.
         column_ids: (n,) int64.
@@ -151,7 +152,9 @@ class Accuracy:
         gradient_underflow: absolute rounding of G, as a share of the largest |weight|; 0 but for fp16.
         exp_ulps: error of exp and log in units of ``unit``.
         shared_reference: exponentials may be taken against one reference r for a whole tile,
-            ``|r| <= |scale| max_i |row_i| max_j |column_j| + |bias|``, instead of each row's and column's own maximum.
+            ``|r| <= |scale| max_i |row_i| max_j |column_j| + |bias|``, instead of each row's and column's own maximum;
+            only while every sum of n terms is at least n x (smallest normal number) / unit, so that terms flushed to
+            zero cost a sum no more than one rounding.
         depth: longest chain of additions in a product of k terms, as a function of k.
         tile: columns (or rows) summed in one go before a merge, as a function of their number.
     """

@@ -77,7 +77,10 @@ def load(name: str) -> Backend:
     """
     entry = known().get(name)
     if entry is None and ":" not in name:
-        raise ValueError(f"backend must be one of {', '.join(names())}, 'auto' or 'module:attribute', got {name!r}")
+        raise ValueError(
+            f"backend must be one of {', '.join(names())}, 'auto' or 'module:attribute', got {name!r}; "
+            "contrastile doctor says what can run here"
+        )
     entry = entry or Known(name)
     missing = entry.missing()
     if missing:

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from dataclasses import dataclass, replace
 
+import numpy as np
+
 from contrastile.backends.arrays import ArrayLibrary
 from contrastile.backends.contract import Array, Backend, Options, Weights
 from contrastile.exchange.problem import Problem
@@ -60,6 +62,7 @@ class Sums:
     total: Array | None
 
 
+@np.errstate(all="ignore")  # NaN and infinity are answers
 def forward(problem: Problem, backend: Backend, options: Options) -> Forward:
     """The softmax loss and its log-sum-exps.
 
@@ -94,6 +97,7 @@ def _mean_excess(arrays: ArrayLibrary, lse: Array, positive: Array, weight: Arra
     return arrays.total(arrays.where(weight == 0, 0.0, weight * excess))
 
 
+@np.errstate(all="ignore")  # NaN and infinity are answers
 def backward(
     problem: Problem, saved: Forward, upstream: Array, wanted: Wanted, backend: Backend, options: Options
 ) -> Gradients:
@@ -133,6 +137,7 @@ def _accumulator(backend: Backend, features: Array, state: str, want: bool) -> A
     return backend.arrays.full(tuple(features.shape), 0.0, state, features) if want else None
 
 
+@np.errstate(all="ignore")  # NaN and infinity are answers
 def sigmoid(problem: Problem, wanted: Wanted | None, backend: Backend, options: Options) -> tuple[Array, Sums | None]:
     """The sigmoid loss (0-d, state dtype) and, in the same pass, the sums behind its gradients."""
     arrays = backend.arrays
@@ -152,6 +157,7 @@ def sigmoid(problem: Problem, wanted: Wanted | None, backend: Backend, options: 
     return value, Sums(row_sum, tuple(column_sums), total) if wanted is not None else None
 
 
+@np.errstate(all="ignore")  # NaN and infinity are answers
 def finish(
     rows: Array, scale: Array, sums: Sums, upstream: Array | None, wanted: Wanted, arrays: ArrayLibrary
 ) -> Gradients:

@@ -42,7 +42,7 @@ def decomposed_loss(I: FloatArray, T: FloatArray, l: FloatArray) -> float:
 def tiled_lse(I: FloatArray, T: FloatArray, t_r: int, t_c: int) -> list[list[FloatArray]]:
     """The tiles' LSE vectors l^{i,j}, n_r x n_c of them (Inf-CL Eq. 3); Eq. 4 merges each row of them.
 
-    I: (b, c); T: (b', c); t_r, t_c: tile size, at least 1. Entry [i][j] is (t_r,), shorter in the last row.
+    I: (b, c); T: (b', c); t_r, t_c: tile size, at least 1. Entry i, j is (t_r,), shorter in the last row.
     """
     return [[lse(I_i @ T_j.T) for T_j in divide(T, t_c)] for I_i in divide(I, t_r)]
 

@@ -1,0 +1,46 @@
+"""The command line: ``contrastile COMMAND ...``. A command's module is imported only when it is called.
+
+Exit codes: 0 what was asked for holds, 1 it does not, 2 it could not be run.
+"""
+
+from __future__ import annotations
+
+import argparse
+import importlib
+import os
+import sys
+from collections.abc import Sequence
+
+COMMANDS = {
+    "verify": ("contrastile.verify.command", "hold every backend to the float64 oracle, within derived bounds"),
+    "doctor": ("contrastile.doctor", "say what is available here, what is missing and how to mend it"),
+    "bench": ("contrastile.bench", "measure time and peak memory against a plain full-logits loss"),
+}
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Run a command and return its exit code.
+
+    Args:
+        argv: the arguments after the program's name; None for the process's own.
+    """
+    words = list(sys.argv[1:] if argv is None else argv)
+    parser = argparse.ArgumentParser(prog="contrastile", description="Contrastive losses at any batch size.")
+    commands = parser.add_subparsers(dest="command", metavar="COMMAND", required=True)
+    for name, (module, about) in COMMANDS.items():
+        command = commands.add_parser(name, help=about, description=f"{about[0].upper()}{about[1:]}.")
+        if name in words[:1]:
+            try:
+                chosen = importlib.import_module(module)
+            except ImportError as error:
+                print(f"contrastile {name}: {error}", file=sys.stderr)
+                return 2
+            chosen.add_arguments(command)
+            command.set_defaults(run=chosen.main)
+    args = parser.parse_args(words)
+    try:
+        return int(args.run(args))
+    except BrokenPipeError:
+        # whoever read the output has left; the interpreter must not fail again when it flushes at exit
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        return 2

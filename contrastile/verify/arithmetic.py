@@ -1,0 +1,104 @@
+"""The model of floating-point arithmetic under the bounds: what one operation, sum or exponential may cost.
+
+Every operation gives ``fl(a op b) = (a op b)(1 + delta) + eta`` with ``|delta| <= u`` and ``|eta| <= tiny``, tiny the
+smallest normal number (results below it may be flushed to zero). A chain of relative errors that add to t costs
+``gamma(t) = t / (1 - t)``, since ``prod (1 + delta_i)^(+-1) <= 1 / (1 - sum |delta_i|)``.
+
+An exponential of a difference may be formed as ``exp(a - b)`` or as ``exp2(a c - b c)`` with ``c = log2 e`` rounded and
+either product rounded: at most three roundings relative to |a| and three relative to |b| in the exponent (c, product,
+difference: ``|a - b| <= |a| + |b|``), and ``exp_ulps`` on the result.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import numpy as np
+
+from contrastile.backends.contract import Accuracy, Options
+from contrastile.oracle.arrays import FloatArray
+from contrastile.verify.rounding import UNDERFLOW, UNIT
+
+
+def gamma(t: float) -> float:
+    """Relative cost of roundings that add to t: t / (1 - t); inf when t >= 1."""
+    return t / (1 - t) if t < 1 else float("inf")
+
+
+@dataclass(frozen=True)
+class Lengths:
+    """How a sum over one axis is taken: at most ``tile`` terms in one go, ``parts`` partial results put together.
+
+    Attributes:
+        tile: the longest sum in one go.
+        parts: tiles of all blocks, and one more for each block: every one is merged, or added, once.
+        longest: the longest block.
+        shortest: the shortest block that is not empty; 1 if all are.
+    """
+
+    tile: int
+    parts: int
+    longest: int
+    shortest: int
+
+
+@dataclass(frozen=True)
+class Arithmetic:
+    """A backend's arithmetic on one problem.
+
+    Attributes:
+        accuracy: the backend's facts.
+        dtype: the features'.
+        over_columns: how sums over a row's columns are taken.
+        over_rows: how sums over a column's rows are taken.
+    """
+
+    accuracy: Accuracy
+    dtype: str
+    over_columns: Lengths
+    over_rows: Lengths
+
+    @property
+    def tiny(self) -> float:
+        """Absolute error of one operation of the state arithmetic that underflows."""
+        return UNDERFLOW["float64" if self.accuracy.unit <= UNIT["float64"] else "float32"]
+
+    def product(self, terms: int, roundings: int) -> float:
+        """Relative error, against the sum of magnitudes, of a matrix product of ``terms`` terms.
+
+        Either factor is rounded by ``input_rounding``; each term is rounded once as a product and by at most
+        ``depth(terms)`` additions; ``roundings`` more follow in the state arithmetic.
+        """
+        a = self.accuracy
+        chain = gamma(a.accumulate_unit * a.depth(terms) + a.unit * (1 + roundings)) if terms else 0.0
+        return float((1 + a.input_rounding) ** 2 * (1 + chain) - 1)
+
+    def cast(self, exact: FloatArray, error: FloatArray) -> FloatArray:
+        """The error of a value known to ``error`` after its one cast from the state to a coarser features' dtype."""
+        if UNIT[self.dtype] <= self.accuracy.unit:
+            return error
+        return error + UNIT[self.dtype] * (np.abs(exact) + error) + UNDERFLOW[self.dtype]
+
+
+def arithmetic(
+    accuracy: Accuracy, dtype: str, rows: int, blocks: Sequence[int], options: Options | None = None
+) -> Arithmetic:
+    """A backend's arithmetic on a problem of ``rows`` rows and column blocks of these sizes.
+
+    ``options.tile``, where given, caps the tile: smaller tiles mean more merges.
+    """
+    tile = (None, None) if options is None or options.tile is None else options.tile
+    return Arithmetic(
+        accuracy,
+        dtype,
+        over_columns=_lengths(accuracy, blocks, tile[1]),
+        over_rows=_lengths(accuracy, [rows], tile[0]),
+    )
+
+
+def _lengths(accuracy: Accuracy, sizes: Sequence[int], cap: int | None) -> Lengths:
+    tiles = [max(1, min(accuracy.tile(size), size if cap is None else cap)) for size in sizes]
+    parts = sum(-(-size // tile) + 1 for size, tile in zip(sizes, tiles, strict=True))
+    shortest = min((size for size in sizes if size), default=1)
+    return Lengths(max(tiles, default=0), parts, max(sizes, default=0), shortest)

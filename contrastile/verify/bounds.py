@@ -1,0 +1,318 @@
+"""How far a backend may be off, element by element: derived from the problem and the backend's facts, never tuned.
+
+Notation: u the state's unit roundoff, ``gamma`` and the model of one operation as in ``arithmetic``, c = exp_ulps,
+B_ij = sum_k |q_ik| |k_jk|, N tile length, T partial results merged, d the width, w_i either direction's weight.
+The features are exact: they were rounded to the backend's dtype before the truth was computed.
+
+* logit:  ``E_ij = |s| (g_d B_ij + d tiny) + tiny``, ``g_d = (1 + u_in)^2 (1 + gamma(ua depth(d) + 3u)) - 1``: inputs
+  rounded, products and chain, scale twice (its product with log2 e may be rounded too); a bias adds ``u (|x| + E)``.
+* log-sum-exp, positives, loss: ``_lse_error``, ``_positive_error``, ``_softmax_loss_error``.
+* G: ``_probability_error``, ``_softmax_gradient_error``; sigmoid: ``_sigmoid_errors``.
+* dQ, dK, dscale, dbias: ``_sum_error``, ``_features_error``, ``_scale_error``.
+
+The truth is float64 and rounds too: its own bound, by the same derivation with u = 2^-53, is added. That matters for
+float64 backends alone. Where the truth is not finite the bound is 0: such values are compared for equality.
+A projection of the true set onto itself (``max(L - t positive, 0)``) moves no value away from the truth: same bound.
+"""
+
+from __future__ import annotations
+
+from dataclasses import fields
+from typing import Any
+
+import numpy as np
+
+from contrastile.backends.contract import Accuracy, Options
+from contrastile.exchange.problem import Problem
+from contrastile.oracle.arrays import BoolArray, FloatArray, float64
+from contrastile.oracle.sigmoid import sigma, softplus
+from contrastile.verify.arithmetic import Arithmetic, Lengths, arithmetic, gamma
+from contrastile.verify.rounding import UNIT
+from contrastile.verify.truth import Direction, Outcome, Truth, split
+
+ORACLE = Accuracy(unit=UNIT["float64"], accumulate_unit=UNIT["float64"])
+"""The oracle's own arithmetic: dense, one tile, sums in any order."""
+
+
+def bounds(
+    problem: Problem,
+    truth: Truth,
+    accuracy: Accuracy,
+    dtype: str,
+    upstream: float = 1.0,
+    options: Options | None = None,
+) -> Outcome:
+    """Absolute error bounds on every element of the truth's outcome, in the same shapes.
+
+    Args:
+        problem: the problem of which ``truth`` is the truth.
+        truth: computed with the same ``upstream``.
+        accuracy: the backend's facts.
+        dtype: the features' dtype.
+        upstream: gradient with respect to the loss, applied in the state dtype.
+        options: what the backend was asked for; a smaller tile means more merges.
+    """
+    blocks = [len(block) for block in problem.columns]
+    found = []
+    with np.errstate(all="ignore"):
+        for facts, name in ((accuracy, dtype), (ORACLE, "float64")):
+            a = arithmetic(facts, name, len(truth.q), blocks, options if facts is accuracy else None)
+            derive = _sigmoid if problem.kind == "sigmoid" else _softmax
+            found.append(derive(problem, truth, a, abs(upstream)))
+    values = {f.name: _total(*(getattr(each, f.name) for each in (*found, truth.outcome))) for f in fields(Outcome)}
+    return Outcome(**values)
+
+
+def _total(backend: Any, oracle: Any, exact: Any) -> Any:
+    """The sum of the two bounds; 0 where the truth is not finite, inf where a finite truth has no bound."""
+    if exact is None:
+        return None
+    if isinstance(exact, tuple):
+        return tuple(_total(*each) for each in zip(backend, oracle, exact, strict=True))
+    both = float64(backend + oracle)
+    return float64(np.where(np.isfinite(exact), np.where(np.isnan(both), np.inf, both), 0.0))
+
+
+def _softmax(problem: Problem, t: Truth, a: Arithmetic, upstream: float) -> Outcome:
+    """Both directions share the logits' error; each is derived from its own side."""
+    assert t.row is not None
+    E, reference = _logit_error(t, a), _reference(t, a)
+    row_lse = _lse_error(t.x, E, t.admitted, t.row, a.over_columns, reference, a)
+    row_positive = _positive_error(t.x, E, t.positive, a)
+    loss = _softmax_loss_error(t.row, row_lse, row_positive)
+    dG = _softmax_gradient_error(t.x, E, t.admitted, t.positive, t.row, row_lse, a.over_columns, upstream, reference, a)
+    largest = np.abs(t.row.weight).max(initial=0.0)
+    column_lse = column_positive = None
+    if t.column is not None:
+        seen = t.x.T, E.T, t.admitted.T
+        column_lse = _lse_error(*seen, t.column, a.over_rows, reference, a)
+        column_positive = _positive_error(t.x.T, E.T, t.positive.T, a)
+        loss += _softmax_loss_error(t.column, column_lse, column_positive)
+        across = _softmax_gradient_error(*seen, t.positive.T, t.column, column_lse, a.over_rows, upstream, reference, a)
+        dG = dG + across.T
+        largest = max(largest, np.abs(t.column.weight).max(initial=0.0))
+    gradient = _gradients(problem, t, dG, upstream * largest, a)
+    return Outcome(
+        loss=float64(loss + a.accuracy.unit * (abs(t.outcome.loss) + loss) + a.tiny),
+        row_lse=row_lse,
+        row_positive=row_positive,
+        column_lse=column_lse,
+        column_positive=column_positive,
+        bias=None,
+        **gradient,
+    )
+
+
+def _sigmoid(problem: Problem, t: Truth, a: Arithmetic, upstream: float) -> Outcome:
+    """Value and gradients of the sigmoid loss from the same logits' error."""
+    u, weight = a.accuracy.unit, np.abs(float64(problem.row_weight))
+    row_loss, dG = _sigmoid_errors(t, _logit_error(t, a), upstream * weight, a)
+    loss = float(np.where(weight == 0, 0.0, weight * row_loss).sum())
+    magnitude = np.abs(t.G) + dG
+    chain = gamma(u * (a.over_columns.tile + a.over_columns.parts + 2))
+    bias = dG.sum() + (chain + _float64_sum(t)) * magnitude.sum()
+    gradient = _gradients(problem, t, dG, upstream * weight.max(initial=0.0), a)
+    return Outcome(
+        loss=float64(loss + u * (abs(t.outcome.loss) + loss) + a.tiny),
+        row_lse=None,
+        row_positive=None,
+        column_lse=None,
+        column_positive=None,
+        bias=float64(bias + u * (np.abs(t.G.sum()) + bias) + a.tiny),
+        **gradient,
+    )
+
+
+def _float64_sum(t: Truth) -> float:
+    """Relative error of the float64 sums over rows and columns, against the sum of magnitudes."""
+    return gamma(UNIT["float64"] * (sum(t.x.shape) + 4))
+
+
+def _logit_error(t: Truth, a: Arithmetic) -> FloatArray:
+    """E (m, n), the error of a logit: see the module's docstring."""
+    width = t.q.shape[1]
+    E = abs(t.scale) * (a.product(width, 2) * (np.abs(t.q) @ np.abs(t.k).T) + width * a.tiny) + a.tiny
+    return float64(E + a.accuracy.unit * (np.abs(t.x) + E) if t.bias else E)
+
+
+def _reference(t: Truth, a: Arithmetic) -> float | None:
+    """The largest shared reference, ``|s| max|q| max|k| + |bias|``, or None where each row has its own maximum."""
+    if not a.accuracy.shared_reference:
+        return None
+    longest = [np.sqrt((z * z).sum(axis=1)).max(initial=0.0) for z in (t.q, t.k)]
+    return float(abs(t.scale) * longest[0] * longest[1] + abs(t.bias))
+
+
+def _lse_error(
+    x: FloatArray,
+    E: FloatArray,
+    admitted: BoolArray,
+    side: Direction,
+    lengths: Lengths,
+    reference: float | None,
+    a: Arithmetic,
+) -> FloatArray:
+    """Error of L = r + log sum exp(x - r), with the tiles' (r, sum) merged in any order: (own,).
+
+    * Each term carries ``e_j = (1 + 6u) E_j + u (3|x_j| + 3|r| + c)`` in its exponent. The reference is a running
+      maximum between x_j and the final maximum, so ``|r| <= max(|x_j|, |max x| + max E)``; or the shared one.
+      Then ``L(x + e) - L(x) = log sum_j p_j exp(e_j)``, attained when all e_j are up, and by Jensen no less than the
+      fall when all are down. (max_j E_j, the 1-Lipschitz bound, ignores that unlikely columns do not matter.)
+    * The sum: N additions in a tile. A merge of (r, sum) pairs costs (c + 2)u, its exponents telescoping into e; a
+      merge of finished log-sum-exps, ``max + log1p(exp(-D))``, costs at most ``u (|L| + 2c + 2)``: the partial result
+      is within D of L and weighs exp(-D), and ``D exp(-D) < 1``. Both are allowed, T times.
+    * The end: r and log sum in any unit (2u|r|), the logarithm (c u |L - r|), the addition and rounding (u|L|).
+    * n tiny for terms that underflow: with a row's own maximum the sum is at least 1. With a shared reference the
+      sum of n terms is at least n tiny / u (``Accuracy.shared_reference``), so they cost at most u of it.
+    """
+    u, c = a.accuracy.unit, a.accuracy.exp_ulps
+    if not x.shape[1]:
+        return np.zeros(len(x))
+    top = np.where(admitted, x, -np.inf).max(axis=1)
+    slack = np.where(admitted, E, 0.0).max(axis=1)
+    if reference is None:
+        r, shift = np.abs(top) + slack, np.abs(side.lse - top) + slack
+        reached = np.maximum(np.abs(x), r[:, None])
+    else:
+        r, shift = np.full(len(x), reference), np.abs(side.lse) + reference
+        reached = np.full(x.shape, reference)
+    flushed = x.shape[1] * a.tiny if reference is None else u
+    e = (1 + 6 * u) * E + u * (3 * np.abs(x) + 3 * reached + c)
+    moved = np.log1p(np.where(admitted, side.p * np.expm1(e), 0.0).sum(axis=1))
+    summed = gamma(u * (lengths.tile + lengths.parts * (2 * c + 2)))
+    stored = u * ((lengths.parts + 1) * np.abs(side.lse) + 2 * r + c * shift)
+    error = (moved + summed + stored + flushed) * (1 + gamma(u * (lengths.parts + 4)))
+    # a row that admits nothing has L = -inf exactly
+    return float64(np.where(admitted.any(axis=1), error, 0.0))
+
+
+def _positive_error(x: FloatArray, E: FloatArray, positive: BoolArray, a: Arithmetic) -> FloatArray:
+    """Error of sum_j x_ij over positives: their E, two roundings of unit, one addition each (zeros add exactly)."""
+    size = np.where(positive, np.abs(x) + E, 0.0).sum(axis=1)
+    relative = a.accuracy.unit * (positive.sum(axis=1) + 2)
+    return float64(np.where(positive, E, 0.0).sum(axis=1) + relative / (1 - relative) * size)
+
+
+def _softmax_loss_error(side: Direction, lse: FloatArray, positive: FloatArray) -> float:
+    """Error of sum_i w_i (L_i - t_i positive_i), taken in float64: absolute, since a trained model's loss goes to 0."""
+    target, weight = np.abs(side.target), np.abs(side.weight)
+    size = np.abs(side.lse) + lse + np.where(target == 0, 0.0, target * (np.abs(side.positive_sum) + positive))
+    terms = lse + np.where(target == 0, 0.0, target * positive) + gamma(UNIT["float64"] * (2 * len(lse) + 4)) * size
+    return float(np.where(weight == 0, 0.0, weight * terms).sum())
+
+
+def _probability_error(
+    x: FloatArray,
+    E: FloatArray,
+    side: Direction,
+    lse: FloatArray,
+    lengths: Lengths,
+    reference: float | None,
+    a: Arithmetic,
+) -> FloatArray:
+    """Error of p = exp(x - L): ``p expm1(eta) + tiny``, ``eta = (1 + 6u)(E_x + E_L) + u (3|x| + 3|L| + c)``.
+
+    With a shared reference p is the product of exp(x - r) and exp(r - L): 6|r| + c + 1 more, in units of u. Where the
+    first underflows the product is off by ``tiny exp(r - L) <= u / n``: a sum of n terms is at least n tiny / u.
+    """
+    u, c = a.accuracy.unit, a.accuracy.exp_ulps
+    extra = 0.0 if reference is None else 6 * reference + c + 1
+    flushed = a.tiny if reference is None else a.tiny + u / lengths.shortest
+    eta = (1 + 6 * u) * (E + lse[:, None]) + u * (3 * np.abs(x) + 3 * np.abs(side.lse)[:, None] + c + extra)
+    return np.where(side.p > 0, side.p * np.expm1(eta), 0.0) + flushed
+
+
+def _softmax_gradient_error(
+    x: FloatArray,
+    E: FloatArray,
+    admitted: BoolArray,
+    positive: BoolArray,
+    side: Direction,
+    lse: FloatArray,
+    lengths: Lengths,
+    upstream: float,
+    reference: float | None,
+    a: Arithmetic,
+) -> FloatArray:
+    """One direction's share of G's error before G is rounded: ``|w| dp + gamma(6u) |w| (p + dp + |t|) + 4 tiny``.
+
+    At most six roundings: the weight times the upstream gradient, times p or t, and four additions of the terms of
+    both directions. They are relative to the terms, not to G: where p is near 1 on a positive, G cancels.
+    """
+    weight = upstream * np.abs(side.weight)[:, None]
+    dp = _probability_error(x, E, side, lse, lengths, reference, a)
+    target = np.where(positive, np.abs(side.target)[:, None], 0.0)
+    error = weight * dp + gamma(6 * a.accuracy.unit) * weight * (side.p + dp + target) + 4 * a.tiny
+    # a weight of 0 silences the row even where its log-sum-exp is -inf or NaN
+    return np.where(admitted & (weight > 0), error, 0.0)
+
+
+def _sigmoid_errors(t: Truth, E: FloatArray, weight: FloatArray, a: Arithmetic) -> tuple[FloatArray, FloatArray]:
+    """Errors of sum_j softplus(a_ij), (m,), and of G = -w z sigma(a), (m, n), at a = -z x.
+
+    * ``softplus(a + E) - softplus(a) = log1p(sigma(a) expm1(E))``, and softplus is convex: the fall is smaller. Its
+      evaluation as ``max(a, 0) + log1p(exp(-|a|))`` costs ``u (3|a| + 2c)`` on the second term and u on the sum.
+      A plain log(1 + exp) is off by u absolute, which is everything where softplus is small.
+    * ``|sigma(a + E) - sigma(a)| <= min(sigma, 1 - sigma) expm1(E)``; evaluation: 3|a|u in the exponent, likewise
+      damped, and c + 4 roundings (exponential, sum, quotient, weight twice) on sigma.
+    """
+    u, c = a.accuracy.unit, a.accuracy.exp_ulps
+    at = np.where(t.positive, -t.x, t.x)
+    value, slope = softplus(at), sigma(at)
+    inexact = (1 + 6 * u) * E
+    evaluated = np.log1p(np.exp(-np.abs(at))) * np.expm1(u * (3 * np.abs(at) + 2 * c)) + u * value + a.tiny
+    dvalue = np.where(t.admitted, (np.log1p(slope * np.expm1(inexact)) + evaluated) * (1 + 4 * u), 0.0)
+    length = gamma(u * (a.over_columns.tile + a.over_columns.parts)) + _float64_sum(t)
+    row_loss = (dvalue + length * (np.where(t.admitted, value, 0.0) + dvalue)).sum(axis=1)
+    dslope = np.minimum(slope, sigma(-at)) * np.expm1(inexact + u * 3 * np.abs(at))
+    dslope = dslope + gamma(u * (c + 4)) * (slope + dslope) + a.tiny
+    dG = np.where(t.admitted & (weight[:, None] > 0), weight[:, None] * dslope + a.tiny, 0.0)
+    return row_loss, dG
+
+
+def _gradients(problem: Problem, t: Truth, dG: FloatArray, largest: float, a: Arithmetic) -> dict[str, Any]:
+    """The bounds that every kind of loss draws from G's error: dQ, dK and dscale.
+
+    G is rounded before the second products, after the positive has left it, so relative to G itself:
+    ``dG + u_q (|G| + dG)``, and the absolute underflow as a share of the largest weight.
+    """
+    facts = a.accuracy
+    moved = dG + facts.gradient_rounding * (np.abs(t.G) + dG)
+    moved = moved + np.where(dG > 0, facts.gradient_underflow * largest, 0.0)
+    rows = _sum_error(t.G, moved, t.k, a.over_columns, a)
+    columns = _features_error(t, t.column_sum, _sum_error(t.G.T, moved.T, t.q, a.over_rows, a), a)
+    return {
+        "rows": _features_error(t, t.row_sum, rows, a),
+        "columns": split(problem, columns),
+        "scale": _scale_error(t, moved, rows, a),
+    }
+
+
+def _sum_error(G: FloatArray, dG: FloatArray, other: FloatArray, lengths: Lengths, a: Arithmetic) -> FloatArray:
+    """Error of R = G K: ``dG |K| + g (|G| + dG) |K| + n tiny``; g of a product of n terms and T additions of tiles."""
+    magnitude = np.abs(other)
+    relative = a.product(lengths.longest, lengths.parts)
+    return dG @ magnitude + relative * ((np.abs(G) + dG) @ magnitude) + len(other) * a.tiny
+
+
+def _features_error(t: Truth, exact: FloatArray, error: FloatArray, a: Arithmetic) -> FloatArray:
+    """Error of s R: the sum's error times s, two roundings (the upstream gradient may join s), and the one cast."""
+    value = np.abs(t.scale * exact)
+    scaled = abs(t.scale) * error
+    return a.cast(value, scaled + gamma(2 * a.accuracy.unit) * (value + scaled) + 2 * a.tiny)
+
+
+def _scale_error(t: Truth, moved: FloatArray, row_error: FloatArray, a: Arithmetic) -> FloatArray:
+    """Error of ``dscale = sum_i <q_i, R_i>``: absolute, for it cancels (each row of a softmax's G sums to about 0).
+
+    G's error enters through the products themselves, ``sum_ij dG_ij |<q_i, k_j>|``, which is less than through R's
+    error; the product G K costs ``g sum (|G| + dG) B``; the inner products over d are in the state dtype, their sum
+    over rows in float64; one multiplication by the upstream gradient; one rounding at the end.
+    """
+    u, width = a.accuracy.unit, t.q.shape[1]
+    magnitude = np.abs(t.q) @ np.abs(t.k).T
+    relative = a.product(a.over_columns.longest, a.over_columns.parts)
+    error = (moved * np.abs(t.products)).sum() + relative * ((np.abs(t.G) + moved) * magnitude).sum()
+    inner = gamma(u * (width + 1)) + _float64_sum(t)
+    error += inner * (np.abs(t.q) * (np.abs(t.row_sum) + row_error)).sum() + t.q.size * (len(t.k) + 1) * a.tiny
+    return float64(error + u * (abs(t.outcome.scale) + error) + a.tiny)

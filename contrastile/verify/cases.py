@@ -1,0 +1,332 @@
+"""The named cases: small problems that bite. Aligned random input catches half of the known defects; these catch all.
+
+Features are rounded to the case's dtype and everything else to float32 before the truth is computed, so that every
+backend and the oracle see the same values. Each case has its own fixed seed.
+"""
+
+from __future__ import annotations
+
+import zlib
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+from functools import cache
+from typing import Any
+
+import numpy as np
+
+from contrastile.backends.contract import Match
+from contrastile.data.wordnet import WordNetPairs, load_wordnet_pairs
+from contrastile.exchange.problem import Problem
+from contrastile.oracle.arrays import FloatArray, IntArray, float64
+from contrastile.verify.rounding import round_to
+from contrastile.verify.truth import masks
+
+
+@dataclass(frozen=True)
+class Case:
+    """A named problem.
+
+    Attributes:
+        name: what ``contrastile verify --case`` calls it.
+        about: what it catches, in one line.
+        dtype: the features' dtype.
+        problem: NumPy arrays, float64 and int64: features are exact in ``dtype``, all other floats in float32.
+    """
+
+    name: str
+    about: str
+    dtype: str
+    problem: Problem
+
+
+Draw = np.random.Generator
+Builder = Callable[[Draw], Problem]
+_ABOUT: dict[str, str] = {}
+CASES: dict[str, Builder] = {}
+
+
+def names() -> list[str]:
+    """Names of all cases, in the order in which they are run."""
+    return list(CASES)
+
+
+def build(name: str, dtype: str) -> Case:
+    """The case of this name for features of this dtype.
+
+    Raises:
+        ValueError: there is no such case, or no such dtype.
+    """
+    if name not in CASES:
+        raise ValueError(f"case must be one of {', '.join(CASES)}, got {name!r}")
+    problem = CASES[name](np.random.default_rng(zlib.crc32(name.encode())))
+    rounded = replace(
+        problem,
+        rows=round_to(problem.rows, dtype),
+        columns=tuple(round_to(block, dtype) for block in problem.columns),
+    )
+    return Case(name, _ABOUT[name], dtype, rounded)
+
+
+def _case(name: str, about: str, **variant: Any) -> Callable[[Callable[..., Problem]], Callable[..., Problem]]:
+    """Register a builder under a name; ``variant`` are arguments of the builder. The lowest decorator comes first."""
+
+    def register(builder: Callable[..., Problem]) -> Callable[..., Problem]:
+        CASES[name] = lambda draw: builder(draw, **variant)
+        _ABOUT[name] = about
+        return builder
+
+    return register
+
+
+def _problem(
+    rows: FloatArray,
+    columns: FloatArray | tuple[FloatArray, ...],
+    scale: float,
+    *,
+    row_weight: FloatArray | None = None,
+    column_weight: FloatArray | None = None,
+    positives: IntArray | None = None,
+    excluded: IntArray | None = None,
+    ids: tuple[IntArray, IntArray] | None = None,
+    match: Match = "drop",
+) -> Problem:
+    """A softmax problem whose targets are 1 / (positives of the row, or of the column), rounded to float32."""
+    blocks = columns if isinstance(columns, tuple) else (columns,)
+    m = len(rows)
+    row_weight = np.full(m, 1 / max(m, 1)) if row_weight is None else row_weight
+    bare = Problem(
+        rows,
+        blocks,
+        round_to(scale, "float32"),
+        round_to(row_weight, "float32"),
+        np.zeros(m),
+        positives=positives,
+        excluded=excluded,
+        row_ids=None if ids is None else ids[0],
+        column_ids=None if ids is None else ids[1],
+        match=match,
+    )
+    _, positive = masks(bare)
+    targets = [round_to(np.where(count == 0, 0.0, 1 / np.maximum(count, 1)), "float32") for count in _counts(positive)]
+    if column_weight is None:
+        return replace(bare, row_target=targets[0])
+    weight = round_to(column_weight, "float32")
+    return replace(bare, row_target=targets[0], column_weight=weight, column_target=targets[1])
+
+
+def _counts(positive: Any) -> tuple[FloatArray, FloatArray]:
+    return positive.sum(axis=1).astype(np.float64), positive.sum(axis=0).astype(np.float64)
+
+
+def _sigmoid(problem: Problem, bias: float) -> Problem:
+    return replace(problem, kind="sigmoid", bias=round_to(bias, "float32"), row_target=np.zeros(len(problem.rows)))
+
+
+def _unit(x: FloatArray) -> FloatArray:
+    return float64(x / np.linalg.norm(x, axis=1, keepdims=True))
+
+
+def _pairs(draw: Draw, b: int, d: int, least: float = 1.0, most: float = 1.0) -> tuple[FloatArray, FloatArray]:
+    """Unit pairs like a model's: a column is one part noise and ``least`` to ``most`` parts its row."""
+    rows = _unit(draw.standard_normal((b, d)))
+    return rows, _unit(np.linspace(least, most, b)[:, None] * rows + _unit(draw.standard_normal((b, d))))
+
+
+def _halves(b: int) -> dict[str, Any]:
+    """The weights and positives of the symmetric loss."""
+    half = np.full(b, 0.5 / b)
+    return {"row_weight": half, "column_weight": half, "positives": np.arange(b)}
+
+
+def _signed(draw: Draw, m: int, n: int) -> dict[str, Any]:
+    """Signed weights in both directions and positives at random: several rows may share one."""
+    return {
+        "row_weight": draw.standard_normal(m),
+        "column_weight": draw.standard_normal(n),
+        "positives": draw.integers(0, n, m),
+    }
+
+
+@_case("smoke", "aligned 32 x 32 x 32, the symmetric loss")
+def _smoke(draw: Draw) -> Problem:
+    return _problem(*_pairs(draw, 32, 32), 10.0, **_halves(32))
+
+
+@_case("ragged", "no side fits a tile; signed weights and random positives tell rows from columns")
+def _ragged(draw: Draw) -> Problem:
+    rows, columns = draw.standard_normal((33, 40)), draw.standard_normal((47, 40))
+    return _problem(rows, columns, 1.0, **_signed(draw, 33, 47))
+
+
+@_case("square-ragged", "41 x 41 x 72: a swap of rows and columns keeps every shape")
+def _square_ragged(draw: Draw) -> Problem:
+    rows, columns = (_unit(draw.standard_normal((41, 72))) for _ in range(2))
+    return _problem(rows, columns, 14.3, **_signed(draw, 41, 41))
+
+
+@_case("hot", "trained-like pairs at scale 100: the probability of the positive is near 1 and G cancels")
+def _hot(draw: Draw) -> Problem:
+    weights: dict[str, Any] = _signed(draw, 41, 41) | {"positives": np.arange(41)}
+    return _problem(*_pairs(draw, 41, 72, 0.2, 3.0), 100.0, **weights)
+
+
+@_case("all-negative", "every logit far below 0 at scale 200: a zero pad or a zero start wins the maximum")
+def _all_negative(draw: Draw) -> Problem:
+    rows, columns = (_unit(np.abs(draw.standard_normal((size, 40)))) for size in (33, 47))
+    return _problem(rows, -columns, 200.0, **_signed(draw, 33, 47))
+
+
+@_case("staircase@up", "logits rise along the columns: every tile moves the running maximum", sign=1.0)
+@_case("staircase", "logits fall along the columns: every later tile is far below the running maximum", sign=-1.0)
+def _staircase(draw: Draw, sign: float) -> Problem:
+    rows, columns = draw.standard_normal((17, 16)) / 4, draw.standard_normal((53, 16)) / 4
+    rows[:, 0], columns[:, 0] = 1.0, sign * 3.0 * np.arange(53)
+    return _problem(rows, columns, 2.0, **_signed(draw, 17, 53))
+
+
+@_case("deep@1000", "a width that is not a power of two: 1000", width=1000)
+@_case("deep", "the longest products: width 1024", width=1024)
+def _deep(draw: Draw, width: int) -> Problem:
+    rows, columns = (_unit(draw.standard_normal((size, width))) for size in (17, 37))
+    return _problem(rows, columns, 100.0, **_signed(draw, 17, 37))
+
+
+@_case("exact", "entries in {-1, 0, 1}: every product is exact in every dtype")
+def _exact(draw: Draw) -> Problem:
+    rows, columns = (draw.integers(-1, 2, (size, 24)).astype(np.float64) for size in (29, 37))
+    return _problem(rows, columns, 0.5, **_signed(draw, 29, 37))
+
+
+@_case("duplicates", "repeated rows and columns: ties for the maximum, equal shares of the gradient")
+def _duplicates(draw: Draw) -> Problem:
+    rows, columns = (_unit(draw.standard_normal((7, 40))) for _ in range(2))
+    weights: dict[str, Any] = _signed(draw, 25, 39)
+    return _problem(np.resize(rows, (25, 40)), np.resize(columns, (39, 40)), 20.0, **weights)
+
+
+@_case("one-column", "one column: every row's log-sum-exp is a logit, and its G is 0", m=29, n=1)
+@_case("one-row", "one row: every column's log-sum-exp is a logit, and its G is 0 where it is positive", m=1, n=29)
+def _one(draw: Draw, m: int, n: int) -> Problem:
+    rows, columns = (_unit(draw.standard_normal((size, 24))) for size in (m, n))
+    return _problem(rows, columns, 14.3, **_signed(draw, m, n))
+
+
+@_case("zero-rows", "no rows: loss 0, every column log-sum-exp -inf, gradients 0")
+def _zero_rows(draw: Draw) -> Problem:
+    none = np.zeros(0, dtype=np.int64)
+    return _problem(np.zeros((0, 24)), draw.standard_normal((13, 24)), 10.0, positives=none, column_weight=np.zeros(13))
+
+
+@_case("ids-drop", "shared ids: false negatives leave the log-sum-exps, the positive stays")
+def _ids_drop(draw: Draw) -> Problem:
+    ids = draw.integers(0, 11, 37)
+    return _problem(*_pairs(draw, 37, 40), 20.0, ids=(ids, ids), **_halves(37))
+
+
+@_case("labels", "SupCon: every other row of the label is positive, some rows have none")
+def _labels(draw: Draw) -> Problem:
+    features = _unit(draw.standard_normal((29, 40)))
+    labels = np.concatenate([draw.integers(0, 5, 26), [50, 51, 52]])
+    anchors = (labels[:, None] == labels).sum(axis=1) > 1
+    weight = anchors / anchors.sum()
+    return _problem(
+        features,
+        features.copy(),
+        10.0,
+        row_weight=weight,
+        ids=(labels, labels),
+        match="target",
+        excluded=np.arange(29),
+    )
+
+
+@_case("self-excluded", "NT-Xent: no row sees itself, its positive is the other view")
+def _self_excluded(draw: Draw) -> Problem:
+    views = np.concatenate(_pairs(draw, 13, 40))
+    itself = np.arange(26)
+    return _problem(views, views.copy(), 14.3, positives=np.roll(itself, 13), excluded=itself)
+
+
+@_case("blocks", "three column blocks under one log-sum-exp, one of them empty; positives in every other")
+def _blocks(draw: Draw) -> Problem:
+    rows = _unit(draw.standard_normal((23, 40)))
+    columns = tuple(_unit(draw.standard_normal((size, 40))) if size else np.zeros((0, 40)) for size in (31, 0, 9))
+    return _problem(rows, columns, 20.0, **_signed(draw, 23, 40))
+
+
+@_case("rectangular", "more columns than rows, one direction: hard negatives or a queue")
+def _rectangular(draw: Draw) -> Problem:
+    rows, columns = _pairs(draw, 19, 40)
+    queue = _unit(draw.standard_normal((42, 40)))
+    return _problem(rows, np.concatenate([columns, queue]), 20.0, positives=np.arange(19))
+
+
+@_case("signed-zero-weights", "weights 0 silence rows that admit nothing; others are negative")
+def _signed_zero_weights(draw: Draw) -> Problem:
+    rows, columns = (_unit(draw.standard_normal((size, 24))) for size in (27, 35))
+    weights: dict[str, Any] = _signed(draw, 27, 35)
+    row_ids, column_ids = np.arange(27), np.full(35, 100)
+    # equal ids drop every pair of these rows; without a positive they admit nothing
+    row_ids[::5], weights["positives"][::5], weights["row_weight"][::5] = 100, -1, 0.0
+    weights["row_weight"][1::5], weights["column_weight"][::4] = 0.0, 0.0
+    return _problem(rows, columns, 14.3, ids=(row_ids, column_ids), **weights)
+
+
+@_case("wide-scale@tiny", "scale 2^-40: dQ and dK are tiny, dscale is not", scale=2.0**-40)
+@_case("wide-scale", "scale 0: dscale must not be had by a division", scale=0.0)
+def _wide_scale(draw: Draw, scale: float) -> Problem:
+    return _problem(draw.standard_normal((19, 24)), draw.standard_normal((31, 24)), scale, **_signed(draw, 19, 31))
+
+
+@_case("sigmoid", "SigLIP at its start: scale 10, bias -10")
+def _sigmoid_start(draw: Draw) -> Problem:
+    return _sigmoid(_problem(*_pairs(draw, 33, 40), 10.0, positives=np.arange(33)), -10.0)
+
+
+@_case("sigmoid-negatives", "no positive in sight and bias -20: log(1 + exp x) is 0 in float32 unless log1p takes it")
+def _sigmoid_negatives(draw: Draw) -> Problem:
+    rows, columns = (_unit(draw.standard_normal((size, 40))) for size in (21, 33))
+    return _sigmoid(_problem(rows, columns, 10.0, positives=np.full(21, -1)), -20.0)
+
+
+@_case("sigmoid-ids", "SigLIP with false negatives dropped, signed weights, two column blocks and large logits")
+def _sigmoid_ids(draw: Draw) -> Problem:
+    rows, columns = draw.standard_normal((21, 24)), draw.standard_normal((31, 24))
+    ids = draw.integers(0, 6, 21), draw.integers(0, 6, 31)
+    weight = draw.standard_normal(21)
+    weight[::6] = 0.0
+    blocks = columns[:19], columns[19:]
+    positives = draw.integers(0, 31, 21)
+    return _sigmoid(_problem(rows, blocks, 4.0, positives=positives, ids=ids, row_weight=weight), 1.5)
+
+
+@_case("large-logits", "logits beyond 88: an exponential without a shift overflows float32")
+def _large_logits(draw: Draw) -> Problem:
+    return _problem(*_pairs(draw, 37, 40, 0.3, 2.0), 300.0, **_halves(37))
+
+
+@_case("wordnet@100", "real sentence embeddings, shared glosses dropped, at CLIP's last scale", scale=100.0)
+@_case("wordnet@14.3", "real sentence embeddings, shared glosses dropped, at CLIP's first scale", scale=14.3)
+def _wordnet(draw: Draw, scale: float) -> Problem:
+    pairs = _wordnet_pairs()
+    rows, columns, ids = float64(pairs.examples), float64(pairs.glosses), pairs.gloss_ids
+    return _problem(rows, columns, scale, ids=(ids, ids), **_halves(len(ids)))
+
+
+@cache
+def _wordnet_pairs() -> WordNetPairs:
+    return load_wordnet_pairs()
+
+
+@_case("nan", "a NaN in one row and in one column: NaN out, never a number and never a hang")
+def _nan(draw: Draw) -> Problem:
+    rows, columns = _pairs(draw, 19, 24)
+    rows[3, 5], columns[11, 7] = np.nan, np.nan
+    return _problem(rows, columns, 10.0, **_halves(19))
+
+
+@_case("inf", "inf - inf in one row's logits: NaN in its log-sum-exp, in every column's and in every gradient")
+def _inf(draw: Draw) -> Problem:
+    rows, columns = (_unit(np.abs(draw.standard_normal((19, 24)))) for _ in range(2))
+    rows[3, 5], rows[3, 9] = np.inf, -np.inf
+    return _problem(rows, columns, 10.0, **_halves(19))

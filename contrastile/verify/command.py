@@ -1,0 +1,160 @@
+"""``contrastile verify``: options, what they select, and the exit code."""
+
+from __future__ import annotations
+
+import argparse
+import importlib.util
+import sys
+from pathlib import Path
+from typing import Any
+
+from contrastile.backends import registry
+from contrastile.backends.arrays import FLOATS
+from contrastile.backends.contract import Backend, BackendUnavailableError
+from contrastile.verify import cases, report, strategies
+from contrastile.verify.properties import PROPERTIES
+from contrastile.verify.runner import DTYPES, Row, Run, Selection
+
+PASS, FAIL, COULD_NOT_RUN = 0, 1, 2
+INSTALL = "pip install 'contrastile[verify]'"
+
+
+class CannotRunError(Exception):
+    """The message is the one line to print."""
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """Add the options of ``contrastile verify``."""
+    add = parser.add_argument
+    several: dict[str, Any] = {"action": "extend", "nargs": "+", "metavar": "NAME"}
+    add("--backend", **several, help="a backend's name, or module:attribute of anybody's (default: all available)")
+    add("--case", **several, help="a case's name; see --list (default: all)")
+    add("--property", **several, help="a property's name; see --list (default: all)")
+    add("--dtype", action="extend", nargs="+", choices=FLOATS, help="dtypes of the features (default: all it takes)")
+    add("--device", default="cpu", choices=["cpu", "cuda"], help="where to run (default: cpu)")
+    add("--examples", type=int, default=100, metavar="N", help="problems drawn a backend and dtype (default: 100)")
+    add("--seed", type=int, default=0, metavar="S", help="of everything random (default: 0)")
+    add("--json", type=Path, metavar="FILE", help="write the verdict, the environment and every row to FILE")
+    add("--list", action="store_true", help="list backends, cases and properties, and run nothing")
+    add("--quiet", action="store_true", help="print the failures and the verdict only")
+
+
+def main(args: argparse.Namespace) -> int:
+    """Run ``contrastile verify``.
+
+    Returns:
+        0 when nothing failed, 1 when something did, 2 when it could not be run: one line on stderr says why.
+    """
+    try:
+        if args.list:
+            print(listing())
+            return PASS
+        return _run(args)
+    except CannotRunError as error:
+        print(f"contrastile verify: {error}", file=sys.stderr)
+        return COULD_NOT_RUN
+
+
+def listing() -> str:
+    """Every backend, dtype, case and property there is, one a line."""
+    lines = ["backends"]
+    for name, missing in registry.available().items():
+        lines.append(f"  {name:22}{'available' if missing is None else missing}")
+    lines += ["dtypes", *(f"  {dtype}" for dtype in DTYPES), "cases"]
+    lines += [f"  {name:22}{cases.build(name, 'float32').about}" for name in cases.names()]
+    lines += [f"  {p.case:22}{p.name}: {p.about}" for p in PROPERTIES.values() if p.case is not None]
+    lines += ["properties", *(f"  {p.name:22}{p.about}" for p in PROPERTIES.values())]
+    return "\n".join(lines)
+
+
+def _run(args: argparse.Namespace) -> int:
+    backends, absent = _backends(args.backend)
+    selection = Selection(
+        backends=backends,
+        cases=_known("case", args.case, _case_names()),
+        properties=_known("property", args.property, list(PROPERTIES)),
+        dtypes=tuple(args.dtype or DTYPES),
+        device=_device(args.device),
+        examples=_at_least("examples", args.examples, 1),
+        seed=_at_least("seed", args.seed, 0),
+    )
+    _require(selection, quiet=args.quiet)
+    with report.progress(shown=not args.quiet) as advance:
+        run = Run(selection, advance)
+        rows = absent + list(run.rows())
+    if all(row["status"] == "skip" for row in rows):
+        raise CannotRunError(f"nothing ran: {rows[0]['reason'] if rows else 'no property has such a case'}")
+    if args.json is not None:
+        try:
+            report.write_json(args.json, rows)
+        except OSError as error:
+            raise CannotRunError(f"cannot write {args.json}: {error.strerror}") from error
+    report.show(rows, run.failures, quiet=args.quiet)
+    return FAIL if run.failures else PASS
+
+
+def _backends(named: list[str] | None) -> tuple[dict[str, Backend], list[Row]]:
+    """The backends to run, and a skipped row for each that is not available and was not asked for by name."""
+    found: dict[str, Backend] = {}
+    absent: list[Row] = []
+    for name in dict.fromkeys(named or registry.names()):
+        try:
+            found[name] = registry.load(name)
+        except BackendUnavailableError as error:
+            if named:
+                raise CannotRunError(str(error)) from error
+            absent.append(_absent(name, str(error)))
+        except Exception as error:
+            # importing other people's code may raise anything
+            text = " ".join(str(error).split())
+            ours = isinstance(error, ValueError | TypeError)
+            raise CannotRunError(text if ours else f"backend {name!r} raised {type(error).__name__}: {text}") from error
+    return found, absent
+
+
+def _absent(name: str, reason: str) -> Row:
+    return Row(backend=name, property="all", case="all", dtype="all", world=1, ratio=None, status="skip", reason=reason)
+
+
+def _case_names() -> list[str]:
+    return [*cases.names(), *(p.case for p in PROPERTIES.values() if p.case is not None)]
+
+
+def _known(what: str, given: list[str] | None, names: list[str]) -> list[str] | None:
+    """The given names, each checked; a case "drawn:..." is checked as a recipe."""
+    for name in given or ():
+        if what == "case" and name.startswith(f"{strategies.CASE}:"):
+            try:
+                strategies.Recipe.parse(name)
+            except ValueError as error:
+                raise CannotRunError(str(error)) from error
+        elif name not in names:
+            raise CannotRunError(f"{what} must be one of {', '.join(names)}, got {name!r}")
+    return given
+
+
+def _device(name: str) -> str:
+    if name == "cuda":
+        if importlib.util.find_spec("torch") is None:
+            raise CannotRunError("--device cuda needs torch; run: pip install 'contrastile[torch]'")
+        import torch
+
+        if not torch.cuda.is_available():
+            raise CannotRunError("--device cuda needs a GPU that torch can use, and torch finds none; use --device cpu")
+    return name
+
+
+def _at_least(what: str, given: int, least: int) -> int:
+    if given < least:
+        raise CannotRunError(f"--{what} must be at least {least}, got {given}")
+    return given
+
+
+def _require(selection: Selection, *, quiet: bool) -> None:
+    """Refuse to start what would stop for a missing package."""
+    needed = [] if quiet else ["rich"]
+    if any(strategies.CASE in selection.own_cases(each) for each in selection.chosen()):
+        needed.append("hypothesis")
+    lacking = [name for name in needed if importlib.util.find_spec(name) is None]
+    if lacking:
+        raise CannotRunError(f"{' and '.join(lacking)} cannot be imported; run: {INSTALL}")

@@ -1,0 +1,125 @@
+"""What a loss keeps and what it trusts: bytes saved for the backward, and memory that nobody has written."""
+
+from __future__ import annotations
+
+import importlib
+import warnings
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import TYPE_CHECKING, Any
+from unittest import mock
+
+import numpy as np
+
+from contrastile.backends.arrays import ArrayLibrary
+from contrastile.verify.run import Worst
+from contrastile.verify.trial import SkipError
+
+if TYPE_CHECKING:
+    from contrastile.verify.trial import Subject
+
+# many rows of few features: b^2 outweighs b d
+_BATCH, _WIDTH = 251, 8
+
+
+def saved_bytes(subject: Subject, case: str) -> Iterator[tuple[str, Worst]]:
+    """Twice the batch saves at most twice the bytes for the backward, not four times."""
+    if subject.backend.arrays.name != "torch":
+        raise SkipError(f"autograd is torch's, and its arrays are {subject.backend.arrays.name}'s")
+    one, two = (_saved(subject, b) for b in (_BATCH, 2 * _BATCH))
+    # linear in b gives at most 2 one, quadratic nearly 4 one: three lies between
+    yield f"b = {_BATCH} and {2 * _BATCH}", Worst(two / (3 * one), "bytes", (), two, 3 * one)
+
+
+def _saved(subject: Subject, batch: int) -> float:
+    """Bytes that ``clip_loss`` keeps for its backward, each storage once."""
+    import torch
+
+    clip_loss = importlib.import_module("contrastile").clip_loss
+    random = np.random.default_rng(subject.seed)
+    image, text = (
+        torch.as_tensor(random.standard_normal((batch, _WIDTH)), device=subject.device)
+        .to(getattr(torch, subject.dtype))
+        .requires_grad_()
+        for _ in range(2)
+    )
+    scale = torch.tensor(10.0, dtype=getattr(torch, subject.backend.state(subject.dtype)), device=subject.device)
+    kept: dict[int, int] = {}
+
+    def pack(x: torch.Tensor) -> torch.Tensor:
+        storage = x.untyped_storage()
+        kept[storage.data_ptr()] = storage.nbytes()
+        return x
+
+    with torch.autograd.graph.saved_tensors_hooks(pack, lambda x: x):
+        loss = clip_loss(image, text, scale.requires_grad_(), backend=subject.name)
+    total = float(sum(kept.values()))
+    loss.backward()
+    return total
+
+
+@contextmanager
+def poisoned(arrays: ArrayLibrary) -> Iterator[None]:
+    """While this is open, memory that the library hands out unwritten holds NaN (integers: a large number).
+
+    Raises:
+        SkipError: there is no way to do that in this library.
+    """
+    if arrays.name == "torch":
+        with _poisoned_torch():
+            yield
+    elif arrays.name == "numpy":
+        with mock.patch.multiple(np, empty=_poisonous(np.empty), empty_like=_poisonous(np.empty_like)):
+            yield
+    else:
+        raise SkipError(f"no way to poison the memory of {arrays.name}")
+
+
+def _poisonous(allocate: Callable[..., Any]) -> Callable[..., Any]:
+    def poisoned_allocate(*args: Any, **kwargs: Any) -> Any:
+        x = allocate(*args, **kwargs)
+        if x.dtype.kind == "f":
+            x.fill(np.nan)
+        elif x.dtype.kind in "iu":
+            x.fill(np.iinfo(x.dtype).max)
+        return x
+
+    return poisoned_allocate
+
+
+@contextmanager
+def _poisoned_torch() -> Iterator[None]:
+    import torch
+
+    deterministic: Any = torch.utils.deterministic
+    fill = deterministic.fill_uninitialized_memory
+    strict, warn = torch.are_deterministic_algorithms_enabled(), torch.is_deterministic_algorithms_warn_only_enabled()
+    try:
+        torch.use_deterministic_algorithms(True, warn_only=True)
+        deterministic.fill_uninitialized_memory = True
+        with warnings.catch_warnings():
+            # about operations without a deterministic form: not what is asked here
+            warnings.simplefilter("ignore", UserWarning)
+            yield
+    finally:
+        deterministic.fill_uninitialized_memory = fill
+        torch.use_deterministic_algorithms(strict, warn_only=warn)
+
+
+@contextmanager
+def one_thread(arrays: ArrayLibrary, wanted: bool) -> Iterator[None]:
+    """While this is open and ``wanted``, torch uses one thread: tiny products gain nothing from several.
+
+    On busy cores, threads that wait for each other would make them many times slower.
+    """
+    if arrays.name != "torch" or not wanted:
+        yield
+        return
+    import torch
+
+    threads = torch.get_num_threads()
+    torch.set_num_threads(1)
+    try:
+        yield
+    finally:
+        torch.set_num_threads(threads)

@@ -1,0 +1,274 @@
+"""What a right backend does, one small function a property; each yields (label, worst element) for what it compared.
+
+Everything is held to the oracle within derived bounds, or compared bit for bit where the contract asks for the bits.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, replace
+
+import numpy as np
+
+from contrastile.backends.contract import Options
+from contrastile.verify import housing, memory, rearrange, strategies
+from contrastile.verify.rounding import round_to
+from contrastile.verify.run import GRADIENT, VALUE, Worst, compare, parts
+from contrastile.verify.trial import SkipError, Trial
+from contrastile.verify.truth import Outcome, masks, truth
+
+Checks = Iterator[tuple[str, Worst]]
+
+
+@dataclass(frozen=True, slots=True)
+class Property:
+    """A named property.
+
+    Attributes:
+        name: what ``--property`` calls it.
+        check: given a Trial, or for a property with a case of its own a Subject and that case's full name.
+        case: the name of that case, of which there is one a backend and dtype; None for a property of every case.
+    """
+
+    name: str
+    check: Callable[..., Checks]
+    case: str | None = None
+
+    @property
+    def about(self) -> str:
+        """The property in one line."""
+        return (self.check.__doc__ or "").strip().partition("\n")[0]
+
+
+def value(trial: Trial) -> Checks:
+    """Loss, log-sum-exps and positive sums are the oracle's."""
+    yield "", compare(trial.outcome, trial.oracle.outcome, trial.bound, VALUE)
+
+
+def gradients(trial: Trial) -> Checks:
+    """The gradients of rows, columns, scale and bias are the oracle's."""
+    yield "", compare(trial.outcome, trial.oracle.outcome, trial.bound, GRADIENT)
+
+
+def tiles(trial: Trial) -> Checks:
+    """Every tile size gives the same loss and gradients."""
+    trial.only_small()
+    m, n = len(trial.problem.rows), sum(rearrange.sizes(trial.problem))
+    sizes = [(7, 5), (m // 2 + 1, n + 3), (2 * m + 1, n // 2 + 1)] + [(1, 1)] * (m * n <= 64)
+    for tile in sizes:
+        options = Options(tile=tile)
+        got, bound = (
+            trial.run(trial.problem, options=options),
+            trial.bounds(trial.problem, trial.oracle, options=options),
+        )
+        yield f"tile {tile[0]} x {tile[1]}", compare(got, trial.oracle.outcome, bound)
+
+
+def permutation(trial: Trial) -> Checks:
+    """Permuting rows and columns permutes everything with them."""
+    trial.only_small()
+    random = trial.random()
+    rows = random.permutation(len(trial.problem.rows))
+    columns = random.permutation(sum(rearrange.sizes(trial.problem)))
+    got = trial.run(rearrange.permuted(trial.problem, rows, columns))
+    yield "", compare(rearrange.unpermuted(got, rows, columns), trial.oracle.outcome, trial.bound)
+
+
+def shift(trial: Trial) -> Checks:
+    """Raising every logit by a number raises every log-sum-exp by it and leaves the gradients."""
+    trial.only_small()
+    if trial.problem.kind == "sigmoid":
+        raise SkipError("the sigmoid loss does change when all logits do")
+    problem, by = rearrange.shifted(trial.problem, 4.0)
+    oracle = truth(problem)
+    got, old = trial.run(problem), trial.oracle.outcome
+    moved = rearrange.combined(lambda new, one: new - one, oracle.outcome, old)
+    raised = replace(
+        moved,
+        row_lse=np.full_like(moved.row_lse, by),
+        column_lse=None if moved.column_lse is None else np.full_like(moved.column_lse, by),
+        rows=np.zeros_like(moved.rows),
+        columns=tuple(np.zeros_like(x) for x in moved.columns),
+        scale=np.zeros_like(moved.scale),
+    )
+    expected = rearrange.combined(np.add, old, raised)
+    both = rearrange.combined(np.add, trial.bound, trial.bounds(problem, oracle))
+    yield f"bias + {by:g}", compare(got, expected, both)
+
+
+def split_merge(trial: Trial) -> Checks:
+    """Columns in several blocks, one of them empty, give what they give in one."""
+    trial.only_small()
+    n = sum(rearrange.sizes(trial.problem))
+    whole = rearrange.regrouped(trial.problem, [n])
+    pieces = rearrange.regrouped(trial.problem, [n // 3, 0, n - n // 3])
+    found, allowed = [], []
+    for label, problem in (("in one block", whole), ("in three blocks", pieces)):
+        oracle = truth(problem)
+        found.append(trial.run(problem))
+        allowed.append(trial.bounds(problem, oracle))
+        yield label, compare(found[-1], oracle.outcome, allowed[-1])
+    one, three = (rearrange.regrouped_outcome(x, [n]) for x in found)
+    both = rearrange.combined(np.add, *(rearrange.regrouped_outcome(x, [n]) for x in allowed))
+    yield "three blocks against one", compare(three, one, both)
+
+
+def duplicates(trial: Trial) -> Checks:
+    """Doubling every column raises each row LSE by log 2; the doubled problem is still the oracle's."""
+    trial.only_small()
+    problem = rearrange.doubled(trial.problem)
+    problem = replace(problem, row_target=round_to(problem.row_target, "float32"))
+    oracle = truth(problem)
+    got, bound = trial.run(problem), trial.bounds(problem, oracle)
+    yield "doubled", compare(got, oracle.outcome, bound)
+    admitted, _ = masks(trial.problem)
+    before = trial.oracle.outcome.row_lse
+    if before is not None and admitted.all():
+        raised = replace(oracle.outcome, row_lse=before + math.log(2.0))
+        both = rearrange.combined(np.add, bound, replace(bound, row_lse=trial.bound.row_lse))
+        yield "log 2", compare(got, raised, both, ("row_lse",))
+
+
+def non_negative(trial: Trial) -> Checks:
+    """A mean of log-probabilities over admitted positives, or of softplus, is never below zero."""
+    problem = trial.problem
+    trial.only_finite()
+    _, positive = masks(problem)
+    sides = [(problem.row_weight, problem.row_target, positive.sum(axis=1))]
+    if problem.column_weight is not None:
+        sides.append((problem.column_weight, problem.column_target, positive.sum(axis=0)))
+    for weight, target, count in sides:
+        if (weight < 0).any():
+            raise SkipError("has negative weights")
+        # 1 / count in float32 is as near to a mean as a target can be
+        mean = round_to(1.0 / np.maximum(count, 1), "float32")
+        if problem.kind == "softmax" and ((weight > 0) & ((count == 0) | (target != mean))).any():
+            raise SkipError("its targets do not sum to 1")
+    loss = float(trial.outcome.loss)
+    yield "", Worst(0.0 if loss >= 0.0 else np.inf, "loss", (), max(0.0, -loss), 0.0)
+
+
+def upstream(trial: Trial) -> Checks:
+    """The gradient from above multiplies every gradient; 0 silences them."""
+    trial.only_small()
+    for factor in (-2.5, 4.0):
+        yield f"upstream {factor}", trial.hold(trial.problem, upstream=factor)
+    trial.only_finite()
+    got = trial.run(trial.problem, upstream=0.0)
+    nothing = rearrange.scaled(trial.oracle.outcome, 0.0, GRADIENT)
+    yield "upstream 0", compare(got, nothing, rearrange.scaled(nothing, 0.0, VALUE), GRADIENT)
+
+
+def accumulation(trial: Trial) -> Checks:
+    """Gradients are added to what is there: the same call again doubles them."""
+    trial.only_small()
+    got = trial.run(trial.problem, housing.repeated(trial.subject.backend))
+    twice = rearrange.scaled(trial.oracle.outcome, 2.0, ("rows", "columns", "scale"))
+    # the second pass adds onto the first, so its partial sums are up to twice as large: three bounds, not two
+    bound = rearrange.scaled(trial.bound, 3.0, GRADIENT)
+    yield "added twice", compare(got, twice, bound, ("rows", "columns", "scale"))
+
+
+def determinism(trial: Trial) -> Checks:
+    """The same inputs give the same bits."""
+    for label in ("second run", "third run"):
+        yield label, identical(trial.run(trial.problem), trial.outcome)
+
+
+def guard_bands(trial: Trial) -> Checks:
+    """Nothing past the end of any buffer is read or written."""
+    yield from _moved(trial, {"between guard bands": housing.bands})
+
+
+def strided(trial: Trial) -> Checks:
+    """Transposed, every-other and expanded views give what contiguous arrays give."""
+    yield from _moved(trial, {"transposed": housing.transposed, "every other element": housing.every_other})
+    rows, *columns = (np.broadcast_to(x[:1], x.shape) for x in (trial.problem.rows, *trial.problem.columns))
+    problem = replace(trial.problem, rows=rows, columns=tuple(columns))
+    yield "expanded", trial.hold(problem, backend=housing.expanded(trial.subject.backend))
+
+
+def _moved(trial: Trial, layouts: dict[str, housing.Layout]) -> Checks:
+    trial.only_small()
+    for label, layout in layouts.items():
+        trespasses: list[str] = []
+        got = trial.run(trial.problem, housing.rehoused(trial.subject.backend, layout, trespasses))
+        yield label, compare(got, trial.oracle.outcome, trial.bound)
+        for trespass in trespasses[:1]:
+            yield label, Worst(np.inf, trespass, (), np.inf, 0.0)
+
+
+def poisoned_memory(trial: Trial) -> Checks:
+    """No result depends on what uninitialised memory held."""
+    trial.only_small()
+    with memory.poisoned(trial.subject.backend.arrays):
+        got = trial.run(trial.problem)
+    yield "", compare(got, trial.oracle.outcome, trial.bound)
+
+
+def non_finite(trial: Trial) -> Checks:
+    """NaN in a feature comes out where the oracle has it; inf never becomes a finite loss."""
+    trial.only_small()
+    trial.only_finite()
+    problem = trial.problem
+    if problem.rows.size == 0 or not problem.row_weight.any():
+        raise SkipError("has no row that counts")
+    row = int(np.flatnonzero(problem.row_weight)[-1])
+
+    def planted(x: np.ndarray, where: int, what: float) -> np.ndarray:
+        x = x.copy()
+        x[where, x.shape[1] // 2] = what
+        return x
+
+    yield "NaN in a row", trial.hold(replace(problem, rows=planted(problem.rows, row, np.nan)))
+    first, *others = problem.columns
+    if len(first):
+        columns = (planted(first, len(first) - 1, np.nan), *others)
+        yield "NaN in a column", trial.hold(replace(problem, columns=columns))
+    infinite = replace(problem, rows=planted(problem.rows, row, np.inf))
+    if not np.isfinite(truth(infinite).outcome.loss):
+        loss = float(trial.run(infinite).loss)
+        yield "inf in a row", Worst(np.inf if np.isfinite(loss) else 0.0, "loss", (), abs(loss), 0.0)
+
+
+def identical(got: Outcome, expected: Outcome) -> Worst:
+    """Ratio 0 when every field has the same bits, inf otherwise."""
+    for (name, a), (_, b) in zip(parts(got), parts(expected), strict=True):
+        if a is None or b is None:
+            continue
+        differ = np.flatnonzero(np.asarray(a).view(np.int64).ravel() != np.asarray(b).view(np.int64).ravel())
+        if differ.size:
+            index = np.unravel_index(differ[0], np.shape(a))
+            return Worst(np.inf, name, tuple(map(int, index)), float(abs(a[index] - b[index])), 0.0)
+    return Worst(0.0, "all", (), 0.0, 0.0)
+
+
+def _registered(every_case: Sequence[Callable[[Trial], Checks]], alone: Sequence[Property]) -> dict[str, Property]:
+    named = [Property(check.__name__.replace("_", "-"), check) for check in every_case]
+    return {each.name: each for each in (*named, *alone)}
+
+
+PROPERTIES = _registered(
+    [
+        value,
+        gradients,
+        tiles,
+        permutation,
+        shift,
+        split_merge,
+        duplicates,
+        non_negative,
+        upstream,
+        accumulation,
+        determinism,
+        guard_bands,
+        strided,
+        poisoned_memory,
+        non_finite,
+    ],
+    [
+        Property("saved-bytes", memory.saved_bytes, "batch-doubling"),
+        Property("drawn", strategies.drawn, strategies.CASE),
+    ],
+)

@@ -1,0 +1,138 @@
+"""Problems said differently: permuted, split, doubled, shifted; and outcomes brought back into the first order."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import fields, replace
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+
+from contrastile.exchange.problem import Problem
+from contrastile.verify.truth import Outcome, masks
+
+IntArray = npt.NDArray[np.int64]
+
+_ROW_VECTORS = ("row_weight", "row_target", "row_ids")
+_COLUMN_VECTORS = ("column_weight", "column_target", "column_ids")
+_POINTERS = ("positives", "excluded")
+
+
+def sizes(problem: Problem) -> list[int]:
+    """The number of columns in each block."""
+    return [int(x.shape[0]) for x in problem.columns]
+
+
+def split(joined: Any, parts: Sequence[int]) -> tuple[Any, ...]:
+    """Consecutive slices of these lengths."""
+    ends = np.cumsum(parts)
+    return tuple(joined[end - size : end] for size, end in zip(parts, ends, strict=True))
+
+
+def regrouped(problem: Problem, parts: Sequence[int]) -> Problem:
+    """The same columns in blocks of other sizes, which must add up to n."""
+    return replace(problem, columns=split(np.concatenate(problem.columns), parts))
+
+
+def regrouped_outcome(outcome: Outcome, parts: Sequence[int]) -> Outcome:
+    """The outcome of the same problem had its columns come in blocks of these sizes."""
+    return replace(outcome, columns=split(np.concatenate(outcome.columns), parts))
+
+
+def permuted(problem: Problem, rows: IntArray, columns: IntArray) -> Problem:
+    """The problem whose row i is row ``rows[i]`` and whose joined column j is column ``columns[j]`` of this one."""
+    place = np.argsort(columns)
+
+    def follow(pointer: Any) -> Any:
+        if pointer is None:
+            return None
+        inside = (pointer >= 0) & (pointer < len(place))
+        moved = pointer.copy()
+        moved[inside] = place[pointer[inside]]
+        return moved[rows]
+
+    return replace(
+        problem,
+        rows=problem.rows[rows],
+        columns=split(np.concatenate(problem.columns)[columns], sizes(problem)),
+        **{name: _take(getattr(problem, name), rows) for name in _ROW_VECTORS},
+        **{name: _take(getattr(problem, name), columns) for name in _COLUMN_VECTORS},
+        **{name: follow(getattr(problem, name)) for name in _POINTERS},
+    )
+
+
+def unpermuted(outcome: Outcome, rows: IntArray, columns: IntArray) -> Outcome:
+    """The outcome of a ``permuted`` problem in the order of the first one."""
+    back, place = np.argsort(rows), np.argsort(columns)
+    parts = [x.shape[0] for x in outcome.columns]
+    return replace(
+        outcome,
+        row_lse=_take(outcome.row_lse, back),
+        row_positive=_take(outcome.row_positive, back),
+        column_lse=_take(outcome.column_lse, place),
+        column_positive=_take(outcome.column_positive, place),
+        rows=outcome.rows[back],
+        columns=split(np.concatenate(outcome.columns)[place], parts),
+    )
+
+
+def doubled(problem: Problem) -> Problem:
+    """Every column twice in one block, copies after originals; targets add up to what they did.
+
+    Positives and exclusions keep pointing at the originals, so a copy is a positive only through its id.
+    """
+    n = sum(sizes(problem))
+
+    def twice(x: Any) -> Any:
+        return None if x is None else np.concatenate([x, x])
+
+    def inside(x: Any) -> Any:
+        # what pointed past the end, at nothing, must not come to point at a copy
+        return None if x is None else np.where(x < n, x, -1)
+
+    twofold = replace(
+        problem,
+        columns=(np.concatenate(problem.columns * 2),),
+        positives=inside(problem.positives),
+        excluded=inside(problem.excluded),
+        **{name: twice(getattr(problem, name)) for name in _COLUMN_VECTORS},
+    )
+    (_, before), (_, after) = masks(problem), masks(twofold)
+    share = before.sum(axis=1) / np.maximum(after.sum(axis=1), 1)
+    return replace(
+        twofold,
+        row_target=problem.row_target * share,
+        column_target=None if twofold.column_target is None else twofold.column_target * after.any(axis=0),
+    )
+
+
+def shifted(problem: Problem, by: float) -> tuple[Problem, float]:
+    """The problem with every logit raised by about ``by``, and by how much exactly: the bias stays a float32."""
+    old = 0.0 if problem.bias is None else float(problem.bias)
+    new = float(np.float32(old + by))
+    return replace(problem, bias=np.asarray(new)), new - old
+
+
+def combined(operation: Callable[[Any, Any], Any], a: Outcome, b: Outcome) -> Outcome:
+    """``operation`` on two outcomes, array by array; what either lacks stays None."""
+
+    def join(x: Any, y: Any) -> Any:
+        if isinstance(x, tuple):
+            return tuple(join(*pair) for pair in zip(x, y, strict=True))
+        return None if x is None or y is None else operation(x, y)
+
+    return Outcome(**{f.name: join(getattr(a, f.name), getattr(b, f.name)) for f in fields(Outcome)})
+
+
+def scaled(outcome: Outcome, by: float, names: Sequence[str]) -> Outcome:
+    """The outcome with the named fields multiplied by a number."""
+
+    def times(x: Any) -> Any:
+        return None if x is None else tuple(map(times, x)) if isinstance(x, tuple) else by * x
+
+    return replace(outcome, **{name: times(getattr(outcome, name)) for name in names})
+
+
+def _take(x: Any, where: IntArray) -> Any:
+    return None if x is None else x[where]

@@ -1,0 +1,181 @@
+"""One problem through one backend, and how far what comes out lies from the oracle, in bounds."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, replace
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+
+from contrastile.backends.contract import Array, Backend, Block, Options, Statistics
+from contrastile.exchange import local
+from contrastile.exchange.problem import Problem
+from contrastile.verify.truth import Outcome
+
+FloatArray = npt.NDArray[np.float64]
+
+VALUE = ("loss", "row_lse", "row_positive", "column_lse", "column_positive")
+GRADIENT = ("rows", "columns", "scale", "bias")
+
+
+@dataclass(frozen=True, slots=True)
+class Worst:
+    """The element that lies furthest from the truth, in bounds.
+
+    Attributes:
+        ratio: error / bound; inf where no bound could hold.
+        field: the outcome's field, with the block's number for columns: "loss", "rows", "columns[1]".
+        index: the element's place in the field.
+        error: absolute error.
+        bound: absolute bound.
+    """
+
+    ratio: float
+    field: str
+    index: tuple[int, ...]
+    error: float
+    bound: float
+
+    def __str__(self) -> str:
+        where = f"[{', '.join(map(str, self.index))}]" if self.index else ""
+        return f"{self.field}{where}: error {self.error:.3g}, bound {self.bound:.3g}"
+
+
+def materialise(problem: Problem, backend: Backend, dtype: str, device: str = "cpu") -> Problem:
+    """The NumPy float64 problem in the backend's arrays: features in ``dtype``, weights in the state dtype.
+
+    Every array is a copy, so that no backend can reach the problem that the oracle reads.
+    """
+    arrays, state = backend.arrays, backend.state(dtype)
+    like = arrays.from_numpy(np.zeros(1))
+    if arrays.device(like) != device:
+        like = like.to(device)
+
+    def put(x: Any, kind: str) -> Array:
+        return None if x is None else arrays.asarray(np.array(x, order="C"), kind, like)
+
+    return replace(
+        problem,
+        rows=put(problem.rows, dtype),
+        columns=tuple(put(x, dtype) for x in problem.columns),
+        **{name: put(getattr(problem, name), state) for name in _STATE},
+        **{name: put(getattr(problem, name), "int64") for name in _INDICES},
+    )
+
+
+_STATE = ("scale", "bias", "row_weight", "row_target", "column_weight", "column_target")
+_INDICES = ("positives", "excluded", "row_ids", "column_ids")
+
+
+@np.errstate(all="ignore")
+def outcome(
+    problem: Problem,
+    backend: Backend,
+    dtype: str,
+    device: str = "cpu",
+    options: Options = Options(),  # noqa: B008 (frozen)
+    upstream: float = 1.0,
+) -> Outcome:
+    """What the backend makes of the problem: loss, statistics and the gradients of ``upstream * loss``.
+
+    Args:
+        problem: NumPy float64, features exactly representable in ``dtype``.
+        backend: the backend's record.
+        dtype: the features' dtype.
+        device: kind of device.
+        options: how to compute.
+        upstream: the gradient that arrives from above.
+
+    Returns:
+        NumPy float64 values of what came out in the backend's own dtypes.
+
+    Raises:
+        UnsupportedProblemError: the backend refuses the problem.
+    """
+    arrays = backend.arrays
+    native = materialise(problem, backend, dtype, device)
+    arriving = arrays.asarray(upstream, backend.state(dtype), native.scale)
+    wanted = local.Wanted(True, (True,) * len(native.columns), True, native.bias is not None)
+    parts: list[Statistics] = []
+
+    def lse(block: Block, columns: bool, how: Options) -> Statistics:
+        parts.append(backend.lse(block, columns, how))
+        return parts[-1]
+
+    if native.kind == "sigmoid":
+        loss, sums = local.sigmoid(native, wanted, backend, options)
+        assert sums is not None
+        gradients = local.finish(native.rows, native.scale, sums, arriving, wanted, arrays)
+        row_lse = column_lse = None
+    else:
+        saved = local.forward(native, replace(backend, lse=lse), options)
+        gradients = local.backward(native, saved, arriving, wanted, backend, options)
+        loss, row_lse, column_lse = saved.loss, saved.row_lse, saved.column_lse
+
+    def take(x: Array | None) -> Any:
+        return None if x is None else np.array(arrays.to_numpy(x), dtype=np.float64)
+
+    return Outcome(
+        loss=take(loss),
+        row_lse=take(row_lse),
+        row_positive=np.sum([take(part.row_positive) for part in parts], axis=0) if parts else None,
+        column_lse=take(column_lse),
+        column_positive=None if column_lse is None else np.concatenate([take(part.column_positive) for part in parts]),
+        rows=take(gradients.rows),
+        columns=tuple(take(x) for x in gradients.columns),
+        scale=take(gradients.scale),
+        bias=take(gradients.bias),
+    )
+
+
+def parts(outcome: Outcome, fields: Sequence[str] = VALUE + GRADIENT) -> Iterator[tuple[str, FloatArray | None]]:
+    """The named fields one array at a time, columns block by block."""
+    for name in fields:
+        value = getattr(outcome, name)
+        if isinstance(value, tuple):
+            yield from ((f"{name}[{c}]", each) for c, each in enumerate(value))
+        else:
+            yield name, value
+
+
+def compare(got: Outcome, truth: Outcome, bound: Outcome, fields: Sequence[str] = VALUE + GRADIENT) -> Worst:
+    """The largest |got - truth| / bound over all elements of the fields, and where it is.
+
+    A truth that is not finite asks for the same: NaN for NaN, inf for the same inf. A value that is not finite where
+    the truth is, an element that is missing and a bound that is NaN have ratio inf. No error has ratio 0, whatever
+    the bound. Fields that the truth does not have are not compared.
+    """
+    worst = Worst(0.0, "nothing", (), 0.0, 0.0)
+    bounds = dict(parts(bound, fields))
+    values = dict(parts(got, fields))
+    for name, expected in parts(truth, fields):
+        if expected is None:
+            continue
+        found = _compare_one(name, values.get(name), expected, bounds.get(name))
+        if found.ratio > worst.ratio or worst.field == "nothing":
+            worst = found
+    return worst
+
+
+def _compare_one(name: str, got: FloatArray | None, truth: FloatArray, bound: FloatArray | None) -> Worst:
+    if got is None or bound is None:
+        return Worst(np.inf, f"{name} is missing", (), np.inf, 0.0)
+    if np.shape(got) != np.shape(truth):
+        return Worst(np.inf, f"{name} has shape {np.shape(got)}, not {np.shape(truth)}", (), np.inf, 0.0)
+    if np.size(truth) == 0:
+        return Worst(0.0, name, (), 0.0, 0.0)
+    got, truth = np.asarray(got), np.asarray(truth)
+    with np.errstate(all="ignore"):
+        same = (got == truth) | (np.isnan(got) & np.isnan(truth))
+        error = np.where(same, 0.0, np.abs(got - truth))
+        # a bound of inf is honest only about finite values
+        ratio = np.where(same, 0.0, error / np.broadcast_to(bound, truth.shape))
+        hopeless = ~same & (~np.isfinite(got) | ~np.isfinite(truth) | np.isnan(ratio))
+    ratio = np.where(hopeless, np.inf, ratio)
+    index = np.unravel_index(int(np.argmax(ratio)), ratio.shape)
+    where = tuple(int(i) for i in index)
+    return Worst(
+        float(ratio[index]), name, where, float(error[index]), float(np.broadcast_to(bound, truth.shape)[index])
+    )

@@ -1,0 +1,265 @@
+"""Problems that hypothesis draws around the named cases: ragged, hot, signed, masked, split, one- and two-sided."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import astuple, dataclass, fields, replace
+from tempfile import TemporaryDirectory
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+
+from contrastile.backends.contract import Options, UnsupportedProblemError
+from contrastile.exchange.problem import Problem
+from contrastile.verify import rearrange
+from contrastile.verify.rounding import round_to
+from contrastile.verify.run import FloatArray, Worst, compare, outcome
+from contrastile.verify.truth import masks, truth
+
+if TYPE_CHECKING:
+    from hypothesis.strategies import SearchStrategy
+
+    from contrastile.verify.trial import Subject
+
+CASE = "drawn"
+FEATURES = ("normal", "signs", "twins", "trained")
+PAIRS = ("diagonal", "random", "none", "drop", "labels", "itself")
+WEIGHTS = ("mean", "signed")
+SCALES = (1.0, 0.0, 14.0, 100.0, 200.0, -3.0)
+
+
+@dataclass(frozen=True, slots=True)
+class Recipe:
+    """A problem in a few numbers, so that a failure shrinks, prints on one line and can be typed in again.
+
+    Attributes:
+        m: rows.
+        n: columns.
+        d: width.
+        kind: "softmax" or "sigmoid".
+        features: "normal" unit vectors; "signs", in {-1, 0, 1}; "twins", a few vectors repeated; "trained", pairs
+            that nearly agree.
+        scale: any number.
+        bias: any number; 0 means none for a softmax loss.
+        weights: "mean", 1 / m; "signed", any sign and some of them 0.
+        two_sided: whether columns have weights too.
+        pairs: positives on the diagonal, at random columns, nowhere; equal ids dropped; labels; labels with each row's
+            own column excluded.
+        blocks: column blocks, some of which may be empty.
+        tile_rows: of the tile; 0 lets the backend choose.
+        tile_columns: of the tile.
+        seed: of the values.
+    """
+
+    m: int
+    n: int
+    d: int
+    kind: str
+    features: str
+    scale: float
+    bias: float
+    weights: str
+    two_sided: bool
+    pairs: str
+    blocks: int
+    tile_rows: int
+    tile_columns: int
+    seed: int
+
+    def __str__(self) -> str:
+        return f"{CASE}:" + ",".join(f"{f.name}={v}" for f, v in zip(fields(self), astuple(self), strict=True))
+
+    @staticmethod
+    def parse(text: str) -> Recipe:
+        """The recipe that prints as this text.
+
+        Raises:
+            ValueError: none does.
+        """
+        read: dict[str, Callable[[str], Any]] = {
+            "int": int,
+            "float": float,
+            "str": str,
+            "bool": {"True": True, "False": False}.__getitem__,
+        }
+        try:
+            given = dict(item.split("=", 1) for item in text.removeprefix(f"{CASE}:").split(","))
+            recipe = Recipe(**{f.name: read[str(f.type)](given.pop(f.name)) for f in fields(Recipe)})
+        except (KeyError, ValueError) as error:
+            raise ValueError(f"case must be {CASE}:m=...,n=..., as a failure prints it, got {text!r}") from error
+        chosen = ((recipe.features, FEATURES), (recipe.pairs, PAIRS), (recipe.weights, WEIGHTS))
+        if given or any(value not in allowed for value, allowed in chosen) or min(recipe.m, recipe.n - 1) < 0:
+            raise ValueError(f"case must be {CASE}:m=...,n=..., as a failure prints it, got {text!r}")
+        return recipe
+
+    @property
+    def options(self) -> Options:
+        """How to compute it."""
+        return Options(tile=(self.tile_rows, self.tile_columns) if self.tile_rows else None)
+
+
+def recipes() -> SearchStrategy[Recipe]:
+    """All recipes of small problems; shrinks towards a square softmax of few rows at scale 1."""
+    from hypothesis import strategies as st
+
+    log_uniform = st.floats(-5.0, 5.0).map(lambda x: float(np.float32(np.exp(x))))
+    return st.builds(
+        Recipe,
+        m=st.integers(1, 41) | st.just(0),
+        n=st.integers(1, 53),
+        d=st.integers(1, 37),
+        kind=st.sampled_from(["softmax", "softmax", "sigmoid"]),
+        features=st.sampled_from(FEATURES),
+        scale=st.sampled_from(SCALES) | log_uniform,
+        bias=st.sampled_from([0.0, -10.0, 2.5]),
+        weights=st.sampled_from(WEIGHTS),
+        two_sided=st.booleans(),
+        pairs=st.sampled_from(PAIRS),
+        blocks=st.integers(1, 3),
+        tile_rows=st.just(0) | st.integers(1, 19),
+        tile_columns=st.integers(1, 19),
+        seed=st.integers(0, 2**32 - 1),
+    )
+
+
+def problem(recipe: Recipe, dtype: str) -> Problem:
+    """The recipe's problem: features representable in ``dtype``, every other number in float32.
+
+    It keeps the contract: a target is 1 / positives or 0, and what admits nothing has weight 0.
+    """
+    random = np.random.default_rng(recipe.seed)
+    m, n, two_sided = recipe.m, recipe.n, recipe.two_sided and recipe.kind == "softmax"
+    rows, columns = (round_to(x, dtype) for x in _features(recipe, random))
+    labels: dict[str, Any] = {
+        "row_ids": random.integers(0, max(2, n // 3), m),
+        "column_ids": random.integers(0, max(2, n // 3), n),
+        "match": "drop" if recipe.pairs == "drop" else "target",
+    }
+    at_random = np.where(random.random(m) < 0.8, random.integers(0, n, m), n + 3)
+    pairs: dict[str, Any] = {
+        "diagonal": {"positives": np.arange(m)},
+        "random": {"positives": at_random},
+        "none": {},
+        "drop": {"positives": at_random, **labels},
+        "labels": labels,
+        "itself": {"excluded": np.arange(m), **labels},
+    }[recipe.pairs]
+    cuts = np.sort(random.integers(0, n + 1, recipe.blocks - 1))
+    bare = Problem(
+        kind="sigmoid" if recipe.kind == "sigmoid" else "softmax",
+        rows=rows,
+        columns=rearrange.split(columns, np.diff(cuts, prepend=0, append=n).tolist()),
+        scale=round_to(recipe.scale, "float32"),
+        bias=round_to(recipe.bias, "float32") if recipe.kind == "sigmoid" or recipe.bias else None,
+        row_weight=np.zeros(m),
+        row_target=np.zeros(m),
+        **pairs,
+    )
+    admitted, positive = masks(bare)
+
+    def side(axis: int) -> tuple[FloatArray, FloatArray]:
+        size, count = admitted.shape[1 - axis], positive.sum(axis=axis)
+        weight: FloatArray = np.full(size, 1.0 / max(size, 1))
+        if recipe.weights == "signed":
+            weight[:] = random.standard_normal(size) * (random.random(size) < 0.75)
+        target = np.where(count > 0, 1.0 / np.maximum(count, 1), 0.0)
+        return round_to(np.where(admitted.any(axis=axis), weight, 0.0), "float32"), round_to(target, "float32")
+
+    weights: dict[str, Any] = dict(zip(("row_weight", "row_target"), side(1), strict=True))
+    if two_sided:
+        weights |= dict(zip(("column_weight", "column_target"), side(0), strict=True))
+    return replace(bare, **weights)
+
+
+def _features(recipe: Recipe, random: np.random.Generator) -> tuple[FloatArray, FloatArray]:
+    m, n, d = recipe.m, recipe.n, recipe.d
+    if recipe.features == "signs":
+        return tuple(random.integers(-1, 2, (size, d)).astype(np.float64) for size in (m, n))  # type: ignore[return-value]
+    rows, columns = (random.standard_normal((size, d)) for size in (m, n))
+    if recipe.features == "twins":
+        rows, columns = (x[np.arange(len(x)) % 3] if len(x) > 3 else x for x in (rows, columns))
+    if recipe.features == "trained":
+        rows = columns[np.arange(m) % n] + 0.1 * rows
+    rows, columns = (x / np.maximum(np.linalg.norm(x, axis=1, keepdims=True), 1e-3) for x in (rows, columns))
+    return rows, columns
+
+
+def drawn(subject: Subject, case: str) -> Iterator[tuple[str, Worst]]:
+    """Problems drawn by hypothesis give the oracle's value and gradients; the label is the shrunk recipe.
+
+    A case "drawn:..." is one recipe, and nothing is drawn.
+    """
+    if case != CASE:
+        recipe = Recipe.parse(case)
+        yield str(recipe), _hold(recipe, subject)
+        return
+    yield _search(subject)
+
+
+class _FoundError(Exception):
+    """A recipe that fails."""
+
+
+def _search(subject: Subject) -> tuple[str, Worst]:
+    """The worst of all drawn recipes, or the smallest that fails."""
+    import hypothesis
+    import hypothesis.errors
+
+    worst: tuple[str, Worst] = ("", Worst(0.0, "nothing", (), 0.0, 0.0))
+    failed: list[tuple[str, Worst]] = []
+
+    def test(recipe: Recipe) -> None:
+        nonlocal worst
+        try:
+            found = str(recipe), _hold(recipe, subject)
+        except UnsupportedProblemError:
+            return
+        except Exception as error:
+            found = str(recipe), Worst(np.inf, f"{type(error).__name__}: {error}", (), np.inf, 0.0)
+        worst = max(worst, found, key=lambda each: each[1].ratio)
+        if not found[1].ratio < 1:
+            failed.append(found)
+            raise _FoundError
+
+    quick = hypothesis.HealthCheck
+    settings = hypothesis.settings(
+        max_examples=subject.examples,
+        deadline=None,
+        database=None,
+        derandomize=False,
+        print_blob=False,
+        verbosity=hypothesis.Verbosity.quiet,
+        phases=(hypothesis.Phase.generate, hypothesis.Phase.shrink),
+        suppress_health_check=[quick.too_slow, quick.data_too_large, quick.filter_too_much, quick.nested_given],
+    )
+    try:
+        with _nowhere():
+            hypothesis.seed(subject.seed)(settings(hypothesis.given(recipes())(test)))()
+    except (_FoundError, hypothesis.errors.Flaky, ExceptionGroup):
+        # hypothesis replays the smallest failure last; a flaky one may not fail then, and still has failed
+        return failed[-1]
+    return worst
+
+
+@contextmanager
+def _nowhere() -> Iterator[None]:
+    """Keep hypothesis from leaving its caches in the current folder."""
+    from hypothesis.configuration import set_hypothesis_home_dir
+
+    with TemporaryDirectory() as folder:
+        set_hypothesis_home_dir(folder)
+        try:
+            yield
+        finally:
+            set_hypothesis_home_dir(None)
+
+
+def _hold(recipe: Recipe, subject: Subject) -> Worst:
+    from contrastile.verify.bounds import bounds
+
+    drawn_problem = problem(recipe, subject.dtype)
+    oracle = truth(drawn_problem)
+    got = outcome(drawn_problem, subject.backend, subject.dtype, subject.device, recipe.options)
+    bound = bounds(drawn_problem, oracle, subject.accuracy, subject.dtype, options=recipe.options)
+    return compare(got, oracle.outcome, bound)

@@ -1,0 +1,123 @@
+"""What a property is given: one backend, dtype and case, with the truth and the bounds at hand."""
+
+from __future__ import annotations
+
+import zlib
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from functools import cached_property
+from typing import Any
+
+import numpy as np
+
+from contrastile.backends.contract import Accuracy, Backend, Options
+from contrastile.exchange.problem import Problem
+from contrastile.verify.bounds import bounds
+from contrastile.verify.cases import Case
+from contrastile.verify.run import GRADIENT, VALUE, Worst, compare, outcome
+from contrastile.verify.truth import Outcome, Truth, truth
+
+_SMALL = 1 << 20
+
+
+class SkipError(Exception):
+    """A property does not fit a case; the message says why."""
+
+
+@dataclass(frozen=True, slots=True)
+class Subject:
+    """The backend under test.
+
+    Attributes:
+        name: what ``--backend`` calls it.
+        backend: its record.
+        dtype: the features' dtype.
+        device: kind of device.
+        seed: of everything drawn at random.
+        examples: how many problems the ``drawn`` property draws.
+    """
+
+    name: str
+    backend: Backend
+    dtype: str
+    device: str = "cpu"
+    seed: int = 0
+    examples: int = 100
+
+    @property
+    def accuracy(self) -> Accuracy:
+        """The facts its bounds are derived from."""
+        return self.backend.accuracy(self.dtype, self.device)
+
+
+@dataclass(frozen=True)
+class Trial:
+    """A subject and a case. What several properties need is computed once.
+
+    Attributes:
+        subject: the backend under test.
+        case: the problem.
+        oracle: the truth of the problem.
+    """
+
+    subject: Subject
+    case: Case
+    oracle: Truth = field(repr=False)
+
+    @property
+    def problem(self) -> Problem:
+        """The case's problem."""
+        return self.case.problem
+
+    @cached_property
+    def bound(self) -> Outcome:
+        """The bounds of the problem."""
+        return self.bounds(self.problem, self.oracle)
+
+    @cached_property
+    def outcome(self) -> Outcome:
+        """What the backend makes of the problem."""
+        return self.run(self.problem)
+
+    def random(self) -> np.random.Generator:
+        """A generator that depends on the seed and the case alone."""
+        return np.random.default_rng([self.subject.seed, zlib.crc32(self.case.name.encode())])
+
+    def run(self, problem: Problem, backend: Backend | None = None, **how: Any) -> Outcome:
+        """``run.outcome`` on this subject, or on a wrapping of its backend."""
+        subject = self.subject
+        return outcome(problem, backend or subject.backend, subject.dtype, subject.device, **how)
+
+    def bounds(self, problem: Problem, oracle: Truth, upstream: float = 1.0, options: Options | None = None) -> Outcome:
+        """The bounds of another problem, or of this one computed with other options."""
+        return bounds(problem, oracle, self.subject.accuracy, self.subject.dtype, upstream, options)
+
+    def hold(
+        self,
+        problem: Problem,
+        fields: Sequence[str] = VALUE + GRADIENT,
+        *,
+        backend: Backend | None = None,
+        options: Options | None = None,
+        upstream: float = 1.0,
+    ) -> Worst:
+        """The backend's outcome on another problem against that problem's own truth and bounds."""
+        oracle = truth(problem, upstream)
+        got = self.run(problem, backend, options=options or Options(), upstream=upstream)
+        return compare(got, oracle.outcome, self.bounds(problem, oracle, upstream, options), fields)
+
+    @property
+    def small(self) -> bool:
+        """Whether repeated runs of the case take next to no time."""
+        m, d = self.problem.rows.shape
+        return bool(m * sum(len(x) for x in self.problem.columns) * d <= _SMALL)
+
+    def only_small(self) -> None:
+        """Skip a case on which repeated runs would take long."""
+        if not self.small:
+            raise SkipError("repeats runs: small cases only")
+
+    def only_finite(self) -> None:
+        """Skip a case whose truth is not finite: NaN hides what a difference would show."""
+        if not np.isfinite(self.oracle.outcome.loss):
+            raise SkipError("needs a finite loss")

@@ -1,0 +1,177 @@
+"""The truth of a problem: loss, log-sum-exps and gradients from the dense float64 oracle."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import numpy as np
+
+from contrastile.exchange.problem import Problem
+from contrastile.oracle.arrays import BoolArray, FloatArray, float64
+from contrastile.oracle.general import (
+    expected_logit,
+    gradients,
+    logits,
+    one_direction,
+    row_lse,
+    weighted_sum,
+)
+from contrastile.oracle.pairs import admitted_pairs, positive_pairs
+from contrastile.oracle.sigmoid import gradient_of_sigmoid_logits, sigmoid_terms
+
+
+@dataclass(frozen=True)
+class Outcome:
+    """What a backend is held to, or how far it may be off: float64 throughout.
+
+    Attributes:
+        loss: 0-d, not multiplied by the upstream gradient.
+        row_lse: (m,), None for the sigmoid loss.
+        row_positive: (m,) sum of the positive logits, None for the sigmoid loss.
+        column_lse: (n,) over the joined columns, None for the sigmoid loss and for a loss of one direction.
+        column_positive: (n,) likewise.
+        rows: (m, d) dQ.
+        columns: (n_c, d) dK for each column block.
+        scale: 0-d dscale.
+        bias: 0-d dbias of the sigmoid loss, None for softmax.
+    """
+
+    loss: FloatArray
+    row_lse: FloatArray | None
+    row_positive: FloatArray | None
+    column_lse: FloatArray | None
+    column_positive: FloatArray | None
+    rows: FloatArray
+    columns: tuple[FloatArray, ...]
+    scale: FloatArray
+    bias: FloatArray | None
+
+
+@dataclass(frozen=True)
+class Direction:
+    """One direction of the softmax loss, seen from its own side: matrices are (own, other).
+
+    Attributes:
+        weight: (own,) not multiplied by the upstream gradient.
+        target: (own,).
+        lse: (own,).
+        positive_sum: (own,).
+        p: (own, other) exp(x - lse) on admitted pairs, 0 elsewhere.
+    """
+
+    weight: FloatArray
+    target: FloatArray
+    lse: FloatArray
+    positive_sum: FloatArray
+    p: FloatArray
+
+
+@dataclass(frozen=True)
+class Truth:
+    """The outcome and the dense intermediates that the bounds are made of.
+
+    Attributes:
+        outcome: loss, log-sum-exps and gradients.
+        q: (m, d) rows.
+        k: (n, d) joined columns.
+        scale: the scale.
+        bias: 0 when the problem has none.
+        products: (m, n) <q_i, k_j>.
+        x: (m, n) logits.
+        admitted: (m, n) bool.
+        positive: (m, n) bool.
+        G: (m, n) gradient of the logits, upstream gradient included.
+        row_sum: (m, d) G K.
+        column_sum: (n, d) G^T Q.
+        row: the row direction, None for the sigmoid loss.
+        column: the column direction, None for the sigmoid loss and for a loss of one direction.
+    """
+
+    outcome: Outcome
+    q: FloatArray
+    k: FloatArray
+    scale: float
+    bias: float
+    products: FloatArray
+    x: FloatArray
+    admitted: BoolArray
+    positive: BoolArray
+    G: FloatArray
+    row_sum: FloatArray
+    column_sum: FloatArray
+    row: Direction | None
+    column: Direction | None
+
+
+def masks(problem: Problem) -> tuple[BoolArray, BoolArray]:
+    """The admitted and the positive pairs as (m, n) bool, by the rules of ``backends.contract.Pairs``."""
+    m, n = len(problem.rows), sum(len(block) for block in problem.columns)
+    rules = problem.positives, problem.row_ids, problem.column_ids, problem.match, problem.excluded
+    return admitted_pairs(m, n, *rules), positive_pairs(m, n, *rules)
+
+
+def truth(problem: Problem, upstream: float = 1.0) -> Truth:
+    """The problem's outcome by the dense equations, column blocks joined.
+
+    Args:
+        problem: NumPy arrays of any float dtype, widened first; (m, n) matrices are formed, so keep it small.
+        upstream: gradient of the final objective with respect to the loss, representable in the state dtype.
+    """
+    q, k = float64(problem.rows), np.concatenate([float64(block) for block in problem.columns])
+    scale, bias = float(problem.scale), float(problem.bias) if problem.bias is not None else 0.0
+    admitted, positive = masks(problem)
+    x = logits(q, k, scale, bias)
+    row = column = None
+    with np.errstate(all="ignore"):
+        if problem.kind == "sigmoid":
+            u = float64(problem.row_weight)
+            loss = weighted_sum(u, sigmoid_terms(x, positive, admitted).sum(axis=1))
+            G = gradient_of_sigmoid_logits(x, positive, 1.0, admitted)
+            G = np.where(u[:, None] == 0, 0.0, upstream * u[:, None] * G)
+        else:
+            row = _direction(x, admitted, positive, problem.row_weight, problem.row_target)
+            loss, G = _loss(row), _gradient(x, admitted, positive, row, upstream)
+            if problem.column_weight is not None and problem.column_target is not None:
+                column = _direction(x.T, admitted.T, positive.T, problem.column_weight, problem.column_target)
+                loss, G = loss + _loss(column), G + _gradient(x.T, admitted.T, positive.T, column, upstream).T
+        found = gradients(q, k, scale, G)
+        outcome = Outcome(
+            loss=float64(loss),
+            row_lse=None if row is None else row.lse,
+            row_positive=None if row is None else row.positive_sum,
+            column_lse=None if column is None else column.lse,
+            column_positive=None if column is None else column.positive_sum,
+            rows=found.d_rows,
+            columns=split(problem, found.d_columns),
+            scale=found.d_scale,
+            bias=float64(found.d_bias) if problem.kind == "sigmoid" else None,
+        )
+        sums = G @ k, G.T @ q
+        return Truth(outcome, q, k, scale, bias, q @ k.T, x, admitted, positive, G, *sums, row, column)
+
+
+def split(problem: Problem, joined: FloatArray) -> tuple[FloatArray, ...]:
+    """An (n, ...) array over the joined columns, cut into the problem's column blocks."""
+    return tuple(joined[where] for where, _ in problem.blocks())
+
+
+def _direction(
+    x: FloatArray, admitted: BoolArray, positive: BoolArray, weight: FloatArray, target: FloatArray
+) -> Direction:
+    lse = row_lse(x, admitted)
+    return Direction(
+        weight=float64(weight),
+        target=float64(target),
+        lse=lse,
+        positive_sum=expected_logit(x, positive.astype(np.float64), axis=1),
+        p=np.where(admitted, np.exp(x - lse[:, None]), 0.0),
+    )
+
+
+def _loss(side: Direction) -> float:
+    return weighted_sum(side.weight, side.lse - np.where(side.target == 0, 0.0, side.target * side.positive_sum))
+
+
+def _gradient(x: FloatArray, admitted: BoolArray, positive: BoolArray, side: Direction, upstream: float) -> FloatArray:
+    target = np.where(positive, side.target[:, None], 0.0)
+    return one_direction(x, admitted, (upstream * side.weight)[:, None], side.lse[:, None], target)

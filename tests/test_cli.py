@@ -1,0 +1,87 @@
+"""The command line's front: dispatch, usage errors, lazy imports."""
+
+import subprocess
+import sys
+
+import pytest
+
+from contrastile import cli
+
+
+def test_no_command_is_a_usage_error(capsys):
+    with pytest.raises(SystemExit) as stopped:
+        cli.main([])
+    assert stopped.value.code == 2
+    assert "COMMAND" in capsys.readouterr().err
+
+
+def test_an_unknown_command_is_a_usage_error(capsys):
+    with pytest.raises(SystemExit) as stopped:
+        cli.main(["nope"])
+    assert stopped.value.code == 2
+    assert "nope" in capsys.readouterr().err
+
+
+def test_help_names_every_command_and_imports_none(capsys, monkeypatch):
+    monkeypatch.setattr(cli.importlib, "import_module", None)
+    with pytest.raises(SystemExit) as stopped:
+        cli.main(["--help"])
+    assert stopped.value.code == 0
+    out = capsys.readouterr().out
+    assert all(name in out for name in cli.COMMANDS)
+
+
+def test_a_command_gets_its_arguments_and_gives_the_exit_code(monkeypatch):
+    class Command:
+        @staticmethod
+        def add_arguments(parser):
+            parser.add_argument("--code", type=int)
+
+        @staticmethod
+        def main(args):
+            return args.code
+
+    monkeypatch.setattr(cli.importlib, "import_module", lambda name: Command)
+    assert cli.main(["doctor", "--code", "7"]) == 7
+
+
+def test_a_command_that_cannot_be_imported_exits_2_with_one_line(monkeypatch, capsys):
+    def lacking(name):
+        raise ImportError("torch cannot be imported; run: pip install 'contrastile[torch]'")
+
+    monkeypatch.setattr(cli.importlib, "import_module", lacking)
+    assert cli.main(["bench"]) == 2
+    expected = "contrastile bench: torch cannot be imported; run: pip install 'contrastile[torch]'\n"
+    assert capsys.readouterr().err == expected
+
+
+def test_module_runs_as_the_command():
+    words = [
+        "verify",
+        "--backend",
+        "numpy",
+        "--case",
+        "one-row",
+        "--property",
+        "value",
+        "--dtype",
+        "float64",
+        "--quiet",
+    ]
+    done = subprocess.run([sys.executable, "-m", "contrastile", *words], capture_output=True, text=True, check=False)
+    assert (done.returncode, done.stderr) == (0, "")
+    assert done.stdout.startswith("PASS: 1 passed")
+    done = subprocess.run(
+        [sys.executable, "-m", "contrastile", "verify", "--backend", "nope"], capture_output=True, check=False
+    )
+    assert (done.returncode, done.stdout) == (2, b"")
+
+
+def test_a_reader_that_leaves_causes_no_traceback():
+    listing = subprocess.Popen(
+        [sys.executable, "-m", "contrastile", "verify", "--list"], stdout=subprocess.PIPE, stderr=subprocess.PIPE
+    )
+    listing.stdout.close()
+    with listing.stderr:
+        assert listing.stderr.read() == b""
+    assert listing.wait() == 2

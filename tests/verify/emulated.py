@@ -1,0 +1,338 @@
+"""A tiled float32 kernel in NumPy, behind the contract, into which one defect at a time can be planted."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+import numpy as np
+
+from contrastile.backends.arrays import NumpyArrays
+from contrastile.backends.contract import Accuracy, Backend, Block, Options, Statistics, Weights
+from contrastile.verify.rounding import UNIT, round_to
+
+F = np.float32
+CHUNK = 16  # terms of a product summed in one go
+SAFE = 30  # a shared reference this large costs nothing to underflow: exp(-2 * 30) is far above 2^-126
+
+LSE = [
+    "starts-at-0",
+    "block-maximum",
+    "pad-wins-maximum",
+    "pad-counted",
+    "partial-tile-dropped",
+    "first-tile-dropped",
+    "tiles-overlap",
+    "no-shift",
+    "no-rescale",
+    "merged-by-maximum",
+    "log2",
+    "float16-sum",
+]
+LOGITS = ["tf32-inputs", "bf16-inputs", "bf16-accumulator", "last-term-dropped", "scale-in-bf16", "scale-twice"]
+PAIRS = ["ids-ignored", "exclusion-ignored", "positive-dropped-with-its-id", "positive-off-by-one", "positive-local"]
+GRADIENT = [
+    "positive-forgotten",
+    "positive-on-diagonal-tiles",
+    "target-ignored",
+    "target-sides-swapped",
+    "weights-averaged",
+    "weights-positive",
+    "weights-twice",
+    "column-side-forgotten",
+    "unnormalised",
+    "small-filtered",
+    "bf16-G",
+    "bf16-sum",
+    "sum-overwritten",
+    "update-lost",
+    "rows-and-columns-swapped",
+    "last-column-stale",
+    "columns-reversed-in-tile",
+]
+SCHEDULE = ["scale-gradient-missing", "scale-gradient-scaled", "rows-without-scale", "upstream-ignored"]
+SIGMOID = ["sign-flipped", "plain-softplus", "bias-ignored", "positive-as-negative", "bias-gradient-missing"]
+DEFECTS = LSE + LOGITS + PAIRS + GRADIENT + SCHEDULE + SIGMOID
+
+
+def significand(x: np.ndarray, bits: int) -> np.ndarray:
+    """x rounded to nearest with this many significant bits."""
+    fraction, exponent = np.frexp(x)
+    return np.ldexp(np.rint(fraction * F(2.0**bits)) * F(2.0**-bits), exponent).astype(F)
+
+
+@dataclass(frozen=True)
+class Kernel:
+    """Tiles of 16 x 16, products in chains of 16, running maxima; ``defect`` is None or one of DEFECTS."""
+
+    defect: str | None = None
+    tf32: bool = False
+    gradient: str = "float32"
+    shared: bool = False
+    tile: tuple[int, int] = (16, 16)
+
+    def backend(self) -> Backend:
+        return Backend(
+            name="emulated",
+            arrays=NumpyArrays(np),
+            dtypes=frozenset({"float16", "float32"}),
+            devices=frozenset({"cpu"}),
+            accuracy=lambda dtype, device: self.accuracy(),
+            lse=self.lse,
+            gradients=self.gradients,
+            sigmoid=self.sigmoid,
+        )
+
+    def accuracy(self) -> Accuracy:
+        quantised = self.gradient != "float32"
+        return Accuracy(
+            unit=2.0**-24,
+            accumulate_unit=2.0**-24,
+            input_rounding=2.0**-11 if self.tf32 else 0.0,
+            gradient_rounding=UNIT[self.gradient] if quantised else 0.0,
+            gradient_underflow=2.0**-25 if self.gradient == "float16" else 0.0,
+            shared_reference=self.shared,
+            depth=lambda k: min(k, CHUNK) + -(-k // CHUNK),
+            tile=lambda k: max(self.tile),
+        )
+
+    def dot(self, a: np.ndarray, b: np.ndarray) -> np.ndarray:
+        """a b^T, chunks of the inner dimension added one after the other."""
+        a, b = a.astype(F), b.astype(F)
+        if self.tf32 or self.defect == "tf32-inputs":
+            a, b = significand(a, 11), significand(b, 11)
+        if self.defect == "bf16-inputs":
+            a, b = significand(a, 8), significand(b, 8)
+        terms = a.shape[1] - (self.defect == "last-term-dropped")
+        total = np.zeros((len(a), len(b)), F)
+        for k in range(0, terms, CHUNK):
+            total += a[:, k : min(k + CHUNK, terms)] @ b[:, k : min(k + CHUNK, terms)].T
+            if self.defect == "bf16-accumulator":
+                total = significand(total, 8)
+        return total
+
+    def logits(self, block: Block, rows: slice, columns: slice) -> np.ndarray:
+        scale = significand(block.scale, 8) if self.defect == "scale-in-bf16" else F(block.scale)
+        x = self.dot(block.rows[rows], block.columns[columns]) * scale
+        if self.defect == "scale-twice":
+            x = x * scale
+        if block.bias is not None and self.defect != "bias-ignored":
+            x = x + F(block.bias)
+        return x
+
+    def tiles(self, block: Block, options: Options) -> Iterator[tuple[slice, slice]]:
+        tr, tc = options.tile or self.tile
+        m, n = len(block.rows), len(block.columns)
+        if self.defect == "partial-tile-dropped":
+            n = n // tc * tc if n >= tc else n
+        start = tc if self.defect == "first-tile-dropped" and n > tc else 0
+        for i in range(0, m, tr):
+            for j in range(start, n, tc):
+                more = self.defect == "tiles-overlap" and j + tc < n
+                yield slice(i, min(i + tr, m)), slice(j, min(j + tc + more, n))
+
+    def pairs(self, block: Block, rows: slice, columns: slice) -> tuple[np.ndarray, np.ndarray]:
+        here, n = np.arange(columns.start, columns.stop), len(block.columns)
+        positive = np.zeros((rows.stop - rows.start, len(here)), bool)
+        unseen = positive.copy()
+        p = block.pairs
+        if p.positives is not None:
+            pointed = p.positives[rows]
+            if self.defect == "positive-off-by-one":
+                pointed = (pointed + 1) % n
+            if self.defect == "positive-local":
+                pointed = pointed + columns.start
+            positive = pointed[:, None] == here
+        excluded = np.zeros_like(positive)
+        if p.excluded is not None and self.defect != "exclusion-ignored":
+            excluded = p.excluded[rows][:, None] == here
+        if p.row_ids is not None and p.column_ids is not None and self.defect != "ids-ignored":
+            equal = p.row_ids[rows][:, None] == p.column_ids[columns]
+            if p.match == "target":
+                positive = positive | (equal & ~excluded)
+            else:
+                unseen = equal
+        if self.defect == "positive-dropped-with-its-id":
+            return ~(unseen | excluded), positive
+        return positive | ~(unseen | excluded), positive
+
+    def lse(self, block: Block, columns: bool, options: Options) -> Statistics:
+        m, n = len(block.rows), len(block.columns)
+        row, column = Running(m, self), Running(n, self)
+        for i, j in self.tiles(block, options):
+            x = self.logits(block, i, j)
+            admitted, positive = self.pairs(block, i, j)
+            width = (options.tile or self.tile)[1]
+            row.add(i, x, admitted, positive, width - x.shape[1], block)
+            column.add(j, x.T, admitted.T, positive.T, 0, block)
+        if not columns:
+            return Statistics(row.lse(), row.positive)
+        return Statistics(row.lse(), row.positive, column.lse(), column.positive)
+
+    def gradients(
+        self,
+        block: Block,
+        weights: Weights,
+        row_sum: np.ndarray | None,
+        column_sum: np.ndarray | None,
+        options: Options,
+    ) -> None:
+        for i, j in self.tiles(block, options):
+            x = self.logits(block, i, j)
+            admitted, positive = self.pairs(block, i, j)
+            if self.defect == "positive-forgotten" or (
+                self.defect == "positive-on-diagonal-tiles" and i.start != j.start
+            ):
+                positive = np.zeros_like(positive)
+            own = weights.row_weight[i], weights.row_target[i], weights.row_lse[i]
+            G = self.side(x, admitted, positive, own, weights.row_weight, block)
+            if weights.column_weight is not None and self.defect != "column-side-forgotten":
+                target = weights.column_target[j]
+                if self.defect == "target-sides-swapped":
+                    target = np.resize(weights.row_target, len(weights.column_target))[j]
+                own = weights.column_weight[j], target, weights.column_lse[j]
+                G = G + self.side(x.T, admitted.T, positive.T, own, weights.column_weight, block).T
+            sides = (
+                [weights.row_weight] if weights.column_weight is None else [weights.row_weight, weights.column_weight]
+            )
+            self.accumulate(block, i, j, G, max(np.abs(each).max() for each in sides), row_sum, column_sum)
+
+    def side(
+        self,
+        x: np.ndarray,
+        admitted: np.ndarray,
+        positive: np.ndarray,
+        own: tuple[np.ndarray, np.ndarray, np.ndarray],
+        weights: np.ndarray,
+        block: Block,
+    ) -> np.ndarray:
+        weight, target, lse = (each[:, None] for each in own)
+        if self.shared and reference(block) < SAFE:
+            r = reference(block)
+            p = np.exp(x - r) * np.exp(r - lse)
+        else:
+            p = np.exp(x - lse)
+        p = np.where(admitted, p, F(0))
+        if self.defect == "unnormalised":
+            p = np.where(admitted, np.exp(x - x.max(axis=1, keepdims=True)), F(0))
+        if self.defect == "small-filtered":
+            p = np.where(p < F(2.0**-6), F(0), p)
+        if self.defect == "target-ignored":
+            target = np.ones_like(target)
+        if self.defect == "weights-averaged":
+            weight = np.full_like(weight, weights.mean())
+        if self.defect == "weights-positive":
+            weight = np.abs(weight)
+        if self.defect == "weights-twice":
+            weight = weight * weight
+        return np.where(weight == 0, F(0), weight * (p - np.where(positive, target, F(0))))
+
+    def accumulate(
+        self,
+        block: Block,
+        i: slice,
+        j: slice,
+        G: np.ndarray,
+        largest: np.float32,
+        row_sum: np.ndarray | None,
+        column_sum: np.ndarray | None,
+    ) -> None:
+        if self.defect == "bf16-G":
+            G = significand(G, 8)
+        if self.gradient != "float32" and largest > 0:
+            # as a share of the largest weight, so that float16 keeps what its range allows
+            G = round_to(G / largest, self.gradient).astype(F) * largest
+        if self.defect == "rows-and-columns-swapped" and row_sum.shape == column_sum.shape:
+            row_sum, column_sum = column_sum, row_sum
+        keys = block.columns[j]
+        if self.defect == "columns-reversed-in-tile":
+            keys = keys[::-1]
+        row_part, column_part = self.dot(G, keys.T), self.dot(G.T, block.rows[i].T)
+        if self.defect == "update-lost" and j.start > 0:
+            row_part[: len(row_part) // 2] = 0
+        if self.defect == "sum-overwritten":
+            row_sum[i] = 0
+        if self.defect == "last-column-stale":
+            column_part[-1] = 0
+        row_sum[i] += row_part
+        column_sum[j] += column_part
+        if self.defect == "bf16-sum":
+            row_sum[i] = significand(row_sum[i], 8)
+
+    def sigmoid(
+        self,
+        block: Block,
+        row_weight: np.ndarray,
+        row_sum: np.ndarray | None,
+        column_sum: np.ndarray | None,
+        options: Options,
+    ) -> tuple[np.ndarray, np.ndarray]:
+        loss, total = np.zeros(len(block.rows), F), np.zeros(len(block.rows), F)
+        for i, j in self.tiles(block, options):
+            x = self.logits(block, i, j)
+            admitted, positive = self.pairs(block, i, j)
+            if self.defect == "positive-as-negative":
+                positive = np.zeros_like(positive)
+            a = np.where(positive, -x, x)
+            e = np.exp(-np.abs(a))
+            value = np.log(1 + np.exp(a)) if self.defect == "plain-softplus" else np.maximum(a, 0) + np.log1p(e)
+            loss[i] += np.where(admitted, value, F(0)).sum(axis=1)
+            slope = np.where(a >= 0, F(1), e) / (1 + e)
+            sign = np.where(positive, F(-1), F(1)) * (-1 if self.defect == "sign-flipped" else 1)
+            G = np.where(admitted, row_weight[i, None] * sign * slope, F(0))
+            if self.defect != "bias-gradient-missing":
+                total[i] += G.sum(axis=1)
+            self.accumulate(block, i, j, G, np.abs(row_weight).max(), row_sum, column_sum)
+        return loss, total
+
+
+def reference(block: Block) -> np.float32:
+    """One reference for a whole tile: the largest logit that the norms allow."""
+    longest = [np.sqrt((z.astype(F) ** 2).sum(axis=1)).max(initial=0) for z in (block.rows, block.columns)]
+    return F(np.abs(block.scale) * longest[0] * longest[1] * F(1 - 2.0**-12))
+
+
+class Running:
+    """A running (maximum, sum) pair for each row, or column."""
+
+    def __init__(self, size: int, kernel: Kernel) -> None:
+        self.kernel = kernel
+        zero = kernel.defect == "starts-at-0"
+        self.top = np.full(size, 0.0 if zero else -np.inf, F)
+        self.sum = np.full(size, 1.0 if zero else 0.0, F)
+        self.positive = np.zeros(size, F)
+
+    def add(
+        self, own: slice, x: np.ndarray, admitted: np.ndarray, positive: np.ndarray, pad: int, block: Block
+    ) -> None:
+        defect = self.kernel.defect
+        self.positive[own] += np.where(positive, x, F(0)).sum(axis=1)
+        x = np.where(admitted, x, F(-np.inf))
+        if defect == "pad-counted" and pad > 0:
+            x = np.concatenate([x, np.zeros((len(x), pad), F)], axis=1)
+        top = x.max(axis=1)
+        if defect == "pad-wins-maximum" and pad > 0:
+            top = np.maximum(top, F(0))
+        old = self.top[own]
+        new = top if defect == "block-maximum" else np.maximum(old, top)
+        if defect == "no-shift":
+            new = np.zeros_like(new)
+        if self.kernel.shared and reference(block) < SAFE:
+            new = np.full_like(new, reference(block))
+        # only a finite maximum may be subtracted
+        shift = np.where(np.isfinite(new), new, F(0))
+        keep = np.where(np.isneginf(old), F(0), np.exp(old - shift))
+        if defect in ("no-rescale", "no-shift"):
+            keep = np.ones_like(keep)
+        part = np.exp(x - shift[:, None]).sum(axis=1)
+        if defect == "merged-by-maximum":
+            self.sum[own] = np.maximum(self.sum[own] * keep, part)
+        else:
+            self.sum[own] = self.sum[own] * keep + part
+        if defect == "float16-sum":
+            self.sum[own] = significand(self.sum[own], 11)
+        self.top[own] = new
+
+    def lse(self) -> np.ndarray:
+        log = np.log2 if self.kernel.defect == "log2" else np.log
+        return np.where(np.isneginf(self.top), self.top, self.top + log(self.sum)).astype(F)

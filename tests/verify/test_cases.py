@@ -1,0 +1,150 @@
+"""Every case is what its name says, the same each time, and exact in its dtype."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import fields
+
+import numpy as np
+import pytest
+
+from contrastile.exchange.problem import Problem
+from contrastile.verify.cases import CASES, build, names
+from contrastile.verify.rounding import UNIT, round_to
+from contrastile.verify.truth import Truth, truth
+
+DTYPES = list(UNIT)
+PROMISED = [
+    "smoke",
+    "ragged",
+    "square-ragged",
+    "hot",
+    "all-negative",
+    "staircase",
+    "deep",
+    "exact",
+    "duplicates",
+    "one-row",
+    "one-column",
+    "zero-rows",
+    "ids-drop",
+    "labels",
+    "self-excluded",
+    "blocks",
+    "rectangular",
+    "signed-zero-weights",
+    "wide-scale",
+    "sigmoid",
+    "sigmoid-ids",
+    "large-logits",
+    "wordnet@14.3",
+    "wordnet@100",
+    "nan",
+    "inf",
+]
+
+
+def arrays(problem: Problem) -> dict[str, np.ndarray]:
+    found = {f.name: getattr(problem, f.name) for f in fields(Problem)}
+    found |= {f"columns[{c}]": block for c, block in enumerate(found.pop("columns"))}
+    return {name: np.asarray(x) for name, x in found.items() if x is not None and not isinstance(x, str)}
+
+
+def of(name: str, dtype: str = "float32") -> tuple[Problem, Truth]:
+    problem = build(name, dtype).problem
+    return problem, truth(problem)
+
+
+def test_the_promised_cases_are_there() -> None:
+    assert set(PROMISED) <= set(names()) == set(CASES)
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("name", CASES)
+def test_a_case_is_exact_in_its_dtype_and_the_same_each_time(name: str, dtype: str) -> None:
+    case, again = build(name, dtype), build(name, dtype)
+    assert (case.name, case.dtype) == (name, dtype)
+    assert case.about
+    for field, x in arrays(case.problem).items():
+        kept = dtype if field == "rows" or field.startswith("columns[") else "float32"
+        if x.dtype == np.int64:
+            continue
+        assert x.dtype == np.float64
+        assert np.array_equal(round_to(x, kept), x, equal_nan=True)
+        assert np.array_equal(x, arrays(again.problem)[field], equal_nan=True)
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_vectors_have_the_lengths_of_rows_and_joined_columns(name: str) -> None:
+    problem = build(name, "float32").problem
+    m, n = len(problem.rows), sum(len(block) for block in problem.columns)
+    for field, x in arrays(problem).items():
+        if x.ndim == 1:
+            assert len(x) == (n if field.startswith("column") else m)
+    assert len({block.shape[1] for block in (problem.rows, *problem.columns)}) == 1
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("name", [name for name in CASES if name not in ("nan", "inf")])
+def test_gradients_fit_the_dtype(name: str, dtype: str) -> None:
+    """A gradient that overflows its dtype would be compared with inf."""
+    _, exact = of(name, dtype)
+    for gradient in (exact.outcome.rows, *exact.outcome.columns):
+        assert np.isfinite(round_to(gradient, dtype)).all()
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("name", [name for name in CASES if name not in ("nan", "inf")])
+def test_a_direction_with_targets_has_a_loss_of_at_least_zero(name: str, dtype: str) -> None:
+    """Whoever projects rounding below 0 back to 0 must not move the truth."""
+    _, exact = of(name, dtype)
+    for side in (exact.row, exact.column):
+        if side is not None:
+            held = side.target != 0
+            assert np.all(side.lse[held] >= side.target[held] * side.positive_sum[held])
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_the_logits_are_where_the_names_say(dtype: str) -> None:
+    assert of("all-negative", dtype)[1].x.max() < -75
+    assert np.all(np.diff(of("staircase", dtype)[1].x, axis=1).mean(axis=0) < 0)
+    assert np.all(np.diff(of("staircase@up", dtype)[1].x, axis=1).mean(axis=0) > 0)
+    assert of("large-logits", dtype)[1].x.max() > math.log(np.finfo(np.float32).max)
+    assert not of("wide-scale", dtype)[1].x.any()
+    hot = of("hot", dtype)[1]
+    # from lost to certain: the whole range of a model in training
+    assert np.diag(hot.row.p).min() < 0.1 < 0.999 < np.diag(hot.row.p).max()
+
+
+def test_exact_is_the_same_in_every_dtype() -> None:
+    found = [arrays(build("exact", dtype).problem) for dtype in DTYPES]
+    assert all(np.array_equal(each[field], found[0][field]) for each in found for field in each)
+    assert set(np.unique(found[0]["rows"])) == {-1.0, 0.0, 1.0}
+
+
+def test_masks_do_something() -> None:
+    for name in ("ids-drop", "sigmoid-ids", "signed-zero-weights", "wordnet@100", "labels", "self-excluded"):
+        _, exact = of(name)
+        assert not exact.admitted.all()
+    labels = of("labels")[1].positive.sum(axis=1)
+    assert labels.min() == 0
+    assert labels.max() > 1
+    _, silent = of("signed-zero-weights")
+    assert (~silent.admitted.any(axis=1)).sum() > 1
+
+
+def test_shapes_are_the_ones_promised() -> None:
+    shapes = {name: of(name)[1].x.shape for name in ("ragged", "square-ragged", "zero-rows", "one-row", "one-column")}
+    assert shapes["ragged"] == (33, 47)
+    assert shapes["square-ragged"] == (41, 41)
+    assert shapes["zero-rows"][0] == 0
+    assert shapes["one-row"][0] == shapes["one-column"][1] == 1
+    assert [len(block) for block in build("blocks", "float32").problem.columns] == [31, 0, 9]
+    assert build("deep", "float32").problem.rows.shape[1] == 1024
+    assert build("deep@1000", "float32").problem.rows.shape[1] == 1000
+    assert of("zero-rows")[1].outcome.loss == 0
+
+
+def test_an_unknown_case_is_refused() -> None:
+    with pytest.raises(ValueError, match=r"case must be one of smoke, .*, got 'smoek'"):
+        build("smoek", "float32")

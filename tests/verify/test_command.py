@@ -1,0 +1,172 @@
+"""``contrastile verify``: selection, exit codes, errors in one line, and the command that reruns a failure."""
+
+import importlib.util
+import json
+import shlex
+import sys
+
+import pytest
+
+from contrastile.backends import registry
+from contrastile.backends.contract import BackendUnavailableError
+from contrastile.cli import main
+from contrastile.verify import cases
+from contrastile.verify.properties import PROPERTIES
+
+QUICK = ["verify", "--backend", "numpy", "--case", "one-row", "--property", "value", "--dtype", "float64"]
+
+BROKEN = """
+from dataclasses import replace
+from contrastile.backends.numpy import backend as sound
+
+def gradients(block, weights, rows, columns, options):
+    sound.gradients(block, weights, rows, columns, options)
+    if rows is not None and rows.shape[0] > 2:
+        rows[2] += 1.0
+
+backend = replace(sound, name="broken", gradients=gradients)
+nothing = 3
+"""
+
+
+@pytest.fixture
+def broken(tmp_path, monkeypatch):
+    """The name of a backend with a defect, in a module of its own."""
+    (tmp_path / "broken_module.py").write_text(BROKEN, encoding="utf-8")
+    monkeypatch.syspath_prepend(tmp_path)
+    yield "broken_module:backend"
+    sys.modules.pop("broken_module", None)
+    registry.load.cache_clear()
+
+
+def test_a_sound_backend_exits_0(capsys):
+    assert main([*QUICK]) == 0
+    out = capsys.readouterr().out
+    assert "PASS: 1 passed" in out
+    assert "value" in out
+
+
+def test_quiet_prints_the_verdict_alone(capsys):
+    assert main([*QUICK, "--quiet"]) == 0
+    assert capsys.readouterr().out.startswith("PASS: 1 passed, 0 failed, 0 skipped")
+
+
+def test_json_holds_the_rows(tmp_path, capsys):
+    path = tmp_path / "out.json"
+    assert main([*QUICK, "--quiet", "--json", str(path)]) == 0
+    read = json.loads(path.read_text(encoding="utf-8"))
+    (row,) = read["rows"]
+    assert read["verdict"] == "pass"
+    assert (row["backend"], row["case"], row["property"], row["dtype"]) == ("numpy", "one-row", "value", "float64")
+    assert 0 <= row["ratio"] < 1
+
+
+@pytest.mark.parametrize(
+    ("case", "prop"), [("ragged", "gradients"), ("ragged", "permutation"), ("drawn", "drawn"), ("smoke", "upstream")]
+)
+def test_the_rerun_command_reproduces_the_failure(broken, capsys, case, prop):
+    words = ["verify", "--backend", broken, "--dtype", "float32", "--seed", "7", "--examples", "20", "--quiet"]
+    assert main([*words, "--case", case, "--property", prop]) == 1
+    first = capsys.readouterr().out
+    (command,) = [line.partition("rerun: ")[2] for line in first.splitlines() if "rerun: " in line]
+    program, *again = shlex.split(command)
+    assert program == "contrastile"
+    assert main([*again, "--quiet"]) == 1
+    second = capsys.readouterr().out
+    assert "error" in first.splitlines()[2]
+    # the header of a drawn failure names the shrunk case instead of "drawn"
+    assert second.splitlines()[2:4] == first.splitlines()[2:4]
+
+
+def test_drawn_by_seed_fails_the_same_way_twice(broken, capsys):
+    words = ["verify", "--backend", broken, "--case", "drawn", "--dtype", "float64", "--seed", "3", "--quiet"]
+    outs = []
+    for _ in range(2):
+        assert main([*words, "--examples", "20"]) == 1
+        outs.append(capsys.readouterr().out)
+    assert outs[0] == outs[1]
+
+
+@pytest.mark.parametrize(
+    ("words", "message"),
+    [
+        (["--backend", "nope"], "backend must be one of numpy, torch"),
+        (["--backend", "no_such_module:backend"], "No module named 'no_such_module'"),
+        (["--backend", "numpy", "--case", "nope"], "case must be one of smoke, "),
+        (["--backend", "numpy", "--case", "drawn:m=1"], "as a failure prints it"),
+        (["--backend", "numpy", "--property", "nope"], "property must be one of value, "),
+        (["--backend", "numpy", "--examples", "0"], "--examples must be at least 1, got 0"),
+        (["--backend", "numpy", "--seed", "-1"], "--seed must be at least 0, got -1"),
+        (["--backend", "numpy", "--dtype", "bfloat16", "--case", "smoke"], "nothing ran: takes float16"),
+        (["--backend", "numpy", "--case", "smoke", "--property", "drawn"], "nothing ran: no property has such a case"),
+    ],
+)
+def test_what_cannot_run_exits_2_with_one_line(capsys, words, message):
+    assert main(["verify", *words]) == 2
+    err = capsys.readouterr().err
+    assert message in err
+    assert err.startswith("contrastile verify: ")
+    assert err.count("\n") == 1
+
+
+def test_a_backend_that_is_not_one_exits_2(broken, capsys):
+    assert main(["verify", "--backend", "broken_module:nothing"]) == 2
+    assert "must be a contrastile.backends.contract.Backend, got int" in capsys.readouterr().err
+
+
+def test_a_module_that_raises_exits_2(tmp_path, monkeypatch, capsys):
+    (tmp_path / "raising_module.py").write_text("raise RuntimeError('two\\nlines')", encoding="utf-8")
+    monkeypatch.syspath_prepend(tmp_path)
+    assert main(["verify", "--backend", "raising_module:backend"]) == 2
+    expected = "contrastile verify: backend 'raising_module:backend' raised RuntimeError: two lines\n"
+    assert capsys.readouterr().err == expected
+
+
+def test_an_unwritable_report_exits_2(tmp_path, capsys):
+    assert main([*QUICK, "--quiet", "--json", str(tmp_path / "no" / "out.json")]) == 2
+    assert "cannot write" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(("missing", "words"), [("rich", []), ("hypothesis", ["--quiet"])])
+def test_a_missing_package_exits_2_with_the_command_that_mends_it(monkeypatch, capsys, missing, words):
+    find = importlib.util.find_spec
+    monkeypatch.setattr(importlib.util, "find_spec", lambda name, *a: None if name == missing else find(name, *a))
+    assert main(["verify", "--backend", "numpy", "--case", "drawn", "--dtype", "float64", *words]) == 2
+    err = capsys.readouterr().err
+    assert missing in err
+    assert err.endswith("pip install 'contrastile[verify]'\n")
+
+
+def test_an_absent_backend_is_skipped_unless_named(monkeypatch, capsys, tmp_path):
+    load = registry.load
+
+    def lacking(name):
+        if name == "torch":
+            raise BackendUnavailableError("backend 'torch' is not available: run: pip install 'contrastile[torch]'")
+        return load(name)
+
+    monkeypatch.setattr(registry, "load", lacking)
+    path = tmp_path / "out.json"
+    every = [word for word in QUICK if word not in ("--backend", "numpy")]
+    assert main([*every, "--json", str(path)]) == 0
+    assert "pip install 'contrastile[torch]'" in " ".join(capsys.readouterr().out.split())
+    rows = json.loads(path.read_text(encoding="utf-8"))["rows"]
+    assert [(row["backend"], row["status"], row["property"]) for row in rows] == [
+        ("torch", "skip", "all"),
+        ("numpy", "pass", "value"),
+    ]
+    assert main(["verify", "--backend", "torch"]) == 2
+
+
+def test_list_names_everything_and_runs_nothing(capsys):
+    assert main(["verify", "--list"]) == 0
+    out = capsys.readouterr().out
+    for name in (*registry.names(), *cases.names(), *PROPERTIES, "float32", "drawn"):
+        assert f"  {name}" in out
+
+
+def test_nothing_is_left_in_the_current_folder(tmp_path, monkeypatch, capsys):
+    monkeypatch.chdir(tmp_path)
+    words = ["verify", "--backend", "numpy", "--case", "drawn", "smoke", "--dtype", "float64", "--examples", "5"]
+    assert main(words) == 0
+    assert list(tmp_path.iterdir()) == []

@@ -1,0 +1,311 @@
+"""The tester tested: each planted defect is caught by its property, which the sound backend passes."""
+
+import itertools
+from dataclasses import replace
+
+import numpy as np
+import pytest
+from numpy.lib.stride_tricks import as_strided
+
+from contrastile.backends.contract import Options
+from contrastile.backends.registry import load
+from contrastile.verify.properties import PROPERTIES
+from contrastile.verify.runner import Run, Selection
+
+NUMPY = load("numpy")
+
+
+def on_lse(change):
+    return replace(NUMPY, lse=lambda block, columns, options: change(block, columns, options))
+
+
+def changed_statistics(change):
+    def lse(block, columns, options):
+        found = NUMPY.lse(block, columns, options)
+        return replace(found, row_lse=change(found.row_lse))
+
+    return on_lse(lse)
+
+
+def on_block(change, **only):
+    """A backend that sees a changed block in every primitive, or in the named ones."""
+
+    def wrap(primitive):
+        return lambda block, *call: primitive(change(block), *call)
+
+    names = only.get("primitives", ("lse", "gradients", "sigmoid"))
+    return replace(NUMPY, **{name: wrap(getattr(NUMPY, name)) for name in names})
+
+
+def on_gradients(change):
+    def gradients(block, weights, rows, columns, options):
+        change(lambda w, r, c: NUMPY.gradients(block, w, r, c, options), block, weights, rows, columns)
+
+    return replace(NUMPY, gradients=gradients)
+
+
+def starts_at_zero():
+    return changed_statistics(lambda x: np.logaddexp(x, 0.0))
+
+
+def drops_the_partial_tile():
+    """Columns past the last whole tile of 16 are forgotten, whatever tile is asked for."""
+
+    def lse(block, columns, options):
+        whole = NUMPY.lse(block, columns, options)
+        kept = max(1, len(block.columns) // 16 * 16)
+        pairs = replace(block.pairs, column_ids=None, row_ids=None)
+        return replace(
+            whole, row_lse=NUMPY.lse(replace(block, columns=block.columns[:kept], pairs=pairs), False, options).row_lse
+        )
+
+    return on_lse(lse)
+
+
+def drops_the_last_tile_asked_for():
+    def lse(block, columns, options):
+        whole = NUMPY.lse(block, columns, options)
+        over = len(block.columns) % options.tile[1] if options.tile else 0
+        if not over or over == len(block.columns):
+            return whole
+        part = NUMPY.lse(replace(block, columns=block.columns[:-over]), False, options)
+        return replace(whole, row_lse=part.row_lse)
+
+    return on_lse(lse)
+
+
+def ignores_positives():
+    return on_block(lambda block: replace(block, pairs=replace(block.pairs, positives=None)))
+
+
+def assumes_the_diagonal():
+    def diagonal(block):
+        return replace(block, pairs=replace(block.pairs, positives=np.arange(len(block.rows))))
+
+    return on_block(diagonal)
+
+
+def wraps_foreign_positives():
+    def wrap(block):
+        n = max(1, len(block.columns))
+        return replace(block, pairs=replace(block.pairs, positives=block.pairs.positives % n))
+
+    return on_block(wrap)
+
+
+def ignores_the_bias():
+    return on_block(lambda block: replace(block, bias=None))
+
+
+def swaps_the_gradients():
+    return on_gradients(lambda run, block, w, rows, columns: run(w, columns, rows))
+
+
+def overwrites_the_rows():
+    def change(run, block, w, rows, columns):
+        rows[...] = 0.0
+        run(w, rows, columns)
+
+    return on_gradients(change)
+
+
+def squares_the_weight():
+    return on_gradients(lambda run, block, w, r, c: run(replace(w, row_weight=w.row_weight * w.row_weight), r, c))
+
+
+def takes_the_weight_for_positive():
+    return on_gradients(lambda run, block, w, r, c: run(replace(w, row_weight=np.abs(w.row_weight)), r, c))
+
+
+def multiplies_by_the_scale():
+    def change(run, block, w, rows, columns):
+        run(w, rows, columns)
+        rows *= block.scale
+
+    return on_gradients(change)
+
+
+def wavers():
+    """Every other call is one unit in the last place off: within any bound, but not the same bits."""
+    calls = itertools.count()
+    return changed_statistics(lambda x: np.nextafter(x, np.inf) if next(calls) % 2 else x)
+
+
+def writes_past_the_end():
+    def change(run, block, w, rows, columns):
+        run(w, rows, columns)
+        # only inside a larger buffer: elsewhere this would corrupt the heap
+        if rows.base is not None and rows.base.ndim == 2:
+            as_strided(rows, (len(rows) + 1, rows.shape[1]), rows.strides)[-1] += 1.0
+
+    return on_gradients(change)
+
+
+def reads_past_the_end():
+    def longer(block):
+        columns = block.columns
+        if columns.base is None or columns.base.ndim != 2 or len(columns) < 2:
+            return block
+        shape = (len(columns) + 1, columns.shape[1])
+        return replace(block, columns=as_strided(columns, shape, columns.strides)[1:])
+
+    return on_block(longer, primitives=("lse",))
+
+
+def ignores_strides():
+    def flat(block):
+        rows = block.rows
+        if rows.base is None or rows.base.size < rows.size or rows.flags.c_contiguous:
+            return block
+        return replace(block, rows=rows.base.ravel()[: rows.size].reshape(rows.shape))
+
+    return on_block(flat)
+
+
+def scribbles_on_its_input():
+    def change(run, block, w, rows, columns):
+        run(w, rows, columns)
+        block.columns[0, 0] += 1.0
+
+    return on_gradients(change)
+
+
+def trusts_fresh_memory():
+    return changed_statistics(lambda x: x + 0.0 * np.empty_like(x))
+
+
+def swallows_nan():
+    def clean(block):
+        return replace(block, rows=np.nan_to_num(block.rows), columns=np.nan_to_num(block.columns))
+
+    return on_block(clean)
+
+
+def merges_equal_columns():
+    def lse(block, columns, options):
+        found = NUMPY.lse(block, columns, options)
+        once = np.unique(block.columns, axis=0)
+        return replace(found, row_lse=NUMPY.lse(replace(block, columns=once), False, options).row_lse)
+
+    return on_lse(lse)
+
+
+def forgets_later_blocks():
+    """The first block it ever sees has LSE right; a block of fewer columns than rows is taken for padding."""
+
+    def lse(block, columns, options):
+        found = NUMPY.lse(block, columns, options)
+        return replace(found, row_lse=np.full_like(found.row_lse, -np.inf)) if len(block.columns) < 17 else found
+
+    return on_lse(lse)
+
+
+def goes_below_zero():
+    def sigmoid(block, *call):
+        loss, total = NUMPY.sigmoid(block, *call)
+        return loss - 2.0 * np.abs(loss), total
+
+    return replace(NUMPY, sigmoid=sigmoid)
+
+
+def crashes():
+    def lse(block, columns, options):
+        raise IndexError("tile out of range")
+
+    return on_lse(lse)
+
+
+PLANTED = [
+    ("value", "all-negative", starts_at_zero),
+    ("value", "ragged", drops_the_partial_tile),
+    ("value", "ragged", ignores_positives),
+    ("gradients", "square-ragged", swaps_the_gradients),
+    ("gradients", "square-ragged", squares_the_weight),
+    ("gradients", "square-ragged", multiplies_by_the_scale),
+    ("gradients", "blocks", overwrites_the_rows),
+    ("tiles", "ragged", drops_the_last_tile_asked_for),
+    ("permutation", "smoke", assumes_the_diagonal),
+    ("shift", "smoke", ignores_the_bias),
+    ("split-merge", "smoke", wraps_foreign_positives),
+    ("split-merge", "smoke", forgets_later_blocks),
+    ("duplicates", "smoke", merges_equal_columns),
+    ("non-negative", "sigmoid", goes_below_zero),
+    ("upstream", "smoke", takes_the_weight_for_positive),
+    ("accumulation", "smoke", overwrites_the_rows),
+    ("determinism", "ragged", wavers),
+    ("guard-bands", "ragged", writes_past_the_end),
+    ("guard-bands", "ragged", reads_past_the_end),
+    ("guard-bands", "ragged", scribbles_on_its_input),
+    ("strided", "ragged", ignores_strides),
+    ("poisoned-memory", "ragged", trusts_fresh_memory),
+    ("non-finite", "ragged", swallows_nan),
+    ("value", "nan", swallows_nan),
+    ("value", "ragged", crashes),
+    ("drawn", "drawn", drops_the_partial_tile),
+    ("drawn", "drawn", swaps_the_gradients),
+    ("drawn", "drawn", crashes),
+]
+
+
+def run(backend, prop, case):
+    found = Run(Selection({"planted": backend}, [case], [prop], ["float64"], examples=30))
+    return list(found.rows()), found.failures
+
+
+@pytest.mark.parametrize(("prop", "case", "defect"), PLANTED, ids=lambda x: getattr(x, "__name__", x))
+def test_planted_defect_is_caught(prop, case, defect):
+    rows, failures = run(defect(), prop, case)
+    assert [row["status"] for row in rows] == ["fail"]
+    assert rows[0]["ratio"] >= 1
+    assert failures[0].row is rows[0]
+    assert rows[0]["reason"]
+
+
+@pytest.mark.parametrize(("prop", "case"), sorted({(prop, case) for prop, case, _ in PLANTED}))
+def test_sound_backend_passes_where_defects_were_caught(prop, case):
+    rows, failures = run(NUMPY, prop, case)
+    assert [(row["status"], row["reason"]) for row in rows] == [("pass", "")]
+    assert rows[0]["ratio"] < 1
+    assert not failures
+
+
+def test_every_property_of_every_case_has_a_planted_defect():
+    caught = {prop for prop, _, _ in PLANTED}
+    assert set(PROPERTIES) - caught == {"saved-bytes"}
+
+
+def test_every_property_says_what_it_is():
+    assert all(each.about.endswith(".") for each in PROPERTIES.values())
+
+
+def test_saved_bytes_tells_linear_from_quadratic(monkeypatch):
+    torch = pytest.importorskip("torch")
+    import contrastile
+
+    def full_logits(image, text, scale, *, backend):
+        return (scale * image @ text.T).logsumexp(dim=1).mean()
+
+    def select(name):
+        return Run(Selection({"torch": load(name)}, ["batch-doubling"], None, ["float32"]))
+
+    assert [row["status"] for row in select("torch").rows()] == ["pass"]
+    monkeypatch.setattr(contrastile, "clip_loss", full_logits)
+    quadratic = select("torch")
+    (row,) = quadratic.rows()
+    assert row["status"] == "fail"
+    assert torch.is_grad_enabled()
+    (skipped,) = Run(Selection({"numpy": NUMPY}, ["batch-doubling"], None, ["float32"])).rows()
+    assert skipped["status"] == "skip"
+
+
+def test_tile_options_reach_the_backend():
+    seen = []
+
+    def lse(block, columns, options):
+        seen.append(options)
+        return NUMPY.lse(block, columns, options)
+
+    rows, _ = run(on_lse(lse), "tiles", "one-row")
+    assert rows[0]["status"] == "pass"
+    assert Options(tile=(7, 5)) in seen
+    assert Options(tile=(1, 1)) in seen

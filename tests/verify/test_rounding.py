@@ -1,0 +1,93 @@
+"""Rounding is to the nearest representable value, ties to even, in every dtype."""
+
+from __future__ import annotations
+
+from fractions import Fraction
+
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from contrastile.verify.rounding import UNDERFLOW, UNIT, round_to
+
+# precision in bits, least exponent of a normal number, largest finite value
+FORMATS = {
+    "float16": (11, -14, 65504.0),
+    "bfloat16": (8, -126, (2 - 2.0**-7) * 2.0**127),
+    "float32": (24, -126, float(np.finfo(np.float32).max)),
+    "float64": (53, -1022, float(np.finfo(np.float64).max)),
+}
+
+
+def nearest(x: float, dtype: str) -> float:
+    """The definition, in exact rational arithmetic."""
+    bits, least, largest = FORMATS[dtype]
+    if x == 0:
+        return x
+    _, exponent = np.frexp(abs(x))
+    spacing = Fraction(2) ** (max(int(exponent) - 1, least) - bits + 1)
+    # round() of a Fraction is to even
+    rounded = round(Fraction(x) / spacing) * spacing
+    if abs(rounded) > Fraction(largest):
+        return float(np.copysign(np.inf, x))
+    return float(np.copysign(float(rounded), x))
+
+
+@given(x=st.floats(allow_nan=False, allow_infinity=False), dtype=st.sampled_from(sorted(FORMATS)))
+def test_any_number(x: float, dtype: str) -> None:
+    assert float(round_to(x, dtype)) == nearest(x, dtype)
+
+
+@given(
+    significand=st.integers(-(2**14), 2**14),
+    exponent=st.integers(-150, 128),
+    nudge=st.sampled_from([0.0, 2.0**-30, -(2.0**-30)]),
+    dtype=st.sampled_from(["float16", "bfloat16", "float32"]),
+)
+def test_ties_and_their_neighbours(significand: int, exponent: int, nudge: float, dtype: str) -> None:
+    x = float(np.ldexp(significand * (1 + nudge), exponent))
+    assert float(round_to(x, dtype)) == nearest(x, dtype)
+
+
+@pytest.mark.parametrize("dtype", FORMATS)
+def test_representable_values_stay(dtype: str) -> None:
+    bits, least, largest = FORMATS[dtype]
+    smallest = 2.0 ** (least - bits + 1)
+    kept = np.array([0.0, -0.0, 1.0, largest, -largest, smallest, 2.0**least, np.inf, -np.inf])
+    assert np.array_equal(round_to(kept, dtype), kept)
+    assert np.array_equal(np.signbit(round_to(kept, dtype)), np.signbit(kept))
+    assert np.isnan(round_to(np.nan, dtype))
+
+
+def test_all_bfloat16_patterns_stay() -> None:
+    with np.errstate(invalid="ignore"):  # signalling NaNs
+        every = (np.arange(2**16, dtype=np.uint32) << 16).view(np.float32).astype(np.float64)
+    assert np.array_equal(round_to(every, "bfloat16"), every, equal_nan=True)
+
+
+def test_no_double_rounding_through_float32() -> None:
+    # above the tie 1 + 2^-8 by less than float32 can hold: float32 would land on the tie, and that goes to even
+    assert float(round_to(1 + 2.0**-8 + 2.0**-40, "bfloat16")) == 1 + 2.0**-7
+
+
+@pytest.mark.parametrize("dtype", FORMATS)
+def test_unit_is_the_largest_relative_error(dtype: str) -> None:
+    tie = 1 + UNIT[dtype]
+    if dtype != "float64":
+        assert float(round_to(tie, dtype)) == 1.0
+        assert float(round_to(tie + UNIT[dtype] / 2, dtype)) == 1 + 2 * UNIT[dtype]
+    assert 0 < UNDERFLOW[dtype] <= 2.0 ** FORMATS[dtype][1]
+
+
+def test_shapes_and_inputs() -> None:
+    x = np.full((3, 0, 2), 1.0, dtype=np.float32)
+    assert round_to(x, "bfloat16").shape == (3, 0, 2)
+    strided = np.arange(12.0).reshape(3, 4)[:, ::2]
+    assert np.array_equal(round_to(strided, "bfloat16"), strided)
+    assert round_to(3, "float16").dtype == np.float64
+
+
+def test_an_unknown_dtype_is_refused() -> None:
+    with pytest.raises(ValueError, match="dtype must be one of float16, bfloat16, float32, float64, got 'float8'"):
+        round_to(1.0, "float8")

@@ -1,0 +1,131 @@
+"""Running a problem and comparing its outcome."""
+
+from dataclasses import replace
+
+import numpy as np
+import pytest
+
+from contrastile.backends.registry import available, load
+from contrastile.verify import cases
+from contrastile.verify.rearrange import doubled, permuted, unpermuted
+from contrastile.verify.run import compare, materialise, outcome
+from contrastile.verify.truth import Outcome, masks, truth
+
+ONES = Outcome(
+    loss=np.asarray(1.0),
+    row_lse=np.ones(3),
+    row_positive=None,
+    column_lse=None,
+    column_positive=None,
+    rows=np.ones((3, 2)),
+    columns=(np.ones((2, 2)), np.ones((0, 2)), np.ones((4, 2))),
+    scale=np.asarray(1.0),
+    bias=None,
+)
+BOUND = replace(ONES, loss=np.asarray(0.5))
+
+
+def changed(field, index, value):
+    x = getattr(ONES, field).copy()
+    x[index] = value
+    return replace(ONES, **{field: x})
+
+
+def test_equal_outcomes_have_ratio_0_even_with_bound_0():
+    zero = replace(BOUND, row_lse=np.zeros(3))
+    assert compare(ONES, ONES, zero).ratio == 0.0
+
+
+def test_worst_element_is_located():
+    worst = compare(changed("rows", (2, 1), 1.5), ONES, BOUND)
+    assert (worst.field, worst.index, worst.error, worst.bound, worst.ratio) == ("rows", (2, 1), 0.5, 1.0, 0.5)
+    assert str(worst) == "rows[2, 1]: error 0.5, bound 1"
+
+
+def test_column_blocks_are_told_apart():
+    blocks = (*ONES.columns[:2], np.full((4, 2), 4.0))
+    worst = compare(replace(ONES, columns=blocks), ONES, BOUND)
+    assert (worst.field, worst.ratio) == ("columns[2]", 3.0)
+
+
+def test_scalar_loss_is_compared_with_its_own_bound():
+    assert compare(replace(ONES, loss=np.asarray(2.0)), ONES, BOUND).ratio == 2.0
+
+
+@pytest.mark.parametrize(
+    ("got", "true", "ratio"),
+    [
+        (np.nan, np.nan, 0.0),
+        (np.inf, np.inf, 0.0),
+        (-np.inf, -np.inf, 0.0),
+        (np.inf, -np.inf, np.inf),
+        (np.nan, np.inf, np.inf),
+        (np.inf, np.nan, np.inf),
+        (1.0, np.nan, np.inf),
+        (1.0, np.inf, np.inf),
+        (np.nan, 1.0, np.inf),
+        (-np.inf, 1.0, np.inf),
+    ],
+)
+@pytest.mark.parametrize("bound", [0.0, 1.0, np.inf])
+def test_not_finite_asks_for_the_same(got, true, ratio, bound):
+    bounds = replace(BOUND, row_lse=np.full(3, bound))
+    assert compare(changed("row_lse", 1, got), changed("row_lse", 1, true), bounds).ratio == ratio
+
+
+def test_error_above_bound_0_or_nan_is_hopeless():
+    for bound in (0.0, np.nan):
+        worst = compare(changed("row_lse", 1, 1.25), ONES, replace(BOUND, row_lse=np.full(3, bound)))
+        assert (worst.ratio, worst.index, worst.error) == (np.inf, (1,), 0.25)
+
+
+def test_missing_field_and_wrong_shape_are_hopeless():
+    assert compare(replace(ONES, row_lse=None), ONES, BOUND).ratio == np.inf
+    assert compare(replace(ONES, row_lse=np.ones(4)), ONES, BOUND).ratio == np.inf
+    assert compare(replace(ONES, columns=ONES.columns[:2]), ONES, BOUND).ratio == np.inf
+
+
+def test_only_the_named_fields_are_compared():
+    assert compare(changed("rows", (0, 0), 9.0), ONES, BOUND, ("loss", "row_lse")).ratio == 0.0
+
+
+def test_a_backend_cannot_reach_the_problem():
+    problem = cases.build("ragged", "float64").problem
+    native = materialise(problem, load("numpy"), "float64")
+    native.rows[...] = 0.0
+    native.columns[0][...] = 0.0
+    assert problem.rows.any()
+    assert problem.columns[0].any()
+
+
+@pytest.mark.parametrize("name", [name for name, missing in available().items() if missing is None])
+@pytest.mark.parametrize("case", ["blocks", "labels", "sigmoid-ids", "zero-rows"])
+def test_outcome_has_the_truth_s_shapes_in_float64(name, case):
+    problem = cases.build(case, "float32").problem
+    got, true = outcome(problem, load(name), "float32"), truth(problem).outcome
+    for field in ("loss", "row_lse", "row_positive", "column_lse", "column_positive", "rows", "scale", "bias"):
+        a, b = getattr(got, field), getattr(true, field)
+        assert (a is None) == (b is None), field
+        assert a is None or (a.shape == b.shape and a.dtype == np.float64), field
+    assert [x.shape for x in got.columns] == [x.shape for x in true.columns]
+
+
+@pytest.mark.parametrize("case", ["ids-drop", "labels", "self-excluded", "blocks"])
+def test_permuting_and_back_is_the_same_problem(case):
+    problem = cases.build(case, "float64").problem
+    random = np.random.default_rng(5)
+    rows, columns = random.permutation(len(problem.rows)), random.permutation(sum(map(len, problem.columns)))
+    there = permuted(problem, rows, columns)
+    for mask, moved in zip(masks(problem), masks(there), strict=True):
+        assert np.array_equal(mask[np.ix_(rows, columns)], moved)
+    back = unpermuted(truth(there).outcome, rows, columns)
+    assert np.array_equal(back.row_lse.argsort(), truth(problem).outcome.row_lse.argsort())
+
+
+@pytest.mark.parametrize("case", ["ids-drop", "labels", "self-excluded", "blocks", "ragged"])
+def test_doubling_keeps_the_sum_of_targets(case):
+    problem = cases.build(case, "float64").problem
+    (_, before), (_, after) = masks(problem), masks(doubled(problem))
+    u = np.finfo(np.float64).eps
+    moved = doubled(problem).row_target * after.sum(axis=1) - problem.row_target * before.sum(axis=1)
+    assert (np.abs(moved) <= 4 * u).all()

@@ -1,0 +1,178 @@
+"""The runner: which rows there are, what a row holds, and problems drawn by hypothesis."""
+
+from dataclasses import replace
+
+import numpy as np
+import pytest
+
+from contrastile.backends.contract import Options, UnsupportedProblemError
+from contrastile.backends.registry import load
+from contrastile.verify import cases, strategies
+from contrastile.verify.properties import PROPERTIES
+from contrastile.verify.runner import DTYPES, Run, Selection
+from contrastile.verify.strategies import Recipe, problem, recipes
+from contrastile.verify.trial import Subject
+from contrastile.verify.truth import masks, truth
+
+NUMPY = load("numpy")
+FIELDS = {"backend", "property", "case", "dtype", "world", "ratio", "status", "reason"}
+RECIPE = Recipe(5, 7, 3, "softmax", "normal", 14.0, 0.0, "signed", True, "drop", 2, 0, 1, 11)
+
+
+def rows_of(**selection):
+    return list(Run(Selection({"numpy": NUMPY}, **selection)).rows())
+
+
+def test_there_is_one_row_for_each_combination():
+    found = rows_of(cases=["smoke", "one-row", "batch-doubling"], properties=["value", "tiles", "saved-bytes"])
+    expected = {(p, c, d) for p in ("value", "tiles") for c in ("smoke", "one-row") for d in DTYPES}
+    expected |= {("saved-bytes", "batch-doubling", d) for d in DTYPES}
+    assert {(row["property"], row["case"], row["dtype"]) for row in found} == expected
+    assert len(found) == len(expected)
+    assert all(set(row) == FIELDS and row["world"] == 1 and row["backend"] == "numpy" for row in found)
+
+
+def test_everything_is_selected_by_default():
+    selection = Selection({"numpy": NUMPY})
+    assert selection.case_names() == cases.names()
+    assert [each.name for each in selection.chosen()] == list(PROPERTIES)
+    assert [selection.own_cases(each) for each in selection.chosen() if each.case] == [["batch-doubling"], ["drawn"]]
+
+
+def test_progress_counts_every_row():
+    seen = []
+    run = Run(Selection({"numpy": NUMPY}, ["one-row"], ["value", "shift"], DTYPES), lambda *step: seen.append(step))
+    rows = list(run.rows())
+    assert [step[:2] for step in seen] == [(i + 1, len(rows)) for i in range(len(rows))]
+
+
+def test_what_a_backend_does_not_take_is_skipped_with_the_reason():
+    skipped = {row["dtype"]: row["reason"] for row in rows_of(cases=["smoke"], properties=["value"]) if row["reason"]}
+    assert skipped == {"bfloat16": "takes float16, float32, float64 only"}
+    (row,) = rows_of(cases=["smoke"], properties=["value"], dtypes=["float32"], device="cuda")
+    assert (row["status"], row["ratio"], row["reason"]) == ("skip", None, "runs on cpu only")
+
+
+def test_a_refused_problem_is_skipped_with_the_reason():
+    refusing = replace(NUMPY, supports=lambda block: "width must be even" if block.rows.shape[1] % 2 else None)
+    run = Run(Selection({"refusing": refusing}, ["ragged", "drawn"], ["value", "drawn"], ["float64"], examples=20))
+    assert [row["status"] for row in run.rows()] == ["pass", "pass"]
+    refusing = replace(NUMPY, supports=lambda block: "the moon is full")
+    (row,) = Run(Selection({"refusing": refusing}, ["ragged"], ["value"], ["float64"])).rows()
+    assert (row["status"], row["ratio"]) == ("skip", None)
+    assert row["reason"].endswith("the moon is full")
+
+
+def test_a_refusal_halfway_does_not_hide_a_failure():
+    def lse(block, columns, options):
+        if options.tile == (7, 5):
+            found = NUMPY.lse(block, columns, options)
+            return replace(found, row_lse=found.row_lse + 1.0)
+        raise UnsupportedProblemError("tile must be 7 x 5")
+
+    (row,) = Run(Selection({"halfway": replace(NUMPY, lse=lse)}, ["smoke"], ["tiles"], ["float64"])).rows()
+    assert row["status"] == "fail"
+
+
+def test_nan_ratio_is_a_failure(monkeypatch):
+    from contrastile.verify.run import Worst
+
+    vague = replace(PROPERTIES["value"], check=lambda trial: iter([("", Worst(float("nan"), "loss", (), 0.0, 0.0))]))
+    monkeypatch.setitem(PROPERTIES, "value", vague)
+    (row,) = rows_of(cases=["smoke"], properties=["value"], dtypes=["float64"])
+    assert row["status"] == "fail"
+
+
+def test_rows_do_not_depend_on_what_else_is_run():
+    both = rows_of(cases=["ragged", "smoke"], properties=["permutation", "value"], dtypes=["float32", "float64"])
+    (one,) = rows_of(cases=["smoke"], properties=["permutation"], dtypes=["float64"])
+    assert one in both
+
+
+def test_recipe_prints_and_parses():
+    assert Recipe.parse(str(RECIPE)) == RECIPE
+    assert str(RECIPE).startswith("drawn:m=5,n=7,d=3,kind=softmax")
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        "drawn:",
+        "drawn:m=1",
+        str(RECIPE).replace("m=5", "m=five"),
+        str(RECIPE) + ",more=1",
+        str(RECIPE).replace("normal", "odd"),
+        str(RECIPE).replace("n=7", "n=0"),
+    ],
+)
+def test_what_is_no_recipe_says_so(text):
+    with pytest.raises(ValueError, match="as a failure prints it"):
+        Recipe.parse(text)
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("pairs", strategies.PAIRS)
+@pytest.mark.parametrize("kind", ["softmax", "sigmoid"])
+def test_drawn_problems_keep_the_contract(dtype, pairs, kind):
+    from contrastile.verify.rounding import round_to
+
+    made = problem(replace(RECIPE, pairs=pairs, kind=kind, m=13, n=17), dtype)
+    admitted, positive = masks(made)
+    assert sum(map(len, made.columns)) == 17
+    assert all(np.array_equal(x, round_to(x, dtype)) for x in (made.rows, *made.columns))
+    assert (made.row_weight[~admitted.any(axis=1)] == 0).all()
+    assert (made.row_target[~positive.any(axis=1)] == 0).all()
+    assert (made.column_weight is None) == (kind == "sigmoid")
+    assert np.isfinite(truth(made).outcome.loss)
+
+
+def test_drawing_is_determined_by_the_seed():
+    seen: dict[str, list[str]] = {}
+    for label, seed in (("first", 3), ("again", 3), ("other", 4)):
+        log = seen.setdefault(label, [])
+
+        def lse(block, columns, options, log=log):
+            log.append(f"{block.rows.shape}{block.columns.shape}{float(block.scale)}{options}")
+            return NUMPY.lse(block, columns, options)
+
+        subject = Subject("logging", replace(NUMPY, lse=lse), "float64", seed=seed, examples=15)
+        list(PROPERTIES["drawn"].check(subject, "drawn"))
+    assert seen["first"] == seen["again"] != seen["other"]
+
+
+def test_strategy_reaches_every_kind_of_problem():
+    from hypothesis import Phase, given, settings
+
+    seen = set()
+
+    @settings(max_examples=300, database=None, derandomize=True, phases=[Phase.generate], deadline=None)
+    @given(recipes())
+    def collect(recipe):
+        seen.update((recipe.kind, recipe.features, recipe.weights, recipe.pairs, recipe.two_sided))
+        seen.add(("blocks", recipe.blocks))
+        seen.add(recipe.options == Options())
+
+    collect()
+    expected = {"softmax", "sigmoid", *strategies.FEATURES, *strategies.PAIRS, *strategies.WEIGHTS, True, False}
+    assert expected | {("blocks", b) for b in (1, 2, 3)} <= seen
+
+
+def test_a_drawn_failure_is_shrunk_and_its_command_names_it():
+    def gradients(block, weights, rows, columns, options):
+        NUMPY.gradients(block, weights, rows, columns, options)
+        if rows is not None and len(block.rows) >= 3 and len(block.columns) >= 2:
+            rows += 1.0
+
+    broken = replace(NUMPY, gradients=gradients)
+    run = Run(Selection({"broken": broken}, ["drawn"], dtypes=["float64"], examples=50))
+    (row,) = run.rows()
+    (failure,) = run.failures
+    assert (row["case"], row["status"]) == ("drawn", "fail")
+    smallest = Recipe.parse(failure.label)
+    assert (smallest.m, smallest.kind) == (3, "softmax")
+    assert f"'{failure.label}'" in failure.command or failure.label in failure.command
+    again = Run(Selection({"broken": broken}, [failure.label], dtypes=["float64"]))
+    assert [r["reason"] for r in again.rows()] == [row["reason"]]
+    assert [r["status"] for r in Run(Selection({"numpy": NUMPY}, [failure.label], dtypes=["float64"])).rows()] == [
+        "pass"
+    ]

@@ -1,0 +1,174 @@
+"""The truth is the general loss as the contract states it: against sums written out, and central differences."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import replace
+
+import numpy as np
+import pytest
+
+from contrastile.exchange.problem import Problem
+from contrastile.oracle.named import clip, info_nce, nt_xent, siglip, sup_con
+from contrastile.verify.bounds import ORACLE, bounds
+from contrastile.verify.cases import build, names
+from contrastile.verify.truth import masks, truth
+
+FINITE = [name for name in names() if not name.startswith("wordnet") and name not in ("nan", "inf")]
+SIDES = ("row", "column")
+
+
+def by_hand(problem: Problem) -> float:
+    """The loss, pair by pair, with the contract's words for the masks."""
+    q, k = problem.rows, np.concatenate(problem.columns)
+    m, n = len(q), len(k)
+    bias = 0.0 if problem.bias is None else float(problem.bias)
+    x = {(i, j): float(problem.scale) * math.fsum(q[i] * k[j]) + bias for i in range(m) for j in range(n)}
+    positive, admitted = set(), set()
+    for i, j in x:
+        equal = problem.row_ids is not None and problem.row_ids[i] == problem.column_ids[j]
+        excluded = problem.excluded is not None and problem.excluded[i] == j
+        pointed = problem.positives is not None and problem.positives[i] == j
+        if not excluded and (pointed or (problem.match == "target" and equal)):
+            positive.add((i, j))
+        if (i, j) in positive or not (excluded or (problem.match == "drop" and equal)):
+            admitted.add((i, j))
+    if problem.kind == "sigmoid":
+        z = {pair: 1 if pair in positive else -1 for pair in admitted}
+        return math.fsum(problem.row_weight[i] * _softplus(-z[i, j] * x[i, j]) for i, j in admitted)
+    terms = []
+    for axis, side in enumerate(SIDES):
+        weights, targets = getattr(problem, f"{side}_weight"), getattr(problem, f"{side}_target")
+        for own, weight in enumerate([] if weights is None else weights):
+            if weight:
+                top = max(x[pair] for pair in admitted if pair[axis] == own)
+                total = math.fsum(math.exp(x[pair] - top) for pair in admitted if pair[axis] == own)
+                mean = targets[own] * math.fsum(x[pair] for pair in positive if pair[axis] == own)
+                terms.append(weight * (top + math.log(total) - mean))
+    return math.fsum(terms)
+
+
+def _softplus(t: float) -> float:
+    return max(t, 0.0) + math.log1p(math.exp(-abs(t)))
+
+
+@pytest.mark.parametrize("name", FINITE)
+def test_the_loss_is_the_sum_written_out(name: str) -> None:
+    problem = build(name, "float32").problem
+    exact = truth(problem)
+    assert abs(exact.outcome.loss - by_hand(problem)) <= bounds(problem, exact, ORACLE, "float64").loss
+
+
+@pytest.mark.parametrize("name", FINITE)
+def test_the_gradients_are_the_losss_differences(name: str) -> None:
+    """Along a random direction h of all inputs at once: (f(+e) - f(-e)) / 2e = <gradient, h>, two orders in e."""
+    problem = build(name, "float32").problem
+    upstream = 1.75
+    exact = truth(problem, upstream)
+    draw = np.random.default_rng(3)
+    rows = draw.standard_normal(problem.rows.shape)
+    columns = tuple(draw.standard_normal(block.shape) for block in problem.columns)
+    scale, bias = draw.standard_normal(2)
+    bias = bias if problem.bias is not None else 0.0
+
+    def along(step: float) -> float:
+        moved = replace(
+            problem,
+            rows=problem.rows + step * rows,
+            columns=tuple(block + step * h for block, h in zip(problem.columns, columns, strict=True)),
+            scale=problem.scale + step * scale,
+            bias=None if problem.bias is None else problem.bias + step * bias,
+        )
+        return upstream * float(truth(moved).outcome.loss)
+
+    found = exact.outcome
+    slope = (found.rows * rows).sum() + found.scale * scale + (0.0 if found.bias is None else found.bias * bias)
+    slope += sum((g * h).sum() for g, h in zip(found.columns, columns, strict=True))
+    step = 2.0**-12
+    coarse, fine = ((along(e) - along(-e)) / (2 * e) for e in (step, step / 2))
+    # Richardson: the coarse and the fine difference tell the truncation; rounding of two losses is divided by 2e
+    noise = 2 * upstream * float(bounds(problem, exact, ORACLE, "float64").loss) / step
+    assert abs(fine - slope) <= abs(coarse - fine) + noise
+
+
+def test_it_is_the_named_losses() -> None:
+    smoke, labels, views, sigmoid = (build(name, "float64").problem for name in _NAMED)
+    drop, wide = build("ids-drop", "float64").problem, build("rectangular", "float64").problem
+    b = len(sigmoid.rows)
+    ids = {"row_ids": drop.row_ids, "column_ids": drop.column_ids}
+    for problem, expected in (
+        (smoke, clip(smoke.rows, smoke.columns[0], smoke.scale)),
+        (drop, clip(drop.rows, drop.columns[0], drop.scale, **ids)),
+        (wide, info_nce(wide.rows, wide.columns[0], wide.scale)),
+        (labels, sup_con(labels.rows, labels.row_ids, labels.scale)),
+        (views, nt_xent(views.rows[:13], views.rows[13:], views.scale)),
+        (replace(sigmoid, row_weight=np.full(b, 1 / b)), siglip(sigmoid.rows, sigmoid.columns[0], 10.0, -10.0)),
+    ):
+        exact = truth(problem)
+        # weights and targets were rounded to float32, each term by at most 2^-24 of itself
+        terms = float(bounds(problem, exact, ORACLE, "float64").loss) + 2.0**-24 * _magnitude(exact)
+        assert abs(exact.outcome.loss - expected.loss) <= terms
+
+
+_NAMED = ("smoke", "labels", "self-excluded", "sigmoid")
+
+
+def _magnitude(exact: object) -> float:
+    """Sum of |w| (|L| + 2 |t positive|) over both directions: weights and targets are each off by a rounding."""
+    sides = [side for side in (exact.row, exact.column) if side is not None]
+    return sum(
+        float(
+            (np.abs(s.weight) * np.where(s.weight == 0, 0, np.abs(s.lse) + 2 * np.abs(s.target * s.positive_sum))).sum()
+        )
+        for s in sides
+    )
+
+
+def test_an_excluded_pair_is_neither_positive_nor_admitted() -> None:
+    """Whether an index or a label would have made it the positive."""
+    one = np.ones((1, 1))
+    zero = np.zeros(1, dtype=np.int64)
+    bare = Problem(one, (one,), np.float64(1.0), np.ones(1), np.ones(1), excluded=zero)
+    pointed = replace(bare, positives=zero)
+    matched = replace(bare, row_ids=zero, column_ids=zero, match="target")
+    for problem in (pointed, matched):
+        assert [bool(mask.any()) for mask in masks(problem)] == [False, False]
+
+
+def test_column_blocks_are_one_loss() -> None:
+    problem = build("blocks", "float64").problem
+    whole = truth(replace(problem, columns=(np.concatenate(problem.columns),)))
+    parts = truth(problem)
+    assert [len(block) for block in parts.outcome.columns] == [31, 0, 9]
+    assert np.array_equal(np.concatenate(parts.outcome.columns), whole.outcome.columns[0])
+    assert np.array_equal(parts.outcome.rows, whole.outcome.rows)
+
+
+def test_the_upstream_gradient_multiplies_the_gradients_alone() -> None:
+    for name in ("ragged", "sigmoid-ids"):
+        problem = build(name, "float32").problem
+        once, twice = truth(problem).outcome, truth(problem, 2.0).outcome
+        assert once.loss == twice.loss
+        assert np.array_equal(2 * once.rows, twice.rows)
+        assert all(np.array_equal(2 * a, b) for a, b in zip(once.columns, twice.columns, strict=True))
+        assert 2 * once.scale == twice.scale
+
+
+def test_what_a_kind_of_loss_has() -> None:
+    one_way, two_way, sigmoid = (truth(build(name, "float32").problem).outcome for name in ("labels", "hot", "sigmoid"))
+    assert one_way.column_lse is one_way.column_positive is one_way.bias is None
+    assert two_way.column_lse.shape == two_way.column_positive.shape == (41,)
+    assert sigmoid.row_lse is sigmoid.row_positive is sigmoid.column_lse is None
+    assert sigmoid.bias.shape == sigmoid.scale.shape == sigmoid.loss.shape == ()
+
+
+def test_not_a_number_comes_out() -> None:
+    nan, inf = (truth(build(name, "float32").problem).outcome for name in ("nan", "inf"))
+    for found in (nan, inf):
+        assert np.isnan(found.loss)
+        assert np.isnan(found.scale)
+        assert np.isnan(found.column_lse).all()
+        assert np.isnan(found.rows).all()
+        assert np.isnan(found.columns[0]).all()
+    assert np.isnan(nan.row_lse).all()
+    assert np.array_equal(np.flatnonzero(np.isnan(inf.row_lse)), [3])
