@@ -133,23 +133,16 @@ def main() -> int:
     parser.add_argument("--model", type=Path, help="folder of weights (default: the installed package's)")
     parser.add_argument("--output", type=Path, default=OUTPUT, help="the file to write")
     parser.add_argument("--texts", type=Path, help="also write the texts, one tab-separated pair a line")
-    parser.add_argument(
-        "--check", action="store_true", help="write nothing; exit 1 unless OUTPUT has these bytes"
-    )
+    parser.add_argument("--check", action="store_true", help="write nothing; exit 1 unless OUTPUT has these bytes")
     arguments = parser.parse_args()
     if not arguments.wordnet.is_dir():
-        raise SystemExit(
-            f"no dictionary in {arguments.wordnet}: apt-get install wordnet-base, or --wordnet FOLDER"
-        )
+        raise SystemExit(f"no dictionary in {arguments.wordnet}: apt-get install wordnet-base, or --wordnet FOLDER")
 
     pairs = choose(read_synsets(arguments.wordnet))
     made = npz_bytes(arrays(pairs, Encoder(arguments.model or model_folder())))
     print(f"{len(pairs)} pairs, {len(made)} bytes, SHA-256 {hashlib.sha256(made).hexdigest()}")
     if arguments.texts:
-        lines = [
-            f"{synset.part_of_speech}{synset.offset:08d}\t{text}\t{synset.gloss}\n"
-            for synset, _, text in pairs
-        ]
+        lines = [f"{synset.part_of_speech}{synset.offset:08d}\t{text}\t{synset.gloss}\n" for synset, _, text in pairs]
         arguments.texts.write_text("".join(lines), encoding="utf-8")
     if arguments.check:
         same = arguments.output.read_bytes() == made

@@ -59,9 +59,7 @@ class WordPiece:
         """
         pieces = [piece for word in _words(text) for piece in self._pieces(word)]
         if len(pieces) + 2 > MAX_TOKENS:
-            raise ValueError(
-                f"a text must have at most {MAX_TOKENS - 2} tokens, got {len(pieces)}: shorten it"
-            )
+            raise ValueError(f"a text must have at most {MAX_TOKENS - 2} tokens, got {len(pieces)}: shorten it")
         return [self.first, *pieces, self.last]
 
     def _pieces(self, word: str) -> list[int]:
@@ -136,9 +134,7 @@ class Encoder:
         by_length: dict[int, list[int]] = {}
         for row, tokens in enumerate(ids):
             by_length.setdefault(len(tokens), []).append(row)
-        features = torch.empty(
-            len(ids), self.weights["embeddings.LayerNorm.bias"].numel(), dtype=torch.float64
-        )
+        features = torch.empty(len(ids), self.weights["embeddings.LayerNorm.bias"].numel(), dtype=torch.float64)
         # A batch holds texts of one length, so nothing is padded and attention needs no mask.
         for rows in by_length.values():
             for start in range(0, len(rows), BATCH):
@@ -158,8 +154,7 @@ class Encoder:
 
     def _layer(self, name: str, hidden: torch.Tensor) -> torch.Tensor:
         query, key, value = (
-            self._split(self._linear(f"{name}.attention.self.{part}", hidden))
-            for part in ("query", "key", "value")
+            self._split(self._linear(f"{name}.attention.self.{part}", hidden)) for part in ("query", "key", "value")
         )
         logits = query @ key.transpose(-1, -2) / query.shape[-1] ** 0.5
         mixed = (logits.softmax(dim=-1) @ value).transpose(1, 2).flatten(start_dim=2)

@@ -91,9 +91,7 @@ def _scaled(features: np.ndarray) -> np.ndarray:
 
 
 def _with(features: np.ndarray, value: float) -> np.ndarray:
-    return np.where(
-        np.arange(features.size).reshape(features.shape) == 7 * WIDTH + 5, np.float16(value), features
-    )
+    return np.where(np.arange(features.size).reshape(features.shape) == 7 * WIDTH + 5, np.float16(value), features)
 
 
 DAMAGE: list[tuple[str, Callable[[np.ndarray], np.ndarray], str]] = [

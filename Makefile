@@ -1,0 +1,62 @@
+# make verify   every backend on this machine against the float64 oracle, real embeddings included
+# make test     lint, types and tests with coverage
+# make docs     the site, into site/
+# Each needs Python 3.11+ with pip, and nothing else: a virtual environment in $(VENV) holds the rest.
+#
+#   VENV=DIR          where the virtual environment goes
+#   PYTHON=python3.12 the interpreter it is made from
+#   PIP_FLAGS=...     more for pip install, e.g. an index of CPU wheels (Linux wheels of torch can bring CUDA along)
+
+PYTHON ?= python3
+VENV ?= .venv
+PIP_FLAGS ?=
+ARGS ?=
+
+BIN := $(VENV)/bin
+PINS := constraints.txt
+STAMPS := $(VENV)/.installed
+
+.DELETE_ON_ERROR:
+.PHONY: verify test lint types pytest docs errors clean
+
+verify: $(STAMPS)-verify
+	$(BIN)/contrastile verify $(ARGS)
+
+test: lint types pytest
+
+lint: $(STAMPS)-test
+	$(BIN)/ruff check .
+	$(BIN)/ruff format --check .
+
+types: $(STAMPS)-test
+	$(BIN)/mypy
+	$(BIN)/pyright --pythonpath $(BIN)/python
+
+# the oracle and the bounds are what everything else is held to: not one line of them goes untested
+pytest: $(STAMPS)-test
+	$(BIN)/python -m pytest --cov=contrastile.oracle --cov=contrastile.verify.bounds \
+	  --cov-report=term-missing:skip-covered --cov-fail-under=100 $(ARGS)
+
+docs: $(STAMPS)-docs
+	NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build --strict --quiet
+
+# the table of errors in docs/ is what the code says, not what somebody wrote down
+errors: $(STAMPS)-test
+	$(BIN)/python scripts/make_errors_page.py
+
+$(STAMPS)-verify: EXTRAS = torch,verify
+$(STAMPS)-test: EXTRAS = test
+$(STAMPS)-docs: EXTRAS = docs
+
+$(STAMPS)-%: pyproject.toml $(PINS) | $(BIN)/python
+	$(BIN)/python -m pip install --quiet --disable-pip-version-check -c $(PINS) $(PIP_FLAGS) -e '.[$(EXTRAS)]'
+	touch $@
+
+# some systems ship Python without ensurepip: then the system's own pip fills the environment
+$(BIN)/python:
+	$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11) and "contrastile needs Python 3.11 or newer")'
+	$(PYTHON) -m venv $(VENV) 2>/dev/null || \
+	  { $(PYTHON) -m venv --clear --without-pip $(VENV) && $(PYTHON) -m pip --python $@ install --quiet pip; }
+
+clean:
+	rm -rf site build htmlcov .coverage .pytest_cache .mypy_cache .ruff_cache

@@ -1,0 +1,56 @@
+"""Writes docs/errors.md: every refusal of the front door, in the words that the code says (tests/provocations.py).
+
+python scripts/make_errors_page.py            writes the page
+python scripts/make_errors_page.py --check    exits 1 if the page is not what the code says
+"""
+
+from __future__ import annotations
+
+import sys
+from pathlib import Path
+
+ROOT = Path(__file__).resolve().parent.parent
+PAGE = ROOT / "docs" / "errors.md"
+
+INTRODUCTION = """\
+# Errors
+
+Every message states the rule, the value that broke it and what to do. Each call below is run by the tests, and its
+message is what the call raised: `make errors` writes this page from `tests/provocations.py`.
+
+`image` and `text` are (6, 5), `key` is (11, 5), `labels` is (6,). `UnsupportedProblemError` is a `ValueError`,
+`BackendUnavailableError` an `ImportError`; both are in `contrastile.backends.contract`.
+
+Shapes, dtypes and devices are always checked. Values, such as a scale that is not finite or a positive out of range,
+are checked where reading them costs nothing: on the host, outside compilation. Elsewhere they make the loss NaN.
+NaN and infinity in the *features* are no error: they follow the oracle, and the loss is NaN.
+"""
+
+
+def page() -> str:
+    """The page's text."""
+    sys.path.insert(0, str(ROOT / "tests"))
+    from provocations import PROVOCATIONS
+
+    lines = [INTRODUCTION]
+    for title, provocations in PROVOCATIONS.items():
+        lines += [f"## {title}", "", "| call | raises | message |", "| --- | --- | --- |"]
+        for each in provocations:
+            call = f"`{each.call}`" + (f", {each.without} not installed" if each.without else "")
+            message = each.message(each.libraries[0])
+            lines.append(f"| {call} | `{each.error.__name__}` | {_plain(message)} |")
+        lines.append("")
+    return "\n".join(lines)
+
+
+def _plain(message: str) -> str:
+    """A message as it reads in a table's cell: no markup of its own."""
+    for mark in "\\`*_[]<>|":
+        message = message.replace(mark, "\\" + mark)
+    return message
+
+
+if __name__ == "__main__":
+    if "--check" in sys.argv:
+        sys.exit(PAGE.read_text(encoding="utf-8") != page())
+    PAGE.write_text(page(), encoding="utf-8")

@@ -1,0 +1,237 @@
+"""Bad input, call by call: each expression below must raise. The tests run it and docs/errors.md is made from it.
+
+Expressions see ``contrastile``, ``torch``, ``np`` and, from one array library, ``image`` and ``text`` (6, 5), ``key``
+(11, 5) and ``labels`` (6,).
+"""
+
+from __future__ import annotations
+
+import contextlib
+import importlib.metadata
+import importlib.util
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import Any
+from unittest import mock
+
+import numpy as np
+import torch
+
+import contrastile
+from contrastile.backends import registry
+from contrastile.backends.contract import BackendUnavailableError, UnsupportedProblemError
+
+LIBRARIES = ("torch", "numpy")
+
+
+@dataclass(frozen=True)
+class Provocation:
+    """An expression, what it raises, in which libraries, and which package it must do without."""
+
+    call: str
+    error: type[Exception]
+    libraries: tuple[str, ...] = ("torch",)
+    without: str = ""
+
+    def message(self, library: str = "torch") -> str:
+        """The text of what the expression raises; another error passes, none is an AssertionError."""
+        with _world(self.without):
+            try:
+                # the expressions are the ones in this file
+                eval(self.call, namespace(library))
+            except self.error as error:
+                if type(error) is self.error:
+                    return str(error)
+                raise
+        raise AssertionError(f"nothing raised by {self.call}")
+
+
+def namespace(library: str) -> dict[str, Any]:
+    rng = np.random.default_rng(5)
+    arrays = {
+        name: rng.standard_normal((rows, 5)).astype("float32")
+        for name, rows in (("image", 6), ("text", 6), ("key", 11))
+    }
+    arrays["labels"] = np.array([0, 1, 0, 2, 2, 7])
+    if library == "torch":
+        arrays = {name: torch.from_numpy(x) for name, x in arrays.items()}
+    return {"contrastile": contrastile, "torch": torch, "np": np, **arrays}
+
+
+@contextlib.contextmanager
+def _world(without: str) -> Iterator[None]:
+    """No backends of other packages, and none of the packages named: what is installed here must not show."""
+    find, points = importlib.util.find_spec, importlib.metadata.entry_points
+
+    def find_spec(name: str, package: str | None = None) -> Any:
+        return None if name == without else find(name, package)
+
+    def entry_points(**which: str) -> Any:
+        return () if which == {"group": registry.ENTRY_POINT_GROUP} else points(**which)
+
+    registry.load.cache_clear()
+    with (
+        mock.patch.object(importlib.metadata, "entry_points", entry_points),
+        mock.patch.object(importlib.util, "find_spec", find_spec),
+    ):
+        yield
+    registry.load.cache_clear()
+
+
+def _each(error: type[Exception], *calls: str, libraries: tuple[str, ...] = ("torch",)) -> list[Provocation]:
+    return [Provocation(call, error, libraries) for call in calls]
+
+
+PROVOCATIONS: dict[str, list[Provocation]] = {
+    "Features": [
+        *_each(
+            TypeError,
+            "contrastile.clip_loss([[1.0, 0.0]], text, 14.0)",
+            "contrastile.sup_con(None, labels, 14.0)",
+            libraries=LIBRARIES,
+        ),
+        *_each(
+            TypeError,
+            "contrastile.clip_loss(np.ones((6, 5)), torch.ones(6, 5), 14.0)",
+            "contrastile.info_nce(torch.ones(6, 5), torch.ones(6, 5), 14.0, negatives=np.ones((3, 5)))",
+            "contrastile.clip_loss(image.int(), text.int(), 14.0)",
+            "contrastile.clip_loss(image.to(torch.float8_e4m3fn), text, 14.0)",
+            "contrastile.clip_loss(image.double(), text, 14.0)",
+            "contrastile.sigmoid_loss(image, text.bfloat16(), 10.0, -10.0)",
+        ),
+        *_each(
+            TypeError,
+            "contrastile.clip_loss(image.astype('int64'), text, 14.0)",
+            "contrastile.nt_xent(image, text.astype('float16'), 14.0)",
+            libraries=("numpy",),
+        ),
+        *_each(
+            ValueError,
+            "contrastile.clip_loss(image[0], text, 14.0)",
+            "contrastile.clip_loss(image, text[None], 14.0)",
+            "contrastile.clip_loss(image[:0], text[:0], 14.0)",
+            "contrastile.sup_con(image[:, :0], labels, 14.0)",
+            "contrastile.clip_loss(image, text[:, :4], 14.0)",
+            "contrastile.info_nce(image, text, 14.0, negatives=key[:, 1:])",
+            "contrastile.info_nce(image, text, 14.0, negatives=[key, key[0]])",
+            "contrastile.clip_loss(image, text[:5], 14.0)",
+            "contrastile.info_nce(image, key, 14.0)",
+            "contrastile.nt_xent(image, text[:5], 14.0)",
+            "contrastile.sigmoid_loss(image, text[:5], 10.0, -10.0)",
+            libraries=LIBRARIES,
+        ),
+        *_each(ValueError, "contrastile.clip_loss(image, text.to('meta'), 14.0)"),
+    ],
+    "Scale and bias": [
+        *_each(
+            ValueError,
+            "contrastile.clip_loss(image, text, float('nan'))",
+            "contrastile.sigmoid_loss(image, text, 10.0, float('-inf'))",
+            "contrastile.clip_loss(image, text, image[0])",
+            libraries=LIBRARIES,
+        ),
+        *_each(
+            ValueError,
+            "contrastile.clip_loss(image, text, torch.tensor(float('inf')))",
+            "contrastile.sup_con(image, labels, torch.tensor([float('nan')], requires_grad=True))",
+            "contrastile.sigmoid_loss(image, text, 10.0, torch.zeros(2))",
+        ),
+        *_each(ValueError, "contrastile.nt_xent(image, text, np.float32('inf'))", libraries=("numpy",)),
+        *_each(
+            TypeError,
+            "contrastile.clip_loss(image, text, '14')",
+            "contrastile.info_nce(image, text, None)",
+            "contrastile.sigmoid_loss(image, text, 10.0, [-10.0])",
+            libraries=LIBRARIES,
+        ),
+        *_each(
+            TypeError,
+            "contrastile.clip_loss(image, text, np.array(14.0))",
+            "contrastile.clip_loss(image, text, torch.tensor(14j))",
+        ),
+    ],
+    "Positives": [
+        *_each(
+            ValueError,
+            "contrastile.info_nce(image, key, 14.0, positives=labels + 4)",
+            "contrastile.info_nce(image, key, 14.0, positives=labels - 1)",
+            "contrastile.info_nce(image, key, 14.0, negatives=key, positives=labels + 15)",
+            "contrastile.info_nce(image, key, 14.0, positives=labels[:5])",
+            "contrastile.info_nce(image, key, 14.0, positives=labels[:, None])",
+            libraries=LIBRARIES,
+        ),
+        *_each(TypeError, "contrastile.info_nce(image, key, 14.0, positives=[0, 1, 2, 3, 4, 5])", libraries=LIBRARIES),
+        *_each(TypeError, "contrastile.info_nce(image, key, 14.0, positives=labels.float())"),
+        *_each(ValueError, "contrastile.info_nce(image, key, 14.0, positives=labels.to('meta'))"),
+    ],
+    "Ids and labels": [
+        *_each(
+            ValueError,
+            "contrastile.clip_loss(image, text, 14.0, ids=labels[:5])",
+            "contrastile.sigmoid_loss(image, text, 10.0, -10.0, ids=labels[None])",
+            "contrastile.sup_con(image, labels[1:], 14.0)",
+            "contrastile.info_nce(image, text, 14.0, row_ids=labels)",
+            "contrastile.info_nce(image, text, 14.0, column_ids=labels)",
+            "contrastile.info_nce(image, text, 14.0, row_ids=labels[:5], column_ids=labels)",
+            "contrastile.info_nce(image, text, 14.0, negatives=key, row_ids=labels, column_ids=labels)",
+            libraries=LIBRARIES,
+        ),
+        *_each(
+            TypeError,
+            "contrastile.clip_loss(image, text, 14.0, ids=['a', 'b', 'c', 'd', 'e', 'f'])",
+            "contrastile.sup_con(image, labels == 0, 14.0)",
+            libraries=LIBRARIES,
+        ),
+        *_each(
+            TypeError,
+            "contrastile.sup_con(image, labels.double(), 14.0)",
+            "contrastile.clip_loss(image, text, 14.0, ids=labels.numpy())",
+        ),
+        *_each(ValueError, "contrastile.clip_loss(image, text, 14.0, ids=labels.to('meta'))"),
+    ],
+    "Tile": [
+        *_each(
+            ValueError,
+            "contrastile.clip_loss(image, text, 14.0, tile=0)",
+            "contrastile.clip_loss(image, text, 14.0, tile=-1)",
+            "contrastile.clip_loss(image, text, 14.0, tile=(8, 0))",
+            "contrastile.clip_loss(image, text, 14.0, tile=(1, 2, 3))",
+            "contrastile.value_and_grad(contrastile.clip_loss, tile=0)",
+            libraries=LIBRARIES,
+        ),
+        *_each(
+            TypeError,
+            "contrastile.clip_loss(image, text, 14.0, tile='8')",
+            "contrastile.clip_loss(image, text, 14.0, tile=8.0)",
+            "contrastile.clip_loss(image, text, 14.0, tile=True)",
+            libraries=LIBRARIES,
+        ),
+    ],
+    "Backend": [
+        *_each(
+            ValueError,
+            "contrastile.clip_loss(image, text, 14.0, backend='tpu')",
+            "contrastile.backends.load('Torch')",
+            "contrastile.value_and_grad(max)",
+            "contrastile.value_and_grad('clip_loss')",
+            libraries=LIBRARIES,
+        ),
+        *_each(
+            BackendUnavailableError,
+            "contrastile.clip_loss(image, text, 14.0, backend='no_such_module:backend')",
+            libraries=LIBRARIES,
+        ),
+        *[Provocation("contrastile.backends.load('torch')", BackendUnavailableError, LIBRARIES, without="torch")],
+        *_each(
+            TypeError,
+            "contrastile.clip_loss(image, text, 14.0, backend='contrastile.losses:clip_loss')",
+            "contrastile.clip_loss(image, text, 14.0, backend=None)",
+            libraries=LIBRARIES,
+        ),
+        *_each(
+            UnsupportedProblemError,
+            "contrastile.value_and_grad(contrastile.clip_loss, backend='numpy')"
+            "(image.to('meta'), text.to('meta'), 14.0)",
+        ),
+    ],
+}

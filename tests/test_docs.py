@@ -1,0 +1,105 @@
+"""What the documentation shows runs as written."""
+
+from __future__ import annotations
+
+import importlib
+import re
+from dataclasses import replace
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+import contrastile
+from contrastile.backends import load
+from contrastile.exchange.problem import Problem
+from contrastile.verify.bounds import bounds
+from contrastile.verify.run import compare, outcome
+from contrastile.verify.truth import masks, truth
+
+ROOT = Path(__file__).parent.parent
+PAGES = [ROOT / "README.md", ROOT / "CONTRIBUTING.md", *sorted((ROOT / "docs").rglob("*.md"))]
+M, N, D = 19, 23, 7
+rng = np.random.default_rng(29)
+
+
+def code_blocks(page: Path, language: str) -> list[str]:
+    return re.findall(rf"^```{language}[^\n]*\n(.*?)^```", page.read_text(encoding="utf-8"), re.M | re.S)
+
+
+@pytest.fixture
+def tiled(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> str:
+    """The backend of docs/backend.md as a module that somebody else wrote."""
+    name = "tiled_from_the_page"
+    (tmp_path / f"{name}.py").write_text(code_blocks(ROOT / "docs" / "backend.md", "python")[0])
+    monkeypatch.syspath_prepend(tmp_path)
+    importlib.invalidate_caches()
+    return f"{name}:backend"
+
+
+def problems(kind: str, dtype: str) -> list[Problem]:
+    """Ragged, signed weights, with ids dropped and as labels, with some columns excluded."""
+    ids = rng.integers(0, 6, size=M), rng.integers(0, 6, size=N)
+    common = {
+        "rows": rng.standard_normal((M, D)).astype(dtype).astype("float64"),
+        "columns": tuple(rng.standard_normal((n, D)).astype(dtype).astype("float64") for n in (N - 4, 4)),
+        "scale": np.float64(7.0),
+        "row_weight": np.round(rng.standard_normal(M) * 8) / 64,
+        "row_target": np.ones(M),
+        "kind": kind,
+        "row_ids": ids[0],
+        "column_ids": ids[1],
+    }
+    if kind == "sigmoid":
+        common["bias"] = np.float64(-2.0)
+    else:
+        common |= {"column_weight": np.round(rng.standard_normal(N) * 8) / 64, "column_target": np.ones(N)}
+    return [
+        shared(Problem(**common, positives=rng.integers(0, N, size=M))),
+        shared(Problem(**common, match="target", excluded=rng.integers(0, N, size=M))),
+    ]
+
+
+def shared(problem: Problem) -> Problem:
+    """The targets of a row, and of a column, shared among its positives."""
+    _, positive = masks(problem)
+    rows, columns = (positive.sum(axis) for axis in (1, 0))
+    targets = {"row_target": (rows > 0) / rows.clip(1), "column_target": (columns > 0) / columns.clip(1)}
+    return replace(problem, **targets) if problem.kind == "softmax" else problem
+
+
+@pytest.mark.parametrize("dtype", ["float32", "float64"])
+@pytest.mark.parametrize("kind", ["softmax", "sigmoid"])
+def test_the_backend_of_the_page_is_within_its_bounds(tiled: str, kind: str, dtype: str) -> None:
+    backend = load(tiled)
+    for problem in problems(kind, dtype):
+        exact = truth(problem)
+        found = outcome(problem, backend, dtype)
+        worst = compare(found, exact.outcome, bounds(problem, exact, backend.accuracy(dtype, "cpu"), dtype))
+        assert worst.ratio < 1, worst
+
+
+def test_the_backend_of_the_page_serves_the_front_door(tiled: str) -> None:
+    image, text = rng.standard_normal((2, M, D)).astype("float32")
+    loss = contrastile.clip_loss(image, text, 14.0, backend=tiled, tile=(8, 5))
+    assert loss.dtype == np.float32
+    assert np.isfinite(loss)
+
+
+@pytest.mark.parametrize("page", PAGES, ids=lambda page: page.relative_to(ROOT).as_posix())
+def test_every_python_block_of_a_page_compiles(page: Path) -> None:
+    for block in code_blocks(page, "python"):
+        compile(block, str(page), "exec")
+
+
+@pytest.mark.parametrize("page", PAGES, ids=lambda page: page.relative_to(ROOT).as_posix())
+def test_links_between_pages_lead_somewhere(page: Path) -> None:
+    for target in re.findall(r"\]\(([^)#\s]+)[^)\s]*\)", page.read_text(encoding="utf-8")):
+        if "://" not in target:
+            assert (page.parent / target).exists(), f"{page}: {target}"
+
+
+def test_every_page_is_in_the_site_s_navigation() -> None:
+    navigation = (ROOT / "mkdocs.yml").read_text(encoding="utf-8")
+    for page in (ROOT / "docs").rglob("*.md"):
+        assert page.relative_to(ROOT / "docs").as_posix() in navigation

@@ -1,0 +1,175 @@
+"""Imports run one way, and importing the package brings nothing heavy with it."""
+
+from __future__ import annotations
+
+import ast
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).parent.parent
+PACKAGE = ROOT / "contrastile"
+MODULES = sorted(PACKAGE.rglob("*.py"))
+
+# each layer may import itself and what stands below it
+LAYERS = [
+    {"backends.contract"},
+    {"backends.arrays"},
+    {"backends.registry"},
+    {"backends"},
+    {"exchange"},
+    {"validation"},
+    {"problems"},
+    {"evaluation"},
+    {"autograd"},
+    {"losses"},
+    {""},  # contrastile/__init__.py
+    {"nn", "data", "training"},
+    {"verify"},
+    {"bench", "doctor"},
+    {"cli"},
+    {"__main__"},
+]
+OPTIONAL = {"torch", "triton", "cupy", "mpi4py", "hypothesis", "rich", "matplotlib", "pytest"}
+# the packages that each optional import is confined to
+FRAMES = ("autograd", "nn", "backends.arrays", "validation", "verify", "bench", "doctor")
+HOMES = {
+    "torch": (*FRAMES, "backends.torch", "backends.triton"),
+    "triton": ("backends.triton",),
+    "cupy": ("backends.cupy",),
+    "hypothesis": ("verify",),
+    "pytest": ("verify",),
+    "rich": ("verify", "bench", "doctor", "cli"),
+    "matplotlib": ("verify", "bench"),
+}
+LAZY = {("evaluation", "autograd")}  # named only once a torch tensor is there
+
+
+def name_of(path: Path) -> str:
+    """The module's name inside the package, "" for the package itself."""
+    parts = path.relative_to(PACKAGE).with_suffix("").parts
+    return ".".join(part for part in parts if part != "__init__")
+
+
+def within(module: str, package: str) -> bool:
+    return module == package or (package != "" and module.startswith(f"{package}."))
+
+
+def layer(module: str) -> int:
+    """The place of the longest name in LAYERS that holds the module."""
+    homes = [(len(name), place) for place, names in enumerate(LAYERS) for name in names if within(module, name)]
+    assert homes, f"contrastile.{module} stands in no layer of tests/test_import.py: give it its place"
+    return max(homes)[1]
+
+
+def imports(path: Path, *, top_level_only: bool = False) -> set[str]:
+    """Every module that a file imports; imports for type checkers alone do not run and do not count."""
+    found: set[str] = set()
+    tree = ast.parse(path.read_text(encoding="utf-8"))
+    typing_only = {
+        id(child)
+        for node in ast.walk(tree)
+        if isinstance(node, ast.If) and ast.unparse(node.test) == "TYPE_CHECKING"
+        for statement in node.body
+        for child in ast.walk(statement)
+    }
+    for node in tree.body if top_level_only else ast.walk(tree):
+        if id(node) in typing_only:
+            continue
+        if isinstance(node, ast.Import):
+            found |= {alias.name for alias in node.names}
+        elif isinstance(node, ast.ImportFrom):
+            assert node.level == 0, f"{path}: write imports in full"
+            names = {f"{node.module}.{alias.name}" for alias in node.names}
+            # "from package import module" imports the module; "from module import name" imports the module
+            found |= {name if is_module(name) else str(node.module) for name in names}
+    return found
+
+
+def is_module(name: str) -> bool:
+    place = ROOT.joinpath(*name.split("."))
+    return place.with_suffix(".py").exists() or (place / "__init__.py").exists()
+
+
+def inside(names: set[str]) -> set[str]:
+    """The package's own modules among the names, without the prefix."""
+    return {name.removeprefix("contrastile").removeprefix(".") for name in names if within(name, "contrastile")}
+
+
+@pytest.mark.parametrize("path", MODULES, ids=name_of)
+def test_imports_run_one_way(path: Path) -> None:
+    module = name_of(path)
+    if within(module, "oracle"):
+        return
+    for imported in inside(imports(path)):
+        if within(imported, "oracle"):
+            assert within(module, "backends.numpy") or within(module, "verify"), f"{module} imports the oracle"
+        elif (module, imported) not in LAZY:
+            assert layer(imported) <= layer(module), f"{module} imports {imported}, which stands above it"
+
+
+@pytest.mark.parametrize("path", sorted((PACKAGE / "oracle").glob("*.py")), ids=name_of)
+def test_the_oracle_imports_numpy_and_itself_alone(path: Path) -> None:
+    for name in imports(path):
+        root = name.partition(".")[0]
+        assert root in sys.stdlib_module_names or root == "numpy" or within(name, "contrastile.oracle"), name
+
+
+@pytest.mark.parametrize("path", MODULES, ids=name_of)
+def test_optional_packages_stay_in_the_modules_that_need_them(path: Path) -> None:
+    module = name_of(path)
+    for name in imports(path):
+        root = name.partition(".")[0]
+        if root in OPTIONAL:
+            assert any(within(module, home) for home in HOMES.get(root, ())), f"{module} imports {name}"
+
+
+@pytest.mark.parametrize("path", [*PACKAGE.glob("backends/*/**/*.py")], ids=name_of)
+def test_a_backend_knows_no_other_backend_no_autograd_and_no_loss(path: Path) -> None:
+    own = ".".join(name_of(path).split(".")[:2])
+    for imported in inside(imports(path)):
+        shared = {"backends.contract", "backends.arrays"}
+        assert within(imported, own) or imported in shared or within(imported, "oracle"), imported
+
+
+def loaded_by(statement: str) -> set[str]:
+    """The top-level modules that a fresh interpreter holds after a statement."""
+    code = f"{statement}\nimport sys\nprint(*(name for name in sys.modules))"
+    run = subprocess.run(
+        [sys.executable, "-W", "error", "-c", code], capture_output=True, text=True, timeout=120, check=True
+    )
+    return set(run.stdout.split())
+
+
+@pytest.mark.parametrize(
+    "statement",
+    [
+        "import contrastile",
+        "import contrastile; contrastile.oracle, contrastile.backends, contrastile.backends.available()",
+        "import contrastile, numpy as np; contrastile.clip_loss(np.ones((3, 2)), np.ones((3, 2)), 1.0)",
+        "import contrastile.data; contrastile.data.load_wordnet_pairs()",
+    ],
+)
+def test_nothing_optional_is_imported_before_it_is_needed(statement: str) -> None:
+    loaded = loaded_by(statement)
+    assert "contrastile" in loaded
+    assert not loaded & OPTIONAL
+
+
+def test_importing_the_package_imports_no_backend_and_no_oracle() -> None:
+    loaded = loaded_by("import contrastile")
+    assert not {name for name in loaded if within(name, "contrastile.oracle") or within(name, "contrastile.verify")}
+    assert not {
+        name for name in loaded if name.startswith("contrastile.backends.") and name.endswith(("numpy", "torch"))
+    }
+
+
+def test_public_names_are_there_and_no_others() -> None:
+    import contrastile
+
+    for name in contrastile.__all__:
+        assert getattr(contrastile, name) is not None
+    with pytest.raises(AttributeError, match="no attribute 'clip'"):
+        contrastile.clip  # noqa: B018

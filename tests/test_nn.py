@@ -1,0 +1,105 @@
+"""The torch modules: open_clip's call, and its formula in float64."""
+
+from __future__ import annotations
+
+import inspect
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from torch.nn.functional import cross_entropy, logsigmoid
+
+import contrastile
+from contrastile import problems
+from contrastile.backends import load
+from contrastile.verify.bounds import ORACLE, bounds
+from contrastile.verify.truth import truth
+
+B, D, S, BETA = 11, 6, 10.0, -10.0
+rng = np.random.default_rng(41)
+IMAGE, TEXT = (x / np.linalg.norm(x, axis=1, keepdims=True) for x in rng.standard_normal((2, B, D)))
+
+
+def leaves(*values: Any) -> list[torch.Tensor]:
+    return [torch.tensor(x, dtype=torch.float64, requires_grad=True) for x in values]
+
+
+def full_clip(image: torch.Tensor, text: torch.Tensor, scale: torch.Tensor) -> torch.Tensor:
+    """Two full logits matrices and two cross entropies."""
+    labels = torch.arange(B)
+    return (cross_entropy(scale * image @ text.T, labels) + cross_entropy(scale * text @ image.T, labels)) / 2
+
+
+def full_siglip(image: torch.Tensor, text: torch.Tensor, scale: torch.Tensor, bias: torch.Tensor) -> torch.Tensor:
+    """All pairs, +1 on the diagonal and -1 elsewhere."""
+    signs = 2 * torch.eye(B, dtype=torch.float64) - 1
+    return -logsigmoid(signs * (scale * image @ text.T + bias)).sum() / B
+
+
+CASES = [
+    pytest.param(contrastile.nn.ClipLoss, full_clip, problems.clip, (IMAGE, TEXT, S), id="ClipLoss"),
+    pytest.param(contrastile.nn.SigLipLoss, full_siglip, problems.sigmoid, (IMAGE, TEXT, S, BETA), id="SigLipLoss"),
+]
+
+
+@pytest.mark.parametrize(("module", "formula", "build", "args"), CASES)
+@pytest.mark.parametrize("backend", ["auto", "numpy"])
+def test_value_and_gradients_are_those_of_the_plain_formula(
+    module: Any, formula: Any, build: Any, args: tuple[Any, ...], backend: str
+) -> None:
+    ours, theirs = leaves(*args), leaves(*args)
+    loss, expected = module(backend=backend)(*ours), formula(*theirs)
+    loss.backward()
+    expected.backward()
+    problem = build(*args).problem
+    exact = truth(problem)
+    accuracy = load("torch" if backend == "auto" else backend).accuracy("float64", "cpu")
+    one, other = (bounds(problem, exact, facts, "float64") for facts in (accuracy, ORACLE))
+    assert abs(loss.item() - expected.item()) <= one.loss + other.loss
+    found = {"rows": (one.rows, other.rows), "columns": (one.columns[0], other.columns[0])}
+    allowed = [*found.values(), (one.scale, other.scale), (one.bias, other.bias)]
+    for a, b, limits in zip(ours, theirs, allowed, strict=False):
+        assert np.all(np.abs((a.grad - b.grad).numpy()) <= sum(limits))
+
+
+def test_the_calls_are_open_clip_s() -> None:
+    names = ["self", "image_features", "text_features", "logit_scale", "logit_bias", "output_dict"]
+    for module in (contrastile.nn.ClipLoss, contrastile.nn.SigLipLoss):
+        parameters = inspect.signature(module.forward).parameters
+        assert list(parameters) == names
+        assert parameters["output_dict"].default is False
+
+
+@pytest.mark.parametrize(("module", "formula", "build", "args"), CASES)
+def test_output_dict_wraps_the_same_loss(module: Any, formula: Any, build: Any, args: tuple[Any, ...]) -> None:
+    inputs = leaves(*args)
+    alone, wrapped = module()(*inputs), module()(*inputs, output_dict=True)
+    assert list(wrapped) == ["contrastive_loss"]
+    assert torch.equal(wrapped["contrastive_loss"], alone)
+
+
+def test_clip_loss_takes_a_bias_and_gives_it_a_zero_gradient() -> None:
+    image, text, scale, bias = leaves(IMAGE, TEXT, S, BETA)
+    with_bias = contrastile.nn.ClipLoss()(image, text, scale, bias)
+    assert torch.equal(with_bias, contrastile.nn.ClipLoss()(image, text, scale))
+    with_bias.backward()
+    assert bias.grad == 0.0
+
+
+@pytest.mark.parametrize(("module", "formula", "build", "args"), CASES)
+def test_modules_have_no_state_and_show_their_settings(
+    module: Any, formula: Any, build: Any, args: tuple[Any, ...]
+) -> None:
+    made = module(backend="numpy", tile=(3, 4))
+    assert not made.state_dict()
+    assert repr(made) == f"{module.__name__}(backend='numpy', tile=(3, 4))"
+
+
+@pytest.mark.parametrize(("module", "formula", "build", "args"), CASES)
+def test_settings_reach_the_loss(module: Any, formula: Any, build: Any, args: tuple[Any, ...]) -> None:
+    inputs = leaves(*args)
+    with pytest.raises(ValueError, match="tile must be"):
+        module(tile=0)(*inputs)
+    with pytest.raises(ValueError, match="backend must be one of"):
+        module(backend="tpu")(*inputs)
