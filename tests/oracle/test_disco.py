@@ -86,7 +86,7 @@ def test_equation_1_against_loops(problem):
     assert agrees(disco.loss(I_A, T_A, t), ball)
 
 
-@settings(deadline=None)
+@settings(max_examples=40, deadline=None)
 @given(problems())
 def test_equations_2_to_7_against_autograd(problem):
     I, T, t = problem

@@ -1,0 +1,96 @@
+"""Matrix products of one block, accumulated in the state dtype whatever the features' dtype."""
+
+from __future__ import annotations
+
+import math
+
+import torch
+
+from contrastile.backends.contract import Block
+
+LOG2_E = 1.0 / math.log(2.0)
+# a row of 64 bytes fills its cache lines; BLAS runs up to a third slower on rows that start between them
+_ALIGNED = 16
+# |G| stays below 4 largest weights, so 2^12 leaves it below the largest float16 and lifts it off the smallest
+_FLOAT16_HEADROOM = 2.0**12
+
+
+def has_mixed_product() -> bool:
+    """Whether this torch multiplies 16-bit matrices into a float32 result (on CUDA)."""
+    return hasattr(torch.ops.aten.mm, "dtype")
+
+
+def on_host(x: torch.Tensor) -> bool:
+    """Whether x is in the host's memory, so that reading a value of it waits for nothing."""
+    return x.device.type == "cpu"
+
+
+class Products:
+    """The products of one block.
+
+    Attributes:
+        state: dtype of logits, of G and of every accumulator.
+        sync: whether the code may read values: only ``on_host``.
+    """
+
+    def __init__(self, block: Block, unit: float) -> None:
+        """For logits in units of 1 / ``unit`` nats: 1 for the natural logarithm, log2 e for base 2."""
+        rows = block.rows
+        self.state = torch.float64 if rows.dtype == torch.float64 else torch.float32
+        self.sync = on_host(rows)
+        self._narrow = rows.dtype if rows.dtype != self.state else None
+        self._padded = self.sync and rows.shape[1] % _ALIGNED != 0
+        self._mixed = self._narrow is not None and not self.sync and has_mixed_product()
+        # rounded once: the constant joins the scale in float64
+        self._scale = (block.scale.double() * unit).to(self.state).reshape(())
+        self._bias = None if block.bias is None else (block.bias.double() * unit).to(self.state).reshape(())
+        alpha = float(self._scale) if self.sync else 0.0
+        # BLAS skips the product when alpha is 0, and would lose a NaN in the features
+        self._alpha = alpha if alpha != 0.0 and math.isfinite(alpha) else None
+        self._gain: torch.Tensor | None = None
+
+    def operand(self, features: torch.Tensor) -> torch.Tensor:
+        """A chunk (t, d) of features as the products want it: as it is, or in the state dtype, or padded with zeros.
+
+        Zeros beyond the width add nothing to a logit, and what they become in a gradient is dropped by ``add``.
+        """
+        if not self._padded:
+            return features if self._mixed else features.to(self.state)
+        t, d = features.shape
+        padded = features.new_zeros((t, -(-d // _ALIGNED) * _ALIGNED), dtype=self.state)
+        padded[:, :d] = features
+        return padded
+
+    def logits(self, q: torch.Tensor, k: torch.Tensor, out: torch.Tensor) -> torch.Tensor:
+        """``x_ij = scale <q_i, k_j> + bias`` into ``out`` (rows, columns), from operands (rows, d) and (columns, d)."""
+        if self._alpha is not None:
+            torch.addmm(out, q, k.t(), beta=0, alpha=self._alpha, out=out)
+        else:
+            if self._mixed:
+                out.copy_(torch.mm(q, k.t(), out_dtype=self.state))
+            else:
+                torch.mm(q, k.t(), out=out)
+            out.mul_(self._scale)
+        return out if self._bias is None else out.add_(self._bias)
+
+    def weigh(self, *weights: torch.Tensor | None) -> None:
+        """Say how large G can get, so that rounding it to float16 neither overflows nor underflows."""
+        if not (self._mixed and self._narrow == torch.float16):
+            return
+        peaks = [w.abs().amax() for w in weights if w is not None and w.numel()]
+        if peaks:
+            peak = torch.stack(peaks).amax()
+            # mantissa / peak is a power of two, exactly, and takes no trip to the host
+            power = torch.frexp(peak).mantissa / peak
+            self._gain = torch.where(peak > 0, power, 1.0) * _FLOAT16_HEADROOM
+
+    def add(self, total: torch.Tensor, g: torch.Tensor, x: torch.Tensor) -> None:
+        """``total += g @ x``: total (a, d) and g (a, b) in the state dtype, x (b, d) an operand."""
+        if self._padded:
+            total.add_(torch.mm(g, x)[:, : total.shape[1]])
+        elif not self._mixed:
+            total.addmm_(g, x)
+        elif self._gain is None:
+            total.add_(torch.mm(g.to(x.dtype), x, out_dtype=self.state))
+        else:
+            total.add_(torch.mm((g * self._gain).to(x.dtype), x, out_dtype=self.state).div_(self._gain))

@@ -1,0 +1,45 @@
+"""The sigmoid loss of a block: additive tiles, so value and gradients come from one pass."""
+
+from __future__ import annotations
+
+import math
+
+import torch
+
+from contrastile.backends.contract import Array, Block, Options
+from contrastile.backends.torch.accumulators import Accumulators
+from contrastile.backends.torch.products import LOG2_E, Products
+from contrastile.backends.torch.tiles import primitive, tiles
+
+
+@primitive
+def sigmoid(
+    block: Block, row_weight: Array, row_gradient: Array | None, column_gradient: Array | None, options: Options
+) -> tuple[Array, Array]:
+    """``sum_j softplus(-z_ij x_ij)`` and ``sum_j G_ij`` per row, gradients added in the same pass (SigLIP's loss).
+
+    See ``contract.Backend.sigmoid``. With both gradients None the row sums of G still are returned. Memory: one tile
+    and its spare, and O(m).
+    """
+    products = Products(block, unit=1.0)
+    weight = row_weight.to(products.state)
+    silent = weight == 0
+    products.weigh(weight)
+    m, device = block.rows.shape[0], block.rows.device
+    row_loss, row_sum = (torch.zeros(m, dtype=torch.float64, device=device) for _ in range(2))
+    accumulators = Accumulators(products, row_gradient, column_gradient)
+    for tile in tiles(block, products, options):
+        y, spare = tile.x, tile.spare
+        # y = -z x: a pair costs softplus(y), and one that is not admitted softplus(-inf) = 0
+        tile.pairs.negate_positives(y, spare)
+        tile.pairs.silence(y, -math.inf)
+        # softplus(y) = max(y, 0) + log1p(exp(-|y|)), which neither overflows nor cancels
+        row_loss[tile.rows] += torch.abs(y, out=spare).mul_(-LOG2_E).exp2_().log1p_().sum(1)
+        row_loss[tile.rows] += torch.clamp_min(y, 0.0, out=spare).sum(1)
+        g = y.sigmoid_().mul_(weight[tile.rows, None])
+        if not products.sync or bool(silent[tile.rows].any()):
+            g.masked_fill_(silent[tile.rows, None], 0.0)
+        tile.pairs.negate_positives(g, spare)
+        row_sum[tile.rows] += g.sum(1)
+        accumulators.add(tile, g)
+    return row_loss.to(products.state), row_sum.to(products.state)

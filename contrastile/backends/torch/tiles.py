@@ -1,0 +1,89 @@
+"""The walk over a block: tile after tile of logits in one workspace, in one fixed order."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from typing import NamedTuple, ParamSpec, TypeVar
+
+import torch
+
+from contrastile.backends.contract import Block, Options
+from contrastile.backends.torch.pairs import TilePairs
+from contrastile.backends.torch.products import Products
+
+# 4 MiB of float32: the tile, its spare, a chunk of columns and their gradient stay in a shared cache of 16 MiB or more
+CPU_TILE = (512, 2048)
+# large enough to fill an accelerator, and a small share of its memory
+DEVICE_TILE = (4096, 8192)
+# float32 elements of a cache line
+LINE = 16
+
+P = ParamSpec("P")
+R = TypeVar("R")
+
+
+class Tile(NamedTuple):
+    """One tile: its place, its operands (tr, d) and (tc, d), its logits and a spare of their shape, its pairs.
+
+    ``last_rows``: no tile after this one has the same columns.
+    """
+
+    rows: slice
+    columns: slice
+    last_rows: bool
+    q: torch.Tensor
+    k: torch.Tensor
+    x: torch.Tensor
+    spare: torch.Tensor
+    pairs: TilePairs
+
+
+def tiles(block: Block, products: Products, options: Options) -> Iterator[Tile]:
+    """The block's tiles, logits computed; the next tile reuses the memory of the last.
+
+    Columns are the outer loop: a chunk of columns is wide and its gradient with it, so they are the ones to stay in
+    the cache while the narrow chunks of rows pass.
+    """
+    m, n = block.rows.shape[0], block.columns.shape[0]
+    tr, tc = tile_shape(m, n, options, products.sync)
+    x, spare = (block.rows.new_empty(tr * tc, dtype=products.state) for _ in range(2))
+    for c in range(0, n, tc):
+        columns = slice(c, min(c + tc, n))
+        k = products.operand(block.columns[columns])
+        for r in range(0, m, tr):
+            rows = slice(r, min(r + tr, m))
+            q = products.operand(block.rows[rows])
+            shape = q.shape[0], k.shape[0]
+            size = shape[0] * shape[1]
+            logits = products.logits(q, k, x[:size].view(shape))
+            pairs = TilePairs(block.pairs, rows, columns, logits, products.sync)
+            yield Tile(rows, columns, rows.stop == m, q, k, logits, spare[:size].view(shape), pairs)
+
+
+def tile_shape(m: int, n: int, options: Options, cpu: bool) -> tuple[int, int]:
+    """Rows and columns of a tile: as asked for, or chosen so that the last tile is not a sliver."""
+    if options.tile is not None:
+        return max(1, min(options.tile[0], m)), max(1, min(options.tile[1], n))
+    most = CPU_TILE if cpu else DEVICE_TILE
+    return _even(m, most[0]), _even(n, most[1])
+
+
+def _even(count: int, most: int) -> int:
+    """The length of equal pieces of ``count``, at most ``most`` each, a multiple of a cache line."""
+    if count <= most:
+        return max(1, count)
+    pieces = -(-count // most)
+    return -(-count // (pieces * LINE)) * LINE
+
+
+def primitive(function: Callable[P, R]) -> Callable[P, R]:
+    """Run a primitive outside autograd and autocast: it must not record, nor may its products be narrowed."""
+
+    def run(*args: P.args, **kwargs: P.kwargs) -> R:
+        block = args[0]
+        assert isinstance(block, Block)
+        with torch.no_grad(), torch.autocast(block.rows.device.type, enabled=False):
+            return function(*args, **kwargs)
+
+    run.__name__, run.__doc__ = function.__name__, function.__doc__
+    return run

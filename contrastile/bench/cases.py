@@ -1,0 +1,112 @@
+"""What is measured: the sizes, their variants, and the features."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+
+VARIANTS = ("aligned", "ragged", "ids")
+
+COSINE = 0.3
+"""Cosine of a pair, about that of a trained image-text model; other pairs are orthogonal on average."""
+
+SHARED = 0.2
+"""Share of the pairs of the ``ids`` variant whose id another pair has too."""
+
+
+@dataclass(frozen=True, slots=True)
+class Case:
+    """One size in one variant.
+
+    Attributes:
+        variant: "aligned"; "ragged", one row and three features less; or "ids", aligned with false negatives.
+        batch: nominal number of pairs.
+        width: nominal number of features.
+    """
+
+    variant: str
+    batch: int
+    width: int
+
+    @property
+    def shape(self) -> tuple[int, int]:
+        """(b, d) of the features."""
+        if self.variant != "ragged":
+            return self.batch, self.width
+        return max(1, self.batch - 1), max(1, self.width - 3)
+
+    @property
+    def flops(self) -> int:
+        """``8 b^2 d``: the four products that a symmetric loss needs when it stores no logits."""
+        b, d = self.shape
+        return 8 * b * b * d
+
+    def resized(self, batch: int) -> Case:
+        """The same variant at another batch."""
+        return Case(self.variant, batch, self.width)
+
+
+@dataclass(frozen=True, slots=True)
+class Features:
+    """A case's features: image and text (b, d) float32 of unit length, ids (b,) int64 or None."""
+
+    image: npt.NDArray[np.float32]
+    text: npt.NDArray[np.float32]
+    ids: npt.NDArray[np.int64] | None
+
+
+@dataclass(frozen=True, slots=True)
+class Arguments:
+    """The same in one library's arrays, with the scale: what an implementation is given."""
+
+    image: Any
+    text: Any
+    scale: Any
+    ids: Any
+
+
+def features(case: Case) -> Features:
+    """The case's features, the same on every call and for every variant of one shape."""
+    b, d = case.shape
+    random = np.random.default_rng([b, d])
+    image, noise = (random.standard_normal((b, d), dtype=np.float32) for _ in range(2))
+    for x in (image, noise):
+        x /= np.linalg.norm(x, axis=1, keepdims=True)
+    noise *= np.float32(np.sqrt(1 - COSINE**2))
+    noise += np.float32(COSINE) * image
+    return Features(image, noise, _ids(b, random) if case.variant == "ids" else None)
+
+
+def _ids(b: int, random: np.random.Generator) -> npt.NDArray[np.int64]:
+    ids = np.arange(b, dtype=np.int64)
+    couples = random.permutation(b)[: 2 * int(b * SHARED / 2)].reshape(-1, 2)
+    ids[couples[:, 1]] = ids[couples[:, 0]]
+    return ids
+
+
+def arguments(given: Features, library: str, dtype: str, device: str, scale: float) -> Arguments:
+    """The features in NumPy or torch arrays; torch ones require gradients, and share memory where they can.
+
+    Args:
+        given: the features.
+        library: "numpy" or "torch".
+        dtype: of the features.
+        device: "cpu" or "cuda".
+        scale: multiplies the dot products.
+    """
+    if library == "numpy":
+        kind = np.dtype(dtype)
+        return Arguments(given.image.astype(kind, copy=False), given.text.astype(kind, copy=False), scale, given.ids)
+    import torch
+
+    def put(x: npt.NDArray[np.float32]) -> Any:
+        return torch.from_numpy(x).to(device, getattr(torch, dtype)).requires_grad_()
+
+    state = torch.float64 if dtype == "float64" else torch.float32
+    ids = None if given.ids is None else torch.from_numpy(given.ids).to(device)
+    return Arguments(
+        put(given.image), put(given.text), torch.tensor(scale, dtype=state, device=device, requires_grad=True), ids
+    )

@@ -1,0 +1,82 @@
+"""Memory of one implementation at one size, measured in a process of its own: ``python -m contrastile.bench.child``.
+
+A fresh process keeps one measurement's leftovers out of the next, and one that runs out of memory takes nobody along.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from dataclasses import asdict, dataclass
+
+from contrastile.bench.cases import Case, arguments, features
+from contrastile.bench.memory import peak_extra, resident_peak
+from contrastile.bench.peers import named, use_threads
+
+WARM_ROWS = 64
+
+
+@dataclass(frozen=True, slots=True)
+class Request:
+    """What to measure: an implementation's name, the case, and how."""
+
+    implementation: str
+    variant: str
+    batch: int
+    width: int
+    dtype: str
+    device: str
+    scale: float
+    threads: int | None
+
+
+@dataclass(frozen=True, slots=True)
+class Found:
+    """Peak extra bytes by allocations, and the growth of resident memory where the system tells."""
+
+    peak_bytes: int
+    resident_bytes: int | None
+
+
+class MemoryMeasurementError(RuntimeError):
+    """The process that measured did not come to its end; the message says how it ended."""
+
+
+def ask(request: Request, timeout: float | None = None) -> Found:
+    """The measurement, taken in a fresh process.
+
+    Raises:
+        MemoryMeasurementError: it failed, was killed or took longer than ``timeout`` seconds.
+    """
+    environment = dict(os.environ, PYTHONPATH=os.pathsep.join(path for path in sys.path if path))
+    command = [sys.executable, "-m", "contrastile.bench.child", json.dumps(asdict(request))]
+    try:
+        done = subprocess.run(command, capture_output=True, text=True, env=environment, timeout=timeout, check=False)
+    except subprocess.TimeoutExpired as error:
+        raise MemoryMeasurementError(f"its memory run took more than {timeout:.0f} s") from error
+    if done.returncode < 0:
+        raise MemoryMeasurementError(f"its memory run was killed by signal {-done.returncode} (9: out of memory)")
+    if done.returncode:
+        last = (done.stderr.strip().splitlines() or ["no message"])[-1]
+        raise MemoryMeasurementError(f"its memory run failed: {last}")
+    return Found(**json.loads(done.stdout.strip().splitlines()[-1]))
+
+
+def measure(request: Request) -> Found:
+    """The measurement, taken in this process: resident memory first, while the process is still clean."""
+    implementation = named(request.implementation)
+    use_threads(request.threads)
+    case = Case(request.variant, request.batch, request.width)
+    how = implementation.library, request.dtype, request.device, request.scale
+    # what is set up once and kept (thread pools, code pages) is no cost of the call
+    warm = case.resized(min(case.batch, WARM_ROWS))
+    implementation.step(arguments(features(warm), *how))()
+    step = implementation.step(arguments(features(case), *how))
+    resident = resident_peak(step) if request.device == "cpu" else None
+    return Found(peak_extra(step, implementation.library, request.device), resident)
+
+
+if __name__ == "__main__":
+    print(json.dumps(asdict(measure(Request(**json.loads(sys.argv[1]))))))

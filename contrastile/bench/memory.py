@@ -1,0 +1,147 @@
+"""Peak extra memory of one call: what was live at the worst moment, less what was live before; results included.
+
+Measured, never estimated:
+
+* torch on the CPU: the profiler's record of every allocation and release that goes through torch's CPU allocator on
+  the calling thread, those made inside C++ during backward included, replayed to a running peak. Exact to the byte.
+  Workspace that BLAS or oneDNN takes for itself is not counted.
+* torch on CUDA: the caching allocator's own high-water mark of allocated (not reserved) bytes.
+* NumPy: ``tracemalloc``, to which NumPy reports its buffers. Python's own objects count too; BLAS workspace does not.
+
+``resident_peak`` is the operating system's view, everything included. It is rounded to pages and blurred by memory that
+the process keeps for reuse, so it is printed beside the exact number as a cross-check.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import gc
+import tracemalloc
+from collections.abc import Callable, Iterable
+from pathlib import Path
+from typing import Any
+
+_PROCESS = Path("/proc/self")
+_RESET_HIGH_WATER = "5"
+
+
+def peak_extra(call: Callable[[], Any], library: str, device: str) -> int:
+    """Peak extra bytes of one call.
+
+    Args:
+        call: what to run, once.
+        library: "numpy" or "torch": whose allocations count.
+        device: "cpu" or "cuda".
+    """
+    if library == "numpy":
+        return numpy_peak(call)
+    return cuda_peak(call) if device == "cuda" else torch_peak(call)
+
+
+def torch_peak(call: Callable[[], Any]) -> int:
+    """Peak extra bytes of torch's CPU allocator during one call, exact."""
+    return replay(size for _, size in sorted(_events(call), key=lambda event: event[0]))
+
+
+def replay(sizes: Iterable[int]) -> int:
+    """The largest running sum of allocations (positive) and releases (negative), at least 0."""
+    live = peak = 0
+    for size in sizes:
+        live += size
+        peak = max(peak, live)
+    return peak
+
+
+def _events(call: Callable[[], Any]) -> list[tuple[int, int]]:
+    """(time in ns, signed bytes) of each event; releasing what was allocated before the call has size 0."""
+    from torch.autograd import profiler
+
+    gc.collect()
+    profile: Any = profiler.profile(profile_memory=True)
+    with profile:
+        # held until the profile ends, so that results stay live
+        kept = call()
+    del kept
+    events = profile.kineto_results.events()
+    return [(event.start_ns(), event.nbytes()) for event in events if event.name() == "[memory]"]
+
+
+def cuda_peak(call: Callable[[], Any]) -> int:
+    """Peak extra bytes of torch's CUDA allocator on the current device during one call."""
+    import torch
+
+    gc.collect()
+    torch.cuda.synchronize()
+    torch.cuda.reset_peak_memory_stats()
+    before = torch.cuda.memory_allocated()
+    kept = call()
+    torch.cuda.synchronize()
+    del kept
+    return int(torch.cuda.max_memory_allocated() - before)
+
+
+def numpy_peak(call: Callable[[], Any]) -> int:
+    """Peak extra bytes of NumPy's buffers and Python's objects during one call."""
+    gc.collect()
+    tracing = tracemalloc.is_tracing()
+    if not tracing:
+        tracemalloc.start()
+    try:
+        tracemalloc.reset_peak()
+        before = tracemalloc.get_traced_memory()[0]
+        kept = call()
+        peak = tracemalloc.get_traced_memory()[1]
+        del kept
+    finally:
+        if not tracing:
+            tracemalloc.stop()
+    return peak - before
+
+
+def resident_peak(call: Callable[[], Any]) -> int | None:
+    """Growth of the process's resident memory to its high-water mark during one call, in bytes; None if not known.
+
+    Use it in a fresh process: memory that an earlier call gave back, but the process kept, hides what this one takes.
+    """
+    gc.collect()
+    _trim()
+    try:
+        (_PROCESS / "clear_refs").write_text(_RESET_HIGH_WATER)
+    except OSError:
+        return None
+    before = _status("VmRSS")
+    kept = call()
+    after = _status("VmHWM")
+    del kept
+    return None if before is None or after is None else max(0, after - before)
+
+
+def available_bytes(device: str) -> int | None:
+    """Memory that a new allocation could have, in bytes; None if not known."""
+    if device == "cuda":
+        import torch
+
+        return int(torch.cuda.mem_get_info()[0])
+    try:
+        text = Path("/proc/meminfo").read_text()
+    except OSError:
+        return None
+    return _kibibytes(text, "MemAvailable")
+
+
+def _status(key: str) -> int | None:
+    return _kibibytes((_PROCESS / "status").read_text(), key)
+
+
+def _kibibytes(text: str, key: str) -> int | None:
+    for line in text.splitlines():
+        if line.startswith(f"{key}:"):
+            return int(line.split()[1]) * 1024
+    return None
+
+
+def _trim() -> None:
+    """Gives free heap pages back, where the C library can."""
+    trim = getattr(ctypes.CDLL(None), "malloc_trim", None)
+    if trim is not None:
+        trim(0)

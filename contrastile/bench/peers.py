@@ -1,0 +1,160 @@
+"""The implementations that are measured: contrastile's backends, and a plain loss that forms the full logits."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+from contrastile.backends.contract import Accuracy
+from contrastile.backends.registry import load
+from contrastile.bench.cases import Arguments, Case
+from contrastile.verify.rounding import UNDERFLOW, UNIT
+
+PLAIN = "plain"
+CHECK_ROWS = 1031
+"""Pairs of the check against the oracle: prime, and more than one chunk of any backend."""
+
+Outcome = tuple[Any, tuple[Any, Any, Any]]
+Step = Callable[[], Outcome]
+
+
+@dataclass(frozen=True, slots=True)
+class Implementation:
+    """Something that computes the symmetric loss and its gradients.
+
+    Attributes:
+        name: a backend's name, or "plain".
+        library: whose arrays it is given: "numpy" or "torch".
+        step: binds arguments; each call of the result is one forward and backward, and returns
+            ``loss, (d_image, d_text, d_scale)``. It leaves nothing behind.
+        accuracy: facts for the bounds of its check, given the dtype and the device.
+        predicted_bytes: what it is expected to hold at its peak, given the case and the size of one feature.
+        refuses: why it cannot run in a dtype on a device, or None.
+    """
+
+    name: str
+    library: str
+    step: Callable[[Arguments], Step]
+    accuracy: Callable[[str, str], Accuracy]
+    predicted_bytes: Callable[[Case, int], int]
+    refuses: Callable[[str, str], str | None]
+
+
+def named(name: str) -> Implementation:
+    """The implementation of this name.
+
+    Raises:
+        ValueError, BackendUnavailableError, TypeError: see ``contrastile.backends.load``.
+        ImportError: the plain loss without torch.
+    """
+    return plain() if name == PLAIN else ours(name)
+
+
+def use_threads(threads: int | None) -> None:
+    """Limits torch's threads, where it is loaded; None leaves them. NumPy's BLAS reads its own variables at start."""
+    torch = sys.modules.get("torch")
+    if threads is not None and torch is not None:
+        torch.set_num_threads(threads)
+
+
+def ours(name: str) -> Implementation:
+    """A backend through the package's front door, so that what is timed is what a user calls."""
+    backend = load(name)
+    library = "numpy" if backend.arrays.name == "numpy" else "torch"
+
+    def loss(image: Any, text: Any, scale: Any, ids: Any) -> Any:
+        from contrastile import clip_loss
+
+        return clip_loss(image, text, scale, ids=ids, backend=name)
+
+    def without_autograd(given: Arguments) -> Step:
+        from contrastile import clip_loss, value_and_grad
+
+        both = value_and_grad(clip_loss, backend=name)
+
+        def step() -> Outcome:
+            value, gradients = both(given.image, given.text, given.scale, ids=given.ids)
+            return value, (gradients[0], gradients[1], gradients[2])
+
+        return step
+
+    def refuses(dtype: str, device: str) -> str | None:
+        if device not in backend.devices:
+            return f"runs on {' or '.join(sorted(backend.devices))} only"
+        return None if dtype in backend.dtypes else f"takes {', '.join(sorted(backend.dtypes))} only"
+
+    def predicted(case: Case, itemsize: int) -> int:
+        b, d = case.shape
+        # both gradients, and their accumulators in the state dtype
+        return 2 * b * d * (itemsize + 8)
+
+    step = without_autograd if library == "numpy" else with_autograd(loss)
+    return Implementation(name, library, step, backend.accuracy, predicted, refuses)
+
+
+def plain() -> Implementation:
+    """open_clip's formula in plain torch: two matrices of logits, two cross entropies, halved.
+
+    Raises:
+        ImportError: torch is not installed.
+    """
+    import torch  # noqa: F401 (fail here, not in the middle of a sweep)
+
+    def accuracy(dtype: str, device: str) -> Accuracy:
+        # the logits and their gradients are rounded to the features' dtype, and its gradients underflow there
+        underflow = UNDERFLOW["float16"] * 2 * CHECK_ROWS if dtype == "float16" else 0.0
+        return Accuracy(
+            unit=UNIT[dtype],
+            accumulate_unit=min(UNIT[dtype], UNIT["float32"]),
+            gradient_rounding=0.0 if dtype in ("float32", "float64") else UNIT[dtype],
+            gradient_underflow=underflow,
+        )
+
+    def predicted(case: Case, itemsize: int) -> int:
+        b, d = case.shape
+        # two of logits, two of their logarithms, and the mask of false negatives
+        return b * b * (4 * itemsize + (case.variant == "ids")) + 4 * b * d * itemsize
+
+    return Implementation(PLAIN, "torch", with_autograd(plain_loss), accuracy, predicted, lambda dtype, device: None)
+
+
+def plain_loss(image: Any, text: Any, scale: Any, ids: Any = None) -> Any:
+    """``(CE(s I T^t) + CE(s T I^t)) / 2`` with both matrices of logits formed, false negatives masked with -inf.
+
+    Args:
+        image: (b, d) tensor.
+        text: (b, d).
+        scale: 0-d tensor.
+        ids: (b,) int64 or None.
+    """
+    import torch
+
+    cross_entropy = torch.nn.functional.cross_entropy
+    target = torch.arange(image.shape[0], device=image.device)
+    per_image = scale * image @ text.T
+    per_text = scale * text @ image.T
+    if ids is not None:
+        false_negative = (ids[:, None] == ids).fill_diagonal_(False)
+        per_image = per_image.masked_fill(false_negative, float("-inf"))
+        per_text = per_text.masked_fill(false_negative, float("-inf"))
+    return (cross_entropy(per_image, target) + cross_entropy(per_text, target)) / 2
+
+
+def with_autograd(loss: Callable[[Any, Any, Any, Any], Any]) -> Callable[[Arguments], Step]:
+    """Forward and backward of a differentiable loss of torch tensors; gradients are returned, not accumulated."""
+
+    def bind(given: Arguments) -> Step:
+        import torch
+
+        leaves = (given.image, given.text, given.scale)
+
+        def step() -> Outcome:
+            value = loss(*leaves, given.ids)
+            d_image, d_text, d_scale = torch.autograd.grad(value, leaves)
+            return value.detach(), (d_image, d_text, d_scale)
+
+        return step
+
+    return bind

@@ -1,0 +1,194 @@
+"""A sweep as a table, as JSON and as a picture."""
+
+from __future__ import annotations
+
+import importlib.util
+import math
+import statistics
+from collections.abc import Iterable
+from dataclasses import asdict
+from pathlib import Path
+from typing import Any
+
+from contrastile.bench.agreement import Agreement
+from contrastile.bench.display import show_table
+from contrastile.bench.peers import PLAIN
+from contrastile.bench.results import Row, Sweep, quartiles
+
+COUNTED = {
+    "torch-cpu": "every allocation and release of torch's CPU allocator, replayed; without BLAS workspace",
+    "torch-cuda": "high-water mark of the bytes allocated by torch's CUDA caching allocator",
+    "numpy": "tracemalloc: NumPy buffers and Python objects; without BLAS workspace",
+    "resident": "growth of the process's VmHWM over its VmRSS before the call, everything included",
+}
+
+PLOT_NEEDS = "--plot needs matplotlib; run: pip install 'contrastile[verify]'"
+
+_MIB = 2**20
+
+
+def as_json(found: Sweep) -> dict[str, Any]:
+    """The sweep as JSON-ready data: environment, settings, checks, rows, and the order of the samples."""
+    return {
+        "environment": found.environment,
+        "settings": asdict(found.settings),
+        "counted": COUNTED,
+        "agreements": [_agreement(each) for each in found.agreements],
+        "rows": [_row(found, row) for row in found.rows],
+        "order": found.order,
+    }
+
+
+def _agreement(each: Agreement) -> dict[str, Any]:
+    """A ratio of inf, which JSON lacks, becomes null beside ``"agrees": false``."""
+    finite = each.ratio is not None and math.isfinite(each.ratio)
+    return {**asdict(each), "ratio": each.ratio if finite else None, "agrees": each.agrees}
+
+
+def _row(found: Sweep, row: Row) -> dict[str, Any]:
+    b, d = row.case.shape
+    data: dict[str, Any] = {
+        "implementation": row.implementation,
+        "variant": row.case.variant,
+        "nominal_batch": row.case.batch,
+        "batch": b,
+        "width": d,
+        "dtype": found.settings.dtype,
+        "status": "measured" if row.seconds else "skip",
+        "reason": row.reason,
+    }
+    if not row.seconds:
+        return data
+    lower, middle, upper = quartiles(row.seconds)
+    plain, aligned = found.plain_of(row), found.aligned_of(row)
+    return data | {
+        "seconds": {"lower": lower, "median": middle, "upper": upper, "samples": row.seconds},
+        "gflops": row.rate / 1e9,
+        "matmul_gflops": [rate / 1e9 for rate in row.matmul],
+        "matmul_side": row.matmul_side,
+        "share_of_matmul": row.share,
+        "time_over_plain": row.times_of(plain),
+        "time_over_aligned": row.times_of(aligned),
+        "peak_extra_bytes": row.peak_bytes,
+        "resident_bytes": row.resident_bytes,
+        "memory_over_plain": row.bytes_of(plain),
+    }
+
+
+_COLUMNS = (
+    "variant",
+    "b",
+    "d",
+    "implementation",
+    "time s (quartiles)",
+    "GFLOP/s",
+    "of matmul",
+    "x plain",
+    "x aligned",
+    "peak MiB",
+    "resident MiB",
+    "memory x plain",
+)
+
+
+def show(found: Sweep) -> None:
+    """Prints the environment, the checks, the measurements and what was skipped."""
+    facts = found.environment
+    print(
+        f"{facts['cpu']}, {facts.get('threads') or facts['cores']} threads, device {facts['device']}, "
+        f"torch {facts['torch']}, numpy {facts['numpy']}; "
+        f"{found.settings.dtype}, scale {found.settings.scale:g}, {found.settings.repeat} rounds"
+    )
+    for each in found.agreements:
+        ratio = "not checked" if each.ratio is None else f"{each.ratio:.3g} x its bound"
+        print(f"{each.implementation} against the oracle at b = {each.rows}: {ratio} ({each.reason})")
+    measured = [row for row in found.rows if row.seconds]
+    if measured:
+        title = "Symmetric loss, forward and backward; GFLOP/s of 8 b^2 d; peak memory beyond the inputs"
+        show_table(title, _COLUMNS, [_cells(found, row) for row in measured], right=range(4, len(_COLUMNS)))
+    skipped = [row for row in found.rows if not row.seconds]
+    if skipped:
+        rows = [(row.case.variant, *map(str, row.case.shape), row.implementation, row.reason or "") for row in skipped]
+        show_table("Skipped", ("variant", "b", "d", "implementation", "reason"), rows)
+
+
+def _cells(found: Sweep, row: Row) -> list[str]:
+    plain, aligned = found.plain_of(row), found.aligned_of(row)
+    lower, middle, upper = quartiles(row.seconds)
+    return [
+        row.case.variant,
+        *map(str, row.case.shape),
+        row.implementation,
+        f"{middle:.4g} ({lower:.4g} to {upper:.4g})",
+        f"{row.rate / 1e9:.1f}",
+        f"{100 * row.share:.0f} %",
+        _number(row.times_of(plain)),
+        _number(row.times_of(aligned)),
+        _mebibytes(row.peak_bytes),
+        _mebibytes(row.resident_bytes),
+        _number(row.bytes_of(plain)),
+    ]
+
+
+def _number(x: float | None) -> str:
+    return "-" if x is None else f"{x:.3g}"
+
+
+def _mebibytes(x: int | None) -> str:
+    return "-" if x is None else f"{x / _MIB:.2f}"
+
+
+def can_plot() -> bool:
+    """Whether matplotlib is installed."""
+    return importlib.util.find_spec("matplotlib") is not None
+
+
+def plot(found: Sweep, path: Path) -> None:
+    """Writes time and peak extra memory against b, log-log, one line an implementation, as a PNG.
+
+    The dashed line is the time of ``8 b^2 d`` at the median matrix-product rate of the run: the limit.
+
+    Raises:
+        ImportError: matplotlib is not installed.
+    """
+    from matplotlib.figure import Figure
+
+    figure = Figure(figsize=(11, 4.5), layout="constrained")
+    times, memory = figure.subplots(1, 2)
+    measured = [row for row in found.rows if row.seconds]
+    several = len({(row.case.variant, row.case.width) for row in measured}) > 1
+    for name, rows in _lines(measured, several):
+        style = "s-" if rows[0].implementation == PLAIN else "o-"
+        times.plot(
+            [row.case.shape[0] for row in rows], [statistics.median(row.seconds) for row in rows], style, label=name
+        )
+        counted = [row for row in rows if row.peak_bytes]
+        memory.plot(
+            [row.case.shape[0] for row in counted], [(row.peak_bytes or 0) / _MIB for row in counted], style, label=name
+        )
+    for width in sorted({row.case.width for row in measured}):
+        rows = [row for row in measured if row.case.width == width]
+        rate = statistics.median(rate for row in rows for rate in row.matmul)
+        b = sorted({row.case.batch for row in rows})
+        label = f"8 b² d at {rate / 1e9:.0f} GFLOP/s (matmul)" + (f", d = {width}" if several else "")
+        times.plot(b, [8 * n * n * width / rate for n in b], "k--", linewidth=1, label=label)
+    for axes, what in ((times, "time, s"), (memory, "peak extra memory, MiB")):
+        axes.set_xscale("log", base=2)
+        axes.set_yscale("log")
+        axes.set_xlabel("batch b")
+        axes.set_ylabel(what)
+        axes.grid(visible=True, which="both", alpha=0.3)
+        if axes.get_legend_handles_labels()[0]:
+            axes.legend(fontsize="small")
+    facts = found.environment
+    figure.suptitle(f"symmetric loss, forward and backward, {found.settings.dtype}, {facts['device']} ({facts['cpu']})")
+    figure.savefig(path, dpi=150, format="png")
+
+
+def _lines(measured: list[Row], several: bool) -> Iterable[tuple[str, list[Row]]]:
+    keys = dict.fromkeys((row.implementation, row.case.variant, row.case.width) for row in measured)
+    for name, variant, width in keys:
+        rows = [
+            row for row in measured if (row.implementation, row.case.variant, row.case.width) == (name, variant, width)
+        ]
+        yield f"{name}, {variant}, d = {width}" if several else name, rows

@@ -1,0 +1,128 @@
+"""What a sweep found, as data."""
+
+from __future__ import annotations
+
+import statistics
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+from contrastile.bench.agreement import Agreement
+from contrastile.bench.cases import Case
+from contrastile.bench.peers import PLAIN
+
+
+@dataclass(frozen=True, slots=True)
+class Settings:
+    """What to measure, and how.
+
+    Attributes:
+        backends: names of contrastile's backends, or "module:attribute".
+        batches: nominal numbers of pairs.
+        widths: nominal numbers of features.
+        variants: of ``cases.VARIANTS``.
+        dtype: of the features.
+        scale: multiplies the dot products.
+        repeat: rounds; every implementation is timed once in each.
+        device: "cpu" or "cuda".
+        threads: of torch, or None for its own choice.
+        budget: seconds that all runs of one implementation at one size may be predicted to take.
+        memory: whether to measure memory, in processes of their own.
+    """
+
+    backends: tuple[str, ...]
+    batches: tuple[int, ...] = (4096, 8192)
+    widths: tuple[int, ...] = (512,)
+    variants: tuple[str, ...] = ("aligned",)
+    dtype: str = "float32"
+    scale: float = 100.0
+    repeat: int = 5
+    device: str = "cpu"
+    threads: int | None = None
+    budget: float = 300.0
+    memory: bool = True
+
+
+@dataclass(slots=True)
+class Row:
+    """One implementation at one size.
+
+    Attributes:
+        implementation: its name.
+        case: the size.
+        reason: why it was not measured, or None.
+        seconds: one for each round.
+        matmul: FLOP/s of the matrix products just before and just after each sample, averaged.
+        matmul_side: side of those square products.
+        peak_bytes: peak extra memory by allocations.
+        resident_bytes: growth of resident memory.
+    """
+
+    implementation: str
+    case: Case
+    reason: str | None = None
+    seconds: list[float] = field(default_factory=list)
+    matmul: list[float] = field(default_factory=list)
+    matmul_side: int = 0
+    peak_bytes: int | None = None
+    resident_bytes: int | None = None
+
+    @property
+    def rate(self) -> float:
+        """FLOP/s of ``8 b^2 d`` in the median time."""
+        return self.case.flops / statistics.median(self.seconds)
+
+    @property
+    def share(self) -> float:
+        """Median over the rounds of the rate, as a share of the matrix-product rate beside it."""
+        return statistics.median(self.case.flops / t / rate for t, rate in zip(self.seconds, self.matmul, strict=True))
+
+    def times_of(self, other: Row | None) -> float | None:
+        """Median over the rounds of this time / the other's in the same round; None without a measured other."""
+        if other is None or not other.seconds or not self.seconds:
+            return None
+        return statistics.median(a / b for a, b in zip(self.seconds, other.seconds, strict=True))
+
+    def bytes_of(self, other: Row | None) -> float | None:
+        """This peak / the other's; None where either is not known."""
+        if other is None or not other.peak_bytes or self.peak_bytes is None:
+            return None
+        return self.peak_bytes / other.peak_bytes
+
+
+@dataclass(slots=True)
+class Sweep:
+    """Everything that was found.
+
+    Attributes:
+        settings: what was asked.
+        environment: what it was measured on.
+        agreements: the check of each implementation.
+        rows: measured and skipped.
+        order: implementation and variant of each timed sample in the order in which they were taken.
+    """
+
+    settings: Settings
+    environment: dict[str, Any]
+    agreements: list[Agreement] = field(default_factory=list)
+    rows: list[Row] = field(default_factory=list)
+    order: list[str] = field(default_factory=list)
+
+    def plain_of(self, row: Row) -> Row | None:
+        """The plain loss on the same case."""
+        return self._find(PLAIN, row.case)
+
+    def aligned_of(self, row: Row) -> Row | None:
+        """The same implementation, aligned and without ids, at the same nominal size."""
+        return self._find(row.implementation, Case("aligned", row.case.batch, row.case.width))
+
+    def _find(self, implementation: str, case: Case) -> Row | None:
+        return next((row for row in self.rows if (row.implementation, row.case) == (implementation, case)), None)
+
+
+def quartiles(samples: Sequence[float]) -> tuple[float, float, float]:
+    """Lower quartile, median and upper quartile, interpolated; all one value for a single sample."""
+    if len(samples) < 2:
+        return samples[0], samples[0], samples[0]
+    lower, middle, upper = statistics.quantiles(samples, n=4, method="inclusive")
+    return lower, middle, upper

@@ -1,0 +1,151 @@
+"""``contrastile doctor``: what is available here, what is missing, and the command that mends it.
+
+Packages are looked for, not imported, except those that a backend needs: each available backend computes a small loss
+and is held to the oracle. One that breaks on import is reported as broken and stops nothing.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import shutil
+import time
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any, Literal
+
+from contrastile.backends.registry import Known, available, known
+from contrastile.bench import agreement, peers
+from contrastile.bench.display import show_table
+from contrastile.bench.environment import environment, version
+
+State = Literal["ok", "missing", "broken", "wrong"]
+
+EXTRAS = {
+    "torch": ("torch", "torch tensors, autograd, contrastile.nn, the fast backends"),
+    "triton": ("triton", "fused GPU kernels"),
+    "cupy": ("cupy", "CUDA without torch"),
+    "mpi4py": ("mpi", "many processes over MPI"),
+    "hypothesis": ("verify", "drawn problems in contrastile verify"),
+    "rich": ("verify", "tables and progress bars"),
+    "matplotlib": ("verify", "contrastile bench --plot"),
+}
+"""Optional packages: the extra that brings each, and what it is for."""
+
+SCALE = 100.0
+
+
+@dataclass(frozen=True, slots=True)
+class Finding:
+    """One line of the report.
+
+    Attributes:
+        kind: "backend", "package" or "gpu".
+        name: of the backend, package or device.
+        state: "ok"; "missing", not installed; "broken", does not load or run; "wrong", disagrees with the oracle.
+        detail: version, error / bound and time, or what went wrong.
+        mend: the command that mends it, or "".
+    """
+
+    kind: str
+    name: str
+    state: State
+    detail: str
+    mend: str = ""
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """Adds the command's arguments to a parser."""
+    parser.add_argument("--json", type=Path, metavar="FILE", help="write what was found")
+
+
+def main(args: argparse.Namespace) -> int:
+    """Runs the command.
+
+    Returns:
+        0 when at least one backend computes what the oracle computes, else 1. A missing optional package is no failure.
+    """
+    findings = examine()
+    facts = environment()
+    works = any(each.kind == "backend" and each.state == "ok" for each in findings)
+    show(facts, findings, works)
+    if args.json:
+        report = {
+            "verdict": "pass" if works else "fail",
+            "environment": facts,
+            "findings": [asdict(each) for each in findings],
+        }
+        args.json.write_text(json.dumps(report, indent=2) + "\n", encoding="utf-8")
+    return 0 if works else 1
+
+
+def examine() -> list[Finding]:
+    """Every known backend, every optional package, and every GPU that torch sees."""
+    lacking = available()
+    backends = [_backend(name, entry, lacking.get(name)) for name, entry in known().items()]
+    return [*backends, *(_package(name) for name in EXTRAS), *_gpus()]
+
+
+def show(facts: dict[str, Any], findings: list[Finding], works: bool) -> None:
+    """Prints the environment, the findings and the verdict."""
+    show_table("Environment", ("fact", "value"), [(name, str(value)) for name, value in facts.items()])
+    rows = [(each.kind, each.name, each.state, each.detail, each.mend) for each in findings]
+    show_table("Findings", ("what", "name", "state", "detail", "to mend it"), rows)
+    good = [each.name for each in findings if each.kind == "backend" and each.state == "ok"]
+    print(f"works here: {', '.join(good)}" if works else "no backend works here")
+
+
+def _backend(name: str, entry: Known, missing: str | None) -> Finding:
+    """Loads a backend and holds a small loss and its gradients to the oracle."""
+    if missing is not None:
+        return Finding("backend", name, "missing", missing.partition("; run:")[0], entry.install)
+    try:
+        implementation = peers.ours(name)
+        device, dtype = _place(implementation)
+        start = time.perf_counter()
+        found = agreement.check(implementation, dtype, device, SCALE, rows=agreement.FEW_ROWS)
+        taken = time.perf_counter() - start
+    except Exception as error:  # other people's code may raise anything, and the report must go on
+        return Finding("backend", name, "broken", f"{type(error).__name__}: {error}", entry.install)
+    if found.ratio is None:
+        return Finding("backend", name, "broken", found.reason, entry.install)
+    detail = f"{dtype} on {device}: {found.ratio:.2g} x its bound from the oracle, {taken:.2f} s"
+    if found.agrees:
+        return Finding("backend", name, "ok", detail)
+    return Finding("backend", name, "wrong", f"{detail}; {found.reason}", f"contrastile verify --backend {name}")
+
+
+def _place(implementation: peers.Implementation) -> tuple[str, str]:
+    """The first device and dtype that a backend takes: a GPU only where it refuses the CPU."""
+    for device in ("cpu", "cuda"):
+        for dtype in ("float32", "float16", "bfloat16", "float64"):
+            if implementation.refuses(dtype, device) is None:
+                return device, dtype
+    return "cpu", "float32"
+
+
+def _package(name: str) -> Finding:
+    extra, purpose = EXTRAS[name]
+    found = version(name)
+    if found is None:
+        return Finding("package", name, "missing", purpose, f"pip install 'contrastile[{extra}]'")
+    return Finding("package", name, "ok", f"{found}: {purpose}")
+
+
+def _gpus() -> list[Finding]:
+    """The GPUs that torch sees; or that there is one which it does not see."""
+    try:
+        import torch
+
+        count = torch.cuda.device_count() if torch.cuda.is_available() else 0
+    except (ImportError, OSError):
+        return []
+    if not count and shutil.which("nvidia-smi"):
+        mend = "install a CUDA build of torch: https://pytorch.org/get-started/locally"
+        return [
+            Finding(
+                "gpu", "NVIDIA", "missing", f"a driver is installed, but torch {torch.__version__} sees no GPU", mend
+            )
+        ]
+    devices = (torch.cuda.get_device_properties(i) for i in range(count))
+    return [Finding("gpu", each.name, "ok", f"{each.total_memory / 2**30:.0f} GiB") for each in devices]

@@ -1,0 +1,171 @@
+"""The torch backend's two ways to the same numbers, when it takes which, what it promises and what it holds."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import replace
+from typing import Any
+
+import pytest
+import torch
+from torch_blocks import RAGGED, block_of, pretend_device, statistics_and_gradients, symmetric, worst
+
+from contrastile.backends.contract import Block, Options
+from contrastile.backends.torch import backend, gradients, products, sigmoid, statistics
+from contrastile.bench.memory import torch_peak
+from contrastile.verify.truth import truth
+
+TILE = 64, 128
+
+
+def spied(monkeypatch: pytest.MonkeyPatch) -> dict[str, list[bool]]:
+    """Whether each shared attempt was good, per primitive."""
+    taken: dict[str, list[bool]] = {"statistics": [], "gradients": []}
+    for module in (statistics, gradients):
+        attempt, name = module._shared, module.__name__.rpartition(".")[2]
+
+        def spy(*given: Any, attempt: Any = attempt, name: str = name) -> Any:
+            found = attempt(*given)
+            taken[name].append(found is not None)
+            return found
+
+        monkeypatch.setattr(module, "_shared", spy)
+    return taken
+
+
+@pytest.mark.parametrize("scale", [1.0, 14.3, 100.0, -100.0, 250.0])
+def test_one_exponential_serves_both_sides_at_ordinary_scales(scale: float, monkeypatch: pytest.MonkeyPatch) -> None:
+    problem, exact = symmetric(block_of(1, 33, 47, 64, scale))
+    taken = spied(monkeypatch)
+    found = worst(problem, exact, "float32")
+    assert found.ratio < 1, str(found)
+    assert taken == {"statistics": [True], "gradients": [True]}
+
+
+def far_apart(low: float, high: float) -> Block:
+    """A block whose rows' log-sum-exps lie near ``low`` and ``high``, in nats."""
+    block = block_of(2, 21, 29, 8, 1.0)
+    rows, columns = block.rows / 4, block.columns / 4
+    columns[:, 0] = 1.0
+    rows[:, 0] = low
+    rows[1::3, 0] = high
+    return replace(block, rows=rows, columns=columns)
+
+
+@pytest.mark.parametrize(("low", "high"), [(-100.0, 60.0), (-60.0, 100.0), (0.0, 200.0), (-500.0, -300.0)])
+def test_sums_that_lie_too_far_apart_take_their_own_references(
+    low: float, high: float, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    problem, exact = symmetric(far_apart(low, high))
+    taken = spied(monkeypatch)
+    found = worst(problem, exact, "float32")
+    assert found.ratio < 1, str(found)
+    assert taken == {"statistics": [False], "gradients": [False]}
+
+
+def test_an_overflow_after_the_first_tile_is_seen(monkeypatch: pytest.MonkeyPatch) -> None:
+    block = block_of(3, 20, 30, 8, 1.0)
+    rows = block.rows.clone()
+    # the reference is chosen on the first tile; 2^127 is 88 nats
+    rows[-1] = block.columns[-1] * 120.0
+    problem, exact = symmetric(replace(block, rows=rows))
+    taken = spied(monkeypatch)
+    found = worst(problem, exact, "float32", RAGGED)
+    assert found.ratio < 1, str(found)
+    assert taken["statistics"] == [False]
+
+
+def test_a_sum_is_exact_from_the_smallest_sum_up() -> None:
+    for state, unit in ((torch.float32, 2.0**-24), (torch.float64, 2.0**-53)):
+        least = statistics.smallest_sum(1000, state)
+        # a thousand flushed terms, each below the smallest normal number, are one rounding of it
+        assert 1000 * torch.finfo(state).tiny == least * unit
+        sums = torch.tensor([least, 1.0], dtype=torch.float64)
+        assert statistics._exact(sums, 1000, state)
+        for bad in (least * (1 - 2.0**-52), math.inf, math.nan, 0.0):
+            assert not statistics._exact(torch.tensor([1.0, bad], dtype=torch.float64), 1000, state)
+
+
+def test_a_shared_reference_is_bounded_by_the_logits() -> None:
+    for largest in (-1000.0, -41.0, -40.0, 0.0, 39.5, 40.0, 500.0):
+        reference = statistics.shared_reference(largest)
+        assert abs(reference) <= abs(largest)
+        assert abs(largest - reference) <= statistics.ROOM
+    assert [statistics.shared_reference(x) for x in (math.inf, -math.inf, math.nan)] == [0.0] * 3
+
+
+@pytest.mark.parametrize("factor", [2.0**-120, 2.0**40])
+def test_weights_beyond_the_coefficients_range_are_still_right(factor: float) -> None:
+    problem, _ = symmetric(block_of(4, 15, 22, 8))
+    assert problem.column_weight is not None
+    problem = replace(problem, row_weight=problem.row_weight * factor, column_weight=problem.column_weight * factor)
+    found = worst(problem, truth(problem), "float32")
+    assert found.ratio < 1, str(found)
+
+
+def test_a_nan_is_not_lost_to_a_scale_of_zero() -> None:
+    block = block_of(5, 5, 7, 3, scale=0.0)
+    block.rows[2, 1] = math.nan
+    found = backend.lse(block, True, Options())
+    assert found.row_lse.isnan().tolist() == [i == 2 for i in range(5)]
+    assert found.column_lse.isnan().all()
+
+
+def test_infinite_logits_keep_the_oracles_infinities() -> None:
+    rows, columns = torch.tensor([[1.0], [math.inf], [2.0]]), torch.tensor([[1.0], [2.0], [-1.0], [-3.0]])
+    for options in (Options(), Options(tile=(1, 1))):
+        found = backend.lse(Block(rows, columns, torch.tensor(1.0)), True, options)
+        assert found.row_lse.isfinite().tolist() == [True, False, True]
+        assert found.row_lse[1] == math.inf
+        assert found.column_lse[:2].tolist() == [math.inf, math.inf]
+        assert found.column_lse[2:].isfinite().all()
+
+
+def test_accuracy_follows_the_precision_of_products() -> None:
+    before = torch.get_float32_matmul_precision()
+    try:
+        for precision, cpu, cuda in (
+            ("highest", 0.0, 0.0),
+            ("high", 2.0**-10, 2.0**-10),
+            ("medium", 2.0**-8, 2.0**-10),
+        ):
+            torch.set_float32_matmul_precision(precision)
+            assert backend.accuracy("float32", "cpu").input_rounding == cpu
+            assert backend.accuracy("float32", "cuda").input_rounding == cuda
+            assert backend.accuracy("float64", "cuda").input_rounding == 0.0
+    finally:
+        torch.set_float32_matmul_precision(before)
+
+
+@pytest.mark.parametrize("largest", [3e-9, 1.0, 65504.0, 0.0])
+def test_float16_is_lifted_by_an_exact_power_of_two(largest: float, monkeypatch: pytest.MonkeyPatch) -> None:
+    pretend_device(monkeypatch)
+    block = replace(block_of(14, 3, 4, 8), rows=torch.zeros(3, 8).half(), columns=torch.zeros(4, 8).half())
+    of = products.Products(block, unit=1.0)
+    of.weigh(torch.tensor([0.0, -largest, largest / 2]))
+    gain = float(of._gain)
+    assert math.frexp(gain)[0] == math.frexp(1.0)[0]
+    # G is at most four weights large
+    assert 4 * largest * gain < torch.finfo(torch.float16).max
+    assert largest == 0.0 or largest * gain >= products._FLOAT16_HEADROOM / 2
+
+
+def test_memory_is_a_tile_and_its_spare_and_vectors() -> None:
+    b, d = 2048, 64
+    ids = torch.arange(b) // 2
+    block = block_of(15, b, b, d, positives=torch.arange(b), row_ids=ids, column_ids=ids)
+    peak = torch_peak(lambda: statistics_and_gradients(block, Options(tile=TILE)))
+    tile, vector, accumulators = 4 * TILE[0] * TILE[1], 8 * b, 2 * 4 * b * d
+    # two tiles of logits, a mask and the ids' comparison; some forty vectors in float64
+    assert peak <= accumulators + 4 * tile + 40 * vector
+    assert peak < 4 * b * b / 4
+
+
+@pytest.mark.parametrize("wanted", [True, False])
+def test_sigmoid_memory_is_a_tile_and_its_spare(wanted: bool) -> None:
+    b, d = 2048, 64
+    block = block_of(16, b, b, d, positives=torch.arange(b))
+    weight = torch.full((b,), 1 / b)
+    totals = [torch.zeros(b, d) if wanted else None for _ in range(2)]
+    peak = torch_peak(lambda: sigmoid.sigmoid(block, weight, *totals, Options(tile=TILE)))
+    assert peak <= 3 * 4 * TILE[0] * TILE[1] + 20 * 8 * b

@@ -1,0 +1,93 @@
+from collections.abc import Callable
+from dataclasses import replace
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+
+from contrastile.bench import agreement, peers
+from contrastile.bench.cases import SHARED, Case, features
+
+
+@pytest.mark.parametrize("name", ["numpy", "torch", "plain"])
+@pytest.mark.parametrize("dtype", ["float32", "float64"])
+def test_every_implementation_agrees(name: str, dtype: str) -> None:
+    found = agreement.check(peers.named(name), dtype, "cpu", 100.0, rows=131)
+    assert found.agrees, found
+
+
+@pytest.mark.parametrize("name", ["torch", "plain"])
+@pytest.mark.parametrize("dtype", ["float16", "bfloat16"])
+def test_half_precision_agrees(name: str, dtype: str) -> None:
+    found = agreement.check(peers.named(name), dtype, "cpu", 14.3, rows=131)
+    assert found.agrees, found
+
+
+def off_by(change: Callable[[Any], Any], which: int) -> peers.Implementation:
+    """The plain loss with one of loss, d_image, d_text, d_scale changed."""
+    sound = peers.plain()
+
+    def step(given: Any) -> Any:
+        def both() -> Any:
+            loss, gradients = sound.step(given)()
+            values = [loss, *gradients]
+            values[which] = change(values[which])
+            return values[0], tuple(values[1:])
+
+        return both
+
+    return replace(sound, step=step)
+
+
+@pytest.mark.parametrize("which", range(4))
+@pytest.mark.parametrize(
+    "change",
+    [lambda x: 2 * x, lambda x: -x, lambda x: x * float("nan"), torch.zeros_like],
+    ids=["doubled", "negated", "nan", "zero"],
+)
+def test_a_wrong_loss_or_gradient_does_not_agree(which: int, change: Callable[[Any], Any]) -> None:
+    found = agreement.check(off_by(change, which), "float32", "cpu", 10.0, rows=67)
+    assert found.ratio is not None
+    assert not found.agrees
+
+
+def test_a_plain_loss_that_ignores_ids_does_not_agree() -> None:
+    deaf = replace(peers.plain(), step=peers.with_autograd(lambda i, t, s, ids: peers.plain_loss(i, t, s)))
+    found = agreement.check(deaf, "float32", "cpu", 10.0, rows=67)
+    assert not found.agrees
+    assert "ids" in found.reason
+
+
+def test_a_refusal_is_not_an_agreement() -> None:
+    found = agreement.check(peers.ours("numpy"), "bfloat16", "cpu", 10.0)
+    assert found.ratio is None
+    assert "takes float16, float32, float64 only" in found.reason
+    assert "runs on cpu only" in agreement.check(peers.ours("numpy"), "float32", "cuda", 10.0).reason
+
+
+def test_an_infinite_bound_proves_nothing() -> None:
+    vague = replace(
+        peers.plain(), accuracy=lambda dtype, device: replace(peers.plain().accuracy(dtype, device), unit=0.5)
+    )
+    found = agreement.check(vague, "float32", "cpu", 10.0, rows=67)
+    assert found.ratio is None
+    assert "no finite bound" in found.reason
+
+
+def test_ids_are_shared_by_a_fifth_of_the_pairs() -> None:
+    ids = features(Case("ids", 1000, 8)).ids
+    assert ids is not None
+    _, counts = np.unique(ids, return_counts=True)
+    assert counts[counts > 1].sum() == int(1000 * SHARED)
+
+
+def test_features_have_unit_length_and_pairs_the_stated_cosine() -> None:
+    drawn = features(Case("ragged", 300, 300))
+    assert drawn.image.shape == (299, 297)
+    # 297 terms of size 1/297, each product and square rounded: a relative error below 2 * 297 units of float32
+    slack = 2 * 297 * 2.0**-24
+    assert np.abs(np.linalg.norm(drawn.image.astype(float), axis=1) - 1).max() < slack
+    cosine = np.einsum("ij,ij->i", drawn.image.astype(float), drawn.text.astype(float))
+    # the noise adds N(0, 1 / d): its mean over 299 pairs lies within five standard deviations
+    assert abs(cosine.mean() - 0.3) < 5 / np.sqrt(299 * 297)

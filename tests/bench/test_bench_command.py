@@ -1,0 +1,183 @@
+import argparse
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from contrastile.bench import add_arguments, command, main, report, sweep
+from contrastile.bench.cases import Case
+from contrastile.bench.results import Row, Settings, Sweep, quartiles
+
+
+def parsed(*words: str) -> argparse.Namespace:
+    parser = argparse.ArgumentParser()
+    add_arguments(parser)
+    return parser.parse_args(words)
+
+
+def settings(**changes: Any) -> Settings:
+    values: dict[str, Any] = {
+        "backends": ("numpy", "torch"),
+        "batches": (65, 33),
+        "widths": (16,),
+        "variants": ("aligned", "ragged", "ids"),
+        "repeat": 3,
+        "memory": False,
+    }
+    return Settings(**{**values, **changes})
+
+
+@pytest.fixture(scope="module")
+def found() -> Sweep:
+    return sweep.run(settings(), lambda what, steps: None)
+
+
+def test_everything_asked_for_is_measured_smallest_first(found: Sweep) -> None:
+    assert [(row.case.batch, row.case.variant, row.implementation) for row in found.rows] == [
+        (batch, variant, name)
+        for batch in (33, 65)
+        for variant in ("aligned", "ragged", "ids")
+        for name in ("numpy", "torch", "plain")
+    ]
+    for row in found.rows:
+        assert len(row.seconds) == len(row.matmul) == 3
+        assert min(row.seconds) > 0
+        assert min(row.matmul) > 0
+
+
+def test_samples_are_interleaved(found: Sweep) -> None:
+    one_size = found.order[: 3 * 9]
+    rounds = [one_size[i : i + 9] for i in (0, 9, 18)]
+    for number, each in enumerate(rounds):
+        assert len(set(each)) == 9
+        # each round starts with another one
+        assert each == rounds[0][number:] + rounds[0][:number]
+
+
+def test_ratios_are_within_the_run(found: Sweep) -> None:
+    for row in found.rows:
+        plain, aligned = found.plain_of(row), found.aligned_of(row)
+        assert plain is not None
+        assert plain.case == row.case
+        assert aligned is not None
+        assert (aligned.implementation, aligned.case.variant) == (row.implementation, "aligned")
+        if row.implementation == "plain":
+            assert row.times_of(plain) == 1
+
+
+def test_figures_follow_from_the_samples() -> None:
+    case = Case("ragged", 11, 8)
+    assert case.flops == 8 * 10 * 10 * 5
+    one, two = Row("a", case, seconds=[1.0, 2.0, 4.0], matmul=[8000.0] * 3), Row("b", case, seconds=[2.0, 2.0, 2.0])
+    assert one.rate == 2000
+    assert one.share == 0.25
+    assert one.times_of(two) == 1
+    assert one.times_of(Row("c", case)) is None
+    one.peak_bytes, two.peak_bytes = 10, 40
+    assert one.bytes_of(two) == 0.25
+    assert quartiles([5.0]) == (5, 5, 5)
+    assert quartiles([1.0, 2.0, 3.0, 4.0, 5.0]) == (2, 3, 4)
+
+
+def test_the_command_writes_table_json_and_picture(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    data, picture = tmp_path / "bench.json", tmp_path / "bench.png"
+    words = ["--backend", "torch", "--batch", "64", "--width", "16", "--repeat", "2", "--threads", "1", "--json"]
+    assert main(parsed(*words, str(data), "--plot", str(picture))) == 0
+    read = json.loads(data.read_text())
+    assert {row["implementation"]: row["status"] for row in read["rows"]} == {"torch": "measured", "plain": "measured"}
+    ours, plain = read["rows"]
+    assert ours["memory_over_plain"] == ours["peak_extra_bytes"] / plain["peak_extra_bytes"]
+    assert plain["time_over_plain"] == 1
+    assert len(ours["seconds"]["samples"]) == 2
+    assert read["environment"]["threads"] == 1
+    assert all(each["agrees"] for each in read["agreements"])
+    assert picture.read_bytes().startswith(b"\x89PNG")
+    assert "of matmul" in capsys.readouterr().out
+
+
+def test_what_does_not_fit_is_skipped_with_the_reason(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(sweep, "available_bytes", lambda device: 10**6)
+    found = sweep.run(settings(backends=("torch",), batches=(600,), variants=("aligned",)), lambda what, steps: None)
+    ours, plain = found.rows
+    assert ours.seconds
+    assert not plain.seconds
+    assert "GiB are available" in str(plain.reason)
+    assert ours.times_of(found.plain_of(ours)) is None
+
+
+def test_what_would_take_too_long_is_skipped_with_the_reason() -> None:
+    found = sweep.run(settings(backends=("torch",), batches=(32,), budget=0.0), lambda what, steps: None)
+    assert not any(row.seconds for row in found.rows)
+    assert all("raise --budget" in str(row.reason) for row in found.rows)
+
+
+def test_a_memory_run_that_dies_is_a_reason_not_a_crash(monkeypatch: pytest.MonkeyPatch) -> None:
+    def killed(*args: object, **kwargs: object) -> None:
+        raise sweep.child.MemoryMeasurementError("killed by signal 9")
+
+    monkeypatch.setattr(sweep.child, "ask", killed)
+    found = sweep.run(settings(batches=(32,), memory=True), lambda what, steps: None)
+    assert {row.reason for row in found.rows} == {"killed by signal 9"}
+
+
+def test_no_speed_of_what_disagrees(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    monkeypatch.setattr(
+        "contrastile.bench.peers.plain_loss", lambda image, text, scale, ids: (image * text).sum() * scale
+    )
+    data = tmp_path / "bench.json"
+    words = ["--backend", "torch", "--batch", "32", "--width", "8", "--repeat", "1", "--no-memory", "--json"]
+    assert main(parsed(*words, str(data))) == 1
+    rows = {row["implementation"]: row for row in json.loads(data.read_text())["rows"]}
+    plain = rows["plain"]
+    assert rows["torch"]["status"] == "measured"
+    assert plain["status"] == "skip"
+    assert "seconds" not in plain
+    assert "disagrees with the oracle" in plain["reason"]
+
+
+def test_steps_reported_are_the_steps_promised() -> None:
+    done = []
+    chosen = settings(batches=(32,), repeat=2)
+    sweep.run(chosen, lambda what, steps: done.append(steps))
+    assert sum(done) == sweep.steps(chosen)
+
+
+def test_a_picture_without_matplotlib_is_refused_at_once(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(report, "can_plot", lambda: False)
+    assert main(parsed("--plot", "x.png")) == 2
+    assert capsys.readouterr().err.rstrip().endswith("pip install 'contrastile[verify]'")
+
+
+def test_an_unknown_backend_is_refused(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(parsed("--backend", "nobody")) == 2
+    assert "'nobody'" in capsys.readouterr().err
+
+
+def test_a_gpu_that_is_not_there_is_refused(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(command, "_sees_cuda", lambda: False)
+    assert main(parsed("--device", "cuda")) == 2
+    assert "contrastile doctor" in capsys.readouterr().err
+
+
+def test_quick_fills_in_only_what_was_not_given() -> None:
+    assert command.settings(parsed("--quick", "--width", "7")).widths == (7,)
+    assert command.settings(parsed("--quick")).batches == (256, 512)
+    assert command.settings(parsed()).batches == (4096, 8192)
+
+
+@pytest.mark.parametrize("words", [("--batch", "0"), ("--repeat", "-1"), ("--variant", "odd")])
+def test_bad_arguments_are_refused(words: tuple[str, ...]) -> None:
+    with pytest.raises(SystemExit) as refused:
+        parsed(*words)
+    assert refused.value.code == 2
+
+
+def test_the_matrix_product_costs_at_most_half_of_the_sample() -> None:
+    assert sweep.matmul_side(Case("aligned", 8192, 512).flops, "cpu") == 4096
+    assert sweep.matmul_side(Case("aligned", 4096, 512).flops, "cpu") == 2048
+    assert sweep.matmul_side(1, "cpu") == 256

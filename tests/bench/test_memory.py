@@ -1,0 +1,154 @@
+import mmap
+import sys
+
+import numpy as np
+import pytest
+import torch
+
+from contrastile.bench import memory
+from contrastile.bench.cases import Case, arguments, features
+from contrastile.bench.child import MemoryMeasurementError, Request, ask
+from contrastile.bench.peers import plain
+
+MIB = 2**20
+
+
+def test_a_release_between_two_allocations_is_seen() -> None:
+    def call() -> torch.Tensor:
+        first = torch.empty(3 * MIB, dtype=torch.uint8)
+        del first
+        second = torch.empty(2 * MIB, dtype=torch.uint8)
+        third = torch.empty(5, dtype=torch.float32)
+        del third
+        return second
+
+    assert memory.torch_peak(call) == 3 * MIB
+
+
+def test_what_lives_together_adds_up_and_results_count() -> None:
+    def call() -> list[torch.Tensor]:
+        return [torch.empty(size, dtype=torch.uint8) for size in (1000, 1024, 4097)]
+
+    assert memory.torch_peak(call) == 1000 + 1024 + 4097
+
+
+def test_what_was_live_before_neither_counts_nor_pays_when_it_is_released() -> None:
+    before = [torch.empty(8 * MIB, dtype=torch.uint8)]
+
+    def call() -> torch.Tensor:
+        before.clear()
+        return torch.empty(MIB, dtype=torch.uint8)
+
+    assert memory.torch_peak(call) == MIB
+
+
+@pytest.mark.parametrize("rows", [257, 1000])
+def test_allocations_inside_the_engine_during_backward_are_counted(rows: int) -> None:
+    # exp saves its output, which the backward releases in C++ only after it has formed two more arrays of its size
+    leaf = torch.zeros(rows, 41, requires_grad=True)
+    seed = torch.ones(rows, 41)
+    size = 4 * rows * 41
+
+    class Doubled(torch.autograd.Function):
+        @staticmethod
+        def forward(ctx: object, x: torch.Tensor) -> torch.Tensor:
+            return x.exp()
+
+        @staticmethod
+        def backward(ctx: object, *gradients: torch.Tensor) -> torch.Tensor:
+            scratch = [gradients[0].clone() for _ in range(3)]
+            return scratch[0]
+
+    def engine() -> tuple[torch.Tensor, ...]:
+        return torch.autograd.grad(leaf.exp(), leaf, seed)
+
+    def function() -> tuple[torch.Tensor, ...]:
+        return torch.autograd.grad(Doubled.apply(leaf), leaf, seed)
+
+    # the output saved for backward, and the gradient
+    assert memory.torch_peak(engine) == 2 * size
+    # the output, and the three arrays of the backward
+    assert memory.torch_peak(function) == 4 * size
+
+
+def test_the_plain_loss_holds_four_matrices_of_logits() -> None:
+    case = Case("aligned", 512, 8)
+    step = plain().step(arguments(features(case), "torch", "float32", "cpu", 100.0))
+    matrix, tower = 4 * 512**2, 4 * 512 * 8
+    peak = memory.torch_peak(step)
+    # two of logits and two of their logarithms; beyond them only what is linear in the batch
+    assert 4 * matrix <= peak <= 4 * matrix + 8 * tower
+
+
+def test_the_same_call_gives_the_same_bytes() -> None:
+    case = Case("ragged", 200, 32)
+    step = plain().step(arguments(features(case), "torch", "float32", "cpu", 100.0))
+    assert memory.torch_peak(step) == memory.torch_peak(step)
+
+
+@pytest.mark.parametrize(
+    ("sizes", "peak"), [((), 0), ((-5,), 0), ((3, -3, 4, -4), 4), ((3, 4, -7, 6), 7), ((-5, 3, 4), 2)]
+)
+def test_replay(sizes: tuple[int, ...], peak: int) -> None:
+    assert memory.replay(sizes) == peak
+
+
+def test_numpy_buffers_are_counted_and_little_else() -> None:
+    kept = np.zeros(MIB, dtype=np.uint8)
+
+    def call() -> np.ndarray:
+        scratch = np.zeros(3 * MIB, dtype=np.uint8)
+        del scratch
+        return np.zeros(2 * MIB, dtype=np.uint8) + kept[:1]
+
+    # the sum and the array it reads live together: 4 MiB; the objects around the buffers are a few hundred bytes
+    peak = memory.numpy_peak(call)
+    assert 4 * MIB <= peak < 4 * MIB + mmap.PAGESIZE
+
+
+@pytest.mark.skipif(not sys.platform.startswith("linux"), reason="the high-water mark is read from /proc")
+def test_resident_memory_grows_by_what_is_touched() -> None:
+    size = 64 * MIB
+
+    def call() -> None:
+        with mmap.mmap(-1, size) as pages:
+            for at in range(0, size, mmap.PAGESIZE):
+                pages[at] = 1
+
+    grown = memory.resident_peak(call)
+    assert grown is not None
+    # per-CPU counters of the kernel lag by up to 64 pages each
+    assert abs(grown - size) < 8 * MIB
+
+
+def test_resident_memory_is_unknown_where_the_mark_cannot_be_reset(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: object
+) -> None:
+    monkeypatch.setattr(memory, "_PROCESS", memory.Path(f"{tmp_path}/none"))
+    assert memory.resident_peak(lambda: None) is None
+
+
+def request(**changes: object) -> Request:
+    values = {
+        "implementation": "plain",
+        "variant": "ids",
+        "batch": 129,
+        "width": 8,
+        "dtype": "float32",
+        "device": "cpu",
+        "scale": 100.0,
+        "threads": 1,
+    }
+    return Request(**{**values, **changes})  # type: ignore[arg-type]
+
+
+def test_a_process_of_its_own_counts_the_same_bytes() -> None:
+    step = plain().step(arguments(features(Case("ids", 129, 8)), "torch", "float32", "cpu", 100.0))
+    found = ask(request(), timeout=300)
+    assert found.peak_bytes == memory.torch_peak(step)
+    assert found.resident_bytes is None or found.resident_bytes >= 0
+
+
+def test_a_process_that_fails_says_why() -> None:
+    with pytest.raises(MemoryMeasurementError, match="'nobody'"):
+        ask(request(implementation="nobody"), timeout=300)

@@ -1,0 +1,99 @@
+import argparse
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from contrastile import doctor
+from contrastile.backends.registry import BUILT_IN, Known
+from contrastile.bench import display, environment
+from contrastile.bench.agreement import Agreement
+
+
+def run(*words: str) -> int:
+    parser = argparse.ArgumentParser()
+    doctor.add_arguments(parser)
+    return doctor.main(parser.parse_args(words))
+
+
+def test_it_finds_what_works_here(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert run("--json", str(tmp_path / "doctor.json")) == 0
+    found = json.loads((tmp_path / "doctor.json").read_text())
+    assert found["verdict"] == "pass"
+    states = {each["name"]: each["state"] for each in found["findings"] if each["kind"] == "backend"}
+    assert states["numpy"] == states["torch"] == "ok"
+    assert found["environment"]["torch_blas"] != "unknown"
+    assert "works here: numpy" in capsys.readouterr().out
+
+
+def only(monkeypatch: pytest.MonkeyPatch, entry: Known, missing: str | None = None) -> doctor.Finding:
+    monkeypatch.setattr(doctor, "known", lambda: {"it": entry})
+    monkeypatch.setattr(doctor, "available", lambda: {"it": missing})
+    return doctor.examine()[0]
+
+
+def test_a_missing_backend_comes_with_its_command(monkeypatch: pytest.MonkeyPatch) -> None:
+    entry = Known("it", ("nowhere_to_be_found",), "pip install it")
+    found = only(monkeypatch, entry, entry.missing())
+    assert (found.state, found.detail, found.mend) == (
+        "missing",
+        "nowhere_to_be_found cannot be imported",
+        "pip install it",
+    )
+
+
+def test_a_backend_that_raises_is_broken_and_the_report_goes_on(monkeypatch: pytest.MonkeyPatch) -> None:
+    def broken(name: str) -> Any:
+        raise OSError("libsomething.so: cannot open shared object file")
+
+    monkeypatch.setattr(doctor.peers, "ours", broken)
+    found = only(monkeypatch, BUILT_IN["torch"])
+    assert found.state == "broken"
+    assert "libsomething.so" in found.detail
+    assert found.mend == "pip install 'contrastile[torch]'"
+    # nothing works any more: that is the one failure
+    assert run() == 1
+
+
+def test_a_backend_that_is_wrong_is_said_to_be(monkeypatch: pytest.MonkeyPatch) -> None:
+    ours = doctor.peers.ours
+    monkeypatch.setattr(doctor.peers, "ours", lambda name: ours("numpy"))
+    monkeypatch.setattr(doctor.agreement, "check", lambda *args, **kwargs: Agreement("it", 7.0, 67, "loss: error 1"))
+    found = only(monkeypatch, BUILT_IN["numpy"])
+    assert found.state == "wrong"
+    assert "loss: error 1" in found.detail
+    assert found.mend == "contrastile verify --backend it"
+
+
+def test_a_missing_package_is_no_failure(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(doctor, "version", lambda name: None)
+    packages = [each for each in doctor.examine() if each.kind == "package"]
+    assert {each.state for each in packages} == {"missing"}
+    assert all(each.mend.startswith("pip install 'contrastile[") for each in packages)
+    assert run() == 0
+
+
+def test_a_version_is_found_without_importing(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    (tmp_path / "explosive.py").write_text("raise RuntimeError('imported')\n")
+    monkeypatch.syspath_prepend(tmp_path)
+    assert environment.version("explosive") == "of unknown version"
+    assert environment.version("nowhere_to_be_found") is None
+    assert environment.version("pytest") == pytest.__version__
+
+
+@pytest.mark.parametrize("rich", [True, False])
+def test_tables_show_every_cell_and_read_no_markup(
+    rich: bool, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(display, "has_rich", lambda: rich)
+    display.show_table("Title", ("name", "n"), [("[bold]x[/bold]", "1"), ("y", "22")], right=[1])
+    printed = capsys.readouterr().out
+    assert "Title" in printed
+    assert "[bold]x[/bold]" in printed
+    assert "22" in printed
+
+
+def test_a_plain_table_is_aligned() -> None:
+    text = display.plain_table("T", ("name", "n"), [("x", "1"), ("longer", "22")], right=[1])
+    assert text.splitlines() == ["T", "name     n", "----------", "x        1", "longer  22"]
