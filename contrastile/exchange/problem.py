@@ -23,7 +23,8 @@ class Problem:
         columns: tuple of (n_c, d) features; n = sum n_c.
         scale: 0-d, state dtype.
         row_weight: (m,) u, state dtype.
-        row_target: (m,) t; unused by the sigmoid loss.
+        row_target: (m,) t, 1 / |P(i)|, or 0 where the row has no positive or its positives are not to count: each row
+            of y sums to 1 or 0. Unused by the sigmoid loss.
         kind: "softmax" or "sigmoid".
         bias: 0-d, or None for 0.
         column_weight: (n,) v, or None for a loss of one direction.

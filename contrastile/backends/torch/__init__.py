@@ -1,8 +1,8 @@
 """The torch backend: tiles of logits through torch's own products, on any device, in any float dtype.
 
 ``products`` does the matrix products, ``tiles`` walks the block, ``pairs`` applies positives and masks to a tile,
-``accumulators`` takes a tile's G; ``statistics``, ``gradients`` and ``sigmoid`` are the three primitives. On a CPU the tile stays in the cache and every
-epilogue is in place; on another device nothing ever waits for the host.
+``accumulators`` takes a tile's G; ``statistics``, ``gradients`` and ``sigmoid`` are the three primitives. On a CPU the
+tile stays in the cache and every epilogue is in place; on another device nothing ever waits for the host.
 """
 
 from __future__ import annotations

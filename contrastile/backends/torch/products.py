@@ -9,8 +9,6 @@ import torch
 from contrastile.backends.contract import Block
 
 LOG2_E = 1.0 / math.log(2.0)
-# a row of 64 bytes fills its cache lines; BLAS runs up to a third slower on rows that start between them
-_ALIGNED = 16
 # |G| stays below 4 largest weights, so 2^12 leaves it below the largest float16 and lifts it off the smallest
 _FLOAT16_HEADROOM = 2.0**12
 
@@ -39,7 +37,6 @@ class Products:
         self.state = torch.float64 if rows.dtype == torch.float64 else torch.float32
         self.sync = on_host(rows)
         self._narrow = rows.dtype if rows.dtype != self.state else None
-        self._padded = self.sync and rows.shape[1] % _ALIGNED != 0
         self._mixed = self._narrow is not None and not self.sync and has_mixed_product()
         # rounded once: the constant joins the scale in float64
         self._scale = (block.scale.double() * unit).to(self.state).reshape(())
@@ -50,16 +47,8 @@ class Products:
         self._gain: torch.Tensor | None = None
 
     def operand(self, features: torch.Tensor) -> torch.Tensor:
-        """A chunk (t, d) of features as the products want it: as it is, or in the state dtype, or padded with zeros.
-
-        Zeros beyond the width add nothing to a logit, and what they become in a gradient is dropped by ``add``.
-        """
-        if not self._padded:
-            return features if self._mixed else features.to(self.state)
-        t, d = features.shape
-        padded = features.new_zeros((t, -(-d // _ALIGNED) * _ALIGNED), dtype=self.state)
-        padded[:, :d] = features
-        return padded
+        """A chunk of features as the products want it: as it is, or in the state dtype. (t, d)."""
+        return features if self._mixed else features.to(self.state)
 
     def logits(self, q: torch.Tensor, k: torch.Tensor, out: torch.Tensor) -> torch.Tensor:
         """``x_ij = scale <q_i, k_j> + bias`` into ``out`` (rows, columns), from operands (rows, d) and (columns, d)."""
@@ -86,9 +75,7 @@ class Products:
 
     def add(self, total: torch.Tensor, g: torch.Tensor, x: torch.Tensor) -> None:
         """``total += g @ x``: total (a, d) and g (a, b) in the state dtype, x (b, d) an operand."""
-        if self._padded:
-            total.add_(torch.mm(g, x)[:, : total.shape[1]])
-        elif not self._mixed:
+        if not self._mixed:
             total.addmm_(g, x)
         elif self._gain is None:
             total.add_(torch.mm(g.to(x.dtype), x, out_dtype=self.state))
