@@ -121,16 +121,23 @@ def _case_names() -> list[str]:
 
 
 def _known(what: str, given: list[str] | None, names: list[str]) -> list[str] | None:
-    """The given names, each checked; a case "drawn:..." is checked as a recipe."""
-    for name in given or ():
+    """The given names, each checked; a case "drawn:..." is a recipe, "wordnet" stands for every "wordnet@..."."""
+    if given is None:
+        return None
+    chosen: list[str] = []
+    for name in given:
         if what == "case" and name.startswith(f"{strategies.CASE}:"):
             try:
                 strategies.Recipe.parse(name)
             except ValueError as error:
                 raise CannotRunError(str(error)) from error
-        elif name not in names:
+            chosen.append(name)
+            continue
+        family = [known for known in names if known.partition("@")[0] == name]
+        if name not in names and not family:
             raise CannotRunError(f"{what} must be one of {', '.join(names)}, got {name!r}")
-    return given
+        chosen += [name] if name in names else family
+    return chosen
 
 
 def _device(name: str) -> str:

@@ -170,3 +170,11 @@ def test_nothing_is_left_in_the_current_folder(tmp_path, monkeypatch, capsys):
     words = ["verify", "--backend", "numpy", "--case", "drawn", "smoke", "--dtype", "float64", "--examples", "5"]
     assert main(words) == 0
     assert list(tmp_path.iterdir()) == []
+
+
+def test_a_case_that_has_only_variants_stands_for_all_of_them(tmp_path):
+    file = tmp_path / "rows.json"
+    given = ["--property", "value", "--dtype", "float64", "--json", str(file), "--quiet"]
+    assert main(["verify", "--backend", "numpy", "--case", "wordnet", "deep", *given]) == 0
+    cases_run = {row["case"] for row in json.loads(file.read_text())["rows"]}
+    assert cases_run == {"wordnet@14.3", "wordnet@100", "deep"}
