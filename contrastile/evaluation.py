@@ -25,7 +25,7 @@ def evaluate(loss: problems.Loss, backend: str, tile: Any) -> Array:
     arrays = library_of(loss.problem.rows)
     name = validation.backend(backend)
     if name == "auto":
-        name = choose(arrays.name, arrays.device(loss.problem.rows))
+        name = choose(arrays.name, arrays.device(loss.problem.rows), arrays.dtype(loss.problem.rows))
     if arrays.name == "torch":
         from contrastile import autograd
 
@@ -63,7 +63,11 @@ def value_and_grad(
     def both(*args: Any, **kwargs: Any) -> tuple[Array, tuple[Array, ...]]:
         built = build(*(_detached(x) for x in args), **{name: _detached(x) for name, x in kwargs.items()})
         arrays = library_of(built.problem.rows)
-        name = choose(arrays.name, arrays.device(built.problem.rows)) if backend == "auto" else backend
+        name = (
+            choose(arrays.name, arrays.device(built.problem.rows), arrays.dtype(built.problem.rows))
+            if backend == "auto"
+            else backend
+        )
         value, gradients = forward_and_backward(built.problem, load(name), options)
         return value, built.pull_back(gradients)
 

@@ -41,7 +41,11 @@ class Known:
 BUILT_IN = {
     "numpy": Known("contrastile.backends.numpy:backend"),
     "torch": Known("contrastile.backends.torch:backend", ("torch",), "pip install 'contrastile[torch]'"),
+    "triton": Known("contrastile.backends.triton:backend", ("torch", "triton"), "pip install 'contrastile[triton]'"),
 }
+
+# asked once: a compiled graph cannot ask
+_FUSED = BUILT_IN["triton"].missing() is None
 
 
 def known() -> dict[str, Known]:
@@ -101,6 +105,9 @@ def load(name: str) -> Backend:
     return backend
 
 
-def choose(library: str, device: str) -> str:
-    """The name that ``backend="auto"`` stands for, given the features' array library and kind of device."""
-    return "numpy" if library == "numpy" else "torch"
+def choose(library: str, device: str, dtype: str = "float32") -> str:
+    """The name that ``backend="auto"`` stands for, given the features' array library, kind of device and dtype."""
+    if library == "numpy":
+        return "numpy"
+    # tensor cores have no float64
+    return "triton" if device == "cuda" and dtype != "float64" and _FUSED else "torch"

@@ -1,0 +1,120 @@
+"""What is measured: what was aimed at, all implementations side by side, a grid, errors, and big batches."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+TRITON = "contrastile triton"
+TORCH = "contrastile torch"
+OPEN_CLIP = "open_clip formula"
+CHUNKED = "chunked PyTorch, compiled"
+INF_CL = "inf_cl x2"
+DEFAULT_CCE = "cut-cross-entropy x2, default"
+
+WITHOUT_GPU = (TORCH, OPEN_CLIP, CHUNKED)
+"""What also runs on a CPU, for a dry run."""
+
+WIDTH = 512
+"""The d at which all are compared."""
+
+SAFE = 400.0
+"""A scale at which unit features prove too little: no shared reference is safe for logits up to 400."""
+
+
+@dataclass(frozen=True, slots=True)
+class Point:
+    """One thing to time.
+
+    Attributes:
+        b: pairs.
+        d: width.
+        scale: multiplies the dot products.
+        what: "both", "forward" or "backward".
+        graph: replayed as a CUDA graph.
+    """
+
+    b: int
+    d: int
+    scale: float = 100.0
+    what: str = "both"
+    graph: bool = False
+
+    @property
+    def flops(self) -> float:
+        """Of the products that are needed: one forward, three backward (X again, dQ, dK), ``2 b^2 d`` each."""
+        return {"both": 8.0, "forward": 2.0, "backward": 6.0}[self.what] * self.b * self.b * self.d
+
+    def row(self) -> dict[str, Any]:
+        """As the first columns of a record's row."""
+        return {"b": self.b, "d": self.d, "scale": self.scale, "what": self.what, "graph": self.graph}
+
+
+@dataclass(frozen=True, slots=True)
+class Plan:
+    """Sizes of a run.
+
+    Attributes:
+        aims: the points that were aimed at, and the fraction of the ceiling.
+        peers: (b, rounds) at which all implementations are timed.
+        peer_width: the d of the comparison.
+        grid: further points of the fused backend.
+        errors: (b, scale, sampled rows) at which all are held to float64; b of them are every row.
+        repeats: (b, how many) that must agree bit for bit.
+        pairs: sizes at which the loss of pairs that are alike must not be negative.
+        big: (b, sampled rows) of single calls.
+    """
+
+    aims: tuple[tuple[Point, float], ...]
+    peers: tuple[tuple[int, int], ...]
+    peer_width: int
+    grid: tuple[Point, ...]
+    errors: tuple[tuple[int, float, int], ...]
+    repeats: tuple[tuple[int, int], ...]
+    pairs: tuple[int, ...]
+    big: tuple[tuple[int, int], ...]
+
+
+_AIMS = (
+    (Point(65536, 512), 0.82),
+    (Point(65536, 1024), 0.88),
+    (Point(32768, 512), 0.80),
+    (Point(32768, 1024), 0.86),
+    (Point(262144, 512), 0.80),
+    (Point(262144, 1024), 0.86),
+    (Point(8192, 512, graph=True), 0.60),
+    (Point(65536, 512, SAFE), 0.68),
+)
+
+_GRID = (
+    *(Point(b, 512, what=what) for b in (65536, 32768, 8192) for what in ("forward", "backward")),
+    *(Point(65536, d, 14.3) for d in (512, 768, 1024)),
+    *(Point(b, 768) for b in (65536, 32768, 131072, 262144, 8192)),
+    *(Point(b, d) for b in (131072, 16384, 8192) for d in (512, 1024)),
+    *(Point(8192, d, graph=True) for d in (768, 1024)),
+    Point(16384, 512, graph=True),
+    Point(65536, 1024, SAFE),
+)
+
+GPU = Plan(
+    aims=_AIMS,
+    peers=((65536, 4), (32768, 3), (8192, 3), (131072, 3), (262144, 3)),
+    peer_width=WIDTH,
+    grid=_GRID,
+    errors=((4096, 100.0, 4096), (4096, 14.3, 4096), (65536, 14.3, 512), (65536, 100.0, 512)),
+    repeats=((65536, 20), (8191, 20)),
+    pairs=(4096, 4099, 32768),
+    big=((1048576, 256), (4194304, 128)),
+)
+
+SMOKE = Plan(
+    aims=((Point(96, 24), 0.8), (Point(160, 24), 0.8), (Point(96, 24, 400.0), 0.6)),
+    peers=((96, 2), (160, 2)),
+    peer_width=24,
+    grid=(Point(96, 24, what="forward"), Point(96, 24, what="backward"), Point(160, 40)),
+    errors=((67, 14.3, 67), (160, 100.0, 31)),
+    repeats=((97, 3),),
+    pairs=(64,),
+    big=((257, 19),),
+)
+"""Sizes that only show that everything runs."""

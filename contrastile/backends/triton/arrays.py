@@ -1,0 +1,50 @@
+# pyright: reportArgumentType=false, reportCallIssue=false, reportGeneralTypeIssues=false
+"""Torch tensors with the O(b d) passes fused: they are a visible share of a whole step at small widths."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+import triton
+
+from contrastile.backends.arrays import TorchArrays
+from contrastile.backends.triton import survey
+from contrastile.backends.triton.common import LINES, step
+from contrastile.backends.triton.configs import INTERPRETED
+from contrastile.backends.triton.launch import on_device
+
+Array = Any
+
+
+class TritonArrays(TorchArrays):
+    """``TorchArrays`` whose O(b d) operations read and write each element once."""
+
+    def __init__(self) -> None:
+        super().__init__(torch)
+
+    def inner(self, a: Array, b: Array) -> Array:
+        """``sum_ik a_ik b_ik``: dots of rows in float32, their sum in float64, 0-d."""
+        if a.shape[0] == 0 or torch.float64 in (a.dtype, b.dtype):
+            return super().inner(a, b)
+        a, b = (x if x.stride(1) == 1 else x.contiguous() for x in (a, b))
+        with on_device(a):
+            programs = triton.cdiv(a.shape[0], LINES)
+            out = torch.empty(programs, dtype=torch.float64, device=a.device)
+            survey.row_dots[(programs,)](
+                a, b, out, a.shape[0], a.stride(0), b.stride(0), depth=a.shape[1], LINES=LINES, BD=step(a.shape[1])
+            )
+            return out.sum()
+
+    def scaled(self, x: Array, factor: Array, dtype: str, *, consume: bool) -> Array:
+        """``x * factor`` rounded once, in one pass."""
+        kind = getattr(torch, dtype)
+        if x.dtype == kind:
+            return x.mul_(factor) if consume else x * factor
+        if x.dtype != torch.float32 or not x.is_contiguous() or x.numel() == 0:
+            return super().scaled(x, factor, dtype, consume=consume)
+        out = torch.empty(x.shape, dtype=kind, device=x.device)
+        with on_device(x):
+            size = 64 if INTERPRETED else 4096
+            survey.multiply[(triton.cdiv(x.numel(), size),)](x, factor, out, x.numel(), BLOCK=size)
+        return out

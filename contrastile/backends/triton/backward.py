@@ -1,0 +1,258 @@
+# mypy: disable-error-code="no-untyped-def,untyped-decorator,no-untyped-call"
+"""The backward kernels: G over a chunk of X, formed in float32, rounded once to the features' dtype.
+
+``G_ij = [admitted] (u_i 2^(x_ij - L_i) + v_j 2^(x_ij - M_j)) - [positive] (u_i t_i + v_j t'_j)``, in powers of two.
+The positive leaves G before it is rounded: for a trained model p is near 1 there, and the difference is the gradient.
+"""
+
+from __future__ import annotations
+
+import triton
+import triton.language as tl
+
+from contrastile.backends.triton.tiles import ALPHA, FAST, NO_IDS, REFERENCE, TARGET, dots, pairs, place
+
+_PLAIN = ["m", "n", "row0", "column0", "height", "width", "depth"]
+
+
+@triton.jit(do_not_specialize=_PLAIN)
+def gradient_tiles(
+    rows,
+    columns,
+    g,
+    plan,
+    row_vectors,
+    column_vectors,
+    row_target,
+    column_target,
+    excluded,
+    row_ids,
+    column_ids,
+    m,
+    n,
+    row0,
+    column0,
+    height,
+    width,
+    depth,
+    TWO_SIDED: tl.constexpr,
+    EXCLUDED: tl.constexpr,
+    IDS: tl.constexpr,
+    RAGGED: tl.constexpr,
+    BM: tl.constexpr,
+    BN: tl.constexpr,
+    BK: tl.constexpr,
+    GROUP: tl.constexpr,
+    PARTS: tl.constexpr,
+    PRECISION: tl.constexpr,
+):
+    """FACTOR times G of one chunk, to the descriptor g (height, width), whose blocks are (BM, BN / PARTS).
+
+    Positives given by index are not subtracted here but by ``set_positives``, which needs O(m) work for all of them;
+    positives given by ids (IDS = TARGET) are. What lies outside the chunk is not written.
+    """
+    row_tiles, column_tiles = tl.cdiv(height, BM), tl.cdiv(width, BN)
+    alpha = tl.load(plan + ALPHA)
+    reference = tl.load(plan + REFERENCE)
+    fast = tl.load(plan + FAST) != 0.0
+    for tile in tl.range(tl.program_id(0), row_tiles * column_tiles, tl.num_programs(0), flatten=True):
+        r, c = place(tile, row_tiles, column_tiles, GROUP)
+        acc = dots(rows, columns, row0 + r * BM, column0 + c * BN, depth, BM, BN, BK, PRECISION)
+        # part by part: fewer registers for the column vectors, a smaller staging buffer for the store
+        if PARTS == 1:
+            _finish(
+                acc,
+                r * BM,
+                c * BN,
+                g,
+                alpha,
+                reference,
+                fast,
+                row_vectors,
+                column_vectors,
+                row_target,
+                column_target,
+                excluded,
+                row_ids,
+                column_ids,
+                m,
+                n,
+                row0,
+                column0,
+                TWO_SIDED,
+                EXCLUDED,
+                IDS,
+                RAGGED,
+            )
+        else:
+            left, right = halves(acc)
+            _finish(
+                left,
+                r * BM,
+                c * BN,
+                g,
+                alpha,
+                reference,
+                fast,
+                row_vectors,
+                column_vectors,
+                row_target,
+                column_target,
+                excluded,
+                row_ids,
+                column_ids,
+                m,
+                n,
+                row0,
+                column0,
+                TWO_SIDED,
+                EXCLUDED,
+                IDS,
+                RAGGED,
+            )
+            _finish(
+                right,
+                r * BM,
+                c * BN + BN // 2,
+                g,
+                alpha,
+                reference,
+                fast,
+                row_vectors,
+                column_vectors,
+                row_target,
+                column_target,
+                excluded,
+                row_ids,
+                column_ids,
+                m,
+                n,
+                row0,
+                column0,
+                TWO_SIDED,
+                EXCLUDED,
+                IDS,
+                RAGGED,
+            )
+
+
+@triton.jit
+def _finish(
+    acc,
+    row,
+    column,
+    g,
+    alpha,
+    reference,
+    fast,
+    row_vectors,
+    column_vectors,
+    row_target,
+    column_target,
+    excluded,
+    row_ids,
+    column_ids,
+    m,
+    n,
+    row0,
+    column0,
+    TWO_SIDED: tl.constexpr,
+    EXCLUDED: tl.constexpr,
+    IDS: tl.constexpr,
+    RAGGED: tl.constexpr,
+):
+    """G of a tile's part from its dots, stored at (row, column) of the chunk."""
+    i, j = row0 + row + tl.arange(0, acc.shape[0]), column0 + column + tl.arange(0, acc.shape[1])
+    if TWO_SIDED:
+        if fast:
+            u = _vector(row_vectors, 2, i, m, RAGGED)
+            v = _vector(column_vectors, 2, j, n, RAGGED)
+            value = tl.math.exp2(acc * alpha - reference) * (u[:, None] + v[None, :])
+        else:
+            value = _direction(acc * alpha, row_vectors, i, m, RAGGED, 1)
+            value += _direction(acc * alpha, column_vectors, j, n, RAGGED, 0)
+    else:
+        value = _direction(acc * alpha, row_vectors, i, m, RAGGED, 1)
+    if EXCLUDED or IDS != NO_IDS:
+        positive, admitted = pairs(i, j, m, n, i, excluded, row_ids, column_ids, False, EXCLUDED, IDS)
+        value = tl.where(admitted, value, 0.0)
+        if IDS == TARGET:
+            t = _vector(row_vectors, 1, i, m, RAGGED) * _vector(row_target, 0, i, m, RAGGED)
+            if TWO_SIDED:
+                s = _vector(column_vectors, 1, j, n, RAGGED) * _vector(column_target, 0, j, n, RAGGED)
+                value -= tl.where(positive, t[:, None] + s[None, :], 0.0)
+            else:
+                value -= tl.where(positive, t[:, None], 0.0)
+    g.store([row, column], value.to(g.dtype))
+
+
+@triton.jit
+def halves(tile):
+    """The left and the right half of a tile."""
+    BM: tl.constexpr = tile.shape[0]
+    BN: tl.constexpr = tile.shape[1]
+    return tl.split(tl.permute(tl.reshape(tile, (BM, 2, BN // 2)), (0, 2, 1)))
+
+
+@triton.jit
+def _vector(vectors, WHICH: tl.constexpr, i, length, RAGGED: tl.constexpr):
+    """Row WHICH of (.., length) vectors at i."""
+    at = vectors + WHICH * length.to(tl.int64) + i
+    return tl.load(at, mask=i < length, other=0.0) if RAGGED else tl.load(at)
+
+
+@triton.jit
+def _direction(x, vectors, i, length, RAGGED: tl.constexpr, AXIS: tl.constexpr):
+    """``w 2^(x - L)`` and 0 where the weight is 0, whatever x is; AXIS is the one along which the vectors repeat."""
+    log = tl.expand_dims(_vector(vectors, 0, i, length, RAGGED), AXIS)
+    w = tl.expand_dims(_vector(vectors, 1, i, length, RAGGED), AXIS)
+    return tl.where(w != 0.0, w * tl.math.exp2(x - log), 0.0)
+
+
+@triton.jit(do_not_specialize=[*_PLAIN, "stride"])
+def set_positives(
+    g,
+    stride,
+    plan,
+    logits,
+    positives,
+    excluded,
+    row_vectors,
+    column_vectors,
+    row_target,
+    column_target,
+    m,
+    n,
+    row0,
+    column0,
+    height,
+    width,
+    TWO_SIDED: tl.constexpr,
+    LANES: tl.constexpr,
+):
+    """Write G at the chunk's positives: ``u_i (p_ij - t_i) + v_j (p'_ij - t'_j)`` from float32, rounded once.
+
+    g: (height, width) with this row stride; logits: (m,) of the positives, in powers of two, without the bias.
+    """
+    local = tl.program_id(0) * LANES + tl.arange(0, LANES)
+    i = row0 + local
+    inside = local < height
+    j = tl.load(positives + i, mask=inside, other=-1)
+    inside = inside & (j >= column0) & (j < column0 + width)
+    if excluded is not None:
+        inside = inside & (j != tl.load(excluded + i, mask=inside, other=-1))
+    x = tl.load(logits + i, mask=inside, other=0.0)
+    value = _excess(x, row_vectors, row_target, i, m, inside)
+    if TWO_SIDED:
+        value += _excess(x, column_vectors, column_target, j, n, inside)
+    at = local.to(tl.int64) * stride + (j - column0)
+    tl.store(g + at, value.to(g.dtype.element_ty), mask=inside)
+
+
+@triton.jit
+def _excess(x, vectors, target, i, length, inside):
+    """``w (2^(x - L) - t)``, and 0 where the weight is 0."""
+    log = tl.load(vectors + i, mask=inside, other=0.0)
+    w = tl.load(vectors + length.to(tl.int64) + i, mask=inside, other=0.0)
+    t = tl.load(target + i, mask=inside, other=0.0)
+    return tl.where(w != 0.0, w * (tl.math.exp2(x - log) - t), 0.0)

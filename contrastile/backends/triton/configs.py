@@ -1,0 +1,132 @@
+"""Tile shapes, chosen ahead for each kernel, architecture and dtype, and how large a chunk of X is held at once.
+
+Chosen by measurement (``docs/performance.md``), not tuned at the first call: the same shapes give the same bits
+everywhere, and a first call compiles a handful of kernels instead of dozens.
+"""
+
+from __future__ import annotations
+
+import os
+from dataclasses import dataclass, replace
+from typing import Any
+
+from triton import knobs
+
+INTERPRETED = bool(knobs.runtime.interpret)
+"""Whether the kernels run under Triton's interpreter (TRITON_INTERPRET=1, on the CPU); fixed when they are defined."""
+
+WORKSPACE_MIB = 512
+"""Default size of the workspace for G; the environment variable CONTRASTILE_WORKSPACE_MIB overrides it."""
+
+_PARTIALS_MIB = 64
+
+
+@dataclass(frozen=True, slots=True)
+class Config:
+    """How one tile kernel is built.
+
+    Attributes:
+        bm: rows of a tile.
+        bn: columns of a tile.
+        bk: features taken in one step.
+        warps: warps of a program.
+        stages: steps of the pipeline held in shared memory.
+        resident: programs that share a multiprocessor: one's epilogue runs behind another's products.
+        group: tile rows in a band (see ``tiles.place``).
+        parts: 1 or 2 column parts in which a tile of G is finished and stored.
+        precision: ``input_precision`` of the products; matters for float32 alone.
+        registers: most registers of a thread, where more would keep ``resident`` programs from fitting.
+    """
+
+    bm: int
+    bn: int
+    bk: int
+    warps: int
+    stages: int
+    resident: int = 1
+    group: int = 4
+    parts: int = 1
+    precision: str = "ieee"
+    registers: int | None = None
+
+    def options(self) -> dict[str, Any]:
+        """The compile options of a launch."""
+        given: dict[str, Any] = {"num_warps": self.warps, "num_stages": self.stages}
+        return given if self.registers is None else given | {"maxnreg": self.registers}
+
+
+# kernel -> dtype -> architecture at least -> configuration
+_HALF = ("float16", "bfloat16")
+_TABLE: dict[str, dict[str, dict[int, Config]]] = {
+    "lse": {
+        "half": {80: Config(128, 128, 32, 4, 3, 2), 90: Config(128, 128, 64, 4, 3, 2)},
+        "float32": {80: Config(64, 64, 32, 4, 2, 3)},
+    },
+    "safe": {
+        "half": {80: Config(128, 128, 32, 4, 3, 2), 90: Config(128, 128, 64, 4, 3, 2)},
+        "float32": {80: Config(64, 64, 32, 4, 2, 3)},
+    },
+    # ids or exclusions: 64-bit comparisons take registers
+    "masked": {
+        "half": {80: Config(128, 64, 32, 4, 3, 2), 90: Config(128, 64, 64, 4, 3, 2)},
+        "float32": {80: Config(64, 64, 32, 4, 2, 3)},
+    },
+    "gradient": {
+        "half": {80: Config(128, 128, 32, 4, 3, 2), 90: Config(128, 128, 64, 4, 3, 2, parts=2)},
+        "float32": {80: Config(64, 64, 32, 4, 2, 3)},
+    },
+    "sigmoid": {
+        "half": {80: Config(128, 128, 32, 8, 3, 1), 90: Config(128, 128, 64, 8, 3, 1, parts=2)},
+        "float32": {80: Config(64, 64, 32, 4, 2, 3)},
+    },
+    "product": {
+        "half": {80: Config(128, 128, 32, 4, 3, 1), 90: Config(128, 128, 64, 4, 3, 1)},
+        "float32": {80: Config(64, 64, 32, 4, 2, 3)},
+    },
+}
+# small and unequal, so that small problems have many tiles and ragged last ones
+_INTERPRETED = Config(16, 32, 16, 1, 1, group=2, parts=2)
+
+KERNELS = tuple(_TABLE)
+
+
+def choose(kernel: str, dtype: str, architecture: int, width: int, precision: str = "ieee") -> Config:
+    """The configuration of a kernel.
+
+    Args:
+        kernel: one of KERNELS.
+        dtype: name of the features' dtype.
+        architecture: compute capability times 10, e.g. 90; 0 under the interpreter.
+        width: features of a row. Where they are few, the forward pass is faster with bands twice as high.
+        precision: "ieee" or another ``input_precision``, for float32 features.
+    """
+    if architecture == 0:
+        return _INTERPRETED
+    fitting = _TABLE[kernel]["half" if dtype in _HALF else "float32"]
+    config = fitting[max(least for least in fitting if least <= max(architecture, 80))]
+    high = kernel in ("lse", "safe") and width <= 512
+    return replace(config, precision=precision, group=2 * config.group if high else config.group)
+
+
+def forward_chunk(m: int, n: int, config: Config, tile: tuple[int, int] | None) -> tuple[int, int]:
+    """Rows and columns of a chunk of the forward pass: what its partial results may take bounds it."""
+    entries = _PARTIALS_MIB * 2**20 // 4
+    area = entries * config.bm * config.bn // (config.bm + config.bn)
+    return _capped(m, n, max(1, area), tile, config)
+
+
+def backward_chunk(m: int, n: int, size: int, config: Config, tile: tuple[int, int] | None) -> tuple[int, int]:
+    """Rows and columns of a chunk of G that fits in the workspace; ``size`` is the bytes of one element."""
+    mib = int(os.environ.get("CONTRASTILE_WORKSPACE_MIB", WORKSPACE_MIB))
+    return _capped(m, n, max(1, mib * 2**20 // size), tile, config)
+
+
+def _capped(m: int, n: int, area: int, tile: tuple[int, int] | None, config: Config) -> tuple[int, int]:
+    """At most ``area`` elements, near a square so that both products that follow are long; at most ``tile``."""
+    if tile is not None:
+        return min(m, tile[0]), min(n, tile[1])
+    step = max(config.bm, config.bn)
+    side = max(step, int(area**0.5) // step * step)
+    height = min(m, side)
+    width = min(n, max(step, area // max(height, 1) // step * step))
+    return min(m, max(step, area // max(width, 1) // step * step)), width

@@ -1,0 +1,90 @@
+# pyright: reportArgumentType=false, reportCallIssue=false, reportGeneralTypeIssues=false
+# mypy: disable-error-code="no-untyped-def,untyped-decorator,no-untyped-call"
+"""The second products of the backward: ``out += G K`` and ``out += G^T Q``, accumulated in float32.
+
+On a GPU float16 and bfloat16 go to cuBLAS, whose kernels are the fastest there are for a plain product. Everything
+else goes to the kernel here: float32, which cuBLAS would round to tf32 wherever a global switch says so, and the CPU.
+"""
+
+from __future__ import annotations
+
+from functools import cache
+from typing import Any
+
+import torch
+import triton
+import triton.language as tl
+
+from contrastile.backends.triton.configs import INTERPRETED, Config
+from contrastile.backends.triton.launch import descriptor, grid
+from contrastile.backends.triton.tiles import place
+
+
+@triton.jit(do_not_specialize=["m", "n", "terms", "out_stride"])
+def add_product(
+    g,
+    features,
+    out,
+    out_stride,
+    m,
+    n,
+    terms,
+    TRANSPOSED: tl.constexpr,
+    BM: tl.constexpr,
+    BN: tl.constexpr,
+    BK: tl.constexpr,
+    GROUP: tl.constexpr,
+    PRECISION: tl.constexpr,
+):
+    """``out (m, n) += G F`` with G (m, terms), or its transpose read from g (terms, m), and F (terms, n)."""
+    row_tiles, column_tiles = tl.cdiv(m, BM), tl.cdiv(n, BN)
+    for tile in tl.range(tl.program_id(0), row_tiles * column_tiles, tl.num_programs(0)):
+        r, c = place(tile, row_tiles, column_tiles, GROUP)
+        acc = tl.zeros((BM, BN), tl.float32)
+        for k in range(0, terms, BK):
+            left = g.load([k, r * BM]).T if TRANSPOSED else g.load([r * BM, k])
+            acc = tl.dot(left, features.load([k, c * BN]), acc, input_precision=PRECISION)
+        i, j = r * BM + tl.arange(0, BM), c * BN + tl.arange(0, BN)
+        at = out + i.to(tl.int64)[:, None] * out_stride + j[None, :]
+        inside = (i < m)[:, None] & (j < n)[None, :]
+        tl.store(at, tl.load(at, mask=inside, other=0.0) + acc, mask=inside)
+
+
+@cache
+def _has_out_dtype() -> bool:
+    """Whether torch.addmm takes an out_dtype (torch 2.8 on)."""
+    return any("dtype" in name for name in torch.ops.aten.addmm.overloads())
+
+
+def accumulate(out: Any, g: Any, features: Any, transposed: bool, config: Config) -> None:
+    """``out += g @ features``, or ``g.T @ features`` with ``transposed``; out is float32.
+
+    Args:
+        out: (m, d) float32, unit stride along d.
+        g: (m, r), or (r, m) with ``transposed``; rows 16-byte aligned.
+        features: (r, d), rows 16-byte aligned.
+        transposed: whether g enters transposed.
+        config: tile of the kernel, where it is used.
+    """
+    if not INTERPRETED and g.dtype != torch.float32 and _has_out_dtype():
+        left = g.T if transposed else g
+        torch.addmm(out, left, features, out_dtype=torch.float32, out=out)
+        return
+    m, n, terms = out.shape[0], out.shape[1], features.shape[0]
+    bm, bn, bk = config.bm, config.bn, config.bk
+    add_product[grid(m, n, config, out)](
+        descriptor(g, (bk, bm) if transposed else (bm, bk)),
+        descriptor(features, (bk, bn)),
+        out,
+        out.stride(0),
+        m,
+        n,
+        terms,
+        TRANSPOSED=transposed,
+        BM=bm,
+        BN=bn,
+        BK=bk,
+        GROUP=config.group,
+        PRECISION=config.precision,
+        **config.options(),
+    )

@@ -1,0 +1,197 @@
+# pyright: reportArgumentType=false, reportCallIssue=false, reportGeneralTypeIssues=false
+"""What the kernels cost, without a GPU: every variant compiled for an architecture, its registers, spills and memory.
+
+``python -m contrastile.backends.triton.resources FILE`` writes the table for sm_80, sm_90 and sm_100. The primitives
+themselves are run, with launches replaced by compilation: what is compiled is what would be launched.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+import subprocess
+import sys
+import tempfile
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+from unittest import mock
+
+import torch
+import triton
+from triton.backends.compiler import GPUTarget
+from triton.runtime import driver
+from triton.runtime.jit import JITFunction
+
+from contrastile.backends.contract import Block, Options, Pairs, Weights
+from contrastile.backends.triton import backward, forward, launch, products, sigmoid, survey
+from contrastile.backends.triton.additive import sigmoid_loss
+from contrastile.backends.triton.arrays import TritonArrays
+from contrastile.backends.triton.gradients import gradients
+from contrastile.backends.triton.statistics import lse
+
+ARCHITECTURES = (80, 90, 100)
+DTYPES = ("float16", "bfloat16", "float32")
+
+
+@dataclass(frozen=True, slots=True, order=True)
+class Resources:
+    """One compiled kernel.
+
+    Attributes:
+        kernel: its name.
+        variant: its compile-time arguments that are flags, and the features' dtype.
+        architecture: compute capability times 10.
+        registers: of a thread.
+        spilled: bytes of local memory of a thread.
+        shared: bytes of shared memory of a program.
+        warps: of a program.
+    """
+
+    kernel: str
+    variant: str
+    architecture: int
+    registers: int
+    spilled: int
+    shared: int
+    warps: int
+
+
+class _NoGPU:
+    """A driver that answers for a GPU that is not there."""
+
+    def __init__(self, architecture: int) -> None:
+        self.architecture = architecture
+
+    def get_current_device(self) -> int:
+        return 0
+
+    def get_current_stream(self, device: int) -> int:
+        return 0
+
+    def get_current_target(self) -> GPUTarget:
+        return GPUTarget("cuda", self.architecture, 32)
+
+
+@contextmanager
+def compiling(architecture: int) -> Iterator[list[tuple[str, dict[str, Any], Any]]]:
+    """While this is open, a launch compiles its kernel instead; gives (name, arguments, compiled kernel) of each."""
+    found: list[tuple[str, dict[str, Any], Any]] = []
+    run = JITFunction.run
+
+    def compile_only(self: Any, *args: Any, grid: Any, warmup: bool, **kwargs: Any) -> Any:
+        kernel = run(self, *args, grid=grid, warmup=True, **kwargs)
+        found.append((self.__name__, kwargs, kernel))
+        return kernel
+
+    def forget(function: Any) -> None:
+        # the caches are per device, and every architecture is device 0 here
+        function.device_caches.clear()
+
+    kernels = [x for module in _modules() for x in vars(module).values() if isinstance(x, JITFunction)]
+    active = driver.active if driver._active is not None else None
+    driver.set_active(_NoGPU(architecture))
+    for kernel in kernels:
+        forget(kernel)
+    try:
+        with (
+            mock.patch.object(JITFunction, "run", compile_only),
+            mock.patch.object(launch, "_capability", return_value=architecture),
+            mock.patch.object(launch, "_multiprocessors", return_value=1),
+        ):
+            yield found
+    finally:
+        driver._active = active
+        for kernel in kernels:
+            forget(kernel)
+
+
+def _modules() -> list[Any]:
+    return [backward, forward, sigmoid, survey, products]
+
+
+def run_all(dtype: str, plain: bool = False) -> None:
+    """Call the primitives so that every variant of every kernel is launched once, on small CPU tensors.
+
+    With ``plain``, only what a symmetric loss of aligned shape needs.
+    """
+    kind = getattr(torch, dtype)
+    index = torch.arange(300)
+    every = [
+        Pairs(positives=index),
+        Pairs(positives=index, row_ids=index, column_ids=index),
+        Pairs(excluded=index, row_ids=index, column_ids=index, match="target"),
+    ]
+    vector, scalar = torch.ones(300), torch.tensor(1.0)
+    arrays = TritonArrays()
+    arrays.inner(torch.ones(300, 512, dtype=kind), torch.ones(300, 512))
+    arrays.scaled(torch.ones(300, 512), scalar, dtype, consume=False)
+    problems = [(every[0], 256, True)]
+    if not plain:
+        problems += [(pairs, 300, True) for pairs in every] + [(every[0], 256, False)]
+    for pairs, size, two_sided in problems:
+        features, out = torch.ones(size, 512, dtype=kind), torch.ones(size, 512)
+        x = vector[:size]
+        block = Block(features, features, scalar, scalar, _cut(pairs, size))
+        lse(block, two_sided, Options())
+        weights = Weights(x, x, x, *((x, x, x) if two_sided else ()))
+        with mock.patch.object(products, "_has_out_dtype", return_value=False):
+            gradients(block, weights, out, out, Options())
+            if two_sided and not plain:
+                sigmoid_loss(block, x, out, out, Options())
+
+
+def _cut(pairs: Pairs, size: int) -> Pairs:
+    def part(x: Any) -> Any:
+        return None if x is None else x[:size]
+
+    return Pairs(part(pairs.positives), part(pairs.excluded), part(pairs.row_ids), part(pairs.column_ids), pairs.match)
+
+
+def resources(architecture: int, dtype: str, plain: bool = False) -> list[Resources]:
+    """Every kernel that features of this dtype need, compiled for the architecture; ``plain`` as in ``run_all``."""
+    with compiling(architecture) as found:
+        run_all(dtype, plain)
+    table = {}
+    for name, arguments, kernel in found:
+        flags = "".join(
+            f" {key}={value}"
+            for key, value in arguments.items()
+            if isinstance(value, bool) or key in ("IDS", "BM", "BN", "BK", "PARTS")
+        )
+        variant = dtype + flags
+        if (name, variant) not in table:
+            registers, local = _usage(kernel.asm["cubin"])
+            table[name, variant] = Resources(
+                name, variant, architecture, registers, local, kernel.metadata.shared, kernel.metadata.num_warps
+            )
+    return sorted(table.values())
+
+
+def _usage(cubin: bytes) -> tuple[int, int]:
+    """Registers and bytes of local memory of a cubin's one kernel."""
+    tool = Path(triton.__file__).parent / "backends" / "nvidia" / "bin" / "cuobjdump"
+    with tempfile.NamedTemporaryFile(suffix=".cubin") as file:
+        file.write(cubin)
+        file.flush()
+        out = subprocess.run([tool, "-res-usage", file.name], capture_output=True, text=True, check=True).stdout
+    registers, stack, local = (re.search(rf"{key}:(\d+)", out) for key in ("REG", "STACK", "LOCAL"))
+    if registers is None or stack is None or local is None:
+        raise RuntimeError(f"cuobjdump -res-usage gave no figures: {out!r}")
+    return int(registers[1]), int(stack[1]) + int(local[1])
+
+
+def main() -> None:
+    """Write the table as JSON to the file named on the command line; ``--plain`` for bfloat16 and run_all's plain."""
+    plain = "--plain" in sys.argv
+    dtypes = ("bfloat16",) if plain else DTYPES
+    table = [
+        asdict(x) for architecture in ARCHITECTURES for dtype in dtypes for x in resources(architecture, dtype, plain)
+    ]
+    Path(sys.argv[1]).write_text(json.dumps({"triton": triton.__version__, "kernels": table}, indent=1) + "\n")
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,222 @@
+# pyright: reportArgumentType=false, reportCallIssue=false, reportGeneralTypeIssues=false
+"""``lse``, the forward primitive: kernels are queued and nothing waits for the device."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+import triton
+
+from contrastile.backends.contract import Block, Options, Statistics
+from contrastile.backends.triton import forward, survey
+from contrastile.backends.triton.common import BLOCK, DEPTH, LANES, LINES, Masks, chunks, empty, step
+from contrastile.backends.triton.configs import INTERPRETED, choose, forward_chunk
+from contrastile.backends.triton.launch import aligned, architecture, descriptor, grid, on_device
+from contrastile.backends.triton.tiles import DROP, PLAN_SIZE
+
+
+def lse(block: Block, columns: bool, options: Options, precision: str = "ieee") -> Statistics:
+    """Row (and column) log-sum-exp and sums of positive logits: see ``contract.Backend``."""
+    m, n = block.rows.shape[0], block.columns.shape[0]
+    with on_device(block.rows):
+        if m == 0 or n == 0:
+            return _nothing(block.rows, m, n if columns else None)
+        return _Pass(block, columns, options, precision).run()
+
+
+def _nothing(like: Any, m: int, n: int | None) -> Statistics:
+    """The statistics of a block without pairs."""
+    lse_, positive = (empty(like, m).fill_(value) for value in (float("-inf"), 0.0))
+    if n is None:
+        return Statistics(lse_, positive)
+    return Statistics(lse_, positive, *(empty(like, n).fill_(value) for value in (float("-inf"), 0.0)))
+
+
+class _Pass:
+    """One forward pass over one block: the fast kernels, then the safe ones, of which one kind returns at once."""
+
+    def __init__(self, block: Block, columns: bool, options: Options, precision: str) -> None:
+        self.block, self.two_sided, self.options = block, columns, options
+        self.rows, self.columns = aligned(block.rows), aligned(block.columns)
+        self.m, self.n = self.rows.shape[0], self.columns.shape[0]
+        self.masks = Masks.of(block.pairs)
+        self.dtype = str(self.rows.dtype).removeprefix("torch.")
+        self.precision = precision
+        self.plan = empty(self.rows, PLAN_SIZE)
+        self.status = torch.empty(2, dtype=torch.int32, device=self.rows.device)
+        sizes = self.m, self.n if columns else 0
+        self.lse = [empty(self.rows, size) for size in sizes]
+        self.state = [empty(self.rows, size) for size in sizes]
+        # sums and counts of positive logits, where ids name the positives
+        self.positive = [empty(self.rows, 2, size if self.masks.ids_only else 0) for size in sizes]
+
+    def run(self) -> Statistics:
+        """Launch everything."""
+        logits = self._survey()
+        for safe in (False, True):
+            self._sweep(safe)
+        row_positive, column_positive = self._positives(*logits)
+        if not self.two_sided:
+            return Statistics(self.lse[0], row_positive)
+        return Statistics(self.lse[0], row_positive, self.lse[1], column_positive)
+
+    def _survey(self) -> tuple[Any, Any]:
+        """Decide on the path; the logits of the positives by row, and by column where positives are indices."""
+        row_programs = triton.cdiv(self.m, LINES)
+        peaks = empty(self.rows, row_programs + triton.cdiv(self.n, LINES), survey.PEAKS)
+        named = self.masks.positives is not None
+        row_positive = empty(self.rows, self.m) if named else None
+        column_positive = empty(self.rows, self.n) if named and self.two_sided else None
+        width = self.rows.shape[1]
+        survey.measure[(peaks.shape[0],)](
+            self.rows,
+            self.columns,
+            self.rows.stride(0),
+            self.columns.stride(0),
+            self.m,
+            self.n,
+            self.masks.positives,
+            self.masks.excluded,
+            self.block.scale,
+            self.block.bias,
+            row_positive,
+            column_positive,
+            peaks,
+            depth=width,
+            LINES=LINES,
+            BD=step(width),
+        )
+        survey.plan_forward[(1,)](
+            peaks,
+            self.block.scale,
+            self.block.bias,
+            self.plan,
+            self.status,
+            row_programs,
+            peaks.shape[0],
+            # with terms up to 2^room the longer side's sum stays under 2^125
+            float(124 - max(self.m, self.n).bit_length()),
+            depth=width,
+            BLOCK=BLOCK,
+        )
+        return row_positive, column_positive
+
+    def _sweep(self, safe: bool) -> None:
+        kernel = "masked" if self.masks.masked else "safe" if safe else "lse"
+        config = choose(kernel, self.dtype, architecture(self.rows), self.rows.shape[1], self.precision)
+        height, width = forward_chunk(self.m, self.n, config, self.options.tile)
+        row_tiles, column_tiles = triton.cdiv(height, config.bm), triton.cdiv(width, config.bn)
+        parts = empty(self.rows, column_tiles * height), empty(self.rows, row_tiles * width if self.two_sided else 0)
+        positive = [empty(self.rows, 2 * x.numel() if self.masks.ids_only else 0) for x in parts]
+        for row, column, high, wide in chunks(self.m, self.n, height, width):
+            self._tiles(safe, config, parts, positive, (row, column, high, wide))
+            self._fold(safe, config, parts, (row, column, high, wide))
+            if self.masks.ids_only:
+                self._fold_positives(safe, config, positive, (row, column, high, wide))
+
+    def _tiles(self, safe: bool, config: Any, parts: Any, positive: Any, chunk: tuple[int, int, int, int]) -> None:
+        row, column, high, wide = chunk
+        forward.lse_tiles[grid(high, wide, config, self.rows)](
+            descriptor(self.rows, (config.bm, config.bk)),
+            descriptor(self.columns, (config.bn, config.bk)),
+            self.plan,
+            self.status,
+            self.block.scale,
+            *parts,
+            *positive,
+            self.masks.positives,
+            self.masks.excluded,
+            self.masks.row_ids,
+            self.masks.column_ids,
+            self.m,
+            self.n,
+            row,
+            column,
+            high,
+            wide,
+            depth=self.rows.shape[1],
+            SAFE=safe,
+            COLUMNS=self.two_sided,
+            # a positive is admitted although its ids are equal; without ids nothing hides it
+            POSITIVES=self.masks.positives is not None and self.masks.ids == DROP.value,
+            **self.masks.flags(),
+            RAGGED=high % config.bm != 0 or wide % config.bn != 0,
+            BM=config.bm,
+            BN=config.bn,
+            BK=config.bk,
+            GROUP=config.group,
+            PRECISION=config.precision,
+            **config.options(),
+        )
+
+    def _fold(self, safe: bool, config: Any, parts: Any, chunk: tuple[int, int, int, int]) -> None:
+        row, column, high, wide = chunk
+        programs = triton.cdiv(high, LANES) + (triton.cdiv(wide, LANES) if self.two_sided else 0)
+        forward.fold[(programs,)](
+            *parts,
+            *self.state,
+            *self.lse,
+            self.plan,
+            self.status,
+            high,
+            wide,
+            row,
+            column,
+            triton.cdiv(high, config.bm),
+            triton.cdiv(wide, config.bn),
+            self.m,
+            self.n,
+            int(column == 0),
+            int(column + wide == self.n),
+            int(row == 0),
+            int(row + high == self.m),
+            SAFE=safe,
+            COLUMNS=self.two_sided,
+            LANES=LANES,
+            DEPTH=DEPTH,
+        )
+
+    def _fold_positives(self, safe: bool, config: Any, parts: Any, chunk: tuple[int, int, int, int]) -> None:
+        row, column, high, wide = chunk
+        tiles = triton.cdiv(wide, config.bn), triton.cdiv(high, config.bm)
+        for side, (start, length, first) in enumerate(((row, high, column == 0), (column, wide, row == 0))):
+            if side == 1 and not self.two_sided:
+                continue
+            size = tiles[side] * length
+            for which in (0, 1):
+                forward.add_parts[(triton.cdiv(length, LANES),)](
+                    parts[side][which * size :],
+                    self.positive[side][which, start:],
+                    self.status,
+                    length,
+                    tiles[side],
+                    int(first),
+                    SAFE=safe,
+                    LANES=LANES,
+                    DEPTH=DEPTH,
+                )
+
+    def _positives(self, rows: Any, columns: Any) -> tuple[Any, Any]:
+        """The sums of the positive logits of each row, and of each column."""
+        if self.masks.ids_only:
+            bias = 0.0 if self.block.bias is None else self.block.bias
+            rows, columns = (sums + counts * bias for sums, counts in self.positive)
+            return rows, columns
+        if rows is None:
+            return empty(self.rows, self.m).zero_(), empty(self.rows, self.n).zero_()
+        if columns is not None:
+            lanes, outer, inner = (8, 16, 8) if INTERPRETED else (64, 2048, 128)
+            survey.sum_positives[(triton.cdiv(self.n, lanes),)](
+                self.status,
+                self.masks.positives,
+                self.masks.excluded,
+                rows,
+                columns,
+                self.m,
+                self.n,
+                LANES=lanes,
+                OUTER=outer,
+                INNER=inner,
+            )
+        return rows, columns

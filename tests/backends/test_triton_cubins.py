@@ -1,0 +1,81 @@
+"""Triton's kernels compiled for sm_80, sm_90 and sm_100 with no GPU, and the recorded table of what they cost.
+
+``python -m contrastile.backends.triton.resources docs/results/triton_resources.json`` writes the table anew.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+pytest.importorskip("torch")
+triton = pytest.importorskip("triton")
+
+TABLE = Path(__file__).parents[2] / "docs" / "results" / "triton_resources.json"
+# bytes of shared memory that one program may have, and that a multiprocessor has
+PROGRAM = {80: 166_912, 90: 232_448, 100: 232_448}
+MULTIPROCESSOR = {80: 167_936, 90: 233_472, 100: 233_472}
+RESERVED, REGISTERS = 1024, 65_536
+ARCHITECTURES = tuple(PROGRAM)
+
+
+def recorded() -> list[dict[str, Any]]:
+    kernels: list[dict[str, Any]] = json.loads(TABLE.read_text())["kernels"]
+    return kernels
+
+
+def compiled(tmp_path: Path) -> list[dict[str, Any]]:
+    # another process: this one may have Triton interpreting
+    out = tmp_path / "table.json"
+    environment = {key: value for key, value in os.environ.items() if key != "TRITON_INTERPRET"}
+    command = [sys.executable, "-m", "contrastile.backends.triton.resources", str(out), "--plain"]
+    subprocess.run(command, env=environment, check=True, capture_output=True, timeout=600)
+    kernels: list[dict[str, Any]] = json.loads(out.read_text())["kernels"]
+    return kernels
+
+
+def test_the_symmetric_loss_compiles_for_every_architecture_as_recorded(tmp_path: Path) -> None:
+    table = {(x["kernel"], x["variant"], x["architecture"]): x for x in recorded()}
+    same = json.loads(TABLE.read_text())["triton"] == triton.__version__
+    found = compiled(tmp_path)
+    for architecture in ARCHITECTURES:
+        names = {x["kernel"] for x in found if x["architecture"] == architecture}
+        assert {"lse_tiles", "gradient_tiles", "fold", "measure", "weigh", "set_positives"} <= names
+    for kernel in found:
+        key = kernel["kernel"], kernel["variant"], kernel["architecture"]
+        assert kernel["shared"] <= PROGRAM[kernel["architecture"]], key
+        if same:
+            assert kernel == table[key], "kernels changed: write the table anew and look at what it says"
+
+
+@pytest.mark.parametrize("architecture", ARCHITECTURES)
+def test_every_kernel_of_every_dtype_is_recorded_and_fits(architecture: int) -> None:
+    table = [x for x in recorded() if x["architecture"] == architecture]
+    for dtype in ("float16", "bfloat16", "float32"):
+        names = {x["kernel"] for x in table if x["variant"].startswith(dtype)}
+        assert {"lse_tiles", "gradient_tiles", "sigmoid_tiles", "add_product", "fold", "add_parts"} <= names
+    for kernel in table:
+        assert kernel["shared"] <= PROGRAM[architecture], kernel
+        assert kernel["registers"] * 32 * kernel["warps"] <= REGISTERS, kernel
+
+
+def test_two_programs_of_the_hot_kernels_share_a_hopper_multiprocessor_without_spilling() -> None:
+    hot = [
+        x
+        for x in recorded()
+        if x["architecture"] == 90
+        and x["kernel"] in ("lse_tiles", "gradient_tiles")
+        and "float32" not in x["variant"]
+        and "EXCLUDED=False IDS=0" in x["variant"]
+    ]
+    assert hot
+    for kernel in hot:
+        assert kernel["spilled"] == 0, kernel
+        assert 2 * (kernel["shared"] + RESERVED) <= MULTIPROCESSOR[90], kernel
+        assert 2 * 32 * kernel["warps"] * kernel["registers"] <= REGISTERS, kernel
