@@ -151,7 +151,8 @@ def test_an_absent_backend_is_skipped_unless_named(monkeypatch, capsys, tmp_path
     assert main([*every, "--json", str(path)]) == 0
     assert "pip install 'contrastile[torch]'" in " ".join(capsys.readouterr().out.split())
     rows = json.loads(path.read_text(encoding="utf-8"))["rows"]
-    assert [(row["backend"], row["status"], row["property"]) for row in rows] == [
+    # whether Triton is installed, and where it runs, is not this test's business
+    assert [(row["backend"], row["status"], row["property"]) for row in rows if row["backend"] != "triton"] == [
         ("torch", "skip", "all"),
         ("numpy", "pass", "value"),
     ]
