@@ -1,0 +1,77 @@
+"""Writes the measured part of docs/bench.md from docs/results/cpu_*.json, as ``contrastile bench --json`` left them."""
+
+import json
+from pathlib import Path
+from typing import Any
+
+ROOT = Path(__file__).resolve().parent.parent
+PAGE = ROOT / "docs" / "bench.md"
+BEGIN = "<!-- measured: written by scripts/make_bench_page.py from docs/results/cpu_*.json -->"
+END = "<!-- end of measured -->"
+HEAD = (
+    "variant",
+    "b",
+    "d",
+    "",
+    "time, s",
+    "of matmul",
+    "x plain",
+    "x aligned",
+    "peak extra MiB",
+    "memory x plain",
+    "rounds",
+)
+
+
+def measured() -> str:
+    """Everything between the markers, the markers included."""
+    runs = [
+        json.loads(path.read_text(encoding="utf-8")) for path in sorted((ROOT / "docs" / "results").glob("cpu_*.json"))
+    ]
+    rows = [row for run in runs for row in run["rows"] if row["status"] == "measured"]
+    rows.sort(key=lambda row: (row["nominal_batch"], row["variant"], row["implementation"] == "plain"))
+    facts = runs[0]["environment"]
+    lines = [
+        BEGIN,
+        "",
+        f"{facts['cpu']}, {facts['threads']} threads ({facts['cpu_capability']}), torch {facts['torch']}; "
+        "float32, symmetric loss, forward and backward, scale 100.",
+        "",
+        "| " + " | ".join(HEAD) + " |",
+        "| " + " | ".join("---" if name in ("variant", "") else "---:" for name in HEAD) + " |",
+        *("| " + " | ".join(_cells(row)) + " |" for row in rows),
+        "",
+        END,
+    ]
+    return "\n".join(lines)
+
+
+def _cells(row: dict[str, Any]) -> list[str]:
+    seconds = row["seconds"]
+    return [
+        row["variant"],
+        f"{row['batch']:,}",
+        str(row["width"]),
+        row["implementation"],
+        f"{seconds['median']:.3g} ({seconds['lower']:.3g} to {seconds['upper']:.3g})",
+        f"{row['share_of_matmul']:.0%}",
+        _ratio(row["time_over_plain"]),
+        _ratio(row["time_over_aligned"]),
+        f"{row['peak_extra_bytes'] / 2**20:,.0f}",
+        _ratio(row["memory_over_plain"]),
+        str(len(seconds["samples"])),
+    ]
+
+
+def _ratio(x: float | None) -> str:
+    return "-" if x is None else f"{x:.3g}"
+
+
+def page() -> str:
+    """The page as it should be."""
+    before, _, rest = PAGE.read_text(encoding="utf-8").partition(BEGIN)
+    return before + measured() + rest.partition(END)[2]
+
+
+if __name__ == "__main__":
+    PAGE.write_text(page(), encoding="utf-8")
