@@ -2,13 +2,32 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass, replace
-
-import numpy as np
+from functools import wraps
+from typing import ParamSpec, TypeVar
 
 from contrastile.backends.arrays import ArrayLibrary
 from contrastile.backends.contract import Array, Backend, Options, Weights
 from contrastile.exchange.problem import Problem
+
+
+P = ParamSpec("P")
+R = TypeVar("R")
+
+
+def _ieee(function: Callable[P, R]) -> Callable[P, R]:
+    """NaN and infinity are answers here, and NumPy is not to warn of them."""
+
+    @wraps(function)
+    def quiet(*args: P.args, **kwargs: P.kwargs) -> R:
+        # imported when called: ``import contrastile`` imports nothing but the standard library
+        import numpy as np
+
+        with np.errstate(all="ignore"):
+            return function(*args, **kwargs)
+
+    return quiet
 
 
 @dataclass(frozen=True, slots=True)
@@ -62,7 +81,7 @@ class Sums:
     total: Array | None
 
 
-@np.errstate(all="ignore")  # NaN and infinity are answers
+@_ieee
 def forward(problem: Problem, backend: Backend, options: Options) -> Forward:
     """The softmax loss and its log-sum-exps.
 
@@ -97,7 +116,7 @@ def _mean_excess(arrays: ArrayLibrary, lse: Array, positive: Array, weight: Arra
     return arrays.total(arrays.where(weight == 0, 0.0, weight * excess))
 
 
-@np.errstate(all="ignore")  # NaN and infinity are answers
+@_ieee
 def backward(
     problem: Problem, saved: Forward, upstream: Array, wanted: Wanted, backend: Backend, options: Options
 ) -> Gradients:
@@ -137,7 +156,7 @@ def _accumulator(backend: Backend, features: Array, state: str, want: bool) -> A
     return backend.arrays.full(tuple(features.shape), 0.0, state, features) if want else None
 
 
-@np.errstate(all="ignore")  # NaN and infinity are answers
+@_ieee
 def sigmoid(problem: Problem, wanted: Wanted | None, backend: Backend, options: Options) -> tuple[Array, Sums | None]:
     """The sigmoid loss (0-d, state dtype) and, in the same pass, the sums behind its gradients."""
     arrays = backend.arrays
@@ -157,7 +176,7 @@ def sigmoid(problem: Problem, wanted: Wanted | None, backend: Backend, options: 
     return value, Sums(row_sum, tuple(column_sums), total) if wanted is not None else None
 
 
-@np.errstate(all="ignore")  # NaN and infinity are answers
+@_ieee
 def finish(
     rows: Array, scale: Array, sums: Sums, upstream: Array | None, wanted: Wanted, arrays: ArrayLibrary
 ) -> Gradients:
