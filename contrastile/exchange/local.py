@@ -11,7 +11,6 @@ from contrastile.backends.arrays import ArrayLibrary
 from contrastile.backends.contract import Array, Backend, Options, Weights
 from contrastile.exchange.problem import Problem
 
-
 P = ParamSpec("P")
 R = TypeVar("R")
 

@@ -5,7 +5,7 @@ from dataclasses import replace
 import numpy as np
 import pytest
 
-from contrastile.backends.registry import available, load
+from contrastile.backends.registry import load
 from contrastile.verify import cases
 from contrastile.verify.rearrange import doubled, permuted, unpermuted
 from contrastile.verify.run import compare, materialise, outcome
@@ -98,7 +98,7 @@ def test_a_backend_cannot_reach_the_problem():
     assert problem.columns[0].any()
 
 
-@pytest.mark.parametrize("name", [name for name, missing in available().items() if missing is None])
+@pytest.mark.parametrize("name", ["numpy", "torch"])
 @pytest.mark.parametrize("case", ["blocks", "labels", "sigmoid-ids", "zero-rows"])
 def test_outcome_has_the_truth_s_shapes_in_float64(name, case):
     problem = cases.build(case, "float32").problem
