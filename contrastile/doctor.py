@@ -102,6 +102,8 @@ def _backend(name: str, entry: Known, missing: str | None) -> Finding:
     try:
         implementation = peers.ours(name)
         device, dtype = _place(implementation)
+        if device == "cuda" and not _has_gpu():
+            return Finding("backend", name, "missing", "runs on cuda, and torch sees no GPU here", _GPU_MEND)
         start = time.perf_counter()
         found = agreement.check(implementation, dtype, device, SCALE, rows=agreement.FEW_ROWS)
         taken = time.perf_counter() - start
@@ -132,20 +134,25 @@ def _package(name: str) -> Finding:
     return Finding("package", name, "ok", f"{found}: {purpose}")
 
 
+_GPU_MEND = "on a machine with an NVIDIA GPU: install a CUDA build of torch"
+
+
+def _has_gpu() -> bool:
+    import torch
+
+    return torch.cuda.is_available()
+
+
 def _gpus() -> list[Finding]:
     """The GPUs that torch sees; or that there is one which it does not see."""
     try:
         import torch
 
-        count = torch.cuda.device_count() if torch.cuda.is_available() else 0
+        count = torch.cuda.device_count() if _has_gpu() else 0
     except (ImportError, OSError):
         return []
     if not count and shutil.which("nvidia-smi"):
-        mend = "install a CUDA build of torch: https://pytorch.org/get-started/locally"
-        return [
-            Finding(
-                "gpu", "NVIDIA", "missing", f"a driver is installed, but torch {torch.__version__} sees no GPU", mend
-            )
-        ]
+        detail = f"a driver is installed, but torch {torch.__version__} sees no GPU"
+        return [Finding("gpu", "NVIDIA", "missing", detail, _GPU_MEND)]
     devices = (torch.cuda.get_device_properties(i) for i in range(count))
     return [Finding("gpu", each.name, "ok", f"{each.total_memory / 2**30:.0f} GiB") for each in devices]

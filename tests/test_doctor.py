@@ -97,3 +97,12 @@ def test_tables_show_every_cell_and_read_no_markup(
 def test_a_plain_table_is_aligned() -> None:
     text = display.plain_table("T", ("name", "n"), [("x", "1"), ("longer", "22")], right=[1])
     assert text.splitlines() == ["T", "name     n", "----------", "x        1", "longer  22"]
+
+
+def test_a_backend_for_gpus_alone_is_missing_not_broken_where_there_is_none(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(doctor, "_place", lambda implementation: ("cuda", "float32"))
+    monkeypatch.setattr(doctor, "_has_gpu", lambda: False)
+    found = {each.name: each for each in doctor.examine() if each.kind == "backend"}
+    assert found["torch"].state == "missing"
+    assert found["torch"].detail == "runs on cuda, and torch sees no GPU here"
+    assert "CUDA build of torch" in found["torch"].mend
