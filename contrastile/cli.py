@@ -39,7 +39,10 @@ def main(argv: Sequence[str] | None = None) -> int:
             command.set_defaults(run=chosen.main)
     args = parser.parse_args(words)
     try:
-        return int(args.run(args))
+        code = int(args.run(args))
+        # what is still buffered would meet a closed pipe at exit, where nothing can catch it
+        sys.stdout.flush()
+        return code
     except BrokenPipeError:
         # whoever read the output has left; the interpreter must not fail again when it flushes at exit
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())

@@ -83,5 +83,5 @@ def test_a_reader_that_leaves_causes_no_traceback():
     )
     listing.stdout.close()
     with listing.stderr:
-        assert listing.stderr.read() == b""
-    assert listing.wait() == 2
+        said = listing.stderr.read()
+    assert (listing.wait(), said) == (2, b"")
