@@ -23,9 +23,7 @@ def evaluate(loss: problems.Loss, backend: str, tile: Any) -> Array:
     """
     options = validation.options(tile)
     arrays = library_of(loss.problem.rows)
-    name = validation.backend(backend)
-    if name == "auto":
-        name = choose(arrays.name, arrays.device(loss.problem.rows), arrays.dtype(loss.problem.rows))
+    name = _named(validation.backend(backend), arrays, loss.problem)
     if arrays.name == "torch":
         from contrastile import autograd
 
@@ -62,12 +60,7 @@ def value_and_grad(
 
     def both(*args: Any, **kwargs: Any) -> tuple[Array, tuple[Array, ...]]:
         built = build(*(_detached(x) for x in args), **{name: _detached(x) for name, x in kwargs.items()})
-        arrays = library_of(built.problem.rows)
-        name = (
-            choose(arrays.name, arrays.device(built.problem.rows), arrays.dtype(built.problem.rows))
-            if backend == "auto"
-            else backend
-        )
+        name = _named(backend, library_of(built.problem.rows), built.problem)
         value, gradients = forward_and_backward(built.problem, load(name), options)
         return value, built.pull_back(gradients)
 
@@ -81,6 +74,13 @@ _BUILDERS = {
     "sup_con": "sup_con",
     "sigmoid_loss": "sigmoid",
 }
+
+
+def _named(backend: str, arrays: ArrayLibrary, problem: Problem) -> str:
+    """The backend's own name: what "auto" stands for on this problem, or the name that was given."""
+    if backend != "auto":
+        return backend
+    return choose(arrays.name, arrays.device(problem.rows), arrays.dtype(problem.rows))
 
 
 def _detached(x: Any) -> Any:

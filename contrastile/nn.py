@@ -12,17 +12,25 @@ from contrastile import losses
 Tile = int | tuple[int, int] | None
 
 
-class ClipLoss(torch.nn.Module):
+class _Loss(torch.nn.Module):
+    """What every loss module keeps: which backend computes it, and how large its tiles may be."""
+
+    def __init__(self, *, backend: str = "auto", tile: Tile = None) -> None:
+        super().__init__()
+        self.backend, self.tile = backend, tile
+
+    def extra_repr(self) -> str:
+        """The settings, for print(module)."""
+        return f"backend={self.backend!r}, tile={self.tile!r}"
+
+
+class ClipLoss(_Loss):
     """Symmetric CLIP loss, called as open_clip's ``ClipLoss``: see ``contrastile.clip_loss``.
 
     Args:
         backend: "auto", or a name from ``contrastile.backends.names()``, or "module:attribute".
         tile: largest tile of logits to hold; None lets the backend choose.
     """
-
-    def __init__(self, *, backend: str = "auto", tile: Tile = None) -> None:
-        super().__init__()
-        self.backend, self.tile = backend, tile
 
     def forward(
         self,
@@ -50,22 +58,14 @@ class ClipLoss(torch.nn.Module):
             loss = loss + 0.0 * logit_bias.sum()
         return _result(loss, output_dict)
 
-    def extra_repr(self) -> str:
-        """The settings, for print(module)."""
-        return f"backend={self.backend!r}, tile={self.tile!r}"
 
-
-class SigLipLoss(torch.nn.Module):
+class SigLipLoss(_Loss):
     """Sigmoid loss, called as open_clip's ``SigLipLoss``: see ``contrastile.sigmoid_loss``.
 
     Args:
         backend: "auto", or a name from ``contrastile.backends.names()``, or "module:attribute".
         tile: largest tile of logits to hold; None lets the backend choose.
     """
-
-    def __init__(self, *, backend: str = "auto", tile: Tile = None) -> None:
-        super().__init__()
-        self.backend, self.tile = backend, tile
 
     def forward(
         self,
@@ -91,10 +91,6 @@ class SigLipLoss(torch.nn.Module):
             image_features, text_features, logit_scale, logit_bias, backend=self.backend, tile=self.tile
         )
         return _result(loss, output_dict)
-
-    def extra_repr(self) -> str:
-        """The settings, for print(module)."""
-        return f"backend={self.backend!r}, tile={self.tile!r}"
 
 
 def _result(loss: Any, output_dict: bool) -> Tensor | dict[str, Tensor]:
