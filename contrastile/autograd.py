@@ -2,8 +2,8 @@
 
 Four ``torch.library`` operators, so that ``torch.compile`` sees one node each and ``opcheck`` can check them:
 ``contrastile::softmax_loss`` and ``sigmoid_loss``, and the gradients of each. A problem crosses
-as features, scalars and one list of vectors (``VECTORS``). Saved for the backward: the features as they came, O(m + n)
-vectors, and for the sigmoid loss its gradients (they come with the value, in one pass).
+as features, scalars, one list of vectors (``VECTORS``) and one text, ``how`` (``How``). Saved for the backward: the
+features as they came, O(m + n) vectors, and for the sigmoid loss its gradients (they come with the value, in one pass).
 
 Gradients of gradients are not defined: differentiating twice raises torch's error for a missing derivative.
 """
@@ -11,6 +11,7 @@ Gradients of gradients are not defined: differentiating twice raises torch's err
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from typing import Any, Literal, cast
 
 import torch
@@ -19,8 +20,9 @@ from torch import Tensor
 from contrastile.backends.arrays import library_of, transfer
 from contrastile.backends.contract import Backend, Match, Options
 from contrastile.backends.registry import load
-from contrastile.evaluation import forward, native
-from contrastile.exchange import local
+from contrastile.evaluation import native
+from contrastile.exchange import local, schedule
+from contrastile.exchange.placement import Placement, decode
 from contrastile.exchange.problem import Problem
 
 # the vectors of a Problem, in the order in which they cross
@@ -36,6 +38,37 @@ VECTORS = (
 )
 
 
+@dataclass(frozen=True, slots=True)
+class How:
+    """What crosses an operator besides arrays.
+
+    Attributes:
+        match: what equal ids mean.
+        backend: a name the registry knows.
+        options: how to compute.
+        placement: this rank's place, or None for a process alone.
+    """
+
+    match: Match
+    backend: str
+    options: Options
+    placement: Placement | None
+
+    def encode(self) -> str:
+        """As text, which every version of torch can take through an operator."""
+        # plain concatenation: a compiled graph follows it
+        tile = self.options.tile or (0, 0)
+        place = "" if self.placement is None else self.placement.encode()
+        return f"{self.match}|{self.backend}|{self.options.precision}|{tile[0]}|{tile[1]}|{place}"
+
+
+def _decode(text: str) -> How:
+    match, backend, precision, height, width, place = text.split("|")
+    tile = (int(height), int(width)) if int(height) else None
+    options = Options(tile=tile, precision=precision)
+    return How(cast("Match", match), backend, options, decode(place) if place else None)
+
+
 def evaluate(problem: Problem, backend: str, options: Options) -> Tensor:
     """The loss, 0-d, differentiable in the rows, the columns, the scale and the bias.
 
@@ -45,15 +78,14 @@ def evaluate(problem: Problem, backend: str, options: Options) -> Tensor:
         options: how to compute.
     """
     vectors = [getattr(problem, name) for name in VECTORS]
-    columns, tile = list(problem.columns), list(options.tile or (0, 0))
+    columns = list(problem.columns)
+    how = How(problem.match, backend, options, problem.placement).encode()
     if problem.kind == "softmax":
-        loss, _, _ = softmax_loss(problem.rows, columns, problem.scale, vectors, problem.match, backend, tile)
+        loss, _, _ = softmax_loss(problem.rows, columns, problem.scale, vectors, how)
         return cast("Tensor", loss)
     leaves = [problem.rows, *columns, problem.scale, problem.bias]
     wants = [torch.is_grad_enabled() and x is not None and x.requires_grad for x in leaves]
-    loss, *_ = sigmoid_loss(
-        problem.rows, columns, problem.scale, problem.bias, vectors, problem.match, backend, tile, wants
-    )
+    loss, *_ = sigmoid_loss(problem.rows, columns, problem.scale, problem.bias, vectors, how, wants)
     return cast("Tensor", loss)
 
 
@@ -64,17 +96,11 @@ def _problem(
     scale: Tensor,
     bias: Tensor | None,
     vectors: Sequence[Tensor | None],
-    match: str,
+    how: How,
 ) -> Problem:
     named: dict[str, Any] = dict(zip(VECTORS, vectors, strict=True))
-    return Problem(
-        kind=kind, rows=rows, columns=tuple(columns), scale=scale, bias=bias, match=cast("Match", match), **named
-    )
-
-
-def _options(tile: Sequence[int]) -> Options:
-    # an empty list would cross as an empty list of tensors, so "the backend chooses" is (0, 0)
-    return Options(tile=(tile[0], tile[1]) if tile[0] else None)
+    named |= {"match": how.match, "placement": how.placement}
+    return Problem(kind=kind, rows=rows, columns=tuple(columns), scale=scale, bias=bias, **named)
 
 
 def _wanted(flags: Sequence[bool], columns: int, *, bias: bool) -> local.Wanted:
@@ -97,17 +123,16 @@ def softmax_loss(
     columns: Sequence[Tensor],
     scale: Tensor,
     vectors: Sequence[Tensor | None],
-    match: str,
-    backend: str,
-    tile: Sequence[int],
+    how: str,
 ) -> tuple[Tensor, Tensor, Tensor]:
     """The softmax loss (0-d), the row LSE (m,) and the column LSE ((n,), or empty for one direction)."""
-    problem = _problem("softmax", rows, columns, scale, None, vectors, match)
-    chosen = load(backend)
-    value, saved = forward(problem, chosen, _options(tile))
-    assert saved is not None
-    outside = _outside(chosen, scale, str(scale.dtype).removeprefix("torch."))
-    return value, outside(saved.row_lse), outside(saved.column_lse)
+    way = _decode(how)
+    chosen = load(way.backend)
+    problem = _problem("softmax", rows, columns, scale, None, vectors, way)
+    with native(problem, chosen) as (inside, source):
+        saved = schedule.forward(inside, chosen, way.options)
+        outside = _outside(chosen, scale, source.dtype(scale))
+        return outside(saved.loss), outside(saved.row_lse), outside(saved.column_lse)
 
 
 @softmax_loss.register_fake
@@ -116,9 +141,7 @@ def _(
     columns: Sequence[Tensor],
     scale: Tensor,
     vectors: Sequence[Tensor | None],
-    match: str,
-    backend: str,
-    tile: Sequence[int],
+    how: str,
 ) -> tuple[Tensor, Tensor, Tensor]:
     two_sided = vectors[VECTORS.index("column_weight")] is not None
     n = sum(x.shape[0] for x in columns) if two_sided else 0
@@ -134,20 +157,19 @@ def softmax_gradients(
     columns: Sequence[Tensor],
     scale: Tensor,
     vectors: Sequence[Tensor | None],
-    match: str,
-    backend: str,
-    tile: Sequence[int],
+    how: str,
     wants: Sequence[bool],
 ) -> tuple[Tensor, list[Tensor], Tensor]:
     """Gradients of ``upstream * loss`` for the rows, each column block and the scale; empty where not wanted."""
-    problem = _problem("softmax", rows, columns, scale, None, vectors, match)
-    chosen = load(backend)
-    inside, source = native(problem, chosen)
-    factor, *saved = (transfer(x, source, chosen.arrays) for x in (upstream, row_lse, column_lse))
+    way = _decode(how)
+    chosen = load(way.backend)
+    problem = _problem("softmax", rows, columns, scale, None, vectors, way)
     wanted = _wanted(wants, len(columns), bias=False)
-    found = local.backward(inside, local.Forward(factor, *saved), factor, wanted, chosen, _options(tile))
-    matrix, number = (_outside(chosen, scale, source.dtype(x)) for x in (rows, scale))
-    return matrix(found.rows), [matrix(x) for x in found.columns], number(found.scale)
+    with native(problem, chosen) as (inside, source):
+        factor, *saved = (transfer(x, source, chosen.arrays) for x in (upstream, row_lse, column_lse))
+        found = schedule.backward(inside, local.Forward(factor, *saved), factor, wanted, chosen, way.options)
+        matrix, number = (_outside(chosen, scale, source.dtype(x)) for x in (rows, scale))
+        return matrix(found.rows), [matrix(x) for x in found.columns], number(found.scale)
 
 
 @softmax_gradients.register_fake
@@ -159,9 +181,7 @@ def _(
     columns: Sequence[Tensor],
     scale: Tensor,
     vectors: Sequence[Tensor | None],
-    match: str,
-    backend: str,
-    tile: Sequence[int],
+    how: str,
     wants: Sequence[bool],
 ) -> tuple[Tensor, list[Tensor], Tensor]:
     given = [_like(x) if want else scale.new_empty(0) for x, want in zip([rows, *columns, scale], wants, strict=True)]
@@ -174,7 +194,7 @@ def _like(x: Tensor) -> Tensor:
 
 
 def _save_softmax(ctx: Any, inputs: tuple[Any, ...], output: tuple[Any, ...]) -> None:
-    rows, columns, scale, vectors, ctx.match, ctx.backend, ctx.tile = inputs
+    rows, columns, scale, vectors, ctx.how = inputs
     ctx.blocks, ctx.present = len(columns), [x is not None for x in vectors]
     ctx.save_for_backward(rows, scale, *output[1:], *columns, *(x for x in vectors if x is not None))
 
@@ -189,10 +209,10 @@ def _softmax_backward(ctx: Any, upstream: Tensor, *_: Any) -> tuple[Any, ...]:
     columns, vectors = rest[: ctx.blocks], _vectors(ctx, rest[ctx.blocks :])
     wants = [ctx.needs_input_grad[0], *ctx.needs_input_grad[1], ctx.needs_input_grad[2]]
     d_rows, d_columns, d_scale = softmax_gradients(
-        upstream, row_lse, column_lse, rows, columns, scale, vectors, ctx.match, ctx.backend, ctx.tile, wants
+        upstream, row_lse, column_lse, rows, columns, scale, vectors, ctx.how, wants
     )
     given = [x if want else None for x, want in zip([d_rows, *d_columns, d_scale], wants, strict=True)]
-    return given[0], given[1:-1], given[-1], None, None, None, None
+    return given[0], given[1:-1], given[-1], None, None
 
 
 softmax_loss.register_autograd(_softmax_backward, setup_context=_save_softmax)
@@ -205,20 +225,19 @@ def sigmoid_loss(
     scale: Tensor,
     bias: Tensor,
     vectors: Sequence[Tensor | None],
-    match: str,
-    backend: str,
-    tile: Sequence[int],
+    how: str,
     wants: Sequence[bool],
 ) -> tuple[Tensor, Tensor, list[Tensor], Tensor]:
     """The sigmoid loss (0-d) and the ``local.Sums`` behind its gradients, in one pass; empty where not wanted."""
-    problem = _problem("sigmoid", rows, columns, scale, bias, vectors, match)
-    chosen = load(backend)
-    inside, source = native(problem, chosen)
+    way = _decode(how)
+    chosen = load(way.backend)
+    problem = _problem("sigmoid", rows, columns, scale, bias, vectors, way)
     wanted = _wanted(wants, len(columns), bias=True) if any(wants) else None
-    value, sums = local.sigmoid(inside, wanted, chosen, _options(tile))
-    found = local.Sums(None, (None,) * len(columns), None) if sums is None else sums
-    outside = _outside(chosen, scale, source.dtype(scale))
-    return outside(value), outside(found.rows), [outside(x) for x in found.columns], outside(found.total)
+    with native(problem, chosen) as (inside, source):
+        value, sums = schedule.sigmoid(inside, wanted, chosen, way.options)
+        found = local.Sums(None, (None,) * len(columns), None) if sums is None else sums
+        outside = _outside(chosen, scale, source.dtype(scale))
+        return outside(value), outside(found.rows), [outside(x) for x in found.columns], outside(found.total)
 
 
 @sigmoid_loss.register_fake
@@ -228,9 +247,7 @@ def _(
     scale: Tensor,
     bias: Tensor,
     vectors: Sequence[Tensor | None],
-    match: str,
-    backend: str,
-    tile: Sequence[int],
+    how: str,
     wants: Sequence[bool],
 ) -> tuple[Tensor, Tensor, list[Tensor], Tensor]:
     def sums(x: Tensor, want: bool) -> Tensor:
@@ -249,12 +266,14 @@ def sigmoid_gradients(
     total: Tensor,
     row_sum: Tensor,
     column_sums: Sequence[Tensor],
+    how: str,
     wants: Sequence[bool],
 ) -> tuple[Tensor, list[Tensor], Tensor, Tensor]:
     """Gradients of ``upstream * loss`` for the rows, each column block, the scale and the bias; empty if not wanted."""
-    arrays = library_of(rows)
+    way = _decode(how)
     sums = local.Sums(row_sum, tuple(column_sums), total)
-    found = local.finish(rows, scale, sums, upstream, _wanted(wants, len(column_sums), bias=True), arrays)
+    wanted = _wanted(wants, len(column_sums), bias=True)
+    found = schedule.finish(rows, scale, way.placement, sums, upstream, wanted, library_of(rows))
     given = [scale.new_empty(0) if x is None else x for x in (found.rows, *found.columns, found.scale, found.bias)]
     return given[0], given[1:-2], given[-2], given[-1]
 
@@ -267,6 +286,7 @@ def _(
     total: Tensor,
     row_sum: Tensor,
     column_sums: Sequence[Tensor],
+    how: str,
     wants: Sequence[bool],
 ) -> tuple[Tensor, list[Tensor], Tensor, Tensor]:
     given = [
@@ -277,18 +297,18 @@ def _(
 
 
 def _save_sigmoid(ctx: Any, inputs: tuple[Any, ...], output: tuple[Any, ...]) -> None:
-    rows, _, scale, *_, wants = inputs
+    rows, _, scale, *_, how, wants = inputs
     _, row_sum, column_sums, total = output
-    ctx.wants = wants
+    ctx.how, ctx.wants = how, wants
     ctx.save_for_backward(rows, scale, total, row_sum, *column_sums)
 
 
 def _sigmoid_backward(ctx: Any, upstream: Tensor, *_: Any) -> tuple[Any, ...]:
     rows, scale, total, row_sum, *column_sums = ctx.saved_tensors
     wants = ctx.wants
-    d_rows, d_columns, *numbers = sigmoid_gradients(upstream, rows, scale, total, row_sum, column_sums, wants)
+    d_rows, d_columns, *numbers = sigmoid_gradients(upstream, rows, scale, total, row_sum, column_sums, ctx.how, wants)
     given = [x if want else None for x, want in zip([d_rows, *d_columns, *numbers], wants, strict=True)]
-    return given[0], given[1:-2], given[-2], given[-1], None, None, None, None, None
+    return given[0], given[1:-2], given[-2], given[-1], None, None, None
 
 
 sigmoid_loss.register_autograd(_sigmoid_backward, setup_context=_save_sigmoid)

@@ -2,44 +2,96 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import sys
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
 from typing import Any
 
 from contrastile import problems, validation
-from contrastile.backends.arrays import ArrayLibrary, library_of, transfer
+from contrastile.backends.arrays import ArrayLibrary, library_of, transfer, working_for
 from contrastile.backends.contract import Backend, Options
 from contrastile.backends.registry import choose, load
-from contrastile.exchange import local
+from contrastile.exchange import local, schedule
 from contrastile.exchange.problem import Problem, convert
+from contrastile.exchange.world import ALONE, World, world
 
 Array = Any
 
 
-def evaluate(loss: problems.Loss, backend: str, tile: Any) -> Array:
+@dataclass(frozen=True, slots=True)
+class Call:
+    """How a loss was asked for: see ``contrastile.clip_loss`` for each."""
+
+    backend: str
+    tile: Any
+    precision: str
+    group: Any
+    exchange: str
+    parameter_reduction: str
+
+    def parts(self) -> tuple[str, Options, World]:
+        """The backend's name, the options and the world.
+
+        Raises:
+            TypeError, ValueError: one of the arguments is none that there is.
+        """
+        backend, options = validation.backend(self.backend), validation.options(self.tile, self.precision)
+        if self.group is None and self.exchange == "auto" and self.parameter_reduction == "mean":
+            return backend, options, ALONE
+        settings = {"backend": backend, "tile": options.tile, "precision": options.precision}
+        return backend, options, world(self.group, self.exchange, self.parameter_reduction, **settings)
+
+
+def evaluate(build: Callable[[World], problems.Loss], call: Call) -> Array:
     """The loss's value, 0-d; for torch tensors differentiable.
 
+    Args:
+        build: makes the problem, given the world it is a part of.
+        call: how.
+
     Raises:
-        BackendUnavailableError, UnsupportedProblemError: see ``contrastile.clip_loss``.
+        BackendUnavailableError, UnsupportedProblemError, MismatchError, ExchangeError: see ``contrastile.clip_loss``.
     """
-    options = validation.options(tile)
+    if call.group is not None and "torch" in sys.modules:
+        # ranks talk to each other here, which no graph can hold
+        outside: Callable[..., Array] = sys.modules["torch"].compiler.disable(_evaluate)
+        return outside(build, call)
+    return _evaluate(build, call)
+
+
+def _evaluate(build: Callable[[World], problems.Loss], call: Call) -> Array:
+    backend, options, here = call.parts()
+    loss = here.build(build)
     arrays = library_of(loss.problem.rows)
-    name = _named(validation.backend(backend), arrays, loss.problem)
+    name = _named(backend, arrays, loss.problem)
     if arrays.name == "torch":
         from contrastile import autograd
 
         return autograd.evaluate(loss.problem, name, options)
-    return forward(loss.problem, load(name), options)[0]
+    return forward(loss.problem, load(name), options)
 
 
 def value_and_grad(
-    loss: Callable[..., Array], *, backend: str = "auto", tile: Any = None
+    loss: Callable[..., Array],
+    *,
+    backend: str = "auto",
+    tile: Any = None,
+    precision: str = "ieee",
+    group: Any = None,
+    exchange: str = "auto",
+    parameter_reduction: str = "mean",
 ) -> Callable[..., tuple[Array, tuple[Array, ...]]]:
-    """A function that gives a loss and its gradients at once, without autograd, for NumPy arrays or torch tensors.
+    """A function that gives a loss and its gradients at once, without autograd, for arrays of any known library.
 
     Args:
         loss: one of this package's losses, e.g. ``contrastile.clip_loss``.
         backend: see ``contrastile.clip_loss``.
         tile: see ``contrastile.clip_loss``.
+        precision: see ``contrastile.clip_loss``.
+        group: see ``contrastile.clip_loss``.
+        exchange: see ``contrastile.clip_loss``.
+        parameter_reduction: see ``contrastile.clip_loss``; the gradients are those that autograd would give.
 
     Returns:
         A function of the loss's own arguments that returns ``(value, gradients)``: one gradient for each positional
@@ -56,10 +108,13 @@ def value_and_grad(
             f"loss must be one of contrastile.{', contrastile.'.join(_BUILDERS)}, got {loss!r}; "
             "pass the function itself"
         )
-    options, backend = validation.options(tile), validation.backend(backend)
+    call = Call(backend, tile, precision, group, exchange, parameter_reduction)
+    call.parts()
 
     def both(*args: Any, **kwargs: Any) -> tuple[Array, tuple[Array, ...]]:
-        built = build(*(_detached(x) for x in args), **{name: _detached(x) for name, x in kwargs.items()})
+        backend, options, here = call.parts()
+        positional, named = [_detached(x) for x in args], {name: _detached(x) for name, x in kwargs.items()}
+        built = here.build(lambda world: build(*positional, **named, world=world))
         name = _named(backend, library_of(built.problem.rows), built.problem)
         value, gradients = forward_and_backward(built.problem, load(name), options)
         return value, built.pull_back(gradients)
@@ -89,50 +144,51 @@ def _detached(x: Any) -> Any:
     return x.detach() if hasattr(x, "detach") else x
 
 
-def forward(problem: Problem, backend: Backend, options: Options) -> tuple[Array, local.Forward | None]:
-    """The value in the caller's library, and what a backward needs, in the backend's."""
-    inside, source = native(problem, backend)
-    if problem.kind == "sigmoid":
-        value, saved = local.sigmoid(inside, None, backend, options)[0], None
-    else:
-        saved = local.forward(inside, backend, options)
-        value = saved.loss
-    return transfer(value, backend.arrays, source, source.dtype(problem.scale)), saved
+def forward(problem: Problem, backend: Backend, options: Options) -> Array:
+    """The value in the caller's library."""
+    with native(problem, backend) as (inside, source):
+        if problem.kind == "sigmoid":
+            value = schedule.sigmoid(inside, None, backend, options)[0]
+        else:
+            value = schedule.forward(inside, backend, options).loss
+        return transfer(value, backend.arrays, source, source.dtype(problem.scale))
 
 
 def forward_and_backward(problem: Problem, backend: Backend, options: Options) -> tuple[Array, local.Gradients]:
     """The value and all gradients, in the caller's library."""
-    inside, source = native(problem, backend)
     sigmoid = problem.kind == "sigmoid"
     wanted = local.Wanted(True, (True,) * len(problem.columns), True, sigmoid)
-    if sigmoid:
-        value, sums = local.sigmoid(inside, wanted, backend, options)
-        assert sums is not None
-        found = local.finish(inside.rows, inside.scale, sums, None, wanted, backend.arrays)
-    else:
-        saved = local.forward(inside, backend, options)
-        value = saved.loss
-        one = backend.arrays.full((), 1.0, backend.arrays.dtype(inside.scale), inside.rows)
-        found = local.backward(inside, saved, one, wanted, backend, options)
-    features, scalar = source.dtype(problem.rows), source.dtype(problem.scale)
+    with native(problem, backend) as (inside, source):
+        if sigmoid:
+            value, sums = schedule.sigmoid(inside, wanted, backend, options)
+            assert sums is not None
+            found = schedule.finish(inside.rows, inside.scale, inside.placement, sums, None, wanted, backend.arrays)
+        else:
+            saved = schedule.forward(inside, backend, options)
+            value = saved.loss
+            one = backend.arrays.full((), 1.0, backend.arrays.dtype(inside.scale), inside.rows)
+            found = schedule.backward(inside, saved, one, wanted, backend, options)
+        features, scalar = source.dtype(problem.rows), source.dtype(problem.scale)
 
-    def outside(x: Array | None, dtype: str) -> Array | None:
-        return transfer(x, backend.arrays, source, dtype)
+        def outside(x: Array | None, dtype: str) -> Array | None:
+            return transfer(x, backend.arrays, source, dtype)
 
-    return outside(value, scalar), local.Gradients(
-        outside(found.rows, features),
-        tuple(outside(x, features) for x in found.columns),
-        outside(found.scale, scalar),
-        outside(found.bias, scalar),
-    )
+        return outside(value, scalar), local.Gradients(
+            outside(found.rows, features),
+            tuple(outside(x, features) for x in found.columns),
+            outside(found.scale, scalar),
+            outside(found.bias, scalar),
+        )
 
 
-def native(problem: Problem, backend: Backend) -> tuple[Problem, ArrayLibrary]:
-    """The problem in the backend's library, and the library it came from.
+@contextmanager
+def native(problem: Problem, backend: Backend) -> Iterator[tuple[Problem, ArrayLibrary]]:
+    """The problem in the backend's library and the library it came from; results are moved back before it closes.
 
     Raises:
         UnsupportedProblemError: the backend does not run where the features are.
     """
     source = library_of(problem.rows)
     backend.check_device(source.device(problem.rows))
-    return convert(problem, source, backend.arrays), source
+    with working_for(source, backend.arrays, problem.rows):
+        yield convert(problem, source, backend.arrays), source

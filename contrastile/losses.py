@@ -10,14 +10,24 @@ from collections.abc import Sequence
 from typing import Any
 
 from contrastile import problems
-from contrastile.evaluation import evaluate
+from contrastile.evaluation import Call, evaluate
 
 Array = Any
 Tile = int | tuple[int, int] | None
 
 
 def clip_loss(
-    image: Array, text: Array, scale: Any, *, ids: Array | None = None, backend: str = "auto", tile: Tile = None
+    image: Array,
+    text: Array,
+    scale: Any,
+    *,
+    ids: Array | None = None,
+    backend: str = "auto",
+    tile: Tile = None,
+    precision: str = "ieee",
+    group: Any = None,
+    exchange: str = "auto",
+    parameter_reduction: str = "mean",
 ) -> Array:
     """Symmetric image-text loss: the mean of the two directions' InfoNCE (Inf-CL Eq. 1 both ways; DisCo Eq. 1 halved).
 
@@ -28,6 +38,14 @@ def clip_loss(
         ids: (b,) integers or None. Pairs of different rows with equal ids are false negatives and are left out.
         backend: "auto", or a name from ``contrastile.backends.names()``, or "module:attribute".
         tile: largest tile of logits to hold, a number or (rows, columns); None lets the backend choose.
+        precision: how float32 features are multiplied: "ieee" in float32; "tf32" with factors rounded to nearest tf32;
+            "split" as high and low parts on tensor cores, with float32's accuracy. Where a backend has it.
+        group: the processes that share the batch: a torch.distributed group, "world" for its default group, or an
+            mpi4py communicator; every rank passes its own part. None is this process alone.
+        exchange: "ring" passes the columns around (O(b d / n) memory per rank), "gather" collects them (O(b d)),
+            "auto" chooses by their sizes; all give the same loss.
+        parameter_reduction: what becomes of the parameters' gradients over the ranks, "mean" (what DDP and FSDP do) or
+            "sum". Either way the reduced gradient is that of the global loss, for the encoders, scale and bias.
 
     Returns:
         0-d loss, float32 (float64 for float64 features); for torch tensors differentiable in image, text and scale.
@@ -37,8 +55,11 @@ def clip_loss(
         ValueError: wrong shapes, devices or values.
         BackendUnavailableError: the backend's packages are missing; the message has the command that brings them.
         UnsupportedProblemError: the backend refuses the problem.
+        MismatchError: the ranks' parts do not fit together; every rank raises it (a ValueError).
+        ExchangeError: a rank died, stalled or left.
     """
-    return evaluate(problems.clip(image, text, scale, ids=ids), backend, tile)
+    call = Call(backend, tile, precision, group, exchange, parameter_reduction)
+    return evaluate(lambda world: problems.clip(image, text, scale, ids=ids, world=world), call)
 
 
 def info_nce(
@@ -52,6 +73,10 @@ def info_nce(
     column_ids: Array | None = None,
     backend: str = "auto",
     tile: Tile = None,
+    precision: str = "ieee",
+    group: Any = None,
+    exchange: str = "auto",
+    parameter_reduction: str = "mean",
 ) -> Array:
     """One-direction InfoNCE: each query against all keys and negatives under one log-sum-exp (Inf-CL Eq. 1).
 
@@ -60,27 +85,55 @@ def info_nce(
         key: (n, d), same dtype and device; n may differ from m when ``positives`` is given.
         scale: number or one-element array that multiplies the dot products; differentiable.
         negatives: further columns, (r, d) or a sequence of such (hard negatives, a queue); never copied together.
+            With a group every rank brings its own: of a queue that all ranks hold alike, each passes its share.
         positives: (m,) integers, the column of each query's positive among [key, *negatives]; None means row i's is i.
+            With a group they count over the columns of all ranks, rank by rank.
         row_ids: (m,) integers, given together with column_ids; columns with the query's id that are not its positive
             are false negatives and are left out.
         column_ids: (n + all negatives,) integers.
         backend: see ``clip_loss``.
         tile: see ``clip_loss``.
+        precision: see ``clip_loss``.
+        group: see ``clip_loss``.
+        exchange: see ``clip_loss``.
+        parameter_reduction: see ``clip_loss``.
 
     Returns:
         0-d mean over the queries, float32 (float64 for float64 features); differentiable in query, key, negatives and
         scale.
 
     Raises:
-        TypeError, ValueError, BackendUnavailableError, UnsupportedProblemError: see ``clip_loss``.
+        TypeError, ValueError, BackendUnavailableError, UnsupportedProblemError, MismatchError, ExchangeError: see
+            ``clip_loss``.
     """
-    loss = problems.info_nce(
-        query, key, scale, negatives=negatives, positives=positives, row_ids=row_ids, column_ids=column_ids
+    call = Call(backend, tile, precision, group, exchange, parameter_reduction)
+    return evaluate(
+        lambda world: problems.info_nce(
+            query,
+            key,
+            scale,
+            negatives=negatives,
+            positives=positives,
+            row_ids=row_ids,
+            column_ids=column_ids,
+            world=world,
+        ),
+        call,
     )
-    return evaluate(loss, backend, tile)
 
 
-def nt_xent(view_a: Array, view_b: Array, scale: Any, *, backend: str = "auto", tile: Tile = None) -> Array:
+def nt_xent(
+    view_a: Array,
+    view_b: Array,
+    scale: Any,
+    *,
+    backend: str = "auto",
+    tile: Tile = None,
+    precision: str = "ieee",
+    group: Any = None,
+    exchange: str = "auto",
+    parameter_reduction: str = "mean",
+) -> Array:
     """SimCLR's NT-Xent: each of the 2b views against the 2b - 1 others, its partner being the positive.
 
     Args:
@@ -89,17 +142,34 @@ def nt_xent(view_a: Array, view_b: Array, scale: Any, *, backend: str = "auto", 
         scale: number or one-element array, 1 / temperature; differentiable.
         backend: see ``clip_loss``.
         tile: see ``clip_loss``.
+        precision: see ``clip_loss``.
+        group: see ``clip_loss``.
+        exchange: see ``clip_loss``.
+        parameter_reduction: see ``clip_loss``.
 
     Returns:
         0-d mean over the 2b views, float32 (float64 for float64 features).
 
     Raises:
-        TypeError, ValueError, BackendUnavailableError, UnsupportedProblemError: see ``clip_loss``.
+        TypeError, ValueError, BackendUnavailableError, UnsupportedProblemError, MismatchError, ExchangeError: see
+            ``clip_loss``.
     """
-    return evaluate(problems.nt_xent(view_a, view_b, scale), backend, tile)
+    call = Call(backend, tile, precision, group, exchange, parameter_reduction)
+    return evaluate(lambda world: problems.nt_xent(view_a, view_b, scale, world=world), call)
 
 
-def sup_con(features: Array, labels: Array, scale: Any, *, backend: str = "auto", tile: Tile = None) -> Array:
+def sup_con(
+    features: Array,
+    labels: Array,
+    scale: Any,
+    *,
+    backend: str = "auto",
+    tile: Tile = None,
+    precision: str = "ieee",
+    group: Any = None,
+    exchange: str = "auto",
+    parameter_reduction: str = "mean",
+) -> Array:
     """SupCon's L_out: each sample against all others, every other sample of its label a positive of weight 1/|P(i)|.
 
     Args:
@@ -108,14 +178,20 @@ def sup_con(features: Array, labels: Array, scale: Any, *, backend: str = "auto"
         scale: number or one-element array, 1 / temperature; differentiable.
         backend: see ``clip_loss``.
         tile: see ``clip_loss``.
+        precision: see ``clip_loss``.
+        group: see ``clip_loss``.
+        exchange: see ``clip_loss``.
+        parameter_reduction: see ``clip_loss``.
 
     Returns:
         0-d mean over the samples that have a positive (0 if none has), float32 (float64 for float64 features).
 
     Raises:
-        TypeError, ValueError, BackendUnavailableError, UnsupportedProblemError: see ``clip_loss``.
+        TypeError, ValueError, BackendUnavailableError, UnsupportedProblemError, MismatchError, ExchangeError: see
+            ``clip_loss``.
     """
-    return evaluate(problems.sup_con(features, labels, scale), backend, tile)
+    call = Call(backend, tile, precision, group, exchange, parameter_reduction)
+    return evaluate(lambda world: problems.sup_con(features, labels, scale, world=world), call)
 
 
 def sigmoid_loss(
@@ -127,6 +203,10 @@ def sigmoid_loss(
     ids: Array | None = None,
     backend: str = "auto",
     tile: Tile = None,
+    precision: str = "ieee",
+    group: Any = None,
+    exchange: str = "auto",
+    parameter_reduction: str = "mean",
 ) -> Array:
     """SigLIP's loss: ``sum_ij softplus(-z_ij (scale <image_i, text_j> + bias)) / b``, z = +1 on the diagonal, else -1.
 
@@ -138,11 +218,17 @@ def sigmoid_loss(
         ids: (b,) integers or None. Pairs of different rows with equal ids are left out.
         backend: see ``clip_loss``.
         tile: see ``clip_loss``.
+        precision: see ``clip_loss``.
+        group: see ``clip_loss``.
+        exchange: see ``clip_loss``.
+        parameter_reduction: see ``clip_loss``.
 
     Returns:
         0-d loss, divided by b as in the paper, float32 (float64 for float64 features).
 
     Raises:
-        TypeError, ValueError, BackendUnavailableError, UnsupportedProblemError: see ``clip_loss``.
+        TypeError, ValueError, BackendUnavailableError, UnsupportedProblemError, MismatchError, ExchangeError: see
+            ``clip_loss``.
     """
-    return evaluate(problems.sigmoid(image, text, scale, bias, ids=ids), backend, tile)
+    call = Call(backend, tile, precision, group, exchange, parameter_reduction)
+    return evaluate(lambda world: problems.sigmoid(image, text, scale, bias, ids=ids, world=world), call)

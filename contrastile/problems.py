@@ -1,4 +1,8 @@
-"""Each loss as a problem: its weights, targets and pairs over the general form. No loss has code of its own below."""
+"""Each loss as a problem: its weights, targets and pairs over the general form. No loss has code of its own below.
+
+With a group, rows and columns are this rank's part of the global batch, ``World.meet`` says where it lies, and weights
+are those of the global loss.
+"""
 
 from __future__ import annotations
 
@@ -10,6 +14,7 @@ from contrastile import validation
 from contrastile.backends.contract import state_dtype
 from contrastile.exchange.local import Gradients
 from contrastile.exchange.problem import Problem
+from contrastile.exchange.world import ALONE, World
 
 Array = Any
 
@@ -22,24 +27,27 @@ class Loss:
     pull_back: Callable[[Gradients], tuple[Array, ...]]
 
 
-def clip(image: Array, text: Array, scale: Any, *, ids: Array | None = None) -> Loss:
+def clip(image: Array, text: Array, scale: Any, *, ids: Array | None = None, world: World = ALONE) -> Loss:
     """Both directions, halved: u = v = 1 / (2b); the positive of row i is column i."""
-    arrays = validation.features(image=image, text=text)
+    arrays = validation.features(world.alone, image=image, text=text)
     validation.paired("image", image, "text", text, "use info_nce for keys without a query")
-    b, state = image.shape[0], state_dtype(arrays.dtype(image))
-    weight, target = (arrays.full((b,), value, state, image) for value in (0.5 / b, 1.0))
-    same = None if ids is None else validation.integers("ids", ids, b, "pair", arrays, image)
+    m, state = image.shape[0], state_dtype(arrays.dtype(image))
+    same = None if ids is None else validation.integers("ids", ids, m, "pair", arrays, image)
+    factor = validation.scalar("scale", scale, arrays, state, image)
+    met = world.meet(arrays, image, (text,), factor, loss="clip_loss", ids=ids is not None)
+    weight, target = (arrays.full((m,), value, state, image) for value in (0.5 / met.rows, 1.0))
     problem = Problem(
         rows=image,
         columns=(text,),
-        scale=validation.scalar("scale", scale, arrays, state, image),
+        scale=factor,
         row_weight=weight,
         row_target=target,
         column_weight=weight,
         column_target=target,
-        positives=arrays.arange(0, b, image),
+        positives=arrays.arange(met.start, met.start + m, image),
         row_ids=same,
         column_ids=same,
+        placement=met.placement,
     )
     return Loss(problem, lambda g: (g.rows, g.columns[0], g.scale))
 
@@ -53,105 +61,136 @@ def info_nce(
     positives: Array | None = None,
     row_ids: Array | None = None,
     column_ids: Array | None = None,
+    world: World = ALONE,
 ) -> Loss:
     """One direction: u = 1 / m, no column weights; the key and each block of negatives share one log-sum-exp."""
     more: tuple[Array, ...]
     more = () if negatives is None else tuple(negatives) if isinstance(negatives, list | tuple) else (negatives,)
-    arrays = validation.features(query=query, key=key, **{f"negatives[{i}]": x for i, x in enumerate(more)})
+    named = {f"negatives[{i}]": x for i, x in enumerate(more)}
+    arrays = validation.features(world.alone, query=query, key=key, **named)
     m, n = query.shape[0], key.shape[0] + sum(x.shape[0] for x in more)
     state = state_dtype(arrays.dtype(query))
-    row_weight, row_target = (arrays.full((m,), value, state, query) for value in (1.0 / m, 1.0))
-    if positives is None:
-        validation.paired("query", query, "key", key, "give positives= to say which key is whose")
-        where = arrays.arange(0, m, query)
-    else:
-        where = validation.integers("positives", positives, m, "query", arrays, query)
-        validation.positives(where, n, arrays)
-        # where values cannot be read, a positive that is out of range makes the loss NaN
-        row_target = arrays.where((where >= 0) & (where < n), row_target, float("nan"))
+    factor = validation.scalar("scale", scale, arrays, state, query)
     if (row_ids is None) != (column_ids is None):
         raise ValueError("row_ids and column_ids must be given together, got only one; give both, or neither")
+    rows_of = None if row_ids is None else validation.integers("row_ids", row_ids, m, "query", arrays, query)
+    of_columns = (
+        None if column_ids is None else validation.integers("column_ids", column_ids, n, "column", arrays, query)
+    )
+    if positives is None:
+        validation.paired("query", query, "key", key, "give positives= to say which key is whose")
+        where = None
+    else:
+        where = validation.integers("positives", positives, m, "query", arrays, query)
+    met = world.meet(
+        arrays,
+        query,
+        (key, *more),
+        factor,
+        loss="info_nce",
+        positives=where is not None,
+        row_ids=row_ids is not None,
+    )
+    row_weight, row_target = (arrays.full((m,), value, state, query) for value in (1.0 / met.rows, 1.0))
+    if where is None:
+        where = arrays.arange(met.start, met.start + m, query)
+    else:
+        if validation.values_are_readable(arrays, where):
+            world.confirm(validation.positives(where, met.columns))
+        # where values cannot be read, a positive that is out of range makes the loss NaN
+        row_target = arrays.where((where >= 0) & (where < met.columns), row_target, float("nan"))
     problem = Problem(
         rows=query,
         columns=(key, *more),
-        scale=validation.scalar("scale", scale, arrays, state, query),
+        scale=factor,
         row_weight=row_weight,
         row_target=row_target,
         positives=where,
-        row_ids=None if row_ids is None else validation.integers("row_ids", row_ids, m, "query", arrays, query),
-        column_ids=None
-        if column_ids is None
-        else validation.integers("column_ids", column_ids, n, "column", arrays, query),
+        row_ids=rows_of,
+        column_ids=of_columns,
+        placement=met.placement,
     )
     return Loss(problem, lambda g: (g.rows, g.columns[0], g.scale))
 
 
-def nt_xent(view_a: Array, view_b: Array, scale: Any) -> Loss:
+def nt_xent(view_a: Array, view_b: Array, scale: Any, *, world: World = ALONE) -> Loss:
     """The 2b views against themselves, each excluded from its own columns: u = 1 / (2b)."""
-    arrays = validation.features(view_a=view_a, view_b=view_b)
+    arrays = validation.features(world.alone, view_a=view_a, view_b=view_b)
     validation.paired("view_a", view_a, "view_b", view_b, "give two views of every sample")
-    b, state = view_a.shape[0], state_dtype(arrays.dtype(view_a))
+    m, state = view_a.shape[0], state_dtype(arrays.dtype(view_a))
     views = arrays.concat([view_a, view_b])
-    weight, target = (arrays.full((2 * b,), value, state, views) for value in (0.5 / b, 1.0))
-    itself = arrays.arange(0, 2 * b, views)
+    factor = validation.scalar("scale", scale, arrays, state, views)
+    met = world.meet(arrays, views, (views,), factor, loss="nt_xent")
+    weight, target = (arrays.full((2 * m,), value, state, views) for value in (1.0 / met.rows, 1.0))
+    itself = arrays.arange(met.start, met.start + 2 * m, views)
     problem = Problem(
         rows=views,
         columns=(views,),
-        scale=validation.scalar("scale", scale, arrays, state, views),
+        scale=factor,
         row_weight=weight,
         row_target=target,
-        positives=arrays.concat([itself[b:], itself[:b]]),
+        positives=arrays.concat([itself[m:], itself[:m]]),
         excluded=itself,
+        placement=met.placement,
     )
 
     def pull_back(g: Gradients) -> tuple[Array, ...]:
         both = _both_sides(g)
-        return both[:b], both[b:], g.scale
+        return both[:m], both[m:], g.scale
 
     return Loss(problem, pull_back)
 
 
-def sup_con(features: Array, labels: Array, scale: Any) -> Loss:
+def sup_con(features: Array, labels: Array, scale: Any, *, world: World = ALONE) -> Loss:
     """Samples against themselves, self excluded, t = 1 / |P(i)|; u = 1 / (samples that have a positive)."""
-    arrays = validation.features(features=features)
-    b, state = features.shape[0], state_dtype(arrays.dtype(features))
-    labels = validation.integers("labels", labels, b, "sample", arrays, features)
-    partners = arrays.cast(arrays.count_in(labels, labels) - 1, state)
+    arrays = validation.features(world.alone, features=features)
+    m, state = features.shape[0], state_dtype(arrays.dtype(features))
+    labels = validation.integers("labels", labels, m, "sample", arrays, features)
+    factor = validation.scalar("scale", scale, arrays, state, features)
+    met = world.meet(arrays, features, (features,), factor, loss="sup_con")
+    partners = arrays.cast(world.count_in(arrays, labels) - 1, state)
     counted = arrays.cast(partners > 0, state)
     # a batch in which no label repeats has loss 0, not 0 / 0
-    sharing = arrays.maximum(arrays.cast(arrays.total(counted), state), 1.0)
+    sharing = arrays.maximum(arrays.cast(world.total(arrays, arrays.total(counted)), state), 1.0)
     problem = Problem(
         rows=features,
         columns=(features,),
-        scale=validation.scalar("scale", scale, arrays, state, features),
+        scale=factor,
         row_weight=counted / sharing,
         row_target=counted / arrays.maximum(partners, 1.0),
-        excluded=arrays.arange(0, b, features),
+        excluded=arrays.arange(met.start, met.start + m, features),
         row_ids=labels,
         column_ids=labels,
         match="target",
+        placement=met.placement,
     )
     return Loss(problem, lambda g: (_both_sides(g), g.scale))
 
 
-def sigmoid(image: Array, text: Array, scale: Any, bias: Any, *, ids: Array | None = None) -> Loss:
+def sigmoid(
+    image: Array, text: Array, scale: Any, bias: Any, *, ids: Array | None = None, world: World = ALONE
+) -> Loss:
     """The additive loss over all pairs, divided by b: u = 1 / b; the positive of row i is column i."""
-    arrays = validation.features(image=image, text=text)
+    arrays = validation.features(world.alone, image=image, text=text)
     validation.paired("image", image, "text", text, "every image needs its text")
-    b, state = image.shape[0], state_dtype(arrays.dtype(image))
-    weight, target = (arrays.full((b,), value, state, image) for value in (1.0 / b, 1.0))
-    same = None if ids is None else validation.integers("ids", ids, b, "pair", arrays, image)
+    m, state = image.shape[0], state_dtype(arrays.dtype(image))
+    same = None if ids is None else validation.integers("ids", ids, m, "pair", arrays, image)
+    factor = validation.scalar("scale", scale, arrays, state, image)
+    added = validation.scalar("bias", bias, arrays, state, image)
+    met = world.meet(arrays, image, (text,), factor, added, loss="sigmoid_loss", ids=ids is not None)
+    weight, target = (arrays.full((m,), value, state, image) for value in (1.0 / met.rows, 1.0))
     problem = Problem(
         kind="sigmoid",
         rows=image,
         columns=(text,),
-        scale=validation.scalar("scale", scale, arrays, state, image),
-        bias=validation.scalar("bias", bias, arrays, state, image),
+        scale=factor,
+        bias=added,
         row_weight=weight,
         row_target=target,
-        positives=arrays.arange(0, b, image),
+        positives=arrays.arange(met.start, met.start + m, image),
         row_ids=same,
         column_ids=same,
+        placement=met.placement,
     )
     return Loss(problem, lambda g: (g.rows, g.columns[0], g.scale, g.bias))
 

@@ -11,7 +11,7 @@ import math
 from typing import Any
 
 from contrastile.backends.arrays import FLOATS, ArrayLibrary, library_of
-from contrastile.backends.contract import Options
+from contrastile.backends.contract import PRECISIONS, Options
 
 Array = Any
 INTEGERS = ("int8", "int16", "int32", "int64", "uint8")
@@ -20,16 +20,17 @@ INTEGERS = ("int8", "int16", "int32", "int64", "uint8")
 def values_are_readable(arrays: ArrayLibrary, x: Array) -> bool:
     """Whether an element of x can be read now without waiting for a device or breaking a compilation."""
     if arrays.name != "torch":
-        return True
+        return arrays.device(x) == "cpu"
     import torch
 
     return not torch.compiler.is_compiling() and x.device.type == "cpu"
 
 
-def features(**named: Array) -> ArrayLibrary:
+def features(alone: bool = True, /, **named: Array) -> ArrayLibrary:
     """The array library of some feature matrices that must agree.
 
     Args:
+        alone: whether a matrix without rows is refused: one rank of a group may hold none.
         **named: (samples, width) floating-point matrices by the name that the caller gave them.
 
     Raises:
@@ -53,7 +54,7 @@ def features(**named: Array) -> ArrayLibrary:
             raise ValueError(
                 f"{name} must be a matrix (samples, width), got shape {shape}; reshape it to two dimensions"
             )
-        if shape[0] == 0 or shape[1] == 0:
+        if (alone and shape[0] == 0) or shape[1] == 0:
             raise ValueError(
                 f"{name} must have at least one sample and one feature, got shape {shape}; skip empty batches"
             )
@@ -129,15 +130,15 @@ def integers(name: str, x: Array, length: int, of: str, arrays: ArrayLibrary, li
     return arrays.cast(x, "int64")
 
 
-def positives(x: Array, columns: int, arrays: ArrayLibrary) -> None:
-    """Raise ValueError if a positive lies outside 0..columns-1, where its values are readable."""
-    if values_are_readable(arrays, x):
-        for worst in (int(x.min()), int(x.max())):
-            if not 0 <= worst < columns:
-                raise ValueError(
-                    f"positives must lie in 0..{columns - 1} (there are {columns} columns), got {worst}; "
-                    "index the keys, then the negatives, from 0"
-                )
+def positives(x: Array, columns: int) -> str | None:
+    """Why these positives cannot be: one lies outside 0..columns-1. Their values must be readable."""
+    for worst in (int(x.min()), int(x.max())) if x.shape[0] else ():
+        if not 0 <= worst < columns:
+            return (
+                f"positives must lie in 0..{columns - 1} (there are {columns} columns), got {worst}; "
+                "index the keys, then the negatives, from 0"
+            )
+    return None
 
 
 def backend(name: Any) -> str:
@@ -147,18 +148,22 @@ def backend(name: Any) -> str:
     return name
 
 
-def options(tile: Any) -> Options:
-    """``tile`` as Options: None, one number for both sides, or (rows, columns).
+def options(tile: Any, precision: Any = "ieee") -> Options:
+    """How to compute. ``tile`` is None, one number for both sides, or (rows, columns).
 
     Raises:
         TypeError: not integers.
-        ValueError: not positive, or not two of them.
+        ValueError: not positive, or not two of them; or ``precision`` is none that there is.
     """
+    if precision not in PRECISIONS:
+        raise ValueError(
+            f"precision must be one of {', '.join(PRECISIONS)}, got {precision!r}; pass 'ieee' for float32 itself"
+        )
     if tile is None:
-        return Options()
+        return Options(precision=precision)
     sides = (tile, tile) if isinstance(tile, int) else tuple(tile) if isinstance(tile, tuple | list) else (None,)
     if not all(isinstance(side, int) and not isinstance(side, bool) for side in sides):
         raise TypeError(f"tile must be an integer or (rows, columns), got {tile!r}; pass e.g. tile=512, or None")
     if len(sides) != 2 or min(sides) < 1:
         raise ValueError(f"tile must be (rows, columns), each at least 1, got {tile!r}; pass e.g. tile=512, or None")
-    return Options(tile=(sides[0], sides[1]))
+    return Options(tile=(sides[0], sides[1]), precision=precision)

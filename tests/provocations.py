@@ -122,6 +122,16 @@ PROVOCATIONS: dict[str, list[Provocation]] = {
         ),
         *_each(ValueError, "contrastile.clip_loss(image, text.to('meta'), 14.0)"),
     ],
+    "Several processes": [
+        *_each(
+            ValueError,
+            "contrastile.clip_loss(image, text, 14.0, exchange='star')",
+            "contrastile.clip_loss(image, text, 14.0, parameter_reduction='max')",
+            "contrastile.clip_loss(image, text, 14.0, exchange='ring')",
+            libraries=LIBRARIES,
+        ),
+        *_each(TypeError, "contrastile.clip_loss(image, text, 14.0, group=3)", libraries=LIBRARIES),
+    ],
     "Scale and bias": [
         *_each(
             ValueError,
@@ -197,6 +207,7 @@ PROVOCATIONS: dict[str, list[Provocation]] = {
             "contrastile.clip_loss(image, text, 14.0, tile=(8, 0))",
             "contrastile.clip_loss(image, text, 14.0, tile=(1, 2, 3))",
             "contrastile.value_and_grad(contrastile.clip_loss, tile=0)",
+            "contrastile.clip_loss(image, text, 14.0, precision='fp8')",
             libraries=LIBRARIES,
         ),
         *_each(

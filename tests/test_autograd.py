@@ -10,6 +10,7 @@ from torch import Tensor
 
 import contrastile
 from contrastile import autograd, problems
+from contrastile.backends.contract import Options
 
 B, D = 23, 17
 Loss = Callable[..., Tensor]
@@ -95,7 +96,8 @@ def test_opcheck(kind: str, backend: str) -> None:
     }[kind]()
     problem = built.problem
     vectors = [getattr(problem, name) for name in autograd.VECTORS]
-    arguments = (image, list(problem.columns), scale, vectors, problem.match, backend, [0, 0])
+    how = autograd.How(problem.match, backend, Options(), None).encode()
+    arguments = (image, list(problem.columns), scale, vectors, how)
     if kind == "sigmoid":
         wants = [True] * 4
         arguments = (*arguments[:3], number(-1.0), *arguments[3:], wants)

@@ -1,4 +1,4 @@
-"""Array libraries: the few operations that code above the primitives needs, over NumPy-like modules and torch.
+"""Array libraries: the few operations that code above the primitives needs, over NumPy, CuPy and torch.
 
 Everything here is O(m + n) or O((m + n) d): the O(m n) work is the backends'. Reductions to a scalar are taken in
 float64, so that a mean over millions of rows costs no accuracy.
@@ -7,7 +7,10 @@ float64, so that a mean over millions of rows costs no accuracy.
 from __future__ import annotations
 
 import sys
+from contextlib import AbstractContextManager, nullcontext
 from typing import Any, Protocol
+
+from contrastile.backends import crossing
 
 Array = Any
 FLOATS = ("float16", "bfloat16", "float32", "float64")
@@ -69,8 +72,16 @@ class ArrayLibrary(Protocol):
         """Joined along the first axis."""
         ...
 
+    def contiguous(self, x: Array) -> Array:
+        """X with its elements in row order and no gaps; x itself when it is so already."""
+        ...
+
     def total(self, x: Array) -> Array:
         """The sum of all elements, in float64, 0-d."""
+        ...
+
+    def mean_excess(self, lse: Array, positive: Array, weight: Array, target: Array) -> Array:
+        """``sum_i w_i (lse_i - t_i positive_i)`` in float64, 0-d: see ``mean_excess``."""
         ...
 
     def inner(self, a: Array, b: Array) -> Array:
@@ -90,7 +101,7 @@ class ArrayLibrary(Protocol):
         ...
 
     def from_numpy(self, x: Any) -> Array:
-        """An array of this library on the host."""
+        """An array of this library, on the host where the library has arrays there."""
         ...
 
 
@@ -140,8 +151,14 @@ class NumpyArrays:
     def concat(self, xs: list[Array]) -> Array:
         return xs[0] if len(xs) == 1 else self.module.concatenate(xs)
 
+    def contiguous(self, x: Array) -> Array:
+        return self.module.ascontiguousarray(x)
+
     def total(self, x: Array) -> Array:
         return self.module.asarray(x.sum(dtype="float64"))
+
+    def mean_excess(self, lse: Array, positive: Array, weight: Array, target: Array) -> Array:
+        return mean_excess(self, lse, positive, weight, target)
 
     def inner(self, a: Array, b: Array) -> Array:
         return self.total(self.module.einsum("ik,ik->i", a, b, dtype=self.module.result_type(a, b)))
@@ -160,6 +177,64 @@ class NumpyArrays:
 
     def from_numpy(self, x: Any) -> Array:
         return x
+
+
+class CupyArrays(NumpyArrays):
+    """CuPy, any GPU; what is made beside an array is made on its device.
+
+    bfloat16 is the dtype of that name that ml_dtypes registers with NumPy, which CuPy takes from version 14 on: an
+    array says what it holds, and strides, views and copies work as for any other dtype.
+    """
+
+    def owns(self, x: Array) -> bool:
+        # cupy.generic is NumPy's: a NumPy scalar is no array on a GPU
+        return isinstance(x, self.module.ndarray)
+
+    def device(self, x: Array) -> str:
+        return "cuda"
+
+    def place(self, x: Array) -> str:
+        return f"cuda:{x.device.id}"
+
+    def full(self, shape: tuple[int, ...], value: float, dtype: str, like: Array) -> Array:
+        with like.device:
+            return self.module.full(shape, value, dtype=dtype)
+
+    def arange(self, start: int, stop: int, like: Array) -> Array:
+        with like.device:
+            return self.module.arange(start, stop, dtype="int64")
+
+    def asarray(self, x: Any, dtype: str, like: Array) -> Array:
+        if isinstance(x, int | float):
+            # a fill, not a copy from the host: nothing waits, and it can be captured
+            return self.full((), x, dtype, like)
+        with like.device:
+            return self.module.asarray(x, dtype=dtype)
+
+    def merge(self, a: Array, b: Array) -> Array:
+        # cupy.logaddexp(-inf, -inf) is NaN
+        high = self.module.maximum(a, b)
+        shift = self.module.where(self.module.isfinite(high), high, 0)
+        return shift + self.module.log(self.module.exp(a - shift) + self.module.exp(b - shift))
+
+    def total(self, x: Array) -> Array:
+        return x.sum(dtype="float64")
+
+    def inner(self, a: Array, b: Array) -> Array:
+        # CuPy has no product of two dtypes; chunks bound the temporary
+        wide = self.module.promote_types(a.dtype, b.dtype)
+        out = self.full((), 0.0, "float64", a)
+        for start in range(0, a.shape[0], 4096):
+            left, right = (x[start : start + 4096].astype(wide, copy=False) for x in (a, b))
+            out = out + (left * right).sum(dtype="float64")
+        return out
+
+    def to_numpy(self, x: Array) -> Any:
+        found = x.get()
+        return found.astype("float32") if self.dtype(x) == "bfloat16" else found
+
+    def from_numpy(self, x: Any) -> Array:
+        return self.module.asarray(x)
 
 
 class TorchArrays:
@@ -206,8 +281,14 @@ class TorchArrays:
     def concat(self, xs: list[Array]) -> Array:
         return xs[0] if len(xs) == 1 else self.module.cat(xs)
 
+    def contiguous(self, x: Array) -> Array:
+        return x.contiguous()
+
     def total(self, x: Array) -> Array:
         return x.sum(dtype=self.module.float64)
+
+    def mean_excess(self, lse: Array, positive: Array, weight: Array, target: Array) -> Array:
+        return mean_excess(self, lse, positive, weight, target)
 
     def inner(self, a: Array, b: Array) -> Array:
         # chunks bound the temporary; no bmm, which would follow a global tf32 switch
@@ -234,24 +315,63 @@ class TorchArrays:
         return self.module.from_numpy(x)
 
 
+def mean_excess(arrays: ArrayLibrary, lse: Array, positive: Array, weight: Array, target: Array) -> Array:
+    """``sum_i w_i (lse_i - t_i positive_i)`` from the library's elementwise operations, in float64, 0-d."""
+    lse, positive, weight, target = (arrays.cast(x, "float64") for x in (lse, positive, weight, target))
+    excess = lse - arrays.where(target == 0, 0.0, target * positive)
+    # a log-sum-exp is never below a mean of its own terms: rounding that says so is projected back
+    excess = arrays.where(target == 0, excess, arrays.maximum(excess, 0.0))
+    # a weight of 0 silences a row that admits nothing, whose log-sum-exp is -inf
+    return arrays.total(arrays.where(weight == 0, 0.0, weight * excess))
+
+
 def library_of(x: Any) -> ArrayLibrary:
     """The array library that owns x; it is never imported for the asking.
 
     Raises:
         TypeError: x is of no known library.
     """
-    for name, kind in (("torch", TorchArrays), ("numpy", NumpyArrays)):
+    for name, kind in (("torch", TorchArrays), ("cupy", CupyArrays), ("numpy", NumpyArrays)):
         module = sys.modules.get(name)
         if module is not None and hasattr(module, "ndarray" if name != "torch" else "Tensor"):
             library: ArrayLibrary = kind(module)
             if library.owns(x):
                 return library
-    raise TypeError(f"features must be torch tensors or NumPy arrays, got {type(x).__name__}; convert them")
+    raise TypeError(
+        f"features must be torch tensors, CuPy arrays or NumPy arrays, got {type(x).__name__}; convert them"
+    )
 
 
 def transfer(x: Array | None, source: ArrayLibrary, target: ArrayLibrary, dtype: str | None = None) -> Array | None:
-    """X in another library, on the host, in ``dtype`` when given; x itself within one library, None for None."""
+    """X in another library, in ``dtype`` when given; x itself within one library, None for None.
+
+    Between torch and CuPy it is the same memory on the GPU; between others it is a copy on the host.
+    """
     if x is None or source.name == target.name:
         return x
-    moved = target.from_numpy(source.to_numpy(x))
+    modules = _on_one_gpu(source, target, x)
+    if modules is None:
+        moved = target.from_numpy(source.to_numpy(x))
+    else:
+        moved = (crossing.to_cupy if target.name == "cupy" else crossing.to_torch)(x, *modules)
     return moved if dtype is None else target.cast(moved, dtype)
+
+
+def working_for(source: ArrayLibrary, target: ArrayLibrary, like: Array) -> AbstractContextManager[Any]:
+    """While open, ``target`` works where ``source`` does: on like's device, on source's current stream there.
+
+    CuPy that works for torch takes its memory from torch's pool too.
+    """
+    modules = _on_one_gpu(source, target, like)
+    if modules is not None:
+        return (crossing.cupy_for_torch if target.name == "cupy" else crossing.torch_for_cupy)(like, *modules)
+    if isinstance(source, CupyArrays):
+        return crossing.cupy_alone(like, source.module)
+    return nullcontext()
+
+
+def _on_one_gpu(source: ArrayLibrary, target: ArrayLibrary, x: Array) -> tuple[Any, Any] | None:
+    """The modules torch and cupy, if source and target are these two and x is on a GPU."""
+    if {source.name, target.name} != {"torch", "cupy"} or source.device(x) != "cuda":
+        return None
+    return sys.modules["torch"], sys.modules["cupy"]

@@ -33,6 +33,10 @@ if TYPE_CHECKING:
 Array = Any
 Match = Literal["drop", "target"]
 
+PRECISIONS = ("ieee", "tf32", "split")
+"""How products of float32 features are computed: in float32; with their factors rounded to nearest to at least the 11
+bits of tf32; or from parts of their factors that tensor cores multiply, with float32's accuracy."""
+
 
 class BackendUnavailableError(ImportError):
     """A backend was named that cannot run here; the message ends in the command that mends it."""
@@ -134,9 +138,11 @@ class Options:
 
     Attributes:
         tile: rows x columns of logits alive at a time, at most; None lets the backend choose.
+        precision: how float32 features are multiplied, one of ``PRECISIONS``; it says nothing to other dtypes.
     """
 
     tile: tuple[int, int] | None = None
+    precision: str = "ieee"
 
 
 @dataclass(frozen=True, slots=True)
@@ -147,7 +153,7 @@ class Accuracy:
         unit: unit roundoff of the state arithmetic: 2^-24 for float32, 2^-53 for float64.
         accumulate_unit: unit roundoff of one addition inside a matrix product (2^-23 where tensor cores truncate).
         input_rounding: relative rounding of the features before a product: 0 when exact, 2^-11 for tf32 rounded to
-            nearest, 2^-10 for tf32 truncated.
+            nearest, 2^-10 for tf32 truncated; for products of parts, what the products left out amount to.
         gradient_rounding: relative rounding of G before the second product: 0 in float32, 2^-8 bf16, 2^-11 fp16.
         gradient_underflow: absolute rounding of G, as a share of the largest |weight|; 0 but for fp16.
         exp_ulps: error of exp and log in units of ``unit``.
@@ -173,6 +179,7 @@ class Accuracy:
 LseFunction = Callable[[Block, bool, Options], Statistics]
 GradientsFunction = Callable[[Block, Weights, "Array | None", "Array | None", Options], None]
 SigmoidFunction = Callable[[Block, Array, "Array | None", "Array | None", Options], tuple[Array, Array]]
+FinishedRowsFunction = Callable[[Block, Weights, "Array | None", Options], tuple[Array, Array]]
 
 
 def supports_everything(block: Block) -> str | None:
@@ -194,7 +201,8 @@ class Backend:
         arrays: the array library whose arrays it takes and gives.
         dtypes: names of the feature dtypes it takes ("float16", "bfloat16", "float32", "float64").
         devices: kinds of device it runs on ("cpu", "cuda").
-        accuracy: facts for the error bounds, given the feature dtype's name and the kind of device.
+        accuracy: facts for the error bounds, given the feature dtype's name, the kind of device and, where it is not
+            "ieee", the precision.
         lse: ``lse(block, columns, options)``; column state is computed only when ``columns``.
         gradients: ``gradients(block, weights, row_gradient, column_gradient, options)`` adds ``sum_j G_ij column_j``
             to row_gradient (m, d) and ``sum_i G_ij row_i`` to column_gradient (n, d), both in the state dtype and
@@ -206,25 +214,35 @@ class Backend:
             elsewhere; it adds to the gradients as above.
         supports: a reason for refusing a block, or None.
         state: name of the state dtype, given the features' dtype.
+        precisions: those of ``PRECISIONS`` that it computes float32 features in; every other is refused.
+        finished_rows: None, or a form of ``gradients`` for a block that is the whole problem, which needs no (m, d)
+            sums: ``finished_rows(block, weights, column_gradient, options)`` adds to column_gradient likewise and
+            returns ``scale sum_j G_ij column_j`` (m, d), rounded once to the features' dtype, and, 0-d in float64,
+            ``sum_i <row_i, sum_j G_ij column_j>`` of the sums before that rounding.
     """
 
     name: str
     arrays: ArrayLibrary
     dtypes: frozenset[str]
     devices: frozenset[str]
-    accuracy: Callable[[str, str], Accuracy]
+    accuracy: Callable[..., Accuracy]
     lse: LseFunction
     gradients: GradientsFunction
     sigmoid: SigmoidFunction
     supports: Callable[[Block], str | None] = supports_everything
     state: Callable[[str], str] = state_dtype
+    precisions: frozenset[str] = frozenset({"ieee"})
+    finished_rows: FinishedRowsFunction | None = None
 
-    def check(self, block: Block) -> None:
-        """Raise UnsupportedProblemError with the reason, if this backend refuses the block."""
+    def check(self, block: Block, options: Options | None = None) -> None:
+        """Raise UnsupportedProblemError with the reason, if this backend refuses the block or the options."""
         dtype = self.arrays.dtype(block.rows)
         self.check_device(self.arrays.device(block.rows))
         if dtype not in self.dtypes:
             self._refuse(f"features must be {' or '.join(sorted(self.dtypes))}, got {dtype}; convert them")
+        if options is not None and dtype == "float32" and options.precision not in self.precisions:
+            known = " or ".join(sorted(self.precisions))
+            self._refuse(f"precision must be {known} here, got {options.precision}; or name another backend")
         reason = self.supports(block)
         if reason:
             self._refuse(reason)

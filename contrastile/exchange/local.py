@@ -15,7 +15,7 @@ P = ParamSpec("P")
 R = TypeVar("R")
 
 
-def _ieee(function: Callable[P, R]) -> Callable[P, R]:
+def ieee(function: Callable[P, R]) -> Callable[P, R]:
     """NaN and infinity are answers here, and NumPy is not to warn of them."""
 
     @wraps(function)
@@ -80,7 +80,7 @@ class Sums:
     total: Array | None
 
 
-@_ieee
+@ieee
 def forward(problem: Problem, backend: Backend, options: Options) -> Forward:
     """The softmax loss and its log-sum-exps.
 
@@ -90,49 +90,58 @@ def forward(problem: Problem, backend: Backend, options: Options) -> Forward:
     arrays, two_sided = backend.arrays, problem.column_weight is not None
     parts = []
     for _, block in problem.blocks():
-        backend.check(block)
+        backend.check(block, options)
         parts.append(backend.lse(block, two_sided, options))
     row_lse, row_positive = parts[0].row_lse, parts[0].row_positive
     for part in parts[1:]:
         row_lse = arrays.merge(row_lse, part.row_lse)
         row_positive = row_positive + part.row_positive
-    loss = _mean_excess(arrays, row_lse, row_positive, problem.row_weight, problem.row_target)
+    loss = mean_excess(arrays, row_lse, row_positive, problem.row_weight, problem.row_target)
     column_lse = None
     if two_sided:
         column_lse = arrays.concat([part.column_lse for part in parts])
         positive = arrays.concat([part.column_positive for part in parts])
-        loss = loss + _mean_excess(arrays, column_lse, positive, problem.column_weight, problem.column_target)
+        loss = loss + mean_excess(arrays, column_lse, positive, problem.column_weight, problem.column_target)
     return Forward(arrays.cast(loss, arrays.dtype(problem.scale)), row_lse, column_lse)
 
 
-def _mean_excess(arrays: ArrayLibrary, lse: Array, positive: Array, weight: Array, target: Array) -> Array:
+def mean_excess(arrays: ArrayLibrary, lse: Array, positive: Array, weight: Array, target: Array) -> Array:
     """``sum_i w_i (lse_i - t_i positive_i)`` in float64, 0-d."""
-    lse, positive, weight, target = (arrays.cast(x, "float64") for x in (lse, positive, weight, target))
-    excess = lse - arrays.where(target == 0, 0.0, target * positive)
-    # a log-sum-exp is never below a mean of its own terms: rounding that says so is projected back
-    excess = arrays.where(target == 0, excess, arrays.maximum(excess, 0.0))
-    # a weight of 0 silences a row that admits nothing, whose log-sum-exp is -inf
-    return arrays.total(arrays.where(weight == 0, 0.0, weight * excess))
+    return arrays.mean_excess(lse, positive, weight, target)
 
 
-@_ieee
+@ieee
 def backward(
     problem: Problem, saved: Forward, upstream: Array, wanted: Wanted, backend: Backend, options: Options
 ) -> Gradients:
     """Gradients of ``upstream * loss`` for the softmax loss; ``upstream`` is 0-d, state dtype."""
-    state = backend.state(backend.arrays.dtype(problem.rows))
     weighted = replace(
         problem,
         row_weight=problem.row_weight * upstream,
         column_weight=None if problem.column_weight is None else problem.column_weight * upstream,
     )
-    row_sum = _accumulator(backend, problem.rows, state, wanted.rows or wanted.scale)
+    if backend.finished_rows is not None and wanted.rows and len(problem.columns) == 1:
+        return _finished_rows(weighted, saved, wanted, backend, options)
+    row_sum = accumulator(backend, problem.rows, wanted.rows or wanted.scale)
     column_sums = []
     for (where, block), want in zip(weighted.blocks(), wanted.columns, strict=True):
-        column_sums.append(_accumulator(backend, block.columns, state, want))
+        column_sums.append(accumulator(backend, block.columns, want))
         backend.gradients(block, _weights(weighted, saved, where), row_sum, column_sums[-1], options)
     # the upstream gradient is in the weights already, and a softmax does not feel a bias
     return finish(problem.rows, problem.scale, Sums(row_sum, tuple(column_sums), None), None, wanted, backend.arrays)
+
+
+def _finished_rows(weighted: Problem, saved: Forward, wanted: Wanted, backend: Backend, options: Options) -> Gradients:
+    """The gradients of a single column block by the backend's own way of finishing rows; the weights carry upstream."""
+    arrays = backend.arrays
+    assert backend.finished_rows is not None
+    ((where, block),) = weighted.blocks()
+    column_sum = accumulator(backend, block.columns, wanted.columns[0])
+    rows, scale = backend.finished_rows(block, _weights(weighted, saved, where), column_sum, options)
+    others = replace(wanted, rows=False, scale=False)
+    found = finish(weighted.rows, weighted.scale, Sums(None, (column_sum,), None), None, others, arrays)
+    d_scale = arrays.cast(scale, arrays.dtype(weighted.scale)) if wanted.scale else None
+    return replace(found, rows=rows, scale=d_scale)
 
 
 def _weights(problem: Problem, saved: Forward, where: slice) -> Weights:
@@ -151,31 +160,37 @@ def _weights(problem: Problem, saved: Forward, where: slice) -> Weights:
     )
 
 
-def _accumulator(backend: Backend, features: Array, state: str, want: bool) -> Array | None:
+def accumulator(backend: Backend, features: Array, want: bool) -> Array | None:
+    """Zeros of the features' shape in the state dtype; None where not wanted."""
+    state = backend.state(backend.arrays.dtype(features))
     return backend.arrays.full(tuple(features.shape), 0.0, state, features) if want else None
 
 
-@_ieee
+def weighted_total(arrays: ArrayLibrary, weight: Array, x: Array) -> Array:
+    """``sum_i weight_i x_i`` in float64, 0-d; a weight of 0 silences whatever x is."""
+    weight = arrays.cast(weight, "float64")
+    return arrays.total(arrays.where(weight == 0, 0.0, weight * arrays.cast(x, "float64")))
+
+
+@ieee
 def sigmoid(problem: Problem, wanted: Wanted | None, backend: Backend, options: Options) -> tuple[Array, Sums | None]:
     """The sigmoid loss (0-d, state dtype) and, in the same pass, the sums behind its gradients."""
     arrays = backend.arrays
-    state = backend.state(arrays.dtype(problem.rows))
-    row_sum = _accumulator(backend, problem.rows, state, wanted is not None and (wanted.rows or wanted.scale))
+    row_sum = accumulator(backend, problem.rows, wanted is not None and (wanted.rows or wanted.scale))
     column_sums, loss, total = [], None, None
     wants = wanted.columns if wanted is not None else (False,) * len(problem.columns)
     for (_, block), want in zip(problem.blocks(), wants, strict=True):
-        backend.check(block)
-        column_sums.append(_accumulator(backend, block.columns, state, want))
+        backend.check(block, options)
+        column_sums.append(accumulator(backend, block.columns, want))
         row_loss, g = backend.sigmoid(block, problem.row_weight, row_sum, column_sums[-1], options)
-        weight = arrays.cast(problem.row_weight, "float64")
-        part = arrays.total(arrays.where(weight == 0, 0.0, weight * arrays.cast(row_loss, "float64")))
+        part = weighted_total(arrays, problem.row_weight, row_loss)
         loss = part if loss is None else loss + part
         total = arrays.total(g) if total is None else total + arrays.total(g)
     value = arrays.cast(loss, arrays.dtype(problem.scale))
     return value, Sums(row_sum, tuple(column_sums), total) if wanted is not None else None
 
 
-@_ieee
+@ieee
 def finish(
     rows: Array, scale: Array, sums: Sums, upstream: Array | None, wanted: Wanted, arrays: ArrayLibrary
 ) -> Gradients:

@@ -12,6 +12,7 @@ from typing import Any, Literal
 
 from contrastile.backends.arrays import ArrayLibrary, transfer
 from contrastile.backends.contract import Array, Block, Match, Pairs
+from contrastile.exchange.placement import Placement
 
 
 @dataclass(frozen=True, slots=True)
@@ -34,6 +35,8 @@ class Problem:
         row_ids: (m,) int64.
         column_ids: (n,) int64, given with row_ids.
         match: what equal ids mean: see ``Pairs``.
+        placement: where this rank's part lies in a problem of several ranks, None for a process alone. Rows, columns,
+            weights and ids are then this rank's, and positives and excluded count over the columns of all ranks.
     """
 
     rows: Array
@@ -50,6 +53,7 @@ class Problem:
     row_ids: Array | None = None
     column_ids: Array | None = None
     match: Match = "drop"
+    placement: Placement | None = None
 
     def blocks(self) -> Iterator[tuple[slice, Block]]:
         """Each column block with its place among the joined columns; indices become local to the block."""

@@ -1,0 +1,174 @@
+"""What a ring and a gather need of whatever carries their messages, and where it comes from.
+
+Implementations: ``inprocess`` (all ranks in one process, for tests and teaching), ``mpi`` (mpi4py), ``torchgroup``
+(torch.distributed, NCCL and gloo) and ``nccl`` (CuPy's NCCL, no torch). A message is a list of contiguous arrays whose
+shapes both sides know beforehand: sizes cross once, in the handshake (``world``).
+
+Every rank posts the same messages in the same order; messages are matched by that order. "Posted" means that the
+arrays belong to the message until it has been waited for: the sender changes none, the receiver reads none. On a GPU,
+waiting makes the current stream wait and not the host.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from itertools import count
+from typing import TYPE_CHECKING, Any, Protocol
+from weakref import WeakValueDictionary
+
+from contrastile.backends.contract import Array
+
+if TYPE_CHECKING:
+    import numpy as np
+    import numpy.typing as npt
+
+    from contrastile.backends.arrays import ArrayLibrary
+
+DEADLINE = 60.0
+"""Seconds that a rank waits for another before it raises ``ExchangeError``."""
+
+
+class ExchangeError(RuntimeError):
+    """A rank died, stalled, left early, or the ranks do not agree; the message names the rank where it is known."""
+
+
+class MismatchError(ValueError):
+    """The ranks were given parts that do not fit together; every rank raises it with the same message."""
+
+
+class Pending(Protocol):
+    """A message under way."""
+
+    def wait(self) -> None:
+        """What was to arrive is there, for work queued from now on, and what was sent may be changed.
+
+        Raises:
+            ExchangeError: not within the deadline.
+        """
+        ...
+
+
+class Communicator(Protocol):
+    """Messages between the ranks of one group."""
+
+    @property
+    def name(self) -> str:
+        """What it is, for reports: "in-process", "mpi", "torch nccl", "torch gloo", "cupy nccl"."""
+        ...
+
+    @property
+    def rank(self) -> int:
+        """This rank's number, 0..size-1."""
+        ...
+
+    @property
+    def size(self) -> int:
+        """How many ranks there are."""
+        ...
+
+    @property
+    def deadline(self) -> float:
+        """Seconds until waiting for another rank raises."""
+        ...
+
+    def refusal(self, arrays: ArrayLibrary, device: str) -> str | None:
+        """Why it cannot carry this library's arrays on this kind of device ("cpu", "cuda"), or None."""
+        ...
+
+    def agree(self, record: npt.NDArray[np.int64]) -> npt.NDArray[np.int64]:
+        """Everybody's record, (size, k) from (k,) each; on the host, and it waits.
+
+        Raises:
+            ExchangeError: a rank did not answer within the deadline.
+        """
+        ...
+
+    def tell(self, text: str) -> list[str]:
+        """Everybody's text, by rank; on the host, and it waits. Used only where ranks disagree.
+
+        Raises:
+            ExchangeError: a rank did not answer within the deadline.
+        """
+        ...
+
+    def shift(self, outgoing: Sequence[Array], incoming: Sequence[Array]) -> Pending:
+        """Send to rank + 1 and receive from rank - 1, around the ring."""
+        ...
+
+    def all_to_all(self, outgoing: Sequence[Array], incoming: Sequence[Array]) -> Pending:
+        """``outgoing[r]`` goes to rank r, ``incoming[r]`` comes from rank r, this rank's own part included."""
+        ...
+
+    def all_gather(self, own: Array, whole: Array, sizes: Sequence[int]) -> Pending:
+        """Every rank's ``own`` (sizes[rank], ...) joined in ``whole`` (sum(sizes), ...) in the order of the ranks."""
+        ...
+
+    def reduce_scatter(self, whole: Array, own: Array, sizes: Sequence[int]) -> Pending:
+        """The sum over the ranks of this rank's part of ``whole``; float32 or float64.
+
+        The order of the sum depends on the number of ranks alone: the same inputs give the same bits.
+        """
+        ...
+
+    def visit(self, step: int, owner: int) -> None:
+        """Told at each step of a ring whose shard is at hand; for logs."""
+        ...
+
+    def close(self) -> None:
+        """Give back what it holds; using it afterwards raises ExchangeError."""
+        ...
+
+
+_LIVE: WeakValueDictionary[int, Communicator] = WeakValueDictionary()
+_COUNT = count(1)
+
+
+def number(communicator: Communicator) -> int:
+    """A number that stands for this communicator in this process while it is alive; see ``numbered``."""
+    for known, live in list(_LIVE.items()):
+        if live is communicator:
+            return known
+    fresh = next(_COUNT)
+    _LIVE[fresh] = communicator
+    return fresh
+
+
+def numbered(number: int) -> Communicator:
+    """The communicator that this number stands for.
+
+    Raises:
+        ExchangeError: it is gone.
+    """
+    found = _LIVE.get(number)
+    if found is None:
+        raise ExchangeError("the communicator of this loss is gone; keep the group until the backward pass is done")
+    return found
+
+
+def connect(group: Any) -> Communicator:
+    """The communicator of a group.
+
+    Args:
+        group: a Communicator, a torch.distributed ProcessGroup, "world" for torch.distributed's default group, or an
+            mpi4py communicator. One is made for each group, and kept: it has a channel of its own, so that its
+            messages meet nobody else's.
+
+    Raises:
+        TypeError: none of these.
+        ExchangeError: "world" without an initialised default group.
+    """
+    if isinstance(group, str) or type(group).__module__.partition(".")[0] == "torch":
+        from contrastile.exchange import torchgroup
+
+        return torchgroup.of(group)
+    if type(group).__module__.partition(".")[0] == "mpi4py":
+        from contrastile.exchange import mpi
+
+        return mpi.of(group)
+    if not hasattr(group, "shift"):
+        raise TypeError(
+            "group must be a torch.distributed group, 'world', an mpi4py communicator or a contrastile Communicator, "
+            f"got {type(group).__name__}; pass e.g. group='world'"
+        )
+    found: Communicator = group
+    return found

@@ -1,0 +1,238 @@
+"""All ranks in one process: a thread each, of which one runs at a time.
+
+For property tests and for teaching: deterministic, on the host, no packages. With ``late`` every message arrives at
+the last moment allowed: its buffers hold garbage until the receiver waits, and what arrives is what the sender's
+arrays hold *then*, so that a buffer reused too early is caught and not forgiven.
+"""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Any, Generic, TypeVar
+
+from contrastile.backends.contract import Array
+from contrastile.exchange.communicator import DEADLINE, ExchangeError
+
+if TYPE_CHECKING:
+    import numpy as np
+    import numpy.typing as npt
+
+    from contrastile.backends.arrays import ArrayLibrary
+
+T = TypeVar("T")
+
+
+@dataclass(slots=True)
+class _Letter:
+    """What one rank sends another: arrays that still belong to the sender, until ``taken``."""
+
+    content: Any
+    taken: bool = False
+
+
+@dataclass(slots=True)
+class Town(Generic[T]):
+    """The ranks of one process.
+
+    Attributes:
+        size: how many.
+        late: messages arrive at the last moment allowed.
+        deadline: seconds until waiting for another rank raises.
+        log: (rank, step, owner) of every visit, in order.
+    """
+
+    size: int
+    late: bool = False
+    deadline: float = DEADLINE
+    log: list[tuple[int, int, int]] = field(default_factory=list)
+    _baton: threading.Condition = field(default_factory=threading.Condition)
+    _mail: dict[tuple[int, int, int], _Letter] = field(default_factory=dict)
+    _gone: dict[int, str] = field(default_factory=dict)
+
+    def run(self, program: Callable[[InProcess], T]) -> list[T]:
+        """What ``program(communicator)`` returns on each rank.
+
+        Raises:
+            BaseException: the first exception of a program, in the order in which they were raised.
+        """
+        results: list[Any] = [None] * self.size
+        errors: list[BaseException] = []
+
+        def one(rank: int) -> None:
+            with self._baton:
+                try:
+                    results[rank] = program(InProcess(self, rank))
+                    self._gone[rank] = f"rank {rank} has left"
+                except BaseException as error:
+                    errors.append(error)
+                    self._gone[rank] = f"rank {rank} raised {type(error).__name__}: {error}"
+                finally:
+                    self._baton.notify_all()
+
+        threads = [threading.Thread(target=one, args=(rank,), name=f"rank {rank}") for rank in range(self.size)]
+        for thread in threads:
+            thread.start()
+        for thread in threads:
+            thread.join()
+        if errors:
+            raise errors[0]
+        return results
+
+    def post(self, source: int, target: int, number: int, content: Any) -> _Letter:
+        """Leave a letter."""
+        letter = self._mail[(source, target, number)] = _Letter(content)
+        self._baton.notify_all()
+        return letter
+
+    def fetch(self, source: int, target: int, number: int) -> _Letter:
+        """Take a letter out of the mail, waiting for it; it is still to be marked ``taken``."""
+        key = (source, target, number)
+        self.until(lambda: key in self._mail, source)
+        return self._mail.pop(key)
+
+    def until(self, ready: Callable[[], bool], other: int) -> None:
+        """Let other ranks run until this is so.
+
+        Raises:
+            ExchangeError: the other rank is gone, or the deadline has passed.
+        """
+        end = time.monotonic() + self.deadline
+        while not ready():
+            if other in self._gone:
+                raise ExchangeError(f"{self._gone[other]}; every rank must make the same calls")
+            left = end - time.monotonic()
+            if left <= 0 or not self._baton.wait(left):
+                raise ExchangeError(
+                    f"rank {other} did not answer within {self.deadline:g} s; see what it waits for, or raise deadline"
+                )
+
+
+@dataclass(slots=True, weakref_slot=True)
+class InProcess:
+    """One rank's communicator."""
+
+    town: Town[Any]
+    rank: int
+    _number: int = 0
+
+    name = "in-process"
+
+    @property
+    def size(self) -> int:
+        return self.town.size
+
+    @property
+    def deadline(self) -> float:
+        return self.town.deadline
+
+    def refusal(self, arrays: ArrayLibrary, device: str) -> str | None:
+        return None if device == "cpu" else "the in-process communicator carries arrays on the host; move them there"
+
+    def agree(self, record: npt.NDArray[np.int64]) -> npt.NDArray[np.int64]:
+        import numpy as np
+
+        return np.stack(self._all(record.copy()))
+
+    def tell(self, text: str) -> list[str]:
+        return self._all(text)
+
+    def _all(self, x: T) -> list[T]:
+        number, town = self._next(), self.town
+        for target in range(self.size):
+            town.post(self.rank, target, number, x)
+        found: list[T] = []
+        for source in range(self.size):
+            letter = town.fetch(source, self.rank, number)
+            letter.taken = True
+            found.append(letter.content)
+        return found
+
+    def _next(self) -> int:
+        self._number += 1
+        return self._number
+
+    def shift(self, outgoing: Sequence[Array], incoming: Sequence[Array]) -> _Parcel:
+        ahead, behind = (self.rank + 1) % self.size, (self.rank - 1) % self.size
+        return self._send({ahead: outgoing}, {behind: incoming})
+
+    def all_to_all(self, outgoing: Sequence[Array], incoming: Sequence[Array]) -> _Parcel:
+        return self._send({r: [x] for r, x in enumerate(outgoing)}, {r: [x] for r, x in enumerate(incoming)})
+
+    def all_gather(self, own: Array, whole: Array, sizes: Sequence[int]) -> _Parcel:
+        return self._send({r: [own] for r in range(self.size)}, {r: [x] for r, x in enumerate(_split(whole, sizes))})
+
+    def reduce_scatter(self, whole: Array, own: Array, sizes: Sequence[int]) -> _Parcel:
+        parts = [own * 0 for _ in range(self.size)]
+        outgoing = {r: [x] for r, x in enumerate(_split(whole, sizes))}
+
+        def add() -> None:
+            own[...] = sum(parts[1:], start=parts[0])
+
+        return self._send(outgoing, {r: [x] for r, x in enumerate(parts)}, add)
+
+    def _send(
+        self,
+        outgoing: Mapping[int, Sequence[Array]],
+        incoming: Mapping[int, Sequence[Array]],
+        after: Callable[[], None] = lambda: None,
+    ) -> _Parcel:
+        number = self._next()
+        sent = []
+        for target, xs in outgoing.items():
+            content = list(xs) if self.town.late else [_copy(x) for x in xs]
+            sent.append((target, self.town.post(self.rank, target, number, content)))
+        for xs in incoming.values() if self.town.late else ():
+            for x in xs:
+                x[...] = _garbage(x)
+        return _Parcel(self, number, sent, incoming, after)
+
+    def visit(self, step: int, owner: int) -> None:
+        self.town.log.append((self.rank, step, owner))
+
+    def close(self) -> None:
+        pass
+
+
+@dataclass(slots=True)
+class _Parcel:
+    """The letters of one message of one rank."""
+
+    home: InProcess
+    number: int
+    sent: list[tuple[int, _Letter]]
+    incoming: Mapping[int, Sequence[Array]]
+    after: Callable[[], None]
+
+    def wait(self) -> None:
+        town = self.home.town
+        for source, buffers in self.incoming.items():
+            letter = town.fetch(source, self.home.rank, self.number)
+            for x, arrived in zip(buffers, letter.content, strict=True):
+                x[...] = arrived
+            letter.taken = True
+        town._baton.notify_all()
+        if town.late:
+            # the sender may change its arrays only now that everybody has them
+            for target, letter in self.sent:
+                town.until(lambda letter=letter: letter.taken, target)  # type: ignore[misc]
+        self.after()
+
+
+def _split(x: Array, sizes: Sequence[int]) -> list[Array]:
+    parts, start = [], 0
+    for size in sizes:
+        parts.append(x[start : start + size])
+        start += size
+    return parts
+
+
+def _copy(x: Array) -> Array:
+    return x.clone() if hasattr(x, "clone") else x.copy()
+
+
+def _garbage(x: Array) -> float | int:
+    floating = "float" in str(x.dtype)
+    return float("nan") if floating else -(2**31)

@@ -1,0 +1,134 @@
+"""Where a rank's part lies in the global batch, and which schedule walks it."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from itertools import accumulate
+from typing import Literal
+
+from contrastile.exchange.communicator import Communicator, number, numbered
+
+Exchange = Literal["auto", "ring", "gather", "local"]
+Reduction = Literal["mean", "sum"]
+
+SMALL_SHARD = 16_384
+"""Rows of a shard up to which ``auto`` gathers: a ring step's products would take less time than its message."""
+
+GATHERED_MIB = 1024
+"""What the gathered columns and their gradient may take on each rank for ``auto`` to gather."""
+
+
+@dataclass(frozen=True, slots=True)
+class Shards:
+    """How many rows and columns each rank holds. Columns are numbered rank by rank, and block by block within one.
+
+    Attributes:
+        rows: rows of each rank.
+        columns: sizes of each rank's column blocks; every rank has as many blocks.
+    """
+
+    rows: tuple[int, ...]
+    columns: tuple[tuple[int, ...], ...]
+
+    @property
+    def widths(self) -> tuple[int, ...]:
+        """Columns of each rank, its blocks together."""
+        return tuple(sum(blocks) for blocks in self.columns)
+
+    def start(self, rank: int) -> int:
+        """The number of a rank's first column."""
+        return sum(self.widths[:rank])
+
+    def blocks(self, rank: int) -> Iterator[slice]:
+        """The place of each block among a rank's own columns."""
+        ends = list(accumulate(self.columns[rank]))
+        for size, end in zip(self.columns[rank], ends, strict=True):
+            yield slice(end - size, end)
+
+
+@dataclass(frozen=True, slots=True)
+class Choice:
+    """A schedule, and the reason for it."""
+
+    exchange: Literal["ring", "gather"]
+    reason: str
+
+
+def choose(shards: Shards, width: int, itemsize: int) -> Choice:
+    """What ``exchange="auto"`` stands for. It follows from the sizes alone, so that every rank comes to the same.
+
+    Args:
+        shards: of every rank.
+        width: features of a column.
+        itemsize: bytes of one.
+    """
+    largest, total = max(shards.widths), sum(shards.widths)
+    # gathered features, and their gradient in the state dtype
+    mib = total * width * (itemsize + max(4, itemsize)) / 2**20
+    if largest <= SMALL_SHARD and mib <= GATHERED_MIB:
+        return Choice(
+            "gather",
+            f"shards of at most {largest:,} columns are computed faster than a ring passes them on, "
+            f"and all {total:,} of them take {mib:,.0f} MiB",
+        )
+    why = f"gathering {total:,} columns would take {mib:,.0f} MiB" if mib > GATHERED_MIB else "it hides the messages"
+    return Choice("ring", f"shards have up to {largest:,} columns: {why}")
+
+
+@dataclass(frozen=True, slots=True)
+class Placement:
+    """This rank's place in a global problem.
+
+    Attributes:
+        communicator: of all ranks.
+        exchange: the schedule, "ring" or "gather".
+        reduction: what the trainer does with the parameters' gradients over the ranks, "mean" or "sum".
+        shards: of every rank.
+    """
+
+    communicator: Communicator
+    exchange: Literal["ring", "gather"]
+    reduction: Reduction
+    shards: Shards
+
+    @property
+    def rank(self) -> int:
+        """This rank's number."""
+        return self.communicator.rank
+
+    @property
+    def size(self) -> int:
+        """How many ranks there are."""
+        return self.communicator.size
+
+    @property
+    def start(self) -> int:
+        """The number of this rank's first column."""
+        return self.shards.start(self.rank)
+
+    @property
+    def factor(self) -> float:
+        """What the features' gradient of the global loss is multiplied by.
+
+        A parameter's gradient is the sum of what each rank's features send back. A trainer that takes the mean over
+        the n ranks divides that by n, which is made good here, once; one that takes the sum does not. The gradients of
+        scale and bias, which every rank holds whole, are those of the global loss under a mean, and 1 / n of them
+        under a sum.
+        """
+        return float(self.size) if self.reduction == "mean" else 1.0
+
+    def encode(self) -> str:
+        """As text, which crosses an operator; only this process can read it."""
+        sizes = ";".join(
+            ",".join(map(str, (m, *blocks))) for m, blocks in zip(self.shards.rows, self.shards.columns, strict=True)
+        )
+        return f"{number(self.communicator)}:{self.exchange}:{self.reduction}:{sizes}"
+
+
+def decode(text: str) -> Placement:
+    """The placement that ``encode`` wrote."""
+    key, exchange, reduction, sizes = text.split(":")
+    ranks: Sequence[list[int]] = [[int(x) for x in part.split(",")] for part in sizes.split(";")]
+    shards = Shards(tuple(x[0] for x in ranks), tuple(tuple(x[1:]) for x in ranks))
+    return Placement(numbered(int(key)), exchange, reduction, shards)  # type: ignore[arg-type]

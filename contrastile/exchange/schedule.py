@@ -1,0 +1,59 @@
+"""The schedule of a problem: ``local``, ``ring`` or ``gather``. All three have the same functions."""
+
+from __future__ import annotations
+
+from types import ModuleType
+
+from contrastile.backends.arrays import ArrayLibrary
+from contrastile.backends.contract import Array, Backend, Options
+from contrastile.exchange import gather, local, ring, shared
+from contrastile.exchange.placement import Placement
+from contrastile.exchange.problem import Problem
+
+
+def _module(problem: Problem) -> ModuleType:
+    if problem.placement is None:
+        return local
+    return {"ring": ring, "gather": gather}[problem.placement.exchange]
+
+
+def forward(problem: Problem, backend: Backend, options: Options) -> local.Forward:
+    """The softmax loss and its log-sum-exps: see ``local.forward``."""
+    found: local.Forward = _module(problem).forward(problem, backend, options)
+    return found
+
+
+def backward(
+    problem: Problem, saved: local.Forward, upstream: Array, wanted: local.Wanted, backend: Backend, options: Options
+) -> local.Gradients:
+    """Gradients of ``upstream * loss`` for the softmax loss: see ``local.backward``."""
+    found: local.Gradients = _module(problem).backward(problem, saved, upstream, wanted, backend, options)
+    return found
+
+
+def sigmoid(
+    problem: Problem, wanted: local.Wanted | None, backend: Backend, options: Options
+) -> tuple[Array, local.Sums | None]:
+    """The sigmoid loss and the sums behind its gradients: see ``local.sigmoid``."""
+    found: tuple[Array, local.Sums | None] = _module(problem).sigmoid(problem, wanted, backend, options)
+    return found
+
+
+def finish(
+    rows: Array,
+    scale: Array,
+    placement: Placement | None,
+    sums: local.Sums,
+    upstream: Array | None,
+    wanted: local.Wanted,
+    arrays: ArrayLibrary,
+) -> local.Gradients:
+    """The sigmoid loss's gradients from its sums, which carry neither ``upstream`` nor ``Placement.factor``.
+
+    With ``upstream`` None it is 1, and the sums are consumed where no factor is left to apply.
+    """
+    if placement is None:
+        return local.finish(rows, scale, sums, upstream, wanted, arrays)
+    one = arrays.full((), 1.0, arrays.dtype(scale), rows)
+    factor = (one if upstream is None else upstream) * placement.factor
+    return shared.finish(rows, scale, placement, sums, factor, wanted, arrays)

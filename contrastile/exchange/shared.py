@@ -1,0 +1,70 @@
+"""What the schedules over several ranks have in common: sums over the ranks, and the scale of the gradients."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+from contrastile.backends.arrays import ArrayLibrary
+from contrastile.backends.contract import Array
+from contrastile.exchange import local
+from contrastile.exchange.placement import Placement
+from contrastile.exchange.problem import Problem
+
+
+def placed(problem: Problem) -> Placement:
+    """Where this rank's part of the problem lies."""
+    assert problem.placement is not None
+    return problem.placement
+
+
+def summed(placement: Placement, arrays: ArrayLibrary, x: Array) -> Array:
+    """The sum of an array over the ranks, in the order of the ranks: the same bits on each of them."""
+    n = placement.size
+    if n == 1:
+        return x
+    whole = arrays.full((n, *x.shape), 0.0, arrays.dtype(x), x)
+    placement.communicator.all_gather(x.reshape((1, *x.shape)), whole, [1] * n).wait()
+    total = whole[0]
+    for part in whole[1:]:
+        total = total + part
+    return total
+
+
+def together(
+    problem: Problem, loss: Array, row_lse: Array, column_lse: Array | None, arrays: ArrayLibrary
+) -> local.Forward:
+    """The global loss from this rank's part of it, with this rank's log-sum-exps."""
+    whole = summed(placed(problem), arrays, loss)
+    return local.Forward(arrays.cast(whole, arrays.dtype(problem.scale)), row_lse, column_lse)
+
+
+def scaled_weights(problem: Problem, upstream: Array) -> Problem:
+    """The problem with its weights times the gradient that arrives from above and times ``Placement.factor``."""
+    factor = upstream * placed(problem).factor
+    weight = problem.column_weight
+    return replace(
+        problem,
+        row_weight=problem.row_weight * factor,
+        column_weight=None if weight is None else weight * factor,
+    )
+
+
+def finish(
+    rows: Array,
+    scale: Array,
+    placement: Placement,
+    sums: local.Sums,
+    upstream: Array | None,
+    wanted: local.Wanted,
+    arrays: ArrayLibrary,
+) -> local.Gradients:
+    """This rank's gradients: ``local.finish``, and for scale and bias the mean over the ranks of what each found.
+
+    The factor of ``Placement.factor`` is in the sums already, or in ``upstream``.
+    """
+
+    def mean(x: Array | None) -> Array | None:
+        return None if x is None else summed(placement, arrays, x) / placement.size
+
+    found = local.finish(rows, scale, sums, upstream, wanted, arrays)
+    return replace(found, scale=mean(found.scale), bias=mean(found.bias))
