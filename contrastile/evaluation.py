@@ -6,7 +6,7 @@ import sys
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, TypeVar
 
 from contrastile import problems, validation
 from contrastile.backends.arrays import ArrayLibrary, library_of, transfer, working_for
@@ -14,9 +14,10 @@ from contrastile.backends.contract import Backend, Options
 from contrastile.backends.registry import choose, load
 from contrastile.exchange import local, schedule
 from contrastile.exchange.problem import Problem, convert
-from contrastile.exchange.world import ALONE, World, world
+from contrastile.exchange.world import World, world
 
 Array = Any
+T = TypeVar("T")
 
 
 @dataclass(frozen=True, slots=True)
@@ -30,17 +31,26 @@ class Call:
     exchange: str
     parameter_reduction: str
 
-    def parts(self) -> tuple[str, Options, World]:
-        """The backend's name, the options and the world.
+    def start(self, build: Callable[[World], T]) -> tuple[str, Options, T]:
+        """The backend's name, the options, and what ``build`` makes in the world of this call's group.
 
         Raises:
-            TypeError, ValueError: one of the arguments is none that there is.
+            TypeError, ValueError: an argument is none that there is; in a group, on every rank.
         """
-        backend, options = validation.backend(self.backend), validation.options(self.tile, self.precision)
-        if self.group is None and self.exchange == "auto" and self.parameter_reduction == "mean":
-            return backend, options, ALONE
-        settings = {"backend": backend, "tile": options.tile, "precision": options.precision}
-        return backend, options, world(self.group, self.exchange, self.parameter_reduction, **settings)
+
+        def everything(here: World) -> tuple[str, Options, T]:
+            return *self.checked(), build(here)
+
+        settings = {"backend": str(self.backend), "tile": str(self.tile), "precision": str(self.precision)}
+        return world(self.group, self.exchange, self.parameter_reduction, **settings).build(everything)
+
+    def checked(self) -> tuple[str, Options]:
+        """The backend's name and the options.
+
+        Raises:
+            TypeError, ValueError: see ``start``.
+        """
+        return validation.backend(self.backend), validation.options(self.tile, self.precision)
 
 
 def evaluate(build: Callable[[World], problems.Loss], call: Call) -> Array:
@@ -61,8 +71,7 @@ def evaluate(build: Callable[[World], problems.Loss], call: Call) -> Array:
 
 
 def _evaluate(build: Callable[[World], problems.Loss], call: Call) -> Array:
-    backend, options, here = call.parts()
-    loss = here.build(build)
+    backend, options, loss = call.start(build)
     arrays = library_of(loss.problem.rows)
     name = _named(backend, arrays, loss.problem)
     if arrays.name == "torch":
@@ -109,12 +118,11 @@ def value_and_grad(
             "pass the function itself"
         )
     call = Call(backend, tile, precision, group, exchange, parameter_reduction)
-    call.parts()
+    call.checked()
 
     def both(*args: Any, **kwargs: Any) -> tuple[Array, tuple[Array, ...]]:
-        backend, options, here = call.parts()
         positional, named = [_detached(x) for x in args], {name: _detached(x) for name, x in kwargs.items()}
-        built = here.build(lambda world: build(*positional, **named, world=world))
+        backend, options, built = call.start(lambda here: build(*positional, **named, world=here))
         name = _named(backend, library_of(built.problem.rows), built.problem)
         value, gradients = forward_and_backward(built.problem, load(name), options)
         return value, built.pull_back(gradients)

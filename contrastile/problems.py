@@ -34,7 +34,7 @@ def clip(image: Array, text: Array, scale: Any, *, ids: Array | None = None, wor
     m, state = image.shape[0], state_dtype(arrays.dtype(image))
     same = None if ids is None else validation.integers("ids", ids, m, "pair", arrays, image)
     factor = validation.scalar("scale", scale, arrays, state, image)
-    met = world.meet(arrays, image, (text,), factor, loss="clip_loss", ids=ids is not None)
+    met = world.meet(arrays, image, (text,), factor, loss="clip_loss", scale=_number(scale), ids=ids is not None)
     weight, target = (arrays.full((m,), value, state, image) for value in (0.5 / met.rows, 1.0))
     problem = Problem(
         rows=image,
@@ -88,6 +88,7 @@ def info_nce(
         (key, *more),
         factor,
         loss="info_nce",
+        scale=_number(scale),
         positives=where is not None,
         row_ids=row_ids is not None,
     )
@@ -120,7 +121,7 @@ def nt_xent(view_a: Array, view_b: Array, scale: Any, *, world: World = ALONE) -
     m, state = view_a.shape[0], state_dtype(arrays.dtype(view_a))
     views = arrays.concat([view_a, view_b])
     factor = validation.scalar("scale", scale, arrays, state, views)
-    met = world.meet(arrays, views, (views,), factor, loss="nt_xent")
+    met = world.meet(arrays, views, (views,), factor, loss="nt_xent", scale=_number(scale))
     weight, target = (arrays.full((2 * m,), value, state, views) for value in (1.0 / met.rows, 1.0))
     itself = arrays.arange(met.start, met.start + 2 * m, views)
     problem = Problem(
@@ -147,7 +148,7 @@ def sup_con(features: Array, labels: Array, scale: Any, *, world: World = ALONE)
     m, state = features.shape[0], state_dtype(arrays.dtype(features))
     labels = validation.integers("labels", labels, m, "sample", arrays, features)
     factor = validation.scalar("scale", scale, arrays, state, features)
-    met = world.meet(arrays, features, (features,), factor, loss="sup_con")
+    met = world.meet(arrays, features, (features,), factor, loss="sup_con", scale=_number(scale))
     partners = arrays.cast(world.count_in(arrays, labels) - 1, state)
     counted = arrays.cast(partners > 0, state)
     # a batch in which no label repeats has loss 0, not 0 / 0
@@ -177,7 +178,17 @@ def sigmoid(
     same = None if ids is None else validation.integers("ids", ids, m, "pair", arrays, image)
     factor = validation.scalar("scale", scale, arrays, state, image)
     added = validation.scalar("bias", bias, arrays, state, image)
-    met = world.meet(arrays, image, (text,), factor, added, loss="sigmoid_loss", ids=ids is not None)
+    met = world.meet(
+        arrays,
+        image,
+        (text,),
+        factor,
+        added,
+        loss="sigmoid_loss",
+        scale=_number(scale),
+        bias=_number(bias),
+        ids=ids is not None,
+    )
     weight, target = (arrays.full((m,), value, state, image) for value in (1.0 / met.rows, 1.0))
     problem = Problem(
         kind="sigmoid",
@@ -193,6 +204,11 @@ def sigmoid(
         placement=met.placement,
     )
     return Loss(problem, lambda g: (g.rows, g.columns[0], g.scale, g.bias))
+
+
+def _number(x: Any) -> float | None:
+    """What the ranks can compare of a scale or a bias without waiting for a device."""
+    return float(x) if isinstance(x, int | float) else None
 
 
 def _both_sides(g: Gradients) -> Array:

@@ -1,5 +1,11 @@
 """Schedules: how the blocks of a problem are walked, and who holds which.
 
-``problem`` is a whole loss as data; ``local`` walks it in one process. A schedule knows no loss by name and no
-backend by name: it merges log-sum-exps and adds gradients.
+``problem`` is a whole loss as data; ``local`` walks it in one process, ``ring`` and ``gather`` over the ranks of a
+``communicator``; ``schedule`` picks among them. A schedule knows no loss by name and no backend by name: it merges
+log-sum-exps and adds gradients. ``world`` is what the ranks agree on first, ``placement`` what they learn by it.
 """
+
+from contrastile.exchange.communicator import Communicator, ExchangeError, MismatchError, connect
+from contrastile.exchange.placement import Choice, Shards, choose
+
+__all__ = ["Choice", "Communicator", "ExchangeError", "MismatchError", "Shards", "choose", "connect"]

@@ -52,7 +52,7 @@ def forward(problem: Problem, backend: Backend, options: Options) -> local.Forwa
     placement, arrays = placed(problem), backend.arrays
     two_sided = problem.column_weight is not None
     block = _block(problem, arrays)
-    backend.check(block)
+    backend.check(block, options)
     found = backend.lse(block, two_sided, options)
     loss = local.mean_excess(arrays, found.row_lse, found.row_positive, problem.row_weight, problem.row_target)
     if not two_sided:
@@ -124,7 +124,7 @@ def sigmoid(
     """The global sigmoid loss and, in the same pass, the sums behind this rank's gradients."""
     placement, arrays = placed(problem), backend.arrays
     block = _block(problem, arrays)
-    backend.check(block)
+    backend.check(block, options)
     row_sum = local.accumulator(backend, problem.rows, wanted is not None and (wanted.rows or wanted.scale))
     wants = (False,) * len(problem.columns) if wanted is None else wanted.columns
     column_sum = local.accumulator(backend, block.columns, any(wants))

@@ -63,7 +63,7 @@ class Rider:
         """Join what has arrived for this owner's shard with what was found here, and send it on."""
         whole = self._joined(here)
         n = self.placement.size
-        if n == 1:
+        if n == 1 or not whole:
             self._arriving = whole
             return
         coming = sizes((owner - 1) % n)
@@ -152,7 +152,7 @@ def forward(problem: Problem, backend: Backend, options: Options) -> local.Forwa
     for visit in _Shards(problem, arrays, ()):
         parts = []
         for _, block in _blocks(problem, placement, visit):
-            backend.check(block)
+            backend.check(block, options)
             parts.append(backend.lse(block, two_sided, options))
         for part in parts:
             row_lse = part.row_lse if row_lse is None else arrays.merge(row_lse, part.row_lse)
@@ -213,7 +213,7 @@ def sigmoid(
     def compute(rows: slice, visit: _Visit, into: Sequence[Array | None]) -> None:
         part = _some_rows(problem, rows)
         for (_, block), target in zip(_blocks(part, placement, visit), into, strict=True):
-            backend.check(block)
+            backend.check(block, options)
             rows_into = None if row_sum is None else row_sum[rows]
             row_loss, slope = backend.sigmoid(block, part.row_weight, rows_into, target, options)
             losses.append(local.weighted_total(arrays, part.row_weight, row_loss))
@@ -243,24 +243,23 @@ def _walk(
     def sizes(rank: int) -> list[int]:
         return [k for k, want in zip(placement.shards.columns[rank], wants, strict=True) if want]
 
-    def part(rows: slice, visit: _Visit) -> list[Array | None]:
+    def part(rows: slice, visit: _Visit) -> list[Array]:
         into = [local.accumulator(backend, x, want) for x, want in zip(visit.columns, wants, strict=True)]
         compute(rows, visit, into)
-        return into
+        return [x for x in into if x is not None]
 
-    rest: list[Array | None] = [None] * len(wants)
     own = None
     for visit in shards:
         first = visit.owner == placement.rank
         own = visit if first else own
-        into = part(slice(0, half if first else m), visit)
-        if any(wants):
-            rider.leave(visit.owner, [x for x in into if x is not None], sizes)
+        # no name keeps what has left: its memory is the message's
+        rider.leave(visit.owner, part(slice(0, half if first else m), visit), sizes)
+    rest: Sequence[Array | None] = [None] * sum(wants)
     if half < m:
         assert own is not None
         rest = part(slice(half, m), own)
-    home = iter(rider.home())
-    return tuple(_added(next(home), x) if want else None for x, want in zip(rest, wants, strict=True))
+    found = map(_added, rider.home(), rest)
+    return tuple(next(found) if want else None for want in wants)
 
 
 def _added(x: Array, y: Array | None) -> Array:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import json
+import logging
 import sys
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
@@ -17,6 +18,7 @@ from contrastile.exchange.shared import summed
 
 T = TypeVar("T")
 
+_log = logging.getLogger(__name__)
 _BLOCKS = 8
 _WELL, _FAILED = 0, 1
 
@@ -112,8 +114,9 @@ class World:
             )
         if self.exchange in ("ring", "gather"):
             return self.exchange
-        itemsize = {"float64": 8, "float32": 4}.get(dtype, 2)
-        return choose(shards, width, itemsize).exchange
+        choice = choose(shards, width, {"float64": 8, "float32": 4}.get(dtype, 2))
+        _log.debug("exchange='auto' is %s: %s", choice.exchange, choice.reason)
+        return choice.exchange
 
     def build(self, build: Callable[[World], T]) -> T:
         """``build(self)``; what it raises before the ranks have met, they all raise.
