@@ -11,9 +11,12 @@ import json
 import shutil
 import time
 from dataclasses import asdict, dataclass
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Any, Literal
 
+from contrastile.backends.contract import BackendUnavailableError
+from contrastile.backends.cupy.devices import gpus
 from contrastile.backends.registry import Known, available, known
 from contrastile.bench import agreement, peers
 from contrastile.bench.display import show_table
@@ -24,7 +27,7 @@ State = Literal["ok", "missing", "broken", "wrong"]
 EXTRAS = {
     "torch": ("torch", "torch tensors, autograd, contrastile.nn, the fast backends"),
     "triton": ("triton", "fused GPU kernels"),
-    "cupy": ("cupy", "CUDA without torch"),
+    "cupy": ("cupy", "CUDA C++ kernels without torch"),
     "mpi4py": ("mpi", "many processes over MPI"),
     "hypothesis": ("verify", "drawn problems in contrastile verify"),
     "rich": ("verify", "tables and progress bars"),
@@ -102,11 +105,14 @@ def _backend(name: str, entry: Known, missing: str | None) -> Finding:
     try:
         implementation = peers.ours(name)
         device, dtype = _place(implementation)
-        if device == "cuda" and not _has_gpu():
+        if device == "cuda" and implementation.library == "torch" and not _has_gpu():
             return Finding("backend", name, "missing", "runs on cuda, and torch sees no GPU here", _GPU_MEND)
         start = time.perf_counter()
         found = agreement.check(implementation, dtype, device, SCALE, rows=agreement.FEW_ROWS)
         taken = time.perf_counter() - start
+    except BackendUnavailableError as error:
+        detail = str(error).partition(" is not available: ")[2]
+        return Finding("backend", name, "missing", detail.partition("; ")[0], entry.install)
     except Exception as error:  # other people's code may raise anything, and the report must go on
         return Finding("backend", name, "broken", f"{type(error).__name__}: {error}", entry.install)
     if found.ratio is None:
@@ -144,7 +150,12 @@ def _has_gpu() -> bool:
 
 
 def _gpus() -> list[Finding]:
-    """The GPUs that torch sees; or that there is one which it does not see."""
+    """The GPUs that torch sees, or CuPy where there is no torch; or that there is one which torch does not see."""
+    if find_spec("torch") is None and find_spec("cupy") is not None:
+        try:
+            return [Finding("gpu", gpu, "ok", f"{size / 2**30:.0f} GiB") for gpu, size in gpus()]
+        except (ImportError, OSError):
+            return []
     try:
         import torch
 

@@ -56,8 +56,10 @@ def torch_for_cupy(like: Array, torch: Any, cupy: Any) -> ExitStack:
     """While open, torch works on the array's device and on CuPy's current stream there."""
     held, number = ExitStack(), like.device.id
     held.enter_context(cupy.cuda.Device(number))
-    stream = cupy.cuda.get_current_stream(number).ptr
-    held.enter_context(torch.cuda.stream(torch.cuda.ExternalStream(stream, device=number)))
+    pointer = cupy.cuda.get_current_stream(number).ptr
+    # ExternalStream(0) is a stream of torch's pool, which waits for nothing on the default stream
+    stream = torch.cuda.ExternalStream(pointer, device=number) if pointer else torch.cuda.default_stream(number)
+    held.enter_context(torch.cuda.stream(stream))
     return held
 
 

@@ -32,16 +32,29 @@ class Known:
 
     def missing(self) -> str | None:
         """The sentence that says what is missing and how to mend it, or None."""
-        lacking = [name for name in self.requires if importlib.util.find_spec(name) is None]
+        lacking = [name for name in self.requires if not _is_there(name)]
         if not lacking:
             return None
         return f"{' and '.join(lacking)} cannot be imported; run: {self.install}"
+
+
+def _is_there(name: str) -> bool:
+    """Whether a module can be found; of a name with dots, the package that holds it may be missing too."""
+    try:
+        return importlib.util.find_spec(name) is not None
+    except ModuleNotFoundError:
+        return False
 
 
 BUILT_IN = {
     "numpy": Known("contrastile.backends.numpy:backend"),
     "torch": Known("contrastile.backends.torch:backend", ("torch",), "pip install 'contrastile[torch]'"),
     "triton": Known("contrastile.backends.triton:backend", ("torch", "triton"), "pip install 'contrastile[triton]'"),
+    "cupy": Known(
+        "contrastile.backends.cupy:backend",
+        ("cupy", "cuda.bindings", "ml_dtypes"),
+        "pip install 'contrastile[cupy]'",
+    ),
 }
 
 # asked once: a compiled graph cannot ask
@@ -107,7 +120,7 @@ def load(name: str) -> Backend:
 
 def choose(library: str, device: str, dtype: str = "float32") -> str:
     """The name that ``backend="auto"`` stands for, given the features' array library, kind of device and dtype."""
-    if library == "numpy":
-        return "numpy"
+    if library in ("numpy", "cupy"):
+        return library
     # tensor cores have no float64
     return "triton" if device == "cuda" and dtype != "float64" and _FUSED else "torch"

@@ -1,0 +1,22 @@
+"""The cupy backend: CUDA C++ kernels compiled for the GPU at hand, on CuPy arrays, with no torch.
+
+``lse`` reads X once for both directions; ``gradients`` recomputes it chunk by chunk into a fixed workspace and leaves
+the two products to cuBLAS. The kernels are in ``cuda/``: Hopper's own, and others for sm_80 and newer. ``backend``
+takes what is best for the GPU, ``ampere`` the sm_80 kernels anywhere. CuPy is not imported before one is asked for.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from contrastile.backends.cupy.record import ampere as ampere
+    from contrastile.backends.cupy.record import backend as backend
+
+
+def __getattr__(name: str) -> Any:
+    if name not in ("backend", "ampere"):
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    from contrastile.backends.cupy import record
+
+    return getattr(record, name)

@@ -1,0 +1,134 @@
+"""NVRTC: one instance of a kernel template, from the sources in ``cuda/`` to a cubin for one architecture.
+
+CuPy's own way compiles for sm_90 where ``wgmma`` and ``setmaxnreg`` need sm_90a, so NVRTC is called directly; the
+cubin is then loaded as a ``cupy.RawModule``. Compiling needs neither CuPy nor a GPU.
+"""
+
+from __future__ import annotations
+
+import hashlib
+from dataclasses import dataclass
+from functools import cache
+from pathlib import Path
+from typing import Any
+
+from contrastile.backends.cupy import cache as disk
+
+SOURCES = Path(__file__).parent / "cuda"
+OPTIONS = ("-std=c++17", "--ptxas-options=-v")
+"""``-v`` makes the log say what a kernel takes: registers, spills, shared memory."""
+
+
+@dataclass(frozen=True, slots=True, order=True)
+class Instance:
+    """One kernel to compile.
+
+    Attributes:
+        file: its source in ``cuda/``.
+        kernel: the template's instance in namespace ``contrastile``: "measure<contrastile::bfloat16>".
+    """
+
+    file: str
+    kernel: str
+
+
+@dataclass(frozen=True, slots=True)
+class Compiled:
+    """What NVRTC made of an instance.
+
+    Attributes:
+        cubin: machine code.
+        kernel: the kernel's name in it.
+        log: what the compilers said.
+    """
+
+    cubin: bytes
+    kernel: str
+    log: str
+
+
+def architecture_name(capability: int) -> str:
+    """What NVRTC calls a compute capability times 10; Hopper's own instructions need the "a"."""
+    return f"sm_{capability}a" if capability == 90 else f"sm_{capability}"
+
+
+def nvrtc_version() -> tuple[int, int]:
+    """Major and minor version of the NVRTC that is found."""
+    from cuda.bindings import nvrtc
+
+    major, minor = _call(nvrtc.nvrtcVersion())
+    return int(major), int(minor)
+
+
+def compile_instance(instance: Instance, architecture: str) -> Compiled:
+    """The instance for an architecture ("sm_90a").
+
+    Raises:
+        RuntimeError: it does not compile; the message holds the compiler's log.
+    """
+    from cuda.bindings import nvrtc
+
+    source = (SOURCES / instance.file).read_bytes()
+    expression = f"contrastile::{instance.kernel}".encode()
+    # NVRTC's own cache gives the cubin without the log
+    fresh = ("--no-cache",) if nvrtc_version() >= (13, 0) else ()
+    options = [x.encode() for x in (*OPTIONS, *fresh, f"-arch={architecture}", f"-I{SOURCES}")]
+    program = _call(nvrtc.nvrtcCreateProgram(source, instance.file.encode(), 0, None, None))
+    try:
+        _call(nvrtc.nvrtcAddNameExpression(program, expression))
+        (status,) = nvrtc.nvrtcCompileProgram(program, len(options), options)
+        log = _filled(program, nvrtc.nvrtcGetProgramLogSize, nvrtc.nvrtcGetProgramLog).rstrip(b"\0 \n").decode()
+        if int(status):
+            raise RuntimeError(f"NVRTC cannot compile {instance.kernel} of {instance.file} for {architecture}:\n{log}")
+        cubin = _filled(program, nvrtc.nvrtcGetCUBINSize, nvrtc.nvrtcGetCUBIN)
+        return Compiled(cubin, _call(nvrtc.nvrtcGetLoweredName(program, expression)).decode(), log)
+    finally:
+        nvrtc.nvrtcDestroyProgram(program)
+
+
+def _filled(program: Any, size: Any, fill: Any) -> bytes:
+    buffer = b" " * int(_call(size(program)))
+    _call(fill(program, buffer))
+    return buffer
+
+
+def _call(result: tuple[Any, ...]) -> Any:
+    """What a function of cuda-bindings returns behind its status.
+
+    Raises:
+        RuntimeError: the status is an error.
+    """
+    status, *values = result
+    if int(status):
+        raise RuntimeError(f"NVRTC failed: {status.name}")
+    return values[0] if len(values) == 1 else tuple(values)
+
+
+def cubin(instance: Instance, architecture: str) -> tuple[Path, str]:
+    """The path of the instance's cubin and its kernel's name, from the cache on disk or compiled into it."""
+    key = _key(instance, architecture)
+    found = disk.load(key)
+    if found is None:
+        made = compile_instance(instance, architecture)
+        found = keep(instance, architecture, made), made.kernel
+    return found
+
+
+def keep(instance: Instance, architecture: str, made: Compiled) -> Path:
+    """Put what was compiled into the cache on disk."""
+    return disk.store(_key(instance, architecture), made.cubin, made.kernel)
+
+
+def _key(instance: Instance, architecture: str) -> str:
+    """A digest of everything that the cubin depends on."""
+    parts = [_sources(), *OPTIONS, architecture, instance.file, instance.kernel, *map(str, nvrtc_version())]
+    return hashlib.sha256("\0".join(parts).encode()).hexdigest()
+
+
+@cache
+def _sources() -> str:
+    """A digest of all sources: a header may reach any kernel."""
+    digest = hashlib.sha256()
+    for path in sorted(SOURCES.glob("*.cu*")):
+        digest.update(path.name.encode() + b"\0" + path.read_bytes() + b"\0")
+    return digest.hexdigest()

@@ -1,0 +1,106 @@
+"""Which tile kernels run where, their tiles, and how large a chunk of X is held at once.
+
+Chosen ahead, by measurement (``docs/performance.md``): the same shapes give the same bits everywhere.
+"""
+
+from __future__ import annotations
+
+import os
+from dataclasses import dataclass, replace
+
+WORKSPACE_MIB = 512
+"""Default size of the workspace for G; the environment variable CONTRASTILE_WORKSPACE_MIB overrides it."""
+
+_PARTIALS_MIB = 64
+
+_HIGH = 8192
+"""Rows of a chunk of G, where the workspace allows more: both products that follow are long, and fill the card."""
+
+
+@dataclass(frozen=True, slots=True)
+class Family:
+    """The tile kernels of one kind of GPU.
+
+    Attributes:
+        name: what the kernels' names and files end in.
+        bm: rows of a tile.
+        bn: columns of a tile.
+        threads: of a block.
+        resident: blocks that share a multiprocessor: one's epilogue runs behind another's products.
+        cluster: blocks that work together, on tiles above one another.
+        maps: whether features and G are passed as tensor maps too.
+        stages: steps of the pipeline held in shared memory, where that is a template argument.
+        band: tile rows (or rows of clusters) walked together, which then share the L2 cache.
+    """
+
+    name: str
+    bm: int
+    bn: int
+    threads: int
+    resident: int = 1
+    cluster: int = 1
+    maps: bool = False
+    stages: int | None = None
+    band: int = 16
+
+    def blocks(self, height: int, width: int, multiprocessors: int) -> int:
+        """Blocks of a persistent kernel over the tiles of a (height, width) matrix: no more than can be resident."""
+        units = -(-height // (self.bm * self.cluster)) * -(-width // self.bn)
+        return self.cluster * min(multiprocessors * self.resident // self.cluster, units)
+
+    @property
+    def shared(self) -> int | None:
+        """Bytes of dynamic shared memory; None where a constant in the cubin says it."""
+        return None if self.stages is None else self.stages * 32768 + 8192
+
+
+HOPPER = Family("sm90", bm=128, bn=192, threads=384, cluster=2, maps=True)
+AMPERE = Family("sm80", bm=128, bn=128, threads=128, resident=2, band=8, stages=2)
+
+# the GPUs whose multiprocessors have 228 KiB of shared memory, room for three stages twice
+_ROOMY = (90, 100, 103, 110)
+
+
+def choose(dtype: str, capability: int, *, hopper: bool = True) -> Family:
+    """The kernels for features of a dtype on a GPU.
+
+    Args:
+        dtype: name of the features' dtype.
+        capability: compute capability times 10. Hopper's instructions are Hopper's alone: newer GPUs lack them.
+        hopper: False to leave Hopper's own kernels aside.
+    """
+    if capability == 90 and hopper and dtype != "float32":
+        return HOPPER
+    return replace(AMPERE, stages=3) if capability in _ROOMY else AMPERE
+
+
+def forward_chunk(m: int, n: int, family: Family, tile: tuple[int, int] | None) -> tuple[int, int]:
+    """Rows and columns of a chunk of the forward pass: what its partial results may take bounds it."""
+    if tile is not None:
+        return min(m, tile[0]), min(n, tile[1])
+    area = _PARTIALS_MIB * 2**20 // 4 * family.bm * family.bn // (family.bm + family.bn)
+    side = int(area**0.5)
+    height = _even(m, max(side, area // n), family.bm * family.cluster)
+    return height, _even(n, max(1, area // height), family.bn)
+
+
+def backward_chunk(m: int, n: int, size: int, family: Family, tile: tuple[int, int] | None) -> tuple[int, int]:
+    """Rows and columns of a chunk of G that fits in the workspace; ``size`` is the bytes of one element."""
+    if tile is not None:
+        return min(m, tile[0]), min(n, tile[1])
+    mib = int(os.environ.get("CONTRASTILE_WORKSPACE_MIB", WORKSPACE_MIB))
+    area = max(1, mib * 2**20 // size)
+    high = max(1, min(_HIGH, int(area**0.5)))
+    # a row of the workspace is padded to 16 bytes
+    height = _even(m, max(high, area // max(n, 16 // size)), family.bm * family.cluster)
+    return height, _even(n, max(1, area // height), 64)
+
+
+def _even(length: int, most: int, step: int) -> int:
+    """The length of equal parts, each at most ``most`` and, where that allows it, a multiple of ``step``."""
+    if most >= length:
+        return length
+    parts = -(-length // most)
+    even = -(-length // parts)
+    up = -(-even // step) * step
+    return up if up <= most else max(1, even // step * step or even)

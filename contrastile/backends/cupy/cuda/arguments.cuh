@@ -1,0 +1,89 @@
+// The structs that cross from the host to the tile kernels, one a kernel, passed by value.
+//
+// A kernel works on one chunk of X = rows columns^T: `height` rows from `row` by `width` columns from `column`.
+// Tiles, partial results and G are numbered inside the chunk; features and vectors inside the block. A pointer that
+// may be null says so. The host mirrors these structs field by field: keep the order, keep the types.
+#pragma once
+
+#include "plan.cuh"
+
+namespace contrastile {
+
+// A CUtensorMap by value: a parameter of the sm_90a kernels, ahead of the arguments.
+struct alignas(64) TensorMap {
+    unsigned long long words[16];
+};
+
+struct Features {
+    const void* rows;     // (m, depth) of T, unit stride along depth; sm_90a reads it through a tensor map
+    const void* columns;  // (n, depth) of T
+    long long row_stride, column_stride;
+    int depth;
+    int band;             // tile rows (sm_90a: pairs of tile rows) walked together, so that they share the L2 cache
+};
+
+struct Chunk {
+    long long row, column;  // first row and column of the chunk inside the block
+    int height, width;      // at least 1 each
+};
+
+// Which pairs count: block-wide, each may be null.
+struct PairVectors {
+    const long long* positives;   // (m,) column of the row's positive; outside the block: none here
+    const long long* excluded;    // (m,) column that the row never sees
+    const long long* row_ids;     // (m,), given together with column_ids
+    const long long* column_ids;  // (n,)
+};
+
+// Partial results of one side of a chunk: (tiles, stride >= length) each.
+struct Partials {
+    float* sums;       // sums of 2^(x - r) (fast) or log2-sum-exp2 (safe); null: this side is not wanted
+    float* positives;  // TARGET alone: sums of dots over positive pairs, without scale and bias
+    float* counts;     // TARGET alone: how many there were
+    long long stride;
+};
+
+struct ForwardArguments {
+    Features features;
+    Chunk chunk;
+    PairVectors pairs;
+    const Plan* plan;  // status 0: the fast instance works, else the safe one; the other returns at once
+    Partials rows;     // a partial for each tile column, (column tiles, height)
+    Partials columns;  // a partial for each tile row, (row tiles, width); sums may be null
+};
+
+// One side's vectors for the epilogue of G, block-wide, of length m or n.
+struct GradientSide {
+    const float* log;     // log-sum-exp in powers of two without the bias; +inf where the weight is 0 or it is -inf
+    const float* weight;  // w FACTOR
+    const float* folded;  // w FACTOR 2^(r - log), and 0 where the weight is 0; read where plan->fast
+    const float* target;  // target weight of a positive
+};
+
+struct GradientArguments {
+    Features features;
+    Chunk chunk;
+    PairVectors pairs;
+    const Plan* plan;
+    GradientSide row, column;  // column all null for a loss of one direction
+    void* g;                   // (height, width) of T; sm_90a writes it through a tensor map
+    long long g_stride;
+};
+
+struct SigmoidArguments {
+    Features features;
+    Chunk chunk;
+    PairVectors pairs;
+    const Plan* plan;
+    const float* row_weight;   // (m,) without FACTOR
+    float* loss_parts;         // (column tiles, part_stride >= height): sums of softplus(-z x)
+    float* slope_parts;        // likewise, sums of -z sigmoid(-z x), unweighted
+    long long part_stride;
+    void* g;                   // as above; null where G is not wanted
+    long long g_stride;
+};
+
+static_assert(sizeof(TensorMap) == 128 && sizeof(Features) == 40 && sizeof(Chunk) == 24 && sizeof(PairVectors) == 32);
+static_assert(sizeof(ForwardArguments) == 168 && sizeof(GradientArguments) == 184 && sizeof(SigmoidArguments) == 152);
+
+}  // namespace contrastile

@@ -1,0 +1,206 @@
+// The structs that cross from the host to the small kernels, one a kernel, passed by value.
+//
+// Pointers are to device memory; a vector is contiguous; a pointer that may be null says so. Sizes and strides are in
+// elements, 64-bit everywhere. The host mirrors these structs field by field: keep the order, keep the types.
+#pragma once
+
+#include "plan.cuh"
+
+namespace contrastile {
+
+// A matrix of features or of gradients, any strides.
+struct Matrix {
+    const void* data;
+    long long row_stride;
+    long long column_stride;
+};
+
+// Rows or columns that one block of measure or row_dots takes.
+constexpr int LINES = 8;
+// Rows or columns that one block of weigh takes.
+constexpr int LANES = 1024;
+// Rows or columns that one block of a fold takes.
+constexpr int FOLD = 32;
+// Elements that one block of an elementwise kernel takes at least; those kernels loop over what is left.
+constexpr int THREADS = 256;
+
+// measure<T>: blocks ceil(m / LINES) + ceil(n / LINES), 256 threads.
+struct MeasureArguments {
+    Matrix rows;                 // (m, depth) of T
+    Matrix columns;              // (n, depth) of T
+    long long m, n, depth;
+    const long long* positives;  // (m,) or null
+    const long long* excluded;   // (m,) or null
+    const float* scale;          // 0-d
+    const float* bias;           // 0-d or null
+    float* row_positive;         // (m,) or null: logit of each row's positive, 0 where it has none
+    float* column_positive;      // (n,) or null: likewise of columns, right unless the plan says stray
+    float* peaks;                // (blocks, 2): largest squared norm; 1 where a positive strays
+};
+
+// plan_forward: 1 block, 1024 threads.
+struct PlanForwardArguments {
+    const float* peaks;  // of measure
+    const float* scale;
+    const float* bias;   // or null
+    Plan* plan;
+    long long m, n, depth;
+};
+
+// sum_positives: blocks ceil(n / 256), 256 threads. Nothing to do unless plan->stray.
+struct SumPositivesArguments {
+    const Plan* plan;
+    const long long* positives;  // (m,)
+    const long long* excluded;   // (m,) or null
+    const float* row_positive;   // (m,)
+    float* column_positive;      // (n,)
+    long long m, n;
+};
+
+// One side of a fold: rows or columns of one chunk.
+struct FoldSide {
+    const float* parts;   // (tiles, part_stride >= length): partials of this chunk
+    long long part_stride;
+    long long tiles;
+    double* state;        // (length,): running state of these rows or columns
+    float* lse;           // (length,): written with the last chunk
+    long long length;     // 0: nothing to do on this side
+    long long terms;      // how many terms the whole sum has: n for rows, m for columns
+    int first, last;      // whether this is the state's first, last chunk
+};
+
+// fold<SAFE>: blocks ceil(rows.length / FOLD) + ceil(columns.length / FOLD), 256 threads.
+struct FoldArguments {
+    FoldSide rows, columns;
+    Plan* plan;
+};
+
+// One side of the fold of positives that ids name.
+struct PositiveSide {
+    const float* dots;    // (tiles, part_stride): sums of dots over positive pairs, without scale and bias
+    const float* counts;  // likewise, how many there were
+    long long part_stride;
+    long long tiles;
+    double* state;        // (2, state_stride >= length): running sums, running counts
+    long long state_stride;
+    float* out;           // (length,): sum of logits, written with the last chunk
+    long long length;     // 0: nothing to do on this side
+    int first, last;
+};
+
+// fold_positives<SAFE>: blocks and threads as fold; works on the path that stands.
+struct FoldPositivesArguments {
+    PositiveSide rows, columns;
+    const Plan* plan;
+};
+
+// fold_sigmoid: blocks ceil(length / FOLD), 256 threads.
+struct FoldSigmoidArguments {
+    const float* loss_parts;   // (tiles, part_stride): sums of softplus
+    const float* slope_parts;  // likewise, sums of -z sigmoid(-z x)
+    long long part_stride;
+    long long tiles;
+    double* state;             // (2, state_stride >= length): running losses, running slopes
+    long long state_stride;
+    const float* row_weight;   // (length,)
+    float* loss;               // (length,), written with the last chunk
+    float* slope;              // (length,): w times the sum, 0 where w is 0
+    long long length;
+    int first, last;
+};
+
+// The weights of one side of the loss; all null for a loss of one direction.
+struct WeightSide {
+    const float* lse;
+    const float* weight;
+    const float* target;
+};
+
+// weigh: blocks ceil(m / LANES) + (two-sided ? ceil(n / LANES) : 0), 256 threads.
+struct WeighArguments {
+    long long m, n;
+    const float* bias;       // or null
+    WeightSide row, column;  // of lengths m and n
+    float* peaks;            // (blocks, 4): the largest -L, L, -|w| and |w| (1 + |t|); -L and -|w| where w is not 0
+};
+
+// temper: blocks ceil(m / 256) + (two-sided ? ceil(n / 256) : 0), 256 threads.
+struct TemperArguments {
+    const float* peaks;     // of weigh
+    long long programs;     // blocks of weigh
+    const float* scale;
+    const float* bias;      // or null
+    Plan* plan;             // written
+    long long m, n;
+    WeightSide row, column;
+    float* row_vectors;     // (3, m): log, weight and folded of GradientSide
+    float* column_vectors;  // (3, n), or null
+    int two_sided;
+    int half;               // whether G is float16 and wants a factor
+};
+
+// plan_sigmoid: 1 block, 1024 threads.
+struct PlanSigmoidArguments {
+    const float* row_weight;  // (m,)
+    const float* scale;
+    const float* bias;        // or null
+    Plan* plan;
+    long long m;
+    int half;
+};
+
+// carry: any number of blocks, 256 threads. x *= FACTOR, or x /= FACTOR.
+struct CarryArguments {
+    float* x;
+    long long rows, columns, row_stride, column_stride;
+    const Plan* plan;
+    int divide;
+};
+
+// scale_cast<In, Out>: any number of blocks, 256 threads.
+struct ScaleCastArguments {
+    Matrix x;             // (rows, columns) of In
+    Matrix out;           // (rows, columns) of Out; may be x itself where In is Out
+    long long rows, columns;
+    const float* factor;  // 0-d
+};
+
+// row_dots<A, B>: blocks ceil(m / LINES), 256 threads; then add_doubles.
+struct RowDotsArguments {
+    Matrix a, b;   // (m, depth)
+    long long m, depth;
+    double* out;   // (blocks,)
+};
+
+// add_doubles: 1 block, 1024 threads.
+struct AddDoublesArguments {
+    const double* parts;
+    long long length;
+    double* out;  // 0-d
+};
+
+// Terms that one block of mean_excess takes.
+constexpr int TERMS = 512;
+
+// mean_excess: blocks ceil(length / TERMS), 256 threads; then add_doubles.
+struct ExcessArguments {
+    const float* lse;       // (length,) each
+    const float* positive;
+    const float* weight;
+    const float* target;
+    long long length;
+    double* out;            // (blocks,)
+};
+
+// finish_rows<T>: blocks ceil(m / LINES), 256 threads; then add_doubles over all blocks of all chunks.
+struct FinishRowsArguments {
+    Matrix sums;         // (m, depth) float, of these rows, carrying FACTOR
+    Matrix features;     // (m, depth) of T
+    Matrix out;          // (m, depth) of T
+    long long m, depth;
+    const float* scale;  // 0-d
+    const Plan* plan;
+    double* inner;       // (blocks,)
+};
+
+}  // namespace contrastile

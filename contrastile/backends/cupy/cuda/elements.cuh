@@ -1,0 +1,75 @@
+// Feature types and their conversions. No toolkit header is included: NVRTC then needs no include path.
+#pragma once
+
+namespace contrastile {
+
+struct bfloat16 {
+    unsigned short bits;
+};
+
+struct float16 {
+    unsigned short bits;
+};
+
+__device__ __forceinline__ float widen(bfloat16 x) { return __uint_as_float(static_cast<unsigned>(x.bits) << 16); }
+
+__device__ __forceinline__ float widen(float16 x) {
+    float y;
+    asm("cvt.f32.f16 %0, %1;" : "=f"(y) : "h"(x.bits));
+    return y;
+}
+
+__device__ __forceinline__ float widen(float x) { return x; }
+
+// Rounded to nearest even; NaN stays NaN, what is too large becomes infinite.
+template <class T>
+__device__ __forceinline__ T narrow(float x);
+
+template <>
+__device__ __forceinline__ bfloat16 narrow<bfloat16>(float x) {
+    bfloat16 y;
+    asm("cvt.rn.bf16.f32 %0, %1;" : "=h"(y.bits) : "f"(x));
+    return y;
+}
+
+template <>
+__device__ __forceinline__ float16 narrow<float16>(float x) {
+    float16 y;
+    asm("cvt.rn.f16.f32 %0, %1;" : "=h"(y.bits) : "f"(x));
+    return y;
+}
+
+template <>
+__device__ __forceinline__ float narrow<float>(float x) {
+    return x;
+}
+
+// Two of them in one 32-bit word, the first in the low half, as the tensor cores and 4-byte stores take them.
+template <class T>
+__device__ __forceinline__ unsigned narrow_pair(float low, float high);
+
+template <>
+__device__ __forceinline__ unsigned narrow_pair<bfloat16>(float low, float high) {
+    unsigned y;
+    asm("cvt.rn.bf16x2.f32 %0, %1, %2;" : "=r"(y) : "f"(high), "f"(low));
+    return y;
+}
+
+template <>
+__device__ __forceinline__ unsigned narrow_pair<float16>(float low, float high) {
+    unsigned y;
+    asm("cvt.rn.f16x2.f32 %0, %1, %2;" : "=r"(y) : "f"(high), "f"(low));
+    return y;
+}
+
+__device__ __forceinline__ float infinity() { return __int_as_float(0x7f800000); }
+
+constexpr double LOG2E = 1.4426950408889634;
+constexpr double LN2 = 0.6931471805599453;
+
+// scale log2 e, rounded once: the alpha of every kernel, so that all logits carry the same rounding of the scale.
+__device__ __forceinline__ float in_powers_of_two(float scale) {
+    return static_cast<float>(static_cast<double>(scale) * LOG2E);
+}
+
+}  // namespace contrastile

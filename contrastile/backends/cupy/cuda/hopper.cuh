@@ -1,0 +1,136 @@
+// sm_90a instructions: mbarriers, bulk tensor copies, warpgroup products, clusters. Addresses are 32-bit shared ones.
+//
+// Hazards: scope qualifiers are not free. A release at cluster scope on an arrival compiles to a fence of the whole
+// GPU, an acquire on a wait to an invalidation of L1, once a step. What passes between the roles here is read and
+// written by the copy engine and by wgmma, which mbarriers order by themselves, so no form here carries a qualifier.
+#pragma once
+
+#include "arguments.cuh"
+#include "elements.cuh"
+
+namespace contrastile {
+
+__device__ __forceinline__ unsigned shared_address(const void* p) {
+    return static_cast<unsigned>(__cvta_generic_to_shared(p));
+}
+
+// ---- mbarriers
+
+__device__ __forceinline__ void barrier_init(unsigned barrier, unsigned arrivals) {
+    asm volatile("mbarrier.init.shared::cta.b64 [%0], %1;" ::"r"(barrier), "r"(arrivals) : "memory");
+}
+
+// One arrival that also announces bytes of copies.
+__device__ __forceinline__ void barrier_expect(unsigned barrier, unsigned bytes) {
+    asm volatile("mbarrier.arrive.expect_tx.shared::cta.b64 _, [%0], %1;" ::"r"(barrier), "r"(bytes) : "memory");
+}
+
+// Arrive at the barrier of the same address in another block of the cluster.
+__device__ __forceinline__ void barrier_arrive(unsigned barrier, unsigned block) {
+    asm volatile(
+        "{\n.reg .b32 remote;\n"
+        "mapa.shared::cluster.u32 remote, %0, %1;\n"
+        "mbarrier.arrive.shared::cluster.b64 _, [remote];\n}" ::"r"(barrier),
+        "r"(block)
+        : "memory");
+}
+
+__device__ __forceinline__ bool barrier_passed(unsigned barrier, unsigned parity) {
+    unsigned passed;
+    asm volatile(
+        "{\n.reg .pred p;\n"
+        "mbarrier.try_wait.parity.shared::cta.b64 p, [%1], %2;\n"
+        "selp.u32 %0, 1, 0, p;\n}"
+        : "=r"(passed)
+        : "r"(barrier), "r"(parity)
+        : "memory");
+    return passed != 0;
+}
+
+// Until the phase of this parity is complete. With CONTRASTILE_WATCHDOG a wait that does not end traps; such a build is
+// for finding hangs, never for timing: it may spill.
+__device__ __forceinline__ void barrier_wait(unsigned barrier, unsigned parity) {
+#ifdef CONTRASTILE_WATCHDOG
+    for (int spins = 0; !barrier_passed(barrier, parity); ++spins)
+        if (spins > CONTRASTILE_WATCHDOG) __trap();
+#else
+    while (!barrier_passed(barrier, parity)) {
+    }
+#endif
+}
+
+// ---- named barriers of a block
+
+__device__ __forceinline__ void named_sync(int name, int threads) {
+    asm volatile("bar.sync %0, %1;" ::"r"(name), "r"(threads) : "memory");
+}
+
+__device__ __forceinline__ void named_arrive(int name, int threads) {
+    asm volatile("bar.arrive %0, %1;" ::"r"(name), "r"(threads) : "memory");
+}
+
+// ---- bulk tensor copies; x counts along the contiguous dimension
+
+__device__ __forceinline__ void copy_in(unsigned to, const TensorMap& map, int x, int y, unsigned barrier) {
+    asm volatile(
+        "cp.async.bulk.tensor.2d.shared::cluster.global.mbarrier::complete_tx::bytes [%0], [%1, {%2, %3}], [%4];" ::"r"(
+            to),
+        "l"(&map), "r"(x), "r"(y), "r"(barrier)
+        : "memory");
+}
+
+// To the same address, and with the same barrier, in both blocks of a cluster of two.
+__device__ __forceinline__ void copy_in_both(unsigned to, const TensorMap& map, int x, int y, unsigned barrier) {
+    asm volatile(
+        "cp.async.bulk.tensor.2d.shared::cluster.global.mbarrier::complete_tx::bytes.multicast::cluster "
+        "[%0], [%1, {%2, %3}], [%4], %5;" ::"r"(to),
+        "l"(&map), "r"(x), "r"(y), "r"(barrier), "h"(static_cast<unsigned short>(3))
+        : "memory");
+}
+
+__device__ __forceinline__ void copy_out(const TensorMap& map, int x, int y, unsigned from) {
+    asm volatile("cp.async.bulk.tensor.2d.global.shared::cta.bulk_group [%0, {%1, %2}], [%3];" ::"l"(&map), "r"(x),
+                 "r"(y), "r"(from)
+                 : "memory");
+    asm volatile("cp.async.bulk.commit_group;" ::: "memory");
+}
+
+// Until at most LEFT of this thread's copies out still read shared memory.
+template <int LEFT>
+__device__ __forceinline__ void copies_read() {
+    asm volatile("cp.async.bulk.wait_group.read %0;" ::"n"(LEFT) : "memory");
+}
+
+// Until all of this thread's copies out are written.
+__device__ __forceinline__ void copies_done() { asm volatile("cp.async.bulk.wait_group 0;" ::: "memory"); }
+
+// Ordinary stores to shared memory, before the copy engine reads them.
+__device__ __forceinline__ void publish_to_copies() { asm volatile("fence.proxy.async.shared::cta;" ::: "memory"); }
+
+// ---- clusters and registers
+
+__device__ __forceinline__ unsigned cluster_rank() {
+    unsigned rank;
+    asm("mov.u32 %0, %%cluster_ctarank;" : "=r"(rank));
+    return rank;
+}
+
+__device__ __forceinline__ void publish_barriers() {
+    asm volatile("fence.mbarrier_init.release.cluster;" ::: "memory");
+}
+
+__device__ __forceinline__ void cluster_sync() {
+    asm volatile("barrier.cluster.arrive.release;\nbarrier.cluster.wait.acquire;" ::: "memory");
+}
+
+template <int REGISTERS>
+__device__ __forceinline__ void give_registers() {
+    asm volatile("setmaxnreg.dec.sync.aligned.u32 %0;" ::"n"(REGISTERS));
+}
+
+template <int REGISTERS>
+__device__ __forceinline__ void take_registers() {
+    asm volatile("setmaxnreg.inc.sync.aligned.u32 %0;" ::"n"(REGISTERS));
+}
+
+}  // namespace contrastile

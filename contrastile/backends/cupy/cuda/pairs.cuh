@@ -1,0 +1,93 @@
+// Which pairs count, for a strip: what one warp accumulates for 16 rows by 8 GROUPS columns.
+//
+// Layout of a strip, that of wgmma and of mma.sync m16n8: for each group g of 8 columns a thread holds four values,
+// value[4 g + 2 q + c] = (row lane / 4 + 8 q, column 8 g + 2 (lane % 4) + c), with q and c in {0, 1}.
+// Columns are counted here from 2 (lane % 4), the thread's first, so that the columns of its values are the constants
+// 8 g + c and a comparison of column numbers takes one instruction.
+//
+// A pair is positive by index or (TARGET) by equal ids. It is admitted unless it is excluded or (DROP) its ids are
+// equal and it is not positive. An excluded pair is neither.
+#pragma once
+
+#include "arguments.cuh"
+#include "numbers.cuh"
+
+namespace contrastile {
+
+enum Mask {
+    PLAIN = 0,      // every pair is admitted
+    EXCLUSIONS = 1, // some are excluded by index
+    DROP = 2,       // equal ids hide a pair that is not positive; exclusions by index where given
+    TARGET = 3      // equal ids make a pair positive; exclusions by index where given
+};
+
+// What a thread knows of one of its rows. A column that is no 8 g + c means that there is none here.
+struct PairRow {
+    int positive;
+    int excluded;
+    long long id;
+};
+
+struct Standing {
+    bool positive, admitted;
+};
+
+// The number of a column of the block inside a tile, -1 outside of it. The difference wraps: any 64-bit index is fine.
+__device__ __forceinline__ int inside_tile(long long index, long long first, int width) {
+    const unsigned long long distance = static_cast<unsigned long long>(index) - static_cast<unsigned long long>(first);
+    return distance < static_cast<unsigned long long>(width) ? static_cast<int>(distance) : -1;
+}
+
+// Columns inside a tile (from block column `first`, `width` of them) of a row's positive (x) and exclusion (y), or -1.
+__device__ __forceinline__ int2 named_columns(const PairVectors& pairs, long long row, long long first, int width) {
+    int2 named = make_int2(-1, -1);
+    if (pairs.positives != nullptr) named.x = inside_tile(pairs.positives[row], first, width);
+    if (pairs.excluded != nullptr) named.y = inside_tile(pairs.excluded[row], first, width);
+    if (named.x == named.y) named.x = -1;  // an excluded pair is not positive
+    return named;
+}
+
+// The standing of a row and of column 8 g + c.
+template <int MASK>
+__device__ __forceinline__ Standing standing(const PairRow& row, int column, long long column_id) {
+    const bool visible = MASK == PLAIN || row.excluded != column;
+    if (MASK == TARGET) return {visible && row.id == column_id, visible};
+    const bool positive = row.positive == column;
+    if (MASK == DROP) return {positive, positive || (visible && row.id != column_id)};
+    return {positive, visible};
+}
+
+// The ids of columns 8 g and 8 g + 1; `ids` points at that of the thread's first column and is 16-byte aligned.
+template <int MASK>
+__device__ __forceinline__ longlong2 pair_of_ids(const long long* ids, int g) {
+    if (MASK < DROP) return make_longlong2(0, 0);
+    return *reinterpret_cast<const longlong2*>(ids + 8 * g);
+}
+
+// A scale that keeps what `nothing` promises: 0 infinity would be NaN. 2^-126 dot has the exponential 1, as 0 has.
+__device__ __forceinline__ float usable_scale(float scale) { return scale == 0.0f ? 0x1p-126f : scale; }
+
+// The dot of a pair that does not count: times the scale it is -inf.
+// -inf, not 0: a zero pad wins the maximum when every logit is negative.
+__device__ __forceinline__ float nothing(float scale) { return scale < 0.0f ? infinity() : -infinity(); }
+
+// Overwrites with `none` the dots of pairs that do not count: not admitted, their row not inside, their column (from
+// the thread's first) at or past `columns`.
+// Hazard: written as a change of the dots (a multiplication by the scale, say) this costs a copy of all accumulators.
+template <int MASK, int GROUPS>
+__device__ __forceinline__ void admit(float (&dot)[4 * GROUPS], const PairRow (&rows)[2], const long long* ids,
+                                      bool inside0, bool inside1, int columns, float none) {
+#pragma unroll
+    for (int g = 0; g < GROUPS; ++g) {
+        const longlong2 id = pair_of_ids<MASK>(ids, g);
+#pragma unroll
+        for (int e = 0; e < 4; ++e) {
+            const int column = 8 * g + (e & 1);
+            bool counts = (e < 2 ? inside0 : inside1) && column < columns;
+            if (MASK != PLAIN) counts = counts && standing<MASK>(rows[e >> 1], column, e & 1 ? id.y : id.x).admitted;
+            if (!counts) dot[4 * g + e] = none;
+        }
+    }
+}
+
+}  // namespace contrastile

@@ -1,0 +1,192 @@
+// The pipeline that the three tile kernels share on sm_90a; what they do with a finished tile is their Epilogue.
+//
+// A block has three warpgroups. One thread of the first, the producer, feeds a ring of STAGES stages in shared memory,
+// each one step of 64 features: 128 rows and 192 columns. The other two, the consumers, own whole tiles of 128 x 192
+// and alternate: while one runs its epilogue the tensor cores work for the other.
+//
+// Blocks come in clusters of two: the same columns, neighbouring rows. Each block copies half of the columns to both,
+// so that columns cross from L2 once a cluster. A stage is therefore free only when both blocks have read it.
+//
+// Hazards:
+// * The role must be the same for a whole warp in the compiler's eyes (the shuffle below), or every descriptor is moved
+//   to uniform registers again before each product.
+// * The turn is needed for correctness, not only for order: parity tells two phases of a barrier apart and no more, and
+//   a consumer a whole pass of the ring ahead would take a later phase for its own.
+// * With one warp on a scheduler an epilogue pays every latency in full. Its vectors, and the place of the tile after,
+//   two integer divisions, are found before its turn and wait in shared memory: registers are all taken.
+// * No block may leave while the other may still copy into it or arrive at its barriers: hence the last cluster_sync.
+#pragma once
+
+#include "hopper.cuh"
+#include "schedule.cuh"
+#include "wgmma.cuh"
+
+namespace contrastile {
+
+constexpr int BM = 128, BN = PRODUCT_COLUMNS, BK = 64;
+constexpr int STRIPS = BM / 64, GROUPS = BN / 8;  // of a warp
+constexpr int WARPGROUP = 128, PIPELINE_THREADS = 3 * WARPGROUP, CONSUMER_WARPS = 4;
+constexpr int PRODUCER_REGISTERS = 24, CONSUMER_REGISTERS = 240;  // 64512 of a block's 65536 in all
+constexpr int SWIZZLE_ATOM = 1024;
+
+// Named barriers; 0 is __syncthreads.
+constexpr int TURN = 1, CONSUMER = 3;  // each of two, by consumer
+
+__device__ __forceinline__ void consumer_sync(int consumer) { named_sync(CONSUMER + consumer, WARPGROUP); }
+
+// This thread of its consumer. Read anew each time: kept over the products, what follows from it spills.
+__device__ __forceinline__ int consumer_thread() {
+    int thread;
+    asm volatile("mov.u32 %0, %%tid.x;" : "=r"(thread));
+    return thread % WARPGROUP;
+}
+
+// Shared memory of a block: the ring, the barriers, what the epilogue keeps.
+template <int STAGES, int KEPT>
+struct Layout {
+    static constexpr int ROWS = BM * BK * 2, COLUMNS = BN * BK * 2;
+    static constexpr int COLUMNS_AT = STAGES * ROWS, KEPT_AT = COLUMNS_AT + STAGES * COLUMNS;
+    static constexpr int BARRIERS_AT = KEPT_AT + KEPT;
+    static constexpr int PLACES_AT = BARRIERS_AT + 2 * STAGES * 8;  // of each consumer: the tile after
+    static constexpr int BYTES = PLACES_AT + 2 * sizeof(Place) + SWIZZLE_ATOM;  // the ring is aligned at run time
+    static_assert(BYTES <= 232448, "more shared memory than a block may have");
+};
+
+// A position in the ring, advanced by whole tiles and by steps.
+template <int STAGES>
+struct Cursor {
+    int stage = 0;
+    unsigned parity = 0;
+
+    __device__ __forceinline__ void step() {
+        if (++stage == STAGES) {
+            stage = 0;
+            parity ^= 1;
+        }
+    }
+    __device__ __forceinline__ void skip(int steps) {
+        stage += steps;
+        parity ^= stage / STAGES & 1;
+        stage %= STAGES;
+    }
+};
+
+template <int STAGES>
+struct Ring {
+    unsigned base, full, empty;
+
+    template <class L>
+    static __device__ __forceinline__ Ring at(unsigned base) {
+        return {base, base + L::BARRIERS_AT, base + L::BARRIERS_AT + 8 * STAGES};
+    }
+    __device__ __forceinline__ unsigned rows(int stage) const { return base + stage * BM * BK * 2; }
+    __device__ __forceinline__ unsigned columns(int stage) const {
+        return base + STAGES * BM * BK * 2 + stage * BN * BK * 2;
+    }
+};
+
+template <int STAGES>
+__device__ __forceinline__ void produce(const Ring<STAGES>& ring, const TensorMap& rows, const TensorMap& columns,
+                                        const Chunk& chunk, int steps, const Walk<BM, BN>& walk) {
+    Cursor<STAGES> at;
+    at.parity = 1;  // the phase before the first counts as complete: the ring starts empty
+    const int row0 = static_cast<int>(chunk.row);
+    const int column0 = static_cast<int>(chunk.column) + walk.rank * (BN / 2);
+    const unsigned half = walk.rank * (BN / 2) * BK * 2;
+    for (int index = 0; index < walk.count; ++index) {
+        const Place tile = walk.at(index);
+        for (int k = 0; k < steps; ++k) {
+            barrier_wait(ring.empty + 8 * at.stage, at.parity);
+            const unsigned full = ring.full + 8 * at.stage;
+            // copies always bring whole boxes: what lies outside the matrix comes as zeros
+            barrier_expect(full, (BM + BN) * BK * 2);
+            copy_in(ring.rows(at.stage), rows, k * BK, row0 + tile.row, full);
+            copy_in_both(ring.columns(at.stage) + half, columns, k * BK, column0 + tile.column, full);
+            at.step();
+        }
+    }
+}
+
+// The products of one tile. Gives back the stage that it has yet to release.
+template <class T, int STAGES>
+__device__ __forceinline__ int multiply(const Ring<STAGES>& ring, Cursor<STAGES>& at, int steps, int lane,
+                                        float (&acc)[STRIPS][PRODUCT_VALUES]) {
+    int last = 0;
+    for (int k = 0; k < steps; ++k) {
+        barrier_wait(ring.full + 8 * at.stage, at.parity);
+        const unsigned rows = operand(ring.rows(at.stage)), columns = operand(ring.columns(at.stage));
+        products_begin();
+#pragma unroll
+        for (int part = 0; part < BK / 16; ++part) {
+            const unsigned long long b = descriptor(columns + 2 * part);
+            product<T>(acc[0], descriptor(rows + 2 * part), b, part > 0 || k > 0);
+            product<T>(acc[1], descriptor(rows + 64 * 8 + 2 * part), b, part > 0 || k > 0);
+        }
+        products_commit();
+        products_done<1>();  // the step before is done: both blocks may have its stage again
+        if (k > 0 && lane < 2) barrier_arrive(ring.empty + 8 * last, lane);
+        last = at.stage;
+        at.step();
+    }
+    return last;
+}
+
+template <class T, int STAGES, class Epilogue>
+__device__ __forceinline__ void consume(const Ring<STAGES>& ring, int consumer, int lane, int steps,
+                                        const Walk<BM, BN>& walk, Place& upcoming, Epilogue& epilogue) {
+    Cursor<STAGES> at;
+    if (consumer == 1) at.skip(steps);
+    Place tile = walk.at(consumer);
+    for (int index = consumer; index < walk.count; index += 2) {
+        const auto fetched = epilogue.fetch(tile);
+        const Place next = walk.at(index + 2);
+        if (index > 0) named_sync(TURN + consumer, 2 * WARPGROUP);
+        // after the turn: all warps of this consumer have left the epilogue before
+        epilogue.keep(fetched);
+        upcoming = next;  // the same from every thread
+        float acc[STRIPS][PRODUCT_VALUES];  // in here: it must not look alive where vectors are fetched
+        const int last = multiply<T>(ring, at, steps, lane, acc);
+        if (index + 1 < walk.count) named_arrive(TURN + 1 - consumer, 2 * WARPGROUP);
+        at.skip(steps);  // the other consumer's
+        products_done<0>();
+        if (lane < 2) barrier_arrive(ring.empty + 8 * last, lane);
+        epilogue.finish(acc, tile);
+        tile = upcoming;
+    }
+    epilogue.end();
+}
+
+// The whole kernel. Epilogue(arguments, kept shared memory, consumer, its warp) is made by consumers.
+template <class T, int STAGES, class Epilogue, class Arguments>
+__device__ __forceinline__ void run_pipeline(const TensorMap& rows, const TensorMap& columns, const TensorMap* g,
+                                             const Arguments& arguments) {
+    using L = Layout<STAGES, Epilogue::KEPT>;
+    extern __shared__ unsigned char dynamic[];
+    unsigned char* memory = dynamic + (-shared_address(dynamic) & (SWIZZLE_ATOM - 1));
+    const Ring<STAGES> ring = Ring<STAGES>::template at<L>(shared_address(memory));
+    const int warp = __shfl_sync(0xffffffffu, threadIdx.x / 32, 0), lane = threadIdx.x % 32;
+
+    if (threadIdx.x == 0) {
+        for (int s = 0; s < STAGES; ++s) {
+            barrier_init(ring.full + 8 * s, 1);                    // the producer, then the bytes
+            barrier_init(ring.empty + 8 * s, 2 * CONSUMER_WARPS);  // one consumer of each block
+        }
+        publish_barriers();
+    }
+    cluster_sync();
+    const Walk<BM, BN> walk(arguments.chunk, arguments.features.band, cluster_rank());
+    const int steps = (arguments.features.depth + BK - 1) / BK;
+    if (warp < CONSUMER_WARPS) {
+        give_registers<PRODUCER_REGISTERS>();
+        if (threadIdx.x == 0) produce<STAGES>(ring, rows, columns, arguments.chunk, steps, walk);
+    } else {
+        take_registers<CONSUMER_REGISTERS>();
+        const int consumer = warp / CONSUMER_WARPS - 1;
+        Epilogue epilogue(arguments, g, memory + L::KEPT_AT, consumer, warp % CONSUMER_WARPS);
+        Place& upcoming = reinterpret_cast<Place*>(memory + L::PLACES_AT)[consumer];
+        consume<T>(ring, consumer, lane, steps, walk, upcoming, epilogue);
+    }
+    cluster_sync();
+}
+
+}  // namespace contrastile

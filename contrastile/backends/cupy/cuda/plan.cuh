@@ -1,0 +1,20 @@
+// What one small kernel decides on the device and the tile kernels obey, so that nobody waits for the decision.
+#pragma once
+
+namespace contrastile {
+
+// 32 bytes on the device, written by plan_forward, temper or plan_sigmoid.
+struct Plan {
+    float alpha;      // scale log2 e: logits in powers of two, without the bias
+    float reference;  // the shared reference r of the fast path, in powers of two
+    float threshold;  // forward: least sum per term at which the terms that underflowed do not matter
+    float factor;     // power of two that keeps a float16 G in range; 1 for other types
+    float bias;       // the bias in nats, 0 where there is none
+    int fast;         // backward: 1 where the shared reference is proven safe, else 0
+    int status;       // forward: 0 while the fast path stands, 1 where the safe path must work
+    int stray;        // forward: 1 if some row's positive is a column other than that of its own number
+};
+
+static_assert(sizeof(Plan) == 32);
+
+}  // namespace contrastile

@@ -1,0 +1,84 @@
+// Passes over whole matrices: each element is read and written once.
+#include "features.cuh"
+
+namespace contrastile {
+
+// x *= FACTOR, or x /= FACTOR: exact both ways, FACTOR is a power of two (but where x under- or overflows).
+extern "C" __global__ void __launch_bounds__(256) carry(const __grid_constant__ CarryArguments a) {
+    const float factor = a.plan->factor;
+    const float by = a.divide ? 1.0f / factor : factor;
+    if (by == 1.0f) return;
+    for (long long i = blockIdx.x; i < a.rows; i += gridDim.x) {
+        float* row = a.x + i * a.row_stride;
+        for (long long k = threadIdx.x; k < a.columns; k += THREADS) row[k * a.column_stride] *= by;
+    }
+}
+
+// out = x factor, the product in float32, rounded once to out's type.
+template <class In, class Out>
+__global__ void __launch_bounds__(256) scale_cast(const __grid_constant__ ScaleCastArguments a) {
+    struct alignas(4 * sizeof(Out)) Four {
+        Out at[4];
+    };
+    struct alignas(4 * sizeof(In)) FourIn {
+        In at[4];
+    };
+    const float factor = *a.factor;
+    const In* x = static_cast<const In*>(a.x.data);
+    Out* out = const_cast<Out*>(static_cast<const Out*>(a.out.data));
+    const long long size = a.rows * a.columns;
+    const long long thread = static_cast<long long>(blockIdx.x) * THREADS + threadIdx.x;
+    const long long threads = static_cast<long long>(gridDim.x) * THREADS;
+    const bool dense = a.x.column_stride == 1 && a.out.column_stride == 1 &&
+                       (a.rows == 1 || (a.x.row_stride == a.columns && a.out.row_stride == a.columns));
+    const bool wide = dense && reinterpret_cast<unsigned long long>(x) % sizeof(FourIn) == 0 &&
+                       reinterpret_cast<unsigned long long>(out) % sizeof(Four) == 0;
+    const long long packs = wide ? size / 4 : 0;
+    for (long long p = thread; p < packs; p += threads) {
+        const FourIn in = reinterpret_cast<const FourIn*>(x)[p];
+        Four four;
+#pragma unroll
+        for (int e = 0; e < 4; ++e) four.at[e] = narrow<Out>(widen(in.at[e]) * factor);
+        reinterpret_cast<Four*>(out)[p] = four;
+    }
+    for (long long p = 4 * packs + thread; p < size; p += threads) {
+        const long long i = p / a.columns, k = p % a.columns;
+        const float value = widen(x[i * a.x.row_stride + k * a.x.column_stride]) * factor;
+        out[i * a.out.row_stride + k * a.out.column_stride] = narrow<Out>(value);
+    }
+}
+
+// Sum over LINES rows of <a_i, b_i> to out (blocks,): eight products at a time in float32, their sums in float64.
+template <class A, class B>
+__global__ void __launch_bounds__(256) row_dots(const __grid_constant__ RowDotsArguments a) {
+    __shared__ double sums[8];
+    const int warp = threadIdx.x / 32, lane = threadIdx.x % 32;
+    const long long first = static_cast<long long>(blockIdx.x) * LINES;
+    double sum = 0.0;
+    for (long long i = first + warp; i < a.m && i < first + LINES; i += 8) {
+        sum += lane_dot<double>(row_of<A>(a.a, i), row_of<B>(a.b, i), a.depth, lane);
+    }
+    sum = warp_sum(sum);
+    if (lane == 0) sums[warp] = sum;
+    __syncthreads();
+    if (threadIdx.x != 0) return;
+    sum = 0.0;
+    for (int w = 0; w < 8; ++w) sum += sums[w];
+    a.out[blockIdx.x] = sum;
+}
+
+// The sum of a list, 0-d.
+extern "C" __global__ void __launch_bounds__(1024) add_doubles(const __grid_constant__ AddDoublesArguments a) {
+    __shared__ double sums[32];
+    double sum = 0.0;
+#pragma unroll 4
+    for (long long i = threadIdx.x; i < a.length; i += 1024) sum += a.parts[i];
+    sum = warp_sum(sum);
+    if (threadIdx.x % 32 == 0) sums[threadIdx.x / 32] = sum;
+    __syncthreads();
+    if (threadIdx.x >= 32) return;
+    sum = warp_sum(sums[threadIdx.x]);
+    if (threadIdx.x == 0) *a.out = sum;
+}
+
+}  // namespace contrastile

@@ -1,0 +1,100 @@
+// What the epilogues of the sm_80 kernels share: a thread's place in a tile, its pairs, and the store of G.
+#pragma once
+
+#include "pairs.cuh"
+#include "products_sm80.cuh"
+
+namespace contrastile {
+
+// Dynamic shared memory: the stages of the stream, and KEPT_BYTES behind them for what an epilogue keeps.
+constexpr int KEPT_BYTES = 8192;
+
+template <int STAGES>
+constexpr int SHARED_BYTES = STAGES * 2 * STEP_SIDE + KEPT_BYTES;
+
+// What the pairs of a tile are judged by; written before its products, read after them.
+struct KeptPairs {
+    long long row_ids[SIDE], column_ids[SIDE];
+    int2 named[SIDE];
+};
+
+// Row threadIdx.x and column threadIdx.x of the tile. Named columns past the chunk are none: another chunk has them.
+template <int MASK>
+__device__ __forceinline__ void keep_pairs(KeptPairs& kept, const PairVectors& pairs, const Chunk& chunk, Tile at) {
+    const int line = threadIdx.x;
+    const long long row = chunk.row + at.row + line, column = chunk.column + at.column + line;
+    int2 named = make_int2(-1, -1);
+    if (at.row + line < chunk.height) {
+        named = named_columns(pairs, row, chunk.column + at.column, min(SIDE, chunk.width - at.column));
+        if (MASK >= DROP) kept.row_ids[line] = pairs.row_ids[row];
+    }
+    kept.named[line] = named;
+    if (MASK >= DROP) kept.column_ids[line] = at.column + line < chunk.width ? pairs.column_ids[column] : 0;
+}
+
+// A thread's row, its columns counted from the thread's first: negative numbers match none.
+template <int MASK>
+__device__ __forceinline__ PairRow pair_row(const KeptPairs& kept, const Thread& thread, int s, int q) {
+    const int row = thread.row(s, q);
+    const int2 named = kept.named[row];
+    return {named.x - thread.column(), named.y - thread.column(), MASK >= DROP ? kept.row_ids[row] : 0};
+}
+
+// Lane c of four gets word c of each: word j is then what lane j held.
+__device__ __forceinline__ void transpose_four(unsigned (&word)[4], int lane) {
+#pragma unroll
+    for (int bit = 1; bit < 4; bit *= 2)
+#pragma unroll
+        for (int k = 0; k < 4; ++k) {
+            if (k & bit) continue;
+            const bool upper = lane & bit;
+            const unsigned given = upper ? word[k] : word[k | bit];
+            const unsigned taken = __shfl_xor_sync(WHOLE_WARP, given, bit);
+            word[k] = upper ? taken : word[k];
+            word[k | bit] = upper ? word[k | bit] : taken;
+        }
+}
+
+// Stores strip s of G, what lies inside the chunk. g: (height, width) of T.
+// Two-byte types: four lanes trade until each has 8 columns side by side, and writes them as 16 bytes.
+template <class T>
+__device__ __forceinline__ void store_strip(const float (&value)[4 * GROUPS], int s, T* g, long long stride,
+                                            const Chunk& chunk, Tile at, const Thread& thread) {
+#pragma unroll
+    for (int q = 0; q < 2; ++q) {
+        const int row = at.row + thread.row(s, q);
+        T* line = g + row * stride;
+        const bool inside = row < chunk.height;
+        if constexpr (sizeof(T) == 2) {
+#pragma unroll
+            for (int half = 0; half < GROUPS; half += 4) {
+                unsigned word[4];
+#pragma unroll
+                for (int k = 0; k < 4; ++k)
+                    word[k] = narrow_pair<T>(value[4 * (half + k) + 2 * q], value[4 * (half + k) + 2 * q + 1]);
+                transpose_four(word, thread.lane);
+                const int column = at.column + thread.column_line + 8 * (half + thread.lane % 4);
+                if (inside && column + 8 <= chunk.width) {
+                    *reinterpret_cast<uint4*>(line + column) = make_uint4(word[0], word[1], word[2], word[3]);
+                } else if (inside) {
+#pragma unroll
+                    for (int k = 0; k < 8; ++k)
+                        if (column + k < chunk.width)
+                            line[column + k] = T{static_cast<unsigned short>(word[k / 2] >> 16 * (k % 2))};
+                }
+            }
+        } else {
+#pragma unroll
+            for (int k = 0; k < GROUPS; ++k) {
+                const int column = at.column + thread.column() + 8 * k;
+                if (inside && column + 2 <= chunk.width) {
+                    *reinterpret_cast<float2*>(line + column) = make_float2(value[4 * k + 2 * q], value[4 * k + 2 * q + 1]);
+                } else if (inside && column < chunk.width) {
+                    line[column] = value[4 * k + 2 * q];
+                }
+            }
+        }
+    }
+}
+
+}  // namespace contrastile

@@ -1,0 +1,37 @@
+// The survey of the backward pass: what the weights and log-sum-exps allow.
+#include "arguments_small.cuh"
+#include "elements.cuh"
+#include "reduce.cuh"
+
+namespace contrastile {
+
+// Peaks of LANES rows or columns to peaks (blocks, 4): the largest of each, so that temper takes the largest of all.
+extern "C" __global__ void __launch_bounds__(256) weigh(const __grid_constant__ WeighArguments a) {
+    const long long row_blocks = ceil_div(a.m, LANES);
+    const bool of_rows = blockIdx.x < row_blocks;
+    const WeightSide& side = of_rows ? a.row : a.column;
+    const long long length = of_rows ? a.m : a.n;
+    const long long first = (of_rows ? blockIdx.x : blockIdx.x - row_blocks) * LANES;
+    const double bias = a.bias == nullptr ? 0.0 : *a.bias;
+    float peaks[4] = {-infinity(), -infinity(), -infinity(), 0.0f};
+#pragma unroll
+    for (int k = 0; k < LANES / THREADS; ++k) {
+        const long long i = first + k * THREADS + threadIdx.x;
+        if (i >= length) break;
+        const float w = fabsf(side.weight[i]), t = fabsf(side.target[i]);
+        const float log = static_cast<float>((side.lse[i] - bias) * LOG2E);
+        const float bound = w * (1.0f + t);
+        // what admits nothing has no pair that could overflow; NaN compares false and counts as infinite
+        peaks[1] = fmaxf(peaks[1], log < infinity() ? log : infinity());
+        peaks[3] = fmaxf(peaks[3], bound < infinity() ? bound : infinity());
+        if (w != 0.0f) {
+            peaks[0] = fmaxf(peaks[0], log > -infinity() ? -log : infinity());
+            peaks[2] = fmaxf(peaks[2], -w);
+        }
+    }
+    block_largest(peaks);
+    if (threadIdx.x == 0)
+        reinterpret_cast<float4*>(a.peaks)[blockIdx.x] = make_float4(peaks[0], peaks[1], peaks[2], peaks[3]);
+}
+
+}  // namespace contrastile

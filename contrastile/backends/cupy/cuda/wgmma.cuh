@@ -1,0 +1,67 @@
+// Products of a warpgroup: D (64 x 192) += A (64 x 16) B^T (192 x 16), both operands in shared memory, D in registers.
+#pragma once
+
+#include "elements.cuh"
+
+namespace contrastile {
+
+constexpr int PRODUCT_COLUMNS = 192;
+constexpr int PRODUCT_VALUES = PRODUCT_COLUMNS / 2;  // of a thread, in the layout of a strip (pairs.cuh)
+
+// A K-major operand in shared memory with the 128-byte swizzle: rows of 64 elements, atoms of 8 rows 1024 bytes apart.
+// 16 elements further along a row are 2 further in the low word, 8 rows further 64.
+__device__ __forceinline__ unsigned operand(unsigned address) { return (address >> 4) | 1u << 16; }
+
+__device__ __forceinline__ unsigned long long descriptor(unsigned low) {
+    return static_cast<unsigned long long>(low) | 64ull << 32 | 1ull << 62;
+}
+
+// The registers of D belong to the tensor cores between this and products_done.
+__device__ __forceinline__ void products_begin() { asm volatile("wgmma.fence.sync.aligned;" ::: "memory"); }
+
+__device__ __forceinline__ void products_commit() { asm volatile("wgmma.commit_group.sync.aligned;" ::: "memory"); }
+
+template <int LEFT>
+__device__ __forceinline__ void products_done() {
+    asm volatile("wgmma.wait_group.sync.aligned %0;" ::"n"(LEFT) : "memory");
+}
+
+#define CONTRASTILE_D8(i)                                                                                       \
+    "+f"(d[i]), "+f"(d[i + 1]), "+f"(d[i + 2]), "+f"(d[i + 3]), "+f"(d[i + 4]), "+f"(d[i + 5]), "+f"(d[i + 6]), \
+        "+f"(d[i + 7])
+#define CONTRASTILE_D32(i) CONTRASTILE_D8(i), CONTRASTILE_D8(i + 8), CONTRASTILE_D8(i + 16), CONTRASTILE_D8(i + 24)
+#define CONTRASTILE_PRODUCT(kind)                                                                               \
+    asm volatile(                                                                                               \
+        "{\n.reg .pred p;\nsetp.ne.b32 p, %98, 0;\n"                                                            \
+        "wgmma.mma_async.sync.aligned.m64n192k16.f32." kind "." kind " {"                                       \
+        "%0, %1, %2, %3, %4, %5, %6, %7, %8, %9, %10, %11, %12, %13, %14, %15, "                                \
+        "%16, %17, %18, %19, %20, %21, %22, %23, %24, %25, %26, %27, %28, %29, %30, %31, "                      \
+        "%32, %33, %34, %35, %36, %37, %38, %39, %40, %41, %42, %43, %44, %45, %46, %47, "                      \
+        "%48, %49, %50, %51, %52, %53, %54, %55, %56, %57, %58, %59, %60, %61, %62, %63, "                      \
+        "%64, %65, %66, %67, %68, %69, %70, %71, %72, %73, %74, %75, %76, %77, %78, %79, "                      \
+        "%80, %81, %82, %83, %84, %85, %86, %87, %88, %89, %90, %91, %92, %93, %94, %95"                        \
+        "}, %96, %97, p, 1, 1, 0, 0;\n}"                                                                        \
+        : CONTRASTILE_D32(0), CONTRASTILE_D32(32), CONTRASTILE_D32(64)                                          \
+        : "l"(a), "l"(b), "r"(static_cast<int>(add)))
+
+// d = a b^T, added to d where `add`.
+template <class T>
+__device__ __forceinline__ void product(float (&d)[PRODUCT_VALUES], unsigned long long a, unsigned long long b, bool add);
+
+template <>
+__device__ __forceinline__ void product<bfloat16>(float (&d)[PRODUCT_VALUES], unsigned long long a,
+                                                  unsigned long long b, bool add) {
+    CONTRASTILE_PRODUCT("bf16");
+}
+
+template <>
+__device__ __forceinline__ void product<float16>(float (&d)[PRODUCT_VALUES], unsigned long long a,
+                                                 unsigned long long b, bool add) {
+    CONTRASTILE_PRODUCT("f16");
+}
+
+#undef CONTRASTILE_PRODUCT
+#undef CONTRASTILE_D32
+#undef CONTRASTILE_D8
+
+}  // namespace contrastile

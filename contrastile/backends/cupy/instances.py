@@ -1,0 +1,81 @@
+"""Every kernel that the backend can launch, by the names that NVRTC knows them by; nothing here needs CuPy or a GPU."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from itertools import product
+
+from contrastile.backends.cupy.build import Instance
+from contrastile.backends.cupy.configs import Family, choose
+
+PLAIN, EXCLUSIONS, DROP, TARGET = MASKS = range(4)
+"""Which pairs may not count: none; excluded ones; equal ids too; all but equal ids."""
+
+ELEMENTS = {"float16": "contrastile::float16", "bfloat16": "contrastile::bfloat16", "float32": "float"}
+"""What the kernels call a dtype."""
+
+ARITHMETICS = {"ieee": "contrastile::Ieee", "tf32": "contrastile::Tf32", "split": "contrastile::Split"}
+"""What the sm_80 tile kernels call a precision of float32 products."""
+
+CAPABILITIES = (80, 90, 100)
+"""The architectures that are compiled for without such a GPU at hand, compute capability times 10."""
+
+
+def instance(file: str, kernel: str, *arguments: str | int) -> Instance:
+    """A kernel of ``file``.cu, with its template arguments."""
+    inside = ", ".join(map(str, arguments))
+    return Instance(f"{file}.cu", f"{kernel}<{inside}>" if inside else kernel)
+
+
+def tile_kernel(
+    name: str, family: Family, dtype: str, mask: int, *, safe: bool | None = None, precision: str = "ieee"
+) -> Instance:
+    """A tile kernel.
+
+    Args:
+        name: "forward", "gradient" or "sigmoid".
+        family: whose.
+        dtype: name of the features' dtype.
+        mask: which pairs may not count.
+        safe: of "forward": whether each row and column has a maximum of its own.
+        precision: of float32 products.
+    """
+    full = f"{name}_{family.name}"
+    flags = (mask,) if safe is None else (int(safe), mask)
+    if family.stages is None:
+        return instance(full, full, ELEMENTS[dtype], *flags)
+    kind = ARITHMETICS[precision] if dtype == "float32" else f"contrastile::Half<{ELEMENTS[dtype]}>"
+    return instance(full, full, kind, *flags, family.stages)
+
+
+def small_kernels() -> Iterator[Instance]:
+    """The kernels around the tile kernels."""
+    for name in ("plan_forward", "plan_sigmoid"):
+        yield instance("plan", name)
+    for name in ("sum_positives", "fold_sigmoid", "weigh", "temper", "mean_excess"):
+        yield instance(name, name)
+    for name, safe in product(("fold", "fold_positives"), ("false", "true")):
+        yield instance(name, name, safe)
+    yield instance("scale_cast", "carry")
+    yield instance("scale_cast", "add_doubles")
+    for element in ELEMENTS.values():
+        yield instance("measure", "measure", element)
+        yield instance("finish_rows", "finish_rows", element)
+        yield instance("scale_cast", "row_dots", element, "float")
+        yield instance("scale_cast", "scale_cast", "float", element)
+
+
+def tile_kernels(capability: int) -> Iterator[Instance]:
+    """The tile kernels that run on GPUs of a compute capability (times 10), Hopper's own and the others."""
+    for dtype, mask, hopper in product(ELEMENTS, MASKS, (True, False)):
+        family = choose(dtype, capability, hopper=hopper)
+        for precision in ARITHMETICS if dtype == "float32" else ("ieee",):
+            for safe in (False, True):
+                yield tile_kernel("forward", family, dtype, mask, safe=safe, precision=precision)
+            for name in ("gradient", "sigmoid"):
+                yield tile_kernel(name, family, dtype, mask, precision=precision)
+
+
+def every(capability: int) -> list[Instance]:
+    """All kernels for GPUs of a compute capability, each once."""
+    return sorted({*small_kernels(), *tile_kernels(capability)})

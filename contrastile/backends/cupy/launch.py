@@ -1,0 +1,100 @@
+"""Launching: a kernel's instance loaded for the device at hand, its arguments passed by value, on CuPy's stream.
+
+Everything here expects the features' device to be current.
+"""
+
+from __future__ import annotations
+
+from contextlib import AbstractContextManager
+from ctypes import sizeof
+from functools import cache
+from typing import Any
+
+import cupy
+import numpy as np
+
+from contrastile.backends.cupy import build
+from contrastile.backends.cupy.build import Instance
+from contrastile.backends.cupy.cubins import shared_bytes
+
+_ALIGNMENT = 16
+
+
+def on_device(x: Any) -> AbstractContextManager[Any]:
+    """Work on x's device, whatever the current device is."""
+    device: AbstractContextManager[Any] = cupy.cuda.Device(x.device.id)
+    return device
+
+
+def launch(instance: Instance, blocks: int, threads: int, *parameters: Any, shared: int | str = 0) -> None:
+    """Queue one launch.
+
+    Args:
+        instance: the kernel.
+        blocks: of the grid, one dimension.
+        threads: of a block.
+        *parameters: structures or bytes, each passed by value.
+        shared: bytes of dynamic shared memory, or the name of the constant in the cubin that says how many.
+    """
+    kernel, dynamic = _kernel(instance, shared, cupy.cuda.get_device_id())
+    kernel((blocks,), (threads,), tuple(map(_by_value, parameters)), shared_mem=dynamic)
+
+
+def _by_value(parameter: Any) -> Any:
+    size = len(parameter) if isinstance(parameter, bytes) else sizeof(parameter)
+    return np.frombuffer(parameter, dtype=f"V{size}")[0]
+
+
+@cache
+def _kernel(instance: Instance, shared: int | str, device: int) -> tuple[Any, int]:
+    path, name = build.cubin(instance, build.architecture_name(capability(device)))
+    kernel = cupy.RawModule(path=str(path)).get_function(name)
+    dynamic = shared_bytes(path, shared) if isinstance(shared, str) else shared
+    if dynamic:
+        # more than 48 KiB is refused unless it was asked for
+        kernel.max_dynamic_shared_size_bytes = dynamic
+    return kernel, dynamic
+
+
+@cache
+def capability(device: int) -> int:
+    """Compute capability of a device, times 10."""
+    return int(cupy.cuda.Device(device).compute_capability)
+
+
+@cache
+def multiprocessors(device: int) -> int:
+    """Multiprocessors of a device."""
+    return int(cupy.cuda.Device(device).attributes["MultiProcessorCount"])
+
+
+def aligned(x: Any) -> Any:
+    """X itself if its rows are 16-byte aligned with unit stride; else one explicit copy of which that is true."""
+    unit = x.strides[1] == x.itemsize or x.shape[1] == 1
+    dense = unit and x.strides[0] >= x.shape[1] * x.itemsize
+    if dense and x.strides[0] % _ALIGNMENT == 0 and x.data.ptr % _ALIGNMENT == 0:
+        return x
+    copy = workspace(x.shape[0], x.shape[1], x.dtype)
+    copy[...] = x
+    return copy
+
+
+def workspace(height: int, width: int, dtype: Any) -> Any:
+    """An unwritten (height, width) matrix whose rows are 16-byte aligned."""
+    step = _ALIGNMENT // np.dtype(dtype).itemsize
+    return cupy.empty((height, -(-width // step) * step), dtype=dtype)[:, :width]
+
+
+def empty(*shape: int, dtype: str = "float32") -> Any:
+    """An unwritten array on the current device."""
+    return cupy.empty(shape, dtype=dtype)
+
+
+def pointer(x: Any, offset: int = 0) -> int | None:
+    """The address of element ``offset`` of a contiguous array; null for None."""
+    return None if x is None else int(x.data.ptr) + offset * x.itemsize
+
+
+def row_stride(x: Any) -> int:
+    """Elements from one row to the next."""
+    return int(x.strides[0]) // int(x.itemsize)

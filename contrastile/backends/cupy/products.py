@@ -1,0 +1,105 @@
+"""The second products of the backward: ``out += G K`` and ``out += G^T Q``, by cuBLAS, accumulated in float32.
+
+cuBLAS is called through ctypes with a handle of our own: CuPy refuses it while a stream is captured, and a workspace
+that is given, one for each pass, is what makes it deterministic and lets it be captured.
+"""
+
+from __future__ import annotations
+
+import ctypes
+from functools import cache
+from threading import Lock
+from typing import Any
+
+import cupy
+
+from contrastile.backends.cupy.launch import row_stride
+
+WORKSPACE_BYTES = 32 * 2**20
+"""What NVIDIA recommends for Hopper."""
+
+_KINDS = {"float32": 0, "float16": 2, "bfloat16": 14}
+# compute in float32 without tf32, choose the algorithm by the shape
+_COMPUTE_FLOAT32, _BY_HEURISTIC = 68, -1
+_ONE, _ZERO = ctypes.c_float(1.0), ctypes.c_float(0.0)
+# a handle's stream and workspace are set before each call: two threads must not do that at once
+_lock = Lock()
+
+
+class Products:
+    """cuBLAS for one pass: its workspace comes from the caller's memory pool and goes back with the pass."""
+
+    def __init__(self) -> None:
+        self.space = cupy.empty(WORKSPACE_BYTES, dtype="uint8")
+
+    def accumulate(self, out: Any, g: Any, features: Any, *, transposed: bool = False, fresh: bool = False) -> None:
+        """``out += g @ features``, or ``g.T @ features`` with ``transposed``; with ``fresh`` out is only written.
+
+        Args:
+            out: (m, d) float32.
+            g: (m, r), or (r, m) with ``transposed``; rows 16-byte aligned.
+            features: (r, d) of g's dtype; rows 16-byte aligned.
+            transposed: whether g enters transposed.
+            fresh: whether what out holds does not count.
+        """
+        if out.strides[1] != out.itemsize and out.shape[1] > 1:
+            whole = cupy.ascontiguousarray(out)
+            self.accumulate(whole, g, features, transposed=transposed, fresh=fresh)
+            out[...] = whole
+            return
+        kind = _KINDS[g.dtype.name]
+        blas, handle = _library(), _handle(cupy.cuda.get_device_id())
+        with _lock:
+            _check(blas.cublasSetStream_v2(handle, cupy.cuda.get_current_stream().ptr))
+            _check(blas.cublasSetWorkspace_v2(handle, self.space.data.ptr, self.space.nbytes))
+            # cuBLAS counts columns first: it computes out^T += features^T g^T
+            status = blas.cublasGemmEx(
+                handle,
+                0,
+                int(transposed),
+                out.shape[1],
+                out.shape[0],
+                features.shape[0],
+                ctypes.byref(_ONE),
+                features.data.ptr,
+                kind,
+                row_stride(features),
+                g.data.ptr,
+                kind,
+                row_stride(g),
+                ctypes.byref(_ZERO if fresh else _ONE),
+                out.data.ptr,
+                _KINDS["float32"],
+                row_stride(out),
+                _COMPUTE_FLOAT32,
+                _BY_HEURISTIC,
+            )
+            _check(status)
+
+
+@cache
+def _library() -> Any:
+    """The cuBLAS that CuPy uses."""
+    from cuda.pathfinder import load_nvidia_dynamic_lib
+
+    library = ctypes.CDLL(load_nvidia_dynamic_lib("cublas").abs_path)
+    pointer, integer = ctypes.c_void_p, ctypes.c_int
+    library.cublasCreate_v2.argtypes = [pointer]
+    library.cublasSetStream_v2.argtypes = [pointer, pointer]
+    library.cublasSetWorkspace_v2.argtypes = [pointer, pointer, ctypes.c_size_t]
+    matrix: list[Any] = [pointer, integer, integer]
+    library.cublasGemmEx.argtypes = [pointer, *[integer] * 5, pointer, *matrix * 2, pointer, *matrix, integer, integer]
+    return library
+
+
+@cache
+def _handle(device: int) -> ctypes.c_void_p:
+    """A handle for a device, which must be current; it lives as long as the process."""
+    handle = ctypes.c_void_p()
+    _check(_library().cublasCreate_v2(ctypes.byref(handle)))
+    return handle
+
+
+def _check(status: int) -> None:
+    if status:
+        raise RuntimeError(f"cuBLAS failed with status {status}")

@@ -1,0 +1,83 @@
+"""The Backend records: what the kernels do on the GPU at hand, and the sm_80 kernels alone wherever they run."""
+
+from __future__ import annotations
+
+from functools import partial
+
+import cupy
+
+from contrastile.backends.contract import Accuracy, Backend, BackendUnavailableError, Block
+from contrastile.backends.cupy.additive import sigmoid_loss
+from contrastile.backends.cupy.arrays import FusedArrays
+from contrastile.backends.cupy.gradients import finished_rows, gradients
+from contrastile.backends.cupy.instances import ARITHMETICS
+from contrastile.backends.cupy.statistics import lse
+
+INSTALL = "pip install 'contrastile[cupy]'"
+
+
+def require_gpu() -> None:
+    """Raise BackendUnavailableError where CuPy cannot reach a GPU of compute capability 8.0 at least."""
+    try:
+        count = cupy.cuda.runtime.getDeviceCount()
+        reason = "" if count else "CuPy finds no GPU"
+        if count and int(cupy.cuda.Device(0).compute_capability) < 80:
+            reason = "the GPU's compute capability must be 8.0 or more"
+    except cupy.cuda.runtime.CUDARuntimeError as error:
+        reason = f"CuPy reaches no GPU ({error})"
+    if reason:
+        raise BackendUnavailableError(
+            f"backend 'cupy' is not available: {reason}; on a machine with an NVIDIA GPU and its driver, run: {INSTALL}"
+        )
+
+
+def accuracy(dtype: str, device: str, precision: str = "ieee") -> Accuracy:
+    """Tensor cores truncate as they add (2^-23); G is rounded to the features' dtype before the second products.
+
+    float16: G carries a power of two that puts the largest weight above 2^12 / (1 + largest target), so what falls
+    under its subnormals is less than 2^-32 of that weight for targets up to 31. A lane adds at most 48 numbers of a
+    tile in float32, and shuffles two more; tiles are added in float64.
+
+    float32: tf32 rounds the features to nearest; split multiplies two tf32 parts of each and leaves out the product of
+    the lesser two, so that three terms are added for one. Either is of the tile kernels alone: the second products are
+    in float32.
+    """
+    exact = dtype == "float32" and precision == "ieee"
+    return Accuracy(
+        unit=2.0**-24,
+        accumulate_unit=2.0**-24 if exact else 2.0**-23,
+        input_rounding={"tf32": 2.0**-11, "split": 2.0**-21}.get(precision, 0.0) if dtype == "float32" else 0.0,
+        gradient_rounding={"float16": 2.0**-11, "bfloat16": 2.0**-8}.get(dtype, 0.0),
+        gradient_underflow=2.0**-32 if dtype == "float16" else 0.0,
+        shared_reference=True,
+        depth=(lambda terms: 3 * terms) if dtype == "float32" and precision == "split" else int,
+        tile=lambda size: min(size, 64),
+    )
+
+
+def supports(block: Block) -> str | None:
+    """What the kernels cannot do."""
+    if block.rows.shape[1] == 0:
+        return "features must have at least one column, got 0"
+    return None
+
+
+def _record(name: str, *, hopper: bool) -> Backend:
+    return Backend(
+        name=name,
+        arrays=FusedArrays(),
+        dtypes=frozenset({"float16", "bfloat16", "float32"}),
+        devices=frozenset({"cuda"}),
+        accuracy=accuracy,
+        lse=partial(lse, hopper=hopper),
+        gradients=partial(gradients, hopper=hopper),
+        sigmoid=partial(sigmoid_loss, hopper=hopper),
+        supports=supports,
+        precisions=frozenset(ARITHMETICS),
+        finished_rows=partial(finished_rows, hopper=hopper),
+    )
+
+
+require_gpu()
+backend = _record("cupy", hopper=True)
+ampere = _record("cupy sm_80", hopper=False)

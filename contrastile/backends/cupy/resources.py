@@ -1,0 +1,121 @@
+"""What the kernels cost, without a GPU: every instance compiled for an architecture, its registers, spills and memory.
+
+``python -m contrastile.backends.cupy.resources FILE`` writes the table for sm_80, sm_90a and sm_100. With ``--keep``
+the cubins go to the cache on disk as well: a first call on such a GPU then compiles nothing.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import re
+from collections.abc import Iterator, Sequence
+from concurrent.futures import ProcessPoolExecutor
+from dataclasses import asdict, dataclass
+from functools import partial
+from pathlib import Path
+
+from contrastile.backends.cupy import cubins
+from contrastile.backends.cupy.build import (
+    Compiled,
+    Instance,
+    architecture_name,
+    compile_instance,
+    keep,
+    nvrtc_version,
+)
+from contrastile.backends.cupy.configs import HOPPER, choose
+from contrastile.backends.cupy.instances import CAPABILITIES, every
+
+
+@dataclass(frozen=True, slots=True, order=True)
+class Resources:
+    """One compiled kernel.
+
+    Attributes:
+        kernel: its instance.
+        architecture: as NVRTC calls it.
+        registers: of a thread.
+        spilled: bytes that a thread stores or loads because registers ran out.
+        stack: bytes of a thread's local memory.
+        shared: bytes of shared memory of a block, dynamic ones too.
+        threads: of a block of the tile kernels; 0 for others.
+        resident: blocks of the tile kernels that are to share a multiprocessor; 0 for others.
+        warnings: what the compilers warned of.
+    """
+
+    kernel: str
+    architecture: str
+    registers: int
+    spilled: int
+    stack: int
+    shared: int
+    threads: int
+    resident: int
+    warnings: int
+
+
+def resources(instance: Instance, capability: int, *, cached: bool = False) -> Resources:
+    """One instance, compiled for GPUs of a compute capability (times 10); with ``cached``, kept on disk too."""
+    compiled = compile_instance(instance, architecture_name(capability))
+    if cached:
+        keep(instance, architecture_name(capability), compiled)
+    said = _own_part(compiled)
+    spills = re.findall(r"(\d+) bytes spill", said)
+    stack, registers = re.search(r"(\d+) bytes stack frame", said), re.search(r"Used (\d+) registers", said)
+    if stack is None or registers is None:
+        raise RuntimeError(f"the compiler's log has no figures for {instance.kernel}: {compiled.log!r}")
+    static = re.search(r"(\d+) bytes smem", said)
+    name = instance.kernel.partition("<")[0]
+    family = next((x for x in (HOPPER, choose("float32", capability)) if name.endswith(x.name)), None)
+    dynamic = 0
+    if family is not None:
+        dynamic = cubins.integer(compiled.cubin, f"{name}_shared") if family.shared is None else family.shared
+    return Resources(
+        kernel=instance.kernel,
+        architecture=architecture_name(capability),
+        registers=int(registers[1]),
+        spilled=sum(map(int, spills)),
+        stack=int(stack[1]),
+        shared=dynamic + (0 if static is None else int(static[1])),
+        threads=0 if family is None else family.threads,
+        resident=0 if family is None else family.resident,
+        warnings=len(re.findall(r"\bwarning\b", compiled.log)),
+    )
+
+
+def _own_part(compiled: Compiled) -> str:
+    """What the log says of the kernel itself: a file may hold others that are no templates."""
+    parts = compiled.log.split("Compiling entry function ")
+    return next((part for part in parts if part.startswith(f"'{compiled.kernel}'")), "")
+
+
+def table(instances: Sequence[Instance], capability: int, jobs: int, *, cached: bool = False) -> Iterator[Resources]:
+    """``resources`` of several instances, compiled side by side."""
+    with ProcessPoolExecutor(max_workers=jobs) as pool:
+        yield from pool.map(partial(resources, capability=capability, cached=cached), instances)
+
+
+def main(arguments: Sequence[str] | None = None) -> None:
+    """Run the command."""
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("file", type=Path, nargs="?", help="where the table goes, as JSON")
+    parser.add_argument("--capability", type=int, nargs="+", default=CAPABILITIES, help="times 10 (%(default)s)")
+    parser.add_argument("--match", default="", metavar="TEXT", help="only kernels with this in their name")
+    parser.add_argument("--jobs", type=int, default=os.cpu_count() or 1, help="compilers at a time (%(default)s)")
+    parser.add_argument("--keep", action="store_true", help="put the cubins into the cache on disk")
+    given = parser.parse_args(arguments)
+    rows: list[Resources] = []
+    for capability in given.capability:
+        wanted = [x for x in every(capability) if given.match in x.kernel]
+        for row in table(wanted, capability, given.jobs, cached=given.keep):
+            print(row, flush=True)
+            rows.append(row)
+    if given.file is not None:
+        found = {"nvrtc": "{}.{}".format(*nvrtc_version()), "kernels": [asdict(row) for row in sorted(rows)]}
+        given.file.write_text(json.dumps(found, indent=1) + "\n", encoding="utf-8")
+
+
+if __name__ == "__main__":
+    main()

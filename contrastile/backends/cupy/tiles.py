@@ -1,0 +1,74 @@
+"""Launching a tile kernel over one chunk of a block, whichever family it is of."""
+
+from __future__ import annotations
+
+from functools import cached_property
+from typing import Any
+
+import cupy
+
+from contrastile.backends.contract import Block
+from contrastile.backends.cupy.arguments import struct
+from contrastile.backends.cupy.common import Masks
+from contrastile.backends.cupy.configs import Family, choose
+from contrastile.backends.cupy.instances import tile_kernel
+from contrastile.backends.cupy.launch import aligned, capability, launch, multiprocessors, pointer, row_stride
+from contrastile.backends.cupy.tensor_maps import tensor_map
+
+_WIDE = 64
+"""Columns of a block of a tensor map: the 128 bytes that one swizzle takes."""
+
+_STORED_ROWS = 16
+"""Rows of a block of G that one store takes."""
+
+
+class Tiles:
+    """A block made ready for the tile kernels: aligned features, their tensor maps, which pairs count."""
+
+    def __init__(self, block: Block, precision: str, hopper: bool) -> None:
+        self.precision = precision
+        self.rows, self.columns = aligned(block.rows), aligned(block.columns)
+        self.masks = Masks.of(block.pairs)
+        device = cupy.cuda.get_device_id()
+        self.family: Family = choose(self.rows.dtype.name, capability(device), hopper=hopper)
+        self.multiprocessors = multiprocessors(device)
+
+    @cached_property
+    def _maps(self) -> tuple[bytes, bytes]:
+        high = self.family.bn // self.family.cluster
+        return tensor_map(self.rows, (self.family.bm, _WIDE)), tensor_map(self.columns, (high, _WIDE))
+
+    def common(self, chunk: tuple[int, int, int, int]) -> dict[str, Any]:
+        """The arguments that every tile kernel takes."""
+        row, column, height, width = chunk
+        features = struct("Features")(
+            rows=pointer(self.rows),
+            columns=pointer(self.columns),
+            row_stride=row_stride(self.rows),
+            column_stride=row_stride(self.columns),
+            depth=self.rows.shape[1],
+            band=self.family.band,
+        )
+        where = struct("Chunk")(row=row, column=column, height=height, width=width)
+        return {"features": features, "chunk": where, "pairs": self.masks.vectors()}
+
+    def run(self, name: str, arguments: Any, g: Any | None = None, safe: bool | None = None) -> None:
+        """Queue the kernel over the chunk that the arguments name.
+
+        Args:
+            name: "forward", "gradient" or "sigmoid".
+            arguments: the kernel's own struct.
+            g: the matrix that it writes; None where it writes none, and then any map does for its own.
+            safe: of "forward": which of its paths.
+        """
+        maps: tuple[bytes, ...] = ()
+        if self.family.maps:
+            maps = self._maps
+            if name != "forward":
+                maps += (maps[0] if g is None else tensor_map(g, (_STORED_ROWS, _WIDE)),)
+        chunk = arguments.chunk
+        blocks = self.family.blocks(chunk.height, chunk.width, self.multiprocessors)
+        shared = self.family.shared or f"{name}_{self.family.name}_shared"
+        dtype, mask = self.rows.dtype.name, self.masks.mask
+        kernel = tile_kernel(name, self.family, dtype, mask, safe=safe, precision=self.precision)
+        launch(kernel, blocks, self.family.threads, *maps, arguments, shared=shared)

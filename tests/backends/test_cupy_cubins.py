@@ -1,0 +1,125 @@
+"""Every instance of every CUDA kernel compiled for sm_80, sm_90a and sm_100 with no GPU, and what it costs, recorded.
+
+``python -m contrastile.backends.cupy.resources docs/results/cupy_resources.json`` writes the table anew.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import shutil
+import subprocess
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import asdict
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+pytest.importorskip("cuda.bindings.nvrtc")
+
+from contrastile.backends.cupy import build, instances, resources  # noqa: E402
+from contrastile.backends.cupy.configs import AMPERE, HOPPER, backward_chunk, choose, forward_chunk  # noqa: E402
+
+TABLE = Path(__file__).parents[2] / "docs" / "results" / "cupy_resources.json"
+JOBS = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+# bytes of shared memory that one block may have, and that a multiprocessor has
+BLOCK = {80: 166_912, 90: 232_448, 100: 232_448}
+MULTIPROCESSOR = {80: 167_936, 90: 233_472, 100: 233_472}
+RESERVED, REGISTERS = 1024, 65_536
+
+
+def recorded() -> dict[str, Any]:
+    found: dict[str, Any] = json.loads(TABLE.read_text(encoding="utf-8"))
+    return found
+
+
+@pytest.mark.parametrize("capability", instances.CAPABILITIES)
+def test_every_instance_compiles_without_a_warning_as_recorded(capability: int) -> None:
+    table = {(row["kernel"], row["architecture"]): row for row in recorded()["kernels"]}
+    same = recorded()["nvrtc"] == "{}.{}".format(*build.nvrtc_version())
+    wanted = instances.every(capability)
+    found = list(resources.table(wanted, capability, JOBS))
+    assert [row.kernel for row in found] == [each.kernel for each in wanted]
+    for row in found:
+        assert row.warnings == 0, row
+        assert row.shared <= BLOCK[capability], row
+        if same:
+            known = table[row.kernel, row.architecture]
+            assert asdict(row) == known, "kernels changed: write the table anew and look at what it says"
+    if same:
+        assert len(found) == sum(architecture == found[0].architecture for _, architecture in table)
+
+
+def test_blocks_that_are_to_share_a_multiprocessor_fit() -> None:
+    tiles = [row for row in recorded()["kernels"] if row["threads"]]
+    assert {row["architecture"] for row in tiles} == {build.architecture_name(x) for x in instances.CAPABILITIES}
+    for row in tiles:
+        capability = int(re.sub(r"\D", "", row["architecture"]))
+        warps = -(-row["threads"] // 32)
+        # registers are given out in groups of 8 a thread
+        assert row["resident"] * 32 * warps * (-(-row["registers"] // 8) * 8) <= REGISTERS, row
+        assert row["resident"] * (row["shared"] + RESERVED) <= MULTIPROCESSOR[capability], row
+
+
+@pytest.mark.parametrize("name", ["forward", "gradient", "sigmoid"])
+@pytest.mark.parametrize("family", [HOPPER, AMPERE], ids=lambda family: family.name)
+def test_the_plain_kernels_spill_nothing(name: str, family: Any) -> None:
+    plain = re.compile(rf"{name}_{family.name}<.*float16.*?(, [01])?, 0(, \d)?>")
+    rows = [row for row in recorded()["kernels"] if plain.fullmatch(row["kernel"])]
+    assert len(rows) >= 2
+    for row in rows:
+        assert row["spilled"] == row["stack"] == 0, row
+
+
+def test_every_source_holds_a_kernel_of_the_table() -> None:
+    named = {each.file for capability in instances.CAPABILITIES for each in instances.every(capability)}
+    assert named == {path.name for path in build.SOURCES.glob("*.cu")}
+
+
+@pytest.mark.skipif(shutil.which("nvcc") is None, reason="needs nvcc")
+@pytest.mark.parametrize("capability", instances.CAPABILITIES)
+def test_nvcc_takes_the_sources_too(capability: int, tmp_path: Path) -> None:
+    """Front end and code generator; warnings are errors. ptxas is the same in both, and NVRTC's run has it."""
+    files: dict[str, list[str]] = {}
+    for each in instances.every(capability):
+        files.setdefault(each.file, []).append(each.kernel)
+    virtual = build.architecture_name(capability).replace("sm_", "compute_")
+
+    def compiled(file: str) -> subprocess.CompletedProcess[str]:
+        # using a kernel's address makes nvcc compile that instance
+        uses = ", ".join(f"reinterpret_cast<const void*>(&contrastile::{kernel})" for kernel in files[file])
+        source = tmp_path / file
+        source.write_text(f'#include "{build.SOURCES / file}"\nconst void* used[] = {{{uses}}};\n')
+        options = ["-std=c++17", f"-arch={virtual}", f"-I{build.SOURCES}", "-Werror", "all-warnings", "--ptx"]
+        command = ["nvcc", *options, "-o", str(source.with_suffix(".ptx")), str(source)]
+        return subprocess.run(command, capture_output=True, text=True, timeout=1200, check=False)
+
+    with ThreadPoolExecutor(JOBS) as pool:
+        for file, done in zip(files, pool.map(compiled, files), strict=True):
+            assert done.returncode == 0, f"{file}: {done.stderr}"
+            text = (tmp_path / file).with_suffix(".ptx").read_text()
+            assert text.count(".entry") >= len(files[file]), file
+
+
+def test_chunks_stay_within_the_workspace(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("CONTRASTILE_WORKSPACE_MIB", "256")
+    for size, dtype in ((2, "bfloat16"), (4, "float32")):
+        family = choose(dtype, 90)
+        for m, n in ((4_194_304, 4_194_304), (65536, 1000), (1000, 65536), (1, 10**7), (10**7, 1), (40001, 40003)):
+            height, width = backward_chunk(m, n, size, family, None)
+            assert 1 <= height <= m
+            assert 1 <= width <= n
+            padded = -(-width // (16 // size)) * (16 // size)
+            assert size * height * padded <= 256 * 2**20
+            assert backward_chunk(m, n, size, family, (3, 5)) == (min(m, 3), min(n, 5))
+
+
+def test_partial_results_of_the_forward_pass_stay_bounded() -> None:
+    for family in (HOPPER, AMPERE):
+        for m, n in ((4_194_304, 4_194_304), (65536, 1000), (1000, 65536), (1, 10**8), (10**8, 1)):
+            height, width = forward_chunk(m, n, family, None)
+            across, down = -(-width // family.bn), -(-height // family.bm)
+            # a chunk one tile wide has one partial a row, whatever its height
+            assert across * height + down * width <= 16 * 2**20 * 1.1 + height + width

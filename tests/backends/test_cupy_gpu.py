@@ -1,0 +1,254 @@
+"""The cupy backend on a GPU: what ``contrastile verify --backend cupy --device cuda`` cannot ask of it."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+from collections.abc import Callable
+from typing import Any
+
+import numpy as np
+import pytest
+
+import contrastile
+
+cupy = pytest.importorskip("cupy")
+torch = pytest.importorskip("torch")
+if not torch.cuda.is_available():
+    pytest.skip("needs a GPU", allow_module_level=True)
+
+RECORDS = ("cupy", "contrastile.backends.cupy:ampere")
+DTYPES = ("bfloat16", "float16", "float32")
+B, D = 773, 88
+
+
+def towers(dtype: str, b: int = B, d: int = D, seed: int = 0) -> tuple[Any, Any]:
+    """Unit features on the GPU, of torch."""
+    generator = torch.Generator("cuda").manual_seed(seed)
+    drawn = (torch.randn(b, d, generator=generator, device="cuda") for _ in range(2))
+    one, two = (torch.nn.functional.normalize(x, dim=1).to(getattr(torch, dtype)) for x in drawn)
+    return one, two
+
+
+def as_cupy(x: Any) -> Any:
+    bits = x.view(torch.int16) if x.dtype == torch.bfloat16 else x
+    found = cupy.from_dlpack(bits)
+    return found.view("bfloat16") if x.dtype == torch.bfloat16 else found
+
+
+def losses() -> dict[str, tuple[Callable[..., Any], tuple[float, ...]]]:
+    return {
+        "clip": (contrastile.clip_loss, (14.0,)),
+        "info_nce": (contrastile.info_nce, (14.0,)),
+        "nt_xent": (contrastile.nt_xent, (5.0,)),
+        "sigmoid": (contrastile.sigmoid_loss, (10.0, -10.0)),
+    }
+
+
+def bits(xs: Any) -> list[bytes]:
+    return [np.asarray(x.float().cpu() if hasattr(x, "cpu") else x.astype("float32").get()).tobytes() for x in xs]
+
+
+def step(loss: Callable[..., Any], image: Any, text: Any, numbers: tuple[float, ...], backend: str) -> list[Any]:
+    """The loss and its gradients by torch's autograd."""
+    leaves = [x.detach().clone().requires_grad_() for x in (image, text)]
+    leaves += [torch.tensor(x, device="cuda", requires_grad=True) for x in numbers]
+    value = loss(*leaves, backend=backend)
+    return [value.detach(), *torch.autograd.grad(value, leaves)]
+
+
+@pytest.mark.parametrize("name", losses())
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("record", RECORDS)
+def test_torch_tensors_and_cupy_arrays_give_the_same_bits(record: str, dtype: str, name: str) -> None:
+    loss, numbers = losses()[name]
+    image, text = towers(dtype)
+    by_torch = step(loss, image, text, numbers, record)
+    value, gradients = contrastile.value_and_grad(loss, backend=record)(as_cupy(image), as_cupy(text), *numbers)
+    assert all(isinstance(x, cupy.ndarray) for x in (value, *gradients))
+    assert str(gradients[0].dtype) == dtype
+    assert bits(by_torch) == bits([value, *gradients])
+    assert bits([loss(as_cupy(image), as_cupy(text), *numbers, backend=record)]) == bits([value])
+
+
+def test_auto_is_cupy_for_cupy_and_triton_for_torch() -> None:
+    image, text = towers("bfloat16")
+    assert contrastile.backends.registry.choose("cupy", "cuda", "bfloat16") == "cupy"
+    assert contrastile.backends.registry.choose("torch", "cuda", "bfloat16") == "triton"
+    auto, named = (contrastile.clip_loss(as_cupy(image), as_cupy(text), 14.0, backend=x) for x in ("auto", "cupy"))
+    assert bits([auto]) == bits([named])
+
+
+def test_cupy_arrays_go_through_a_torch_backend_too() -> None:
+    image, text = towers("bfloat16")
+    found = contrastile.value_and_grad(contrastile.clip_loss, backend="triton")(as_cupy(image), as_cupy(text), 14.0)
+    exact = step(contrastile.clip_loss, image, text, (14.0,), "triton")
+    assert bits([found[0], *found[1]]) == bits(exact)
+
+
+def test_sup_con_and_ids_work_on_cupy_arrays() -> None:
+    image, text = towers("float32")
+    labels = torch.arange(B, device="cuda") % 19
+    both = contrastile.value_and_grad(contrastile.sup_con, backend="cupy")
+    by_torch, by_cupy = both(image, labels, 5.0), both(as_cupy(image), as_cupy(labels), 5.0)
+    assert bits([by_torch[0], *by_torch[1]]) == bits([by_cupy[0], *by_cupy[1]])
+    dropped = contrastile.clip_loss(as_cupy(image), as_cupy(text), 5.0, ids=as_cupy(labels))
+    assert float(dropped) < float(contrastile.clip_loss(as_cupy(image), as_cupy(text), 5.0))
+
+
+@pytest.mark.parametrize("record", RECORDS)
+def test_twenty_repeats_have_the_same_bits(record: str) -> None:
+    image, text = towers("bfloat16", 4099, 512)
+    first = bits(step(contrastile.clip_loss, image, text, (100.0,), record))
+    for _ in range(19):
+        assert bits(step(contrastile.clip_loss, image, text, (100.0,), record)) == first
+
+
+@pytest.mark.parametrize("name", ["clip", "sigmoid"])
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_a_step_can_be_captured_by_torch_and_replayed(dtype: str, name: str) -> None:
+    loss, numbers = losses()[name]
+    image, text = towers(dtype)
+    leaves = [x.detach().clone().requires_grad_() for x in (image, text)]
+    leaves += [torch.tensor(x, device="cuda", requires_grad=True) for x in numbers]
+
+    def call() -> list[Any]:
+        value = loss(*leaves, backend="cupy")
+        return [value.detach(), *torch.autograd.grad(value, leaves)]
+
+    side = torch.cuda.Stream()
+    side.wait_stream(torch.cuda.current_stream())
+    with torch.cuda.stream(side):
+        call()
+    torch.cuda.current_stream().wait_stream(side)
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        captured = call()
+    other, another = towers(dtype, seed=1)
+    with torch.no_grad():
+        leaves[0].copy_(other)
+        leaves[1].copy_(another)
+    graph.replay()
+    assert bits(captured) == bits(step(loss, other, another, numbers, "cupy"))
+
+
+def test_a_step_can_be_captured_by_cupy_and_replayed() -> None:
+    image, text = (as_cupy(x).copy() for x in towers("bfloat16"))
+    scale = cupy.asarray(14.0, dtype="float32")
+    both = contrastile.value_and_grad(contrastile.clip_loss, backend="cupy")
+    stream = cupy.cuda.Stream(non_blocking=True)
+    with stream:
+        both(image, text, scale)
+        both(image, text, scale)
+        stream.begin_capture()
+        value, gradients = both(image, text, scale)
+        graph = stream.end_capture()
+        other, another = (as_cupy(x) for x in towers("bfloat16", seed=1))
+        stream.synchronize()
+        image[...], text[...] = other, another
+        graph.launch(stream)
+        stream.synchronize()
+        expected = both(image, text, scale)
+        stream.synchronize()
+    assert bits([value, *gradients]) == bits([expected[0], *expected[1]])
+
+
+def test_nothing_waits_for_the_device() -> None:
+    image, text = towers("bfloat16", 4096, 512)
+    leaves = [image.requires_grad_(), text.requires_grad_(), torch.tensor(14.0, device="cuda", requires_grad=True)]
+
+    def call() -> None:
+        torch.autograd.grad(contrastile.clip_loss(*leaves, backend="cupy"), leaves)
+
+    call()
+    busy = torch.ones(4096, 4096, device="cuda")
+    torch.cuda.synchronize()
+    with torch.cuda.stream(torch.cuda.Stream()):
+        for _ in range(40):
+            busy @ busy
+        call()
+        event = torch.cuda.Event()
+        event.record()
+        # the products before it still run
+        assert not event.query()
+    torch.cuda.synchronize()
+
+
+def test_the_caller_s_stream_is_the_one_that_is_used() -> None:
+    image, text = towers("bfloat16", 2048, 512)
+    expected = bits(step(contrastile.clip_loss, image, text, (14.0,), "cupy"))
+    busy = torch.ones(4096, 4096, device="cuda")
+    late = torch.zeros_like(image)
+    side = torch.cuda.Stream()
+    side.wait_stream(torch.cuda.current_stream())
+    with torch.cuda.stream(side):
+        for _ in range(20):
+            busy @ busy
+        late.copy_(image)
+        found = step(contrastile.clip_loss, late, text, (14.0,), "cupy")
+    side.synchronize()
+    assert bits(found) == expected
+
+
+def test_torch_tensors_take_no_memory_from_cupy_s_pool() -> None:
+    pool = cupy.get_default_memory_pool()
+    image, text = towers("bfloat16", 2048, 512)
+    step(contrastile.clip_loss, image, text, (14.0,), "cupy")
+    before, live = pool.total_bytes(), torch.cuda.memory_allocated()
+    found = step(contrastile.clip_loss, image, text, (14.0,), "cupy")
+    assert pool.total_bytes() == before
+    assert torch.cuda.memory_allocated() > live
+    del found
+    assert torch.cuda.memory_allocated() == live
+
+
+def test_a_fixed_workspace_is_kept(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("CONTRASTILE_WORKSPACE_MIB", "8")
+    image, text = towers("bfloat16", 8192, 64)
+    step(contrastile.clip_loss, image, text, (14.0,), "cupy")
+    torch.cuda.reset_peak_memory_stats()
+    base = torch.cuda.memory_allocated()
+    kept = step(contrastile.clip_loss, image, text, (14.0,), "cupy")
+    peak = torch.cuda.max_memory_allocated() - base
+    # copies of the inputs, sums and gradients; 8 MiB of G, 32 of cuBLAS, partials and vectors
+    assert peak < 8192 * 64 * 2 * 2 * 5 + (8 + 32 + 24) * 2**20
+    del kept
+
+
+def test_any_device_may_hold_the_features() -> None:
+    if torch.cuda.device_count() < 2:
+        pytest.skip("needs two GPUs")
+    image, text = towers("bfloat16")
+    expected = bits(step(contrastile.clip_loss, image, text, (14.0,), "cupy"))
+    with cupy.cuda.Device(1):
+        there = [as_cupy(x.to("cuda:1")) for x in (image, text)]
+    value, gradients = contrastile.value_and_grad(contrastile.clip_loss, backend="cupy")(*there, 14.0)
+    assert gradients[0].device.id == value.device.id == 1
+    assert bits([value, *gradients]) == expected[:4]
+
+
+ALONE = """
+import sys
+sys.modules["torch"] = None
+import cupy, numpy as np
+import contrastile
+random = np.random.default_rng(0)
+image, text = (cupy.asarray(random.standard_normal((67, 40)), dtype="bfloat16") for _ in range(2))
+value, gradients = contrastile.value_and_grad(contrastile.clip_loss)(image, text, 0.5)
+loss = contrastile.clip_loss(image, text, 0.5)
+assert float(loss) == float(value), (loss, value)
+assert [x.shape for x in gradients] == [(67, 40), (67, 40), ()]
+assert not [name for name in sys.modules if name.startswith("torch.")]
+print("fine")
+"""
+
+
+def test_no_torch_is_needed() -> None:
+    done = subprocess.run([sys.executable, "-c", ALONE], capture_output=True, text=True, timeout=300)
+    assert done.stdout == "fine\n", done.stderr
+
+
+def test_features_that_cupy_cannot_take_are_refused_with_the_reason() -> None:
+    image = cupy.ones((4, 3), dtype="float64")
+    with pytest.raises(ValueError, match="got float64; convert them"):
+        contrastile.clip_loss(image, image, 1.0)
