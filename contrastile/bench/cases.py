@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib
 from dataclasses import dataclass
 from typing import Any
 
@@ -88,15 +89,19 @@ def _ids(b: int, random: np.random.Generator) -> npt.NDArray[np.int64]:
 
 
 def arguments(given: Features, library: str, dtype: str, device: str, scale: float) -> Arguments:
-    """The features in NumPy or torch arrays; torch ones require gradients, and share memory where they can.
+    """The features in one library's arrays; torch ones require gradients, and share memory where they can.
 
     Args:
         given: the features.
-        library: "numpy" or "torch".
+        library: "numpy", "torch" or "cupy".
         dtype: of the features.
         device: "cpu" or "cuda".
         scale: multiplies the dot products.
     """
+    if library == "cupy":
+        cupy: Any = importlib.import_module("cupy")
+        same = None if given.ids is None else cupy.asarray(given.ids)
+        return Arguments(cupy.asarray(given.image, dtype), cupy.asarray(given.text, dtype), scale, same)
     if library == "numpy":
         kind = np.dtype(dtype)
         return Arguments(given.image.astype(kind, copy=False), given.text.astype(kind, copy=False), scale, given.ids)

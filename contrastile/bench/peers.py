@@ -5,6 +5,7 @@ from __future__ import annotations
 import sys
 from collections.abc import Callable
 from dataclasses import dataclass
+from importlib.util import find_spec
 from typing import Any
 
 from contrastile.backends.contract import Accuracy
@@ -26,7 +27,7 @@ class Implementation:
 
     Attributes:
         name: a backend's name, or "plain".
-        library: whose arrays it is given: "numpy" or "torch".
+        library: whose arrays it is given: "numpy", "torch", or "cupy" where there is no torch.
         step: binds arguments; each call of the result is one forward and backward, and returns
             ``loss, (d_image, d_text, d_scale)``. It leaves nothing behind.
         accuracy: facts for the bounds of its check, given the dtype and the device.
@@ -62,7 +63,7 @@ def use_threads(threads: int | None) -> None:
 def ours(name: str) -> Implementation:
     """A backend through the package's front door, so that what is timed is what a user calls."""
     backend = load(name)
-    library = "numpy" if backend.arrays.name == "numpy" else "torch"
+    library = backend.arrays.name if backend.arrays.name == "numpy" or find_spec("torch") is None else "torch"
 
     def loss(image: Any, text: Any, scale: Any, ids: Any) -> Any:
         from contrastile import clip_loss
@@ -90,7 +91,7 @@ def ours(name: str) -> Implementation:
         # both gradients, and their accumulators in the state dtype
         return 2 * b * d * (itemsize + 8)
 
-    step = without_autograd if library == "numpy" else with_autograd(loss)
+    step = with_autograd(loss) if library == "torch" else without_autograd
     return Implementation(name, library, step, backend.accuracy, predicted, refuses)
 
 

@@ -44,6 +44,21 @@ class Lengths:
 
 
 @dataclass(frozen=True)
+class Spread:
+    """How the ranks of a world share a problem.
+
+    Attributes:
+        rows: rows of each rank; the first rank's are the problem's first.
+        blocks: sizes of the column blocks that a rank computes its rows against, in one call each.
+        halved: a rank may compute its rows against one shard in two calls, half of the rows in each.
+    """
+
+    rows: tuple[int, ...]
+    blocks: tuple[int, ...]
+    halved: bool = False
+
+
+@dataclass(frozen=True)
 class Arithmetic:
     """A backend's arithmetic on one problem.
 
@@ -52,12 +67,21 @@ class Arithmetic:
         dtype: the features'.
         over_columns: how sums over a row's columns are taken.
         over_rows: how sums over a column's rows are taken.
+        ranks: rows of each rank, in their order; one rank in a process alone.
+        totals: how many float64 totals are added to make one number of the whole problem.
     """
 
     accuracy: Accuracy
     dtype: str
     over_columns: Lengths
     over_rows: Lengths
+    ranks: tuple[int, ...]
+    totals: int
+
+    @property
+    def shared(self) -> int:
+        """1 where ranks share the problem: their gradients carry the factor that a mean over them takes away again."""
+        return int(len(self.ranks) > 1)
 
     @property
     def tiny(self) -> float:
@@ -82,23 +106,35 @@ class Arithmetic:
 
 
 def arithmetic(
-    accuracy: Accuracy, dtype: str, rows: int, blocks: Sequence[int], options: Options | None = None
+    accuracy: Accuracy,
+    dtype: str,
+    rows: int,
+    blocks: Sequence[int],
+    options: Options | None = None,
+    spread: Spread | None = None,
 ) -> Arithmetic:
     """A backend's arithmetic on a problem of ``rows`` rows and column blocks of these sizes.
 
-    ``options.tile``, where given, caps the tile: smaller tiles mean more merges.
+    ``options.tile``, where given, caps the tile: smaller tiles mean more merges. ``spread`` says how ranks share the
+    problem: a row then meets ``spread.blocks``, and a column the rows of one rank after another's.
     """
     tile = (None, None) if options is None or options.tile is None else options.tile
+    here = spread or Spread((rows,), tuple(blocks))
     return Arithmetic(
         accuracy,
         dtype,
-        over_columns=_lengths(accuracy, blocks, tile[1]),
-        over_rows=_lengths(accuracy, [rows], tile[0]),
+        over_columns=_lengths(accuracy, here.blocks, tile[1]),
+        over_rows=_lengths(accuracy, here.rows, tile[0], halved=here.halved),
+        ranks=here.rows,
+        totals=0 if spread is None else 2 * len(here.rows) * len(here.blocks),
     )
 
 
-def _lengths(accuracy: Accuracy, sizes: Sequence[int], cap: int | None) -> Lengths:
+def _lengths(accuracy: Accuracy, sizes: Sequence[int], cap: int | None, *, halved: bool = False) -> Lengths:
     tiles = [max(1, min(accuracy.tile(size), size if cap is None else cap)) for size in sizes]
     parts = sum(-(-size // tile) + 1 for size, tile in zip(sizes, tiles, strict=True))
     shortest = min((size for size in sizes if size), default=1)
+    if halved:
+        # one of the sizes comes in two: at most one tile more, and one partial result more
+        parts, shortest = parts + 2, max(1, shortest // 2)
     return Lengths(max(tiles, default=0), parts, max(sizes, default=0), shortest)

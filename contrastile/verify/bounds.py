@@ -9,6 +9,8 @@ The features are exact: they were rounded to the backend's dtype before the trut
 * log-sum-exp, positives, loss: ``_lse_error``, ``_positive_error``, ``_softmax_loss_error``.
 * G: ``_probability_error``, ``_softmax_gradient_error``; sigmoid: ``_sigmoid_errors``.
 * dQ, dK, dscale, dbias: ``_sum_error``, ``_features_error``, ``_scale_error``.
+* n ranks that share the problem (``Spread``): their log-sum-exps and gradient sums are merged and added like further
+  blocks; one rounding for the factor n in the weights and one for its removal; ``_over_ranks`` for dscale and dbias.
 
 The truth is float64 and rounds too: its own bound, by the same derivation with u = 2^-53, is added. That matters for
 float64 backends alone. Where the truth is not finite the bound is 0: such values are compared for equality.
@@ -26,7 +28,7 @@ from contrastile.backends.contract import Accuracy, Options
 from contrastile.exchange.problem import Problem
 from contrastile.oracle.arrays import BoolArray, FloatArray, float64
 from contrastile.oracle.sigmoid import sigma, softplus
-from contrastile.verify.arithmetic import Arithmetic, Lengths, arithmetic, gamma
+from contrastile.verify.arithmetic import Arithmetic, Lengths, Spread, arithmetic, gamma
 from contrastile.verify.rounding import UNIT
 from contrastile.verify.truth import Direction, Outcome, Truth, split
 
@@ -41,6 +43,7 @@ def bounds(
     dtype: str,
     upstream: float = 1.0,
     options: Options | None = None,
+    spread: Spread | None = None,
 ) -> Outcome:
     """Absolute error bounds on every element of the truth's outcome, in the same shapes.
 
@@ -51,12 +54,13 @@ def bounds(
         dtype: the features' dtype.
         upstream: gradient with respect to the loss, applied in the state dtype.
         options: what the backend was asked for; a smaller tile means more merges.
+        spread: how the ranks of a world share the problem; None for a process alone.
     """
     blocks = [len(block) for block in problem.columns]
-    found = []
+    m, found = len(truth.q), []
+    ways = arithmetic(accuracy, dtype, m, blocks, options, spread), arithmetic(ORACLE, "float64", m, blocks)
     with np.errstate(all="ignore"):
-        for facts, name in ((accuracy, dtype), (ORACLE, "float64")):
-            a = arithmetic(facts, name, len(truth.q), blocks, options if facts is accuracy else None)
+        for a in ways:
             derive = _sigmoid if problem.kind == "sigmoid" else _softmax
             found.append(derive(problem, truth, a, abs(upstream)))
     values = {f.name: _total(*(getattr(each, f.name) for each in (*found, truth.outcome))) for f in fields(Outcome)}
@@ -79,7 +83,7 @@ def _softmax(problem: Problem, t: Truth, a: Arithmetic, upstream: float) -> Outc
     E, reference = _logit_error(t, a), _reference(t, a)
     row_lse = _lse_error(t.x, E, t.admitted, t.row, a.over_columns, reference, a)
     row_positive = _positive_error(t.x, E, t.positive, a)
-    loss = _softmax_loss_error(t.row, row_lse, row_positive)
+    loss = _softmax_loss_error(t.row, row_lse, row_positive, a)
     dG = _softmax_gradient_error(t.x, E, t.admitted, t.positive, t.row, row_lse, a.over_columns, upstream, reference, a)
     largest = np.abs(t.row.weight).max(initial=0.0)
     column_lse = column_positive = None
@@ -87,7 +91,7 @@ def _softmax(problem: Problem, t: Truth, a: Arithmetic, upstream: float) -> Outc
         seen = t.x.T, E.T, t.admitted.T
         column_lse = _lse_error(*seen, t.column, a.over_rows, reference, a)
         column_positive = _positive_error(t.x.T, E.T, t.positive.T, a)
-        loss += _softmax_loss_error(t.column, column_lse, column_positive)
+        loss += _softmax_loss_error(t.column, column_lse, column_positive, a)
         across = _softmax_gradient_error(*seen, t.positive.T, t.column, column_lse, a.over_rows, upstream, reference, a)
         dG = dG + across.T
         largest = max(largest, np.abs(t.column.weight).max(initial=0.0))
@@ -110,7 +114,7 @@ def _sigmoid(problem: Problem, t: Truth, a: Arithmetic, upstream: float) -> Outc
     loss = float(np.where(weight == 0, 0.0, weight * row_loss).sum())
     magnitude = np.abs(t.G) + dG
     chain = gamma(u * (a.over_columns.tile + a.over_columns.parts + 2))
-    bias = dG.sum() + (chain + _float64_sum(t)) * magnitude.sum()
+    bias = dG.sum() + (chain + _float64_sum(t, a)) * magnitude.sum()
     gradient = _gradients(problem, t, dG, upstream * weight.max(initial=0.0), a)
     return Outcome(
         loss=float64(loss + u * (abs(t.outcome.loss) + loss) + a.tiny),
@@ -118,14 +122,14 @@ def _sigmoid(problem: Problem, t: Truth, a: Arithmetic, upstream: float) -> Outc
         row_positive=None,
         column_lse=None,
         column_positive=None,
-        bias=float64(bias + u * (np.abs(t.G.sum()) + bias) + a.tiny),
+        bias=_over_ranks(t.G.sum(axis=1), bias, a),
         **gradient,
     )
 
 
-def _float64_sum(t: Truth) -> float:
+def _float64_sum(t: Truth, a: Arithmetic) -> float:
     """Relative error of the float64 sums over rows and columns, against the sum of magnitudes."""
-    return gamma(UNIT["float64"] * (sum(t.x.shape) + 4))
+    return gamma(UNIT["float64"] * (sum(t.x.shape) + 4 + a.totals))
 
 
 def _logit_error(t: Truth, a: Arithmetic) -> FloatArray:
@@ -193,11 +197,12 @@ def _positive_error(x: FloatArray, E: FloatArray, positive: BoolArray, a: Arithm
     return float64(np.where(positive, E, 0.0).sum(axis=1) + relative / (1 - relative) * size)
 
 
-def _softmax_loss_error(side: Direction, lse: FloatArray, positive: FloatArray) -> float:
+def _softmax_loss_error(side: Direction, lse: FloatArray, positive: FloatArray, a: Arithmetic) -> float:
     """Error of sum_i w_i (L_i - t_i positive_i), taken in float64: absolute, since a trained model's loss goes to 0."""
     target, weight = np.abs(side.target), np.abs(side.weight)
     size = np.abs(side.lse) + lse + np.where(target == 0, 0.0, target * (np.abs(side.positive_sum) + positive))
-    terms = lse + np.where(target == 0, 0.0, target * positive) + gamma(UNIT["float64"] * (2 * len(lse) + 4)) * size
+    sums = gamma(UNIT["float64"] * (2 * len(lse) + 4 + a.totals))
+    terms = lse + np.where(target == 0, 0.0, target * positive) + sums * size
     return float(np.where(weight == 0, 0.0, weight * terms).sum())
 
 
@@ -237,12 +242,14 @@ def _softmax_gradient_error(
     """One direction's share of G's error before G is rounded: ``|w| dp + gamma(6u) |w| (p + dp + |t|) + 4 tiny``.
 
     At most six roundings: the weight times the upstream gradient, times p or t, and four additions of the terms of
-    both directions. They are relative to the terms, not to G: where p is near 1 on a positive, G cancels.
+    both directions; a seventh where the upstream gradient is first multiplied by the number of ranks. They are
+    relative to the terms, not to G: where p is near 1 on a positive, G cancels.
     """
     weight = upstream * np.abs(side.weight)[:, None]
     dp = _probability_error(x, E, side, lse, lengths, reference, a)
     target = np.where(positive, np.abs(side.target)[:, None], 0.0)
-    error = weight * dp + gamma(6 * a.accuracy.unit) * weight * (side.p + dp + target) + 4 * a.tiny
+    roundings = gamma((6 + a.shared) * a.accuracy.unit)
+    error = weight * dp + roundings * weight * (side.p + dp + target) + 4 * a.tiny
     # a weight of 0 silences the row even where its log-sum-exp is -inf or NaN
     return np.where(admitted & (weight > 0), error, 0.0)
 
@@ -262,7 +269,7 @@ def _sigmoid_errors(t: Truth, E: FloatArray, weight: FloatArray, a: Arithmetic) 
     inexact = (1 + 6 * u) * E
     evaluated = np.log1p(np.exp(-np.abs(at))) * np.expm1(u * (3 * np.abs(at) + 2 * c)) + u * value + a.tiny
     dvalue = np.where(t.admitted, (np.log1p(slope * np.expm1(inexact)) + evaluated) * (1 + 4 * u), 0.0)
-    length = gamma(u * (a.over_columns.tile + a.over_columns.parts)) + _float64_sum(t)
+    length = gamma(u * (a.over_columns.tile + a.over_columns.parts)) + _float64_sum(t, a)
     row_loss = (dvalue + length * (np.where(t.admitted, value, 0.0) + dvalue)).sum(axis=1)
     dslope = np.minimum(slope, sigma(-at)) * np.expm1(inexact + u * 3 * np.abs(at))
     dslope = dslope + gamma(u * (c + 4)) * (slope + dslope) + a.tiny
@@ -296,10 +303,13 @@ def _sum_error(G: FloatArray, dG: FloatArray, other: FloatArray, lengths: Length
 
 
 def _features_error(t: Truth, exact: FloatArray, error: FloatArray, a: Arithmetic) -> FloatArray:
-    """Error of s R: the sum's error times s, two roundings (the upstream gradient may join s), and the one cast."""
+    """Error of s R: the sum's error times s, two roundings (the upstream gradient may join s), and the one cast.
+
+    Where ranks share the problem, two more: n joins the upstream gradient, and whoever averages divides by n.
+    """
     value = np.abs(t.scale * exact)
     scaled = abs(t.scale) * error
-    return a.cast(value, scaled + gamma(2 * a.accuracy.unit) * (value + scaled) + 2 * a.tiny)
+    return a.cast(value, scaled + gamma((2 + 2 * a.shared) * a.accuracy.unit) * (value + scaled) + 2 * a.tiny)
 
 
 def _scale_error(t: Truth, moved: FloatArray, row_error: FloatArray, a: Arithmetic) -> FloatArray:
@@ -307,12 +317,24 @@ def _scale_error(t: Truth, moved: FloatArray, row_error: FloatArray, a: Arithmet
 
     G's error enters through the products themselves, ``sum_ij dG_ij |<q_i, k_j>|``, which is less than through R's
     error; the product G K costs ``g sum (|G| + dG) B``; the inner products over d are in the state dtype, their sum
-    over rows in float64; one multiplication by the upstream gradient; one rounding at the end.
+    over rows in float64; the rest in ``_over_ranks``.
     """
     u, width = a.accuracy.unit, t.q.shape[1]
     magnitude = np.abs(t.q) @ np.abs(t.k).T
     relative = a.product(a.over_columns.longest, a.over_columns.parts)
     error = (moved * np.abs(t.products)).sum() + relative * ((np.abs(t.G) + moved) * magnitude).sum()
-    inner = gamma(u * (width + 1)) + _float64_sum(t)
+    inner = gamma(u * (width + 1)) + _float64_sum(t, a)
     error += inner * (np.abs(t.q) * (np.abs(t.row_sum) + row_error)).sum() + t.q.size * (len(t.k) + 1) * a.tiny
-    return float64(error + u * (abs(t.outcome.scale) + error) + a.tiny)
+    return _over_ranks((t.q * t.row_sum).sum(axis=1), error, a)
+
+
+def _over_ranks(terms: FloatArray, error: float, a: Arithmetic) -> FloatArray:
+    """Error of ``sum_i terms_i``, whose rows' terms are known to ``error`` together, stored in the state dtype.
+
+    One rounding in a process alone. Ranks have float64 sums of any size, however much the whole cancels: n of them are
+    added, divided by n, and added once more by whoever sums over the ranks. n may be multiplied in, which rounds too.
+    """
+    ends = np.cumsum(a.ranks)
+    parts = [abs(terms[end - rows : end].sum()) for rows, end in zip(a.ranks, ends, strict=True)]
+    wide = gamma(UNIT["float64"] * (len(parts) + 3)) * (sum(parts) + error) if a.shared else 0.0
+    return float64(error + wide + gamma(a.accuracy.unit * (1 + a.shared)) * (abs(terms.sum()) + error) + a.tiny)

@@ -5,15 +5,18 @@ from __future__ import annotations
 import argparse
 import importlib.util
 import sys
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 from contrastile.backends import registry
 from contrastile.backends.arrays import FLOATS
-from contrastile.backends.contract import Backend, BackendUnavailableError
-from contrastile.verify import cases, report, strategies
-from contrastile.verify.properties import PROPERTIES
+from contrastile.backends.contract import PRECISIONS, Backend, BackendUnavailableError
+from contrastile.verify import cases, report, sharded, strategies, worlds
+from contrastile.verify.distributed import DISTRIBUTED
+from contrastile.verify.properties import PROPERTIES, Property
 from contrastile.verify.runner import DTYPES, Row, Run, Selection
+from contrastile.verify.worlds import World, WorldError
 
 PASS, FAIL, COULD_NOT_RUN = 0, 1, 2
 INSTALL = "pip install 'contrastile[verify]'"
@@ -31,7 +34,9 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     add("--case", **several, help="a case's name; see --list (default: all)")
     add("--property", **several, help="a property's name; see --list (default: all)")
     add("--dtype", action="extend", nargs="+", choices=FLOATS, help="dtypes of the features (default: all it takes)")
+    add("--precision", action="extend", nargs="+", choices=PRECISIONS, help="of float32 products (default: all it has)")
     add("--device", default="cpu", choices=["cpu", "cuda"], help="where to run (default: cpu)")
+    add("--world", metavar="N", help="as 1..8 ranks in this process, or under a launcher as mpi or torch")
     add("--examples", type=int, default=100, metavar="N", help="problems drawn a backend and dtype (default: 100)")
     add("--seed", type=int, default=0, metavar="S", help="of everything random (default: 0)")
     add("--json", type=Path, metavar="FILE", help="write the verdict, the environment and every row to FILE")
@@ -49,10 +54,15 @@ def main(args: argparse.Namespace) -> int:
         if args.list:
             print(listing())
             return PASS
-        return _run(args)
-    except CannotRunError as error:
-        print(f"contrastile verify: {error}", file=sys.stderr)
-        return COULD_NOT_RUN
+        with worlds.opened(args.world, args.device) as world:
+            return _run(args) if world is None else _together(args, world)
+    except (CannotRunError, WorldError) as error:
+        return _cannot_run(error)
+
+
+def _cannot_run(error: Exception) -> int:
+    print(f"contrastile verify: {error}", file=sys.stderr, flush=True)
+    return COULD_NOT_RUN
 
 
 def listing() -> str:
@@ -64,26 +74,43 @@ def listing() -> str:
     lines += [f"  {name:22}{cases.build(name, 'float32').about}" for name in cases.names()]
     lines += [f"  {p.case:22}{p.name}: {p.about}" for p in PROPERTIES.values() if p.case is not None]
     lines += ["properties", *(f"  {p.name:22}{p.about}" for p in PROPERTIES.values())]
+    lines += ["properties of a --world", *(f"  {p.name:22}{p.about}" for p in DISTRIBUTED.values())]
     return "\n".join(lines)
 
 
-def _run(args: argparse.Namespace) -> int:
-    backends, absent = _backends(args.backend)
+def _together(args: argparse.Namespace, world: World) -> int:
+    """``_run`` on every process of a world: the leader prints, and all come to its exit code."""
+    try:
+        code = _run(args, world)
+    except CannotRunError as error:
+        code = _cannot_run(error) if world.leads else COULD_NOT_RUN
+    # only now: a launcher that sees one process fail may end the others in the middle of a line
+    return world.share(code)
+
+
+def _run(args: argparse.Namespace, world: World | None = None) -> int:
+    backends, absent = _backends(args.backend, 1 if world is None else world.size)
+    known = PROPERTIES if world is None else DISTRIBUTED
     selection = Selection(
         backends=backends,
-        cases=_known("case", args.case, _case_names()),
-        properties=_known("property", args.property, list(PROPERTIES)),
+        cases=_known("case", args.case, _case_names(known)),
+        properties=_known("property", args.property, list(known)),
         dtypes=tuple(args.dtype or DTYPES),
+        precisions=args.precision,
         device=_device(args.device),
         examples=_at_least("examples", args.examples, 1),
         seed=_at_least("seed", args.seed, 0),
+        world=world,
     )
     _require(selection, quiet=args.quiet)
-    with report.progress(shown=not args.quiet) as advance:
+    leads = world is None or world.leads
+    with report.progress(shown=leads and not args.quiet) as advance:
         run = Run(selection, advance)
         rows = absent + list(run.rows())
     if all(row["status"] == "skip" for row in rows):
         raise CannotRunError(f"nothing ran: {rows[0]['reason'] if rows else 'no property has such a case'}")
+    if not leads:
+        return FAIL if run.failures else PASS
     if args.json is not None:
         try:
             report.write_json(args.json, rows)
@@ -93,7 +120,7 @@ def _run(args: argparse.Namespace) -> int:
     return FAIL if run.failures else PASS
 
 
-def _backends(named: list[str] | None) -> tuple[dict[str, Backend], list[Row]]:
+def _backends(named: list[str] | None, ranks: int) -> tuple[dict[str, Backend], list[Row]]:
     """The backends to run, and a skipped row for each that is not available and was not asked for by name."""
     found: dict[str, Backend] = {}
     absent: list[Row] = []
@@ -103,7 +130,7 @@ def _backends(named: list[str] | None) -> tuple[dict[str, Backend], list[Row]]:
         except BackendUnavailableError as error:
             if named:
                 raise CannotRunError(str(error)) from error
-            absent.append(_absent(name, str(error)))
+            absent.append(_absent(name, str(error), ranks))
         except Exception as error:
             # importing other people's code may raise anything
             text = " ".join(str(error).split())
@@ -112,12 +139,20 @@ def _backends(named: list[str] | None) -> tuple[dict[str, Backend], list[Row]]:
     return found, absent
 
 
-def _absent(name: str, reason: str) -> Row:
-    return Row(backend=name, property="all", case="all", dtype="all", world=1, ratio=None, status="skip", reason=reason)
+def _absent(name: str, reason: str, ranks: int) -> Row:
+    return Row(
+        backend=name, property="all", case="all", dtype="all", world=ranks, ratio=None, status="skip", reason=reason
+    )
 
 
-def _case_names() -> list[str]:
-    return [*cases.names(), *(p.case for p in PROPERTIES.values() if p.case is not None)]
+def _case_names(known: dict[str, Property]) -> list[str]:
+    return [*cases.names(), *dict.fromkeys(p.case for p in known.values() if p.case is not None)]
+
+
+_RECIPES: dict[str, Callable[[str], object]] = {
+    strategies.CASE: strategies.Recipe.parse,
+    sharded.CASE: sharded.Shared.parse,
+}
 
 
 def _known(what: str, given: list[str] | None, names: list[str]) -> list[str] | None:
@@ -126,29 +161,43 @@ def _known(what: str, given: list[str] | None, names: list[str]) -> list[str] | 
         return None
     chosen: list[str] = []
     for name in given:
-        if what == "case" and name.startswith(f"{strategies.CASE}:"):
+        family = name.partition(":")[0]
+        if what == "case" and ":" in name and family in _RECIPES:
             try:
-                strategies.Recipe.parse(name)
+                _RECIPES[family](name)
             except ValueError as error:
                 raise CannotRunError(str(error)) from error
             chosen.append(name)
             continue
-        family = [known for known in names if known.partition("@")[0] == name]
-        if name not in names and not family:
+        variants = [known for known in names if known.partition("@")[0] == name]
+        if name not in names and not variants:
             raise CannotRunError(f"{what} must be one of {', '.join(names)}, got {name!r}")
-        chosen += [name] if name in names else family
+        chosen += [name] if name in names else variants
     return chosen
 
 
 def _device(name: str) -> str:
-    if name == "cuda":
-        if importlib.util.find_spec("torch") is None:
-            raise CannotRunError("--device cuda needs torch; run: pip install 'contrastile[torch]'")
-        import torch
-
-        if not torch.cuda.is_available():
-            raise CannotRunError("--device cuda needs a GPU that torch can use, and torch finds none; use --device cpu")
+    if name == "cuda" and not _torch_finds_a_gpu() and not _cupy_finds_a_gpu():
+        raise CannotRunError(
+            "--device cuda needs a GPU that torch or CuPy can use, and neither finds one; use --device cpu"
+        )
     return name
+
+
+def _torch_finds_a_gpu() -> bool:
+    if importlib.util.find_spec("torch") is None:
+        return False
+    import torch
+
+    return torch.cuda.is_available()
+
+
+def _cupy_finds_a_gpu() -> bool:
+    if importlib.util.find_spec("cupy") is None:
+        return False
+    from contrastile.backends.cupy.devices import gpus
+
+    return bool(gpus())
 
 
 def _at_least(what: str, given: int, least: int) -> int:
@@ -160,7 +209,8 @@ def _at_least(what: str, given: int, least: int) -> int:
 def _require(selection: Selection, *, quiet: bool) -> None:
     """Refuse to start what would stop for a missing package."""
     needed = [] if quiet else ["rich"]
-    if any(strategies.CASE in selection.own_cases(each) for each in selection.chosen()):
+    drawn = strategies.CASE, sharded.CASE
+    if any(case in selection.own_cases(each) for each in selection.chosen() for case in drawn):
         needed.append("hypothesis")
     lacking = [name for name in needed if importlib.util.find_spec(name) is None]
     if lacking:

@@ -128,6 +128,14 @@ def rehoused(backend: Backend, layout: Layout, trespasses: list[str]) -> Backend
         backend.gradients(moved.block(block), moved.weights(weights), *to, options)
         settle(moved)
 
+    def finished_rows(block: Block, weights: Weights, columns: Array, options: Options) -> tuple[Array, Array]:
+        assert backend.finished_rows is not None
+        moved = movers()
+        to = moved.add(columns, "column_gradient")
+        found = backend.finished_rows(moved.block(block), moved.weights(weights), to, options)
+        settle(moved)
+        return found
+
     def sigmoid(block: Block, weight: Array, rows: Array, columns: Array, options: Options) -> tuple[Array, Array]:
         moved = movers()
         there = moved.block(block)
@@ -137,7 +145,8 @@ def rehoused(backend: Backend, layout: Layout, trespasses: list[str]) -> Backend
         settle(moved)
         return found
 
-    return replace(backend, lse=lse, gradients=gradients, sigmoid=sigmoid)
+    finished = None if backend.finished_rows is None else finished_rows
+    return replace(backend, lse=lse, gradients=gradients, sigmoid=sigmoid, finished_rows=finished)
 
 
 def repeated(backend: Backend) -> Backend:
@@ -151,7 +160,8 @@ def repeated(backend: Backend) -> Backend:
         backend.sigmoid(*call)
         return backend.sigmoid(*call)
 
-    return replace(backend, gradients=gradients, sigmoid=sigmoid)
+    # finished rows are nobody's accumulator
+    return replace(backend, gradients=gradients, sigmoid=sigmoid, finished_rows=None)
 
 
 def expanded(backend: Backend) -> Backend:
@@ -167,8 +177,10 @@ def expanded(backend: Backend) -> Backend:
         backend.check(there)
         return there
 
+    finished = backend.finished_rows
     return replace(
         backend,
+        finished_rows=None if finished is None else lambda block, *call: finished(house(block), *call),
         lse=lambda block, *call: backend.lse(house(block), *call),
         gradients=lambda block, *call: backend.gradients(house(block), *call),
         sigmoid=lambda block, *call: backend.sigmoid(house(block), *call),

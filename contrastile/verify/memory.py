@@ -68,11 +68,26 @@ def poisoned(arrays: ArrayLibrary) -> Iterator[None]:
     if arrays.name == "torch":
         with _poisoned_torch():
             yield
+    elif arrays.name == "cupy":
+        cupy: Any = importlib.import_module("cupy")
+        with cupy.cuda.using_allocator(_poisonous_pool(cupy.get_default_memory_pool())):
+            yield
     elif arrays.name == "numpy":
         with mock.patch.multiple(np, empty=_poisonous(np.empty), empty_like=_poisonous(np.empty_like)):
             yield
     else:
         raise SkipError(f"no way to poison the memory of {arrays.name}")
+
+
+def _poisonous_pool(pool: Any) -> Callable[[int], Any]:
+    def allocate(size: int) -> Any:
+        memory = pool.malloc(size)
+        if size:
+            # all bits set: NaN in every float format
+            memory.memset_async(0xFF, size)
+        return memory
+
+    return allocate
 
 
 def _poisonous(allocate: Callable[..., Any]) -> Callable[..., Any]:

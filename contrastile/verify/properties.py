@@ -232,9 +232,9 @@ def non_finite(trial: Trial) -> Checks:
         yield "inf in a row", Worst(np.inf if np.isfinite(loss) else 0.0, "loss", (), abs(loss), 0.0)
 
 
-def identical(got: Outcome, expected: Outcome) -> Worst:
-    """Ratio 0 when every field has the same bits, inf otherwise."""
-    for (name, a), (_, b) in zip(parts(got), parts(expected), strict=True):
+def identical(got: Outcome, expected: Outcome, fields: Sequence[str] = VALUE + GRADIENT) -> Worst:
+    """Ratio 0 when every one of the fields has the same bits, inf otherwise."""
+    for (name, a), (_, b) in zip(parts(got, fields), parts(expected, fields), strict=True):
         if a is None or b is None:
             continue
         differ = np.flatnonzero(np.asarray(a).view(np.int64).ravel() != np.asarray(b).view(np.int64).ravel())

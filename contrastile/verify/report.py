@@ -154,7 +154,9 @@ def _table(rows: Sequence[Row]) -> None:
     for row in rows:
         grouped.setdefault((row["backend"], row["property"]), []).append(row)
     backends = list(dict.fromkeys(backend for backend, name in grouped if name != "all"))
-    table = Table(title="largest error / bound", caption="below 1 passes", caption_justify="left", title_justify="left")
+    ranks = max((row["world"] for row in rows), default=1)
+    title = "largest error / bound" + (f", as {ranks} ranks" if ranks > 1 else "")
+    table = Table(title=title, caption="below 1 passes", caption_justify="left", title_justify="left")
     for heading in ("property", *backends):
         table.add_column(Text(heading))
     for name in dict.fromkeys(name for _, name in grouped if name != "all"):

@@ -10,7 +10,7 @@ import numpy as np
 import numpy.typing as npt
 
 from contrastile.backends.contract import Array, Backend, Block, Options, Statistics
-from contrastile.exchange import local
+from contrastile.exchange import local, schedule
 from contrastile.exchange.problem import Problem
 from contrastile.verify.truth import Outcome
 
@@ -89,7 +89,8 @@ def outcome(
         upstream: the gradient that arrives from above.
 
     Returns:
-        NumPy float64 values of what came out in the backend's own dtypes.
+        NumPy float64 values of what came out in the backend's own dtypes; of a problem with a placement this rank's
+        own, without the sums of the positive logits, which the ranks never put together.
 
     Raises:
         UnsupportedProblemError: the backend refuses the problem.
@@ -105,14 +106,18 @@ def outcome(
         return parts[-1]
 
     if native.kind == "sigmoid":
-        loss, sums = local.sigmoid(native, wanted, backend, options)
+        loss, sums = schedule.sigmoid(native, wanted, backend, options)
         assert sums is not None
-        gradients = local.finish(native.rows, native.scale, sums, arriving, wanted, arrays)
+        place = native.placement
+        gradients = schedule.finish(native.rows, native.scale, place, sums, arriving, wanted, arrays)
         row_lse = column_lse = None
     else:
-        saved = local.forward(native, replace(backend, lse=lse), options)
-        gradients = local.backward(native, saved, arriving, wanted, backend, options)
+        saved = schedule.forward(native, replace(backend, lse=lse), options)
+        gradients = schedule.backward(native, saved, arriving, wanted, backend, options)
         loss, row_lse, column_lse = saved.loss, saved.row_lse, saved.column_lse
+
+    if native.placement is not None:
+        parts.clear()
 
     def take(x: Array | None) -> Any:
         return None if x is None else np.array(arrays.to_numpy(x), dtype=np.float64)
@@ -122,7 +127,9 @@ def outcome(
         row_lse=take(row_lse),
         row_positive=np.sum([take(part.row_positive) for part in parts], axis=0) if parts else None,
         column_lse=take(column_lse),
-        column_positive=None if column_lse is None else np.concatenate([take(part.column_positive) for part in parts]),
+        column_positive=None
+        if column_lse is None or not parts
+        else np.concatenate([take(part.column_positive) for part in parts]),
         rows=take(gradients.rows),
         columns=tuple(take(x) for x in gradients.columns),
         scale=take(gradients.scale),

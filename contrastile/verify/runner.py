@@ -13,13 +13,15 @@ from typing import TypedDict
 import numpy as np
 
 from contrastile.backends.arrays import FLOATS
-from contrastile.backends.contract import Backend, UnsupportedProblemError
-from contrastile.verify import cases, strategies
+from contrastile.backends.contract import PRECISIONS, Backend, UnsupportedProblemError
+from contrastile.verify import cases, sharded, strategies
+from contrastile.verify.distributed import DISTRIBUTED
 from contrastile.verify.memory import one_thread
 from contrastile.verify.properties import PROPERTIES, Checks, Property
 from contrastile.verify.run import Worst
 from contrastile.verify.trial import SkipError, Subject, Trial
 from contrastile.verify.truth import truth
+from contrastile.verify.worlds import World
 
 DTYPES = ("float32", *(dtype for dtype in FLOATS if dtype != "float32"))
 
@@ -56,9 +58,11 @@ class Selection:
         cases: names, "drawn" and "drawn:..." among them; None for all.
         properties: names; None for all.
         dtypes: those of them run that a backend takes.
+        precisions: for float32, those that a backend does not name are skipped; None for all that it names.
         device: kind of device.
         examples: problems to draw for each backend and dtype.
         seed: of everything random.
+        world: the ranks of the distributed properties, which are then the ones that run; None for a process alone.
     """
 
     backends: dict[str, Backend]
@@ -68,10 +72,23 @@ class Selection:
     device: str = "cpu"
     examples: int = 100
     seed: int = 0
+    precisions: Sequence[str] | None = None
+    world: World | None = None
+
+    def subjects(self, dtype: str) -> list[Subject]:
+        """Each backend with this dtype, in each precision of its products where there are several."""
+        found = []
+        for name, backend in self.backends.items():
+            has = [x for x in PRECISIONS if x in backend.precisions]
+            ways = (has if self.precisions is None else self.precisions) if dtype == "float32" else ["ieee"]
+            about = self.device, self.seed, self.examples
+            found += [Subject(name, backend, dtype, *about, way, self.world) for way in ways]
+        return found
 
     def chosen(self) -> list[Property]:
         """The selected properties, in the order of the registry."""
-        return [each for name, each in PROPERTIES.items() if self.properties is None or name in self.properties]
+        known = PROPERTIES if self.world is None else DISTRIBUTED
+        return [each for name, each in known.items() if self.properties is None or name in self.properties]
 
     def case_names(self) -> list[str]:
         """The selected named cases."""
@@ -85,11 +102,15 @@ class Selection:
             return [each.case]
         return [name for name in self.cases if name.partition(":")[0] == each.case]
 
-    def command(self, backend: str, each: Property, case: str, dtype: str) -> str:
+    def command(self, subject: Subject, each: Property, case: str) -> str:
         """The command line that runs one row again."""
-        words = ["contrastile", "verify", "--backend", backend, "--dtype", dtype]
+        words = [*(["contrastile"] if self.world is None else self.world.launch), "verify"]
+        words += [] if self.world is None else ["--world", self.world.name]
+        words += ["--backend", subject.name, "--dtype", subject.dtype]
+        if subject.dtype == "float32" and len(subject.backend.precisions) > 1:
+            words += ["--precision", subject.precision]
         words += ["--property", each.name, "--case", case, "--seed", str(self.seed)]
-        if case == strategies.CASE:
+        if case in (strategies.CASE, sharded.CASE):
             words += ["--examples", str(self.examples)]
         if self.device != "cpu":
             words += ["--device", self.device]
@@ -116,10 +137,10 @@ class Run:
         chosen = s.chosen()
         every, alone = [p for p in chosen if p.case is None], [p for p in chosen if p.case is not None]
         a_dtype = len(s.case_names()) * len(every) + sum(len(s.own_cases(p)) for p in alone)
-        total, done = a_dtype * len(s.backends) * len(s.dtypes), 0
+        subjects = {dtype: s.subjects(dtype) for dtype in s.dtypes}
+        total, done = a_dtype * sum(map(len, subjects.values())), 0
         for dtype in s.dtypes:
-            subjects = [Subject(name, b, dtype, s.device, s.seed, s.examples) for name, b in s.backends.items()]
-            for row in self._dtype(subjects, every, alone, dtype):
+            for row in self._dtype(subjects[dtype], every, alone, dtype):
                 done += 1
                 self.progress(done, total, f"{row['backend']} {dtype} {row['case']} {row['property']}")
                 yield row
@@ -147,8 +168,8 @@ class Run:
                 backend=subject.name,
                 property=each.name,
                 case=case,
-                dtype=subject.dtype,
-                world=1,
+                dtype=subject.label,
+                world=1 if subject.world is None else subject.world.size,
                 ratio=ratio,
                 status=status,
                 reason=reason,
@@ -157,6 +178,8 @@ class Run:
         refusal = _refusal(subject)
         if refusal is not None:
             return row(None, "skip", refusal)
+        if subject.world is not None:
+            subject.world.begin()
         label, worst, skipped = _worst(check)
         if skipped is not None:
             return row(None, "skip", skipped)
@@ -164,7 +187,7 @@ class Run:
             return row(worst.ratio, "pass", "")
         failed = row(worst.ratio, "fail", ": ".join(filter(None, (label, str(worst)))))
         exact = label if each.case is not None and label.startswith(f"{each.case}:") else case
-        command = self.selection.command(subject.name, each, exact, subject.dtype)
+        command = self.selection.command(subject, each, exact)
         self.failures.append(Failure(failed, worst, label, command))
         return failed
 
@@ -199,4 +222,6 @@ def _refusal(subject: Subject) -> str | None:
         return f"takes {', '.join(sorted(subject.backend.dtypes))} only"
     if subject.device not in subject.backend.devices:
         return f"runs on {', '.join(sorted(subject.backend.devices))} only"
+    if subject.precision not in subject.backend.precisions:
+        return f"computes float32 in {', '.join(sorted(subject.backend.precisions))} only"
     return None

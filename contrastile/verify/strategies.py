@@ -6,7 +6,7 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import astuple, dataclass, fields, replace
 from tempfile import TemporaryDirectory
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, TypeVar
 
 import numpy as np
 
@@ -14,7 +14,7 @@ from contrastile.backends.contract import Options, UnsupportedProblemError
 from contrastile.exchange.problem import Problem
 from contrastile.verify import rearrange
 from contrastile.verify.rounding import round_to
-from contrastile.verify.run import FloatArray, Worst, compare, outcome
+from contrastile.verify.run import FloatArray, Worst, compare
 from contrastile.verify.truth import masks, truth
 
 if TYPE_CHECKING:
@@ -22,6 +22,7 @@ if TYPE_CHECKING:
 
     from contrastile.verify.trial import Subject
 
+T = TypeVar("T")
 CASE = "drawn"
 FEATURES = ("normal", "signs", "twins", "trained")
 PAIRS = ("diagonal", "random", "none", "drop", "labels", "itself")
@@ -194,25 +195,25 @@ def drawn(subject: Subject, case: str) -> Iterator[tuple[str, Worst]]:
         recipe = Recipe.parse(case)
         yield str(recipe), _hold(recipe, subject)
         return
-    yield _search(subject)
+    yield search(recipes(), lambda recipe: _hold(recipe, subject), subject)
 
 
 class _FoundError(Exception):
     """A recipe that fails."""
 
 
-def _search(subject: Subject) -> tuple[str, Worst]:
-    """The worst of all drawn recipes, or the smallest that fails."""
+def search(recipes: SearchStrategy[T], hold: Callable[[T], Worst], subject: Subject) -> tuple[str, Worst]:
+    """The worst of all recipes drawn, or the smallest that fails: as it prints, and what ``hold`` says of it."""
     import hypothesis
     import hypothesis.errors
 
     worst: tuple[str, Worst] = ("", Worst(0.0, "nothing", (), 0.0, 0.0))
     failed: list[tuple[str, Worst]] = []
 
-    def test(recipe: Recipe) -> None:
+    def test(recipe: T) -> None:
         nonlocal worst
         try:
-            found = str(recipe), _hold(recipe, subject)
+            found = str(recipe), hold(recipe)
         except UnsupportedProblemError:
             return
         except Exception as error:
@@ -235,7 +236,7 @@ def _search(subject: Subject) -> tuple[str, Worst]:
     )
     try:
         with _nowhere():
-            hypothesis.seed(subject.seed)(settings(hypothesis.given(recipes())(test)))()
+            hypothesis.seed(subject.seed)(settings(hypothesis.given(recipes)(test)))()
     except (_FoundError, hypothesis.errors.Flaky, ExceptionGroup):
         # hypothesis replays the smallest failure last; a flaky one may not fail then, and still has failed
         return failed[-1]
@@ -260,6 +261,6 @@ def _hold(recipe: Recipe, subject: Subject) -> Worst:
 
     drawn_problem = problem(recipe, subject.dtype)
     oracle = truth(drawn_problem)
-    got = outcome(drawn_problem, subject.backend, subject.dtype, subject.device, recipe.options)
+    got = subject.run(drawn_problem, recipe.options)
     bound = bounds(drawn_problem, oracle, subject.accuracy, subject.dtype, options=recipe.options)
     return compare(got, oracle.outcome, bound)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import zlib
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import cached_property
 from typing import Any
 
@@ -12,10 +12,12 @@ import numpy as np
 
 from contrastile.backends.contract import Accuracy, Backend, Options
 from contrastile.exchange.problem import Problem
+from contrastile.verify.arithmetic import Spread
 from contrastile.verify.bounds import bounds
 from contrastile.verify.cases import Case
 from contrastile.verify.run import GRADIENT, VALUE, Worst, compare, outcome
 from contrastile.verify.truth import Outcome, Truth, truth
+from contrastile.verify.worlds import World
 
 _SMALL = 1 << 20
 
@@ -35,6 +37,8 @@ class Subject:
         device: kind of device.
         seed: of everything drawn at random.
         examples: how many problems the ``drawn`` property draws.
+        precision: of the products, for features in float32.
+        world: the ranks of the distributed properties; None for a process alone.
     """
 
     name: str
@@ -43,11 +47,33 @@ class Subject:
     device: str = "cpu"
     seed: int = 0
     examples: int = 100
+    precision: str = "ieee"
+    world: World | None = None
+
+    @property
+    def ranks(self) -> World:
+        """The world of a distributed property."""
+        if self.world is None:
+            raise SkipError("is for several ranks: name a --world")
+        return self.world
+
+    @property
+    def label(self) -> str:
+        """The dtype, with the precision where it is not the plain one: "float32/tf32"."""
+        return self.dtype if self.precision == "ieee" else f"{self.dtype}/{self.precision}"
 
     @property
     def accuracy(self) -> Accuracy:
         """The facts its bounds are derived from."""
-        return self.backend.accuracy(self.dtype, self.device)
+        how = () if self.precision == "ieee" else (self.precision,)
+        return self.backend.accuracy(self.dtype, self.device, *how)
+
+    def run(
+        self, problem: Problem, options: Options, *, backend: Backend | None = None, upstream: float = 1.0
+    ) -> Outcome:
+        """``run.outcome`` on this subject in its precision, or on a wrapping of its backend."""
+        options = replace(options, precision=self.precision)
+        return outcome(problem, backend or self.backend, self.dtype, self.device, options, upstream)
 
 
 @dataclass(frozen=True)
@@ -58,11 +84,13 @@ class Trial:
         subject: the backend under test.
         case: the problem.
         oracle: the truth of the problem.
+        ran: what properties keep for each other.
     """
 
     subject: Subject
     case: Case
     oracle: Truth = field(repr=False)
+    ran: dict[Any, Any] = field(default_factory=dict, repr=False)
 
     @property
     def problem(self) -> Problem:
@@ -83,14 +111,22 @@ class Trial:
         """A generator that depends on the seed and the case alone."""
         return np.random.default_rng([self.subject.seed, zlib.crc32(self.case.name.encode())])
 
-    def run(self, problem: Problem, backend: Backend | None = None, **how: Any) -> Outcome:
-        """``run.outcome`` on this subject, or on a wrapping of its backend."""
-        subject = self.subject
-        return outcome(problem, backend or subject.backend, subject.dtype, subject.device, **how)
+    def run(
+        self, problem: Problem, backend: Backend | None = None, options: Options | None = None, upstream: float = 1.0
+    ) -> Outcome:
+        """``Subject.run`` on another problem."""
+        return self.subject.run(problem, options or Options(), backend=backend, upstream=upstream)
 
-    def bounds(self, problem: Problem, oracle: Truth, upstream: float = 1.0, options: Options | None = None) -> Outcome:
-        """The bounds of another problem, or of this one computed with other options."""
-        return bounds(problem, oracle, self.subject.accuracy, self.subject.dtype, upstream, options)
+    def bounds(
+        self,
+        problem: Problem,
+        oracle: Truth,
+        upstream: float = 1.0,
+        options: Options | None = None,
+        spread: Spread | None = None,
+    ) -> Outcome:
+        """The bounds of another problem, or of this one computed with other options or by several ranks."""
+        return bounds(problem, oracle, self.subject.accuracy, self.subject.dtype, upstream, options, spread)
 
     def hold(
         self,
@@ -103,7 +139,7 @@ class Trial:
     ) -> Worst:
         """The backend's outcome on another problem against that problem's own truth and bounds."""
         oracle = truth(problem, upstream)
-        got = self.run(problem, backend, options=options or Options(), upstream=upstream)
+        got = self.run(problem, backend, options, upstream)
         return compare(got, oracle.outcome, self.bounds(problem, oracle, upstream, options), fields)
 
     @property

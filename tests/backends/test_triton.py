@@ -7,6 +7,7 @@ import os
 # Triton fixes at its import whether kernels are interpreted
 os.environ["TRITON_INTERPRET"] = "1"
 
+import importlib
 from dataclasses import replace
 from typing import Any
 
@@ -16,6 +17,7 @@ import pytest
 torch = pytest.importorskip("torch")
 pytest.importorskip("triton")
 
+from contrastile.backends.arrays import mean_excess  # noqa: E402
 from contrastile.backends.contract import Block, Options, Pairs, UnsupportedProblemError, Weights  # noqa: E402
 from contrastile.backends.triton import backend, configs  # noqa: E402
 from contrastile.backends.triton import tiles as words  # noqa: E402
@@ -25,6 +27,9 @@ from contrastile.verify import cases  # noqa: E402
 from contrastile.verify.run import compare  # noqa: E402
 from contrastile.verify.trial import Subject, Trial  # noqa: E402
 from contrastile.verify.truth import truth  # noqa: E402
+
+# the package's own name "gradients" is the function
+gradients_module = importlib.import_module("contrastile.backends.triton.gradients")
 
 # the interpreter's NumPy warns where a kernel means its infinities
 pytestmark = pytest.mark.filterwarnings("ignore::RuntimeWarning")
@@ -87,7 +92,7 @@ def block(m: int = 37, n: int = 45, d: int = 24, scale: float = 5.0, dtype: Any 
 
 def status(given: Block) -> int:
     """The path the device chose: 0 fast, 1 safe."""
-    run = Forward(given, True, Options(), "ieee")
+    run = Forward(given, True, Options())
     run.run()
     return int(run.status[0])
 
@@ -207,6 +212,80 @@ def test_the_fused_array_operations_agree_with_the_plain_ones() -> None:
     assert abs(float(backend.arrays.inner(a, b)) - exact) <= size * 2.0**-18
     found = backend.arrays.scaled(a, torch.tensor(3.0), "float16", consume=False)
     assert torch.equal(found, (a * 3.0).half())
+
+
+def test_the_mean_excess_is_the_plain_one() -> None:
+    random = np.random.default_rng(1)
+    lse_, positive, weight, target = (torch.tensor(random.standard_normal(53), dtype=torch.float32) for _ in range(4))
+    # silenced whatever it holds; no target, so not projected; projected to 0
+    weight[3], lse_[3] = 0.0, -float("inf")
+    target[4], lse_[4], weight[4] = 0.0, -7.0, 1.0
+    target[5], lse_[5], positive[5], weight[5] = 1.0, 2.0, 5.0, 1e6
+    given = lse_, positive, weight, target
+    plain = float(mean_excess(backend.arrays, *given))
+    # 53 float64 terms, each below 2^6
+    assert abs(float(backend.arrays.mean_excess(*given)) - plain) <= 53 * 53 * 2.0**6 * 2.0**-53
+    lse_[9] = float("nan")
+    assert np.isnan(float(backend.arrays.mean_excess(*given)))
+
+
+def weights_of(given: Block, two_sided: bool = True) -> Weights:
+    """Halved means, from the block's own log-sum-exps."""
+    m, n = len(given.rows), len(given.columns)
+    found = backend.lse(given, two_sided, Options())
+    rows = found.row_lse, torch.full((m,), 0.5 / m), torch.ones(m)
+    return Weights(*rows, found.column_lse, torch.full((n,), 0.5 / n), torch.ones(n)) if two_sided else Weights(*rows)
+
+
+@pytest.mark.parametrize("dtype", ["float32", "float16"])
+@pytest.mark.parametrize("tile", [None, (16, 32), (13, 45), (50, 9)])
+def test_finished_rows_have_the_bits_of_sums_finished_later(tile: tuple[int, int] | None, dtype: str) -> None:
+    given = block(dtype=getattr(torch, dtype))
+    weights, options = weights_of(given), Options(tile)
+    sums = torch.zeros(given.rows.shape), torch.zeros(given.columns.shape)
+    backend.gradients(given, weights, *sums, options)
+    column_sum = torch.zeros(given.columns.shape)
+    assert backend.finished_rows is not None
+    rows, scale = backend.finished_rows(given, weights, column_sum, options)
+    assert torch.equal(column_sum, sums[1])
+    assert torch.equal(rows, backend.arrays.scaled(sums[0], given.scale, dtype, consume=False))
+    size = float((given.rows.double() * sums[0].double()).abs().sum())
+    exact = float((given.rows.double() * sums[0].double()).sum())
+    assert abs(float(scale) - exact) <= 24 * 2.0**-24 * size
+
+
+def test_finished_rows_hold_no_matrix_of_all_rows_in_float32(monkeypatch: pytest.MonkeyPatch) -> None:
+    given = block(m=200, n=45, dtype=torch.float16)
+    weights = weights_of(given)
+    asked: list[int] = []
+    empty = torch.empty
+
+    def counted(*shape: Any, **how: Any) -> Any:
+        found = empty(*shape, **how)
+        asked.append(found.numel() * found.element_size())
+        return found
+
+    monkeypatch.setattr(torch, "empty", counted)
+    assert backend.finished_rows is not None
+    backend.finished_rows(given, weights, None, Options((16, 32)))
+    # the rows' gradient itself is float16
+    assert max(asked) < 4 * given.rows.numel()
+    assert 2 * given.rows.numel() in asked
+
+
+@pytest.mark.parametrize("scale", [14.3, 33.3, 57.1, 99.9])
+def test_a_certain_positive_is_its_rows_and_its_columns_log_sum_exp_to_the_last_bit(scale: float) -> None:
+    """Logits turned to powers of two and back are the logits: a trained model's loss is their difference."""
+    d = 48
+    image = torch.zeros(40, d)
+    image[torch.arange(40), torch.arange(40)] = 1.25
+    # the other logits are far enough below to vanish from every sum
+    given = Block(image, image, torch.tensor(scale), None, Pairs(positives=torch.arange(40)))
+    found = backend.lse(given, True, Options())
+    if scale > 30:
+        assert torch.equal(found.row_lse, found.row_positive)
+        assert torch.equal(found.column_lse, found.column_positive)
+    assert (found.row_lse >= found.row_positive).all()
 
 
 def test_the_plan_has_a_slot_for_every_number() -> None:

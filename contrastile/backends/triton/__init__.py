@@ -7,27 +7,33 @@ the device. Under Triton's interpreter (TRITON_INTERPRET=1) the same kernels run
 
 from __future__ import annotations
 
-from contrastile.backends.contract import Accuracy, Backend, Block
+from contrastile.backends.contract import PRECISIONS, Accuracy, Backend, Block
 from contrastile.backends.triton.additive import sigmoid_loss
 from contrastile.backends.triton.arrays import TritonArrays
 from contrastile.backends.triton.configs import INTERPRETED
-from contrastile.backends.triton.gradients import gradients
+from contrastile.backends.triton.gradients import finished_rows, gradients
 from contrastile.backends.triton.statistics import lse
 
 
-def accuracy(dtype: str, device: str) -> Accuracy:
+def accuracy(dtype: str, device: str, precision: str = "ieee") -> Accuracy:
     """Tensor cores truncate as they add (2^-23); G is rounded to the features' dtype before the second products.
 
     float16: G carries a power of two that puts the largest weight above 2^12 / (1 + largest target), so what falls
     under its subnormals is less than 2^-32 of that weight for targets up to 31.
+    float32 by "tf32": features rounded to nearest 2^-11; two parts of G, which is so rounded to 2^-17, and of the
+    features, and what three products of them leave out stays far below. By "split": three parts, which are exact, and
+    six products that leave out 2^-23.9; six sums go into one, so the chain of additions is longer by their number.
     """
-    half = dtype in ("float16", "bfloat16")
+    precision = precision if dtype == "float32" else "ieee"
+    tensor_cores = dtype in ("float16", "bfloat16") or precision != "ieee"
     return Accuracy(
         unit=2.0**-24,
-        accumulate_unit=2.0**-23 if half else 2.0**-24,
-        gradient_rounding={"float16": 2.0**-11, "bfloat16": 2.0**-8}.get(dtype, 0.0),
+        accumulate_unit=2.0**-23 if tensor_cores else 2.0**-24,
+        input_rounding={"tf32": 2.0**-11, "split": 2.0**-24}.get(precision, 0.0),
+        gradient_rounding={"float16": 2.0**-11, "bfloat16": 2.0**-8}.get(dtype, 2.0**-17 if precision == "tf32" else 0),
         gradient_underflow=2.0**-32 if dtype == "float16" else 0.0,
         shared_reference=True,
+        depth=int if precision == "ieee" else lambda terms: 3 * terms,
         tile=lambda size: min(size, 16 if INTERPRETED else 64),
     )
 
@@ -50,4 +56,6 @@ backend = Backend(
     gradients=gradients,
     sigmoid=sigmoid_loss,
     supports=supports,
+    precisions=frozenset(PRECISIONS),
+    finished_rows=finished_rows,
 )

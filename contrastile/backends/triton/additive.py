@@ -10,10 +10,11 @@ import triton
 
 from contrastile.backends.contract import Array, Block, Options
 from contrastile.backends.triton import forward, sigmoid
-from contrastile.backends.triton.common import DEPTH, LANES, Masks, chunks, empty
-from contrastile.backends.triton.configs import INTERPRETED, Config, backward_chunk, choose
-from contrastile.backends.triton.gradients import carried
-from contrastile.backends.triton.launch import aligned, architecture, descriptor, grid, on_device, workspace
+from contrastile.backends.triton.common import DEPTH, LANES, Masks, empty
+from contrastile.backends.triton.configs import INTERPRETED, choose
+from contrastile.backends.triton.gradients import Chunks, carried
+from contrastile.backends.triton.launch import architecture, grid, on_device
+from contrastile.backends.triton.operands import Scheme, Side
 from contrastile.backends.triton.products import accumulate
 from contrastile.backends.triton.tiles import PLAN_SIZE
 
@@ -24,23 +25,24 @@ def sigmoid_loss(
     row_gradient: Array | None,
     column_gradient: Array | None,
     options: Options,
-    precision: str = "ieee",
 ) -> tuple[Array, Array]:
     """The sigmoid loss of each row and the row sums of its G; adds the gradients: see ``contract.Backend``."""
     m, n = block.rows.shape[0], block.columns.shape[0]
     with on_device(block.rows):
         loss, slope = (empty(block.rows, m).zero_() for _ in range(2))
         if m and n:
-            _Pass(block, row_weight.contiguous(), precision).run(loss, slope, row_gradient, column_gradient, options)
+            _Pass(block, row_weight.contiguous(), options).run(loss, slope, row_gradient, column_gradient)
     return loss, slope
 
 
 class _Pass:
     """One pass over one block."""
 
-    def __init__(self, block: Block, row_weight: Any, precision: str) -> None:
-        self.block, self.row_weight, self.precision = block, row_weight, precision
-        self.rows, self.columns = aligned(block.rows), aligned(block.columns)
+    def __init__(self, block: Block, row_weight: Any, options: Options) -> None:
+        self.block, self.row_weight, self.options = block, row_weight, options
+        self.scheme = Scheme.of(block.rows, options)
+        self.sides = Side(block.rows, self.scheme), Side(block.columns, self.scheme)
+        self.rows, self.columns = (side.x for side in self.sides)
         self.m, self.n = self.rows.shape[0], self.columns.shape[0]
         self.masks = Masks.of(block.pairs)
         self.plan = empty(self.rows, PLAN_SIZE)
@@ -49,23 +51,19 @@ class _Pass:
             row_weight, block.bias, self.plan, self.m, HALF=self.rows.dtype == torch.float16, BLOCK=lanes
         )
 
-    def run(self, loss: Any, slope: Any, row_gradient: Any, column_gradient: Any, options: Options) -> None:
+    def run(self, loss: Any, slope: Any, row_gradient: Any, column_gradient: Any) -> None:
         """Fill loss and slope, and add to the gradients that are wanted."""
-        dtype = str(self.rows.dtype).removeprefix("torch.")
         config, product = (
-            choose(x, dtype, architecture(self.rows), self.rows.shape[1], self.precision)
+            choose(x, self.scheme.dtype, architecture(self.rows), self.rows.shape[1], self.scheme.precision)
             for x in ("sigmoid", "product")
         )
-        height, width = backward_chunk(self.m, self.n, self.rows.element_size(), config, options.tile)
         wanted = row_gradient is not None or column_gradient is not None
-        # a descriptor needs memory, also where G is not wanted
-        space = workspace(*((height, width) if wanted else (1, config.bn)), self.rows.dtype, self.rows)
-        tiles = triton.cdiv(width, config.bn)
-        parts = [empty(self.rows, tiles * height) for _ in range(2)]
+        walk = Chunks(self.sides, self.scheme, config, self.options, held=wanted)
+        parts = [empty(self.rows, triton.cdiv(walk.width, config.bn) * walk.height) for _ in range(2)]
         with carried(self.plan, (row_gradient, column_gradient), self.rows.dtype):
-            for row, column, high, wide in chunks(self.m, self.n, height, width):
-                g = space[:high, :wide]
-                self._tiles(g, config, parts, wanted, (row, column, high, wide))
+            for g, place in walk:
+                row, column, high, wide = place
+                self._tiles(walk, g, parts, wanted, place)
                 for part, out in zip(parts, (loss, slope), strict=True):
                     forward.add_parts[(triton.cdiv(high, LANES),)](
                         part,
@@ -79,17 +77,19 @@ class _Pass:
                         DEPTH=DEPTH,
                     )
                 if row_gradient is not None:
-                    accumulate(row_gradient[row : row + high], g, self.columns[column : column + wide], False, product)
+                    accumulate(row_gradient[row : row + high], g, self.sides[1].factors(column, wide), product)
                 if column_gradient is not None:
-                    accumulate(column_gradient[column : column + wide], g, self.rows[row : row + high], True, product)
+                    q = self.sides[0].factors(row, high)
+                    accumulate(column_gradient[column : column + wide], g, q, product, transposed=True)
         sigmoid.row_sums[(triton.cdiv(self.m, LANES),)](slope, self.row_weight, self.m, LANES=LANES)
 
-    def _tiles(self, g: Any, config: Config, parts: Any, wanted: bool, chunk: tuple[int, int, int, int]) -> None:
-        row, column, high, wide = chunk
+    def _tiles(
+        self, walk: Chunks, g: list[Any], parts: list[Any], wanted: bool, place: tuple[int, int, int, int]
+    ) -> None:
+        (row, column, high, wide), config = place, walk.config
         sigmoid.sigmoid_tiles[grid(high, wide, config, self.rows)](
-            descriptor(self.rows, (config.bm, config.bk)),
-            descriptor(self.columns, (config.bn, config.bk)),
-            descriptor(g, (config.bm, config.bn // config.parts)),
+            *walk.features(place),
+            *walk.descriptors(g),
             self.plan,
             self.block.scale,
             self.row_weight,
@@ -104,7 +104,7 @@ class _Pass:
             column,
             high,
             wide,
-            depth=self.rows.shape[1],
+            depth=self.sides[0].depth,
             GRADIENTS=wanted,
             POSITIVES=self.masks.positives is not None,
             **self.masks.flags(),
@@ -114,5 +114,6 @@ class _Pass:
             GROUP=config.group,
             PARTS=config.parts,
             PRECISION=config.precision,
+            DIVIDED=self.scheme.divided,
             **config.options(),
         )

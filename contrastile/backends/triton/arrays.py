@@ -9,7 +9,7 @@ import torch
 import triton
 
 from contrastile.backends.arrays import TorchArrays
-from contrastile.backends.triton import survey
+from contrastile.backends.triton import sums
 from contrastile.backends.triton.common import LINES, step
 from contrastile.backends.triton.configs import INTERPRETED
 from contrastile.backends.triton.launch import on_device
@@ -23,6 +23,15 @@ class TritonArrays(TorchArrays):
     def __init__(self) -> None:
         super().__init__(torch)
 
+    def mean_excess(self, lse: Array, positive: Array, weight: Array, target: Array) -> Array:
+        """``sum_i w_i (lse_i - t_i positive_i)`` in float64, 0-d, by one kernel."""
+        vectors = [x.contiguous() for x in (lse, positive, weight, target)]
+        with on_device(lse):
+            out = torch.empty((), dtype=torch.float64, device=lse.device)
+            block, warps = (16, 1) if INTERPRETED else (8192, 16)
+            sums.sum_excess[(1,)](*vectors, out, lse.shape[0], BLOCK=block, num_warps=warps)
+        return out
+
     def inner(self, a: Array, b: Array) -> Array:
         """``sum_ik a_ik b_ik``: dots of rows in float32, their sum in float64, 0-d."""
         if a.shape[0] == 0 or torch.float64 in (a.dtype, b.dtype):
@@ -31,7 +40,7 @@ class TritonArrays(TorchArrays):
         with on_device(a):
             programs = triton.cdiv(a.shape[0], LINES)
             out = torch.empty(programs, dtype=torch.float64, device=a.device)
-            survey.row_dots[(programs,)](
+            sums.row_dots[(programs,)](
                 a, b, out, a.shape[0], a.stride(0), b.stride(0), depth=a.shape[1], LINES=LINES, BD=step(a.shape[1])
             )
             return out.sum()
@@ -46,5 +55,5 @@ class TritonArrays(TorchArrays):
         out = torch.empty(x.shape, dtype=kind, device=x.device)
         with on_device(x):
             size = 64 if INTERPRETED else 4096
-            survey.multiply[(triton.cdiv(x.numel(), size),)](x, factor, out, x.numel(), BLOCK=size)
+            sums.multiply[(triton.cdiv(x.numel(), size),)](x, factor, out, x.numel(), BLOCK=size)
         return out

@@ -10,6 +10,7 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
+from contrastile.backends.triton.parts import store_parts
 from contrastile.backends.triton.tiles import ALPHA, FAST, NO_IDS, REFERENCE, TARGET, dots, pairs, place
 
 _PLAIN = ["m", "n", "row0", "column0", "height", "width", "depth"]
@@ -20,6 +21,8 @@ def gradient_tiles(
     rows,
     columns,
     g,
+    middle,
+    low,
     plan,
     row_vectors,
     column_vectors,
@@ -45,9 +48,11 @@ def gradient_tiles(
     GROUP: tl.constexpr,
     PARTS: tl.constexpr,
     PRECISION: tl.constexpr,
+    DIVIDED: tl.constexpr,
 ):
     """FACTOR times G of one chunk, to the descriptor g (height, width), whose blocks are (BM, BN / PARTS).
 
+    rows, columns: descriptors of the chunk's features. With middle, and low, G goes in parts to two, or three.
     Positives given by index are not subtracted here but by ``set_positives``, which needs O(m) work for all of them;
     positives given by ids (IDS = TARGET) are. What lies outside the chunk is not written.
     """
@@ -57,7 +62,7 @@ def gradient_tiles(
     fast = tl.load(plan + FAST) != 0.0
     for tile in tl.range(tl.program_id(0), row_tiles * column_tiles, tl.num_programs(0), flatten=True):
         r, c = place(tile, row_tiles, column_tiles, GROUP)
-        acc = dots(rows, columns, row0 + r * BM, column0 + c * BN, depth, BM, BN, BK, PRECISION)
+        acc = dots(rows, columns, r * BM, c * BN, depth, BM, BN, BK, PRECISION, DIVIDED)
         # part by part: fewer registers for the column vectors, a smaller staging buffer for the store
         if PARTS == 1:
             _finish(
@@ -65,6 +70,8 @@ def gradient_tiles(
                 r * BM,
                 c * BN,
                 g,
+                middle,
+                low,
                 alpha,
                 reference,
                 fast,
@@ -91,6 +98,8 @@ def gradient_tiles(
                 r * BM,
                 c * BN,
                 g,
+                middle,
+                low,
                 alpha,
                 reference,
                 fast,
@@ -115,6 +124,8 @@ def gradient_tiles(
                 r * BM,
                 c * BN + BN // 2,
                 g,
+                middle,
+                low,
                 alpha,
                 reference,
                 fast,
@@ -142,6 +153,8 @@ def _finish(
     row,
     column,
     g,
+    middle,
+    low,
     alpha,
     reference,
     fast,
@@ -183,7 +196,7 @@ def _finish(
                 value -= tl.where(positive, t[:, None] + s[None, :], 0.0)
             else:
                 value -= tl.where(positive, t[:, None], 0.0)
-    g.store([row, column], value.to(g.dtype))
+    store_parts(g, middle, low, row, column, value)
 
 
 @triton.jit
@@ -207,52 +220,3 @@ def _direction(x, vectors, i, length, RAGGED: tl.constexpr, AXIS: tl.constexpr):
     log = tl.expand_dims(_vector(vectors, 0, i, length, RAGGED), AXIS)
     w = tl.expand_dims(_vector(vectors, 1, i, length, RAGGED), AXIS)
     return tl.where(w != 0.0, w * tl.math.exp2(x - log), 0.0)
-
-
-@triton.jit(do_not_specialize=[*_PLAIN, "stride"])
-def set_positives(
-    g,
-    stride,
-    plan,
-    logits,
-    positives,
-    excluded,
-    row_vectors,
-    column_vectors,
-    row_target,
-    column_target,
-    m,
-    n,
-    row0,
-    column0,
-    height,
-    width,
-    TWO_SIDED: tl.constexpr,
-    LANES: tl.constexpr,
-):
-    """Write G at the chunk's positives: ``u_i (p_ij - t_i) + v_j (p'_ij - t'_j)`` from float32, rounded once.
-
-    g: (height, width) with this row stride; logits: (m,) of the positives, in powers of two, without the bias.
-    """
-    local = tl.program_id(0) * LANES + tl.arange(0, LANES)
-    i = row0 + local
-    inside = local < height
-    j = tl.load(positives + i, mask=inside, other=-1)
-    inside = inside & (j >= column0) & (j < column0 + width)
-    if excluded is not None:
-        inside = inside & (j != tl.load(excluded + i, mask=inside, other=-1))
-    x = tl.load(logits + i, mask=inside, other=0.0)
-    value = _excess(x, row_vectors, row_target, i, m, inside)
-    if TWO_SIDED:
-        value += _excess(x, column_vectors, column_target, j, n, inside)
-    at = local.to(tl.int64) * stride + (j - column0)
-    tl.store(g + at, value.to(g.dtype.element_ty), mask=inside)
-
-
-@triton.jit
-def _excess(x, vectors, target, i, length, inside):
-    """``w (2^(x - L) - t)``, and 0 where the weight is 0."""
-    log = tl.load(vectors + i, mask=inside, other=0.0)
-    w = tl.load(vectors + length.to(tl.int64) + i, mask=inside, other=0.0)
-    t = tl.load(target + i, mask=inside, other=0.0)
-    return tl.where(w != 0.0, w * (tl.math.exp2(x - log) - t), 0.0)

@@ -20,6 +20,12 @@ WORKSPACE_MIB = 512
 
 _PARTIALS_MIB = 64
 
+PAD = 16 if INTERPRETED else 64
+"""Parts of features are padded to multiples of this: every kernel's step divides it."""
+
+UNIT = 8192
+"""Rows or columns of a chunk from which on each of the products that follow fills a large GPU."""
+
 
 @dataclass(frozen=True, slots=True)
 class Config:
@@ -56,27 +62,38 @@ class Config:
 
 
 # kernel -> dtype -> architecture at least -> configuration
-_HALF = ("float16", "bfloat16")
+_HALF = ("float16", "bfloat16", "split")  # split: parts in bfloat16
 _TABLE: dict[str, dict[str, dict[int, Config]]] = {
     "lse": {
         "half": {80: Config(128, 128, 32, 4, 3, 2), 90: Config(128, 128, 64, 4, 3, 2)},
+        "tf32": {80: Config(128, 128, 16, 8, 3, 1), 90: Config(128, 128, 32, 4, 3, 2)},
         "float32": {80: Config(64, 64, 32, 4, 2, 3)},
     },
     "safe": {
         "half": {80: Config(128, 128, 32, 4, 3, 2), 90: Config(128, 128, 64, 4, 3, 2)},
+        "tf32": {80: Config(128, 128, 16, 8, 3, 1), 90: Config(128, 128, 32, 4, 3, 2)},
         "float32": {80: Config(64, 64, 32, 4, 2, 3)},
     },
     # ids or exclusions: 64-bit comparisons take registers
     "masked": {
         "half": {80: Config(128, 64, 32, 4, 3, 2), 90: Config(128, 64, 64, 4, 3, 2)},
+        "tf32": {80: Config(64, 64, 32, 4, 3, 2)},
+        "float32": {80: Config(64, 64, 32, 4, 2, 3)},
+    },
+    # positives by ids: their sums and counts besides
+    "matched": {
+        "half": {80: Config(64, 64, 32, 4, 3, 2), 90: Config(64, 64, 64, 4, 3, 3)},
+        "tf32": {80: Config(64, 64, 32, 4, 3, 2)},
         "float32": {80: Config(64, 64, 32, 4, 2, 3)},
     },
     "gradient": {
         "half": {80: Config(128, 128, 32, 4, 3, 2), 90: Config(128, 128, 64, 4, 3, 2, parts=2)},
+        "tf32": {80: Config(128, 128, 16, 8, 3, 1), 90: Config(128, 128, 32, 4, 3, 2, parts=2)},
         "float32": {80: Config(64, 64, 32, 4, 2, 3)},
     },
     "sigmoid": {
         "half": {80: Config(128, 128, 32, 8, 3, 1), 90: Config(128, 128, 64, 8, 3, 1, parts=2)},
+        "tf32": {80: Config(128, 128, 16, 8, 3, 1), 90: Config(128, 128, 32, 8, 3, 1, parts=2)},
         "float32": {80: Config(64, 64, 32, 4, 2, 3)},
     },
     "product": {
@@ -95,14 +112,14 @@ def choose(kernel: str, dtype: str, architecture: int, width: int, precision: st
 
     Args:
         kernel: one of KERNELS.
-        dtype: name of the features' dtype.
+        dtype: name of the features' dtype, or the name under which ``operands.Scheme`` has their factors.
         architecture: compute capability times 10, e.g. 90; 0 under the interpreter.
         width: features of a row. Where they are few, the forward pass is faster with bands twice as high.
-        precision: "ieee" or another ``input_precision``, for float32 features.
+        precision: ``input_precision`` of the kernel's products.
     """
     if architecture == 0:
-        return _INTERPRETED
-    fitting = _TABLE[kernel]["half" if dtype in _HALF else "float32"]
+        return replace(_INTERPRETED, precision=precision)
+    fitting = _TABLE[kernel].get("half" if dtype in _HALF else dtype, _TABLE[kernel]["float32"])
     config = fitting[max(least for least in fitting if least <= max(architecture, 80))]
     high = kernel in ("lse", "safe") and width <= 512
     return replace(config, precision=precision, group=2 * config.group if high else config.group)
@@ -115,18 +132,41 @@ def forward_chunk(m: int, n: int, config: Config, tile: tuple[int, int] | None) 
     return _capped(m, n, max(1, area), tile, config)
 
 
-def backward_chunk(m: int, n: int, size: int, config: Config, tile: tuple[int, int] | None) -> tuple[int, int]:
-    """Rows and columns of a chunk of G that fits in the workspace; ``size`` is the bytes of one element."""
-    mib = int(os.environ.get("CONTRASTILE_WORKSPACE_MIB", WORKSPACE_MIB))
-    return _capped(m, n, max(1, mib * 2**20 // size), tile, config)
+def workspace_bytes() -> int:
+    """Bytes of the workspace."""
+    return int(os.environ.get("CONTRASTILE_WORKSPACE_MIB", WORKSPACE_MIB)) * 2**20
+
+
+def backward_chunk(
+    m: int, n: int, size: int, config: Config, tile: tuple[int, int] | None, others: int = 0
+) -> tuple[int, int]:
+    """Rows and columns of a chunk of G that fits in the workspace.
+
+    Args:
+        m: rows of the block.
+        n: its columns.
+        size: bytes of one element of G, all its parts.
+        config: of the kernel that forms G.
+        tile: what the caller caps it to.
+        others: bytes of the rows' own gradient, which are taken from the workspace as long as three quarters remain.
+    """
+    whole = workspace_bytes()
+    return _capped(m, n, max(1, max(whole - others, whole * 3 // 4) // size), tile, config)
 
 
 def _capped(m: int, n: int, area: int, tile: tuple[int, int] | None, config: Config) -> tuple[int, int]:
-    """At most ``area`` elements, near a square so that both products that follow are long; at most ``tile``."""
+    """At most ``area`` elements; at most ``tile``.
+
+    Both products that follow want sides that fill a large GPU a whole number of times: so 2 UNIT rows, or one, by as
+    many times UNIT columns as fit. What is smaller is near a square.
+    """
     if tile is not None:
         return min(m, tile[0]), min(n, tile[1])
     step = max(config.bm, config.bn)
     side = max(step, int(area**0.5) // step * step)
-    height = min(m, side)
-    width = min(n, max(step, area // max(height, 1) // step * step))
-    return min(m, max(step, area // max(width, 1) // step * step)), width
+    rows = 2 * UNIT if area >= 2 * UNIT * UNIT else UNIT if area >= UNIT * UNIT else side
+    height = min(m, rows)
+    room = max(step, area // max(height, 1) // step * step)
+    width = min(n, room // UNIT * UNIT if room > UNIT else room)
+    room = max(step, area // max(width, 1) // step * step)
+    return min(m, height if width < n else room // UNIT * UNIT if room > UNIT else room), width

@@ -19,11 +19,11 @@ import triton.language as tl
 from contrastile.backends.triton.tiles import (
     ALPHA,
     BIAS,
-    LN2,
     NO_IDS,
     REFERENCE,
     TARGET,
     THRESHOLD,
+    binary_orders,
     dots,
     pairs,
     place,
@@ -66,9 +66,11 @@ def lse_tiles(
     BK: tl.constexpr,
     GROUP: tl.constexpr,
     PRECISION: tl.constexpr,
+    DIVIDED: tl.constexpr,
 ):
     """Partial statistics of one chunk: of a tile's rows to row_parts (tile columns, height), likewise for columns.
 
+    rows, columns: descriptors of the chunk's features. m, n: of the whole block, in which the pairs are counted.
     A partial is the sum of E (fast) or the log2-sum-exp2 (safe). With IDS = TARGET the sums of the positive logits,
     without the bias, and their counts go to the positive parts, laid out alike, counts behind sums.
     """
@@ -80,7 +82,7 @@ def lse_tiles(
     MASKED: tl.constexpr = EXCLUDED or IDS != NO_IDS
     for tile in tl.range(tl.program_id(0), tiles, tl.num_programs(0), flatten=True):
         r, c = place(tile, row_tiles, column_tiles, GROUP)
-        acc = dots(rows, columns, row0 + r * BM, column0 + c * BN, depth, BM, BN, BK, PRECISION)
+        acc = dots(rows, columns, r * BM, c * BN, depth, BM, BN, BK, PRECISION, DIVIDED)
         i, j = r * BM + tl.arange(0, BM), c * BN + tl.arange(0, BN)
         row_at = c.to(tl.int64) * height + i
         column_at = r.to(tl.int64) * width + j
@@ -149,6 +151,7 @@ def fold(
     column_lse,
     plan,
     status,
+    scale,
     height,
     width,
     row0,
@@ -168,8 +171,9 @@ def fold(
 ):
     """Fold one chunk's partials into the running state; after the last chunk, give the log-sum-exp in nats.
 
-    row_parts: (column_tiles, height); column_parts: (row_tiles, width); states: (m,) and (n,), sums or
-    log2-sum-exp2; first_*, last_*: whether this is the state's first or last chunk.
+    row_parts: (column_tiles, height); column_parts: (row_tiles, width); states: (m,) and (n,) float64, sums or
+    log2-sum-exp2; first_*, last_*: whether this is the state's first or last chunk. Float64 costs nothing here, and a
+    trained model's loss is the small difference of a log-sum-exp and a logit.
     The fast path is checked here: a sum so small that what underflowed could matter sets the status word.
     """
     program = tl.program_id(0)
@@ -183,6 +187,7 @@ def fold(
                 row_lse + row0,
                 plan,
                 status,
+                scale,
                 program,
                 height,
                 column_tiles,
@@ -200,6 +205,7 @@ def fold(
                 column_lse + column0,
                 plan,
                 status,
+                scale,
                 program - row_programs,
                 width,
                 row_tiles,
@@ -219,6 +225,7 @@ def _fold_one(
     lse,
     plan,
     status,
+    scale,
     program,
     length,
     tiles,
@@ -237,6 +244,7 @@ def _fold_one(
         t = start + tl.arange(0, DEPTH)
         there = (t < tiles)[:, None] & inside[None, :]
         part = tl.load(parts + t.to(tl.int64)[:, None] * length + lanes[None, :], mask=there, other=empty)
+        part = part.to(tl.float64)
         if SAFE:
             part = _log2_sum(part, 0)
             high = tl.maximum(total, part)
@@ -249,13 +257,14 @@ def _fold_one(
         if SAFE:
             log = total
         else:
-            log = tl.log2(total) + tl.load(plan + REFERENCE)
+            log = tl.log2(total) + tl.load(plan + REFERENCE).to(tl.float64)
             trusted = total >= tl.load(plan + THRESHOLD) * terms
             # or-ing a bit gives the same word in any order; a NaN sum is not trusted
             doubtful = tl.max(tl.where(trusted | (lanes >= length), 0, 1), 0)
             if doubtful != 0:
                 tl.atomic_or(status, 1)
-        tl.store(lse + lanes, (log + tl.load(plan + BIAS)) * LN2, mask=inside)
+        nats = log / binary_orders(tl.load(scale)) + tl.load(plan + BIAS).to(tl.float64)
+        tl.store(lse + lanes, nats.to(tl.float32), mask=inside)
 
 
 @triton.jit(do_not_specialize=["length", "tiles", "first"])

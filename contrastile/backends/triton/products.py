@@ -2,8 +2,9 @@
 # mypy: disable-error-code="no-untyped-def,untyped-decorator,no-untyped-call"
 """The second products of the backward: ``out += G K`` and ``out += G^T Q``, accumulated in float32.
 
-On a GPU float16 and bfloat16 go to cuBLAS, whose kernels are the fastest there are for a plain product. Everything
-else goes to the kernel here: float32, which cuBLAS would round to tf32 wherever a global switch says so, and the CPU.
+On a GPU float16 and bfloat16 go to cuBLAS, whose kernels are the fastest there are for a plain product, parts of
+float32 among them. Everything else goes to the kernel here: float32, which cuBLAS would round to tf32 wherever a global
+switch says so, and the CPU.
 """
 
 from __future__ import annotations
@@ -17,6 +18,7 @@ import triton.language as tl
 
 from contrastile.backends.triton.configs import INTERPRETED, Config
 from contrastile.backends.triton.launch import descriptor, grid
+from contrastile.backends.triton.parts import PRODUCTS
 from contrastile.backends.triton.tiles import place
 
 
@@ -35,8 +37,9 @@ def add_product(
     BK: tl.constexpr,
     GROUP: tl.constexpr,
     PRECISION: tl.constexpr,
+    FRESH: tl.constexpr,
 ):
-    """``out (m, n) += G F`` with G (m, terms), or its transpose read from g (terms, m), and F (terms, n)."""
+    """``out (m, n) += G F``, or ``= G F`` if FRESH, with F (terms, n), G (m, terms) or its transpose (terms, m)."""
     row_tiles, column_tiles = tl.cdiv(m, BM), tl.cdiv(n, BN)
     for tile in tl.range(tl.program_id(0), row_tiles * column_tiles, tl.num_programs(0)):
         r, c = place(tile, row_tiles, column_tiles, GROUP)
@@ -47,7 +50,9 @@ def add_product(
         i, j = r * BM + tl.arange(0, BM), c * BN + tl.arange(0, BN)
         at = out + i.to(tl.int64)[:, None] * out_stride + j[None, :]
         inside = (i < m)[:, None] & (j < n)[None, :]
-        tl.store(at, tl.load(at, mask=inside, other=0.0) + acc, mask=inside)
+        if not FRESH:
+            acc += tl.load(at, mask=inside, other=0.0)
+        tl.store(at, acc, mask=inside)
 
 
 @cache
@@ -56,19 +61,27 @@ def _has_out_dtype() -> bool:
     return any("dtype" in name for name in torch.ops.aten.addmm.overloads())
 
 
-def accumulate(out: Any, g: Any, features: Any, transposed: bool, config: Config) -> None:
-    """``out += g @ features``, or ``g.T @ features`` with ``transposed``; out is float32.
+def accumulate(
+    out: Any, g: list[Any], features: list[Any], config: Config, *, transposed: bool = False, fresh: bool = False
+) -> None:
+    """``out += G F``, or ``G^T F`` with ``transposed``; out is float32.
 
     Args:
         out: (m, d) float32, unit stride along d.
-        g: (m, r), or (r, m) with ``transposed``; rows 16-byte aligned.
-        features: (r, d), rows 16-byte aligned.
-        transposed: whether g enters transposed.
+        g: (m, r), or (r, m) with ``transposed``, or its parts; rows 16-byte aligned.
+        features: (r, d), or as many parts; rows 16-byte aligned.
         config: tile of the kernel, where it is used.
+        transposed: whether g enters transposed.
+        fresh: out is overwritten, whatever it holds.
     """
+    for number, (left, right) in enumerate(PRODUCTS[len(g)]):
+        _accumulate(out, g[left], features[right], config, transposed, fresh and number == 0)
+
+
+def _accumulate(out: Any, g: Any, features: Any, config: Config, transposed: bool, fresh: bool) -> None:
     if not INTERPRETED and g.dtype != torch.float32 and _has_out_dtype():
         left = g.T if transposed else g
-        torch.addmm(out, left, features, out_dtype=torch.float32, out=out)
+        torch.addmm(out, left, features, out_dtype=torch.float32, beta=0 if fresh else 1, out=out)
         return
     m, n, terms = out.shape[0], out.shape[1], features.shape[0]
     bm, bn, bk = config.bm, config.bn, config.bk
@@ -86,5 +99,6 @@ def accumulate(out: Any, g: Any, features: Any, transposed: bool, config: Config
         BK=bk,
         GROUP=config.group,
         PRECISION=config.precision,
+        FRESH=fresh,
         **config.options(),
     )

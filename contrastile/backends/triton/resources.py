@@ -26,10 +26,10 @@ from triton.runtime import driver
 from triton.runtime.jit import JITFunction
 
 from contrastile.backends.contract import Block, Options, Pairs, Weights
-from contrastile.backends.triton import backward, forward, launch, products, sigmoid, survey
+from contrastile.backends.triton import backward, forward, launch, parts, positives, products, sigmoid, sums, survey
 from contrastile.backends.triton.additive import sigmoid_loss
 from contrastile.backends.triton.arrays import TritonArrays
-from contrastile.backends.triton.gradients import gradients
+from contrastile.backends.triton.gradients import finished_rows, gradients
 from contrastile.backends.triton.statistics import lse
 
 ARCHITECTURES = (80, 90, 100)
@@ -109,14 +109,15 @@ def compiling(architecture: int) -> Iterator[list[tuple[str, dict[str, Any], Any
 
 
 def _modules() -> list[Any]:
-    return [backward, forward, sigmoid, survey, products]
+    return [backward, forward, parts, positives, products, sigmoid, sums, survey]
 
 
-def run_all(dtype: str, plain: bool = False) -> None:
+def run_all(dtype: str, plain: bool = False, precision: str = "ieee") -> None:
     """Call the primitives so that every variant of every kernel is launched once, on small CPU tensors.
 
     With ``plain``, only what a symmetric loss of aligned shape needs.
     """
+    options = Options(precision=precision)
     kind = getattr(torch, dtype)
     index = torch.arange(300)
     every = [
@@ -128,6 +129,7 @@ def run_all(dtype: str, plain: bool = False) -> None:
     arrays = TritonArrays()
     arrays.inner(torch.ones(300, 512, dtype=kind), torch.ones(300, 512))
     arrays.scaled(torch.ones(300, 512), scalar, dtype, consume=False)
+    arrays.mean_excess(vector, vector, vector, vector)
     problems = [(every[0], 256, True)]
     if not plain:
         problems += [(pairs, 300, True) for pairs in every] + [(every[0], 256, False)]
@@ -135,12 +137,13 @@ def run_all(dtype: str, plain: bool = False) -> None:
         features, out = torch.ones(size, 512, dtype=kind), torch.ones(size, 512)
         x = vector[:size]
         block = Block(features, features, scalar, scalar, _cut(pairs, size))
-        lse(block, two_sided, Options())
+        lse(block, two_sided, options)
         weights = Weights(x, x, x, *((x, x, x) if two_sided else ()))
         with mock.patch.object(products, "_has_out_dtype", return_value=False):
-            gradients(block, weights, out, out, Options())
+            gradients(block, weights, out, out, options)
+            finished_rows(block, weights, out, options)
             if two_sided and not plain:
-                sigmoid_loss(block, x, out, out, Options())
+                sigmoid_loss(block, x, out, out, options)
 
 
 def _cut(pairs: Pairs, size: int) -> Pairs:
@@ -150,10 +153,10 @@ def _cut(pairs: Pairs, size: int) -> Pairs:
     return Pairs(part(pairs.positives), part(pairs.excluded), part(pairs.row_ids), part(pairs.column_ids), pairs.match)
 
 
-def resources(architecture: int, dtype: str, plain: bool = False) -> list[Resources]:
-    """Every kernel that features of this dtype need, compiled for the architecture; ``plain`` as in ``run_all``."""
+def resources(architecture: int, dtype: str, plain: bool = False, precision: str = "ieee") -> list[Resources]:
+    """Every kernel that features of this dtype need, compiled for the architecture; the rest as in ``run_all``."""
     with compiling(architecture) as found:
-        run_all(dtype, plain)
+        run_all(dtype, plain, precision)
     table = {}
     for name, arguments, kernel in found:
         flags = "".join(
@@ -161,7 +164,7 @@ def resources(architecture: int, dtype: str, plain: bool = False) -> list[Resour
             for key, value in arguments.items()
             if isinstance(value, bool) or key in ("IDS", "BM", "BN", "BK", "PARTS")
         )
-        variant = dtype + flags
+        variant = (dtype if precision == "ieee" else f"{dtype}/{precision}") + flags
         if (name, variant) not in table:
             registers, local = _usage(kernel.asm["cubin"])
             table[name, variant] = Resources(
@@ -186,10 +189,10 @@ def _usage(cubin: bytes) -> tuple[int, int]:
 def main() -> None:
     """Write the table as JSON to the file named on the command line; ``--plain`` for bfloat16 and run_all's plain."""
     plain = "--plain" in sys.argv
-    dtypes = ("bfloat16",) if plain else DTYPES
-    table = [
-        asdict(x) for architecture in ARCHITECTURES for dtype in dtypes for x in resources(architecture, dtype, plain)
-    ]
+    ways = (
+        [("bfloat16", "ieee")] if plain else [*((x, "ieee") for x in DTYPES), ("float32", "tf32"), ("float32", "split")]
+    )
+    table = [asdict(x) for each in ARCHITECTURES for dtype, way in ways for x in resources(each, dtype, plain, way)]
     Path(sys.argv[1]).write_text(json.dumps({"triton": triton.__version__, "kernels": table}, indent=1) + "\n")
 
 

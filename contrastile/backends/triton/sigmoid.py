@@ -8,6 +8,7 @@ import triton
 import triton.language as tl
 
 from contrastile.backends.triton.backward import halves
+from contrastile.backends.triton.parts import store_parts
 from contrastile.backends.triton.survey import near_top
 from contrastile.backends.triton.tiles import BIAS, FACTOR, LOG2E, dots, pairs, place
 
@@ -17,6 +18,8 @@ def sigmoid_tiles(
     rows,
     columns,
     g,
+    middle,
+    low,
     plan,
     scale,
     row_weight,
@@ -43,22 +46,26 @@ def sigmoid_tiles(
     GROUP: tl.constexpr,
     PARTS: tl.constexpr,
     PRECISION: tl.constexpr,
+    DIVIDED: tl.constexpr,
 ):
     """``sum_j softplus(-z x)`` and ``sum_j -z sigmoid(-z x)`` of each tile's rows to parts (tile columns, height).
 
-    With GRADIENTS also FACTOR times G of the chunk, ``-w_i z_ij sigmoid(-z_ij x_ij)``, to the descriptor g.
+    With GRADIENTS also FACTOR times G of the chunk, ``-w_i z_ij sigmoid(-z_ij x_ij)``, to the descriptor g, or its
+    parts to g, middle and low.
     """
     row_tiles, column_tiles = tl.cdiv(height, BM), tl.cdiv(width, BN)
     s, bias, factor = tl.load(scale), tl.load(plan + BIAS), tl.load(plan + FACTOR)
     for tile in tl.range(tl.program_id(0), row_tiles * column_tiles, tl.num_programs(0), flatten=True):
         r, c = place(tile, row_tiles, column_tiles, GROUP)
-        acc = dots(rows, columns, row0 + r * BM, column0 + c * BN, depth, BM, BN, BK, PRECISION)
+        acc = dots(rows, columns, r * BM, c * BN, depth, BM, BN, BK, PRECISION, DIVIDED)
         if PARTS == 1:
             softplus, slope = _finish(
                 acc,
                 r * BM,
                 c * BN,
                 g,
+                middle,
+                low,
                 s,
                 bias,
                 factor,
@@ -85,6 +92,8 @@ def sigmoid_tiles(
                 r * BM,
                 c * BN,
                 g,
+                middle,
+                low,
                 s,
                 bias,
                 factor,
@@ -109,6 +118,8 @@ def sigmoid_tiles(
                 r * BM,
                 c * BN + BN // 2,
                 g,
+                middle,
+                low,
                 s,
                 bias,
                 factor,
@@ -141,6 +152,8 @@ def _finish(
     row,
     column,
     g,
+    middle,
+    low,
     scale,
     bias,
     factor,
@@ -177,7 +190,7 @@ def _finish(
     if GRADIENTS:
         w = tl.load(row_weight + row0 + i, mask=i < height, other=0.0) * factor
         silent = (w == 0.0)[:, None]
-        g.store([row, column], tl.where(silent, 0.0, w[:, None] * slope).to(g.dtype))
+        store_parts(g, middle, low, row, column, tl.where(silent, 0.0, w[:, None] * slope))
     return tl.sum(softplus, 1), tl.sum(slope, 1)
 
 

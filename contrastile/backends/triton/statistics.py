@@ -9,20 +9,21 @@ import torch
 import triton
 
 from contrastile.backends.contract import Block, Options, Statistics
-from contrastile.backends.triton import forward, survey
+from contrastile.backends.triton import forward, positives, survey
 from contrastile.backends.triton.common import BLOCK, DEPTH, LANES, LINES, Masks, chunks, empty, step
 from contrastile.backends.triton.configs import INTERPRETED, choose, forward_chunk
-from contrastile.backends.triton.launch import aligned, architecture, descriptor, grid, on_device
+from contrastile.backends.triton.launch import architecture, descriptor, grid, on_device
+from contrastile.backends.triton.operands import Scheme, Side, positive_dots
 from contrastile.backends.triton.tiles import DROP, PLAN_SIZE
 
 
-def lse(block: Block, columns: bool, options: Options, precision: str = "ieee") -> Statistics:
+def lse(block: Block, columns: bool, options: Options) -> Statistics:
     """Row (and column) log-sum-exp and sums of positive logits: see ``contract.Backend``."""
     m, n = block.rows.shape[0], block.columns.shape[0]
     with on_device(block.rows):
         if m == 0 or n == 0:
             return _nothing(block.rows, m, n if columns else None)
-        return _Pass(block, columns, options, precision).run()
+        return _Pass(block, columns, options).run()
 
 
 def _nothing(like: Any, m: int, n: int | None) -> Statistics:
@@ -36,38 +37,35 @@ def _nothing(like: Any, m: int, n: int | None) -> Statistics:
 class _Pass:
     """One forward pass over one block: the fast kernels, then the safe ones, of which one kind returns at once."""
 
-    def __init__(self, block: Block, columns: bool, options: Options, precision: str) -> None:
+    def __init__(self, block: Block, columns: bool, options: Options) -> None:
         self.block, self.two_sided, self.options = block, columns, options
-        self.rows, self.columns = aligned(block.rows), aligned(block.columns)
+        self.scheme = Scheme.of(block.rows, options)
+        self.sides = Side(block.rows, self.scheme), Side(block.columns, self.scheme)
+        self.rows, self.columns = (side.x for side in self.sides)
         self.m, self.n = self.rows.shape[0], self.columns.shape[0]
         self.masks = Masks.of(block.pairs)
-        self.dtype = str(self.rows.dtype).removeprefix("torch.")
-        self.precision = precision
         self.plan = empty(self.rows, PLAN_SIZE)
         self.status = torch.empty(2, dtype=torch.int32, device=self.rows.device)
         sizes = self.m, self.n if columns else 0
         self.lse = [empty(self.rows, size) for size in sizes]
-        self.state = [empty(self.rows, size) for size in sizes]
+        self.state = [torch.empty(size, dtype=torch.float64, device=self.rows.device) for size in sizes]
         # sums and counts of positive logits, where ids name the positives
         self.positive = [empty(self.rows, 2, size if self.masks.ids_only else 0) for size in sizes]
 
     def run(self) -> Statistics:
         """Launch everything."""
-        logits = self._survey()
+        self._survey()
         for safe in (False, True):
             self._sweep(safe)
-        row_positive, column_positive = self._positives(*logits)
+        row_positive, column_positive = self._positives()
         if not self.two_sided:
             return Statistics(self.lse[0], row_positive)
         return Statistics(self.lse[0], row_positive, self.lse[1], column_positive)
 
-    def _survey(self) -> tuple[Any, Any]:
-        """Decide on the path; the logits of the positives by row, and by column where positives are indices."""
+    def _survey(self) -> None:
+        """Decide on the path."""
         row_programs = triton.cdiv(self.m, LINES)
         peaks = empty(self.rows, row_programs + triton.cdiv(self.n, LINES), survey.PEAKS)
-        named = self.masks.positives is not None
-        row_positive = empty(self.rows, self.m) if named else None
-        column_positive = empty(self.rows, self.n) if named and self.two_sided else None
         width = self.rows.shape[1]
         survey.measure[(peaks.shape[0],)](
             self.rows,
@@ -77,11 +75,6 @@ class _Pass:
             self.m,
             self.n,
             self.masks.positives,
-            self.masks.excluded,
-            self.block.scale,
-            self.block.bias,
-            row_positive,
-            column_positive,
             peaks,
             depth=width,
             LINES=LINES,
@@ -100,11 +93,13 @@ class _Pass:
             depth=width,
             BLOCK=BLOCK,
         )
-        return row_positive, column_positive
 
     def _sweep(self, safe: bool) -> None:
-        kernel = "masked" if self.masks.masked else "safe" if safe else "lse"
-        config = choose(kernel, self.dtype, architecture(self.rows), self.rows.shape[1], self.precision)
+        kernel = "safe" if safe else "lse"
+        if self.masks.masked:
+            kernel = "matched" if self.masks.ids_only else "masked"
+        scheme = self.scheme
+        config = choose(kernel, scheme.dtype, architecture(self.rows), self.rows.shape[1], scheme.precision)
         height, width = forward_chunk(self.m, self.n, config, self.options.tile)
         row_tiles, column_tiles = triton.cdiv(height, config.bm), triton.cdiv(width, config.bn)
         parts = empty(self.rows, column_tiles * height), empty(self.rows, row_tiles * width if self.two_sided else 0)
@@ -118,8 +113,8 @@ class _Pass:
     def _tiles(self, safe: bool, config: Any, parts: Any, positive: Any, chunk: tuple[int, int, int, int]) -> None:
         row, column, high, wide = chunk
         forward.lse_tiles[grid(high, wide, config, self.rows)](
-            descriptor(self.rows, (config.bm, config.bk)),
-            descriptor(self.columns, (config.bn, config.bk)),
+            descriptor(self.sides[0].tiles(row, high), (config.bm, config.bk)),
+            descriptor(self.sides[1].tiles(column, wide), (config.bn, config.bk)),
             self.plan,
             self.status,
             self.block.scale,
@@ -135,7 +130,7 @@ class _Pass:
             column,
             high,
             wide,
-            depth=self.rows.shape[1],
+            depth=self.sides[0].depth,
             SAFE=safe,
             COLUMNS=self.two_sided,
             # a positive is admitted although its ids are equal; without ids nothing hides it
@@ -147,6 +142,7 @@ class _Pass:
             BK=config.bk,
             GROUP=config.group,
             PRECISION=config.precision,
+            DIVIDED=self.scheme.divided,
             **config.options(),
         )
 
@@ -159,6 +155,7 @@ class _Pass:
             *self.lse,
             self.plan,
             self.status,
+            self.block.scale,
             high,
             wide,
             row,
@@ -197,17 +194,21 @@ class _Pass:
                     DEPTH=DEPTH,
                 )
 
-    def _positives(self, rows: Any, columns: Any) -> tuple[Any, Any]:
+    def _positives(self) -> tuple[Any, Any]:
         """The sums of the positive logits of each row, and of each column."""
         if self.masks.ids_only:
             bias = 0.0 if self.block.bias is None else self.block.bias
             rows, columns = (sums + counts * bias for sums, counts in self.positive)
             return rows, columns
-        if rows is None:
+        if self.masks.positives is None:
             return empty(self.rows, self.m).zero_(), empty(self.rows, self.n).zero_()
+        rows, columns = empty(self.rows, self.m), empty(self.rows, self.n) if self.two_sided else None
+        positive_dots(self.sides, self.scheme, self.masks, self.block.scale, self.block.bias, rows, columns)
         if columns is not None:
+            # rows beyond m have no positive there
+            columns[self.m :].zero_()
             lanes, outer, inner = (8, 16, 8) if INTERPRETED else (64, 2048, 128)
-            survey.sum_positives[(triton.cdiv(self.n, lanes),)](
+            positives.sum_positives[(triton.cdiv(self.n, lanes),)](
                 self.status,
                 self.masks.positives,
                 self.masks.excluded,

@@ -10,7 +10,16 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from contrastile.backends.triton.tiles import ALPHA, BIAS, FACTOR, FAST, LOG2E, REFERENCE, THRESHOLD
+from contrastile.backends.triton.tiles import (
+    ALPHA,
+    BIAS,
+    FACTOR,
+    FAST,
+    LOG2E,
+    REFERENCE,
+    THRESHOLD,
+    binary_orders,
+)
 
 PEAKS = 5
 _SQUARE = tl.constexpr(0)  # forward: largest squared norm
@@ -30,70 +39,36 @@ def measure(
     m,
     n,
     positives,
-    excluded,
-    scale,
-    bias,
-    row_positive,
-    column_positive,
     peaks,
     depth,
     LINES: tl.constexpr,
     BD: tl.constexpr,
 ):
-    """Peaks of every LINES rows or columns to peaks (programs, PEAKS), and the logits of the positives.
-
-    row_positive: (m,) ``scale dot + bias`` of each row's positive, 0 where it has none; None with positives = None.
-    column_positive: (n,) or None. It is right where row i's positive is column i for every i (the peaks say whether:
-    _STRAY is 0 then), else ``sum_positives`` puts it right.
-    """
+    """Peaks of every LINES rows or columns to peaks (programs, PEAKS); positives: (m,) or None."""
     program = tl.program_id(0)
     row_programs = tl.cdiv(m, LINES)
     if program < row_programs:
         i = program * LINES + tl.arange(0, LINES)
         inside = i < m
-        square = tl.zeros((LINES,), tl.float32)
         stray = 0.0
-        if positives is None:
-            for k in range(0, depth, BD):
-                q = _features(rows, i, row_stride, k, inside, depth, BD)
-                square += tl.sum(q * q, 1)
-        else:
-            j, named = _named(positives, excluded, i, inside, n)
-            dot = tl.zeros((LINES,), tl.float32)
-            for k in range(0, depth, BD):
-                q = _features(rows, i, row_stride, k, inside, depth, BD)
-                square += tl.sum(q * q, 1)
-                dot += tl.sum(q * _features(columns, j, column_stride, k, named, depth, BD), 1)
-            logit = dot * tl.load(scale)
-            if bias is not None:
-                logit += tl.load(bias)
-            logit = tl.where(named, logit, 0.0)
-            tl.store(row_positive + i, logit, mask=inside)
-            if column_positive is not None:
-                tl.store(column_positive + i, logit, mask=inside & (i < n))
-                stray = tl.max(tl.where(inside & ((j != i) | (i >= n)), 1.0, 0.0), 0)
+        if positives is not None:
+            j = tl.load(positives + i, mask=inside, other=-1)
+            stray = tl.max(tl.where(inside & ((j != i) | (i >= n)), 1.0, 0.0), 0)
         tl.store(peaks + program.to(tl.int64) * 5 + _STRAY, stray)
-        _store_square(peaks, program, square)
+        _store_square(peaks, program, _squares(rows, i, row_stride, inside, depth, LINES, BD))
     else:
         i = (program - row_programs) * LINES + tl.arange(0, LINES)
-        inside = i < n
-        square = tl.zeros((LINES,), tl.float32)
-        for k in range(0, depth, BD):
-            q = _features(columns, i, column_stride, k, inside, depth, BD)
-            square += tl.sum(q * q, 1)
-        _store_square(peaks, program, square)
-        if column_positive is not None:
-            tl.store(column_positive + i, 0.0, mask=inside & (i >= m))
+        _store_square(peaks, program, _squares(columns, i, column_stride, i < n, depth, LINES, BD))
 
 
 @triton.jit
-def _named(positives, excluded, i, inside, n):
-    """Each row's positive, and whether it is a column here that the row may see."""
-    j = tl.load(positives + i, mask=inside, other=-1)
-    named = inside & (j >= 0) & (j < n)
-    if excluded is not None:
-        named = named & (j != tl.load(excluded + i, mask=inside, other=-1))
-    return j, named
+def _squares(features, i, stride, inside, depth, LINES: tl.constexpr, BD: tl.constexpr):
+    """Squared norms of the rows i."""
+    square = tl.zeros((LINES,), tl.float32)
+    for k in range(0, depth, BD):
+        x = load_features(features, i, stride, k, inside, depth, BD).to(tl.float32)
+        square += tl.sum(x * x, 1)
+    return square
 
 
 @triton.jit
@@ -104,25 +79,19 @@ def _store_square(peaks, program, square):
 
 
 @triton.jit
-def _features(base, i, stride, start, inside, depth, BD: tl.constexpr):
+def load_features(base, i, stride, start, inside, depth, BD: tl.constexpr):
+    """BD features from ``start`` of the rows i, 0 where there is none."""
     k = start + tl.arange(0, BD)
     at = i.to(tl.int64)[:, None] * stride + k[None, :]
-    return tl.load(base + at, mask=inside[:, None] & (k < depth)[None, :], other=0.0).to(tl.float32)
+    return tl.load(base + at, mask=inside[:, None] & (k < depth)[None, :], other=0.0)
 
 
 @triton.jit(do_not_specialize=["m", "n"])
 def weigh(
-    rows,
-    columns,
-    row_stride,
-    column_stride,
     m,
     n,
-    positives,
-    excluded,
     scale,
     bias,
-    logits,
     peaks,
     row_lse,
     row_weight,
@@ -130,39 +99,25 @@ def weigh(
     column_lse,
     column_weight,
     column_target,
-    depth,
-    LINES: tl.constexpr,
     LANES: tl.constexpr,
-    BD: tl.constexpr,
 ):
-    """For the backward: peaks of the weights and log-sum-exps of LINES rows or LANES columns, and positive logits.
-
-    logits: (m,) ``scale dot log2 e`` of each row's positive, without the bias; None with positives = None.
-    """
+    """For the backward: peaks of the weights and log-sum-exps of LANES rows or columns."""
     program = tl.program_id(0)
-    row_programs = tl.cdiv(m, LINES)
+    row_programs = tl.cdiv(m, LANES)
     if program < row_programs:
-        i = program * LINES + tl.arange(0, LINES)
-        inside = i < m
-        if positives is not None:
-            j, named = _named(positives, excluded, i, inside, n)
-            dot = tl.zeros((LINES,), tl.float32)
-            for k in range(0, depth, BD):
-                q = _features(rows, i, row_stride, k, named, depth, BD)
-                dot += tl.sum(q * _features(columns, j, column_stride, k, named, depth, BD), 1)
-            tl.store(logits + i, tl.where(named, dot * (tl.load(scale) * LOG2E), 0.0), mask=inside)
-        _peaks(i, inside, bias, peaks, program, row_lse, row_weight, row_target)
+        i = program * LANES + tl.arange(0, LANES)
+        _peaks(i, i < m, scale, bias, peaks, program, row_lse, row_weight, row_target)
     elif column_lse is not None:
-        j_ = (program - row_programs) * LANES + tl.arange(0, LANES)
-        _peaks(j_, j_ < n, bias, peaks, program, column_lse, column_weight, column_target)
+        j = (program - row_programs) * LANES + tl.arange(0, LANES)
+        _peaks(j, j < n, scale, bias, peaks, program, column_lse, column_weight, column_target)
 
 
 @triton.jit
-def _peaks(i, inside, bias, peaks, program, lse, weight, target):
+def _peaks(i, inside, scale, bias, peaks, program, lse, weight, target):
     at = peaks + program.to(tl.int64) * 5
     w = tl.abs(tl.load(weight + i, mask=inside, other=0.0))
     t = tl.abs(tl.load(target + i, mask=inside, other=0.0))
-    log = _log2(tl.load(lse + i, mask=inside, other=float("-inf")), bias)
+    log = _log2(tl.load(lse + i, mask=inside, other=float("-inf")), scale, bias)
     counts = w != 0.0
     # what admits nothing has no pair that could overflow; NaN compares false and counts as infinite
     high = tl.where(log < float("inf"), log, float("inf"))
@@ -175,11 +130,12 @@ def _peaks(i, inside, bias, peaks, program, lse, weight, target):
 
 
 @triton.jit
-def _log2(lse, bias):
-    """A log-sum-exp in powers of two, without the bias."""
+def _log2(lse, scale, bias):
+    """A log-sum-exp in powers of two, without the bias, rounded once."""
+    lse = lse.to(tl.float64)
     if bias is not None:
-        lse = lse - tl.load(bias)
-    return lse * LOG2E
+        lse = lse - tl.load(bias).to(tl.float64)
+    return (lse * binary_orders(tl.load(scale))).to(tl.float32)
 
 
 @triton.jit
@@ -223,7 +179,7 @@ def plan_forward(peaks, scale, bias, plan, status, row_programs, programs, room,
     tl.store(plan + FAST, fast.to(tl.float32))
     tl.store(plan + BIAS, 0.0)
     if bias is not None:
-        tl.store(plan + BIAS, tl.load(bias) * LOG2E)
+        tl.store(plan + BIAS, tl.load(bias))
     tl.store(status, tl.where(fast, 0, 1))
     tl.store(status + 1, (_reduce(peaks, 0, row_programs, _STRAY, False, BLOCK) > 0.0).to(tl.int32))
 
@@ -277,6 +233,7 @@ def near_top(most):
 @triton.jit(do_not_specialize=["m", "n"])
 def temper(
     plan,
+    scale,
     bias,
     m,
     n,
@@ -295,76 +252,19 @@ def temper(
     program = tl.program_id(0)
     row_programs = tl.cdiv(m, LANES)
     if program < row_programs:
-        _temper_one(plan, bias, program, m, row_lse, row_weight, row_vectors, LANES)
+        _temper_one(plan, scale, bias, program, m, row_lse, row_weight, row_vectors, LANES)
     elif column_lse is not None:
-        _temper_one(plan, bias, program - row_programs, n, column_lse, column_weight, column_vectors, LANES)
+        _temper_one(plan, scale, bias, program - row_programs, n, column_lse, column_weight, column_vectors, LANES)
 
 
 @triton.jit
-def _temper_one(plan, bias, program, length, lse, weight, vectors, LANES: tl.constexpr):
+def _temper_one(plan, scale, bias, program, length, lse, weight, vectors, LANES: tl.constexpr):
     i = program.to(tl.int64) * LANES + tl.arange(0, LANES)
     inside = i < length
     w = tl.load(weight + i, mask=inside, other=0.0)
-    log = tl.where(w == 0.0, 0.0, _log2(tl.load(lse + i, mask=inside, other=0.0), bias))
+    log = tl.where(w == 0.0, 0.0, _log2(tl.load(lse + i, mask=inside, other=0.0), scale, bias))
     w = w * tl.load(plan + FACTOR)
     tl.store(vectors + i, log, mask=inside)
     tl.store(vectors + length + i, w, mask=inside)
     folded = tl.where(w == 0.0, 0.0, w * tl.math.exp2(tl.load(plan + REFERENCE) - log))
     tl.store(vectors + 2 * length.to(tl.int64) + i, folded, mask=inside)
-
-
-@triton.jit(do_not_specialize=["m", "n"])
-def sum_positives(
-    status,
-    positives,
-    excluded,
-    logits,
-    out,
-    m,
-    n,
-    LANES: tl.constexpr,
-    OUTER: tl.constexpr,
-    INNER: tl.constexpr,
-):
-    """``out_j = sum of logits_i over rows i whose positive is column j``, in the order of the rows.
-
-    Returns at once where ``measure`` has done it already: where row i's positive is column i.
-    """
-    first = tl.program_id(0) * LANES
-    j = first + tl.arange(0, LANES)
-    total = tl.zeros((LANES,), tl.float32)
-    stray = tl.load(status + 1) != 0
-    for block in range(0, tl.where(stray, m, 0), OUTER):
-        i = block + tl.arange(0, OUTER)
-        named = tl.load(positives + i, mask=i < m, other=-1)
-        # most blocks of rows have no positive among these columns
-        if tl.max(((named >= first) & (named < first + LANES)).to(tl.int32), 0) != 0:
-            for start in range(block, block + OUTER, INNER):
-                k = start + tl.arange(0, INNER)
-                at = tl.load(positives + k, mask=k < m, other=-1)
-                if excluded is not None:
-                    at = tl.where(at == tl.load(excluded + k, mask=k < m, other=-1), -1, at)
-                value = tl.load(logits + k, mask=k < m, other=0.0)
-                total += tl.sum(tl.where(at[:, None] == j.to(tl.int64)[None, :], value[:, None], 0.0), 0)
-    tl.store(out + j, total, mask=(j < n) & stray)
-
-
-@triton.jit(do_not_specialize=["m"])
-def row_dots(a, b, out, m, a_stride, b_stride, depth, LINES: tl.constexpr, BD: tl.constexpr):
-    """``sum over LINES rows of <a_i, b_i>``: dots in float32, their sum in float64, to out (programs,)."""
-    i = tl.program_id(0) * LINES + tl.arange(0, LINES)
-    inside = i < m
-    dot = tl.zeros((LINES,), tl.float32)
-    for k in range(0, depth, BD):
-        dot += tl.sum(
-            _features(a, i, a_stride, k, inside, depth, BD) * _features(b, i, b_stride, k, inside, depth, BD), 1
-        )
-    tl.store(out + tl.program_id(0), tl.sum(dot.to(tl.float64), 0))
-
-
-@triton.jit
-def multiply(x, factor, out, size, BLOCK: tl.constexpr):
-    """``out = x factor``, rounded once to out's dtype."""
-    at = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
-    value = tl.load(x + at, mask=at < size, other=0.0) * tl.load(factor)
-    tl.store(out + at, value.to(out.dtype.element_ty), mask=at < size)

@@ -6,8 +6,9 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
+from contrastile.backends.triton.parts import COLUMN_PARTS, ROW_PARTS, TERMS
+
 LOG2E = tl.constexpr(1.4426950408889634)
-LN2 = tl.constexpr(0.6931471805599453)
 
 # slots of a plan, float32 numbers that one kernel decides on the device and later ones obey
 ALPHA = tl.constexpr(0)  # scale log2 e: logits in powers of two, without the bias
@@ -15,7 +16,7 @@ REFERENCE = tl.constexpr(1)  # the shared reference, in powers of two
 THRESHOLD = tl.constexpr(2)  # least sum per term at which the terms that underflowed do not matter
 FAST = tl.constexpr(3)  # 1 where the shared reference is proven safe, else 0
 FACTOR = tl.constexpr(4)  # power of two that keeps a float16 G in range
-BIAS = tl.constexpr(5)  # the bias, in powers of two
+BIAS = tl.constexpr(5)  # the bias, or 0
 PLAN_SIZE = 8
 
 # what equal ids mean to a kernel
@@ -48,15 +49,37 @@ def dots(
     BN: tl.constexpr,
     BK: tl.constexpr,
     PRECISION: tl.constexpr,
+    DIVIDED: tl.constexpr,
 ):
     """``<row_i, column_j>`` for BM rows from ``row`` and BN columns from ``column``, float32.
 
-    rows, columns: tensor descriptors with blocks (BM, BK) and (BN, BK); what lies outside reads as 0.
+    rows, columns: tensor descriptors with blocks (BM, BK) and (BN, BK); what lies outside reads as 0. DIVIDED: they
+    hold three parts of each feature, part beside part, each of width ``depth``, a multiple of BK.
     """
     acc = tl.zeros((BM, BN), tl.float32)
-    for k in range(0, depth, BK):
-        acc = tl.dot(rows.load([row, k]), columns.load([column, k]).T, acc, input_precision=PRECISION)
+    if DIVIDED:
+        for step in range(0, depth * TERMS, BK):
+            term = step // depth
+            k = step - term * depth
+            left = ((ROW_PARTS >> (2 * term)) & 3) * depth + k
+            right = ((COLUMN_PARTS >> (2 * term)) & 3) * depth + k
+            acc = tl.dot(rows.load([row, left]), columns.load([column, right]).T, acc, input_precision=PRECISION)
+    else:
+        for k in range(0, depth, BK):
+            acc = tl.dot(rows.load([row, k]), columns.load([column, k]).T, acc, input_precision=PRECISION)
     return acc
+
+
+@triton.jit
+def binary_orders(scale):
+    """The factor that turns logits ``scale dot`` into ALPHA dot, float64: log2 e but for the rounding of ALPHA.
+
+    A positive's logit and its row's log-sum-exp come from the same dots. Turned to and fro by this factor and not by
+    log2 e, they stay equal where they are equal, and their difference is not lost in two roundings of a large number.
+    """
+    alpha = (scale * LOG2E).to(tl.float64)
+    usable = (scale != 0.0) & (tl.abs(alpha) < float("inf"))
+    return tl.where(usable, alpha / tl.where(usable, scale, 1.0).to(tl.float64), LOG2E)
 
 
 @triton.jit

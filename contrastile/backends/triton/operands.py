@@ -1,0 +1,141 @@
+# pyright: reportArgumentType=false, reportCallIssue=false, reportGeneralTypeIssues=false
+"""What the products read of the features: the features themselves, or float32 ones divided into factors chunk by chunk.
+
+The factors of one chunk of rows and one of columns are all that is held: O(d) bytes for each row of a chunk.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import triton
+
+from contrastile.backends.contract import Options
+from contrastile.backends.triton import parts, positives
+from contrastile.backends.triton.common import LINES, Masks, step
+from contrastile.backends.triton.configs import INTERPRETED, PAD
+from contrastile.backends.triton.launch import aligned, workspace
+
+# as parts.PART
+PART = torch.float32 if INTERPRETED else torch.bfloat16
+
+
+@dataclass(frozen=True, slots=True)
+class Scheme:
+    """How the products of one precision are taken.
+
+    Attributes:
+        how: parts.PLAIN, TF32 or SPLIT: the factors in the product X.
+        parts: 1, 2 or 3 factors of G and of the features in the products that follow.
+        dtype: name of the dtype for which ``configs.choose`` picks the tiles.
+        precision: ``input_precision`` of the kernels' products.
+    """
+
+    how: int
+    parts: int
+    dtype: str
+    precision: str = "ieee"
+
+    @staticmethod
+    def of(features: Any, options: Options) -> Scheme:
+        """The scheme for features of this dtype; the precision says nothing to 16-bit ones."""
+        dtype = str(features.dtype).removeprefix("torch.")
+        if dtype != "float32" or options.precision == "ieee":
+            return Scheme(parts.PLAIN.value, 1, dtype)
+        if options.precision == "tf32":
+            # cuBLAS would take tf32 by a switch of the whole process; three products of bfloat16 cost about as much
+            return Scheme(parts.TF32.value, 2, "tf32", "tf32")
+        return Scheme(parts.SPLIT.value, 3, "split")
+
+    @property
+    def divided(self) -> bool:
+        """Whether X is the sum of several products."""
+        return self.how == parts.SPLIT.value
+
+    def g_dtype(self, features: Any) -> Any:
+        """The dtype of G, or of its parts."""
+        return features.dtype if self.parts == 1 else PART
+
+
+class Side:
+    """The rows or the columns of a block.
+
+    Attributes:
+        x: (length, d) features, rows 16-byte aligned.
+        depth: features that the tile kernels take, zeros included.
+    """
+
+    def __init__(self, features: Any, scheme: Scheme) -> None:
+        self.x, self.scheme = aligned(features), scheme
+        self.span = -(-self.x.shape[1] // PAD) * PAD
+        self.depth = self.span if scheme.divided else self.x.shape[1]
+        self._held: dict[tuple[int, int], tuple[tuple[int, int], Any]] = {}
+
+    def tiles(self, start: int, length: int) -> Any:
+        """What the tile kernels read of a chunk."""
+        if self.scheme.how == parts.PLAIN.value:
+            return self.x[start : start + length]
+        if self.scheme.divided:
+            return self._factors(start, length, parts.SPLIT.value, 3, PART)
+        return self._factors(start, length, parts.TF32.value, 1, torch.float32)
+
+    def factors(self, start: int, length: int) -> list[Any]:
+        """What the products that follow multiply with: one matrix (length, d), or one for each part."""
+        if self.scheme.parts == 1:
+            return [self.x[start : start + length]]
+        held = self._factors(start, length, parts.SPLIT.value, self.scheme.parts, PART)
+        return [held[:, which * self.span :][:, : self.x.shape[1]] for which in range(self.scheme.parts)]
+
+    def _factors(self, start: int, length: int, how: int, count: int, dtype: Any) -> Any:
+        """The factors of a chunk, part beside part; those of the last chunk are kept."""
+        place, held = self._held.get((how, count), ((0, 0), None))
+        if held is None or place != (start, length):
+            x = self.x[start : start + length]
+            if held is None or held.shape[0] < length:
+                held = workspace(length, count * self.span, dtype, x)
+            held = held[:length]
+            lines, width = max(1, LINES // 2), step(self.span)
+            parts.divide[(triton.cdiv(length, lines), triton.cdiv(self.span, width))](
+                x,
+                held,
+                length,
+                x.shape[1],
+                self.span,
+                x.stride(0),
+                held.stride(0),
+                HOW=how,
+                PARTS=count,
+                LINES=lines,
+                BD=width,
+            )
+            self._held[how, count] = (start, length), held
+        return held
+
+
+def positive_dots(
+    sides: tuple[Side, Side], scheme: Scheme, masks: Masks, scale: Any, bias: Any, rows: Any, columns: Any
+) -> None:
+    """Logits of the positives by row, (m,), and by column, (n,) or None; their dots where scale is None."""
+    q, k = (side.x for side in sides)
+    size, depth = (16, 16) if INTERPRETED else (64, 64 if scheme.how == parts.PLAIN.value and q.itemsize == 2 else 32)
+    positives.positive_dots[(triton.cdiv(q.shape[0], size),)](
+        q,
+        k,
+        q.stride(0),
+        k.stride(0),
+        q.shape[0],
+        k.shape[0],
+        masks.positives,
+        masks.excluded,
+        scale,
+        bias,
+        rows,
+        columns,
+        depth=q.shape[1],
+        HOW=scheme.how,
+        PRECISION=scheme.precision,
+        BM=size,
+        BK=depth,
+    )

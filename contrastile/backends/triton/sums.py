@@ -1,0 +1,84 @@
+# mypy: disable-error-code="no-untyped-def,untyped-decorator,no-untyped-call"
+"""Kernels of cost O(b d) or O(b) that end a pass: each element read and written once, sums in one fixed order."""
+
+from __future__ import annotations
+
+import triton
+import triton.language as tl
+
+from contrastile.backends.triton.survey import load_features
+from contrastile.backends.triton.tiles import FACTOR
+
+
+@triton.jit(do_not_specialize=["m"])
+def row_dots(a, b, out, m, a_stride, b_stride, depth, LINES: tl.constexpr, BD: tl.constexpr):
+    """``sum over LINES rows of <a_i, b_i>``: dots in float32, their sum in float64, to out (programs,)."""
+    i = tl.program_id(0) * LINES + tl.arange(0, LINES)
+    inside = i < m
+    dot = tl.zeros((LINES,), tl.float32)
+    for k in range(0, depth, BD):
+        left = load_features(a, i, a_stride, k, inside, depth, BD).to(tl.float32)
+        dot += tl.sum(left * load_features(b, i, b_stride, k, inside, depth, BD).to(tl.float32), 1)
+    tl.store(out + tl.program_id(0), tl.sum(dot.to(tl.float64), 0))
+
+
+@triton.jit
+def multiply(x, factor, out, size, BLOCK: tl.constexpr):
+    """``out = x factor``, rounded once to out's dtype."""
+    at = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
+    value = tl.load(x + at, mask=at < size, other=0.0) * tl.load(factor)
+    tl.store(out + at, value.to(out.dtype.element_ty), mask=at < size)
+
+
+@triton.jit(do_not_specialize=["m"])
+def finish_rows(
+    sums,
+    rows,
+    out,
+    inner,
+    scale,
+    plan,
+    m,
+    sums_stride,
+    row_stride,
+    out_stride,
+    depth,
+    LINES: tl.constexpr,
+    BD: tl.constexpr,
+):
+    """``out = scale R``, rounded once, and ``sum over LINES rows of <q_i, R_i>`` in float64 to inner (programs,).
+
+    sums: (m, d) float32, FACTOR times R = G K; rows: (m, d) features; out: (m, d) in the features' dtype.
+    """
+    i = tl.program_id(0) * LINES + tl.arange(0, LINES)
+    inside = i < m
+    s = tl.load(scale)
+    # a power of two: exact both ways
+    undo = 1.0 / tl.load(plan + FACTOR)
+    dot = tl.zeros((LINES,), tl.float32)
+    for k in range(0, depth, BD):
+        r = load_features(sums, i, sums_stride, k, inside, depth, BD) * undo
+        dot += tl.sum(load_features(rows, i, row_stride, k, inside, depth, BD).to(tl.float32) * r, 1)
+        at = k + tl.arange(0, BD)
+        there = inside[:, None] & (at < depth)[None, :]
+        place = out + i.to(tl.int64)[:, None] * out_stride + at[None, :]
+        tl.store(place, (r * s).to(out.dtype.element_ty), mask=there)
+    tl.store(inner + tl.program_id(0), tl.sum(dot.to(tl.float64), 0))
+
+
+@triton.jit(do_not_specialize=["m"])
+def sum_excess(lse, positive, weight, target, out, m, BLOCK: tl.constexpr):
+    """``sum_i w_i (lse_i - t_i positive_i)`` to out (1,), float64: see ``arrays.mean_excess``. One program."""
+    total = tl.zeros((BLOCK,), tl.float64)
+    for start in range(0, m, BLOCK):
+        i = start + tl.arange(0, BLOCK)
+        inside = i < m
+        w = tl.load(weight + i, mask=inside, other=0.0).to(tl.float64)
+        t = tl.load(target + i, mask=inside, other=0.0).to(tl.float64)
+        excess = tl.load(lse + i, mask=inside, other=0.0).to(tl.float64)
+        p = tl.load(positive + i, mask=inside, other=0.0).to(tl.float64)
+        excess = excess - tl.where(t == 0.0, 0.0, t * p)
+        # written so that NaN stays
+        excess = tl.where((t != 0.0) & (excess < 0.0), 0.0, excess)
+        total += tl.where(w == 0.0, 0.0, w * excess)
+    tl.store(out, tl.sum(total, 0))

@@ -1,0 +1,123 @@
+"""What a right backend does as the ranks of a world: the properties of ``contrastile verify --world``.
+
+A case is cut into uneven parts, the parts are computed with a communicator, and what comes out is put together and held
+to the oracle of the whole: log-sum-exps and gradients of every rank's own rows and columns, after the factor of
+``Placement.factor`` has been taken away.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+
+from contrastile.backends.contract import Options
+from contrastile.exchange.placement import Reduction
+from contrastile.verify import frontdoor, sharded
+from contrastile.verify.properties import Checks, Property, identical
+from contrastile.verify.run import Worst, compare
+from contrastile.verify.sharded import run
+from contrastile.verify.shards import FIELDS, Cut
+from contrastile.verify.trial import Trial
+from contrastile.verify.truth import Outcome, truth
+
+EXCHANGES = ("ring", "gather")
+_EVERYWHERE = ("loss", "scale", "bias")
+
+
+def cuts(trial: Trial) -> Iterator[tuple[str, Cut]]:
+    """The ways in which a case is shared: at random, one row on the first rank, rows and columns far from each other.
+
+    A rank may have nothing at all.
+    """
+    n, problem, random = trial.subject.ranks.size, trial.problem, trial.random()
+    uneven = [random.integers(0, 7, n).tolist() for _ in range(2)]
+    yield "uneven", Cut.of(problem, *uneven)
+    if n > 1:
+        few = [1, max(1, len(problem.rows) - 1)] + [0] * (n - 2)
+        yield "one row", Cut.of(problem, few, [*few[2:], *few[:2]])
+        ends = [0] * (n - 1)
+        yield "opposite ends", Cut.of(problem, [*ends, 1], [1, *ends])
+
+
+def _first(trial: Trial, label: str, cut: Cut, exchange: str) -> list[Outcome]:
+    """``sharded.run``, once for each cut and exchange."""
+    key = label, exchange
+    if key not in trial.ran:
+        trial.ran[key] = run(trial.subject, cut, exchange)
+    found: list[Outcome] = trial.ran[key]
+    return found
+
+
+def _schedule(trial: Trial, exchange: str) -> Checks:
+    for label, cut in cuts(trial):
+        got = cut.joined(_first(trial, label, cut, exchange), trial.subject.ranks.size)
+        bound = trial.bounds(trial.problem, trial.oracle, spread=cut.spread(exchange))
+        yield label, compare(got, trial.oracle.outcome, bound, FIELDS)
+
+
+def ring(trial: Trial) -> Checks:
+    """Loss, log-sum-exps and gradients over a ring are the oracle's of the whole problem."""
+    yield from _schedule(trial, "ring")
+
+
+def gather(trial: Trial) -> Checks:
+    """Loss, log-sum-exps and gradients with gathered columns are the oracle's of the whole problem."""
+    yield from _schedule(trial, "gather")
+
+
+def reduction(trial: Trial) -> Checks:
+    """A sum of the parameters' gradients over the ranks is the oracle's too, with a gradient from above."""
+    trial.only_small()
+    oracle, n = truth(trial.problem, -2.5), trial.subject.ranks.size
+    label, cut = next(cuts(trial))
+    for exchange in EXCHANGES:
+        bound = trial.bounds(trial.problem, oracle, -2.5, spread=cut.spread(exchange))
+        ways: Sequence[tuple[Reduction, float]] = ("sum", 1.0), ("mean", n)
+        for way, factor in ways:
+            got = cut.joined(run(trial.subject, cut, exchange, reduction=way, upstream=-2.5), factor)
+            yield f"{exchange}, {label}, {way}, upstream -2.5", compare(got, oracle.outcome, bound, FIELDS)
+
+
+def agreement(trial: Trial) -> Checks:
+    """Loss and the gradients of scale and bias have the same bits on every rank."""
+    for label, cut in cuts(trial):
+        for exchange in EXCHANGES:
+            first, *others = _first(trial, label, cut, exchange)
+            for rank, other in enumerate(others, 1):
+                yield f"{exchange}, {label}, rank {rank}", identical(other, first, _EVERYWHERE)
+            yield f"{exchange}, {label}", Worst(0.0, "all", (), 0.0, 0.0)
+
+
+def delivery(trial: Trial) -> Checks:
+    """The same bits a second time, and when every message arrives at the last moment."""
+    trial.only_small()
+    world = trial.subject.ranks
+    label, cut = next(cuts(trial))
+    for exchange in EXCHANGES:
+        expected = _first(trial, label, cut, exchange)
+        for late in (False, True) if world.can_be_late else (False,):
+            again = run(trial.subject, cut, exchange, late=late)
+            how = "late" if late else "second run"
+            for rank, (a, b) in enumerate(zip(again, expected, strict=True)):
+                yield f"{exchange}, {label}, {how}, rank {rank}", identical(a, b, FIELDS)
+
+
+def tiles(trial: Trial) -> Checks:
+    """Small tiles give the same loss and gradients on every rank."""
+    trial.only_small()
+    label, cut = next(cuts(trial))
+    options = Options(tile=(5, 7))
+    parts = run(trial.subject, cut, "ring", options=options)
+    bound = trial.bounds(trial.problem, trial.oracle, options=options, spread=cut.spread("ring"))
+    got = cut.joined(parts, len(parts))
+    yield f"ring, {label}, tile 5 x 7", compare(got, trial.oracle.outcome, bound, FIELDS)
+
+
+DISTRIBUTED = {
+    each.name: each
+    for each in (
+        *(Property(check.__name__, check) for check in (ring, gather, reduction, agreement, delivery, tiles)),
+        *frontdoor.PROPERTIES,
+        Property("sharded", sharded.sharded, sharded.CASE),
+    )
+}
+"""The properties of a world, by name."""

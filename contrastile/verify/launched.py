@@ -1,0 +1,160 @@
+"""The processes of mpirun or torchrun as a world.
+
+Each test has a communicator of its own, which a test that failed cannot disturb. A rank that raises tells the others
+when they are done, or have given up waiting for it; a rank that hangs is ended by a watchdog, and by its launcher the
+others with it.
+"""
+
+from __future__ import annotations
+
+import faulthandler
+import os
+import pickle
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from typing import Any, TypeVar
+
+from contrastile.exchange.communicator import Communicator, ExchangeError, connect, deadline_or
+from contrastile.verify.worlds import WorldError
+
+T = TypeVar("T")
+
+
+@dataclass(slots=True)
+class Launched:
+    """One of the processes of a launcher.
+
+    Attributes:
+        name: what ``--world`` calls it.
+        launch: the words that start ``contrastile`` like this.
+        rank: this process's number.
+        size: how many there are.
+        everybody: everybody's object, by rank, from this process's own.
+        duplicate: a fresh group of all processes.
+    """
+
+    name: str
+    launch: list[str]
+    rank: int
+    size: int
+    everybody: Callable[[Any], list[Any]]
+    duplicate: Callable[[], Any]
+    _group: Any = None
+    _communicator: Communicator | None = None
+    _watchdog: float = field(default_factory=lambda: 3 * deadline_or(None) + 60)
+
+    can_be_late = False
+
+    @property
+    def leads(self) -> bool:
+        """See ``World``."""
+        return self.rank == 0
+
+    def begin(self) -> None:
+        """See ``World``."""
+        if self._communicator is not None:
+            self._communicator.close()
+        self._group = self._communicator = None
+
+    def run(self, program: Callable[[Communicator], T], *, late: bool = False) -> list[T]:
+        """See ``World``.
+
+        Raises:
+            Exception: what the first rank raised that did not just wait for another.
+        """
+        with self._watched():
+            if self._communicator is None:
+                self._group = self.duplicate()
+                self._communicator = connect(self._group)
+            mine: tuple[Any, Exception | None]
+            try:
+                mine = program(self._communicator), None
+            except Exception as error:
+                mine = None, _portable(error)
+            found = self.everybody(mine)
+        errors = [error for _, error in found if error is not None]
+        if errors:
+            # what has gone wrong may have left messages behind
+            self._group = self._communicator = None
+            raise min(errors, key=lambda error: isinstance(error, ExchangeError))
+        return [value for value, _ in found]
+
+    def share(self, x: T) -> T:
+        """See ``World``."""
+        with self._watched():
+            found: T = self.everybody(x if self.leads else None)[0]
+            return found
+
+    @contextmanager
+    def _watched(self) -> Iterator[None]:
+        """A process that gets stuck says where, and ends."""
+        faulthandler.dump_traceback_later(self._watchdog, exit=True)
+        try:
+            yield
+        finally:
+            faulthandler.cancel_dump_traceback_later()
+
+
+def _portable(error: Exception) -> Exception:
+    """The error, or one that says the same and can be sent."""
+    try:
+        back = pickle.loads(pickle.dumps(error))
+    except Exception:
+        back = None
+    return error if type(back) is type(error) else RuntimeError(f"{type(error).__name__}: {error}")
+
+
+@contextmanager
+def mpi(device: str) -> Iterator[Launched]:
+    """The processes of ``mpirun``.
+
+    Raises:
+        WorldError: there is no MPI.
+    """
+    try:
+        from mpi4py import MPI
+    except (ImportError, RuntimeError) as error:
+        raise WorldError(f"--world mpi cannot load MPI ({error}); run: pip install mpich") from error
+    comm = MPI.COMM_WORLD
+    if device == "cuda":
+        _take_gpu(comm.Split_type(MPI.COMM_TYPE_SHARED).Get_rank())
+    launch = ["mpirun", "-n", str(comm.Get_size()), "python", "-m", "mpi4py", "-m", "contrastile"]
+    yield Launched("mpi", launch, comm.Get_rank(), comm.Get_size(), comm.allgather, comm.Dup)
+
+
+@contextmanager
+def torch(device: str) -> Iterator[Launched]:
+    """The processes of ``torchrun``: gloo on the host, NCCL with ``--device cuda``.
+
+    Raises:
+        WorldError: not under torchrun.
+    """
+    import torch.distributed as dist
+
+    if "RANK" not in os.environ or "WORLD_SIZE" not in os.environ:
+        command = "torchrun --nproc-per-node 4 -m contrastile verify --world torch"
+        raise WorldError(f"--world torch runs under torchrun; run: {command}")
+    if device == "cuda":
+        _take_gpu(int(os.environ.get("LOCAL_RANK", "0")))
+    dist.init_process_group("cpu:gloo,cuda:nccl" if device == "cuda" else "gloo")
+    try:
+        size = dist.get_world_size()
+        host = dist.new_group(backend="gloo")
+
+        def everybody(x: Any) -> list[Any]:
+            found: list[Any] = [None] * size
+            dist.all_gather_object(found, x, group=host)
+            return found
+
+        launch = ["torchrun", "--nproc-per-node", str(size), "-m", "contrastile"]
+        yield Launched("torch", launch, dist.get_rank(), size, everybody, dist.new_group)
+    finally:
+        dist.destroy_process_group()
+
+
+def _take_gpu(number: int) -> None:
+    import torch
+
+    if torch.cuda.is_available():
+        torch.cuda.set_device(number % torch.cuda.device_count())

@@ -1,0 +1,159 @@
+"""Problems that hypothesis draws, each with the parts in which the ranks of a world share it."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, cast
+
+import numpy as np
+
+from contrastile.backends.contract import Options
+from contrastile.exchange.communicator import Communicator
+from contrastile.exchange.placement import Placement, Reduction
+from contrastile.verify import strategies
+from contrastile.verify.bounds import bounds
+from contrastile.verify.run import Worst, compare
+from contrastile.verify.shards import FIELDS, Cut
+from contrastile.verify.strategies import Recipe
+from contrastile.verify.trial import SkipError, Subject
+from contrastile.verify.truth import Outcome, truth
+
+if TYPE_CHECKING:
+    from hypothesis.strategies import SearchStrategy
+
+CASE = "sharded"
+
+
+@dataclass(frozen=True, slots=True)
+class Shared:
+    """A recipe and how it is shared.
+
+    Attributes:
+        rows: weights of the ranks' rows; all 0 stands for equal ones.
+        columns: weights of their columns.
+        exchange: "ring" or "gather".
+        reduction: "mean" or "sum".
+        late: whether messages arrive at the last moment, where the world can do that.
+        recipe: the problem.
+    """
+
+    rows: tuple[int, ...]
+    columns: tuple[int, ...]
+    exchange: str
+    reduction: str
+    late: bool
+    recipe: Recipe
+
+    def __str__(self) -> str:
+        rows, columns = (".".join(map(str, weights)) for weights in (self.rows, self.columns))
+        how = f"rows={rows},columns={columns},exchange={self.exchange},reduction={self.reduction},late={self.late}"
+        return f"{CASE}:{how},{str(self.recipe).removeprefix(f'{strategies.CASE}:')}"
+
+    @staticmethod
+    def parse(text: str) -> Shared:
+        """What prints as this text.
+
+        Raises:
+            ValueError: nothing does.
+        """
+        words = text.removeprefix(f"{CASE}:").split(",", 5)
+        try:
+            rows, columns, exchange, reduction, late = (
+                word.removeprefix(f"{name}=")
+                for name, word in zip(("rows", "columns", "exchange", "reduction", "late"), words, strict=False)
+            )
+            weights = [tuple(int(x) for x in each.split(".")) for each in (rows, columns)]
+            known = exchange in ("ring", "gather") and reduction in ("mean", "sum") and late in ("True", "False")
+            if not known or len(weights[0]) != len(weights[1]) or min(map(min, weights)) < 0:
+                raise ValueError
+            recipe = Recipe.parse(words[5])
+        except (ValueError, IndexError) as error:
+            raise ValueError(f"case must be {CASE}:rows=..., as a failure prints it, got {text!r}") from error
+        return Shared(weights[0], weights[1], exchange, reduction, late == "True", recipe)
+
+
+def shared(ranks: int) -> SearchStrategy[Shared]:
+    """All small problems in all their parts; shrinks towards equal parts of a small one on a ring."""
+    from hypothesis import strategies as st
+
+    weights = st.tuples(*[st.integers(0, 5)] * ranks)
+    return st.builds(
+        Shared,
+        rows=weights,
+        columns=weights,
+        exchange=st.sampled_from(["ring", "gather"]),
+        reduction=st.sampled_from(["mean", "sum"]),
+        late=st.booleans(),
+        recipe=strategies.recipes(),
+    )
+
+
+def sharded(subject: Subject, case: str) -> Iterator[tuple[str, Worst]]:
+    """Problems and parts drawn by hypothesis give the oracle's value and gradients; the label is the shrunk recipe.
+
+    A case "sharded:..." is one recipe, and nothing is drawn. The leader draws, and the others hear from it.
+    """
+    world = subject.ranks
+    if case != CASE:
+        one = Shared.parse(case)
+        if len(one.rows) != world.size:
+            raise SkipError(f"the case is for a world of {len(one.rows)}, and this one has {world.size} ranks")
+        yield str(one), _hold(one, subject)
+        return
+    if not world.leads:
+        while (drawn := world.share(None)) is not None:
+            try:
+                _hold(drawn, subject)
+            except Exception:
+                # the leader sees the same, and says so
+                continue
+        yield cast("tuple[str, Worst]", world.share(None))
+        return
+
+    def hold(drawn: Shared) -> Worst:
+        world.share(drawn)
+        return _hold(drawn, subject)
+
+    try:
+        found = strategies.search(shared(world.size), hold, subject)
+    except Exception as error:
+        # the others wait for a verdict, whatever it is
+        found = CASE, Worst(np.inf, f"{type(error).__name__}: {error}", (), np.inf, 0.0)
+    world.share(None)
+    yield world.share(found)
+
+
+def run(
+    subject: Subject,
+    cut: Cut,
+    exchange: str,
+    *,
+    reduction: str = "mean",
+    upstream: float = 1.0,
+    late: bool = False,
+    options: Options = Options(),  # noqa: B008 (frozen)
+) -> list[Outcome]:
+    """What each rank makes of its part."""
+
+    def program(communicator: Communicator) -> Outcome:
+        place = Placement(communicator, exchange, cast("Reduction", reduction), cut.shards)  # type: ignore[arg-type]
+        return subject.run(cut.part(communicator.rank, place), options, upstream=upstream)
+
+    return subject.ranks.run(program, late=late)
+
+
+def _hold(drawn: Shared, subject: Subject) -> Worst:
+    whole = strategies.problem(drawn.recipe, subject.dtype)
+    cut, options = Cut.of(whole, drawn.rows, drawn.columns), drawn.recipe.options
+    late = drawn.late and subject.ranks.can_be_late
+    parts = run(subject, cut, drawn.exchange, reduction=drawn.reduction, late=late, options=options)
+    factor = float(len(parts)) if drawn.reduction == "mean" else 1.0
+    oracle = truth(whole)
+    spread = cut.spread(drawn.exchange)
+    bound = bounds(whole, oracle, subject.accuracy, subject.dtype, options=options, spread=spread)
+    worst = compare(cut.joined(parts, factor), oracle.outcome, bound, FIELDS)
+    for part in parts[1:]:
+        if part.loss.tobytes() != parts[0].loss.tobytes() or part.scale.tobytes() != parts[0].scale.tobytes():
+            return Worst(np.inf, "loss or scale differs between ranks", (), np.inf, 0.0)
+    return worst

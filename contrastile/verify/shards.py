@@ -1,0 +1,144 @@
+"""A problem cut into the parts of several ranks, and the ranks' outcomes put together again.
+
+Columns are numbered rank by rank in a world and block by block in one process; ``_order`` leads from one to the other.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from itertools import accumulate
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+
+from contrastile.exchange.placement import Placement, Shards
+from contrastile.exchange.problem import Problem
+from contrastile.verify import rearrange
+from contrastile.verify.arithmetic import Spread
+from contrastile.verify.truth import Outcome
+
+IntArray = npt.NDArray[np.int64]
+
+FIELDS = ("loss", "row_lse", "column_lse", "rows", "columns", "scale", "bias")
+"""What is compared of a sharded outcome: all but the sums of the positive logits, which no rank has whole."""
+
+_ROWS = ("row_weight", "row_target", "row_ids")
+_COLUMNS = ("column_weight", "column_target", "column_ids")
+
+
+def shares(total: int, weights: Sequence[int]) -> list[int]:
+    """Whole shares of ``total`` in proportion to the weights, as they come; all weights 0 stand for equal ones."""
+    among = list(weights) if any(weights) else [1] * len(weights)
+    ends = [total * part // sum(among) for part in accumulate(among)]
+    return [end - start for start, end in zip([0, *ends], ends, strict=False)]
+
+
+@dataclass(frozen=True, slots=True)
+class Cut:
+    """A problem and how much of it each rank has.
+
+    Attributes:
+        problem: the whole, NumPy.
+        shards: the ranks' rows, which follow each other, and their share of each column block, likewise.
+    """
+
+    problem: Problem
+    shards: Shards
+
+    @staticmethod
+    def of(problem: Problem, rows: Sequence[int], columns: Sequence[int]) -> Cut:
+        """A cut in proportion to these weights, one for each rank."""
+        blocks = [shares(size, columns) for size in rearrange.sizes(problem)]
+        each = tuple(tuple(block[rank] for block in blocks) for rank in range(len(rows)))
+        return Cut(problem, Shards(tuple(shares(len(problem.rows), rows)), each))
+
+    def rows(self, rank: int) -> slice:
+        """The place of a rank's rows."""
+        start = sum(self.shards.rows[:rank])
+        return slice(start, start + self.shards.rows[rank])
+
+    def columns(self, rank: int, block: int) -> slice:
+        """The place of a rank's columns in a block of the whole."""
+        start = sum(each[block] for each in self.shards.columns[:rank])
+        return slice(start, start + self.shards.columns[rank][block])
+
+    def order(self) -> IntArray:
+        """(n,) the column of the whole that stands at each number of the world."""
+        starts = np.cumsum([0, *rearrange.sizes(self.problem)])
+        numbers = np.arange(starts[-1])
+        found = [
+            numbers[start:][self.columns(rank, block)]
+            for rank in range(len(self.shards.rows))
+            for block, start in enumerate(starts[:-1])
+        ]
+        return np.concatenate(found)
+
+    def pointers(self, x: IntArray | None) -> IntArray | None:
+        """Column numbers of the whole as numbers of the world; what points nowhere still does."""
+        if x is None:
+            return None
+        place = np.argsort(self.order())
+        inside = (x >= 0) & (x < len(place))
+        moved: IntArray = x.copy()
+        moved[inside] = place[x[inside]]
+        return moved
+
+    def part(self, rank: int, placement: Placement | None = None) -> Problem:
+        """What a rank has of the problem."""
+        p, rows = self.problem, self.rows(rank)
+        start = self.shards.start(rank)
+        own = self.order()[start : start + self.shards.widths[rank]]
+
+        def take(x: Any, where: Any) -> Any:
+            return None if x is None else x[where]
+
+        return replace(
+            p,
+            rows=p.rows[rows],
+            columns=tuple(x[self.columns(rank, block)] for block, x in enumerate(p.columns)),
+            positives=take(self.pointers(p.positives), rows),
+            excluded=take(self.pointers(p.excluded), rows),
+            placement=placement,
+            **{name: take(getattr(p, name), rows) for name in _ROWS},
+            **{name: take(getattr(p, name), own) for name in _COLUMNS},
+        )
+
+    def joined(self, parts: Sequence[Outcome], factor: float) -> Outcome:
+        """The ranks' outcomes as one, in the order of the whole.
+
+        Args:
+            parts: by rank.
+            factor: ``Placement.factor``, which is taken away again. Loss, scale and bias are rank 0's, the latter two
+                times what a sum over the ranks, or a mean, would make of them.
+        """
+        n = len(parts)
+
+        def along(name: str) -> Any:
+            found = [getattr(part, name) for part in parts]
+            return None if found[0] is None else np.concatenate(found)
+
+        lse = along("column_lse")
+        if lse is not None:
+            lse[self.order()] = lse.copy()
+        columns = zip(*(part.columns for part in parts), strict=True)
+        first = parts[0]
+        return Outcome(
+            loss=first.loss,
+            row_lse=along("row_lse"),
+            row_positive=None,
+            column_lse=lse,
+            column_positive=None,
+            rows=along("rows") / factor,
+            columns=tuple(np.concatenate(block) / factor for block in columns),
+            scale=first.scale * (n / factor),
+            bias=None if first.bias is None else first.bias * (n / factor),
+        )
+
+    def spread(self, exchange: str) -> Spread:
+        """How this world takes its sums."""
+        shards = self.shards
+        if exchange == "gather":
+            return Spread(shards.rows, (sum(shards.widths),))
+        return Spread(shards.rows, tuple(size for blocks in shards.columns for size in blocks), halved=True)

@@ -1,0 +1,129 @@
+"""The ranks that a distributed property runs on: threads of this process, or the processes of a launcher.
+
+Every process of a launcher runs the same properties in the same order. What is drawn is drawn by the leader; what
+a program returns is known to all, so that all come to the same verdict.
+"""
+
+from __future__ import annotations
+
+import importlib.util
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import Any, Protocol, TypeVar
+
+from contrastile.exchange.communicator import Communicator
+from contrastile.exchange.inprocess import Town
+
+T = TypeVar("T")
+
+LARGEST = 8
+"""Ranks of one process, at most."""
+
+
+class WorldError(ValueError):
+    """There is no such world, or it cannot be had here; the message says how."""
+
+
+class World(Protocol):
+    """Ranks that run one program."""
+
+    @property
+    def size(self) -> int:
+        """How many there are."""
+        ...
+
+    @property
+    def name(self) -> str:
+        """What ``--world`` calls it."""
+        ...
+
+    @property
+    def launch(self) -> list[str]:
+        """The words that start ``contrastile`` on these ranks."""
+        ...
+
+    @property
+    def leads(self) -> bool:
+        """Whether this process draws, prints and writes."""
+        ...
+
+    @property
+    def can_be_late(self) -> bool:
+        """Whether messages can be made to arrive at the last moment."""
+        ...
+
+    def begin(self) -> None:
+        """Another test begins: no message of the last one may meet one of its own."""
+        ...
+
+    def run(self, program: Callable[[Communicator], T], *, late: bool = False) -> list[T]:
+        """What the program returns on each rank.
+
+        Raises:
+            BaseException: what it raised on some rank.
+        """
+        ...
+
+    def share(self, x: T) -> T:
+        """What the leader has."""
+        ...
+
+
+@dataclass(frozen=True, slots=True)
+class Threads:
+    """All ranks in this process.
+
+    Attributes:
+        size: how many.
+    """
+
+    size: int
+
+    leads = True
+    can_be_late = True
+
+    @property
+    def name(self) -> str:
+        """The number of ranks."""
+        return str(self.size)
+
+    @property
+    def launch(self) -> list[str]:
+        """See ``World``."""
+        return ["contrastile"]
+
+    def begin(self) -> None:
+        """See ``World``. Every run has a town of its own."""
+
+    def run(self, program: Callable[[Any], T], *, late: bool = False) -> list[T]:
+        """See ``World``."""
+        return Town[T](self.size, late=late).run(program)
+
+    def share(self, x: T) -> T:
+        """See ``World``."""
+        return x
+
+
+@contextmanager
+def opened(name: str | None, device: str) -> Iterator[World | None]:
+    """The world that ``--world`` names; None for none.
+
+    Raises:
+        WorldError: there is none such, or its launcher or package is not there.
+    """
+    if name is None:
+        yield None
+        return
+    if name not in ("mpi", "torch"):
+        if not (name.isdecimal() and 1 <= int(name) <= LARGEST):
+            raise WorldError(f"--world must be 1..{LARGEST}, mpi or torch, got {name!r}")
+        yield Threads(int(name))
+        return
+    package = {"mpi": "mpi4py", "torch": "torch"}[name]
+    if importlib.util.find_spec(package) is None:
+        raise WorldError(f"--world {name} needs {package}; run: pip install 'contrastile[{name}]'")
+    from contrastile.verify import launched
+
+    with (launched.mpi if name == "mpi" else launched.torch)(device) as world:
+        yield world

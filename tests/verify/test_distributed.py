@@ -1,0 +1,316 @@
+"""Worlds: parts of a problem, the properties on every backend that runs here, and ``contrastile verify --world``."""
+
+from __future__ import annotations
+
+import json
+import os
+from dataclasses import replace
+from typing import Any
+
+import numpy as np
+import pytest
+
+# without a GPU the kernels run in Triton's interpreter, which is chosen when they are imported
+os.environ["TRITON_INTERPRET"] = "1"
+
+from contrastile.backends.registry import load
+from contrastile.cli import main
+from contrastile.exchange.placement import Shards
+from contrastile.verify import cases, sharded, strategies
+from contrastile.verify.arithmetic import Spread
+from contrastile.verify.bounds import ORACLE, bounds
+from contrastile.verify.distributed import DISTRIBUTED
+from contrastile.verify.properties import PROPERTIES
+from contrastile.verify.run import compare
+from contrastile.verify.runner import Run, Selection
+from contrastile.verify.sharded import Shared
+from contrastile.verify.shards import FIELDS, Cut, shares
+from contrastile.verify.trial import SkipError, Subject
+from contrastile.verify.truth import truth
+from contrastile.verify.worlds import Threads, opened
+
+WORLDS = (1, 2, 3, 4, 5, 8)
+BITING = ("ragged", "hot", "blocks", "ids-drop", "labels", "zero-rows", "sigmoid-ids", "nan")
+SHARED = Shared(
+    (1, 0, 3),
+    (2, 1, 0),
+    "gather",
+    "sum",
+    True,
+    strategies.Recipe(5, 7, 3, "softmax", "normal", 14.0, 0.0, "signed", True, "drop", 2, 0, 1, 11),
+)
+
+
+def rows_of(n: int, backend: str, **selection: Any) -> list[Any]:
+    world = Threads(n)
+    return list(Run(Selection({backend: load(backend)}, world=world, **selection)).rows())
+
+
+def passed(found: list[Any]) -> None:
+    assert found
+    assert [row for row in found if row["status"] != "pass"] == []
+
+
+@pytest.mark.parametrize("n", WORLDS)
+@pytest.mark.parametrize(("backend", "dtype"), [("numpy", "float64"), ("torch", "float32"), ("torch", "bfloat16")])
+def test_cases_that_bite_hold_in_every_world(backend: str, dtype: str, n: int) -> None:
+    found = rows_of(n, backend, cases=BITING, properties=["ring", "gather", "agreement"], dtypes=[dtype])
+    assert len(found) == 3 * len(BITING)
+    assert {row["world"] for row in found} == {n}
+    passed(found)
+
+
+def test_every_case_holds_in_a_world_of_three() -> None:
+    quick = [name for name in cases.names() if not name.startswith("wordnet")]
+    passed(rows_of(3, "numpy", cases=quick, properties=["ring", "gather"], dtypes=["float32"]))
+
+
+@pytest.mark.parametrize("n", WORLDS)
+@pytest.mark.parametrize(("backend", "dtype"), [("numpy", "float32"), ("torch", "float32")])
+def test_every_loss_of_the_front_door_holds_in_every_world(backend: str, dtype: str, n: int) -> None:
+    found = rows_of(n, backend, cases=["front-door"], dtypes=[dtype])
+    assert [row["property"] for row in found] == ["clip-loss", "info-nce", "nt-xent", "sup-con", "sigmoid-loss"]
+    passed(found)
+
+
+@pytest.mark.parametrize("dtype", ["float16", "bfloat16"])
+def test_the_front_door_takes_narrow_features(dtype: str) -> None:
+    passed(rows_of(3, "torch", cases=["front-door"], dtypes=[dtype]))
+
+
+@pytest.mark.parametrize("n", WORLDS)
+def test_triton_holds_in_every_world(n: int) -> None:
+    few = ["blocks", "sigmoid-ids"] if n == 3 else ["one-row"]
+    given = {"properties": ["ring", "gather", "agreement"], "dtypes": ["float32"], "precisions": ["ieee"]}
+    passed(rows_of(n, "triton", cases=few, **given))
+
+
+def test_triton_serves_the_front_door_of_three_ranks() -> None:
+    given = {"properties": ["sup-con"], "dtypes": ["float32"], "precisions": ["ieee"]}
+    passed(rows_of(3, "triton", cases=["front-door"], **given))
+
+
+@pytest.mark.parametrize("n", [2, 3, 5])
+@pytest.mark.parametrize("backend", ["numpy", "torch"])
+def test_drawn_problems_hold_in_drawn_parts(backend: str, n: int) -> None:
+    found = rows_of(n, backend, cases=["sharded"], dtypes=["float32", "float64"], examples=40, seed=n)
+    assert [row["case"] for row in found] == ["sharded", "sharded"]
+    passed(found)
+
+
+def test_shares_are_whole_and_in_proportion() -> None:
+    assert shares(10, [1, 0, 4]) == [2, 0, 8]
+    assert shares(7, [0, 0, 0]) == [2, 2, 3]
+    assert shares(2, [1, 1, 1, 1]) == [0, 1, 0, 1]
+    for total in range(9):
+        assert sum(shares(total, [3, 0, 1, 2])) == total
+
+
+@pytest.mark.parametrize("name", ["blocks", "ids-drop", "self-excluded", "sigmoid-ids"])
+def test_parts_joined_are_the_whole(name: str) -> None:
+    """A cut loses nothing, and its numbers lead to the same columns."""
+    whole = cases.build(name, "float64").problem
+    cut = Cut.of(whole, [2, 0, 1], [1, 3, 1])
+    joined = np.concatenate(whole.columns)
+    in_world = joined[cut.order()]
+    for rank in range(3):
+        part = cut.part(rank)
+        np.testing.assert_array_equal(part.rows, whole.rows[cut.rows(rank)])
+        start = cut.shards.start(rank)
+        np.testing.assert_array_equal(np.concatenate(part.columns), in_world[start : start + cut.shards.widths[rank]])
+        if whole.positives is not None:
+            before = whole.positives[cut.rows(rank)]
+            inside = (before >= 0) & (before < len(joined))
+            np.testing.assert_array_equal(in_world[part.positives[inside]], joined[before[inside]])
+            np.testing.assert_array_equal(part.positives[~inside], before[~inside])
+    np.testing.assert_array_equal(np.sort(cut.order()), np.arange(len(joined)))
+
+
+def test_outcomes_come_back_in_the_order_of_the_whole() -> None:
+    whole = cases.build("blocks", "float64").problem
+    cut = Cut.of(whole, [1, 2], [3, 1])
+    exact = truth(whole).outcome
+    order = cut.order()
+    parts = []
+    for rank in range(2):
+        start = cut.shards.start(rank)
+        lse = exact.column_lse[order][start : start + cut.shards.widths[rank]]
+        columns = tuple(2.0 * x[cut.columns(rank, block)] for block, x in enumerate(exact.columns))
+        here = cut.rows(rank)
+        parts.append(
+            replace(exact, row_lse=exact.row_lse[here], column_lse=lse, rows=2.0 * exact.rows[here], columns=columns)
+        )
+    nothing = replace(exact, **{name: None for name in FIELDS if getattr(exact, name) is None})
+    assert compare(cut.joined(parts, 2.0), exact, nothing, FIELDS).ratio == 0.0
+
+
+@pytest.mark.parametrize("case", ["ragged", "sigmoid-ids"])
+def test_a_world_s_bounds_are_those_of_one_process_and_a_little(case: str) -> None:
+    problem = cases.build(case, "float32").problem
+    exact, facts = truth(problem), load("torch").accuracy("float32", "cpu")
+    alone = bounds(problem, exact, facts, "float32")
+    eight = bounds(problem, exact, facts, "float32", spread=Cut.of(problem, [1] * 8, [1] * 8).spread("ring"))
+    for field in ("loss", "rows", "scale", "bias"):
+        a, b = getattr(alone, field), getattr(eight, field)
+        if a is not None:
+            # shorter sums, more of them: a few roundings this way or that, not another order of magnitude
+            assert np.all((a <= 8 * b) & (b <= 8 * a))
+
+
+def test_the_gradient_of_the_scale_is_bounded_by_what_the_ranks_add() -> None:
+    """Ranks' parts may be large where their sum is not: the bound knows."""
+    problem = cases.build("ragged", "float64").problem
+    exact = truth(problem)
+    n = len(problem.rows)
+    ways = (n, 0), (1,) * n
+    few, many = (bounds(problem, exact, ORACLE, "float64", spread=Spread(rows, (47,))) for rows in ways)
+    assert many.scale > few.scale
+
+
+def test_a_cut_knows_how_its_world_sums() -> None:
+    cut = Cut(cases.build("blocks", "float64").problem, Shards((20, 3), ((30, 0, 4), (1, 0, 5))))
+    assert cut.spread("ring") == Spread((20, 3), (30, 0, 4, 1, 0, 5), halved=True)
+    assert cut.spread("gather") == Spread((20, 3), (40,))
+
+
+def test_a_shared_recipe_prints_and_parses() -> None:
+    text = str(SHARED)
+    assert text.startswith("sharded:rows=1.0.3,columns=2.1.0,exchange=gather,reduction=sum,late=True,m=5,n=7,d=3,")
+    assert Shared.parse(text) == SHARED
+
+
+@pytest.mark.parametrize(
+    ("old", "new"),
+    [
+        ("gather", "star"),
+        ("sum", "max"),
+        ("1.0.3", "1.0"),
+        ("1.0.3", "1.-1.3"),
+        ("True", "yes"),
+        (",m=5", ""),
+        ("rows=", "lines="),
+    ],
+)
+def test_what_is_no_shared_recipe_says_so(old: str, new: str) -> None:
+    with pytest.raises(ValueError, match="as a failure prints it"):
+        Shared.parse(str(SHARED).replace(old, new, 1))
+
+
+def test_a_recipe_of_another_world_is_skipped() -> None:
+    (row,) = rows_of(2, "numpy", cases=[str(SHARED)], dtypes=["float64"])
+    assert (row["status"], row["reason"]) == ("skip", "the case is for a world of 3, and this one has 2 ranks")
+    passed(rows_of(3, "numpy", cases=[str(SHARED)], dtypes=["float64"]))
+
+
+def test_a_property_of_ranks_needs_some() -> None:
+    subject = Subject("numpy", load("numpy"), "float64")
+    with pytest.raises(SkipError, match="name a --world"):
+        next(sharded.sharded(subject, sharded.CASE))
+
+
+def test_rows_do_not_depend_on_what_else_is_run() -> None:
+    both = rows_of(3, "numpy", cases=["ragged", "smoke"], properties=["ring", "agreement"], dtypes=["float64"])
+    (one,) = rows_of(3, "numpy", cases=["smoke"], properties=["agreement"], dtypes=["float64"])
+    assert one in both
+
+
+def test_a_failure_names_the_world_and_the_command_that_runs_it_again(tmp_path: Any, capsys: Any) -> None:
+    sound = load("numpy")
+
+    def gradients(block: Any, weights: Any, rows: Any, columns: Any, options: Any) -> None:
+        sound.gradients(block, weights, rows, columns, options)
+        if columns is not None and len(columns) > 2:
+            columns[2] += 1.0
+
+    run = Run(
+        Selection(
+            {"broken": replace(sound, gradients=gradients)},
+            ["sharded"],
+            ["sharded"],
+            ["float64"],
+            examples=15,
+            world=Threads(3),
+        )
+    )
+    (row,) = run.rows()
+    assert (row["status"], row["world"]) == ("fail", 3)
+    (failure,) = run.failures
+    assert failure.command.startswith(
+        "contrastile verify --world 3 --backend broken --dtype float64 --property sharded"
+    )
+    assert f"--case {failure.label}" in failure.command
+    assert Shared.parse(failure.label).rows == (0, 0, 0)
+
+
+def test_the_command_writes_the_world_into_every_row(tmp_path: Any, capsys: Any) -> None:
+    path = tmp_path / "world.json"
+    words = [
+        "verify",
+        "--world",
+        "3",
+        "--backend",
+        "numpy",
+        "--dtype",
+        "float64",
+        "--json",
+        str(path),
+        "--examples",
+        "5",
+    ]
+    assert main([*words, "--case", "smoke", "front-door", "sharded"]) == 0
+    assert "PASS: 12 passed, 0 failed, 0 skipped" in capsys.readouterr().out
+    read = json.loads(path.read_text(encoding="utf-8"))
+    assert read["verdict"] == "pass"
+    assert {row["world"] for row in read["rows"]} == {3}
+    assert {row["property"] for row in read["rows"]} == set(DISTRIBUTED)
+
+
+@pytest.mark.parametrize(
+    ("words", "message"),
+    [
+        (["--world", "0"], "--world must be 1..8, mpi or torch, got '0'"),
+        (["--world", "9"], "--world must be 1..8, mpi or torch, got '9'"),
+        (["--world", "ring"], "--world must be 1..8, mpi or torch, got 'ring'"),
+        (["--world", "torch"], "--world torch runs under torchrun; run: torchrun --nproc-per-node 4 -m contrastile"),
+        (["--world", "2", "--property", "permutation"], "property must be one of ring, gather,"),
+        (["--world", "2", "--case", "drawn"], "case must be one of smoke,"),
+        (["--world", "2", "--case", "sharded:rows=1"], "as a failure prints it"),
+        (["--property", "ring"], "property must be one of value,"),
+        (["--world", "2", "--backend", "numpy", "--case", str(SHARED)], "nothing ran: the case is for a world of 3"),
+    ],
+)
+def test_what_cannot_run_exits_2_with_one_line(
+    words: list[str], message: str, capsys: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.delenv("RANK", raising=False)
+    assert main(["verify", *words]) == 2
+    err = capsys.readouterr().err
+    assert err.startswith("contrastile verify: ")
+    assert message in err
+    assert err.count("\n") == 1
+
+
+def test_a_missing_package_exits_2_with_the_command_that_mends_it(capsys: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    import importlib.util
+
+    find = importlib.util.find_spec
+    monkeypatch.setattr(importlib.util, "find_spec", lambda name, *a: None if name == "mpi4py" else find(name, *a))
+    assert main(["verify", "--world", "mpi"]) == 2
+    assert "--world mpi needs mpi4py; run: pip install 'contrastile[mpi]'" in capsys.readouterr().err
+
+
+def test_the_list_names_the_properties_of_a_world(capsys: Any) -> None:
+    assert main(["verify", "--list"]) == 0
+    out = capsys.readouterr().out
+    for name, each in DISTRIBUTED.items():
+        assert f"  {name:22}{each.about}" in out
+        assert each.about
+    assert not set(DISTRIBUTED) & (set(PROPERTIES) - {"tiles"})
+
+
+def test_no_world_is_opened_for_nothing() -> None:
+    with opened(None, "cpu") as world:
+        assert world is None
+    with opened("2", "cpu") as world:
+        assert world == Threads(2)
+        assert (world.name, world.leads, world.launch, world.share("x")) == ("2", True, ["contrastile"], "x")
