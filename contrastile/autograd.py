@@ -81,7 +81,7 @@ def evaluate(problem: Problem, backend: str, options: Options) -> Tensor:
     columns = list(problem.columns)
     how = How(problem.match, backend, options, problem.placement).encode()
     if problem.kind == "softmax":
-        loss, _, _ = softmax_loss(problem.rows, columns, problem.scale, vectors, how)
+        loss, *_ = softmax_loss(problem.rows, columns, problem.scale, vectors, how)
         return cast("Tensor", loss)
     leaves = [problem.rows, *columns, problem.scale, problem.bias]
     wants = [torch.is_grad_enabled() and x is not None and x.requires_grad for x in leaves]
@@ -124,15 +124,16 @@ def softmax_loss(
     scale: Tensor,
     vectors: Sequence[Tensor | None],
     how: str,
-) -> tuple[Tensor, Tensor, Tensor]:
-    """The softmax loss (0-d), the row LSE (m,) and the column LSE ((n,), or empty for one direction)."""
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    """The softmax loss (0-d), the row LSE (m,), the column LSE (n,) and the gathered columns; empty where none."""
     way = _decode(how)
     chosen = load(way.backend)
     problem = _problem("softmax", rows, columns, scale, None, vectors, way)
     with native(problem, chosen) as (inside, source):
         saved = schedule.forward(inside, chosen, way.options)
         outside = _outside(chosen, scale, source.dtype(scale))
-        return outside(saved.loss), outside(saved.row_lse), outside(saved.column_lse)
+        features = _outside(chosen, scale, source.dtype(rows))
+        return outside(saved.loss), outside(saved.row_lse), outside(saved.column_lse), features(saved.gathered)
 
 
 @softmax_loss.register_fake
@@ -142,10 +143,11 @@ def _(
     scale: Tensor,
     vectors: Sequence[Tensor | None],
     how: str,
-) -> tuple[Tensor, Tensor, Tensor]:
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     two_sided = vectors[VECTORS.index("column_weight")] is not None
     n = sum(x.shape[0] for x in columns) if two_sided else 0
-    return torch.empty_like(scale), scale.new_empty(rows.shape[0]), scale.new_empty(n)
+    # a process alone: no graph is compiled over several
+    return torch.empty_like(scale), scale.new_empty(rows.shape[0]), scale.new_empty(n), scale.new_empty(0)
 
 
 @torch.library.custom_op("contrastile::softmax_gradients", mutates_args=())
@@ -153,6 +155,7 @@ def softmax_gradients(
     upstream: Tensor,
     row_lse: Tensor,
     column_lse: Tensor,
+    gathered: Tensor,
     rows: Tensor,
     columns: Sequence[Tensor],
     scale: Tensor,
@@ -166,7 +169,8 @@ def softmax_gradients(
     problem = _problem("softmax", rows, columns, scale, None, vectors, way)
     wanted = _wanted(wants, len(columns), bias=False)
     with native(problem, chosen) as (inside, source):
-        factor, *saved = (transfer(x, source, chosen.arrays) for x in (upstream, row_lse, column_lse))
+        kept = gathered if gathered.numel() else None
+        factor, *saved = (transfer(x, source, chosen.arrays) for x in (upstream, row_lse, column_lse, kept))
         found = schedule.backward(inside, local.Forward(factor, *saved), factor, wanted, chosen, way.options)
         matrix, number = (_outside(chosen, scale, source.dtype(x)) for x in (rows, scale))
         return matrix(found.rows), [matrix(x) for x in found.columns], number(found.scale)
@@ -177,6 +181,7 @@ def _(
     upstream: Tensor,
     row_lse: Tensor,
     column_lse: Tensor,
+    gathered: Tensor,
     rows: Tensor,
     columns: Sequence[Tensor],
     scale: Tensor,
@@ -205,11 +210,11 @@ def _vectors(ctx: Any, rest: Sequence[Tensor]) -> list[Tensor | None]:
 
 
 def _softmax_backward(ctx: Any, upstream: Tensor, *_: Any) -> tuple[Any, ...]:
-    rows, scale, row_lse, column_lse, *rest = ctx.saved_tensors
+    rows, scale, row_lse, column_lse, gathered, *rest = ctx.saved_tensors
     columns, vectors = rest[: ctx.blocks], _vectors(ctx, rest[ctx.blocks :])
     wants = [ctx.needs_input_grad[0], *ctx.needs_input_grad[1], ctx.needs_input_grad[2]]
     d_rows, d_columns, d_scale = softmax_gradients(
-        upstream, row_lse, column_lse, rows, columns, scale, vectors, ctx.how, wants
+        upstream, row_lse, column_lse, gathered, rows, columns, scale, vectors, ctx.how, wants
     )
     given = [x if want else None for x, want in zip([d_rows, *d_columns, d_scale], wants, strict=True)]
     return given[0], given[1:-1], given[-1], None, None

@@ -13,15 +13,33 @@ Tile = int | tuple[int, int] | None
 
 
 class _Loss(torch.nn.Module):
-    """What every loss module keeps: which backend computes it, and how large its tiles may be."""
+    """What every loss module keeps: how its loss is computed, and with whom."""
 
-    def __init__(self, *, backend: str = "auto", tile: Tile = None) -> None:
+    def __init__(
+        self,
+        *,
+        backend: str = "auto",
+        tile: Tile = None,
+        precision: str = "ieee",
+        group: Any = None,
+        exchange: str = "auto",
+        parameter_reduction: str = "mean",
+    ) -> None:
         super().__init__()
-        self.backend, self.tile = backend, tile
+        self.backend, self.tile, self.precision = backend, tile, precision
+        self.group, self.exchange, self.parameter_reduction = group, exchange, parameter_reduction
+
+    @property
+    def _settings(self) -> dict[str, Any]:
+        alone = {"backend": self.backend, "tile": self.tile, "precision": self.precision}
+        together = {"exchange": self.exchange, "parameter_reduction": self.parameter_reduction}
+        return alone | {"group": self.group} | together
 
     def extra_repr(self) -> str:
-        """The settings, for print(module)."""
-        return f"backend={self.backend!r}, tile={self.tile!r}"
+        """The settings that are not the usual ones, with backend and tile, for print(module)."""
+        usual = {"precision": "ieee", "group": None, "exchange": "auto", "parameter_reduction": "mean"}
+        shown = {name: value for name, value in self._settings.items() if usual.get(name, ...) != value}
+        return ", ".join(f"{name}={value!r}" for name, value in shown.items())
 
 
 class ClipLoss(_Loss):
@@ -30,6 +48,10 @@ class ClipLoss(_Loss):
     Args:
         backend: "auto", or a name from ``contrastile.backends.names()``, or "module:attribute".
         tile: largest tile of logits to hold; None lets the backend choose.
+        precision: see ``contrastile.clip_loss``.
+        group: the processes that share the batch, e.g. "world"; None is this process alone.
+        exchange: see ``contrastile.clip_loss``.
+        parameter_reduction: see ``contrastile.clip_loss``; "mean" is right under DDP and FSDP.
     """
 
     def forward(
@@ -50,9 +72,10 @@ class ClipLoss(_Loss):
             output_dict: whether to return a dict.
 
         Raises:
-            TypeError, ValueError, BackendUnavailableError, UnsupportedProblemError: see ``contrastile.clip_loss``.
+            TypeError, ValueError, BackendUnavailableError, UnsupportedProblemError, MismatchError, ExchangeError: see
+                ``contrastile.clip_loss``.
         """
-        loss = losses.clip_loss(image_features, text_features, logit_scale, backend=self.backend, tile=self.tile)
+        loss = losses.clip_loss(image_features, text_features, logit_scale, **self._settings)
         if logit_bias is not None:
             # zero, but a parameter that took part: DDP would otherwise wait for its gradient
             loss = loss + 0.0 * logit_bias.sum()
@@ -65,6 +88,10 @@ class SigLipLoss(_Loss):
     Args:
         backend: "auto", or a name from ``contrastile.backends.names()``, or "module:attribute".
         tile: largest tile of logits to hold; None lets the backend choose.
+        precision: see ``contrastile.sigmoid_loss``.
+        group: the processes that share the batch, e.g. "world"; None is this process alone.
+        exchange: see ``contrastile.sigmoid_loss``.
+        parameter_reduction: see ``contrastile.sigmoid_loss``; "mean" is right under DDP and FSDP.
     """
 
     def forward(
@@ -85,11 +112,10 @@ class SigLipLoss(_Loss):
             output_dict: whether to return a dict.
 
         Raises:
-            TypeError, ValueError, BackendUnavailableError, UnsupportedProblemError: see ``contrastile.sigmoid_loss``.
+            TypeError, ValueError, BackendUnavailableError, UnsupportedProblemError, MismatchError, ExchangeError: see
+                ``contrastile.sigmoid_loss``.
         """
-        loss = losses.sigmoid_loss(
-            image_features, text_features, logit_scale, logit_bias, backend=self.backend, tile=self.tile
-        )
+        loss = losses.sigmoid_loss(image_features, text_features, logit_scale, logit_bias, **self._settings)
         return _result(loss, output_dict)
 
 

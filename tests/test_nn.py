@@ -13,6 +13,8 @@ from torch.nn.functional import cross_entropy, logsigmoid
 import contrastile
 from contrastile import problems
 from contrastile.backends import load
+from contrastile.exchange.inprocess import InProcess, Town
+from contrastile.verify.arithmetic import Spread
 from contrastile.verify.bounds import ORACLE, bounds
 from contrastile.verify.truth import truth
 
@@ -94,6 +96,11 @@ def test_modules_have_no_state_and_show_their_settings(
     made = module(backend="numpy", tile=(3, 4))
     assert not made.state_dict()
     assert repr(made) == f"{module.__name__}(backend='numpy', tile=(3, 4))"
+    shared = module(group="world", exchange="ring", parameter_reduction="sum", precision="tf32")
+    assert repr(shared) == (
+        f"{module.__name__}(backend='auto', tile=None, precision='tf32', group='world', exchange='ring', "
+        "parameter_reduction='sum')"
+    )
 
 
 @pytest.mark.parametrize(("module", "formula", "build", "args"), CASES)
@@ -103,3 +110,40 @@ def test_settings_reach_the_loss(module: Any, formula: Any, build: Any, args: tu
         module(tile=0)(*inputs)
     with pytest.raises(ValueError, match="backend must be one of"):
         module(backend="tpu")(*inputs)
+    with pytest.raises(ValueError, match="precision must be one of"):
+        module(precision="half")(*inputs)
+    with pytest.raises(ValueError, match="exchange must be one of"):
+        module(exchange="star")(*inputs)
+    with pytest.raises(ValueError, match="parameter_reduction must be one of"):
+        module(parameter_reduction="max")(*inputs)
+    with pytest.raises(TypeError, match="group must be"):
+        module(group=7)(*inputs)
+
+
+@pytest.mark.parametrize("exchange", ["ring", "gather"])
+@pytest.mark.parametrize(("module", "formula", "build", "args"), CASES)
+def test_ranks_that_share_a_batch_have_the_gradients_of_the_whole(
+    module: Any, formula: Any, build: Any, args: tuple[Any, ...], exchange: str
+) -> None:
+    problem = build(*args).problem
+    exact = truth(problem)
+    blocks = (7, 0, 4) if exchange == "ring" else (B,)
+    spread = Spread((7, 0, 4), blocks, halved=exchange == "ring")
+    allowed = bounds(problem, exact, load("torch").accuracy("float64", "cpu"), "float64", spread=spread)
+    parts = [slice(0, 7), slice(7, 7), slice(7, B)]
+
+    def program(comm: InProcess) -> list[Any]:
+        image, text, *numbers = args
+        inputs = leaves(image[parts[comm.rank]], text[parts[comm.rank]], *numbers)
+        loss = module(group=comm, exchange=exchange)(*inputs)
+        loss.backward()
+        return [loss.item(), *(x.grad.numpy() for x in inputs)]
+
+    found = Town[list[Any]](3).run(program)
+    outcome, n = exact.outcome, len(parts)
+    for part, (loss, image, text, *numbers) in zip(parts, found, strict=True):
+        assert abs(loss - outcome.loss) <= allowed.loss
+        assert np.all(np.abs(image / n - outcome.rows[part]) <= allowed.rows[part])
+        assert np.all(np.abs(text / n - outcome.columns[0][part]) <= allowed.columns[0][part])
+        for got, name in zip(numbers, ("scale", "bias"), strict=False):
+            assert abs(got - getattr(outcome, name)) <= getattr(allowed, name)

@@ -11,6 +11,8 @@ waiting makes the current stream wait and not the host.
 
 from __future__ import annotations
 
+import math
+import os
 from collections.abc import Sequence
 from itertools import count
 from typing import TYPE_CHECKING, Any, Protocol
@@ -145,30 +147,52 @@ def numbered(number: int) -> Communicator:
     return found
 
 
-def connect(group: Any) -> Communicator:
+def deadline_or(deadline: float | None) -> float:
+    """The deadline that was given, else CONTRASTILE_DEADLINE's, else ``DEADLINE``.
+
+    Raises:
+        ValueError: it is not a positive number of seconds.
+    """
+    given = os.environ.get("CONTRASTILE_DEADLINE", DEADLINE) if deadline is None else deadline
+    try:
+        seconds = float(given)
+    except ValueError:
+        seconds = math.nan
+    if not 0 < seconds < math.inf:
+        raise ValueError(f"deadline must be a positive number of seconds, got {given!r}; give e.g. {DEADLINE:g}")
+    return seconds
+
+
+def connect(group: Any, *, deadline: float | None = None) -> Communicator:
     """The communicator of a group.
 
     Args:
         group: a Communicator, a torch.distributed ProcessGroup, "world" for torch.distributed's default group, or an
             mpi4py communicator. One is made for each group, and kept: it has a channel of its own, so that its
-            messages meet nobody else's.
+            messages meet nobody else's. The first call for a group is made on all of its ranks.
+        deadline: seconds within which a rank that waits for another raises; None leaves it as it is, at first
+            the environment variable CONTRASTILE_DEADLINE, or 60.
 
     Raises:
         TypeError: none of these.
+        ValueError: the deadline is not a positive number of seconds, or one is given for a Communicator, which has
+            its own.
         ExchangeError: "world" without an initialised default group.
     """
     if isinstance(group, str) or type(group).__module__.partition(".")[0] == "torch":
         from contrastile.exchange import torchgroup
 
-        return torchgroup.of(group)
+        return torchgroup.of(group, deadline)
     if type(group).__module__.partition(".")[0] == "mpi4py":
         from contrastile.exchange import mpi
 
-        return mpi.of(group)
+        return mpi.of(group, deadline)
     if not hasattr(group, "shift"):
         raise TypeError(
             "group must be a torch.distributed group, 'world', an mpi4py communicator or a contrastile Communicator, "
             f"got {type(group).__name__}; pass e.g. group='world'"
         )
+    if deadline is not None:
+        raise ValueError(f"deadline must be None for a Communicator, got {deadline!r}; it has its own")
     found: Communicator = group
     return found

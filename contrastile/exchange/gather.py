@@ -7,6 +7,9 @@ over the tiles serves both directions.
 
 from __future__ import annotations
 
+from collections.abc import Iterator, Sequence
+from dataclasses import replace
+
 from contrastile.backends.arrays import ArrayLibrary
 from contrastile.backends.contract import Array, Backend, Block, Options, Pairs, Weights
 from contrastile.exchange import local
@@ -26,8 +29,11 @@ def gathered(placement: Placement, arrays: ArrayLibrary, own: Array) -> Array:
     return whole
 
 
-def _block(problem: Problem, arrays: ArrayLibrary) -> Block:
-    """This rank's rows against all columns; the pairs' numbers are those of the joined columns already."""
+def _block(problem: Problem, arrays: ArrayLibrary, columns: Array | None = None) -> Block:
+    """This rank's rows against all columns; the pairs' numbers are those of the joined columns already.
+
+    ``columns`` are those that an earlier pass gathered.
+    """
     placement = placed(problem)
     ids = problem.column_ids
     pairs = Pairs(
@@ -37,7 +43,8 @@ def _block(problem: Problem, arrays: ArrayLibrary) -> Block:
         column_ids=None if ids is None else gathered(placement, arrays, ids),
         match=problem.match,
     )
-    columns = gathered(placement, arrays, arrays.concat(list(problem.columns)))
+    if columns is None:
+        columns = gathered(placement, arrays, arrays.concat(list(problem.columns)))
     return Block(problem.rows, columns, problem.scale, problem.bias, pairs)
 
 
@@ -56,25 +63,37 @@ def forward(problem: Problem, backend: Backend, options: Options) -> local.Forwa
     found = backend.lse(block, two_sided, options)
     loss = local.mean_excess(arrays, found.row_lse, found.row_positive, problem.row_weight, problem.row_target)
     if not two_sided:
-        return together(problem, loss, found.row_lse, None, arrays)
-    parts = _home(placement, arrays, found.column_lse), _home(placement, arrays, found.column_positive)
-    column_lse, positive = (part[0] for part in parts)
-    for lse_part, positive_part in zip(*(part[1:] for part in parts), strict=True):
-        column_lse, positive = arrays.merge(column_lse, lse_part), positive + positive_part
+        found_here = together(problem, loss, found.row_lse, None, arrays)
+        return replace(found_here, gathered=_kept(placement, block.columns))
+    column_lse = positive = None
+    for lse_part, positive_part in _home(placement, arrays, (found.column_lse, found.column_positive)):
+        column_lse = lse_part if column_lse is None else arrays.merge(column_lse, lse_part)
+        positive = positive_part if positive is None else positive + positive_part
     loss = loss + local.mean_excess(arrays, column_lse, positive, problem.column_weight, problem.column_target)
-    return together(problem, loss, found.row_lse, column_lse, arrays)
+    return replace(together(problem, loss, found.row_lse, column_lse, arrays), gathered=_kept(placement, block.columns))
 
 
-def _home(placement: Placement, arrays: ArrayLibrary, x: Array) -> list[Array]:
+def _kept(placement: Placement, columns: Array) -> Array | None:
+    """What the backward pass need not gather again."""
+    return columns if placement.size > 1 else None
+
+
+def _home(placement: Placement, arrays: ArrayLibrary, state: Sequence[Array]) -> Iterator[Sequence[Array]]:
     """What each rank found for this rank's columns, from what this rank found for everybody's."""
     shards, n = placement.shards, placement.size
     if n == 1:
-        return [x]
-    parts = [x[shards.start(r) : shards.start(r) + shards.widths[r]] for r in range(n)]
+        yield state
+        return
+    # one message for all of it
+    outgoing = []
+    for rank in range(n):
+        where = slice(shards.start(rank), shards.start(rank) + shards.widths[rank])
+        outgoing.append(arrays.concat([x[where] for x in state]))
     own = shards.widths[placement.rank]
-    incoming = [arrays.full((own,), 0.0, arrays.dtype(x), x) for _ in range(n)]
-    placement.communicator.all_to_all(parts, incoming).wait()
-    return incoming
+    incoming = [arrays.full((len(state) * own,), 0.0, arrays.dtype(state[0]), state[0]) for _ in range(n)]
+    placement.communicator.all_to_all(outgoing, incoming).wait()
+    for found in incoming:
+        yield [found[i * own : (i + 1) * own] for i in range(len(state))]
 
 
 @local.ieee
@@ -89,17 +108,25 @@ def backward(
     """Gradients of ``upstream * loss`` for this rank's rows and columns and for the scale: see ``Placement.factor``."""
     placement, arrays = placed(problem), backend.arrays
     weighted = scaled_weights(problem, upstream)
-    block = _block(weighted, arrays)
-    columns: list[Array | None] = [None] * 3
+    block = _block(weighted, arrays, saved.gathered)
+    columns: Sequence[Array | None] = [None] * 3
     if weighted.column_weight is not None:
-        vectors = saved.column_lse, weighted.column_weight, weighted.column_target
-        columns = [gathered(placement, arrays, x) for x in vectors]
+        columns = _over_columns(placement, arrays, (saved.column_lse, weighted.column_weight, weighted.column_target))
     row_sum = local.accumulator(backend, problem.rows, wanted.rows or wanted.scale)
     column_sum = local.accumulator(backend, block.columns, any(wanted.columns))
     weights = Weights(saved.row_lse, weighted.row_weight, weighted.row_target, *columns)
     backend.gradients(block, weights, row_sum, column_sum, options)
     sums = local.Sums(row_sum, _scattered(placement, arrays, column_sum, wanted.columns), None)
     return finish(problem.rows, problem.scale, placement, sums, None, wanted, arrays)
+
+
+def _over_columns(placement: Placement, arrays: ArrayLibrary, vectors: Sequence[Array]) -> Sequence[Array]:
+    """Every rank's vectors over its columns, joined; one message for all of them."""
+    if placement.size == 1:
+        return vectors
+    own = arrays.concat([x.reshape((-1, 1)) for x in vectors]).reshape((len(vectors), -1))
+    whole = gathered(placement, arrays, own.T)
+    return [arrays.contiguous(whole[:, i]) for i in range(len(vectors))]
 
 
 def _scattered(
@@ -114,7 +141,17 @@ def _scattered(
         own = arrays.full((width, *whole.shape[1:]), 0.0, arrays.dtype(whole), whole)
         placement.communicator.reduce_scatter(whole, own, shards.widths).wait()
     places = shards.blocks(placement.rank)
-    return tuple(own[where] if want else None for where, want in zip(places, wants, strict=True))
+    parts = [own[where] if want else None for where, want in zip(places, wants, strict=True)]
+    # gradients of several blocks must not share memory: an operator's results may not
+    return tuple(parts if len(parts) == 1 else [_copied(arrays, x) for x in parts])
+
+
+def _copied(arrays: ArrayLibrary, x: Array | None) -> Array | None:
+    if x is None:
+        return None
+    copy = arrays.full(tuple(x.shape), 0.0, arrays.dtype(x), x)
+    copy[...] = x
+    return copy
 
 
 @local.ieee

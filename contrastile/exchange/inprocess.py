@@ -1,14 +1,13 @@
-"""All ranks in one process: a thread each, of which one runs at a time.
+"""All ranks in one process: a thread each, of which one runs at a time, until it has to wait; then the next one does.
 
-For property tests and for teaching: deterministic, on the host, no packages. With ``late`` every message arrives at
-the last moment allowed: its buffers hold garbage until the receiver waits, and what arrives is what the sender's
+For property tests and for teaching: the same interleaving every time, no packages. With ``late`` every message arrives
+at the last moment allowed: its buffers hold garbage until the receiver waits, and what arrives is what the sender's
 arrays hold *then*, so that a buffer reused too early is caught and not forgiven.
 """
 
 from __future__ import annotations
 
 import threading
-import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, Generic, TypeVar
@@ -40,7 +39,7 @@ class Town(Generic[T]):
     Attributes:
         size: how many.
         late: messages arrive at the last moment allowed.
-        deadline: seconds until waiting for another rank raises.
+        deadline: what a communicator has; here nobody waits so long, for when all ranks wait it shows at once.
         log: (rank, step, owner) of every visit, in order.
     """
 
@@ -51,6 +50,8 @@ class Town(Generic[T]):
     _baton: threading.Condition = field(default_factory=threading.Condition)
     _mail: dict[tuple[int, int, int], _Letter] = field(default_factory=dict)
     _gone: dict[int, str] = field(default_factory=dict)
+    _turn: int = 0
+    _idle: int = 0
 
     def run(self, program: Callable[[InProcess], T]) -> list[T]:
         """What ``program(communicator)`` returns on each rank.
@@ -63,6 +64,7 @@ class Town(Generic[T]):
 
         def one(rank: int) -> None:
             with self._baton:
+                self._baton.wait_for(lambda: self._turn == rank)
                 try:
                     results[rank] = program(InProcess(self, rank))
                     self._gone[rank] = f"rank {rank} has left"
@@ -70,7 +72,8 @@ class Town(Generic[T]):
                     errors.append(error)
                     self._gone[rank] = f"rank {rank} raised {type(error).__name__}: {error}"
                 finally:
-                    self._baton.notify_all()
+                    self._progress()
+                    self._pass_on(rank)
 
         threads = [threading.Thread(target=one, args=(rank,), name=f"rank {rank}") for rank in range(self.size)]
         for thread in threads:
@@ -84,30 +87,43 @@ class Town(Generic[T]):
     def post(self, source: int, target: int, number: int, content: Any) -> _Letter:
         """Leave a letter."""
         letter = self._mail[(source, target, number)] = _Letter(content)
-        self._baton.notify_all()
+        self._progress()
         return letter
 
     def fetch(self, source: int, target: int, number: int) -> _Letter:
         """Take a letter out of the mail, waiting for it; it is still to be marked ``taken``."""
         key = (source, target, number)
-        self.until(lambda: key in self._mail, source)
+        self.until(lambda: key in self._mail, target, source)
         return self._mail.pop(key)
 
-    def until(self, ready: Callable[[], bool], other: int) -> None:
+    def until(self, ready: Callable[[], bool], rank: int, other: int) -> None:
         """Let other ranks run until this is so.
 
         Raises:
-            ExchangeError: the other rank is gone, or the deadline has passed.
+            ExchangeError: the other rank is gone, or all ranks wait.
         """
-        end = time.monotonic() + self.deadline
         while not ready():
             if other in self._gone:
                 raise ExchangeError(f"{self._gone[other]}; every rank must make the same calls")
-            left = end - time.monotonic()
-            if left <= 0 or not self._baton.wait(left):
+            self._idle += 1
+            if self._idle > self.size:
                 raise ExchangeError(
-                    f"rank {other} did not answer within {self.deadline:g} s; see what it waits for, or raise deadline"
+                    f"rank {rank} waits for rank {other}, and so does every rank for another; "
+                    "every rank must make the same calls in the same order"
                 )
+            self._pass_on(rank)
+            self._baton.wait_for(lambda: self._turn == rank)
+        self._progress()
+
+    def _progress(self) -> None:
+        """Something has happened that another rank may wait for."""
+        self._idle = 0
+
+    def _pass_on(self, rank: int) -> None:
+        """The turn goes to the next rank that is there."""
+        following = (each % self.size for each in range(rank + 1, rank + self.size + 1))
+        self._turn = next((each for each in following if each not in self._gone), rank)
+        self._baton.notify_all()
 
 
 @dataclass(slots=True, weakref_slot=True)
@@ -129,7 +145,7 @@ class InProcess:
         return self.town.deadline
 
     def refusal(self, arrays: ArrayLibrary, device: str) -> str | None:
-        return None if device == "cpu" else "the in-process communicator carries arrays on the host; move them there"
+        return None
 
     def agree(self, record: npt.NDArray[np.int64]) -> npt.NDArray[np.int64]:
         import numpy as np
@@ -213,11 +229,10 @@ class _Parcel:
             for x, arrived in zip(buffers, letter.content, strict=True):
                 x[...] = arrived
             letter.taken = True
-        town._baton.notify_all()
         if town.late:
             # the sender may change its arrays only now that everybody has them
             for target, letter in self.sent:
-                town.until(lambda letter=letter: letter.taken, target)  # type: ignore[misc]
+                town.until(lambda letter=letter: letter.taken, self.home.rank, target)  # type: ignore[misc]
         self.after()
 
 

@@ -54,11 +54,13 @@ class Forward:
         loss: 0-d, state dtype.
         row_lse: (m,) L over all column blocks.
         column_lse: (n,) M over the joined columns, or None for a loss of one direction.
+        gathered: the columns of all ranks, where this rank has collected them; None elsewhere.
     """
 
     loss: Array
     row_lse: Array
     column_lse: Array | None
+    gathered: Array | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -192,7 +194,13 @@ def sigmoid(problem: Problem, wanted: Wanted | None, backend: Backend, options: 
 
 @ieee
 def finish(
-    rows: Array, scale: Array, sums: Sums, upstream: Array | None, wanted: Wanted, arrays: ArrayLibrary
+    rows: Array,
+    scale: Array,
+    sums: Sums,
+    upstream: Array | None,
+    wanted: Wanted,
+    arrays: ArrayLibrary,
+    numbers: str | None = None,
 ) -> Gradients:
     """Gradients from the accumulated sums: times the scale, cast once to the features' dtype.
 
@@ -206,8 +214,9 @@ def finish(
             then the sums are consumed.
         wanted: which gradients to give.
         arrays: the library of all these arrays.
+        numbers: dtype of the gradients of scale and bias; None for the scale's.
     """
-    dtype, scalar = arrays.dtype(rows), arrays.dtype(scale)
+    dtype, scalar = arrays.dtype(rows), numbers or arrays.dtype(scale)
 
     def whole(x: Array | None, want: bool) -> Array | None:
         if x is None or not want:

@@ -12,11 +12,12 @@ from contrastile.exchange.communicator import Communicator, number, numbered
 Exchange = Literal["auto", "ring", "gather", "local"]
 Reduction = Literal["mean", "sum"]
 
-SMALL_SHARD = 16_384
-"""Rows of a shard up to which ``auto`` gathers: a ring step's products would take less time than its message."""
+GATHERED_MIB = 2048
+"""What the gathered columns, their gradient and the other ranks' parts of it may take on each rank for ``auto`` to gather.
 
-GATHERED_MIB = 1024
-"""What the gathered columns and their gradient may take on each rank for ``auto`` to gather."""
+Gathering is at least as fast as the ring wherever it was measured (``docs/scaling.md``): its messages are fewer. The
+ring is for batches of which no rank is to hold all columns.
+"""
 
 
 @dataclass(frozen=True, slots=True)
@@ -63,17 +64,13 @@ def choose(shards: Shards, width: int, itemsize: int) -> Choice:
         width: features of a column.
         itemsize: bytes of one.
     """
-    largest, total = max(shards.widths), sum(shards.widths)
-    # gathered features, and their gradient in the state dtype
-    mib = total * width * (itemsize + max(4, itemsize)) / 2**20
-    if largest <= SMALL_SHARD and mib <= GATHERED_MIB:
-        return Choice(
-            "gather",
-            f"shards of at most {largest:,} columns are computed faster than a ring passes them on, "
-            f"and all {total:,} of them take {mib:,.0f} MiB",
-        )
-    why = f"gathering {total:,} columns would take {mib:,.0f} MiB" if mib > GATHERED_MIB else "it hides the messages"
-    return Choice("ring", f"shards have up to {largest:,} columns: {why}")
+    total = sum(shards.widths)
+    # features; and in the state dtype their gradient, and what the other ranks found of it
+    mib = total * width * (itemsize + 2 * max(4, itemsize)) / 2**20
+    what = f"all {total:,} columns and their gradients take {mib:,.0f} MiB on each rank"
+    if mib <= GATHERED_MIB:
+        return Choice("gather", f"{what}, within {GATHERED_MIB:,}, and gathering needs the fewest messages")
+    return Choice("ring", f"{what}, more than {GATHERED_MIB:,}")
 
 
 @dataclass(frozen=True, slots=True)

@@ -50,10 +50,11 @@ def visits(
 class Rider:
     """What accumulates over a shard's visits, one step behind the shard.
 
-    ``combine(arrived, here)`` joins what the earlier ranks found with what this one found.
+    ``combine(arrived, here)`` joins one array of what the earlier ranks found with this rank's; one for each array, or
+    one for all.
     """
 
-    def __init__(self, placement: Placement, arrays: ArrayLibrary, combine: Callable[[Array, Array], Array]) -> None:
+    def __init__(self, placement: Placement, arrays: ArrayLibrary, *combine: Callable[[Array, Array], Array]) -> None:
         self.placement, self.arrays, self.combine = placement, arrays, combine
         self._arriving: list[Array] = []
         self._sent: Sequence[Array] = ()
@@ -78,7 +79,8 @@ class Rider:
         if self._pending is None:
             return list(here)
         self._pending.wait()
-        return [self.combine(a, b) for a, b in zip(self._arriving, here, strict=True)]
+        each = self.combine * len(here) if len(self.combine) == 1 else self.combine
+        return [join(a, b) for join, a, b in zip(each, self._arriving, here, strict=True)]
 
     def home(self) -> list[Array]:
         """What all ranks found for this rank's own shard, once every shard has been left."""
@@ -143,11 +145,10 @@ def forward(problem: Problem, backend: Backend, options: Options) -> local.Forwa
     placement, arrays = placed(problem), backend.arrays
     two_sided = problem.column_weight is not None
     row_lse = row_positive = None
-    lse = Rider(placement, arrays, arrays.merge)
-    positive = Rider(placement, arrays, _added)
+    rider = Rider(placement, arrays, arrays.merge, _added)
 
-    def width(rank: int) -> list[int]:
-        return [placement.shards.widths[rank]]
+    def widths(rank: int) -> list[int]:
+        return [placement.shards.widths[rank]] * 2
 
     for visit in _Shards(problem, arrays, ()):
         parts = []
@@ -158,12 +159,12 @@ def forward(problem: Problem, backend: Backend, options: Options) -> local.Forwa
             row_lse = part.row_lse if row_lse is None else arrays.merge(row_lse, part.row_lse)
             row_positive = part.row_positive if row_positive is None else row_positive + part.row_positive
         if two_sided:
-            lse.leave(visit.owner, [arrays.concat([part.column_lse for part in parts])], width)
-            positive.leave(visit.owner, [arrays.concat([part.column_positive for part in parts])], width)
+            state = [[part.column_lse for part in parts], [part.column_positive for part in parts]]
+            rider.leave(visit.owner, [arrays.concat(each) for each in state], widths)
     loss = local.mean_excess(arrays, row_lse, row_positive, problem.row_weight, problem.row_target)
     if not two_sided:
         return together(problem, loss, row_lse, None, arrays)
-    (column_lse,), (column_positive,) = lse.home(), positive.home()
+    column_lse, column_positive = rider.home()
     loss = loss + local.mean_excess(arrays, column_lse, column_positive, problem.column_weight, problem.column_target)
     return together(problem, loss, row_lse, column_lse, arrays)
 

@@ -64,7 +64,10 @@ def finish(
     """
 
     def mean(x: Array | None) -> Array | None:
-        return None if x is None else summed(placement, arrays, x) / placement.size
+        if x is None:
+            return None
+        return arrays.cast(summed(placement, arrays, x) / placement.size, arrays.dtype(scale))
 
-    found = local.finish(rows, scale, sums, upstream, wanted, arrays)
+    # in float64 until they are whole: the ranks' parts may be large where their sum is small
+    found = local.finish(rows, scale, sums, upstream, wanted, arrays, "float64")
     return replace(found, scale=mean(found.scale), bias=mean(found.bias))

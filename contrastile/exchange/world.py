@@ -12,7 +12,7 @@ from typing import Any, TypeVar, cast
 
 from contrastile.backends.arrays import ArrayLibrary
 from contrastile.backends.contract import Array
-from contrastile.exchange.communicator import Communicator, MismatchError, connect
+from contrastile.exchange.communicator import Communicator, ExchangeError, MismatchError, connect
 from contrastile.exchange.placement import Exchange, Placement, Reduction, Shards, choose
 from contrastile.exchange.shared import summed
 
@@ -85,6 +85,9 @@ class World:
             return Met(own[0], sum(own[1]), 0, None)
         comm = self.communicator
         dtype, device = arrays.dtype(rows), arrays.device(rows)
+        refusal = comm.refusal(arrays, device)
+        if refusal is not None:
+            raise ValueError(refusal)
         if len(columns) > _BLOCKS:
             raise ValueError(f"at most {_BLOCKS} blocks of columns can be exchanged, got {len(columns)}; join some")
         # a gradient that only some ranks want would leave the others waiting for its messages
@@ -128,6 +131,8 @@ class World:
             return build(self)
         try:
             return build(self)
+        except ExchangeError:
+            raise
         except Exception as error:
             if not self._met:
                 self._refuse_if(str(error), error)

@@ -1,0 +1,92 @@
+"""Arrays as the bytes that travel: views where the host holds them, copies beside the device where it does not."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Callable
+from typing import TYPE_CHECKING, Any
+
+from contrastile.backends.arrays import library_of
+from contrastile.backends.contract import Array
+
+if TYPE_CHECKING:
+    import numpy as np
+    import numpy.typing as npt
+
+    Bytes = npt.NDArray[np.uint8]
+
+PIECE = 1 << 30
+"""Bytes of one piece of a long message: engines count in 32 bits."""
+
+
+def raw(x: Array) -> Bytes:
+    """The bytes of an array on the host, (nbytes,) uint8: its own memory, no copy.
+
+    Args:
+        x: a NumPy array or a torch tensor on the CPU, of any dtype, contiguous.
+
+    Raises:
+        ValueError: it has gaps, so that there is no such view.
+    """
+    found: Bytes
+    if library_of(x).name == "torch":
+        if not x.is_contiguous():
+            raise ValueError("arrays that travel must be contiguous, got gaps; send x.contiguous()")
+        torch = sys.modules["torch"]
+        found = x.detach().view(-1).view(torch.uint8).numpy()
+        return found
+    if not x.flags.c_contiguous:
+        raise ValueError("arrays that travel must be contiguous, got gaps; send numpy.ascontiguousarray(x)")
+    found = x.reshape(-1).view("uint8")
+    return found
+
+
+def pieces(x: Bytes) -> list[Bytes]:
+    """A message's bytes in the pieces in which they are sent and received: none for no bytes."""
+    return [x[start : start + PIECE] for start in range(0, x.size, PIECE)]
+
+
+def nbytes(x: Array) -> int:
+    """The size of an array's elements in memory."""
+    return int(x.nbytes)
+
+
+def leave(xs: list[Array]) -> list[Any]:
+    """Copies of arrays on one device in pinned host memory, complete when this returns."""
+    if not xs:
+        return []
+    arrays = library_of(xs[0])
+    copies = []
+    for x in xs:
+        copies.append(_pinned(x))
+        if arrays.name == "torch":
+            copies[-1].copy_(x.detach(), non_blocking=True)
+        else:
+            x.get(out=copies[-1], blocking=False)
+    if arrays.name == "torch":
+        sys.modules["torch"].cuda.current_stream(xs[0].device).synchronize()
+    else:
+        sys.modules["cupy"].cuda.get_current_stream(xs[0].device.id).synchronize()
+    return copies
+
+
+def land(x: Array) -> tuple[Any, Callable[[], None]]:
+    """Pinned host memory for what is to arrive for an array on a device, and how it gets there once it has."""
+    host = _pinned(x)
+
+    def arrive() -> None:
+        if library_of(x).name == "torch":
+            x.detach().copy_(host, non_blocking=True)
+        else:
+            x.set(host)
+            # the pool may hand this memory out again before a copy under way has read it
+            sys.modules["cupy"].cuda.get_current_stream(x.device.id).synchronize()
+
+    return host, arrive
+
+
+def _pinned(x: Array) -> Any:
+    if library_of(x).name == "torch":
+        torch = sys.modules["torch"]
+        return torch.empty(x.shape, dtype=x.dtype, pin_memory=True)
+    return sys.modules["cupyx"].empty_pinned(x.shape, dtype=x.dtype)

@@ -1,0 +1,257 @@
+"""A communicator from messages between pairs of ranks: the primitives, written once for every engine.
+
+An engine gives a channel of the host, and may give one of the device; without, arrays on a device travel through
+pinned host memory. A sum is taken in the order of the ranks by the rank that receives it, which no engine's own
+reduction promises; and a missing rank can be named, which no engine's own collective does.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any, Protocol
+
+from contrastile.backends.arrays import ArrayLibrary, library_of
+from contrastile.backends.contract import Array
+from contrastile.exchange import buffers, watch
+from contrastile.exchange.communicator import ExchangeError, Pending
+from contrastile.exchange.watch import Silence
+
+if TYPE_CHECKING:
+    import numpy as np
+    import numpy.typing as npt
+
+Parts = Mapping[int, Sequence[Array]]
+
+NUMBERS = 32767
+"""Messages are numbered below this: MPI promises tags up to it."""
+
+
+class Channel(Protocol):
+    """Carries arrays between pairs of ranks, in order; a channel of the host carries vectors of bytes."""
+
+    @property
+    def name(self) -> str:
+        """The engine's name."""
+        ...
+
+    def post(self, outgoing: Parts, incoming: Parts, number: int, seconds: Callable[[], float]) -> Pending:
+        """Send and receive by rank; never this rank's own, never an array of size 0.
+
+        Args:
+            outgoing: by receiver.
+            incoming: by sender.
+            number: of this message, the same on every rank.
+            seconds: how long its ``wait`` waits.
+
+        Raises:
+            Silence: a rank is gone; so does ``wait`` of what it returns, also when a rank did not answer.
+        """
+        ...
+
+    def give_up(self, waited_for: Sequence[int], seconds: float) -> Mapping[int, Sequence[int]]:
+        """Tell the others whom this rank waited for, and hear for so long whom they waited for."""
+        ...
+
+    def close(self) -> None:
+        """Give back what it holds."""
+        ...
+
+
+def _nothing() -> None:
+    pass
+
+
+@dataclass(slots=True, weakref_slot=True)
+class Peers:
+    """A communicator over channels.
+
+    Attributes:
+        rank: this rank's number.
+        size: how many.
+        deadline: seconds within which waiting for another rank raises.
+        host: carries arrays on the host, None in a world of one.
+        on_device: makes the channel of arrays on a device, given one of them; None for none but through the host.
+        titles: the numbers that the ranks have in the whole program, where they are others.
+    """
+
+    rank: int
+    size: int
+    deadline: float
+    host: Channel | None
+    on_device: Callable[[Peers, Array], Channel | None] = lambda peers, x: None
+    titles: Sequence[int] = ()
+    _device: Channel | None = None
+    _number: int = 0
+    _broken: str | None = None
+
+    @property
+    def name(self) -> str:
+        """The engine's name; of a world of one that has none, "alone"."""
+        return "alone" if self.host is None else (self._device or self.host).name
+
+    def refusal(self, arrays: ArrayLibrary, device: str) -> str | None:
+        return (
+            None if device in ("cpu", "cuda") else f"no exchange carries arrays on {device}; move them to cpu or cuda"
+        )
+
+    def agree(self, record: npt.NDArray[np.int64]) -> npt.NDArray[np.int64]:
+        import numpy as np
+
+        everyone = np.empty((self.size, *record.shape), dtype=np.int64)
+        own = np.ascontiguousarray(record, dtype=np.int64)
+        self._everybody([own] * self.size, list(everyone))
+        return everyone
+
+    def tell(self, text: str) -> list[str]:
+        import numpy as np
+
+        own = np.frombuffer(bytearray(text.encode()), dtype=np.uint8)
+        lengths = self.agree(np.array([own.size]))[:, 0]
+        found = [np.empty(int(k), dtype=np.uint8) for k in lengths]
+        self._everybody([own] * self.size, found)
+        return [x.tobytes().decode() for x in found]
+
+    def _everybody(self, outgoing: Sequence[Array], incoming: Sequence[Array]) -> None:
+        """An exchange on the host that waits."""
+        self.all_to_all(outgoing, incoming).wait()
+
+    def shift(self, outgoing: Sequence[Array], incoming: Sequence[Array]) -> Pending:
+        ahead, behind = (self.rank + 1) % self.size, (self.rank - 1) % self.size
+        return self._send({ahead: outgoing}, {behind: incoming})
+
+    def all_to_all(self, outgoing: Sequence[Array], incoming: Sequence[Array]) -> Pending:
+        return self._send({r: [x] for r, x in enumerate(outgoing)}, {r: [x] for r, x in enumerate(incoming)})
+
+    def all_gather(self, own: Array, whole: Array, sizes: Sequence[int]) -> Pending:
+        return self.all_to_all([own] * self.size, split(whole, sizes))
+
+    def reduce_scatter(self, whole: Array, own: Array, sizes: Sequence[int]) -> Pending:
+        arrays = library_of(own)
+        outgoing = split(whole, sizes)
+        parts = [arrays.full(tuple(own.shape), 0.0, arrays.dtype(own), own) for _ in range(self.size - 1)]
+        parts.insert(self.rank, outgoing[self.rank])
+        return self._send(
+            {r: [x] for r, x in enumerate(outgoing)}, {r: [x] for r, x in enumerate(parts)}, lambda: _add(parts, own)
+        )
+
+    def _send(self, outgoing: Parts, incoming: Parts, after: Callable[[], None] = _nothing) -> Pending:
+        self._check()
+        for mine, arriving in zip(outgoing.get(self.rank, ()), incoming.get(self.rank, ()), strict=True):
+            if mine is not arriving:
+                arriving[...] = mine
+        # every rank counts every message, also one that has nothing for it
+        self._number = (self._number + 1) % NUMBERS
+        like = next(x for xs in (*outgoing.values(), *incoming.values()) for x in xs)
+        posted = self._guarded(lambda: self._post(self._others(outgoing), self._others(incoming), like))
+        return _Message(self, posted, after)
+
+    def _post(self, outgoing: Parts, incoming: Parts, like: Array) -> Pending | None:
+        if self.host is None:
+            return None
+        channel, on_device = self.host, library_of(like).device(like) != "cpu"
+        if on_device:
+            # made at the first message of arrays on a device, which is the same message on every rank
+            self._device = channel = self._device or self.on_device(self, like) or self.host
+        if not (outgoing or incoming):
+            return None
+        arrived = _nothing
+        if channel is self.host:
+            outgoing, incoming, arrived = _on_host(outgoing, incoming, on_device)
+        return _Landing(channel.post(outgoing, incoming, self._number, self._seconds), arrived)
+
+    def _seconds(self) -> float:
+        return watch.patience(self.deadline)
+
+    def _others(self, parts: Parts) -> dict[int, list[Array]]:
+        full = {r: [x for x in xs if buffers.nbytes(x)] for r, xs in parts.items() if r != self.rank}
+        return {r: xs for r, xs in full.items() if xs}
+
+    def _guarded(self, action: Callable[[], Any]) -> Any:
+        try:
+            return action()
+        except Silence as silence:
+            assert self.host is not None
+            waiting = self.host.give_up(silence.ranks, watch.grace(self.deadline))
+            titles = self.titles or range(self.size)
+            self._broken = watch.describe(self.rank, silence, waiting, self.deadline, titles)
+            raise ExchangeError(self._broken) from silence.__cause__
+
+    def _check(self) -> None:
+        if self._broken is not None:
+            raise ExchangeError(f"this group can carry nothing more: {self._broken}")
+
+    def visit(self, step: int, owner: int) -> None:
+        pass
+
+    def close(self) -> None:
+        if self._broken is None:
+            self._broken = "its communicator is closed; connect the group again"
+        for channel in {id(x): x for x in (self.host, self._device) if x is not None}.values():
+            channel.close()
+
+
+@dataclass(slots=True)
+class _Landing:
+    """A message of a channel, and what is to be done with it on this rank once it is there."""
+
+    pending: Pending
+    arrived: Callable[[], None]
+
+    def wait(self) -> None:
+        self.pending.wait()
+        self.arrived()
+
+
+@dataclass(slots=True)
+class _Message:
+    """A message of ``Peers``; what it waits for, and what follows."""
+
+    peers: Peers
+    pending: Pending | None
+    after: Callable[[], None]
+    _arrived: bool = False
+
+    def wait(self) -> None:
+        if self._arrived:
+            return
+        if self.pending is not None:
+            self.peers._check()
+            self.peers._guarded(self.pending.wait)
+        self._arrived, self.pending = True, None
+        self.after()
+
+
+def split(x: Array, sizes: Sequence[int]) -> list[Array]:
+    """The parts of these sizes along the first axis; views."""
+    parts, start = [], 0
+    for size in sizes:
+        parts.append(x[start : start + size])
+        start += size
+    return parts
+
+
+def _add(parts: Sequence[Array], into: Array) -> None:
+    into[...] = parts[0]
+    for part in parts[1:]:
+        into += part
+
+
+def _on_host(outgoing: Parts, incoming: Parts, on_device: bool) -> tuple[Parts, Parts, Callable[[], None]]:
+    """The bytes to send and to receive; for arrays on a device of copies in pinned memory, and how they get back."""
+    if not on_device:
+        return _raw(outgoing), _raw(incoming), _nothing
+    copies = iter(buffers.leave([x for xs in outgoing.values() for x in xs]))
+    landings = {r: [buffers.land(x) for x in xs] for r, xs in incoming.items()}
+
+    def arrived() -> None:
+        for xs in landings.values():
+            for _, arrive in xs:
+                arrive()
+
+    sent = {r: [next(copies) for _ in xs] for r, xs in outgoing.items()}
+    return _raw(sent), _raw({r: [host for host, _ in xs] for r, xs in landings.items()}), arrived
+
+
+def _raw(parts: Parts) -> Parts:
+    return {r: [buffers.raw(x) for x in xs] for r, xs in parts.items()}

@@ -1,0 +1,48 @@
+"""Communicators over the processes of mpirun and torchrun."""
+
+from __future__ import annotations
+
+import json
+
+import pytest
+from launching import ENGINES, launch
+
+RANKS = range(4)
+
+
+@pytest.mark.parametrize("engine", ENGINES)
+def test_every_primitive_gives_what_it_must_in_worlds_and_subgroups(engine: str) -> None:
+    ended = launch(engine, "primitives.py")
+    assert ended.code == 0, ended.output
+    everyone = [ended.said(rank) for rank in RANKS]
+    assert [said[-1] for said in everyone] == ["done"] * 4
+    assert [said[:8] for said in everyone] == [everyone[0][:8]] * 4
+    assert "reduce_scatters in a world of 4" in everyone[0]
+    assert [f"a world of {size} beside it" in said for size, said in zip((1, 3, 3, 3), everyone, strict=True)]
+    assert ended.orphans == 0
+
+
+MESSAGES = {
+    "width": "width must be the same on every rank, got 6 on ranks 0, 1, 2, 4 on rank 3",
+    "dtype": 'dtype must be the same on every rank, got "float32" on ranks 0, 1, 2, "float64" on rank 3',
+    "exchange": 'exchange must be the same on every rank, got "ring" on ranks 0, 1, 2, "gather" on rank 3',
+    "reduction": 'parameter_reduction must be the same on every rank, got "mean" on ranks 0, 1, 2, "sum" on rank 3',
+    "tile": "tile must be the same on every rank",
+    "empty": "the ranks must hold at least one row together, got none",
+    "no text": "rank 3: image and text must be arrays of one library",
+    "text too short": "rank 3: image and text must have as many rows as each other, got 5 and 4",
+}
+
+
+@pytest.mark.parametrize("engine", ENGINES)
+def test_losses_have_the_bits_of_one_process_and_mismatches_one_message_on_every_rank(engine: str) -> None:
+    ended = launch(engine, "agreement.py")
+    assert ended.code == 0, ended.output
+    told = [[json.loads(line) for line in ended.said(rank) if line.startswith("[")] for rank in RANKS]
+    assert told == [told[0]] * 4
+    assert [name for name, _ in told[0]] == list(MESSAGES)
+    for name, text in told[0]:
+        assert text.startswith(MESSAGES[name]), text
+    for rank in RANKS:
+        # before the mismatches and after them: the group is as good as before
+        assert ended.said(rank).count("as in one process") == 2, ended.output

@@ -1,0 +1,58 @@
+"""A rank that is killed, raises, leaves or stalls: what becomes of the others. It takes processes, and some seconds."""
+
+from __future__ import annotations
+
+import re
+
+import pytest
+from launching import ENGINES, launch
+
+DEADLINE = 4
+FAULTY = 2
+OTHERS = (0, 1, 3)
+
+# fault, where it happens, what the other ranks say if they live to say something
+FAULTS = [
+    ("killed", "inside", "cannot be reached"),
+    ("raises", "before", "cannot be reached"),
+    ("leaves", "before", "did not answer|cannot be reached"),
+    ("stalls", "inside", "did not answer"),
+]
+
+
+@pytest.mark.parametrize("engine", ENGINES)
+@pytest.mark.parametrize(("fault", "where", "seen"), FAULTS, ids=[fault for fault, *_ in FAULTS])
+def test_every_other_rank_ends_within_the_deadline(engine: str, fault: str, where: str, seen: str) -> None:
+    ended = launch(engine, "faults.py", fault, where, str(FAULTY), CONTRASTILE_DEADLINE=str(DEADLINE))
+    assert ended.code not in (0, 124), ended.output
+    assert ended.orphans == 0
+    failed = next(float(line.split()[1]) for line in ended.said(FAULTY) if line.startswith("fails"))
+    for rank in OTHERS:
+        for line in ended.said(rank):
+            when, kind, text = re.fullmatch(r"(\S+) (\w+): (.*)", line).groups()  # type: ignore[union-attr]
+            assert kind == "ExchangeError"
+            assert re.match(rf"rank {FAULTY} ({seen})", text), ended.output
+            assert float(when) - failed < DEADLINE
+    if fault == "stalls":
+        # nobody else ends them; the first that gives up may end the rest
+        assert any(ended.said(rank) for rank in OTHERS), ended.output
+
+
+def test_ranks_out_of_step_meet_no_message_that_is_not_theirs() -> None:
+    ended = launch("mpi", "faults.py", "out of step", "before", str(FAULTY), CONTRASTILE_DEADLINE=str(DEADLINE))
+    said = [line.partition(" ExchangeError: ")[2] for rank in OTHERS for line in ended.said(rank)]
+    assert said, ended.output
+    for text in said:
+        assert re.match(r"ranks 0, 1, 2, 3 wait for each other .*; every rank must make the same calls", text), text
+
+
+def test_a_rank_that_never_connects_is_named() -> None:
+    ended = launch("torch", "absent.py", CONTRASTILE_DEADLINE=str(DEADLINE))
+    for rank in OTHERS:
+        assert "rank(s) 2 did not connect the group within 4 s" in ended.said(rank)[0], ended.output
+
+
+def test_without_mpi4py_as_the_main_module_ranks_end_too() -> None:
+    ended = launch("plain mpi", "faults.py", "stalls", "inside", "2", CONTRASTILE_DEADLINE=str(DEADLINE))
+    assert ended.code not in (0, 124), ended.output
+    assert ended.orphans == 0

@@ -1,0 +1,36 @@
+"""docs/faults.md says what was measured, and what was measured is within the deadline."""
+
+from __future__ import annotations
+
+import importlib.util
+from pathlib import Path
+from typing import Any
+
+ROOT = Path(__file__).resolve().parents[2]
+
+
+def script() -> Any:
+    spec = importlib.util.spec_from_file_location("make_faults_page", ROOT / "scripts" / "make_faults_page.py")
+    assert spec is not None
+    assert spec.loader is not None
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return module
+
+
+def test_the_page_is_made_from_the_data() -> None:
+    made = script()
+    assert made.PAGE.read_text(encoding="utf-8") == made.page()
+
+
+def test_every_fault_ends_every_rank_within_the_deadline() -> None:
+    made = script()
+    data = made.json.loads(made.DATA.read_text(encoding="utf-8"))
+    rows = data["rows"]
+    expected = {(f, p, launcher) for f in made.FAULTS for p in made.PLACES for launcher in made.LAUNCHERS}
+    assert {(row["fault"], row["where"], row["launcher"]) for row in rows} == expected
+    for row in rows:
+        assert row["seconds"] < data["environment"]["deadline"], row
+        assert row["orphans"] == 0, row
+        assert row["code"] not in (0, 124), row
+        assert row["raised"] == row["named"], row

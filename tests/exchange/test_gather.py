@@ -1,0 +1,86 @@
+"""The gather: few messages, the same bits on every rank, and what comes back owns its memory."""
+
+from __future__ import annotations
+
+from collections import Counter
+from typing import Any
+
+import numpy as np
+import pytest
+from worlds_at_hand import WORLDS, cut, failing, placement, rows, town
+
+from contrastile.backends.contract import Options
+from contrastile.backends.registry import load
+from contrastile.exchange import gather, local
+from contrastile.exchange.inprocess import InProcess
+from contrastile.verify.run import materialise
+
+NUMPY = load("numpy")
+
+
+class Counting:
+    """A communicator that counts its messages of features and vectors."""
+
+    def __init__(self, home: InProcess) -> None:
+        self.home, self.count = home, Counter[str]()
+
+    def __getattr__(self, name: str) -> Any:
+        found = getattr(self.home, name)
+        if name not in ("all_gather", "all_to_all", "reduce_scatter", "shift"):
+            return found
+
+        def counted(*call: Any) -> Any:
+            first = call[0][0] if name == "all_to_all" else call[0]
+            self.count[f"{name} {'number' if first.shape == (1,) else first.ndim}"] += 1
+            return found(*call)
+
+        return counted
+
+
+def outcome(n: int, case: str) -> list[tuple[Counter[str], local.Gradients]]:
+    parts = cut(case, range(2, n + 2), range(n + 1, 1, -1))
+
+    def program(comm: InProcess) -> tuple[Counter[str], local.Gradients]:
+        counting = Counting(comm)
+        where = placement(counting, parts, "gather")  # type: ignore[arg-type]
+        problem = materialise(parts.part(comm.rank, where), NUMPY, "float64")
+        wanted = local.Wanted(True, (True,) * len(problem.columns))
+        saved = gather.forward(problem, NUMPY, Options())
+        return counting.count, gather.backward(problem, saved, np.asarray(1.0), wanted, NUMPY, Options())
+
+    found: list[Any] = town(n).run(program)
+    return found
+
+
+@pytest.mark.parametrize("n", [2, 3, 5])
+def test_the_messages_are_few(n: int) -> None:
+    for count, _ in outcome(n, "ragged"):
+        assert count == {
+            # the columns, once; the vectors that backward needs over all of them, together
+            "all_gather 2": 2,
+            # each rank's part of every column's log-sum-exp and of its positive, together
+            "all_to_all 1": 1,
+            "reduce_scatter 2": 1,
+            # the loss and the scale's gradient
+            "all_gather number": 2,
+        }
+
+
+def test_a_world_of_one_sends_nothing() -> None:
+    ((count, _),) = outcome(1, "ragged")
+    assert not count
+
+
+@pytest.mark.parametrize("n", [1, 3])
+def test_gradients_of_several_blocks_share_no_memory(n: int) -> None:
+    for _, found in outcome(n, "blocks"):
+        first, _, last = found.columns
+        assert not np.shares_memory(first, last)
+        assert first.base is None or first.base.shape == first.shape
+
+
+@pytest.mark.parametrize("n", WORLDS)
+def test_every_rank_has_the_same_bits(n: int) -> None:
+    found = rows(n, ["delivery", "agreement"], ["ragged", "blocks", "labels", "sigmoid"], dtypes=["float32"])
+    assert len(found) == 8
+    assert not failing(found)

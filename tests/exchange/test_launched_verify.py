@@ -1,0 +1,87 @@
+"""``contrastile verify --world mpi`` under mpirun and ``--world torch`` under torchrun, as people start them."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+from pathlib import Path
+
+import pytest
+from launching import ENGINES, command
+
+from contrastile.verify.distributed import DISTRIBUTED
+
+RANKS = 4
+BACKENDS = {"mpi": ["numpy", "torch"], "torch": ["torch"]}
+QUICK = ["--case", "ragged", "blocks", "sigmoid-ids", "front-door", "sharded", "--dtype", "float32", "--examples", "10"]
+
+BROKEN = """
+import os
+from dataclasses import replace
+from contrastile.backends.numpy import backend as sound
+
+rank = int(os.environ.get("PMI_RANK", os.environ.get("RANK", "0")))
+
+def gradients(block, weights, rows, columns, options):
+    sound.gradients(block, weights, rows, columns, options)
+    if rank == 2 and rows is not None and rows.shape[0]:
+        rows[0] += 1.0
+
+def raising(block, weights, rows, columns, options):
+    if rank == 2:
+        raise KeyError("rank 2 is ill")
+    sound.gradients(block, weights, rows, columns, options)
+
+wrong = replace(sound, name="wrong", gradients=gradients)
+ill = replace(sound, name="ill", gradients=raising)
+"""
+
+
+def verify(engine: str, *words: str, folder: Path, seconds: int = 100) -> subprocess.CompletedProcess[str]:
+    """Run it in a folder, with an end from outside."""
+    variables = {**os.environ, "OMP_NUM_THREADS": "1", "CONTRASTILE_DEADLINE": "5", "PYTHONPATH": str(folder)}
+    called = ["timeout", "--kill-after=1", str(seconds), *command(engine, RANKS)]
+    return subprocess.run(
+        [*called, "-m", "contrastile", "verify", "--world", engine, *words],
+        capture_output=True,
+        text=True,
+        check=False,
+        cwd=folder,
+        env=variables,
+    )
+
+
+@pytest.mark.parametrize("engine", ENGINES)
+def test_four_processes_hold_every_property(engine: str, tmp_path: Path) -> None:
+    path = tmp_path / "rows.json"
+    ended = verify(engine, "--backend", *BACKENDS[engine], *QUICK, "--json", str(path), folder=tmp_path)
+    assert ended.returncode == 0, ended.stdout + ended.stderr
+    # rank 0 prints, and it alone
+    assert ended.stdout.count("PASS: ") == 1
+    read = json.loads(path.read_text(encoding="utf-8"))
+    assert read["verdict"] == "pass"
+    assert {row["world"] for row in read["rows"]} == {RANKS}
+    assert {row["property"] for row in read["rows"]} == set(DISTRIBUTED)
+    assert {row["status"] for row in read["rows"]} == {"pass"}
+    assert len(read["rows"]) == 24 * len(BACKENDS[engine])
+
+
+@pytest.mark.parametrize("engine", ENGINES)
+def test_what_one_rank_gets_wrong_fails_everywhere_with_one_report(engine: str, tmp_path: Path) -> None:
+    (tmp_path / "broken_ranks.py").write_text(BROKEN, encoding="utf-8")
+    backends = "broken_ranks:wrong", "broken_ranks:ill"
+    words = ["--case", "ragged", "--property", "ring", "agreement", "--dtype", "float64", "--quiet"]
+    ended = verify(engine, "--backend", *backends, *words, folder=tmp_path)
+    assert ended.returncode == 1, ended.stdout + ended.stderr
+    assert ended.stdout.count("FAIL: ") == 1
+    assert "FAILED broken_ranks:wrong ring ragged float64" in ended.stdout
+    assert "raised KeyError: 'rank 2 is ill'" in ended.stdout
+    # the sound property of the wrong backend, after a test that failed
+    assert f"verify --world {engine} --backend broken_ranks:wrong" in ended.stdout
+
+
+def test_what_cannot_run_says_so_once(tmp_path: Path) -> None:
+    ended = verify("mpi", "--backend", "nope", folder=tmp_path)
+    assert ended.returncode == 2, ended.stdout + ended.stderr
+    assert ended.stderr.count("contrastile verify: backend must be one of numpy, torch") == 1

@@ -1,0 +1,67 @@
+"""The two programs of docs/many-gpus.md run as printed, and say what one process says."""
+
+from __future__ import annotations
+
+import os
+import re
+import subprocess
+from pathlib import Path
+
+import numpy as np
+import pytest
+from launching import command
+
+from contrastile import problems
+from contrastile.backends import load
+from contrastile.verify.arithmetic import Spread
+from contrastile.verify.bounds import bounds
+from contrastile.verify.truth import truth
+
+PAGE = Path(__file__).parents[2] / "docs" / "many-gpus.md"
+RANKS = 3
+
+
+def printed(engine: str, block: int, folder: Path) -> str:
+    """What a block of the page prints under its launcher."""
+    found = re.findall(r"^```python\n(.*?)^```", PAGE.read_text(encoding="utf-8"), re.M | re.S)[block]
+    program = folder / "train.py"
+    program.write_text(found, encoding="utf-8")
+    ended = subprocess.run(
+        ["timeout", "--kill-after=1", "60", *command(engine, RANKS), str(program)],
+        capture_output=True,
+        text=True,
+        check=False,
+        env={**os.environ, "OMP_NUM_THREADS": "1"},
+    )
+    assert ended.returncode == 0, ended.stdout + ended.stderr
+    return ended.stdout
+
+
+def test_the_torchrun_program_trains(tmp_path: Path) -> None:
+    losses = [
+        float(x) for x in re.findall(r"^step \d: loss (\S+) of the whole batch$", printed("torch", 0, tmp_path), re.M)
+    ]
+    assert len(losses) == 3
+    assert all(np.isfinite(losses))
+
+
+def test_the_mpirun_program_has_the_loss_of_the_whole_batch(tmp_path: Path) -> None:
+    drawn = [
+        np.random.default_rng(rank).standard_normal((2, 300 + rank, 20)).astype("float32") for rank in range(RANKS)
+    ]
+    encoder = np.eye(20, 8, dtype="float32")
+    image, text = (np.concatenate([x[side] @ encoder for x in drawn]) for side in (0, 1))
+    problem = problems.clip(image, text, 0.5).problem
+    exact = truth(problem)
+    sizes = tuple(len(x[0]) for x in drawn)
+    facts = load("numpy").accuracy("float32", "cpu")
+    bound = bounds(problem, exact, facts, "float32", spread=Spread(sizes, sizes, halved=True))
+    # the loss is given in float32
+    off = float(bound.loss) + float(np.spacing(np.float32(exact.outcome.loss)))
+    whole = printed("mpi", 1, tmp_path)
+    assert any(whole.startswith(f"loss {exact.outcome.loss + by:.4f} of the whole batch") for by in (-off, off))
+
+
+@pytest.mark.parametrize("what", ["torchrun --nproc-per-node", "mpirun -n 8 python -m mpi4py"])
+def test_the_page_shows_how_to_start_them(what: str) -> None:
+    assert what in PAGE.read_text(encoding="utf-8")

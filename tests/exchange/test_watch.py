@@ -1,0 +1,142 @@
+"""Waiting with an end, on events that are made up: who is to blame, and what a device may not keep secret."""
+
+from __future__ import annotations
+
+import os
+import time
+
+import numpy as np
+import pytest
+
+from contrastile.exchange import buffers
+from contrastile.exchange.communicator import DEADLINE, deadline_or
+from contrastile.exchange.watch import Flight, Silence, Watch, describe, grace, missing, patience, until
+
+
+@pytest.mark.parametrize(
+    ("lost", "waiting", "blamed"),
+    [
+        ([2], {}, (2,)),
+        ([3], {3: [2]}, (2,)),
+        ([1], {1: [0], 0: [3], 3: [2]}, (2,)),
+        ([1, 3], {1: [0], 0: [3]}, (3,)),
+        ([1], {1: [2, 4], 2: [5]}, (4, 5)),
+        ([1], {1: [0], 0: [1]}, ()),
+    ],
+)
+def test_who_waits_for_whom_leads_to_those_who_say_nothing(lost, waiting, blamed) -> None:
+    assert missing(lost, waiting) == blamed
+
+
+def test_messages_name_ranks_as_the_whole_program_does() -> None:
+    silence = Silence([1], "cannot be reached (broken pipe)")
+    titles = [10, 11, 12]
+    assert describe(0, silence, {}, 5, titles).startswith("rank 11 cannot be reached (broken pipe) (deadline 5 s)")
+    further = describe(0, silence, {1: [2]}, 5, titles)
+    assert further.startswith("rank 12 did not answer, for whom rank 11 waited (deadline 5 s)")
+    circle = describe(0, silence, {1: [2], 2: [0]}, 5, titles)
+    assert circle.startswith("ranks 10, 11, 12 wait for each other")
+
+
+def test_waiting_ends_and_keeps_no_core_busy() -> None:
+    start, cpu = time.monotonic(), time.process_time()
+    assert not until(lambda: False, 0.5)
+    waited, used = time.monotonic() - start, time.process_time() - cpu
+    assert waited >= 0.5
+    assert used < waited / 4
+    assert until(lambda: True, 0.0)
+
+
+def test_the_last_of_the_deadline_is_left_for_leaving() -> None:
+    for deadline in (0.1, 4.0, 60.0, 1000.0):
+        assert patience(deadline) + grace(deadline) < deadline
+
+
+class Device:
+    """Messages whose work before them, and whose arrival, is set by hand."""
+
+    def __init__(self, deadline: float, depth: int = 2) -> None:
+        self.ended: list[str] = []
+        self.watch = Watch(lambda: deadline, depth, self.ended.append)
+        self.ready: set[int] = set()
+        self.done: set[int] = set()
+
+    def post(self, *numbers: int) -> None:
+        for i in numbers:
+            self.watch.admit()
+            self.watch.add(Flight(lambda i=i: i in self.ready, lambda i=i: i in self.done, (i,)))
+
+
+def test_the_host_runs_ahead_of_a_device_by_so_many_messages_and_no_further() -> None:
+    device = Device(0.4)
+    device.post(0, 1)
+    device.ready.add(0)
+    with pytest.raises(Silence) as caught:
+        device.post(2)
+    assert caught.value.ranks == (0,)
+    # the host has been told, so the process does not end
+    time.sleep(0.6)
+    assert device.ended == []
+
+
+def test_work_queued_before_a_message_is_no_silence() -> None:
+    device = Device(0.2)
+    device.post(0)
+    time.sleep(0.5)
+    assert device.ended == []
+    device.ready.add(0)
+    device.done.add(0)
+    device.post(1, 2)
+    device.watch.close()
+
+
+def test_a_host_that_cannot_be_told_ends() -> None:
+    device = Device(0.2)
+    device.ready.add(7)
+    device.post(7)
+    assert until(lambda: bool(device.ended), 5)
+    assert "rank(s) 7 did not answer on the device within 0.2 s" in device.ended[0]
+
+
+@pytest.mark.parametrize("given", [0, -1.0, float("inf"), float("nan"), "soon"])
+def test_a_deadline_is_a_positive_number_of_seconds(given, monkeypatch) -> None:
+    with pytest.raises(ValueError, match="deadline must be a positive number of seconds"):
+        deadline_or(given)
+    monkeypatch.setenv("CONTRASTILE_DEADLINE", str(given))
+    with pytest.raises(ValueError, match="deadline must be a positive number of seconds"):
+        deadline_or(None)
+
+
+def test_the_deadline_is_the_argument_else_the_variable_else_the_default(monkeypatch) -> None:
+    monkeypatch.delenv("CONTRASTILE_DEADLINE", raising=False)
+    assert deadline_or(None) == DEADLINE
+    monkeypatch.setenv("CONTRASTILE_DEADLINE", "7.5")
+    assert deadline_or(None) == 7.5
+    assert deadline_or(3) == 3.0
+    assert os.environ["CONTRASTILE_DEADLINE"] == "7.5"
+
+
+def test_bytes_of_an_array_are_its_own_memory() -> None:
+    import torch
+
+    for x in (np.arange(6.0).reshape(2, 3), np.full((), 3.0, np.float32), np.zeros((0, 4), np.int64)):
+        view = buffers.raw(x)
+        assert view.nbytes == x.nbytes
+        view[:] = 0
+        assert not x.any()
+    y = torch.ones(3, 2, dtype=torch.bfloat16)
+    buffers.raw(y)[:] = 0
+    assert not y.any()
+    with pytest.raises(ValueError, match="contiguous"):
+        buffers.raw(torch.zeros(4, 4).t())
+    with pytest.raises(ValueError, match="contiguous"):
+        buffers.raw(np.zeros((4, 4)).T)
+
+
+def test_long_messages_go_in_pieces(monkeypatch) -> None:
+    monkeypatch.setattr(buffers, "PIECE", 10)
+    x = np.arange(25, dtype=np.uint8)
+    assert [p.size for p in buffers.pieces(x)] == [10, 10, 5]
+    assert np.concatenate(buffers.pieces(x)).tolist() == x.tolist()
+    assert [p.size for p in buffers.pieces(x[:21])] == [10, 10, 1]
+    assert buffers.pieces(x[:0]) == []
