@@ -20,7 +20,7 @@ from gpu_run import checks  # noqa: E402
 from gpu_run.bench import Bench  # noqa: E402
 from gpu_run.machine import facts  # noqa: E402
 from gpu_run.peers import TIMED  # noqa: E402
-from gpu_run.plan import GPU, SMOKE, Point  # noqa: E402
+from gpu_run.plan import FUSED, GPU, SMOKE, WITHOUT_GPU, Point  # noqa: E402
 from gpu_run.record import Record, file_name  # noqa: E402
 
 ROUNDS = 5
@@ -33,8 +33,10 @@ PEER_PATIENCE = 3.0
 
 def aims(bench: Bench) -> None:
     """What was aimed at, one point at a time."""
-    for point, aim in bench.plan.aims:
-        bench.times("aims", [bench.ours], point, ROUNDS, aim=aim)
+    for point, aims in bench.plan.aims:
+        wanted = {name: aim for name, aim in aims.items() if name in bench.ours}
+        if wanted:
+            bench.times("aims", list(wanted), point, ROUNDS, aims=wanted)
 
 
 def shorter(bench: Bench, group: Callable[[Bench], None]) -> None:
@@ -51,9 +53,9 @@ def peers(bench: Bench) -> None:
 
 
 def grid(bench: Bench) -> None:
-    """Further points of our own."""
+    """Further points of our own, interleaved."""
     for point in bench.plan.grid:
-        bench.times("grid", [bench.ours], point, 3)
+        bench.times("grid", bench.ours, point, 3)
 
 
 def properties(bench: Bench) -> None:
@@ -85,6 +87,7 @@ def main(arguments: list[str] | None = None) -> int:
     add("--slot", type=float, default=0.5, help="seconds of a sample, and of the ceiling beside it (%(default)s)")
     add("--full", action="store_true", help="verify every case, property and dtype")
     add("--out", type=Path, default=HERE.parent / "docs" / "results", metavar="DIR", help="where the record goes")
+    add("--about", nargs="+", choices=FUSED, default=list(FUSED), help="which of our own the run is about (all)")
     add("--without", nargs="+", default=[], metavar="NAME", help="leave out what has this in its name")
     add("--commit", help="what the record says was measured, where there is no checkout")
     add("--resume", action="store_true", help="keep what an earlier run of this commit measured")
@@ -98,7 +101,10 @@ def main(arguments: list[str] | None = None) -> int:
     settings = {"seconds": given.seconds, "slot": given.slot, "smoke": given.smoke, "rounds": ROUNDS}
     path = given.out / file_name(environment["device"] + (" smoke" if given.smoke else ""))
     record = Record(path, environment, settings, resume=given.resume)
-    bench = Bench(record, SMOKE if given.smoke else GPU, given.device, 0.002 if given.smoke else given.slot)
+    about = [*given.about, *WITHOUT_GPU[:1]]
+    bench = Bench(
+        record, SMOKE if given.smoke else GPU, given.device, 0.002 if given.smoke else given.slot, about=about
+    )
     sound = bench.gather(given.without, full=given.full)
     for name, reason in bench.absent.items():
         print(f"not measured: {name}: {reason}", flush=True)

@@ -6,8 +6,6 @@ python benchmarks/gpu_report.py --check    exits 1 if the page is not what the r
 
 from __future__ import annotations
 
-import argparse
-import json
 import sys
 from pathlib import Path
 from typing import Any
@@ -16,18 +14,7 @@ HERE = Path(__file__).resolve().parent
 sys.path[:0] = [str(HERE), str(HERE.parent)]
 
 from gpu_run import figures, tables  # noqa: E402
-
-ROOT = HERE.parent
-RESULTS = ROOT / "docs" / "results"
-PAGE = ROOT / "docs" / "performance.md"
-BEGIN = "<!-- measured: written by benchmarks/gpu_report.py from docs/results -->"
-END = "<!-- end of measured -->"
-NOTHING = "Nothing has been measured on a GPU yet: `docs/results` holds no record. `benchmarks/gpu.py` writes one."
-
-
-def records(folder: Path) -> dict[str, dict[str, Any]]:
-    """Every ``gpu_*.json`` of a folder by its stem, in the order of names."""
-    return {path.stem: json.loads(path.read_text(encoding="utf-8")) for path in sorted(folder.glob("gpu_*.json"))}
+from pages import END, ROOT, Page  # noqa: E402
 
 
 def section(stem: str, data: dict[str, Any]) -> str:
@@ -38,7 +25,7 @@ def section(stem: str, data: dict[str, Any]) -> str:
         if data["settings"]["smoke"] is False
         else "tiny sizes"
     )
-    names = ("torch", "triton", "inf-cl", "cut-cross-entropy", "liger-kernel", "quack-kernels")
+    names = ("torch", "triton", "cupy-cuda13x", "inf-cl", "cut-cross-entropy", "liger-kernel", "quack-kernels")
     versions = ", ".join(f"{name} {e[name]}" for name in names if e.get(name))
     card = ", ".join(
         f"{what} {e[name]}"
@@ -70,48 +57,18 @@ def _figure(stem: str, data: dict[str, Any]) -> str:
     return f"![Time and memory against the batch](results/{stem}.svg)"
 
 
-def generated(folder: Path) -> str:
-    """The measured part of the page."""
-    found = records(folder)
-    return "\n\n".join(section(stem, data) for stem, data in found.items()) if found else NOTHING
+PAGE = Page(
+    script="benchmarks/gpu_report.py",
+    path=ROOT / "docs" / "performance.md",
+    pattern="gpu_*.json",
+    section=section,
+    drawn=lambda data: bool(tables.measured(data, group="peers")),
+    draw=figures.draw,
+    nothing="Nothing has been measured on a GPU yet: `docs/results` holds no record. `benchmarks/gpu.py` writes one.",
+)
+BEGIN, NOTHING, generated, spliced, main = PAGE.begin, PAGE.nothing, PAGE.generated, PAGE.spliced, PAGE.main
 
-
-def spliced(page: str, text: str) -> str:
-    """The page with the part between its markers replaced.
-
-    Raises:
-        ValueError: the page lacks a marker.
-    """
-    if BEGIN not in page or END not in page:
-        raise ValueError(f"the page must hold {BEGIN!r} and {END!r}")
-    return f"{page.partition(BEGIN)[0]}{BEGIN}\n\n{text}\n\n{END}{page.partition(END)[2]}"
-
-
-def main(arguments: list[str] | None = None) -> int:
-    """Run the command.
-
-    Returns:
-        0; with --check 1 when the page is not what the records say.
-    """
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--results", type=Path, default=RESULTS, metavar="DIR")
-    parser.add_argument("--page", type=Path, default=PAGE, metavar="FILE")
-    parser.add_argument("--check", action="store_true")
-    given = parser.parse_args(arguments)
-    old = given.page.read_text(encoding="utf-8")
-    new = spliced(old, generated(given.results))
-    if given.check:
-        if new != old:
-            print(
-                f"{given.page} is not what {given.results} says; run: python benchmarks/gpu_report.py", file=sys.stderr
-            )
-        return int(new != old)
-    for stem, data in records(given.results).items():
-        if tables.measured(data, group="peers"):
-            figures.draw(data, given.results / f"{stem}.svg")
-    given.page.write_text(new, encoding="utf-8")
-    return 0
-
+__all__ = ["BEGIN", "END", "NOTHING", "PAGE", "generated", "main", "section", "spliced"]
 
 if __name__ == "__main__":
     sys.exit(main())

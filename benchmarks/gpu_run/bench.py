@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import gc
 import time
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -19,7 +19,7 @@ from contrastile.verify.report import verdict
 from contrastile.verify.runner import DTYPES, Row, Run, Selection
 from gpu_run.machine import Watch, itemised
 from gpu_run.peers import PEERS, Loss, backend_name, refusal
-from gpu_run.plan import TRITON, WITHOUT_GPU, Plan, Point
+from gpu_run.plan import FUSED, WITHOUT_GPU, Plan, Point
 from gpu_run.record import Record
 from gpu_run.reference import features
 from gpu_run.timing import Call, Ceiling, Samples, captured, paired
@@ -46,6 +46,7 @@ class Bench:
         absent: why the others may not.
         pace: milliseconds per b^2 d of what was timed last.
         ceiling: the yardstick, once it is needed.
+        about: which of our own implementations the run is about.
     """
 
     record: Record
@@ -56,6 +57,7 @@ class Bench:
     absent: dict[str, str] = field(default_factory=dict)
     pace: dict[str, float] = field(default_factory=dict)
     ceiling: Ceiling | None = None
+    about: Sequence[str] = (*FUSED, *WITHOUT_GPU[:1])
 
     @property
     def dtype(self) -> str:
@@ -63,9 +65,9 @@ class Bench:
         return "bfloat16" if self.device == "cuda" else "float32"
 
     @property
-    def ours(self) -> str:
-        """The implementation that the run is about."""
-        return TRITON if self.device == "cuda" else WITHOUT_GPU[0]
+    def ours(self) -> list[str]:
+        """The implementations that the run is about."""
+        return [name for name in (FUSED if self.device == "cuda" else WITHOUT_GPU[:1]) if name in self.about]
 
     def yardstick(self) -> Ceiling:
         """The ceiling product, made once."""
@@ -144,13 +146,21 @@ class Bench:
         return captured(step) if point.graph else step
 
     def times(
-        self, group: str, names: Sequence[str], point: Point, rounds: int, patience: float = 15.0, **more: Any
+        self,
+        group: str,
+        names: Sequence[str],
+        point: Point,
+        rounds: int,
+        patience: float = 15.0,
+        aims: Mapping[str, float] | None = None,
     ) -> None:
-        """Time these implementations at one point, interleaved, and add a row for each, with ``more`` in it."""
+        """Time these implementations at one point, interleaved, and add a row for each, with its aim if it has one."""
         self.tidy()
-        rows = {
-            name: {"group": group, "implementation": name, **point.row(), "dtype": self.dtype, **more} for name in names
+        rows: dict[str, dict[str, Any]] = {
+            name: {"group": group, "implementation": name, **point.row(), "dtype": self.dtype} for name in names
         }
+        for name, aim in (aims or {}).items():
+            rows[name]["aim"] = aim
         reasons = {name: self.unfit(name, point, rounds, patience) for name in names}
         wanted = [name for name in names if not reasons[name]]
         calls: dict[str, Call] = {}

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from itertools import product
 from typing import Any
 
 import torch
@@ -10,11 +11,12 @@ from contrastile.bench.peers import with_autograd
 from gpu_run import reference, spy
 from gpu_run.bench import NO_TIME, Bench
 from gpu_run.peers import PEERS
-from gpu_run.plan import TORCH, TRITON, Point
+from gpu_run.plan import CUPY, TORCH, TRITON, Point
 from gpu_run.timing import elapsed
 
 ERROR_KEY = ("implementation", "b", "scale")
 NEARLY_ALIKE = 0.99
+_SPIED = {TRITON: "triton", CUPY: "cupy", TORCH: "torch"}
 
 
 def _step(bench: Bench, name: str, given: Any) -> Any:
@@ -48,56 +50,60 @@ def errors(bench: Bench) -> None:
 
 def repeats(bench: Bench) -> None:
     """The same call again and again: the loss and every gradient equal to the last bit."""
-    for b, times in bench.plan.repeats:
-        if bench.ours in bench.absent or bench.record.left() < 0:
-            return
-        step = _step(bench, bench.ours, reference.features(b, bench.plan.peer_width, 100.0, bench.device, bench.dtype))
+    for (b, times), name in product(bench.plan.repeats, bench.ours):
+        if name in bench.absent or bench.record.left() < 0:
+            continue
+        step = _step(bench, name, reference.features(b, bench.plan.peer_width, 100.0, bench.device, bench.dtype))
         loss, gradients = step()
         equal = 1
         for _ in range(times - 1):
             again, others = step()
             same = torch.equal(loss, again) and all(torch.equal(x, y) for x, y in zip(gradients, others, strict=True))
             equal += same
-        _check(bench, f"{times} repeats at b = {b}, equal bits", equal == times, f"{equal} of {times}")
+        _check(bench, name, f"{times} repeats at b = {b}, equal bits", equal == times, f"{equal} of {times}")
 
 
 def pairs(bench: Bench) -> None:
     """A trained model's pairs are alike and its loss goes to 0: it must not go below."""
-    for b in bench.plan.pairs:
-        if bench.ours in bench.absent or bench.record.left() < 0:
-            return
+    for b, name in product(bench.plan.pairs, bench.ours):
+        if name in bench.absent or bench.record.left() < 0:
+            continue
         for cosine in (1.0, NEARLY_ALIKE):
             given = reference.features(b, bench.plan.peer_width, 100.0, bench.device, bench.dtype, cosine=cosine)
-            loss = float(bench.losses[bench.ours](given.image, given.text, given.scale).detach())
-            _check(bench, f"loss of pairs of cosine {cosine:g} at b = {b}, not negative", loss >= 0, f"{loss:.3g}")
+            loss = float(bench.losses[name](given.image, given.text, given.scale).detach())
+            _check(
+                bench, name, f"loss of pairs of cosine {cosine:g} at b = {b}, not negative", loss >= 0, f"{loss:.3g}"
+            )
 
 
-def _check(bench: Bench, what: str, holds: bool, found: str) -> None:
-    bench.record.add(
-        "checks", {"implementation": bench.ours, "check": what, "holds": holds, "found": found}, ("check",)
-    )
-    print(f"check: {what}: {'yes' if holds else 'NO'} ({found})", flush=True)
+def _check(bench: Bench, name: str, what: str, holds: bool, found: str) -> None:
+    row = {"implementation": name, "check": what, "holds": holds, "found": found}
+    bench.record.add("checks", row, ("implementation", "check"))
+    print(f"check: {name}: {what}: {'yes' if holds else 'NO'} ({found})", flush=True)
 
 
 def big(bench: Bench) -> None:
     """One call each at the largest batches, sampled rows and columns held to float64."""
-    for b, count in bench.plan.big:
-        row: dict[str, Any] = {"implementation": bench.ours, "b": b, "d": bench.plan.peer_width, "scale": 100.0}
-        needed = 1.3 * bench.pace.get(bench.ours, 2e-11) * b * b * row["d"] / 1e3
-        reason = bench.absent.get(bench.ours) or (NO_TIME if bench.record.left() < needed else "")
+    for (b, count), name in product(bench.plan.big, bench.ours):
+        if name not in _SPIED:
+            continue
+        row: dict[str, Any] = {"implementation": name, "b": b, "d": bench.plan.peer_width, "scale": 100.0}
+        needed = 1.3 * bench.pace.get(name, 2e-11) * b * b * row["d"] / 1e3
+        reason = bench.absent.get(name) or (NO_TIME if bench.record.left() < needed else "")
         try:
-            row |= {"status": "skip", "reason": reason} if reason else {"status": "measured", **_big(bench, b, count)}
+            found = {"status": "skip", "reason": reason} if reason else _big(bench, name, b, count)
+            row |= {"status": "measured"} | found
         except torch.OutOfMemoryError as error:
             row |= {"status": "skip", "reason": " ".join(str(error).split())[:200]}
-        bench.record.add("big", row, ("b",))
+        bench.record.add("big", row, ("implementation", "b"))
         print(f"big: {row}", flush=True)
 
 
-def _big(bench: Bench, b: int, count: int) -> dict[str, Any]:
+def _big(bench: Bench, ours: str, b: int, count: int) -> dict[str, Any]:
     from contrastile import clip_loss
 
     cuda, d = bench.device == "cuda", bench.plan.peer_width
-    name = f"gpu_run.spy:{ {TRITON: 'triton', TORCH: 'torch'}[bench.ours] }"
+    name = f"gpu_run.spy:{_SPIED[ours]}"
     small = reference.features(min(b, 8192), d, 100.0, bench.device, bench.dtype)
     torch.autograd.grad(clip_loss(small.image, small.text, small.scale, backend=name), small.image)
     ceiling = bench.yardstick()

@@ -17,7 +17,7 @@ import torch
 
 from contrastile.bench.environment import environment
 
-PACKAGES = ("triton", "inf-cl", "cut-cross-entropy", "liger-kernel", "quack-kernels")
+PACKAGES = ("triton", "cupy-cuda13x", "inf-cl", "cut-cross-entropy", "liger-kernel", "quack-kernels")
 READINGS = ("clocks.sm", "clocks.mem", "power.draw", "temperature.gpu")
 _FIXED = ("driver_version", "power.limit", "clocks.max.sm", "memory.total")
 

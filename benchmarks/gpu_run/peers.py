@@ -14,7 +14,10 @@ from typing import Any
 from contrastile.backends import registry
 from contrastile.bench.peers import plain_loss
 from gpu_run.chunked import chunked_loss
-from gpu_run.plan import CHUNKED, DEFAULT_CCE, INF_CL, OPEN_CLIP, TORCH, TRITON
+from gpu_run.plan import AMPERE, CHUNKED, CUPY, DEFAULT_CCE, INF_CL, OPEN_CLIP, TORCH, TRITON
+
+SM_80 = "contrastile.backends.cupy:ampere"
+"""The cupy backend without Hopper's own kernels."""
 
 Loss = Callable[[Any, Any, Any], Any]
 
@@ -40,7 +43,7 @@ class Peer:
 
 def backend_name(short: str) -> str:
     """What the front door calls a backend of this package: its registered name, or where it lives."""
-    return short if short in registry.names() else f"contrastile.backends.{short}:backend"
+    return short if ":" in short or short in registry.names() else f"contrastile.backends.{short}:backend"
 
 
 def _ours(short: str) -> Loss:
@@ -96,6 +99,8 @@ PEERS = {
     each.name: each
     for each in (
         Peer(TRITON, lambda: _ours("triton"), backend="triton"),
+        Peer(CUPY, lambda: _ours("cupy"), backend="cupy"),
+        Peer(AMPERE, lambda: _ours(SM_80), backend=SM_80),
         Peer(TORCH, lambda: _ours("torch"), backend="torch"),
         # two matrices of logits and two of their logarithms
         Peer(OPEN_CLIP, lambda: plain_loss, bytes_per_pair=8),
@@ -110,8 +115,9 @@ PEERS = {
 }
 """Ours first, then from what everybody has to what must be installed."""
 
-TIMED = tuple(name for name in PEERS if name != DEFAULT_CCE)
-"""The default of cut-cross-entropy leaves out small gradients: it is held to the reference and not timed."""
+TIMED = tuple(name for name in PEERS if name not in (DEFAULT_CCE, AMPERE))
+"""The default of cut-cross-entropy leaves out small gradients: it is held to the reference and not timed. The sm_80
+kernels have no place in a comparison on a newer GPU."""
 
 
 def refusal(peer: Peer) -> tuple[Loss | None, str]:

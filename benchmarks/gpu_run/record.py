@@ -6,6 +6,7 @@ import json
 import math
 import re
 import time
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -22,18 +23,26 @@ class Record:
 
     Attributes:
         path: where it is written.
-        data: ``environment``, ``settings`` and one list for each of PARTS.
+        data: ``environment``, ``settings`` and one list for each of the parts.
     """
 
-    def __init__(self, path: Path, environment: dict[str, Any], settings: dict[str, Any], *, resume: bool) -> None:
+    def __init__(
+        self,
+        path: Path,
+        environment: dict[str, Any],
+        settings: dict[str, Any],
+        *,
+        resume: bool,
+        parts: Sequence[str] = PARTS,
+    ) -> None:
         self.path, self.started, self.seconds = path, time.monotonic(), float(settings["seconds"])
-        self.data: dict[str, Any] = {part: [] for part in PARTS}
+        self.data: dict[str, Any] = {part: [] for part in parts}
         if resume and path.exists():
             old = json.loads(path.read_text(encoding="utf-8"))
             same = ("device", "commit", "torch", "triton")
             if any(old["environment"].get(name) != environment.get(name) for name in same):
                 raise ValueError(f"{path} is of another {', '.join(same)}; write elsewhere, or leave out --resume")
-            self.data |= {part: old[part] for part in PARTS}
+            self.data |= {part: old[part] for part in parts}
         self.data = {"environment": environment, "settings": settings} | self.data
 
     def left(self) -> float:

@@ -6,15 +6,18 @@ cost as much as the forward pass.
 
 from __future__ import annotations
 
-from dataclasses import replace
+from dataclasses import fields, replace
 from typing import Any
 
+from torch import empty
+
+from contrastile.backends.arrays import library_of, transfer
 from contrastile.backends.contract import Backend, Block, Options, Statistics
 from contrastile.backends.registry import load
 from gpu_run.peers import backend_name
 
 seen: list[Statistics] = []
-"""The statistics of the last forward pass."""
+"""The statistics of the last forward pass, as torch tensors."""
 
 
 def __getattr__(short: str) -> Backend:
@@ -23,8 +26,10 @@ def __getattr__(short: str) -> Backend:
     backend = load(backend_name(short))
 
     def lse(block: Block, columns: bool, options: Options) -> Statistics:
-        seen[:] = [backend.lse(block, columns, options)]
-        return seen[0]
+        found = backend.lse(block, columns, options)
+        torch = library_of(empty(0))
+        seen[:] = [Statistics(*(transfer(getattr(found, f.name), backend.arrays, torch) for f in fields(found)))]
+        return found
 
     changes: dict[str, Any] = {"lse": lse}
     return replace(backend, **changes)

@@ -8,7 +8,7 @@ from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
 from contrastile.bench.results import quartiles
-from gpu_run.plan import INF_CL, OPEN_CLIP, SAFE, TRITON, WIDTH, Point
+from gpu_run.plan import FUSED, INF_CL, OPEN_CLIP, SAFE, WIDTH, Point
 
 MIB = 2**20
 WORKSPACE = 512 * MIB
@@ -85,6 +85,10 @@ def _where(row: Row) -> list[str]:
     return [number(row["b"], 1), str(row["d"]), f"{row['scale']:g}", path, "yes" if row["graph"] else "no"]
 
 
+def _own(row: Row) -> list[str]:
+    return [row["implementation"], *_where(row)]
+
+
 _WHERE = ("b", "d", "scale", "path", "graph")
 
 
@@ -92,16 +96,18 @@ def aims(data: Data) -> str:
     """What was aimed at, and what was reached."""
     rows = []
     for row in measured(data, group="aims"):
+        if "aim" not in row:
+            continue
         reached = _yes(statistics.median(row["fraction"]) >= row["aim"])
         clock = [_reading(row, "clocks.sm"), _reading(row, "power.draw")]
-        rows.append([*_where(row), *_timed(row), f"{100 * row['aim']:.0f} %", reached, *clock])
-    return table([*_WHERE, *_TIMED, "aim", "reached", "SM clock, MHz", "power, W"], rows)
+        rows.append([*_own(row), *_timed(row), f"{100 * row['aim']:.0f} %", reached, *clock])
+    return table(["implementation", *_WHERE, *_TIMED, "aim", "reached", "SM clock, MHz", "power, W"], rows)
 
 
 def further(data: Data) -> str:
     """The rest of the grid: widths, scales, forward and backward by themselves."""
-    rows = [[*_where(row), row["what"], *_timed(row)] for row in measured(data, group="grid")]
-    return table([*_WHERE, "what", *_TIMED], rows)
+    rows = [[*_own(row), row["what"], *_timed(row)] for row in measured(data, group="grid")]
+    return table(["implementation", *_WHERE, "what", *_TIMED], rows)
 
 
 def peers(data: Data) -> str:
@@ -131,14 +137,16 @@ def peers(data: Data) -> str:
 def comparison(data: Data) -> str:
     """How many times faster than the fastest alternative, and than inf_cl."""
     rows = {row["implementation"]: row for row in measured(data, group="peers", b=_ANCHOR, d=WIDTH)}
-    own = rows.get(TRITON)
-    others = {name: median(row) / median(own) for name, row in rows.items() if own and "contrastile" not in name}
-    if not others:
-        return ""
-    name, times = min(others.items(), key=lambda each: each[1])
-    where = f"At b = {_ANCHOR:,}, d = {WIDTH}"
-    text = f"{where} the fastest alternative of the run is {name}: it takes {number(times)} times as long"
-    return text + (f"; `inf_cl` takes {number(others[INF_CL])} times as long." if INF_CL in others else ".")
+    lines = []
+    for own in (name for name in FUSED if name in rows):
+        others = {name: median(row) / median(rows[own]) for name, row in rows.items() if "contrastile" not in name}
+        if not others:
+            continue
+        name, times = min(others.items(), key=lambda each: each[1])
+        where = f"At b = {_ANCHOR:,}, d = {WIDTH}"
+        text = f"{where} the fastest alternative of the run is {name}: it takes {number(times)} times as long as {own}"
+        lines.append(text + (f"; `inf_cl` takes {number(others[INF_CL])} times as long." if INF_CL in others else "."))
+    return "\n\n".join(lines)
 
 
 def skipped(data: Data) -> str:
@@ -162,7 +170,7 @@ def memory(data: Data) -> str:
         for size, count in row["peak_blocks"]:
             other = "workspace" if size > 64 * MIB else "vectors of b, partial results and all else"
             total.setdefault(names.get(size, other), []).extend([size] * count)
-        where = f"b = {b:,}, d = {d}, scale {row['scale']:g}"
+        where = f"{row['implementation']}, b = {b:,}, d = {d}, scale {row['scale']:g}"
         lines += [[where, what, str(len(x)), number(sum(x) / MIB, 4)] for what, x in total.items()]
         lines.append([where, "**peak extra, all of it**", "", f"**{number(row['peak_bytes'] / MIB, 4)}**"])
         beyond = row["peak_bytes"] - 4 * b * d - WORKSPACE
@@ -193,22 +201,31 @@ def _error(row: Row, name: str) -> float:
 
 def checks(data: Data) -> str:
     """What holds or does not."""
-    rows = [[row["check"], _yes(row["holds"]), row["found"]] for row in data["checks"]]
+    rows = [[f"{row['implementation']}: {row['check']}", _yes(row["holds"]), row["found"]] for row in data["checks"]]
     plain = [row for row in data["errors"] if row["implementation"] == OPEN_CLIP and row["status"] == "measured"]
-    ours = {(row["b"], row["scale"]): row for row in data["errors"] if row["implementation"] == TRITON}
+    for name in FUSED:
+        rows += _error_checks(data, name, plain)
+    return table(("check", "holds", "found"), rows)
+
+
+def _error_checks(data: Data, name: str, plain: Sequence[Row]) -> list[list[str]]:
+    """What an implementation's errors are held to: those of the plain loss, and a limit for dscale."""
+    rows = []
+    ours = {(row["b"], row["scale"]): row for row in data["errors"] if row["implementation"] == name}
     for row in plain:
         own = ours.get((row["b"], row["scale"]), {"status": "skip"})
         if own["status"] == "measured":
-            worst = max(_error(own, name) / _error(row, name) for name in ("d_image", "d_text"))
+            worst = max(_error(own, field) / _error(row, field) for field in ("d_image", "d_text"))
             at = f"b = {row['b']:,}, scale {row['scale']:g}"
-            what = f"error of dQ and dK at {at}, at most twice that of the {OPEN_CLIP}"
+            what = f"{name}: error of dQ and dK at {at}, at most twice that of the {OPEN_CLIP}"
             rows.append([what, _yes(worst <= 2), number(worst)])
     row = ours.get((_ANCHOR, D_SCALE_AT), {"status": "skip"})
     if row["status"] == "measured":
         found = _error(row, "d_scale")
-        what = f"relative error of dscale at b = {_ANCHOR:,}, scale {D_SCALE_AT:g}, at most {D_SCALE_AIM:g}"
-        rows.append([what, _yes(found <= D_SCALE_AIM), number(found)])
-    return table(("check", "holds", "found"), rows)
+        at = f"b = {_ANCHOR:,}, scale {D_SCALE_AT:g}"
+        rows.append([f"{name}: relative error of dscale at {at}, at most {D_SCALE_AIM:g}"])
+        rows[-1] += [_yes(found <= D_SCALE_AIM), number(found)]
+    return rows
 
 
 def _yes(holds: bool) -> str:
@@ -217,7 +234,16 @@ def _yes(holds: bool) -> str:
 
 def big(data: Data) -> str:
     """Single calls at the largest batches, sampled rows and columns against float64."""
-    head = ("b", "d", "forward, s", "backward, s", "of the ceiling", "peak extra, GiB", "rows and columns sampled")
+    head = (
+        "implementation",
+        "b",
+        "d",
+        "forward, s",
+        "backward, s",
+        "of the ceiling",
+        "peak extra, GiB",
+        "rows and columns sampled",
+    )
     tail = ("row LSE, largest error", "column LSE, largest error", "dQ, relative", "dK, relative")
     rows = []
     for row in data["big"]:
@@ -225,7 +251,7 @@ def big(data: Data) -> str:
             peak = None if row["peak_bytes"] is None else row["peak_bytes"] / 2**30
             found = [number(row[name], 2) for name in ("image_lse", "text_lse", "d_image", "d_text")]
             seconds = [number(row[name] / 1e3) for name in ("forward_ms", "backward_ms")]
-            sizes = [number(row["b"], 1), str(row["d"])]
+            sizes = [row["implementation"], number(row["b"], 1), str(row["d"])]
             rows.append([*sizes, *seconds, percent(row["fraction"]), number(peak), str(row["samples"]), *found])
     return table((*head, *tail), rows)
 
