@@ -37,15 +37,17 @@ def efficiency(row: Row, alone: Row) -> float:
 
 
 def families(data: Data, kind: str) -> Iterator[tuple[int, int, list[Row]]]:
-    """Rows of one batch over the numbers of ranks: (pairs of a rank, or of the batch), d, rows."""
-    rows = measured(data, "scaling", kind=kind)
-    sizes = dict.fromkeys((row["rows"] * (1 if kind == "weak" else row["n"]), row["d"]) for row in rows)
-    for pairs, d in sizes:
-        yield (
-            pairs,
-            d,
-            [row for row in rows if (row["rows"] * (1 if kind == "weak" else row["n"]), row["d"]) == (pairs, d)],
-        )
+    """Rows of one batch over the numbers of ranks: (pairs of a rank, or of the batch), d, rows.
+
+    A point that lies on both kinds' lines was timed once, for one of them.
+    """
+    rows = sorted(measured(data, "scaling"), key=lambda row: int(row["n"]))
+
+    def size(row: Row) -> tuple[int, int]:
+        return row["rows"] * (1 if kind == "weak" else row["n"]), row["d"]
+
+    for pairs, d in dict.fromkeys(size(row) for row in rows if row["kind"] == kind):
+        yield pairs, d, [row for row in rows if size(row) == (pairs, d)]
 
 
 def alone(rows: list[Row]) -> Row | None:
