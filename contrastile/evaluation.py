@@ -63,8 +63,8 @@ def evaluate(build: Callable[[World], problems.Loss], call: Call) -> Array:
     Raises:
         BackendUnavailableError, UnsupportedProblemError, MismatchError, ExchangeError: see ``contrastile.clip_loss``.
     """
-    if call.group is not None and "torch" in sys.modules:
-        # ranks talk to each other here, which no graph can hold
+    if call.group is not None and "torch._dynamo" in sys.modules:
+        # ranks talk to each other here, which no graph can hold; where dynamo was never imported, none is made
         outside: Callable[..., Array] = sys.modules["torch"].compiler.disable(_evaluate)
         return outside(build, call)
     return _evaluate(build, call)

@@ -233,6 +233,7 @@ PROVOCATIONS: dict[str, list[Provocation]] = {
             libraries=LIBRARIES,
         ),
         *[Provocation("contrastile.backends.load('torch')", BackendUnavailableError, LIBRARIES, without="torch")],
+        *[Provocation("contrastile.backends.load('cupy')", BackendUnavailableError, LIBRARIES, without="cupy")],
         *_each(
             TypeError,
             "contrastile.clip_loss(image, text, 14.0, backend='contrastile.losses:clip_loss')",

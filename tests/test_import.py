@@ -16,6 +16,7 @@ MODULES = sorted(PACKAGE.rglob("*.py"))
 # each layer may import itself and what stands below it
 LAYERS = [
     {"backends.contract"},
+    {"backends.crossing"},
     {"backends.arrays"},
     {"backends.registry"},
     {"backends"},
@@ -32,13 +33,15 @@ LAYERS = [
     {"cli"},
     {"__main__"},
 ]
-OPTIONAL = {"torch", "triton", "cupy", "mpi4py", "hypothesis", "rich", "matplotlib", "pytest"}
+OPTIONAL = {"torch", "triton", "cupy", "cuda", "ml_dtypes", "mpi4py", "hypothesis", "rich", "matplotlib", "pytest"}
 # the packages that each optional import is confined to
 FRAMES = ("autograd", "nn", "backends.arrays", "validation", "verify", "bench", "doctor")
 HOMES = {
-    "torch": (*FRAMES, "backends.torch", "backends.triton"),
+    "torch": (*FRAMES, "backends.torch", "backends.triton", "exchange.torchgroup"),
     "triton": ("backends.triton",),
-    "cupy": ("backends.cupy",),
+    "cupy": ("backends.cupy", "exchange.nccl"),
+    "cuda": ("backends.cupy",),
+    "mpi4py": ("exchange.mpi", "verify"),
     "hypothesis": ("verify",),
     "pytest": ("verify",),
     "rich": ("verify", "bench", "doctor", "cli"),

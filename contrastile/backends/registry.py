@@ -6,6 +6,7 @@ Nothing is imported to find out what is available, and other people's code runs 
 from __future__ import annotations
 
 import importlib
+import importlib.machinery
 import importlib.metadata
 import importlib.util
 from dataclasses import dataclass
@@ -39,11 +40,12 @@ class Known:
 
 
 def _is_there(name: str) -> bool:
-    """Whether a module can be found; of a name with dots, the package that holds it may be missing too."""
-    try:
-        return importlib.util.find_spec(name) is not None
-    except ModuleNotFoundError:
-        return False
+    """Whether a module can be found; the package that holds it is looked into, not imported."""
+    package, _, inner = name.partition(".")
+    found = importlib.util.find_spec(package)
+    if found is None or not inner:
+        return found is not None
+    return importlib.machinery.PathFinder.find_spec(inner, found.submodule_search_locations) is not None
 
 
 BUILT_IN = {

@@ -241,7 +241,9 @@ def _on_host(outgoing: Parts, incoming: Parts, on_device: bool) -> tuple[Parts, 
     """The bytes to send and to receive; for arrays on a device of copies in pinned memory, and how they get back."""
     if not on_device:
         return _raw(outgoing), _raw(incoming), _nothing
-    copies = iter(buffers.leave([x for xs in outgoing.values() for x in xs]))
+    # what goes to several ranks leaves the device once
+    leaving = {id(x): x for xs in outgoing.values() for x in xs}
+    copies = dict(zip(leaving, buffers.leave(list(leaving.values())), strict=True))
     landings = {r: [buffers.land(x) for x in xs] for r, xs in incoming.items()}
 
     def arrived() -> None:
@@ -249,7 +251,7 @@ def _on_host(outgoing: Parts, incoming: Parts, on_device: bool) -> tuple[Parts, 
             for _, arrive in xs:
                 arrive()
 
-    sent = {r: [next(copies) for _ in xs] for r, xs in outgoing.items()}
+    sent = {r: [copies[id(x)] for x in xs] for r, xs in outgoing.items()}
     return _raw(sent), _raw({r: [host for host, _ in xs] for r, xs in landings.items()}), arrived
 
 

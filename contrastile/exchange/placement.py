@@ -13,7 +13,7 @@ Exchange = Literal["auto", "ring", "gather", "local"]
 Reduction = Literal["mean", "sum"]
 
 GATHERED_MIB = 2048
-"""What the gathered columns, their gradient and the other ranks' parts of it may take on each rank for ``auto`` to gather.
+"""What ``auto`` lets the gathered columns, their gradient and the other ranks' parts of it take on each rank.
 
 Gathering is at least as fast as the ring wherever it was measured (``docs/scaling.md``): its messages are fewer. The
 ring is for batches of which no rank is to hold all columns.

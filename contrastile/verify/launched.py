@@ -1,8 +1,8 @@
 """The processes of mpirun or torchrun as a world.
 
-Each test has a communicator of its own, which a test that failed cannot disturb. A rank that raises tells the others
-when they are done, or have given up waiting for it; a rank that hangs is ended by a watchdog, and by its launcher the
-others with it.
+A test that failed leaves its communicator behind, and under MPI each has one of its own. A rank that raises tells the
+others when they are done, or have given up on it; a rank that hangs is ended by a watchdog, and by its launcher
+the others with it.
 """
 
 from __future__ import annotations
@@ -32,6 +32,7 @@ class Launched:
         size: how many there are.
         everybody: everybody's object, by rank, from this process's own.
         duplicate: a fresh group of all processes.
+        free: gives one back before another test; None where they are dear, and kept for the next.
     """
 
     name: str
@@ -40,6 +41,7 @@ class Launched:
     size: int
     everybody: Callable[[Any], list[Any]]
     duplicate: Callable[[], Any]
+    free: Callable[[Any], None] | None
     _group: Any = None
     _communicator: Communicator | None = None
     _watchdog: float = field(default_factory=lambda: 3 * deadline_or(None) + 60)
@@ -53,9 +55,10 @@ class Launched:
 
     def begin(self) -> None:
         """See ``World``."""
-        if self._communicator is not None:
-            self._communicator.close()
-        self._group = self._communicator = None
+        if self._group is not None and self.free is not None:
+            # what stands for it goes with it
+            self.free(self._group)
+            self._group = self._communicator = None
 
     def run(self, program: Callable[[Communicator], T], *, late: bool = False) -> list[T]:
         """See ``World``.
@@ -120,7 +123,8 @@ def mpi(device: str) -> Iterator[Launched]:
     if device == "cuda":
         _take_gpu(comm.Split_type(MPI.COMM_TYPE_SHARED).Get_rank())
     launch = ["mpirun", "-n", str(comm.Get_size()), "python", "-m", "mpi4py", "-m", "contrastile"]
-    yield Launched("mpi", launch, comm.Get_rank(), comm.Get_size(), comm.allgather, comm.Dup)
+    rank, size = comm.Get_rank(), comm.Get_size()
+    yield Launched("mpi", launch, rank, size, comm.allgather, comm.Dup, lambda group: group.Free())
 
 
 @contextmanager
@@ -148,7 +152,7 @@ def torch(device: str) -> Iterator[Launched]:
             return found
 
         launch = ["torchrun", "--nproc-per-node", str(size), "-m", "contrastile"]
-        yield Launched("torch", launch, dist.get_rank(), size, everybody, dist.new_group)
+        yield Launched("torch", launch, dist.get_rank(), size, everybody, dist.new_group, None)
     finally:
         dist.destroy_process_group()
 

@@ -11,18 +11,13 @@ DEADLINE = 4
 FAULTY = 2
 OTHERS = (0, 1, 3)
 
-# fault, where it happens, what the other ranks say if they live to say something
-FAULTS = [
-    ("killed", "inside", "cannot be reached"),
-    ("raises", "before", "cannot be reached"),
-    ("leaves", "before", "did not answer|cannot be reached"),
-    ("stalls", "inside", "did not answer"),
-]
+# fault, where it happens
+FAULTS = [("killed", "inside"), ("raises", "before"), ("leaves", "before"), ("stalls", "inside")]
 
 
 @pytest.mark.parametrize("engine", ENGINES)
-@pytest.mark.parametrize(("fault", "where", "seen"), FAULTS, ids=[fault for fault, *_ in FAULTS])
-def test_every_other_rank_ends_within_the_deadline(engine: str, fault: str, where: str, seen: str) -> None:
+@pytest.mark.parametrize(("fault", "where"), FAULTS, ids=[fault for fault, _ in FAULTS])
+def test_every_other_rank_ends_within_the_deadline(engine: str, fault: str, where: str) -> None:
     ended = launch(engine, "faults.py", fault, where, str(FAULTY), CONTRASTILE_DEADLINE=str(DEADLINE))
     assert ended.code not in (0, 124), ended.output
     assert ended.orphans == 0
@@ -31,7 +26,7 @@ def test_every_other_rank_ends_within_the_deadline(engine: str, fault: str, wher
         for line in ended.said(rank):
             when, kind, text = re.fullmatch(r"(\S+) (\w+): (.*)", line).groups()  # type: ignore[union-attr]
             assert kind == "ExchangeError"
-            assert re.match(rf"rank {FAULTY} ({seen})", text), ended.output
+            assert re.match(rf"rank {FAULTY} (did not answer|cannot be reached)", text), ended.output
             assert float(when) - failed < DEADLINE
     if fault == "stalls":
         # nobody else ends them; the first that gives up may end the rest
