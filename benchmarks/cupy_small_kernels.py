@@ -230,16 +230,18 @@ def backward(half: bool) -> Iterator[tuple[str, float]]:
     vectors = [cupy.full((3, x), np.nan, "f4") for x in lengths]
     given = {"m": lengths[0], "n": lengths[1], "bias": pointer(beta), "row": sides[0], "column": sides[1]}
     launch(instance("weigh", "weigh"), blocks, THREADS, struct("WeighArguments")(peaks=pointer(peaks), **given))
-    temper = struct("TemperArguments")(
+    decide = struct("PlanBackwardArguments")(
         peaks=pointer(peaks),
         programs=blocks,
         scale=pointer(alpha),
+        bias=pointer(beta),
         plan=pointer(decided),
-        row_vectors=pointer(vectors[0]),
-        column_vectors=pointer(vectors[1]),
         two_sided=1,
         half=half,
-        **given,
+    )
+    launch(instance("plan", "plan_backward"), 1, ONE_BLOCK, decide)
+    temper = struct("TemperArguments")(
+        plan=pointer(decided), row_vectors=pointer(vectors[0]), column_vectors=pointer(vectors[1]), **given
     )
     launch(instance("temper", "temper"), sum(ceil_div(x, THREADS) for x in lengths), THREADS, temper)
     given_ = [np.concatenate([cupy.asnumpy(x[i]).astype("f8") for x in held]) for i in range(3)]
@@ -252,8 +254,8 @@ def backward(half: bool) -> Iterator[tuple[str, float]]:
     least = np.log2(np.min(abs(weight[counts])) * factor) - (high - reference)
     fast = reference <= low and least >= -125
     said = read(decided)
-    yield "weigh, temper: plan", ratio([said["factor"], said["fast"]], np.array([factor, fast], "f8"), 1e-300)
-    yield "weigh, temper: plan", ratio(said["reference"], np.float64(reference if fast else 0), U * 130)
+    yield "weigh, plan_backward", ratio([said["factor"], said["fast"]], np.array([factor, fast], "f8"), 1e-300)
+    yield "weigh, plan_backward", ratio(said["reference"], np.float64(reference if fast else 0), U * 130)
     reference = float(said["reference"])
     got = np.concatenate([cupy.asnumpy(x) for x in vectors], 1)
     quiet = ~counts | np.isneginf(lse)

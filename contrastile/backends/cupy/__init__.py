@@ -9,14 +9,20 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any
 
+from contrastile.backends.contract import BackendUnavailableError
+
 if TYPE_CHECKING:
     from contrastile.backends.cupy.record import ampere as ampere
     from contrastile.backends.cupy.record import backend as backend
+
+INSTALL = "pip install 'contrastile[cupy]'"
 
 
 def __getattr__(name: str) -> Any:
     if name not in ("backend", "ampere"):
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
-    from contrastile.backends.cupy import record
-
+    try:
+        from contrastile.backends.cupy import record
+    except ModuleNotFoundError as error:
+        raise BackendUnavailableError(f"backend 'cupy' is not available: {error}; run: {INSTALL}") from error
     return getattr(record, name)

@@ -1,3 +1,4 @@
+# pyright: reportAttributeAccessIssue=false
 """NVRTC: one instance of a kernel template, from the sources in ``cuda/`` to a cubin for one architecture.
 
 CuPy's own way compiles for sm_90 where ``wgmma`` and ``setmaxnreg`` need sm_90a, so NVRTC is called directly; the

@@ -1,3 +1,4 @@
+# pyright: reportAttributeAccessIssue=false
 """The GPUs that CuPy reaches."""
 
 from __future__ import annotations

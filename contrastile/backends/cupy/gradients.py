@@ -14,6 +14,7 @@ from contrastile.backends.cupy.arrays import added
 from contrastile.backends.cupy.common import (
     LANES,
     LINES,
+    ONE_BLOCK,
     THREADS,
     ceil_div,
     chunks,
@@ -21,6 +22,7 @@ from contrastile.backends.cupy.common import (
     element,
     matrix,
     new_plan,
+    scalars,
 )
 from contrastile.backends.cupy.configs import backward_chunk
 from contrastile.backends.cupy.instances import instance
@@ -117,17 +119,21 @@ class _Pass:
         given = {"bias": pointer(self.block.bias), "row": self.row.side(), "column": self.column.side()}
         weigh = struct("WeighArguments")(m=self.m, n=n, peaks=pointer(peaks), **given)
         launch(instance("weigh", "weigh"), blocks, THREADS, weigh)
-        temper = struct("TemperArguments")(
+        decide = struct("PlanBackwardArguments")(
             peaks=pointer(peaks),
             programs=blocks,
-            scale=pointer(self.block.scale),
+            plan=pointer(self.plan),
+            two_sided=self.column.vectors is not None,
+            half=self.dtype == "float16",
+            **scalars(self.block),
+        )
+        launch(instance("plan", "plan_backward"), 1, ONE_BLOCK, decide)
+        temper = struct("TemperArguments")(
             plan=pointer(self.plan),
             m=self.m,
             n=n,
             row_vectors=pointer(self.row.vectors),
             column_vectors=pointer(self.column.vectors),
-            two_sided=self.column.vectors is not None,
-            half=self.dtype == "float16",
             **given,
         )
         launch(instance("temper", "temper"), ceil_div(self.m, THREADS) + ceil_div(n, THREADS), THREADS, temper)

@@ -7,13 +7,12 @@ from functools import partial
 import cupy
 
 from contrastile.backends.contract import Accuracy, Backend, BackendUnavailableError, Block
+from contrastile.backends.cupy import INSTALL
 from contrastile.backends.cupy.additive import sigmoid_loss
 from contrastile.backends.cupy.arrays import FusedArrays
 from contrastile.backends.cupy.gradients import finished_rows, gradients
 from contrastile.backends.cupy.instances import ARITHMETICS
 from contrastile.backends.cupy.statistics import lse
-
-INSTALL = "pip install 'contrastile[cupy]'"
 
 
 def require_gpu() -> None:

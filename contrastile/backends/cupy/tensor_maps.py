@@ -1,3 +1,4 @@
+# pyright: reportAttributeAccessIssue=false
 """Tensor maps: what Hopper's copy engine must know of a matrix to load and store blocks of it."""
 
 from __future__ import annotations

@@ -16,7 +16,7 @@ struct Matrix {
 };
 
 // Rows or columns that one block of measure or row_dots takes.
-constexpr int LINES = 8;
+constexpr int LINES = 32;
 // Rows or columns that one block of weigh takes.
 constexpr int LANES = 1024;
 // Rows or columns that one block of a fold takes.
@@ -121,22 +121,28 @@ struct WeighArguments {
     long long m, n;
     const float* bias;       // or null
     WeightSide row, column;  // of lengths m and n
-    float* peaks;            // (blocks, 4): the largest -L, L, -|w| and |w| (1 + |t|); -L and -|w| where w is not 0
+    float* peaks;            // (blocks, 4): least and largest L, least |w| not 0, largest |w| (1 + |t|)
+};
+
+// plan_backward: 1 block, 1024 threads.
+struct PlanBackwardArguments {
+    const float* peaks;
+    long long programs;  // blocks of weigh
+    const float* scale;
+    const float* bias;   // or null
+    Plan* plan;
+    int two_sided;
+    int half;            // whether G is float16 and wants a factor
 };
 
 // temper: blocks ceil(m / 256) + (two-sided ? ceil(n / 256) : 0), 256 threads.
 struct TemperArguments {
-    const float* peaks;     // of weigh
-    long long programs;     // blocks of weigh
-    const float* scale;
+    const Plan* plan;
     const float* bias;      // or null
-    Plan* plan;             // written
     long long m, n;
     WeightSide row, column;
     float* row_vectors;     // (3, m): log, weight and folded of GradientSide
     float* column_vectors;  // (3, n), or null
-    int two_sided;
-    int half;               // whether G is float16 and wants a factor
 };
 
 // plan_sigmoid: 1 block, 1024 threads.

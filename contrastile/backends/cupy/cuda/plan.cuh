@@ -3,7 +3,7 @@
 
 namespace contrastile {
 
-// 32 bytes on the device, written by plan_forward, temper or plan_sigmoid.
+// 32 bytes on the device, written by plan_forward, plan_backward or plan_sigmoid.
 struct Plan {
     float alpha;      // scale log2 e: logits in powers of two, without the bias
     float reference;  // the shared reference r of the fast path, in powers of two

@@ -149,7 +149,8 @@ struct SigmoidEpilogue {
                             const Softplus pair = softplus_of(fmaf(acc[s][4 * group + e], scale, bias), positive);
                             loss[s][q] += pair.loss;
                             slope[s][q] += pair.slope;
-                            value[e] = weight[s][q] * pair.slope;
+                            // selected, not multiplied by 0: a weight of 0 silences its row also where the logit is NaN
+                            value[e] = weight[s][q] == 0.0f ? 0.0f : weight[s][q] * pair.slope;
                         }
                         packed[2 * h] = narrow_pair<T>(value[0], value[1]);
                         packed[2 * h + 1] = narrow_pair<T>(value[2], value[3]);

@@ -32,7 +32,7 @@ class SlabWriter {
                      : "memory");
     }
 
-    // Send the slab to (row, column) of G; what lies outside G is not written.
+    // Send the slab to (row, column) of G. What lies outside is not written, but for what fills a row's last 16 bytes.
     __device__ __forceinline__ void send(int strip, int row, int column) const {
         publish_to_copies();
         __syncwarp();

@@ -1,0 +1,220 @@
+"""The cupy backend's host code with NumPy in CuPy's place: what it launches, over which chunks, with what."""
+
+from __future__ import annotations
+
+import ctypes
+import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import replace
+from types import SimpleNamespace
+from typing import Any
+
+import numpy as np
+import pytest
+from cupy_stand_in import cupy_modules
+
+pytest.importorskip("ml_dtypes")
+
+from contrastile.backends import registry
+from contrastile.backends.contract import (
+    BackendUnavailableError,
+    Block,
+    Options,
+    Pairs,
+    UnsupportedProblemError,
+    Weights,
+)
+
+M, N, D = 33, 47, 40
+LAUNCHING = ("tiles", "statistics", "gradients", "additive", "arrays")
+
+
+class Host(SimpleNamespace):
+    """The backend's modules over the stand-in, and what it did: launches and products."""
+
+
+@contextmanager
+def hosted() -> Iterator[Host]:
+    names = ("record", "launch", "products", "instances", *LAUNCHING)
+    with cupy_modules(*names) as modules, pytest.MonkeyPatch.context() as patch:
+        host = Host(**dict(zip(names, modules, strict=True)), launched=[], multiplied=[])
+
+        def launch(instance: Any, blocks: int, threads: int, *parameters: Any, shared: int | str = 0) -> None:
+            assert instance in host.instances.every(90), f"{instance} is not in the table"
+            assert blocks > 0
+            for each in parameters:
+                size = len(each) if isinstance(each, bytes) else ctypes.sizeof(each)
+                assert host.launch._by_value(each).nbytes == size
+            host.launched.append((instance.kernel, parameters[-1], shared))
+
+        def accumulate(self: Any, out: Any, g: Any, features: Any, **how: Any) -> None:
+            inner = g.T if how.get("transposed") else g
+            assert out.shape == (inner.shape[0], features.shape[1])
+            assert inner.shape[1] == features.shape[0]
+            host.multiplied.append((out.shape, how))
+
+        for name in LAUNCHING:
+            patch.setattr(getattr(host, name), "launch", launch)
+        patch.setattr(host.tiles, "tensor_map", lambda x, box: bytes(128))
+        patch.setattr(host.products.Products, "__init__", lambda self: None)
+        patch.setattr(host.products.Products, "accumulate", accumulate)
+        yield host
+
+
+def block(host: Host, dtype: str, kind: str = "plain") -> Block:
+    arrays = host.record.backend.arrays
+    random = np.random.default_rng(0)
+    like = arrays.full((1,), 0.0, "float32", arrays.from_numpy(np.zeros(1)))
+    rows, columns = (arrays.asarray(random.standard_normal((size, D)), dtype, like) for size in (M, N))
+    index, other = arrays.arange(0, M, like), arrays.arange(0, N, like)
+    pairs = {
+        "plain": Pairs(positives=index),
+        "excluded": Pairs(positives=index, excluded=index),
+        "drop": Pairs(positives=index, row_ids=index, column_ids=other),
+        "target": Pairs(excluded=index, row_ids=index, column_ids=other, match="target"),
+    }[kind]
+    scale, bias = (arrays.asarray(x, "float32", like) for x in (3.0, 1.0))
+    return Block(rows, columns, scale, bias, pairs)
+
+
+def weights(host: Host, two_sided: bool) -> Weights:
+    arrays = host.record.backend.arrays
+    one = arrays.full((max(M, N),), 1.0, "float32", arrays.from_numpy(np.zeros(1)))
+    return Weights(one[:M], one[:M], one[:M], *((one[:N], one[:N], one[:N]) if two_sided else ()))
+
+
+def sums(host: Host) -> tuple[Any, Any]:
+    arrays = host.record.backend.arrays
+    like = arrays.from_numpy(np.zeros(1))
+    return tuple(arrays.full((size, D), 0.0, "float32", like) for size in (M, N))  # type: ignore[return-value]
+
+
+@pytest.mark.parametrize("kind", ["plain", "excluded", "drop", "target"])
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16", "float16"])
+def test_only_what_is_in_the_table_is_launched(dtype: str, kind: str) -> None:
+    with hosted() as host:
+        for backend in (host.record.backend, host.record.ampere):
+            given = block(host, dtype, kind)
+            for two_sided in (True, False):
+                for tile in (None, (7, 5)):
+                    options = Options(tile=tile)
+                    backend.check(given, options)
+                    backend.lse(given, two_sided, options)
+                    backend.gradients(given, weights(host, two_sided), *sums(host), options)
+                    backend.finished_rows(given, weights(host, two_sided), sums(host)[1], options)
+                    backend.sigmoid(given, weights(host, False).row_weight, *sums(host), options)
+        families = {name.partition("<")[0] for name, _, _ in host.launched if name.startswith("forward")}
+        assert families == ({"forward_sm80"} if dtype == "float32" else {"forward_sm80", "forward_sm90"})
+        carries = [name for name, _, _ in host.launched if name == "carry"]
+        assert bool(carries) == (dtype == "float16")
+
+
+def covered(launched: list[Any], name: str) -> np.ndarray:
+    """How often each pair of the block was in a chunk of a kernel."""
+    count = np.zeros((M, N), int)
+    for kernel, arguments, _ in launched:
+        if kernel.startswith(name):
+            chunk = arguments.chunk
+            count[chunk.row : chunk.row + chunk.height, chunk.column : chunk.column + chunk.width] += 1
+    return count
+
+
+@pytest.mark.parametrize("tile", [(7, 5), (33, 47), (1, 100), (40, 3)])
+def test_chunks_cover_the_block_once_and_each_state_has_one_first_and_one_last(tile: tuple[int, int]) -> None:
+    with hosted() as host:
+        given = block(host, "bfloat16")
+        host.record.backend.lse(given, True, Options(tile=tile))
+        # the fast kernels and the safe ones
+        assert (covered(host.launched, "forward") == 2).all()
+        folds = [arguments for name, arguments, _ in host.launched if name == "fold<false>"]
+        for side, size in (("rows", M), ("columns", N)):
+            ends = np.zeros((2, size), int)
+            for fold in folds:
+                one = getattr(fold, side)
+                start = (one.state - min(getattr(x, side).state for x in folds)) // 8
+                ends[0, start : start + one.length] += one.first
+                ends[1, start : start + one.length] += one.last
+                assert one.part_stride >= one.length
+            assert (ends == 1).all()
+        host.launched.clear()
+        host.record.backend.gradients(given, weights(host, True), *sums(host), Options(tile=tile))
+        assert (covered(host.launched, "gradient") == 1).all()
+
+
+def test_finished_rows_start_afresh_and_columns_add() -> None:
+    with hosted() as host:
+        host.record.backend.finished_rows(
+            block(host, "bfloat16"), weights(host, True), sums(host)[1], Options(tile=(11, 20))
+        )
+        rows = [how["fresh"] for _, how in host.multiplied if not how.get("transposed")]
+        assert rows == [True, False, False] * 3
+        assert sum(bool(how.get("transposed")) for _, how in host.multiplied) == 9
+        assert sum(name.startswith("finish_rows") for name, _, _ in host.launched) == 3
+
+
+def test_nothing_is_computed_that_nobody_wants() -> None:
+    with hosted() as host:
+        backend, given = host.record.backend, block(host, "bfloat16")
+        backend.gradients(given, weights(host, True), None, None, Options())
+        assert not host.launched
+        backend.sigmoid(given, weights(host, False).row_weight, None, None, Options())
+        (arguments,) = (x for name, x, _ in host.launched if name.startswith("sigmoid"))
+        assert arguments.g is None
+        assert not host.multiplied
+
+
+def test_features_are_copied_only_where_the_copy_engine_needs_it() -> None:
+    with hosted() as host:
+        cupy = host.launch.cupy
+        good = cupy.empty((5, 8), dtype="float32")
+        # NumPy aligns as it likes: what is aligned is what workspace made
+        good = host.launch.workspace(5, 8, "float32") if good.data.ptr % 16 else good
+        if good.data.ptr % 16 == 0:
+            assert host.launch.aligned(good) is good
+        for bad in (cupy.ones((5, 7), dtype="float32"), cupy.ones((8, 5), dtype="float32").T):
+            copy = host.launch.aligned(bad)
+            assert copy is not bad
+            assert (copy == bad).all()
+            assert copy.strides[0] % 16 == 0
+
+
+def test_refusals_give_their_reason() -> None:
+    with hosted() as host:
+        given = block(host, "float32")
+        with pytest.raises(UnsupportedProblemError, match="float64"):
+            host.record.backend.check(replace(given, rows=given.rows.astype("float64")))
+        with pytest.raises(UnsupportedProblemError, match="at least one column"):
+            host.record.backend.check(replace(given, rows=given.rows[:, :0], columns=given.columns[:, :0]))
+
+
+@pytest.mark.parametrize("attribute", ["backend", "ampere"])
+def test_without_cupy_the_error_ends_in_the_command_that_mends_it(
+    monkeypatch: pytest.MonkeyPatch, attribute: str
+) -> None:
+    monkeypatch.setitem(sys.modules, "cupy", None)
+    with pytest.raises(BackendUnavailableError, match=r"is not available: .*; run: pip install 'contrastile\[cupy\]'$"):
+        registry.load(f"contrastile.backends.cupy:{attribute}")
+
+
+def test_without_a_gpu_the_error_says_so() -> None:
+    with hosted() as host:
+
+        def none() -> int:
+            raise host.record.cupy.cuda.runtime.CUDARuntimeError("no driver")
+
+        host.record.cupy.cuda.runtime.getDeviceCount = none
+        with pytest.raises(BackendUnavailableError, match=r"reaches no GPU \(no driver\); .*pip install"):
+            host.record.require_gpu()
+
+
+def test_the_guarded_merge_has_no_nan() -> None:
+    with hosted() as host:
+        arrays, inf = host.record.backend.arrays, np.inf
+        a, b = (
+            arrays.from_numpy(np.array(x, dtype="float32")) for x in ([-inf, -inf, inf, 1.0], [-inf, 2.0, 0.0, 1.0])
+        )
+        with np.errstate(all="ignore"):
+            found = arrays.to_numpy(arrays.merge(a, b))
+        assert found[:3].tolist() == [-inf, 2.0, inf]
+        assert abs(found[3] - (1 + np.log(2.0))) <= 4 * 2.0**-24
