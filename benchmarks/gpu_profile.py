@@ -1,6 +1,6 @@
 """Profiles the fused backend's kernels on one GPU, runs the sanitizers over them, and verifies every dtype.
 
-``python benchmarks/gpu_profile.py [--parts verify sanitizer compile ncu] [--out DIR] [--commit HASH]`` writes
+``python benchmarks/gpu_profile.py [--parts verify sanitizer compile times ncu] [--out DIR] [--commit HASH]`` writes
 ``profile_<device>.json`` and ``verify_<device>.json``; with --page it writes the profiled part of docs/performance.md
 from them, with --check it exits 1 if the page says otherwise. Needs ncu and compute-sanitizer on the path.
 """
@@ -23,7 +23,7 @@ RESULTS = ROOT / "docs" / "results"
 PAGE = ROOT / "docs" / "performance.md"
 BEGIN = "<!-- profiled: written by benchmarks/gpu_profile.py from docs/results -->"
 END = "<!-- end of profiled -->"
-PARTS = ("verify", "sanitizer", "compile", "ncu")
+PARTS = ("verify", "sanitizer", "compile", "times", "ncu")
 
 
 def measure(parts: list[str], out: Path, commit: str | None) -> int:
@@ -38,6 +38,7 @@ def measure(parts: list[str], out: Path, commit: str | None) -> int:
         "verify": verdicts.verify,
         "sanitizer": profiler.sanitize,
         "compile": profiler.compile_times,
+        "times": profiler.kernel_times,
         "ncu": profiler.profile,
     }
     clean = True
@@ -54,7 +55,7 @@ def measure(parts: list[str], out: Path, commit: str | None) -> int:
         if part == "verify":
             clean &= all(row["status"] != "fail" for row in rows)
             out.mkdir(parents=True, exist_ok=True)
-            record = {"environment": environment, "rows": rows}
+            record = {"environment": environment, "rows": profile_tables.beside(rows)}
             (out / f"verify_{name}").write_text(compact(record), encoding="utf-8")
             rows = profile_tables.counted(rows)
         clean &= part != "sanitizer" or all(row["clean"] for row in rows)

@@ -34,6 +34,7 @@ def section(stem: str, data: dict[str, Any]) -> str:
     )
     when = f"{e['date'][:10]}, commit `{(e['commit'] or 'unknown')[:12]}`"
     about = ", ".join(filter(None, (when, versions, card))) + f"; {sizes}."
+    about += f" {e['note']}" if e.get("note") else ""
     parts = [
         ("Verified first", tables.verified(data)),
         ("What was aimed at", tables.aims(data)),

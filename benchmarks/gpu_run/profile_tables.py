@@ -7,6 +7,9 @@ from typing import Any
 from gpu_run.tables import number, table
 
 Row = dict[str, Any]
+PRODUCTS = {"lse_tiles": 1, "gradient_tiles": 1, "cuBLAS NTN": 1, "cuBLAS NNT": 1, "add_product": 2}
+"""Kernels that hold some of the four products, and how many; dQ is cuBLAS's NNT, dK its NTN, add_product both."""
+
 LEAST_SHARE = 0.002
 """Kernels that take less of their step's time are left out of the table, and counted together below it."""
 
@@ -22,18 +25,54 @@ def counted(rows: list[Row]) -> list[Row]:
     return list(found.values())
 
 
+def beside(rows: list[Row]) -> list[Row]:
+    """One row for each property and case: error / bound by dtype and precision, or "skip", or "fail" and the ratio."""
+    found: dict[tuple[str, str], Row] = {}
+    for row in rows:
+        one = found.setdefault((row["property"], row["case"]), {"property": row["property"], "case": row["case"]})
+        ratio = None if row["ratio"] is None else float(f"{row['ratio']:.3g}")
+        one[row["dtype"]] = {"pass": ratio, "skip": "skip"}.get(row["status"], f"{row['status']} {ratio}")
+    return list(found.values())
+
+
 def section(data: Row) -> str:
     """Everything that one record shows."""
     e = data["environment"]
     commit = (e["commit"] or "unknown")[:12]
     about = f"{e['date'][:10]}, commit `{commit}`, torch {e['torch']}, triton {e['triton']}."
+    if e.get("note"):
+        about += f" {e['note']}"
     parts = [
+        ("Time of each kernel of a step, by torch's profiler", times(data.get("times", []))),
         ("Kernels of a step, by ncu", kernels(data.get("ncu", []))),
         ("Verified in every dtype and precision", verified(data.get("verify", []))),
         ("Sanitizers over a small verify", sanitizers(data.get("sanitizer", []))),
         ("First call", compiled(data.get("compile", []))),
     ]
     return "\n\n".join([f"### {e['device']}, profiled", about, *(f"#### {t}\n\n{x}" for t, x in parts if x)])
+
+
+def times(rows: list[Row]) -> str:
+    """Time of each kernel, and the rate at which those that hold one of the four products get through it."""
+    head = ("step", "kernel", "launches", "time, us", "of those listed", "its products, 2 b² d each, TFLOP/s")
+    lines = []
+    for step in dict.fromkeys(row["step"] for row in rows):
+        own = sorted((row for row in rows if row["step"] == step), key=lambda row: -float(row["ns"]))
+        whole = sum(row["ns"] for row in own)
+        b, d = map(int, step.split(",")[:2])
+        for row in own:
+            products = PRODUCTS.get(row["kernel"], 0)
+            rate = number(2 * products * b * b * d / row["ns"] * 1e-3) if products else "-"
+            share = f"{100 * row['ns'] / whole:.1f} %"
+            name = f"`{row['kernel']}`"
+            lines.append([_step(step), name, str(row["launches"]), number(row["ns"] / 1e3), share, rate])
+    return table(head, lines)
+
+
+def _step(step: str) -> str:
+    b, d, scale, dtype, precision = step.split(",")
+    kind = dtype if precision == "ieee" else f"{dtype}/{precision}"
+    return f"b = {int(b):,}, d = {d}, scale {scale}, {kind}"
 
 
 def kernels(rows: list[Row]) -> str:
@@ -44,9 +83,7 @@ def kernels(rows: list[Row]) -> str:
     for step in dict.fromkeys(row["step"] for row in rows):
         own = sorted((row for row in rows if row["step"] == step), key=lambda row: -float(row["ns"]))
         whole = sum(row["ns"] for row in own)
-        b, d, scale, dtype, precision = step.split(",")
-        kind = dtype if precision == "ieee" else f"{dtype}/{precision}"
-        name = f"b = {int(b):,}, d = {d}, scale {scale}, {kind}"
+        name = _step(step)
         small = [row for row in own if row["ns"] < LEAST_SHARE * whole]
         for row in own:
             if row in small:

@@ -54,6 +54,31 @@ def profile(steps: Sequence[str] = STEPS) -> list[dict[str, Any]]:
     return found
 
 
+def kernel_times(steps: Sequence[str] = STEPS) -> list[dict[str, Any]]:
+    """One row for each step and kernel: launches and nanoseconds, by torch's own profiler, nothing replayed."""
+    import torch
+
+    from contrastile import clip_loss
+    from gpu_run.reference import features
+
+    found: dict[tuple[str, str], dict[str, Any]] = {}
+    for step in steps:
+        b, d, scale, dtype, precision = step.split(",")
+        given = features(int(b), int(d), float(scale), "cuda", dtype)
+        leaves = given.image, given.text, given.scale
+        torch.autograd.grad(clip_loss(*leaves, backend="triton", precision=precision), leaves)
+        torch.cuda.synchronize()
+        with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CUDA]) as seen:
+            torch.autograd.grad(clip_loss(*leaves, backend="triton", precision=precision), leaves)
+            torch.cuda.synchronize()
+        for event in seen.key_averages():
+            name = kernel(event.key)
+            total = found.setdefault((step, name), {"step": step, "kernel": name, "launches": 0, "ns": 0.0})
+            total["launches"] += event.count
+            total["ns"] += 1e3 * event.device_time_total
+    return list(found.values())
+
+
 def rows_of(text: str, steps: Sequence[str]) -> list[dict[str, Any]]:
     """The rows of ``profile`` from what ncu printed."""
     lines = [line for line in text.splitlines() if line.startswith('"')]

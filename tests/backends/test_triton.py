@@ -273,19 +273,15 @@ def test_finished_rows_hold_no_matrix_of_all_rows_in_float32(monkeypatch: pytest
     assert 2 * given.rows.numel() in asked
 
 
-@pytest.mark.parametrize("scale", [14.3, 33.3, 57.1, 99.9])
+@pytest.mark.parametrize("scale", [33.3, 57.1, 77.7, 99.9])
 def test_a_certain_positive_is_its_rows_and_its_columns_log_sum_exp_to_the_last_bit(scale: float) -> None:
     """Logits turned to powers of two and back are the logits: a trained model's loss is their difference."""
-    d = 48
-    image = torch.zeros(40, d)
-    image[torch.arange(40), torch.arange(40)] = 1.25
-    # the other logits are far enough below to vanish from every sum
+    # dots of 1 and 0: the product with ALPHA is exact, and the other logits vanish from every sum
+    image = torch.eye(40, 48)
     given = Block(image, image, torch.tensor(scale), None, Pairs(positives=torch.arange(40)))
     found = backend.lse(given, True, Options())
-    if scale > 30:
-        assert torch.equal(found.row_lse, found.row_positive)
-        assert torch.equal(found.column_lse, found.column_positive)
-    assert (found.row_lse >= found.row_positive).all()
+    assert torch.equal(found.row_lse, found.row_positive)
+    assert torch.equal(found.column_lse, found.column_positive)
 
 
 def test_the_plan_has_a_slot_for_every_number() -> None:

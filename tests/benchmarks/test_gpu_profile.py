@@ -49,6 +49,24 @@ def test_verdicts_are_counted_by_dtype() -> None:
     assert "| float32/tf32 | 0 | 1 | 0 | 3.00 |" in profile_tables.verified([one, two])
 
 
+def test_verdicts_stand_beside_each_other() -> None:
+    same = {"property": "value", "case": "hot"}
+    rows = [
+        {**same, "dtype": "float32", "status": "pass", "ratio": 0.123456},
+        {**same, "dtype": "float16", "status": "skip", "ratio": None},
+        {**same, "dtype": "float32/tf32", "status": "fail", "ratio": 3.0},
+    ]
+    (one,) = profile_tables.beside(rows)
+    assert one == {**same, "float32": 0.123, "float16": "skip", "float32/tf32": "fail 3.0"}
+
+
+def test_a_rate_counts_the_products_that_a_kernel_holds() -> None:
+    rows = [{"step": "1000,500,1,float32,ieee", "kernel": x, "launches": 1, "ns": 1e3} for x in ("add_product", "fold")]
+    text = profile_tables.times(rows)
+    assert "| `add_product` | 1 | 1.00 | 50.0 % | 2,000 |" in text
+    assert "| `fold` | 1 | 1.00 | 50.0 % | - |" in text
+
+
 def test_a_tool_that_is_not_clean_is_said_to_be_so() -> None:
     rows = [
         {"tool": "memcheck", "clean": True, "summary": "ERROR SUMMARY: 0 errors", "verify": "PASS"},

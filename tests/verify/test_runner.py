@@ -176,3 +176,36 @@ def test_a_drawn_failure_is_shrunk_and_its_command_names_it():
     assert [r["status"] for r in Run(Selection({"numpy": NUMPY}, [failure.label], dtypes=["float64"])).rows()] == [
         "pass"
     ]
+
+
+def test_float32_runs_in_every_precision_that_a_backend_names():
+    asked = []
+
+    def accuracy(dtype, device, precision="ieee"):
+        asked.append((dtype, precision))
+        return NUMPY.accuracy(dtype, device)
+
+    def lse(block, columns, options):
+        asked.append(options.precision)
+        return NUMPY.lse(block, columns, options)
+
+    several = replace(NUMPY, precisions=frozenset({"ieee", "split"}), accuracy=accuracy, lse=lse)
+    how = {"cases": ["one-row"], "properties": ["value"], "dtypes": ["float32", "float16"]}
+    assert [row["dtype"] for row in Run(Selection({"several": several}, **how)).rows()] == [
+        "float32",
+        "float32/split",
+        "float16",
+    ]
+    assert asked == ["ieee", ("float32", "ieee"), "split", ("float32", "split"), "ieee", ("float16", "ieee")]
+    (row,) = Run(Selection({"plain": NUMPY}, ["one-row"], ["value"], ["float32"], precisions=["tf32"])).rows()
+    assert (row["status"], row["reason"]) == ("skip", "computes float32 in ieee only")
+
+
+def test_the_command_that_reruns_a_row_names_its_precision():
+    several = replace(NUMPY, precisions=frozenset({"ieee", "tf32"}))
+    selection = Selection({"several": several})
+    subjects = selection.subjects("float32")
+    commands = [selection.command(subject, PROPERTIES["value"], "hot") for subject in subjects]
+    assert [command.partition(" --precision ")[2].split()[0] for command in commands] == ["ieee", "tf32"]
+    (half,) = selection.subjects("float16")
+    assert "--precision" not in selection.command(half, PROPERTIES["value"], "hot")

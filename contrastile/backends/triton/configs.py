@@ -62,7 +62,7 @@ class Config:
 
 
 # kernel -> dtype -> architecture at least -> configuration
-_HALF = ("float16", "bfloat16", "split")  # split: parts in bfloat16
+_HALF = ("float16", "bfloat16", "split")  # split: parts in bfloat16, where it has no entry of its own
 _TABLE: dict[str, dict[str, dict[int, Config]]] = {
     "lse": {
         "half": {80: Config(128, 128, 32, 4, 3, 2), 90: Config(128, 128, 64, 4, 3, 2)},
@@ -93,7 +93,17 @@ _TABLE: dict[str, dict[str, dict[int, Config]]] = {
     },
     "sigmoid": {
         "half": {80: Config(128, 128, 32, 8, 3, 1), 90: Config(128, 128, 64, 8, 3, 1, parts=2)},
-        "tf32": {80: Config(128, 128, 16, 8, 3, 1), 90: Config(128, 128, 32, 8, 3, 1, parts=2)},
+        "tf32": {
+            80: Config(128, 128, 16, 8, 3, 1),
+            90: Config(128, 128, 32, 8, 3, 1, parts=2),
+            # finished in two halves and stored in parts, Triton 3.7's compiler fails on it
+            100: Config(128, 128, 32, 8, 3, 1),
+        },
+        "split": {
+            80: Config(128, 128, 32, 8, 3, 1),
+            90: Config(128, 128, 64, 8, 3, 1, parts=2),
+            100: Config(128, 128, 64, 8, 3, 1),
+        },
         "float32": {80: Config(64, 64, 32, 4, 2, 3)},
     },
     "product": {
@@ -119,7 +129,7 @@ def choose(kernel: str, dtype: str, architecture: int, width: int, precision: st
     """
     if architecture == 0:
         return replace(_INTERPRETED, precision=precision)
-    fitting = _TABLE[kernel].get("half" if dtype in _HALF else dtype, _TABLE[kernel]["float32"])
+    fitting = _TABLE[kernel].get(dtype) or _TABLE[kernel]["half" if dtype in _HALF else "float32"]
     config = fitting[max(least for least in fitting if least <= max(architecture, 80))]
     high = kernel in ("lse", "safe") and width <= 512
     return replace(config, precision=precision, group=2 * config.group if high else config.group)

@@ -52,7 +52,7 @@ class Scheme:
     @property
     def divided(self) -> bool:
         """Whether X is the sum of several products."""
-        return self.how == parts.SPLIT.value
+        return bool(self.how == parts.SPLIT.value)
 
     def g_dtype(self, features: Any) -> Any:
         """The dtype of G, or of its parts."""

@@ -1,3 +1,4 @@
+# pyright: reportOperatorIssue=false, reportGeneralTypeIssues=false
 # mypy: disable-error-code="no-untyped-def,untyped-decorator,no-untyped-call"
 """Float32 numbers for tensor cores: rounded to nearest tf32, or as sums of parts that bfloat16 holds exactly.
 
