@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ctypes
+import importlib
 import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -193,6 +194,10 @@ def test_without_cupy_the_error_ends_in_the_command_that_mends_it(
     monkeypatch: pytest.MonkeyPatch, attribute: str
 ) -> None:
     monkeypatch.setitem(sys.modules, "cupy", None)
+    # an earlier test may have imported the record
+    monkeypatch.delitem(sys.modules, "contrastile.backends.cupy.record", raising=False)
+    monkeypatch.delattr(importlib.import_module("contrastile.backends.cupy"), "record", raising=False)
+    registry.load.cache_clear()
     with pytest.raises(BackendUnavailableError, match=r"is not available: .*; run: pip install 'contrastile\[cupy\]'$"):
         registry.load(f"contrastile.backends.cupy:{attribute}")
 

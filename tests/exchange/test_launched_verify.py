@@ -73,7 +73,8 @@ def test_what_one_rank_gets_wrong_fails_everywhere_with_one_report(engine: str, 
     backends = "broken_ranks:wrong", "broken_ranks:ill"
     words = ["--case", "ragged", "--property", "ring", "agreement", "--dtype", "float64", "--quiet"]
     ended = verify(engine, "--backend", *backends, *words, folder=tmp_path)
-    assert ended.returncode == 1, ended.stdout + ended.stderr
+    # every rank ends with 1; mpirun may tell of one that it ended itself, because others aborted first
+    assert ended.returncode in ((1,) if engine == "torch" else (1, 9)), ended.stdout + ended.stderr
     assert ended.stdout.count("FAIL: ") == 1
     assert "FAILED broken_ranks:wrong ring ragged float64" in ended.stdout
     assert "raised KeyError: 'rank 2 is ill'" in ended.stdout
