@@ -11,7 +11,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import replace
 
 from contrastile.backends.arrays import ArrayLibrary
-from contrastile.backends.contract import Array, Backend, Block, Options, Pairs, Weights
+from contrastile.backends.contract import Array, Backend, Block, Options, Weights
 from contrastile.exchange import local
 from contrastile.exchange.placement import Placement
 from contrastile.exchange.problem import Problem
@@ -36,16 +36,11 @@ def _block(problem: Problem, arrays: ArrayLibrary, columns: Array | None = None)
     """
     placement = placed(problem)
     ids = problem.column_ids
-    pairs = Pairs(
-        positives=problem.positives,
-        excluded=problem.excluded,
-        row_ids=problem.row_ids,
-        column_ids=None if ids is None else gathered(placement, arrays, ids),
-        match=problem.match,
-    )
+    if ids is not None:
+        ids = gathered(placement, arrays, ids)
     if columns is None:
         columns = gathered(placement, arrays, arrays.concat(list(problem.columns)))
-    return Block(problem.rows, columns, problem.scale, problem.bias, pairs)
+    return problem.block(columns, 0, ids)
 
 
 @local.ieee

@@ -60,15 +60,19 @@ class Problem:
         start = 0
         for columns in self.columns:
             where = slice(start, start + columns.shape[0])
-            pairs = Pairs(
-                positives=None if self.positives is None else self.positives - start,
-                excluded=None if self.excluded is None else self.excluded - start,
-                row_ids=self.row_ids,
-                column_ids=None if self.column_ids is None else self.column_ids[where],
-                match=self.match,
-            )
-            yield where, Block(self.rows, columns, self.scale, self.bias, pairs)
+            yield where, self.block(columns, start, None if self.column_ids is None else self.column_ids[where])
             start = where.stop
+
+    def block(self, columns: Array, start: int, column_ids: Array | None) -> Block:
+        """All rows against some columns, of which the first has the number ``start``; these are their ids."""
+        pairs = Pairs(
+            positives=None if self.positives is None else self.positives - start,
+            excluded=None if self.excluded is None else self.excluded - start,
+            row_ids=self.row_ids,
+            column_ids=column_ids,
+            match=self.match,
+        )
+        return Block(self.rows, columns, self.scale, self.bias, pairs)
 
 
 def convert(problem: Problem, source: ArrayLibrary, target: ArrayLibrary) -> Problem:

@@ -11,7 +11,7 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 
 from contrastile.backends.arrays import ArrayLibrary
-from contrastile.backends.contract import Array, Backend, Block, Options, Pairs, Weights
+from contrastile.backends.contract import Array, Backend, Block, Options, Weights
 from contrastile.exchange import local
 from contrastile.exchange.communicator import Pending
 from contrastile.exchange.placement import Placement
@@ -124,14 +124,7 @@ def _blocks(problem: Problem, placement: Placement, visit: _Visit) -> Iterator[t
     """The problem's rows against each block of the shard at hand; with the block's place in that shard."""
     for where, columns in zip(placement.shards.blocks(visit.owner), visit.columns, strict=True):
         start = placement.shards.start(visit.owner) + where.start
-        pairs = Pairs(
-            positives=None if problem.positives is None else problem.positives - start,
-            excluded=None if problem.excluded is None else problem.excluded - start,
-            row_ids=problem.row_ids,
-            column_ids=None if visit.ids is None else visit.ids[where],
-            match=problem.match,
-        )
-        yield where, Block(problem.rows, columns, problem.scale, problem.bias, pairs)
+        yield where, problem.block(columns, start, None if visit.ids is None else visit.ids[where])
 
 
 @local.ieee
