@@ -56,21 +56,16 @@ def forward(problem: Problem, backend: Backend, options: Options) -> local.Forwa
     block = _block(problem, arrays)
     backend.check(block, options)
     found = backend.lse(block, two_sided, options)
-    loss = local.mean_excess(arrays, found.row_lse, found.row_positive, problem.row_weight, problem.row_target)
-    if not two_sided:
-        found_here = together(problem, loss, found.row_lse, None, arrays)
-        return replace(found_here, gathered=_kept(placement, block.columns))
+    loss = arrays.mean_excess(found.row_lse, found.row_positive, problem.row_weight, problem.row_target)
     column_lse = positive = None
-    for lse_part, positive_part in _home(placement, arrays, (found.column_lse, found.column_positive)):
-        column_lse = lse_part if column_lse is None else arrays.merge(column_lse, lse_part)
-        positive = positive_part if positive is None else positive + positive_part
-    loss = loss + local.mean_excess(arrays, column_lse, positive, problem.column_weight, problem.column_target)
-    return replace(together(problem, loss, found.row_lse, column_lse, arrays), gathered=_kept(placement, block.columns))
-
-
-def _kept(placement: Placement, columns: Array) -> Array | None:
-    """What the backward pass need not gather again."""
-    return columns if placement.size > 1 else None
+    if two_sided:
+        for lse_part, positive_part in _home(placement, arrays, (found.column_lse, found.column_positive)):
+            column_lse = lse_part if column_lse is None else arrays.merge(column_lse, lse_part)
+            positive = positive_part if positive is None else positive + positive_part
+        loss = loss + arrays.mean_excess(column_lse, positive, problem.column_weight, problem.column_target)
+    # what the backward pass need not gather again
+    kept = block.columns if placement.size > 1 else None
+    return replace(together(problem, loss, found.row_lse, column_lse, arrays), gathered=kept)
 
 
 def _home(placement: Placement, arrays: ArrayLibrary, state: Sequence[Array]) -> Iterator[Sequence[Array]]:
@@ -119,7 +114,7 @@ def _over_columns(placement: Placement, arrays: ArrayLibrary, vectors: Sequence[
     """Every rank's vectors over its columns, joined; one message for all of them."""
     if placement.size == 1:
         return vectors
-    own = arrays.concat([x.reshape((-1, 1)) for x in vectors]).reshape((len(vectors), -1))
+    own = arrays.concat(list(vectors)).reshape((len(vectors), -1))
     whole = gathered(placement, arrays, own.T)
     return [arrays.contiguous(whole[:, i]) for i in range(len(vectors))]
 

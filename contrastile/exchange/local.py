@@ -98,18 +98,13 @@ def forward(problem: Problem, backend: Backend, options: Options) -> Forward:
     for part in parts[1:]:
         row_lse = arrays.merge(row_lse, part.row_lse)
         row_positive = row_positive + part.row_positive
-    loss = mean_excess(arrays, row_lse, row_positive, problem.row_weight, problem.row_target)
+    loss = arrays.mean_excess(row_lse, row_positive, problem.row_weight, problem.row_target)
     column_lse = None
     if two_sided:
         column_lse = arrays.concat([part.column_lse for part in parts])
         positive = arrays.concat([part.column_positive for part in parts])
-        loss = loss + mean_excess(arrays, column_lse, positive, problem.column_weight, problem.column_target)
+        loss = loss + arrays.mean_excess(column_lse, positive, problem.column_weight, problem.column_target)
     return Forward(arrays.cast(loss, arrays.dtype(problem.scale)), row_lse, column_lse)
-
-
-def mean_excess(arrays: ArrayLibrary, lse: Array, positive: Array, weight: Array, target: Array) -> Array:
-    """``sum_i w_i (lse_i - t_i positive_i)`` in float64, 0-d."""
-    return arrays.mean_excess(lse, positive, weight, target)
 
 
 @ieee

@@ -154,11 +154,11 @@ def forward(problem: Problem, backend: Backend, options: Options) -> local.Forwa
         if two_sided:
             state = [[part.column_lse for part in parts], [part.column_positive for part in parts]]
             rider.leave(visit.owner, [arrays.concat(each) for each in state], widths)
-    loss = local.mean_excess(arrays, row_lse, row_positive, problem.row_weight, problem.row_target)
+    loss = arrays.mean_excess(row_lse, row_positive, problem.row_weight, problem.row_target)
     if not two_sided:
         return together(problem, loss, row_lse, None, arrays)
     column_lse, column_positive = rider.home()
-    loss = loss + local.mean_excess(arrays, column_lse, column_positive, problem.column_weight, problem.column_target)
+    loss = loss + arrays.mean_excess(column_lse, column_positive, problem.column_weight, problem.column_target)
     return together(problem, loss, row_lse, column_lse, arrays)
 
 
