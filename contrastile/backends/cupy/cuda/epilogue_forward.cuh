@@ -11,6 +11,8 @@ namespace contrastile {
 
 // A spread at which no term that is subtracted from its maximum is flushed: 2^-100 is far above 2^-126.
 constexpr float SPREAD = 100.0f;
+// A sum of less than 2^8 terms that is at least this has lost less than 2^-28 of itself to terms flushed under 2^-126.
+constexpr float TRUSTED = 0x1p-90f;
 
 // Sums of four lanes of a row.
 __device__ __forceinline__ float row_total(float x) {
@@ -30,6 +32,9 @@ __device__ __forceinline__ void trade_halves(float (&list)[SIZE], int lane, int 
     }
 }
 
+// The smaller; a NaN stays, which fminf would pass over.
+__device__ __forceinline__ float least_of(float a, float b) { return a < b || a != a ? a : b; }
+
 // First group of the GROUPS / 8 whose columns a lane ends with.
 template <int GROUPS>
 __device__ __forceinline__ int first_group(int lane) {
@@ -38,11 +43,11 @@ __device__ __forceinline__ int first_group(int lane) {
 
 // Sums of 2^(dot scale + shift): one exponential an element, for rows and columns.
 //
-// row: [strip][q]. column: shared, 8 GROUPS floats of this warp.
+// row: [strip][q]. column: shared, 8 GROUPS floats of this warp. Gives the least of this lane's columns, NaN for NaN.
 // Hazard: beside 96 STRIPS accumulators a list of all column sums spills. The first of its three halvings is fused with
 // the exponentials, so that it never holds more than GROUPS values.
 template <int STRIPS, int GROUPS>
-__device__ __forceinline__ void shared_sums(const float (&dot)[STRIPS][4 * GROUPS], float scale, float shift, int lane,
+__device__ __forceinline__ float shared_sums(const float (&dot)[STRIPS][4 * GROUPS], float scale, float shift, int lane,
                                             float (&row)[STRIPS][2], float* column) {
 #pragma unroll
     for (int s = 0; s < STRIPS; ++s) row[s][0] = row[s][1] = 0.0f;
@@ -69,13 +74,17 @@ __device__ __forceinline__ void shared_sums(const float (&dot)[STRIPS][4 * GROUP
     trade_halves<GROUPS / 2>(list, lane, 8);
     trade_halves<GROUPS / 4>(list, lane, 4);
     float* mine = column + 8 * first_group<GROUPS>(lane) + 2 * (lane & 3);
+    float least = list[0];
 #pragma unroll
-    for (int i = 0; i < GROUPS / 8; ++i)
+    for (int i = 0; i < GROUPS / 8; ++i) {
         *reinterpret_cast<float2*>(mine + 8 * i) = make_float2(list[2 * i], list[2 * i + 1]);
+        least = least_of(least, least_of(list[2 * i], list[2 * i + 1]));
+    }
 #pragma unroll
     for (int s = 0; s < STRIPS; ++s)
 #pragma unroll
         for (int q = 0; q < 2; ++q) row[s][q] = row_total(row[s][q]);
+    return least;
 }
 
 // The dot of the larger logit. Written without a product with the scale, which the compiler would keep for all dots.
@@ -95,6 +104,54 @@ __device__ __forceinline__ float row_log_sum(const float (&dot)[4 * GROUPS], int
 #pragma unroll
     for (int i = 0; i < 2 * GROUPS; ++i) sum += exp2_fast(fmaf(dot[4 * (i / 2) + 2 * q + i % 2], scale, -shift));
     return shift + log2f(row_total(sum));
+}
+
+// The dot of the largest logit of a warp: half of the work of a running maximum for each row and column.
+template <bool RISING, int STRIPS, int GROUPS>
+__device__ __forceinline__ float largest_dot(const float (&dot)[STRIPS][4 * GROUPS]) {
+    constexpr int CHAINS = 4;  // comparisons wait for one another
+    const float sign = RISING ? 1.0f : -1.0f;
+    float top[CHAINS];
+#pragma unroll
+    for (int i = 0; i < CHAINS; ++i) top[i] = dot[0][i];
+#pragma unroll
+    for (int s = 0; s < STRIPS; ++s)
+#pragma unroll
+        for (int i = 0; i < 4 * GROUPS; ++i) top[i % CHAINS] = larger(top[i % CHAINS], dot[s][i], sign);
+    float most = larger(larger(top[0], top[1], sign), larger(top[2], top[3], sign), sign);
+#pragma unroll
+    for (int bit = 16; bit > 0; bit /= 2) most = larger(most, across(most, bit), sign);
+    return most;
+}
+
+// Rows and columns each against their own maximum: two exponentials an element. Outputs as guarded_sums.
+template <int STRIPS, int GROUPS>
+__device__ __forceinline__ void own_sums(const float (&dot)[STRIPS][4 * GROUPS], float scale, int lane,
+                                         float (&row)[STRIPS][2], float* column, float* reference) {
+#pragma unroll
+    for (int s = 0; s < STRIPS; ++s)
+#pragma unroll
+        for (int q = 0; q < 2; ++q) row[s][q] = row_log_sum<GROUPS>(dot[s], q, scale);
+#pragma unroll
+    for (int i = 0; i < 2 * GROUPS; ++i) {
+        const int at = 4 * (i / 2) + i % 2;
+        float top = nothing(scale);
+#pragma unroll
+        for (int s = 0; s < STRIPS; ++s) top = larger(top, larger(dot[s][at], dot[s][at + 2], scale), scale);
+#pragma unroll
+        for (int bit = 16; bit > 2; bit /= 2) top = larger(top, across(top, bit), scale);
+        top = finite_or_zero(top * scale);
+        float sum = 0.0f;
+#pragma unroll
+        for (int s = 0; s < STRIPS; ++s)
+            sum += exp2_fast(fmaf(dot[s][at], scale, -top)) + exp2_fast(fmaf(dot[s][at + 2], scale, -top));
+#pragma unroll
+        for (int bit = 16; bit > 2; bit /= 2) sum += across(sum, bit);
+        if (lane < 4) {
+            column[8 * (i / 2) + 2 * lane + i % 2] = sum;
+            reference[8 * (i / 2) + 2 * lane + i % 2] = top;
+        }
+    }
 }
 
 // Statistics of x = dot scale that hold for any logits.
@@ -130,30 +187,32 @@ __device__ __forceinline__ void guarded_sums(const float (&dot)[STRIPS][4 * GROU
         for (int i = lane; i < 8 * GROUPS; i += 32) reference[i] = top;
         return;
     }
+    own_sums<STRIPS, GROUPS>(dot, scale, lane, row, column, reference);
+}
+
+// The same with half of the comparisons, where there are registers: the warp's largest logit is tried as the reference.
+// Where every sum comes out large enough to be trusted that is exact; else the warp starts again. NaN is never trusted.
+template <int STRIPS, int GROUPS>
+__device__ __forceinline__ void tried_sums(const float (&dot)[STRIPS][4 * GROUPS], float scale, int lane,
+                                           float (&row)[STRIPS][2], float* column, float* reference) {
+    const float most = scale < 0.0f ? largest_dot<false, STRIPS, GROUPS>(dot) : largest_dot<true, STRIPS, GROUPS>(dot);
+    const float top = most * scale;
+    float least = shared_sums<STRIPS, GROUPS>(dot, scale, -top, lane, row, column);
 #pragma unroll
     for (int s = 0; s < STRIPS; ++s)
 #pragma unroll
-        for (int q = 0; q < 2; ++q) row[s][q] = row_log_sum<GROUPS>(dot[s], q, scale);
-#pragma unroll
-    for (int i = 0; i < 2 * GROUPS; ++i) {
-        const int at = 4 * (i / 2) + i % 2;
-        float top = nothing(scale);
-#pragma unroll
-        for (int s = 0; s < STRIPS; ++s) top = larger(top, larger(dot[s][at], dot[s][at + 2], scale), scale);
-#pragma unroll
-        for (int bit = 16; bit > 2; bit /= 2) top = larger(top, across(top, bit), scale);
-        top = finite_or_zero(top * scale);
-        float sum = 0.0f;
-#pragma unroll
-        for (int s = 0; s < STRIPS; ++s)
-            sum += exp2_fast(fmaf(dot[s][at], scale, -top)) + exp2_fast(fmaf(dot[s][at + 2], scale, -top));
-#pragma unroll
-        for (int bit = 16; bit > 2; bit /= 2) sum += across(sum, bit);
-        if (lane < 4) {
-            column[8 * (i / 2) + 2 * lane + i % 2] = sum;
-            reference[8 * (i / 2) + 2 * lane + i % 2] = top;
-        }
+        for (int q = 0; q < 2; ++q) least = least_of(least, row[s][q]);
+    if (!__all_sync(WHOLE_WARP, least >= TRUSTED)) {
+        __syncwarp();  // other lanes write the same columns again
+        own_sums<STRIPS, GROUPS>(dot, scale, lane, row, column, reference);
+        return;
     }
+#pragma unroll
+    for (int s = 0; s < STRIPS; ++s)
+#pragma unroll
+        for (int q = 0; q < 2; ++q) row[s][q] = top + log2f(row[s][q]);
+#pragma unroll
+    for (int i = 0; i < GROUPS / 4; ++i) reference[lane + 32 * i] = top;
 }
 
 // One column's guarded sums joined over WARPS warps, `stride` floats apart: log2 sum 2^x.

@@ -5,33 +5,25 @@
 // Each tile writes one partial a row and one a column; a fold adds them in the order of the tiles, so the result does
 // not depend on which tile was first.
 #include "epilogue_forward.cuh"
-#include "pipeline_sm90.cuh"
+#include "kept_sm90.cuh"
 
 namespace contrastile {
 
-constexpr int FORWARD_STAGES = 5;
-
 template <int SAFE, int MASK>
 struct ForwardEpilogue {
-    // of one consumer: what its tile's rows name, ids, and two numbers a column of each warp
-    struct alignas(16) Kept {
-        long long row_ids[BM], column_ids[BN];
-        int2 named[BM];
+    // of one consumer: its tile's pairs, and two numbers a column of each warp
+    struct Kept {
+        KeptPairs<MASK> pairs;
         float sums[CONSUMER_WARPS][BN], others[CONSUMER_WARPS][BN];
     };
-    static constexpr int KEPT = 2 * sizeof(Kept);
-
-    struct Fetched {
-        long long row_id, column_id[2];
-        int2 named;
-    };
+    static constexpr int KEPT = 2 * sizeof(Kept), STAGES = 5;
 
     const ForwardArguments& arguments;
     Kept& kept;
     int consumer, warp, lane;
     float alpha, shift;
 
-    __device__ __forceinline__ ForwardEpilogue(const ForwardArguments& a, const TensorMap*, unsigned char* memory,
+    __device__ __forceinline__ ForwardEpilogue(const ForwardArguments& a, const TensorMap&, unsigned char* memory,
                                                int consumer_, int warp_)
         : arguments(a),
           kept(reinterpret_cast<Kept*>(memory)[consumer_]),
@@ -41,47 +33,17 @@ struct ForwardEpilogue {
           alpha(usable_scale(a.plan->alpha)),
           shift(SAFE ? 0.0f : -a.plan->reference) {}
 
-    __device__ __forceinline__ Fetched fetch(const Place& tile) const {
-        Fetched f{};
-        if (MASK == PLAIN) return f;
-        const Chunk& chunk = arguments.chunk;
-        const PairVectors& pairs = arguments.pairs;
-        const int thread = consumer_thread(), row = tile.row + thread;
-        f.named = make_int2(-1, -1);
-        if (row < chunk.height) {
-            f.named = named_columns(pairs, chunk.row + row, chunk.column + tile.column, BN);
-            if (MASK >= DROP) f.row_id = pairs.row_ids[chunk.row + row];
-        }
-        if (MASK >= DROP)
-#pragma unroll
-            for (int i = 0; i < 2; ++i) {
-                const int at = thread + i * WARPGROUP, column = tile.column + at;
-                if (at < BN && column < chunk.width) f.column_id[i] = pairs.column_ids[chunk.column + column];
-            }
-        return f;
+    __device__ __forceinline__ void prefetch(const Place& tile) {
+        if (MASK != PLAIN) kept.pairs.prefetch(arguments.pairs, arguments.chunk, tile, consumer_thread());
     }
-
-    __device__ __forceinline__ void keep(const Fetched& f) {
-        if (MASK == PLAIN) return;
-        const int thread = consumer_thread();
-        kept.named[thread] = f.named;
-        if (MASK < DROP) return;
-        kept.row_ids[thread] = f.row_id;
-        kept.column_ids[thread] = f.column_id[0];
-        if (thread + WARPGROUP < BN) kept.column_ids[thread + WARPGROUP] = f.column_id[1];
-    }
-
-    // Row of the tile that strip s and q stand for.
-    __device__ __forceinline__ int row_of(int s, int q) const { return 64 * s + 16 * warp + lane / 4 + 8 * q; }
 
     __device__ __forceinline__ void finish(float (&acc)[STRIPS][PRODUCT_VALUES], const Place& tile) {
         const Chunk& chunk = arguments.chunk;
-        if (MASK != PLAIN) consumer_sync(consumer);
         if (MASK != PLAIN || tile.row + BM > chunk.height || tile.column + BN > chunk.width)
             admit_tile(acc, tile);
         float row[STRIPS][2];
         if (SAFE)
-            guarded_sums<STRIPS, GROUPS>(acc, alpha, lane, row, kept.sums[warp], kept.others[warp]);
+            tried_sums<STRIPS, GROUPS>(acc, alpha, lane, row, kept.sums[warp], kept.others[warp]);
         else
             shared_sums<STRIPS, GROUPS>(acc, alpha, shift, lane, row, kept.sums[warp]);
         write_rows(row, arguments.rows.sums, tile);
@@ -105,15 +67,13 @@ struct ForwardEpilogue {
         for (int s = 0; s < STRIPS; ++s)
 #pragma unroll
             for (int q = 0; q < 2; ++q) {
-                const int row = row_of(s, q);
+                const int row = row_in_tile(warp, lane, s, q);
                 inside[s][q] = tile.row + row < chunk.height;
                 rows[s][q] = PairRow{-1, -1, 0};
                 if (MASK == PLAIN) continue;
-                rows[s][q].positive = kept.named[row].x - first;  // negative matches no column
-                rows[s][q].excluded = kept.named[row].y - first;
-                if (MASK >= DROP) rows[s][q].id = kept.row_ids[row];
+                rows[s][q] = kept.pairs.row(kept.pairs.named(arguments.pairs, chunk, tile, row), row, first);
             }
-        const long long* ids = kept.column_ids + first;
+        const long long* ids = kept.pairs.ids(first);
         if (MASK == TARGET) add_positives(acc, rows, inside, ids, columns, tile);
 #pragma unroll
         for (int s = 0; s < STRIPS; ++s)
@@ -143,7 +103,7 @@ struct ForwardEpilogue {
 
     // The four lanes of a row hold the same: each writes one of the four.
     __device__ __forceinline__ void write_rows(const float (&row)[STRIPS][2], float* parts, const Place& tile) const {
-        const int s = lane >> 1 & 1, q = lane & 1, at = tile.row + row_of(s, q);
+        const int s = lane >> 1 & 1, q = lane & 1, at = tile.row + row_in_tile(warp, lane, s, q);
         const float low = q ? row[0][1] : row[0][0], high = q ? row[1][1] : row[1][0];
         if (at < arguments.chunk.height) parts[tile.column / BN * arguments.rows.stride + at] = s ? high : low;
     }
@@ -158,14 +118,14 @@ struct ForwardEpilogue {
 };
 
 extern "C" __device__ const int forward_sm90_shared =
-    Layout<FORWARD_STAGES, ForwardEpilogue<1, TARGET>::KEPT>::BYTES;
+    Layout<ForwardEpilogue<1, DROP>::STAGES, ForwardEpilogue<1, DROP>::KEPT>::BYTES;
 
 template <class T, int SAFE, int MASK>
 __global__ void __cluster_dims__(2, 1, 1) __launch_bounds__(PIPELINE_THREADS, 1)
     forward_sm90(const __grid_constant__ TensorMap rows, const __grid_constant__ TensorMap columns,
                  const __grid_constant__ ForwardArguments arguments) {
     if ((arguments.plan->status != 0) != (SAFE != 0)) return;  // the other instance's work
-    run_pipeline<T, FORWARD_STAGES, ForwardEpilogue<SAFE, MASK>>(rows, columns, nullptr, arguments);
+    run_pipeline<T, ForwardEpilogue<SAFE, MASK>>(rows, columns, rows, arguments);
 }
 
 }  // namespace contrastile

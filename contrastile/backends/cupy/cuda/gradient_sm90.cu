@@ -4,93 +4,70 @@
 // The exponent (epilogue_gradient.cuh) is chosen on the device from the plan. Positives, by index or by ids, leave G in
 // float32: a warp that has a positive by index runs the same code with one comparison an element.
 #include "epilogue_gradient.cuh"
+#include "kept_sm90.cuh"
 #include "slabs.cuh"
 
 namespace contrastile {
 
-constexpr int GRADIENT_STAGES = 4;
-
 template <class T, int MASK>
 struct GradientEpilogue {
-    // of one consumer: what the epilogue needs of the rows and columns of its tile
-    struct alignas(16) Kept {
-        long long row_ids[BM], column_ids[BN];
-        float row_first[BM], row_weight[BM], row_target[BM];
-        float column_first[BN], column_weight[BN], column_target[BN];
-        int2 named[BM];
+    // of one side of a consumer's tile
+    template <int LENGTH>
+    struct KeptSide {
+        float first[LENGTH], weight[LENGTH], target[LENGTH];
+
+        __device__ __forceinline__ void prefetch(const GradientSide& side, int exponent, long long begin, int count,
+                                                 int thread) {
+            fetch_vector(first, exponent == SHARED ? side.folded : side.log, begin, count, thread);
+            fetch_vector(weight, side.weight, begin, count, thread);
+            fetch_vector(target, side.target, begin, count, thread);
+        }
+        // What a positive takes away. A weight of 0 silences its side, whatever the target is.
+        __device__ __forceinline__ float taken(int at) const {
+            return weight[at] == 0.0f ? 0.0f : weight[at] * target[at];
+        }
+    };
+    struct Kept {
+        KeptPairs<MASK> pairs;
+        KeptSide<BM> row;
+        KeptSide<BN> column;
         int exponent;
     };
-    static constexpr int SLAB_SPACE = 2 * CONSUMER_WARPS * SLAB_BUFFERS * SLAB_BYTES;
-    static constexpr int KEPT = SLAB_SPACE + 2 * sizeof(Kept);
-
-    struct Fetched {
-        Side row, column[2];
-        int2 named;
-        long long row_id, column_id[2];
-    };
+    using Writer = SlabWriter<3>;
+    static constexpr int KEPT = Writer::SPACE + 2 * sizeof(Kept), STAGES = 4;
 
     const GradientArguments& arguments;
-    Kept& kept;
-    const TensorMap* g;
+    const TensorMap& g;
     unsigned slabs;  // this warp's
+    Kept& kept;
     int consumer, warp;
     float alpha, reference;
 
-    __device__ __forceinline__ GradientEpilogue(const GradientArguments& a, const TensorMap* g_, unsigned char* memory,
+    __device__ __forceinline__ GradientEpilogue(const GradientArguments& a, const TensorMap& g_, unsigned char* memory_,
                                                 int consumer_, int warp_)
         : arguments(a),
-          kept(reinterpret_cast<Kept*>(memory + SLAB_SPACE)[consumer_]),
           g(g_),
-          slabs(shared_address(memory) + (consumer_ * CONSUMER_WARPS + warp_) * SLAB_BUFFERS * SLAB_BYTES),
+          slabs(shared_address(memory_) + (consumer_ * CONSUMER_WARPS + warp_) * Writer::WARP_SPACE),
+          kept(reinterpret_cast<Kept*>(memory_ + Writer::SPACE)[consumer_]),
           consumer(consumer_),
           warp(warp_),
           alpha(a.plan->alpha),
           reference(a.plan->reference) {
-        kept.exponent = exponent_of(a);  // the same from every thread, which reads what itself wrote
-    }
-
-    __device__ __forceinline__ Fetched fetch(const Place& tile) const {
-        Fetched f{};
-        const Chunk& chunk = arguments.chunk;
-        const PairVectors& pairs = arguments.pairs;
-        const int thread = consumer_thread(), row = tile.row + thread, exponent = kept.exponent;
-        f.named = make_int2(-1, -1);
-        if (row < chunk.height) {
-            f.row = side_of(arguments.row, chunk.row + row, exponent);
-            f.named = named_columns(pairs, chunk.row + row, chunk.column + tile.column, BN);
-            if (MASK >= DROP) f.row_id = pairs.row_ids[chunk.row + row];
-        }
-#pragma unroll
-        for (int i = 0; i < 2; ++i) {
-            const int at = thread + i * WARPGROUP, column = tile.column + at;
-            if (at < BN && column < chunk.width) {
-                f.column[i] = side_of(arguments.column, chunk.column + column, exponent);
-                if (MASK >= DROP) f.column_id[i] = pairs.column_ids[chunk.column + column];
-            }
-        }
-        return f;
-    }
-
-    __device__ __forceinline__ void keep(const Fetched& f) {
-        const int thread = consumer_thread();
-        kept.row_first[thread] = f.row.first;
-        kept.row_weight[thread] = f.row.weight;
-        kept.row_target[thread] = f.row.target;
-        kept.named[thread] = f.named;
-        if (MASK >= DROP) kept.row_ids[thread] = f.row_id;
-#pragma unroll
-        for (int i = 0; i < 2; ++i) {
-            const int at = thread + i * WARPGROUP;
-            if (at >= BN) continue;
-            kept.column_first[at] = f.column[i].first;
-            kept.column_weight[at] = f.column[i].weight;
-            kept.column_target[at] = f.column[i].target;
-            if (MASK >= DROP) kept.column_ids[at] = f.column_id[i];
-        }
-    }
-
-    __device__ __forceinline__ void finish(const float (&acc)[STRIPS][PRODUCT_VALUES], const Place& tile) {
+        if (consumer_thread() == 0) kept.exponent = exponent_of(a);
         consumer_sync(consumer);
+    }
+
+    __device__ __forceinline__ void prefetch(const Place& tile) {
+        const Chunk& chunk = arguments.chunk;
+        const int thread = consumer_thread(), exponent = kept.exponent;
+        kept.pairs.prefetch(arguments.pairs, chunk, tile, thread);
+        kept.row.prefetch(arguments.row, exponent, chunk.row + tile.row, chunk.height - tile.row, thread);
+        if (exponent != ROWS)
+            kept.column.prefetch(arguments.column, exponent, chunk.column + tile.column, chunk.width - tile.column,
+                                 thread);
+    }
+
+    __device__ __forceinline__ void finish(const float (&acc)[STRIPS][PRODUCT_VALUES], const Place& tile) const {
         const int exponent = kept.exponent;
         if (exponent == SHARED)
             choose_positives<SHARED>(acc, tile);
@@ -100,78 +77,135 @@ struct GradientEpilogue {
             choose_positives<BOTH>(acc, tile);
     }
 
-    __device__ __forceinline__ void end() const { SlabWriter(g, slabs, consumer_thread() % 32).finish(); }
+    __device__ __forceinline__ void end() const { Writer(g, slabs, consumer_thread() % 32).finish(); }
 
   private:
-    // A thread's rows of the tile.
-    template <int EXPONENT, bool POSITIVES>
+    // A thread's two rows of a strip.
     struct Rows {
-        float first[STRIPS][2], weight[STRIPS][2], taken[STRIPS][2];
-        PairRow pair[STRIPS][2];
+        float first[2], weight[2], taken[2];
+        PairRow pair[2];
     };
 
-    __device__ __forceinline__ int row_of(int lane, int s, int q) const {
-        return 64 * s + 16 * warp + lane / 4 + 8 * q;
+    __device__ __forceinline__ int2 named(const Place& tile, int row) const {
+        return kept.pairs.named(arguments.pairs, arguments.chunk, tile, row);
     }
 
     template <int EXPONENT>
-    __device__ __forceinline__ void choose_positives(const float (&acc)[STRIPS][PRODUCT_VALUES], const Place& tile) {
+    __device__ __forceinline__ void choose_positives(const float (&acc)[STRIPS][PRODUCT_VALUES],
+                                                     const Place& tile) const {
         if (MASK == PLAIN) {
             const int lane = consumer_thread() % 32;
-            bool any = false;
-#pragma unroll
-            for (int s = 0; s < STRIPS; ++s)
-#pragma unroll
-                for (int q = 0; q < 2; ++q) any = any || kept.named[row_of(lane, s, q)].x >= 0;
-            if (!__any_sync(WHOLE_WARP, any)) return write<EXPONENT, false>(acc, tile);
+            // every row of the warp is looked at by one lane
+            const int row = row_in_tile(warp, 0, lane / 16, 0) + lane % 16;
+            if (!__any_sync(WHOLE_WARP, named(tile, row).x >= 0)) {
+                if (EXPONENT == SHARED) return write_ahead(acc, tile);
+                return write<EXPONENT, false>(acc, tile);
+            }
         }
         write<EXPONENT, true>(acc, tile);
     }
 
     template <int EXPONENT, bool POSITIVES>
-    __device__ __forceinline__ void write(const float (&acc)[STRIPS][PRODUCT_VALUES], const Place& tile) {
+    __device__ __forceinline__ Rows rows_of(int s, const Place& tile) const {
         const int lane = consumer_thread() % 32, first = 2 * (lane & 3);
-        const SlabWriter writer(g, slabs, lane);
-        Rows<EXPONENT, POSITIVES> rows;
+        Rows rows;
+#pragma unroll
+        for (int q = 0; q < 2; ++q) {
+            const int row = row_in_tile(warp, lane, s, q);
+            rows.first[q] = kept.row.first[row];
+            rows.weight[q] = EXPONENT == SHARED ? 0.0f : kept.row.weight[row];
+            if (!POSITIVES) continue;
+            const int2 columns = named(tile, row);
+            rows.pair[q] = kept.pairs.row(columns, row, first);
+            rows.taken[q] = kept.row.taken(row);
+            // by index a row has one positive: all that it takes away is known here
+            if (EXPONENT != ROWS && MASK != TARGET && columns.x >= 0) rows.taken[q] += kept.column.taken(columns.x);
+        }
+        return rows;
+    }
+
+    template <int EXPONENT, bool POSITIVES>
+    __device__ __forceinline__ void write(const float (&acc)[STRIPS][PRODUCT_VALUES], const Place& tile) const {
+        const int lane = consumer_thread() % 32, first = 2 * (lane & 3);
+        const Writer writer(g, slabs, lane);
+        // what is needed of the rows is held from the start where there are registers, else read anew for each slab
+        Rows held[STRIPS];
+        if (!POSITIVES)
+#pragma unroll
+            for (int s = 0; s < STRIPS; ++s) held[s] = rows_of<EXPONENT, POSITIVES>(s, tile);
+#pragma unroll
+        for (int slab = 0; slab < STRIPS * SLABS; ++slab) {
+            const int s = slab % STRIPS, part = slab / STRIPS;
+            writer.open();
+            const Rows rows = POSITIVES ? rows_of<EXPONENT, POSITIVES>(s, tile) : held[s];
+#pragma unroll
+            for (int two = 0; two < SLAB_GROUPS / 2; ++two) {
+                unsigned packed[4];
+#pragma unroll
+                for (int h = 0; h < 2; ++h) {
+                    pack_group<EXPONENT, POSITIVES>(acc[s], rows, part * SLAB_GROUPS + 2 * two + h, first,
+                                                    packed[2 * h], packed[2 * h + 1]);
+                    // else the vectors of both groups are read ahead, and spill
+                    if (POSITIVES) asm volatile("" ::: "memory");
+                }
+                writer.put(slab, two, packed);
+            }
+            send(writer, slab, tile);
+        }
+    }
+
+    // The same for nearly all warps: one exponential, no positive. With one warp on a scheduler every latency is paid
+    // in full, so exponentials are a slab ahead of what is made of them, and a slab is sent when the next is half made.
+    __device__ __forceinline__ void write_ahead(const float (&acc)[STRIPS][PRODUCT_VALUES], const Place& tile) const {
+        const int lane = consumer_thread() % 32, first = 2 * (lane & 3);
+        const Writer writer(g, slabs, lane);
+        float row[STRIPS][2];
 #pragma unroll
         for (int s = 0; s < STRIPS; ++s)
 #pragma unroll
-            for (int q = 0; q < 2; ++q) {
-                const int row = row_of(lane, s, q);
-                rows.first[s][q] = kept.row_first[row];
-                rows.weight[s][q] = EXPONENT == SHARED ? 0.0f : kept.row_weight[row];
-                if (!POSITIVES) continue;
-                const int2 named = kept.named[row];
-                rows.pair[s][q] = {named.x - first, named.y - first, MASK >= DROP ? kept.row_ids[row] : 0};
-                rows.taken[s][q] = kept.row_target[row];
-                // by index a row has one positive: all that it takes away is known here
-                if (MASK != TARGET && named.x >= 0) rows.taken[s][q] += kept.column_target[named.x];
-            }
+            for (int q = 0; q < 2; ++q) row[s][q] = kept.row.first[row_in_tile(warp, lane, s, q)];
+        float power[2][4 * SLAB_GROUPS];
 #pragma unroll
-        for (int slab = 0; slab < SLABS; ++slab) {
-            // ahead of the stores, which loads do not pass; two exponentials leave no registers for that, and hide it
-            float2 column_first[SLAB_GROUPS];
+        for (int i = 0; i < 4 * SLAB_GROUPS; ++i) power[0][i] = power_of(acc, 0, i);
 #pragma unroll
-            for (int g = 0; g < SLAB_GROUPS; ++g)
-                if (EXPONENT != BOTH) column_first[g] = pair_at(kept.column_first, slab * SLAB_GROUPS + g, first);
+        for (int slab = 0; slab < STRIPS * SLABS; ++slab) {
+            const int s = slab % STRIPS, part = slab / STRIPS;
+            unsigned packed[SLAB_GROUPS / 2][4];
 #pragma unroll
-            for (int s = 0; s < STRIPS; ++s) {
-                writer.open();
+            for (int two = 0; two < SLAB_GROUPS / 2; ++two) {
 #pragma unroll
-                for (int two = 0; two < SLAB_GROUPS / 2; ++two) {
-                    unsigned packed[4];
+                for (int h = 0; h < 2; ++h) {
+                    const int g = 2 * two + h;
+                    const float2 column = pair_at(kept.column.first, part * SLAB_GROUPS + g, first);
 #pragma unroll
-                    for (int h = 0; h < 2; ++h) {
-                        const int g = slab * SLAB_GROUPS + 2 * two + h;
-                        if (EXPONENT == BOTH) column_first[2 * two + h] = pair_at(kept.column_first, g, first);
-                        pack_group<EXPONENT, POSITIVES>(acc[s], rows, s, g, first, column_first[2 * two + h],
-                                                        packed[2 * h], packed[2 * h + 1]);
+                    for (int e = 0; e < 4; ++e)
+                        if (slab + 1 < STRIPS * SLABS)
+                            power[(slab + 1) % 2][4 * g + e] = power_of(acc, slab + 1, 4 * g + e);
+#pragma unroll
+                    for (int q = 0; q < 2; ++q) {
+                        const float* two_powers = &power[slab % 2][4 * g + 2 * q];
+                        packed[two][2 * h + q] = narrow_pair<T>(two_powers[0] * (row[s][q] + column.x),
+                                                                two_powers[1] * (row[s][q] + column.y));
                     }
-                    writer.put(s, two, packed);
                 }
-                writer.send(s, tile.row + 64 * s + 16 * warp, tile.column + slab * SLAB_COLUMNS);
+                if (two == 0) continue;
+                if (two == 1) {
+                    if (slab > 0) send(writer, slab - 1, tile);
+                    writer.open();
+                    writer.put(slab, 0, packed[0]);
+                }
+                writer.put(slab, two, packed[two]);
             }
         }
+        send(writer, STRIPS * SLABS - 1, tile);
+    }
+
+    __device__ __forceinline__ float power_of(const float (&acc)[STRIPS][PRODUCT_VALUES], int slab, int i) const {
+        return exp2_fast(fmaf(acc[slab % STRIPS][slab / STRIPS * 4 * SLAB_GROUPS + i], alpha, -reference));
+    }
+
+    __device__ __forceinline__ void send(const Writer& writer, int slab, const Place& tile) const {
+        writer.send(slab, tile.row + 64 * (slab % STRIPS) + 16 * warp, tile.column + slab / STRIPS * SLAB_COLUMNS);
     }
 
     static __device__ __forceinline__ float2 pair_at(const float* list, int g, int first) {
@@ -180,22 +214,24 @@ struct GradientEpilogue {
 
     // G of the four values of group g, rows q = 0 to `top` and q = 1 to `low`.
     template <int EXPONENT, bool POSITIVES>
-    __device__ __forceinline__ void pack_group(const float (&dot)[PRODUCT_VALUES],
-                                               const Rows<EXPONENT, POSITIVES>& rows, int s, int g, int first,
-                                               float2 column_first, unsigned& top, unsigned& low) const {
-        const float2 weight = EXPONENT == BOTH ? pair_at(kept.column_weight, g, first) : make_float2(0.0f, 0.0f);
-        const float2 taken = MASK == TARGET ? pair_at(kept.column_target, g, first) : make_float2(0.0f, 0.0f);
-        const longlong2 id = pair_of_ids<MASK>(kept.column_ids + first, g);
+    __device__ __forceinline__ void pack_group(const float (&dot)[PRODUCT_VALUES], const Rows& rows, int g, int first,
+                                               unsigned& top, unsigned& low) const {
+        const float2 none = make_float2(0.0f, 0.0f);
+        const float2 column_first = EXPONENT == ROWS ? none : pair_at(kept.column.first, g, first);
+        const float2 weight = EXPONENT == BOTH ? pair_at(kept.column.weight, g, first) : none;
+        const longlong2 id = pair_of_ids<MASK>(kept.pairs.ids(first), g);
         float value[4];
 #pragma unroll
         for (int e = 0; e < 4; ++e) {
-            const int q = e >> 1, c = e & 1;
-            value[e] = attraction<EXPONENT>(dot[4 * g + e], alpha, reference, rows.first[s][q], rows.weight[s][q],
+            const int q = e >> 1, c = e & 1, column = 8 * g + c;
+            value[e] = attraction<EXPONENT>(dot[4 * g + e], alpha, reference, rows.first[q], rows.weight[q],
                                             c ? column_first.y : column_first.x, c ? weight.y : weight.x);
             if (!POSITIVES) continue;
-            const Standing pair = standing<MASK>(rows.pair[s][q], 8 * g + c, c ? id.y : id.x);
+            const Standing pair = standing<MASK>(rows.pair[q], column, c ? id.y : id.x);
             if (MASK != PLAIN && !pair.admitted) value[e] = 0.0f;
-            if (pair.positive) value[e] -= rows.taken[s][q] + (c ? taken.y : taken.x);
+            if (!pair.positive) continue;
+            value[e] -= rows.taken[q];
+            if (EXPONENT != ROWS && MASK == TARGET) value[e] -= kept.column.taken(first + column);
         }
         top = narrow_pair<T>(value[0], value[1]);
         low = narrow_pair<T>(value[2], value[3]);
@@ -203,13 +239,13 @@ struct GradientEpilogue {
 };
 
 extern "C" __device__ const int gradient_sm90_shared =
-    Layout<GRADIENT_STAGES, GradientEpilogue<bfloat16, TARGET>::KEPT>::BYTES;
+    Layout<GradientEpilogue<bfloat16, DROP>::STAGES, GradientEpilogue<bfloat16, DROP>::KEPT>::BYTES;
 
 template <class T, int MASK>
 __global__ void __cluster_dims__(2, 1, 1) __launch_bounds__(PIPELINE_THREADS, 1)
     gradient_sm90(const __grid_constant__ TensorMap rows, const __grid_constant__ TensorMap columns,
                   const __grid_constant__ TensorMap g, const __grid_constant__ GradientArguments arguments) {
-    run_pipeline<T, GRADIENT_STAGES, GradientEpilogue<T, MASK>>(rows, columns, &g, arguments);
+    run_pipeline<T, GradientEpilogue<T, MASK>>(rows, columns, g, arguments);
 }
 
 }  // namespace contrastile

@@ -107,6 +107,19 @@ __device__ __forceinline__ void copies_done() { asm volatile("cp.async.bulk.wait
 // Ordinary stores to shared memory, before the copy engine reads them.
 __device__ __forceinline__ void publish_to_copies() { asm volatile("fence.proxy.async.shared::cta;" ::: "memory"); }
 
+// ---- small copies into shared memory, asynchronous, through no register
+
+// BYTES (4 or 8) from `from` if `inside`, else zeros; nothing is read outside.
+template <int BYTES>
+__device__ __forceinline__ void fetch(unsigned to, const void* from, bool inside) {
+    asm volatile("cp.async.ca.shared.global [%0], [%1], %2, %3;" ::"r"(to), "l"(from), "n"(BYTES),
+                 "r"(inside ? BYTES : 0)
+                 : "memory");
+}
+
+// Until this thread's fetches are there.
+__device__ __forceinline__ void fetched() { asm volatile("cp.async.wait_all;" ::: "memory"); }
+
 // ---- clusters and registers
 
 __device__ __forceinline__ unsigned cluster_rank() {

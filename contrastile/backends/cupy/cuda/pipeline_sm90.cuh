@@ -12,8 +12,10 @@
 //   to uniform registers again before each product.
 // * The turn is needed for correctness, not only for order: parity tells two phases of a barrier apart and no more, and
 //   a consumer a whole pass of the ring ahead would take a later phase for its own.
-// * With one warp on a scheduler an epilogue pays every latency in full. Its vectors, and the place of the tile after,
-//   two integer divisions, are found before its turn and wait in shared memory: registers are all taken.
+// * With one warp on a scheduler an epilogue pays every latency in full. Its vectors are fetched into shared memory
+//   while products run, through no register: the accumulators take them all. The place of the tile after, two integer
+//   divisions, is found before the turn and waits there too. Between the turn and the first product stands nothing.
+// * What one thread leaves in shared memory for others goes through a barrier, also where all would write the same.
 // * No block may leave while the other may still copy into it or arrive at its barriers: hence the last cluster_sync.
 #pragma once
 
@@ -107,10 +109,11 @@ __device__ __forceinline__ void produce(const Ring<STAGES>& ring, const TensorMa
     }
 }
 
-// The products of one tile. Gives back the stage that it has yet to release.
-template <class T, int STAGES>
+// The products of one tile; `meanwhile` is called once, when those of the first step are under way. Gives back the
+// stage that it has yet to release.
+template <class T, int STAGES, class Meanwhile>
 __device__ __forceinline__ int multiply(const Ring<STAGES>& ring, Cursor<STAGES>& at, int steps, int lane,
-                                        float (&acc)[STRIPS][PRODUCT_VALUES]) {
+                                        float (&acc)[STRIPS][PRODUCT_VALUES], Meanwhile meanwhile) {
     int last = 0;
     for (int k = 0; k < steps; ++k) {
         barrier_wait(ring.full + 8 * at.stage, at.parity);
@@ -123,6 +126,7 @@ __device__ __forceinline__ int multiply(const Ring<STAGES>& ring, Cursor<STAGES>
             product<T>(acc[1], descriptor(rows + 64 * 8 + 2 * part), b, part > 0 || k > 0);
         }
         products_commit();
+        if (k == 0) meanwhile();
         products_done<1>();  // the step before is done: both blocks may have its stage again
         if (k > 0 && lane < 2) barrier_arrive(ring.empty + 8 * last, lane);
         last = at.stage;
@@ -138,28 +142,33 @@ __device__ __forceinline__ void consume(const Ring<STAGES>& ring, int consumer, 
     if (consumer == 1) at.skip(steps);
     Place tile = walk.at(consumer);
     for (int index = consumer; index < walk.count; index += 2) {
-        const auto fetched = epilogue.fetch(tile);
         const Place next = walk.at(index + 2);
         if (index > 0) named_sync(TURN + consumer, 2 * WARPGROUP);
-        // after the turn: all warps of this consumer have left the epilogue before
-        epilogue.keep(fetched);
-        upcoming = next;  // the same from every thread
-        float acc[STRIPS][PRODUCT_VALUES];  // in here: it must not look alive where vectors are fetched
-        const int last = multiply<T>(ring, at, steps, lane, acc);
+        float acc[STRIPS][PRODUCT_VALUES];  // in here: it must not look alive between two tiles
+        const int last = multiply<T>(ring, at, steps, lane, acc, [&] {
+            // after the turn: all warps of this consumer have left the epilogue before
+            epilogue.prefetch(tile);
+            upcoming = next;  // the same from every thread
+        });
         if (index + 1 < walk.count) named_arrive(TURN + 1 - consumer, 2 * WARPGROUP);
         at.skip(steps);  // the other consumer's
         products_done<0>();
         if (lane < 2) barrier_arrive(ring.empty + 8 * last, lane);
+        fetched();
+        consumer_sync(consumer);
         epilogue.finish(acc, tile);
         tile = upcoming;
     }
     epilogue.end();
 }
 
-// The whole kernel. Epilogue(arguments, kept shared memory, consumer, its warp) is made by consumers.
-template <class T, int STAGES, class Epilogue, class Arguments>
-__device__ __forceinline__ void run_pipeline(const TensorMap& rows, const TensorMap& columns, const TensorMap* g,
+// The whole kernel. Epilogue(arguments, map of G, kept shared memory, consumer, its warp) is made by the consumers. It
+// must have KEPT, the bytes that it keeps, STAGES, prefetch(tile), finish(accumulators, tile) and, after the last tile,
+// end().
+template <class T, class Epilogue, class Arguments>
+__device__ __forceinline__ void run_pipeline(const TensorMap& rows, const TensorMap& columns, const TensorMap& g,
                                              const Arguments& arguments) {
+    constexpr int STAGES = Epilogue::STAGES;
     using L = Layout<STAGES, Epilogue::KEPT>;
     extern __shared__ unsigned char dynamic[];
     unsigned char* memory = dynamic + (-shared_address(dynamic) & (SWIZZLE_ATOM - 1));

@@ -1,7 +1,7 @@
 // The way of a tile of G to global memory on sm_90a: registers, a slab of shared memory, the copy engine.
 //
 // A slab is 16 rows by 64 columns of 16-bit numbers, 128 bytes a row, in the 128-byte swizzle: the 16-byte piece p of
-// row r lies where piece p ^ (r % 8) would. Each warp has two: it fills one while the copy engine reads the other.
+// row r lies where piece p ^ (r % 8) would. Each warp has BUFFERS and fills one while the copy engine reads the others.
 #pragma once
 
 #include "pipeline_sm90.cuh"
@@ -10,33 +10,36 @@ namespace contrastile {
 
 constexpr int SLAB_COLUMNS = 64, SLABS = BN / SLAB_COLUMNS, SLAB_GROUPS = SLAB_COLUMNS / 8;
 constexpr int SLAB_BYTES = 16 * SLAB_COLUMNS * 2;
-constexpr int SLAB_BUFFERS = STRIPS;  // a slab of strip s goes through buffer s: nothing to keep count of
 
+// Slabs are opened, filled by four `put` and sent, all in one order; number n goes through buffer n % BUFFERS.
+template <int BUFFERS>
 class SlabWriter {
   public:
-    // base: this warp's SLAB_BUFFERS slabs, aligned to SWIZZLE_ATOM.
-    __device__ __forceinline__ SlabWriter(const TensorMap* map, unsigned base, int lane)
+    static constexpr int WARP_SPACE = BUFFERS * SLAB_BYTES, SPACE = 2 * CONSUMER_WARPS * WARP_SPACE;
+
+    // base: this warp's WARP_SPACE, aligned to SWIZZLE_ATOM.
+    __device__ __forceinline__ SlabWriter(const TensorMap& map, unsigned base, int lane)
         : map_(map), base_(base), mine_(base + lane % 16 * 128 + ((lane / 16 ^ lane % 8) << 4)), first_(lane == 0) {}
 
-    // Before the first store to a slab: the copy that reads it must be over.
+    // Before the first store to a slab, the one before having been sent: the copy that reads its buffer must be over.
     __device__ __forceinline__ void open() const {
-        if (first_) copies_read<SLAB_BUFFERS - 1>();
+        if (first_) copies_read<BUFFERS - 1>();
         __syncwarp();
     }
 
-    // Two neighbouring groups of 8 columns: values[2 h + q] holds rows 8 q .. 8 q + 7 of group 2 pair + h.
-    __device__ __forceinline__ void put(int strip, int pair, const unsigned (&values)[4]) const {
+    // Two neighbouring groups of 8 columns: values[2 h + q] holds the thread's row q of group 2 pair + h.
+    __device__ __forceinline__ void put(int slab, int pair, const unsigned (&values)[4]) const {
         asm volatile("stmatrix.sync.aligned.m8n8.x4.shared.b16 [%0], {%1, %2, %3, %4};" ::"r"(
-                         (mine_ ^ pair << 5) + strip * SLAB_BYTES),
+                         (mine_ ^ pair << 5) + slab % BUFFERS * SLAB_BYTES),
                      "r"(values[0]), "r"(values[1]), "r"(values[2]), "r"(values[3])
                      : "memory");
     }
 
-    // Send the slab to (row, column) of G. What lies outside is not written, but for what fills a row's last 16 bytes.
-    __device__ __forceinline__ void send(int strip, int row, int column) const {
+    // To (row, column) of G. What lies outside is not written, but for what fills a row's last 16 bytes.
+    __device__ __forceinline__ void send(int slab, int row, int column) const {
         publish_to_copies();
         __syncwarp();
-        if (first_) copy_out(*map_, column, row, base_ + strip * SLAB_BYTES);
+        if (first_) copy_out(map_, column, row, base_ + slab % BUFFERS * SLAB_BYTES);
     }
 
     __device__ __forceinline__ void finish() const {
@@ -44,7 +47,7 @@ class SlabWriter {
     }
 
   private:
-    const TensorMap* map_;
+    const TensorMap& map_;
     unsigned base_, mine_;
     bool first_;
 };

@@ -1,0 +1,70 @@
+// What an epilogue on sm_90a needs of the pairs of its tile, fetched into shared memory while the products run.
+#pragma once
+
+#include "pairs.cuh"
+#include "pipeline_sm90.cuh"
+
+namespace contrastile {
+
+// One vector of a side of a tile: LENGTH elements from `first` of a vector of the block, zero past the chunk's `count`.
+template <int LENGTH, class T>
+__device__ __forceinline__ void fetch_vector(T (&to)[LENGTH], const T* vector, long long first, int count, int thread) {
+#pragma unroll
+    for (int i = 0; i < (LENGTH + WARPGROUP - 1) / WARPGROUP; ++i) {
+        const int at = thread + i * WARPGROUP;
+        if (LENGTH % WARPGROUP != 0 && at >= LENGTH) continue;
+        const bool inside = at < count;
+        fetch<sizeof(T)>(shared_address(&to[at]), vector + (inside ? first + at : 0), inside);
+    }
+}
+
+// Row, in a tile, of q in strip s of a lane of a consumer's warp.
+__device__ __forceinline__ int row_in_tile(int warp, int lane, int s, int q) {
+    return 64 * s + 16 * warp + lane / 4 + 8 * q;
+}
+
+template <int MASK>
+struct alignas(16) KeptPairs {
+    static constexpr bool IDS = MASK >= DROP, EXCLUDED = MASK != PLAIN, INDEXED = MASK != TARGET;
+    long long column_ids[IDS ? BN : 2];  // first: 16-byte aligned pairs are read from it
+    long long row_ids[IDS ? BM : 2], excluded[EXCLUDED ? BM : 2], positives[INDEXED ? BM : 2];
+
+    __device__ __forceinline__ void prefetch(const PairVectors& pairs, const Chunk& chunk, const Place& tile,
+                                             int thread) {
+        const long long row = chunk.row + tile.row;
+        const int rows = chunk.height - tile.row, columns = chunk.width - tile.column;
+        if constexpr (IDS) {
+            fetch_vector<BM>(row_ids, pairs.row_ids, row, rows, thread);
+            fetch_vector<BN>(column_ids, pairs.column_ids, chunk.column + tile.column, columns, thread);
+        }
+        if constexpr (EXCLUDED)
+            if (pairs.excluded != nullptr) fetch_vector<BM>(excluded, pairs.excluded, row, rows, thread);
+        if constexpr (INDEXED)
+            if (pairs.positives != nullptr) fetch_vector<BM>(positives, pairs.positives, row, rows, thread);
+    }
+
+    // Column inside the tile of the positive (x) and of the exclusion (y) of a row of the tile, -1 for none.
+    __device__ __forceinline__ int2 named(const PairVectors& pairs, const Chunk& chunk, const Place& tile,
+                                          int row) const {
+        const long long first = chunk.column + tile.column;
+        const int width = min(BN, chunk.width - tile.column);
+        int2 found = make_int2(-1, -1);
+        if constexpr (INDEXED)
+            if (pairs.positives != nullptr) found.x = inside_tile(positives[row], first, width);
+        if constexpr (EXCLUDED)
+            if (pairs.excluded != nullptr) found.y = inside_tile(excluded[row], first, width);
+        if (EXCLUDED && found.x == found.y) found.x = -1;  // an excluded pair is not positive
+        return found;
+    }
+
+    // The same for a thread whose first column is `first`.
+    __device__ __forceinline__ PairRow row(int2 named, int row, int first) const {
+        PairRow found{named.x - first, named.y - first, 0};
+        if constexpr (IDS) found.id = row_ids[row];
+        return found;
+    }
+
+    __device__ __forceinline__ const long long* ids(int first) const { return column_ids + (IDS ? first : 0); }
+};
+
+}  // namespace contrastile
