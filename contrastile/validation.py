@@ -93,7 +93,7 @@ def scalar(name: str, x: Any, arrays: ArrayLibrary, dtype: str, like: Array) -> 
         ValueError: more than one element, or not finite.
     """
     if isinstance(x, int | float):
-        if not math.isfinite(x):
+        if not -math.inf < x < math.inf:
             raise ValueError(f"{name} must be finite, got {x}; clamp the learned value before it is used")
         return arrays.asarray(float(x), dtype, like)
     if not arrays.owns(x):
@@ -105,7 +105,7 @@ def scalar(name: str, x: Any, arrays: ArrayLibrary, dtype: str, like: Array) -> 
         raise ValueError(f"{name} must have one element, got shape {shape}; a {name} per sample is not supported")
     if values_are_readable(arrays, x) and not math.isfinite(x.item()):
         raise ValueError(f"{name} must be finite, got {x.item()}; clamp the learned value before it is used")
-    return arrays.asarray(x.reshape(()), dtype, like)
+    return arrays.asarray(x if shape == () else x.reshape(()), dtype, like)
 
 
 def integers(name: str, x: Array, length: int, of: str, arrays: ArrayLibrary, like: Array) -> Array:

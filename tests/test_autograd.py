@@ -3,13 +3,16 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from typing import Any
 
 import pytest
 import torch
 from torch import Tensor
+from torch.utils._python_dispatch import TorchDispatchMode
 
 import contrastile
 from contrastile import autograd, problems
+from contrastile.backends.arrays import library_of
 from contrastile.backends.contract import Options
 
 B, D = 23, 17
@@ -101,13 +104,13 @@ def test_opcheck(kind: str, backend: str) -> None:
     if kind == "sigmoid":
         wants = [True] * 4
         arguments = (*arguments[:3], number(-1.0), *arguments[3:], wants)
-        torch.library.opcheck(autograd.sigmoid_loss, arguments)
+        torch.library.opcheck(autograd.operators.sigmoid_loss, arguments)
         return
-    torch.library.opcheck(autograd.softmax_loss, arguments)
-    value, *saved = (x.detach() for x in autograd.softmax_loss(*arguments))
+    torch.library.opcheck(autograd.operators.softmax_loss, arguments)
+    value, *saved = (x.detach() for x in autograd.operators.softmax_loss(*arguments))
     wants = [True] * (len(problem.columns) + 2)
     torch.library.opcheck(
-        autograd.softmax_gradients,
+        autograd.operators.softmax_gradients,
         (torch.ones_like(value), *saved, *(detached(x) for x in arguments), wants),
     )
 
@@ -126,6 +129,26 @@ def test_compiles_without_a_graph_break_and_gives_the_same_bits(loss: Loss) -> N
     assert torch.equal(eager, compiled)
     for a, b in zip(gradients(eager, *leaves), gradients(compiled, *leaves), strict=True):
         assert torch.equal(a, b)
+
+
+def test_a_scale_that_is_a_number_and_varies_compiles_without_a_graph_break() -> None:
+    image, text = features(), features(seed=1)
+
+    def loss(scale: float) -> Tensor:
+        return contrastile.sigmoid_loss(image, text, scale, -1.5, backend="torch")
+
+    compiled = torch.compile(loss, fullgraph=True, backend="aot_eager")
+    # from the second value on, torch takes the number for a symbol
+    for scale in (3.0, 4.0, 5.5, 0.1):
+        assert torch.equal(compiled(scale), loss(scale))
+
+
+@pytest.mark.parametrize("dtype", ["float32", "float64"])
+def test_a_number_becomes_the_nearest_of_its_dtype_beside_the_features(dtype: str) -> None:
+    like = features()
+    for x in (0.1, 1 / 3, 14, 1e-40, True):
+        found = library_of(like).asarray(x, dtype, like)
+        assert torch.equal(found, torch.tensor(x, dtype=getattr(torch, dtype)))
 
 
 @pytest.mark.parametrize("loss", LOSSES)
@@ -223,6 +246,83 @@ def test_a_second_derivative_is_refused_by_name(loss: Loss) -> None:
     first = torch.autograd.grad(loss(image, text, scale, "torch"), image, create_graph=True)[0]
     with pytest.raises(RuntimeError, match="sigmoid_gradients" if loss is sigmoid else "softmax_gradients"):
         torch.autograd.grad(first.sum(), image)
+
+
+def step(loss: Loss, backend: str) -> list[Tensor]:
+    leaves = features(), features(seed=1), number(14.3)
+    value = loss(*leaves, backend)
+    return [value.detach(), *gradients(value, *leaves, upstream=0.7)]
+
+
+def no_operators(monkeypatch: pytest.MonkeyPatch) -> None:
+    def refuse(*_: object) -> None:
+        raise AssertionError("an operator was called")
+
+    for name in ("softmax_loss", "softmax_gradients", "sigmoid_loss", "sigmoid_gradients"):
+        monkeypatch.setattr(autograd.operators, name, refuse)
+
+
+@pytest.mark.parametrize("backend", BACKENDS)
+@pytest.mark.parametrize("loss", LOSSES)
+def test_an_eager_call_needs_no_operator_and_has_its_bits(
+    loss: Loss, backend: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    with monkeypatch.context() as through_operators:
+        through_operators.setattr(autograd.functions, "direct", lambda tensors: False)
+        expected = step(loss, backend)
+    no_operators(monkeypatch)
+    found = step(loss, backend)
+    assert all(torch.equal(a, b) for a, b in zip(expected, found, strict=True))
+
+
+class Seen(TorchDispatchMode):
+    """The operators of this package that torch is told of."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.names: list[str] = []
+
+    def __torch_dispatch__(self, operator: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if operator.namespace == "contrastile":
+            self.names.append(operator.__name__)
+        return operator(*args, **(kwargs or {}))
+
+
+class Marked(Tensor):
+    """A subclass, which torch hands to whoever defined it."""
+
+
+@pytest.mark.parametrize("loss", LOSSES)
+def test_a_dispatch_mode_sees_the_operators(loss: Loss) -> None:
+    with Seen() as seen:
+        step(loss, "torch")
+    kind = "sigmoid" if loss is sigmoid else "softmax"
+    assert seen.names == [f"{kind}_loss.default", f"{kind}_gradients.default"]
+
+
+def test_whoever_must_see_an_operator_does(monkeypatch: pytest.MonkeyPatch) -> None:
+    x = features()
+    assert autograd.functions.direct((x, torch.nn.Parameter(x.detach()), None))
+    assert not autograd.functions.direct((x, x.detach().as_subclass(Marked)))
+    assert not autograd.functions.direct((x, torch.empty(3, device="meta")))
+    told: list[bool] = []
+
+    def ask(each: Tensor) -> Tensor:
+        told.append(autograd.functions.direct((each,)))
+        return each
+
+    torch.func.vmap(ask)(x.detach())
+    with monkeypatch.context() as tracing:
+        tracing.setattr(torch._C, "_get_tracing_state", object)
+        ask(x)
+    assert told == [False, False]
+
+
+@pytest.mark.parametrize("loss", LOSSES)
+def test_a_map_over_calls_is_refused_by_name(loss: Loss) -> None:
+    leaves = features(), features(seed=1), number(14.3)
+    with pytest.raises(RuntimeError, match="sigmoid_loss" if loss is sigmoid else "softmax_loss"):
+        torch.func.vmap(lambda each: loss(each, *leaves[1:], "torch"))(leaves[0][None])
 
 
 @pytest.mark.parametrize("loss", LOSSES)

@@ -7,25 +7,46 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from contextlib import ExitStack
+from functools import cache
 from typing import Any
 
 Array = Any
 
 
 def to_cupy(x: Array, torch: Any, cupy: Any) -> Array:
-    """A torch tensor's memory as a CuPy array: DLPack, no copy."""
-    x = x.detach()
-    if x.dtype != torch.bfloat16:
-        return cupy.from_dlpack(x)
-    # not every version's DLPack takes bfloat16: it crosses as integers of its size
-    return cupy.from_dlpack(x.view(torch.int16)).view("bfloat16")
+    """A torch tensor's memory as a CuPy array that keeps the tensor alive.
+
+    DLPack gives the same, several times as slowly, and not for bfloat16 in every version. It also makes one stream
+    wait for the other: here both must be the same (``cupy_for_torch``, ``torch_for_cupy``).
+    """
+    if x.is_conj() or x.is_neg():
+        # the memory of a lazy view is not its values
+        x = x.resolve_conj().resolve_neg()
+    width, dtype = x.element_size(), str(x.dtype).removeprefix("torch.")
+    memory = cupy.cuda.UnownedMemory(x.data_ptr(), x.nbytes, x, x.device.index)
+    strides = tuple([width * step for step in x.stride()])
+    return cupy.ndarray(tuple(x.shape), dtype, cupy.cuda.MemoryPointer(memory, 0), strides)
 
 
 def to_torch(x: Array, torch: Any, cupy: Any) -> Array:
-    """A CuPy array's memory as a torch tensor: DLPack, no copy."""
+    """A CuPy array's memory as a torch tensor, no copy: over the same storage where that is a torch tensor's."""
+    owner: Any = getattr(x.data.mem, "_owner", None)
+    if isinstance(owner, torch.Tensor):
+        storage, width = owner.untyped_storage(), x.itemsize
+        start = (x.data.ptr - storage.data_ptr()) // width
+        strides = tuple([step // width for step in x.strides])
+        # not a view, of which autograd would keep account
+        made = torch.empty(0, dtype=getattr(torch, dtype_name(x.dtype)), device=owner.device)
+        return made.set_(storage, start, x.shape, strides)
     if x.dtype.name != "bfloat16":
         return torch.from_dlpack(x)
     return torch.from_dlpack(x.view("int16")).view(torch.bfloat16)
+
+
+@cache
+def dtype_name(dtype: Any) -> str:
+    """What a NumPy dtype is called, which NumPy puts together anew each time it is asked."""
+    return str(dtype)
 
 
 def cupy_for_torch(like: Array, torch: Any, cupy: Any) -> ExitStack:
@@ -43,11 +64,13 @@ def cupy_for_torch(like: Array, torch: Any, cupy: Any) -> ExitStack:
 
 def _torch_pool(device: Any, torch: Any, cupy: Any) -> Callable[[int], Any]:
     """An allocator for CuPy whose blocks are torch tensors: freed with the last array that uses them."""
+    # a tensor's own method, which has no dtype and no device to look up
+    empty = torch.empty(0, dtype=torch.uint8, device=device).new_empty
+    unowned, pointer, number = cupy.cuda.UnownedMemory, cupy.cuda.MemoryPointer, device.index
 
     def allocate(size: int) -> Any:
-        block = torch.empty(size, dtype=torch.uint8, device=device)
-        memory = cupy.cuda.UnownedMemory(block.data_ptr(), size, block, device.index)
-        return cupy.cuda.MemoryPointer(memory, 0)
+        block = empty(size)
+        return pointer(unowned(block.data_ptr(), size, block, number), 0)
 
     return allocate
 

@@ -6,11 +6,10 @@ from __future__ import annotations
 from typing import Any
 
 import torch
-import triton
 
 from contrastile.backends.contract import Array, Block, Options
 from contrastile.backends.triton import forward, sigmoid
-from contrastile.backends.triton.common import DEPTH, LANES, Masks, empty
+from contrastile.backends.triton.common import DEPTH, LANES, Masks, ceil_div, empty
 from contrastile.backends.triton.configs import INTERPRETED, choose
 from contrastile.backends.triton.gradients import Chunks, carried
 from contrastile.backends.triton.launch import architecture, grid, on_device
@@ -59,18 +58,18 @@ class _Pass:
         )
         wanted = row_gradient is not None or column_gradient is not None
         walk = Chunks(self.sides, self.scheme, config, self.options, held=wanted)
-        parts = [empty(self.rows, triton.cdiv(walk.width, config.bn) * walk.height) for _ in range(2)]
+        parts = [empty(self.rows, ceil_div(walk.width, config.bn) * walk.height) for _ in range(2)]
         with carried(self.plan, (row_gradient, column_gradient), self.rows.dtype):
             for g, place in walk:
                 row, column, high, wide = place
                 self._tiles(walk, g, parts, wanted, place)
                 for part, out in zip(parts, (loss, slope), strict=True):
-                    forward.add_parts[(triton.cdiv(high, LANES),)](
+                    forward.add_parts[(ceil_div(high, LANES),)](
                         part,
                         out[row:],
                         None,
                         high,
-                        triton.cdiv(wide, config.bn),
+                        ceil_div(wide, config.bn),
                         int(column == 0),
                         SAFE=False,
                         LANES=LANES,
@@ -81,7 +80,7 @@ class _Pass:
                 if column_gradient is not None:
                     q = self.sides[0].factors(row, high)
                     accumulate(column_gradient[column : column + wide], g, q, product, transposed=True)
-        sigmoid.row_sums[(triton.cdiv(self.m, LANES),)](slope, self.row_weight, self.m, LANES=LANES)
+        sigmoid.row_sums[(ceil_div(self.m, LANES),)](slope, self.row_weight, self.m, LANES=LANES)
 
     def _tiles(
         self, walk: Chunks, g: list[Any], parts: list[Any], wanted: bool, place: tuple[int, int, int, int]

@@ -10,12 +10,14 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
+from contrastile.backends.triton.kernel import kernel
 from contrastile.backends.triton.parts import store_parts
 from contrastile.backends.triton.tiles import ALPHA, FAST, NO_IDS, REFERENCE, TARGET, dots, pairs, place
 
 _PLAIN = ["m", "n", "row0", "column0", "height", "width", "depth"]
 
 
+@kernel
 @triton.jit(do_not_specialize=_PLAIN)
 def gradient_tiles(
     rows,

@@ -7,7 +7,6 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
-import triton
 
 from contrastile.backends.contract import Pairs, Weights
 from contrastile.backends.triton.configs import INTERPRETED
@@ -73,7 +72,12 @@ def weight_vectors(weights: Weights) -> list[Any]:
 
 def step(width: int) -> int:
     """Features that a small kernel takes at once."""
-    return min(int(triton.next_power_of_2(width)), 16 if INTERPRETED else 512)
+    return min(1 << (width - 1).bit_length(), 16 if INTERPRETED else 512)
+
+
+def ceil_div(a: int, b: int) -> int:
+    """Rounded up. Triton's own ``cdiv`` can be called from kernels too, and takes microseconds for it."""
+    return -(-a // b)
 
 
 def empty(like: Any, *shape: int) -> Any:

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import os
 from dataclasses import dataclass, replace
+from functools import cache
 from typing import Any
 
 from triton import knobs
@@ -117,6 +118,7 @@ _INTERPRETED = Config(16, 32, 16, 1, 1, group=2, parts=2)
 KERNELS = tuple(_TABLE)
 
 
+@cache
 def choose(kernel: str, dtype: str, architecture: int, width: int, precision: str = "ieee") -> Config:
     """The configuration of a kernel.
 

@@ -16,6 +16,7 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
+from contrastile.backends.triton.kernel import kernel
 from contrastile.backends.triton.tiles import (
     ALPHA,
     BIAS,
@@ -33,6 +34,7 @@ from contrastile.backends.triton.tiles import (
 _PLAIN = ["m", "n", "row0", "column0", "height", "width", "depth"]
 
 
+@kernel
 @triton.jit(do_not_specialize=_PLAIN)
 def lse_tiles(
     rows,
@@ -139,6 +141,7 @@ def _log2_sum(x, AXIS: tl.constexpr):
     return shift + tl.log2(tl.sum(tl.math.exp2(x - tl.expand_dims(shift, AXIS)), AXIS))
 
 
+@kernel
 @triton.jit(
     do_not_specialize=[*_PLAIN, "row_tiles", "column_tiles", "first_row", "last_row", "first_column", "last_column"]
 )
@@ -267,6 +270,7 @@ def _fold_one(
         tl.store(lse + lanes, nats.to(tl.float32), mask=inside)
 
 
+@kernel
 @triton.jit(do_not_specialize=["length", "tiles", "first"])
 def add_parts(parts, out, status, length, tiles, first, SAFE: tl.constexpr, LANES: tl.constexpr, DEPTH: tl.constexpr):
     """``out (length,) = [out +] sum of parts (tiles, length)`` over tiles, in order; only on the path that works."""

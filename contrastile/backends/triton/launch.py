@@ -37,7 +37,8 @@ def workspace(height: int, width: int, dtype: Any, like: Any) -> Any:
 
 def on_device(x: Any) -> AbstractContextManager[Any]:
     """Launch on x's device and its current stream, whatever the current device is."""
-    return torch.cuda.device(x.device) if x.is_cuda else nullcontext()
+    here = not x.is_cuda or x.device.index == torch.cuda.current_device()
+    return nullcontext() if here else torch.cuda.device(x.device)
 
 
 def architecture(x: Any) -> int:

@@ -10,11 +10,10 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
-import triton
 
 from contrastile.backends.contract import Options
 from contrastile.backends.triton import parts, positives
-from contrastile.backends.triton.common import LINES, Masks, step
+from contrastile.backends.triton.common import LINES, Masks, ceil_div, step
 from contrastile.backends.triton.configs import INTERPRETED, PAD
 from contrastile.backends.triton.launch import aligned, workspace
 
@@ -65,18 +64,19 @@ class Side:
     Attributes:
         x: (length, d) features, rows 16-byte aligned.
         depth: features that the tile kernels take, zeros included.
+        plain: whether they take the features themselves.
     """
 
     def __init__(self, features: Any, scheme: Scheme) -> None:
-        self.x, self.scheme = aligned(features), scheme
+        self.x, self.scheme, self.plain = aligned(features), scheme, scheme.how == parts.PLAIN.value
         self.span = -(-self.x.shape[1] // PAD) * PAD
         self.depth = self.span if scheme.divided else self.x.shape[1]
         self._held: dict[tuple[int, int], tuple[tuple[int, int], Any]] = {}
 
     def tiles(self, start: int, length: int) -> Any:
         """What the tile kernels read of a chunk."""
-        if self.scheme.how == parts.PLAIN.value:
-            return self.x[start : start + length]
+        if self.plain:
+            return self._chunk(start, length)
         if self.scheme.divided:
             return self._factors(start, length, parts.SPLIT.value, 3, PART)
         return self._factors(start, length, parts.TF32.value, 1, torch.float32)
@@ -84,20 +84,23 @@ class Side:
     def factors(self, start: int, length: int) -> list[Any]:
         """What the products that follow multiply with: one matrix (length, d), or one for each part."""
         if self.scheme.parts == 1:
-            return [self.x[start : start + length]]
+            return [self._chunk(start, length)]
         held = self._factors(start, length, parts.SPLIT.value, self.scheme.parts, PART)
         return [held[:, which * self.span :][:, : self.x.shape[1]] for which in range(self.scheme.parts)]
+
+    def _chunk(self, start: int, length: int) -> Any:
+        return self.x if length == self.x.shape[0] else self.x[start : start + length]
 
     def _factors(self, start: int, length: int, how: int, count: int, dtype: Any) -> Any:
         """The factors of a chunk, part beside part; those of the last chunk are kept."""
         place, held = self._held.get((how, count), ((0, 0), None))
         if held is None or place != (start, length):
-            x = self.x[start : start + length]
+            x = self._chunk(start, length)
             if held is None or held.shape[0] < length:
                 held = workspace(length, count * self.span, dtype, x)
             held = held[:length]
             lines, width = max(1, LINES // 2), step(self.span)
-            parts.divide[(triton.cdiv(length, lines), triton.cdiv(self.span, width))](
+            parts.divide[(ceil_div(length, lines), ceil_div(self.span, width))](
                 x,
                 held,
                 length,
@@ -120,7 +123,7 @@ def positive_dots(
     """Logits of the positives by row, (m,), and by column, (n,) or None; their dots where scale is None."""
     q, k = (side.x for side in sides)
     size, depth = (16, 16) if INTERPRETED else (64, 64 if scheme.how == parts.PLAIN.value and q.itemsize == 2 else 32)
-    positives.positive_dots[(triton.cdiv(q.shape[0], size),)](
+    positives.positive_dots[(ceil_div(q.shape[0], size),)](
         q,
         k,
         q.stride(0),

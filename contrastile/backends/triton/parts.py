@@ -14,6 +14,7 @@ import triton
 import triton.language as tl
 
 from contrastile.backends.triton.configs import INTERPRETED
+from contrastile.backends.triton.kernel import kernel
 
 # term t multiplies part ROW_PARTS >> 2t & 3 of a row by part COLUMN_PARTS >> 2t & 3 of a column:
 # 2 0, 1 1, 0 2, 1 0, 0 1, 0 0
@@ -65,6 +66,7 @@ def factor(x, HOW: tl.constexpr, WHICH: tl.constexpr):
     return x
 
 
+@kernel
 @triton.jit(do_not_specialize=["length"])
 def divide(
     x, out, length, depth, span, stride, out_stride, HOW: tl.constexpr, PARTS: tl.constexpr, LINES: tl.constexpr,

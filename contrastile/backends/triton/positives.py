@@ -11,11 +11,13 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
+from contrastile.backends.triton.kernel import kernel
 from contrastile.backends.triton.parts import COLUMN_PARTS, PART, ROW_PARTS, SPLIT, TERMS, factor, scatter_parts
 from contrastile.backends.triton.survey import load_features
 from contrastile.backends.triton.tiles import FACTOR
 
 
+@kernel
 @triton.jit(do_not_specialize=["m", "n"])
 def positive_dots(
     rows,
@@ -71,6 +73,7 @@ def positive_dots(
         tl.store(column_positive + i, x, mask=inside & (i < n))
 
 
+@kernel
 @triton.jit(do_not_specialize=["m", "n"])
 def sum_positives(
     status,
@@ -107,6 +110,7 @@ def sum_positives(
     tl.store(out + j, total, mask=(j < n) & stray)
 
 
+@kernel
 @triton.jit(do_not_specialize=["m", "n", "row0", "column0", "height", "width", "stride"])
 def set_positives(
     g,

@@ -17,11 +17,13 @@ import triton
 import triton.language as tl
 
 from contrastile.backends.triton.configs import INTERPRETED, Config
+from contrastile.backends.triton.kernel import kernel
 from contrastile.backends.triton.launch import descriptor, grid
 from contrastile.backends.triton.parts import PRODUCTS
 from contrastile.backends.triton.tiles import place
 
 
+@kernel
 @triton.jit(do_not_specialize=["m", "n", "terms", "out_stride"])
 def add_product(
     g,

@@ -8,11 +8,13 @@ import triton
 import triton.language as tl
 
 from contrastile.backends.triton.backward import halves
+from contrastile.backends.triton.kernel import kernel
 from contrastile.backends.triton.parts import store_parts
 from contrastile.backends.triton.survey import near_top
 from contrastile.backends.triton.tiles import BIAS, FACTOR, LOG2E, dots, pairs, place
 
 
+@kernel
 @triton.jit(do_not_specialize=["m", "n", "row0", "column0", "height", "width", "depth"])
 def sigmoid_tiles(
     rows,
@@ -213,6 +215,7 @@ def _log1p(e):
     return 2.0 * z + 2.0 * z * (p * y)
 
 
+@kernel
 @triton.jit(do_not_specialize=["m"])
 def plan_sigmoid(row_weight, bias, plan, m, HALF: tl.constexpr, BLOCK: tl.constexpr):
     """FACTOR and BIAS: a power of two that brings a float16 G near the top of its range, and the bias or 0."""
@@ -227,6 +230,7 @@ def plan_sigmoid(row_weight, bias, plan, m, HALF: tl.constexpr, BLOCK: tl.conste
         tl.store(plan + BIAS, tl.load(bias))
 
 
+@kernel
 @triton.jit(do_not_specialize=["m"])
 def row_sums(slope, row_weight, m, LANES: tl.constexpr):
     """``slope_i = w_i slope_i`` in place, and 0 where the weight is 0."""

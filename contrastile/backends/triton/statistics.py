@@ -6,11 +6,10 @@ from __future__ import annotations
 from typing import Any
 
 import torch
-import triton
 
 from contrastile.backends.contract import Block, Options, Statistics
 from contrastile.backends.triton import forward, positives, survey
-from contrastile.backends.triton.common import BLOCK, DEPTH, LANES, LINES, Masks, chunks, empty, step
+from contrastile.backends.triton.common import BLOCK, DEPTH, LANES, LINES, Masks, ceil_div, chunks, empty, step
 from contrastile.backends.triton.configs import INTERPRETED, choose, forward_chunk
 from contrastile.backends.triton.launch import architecture, descriptor, grid, on_device
 from contrastile.backends.triton.operands import Scheme, Side, positive_dots
@@ -50,7 +49,10 @@ class _Pass:
         self.lse = [empty(self.rows, size) for size in sizes]
         self.state = [torch.empty(size, dtype=torch.float64, device=self.rows.device) for size in sizes]
         # sums and counts of positive logits, where ids name the positives
-        self.positive = [empty(self.rows, 2, size if self.masks.ids_only else 0) for size in sizes]
+        self.positive = [empty(self.rows, 2, size) for size in sizes] if self.masks.ids_only else []
+        # what both sweeps use: the second follows the first on the stream
+        self._parts: dict[tuple[int, int], list[Any]] = {}
+        self._descriptors: dict[tuple[int, ...], Any] = {}
 
     def run(self) -> Statistics:
         """Launch everything."""
@@ -64,8 +66,8 @@ class _Pass:
 
     def _survey(self) -> None:
         """Decide on the path."""
-        row_programs = triton.cdiv(self.m, LINES)
-        peaks = empty(self.rows, row_programs + triton.cdiv(self.n, LINES), survey.PEAKS)
+        row_programs = ceil_div(self.m, LINES)
+        peaks = empty(self.rows, row_programs + ceil_div(self.n, LINES), survey.PEAKS)
         width = self.rows.shape[1]
         survey.measure[(peaks.shape[0],)](
             self.rows,
@@ -101,20 +103,38 @@ class _Pass:
         scheme = self.scheme
         config = choose(kernel, scheme.dtype, architecture(self.rows), self.rows.shape[1], scheme.precision)
         height, width = forward_chunk(self.m, self.n, config, self.options.tile)
-        row_tiles, column_tiles = triton.cdiv(height, config.bm), triton.cdiv(width, config.bn)
-        parts = empty(self.rows, column_tiles * height), empty(self.rows, row_tiles * width if self.two_sided else 0)
-        positive = [empty(self.rows, 2 * x.numel() if self.masks.ids_only else 0) for x in parts]
+        row_tiles, column_tiles = ceil_div(height, config.bm), ceil_div(width, config.bn)
+        parts, positive = self._room(column_tiles * height, row_tiles * width if self.two_sided else 0)
         for row, column, high, wide in chunks(self.m, self.n, height, width):
             self._tiles(safe, config, parts, positive, (row, column, high, wide))
             self._fold(safe, config, parts, (row, column, high, wide))
             if self.masks.ids_only:
                 self._fold_positives(safe, config, positive, (row, column, high, wide))
 
+    def _room(self, rows: int, columns: int) -> tuple[list[Any], list[Any]]:
+        """Where the tile kernels leave a chunk's partial sums, and where ids name positives their dots and counts."""
+        sizes = rows, columns
+        held = self._parts.get(sizes)
+        if held is None:
+            both = [*sizes, *(2 * size for size in sizes)] if self.masks.ids_only else [*sizes, 0, 0]
+            held = self._parts[sizes] = [empty(self.rows, size) for size in both]
+        return held[:2], held[2:]
+
+    def _features(self, which: int, start: int, length: int, block: tuple[int, int]) -> Any:
+        """The descriptor of a chunk of one side; only of plain features does it stay right, others are overwritten."""
+        place = which, start, length, *block
+        found = self._descriptors.get(place)
+        if found is None:
+            found = descriptor(self.sides[which].tiles(start, length), block)
+            if self.sides[which].plain:
+                self._descriptors[place] = found
+        return found
+
     def _tiles(self, safe: bool, config: Any, parts: Any, positive: Any, chunk: tuple[int, int, int, int]) -> None:
         row, column, high, wide = chunk
         forward.lse_tiles[grid(high, wide, config, self.rows)](
-            descriptor(self.sides[0].tiles(row, high), (config.bm, config.bk)),
-            descriptor(self.sides[1].tiles(column, wide), (config.bn, config.bk)),
+            self._features(0, row, high, (config.bm, config.bk)),
+            self._features(1, column, wide, (config.bn, config.bk)),
             self.plan,
             self.status,
             self.block.scale,
@@ -148,7 +168,7 @@ class _Pass:
 
     def _fold(self, safe: bool, config: Any, parts: Any, chunk: tuple[int, int, int, int]) -> None:
         row, column, high, wide = chunk
-        programs = triton.cdiv(high, LANES) + (triton.cdiv(wide, LANES) if self.two_sided else 0)
+        programs = ceil_div(high, LANES) + (ceil_div(wide, LANES) if self.two_sided else 0)
         forward.fold[(programs,)](
             *parts,
             *self.state,
@@ -160,8 +180,8 @@ class _Pass:
             wide,
             row,
             column,
-            triton.cdiv(high, config.bm),
-            triton.cdiv(wide, config.bn),
+            ceil_div(high, config.bm),
+            ceil_div(wide, config.bn),
             self.m,
             self.n,
             int(column == 0),
@@ -176,13 +196,13 @@ class _Pass:
 
     def _fold_positives(self, safe: bool, config: Any, parts: Any, chunk: tuple[int, int, int, int]) -> None:
         row, column, high, wide = chunk
-        tiles = triton.cdiv(wide, config.bn), triton.cdiv(high, config.bm)
+        tiles = ceil_div(wide, config.bn), ceil_div(high, config.bm)
         for side, (start, length, first) in enumerate(((row, high, column == 0), (column, wide, row == 0))):
             if side == 1 and not self.two_sided:
                 continue
             size = tiles[side] * length
             for which in (0, 1):
-                forward.add_parts[(triton.cdiv(length, LANES),)](
+                forward.add_parts[(ceil_div(length, LANES),)](
                     parts[side][which * size :],
                     self.positive[side][which, start:],
                     self.status,
@@ -205,10 +225,11 @@ class _Pass:
         rows, columns = empty(self.rows, self.m), empty(self.rows, self.n) if self.two_sided else None
         positive_dots(self.sides, self.scheme, self.masks, self.block.scale, self.block.bias, rows, columns)
         if columns is not None:
-            # rows beyond m have no positive there
-            columns[self.m :].zero_()
+            if self.n > self.m:
+                # rows beyond m have no positive there
+                columns[self.m :].zero_()
             lanes, outer, inner = (8, 16, 8) if INTERPRETED else (64, 2048, 128)
-            positives.sum_positives[(triton.cdiv(self.n, lanes),)](
+            positives.sum_positives[(ceil_div(self.n, lanes),)](
                 self.status,
                 self.masks.positives,
                 self.masks.excluded,

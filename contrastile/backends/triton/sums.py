@@ -6,10 +6,12 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
+from contrastile.backends.triton.kernel import kernel
 from contrastile.backends.triton.survey import load_features
 from contrastile.backends.triton.tiles import FACTOR
 
 
+@kernel
 @triton.jit(do_not_specialize=["m"])
 def row_dots(a, b, out, m, a_stride, b_stride, depth, LINES: tl.constexpr, BD: tl.constexpr):
     """``sum over LINES rows of <a_i, b_i>``: dots in float32, their sum in float64, to out (programs,)."""
@@ -22,6 +24,7 @@ def row_dots(a, b, out, m, a_stride, b_stride, depth, LINES: tl.constexpr, BD: t
     tl.store(out + tl.program_id(0), tl.sum(dot.to(tl.float64), 0))
 
 
+@kernel
 @triton.jit
 def multiply(x, factor, out, size, BLOCK: tl.constexpr):
     """``out = x factor``, rounded once to out's dtype."""
@@ -30,6 +33,7 @@ def multiply(x, factor, out, size, BLOCK: tl.constexpr):
     tl.store(out + at, value.to(out.dtype.element_ty), mask=at < size)
 
 
+@kernel
 @triton.jit(do_not_specialize=["m"])
 def finish_rows(
     sums,
@@ -66,6 +70,7 @@ def finish_rows(
     tl.store(inner + tl.program_id(0), tl.sum(dot.to(tl.float64), 0))
 
 
+@kernel
 @triton.jit(do_not_specialize=["m"])
 def sum_excess(lse, positive, weight, target, out, m, BLOCK: tl.constexpr):
     """``sum_i w_i (lse_i - t_i positive_i)`` to out (1,), float64: see ``arrays.mean_excess``. One program."""

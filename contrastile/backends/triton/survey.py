@@ -10,6 +10,7 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
+from contrastile.backends.triton.kernel import kernel
 from contrastile.backends.triton.tiles import (
     ALPHA,
     BIAS,
@@ -30,6 +31,7 @@ _LEAST = tl.constexpr(3)  # least |weight| that is not 0
 _MOST = tl.constexpr(4)  # largest |weight| (1 + |target|), which bounds |G|
 
 
+@kernel
 @triton.jit(do_not_specialize=["m", "n"])
 def measure(
     rows,
@@ -86,6 +88,7 @@ def load_features(base, i, stride, start, inside, depth, BD: tl.constexpr):
     return tl.load(base + at, mask=inside[:, None] & (k < depth)[None, :], other=0.0)
 
 
+@kernel
 @triton.jit(do_not_specialize=["m", "n"])
 def weigh(
     m,
@@ -158,6 +161,7 @@ def _largest_logit(peaks, alpha, row_programs, programs, depth, BLOCK: tl.conste
     return tl.abs(alpha) * tl.sqrt(row) * tl.sqrt(column) * 1.01
 
 
+@kernel
 @triton.jit(do_not_specialize=["row_programs", "programs", "room", "depth"])
 def plan_forward(peaks, scale, bias, plan, status, row_programs, programs, room, depth, BLOCK: tl.constexpr):
     """The reference r of the fast path, and whether it can be tried (status[0] is 0) or not (1).
@@ -184,6 +188,7 @@ def plan_forward(peaks, scale, bias, plan, status, row_programs, programs, room,
     tl.store(status + 1, (_reduce(peaks, 0, row_programs, _STRAY, False, BLOCK) > 0.0).to(tl.int32))
 
 
+@kernel
 @triton.jit(do_not_specialize=["row_programs", "programs"])
 def plan_backward(
     peaks, scale, plan, row_programs, programs, TWO_SIDED: tl.constexpr, HALF: tl.constexpr, BLOCK: tl.constexpr
@@ -230,6 +235,7 @@ def near_top(most):
     return tl.where(usable, ((exponent + 127) << 23).to(tl.float32, bitcast=True), 1.0)
 
 
+@kernel
 @triton.jit(do_not_specialize=["m", "n"])
 def temper(
     plan,

@@ -1,0 +1,49 @@
+"""Losses over torch tensors, differentiable; nothing else in the package knows autograd.
+
+``bodies`` say what is computed. ``operators`` are the bodies as ``torch.library`` operators, which compilers, tracers
+and transforms can see; ``functions`` are the same for eager calls. Saved for the backward: the features as they came,
+O(m + n) vectors, and for the sigmoid loss its gradients (they come with the value, in one pass).
+
+Gradients of gradients are not defined: differentiating twice raises torch's error for a missing derivative.
+"""
+
+from __future__ import annotations
+
+from typing import Any, cast
+
+import torch
+from torch import Tensor
+
+from contrastile.autograd import functions, operators
+from contrastile.autograd.bodies import VECTORS, How
+from contrastile.backends.contract import Options
+from contrastile.exchange.problem import Problem
+
+
+def evaluate(problem: Problem, backend: str, options: Options) -> Tensor:
+    """The loss, 0-d, differentiable in the rows, the columns, the scale and the bias.
+
+    Args:
+        problem: over torch tensors.
+        backend: a name the registry knows.
+        options: how to compute.
+    """
+    vectors = [getattr(problem, name) for name in VECTORS]
+    columns = list(problem.columns)
+    how = How(problem.match, backend, options, problem.placement).encode()
+    rows, scale, bias = problem.rows, problem.scale, problem.bias
+    direct = functions.direct((rows, *columns, scale, bias, *vectors))
+    if problem.kind == "softmax":
+        if direct:
+            return _applied(functions.SoftmaxLoss, how, len(columns), rows, scale, *columns, *vectors)
+        loss, *_ = operators.softmax_loss(rows, columns, scale, vectors, how)
+        return cast("Tensor", loss)
+    wants = [torch.is_grad_enabled() and x is not None and x.requires_grad for x in (rows, *columns, scale, bias)]
+    if direct:
+        return _applied(functions.SigmoidLoss, how, wants, vectors, rows, scale, bias, *columns)
+    loss, *_ = operators.sigmoid_loss(rows, columns, scale, bias, vectors, how, wants)
+    return cast("Tensor", loss)
+
+
+def _applied(function: Any, *given: Any) -> Tensor:
+    return cast("Tensor", function.apply(*given))

@@ -1,0 +1,182 @@
+"""What the torch operators compute, over tensors, lists and one text: no operator and no autograd here.
+
+A problem crosses as features, scalars, one list of vectors (``VECTORS``) and one text, ``how`` (``How``). What is not
+wanted, or is none, is an empty tensor: an operator always gives one.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from functools import cache
+from typing import Any, Literal, cast
+
+from torch import Tensor
+
+from contrastile.backends.arrays import ArrayLibrary, library_of, transfer
+from contrastile.backends.contract import Backend, Match, Options
+from contrastile.backends.registry import load
+from contrastile.evaluation import native
+from contrastile.exchange import local, schedule
+from contrastile.exchange.placement import Placement, decode
+from contrastile.exchange.problem import Problem
+
+# the vectors of a Problem, in the order in which they cross
+VECTORS = (
+    "row_weight",
+    "row_target",
+    "column_weight",
+    "column_target",
+    "positives",
+    "excluded",
+    "row_ids",
+    "column_ids",
+)
+
+
+@dataclass(frozen=True, slots=True)
+class How:
+    """What crosses an operator besides arrays.
+
+    Attributes:
+        match: what equal ids mean.
+        backend: a name the registry knows.
+        options: how to compute.
+        placement: this rank's place, or None for a process alone.
+    """
+
+    match: Match
+    backend: str
+    options: Options
+    placement: Placement | None
+
+    def encode(self) -> str:
+        """As text, which every version of torch can take through an operator."""
+        # plain concatenation: a compiled graph follows it
+        tile = self.options.tile or (0, 0)
+        place = "" if self.placement is None else self.placement.encode()
+        return f"{self.match}|{self.backend}|{self.options.precision}|{tile[0]}|{tile[1]}|{place}"
+
+
+def _decode(text: str) -> How:
+    settings, _, place = text.rpartition("|")
+    match, backend, options = _settings(settings)
+    return How(match, backend, options, decode(place) if place else None)
+
+
+# without the placement: what is kept here would outlive its communicator
+@cache
+def _settings(text: str) -> tuple[Match, str, Options]:
+    match, backend, precision, height, width = text.split("|")
+    tile = (int(height), int(width)) if int(height) else None
+    return cast("Match", match), backend, Options(tile=tile, precision=precision)
+
+
+def _problem(
+    kind: Literal["softmax", "sigmoid"],
+    rows: Tensor,
+    columns: Sequence[Tensor],
+    scale: Tensor,
+    bias: Tensor | None,
+    vectors: Sequence[Tensor | None],
+    how: How,
+) -> Problem:
+    named: dict[str, Any] = dict(zip(VECTORS, vectors, strict=True))
+    named |= {"match": how.match, "placement": how.placement}
+    return Problem(kind=kind, rows=rows, columns=tuple(columns), scale=scale, bias=bias, **named)
+
+
+def _wanted(flags: Sequence[bool], columns: int, *, bias: bool) -> local.Wanted:
+    return local.Wanted(flags[0], tuple(flags[1 : 1 + columns]), flags[1 + columns], bias and flags[2 + columns])
+
+
+def _outside(backend: Backend, source: ArrayLibrary, scale: Tensor, like: Tensor) -> Callable[[Any], Tensor]:
+    """The way of a backend's result into torch, in like's dtype; what was not computed becomes an empty tensor."""
+    dtype = source.dtype(like)
+
+    def move(x: Any) -> Tensor:
+        return scale.new_empty(0) if x is None else cast("Tensor", transfer(x, backend.arrays, source, dtype))
+
+    return move
+
+
+def softmax_loss(
+    rows: Tensor,
+    columns: Sequence[Tensor],
+    scale: Tensor,
+    vectors: Sequence[Tensor | None],
+    how: str,
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    """The softmax loss (0-d), the row LSE (m,), the column LSE (n,) and the gathered columns; empty where none."""
+    way = _decode(how)
+    chosen = load(way.backend)
+    problem = _problem("softmax", rows, columns, scale, None, vectors, way)
+    with native(problem, chosen) as (inside, source):
+        saved = schedule.forward(inside, chosen, way.options)
+        outside, features = _outside(chosen, source, scale, scale), _outside(chosen, source, scale, rows)
+        return outside(saved.loss), outside(saved.row_lse), outside(saved.column_lse), features(saved.gathered)
+
+
+def softmax_gradients(
+    upstream: Tensor,
+    row_lse: Tensor,
+    column_lse: Tensor,
+    gathered: Tensor,
+    rows: Tensor,
+    columns: Sequence[Tensor],
+    scale: Tensor,
+    vectors: Sequence[Tensor | None],
+    how: str,
+    wants: Sequence[bool],
+) -> tuple[Tensor, list[Tensor], Tensor]:
+    """Gradients of ``upstream * loss`` for the rows, each column block and the scale; empty where not wanted."""
+    way = _decode(how)
+    chosen = load(way.backend)
+    problem = _problem("softmax", rows, columns, scale, None, vectors, way)
+    wanted = _wanted(wants, len(columns), bias=False)
+    with native(problem, chosen) as (inside, source):
+        kept = gathered if gathered.numel() else None
+        factor, *saved = (transfer(x, source, chosen.arrays) for x in (upstream, row_lse, column_lse, kept))
+        found = schedule.backward(inside, local.Forward(factor, *saved), factor, wanted, chosen, way.options)
+        matrix, number = _outside(chosen, source, scale, rows), _outside(chosen, source, scale, scale)
+        return matrix(found.rows), [matrix(x) for x in found.columns], number(found.scale)
+
+
+def sigmoid_loss(
+    rows: Tensor,
+    columns: Sequence[Tensor],
+    scale: Tensor,
+    bias: Tensor,
+    vectors: Sequence[Tensor | None],
+    how: str,
+    wants: Sequence[bool],
+) -> tuple[Tensor, Tensor, list[Tensor], Tensor]:
+    """The sigmoid loss (0-d) and the ``local.Sums`` behind its gradients, in one pass; empty where not wanted."""
+    way = _decode(how)
+    chosen = load(way.backend)
+    problem = _problem("sigmoid", rows, columns, scale, bias, vectors, way)
+    wanted = _wanted(wants, len(columns), bias=True) if any(wants) else None
+    with native(problem, chosen) as (inside, source):
+        value, sums = schedule.sigmoid(inside, wanted, chosen, way.options)
+        found = local.Sums(None, (None,) * len(columns), None) if sums is None else sums
+        outside = _outside(chosen, source, scale, scale)
+        return outside(value), outside(found.rows), [outside(x) for x in found.columns], outside(found.total)
+
+
+def sigmoid_gradients(
+    upstream: Tensor,
+    rows: Tensor,
+    scale: Tensor,
+    total: Tensor,
+    row_sum: Tensor,
+    column_sums: Sequence[Tensor],
+    how: str,
+    wants: Sequence[bool],
+) -> tuple[Tensor, list[Tensor], Tensor, Tensor]:
+    """Gradients of ``upstream * loss`` for the rows, each column block, the scale and the bias; empty if not wanted."""
+    way = _decode(how)
+    sums = local.Sums(row_sum, tuple(column_sums), total)
+    wanted = _wanted(wants, len(column_sums), bias=True)
+    found = schedule.finish(rows, scale, way.placement, sums, upstream, wanted, library_of(rows))
+    given = [scale.new_empty(0) if x is None else x for x in (found.rows, *found.columns, found.scale, found.bias)]
+    return given[0], given[1:-2], given[-2], given[-1]

@@ -1,0 +1,143 @@
+"""The four ``torch.library`` operators, so that ``torch.compile`` sees one node each and ``opcheck`` can check them.
+
+``contrastile::softmax_loss`` and ``sigmoid_loss``, and the gradients of each. The gradients are operators of their own,
+so that differentiating twice is refused instead of taking what was saved for constants.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from contrastile.autograd import bodies
+from contrastile.autograd.bodies import VECTORS
+
+
+def _fake_softmax_loss(
+    rows: Tensor,
+    columns: Sequence[Tensor],
+    scale: Tensor,
+    vectors: Sequence[Tensor | None],
+    how: str,
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    two_sided = vectors[VECTORS.index("column_weight")] is not None
+    n = sum(x.shape[0] for x in columns) if two_sided else 0
+    # a process alone: no graph is compiled over several
+    return torch.empty_like(scale), scale.new_empty(rows.shape[0]), scale.new_empty(n), scale.new_empty(0)
+
+
+def _fake_softmax_gradients(
+    upstream: Tensor,
+    row_lse: Tensor,
+    column_lse: Tensor,
+    gathered: Tensor,
+    rows: Tensor,
+    columns: Sequence[Tensor],
+    scale: Tensor,
+    vectors: Sequence[Tensor | None],
+    how: str,
+    wants: Sequence[bool],
+) -> tuple[Tensor, list[Tensor], Tensor]:
+    given = [_like(x) if want else scale.new_empty(0) for x, want in zip([rows, *columns, scale], wants, strict=True)]
+    return given[0], given[1:-1], given[-1]
+
+
+def _fake_sigmoid_loss(
+    rows: Tensor,
+    columns: Sequence[Tensor],
+    scale: Tensor,
+    bias: Tensor,
+    vectors: Sequence[Tensor | None],
+    how: str,
+    wants: Sequence[bool],
+) -> tuple[Tensor, Tensor, list[Tensor], Tensor]:
+    def sums(x: Tensor, want: bool) -> Tensor:
+        return scale.new_empty(x.shape if want else 0)
+
+    blocks = [sums(x, want) for x, want in zip(columns, wants[1:], strict=False)]
+    return scale.new_empty(()), sums(rows, wants[0] or wants[-2]), blocks, sums(scale, any(wants))
+
+
+def _fake_sigmoid_gradients(
+    upstream: Tensor,
+    rows: Tensor,
+    scale: Tensor,
+    total: Tensor,
+    row_sum: Tensor,
+    column_sums: Sequence[Tensor],
+    how: str,
+    wants: Sequence[bool],
+) -> tuple[Tensor, list[Tensor], Tensor, Tensor]:
+    given = [
+        rows.new_empty(x.shape if want else 0) for x, want in zip([row_sum, *column_sums], wants[:-2], strict=True)
+    ]
+    d_scale, d_bias = (scale.new_empty(() if want else 0) for want in wants[-2:])
+    return given[0], given[1:], d_scale, d_bias
+
+
+def _like(x: Tensor) -> Tensor:
+    """What a gradient of x looks like: contiguous, whatever x's strides."""
+    return x.new_empty(x.shape)
+
+
+def save_softmax(ctx: Any, inputs: tuple[Any, ...], output: tuple[Any, ...]) -> None:
+    """Keep what ``saved_softmax`` gives: the features as they came, and O(m + n) vectors."""
+    rows, columns, scale, vectors, ctx.how = inputs
+    ctx.blocks, ctx.present = len(columns), [x is not None for x in vectors]
+    ctx.save_for_backward(rows, scale, *output[1:], *columns, *(x for x in vectors if x is not None))
+
+
+def saved_softmax(ctx: Any) -> tuple[Any, ...]:
+    """The arguments of ``softmax_gradients`` between the upstream gradient and what is wanted."""
+    rows, scale, row_lse, column_lse, gathered, *rest = ctx.saved_tensors
+    given = iter(rest[ctx.blocks :])
+    vectors = [next(given) if here else None for here in ctx.present]
+    return row_lse, column_lse, gathered, rows, rest[: ctx.blocks], scale, vectors, ctx.how
+
+
+def save_sigmoid(ctx: Any, inputs: tuple[Any, ...], output: tuple[Any, ...]) -> None:
+    """Keep what ``saved_sigmoid`` gives: the gradients' sums, which come with the value."""
+    rows, _, scale, *_, ctx.how, ctx.wants = inputs
+    _, row_sum, column_sums, total = output
+    ctx.save_for_backward(rows, scale, total, row_sum, *column_sums)
+
+
+def saved_sigmoid(ctx: Any) -> tuple[Any, ...]:
+    """The arguments of ``sigmoid_gradients`` after the upstream gradient."""
+    rows, scale, total, row_sum, *column_sums = ctx.saved_tensors
+    return rows, scale, total, row_sum, column_sums, ctx.how, ctx.wants
+
+
+def only(wanted: Sequence[bool], given: Sequence[Tensor]) -> list[Tensor | None]:
+    """What autograd is to have of the gradients: None for the empty ones."""
+    return [x if want else None for x, want in zip(given, wanted, strict=True)]
+
+
+def _softmax_backward(ctx: Any, upstream: Tensor, *_: Any) -> tuple[Any, ...]:
+    wants = [ctx.needs_input_grad[0], *ctx.needs_input_grad[1], ctx.needs_input_grad[2]]
+    rows, columns, scale = softmax_gradients(upstream, *saved_softmax(ctx), wants)
+    given = only(wants, [rows, *columns, scale])
+    return given[0], given[1:-1], given[-1], None, None
+
+
+def _sigmoid_backward(ctx: Any, upstream: Tensor, *_: Any) -> tuple[Any, ...]:
+    rows, columns, *numbers = sigmoid_gradients(upstream, *saved_sigmoid(ctx))
+    given = only(ctx.wants, [rows, *columns, *numbers])
+    return given[0], given[1:-2], given[-2], given[-1], None, None, None
+
+
+def _operator(body: Callable[..., Any], fake: Callable[..., Any]) -> Any:
+    operator = torch.library.custom_op(f"contrastile::{body.__name__}", mutates_args=())(body)
+    operator.register_fake(fake)
+    return operator
+
+
+softmax_loss = _operator(bodies.softmax_loss, _fake_softmax_loss)
+softmax_gradients = _operator(bodies.softmax_gradients, _fake_softmax_gradients)
+sigmoid_loss = _operator(bodies.sigmoid_loss, _fake_sigmoid_loss)
+sigmoid_gradients = _operator(bodies.sigmoid_gradients, _fake_sigmoid_gradients)
+softmax_loss.register_autograd(_softmax_backward, setup_context=save_softmax)
+sigmoid_loss.register_autograd(_sigmoid_backward, setup_context=save_sigmoid)

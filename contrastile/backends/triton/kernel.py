@@ -1,0 +1,111 @@
+"""Kernels whose later launches skip what Triton works out again at each one.
+
+A launch binds its arguments, specialises them, looks the compiled kernel up and checks the kernel's globals: several
+times what handing it to the driver takes, and a small batch is bound by it. Here the compiled kernel that a launch
+returned is kept under all that the choice depends on, and handed to the driver itself.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from functools import partial
+from typing import Any
+
+import torch
+import triton
+from triton import knobs
+from triton.runtime import driver
+from triton.tools.tensor_descriptor import TensorDescriptor
+
+from contrastile.backends.triton.configs import INTERPRETED
+
+_KNOWN = ("3.6.", "3.7.")
+"""Versions of Triton whose specialisation and launching were read; with others every launch goes Triton's own way."""
+
+
+def kernel(function: Any) -> Any:
+    """A kernel that is launched as before, ``kernel[grid](...)``: for what is launched, not for what kernels call."""
+    known = triton.__version__.startswith(_KNOWN) and torch.version.hip is None
+    return Kernel(function) if known and not INTERPRETED else function
+
+
+class Kernel:
+    """A Triton function and its compiled kernels.
+
+    Attributes:
+        function: what ``triton.jit`` made.
+        compiled: by ``key``, each with the values of the compile-time arguments that follow the positional ones.
+    """
+
+    def __init__(self, function: Any) -> None:
+        self.function = function
+        self.compiled: dict[tuple[Any, ...], tuple[Any, tuple[Any, ...]]] = {}
+        self._specialised = [not x.do_not_specialize for x in function.params]
+
+    def __getitem__(self, grid: tuple[int, ...]) -> Callable[..., None]:
+        return partial(self.launch, grid)
+
+    def launch(self, grid: tuple[int, ...], *args: Any, **named: Any) -> None:
+        """Queue one launch on the current device and stream.
+
+        Args:
+            grid: programs along each dimension.
+            *args: the first parameters.
+            **named: the others, and compile options.
+        """
+        key = None if self.function.pre_run_hooks else self.key(args, named)
+        if key is not None and (found := self.compiled.get(key)) is not None:
+            compiled, rest = found
+            _run(compiled, (*grid, 1, 1)[:3], key[-1], args + rest)
+            return
+        compiled = self.function[grid](*args, **named)
+        if key is not None and compiled is not None:
+            rest = tuple(named.get(x.name, x.default) for x in self.function.params[len(args) :])
+            self.compiled[key] = compiled, rest
+
+    def key(self, args: tuple[Any, ...], named: dict[str, Any]) -> tuple[Any, ...] | None:
+        """All that the choice of a compiled kernel depends on, or more; None if this cannot tell, or not on a GPU.
+
+        Triton specialises a pointer by its dtype and whether it is 16-byte aligned; an integer by whether it takes 64
+        bits and, unless told not to, whether it is 1 or divisible by 16; a descriptor by its dtype and block.
+        """
+        found: list[Any] = [*named, *named.values()]
+        add, on = found.append, None
+        for x, specialised in zip(args, self._specialised, strict=False):
+            kind = type(x)
+            if x is None:
+                add(x)
+            elif kind is torch.Tensor or kind is torch.nn.Parameter:
+                on = x
+                add(x.dtype)
+                add(x.data_ptr() & 15)
+            elif kind is int:
+                width = 32 if -0x80000000 <= x < 0x80000000 else 64
+                add(width + (x == 1) + 2 * (x & 15 == 0) if specialised else width)
+            elif kind is TensorDescriptor:
+                on = x.base
+                add(on.dtype)
+                add(tuple(x.block_shape))
+            elif kind is float or kind is bool:
+                add(kind)
+            else:
+                return None
+        if on is None or (device := on.get_device()) < 0:
+            return None
+        add(device)
+        return tuple(found)
+
+
+def _run(compiled: Any, grid: tuple[int, ...], device: int, args: tuple[Any, ...]) -> None:
+    """Hand a compiled kernel to the driver, as ``compiled[grid](*args)`` does after it has prepared for hooks."""
+    runtime = knobs.runtime
+    if _hooked(runtime.launch_enter_hook) or _hooked(runtime.launch_exit_hook):
+        compiled[grid](*args)
+        return
+    active: Any = driver.active
+    stream = active.get_current_stream(device)
+    compiled.run(*grid, stream, compiled.function, compiled.packed_metadata, None, None, None, *args)
+
+
+def _hooked(hook: Any) -> bool:
+    return bool(getattr(hook, "calls", hook))

@@ -1,0 +1,194 @@
+"""Launches that reuse a compiled kernel, over a stand-in for Triton's functions: what Triton tells apart stays so."""
+
+from __future__ import annotations
+
+import os
+from types import SimpleNamespace
+from typing import Any
+
+# as in the other files of this backend: Triton fixes at its import whether kernels are interpreted
+os.environ["TRITON_INTERPRET"] = "1"
+
+import pytest
+import torch
+
+pytest.importorskip("triton")
+
+from triton.tools.tensor_descriptor import TensorDescriptor
+
+from contrastile.backends.triton import kernel, sums
+
+PARAMETERS = [("x", False), ("out", False), ("m", True), ("stride", False), ("depth", False), ("BLOCK", False)]
+
+
+STREAM = 7
+
+
+class Compiled:
+    """What a launch gives back: it can be launched itself, with every parameter in the function's order."""
+
+    def __init__(self, log: list[Any]) -> None:
+        self.log = log
+        self.prepared = 0
+        self.function, self.packed_metadata = object(), object()
+
+    def run(self, x: int, y: int, z: int, *rest: Any) -> None:
+        """As ``JITFunction.run`` of the versions known calls it."""
+        stream, function, metadata, *hooks = rest[:6]
+        assert (stream, function, metadata, *hooks) == (STREAM, self.function, self.packed_metadata, None, None, None)
+        self.log.append((self, (x, y, z), rest[6:]))
+
+    def __getitem__(self, grid: Any) -> Any:
+        def run(*args: Any) -> None:
+            self.prepared += 1
+            self.log.append((self, grid, args))
+
+        return run
+
+
+class Function:
+    """A function of ``triton.jit``'s: each way through it compiles."""
+
+    def __init__(self) -> None:
+        self.params = [SimpleNamespace(name=name, do_not_specialize=plain, default=None) for name, plain in PARAMETERS]
+        self.pre_run_hooks: list[Any] = []
+        self.compiled: list[Compiled] = []
+        self.launched: list[Any] = []
+
+    def __getitem__(self, grid: Any) -> Any:
+        def run(*args: Any, **named: Any) -> Compiled:
+            self.compiled.append(Compiled(self.launched))
+            return self.compiled[-1]
+
+        return run
+
+
+@pytest.fixture
+def function(monkeypatch: pytest.MonkeyPatch) -> Function:
+    monkeypatch.setattr(torch.Tensor, "get_device", lambda x: 0)
+    streams = SimpleNamespace(get_current_stream=lambda device: STREAM + device)
+    monkeypatch.setattr(kernel, "driver", SimpleNamespace(active=streams))
+    return Function()
+
+
+BUFFER = torch.zeros(64)
+X, OUT = BUFFER[:8], torch.zeros(8)
+ARGUMENTS = (X, OUT, 5, 32)
+NAMED = {"depth": 8, "BLOCK": 16, "num_warps": 4}
+
+
+def launch(function: Function, *calls: tuple[tuple[Any, ...], dict[str, Any]]) -> int:
+    launched = kernel.Kernel(function)
+    for args, named in calls:
+        launched[(3,)](*args, **named)
+    return len(function.compiled)
+
+
+def test_a_launch_like_an_earlier_one_goes_straight_to_its_compiled_kernel(function: Function) -> None:
+    other = torch.zeros(64)[16:24], OUT, 5, 32
+    assert launch(function, (ARGUMENTS, NAMED), (other, NAMED)) == 1
+    ((compiled, grid, args),) = function.launched
+    assert compiled is function.compiled[0]
+    assert grid == (3, 1, 1)
+    # what follows the positional arguments comes in the function's order, options left out
+    assert args[0] is other[0]
+    assert args[1:] == (OUT, 5, 32, 8, 16)
+
+
+def test_the_order_in_which_named_arguments_are_given_does_not_matter(function: Function) -> None:
+    turned = dict(reversed(NAMED.items()))
+    launch(function, (ARGUMENTS, turned), (ARGUMENTS, turned))
+    assert function.launched[0][2][2:] == (5, 32, 8, 16)
+
+
+@pytest.mark.parametrize(
+    ("position", "value"),
+    [
+        (0, BUFFER[1:9]),
+        (0, X.half()),
+        (0, None),
+        (0, TensorDescriptor(torch.zeros(16, 16), [16, 16], [16, 1], [8, 8])),
+        (2, 2**31),
+        (2, -(2**31) - 1),
+        (3, 33),
+        (3, 1),
+        (3, 2**40),
+        (3, 2.0),
+        (3, True),
+    ],
+    ids=str,
+)
+def test_what_triton_specialises_on_is_told_apart(function: Function, position: int, value: Any) -> None:
+    changed = (*ARGUMENTS[:position], value, *ARGUMENTS[position + 1 :])
+    assert launch(function, (ARGUMENTS, NAMED), (changed, NAMED), (ARGUMENTS, NAMED), (changed, NAMED)) == 2
+    assert [x[0] for x in function.launched] == function.compiled
+
+
+def test_an_odd_stride_and_one_are_told_apart(function: Function) -> None:
+    # Triton makes 1 a constant of the kernel
+    odd, one = ((X, OUT, 5, stride) for stride in (33, 1))
+    assert launch(function, (odd, NAMED), (one, NAMED)) == 2
+
+
+@pytest.mark.parametrize("change", [{"depth": 16}, {"BLOCK": 32}, {"num_warps": 8}, {"num_stages": 2}])
+def test_compile_time_arguments_and_options_are_told_apart(function: Function, change: dict[str, Any]) -> None:
+    assert launch(function, (ARGUMENTS, NAMED), (ARGUMENTS, NAMED | change)) == 2
+
+
+@pytest.mark.parametrize(("position", "value"), [(2, 16), (2, 1), (2, 2**31 - 1), (2, -(2**31)), (3, 48)])
+def test_what_triton_does_not_specialise_on_shares_a_kernel(function: Function, position: int, value: int) -> None:
+    changed = (*ARGUMENTS[:position], value, *ARGUMENTS[position + 1 :])
+    assert launch(function, (ARGUMENTS, NAMED), (changed, NAMED)) == 1
+    assert function.launched[0][2][position] == value
+
+
+def test_descriptors_are_told_apart_by_block_and_dtype(function: Function) -> None:
+    def described(dtype: torch.dtype, *block: int) -> tuple[Any, ...]:
+        return TensorDescriptor(torch.zeros(32, 32, dtype=dtype), [32, 32], [32, 1], list(block)), *ARGUMENTS[1:]
+
+    kinds = [described(torch.float32, 8, 16), described(torch.float32, 16, 8), described(torch.float16, 8, 16)]
+    assert launch(function, *((args, NAMED) for args in (*kinds, *kinds))) == 3
+
+
+def test_devices_have_their_own_kernels(function: Function, monkeypatch: pytest.MonkeyPatch) -> None:
+    launched = kernel.Kernel(function)
+    for device in (0, 1, 0):
+        monkeypatch.setattr(torch.Tensor, "get_device", lambda x, device=device: device)
+        launched[(3,)](*ARGUMENTS, **NAMED)
+    assert len(function.compiled) == 2
+    assert [x[0] for x in function.launched] == function.compiled[:1]
+
+
+def test_what_cannot_be_told_apart_goes_tritons_own_way(function: Function, monkeypatch: pytest.MonkeyPatch) -> None:
+    foreign = (object(), *ARGUMENTS[1:])
+    assert launch(function, (foreign, NAMED), (foreign, NAMED)) == 2
+    function.pre_run_hooks.append(lambda *_, **__: None)
+    assert launch(function, (ARGUMENTS, NAMED), (ARGUMENTS, NAMED)) == 4
+    function.pre_run_hooks.clear()
+    monkeypatch.undo()
+    # on the host: nothing is launched there but by stand-ins
+    assert launch(function, (ARGUMENTS, NAMED), (ARGUMENTS, NAMED)) == 6
+    assert not function.launched
+
+
+@pytest.mark.parametrize("name", ["launch_enter_hook", "launch_exit_hook"])
+def test_a_launch_that_somebody_watches_is_prepared_for_it(
+    function: Function, name: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    launch(function, (ARGUMENTS, NAMED), (ARGUMENTS, NAMED))
+    assert function.compiled[0].prepared == 0
+    for hook in (SimpleNamespace(calls=[print]), print):
+        monkeypatch.setattr(kernel.knobs.runtime, name, hook)
+        launch(function, (ARGUMENTS, NAMED), (ARGUMENTS, NAMED))
+        assert function.compiled[-1].prepared == 1
+    assert len({args for _, _, args in function.launched}) == 1
+
+
+def test_the_interpreter_and_unread_versions_of_triton_get_the_function_itself(
+    function: Function, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    assert not isinstance(sums.row_dots, kernel.Kernel)
+    monkeypatch.setattr(kernel, "INTERPRETED", False)
+    for version, known in (("3.6.0", True), ("3.7.1", True), ("3.5.1", False), ("3.8.0", False), ("4.0.0", False)):
+        monkeypatch.setattr(kernel.triton, "__version__", version)
+        assert isinstance(kernel.kernel(function), kernel.Kernel) == known
