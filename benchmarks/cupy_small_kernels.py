@@ -7,6 +7,7 @@ strided. The exit code says whether all is well.
 
 from __future__ import annotations
 
+import ctypes
 import sys
 from collections.abc import Callable, Iterator
 from typing import Any
@@ -15,14 +16,15 @@ import cupy
 import numpy as np
 
 from contrastile.backends.cupy.arguments import struct
-from contrastile.backends.cupy.common import FOLD, LANES, LINES, ONE_BLOCK, THREADS, ceil_div
+from contrastile.backends.cupy.common import FOLD, LANES, LINES, ONE_BLOCK, THREADS, ceil_div, planned
 from contrastile.backends.cupy.instances import ELEMENTS, instance
 from contrastile.backends.cupy.launch import launch, pointer
+from contrastile.backends.cupy.products import Products
 
 U = 2.0**-24
 LOG2E = np.log2(np.e)
-FLOATS, INTEGERS = ("alpha", "reference", "threshold", "factor", "bias"), ("fast", "status", "stray")
-PLAN = np.dtype([(name, "f4") for name in FLOATS] + [(name, "i4") for name in INTEGERS])
+_DTYPES = {ctypes.c_float: "f4", ctypes.c_int: "i4"}
+PLAN = np.dtype([(name, _DTYPES[kind]) for name, kind in struct("Plan")._fields_])
 rng = np.random.default_rng(7)
 
 
@@ -81,8 +83,8 @@ def measure(dtype: str, strided: bool) -> Iterator[tuple[str, float]]:
         j = np.where((positives >= 0) & (positives < n) & (positives != excluded), positives, -1)
         x = np.where(j >= 0, scale * np.einsum("ik,ik->i", q, k[j]) + bias, 0.0)
         room = abs(scale) * (d + 8) * U * np.einsum("ik,ik->i", abs(q), abs(k[j])) + 4 * U * (abs(x) + abs(bias))
-        blocks = ceil_div(m, LINES) + ceil_div(n, LINES)
-        row, column, peaks = cupy.full(m, np.nan, "f4"), cupy.full(n, np.nan, "f4"), cupy.empty((blocks, 2), "f4")
+        blocks = ceil_div(max(m, n), LINES)
+        row, column, peaks = (cupy.full(shape, np.nan, "f4") for shape in (m, n, (blocks, 4)))
         decided, where = plan(), (cupy.asarray(positives), cupy.asarray(excluded))
         alpha, beta = scalar(scale), scalar(bias)
         common = {"m": m, "n": n, "depth": d, "scale": pointer(alpha), "bias": pointer(beta), "peaks": pointer(peaks)}
@@ -108,8 +110,10 @@ def measure(dtype: str, strided: bool) -> Iterator[tuple[str, float]]:
         np.add.at(rooms, j[j >= 0], (room + U * abs(x))[j >= 0])
         yield "measure, sum_positives: column positives", ratio(column, sums, rooms + U * abs(sums) + 1e-300)
         squares = [np.square(x).sum(1) for x in (q, k)]
-        tops = [np.maximum.reduceat(s, np.arange(0, len(s), LINES)) for s in squares]
-        yield "measure: norms", ratio(peaks[:, 0], np.concatenate(tops), (d + 2) * U * np.concatenate(tops))
+        for side, square in enumerate(squares):
+            padded = np.pad(square, (0, blocks * LINES - len(square)))
+            top = padded.reshape(blocks, LINES).max(1)
+            yield "measure: norms", ratio(peaks[:, side], top, (d + 2) * U * top + 1e-300)
         said = read(decided)
         bound = abs(scale) * LOG2E * np.sqrt(squares[0].max() * squares[1].max()) * 1.01
         room_left = 124 - max(m, n).bit_length()
@@ -230,18 +234,16 @@ def backward(half: bool) -> Iterator[tuple[str, float]]:
     vectors = [cupy.full((3, x), np.nan, "f4") for x in lengths]
     given = {"m": lengths[0], "n": lengths[1], "bias": pointer(beta), "row": sides[0], "column": sides[1]}
     launch(instance("weigh", "weigh"), blocks, THREADS, struct("WeighArguments")(peaks=pointer(peaks), **given))
-    decide = struct("PlanBackwardArguments")(
+    temper = struct("TemperArguments")(
         peaks=pointer(peaks),
         programs=blocks,
         scale=pointer(alpha),
-        bias=pointer(beta),
         plan=pointer(decided),
+        row_vectors=pointer(vectors[0]),
+        column_vectors=pointer(vectors[1]),
         two_sided=1,
         half=half,
-    )
-    launch(instance("plan", "plan_backward"), 1, ONE_BLOCK, decide)
-    temper = struct("TemperArguments")(
-        plan=pointer(decided), row_vectors=pointer(vectors[0]), column_vectors=pointer(vectors[1]), **given
+        **given,
     )
     launch(instance("temper", "temper"), sum(ceil_div(x, THREADS) for x in lengths), THREADS, temper)
     given_ = [np.concatenate([cupy.asnumpy(x[i]).astype("f8") for x in held]) for i in range(3)]
@@ -254,8 +256,11 @@ def backward(half: bool) -> Iterator[tuple[str, float]]:
     least = np.log2(np.min(abs(weight[counts])) * factor) - (high - reference)
     fast = reference <= low and least >= -125
     said = read(decided)
-    yield "weigh, plan_backward", ratio([said["factor"], said["fast"]], np.array([factor, fast], "f8"), 1e-300)
-    yield "weigh, plan_backward", ratio(said["reference"], np.float64(reference if fast else 0), U * 130)
+    yield "weigh, temper: plan", ratio([said["factor"], said["fast"]], np.array([factor, fast], "f8"), 1e-300)
+    yield "weigh, temper: plan", ratio(said["reference"], np.float64(reference if fast else 0), U * 130)
+    yield "weigh, temper: plan", ratio(said["finishing"], np.float32(scale / factor), 1e-300)
+    yield "weigh, temper: plan", ratio(said["multiplier"], np.float64(said["finishing"]), 1e-300)
+    yield "weigh, temper: plan", float(any(said[name] != 0 for name in ("zero", "finished", "stray", "status")))
     reference = float(said["reference"])
     got = np.concatenate([cupy.asnumpy(x) for x in vectors], 1)
     quiet = ~counts | np.isneginf(lse)
@@ -314,13 +319,65 @@ def passes(dtype: str, strided: bool) -> Iterator[tuple[str, float]]:
             yield "carry", ratio(got, y if divide else y * 2.0**-9, 1e-300)
 
 
+def finishing(dtype: str, strided: bool) -> Iterator[tuple[str, float]]:
+    """The rows of two chunks finished, their inner product added by the last block; a product that finishes columns."""
+    m, d, cut, scale, factor = 133, 77 if strided else 88, 80, -3.7, 2.0**-9
+    (_, rows, q), (_, sums, r) = keep = features(m, d, dtype, strided), features(m, d, "float32", strided)
+    decided, by, out = plan(factor=factor), scalar(scale), cupy.zeros((m, d), "u2" if dtype == "bfloat16" else dtype)
+    blocks = ceil_div(cut, LINES) + ceil_div(m - cut, LINES)
+    parts, inner = cupy.full(blocks, np.nan), cupy.full((), np.nan)
+
+    def below(x: Any, start: int) -> Any:
+        """A matrix from a row on."""
+        first = x.data + start * x.row_stride * (4 if x is sums or dtype == "float32" else 2)
+        return struct("Matrix")(data=first, row_stride=x.row_stride, column_stride=x.column_stride)
+
+    for start, stop in ((0, cut), (cut, m)):
+        arguments = struct("FinishRowsArguments")(
+            sums=below(sums, start),
+            features=below(rows, start),
+            out=struct("Matrix")(data=pointer(out, start * d), row_stride=d, column_stride=1),
+            m=stop - start,
+            depth=d,
+            scale=pointer(by),
+            plan=pointer(decided),
+            parts=pointer(parts),
+            first=ceil_div(start, LINES),
+            all_blocks=blocks,
+            inner=pointer(inner),
+        )
+        launch(
+            instance("finish_rows", "finish_rows", ELEMENTS[dtype]), ceil_div(stop - start, LINES), THREADS, arguments
+        )
+    exact = (r.astype("f4") / np.float32(factor)) * np.float32(scale)
+    yield "finish_rows", float(not bool((out == stored(exact, dtype)[0]).all()))
+    yield "finish_rows: inner", ratio(inner, np.sum(q * r) / factor, 9 * U * np.sum(abs(q * r)) / factor)
+    del keep
+    if dtype == "float32" or strided:
+        return
+    g, x = (stored(rng.standard_normal(shape), dtype) for shape in ((200, 48), (200, 96)))
+    made, by = cupy.full((48, 96), 0x7FC0, "u2").view(dtype), plan(multiplier=scale)
+    Products().finish(made, g[0].view(dtype), x[0].view(dtype), (planned(by, "multiplier"), planned(by, "zero")))
+    want, size = scale * (g[1].T @ x[1]), abs(scale) * (abs(g[1]).T @ abs(x[1]))
+    half, rounding = (True, 2.0**-11) if dtype == "float16" else (False, 2.0**-8)
+    got = made.astype("f4") if half else cupy.asarray(made.view("u2").astype("u4") << 16).view("f4")
+    x[0][3, 5] = np.nan if half else 0x7FC0
+    by = plan(multiplier=2.0**-149)
+    Products().finish(made, g[0].view(dtype), x[0].view(dtype), (planned(by, "multiplier"), planned(by, "zero")))
+    bits = made.view("u2") & 0x7FFF
+    silent = np.arange(96) != 5
+    lost = not bool((bits[:, 5] > (0x7C00 if half else 0x7F80)).all()) or bool(bits[:, silent].any())
+    yield "a product that finishes with the factor for 0", float(lost)
+    yield "a product that finishes", ratio(got, want, (1 + rounding) * 200 * 2 * U * size + rounding * abs(want))
+
+
 def main() -> int:
     """Run all checks twice, from the same random numbers."""
     global rng
     cases: list[tuple[Callable[..., Iterator[tuple[str, float]]], tuple[Any, ...]]] = []
     for dtype in ELEMENTS:
         for strided in (False, True):
-            cases += [(measure, (dtype, strided)), (passes, (dtype, strided))]
+            cases += [(check, (dtype, strided)) for check in (measure, passes, finishing)]
     cases += [(fold, (False,)), (fold, (True,)), (fold_sums, ()), (backward, (False,)), (backward, (True,))]
     worst: dict[str, float] = {}
     same = True
@@ -334,8 +391,7 @@ def main() -> int:
             worst[name] = max(worst.get(name, 0.0), value)
             if value > 1:
                 print(f"  {check.__name__}{arguments}: {name} {value:.3g}")
-    for name, value in worst.items():
-        print(f"{'pass' if value <= 1 else 'FAIL'}  {value:9.3g}  {name}")
+    print(*(f"{'pass' if value <= 1 else 'FAIL'}  {value:9.3g}  {name}" for name, value in worst.items()), sep="\n")
     print("same bits twice" if same else "FAIL: a second run differs")
     return int(not same or max(worst.values()) > 1)
 

@@ -34,7 +34,7 @@ PEER_PATIENCE = 3.0
 def aims(bench: Bench) -> None:
     """What was aimed at, one point at a time."""
     for point, aims in bench.plan.aims:
-        wanted = {name: aim for name, aim in aims.items() if name in bench.ours}
+        wanted = {name: aim for name, aim in aims.items() if name in bench.aimed}
         if wanted:
             bench.times("aims", list(wanted), point, ROUNDS, aims=wanted)
 

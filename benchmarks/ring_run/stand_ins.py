@@ -117,7 +117,7 @@ def __getattr__(name: str) -> Backend:
     def gradients(block: Block, weights: Weights, row: Any, column: Any, options: Options) -> None:
         return None
 
-    changes: dict[str, Any] = {"name": name, "lse": lse, "gradients": gradients, "finished_rows": None}
+    changes: dict[str, Any] = {"name": name, "lse": lse, "gradients": gradients, "finished": None}
     return replace(real, **changes)
 
 

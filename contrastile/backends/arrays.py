@@ -44,6 +44,10 @@ class ArrayLibrary(Protocol):
         """An array of one value."""
         ...
 
+    def empty(self, shape: tuple[int, ...], dtype: str, like: Array) -> Array:
+        """An array whose every element will be written before it is read."""
+        ...
+
     def arange(self, start: int, stop: int, like: Array) -> Array:
         """Consecutive int64 values."""
         ...
@@ -80,6 +84,10 @@ class ArrayLibrary(Protocol):
         """The sum of all elements, in float64, 0-d."""
         ...
 
+    def add(self, a: Array, b: Array, into: Array) -> None:
+        """``into = a + b``, elementwise; it may be one of the two."""
+        ...
+
     def mean_excess(self, lse: Array, positive: Array, weight: Array, target: Array) -> Array:
         """``sum_i w_i (lse_i - t_i positive_i)`` in float64, 0-d: see ``mean_excess``."""
         ...
@@ -110,16 +118,13 @@ class NumpyArrays:
 
     def __init__(self, module: Any) -> None:
         self.module = module
-
-    @property
-    def name(self) -> str:
-        return str(self.module.__name__)
+        self.name = str(module.__name__)
 
     def owns(self, x: Array) -> bool:
         return isinstance(x, self.module.ndarray | self.module.generic)
 
     def dtype(self, x: Array) -> str:
-        return str(x.dtype)
+        return crossing.dtype_name(x.dtype)
 
     def device(self, x: Array) -> str:
         return "cpu"
@@ -129,6 +134,9 @@ class NumpyArrays:
 
     def full(self, shape: tuple[int, ...], value: float, dtype: str, like: Array) -> Array:
         return self.module.full(shape, value, dtype=dtype)
+
+    def empty(self, shape: tuple[int, ...], dtype: str, like: Array) -> Array:
+        return self.module.empty(shape, dtype=dtype)
 
     def arange(self, start: int, stop: int, like: Array) -> Array:
         return self.module.arange(start, stop, dtype="int64")
@@ -156,6 +164,9 @@ class NumpyArrays:
 
     def total(self, x: Array) -> Array:
         return self.module.asarray(x.sum(dtype="float64"))
+
+    def add(self, a: Array, b: Array, into: Array) -> None:
+        self.module.add(a, b, out=into)
 
     def mean_excess(self, lse: Array, positive: Array, weight: Array, target: Array) -> Array:
         return mean_excess(self, lse, positive, weight, target)
@@ -200,6 +211,10 @@ class CupyArrays(NumpyArrays):
         with like.device:
             # zeros are set by the copy engine, several times as fast as CuPy fills
             return self.module.full(shape, value, dtype=dtype) if value else self.module.zeros(shape, dtype=dtype)
+
+    def empty(self, shape: tuple[int, ...], dtype: str, like: Array) -> Array:
+        with like.device:
+            return self.module.empty(shape, dtype=dtype)
 
     def arange(self, start: int, stop: int, like: Array) -> Array:
         with like.device:
@@ -261,10 +276,15 @@ class TorchArrays:
     def full(self, shape: tuple[int, ...], value: float, dtype: str, like: Array) -> Array:
         return self.module.full(shape, value, dtype=getattr(self.module, dtype), device=like.device)
 
+    def empty(self, shape: tuple[int, ...], dtype: str, like: Array) -> Array:
+        return self.module.empty(shape, dtype=getattr(self.module, dtype), device=like.device)
+
     def arange(self, start: int, stop: int, like: Array) -> Array:
         return self.module.arange(start, stop, device=like.device)
 
     def asarray(self, x: Any, dtype: str, like: Array) -> Array:
+        if isinstance(x, int | float):
+            return self.full((), x, dtype, like)
         return self.module.as_tensor(x, dtype=getattr(self.module, dtype), device=like.device)
 
     def cast(self, x: Array, dtype: str) -> Array:
@@ -287,6 +307,9 @@ class TorchArrays:
 
     def total(self, x: Array) -> Array:
         return x.sum(dtype=self.module.float64)
+
+    def add(self, a: Array, b: Array, into: Array) -> None:
+        self.module.add(a, b, out=into)
 
     def mean_excess(self, lse: Array, positive: Array, weight: Array, target: Array) -> Array:
         return mean_excess(self, lse, positive, weight, target)
@@ -350,12 +373,11 @@ def transfer(x: Array | None, source: ArrayLibrary, target: ArrayLibrary, dtype:
     """
     if x is None or source.name == target.name:
         return x
-    modules = _on_one_gpu(source, target, x)
-    if modules is None:
-        moved = target.from_numpy(source.to_numpy(x))
-    else:
+    if modules := _on_one_gpu(source, target, x):
         moved = (crossing.to_cupy if target.name == "cupy" else crossing.to_torch)(x, *modules)
-    return moved if dtype is None else target.cast(moved, dtype)
+    else:
+        moved = target.from_numpy(source.to_numpy(x))
+    return moved if dtype is None or target.dtype(moved) == dtype else target.cast(moved, dtype)
 
 
 def working_for(source: ArrayLibrary, target: ArrayLibrary, like: Array) -> AbstractContextManager[Any]:
@@ -373,6 +395,5 @@ def working_for(source: ArrayLibrary, target: ArrayLibrary, like: Array) -> Abst
 
 def _on_one_gpu(source: ArrayLibrary, target: ArrayLibrary, x: Array) -> tuple[Any, Any] | None:
     """The modules torch and cupy, if source and target are these two and x is on a GPU."""
-    if {source.name, target.name} != {"torch", "cupy"} or source.device(x) != "cuda":
-        return None
-    return sys.modules["torch"], sys.modules["cupy"]
+    near = {source.name, target.name} == {"torch", "cupy"} and source.device(x) == "cuda"
+    return (sys.modules["torch"], sys.modules["cupy"]) if near else None

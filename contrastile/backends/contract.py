@@ -32,6 +32,8 @@ if TYPE_CHECKING:
 
 Array = Any
 Match = Literal["drop", "target"]
+ColumnForm = Literal["sums", "gradient"]
+"""What ``finished`` makes of the columns: their sums, to which a schedule may add others, or their gradient itself."""
 
 PRECISIONS = ("ieee", "tf32", "split")
 """How products of float32 features are computed: in float32; with their factors rounded to nearest to at least the 11
@@ -176,10 +178,26 @@ class Accuracy:
     tile: Callable[[int], int] = int
 
 
+@dataclass(frozen=True, slots=True)
+class Finished:
+    """What ``finished`` gives, R being ``sum_j G_ij column_j`` and C ``sum_i G_ij row_i``. Each owns its memory.
+
+    Attributes:
+        rows: (m, d) ``scale R``, rounded once to the features' dtype.
+        columns: (n, d) contiguous; C in the state dtype for "sums", ``scale C`` rounded once to the features' dtype
+            for "gradient", None where not wanted.
+        inner: 0-d float64, ``sum_i <row_i, R_i>`` of the sums before any rounding.
+    """
+
+    rows: Array
+    columns: Array | None
+    inner: Array
+
+
 LseFunction = Callable[[Block, bool, Options], Statistics]
 GradientsFunction = Callable[[Block, Weights, "Array | None", "Array | None", Options], None]
 SigmoidFunction = Callable[[Block, Array, "Array | None", "Array | None", Options], tuple[Array, Array]]
-FinishedRowsFunction = Callable[[Block, Weights, "Array | None", Options], tuple[Array, Array]]
+FinishedFunction = Callable[[Block, Weights, "Array | None", "ColumnForm | None", Options], Finished]
 
 
 def supports_everything(block: Block) -> str | None:
@@ -215,10 +233,10 @@ class Backend:
         supports: a reason for refusing a block, or None.
         state: name of the state dtype, given the features' dtype.
         precisions: those of ``PRECISIONS`` that it computes float32 features in; every other is refused.
-        finished_rows: None, or a form of ``gradients`` for a block that is the whole problem, which needs no (m, d)
-            sums: ``finished_rows(block, weights, column_gradient, options)`` adds to column_gradient likewise and
-            returns ``scale sum_j G_ij column_j`` (m, d), rounded once to the features' dtype, and, 0-d in float64,
-            ``sum_i <row_i, sum_j G_ij column_j>`` of the sums before that rounding.
+        finished: None, or a form of ``gradients`` for a block that is all of its rows' problem, which adds to nothing
+            that was there before: ``finished(block, weights, upstream, columns, options)`` starts every sum afresh, so
+            that nobody fills accumulators with zeros, and holds no (m, d) sums. ``upstream``, 0-d in the state dtype
+            or None for 1, multiplies every weight; ``columns`` says what is to be made of the columns' side.
     """
 
     name: str
@@ -232,7 +250,7 @@ class Backend:
     supports: Callable[[Block], str | None] = supports_everything
     state: Callable[[str], str] = state_dtype
     precisions: frozenset[str] = frozenset({"ieee"})
-    finished_rows: FinishedRowsFunction | None = None
+    finished: FinishedFunction | None = None
 
     def check(self, block: Block, options: Options | None = None) -> None:
         """Raise UnsupportedProblemError with the reason, if this backend refuses the block or the options."""

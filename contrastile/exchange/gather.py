@@ -15,7 +15,7 @@ from contrastile.backends.contract import Array, Backend, Block, Options, Weight
 from contrastile.exchange import local
 from contrastile.exchange.placement import Placement
 from contrastile.exchange.problem import Problem
-from contrastile.exchange.shared import finish, placed, scaled_weights, summed, together
+from contrastile.exchange.shared import average, finish, placed, scaled_weights, summed, together
 
 
 def gathered(placement: Placement, arrays: ArrayLibrary, own: Array) -> Array:
@@ -24,7 +24,7 @@ def gathered(placement: Placement, arrays: ArrayLibrary, own: Array) -> Array:
     own = arrays.contiguous(own)
     if placement.size == 1:
         return own
-    whole = arrays.full((sum(widths), *own.shape[1:]), 0, arrays.dtype(own), own)
+    whole = arrays.empty((sum(widths), *own.shape[1:]), arrays.dtype(own), own)
     placement.communicator.all_gather(own, whole, widths).wait()
     return whole
 
@@ -80,7 +80,7 @@ def _home(placement: Placement, arrays: ArrayLibrary, state: Sequence[Array]) ->
         where = slice(shards.start(rank), shards.start(rank) + shards.widths[rank])
         outgoing.append(arrays.concat([x[where] for x in state]))
     own = shards.widths[placement.rank]
-    incoming = [arrays.full((len(state) * own,), 0.0, arrays.dtype(state[0]), state[0]) for _ in range(n)]
+    incoming = [arrays.empty((len(state) * own,), arrays.dtype(state[0]), state[0]) for _ in range(n)]
     placement.communicator.all_to_all(outgoing, incoming).wait()
     for found in incoming:
         yield [found[i * own : (i + 1) * own] for i in range(len(state))]
@@ -102,9 +102,17 @@ def backward(
     columns: Sequence[Array | None] = [None] * 3
     if weighted.column_weight is not None:
         columns = _over_columns(placement, arrays, (saved.column_lse, weighted.column_weight, weighted.column_target))
+    weights = Weights(saved.row_lse, weighted.row_weight, weighted.row_target, *columns)
+    if backend.finished is not None and wanted.rows:
+        # this rank's rows meet every column here: only the columns' sums have other ranks' parts to come
+        found = backend.finished(block, weights, None, "sums" if any(wanted.columns) else None, options)
+        sums = local.Sums(None, _scattered(placement, arrays, found.columns, wanted.columns), None)
+        others = replace(wanted, rows=False, scale=False)
+        rest = finish(problem.rows, problem.scale, placement, sums, None, others, arrays)
+        d_scale = average(placement, arrays, found.inner, problem.scale) if wanted.scale else None
+        return replace(rest, rows=found.rows, scale=d_scale)
     row_sum = local.accumulator(backend, problem.rows, wanted.rows or wanted.scale)
     column_sum = local.accumulator(backend, block.columns, any(wanted.columns))
-    weights = Weights(saved.row_lse, weighted.row_weight, weighted.row_target, *columns)
     backend.gradients(block, weights, row_sum, column_sum, options)
     sums = local.Sums(row_sum, _scattered(placement, arrays, column_sum, wanted.columns), None)
     return finish(problem.rows, problem.scale, placement, sums, None, wanted, arrays)
@@ -128,7 +136,7 @@ def _scattered(
     shards, own = placement.shards, whole
     if placement.size > 1:
         width = shards.widths[placement.rank]
-        own = arrays.full((width, *whole.shape[1:]), 0.0, arrays.dtype(whole), whole)
+        own = arrays.empty((width, *whole.shape[1:]), arrays.dtype(whole), whole)
         placement.communicator.reduce_scatter(whole, own, shards.widths).wait()
     places = shards.blocks(placement.rank)
     parts = [own[where] if want else None for where, want in zip(places, wants, strict=True)]
@@ -139,7 +147,7 @@ def _scattered(
 def _copied(arrays: ArrayLibrary, x: Array | None) -> Array | None:
     if x is None:
         return None
-    copy = arrays.full(tuple(x.shape), 0.0, arrays.dtype(x), x)
+    copy = arrays.empty(tuple(x.shape), arrays.dtype(x), x)
     copy[...] = x
     return copy
 

@@ -8,7 +8,7 @@ from functools import wraps
 from typing import ParamSpec, TypeVar
 
 from contrastile.backends.arrays import ArrayLibrary
-from contrastile.backends.contract import Array, Backend, Options, Weights
+from contrastile.backends.contract import Array, Backend, ColumnForm, Options, Weights
 from contrastile.exchange.problem import Problem
 
 P = ParamSpec("P")
@@ -112,13 +112,17 @@ def backward(
     problem: Problem, saved: Forward, upstream: Array, wanted: Wanted, backend: Backend, options: Options
 ) -> Gradients:
     """Gradients of ``upstream * loss`` for the softmax loss; ``upstream`` is 0-d, state dtype."""
+    if backend.finished is not None and wanted.rows and len(problem.columns) == 1:
+        ((where, block),) = problem.blocks()
+        form: ColumnForm | None = "gradient" if wanted.columns[0] else None
+        found = backend.finished(block, _weights(problem, saved, where), upstream, form, options)
+        scale = backend.arrays.cast(found.inner, backend.arrays.dtype(problem.scale)) if wanted.scale else None
+        return Gradients(found.rows, (found.columns,), scale, None)
     weighted = replace(
         problem,
         row_weight=problem.row_weight * upstream,
         column_weight=None if problem.column_weight is None else problem.column_weight * upstream,
     )
-    if backend.finished_rows is not None and wanted.rows and len(problem.columns) == 1:
-        return _finished_rows(weighted, saved, wanted, backend, options)
     row_sum = accumulator(backend, problem.rows, wanted.rows or wanted.scale)
     column_sums = []
     for (where, block), want in zip(weighted.blocks(), wanted.columns, strict=True):
@@ -126,19 +130,6 @@ def backward(
         backend.gradients(block, _weights(weighted, saved, where), row_sum, column_sums[-1], options)
     # the upstream gradient is in the weights already, and a softmax does not feel a bias
     return finish(problem.rows, problem.scale, Sums(row_sum, tuple(column_sums), None), None, wanted, backend.arrays)
-
-
-def _finished_rows(weighted: Problem, saved: Forward, wanted: Wanted, backend: Backend, options: Options) -> Gradients:
-    """The gradients of a single column block by the backend's own way of finishing rows; the weights carry upstream."""
-    arrays = backend.arrays
-    assert backend.finished_rows is not None
-    ((where, block),) = weighted.blocks()
-    column_sum = accumulator(backend, block.columns, wanted.columns[0])
-    rows, scale = backend.finished_rows(block, _weights(weighted, saved, where), column_sum, options)
-    others = replace(wanted, rows=False, scale=False)
-    found = finish(weighted.rows, weighted.scale, Sums(None, (column_sum,), None), None, others, arrays)
-    d_scale = arrays.cast(scale, arrays.dtype(weighted.scale)) if wanted.scale else None
-    return replace(found, rows=rows, scale=d_scale)
 
 
 def _weights(problem: Problem, saved: Forward, where: slice) -> Weights:

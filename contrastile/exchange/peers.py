@@ -129,10 +129,12 @@ class Peers:
     def reduce_scatter(self, whole: Array, own: Array, sizes: Sequence[int]) -> Pending:
         arrays = library_of(own)
         outgoing = split(whole, sizes)
-        parts = [arrays.full(tuple(own.shape), 0.0, arrays.dtype(own), own) for _ in range(self.size - 1)]
+        parts = [arrays.empty(tuple(own.shape), arrays.dtype(own), own) for _ in range(self.size - 1)]
         parts.insert(self.rank, outgoing[self.rank])
         return self._send(
-            {r: [x] for r, x in enumerate(outgoing)}, {r: [x] for r, x in enumerate(parts)}, lambda: _add(parts, own)
+            {r: [x] for r, x in enumerate(outgoing)},
+            {r: [x] for r, x in enumerate(parts)},
+            lambda: _add(arrays, parts, own),
         )
 
     def _send(self, outgoing: Parts, incoming: Parts, after: Callable[[], None] = _nothing) -> Pending:
@@ -231,10 +233,14 @@ def split(x: Array, sizes: Sequence[int]) -> list[Array]:
     return parts
 
 
-def _add(parts: Sequence[Array], into: Array) -> None:
-    into[...] = parts[0]
-    for part in parts[1:]:
-        into += part
+def _add(arrays: ArrayLibrary, parts: Sequence[Array], into: Array) -> None:
+    """The parts' sum, in their order."""
+    if len(parts) == 1:
+        into[...] = parts[0]
+        return
+    arrays.add(parts[0], parts[1], into)
+    for part in parts[2:]:
+        arrays.add(into, part, into)
 
 
 def _on_host(outgoing: Parts, incoming: Parts, on_device: bool) -> tuple[Parts, Parts, Callable[[], None]]:

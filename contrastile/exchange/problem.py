@@ -65,9 +65,13 @@ class Problem:
 
     def block(self, columns: Array, start: int, column_ids: Array | None) -> Block:
         """All rows against some columns, of which the first has the number ``start``; these are their ids."""
+
+        def local(index: Array | None) -> Array | None:
+            return index if index is None or start == 0 else index - start
+
         pairs = Pairs(
-            positives=None if self.positives is None else self.positives - start,
-            excluded=None if self.excluded is None else self.excluded - start,
+            positives=local(self.positives),
+            excluded=local(self.excluded),
             row_ids=self.row_ids,
             column_ids=column_ids,
             match=self.match,

@@ -36,9 +36,7 @@ def visits(
         pending, following = None, held
         if step + 1 < n:
             coming = sizes((owner - 1) % n)
-            following = [
-                arrays.full((k, *x.shape[1:]), 0, arrays.dtype(x), x) for k, x in zip(coming, own, strict=True)
-            ]
+            following = [arrays.empty((k, *x.shape[1:]), arrays.dtype(x), x) for k, x in zip(coming, own, strict=True)]
             pending = placement.communicator.shift(held, following)
         placement.communicator.visit(step, owner)
         yield owner, held
@@ -69,7 +67,7 @@ class Rider:
             return
         coming = sizes((owner - 1) % n)
         self._arriving = [
-            self.arrays.full((k, *x.shape[1:]), 0, self.arrays.dtype(x), x) for k, x in zip(coming, here, strict=True)
+            self.arrays.empty((k, *x.shape[1:]), self.arrays.dtype(x), x) for k, x in zip(coming, here, strict=True)
         ]
         # kept, for the message owns it until it has been waited for
         self._sent = whole

@@ -22,7 +22,7 @@ def summed(placement: Placement, arrays: ArrayLibrary, x: Array) -> Array:
     n = placement.size
     if n == 1:
         return x
-    whole = arrays.full((n, *x.shape), 0.0, arrays.dtype(x), x)
+    whole = arrays.empty((n, *x.shape), arrays.dtype(x), x)
     placement.communicator.all_gather(x.reshape((1, *x.shape)), whole, [1] * n).wait()
     total = whole[0]
     for part in whole[1:]:
@@ -49,6 +49,11 @@ def scaled_weights(problem: Problem, upstream: Array) -> Problem:
     )
 
 
+def average(placement: Placement, arrays: ArrayLibrary, x: Array, scale: Array) -> Array:
+    """The mean over the ranks of what each found for the scale or the bias, in the scale's dtype."""
+    return arrays.cast(summed(placement, arrays, x) / placement.size, arrays.dtype(scale))
+
+
 def finish(
     rows: Array,
     scale: Array,
@@ -64,9 +69,7 @@ def finish(
     """
 
     def mean(x: Array | None) -> Array | None:
-        if x is None:
-            return None
-        return arrays.cast(summed(placement, arrays, x) / placement.size, arrays.dtype(scale))
+        return None if x is None else average(placement, arrays, x, scale)
 
     # in float64 until they are whole: the ranks' parts may be large where their sum is small
     found = local.finish(rows, scale, sums, upstream, wanted, arrays, "float64")

@@ -12,7 +12,16 @@ from dataclasses import dataclass, field, replace
 from typing import Any
 
 from contrastile.backends.arrays import ArrayLibrary
-from contrastile.backends.contract import Array, Backend, Block, Options, Statistics, Weights
+from contrastile.backends.contract import (
+    Array,
+    Backend,
+    Block,
+    ColumnForm,
+    Finished,
+    Options,
+    Statistics,
+    Weights,
+)
 
 Layout = Callable[[ArrayLibrary, Array, float], tuple[Array, Array]]
 
@@ -128,11 +137,12 @@ def rehoused(backend: Backend, layout: Layout, trespasses: list[str]) -> Backend
         backend.gradients(moved.block(block), moved.weights(weights), *to, options)
         settle(moved)
 
-    def finished_rows(block: Block, weights: Weights, columns: Array, options: Options) -> tuple[Array, Array]:
-        assert backend.finished_rows is not None
+    def finished(
+        block: Block, weights: Weights, upstream: Array | None, columns: ColumnForm | None, options: Options
+    ) -> Finished:
+        assert backend.finished is not None
         moved = movers()
-        to = moved.add(columns, "column_gradient")
-        found = backend.finished_rows(moved.block(block), moved.weights(weights), to, options)
+        found = backend.finished(moved.block(block), moved.weights(weights), upstream, columns, options)
         settle(moved)
         return found
 
@@ -145,8 +155,8 @@ def rehoused(backend: Backend, layout: Layout, trespasses: list[str]) -> Backend
         settle(moved)
         return found
 
-    finished = None if backend.finished_rows is None else finished_rows
-    return replace(backend, lse=lse, gradients=gradients, sigmoid=sigmoid, finished_rows=finished)
+    whole = None if backend.finished is None else finished
+    return replace(backend, lse=lse, gradients=gradients, sigmoid=sigmoid, finished=whole)
 
 
 def repeated(backend: Backend) -> Backend:
@@ -160,8 +170,8 @@ def repeated(backend: Backend) -> Backend:
         backend.sigmoid(*call)
         return backend.sigmoid(*call)
 
-    # finished rows are nobody's accumulator
-    return replace(backend, gradients=gradients, sigmoid=sigmoid, finished_rows=None)
+    # what is finished is nobody's accumulator
+    return replace(backend, gradients=gradients, sigmoid=sigmoid, finished=None)
 
 
 def expanded(backend: Backend) -> Backend:
@@ -177,10 +187,10 @@ def expanded(backend: Backend) -> Backend:
         backend.check(there)
         return there
 
-    finished = backend.finished_rows
+    finished = backend.finished
     return replace(
         backend,
-        finished_rows=None if finished is None else lambda block, *call: finished(house(block), *call),
+        finished=None if finished is None else lambda block, *call: finished(house(block), *call),
         lse=lambda block, *call: backend.lse(house(block), *call),
         gradients=lambda block, *call: backend.gradients(house(block), *call),
         sigmoid=lambda block, *call: backend.sigmoid(house(block), *call),

@@ -55,11 +55,18 @@ def hosted() -> Iterator[Host]:
             assert inner.shape[1] == features.shape[0]
             host.multiplied.append((out.shape, how))
 
+        def finish(self: Any, out: Any, g: Any, features: Any, factors: tuple[int, int]) -> None:
+            assert out.dtype == g.dtype
+            assert out.shape == (g.shape[1], features.shape[1])
+            assert g.shape[0] == features.shape[0]
+            host.multiplied.append((out.shape, {"factors": factors}))
+
         for name in LAUNCHING:
             patch.setattr(getattr(host, name), "launch", launch)
         patch.setattr(host.tiles, "tensor_map", lambda x, box: bytes(128))
         patch.setattr(host.products.Products, "__init__", lambda self: None)
         patch.setattr(host.products.Products, "accumulate", accumulate)
+        patch.setattr(host.products.Products, "finish", finish)
         yield host
 
 
@@ -103,7 +110,8 @@ def test_only_what_is_in_the_table_is_launched(dtype: str, kind: str) -> None:
                     backend.check(given, options)
                     backend.lse(given, two_sided, options)
                     backend.gradients(given, weights(host, two_sided), *sums(host), options)
-                    backend.finished_rows(given, weights(host, two_sided), sums(host)[1], options)
+                    for form in (None, "sums", "gradient"):
+                        backend.finished(given, weights(host, two_sided), None, form, options)
                     backend.sigmoid(given, weights(host, False).row_weight, *sums(host), options)
         families = {name.partition("<")[0] for name, _, _ in host.launched if name.startswith("forward")}
         assert families == ({"forward_sm80"} if dtype == "float32" else {"forward_sm80", "forward_sm90"})
@@ -143,15 +151,69 @@ def test_chunks_cover_the_block_once_and_each_state_has_one_first_and_one_last(t
         assert (covered(host.launched, "gradient") == 1).all()
 
 
-def test_finished_rows_start_afresh_and_columns_add() -> None:
+@pytest.mark.parametrize("dtype", ["bfloat16", "float16"])
+@pytest.mark.parametrize("form", [None, "sums", "gradient"])
+def test_what_is_finished_starts_afresh(form: Any, dtype: str) -> None:
     with hosted() as host:
-        host.record.backend.finished_rows(
-            block(host, "bfloat16"), weights(host, True), sums(host)[1], Options(tile=(11, 20))
+        found = host.record.backend.finished(
+            block(host, dtype), weights(host, True), None, form, Options(tile=(11, 20))
         )
         rows = [how["fresh"] for _, how in host.multiplied if not how.get("transposed")]
         assert rows == [True, False, False] * 3
-        assert sum(bool(how.get("transposed")) for _, how in host.multiplied) == 9
-        assert sum(name.startswith("finish_rows") for name, _, _ in host.launched) == 3
+        columns = [how["fresh"] for _, how in host.multiplied if how.get("transposed")]
+        assert columns == ([True] * 3 + [False] * 6 if form else [])
+        names = [name.partition("<")[0] for name, _, _ in host.launched]
+        assert names.count("finish_rows") == 3
+        assert names.count("scale_cast") == (form == "gradient")
+        # no sums come from outside: float16's factor is only taken out of those that go there
+        assert names.count("carry") == (form == "sums" and dtype == "float16")
+        assert found.rows.dtype == dtype
+        assert found.columns is None if form is None else found.columns.dtype == (dtype if form == "gradient" else "f4")
+
+
+def test_parts_of_the_inner_product_are_each_written_once() -> None:
+    with hosted() as host:
+        host.record.backend.finished(block(host, "bfloat16"), weights(host, True), None, None, Options(tile=(11, 20)))
+        launches = [x for name, x, _ in host.launched if name.startswith("finish_rows")]
+        lines = host.gradients.LINES
+        written = [part for x in launches for part in range(x.first, x.first + -(-x.m // lines))]
+        assert written == list(range(launches[0].all_blocks))
+        assert len({x.parts for x in launches}) == len({x.inner for x in launches}) == 1
+
+
+def test_one_chunk_of_rows_needs_no_sums_of_the_columns() -> None:
+    with hosted() as host:
+        host.record.backend.finished(
+            block(host, "float16"), weights(host, True), None, "gradient", Options(tile=(M, 20))
+        )
+        assert [shape for shape, how in host.multiplied if "factors" in how] == [(20, D), (20, D), (7, D)]
+        assert not any(how.get("transposed") for _, how in host.multiplied)
+        assert not any(name.startswith(("scale_cast", "carry")) for name, _, _ in host.launched)
+
+
+def test_a_workspace_is_named_with_the_backend(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("CONTRASTILE_WORKSPACE_MIB", "1")
+    with hosted():
+        package = importlib.import_module("contrastile.backends.cupy")
+        for mib in (1, 3):
+            backend = getattr(package, f"workspace_{mib}")
+            assert backend is getattr(package, f"workspace_{mib}")
+            assert backend.name == f"cupy, workspace {mib} MiB"
+            for function in (backend.gradients, backend.sigmoid, backend.finished):
+                assert function.keywords["way"].mib == mib
+        for wrong in ("workspace_0", "workspace_", "workspace_2GiB", "workspaces_5"):
+            with pytest.raises(AttributeError, match="has no attribute"):
+                getattr(package, wrong)
+
+
+def test_upstream_reaches_the_survey_and_the_vectors() -> None:
+    with hosted() as host:
+        backend, given = host.record.backend, block(host, "bfloat16")
+        upstream = given.scale + 1
+        backend.finished(given, weights(host, True), upstream, None, Options())
+        backend.gradients(given, weights(host, True), *sums(host), Options())
+        found = [x.upstream for name, x, _ in host.launched if name in ("weigh", "temper")]
+        assert found == [upstream.data.ptr] * 2 + [None] * 2
 
 
 def test_nothing_is_computed_that_nobody_wants() -> None:

@@ -8,6 +8,7 @@ import os
 os.environ["TRITON_INTERPRET"] = "1"
 
 import importlib
+import weakref
 from dataclasses import replace
 from typing import Any
 
@@ -239,22 +240,72 @@ def weights_of(given: Block, two_sided: bool = True) -> Weights:
 
 @pytest.mark.parametrize("dtype", ["float32", "float16"])
 @pytest.mark.parametrize("tile", [None, (16, 32), (13, 45), (50, 9)])
-def test_finished_rows_have_the_bits_of_sums_finished_later(tile: tuple[int, int] | None, dtype: str) -> None:
+def test_what_is_finished_has_the_bits_of_sums_finished_later(tile: tuple[int, int] | None, dtype: str) -> None:
     given = block(dtype=getattr(torch, dtype))
     weights, options = weights_of(given), Options(tile)
     sums = torch.zeros(given.rows.shape), torch.zeros(given.columns.shape)
     backend.gradients(given, weights, *sums, options)
-    column_sum = torch.zeros(given.columns.shape)
-    assert backend.finished_rows is not None
-    rows, scale = backend.finished_rows(given, weights, column_sum, options)
-    assert torch.equal(column_sum, sums[1])
-    assert torch.equal(rows, backend.arrays.scaled(sums[0], given.scale, dtype, consume=False))
+    assert backend.finished is not None
+    found = {form: backend.finished(given, weights, None, form, options) for form in (None, "sums", "gradient")}
+    rows, columns = (backend.arrays.scaled(x, given.scale, dtype, consume=False) for x in sums)
+    assert found[None].columns is None
+    assert torch.equal(found["sums"].columns, sums[1])
+    assert torch.equal(found["gradient"].columns, columns)
     size = float((given.rows.double() * sums[0].double()).abs().sum())
     exact = float((given.rows.double() * sums[0].double()).sum())
-    assert abs(float(scale) - exact) <= 24 * 2.0**-24 * size
+    for each in found.values():
+        assert torch.equal(each.rows, rows)
+        assert abs(float(each.inner) - exact) <= 24 * 2.0**-24 * size
 
 
-def test_finished_rows_hold_no_matrix_of_all_rows_in_float32(monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize("two_sided", [True, False])
+def test_upstream_multiplies_every_weight(two_sided: bool) -> None:
+    given = block(dtype=torch.float16)
+    weights, upstream = weights_of(given, two_sided), torch.tensor(-0.37)
+    column = weights.column_weight
+    by_hand = replace(
+        weights,
+        row_weight=weights.row_weight * upstream,
+        column_weight=None if column is None else column * upstream,
+    )
+    assert backend.finished is not None
+    found = backend.finished(given, weights, upstream, "gradient", Options())
+    expected = backend.finished(given, by_hand, None, "gradient", Options())
+    for name in ("rows", "columns", "inner"):
+        assert torch.equal(getattr(found, name), getattr(expected, name)), name
+
+
+@pytest.mark.parametrize("form", ["sums", "gradient"])
+def test_what_is_finished_starts_from_nothing_that_memory_held(form: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    given = block(dtype=torch.float16)
+    weights, options = weights_of(given), Options((16, 32))
+    assert backend.finished is not None
+    expected = backend.finished(given, weights, None, form, options)
+    empty = torch.empty
+
+    def poisoned(*shape: Any, **how: Any) -> Any:
+        found = empty(*shape, **how)
+        return found.fill_(float("nan")) if found.is_floating_point() else found
+
+    monkeypatch.setattr(torch, "empty", poisoned)
+    found = backend.finished(given, weights, None, form, options)
+    for name in ("rows", "columns", "inner"):
+        assert torch.equal(getattr(found, name), getattr(expected, name)), name
+
+
+@pytest.mark.parametrize("shape", [(0, 45), (50, 0), (0, 0)])
+def test_a_block_without_pairs_is_finished_with_zeros(shape: tuple[int, int]) -> None:
+    given = block(m=shape[0], n=shape[1], dtype=torch.float16)
+    ones = [torch.ones(size) for size in shape]
+    assert backend.finished is not None
+    for form, dtype in (("sums", torch.float32), ("gradient", torch.float16)):
+        found = backend.finished(given, Weights(*[ones[0]] * 3, *[ones[1]] * 3), None, form, Options())
+        assert (found.rows.shape, found.rows.dtype) == (given.rows.shape, torch.float16)
+        assert (found.columns.shape, found.columns.dtype) == (given.columns.shape, dtype)
+        assert not any(x.any() for x in (found.rows, found.columns, found.inner))
+
+
+def test_finishing_holds_no_matrix_of_all_rows_in_float32(monkeypatch: pytest.MonkeyPatch) -> None:
     given = block(m=200, n=45, dtype=torch.float16)
     weights = weights_of(given)
     asked: list[int] = []
@@ -266,11 +317,34 @@ def test_finished_rows_hold_no_matrix_of_all_rows_in_float32(monkeypatch: pytest
         return found
 
     monkeypatch.setattr(torch, "empty", counted)
-    assert backend.finished_rows is not None
-    backend.finished_rows(given, weights, None, Options((16, 32)))
+    assert backend.finished is not None
+    backend.finished(given, weights, None, None, Options((16, 32)))
     # the rows' gradient itself is float16
     assert max(asked) < 4 * given.rows.numel()
     assert 2 * given.rows.numel() in asked
+
+
+def test_the_columns_gradient_waits_for_the_workspace_to_go(monkeypatch: pytest.MonkeyPatch) -> None:
+    given = block(dtype=torch.float16)
+    weights, held = weights_of(given), list[Any]()
+    space, multiplied = gradients_module.workspace, gradients_module.multiplied
+
+    def workspace(*call: Any) -> Any:
+        found = space(*call)
+        held.append(weakref.ref(found))
+        return found
+
+    def last(*call: Any) -> None:
+        assert held
+        assert not any(x() is not None for x in held)
+        held.clear()
+        multiplied(*call)
+
+    monkeypatch.setattr(gradients_module, "workspace", workspace)
+    monkeypatch.setattr(gradients_module, "multiplied", last)
+    assert backend.finished is not None
+    backend.finished(given, weights, None, "gradient", Options((16, 32)))
+    assert not held
 
 
 @pytest.mark.parametrize("scale", [33.3, 57.1, 77.7, 99.9])

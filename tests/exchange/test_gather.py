@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 from collections import Counter
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
 import pytest
 from worlds_at_hand import WORLDS, cut, failing, placement, rows, town
 
-from contrastile.backends.contract import Options
+from contrastile.backends.contract import Array, Backend, Block, ColumnForm, Finished, Options, Weights
 from contrastile.backends.registry import load
 from contrastile.exchange import gather, local
 from contrastile.exchange.inprocess import InProcess
@@ -37,16 +38,32 @@ class Counting:
         return counted
 
 
-def outcome(n: int, case: str) -> list[tuple[Counter[str], local.Gradients]]:
+def finished(
+    block: Block, weights: Weights, upstream: Array | None, columns: ColumnForm | None, options: Options
+) -> Finished:
+    """``contract.Finished`` by way of sums, which it is to save: what a schedule makes of it is the question here."""
+    assert upstream is None
+    rows, over = np.zeros(block.rows.shape), np.zeros(block.columns.shape)
+    NUMPY.gradients(block, weights, rows, over, options)
+    side = {None: None, "sums": over, "gradient": over * block.scale}[columns]
+    return Finished(rows * block.scale, side, NUMPY.arrays.inner(block.rows, rows))
+
+
+FINISHING = replace(NUMPY, finished=finished)
+
+
+def outcome(
+    n: int, case: str, backend: Backend = NUMPY, columns: bool = True, scale: bool = True
+) -> list[tuple[Counter[str], local.Gradients]]:
     parts = cut(case, range(2, n + 2), range(n + 1, 1, -1))
 
     def program(comm: InProcess) -> tuple[Counter[str], local.Gradients]:
         counting = Counting(comm)
         where = placement(counting, parts, "gather")  # type: ignore[arg-type]
         problem = materialise(parts.part(comm.rank, where), NUMPY, "float64")
-        wanted = local.Wanted(True, (True,) * len(problem.columns))
-        saved = gather.forward(problem, NUMPY, Options())
-        return counting.count, gather.backward(problem, saved, np.asarray(1.0), wanted, NUMPY, Options())
+        wanted = local.Wanted(True, (columns,) * len(problem.columns), scale)
+        saved = gather.forward(problem, backend, Options())
+        return counting.count, gather.backward(problem, saved, np.asarray(-0.7), wanted, backend, Options())
 
     found: list[Any] = town(n).run(program)
     return found
@@ -64,6 +81,23 @@ def test_the_messages_are_few(n: int) -> None:
             # the loss and the scale's gradient
             "all_gather number": 2,
         }
+
+
+@pytest.mark.parametrize(("columns", "scale"), [(True, True), (False, True), (True, False)])
+@pytest.mark.parametrize("case", ["ragged", "blocks", "one-row"])
+@pytest.mark.parametrize("n", [1, 3])
+def test_finished_rows_are_those_of_sums_and_cost_no_other_message(
+    n: int, case: str, columns: bool, scale: bool
+) -> None:
+    both = [outcome(n, case, backend, columns, scale) for backend in (NUMPY, FINISHING)]
+    for (count, plain), (again, found) in zip(*both, strict=True):
+        assert count == again
+        assert np.array_equal(plain.rows, found.rows)
+        assert (found.scale is None) == (not scale)
+        assert plain.scale == found.scale
+        for a, b in zip(plain.columns, found.columns, strict=True):
+            assert (a is None) == (b is None) == (not columns)
+            assert a is None or np.array_equal(a, b)
 
 
 def test_a_world_of_one_sends_nothing() -> None:

@@ -2,11 +2,13 @@
 
 ``lse`` reads X once for both directions; ``gradients`` recomputes it chunk by chunk into a fixed workspace and leaves
 the two products to cuBLAS. The kernels are in ``cuda/``: Hopper's own, and others for sm_80 and newer. ``backend``
-takes what is best for the GPU, ``ampere`` the sm_80 kernels anywhere. CuPy is not imported before one is asked for.
+takes what is best for the GPU, ``ampere`` the sm_80 kernels anywhere, and ``workspace_2048`` (any number of MiB) has a
+workspace of that size. CuPy is not imported before one is asked for.
 """
 
 from __future__ import annotations
 
+import re
 from typing import TYPE_CHECKING, Any
 
 from contrastile.backends.contract import BackendUnavailableError
@@ -19,10 +21,11 @@ INSTALL = "pip install 'contrastile[cupy]'"
 
 
 def __getattr__(name: str) -> Any:
-    if name not in ("backend", "ampere"):
+    mib = re.fullmatch(r"workspace_([1-9]\d{0,6})", name)
+    if name not in ("backend", "ampere") and mib is None:
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
     try:
         from contrastile.backends.cupy import record
     except ModuleNotFoundError as error:
         raise BackendUnavailableError(f"backend 'cupy' is not available: {error}; run: {INSTALL}") from error
-    return getattr(record, name)
+    return getattr(record, name) if mib is None else record.roomy(int(mib[1]))

@@ -13,7 +13,7 @@ from typing import Any
 
 from contrastile.backends.cupy.build import SOURCES
 
-HEADERS = ("arguments.cuh", "arguments_small.cuh")
+HEADERS = ("plan.cuh", "arguments.cuh", "arguments_small.cuh")
 _PLAIN = {
     "int": ctypes.c_int,
     "long long": ctypes.c_longlong,

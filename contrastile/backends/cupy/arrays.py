@@ -23,6 +23,15 @@ def added(parts: Array) -> Array:
     return out
 
 
+def scale_cast(x: Array, out: Array, factor: int | None) -> None:
+    """``out = x factor`` (both (m, d)), rounded once to out's dtype; the factor lies at an address on the device."""
+    arguments = struct("ScaleCastArguments")(
+        x=matrix(x), out=matrix(out), rows=x.shape[0], columns=x.shape[1], factor=factor
+    )
+    blocks = min(ceil_div(x.size, 4 * THREADS), 8 * multiprocessors(x.device.id))
+    launch(instance("scale_cast", "scale_cast", element(x), element(out)), blocks, THREADS, arguments)
+
+
 class FusedArrays(CupyArrays):
     """``CupyArrays`` whose O(b d) operations read and write each element once."""
 
@@ -54,8 +63,8 @@ class FusedArrays(CupyArrays):
             arguments = struct("ExcessArguments")(length=lse.size, out=pointer(parts))
             for name, x in zip(names, given, strict=True):
                 setattr(arguments, name, pointer(x))
-            launch(instance("mean_excess", "mean_excess"), blocks, THREADS, arguments)
-            return added(parts)
+            launch(instance("mean_excess", "mean_excess"), blocks, ONE_BLOCK, arguments)
+            return added(parts) if blocks > 1 else parts.reshape(())
 
     def scaled(self, x: Array, factor: Array, dtype: str, *, consume: bool) -> Array:
         """``x * factor`` rounded once, in one pass."""
@@ -63,9 +72,5 @@ class FusedArrays(CupyArrays):
             return super().scaled(x, factor, dtype, consume=consume)
         with on_device(x):
             out = x if consume and x.dtype.name == dtype else cupy.empty(x.shape, dtype=dtype)
-            arguments = struct("ScaleCastArguments")(
-                x=matrix(x), out=matrix(out), rows=x.shape[0], columns=x.shape[1], factor=pointer(factor)
-            )
-            blocks = min(ceil_div(x.size, 4 * THREADS), 8 * multiprocessors(x.device.id))
-            launch(instance("scale_cast", "scale_cast", element(x), element(out)), blocks, THREADS, arguments)
+            scale_cast(x, out, pointer(factor))
         return out

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from ctypes import sizeof
 from dataclasses import dataclass
 from typing import Any
 
@@ -17,7 +18,8 @@ LINES, LANES, FOLD, THREADS, TERMS = map(constant, ("LINES", "LANES", "FOLD", "T
 ONE_BLOCK = 1024
 """Threads of the kernels that run as one block."""
 
-PLAN_BYTES = 32
+PLAN = struct("Plan")
+"""What a plan is made of."""
 
 
 def element(x: Array) -> str:
@@ -79,7 +81,12 @@ def matrix(x: Array) -> Any:
 
 def new_plan() -> Any:
     """Room for a plan, which a kernel writes and later ones obey."""
-    return empty(PLAN_BYTES, dtype="uint8")
+    return empty(sizeof(PLAN), dtype="uint8")
+
+
+def planned(plan: Any, field: str) -> int:
+    """The address of a field of a plan."""
+    return int(plan.data.ptr) + int(getattr(PLAN, field).offset)
 
 
 def chunks(m: int, n: int, height: int, width: int) -> Iterator[tuple[int, int, int, int]]:

@@ -9,12 +9,29 @@ import os
 from dataclasses import dataclass, replace
 
 WORKSPACE_MIB = 512
-"""Default size of the workspace for G; the environment variable CONTRASTILE_WORKSPACE_MIB overrides it."""
+"""Default size of the workspace for G: see ``workspace_bytes``."""
 
 _PARTIALS_MIB = 64
 
-_HIGH = 8192
-"""Rows of a chunk of G, where the workspace allows more: both products that follow are long, and fill the card."""
+_UNIT = 8192
+"""Rows or columns of a chunk of G come in multiples of this where there are more: the products that follow then fill a
+GPU's multiprocessors nearly a whole number of times, at widths of 512 and 1024 from one unit on, at 768 from two."""
+
+
+@dataclass(frozen=True, slots=True)
+class Way:
+    """How a record of the backend differs from another.
+
+    Attributes:
+        hopper: whether Hopper's own kernels are used on Hopper.
+        mib: of the workspace for G; None for what ``workspace_bytes`` says.
+    """
+
+    hopper: bool = True
+    mib: int | None = None
+
+
+DEFAULT = Way()
 
 
 @dataclass(frozen=True, slots=True)
@@ -84,16 +101,41 @@ def forward_chunk(m: int, n: int, family: Family, tile: tuple[int, int] | None) 
     return height, _even(n, max(1, area // height), family.bn)
 
 
-def backward_chunk(m: int, n: int, size: int, family: Family, tile: tuple[int, int] | None) -> tuple[int, int]:
-    """Rows and columns of a chunk of G that fits in the workspace; ``size`` is the bytes of one element."""
+def workspace_bytes(mib: int | None = None) -> int:
+    """Bytes of the workspace: ``mib``, or CONTRASTILE_WORKSPACE_MIB of the environment, or the default."""
+    return (int(os.environ.get("CONTRASTILE_WORKSPACE_MIB", WORKSPACE_MIB)) if mib is None else mib) * 2**20
+
+
+def backward_chunk(
+    m: int, n: int, size: int, family: Family, tile: tuple[int, int] | None, mib: int | None = None
+) -> tuple[int, int]:
+    """Rows and columns of a chunk of G that fits in the workspace.
+
+    The sums of dK are read and written once for each chunk of rows, those of dQ once for each chunk of columns, so
+    that near a square the fewest bytes move.
+
+    Args:
+        m: rows of the block.
+        n: its columns.
+        size: bytes of one element of G.
+        family: the kernels.
+        tile: what the caller caps it to.
+        mib: size of the workspace: see ``workspace_bytes``.
+    """
     if tile is not None:
         return min(m, tile[0]), min(n, tile[1])
-    mib = int(os.environ.get("CONTRASTILE_WORKSPACE_MIB", WORKSPACE_MIB))
-    area = max(1, mib * 2**20 // size)
-    high = max(1, min(_HIGH, int(area**0.5)))
+    area = max(1, workspace_bytes(mib) // size)
     # a row of the workspace is padded to 16 bytes
-    height = _even(m, max(high, area // max(n, 16 // size)), family.bm * family.cluster)
-    return height, _even(n, max(1, area // height), 64)
+    most = max(int(area**0.5), area // max(n, 16 // size))
+    height = _whole(m, most, family.bm * family.cluster)
+    return height, _whole(n, max(1, area // height), 64)
+
+
+def _whole(length: int, most: int, step: int) -> int:
+    """The length, or the largest part of it that is at most ``most`` and a multiple of _UNIT, or else of ``step``."""
+    if most >= length:
+        return length
+    return next((most // unit * unit for unit in (_UNIT, step) if most >= unit), most)
 
 
 def _even(length: int, most: int, step: int) -> int:

@@ -50,7 +50,7 @@ def tile_kernel(
 
 def small_kernels() -> Iterator[Instance]:
     """The kernels around the tile kernels."""
-    for name in ("plan_forward", "plan_backward", "plan_sigmoid"):
+    for name in ("plan_forward", "plan_sigmoid"):
         yield instance("plan", name)
     for name in ("sum_positives", "fold_sigmoid", "weigh", "temper", "mean_excess"):
         yield instance(name, name)

@@ -21,6 +21,10 @@ WORKSPACE_BYTES = 32 * 2**20
 _KINDS = {"float32": 0, "float16": 2, "bfloat16": 14}
 # compute in float32 without tf32, choose the algorithm by the shape
 _COMPUTE_FLOAT32, _BY_HEURISTIC = 68, -1
+# where cuBLAS finds its two factors
+_ON_HOST, _ON_DEVICE = 0, 1
+# where a product is split into several sums, these are not rounded to a 16-bit result's dtype before they are added
+_FULL_SUMS = 16
 _ONE, _ZERO = ctypes.c_float(1.0), ctypes.c_float(0.0)
 # a handle's stream and workspace are set before each call: two threads must not do that at once
 _lock = Lock()
@@ -47,11 +51,29 @@ class Products:
             self.accumulate(whole, g, features, transposed=transposed, fresh=fresh)
             out[...] = whole
             return
+        factors = ctypes.byref(_ONE), ctypes.byref(_ZERO if fresh else _ONE)
+        self._multiply(out, g, features, transposed, factors, _ON_HOST)
+
+    def finish(self, out: Any, g: Any, features: Any, factors: tuple[int, int]) -> None:
+        """``out = factor g.T @ features``, summed in float32 and rounded once to out's dtype.
+
+        Args:
+            out: (m, d) contiguous, of g's dtype.
+            g: (r, m); rows 16-byte aligned.
+            features: (r, d) of g's dtype; rows 16-byte aligned.
+            factors: addresses of the factor and of a zero, float32 on the device, where the factor was computed.
+        """
+        self._multiply(out, g, features, True, factors, _ON_DEVICE)
+
+    def _multiply(
+        self, out: Any, g: Any, features: Any, transposed: bool, factors: tuple[Any, Any], where: int
+    ) -> None:
         kind = _KINDS[g.dtype.name]
         blas, handle = _library(), _handle(cupy.cuda.get_device_id())
         with _lock:
             _check(blas.cublasSetStream_v2(handle, cupy.cuda.get_current_stream().ptr))
             _check(blas.cublasSetWorkspace_v2(handle, self.space.data.ptr, self.space.nbytes))
+            _check(blas.cublasSetPointerMode_v2(handle, where))
             # cuBLAS counts columns first: it computes out^T += features^T g^T
             status = blas.cublasGemmEx(
                 handle,
@@ -60,16 +82,16 @@ class Products:
                 out.shape[1],
                 out.shape[0],
                 features.shape[0],
-                ctypes.byref(_ONE),
+                factors[0],
                 features.data.ptr,
                 kind,
                 row_stride(features),
                 g.data.ptr,
                 kind,
                 row_stride(g),
-                ctypes.byref(_ZERO if fresh else _ONE),
+                factors[1],
                 out.data.ptr,
-                _KINDS["float32"],
+                _KINDS[out.dtype.name],
                 row_stride(out),
                 _COMPUTE_FLOAT32,
                 _BY_HEURISTIC,
@@ -87,6 +109,7 @@ def _library() -> Any:
     library.cublasCreate_v2.argtypes = [pointer]
     library.cublasSetStream_v2.argtypes = [pointer, pointer]
     library.cublasSetWorkspace_v2.argtypes = [pointer, pointer, ctypes.c_size_t]
+    library.cublasSetPointerMode_v2.argtypes = library.cublasSetMathMode.argtypes = [pointer, integer]
     matrix: list[Any] = [pointer, integer, integer]
     library.cublasGemmEx.argtypes = [pointer, *[integer] * 5, pointer, *matrix * 2, pointer, *matrix, integer, integer]
     return library
@@ -97,6 +120,7 @@ def _handle(device: int) -> ctypes.c_void_p:
     """A handle for a device, which must be current; it lives as long as the process."""
     handle = ctypes.c_void_p()
     _check(_library().cublasCreate_v2(ctypes.byref(handle)))
+    _check(_library().cublasSetMathMode(handle, _FULL_SUMS))
     return handle
 
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from functools import partial
+from functools import cache, partial
 
 import cupy
 
@@ -10,7 +10,8 @@ from contrastile.backends.contract import Accuracy, Backend, BackendUnavailableE
 from contrastile.backends.cupy import INSTALL
 from contrastile.backends.cupy.additive import sigmoid_loss
 from contrastile.backends.cupy.arrays import FusedArrays
-from contrastile.backends.cupy.gradients import finished_rows, gradients
+from contrastile.backends.cupy.configs import Way
+from contrastile.backends.cupy.gradients import finished, gradients
 from contrastile.backends.cupy.instances import ARITHMETICS
 from contrastile.backends.cupy.statistics import lse
 
@@ -61,22 +62,28 @@ def supports(block: Block) -> str | None:
     return None
 
 
-def _record(name: str, *, hopper: bool) -> Backend:
+def _record(name: str, way: Way) -> Backend:
     return Backend(
         name=name,
         arrays=FusedArrays(),
         dtypes=frozenset({"float16", "bfloat16", "float32"}),
         devices=frozenset({"cuda"}),
         accuracy=accuracy,
-        lse=partial(lse, hopper=hopper),
-        gradients=partial(gradients, hopper=hopper),
-        sigmoid=partial(sigmoid_loss, hopper=hopper),
+        lse=partial(lse, way=way),
+        gradients=partial(gradients, way=way),
+        sigmoid=partial(sigmoid_loss, way=way),
         supports=supports,
         precisions=frozenset(ARITHMETICS),
-        finished_rows=partial(finished_rows, hopper=hopper),
+        finished=partial(finished, way=way),
     )
 
 
+@cache
+def roomy(mib: int) -> Backend:
+    """The backend with a workspace of so many MiB, whatever the environment says."""
+    return _record(f"cupy, workspace {mib} MiB", Way(mib=mib))
+
+
 require_gpu()
-backend = _record("cupy", hopper=True)
-ampere = _record("cupy sm_80", hopper=False)
+backend = _record("cupy", Way())
+ampere = _record("cupy sm_80", Way(hopper=False))

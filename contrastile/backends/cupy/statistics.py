@@ -20,19 +20,19 @@ from contrastile.backends.cupy.common import (
     new_plan,
     scalars,
 )
-from contrastile.backends.cupy.configs import forward_chunk
+from contrastile.backends.cupy.configs import DEFAULT, Way, forward_chunk
 from contrastile.backends.cupy.instances import TARGET, instance
 from contrastile.backends.cupy.launch import empty, launch, on_device, pointer
 from contrastile.backends.cupy.tiles import Tiles
 
 
-def lse(block: Block, columns: bool, options: Options, hopper: bool = True) -> Statistics:
+def lse(block: Block, columns: bool, options: Options, way: Way = DEFAULT) -> Statistics:
     """Row (and column) log-sum-exp and sums of positive logits: see ``contract.Backend``."""
     m, n = block.rows.shape[0], block.columns.shape[0]
     with on_device(block.rows):
         if m == 0 or n == 0:
             return _nothing(m, n if columns else None)
-        return _Pass(block, columns, options, hopper).run()
+        return _Pass(block, columns, options, way).run()
 
 
 def _nothing(m: int, n: int | None) -> Statistics:
@@ -105,9 +105,9 @@ class _Side:
 class _Pass:
     """One forward pass over one block: the fast kernels, then the safe ones, of which one kind returns at once."""
 
-    def __init__(self, block: Block, columns: bool, options: Options, hopper: bool) -> None:
+    def __init__(self, block: Block, columns: bool, options: Options, way: Way) -> None:
         self.block, self.two_sided = block, columns
-        self.tiles = Tiles(block, options.precision, hopper)
+        self.tiles = Tiles(block, options.precision, way.hopper)
         self.m, self.n = block.rows.shape[0], block.columns.shape[0]
         self.plan = new_plan()
         family, target = self.tiles.family, self.tiles.masks.mask == TARGET
@@ -129,8 +129,8 @@ class _Pass:
     def _survey(self) -> None:
         """Decide on the path; with it come the logits of the positives that indices name."""
         masks, named = self.tiles.masks, self.tiles.masks.positives is not None
-        blocks = ceil_div(self.m, LINES) + ceil_div(self.n, LINES)
-        peaks, sizes = empty(2 * blocks), {"m": self.m, "n": self.n, "depth": self.block.rows.shape[1]}
+        blocks = ceil_div(max(self.m, self.n), LINES)
+        peaks, sizes = empty(4 * blocks), {"m": self.m, "n": self.n, "depth": self.block.rows.shape[1]}
         arguments = struct("MeasureArguments")(
             rows=matrix(self.tiles.rows),
             columns=matrix(self.tiles.columns),

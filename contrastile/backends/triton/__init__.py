@@ -11,7 +11,7 @@ from contrastile.backends.contract import PRECISIONS, Accuracy, Backend, Block
 from contrastile.backends.triton.additive import sigmoid_loss
 from contrastile.backends.triton.arrays import TritonArrays
 from contrastile.backends.triton.configs import INTERPRETED
-from contrastile.backends.triton.gradients import finished_rows, gradients
+from contrastile.backends.triton.gradients import finished, gradients
 from contrastile.backends.triton.statistics import lse
 
 
@@ -57,5 +57,5 @@ backend = Backend(
     sigmoid=sigmoid_loss,
     supports=supports,
     precisions=frozenset(PRECISIONS),
-    finished_rows=finished_rows,
+    finished=finished,
 )

@@ -6,15 +6,20 @@ from __future__ import annotations
 from typing import Any
 
 import torch
-import triton
 
 from contrastile.backends.arrays import TorchArrays
 from contrastile.backends.triton import sums
-from contrastile.backends.triton.common import LINES, step
+from contrastile.backends.triton.common import LINES, ceil_div, step
 from contrastile.backends.triton.configs import INTERPRETED
 from contrastile.backends.triton.launch import on_device
 
 Array = Any
+
+
+def multiplied(x: Array, factor: Array, out: Array) -> None:
+    """``out = x factor``, rounded once to out's dtype; both contiguous, out may be x. On the current device."""
+    size = 64 if INTERPRETED else 4096
+    sums.multiply[(ceil_div(x.numel(), size),)](x, factor, out, x.numel(), BLOCK=size)
 
 
 class TritonArrays(TorchArrays):
@@ -38,7 +43,7 @@ class TritonArrays(TorchArrays):
             return super().inner(a, b)
         a, b = (x if x.stride(1) == 1 else x.contiguous() for x in (a, b))
         with on_device(a):
-            programs = triton.cdiv(a.shape[0], LINES)
+            programs = ceil_div(a.shape[0], LINES)
             out = torch.empty(programs, dtype=torch.float64, device=a.device)
             sums.row_dots[(programs,)](
                 a, b, out, a.shape[0], a.stride(0), b.stride(0), depth=a.shape[1], LINES=LINES, BD=step(a.shape[1])
@@ -54,6 +59,5 @@ class TritonArrays(TorchArrays):
             return super().scaled(x, factor, dtype, consume=consume)
         out = torch.empty(x.shape, dtype=kind, device=x.device)
         with on_device(x):
-            size = 64 if INTERPRETED else 4096
-            sums.multiply[(triton.cdiv(x.numel(), size),)](x, factor, out, x.numel(), BLOCK=size)
+            multiplied(x, factor, out)
         return out

@@ -5,14 +5,15 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
+from dataclasses import replace
 from typing import Any
 
 import torch
-import triton
 
-from contrastile.backends.contract import Array, Block, Options, Weights
+from contrastile.backends.contract import Array, Block, ColumnForm, Finished, Options, Weights
 from contrastile.backends.triton import backward, positives, sums, survey
-from contrastile.backends.triton.common import BLOCK, LANES, LINES, Masks, chunks, empty, step, weight_vectors
+from contrastile.backends.triton.arrays import multiplied
+from contrastile.backends.triton.common import BLOCK, LANES, LINES, Masks, ceil_div, chunks, empty, step, weight_vectors
 from contrastile.backends.triton.configs import UNIT, Config, backward_chunk, choose
 from contrastile.backends.triton.launch import architecture, descriptor, grid, on_device, workspace
 from contrastile.backends.triton.operands import Scheme, Side, positive_dots
@@ -30,16 +31,32 @@ def gradients(
             _Pass(block, weights, options).run(row_gradient, column_gradient)
 
 
-def finished_rows(
-    block: Block, weights: Weights, column_gradient: Array | None, options: Options
-) -> tuple[Array, Array]:
-    """The rows' gradient, finished chunk by chunk, and its part of the scale's: see ``contract.Backend``."""
+def finished(
+    block: Block, weights: Weights, upstream: Array | None, columns: ColumnForm | None, options: Options
+) -> Finished:
+    """Both gradients with every sum begun afresh, and their part of the scale's: see ``contract.Backend``."""
     rows = block.rows
     with on_device(rows):
-        if not (rows.shape[0] and block.columns.shape[0]):
-            return torch.zeros_like(rows), torch.zeros((), dtype=torch.float64, device=rows.device)
-        out = torch.empty(rows.shape, dtype=rows.dtype, device=rows.device)
-        return out, _Pass(block, weights, options).finish(out, column_gradient)
+        if rows.shape[0] and block.columns.shape[0]:
+            return _Pass(block, _times(weights, upstream), options).finish(columns)
+
+        def zeros(shape: Any, dtype: Any) -> Any:
+            return torch.zeros(shape, dtype=dtype, device=rows.device)
+
+        dtype = rows.dtype if columns == "gradient" else torch.float32
+        none = None if columns is None else zeros(block.columns.shape, dtype)
+        return Finished(zeros(rows.shape, rows.dtype), none, zeros((), torch.float64))
+
+
+def _times(weights: Weights, upstream: Array | None) -> Weights:
+    if upstream is None:
+        return weights
+    column = weights.column_weight
+    return replace(
+        weights,
+        row_weight=weights.row_weight * upstream,
+        column_weight=None if column is None else column * upstream,
+    )
 
 
 @contextmanager
@@ -121,8 +138,8 @@ class _Pass:
 
     def _survey(self) -> None:
         """Decide on the path, and prepare the vectors of the epilogue."""
-        row_programs = triton.cdiv(self.m, BLOCK)
-        peaks = empty(self.rows, row_programs + (triton.cdiv(self.n, BLOCK) if self.two_sided else 0), survey.PEAKS)
+        row_programs = ceil_div(self.m, BLOCK)
+        peaks = empty(self.rows, row_programs + (ceil_div(self.n, BLOCK) if self.two_sided else 0), survey.PEAKS)
         survey.weigh[(peaks.shape[0],)](
             self.m, self.n, self.block.scale, self.block.bias, peaks, *self.weights, LANES=BLOCK
         )
@@ -137,7 +154,7 @@ class _Pass:
             BLOCK=BLOCK,
         )
         row_lse, row_weight, _, column_lse, column_weight, _ = self.weights
-        programs = triton.cdiv(self.m, LANES) + (triton.cdiv(self.n, LANES) if self.two_sided else 0)
+        programs = ceil_div(self.m, LANES) + (ceil_div(self.n, LANES) if self.two_sided else 0)
         survey.temper[(programs,)](
             self.plan,
             self.block.scale,
@@ -163,44 +180,52 @@ class _Pass:
                     k = self.sides[1].factors(column, wide)
                     accumulate(row_gradient[row : row + high], g, k, self.product)
                 if column_gradient is not None:
-                    self._add_columns(column_gradient, g, place)
+                    self.add_columns(column_gradient[column : column + wide], g, place)
 
-    def finish(self, out: Any, column_gradient: Any) -> Any:
-        """Add to the columns' gradient, write the finished rows' and give the sum behind the scale's."""
-        d = self.rows.shape[1]
+    def finish(self, form: ColumnForm | None) -> Finished:
+        """Every sum begun afresh."""
+        out = torch.empty(self.rows.shape, dtype=self.rows.dtype, device=self.rows.device)
+        side = _Columns(self, form)
+        inner = self._finish_rows(out, side)
+        # only now: the columns' gradient takes the place of the workspace
+        return Finished(out, side.done(), inner)
+
+    def _finish_rows(self, out: Any, side: _Columns) -> Any:
+        """Write the rows' gradient, add to the columns' side, and give the part of the scale's gradient.
+
+        Rows are finished as soon as they are complete, while a cache may still hold them.
+        """
+        rows, d = self.rows, self.rows.shape[1]
         # their sums in float32 and they themselves
         others = 4 * min(self.m, 2 * UNIT) * d + out.numel() * out.itemsize
         walk = Chunks(self.sides, self.scheme, self.config, self.options, others)
-        sums_of_rows = workspace(walk.height, d, torch.float32, self.rows)
+        sums_of_rows = workspace(walk.height, d, torch.float32, rows)
         lines = LINES // 2
-        programs = triton.cdiv(walk.height, lines)
-        inner = torch.empty(triton.cdiv(self.m, walk.height) * programs, dtype=torch.float64, device=out.device)
-        if self.m % walk.height:
-            inner.zero_()
-        with carried(self.plan, (column_gradient,), self.rows.dtype):
-            for g, place in walk:
-                row, column, high, wide = place
-                self._form(walk, g, place)
-                k, part = self.sides[1].factors(column, wide), sums_of_rows[:high]
-                accumulate(part, g, k, self.product, fresh=column == 0)
-                if column_gradient is not None:
-                    self._add_columns(column_gradient, g, place)
-                if column + wide == self.n:
-                    sums.finish_rows[(triton.cdiv(high, lines),)](
-                        part,
-                        self.rows[row:],
-                        out[row:],
-                        inner[row // walk.height * programs :],
-                        self.block.scale,
-                        self.plan,
-                        high,
-                        part.stride(0),
-                        self.rows.stride(0),
-                        out.stride(0),
-                        depth=d,
-                        LINES=lines,
-                        BD=step(d),
-                    )
+        programs, starts = ceil_div(walk.height, lines), range(0, self.m, walk.height)
+        left = (len(starts) - 1) * programs + ceil_div(self.m - starts[-1], lines)
+        inner = torch.empty(left, dtype=torch.float64, device=rows.device)
+        for g, place in walk:
+            row, column, high, wide = place
+            self._form(walk, g, place)
+            k, part = self.sides[1].factors(column, wide), sums_of_rows[:high]
+            accumulate(part, g, k, self.product, fresh=column == 0)
+            if column + wide == self.n:
+                sums.finish_rows[(ceil_div(high, lines),)](
+                    part,
+                    rows[row:],
+                    out[row:],
+                    inner[row // walk.height * programs :],
+                    self.block.scale,
+                    self.plan,
+                    high,
+                    part.stride(0),
+                    rows.stride(0),
+                    out.stride(0),
+                    depth=d,
+                    LINES=lines,
+                    BD=step(d),
+                )
+            side.add(g, place)
         return inner.sum()
 
     def _form(self, walk: Chunks, g: list[Any], place: tuple[int, int, int, int]) -> None:
@@ -209,9 +234,10 @@ class _Pass:
         if self.dots is not None:
             self._positives(g, place)
 
-    def _add_columns(self, out: Any, g: list[Any], place: tuple[int, int, int, int]) -> None:
-        row, column, high, wide = place
-        accumulate(out[column : column + wide], g, self.sides[0].factors(row, high), self.product, transposed=True)
+    def add_columns(self, out: Any, g: list[Any], place: tuple[int, int, int, int], *, fresh: bool = False) -> None:
+        """``out += G^T Q`` over a chunk, or ``=`` if ``fresh``."""
+        q = self.sides[0].factors(place[0], place[2])
+        accumulate(out, g, q, self.product, transposed=True, fresh=fresh)
 
     def _tiles(self, walk: Chunks, g: list[Any], place: tuple[int, int, int, int]) -> None:
         (row, column, high, wide), config = place, self.config
@@ -247,7 +273,7 @@ class _Pass:
 
     def _positives(self, g: list[Any], place: tuple[int, int, int, int]) -> None:
         row, column, high, wide = place
-        positives.set_positives[(triton.cdiv(high, LANES),)](
+        positives.set_positives[(ceil_div(high, LANES),)](
             *g,
             *[None] * (3 - len(g)),
             g[0].stride(0),
@@ -266,3 +292,31 @@ class _Pass:
             wide,
             LANES=LANES,
         )
+
+
+class _Columns:
+    """The columns' side of a pass that finishes: sums in float32."""
+
+    def __init__(self, whole: _Pass, form: ColumnForm | None) -> None:
+        self.whole, self.form, x = whole, form, whole.columns
+        self.sums: Any = None if form is None else torch.empty(x.shape, dtype=torch.float32, device=x.device)
+
+    def add(self, g: list[Any], place: tuple[int, int, int, int]) -> None:
+        """Take in a chunk of G."""
+        row, column, _, wide = place
+        if self.sums is not None:
+            self.whole.add_columns(self.sums[column : column + wide], g, place, fresh=row == 0)
+
+    def done(self) -> Any:
+        """What was asked for."""
+        factor, x, scale = self.whole.plan[FACTOR.value], self.whole.columns, self.whole.block.scale
+        half = x.dtype == torch.float16
+        if self.form == "sums" and half:
+            # a power of two: exact
+            self.sums.div_(factor)
+        if self.form != "gradient":
+            return self.sums
+        out = self.sums if x.dtype == torch.float32 else torch.empty(x.shape, dtype=x.dtype, device=x.device)
+        # exact but where it is so small that nothing it multiplies would show in float16
+        multiplied(self.sums, scale / factor if half else scale, out)
+        return out

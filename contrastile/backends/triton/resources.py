@@ -29,7 +29,7 @@ from contrastile.backends.contract import Block, Options, Pairs, Weights
 from contrastile.backends.triton import backward, forward, launch, parts, positives, products, sigmoid, sums, survey
 from contrastile.backends.triton.additive import sigmoid_loss
 from contrastile.backends.triton.arrays import TritonArrays
-from contrastile.backends.triton.gradients import finished_rows, gradients
+from contrastile.backends.triton.gradients import finished, gradients
 from contrastile.backends.triton.statistics import lse
 
 ARCHITECTURES = (80, 90, 100)
@@ -90,7 +90,8 @@ def compiling(architecture: int) -> Iterator[list[tuple[str, dict[str, Any], Any
         # the caches are per device, and every architecture is device 0 here
         function.device_caches.clear()
 
-    kernels = [x for module in _modules() for x in vars(module).values() if isinstance(x, JITFunction)]
+    defined = [getattr(x, "function", x) for module in _modules() for x in vars(module).values()]
+    kernels = [x for x in defined if isinstance(x, JITFunction)]
     active = driver.active if driver._active is not None else None
     driver.set_active(_NoGPU(architecture))
     for kernel in kernels:
@@ -141,7 +142,7 @@ def run_all(dtype: str, plain: bool = False, precision: str = "ieee") -> None:
         weights = Weights(x, x, x, *((x, x, x) if two_sided else ()))
         with mock.patch.object(products, "_has_out_dtype", return_value=False):
             gradients(block, weights, out, out, options)
-            finished_rows(block, weights, out, options)
+            finished(block, weights, None, "gradient", options)
             if two_sided and not plain:
                 sigmoid_loss(block, x, out, out, options)
 

@@ -16,7 +16,7 @@ struct Matrix {
 };
 
 // Rows or columns that one block of measure or row_dots takes.
-constexpr int LINES = 32;
+constexpr int LINES = 8;
 // Rows or columns that one block of weigh takes.
 constexpr int LANES = 1024;
 // Rows or columns that one block of a fold takes.
@@ -24,7 +24,7 @@ constexpr int FOLD = 32;
 // Elements that one block of an elementwise kernel takes at least; those kernels loop over what is left.
 constexpr int THREADS = 256;
 
-// measure<T>: blocks ceil(m / LINES) + ceil(n / LINES), 256 threads.
+// measure<T>: blocks ceil(max(m, n) / LINES), 256 threads.
 struct MeasureArguments {
     Matrix rows;                 // (m, depth) of T
     Matrix columns;              // (n, depth) of T
@@ -35,7 +35,7 @@ struct MeasureArguments {
     const float* bias;           // 0-d or null
     float* row_positive;         // (m,) or null: logit of each row's positive, 0 where it has none
     float* column_positive;      // (n,) or null: likewise of columns, right unless the plan says stray
-    float* peaks;                // (blocks, 2): largest squared norm; 1 where a positive strays
+    float* peaks;                // (blocks, 4): largest squared norms of rows, of columns; 1 where a positive strays; 0
 };
 
 // plan_forward: 1 block, 1024 threads.
@@ -120,29 +120,25 @@ struct WeightSide {
 struct WeighArguments {
     long long m, n;
     const float* bias;       // or null
+    const float* upstream;   // 0-d, multiplies every weight; or null
     WeightSide row, column;  // of lengths m and n
-    float* peaks;            // (blocks, 4): least and largest L, least |w| not 0, largest |w| (1 + |t|)
-};
-
-// plan_backward: 1 block, 1024 threads.
-struct PlanBackwardArguments {
-    const float* peaks;
-    long long programs;  // blocks of weigh
-    const float* scale;
-    const float* bias;   // or null
-    Plan* plan;
-    int two_sided;
-    int half;            // whether G is float16 and wants a factor
+    float* peaks;            // (blocks, 4): the largest -L, L, -|w| and |w| (1 + |t|); -L and -|w| where w is not 0
 };
 
 // temper: blocks ceil(m / 256) + (two-sided ? ceil(n / 256) : 0), 256 threads.
 struct TemperArguments {
-    const Plan* plan;
+    const float* peaks;     // of weigh
+    long long programs;     // blocks of weigh
+    const float* scale;
     const float* bias;      // or null
+    const float* upstream;  // as of weigh
+    Plan* plan;             // written
     long long m, n;
     WeightSide row, column;
     float* row_vectors;     // (3, m): log, weight and folded of GradientSide
     float* column_vectors;  // (3, n), or null
+    int two_sided;
+    int half;               // whether G is float16 and wants a factor
 };
 
 // plan_sigmoid: 1 block, 1024 threads.
@@ -186,9 +182,9 @@ struct AddDoublesArguments {
 };
 
 // Terms that one block of mean_excess takes.
-constexpr int TERMS = 512;
+constexpr int TERMS = 8192;
 
-// mean_excess: blocks ceil(length / TERMS), 256 threads; then add_doubles.
+// mean_excess: blocks ceil(length / TERMS), 1024 threads; then add_doubles, unless one block was enough.
 struct ExcessArguments {
     const float* lse;       // (length,) each
     const float* positive;
@@ -198,15 +194,18 @@ struct ExcessArguments {
     double* out;            // (blocks,)
 };
 
-// finish_rows<T>: blocks ceil(m / LINES), 256 threads; then add_doubles over all blocks of all chunks.
+// finish_rows<T>: blocks ceil(m / LINES), 256 threads. One launch for each chunk of rows; who comes last adds.
 struct FinishRowsArguments {
     Matrix sums;         // (m, depth) float, of these rows, carrying FACTOR
     Matrix features;     // (m, depth) of T
     Matrix out;          // (m, depth) of T
     long long m, depth;
     const float* scale;  // 0-d
-    const Plan* plan;
-    double* inner;       // (blocks,)
+    Plan* plan;
+    double* parts;       // (all_blocks,): of all chunks
+    long long first;     // how many of them are of earlier chunks
+    long long all_blocks;
+    double* inner;       // 0-d, written by the last of all blocks
 };
 
 }  // namespace contrastile

@@ -45,6 +45,7 @@ __device__ __forceinline__ Sum lane_dot(const Row<A>& a, const Row<B>& b, long l
     long long rest = 0;
     if (a.wide() && b.wide()) {
         rest = depth / 8 * 8;
+#pragma unroll 2
         for (long long k = 8 * lane; k < rest; k += 256) {
             float x[8], y[8];
             a.eight(k, x);
@@ -59,12 +60,14 @@ __device__ __forceinline__ Sum lane_dot(const Row<A>& a, const Row<B>& b, long l
     return sum;
 }
 
-// The column of row i's positive, or -1 where it has none in this block or may not see it.
-__device__ __forceinline__ long long named(const long long* positives, const long long* excluded, long long i,
-                                           long long n) {
-    const long long j = positives[i];
-    const bool there = j >= 0 && j < n && !(excluded != nullptr && excluded[i] == j);
-    return there ? j : -1;
+// The column of a row's positive, or -1 where it has none in this block or may not see it.
+__device__ __forceinline__ long long named(long long positive, long long excluded, long long n) {
+    return positive >= 0 && positive < n && positive != excluded ? positive : -1;
+}
+
+// Element i of a list, -1 for a list that is not there.
+__device__ __forceinline__ long long listed(const long long* list, long long i) {
+    return list == nullptr ? -1 : list[i];
 }
 
 }  // namespace contrastile

@@ -1,20 +1,45 @@
-// The rows' gradient from its finished sums: scale times them, rounded once, and their inner products with the rows.
+// The rows' gradient from its finished sums: scale times them, rounded once, and their inner product with the rows.
 #include "features.cuh"
 
 namespace contrastile {
 
-// out = scale sums / FACTOR, and inner (blocks,) = sum over LINES rows of <features_i, sums_i> / FACTOR.
+// The sum of all blocks' parts, in their order, by the block that leaves the last of them.
+__device__ __forceinline__ void add_parts(const FinishRowsArguments& a, double part, double (&buffer)[8]) {
+    __shared__ bool last;
+    if (threadIdx.x == 0) {
+        a.parts[a.first + blockIdx.x] = part;
+        __threadfence();
+        last = atomicAdd(&a.plan->finished, 1) == a.all_blocks - 1;
+    }
+    __syncthreads();
+    if (!last) return;
+    __threadfence();
+    double sum = 0.0;
+    // past the cache of this multiprocessor: others wrote them
+#pragma unroll 4
+    for (long long i = threadIdx.x; i < a.all_blocks; i += THREADS) sum += __ldcg(a.parts + i);
+    sum = warp_sum(sum);
+    if (threadIdx.x % 32 == 0) buffer[threadIdx.x / 32] = sum;
+    __syncthreads();
+    if (threadIdx.x != 0) return;
+    sum = 0.0;
+    for (int w = 0; w < 8; ++w) sum += buffer[w];
+    *a.inner = sum;
+}
+
+// out = scale sums / FACTOR, and inner = sum of <features_i, sums_i> / FACTOR over the rows of all chunks.
 //
 // sums is read once: eight products at a time in float32, their sums in double. FACTOR is a power of two.
 template <class T>
 __global__ void __launch_bounds__(256) finish_rows(const __grid_constant__ FinishRowsArguments a) {
+    static_assert(LINES == 8, "a warp takes one row");
     __shared__ double parts[8];
     const int warp = threadIdx.x / 32, lane = threadIdx.x % 32;
-    const long long first = static_cast<long long>(blockIdx.x) * LINES;
     const float whole = 1.0f / a.plan->factor;
     const float factor = *a.scale;
     double inner = 0.0;
-    for (long long i = first + warp; i < a.m && i < first + LINES; i += 8) {
+    const long long i = static_cast<long long>(blockIdx.x) * LINES + warp;
+    if (i < a.m) {
         const Row<float> sums = row_of<float>(a.sums, i);
         const Row<T> features = row_of<T>(a.features, i);
         T* out = const_cast<T*>(static_cast<const T*>(a.out.data)) + i * a.out.row_stride;
@@ -22,6 +47,7 @@ __global__ void __launch_bounds__(256) finish_rows(const __grid_constant__ Finis
         long long rest = 0;
         if (sums.wide() && features.wide() && dense) {
             rest = a.depth / 8 * 8;
+#pragma unroll 2
             for (long long k = 8 * lane; k < rest; k += 256) {
                 float x[8], y[8];
                 sums.eight(k, x);
@@ -50,10 +76,10 @@ __global__ void __launch_bounds__(256) finish_rows(const __grid_constant__ Finis
     inner = warp_sum(inner);
     if (lane == 0) parts[warp] = inner;
     __syncthreads();
-    if (threadIdx.x != 0) return;
     inner = 0.0;
     for (int w = 0; w < 8; ++w) inner += parts[w];
-    a.inner[blockIdx.x] = inner;
+    // parts is written again by the block that comes last, which all threads have passed by then
+    add_parts(a, inner, parts);
 }
 
 }  // namespace contrastile

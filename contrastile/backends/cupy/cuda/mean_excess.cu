@@ -7,15 +7,20 @@ namespace contrastile {
 
 // A log-sum-exp is never below a mean of its own terms: rounding that says so is projected back. A weight of 0
 // silences a row that admits nothing, whose log-sum-exp is -inf; NaN compares false and stays.
-extern "C" __global__ void __launch_bounds__(256) mean_excess(const __grid_constant__ ExcessArguments a) {
-    __shared__ double sums[8];
+extern "C" __global__ void __launch_bounds__(1024) mean_excess(const __grid_constant__ ExcessArguments a) {
+    __shared__ double sums[32];
     const long long first = static_cast<long long>(blockIdx.x) * TERMS;
     double sum = 0.0;
-    for (long long i = first + threadIdx.x; i < a.length && i < first + TERMS; i += THREADS) {
-        const double t = a.target[i], w = a.weight[i];
-        double excess = a.lse[i];
+    // selected, not left out: all loads of a thread are then under way together
+#pragma unroll
+    for (int k = 0; k < TERMS; k += 1024) {
+        const long long i = first + k + threadIdx.x;
+        const bool there = i < a.length;
+        const float lse = there ? a.lse[i] : 0.0f, positive = there ? a.positive[i] : 0.0f;
+        const double t = there ? a.target[i] : 0.0f, w = there ? a.weight[i] : 0.0f;
+        double excess = lse;
         if (t != 0.0) {
-            excess -= t * a.positive[i];
+            excess -= t * positive;
             excess = excess < 0.0 ? 0.0 : excess;
         }
         if (w != 0.0) sum += w * excess;
@@ -23,10 +28,9 @@ extern "C" __global__ void __launch_bounds__(256) mean_excess(const __grid_const
     sum = warp_sum(sum);
     if (threadIdx.x % 32 == 0) sums[threadIdx.x / 32] = sum;
     __syncthreads();
-    if (threadIdx.x != 0) return;
-    sum = 0.0;
-    for (int w = 0; w < 8; ++w) sum += sums[w];
-    a.out[blockIdx.x] = sum;
+    if (threadIdx.x >= 32) return;
+    sum = warp_sum(sums[threadIdx.x]);
+    if (threadIdx.x == 0) a.out[blockIdx.x] = sum;
 }
 
 }  // namespace contrastile

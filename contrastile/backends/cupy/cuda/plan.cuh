@@ -3,7 +3,7 @@
 
 namespace contrastile {
 
-// 32 bytes on the device, written by plan_forward, plan_backward or plan_sigmoid.
+// 48 bytes on the device, written by plan_forward, temper or plan_sigmoid; what a field is not for is 0.
 struct Plan {
     float alpha;      // scale log2 e: logits in powers of two, without the bias
     float reference;  // the shared reference r of the fast path, in powers of two
@@ -13,8 +13,12 @@ struct Plan {
     int fast;         // backward: 1 where the shared reference is proven safe, else 0
     int status;       // forward: 0 while the fast path stands, 1 where the safe path must work
     int stray;        // forward: 1 if some row's positive is a column other than that of its own number
+    float finishing;  // backward: scale / FACTOR, which makes a gradient of a sum that carries FACTOR
+    float multiplier; // backward: the same for cuBLAS, and 2^-149 for 0
+    float zero;       // always 0: cuBLAS reads its factors from here
+    int finished;     // backward: blocks of finish_rows that have left their part
 };
 
-static_assert(sizeof(Plan) == 32);
+static_assert(sizeof(Plan) == 48);
 
 }  // namespace contrastile

@@ -71,6 +71,7 @@ __global__ void __launch_bounds__(256) row_dots(const __grid_constant__ RowDotsA
 extern "C" __global__ void __launch_bounds__(1024) add_doubles(const __grid_constant__ AddDoublesArguments a) {
     __shared__ double sums[32];
     double sum = 0.0;
+#pragma unroll 4
     for (long long i = threadIdx.x; i < a.length; i += 1024) sum += a.parts[i];
     sum = warp_sum(sum);
     if (threadIdx.x % 32 == 0) sums[threadIdx.x / 32] = sum;

@@ -22,16 +22,16 @@ extern "C" __global__ void __launch_bounds__(256) sum_positives(const __grid_con
 #pragma unroll
         for (int step = 0; step < 4; ++step) {
             const long long i = round + 128 * warp + 32 * step + lane;
-            const long long j = i < a.m ? named(a.positives, a.excluded, i, a.n) - first : -1;
+            const long long j = i < a.m ? named(a.positives[i], listed(a.excluded, i), a.n) - first : -1;
             local[step] = j >= 0 && j < 256 ? static_cast<int>(j) : -1;
             mine += __popc(__ballot_sync(WHOLE_WARP, local[step] >= 0));
         }
         if (lane == 0) counts[warp] = mine;
         __syncthreads();
-        int at = 0, listed = 0;
+        int at = 0, count = 0;
         for (int w = 0; w < 8; ++w) {
             at += w < warp ? counts[w] : 0;
-            listed += counts[w];
+            count += counts[w];
         }
         if (mine != 0) {
 #pragma unroll
@@ -46,7 +46,7 @@ extern "C" __global__ void __launch_bounds__(256) sum_positives(const __grid_con
             }
         }
         __syncthreads();
-        for (int k = 0; k < listed; ++k) {
+        for (int k = 0; k < count; ++k) {
             if (column_of[k] == static_cast<int>(threadIdx.x)) total += logit_of[k];
         }
         // the next round writes counts before its first barrier, and the list only after it

@@ -5,46 +5,34 @@
 
 namespace contrastile {
 
-struct Peaks {
-    float low = infinity();    // least log-sum-exp among those with a weight, in powers of two, without the bias
-    float high = -infinity();  // largest, weight or not
-    float least = infinity();  // least |weight| that is not 0
-    float most = 0.0f;         // largest |weight| (1 + |target|), which bounds |G|
-
-    __device__ __forceinline__ void meet(const WeightSide& side, long long i, float bias) {
-        const float w = fabsf(side.weight[i]), t = fabsf(side.target[i]);
-        const float log = static_cast<float>((static_cast<double>(side.lse[i]) - bias) * LOG2E);
-        // what admits nothing has no pair that could overflow; NaN compares false and counts as infinite
-        high = fmaxf(high, log < infinity() ? log : infinity());
-        if (w != 0.0f) {
-            low = fminf(low, log > -infinity() ? log : -infinity());
-            least = fminf(least, w);
-        }
-        const float bound = w * (1.0f + t);
-        most = fmaxf(most, bound < infinity() ? bound : infinity());
-    }
-};
-
-// Peaks of LANES rows or columns to peaks (blocks, 4).
+// Peaks of LANES rows or columns to peaks (blocks, 4): the largest of each, so that temper takes the largest of all.
 extern "C" __global__ void __launch_bounds__(256) weigh(const __grid_constant__ WeighArguments a) {
-    __shared__ float buffer[32];
     const long long row_blocks = ceil_div(a.m, LANES);
     const bool of_rows = blockIdx.x < row_blocks;
     const WeightSide& side = of_rows ? a.row : a.column;
     const long long length = of_rows ? a.m : a.n;
     const long long first = (of_rows ? blockIdx.x : blockIdx.x - row_blocks) * LANES;
-    const float bias = a.bias == nullptr ? 0.0f : *a.bias;
-    Peaks peaks;
-    for (long long i = first + threadIdx.x; i < length && i < first + LANES; i += 256) peaks.meet(side, i, bias);
-    const float low = block_choice<Least>(peaks.low, buffer), high = block_choice<Largest>(peaks.high, buffer);
-    const float least = block_choice<Least>(peaks.least, buffer), most = block_choice<Largest>(peaks.most, buffer);
-    if (threadIdx.x == 0) {
-        float* out = a.peaks + 4ll * blockIdx.x;
-        out[0] = low;
-        out[1] = high;
-        out[2] = least;
-        out[3] = most;
+    const double bias = a.bias == nullptr ? 0.0 : *a.bias;
+    const float upstream = a.upstream == nullptr ? 1.0f : *a.upstream;
+    float peaks[4] = {-infinity(), -infinity(), -infinity(), 0.0f};
+#pragma unroll
+    for (int k = 0; k < LANES / THREADS; ++k) {
+        const long long i = first + k * THREADS + threadIdx.x;
+        if (i >= length) break;
+        const float w = fabsf(side.weight[i] * upstream), t = fabsf(side.target[i]);
+        const float log = static_cast<float>((side.lse[i] - bias) * LOG2E);
+        const float bound = w * (1.0f + t);
+        // what admits nothing has no pair that could overflow; NaN compares false and counts as infinite
+        peaks[1] = fmaxf(peaks[1], log < infinity() ? log : infinity());
+        peaks[3] = fmaxf(peaks[3], bound < infinity() ? bound : infinity());
+        if (w != 0.0f) {
+            peaks[0] = fmaxf(peaks[0], log > -infinity() ? -log : infinity());
+            peaks[2] = fmaxf(peaks[2], -w);
+        }
     }
+    block_largest(peaks);
+    if (threadIdx.x == 0)
+        reinterpret_cast<float4*>(a.peaks)[blockIdx.x] = make_float4(peaks[0], peaks[1], peaks[2], peaks[3]);
 }
 
 }  // namespace contrastile
