@@ -1,4 +1,4 @@
-"""NVIDIA's tools over the fused backend: what each kernel of a step does with the machine, and whether it is clean."""
+"""What is profiled: backends, steps, and the names of kernels; each kernel's counters by ncu; times of first calls."""
 
 from __future__ import annotations
 
@@ -11,95 +11,75 @@ import sys
 import tempfile
 from collections.abc import Iterable, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from functools import cache
+from pathlib import Path
 from typing import Any
 
-from gpu_run.step import MARK
+MARK = "spin_kernel"
+"""In the name of the kernel that stands before each step."""
 
-STEPS = (
-    "32768,512,100,bfloat16,ieee",
-    "32768,512,14.3,bfloat16,ieee",
-    "32768,512,400,bfloat16,ieee",
-    "16384,512,100,float32,tf32",
-    "16384,512,100,float32,split",
-)
+BACKENDS = {"triton": "triton", "cupy": "cupy", "ampere": "contrastile.backends.cupy:ampere"}
+"""What the front door calls each backend; ``ampere`` is cupy without Hopper's own kernels."""
+
+_BFLOAT16 = tuple(f"32768,{d},{scale},bfloat16,ieee" for d, scale in ((512, 100), (512, 14.3), (512, 400), (1024, 100)))
+STEPS = {
+    "triton": (*_BFLOAT16, "16384,512,100,float32,tf32", "16384,512,100,float32,split"),
+    "cupy": _BFLOAT16,
+    "ampere": (_BFLOAT16[0], _BFLOAT16[2]),
+}
+COMPILED = tuple(STEPS["triton"][i] for i in (0, 4, 5))
+
+# few enough for one pass of each launch, which then runs as it does in the step, caches included
 METRICS = {
     "ns": "gpu__time_duration.sum",
     "cycles": "sm__cycles_elapsed.max",
     "tensor": "sm__pipe_tensor_cycles_active.avg.pct_of_peak_sustained_elapsed",
-    "special": "sm__inst_executed_pipe_xu.avg.pct_of_peak_sustained_active",
-    "issue": "smsp__issue_active.avg.pct_of_peak_sustained_active",
-    "l2_hit": "lts__t_sector_hit_rate.pct",
+    "xu": "sm__inst_executed_pipe_xu.sum",
     "read": "dram__bytes_read.sum",
     "written": "dram__bytes_write.sum",
 }
-SHARES = ("tensor", "special", "issue", "l2_hit")
-TOOLS = ("memcheck", "racecheck", "synccheck", "initcheck")
-# both paths, every kind of positives, several column blocks, the sigmoid loss
-CASES = ("ragged", "large-logits", "labels", "self-excluded", "blocks", "sigmoid-ids")
+SOURCES = Path(__file__).resolve().parents[2] / "contrastile" / "backends"
 
 
-def profile(steps: Sequence[str] = STEPS) -> list[dict[str, Any]]:
-    """One row for each step and kernel: launches, nanoseconds, bytes, shares of the peaks weighted by time.
+def profile(backend: str, steps: Sequence[str] = ()) -> list[dict[str, Any]]:
+    """One row for each step and kernel: launches, nanoseconds, cycles, bytes, and the tensor cores' share by time.
 
     Raises:
         RuntimeError: ncu gave no figures.
     """
+    steps = steps or STEPS[backend]
     # the clocks are left as they are: the card may be another's next
-    command = ["ncu", "--clock-control", "none", "--profile-from-start", "off", "--csv", "--page", "raw"]
-    command += ["--print-units", "base", "--metrics", ",".join(METRICS.values())]
-    done = _run([*command, sys.executable, "-m", "gpu_run.step", *steps])
-    found = rows_of(done.stdout, steps)
+    command = ["ncu", "--clock-control", "none", "--cache-control", "none", "--profile-from-start", "off"]
+    command += ["--csv", "--page", "raw", "--print-units", "base", "--metrics", ",".join(METRICS.values())]
+    done = run([*command, sys.executable, "-m", "gpu_run.step", backend, *steps])
+    found = rows_of(done.stdout, backend, steps)
     if not found:
         raise RuntimeError(f"ncu gave no figures: {(done.stderr or done.stdout)[-500:]}")
     return found
 
 
-def kernel_times(steps: Sequence[str] = STEPS) -> list[dict[str, Any]]:
-    """One row for each step and kernel: launches and nanoseconds, by torch's own profiler, nothing replayed."""
-    import torch
-
-    from contrastile import clip_loss
-    from gpu_run.reference import features
-
-    found: dict[tuple[str, str], dict[str, Any]] = {}
-    for step in steps:
-        b, d, scale, dtype, precision = step.split(",")
-        given = features(int(b), int(d), float(scale), "cuda", dtype)
-        leaves = given.image, given.text, given.scale
-        torch.autograd.grad(clip_loss(*leaves, backend="triton", precision=precision), leaves)
-        torch.cuda.synchronize()
-        with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CUDA]) as seen:
-            torch.autograd.grad(clip_loss(*leaves, backend="triton", precision=precision), leaves)
-            torch.cuda.synchronize()
-        for event in seen.key_averages():
-            name = kernel(event.key)
-            total = found.setdefault((step, name), {"step": step, "kernel": name, "launches": 0, "ns": 0.0})
-            total["launches"] += event.count
-            total["ns"] += 1e3 * event.device_time_total
-    return list(found.values())
-
-
-def rows_of(text: str, steps: Sequence[str]) -> list[dict[str, Any]]:
+def rows_of(text: str, backend: str, steps: Sequence[str]) -> list[dict[str, Any]]:
     """The rows of ``profile`` from what ncu printed."""
     lines = [line for line in text.splitlines() if line.startswith('"')]
+    passes = {x: int(count) for x, count in re.findall(r'^==PROF== .*" - (\d+): .* (\d+) pass', text, re.MULTILINE)}
     step, found = -1, {}
     for row in csv.DictReader(lines):
         # the second line holds the units
         if not row["ID"]:
             continue
-        name = kernel(row["Kernel Name"])
-        if name == MARK:
+        if MARK in row["Kernel Name"]:
             step += 1
             continue
+        name = kernel(row["Kernel Name"])
         one = {key: _value(row.get(metric, "")) for key, metric in METRICS.items()}
-        total = found.setdefault((steps[step], name), dict.fromkeys(METRICS, 0.0) | {"launches": 0})
+        total = found.setdefault((steps[step], name), dict.fromkeys(METRICS, 0.0) | {"launches": 0, "passes": 0})
         total["launches"] += 1
+        total["passes"] = max(total["passes"], passes.get(row["ID"], 1))
         for key, value in one.items():
-            total[key] += value * one["ns"] if key in SHARES else value
+            total[key] += value * one["ns"] if key == "tensor" else value
     for total in found.values():
-        for key in SHARES:
-            total[key] /= total["ns"] or 1.0
-    return [{"step": where, "kernel": name, **total} for (where, name), total in found.items()]
+        total["tensor"] /= total["ns"] or 1.0
+    return [{"backend": backend, "step": where, "kernel": name, **total} for (where, name), total in found.items()]
 
 
 def _value(text: str) -> float:
@@ -110,51 +90,53 @@ def _value(text: str) -> float:
         return 0.0
 
 
+@cache
+def own_kernels() -> frozenset[str]:
+    """Names of the kernels of this package, from its sources."""
+    patterns = {"triton/*.py": r"@triton\.jit.*?\ndef (\w+)", "cupy/cuda/*.cu": r"__global__[^;{]*?(\w+)\(const __grid"}
+    texts = ((path.read_text(encoding="utf-8"), where) for where in patterns for path in SOURCES.glob(where))
+    return frozenset(name for text, where in texts for name in re.findall(patterns[where], text, re.DOTALL))
+
+
 def kernel(name: str) -> str:
-    """A kernel's short name: cuBLAS for its products, "other" for torch's own elementwise ones."""
-    short = re.sub(r"^void |[<(].*", "", name)
-    if short.startswith(("nvjet", "cutlass", "sm90_xmma", "ampere")):
-        # the transposition is in the name: dQ = G K reads G as it lies
-        return f"cuBLAS {short.rsplit('_', 1)[-1]}"
-    return "torch" if "::" in short else short
+    """A kernel's short name: our own as their sources have it, cuBLAS with its transpositions, torch and CuPy at large.
+
+    The transpositions tell the products apart: dQ = G K reads G as it lies (NN), dK = G^T Q transposed (NT).
+    """
+    plain = name.replace("(anonymous namespace)::", "").removeprefix("void ")
+    short = re.split(r"[<(]", plain, maxsplit=1)[0].strip().rsplit("::", 1)[-1]
+    if short in own_kernels():
+        return short
+    if re.search("nvjet|cutlass|xmma|gemm|cublas", name, re.IGNORECASE):
+        transposed = re.search(r"_([nt]{2})[nt]?(?:_align|[_>(]|$)", name, re.IGNORECASE)
+        return f"cuBLAS {transposed[1].upper()}" if transposed else "cuBLAS"
+    for owner, sign in (("torch", "at::"), ("CuPy", "cupy")):
+        if sign in name:
+            return owner
+    return short or "unnamed"
 
 
-def sanitize(tools: Iterable[str] = TOOLS) -> list[dict[str, Any]]:
-    """One row for each tool of compute-sanitizer: whether a small verify is clean, and the tool's own last word."""
+def compile_times(steps: Iterable[str] = COMPILED) -> list[dict[str, Any]]:
+    """Seconds of a first call that compiles all of Triton's kernels, of one that finds them on disk, of a warm one."""
 
-    def one(tool: str) -> dict[str, Any]:
-        verify = ["-m", "contrastile", "verify", "--backend", "triton", "--device", "cuda", "--quiet"]
-        verify += ["--case", *CASES, "--property", "value", "gradients"]
-        # torch's pool would hide a step beyond one of its blocks
-        alone = {"PYTORCH_NO_CUDA_MEMORY_CACHING": "1"}
-        done = _run(["compute-sanitizer", "--tool", tool, sys.executable, *verify], alone)
-        last = [line.strip("= ") for line in done.stdout.splitlines() if "SUMMARY" in line]
-        verdict = [line for line in done.stdout.splitlines() if line.startswith(("PASS", "FAIL"))]
-        clean = bool(last and re.search(r"SUMMARY: 0 (errors|hazards)", last[-1]) and verdict)
-        return {
-            "tool": tool,
-            "clean": clean,
-            "summary": last[-1] if last else done.stderr[-300:],
-            "verify": verdict[-1] if verdict else "did not end",
-            "first": [] if clean else [line for line in done.stdout.splitlines() if line.startswith("=====")][:40],
-        }
+    def one(step: str) -> dict[str, Any]:
+        with tempfile.TemporaryDirectory() as folder:
+            command = [sys.executable, "-m", "gpu_run.step", "triton", step]
+            cold, kept = (json.loads(run(command, {"TRITON_CACHE_DIR": folder}).stdout) for _ in range(2))
+        return {"step": step, "compiled": cold["first"], "from_disk": kept["first"], "warm": kept["third"]}
 
     with ThreadPoolExecutor() as pool:
-        return list(pool.map(one, tools))
+        return list(pool.map(one, steps))
 
 
-def compile_times(steps: Sequence[str] = (STEPS[0], STEPS[3], STEPS[4])) -> list[dict[str, Any]]:
-    """Seconds of a first call that compiles everything, of one that finds it on disk, and of a warm one."""
-    found = []
-    for step in steps:
-        with tempfile.TemporaryDirectory() as folder:
-            command = [sys.executable, "-m", "gpu_run.step", step]
-            cold, kept = (json.loads(_run(command, {"TRITON_CACHE_DIR": folder}).stdout) for _ in range(2))
-        found.append({"step": step, "compiled": cold["first"], "from_disk": kept["first"], "warm": kept["third"]})
-    return found
+def run(
+    command: Sequence[str], more: dict[str, str] | None = None, seconds: float = 500
+) -> subprocess.CompletedProcess[str]:
+    """Run a command that finds what this process finds.
 
-
-def _run(command: list[str], more: dict[str, str] | None = None) -> subprocess.CompletedProcess[str]:
+    Raises:
+        subprocess.TimeoutExpired: it took longer than ``seconds``.
+    """
     path = os.pathsep.join(p for p in sys.path if p)
     environment = os.environ | {"PYTHONPATH": path} | (more or {})
-    return subprocess.run(command, env=environment, capture_output=True, text=True, timeout=500, check=False)
+    return subprocess.run(command, env=environment, capture_output=True, text=True, timeout=seconds, check=False)
