@@ -21,26 +21,14 @@ from contrastile.backends.triton import kernel, sums
 PARAMETERS = [("x", False), ("out", False), ("m", True), ("stride", False), ("depth", False), ("BLOCK", False)]
 
 
-STREAM = 7
-
-
 class Compiled:
     """What a launch gives back: it can be launched itself, with every parameter in the function's order."""
 
     def __init__(self, log: list[Any]) -> None:
         self.log = log
-        self.prepared = 0
-        self.function, self.packed_metadata = object(), object()
-
-    def run(self, x: int, y: int, z: int, *rest: Any) -> None:
-        """As ``JITFunction.run`` of the versions known calls it."""
-        stream, function, metadata, *hooks = rest[:6]
-        assert (stream, function, metadata, *hooks) == (STREAM, self.function, self.packed_metadata, None, None, None)
-        self.log.append((self, (x, y, z), rest[6:]))
 
     def __getitem__(self, grid: Any) -> Any:
         def run(*args: Any) -> None:
-            self.prepared += 1
             self.log.append((self, grid, args))
 
         return run
@@ -66,8 +54,6 @@ class Function:
 @pytest.fixture
 def function(monkeypatch: pytest.MonkeyPatch) -> Function:
     monkeypatch.setattr(torch.Tensor, "get_device", lambda x: 0)
-    streams = SimpleNamespace(get_current_stream=lambda device: STREAM + device)
-    monkeypatch.setattr(kernel, "driver", SimpleNamespace(active=streams))
     return Function()
 
 
@@ -169,19 +155,6 @@ def test_what_cannot_be_told_apart_goes_tritons_own_way(function: Function, monk
     # on the host: nothing is launched there but by stand-ins
     assert launch(function, (ARGUMENTS, NAMED), (ARGUMENTS, NAMED)) == 6
     assert not function.launched
-
-
-@pytest.mark.parametrize("name", ["launch_enter_hook", "launch_exit_hook"])
-def test_a_launch_that_somebody_watches_is_prepared_for_it(
-    function: Function, name: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    launch(function, (ARGUMENTS, NAMED), (ARGUMENTS, NAMED))
-    assert function.compiled[0].prepared == 0
-    for hook in (SimpleNamespace(calls=[print]), print):
-        monkeypatch.setattr(kernel.knobs.runtime, name, hook)
-        launch(function, (ARGUMENTS, NAMED), (ARGUMENTS, NAMED))
-        assert function.compiled[-1].prepared == 1
-    assert len({args for _, _, args in function.launched}) == 1
 
 
 def test_the_interpreter_and_unread_versions_of_triton_get_the_function_itself(

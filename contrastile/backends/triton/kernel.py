@@ -2,7 +2,7 @@
 
 A launch binds its arguments, specialises them, looks the compiled kernel up and checks the kernel's globals: several
 times what handing it to the driver takes, and a small batch is bound by it. Here the compiled kernel that a launch
-returned is kept under all that the choice depends on, and handed to the driver itself.
+returned is kept under all that the choice depends on, and launched as a compiled kernel is.
 """
 
 from __future__ import annotations
@@ -13,14 +13,12 @@ from typing import Any
 
 import torch
 import triton
-from triton import knobs
-from triton.runtime import driver
 from triton.tools.tensor_descriptor import TensorDescriptor
 
 from contrastile.backends.triton.configs import INTERPRETED
 
 _KNOWN = ("3.6.", "3.7.")
-"""Versions of Triton whose specialisation and launching were read; with others every launch goes Triton's own way."""
+"""Versions of Triton whose specialisation was read; with others every launch goes Triton's own way."""
 
 
 def kernel(function: Any) -> Any:
@@ -56,7 +54,7 @@ class Kernel:
         key = None if self.function.pre_run_hooks else self.key(args, named)
         if key is not None and (found := self.compiled.get(key)) is not None:
             compiled, rest = found
-            _run(compiled, (*grid, 1, 1)[:3], key[-1], args + rest)
+            compiled[(*grid, 1, 1)[:3]](*args, *rest)
             return
         compiled = self.function[grid](*args, **named)
         if key is not None and compiled is not None:
@@ -94,18 +92,3 @@ class Kernel:
             return None
         add(device)
         return tuple(found)
-
-
-def _run(compiled: Any, grid: tuple[int, ...], device: int, args: tuple[Any, ...]) -> None:
-    """Hand a compiled kernel to the driver, as ``compiled[grid](*args)`` does after it has prepared for hooks."""
-    runtime = knobs.runtime
-    if _hooked(runtime.launch_enter_hook) or _hooked(runtime.launch_exit_hook):
-        compiled[grid](*args)
-        return
-    active: Any = driver.active
-    stream = active.get_current_stream(device)
-    compiled.run(*grid, stream, compiled.function, compiled.packed_metadata, None, None, None, *args)
-
-
-def _hooked(hook: Any) -> bool:
-    return bool(getattr(hook, "calls", hook))
