@@ -64,6 +64,7 @@ def constant(name: str) -> int:
     raise KeyError(name)
 
 
+@cache
 def struct(name: str) -> Any:
     """The structure of this name; called with fields by name, it leaves the others 0 and null."""
     return structs()[name]

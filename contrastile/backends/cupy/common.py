@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from ctypes import sizeof
 from dataclasses import dataclass
+from functools import cache
 from typing import Any
 
 import cupy
@@ -24,7 +25,13 @@ PLAN = struct("Plan")
 
 def element(x: Array) -> str:
     """What the kernels call an array's dtype."""
-    return ELEMENTS[x.dtype.name]
+    return _named(x.dtype)
+
+
+@cache
+def _named(dtype: Any) -> str:
+    # NumPy puts a dtype's name together each time it is asked
+    return ELEMENTS[dtype.name]
 
 
 def ceil_div(a: int, b: int) -> int:

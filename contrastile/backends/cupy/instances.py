@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from functools import cache
 from itertools import product
 
 from contrastile.backends.cupy.build import Instance
@@ -21,12 +22,14 @@ CAPABILITIES = (80, 90, 100)
 """The architectures that are compiled for without such a GPU at hand, compute capability times 10."""
 
 
+@cache
 def instance(file: str, kernel: str, *arguments: str | int) -> Instance:
     """A kernel of ``file``.cu, with its template arguments."""
     inside = ", ".join(map(str, arguments))
     return Instance(f"{file}.cu", f"{kernel}<{inside}>" if inside else kernel)
 
 
+@cache
 def tile_kernel(
     name: str, family: Family, dtype: str, mask: int, *, safe: bool | None = None, precision: str = "ieee"
 ) -> Instance:

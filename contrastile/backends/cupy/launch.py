@@ -42,7 +42,12 @@ def launch(instance: Instance, blocks: int, threads: int, *parameters: Any, shar
 
 def _by_value(parameter: Any) -> Any:
     size = len(parameter) if isinstance(parameter, bytes) else sizeof(parameter)
-    return np.frombuffer(parameter, dtype=f"V{size}")[0]
+    return np.frombuffer(parameter, dtype=_bytes(size))[0]
+
+
+@cache
+def _bytes(size: int) -> Any:
+    return np.dtype(f"V{size}")
 
 
 @cache
