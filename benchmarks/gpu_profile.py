@@ -23,9 +23,8 @@ sys.path[:0] = [str(HERE), str(HERE.parent)]
 
 from gpu_run import profile_tables  # noqa: E402
 from gpu_run.profiler import BACKENDS  # noqa: E402
+from pages import RESULTS, ROOT, differs, spliced  # noqa: E402
 
-ROOT = HERE.parent
-RESULTS = ROOT / "docs" / "results"
 PAGE = ROOT / "docs" / "performance.md"
 BEGIN = "<!-- profiled: written by benchmarks/gpu_profile.py from docs/results -->"
 END = "<!-- end of profiled -->"
@@ -128,13 +127,9 @@ def main(arguments: list[str] | None = None) -> int:
     if not (given.page or given.check):
         return measure(given.parts, given.backends, given.out, given.commit)
     old = PAGE.read_text(encoding="utf-8")
-    if BEGIN not in old or END not in old:
-        raise ValueError(f"the page must hold {BEGIN!r} and {END!r}")
-    new = f"{old.partition(BEGIN)[0]}{BEGIN}\n\n{page(given.out)}\n\n{END}{old.partition(END)[2]}"
+    new = spliced(old, BEGIN, END, page(given.out))
     if given.check:
-        if new != old:
-            print(f"{PAGE} is not what the records say; run: python benchmarks/gpu_profile.py --page", file=sys.stderr)
-        return int(new != old)
+        return differs(PAGE, old, new, "benchmarks/gpu_profile.py --page")
     PAGE.write_text(new, encoding="utf-8")
     return 0
 

@@ -14,7 +14,7 @@ HERE = Path(__file__).resolve().parent
 sys.path[:0] = [str(HERE), str(HERE.parent)]
 
 from gpu_run import figures, tables  # noqa: E402
-from pages import END, ROOT, Page  # noqa: E402
+from pages import END, ROOT, Page, card, versions, when  # noqa: E402
 
 
 def section(stem: str, data: dict[str, Any]) -> str:
@@ -26,14 +26,7 @@ def section(stem: str, data: dict[str, Any]) -> str:
         else "tiny sizes"
     )
     names = ("torch", "triton", "cupy-cuda13x", "inf-cl", "cut-cross-entropy", "liger-kernel", "quack-kernels")
-    versions = ", ".join(f"{name} {e[name]}" for name in names if e.get(name))
-    card = ", ".join(
-        f"{what} {e[name]}"
-        for what, name in (("driver", "driver_version"), ("power limit", "power.limit"))
-        if e.get(name)
-    )
-    when = f"{e['date'][:10]}, commit `{(e['commit'] or 'unknown')[:12]}`"
-    about = ", ".join(filter(None, (when, versions, card))) + f"; {sizes}."
+    about = ", ".join(filter(None, (when(e), versions(e, names), card(e)))) + f"; {sizes}."
     about += f" {e['note']}" if e.get("note") else ""
     parts = [
         ("Verified first", tables.verified(data)),

@@ -58,9 +58,7 @@ class Page:
         Raises:
             ValueError: the page lacks a marker.
         """
-        if self.begin not in page or END not in page:
-            raise ValueError(f"the page must hold {self.begin!r} and {END!r}")
-        return f"{page.partition(self.begin)[0]}{self.begin}\n\n{text}\n\n{END}{page.partition(END)[2]}"
+        return spliced(page, self.begin, END, text)
 
     def main(self, arguments: list[str] | None = None) -> int:
         """Write the page and the figures; with --check, compare.
@@ -76,14 +74,30 @@ class Page:
         old = given.page.read_text(encoding="utf-8")
         new = self.spliced(old, self.generated(given.results))
         if given.check:
-            if new != old:
-                print(f"{given.page} is not what {given.results} says; run: python {self.script}", file=sys.stderr)
-            return int(new != old)
+            return differs(given.page, old, new, self.script)
         for stem, data in self.records(given.results).items():
             if self.drawn(data):
                 self.draw(data, given.results / f"{stem}.svg")
         given.page.write_text(new, encoding="utf-8")
         return 0
+
+
+def spliced(page: str, begin: str, end: str, text: str) -> str:
+    """The page with the part between two markers replaced.
+
+    Raises:
+        ValueError: the page lacks a marker.
+    """
+    if begin not in page or end not in page:
+        raise ValueError(f"the page must hold {begin!r} and {end!r}")
+    return f"{page.partition(begin)[0]}{begin}\n\n{text}\n\n{end}{page.partition(end)[2]}"
+
+
+def differs(page: Path, old: str, new: str, command: str) -> int:
+    """1, and a word on stderr, where a page is not what it would be written as; else 0."""
+    if new != old:
+        print(f"{page} is not what the records say; run: python {command}", file=sys.stderr)
+    return int(new != old)
 
 
 def versions(environment: Data, names: tuple[str, ...]) -> str:

@@ -93,6 +93,7 @@ def scalar(name: str, x: Any, arrays: ArrayLibrary, dtype: str, like: Array) -> 
         ValueError: more than one element, or not finite.
     """
     if isinstance(x, int | float):
+        # a compiler can follow comparisons with a number that varies, and not math.isfinite
         if not -math.inf < x < math.inf:
             raise ValueError(f"{name} must be finite, got {x}; clamp the learned value before it is used")
         return arrays.asarray(float(x), dtype, like)

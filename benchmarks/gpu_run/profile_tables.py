@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from typing import Any
 
+from pages import when
+
 from gpu_run import profile_limits
 from gpu_run.profile_limits import Line
 from gpu_run.tables import number, table
@@ -44,7 +46,7 @@ def section(data: Row) -> str:
     """Everything that one record shows."""
     e = data["environment"]
     versions = "".join(f", {x.partition('-')[0]} {e[x]}" for x in ("torch", "triton", "cupy-cuda13x") if e.get(x))
-    about = f"{e['date'][:10]}, commit `{(e['commit'] or 'unknown')[:12]}`{versions}."
+    about = f"{when(e)}{versions}."
     if e.get("note"):
         about += f" {e['note']}"
     parts = [

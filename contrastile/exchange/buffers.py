@@ -1,9 +1,12 @@
-"""Arrays as the bytes that travel: views where the host holds them, copies beside the device where it does not."""
+"""Arrays as the bytes that travel: views where the host holds them, copies beside the device where it does not.
+
+And arrays in parts, one for each rank: cut, received and added up.
+"""
 
 from __future__ import annotations
 
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Any
 
 from contrastile.backends.arrays import library_of
@@ -90,3 +93,29 @@ def _pinned(x: Array) -> Any:
         torch = sys.modules["torch"]
         return torch.empty(x.shape, dtype=x.dtype, pin_memory=True)
     return sys.modules["cupyx"].empty_pinned(x.shape, dtype=x.dtype)
+
+
+def split(x: Array, sizes: Sequence[int]) -> list[Array]:
+    """The parts of these sizes along the first axis; views."""
+    parts, start = [], 0
+    for size in sizes:
+        parts.append(x[start : start + size])
+        start += size
+    return parts
+
+
+def like(x: Array, count: int) -> list[Array]:
+    """So many unwritten arrays of x's shape and dtype, where x is."""
+    arrays = library_of(x)
+    return [arrays.empty(tuple(x.shape), arrays.dtype(x), x) for _ in range(count)]
+
+
+def add_up(parts: Sequence[Array], into: Array) -> None:
+    """``into`` = the sum of the parts, in their order."""
+    if len(parts) == 1:
+        into[...] = parts[0]
+        return
+    arrays = library_of(into)
+    arrays.add(parts[0], parts[1], into)
+    for part in parts[2:]:
+        arrays.add(into, part, into)

@@ -13,6 +13,7 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, Generic, TypeVar
 
 from contrastile.backends.contract import Array
+from contrastile.exchange import buffers
 from contrastile.exchange.communicator import DEADLINE, ExchangeError
 
 if TYPE_CHECKING:
@@ -178,16 +179,12 @@ class InProcess:
         return self._send({r: [x] for r, x in enumerate(outgoing)}, {r: [x] for r, x in enumerate(incoming)})
 
     def all_gather(self, own: Array, whole: Array, sizes: Sequence[int]) -> _Parcel:
-        return self._send({r: [own] for r in range(self.size)}, {r: [x] for r, x in enumerate(_split(whole, sizes))})
+        return self.all_to_all([own] * self.size, buffers.split(whole, sizes))
 
     def reduce_scatter(self, whole: Array, own: Array, sizes: Sequence[int]) -> _Parcel:
-        parts = [own * 0 for _ in range(self.size)]
-        outgoing = {r: [x] for r, x in enumerate(_split(whole, sizes))}
-
-        def add() -> None:
-            own[...] = sum(parts[1:], start=parts[0])
-
-        return self._send(outgoing, {r: [x] for r, x in enumerate(parts)}, add)
+        parts = buffers.like(own, self.size)
+        outgoing = {r: [x] for r, x in enumerate(buffers.split(whole, sizes))}
+        return self._send(outgoing, {r: [x] for r, x in enumerate(parts)}, lambda: buffers.add_up(parts, own))
 
     def _send(
         self,
@@ -224,9 +221,9 @@ class _Parcel:
 
     def wait(self) -> None:
         town = self.home.town
-        for source, buffers in self.incoming.items():
+        for source, xs in self.incoming.items():
             letter = town.fetch(source, self.home.rank, self.number)
-            for x, arrived in zip(buffers, letter.content, strict=True):
+            for x, arrived in zip(xs, letter.content, strict=True):
                 x[...] = arrived
             letter.taken = True
         if town.late:
@@ -234,14 +231,6 @@ class _Parcel:
             for target, letter in self.sent:
                 town.until(lambda letter=letter: letter.taken, self.home.rank, target)  # type: ignore[misc]
         self.after()
-
-
-def _split(x: Array, sizes: Sequence[int]) -> list[Array]:
-    parts, start = [], 0
-    for size in sizes:
-        parts.append(x[start : start + size])
-        start += size
-    return parts
 
 
 def _copy(x: Array) -> Array:

@@ -124,17 +124,16 @@ class Peers:
         return self._send({r: [x] for r, x in enumerate(outgoing)}, {r: [x] for r, x in enumerate(incoming)})
 
     def all_gather(self, own: Array, whole: Array, sizes: Sequence[int]) -> Pending:
-        return self.all_to_all([own] * self.size, split(whole, sizes))
+        return self.all_to_all([own] * self.size, buffers.split(whole, sizes))
 
     def reduce_scatter(self, whole: Array, own: Array, sizes: Sequence[int]) -> Pending:
-        arrays = library_of(own)
-        outgoing = split(whole, sizes)
-        parts = [arrays.empty(tuple(own.shape), arrays.dtype(own), own) for _ in range(self.size - 1)]
+        outgoing = buffers.split(whole, sizes)
+        parts = buffers.like(own, self.size - 1)
         parts.insert(self.rank, outgoing[self.rank])
         return self._send(
             {r: [x] for r, x in enumerate(outgoing)},
             {r: [x] for r, x in enumerate(parts)},
-            lambda: _add(arrays, parts, own),
+            lambda: buffers.add_up(parts, own),
         )
 
     def _send(self, outgoing: Parts, incoming: Parts, after: Callable[[], None] = _nothing) -> Pending:
@@ -222,25 +221,6 @@ class _Message:
             self.peers._guarded(self.pending.wait)
         self._arrived, self.pending = True, None
         self.after()
-
-
-def split(x: Array, sizes: Sequence[int]) -> list[Array]:
-    """The parts of these sizes along the first axis; views."""
-    parts, start = [], 0
-    for size in sizes:
-        parts.append(x[start : start + size])
-        start += size
-    return parts
-
-
-def _add(arrays: ArrayLibrary, parts: Sequence[Array], into: Array) -> None:
-    """The parts' sum, in their order."""
-    if len(parts) == 1:
-        into[...] = parts[0]
-        return
-    arrays.add(parts[0], parts[1], into)
-    for part in parts[2:]:
-        arrays.add(into, part, into)
 
 
 def _on_host(outgoing: Parts, incoming: Parts, on_device: bool) -> tuple[Parts, Parts, Callable[[], None]]:
