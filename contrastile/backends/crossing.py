@@ -56,10 +56,27 @@ def cupy_for_torch(like: Array, torch: Any, cupy: Any) -> ExitStack:
     """
     held, number = ExitStack(), like.device.index
     held.enter_context(cupy.cuda.Device(number))
-    stream = torch.cuda.current_stream(like.device).cuda_stream
-    held.enter_context(cupy.cuda.ExternalStream(stream, number))
+    held.enter_context(current_of_torch(like.device, torch, cupy))
     held.enter_context(cupy.cuda.using_allocator(_torch_pool(like.device, torch, cupy)))
     return held
+
+
+class _Stream:
+    """A stream by its address, as libraries pass streams to each other."""
+
+    __slots__ = ("address",)
+
+    def __init__(self, address: int) -> None:
+        self.address = address
+
+    def __cuda_stream__(self) -> tuple[int, int]:
+        # the protocol's version comes first
+        return 0, self.address
+
+
+def current_of_torch(device: Any, torch: Any, cupy: Any) -> Any:
+    """torch's current stream on a device, which must be CuPy's current one, as a stream of CuPy's."""
+    return cupy.cuda.Stream.from_external(_Stream(torch.cuda.current_stream(device).cuda_stream))
 
 
 def _torch_pool(device: Any, torch: Any, cupy: Any) -> Callable[[int], Any]:

@@ -15,6 +15,7 @@ from dataclasses import dataclass
 from importlib.util import find_spec
 from typing import Any
 
+from contrastile.backends import crossing
 from contrastile.backends.arrays import library_of
 from contrastile.backends.contract import Array
 from contrastile.exchange.communicator import Pending
@@ -133,7 +134,7 @@ def _current(cupy: Any, x: Array, device: int) -> Any:
     """The stream on which x's library works now, as CuPy's."""
     if library_of(x).name == "cupy":
         return cupy.cuda.get_current_stream(device)
-    return cupy.cuda.ExternalStream(sys.modules["torch"].cuda.current_stream(device).cuda_stream, device)
+    return crossing.current_of_torch(device, sys.modules["torch"], cupy)
 
 
 def _address(x: Array) -> int:

@@ -237,12 +237,7 @@ class NCCLChannel:
         with working_for(library_of(like), _torch_arrays(), like), torch.cuda.device(device):
             ready: Any = torch.cuda.Event()  # type: ignore[no-untyped-call]
             ready.record(torch.cuda.current_stream(device))
-            self.engine._start_coalescing()
-            for post, parts in ((self.engine.recv, incoming), (self.engine.send, outgoing)):
-                for rank, xs in parts.items():
-                    for x in xs:
-                        post([_tensor(x)], rank, 0)
-            work = self.engine._end_coalescing()
+            work = self._start(outgoing, incoming, device)
 
         def done() -> bool:
             # a message that was broken off is never done
@@ -254,6 +249,22 @@ class NCCLChannel:
         flight = Flight(ready.query, done, ranks, (outgoing, incoming))
         self.watch.add(flight)
         return _Queued(work, like, flight)
+
+    def _start(self, outgoing: Parts, incoming: Parts, device: Any) -> Any:
+        if all(len(xs) == 1 for parts in (outgoing, incoming) for xs in parts.values()):
+            # the same sends and receives; but torch keeps a record, with a traceback, of each call of an engine
+            nothing = torch.empty(0, dtype=torch.uint8, device=device)
+            arriving, leaving = (
+                [_tensor(*parts[rank]) if rank in parts else nothing for rank in range(self.engine.size())]
+                for parts in (incoming, outgoing)
+            )
+            return self.engine.alltoall(arriving, leaving)
+        self.engine._start_coalescing()
+        for post, parts in ((self.engine.recv, incoming), (self.engine.send, outgoing)):
+            for rank, xs in parts.items():
+                for x in xs:
+                    post([_tensor(x)], rank, 0)
+        return self.engine._end_coalescing()
 
     def give_up(self, waited_for: Sequence[int], seconds: float) -> Mapping[int, Sequence[int]]:
         return {}

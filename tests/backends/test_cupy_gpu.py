@@ -17,9 +17,6 @@ torch = pytest.importorskip("torch")
 if not torch.cuda.is_available():
     pytest.skip("needs a GPU", allow_module_level=True)
 
-# deprecated from CuPy 14.0 on; Stream.from_external takes its place
-pytestmark = pytest.mark.filterwarnings("ignore:ExternalStream is deprecated:DeprecationWarning")
-
 RECORDS = ("cupy", "contrastile.backends.cupy:ampere")
 DTYPES = ("bfloat16", "float16", "float32")
 B, D = 773, 88
