@@ -75,7 +75,7 @@ class _Stream:
 
 
 def current_of_torch(device: Any, torch: Any, cupy: Any) -> Any:
-    """torch's current stream on a device, which must be CuPy's current one, as a stream of CuPy's."""
+    """The stream that torch works on now on a device, which must be CuPy's current one, as a stream of CuPy's."""
     return cupy.cuda.Stream.from_external(_Stream(torch.cuda.current_stream(device).cuda_stream))
 
 
