@@ -170,7 +170,8 @@ private:
 
     __device__ __forceinline__ void locate() {
         step = 0;
-        inside = false;
+        // past the last tile both stay false: sent() goes on, and nothing may be read
+        inside = whole = false;
         if (tile >= order.tiles()) return;
         const Tile at = order.at(tile);
         const int line = threadIdx.x / 8, piece = threadIdx.x % 8;
