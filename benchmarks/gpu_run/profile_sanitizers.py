@@ -13,7 +13,7 @@ from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
-from gpu_run.profiler import BACKENDS, kernel, own_kernels, run
+from gpu_run.profiler import BACKENDS, STEPS, kernel, own_kernels, run
 
 Row = dict[str, Any]
 TOOLS: dict[str, tuple[str, ...]] = {
@@ -37,8 +37,13 @@ LIMIT = 1_000_000
 _NO_FINDING = (
     "COMPUTE-SANITIZER|.*SUMMARY: |Target application|Warning: |\\d+ errors were skipped|Error: (?:process|No att)"
 )
+# of whatever runs under a tool, and which of them are good
+_VERDICT = r"^(?:PASS|FAIL).*|^\d+ checks, \d+ failed|^\d+ steps ran|(?<=poisoned: )\w+, .*"
+_PASSED = r"PASS|\d+ checks, 0 failed|[1-9]\d* steps ran|pass, [1-9]"
 HERE = Path(__file__).resolve().parent
 KERNELS, CONTROL = "tile kernels by themselves", "control"
+WHOLE = "whole steps"
+"""Of a batch that gives each block many tiles: what goes wrong after the last of them shows nowhere else."""
 
 
 def commands(backend: str) -> dict[str, list[str]]:
@@ -57,6 +62,7 @@ def sanitize(backends: Iterable[str]) -> list[Row]:
     for backend in backends:
         poisoned = [str(HERE.parent / "poisoned.py"), "--backend", BACKENDS[backend], "--dtype", "bfloat16"]
         jobs.append((backend, POISONED, "verify", poisoned))
+        jobs.append((backend, "memcheck", WHOLE, ["-m", "gpu_run.step", backend, *STEPS[backend]]))
     if "triton" in backends:
         jobs.append(("triton", "initcheck", CONTROL, ["-m", "gpu_run.profile_control"]))
     with ThreadPoolExecutor(max(1, os.cpu_count() or 1)) as pool:
@@ -97,8 +103,8 @@ def report(text: str) -> Row:
     lost = re.findall(r"^=+ (?:ERROR SUMMARY: )?(\d+) errors were (?:not printed|skipped)", text, re.MULTILINE)
     for shown, *counted in re.findall(r"(\d+) hazards displayed \((\d+) errors, (\d+) warnings", text):
         lost.append(str(sum(map(int, counted)) - int(shown)))
-    verdict = re.findall(r"^(?:PASS|FAIL).*|^\d+ checks, \d+ failed|(?<=poisoned: )\w+, .*", text, re.MULTILINE)
-    passed = bool(verdict) and bool(re.match(r"PASS|\d+ checks, 0 failed|pass, [1-9]", verdict[-1]))
+    verdict = re.findall(_VERDICT, text, re.MULTILINE)
+    passed = bool(verdict) and bool(re.match(_PASSED, verdict[-1]))
     if not summary and "poisoned: " in text:
         summary = ["-"]
     return {

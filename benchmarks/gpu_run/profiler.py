@@ -122,7 +122,8 @@ def compile_times(steps: Iterable[str] = COMPILED) -> list[dict[str, Any]]:
     def one(step: str) -> dict[str, Any]:
         with tempfile.TemporaryDirectory() as folder:
             command = [sys.executable, "-m", "gpu_run.step", "triton", step]
-            cold, kept = (json.loads(run(command, {"TRITON_CACHE_DIR": folder}).stdout) for _ in range(2))
+            told = [run(command, {"TRITON_CACHE_DIR": folder}).stdout for _ in range(2)]
+        cold, kept = (json.loads(text.splitlines()[0]) for text in told)
         return {"step": step, "compiled": cold["first"], "from_disk": kept["first"], "warm": kept["third"]}
 
     with ThreadPoolExecutor() as pool:

@@ -1,7 +1,8 @@
 """Steps of the symmetric loss for a profiler: ``python -m gpu_run.step BACKEND B,D,SCALE,DTYPE,PRECISION ...``.
 
 Each named step runs warm, one call between cudaProfilerStart and cudaProfilerStop, behind a kernel of MARK's name. It
-prints a line of JSON: the seconds of the first call, with all that it compiles, and of the third.
+prints a line of JSON: the seconds of the first call, with all that it compiles, and of the third; at the end, how
+many steps ran.
 """
 
 from __future__ import annotations
@@ -49,6 +50,7 @@ def main(backend: str, steps: list[str]) -> None:
         _seconds(run)
         cuda.cudart().cudaProfilerStop()
         print(json.dumps({"step": step, "first": seconds[0], "third": seconds[2]}), flush=True)
+    print(f"{len(steps)} steps ran")
 
 
 def _seconds(run: Callable[[], Any]) -> float:

@@ -204,6 +204,8 @@ def test_a_tool_is_clean_where_only_others_kernels_are_reported() -> None:
     assert not profile_sanitizers.report("cupy, all memory poisoned: pass, 0 checks passed, 0 failed\n")["clean"]
     assert not profile_sanitizers.report("cupy, all memory poisoned: fail, 8 checks passed, 1 failed\n")["clean"]
     assert not profile_sanitizers.report("========= ERROR SUMMARY: 0 errors\n")["clean"]
+    assert profile_sanitizers.report("2 steps ran\n========= ERROR SUMMARY: 0 errors\n")["clean"]
+    assert not profile_sanitizers.report("0 steps ran\n========= ERROR SUMMARY: 0 errors\n")["clean"]
 
 
 def test_verdicts_are_counted_by_backend_and_dtype() -> None:
