@@ -2,8 +2,9 @@
 
 ``torchrun --nproc-per-node N benchmarks/nccl_smoke.py torch`` for NCCL through torch, ``... gloo`` for GPUs through the
 host, ``mpirun -n N python -m mpi4py benchmarks/nccl_smoke.py mpi`` for CuPy's NCCL (through the host where ranks share
-a GPU), and ``python benchmarks/nccl_smoke.py alone`` for NCCL from a GPU to itself. A second argument ``stalls`` makes
-the last rank stall in the middle of a ring instead; the others must end within CONTRASTILE_DEADLINE. One line a check.
+a GPU), and ``python benchmarks/nccl_smoke.py alone`` for NCCL from a GPU to itself. A second argument ``copies`` sends
+every message by copy engines, in small pieces, and has both schedules take their columns in parts; ``stalls`` makes the
+last rank stall in the middle of a ring instead, and the others must end within CONTRASTILE_DEADLINE. One line a check.
 """
 
 from __future__ import annotations
@@ -26,6 +27,7 @@ import contrastile
 from contrastile import problems
 from contrastile.backends import load
 from contrastile.backends.arrays import library_of
+from contrastile.exchange import copies
 from contrastile.exchange.communicator import connect
 from contrastile.verify.bounds import bounds
 from contrastile.verify.run import compare
@@ -117,6 +119,27 @@ def primitives(comm: Any, put: Callable[[Any, str], Any]) -> int:
                 comm.reduce_scatter(put(wholes[rank], dtype), own, sizes).wait()
                 start = sum(sizes[:rank])
                 check(own, sum(wholes)[start : start + sizes[rank]], "reduce_scatter", sizes)
+    return count
+
+
+def unwaited(comm: Any, put: Callable[[Any, str], Any]) -> int:
+    """Messages of all sizes, none of which the host waits for; how many numbers were right."""
+    n, rank, count = comm.size, comm.rank, 0
+    expected = []
+    for turn in range(200):
+        sizes = np.random.default_rng(turn).choice([0, 1, 999, 65_536, 65_537, 400_000], (n, n))
+        incoming = [put(np.full(sizes[r][rank], -1.0), "float32") for r in range(n)]
+        x = put(np.arange(400_000.0), "float32")
+        x += 1000 * rank + turn
+        pending = comm.all_to_all([x[: sizes[rank][r]] for r in range(n)], incoming)
+        pending.wait()
+        # what was sent is the sender's again
+        x *= 0
+        expected.append((incoming, [np.arange(sizes[r][rank]) + 1000 * r + turn for r in range(n)]))
+    for incoming, values in expected:
+        for got, wanted in zip(incoming, values, strict=True):
+            assert np.array_equal(host(got), wanted), (rank, wanted.size)
+            count += wanted.size
     return count
 
 
@@ -254,10 +277,16 @@ def main() -> None:
     group, number, leave = join(engine)
     comm = connect(group)
     for library, put in libraries(number):
+        if "copies" in sys.argv:
+            copies.LEAST, copies.WORTH, copies.PIECE = 1, 1, 1 << 18
+        by_copies = comm.prepare(put(np.zeros(1), "float32"), copies.WORTH)
+        _say(comm, f"{engine} {library}: copy engines {'take part' if by_copies else 'are not used'}", started)
         if "stalls" in sys.argv:
             stall(comm, put)
         count = primitives(comm, put)
+        numbers = unwaited(comm, put)
         overwritten(comm, put)
+        _say(comm, f"{engine} {library}: {numbers} numbers of messages that nobody waited for right", started)
         _say(comm, f"{engine} {library}: {count} messages right, by {comm.name}", started)
         _say(comm, f"{engine} {library}: {costs(comm, put)}", started)
         for backend in {"cupy": ("cupy",), "torch": ("triton", "torch", "cupy")}[library]:

@@ -49,8 +49,8 @@ class Page:
 
     def generated(self, folder: Path) -> str:
         """The measured part."""
-        found = self.records(folder)
-        return "\n\n".join(self.section(stem, data) for stem, data in found.items()) if found else self.nothing
+        found = (self.section(stem, data) for stem, data in self.records(folder).items())
+        return "\n\n".join(filter(None, found)) or self.nothing
 
     def spliced(self, page: str, text: str) -> str:
         """The page with the part between its markers replaced.

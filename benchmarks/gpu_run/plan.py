@@ -85,11 +85,11 @@ class Plan:
 
 _AIMS = (
     (Point(65536, 512), {TRITON: 0.82, CUPY: 0.98, ROOMY: 0.98, AMPERE: 0.55}),
-    (Point(65536, 768), {CUPY: 0.99}),
-    (Point(65536, 1024), {TRITON: 0.88, CUPY: 1.0}),
-    (Point(32768, 512), {TRITON: 0.80, CUPY: 0.95, AMPERE: 0.55}),
-    (Point(32768, 768), {CUPY: 0.97}),
-    (Point(32768, 1024), {TRITON: 0.86, CUPY: 0.98}),
+    (Point(65536, 768), {CUPY: 0.99, ROOMY: 0.99}),
+    (Point(65536, 1024), {TRITON: 0.88, CUPY: 1.0, ROOMY: 1.0}),
+    (Point(32768, 512), {TRITON: 0.80, CUPY: 0.95, ROOMY: 0.95, AMPERE: 0.55}),
+    (Point(32768, 768), {CUPY: 0.97, ROOMY: 0.97}),
+    (Point(32768, 1024), {TRITON: 0.86, CUPY: 0.98, ROOMY: 0.98}),
     (Point(262144, 512), {TRITON: 0.80, CUPY: 0.93}),
     (Point(262144, 1024), {TRITON: 0.86, CUPY: 0.96}),
     (Point(8192, 512, graph=True), {TRITON: 0.60, CUPY: 0.72}),

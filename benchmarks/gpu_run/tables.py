@@ -110,28 +110,31 @@ def further(data: Data) -> str:
     return table(["implementation", *_WHERE, "what", *_TIMED], rows)
 
 
-def peers(data: Data) -> str:
-    """All implementations at each size: milliseconds, then share and memory at the anchor size."""
+def peers(data: Data, *, shares: bool = True) -> str:
+    """All implementations at each size: milliseconds, then at the anchor the share of the ceiling, if wanted, and memory."""
     rows = measured(data, group="peers")
+    if not rows:
+        return ""
     sizes = sorted({row["b"] for row in rows})
-    anchor = _ANCHOR if _ANCHOR in sizes else max(sizes, default=0)
-    lines = []
-    for name in dict.fromkeys(row["implementation"] for row in rows):
-        at = {row["b"]: row for row in rows if row["implementation"] == name}
-        here = at.get(anchor)
-        share = percent(statistics.median(here["fraction"])) if here else "-"
-        memory = number(here["peak_bytes"] / MIB, 4) if here and "peak_bytes" in here else "-"
-        lines.append([name, *(number(median(at[b])) if b in at else "-" for b in sizes), share, memory])
+    anchor = _ANCHOR if _ANCHOR in sizes else max(sizes)
     limits = [statistics.median(top for row in rows if row["b"] == b for top in row["ceiling_tflops"]) for b in sizes]
-    width = rows[0]["d"] if rows else WIDTH
-    ideal = [number(Point(b, width).flops / top * 1e-9) for b, top in zip(sizes, limits, strict=True)]
+    ideal = [number(Point(b, rows[0]["d"]).flops / top * 1e-9) for b, top in zip(sizes, limits, strict=True)]
     head = [
         "implementation",
         *(f"b = {b:,}, ms" for b in sizes),
         f"of the ceiling at {anchor:,}",
         "peak extra MiB there",
     ]
-    return table(head, [["*the limit, 8 b² d / ceiling*", *ideal, "100 %", "0"], *lines] if lines else [])
+    lines = [["*the limit, 8 b² d / ceiling*", *ideal, "100 %", "0"]]
+    for name in dict.fromkeys(row["implementation"] for row in rows):
+        at = {row["b"]: row for row in rows if row["implementation"] == name}
+        here = at.get(anchor)
+        share = percent(statistics.median(here["fraction"])) if here else "-"
+        memory = number(here["peak_bytes"] / MIB, 4) if here and "peak_bytes" in here else "-"
+        lines.append([name, *(number(median(at[b])) if b in at else "-" for b in sizes), share, memory])
+    if not shares:
+        lines, head = ([[*line[:-2], line[-1]] for line in lines], [*head[:-2], f"peak extra MiB at {anchor:,}"])
+    return table(head, lines)
 
 
 def comparison(data: Data) -> str:

@@ -8,6 +8,7 @@ from typing import Any
 
 import gpu_report
 import pytest
+import readme_report
 from gpu_run import tables
 from gpu_run.plan import INF_CL, OPEN_CLIP, TRITON, Point
 
@@ -57,6 +58,7 @@ def record() -> dict[str, Any]:
 
 def test_the_committed_page_is_what_the_records_say() -> None:
     assert gpu_report.main(["--check"]) == 0
+    assert readme_report.PAGE.main(["--check"]) == 0
 
 
 def test_a_page_that_says_something_else_is_found_out(tmp_path: Path, record: dict[str, Any]) -> None:
@@ -73,6 +75,16 @@ def test_a_page_that_says_something_else_is_found_out(tmp_path: Path, record: di
     assert gpu_report.main([*how, "--check"]) == 0
     page.write_text(text.replace("30.0", "29.0"), encoding="utf-8")
     assert gpu_report.main([*how, "--check"]) == 1
+
+
+def test_the_readme_shows_whom_a_record_compares(tmp_path: Path, record: dict[str, Any]) -> None:
+    (tmp_path / "gpu_alone.json").write_text(json.dumps(record | {"times": []}), encoding="utf-8")
+    assert readme_report.PAGE.generated(tmp_path) == readme_report.PAGE.nothing
+    (tmp_path / "gpu_some.json").write_text(json.dumps(record), encoding="utf-8")
+    text = readme_report.PAGE.generated(tmp_path)
+    assert text.count("One ") == 1
+    assert OPEN_CLIP in text
+    assert "of the ceiling" not in text
 
 
 def test_the_figure_is_drawn_alike_each_time(tmp_path: Path, record: dict[str, Any]) -> None:
