@@ -111,7 +111,7 @@ def further(data: Data) -> str:
 
 
 def peers(data: Data, *, shares: bool = True) -> str:
-    """All implementations at each size: milliseconds, then at the anchor the share of the ceiling, if wanted, and memory."""
+    """All implementations at each size: milliseconds, and at the anchor memory and, if wanted, the ceiling's share."""
     rows = measured(data, group="peers")
     if not rows:
         return ""
