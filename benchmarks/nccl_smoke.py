@@ -4,7 +4,8 @@
 host, ``mpirun -n N python -m mpi4py benchmarks/nccl_smoke.py mpi`` for CuPy's NCCL (through the host where ranks share
 a GPU), and ``python benchmarks/nccl_smoke.py alone`` for NCCL from a GPU to itself. A second argument ``copies`` sends
 every message by copy engines, in small pieces, and has both schedules take their columns in parts; ``stalls`` makes the
-last rank stall in the middle of a ring instead, and the others must end within CONTRASTILE_DEADLINE. One line a check.
+last rank stall in the middle of a ring instead, and the others must end within CONTRASTILE_DEADLINE. Names of backends
+leave out the others. One line a check.
 """
 
 from __future__ import annotations
@@ -27,7 +28,7 @@ import contrastile
 from contrastile import problems
 from contrastile.backends import load
 from contrastile.backends.arrays import library_of
-from contrastile.exchange import copies
+from contrastile.exchange import copies, shared, staging
 from contrastile.exchange.communicator import connect
 from contrastile.verify.bounds import bounds
 from contrastile.verify.run import compare
@@ -35,6 +36,7 @@ from contrastile.verify.shards import Cut, shares
 from contrastile.verify.truth import Outcome, truth
 
 SECONDS = 240
+BACKENDS = {"cupy": ("cupy",), "torch": ("triton", "torch", "cupy")}
 DTYPES = ("float16", "bfloat16", "float32", "float64", "int64")
 SIZES = ([3, 0, 5, 1], [0, 0, 0, 0], [2, 2, 2, 2], [0, 0, 0, 4], [70_001, 3, 131_072, 0])
 WEIGHTS = (3, 1, 0, 2, 5, 1, 1, 4)
@@ -274,12 +276,13 @@ def main() -> None:
     if engine == "alone":
         alone()
         return
+    only = set(sys.argv[2:]) & {backend for each in BACKENDS.values() for backend in each}
     group, number, leave = join(engine)
     comm = connect(group)
     for library, put in libraries(number):
         if "copies" in sys.argv:
-            copies.LEAST, copies.WORTH, copies.PIECE = 1, 1, 1 << 18
-        by_copies = comm.prepare(put(np.zeros(1), "float32"), copies.WORTH)
+            copies.LEAST, staging.PIECE, shared.BESIDE = 1, 1 << 18, 0
+        by_copies = comm.prepare(put(np.zeros(1), "float32"), copies.LEAST)
         _say(comm, f"{engine} {library}: copy engines {'take part' if by_copies else 'are not used'}", started)
         if "stalls" in sys.argv:
             stall(comm, put)
@@ -289,7 +292,9 @@ def main() -> None:
         _say(comm, f"{engine} {library}: {numbers} numbers of messages that nobody waited for right", started)
         _say(comm, f"{engine} {library}: {count} messages right, by {comm.name}", started)
         _say(comm, f"{engine} {library}: {costs(comm, put)}", started)
-        for backend in {"cupy": ("cupy",), "torch": ("triton", "torch", "cupy")}[library]:
+        for backend in BACKENDS[library]:
+            if only and backend not in only:
+                continue
             for dtype in ("float32", "bfloat16"):
                 try:
                     found = list(schedules(comm, put, dtype, backend))

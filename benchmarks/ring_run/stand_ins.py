@@ -68,9 +68,14 @@ class Silent:
         return _Done()
 
     def all_to_all(self, outgoing: Sequence[Any], incoming: Sequence[Any]) -> _Done:
-        """Every rank sent what this one did to itself."""
-        for target in incoming:
-            _become(target, outgoing[self.rank])
+        """Every rank sent what this one did to the next."""
+        for rank, target in enumerate(incoming):
+            sent = outgoing[rank if rank == self.rank else (self.rank + 1) % self.size]
+            if target._is_view():
+                # part of a gathered array, which is written as if it had arrived
+                target.copy_(sent)
+            else:
+                _become(target, sent)
         return _Done()
 
     def all_gather(self, own: Any, whole: Any, sizes: Sequence[int]) -> _Done:
@@ -87,6 +92,11 @@ class Silent:
         start = sum(sizes[: self.rank])
         _become(own, whole[start : start + sizes[self.rank]])
         return _Done()
+
+    def prepare(self, like: Any, nbytes: int) -> bool:
+        """As with real messages, so that the same is computed in the same parts."""
+        aside: bool = self.real.prepare(like, nbytes)
+        return aside
 
     def visit(self, step: int, owner: int) -> None:
         """Nobody listens."""

@@ -3,19 +3,23 @@
 Fewer and larger messages than the ring's, for shards that are computed faster than they travel; O(b d) memory per rank.
 One rank's rows give every column a part of its log-sum-exp: the parts go home and are merged there, so that one pass
 over the tiles serves both directions.
+
+Where messages take nothing from the kernels beside which they travel, the columns are taken in two parts: the others'
+columns arrive while this rank's own are computed, and their gradient sums go home likewise.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
-from dataclasses import replace
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
 
 from contrastile.backends.arrays import ArrayLibrary
 from contrastile.backends.contract import Array, Backend, Block, Options, Weights
-from contrastile.exchange import local
-from contrastile.exchange.placement import Placement
+from contrastile.exchange import buffers, local
+from contrastile.exchange.communicator import Pending
+from contrastile.exchange.placement import Placement, Shards
 from contrastile.exchange.problem import Problem
-from contrastile.exchange.shared import average, finish, placed, scaled_weights, summed, together
+from contrastile.exchange.shared import aside, average, finish, placed, scaled_weights, summed, together
 
 
 def gathered(placement: Placement, arrays: ArrayLibrary, own: Array) -> Array:
@@ -29,18 +33,71 @@ def gathered(placement: Placement, arrays: ArrayLibrary, own: Array) -> Array:
     return whole
 
 
-def _block(problem: Problem, arrays: ArrayLibrary, columns: Array | None = None) -> Block:
-    """This rank's rows against all columns; the pairs' numbers are those of the joined columns already.
+@dataclass(frozen=True, slots=True)
+class _Part:
+    """This rank's rows against the columns of some ranks, joined in the order of the ranks."""
 
-    ``columns`` are those that an earlier pass gathered.
+    ranks: tuple[int, ...]
+    block: Block
+
+    def along(self, shards: Shards, x: Array | None, arrays: ArrayLibrary) -> Array | None:
+        """These ranks' part of a vector over all columns."""
+        if x is None or len(self.ranks) == len(shards.rows):
+            return x
+        parts = buffers.split(x, shards.widths)
+        return arrays.concat([parts[r] for r in self.ranks])
+
+    def by_rank(self, shards: Shards, x: Array) -> dict[int, Array]:
+        """A vector over these columns, cut at the ranks' borders."""
+        return dict(zip(self.ranks, buffers.split(x, [shards.widths[r] for r in self.ranks]), strict=True))
+
+
+def _parts(problem: Problem, arrays: ArrayLibrary, kept: Array | None = None) -> Iterator[_Part]:
+    """All columns at once; or this rank's own, and then the others', which travel meanwhile.
+
+    ``kept`` is what an earlier pass gathered: the columns of the last part.
     """
     placement = placed(problem)
     ids = problem.column_ids
     if ids is not None:
         ids = gathered(placement, arrays, ids)
-    if columns is None:
-        columns = gathered(placement, arrays, arrays.concat(list(problem.columns)))
-    return problem.block(columns, 0, ids)
+    if not aside(placement, problem):
+        columns = gathered(placement, arrays, arrays.concat(list(problem.columns))) if kept is None else kept
+        # the pairs' numbers are those of the joined columns already
+        yield _Part(tuple(range(placement.size)), problem.block(columns, 0, ids))
+        return
+    me, pending = placement.rank, None
+    own = arrays.contiguous(arrays.concat(list(problem.columns)))
+    if kept is None:
+        pending, kept = _others(placement, arrays, own)
+    mine = slice(placement.start, placement.start + own.shape[0])
+    yield _Part((me,), problem.block(own, mine.start, None if ids is None else ids[mine]))
+    if pending is not None:
+        pending.wait()
+    rest = replace(
+        problem,
+        positives=_without(mine, problem.positives, arrays),
+        excluded=_without(mine, problem.excluded, arrays),
+    )
+    there = None if ids is None else arrays.concat([ids[: mine.start], ids[mine.stop :]])
+    yield _Part(tuple(r for r in range(placement.size) if r != me), rest.block(kept, 0, there))
+
+
+def _others(placement: Placement, arrays: ArrayLibrary, own: Array) -> tuple[Pending, Array]:
+    """Every other rank's columns, joined in the order of the ranks once they have arrived."""
+    n, me, widths = placement.size, placement.rank, list(placement.shards.widths)
+    widths[me] = 0
+    whole = arrays.empty((sum(widths), *own.shape[1:]), arrays.dtype(own), own)
+    outgoing = [own[:0] if r == me else own for r in range(n)]
+    return placement.communicator.all_to_all(outgoing, buffers.split(whole, widths)), whole
+
+
+def _without(mine: slice, index: Array | None, arrays: ArrayLibrary) -> Array | None:
+    """Numbers of columns as they are once those in ``mine`` are left out, and -1 for these."""
+    if index is None:
+        return None
+    later = arrays.where(index >= mine.stop, index - (mine.stop - mine.start), -1)
+    return arrays.where(index < mine.start, index, later)
 
 
 @local.ieee
@@ -48,42 +105,48 @@ def forward(problem: Problem, backend: Backend, options: Options) -> local.Forwa
     """The global softmax loss, the same on every rank, and the log-sum-exps of this rank's rows and columns.
 
     Raises:
-        UnsupportedProblemError: the backend refuses the block.
+        UnsupportedProblemError: the backend refuses a block.
         ExchangeError: a rank did not answer within the deadline.
     """
     placement, arrays = placed(problem), backend.arrays
     two_sided = problem.column_weight is not None
-    block = _block(problem, arrays)
-    backend.check(block, options)
-    found = backend.lse(block, two_sided, options)
-    loss = arrays.mean_excess(found.row_lse, found.row_positive, problem.row_weight, problem.row_target)
-    column_lse = positive = None
+    row_lse = row_positive = kept = None
+    state: dict[int, list[Array]] = {}
+    for part in _parts(problem, arrays):
+        backend.check(part.block, options)
+        found = backend.lse(part.block, two_sided, options)
+        row_lse = found.row_lse if row_lse is None else arrays.merge(row_lse, found.row_lse)
+        row_positive = found.row_positive if row_positive is None else row_positive + found.row_positive
+        if two_sided:
+            lse, positive = (part.by_rank(placement.shards, x) for x in (found.column_lse, found.column_positive))
+            state |= {r: [lse[r], positive[r]] for r in part.ranks}
+        # what the backward pass need not gather again
+        kept = part.block.columns if placement.size > 1 else None
+    loss = arrays.mean_excess(row_lse, row_positive, problem.row_weight, problem.row_target)
+    column_lse = positives = None
     if two_sided:
-        for lse_part, positive_part in _home(placement, arrays, (found.column_lse, found.column_positive)):
+        for lse_part, positive_part in _home(placement, arrays, state):
             column_lse = lse_part if column_lse is None else arrays.merge(column_lse, lse_part)
-            positive = positive_part if positive is None else positive + positive_part
-        loss = loss + arrays.mean_excess(column_lse, positive, problem.column_weight, problem.column_target)
-    # what the backward pass need not gather again
-    kept = block.columns if placement.size > 1 else None
-    return replace(together(problem, loss, found.row_lse, column_lse, arrays), gathered=kept)
+            positives = positive_part if positives is None else positives + positive_part
+        loss = loss + arrays.mean_excess(column_lse, positives, problem.column_weight, problem.column_target)
+    return replace(together(problem, loss, row_lse, column_lse, arrays), gathered=kept)
 
 
-def _home(placement: Placement, arrays: ArrayLibrary, state: Sequence[Array]) -> Iterator[Sequence[Array]]:
+def _home(
+    placement: Placement, arrays: ArrayLibrary, state: Mapping[int, Sequence[Array]]
+) -> Iterator[Sequence[Array]]:
     """What each rank found for this rank's columns, from what this rank found for everybody's."""
-    shards, n = placement.shards, placement.size
+    n = placement.size
     if n == 1:
-        yield state
+        yield state[0]
         return
     # one message for all of it
-    outgoing = []
-    for rank in range(n):
-        where = slice(shards.start(rank), shards.start(rank) + shards.widths[rank])
-        outgoing.append(arrays.concat([x[where] for x in state]))
-    own = shards.widths[placement.rank]
-    incoming = [arrays.empty((len(state) * own,), arrays.dtype(state[0]), state[0]) for _ in range(n)]
+    outgoing = [arrays.concat(list(state[rank])) for rank in range(n)]
+    own, vectors = placement.shards.widths[placement.rank], len(state[0])
+    incoming = [arrays.empty((vectors * own,), arrays.dtype(outgoing[0]), outgoing[0]) for _ in range(n)]
     placement.communicator.all_to_all(outgoing, incoming).wait()
     for found in incoming:
-        yield [found[i * own : (i + 1) * own] for i in range(len(state))]
+        yield [found[i * own : (i + 1) * own] for i in range(vectors)]
 
 
 @local.ieee
@@ -98,23 +161,30 @@ def backward(
     """Gradients of ``upstream * loss`` for this rank's rows and columns and for the scale: see ``Placement.factor``."""
     placement, arrays = placed(problem), backend.arrays
     weighted = scaled_weights(problem, upstream)
-    block = _block(weighted, arrays, saved.gathered)
+    own, *others = _parts(weighted, arrays, saved.gathered)
     columns: Sequence[Array | None] = [None] * 3
     if weighted.column_weight is not None:
         columns = _over_columns(placement, arrays, (saved.column_lse, weighted.column_weight, weighted.column_target))
-    weights = Weights(saved.row_lse, weighted.row_weight, weighted.row_target, *columns)
-    if backend.finished is not None and wanted.rows:
+
+    def weights(part: _Part) -> Weights:
+        side = [part.along(placement.shards, x, arrays) for x in columns]
+        return Weights(saved.row_lse, weighted.row_weight, weighted.row_target, *side)
+
+    if backend.finished is not None and wanted.rows and not others:
         # this rank's rows meet every column here: only the columns' sums have other ranks' parts to come
-        found = backend.finished(block, weights, None, "sums" if any(wanted.columns) else None, options)
+        form = "sums" if any(wanted.columns) else None
+        found = backend.finished(own.block, weights(own), None, form, options)  # type: ignore[arg-type]
         sums = local.Sums(None, _scattered(placement, arrays, found.columns, wanted.columns), None)
-        others = replace(wanted, rows=False, scale=False)
-        rest = finish(problem.rows, problem.scale, placement, sums, None, others, arrays)
+        missing = replace(wanted, rows=False, scale=False)
+        rest = finish(problem.rows, problem.scale, placement, sums, None, missing, arrays)
         d_scale = average(placement, arrays, found.inner, problem.scale) if wanted.scale else None
         return replace(rest, rows=found.rows, scale=d_scale)
     row_sum = local.accumulator(backend, problem.rows, wanted.rows or wanted.scale)
-    column_sum = local.accumulator(backend, block.columns, any(wanted.columns))
-    backend.gradients(block, weights, row_sum, column_sum, options)
-    sums = local.Sums(row_sum, _scattered(placement, arrays, column_sum, wanted.columns), None)
+
+    def add(part: _Part, column_sum: Array | None) -> None:
+        backend.gradients(part.block, weights(part), row_sum, column_sum, options)
+
+    sums = local.Sums(row_sum, _swept(placement, backend, (own, *others), wanted.columns, add), None)
     return finish(problem.rows, problem.scale, placement, sums, None, wanted, arrays)
 
 
@@ -125,6 +195,40 @@ def _over_columns(placement: Placement, arrays: ArrayLibrary, vectors: Sequence[
     own = arrays.concat(list(vectors)).reshape((len(vectors), -1))
     whole = gathered(placement, arrays, own.T)
     return [arrays.contiguous(whole[:, i]) for i in range(len(vectors))]
+
+
+def _swept(
+    placement: Placement,
+    backend: Backend,
+    parts: Sequence[_Part],
+    wants: tuple[bool, ...],
+    add: Callable[[_Part, Array | None], None],
+) -> tuple[Array | None, ...]:
+    """The gradient sums of this rank's column blocks, over all ranks' rows; ``add(part, into)`` computes one part.
+
+    This rank's own part is the last: meanwhile the others' sums go home.
+    """
+    arrays, me = backend.arrays, placement.rank
+    *mine, last = parts
+    found = local.accumulator(backend, last.block.columns, any(wants))
+    add(last, found)
+    if not mine:
+        return _scattered(placement, arrays, found, wants)
+    (own,) = mine
+    if found is None:
+        add(own, None)
+        return (None,) * len(wants)
+    total = local.accumulator(backend, own.block.columns, True)
+    outgoing = {me: total[:0]} | last.by_rank(placement.shards, found)  # type: ignore[index]
+    arriving = buffers.like(total, placement.size - 1)
+    arriving.insert(me, total[:0])  # type: ignore[index]
+    pending = placement.communicator.all_to_all([outgoing[r] for r in range(placement.size)], arriving)
+    add(own, total)
+    pending.wait()
+    arriving[me] = total
+    # in the order of the ranks, whose first part is not needed any more
+    buffers.add_up(arriving, arriving[0])
+    return _by_block(placement, arrays, arriving[0], wants)
 
 
 def _scattered(
@@ -138,7 +242,14 @@ def _scattered(
         width = shards.widths[placement.rank]
         own = arrays.empty((width, *whole.shape[1:]), arrays.dtype(whole), whole)
         placement.communicator.reduce_scatter(whole, own, shards.widths).wait()
-    places = shards.blocks(placement.rank)
+    return _by_block(placement, arrays, own, wants)
+
+
+def _by_block(
+    placement: Placement, arrays: ArrayLibrary, own: Array, wants: tuple[bool, ...]
+) -> tuple[Array | None, ...]:
+    """What is wanted of this rank's columns, block by block."""
+    places = placement.shards.blocks(placement.rank)
     parts = [own[where] if want else None for where, want in zip(places, wants, strict=True)]
     # gradients of several blocks must not share memory: an operator's results may not
     return tuple(parts if len(parts) == 1 else [_copied(arrays, x) for x in parts])
@@ -158,14 +269,21 @@ def sigmoid(
 ) -> tuple[Array, local.Sums | None]:
     """The global sigmoid loss and, in the same pass, the sums behind this rank's gradients."""
     placement, arrays = placed(problem), backend.arrays
-    block = _block(problem, arrays)
-    backend.check(block, options)
     row_sum = local.accumulator(backend, problem.rows, wanted is not None and (wanted.rows or wanted.scale))
     wants = (False,) * len(problem.columns) if wanted is None else wanted.columns
-    column_sum = local.accumulator(backend, block.columns, any(wants))
-    row_loss, slope = backend.sigmoid(block, problem.row_weight, row_sum, column_sum, options)
-    loss = summed(placement, arrays, local.weighted_total(arrays, problem.row_weight, row_loss))
+    losses: list[Array] = []
+    slopes: list[Array] = []
+
+    def add(part: _Part, column_sum: Array | None) -> None:
+        backend.check(part.block, options)
+        row_loss, slope = backend.sigmoid(part.block, problem.row_weight, row_sum, column_sum, options)
+        losses.append(local.weighted_total(arrays, problem.row_weight, row_loss))
+        slopes.append(slope)
+
+    columns = _swept(placement, backend, tuple(_parts(problem, arrays)), wants, add)
+    loss = summed(placement, arrays, sum(losses[1:], losses[0]))
     value = arrays.cast(loss, arrays.dtype(problem.scale))
     if wanted is None:
         return value, None
-    return value, local.Sums(row_sum, _scattered(placement, arrays, column_sum, wants), arrays.total(slope))
+    totals = [arrays.total(x) for x in slopes]
+    return value, local.Sums(row_sum, columns, sum(totals[1:], totals[0]))

@@ -202,6 +202,9 @@ class InProcess:
                 x[...] = _garbage(x)
         return _Parcel(self, number, sent, incoming, after)
 
+    def prepare(self, like: Array, nbytes: int) -> bool:
+        return False
+
     def visit(self, step: int, owner: int) -> None:
         self.town.log.append((self.rank, step, owner))
 

@@ -54,7 +54,7 @@ class Forward:
         loss: 0-d, state dtype.
         row_lse: (m,) L over all column blocks.
         column_lse: (n,) M over the joined columns, or None for a loss of one direction.
-        gathered: the columns of all ranks, where this rank has collected them; None elsewhere.
+        gathered: the columns that this rank has collected from others, or from all; None where it has none.
     """
 
     loss: Array

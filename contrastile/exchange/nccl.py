@@ -19,12 +19,14 @@ from contrastile.backends import crossing
 from contrastile.backends.arrays import library_of
 from contrastile.backends.contract import Array
 from contrastile.exchange.communicator import Pending
-from contrastile.exchange.peers import Parts, Peers
+from contrastile.exchange.copies import CopyChannel
+from contrastile.exchange.driver import Gpu
+from contrastile.exchange.peers import Channel, Parts, Peers
 from contrastile.exchange.watch import Flight, Watch
 
 
-def channel(peers: Peers, like: Array) -> NCCLChannel | None:
-    """A channel between the GPUs of all ranks; None where a rank lacks NCCL, or two share a GPU.
+def channel(peers: Peers, like: Array) -> Channel | None:
+    """NCCL between the GPUs of all ranks, and copies; None where a rank lacks NCCL, or two share a GPU.
 
     Every rank calls this at the same message, and they decide together.
 
@@ -49,7 +51,8 @@ def channel(peers: Peers, like: Array) -> NCCLChannel | None:
         # the highest priority: a transfer starts before a kernel queued behind it takes every multiprocessor
         stream = cupy.cuda.Stream(non_blocking=True, priority=-5)
     connected = True
-    return NCCLChannel(communicator, stream, number, watch)
+    sending = NCCLChannel(communicator, stream, number, watch)
+    return CopyChannel(sending, watch, peers.rank, peers.size, peers.tell, lambda: Gpu(number))
 
 
 def _has_nccl() -> bool:
@@ -107,6 +110,9 @@ class NCCLChannel:
         ranks = tuple(sorted({*outgoing, *incoming}))
         self.watch.add(Flight(lambda: ready.done, lambda: done.done, ranks, (outgoing, incoming)))
         return _Queued(done, like, self.device)
+
+    def prepare(self, size: int) -> bool:
+        return False
 
     def give_up(self, waited_for: Sequence[int], seconds: float) -> Mapping[int, Sequence[int]]:
         return {}

@@ -49,6 +49,10 @@ class Channel(Protocol):
         """
         ...
 
+    def prepare(self, size: int) -> bool:
+        """Make ready for messages of so many bytes between two ranks: see ``Communicator.prepare``."""
+        ...
+
     def give_up(self, waited_for: Sequence[int], seconds: float) -> Mapping[int, Sequence[int]]:
         """Tell the others whom this rank waited for, and hear for so long whom they waited for."""
         ...
@@ -150,16 +154,26 @@ class Peers:
     def _post(self, outgoing: Parts, incoming: Parts, like: Array) -> Pending | None:
         if self.host is None:
             return None
-        channel, on_device = self.host, library_of(like).device(like) != "cpu"
-        if on_device:
-            # made at the first message of arrays on a device, which is the same message on every rank
-            self._device = channel = self._device or self.on_device(self, like) or self.host
+        on_device = library_of(like).device(like) != "cpu"
+        channel = self._for_device(self.host, like) if on_device else self.host
         if not (outgoing or incoming):
             return None
         arrived = _nothing
         if channel is self.host:
             outgoing, incoming, arrived = _on_host(outgoing, incoming, on_device)
         return _Landing(channel.post(outgoing, incoming, self._number, self._seconds), arrived)
+
+    def _for_device(self, host: Channel, like: Array) -> Channel:
+        """What carries arrays beside this one; made at the first message of any, which is the same on every rank."""
+        self._device = self._device or self.on_device(self, like) or host
+        return self._device
+
+    def prepare(self, like: Array, nbytes: int) -> bool:
+        self._check()
+        host = self.host
+        if host is None or library_of(like).device(like) == "cpu":
+            return False
+        return bool(self._guarded(lambda: self._for_device(host, like).prepare(nbytes)))
 
     def _seconds(self) -> float:
         return watch.patience(self.deadline)
@@ -174,6 +188,8 @@ class Peers:
         except Silence as silence:
             assert self.host is not None
             waiting = self.host.give_up(silence.ranks, watch.grace(self.deadline))
+            if self._device not in (None, self.host):
+                self._device.give_up(silence.ranks, 0.0)
             titles = self.titles or range(self.size)
             self._broken = watch.describe(self.rank, silence, waiting, self.deadline, titles)
             raise ExchangeError(self._broken) from silence.__cause__

@@ -16,7 +16,7 @@ from contrastile.exchange import local
 from contrastile.exchange.communicator import Pending
 from contrastile.exchange.placement import Placement
 from contrastile.exchange.problem import Problem
-from contrastile.exchange.shared import finish, placed, scaled_weights, summed, together
+from contrastile.exchange.shared import aside, finish, placed, scaled_weights, summed, together
 
 
 def visits(
@@ -102,6 +102,7 @@ class _Shards:
 
     def __init__(self, problem: Problem, arrays: ArrayLibrary, vectors: Sequence[Array]) -> None:
         self.problem, self.placement, self.arrays = problem, placed(problem), arrays
+        aside(self.placement, problem)
         ids = [] if problem.column_ids is None else [problem.column_ids]
         self.own = [arrays.contiguous(x) for x in (*problem.columns, *ids, *vectors)]
         self.blocks, self.ids, self.vectors = len(problem.columns), len(ids), len(vectors)

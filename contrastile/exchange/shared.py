@@ -17,6 +17,26 @@ def placed(problem: Problem) -> Placement:
     return problem.placement
 
 
+BESIDE = 1 << 39
+"""Rows of a rank x columns of all x width from which on messages that cost the kernels nothing are worth having.
+
+Below, the calls of kernels that compute the columns in parts cost the host more time than the messages would.
+"""
+
+
+def aside(placement: Placement, problem: Problem) -> bool:
+    """Whether a rank's columns travel at no cost to what is computed meanwhile; every rank comes to the same.
+
+    Asked before the first of such messages, it makes the communicator ready for them.
+    """
+    shards, x = placement.shards, problem.columns[0]
+    largest, total, width = max(shards.widths), sum(shards.widths), int(x.shape[1])
+    # where one rank has all columns none travel
+    if largest == total or max(shards.rows) * total * width < BESIDE:
+        return False
+    return placement.communicator.prepare(x, largest * width * int(x.itemsize))
+
+
 def summed(placement: Placement, arrays: ArrayLibrary, x: Array) -> Array:
     """The sum of an array over the ranks, in the order of the ranks: the same bits on each of them."""
     n = placement.size

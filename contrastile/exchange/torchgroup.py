@@ -25,6 +25,8 @@ from contrastile.backends.arrays import library_of, working_for
 from contrastile.backends.contract import Array
 from contrastile.exchange import buffers, watch
 from contrastile.exchange.communicator import Communicator, ExchangeError, Pending, deadline_or
+from contrastile.exchange.copies import CopyChannel
+from contrastile.exchange.driver import Gpu
 from contrastile.exchange.peers import Channel, Parts, Peers
 from contrastile.exchange.watch import Flight, Silence, Watch
 
@@ -134,6 +136,9 @@ class GlooChannel:
         self._under_way[id(posted)] = posted
         return posted
 
+    def prepare(self, size: int) -> bool:
+        return False
+
     def give_up(self, waited_for: Sequence[int], seconds: float) -> Mapping[int, Sequence[int]]:
         heard: dict[int, Sequence[int]] = {}
         end = time.monotonic() + seconds
@@ -195,8 +200,8 @@ class _reaching:  # noqa: N801 - read as a statement
             raise Silence([self.rank], how) from error
 
 
-def _nccl_channel(peers: Peers, like: Array, store: Any, ranks: Sequence[int]) -> NCCLChannel:
-    """NCCL between the same ranks; every rank of the group calls this at the same message."""
+def _nccl_channel(peers: Peers, like: Array, store: Any, ranks: Sequence[int]) -> Channel:
+    """NCCL between the same ranks, and copies; every rank of the group calls this at the same message."""
     # a transfer starts before the blocks of a kernel that is queued behind it take every multiprocessor
     options: Any = dist.ProcessGroupNCCL.Options(is_high_priority_stream=True)
     # NCCL's own watchdog counts from the posting, compute that is queued before included: here it is the last resort
@@ -204,8 +209,9 @@ def _nccl_channel(peers: Peers, like: Array, store: Any, ranks: Sequence[int]) -
     options.global_ranks_in_group = list(ranks)
     engine: Any = dist.ProcessGroupNCCL(store, peers.rank, peers.size, options)
     channel = NCCLChannel(engine, Watch(lambda: peers.deadline))
-    channel.open(_device(like), peers.size)
-    return channel
+    device = _device(like)
+    channel.open(device, peers.size)
+    return CopyChannel(channel, channel.watch, peers.rank, peers.size, peers.tell, lambda: Gpu(device.index))
 
 
 @dataclass(slots=True, eq=False)
@@ -265,6 +271,9 @@ class NCCLChannel:
                 for x in xs:
                     post([_tensor(x)], rank, 0)
         return self.engine._end_coalescing()
+
+    def prepare(self, size: int) -> bool:
+        return False
 
     def give_up(self, waited_for: Sequence[int], seconds: float) -> Mapping[int, Sequence[int]]:
         return {}

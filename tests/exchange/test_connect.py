@@ -39,6 +39,7 @@ def test_a_world_of_one_needs_no_engine(group: Any) -> None:
     assert torch.equal(x, y)
     comm.reduce_scatter(x + 1, y, [2]).wait()
     assert torch.equal(x + 1, y)
+    assert not comm.prepare(x, 1 << 40)
     assert comm.agree(np.array([5, 6])).tolist() == [[5, 6]]
     assert comm.tell("λ") == ["λ"]
 

@@ -12,9 +12,10 @@ from worlds_at_hand import WORLDS, cut, failing, placement, rows, town
 
 from contrastile.backends.contract import Array, Backend, Block, ColumnForm, Finished, Options, Weights
 from contrastile.backends.registry import load
-from contrastile.exchange import gather, local
+from contrastile.exchange import buffers, gather, local, shared
 from contrastile.exchange.inprocess import InProcess
 from contrastile.verify.run import materialise
+from contrastile.verify.shards import Cut
 
 NUMPY = load("numpy")
 
@@ -118,3 +119,87 @@ def test_every_rank_has_the_same_bits(n: int) -> None:
     found = rows(n, ["delivery", "agreement"], ["ragged", "blocks", "labels", "sigmoid"], dtypes=["float32"])
     assert len(found) == 8
     assert not failing(found)
+
+
+ASIDE = ["ragged", "blocks", "labels", "ids-drop", "sigmoid", "one-row", "zero-rows", "self-excluded"]
+
+
+@pytest.fixture
+def aside(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Messages are said to travel at no cost to what is computed meanwhile."""
+    monkeypatch.setattr(InProcess, "prepare", lambda self, like, nbytes: True)
+    monkeypatch.setattr(shared, "BESIDE", 0)
+
+
+def test_parts_are_for_large_problems_of_which_no_rank_has_all_columns(monkeypatch: pytest.MonkeyPatch) -> None:
+    asked: list[int] = []
+
+    def prepare(self: InProcess, like: Any, nbytes: int) -> bool:
+        asked.append(nbytes)
+        return True
+
+    monkeypatch.setattr(InProcess, "prepare", prepare)
+    cuts = [cut("ragged", [1, 1, 1], columns) for columns in ([1, 1, 1], [0, 1, 0], [3, 1, 0])]
+
+    def decided(comm: InProcess, whole: Cut) -> bool:
+        where = placement(comm, whole, "gather")
+        return shared.aside(where, materialise(whole.part(comm.rank, where), NUMPY, "float64"))
+
+    def program(comm: InProcess) -> list[bool]:
+        return [decided(comm, whole) for whole in cuts]
+
+    assert town(3).run(program) == [[False] * 3] * 3
+    (m, d), n = cuts[0].problem.rows.shape, sum(cuts[0].shards.widths)
+    monkeypatch.setattr(shared, "BESIDE", m // 3 * n * d)
+    assert town(3).run(program) == [[True, False, True]] * 3
+    assert set(asked) == {max(whole.shards.widths) * d * 8 for whole in (cuts[0], cuts[2])}
+    monkeypatch.setattr(shared, "BESIDE", m // 3 * n * d + 1)
+    assert town(3).run(program) == [[False] * 3] * 3
+
+
+@pytest.mark.usefixtures("aside")
+@pytest.mark.parametrize("n", WORLDS)
+def test_columns_in_two_parts_give_what_they_give_at_once(n: int) -> None:
+    found = rows(n, ["gather", "reduction", "delivery", "agreement", "sharded"], ASIDE, dtypes=["float64", "float32"])
+    assert len(found) > 50
+    assert not failing(found)
+
+
+@pytest.mark.usefixtures("aside")
+@pytest.mark.parametrize("n", [2, 3, 5])
+def test_columns_in_two_parts_need_as_few_messages(n: int) -> None:
+    for count, _ in outcome(n, "ragged"):
+        assert count == {
+            # the others' columns, and the sums of their gradients
+            "all_to_all 2": 2,
+            "all_to_all 1": 1,
+            "all_gather 2": 1,
+            "all_gather number": 2,
+        }
+
+
+@pytest.mark.usefixtures("aside")
+@pytest.mark.parametrize(("columns", "scale"), [(True, True), (False, True), (True, False)])
+@pytest.mark.parametrize("case", ["ragged", "blocks", "one-row"])
+def test_what_is_not_wanted_of_two_parts_is_not_there(case: str, columns: bool, scale: bool) -> None:
+    for count, found in outcome(3, case, FINISHING, columns, scale):
+        assert count["all_to_all 2"] == 1 + columns
+        assert (found.scale is None) == (not scale)
+        assert all((x is None) == (not columns) for x in found.columns)
+        assert found.rows is not None
+
+
+@pytest.mark.usefixtures("aside")
+@pytest.mark.parametrize("defect", ["pairs keep their numbers", "others' sums stay", "nothing is sent"])
+def test_defects_of_two_parts_are_caught(defect: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    add_up, send = buffers.add_up, InProcess.all_to_all
+
+    if defect == "pairs keep their numbers":
+        monkeypatch.setattr(gather, "_without", lambda mine, index, arrays: index)
+    elif defect == "others' sums stay":
+        monkeypatch.setattr(buffers, "add_up", lambda found, into: add_up(found[:1], into))
+    else:
+        monkeypatch.setattr(
+            InProcess, "all_to_all", lambda self, out, into: send(self, [x * 0 if x.ndim > 1 else x for x in out], into)
+        )
+    assert failing(rows(3, ["gather"], ["ragged"]))

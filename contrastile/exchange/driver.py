@@ -1,0 +1,198 @@
+"""What copies between the GPUs of one host need of CUDA: the driver's own calls, through ctypes.
+
+The driver is there wherever a GPU is used, under one name and with one interface since CUDA 12, whichever library has
+the arrays. Nothing here allocates from a library's pool or waits for a device.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import sys
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager, suppress
+from ctypes import byref, c_int, c_size_t, c_ubyte, c_uint, c_uint64, c_void_p
+from typing import Any
+
+from contrastile.backends.arrays import library_of
+from contrastile.backends.contract import Array
+
+Flags = Sequence[tuple[int, int]]
+"""Addresses of 32-bit numbers, each with the value that it is to have, or to have reached."""
+
+_NON_BLOCKING, _NO_TIMING, _LAZY_PEER_ACCESS = 1, 2, 1
+_WAIT_32, _WRITE_32 = 1, 2
+_NOT_READY = 600
+
+
+class DriverError(RuntimeError):
+    """A call of the driver failed."""
+
+
+class _Handle(ctypes.Structure):
+    _fields_ = [("reserved", c_ubyte * 64)]
+
+
+class Event:
+    """A point in a stream."""
+
+    __slots__ = ("_gpu", "address")
+
+    def __init__(self, address: int, gpu: Gpu) -> None:
+        self.address, self._gpu = address, gpu
+
+    def __del__(self) -> None:
+        # in whatever thread; and at the process's end the driver may be gone
+        with suppress(DriverError, AttributeError, TypeError), self._gpu.active():
+            self._gpu.destroy(self)
+
+
+class Gpu:
+    """One GPU, as this process sees it. Streams and memory are numbers; all calls are made inside ``active``.
+
+    Raises:
+        DriverError: there is no driver, or it lacks a call.
+    """
+
+    def __init__(self, number: int) -> None:
+        try:
+            self._cuda = ctypes.CDLL("nvcuda.dll" if sys.platform == "win32" else "libcuda.so.1")
+        except OSError as error:
+            raise DriverError(f"no CUDA driver: {error}") from error
+        device, self._context = c_int(), c_void_p()
+        self._call("cuInit", 0)
+        self._call("cuDeviceGet", byref(device), number)
+        self._call("cuDevicePrimaryCtxRetain", byref(self._context), device)
+        self.number, self._own_stream = number, 0
+
+    def _call(self, name: str, *arguments: Any) -> None:
+        code = self._found(name)(*arguments)
+        if code:
+            raise DriverError(f"{name} gave error {code}")
+
+    def _found(self, name: str) -> Any:
+        try:
+            return getattr(self._cuda, name)
+        except AttributeError as error:
+            raise DriverError(f"the CUDA driver has no {name}") from error
+
+    @contextmanager
+    def active(self) -> Iterator[None]:
+        """This GPU's context is the thread's."""
+        self._call("cuCtxPushCurrent_v2", self._context)
+        try:
+            yield
+        finally:
+            self._call("cuCtxPopCurrent_v2", byref(c_void_p()))
+
+    def allocate(self, nbytes: int) -> int:
+        """Zeroed memory, which other processes can map."""
+        address = c_uint64()
+        self._call("cuMemAlloc_v2", byref(address), c_size_t(nbytes))
+        self._call("cuMemsetD8Async", address, c_ubyte(0), c_size_t(nbytes), self._quiet())
+        self._call("cuStreamSynchronize", self._quiet())
+        return address.value
+
+    def free(self, address: int) -> None:
+        """Give memory back."""
+        self._call("cuMemFree_v2", c_uint64(address))
+
+    def export(self, address: int) -> bytes:
+        """What another process needs to map this memory."""
+        handle = _Handle()
+        self._call("cuIpcGetMemHandle", byref(handle), c_uint64(address))
+        return bytes(handle.reserved)
+
+    def map(self, exported: bytes) -> int:
+        """Another process's memory, in this GPU's own context: none is made on the other GPU."""
+        address, handle = c_uint64(), _Handle((c_ubyte * 64)(*exported))
+        self._call("cuIpcOpenMemHandle_v2", byref(address), handle, c_uint(_LAZY_PEER_ACCESS))
+        return address.value
+
+    def unmap(self, address: int) -> None:
+        """Map it no longer."""
+        self._call("cuIpcCloseMemHandle", c_uint64(address))
+
+    def stream(self) -> int:
+        """A new stream, of the highest priority."""
+        low, high, stream = c_int(), c_int(), c_void_p()
+        self._call("cuCtxGetStreamPriorityRange", byref(low), byref(high))
+        self._call("cuStreamCreateWithPriority", byref(stream), c_uint(_NON_BLOCKING), high)
+        return stream.value or 0
+
+    def end(self, stream: int) -> None:
+        """Nothing more will be queued on the stream."""
+        self._call("cuStreamDestroy_v2", c_void_p(stream))
+
+    def current(self, x: Array) -> int:
+        """The stream on which x's library works now."""
+        if library_of(x).name == "torch":
+            return int(sys.modules["torch"].cuda.current_stream(x.device).cuda_stream)
+        return int(sys.modules["cupy"].cuda.get_current_stream(self.number).ptr)
+
+    def capturing(self, stream: int) -> bool:
+        """Whether what is queued on the stream goes into a CUDA graph."""
+        status = c_int()
+        self._call("cuStreamIsCapturing", c_void_p(stream), byref(status))
+        return bool(status.value)
+
+    def address(self, x: Array) -> int:
+        """Where an array's elements begin."""
+        return int(x.data_ptr() if library_of(x).name == "torch" else x.data.ptr)
+
+    def record(self, stream: int) -> Event:
+        """A point after everything that was queued on the stream so far."""
+        event = c_void_p()
+        self._call("cuEventCreate", byref(event), c_uint(_NO_TIMING))
+        found = Event(event.value or 0, self)
+        self._call("cuEventRecord", event, c_void_p(stream))
+        return found
+
+    def destroy(self, event: Event) -> None:
+        """The event is not used any more; what waits for it still does."""
+        self._call("cuEventDestroy_v2", c_void_p(event.address))
+
+    def follow(self, stream: int, event: Event) -> None:
+        """What is queued on the stream from now on waits for the event."""
+        self._call("cuStreamWaitEvent", c_void_p(stream), c_void_p(event.address), c_uint(0))
+
+    def passed(self, event: Event) -> bool:
+        """Whether the event has come."""
+        with self.active():
+            code = self._found("cuEventQuery")(c_void_p(event.address))
+        if code not in (0, _NOT_READY):
+            raise DriverError(f"cuEventQuery gave error {code}")
+        return bool(code == 0)
+
+    def copy(self, stream: int, target: int, source: int, nbytes: int) -> None:
+        """Queue a copy, between the memories of two GPUs or within one."""
+        self._call("cuMemcpyDtoDAsync_v2", c_uint64(target), c_uint64(source), c_size_t(nbytes), c_void_p(stream))
+
+    def flags(self, stream: int, written: Flags, awaited: Flags) -> None:
+        """Queue: write these, behind all that the stream did before; then wait until those are reached.
+
+        No kernel is needed for either. Values are compared as numbers that go round.
+        """
+        count = len(written) + len(awaited)
+        operations = (c_uint64 * (6 * count))()
+        for i, (address, value) in enumerate((*written, *awaited)):
+            operations[6 * i] = _WRITE_32 if i < len(written) else _WAIT_32
+            operations[6 * i + 1], operations[6 * i + 2] = address, value & 0xFFFFFFFF
+        if count:
+            self._call("cuStreamBatchMemOp_v2", c_void_p(stream), c_uint(count), operations, c_uint(0))
+
+    def put(self, address: int, value: int) -> None:
+        """Write a 32-bit number now, by a stream on which nothing else is queued."""
+        self._call("cuMemsetD32Async", c_uint64(address), c_uint(value & 0xFFFFFFFF), c_size_t(1), self._quiet())
+        self._call("cuStreamSynchronize", self._quiet())
+
+    def get(self, address: int) -> int:
+        """Read a 32-bit number now."""
+        found = c_uint()
+        self._call("cuMemcpyDtoHAsync_v2", byref(found), c_uint64(address), c_size_t(4), self._quiet())
+        self._call("cuStreamSynchronize", self._quiet())
+        return found.value
+
+    def _quiet(self) -> c_void_p:
+        if not self._own_stream:
+            self._own_stream = self.stream()
+        return c_void_p(self._own_stream)
