@@ -24,6 +24,7 @@ def section(stem: str, data: dict[str, Any]) -> str:
     links = f"links {e['links']}" if e.get("links") else ""
     known = when(e), versions(e, ("torch", "triton", "nccl", "inf-cl")), links, card(e)
     about = ", ".join(filter(None, known)) + f"; {sizes}."
+    about += f" {e['note']}" if e.get("note") else ""
     drawn = f"![Scaling, time, memory and hidden messages](results/{stem}.svg)" if _drawn(data) else ""
     comparison = "\n\n".join(filter(None, (tables.comparison(data), tables.peers(data))))
     parts = [

@@ -50,9 +50,14 @@ class Record:
         return self.seconds - (time.monotonic() - self.started)
 
     def add(self, part: str, row: dict[str, Any], key: tuple[str, ...]) -> None:
-        """Add a row in place of one that agrees with it on ``key``, write the file, and print one line."""
-        rows = [old for old in self.data[part] if any(old.get(name) != row.get(name) for name in key)]
-        self.data[part] = [*rows, _plain(row)]
+        """Add a row in place of one that agrees with it on ``key``, and write the file.
+
+        A row that was skipped takes no measured one's place: the same call may be part of two comparisons.
+        """
+        alike = [old for old in self.data[part] if all(old.get(name) == row.get(name) for name in key)]
+        if row.get("status") == "skip" and any(old.get("status") == "measured" for old in alike):
+            return
+        self.data[part] = [*(old for old in self.data[part] if old not in alike), _plain(row)]
         self.path.parent.mkdir(parents=True, exist_ok=True)
         self.path.write_text(compact(self.data), encoding="utf-8")
 

@@ -208,3 +208,10 @@ def test_a_record_replaces_rows_of_the_same_key(tmp_path: Path) -> None:
     record.add("checks", {"check": "b", "found": 1 / 3}, ("check",))
     rows = json.loads((tmp_path / "x.json").read_text())["checks"]
     assert rows == [{"check": "a", "found": None}, {"check": "b", "found": 0.333333}]
+
+
+def test_what_was_measured_stays_where_the_same_is_skipped_later(tmp_path: Path) -> None:
+    record = Record(tmp_path / "x.json", {"device": "x"}, {"seconds": 1}, resume=False)
+    for status in ("skip", "measured", "skip"):
+        record.add("times", {"name": "a", "status": status}, ("name",))
+    assert record.data["times"] == [{"name": "a", "status": "measured"}]
