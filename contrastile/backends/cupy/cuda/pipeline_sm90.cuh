@@ -13,8 +13,8 @@
 // * The turn is needed for correctness, not only for order: parity tells two phases of a barrier apart and no more, and
 //   a consumer a whole pass of the ring ahead would take a later phase for its own.
 // * With one warp on a scheduler an epilogue pays every latency in full. Its vectors are fetched into shared memory
-//   while products run, through no register: the accumulators take them all. The place of the tile after, two integer
-//   divisions, is found before the turn and waits there too. Between the turn and the first product stands nothing.
+//   while products run, through no register: the accumulators take them all. The place of the tile after waits there
+//   too.
 // * What one thread leaves in shared memory for others goes through a barrier, also where all would write the same.
 // * No block may leave while the other may still copy into it or arrive at its barriers: hence the last cluster_sync.
 #pragma once

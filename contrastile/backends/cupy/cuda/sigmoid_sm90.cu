@@ -95,7 +95,13 @@ struct SigmoidEpilogue {
 #pragma unroll
                 for (int q = 0; q < 2; ++q)
                     weight[q] = wanted ? weight_of(s, q) : 0.0f;
-                if (wanted && part % PARTS == 0) writer.open();
+                if (wanted && part % PARTS == 0) {
+                    // the slabs of both strips are open at a time
+                    if (s == 0)
+                        writer.open();
+                    else
+                        writer.template open<1>();
+                }
 #pragma unroll
                 for (int two = 0; two < PART / 2; ++two) {
                     unsigned packed[4];

@@ -11,7 +11,8 @@ namespace contrastile {
 constexpr int SLAB_COLUMNS = 64, SLABS = BN / SLAB_COLUMNS, SLAB_GROUPS = SLAB_COLUMNS / 8;
 constexpr int SLAB_BYTES = 16 * SLAB_COLUMNS * 2;
 
-// Slabs are opened, filled by four `put` and sent, all in one order; number n goes through buffer n % BUFFERS.
+// Slabs are opened, filled by four `put` and sent, each in one order; number n goes through buffer n % BUFFERS. Several
+// may be open at a time.
 template <int BUFFERS>
 class SlabWriter {
   public:
@@ -21,9 +22,12 @@ class SlabWriter {
     __device__ __forceinline__ SlabWriter(const TensorMap& map, unsigned base, int lane)
         : map_(map), base_(base), mine_(base + lane % 16 * 128 + ((lane / 16 ^ lane % 8) << 4)), first_(lane == 0) {}
 
-    // Before the first store to a slab, the one before having been sent: the copy that reads its buffer must be over.
+    // Before the first store to a slab, UNSENT of those before being open still: the copy that reads its buffer must be
+    // over. Copies end in their order, and those of slabs that are not sent are not among them.
+    template <int UNSENT = 0>
     __device__ __forceinline__ void open() const {
-        if (first_) copies_read<BUFFERS - 1>();
+        static_assert(UNSENT < BUFFERS, "as many slabs are open as there are buffers");
+        if (first_) copies_read<BUFFERS - 1 - UNSENT>();
         __syncwarp();
     }
 
