@@ -51,11 +51,13 @@ class Spread:
         rows: rows of each rank; the first rank's are the problem's first.
         blocks: sizes of the column blocks that a rank computes its rows against, in one call each.
         halved: a rank may compute its rows against one shard in two calls, half of the rows in each.
+        own: the fewest columns that a rank may take apart from the others', in a call more; 0 where none does.
     """
 
     rows: tuple[int, ...]
     blocks: tuple[int, ...]
     halved: bool = False
+    own: int = 0
 
 
 @dataclass(frozen=True)
@@ -120,21 +122,23 @@ def arithmetic(
     """
     tile = (None, None) if options is None or options.tile is None else options.tile
     here = spread or Spread((rows,), tuple(blocks))
+    half = max(1, min(filter(None, here.rows), default=1) // 2) if here.halved else 0
     return Arithmetic(
         accuracy,
         dtype,
-        over_columns=_lengths(accuracy, here.blocks, tile[1]),
-        over_rows=_lengths(accuracy, here.rows, tile[0], halved=here.halved),
+        over_columns=_lengths(accuracy, here.blocks, tile[1], here.own),
+        over_rows=_lengths(accuracy, here.rows, tile[0], half),
         ranks=here.rows,
-        totals=0 if spread is None else 2 * len(here.rows) * len(here.blocks),
+        totals=0 if spread is None else 2 * len(here.rows) * (len(here.blocks) + (here.own > 0)),
     )
 
 
-def _lengths(accuracy: Accuracy, sizes: Sequence[int], cap: int | None, *, halved: bool = False) -> Lengths:
+def _lengths(accuracy: Accuracy, sizes: Sequence[int], cap: int | None, cut: int = 0) -> Lengths:
+    """Lengths of sums over parts of these sizes, one of which may come in two, of at least ``cut`` each."""
     tiles = [max(1, min(accuracy.tile(size), size if cap is None else cap)) for size in sizes]
     parts = sum(-(-size // tile) + 1 for size, tile in zip(sizes, tiles, strict=True))
     shortest = min((size for size in sizes if size), default=1)
-    if halved:
-        # one of the sizes comes in two: at most one tile more, and one partial result more
-        parts, shortest = parts + 2, max(1, shortest // 2)
+    if cut:
+        # at most one tile more, and one partial result more
+        parts, shortest = parts + 2, min(shortest, cut)
     return Lengths(max(tiles, default=0), parts, max(sizes, default=0), shortest)
