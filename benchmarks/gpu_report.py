@@ -14,7 +14,7 @@ HERE = Path(__file__).resolve().parent
 sys.path[:0] = [str(HERE), str(HERE.parent)]
 
 from gpu_run import figures, tables  # noqa: E402
-from pages import END, ROOT, Page, card, versions, when  # noqa: E402
+from pages import END, ROOT, Page, card, noted, versions, when  # noqa: E402
 
 
 def section(stem: str, data: dict[str, Any]) -> str:
@@ -26,8 +26,7 @@ def section(stem: str, data: dict[str, Any]) -> str:
         else "tiny sizes"
     )
     names = ("torch", "triton", "cupy-cuda13x", "inf-cl", "cut-cross-entropy", "liger-kernel", "quack-kernels")
-    about = ", ".join(filter(None, (when(e), versions(e, names), card(e)))) + f"; {sizes}."
-    about += f" {e['note']}" if e.get("note") else ""
+    about = noted(", ".join(filter(None, (when(e), versions(e, names), card(e)))) + f"; {sizes}.", e)
     parts = [
         ("Verified first", tables.verified(data)),
         ("What was aimed at", tables.aims(data)),

@@ -111,6 +111,11 @@ def card(environment: Data) -> str:
     return ", ".join(f"{what} {environment[name]}" for what, name in known if environment.get(name))
 
 
+def noted(about: str, environment: Data) -> str:
+    """What is said of a run, with the note that its record may hold."""
+    return " ".join(filter(None, (about, environment.get("note"))))
+
+
 def when(environment: Data) -> str:
     """Date and commit."""
     return f"{environment['date'][:10]}, commit `{(environment['commit'] or 'unknown')[:12]}`"

@@ -13,7 +13,7 @@ from typing import Any
 HERE = Path(__file__).resolve().parent
 sys.path[:0] = [str(HERE), str(HERE.parent)]
 
-from pages import ROOT, Page, card, versions, when  # noqa: E402
+from pages import ROOT, Page, card, noted, versions, when  # noqa: E402
 from ring_run import aims, figures, tables  # noqa: E402
 
 
@@ -23,8 +23,7 @@ def section(stem: str, data: dict[str, Any]) -> str:
     sizes = "tiny sizes" if data["settings"]["smoke"] else f"{data['settings']['slot']:g} s samples"
     links = f"links {e['links']}" if e.get("links") else ""
     known = when(e), versions(e, ("torch", "triton", "nccl", "inf-cl")), links, card(e)
-    about = ", ".join(filter(None, known)) + f"; {sizes}."
-    about += f" {e['note']}" if e.get("note") else ""
+    about = noted(", ".join(filter(None, known)) + f"; {sizes}.", e)
     drawn = f"![Scaling, time, memory and hidden messages](results/{stem}.svg)" if _drawn(data) else ""
     comparison = "\n\n".join(filter(None, (tables.comparison(data), tables.peers(data))))
     parts = [

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from pages import when
+from pages import noted, versions, when
 
 from gpu_run import profile_limits
 from gpu_run.profile_limits import Line
@@ -45,10 +45,8 @@ def beside(rows: list[Row]) -> list[Row]:
 def section(data: Row) -> str:
     """Everything that one record shows."""
     e = data["environment"]
-    versions = "".join(f", {x.partition('-')[0]} {e[x]}" for x in ("torch", "triton", "cupy-cuda13x") if e.get(x))
-    about = f"{when(e)}{versions}."
-    if e.get("note"):
-        about += f" {e['note']}"
+    known = when(e), versions(e, ("torch", "triton", "cupy-cuda13x"))
+    about = noted(", ".join(filter(None, known)) + ".", e)
     parts = [
         *((f"Kernels of a step: {_name(x)}", kernels(data, x)) for x in profile_limits.backends(data)),
         ("What kernels are held to", ceilings(data.get("ceilings", []))),

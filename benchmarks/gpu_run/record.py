@@ -54,10 +54,13 @@ class Record:
 
         A row that was skipped takes no measured one's place: the same call may be part of two comparisons.
         """
-        alike = [old for old in self.data[part] if all(old.get(name) == row.get(name) for name in key)]
-        if row.get("status") == "skip" and any(old.get("status") == "measured" for old in alike):
-            return
-        self.data[part] = [*(old for old in self.data[part] if old not in alike), _plain(row)]
+        others: list[dict[str, Any]] = []
+        for old in self.data[part]:
+            if any(old.get(name) != row.get(name) for name in key):
+                others.append(old)
+            elif row.get("status") == "skip" and old.get("status") == "measured":
+                return
+        self.data[part] = [*others, _plain(row)]
         self.path.parent.mkdir(parents=True, exist_ok=True)
         self.path.write_text(compact(self.data), encoding="utf-8")
 

@@ -119,21 +119,16 @@ def peers(data: Data, *, shares: bool = True) -> str:
     anchor = _ANCHOR if _ANCHOR in sizes else max(sizes)
     limits = [statistics.median(top for row in rows if row["b"] == b for top in row["ceiling_tflops"]) for b in sizes]
     ideal = [number(Point(b, rows[0]["d"]).flops / top * 1e-9) for b, top in zip(sizes, limits, strict=True)]
-    head = [
-        "implementation",
-        *(f"b = {b:,}, ms" for b in sizes),
-        f"of the ceiling at {anchor:,}",
-        "peak extra MiB there",
-    ]
-    lines = [["*the limit, 8 b² d / ceiling*", *ideal, "100 %", "0"]]
+    told = slice(None if shares else 1, None)
+    ends = [f"of the ceiling at {anchor:,}", f"peak extra MiB at {anchor:,}"]
+    head = ["implementation", *(f"b = {b:,}, ms" for b in sizes), *ends[told]]
+    lines = [["*the limit, 8 b² d / ceiling*", *ideal, *["100 %", "0"][told]]]
     for name in dict.fromkeys(row["implementation"] for row in rows):
         at = {row["b"]: row for row in rows if row["implementation"] == name}
         here = at.get(anchor)
         share = percent(statistics.median(here["fraction"])) if here else "-"
         memory = number(here["peak_bytes"] / MIB, 4) if here and "peak_bytes" in here else "-"
-        lines.append([name, *(number(median(at[b])) if b in at else "-" for b in sizes), share, memory])
-    if not shares:
-        lines, head = ([[*line[:-2], line[-1]] for line in lines], [*head[:-2], f"peak extra MiB at {anchor:,}"])
+        lines.append([name, *(number(median(at[b])) if b in at else "-" for b in sizes), *[share, memory][told]])
     return table(head, lines)
 
 

@@ -120,8 +120,10 @@ class CopyChannel:
 
     def post(self, outgoing: Parts, incoming: Parts, number: int, seconds: Callable[[], float]) -> Pending:
         staging = self._staging
-        large, rest = ([half(parts) for parts in (outgoing, incoming)] for half in (_large, _rest))
-        if staging is None or not any(large):
+        if staging is None:
+            return self.small.post(outgoing, incoming, number, seconds)
+        large, rest = zip(*map(_divided, (outgoing, incoming)), strict=True)
+        if not any(large):
             return self.small.post(outgoing, incoming, number, seconds)
         self.watch.admit()
         device = staging.device
@@ -165,15 +167,12 @@ def _left(staging: Staging, *, broken: bool) -> bool:
     return False
 
 
-def _large(parts: Parts) -> dict[int, Sequence[Array]]:
-    """What is copied; either end of a pair comes to the same."""
-    return {r: xs for r, xs in parts.items() if sum(map(nbytes, xs)) >= LEAST}
-
-
-def _rest(parts: Parts) -> dict[int, Sequence[Array]]:
-    """What is not."""
-    large = _large(parts)
-    return {r: xs for r, xs in parts.items() if r not in large}
+def _divided(parts: Parts) -> tuple[Parts, Parts]:
+    """What is copied, and what is not; either end of a pair comes to the same."""
+    large, rest = dict[int, Sequence[Array]](), dict[int, Sequence[Array]]()
+    for r, xs in parts.items():
+        (large if sum(map(nbytes, xs)) >= LEAST else rest)[r] = xs
+    return large, rest
 
 
 def _host() -> str:

@@ -14,7 +14,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 
 from contrastile.backends.arrays import ArrayLibrary
-from contrastile.backends.contract import Array, Backend, Block, Options, Weights
+from contrastile.backends.contract import Array, Backend, Block, ColumnForm, Options, Weights
 from contrastile.exchange import buffers, local
 from contrastile.exchange.communicator import Pending
 from contrastile.exchange.placement import Placement, Shards
@@ -172,8 +172,8 @@ def backward(
 
     if backend.finished is not None and wanted.rows and not others:
         # this rank's rows meet every column here: only the columns' sums have other ranks' parts to come
-        form = "sums" if any(wanted.columns) else None
-        found = backend.finished(own.block, weights(own), None, form, options)  # type: ignore[arg-type]
+        form: ColumnForm | None = "sums" if any(wanted.columns) else None
+        found = backend.finished(own.block, weights(own), None, form, options)
         sums = local.Sums(None, _scattered(placement, arrays, found.columns, wanted.columns), None)
         missing = replace(wanted, rows=False, scale=False)
         rest = finish(problem.rows, problem.scale, placement, sums, None, missing, arrays)

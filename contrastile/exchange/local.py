@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from functools import wraps
 from typing import ParamSpec, TypeVar
 
@@ -118,11 +118,7 @@ def backward(
         found = backend.finished(block, _weights(problem, saved, where), upstream, form, options)
         scale = backend.arrays.cast(found.inner, backend.arrays.dtype(problem.scale)) if wanted.scale else None
         return Gradients(found.rows, (found.columns,), scale, None)
-    weighted = replace(
-        problem,
-        row_weight=problem.row_weight * upstream,
-        column_weight=None if problem.column_weight is None else problem.column_weight * upstream,
-    )
+    weighted = problem.weighted(upstream)
     row_sum = accumulator(backend, problem.rows, wanted.rows or wanted.scale)
     column_sums = []
     for (where, block), want in zip(weighted.blocks(), wanted.columns, strict=True):

@@ -55,6 +55,15 @@ class Problem:
     match: Match = "drop"
     placement: Placement | None = None
 
+    def weighted(self, factor: Array) -> Problem:
+        """The problem with every weight times a factor, 0-d."""
+        column = self.column_weight
+        return replace(
+            self,
+            row_weight=self.row_weight * factor,
+            column_weight=None if column is None else column * factor,
+        )
+
     def blocks(self) -> Iterator[tuple[slice, Block]]:
         """Each column block with its place among the joined columns; indices become local to the block."""
         start = 0

@@ -102,6 +102,7 @@ class _Shards:
 
     def __init__(self, problem: Problem, arrays: ArrayLibrary, vectors: Sequence[Array]) -> None:
         self.problem, self.placement, self.arrays = problem, placed(problem), arrays
+        # whatever the answer: it makes the communicator ready for the shards
         aside(self.placement, problem)
         ids = [] if problem.column_ids is None else [problem.column_ids]
         self.own = [arrays.contiguous(x) for x in (*problem.columns, *ids, *vectors)]

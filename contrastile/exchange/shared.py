@@ -60,13 +60,7 @@ def together(
 
 def scaled_weights(problem: Problem, upstream: Array) -> Problem:
     """The problem with its weights times the gradient that arrives from above and times ``Placement.factor``."""
-    factor = upstream * placed(problem).factor
-    weight = problem.column_weight
-    return replace(
-        problem,
-        row_weight=problem.row_weight * factor,
-        column_weight=None if weight is None else weight * factor,
-    )
+    return problem.weighted(upstream * placed(problem).factor)
 
 
 def average(placement: Placement, arrays: ArrayLibrary, x: Array, scale: Array) -> Array:
