@@ -172,7 +172,7 @@ def forward_and_backward(problem: Problem, backend: Backend, options: Options) -
             assert sums is not None
             found = schedule.finish(inside.rows, inside.scale, inside.placement, sums, None, wanted, backend.arrays)
         else:
-            saved = schedule.forward(inside, backend, options)
+            saved = schedule.forward(inside, backend, options, keep=True)
             value = saved.loss
             one = backend.arrays.full((), 1.0, backend.arrays.dtype(inside.scale), inside.rows)
             found = schedule.backward(inside, saved, one, wanted, backend, options)

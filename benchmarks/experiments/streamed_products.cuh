@@ -31,17 +31,6 @@ __device__ __forceinline__ void counter_wait(const unsigned* counter, unsigned t
 
 // ---- products
 
-constexpr int WIDE_COLUMNS = 256, WIDE_VALUES = WIDE_COLUMNS / 2;
-constexpr int BOX_BYTES = 64 * 64 * 2;  // 64 lines of 64 elements, 128 bytes each, in the 128-byte swizzle
-
-// An operand stored along its rows (A) or columns (B), the contraction across: 64 of them a box, the next 64 in the
-// next box, 8 steps of the contraction 1024 bytes apart. 16 steps further are 128 further in the low word.
-// Hazard: the address of a cluster's second block has a bit above the 18 that the field takes; it would be added to the
-// distance of the boxes. Operands along the contraction have no such distance, and do not see it.
-__device__ __forceinline__ unsigned operand_across(unsigned address) {
-    return (address & 0x3ffff) >> 4 | static_cast<unsigned>(BOX_BYTES >> 4) << 16;
-}
-
 #define CONTRASTILE_D8(i)                                                                                       \
     "+f"(d[i]), "+f"(d[i + 1]), "+f"(d[i + 2]), "+f"(d[i + 3]), "+f"(d[i + 4]), "+f"(d[i + 5]), "+f"(d[i + 6]), \
         "+f"(d[i + 7])

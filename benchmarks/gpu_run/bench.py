@@ -19,7 +19,7 @@ from contrastile.verify.report import verdict
 from contrastile.verify.runner import DTYPES, Row, Run, Selection
 from gpu_run.machine import Watch, itemised
 from gpu_run.peers import PEERS, Loss, backend_name, refusal
-from gpu_run.plan import CUPY, FUSED, ROOMY, WITHOUT_GPU, Plan, Point
+from gpu_run.plan import CUPY, FUSED, MORE_MEMORY, WITHOUT_GPU, Plan, Point
 from gpu_run.record import Record
 from gpu_run.reference import features
 from gpu_run.timing import Call, Ceiling, Samples, captured, paired
@@ -72,7 +72,7 @@ class Bench:
     @property
     def aimed(self) -> list[str]:
         """The implementations that have aims: besides ours, one of them with more memory."""
-        return [*self.ours, ROOMY] if CUPY in self.ours else self.ours
+        return [*self.ours, *MORE_MEMORY] if CUPY in self.ours else self.ours
 
     def yardstick(self) -> Ceiling:
         """The ceiling product, made once."""

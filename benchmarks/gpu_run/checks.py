@@ -50,7 +50,7 @@ def errors(bench: Bench) -> None:
 
 def repeats(bench: Bench) -> None:
     """The same call again and again: the loss and every gradient equal to the last bit."""
-    for (b, times), name in product(bench.plan.repeats, bench.ours):
+    for (b, times), name in product(bench.plan.repeats, bench.aimed):
         if name in bench.absent or bench.record.left() < 0:
             continue
         step = _step(bench, name, reference.features(b, bench.plan.peer_width, 100.0, bench.device, bench.dtype))
@@ -65,7 +65,7 @@ def repeats(bench: Bench) -> None:
 
 def pairs(bench: Bench) -> None:
     """A trained model's pairs are alike and its loss goes to 0: it must not go below."""
-    for b, name in product(bench.plan.pairs, bench.ours):
+    for b, name in product(bench.plan.pairs, bench.aimed):
         if name in bench.absent or bench.record.left() < 0:
             continue
         for cosine in (1.0, NEARLY_ALIKE):

@@ -9,18 +9,39 @@ from __future__ import annotations
 import importlib
 from collections.abc import Callable
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 from contrastile.backends import registry
 from contrastile.bench.peers import plain_loss
 from gpu_run.chunked import chunked_loss
-from gpu_run.plan import AMPERE, CHUNKED, CUPY, DEFAULT_CCE, INF_CL, OPEN_CLIP, ROOMY, ROOMY_MIB, TORCH, TRITON
+from gpu_run.plan import (
+    AMPERE,
+    CHUNKED,
+    CUPY,
+    DEFAULT_CCE,
+    EVERY,
+    EVERY_MIB,
+    INF_CL,
+    KEEPING,
+    KEEPING_MIB,
+    MORE_MEMORY,
+    OPEN_CLIP,
+    ROOMY,
+    ROOMY_MIB,
+    TORCH,
+    TRITON,
+)
 
 SM_80 = "contrastile.backends.cupy:ampere"
 """The cupy backend without Hopper's own kernels."""
 
-LARGE = f"contrastile.backends.cupy:workspace_{ROOMY_MIB}"
-"""The cupy backend with a larger workspace, whatever the environment says."""
+LARGER = {
+    ROOMY: f"contrastile.backends.cupy:workspace_{ROOMY_MIB}",
+    KEEPING: f"contrastile.backends.cupy:keeping_{KEEPING_MIB}",
+    EVERY: f"contrastile.backends.cupy:keeping_{EVERY_MIB}",
+}
+"""The cupy backend with more memory, whatever the environment says."""
 
 Loss = Callable[[Any, Any, Any], Any]
 
@@ -103,7 +124,7 @@ PEERS = {
     for each in (
         Peer(TRITON, lambda: _ours("triton"), backend="triton"),
         Peer(CUPY, lambda: _ours("cupy"), backend="cupy"),
-        Peer(ROOMY, lambda: _ours(LARGE), backend=LARGE),
+        *(Peer(name, partial(_ours, LARGER[name]), backend=LARGER[name]) for name in MORE_MEMORY),
         Peer(AMPERE, lambda: _ours(SM_80), backend=SM_80),
         Peer(TORCH, lambda: _ours("torch"), backend="torch"),
         # two matrices of logits and two of their logarithms
@@ -119,9 +140,9 @@ PEERS = {
 }
 """Ours first, then from what everybody has to what must be installed."""
 
-TIMED = tuple(name for name in PEERS if name not in (DEFAULT_CCE, AMPERE, ROOMY))
+TIMED = tuple(name for name in PEERS if name not in (DEFAULT_CCE, AMPERE, *MORE_MEMORY))
 """The default of cut-cross-entropy leaves out small gradients: it is held to the reference and not timed. The sm_80
-kernels have no place in a comparison on a newer GPU, nor has a workspace beyond the default."""
+kernels have no place in a comparison on a newer GPU, nor has more memory than the default."""
 
 
 def refusal(peer: Peer) -> tuple[Loss | None, str]:

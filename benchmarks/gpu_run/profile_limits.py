@@ -15,10 +15,13 @@ Row = dict[str, Any]
 SPECIAL = 16
 """Results of the special function units, exponentials among them, a cycle and multiprocessor (Hopper)."""
 
-PRODUCTS = {"lse_tiles": 1, "gradient_tiles": 1, "add_product": 2} | {
+PRODUCTS = {"lse_tiles": 1, "gradient_tiles": 1, "add_product": 2, "forward_keeping_sm90": 1, "weighted_sm90": 2} | {
     f"{name}_{family}": 1 for name in ("forward", "gradient") for family in ("sm90", "sm80")
 }
 """Kernels that hold some of the four products, and how many; of cuBLAS's each holds one."""
+
+IMPOSSIBLE = 4.0
+"""A kernel that many times as fast as its products at the rate of cuBLAS has returned at once: another did the work."""
 
 FACTORS = {"ieee": (1, 1), "tf32": (1, 3), "split": (6, 6)}
 """Products of tensor cores for one product, by precision: in our kernels, in cuBLAS's."""
@@ -81,6 +84,8 @@ def lines(data: Row, backend: str, step: str) -> list[Line]:
     for name, row in (times or counters).items():
         count, ns = counters.get(name), row["ns"]
         flops, kind = work(name, step)
+        if rates.get(kind) and flops > IMPOSSIBLE * rates[kind] * ns:
+            flops = 0.0
         found.append(
             Line(
                 name,

@@ -26,8 +26,8 @@ TOOLS: dict[str, tuple[str, ...]] = {
 POISONED = "poisoned"
 """No tool of NVIDIA's: what ``benchmarks/poisoned.py`` finds, with all memory full of NaN before it is given out."""
 
-# both paths, every kind of positives, several column blocks, the sigmoid loss
-CASES = ("ragged", "large-logits", "labels", "self-excluded", "blocks", "sigmoid-ids")
+# both paths, every kind of positives, several column blocks, the sigmoid loss, kept exponentials
+CASES = ("ragged", "large-logits", "labels", "self-excluded", "blocks", "sigmoid-ids", "wide")
 PATIENCE = 200.0
 """Seconds after which a tool is stopped."""
 

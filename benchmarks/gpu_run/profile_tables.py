@@ -11,7 +11,7 @@ from gpu_run.profile_limits import Line
 from gpu_run.tables import number, table
 
 Row = dict[str, Any]
-NAMES = {"triton": "triton", "cupy": "cupy", "ampere": "cupy, sm_80 kernels"}
+NAMES = {"triton": "triton", "cupy": "cupy", "ampere": "cupy, sm_80 kernels", "keeping": "cupy, keeping 2 GiB"}
 LEAST_SHARE = 0.002
 """Kernels that take less of their step's time are counted together."""
 

@@ -18,14 +18,21 @@ from typing import Any
 MARK = "spin_kernel"
 """In the name of the kernel that stands before each step."""
 
-BACKENDS = {"triton": "triton", "cupy": "cupy", "ampere": "contrastile.backends.cupy:ampere"}
-"""What the front door calls each backend; ``ampere`` is cupy without Hopper's own kernels."""
+BACKENDS = {
+    "triton": "triton",
+    "cupy": "cupy",
+    "ampere": "contrastile.backends.cupy:ampere",
+    "keeping": "contrastile.backends.cupy:keeping_2048",
+}
+"""What the front door calls each backend; ``ampere`` is cupy without Hopper's own kernels, ``keeping`` cupy with room
+for all exponentials of these steps."""
 
 _BFLOAT16 = tuple(f"32768,{d},{scale},bfloat16,ieee" for d, scale in ((512, 100), (512, 14.3), (512, 400), (1024, 100)))
 STEPS = {
     "triton": (*_BFLOAT16, "16384,512,100,float32,tf32", "16384,512,100,float32,split"),
     "cupy": _BFLOAT16,
     "ampere": (_BFLOAT16[0], _BFLOAT16[2]),
+    "keeping": (_BFLOAT16[0], *_BFLOAT16[2:]),
 }
 COMPILED = tuple(STEPS["triton"][i] for i in (0, 4, 5))
 

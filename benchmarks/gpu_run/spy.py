@@ -31,5 +31,6 @@ def __getattr__(short: str) -> Backend:
         seen[:] = [Statistics(*(transfer(getattr(found, f.name), backend.arrays, torch) for f in fields(found)))]
         return found
 
-    changes: dict[str, Any] = {"lse": lse}
+    # keeping would go by it
+    changes: dict[str, Any] = {"lse": lse, "keeping": None}
     return replace(backend, **changes)

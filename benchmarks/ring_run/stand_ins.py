@@ -141,8 +141,8 @@ def listening() -> Iterator[list[local.Forward]]:
     heard: list[local.Forward] = []
     real: Callable[..., local.Forward] = schedule.forward
 
-    def forward(*args: Any) -> local.Forward:
-        found = real(*args)
+    def forward(*args: Any, **how: Any) -> local.Forward:
+        found = real(*args, **how)
         # detached: autograd makes these tensors its own afterwards
         heard.append(local.Forward(*(None if x is None else x.detach() for x in _values(found))))
         return found

@@ -2,7 +2,8 @@
 
 ``bodies`` say what is computed. ``operators`` are the bodies as ``torch.library`` operators, which compilers, tracers
 and transforms can see; ``functions`` are the same for eager calls. Saved for the backward: the features as they came,
-O(m + n) vectors, and for the sigmoid loss its gradients (they come with the value, in one pass).
+O(m + n) vectors, for the sigmoid loss its gradients (they come with the value, in one pass), and of an eager call what
+a backend was told to keep.
 
 Gradients of gradients are not defined: differentiating twice raises torch's error for a missing derivative.
 """
@@ -35,7 +36,9 @@ def evaluate(problem: Problem, backend: str, options: Options) -> Tensor:
     direct = functions.direct((rows, *columns, scale, bias, *vectors))
     if problem.kind == "softmax":
         if direct:
-            return _applied(functions.SoftmaxLoss, how, len(columns), rows, scale, *columns, *vectors)
+            # asked here: inside a function's forward gradients are always off
+            keep = torch.is_grad_enabled()
+            return _applied(functions.SoftmaxLoss, how, len(columns), keep, rows, scale, *columns, *vectors)
         loss, *_ = operators.softmax_loss(rows, columns, scale, vectors, how)
         return cast("Tensor", loss)
     wants = [torch.is_grad_enabled() and x is not None and x.requires_grad for x in (rows, *columns, scale, bias)]

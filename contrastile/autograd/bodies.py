@@ -90,9 +90,9 @@ def _wanted(flags: Sequence[bool], columns: int, *, bias: bool) -> local.Wanted:
     return local.Wanted(flags[0], tuple(flags[1 : 1 + columns]), flags[1 + columns], bias and flags[2 + columns])
 
 
-def _outside(backend: Backend, source: ArrayLibrary, scale: Tensor, like: Tensor) -> Callable[[Any], Tensor]:
+def _outside(backend: Backend, source: ArrayLibrary, scale: Tensor, like: Tensor | None) -> Callable[[Any], Tensor]:
     """The way of a backend's result into torch, in like's dtype; what was not computed becomes an empty tensor."""
-    dtype = source.dtype(like)
+    dtype = None if like is None else source.dtype(like)
 
     def move(x: Any) -> Tensor:
         return scale.new_empty(0) if x is None else cast("Tensor", transfer(x, backend.arrays, source, dtype))
@@ -108,13 +108,31 @@ def softmax_loss(
     how: str,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     """The softmax loss (0-d), the row LSE (m,), the column LSE (n,) and the gathered columns; empty where none."""
+    loss, row_lse, column_lse, gathered, _ = keeping_softmax_loss(rows, columns, scale, vectors, how, keep=False)
+    return loss, row_lse, column_lse, gathered
+
+
+def keeping_softmax_loss(
+    rows: Tensor,
+    columns: Sequence[Tensor],
+    scale: Tensor,
+    vectors: Sequence[Tensor | None],
+    how: str,
+    *,
+    keep: bool,
+) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
+    """``softmax_loss``, and what the backend has kept for ``kept_softmax_gradients`` if it may: see ``local.forward``.
+
+    No operator gives what was kept: how much that is depends on the GPU, and a graph must know every size.
+    """
     way = _decode(how)
     chosen = load(way.backend)
     problem = _problem("softmax", rows, columns, scale, None, vectors, way)
     with native(problem, chosen) as (inside, source):
-        saved = schedule.forward(inside, chosen, way.options)
+        saved = schedule.forward(inside, chosen, way.options, keep=keep)
         outside, features = _outside(chosen, source, scale, scale), _outside(chosen, source, scale, rows)
-        return outside(saved.loss), outside(saved.row_lse), outside(saved.column_lse), features(saved.gathered)
+        given = outside(saved.loss), outside(saved.row_lse), outside(saved.column_lse), features(saved.gathered)
+        return *given, _outside(chosen, source, scale, None)(saved.kept)
 
 
 def softmax_gradients(
@@ -130,14 +148,32 @@ def softmax_gradients(
     wants: Sequence[bool],
 ) -> tuple[Tensor, list[Tensor], Tensor]:
     """Gradients of ``upstream * loss`` for the rows, each column block and the scale; empty where not wanted."""
+    saved = row_lse, column_lse, gathered, scale.new_empty(0)
+    return kept_softmax_gradients(upstream, saved, rows, columns, scale, vectors, how, wants)
+
+
+def kept_softmax_gradients(
+    upstream: Tensor,
+    saved: Sequence[Tensor],
+    rows: Tensor,
+    columns: Sequence[Tensor],
+    scale: Tensor,
+    vectors: Sequence[Tensor | None],
+    how: str,
+    wants: Sequence[bool],
+) -> tuple[Tensor, list[Tensor], Tensor]:
+    """``softmax_gradients`` from all that ``keeping_softmax_loss`` gave beside the loss."""
     way = _decode(how)
     chosen = load(way.backend)
     problem = _problem("softmax", rows, columns, scale, None, vectors, way)
     wanted = _wanted(wants, len(columns), bias=False)
+    row_lse, column_lse, gathered, kept = saved
     with native(problem, chosen) as (inside, source):
-        kept = gathered if gathered.numel() else None
-        factor, *saved = (transfer(x, source, chosen.arrays) for x in (upstream, row_lse, column_lse, kept))
-        found = schedule.backward(inside, local.Forward(factor, *saved), factor, wanted, chosen, way.options)
+        # .data: the backend may write there, and autograd must not take that for a change of what it saved
+        more = gathered if gathered.numel() else None, kept.data if kept.numel() else None
+        given = upstream, row_lse, column_lse, *more
+        factor, *state = (transfer(x, source, chosen.arrays) for x in given)
+        found = schedule.backward(inside, local.Forward(factor, *state), factor, wanted, chosen, way.options)
         matrix, number = _outside(chosen, source, scale, rows), _outside(chosen, source, scale, scale)
         return matrix(found.rows), [matrix(x) for x in found.columns], number(found.scale)
 

@@ -1,7 +1,8 @@
 """The same losses for eager calls: autograd functions over the bodies, without an operator's dispatch.
 
-An operator's way through torch's dispatcher takes the host longer than the body does for a small batch. Nothing but
-that differs: bodies, what is saved and what is refused are the operators'.
+An operator's way through torch's dispatcher takes the host longer than the body does for a small batch. Bodies and
+what is refused are the operators'. What is saved is theirs too and, where the backend keeps something for the
+gradients, that: it is freed with the graph.
 """
 
 from __future__ import annotations
@@ -39,22 +40,27 @@ class SoftmaxLoss(torch.autograd.Function):
     """``operators.softmax_loss``, of which only the loss is given."""
 
     @staticmethod
-    def forward(ctx: Any, how: str, blocks: int, rows: Tensor, scale: Tensor, *rest: Any) -> Tensor:
-        """The loss; ``rest`` are the column blocks and the vectors."""
+    def forward(ctx: Any, how: str, blocks: int, keep: bool, rows: Tensor, scale: Tensor, *rest: Any) -> Tensor:
+        """The loss; ``rest`` are the column blocks and the vectors, ``keep`` says that a backward will come."""
         inputs = rows, rest[:blocks], scale, rest[blocks:], how
-        output = bodies.softmax_loss(*inputs)
+        wanted = all(ctx.needs_input_grad[i] for i in (3, *range(5, 5 + blocks)))
+        output = bodies.keeping_softmax_loss(*inputs, keep=keep and wanted)
         operators.save_softmax(ctx, inputs, output)
         return output[0]
 
     @staticmethod
     def backward(ctx: Any, *upstream: Tensor) -> tuple[Any, ...]:
         """The gradients, in the order of forward's arguments."""
-        _, _, rows, scale, *rest = ctx.needs_input_grad
+        (arriving,) = upstream
+        _, _, _, rows, scale, *rest = ctx.needs_input_grad
         wants = [rows, *rest[: ctx.blocks], scale]
-        find = _chosen(bodies.softmax_gradients, operators.softmax_gradients, upstream)
-        d_rows, d_columns, d_scale = find(*upstream, *operators.saved_softmax(ctx), wants)
+        found, inputs = operators.saved_softmax(ctx)
+        if _seen(arriving):
+            d_rows, d_columns, d_scale = operators.softmax_gradients(arriving, *found[:3], *inputs, wants)
+        else:
+            d_rows, d_columns, d_scale = bodies.kept_softmax_gradients(arriving, found, *inputs, wants)
         rows, *columns, scale = operators.only(wants, [d_rows, *d_columns, d_scale])
-        return None, None, rows, scale, *columns, *(None for _ in ctx.present)
+        return None, None, None, rows, scale, *columns, *(None for _ in ctx.present)
 
 
 class SigmoidLoss(torch.autograd.Function):
@@ -80,12 +86,13 @@ class SigmoidLoss(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, *upstream: Tensor) -> tuple[Any, ...]:
         """The gradients, in the order of forward's arguments."""
-        find = _chosen(bodies.sigmoid_gradients, operators.sigmoid_gradients, upstream)
-        d_rows, d_columns, *numbers = find(*upstream, *operators.saved_sigmoid(ctx))
+        (arriving,) = upstream
+        find = operators.sigmoid_gradients if _seen(arriving) else bodies.sigmoid_gradients
+        d_rows, d_columns, *numbers = find(arriving, *operators.saved_sigmoid(ctx))
         rows, *columns, scale, bias = operators.only(ctx.wants, [d_rows, *d_columns, *numbers])
         return None, None, None, rows, scale, bias, *columns
 
 
-def _chosen(body: Any, operator: Any, upstream: tuple[Tensor, ...]) -> Any:
-    """The operator where gradients of gradients are asked for, which it refuses by name, or where it must be seen."""
-    return body if not torch.is_grad_enabled() and direct(upstream) else operator
+def _seen(upstream: Tensor) -> bool:
+    """Whether the operator must be: where gradients of gradients are asked for, it refuses them by name."""
+    return torch.is_grad_enabled() or not direct((upstream,))

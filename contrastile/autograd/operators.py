@@ -15,6 +15,9 @@ from torch import Tensor
 from contrastile.autograd import bodies
 from contrastile.autograd.bodies import VECTORS
 
+Inputs = tuple[Tensor, list[Tensor], Tensor, list[Tensor | None], str]
+"""Of the softmax loss: rows, column blocks, scale, vectors and how."""
+
 
 def _fake_softmax_loss(
     rows: Tensor,
@@ -84,18 +87,20 @@ def _like(x: Tensor) -> Tensor:
 
 
 def save_softmax(ctx: Any, inputs: tuple[Any, ...], output: tuple[Any, ...]) -> None:
-    """Keep what ``saved_softmax`` gives: the features as they came, and O(m + n) vectors."""
+    """Keep what ``saved_softmax`` gives: the features as they came, all outputs but the loss, O(m + n) vectors."""
     rows, columns, scale, vectors, ctx.how = inputs
     ctx.blocks, ctx.present = len(columns), [x is not None for x in vectors]
+    ctx.found = len(output) - 1
     ctx.save_for_backward(rows, scale, *output[1:], *columns, *(x for x in vectors if x is not None))
 
 
-def saved_softmax(ctx: Any) -> tuple[Any, ...]:
-    """The arguments of ``softmax_gradients`` between the upstream gradient and what is wanted."""
-    rows, scale, row_lse, column_lse, gathered, *rest = ctx.saved_tensors
+def saved_softmax(ctx: Any) -> tuple[tuple[Tensor, ...], Inputs]:
+    """The outputs that were saved; the arguments of ``softmax_gradients`` between them and what is wanted."""
+    rows, scale, *rest = ctx.saved_tensors
+    found, rest = rest[: ctx.found], rest[ctx.found :]
     given = iter(rest[ctx.blocks :])
     vectors = [next(given) if here else None for here in ctx.present]
-    return row_lse, column_lse, gathered, rows, rest[: ctx.blocks], scale, vectors, ctx.how
+    return tuple(found), (rows, rest[: ctx.blocks], scale, vectors, ctx.how)
 
 
 def save_sigmoid(ctx: Any, inputs: tuple[Any, ...], output: tuple[Any, ...]) -> None:
@@ -118,7 +123,8 @@ def only(wanted: Sequence[bool], given: Sequence[Tensor]) -> list[Tensor | None]
 
 def _softmax_backward(ctx: Any, upstream: Tensor, *_: Any) -> tuple[Any, ...]:
     wants = [ctx.needs_input_grad[0], *ctx.needs_input_grad[1], ctx.needs_input_grad[2]]
-    rows, columns, scale = softmax_gradients(upstream, *saved_softmax(ctx), wants)
+    found, inputs = saved_softmax(ctx)
+    rows, columns, scale = softmax_gradients(upstream, *found, *inputs, wants)
     given = only(wants, [rows, *columns, scale])
     return given[0], given[1:-1], given[-1], None, None
 

@@ -100,12 +100,15 @@ class Statistics:
         row_positive: (m,) ``sum_{j positive for i} x_ij``.
         column_lse: (n,) ``M_j = log sum_{i admitted} exp x_ij``; None when it was not asked for.
         column_positive: (n,) ``sum_{i positive for j} x_ij``; None when it was not asked for.
+        kept: what ``keeping`` has left for ``finished``, one array; None where there is nothing. Only the backend
+            knows what it holds.
     """
 
     row_lse: Array
     row_positive: Array
     column_lse: Array | None = None
     column_positive: Array | None = None
+    kept: Array | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -124,6 +127,7 @@ class Weights:
         column_lse: (n,) M.
         column_weight: (n,) v.
         column_target: (n,) t'.
+        kept: that of the block's ``Statistics``, for ``finished`` alone, which may overwrite it.
     """
 
     row_lse: Array
@@ -132,6 +136,7 @@ class Weights:
     column_lse: Array | None = None
     column_weight: Array | None = None
     column_target: Array | None = None
+    kept: Array | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -237,6 +242,9 @@ class Backend:
             that was there before: ``finished(block, weights, upstream, columns, options)`` starts every sum afresh, so
             that nobody fills accumulators with zeros, and holds no (m, d) sums. ``upstream``, 0-d in the state dtype
             or None for 1, multiplies every weight; ``columns`` says what is to be made of the columns' side.
+        keeping: None, or a form of ``lse`` for a block that is its whole problem and whose gradients for rows and
+            columns will be asked for: its statistics may hold ``kept``, which goes to ``finished`` in its weights, any
+            number of times. It may be overwritten there, but the same call gives the same gradients each time.
     """
 
     name: str
@@ -251,6 +259,7 @@ class Backend:
     state: Callable[[str], str] = state_dtype
     precisions: frozenset[str] = frozenset({"ieee"})
     finished: FinishedFunction | None = None
+    keeping: LseFunction | None = None
 
     def check(self, block: Block, options: Options | None = None) -> None:
         """Raise UnsupportedProblemError with the reason, if this backend refuses the block or the options."""

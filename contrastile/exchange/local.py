@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import wraps
 from typing import ParamSpec, TypeVar
 
@@ -55,12 +55,14 @@ class Forward:
         row_lse: (m,) L over all column blocks.
         column_lse: (n,) M over the joined columns, or None for a loss of one direction.
         gathered: the columns that this rank has collected from others, or from all; None where it has none.
+        kept: see ``contract.Statistics``; None unless it was asked for.
     """
 
     loss: Array
     row_lse: Array
     column_lse: Array | None
     gathered: Array | None = None
+    kept: Array | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -83,17 +85,26 @@ class Sums:
 
 
 @ieee
-def forward(problem: Problem, backend: Backend, options: Options) -> Forward:
+def forward(problem: Problem, backend: Backend, options: Options, *, keep: bool = False) -> Forward:
     """The softmax loss and its log-sum-exps.
+
+    Args:
+        problem: of one process.
+        backend: computes its blocks.
+        options: how.
+        keep: whether the gradients of rows and columns will be asked for, so that the backend may keep what spares
+            them work; of a problem of one column block.
 
     Raises:
         UnsupportedProblemError: the backend refuses one of the blocks.
     """
     arrays, two_sided = backend.arrays, problem.column_weight is not None
+    keeps = keep and backend.finished is not None and len(problem.columns) == 1
+    lse = backend.keeping if keeps and backend.keeping is not None else backend.lse
     parts = []
     for _, block in problem.blocks():
         backend.check(block, options)
-        parts.append(backend.lse(block, two_sided, options))
+        parts.append(lse(block, two_sided, options))
     row_lse, row_positive = parts[0].row_lse, parts[0].row_positive
     for part in parts[1:]:
         row_lse = arrays.merge(row_lse, part.row_lse)
@@ -104,7 +115,8 @@ def forward(problem: Problem, backend: Backend, options: Options) -> Forward:
         column_lse = arrays.concat([part.column_lse for part in parts])
         positive = arrays.concat([part.column_positive for part in parts])
         loss = loss + arrays.mean_excess(column_lse, positive, problem.column_weight, problem.column_target)
-    return Forward(arrays.cast(loss, arrays.dtype(problem.scale)), row_lse, column_lse)
+    kept = parts[0].kept if keeps else None
+    return Forward(arrays.cast(loss, arrays.dtype(problem.scale)), row_lse, column_lse, kept=kept)
 
 
 @ieee
@@ -115,7 +127,8 @@ def backward(
     if backend.finished is not None and wanted.rows and len(problem.columns) == 1:
         ((where, block),) = problem.blocks()
         form: ColumnForm | None = "gradient" if wanted.columns[0] else None
-        found = backend.finished(block, _weights(problem, saved, where), upstream, form, options)
+        weights = replace(_weights(problem, saved, where), kept=saved.kept)
+        found = backend.finished(block, weights, upstream, form, options)
         scale = backend.arrays.cast(found.inner, backend.arrays.dtype(problem.scale)) if wanted.scale else None
         return Gradients(found.rows, (found.columns,), scale, None)
     weighted = problem.weighted(upstream)

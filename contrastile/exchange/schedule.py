@@ -17,8 +17,10 @@ def _module(problem: Problem) -> ModuleType:
     return {"ring": ring, "gather": gather}[problem.placement.exchange]
 
 
-def forward(problem: Problem, backend: Backend, options: Options) -> local.Forward:
-    """The softmax loss and its log-sum-exps: see ``local.forward``."""
+def forward(problem: Problem, backend: Backend, options: Options, *, keep: bool = False) -> local.Forward:
+    """The softmax loss and its log-sum-exps: see ``local.forward``. Where ranks work together, none keeps more."""
+    if problem.placement is None:
+        return local.forward(problem, backend, options, keep=keep)
     found: local.Forward = _module(problem).forward(problem, backend, options)
     return found
 

@@ -191,6 +191,12 @@ def _deep(draw: Draw, width: int) -> Problem:
     return _problem(rows, columns, 100.0, **_signed(draw, 17, 37))
 
 
+@_case("wide", "141 x 203 x 200: several tiles on both sides, and a width beyond 128")
+def _wide(draw: Draw) -> Problem:
+    rows, columns = (_unit(draw.standard_normal((size, 200))) for size in (141, 203))
+    return _problem(rows, columns, 14.3, **_signed(draw, 141, 203))
+
+
 @_case("exact", "entries in {-1, 0, 1}: every product is exact in every dtype")
 def _exact(draw: Draw) -> Problem:
     rows, columns = (draw.integers(-1, 2, (size, 24)).astype(np.float64) for size in (29, 37))

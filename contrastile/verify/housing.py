@@ -18,6 +18,7 @@ from contrastile.backends.contract import (
     Block,
     ColumnForm,
     Finished,
+    LseFunction,
     Options,
     Statistics,
     Weights,
@@ -102,7 +103,9 @@ class _Movers:
         )
 
     def weights(self, weights: Weights) -> Weights:
-        return replace(weights, **{name: self.read(getattr(weights, name), name) for name in Weights.__slots__})
+        # what was kept is for the backend to read and to write, wherever it put it
+        names = [name for name in Weights.__slots__ if name != "kept"]
+        return replace(weights, **{name: self.read(getattr(weights, name), name) for name in names})
 
     def _bits(self, x: Array) -> bytes:
         return bytes(self.arrays.to_numpy(x).tobytes())
@@ -123,13 +126,16 @@ def rehoused(backend: Backend, layout: Layout, trespasses: list[str]) -> Backend
     def settle(moved: _Movers) -> None:
         trespasses.extend(filter(None, (check() for check in moved.settle)))
 
-    def lse(block: Block, columns: bool, options: Options) -> Statistics:
-        moved = movers()
-        there = moved.block(block)
-        backend.check(there)
-        found = backend.lse(there, columns, options)
-        settle(moved)
-        return found
+    def surveyed(lse: LseFunction) -> LseFunction:
+        def function(block: Block, columns: bool, options: Options) -> Statistics:
+            moved = movers()
+            there = moved.block(block)
+            backend.check(there)
+            found = lse(there, columns, options)
+            settle(moved)
+            return found
+
+        return function
 
     def gradients(block: Block, weights: Weights, rows: Array, columns: Array, options: Options) -> None:
         moved = movers()
@@ -156,7 +162,9 @@ def rehoused(backend: Backend, layout: Layout, trespasses: list[str]) -> Backend
         return found
 
     whole = None if backend.finished is None else finished
-    return replace(backend, lse=lse, gradients=gradients, sigmoid=sigmoid, finished=whole)
+    keeping = None if backend.keeping is None else surveyed(backend.keeping)
+    changes: dict[str, Any] = {"lse": surveyed(backend.lse), "gradients": gradients, "sigmoid": sigmoid}
+    return replace(backend, **changes, finished=whole, keeping=keeping)
 
 
 def repeated(backend: Backend) -> Backend:
@@ -171,7 +179,7 @@ def repeated(backend: Backend) -> Backend:
         return backend.sigmoid(*call)
 
     # what is finished is nobody's accumulator
-    return replace(backend, gradients=gradients, sigmoid=sigmoid, finished=None)
+    return replace(backend, gradients=gradients, sigmoid=sigmoid, finished=None, keeping=None)
 
 
 def expanded(backend: Backend) -> Backend:
@@ -187,9 +195,10 @@ def expanded(backend: Backend) -> Backend:
         backend.check(there)
         return there
 
-    finished = backend.finished
+    finished, keeping = backend.finished, backend.keeping
     return replace(
         backend,
+        keeping=None if keeping is None else lambda block, *call: keeping(house(block), *call),
         finished=None if finished is None else lambda block, *call: finished(house(block), *call),
         lse=lambda block, *call: backend.lse(house(block), *call),
         gradients=lambda block, *call: backend.gradients(house(block), *call),

@@ -9,7 +9,7 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from contrastile.backends.contract import Array, Backend, Block, Options, Statistics
+from contrastile.backends.contract import Array, Backend, Block, LseFunction, Options, Statistics
 from contrastile.exchange import local, schedule
 from contrastile.exchange.problem import Problem
 from contrastile.verify.truth import Outcome
@@ -101,9 +101,12 @@ def outcome(
     wanted = local.Wanted(True, (True,) * len(native.columns), True, native.bias is not None)
     parts: list[Statistics] = []
 
-    def lse(block: Block, columns: bool, how: Options) -> Statistics:
-        parts.append(backend.lse(block, columns, how))
-        return parts[-1]
+    def noted(lse: LseFunction) -> LseFunction:
+        def function(block: Block, columns: bool, how: Options) -> Statistics:
+            parts.append(lse(block, columns, how))
+            return parts[-1]
+
+        return function
 
     if native.kind == "sigmoid":
         loss, sums = schedule.sigmoid(native, wanted, backend, options)
@@ -112,7 +115,9 @@ def outcome(
         gradients = schedule.finish(native.rows, native.scale, place, sums, arriving, wanted, arrays)
         row_lse = column_lse = None
     else:
-        saved = schedule.forward(native, replace(backend, lse=lse), options)
+        keeping = None if backend.keeping is None else noted(backend.keeping)
+        listened = replace(backend, lse=noted(backend.lse), keeping=keeping)
+        saved = schedule.forward(native, listened, options, keep=True)
         gradients = schedule.backward(native, saved, arriving, wanted, backend, options)
         loss, row_lse, column_lse = saved.loss, saved.row_lse, saved.column_lse
 

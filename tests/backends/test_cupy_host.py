@@ -2,18 +2,14 @@
 
 from __future__ import annotations
 
-import ctypes
 import importlib
 import sys
-from collections.abc import Iterator
-from contextlib import contextmanager
 from dataclasses import replace
-from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
 import pytest
-from cupy_stand_in import cupy_modules
+from cupy_hosted import Host, hosted
 
 pytest.importorskip("ml_dtypes")
 
@@ -28,46 +24,6 @@ from contrastile.backends.contract import (
 )
 
 M, N, D = 33, 47, 40
-LAUNCHING = ("tiles", "statistics", "gradients", "additive", "arrays")
-
-
-class Host(SimpleNamespace):
-    """The backend's modules over the stand-in, and what it did: launches and products."""
-
-
-@contextmanager
-def hosted() -> Iterator[Host]:
-    names = ("record", "launch", "products", "instances", *LAUNCHING)
-    with cupy_modules(*names) as modules, pytest.MonkeyPatch.context() as patch:
-        host = Host(**dict(zip(names, modules, strict=True)), launched=[], multiplied=[])
-
-        def launch(instance: Any, blocks: int, threads: int, *parameters: Any, shared: int | str = 0) -> None:
-            assert instance in host.instances.every(90), f"{instance} is not in the table"
-            assert blocks > 0
-            for each in parameters:
-                size = len(each) if isinstance(each, bytes) else ctypes.sizeof(each)
-                assert host.launch._by_value(each).nbytes == size
-            host.launched.append((instance.kernel, parameters[-1], shared))
-
-        def accumulate(self: Any, out: Any, g: Any, features: Any, **how: Any) -> None:
-            inner = g.T if how.get("transposed") else g
-            assert out.shape == (inner.shape[0], features.shape[1])
-            assert inner.shape[1] == features.shape[0]
-            host.multiplied.append((out.shape, how))
-
-        def finish(self: Any, out: Any, g: Any, features: Any, factors: tuple[int, int]) -> None:
-            assert out.dtype == g.dtype
-            assert out.shape == (g.shape[1], features.shape[1])
-            assert g.shape[0] == features.shape[0]
-            host.multiplied.append((out.shape, {"factors": factors}))
-
-        for name in LAUNCHING:
-            patch.setattr(getattr(host, name), "launch", launch)
-        patch.setattr(host.tiles, "tensor_map", lambda x, box: bytes(128))
-        patch.setattr(host.products.Products, "__init__", lambda self: None)
-        patch.setattr(host.products.Products, "accumulate", accumulate)
-        patch.setattr(host.products.Products, "finish", finish)
-        yield host
 
 
 def block(host: Host, dtype: str, kind: str = "plain") -> Block:

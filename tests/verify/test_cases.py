@@ -22,6 +22,7 @@ PROMISED = [
     "all-negative",
     "staircase",
     "deep",
+    "wide",
     "exact",
     "duplicates",
     "one-row",

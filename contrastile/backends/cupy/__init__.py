@@ -2,8 +2,9 @@
 
 ``lse`` reads X once for both directions; ``gradients`` recomputes it chunk by chunk into a fixed workspace and leaves
 the two products to cuBLAS. The kernels are in ``cuda/``: Hopper's own, and others for sm_80 and newer. ``backend``
-takes what is best for the GPU, ``ampere`` the sm_80 kernels anywhere, and ``workspace_2048`` (any number of MiB) has a
-workspace of that size. CuPy is not imported before one is asked for.
+takes what is best for the GPU, ``ampere`` the sm_80 kernels anywhere, ``workspace_2048`` (any number of MiB) has a
+workspace of that size, and ``keeping_2048`` keeps up to that much of the forward pass's exponentials for the backward
+where it can. CuPy is not imported before one is asked for.
 """
 
 from __future__ import annotations
@@ -21,11 +22,13 @@ INSTALL = "pip install 'contrastile[cupy]'"
 
 
 def __getattr__(name: str) -> Any:
-    mib = re.fullmatch(r"workspace_([1-9]\d{0,6})", name)
-    if name not in ("backend", "ampere") and mib is None:
+    sized = re.fullmatch(r"(workspace|keeping)_([1-9]\d{0,6})", name)
+    if name not in ("backend", "ampere") and sized is None:
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
     try:
         from contrastile.backends.cupy import record
     except ModuleNotFoundError as error:
         raise BackendUnavailableError(f"backend 'cupy' is not available: {error}; run: {INSTALL}") from error
-    return getattr(record, name) if mib is None else record.roomy(int(mib[1]))
+    if sized is None:
+        return getattr(record, name)
+    return (record.roomy if sized[1] == "workspace" else record.keeping)(int(sized[2]))

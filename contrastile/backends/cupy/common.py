@@ -88,7 +88,12 @@ def matrix(x: Array) -> Any:
 
 def new_plan() -> Any:
     """Room for a plan, which a kernel writes and later ones obey."""
-    return empty(sizeof(PLAN), dtype="uint8")
+    return empty(plan_bytes(), dtype="uint8")
+
+
+def plan_bytes() -> int:
+    """Bytes of a plan."""
+    return sizeof(PLAN)
 
 
 def planned(plan: Any, field: str) -> int:
@@ -96,9 +101,9 @@ def planned(plan: Any, field: str) -> int:
     return int(plan.data.ptr) + int(getattr(PLAN, field).offset)
 
 
-def chunks(m: int, n: int, height: int, width: int) -> Iterator[tuple[int, int, int, int]]:
-    """First row, first column, rows and columns of each chunk, in their one order."""
-    for row in range(0, m, height):
+def chunks(m: int, n: int, height: int, width: int, start: int = 0) -> Iterator[tuple[int, int, int, int]]:
+    """First row, first column, rows and columns of each chunk of rows start..m-1, in their one order."""
+    for row in range(start, m, height):
         for column in range(0, n, width):
             yield row, column, min(height, m - row), min(width, n - column)
 

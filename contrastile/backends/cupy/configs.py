@@ -11,6 +11,9 @@ from dataclasses import dataclass, replace
 WORKSPACE_MIB = 512
 """Default size of the workspace for G: see ``workspace_bytes``."""
 
+KEEP_MIB = 0
+"""Default room for kept exponentials, none: see ``kept_bytes``."""
+
 _PARTIALS_MIB = 64
 
 _UNIT = 8192
@@ -25,10 +28,12 @@ class Way:
     Attributes:
         hopper: whether Hopper's own kernels are used on Hopper.
         mib: of the workspace for G; None for what ``workspace_bytes`` says.
+        keep: most bytes of exponentials that a forward pass leaves to the backward; None for what ``kept_bytes`` says.
     """
 
     hopper: bool = True
     mib: int | None = None
+    keep: int | None = None
 
 
 DEFAULT = Way()
@@ -104,6 +109,28 @@ def forward_chunk(m: int, n: int, family: Family, tile: tuple[int, int] | None) 
 def workspace_bytes(mib: int | None = None) -> int:
     """Bytes of the workspace: ``mib``, or CONTRASTILE_WORKSPACE_MIB of the environment, or the default."""
     return (int(os.environ.get("CONTRASTILE_WORKSPACE_MIB", WORKSPACE_MIB)) if mib is None else mib) * 2**20
+
+
+def kept_bytes(keep: int | None = None) -> int:
+    """Most bytes of exponentials kept: ``keep``, or CONTRASTILE_KEEP_MIB of the environment, or the default."""
+    return int(os.environ.get("CONTRASTILE_KEEP_MIB", KEEP_MIB)) * 2**20 if keep is None else keep
+
+
+def kept_stride(n: int) -> int:
+    """Elements from one row of kept exponentials to the next: rows of bfloat16 begin at multiples of 16 bytes."""
+    return -(-n // 8) * 8
+
+
+def kept_rows(m: int, n: int, keep: int | None = None) -> int:
+    """How many of the first rows have their exponentials kept.
+
+    Args:
+        m: rows of the block.
+        n: its columns.
+        keep: what they may take: see ``kept_bytes``.
+    """
+    most, step = kept_bytes(keep) // (2 * kept_stride(n)), HOPPER.bm * HOPPER.cluster
+    return _whole(m, most, step) if most >= min(m, step) else 0
 
 
 def backward_chunk(

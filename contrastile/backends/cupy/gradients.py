@@ -1,4 +1,7 @@
-"""``gradients`` and ``finished``, the backward: G chunk by chunk into a fixed workspace, then two products."""
+"""``gradients`` and ``finished``, the backward: G chunk by chunk into a fixed workspace, then two products.
+
+Rows whose exponentials the forward pass has kept come first, in one go, without G: see ``keeping``.
+"""
 
 from __future__ import annotations
 
@@ -25,6 +28,7 @@ from contrastile.backends.cupy.common import (
 )
 from contrastile.backends.cupy.configs import DEFAULT, Way, backward_chunk
 from contrastile.backends.cupy.instances import instance
+from contrastile.backends.cupy.keeping import Factors, Kept
 from contrastile.backends.cupy.launch import empty, launch, on_device, pointer, row_stride, workspace
 from contrastile.backends.cupy.products import Products
 from contrastile.backends.cupy.tiles import Tiles
@@ -59,7 +63,8 @@ def finished(
     """Both gradients with every sum begun afresh, and their part of the scale's: see ``contract.Backend``."""
     with on_device(block.rows):
         if block.rows.shape[0] and block.columns.shape[0]:
-            return _Pass(block, weights, options, way, upstream).finish(columns)
+            kept = Kept.of(weights.kept, block.columns.shape[0])
+            return _Pass(block, weights, options, way, upstream, kept).finish(columns)
         dtype = block.rows.dtype if columns == "gradient" else "float32"
         none = None if columns is None else cupy.zeros(block.columns.shape, dtype)
         return Finished(cupy.zeros(block.rows.shape, block.rows.dtype), none, cupy.zeros((), "float64"))
@@ -111,14 +116,24 @@ class _Pass:
     """One backward pass over one block."""
 
     def __init__(
-        self, block: Block, weights: Weights, options: Options, way: Way, upstream: Array | None = None
+        self,
+        block: Block,
+        weights: Weights,
+        options: Options,
+        way: Way,
+        upstream: Array | None = None,
+        kept: Kept | None = None,
     ) -> None:
         self.block, self.tiles, self.plan = block, Tiles(block, options.precision, way.hopper), new_plan()
         self.m, self.n = block.rows.shape[0], block.columns.shape[0]
         self.row = _Weighed(weights.row_lse, weights.row_weight, weights.row_target)
         self.column = _Weighed(weights.column_lse, weights.column_weight, weights.column_target)
         self.dtype, size = self.tiles.rows.dtype.name, self.tiles.rows.itemsize
-        self.height, self.width = backward_chunk(self.m, self.n, size, self.tiles.family, options.tile, way.mib)
+        self.factors = None if kept is None else Factors(kept, self.m, self.n)
+        self.start = 0 if kept is None else kept.rows
+        # where all is kept, no chunk is left
+        rest = max(1, self.m - self.start)
+        self.height, self.width = backward_chunk(rest, self.n, size, self.tiles.family, options.tile, way.mib)
         self.products = Products()
         self._survey(upstream)
 
@@ -143,7 +158,9 @@ class _Pass:
             two_sided=self.column.vectors is not None,
             half=self.dtype == "float16",
             **given,
+            **({} if self.factors is None else self.factors.tempered()),
         )
+        # what goes with kept exponentials is longer, by no more than fills the last block of each side
         launch(instance("temper", "temper"), ceil_div(self.m, THREADS) + ceil_div(n, THREADS), THREADS, temper)
 
     def run(self, row_gradient: Any, column_gradient: Any) -> None:
@@ -160,54 +177,45 @@ class _Pass:
     def finish(self, form: ColumnForm | None) -> Finished:
         """Every sum begun afresh."""
         out = cupy.empty(self.tiles.rows.shape, self.tiles.rows.dtype)
-        side = _Columns(self, form)
-        inner = self._finish_rows(out, side)
+        rows, columns = _Rows(self, out), _Columns(self, form)
+        if self.factors is not None:
+            self._finish_kept(self.factors, rows, columns)
+        if self.start < self.m:
+            self._finish_chunks(rows, columns)
         # only now: the columns' gradient takes the place of the workspace
-        return Finished(out, side.done(), inner)
+        return Finished(out, columns.done(), rows.inner)
 
-    def _finish_rows(self, out: Any, side: _Columns) -> Any:
-        """Write the rows' gradient, add to the columns' side, and give the part of the scale's gradient.
+    def _finish_kept(self, factors: Factors, rows: _Rows, columns: _Columns) -> None:
+        """The rows whose exponentials are kept, which begin the columns' sums."""
+        factors.set_positives(self.tiles, self.plan, (self.row.tempered(), self.column.tempered()))
+        # nothing, where the exponentials stand for G
+        self._tiles(factors.kept.exponentials, (0, 0, self.start, self.n), in_place_of_kept=True)
+        sums = workspace(self.start, self.tiles.rows.shape[1], "float32")
+        factors.multiply(self.tiles, self.plan, sums, across=False)
+        rows.finish(sums, 0)
+        if columns.sums is not None:
+            factors.multiply(self.tiles, self.plan, columns.sums, across=True)
 
-        Rows are finished as soon as they are complete, while a cache may still hold them.
-        """
-        rows, columns = self.tiles.rows, self.tiles.columns
-        depth = rows.shape[1]
-        sums = workspace(self.height, depth, "float32")
-        starts = range(0, self.m, self.height)
-        blocks = ceil_div(self.height, LINES)
-        total = (len(starts) - 1) * blocks + ceil_div(self.m - starts[-1], LINES)
-        parts, inner = empty(total, dtype="float64"), empty(dtype="float64")
+    def _finish_chunks(self, rows: _Rows, columns: _Columns) -> None:
+        """The other rows, finished as soon as they are complete, while a cache may still hold them."""
+        sums = workspace(self.height, self.tiles.rows.shape[1], "float32")
         for g, chunk in self._chunks():
             row, column, high, wide = chunk
             part = sums[:high]
-            self.products.accumulate(part, g, columns[column : column + wide], fresh=column == 0)
+            self.products.accumulate(part, g, self.tiles.columns[column : column + wide], fresh=column == 0)
             if column + wide == self.n:
-                arguments = struct("FinishRowsArguments")(
-                    sums=matrix(part),
-                    features=matrix(rows[row : row + high]),
-                    out=matrix(out[row : row + high]),
-                    m=high,
-                    depth=depth,
-                    scale=pointer(self.block.scale),
-                    plan=pointer(self.plan),
-                    parts=pointer(parts),
-                    first=row // self.height * blocks,
-                    all_blocks=total,
-                    inner=pointer(inner),
-                )
-                launch(instance("finish_rows", "finish_rows", element(rows)), ceil_div(high, LINES), THREADS, arguments)
-            side.add(g, chunk)
-        return inner
+                rows.finish(part, row)
+            columns.add(g, chunk)
 
     def _chunks(self) -> Iterator[tuple[Any, tuple[int, int, int, int]]]:
         """G of each chunk, formed in the one workspace, and where it lies."""
         space = workspace(self.height, self.width, self.tiles.rows.dtype)
-        for chunk in chunks(self.m, self.n, self.height, self.width):
+        for chunk in chunks(self.m, self.n, self.height, self.width, self.start):
             g = space[: chunk[2], : chunk[3]]
             self._tiles(g, chunk)
             yield g, chunk
 
-    def _tiles(self, g: Any, chunk: tuple[int, int, int, int]) -> None:
+    def _tiles(self, g: Any, chunk: tuple[int, int, int, int], *, in_place_of_kept: bool = False) -> None:
         arguments = struct("GradientArguments")(
             **self.tiles.common(chunk),
             plan=pointer(self.plan),
@@ -215,21 +223,58 @@ class _Pass:
             column=self.column.tempered(),
             g=pointer(g),
             g_stride=row_stride(g),
+            in_place_of_kept=in_place_of_kept,
         )
         self.tiles.run("gradient", arguments, g)
+
+
+class _Rows:
+    """The rows' side of a pass that finishes: their gradient, and their part of the scale's."""
+
+    def __init__(self, whole: _Pass, out: Any) -> None:
+        self.whole, self.out = whole, out
+        # of each launch below: of the rows that are kept, and of each chunk of the others
+        heights = [
+            whole.start,
+            *(min(whole.height, whole.m - row) for row in range(whole.start, whole.m, whole.height)),
+        ]
+        self.total, self.done = sum(ceil_div(high, LINES) for high in heights), 0
+        self.parts, self.inner = empty(self.total, dtype="float64"), empty(dtype="float64")
+
+    def finish(self, sums: Any, row: int) -> None:
+        """Write the gradient of the rows from ``row`` on, of which these are the complete sums; in their order."""
+        features, high = self.whole.tiles.rows, sums.shape[0]
+        arguments = struct("FinishRowsArguments")(
+            sums=matrix(sums),
+            features=matrix(features[row : row + high]),
+            out=matrix(self.out[row : row + high]),
+            m=high,
+            depth=features.shape[1],
+            scale=pointer(self.whole.block.scale),
+            plan=pointer(self.whole.plan),
+            parts=pointer(self.parts),
+            first=self.done,
+            all_blocks=self.total,
+            inner=pointer(self.inner),
+        )
+        blocks = ceil_div(high, LINES)
+        launch(instance("finish_rows", "finish_rows", element(features)), blocks, THREADS, arguments)
+        self.done += blocks
 
 
 class _Columns:
     """The columns' side of a pass that finishes.
 
-    Where one chunk holds all rows, a single product makes a gradient of 16 bits itself and no sums are held. That of
+    Where one chunk holds all rows, a single product makes a gradient of 16 bits itself and no sums are held; kept
+    exponentials begin sums. That of
     float32 is its sums times the scale, in place: what stands for a factor of 0 before cuBLAS would show in it.
     """
 
     def __init__(self, whole: _Pass, form: ColumnForm | None) -> None:
         self.whole, self.form = whole, form
         shape, wide = (whole.n, whole.tiles.columns.shape[1]), whole.dtype == "float32"
-        once = form is None or (form == "gradient" and whole.height >= whole.m and not wide)
+        alone = whole.start == 0 and whole.height >= whole.m
+        once = form is None or (form == "gradient" and alone and not wide)
         self.sums = None if once else cupy.empty(shape, "float32")
         dtype = whole.tiles.columns.dtype
         self.out: Any = cupy.empty(shape, dtype) if form == "gradient" and self.sums is None else self.sums

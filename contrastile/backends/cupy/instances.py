@@ -18,6 +18,9 @@ ELEMENTS = {"float16": "contrastile::float16", "bfloat16": "contrastile::bfloat1
 ARITHMETICS = {"ieee": "contrastile::Ieee", "tf32": "contrastile::Tf32", "split": "contrastile::Split"}
 """What the sm_80 tile kernels call a precision of float32 products."""
 
+KEPT_DTYPE = "bfloat16"
+"""The dtype of kept exponentials, and of the features that they are of."""
+
 CAPABILITIES = (80, 90, 100)
 """The architectures that are compiled for without such a GPU at hand, compute capability times 10."""
 
@@ -51,6 +54,17 @@ def tile_kernel(
     return instance(full, full, kind, *flags, family.stages)
 
 
+def keeping_kernel(family: Family) -> Instance:
+    """The fast form of "forward" for plain pairs that writes its exponentials down."""
+    return instance(f"forward_{family.name}", f"forward_keeping_{family.name}", ELEMENTS[KEPT_DTYPE])
+
+
+def weighted_kernel(family: Family, *, across: bool) -> Instance:
+    """A product of kept exponentials for the rows' sums, or with ``across`` for the columns'."""
+    name = f"weighted_{family.name}"
+    return instance(name, name, int(across))
+
+
 def small_kernels() -> Iterator[Instance]:
     """The kernels around the tile kernels."""
     for name in ("plan_forward", "plan_sigmoid"):
@@ -79,6 +93,15 @@ def tile_kernels(capability: int) -> Iterator[Instance]:
                 yield tile_kernel(name, family, dtype, mask, precision=precision)
 
 
+def kept_kernels(capability: int) -> Iterator[Instance]:
+    """What works with kept exponentials, where exponentials are kept at all."""
+    family = choose(KEPT_DTYPE, capability)
+    if family.maps:
+        yield keeping_kernel(family)
+        yield from (weighted_kernel(family, across=across) for across in (False, True))
+        yield instance("kept_positives", "kept_positives")
+
+
 def every(capability: int) -> list[Instance]:
     """All kernels for GPUs of a compute capability, each once."""
-    return sorted({*small_kernels(), *tile_kernels(capability)})
+    return sorted({*small_kernels(), *tile_kernels(capability), *kept_kernels(capability)})

@@ -10,9 +10,9 @@ from contrastile.backends.contract import Accuracy, Backend, BackendUnavailableE
 from contrastile.backends.cupy import INSTALL
 from contrastile.backends.cupy.additive import sigmoid_loss
 from contrastile.backends.cupy.arrays import FusedArrays
-from contrastile.backends.cupy.configs import Way
+from contrastile.backends.cupy.configs import DEFAULT, Way, kept_bytes
 from contrastile.backends.cupy.gradients import finished, gradients
-from contrastile.backends.cupy.instances import ARITHMETICS
+from contrastile.backends.cupy.instances import ARITHMETICS, KEPT_DTYPE
 from contrastile.backends.cupy.statistics import lse
 
 
@@ -31,7 +31,7 @@ def require_gpu() -> None:
         )
 
 
-def accuracy(dtype: str, device: str, precision: str = "ieee") -> Accuracy:
+def accuracy(dtype: str, device: str, precision: str = "ieee", way: Way = DEFAULT) -> Accuracy:
     """Tensor cores truncate as they add (2^-23); G is rounded to the features' dtype before the second products.
 
     float16: G carries a power of two that puts the largest weight above 2^12 / (1 + largest target), so what falls
@@ -41,13 +41,18 @@ def accuracy(dtype: str, device: str, precision: str = "ieee") -> Accuracy:
     float32: tf32 rounds the features to nearest; split multiplies two tf32 parts of each and leaves out the product of
     the lesser two, so that three terms are added for one. Either is of the tile kernels alone: the second products are
     in float32.
+
+    bfloat16, where exponentials may be kept: they are rounded as they are kept, and G, their product with its factors,
+    once more, ``(1 + 2^-8)^2 - 1`` together.
     """
+    keeps = dtype == KEPT_DTYPE and way.hopper and kept_bytes(way.keep) > 0
+    rounding = {"float16": 2.0**-11, "bfloat16": 2.0**-7 + 2.0**-16 if keeps else 2.0**-8}.get(dtype, 0.0)
     exact = dtype == "float32" and precision == "ieee"
     return Accuracy(
         unit=2.0**-24,
         accumulate_unit=2.0**-24 if exact else 2.0**-23,
         input_rounding={"tf32": 2.0**-11, "split": 2.0**-21}.get(precision, 0.0) if dtype == "float32" else 0.0,
-        gradient_rounding={"float16": 2.0**-11, "bfloat16": 2.0**-8}.get(dtype, 0.0),
+        gradient_rounding=rounding,
         gradient_underflow=2.0**-32 if dtype == "float16" else 0.0,
         shared_reference=True,
         depth=(lambda terms: 3 * terms) if dtype == "float32" and precision == "split" else int,
@@ -68,13 +73,14 @@ def _record(name: str, way: Way) -> Backend:
         arrays=FusedArrays(),
         dtypes=frozenset({"float16", "bfloat16", "float32"}),
         devices=frozenset({"cuda"}),
-        accuracy=accuracy,
+        accuracy=partial(accuracy, way=way),
         lse=partial(lse, way=way),
         gradients=partial(gradients, way=way),
         sigmoid=partial(sigmoid_loss, way=way),
         supports=supports,
         precisions=frozenset(ARITHMETICS),
         finished=partial(finished, way=way),
+        keeping=partial(lse, way=way, keep=True),
     )
 
 
@@ -82,6 +88,12 @@ def _record(name: str, way: Way) -> Backend:
 def roomy(mib: int) -> Backend:
     """The backend with a workspace of so many MiB, whatever the environment says."""
     return _record(f"cupy, workspace {mib} MiB", Way(mib=mib))
+
+
+@cache
+def keeping(mib: int) -> Backend:
+    """The backend that keeps up to so many MiB of exponentials for the backward, whatever the environment says."""
+    return _record(f"cupy, keeping {mib} MiB", Way(keep=mib * 2**20))
 
 
 require_gpu()

@@ -22,17 +22,18 @@ from contrastile.backends.cupy.common import (
 )
 from contrastile.backends.cupy.configs import DEFAULT, Way, forward_chunk
 from contrastile.backends.cupy.instances import TARGET, instance
+from contrastile.backends.cupy.keeping import Kept
 from contrastile.backends.cupy.launch import empty, launch, on_device, pointer
 from contrastile.backends.cupy.tiles import Tiles
 
 
-def lse(block: Block, columns: bool, options: Options, way: Way = DEFAULT) -> Statistics:
-    """Row (and column) log-sum-exp and sums of positive logits: see ``contract.Backend``."""
+def lse(block: Block, columns: bool, options: Options, way: Way = DEFAULT, *, keep: bool = False) -> Statistics:
+    """Row (and column) log-sum-exp and sums of positive logits: see ``contract.Backend``; ``keep`` for ``keeping``."""
     m, n = block.rows.shape[0], block.columns.shape[0]
     with on_device(block.rows):
         if m == 0 or n == 0:
             return _nothing(m, n if columns else None)
-        return _Pass(block, columns, options, way).run()
+        return _Pass(block, columns, options, way, keep).run()
 
 
 def _nothing(m: int, n: int | None) -> Statistics:
@@ -105,11 +106,12 @@ class _Side:
 class _Pass:
     """One forward pass over one block: the fast kernels, then the safe ones, of which one kind returns at once."""
 
-    def __init__(self, block: Block, columns: bool, options: Options, way: Way) -> None:
+    def __init__(self, block: Block, columns: bool, options: Options, way: Way, keep: bool) -> None:
         self.block, self.two_sided = block, columns
         self.tiles = Tiles(block, options.precision, way.hopper)
         self.m, self.n = block.rows.shape[0], block.columns.shape[0]
-        self.plan = new_plan()
+        self.kept = Kept.new(self.tiles, columns, options, way) if keep else None
+        self.plan = new_plan() if self.kept is None else self.kept.plan
         family, target = self.tiles.family, self.tiles.masks.mask == TARGET
         self.height, self.width = forward_chunk(self.m, self.n, family, options.tile)
         self.rows = _Side(self.m, True, target, ceil_div(self.width, family.bn) * self.height)
@@ -118,13 +120,17 @@ class _Pass:
     def run(self) -> Statistics:
         """Launch everything."""
         self._survey()
+        # no chunk has rows whose exponentials are kept and others
+        split = 0 if self.kept is None else self.kept.rows
         for safe in (False, True):
-            for chunk in chunks(self.m, self.n, self.height, self.width):
-                self._chunk(safe, chunk)
+            for start, stop in ((0, split), (split, self.m)):
+                for chunk in chunks(stop, self.n, self.height, self.width, start):
+                    self._chunk(safe, chunk)
         self._positives()
         if not self.two_sided:
             return Statistics(self.rows.lse, self.rows.positive)
-        return Statistics(self.rows.lse, self.rows.positive, self.columns.lse, self.columns.positive)
+        kept = None if self.kept is None else self.kept.memory
+        return Statistics(self.rows.lse, self.rows.positive, self.columns.lse, self.columns.positive, kept)
 
     def _survey(self) -> None:
         """Decide on the path; with it come the logits of the positives that indices name."""
@@ -156,7 +162,10 @@ class _Pass:
             rows=self.rows.partials(high),
             columns=self.columns.partials(wide),
         )
-        self.tiles.run("forward", arguments, safe=safe)
+        if self.kept is not None and row < self.kept.rows and not safe:
+            self.tiles.run("forward_keeping", arguments, self.kept.part(chunk))
+        else:
+            self.tiles.run("forward", arguments, safe=safe)
         across, down = ceil_div(wide, self.tiles.family.bn), ceil_div(high, self.tiles.family.bm)
         ends = (column == 0, column + wide == self.n), (row == 0, row + high == self.m)
         blocks = ceil_div(high, FOLD) + (ceil_div(wide, FOLD) if self.two_sided else 0)

@@ -9,9 +9,9 @@ import cupy
 
 from contrastile.backends.contract import Block
 from contrastile.backends.cupy.arguments import struct
-from contrastile.backends.cupy.common import Masks
+from contrastile.backends.cupy.common import Masks, ceil_div
 from contrastile.backends.cupy.configs import Family, choose
-from contrastile.backends.cupy.instances import tile_kernel
+from contrastile.backends.cupy.instances import keeping_kernel, tile_kernel, weighted_kernel
 from contrastile.backends.cupy.launch import aligned, capability, launch, multiprocessors, pointer, row_stride
 from contrastile.backends.cupy.tensor_maps import tensor_map
 
@@ -20,6 +20,10 @@ _WIDE = 64
 
 _STORED_ROWS = 16
 """Rows of a block of G that one store takes."""
+
+
+_WEIGHTED = 256
+"""Lines and columns of a product of kept exponentials that two blocks make together."""
 
 
 class Tiles:
@@ -56,7 +60,7 @@ class Tiles:
         """Queue the kernel over the chunk that the arguments name.
 
         Args:
-            name: "forward", "gradient" or "sigmoid".
+            name: "forward", "forward_keeping", "gradient" or "sigmoid".
             arguments: the kernel's own struct.
             g: the matrix that it writes; None where it writes none, and then any map does for its own.
             safe: of "forward": which of its paths.
@@ -70,5 +74,26 @@ class Tiles:
         blocks = self.family.blocks(chunk.height, chunk.width, self.multiprocessors)
         shared = self.family.shared or f"{name}_{self.family.name}_shared"
         dtype, mask = self.rows.dtype.name, self.masks.mask
-        kernel = tile_kernel(name, self.family, dtype, mask, safe=safe, precision=self.precision)
+        kernel = (
+            keeping_kernel(self.family)
+            if name == "forward_keeping"
+            else tile_kernel(name, self.family, dtype, mask, safe=safe, precision=self.precision)
+        )
         launch(kernel, blocks, self.family.threads, *maps, arguments, shared=shared)
+
+    def weighted(self, kept: Any, features: Any, *, across: bool, **arguments: Any) -> None:
+        """Queue the product of kept exponentials, their factors and features.
+
+        Args:
+            kept: (h, n) exponentials.
+            features: (n, d) columns, or with ``across`` the (h, d) rows that the exponentials are of.
+            across: whether the columns' sums are to be made, not the rows'.
+            arguments: of the kernel's struct, without the sizes.
+        """
+        lines, depth = reversed(kept.shape) if across else kept.shape
+        width = features.shape[1]
+        given = struct("WeightedArguments")(height=lines, width=width, depth=depth, **arguments)
+        blocks = 2 * ceil_div(lines, _WEIGHTED) * ceil_div(width, _WEIGHTED)
+        maps = (tensor_map(x, (_WIDE, _WIDE)) for x in (kept, features))
+        kernel, shared = weighted_kernel(self.family, across=across), f"weighted_{self.family.name}_shared"
+        launch(kernel, blocks, self.family.threads, *maps, given, shared=shared)

@@ -68,6 +68,17 @@ struct GradientArguments {
     GradientSide row, column;  // column all null for a loss of one direction
     void* g;                   // (height, width) of T; sm_90a writes it through a tensor map
     long long g_stride;
+    int in_place_of_kept;      // sm_90a: 1 where g holds kept exponentials: nothing to do if plan->kept
+};
+
+// Of one product of kept exponentials E, weighted: out = (E * (line_i + step_k)) features, contracted over k.
+struct WeightedArguments {
+    const Plan* plan;         // kept 0: E holds G itself, and both factors count as 1/2
+    const float* lines;       // one factor for each line of out, (lines rounded up to 128,)
+    const float* steps;       // one factor for each step of the contraction, (rounded up to 64,), 16-byte aligned
+    float* out;               // (height, width), written
+    long long out_stride;
+    int height, width, depth;  // of out, and of the contraction
 };
 
 struct SigmoidArguments {
@@ -84,6 +95,7 @@ struct SigmoidArguments {
 };
 
 static_assert(sizeof(TensorMap) == 128 && sizeof(Features) == 40 && sizeof(Chunk) == 24 && sizeof(PairVectors) == 32);
-static_assert(sizeof(ForwardArguments) == 168 && sizeof(GradientArguments) == 184 && sizeof(SigmoidArguments) == 152);
+static_assert(sizeof(ForwardArguments) == 168 && sizeof(GradientArguments) == 192 && sizeof(SigmoidArguments) == 152);
+static_assert(sizeof(WeightedArguments) == 56);
 
 }  // namespace contrastile

@@ -137,8 +137,34 @@ struct TemperArguments {
     WeightSide row, column;
     float* row_vectors;     // (3, m): log, weight and folded of GradientSide
     float* column_vectors;  // (3, n), or null
+    Plan* forward;          // of the pass that kept exponentials; its status becomes 1 where G takes their place; or null
+    float* row_kept;        // (m rounded up to KEPT_UNIT,): u 2^(r - L) with the r of that pass, then zeros; or null
+    float* column_kept;     // (n rounded up to KEPT_UNIT,): likewise of columns
     int two_sided;
     int half;               // whether G is float16 and wants a factor
+};
+
+// What the vectors that go with kept exponentials are a multiple of.
+constexpr int KEPT_UNIT = 128;
+
+// One side of kept_positives: vectors that temper wrote, and the targets.
+struct KeptSide {
+    const float* log;     // log-sum-exp in powers of two, without the bias
+    const float* weight;  // u
+    const float* target;
+    const float* kept;    // u 2^(r - L)
+};
+
+// kept_positives: blocks ceil(m / LINES), 256 threads. Nothing to do unless plan->kept, which it may take back.
+struct KeptPositivesArguments {
+    Matrix rows, columns;        // (m, depth) and (n, depth) of bfloat16
+    long long m, n, depth;       // m: rows whose exponentials are kept
+    const long long* positives;  // (m,)
+    Plan* plan;
+    Plan* forward;               // as temper's
+    KeptSide row, column;
+    void* kept;                  // (m, n) bfloat16 exponentials, unit stride along rows
+    long long kept_stride;
 };
 
 // plan_sigmoid: 1 block, 1024 threads.

@@ -87,6 +87,53 @@ __device__ __forceinline__ float shared_sums(const float (&dot)[STRIPS][4 * GROU
     return least;
 }
 
+// The same sums, each exponential handed on as it is made, rounded to T: sink(strip, pair, values), values[2 h + q] being
+// the thread's two of row q of group 2 pair + h. Neighbouring groups are traded first: a sink takes them together.
+template <class T, int STRIPS, int GROUPS, class Sink>
+__device__ __forceinline__ void shared_sums_kept(const float (&dot)[STRIPS][4 * GROUPS], float scale, float shift,
+                                                 int lane, float (&row)[STRIPS][2], float* column, Sink sink) {
+#pragma unroll
+    for (int s = 0; s < STRIPS; ++s) row[s][0] = row[s][1] = 0.0f;
+    float list[GROUPS];
+    const bool upper = lane & 16;
+#pragma unroll
+    for (int pair = 0; pair < GROUPS / 2; ++pair) {
+        float sum[2][2] = {};  // of the groups' columns
+#pragma unroll
+        for (int s = 0; s < STRIPS; ++s) {
+            unsigned values[4];
+#pragma unroll
+            for (int h = 0; h < 2; ++h) {
+                float power[4];
+#pragma unroll
+                for (int e = 0; e < 4; ++e) {
+                    power[e] = exp2_fast(fmaf(dot[s][8 * pair + 4 * h + e], scale, shift));
+                    row[s][e >> 1] += power[e];
+                }
+                sum[h][0] += power[0] + power[2];
+                sum[h][1] += power[1] + power[3];
+                values[2 * h] = narrow_pair<T>(power[0], power[1]);
+                values[2 * h + 1] = narrow_pair<T>(power[2], power[3]);
+            }
+            sink(s, pair, values);
+        }
+#pragma unroll
+        for (int c = 0; c < 2; ++c)
+            list[2 * pair + c] = (upper ? sum[1][c] : sum[0][c]) + across(upper ? sum[0][c] : sum[1][c], 16);
+    }
+    trade_halves<GROUPS / 2>(list, lane, 8);
+    trade_halves<GROUPS / 4>(list, lane, 4);
+    const int first = (lane & 8 ? GROUPS / 2 : 0) + (lane & 4 ? GROUPS / 4 : 0) + (upper ? 1 : 0);
+#pragma unroll
+    for (int i = 0; i < GROUPS / 8; ++i)
+        *reinterpret_cast<float2*>(column + 8 * (first + 2 * i) + 2 * (lane & 3)) =
+            make_float2(list[2 * i], list[2 * i + 1]);
+#pragma unroll
+    for (int s = 0; s < STRIPS; ++s)
+#pragma unroll
+        for (int q = 0; q < 2; ++q) row[s][q] = row_total(row[s][q]);
+}
+
 // The dot of the larger logit. Written without a product with the scale, which the compiler would keep for all dots.
 __device__ __forceinline__ float larger(float a, float b, float scale) {
     return scale < 0.0f ? fminf(a, b) : fmaxf(a, b);

@@ -4,8 +4,12 @@
 // PIPELINE_THREADS threads, forward_sm90_shared bytes of dynamic shared memory.
 // Each tile writes one partial a row and one a column; a fold adds them in the order of the tiles, so the result does
 // not depend on which tile was first.
+//
+// forward_keeping_sm90<T>: the fast path without masks, of both sides, which keeps its exponentials too, rounded to T:
+// (height, width), through a tensor map. forward_keeping_sm90_shared bytes.
 #include "epilogue_forward.cuh"
 #include "kept_sm90.cuh"
+#include "slabs.cuh"
 
 namespace contrastile {
 
@@ -46,6 +50,13 @@ struct ForwardEpilogue {
             tried_sums<STRIPS, GROUPS>(acc, alpha, lane, row, kept.sums[warp], kept.others[warp]);
         else
             shared_sums<STRIPS, GROUPS>(acc, alpha, shift, lane, row, kept.sums[warp]);
+        write_sums(row, tile);
+    }
+
+    __device__ __forceinline__ void end() {}
+
+  protected:
+    __device__ __forceinline__ void write_sums(const float (&row)[STRIPS][2], const Place& tile) {
         write_rows(row, arguments.rows.sums, tile);
         consumer_sync(consumer);
         if (arguments.columns.sums == nullptr) return;
@@ -55,9 +66,6 @@ struct ForwardEpilogue {
         });
     }
 
-    __device__ __forceinline__ void end() {}
-
-  private:
     __device__ __forceinline__ void admit_tile(float (&acc)[STRIPS][PRODUCT_VALUES], const Place& tile) {
         const Chunk& chunk = arguments.chunk;
         PairRow rows[STRIPS][2];
@@ -117,8 +125,49 @@ struct ForwardEpilogue {
     }
 };
 
+// Of T, the dtype of the exponentials that are kept.
+template <class T>
+struct KeepingEpilogue : ForwardEpilogue<0, PLAIN> {
+    using Base = ForwardEpilogue<0, PLAIN>;
+    using Writer = SlabWriter<3>;
+    static constexpr int KEPT = Writer::SPACE + Base::KEPT, STAGES = 4;
+
+    const TensorMap& exponentials;
+    unsigned slabs;  // this warp's
+
+    __device__ __forceinline__ KeepingEpilogue(const ForwardArguments& a, const TensorMap& map, unsigned char* memory,
+                                               int consumer_, int warp_)
+        : Base(a, map, memory + Writer::SPACE, consumer_, warp_),
+          exponentials(map),
+          slabs(shared_address(memory) + (consumer_ * CONSUMER_WARPS + warp_) * Writer::WARP_SPACE) {}
+
+    __device__ __forceinline__ void finish(float (&acc)[STRIPS][PRODUCT_VALUES], const Place& tile) {
+        const Chunk& chunk = arguments.chunk;
+        if (tile.row + BM > chunk.height || tile.column + BN > chunk.width) admit_tile(acc, tile);
+        const Writer writer(exponentials, slabs, lane);
+        float row[STRIPS][2];
+        constexpr int PAIRS = SLAB_GROUPS / 2;  // of a slab
+        shared_sums_kept<T, STRIPS, GROUPS>(
+            acc, alpha, shift, lane, row, kept.sums[warp], [&](int s, int pair, const unsigned (&values)[4]) {
+                const int part = pair / PAIRS, slab = STRIPS * part + s;
+                // the slabs of both strips are open at a time
+                if (pair % PAIRS == 0 && s == 0) writer.open();
+                if (pair % PAIRS == 0 && s == 1) writer.template open<1>();
+                writer.put(slab, pair % PAIRS, values);
+                if (pair % PAIRS == PAIRS - 1)
+                    writer.send(slab, tile.row + 64 * s + 16 * warp, tile.column + part * SLAB_COLUMNS);
+            });
+        write_sums(row, tile);
+    }
+
+    __device__ __forceinline__ void end() { Writer(exponentials, slabs, lane).finish(); }
+};
+
 extern "C" __device__ const int forward_sm90_shared =
     Layout<ForwardEpilogue<1, DROP>::STAGES, ForwardEpilogue<1, DROP>::KEPT>::BYTES;
+
+extern "C" __device__ const int forward_keeping_sm90_shared =
+    Layout<KeepingEpilogue<bfloat16>::STAGES, KeepingEpilogue<bfloat16>::KEPT>::BYTES;
 
 template <class T, int SAFE, int MASK>
 __global__ void __cluster_dims__(2, 1, 1) __launch_bounds__(PIPELINE_THREADS, 1)
@@ -126,6 +175,15 @@ __global__ void __cluster_dims__(2, 1, 1) __launch_bounds__(PIPELINE_THREADS, 1)
                  const __grid_constant__ ForwardArguments arguments) {
     if ((arguments.plan->status != 0) != (SAFE != 0)) return;  // the other instance's work
     run_pipeline<T, ForwardEpilogue<SAFE, MASK>>(rows, columns, rows, arguments);
+}
+
+template <class T>
+__global__ void __cluster_dims__(2, 1, 1) __launch_bounds__(PIPELINE_THREADS, 1)
+    forward_keeping_sm90(const __grid_constant__ TensorMap rows, const __grid_constant__ TensorMap columns,
+                         const __grid_constant__ TensorMap exponentials,
+                         const __grid_constant__ ForwardArguments arguments) {
+    if (arguments.plan->status != 0) return;  // forward_sm90's work
+    run_pipeline<T, KeepingEpilogue<T>>(rows, columns, exponentials, arguments);
 }
 
 }  // namespace contrastile

@@ -245,6 +245,7 @@ template <class T, int MASK>
 __global__ void __cluster_dims__(2, 1, 1) __launch_bounds__(PIPELINE_THREADS, 1)
     gradient_sm90(const __grid_constant__ TensorMap rows, const __grid_constant__ TensorMap columns,
                   const __grid_constant__ TensorMap g, const __grid_constant__ GradientArguments arguments) {
+    if (arguments.in_place_of_kept && arguments.plan->kept) return;
     run_pipeline<T, GradientEpilogue<T, MASK>>(rows, columns, g, arguments);
 }
 

@@ -88,6 +88,14 @@ __device__ __forceinline__ void copy_in_both(unsigned to, const TensorMap& map, 
         : "memory");
 }
 
+// A vector's BYTES, a multiple of 16; both addresses aligned to 16.
+template <int BYTES>
+__device__ __forceinline__ void copy_vector_in(unsigned to, const void* from, unsigned barrier) {
+    asm volatile("cp.async.bulk.shared::cluster.global.mbarrier::complete_tx::bytes [%0], [%1], %2, [%3];" ::"r"(to),
+                 "l"(from), "n"(BYTES), "r"(barrier)
+                 : "memory");
+}
+
 __device__ __forceinline__ void copy_out(const TensorMap& map, int x, int y, unsigned from) {
     asm volatile("cp.async.bulk.tensor.2d.global.shared::cta.bulk_group [%0, {%1, %2}], [%3];" ::"l"(&map), "r"(x),
                  "r"(y), "r"(from)

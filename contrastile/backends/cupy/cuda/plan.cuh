@@ -3,7 +3,7 @@
 
 namespace contrastile {
 
-// 48 bytes on the device, written by plan_forward, temper or plan_sigmoid; what a field is not for is 0.
+// 52 bytes on the device, written by plan_forward, temper or plan_sigmoid; what a field is not for is 0.
 struct Plan {
     float alpha;      // scale log2 e: logits in powers of two, without the bias
     float reference;  // the shared reference r of the fast path, in powers of two
@@ -17,8 +17,9 @@ struct Plan {
     float multiplier; // backward: the same for cuBLAS, and 2^-149 for 0
     float zero;       // always 0: cuBLAS reads its factors from here
     int finished;     // backward: blocks of finish_rows that have left their part
+    int kept;         // backward: 1 where kept exponentials stand for G, 0 where there are none or G takes their place
 };
 
-static_assert(sizeof(Plan) == 48);
+static_assert(sizeof(Plan) == 52);
 
 }  // namespace contrastile

@@ -1,4 +1,5 @@
-// Products of a warpgroup: D (64 x 192) += A (64 x 16) B^T (192 x 16), both operands in shared memory, D in registers.
+// Products of a warpgroup, D in registers: D (64 x 192) += A (64 x 16) B^T (192 x 16), both operands in shared memory, and
+// D (64 x 256) += A (64 x 16) B (16 x 256), A in registers too.
 #pragma once
 
 #include "elements.cuh"
@@ -61,6 +62,39 @@ __device__ __forceinline__ void product<float16>(float (&d)[PRODUCT_VALUES], uns
 }
 
 #undef CONTRASTILE_PRODUCT
+
+constexpr int WIDE_COLUMNS = 256, WIDE_VALUES = WIDE_COLUMNS / 2;
+constexpr int BOX_BYTES = 64 * 64 * 2;  // 64 lines of 64 elements, 128 bytes each, in the 128-byte swizzle
+
+// An operand stored across the contraction: 64 of its lines a box, the next 64 in the next box, 8 steps of the
+// contraction 1024 bytes apart. 16 steps further are 128 further in the low word.
+// Hazard: the address of a cluster's second block has a bit above the 18 that the field takes; it would be added to the
+// distance of the boxes. Operands along the contraction have no such distance, and do not see it.
+__device__ __forceinline__ unsigned operand_across(unsigned address) {
+    return (address & 0x3ffff) >> 4 | static_cast<unsigned>(BOX_BYTES >> 4) << 16;
+}
+
+// d = a b, added to d where `add`; bfloat16. a: a lane holds the pairs of steps from 2 (lane % 4) and from 8 more of its
+// rows lane / 4 and 8 more: {row, row + 8} of the first eight steps, then of the others. b: operand_across.
+// Hazard: the registers of a belong to the tensor cores, like those of d, until products_done.
+__device__ __forceinline__ void product_wide(float (&d)[WIDE_VALUES], const unsigned (&a)[4], unsigned long long b,
+                                             bool add) {
+    asm volatile(
+        "{\n.reg .pred p;\nsetp.ne.b32 p, %133, 0;\n"
+        "wgmma.mma_async.sync.aligned.m64n256k16.f32.bf16.bf16 {"
+        "%0, %1, %2, %3, %4, %5, %6, %7, %8, %9, %10, %11, %12, %13, %14, %15, "
+        "%16, %17, %18, %19, %20, %21, %22, %23, %24, %25, %26, %27, %28, %29, %30, %31, "
+        "%32, %33, %34, %35, %36, %37, %38, %39, %40, %41, %42, %43, %44, %45, %46, %47, "
+        "%48, %49, %50, %51, %52, %53, %54, %55, %56, %57, %58, %59, %60, %61, %62, %63, "
+        "%64, %65, %66, %67, %68, %69, %70, %71, %72, %73, %74, %75, %76, %77, %78, %79, "
+        "%80, %81, %82, %83, %84, %85, %86, %87, %88, %89, %90, %91, %92, %93, %94, %95, "
+        "%96, %97, %98, %99, %100, %101, %102, %103, %104, %105, %106, %107, %108, %109, %110, %111, "
+        "%112, %113, %114, %115, %116, %117, %118, %119, %120, %121, %122, %123, %124, %125, %126, %127"
+        "}, {%128, %129, %130, %131}, %132, p, 1, 1, 1;\n}"
+        : CONTRASTILE_D32(0), CONTRASTILE_D32(32), CONTRASTILE_D32(64), CONTRASTILE_D32(96)
+        : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "l"(b), "r"(static_cast<int>(add)));
+}
+
 #undef CONTRASTILE_D32
 #undef CONTRASTILE_D8
 

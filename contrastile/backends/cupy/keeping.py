@@ -1,0 +1,134 @@
+"""Kept exponentials: 2^(x - r) of the first rows, which spare the backward pass their share of the product X.
+
+The forward pass leaves them in bfloat16; what is to become of them is decided on the device when the weights are
+known. Where they stand, both second products are made from them, their factors ``u 2^(r - L)`` and ``v 2^(r - M)``
+joining on the way to the tensor cores; where they do not, G is written over them, in the same memory.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+from contrastile.backends.contract import Options
+from contrastile.backends.cupy.arguments import constant, struct
+from contrastile.backends.cupy.common import LINES, THREADS, ceil_div, matrix, plan_bytes
+from contrastile.backends.cupy.configs import Way, kept_rows, kept_stride
+from contrastile.backends.cupy.instances import KEPT_DTYPE, PLAIN, instance
+from contrastile.backends.cupy.launch import empty, launch, pointer, row_stride
+from contrastile.backends.cupy.tiles import Tiles
+
+_UNIT = constant("KEPT_UNIT")
+_NARROW = 128
+"""The product X of so few columns of features costs no more than reading what would spare it."""
+
+
+def rows_to_keep(tiles: Tiles, two_sided: bool, options: Options, way: Way) -> int:
+    """How many of the first rows of a block keep their exponentials: none, unless its kernels can and it would pay.
+
+    A tile that the caller names caps what is alive at a time: then nothing is kept.
+    """
+    (m, width), n = tiles.rows.shape, tiles.columns.shape[0]
+    able = tiles.family.maps and tiles.rows.dtype.name == KEPT_DTYPE and tiles.masks.mask == PLAIN
+    if not (able and two_sided and width > _NARROW and options.tile is None):
+        return 0
+    return kept_rows(m, n, way.keep)
+
+
+@dataclass(frozen=True, slots=True)
+class Kept:
+    """The exponentials of a block's first rows, and behind them the plan of the pass that kept them.
+
+    Attributes:
+        memory: 1-d uint8, all of it: what ``Statistics.kept`` is.
+        exponentials: (rows, n) bfloat16.
+        plan: of the forward pass.
+    """
+
+    memory: Any
+    exponentials: Any
+    plan: Any
+
+    @staticmethod
+    def new(tiles: Tiles, two_sided: bool, options: Options, way: Way) -> Kept | None:
+        """Room for what is to be kept of a block; None where that is nothing."""
+        rows, n = rows_to_keep(tiles, two_sided, options, way), tiles.columns.shape[0]
+        return Kept.of(empty(2 * rows * kept_stride(n) + plan_bytes(), dtype="uint8"), n) if rows else None
+
+    @staticmethod
+    def of(memory: Any | None, n: int) -> Kept | None:
+        """What was kept of a block of n columns; None for None."""
+        if memory is None:
+            return None
+        size = memory.shape[0] - plan_bytes()
+        return Kept(memory, memory[:size].view(KEPT_DTYPE).reshape(-1, kept_stride(n))[:, :n], memory[size:])
+
+    @property
+    def rows(self) -> int:
+        """How many rows have theirs kept."""
+        return int(self.exponentials.shape[0])
+
+    def part(self, chunk: tuple[int, int, int, int]) -> Any:
+        """The exponentials of a chunk."""
+        row, column, high, wide = chunk
+        return self.exponentials[row : row + high, column : column + wide]
+
+
+class Factors:
+    """The vectors that go with kept exponentials in a backward pass, ``u 2^(r - L)`` and ``v 2^(r - M)``."""
+
+    def __init__(self, kept: Kept, m: int, n: int) -> None:
+        self.kept = kept
+        self.row, self.column = (empty(ceil_div(length, _UNIT) * _UNIT) for length in (m, n))
+
+    def tempered(self) -> dict[str, int | None]:
+        """What ``temper`` is told, which writes them."""
+        plan, row, column = map(pointer, (self.kept.plan, self.row, self.column))
+        return {"forward": plan, "row_kept": row, "column_kept": column}
+
+    def set_positives(self, tiles: Tiles, plan: Any, sides: tuple[Any, Any]) -> None:
+        """Have the products give G at the positives too.
+
+        Args:
+            tiles: the block.
+            plan: of the backward pass.
+            sides: the tempered vectors of rows and of columns, as the tile kernels take them.
+        """
+        if tiles.masks.positives is None:
+            return
+        rows, e = self.kept.rows, self.kept.exponentials
+        row, column = (
+            struct("KeptSide")(log=side.log, weight=side.weight, target=side.target, kept=pointer(factors))
+            for side, factors in zip(sides, (self.row, self.column), strict=True)
+        )
+        arguments = struct("KeptPositivesArguments")(
+            rows=matrix(tiles.rows),
+            columns=matrix(tiles.columns),
+            m=rows,
+            n=tiles.columns.shape[0],
+            depth=tiles.rows.shape[1],
+            positives=pointer(tiles.masks.positives),
+            plan=pointer(plan),
+            forward=pointer(self.kept.plan),
+            row=row,
+            column=column,
+            kept=pointer(e),
+            kept_stride=row_stride(e),
+        )
+        launch(instance("kept_positives", "kept_positives"), ceil_div(rows, LINES), THREADS, arguments)
+
+    def multiply(self, tiles: Tiles, plan: Any, out: Any, *, across: bool) -> None:
+        """Write the rows' sums over all columns, (rows, d), or with ``across`` the columns' over these rows, (n, d)."""
+        lines, steps = (self.column, self.row) if across else (self.row, self.column)
+        # a map of these rows alone: past them it must read zeros
+        features = tiles.rows[: self.kept.rows] if across else tiles.columns
+        tiles.weighted(
+            self.kept.exponentials,
+            features,
+            across=across,
+            plan=pointer(plan),
+            lines=pointer(lines),
+            steps=pointer(steps),
+            out=pointer(out),
+            out_stride=row_stride(out),
+        )

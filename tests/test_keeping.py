@@ -1,0 +1,232 @@
+"""What a forward pass may keep for the backward: asked for where both gradients will be, handed over, freed."""
+
+from __future__ import annotations
+
+import gc
+import weakref
+from collections.abc import Callable
+from dataclasses import replace
+from types import SimpleNamespace
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from torch import Tensor
+
+import contrastile
+from contrastile import autograd, evaluation, problems
+from contrastile.autograd import bodies
+from contrastile.backends.contract import Array, Backend, Block, ColumnForm, Finished, Options, Statistics, Weights
+from contrastile.backends.registry import load
+from contrastile.exchange import gather, schedule
+from contrastile.verify import cases, housing
+from contrastile.verify.run import outcome
+
+B, D = 23, 17
+TORCH = load("torch")
+UNTOUCHED, OVERWRITTEN = 1, 2
+
+
+class Keeping:
+    """torch's backend, which keeps one byte array a forward pass and overwrites it when it comes back.
+
+    Attributes:
+        left: a reference to the memory of each array that was kept.
+        seen: what ``finished`` found in the one that it was given, None where there was none.
+        asked: the calls of ``lse`` ("lse") and of ``keeping`` ("keeping") in their order.
+    """
+
+    def __init__(self) -> None:
+        self.left: list[weakref.ref[Any]] = []
+        self.seen: list[int | None] = []
+        self.asked: list[str] = []
+        self.backend: Backend = replace(TORCH, lse=self.lse, keeping=self.keeping, finished=self.finished)
+
+    def lse(self, block: Block, columns: bool, options: Options) -> Statistics:
+        self.asked.append("lse")
+        return TORCH.lse(block, columns, options)
+
+    def keeping(self, block: Block, columns: bool, options: Options) -> Statistics:
+        self.asked.append("keeping")
+        memory = np.full(1 + block.rows.shape[0], UNTOUCHED, dtype=np.uint8)
+        # a tensor is not the only owner of its memory: this one's dies with the last of them
+        self.left.append(weakref.ref(memory))
+        return replace(TORCH.lse(block, columns, options), kept=torch.from_numpy(memory))
+
+    def finished(
+        self, block: Block, weights: Weights, upstream: Array | None, columns: ColumnForm | None, options: Options
+    ) -> Finished:
+        self.seen.append(None if weights.kept is None else int(weights.kept[0]))
+        if weights.kept is not None:
+            assert weights.kept.dtype is torch.uint8
+            assert (weights.kept == weights.kept[0]).all()
+            weights.kept.fill_(OVERWRITTEN)
+        factor = torch.ones(()) if upstream is None else upstream
+        sums = [torch.zeros_like(x, dtype=block.scale.dtype) for x in (block.rows, block.columns)]
+        TORCH.gradients(block, weights, *sums, options)
+        inner = (sums[0] * block.rows).sum(dtype=torch.float64) * factor
+        made = [(x * factor * block.scale).to(block.rows.dtype) for x in sums]
+        return Finished(made[0], None if columns is None else made[1], inner)
+
+    @property
+    def alive(self) -> int:
+        """How many of the arrays that were kept still take memory."""
+        gc.collect()
+        return sum(reference() is not None for reference in self.left)
+
+
+@pytest.fixture
+def keeping(monkeypatch: pytest.MonkeyPatch) -> Keeping:
+    """The backend in the place of every other."""
+    made = Keeping()
+    for module in (bodies, evaluation):
+        monkeypatch.setattr(module, "load", lambda name: made.backend)
+    return made
+
+
+def towers() -> list[Tensor]:
+    generator = torch.Generator().manual_seed(0)
+    found = [torch.randn(B, D, generator=generator, dtype=torch.float64).requires_grad_() for _ in range(2)]
+    return [*found, torch.tensor(2.5, dtype=torch.float64, requires_grad=True)]
+
+
+def clip(*leaves: Tensor) -> Tensor:
+    return contrastile.clip_loss(*leaves, backend="torch")
+
+
+def test_what_is_kept_reaches_the_backward_and_is_freed_with_the_graph(keeping: Keeping) -> None:
+    leaves = towers()
+    value = clip(*leaves)
+    assert keeping.asked == ["keeping"]
+    assert keeping.alive == 1
+    found = torch.autograd.grad(value, leaves)
+    assert keeping.seen == [UNTOUCHED]
+    # the loss is still there
+    assert keeping.alive == 0
+    assert torch.isfinite(value)
+    assert all(torch.isfinite(x).all() for x in found)
+
+
+def test_a_loss_that_nobody_differentiates_frees_it_too(keeping: Keeping) -> None:
+    value = clip(*towers())
+    assert keeping.alive == 1
+    del value
+    assert keeping.alive == 0
+
+
+def test_twice_through_one_graph_it_is_the_same_memory(keeping: Keeping) -> None:
+    leaves = towers()
+    value = clip(*leaves)
+    first = torch.autograd.grad(value, leaves, retain_graph=True)
+    assert keeping.alive == 1
+    second = torch.autograd.grad(value, leaves)
+    assert keeping.seen == [UNTOUCHED, OVERWRITTEN]
+    assert keeping.alive == 0
+    assert all(torch.equal(a, b) for a, b in zip(first, second, strict=True))
+
+
+def test_hooks_on_what_is_saved_meet_it(keeping: Keeping) -> None:
+    leaves, packed = towers(), []
+
+    def pack(x: Tensor) -> Tensor:
+        packed.append(x.dtype)
+        return x.clone()
+
+    with torch.autograd.graph.saved_tensors_hooks(pack, lambda x: x):
+        value = clip(*leaves)
+    assert packed.count(torch.uint8) == 1
+    assert keeping.alive == 0
+    torch.autograd.grad(value, leaves)
+    assert keeping.seen == [UNTOUCHED]
+
+
+@pytest.mark.parametrize("frozen", ["image", "text", "scale", "no_grad", "inference"])
+def test_only_a_loss_whose_towers_both_learn_keeps(frozen: str, keeping: Keeping) -> None:
+    leaves = dict(zip(("image", "text", "scale"), towers(), strict=True))
+    if frozen in leaves:
+        leaves[frozen].requires_grad_(False)
+    modes: dict[str, Callable[[], Any]] = {"no_grad": torch.no_grad, "inference": torch.inference_mode}
+    with modes.get(frozen, torch.enable_grad)():
+        value = clip(*leaves.values())
+    assert keeping.asked == ["keeping" if frozen == "scale" else "lse"]
+    assert keeping.alive == (frozen == "scale")
+    if frozen in ("image", "text"):
+        value.backward()
+        assert all((leaf.grad is None) == (name == frozen) for name, leaf in leaves.items())
+
+
+def test_one_tower_s_gradient_may_be_asked_for_alone(keeping: Keeping) -> None:
+    leaves = towers()
+    both = torch.autograd.grad(clip(*leaves), leaves[:2])
+    for i in range(2):
+        (alone,) = torch.autograd.grad(clip(*leaves), leaves[i : i + 1])
+        assert torch.equal(alone, both[i])
+    assert keeping.alive == 0
+
+
+def test_several_column_blocks_keep_nothing(keeping: Keeping) -> None:
+    image, text, scale = towers()
+    value = contrastile.info_nce(image, text, scale, negatives=[text[:3].detach()], backend="torch")
+    assert set(keeping.asked) == {"lse"}
+    value.backward()
+    assert keeping.seen == []
+
+
+def test_an_operator_keeps_nothing(keeping: Keeping, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(autograd.functions, "direct", lambda tensors: False)
+    leaves = towers()
+    torch.autograd.grad(clip(*leaves), leaves)
+    assert keeping.asked == ["lse"]
+    assert keeping.seen == [None]
+
+
+def test_a_backward_that_must_be_seen_does_without(keeping: Keeping, monkeypatch: pytest.MonkeyPatch) -> None:
+    leaves = towers()
+    value = clip(*leaves)
+    monkeypatch.setattr(autograd.functions, "direct", lambda tensors: False)
+    torch.autograd.grad(value, leaves)
+    assert keeping.seen == [None]
+    assert keeping.alive == 0
+
+
+def test_value_and_grad_keeps_for_as_long_as_it_takes(keeping: Keeping) -> None:
+    image, text, scale = (x.detach() for x in towers())
+    _, by_hand = contrastile.value_and_grad(contrastile.clip_loss, backend="torch")(image, text, scale)
+    assert (keeping.asked, keeping.seen, keeping.alive) == (["keeping"], [UNTOUCHED], 0)
+    leaves = towers()
+    by_autograd = torch.autograd.grad(clip(*leaves), leaves)
+    assert all(torch.equal(a, b) for a, b in zip(by_hand, by_autograd, strict=True))
+    contrastile.clip_loss(image, text, scale, backend="torch")
+    assert keeping.asked[-1] == "lse"
+
+
+def test_a_backend_that_keeps_nothing_is_asked_for_less(keeping: Keeping) -> None:
+    keeping.backend = replace(keeping.backend, keeping=None)
+    leaves = towers()
+    torch.autograd.grad(clip(*leaves), leaves)
+    assert (keeping.asked, keeping.seen) == (["lse"], [None])
+
+
+def test_ranks_that_work_together_keep_nothing(keeping: Keeping, monkeypatch: pytest.MonkeyPatch) -> None:
+    problem = problems.clip(*(x.detach() for x in towers())).problem
+    shared = replace(problem, placement=SimpleNamespace(exchange="gather"))
+    monkeypatch.setattr(gather, "forward", lambda *given: given)
+    assert schedule.forward(shared, keeping.backend, Options(), keep=True) == (shared, keeping.backend, Options())
+
+
+def test_the_harness_goes_the_same_way(keeping: Keeping) -> None:
+    problem = cases.build("wide", "float64").problem
+    outcome(problem, keeping.backend, "float64")
+    assert (keeping.asked, keeping.seen) == (["keeping"], [UNTOUCHED])
+    trespasses: list[str] = []
+    moved = housing.rehoused(keeping.backend, housing.bands, trespasses)
+    outcome(problem, moved, "float64")
+    assert (keeping.asked, keeping.seen) == (["keeping"] * 2, [UNTOUCHED] * 2)
+    assert not trespasses
+    outcome(problem, housing.expanded(keeping.backend), "float64")
+    assert (keeping.asked, keeping.seen) == (["keeping"] * 3, [UNTOUCHED] * 3)
+    outcome(problem, housing.repeated(keeping.backend), "float64")
+    assert (keeping.asked[3:], keeping.seen[3:]) == (["lse"], [])
+    outcome(cases.build("blocks", "float64").problem, keeping.backend, "float64")
+    assert set(keeping.asked[4:]) == {"lse"}
