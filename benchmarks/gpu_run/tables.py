@@ -8,7 +8,7 @@ from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
 from contrastile.bench.results import quartiles
-from gpu_run.plan import FUSED, INF_CL, OPEN_CLIP, SAFE, WIDTH, Point
+from gpu_run.plan import CUPY, EVERY, FUSED, INF_CL, KEEPING, OPEN_CLIP, SAFE, WIDTH, Point
 
 MIB = 2**20
 WORKSPACE = 512 * MIB
@@ -102,6 +102,28 @@ def aims(data: Data) -> str:
         clock = [_reading(row, "clocks.sm"), _reading(row, "power.draw")]
         rows.append([*_own(row), *_timed(row), f"{100 * row['aim']:.0f} %", reached, *clock])
     return table(["implementation", *_WHERE, *_TIMED, "aim", "reached", "SM clock, MHz", "power, W"], rows)
+
+
+def kept(data: Data) -> str:
+    """What memory to spare buys: time, share of the ceiling and peak, with exponentials kept and without."""
+    ways = (CUPY, KEEPING, EVERY)
+    found: dict[tuple[Any, ...], dict[str, Row]] = {}
+    for row in measured(data, group="aims"):
+        if row["implementation"] in ways:
+            found.setdefault(tuple(row[name] for name in POINT), {})[row["implementation"]] = row
+    rows = [
+        [number(b, 1), str(d), *(_bought(several.get(way)) for way in ways)]
+        for (b, d, *_), several in sorted(found.items())
+        if len(several) > 1
+    ]
+    return table(["b", "d", *ways], rows) if rows else ""
+
+
+def _bought(row: Row | None) -> str:
+    if row is None:
+        return "-"
+    share, peak = percent(statistics.median(row["fraction"])), number(row["peak_bytes"] / MIB, 4)
+    return f"{number(median(row))} ms, {share}, {peak} MiB"
 
 
 def further(data: Data) -> str:

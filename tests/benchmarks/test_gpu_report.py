@@ -10,7 +10,7 @@ import gpu_report
 import pytest
 import readme_report
 from gpu_run import tables
-from gpu_run.plan import INF_CL, OPEN_CLIP, TRITON, Point
+from gpu_run.plan import CUPY, INF_CL, KEEPING, OPEN_CLIP, TRITON, Point
 
 MIB = 2**20
 
@@ -80,11 +80,26 @@ def test_a_page_that_says_something_else_is_found_out(tmp_path: Path, record: di
 def test_the_readme_shows_whom_a_record_compares(tmp_path: Path, record: dict[str, Any]) -> None:
     (tmp_path / "gpu_alone.json").write_text(json.dumps(record | {"times": []}), encoding="utf-8")
     assert readme_report.PAGE.generated(tmp_path) == readme_report.PAGE.nothing
-    (tmp_path / "gpu_some.json").write_text(json.dumps(record), encoding="utf-8")
+    for stem in ("gpu_some_gpu", "gpu_some_gpu_further"):
+        (tmp_path / f"{stem}.json").write_text(json.dumps(record), encoding="utf-8")
     text = readme_report.PAGE.generated(tmp_path)
     assert text.count("One ") == 1
     assert OPEN_CLIP in text
     assert "of the ceiling" not in text
+
+
+def test_the_readme_shows_what_memory_to_spare_buys(tmp_path: Path, record: dict[str, Any]) -> None:
+    point, safe = Point(65536, 512), Point(65536, 512, 400.0)
+    more = [
+        timed("aims", CUPY, point, 25.0, peak_bytes=771 * MIB),
+        timed("aims", CUPY, safe, 28.0),
+        timed("aims", KEEPING, point, 20.0, peak_bytes=2820 * MIB),
+    ]
+    path = tmp_path / "gpu_some_gpu_further.json"
+    path.write_text(json.dumps(record | {"times": more}), encoding="utf-8")
+    text = readme_report.PAGE.generated(tmp_path)
+    (row,) = [line for line in text.splitlines() if line.startswith("| 65,536")]
+    assert row == "| 65,536 | 512 | 25.0 ms, 100.5 %, 771.0 MiB | 20.0 ms, 125.7 %, 2,820 MiB | - |"
 
 
 def test_the_figure_is_drawn_alike_each_time(tmp_path: Path, record: dict[str, Any]) -> None:
