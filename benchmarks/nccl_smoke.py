@@ -3,15 +3,16 @@
 ``torchrun --nproc-per-node N benchmarks/nccl_smoke.py torch`` for NCCL through torch, ``... gloo`` for GPUs through the
 host, ``mpirun -n N python -m mpi4py benchmarks/nccl_smoke.py mpi`` for CuPy's NCCL (through the host where ranks share
 a GPU), and ``python benchmarks/nccl_smoke.py alone`` for NCCL from a GPU to itself. A second argument ``copies`` sends
-every message by copy engines, in small pieces, and has both schedules take their columns in parts; ``stalls`` makes the
-last rank stall in the middle of a ring instead, and the others must end within CONTRASTILE_DEADLINE. Names of backends
-leave out the others. One line a check.
+every message by copy engines, in small pieces, and has both schedules take their columns in parts. With ``killed``,
+``raises``, ``leaves`` or ``stalls`` the last rank does that in the middle of a ring instead, and the others must end
+within CONTRASTILE_DEADLINE. Names of backends leave out the others. One line a check.
 """
 
 from __future__ import annotations
 
 import faulthandler
 import os
+import signal
 import sys
 import time
 import zlib
@@ -36,6 +37,12 @@ from contrastile.verify.shards import Cut, shares
 from contrastile.verify.truth import Outcome, truth
 
 SECONDS = 240
+FAULTS: dict[str, Callable[[], object]] = {
+    "killed": lambda: os.kill(os.getpid(), signal.SIGKILL),
+    "raises": lambda: _raise(RuntimeError("this rank has a defect")),
+    "leaves": lambda: sys.exit(0),
+    "stalls": lambda: time.sleep(600),
+}
 BACKENDS = {"cupy": ("cupy",), "torch": ("triton", "torch", "cupy")}
 DTYPES = ("float16", "bfloat16", "float32", "float64", "int64")
 SIZES = ([3, 0, 5, 1], [0, 0, 0, 0], [2, 2, 2, 2], [0, 0, 0, 4], [70_001, 3, 131_072, 0])
@@ -215,13 +222,17 @@ def _sum(one: Outcome, other: Outcome) -> Outcome:
     return Outcome(**total)
 
 
-def stall(comm: Any, put: Callable[[Any, str], Any]) -> None:
-    """The last rank stops in the middle of a ring; the others wait for it on the device."""
-    x, y = (put(data("stall", shape=(1 << 20,)), "float32") for _ in range(2))
+def _raise(error: Exception) -> None:
+    raise error
+
+
+def fail(comm: Any, put: Callable[[Any, str], Any], fault: str) -> None:
+    """The last rank fails in the middle of a ring; the others wait for it on the device."""
+    x, y = (put(data(fault, shape=(1 << 20,)), "float32") for _ in range(2))
     for step in range(1000):
         if step == 5 and comm.rank == comm.size - 1:
-            print(f"[{comm.rank}] stalls {time.time():.2f}", flush=True)
-            time.sleep(600)
+            print(f"[{comm.rank}] fails {time.time():.2f}", flush=True)
+            FAULTS[fault]()
         try:
             comm.shift([x], [y]).wait()
             if step % 2:
@@ -284,8 +295,8 @@ def main() -> None:
             copies.LEAST, staging.PIECE, shared.BESIDE = 1, 1 << 18, 0
         by_copies = comm.prepare(put(np.zeros(1), "float32"), copies.LEAST)
         _say(comm, f"{engine} {library}: copy engines {'take part' if by_copies else 'are not used'}", started)
-        if "stalls" in sys.argv:
-            stall(comm, put)
+        for fault in set(sys.argv) & set(FAULTS):
+            fail(comm, put, fault)
         count = primitives(comm, put)
         numbers = unwaited(comm, put)
         overwritten(comm, put)

@@ -32,6 +32,11 @@ def grace(deadline: float) -> float:
     return min(1.0, 0.1 * deadline)
 
 
+def _last(deadline: float) -> float:
+    """Seconds after which the process ends: the host would have raised by then, and leaving takes its time too."""
+    return patience(deadline) + grace(deadline)
+
+
 def until(ready: Callable[[], bool], seconds: float) -> bool:
     """Whether it becomes so in time. It is asked often at first, then every half millisecond: no core is kept busy."""
     start, pause = time.monotonic(), _PAUSES[0]
@@ -125,11 +130,13 @@ class Watch:
         deadline: seconds.
         depth: messages under way at most.
         end: ends the process.
+        begin: called first in the thread that asks what has arrived.
     """
 
     deadline: Callable[[], float]
     depth: int = 64
     end: Callable[[str], None] = field(default_factory=lambda: _end)
+    begin: Callable[[], None] = lambda: None
     _flights: list[Flight] = field(default_factory=list)
     _lock: threading.Lock = field(default_factory=threading.Lock)
     _thread: threading.Thread | None = None
@@ -176,14 +183,15 @@ class Watch:
         self._flights[:] = [x for x in self._flights if not x.done()]
 
     def _run(self) -> None:
+        self.begin()
         while not self._told:
             time.sleep(min(0.5, 0.02 * self.deadline()))
             with self._lock:
                 self._sweep()
-                late = [x for x in self._flights if x.expired(self.deadline())]
+                late = [x for x in self._flights if x.expired(_last(self.deadline()))]
             if late and not self._told:
                 ranks = ", ".join(str(r) for r in late[0].ranks)
-                self.end(f"rank(s) {ranks} did not answer on the device within {self.deadline():g} s")
+                self.end(f"rank(s) {ranks} did not answer on the device (deadline {self.deadline():g} s)")
                 return
 
 

@@ -30,7 +30,22 @@ def test_every_fault_ends_every_rank_within_the_deadline() -> None:
     expected = {(f, p, launcher) for f in made.FAULTS for p in made.PLACES for launcher in made.LAUNCHERS}
     assert {(row["fault"], row["where"], row["launcher"]) for row in rows} == expected
     for row in rows:
-        assert row["seconds"] < data["environment"]["deadline"], row
-        assert row["orphans"] == 0, row
-        assert row["code"] not in (0, 124), row
+        held(row, data)
         assert row["raised"] == row["named"], row
+
+
+def test_every_fault_on_gpus_ends_every_rank_within_the_deadline() -> None:
+    made = script()
+    data = made.json.loads(made.GPU_DATA.read_text(encoding="utf-8"))
+    rows = data["rows"]
+    assert [(row["fault"], row["launcher"]) for row in rows] == [(f, by) for f in made.FAULTS for by in made.LAUNCHERS]
+    for row in rows:
+        held(row, data)
+        assert row["copies"], row
+        assert row["named"] <= row["raised"] + row["ended"] < data["environment"]["ranks"], row
+
+
+def held(row: dict[str, Any], data: dict[str, Any]) -> None:
+    assert row["seconds"] < data["environment"]["deadline"], row
+    assert row["orphans"] == 0, row
+    assert row["code"] not in (0, 124), row

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import threading
 import time
 
 import numpy as np
@@ -95,7 +96,28 @@ def test_a_host_that_cannot_be_told_ends() -> None:
     device.ready.add(7)
     device.post(7)
     assert until(lambda: bool(device.ended), 5)
-    assert "rank(s) 7 did not answer on the device within 0.2 s" in device.ended[0]
+    assert "rank(s) 7 did not answer on the device (deadline 0.2 s)" in device.ended[0]
+
+
+def test_the_process_ends_within_the_deadline() -> None:
+    device = Device(2.0)
+    device.ready.add(7)
+    start = time.monotonic()
+    device.post(7)
+    assert until(lambda: bool(device.ended), 5)
+    # the host may raise first, and what has ended has left before the deadline is over
+    assert patience(2.0) < time.monotonic() - start < 2.0
+
+
+def test_the_thread_that_asks_is_made_ready_first() -> None:
+    asked: list[str] = []
+    begun: list[bool] = []
+    watch = Watch(lambda: 0.2, begin=lambda: begun.append(not asked))
+    watch.add(Flight(lambda: True, lambda: asked.append(threading.current_thread().name) is None, (0,)))
+    assert until(lambda: bool(asked), 5)
+    assert begun == [True]
+    assert asked[0] == "contrastile watch"
+    watch.close()
 
 
 @pytest.mark.parametrize("given", [0, -1.0, float("inf"), float("nan"), "soon"])
