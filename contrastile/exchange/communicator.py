@@ -115,7 +115,8 @@ class Communicator(Protocol):
     def prepare(self, like: Array, nbytes: int) -> bool:
         """Make ready for messages of so many bytes between two ranks, of arrays beside ``like``.
 
-        Every rank calls it with the same number at the same place among its messages.
+        Every rank calls it with the same number at the same place among its messages. It holds until the next call;
+        0 says that what is saved on the device is not worth what the host has to do for it.
 
         Returns:
             whether such messages travel without taking anything from the kernels that run meanwhile; the same on

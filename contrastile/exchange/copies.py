@@ -64,6 +64,7 @@ class CopyChannel:
     device: Callable[[], Device]
     _staging: Staging | None = None
     _asked: bool = False
+    _wanted: bool = False
     _broken: bool = False
 
     @property
@@ -72,7 +73,8 @@ class CopyChannel:
         return self.small.name if self._staging is None else f"{self.small.name} and copy engines"
 
     def prepare(self, size: int) -> bool:
-        if size < LEAST:
+        self._wanted = size >= LEAST
+        if not self._wanted:
             return False
         if not self._asked:
             self._asked = True
@@ -120,18 +122,19 @@ class CopyChannel:
 
     def post(self, outgoing: Parts, incoming: Parts, number: int, seconds: Callable[[], float]) -> Pending:
         staging = self._staging
-        if staging is None:
+        if staging is None or not self._wanted:
             return self.small.post(outgoing, incoming, number, seconds)
         large, rest = zip(*map(_divided, (outgoing, incoming)), strict=True)
         if not any(large):
             return self.small.post(outgoing, incoming, number, seconds)
-        self.watch.admit()
         device = staging.device
         with device.active():
             now = device.current(next(x for parts in large for xs in parts.values() for x in xs))
             if device.capturing(now):
                 # flags count what is sent once, and a captured message is sent again and again
                 return self.small.post(outgoing, incoming, number, seconds)
+        self.watch.admit()
+        with device.active():
             spans = [{r: [(device.address(x), nbytes(x)) for x in xs] for r, xs in parts.items()} for parts in large]
             start, points = staging.queue(now, *spans)
 

@@ -22,6 +22,7 @@ Flags = Sequence[tuple[int, int]]
 _NON_BLOCKING, _NO_TIMING, _LAZY_PEER_ACCESS = 1, 2, 1
 _WAIT_32, _WRITE_32 = 1, 2
 _NOT_READY = 600
+_RELAXED = 2
 
 
 class DriverError(RuntimeError):
@@ -30,6 +31,17 @@ class DriverError(RuntimeError):
 
 class _Handle(ctypes.Structure):
     _fields_ = [("reserved", c_ubyte * 64)]
+
+
+def bystander() -> None:
+    """This thread takes no part in a CUDA graph that another one captures: what it asks of events does not end that."""
+    mode = c_int(_RELAXED)
+    with suppress(OSError, AttributeError):
+        _library().cuThreadExchangeStreamCaptureMode(byref(mode))
+
+
+def _library() -> Any:
+    return ctypes.CDLL("nvcuda.dll" if sys.platform == "win32" else "libcuda.so.1")
 
 
 class Event:
@@ -55,7 +67,7 @@ class Gpu:
 
     def __init__(self, number: int) -> None:
         try:
-            self._cuda = ctypes.CDLL("nvcuda.dll" if sys.platform == "win32" else "libcuda.so.1")
+            self._cuda = _library()
         except OSError as error:
             raise DriverError(f"no CUDA driver: {error}") from error
         device, self._context = c_int(), c_void_p()

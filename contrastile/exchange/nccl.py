@@ -20,7 +20,7 @@ from contrastile.backends.arrays import library_of
 from contrastile.backends.contract import Array
 from contrastile.exchange.communicator import Pending
 from contrastile.exchange.copies import CopyChannel
-from contrastile.exchange.driver import Gpu
+from contrastile.exchange.driver import Gpu, bystander
 from contrastile.exchange.peers import Channel, Parts, Peers
 from contrastile.exchange.watch import Flight, Watch
 
@@ -43,7 +43,7 @@ def channel(peers: Peers, like: Array) -> Channel | None:
 
     own = cupy.cuda.nccl.get_unique_id()
     key = type(own)(json.loads(peers.tell(json.dumps(list(own)))[0]))
-    watch = Watch(lambda: peers.deadline)
+    watch = Watch(lambda: peers.deadline, begin=bystander)
     connected = False
     watch.add(Flight(lambda: True, lambda: connected, tuple(range(peers.size))))
     with cupy.cuda.Device(number):
@@ -94,11 +94,14 @@ class NCCLChannel:
         import cupy
         from cupy.cuda import nccl
 
-        self.watch.admit()
         like = next(x for xs in (*outgoing.values(), *incoming.values()) for x in xs)
+        now = _current(cupy, like, self.device)
+        captured = bool(cupy.cuda.runtime.streamIsCapturing(now.ptr))
+        if not captured:
+            self.watch.admit()
         with cupy.cuda.Device(self.device):
             ready, done = (cupy.cuda.Event(disable_timing=True) for _ in range(2))
-            ready.record(_current(cupy, like, self.device))
+            ready.record(now)
             self.stream.wait_event(ready)
             nccl.groupStart()
             for call, parts in ((self.communicator.recv, incoming), (self.communicator.send, outgoing)):
@@ -108,6 +111,9 @@ class NCCLChannel:
             nccl.groupEnd()
             done.record(self.stream)
         ranks = tuple(sorted({*outgoing, *incoming}))
+        if captured:
+            # its events say nothing of any replay, and asking them is an error
+            return _Queued(done, like, self.device, (outgoing, incoming))
         self.watch.add(Flight(lambda: ready.done, lambda: done.done, ranks, (outgoing, incoming)))
         return _Queued(done, like, self.device)
 
@@ -129,11 +135,13 @@ class _Queued:
     done: Any
     like: Array
     device: int
+    held: object = None
 
     def wait(self) -> None:
         import cupy
 
         _current(cupy, self.like, self.device).wait_event(self.done)
+        self.held = None
 
 
 def _current(cupy: Any, x: Array, device: int) -> Any:

@@ -27,14 +27,14 @@ Below, the calls of kernels that compute the columns in parts cost the host more
 def aside(placement: Placement, problem: Problem) -> bool:
     """Whether a rank's columns travel at no cost to what is computed meanwhile; every rank comes to the same.
 
-    Asked before the first of such messages, it makes the communicator ready for them.
+    Asked before the columns travel, it makes the communicator ready for such messages, or has it leave them.
     """
     shards, x = placement.shards, problem.columns[0]
     largest, total, width = max(shards.widths), sum(shards.widths), int(x.shape[1])
     # where one rank has all columns none travel
-    if largest == total or max(shards.rows) * total * width < BESIDE:
-        return False
-    return placement.communicator.prepare(x, largest * width * int(x.itemsize))
+    worth = largest < total and max(shards.rows) * total * width >= BESIDE
+    ready = placement.communicator.prepare(x, largest * width * int(x.itemsize) if worth else 0)
+    return worth and ready
 
 
 def summed(placement: Placement, arrays: ArrayLibrary, x: Array) -> Array:

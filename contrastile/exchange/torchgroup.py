@@ -26,7 +26,7 @@ from contrastile.backends.contract import Array
 from contrastile.exchange import buffers, watch
 from contrastile.exchange.communicator import Communicator, ExchangeError, Pending, deadline_or
 from contrastile.exchange.copies import CopyChannel
-from contrastile.exchange.driver import Gpu
+from contrastile.exchange.driver import Gpu, bystander
 from contrastile.exchange.peers import Channel, Parts, Peers
 from contrastile.exchange.watch import Flight, Silence, Watch
 
@@ -208,7 +208,7 @@ def _nccl_channel(peers: Peers, like: Array, store: Any, ranks: Sequence[int]) -
     options._timeout = timedelta(seconds=max(_BACKSTOP, 10 * peers.deadline))
     options.global_ranks_in_group = list(ranks)
     engine: Any = dist.ProcessGroupNCCL(store, peers.rank, peers.size, options)
-    channel = NCCLChannel(engine, Watch(lambda: peers.deadline))
+    channel = NCCLChannel(engine, Watch(lambda: peers.deadline, begin=bystander))
     device = _device(like)
     channel.open(device, peers.size)
     return CopyChannel(channel, channel.watch, peers.rank, peers.size, peers.tell, lambda: Gpu(device.index))
@@ -237,10 +237,12 @@ class NCCLChannel:
         connected = True
 
     def post(self, outgoing: Parts, incoming: Parts, number: int, seconds: Callable[[], float]) -> Pending:
-        self.watch.admit()
         like = next(x for xs in (*outgoing.values(), *incoming.values()) for x in xs)
         device = _device(like)
         with working_for(library_of(like), _torch_arrays(), like), torch.cuda.device(device):
+            captured = torch.cuda.is_current_stream_capturing()
+            if not captured:
+                self.watch.admit()
             ready: Any = torch.cuda.Event()  # type: ignore[no-untyped-call]
             ready.record(torch.cuda.current_stream(device))
             work = self._start(outgoing, incoming, device)
@@ -253,7 +255,9 @@ class NCCLChannel:
 
         ranks = tuple(sorted({*outgoing, *incoming}))
         flight = Flight(ready.query, done, ranks, (outgoing, incoming))
-        self.watch.add(flight)
+        if not captured:
+            # a captured message's events say nothing of any replay, and asking them is an error
+            self.watch.add(flight)
         return _Queued(work, like, flight)
 
     def _start(self, outgoing: Parts, incoming: Parts, device: Any) -> Any:

@@ -13,7 +13,7 @@ from stand_in_devices import Ranks
 from contrastile.exchange import copies, staging
 from contrastile.exchange.copies import SETTING
 from contrastile.exchange.staging import SLOTS
-from contrastile.exchange.watch import Silence, until
+from contrastile.exchange.watch import Silence, Watch, until
 
 PIECE, LEAST = 1000, 64
 READY, PULLED = range(2)
@@ -124,6 +124,41 @@ def test_small_messages_and_captured_ones_take_the_other_way() -> None:
 
     ranks = Ranks(2)
     assert ranks.run(program) == [[1, 2, 2, 3, 4, 5]] * 2
+
+
+def test_what_is_not_worth_it_takes_the_other_way_until_something_is() -> None:
+    def program(rank: int, channel: Any) -> list[int]:
+        counts = []
+        for number, size in enumerate((LEAST, 0, LEAST - 1, LEAST)):
+            assert channel.prepare(size) == (size == LEAST)
+            x, y = (np.full(LEAST, value, dtype=np.uint8) for value in (rank, 7))
+            channel.post({1 - rank: [x]}, {1 - rank: [y]}, number, lambda: 20.0).wait()
+            ranks.finish(rank)
+            assert (y == 1 - rank).all()
+            counts.append(channel.small.posted)
+        return counts
+
+    ranks = Ranks(2)
+    assert ranks.run(program) == [[0, 1, 2, 2]] * 2
+
+
+def test_a_captured_message_asks_no_event(monkeypatch: pytest.MonkeyPatch) -> None:
+    admitted: list[int] = []
+    monkeypatch.setattr(Watch, "admit", lambda self: admitted.append(1))
+
+    def program(rank: int, channel: Any) -> int:
+        assert channel.prepare(LEAST)
+        for number in range(3):
+            ranks.devices[rank].captured = number < 2
+            x, y = (np.full(LEAST, value, dtype=np.uint8) for value in (rank, 7))
+            channel.post({1 - rank: [x]}, {1 - rank: [y]}, number, lambda: 20.0).wait()
+            ranks.finish(rank)
+            assert (y == 1 - rank).all()
+        return int(channel.small.posted)
+
+    ranks = Ranks(2)
+    assert ranks.run(program) == [2, 2]
+    assert len(admitted) == 2
 
 
 @pytest.mark.parametrize("fails", ["allocate", "export", "map", "copy"])

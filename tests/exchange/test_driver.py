@@ -91,3 +91,12 @@ def test_an_event_whose_work_failed_is_an_error(made: Callable[..., Made]) -> No
     gpu = Gpu(0)
     with pytest.raises(DriverError, match="cuEventQuery gave error 700"):
         gpu.passed(gpu.record(0))
+
+
+def test_a_thread_stays_out_of_what_others_capture(made: Callable[..., Made]) -> None:
+    library = made()
+    driver.bystander()
+    assert library.calls == {"cuThreadExchangeStreamCaptureMode": 1}
+    # without a driver nothing is captured either
+    made(lacks="cuThreadExchangeStreamCaptureMode")
+    driver.bystander()

@@ -152,7 +152,8 @@ def test_parts_are_for_large_problems_of_which_no_rank_has_all_columns(monkeypat
     (m, d), n = cuts[0].problem.rows.shape, sum(cuts[0].shards.widths)
     monkeypatch.setattr(shared, "BESIDE", m // 3 * n * d)
     assert town(3).run(program) == [[True, False, True]] * 3
-    assert set(asked) == {max(whole.shards.widths) * d * 8 for whole in (cuts[0], cuts[2])}
+    # what is not worth it is said, so that an earlier answer does not hold for it
+    assert set(asked) == {0, *(max(whole.shards.widths) * d * 8 for whole in (cuts[0], cuts[2]))}
     monkeypatch.setattr(shared, "BESIDE", m // 3 * n * d + 1)
     assert town(3).run(program) == [[False] * 3] * 3
 
