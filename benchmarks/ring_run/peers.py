@@ -86,7 +86,7 @@ def _step(loss: Loss, part: Part) -> Call:
     return call
 
 
-PATIENCE = 3.0
+PATIENCE = 5.0
 """Seconds that the samples of one of them may take at one size."""
 
 

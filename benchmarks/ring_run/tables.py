@@ -106,14 +106,27 @@ def memory(data: Data) -> str:
 
 
 def choices(data: Data) -> list[tuple[Row, Row]]:
-    """Ring and gather at the same point, over all parts that timed both."""
+    """Ring and gather at the same point, over all parts that timed both; what ``auto`` took, with its own samples too.
+
+    A call by ``auto`` and one by name of what it chose are the same call: the samples of both are its own.
+    """
     found = []
     for part in ("shards", "scaling", "peers"):
         rows = measured(data, part, what="step")
         for ring in (row for row in rows if row.get("exchange") == RING):
             where = {name: ring[name] for name in ("n", "rows", "d", "setting")}
-            found += [(ring, row) for row in measured(data, part, exchange=GATHER, what="step", **where)]
+            automatic = [x for row in rows if _at(row, "auto", where) for x in row["milliseconds"]]
+            for gather in (row for row in rows if _at(row, GATHER, where)):
+                both = {RING: ring, GATHER: gather}
+                chosen = both[ring["auto"]]
+                both[ring["auto"]] = chosen | {"milliseconds": [*chosen["milliseconds"], *automatic]}
+                found.append((both[RING], both[GATHER]))
     return found
+
+
+def _at(row: Row, exchange: str, where: dict[str, Any]) -> bool:
+    """Whether a row is of this exchange at this point."""
+    return row.get("exchange") == exchange and all(row[name] == value for name, value in where.items())
 
 
 def behind(ring: Row, gather: Row) -> float:

@@ -74,6 +74,16 @@ def record() -> dict[str, Any]:
     }
 
 
+def test_what_auto_took_is_timed_by_its_own_samples_too(record: dict[str, Any]) -> None:
+    slow = timed("shards", 4, 16384, 6.0, "gather") | {"milliseconds": [6.0, 4.0]}
+    record["times"] += [slow, timed("shards", 4, 16384, 5.0, "ring")]
+    assert [tables.behind(*pair) for pair in tables.choices(record) if pair[0]["rows"] == 16384] == [0.0]
+    record["times"] += [timed("shards", 4, 16384, 9.0, "auto")]
+    found = [pair for pair in tables.choices(record) if pair[0]["rows"] == 16384]
+    assert [pair[1]["milliseconds"] for pair in found] == [[6.0, 4.0, 9.0]]
+    assert [tables.behind(*pair) for pair in found] == [6.0 / 5.0 - 1]
+
+
 def test_the_committed_page_is_what_the_records_say() -> None:
     assert PAGE.main(["--check"]) == 0
 
