@@ -36,7 +36,8 @@ def clip_loss(
         text: (b, d), same dtype and device; row i is the positive of image row i.
         scale: number or one-element array that multiplies the dot products; differentiable.
         ids: (b,) integers or None. Pairs of different rows with equal ids are false negatives and are left out.
-        backend: "auto", or a name from ``contrastile.backends.names()``, or "module:attribute".
+        backend: "auto", a name from ``contrastile.backends.names()``, or "module:attribute", where the module may be
+            such a name: "cupy:keeping_2048".
         tile: largest tile of logits to hold, a number or (rows, columns); None lets the backend choose.
         precision: how float32 features are multiplied: "ieee" in float32; "tf32" with factors rounded to nearest tf32;
             "split" as high and low parts on tensor cores, with float32's accuracy. Where a backend has it.

@@ -33,13 +33,13 @@ from gpu_run.plan import (
     TRITON,
 )
 
-SM_80 = "contrastile.backends.cupy:ampere"
+SM_80 = "cupy:ampere"
 """The cupy backend without Hopper's own kernels."""
 
 LARGER = {
-    ROOMY: f"contrastile.backends.cupy:workspace_{ROOMY_MIB}",
-    KEEPING: f"contrastile.backends.cupy:keeping_{KEEPING_MIB}",
-    EVERY: f"contrastile.backends.cupy:keeping_{EVERY_MIB}",
+    ROOMY: f"cupy:workspace_{ROOMY_MIB}",
+    KEEPING: f"cupy:keeping_{KEEPING_MIB}",
+    EVERY: f"cupy:keeping_{EVERY_MIB}",
 }
 """The cupy backend with more memory, whatever the environment says."""
 

@@ -21,8 +21,8 @@ MARK = "spin_kernel"
 BACKENDS = {
     "triton": "triton",
     "cupy": "cupy",
-    "ampere": "contrastile.backends.cupy:ampere",
-    "keeping": "contrastile.backends.cupy:keeping_2048",
+    "ampere": "cupy:ampere",
+    "keeping": "cupy:keeping_2048",
 }
 """What the front door calls each backend; ``ampere`` is cupy without Hopper's own kernels, ``keeping`` cupy with room
 for all exponentials of these steps."""

@@ -1,5 +1,7 @@
 """Finding backends: built in, registered by other packages, or named as ``module:attribute``.
 
+Of a known backend another record is named by the backend itself: ``cupy:ampere``, ``cupy:keeping_2048``.
+
 Nothing is imported to find out what is available, and other people's code runs only when it is named.
 """
 
@@ -9,7 +11,7 @@ import importlib
 import importlib.machinery
 import importlib.metadata
 import importlib.util
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cache
 
 from contrastile.backends.contract import Backend, BackendUnavailableError
@@ -87,7 +89,8 @@ def load(name: str) -> Backend:
     """The backend of this name.
 
     Args:
-        name: a known name ("numpy", "torch", ...), or "module:attribute" of a Backend record.
+        name: a known name ("numpy", "torch", ...), or "module:attribute" of a Backend record; the module may be a known
+            name, which then stands for where that backend lives.
 
     Raises:
         ValueError: no backend has this name.
@@ -100,7 +103,7 @@ def load(name: str) -> Backend:
             f"backend must be one of {', '.join(names())}, 'auto' or 'module:attribute', got {name!r}; "
             "contrastile doctor says what can run here"
         )
-    entry = entry or Known(name)
+    entry = entry or _elsewhere(name)
     missing = entry.missing()
     if missing:
         raise BackendUnavailableError(f"backend {name!r} is not available: {missing}")
@@ -118,6 +121,13 @@ def load(name: str) -> Backend:
             f"name it as module:attribute"
         )
     return backend
+
+
+def _elsewhere(name: str) -> Known:
+    """Where "module:attribute" leads to; a record of a known backend's module needs what that backend needs."""
+    module, _, attribute = name.partition(":")
+    one = known().get(module)
+    return Known(name) if one is None else replace(one, target=f"{one.target.partition(':')[0]}:{attribute}")
 
 
 def choose(library: str, device: str, dtype: str = "float32") -> str:

@@ -3,7 +3,7 @@
 //
 // weighted_sm90<ACROSS>: out (height, width) = G features, G_ik = E_ik (line_i + step_k), E in bfloat16. The contraction
 // runs along the rows of E (0: lines are rows, the rows' gradient) or across them (1: lines are columns of E, the
-// columns' gradient). Grid of 2 ceil(height / 256) ceil(width / 256) blocks of WEIGHTED_THREADS threads,
+// columns' gradient). Grid of 2 ceil(height / 256) ceil(width / 256) blocks of PIPELINE_THREADS threads,
 // weighted_sm90_shared bytes of dynamic shared memory.
 //
 // A block makes a tile of 128 lines by 256 columns. Its producer feeds a ring of stages, each one step of 64 of the
@@ -19,18 +19,15 @@
 //   before the last are done.
 // * What lies outside E or the features comes as zeros, and the factors' vectors end in zeros: no NaN of what memory
 //   happened to hold can enter.
-#include "hopper.cuh"
-#include "wgmma.cuh"
+#include "pipeline_sm90.cuh"
 
 namespace contrastile {
 
-constexpr int WARPGROUP = 128, WEIGHTED_THREADS = 3 * WARPGROUP;
 constexpr int LINES_A_BLOCK = 128, STEP = 64, PARTS = STEP / 16, STAGES = 4;
-constexpr int PRODUCER_REGISTERS = 24, CONSUMER_REGISTERS = 240;
 constexpr int BOXES_OF_E = 2, BOXES = BOXES_OF_E + WIDE_COLUMNS / 64;
 constexpr int STAGE_BYTES = BOXES * BOX_BYTES, FACTORS_BYTES = STEP * 4;
 constexpr int FACTORS_AT = STAGES * STAGE_BYTES, FULL_AT = FACTORS_AT + STAGES * FACTORS_BYTES;
-constexpr int EMPTY_AT = FULL_AT + 8 * STAGES, SWIZZLE_ATOM = 1024;
+constexpr int EMPTY_AT = FULL_AT + 8 * STAGES;
 
 extern "C" __device__ const int weighted_sm90_shared = EMPTY_AT + 8 * STAGES + SWIZZLE_ATOM;
 
@@ -41,18 +38,6 @@ __device__ const struct alignas(16) {
              0.5f, 0.5f, 0.5f, 0.5f, 0.5f, 0.5f, 0.5f, 0.5f, 0.5f, 0.5f, 0.5f, 0.5f, 0.5f, 0.5f, 0.5f, 0.5f,
              0.5f, 0.5f, 0.5f, 0.5f, 0.5f, 0.5f, 0.5f, 0.5f, 0.5f, 0.5f, 0.5f, 0.5f, 0.5f, 0.5f, 0.5f, 0.5f,
              0.5f, 0.5f, 0.5f, 0.5f, 0.5f, 0.5f, 0.5f, 0.5f, 0.5f, 0.5f, 0.5f, 0.5f, 0.5f, 0.5f, 0.5f, 0.5f}};
-
-struct Cursor {
-    int stage = 0;
-    unsigned parity = 0;
-
-    __device__ __forceinline__ void step() {
-        if (++stage == STAGES) {
-            stage = 0;
-            parity ^= 1;
-        }
-    }
-};
 
 // First line and first column of a block's tile, and its place in the cluster.
 struct Tile {
@@ -70,7 +55,7 @@ template <int ACROSS>
 __device__ __forceinline__ void produce(unsigned base, const TensorMap& e, const TensorMap& features,
                                         const WeightedArguments& a, const Tile& tile, int steps) {
     const bool kept = a.plan->kept != 0;
-    Cursor at;
+    Cursor<STAGES> at;
     at.parity = 1;  // the phase before the first counts as complete: the ring starts empty
     for (int k = 0; k < steps; ++k) {
         const unsigned stage = base + at.stage * STAGE_BYTES, full = base + FULL_AT + 8 * at.stage;
@@ -151,7 +136,7 @@ struct Consumer {
 
     __device__ __forceinline__ void run(int steps, float (&acc)[WIDE_VALUES]) const {
         unsigned fragments[2][PARTS][4];
-        Cursor now, next;
+        Cursor<STAGES> now, next;
         barrier_wait(base + FULL_AT, 0);
         weigh(0, fragments[0]);
         next.step();
@@ -199,7 +184,7 @@ __device__ __forceinline__ void put(const float (&acc)[WIDE_VALUES], const Weigh
 }
 
 template <int ACROSS>
-__global__ void __cluster_dims__(2, 1, 1) __launch_bounds__(WEIGHTED_THREADS, 1)
+__global__ void __cluster_dims__(2, 1, 1) __launch_bounds__(PIPELINE_THREADS, 1)
     weighted_sm90(const __grid_constant__ TensorMap e, const __grid_constant__ TensorMap features,
                   const __grid_constant__ WeightedArguments a) {
     extern __shared__ unsigned char dynamic[];
