@@ -6,7 +6,7 @@ import gc
 import weakref
 from collections.abc import Callable
 from dataclasses import replace
-from types import SimpleNamespace
+from types import ModuleType, SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -19,7 +19,7 @@ from contrastile import autograd, evaluation, problems
 from contrastile.autograd import bodies
 from contrastile.backends.contract import Array, Backend, Block, ColumnForm, Finished, Options, Statistics, Weights
 from contrastile.backends.registry import load
-from contrastile.exchange import gather, schedule
+from contrastile.exchange import gather, ring, schedule
 from contrastile.verify import cases, housing
 from contrastile.verify.run import outcome
 
@@ -208,11 +208,15 @@ def test_a_backend_that_keeps_nothing_is_asked_for_less(keeping: Keeping) -> Non
     assert (keeping.asked, keeping.seen) == (["lse"], [None])
 
 
-def test_ranks_that_work_together_keep_nothing(keeping: Keeping, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize(("exchange", "module", "asked"), [("ring", ring, {}), ("gather", gather, {"keep": True})])
+def test_of_ranks_that_work_together_a_gather_is_asked_to_keep(
+    exchange: str, module: ModuleType, asked: dict[str, bool], keeping: Keeping, monkeypatch: pytest.MonkeyPatch
+) -> None:
     problem = problems.clip(*(x.detach() for x in towers())).problem
-    shared = replace(problem, placement=SimpleNamespace(exchange="gather"))
-    monkeypatch.setattr(gather, "forward", lambda *given: given)
-    assert schedule.forward(shared, keeping.backend, Options(), keep=True) == (shared, keeping.backend, Options())
+    shared = replace(problem, placement=SimpleNamespace(exchange=exchange))
+    monkeypatch.setattr(module, "forward", lambda *given, **how: (given, how))
+    given = shared, keeping.backend, Options()
+    assert schedule.forward(*given, keep=True) == (given, asked)
 
 
 def test_the_harness_goes_the_same_way(keeping: Keeping) -> None:

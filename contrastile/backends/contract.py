@@ -242,7 +242,7 @@ class Backend:
             that was there before: ``finished(block, weights, upstream, columns, options)`` starts every sum afresh, so
             that nobody fills accumulators with zeros, and holds no (m, d) sums. ``upstream``, 0-d in the state dtype
             or None for 1, multiplies every weight; ``columns`` says what is to be made of the columns' side.
-        keeping: None, or a form of ``lse`` for a block that is its whole problem and whose gradients for rows and
+        keeping: None, or a form of ``lse`` for a block that is all of its rows' problem, where gradients of rows and
             columns will be asked for: its statistics may hold ``kept``, which goes to ``finished`` in its weights, any
             number of times. It may be overwritten there, but the same call gives the same gradients each time.
     """

@@ -101,8 +101,14 @@ def _without(mine: slice, index: Array | None, arrays: ArrayLibrary) -> Array | 
 
 
 @local.ieee
-def forward(problem: Problem, backend: Backend, options: Options) -> local.Forward:
+def forward(problem: Problem, backend: Backend, options: Options, *, keep: bool = False) -> local.Forward:
     """The global softmax loss, the same on every rank, and the log-sum-exps of this rank's rows and columns.
+
+    Args:
+        problem: this rank's part of it.
+        backend: computes its blocks.
+        options: how.
+        keep: see ``local.forward``; of columns that are taken at once.
 
     Raises:
         UnsupportedProblemError: the backend refuses a block.
@@ -110,18 +116,20 @@ def forward(problem: Problem, backend: Backend, options: Options) -> local.Forwa
     """
     placement, arrays = placed(problem), backend.arrays
     two_sided = problem.column_weight is not None
-    row_lse = row_positive = kept = None
+    row_lse = row_positive = columns = kept = None
     state: dict[int, list[Array]] = {}
     for part in _parts(problem, arrays):
         backend.check(part.block, options)
-        found = backend.lse(part.block, two_sided, options)
+        whole = len(part.ranks) == placement.size
+        found = local.survey(backend, keep and whole)(part.block, two_sided, options)
         row_lse = found.row_lse if row_lse is None else arrays.merge(row_lse, found.row_lse)
         row_positive = found.row_positive if row_positive is None else row_positive + found.row_positive
         if two_sided:
             lse, positive = (part.by_rank(placement.shards, x) for x in (found.column_lse, found.column_positive))
             state |= {r: [lse[r], positive[r]] for r in part.ranks}
-        # what the backward pass need not gather again
-        kept = part.block.columns if placement.size > 1 else None
+        # what the backward pass need not gather again, and what it need not compute again
+        columns = part.block.columns if placement.size > 1 else None
+        kept = found.kept
     loss = arrays.mean_excess(row_lse, row_positive, problem.row_weight, problem.row_target)
     column_lse = positives = None
     if two_sided:
@@ -129,7 +137,7 @@ def forward(problem: Problem, backend: Backend, options: Options) -> local.Forwa
             column_lse = lse_part if column_lse is None else arrays.merge(column_lse, lse_part)
             positives = positive_part if positives is None else positives + positive_part
         loss = loss + arrays.mean_excess(column_lse, positives, problem.column_weight, problem.column_target)
-    return replace(together(problem, loss, row_lse, column_lse, arrays), gathered=kept)
+    return replace(together(problem, loss, row_lse, column_lse, arrays), gathered=columns, kept=kept)
 
 
 def _home(
@@ -173,7 +181,7 @@ def backward(
     if backend.finished is not None and wanted.rows and not others:
         # this rank's rows meet every column here: only the columns' sums have other ranks' parts to come
         form: ColumnForm | None = "sums" if any(wanted.columns) else None
-        found = backend.finished(own.block, weights(own), None, form, options)
+        found = backend.finished(own.block, replace(weights(own), kept=saved.kept), None, form, options)
         sums = local.Sums(None, _scattered(placement, arrays, found.columns, wanted.columns), None)
         missing = replace(wanted, rows=False, scale=False)
         rest = finish(problem.rows, problem.scale, placement, sums, None, missing, arrays)

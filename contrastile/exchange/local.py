@@ -8,7 +8,7 @@ from functools import wraps
 from typing import ParamSpec, TypeVar
 
 from contrastile.backends.arrays import ArrayLibrary
-from contrastile.backends.contract import Array, Backend, ColumnForm, Options, Weights
+from contrastile.backends.contract import Array, Backend, ColumnForm, LseFunction, Options, Weights
 from contrastile.exchange.problem import Problem
 
 P = ParamSpec("P")
@@ -84,6 +84,12 @@ class Sums:
     total: Array | None
 
 
+def survey(backend: Backend, keep: bool) -> LseFunction:
+    """``lse`` of a backend, or ``keeping`` where it has one and ``finished`` will make the block's gradients."""
+    keeps = keep and backend.finished is not None
+    return backend.keeping if keeps and backend.keeping is not None else backend.lse
+
+
 @ieee
 def forward(problem: Problem, backend: Backend, options: Options, *, keep: bool = False) -> Forward:
     """The softmax loss and its log-sum-exps.
@@ -99,8 +105,7 @@ def forward(problem: Problem, backend: Backend, options: Options, *, keep: bool 
         UnsupportedProblemError: the backend refuses one of the blocks.
     """
     arrays, two_sided = backend.arrays, problem.column_weight is not None
-    keeps = keep and backend.finished is not None and len(problem.columns) == 1
-    lse = backend.keeping if keeps and backend.keeping is not None else backend.lse
+    lse = survey(backend, keep and len(problem.columns) == 1)
     parts = []
     for _, block in problem.blocks():
         backend.check(block, options)
@@ -115,8 +120,7 @@ def forward(problem: Problem, backend: Backend, options: Options, *, keep: bool 
         column_lse = arrays.concat([part.column_lse for part in parts])
         positive = arrays.concat([part.column_positive for part in parts])
         loss = loss + arrays.mean_excess(column_lse, positive, problem.column_weight, problem.column_target)
-    kept = parts[0].kept if keeps else None
-    return Forward(arrays.cast(loss, arrays.dtype(problem.scale)), row_lse, column_lse, kept=kept)
+    return Forward(arrays.cast(loss, arrays.dtype(problem.scale)), row_lse, column_lse, kept=parts[0].kept)
 
 
 @ieee

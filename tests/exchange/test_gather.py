@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 from worlds_at_hand import WORLDS, cut, failing, placement, rows, town
 
-from contrastile.backends.contract import Array, Backend, Block, ColumnForm, Finished, Options, Weights
+from contrastile.backends.contract import Array, Backend, Block, ColumnForm, Finished, Options, Statistics, Weights
 from contrastile.backends.registry import load
 from contrastile.exchange import buffers, gather, local, shared
 from contrastile.exchange.inprocess import InProcess
@@ -53,8 +53,14 @@ def finished(
 FINISHING = replace(NUMPY, finished=finished)
 
 
+def keeping(block: Block, columns: bool, options: Options) -> Statistics:
+    """What is kept says of which block it is."""
+    kept = np.array([*block.rows.shape, *block.columns.shape], dtype=np.int64)
+    return replace(NUMPY.lse(block, columns, options), kept=kept)
+
+
 def outcome(
-    n: int, case: str, backend: Backend = NUMPY, columns: bool = True, scale: bool = True
+    n: int, case: str, backend: Backend = NUMPY, columns: bool = True, scale: bool = True, keep: bool = False
 ) -> list[tuple[Counter[str], local.Gradients]]:
     parts = cut(case, range(2, n + 2), range(n + 1, 1, -1))
 
@@ -63,7 +69,7 @@ def outcome(
         where = placement(counting, parts, "gather")  # type: ignore[arg-type]
         problem = materialise(parts.part(comm.rank, where), NUMPY, "float64")
         wanted = local.Wanted(True, (columns,) * len(problem.columns), scale)
-        saved = gather.forward(problem, backend, Options())
+        saved = gather.forward(problem, backend, Options(), keep=keep)
         return counting.count, gather.backward(problem, saved, np.asarray(-0.7), wanted, backend, Options())
 
     found: list[Any] = town(n).run(program)
@@ -99,6 +105,38 @@ def test_finished_rows_are_those_of_sums_and_cost_no_other_message(
         for a, b in zip(plain.columns, found.columns, strict=True):
             assert (a is None) == (b is None) == (not columns)
             assert a is None or np.array_equal(a, b)
+
+
+@pytest.mark.parametrize("case", ["ragged", "blocks", "one-row"])
+@pytest.mark.parametrize("n", [1, 3])
+def test_what_is_kept_of_all_columns_comes_back_and_changes_nothing(n: int, case: str) -> None:
+    given: list[list[int]] = []
+
+    def noted(block: Block, weights: Weights, *rest: Any) -> Finished:
+        assert weights.kept is not None
+        given.append(weights.kept.tolist())
+        assert given[-1] == [*block.rows.shape, *block.columns.shape]
+        return finished(block, weights, *rest)
+
+    kept = outcome(n, case, replace(FINISHING, keeping=keeping, finished=noted), keep=True)
+    assert len(given) == n
+    for (count, found), (again, plain) in zip(kept, outcome(n, case, FINISHING), strict=True):
+        assert count == again
+        assert all(map(np.array_equal, (found.rows, *found.columns), (plain.rows, *plain.columns)))
+        assert found.scale == plain.scale
+
+
+@pytest.mark.parametrize("why", ["nobody asked", "columns in two parts", "gradients by sums"])
+def test_nothing_is_kept_where(why: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    if why == "columns in two parts":
+        monkeypatch.setattr(InProcess, "prepare", lambda self, like, nbytes: True)
+        monkeypatch.setattr(shared, "BESIDE", 0)
+
+    def asked(*_: Any) -> Statistics:
+        raise AssertionError("what is kept here would never be used")
+
+    backend = replace(NUMPY if why == "gradients by sums" else FINISHING, keeping=asked)
+    assert len(outcome(3, "ragged", backend, keep=why != "nobody asked")) == 3
 
 
 def test_a_world_of_one_sends_nothing() -> None:
