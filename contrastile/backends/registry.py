@@ -11,6 +11,7 @@ import importlib
 import importlib.machinery
 import importlib.metadata
 import importlib.util
+from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from functools import cache
 
@@ -97,13 +98,14 @@ def load(name: str) -> Backend:
         BackendUnavailableError: what it needs cannot be imported.
         TypeError: what the name leads to is not a Backend.
     """
-    entry = known().get(name)
+    backends = known()
+    entry = backends.get(name)
     if entry is None and ":" not in name:
         raise ValueError(
-            f"backend must be one of {', '.join(names())}, 'auto' or 'module:attribute', got {name!r}; "
+            f"backend must be one of {', '.join(backends)}, 'auto' or 'module:attribute', got {name!r}; "
             "contrastile doctor says what can run here"
         )
-    entry = entry or _elsewhere(name)
+    entry = entry or _elsewhere(name, backends)
     missing = entry.missing()
     if missing:
         raise BackendUnavailableError(f"backend {name!r} is not available: {missing}")
@@ -123,10 +125,10 @@ def load(name: str) -> Backend:
     return backend
 
 
-def _elsewhere(name: str) -> Known:
+def _elsewhere(name: str, backends: Mapping[str, Known]) -> Known:
     """Where "module:attribute" leads to; a record of a known backend's module needs what that backend needs."""
     module, _, attribute = name.partition(":")
-    one = known().get(module)
+    one = backends.get(module)
     return Known(name) if one is None else replace(one, target=f"{one.target.partition(':')[0]}:{attribute}")
 
 

@@ -40,9 +40,13 @@ class _Part:
     ranks: tuple[int, ...]
     block: Block
 
+    def whole(self, shards: Shards) -> bool:
+        """Whether these are the columns of all ranks."""
+        return len(self.ranks) == len(shards.rows)
+
     def along(self, shards: Shards, x: Array | None, arrays: ArrayLibrary) -> Array | None:
         """These ranks' part of a vector over all columns."""
-        if x is None or len(self.ranks) == len(shards.rows):
+        if x is None or self.whole(shards):
             return x
         parts = buffers.split(x, shards.widths)
         return arrays.concat([parts[r] for r in self.ranks])
@@ -120,13 +124,13 @@ def forward(problem: Problem, backend: Backend, options: Options, *, keep: bool 
     state: dict[int, list[Array]] = {}
     for part in _parts(problem, arrays):
         backend.check(part.block, options)
-        whole = len(part.ranks) == placement.size
-        found = local.survey(backend, keep and whole)(part.block, two_sided, options)
+        lse = local.survey(backend, keep and part.whole(placement.shards))
+        found = lse(part.block, two_sided, options)
         row_lse = found.row_lse if row_lse is None else arrays.merge(row_lse, found.row_lse)
         row_positive = found.row_positive if row_positive is None else row_positive + found.row_positive
         if two_sided:
-            lse, positive = (part.by_rank(placement.shards, x) for x in (found.column_lse, found.column_positive))
-            state |= {r: [lse[r], positive[r]] for r in part.ranks}
+            logs, positive = (part.by_rank(placement.shards, x) for x in (found.column_lse, found.column_positive))
+            state |= {r: [logs[r], positive[r]] for r in part.ranks}
         # what the backward pass need not gather again, and what it need not compute again
         columns = part.block.columns if placement.size > 1 else None
         kept = found.kept

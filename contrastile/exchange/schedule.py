@@ -19,9 +19,10 @@ def _module(problem: Problem) -> ModuleType:
 
 def forward(problem: Problem, backend: Backend, options: Options, *, keep: bool = False) -> local.Forward:
     """The softmax loss and its log-sum-exps: see ``local.forward``. A ring's blocks are too many to keep anything."""
-    if _module(problem) is ring:
+    module = _module(problem)
+    if module is ring:
         return ring.forward(problem, backend, options)
-    found: local.Forward = _module(problem).forward(problem, backend, options, keep=keep)
+    found: local.Forward = module.forward(problem, backend, options, keep=keep)
     return found
 
 

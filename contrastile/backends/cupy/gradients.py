@@ -266,8 +266,8 @@ class _Columns:
     """The columns' side of a pass that finishes.
 
     Where one chunk holds all rows, a single product makes a gradient of 16 bits itself and no sums are held; kept
-    exponentials begin sums. That of
-    float32 is its sums times the scale, in place: what stands for a factor of 0 before cuBLAS would show in it.
+    exponentials begin sums. That of float32 is its sums times the scale, in place: what stands for a factor of 0 before
+    cuBLAS would show in it.
     """
 
     def __init__(self, whole: _Pass, form: ColumnForm | None) -> None:

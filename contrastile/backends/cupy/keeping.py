@@ -20,7 +20,7 @@ from contrastile.backends.cupy.tiles import Tiles
 
 _UNIT = constant("KEPT_UNIT")
 _NARROW = 128
-"""The product X of so few columns of features costs no more than reading what would spare it."""
+"""Features of so few columns leave half of each tile of the products empty: more is wasted than spared."""
 
 
 def rows_to_keep(tiles: Tiles, two_sided: bool, options: Options, way: Way) -> int:

@@ -21,7 +21,6 @@ _WIDE = 64
 _STORED_ROWS = 16
 """Rows of a block of G that one store takes."""
 
-
 _WEIGHTED = 256
 """Lines and columns of a product of kept exponentials that two blocks make together."""
 
