@@ -21,6 +21,7 @@ PARTLY, WHOLLY = 2 * STRIDE * 600, 2 * STRIDE * M
 KEPT = {PARTLY: 512, WHOLLY: M}
 BF16 = "contrastile::bfloat16"
 PLAN_BYTES = 52
+ROW_BYTES = 2 * STRIDE + 4
 
 
 def made(host: Host, keep: int | None, *, hopper: bool = True) -> Backend:
@@ -74,7 +75,7 @@ def test_the_fast_forward_keeps_the_first_rows_and_no_chunk_lies_on_both_sides(
         monkeypatch.setattr(host.statistics, "forward_chunk", lambda *_: (height, 24))
         given, kept = block(host), KEPT[keep]
         memory = statistics(made(host, keep), given).kept
-        assert (memory.dtype, memory.shape) == ("uint8", (2 * STRIDE * kept + PLAN_BYTES,))
+        assert (memory.dtype, memory.shape) == ("uint8", (ROW_BYTES * kept + PLAN_BYTES,))
         keeping, plain, safe = (
             [call for call in host.calls if call.kernel == name]
             for name in (
@@ -100,7 +101,10 @@ def test_the_fast_forward_keeps_the_first_rows_and_no_chunk_lies_on_both_sides(
             assert box == (16, 64)
         # every kernel of the pass obeys the plan that is kept too
         plans = {call.arguments.plan for call in host.calls if hasattr(call.arguments, "plan")}
-        assert plans == {address(memory) + 2 * STRIDE * kept}
+        assert plans == {address(memory) + ROW_BYTES * kept}
+        # the positives' exponentials are between them, of all rows whatever the chunk
+        assert {call.arguments.positives for call in keeping} == {address(memory) + 2 * STRIDE * kept}
+        assert not any(call.arguments.positives for call in host.calls if call.name == "forward_sm90")
         folds = [call.arguments for call in host.calls if call.kernel == "fold<false>"]
         assert sum(fold.columns.first * fold.columns.length for fold in folds) == N
         assert sum(fold.columns.last * fold.columns.length for fold in folds) == N
@@ -153,7 +157,7 @@ def test_the_vectors_of_the_kept_rows_reach_who_needs_them(keep: int) -> None:
     with hosted() as host:
         _, memory, calls = backward(host, keep)
         (temper,), (positives,) = calls["temper"], calls["kept_positives"]
-        tail = address(memory) + 2 * STRIDE * KEPT[keep]
+        tail = address(memory) + ROW_BYTES * KEPT[keep]
         assert temper.arguments.forward == positives.arguments.forward == tail
         assert temper.arguments.plan == positives.arguments.plan != tail
         # as many threads as the longer of the vectors of each side
@@ -164,12 +168,13 @@ def test_the_vectors_of_the_kept_rows_reach_who_needs_them(keep: int) -> None:
             (row, temper.arguments.row_vectors, M),
             (column, temper.arguments.column_vectors, N),
         ):
-            assert (side.log, side.weight) == (start, start + 4 * length)
+            assert side.weight == start + 4 * length
         assert (row.target, column.target) == (temper.arguments.row.target, temper.arguments.column.target)
         assert (row.kept, column.kept) == (temper.arguments.row_kept, temper.arguments.column_kept)
-        assert (positives.arguments.m, positives.arguments.n, positives.arguments.depth) == (KEPT[keep], N, D)
+        assert (positives.arguments.m, positives.arguments.n) == (KEPT[keep], N)
+        assert positives.arguments.exponentials == address(memory) + 2 * STRIDE * KEPT[keep]
         assert (positives.arguments.kept, positives.arguments.kept_stride) == (address(memory), STRIDE)
-        assert (positives.blocks, positives.threads) == (-(-KEPT[keep] // 8), 256)
+        assert (positives.blocks, positives.threads) == (-(-KEPT[keep] // 256), 256)
         by_row, by_column = calls["weighted_sm90"]
         for call, lines, steps in ((by_row, row, column), (by_column, column, row)):
             assert (call.arguments.lines, call.arguments.steps) == (lines.kept, steps.kept)

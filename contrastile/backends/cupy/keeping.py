@@ -12,7 +12,7 @@ from typing import Any
 
 from contrastile.backends.contract import Options
 from contrastile.backends.cupy.arguments import constant, struct
-from contrastile.backends.cupy.common import LINES, THREADS, ceil_div, matrix, plan_bytes
+from contrastile.backends.cupy.common import THREADS, ceil_div, plan_bytes
 from contrastile.backends.cupy.configs import Way, kept_rows, kept_stride
 from contrastile.backends.cupy.instances import KEPT_DTYPE, PLAIN, instance
 from contrastile.backends.cupy.launch import empty, launch, pointer, row_stride
@@ -42,18 +42,20 @@ class Kept:
     Attributes:
         memory: 1-d uint8, all of it: what ``Statistics.kept`` is.
         exponentials: (rows, n) bfloat16.
+        positives: (rows,) float32, those of each row's positive, not rounded; unwritten where a row has none.
         plan: of the forward pass.
     """
 
     memory: Any
     exponentials: Any
+    positives: Any
     plan: Any
 
     @staticmethod
     def new(tiles: Tiles, two_sided: bool, options: Options, way: Way) -> Kept | None:
         """Room for what is to be kept of a block; None where that is nothing."""
         rows, n = rows_to_keep(tiles, two_sided, options, way), tiles.columns.shape[0]
-        return Kept.of(empty(2 * rows * kept_stride(n) + plan_bytes(), dtype="uint8"), n) if rows else None
+        return Kept.of(empty(rows * _row_bytes(n) + plan_bytes(), dtype="uint8"), n) if rows else None
 
     @staticmethod
     def of(memory: Any | None, n: int) -> Kept | None:
@@ -61,7 +63,9 @@ class Kept:
         if memory is None:
             return None
         size = memory.shape[0] - plan_bytes()
-        return Kept(memory, memory[:size].view(KEPT_DTYPE).reshape(-1, kept_stride(n))[:, :n], memory[size:])
+        ends = 2 * kept_stride(n) * (size // _row_bytes(n)), size
+        exponentials = memory[: ends[0]].view(KEPT_DTYPE).reshape(-1, kept_stride(n))[:, :n]
+        return Kept(memory, exponentials, memory[ends[0] : size].view("float32"), memory[size:])
 
     @property
     def rows(self) -> int:
@@ -72,6 +76,10 @@ class Kept:
         """The exponentials of a chunk."""
         row, column, high, wide = chunk
         return self.exponentials[row : row + high, column : column + wide]
+
+
+def _row_bytes(n: int) -> int:
+    return 2 * kept_stride(n) + 4
 
 
 class Factors:
@@ -98,16 +106,14 @@ class Factors:
             return
         rows, e = self.kept.rows, self.kept.exponentials
         row, column = (
-            struct("KeptSide")(log=side.log, weight=side.weight, target=side.target, kept=pointer(factors))
+            struct("KeptSide")(weight=side.weight, target=side.target, kept=pointer(factors))
             for side, factors in zip(sides, (self.row, self.column), strict=True)
         )
         arguments = struct("KeptPositivesArguments")(
-            rows=matrix(tiles.rows),
-            columns=matrix(tiles.columns),
             m=rows,
             n=tiles.columns.shape[0],
-            depth=tiles.rows.shape[1],
             positives=pointer(tiles.masks.positives),
+            exponentials=pointer(self.kept.positives),
             plan=pointer(plan),
             forward=pointer(self.kept.plan),
             row=row,
@@ -115,7 +121,7 @@ class Factors:
             kept=pointer(e),
             kept_stride=row_stride(e),
         )
-        launch(instance("kept_positives", "kept_positives"), ceil_div(rows, LINES), THREADS, arguments)
+        launch(instance("kept_positives", "kept_positives"), ceil_div(rows, THREADS), THREADS, arguments)
 
     def multiply(self, tiles: Tiles, plan: Any, out: Any, *, across: bool) -> None:
         """Write the rows' sums over all columns, (rows, d), or with ``across`` the columns' over these rows, (n, d)."""

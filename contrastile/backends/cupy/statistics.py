@@ -163,6 +163,7 @@ class _Pass:
             columns=self.columns.partials(wide),
         )
         if self.kept is not None and row < self.kept.rows and not safe:
+            arguments.positives = pointer(self.kept.positives)
             self.tiles.run("forward_keeping", arguments, self.kept.part(chunk))
         else:
             self.tiles.run("forward", arguments, safe=safe)

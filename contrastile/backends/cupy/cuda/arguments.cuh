@@ -50,6 +50,7 @@ struct ForwardArguments {
     const Plan* plan;  // status 0: the fast instance works, else the safe one; the other returns at once
     Partials rows;     // a partial for each tile column, (column tiles, height)
     Partials columns;  // a partial for each tile row, (row tiles, width); sums may be null
+    float* positives;  // (m,) for forward_keeping: 2^(x - r) of each row's positive in float32, written where it has one
 };
 
 // One side's vectors for the epilogue of G, block-wide, of length m or n.
@@ -95,7 +96,7 @@ struct SigmoidArguments {
 };
 
 static_assert(sizeof(TensorMap) == 128 && sizeof(Features) == 40 && sizeof(Chunk) == 24 && sizeof(PairVectors) == 32);
-static_assert(sizeof(ForwardArguments) == 168 && sizeof(GradientArguments) == 192 && sizeof(SigmoidArguments) == 152);
+static_assert(sizeof(ForwardArguments) == 176 && sizeof(GradientArguments) == 192 && sizeof(SigmoidArguments) == 152);
 static_assert(sizeof(WeightedArguments) == 56);
 
 }  // namespace contrastile

@@ -149,17 +149,16 @@ constexpr int KEPT_UNIT = 128;
 
 // One side of kept_positives: vectors that temper wrote, and the targets.
 struct KeptSide {
-    const float* log;     // log-sum-exp in powers of two, without the bias
     const float* weight;  // u
     const float* target;
     const float* kept;    // u 2^(r - L)
 };
 
-// kept_positives: blocks ceil(m / LINES), 256 threads. Nothing to do unless plan->kept, which it may take back.
+// kept_positives: blocks ceil(m / THREADS), 256 threads. Nothing to do unless plan->kept, which it may take back.
 struct KeptPositivesArguments {
-    Matrix rows, columns;        // (m, depth) and (n, depth) of bfloat16
-    long long m, n, depth;       // m: rows whose exponentials are kept
-    const long long* positives;  // (m,)
+    long long m, n;              // m: rows whose exponentials are kept
+    const long long* positives;  // (m,) column of each row's positive
+    const float* exponentials;   // (m,) of the positives, not rounded: see ForwardArguments
     Plan* plan;
     Plan* forward;               // as temper's
     KeptSide row, column;

@@ -6,7 +6,7 @@
 // not depend on which tile was first.
 //
 // forward_keeping_sm90<T>: the fast path without masks, of both sides, which keeps its exponentials too, rounded to T:
-// (height, width), through a tensor map. forward_keeping_sm90_shared bytes.
+// (height, width), through a tensor map; those of the positives in float32 besides. forward_keeping_sm90_shared bytes.
 #include "epilogue_forward.cuh"
 #include "kept_sm90.cuh"
 #include "slabs.cuh"
@@ -141,9 +141,16 @@ struct KeepingEpilogue : ForwardEpilogue<0, PLAIN> {
           exponentials(map),
           slabs(shared_address(memory) + (consumer_ * CONSUMER_WARPS + warp_) * Writer::WARP_SPACE) {}
 
+    __device__ __forceinline__ void prefetch(const Place& tile) {
+        kept.pairs.prefetch(arguments.pairs, arguments.chunk, tile, consumer_thread());
+    }
+
     __device__ __forceinline__ void finish(float (&acc)[STRIPS][PRODUCT_VALUES], const Place& tile) {
         const Chunk& chunk = arguments.chunk;
         if (tile.row + BM > chunk.height || tile.column + BN > chunk.width) admit_tile(acc, tile);
+        // every row of the warp is looked at by one lane
+        if (__any_sync(WHOLE_WARP, named(tile, row_in_tile(warp, 0, lane / 16, 0) + lane % 16) >= 0))
+            write_positives(acc, tile);
         const Writer writer(exponentials, slabs, lane);
         float row[STRIPS][2];
         constexpr int PAIRS = SLAB_GROUPS / 2;  // of a slab
@@ -161,6 +168,29 @@ struct KeepingEpilogue : ForwardEpilogue<0, PLAIN> {
     }
 
     __device__ __forceinline__ void end() { Writer(exponentials, slabs, lane).finish(); }
+
+  private:
+    // Column inside the tile of a row's positive, -1 for none. A row past the end of the chunk has none.
+    __device__ __forceinline__ int named(const Place& tile, int row) const {
+        const int found = kept.pairs.named(arguments.pairs, arguments.chunk, tile, row).x;
+        return tile.row + row < arguments.chunk.height ? found : -1;
+    }
+
+    // The exponentials of the positives, as they are summed.
+    __device__ __forceinline__ void write_positives(const float (&acc)[STRIPS][PRODUCT_VALUES],
+                                                    const Place& tile) const {
+#pragma unroll
+        for (int s = 0; s < STRIPS; ++s)
+#pragma unroll
+            for (int q = 0; q < 2; ++q) {
+                const int row = row_in_tile(warp, lane, s, q), column = named(tile, row) - 2 * (lane & 3);
+#pragma unroll
+                for (int i = 0; i < 2 * GROUPS; ++i)
+                    if (column == 8 * (i / 2) + i % 2)
+                        arguments.positives[arguments.chunk.row + tile.row + row] =
+                            exp2_fast(fmaf(acc[s][4 * (i / 2) + 2 * q + i % 2], alpha, shift));
+            }
+    }
 };
 
 extern "C" __device__ const int forward_sm90_shared =
