@@ -16,8 +16,8 @@ import cupy
 import numpy as np
 
 from contrastile.backends.cupy.arguments import struct
-from contrastile.backends.cupy.common import FOLD, LANES, LINES, ONE_BLOCK, THREADS, ceil_div, planned
-from contrastile.backends.cupy.instances import ELEMENTS, instance
+from contrastile.backends.cupy.common import FOLD, LANES, LINES, ONE_BLOCK, PAIRS, THREADS, ceil_div, planned
+from contrastile.backends.cupy.instances import ARITHMETICS, ELEMENTS, instance, positives_kernel
 from contrastile.backends.cupy.launch import launch, pointer
 from contrastile.backends.cupy.products import Products
 
@@ -72,43 +72,32 @@ def ratio(got: Any, want: Any, bound: Any) -> float:
     return float(np.max(np.where(np.isnan(error), np.inf, error), initial=0.0))
 
 
+def drawn_pairs(m: int, n: int) -> Iterator[tuple[np.ndarray, np.ndarray]]:
+    """Positives, own, drawn and none, and what is excluded; a positive that is excluded is none."""
+    for positives in (np.arange(m), rng.integers(-3, n + 3, m), np.full(m, -1)):
+        yield positives, np.where(rng.random(m) < 0.2, positives, -1)
+
+
+def seen(positives: np.ndarray, excluded: np.ndarray, n: int) -> np.ndarray:
+    """The column of each row's positive, -1 for none."""
+    return np.where((positives >= 0) & (positives < n) & (positives != excluded), positives, -1)
+
+
 def measure(dtype: str, strided: bool) -> Iterator[tuple[str, float]]:
-    """Norms, logits of positives by row and by column, and the plan that comes of them."""
+    """Norms, and the plan that comes of them."""
     m, n, d, scale, bias = 261, 197, 83 if strided else 96, -7.3, 0.4
     held = features(m, d, dtype, strided), features(n, d, dtype, strided)
     (_, rows, q), (_, columns, k) = held
-    own = np.arange(m)
-    for positives in (own, rng.integers(-3, n + 3, m), np.full(m, -1)):
-        excluded = np.where(rng.random(m) < 0.2, positives, -1)
-        j = np.where((positives >= 0) & (positives < n) & (positives != excluded), positives, -1)
-        x = np.where(j >= 0, scale * np.einsum("ik,ik->i", q, k[j]) + bias, 0.0)
-        room = abs(scale) * (d + 8) * U * np.einsum("ik,ik->i", abs(q), abs(k[j])) + 4 * U * (abs(x) + abs(bias))
+    for positives, excluded in drawn_pairs(m, n):
         blocks = ceil_div(max(m, n), LINES)
-        row, column, peaks = (cupy.full(shape, np.nan, "f4") for shape in (m, n, (blocks, 4)))
-        decided, where = plan(), (cupy.asarray(positives), cupy.asarray(excluded))
-        alpha, beta = scalar(scale), scalar(bias)
-        common = {"m": m, "n": n, "depth": d, "scale": pointer(alpha), "bias": pointer(beta), "peaks": pointer(peaks)}
+        peaks, decided = cupy.full((blocks, 4), np.nan, "f4"), plan()
+        where, alpha, beta = (cupy.asarray(positives), cupy.asarray(excluded)), scalar(scale), scalar(bias)
+        sizes = {"m": m, "n": n, "depth": d, "peaks": pointer(peaks)}
         named = {"positives": pointer(where[0]), "excluded": pointer(where[1])}
-        out = {"row_positive": pointer(row), "column_positive": pointer(column)}
-        arguments = struct("MeasureArguments")(rows=rows, columns=columns, **common, **named, **out)
-        launch(instance("measure", "measure", ELEMENTS[dtype]), blocks, THREADS, arguments)
-        launch(
-            instance("plan", "plan_forward"),
-            1,
-            ONE_BLOCK,
-            struct("PlanForwardArguments")(plan=pointer(decided), **common),
-        )
-        launch(
-            instance("sum_positives", "sum_positives"),
-            ceil_div(n, THREADS),
-            THREADS,
-            struct("SumPositivesArguments")(plan=pointer(decided), m=m, n=n, **named, **out),
-        )
-        yield "measure: row positives", ratio(row, x, room)
-        sums, rooms = np.zeros(n), np.zeros(n)
-        np.add.at(sums, j[j >= 0], x[j >= 0])
-        np.add.at(rooms, j[j >= 0], (room + U * abs(x))[j >= 0])
-        yield "measure, sum_positives: column positives", ratio(column, sums, rooms + U * abs(sums) + 1e-300)
+        survey = struct("MeasureArguments")(rows=rows, columns=columns, **sizes, **named)
+        launch(instance("measure", "measure", ELEMENTS[dtype]), blocks, THREADS, survey)
+        numbers = {"scale": pointer(alpha), "bias": pointer(beta), "plan": pointer(decided)}
+        launch(instance("plan", "plan_forward"), 1, ONE_BLOCK, struct("PlanForwardArguments")(**sizes, **numbers))
         squares = [np.square(x).sum(1) for x in (q, k)]
         for side, square in enumerate(squares):
             padded = np.pad(square, (0, blocks * LINES - len(square)))
@@ -119,8 +108,38 @@ def measure(dtype: str, strided: bool) -> Iterator[tuple[str, float]]:
         room_left = 124 - max(m, n).bit_length()
         want = max(bound - room_left, 0.0) if bound <= room_left + 100 else 0.0
         yield "plan_forward", ratio(said["reference"], np.float64(want), (d + 9) * U * bound)
-        expected = [np.float32(scale * LOG2E), bound > room_left + 100, np.any((j >= 0) & (j != own))]
+        j = seen(positives, excluded, n)
+        expected = [np.float32(scale * LOG2E), bound > room_left + 100, np.any((j >= 0) & (j != np.arange(m)))]
         yield "plan_forward", ratio([said["alpha"], said["status"], said["stray"]], np.array(expected, "f8"), U * 16)
+
+
+def positives(dtype: str, precision: str, d: int) -> Iterator[tuple[str, float]]:
+    """Logits of positives by row and by column."""
+    m, n, scale, bias = 261, 197, -7.3, 0.4
+    held = features(m, d, dtype, False), features(n, d, dtype, False)
+    (_, rows, q), (_, columns, k) = held
+    exact = precision == "ieee" and dtype == "float32"
+    chain = (3 if precision == "split" else 1) * (d + 8) * (U if exact else 2 * U)
+    error = (1 + {"tf32": 2.0**-11, "split": 2.0**-21}.get(precision, 0.0)) ** 2 * (1 + chain) - 1
+    for named, excluded in drawn_pairs(m, n):
+        j = seen(named, excluded, n)
+        x = np.where(j >= 0, scale * np.einsum("ik,ik->i", q, k[j]) + bias, 0.0)
+        room = abs(scale) * error * np.einsum("ik,ik->i", abs(q), abs(k[j])) + 4 * U * (abs(x) + abs(bias))
+        row, column = (cupy.full(size, np.nan, "f4") for size in (m, n))
+        decided = plan(stray=int(np.any((j >= 0) & (j != np.arange(m)))))
+        where, alpha, beta = (cupy.asarray(named), cupy.asarray(excluded)), scalar(scale), scalar(bias)
+        common = {"m": m, "n": n, "positives": pointer(where[0]), "excluded": pointer(where[1])}
+        common |= {"row_positive": pointer(row), "column_positive": pointer(column)}
+        numbers = {"depth": d, "scale": pointer(alpha), "bias": pointer(beta)}
+        dots = struct("PositiveDotsArguments")(rows=rows, columns=columns, **common, **numbers)
+        launch(positives_kernel(dtype, precision), ceil_div(max(m, n), PAIRS), THREADS, dots)
+        gather = struct("SumPositivesArguments")(plan=pointer(decided), **common)
+        launch(instance("sum_positives", "sum_positives"), ceil_div(n, THREADS), THREADS, gather)
+        yield f"positive_dots, {precision}", ratio(row, x, room)
+        sums, rooms = np.zeros(n), np.zeros(n)
+        np.add.at(sums, j[j >= 0], x[j >= 0])
+        np.add.at(rooms, j[j >= 0], (room + U * abs(x))[j >= 0])
+        yield "sum_positives", ratio(column, sums, rooms + U * abs(sums) + 1e-300)
 
 
 def fold(safe: bool) -> Iterator[tuple[str, float]]:
@@ -378,6 +397,8 @@ def main() -> int:
     for dtype in ELEMENTS:
         for strided in (False, True):
             cases += [(check, (dtype, strided)) for check in (measure, passes, finishing)]
+        for precision in ARITHMETICS if dtype == "float32" else ("ieee",):
+            cases += [(positives, (dtype, precision, d)) for d in (83, 128, 200)]
     cases += [(fold, (False,)), (fold, (True,)), (fold_sums, ()), (backward, (False,)), (backward, (True,))]
     worst: dict[str, float] = {}
     same = True

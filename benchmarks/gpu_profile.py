@@ -1,10 +1,10 @@
 """Profiles the fused backends' kernels on one GPU, runs the sanitizers over them, and verifies every dtype.
 
 ``python benchmarks/gpu_profile.py [--parts verify sanitizer compile times ncu] [--backends triton cupy ampere]
-[--out DIR] [--commit HASH]`` writes ``profile_<device>.json`` and ``verify_<device>.json``, each part as it ends; what
-another run of the same commit left there of other parts and backends stays. With --page it writes the profiled part of
-docs/performance.md from the records, with --check it exits 1 if the page says otherwise. Needs ncu and
-compute-sanitizer on the path.
+[--others] [--out DIR] [--commit HASH]`` writes ``profile_<device>.json`` and ``verify_<device>.json``, each part as it
+ends; what another run of the same commit left there of other parts and backends stays. With --page it writes the
+profiled part of docs/performance.md from the records, with --check it exits 1 if the page says otherwise. Needs ncu
+and compute-sanitizer on the path.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ import argparse
 import json
 import sys
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -22,7 +22,7 @@ HERE = Path(__file__).resolve().parent
 sys.path[:0] = [str(HERE), str(HERE.parent)]
 
 from gpu_run import profile_tables  # noqa: E402
-from gpu_run.profiler import BACKENDS  # noqa: E402
+from gpu_run.profiler import BACKENDS, OTHERS  # noqa: E402
 from pages import RESULTS, ROOT, differs, spliced  # noqa: E402
 
 PAGE = ROOT / "docs" / "performance.md"
@@ -35,12 +35,12 @@ SHOWN = 400
 Lists = dict[str, list[dict[str, Any]]]
 
 
-def calls(part: str, backends: list[str]) -> list[Callable[[], Lists]]:
+def calls(part: str, backends: list[str], steps: Sequence[str] = ()) -> list[Callable[[], Lists]]:
     """What a part runs, one after another; each gives rows by the name under which the record keeps them."""
     from gpu_run import profile_sanitizers, profile_times, profiler, verdicts
 
     def times(backend: str) -> Lists:
-        return dict(zip(("times", "ceilings"), profile_times.kernel_times(backend), strict=True))
+        return dict(zip(("times", "ceilings"), profile_times.kernel_times(backend, steps), strict=True))
 
     whole: dict[str, Callable[[], Lists]] = {
         "verify": lambda: {"verify": verdicts.verify(backends)},
@@ -49,11 +49,11 @@ def calls(part: str, backends: list[str]) -> list[Callable[[], Lists]]:
     }
     if part in whole:
         return [whole[part]]
-    one: Callable[[str], Lists] = times if part == "times" else lambda x: {"ncu": profiler.profile(x)}
+    one: Callable[[str], Lists] = times if part == "times" else lambda x: {"ncu": profiler.profile(x, steps)}
     return [partial(one, backend) for backend in backends]
 
 
-def measure(parts: list[str], backends: list[str], out: Path, commit: str | None) -> int:
+def measure(parts: list[str], backends: list[str], out: Path, commit: str | None, steps: Sequence[str] = ()) -> int:
     """Run the parts and write their records; 1 if a verdict is not clean."""
     from gpu_run.machine import facts
     from gpu_run.record import compact, file_name
@@ -65,7 +65,7 @@ def measure(parts: list[str], backends: list[str], out: Path, commit: str | None
     clean = True
     out.mkdir(parents=True, exist_ok=True)
     for part in parts:
-        for call in calls(part, backends):
+        for call in calls(part, backends, steps):
             start = time.perf_counter()
             try:
                 found = call()
@@ -119,13 +119,14 @@ def main(arguments: list[str] | None = None) -> int:
     add = parser.add_argument
     add("--parts", nargs="+", choices=PARTS, default=list(PARTS))
     add("--backends", nargs="+", choices=BACKENDS, default=list(BACKENDS), help="whose kernels (all)")
+    add("--others", action="store_true", help="time and count steps of other losses, in place of the symmetric one's")
     add("--out", type=Path, default=RESULTS, metavar="DIR", help="where the records are")
     add("--commit", help="what the record says was measured, where there is no checkout")
     add("--page", action="store_true", help="write the page and measure nothing")
     add("--check", action="store_true", help="say whether the page is what the records say")
     given = parser.parse_args(arguments)
     if not (given.page or given.check):
-        return measure(given.parts, given.backends, given.out, given.commit)
+        return measure(given.parts, given.backends, given.out, given.commit, OTHERS if given.others else ())
     old = PAGE.read_text(encoding="utf-8")
     new = spliced(old, BEGIN, END, page(given.out))
     if given.check:

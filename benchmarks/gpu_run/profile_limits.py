@@ -15,10 +15,11 @@ Row = dict[str, Any]
 SPECIAL = 16
 """Results of the special function units, exponentials among them, a cycle and multiprocessor (Hopper)."""
 
-PRODUCTS = {"lse_tiles": 1, "gradient_tiles": 1, "add_product": 2, "forward_keeping_sm90": 1, "weighted_sm90": 2} | {
-    f"{name}_{family}": 1 for name in ("forward", "gradient") for family in ("sm90", "sm80")
+PRODUCTS = {"lse_tiles": 1, "gradient_tiles": 1, "sigmoid_tiles": 1, "add_product": 2} | {
+    f"{name}_{family}": 1 for name in ("forward", "gradient", "sigmoid") for family in ("sm90", "sm80")
 }
-"""Kernels that hold some of the four products, and how many; of cuBLAS's each holds one."""
+PRODUCTS |= {"forward_keeping_sm90": 1, "weighted_sm90": 2}
+"""Kernels that hold some of a step's products, and how many; of cuBLAS's each holds one."""
 
 IMPOSSIBLE = 4.0
 """A kernel that many times as fast as its products at the rate of cuBLAS has returned at once: another did the work."""
@@ -103,7 +104,7 @@ def lines(data: Row, backend: str, step: str) -> list[Line]:
 
 def work(name: str, step: str) -> tuple[float, str]:
     """FLOPs of the products that a kernel carries out in a step, and the rate that they are held to."""
-    b, d, _, dtype, precision = step.split(",")
+    b, d, _, dtype, precision, *_ = step.split(",")
     blas = name.startswith("cuBLAS ")
     products = 1 if blas else PRODUCTS.get(name, 0)
     kind = {"ieee": dtype, "split": "bfloat16", "tf32": "bfloat16" if blas else "tf32"}[precision]

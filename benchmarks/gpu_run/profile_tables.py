@@ -62,9 +62,9 @@ def _name(backend: str) -> str:
 
 
 def _step(step: str) -> str:
-    b, d, scale, dtype, precision = step.split(",")
+    b, d, scale, dtype, precision, *loss = step.split(",")
     kind = dtype if precision == "ieee" else f"{dtype}/{precision}"
-    return f"b = {int(b):,}, d = {d}, scale {scale}, {kind}"
+    return ", ".join((f"b = {int(b):,}, d = {d}, scale {scale}, {kind}", *loss))
 
 
 def kernels(data: Row, backend: str) -> str:

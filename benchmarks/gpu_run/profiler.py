@@ -35,6 +35,8 @@ STEPS = {
     "keeping": (_BFLOAT16[0], *_BFLOAT16[2:]),
 }
 COMPILED = tuple(STEPS["triton"][i] for i in (0, 4, 5))
+OTHERS = ("32768,512,10,bfloat16,ieee,sigmoid", "32768,512,100,bfloat16,ieee,ids", "16384,512,10,bfloat16,ieee,sup_con")
+"""Steps of other losses, whose kernels have instances and helpers of their own."""
 
 # few enough for one pass of each launch, which then runs as it does in the step, caches included
 METRICS = {

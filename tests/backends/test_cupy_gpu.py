@@ -11,6 +11,8 @@ import numpy as np
 import pytest
 
 import contrastile
+from contrastile.backends.contract import Block, Options, Pairs
+from contrastile.backends.registry import load
 
 cupy = pytest.importorskip("cupy")
 torch = pytest.importorskip("torch")
@@ -94,6 +96,27 @@ def test_sup_con_and_ids_work_on_cupy_arrays() -> None:
     assert bits([by_torch[0], *by_torch[1]]) == bits([by_cupy[0], *by_cupy[1]])
     dropped = contrastile.clip_loss(as_cupy(image), as_cupy(text), 5.0, ids=as_cupy(labels))
     assert float(dropped) < float(contrastile.clip_loss(as_cupy(image), as_cupy(text), 5.0))
+
+
+@pytest.mark.parametrize("size", [(700, 512), (61, 83)])
+@pytest.mark.parametrize(
+    ("dtype", "precision"), [*((x, "ieee") for x in DTYPES), ("float32", "tf32"), ("float32", "split")]
+)
+@pytest.mark.parametrize("record", RECORDS)
+def test_a_certain_positive_errs_as_its_log_sum_exps_do(
+    record: str, dtype: str, precision: str, size: tuple[int, int]
+) -> None:
+    """The loss of certain pairs is the difference of the two: what tensor cores cut off must be cut off both."""
+    x, _ = towers(dtype, *size)
+    y = x.flip(0).contiguous()
+    at = torch.arange(len(x), device="cuda").flip(0)
+    scale = torch.tensor(150.0, device="cuda")
+    block = Block(as_cupy(x), as_cupy(y), as_cupy(scale), None, Pairs(positives=as_cupy(at)))
+    found = load(record).lse(block, True, Options(precision=precision))
+    for lse, positive in ((found.row_lse, found.row_positive), (found.column_lse, found.column_positive)):
+        # all other terms vanish: an exponential in hardware, two roundings of numbers as large as the logit, and of its
+        # reference
+        assert (abs(lse - positive) <= 2.0**-22 + 4 * 2.0**-24 * abs(positive)).all()
 
 
 @pytest.mark.parametrize("record", RECORDS)

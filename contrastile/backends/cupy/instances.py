@@ -50,8 +50,16 @@ def tile_kernel(
     flags = (mask,) if safe is None else (int(safe), mask)
     if family.stages is None:
         return instance(full, full, ELEMENTS[dtype], *flags)
-    kind = ARITHMETICS[precision] if dtype == "float32" else f"contrastile::Half<{ELEMENTS[dtype]}>"
-    return instance(full, full, kind, *flags, family.stages)
+    return instance(full, full, _arithmetic(dtype, precision), *flags, family.stages)
+
+
+def _arithmetic(dtype: str, precision: str) -> str:
+    return ARITHMETICS[precision] if dtype == "float32" else f"contrastile::Half<{ELEMENTS[dtype]}>"
+
+
+def positives_kernel(dtype: str, precision: str) -> Instance:
+    """The dots of positives, by the products that the tile kernels take of these features."""
+    return instance("positive_dots", "positive_dots", _arithmetic(dtype, precision))
 
 
 def keeping_kernel(family: Family) -> Instance:
@@ -75,7 +83,9 @@ def small_kernels() -> Iterator[Instance]:
         yield instance(name, name, safe)
     yield instance("scale_cast", "carry")
     yield instance("scale_cast", "add_doubles")
-    for element in ELEMENTS.values():
+    for dtype, element in ELEMENTS.items():
+        for precision in ARITHMETICS if dtype == "float32" else ("ieee",):
+            yield positives_kernel(dtype, precision)
         yield instance("measure", "measure", element)
         yield instance("finish_rows", "finish_rows", element)
         yield instance("scale_cast", "row_dots", element, "float")

@@ -12,6 +12,7 @@ from contrastile.backends.cupy.common import (
     FOLD,
     LINES,
     ONE_BLOCK,
+    PAIRS,
     THREADS,
     ceil_div,
     chunks,
@@ -21,7 +22,7 @@ from contrastile.backends.cupy.common import (
     scalars,
 )
 from contrastile.backends.cupy.configs import DEFAULT, Way, forward_chunk
-from contrastile.backends.cupy.instances import TARGET, instance
+from contrastile.backends.cupy.instances import TARGET, instance, positives_kernel
 from contrastile.backends.cupy.keeping import Kept
 from contrastile.backends.cupy.launch import empty, launch, on_device, pointer
 from contrastile.backends.cupy.tiles import Tiles
@@ -133,22 +134,26 @@ class _Pass:
         return Statistics(self.rows.lse, self.rows.positive, self.columns.lse, self.columns.positive, kept)
 
     def _survey(self) -> None:
-        """Decide on the path; with it come the logits of the positives that indices name."""
-        masks, named = self.tiles.masks, self.tiles.masks.positives is not None
-        blocks = ceil_div(max(self.m, self.n), LINES)
+        """Decide on the path, and take the logits of the positives that indices name."""
+        rows, masks, most = self.tiles.rows, self.tiles.masks, max(self.m, self.n)
+        blocks = ceil_div(most, LINES)
         peaks, sizes = empty(4 * blocks), {"m": self.m, "n": self.n, "depth": self.block.rows.shape[1]}
-        arguments = struct("MeasureArguments")(
-            rows=matrix(self.tiles.rows),
-            columns=matrix(self.tiles.columns),
-            positives=pointer(masks.positives),
-            excluded=pointer(masks.excluded),
-            row_positive=pointer(self.rows.positive) if named else None,
-            column_positive=pointer(self.columns.positive) if named and self.two_sided else None,
-            peaks=pointer(peaks),
-            **sizes,
-            **scalars(self.block),
-        )
-        launch(instance("measure", "measure", element(self.tiles.rows)), blocks, THREADS, arguments)
+        pairs = {"rows": matrix(rows), "columns": matrix(self.tiles.columns)} | {
+            "positives": pointer(masks.positives),
+            "excluded": pointer(masks.excluded),
+        }
+        arguments = struct("MeasureArguments")(peaks=pointer(peaks), **pairs, **sizes)
+        launch(instance("measure", "measure", element(rows)), blocks, THREADS, arguments)
+        if masks.positives is not None and masks.mask != TARGET:
+            dots = struct("PositiveDotsArguments")(
+                row_positive=pointer(self.rows.positive),
+                column_positive=pointer(self.columns.positive) if self.two_sided else None,
+                **pairs,
+                **sizes,
+                **scalars(self.block),
+            )
+            kernel = positives_kernel(rows.dtype.name, self.tiles.precision)
+            launch(kernel, ceil_div(most, PAIRS), THREADS, dots)
         decide = struct("PlanForwardArguments")(
             peaks=pointer(peaks), plan=pointer(self.plan), **sizes, **scalars(self.block)
         )
@@ -187,7 +192,7 @@ class _Pass:
         launch(instance("fold", "fold", path), blocks, THREADS, fold)
 
     def _positives(self) -> None:
-        """The sums of positive logits, where ``measure`` and the folds have not left them."""
+        """The sums of positive logits, where the survey and the folds have not left them."""
         masks = self.tiles.masks
         if masks.mask == TARGET:
             return

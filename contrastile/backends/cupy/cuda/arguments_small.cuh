@@ -17,6 +17,8 @@ struct Matrix {
 
 // Rows or columns that one block of measure or row_dots takes.
 constexpr int LINES = 8;
+// Rows or columns that one block of positive_dots takes.
+constexpr int PAIRS = 64;
 // Rows or columns that one block of weigh takes.
 constexpr int LANES = 1024;
 // Rows or columns that one block of a fold takes.
@@ -31,11 +33,20 @@ struct MeasureArguments {
     long long m, n, depth;
     const long long* positives;  // (m,) or null
     const long long* excluded;   // (m,) or null
+    float* peaks;                // (blocks, 4): largest squared norms of rows, of columns; 1 where a positive strays; 0
+};
+
+// positive_dots<P>: blocks ceil(max(m, n) / PAIRS), 256 threads.
+struct PositiveDotsArguments {
+    Matrix rows;                 // (m, depth) of P::Type, unit stride along rows, each on a 16-byte boundary
+    Matrix columns;              // (n, depth), likewise
+    long long m, n, depth;
+    const long long* positives;  // (m,)
+    const long long* excluded;   // (m,) or null
     const float* scale;          // 0-d
     const float* bias;           // 0-d or null
-    float* row_positive;         // (m,) or null: logit of each row's positive, 0 where it has none
+    float* row_positive;         // (m,): logit of each row's positive, 0 where it has none
     float* column_positive;      // (n,) or null: likewise of columns, right unless the plan says stray
-    float* peaks;                // (blocks, 4): largest squared norms of rows, of columns; 1 where a positive strays; 0
 };
 
 // plan_forward: 1 block, 1024 threads.
@@ -52,7 +63,7 @@ struct SumPositivesArguments {
     const Plan* plan;
     const long long* positives;  // (m,)
     const long long* excluded;   // (m,) or null
-    const float* row_positive;   // (m,)
+    const float* row_positive;   // (m,), of positive_dots
     float* column_positive;      // (n,)
     long long m, n;
 };

@@ -184,6 +184,14 @@ template <bool THREE>
 struct TensorFloat {
     using Type = float;
 
+    // Of rounded parts and their rests, the small products first.
+    static __device__ __forceinline__ void add(float* to, const unsigned (&a)[4], const unsigned (&rest_a)[4],
+                                               const unsigned (&b)[2], const unsigned (&rest_b)[2]) {
+        if (THREE) add_tf32(to, rest_a, b[0], b[1]);
+        if (THREE) add_tf32(to, a, rest_b[0], rest_b[1]);
+        add_tf32(to, a, b[0], b[1]);
+    }
+
     template <int STAGES>
     static __device__ __forceinline__ void multiply(Stream<STAGES>& stream, int row_line, int column_line, int lane,
                                                     Accumulators& to) {
@@ -207,12 +215,7 @@ struct TensorFloat {
                     rest_b[i] = split(b[i]);
                 }
 #pragma unroll
-                for (int s = 0; s < STRIPS; ++s) {
-                    // the small products first
-                    if (THREE) add_tf32(to[s] + 4 * g, rest[s], b[0], b[1]);
-                    if (THREE) add_tf32(to[s] + 4 * g, fragments.row[s], rest_b[0], rest_b[1]);
-                    add_tf32(to[s] + 4 * g, fragments.row[s], b[0], b[1]);
-                }
+                for (int s = 0; s < STRIPS; ++s) add(to[s] + 4 * g, fragments.row[s], rest[s], b, rest_b);
             }
         }
     }
