@@ -14,7 +14,7 @@ HERE = Path(__file__).resolve().parent
 sys.path[:0] = [str(HERE), str(HERE.parent)]
 
 from gpu_run import figures, tables  # noqa: E402
-from pages import END, ROOT, Page, card, noted, versions, when  # noqa: E402
+from pages import END, ROOT, Page, card, noted, titled, versions, when  # noqa: E402
 
 
 def section(stem: str, data: dict[str, Any]) -> str:
@@ -41,7 +41,7 @@ def section(stem: str, data: dict[str, Any]) -> str:
         ("Other widths, scales and directions", tables.further(data)),
         ("Not measured, and why", tables.skipped(data)),
     ]
-    return "\n\n".join([f"### {e['device']}", about, *(f"#### {title}\n\n{text}" for title, text in parts if text)])
+    return "\n\n".join([titled(e["device"], e), about, *(f"#### {title}\n\n{text}" for title, text in parts if text)])
 
 
 def _figure(stem: str, data: dict[str, Any]) -> str:

@@ -116,6 +116,12 @@ def noted(about: str, environment: Data) -> str:
     return " ".join(filter(None, (about, environment.get("note"))))
 
 
+def titled(name: str, environment: Data) -> str:
+    """The heading of a record; the commit tells several of one device apart."""
+    commit = environment["commit"]
+    return f"### {name}, {commit[:12]}" if commit else f"### {name}"
+
+
 def when(environment: Data) -> str:
     """Date and commit."""
     return f"{environment['date'][:10]}, commit `{(environment['commit'] or 'unknown')[:12]}`"

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from pages import noted, versions, when
+from pages import noted, titled, versions, when
 
 from gpu_run import profile_limits
 from gpu_run.profile_limits import Line
@@ -13,7 +13,7 @@ from gpu_run.tables import number, table
 Row = dict[str, Any]
 NAMES = {"triton": "triton", "cupy": "cupy", "ampere": "cupy, sm_80 kernels", "keeping": "cupy, keeping 2 GiB"}
 LEAST_SHARE = 0.002
-"""Kernels that take less of their step's time are counted together."""
+"""Kernels that take less of their step's time are counted together, if an earlier step has shown them."""
 
 _TRANSPOSED = {"NN": "dQ", "NT": "dK"}
 
@@ -54,7 +54,7 @@ def section(data: Row) -> str:
         ("Sanitizers", sanitizers(data.get("sanitizer", []))),
         ("First call", compiled(data.get("compile", []))),
     ]
-    return "\n\n".join([f"### {e['device']}, profiled", about, *(f"#### {t}\n\n{x}" for t, x in parts if x)])
+    return "\n\n".join([titled(f"{e['device']}, profiled", e), about, *(f"#### {t}\n\n{x}" for t, x in parts if x)])
 
 
 def _name(backend: str) -> str:
@@ -71,11 +71,13 @@ def kernels(data: Row, backend: str) -> str:
     """Each kernel of each step: time, tensor cores, the shares of its three limits, and what it takes above them."""
     head = ["step", "kernel", "launches", "time, us", "of the step", "TFLOP/s of its products", "tensor cores busy"]
     head += ["products", "special functions", "bytes", "left, us"]
-    rows = []
+    rows: list[list[str]] = []
+    shown: set[str] = set()
     for step in profile_limits.steps(data, backend):
         found = profile_limits.lines(data, backend, step)
         step_ns = sum(line.ns for line in found)
-        small = [line for line in found if line.ns < LEAST_SHARE * step_ns]
+        small = [line for line in found if line.ns < LEAST_SHARE * step_ns and line.kernel in shown]
+        shown |= {line.kernel for line in found}
         for line in found:
             if line not in small:
                 rows.append([_step(step), _label(line.kernel), *_figures(line, step_ns)])

@@ -50,7 +50,8 @@ struct ForwardArguments {
     const Plan* plan;  // status 0: the fast instance works, else the safe one; the other returns at once
     Partials rows;     // a partial for each tile column, (column tiles, height)
     Partials columns;  // a partial for each tile row, (row tiles, width); sums may be null
-    float* positives;  // (m,) for forward_keeping: 2^(x - r) of each row's positive in float32, written where it has one
+    float* positives;  // for forward_keeping, by the block's rows, of which only those that are kept may be in its chunks:
+                       // 2^(x - r) of each row's positive in float32, written where it has one
 };
 
 // One side's vectors for the epilogue of G, block-wide, of length m or n.

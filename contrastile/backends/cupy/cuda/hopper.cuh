@@ -2,7 +2,7 @@
 //
 // Hazards: scope qualifiers are not free. A release at cluster scope on an arrival compiles to a fence of the whole
 // GPU, an acquire on a wait to an invalidation of L1, once a step. What passes between the roles here is read and
-// written by the copy engine and by wgmma, which mbarriers order by themselves, so no form here carries a qualifier.
+// written by the copy engine and by wgmma, which mbarriers order by themselves, so no arrival and no wait here carries a qualifier.
 #pragma once
 
 #include "arguments.cuh"
