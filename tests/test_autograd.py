@@ -1,4 +1,4 @@
-"""The torch operators: opcheck, compilation, autocast, strides, reuse, upstream gradients, what they save."""
+"""The torch operators: opcheck, compilation, strides, reuse, upstream gradients, what they save."""
 
 from __future__ import annotations
 
@@ -157,22 +157,6 @@ def test_a_power_of_two_upstream_scales_the_gradient_exactly(loss: Loss) -> None
     once, thrice = (gradients(loss(*leaves, "torch"), *leaves, upstream=u) for u in (1.0, -4.0))
     for a, b in zip(once, thrice, strict=True):
         assert torch.equal(-4.0 * a, b)
-
-
-@pytest.mark.parametrize("loss", LOSSES)
-def test_autocast_does_not_reach_the_products(loss: Loss) -> None:
-    leaves = [
-        x.detach().requires_grad_() for x in (features(dtype=torch.float32), features(seed=1, dtype=torch.float32))
-    ]
-    scale = number(50.0, torch.float32)
-    plain = loss(*leaves, scale, "torch")
-    with torch.autocast("cpu", dtype=torch.bfloat16):
-        cast = loss(*leaves, scale, "torch")
-    assert torch.equal(plain, cast)
-    expected = gradients(plain, *leaves, scale)
-    with torch.autocast("cpu", dtype=torch.bfloat16):
-        found = gradients(cast, *leaves, scale)
-    assert all(torch.equal(a, b) for a, b in zip(expected, found, strict=True))
 
 
 @pytest.mark.parametrize("loss", LOSSES)

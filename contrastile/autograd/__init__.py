@@ -1,11 +1,11 @@
 """Losses over torch tensors, differentiable; nothing else in the package knows autograd.
 
 ``bodies`` say what is computed. ``operators`` are the bodies as ``torch.library`` operators, which compilers, tracers
-and transforms can see; ``functions`` are the same for eager calls. Saved for the backward: the features as they came,
-O(m + n) vectors, for the sigmoid loss its gradients (they come with the value, in one pass), and of an eager call what
-a backend was told to keep.
+and modes can see; ``functions`` are the same for eager calls, ``transforms`` for those under torch.func. Saved for the
+backward: the features as they came, O(m + n) vectors, for the sigmoid loss its gradients (they come with the value, in
+one pass), and of an eager call what a backend was told to keep.
 
-Gradients of gradients are not defined: differentiating twice raises torch's error for a missing derivative.
+Forward mode and gradients of gradients are not defined, and are refused by the operator's name.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from typing import Any, cast
 import torch
 from torch import Tensor
 
-from contrastile.autograd import functions, operators
+from contrastile.autograd import functions, operators, transforms
 from contrastile.autograd.bodies import VECTORS, How
 from contrastile.backends.contract import Options
 from contrastile.exchange.problem import Problem
@@ -33,7 +33,21 @@ def evaluate(problem: Problem, backend: str, options: Options) -> Tensor:
     columns = list(problem.columns)
     how = How(problem.match, backend, options, problem.placement).encode()
     rows, scale, bias = problem.rows, problem.scale, problem.bias
-    direct = functions.direct((rows, *columns, scale, bias, *vectors))
+    features = (rows, *columns, scale, bias)
+    operator = f"{problem.kind}_loss"
+    if functions.tangents(features):
+        raise operators.forward_mode(operator)
+    if functions.transformed():
+        if torch.compiler.is_compiling():
+            raise RuntimeError(
+                f"contrastile::{operator} must be called outside of torch.compile where torch.func transforms it, got "
+                "both; compile the encoders alone"
+            )
+        numbers = (scale,) if bias is None else (scale, bias)
+        function: Any = transforms.SoftmaxLoss if problem.kind == "softmax" else transforms.SigmoidLoss
+        loss, *_ = function.apply(how, len(columns), rows, *numbers, *columns, *vectors)
+        return cast("Tensor", loss)
+    direct = functions.direct((*features, *vectors))
     if problem.kind == "softmax":
         if direct:
             # asked here: inside a function's forward gradients are always off
@@ -41,7 +55,7 @@ def evaluate(problem: Problem, backend: str, options: Options) -> Tensor:
             return _applied(functions.SoftmaxLoss, how, len(columns), keep, rows, scale, *columns, *vectors)
         loss, *_ = operators.softmax_loss(rows, columns, scale, vectors, how)
         return cast("Tensor", loss)
-    wants = [torch.is_grad_enabled() and x is not None and x.requires_grad for x in (rows, *columns, scale, bias)]
+    wants = [torch.is_grad_enabled() and x is not None and x.requires_grad for x in features]
     if direct:
         return _applied(functions.SigmoidLoss, how, wants, vectors, rows, scale, bias, *columns)
     loss, *_ = operators.sigmoid_loss(rows, columns, scale, bias, vectors, how, wants)

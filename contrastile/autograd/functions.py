@@ -12,6 +12,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch.autograd import forward_ad
 
 from contrastile.autograd import bodies, operators
 
@@ -34,6 +35,20 @@ def direct(tensors: Iterable[Tensor | None]) -> bool:
         and _C._get_tracing_state() is None
         and all(x is None or (type(x) in _PLAIN and not x.is_meta) for x in tensors)
     )
+
+
+def transformed() -> bool:
+    """Whether a transform of torch.func is at work."""
+    return _KNOWN and bool(_C._are_functorch_transforms_active())
+
+
+def tangents(tensors: Iterable[Tensor | None]) -> bool:
+    """Whether any of them carries a tangent: forward mode."""
+    # no level is open, as a rule
+    if getattr(forward_ad, "_current_level", 0) < 0:
+        return False
+    unpack: Any = forward_ad.unpack_dual
+    return any(x is not None and unpack(x).tangent is not None for x in tensors)
 
 
 class SoftmaxLoss(torch.autograd.Function):

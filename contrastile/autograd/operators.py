@@ -19,6 +19,22 @@ Inputs = tuple[Tensor, list[Tensor], Tensor, list[Tensor | None], str]
 """Of the softmax loss: rows, column blocks, scale, vectors and how."""
 
 
+def forward_mode(operator: str) -> RuntimeError:
+    """The error of whoever asks for a tangent: torch would take it for 0."""
+    return RuntimeError(
+        f"contrastile::{operator} must be differentiated in reverse mode, got forward mode (torch.func.jvp, jacfwd, "
+        "linearize, torch.autograd.forward_ad); use backward(), torch.func.grad or vjp"
+    )
+
+
+def second_derivative(operator: str) -> RuntimeError:
+    """The error of whoever differentiates a gradient."""
+    return RuntimeError(
+        f"contrastile::{operator} must not be differentiated itself, got a derivative of a gradient; take gradients "
+        "without create_graph, and Hessians of a loss with full logits"
+    )
+
+
 def _fake_softmax_loss(
     rows: Tensor,
     columns: Sequence[Tensor],
@@ -135,6 +151,13 @@ def _sigmoid_backward(ctx: Any, upstream: Tensor, *_: Any) -> tuple[Any, ...]:
     return given[0], given[1:-2], given[-2], given[-1], None, None, None
 
 
+def _refusing(operator: str) -> Callable[..., Any]:
+    def backward(ctx: Any, *upstream: Any) -> Any:
+        raise second_derivative(operator)
+
+    return backward
+
+
 def _operator(body: Callable[..., Any], fake: Callable[..., Any]) -> Any:
     operator = torch.library.custom_op(f"contrastile::{body.__name__}", mutates_args=())(body)
     operator.register_fake(fake)
@@ -145,5 +168,8 @@ softmax_loss = _operator(bodies.softmax_loss, _fake_softmax_loss)
 softmax_gradients = _operator(bodies.softmax_gradients, _fake_softmax_gradients)
 sigmoid_loss = _operator(bodies.sigmoid_loss, _fake_sigmoid_loss)
 sigmoid_gradients = _operator(bodies.sigmoid_gradients, _fake_sigmoid_gradients)
+
 softmax_loss.register_autograd(_softmax_backward, setup_context=save_softmax)
 sigmoid_loss.register_autograd(_sigmoid_backward, setup_context=save_sigmoid)
+softmax_gradients.register_autograd(_refusing("softmax_gradients"))
+sigmoid_gradients.register_autograd(_refusing("sigmoid_gradients"))

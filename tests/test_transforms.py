@@ -1,0 +1,168 @@
+"""torch.func over the losses: reverse mode has the bits of backward, all else is refused by name."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from test_autograd import LOSSES, Loss, clip, features, nt_xent, number, sigmoid
+from torch import Tensor
+from torch.autograd import forward_ad
+
+import contrastile
+from contrastile import autograd
+from contrastile.exchange.inprocess import InProcess, Town
+
+
+def first_argument(loss: Loss) -> Callable[[Tensor], Tensor]:
+    other, scale = features(7, seed=1).detach(), number(14.3).detach()
+    return lambda x: loss(x, other, scale, "torch")
+
+
+def operator(loss: Loss) -> str:
+    return "sigmoid_loss" if loss is sigmoid else "softmax_loss"
+
+
+@pytest.mark.parametrize("backend", ["torch", "numpy"])
+@pytest.mark.parametrize("loss", LOSSES)
+def test_func_grad_has_the_bits_of_backward(loss: Loss, backend: str) -> None:
+    leaves = features(), features(seed=1), number(14.3)
+    expected = torch.autograd.grad(loss(*leaves, backend), leaves)
+    inputs = [x.detach() for x in leaves]
+    found = torch.func.grad(lambda *x: loss(*x, backend), argnums=(0, 1, 2))(*inputs)
+    value, pull = torch.func.vjp(lambda *x: loss(*x, backend), *inputs)
+    assert torch.equal(value, loss(*inputs, backend))
+    for a, b, c in zip(expected, found, pull(torch.tensor(4.0, dtype=torch.float64)), strict=True):
+        assert torch.equal(a, b)
+        assert torch.equal(4.0 * a, c)
+
+
+def test_func_grad_of_some_arguments_takes_the_others_as_they_are() -> None:
+    leaves = [features(), features(seed=1), number(14.3), number(-2.0)]
+    expected = torch.autograd.grad(contrastile.sigmoid_loss(*leaves), leaves)
+    for i, wanted in enumerate(expected):
+        found = torch.func.grad(contrastile.sigmoid_loss, argnums=i)(*(x.detach() for x in leaves))
+        assert torch.equal(found, wanted)
+    text, scale = (x.detach() for x in leaves[1:3])
+    expected = torch.autograd.grad(contrastile.clip_loss(leaves[0], text, scale), leaves[0])
+    assert torch.equal(torch.func.grad(contrastile.clip_loss)(leaves[0].detach(), text, scale), expected[0])
+
+
+def test_a_transform_inside_another_knows_whose_gradient_it_takes() -> None:
+    image, text, scale = features(7).detach(), features(7, seed=1).detach(), number(14.3).detach()
+
+    def value_inside(x: Tensor) -> Tensor:
+        # the inner transform asks for the scale alone, the outer one for the features
+        return torch.func.vjp(lambda s: contrastile.sigmoid_loss(x, text, s, -1.0), scale)[0]
+
+    leaf = image.clone().requires_grad_()
+    expected = torch.autograd.grad(contrastile.sigmoid_loss(leaf, text, scale, -1.0), leaf)[0]
+    assert torch.equal(torch.func.grad(value_inside)(image), expected)
+
+
+def test_jacrev_asks_for_several_upstream_gradients_at_once() -> None:
+    image, text = features(7).detach(), features(7, seed=1).detach()
+
+    def two(x: Tensor) -> Tensor:
+        return torch.stack([contrastile.clip_loss(x, text, 5.0), contrastile.sigmoid_loss(x, text, 5.0, -1.0)])
+
+    rows = torch.func.jacrev(two)(image)
+    for i, row in enumerate(rows):
+        assert torch.equal(row, torch.func.grad(lambda x, i=i: two(x)[i])(image))
+
+
+@pytest.mark.parametrize("exchange", ["ring", "gather"])
+def test_func_grad_over_ranks_has_the_bits_of_backward(exchange: str) -> None:
+    def program(comm: InProcess) -> None:
+        image, text, scale = (
+            x.detach() for x in (features(seed=comm.rank), features(seed=comm.rank + 3), number(14.3))
+        )
+
+        def loss(x: Tensor, s: Tensor) -> Tensor:
+            return contrastile.clip_loss(x, text, s, group=comm, exchange=exchange)
+
+        found = torch.func.grad(loss, argnums=(0, 1))(image, scale)
+        leaves = [x.requires_grad_() for x in (image, scale)]
+        for a, b in zip(found, torch.autograd.grad(loss(*leaves), leaves), strict=True):
+            assert torch.equal(a, b)
+
+    Town[None](3).run(program)
+
+
+def dual(f: Callable[[Tensor], Tensor], x: Tensor) -> Any:
+    with forward_ad.dual_level():
+        return forward_ad.unpack_dual(f(forward_ad.make_dual(x, torch.ones_like(x))))
+
+
+class Marked(Tensor):
+    """A subclass, which goes by the operators."""
+
+
+FORWARD: dict[str, Callable[[Any, Tensor], Any]] = {
+    "jvp": lambda f, x: torch.func.jvp(f, (x,), (x,)),
+    "jacfwd": lambda f, x: torch.func.jacfwd(f)(x),
+    "linearize": lambda f, x: torch.func.linearize(f, x)[1](x),
+    "hessian": lambda f, x: torch.func.hessian(f)(x),
+    "a dual tensor": dual,
+    "a dual tensor that requires a gradient": lambda f, x: dual(f, x.requires_grad_()),
+    "a dual tensor of a subclass": lambda f, x: dual(f, x.as_subclass(Marked)),
+    "jvp of a compiled loss": lambda f, x: torch.func.jvp(torch.compile(f, backend="eager"), (x,), (x,)),
+    "jvp in a compiled function": lambda f, x: torch.compile(lambda y: torch.func.jvp(f, (y,), (y,)), backend="eager")(
+        x
+    ),
+    # with a graph break torch leaves the level, and the tangent with it
+    "a dual tensor in a compiled function": lambda f, x: torch.compile(
+        lambda y: dual(f, y), backend="eager", fullgraph=True
+    )(x),
+    "jvp around grad": lambda f, x: torch.func.jvp(torch.func.grad(f), (x,), (x,)),
+}
+
+
+@pytest.mark.filterwarnings("ignore")  # dynamo's own, of what it does not follow
+@pytest.mark.parametrize("mode", FORWARD)
+@pytest.mark.parametrize("loss", [clip, nt_xent, sigmoid])
+def test_forward_mode_is_refused_and_never_a_silent_zero(loss: Loss, mode: str) -> None:
+    torch.compiler.reset()
+    kind = operator(loss).removesuffix("_loss")
+    with pytest.raises(
+        RuntimeError, match=rf"contrastile::{kind}_(loss must be differentiated in reverse|gradients must)"
+    ):
+        FORWARD[mode](first_argument(loss), features(7).detach())
+
+
+@pytest.mark.parametrize("loss", [clip, sigmoid])
+def test_a_transform_inside_one_graph_is_refused_by_name(loss: Loss) -> None:
+    torch.compiler.reset()
+    f, x = first_argument(loss), features(7).detach()
+    with pytest.raises(Exception, match=rf"contrastile::{operator(loss)} must be called outside of torch.compile"):
+        torch.compile(torch.func.grad(f), backend="eager", fullgraph=True)(x)
+
+
+@pytest.mark.parametrize("loss", LOSSES)
+def test_a_gradient_of_a_gradient_is_refused_by_name(loss: Loss) -> None:
+    f, x = first_argument(loss), features(7).detach()
+    name = operator(loss).replace("loss", "gradients")
+    for twice in (
+        lambda: torch.func.grad(lambda y: torch.func.grad(f)(y).sum())(x),
+        lambda: torch.func.jacrev(torch.func.jacrev(f))(x),
+        lambda: torch.autograd.functional.hessian(f, x),
+    ):
+        with pytest.raises(RuntimeError, match=f"contrastile::{name} must not be differentiated itself"):
+            twice()
+
+
+@pytest.mark.parametrize("loss", LOSSES)
+def test_a_map_over_gradients_is_refused_by_name(loss: Loss) -> None:
+    with pytest.raises(RuntimeError, match=f"contrastile::{operator(loss)} must be called with one batch at a time"):
+        torch.func.vmap(torch.func.grad(first_argument(loss)))(features(7).detach()[None])
+
+
+def test_a_transform_is_seen_and_a_tangent_only_where_there_is_one() -> None:
+    x = features().detach()
+    assert not autograd.functions.transformed()
+    assert not autograd.functions.tangents((x, None))
+    with forward_ad.dual_level():
+        assert not autograd.functions.tangents((x, None))
+        assert autograd.functions.tangents((None, forward_ad.make_dual(x, x)))
