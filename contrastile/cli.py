@@ -11,6 +11,8 @@ import os
 import sys
 from collections.abc import Sequence
 
+from contrastile import __version__
+
 COMMANDS = {
     "verify": ("contrastile.verify.command", "hold every backend to the float64 oracle, within derived bounds"),
     "doctor": ("contrastile.doctor", "say what is available here, what is missing and how to mend it"),
@@ -26,6 +28,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     """
     words = list(sys.argv[1:] if argv is None else argv)
     parser = argparse.ArgumentParser(prog="contrastile", description="Contrastive losses at any batch size.")
+    parser.add_argument("--version", action="version", version=f"%(prog)s {__version__}")
     commands = parser.add_subparsers(dest="command", metavar="COMMAND", required=True)
     for name, (module, about) in COMMANDS.items():
         command = commands.add_parser(name, help=about, description=f"{about[0].upper()}{about[1:]}.")

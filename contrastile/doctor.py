@@ -47,7 +47,7 @@ class Finding:
         name: of the backend, package or device.
         state: "ok"; "missing", not installed; "broken", does not load or run; "wrong", disagrees with the oracle.
         detail: version, error / bound and time, or what went wrong.
-        mend: the command that mends it, or "".
+        mend: what mends it, or "".
     """
 
     kind: str
@@ -111,8 +111,10 @@ def _backend(name: str, entry: Known, missing: str | None) -> Finding:
         found = agreement.check(implementation, dtype, device, SCALE, rows=agreement.FEW_ROWS)
         taken = time.perf_counter() - start
     except BackendUnavailableError as error:
-        detail = str(error).partition(" is not available: ")[2]
-        return Finding("backend", name, "missing", detail.partition("; ")[0], entry.install)
+        # its packages are there: what is missing is what the message says, and so is what mends it
+        detail, _, mend = str(error).partition(" is not available: ")[2].partition("; ")
+        state: State = "missing" if error.__cause__ is None else "broken"
+        return Finding("backend", name, state, detail, mend)
     except Exception as error:  # other people's code may raise anything, and the report must go on
         return Finding("backend", name, "broken", f"{type(error).__name__}: {error}", entry.install)
     if found.ratio is None:

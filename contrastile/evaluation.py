@@ -2,16 +2,17 @@
 
 from __future__ import annotations
 
+import inspect
 import sys
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass
 from typing import Any, TypeVar
 
 from contrastile import problems, validation
 from contrastile.backends.arrays import ArrayLibrary, library_of, transfer, working_for
 from contrastile.backends.contract import Backend, Options
-from contrastile.backends.registry import choose, load
+from contrastile.backends.registry import checked, choose, load, require
 from contrastile.exchange import local, schedule
 from contrastile.exchange.problem import Problem, convert
 from contrastile.exchange.world import World, world
@@ -36,7 +37,10 @@ class Call:
 
         Raises:
             TypeError, ValueError: an argument is none that there is; in a group, on every rank.
+            BackendUnavailableError: the group is torch.distributed's, and there is no torch.
         """
+        if isinstance(self.group, str):
+            require(f"group={self.group!r}", "torch")
 
         def everything(here: World) -> tuple[str, Options, T]:
             return *self.checked(), build(here)
@@ -50,7 +54,7 @@ class Call:
         Raises:
             TypeError, ValueError: see ``start``.
         """
-        return validation.backend(self.backend), validation.options(self.tile, self.precision)
+        return checked(self.backend), validation.options(self.tile, self.precision)
 
 
 def evaluate(build: Callable[[World], problems.Loss], call: Call) -> Array:
@@ -108,6 +112,7 @@ def value_and_grad(
 
     Raises:
         ValueError: ``loss`` is not one of this package's losses.
+        TypeError: the function is called with other arguments than the loss's own.
     """
     build: Callable[..., problems.Loss] | None = getattr(
         problems, _BUILDERS.get(getattr(loss, "__name__", ""), ""), None
@@ -119,12 +124,24 @@ def value_and_grad(
         )
     call = Call(backend, tile, precision, group, exchange, parameter_reduction)
     call.checked()
+    name, own = loss.__name__, inspect.signature(build)
+
+    def bound(world: World, args: Any, kwargs: Any) -> problems.Loss:
+        try:
+            given = own.bind(*args, **kwargs, world=world)
+        except TypeError as error:
+            raise TypeError(
+                f"value_and_grad({name})(...) must be given the arguments of {name} that say what to compute, got "
+                f"others ({error}); give backend, tile, precision, group and the like to value_and_grad itself"
+            ) from None
+        built: problems.Loss = build(*given.args, **given.kwargs)
+        return built
 
     def both(*args: Any, **kwargs: Any) -> tuple[Array, tuple[Array, ...]]:
         positional, named = [_detached(x) for x in args], {name: _detached(x) for name, x in kwargs.items()}
-        backend, options, built = call.start(lambda here: build(*positional, **named, world=here))
-        name = _named(backend, library_of(built.problem.rows), built.problem)
-        value, gradients = forward_and_backward(built.problem, load(name), options)
+        backend, options, built = call.start(lambda here: bound(here, positional, named))
+        chosen = _named(backend, library_of(built.problem.rows), built.problem)
+        value, gradients = forward_and_backward(built.problem, load(chosen), options)
         return value, built.pull_back(gradients)
 
     return both
@@ -198,5 +215,14 @@ def native(problem: Problem, backend: Backend) -> Iterator[tuple[Problem, ArrayL
     """
     source = library_of(problem.rows)
     backend.check_device(source.device(problem.rows))
-    with working_for(source, backend.arrays, problem.rows):
+    with _without_autocast(source, problem.rows), working_for(source, backend.arrays, problem.rows):
         yield convert(problem, source, backend.arrays), source
+
+
+def _without_autocast(arrays: ArrayLibrary, x: Array) -> AbstractContextManager[Any]:
+    """While open, no product is narrowed: the features have the dtype that they are to be multiplied in."""
+    kind = arrays.device(x)
+    if arrays.name == "torch" and sys.modules["torch"].is_autocast_enabled(kind):
+        found: AbstractContextManager[Any] = sys.modules["torch"].autocast(kind, enabled=False)
+        return found
+    return nullcontext()

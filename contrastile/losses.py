@@ -32,7 +32,8 @@ def clip_loss(
     """Symmetric image-text loss: the mean of the two directions' InfoNCE (Inf-CL Eq. 1 both ways; DisCo Eq. 1 halved).
 
     Args:
-        image: (b, d) float16, bfloat16, float32 or float64.
+        image: (b, d) float16, bfloat16, float32 or float64. Where ``torch.autocast`` is on for its device, features of
+            any loss are first cast to autocast's dtype, float64 excepted.
         text: (b, d), same dtype and device; row i is the positive of image row i.
         scale: number or one-element array that multiplies the dot products; differentiable.
         ids: (b,) integers or None. Pairs of different rows with equal ids are false negatives and are left out.
@@ -49,7 +50,8 @@ def clip_loss(
             "sum". Either way the reduced gradient is that of the global loss, for the encoders, scale and bias.
 
     Returns:
-        0-d loss, float32 (float64 for float64 features); for torch tensors differentiable in image, text and scale.
+        0-d loss, float32 (float64 for float64 features); for torch tensors differentiable in image, text and scale
+        (once, in reverse mode).
 
     Raises:
         TypeError: wrong types or dtypes.
@@ -58,6 +60,7 @@ def clip_loss(
         UnsupportedProblemError: the backend refuses the problem.
         MismatchError: the ranks' parts do not fit together; every rank raises it (a ValueError).
         ExchangeError: a rank died, stalled or left.
+        RuntimeError: forward mode, ``torch.func.vmap`` or a second derivative, which are not defined.
     """
     call = Call(backend, tile, precision, group, exchange, parameter_reduction)
     return evaluate(lambda world: problems.clip(image, text, scale, ids=ids, world=world), call)
@@ -85,7 +88,8 @@ def info_nce(
         query: (m, d) float16, bfloat16, float32 or float64.
         key: (n, d), same dtype and device; n may differ from m when ``positives`` is given.
         scale: number or one-element array that multiplies the dot products; differentiable.
-        negatives: further columns, (r, d) or a sequence of such (hard negatives, a queue); never copied together.
+        negatives: further columns, (r, d) or a sequence of such (hard negatives, a queue); never copied together. r may
+            be 0: a queue that is still empty.
             With a group every rank brings its own: of a queue that all ranks hold alike, each passes its share.
         positives: (m,) integers, the column of each query's positive among [key, *negatives]; None means row i's is i.
             With a group they count over the columns of all ranks, rank by rank.

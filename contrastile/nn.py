@@ -1,15 +1,34 @@
-"""torch modules with open_clip's call signatures, so that a training loop changes one import."""
+"""torch modules with open_clip's constructors and calls, so that a training loop changes one import."""
 
 from __future__ import annotations
 
-from typing import Any
+from collections.abc import Callable
+from typing import Any, TypedDict, Unpack
 
-import torch
-from torch import Tensor
+from contrastile import problems
+from contrastile.backends.registry import require
+from contrastile.evaluation import Call, evaluate
+from contrastile.exchange.world import World
 
-from contrastile import losses
+try:
+    import torch
+    from torch import Tensor
+except ModuleNotFoundError:
+    require("contrastile.nn", "torch")
+    raise
 
 Tile = int | tuple[int, int] | None
+
+
+class Settings(TypedDict, total=False):
+    """The keyword arguments that are this package's own: see ``contrastile.clip_loss``."""
+
+    backend: str
+    tile: Tile
+    precision: str
+    group: Any
+    exchange: str
+    parameter_reduction: str
 
 
 class _Loss(torch.nn.Module):
@@ -17,6 +36,8 @@ class _Loss(torch.nn.Module):
 
     def __init__(
         self,
+        rank: int,
+        world_size: int,
         *,
         backend: str = "auto",
         tile: Tile = None,
@@ -26,8 +47,34 @@ class _Loss(torch.nn.Module):
         parameter_reduction: str = "mean",
     ) -> None:
         super().__init__()
+        if not 0 <= rank < world_size:
+            raise ValueError(
+                f"rank must lie in 0..world_size-1, got {rank} of {world_size}; leave both out and give group='world'"
+            )
+        self.rank, self.world_size = rank, world_size
         self.backend, self.tile, self.precision = backend, tile, precision
-        self.group, self.exchange, self.parameter_reduction = group, exchange, parameter_reduction
+        self.group = "world" if group is None and world_size > 1 else group
+        self.exchange, self.parameter_reduction = exchange, parameter_reduction
+
+    def _evaluate(self, build: Callable[[World], problems.Loss]) -> Any:
+        """The loss of a problem, in the world of this module's group."""
+
+        def placed(world: World) -> problems.Loss:
+            self._confirm(world)
+            return build(world)
+
+        return evaluate(placed, Call(**self._settings))
+
+    def _confirm(self, world: World) -> None:
+        """Raise, on every rank, if the rank and world size that were given are not the group's."""
+        own = world.communicator
+        # a rank of 0 is what open_clip has where none was given
+        if own is None or self.world_size == 1 or (own.size == self.world_size and self.rank in (0, own.rank)):
+            return
+        raise ValueError(
+            f"rank and world_size must be those of the group, where this is rank {own.rank} of {own.size}, got rank "
+            f"{self.rank} of {self.world_size}; leave both out and give group='world'"
+        )
 
     @property
     def _settings(self) -> dict[str, Any]:
@@ -43,23 +90,52 @@ class _Loss(torch.nn.Module):
 
 
 class ClipLoss(_Loss):
-    """Symmetric CLIP loss, called as open_clip's ``ClipLoss``: see ``contrastile.clip_loss``.
+    """Symmetric CLIP loss, made and called as open_clip's ``ClipLoss``: see ``contrastile.clip_loss``.
+
+    The value is the loss of the one global batch on every rank, and with ``parameter_reduction="mean"`` the parameters'
+    gradients after DDP's mean are its gradients: those that open_clip has with ``gather_with_grad=True``, with or
+    without ``local_loss``, whose value is the mean over a rank's own rows.
 
     Args:
+        local_loss: changes nothing here: see above.
+        gather_with_grad: changes nothing here, where gradients always reach the features of all ranks.
+        cache_labels: changes nothing here, where there are none.
+        rank: checked against the group, unless it is 0.
+        world_size: more than 1 means the default group of torch.distributed, where ``group`` is None.
+        use_horovod: must be False.
         backend: "auto", or a name from ``contrastile.backends.names()``, or "module:attribute".
         tile: largest tile of logits to hold; None lets the backend choose.
         precision: see ``contrastile.clip_loss``.
-        group: the processes that share the batch, e.g. "world"; None is this process alone.
+        group: the processes that share the batch, e.g. "world"; None is this process alone, if ``world_size`` is 1.
         exchange: see ``contrastile.clip_loss``.
         parameter_reduction: see ``contrastile.clip_loss``; "mean" is right under DDP and FSDP.
+
+    Raises:
+        ValueError: ``use_horovod``, or a rank outside of the world.
     """
+
+    def __init__(
+        self,
+        local_loss: bool = False,
+        gather_with_grad: bool = False,
+        cache_labels: bool = False,
+        rank: int = 0,
+        world_size: int = 1,
+        use_horovod: bool = False,
+        **settings: Unpack[Settings],
+    ) -> None:
+        if use_horovod:
+            raise ValueError(
+                "use_horovod must be False, got True; give group= an mpi4py communicator, or a torch.distributed group"
+            )
+        super().__init__(rank, world_size, **settings)
 
     def forward(
         self,
         image_features: Tensor,
         text_features: Tensor,
         logit_scale: Tensor | float,
-        logit_bias: Tensor | None = None,
+        logit_bias: Tensor | float | None = None,
         output_dict: bool = False,
     ) -> Tensor | dict[str, Tensor]:
         """The loss, or ``{"contrastive_loss": loss}`` with ``output_dict``.
@@ -75,31 +151,56 @@ class ClipLoss(_Loss):
             TypeError, ValueError, BackendUnavailableError, UnsupportedProblemError, MismatchError, ExchangeError: see
                 ``contrastile.clip_loss``.
         """
-        loss = losses.clip_loss(image_features, text_features, logit_scale, **self._settings)
-        if logit_bias is not None:
+        loss = self._evaluate(lambda world: problems.clip(image_features, text_features, logit_scale, world=world))
+        if isinstance(logit_bias, Tensor):
             # zero, but a parameter that took part: DDP would otherwise wait for its gradient
             loss = loss + 0.0 * logit_bias.sum()
         return _result(loss, output_dict)
 
 
 class SigLipLoss(_Loss):
-    """Sigmoid loss, called as open_clip's ``SigLipLoss``: see ``contrastile.sigmoid_loss``.
+    """Sigmoid loss, made and called as open_clip's ``SigLipLoss``: see ``contrastile.sigmoid_loss``.
+
+    The value is the loss of the one global batch on every rank, where open_clip's is the mean over a rank's own images;
+    with ``parameter_reduction="mean"`` the parameters' gradients after DDP's mean are the same.
 
     Args:
+        cache_labels: changes nothing here, where there are none.
+        rank: see ``ClipLoss``.
+        world_size: see ``ClipLoss``.
+        dist_impl: "bidir", "shift", "reduce", "gather" or None; changes nothing here: see ``exchange``.
         backend: "auto", or a name from ``contrastile.backends.names()``, or "module:attribute".
         tile: largest tile of logits to hold; None lets the backend choose.
         precision: see ``contrastile.sigmoid_loss``.
-        group: the processes that share the batch, e.g. "world"; None is this process alone.
+        group: the processes that share the batch, e.g. "world"; None is this process alone, if ``world_size`` is 1.
         exchange: see ``contrastile.sigmoid_loss``.
         parameter_reduction: see ``contrastile.sigmoid_loss``; "mean" is right under DDP and FSDP.
+
+    Raises:
+        ValueError: ``dist_impl`` is none of these, or a rank outside of the world.
     """
+
+    def __init__(
+        self,
+        cache_labels: bool = False,
+        rank: int = 0,
+        world_size: int = 1,
+        dist_impl: str | None = None,
+        **settings: Unpack[Settings],
+    ) -> None:
+        if dist_impl not in (None, "bidir", "shift", "reduce", "gather"):
+            raise ValueError(
+                f"dist_impl must be one of bidir, shift, reduce, gather, got {dist_impl!r}; leave it out: exchange= "
+                "chooses here"
+            )
+        super().__init__(rank, world_size, **settings)
 
     def forward(
         self,
         image_features: Tensor,
         text_features: Tensor,
         logit_scale: Tensor | float,
-        logit_bias: Tensor | float,
+        logit_bias: Tensor | float | None,
         output_dict: bool = False,
     ) -> Tensor | dict[str, Tensor]:
         """The loss, or ``{"contrastive_loss": loss}`` with ``output_dict``.
@@ -108,14 +209,17 @@ class SigLipLoss(_Loss):
             image_features: (b, d), normalised by the caller.
             text_features: (b, d).
             logit_scale: the factor itself, exp of the learned parameter, as open_clip passes it.
-            logit_bias: added to every logit; SigLIP starts it at -10.
+            logit_bias: added to every logit; SigLIP starts it at -10. None adds nothing.
             output_dict: whether to return a dict.
 
         Raises:
             TypeError, ValueError, BackendUnavailableError, UnsupportedProblemError, MismatchError, ExchangeError: see
                 ``contrastile.sigmoid_loss``.
         """
-        loss = losses.sigmoid_loss(image_features, text_features, logit_scale, logit_bias, **self._settings)
+        bias = 0.0 if logit_bias is None else logit_bias
+        loss = self._evaluate(
+            lambda world: problems.sigmoid(image_features, text_features, logit_scale, bias, world=world)
+        )
         return _result(loss, output_dict)
 
 

@@ -6,11 +6,13 @@ are those of the global loss.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
+from numbers import Real
 from typing import Any
 
 from contrastile import validation
+from contrastile.backends.arrays import ArrayLibrary
 from contrastile.backends.contract import state_dtype
 from contrastile.exchange.local import Gradients
 from contrastile.exchange.problem import Problem
@@ -29,27 +31,27 @@ class Loss:
 
 def clip(image: Array, text: Array, scale: Any, *, ids: Array | None = None, world: World = ALONE) -> Loss:
     """Both directions, halved: u = v = 1 / (2b); the positive of row i is column i."""
-    arrays = validation.features(world.alone, image=image, text=text)
+    arrays, (rows, columns) = validation.features(world.alone, image=image, text=text)
     validation.paired("image", image, "text", text, "use info_nce for keys without a query")
-    m, state = image.shape[0], state_dtype(arrays.dtype(image))
-    same = None if ids is None else validation.integers("ids", ids, m, "pair", arrays, image)
-    factor = validation.scalar("scale", scale, arrays, state, image)
-    met = world.meet(arrays, image, (text,), factor, loss="clip_loss", scale=_number(scale), ids=ids is not None)
-    weight, target = (arrays.full((m,), value, state, image) for value in (0.5 / met.rows, 1.0))
+    m, state = rows.shape[0], state_dtype(arrays.dtype(rows))
+    same = None if ids is None else validation.integers("ids", ids, m, "pair", arrays, rows)
+    factor = validation.scalar("scale", scale, arrays, state, rows)
+    met = world.meet(arrays, rows, (columns,), factor, loss="clip_loss", scale=_number(scale), ids=ids is not None)
+    weight, target = (arrays.full((m,), value, state, rows) for value in (0.5 / met.rows, 1.0))
     problem = Problem(
-        rows=image,
-        columns=(text,),
+        rows=rows,
+        columns=(columns,),
         scale=factor,
         row_weight=weight,
         row_target=target,
         column_weight=weight,
         column_target=target,
-        positives=arrays.arange(met.start, met.start + m, image),
+        positives=arrays.arange(met.start, met.start + m, rows),
         row_ids=same,
         column_ids=same,
         placement=met.placement,
     )
-    return Loss(problem, lambda g: (g.rows, g.columns[0], g.scale))
+    return Loss(problem, lambda g: (*_like(arrays, (image, text), (g.rows, g.columns[0])), g.scale))
 
 
 def info_nce(
@@ -67,42 +69,45 @@ def info_nce(
     more: tuple[Array, ...]
     more = () if negatives is None else tuple(negatives) if isinstance(negatives, list | tuple) else (negatives,)
     named = {f"negatives[{i}]": x for i, x in enumerate(more)}
-    arrays = validation.features(world.alone, query=query, key=key, **named)
-    m, n = query.shape[0], key.shape[0] + sum(x.shape[0] for x in more)
-    state = state_dtype(arrays.dtype(query))
-    factor = validation.scalar("scale", scale, arrays, state, query)
+    arrays, (rows, *columns) = validation.features(world.alone, may_be_empty=named, query=query, key=key, **named)
+    m, n = rows.shape[0], sum(x.shape[0] for x in columns)
+    if world.alone:
+        # a queue that nothing has entered yet
+        columns = [x for i, x in enumerate(columns) if i == 0 or x.shape[0]]
+    state = state_dtype(arrays.dtype(rows))
+    factor = validation.scalar("scale", scale, arrays, state, rows)
     if (row_ids is None) != (column_ids is None):
         raise ValueError("row_ids and column_ids must be given together, got only one; give both, or neither")
-    rows_of = None if row_ids is None else validation.integers("row_ids", row_ids, m, "query", arrays, query)
+    rows_of = None if row_ids is None else validation.integers("row_ids", row_ids, m, "query", arrays, rows)
     of_columns = (
-        None if column_ids is None else validation.integers("column_ids", column_ids, n, "column", arrays, query)
+        None if column_ids is None else validation.integers("column_ids", column_ids, n, "column", arrays, rows)
     )
     if positives is None:
         validation.paired("query", query, "key", key, "give positives= to say which key is whose")
         where = None
     else:
-        where = validation.integers("positives", positives, m, "query", arrays, query)
+        where = validation.integers("positives", positives, m, "query", arrays, rows)
     met = world.meet(
         arrays,
-        query,
-        (key, *more),
+        rows,
+        columns,
         factor,
         loss="info_nce",
         scale=_number(scale),
         positives=where is not None,
         row_ids=row_ids is not None,
     )
-    row_weight, row_target = (arrays.full((m,), value, state, query) for value in (1.0 / met.rows, 1.0))
+    row_weight, row_target = (arrays.full((m,), value, state, rows) for value in (1.0 / met.rows, 1.0))
     if where is None:
-        where = arrays.arange(met.start, met.start + m, query)
+        where = arrays.arange(met.start, met.start + m, rows)
     else:
         if validation.values_are_readable(arrays, where):
             world.confirm(validation.positives(where, met.columns))
         # where values cannot be read, a positive that is out of range makes the loss NaN
         row_target = arrays.where((where >= 0) & (where < met.columns), row_target, float("nan"))
     problem = Problem(
-        rows=query,
-        columns=(key, *more),
+        rows=rows,
+        columns=tuple(columns),
         scale=factor,
         row_weight=row_weight,
         row_target=row_target,
@@ -111,15 +116,15 @@ def info_nce(
         column_ids=of_columns,
         placement=met.placement,
     )
-    return Loss(problem, lambda g: (g.rows, g.columns[0], g.scale))
+    return Loss(problem, lambda g: (*_like(arrays, (query, key), (g.rows, g.columns[0])), g.scale))
 
 
 def nt_xent(view_a: Array, view_b: Array, scale: Any, *, world: World = ALONE) -> Loss:
     """The 2b views against themselves, each excluded from its own columns: u = 1 / (2b)."""
-    arrays = validation.features(world.alone, view_a=view_a, view_b=view_b)
+    arrays, both = validation.features(world.alone, view_a=view_a, view_b=view_b)
     validation.paired("view_a", view_a, "view_b", view_b, "give two views of every sample")
-    m, state = view_a.shape[0], state_dtype(arrays.dtype(view_a))
-    views = arrays.concat([view_a, view_b])
+    views = arrays.concat(list(both))
+    m, state = view_a.shape[0], state_dtype(arrays.dtype(views))
     factor = validation.scalar("scale", scale, arrays, state, views)
     met = world.meet(arrays, views, (views,), factor, loss="nt_xent", scale=_number(scale))
     weight, target = (arrays.full((2 * m,), value, state, views) for value in (1.0 / met.rows, 1.0))
@@ -136,52 +141,52 @@ def nt_xent(view_a: Array, view_b: Array, scale: Any, *, world: World = ALONE) -
     )
 
     def pull_back(g: Gradients) -> tuple[Array, ...]:
-        both = _both_sides(g)
-        return both[:m], both[m:], g.scale
+        sides = _both_sides(g)
+        return *_like(arrays, (view_a, view_b), (sides[:m], sides[m:])), g.scale
 
     return Loss(problem, pull_back)
 
 
 def sup_con(features: Array, labels: Array, scale: Any, *, world: World = ALONE) -> Loss:
     """Samples against themselves, self excluded, t = 1 / |P(i)|; u = 1 / (samples that have a positive)."""
-    arrays = validation.features(world.alone, features=features)
-    m, state = features.shape[0], state_dtype(arrays.dtype(features))
-    labels = validation.integers("labels", labels, m, "sample", arrays, features)
-    factor = validation.scalar("scale", scale, arrays, state, features)
-    met = world.meet(arrays, features, (features,), factor, loss="sup_con", scale=_number(scale))
+    arrays, (rows,) = validation.features(world.alone, features=features)
+    m, state = rows.shape[0], state_dtype(arrays.dtype(rows))
+    labels = validation.integers("labels", labels, m, "sample", arrays, rows)
+    factor = validation.scalar("scale", scale, arrays, state, rows)
+    met = world.meet(arrays, rows, (rows,), factor, loss="sup_con", scale=_number(scale))
     partners = arrays.cast(world.count_in(arrays, labels) - 1, state)
     counted = arrays.cast(partners > 0, state)
     # a batch in which no label repeats has loss 0, not 0 / 0
     sharing = arrays.maximum(arrays.cast(world.total(arrays, arrays.total(counted)), state), 1.0)
     problem = Problem(
-        rows=features,
-        columns=(features,),
+        rows=rows,
+        columns=(rows,),
         scale=factor,
         row_weight=counted / sharing,
         row_target=counted / arrays.maximum(partners, 1.0),
-        excluded=arrays.arange(met.start, met.start + m, features),
+        excluded=arrays.arange(met.start, met.start + m, rows),
         row_ids=labels,
         column_ids=labels,
         match="target",
         placement=met.placement,
     )
-    return Loss(problem, lambda g: (_both_sides(g), g.scale))
+    return Loss(problem, lambda g: (*_like(arrays, (features,), (_both_sides(g),)), g.scale))
 
 
 def sigmoid(
-    image: Array, text: Array, scale: Any, bias: Any, *, ids: Array | None = None, world: World = ALONE
+    image: Array, text: Array, scale: Any, bias: Any = 0.0, *, ids: Array | None = None, world: World = ALONE
 ) -> Loss:
     """The additive loss over all pairs, divided by b: u = 1 / b; the positive of row i is column i."""
-    arrays = validation.features(world.alone, image=image, text=text)
+    arrays, (rows, columns) = validation.features(world.alone, image=image, text=text)
     validation.paired("image", image, "text", text, "every image needs its text")
-    m, state = image.shape[0], state_dtype(arrays.dtype(image))
-    same = None if ids is None else validation.integers("ids", ids, m, "pair", arrays, image)
-    factor = validation.scalar("scale", scale, arrays, state, image)
-    added = validation.scalar("bias", bias, arrays, state, image)
+    m, state = rows.shape[0], state_dtype(arrays.dtype(rows))
+    same = None if ids is None else validation.integers("ids", ids, m, "pair", arrays, rows)
+    factor = validation.scalar("scale", scale, arrays, state, rows)
+    added = validation.scalar("bias", bias, arrays, state, rows)
     met = world.meet(
         arrays,
-        image,
-        (text,),
+        rows,
+        (columns,),
         factor,
         added,
         loss="sigmoid_loss",
@@ -189,26 +194,31 @@ def sigmoid(
         bias=_number(bias),
         ids=ids is not None,
     )
-    weight, target = (arrays.full((m,), value, state, image) for value in (1.0 / met.rows, 1.0))
+    weight, target = (arrays.full((m,), value, state, rows) for value in (1.0 / met.rows, 1.0))
     problem = Problem(
         kind="sigmoid",
-        rows=image,
-        columns=(text,),
+        rows=rows,
+        columns=(columns,),
         scale=factor,
         bias=added,
         row_weight=weight,
         row_target=target,
-        positives=arrays.arange(met.start, met.start + m, image),
+        positives=arrays.arange(met.start, met.start + m, rows),
         row_ids=same,
         column_ids=same,
         placement=met.placement,
     )
-    return Loss(problem, lambda g: (g.rows, g.columns[0], g.scale, g.bias))
+    return Loss(problem, lambda g: (*_like(arrays, (image, text), (g.rows, g.columns[0])), g.scale, g.bias))
 
 
 def _number(x: Any) -> float | None:
     """What the ranks can compare of a scale or a bias without waiting for a device."""
-    return float(x) if isinstance(x, int | float) else None
+    return float(x) if isinstance(x, Real) else None
+
+
+def _like(arrays: ArrayLibrary, given: Sequence[Array], gradients: Sequence[Array]) -> Iterator[Array]:
+    """The gradients in the dtypes of what was given: autocast may have had the loss take it in another."""
+    return (arrays.cast(gradient, arrays.dtype(x)) for x, gradient in zip(given, gradients, strict=True))
 
 
 def _both_sides(g: Gradients) -> Array:

@@ -8,6 +8,9 @@ and never a synchronisation.
 from __future__ import annotations
 
 import math
+import sys
+from collections.abc import Collection
+from numbers import Real
 from typing import Any
 
 from contrastile.backends.arrays import FLOATS, ArrayLibrary, library_of
@@ -15,6 +18,7 @@ from contrastile.backends.contract import PRECISIONS, Options
 
 Array = Any
 INTEGERS = ("int8", "int16", "int32", "int64", "uint8")
+_LARGEST = {"float32": (2 - 2.0**-23) * 2.0**127, "float64": sys.float_info.max}
 
 
 def values_are_readable(arrays: ArrayLibrary, x: Array) -> bool:
@@ -26,25 +30,34 @@ def values_are_readable(arrays: ArrayLibrary, x: Array) -> bool:
     return not torch.compiler.is_compiling() and x.device.type == "cpu"
 
 
-def features(alone: bool = True, /, **named: Array) -> ArrayLibrary:
-    """The array library of some feature matrices that must agree.
+def features(
+    alone: bool = True, /, *, may_be_empty: Collection[str] = (), **named: Array
+) -> tuple[ArrayLibrary, tuple[Array, ...]]:
+    """The array library of some feature matrices that must agree, and the matrices as the loss takes them.
+
+    Under ``torch.autocast`` they are taken in its dtype, float64 excepted, as a matrix product takes them.
 
     Args:
         alone: whether a matrix without rows is refused: one rank of a group may hold none.
+        may_be_empty: names of those that may have no rows all the same.
         **named: (samples, width) floating-point matrices by the name that the caller gave them.
 
     Raises:
-        TypeError: not arrays, of different libraries, of different or non-floating dtypes.
+        TypeError: not arrays, of different libraries, of different or non-floating dtypes, not dense.
         ValueError: not matrices, empty, of different widths or on different devices.
     """
-    first_name, first = next(iter(named.items()))
-    arrays = library_of(first)
+    first_name, given = next(iter(named.items()))
+    arrays = library_of(given)
+    taken: list[Array] = []
     for name, x in named.items():
         if not arrays.owns(x):
             raise TypeError(
                 f"{first_name} and {name} must be arrays of one library, "
-                f"got {type(first).__name__} and {type(x).__name__}; convert one of them"
+                f"got {type(given).__name__} and {type(x).__name__}; convert one of them"
             )
+        if arrays.name == "torch" and (x.is_nested or str(x.layout) != "torch.strided"):
+            kind = "a nested tensor" if x.is_nested else f"layout {x.layout}"
+            raise TypeError(f"{name} must be a dense matrix, got {kind}; convert it, e.g. by to_dense()")
         if arrays.dtype(x) not in FLOATS:
             raise TypeError(
                 f"{name} must be floating point ({', '.join(FLOATS)}), got {arrays.dtype(x)}; convert it to float32"
@@ -54,10 +67,12 @@ def features(alone: bool = True, /, **named: Array) -> ArrayLibrary:
             raise ValueError(
                 f"{name} must be a matrix (samples, width), got shape {shape}; reshape it to two dimensions"
             )
-        if (alone and shape[0] == 0) or shape[1] == 0:
+        if (alone and shape[0] == 0 and name not in may_be_empty) or shape[1] == 0:
             raise ValueError(
                 f"{name} must have at least one sample and one feature, got shape {shape}; skip empty batches"
             )
+        taken.append(_as_multiplied(arrays, x))
+        first, x = taken[0], taken[-1]
         if arrays.dtype(x) != arrays.dtype(first):
             raise TypeError(
                 f"{first_name} and {name} must have the same dtype, got {arrays.dtype(first)} and {arrays.dtype(x)}; "
@@ -73,7 +88,17 @@ def features(alone: bool = True, /, **named: Array) -> ArrayLibrary:
                 f"{first_name} and {name} must have the same width, got {first.shape[1]} and {shape[1]}; "
                 "project both to one embedding space"
             )
-    return arrays
+    return arrays, tuple(taken)
+
+
+def _as_multiplied(arrays: ArrayLibrary, x: Array) -> Array:
+    """X in the dtype in which torch would multiply it here and now: autocast's, if it is on for x's kind of device."""
+    kind = arrays.device(x)
+    if arrays.name != "torch" or kind not in ("cpu", "cuda") or arrays.dtype(x) == "float64":
+        return x
+    import torch
+
+    return x.to(torch.get_autocast_dtype(kind)) if torch.is_autocast_enabled(kind) else x
 
 
 def paired(first_name: str, first: Array, second_name: str, second: Array, instead: str) -> None:
@@ -90,13 +115,13 @@ def scalar(name: str, x: Any, arrays: ArrayLibrary, dtype: str, like: Array) -> 
 
     Raises:
         TypeError: not a number.
-        ValueError: more than one element, or not finite.
+        ValueError: more than one element, or not finite in the state dtype.
     """
     if isinstance(x, int | float):
-        # a compiler can follow comparisons with a number that varies, and not math.isfinite
-        if not -math.inf < x < math.inf:
-            raise ValueError(f"{name} must be finite, got {x}; clamp the learned value before it is used")
+        _finite(name, x, dtype)
         return arrays.asarray(float(x), dtype, like)
+    if isinstance(x, Real):
+        return scalar(name, _double(x), arrays, dtype, like)
     if not arrays.owns(x):
         raise TypeError(f"{name} must be a number or a one-element array, got {type(x).__name__}; pass a float")
     if arrays.dtype(x).startswith("complex"):
@@ -104,9 +129,25 @@ def scalar(name: str, x: Any, arrays: ArrayLibrary, dtype: str, like: Array) -> 
     shape = tuple(x.shape)
     if math.prod(shape) != 1:
         raise ValueError(f"{name} must have one element, got shape {shape}; a {name} per sample is not supported")
-    if values_are_readable(arrays, x) and not math.isfinite(x.item()):
-        raise ValueError(f"{name} must be finite, got {x.item()}; clamp the learned value before it is used")
+    if values_are_readable(arrays, x):
+        _finite(name, x.item(), dtype)
     return arrays.asarray(x if shape == () else x.reshape(()), dtype, like)
+
+
+def _finite(name: str, x: float, dtype: str) -> None:
+    """Raise ValueError unless a number is finite and stays so in a dtype."""
+    # a compiler can follow comparisons with a number that varies, and not math.isfinite
+    if not -_LARGEST[dtype] <= x <= _LARGEST[dtype]:
+        got = x if isinstance(x, float) else f"an integer of {x.bit_length()} bits"
+        raise ValueError(f"{name} must be finite in {dtype}, got {got}; clamp the learned value before it is used")
+
+
+def _double(x: Any) -> float:
+    """A real number of any type as Python's own; infinity if it is larger than all of these."""
+    try:
+        return float(x)
+    except OverflowError:
+        return math.inf
 
 
 def integers(name: str, x: Array, length: int, of: str, arrays: ArrayLibrary, like: Array) -> Array:
@@ -140,13 +181,6 @@ def positives(x: Array, columns: int) -> str | None:
                 "index the keys, then the negatives, from 0"
             )
     return None
-
-
-def backend(name: Any) -> str:
-    """The name of a backend; raise TypeError if it is no string. Whether it is known is the registry's to say."""
-    if not isinstance(name, str):
-        raise TypeError(f"backend must be a string, got {type(name).__name__}; pass e.g. backend='torch', or 'auto'")
-    return name
 
 
 def options(tile: Any, precision: Any = "ieee") -> Options:

@@ -9,6 +9,7 @@ from __future__ import annotations
 import contextlib
 import importlib.metadata
 import importlib.util
+import warnings
 from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any
@@ -35,7 +36,8 @@ class Provocation:
 
     def message(self, library: str = "torch") -> str:
         """The text of what the expression raises; another error passes, none is an AssertionError."""
-        with _world(self.without):
+        # torch's own rules of forward mode are made by what torch itself deprecates
+        with _world(self.without), warnings.catch_warnings(action="ignore", category=DeprecationWarning):
             try:
                 # the expressions are the ones in this file
                 eval(self.call, namespace(library))
@@ -98,6 +100,7 @@ PROVOCATIONS: dict[str, list[Provocation]] = {
             "contrastile.clip_loss(image.to(torch.float8_e4m3fn), text, 14.0)",
             "contrastile.clip_loss(image.double(), text, 14.0)",
             "contrastile.sigmoid_loss(image, text.bfloat16(), 10.0, -10.0)",
+            "contrastile.clip_loss(image.to_sparse(), text, 14.0)",
         ),
         *_each(
             TypeError,
@@ -131,12 +134,26 @@ PROVOCATIONS: dict[str, list[Provocation]] = {
             libraries=LIBRARIES,
         ),
         *_each(TypeError, "contrastile.clip_loss(image, text, 14.0, group=3)", libraries=LIBRARIES),
+        Provocation(
+            "contrastile.clip_loss(image, text, 14.0, group='world')",
+            BackendUnavailableError,
+            ("numpy",),
+            without="torch",
+        ),
+        *_each(
+            ValueError,
+            "contrastile.nn.ClipLoss(rank=4, world_size=4)",
+            "contrastile.nn.ClipLoss(use_horovod=True)",
+            "contrastile.nn.SigLipLoss(dist_impl='star')",
+        ),
     ],
     "Scale and bias": [
         *_each(
             ValueError,
             "contrastile.clip_loss(image, text, float('nan'))",
             "contrastile.sigmoid_loss(image, text, 10.0, float('-inf'))",
+            "contrastile.clip_loss(image, text, 1e39)",
+            "contrastile.sup_con(image, labels, 10**400)",
             "contrastile.clip_loss(image, text, image[0])",
             libraries=LIBRARIES,
         ),
@@ -144,9 +161,15 @@ PROVOCATIONS: dict[str, list[Provocation]] = {
             ValueError,
             "contrastile.clip_loss(image, text, torch.tensor(float('inf')))",
             "contrastile.sup_con(image, labels, torch.tensor([float('nan')], requires_grad=True))",
+            "contrastile.clip_loss(image, text, torch.tensor(1e39, dtype=torch.float64))",
             "contrastile.sigmoid_loss(image, text, 10.0, torch.zeros(2))",
         ),
-        *_each(ValueError, "contrastile.nt_xent(image, text, np.float32('inf'))", libraries=("numpy",)),
+        *_each(
+            ValueError,
+            "contrastile.nt_xent(image, text, np.float32('inf'))",
+            "contrastile.clip_loss(image, text, np.array(1e39))",
+            libraries=("numpy",),
+        ),
         *_each(
             TypeError,
             "contrastile.clip_loss(image, text, '14')",
@@ -225,6 +248,13 @@ PROVOCATIONS: dict[str, list[Provocation]] = {
             "contrastile.backends.load('Torch')",
             "contrastile.value_and_grad(max)",
             "contrastile.value_and_grad('clip_loss')",
+            "contrastile.clip_loss(image, text, 14.0, backend=':')",
+            libraries=LIBRARIES,
+        ),
+        *_each(
+            TypeError,
+            "contrastile.value_and_grad(contrastile.clip_loss)(image, text)",
+            "contrastile.value_and_grad(contrastile.clip_loss)(image, text, 14.0, backend='numpy')",
             libraries=LIBRARIES,
         ),
         *_each(
@@ -238,12 +268,22 @@ PROVOCATIONS: dict[str, list[Provocation]] = {
             TypeError,
             "contrastile.clip_loss(image, text, 14.0, backend='contrastile.losses:clip_loss')",
             "contrastile.clip_loss(image, text, 14.0, backend=None)",
+            "contrastile.backends.load(5)",
             libraries=LIBRARIES,
         ),
+        Provocation("contrastile.backends.load('cupy:zzz')", TypeError, LIBRARIES, without="cupy"),
         *_each(
             UnsupportedProblemError,
             "contrastile.value_and_grad(contrastile.clip_loss, backend='numpy')"
             "(image.to('meta'), text.to('meta'), 14.0)",
+        ),
+    ],
+    "Derivatives": [
+        *_each(
+            RuntimeError,
+            "torch.func.jvp(lambda x: contrastile.clip_loss(x, text, 14.0), (image,), (image,))",
+            "torch.func.vmap(lambda x: contrastile.clip_loss(x, text, 14.0))(image[None])",
+            "torch.autograd.functional.hessian(lambda x: contrastile.clip_loss(x, text, 14.0), image)",
         ),
     ],
 }

@@ -5,6 +5,7 @@ import sys
 
 import pytest
 
+import contrastile
 from contrastile import cli
 
 
@@ -29,6 +30,13 @@ def test_help_names_every_command_and_imports_none(capsys, monkeypatch):
     assert stopped.value.code == 0
     out = capsys.readouterr().out
     assert all(name in out for name in cli.COMMANDS)
+
+
+def test_it_says_its_version(capsys):
+    with pytest.raises(SystemExit) as stopped:
+        cli.main(["--version"])
+    assert stopped.value.code == 0
+    assert capsys.readouterr().out == f"contrastile {contrastile.__version__}\n"
 
 
 def test_a_command_gets_its_arguments_and_gives_the_exit_code(monkeypatch):

@@ -6,6 +6,7 @@ from typing import Any
 import pytest
 
 from contrastile import doctor
+from contrastile.backends.contract import BackendUnavailableError
 from contrastile.backends.registry import BUILT_IN, Known
 from contrastile.bench import display, environment
 from contrastile.bench.agreement import Agreement
@@ -54,6 +55,25 @@ def test_a_backend_that_raises_is_broken_and_the_report_goes_on(monkeypatch: pyt
     assert found.mend == "pip install 'contrastile[torch]'"
     # nothing works any more: that is the one failure
     assert run() == 1
+
+
+def test_where_the_packages_are_there_what_mends_it_is_not_to_install_them(monkeypatch: pytest.MonkeyPatch) -> None:
+    def no_gpu(name: str) -> Any:
+        raise BackendUnavailableError(
+            f"backend {name!r} is not available: CuPy finds no NVIDIA GPU; use a machine with such a GPU and its driver"
+        )
+
+    monkeypatch.setattr(doctor.peers, "ours", no_gpu)
+    found = only(monkeypatch, BUILT_IN["cupy"])
+    assert (found.state, found.detail) == ("missing", "CuPy finds no NVIDIA GPU")
+    assert found.mend == "use a machine with such a GPU and its driver"
+
+    def not_loading(name: str) -> Any:
+        raise BackendUnavailableError(f"backend {name!r} is not available: so; mend it") from OSError("no libcudart")
+
+    monkeypatch.setattr(doctor.peers, "ours", not_loading)
+    found = only(monkeypatch, BUILT_IN["cupy"])
+    assert (found.state, found.detail, found.mend) == ("broken", "so", "mend it")
 
 
 def test_a_backend_that_is_wrong_is_said_to_be(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -6,6 +6,9 @@ import ast
 import inspect
 import re
 import runpy
+import subprocess
+import sys
+from fractions import Fraction
 from pathlib import Path
 from types import ModuleType, SimpleNamespace
 
@@ -91,10 +94,74 @@ def test_nan_and_infinite_features_follow_the_oracle_to_a_nan_loss(expression: s
     assert np.isnan(float(call(expression, "torch", image=spoilt, backend=backend)))
 
 
-@pytest.mark.parametrize("scale", [14, 14.0, np.float64(14), True])
-def test_numbers_are_scales(scale: float) -> None:
-    expected = call("contrastile.clip_loss(image, text, scale)", "torch", scale=float(scale))
-    assert torch.equal(call("contrastile.clip_loss(image, text, scale)", "torch", scale=scale), expected)
+@pytest.mark.parametrize("library", LIBRARIES)
+@pytest.mark.parametrize(
+    "number", [14, 14.0, np.float64(14), True, np.float32(14.3), np.float16(3), np.int64(14), Fraction(43, 3)]
+)
+def test_real_numbers_of_any_type_are_scales_and_biases(number: float, library: str) -> None:
+    for expression in (
+        "contrastile.clip_loss(image, text, number)",
+        "contrastile.sigmoid_loss(image, text, 10.0, number)",
+    ):
+        expected = call(expression, library, number=float(number))
+        assert call(expression, library, number=number) == expected
+
+
+@pytest.mark.parametrize("dtype", ["float16", "float32", "float64"])
+def test_a_scale_may_be_as_large_as_the_dtype_it_is_used_in_holds_and_no_larger(dtype: str) -> None:
+    largest = float(np.finfo("float64" if dtype == "float64" else "float32").max)
+    beyond = [] if dtype == "float64" else [2 * largest, np.float64(2 * largest)]
+    image, text = (namespace("numpy")[name].astype(dtype) for name in ("image", "text"))
+    for scale in (-largest, largest, *beyond, 10**400, Fraction(10**400), -(10**400)):
+        for put in (np.asarray, torch.as_tensor):
+            given = put(image), put(text), scale
+            if abs(scale) <= largest:
+                contrastile.clip_loss(*given)
+                continue
+            with pytest.raises(ValueError, match=r"^scale must be finite in float(32|64), got "):
+                contrastile.clip_loss(*given)
+    if dtype != "float64":
+        with pytest.raises(ValueError, match=r"^bias must be finite in float32, got 1e\+39;"):
+            contrastile.sigmoid_loss(image, text, 1.0, np.asarray(1e39))
+
+
+@pytest.mark.parametrize("library", LIBRARIES)
+def test_a_queue_that_nothing_has_entered_yet_is_no_negatives(library: str) -> None:
+    expected = call("contrastile.info_nce(image, text, 14.0)", library)
+    for queue in ("key[:0]", "[key[:0]]", "[key[:0], key[:0]]"):
+        assert call(f"contrastile.info_nce(image, text, 14.0, negatives={queue})", library) == expected
+    some = call("contrastile.info_nce(image, text, 14.0, negatives=[key])", library)
+    assert call("contrastile.info_nce(image, text, 14.0, negatives=[key[:0], key])", library) == some
+    with pytest.raises(ValueError, match="key must have at least one sample"):
+        call("contrastile.info_nce(image, key[:0], 14.0, negatives=key, positives=labels)", library)
+
+
+def test_negatives_of_a_call_with_positives_and_ids_may_be_empty_too() -> None:
+    ids = "positives=labels, row_ids=labels, column_ids=torch.arange(11)"
+    expected = call(f"contrastile.info_nce(image, key, 14.0, {ids})", "torch")
+    assert call(f"contrastile.info_nce(image, key, 14.0, negatives=text[:0], {ids})", "torch") == expected
+
+
+@pytest.mark.filterwarnings("ignore:The PyTorch API of nested tensors")
+def test_nested_tensors_are_refused() -> None:
+    image = namespace("torch")["image"]
+    nested = torch.nested.nested_tensor([image[:2], image[2:]], layout=torch.jagged)
+    with pytest.raises(TypeError, match="image must be a dense matrix, got a nested tensor; convert it"):
+        contrastile.clip_loss(nested, image, 14.0)
+
+
+def test_numpy_arrays_that_torch_cannot_share_are_copied_without_a_word() -> None:
+    image, text = (namespace("numpy")[name] for name in ("image", "text"))
+    expected = contrastile.clip_loss(image, text, 14.0, backend="torch")
+    image.flags.writeable = False
+    assert contrastile.clip_loss(image, text, 14.0, backend="torch") == expected
+    backwards = np.ascontiguousarray(text[::-1])[::-1]
+    assert contrastile.clip_loss(image, backwards, 14.0, backend="torch") == expected
+
+
+def test_what_torch_can_share_is_not_copied() -> None:
+    x = np.ones((3, 2))
+    assert library_of(torch.zeros(2)).from_numpy(x).data_ptr() == x.ctypes.data
 
 
 @pytest.mark.parametrize("shape", [(), (1,), (1, 1)])
@@ -142,3 +209,21 @@ def test_a_loss_of_the_same_name_from_elsewhere_is_not_one_of_ours() -> None:
 def test_no_array_library_is_imported_to_find_an_owner() -> None:
     assert library_of(np.zeros(2)).name == "numpy"
     assert library_of(torch.zeros(2)).name == "torch"
+
+
+def test_without_torch_the_modules_say_how_to_get_it() -> None:
+    code = "import sys; sys.modules['torch'] = None; import contrastile.nn"
+    code = code.replace("= None;", "= None; import importlib.util as u; u.find_spec = lambda name, *_: None;")
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=120)
+    assert done.returncode == 1
+    last = done.stderr.rstrip().splitlines()[-1]
+    assert last.endswith(
+        "BackendUnavailableError: contrastile.nn is not available: torch cannot be imported; "
+        "run: pip install 'contrastile[torch]'"
+    )
+
+
+def test_value_and_grad_takes_the_bias_s_default_as_the_loss_does() -> None:
+    value, gradients = call("contrastile.value_and_grad(contrastile.sigmoid_loss)(image, text, 14.0)", "numpy")
+    assert value == call("contrastile.sigmoid_loss(image, text, 14.0)", "numpy")
+    assert len(gradients) == 4

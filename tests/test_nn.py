@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import inspect
+import re
 from typing import Any
 
 import numpy as np
@@ -13,6 +14,7 @@ from torch.nn.functional import cross_entropy, logsigmoid
 import contrastile
 from contrastile import problems
 from contrastile.backends import load
+from contrastile.exchange.communicator import ExchangeError, MismatchError
 from contrastile.exchange.inprocess import InProcess, Town
 from contrastile.verify.arithmetic import Spread
 from contrastile.verify.bounds import ORACLE, bounds
@@ -71,6 +73,74 @@ def test_the_calls_are_open_clip_s() -> None:
         parameters = inspect.signature(module.forward).parameters
         assert list(parameters) == names
         assert parameters["output_dict"].default is False
+
+
+def test_the_constructors_are_open_clip_s() -> None:
+    """Of open_clip 3.3.0, in their order, each with its default."""
+    clip = {"local_loss": False, "gather_with_grad": False, "cache_labels": False, "rank": 0, "world_size": 1}
+    theirs = {
+        contrastile.nn.ClipLoss: {**clip, "use_horovod": False},
+        contrastile.nn.SigLipLoss: {"cache_labels": False, "rank": 0, "world_size": 1, "dist_impl": None},
+    }
+    for module, expected in theirs.items():
+        parameters = list(inspect.signature(module).parameters.values())
+        found = {each.name: each.default for each in parameters if each.kind is each.POSITIONAL_OR_KEYWORD}
+        assert list(found.items()) == list(expected.items())
+
+
+def test_what_means_nothing_here_changes_nothing() -> None:
+    image, text, scale, bias = leaves(IMAGE, TEXT, S, BETA)
+    expected = contrastile.nn.ClipLoss()(image, text, scale)
+    for flags in ((True,), (False, True), (True, True, True), (False, False, True, 0, 1, False)):
+        assert torch.equal(contrastile.nn.ClipLoss(*flags)(image, text, scale), expected)
+    expected = contrastile.nn.SigLipLoss()(image, text, scale, bias)
+    for way in (None, "bidir", "shift", "reduce", "gather"):
+        assert torch.equal(contrastile.nn.SigLipLoss(True, 0, 1, way)(image, text, scale, bias), expected)
+
+
+@pytest.mark.parametrize("module", [contrastile.nn.ClipLoss, contrastile.nn.SigLipLoss])
+def test_a_world_of_several_is_torch_s_default_group(module: Any) -> None:
+    made = module(rank=1, world_size=4, tile=8)
+    assert (made.group, made.rank, made.world_size) == ("world", 1, 4)
+    assert repr(made) == f"{module.__name__}(backend='auto', tile=8, group='world')"
+    with pytest.raises(ExchangeError, match=r"call torch\.distributed\.init_process_group"):
+        made(*leaves(IMAGE, TEXT, S, BETA))
+    for rank, size in ((4, 4), (-1, 4), (1, 1), (0, 0)):
+        with pytest.raises(ValueError, match=f"rank must lie in 0..world_size-1, got {rank} of {size};"):
+            module(rank=rank, world_size=size)
+    with pytest.raises(TypeError, match="unexpected keyword argument 'ranks'"):
+        module(ranks=4)
+
+
+@pytest.mark.parametrize(("wrong_rank", "wrong_size"), [(2, 0), (0, 1)])
+def test_a_place_that_is_not_the_group_s_is_refused_on_every_rank(wrong_rank: int, wrong_size: int) -> None:
+    image, text = torch.tensor(IMAGE), torch.tensor(TEXT)
+
+    def program(comm: InProcess) -> str:
+        # on the last rank alone a wrong rank, or on all a wrong size
+        rank = comm.rank - wrong_rank // 2 if comm.rank == 2 else comm.rank
+        module = contrastile.nn.ClipLoss(rank=rank, world_size=3 + wrong_size, group=comm)
+        with pytest.raises(MismatchError) as refused:
+            module(image, text, S)
+        return str(refused.value)
+
+    (said,) = set(Town[str](3).run(program))
+    assert re.match(r"rank \d: rank and world_size must be those of the group, where this is rank \d of 3, got ", said)
+
+
+def test_biases_are_taken_as_open_clip_takes_them() -> None:
+    image, text, scale = leaves(IMAGE, TEXT, S)
+    plain = contrastile.nn.ClipLoss()(image, text, scale)
+    assert torch.equal(contrastile.nn.ClipLoss()(image, text, scale, logit_bias=BETA), plain)
+    none, zero = (contrastile.nn.SigLipLoss()(image, text, scale, bias) for bias in (None, 0.0))
+    assert torch.equal(none, zero)
+
+
+@pytest.mark.parametrize(("module", "formula", "build", "args"), CASES)
+def test_a_module_is_one_graph(module: Any, formula: Any, build: Any, args: tuple[Any, ...]) -> None:
+    made, inputs = module(), leaves(*args)
+    compiled = torch.compile(made, fullgraph=True, backend="aot_eager")
+    assert torch.equal(compiled(*inputs), made(*inputs))
 
 
 @pytest.mark.parametrize(("module", "formula", "build", "args"), CASES)
@@ -135,7 +205,7 @@ def test_ranks_that_share_a_batch_have_the_gradients_of_the_whole(
     def program(comm: InProcess) -> list[Any]:
         image, text, *numbers = args
         inputs = leaves(image[parts[comm.rank]], text[parts[comm.rank]], *numbers)
-        loss = module(group=comm, exchange=exchange)(*inputs)
+        loss = module(rank=comm.rank, world_size=comm.size, group=comm, exchange=exchange)(*inputs)
         loss.backward()
         return [loss.item(), *(x.grad.numpy() for x in inputs)]
 

@@ -336,7 +336,8 @@ class TorchArrays:
         return (x.float() if x.dtype == self.module.bfloat16 else x).numpy()
 
     def from_numpy(self, x: Any) -> Array:
-        return self.module.from_numpy(x)
+        # torch takes no read-only memory and no steps backwards
+        return self.module.from_numpy(x if x.flags.writeable and min(x.strides, default=0) >= 0 else x.copy())
 
 
 def mean_excess(arrays: ArrayLibrary, lse: Array, positive: Array, weight: Array, target: Array) -> Array:

@@ -14,10 +14,12 @@ import importlib.util
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from functools import cache
+from typing import Any
 
 from contrastile.backends.contract import Backend, BackendUnavailableError
 
 ENTRY_POINT_GROUP = "contrastile.backends"
+INSTALL = "pip install 'contrastile[{}]'"
 
 
 @dataclass(frozen=True, slots=True)
@@ -53,12 +55,12 @@ def _is_there(name: str) -> bool:
 
 BUILT_IN = {
     "numpy": Known("contrastile.backends.numpy:backend"),
-    "torch": Known("contrastile.backends.torch:backend", ("torch",), "pip install 'contrastile[torch]'"),
-    "triton": Known("contrastile.backends.triton:backend", ("torch", "triton"), "pip install 'contrastile[triton]'"),
+    "torch": Known("contrastile.backends.torch:backend", ("torch",), INSTALL.format("torch")),
+    "triton": Known("contrastile.backends.triton:backend", ("torch", "triton"), INSTALL.format("triton")),
     "cupy": Known(
         "contrastile.backends.cupy:backend",
         ("cupy", "cuda.bindings", "ml_dtypes"),
-        "pip install 'contrastile[cupy]'",
+        INSTALL.format("cupy"),
     ),
 }
 
@@ -85,6 +87,20 @@ def available() -> dict[str, str | None]:
     return {name: entry.missing() for name, entry in known().items()}
 
 
+def require(what: str, package: str) -> None:
+    """Raise BackendUnavailableError unless a package that ``what`` needs can be found; its extra has its name."""
+    missing = Known("", (package,), INSTALL.format(package)).missing()
+    if missing:
+        raise BackendUnavailableError(f"{what} is not available: {missing}")
+
+
+def checked(name: Any) -> str:
+    """The name of a backend; raise TypeError if it is no string. Whether it is known is ``load``'s to say."""
+    if not isinstance(name, str):
+        raise TypeError(f"backend must be a string, got {type(name).__name__}; pass e.g. backend='torch', or 'auto'")
+    return name
+
+
 @cache
 def load(name: str) -> Backend:
     """The backend of this name.
@@ -96,38 +112,53 @@ def load(name: str) -> Backend:
     Raises:
         ValueError: no backend has this name.
         BackendUnavailableError: what it needs cannot be imported.
-        TypeError: what the name leads to is not a Backend.
+        TypeError: what the name leads to is not a Backend, or the name is no string.
     """
     backends = known()
-    entry = backends.get(name)
-    if entry is None and ":" not in name:
+    entry = backends.get(checked(name)) or _elsewhere(name, backends)
+    if entry is None:
         raise ValueError(
             f"backend must be one of {', '.join(backends)}, 'auto' or 'module:attribute', got {name!r}; "
             "contrastile doctor says what can run here"
         )
-    entry = entry or _elsewhere(name, backends)
     missing = entry.missing()
-    if missing:
-        raise BackendUnavailableError(f"backend {name!r} is not available: {missing}")
-    module_name, _, attribute = entry.target.partition(":")
     try:
-        module = importlib.import_module(module_name)
-    except ModuleNotFoundError as error:
-        raise BackendUnavailableError(
-            f"backend {name!r} is not available: {error}; check the spelling, or put its folder on PYTHONPATH"
-        ) from error
-    backend = getattr(module, attribute or "backend", None)
+        backend = _found(entry)
+    except (ImportError, OSError) as error:
+        if isinstance(error, BackendUnavailableError) and not missing:
+            raise
+        raise BackendUnavailableError(f"backend {name!r} is not available: {missing or _why(error, entry)}") from error
     if not isinstance(backend, Backend):
         raise TypeError(
             f"backend {name!r} must be a contrastile.backends.contract.Backend, got {type(backend).__name__}; "
             f"name it as module:attribute"
         )
+    if missing:
+        raise BackendUnavailableError(f"backend {name!r} is not available: {missing}")
     return backend
 
 
-def _elsewhere(name: str, backends: Mapping[str, Known]) -> Known:
+def _found(entry: Known) -> object:
+    """What an entry leads to, None if its module has no such attribute."""
+    module, _, attribute = entry.target.partition(":")
+    return getattr(importlib.import_module(module), attribute or "backend", None)
+
+
+def _why(error: Exception, entry: Known) -> str:
+    """Why something that is there does not load, and what may mend it."""
+    if isinstance(error, ModuleNotFoundError):
+        return f"{error}; check the spelling, or put its folder on PYTHONPATH"
+    # one line: CuPy puts a frame around its own
+    said = " ".join(str(error).split())
+    again = f", or run: {entry.install} --force-reinstall" if entry.install else ""
+    return f"it is installed, but cannot be imported ({said}); see that it fits this machine and its driver{again}"
+
+
+def _elsewhere(name: str, backends: Mapping[str, Known]) -> Known | None:
     """Where "module:attribute" leads to; a record of a known backend's module needs what that backend needs."""
-    module, _, attribute = name.partition(":")
+    module, colon, attribute = name.partition(":")
+    if not colon or not module or module.startswith("."):
+        return None
     one = backends.get(module)
     return Known(name) if one is None else replace(one, target=f"{one.target.partition(':')[0]}:{attribute}")
 

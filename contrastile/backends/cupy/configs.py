@@ -5,8 +5,9 @@ Chosen ahead, by measurement (``docs/performance.md``): the same shapes give the
 
 from __future__ import annotations
 
-import os
 from dataclasses import dataclass, replace
+
+from contrastile.backends.settings import mebibytes
 
 WORKSPACE_MIB = 512
 """Default size of the workspace for G: see ``workspace_bytes``."""
@@ -108,12 +109,12 @@ def forward_chunk(m: int, n: int, family: Family, tile: tuple[int, int] | None) 
 
 def workspace_bytes(mib: int | None = None) -> int:
     """Bytes of the workspace: ``mib``, or CONTRASTILE_WORKSPACE_MIB of the environment, or the default."""
-    return (int(os.environ.get("CONTRASTILE_WORKSPACE_MIB", WORKSPACE_MIB)) if mib is None else mib) * 2**20
+    return mebibytes("CONTRASTILE_WORKSPACE_MIB", WORKSPACE_MIB) if mib is None else mib * 2**20
 
 
 def kept_bytes(keep: int | None = None) -> int:
     """Most bytes of exponentials kept: ``keep``, or CONTRASTILE_KEEP_MIB of the environment, or the default."""
-    return int(os.environ.get("CONTRASTILE_KEEP_MIB", KEEP_MIB)) * 2**20 if keep is None else keep
+    return mebibytes("CONTRASTILE_KEEP_MIB", KEEP_MIB) if keep is None else keep
 
 
 def kept_stride(n: int) -> int:

@@ -7,7 +7,6 @@ from functools import cache, partial
 import cupy
 
 from contrastile.backends.contract import Accuracy, Backend, BackendUnavailableError, Block
-from contrastile.backends.cupy import INSTALL
 from contrastile.backends.cupy.additive import sigmoid_loss
 from contrastile.backends.cupy.arrays import FusedArrays
 from contrastile.backends.cupy.configs import DEFAULT, Way, kept_bytes
@@ -20,14 +19,15 @@ def require_gpu() -> None:
     """Raise BackendUnavailableError where CuPy cannot reach a GPU of compute capability 8.0 at least."""
     try:
         count = cupy.cuda.runtime.getDeviceCount()
-        reason = "" if count else "CuPy finds no GPU"
+        reason = "" if count else "CuPy finds no NVIDIA GPU"
         if count and int(cupy.cuda.Device(0).compute_capability) < 80:
             reason = "the GPU's compute capability must be 8.0 or more"
     except cupy.cuda.runtime.CUDARuntimeError as error:
-        reason = f"CuPy reaches no GPU ({error})"
+        reason = f"CuPy reaches no NVIDIA GPU ({error})"
     if reason:
+        # CuPy itself is there
         raise BackendUnavailableError(
-            f"backend 'cupy' is not available: {reason}; on a machine with an NVIDIA GPU and its driver, run: {INSTALL}"
+            f"backend 'cupy' is not available: {reason}; use a machine with such a GPU and its driver"
         )
 
 

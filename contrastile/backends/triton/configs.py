@@ -6,12 +6,13 @@ everywhere, and a first call compiles a handful of kernels instead of dozens.
 
 from __future__ import annotations
 
-import os
 from dataclasses import dataclass, replace
 from functools import cache
 from typing import Any
 
 from triton import knobs
+
+from contrastile.backends.settings import mebibytes
 
 INTERPRETED = bool(knobs.runtime.interpret)
 """Whether the kernels run under Triton's interpreter (TRITON_INTERPRET=1, on the CPU); fixed when they are defined."""
@@ -146,7 +147,7 @@ def forward_chunk(m: int, n: int, config: Config, tile: tuple[int, int] | None) 
 
 def workspace_bytes() -> int:
     """Bytes of the workspace."""
-    return int(os.environ.get("CONTRASTILE_WORKSPACE_MIB", WORKSPACE_MIB)) * 2**20
+    return mebibytes("CONTRASTILE_WORKSPACE_MIB", WORKSPACE_MIB)
 
 
 def backward_chunk(

@@ -56,13 +56,22 @@ class Towers(nn.Module):
 
 def clip(features: tuple[Tensor, ...], **settings: Any) -> Tensor:
     image, text, scale, bias = features
-    loss = contrastile.nn.ClipLoss(group="world", **settings)(image, text, scale, bias)
+    # as open_clip's own training makes it
+    loss = contrastile.nn.ClipLoss(
+        local_loss=True,
+        gather_with_grad=True,
+        cache_labels=True,
+        rank=dist.get_rank(),
+        world_size=dist.get_world_size(),
+        **settings,
+    )(image, text, scale, bias)
     assert isinstance(loss, Tensor)
     return loss
 
 
 def siglip(features: tuple[Tensor, ...], **settings: Any) -> Tensor:
-    loss = contrastile.nn.SigLipLoss(group="world", **settings)(*features)
+    place = {"rank": dist.get_rank(), "world_size": dist.get_world_size()}
+    loss = contrastile.nn.SigLipLoss(**place, dist_impl="gather", **settings)(*features)
     assert isinstance(loss, Tensor)
     return loss
 

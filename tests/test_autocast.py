@@ -1,0 +1,204 @@
+"""Autocast: the loss takes features as a matrix product would, in autocast's dtype; all else is as without it."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import replace
+from typing import Any
+
+import pytest
+import torch
+from test_autograd import LOSSES, Loss, clip, features, gradients, info_nce, number, sigmoid
+from torch import Tensor
+
+import contrastile
+from contrastile import autograd, evaluation
+from contrastile.backends import load
+from contrastile.exchange.inprocess import InProcess, Town
+
+Step = tuple[Tensor, list[Tensor]]
+
+
+def leaf(rows: int, seed: int, dtype: torch.dtype = torch.float32) -> Tensor:
+    return features(rows, seed=seed, dtype=dtype).detach().requires_grad_()
+
+
+def step(loss: Loss, inputs: list[Tensor], scale: Tensor) -> Step:
+    """The value, and the gradients of the inputs and the scale."""
+    value = loss(*inputs, scale, "torch")
+    return value, gradients(value, *inputs, scale)
+
+
+def same(found: Step, expected: Step) -> None:
+    """Value and scale's gradient bit by bit; features' gradients are the expected ones in the features' own dtype."""
+    assert torch.equal(found[0], expected[0])
+    for a, b in zip(found[1], expected[1], strict=True):
+        assert torch.equal(a, b.to(a.dtype))
+
+
+# info_nce here has the keys among the negatives too, whose gradients then add in another dtype
+@pytest.mark.parametrize("backward_too", [False, True])
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+@pytest.mark.parametrize("loss", [loss for loss in LOSSES if loss is not info_nce])
+def test_the_loss_is_that_of_features_in_autocast_s_dtype(loss: Loss, dtype: torch.dtype, backward_too: bool) -> None:
+    inputs, scale = [leaf(23, 0), leaf(23, 1)], number(50.0, torch.float32)
+    narrow = [x.detach().to(dtype).requires_grad_() for x in inputs]
+    expected = step(loss, narrow, scale)
+    with torch.autocast("cpu", dtype=dtype):
+        value = loss(*inputs, scale, "torch")
+        found = gradients(value, *inputs, scale) if backward_too else []
+    found = found or gradients(value, *inputs, scale)
+    assert [x.dtype for x in found] == [torch.float32] * 3
+    same((value, found), expected)
+    assert not torch.equal(value, loss(*inputs, scale, "torch"))
+
+
+@pytest.mark.parametrize("loss", LOSSES)
+def test_dtypes_that_differ_meet_in_autocast_s(loss: Loss) -> None:
+    image, text, scale = leaf(23, 0), leaf(23, 1, torch.bfloat16), number(50.0, torch.float32)
+    if loss.__name__ != "sup_con":  # which is given one matrix, joined by the test
+        with pytest.raises(TypeError, match="must have the same dtype, got float32 and bfloat16"):
+            loss(image, text, scale, "torch")
+    with torch.autocast("cpu", dtype=torch.bfloat16):
+        value = loss(image, text, scale, "torch")
+    narrow = [x.detach().bfloat16().requires_grad_() for x in (image, text)]
+    found = gradients(value, image, text, scale)
+    assert [x.dtype for x in found] == [torch.float32, torch.bfloat16, torch.float32]
+    same((value, found), step(loss, narrow, scale))
+
+
+def test_negatives_are_cast_too_and_get_their_gradients_back() -> None:
+    query, key, hard = leaf(9, 0), leaf(9, 1), leaf(5, 2)
+    narrow = [x.detach().bfloat16().requires_grad_() for x in (query, key, hard)]
+    expected = contrastile.info_nce(*narrow[:2], 20.0, negatives=[narrow[2]])
+    with torch.autocast("cpu", dtype=torch.bfloat16):
+        value = contrastile.info_nce(query, key, 20.0, negatives=[hard])
+    assert torch.equal(value, expected)
+    same((value, gradients(value, query, key, hard)), (expected, gradients(expected, *narrow)))
+
+
+@pytest.mark.parametrize("loss", LOSSES)
+def test_float64_stays_and_disabling_autocast_keeps_float32(loss: Loss) -> None:
+    wide, scale = [features(), features(seed=1)], number(14.3)
+    inputs, small = [leaf(23, 0), leaf(23, 1)], number(14.3, torch.float32)
+    with torch.autocast("cpu", dtype=torch.bfloat16):
+        assert torch.equal(loss(*wide, scale, "torch"), plain(loss, *wide, scale))
+        with torch.autocast("cpu", enabled=False):
+            assert torch.equal(loss(*inputs, small, "torch"), plain(loss, *inputs, small))
+
+
+def plain(loss: Loss, *inputs: Tensor) -> Tensor:
+    with torch.autocast("cpu", enabled=False):
+        return loss(*inputs, "torch")
+
+
+def test_autocast_of_another_kind_of_device_says_nothing_about_these(monkeypatch: pytest.MonkeyPatch) -> None:
+    inputs = [leaf(23, 0), leaf(23, 1), number(14.3, torch.float32)]
+    expected = clip(*inputs, "torch")
+    # torch.autocast("cuda") itself turns off where there is no GPU
+    monkeypatch.setattr(torch, "is_autocast_enabled", lambda kind: kind == "cuda")
+    assert torch.equal(clip(*inputs, "torch"), expected)
+
+
+@pytest.mark.parametrize("loss", LOSSES)
+def test_one_graph_holds_the_cast_and_no_grad_gives_the_same_value(loss: Loss) -> None:
+    inputs, scale = [leaf(23, 0), leaf(23, 1)], number(14.3, torch.float32)
+
+    def inside(*x: Tensor) -> Tensor:
+        with torch.autocast("cpu", dtype=torch.bfloat16):
+            return loss(*x, "torch")
+
+    torch.compiler.reset()
+    around = torch.compile(lambda *x: loss(*x, "torch"), fullgraph=True, backend="aot_eager")
+    within = torch.compile(inside, fullgraph=True, backend="aot_eager")
+    expected = inside(*inputs, scale)
+    with torch.autocast("cpu", dtype=torch.bfloat16):
+        outer = around(*inputs, scale)
+    values = [within(*inputs, scale), outer]
+    for value in values:
+        same((value, gradients(value, *inputs, scale)), (expected, gradients(inside(*inputs, scale), *inputs, scale)))
+    # the same compiled function, asked without autocast, casts nothing
+    assert torch.equal(around(*inputs, scale), plain(loss, *inputs, scale))
+    with torch.no_grad():
+        silent = inside(*inputs, scale)
+    assert torch.equal(silent, expected)
+    assert not silent.requires_grad
+
+
+@pytest.mark.parametrize(
+    "module", [contrastile.nn.ClipLoss, contrastile.nn.SigLipLoss], ids=lambda module: module.__name__
+)
+def test_a_module_after_normalize_as_open_clip_is_used(module: Any) -> None:
+    tower, x = torch.nn.Linear(6, 5), torch.randn(11, 6, generator=torch.Generator().manual_seed(3))
+    with torch.autocast("cpu", dtype=torch.bfloat16):
+        # float32 out of normalize, as on a GPU
+        image = torch.nn.functional.normalize(tower(x).float(), dim=1)
+        text = torch.nn.functional.normalize(tower(x.flip(0)), dim=1).bfloat16()
+        value = module()(image, text, torch.tensor(10.0), -10.0)
+    assert value.dtype == torch.float32
+    assert torch.equal(value, module()(image.bfloat16(), text, torch.tensor(10.0), -10.0))
+    value.backward()
+    assert tower.weight.grad.dtype == torch.float32
+
+
+@pytest.mark.parametrize("name", ["clip_loss", "info_nce", "nt_xent", "sup_con", "sigmoid_loss"])
+def test_value_and_grad_gives_gradients_in_the_dtypes_of_what_it_was_given(name: str) -> None:
+    loss: Callable[..., Tensor] = getattr(contrastile, name)
+    image, text = leaf(9, 0), leaf(9, 1)
+    inputs = [image, torch.arange(9) % 4] if name == "sup_con" else [image, text]
+    with torch.autocast("cpu", dtype=torch.bfloat16):
+        value, found = contrastile.value_and_grad(loss)(*inputs, 20.0)
+        expected = loss(*inputs, 20.0)
+    leaves = [x for x in inputs if x.requires_grad]
+    assert torch.equal(value, expected)
+    for a, b in zip(found, gradients(expected, *leaves), strict=False):
+        assert a.dtype == torch.float32
+        assert torch.equal(a, b)
+
+
+@pytest.mark.parametrize("exchange", ["ring", "gather"])
+@pytest.mark.parametrize("loss", [clip, sigmoid], ids=["clip", "sigmoid"])
+def test_ranks_agree_on_the_dtype_that_autocast_gives_them(loss: Any, exchange: str) -> None:
+    names = {clip: contrastile.clip_loss, sigmoid: contrastile.sigmoid_loss}
+    dtypes = [torch.float32, torch.bfloat16]
+
+    def program(comm: InProcess) -> tuple[Tensor, Tensor]:
+        own = [leaf(4, seed, dtypes[comm.rank]) for seed in (comm.rank, comm.rank + 5)]
+        with torch.autocast("cpu", dtype=torch.bfloat16):
+            value = names[loss](*own, 20.0, group=comm, exchange=exchange)
+        return value.detach(), gradients(value, own[0])[0]
+
+    def narrow(comm: InProcess) -> tuple[Tensor, Tensor]:
+        own = [leaf(4, seed).detach().bfloat16().requires_grad_() for seed in (comm.rank, comm.rank + 5)]
+        value = names[loss](*own, 20.0, group=comm, exchange=exchange)
+        return value.detach(), gradients(value, own[0])[0]
+
+    for rank, (found, expected) in enumerate(zip(Town[Any](2).run(program), Town[Any](2).run(narrow), strict=True)):
+        assert torch.equal(found[0], expected[0])
+        assert found[1].dtype == dtypes[rank]
+        assert torch.equal(found[1], expected[1].to(dtypes[rank]))
+
+
+@pytest.mark.parametrize("loss", LOSSES)
+def test_no_backend_s_products_are_narrowed(loss: Loss, monkeypatch: pytest.MonkeyPatch) -> None:
+    seen: list[bool] = []
+
+    def watched(primitive: Callable[..., Any]) -> Callable[..., Any]:
+        def call(*args: Any) -> Any:
+            seen.append(torch.is_autocast_enabled("cpu"))
+            return primitive(*args)
+
+        return call
+
+    backend = load("torch")
+    backend = replace(
+        backend, finished=None, **{name: watched(getattr(backend, name)) for name in ("lse", "gradients", "sigmoid")}
+    )
+    for module in (evaluation, autograd.bodies):
+        monkeypatch.setattr(module, "load", lambda name: backend)
+    inputs = [leaf(9, 0), leaf(9, 1), number(20.0, torch.float32)]
+    with torch.autocast("cpu", dtype=torch.bfloat16):
+        gradients(loss(*inputs, "torch"), *inputs)
+        contrastile.value_and_grad(contrastile.clip_loss, backend="torch")(*inputs)
+    assert seen
+    assert not any(seen)
