@@ -1,7 +1,7 @@
 """Shows that steps with a group replay from CUDA graphs with the bits of eager ones.
 
 ``torchrun --nproc-per-node N benchmarks/graph_smoke.py torch [copies] [BACKEND ...]``, or ``mpirun -n N python -m
-mpi4py benchmarks/graph_smoke.py mpi ...`` for CuPy's NCCL; ``copies`` as in ``nccl_smoke.py``. Torch tensors, uneven
+mpi4py benchmarks/graph_smoke.py mpi ...`` for MPI's ranks; ``copies`` as in ``nccl_smoke.py``. Torch tensors, uneven
 shards. The last replays and eager steps come more than a deadline after the capture. One line a check.
 """
 

@@ -1,7 +1,7 @@
 """Shows that the exchange runs on the GPUs of one host: every primitive bit for bit, both schedules within bounds.
 
 ``torchrun --nproc-per-node N benchmarks/nccl_smoke.py torch`` for NCCL through torch, ``... gloo`` for GPUs through the
-host, ``mpirun -n N python -m mpi4py benchmarks/nccl_smoke.py mpi`` for CuPy's NCCL (through the host where ranks share
+host, ``mpirun -n N python -m mpi4py benchmarks/nccl_smoke.py mpi`` for MPI's ranks (through the host where they share
 a GPU), and ``python benchmarks/nccl_smoke.py alone`` for NCCL from a GPU to itself. A second argument ``copies`` sends
 every message by copy engines, in small pieces, and has both schedules take their columns in parts. With ``killed``,
 ``raises``, ``leaves`` or ``stalls`` the last rank does that in the middle of a ring instead, and the others must end
@@ -244,21 +244,22 @@ def fail(comm: Any, put: Callable[[Any, str], Any], fault: str) -> None:
 
 
 def alone() -> None:
-    """Both NCCL channels with one rank, which sends to itself."""
-    import cupy
+    """Both ways to NCCL with one rank, which sends to itself."""
     import torch
     import torch.distributed as dist
-    from cupy.cuda import nccl as engine
 
     from contrastile.exchange import nccl, torchgroup
+    from contrastile.exchange.driver import Gpu
     from contrastile.exchange.watch import Watch
 
-    stream = cupy.cuda.Stream(non_blocking=True, priority=-5)
-    communicator = engine.NcclCommunicator(1, engine.get_unique_id(), 0)
-    channels: list[Any] = [nccl.NCCLChannel(communicator, stream, 0, Watch(lambda: 10.0))]
+    calls, gpu = nccl.NCCL(), Gpu(0)
+    with gpu.active():
+        communicator = calls.connect(calls.key(), 0, 1)
+        channels: list[Any] = [nccl.NCCLChannel(calls, communicator, gpu, gpu.stream(), Watch(lambda: 10.0))]
     options: Any = dist.ProcessGroupNCCL.Options(is_high_priority_stream=True)
     options.global_ranks_in_group = [0]
-    through_torch = torchgroup.NCCLChannel(dist.ProcessGroupNCCL(dist.HashStore(), 0, 1, options), Watch(lambda: 10.0))
+    engine = dist.ProcessGroupNCCL(dist.HashStore(), 0, 1, options)
+    through_torch = torchgroup.ThroughTorch(engine, Watch(lambda: 10.0))
     through_torch.open(torch.device("cuda", 0), 1)
     channels.append(through_torch)
     for channel in channels:

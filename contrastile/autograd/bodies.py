@@ -107,7 +107,10 @@ def softmax_loss(
     vectors: Sequence[Tensor | None],
     how: str,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """The softmax loss (0-d), the row LSE (m,), the column LSE (n,) and the gathered columns; empty where none."""
+    """The softmax loss (0-d), the row LSE (m,), the column LSE (n,) and the gathered columns; empty where none.
+
+    In the column LSE's place a gather gives (3, N), what it knows of all ranks' columns: see ``local.Forward.over``.
+    """
     loss, row_lse, column_lse, gathered, _ = keeping_softmax_loss(rows, columns, scale, vectors, how, keep=False)
     return loss, row_lse, column_lse, gathered
 
@@ -131,7 +134,8 @@ def keeping_softmax_loss(
     with native(problem, chosen) as (inside, source):
         saved = schedule.forward(inside, chosen, way.options, keep=keep)
         outside, features = _outside(chosen, source, scale, scale), _outside(chosen, source, scale, rows)
-        given = outside(saved.loss), outside(saved.row_lse), outside(saved.column_lse), features(saved.gathered)
+        side = saved.column_lse if saved.over is None else saved.over
+        given = outside(saved.loss), outside(saved.row_lse), outside(side), features(saved.gathered)
         return *given, _outside(chosen, source, scale, None)(saved.kept)
 
 
@@ -172,8 +176,10 @@ def kept_softmax_gradients(
         # .data: the backend may write there, and autograd must not take that for a change of what it saved
         more = gathered if gathered.numel() else None, kept.data if kept.numel() else None
         given = upstream, row_lse, column_lse, *more
-        factor, *state = (transfer(x, source, chosen.arrays) for x in given)
-        found = schedule.backward(inside, local.Forward(factor, *state), factor, wanted, chosen, way.options)
+        factor, row_state, side, columns_there, kept_there = (transfer(x, source, chosen.arrays) for x in given)
+        mine, over = (side, None) if column_lse.ndim == 1 else (None, side)
+        forward = local.Forward(factor, row_state, mine, columns_there, over, kept_there)
+        found = schedule.backward(inside, forward, factor, wanted, chosen, way.options)
         matrix, number = _outside(chosen, source, scale, rows), _outside(chosen, source, scale, scale)
         return matrix(found.rows), [matrix(x) for x in found.columns], number(found.scale)
 

@@ -1,7 +1,7 @@
 """What a ring and a gather need of whatever carries their messages, and where it comes from.
 
-Implementations: ``inprocess`` (all ranks in one process, for tests and teaching), ``mpi`` (mpi4py), ``torchgroup``
-(torch.distributed, NCCL and gloo) and ``nccl`` (CuPy's NCCL, no torch). A message is a list of contiguous arrays whose
+Implementations: ``inprocess`` (all ranks in one process, for tests and teaching), ``mpi`` (mpi4py) and ``torchgroup``
+(torch.distributed), and of these for arrays on GPUs ``nccl``. A message is a list of contiguous arrays whose
 shapes both sides know beforehand: sizes cross once, in the handshake (``world``).
 
 Every rank posts the same messages in the same order; messages are matched by that order. "Posted" means that the
@@ -13,7 +13,7 @@ from __future__ import annotations
 
 import math
 import os
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from itertools import count
 from typing import TYPE_CHECKING, Any, Protocol
 from weakref import WeakValueDictionary
@@ -55,7 +55,7 @@ class Communicator(Protocol):
 
     @property
     def name(self) -> str:
-        """What it is, for reports: "in-process", "mpi", "torch nccl", "torch gloo", "cupy nccl"."""
+        """What it is, for reports: "in-process", "mpi", "torch gloo", "nccl", "torch nccl"."""
         ...
 
     @property
@@ -91,6 +91,10 @@ class Communicator(Protocol):
         Raises:
             ExchangeError: a rank did not answer within the deadline.
         """
+        ...
+
+    def exchange(self, outgoing: Mapping[int, Sequence[Array]], incoming: Mapping[int, Sequence[Array]]) -> Pending:
+        """``outgoing[r]`` go to rank r, ``incoming[r]`` come from rank r, array for array; one message for all."""
         ...
 
     def shift(self, outgoing: Sequence[Array], incoming: Sequence[Array]) -> Pending:

@@ -9,11 +9,9 @@ from __future__ import annotations
 import json
 import logging
 import os
-import socket
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any
 
 from contrastile.backends.contract import Array
@@ -23,6 +21,7 @@ from contrastile.exchange.driver import DriverError
 from contrastile.exchange.peers import Channel, Parts
 from contrastile.exchange.staging import Device, Staging
 from contrastile.exchange.watch import Flight, Watch
+from contrastile.exchange.wires import host
 
 LEAST = 4 << 20
 """Bytes between two ranks from which on a message is copied."""
@@ -92,8 +91,8 @@ class CopyChannel:
                 exported = staging.allocate()
             except DriverError as error:
                 reason = str(error)
-        told = [json.loads(x) for x in self.tell(json.dumps([_host(), exported.hex(), reason]))]
-        if len({host for host, _, _ in told}) > 1:
+        told = [json.loads(x) for x in self.tell(json.dumps([host(), exported.hex(), reason]))]
+        if len({here for here, _, _ in told}) > 1:
             reason = "the ranks are on several hosts"
         if not any([reason, *(why for _, _, why in told)]) and staging is not None:
             try:
@@ -176,12 +175,6 @@ def _divided(parts: Parts) -> tuple[Parts, Parts]:
     for r, xs in parts.items():
         (large if sum(map(nbytes, xs)) >= LEAST else rest)[r] = xs
     return large, rest
-
-
-def _host() -> str:
-    """This host, also where several have one name."""
-    boot = Path("/proc/sys/kernel/random/boot_id")
-    return f"{socket.gethostname()} {boot.read_text(encoding='ascii').strip() if boot.exists() else ''}"
 
 
 @dataclass(slots=True, eq=False)

@@ -8,12 +8,11 @@ from __future__ import annotations
 
 import ctypes
 import sys
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager, suppress
+from collections.abc import Sequence
+from contextlib import AbstractContextManager, suppress
 from ctypes import byref, c_int, c_size_t, c_ubyte, c_uint, c_uint64, c_void_p
 from typing import Any
 
-from contrastile.backends.arrays import library_of
 from contrastile.backends.contract import Array
 
 Flags = Sequence[tuple[int, int]]
@@ -45,7 +44,7 @@ def _library() -> Any:
 
 
 class Event:
-    """A point in a stream."""
+    """A point in a stream; its handle is used again once nobody asks for it any more."""
 
     __slots__ = ("_gpu", "address")
 
@@ -53,9 +52,26 @@ class Event:
         self.address, self._gpu = address, gpu
 
     def __del__(self) -> None:
-        # in whatever thread; and at the process's end the driver may be gone
-        with suppress(DriverError, AttributeError, TypeError), self._gpu.active():
-            self._gpu.destroy(self)
+        # in whatever thread; what waits for the event knows the point that it was recorded at
+        self._gpu.spare.append(self.address)
+
+
+class _Active:
+    """While open, a GPU's context is the thread's."""
+
+    __slots__ = ("_context", "_pop", "_push")
+
+    def __init__(self, gpu: Gpu, context: c_void_p) -> None:
+        self._context = context
+        self._push, self._pop = gpu.found("cuCtxPushCurrent_v2"), gpu.found("cuCtxPopCurrent_v2")
+
+    def __enter__(self) -> None:
+        code = self._push(self._context)
+        if code:
+            raise DriverError(f"cuCtxPushCurrent_v2 gave error {code}")
+
+    def __exit__(self, *_: object) -> None:
+        self._pop(byref(c_void_p()))
 
 
 class Gpu:
@@ -75,26 +91,31 @@ class Gpu:
         self._call("cuDeviceGet", byref(device), number)
         self._call("cuDevicePrimaryCtxRetain", byref(self._context), device)
         self.number, self._own_stream = number, 0
+        self._active = _Active(self, self._context)
+        self.spare: list[int] = []
 
     def _call(self, name: str, *arguments: Any) -> None:
-        code = self._found(name)(*arguments)
+        code = self.found(name)(*arguments)
         if code:
             raise DriverError(f"{name} gave error {code}")
 
-    def _found(self, name: str) -> Any:
+    def found(self, name: str) -> Any:
+        """A call of the driver."""
         try:
             return getattr(self._cuda, name)
         except AttributeError as error:
             raise DriverError(f"the CUDA driver has no {name}") from error
 
-    @contextmanager
-    def active(self) -> Iterator[None]:
+    def place(self) -> str:
+        """Where it is in its host."""
+        found, device = ctypes.create_string_buffer(32), c_int()
+        self._call("cuDeviceGet", byref(device), self.number)
+        self._call("cuDeviceGetPCIBusId", found, c_int(len(found)), device)
+        return found.value.decode()
+
+    def active(self) -> AbstractContextManager[None]:
         """This GPU's context is the thread's."""
-        self._call("cuCtxPushCurrent_v2", self._context)
-        try:
-            yield
-        finally:
-            self._call("cuCtxPopCurrent_v2", byref(c_void_p()))
+        return self._active
 
     def allocate(self, nbytes: int) -> int:
         """Zeroed memory, which other processes can map."""
@@ -137,7 +158,7 @@ class Gpu:
 
     def current(self, x: Array) -> int:
         """The stream on which x's library works now."""
-        if library_of(x).name == "torch":
+        if hasattr(x, "data_ptr"):
             return int(sys.modules["torch"].cuda.current_stream(x.device).cuda_stream)
         return int(sys.modules["cupy"].cuda.get_current_stream(self.number).ptr)
 
@@ -149,19 +170,19 @@ class Gpu:
 
     def address(self, x: Array) -> int:
         """Where an array's elements begin."""
-        return int(x.data_ptr() if library_of(x).name == "torch" else x.data.ptr)
+        # asked of every array of every message: the shortest way
+        return int(x.data_ptr() if hasattr(x, "data_ptr") else x.data.ptr)
 
     def record(self, stream: int) -> Event:
         """A point after everything that was queued on the stream so far."""
-        event = c_void_p()
-        self._call("cuEventCreate", byref(event), c_uint(_NO_TIMING))
-        found = Event(event.value or 0, self)
-        self._call("cuEventRecord", event, c_void_p(stream))
+        try:
+            found = Event(self.spare.pop(), self)
+        except IndexError:
+            event = c_void_p()
+            self._call("cuEventCreate", byref(event), c_uint(_NO_TIMING))
+            found = Event(event.value or 0, self)
+        self._call("cuEventRecord", c_void_p(found.address), c_void_p(stream))
         return found
-
-    def destroy(self, event: Event) -> None:
-        """The event is not used any more; what waits for it still does."""
-        self._call("cuEventDestroy_v2", c_void_p(event.address))
 
     def follow(self, stream: int, event: Event) -> None:
         """What is queued on the stream from now on waits for the event."""
@@ -170,7 +191,7 @@ class Gpu:
     def passed(self, event: Event) -> bool:
         """Whether the event has come."""
         with self.active():
-            code = self._found("cuEventQuery")(c_void_p(event.address))
+            code = self.found("cuEventQuery")(c_void_p(event.address))
         if code not in (0, _NOT_READY):
             raise DriverError(f"cuEventQuery gave error {code}")
         return bool(code == 0)

@@ -19,7 +19,7 @@ from contrastile.exchange import buffers, local
 from contrastile.exchange.communicator import Pending
 from contrastile.exchange.placement import Placement, Shards
 from contrastile.exchange.problem import Problem
-from contrastile.exchange.shared import aside, average, finish, placed, scaled_weights, summed, together
+from contrastile.exchange.shared import aside, everywhere, mean, placed, scaled_weights, summed, together
 
 
 def gathered(placement: Placement, arrays: ArrayLibrary, own: Array) -> Array:
@@ -135,30 +135,49 @@ def forward(problem: Problem, backend: Backend, options: Options, *, keep: bool 
         columns = part.block.columns if placement.size > 1 else None
         kept = found.kept
     loss = arrays.mean_excess(row_lse, row_positive, problem.row_weight, problem.row_target)
+    if not two_sided:
+        return replace(together(problem, loss, row_lse, None, arrays), gathered=columns, kept=kept)
     column_lse = positives = None
-    if two_sided:
-        for lse_part, positive_part in _home(placement, arrays, state):
-            column_lse = lse_part if column_lse is None else arrays.merge(column_lse, lse_part)
-            positives = positive_part if positives is None else positives + positive_part
-        loss = loss + arrays.mean_excess(column_lse, positives, problem.column_weight, problem.column_target)
-    return replace(together(problem, loss, row_lse, column_lse, arrays), gathered=columns, kept=kept)
+    for lse_part, positive_part in _home(placement, arrays, state):
+        column_lse = lse_part if column_lse is None else arrays.merge(column_lse, lse_part)
+        positives = positive_part if positives is None else positives + positive_part
+    loss = loss + arrays.mean_excess(column_lse, positives, problem.column_weight, problem.column_target)
+    total, over = _over_columns(problem, arrays, loss, column_lse)
+    value = arrays.cast(total, arrays.dtype(problem.scale))
+    return local.Forward(value, row_lse, column_lse, columns, over, kept)
+
+
+def _over_columns(problem: Problem, arrays: ArrayLibrary, loss: Array, column_lse: Array) -> tuple[Array, Array | None]:
+    """The loss of all ranks, and what backward needs to know of all columns: one message for both."""
+    placement = placed(problem)
+    n, widths = placement.size, placement.shards.widths
+    if n == 1:
+        return loss, None
+    own, (losses,), incoming = everywhere(placement, arrays, [loss])
+    # a backend may have log-sum-exps in a wider dtype than the problem its weights, and bytes are what travels
+    state = arrays.dtype(column_lse)
+    given = column_lse, problem.column_weight, problem.column_target
+    vectors = [arrays.contiguous(arrays.cast(x, state)) for x in given]
+    # rows that begin where 16 bytes do: kernels are compiled anew for others, and read them slower
+    over = arrays.empty((len(vectors), -(-sum(widths) // 4) * 4), state, column_lse)[:, : sum(widths)]
+    parts = [buffers.split(x, widths) for x in over]
+    for r in range(n):
+        incoming[r] += [part[r] for part in parts]
+    placement.communicator.exchange({r: [*own, *vectors] for r in range(n)}, incoming).wait()
+    return arrays.total(losses), over
 
 
 def _home(
     placement: Placement, arrays: ArrayLibrary, state: Mapping[int, Sequence[Array]]
 ) -> Iterator[Sequence[Array]]:
     """What each rank found for this rank's columns, from what this rank found for everybody's."""
-    n = placement.size
-    if n == 1:
-        yield state[0]
-        return
-    # one message for all of it
-    outgoing = [arrays.concat(list(state[rank])) for rank in range(n)]
-    own, vectors = placement.shards.widths[placement.rank], len(state[0])
-    incoming = [arrays.empty((vectors * own,), arrays.dtype(outgoing[0]), outgoing[0]) for _ in range(n)]
-    placement.communicator.all_to_all(outgoing, incoming).wait()
-    for found in incoming:
-        yield [found[i * own : (i + 1) * own] for i in range(vectors)]
+    me = placement.rank
+    others = [r for r in range(placement.size) if r != me]
+    found = {r: [arrays.empty(tuple(x.shape), arrays.dtype(x), x) for x in state[me]] for r in others}
+    if others:
+        placement.communicator.exchange({r: state[r] for r in others}, found).wait()
+    for r in range(placement.size):
+        yield state[me] if r == me else found[r]
 
 
 @local.ieee
@@ -172,11 +191,16 @@ def backward(
 ) -> local.Gradients:
     """Gradients of ``upstream * loss`` for this rank's rows and columns and for the scale: see ``Placement.factor``."""
     placement, arrays = placed(problem), backend.arrays
+    column_lse = saved.column_lse
+    if saved.over is not None:
+        column_lse, column_weight, column_target = saved.over
+        problem = replace(problem, column_weight=column_weight, column_target=column_target)
     weighted = scaled_weights(problem, upstream)
-    own, *others = _parts(weighted, arrays, saved.gathered)
-    columns: Sequence[Array | None] = [None] * 3
+    # of one direction the log-sum-exps that were saved may be none, or empty
+    columns: Sequence[Array | None] = (None,) * 3
     if weighted.column_weight is not None:
-        columns = _over_columns(placement, arrays, (saved.column_lse, weighted.column_weight, weighted.column_target))
+        columns = column_lse, weighted.column_weight, weighted.column_target
+    own, *others = _parts(weighted, arrays, saved.gathered)
 
     def weights(part: _Part) -> Weights:
         side = [part.along(placement.shards, x, arrays) for x in columns]
@@ -186,27 +210,24 @@ def backward(
         # this rank's rows meet every column here: only the columns' sums have other ranks' parts to come
         form: ColumnForm | None = "sums" if any(wanted.columns) else None
         found = backend.finished(own.block, replace(weights(own), kept=saved.kept), None, form, options)
-        sums = local.Sums(None, _scattered(placement, arrays, found.columns, wanted.columns), None)
+        inner = [found.inner] if wanted.scale else []
+        sums, totals = _returned(placement, arrays, found.columns, wanted.columns, inner)
         missing = replace(wanted, rows=False, scale=False)
-        rest = finish(problem.rows, problem.scale, placement, sums, None, missing, arrays)
-        d_scale = average(placement, arrays, found.inner, problem.scale) if wanted.scale else None
-        return replace(rest, rows=found.rows, scale=d_scale)
-    row_sum = local.accumulator(backend, problem.rows, wanted.rows or wanted.scale)
+        rest = local.finish(problem.rows, problem.scale, local.Sums(None, sums, None), None, missing, arrays)
+        rest = replace(rest, rows=found.rows)
+    else:
+        row_sum = local.accumulator(backend, problem.rows, wanted.rows or wanted.scale)
 
-    def add(part: _Part, column_sum: Array | None) -> None:
-        backend.gradients(part.block, weights(part), row_sum, column_sum, options)
+        def add(part: _Part, column_sum: Array | None) -> None:
+            backend.gradients(part.block, weights(part), row_sum, column_sum, options)
 
-    sums = local.Sums(row_sum, _swept(placement, backend, (own, *others), wanted.columns, add), None)
-    return finish(problem.rows, problem.scale, placement, sums, None, wanted, arrays)
+        def number() -> list[Array]:
+            return [arrays.inner(problem.rows, row_sum)] if wanted.scale else []
 
-
-def _over_columns(placement: Placement, arrays: ArrayLibrary, vectors: Sequence[Array]) -> Sequence[Array]:
-    """Every rank's vectors over its columns, joined; one message for all of them."""
-    if placement.size == 1:
-        return vectors
-    own = arrays.concat(list(vectors)).reshape((len(vectors), -1))
-    whole = gathered(placement, arrays, own.T)
-    return [arrays.contiguous(whole[:, i]) for i in range(len(vectors))]
+        sums, totals = _swept(placement, backend, (own, *others), wanted.columns, add, number)
+        missing = replace(wanted, scale=False)
+        rest = local.finish(problem.rows, problem.scale, local.Sums(row_sum, sums, None), None, missing, arrays)
+    return replace(rest, scale=mean(placement, arrays, totals[0], problem.scale) if wanted.scale else None)
 
 
 def _swept(
@@ -215,46 +236,65 @@ def _swept(
     parts: Sequence[_Part],
     wants: tuple[bool, ...],
     add: Callable[[_Part, Array | None], None],
-) -> tuple[Array | None, ...]:
-    """The gradient sums of this rank's column blocks, over all ranks' rows; ``add(part, into)`` computes one part.
+    numbers: Callable[[], Sequence[Array]],
+) -> tuple[tuple[Array | None, ...], Sequence[Array]]:
+    """The gradient sums of this rank's column blocks, and the sums of numbers, over all ranks' rows.
 
-    This rank's own part is the last: meanwhile the others' sums go home.
+    ``add(part, into)`` computes one part, and ``numbers()`` what is to be summed once all are. This rank's own part is
+    the last: meanwhile the others' sums go home.
     """
     arrays, me = backend.arrays, placement.rank
     *mine, last = parts
     found = local.accumulator(backend, last.block.columns, any(wants))
     add(last, found)
     if not mine:
-        return _scattered(placement, arrays, found, wants)
+        return _returned(placement, arrays, found, wants, numbers())
     (own,) = mine
     if found is None:
         add(own, None)
-        return (None,) * len(wants)
+        return (None,) * len(wants), summed(placement, arrays, *numbers())
     total = local.accumulator(backend, own.block.columns, True)
-    outgoing = {me: total[:0]} | last.by_rank(placement.shards, found)  # type: ignore[index]
-    arriving = buffers.like(total, placement.size - 1)
-    arriving.insert(me, total[:0])  # type: ignore[index]
-    pending = placement.communicator.all_to_all([outgoing[r] for r in range(placement.size)], arriving)
+    outgoing = {r: [x] for r, x in last.by_rank(placement.shards, found).items()}
+    arriving = dict(zip(outgoing, buffers.like(total, len(outgoing)), strict=True))
+    pending = placement.communicator.exchange(outgoing, {r: [x] for r, x in arriving.items()})
     add(own, total)
     pending.wait()
-    arriving[me] = total
-    # in the order of the ranks, whose first part is not needed any more
-    buffers.add_up(arriving, arriving[0])
-    return _by_block(placement, arrays, arriving[0], wants)
+    sums = _by_block(placement, arrays, _added_up(arriving, me, total), wants)
+    return sums, summed(placement, arrays, *numbers())
 
 
-def _scattered(
-    placement: Placement, arrays: ArrayLibrary, whole: Array | None, wants: tuple[bool, ...]
-) -> tuple[Array | None, ...]:
-    """The gradient sums of this rank's column blocks, over all ranks' rows."""
-    if whole is None:
-        return (None,) * len(wants)
-    shards, own = placement.shards, whole
-    if placement.size > 1:
-        width = shards.widths[placement.rank]
-        own = arrays.empty((width, *whole.shape[1:]), arrays.dtype(whole), whole)
-        placement.communicator.reduce_scatter(whole, own, shards.widths).wait()
-    return _by_block(placement, arrays, own, wants)
+def _added_up(arrived: Mapping[int, Array], me: int, own: Array) -> Array:
+    """The sum of what arrived and of this rank's own, in the order of the ranks, in memory of what arrived."""
+    parts = {**arrived, me: own}
+    # what stands first or second is not needed any more once it has been added
+    into = arrived[1 if me == 0 else 0]
+    buffers.add_up([parts[r] for r in sorted(parts)], into)
+    return into
+
+
+def _returned(
+    placement: Placement,
+    arrays: ArrayLibrary,
+    whole: Array | None,
+    wants: tuple[bool, ...],
+    numbers: Sequence[Array],
+) -> tuple[tuple[Array | None, ...], Sequence[Array]]:
+    """The gradient sums of this rank's column blocks, and the sums of numbers, over all ranks: one message for both."""
+    nothing: tuple[Array | None, ...] = (None,) * len(wants)
+    n, me, widths = placement.size, placement.rank, placement.shards.widths
+    if n == 1 or whole is None:
+        found = nothing if whole is None else _by_block(placement, arrays, whole, wants)
+        return found, summed(placement, arrays, *numbers)
+    parts = buffers.split(whole, widths)
+    others = [r for r in range(n) if r != me]
+    arriving = dict(zip(others, buffers.like(parts[me], n - 1), strict=True))
+    own, totals, incoming = everywhere(placement, arrays, numbers)
+    outgoing = {r: own if r == me else [parts[r], *own] for r in range(n)}
+    for r in others:
+        incoming[r].insert(0, arriving[r])
+    placement.communicator.exchange(outgoing, incoming).wait()
+    sums = _by_block(placement, arrays, _added_up(arriving, me, parts[me]), wants)
+    return sums, [arrays.total(x) for x in totals]
 
 
 def _by_block(
@@ -292,8 +332,8 @@ def sigmoid(
         losses.append(local.weighted_total(arrays, problem.row_weight, row_loss))
         slopes.append(slope)
 
-    columns = _swept(placement, backend, tuple(_parts(problem, arrays)), wants, add)
-    loss = summed(placement, arrays, sum(losses[1:], losses[0]))
+    parts = tuple(_parts(problem, arrays))
+    columns, (loss,) = _swept(placement, backend, parts, wants, add, lambda: [sum(losses[1:], losses[0])])
     value = arrays.cast(loss, arrays.dtype(problem.scale))
     if wanted is None:
         return value, None

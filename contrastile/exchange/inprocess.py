@@ -171,6 +171,9 @@ class InProcess:
         self._number += 1
         return self._number
 
+    def exchange(self, outgoing: Mapping[int, Sequence[Array]], incoming: Mapping[int, Sequence[Array]]) -> _Parcel:
+        return self._send(outgoing, incoming)
+
     def shift(self, outgoing: Sequence[Array], incoming: Sequence[Array]) -> _Parcel:
         ahead, behind = (self.rank + 1) % self.size, (self.rank - 1) % self.size
         return self._send({ahead: outgoing}, {behind: incoming})

@@ -55,6 +55,7 @@ class Forward:
         row_lse: (m,) L over all column blocks.
         column_lse: (n,) M over the joined columns, or None for a loss of one direction.
         gathered: the columns that this rank has collected from others, or from all; None where it has none.
+        over: (3, N) M, v and t' over the columns of all ranks, of a gather of two directions; None otherwise.
         kept: see ``contract.Statistics``; None unless it was asked for.
     """
 
@@ -62,6 +63,7 @@ class Forward:
     row_lse: Array
     column_lse: Array | None
     gathered: Array | None = None
+    over: Array | None = None
     kept: Array | None = None
 
 

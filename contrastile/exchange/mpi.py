@@ -1,4 +1,4 @@
-"""The exchange over MPI, by mpi4py: arrays on the host without copies; on a device by CuPy's NCCL, or through the host.
+"""The exchange over MPI, by mpi4py: arrays on the host without copies; on a device by NCCL, or through the host.
 
 ``mpirun -n 4 python -m mpi4py program.py``: with ``-m mpi4py`` a rank that raises ends all ranks at once. Without it
 it waits in MPI_Finalize until the others have waited for it in vain.
@@ -62,7 +62,7 @@ def _connect(comm: Any, deadline: float) -> Peers:
 
 
 def on_device(peers: Peers, like: Array) -> Channel | None:
-    """CuPy's NCCL where every rank has it and a GPU of its own, else None: through the host."""
+    """NCCL where every rank has it and a GPU of its own, else None: through the host."""
     from contrastile.exchange import nccl
 
     return nccl.channel(peers, like)

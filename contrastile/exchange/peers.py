@@ -16,6 +16,7 @@ from contrastile.backends.contract import Array
 from contrastile.exchange import buffers, watch
 from contrastile.exchange.communicator import ExchangeError, Pending
 from contrastile.exchange.watch import Silence
+from contrastile.exchange.wires import Wires
 
 if TYPE_CHECKING:
     import numpy as np
@@ -25,6 +26,10 @@ Parts = Mapping[int, Sequence[Array]]
 
 NUMBERS = 32767
 """Messages are numbered below this: MPI promises tags up to it."""
+
+
+PACKED = 1 << 16
+"""Bytes of several arrays for one rank up to which they go over a host as one."""
 
 
 class Channel(Protocol):
@@ -77,6 +82,7 @@ class Peers:
         host: carries arrays on the host, None in a world of one.
         on_device: makes the channel of arrays on a device, given one of them; None for none but through the host.
         titles: the numbers that the ranks have in the whole program, where they are others.
+        wires: carry records; None for ``host``.
     """
 
     rank: int
@@ -85,6 +91,7 @@ class Peers:
     host: Channel | None
     on_device: Callable[[Peers, Array], Channel | None] = lambda peers, x: None
     titles: Sequence[int] = ()
+    wires: Wires | None = None
     _device: Channel | None = None
     _number: int = 0
     _broken: str | None = None
@@ -104,7 +111,12 @@ class Peers:
 
         everyone = np.empty((self.size, *record.shape), dtype=np.int64)
         own = np.ascontiguousarray(record, dtype=np.int64)
-        self._everybody([own] * self.size, list(everyone))
+        wires = self.wires
+        if wires is None:
+            self._everybody([own] * self.size, list(everyone))
+        else:
+            self._check()
+            self._guarded(lambda: wires.exchange(own, everyone, self._seconds()))
         return everyone
 
     def tell(self, text: str) -> list[str]:
@@ -119,6 +131,9 @@ class Peers:
     def _everybody(self, outgoing: Sequence[Array], incoming: Sequence[Array]) -> None:
         """An exchange on the host that waits."""
         self.all_to_all(outgoing, incoming).wait()
+
+    def exchange(self, outgoing: Parts, incoming: Parts) -> Pending:
+        return self._send(outgoing, incoming)
 
     def shift(self, outgoing: Sequence[Array], incoming: Sequence[Array]) -> Pending:
         ahead, behind = (self.rank + 1) % self.size, (self.rank - 1) % self.size
@@ -144,7 +159,7 @@ class Peers:
         self._check()
         for mine, arriving in zip(outgoing.get(self.rank, ()), incoming.get(self.rank, ()), strict=True):
             if mine is not arriving:
-                arriving[...] = mine
+                buffers.copy(mine, arriving)
         # every rank counts every message, also one that has nothing for it
         self._number = (self._number + 1) % NUMBERS
         like = next(x for xs in (*outgoing.values(), *incoming.values()) for x in xs)
@@ -160,7 +175,7 @@ class Peers:
             return None
         arrived = _nothing
         if channel is self.host:
-            outgoing, incoming, arrived = _on_host(outgoing, incoming, on_device)
+            outgoing, incoming, arrived = _packed(*_on_host(outgoing, incoming, on_device))
         return _Landing(channel.post(outgoing, incoming, self._number, self._seconds), arrived)
 
     def _for_device(self, host: Channel, like: Array) -> Channel:
@@ -206,6 +221,8 @@ class Peers:
             self._broken = "its communicator is closed; connect the group again"
         for channel in {id(x): x for x in (self.host, self._device) if x is not None}.values():
             channel.close()
+        if self.wires is not None:
+            self.wires.close()
 
 
 @dataclass(slots=True)
@@ -255,6 +272,29 @@ def _on_host(outgoing: Parts, incoming: Parts, on_device: bool) -> tuple[Parts, 
 
     sent = {r: [copies[id(x)] for x in xs] for r, xs in outgoing.items()}
     return _raw(sent), _raw({r: [host for host, _ in xs] for r, xs in landings.items()}), arrived
+
+
+def _packed(outgoing: Parts, incoming: Parts, arrived: Callable[[], None]) -> tuple[Parts, Parts, Callable[[], None]]:
+    """Several short vectors of bytes for one rank as one: each costs an engine more than it costs to copy them."""
+    import numpy as np
+
+    if not any(map(_short, (*outgoing.values(), *incoming.values()))):
+        return outgoing, incoming, arrived
+    sent = {r: [np.concatenate(list(xs))] if _short(xs) else xs for r, xs in outgoing.items()}
+    landings = {r: np.empty(sum(x.size for x in xs), np.uint8) for r, xs in incoming.items() if _short(xs)}
+
+    def unpacked() -> None:
+        for r, whole in landings.items():
+            for x, part in zip(incoming[r], buffers.split(whole, [x.size for x in incoming[r]]), strict=True):
+                x[...] = part
+        arrived()
+
+    return sent, {r: [landings[r]] if r in landings else xs for r, xs in incoming.items()}, unpacked
+
+
+def _short(xs: Sequence[Array]) -> bool:
+    """Whether they are packed; either end of a pair comes to the same."""
+    return len(xs) > 1 and sum(x.size for x in xs) <= PACKED
 
 
 def _raw(parts: Parts) -> Parts:

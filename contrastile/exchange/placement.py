@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from itertools import accumulate
 from typing import Literal
 
@@ -27,15 +27,16 @@ class Shards:
     Attributes:
         rows: rows of each rank.
         columns: sizes of each rank's column blocks; every rank has as many blocks.
+        widths: columns of each rank, its blocks together.
     """
 
     rows: tuple[int, ...]
     columns: tuple[tuple[int, ...], ...]
+    widths: tuple[int, ...] = field(init=False, compare=False)
 
-    @property
-    def widths(self) -> tuple[int, ...]:
-        """Columns of each rank, its blocks together."""
-        return tuple(sum(blocks) for blocks in self.columns)
+    def __post_init__(self) -> None:
+        # asked for dozens of times in a step
+        object.__setattr__(self, "widths", tuple(map(sum, self.columns)))
 
     def start(self, rank: int) -> int:
         """The number of a rank's first column."""

@@ -215,7 +215,8 @@ def sigmoid(
 
     wants = (False,) * len(problem.columns) if wanted is None else wanted.columns
     columns = _walk(shards, wants, backend, compute)
-    loss = arrays.cast(summed(placement, arrays, sum(losses[1:], losses[0])), arrays.dtype(problem.scale))
+    (total,) = summed(placement, arrays, sum(losses[1:], losses[0]))
+    loss = arrays.cast(total, arrays.dtype(problem.scale))
     return loss, None if wanted is None else local.Sums(row_sum, columns, sum(slopes[1:], slopes[0]))
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import replace
 
 from contrastile.backends.arrays import ArrayLibrary
@@ -37,24 +38,31 @@ def aside(placement: Placement, problem: Problem) -> bool:
     return worth and ready
 
 
-def summed(placement: Placement, arrays: ArrayLibrary, x: Array) -> Array:
-    """The sum of an array over the ranks, in the order of the ranks: the same bits on each of them."""
+def summed(placement: Placement, arrays: ArrayLibrary, *numbers: Array) -> Sequence[Array]:
+    """The sum of each number, 0-d in float64, over the ranks: the same bits on each of them. One message for all."""
     n = placement.size
-    if n == 1:
-        return x
-    whole = arrays.empty((n, *x.shape), arrays.dtype(x), x)
-    placement.communicator.all_gather(x.reshape((1, *x.shape)), whole, [1] * n).wait()
-    total = whole[0]
-    for part in whole[1:]:
-        total = total + part
-    return total
+    if n == 1 or not numbers:
+        return numbers
+    own, whole, incoming = everywhere(placement, arrays, numbers)
+    placement.communicator.exchange(dict.fromkeys(range(n), own), incoming).wait()
+    return [arrays.total(x) for x in whole]
+
+
+def everywhere(
+    placement: Placement, arrays: ArrayLibrary, numbers: Sequence[Array]
+) -> tuple[list[Array], list[Array], dict[int, list[Array]]]:
+    """Numbers as they are sent to every rank; where all ranks' are to be, (n,) each, and as they arrive from each."""
+    n = placement.size
+    whole = [arrays.empty((n,), arrays.dtype(x), x) for x in numbers]
+    incoming = {r: [x[r : r + 1] for x in whole] for r in range(n)}
+    return [x.reshape((1,)) for x in numbers], whole, incoming
 
 
 def together(
     problem: Problem, loss: Array, row_lse: Array, column_lse: Array | None, arrays: ArrayLibrary
 ) -> local.Forward:
     """The global loss from this rank's part of it, with this rank's log-sum-exps."""
-    whole = summed(placed(problem), arrays, loss)
+    (whole,) = summed(placed(problem), arrays, loss)
     return local.Forward(arrays.cast(whole, arrays.dtype(problem.scale)), row_lse, column_lse)
 
 
@@ -63,9 +71,9 @@ def scaled_weights(problem: Problem, upstream: Array) -> Problem:
     return problem.weighted(upstream * placed(problem).factor)
 
 
-def average(placement: Placement, arrays: ArrayLibrary, x: Array, scale: Array) -> Array:
-    """The mean over the ranks of what each found for the scale or the bias, in the scale's dtype."""
-    return arrays.cast(summed(placement, arrays, x) / placement.size, arrays.dtype(scale))
+def mean(placement: Placement, arrays: ArrayLibrary, total: Array, scale: Array) -> Array:
+    """The mean over the ranks of what they found for the scale or the bias together, in the scale's dtype."""
+    return arrays.cast(total / placement.size, arrays.dtype(scale))
 
 
 def finish(
@@ -81,10 +89,8 @@ def finish(
 
     The factor of ``Placement.factor`` is in the sums already, or in ``upstream``.
     """
-
-    def mean(x: Array | None) -> Array | None:
-        return None if x is None else average(placement, arrays, x, scale)
-
     # in float64 until they are whole: the ranks' parts may be large where their sum is small
     found = local.finish(rows, scale, sums, upstream, wanted, arrays, "float64")
-    return replace(found, scale=mean(found.scale), bias=mean(found.bias))
+    parts = {name: x for name, x in (("scale", found.scale), ("bias", found.bias)) if x is not None}
+    totals = summed(placement, arrays, *parts.values())
+    return replace(found, **{name: mean(placement, arrays, x, scale) for name, x in zip(parts, totals, strict=True)})

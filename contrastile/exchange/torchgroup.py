@@ -23,7 +23,7 @@ import torch.distributed as dist
 
 from contrastile.backends.arrays import library_of, working_for
 from contrastile.backends.contract import Array
-from contrastile.exchange import buffers, watch
+from contrastile.exchange import buffers, nccl, watch, wires
 from contrastile.exchange.communicator import Communicator, ExchangeError, Pending, deadline_or
 from contrastile.exchange.copies import CopyChannel
 from contrastile.exchange.driver import Gpu, bystander
@@ -70,7 +70,12 @@ def _connect(group: Any, deadline: float) -> Peers:
     _CONNECTED[group.group_name] += 1
     name = f"contrastile/{group.group_name}/{_CONNECTED[group.group_name]}"
     store = _below(dist.distributed_c10d._get_default_store(), name)
-    _assemble(store, rank, ranks, deadline)
+
+    def tell(matter: str, text: str) -> list[str]:
+        return _told(store, matter, text, rank, ranks, deadline)
+
+    # engines that connect would not say who has not come
+    tell("here", "")
     seconds = timedelta(seconds=watch.patience(deadline))
     engine: Any = dist.ProcessGroupGloo(_below(store, "gloo"), rank, len(ranks), seconds)
     has_nccl = "nccl" in str(dist.get_backend_config(group))
@@ -78,20 +83,21 @@ def _connect(group: Any, deadline: float) -> Peers:
     def on_device(peers: Peers, like: Array) -> Channel | None:
         return _nccl_channel(peers, like, _below(store, "nccl"), ranks) if has_nccl else None
 
-    return Peers(rank, len(ranks), deadline, GlooChannel(engine, rank, len(ranks), store), on_device, ranks)
+    host = GlooChannel(engine, rank, len(ranks), store)
+    return Peers(rank, len(ranks), deadline, host, on_device, ranks, wires.connect(rank, len(ranks), tell))
 
 
-def _assemble(store: Any, rank: int, ranks: Sequence[int], deadline: float) -> None:
-    """Wait until every rank has come; engines that connect would not say who has not.
+def _told(store: Any, matter: str, text: str, rank: int, ranks: Sequence[int], deadline: float) -> list[str]:
+    """Everybody's text about a matter, by rank.
 
     Raises:
-        ExchangeError: some have not.
+        ExchangeError: some rank has left none within the deadline.
     """
-    keys = [f"here/{r}" for r in range(len(ranks))]
-    store.set(keys[rank], "")
+    keys = [f"{matter}/{r}" for r in range(len(ranks))]
+    store.set(keys[rank], text)
     with suppress(RuntimeError):
         store.wait(keys, timedelta(seconds=watch.patience(deadline)))
-        return
+        return [store.get(key).decode() for key in keys]
     absent = ", ".join(str(ranks[r]) for r, key in enumerate(keys) if not store.check([key]))
     raise ExchangeError(
         f"rank(s) {absent} did not connect the group within {deadline:g} s; every rank of it must call the loss"
@@ -202,21 +208,25 @@ class _reaching:  # noqa: N801 - read as a statement
 
 def _nccl_channel(peers: Peers, like: Array, store: Any, ranks: Sequence[int]) -> Channel:
     """NCCL between the same ranks, and copies; every rank of the group calls this at the same message."""
+    found = nccl.channel(peers, like)
+    if found is not None:
+        return found
+    # a torch that has NCCL within itself
     # a transfer starts before the blocks of a kernel that is queued behind it take every multiprocessor
     options: Any = dist.ProcessGroupNCCL.Options(is_high_priority_stream=True)
     # NCCL's own watchdog counts from the posting, compute that is queued before included: here it is the last resort
     options._timeout = timedelta(seconds=max(_BACKSTOP, 10 * peers.deadline))
     options.global_ranks_in_group = list(ranks)
     engine: Any = dist.ProcessGroupNCCL(store, peers.rank, peers.size, options)
-    channel = NCCLChannel(engine, Watch(lambda: peers.deadline, begin=bystander))
+    channel = ThroughTorch(engine, Watch(lambda: peers.deadline, begin=bystander))
     device = _device(like)
     channel.open(device, peers.size)
     return CopyChannel(channel, channel.watch, peers.rank, peers.size, peers.tell, lambda: Gpu(device.index))
 
 
 @dataclass(slots=True, eq=False)
-class NCCLChannel:
-    """Arrays on GPUs, all of a message in one NCCL group call; torch tensors and CuPy arrays.
+class ThroughTorch:
+    """Arrays on GPUs by torch's NCCL, all of a message in one group call; torch tensors and CuPy arrays.
 
     Attributes:
         engine: NCCL, over these ranks.
@@ -225,6 +235,7 @@ class NCCLChannel:
 
     engine: Any
     watch: Watch
+    _captured: bool = False
 
     name = "torch nccl"
 
@@ -241,6 +252,7 @@ class NCCLChannel:
         device = _device(like)
         with working_for(library_of(like), _torch_arrays(), like), torch.cuda.device(device):
             captured = torch.cuda.is_current_stream_capturing()
+            self._captured |= captured
             if not captured:
                 self.watch.admit()
             ready: Any = torch.cuda.Event()  # type: ignore[no-untyped-call]
@@ -284,6 +296,9 @@ class NCCLChannel:
 
     def close(self) -> None:
         self.watch.close()
+        if self._captured:
+            # NCCL would wait for the graphs to go that have messages of this communicator in them
+            return
         engine, self.engine = self.engine, None
         # named with an underscore until torch 2.7
         abort = getattr(engine, "abort", None) or engine._abort

@@ -170,7 +170,7 @@ class World:
 
     def total(self, arrays: ArrayLibrary, x: Array) -> Array:
         """The sum of a 0-d array over the ranks, in their order: the same bits on each."""
-        return x if self.placement is None else summed(self.placement, arrays, x)
+        return x if self.placement is None else summed(self.placement, arrays, x)[0]
 
     def _record(self, agreed: dict[str, Any], state: int, sizes: Sequence[int]) -> Any:
         import numpy as np

@@ -177,7 +177,7 @@ def test_a_rank_may_decline_and_so_may_a_world_of_several_hosts(monkeypatch: pyt
     assert Ranks(2).run(lambda rank, channel: channel.prepare(LEAST)) == [False, False]
     monkeypatch.delenv(SETTING)
     hosts = iter("ab")
-    monkeypatch.setattr(copies, "_host", lambda: next(hosts))
+    monkeypatch.setattr(copies, "host", lambda: next(hosts))
     assert Ranks(2).run(lambda rank, channel: channel.prepare(LEAST)) == [False, False]
 
 

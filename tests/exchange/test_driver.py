@@ -76,14 +76,22 @@ def test_flags_are_written_before_others_are_waited_for_in_one_call(made: Callab
 
 
 @pytest.mark.parametrize(("code", "passed"), [(0, True), (600, False)])
-def test_an_event_has_come_or_not_and_is_given_back(made: Callable[..., Made], code: int, passed: bool) -> None:
+def test_an_event_has_come_or_not_and_its_handle_is_used_again(
+    made: Callable[..., Made], code: int, passed: bool
+) -> None:
     library = made(cuEventQuery=code)
     gpu = Gpu(0)
-    event = gpu.record(0)
-    assert gpu.passed(event) is passed
-    del event
-    assert library.calls["cuEventCreate"] == library.calls["cuEventDestroy_v2"] == 1
-    assert library.calls["cuCtxPushCurrent_v2"] == library.calls["cuCtxPopCurrent_v2"] == 2
+    first, second = gpu.record(0), gpu.record(0)
+    assert library.calls["cuEventCreate"] == 2
+    assert gpu.passed(first) is passed
+    assert library.calls["cuCtxPushCurrent_v2"] == library.calls["cuCtxPopCurrent_v2"] == 1
+    first.address = 4096
+    del first
+    again = gpu.record(0)
+    # not the one that somebody may still ask for
+    assert again.address == 4096 != second.address
+    assert gpu.record(0).address != 4096
+    assert library.calls == {**library.calls, "cuEventCreate": 3, "cuEventRecord": 4}
 
 
 def test_an_event_whose_work_failed_is_an_error(made: Callable[..., Made]) -> None:

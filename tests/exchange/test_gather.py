@@ -28,12 +28,18 @@ class Counting:
 
     def __getattr__(self, name: str) -> Any:
         found = getattr(self.home, name)
-        if name not in ("all_gather", "all_to_all", "reduce_scatter", "shift"):
+        if name not in ("all_gather", "all_to_all", "exchange", "reduce_scatter", "shift"):
             return found
 
         def counted(*call: Any) -> Any:
-            first = call[0][0] if name == "all_to_all" else call[0]
-            self.count[f"{name} {'number' if first.shape == (1,) else first.ndim}"] += 1
+            what = call[0]
+            if name == "exchange":
+                # what goes to another rank
+                what = next(xs for rank, xs in what.items() if rank != self.home.rank)
+            elif name != "shift":
+                what = [what[0] if name == "all_to_all" else what]
+            kinds = ("number" if x.shape == (1,) else str(x.ndim) for x in what)
+            self.count[f"{name} {' '.join(kinds)}"] += 1
             return found(*call)
 
         return counted
@@ -80,13 +86,14 @@ def outcome(
 def test_the_messages_are_few(n: int) -> None:
     for count, _ in outcome(n, "ragged"):
         assert count == {
-            # the columns, once; the vectors that backward needs over all of them, together
-            "all_gather 2": 2,
-            # each rank's part of every column's log-sum-exp and of its positive, together
-            "all_to_all 1": 1,
-            "reduce_scatter 2": 1,
-            # the loss and the scale's gradient
-            "all_gather number": 2,
+            # the columns, once
+            "all_gather 2": 1,
+            # each rank's part of every column's log-sum-exp and of its positive
+            "exchange 1 1": 1,
+            # the loss, and the vectors that backward needs over all columns
+            "exchange number 1 1 1": 1,
+            # the columns' sums, and the scale's gradient
+            "exchange 2 number": 1,
         }
 
 
@@ -159,6 +166,20 @@ def test_every_rank_has_the_same_bits(n: int) -> None:
     assert not failing(found)
 
 
+DOORS = ["clip-loss", "info-nce", "nt-xent", "sup-con", "sigmoid-loss"]
+
+
+@pytest.mark.parametrize("parts", ["at once", "in two parts"])
+def test_every_loss_of_torch_tensors_comes_through_autograd(parts: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """What crosses from forward to backward there is tensors, empty where there is nothing."""
+    if parts == "in two parts":
+        monkeypatch.setattr(InProcess, "prepare", lambda self, like, nbytes: True)
+        monkeypatch.setattr(shared, "BESIDE", 0)
+    found = rows(3, DOORS, ["front-door"], backend="torch", dtypes=["float64"])
+    assert len(found) == 5
+    assert not failing(found)
+
+
 ASIDE = ["ragged", "blocks", "labels", "ids-drop", "sigmoid", "one-row", "zero-rows", "self-excluded"]
 
 
@@ -209,11 +230,13 @@ def test_columns_in_two_parts_give_what_they_give_at_once(n: int) -> None:
 def test_columns_in_two_parts_need_as_few_messages(n: int) -> None:
     for count, _ in outcome(n, "ragged"):
         assert count == {
-            # the others' columns, and the sums of their gradients
-            "all_to_all 2": 2,
-            "all_to_all 1": 1,
-            "all_gather 2": 1,
-            "all_gather number": 2,
+            # the others' columns
+            "all_to_all 2": 1,
+            "exchange 1 1": 1,
+            "exchange number 1 1 1": 1,
+            # the sums of the others' gradients, which travel before the scale's is known
+            "exchange 2": 1,
+            "exchange number": 1,
         }
 
 
@@ -222,7 +245,7 @@ def test_columns_in_two_parts_need_as_few_messages(n: int) -> None:
 @pytest.mark.parametrize("case", ["ragged", "blocks", "one-row"])
 def test_what_is_not_wanted_of_two_parts_is_not_there(case: str, columns: bool, scale: bool) -> None:
     for count, found in outcome(3, case, FINISHING, columns, scale):
-        assert count["all_to_all 2"] == 1 + columns
+        assert count["exchange 2"] == columns
         assert (found.scale is None) == (not scale)
         assert all((x is None) == (not columns) for x in found.columns)
         assert found.rows is not None
@@ -231,14 +254,16 @@ def test_what_is_not_wanted_of_two_parts_is_not_there(case: str, columns: bool, 
 @pytest.mark.usefixtures("aside")
 @pytest.mark.parametrize("defect", ["pairs keep their numbers", "others' sums stay", "nothing is sent"])
 def test_defects_of_two_parts_are_caught(defect: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    add_up, send = buffers.add_up, InProcess.all_to_all
+    add_up, send = buffers.add_up, InProcess.exchange
 
     if defect == "pairs keep their numbers":
         monkeypatch.setattr(gather, "_without", lambda mine, index, arrays: index)
     elif defect == "others' sums stay":
-        monkeypatch.setattr(buffers, "add_up", lambda found, into: add_up(found[:1], into))
+        monkeypatch.setattr(buffers, "add_up", lambda found, into: add_up([found[0], found[0] * 0], into))
     else:
         monkeypatch.setattr(
-            InProcess, "all_to_all", lambda self, out, into: send(self, [x * 0 if x.ndim > 1 else x for x in out], into)
+            InProcess,
+            "exchange",
+            lambda self, out, into: send(self, {r: [x * 0 for x in xs] for r, xs in out.items()}, into),
         )
     assert failing(rows(3, ["gather"], ["ragged"]))

@@ -26,7 +26,7 @@ class Guarded:
 
     def __getattr__(self, name: str) -> Any:
         found = getattr(self.home, name)
-        if name not in ("shift", "all_gather", "all_to_all", "reduce_scatter"):
+        if name not in ("shift", "all_gather", "all_to_all", "exchange", "reduce_scatter"):
             return found
 
         def counted(*call: Any) -> Any:
@@ -151,7 +151,7 @@ WRONG: list[Any] = [
     ),
     pytest.param(
         lambda rank, comm: contrastile.clip_loss(IMAGE[rank], TEXT[rank], float("nan") if rank else 1.0, group=comm),
-        "rank 1: scale must be finite, got nan",
+        "rank 1: scale must be finite",
         id="scale",
     ),
     pytest.param(

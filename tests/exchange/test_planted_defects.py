@@ -28,8 +28,9 @@ Patch = pytest.MonkeyPatch
 
 visits, blocks, shards = ring.visits, ring._blocks, ring._Shards.__iter__
 leave, joined, home = ring.Rider.leave, ring.Rider._joined, ring.Rider.home
-finish, summed = shared.finish, shared.summed
-parts_home, meet = gather._home, World.meet
+mean, summed = shared.mean, shared.summed
+parts_home, over, returned, added_up = gather._home, gather._over_columns, gather._returned, gather._added_up
+meet = World.meet
 
 
 @dataclass(frozen=True)
@@ -211,11 +212,8 @@ def ids_stay_while_columns_travel(patch: Patch) -> None:
 
 @defect(least=2)
 def scale_gradient_times_n(patch: Patch) -> None:
-    def wrong(rows_: Any, scale: Any, placement: Any, *rest: Any) -> Any:
-        found = finish(rows_, scale, placement, *rest)
-        return replace(found, scale=found.scale * placement.size)
-
-    in_both(patch, "finish", wrong)
+    for module in (shared, gather):
+        patch.setattr(module, "mean", lambda placement, *call: mean(placement, *call) * placement.size)
 
 
 @defect(least=2)
@@ -223,7 +221,12 @@ def scale_gradient_of_the_own_rows_alone(patch: Patch) -> None:
     def wrong(rows_: Any, scale: Any, placement: Any, *rest: Any) -> Any:
         return local.finish(rows_, scale, *rest)
 
-    in_both(patch, "finish", wrong)
+    def alone(placement: Any, arrays: Any, whole: Any, wants: Any, numbers: Any) -> Any:
+        sums, _ = returned(placement, arrays, whole, wants, numbers)
+        return sums, [x * placement.size for x in numbers]
+
+    patch.setattr(ring, "finish", wrong)
+    patch.setattr(gather, "_returned", alone)
 
 
 @defect(least=2)
@@ -248,16 +251,38 @@ def loss_of_the_own_rows_alone(patch: Patch) -> None:
         return local.Forward(arrays.cast(loss, arrays.dtype(problem.scale)), row_lse, column_lse)
 
     in_both(patch, "together", wrong)
+    patch.setattr(
+        gather, "_over_columns", lambda problem, arrays, loss, *lse: (loss, over(problem, arrays, loss, *lse)[1])
+    )
 
 
 @defect(least=2, properties=("agreement",), cases=("ragged",))
 def ranks_add_in_an_order_of_their_own(patch: Patch) -> None:
-    def wrong(placement: Any, arrays: Any, x: Any) -> Any:
-        total = summed(placement, arrays, x)
-        return total * (1 + placement.rank * np.finfo(np.float64).eps)
+    def wrong(placement: Any, arrays: Any, *numbers: Any) -> Any:
+        return [x * (1 + placement.rank * np.finfo(np.float64).eps) for x in summed(placement, arrays, *numbers)]
 
     in_both(patch, "summed", wrong)
     patch.setattr(shared, "summed", wrong)
+
+
+@defect(least=2, properties=("agreement",), cases=("ragged",))
+def ranks_of_a_gather_add_in_an_order_of_their_own(patch: Patch) -> None:
+    def wrong(problem: Any, arrays: Any, loss: Any, column_lse: Any) -> Any:
+        total, everywhere = over(problem, arrays, loss, column_lse)
+        return total * (1 + problem.placement.rank * np.finfo(np.float64).eps), everywhere
+
+    patch.setattr(gather, "_over_columns", wrong)
+
+
+@defect(least=2, properties=("gather",))
+def weights_of_other_ranks_columns_are_not_theirs(patch: Patch) -> None:
+    def wrong(problem: Any, arrays: Any, loss: Any, column_lse: Any) -> Any:
+        total, everywhere = over(problem, arrays, loss, column_lse)
+        if everywhere is not None:
+            everywhere[1] = np.resize(problem.column_weight, everywhere[1].shape) if problem.column_weight.size else 0
+        return total, everywhere
+
+    patch.setattr(gather, "_over_columns", wrong)
 
 
 @defect(least=2, properties=("gather",))
@@ -271,21 +296,13 @@ def column_state_of_a_gather_merged_twice(patch: Patch) -> None:
 
 @defect(least=2, properties=("gather",))
 def gathered_gradients_are_cut_and_not_summed(patch: Patch) -> None:
-    def wrong(self: InProcess, whole: Any, own: Any, sizes: Any) -> Any:
-        start = sum(sizes[: self.rank])
-        own[...] = whole[start : start + sizes[self.rank]]
-        return self.all_to_all([np.zeros(1)] * self.size, [np.zeros(1) for _ in range(self.size)])
-
-    patch.setattr(InProcess, "reduce_scatter", wrong)
+    patch.setattr(gather, "_added_up", lambda arrived, me, own: own)
 
 
 @defect(least=2, properties=("gather",))
 def gathered_gradients_are_averaged(patch: Patch) -> None:
     """DisCo Alg. 1: AVG, and DDP averages again."""
-    reduce_scatter = InProcess.reduce_scatter
-    patch.setattr(
-        InProcess, "reduce_scatter", lambda self, whole, *rest: reduce_scatter(self, whole / self.size, *rest)
-    )
+    patch.setattr(gather, "_added_up", lambda arrived, me, own: added_up(arrived, me, own) / (len(arrived) + 1))
 
 
 @defect(least=2, properties=("gather",), cases=("ids-drop",))

@@ -80,6 +80,20 @@ def test_the_host_runs_ahead_of_a_device_by_so_many_messages_and_no_further() ->
     assert device.ended == []
 
 
+def test_messages_that_have_arrived_make_room_in_whatever_order() -> None:
+    device = Device(0.4)
+    device.post(0, 1)
+    device.ready |= {0, 1}
+    device.done |= {0, 1}
+    device.post(2, 3)
+    device.ready |= {2, 3}
+    device.done.add(3)
+    # behind one that has not, it does not: the oldest is the one that is named
+    with pytest.raises(Silence) as caught:
+        device.post(4)
+    assert caught.value.ranks == (2,)
+
+
 def test_work_queued_before_a_message_is_no_silence() -> None:
     device = Device(0.2)
     device.post(0)

@@ -79,6 +79,24 @@ def everybody_to_everybody(comm: Any) -> None:
             assert all(map(equal, arrived, expected)), (library, dtype, sizes)
 
 
+def several_to_some(comm: Any) -> None:
+    """Arrays of several dtypes to and from the ranks of the same parity, and none to this one."""
+    for sizes in sizes_for(comm.size):
+        some = [r for r in range(comm.size) if r != comm.rank and (r - comm.rank) % 2 == 0]
+
+        def parts(a: int, b: int, sizes: Any = sizes) -> list[Any]:
+            shapes = {"float64": (1,), "bfloat16": (sizes[a], WIDTH), "float32": (sizes[b],)}
+            return [data("some", a, b, shape=s, dtype=dtype, library="torch") for dtype, s in shapes.items()]
+
+        expected = {r: parts(r, comm.rank) for r in some}
+        arrived = {r: [empty(x) for x in xs] for r, xs in expected.items()}
+        if some:
+            comm.exchange({r: parts(comm.rank, r) for r in some}, arrived).wait()
+        else:
+            comm.exchange({comm.rank: [torch.ones(1)]}, {comm.rank: [torch.zeros(1)]}).wait()
+        assert all(all(map(equal, arrived[r], expected[r])) for r in some), sizes
+
+
 def gathers(comm: Any) -> None:
     for library, dtype in kinds():
         for sizes in sizes_for(comm.size):
@@ -174,7 +192,16 @@ def refusal(kind: type[Exception], action: Callable[[], object]) -> str:
     return "nothing"
 
 
-EVERY = (shifts, everybody_to_everybody, gathers, reduce_scatters, waits_in_any_order, long_messages, records_and_texts)
+EVERY = (
+    shifts,
+    everybody_to_everybody,
+    several_to_some,
+    gathers,
+    reduce_scatters,
+    waits_in_any_order,
+    long_messages,
+    records_and_texts,
+)
 
 
 def main() -> None:
