@@ -7,9 +7,11 @@ from collections.abc import Iterator
 from gpu_run.tables import number, percent, table
 
 from ring_run import tables
-from ring_run.plan import OPEN_CLIP, OURS, RING
+from ring_run.plan import IN_A_GRAPH, OPEN_CLIP, OURS, RING
 from ring_run.tables import Data, Row
 
+SHARD = 8192
+"""Pairs of a rank at which a step is bound by its host."""
 BEHIND = 0.05
 """How far ``exchange="auto"`` may lie behind the better of ring and gather."""
 
@@ -72,3 +74,10 @@ def _peer_aims(data: Data) -> Iterator[tuple[str, str, bool]]:
             times = tables.median(other) / tables.median(own)
             words = f"at least {least:g} times as fast as open_clip's local loss: b = {b:,} on {own['n']} ranks"
             yield words, f"{number(times)} times", times >= least
+    few = {row["name"]: tables.median(row) for row in rows if (row["rows"], row["d"]) == (SHARD, 512)}
+    others = [few[name] for name in (OPEN_CLIP, OPEN_CLIP + IN_A_GRAPH) if name in few]
+    for name, words in ((f"{OURS}, auto", ""), (f"{OURS}, auto{IN_A_GRAPH}", IN_A_GRAPH)):
+        if others and name in few:
+            times = min(others) / few[name]
+            aim = f"at least 2 times as fast as open_clip's local loss at its best: {SHARD:,} pairs a rank{words}"
+            yield aim, f"{number(times)} times", times >= 2.0

@@ -15,10 +15,11 @@ from contrastile import clip_loss
 from contrastile.bench.memory import peak_extra
 from contrastile.exchange.placement import Shards, choose
 from ring_run import features
-from ring_run.plan import LOCAL, Plan
+from ring_run.plan import IN_A_GRAPH, LOCAL, Plan
 from ring_run.ranks import Ranks
-from ring_run.timing import Call, Ceiling, Samples, attempt, paired
+from ring_run.timing import Call, Captured, Ceiling, Samples, attempt, paired
 
+Calls = dict[str, tuple[Call, dict[str, Any]]]
 KEY = ("part", "name", "n", "rows", "d", "what", "setting")
 NO_TIME = "the run's time was up"
 
@@ -132,6 +133,17 @@ class Bench:
 
         return call
 
+    def in_graphs(self, calls: Calls) -> Calls:
+        """The same calls in CUDA graphs, where there are any and the host's share is worth it."""
+        if self.ranks.kind != "cuda":
+            return {}
+        found: Calls = {}
+        for name, (call, row) in calls.items():
+            if row["rows"] <= self.plan.graphs:
+                said = {key: value for key, value in row.items() if key != "exchange"}
+                found[name + IN_A_GRAPH] = Captured(call), said | {"captured": row.get("exchange", "")}
+        return found
+
     def chosen(self, part: Part) -> dict[str, str]:
         """What ``exchange="auto"`` stands for here, and why."""
         if part.n == 1:
@@ -142,7 +154,7 @@ class Bench:
     def times(
         self,
         part: str,
-        calls: dict[str, tuple[Call, dict[str, Any]]],
+        calls: Calls,
         rounds: int,
         *,
         patience: float = 8.0,
@@ -179,14 +191,16 @@ class Bench:
             else:
                 full |= {"status": "measured", **self._figures(found[name], row)}
                 full |= {"readings": watch.summary()} if paced else {}
-                if memory:
+                if memory and not isinstance(call, Captured):
                     full["peak_bytes"] = self.peak(call)
             self.add("times", full, KEY)
             self.ranks.say(line(full))
+            if isinstance(call, Captured):
+                call.release()
         return found
 
     def _figures(self, samples: Samples, row: dict[str, Any]) -> dict[str, Any]:
-        found: dict[str, Any] = {"milliseconds": samples.milliseconds, "calls": samples.calls}
+        found: dict[str, Any] = {"milliseconds": samples.milliseconds, "calls": samples.calls, "host_ms": samples.host}
         if samples.ceiling:
             found["ceiling_tflops"] = samples.ceiling
             if row.get("rows") and row.get("what") == "step":
@@ -213,9 +227,9 @@ def line(row: dict[str, Any]) -> str:
     where = f"{row['part']} {row['name']}: n={row.get('n')} rows={row.get('rows')} d={row.get('d')}"
     if row["status"] == "skip":
         return f"{where}: skipped, {row['reason']}"
-    ms = sorted(row["milliseconds"])[len(row["milliseconds"]) // 2]
+    ms, host = (sorted(row[name])[len(row[name]) // 2] for name in ("milliseconds", "host_ms"))
     share = ""
     if "fraction" in row:
         share = f", {100 * sorted(row['fraction'])[len(row['fraction']) // 2]:.1f} % of the ceiling"
     held = f", {row['peak_bytes'] / 2**20:.0f} MiB" if row.get("peak_bytes") else ""
-    return f"{where}: {ms:.4g} ms{share}{held}"
+    return f"{where}: {ms:.4g} ms, host {host:.4g}{share}{held}"

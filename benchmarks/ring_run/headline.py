@@ -34,7 +34,7 @@ def headline(bench: Bench, pairs: int, seconds: float) -> None:
     small = bench.part(n, [min(WARM, asked // n)] * n, d)
     step = bench.step(small, exchange)
     step()
-    taken = ranks.most(own_time(ranks, step, 1)) / 1e3
+    taken = ranks.most(own_time(ranks, step, 1)[0]) / 1e3
     pace = taken / len(small.image) ** 2
     limit = seconds if seconds > 0 else bench.left()
     rows = asked // n
@@ -66,9 +66,9 @@ def _measure(bench: Bench, rows: int, d: int, count: int, exchange: str) -> dict
     if exchange != LOCAL:
         how |= {"group": ranks.groups[n], "exchange": exchange}
     with listening() as heard:
-        forward = ranks.most(own_time(ranks, lambda: kept.append(clip_loss(*part.leaves, **how)), 1))
+        forward = ranks.most(own_time(ranks, lambda: kept.append(clip_loss(*part.leaves, **how)), 1)[0])
         ranks.say(f"headline: forward {forward / 1e3:.1f} s")
-        backward = ranks.most(own_time(ranks, lambda: kept.append(torch.autograd.grad(kept[0], part.leaves)), 1))
+        backward = ranks.most(own_time(ranks, lambda: kept.append(torch.autograd.grad(kept[0], part.leaves)), 1)[0])
     peak = ranks.most(torch.cuda.max_memory_allocated() - base) if cuda else None
     tops.append(bench.yardstick().rate(4 * bench.slot))
     rate = 8.0 * (n * rows) ** 2 * d / n / (forward + backward) * 1e-9

@@ -120,8 +120,9 @@ def peers(bench: Bench, without: tuple[str, ...] = ()) -> None:
                 continue
             loss, source = losses[name]
             calls[name] = _step(loss, part), where | {"source": source}
+        calls |= bench.in_graphs({name: calls[name] for name in (f"{OURS}, {AUTO}", OPEN_CLIP) if name in calls})
         found = bench.times("peers", calls, 3, patience=PATIENCE, memory=True)
-        pace |= {name: min(samples.milliseconds) / 1e3 / b**2 for name, samples in found.items()}
+        pace |= {name: min(samples.milliseconds) / 1e3 / b**2 for name, samples in found.items() if name in LOADERS}
     bench.tidy()
 
 

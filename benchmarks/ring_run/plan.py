@@ -9,6 +9,7 @@ OPEN_CLIP = "open_clip local_loss + gather_with_grad"
 COMPILED = "the same formula, compiled"
 INF_CL = "inf_cl cal_inf_loss x2"
 OURS = "contrastile"
+IN_A_GRAPH = ", in a CUDA graph"
 
 
 @dataclass(frozen=True, slots=True)
@@ -56,6 +57,7 @@ class Plan:
         headline: pairs of the largest batch, d, sampled rows.
         scale: multiplies the dot products.
         dtype: of the features.
+        graphs: pairs of a rank up to which steps are timed in CUDA graphs too.
     """
 
     trials: tuple[Trial, ...]
@@ -69,6 +71,7 @@ class Plan:
     headline: tuple[int, int, int]
     scale: float
     dtype: str
+    graphs: int = 16384
 
 
 GPU = Plan(
@@ -90,7 +93,7 @@ GPU = Plan(
     hidden=((32768, 512), (8192, 512), (16384, 512), (65536, 512), (32768, 1024)),
     overlap=((8192, 512), (32768, 512)),
     grids=((1, 0), (2, 0), (4, 0), (8, 0), (64, 0), (1, 16)),
-    peers=((65536, 512), (131072, 512), (262144, 512)),
+    peers=((65536, 512), (32768, 512), (262144, 512), (131072, 512)),
     headline=(12_582_912, 512, 32),
     scale=100.0,
     dtype="bfloat16",

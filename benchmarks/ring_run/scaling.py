@@ -9,16 +9,13 @@ from __future__ import annotations
 from typing import Any
 
 from contrastile.exchange.communicator import connect
-from ring_run.bench import Bench
+from ring_run.bench import Bench, Calls
 from ring_run.plan import AUTO, GATHER, LOCAL, RING, Size
 from ring_run.stand_ins import Silent
-from ring_run.timing import Call
 
 ROUNDS = 3
 SHORT = 0.4
 """Samples of what is compared at many sizes are this much shorter."""
-
-Calls = dict[str, tuple[Call, dict[str, Any]]]
 
 
 def steps(bench: Bench, size: Size, n: int, exchanges: tuple[str, ...]) -> Calls:
@@ -52,6 +49,7 @@ def shards(bench: Bench) -> None:
         for n in bench.ranks.groups:
             if n > 1:
                 calls |= steps(bench, Size(rows, d, each=True), n, (RING, GATHER))
+        calls |= bench.in_graphs({name: calls[name] for name in calls if name == f"{GATHER} on {bench.ranks.size}"})
         bench.times("shards", calls, ROUNDS, slot=SHORT * bench.slot, patience=2.0)
     bench.tidy()
 

@@ -5,7 +5,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
 from typing import Any
@@ -67,16 +67,21 @@ class Silent:
             _become(target, source)
         return _Done()
 
+    def exchange(self, outgoing: Mapping[int, Sequence[Any]], incoming: Mapping[int, Sequence[Any]]) -> _Done:
+        """Every rank sent what this one did to the next."""
+        for rank, targets in incoming.items():
+            sent = outgoing[rank if rank == self.rank else (self.rank + 1) % self.size]
+            for target, source in zip(targets, sent, strict=True):
+                if target._is_view():
+                    # part of a gathered array, which is written as if it had arrived
+                    target.copy_(source)
+                else:
+                    _become(target, source)
+        return _Done()
+
     def all_to_all(self, outgoing: Sequence[Any], incoming: Sequence[Any]) -> _Done:
         """Every rank sent what this one did to the next."""
-        for rank, target in enumerate(incoming):
-            sent = outgoing[rank if rank == self.rank else (self.rank + 1) % self.size]
-            if target._is_view():
-                # part of a gathered array, which is written as if it had arrived
-                target.copy_(sent)
-            else:
-                _become(target, sent)
-        return _Done()
+        return self.exchange(*({rank: [x] for rank, x in enumerate(xs)} for xs in (outgoing, incoming)))
 
     def all_gather(self, own: Any, whole: Any, sizes: Sequence[int]) -> _Done:
         """Every rank holds what this one does."""

@@ -26,6 +26,11 @@ def median(row: Row) -> float:
     return float(statistics.median(row["milliseconds"]))
 
 
+def host(row: Row) -> str:
+    """Milliseconds of the host for one call, where they were taken."""
+    return number(statistics.median(row["host_ms"])) if row.get("host_ms") else "-"
+
+
 def tflops(row: Row) -> float:
     """TFLOP/s of each GPU, of the ``8 b^2 d / n`` that are asked of it."""
     return 8.0 * row["rows"] ** 2 * row["n"] * row["d"] / median(row) * 1e-9
@@ -142,9 +147,24 @@ def exchanges(data: Data) -> str:
         if ring["part"] == "shards":
             where = [number(ring["rows"], 1), str(ring["d"]), str(ring["n"])]
             times = [number(median(x)) for x in (ring, gather)]
-            lines.append([*where, *times, _share(ring), _share(gather), ring["auto"], percent(behind(ring, gather))])
-    head = ("pairs a rank", "d", "ranks", "ring, ms", "gather, ms", "ring, of the ceiling", "gather, of the ceiling")
-    return table((*head, "auto takes", "behind the better by"), lines)
+            at = {name: ring[name] for name in ("n", "rows", "d")}
+            graphs = [number(median(x)) for x in measured(data, "shards", captured=GATHER, **at)] or ["-"]
+            hosts = [host(ring), host(gather), graphs[0]]
+            lines.append(
+                [*where, *times, *hosts, _share(ring), _share(gather), ring["auto"], percent(behind(ring, gather))]
+            )
+    head = (
+        "pairs a rank",
+        "d",
+        "ranks",
+        "ring, ms",
+        "gather, ms",
+        "ring, host",
+        "gather, host",
+        "gather in a graph, ms",
+    )
+    tail = ("ring, of the ceiling", "gather, of the ceiling", "auto takes", "behind the better by")
+    return table((*head, *tail), lines)
 
 
 def hiding(data: Data) -> list[dict[str, Any]]:
@@ -201,9 +221,9 @@ def peers(data: Data) -> str:
             held = number(row["peak_bytes"] / MIB, 4)
             more = number(row["peak_bytes"] / own["peak_bytes"]) if own and own.get("peak_bytes") else "-"
         name = f"{row['name']}: {row['auto']}" if row is own else row["name"]
-        rate = number(median(row)), number(tflops(row)), _share(row)
+        rate = number(median(row)), host(row), number(tflops(row)), _share(row)
         lines.append([number(b, 1), str(row["d"]), name, *rate, times, held, more])
-    head = ("b", "d", "implementation", "time, ms", "TFLOP/s a GPU", "of the ceiling", "times ours")
+    head = ("b", "d", "implementation", "time, ms", "host, ms", "TFLOP/s a GPU", "of the ceiling", "times ours")
     return table((*head, "peak extra MiB a rank", "times ours"), lines)
 
 

@@ -29,35 +29,70 @@ class Samples:
     Attributes:
         milliseconds: of one call on the slowest rank, a mean over each sample's calls.
         calls: how many calls each sample held.
+        host: milliseconds of the host for one call on the slowest rank, until it had queued all of it.
         ceiling: TFLOP/s of the ceiling product, the mean over the ranks and over the samples just before and after.
     """
 
     milliseconds: list[float] = field(default_factory=list)
+    host: list[float] = field(default_factory=list)
     calls: int = 1
     ceiling: list[float] = field(default_factory=list)
 
 
-def own_time(ranks: Ranks, call: Call, count: int) -> float:
-    """Milliseconds that ``count`` calls in a row take on this rank, all ranks starting together."""
+def own_time(ranks: Ranks, call: Call, count: int) -> tuple[float, float]:
+    """Milliseconds that ``count`` calls in a row take on this rank, and its host, all ranks starting together."""
     ranks.together()
+    start = time.perf_counter()
     if ranks.kind != "cuda":
-        start = time.perf_counter()
         for _ in range(count):
             call()
-        return 1e3 * (time.perf_counter() - start)
+        whole = 1e3 * (time.perf_counter() - start)
+        return whole, whole
     event: Any = torch.cuda.Event
     begin, end = (event(enable_timing=True) for _ in range(2))
     begin.record()
     for _ in range(count):
         call()
+    host = 1e3 * (time.perf_counter() - start)
     end.record()
     end.synchronize()
-    return float(begin.elapsed_time(end))
+    return float(begin.elapsed_time(end)), host
 
 
-def elapsed(ranks: Ranks, call: Call, count: int) -> float:
+def elapsed(ranks: Ranks, call: Call, count: int) -> tuple[float, float]:
     """The slowest rank's ``own_time``."""
-    return ranks.most(own_time(ranks, call, count))
+    everyone = ranks.share(own_time(ranks, call, count))
+    whole, host = zip(*everyone, strict=True)
+    return max(whole), max(host)
+
+
+class Captured:
+    """A call in a CUDA graph: captured the first time, replayed since.
+
+    Args:
+        call: to capture; it runs once outside of the graph before.
+    """
+
+    def __init__(self, call: Call) -> None:
+        self.call, self.graph, self.found = call, None, None
+
+    def __call__(self) -> Any:
+        """Replay it; what it returned is the same memory each time."""
+        if self.graph is None:
+            side, graph = torch.cuda.Stream(), torch.cuda.CUDAGraph()
+            side.wait_stream(torch.cuda.current_stream())
+            with torch.cuda.stream(side):
+                self.call()
+            torch.cuda.current_stream().wait_stream(side)
+            with torch.cuda.graph(graph):
+                self.found = self.call()
+            self.graph = graph
+        self.graph.replay()
+        return self.found
+
+    def release(self) -> None:
+        """Give the graph back: a communicator cannot end while one has its messages."""
+        self.graph = self.found = None
 
 
 class Ceiling:
@@ -68,12 +103,12 @@ class Ceiling:
         side, dtype = SIDE[ranks.kind], "bfloat16" if ranks.kind == "cuda" else "float32"
         self.call, self.flops = matmul(side, dtype, str(ranks.device)), 2 * side**3
         self.call()
-        self.one = elapsed(ranks, self.call, 4) / 4
+        self.one = elapsed(ranks, self.call, 4)[0] / 4
 
     def rate(self, slot: float) -> float:
         """TFLOP/s over about ``slot`` seconds, the mean over the ranks."""
         count = max(1, math.ceil(1e3 * slot / self.one))
-        rates = self.ranks.share(self.flops * count / own_time(self.ranks, self.call, count) * 1e-9)
+        rates = self.ranks.share(self.flops * count / own_time(self.ranks, self.call, count)[0] * 1e-9)
         return sum(rates) / len(rates)
 
 
@@ -118,7 +153,7 @@ def paired(
     live = {name: call for name, call in calls.items() if not reasons[name]}
     found, turns = {name: Samples() for name in live}, {}
     for name, call in live.items():
-        one = elapsed(ranks, call, 1) / 1e3
+        one = elapsed(ranks, call, 1)[0] / 1e3
         found[name].calls = max(1, math.ceil(slot / max(one, 1e-6)))
         turns[name] = max(1, min(rounds, int(patience / max(one, slot))))
     with watch or nullcontext():
@@ -128,7 +163,9 @@ def paired(
             start = number % max(1, len(names))
             for name in names[start:] + names[:start]:
                 samples = found[name]
-                samples.milliseconds.append(elapsed(ranks, live[name], samples.calls) / samples.calls)
+                whole, host = elapsed(ranks, live[name], samples.calls)
+                samples.milliseconds.append(whole / samples.calls)
+                samples.host.append(host / samples.calls)
                 if ceiling:
                     after = ceiling.rate(slot)
                     samples.ceiling.append((before + after) / 2)

@@ -66,6 +66,8 @@ def test_every_part_measures_something(record: dict[str, Any]) -> None:
     measured = [row for row in record["times"] if row["status"] == "measured"]
     assert {row["part"] for row in measured} == {"scaling", "shards", "hidden", "overlap", "peers"}
     assert all(min(row["milliseconds"]) > 0 for row in measured)
+    # where there is no device to queue for, the host's time is all of it
+    assert all(row["host_ms"] == row["milliseconds"] for row in measured)
     scaled = [row for row in measured if row["part"] == "scaling"]
     assert {(row["n"], row["exchange"]) for row in scaled} == {
         (1, "local"),

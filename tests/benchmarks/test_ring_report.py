@@ -10,7 +10,7 @@ import pages
 import pytest
 import ring_report
 from ring_run import aims, tables
-from ring_run.plan import OPEN_CLIP, OURS
+from ring_run.plan import IN_A_GRAPH, OPEN_CLIP, OURS
 
 MIB = 2**20
 PAGE = ring_report.PAGE
@@ -84,6 +84,36 @@ def test_what_auto_took_is_timed_by_its_own_samples_too(record: dict[str, Any]) 
     assert [tables.behind(*pair) for pair in found] == [6.0 / 5.0 - 1]
 
 
+def test_the_host_and_a_graph_stand_beside_the_whole_time(record: dict[str, Any]) -> None:
+    at = {"n": 4, "rows": 8192, "d": 512}
+    graph = timed("shards", 4, 8192, 0.25, "", name=f"gather on 4{IN_A_GRAPH}", captured="gather", host_ms=[0.03])
+    record["times"] += [{name: x for name, x in graph.items() if name != "exchange"}]
+    (row,) = (row for row in record["times"] if row["part"] == "shards" and row.get("exchange") == "gather")
+    assert " | 1.00 | 0.800 | - | - | 0.250 | " in tables.exchanges(record)
+    row["host_ms"] = [0.7, 0.6, 0.75]
+    assert " | 1.00 | 0.800 | - | 0.700 | 0.250 | " in tables.exchanges(record)
+    # it is no gather that ``auto`` could have taken
+    assert [
+        pair[1]["milliseconds"] for pair in tables.choices(record) if all(pair[0][k] == v for k, v in at.items())
+    ] == [[0.8]]
+    (peer,) = (row for row in record["times"] if row["name"] == f"{OURS}, auto")
+    peer["host_ms"] = [7.5]
+    assert "| 8.00 | 7.50 |" in tables.peers(record)
+
+
+def test_small_shards_are_held_to_the_better_of_the_others_ways(record: dict[str, Any]) -> None:
+    def found() -> list[list[str]]:
+        lines = aims.aims(record).splitlines()[2:]
+        return [[x.strip() for x in line.split("|")[2:4]] for line in lines if "8,192 pairs a rank" in line]
+
+    assert not found()
+    for name, ms in ((OPEN_CLIP, 6.0), (OPEN_CLIP + IN_A_GRAPH, 5.0), (f"{OURS}, auto", 4.0)):
+        record["times"] += [timed("peers", 4, 8192, ms, "", name=name)]
+    assert found() == [["1.25 times", "**no**"]]
+    record["times"] += [timed("peers", 4, 8192, 2.5, "", name=f"{OURS}, auto{IN_A_GRAPH}")]
+    assert found() == [["1.25 times", "**no**"], ["2.00 times", "yes"]]
+
+
 def test_the_committed_page_is_what_the_records_say() -> None:
     assert PAGE.main(["--check"]) == 0
 
@@ -155,6 +185,6 @@ def test_a_block_beside_a_message_is_compared_with_the_block_as_it_is(record: di
 
 def test_peers_and_the_largest_batch(record: dict[str, Any]) -> None:
     assert f"{OPEN_CLIP} takes 1.50 times as long" in tables.comparison(record)
-    assert f"| {OPEN_CLIP} | 12.0 | 367 | 52.4 % | 1.50 | 4,000 | 40.0 |" in tables.peers(record)
+    assert f"| {OPEN_CLIP} | 12.0 | - | 367 | 52.4 % | 1.50 | 4,000 | 40.0 |" in tables.peers(record)
     assert "| 12,582,912 | 512 | 4 | ring | 60.0 | 200 | 600 | 85.7 % | 40.0 | 6.00 |" in tables.headline(record)
     assert "65,536 a rank: no memory" in tables.skipped(record)
