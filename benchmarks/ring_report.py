@@ -13,7 +13,7 @@ from typing import Any
 HERE = Path(__file__).resolve().parent
 sys.path[:0] = [str(HERE), str(HERE.parent)]
 
-from pages import ROOT, Page, card, noted, versions, when  # noqa: E402
+from pages import ROOT, Page, card, noted, titled, versions, when  # noqa: E402
 from ring_run import aims, figures, tables  # noqa: E402
 
 
@@ -39,7 +39,7 @@ def section(stem: str, data: dict[str, Any]) -> str:
         ("Beside the alternatives", comparison),
         ("Not measured, and why", tables.skipped(data)),
     ]
-    title = f"### {e['ranks']} x {e['device']}"
+    title = titled(f"{e['ranks']} x {e['device']}", e)
     return "\n\n".join([title, about, *(f"#### {name}\n\n{text}" for name, text in parts if text)])
 
 

@@ -201,8 +201,10 @@ class _reaching:  # noqa: N801 - read as a statement
 
     def __exit__(self, kind: object, error: BaseException | None, trace: object) -> None:
         if isinstance(error, RuntimeError):
-            text = str(error).splitlines()[0].rpartition(".cc:")[2].partition("] ")[2]
-            how = "did not answer" if "imed out" in text else f"cannot be reached ({text.partition(' [')[0]})"
+            said = str(error).partition("\n")[0]
+            # gloo puts its place before what it says, and the other's address behind it
+            text = said.rpartition(".cc:")[2].partition("] ")[2].partition(" [")[0] or said
+            how = "did not answer" if "imed out" in text else f"cannot be reached ({text})"
             raise Silence([self.rank], how) from error
 
 
