@@ -13,7 +13,7 @@ from typing import Any, Literal, cast
 
 from torch import Tensor
 
-from contrastile.backends.arrays import ArrayLibrary, library_of, transfer
+from contrastile.backends.arrays import ArrayLibrary, library_of, transfer, working_for
 from contrastile.backends.contract import Backend, Match, Options
 from contrastile.backends.registry import load
 from contrastile.evaluation import native
@@ -217,8 +217,13 @@ def sigmoid_gradients(
 ) -> tuple[Tensor, list[Tensor], Tensor, Tensor]:
     """Gradients of ``upstream * loss`` for the rows, each column block, the scale and the bias; empty if not wanted."""
     way = _decode(how)
-    sums = local.Sums(row_sum, tuple(column_sums), total)
+    chosen, source = load(way.backend), library_of(rows)
     wanted = _wanted(wants, len(column_sums), bias=True)
-    found = schedule.finish(rows, scale, way.placement, sums, upstream, wanted, library_of(rows))
-    given = [scale.new_empty(0) if x is None else x for x in (found.rows, *found.columns, found.scale, found.bias)]
-    return given[0], given[1:-2], given[-2], given[-1]
+    # the backend's arrays have passes over a whole matrix fused
+    with working_for(source, chosen.arrays, rows):
+        given = (upstream, rows, scale, total, row_sum, *column_sums)
+        factor, features, by, slope, row_part, *column_parts = (transfer(x, source, chosen.arrays) for x in given)
+        sums = local.Sums(row_part, tuple(column_parts), slope)
+        found = schedule.finish(features, by, way.placement, sums, factor, wanted, chosen.arrays)
+        matrix, number = _outside(chosen, source, scale, rows), _outside(chosen, source, scale, scale)
+        return matrix(found.rows), [matrix(x) for x in found.columns], number(found.scale), number(found.bias)
