@@ -311,7 +311,7 @@ def _copied(arrays: ArrayLibrary, x: Array | None) -> Array | None:
     if x is None:
         return None
     copy = arrays.empty(tuple(x.shape), arrays.dtype(x), x)
-    copy[...] = x
+    buffers.copy(x, copy)
     return copy
 
 
