@@ -43,7 +43,9 @@ struct ForwardEpilogue {
 
     __device__ __forceinline__ void finish(float (&acc)[STRIPS][PRODUCT_VALUES], const Place& tile) {
         const Chunk& chunk = arguments.chunk;
-        if (MASK != PLAIN || tile.row + BM > chunk.height || tile.column + BN > chunk.width)
+        const bool edge = tile.row + BM > chunk.height || tile.column + BN > chunk.width;
+        if (edge || MASK == TARGET ||
+            (MASK != PLAIN && kept.pairs.touched(arguments.pairs, chunk, tile, warp, lane, false)))
             admit_tile(acc, tile);
         float row[STRIPS][2];
         if (SAFE)

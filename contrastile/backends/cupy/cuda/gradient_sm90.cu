@@ -93,14 +93,10 @@ struct GradientEpilogue {
     template <int EXPONENT>
     __device__ __forceinline__ void choose_positives(const float (&acc)[STRIPS][PRODUCT_VALUES],
                                                      const Place& tile) const {
-        if (MASK == PLAIN) {
-            const int lane = consumer_thread() % 32;
-            // every row of the warp is looked at by one lane
-            const int row = row_in_tile(warp, 0, lane / 16, 0) + lane % 16;
-            if (!__any_sync(WHOLE_WARP, named(tile, row).x >= 0)) {
-                if (EXPONENT == SHARED) return write_ahead(acc, tile);
-                return write<EXPONENT, false>(acc, tile);
-            }
+        const int lane = consumer_thread() % 32;
+        if (!kept.pairs.touched(arguments.pairs, arguments.chunk, tile, warp, lane, true)) {
+            if (EXPONENT == SHARED) return write_ahead(acc, tile);
+            return write<EXPONENT, false>(acc, tile);
         }
         write<EXPONENT, true>(acc, tile);
     }

@@ -57,6 +57,32 @@ struct alignas(16) KeptPairs {
         return found;
     }
 
+    // Whether, of the rows of a warp, one has an exclusion or (INDEXED) a positive in the tile, or an id that a column has
+    // too; asked by whole warps, which mostly are told no, and then work as if nothing were masked. It may be a false
+    // alarm: ids are compared folded to 32 bits.
+    __device__ __forceinline__ bool touched(const PairVectors& pairs, const Chunk& chunk, const Place& tile, int warp,
+                                            int lane, bool positives) const {
+        const int top = row_in_tile(warp, 0, lane / 16, 0) + lane % 16;  // every row is looked at by one lane
+        const int2 columns = named(pairs, chunk, tile, top);
+        bool found = columns.y >= 0 || (positives && columns.x >= 0);
+        if constexpr (IDS) {
+            unsigned mine[BN / 32];
+#pragma unroll
+            for (int i = 0; i < BN / 32; ++i) mine[i] = folded(column_ids[lane + 32 * i]);
+#pragma unroll
+            for (int s = 0; s < STRIPS; ++s)
+#pragma unroll
+                for (int row = 0; row < 16; row += 2) {
+                    const longlong2 two =
+                        *reinterpret_cast<const longlong2*>(row_ids + row_in_tile(warp, 0, s, 0) + row);
+#pragma unroll
+                    for (int i = 0; i < BN / 32; ++i)
+                        found = found || folded(two.x) == mine[i] || folded(two.y) == mine[i];
+                }
+        }
+        return __any_sync(WHOLE_WARP, found);
+    }
+
     // The same for a thread whose first column is `first`.
     __device__ __forceinline__ PairRow row(int2 named, int row, int first) const {
         PairRow found{named.x - first, named.y - first, 0};
@@ -65,6 +91,11 @@ struct alignas(16) KeptPairs {
     }
 
     __device__ __forceinline__ const long long* ids(int first) const { return column_ids + (IDS ? first : 0); }
+
+  private:
+    static __device__ __forceinline__ unsigned folded(long long id) {
+        return static_cast<unsigned>(id) ^ static_cast<unsigned>(static_cast<unsigned long long>(id) >> 32);
+    }
 };
 
 }  // namespace contrastile

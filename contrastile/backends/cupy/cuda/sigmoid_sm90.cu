@@ -1,8 +1,8 @@
 // The additive loss of one chunk for sm_90a: row sums of the loss and of its slope, and FACTOR G, in one pass.
 //
 // sigmoid_sm90<T, MASK>: grid and threads as forward_sm90, sigmoid_sm90_shared bytes of dynamic shared memory.
-// G_ij = -w_i z_ij sigmoid(-z_ij x_ij) over admitted pairs. A warp none of whose rows has a positive by index in its
-// tile skips the comparisons.
+// G_ij = -w_i z_ij sigmoid(-z_ij x_ij) over admitted pairs. A warp none of whose pairs is positive or hidden skips
+// the comparisons.
 #include "epilogue_forward.cuh"
 #include "epilogue_sigmoid.cuh"
 #include "kept_sm90.cuh"
@@ -51,25 +51,23 @@ struct SigmoidEpilogue {
     __device__ __forceinline__ void finish(float (&acc)[STRIPS][PRODUCT_VALUES], const Place& tile) const {
         const int lane = consumer_thread() % 32, first = 2 * (lane & 3);
         const int columns = arguments.chunk.width - tile.column - first;
+        const bool touched = kept.pairs.touched(arguments.pairs, arguments.chunk, tile, warp, lane, true);
         PairRow rows[STRIPS][2];
-        bool any = MASK != PLAIN;
 #pragma unroll
         for (int s = 0; s < STRIPS; ++s)
 #pragma unroll
             for (int q = 0; q < 2; ++q) {
                 const int row = row_in_tile(warp, lane, s, q);
-                const int2 named = kept.pairs.named(arguments.pairs, arguments.chunk, tile, row);
-                any = any || named.x >= 0;
-                rows[s][q] = kept.pairs.row(named, row, first);
+                rows[s][q] = kept.pairs.row(kept.pairs.named(arguments.pairs, arguments.chunk, tile, row), row, first);
             }
         const long long* ids = kept.pairs.ids(first);
         // positives by ids (TARGET) are told apart by their ids below; those past the last column have become -inf,
         // which is +inf for a positive: so the last tile of a chunk keeps its ids from them
-        if (MASK != PLAIN || columns + first < BN)
+        if ((MASK != PLAIN && touched) || columns + first < BN)
 #pragma unroll
             for (int s = 0; s < STRIPS; ++s)
                 admit<MASK, GROUPS>(acc[s], rows[s], ids, true, true, columns, nothing(scale));
-        if (__any_sync(WHOLE_WARP, any))
+        if (touched)
             write<true>(acc, rows, ids, columns, tile);
         else
             write<false>(acc, rows, ids, columns, tile);
