@@ -272,6 +272,7 @@ def check_sigmoid(p: Problem, report: Report, name: str) -> None:
     loss = cupy.where(admitted, cupy.logaddexp(0.0, x), 0.0)
     slope = cupy.where(admitted, cupy.where(positive, -1.0, 1.0) / (1.0 + cupy.exp(-x)), 0.0)
     weight = (cupy.random.RandomState(5).rand(p.m) + 0.5).astype(cupy.float32)
+    weight[row + height // 2] = 0
     space = cupy.empty((height, -(-width // 8) * 8 + PAST), cupy.uint16)
     parts = [cupy.empty((-(-width // BN), height), cupy.float32) for _ in range(2)]
     maps = [*p.maps(), tensor_map(space, height, width, (16, 64), p.dtype)]

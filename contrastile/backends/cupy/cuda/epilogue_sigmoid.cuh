@@ -1,37 +1,38 @@
-// The additive loss of one pair: softplus(-z x) and its slope -z sigmoid(-z x), z = +1 on a positive and -1 elsewhere.
+// The additive loss of pairs: softplus(a) and its slope -z sigmoid(a) at a = -z x, z = +1 on a positive and -1 elsewhere.
 #pragma once
 
 #include "pairs.cuh"
 
 namespace contrastile {
 
-struct Softplus {
-    float loss, slope;
+// Sums over pairs of one row. softplus(a) = max(a, 0) + log(1 + e), e = exp(-|a|) in [0, 1], and the logarithms of many
+// pairs are the logarithm of one product: a multiplication and addition a pair in place of a polynomial.
+// The product is kept less 1: p + e + p e has all digits of a p far below 1, where 1 + p has none.
+// Its roundings, two a pair, add up: two chains are as exact as a sum over the pairs of both. Each has at most 64 pairs,
+// for p may come to 2^pairs.
+struct AdditiveSums {
+    float above = 0.0f;       // of max(a, 0) log2 e
+    float compounded[2] = {}; // prod (1 + e) - 1 over the pairs of either chain
+    float slope = 0.0f;
+
+    // y = x log2 e of one more pair; its slope. y = -inf, what `admit` writes, costs nothing and has no slope.
+    __device__ __forceinline__ float add(float y, bool positive, int chain) {
+        const float at = positive ? -y : y;
+        const float e = exp2_fast(-fabsf(at)), whole = 1.0f + e;  // neither overflows nor cancels
+        const float rest = reciprocal_fast(whole);
+        // NaN compares false, and e is NaN with it, so NaN comes out
+        const float sigma = at >= 0.0f ? rest : e * rest;
+        const float signed_sigma = positive ? -sigma : sigma;
+        above += at > 0.0f ? at : 0.0f;
+        compounded[chain] = fmaf(compounded[chain], whole, e);
+        slope += signed_sigma;
+        return signed_sigma;
+    }
+
+    __device__ __forceinline__ float loss() const {
+        const float all = fmaf(compounded[0], 1.0f + compounded[1], compounded[1]);
+        return fmaf(above, static_cast<float>(LN2), log1pf(all));
+    }
 };
-
-// log(1 + e) for e in [0, 1]: e times a polynomial of degree 9, fitted to the least relative error (2^-27).
-__device__ __forceinline__ float log1p_unit(float e) {
-    float p = -0x1.a93368p-9f;
-    p = fmaf(p, e, 0x1.453f0ep-6f);
-    p = fmaf(p, e, -0x1.d29ccap-5f);
-    p = fmaf(p, e, 0x1.b25360p-4f);
-    p = fmaf(p, e, -0x1.397562p-3f);
-    p = fmaf(p, e, 0x1.92f696p-3f);
-    p = fmaf(p, e, -0x1.ff0f88p-3f);
-    p = fmaf(p, e, 0x1.554c80p-2f);
-    p = fmaf(p, e, -0x1.ffffbep-2f);
-    p = fmaf(p, e, 1.0f);
-    return p * e;
-}
-
-// x = -inf, what `admit` writes, costs nothing and has no slope. e is in [0, 1]: nothing overflows or cancels.
-__device__ __forceinline__ Softplus softplus_of(float x, bool positive) {
-    const float at = positive ? -x : x;
-    const float e = exp2_fast(-fabsf(at) * static_cast<float>(LOG2E));
-    const float rest = reciprocal_fast(1.0f + e);
-    // NaN compares false, and e is NaN with it, so NaN comes out
-    const float slope = at >= 0.0f ? rest : e * rest;
-    return {(at > 0.0f ? at : 0.0f) + log1p_unit(e), positive ? -slope : slope};
-}
 
 }  // namespace contrastile

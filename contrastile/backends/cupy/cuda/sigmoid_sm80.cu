@@ -15,13 +15,14 @@ struct KeptSigmoid {
 static_assert(sizeof(KeptSigmoid) <= KEPT_BYTES);
 
 // Sums of softplus(-z x) and of -z sigmoid(-z x) over a strip's columns inside the chunk, [q]; the dots become G.
+// scale and bias: times log2 e.
 template <int MASK>
 __device__ __forceinline__ void strip_of_losses(float (&value)[4 * GROUPS], int s, const KeptSigmoid& kept,
                                                 const Thread& thread, int columns, float scale, float bias,
                                                 float (&loss)[2], float (&slope)[2]) {
     const PairRow rows[2] = {pair_row<MASK>(kept.pairs, thread, s, 0), pair_row<MASK>(kept.pairs, thread, s, 1)};
     const float weight[2] = {kept.weight[thread.row(s, 0)], kept.weight[thread.row(s, 1)]};
-    loss[0] = loss[1] = slope[0] = slope[1] = 0.0f;
+    AdditiveSums sums[2];
 #pragma unroll
     for (int g = 0; g < GROUPS; ++g) {
         const longlong2 id = pair_of_ids<MASK>(kept.pairs.column_ids + thread.column(), g);
@@ -30,19 +31,18 @@ __device__ __forceinline__ void strip_of_losses(float (&value)[4 * GROUPS], int 
             const int q = e >> 1, column = 8 * g + (e & 1);
             const Standing pair = standing<MASK>(rows[q], column, e & 1 ? id.y : id.x);
             const bool counts = pair.admitted && column < columns;
-            const Softplus term = softplus_of(fmaf(value[4 * g + e], scale, bias), pair.positive);
-            if (counts) {
-                loss[q] += term.loss;
-                slope[q] += term.slope;
-            }
+            const float slope_of_pair =
+                counts ? sums[q].add(fmaf(value[4 * g + e], scale, bias), pair.positive, e & 1) : 0.0f;
             // a weight of 0 silences its row, whatever its logits
-            value[4 * g + e] = counts && weight[q] != 0.0f ? weight[q] * term.slope : 0.0f;
+            value[4 * g + e] = weight[q] != 0.0f ? weight[q] * slope_of_pair : 0.0f;
         }
     }
 #pragma unroll
     for (int q = 0; q < 2; ++q) {
+        loss[q] = sums[q].loss();
         loss[q] += across(loss[q], 1);
         loss[q] += across(loss[q], 2);
+        slope[q] = sums[q].slope;
         slope[q] += across(slope[q], 1);
         slope[q] += across(slope[q], 2);
     }
@@ -56,8 +56,7 @@ __global__ void __launch_bounds__(BLOCK, 2) sigmoid_sm80(const __grid_constant__
     KeptSigmoid& kept = *reinterpret_cast<KeptSigmoid*>(memory + STAGES * 2 * STEP_SIDE);
     const Thread thread;
     const Order order(a.chunk, a.features.band);
-    // nats: softplus adds the logit itself
-    const float scale = static_cast<float>(a.plan->alpha * LN2), bias = a.plan->bias;
+    const float scale = a.plan->alpha, bias = static_cast<float>(a.plan->bias * LOG2E);
     Stream<STAGES> stream(a.features, a.chunk, sizeof(T), shared);
     for (int tile = blockIdx.x; tile < order.tiles(); tile += gridDim.x) {
         const Tile at = order.at(tile);

@@ -1,8 +1,8 @@
 // The additive loss of one chunk for sm_90a: row sums of the loss and of its slope, and FACTOR G, in one pass.
 //
 // sigmoid_sm90<T, MASK>: grid and threads as forward_sm90, sigmoid_sm90_shared bytes of dynamic shared memory.
-// G_ij = -w_i z_ij sigmoid(-z_ij x_ij) over admitted pairs. A warp none of whose pairs is positive or hidden skips
-// the comparisons.
+// G_ij = -w_i z_ij sigmoid(-z_ij x_ij) over admitted pairs. A warp none of whose pairs is positive or hidden, and none of
+// whose rows is silenced, skips the comparisons.
 #include "epilogue_forward.cuh"
 #include "epilogue_sigmoid.cuh"
 #include "kept_sm90.cuh"
@@ -25,7 +25,7 @@ struct SigmoidEpilogue {
     const TensorMap& g;
     unsigned slabs;  // this warp's
     int consumer, warp;
-    float scale, bias;
+    float scale, bias;  // times log2 e
 
     __device__ __forceinline__ SigmoidEpilogue(const SigmoidArguments& a, const TensorMap& g_, unsigned char* memory,
                                                int consumer_, int warp_)
@@ -35,8 +35,8 @@ struct SigmoidEpilogue {
           slabs(shared_address(memory) + (consumer_ * CONSUMER_WARPS + warp_) * Writer::WARP_SPACE),
           consumer(consumer_),
           warp(warp_),
-          scale(usable_scale(static_cast<float>(a.plan->alpha * LN2))),
-          bias(a.plan->bias) {
+          scale(usable_scale(a.plan->alpha)),
+          bias(static_cast<float>(a.plan->bias * LOG2E)) {
         if (consumer_thread() == 0) kept.factor = a.plan->factor;
         consumer_sync(consumer);
     }
@@ -51,7 +51,8 @@ struct SigmoidEpilogue {
     __device__ __forceinline__ void finish(float (&acc)[STRIPS][PRODUCT_VALUES], const Place& tile) const {
         const int lane = consumer_thread() % 32, first = 2 * (lane & 3);
         const int columns = arguments.chunk.width - tile.column - first;
-        const bool touched = kept.pairs.touched(arguments.pairs, arguments.chunk, tile, warp, lane, true);
+        const bool touched =
+            kept.pairs.touched(arguments.pairs, arguments.chunk, tile, warp, lane, true) || silences();
         PairRow rows[STRIPS][2];
 #pragma unroll
         for (int s = 0; s < STRIPS; ++s)
@@ -68,31 +69,73 @@ struct SigmoidEpilogue {
             for (int s = 0; s < STRIPS; ++s)
                 admit<MASK, GROUPS>(acc[s], rows[s], ids, true, true, columns, nothing(scale));
         if (touched)
-            write<true>(acc, rows, ids, columns, tile);
+            write_touched(acc, rows, ids, columns, tile);
         else
-            write<false>(acc, rows, ids, columns, tile);
+            write(acc, tile);
     }
 
     __device__ __forceinline__ void end() const { Writer(g, slabs, consumer_thread() % 32).finish(); }
 
   private:
-    // Hazard: unrolled over all of a thread's values this is larger than the instruction cache, and the multiprocessor
-    // waits for instructions. So it works on the first PART groups of columns and moves the others down.
-    template <bool POSITIVES>
-    __device__ __forceinline__ void write(float (&acc)[STRIPS][PRODUCT_VALUES], PairRow (&rows)[STRIPS][2],
-                                          const long long* ids, int columns, const Place& tile) const {
-        constexpr int PART = POSITIVES ? 2 : 4, PARTS = SLAB_GROUPS / PART;  // of a slab
+    // Whether one of the warp's rows has a weight of 0.
+    __device__ __forceinline__ bool silences() const {
+        bool found = false;
+#pragma unroll
+        for (int s = 0; s < STRIPS; ++s)
+#pragma unroll
+            for (int q = 0; q < 2; ++q) found = found || weight_of(s, q) == 0.0f;
+        return __any_sync(WHOLE_WARP, found);
+    }
+
+    // Nearly all warps: no pair is positive, no row silenced, and what does not count is -inf already.
+    __device__ __forceinline__ void write(const float (&acc)[STRIPS][PRODUCT_VALUES], const Place& tile) const {
         const Writer writer(g, slabs, consumer_thread() % 32);
         const bool wanted = arguments.g != nullptr;
-        float loss[STRIPS][2] = {}, slope[STRIPS][2] = {};
+        AdditiveSums sums[STRIPS][2];
+        float weight[STRIPS][2];
+#pragma unroll
+        for (int s = 0; s < STRIPS; ++s)
+#pragma unroll
+            for (int q = 0; q < 2; ++q) weight[s][q] = weight_of(s, q);
+#pragma unroll
+        for (int slab = 0; slab < STRIPS * SLABS; ++slab) {
+            const int s = slab % STRIPS, part = slab / STRIPS;
+            if (wanted) writer.open();
+#pragma unroll
+            for (int two = 0; two < SLAB_GROUPS / 2; ++two) {
+                unsigned packed[4];
+#pragma unroll
+                for (int h = 0; h < 2; ++h) {
+                    const int first = 4 * (part * SLAB_GROUPS + 2 * two + h);
+                    float value[4];
+#pragma unroll
+                    for (int e = 0; e < 4; ++e)
+                        value[e] = weight[s][e >> 1] *
+                                   sums[s][e >> 1].add(fmaf(acc[s][first + e], scale, bias), false, e & 1);
+                    packed[2 * h] = narrow_pair<T>(value[0], value[1]);
+                    packed[2 * h + 1] = narrow_pair<T>(value[2], value[3]);
+                }
+                if (wanted) writer.put(slab, two, packed);
+            }
+            if (wanted)
+                writer.send(slab, tile.row + 64 * s + 16 * warp, tile.column + part * SLAB_COLUMNS);
+        }
+        write_rows(sums, tile);
+    }
+
+    // Hazard: unrolled over all of a thread's values this is larger than the instruction cache, and the multiprocessor
+    // waits for instructions. So it works on the first PART groups of columns and moves the others down.
+    __device__ __forceinline__ void write_touched(float (&acc)[STRIPS][PRODUCT_VALUES], PairRow (&rows)[STRIPS][2],
+                                                  const long long* ids, int columns, const Place& tile) const {
+        constexpr int PART = 2, PARTS = SLAB_GROUPS / PART;  // of a slab
+        const Writer writer(g, slabs, consumer_thread() % 32);
+        const bool wanted = arguments.g != nullptr;
+        AdditiveSums sums[STRIPS][2];
 #pragma unroll 1
         for (int part = 0; part < SLABS * PARTS; ++part) {
 #pragma unroll
             for (int s = 0; s < STRIPS; ++s) {
-                float weight[2];
-#pragma unroll
-                for (int q = 0; q < 2; ++q)
-                    weight[q] = wanted ? weight_of(s, q) : 0.0f;
+                const float weight[2] = {weight_of(s, 0), weight_of(s, 1)};
                 if (wanted && part % PARTS == 0) {
                     // the slabs of both strips are open at a time
                     if (s == 0)
@@ -100,31 +143,24 @@ struct SigmoidEpilogue {
                     else
                         writer.template open<1>();
                 }
+                unsigned packed[4];
 #pragma unroll
-                for (int two = 0; two < PART / 2; ++two) {
-                    unsigned packed[4];
+                for (int h = 0; h < 2; ++h) {
+                    const longlong2 id = pair_of_ids<MASK>(ids, h);
+                    float value[4];
 #pragma unroll
-                    for (int h = 0; h < 2; ++h) {
-                        const int group = 2 * two + h;
-                        const longlong2 id = pair_of_ids<MASK>(ids, group);
-                        float value[4];
-#pragma unroll
-                        for (int e = 0; e < 4; ++e) {
-                            const int q = e >> 1, c = e & 1, column = 8 * group + c;
-                            const bool positive =
-                                POSITIVES && standing<MASK>(rows[s][q], column, c ? id.y : id.x).positive &&
-                                (MASK != TARGET || column < columns);
-                            const Softplus pair = softplus_of(fmaf(acc[s][4 * group + e], scale, bias), positive);
-                            loss[s][q] += pair.loss;
-                            slope[s][q] += pair.slope;
-                            // selected, not multiplied by 0: a weight of 0 silences its row also where the logit is NaN
-                            value[e] = weight[q] == 0.0f ? 0.0f : weight[q] * pair.slope;
-                        }
-                        packed[2 * h] = narrow_pair<T>(value[0], value[1]);
-                        packed[2 * h + 1] = narrow_pair<T>(value[2], value[3]);
+                    for (int e = 0; e < 4; ++e) {
+                        const int q = e >> 1, c = e & 1, column = 8 * h + c;
+                        const bool positive = standing<MASK>(rows[s][q], column, c ? id.y : id.x).positive &&
+                                              (MASK != TARGET || column < columns);
+                        const float slope = sums[s][q].add(fmaf(acc[s][4 * h + e], scale, bias), positive, c);
+                        // selected, not multiplied by 0: it silences its row also where the logit is NaN
+                        value[e] = weight[q] == 0.0f ? 0.0f : weight[q] * slope;
                     }
-                    if (wanted) writer.put(s, part % PARTS * (PART / 2) + two, packed);
+                    packed[2 * h] = narrow_pair<T>(value[0], value[1]);
+                    packed[2 * h + 1] = narrow_pair<T>(value[2], value[3]);
                 }
+                if (wanted) writer.put(s, part % PARTS, packed);
                 if (wanted && part % PARTS == PARTS - 1)
                     writer.send(s, tile.row + 64 * s + 16 * warp, tile.column + part / PARTS * SLAB_COLUMNS);
             }
@@ -141,17 +177,28 @@ struct SigmoidEpilogue {
                 for (int i = 0; i + 4 * PART < PRODUCT_VALUES; ++i) acc[s][i] = acc[s][i + 4 * PART];
             }
         }
-        write_rows(loss, arguments.loss_parts, tile);
-        write_rows(slope, arguments.slope_parts, tile);
+        write_rows(sums, tile);
     }
 
     __device__ __forceinline__ float weight_of(int s, int q) const {
         return kept.row_weight[row_in_tile(warp, consumer_thread() % 32, s, q)] * kept.factor;
     }
 
+    __device__ __forceinline__ void write_rows(const AdditiveSums (&sums)[STRIPS][2], const Place& tile) const {
+        float loss[STRIPS][2], slope[STRIPS][2];
+#pragma unroll
+        for (int s = 0; s < STRIPS; ++s)
+#pragma unroll
+            for (int q = 0; q < 2; ++q) {
+                loss[s][q] = sums[s][q].loss();
+                slope[s][q] = sums[s][q].slope;
+            }
+        write_parts(loss, arguments.loss_parts, tile);
+        write_parts(slope, arguments.slope_parts, tile);
+    }
+
     // The four lanes of a row each write one of four rows.
-    __device__ __forceinline__ void write_rows(float (&row)[STRIPS][2], float* parts,
-                                               const Place& tile) const {
+    __device__ __forceinline__ void write_parts(float (&row)[STRIPS][2], float* parts, const Place& tile) const {
         const int lane = consumer_thread() % 32;
 #pragma unroll
         for (int s = 0; s < STRIPS; ++s)
