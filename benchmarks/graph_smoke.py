@@ -85,7 +85,8 @@ def main() -> None:
     group, number, leave = join(engine)
     torch.cuda.set_device(number % torch.cuda.device_count())
     comm = connect(group)
-    backends = [name for name in BACKENDS["torch"] if name in sys.argv] or BACKENDS["torch"]
+    # the first word is an engine, which may have a backend's name
+    backends = [name for name in BACKENDS["torch"] if name in sys.argv[2:]] or BACKENDS["torch"]
     checks = {f"{b} {how}": check(comm, b, how) for b in backends for how in ("ring", "gather")}
     for when in ("at once", "after more than a deadline"):
         for name, again in checks.items():

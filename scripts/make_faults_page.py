@@ -2,7 +2,7 @@
 
 ``python scripts/make_faults_page.py`` writes the page from docs/results; with ``--measure`` it runs every fault under
 every launcher first, on the CPU of this machine, and with ``--measure-gpus`` in the middle of a ring between its GPUs,
-and writes what it found there.
+with copy engines and without, and writes what it found there.
 """
 
 import json
@@ -21,6 +21,7 @@ DATA = ROOT / "docs" / "results" / "faults.json"
 GPU_DATA = ROOT / "docs" / "results" / "faults_gpus.json"
 DEADLINE, RANKS, FAULTY = 10, 4, 2
 GPU_FAULTY = RANKS - 1
+AT_A_TIME = 5
 
 FAULTS = {
     "killed": "is killed (SIGKILL)",
@@ -59,39 +60,44 @@ def measure() -> dict[str, Any]:
 
 
 def measure_gpus() -> dict[str, Any]:
-    """Every fault in the middle of a ring by copy engines, under every launcher; some at a time."""
+    """Every fault in the middle of a ring, by NCCL and by copy engines, under every launcher; some at a time."""
     import torch
 
     program = str(ROOT / "benchmarks" / "nccl_smoke.py")
-    what = [(fault, launcher) for fault in FAULTS for launcher in LAUNCHERS]
-    with ThreadPoolExecutor(6) as pool:
-        ends = list(pool.map(lambda each: _launch(each[1], program, "copies", each[0]), what))
+    what = [(copies, fault, launcher) for copies in (0, 1) for fault in FAULTS for launcher in LAUNCHERS]
+
+    def start(copies: int, fault: str, launcher: str) -> Any:
+        ended = _launch(launcher, program, fault, CONTRASTILE_COPY_ENGINES=str(copies))
+        print(copies, fault, launcher, ended, flush=True)
+        return ended
+
+    with ThreadPoolExecutor(AT_A_TIME) as pool:
+        ends = list(pool.map(lambda each: start(*each), what))
     rows = []
-    for (fault, launcher), ended in zip(what, ends, strict=True):
+    for (_, fault, launcher), ended in zip(what, ends, strict=True):
         raised = [line for rank in range(RANKS) for line in ended.said(rank) if "ExchangeError" in line]
         gave_up = re.findall(r"^contrastile: rank\(s\) (.*) did not answer on the device", ended.output, re.MULTILINE)
         named = sum(str(GPU_FAULTY) in ranks.split(", ") for ranks in gave_up)
         row = {"fault": fault, "where": "inside", "launcher": launcher, **_ending(ended, GPU_FAULTY)}
         row |= {
-            "copies": "copy engines take part" in ended.output,
+            "carried by": next(iter(re.findall(r"large messages by (.*)$", ended.output, re.MULTILINE)), "").strip(),
             "raised": len(raised),
             "ended": len(gave_up),
             "named": named + sum(f"ExchangeError: rank {GPU_FAULTY} " in line for line in raised),
         }
-        print(row, flush=True)
         rows.append(row)
     mpirun = subprocess.run(["mpirun", "--version"], capture_output=True, text=True, check=True).stdout.splitlines()[0]
     facts = {"device": torch.cuda.get_device_name(0), "torch": version("torch"), "mpi4py": version("mpi4py")}
     facts |= {"nccl": ".".join(map(str, torch.cuda.nccl.version())), "mpirun": mpirun.strip()}
-    facts |= {"deadline": DEADLINE, "ranks": RANKS, "faulty": GPU_FAULTY}
+    facts |= {"deadline": DEADLINE, "ranks": RANKS, "faulty": GPU_FAULTY, "at a time": AT_A_TIME}
     return {"environment": facts, "rows": rows}
 
 
-def _launch(launcher: str, program: str, *args: str) -> Any:
+def _launch(launcher: str, program: str, *args: str, **environment: str) -> Any:
     sys.path.insert(0, str(ROOT / "tests" / "exchange"))
     from launching import launch
 
-    return launch(launcher, program, *args, ranks=RANKS, CONTRASTILE_DEADLINE=str(DEADLINE))
+    return launch(launcher, program, *args, ranks=RANKS, CONTRASTILE_DEADLINE=str(DEADLINE), **environment)
 
 
 def _ending(ended: Any, faulty: int) -> dict[str, Any]:
@@ -132,17 +138,17 @@ def measured_gpus(data: dict[str, Any]) -> str:
     facts = data["environment"]
     about = (
         f"{facts['ranks']} ranks on {facts['device']}, deadline {facts['deadline']} s, rank {facts['faulty']} fails "
-        f"in the middle of a ring by copy engines; torch {facts['torch']} (NCCL {facts['nccl']}), "
-        f"mpi4py {facts['mpi4py']} (CuPy's NCCL), {facts['mpirun']}; six launches at a time."
+        f"in the middle of a ring of messages of 4 MiB; NCCL {facts['nccl']}, torch {facts['torch']}, "
+        f"mpi4py {facts['mpi4py']}, {facts['mpirun']}; {facts['at a time']} launches at a time."
     )
-    head = f"rank {facts['faulty']} ...", *_HEAD, "ended themselves"
+    head = f"rank {facts['faulty']} ...", "messages by", *_HEAD, "ended themselves"
     lines = []
     for row in data["rows"]:
         by_themselves = row["raised"] + row["ended"]
         told = f"{by_themselves} of {facts['ranks'] - 1}"
         if by_themselves:
             told += f", {row['named']} name the rank"
-        lines.append([FAULTS[row["fault"]], LAUNCHERS[row["launcher"]], *_ended(row), told])
+        lines.append([FAULTS[row["fault"]], row["carried by"], LAUNCHERS[row["launcher"]], *_ended(row), told])
     return f"{about}\n\n{_table(head, lines)}"
 
 
