@@ -92,12 +92,6 @@ class Silent:
             _become(whole, self._whole.setdefault(key, whole))
         return _Done()
 
-    def reduce_scatter(self, whole: Any, own: Any, sizes: Sequence[int]) -> _Done:
-        """The sum is this rank's part."""
-        start = sum(sizes[: self.rank])
-        _become(own, whole[start : start + sizes[self.rank]])
-        return _Done()
-
     def prepare(self, like: Any, nbytes: int) -> bool:
         """As with real messages, so that the same is computed in the same parts."""
         aside: bool = self.real.prepare(like, nbytes)

@@ -109,13 +109,6 @@ class Communicator(Protocol):
         """Every rank's ``own`` (sizes[rank], ...) joined in ``whole`` (sum(sizes), ...) in the order of the ranks."""
         ...
 
-    def reduce_scatter(self, whole: Array, own: Array, sizes: Sequence[int]) -> Pending:
-        """The sum over the ranks of this rank's part of ``whole``; float32 or float64.
-
-        The order of the sum depends on the number of ranks alone: the same inputs give the same bits.
-        """
-        ...
-
     def prepare(self, like: Array, nbytes: int) -> bool:
         """Make ready for messages of so many bytes between two ranks, of arrays beside ``like``.
 

@@ -93,11 +93,21 @@ class Gpu:
         self.number, self._own_stream = number, 0
         self._active = _Active(self, self._context)
         self.spare: list[int] = []
+        # made for every message, with numbers: conversions by the interpreter would cost more than the calls
+        self._record = self._typed("cuEventRecord", c_void_p, c_void_p)
+        self._follow = self._typed("cuStreamWaitEvent", c_void_p, c_void_p, c_uint)
+        self._query = self._typed("cuEventQuery", c_void_p)
 
     def _call(self, name: str, *arguments: Any) -> None:
         code = self.found(name)(*arguments)
         if code:
             raise DriverError(f"{name} gave error {code}")
+
+    def _typed(self, name: str, *kinds: Any) -> Any:
+        """A call that is given numbers."""
+        found = self.found(name)
+        found.argtypes = kinds
+        return found
 
     def found(self, name: str) -> Any:
         """A call of the driver."""
@@ -159,7 +169,10 @@ class Gpu:
     def current(self, x: Array) -> int:
         """The stream on which x's library works now."""
         if hasattr(x, "data_ptr"):
-            return int(sys.modules["torch"].cuda.current_stream(x.device).cuda_stream)
+            torch = sys.modules["torch"]
+            # the number alone, where this torch gives it: a stream object takes the host several times as long
+            raw = getattr(torch._C, "_cuda_getCurrentRawStream", None)
+            return int(torch.cuda.current_stream(x.device).cuda_stream if raw is None else raw(self.number))
         return int(sys.modules["cupy"].cuda.get_current_stream(self.number).ptr)
 
     def capturing(self, stream: int) -> bool:
@@ -181,17 +194,21 @@ class Gpu:
             event = c_void_p()
             self._call("cuEventCreate", byref(event), c_uint(_NO_TIMING))
             found = Event(event.value or 0, self)
-        self._call("cuEventRecord", c_void_p(found.address), c_void_p(stream))
+        code = self._record(found.address, stream)
+        if code:
+            raise DriverError(f"cuEventRecord gave error {code}")
         return found
 
     def follow(self, stream: int, event: Event) -> None:
         """What is queued on the stream from now on waits for the event."""
-        self._call("cuStreamWaitEvent", c_void_p(stream), c_void_p(event.address), c_uint(0))
+        code = self._follow(stream, event.address, 0)
+        if code:
+            raise DriverError(f"cuStreamWaitEvent gave error {code}")
 
     def passed(self, event: Event) -> bool:
         """Whether the event has come."""
         with self.active():
-            code = self.found("cuEventQuery")(c_void_p(event.address))
+            code = self._query(event.address)
         if code not in (0, _NOT_READY):
             raise DriverError(f"cuEventQuery gave error {code}")
         return bool(code == 0)

@@ -1,8 +1,8 @@
 """The gather (DisCo Alg. 1): every rank sees all columns, computes its own rows, and the columns' gradients are summed.
 
 Fewer and larger messages than the ring's, for shards that are computed faster than they travel; O(b d) memory per rank.
-One rank's rows give every column a part of its log-sum-exp: the parts go home and are merged there, so that one pass
-over the tiles serves both directions.
+One rank's rows give every column a part of its log-sum-exp: everybody is told all parts and merges them, so that one
+pass over the tiles serves both directions.
 
 Where messages take nothing from the kernels beside which they travel, the columns are taken in two parts: the others'
 columns arrive while this rank's own are computed, and their gradient sums go home likewise.
@@ -121,63 +121,75 @@ def forward(problem: Problem, backend: Backend, options: Options, *, keep: bool 
     placement, arrays = placed(problem), backend.arrays
     two_sided = problem.column_weight is not None
     row_lse = row_positive = columns = kept = None
-    state: dict[int, list[Array]] = {}
+    logs, positives = dict[int, Array](), dict[int, Array]()
     for part in _parts(problem, arrays):
         backend.check(part.block, options)
-        lse = local.survey(backend, keep and part.whole(placement.shards))
-        found = lse(part.block, two_sided, options)
+        whole = part.whole(placement.shards)
+        found = local.survey(backend, keep and whole)(part.block, two_sided, options)
         row_lse = found.row_lse if row_lse is None else arrays.merge(row_lse, found.row_lse)
         row_positive = found.row_positive if row_positive is None else row_positive + found.row_positive
         if two_sided:
-            logs, positive = (part.by_rank(placement.shards, x) for x in (found.column_lse, found.column_positive))
-            state |= {r: [logs[r], positive[r]] for r in part.ranks}
+            for into, x in ((logs, found.column_lse), (positives, found.column_positive)):
+                into |= {0: x} if whole else part.by_rank(placement.shards, x)
         # what the backward pass need not gather again, and what it need not compute again
         columns = part.block.columns if placement.size > 1 else None
         kept = found.kept
     loss = arrays.mean_excess(row_lse, row_positive, problem.row_weight, problem.row_target)
     if not two_sided:
         return replace(together(problem, loss, row_lse, None, arrays), gathered=columns, kept=kept)
-    column_lse = positives = None
-    for lse_part, positive_part in _home(placement, arrays, state):
-        column_lse = lse_part if column_lse is None else arrays.merge(column_lse, lse_part)
-        positives = positive_part if positives is None else positives + positive_part
-    loss = loss + arrays.mean_excess(column_lse, positives, problem.column_weight, problem.column_target)
-    total, over = _over_columns(problem, arrays, loss, column_lse)
+    state = [arrays.concat([x[r] for r in sorted(x)]) for x in (logs, positives)]
+    total, column_lse, over = _over_columns(problem, arrays, loss, *state)
     value = arrays.cast(total, arrays.dtype(problem.scale))
     return local.Forward(value, row_lse, column_lse, columns, over, kept)
 
 
-def _over_columns(problem: Problem, arrays: ArrayLibrary, loss: Array, column_lse: Array) -> tuple[Array, Array | None]:
-    """The loss of all ranks, and what backward needs to know of all columns: one message for both."""
+def _over_columns(
+    problem: Problem, arrays: ArrayLibrary, loss: Array, logs: Array, positives: Array
+) -> tuple[Array, Array, Array | None]:
+    """The loss of all ranks, M of this rank's columns, and what backward needs to know of all: one message for all.
+
+    Every rank is sent what every rank's rows give every column, and merges it itself: few bytes beside the columns'
+    features, and a message less than if each column's owner merged its own and told the others.
+
+    Args:
+        problem: this rank's part.
+        arrays: the library of all these arrays.
+        loss: 0-d, of this rank's rows.
+        logs: (N,) log-sum-exps of all columns over this rank's rows.
+        positives: (N,) sums of their positive logits.
+    """
     placement = placed(problem)
     n, widths = placement.size, placement.shards.widths
+    weight, target = problem.column_weight, problem.column_target
     if n == 1:
-        return loss, None
+        return loss + arrays.mean_excess(logs, positives, weight, target), logs, None
     own, (losses,), incoming = everywhere(placement, arrays, [loss])
     # a backend may have log-sum-exps in a wider dtype than the problem its weights, and bytes are what travels
-    state = arrays.dtype(column_lse)
-    given = column_lse, problem.column_weight, problem.column_target
-    vectors = [arrays.contiguous(arrays.cast(x, state)) for x in given]
+    state = arrays.dtype(logs)
+    vectors = [arrays.contiguous(arrays.cast(x, state)) for x in (weight, target)]
     # rows that begin where 16 bytes do: kernels are compiled anew for others, and read them slower
-    over = arrays.empty((len(vectors), -(-sum(widths) // 4) * 4), state, column_lse)[:, : sum(widths)]
-    parts = [buffers.split(x, widths) for x in over]
+    over = arrays.empty((len(vectors) + 1, -(-sum(widths) // 4) * 4), state, logs)[:, : sum(widths)]
+    found = [list(arrays.empty((n, sum(widths)), state, logs)) for _ in range(2)]
+    found[0][placement.rank], found[1][placement.rank] = logs, positives
+    places = over[1], over[2]
+    parts = [buffers.split(x, widths) for x in places]
     for r in range(n):
-        incoming[r] += [part[r] for part in parts]
-    placement.communicator.exchange({r: [*own, *vectors] for r in range(n)}, incoming).wait()
-    return arrays.total(losses), over
+        incoming[r] += [found[0][r], found[1][r], *(part[r] for part in parts)]
+    outgoing = [*own, logs, positives, *vectors]
+    placement.communicator.exchange(dict.fromkeys(range(n), outgoing), incoming).wait()
+    column_lse, column_positive = _merged(arrays, *found)
+    buffers.copy(column_lse, over[0])
+    total = arrays.total(losses) + arrays.mean_excess(column_lse, column_positive, *places)
+    start = placement.start
+    return total, column_lse[start : start + widths[placement.rank]], over
 
 
-def _home(
-    placement: Placement, arrays: ArrayLibrary, state: Mapping[int, Sequence[Array]]
-) -> Iterator[Sequence[Array]]:
-    """What each rank found for this rank's columns, from what this rank found for everybody's."""
-    me = placement.rank
-    others = [r for r in range(placement.size) if r != me]
-    found = {r: [arrays.empty(tuple(x.shape), arrays.dtype(x), x) for x in state[me]] for r in others}
-    if others:
-        placement.communicator.exchange({r: state[r] for r in others}, found).wait()
-    for r in range(placement.size):
-        yield state[me] if r == me else found[r]
+def _merged(arrays: ArrayLibrary, logs: Sequence[Array], sums: Sequence[Array]) -> tuple[Array, Array]:
+    """The log-sum-exps and the sums of parts, in the order of the ranks."""
+    merged, total = logs[0], sums[0]
+    for more_logs, more in zip(logs[1:], sums[1:], strict=True):
+        merged, total = arrays.merge(merged, more_logs), total + more
+    return merged, total
 
 
 @local.ieee
@@ -195,26 +207,27 @@ def backward(
     if saved.over is not None:
         column_lse, column_weight, column_target = saved.over
         problem = replace(problem, column_weight=column_weight, column_target=column_target)
-    weighted = scaled_weights(problem, upstream)
+    own, *others = _parts(problem, arrays, saved.gathered)
+    at_once = backend.finished is not None and wanted.rows and not others
+    # the weights carry the factor unless the backend multiplies by it
+    weighted = problem if at_once else scaled_weights(problem, upstream)
     # of one direction the log-sum-exps that were saved may be none, or empty
     columns: Sequence[Array | None] = (None,) * 3
     if weighted.column_weight is not None:
         columns = column_lse, weighted.column_weight, weighted.column_target
-    own, *others = _parts(weighted, arrays, saved.gathered)
 
-    def weights(part: _Part) -> Weights:
-        side = [part.along(placement.shards, x, arrays) for x in columns]
-        return Weights(saved.row_lse, weighted.row_weight, weighted.row_target, *side)
+    def weights(part: _Part, kept: Array | None = None) -> Weights:
+        lse, weight, target = (part.along(placement.shards, x, arrays) for x in columns)
+        return Weights(saved.row_lse, weighted.row_weight, weighted.row_target, lse, weight, target, kept)
 
-    if backend.finished is not None and wanted.rows and not others:
+    if at_once and backend.finished is not None:
         # this rank's rows meet every column here: only the columns' sums have other ranks' parts to come
         form: ColumnForm | None = "sums" if any(wanted.columns) else None
-        found = backend.finished(own.block, replace(weights(own), kept=saved.kept), None, form, options)
+        factor = upstream * placement.factor
+        found = backend.finished(own.block, weights(own, saved.kept), factor, form, options)
         inner = [found.inner] if wanted.scale else []
         sums, totals = _returned(placement, arrays, found.columns, wanted.columns, inner)
-        missing = replace(wanted, rows=False, scale=False)
-        rest = local.finish(problem.rows, problem.scale, local.Sums(None, sums, None), None, missing, arrays)
-        rest = replace(rest, rows=found.rows)
+        row_sum, row_gradient = None, found.rows
     else:
         row_sum = local.accumulator(backend, problem.rows, wanted.rows or wanted.scale)
 
@@ -225,9 +238,11 @@ def backward(
             return [arrays.inner(problem.rows, row_sum)] if wanted.scale else []
 
         sums, totals = _swept(placement, backend, (own, *others), wanted.columns, add, number)
-        missing = replace(wanted, scale=False)
-        rest = local.finish(problem.rows, problem.scale, local.Sums(row_sum, sums, None), None, missing, arrays)
-    return replace(rest, scale=mean(placement, arrays, totals[0], problem.scale) if wanted.scale else None)
+        row_gradient = None
+    features = local.Wanted(wanted.rows, wanted.columns, scale=False)
+    rest = local.finish(problem.rows, problem.scale, local.Sums(row_sum, sums, None), None, features, arrays)
+    scale = mean(placement, arrays, totals[0], problem.scale) if wanted.scale else None
+    return local.Gradients(rest.rows if row_gradient is None else row_gradient, rest.columns, scale, None)
 
 
 def _swept(

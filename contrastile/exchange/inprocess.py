@@ -184,26 +184,22 @@ class InProcess:
     def all_gather(self, own: Array, whole: Array, sizes: Sequence[int]) -> _Parcel:
         return self.all_to_all([own] * self.size, buffers.split(whole, sizes))
 
-    def reduce_scatter(self, whole: Array, own: Array, sizes: Sequence[int]) -> _Parcel:
-        parts = buffers.like(own, self.size)
-        outgoing = {r: [x] for r, x in enumerate(buffers.split(whole, sizes))}
-        return self._send(outgoing, {r: [x] for r, x in enumerate(parts)}, lambda: buffers.add_up(parts, own))
-
     def _send(
         self,
         outgoing: Mapping[int, Sequence[Array]],
         incoming: Mapping[int, Sequence[Array]],
-        after: Callable[[], None] = lambda: None,
     ) -> _Parcel:
         number = self._next()
         sent = []
         for target, xs in outgoing.items():
             content = list(xs) if self.town.late else [_copy(x) for x in xs]
             sent.append((target, self.town.post(self.rank, target, number, content)))
-        for xs in incoming.values() if self.town.late else ():
-            for x in xs:
+        stays = set(map(id, outgoing.get(self.rank, ())))
+        for x in (x for xs in incoming.values() for x in xs) if self.town.late else ():
+            # this rank's own part may be its own already
+            if id(x) not in stays:
                 x[...] = _garbage(x)
-        return _Parcel(self, number, sent, incoming, after)
+        return _Parcel(self, number, sent, incoming)
 
     def prepare(self, like: Array, nbytes: int) -> bool:
         return False
@@ -223,7 +219,6 @@ class _Parcel:
     number: int
     sent: list[tuple[int, _Letter]]
     incoming: Mapping[int, Sequence[Array]]
-    after: Callable[[], None]
 
     def wait(self) -> None:
         town = self.home.town
@@ -236,7 +231,6 @@ class _Parcel:
             # the sender may change its arrays only now that everybody has them
             for target, letter in self.sent:
                 town.until(lambda letter=letter: letter.taken, self.home.rank, target)  # type: ignore[misc]
-        self.after()
 
 
 def _copy(x: Array) -> Array:

@@ -80,9 +80,12 @@ class NCCL:
         self, communicator: int, stream: int, outgoing: Parts, incoming: Parts, at: Callable[[Array], int]
     ) -> None:
         """Queue all of a message on a stream; ``at`` gives an array's address."""
+        # what goes to several ranks is looked at once
+        every = {id(x): x for parts in (outgoing, incoming) for xs in parts.values() for x in xs}
+        spans = {key: (at(x), nbytes(x)) for key, x in every.items()}
         self._check("ncclGroupStart", self._nccl.ncclGroupStart())
         codes = [
-            call(at(x), nbytes(x), _BYTES, rank, communicator, stream)
+            call(*spans[id(x)], _BYTES, rank, communicator, stream)
             for call, parts in ((self._receive, incoming), (self._send, outgoing))
             for rank, xs in parts.items()
             for x in xs

@@ -1,8 +1,8 @@
 """A communicator from messages between pairs of ranks: the primitives, written once for every engine.
 
 An engine gives a channel of the host, and may give one of the device; without, arrays on a device travel through
-pinned host memory. A sum is taken in the order of the ranks by the rank that receives it, which no engine's own
-reduction promises; and a missing rank can be named, which no engine's own collective does.
+pinned host memory. A missing rank can be named, which no engine's own collective does; sums are the schedules', in the
+order of the ranks, which no engine's own reduction promises.
 """
 
 from __future__ import annotations
@@ -116,7 +116,7 @@ class Peers:
             self._everybody([own] * self.size, list(everyone))
         else:
             self._check()
-            self._guarded(lambda: wires.exchange(own, everyone, self._seconds()))
+            self._guarded(wires.exchange, own, everyone, self._seconds())
         return everyone
 
     def tell(self, text: str) -> list[str]:
@@ -145,17 +145,7 @@ class Peers:
     def all_gather(self, own: Array, whole: Array, sizes: Sequence[int]) -> Pending:
         return self.all_to_all([own] * self.size, buffers.split(whole, sizes))
 
-    def reduce_scatter(self, whole: Array, own: Array, sizes: Sequence[int]) -> Pending:
-        outgoing = buffers.split(whole, sizes)
-        parts = buffers.like(own, self.size - 1)
-        parts.insert(self.rank, outgoing[self.rank])
-        return self._send(
-            {r: [x] for r, x in enumerate(outgoing)},
-            {r: [x] for r, x in enumerate(parts)},
-            lambda: buffers.add_up(parts, own),
-        )
-
-    def _send(self, outgoing: Parts, incoming: Parts, after: Callable[[], None] = _nothing) -> Pending:
+    def _send(self, outgoing: Parts, incoming: Parts) -> Pending:
         self._check()
         for mine, arriving in zip(outgoing.get(self.rank, ()), incoming.get(self.rank, ()), strict=True):
             if mine is not arriving:
@@ -163,8 +153,7 @@ class Peers:
         # every rank counts every message, also one that has nothing for it
         self._number = (self._number + 1) % NUMBERS
         like = next(x for xs in (*outgoing.values(), *incoming.values()) for x in xs)
-        posted = self._guarded(lambda: self._post(self._others(outgoing), self._others(incoming), like))
-        return _Message(self, posted, after)
+        return _Message(self, self._guarded(self._post, self._others(outgoing), self._others(incoming), like))
 
     def _post(self, outgoing: Parts, incoming: Parts, like: Array) -> Pending | None:
         if self.host is None:
@@ -173,9 +162,9 @@ class Peers:
         channel = self._for_device(self.host, like) if on_device else self.host
         if not (outgoing or incoming):
             return None
-        arrived = _nothing
-        if channel is self.host:
-            outgoing, incoming, arrived = _packed(*_on_host(outgoing, incoming, on_device))
+        if channel is not self.host:
+            return channel.post(outgoing, incoming, self._number, self._seconds)
+        outgoing, incoming, arrived = _packed(*_on_host(outgoing, incoming, on_device))
         return _Landing(channel.post(outgoing, incoming, self._number, self._seconds), arrived)
 
     def _for_device(self, host: Channel, like: Array) -> Channel:
@@ -188,18 +177,21 @@ class Peers:
         host = self.host
         if host is None or library_of(like).device(like) == "cpu":
             return False
-        return bool(self._guarded(lambda: self._for_device(host, like).prepare(nbytes)))
+        return bool(self._guarded(self._prepared, host, like, nbytes))
+
+    def _prepared(self, host: Channel, like: Array, nbytes: int) -> bool:
+        return self._for_device(host, like).prepare(nbytes)
 
     def _seconds(self) -> float:
         return watch.patience(self.deadline)
 
     def _others(self, parts: Parts) -> dict[int, list[Array]]:
-        full = {r: [x for x in xs if buffers.nbytes(x)] for r, xs in parts.items() if r != self.rank}
+        full = {r: [x for x in xs if x.nbytes] for r, xs in parts.items() if r != self.rank}
         return {r: xs for r, xs in full.items() if xs}
 
-    def _guarded(self, action: Callable[[], Any]) -> Any:
+    def _guarded(self, action: Callable[..., Any], *given: Any) -> Any:
         try:
-            return action()
+            return action(*given)
         except Silence as silence:
             assert self.host is not None
             waiting = self.host.give_up(silence.ranks, watch.grace(self.deadline))
@@ -239,21 +231,16 @@ class _Landing:
 
 @dataclass(slots=True)
 class _Message:
-    """A message of ``Peers``; what it waits for, and what follows."""
+    """A message of ``Peers``, and what it waits for: nothing once it has arrived."""
 
     peers: Peers
     pending: Pending | None
-    after: Callable[[], None]
-    _arrived: bool = False
 
     def wait(self) -> None:
-        if self._arrived:
-            return
         if self.pending is not None:
             self.peers._check()
             self.peers._guarded(self.pending.wait)
-        self._arrived, self.pending = True, None
-        self.after()
+            self.pending = None
 
 
 def _on_host(outgoing: Parts, incoming: Parts, on_device: bool) -> tuple[Parts, Parts, Callable[[], None]]:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
+from functools import lru_cache
 from itertools import accumulate
 from typing import Literal
 
@@ -57,6 +58,7 @@ class Choice:
     reason: str
 
 
+@lru_cache(maxsize=64)
 def choose(shards: Shards, width: int, itemsize: int) -> Choice:
     """What ``exchange="auto"`` stands for. It follows from the sizes alone, so that every rank comes to the same.
 
@@ -118,15 +120,22 @@ class Placement:
 
     def encode(self) -> str:
         """As text, which crosses an operator; only this process can read it."""
-        sizes = ";".join(
-            ",".join(map(str, (m, *blocks))) for m, blocks in zip(self.shards.rows, self.shards.columns, strict=True)
-        )
-        return f"{number(self.communicator)}:{self.exchange}:{self.reduction}:{sizes}"
+        return f"{number(self.communicator)}:{self.exchange}:{self.reduction}:{_sizes(self.shards)}"
 
 
 def decode(text: str) -> Placement:
     """The placement that ``encode`` wrote."""
     key, exchange, reduction, sizes = text.split(":")
+    return Placement(numbered(int(key)), exchange, reduction, _shards(sizes))  # type: ignore[arg-type]
+
+
+@lru_cache(maxsize=64)
+def _sizes(shards: Shards) -> str:
+    parts = zip(shards.rows, shards.columns, strict=True)
+    return ";".join(",".join(map(str, (m, *blocks))) for m, blocks in parts)
+
+
+@lru_cache(maxsize=64)
+def _shards(sizes: str) -> Shards:
     ranks: Sequence[list[int]] = [[int(x) for x in part.split(",")] for part in sizes.split(";")]
-    shards = Shards(tuple(x[0] for x in ranks), tuple(tuple(x[1:]) for x in ranks))
-    return Placement(numbered(int(key)), exchange, reduction, shards)  # type: ignore[arg-type]
+    return Shards(tuple(x[0] for x in ranks), tuple(tuple(x[1:]) for x in ranks))

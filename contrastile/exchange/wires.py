@@ -6,6 +6,7 @@ the record travels. Ranks on several hosts have no wires.
 
 from __future__ import annotations
 
+import os
 import select
 import socket
 import struct
@@ -24,7 +25,11 @@ if TYPE_CHECKING:
     import numpy.typing as npt
 
 _HEADER, _RANK = struct.Struct("<qq"), struct.Struct("<q")
-_SPIN = 100e-6
+_SPIN = 1e-3
+"""Seconds in which a rank asks again and again: as a rule all are there by then, and a sleeper wakes slowly."""
+
+
+_yield: Callable[[], None] = getattr(os, "sched_yield", lambda: time.sleep(0))
 
 
 def host() -> str:
@@ -56,58 +61,60 @@ class Wires:
         header = _HEADER.pack(self._number, own.nbytes)
         frame = header + own.tobytes()
         for rank, wire in self.sockets.items():
-            # it fits: a record is far smaller than a socket's buffer, and the one before it has been answered
-            self._try(rank, lambda wire=wire: wire.sendall(frame))  # type: ignore[misc]
+            try:
+                # it fits: a record is far smaller than a socket's buffer, and the one before it has been answered
+                wire.sendall(frame)
+            except OSError as error:
+                raise _unreachable(rank, error) from error
         everyone[self.rank] = own
         for rank, arrived in self._received(header, len(frame), seconds).items():
             everyone[rank] = memoryview(arrived)[_HEADER.size :].cast("q")
 
     def _received(self, header: bytes, size: int, seconds: float) -> dict[int, bytes]:
         arrived = dict.fromkeys(self.sockets, b"")
-        start = time.monotonic()
-        while lacking := [rank for rank, found in arrived.items() if len(found) < size]:
+        lacking, start = list(arrived), time.monotonic()
+        while lacking:
             came = False
             for rank in lacking:
-                with suppress(BlockingIOError):
-                    arrived[rank] += self._some(rank, size - len(arrived[rank]))
-                    came = True
+                try:
+                    some = self.sockets[rank].recv(size - len(arrived[rank]))
+                except BlockingIOError:
+                    continue
+                except OSError as error:
+                    raise _unreachable(rank, error) from error
+                if not some:
+                    raise Silence([rank], "cannot be reached (connection closed)")
+                came = True
+                arrived[rank] += some
                 if not header.startswith(arrived[rank][: _HEADER.size]):
                     raise Silence([rank], "made another call")
-            if not came:
+            if came:
+                lacking = [rank for rank in lacking if len(arrived[rank]) < size]
+            else:
                 self._pause(lacking, time.monotonic() - start, seconds)
         return arrived
-
-    def _some(self, rank: int, most: int) -> bytes:
-        found = self._try(rank, lambda: self.sockets[rank].recv(most))
-        if not found:
-            raise Silence([rank], "cannot be reached (connection closed)")
-        return found
 
     def _pause(self, lacking: Sequence[int], waited: float, seconds: float) -> None:
         """Until something may have come."""
         if waited >= seconds:
             raise Silence(sorted(lacking), "did not answer")
         if waited < _SPIN:
-            # a sleeper wakes slowly; but other ranks may share this core
-            time.sleep(0)
+            # other ranks may share this core; a sleep of no length lasts tens of microseconds on some hosts
+            _yield()
             return
         poll = select.poll()
         for rank in lacking:
             poll.register(self.sockets[rank], select.POLLIN)
         poll.poll(1e3 * (seconds - waited) + 1)
 
-    def _try(self, rank: int, action: Callable[[], bytes | None]) -> bytes | None:
-        try:
-            return action()
-        except BlockingIOError:
-            raise
-        except OSError as error:
-            raise Silence([rank], f"cannot be reached ({error.strerror})") from error
-
     def close(self) -> None:
         """Hang up."""
         for wire in self.sockets.values():
             wire.close()
+
+
+def _unreachable(rank: int, error: OSError) -> Silence:
+    return Silence([rank], f"cannot be reached ({error.strerror})")
 
 
 def connect(rank: int, size: int, tell: Callable[[str, str], Sequence[str]]) -> Wires | None:

@@ -8,6 +8,7 @@ import logging
 import sys
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
+from functools import lru_cache
 from typing import Any, TypeVar, cast
 
 from contrastile.backends.arrays import ArrayLibrary
@@ -91,21 +92,15 @@ class World:
         if len(columns) > _BLOCKS:
             raise ValueError(f"at most {_BLOCKS} blocks of columns can be exchanged, got {len(columns)}; join some")
         # a gradient that only some ranks want would leave the others waiting for its messages
-        wants = [bool(getattr(x, "requires_grad", False)) for x in (rows, *columns, *scalars)]
+        wants = tuple(bool(getattr(x, "requires_grad", False)) for x in (rows, *columns, *scalars))
         agreed = {"width": int(rows.shape[1]), "dtype": dtype, "device": device, "column blocks": len(columns)}
-        agreed |= settings | self.settings | {"gradients wanted": wants if gradients_are_on(arrays) else []}
+        agreed |= settings | self.settings | {"gradients wanted": wants if gradients_are_on(arrays) else ()}
         record = self._record(agreed, _WELL, [own[0], *own[1]])
         everyone = comm.agree(record)
         self._met = True
         if (everyone[:, 1] != _WELL).any() or (everyone[:, 0] != everyone[0, 0]).any():
             self._explain(json.dumps(agreed))
-        counts = everyone[:, 2:].tolist()
-        shards = Shards(
-            tuple(int(c[0]) for c in counts), tuple(tuple(int(x) for x in c[1 : 1 + len(columns)]) for c in counts)
-        )
-        for what, number in (("row", sum(shards.rows)), ("column", sum(shards.widths))):
-            if number == 0:
-                raise MismatchError(f"the ranks must hold at least one {what} together, got none; skip empty batches")
+        shards = _shards(everyone.tobytes(), len(everyone), len(columns))
         self.placement = Placement(comm, self._chosen(shards, int(rows.shape[1]), dtype), self.reduction, shards)
         return Met(sum(shards.rows), sum(shards.widths), self.placement.start, self.placement)
 
@@ -175,11 +170,8 @@ class World:
     def _record(self, agreed: dict[str, Any], state: int, sizes: Sequence[int]) -> Any:
         import numpy as np
 
-        digest = hashlib.sha256(json.dumps(agreed, sort_keys=True).encode()).digest()
-        record = np.zeros(3 + _BLOCKS, dtype=np.int64)
-        record[0], record[1] = int.from_bytes(digest[:8], "little", signed=True), state
-        record[2 : 2 + len(sizes)] = sizes
-        return record
+        found = _digest(tuple(agreed.items())), state, *sizes, *[0] * (1 + _BLOCKS - len(sizes))
+        return np.array(found, dtype=np.int64)
 
     def _refuse_if(self, reason: str | None, cause: Exception | None = None) -> None:
         """Tell the other ranks that this one cannot take part, and raise what they raise."""
@@ -199,6 +191,30 @@ class World:
         """Raise the same MismatchError on every rank."""
         assert self.communicator is not None
         raise MismatchError(_difference([json.loads(each) for each in self.communicator.tell(text)]))
+
+
+@lru_cache(maxsize=64)
+def _digest(agreed: tuple[tuple[str, Any], ...]) -> int:
+    """A number that stands for what the ranks must have in common."""
+    digest = hashlib.sha256(json.dumps(dict(agreed), sort_keys=True).encode()).digest()
+    return int.from_bytes(digest[:8], "little", signed=True)
+
+
+@lru_cache(maxsize=64)
+def _shards(records: bytes, ranks: int, blocks: int) -> Shards:
+    """Who holds how much, from everybody's record.
+
+    Raises:
+        MismatchError: nobody holds any row or column.
+    """
+    numbers = memoryview(records).cast("q").tolist()
+    each = len(numbers) // ranks
+    counts = [numbers[at + 2 : at + 3 + blocks] for at in range(0, len(numbers), each)]
+    shards = Shards(tuple(c[0] for c in counts), tuple(tuple(c[1:]) for c in counts))
+    for what, number in (("row", sum(shards.rows)), ("column", sum(shards.widths))):
+        if number == 0:
+            raise MismatchError(f"the ranks must hold at least one {what} together, got none; skip empty batches")
+    return shards
 
 
 def _difference(parts: list[dict[str, Any]]) -> str:

@@ -16,8 +16,8 @@ def test_every_primitive_gives_what_it_must_in_worlds_and_subgroups(engine: str)
     assert ended.code == 0, ended.output
     everyone = [ended.said(rank) for rank in RANKS]
     assert [said[-1] for said in everyone] == ["done"] * 4
-    assert [said[:9] for said in everyone] == [everyone[0][:9]] * 4
-    assert "reduce_scatters in a world of 4" in everyone[0]
+    assert [said[:8] for said in everyone] == [everyone[0][:8]] * 4
+    assert "gathers in a world of 4" in everyone[0]
     assert [f"a world of {size} beside it" in said for size, said in zip((1, 3, 3, 3), everyone, strict=True)]
     assert ended.orphans == 0
 

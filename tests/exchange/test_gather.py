@@ -28,7 +28,7 @@ class Counting:
 
     def __getattr__(self, name: str) -> Any:
         found = getattr(self.home, name)
-        if name not in ("all_gather", "all_to_all", "exchange", "reduce_scatter", "shift"):
+        if name not in ("all_gather", "all_to_all", "exchange", "shift"):
             return found
 
         def counted(*call: Any) -> Any:
@@ -49,9 +49,9 @@ def finished(
     block: Block, weights: Weights, upstream: Array | None, columns: ColumnForm | None, options: Options
 ) -> Finished:
     """``contract.Finished`` by way of sums, which it is to save: what a schedule makes of it is the question here."""
-    assert upstream is None
-    rows, over = np.zeros(block.rows.shape), np.zeros(block.columns.shape)
-    NUMPY.gradients(block, weights, rows, over, options)
+    rows, over, column = np.zeros(block.rows.shape), np.zeros(block.columns.shape), weights.column_weight
+    by = {"row_weight": weights.row_weight * upstream, "column_weight": None if column is None else column * upstream}
+    NUMPY.gradients(block, replace(weights, **by), rows, over, options)
     side = {None: None, "sums": over, "gradient": over * block.scale}[columns]
     return Finished(rows * block.scale, side, NUMPY.arrays.inner(block.rows, rows))
 
@@ -88,10 +88,8 @@ def test_the_messages_are_few(n: int) -> None:
         assert count == {
             # the columns, once
             "all_gather 2": 1,
-            # each rank's part of every column's log-sum-exp and of its positive
-            "exchange 1 1": 1,
-            # the loss, and the vectors that backward needs over all columns
-            "exchange number 1 1 1": 1,
+            # the loss, what each rank's rows give every column, and the weights and targets of its own
+            "exchange number 1 1 1 1": 1,
             # the columns' sums, and the scale's gradient
             "exchange 2 number": 1,
         }
@@ -232,8 +230,7 @@ def test_columns_in_two_parts_need_as_few_messages(n: int) -> None:
         assert count == {
             # the others' columns
             "all_to_all 2": 1,
-            "exchange 1 1": 1,
-            "exchange number 1 1 1": 1,
+            "exchange number 1 1 1 1": 1,
             # the sums of the others' gradients, which travel before the scale's is known
             "exchange 2": 1,
             "exchange number": 1,

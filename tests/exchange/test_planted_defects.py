@@ -29,7 +29,7 @@ Patch = pytest.MonkeyPatch
 visits, blocks, shards = ring.visits, ring._blocks, ring._Shards.__iter__
 leave, joined, home = ring.Rider.leave, ring.Rider._joined, ring.Rider.home
 mean, summed = shared.mean, shared.summed
-parts_home, over, returned, added_up = gather._home, gather._over_columns, gather._returned, gather._added_up
+over, merged, returned, added_up = gather._over_columns, gather._merged, gather._returned, gather._added_up
 meet = World.meet
 
 
@@ -250,10 +250,12 @@ def loss_of_the_own_rows_alone(patch: Patch) -> None:
     def wrong(problem: Any, loss: Any, row_lse: Any, column_lse: Any, arrays: Any) -> local.Forward:
         return local.Forward(arrays.cast(loss, arrays.dtype(problem.scale)), row_lse, column_lse)
 
+    def of_two_directions(problem: Any, arrays: Any, loss: Any, *state: Any) -> Any:
+        total, *found = over(problem, arrays, loss, *state)
+        return total if problem.placement.size == 1 else loss, *found
+
     in_both(patch, "together", wrong)
-    patch.setattr(
-        gather, "_over_columns", lambda problem, arrays, loss, *lse: (loss, over(problem, arrays, loss, *lse)[1])
-    )
+    patch.setattr(gather, "_over_columns", of_two_directions)
 
 
 @defect(least=2, properties=("agreement",), cases=("ragged",))
@@ -267,31 +269,27 @@ def ranks_add_in_an_order_of_their_own(patch: Patch) -> None:
 
 @defect(least=2, properties=("agreement",), cases=("ragged",))
 def ranks_of_a_gather_add_in_an_order_of_their_own(patch: Patch) -> None:
-    def wrong(problem: Any, arrays: Any, loss: Any, column_lse: Any) -> Any:
-        total, everywhere = over(problem, arrays, loss, column_lse)
-        return total * (1 + problem.placement.rank * np.finfo(np.float64).eps), everywhere
+    def wrong(problem: Any, *rest: Any) -> Any:
+        total, *found = over(problem, *rest)
+        return total * (1 + problem.placement.rank * np.finfo(np.float64).eps), *found
 
     patch.setattr(gather, "_over_columns", wrong)
 
 
 @defect(least=2, properties=("gather",))
 def weights_of_other_ranks_columns_are_not_theirs(patch: Patch) -> None:
-    def wrong(problem: Any, arrays: Any, loss: Any, column_lse: Any) -> Any:
-        total, everywhere = over(problem, arrays, loss, column_lse)
+    def wrong(problem: Any, *rest: Any) -> Any:
+        *found, everywhere = over(problem, *rest)
         if everywhere is not None:
             everywhere[1] = np.resize(problem.column_weight, everywhere[1].shape) if problem.column_weight.size else 0
-        return total, everywhere
+        return *found, everywhere
 
     patch.setattr(gather, "_over_columns", wrong)
 
 
 @defect(least=2, properties=("gather",))
 def column_state_of_a_gather_merged_twice(patch: Patch) -> None:
-    def wrong(placement: Any, arrays: Any, x: Any) -> list[Any]:
-        found = list(parts_home(placement, arrays, x))
-        return [*found, found[-1]] if placement.size > 1 else found
-
-    patch.setattr(gather, "_home", wrong)
+    patch.setattr(gather, "_merged", lambda arrays, *parts: merged(arrays, *([*x, x[-1]] for x in parts)))
 
 
 @defect(least=2, properties=("gather",))

@@ -106,31 +106,13 @@ def gathers(comm: Any) -> None:
                 ]
                 expected = (torch.cat if library == "torch" else np.concatenate)(shards)
                 whole = empty(expected)
-                comm.all_gather(shards[comm.rank], whole, sizes).wait()
-                assert equal(whole, expected), (library, dtype, sizes)
-
-
-def reduce_scatters(comm: Any) -> None:
-    for library in ("numpy", "torch"):
-        for dtype in ("float32", "float64"):
-            for sizes in sizes_for(comm.size):
-                shape = (sum(sizes), WIDTH)
-                wholes = [data("sum", r, shape=shape, dtype=dtype, library=library) for r in range(comm.size)]
-                start = sum(sizes[: comm.rank])
-                mine = [x[start : start + sizes[comm.rank]] for x in wholes]
-                expected = mine[0] + 0
-                for x in mine[1:]:
-                    expected = expected + x
-                own = empty(expected)
-                pending = comm.reduce_scatter(wholes[comm.rank], own, sizes)
+                pending = comm.all_gather(shards[comm.rank], whole, sizes)
                 pending.wait()
-                assert equal(own, expected), (library, dtype, sizes)
-                own += 1
+                assert equal(whole, expected), (library, dtype, sizes)
+                whole[:1] = 0
                 # a message arrives once
                 pending.wait()
-                assert equal(own, expected + 1), (library, dtype, sizes)
-                again = data("sum", comm.rank, shape=shape, dtype=dtype, library=library)
-                assert equal(wholes[comm.rank], again), "the whole was changed"
+                assert not whole[:1].any(), (library, dtype, sizes)
 
 
 def waits_in_any_order(comm: Any) -> None:
@@ -197,7 +179,6 @@ EVERY = (
     everybody_to_everybody,
     several_to_some,
     gathers,
-    reduce_scatters,
     waits_in_any_order,
     long_messages,
     records_and_texts,
@@ -226,7 +207,7 @@ def main() -> None:
     evens = [list(range(0, n, 2)), list(range(1, n, 2))]
     mine = ranks.part(evens)
     other = connect(mine)
-    for check in (shifts, reduce_scatters):
+    for check in (shifts, gathers):
         check(other)
         check(half)
     pending.wait()
