@@ -12,6 +12,7 @@ from numbers import Real
 from typing import Any
 
 from contrastile import validation
+from contrastile.backends import eager
 from contrastile.backends.arrays import ArrayLibrary
 from contrastile.backends.contract import state_dtype
 from contrastile.exchange.local import Gradients
@@ -37,7 +38,7 @@ def clip(image: Array, text: Array, scale: Any, *, ids: Array | None = None, wor
     same = None if ids is None else validation.integers("ids", ids, m, "pair", arrays, rows)
     factor = validation.scalar("scale", scale, arrays, state, rows)
     met = world.meet(arrays, rows, (columns,), factor, loss="clip_loss", scale=_number(scale), ids=ids is not None)
-    weight, target = (arrays.full((m,), value, state, rows) for value in (0.5 / met.rows, 1.0))
+    weight, target, positives = eager.pairs(arrays, 0.5 / met.rows, met.start, met.start + m, state, rows)
     problem = Problem(
         rows=rows,
         columns=(columns,),
@@ -46,7 +47,7 @@ def clip(image: Array, text: Array, scale: Any, *, ids: Array | None = None, wor
         row_target=target,
         column_weight=weight,
         column_target=target,
-        positives=arrays.arange(met.start, met.start + m, rows),
+        positives=positives,
         row_ids=same,
         column_ids=same,
         placement=met.placement,
@@ -97,9 +98,9 @@ def info_nce(
         positives=where is not None,
         row_ids=row_ids is not None,
     )
-    row_weight, row_target = (arrays.full((m,), value, state, rows) for value in (1.0 / met.rows, 1.0))
+    row_weight, row_target, own = eager.pairs(arrays, 1.0 / met.rows, met.start, met.start + m, state, rows)
     if where is None:
-        where = arrays.arange(met.start, met.start + m, rows)
+        where = own
     else:
         if validation.values_are_readable(arrays, where):
             world.confirm(validation.positives(where, met.columns))
@@ -194,7 +195,7 @@ def sigmoid(
         bias=_number(bias),
         ids=ids is not None,
     )
-    weight, target = (arrays.full((m,), value, state, rows) for value in (1.0 / met.rows, 1.0))
+    weight, target, positives = eager.pairs(arrays, 1.0 / met.rows, met.start, met.start + m, state, rows)
     problem = Problem(
         kind="sigmoid",
         rows=rows,
@@ -203,7 +204,7 @@ def sigmoid(
         bias=added,
         row_weight=weight,
         row_target=target,
-        positives=arrays.arange(met.start, met.start + m, rows),
+        positives=positives,
         row_ids=same,
         column_ids=same,
         placement=met.placement,

@@ -17,7 +17,7 @@ MODULES = sorted(PACKAGE.rglob("*.py"))
 LAYERS = [
     {"backends.contract"},
     {"backends.crossing", "backends.settings"},
-    {"backends.arrays"},
+    {"backends.arrays", "backends.eager", "backends.replay"},
     {"backends.registry"},
     {"backends"},
     {"exchange"},
@@ -35,7 +35,7 @@ LAYERS = [
 ]
 OPTIONAL = {"torch", "triton", "cupy", "cuda", "ml_dtypes", "mpi4py", "hypothesis", "rich", "matplotlib", "pytest"}
 # the packages that each optional import is confined to
-FRAMES = ("autograd", "nn", "backends.arrays", "validation", "verify", "bench", "doctor")
+FRAMES = ("autograd", "nn", "backends.arrays", "backends.replay", "validation", "verify", "bench", "doctor")
 HOMES = {
     "torch": (*FRAMES, "backends.torch", "backends.triton", "exchange.torchgroup"),
     "triton": ("backends.triton",),
@@ -133,7 +133,7 @@ def test_optional_packages_stay_in_the_modules_that_need_them(path: Path) -> Non
 def test_a_backend_knows_no_other_backend_no_autograd_and_no_loss(path: Path) -> None:
     own = ".".join(name_of(path).split(".")[:2])
     for imported in inside(imports(path)):
-        shared = {"backends.contract", "backends.arrays", "backends.settings"}
+        shared = {"backends.contract", "backends.arrays", "backends.settings", "backends.replay"}
         assert within(imported, own) or imported in shared or within(imported, "oracle"), imported
 
 

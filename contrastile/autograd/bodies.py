@@ -16,6 +16,7 @@ from torch import Tensor
 from contrastile.backends.arrays import ArrayLibrary, library_of, transfer, working_for
 from contrastile.backends.contract import Backend, Match, Options
 from contrastile.backends.registry import load
+from contrastile.backends.replay import GRAPHS, fits
 from contrastile.evaluation import native
 from contrastile.exchange import local, schedule
 from contrastile.exchange.placement import Placement, decode
@@ -58,18 +59,18 @@ class How:
         return f"{self.match}|{self.backend}|{self.options.precision}|{tile[0]}|{tile[1]}|{place}"
 
 
-def _decode(text: str) -> How:
+def _decode(text: str, replay: bool = False) -> How:
     settings, _, place = text.rpartition("|")
-    match, backend, options = _settings(settings)
+    match, backend, options = _settings(settings, replay)
     return How(match, backend, options, decode(place) if place else None)
 
 
 # without the placement: what is kept here would outlive its communicator
 @cache
-def _settings(text: str) -> tuple[Match, str, Options]:
+def _settings(text: str, replay: bool) -> tuple[Match, str, Options]:
     match, backend, precision, height, width = text.split("|")
     tile = (int(height), int(width)) if int(height) else None
-    return cast("Match", match), backend, Options(tile=tile, precision=precision)
+    return cast("Match", match), backend, Options(tile=tile, precision=precision, replay=replay)
 
 
 def _problem(
@@ -84,6 +85,11 @@ def _problem(
     named: dict[str, Any] = dict(zip(VECTORS, vectors, strict=True))
     named |= {"match": how.match, "placement": how.placement}
     return Problem(kind=kind, rows=rows, columns=tuple(columns), scale=scale, bias=bias, **named)
+
+
+def _replayed(way: How, rows: Tensor, columns: Sequence[Tensor]) -> bool:
+    """Whether the whole of it may come from a graph; of several processes only what lies between their messages."""
+    return way.options.replay and way.placement is None and fits(rows, sum(x.shape[0] for x in columns))
 
 
 def _wanted(flags: Sequence[bool], columns: int, *, bias: bool) -> local.Wanted:
@@ -123,20 +129,37 @@ def keeping_softmax_loss(
     how: str,
     *,
     keep: bool,
+    replay: bool = False,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
     """``softmax_loss``, and what the backend has kept for ``kept_softmax_gradients`` if it may: see ``local.forward``.
 
-    No operator gives what was kept: how much that is depends on the GPU, and a graph must know every size.
+    No operator gives what was kept: how much that is depends on the GPU, and a graph must know every size. Nor may it
+    ``replay``: what calls it may have graphs and memory pools of its own.
     """
-    way = _decode(how)
+    way, blocks = _decode(how, replay), len(columns)
     chosen = load(way.backend)
-    problem = _problem("softmax", rows, columns, scale, None, vectors, way)
-    with native(problem, chosen) as (inside, source):
-        saved = schedule.forward(inside, chosen, way.options, keep=keep)
-        outside, features = _outside(chosen, source, scale, scale), _outside(chosen, source, scale, rows)
-        side = saved.column_lse if saved.over is None else saved.over
-        given = outside(saved.loss), outside(saved.row_lse), outside(side), features(saved.gathered)
-        return *given, _outside(chosen, source, scale, None)(saved.kept)
+
+    def compute(arrays: Sequence[Any], options: Options) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
+        rows, scale, *rest = arrays
+        problem = _problem("softmax", rows, rest[:blocks], scale, None, rest[blocks:], way)
+        with native(problem, chosen) as (inside, source):
+            saved = schedule.forward(inside, chosen, options, keep=keep)
+            outside, features = _outside(chosen, source, scale, scale), _outside(chosen, source, scale, rows)
+            side = saved.column_lse if saved.over is None else saved.over
+            given = outside(saved.loss), outside(saved.row_lse), outside(side), features(saved.gathered)
+            return *given, _outside(chosen, source, scale, None)(saved.kept)
+
+    arrays = rows, scale, *columns, *vectors
+    if not _replayed(way, rows, columns):
+        return compute(arrays, way.options)
+    # what was kept would be copied, and held, in each of them
+    found = GRAPHS.call(
+        ("softmax_loss", how, keep, blocks),
+        arrays,
+        lambda given: compute(given, _settings(how.rpartition("|")[0], False)[2]),
+        lambda found: found[-1].numel() > 0,
+    )
+    return cast("tuple[Tensor, Tensor, Tensor, Tensor, Tensor]", tuple(found))
 
 
 def softmax_gradients(
@@ -165,23 +188,38 @@ def kept_softmax_gradients(
     vectors: Sequence[Tensor | None],
     how: str,
     wants: Sequence[bool],
+    *,
+    replay: bool = False,
 ) -> tuple[Tensor, list[Tensor], Tensor]:
     """``softmax_gradients`` from all that ``keeping_softmax_loss`` gave beside the loss."""
-    way = _decode(how)
-    chosen = load(way.backend)
-    problem = _problem("softmax", rows, columns, scale, None, vectors, way)
-    wanted = _wanted(wants, len(columns), bias=False)
+    way, blocks = _decode(how, replay), len(columns)
+    chosen, wanted = load(way.backend), _wanted(wants, blocks, bias=False)
     row_lse, column_lse, gathered, kept = saved
-    with native(problem, chosen) as (inside, source):
-        # .data: the backend may write there, and autograd must not take that for a change of what it saved
-        more = gathered if gathered.numel() else None, kept.data if kept.numel() else None
-        given = upstream, row_lse, column_lse, *more
-        factor, row_state, side, columns_there, kept_there = (transfer(x, source, chosen.arrays) for x in given)
-        mine, over = (side, None) if column_lse.ndim == 1 else (None, side)
-        forward = local.Forward(factor, row_state, mine, columns_there, over, kept_there)
-        found = schedule.backward(inside, forward, factor, wanted, chosen, way.options)
-        matrix, number = _outside(chosen, source, scale, rows), _outside(chosen, source, scale, scale)
-        return matrix(found.rows), [matrix(x) for x in found.columns], number(found.scale)
+
+    def compute(arrays: Sequence[Any], options: Options) -> list[Tensor]:
+        upstream, row_lse, column_lse, rows, scale, *rest = arrays
+        problem = _problem("softmax", rows, rest[:blocks], scale, None, rest[blocks:], way)
+        with native(problem, chosen) as (inside, source):
+            # .data: the backend may write there, and autograd must not take that for a change of what it saved
+            more = gathered if gathered.numel() else None, kept.data if kept.numel() else None
+            given = upstream, row_lse, column_lse, *more
+            factor, row_state, side, columns_there, kept_there = (transfer(x, source, chosen.arrays) for x in given)
+            mine, over = (side, None) if column_lse.ndim == 1 else (None, side)
+            forward = local.Forward(factor, row_state, mine, columns_there, over, kept_there)
+            found = schedule.backward(inside, forward, factor, wanted, chosen, options)
+            matrix, number = _outside(chosen, source, scale, rows), _outside(chosen, source, scale, scale)
+            return [matrix(found.rows), *(matrix(x) for x in found.columns), number(found.scale)]
+
+    arrays = upstream, row_lse, column_lse, rows, scale, *columns, *vectors
+    if kept.numel() or not _replayed(way, rows, columns):
+        d_rows, *d_columns, d_scale = compute(arrays, way.options)
+    else:
+        d_rows, *d_columns, d_scale = GRAPHS.call(
+            ("softmax_gradients", how, tuple(wants), blocks),
+            arrays,
+            lambda given: compute(given, _settings(how.rpartition("|")[0], False)[2]),
+        )
+    return d_rows, d_columns, d_scale
 
 
 def sigmoid_loss(

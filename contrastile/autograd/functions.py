@@ -15,26 +15,16 @@ from torch import Tensor
 from torch.autograd import forward_ad
 
 from contrastile.autograd import bodies, operators
+from contrastile.backends import eager
 
-_PLAIN = (Tensor, torch.nn.Parameter)
 _C: Any = torch._C
 # absent from a torch that has other names for them: then every call goes through the operators
-_KNOWN = all(
-    hasattr(_C, name)
-    for name in ("_are_functorch_transforms_active", "_len_torch_dispatch_stack", "_get_tracing_state")
-)
+_KNOWN = eager.transforms_can_be_seen(torch)
 
 
 def direct(tensors: Iterable[Tensor | None]) -> bool:
-    """Whether nothing has to see an operator: no compiler, tracer, transform, mode, subclass or shape alone."""
-    return (
-        not torch.compiler.is_compiling()
-        and _KNOWN
-        and not _C._are_functorch_transforms_active()
-        and not _C._len_torch_dispatch_stack()
-        and _C._get_tracing_state() is None
-        and all(x is None or (type(x) in _PLAIN and not x.is_meta) for x in tensors)
-    )
+    """See ``eager.direct``."""
+    return eager.direct(torch, tensors)
 
 
 def transformed() -> bool:
@@ -59,7 +49,7 @@ class SoftmaxLoss(torch.autograd.Function):
         """The loss; ``rest`` are the column blocks and the vectors, ``keep`` says that a backward will come."""
         inputs = rows, rest[:blocks], scale, rest[blocks:], how
         wanted = all(ctx.needs_input_grad[i] for i in (3, *range(5, 5 + blocks)))
-        output = bodies.keeping_softmax_loss(*inputs, keep=keep and wanted)
+        output = bodies.keeping_softmax_loss(*inputs, keep=keep and wanted, replay=True)
         operators.save_softmax(ctx, inputs, output)
         return output[0]
 
@@ -73,7 +63,7 @@ class SoftmaxLoss(torch.autograd.Function):
         if _seen(arriving):
             d_rows, d_columns, d_scale = operators.softmax_gradients(arriving, *found[:3], *inputs, wants)
         else:
-            d_rows, d_columns, d_scale = bodies.kept_softmax_gradients(arriving, found, *inputs, wants)
+            d_rows, d_columns, d_scale = bodies.kept_softmax_gradients(arriving, found, *inputs, wants, replay=True)
         rows, *columns, scale = operators.only(wants, [d_rows, *d_columns, d_scale])
         return None, None, None, rows, scale, *columns, *(None for _ in ctx.present)
 

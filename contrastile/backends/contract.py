@@ -146,10 +146,12 @@ class Options:
     Attributes:
         tile: rows x columns of logits alive at a time, at most; None lets the backend choose.
         precision: how float32 features are multiplied, one of ``PRECISIONS``; it says nothing to other dtypes.
+        replay: whether a backend may launch its kernels from a CUDA graph that it has captured in an earlier call.
     """
 
     tile: tuple[int, int] | None = None
     precision: str = "ieee"
+    replay: bool = False
 
 
 @dataclass(frozen=True, slots=True)

@@ -8,6 +8,7 @@ from typing import Any
 
 import numpy as np
 import pytest
+from capturing import captured
 
 import contrastile
 from contrastile.backends.contract import Options
@@ -175,16 +176,9 @@ def test_a_step_that_keeps_can_be_captured_and_replayed(name: str) -> None:
         value = contrastile.clip_loss(*leaves, backend=name)
         return [value.detach(), *torch.autograd.grad(value, leaves)]
 
-    side = torch.cuda.Stream()
-    side.wait_stream(torch.cuda.current_stream())
-    with torch.cuda.stream(side):
-        call()
-    torch.cuda.current_stream().wait_stream(side)
-    graph = torch.cuda.CUDAGraph()
-    with torch.cuda.graph(graph):
-        captured = call()
+    graph, found = captured(call)
     with torch.no_grad():
         for leaf, other in zip(leaves, towers(seed=1), strict=True):
             leaf.copy_(other)
     graph.replay()
-    assert bits(captured) == bits(call())
+    assert bits(found) == bits(call())

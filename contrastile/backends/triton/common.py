@@ -63,10 +63,13 @@ class Masks:
         return self.ids == int(TARGET.value)
 
 
+WEIGHTS = ("row_lse", "row_weight", "row_target", "column_lse", "column_weight", "column_target")
+"""The vectors of the weights, in the order of ``Weights``."""
+
+
 def weight_vectors(weights: Weights) -> list[Any]:
     """The six vectors of the weights, contiguous, rows first; None where there is no column side."""
-    names = ("row_lse", "row_weight", "row_target", "column_lse", "column_weight", "column_target")
-    given = [getattr(weights, name) for name in names]
+    given = [getattr(weights, name) for name in WEIGHTS]
     return [None if x is None else x.contiguous() for x in given]
 
 

@@ -1,0 +1,95 @@
+"""Torch's eager calls: whether this is one, and the vectors that such a call needs again and again.
+
+Torch is never imported for the asking: who holds a tensor has imported it.
+"""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Hashable, Iterable
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from contrastile.backends.arrays import ArrayLibrary
+
+Array = Any
+
+MOST = 32
+"""Triples of vectors held; the one that was not asked for the longest goes first."""
+
+_ASKED = ("_are_functorch_transforms_active", "_len_torch_dispatch_stack", "_get_tracing_state")
+
+_made: dict[Hashable, tuple[Array, Array, Array]] = {}
+_ids: set[int] = set()
+
+
+def transforms_can_be_seen(torch: Any) -> bool:
+    """Whether this torch says what is at work around a call; one that has other names for it does not."""
+    return all(hasattr(torch._C, name) for name in _ASKED)
+
+
+def direct(torch: Any, tensors: Iterable[Array | None]) -> bool:
+    """Whether nothing has to see an operator: no compiler, tracer, transform, mode, subclass or shape alone."""
+    known = torch._C
+    return (
+        not torch.compiler.is_compiling()
+        and transforms_can_be_seen(torch)
+        and not known._are_functorch_transforms_active()
+        and not known._len_torch_dispatch_stack()
+        and known._get_tracing_state() is None
+        and all(x is None or (type(x) in (torch.Tensor, torch.nn.Parameter) and not x.is_meta) for x in tensors)
+    )
+
+
+def pairs(
+    arrays: ArrayLibrary, weight: float, start: int, stop: int, dtype: str, like: Array
+) -> tuple[Array, Array, Array]:
+    """Weights, all alike, targets of 1 and the positives start..stop-1 of as many rows; nobody writes to them.
+
+    Args:
+        arrays: the library of ``like``.
+        weight: of each row.
+        start: the first row's positive.
+        stop: the one behind the last row's.
+        dtype: of weights and targets.
+        like: gives the device.
+    """
+
+    def make() -> tuple[Array, Array, Array]:
+        alike = (arrays.full((stop - start,), value, dtype, like) for value in (weight, 1.0))
+        return *alike, arrays.arange(start, stop, like)
+
+    if arrays.name != "torch" or not _lasting(sys.modules["torch"], like):
+        return make()
+    stream = sys.modules["torch"]._C._cuda_getCurrentRawStream(like.get_device())
+    key = weight, start, stop, dtype, like.get_device(), stream
+    found = _made.pop(key, None)
+    if found is None:
+        found = make()
+        if len(_made) >= MOST:
+            for x in _made.pop(next(iter(_made))):
+                _ids.discard(id(x))
+        _ids.update(map(id, found))
+    _made[key] = found
+    return found
+
+
+def constant(x: Array) -> bool:
+    """Whether x is one of these vectors: as long as somebody holds it, it stays what it is."""
+    return id(x) in _ids
+
+
+def _lasting(torch: Any, like: Array) -> bool:
+    """Whether what is made here and now can be used by later calls: on a GPU's current stream, by an eager call.
+
+    A graph that is captured has memory of its own, which is written when it is replayed; a tensor of inference mode
+    cannot be saved for a backward pass.
+    """
+    return (
+        direct(torch, (like,))
+        and like.is_cuda
+        and like.get_device() == torch.cuda.current_device()
+        and hasattr(torch._C, "_cuda_getCurrentRawStream")
+        and not torch.is_inference_mode_enabled()
+        and not torch.cuda.is_current_stream_capturing()
+    )

@@ -1,0 +1,246 @@
+# pyright: reportPrivateImportUsage=false, reportArgumentType=false
+"""Small problems from CUDA graphs, where to launch the kernels takes the host longer than they take the GPU.
+
+A call whose shapes, dtypes, settings and stream have come before is captured, and replayed from then on: what it is
+given is copied to where the graph reads it, and what the graph finds to memory of the caller's. The kernels and their
+order are the same, and so are the bits.
+
+What a stream's graphs need between their kernels they share; it stays reserved, as do the places of what each is given
+and finds: O(b d) bytes. At most ``MOST`` graphs are held, and CONTRASTILE_GRAPHS=0 has none made.
+"""
+
+from __future__ import annotations
+
+import logging
+import os
+import threading
+from collections.abc import Callable, Hashable, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+
+from contrastile.backends import eager
+from contrastile.backends.contract import Block, Pairs
+
+Tensors = Sequence[Any]
+"""Tensors on one GPU; None stays None."""
+
+WORK, FEATURES = 1 << 38, 1 << 26
+"""Rows x columns x width, and the numbers of the features, up to which a problem is replayed."""
+
+SETTING = "CONTRASTILE_GRAPHS"
+"""The environment variable that says 0 where no graphs are to be made."""
+
+MOST = 8
+"""Graphs held; the one that was not asked for the longest goes first."""
+
+_BEFORE = 2
+"""Calls before the one that is captured."""
+
+_KNOWN = 64
+"""Kinds of calls that are counted."""
+
+_SIZES = "CONTRASTILE_WORKSPACE_MIB", "CONTRASTILE_KEEP_MIB"
+"""The settings that a backend obeys in each call."""
+
+_log = logging.getLogger(__name__)
+
+
+def fits(rows: Any, columns: int) -> bool:
+    """Whether so many columns against these rows may be replayed: few, and nobody captures or infers around them."""
+    m, d = rows.shape
+    return (
+        rows.is_cuda
+        and m * columns * d <= WORK
+        and (m + columns) * d <= FEATURES
+        and hasattr(torch._C, "_cuda_getCurrentRawStream")
+        and not torch.is_inference_mode_enabled()
+        and not torch.cuda.is_current_stream_capturing()
+        and os.environ.get(SETTING, "1") != "0"
+    )
+
+
+def arrays_of(block: Block) -> list[Any]:
+    """The arrays of a block, which ``rebuilt`` puts together."""
+    pairs = block.pairs
+    return [
+        *(block.rows, block.columns, block.scale, block.bias),
+        *(pairs.positives, pairs.excluded, pairs.row_ids, pairs.column_ids),
+    ]
+
+
+def rebuilt(arrays: Tensors, block: Block) -> Block:
+    """The block with other arrays."""
+    rows, columns, scale, bias, positives, excluded, row_ids, column_ids = arrays[:8]
+    return Block(rows, columns, scale, bias, Pairs(positives, excluded, row_ids, column_ids, block.pairs.match))
+
+
+class _Packed:
+    """Vectors of one dtype that lie side by side, each where 16 bytes begin, so that one copy takes them all."""
+
+    def __init__(self, vectors: Sequence[Any]) -> None:
+        self.lengths = [x.shape[0] for x in vectors]
+        step = 16 // vectors[0].itemsize
+        self.sizes = [-(-length // step) * step for length in self.lengths]
+        self.whole = vectors[0].new_empty(sum(self.sizes))
+        torch._foreach_copy_(self.parts(self.whole), list(vectors))
+
+    def parts(self, whole: Any) -> list[Any]:
+        """The vectors, as views."""
+        parts = whole.split(self.sizes)
+        return [x if x.shape[0] == length else x[:length] for x, length in zip(parts, self.lengths, strict=True)]
+
+
+class _Captured:
+    """A graph, the places that its inputs are copied to, and what it finds.
+
+    Attributes:
+        where: the device and the stream on which it is replayed.
+        places: of the inputs, in their order.
+        constants: what the graph reads where it lies.
+        graph: of the kernels.
+    """
+
+    def __init__(self, where: tuple[int, int], places: list[Any], constants: list[Any]) -> None:
+        self.where, self.places, self.constants = where, places, constants
+        self.graph: Any = torch.cuda.CUDAGraph()
+
+    def hold(self, found: Tensors) -> None:
+        """Take what the graph's kernels find; called while they are captured."""
+        self._found, self._packed = list(found), None
+        vectors = [x for x in found if x is not None and x.ndim == 1]
+        if len(vectors) > 1 and len({x.dtype for x in vectors}) == 1:
+            self._packed = _Packed(vectors)
+            self._found = [x if x is None or x.ndim != 1 else self._packed for x in found]
+        self._there = [x for x in self._found if x is not None and x is not self._packed]
+        if self._packed is not None:
+            self._there.append(self._packed.whole)
+
+    def replay(self, given: list[Any]) -> list[Any]:
+        """What it finds of these, in memory of the caller's."""
+        torch._foreach_copy_(self.places, given)
+        self.graph.replay()
+        mine = [torch.empty_like(x) for x in self._there]
+        torch._foreach_copy_(mine, self._there)
+        vectors = iter([] if self._packed is None else self._packed.parts(mine.pop()))
+        others = iter(mine)
+        return [None if x is None else next(vectors if x is self._packed else others) for x in self._found]
+
+
+@dataclass(slots=True)
+class Graphs:
+    """The graphs of this process.
+
+    Attributes:
+        seen: how often each kind of call has come, until it is captured; ``None`` where that failed.
+        captured: by kind of call, the one that was asked for last at the end.
+    """
+
+    seen: dict[Hashable, int | None] = field(default_factory=dict)
+    captured: dict[Hashable, _Captured] = field(default_factory=dict)
+    _lock: threading.RLock = field(default_factory=threading.RLock)
+    _sides: dict[int, Any] = field(default_factory=dict)
+
+    def call(
+        self,
+        what: Hashable,
+        arrays: Tensors,
+        compute: Callable[[Tensors], Tensors],
+        unless: Callable[[Tensors], bool] = lambda found: False,
+    ) -> Tensors:
+        """``compute(arrays)``.
+
+        Args:
+            what: all else that the result depends on.
+            arrays: what it is computed from, the first one on the current device.
+            compute: queues kernels on the current stream, reads nothing else, and gives tensors of its own.
+            unless: whether what it gave says that such a call is not to be replayed.
+        """
+        device = arrays[0].get_device()
+        stream = torch._C._cuda_getCurrentRawStream(device)
+        places: dict[int, int] = {}
+        kinds: list[Any] = []
+        given: list[Any] = []
+        for x in arrays:
+            if x is None:
+                kinds.append(None)
+            elif eager.constant(x):
+                # the graph reads it where it lies
+                kinds.append(id(x))
+            else:
+                place = places.setdefault(id(x), len(given))
+                if place == len(given):
+                    given.append(x)
+                kinds.append((place, x.dtype, x.shape))
+        key = what, device, stream, *map(os.environ.get, _SIZES), *kinds
+        # the copies and the replay of one call follow each other on the stream
+        with self._lock:
+            captured = self.captured.pop(key, None)
+            if captured is not None:
+                self.captured[key] = captured
+                return captured.replay(given)
+            count = self.seen.pop(key, 0)
+            if count is not None and count >= _BEFORE:
+                return self._capture(key, (device, stream), kinds, arrays, given, compute)
+            self.seen[key] = None if count is None else count + 1
+            if len(self.seen) > _KNOWN:
+                del self.seen[next(iter(self.seen))]
+        found = compute(arrays)
+        if unless(found):
+            self.seen[key] = None
+        return found
+
+    def _capture(
+        self,
+        key: Hashable,
+        where: tuple[int, int],
+        kinds: list[Any],
+        arrays: Tensors,
+        given: list[Any],
+        compute: Callable[[Tensors], Tensors],
+    ) -> Tensors:
+        """This call's result; from the next one on it is replayed."""
+        constants = [x for kind, x in zip(kinds, arrays, strict=True) if isinstance(kind, int)]
+        places = [torch.empty(x.shape, dtype=x.dtype, device=x.device) for x in given]
+        captured = _Captured(where, places, constants)
+        torch._foreach_copy_(places, given)
+        inputs = [places[kind[0]] if isinstance(kind, tuple) else x for kind, x in zip(kinds, arrays, strict=True)]
+        # whatever a first launch loads is loaded before anything is captured
+        result = compute(inputs)
+        if len(self.captured) >= MOST:
+            del self.captured[next(iter(self.captured))]
+        try:
+            self._record(captured, lambda: compute(inputs))
+        except RuntimeError as error:
+            _log.debug("a block is not replayed: %s", error)
+            self.seen[key] = None
+        else:
+            self.captured[key] = captured
+        return result
+
+    def _record(self, captured: _Captured, action: Callable[[], Tensors]) -> None:
+        """Capture what ``action`` queues."""
+        device, _ = captured.where
+        side: Any = self._sides.get(device)
+        if side is None:
+            side = self._sides[device] = torch.cuda.Stream(device)  # type: ignore[no-untyped-call]
+        # graphs of one stream run one after the other: what one leaves in between, the next may overwrite.
+        # A pool is gone with the last graph that has it
+        beside = (x for x in self.captured.values() if x.where == captured.where)
+        shared: dict[str, Any] = next(({"pool": x.graph.pool()} for x in beside), {})
+        current = torch.cuda.current_stream(device)
+        side.wait_stream(current)
+        try:
+            with torch.cuda.stream(side):
+                # other threads may go on allocating and synchronising
+                captured.graph.capture_begin(**shared, capture_error_mode="thread_local")
+                try:
+                    captured.hold(action())
+                finally:
+                    captured.graph.capture_end()
+        finally:
+            current.wait_stream(side)
+
+
+GRAPHS = Graphs()

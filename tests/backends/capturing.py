@@ -1,0 +1,22 @@
+"""Steps in CUDA graphs, for tests on a GPU."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+
+def captured(call: Callable[[], list[Any]]) -> tuple[Any, list[Any]]:
+    """A graph of a call, and where it leaves its results; what a first call loads is loaded before."""
+    # asked for by tests of a GPU alone
+    import torch
+
+    side: Any = torch.cuda.Stream()  # type: ignore[no-untyped-call]
+    side.wait_stream(torch.cuda.current_stream())
+    with torch.cuda.stream(side):
+        call()
+    torch.cuda.current_stream().wait_stream(side)
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        found = call()
+    return graph, found
