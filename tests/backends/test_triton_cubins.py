@@ -70,7 +70,7 @@ def test_two_programs_of_the_hot_kernels_share_a_hopper_multiprocessor_without_s
         x
         for x in recorded()
         if x["architecture"] == 90
-        and x["kernel"] in ("lse_tiles", "gradient_tiles")
+        and x["kernel"] in ("lse_tiles", "gradient_tiles", "sigmoid_tiles")
         and "float32" not in x["variant"]
         and "EXCLUDED=False IDS=0" in x["variant"]
     ]

@@ -41,7 +41,8 @@ class Config:
         stages: steps of the pipeline held in shared memory.
         resident: programs that share a multiprocessor: one's epilogue runs behind another's products.
         group: tile rows in a band (see ``tiles.place``).
-        parts: 1 or 2 column parts in which a tile of G is finished and stored.
+        parts: column parts in which a tile of G is finished and stored: 1 or 2, more for the sigmoid kernel alone.
+        strip: columns that the sigmoid kernel takes at a time; those of one thread, or they change hands.
         precision: ``input_precision`` of the products; matters for float32 alone.
         registers: most registers of a thread, where more would keep ``resident`` programs from fitting.
     """
@@ -54,6 +55,7 @@ class Config:
     resident: int = 1
     group: int = 4
     parts: int = 1
+    strip: int = 8
     precision: str = "ieee"
     registers: int | None = None
 
@@ -93,17 +95,21 @@ _TABLE: dict[str, dict[str, dict[int, Config]]] = {
         "tf32": {80: Config(128, 128, 16, 8, 3, 1), 90: Config(128, 128, 32, 4, 3, 2, parts=2)},
         "float32": {80: Config(64, 64, 32, 4, 2, 3)},
     },
+    # where positives lie on the diagonal, bands of 4 would leave nearly all of their tiles to four programs of 264
     "sigmoid": {
-        "half": {80: Config(128, 128, 32, 8, 3, 1), 90: Config(128, 128, 64, 8, 3, 1, parts=2)},
+        "half": {
+            80: Config(128, 128, 32, 8, 3, 1, parts=4, strip=16),
+            90: Config(128, 128, 64, 4, 3, 2, group=8, parts=2),
+        },
         "tf32": {
-            80: Config(128, 128, 16, 8, 3, 1),
-            90: Config(128, 128, 32, 8, 3, 1, parts=2),
+            80: Config(128, 128, 16, 8, 3, 1, parts=4, strip=16),
+            90: Config(128, 128, 32, 4, 3, 2, group=8, parts=2),
             # finished in two halves and stored in parts, Triton 3.7's compiler fails on it
             100: Config(128, 128, 32, 8, 3, 1),
         },
         "split": {
-            80: Config(128, 128, 32, 8, 3, 1),
-            90: Config(128, 128, 64, 8, 3, 1, parts=2),
+            80: Config(128, 128, 32, 8, 3, 1, parts=4, strip=16),
+            90: Config(128, 128, 64, 4, 3, 2, group=8, parts=2),
             100: Config(128, 128, 64, 8, 3, 1),
         },
         "float32": {80: Config(64, 64, 32, 4, 2, 3)},

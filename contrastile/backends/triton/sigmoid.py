@@ -1,6 +1,15 @@
 # pyright: reportArgumentType=false, reportCallIssue=false, reportGeneralTypeIssues=false
+# pyright: reportPossiblyUnboundVariable=false
 # mypy: disable-error-code="no-untyped-def,untyped-decorator,no-untyped-call"
-"""The sigmoid kernel: value and G of the additive loss in one pass over the tiles of X."""
+"""The sigmoid kernel: value and G of the additive loss in one pass over the tiles of X.
+
+Nearly every pair is a negative that counts. A tile asks first whether any of its pairs is another: named, excluded,
+alike in id, past an edge, or of a row without weight. Only then does it compare.
+
+With ``t = -z x`` in powers of two and ``e = 2^-|t|`` in [0, 1], nothing overflows or cancels: a pair costs
+``max(t, 0) + log2(1 + e)``, of slope ``1 / (1 + e)`` or ``e / (1 + e)``. No logarithm is taken of a pair: the
+product ``p = (1 + e_1) (1 + e_2) .. - 1`` keeps small terms whole, and one ``log(1 + p)`` is their sum.
+"""
 
 from __future__ import annotations
 
@@ -11,7 +20,9 @@ from contrastile.backends.triton.backward import halves
 from contrastile.backends.triton.kernel import kernel
 from contrastile.backends.triton.parts import store_parts
 from contrastile.backends.triton.survey import near_top
-from contrastile.backends.triton.tiles import BIAS, FACTOR, LOG2E, dots, pairs, place
+from contrastile.backends.triton.tiles import BIAS, FACTOR, LOG2E, NO_IDS, TARGET, dots, place
+
+LN2 = tl.constexpr(0.6931471805599453)
 
 
 @kernel
@@ -39,7 +50,6 @@ def sigmoid_tiles(
     width,
     depth,
     GRADIENTS: tl.constexpr,
-    POSITIVES: tl.constexpr,
     EXCLUDED: tl.constexpr,
     IDS: tl.constexpr,
     BM: tl.constexpr,
@@ -47,172 +57,185 @@ def sigmoid_tiles(
     BK: tl.constexpr,
     GROUP: tl.constexpr,
     PARTS: tl.constexpr,
+    STRIP: tl.constexpr,
     PRECISION: tl.constexpr,
     DIVIDED: tl.constexpr,
 ):
     """``sum_j softplus(-z x)`` and ``sum_j -z sigmoid(-z x)`` of each tile's rows to parts (tile columns, height).
 
     With GRADIENTS also FACTOR times G of the chunk, ``-w_i z_ij sigmoid(-z_ij x_ij)``, to the descriptor g, or its
-    parts to g, middle and low.
+    parts to g, middle and low. The logits in powers of two are rounded as follows, with u = 2^-24: 2 u |s dot| for the
+    scale, 2 u |bias| for the bias, u |x| for the sum.
     """
     row_tiles, column_tiles = tl.cdiv(height, BM), tl.cdiv(width, BN)
-    s, bias, factor = tl.load(scale), tl.load(plan + BIAS), tl.load(plan + FACTOR)
+    line = tl.load(scale) * LOG2E, tl.load(plan + BIAS) * LOG2E
+    factor = tl.load(plan + FACTOR)
+    chunk, ids, to = (m, n, row0, column0, width), (row_ids, column_ids), (g, middle, low)
     for tile in tl.range(tl.program_id(0), row_tiles * column_tiles, tl.num_programs(0), flatten=True):
         r, c = place(tile, row_tiles, column_tiles, GROUP)
         acc = dots(rows, columns, r * BM, c * BN, depth, BM, BN, BK, PRECISION, DIVIDED)
-        if PARTS == 1:
-            softplus, slope = _finish(
-                acc,
-                r * BM,
-                c * BN,
-                g,
-                middle,
-                low,
-                s,
-                bias,
-                factor,
-                row_weight,
-                positives,
-                excluded,
-                row_ids,
-                column_ids,
-                m,
-                n,
-                row0,
-                column0,
-                height,
-                width,
-                GRADIENTS,
-                POSITIVES,
-                EXCLUDED,
-                IDS,
+        i, corner = r * BM + tl.arange(0, BM), (r * BM, c * BN)
+        w = tl.load(row_weight + row0 + i, mask=i < height, other=1.0) * factor
+        named = _within(positives, row0 + i, m, column0 + c * BN, BN)
+        own = _within(excluded, row0 + i, m, column0 + c * BN, BN)
+        vectors = w, named, own
+        if (r * BM + BM > height) | (c * BN + BN > width) | _special(vectors, ids, corner, chunk, BN, GRADIENTS, IDS):
+            loss, slope = _finish(
+                acc, vectors, ids, corner, chunk, line, to, GRADIENTS, EXCLUDED, IDS, PARTS, STRIP, SPECIAL=True
             )
         else:
-            left, right = halves(acc)
-            softplus, slope = _finish(
-                left,
-                r * BM,
-                c * BN,
-                g,
-                middle,
-                low,
-                s,
-                bias,
-                factor,
-                row_weight,
-                positives,
-                excluded,
-                row_ids,
-                column_ids,
-                m,
-                n,
-                row0,
-                column0,
-                height,
-                width,
-                GRADIENTS,
-                POSITIVES,
-                EXCLUDED,
-                IDS,
+            loss, slope = _finish(
+                acc, vectors, ids, corner, chunk, line, to, GRADIENTS, EXCLUDED, IDS, PARTS, STRIP, SPECIAL=False
             )
-            more, steeper = _finish(
-                right,
-                r * BM,
-                c * BN + BN // 2,
-                g,
-                middle,
-                low,
-                s,
-                bias,
-                factor,
-                row_weight,
-                positives,
-                excluded,
-                row_ids,
-                column_ids,
-                m,
-                n,
-                row0,
-                column0,
-                height,
-                width,
-                GRADIENTS,
-                POSITIVES,
-                EXCLUDED,
-                IDS,
-            )
-            softplus, slope = softplus + more, slope + steeper
-        i = r * BM + tl.arange(0, BM)
         part = c.to(tl.int64) * height + i
-        tl.store(loss_parts + part, softplus, mask=i < height)
+        tl.store(loss_parts + part, loss, mask=i < height)
         tl.store(slope_parts + part, slope, mask=i < height)
 
 
 @triton.jit
-def _finish(
-    acc,
-    row,
-    column,
-    g,
-    middle,
-    low,
-    scale,
-    bias,
-    factor,
-    row_weight,
-    positives,
-    excluded,
-    row_ids,
-    column_ids,
-    m,
-    n,
-    row0,
-    column0,
-    height,
-    width,
-    GRADIENTS: tl.constexpr,
-    POSITIVES: tl.constexpr,
-    EXCLUDED: tl.constexpr,
-    IDS: tl.constexpr,
-):
-    """Row sums of softplus(-z x) and of -z sigmoid(-z x) over a tile's part; stores its G at (row, column)."""
-    i, j = row + tl.arange(0, acc.shape[0]), column + tl.arange(0, acc.shape[1])
-    positive, admitted = pairs(
-        row0 + i, column0 + j, m, n, positives, excluded, row_ids, column_ids, POSITIVES, EXCLUDED, IDS
-    )
-    admitted = admitted & (i < height)[:, None] & (j < width)[None, :]
-    x = acc * scale + bias
-    at = tl.where(positive, -x, x)
-    # e is in (0, 1]: neither softplus nor its slope overflows or cancels
-    e = tl.math.exp2(-tl.abs(at) * LOG2E)
-    softplus = tl.where(admitted, tl.where(at > 0.0, at, 0.0) + _log1p(e), 0.0)
-    # NaN compares false, and e is NaN with it, so NaN comes out
-    slope = tl.where(at >= 0.0, 1.0, e) / (1.0 + e)
-    slope = tl.where(admitted, tl.where(positive, -slope, slope), 0.0)
-    if GRADIENTS:
-        w = tl.load(row_weight + row0 + i, mask=i < height, other=0.0) * factor
-        silent = (w == 0.0)[:, None]
-        store_parts(g, middle, low, row, column, tl.where(silent, 0.0, w[:, None] * slope))
-    return tl.sum(softplus, 1), tl.sum(slope, 1)
+def _within(named, i, m, column, BN: tl.constexpr):
+    """Which of the BN columns from ``column`` the rows i name, counted from there; -1 where none of them."""
+    if named is None:
+        found = tl.full((i.shape[0],), -1, tl.int32)
+    else:
+        at = tl.load(named + i, mask=i < m, other=-1) - column
+        found = tl.where((at >= 0) & (at < BN), at, -1).to(tl.int32)
+    return found
 
 
 @triton.jit
-def _log1p(e):
-    """log(1 + e) for e in [0, 1], to full relative precision: 2 artanh z with z = e / (2 + e) <= 1/3.
+def _halves_of_ids(ids, i, length):
+    """The low and the high 32 bits: compared by themselves, and half as much to hold at a time."""
+    x = tl.load(ids + i, mask=i < length, other=0).to(tl.int64)
+    return x.to(tl.int32), (x >> 32).to(tl.int32)
 
-    The series stops at z^17 / 17: what is left is under 2^-28 of the sum.
+
+@triton.jit
+def _special(vectors, ids, corner, chunk, BN: tl.constexpr, GRADIENTS: tl.constexpr, IDS: tl.constexpr):
+    """Whether any pair of a tile may be other than a negative that counts; ids are asked by 32 bits of them."""
+    w, named, own = vectors
+    found = tl.maximum(named, own) >= 0
+    if GRADIENTS:
+        # 0 silences its row, also where the logit is NaN
+        found = found | (w == 0.0)
+    special = tl.max(found.to(tl.int32), 0) != 0
+    if IDS != NO_IDS:
+        m, n, row0, column0, _width = chunk
+        low, high = _halves_of_ids(ids[0], row0 + corner[0] + tl.arange(0, w.shape[0]), m)
+        column_low, column_high = _halves_of_ids(ids[1], column0 + corner[1] + tl.arange(0, BN), n)
+        alike = (low ^ high)[:, None] == (column_low ^ column_high)[None, :]
+        special = special | (tl.max(alike.to(tl.int32)) != 0)
+    return special
+
+
+@triton.jit
+def _finish(
+    acc, vectors, ids, corner, chunk, line, to, GRADIENTS: tl.constexpr, EXCLUDED: tl.constexpr, IDS: tl.constexpr,
+    PARTS: tl.constexpr, STRIP: tl.constexpr, SPECIAL: tl.constexpr,
+):  # fmt: skip
+    """Row sums of a tile's losses and slopes; stores its G.
+
+    Each element of the three sums has taken in every STRIP-th column: 2 u a term for a product, which is at most
+    2^(2 BN / STRIP) when two have become one.
     """
-    z = e / (2.0 + e)
-    y = z * z
-    p = 1.0 / 17.0
-    p = p * y + 1.0 / 15.0
-    p = p * y + 1.0 / 13.0
-    p = p * y + 1.0 / 11.0
-    p = p * y + 1.0 / 9.0
-    p = p * y + 1.0 / 7.0
-    p = p * y + 1.0 / 5.0
-    p = p * y + 1.0 / 3.0
-    return 2.0 * z + 2.0 * z * (p * y)
+    BM: tl.constexpr = acc.shape[0]
+    zeros = tl.zeros((BM, STRIP), tl.float32)
+    of_rows = 0, 0
+    if SPECIAL and IDS != NO_IDS:
+        of_rows = _halves_of_ids(ids[0], chunk[2] + corner[0] + tl.arange(0, BM), chunk[0])
+    sums = _parts(
+        acc, 0, (zeros, zeros, zeros), vectors, of_rows, ids[1], corner, chunk, line, to, acc.shape[1] // PARTS,
+        GRADIENTS, EXCLUDED, IDS, STRIP, SPECIAL,
+    )  # fmt: skip
+    above, product, slope = sums
+    one, two = tl.split(tl.reshape(product, (BM, STRIP // 2, 2)))
+    p = _times(one, 1.0 + two, two)
+    w = 1.0 + p
+    # log(1 + p) = log w + log(1 + (p - (w - 1)) / w), and what w has lost of p is at most u w
+    logs = tl.log(w) + (p - (w - 1.0)) / w
+    return tl.math.fma(tl.sum(above, 1), LN2, tl.sum(logs, 1)), tl.sum(slope, 1)
+
+
+@triton.jit
+def _times(p, one, e):
+    """``(1 + p) one - 1`` with ``one = 1 + e``."""
+    return tl.math.fma(p, one, e)
+
+
+@triton.jit
+def _parts(
+    acc, offset: tl.constexpr, sums, vectors, of_rows, column_ids, corner, chunk, line, to, WIDE: tl.constexpr,
+    GRADIENTS: tl.constexpr, EXCLUDED: tl.constexpr, IDS: tl.constexpr, STRIP: tl.constexpr, SPECIAL: tl.constexpr,
+):  # fmt: skip
+    """The sums with the columns from ``offset`` added; stores G in parts of WIDE columns."""
+    if acc.shape[1] > WIDE:
+        left, right = halves(acc)
+        sums = _parts(
+            left, offset, sums, vectors, of_rows, column_ids, corner, chunk, line, to, WIDE,
+            GRADIENTS, EXCLUDED, IDS, STRIP, SPECIAL,
+        )  # fmt: skip
+        sums = _parts(
+            right, offset + acc.shape[1] // 2, sums, vectors, of_rows, column_ids, corner, chunk, line, to, WIDE,
+            GRADIENTS, EXCLUDED, IDS, STRIP, SPECIAL,
+        )  # fmt: skip
+    else:
+        g, middle, low = to
+        value, sums = _strips(
+            acc, offset, sums, vectors, of_rows, column_ids, corner, chunk, line,
+            g.dtype if middle is None else tl.float32, EXCLUDED, IDS, STRIP, SPECIAL,
+        )  # fmt: skip
+        if GRADIENTS:
+            store_parts(g, middle, low, corner[0], corner[1] + offset, value)
+    return sums
+
+
+@triton.jit
+def _strips(
+    acc, offset: tl.constexpr, sums, vectors, of_rows, column_ids, corner, chunk, line, DTYPE: tl.constexpr,
+    EXCLUDED: tl.constexpr, IDS: tl.constexpr, STRIP: tl.constexpr, SPECIAL: tl.constexpr,
+):  # fmt: skip
+    """G of the columns from ``offset`` and the sums with them: STRIP columns at a time, or intermediates spill."""
+    if acc.shape[1] > STRIP:
+        left, right = halves(acc)
+        first, sums = _strips(
+            left, offset, sums, vectors, of_rows, column_ids, corner, chunk, line, DTYPE, EXCLUDED, IDS, STRIP, SPECIAL
+        )
+        second, sums = _strips(
+            right, offset + acc.shape[1] // 2, sums, vectors, of_rows, column_ids, corner, chunk, line,
+            DTYPE, EXCLUDED, IDS, STRIP, SPECIAL,
+        )  # fmt: skip
+        value = tl.reshape(tl.permute(tl.join(first, second), (0, 2, 1)), acc.shape)
+    else:
+        above, product, slope = sums
+        w, named, own = vectors
+        t = acc * line[0] + line[1]
+        if SPECIAL:
+            j = offset + tl.arange(0, STRIP)
+            positive, hidden = named[:, None] == j[None, :], (corner[1] + j >= chunk[4])[None, :]
+            if IDS != NO_IDS:
+                low, high = _halves_of_ids(column_ids, chunk[3] + corner[1] + j, chunk[1])
+                alike = (of_rows[0][:, None] == low[None, :]) & (of_rows[1][:, None] == high[None, :])
+                if IDS == TARGET:
+                    positive = alike
+                else:
+                    hidden = hidden | (alike & (positive == 0))
+            if EXCLUDED:
+                hidden = hidden | (own[:, None] == j[None, :])
+            t = tl.where(hidden, float("-inf"), tl.where(positive, -t, t))
+        e = tl.math.exp2(-tl.abs(t))
+        one = 1.0 + e
+        # 1 / one: a division takes five instructions for the range of its operands
+        rest = tl.rsqrt(one * one)
+        # NaN compares false, and e is NaN with it, so NaN comes out
+        value = tl.where(t >= 0.0, rest, e * rest)
+        if SPECIAL:
+            value = tl.where(positive, -value, value)
+        sums = above + tl.maximum(t, 0.0), _times(product, one, e), slope + value
+        value = w[:, None] * value
+        if SPECIAL:
+            value = tl.where((w == 0.0)[:, None], 0.0, value)
+        value = value.to(DTYPE)
+    return value, sums
 
 
 @kernel

@@ -58,6 +58,7 @@ def dots(
     """
     acc = tl.zeros((BM, BN), tl.float32)
     if DIVIDED:
+        tl.assume(depth * TERMS > 0)
         for step in range(0, depth * TERMS, BK):
             term = step // depth
             k = step - term * depth
@@ -65,6 +66,8 @@ def dots(
             right = ((COLUMN_PARTS >> (2 * term)) & 3) * depth + k
             acc = tl.dot(rows.load([row, left]), columns.load([column, right]).T, acc, input_precision=PRECISION)
     else:
+        # else the epilogue is compiled twice, once for tiles of no product
+        tl.assume(depth > 0)
         for k in range(0, depth, BK):
             acc = tl.dot(rows.load([row, k]), columns.load([column, k]).T, acc, input_precision=PRECISION)
     return acc
