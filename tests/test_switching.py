@@ -1,0 +1,87 @@
+"""docs/switching.md: what stands in the place of another library's loss has its value and its gradients.
+
+Both sides are computed in float64, so they may differ by their roundings and no more. With X the largest possible
+logit, a logit is off by at most ``gamma(d + 3) X``, a sum over n columns of exponentials of it by ``gamma(n + 4)``
+besides, relatively, and a mean over m rows by ``gamma(m)``: every entry of G by ``gamma(d + n + m + 16) (2 + 4 X)`` of
+its largest value, 1, and a gradient by that for each of n columns of the longest feature times the scale.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+import contrastile
+from contrastile.verify.arithmetic import gamma
+from contrastile.verify.rounding import UNIT
+
+PAGE = (Path(__file__).parent.parent / "docs" / "switching.md").read_text(encoding="utf-8")
+M, D, K, QUEUE, SCALE, BIAS = 13, 7, 3, 29, 9.5, -4.25
+
+
+def functions(section: str) -> dict[str, Any]:
+    """What the Python blocks of a section define."""
+    text = PAGE.partition(f"\n## {section}\n")[2].partition("\n## ")[0]
+    assert text, f"docs/switching.md has no section {section}"
+    scope: dict[str, Any] = {"torch": torch, "F": torch.nn.functional, "contrastile": contrastile}
+    for block in re.findall(r"^```python\n(.*?)^```", text, re.M | re.S):
+        exec(block, scope)
+    return scope
+
+
+def features(*rows: int) -> list[torch.Tensor]:
+    """Unit features that want gradients."""
+    draw = torch.Generator().manual_seed(31)
+    drawn = (torch.randn(m, D, dtype=torch.float64, generator=draw) for m in rows)
+    return [torch.nn.functional.normalize(x, dim=1).requires_grad_() for x in drawn]
+
+
+def number(value: float) -> torch.Tensor:
+    return torch.tensor(value, dtype=torch.float64, requires_grad=True)
+
+
+ARGUMENTS: dict[str, Callable[[], list[Any]]] = {
+    "CLIP": lambda: [*features(M, M), number(SCALE)],
+    "sentence-transformers": lambda: [*features(M, M, 2 * M + 1), number(SCALE)],
+    "GradCache, Tevatron, DPR": lambda: [*features(M, K * M), number(SCALE)],
+    "MoCo": lambda: [*features(M, M, QUEUE), number(SCALE)],
+    "SimCLR": lambda: [*features(M, M), number(1 / SCALE)],
+    "SupCon": lambda: [*features(M), torch.tensor([5, 1, 1, 0, 5, 2, 5, 1, 3, 4, 4, 0, 6]), number(1 / SCALE)],
+    "SigLIP": lambda: [*features(M, M), number(SCALE), number(BIAS)],
+}
+
+
+@pytest.mark.parametrize("section", list(ARGUMENTS))
+def test_ours_is_theirs(section: str) -> None:
+    scope, given = functions(section), ARGUMENTS[section]()
+    leaves = [x for x in given if x.requires_grad]
+    n, largest = sum(len(x) for x in leaves if x.ndim), SCALE + abs(BIAS)
+    allowed = n * gamma(UNIT["float64"] * (D + M + n + 16)) * (2 + 4 * largest) * (1 + SCALE)
+    theirs, ours = (scope[name](*given) for name in ("theirs", "ours"))
+    assert abs(theirs.item() - ours.item()) <= allowed
+    expected, found = (torch.autograd.grad(loss, leaves) for loss in (theirs, ours))
+    for leaf, x, y in zip(leaves, expected, found, strict=True):
+        # a temperature's gradient is the scale's, times the scale squared
+        assert (x - y).abs().max().item() <= allowed * (1 if leaf.ndim else 1 + SCALE**2), section
+
+
+def test_every_section_with_both_sides_is_held_to_it() -> None:
+    sections = re.findall(r"^## (.+)$", PAGE, re.M)
+    assert [name for name in sections if "ours" in functions(name)] == list(ARGUMENTS)
+
+
+def test_the_trainer_s_loss_takes_pairs_triplets_and_more() -> None:
+    scope = functions("sentence-transformers")
+    criterion = scope["InBatchNegatives"](lambda x: {"sentence_embedding": x}, SCALE)
+    texts = features(M, M, M, M)
+    for many in (2, 3, 4):
+        hard = torch.cat(texts[2:many]) if many > 2 else texts[0][:0]
+        expected = scope["theirs"](*texts[:2], hard, SCALE)
+        n = many * M
+        allowed = n * gamma(UNIT["float64"] * (D + M + n + 16)) * (2 + 4 * SCALE)
+        assert abs(criterion(texts[:many]).item() - expected.item()) <= allowed
