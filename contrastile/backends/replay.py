@@ -35,6 +35,10 @@ SETTING = "CONTRASTILE_GRAPHS"
 MOST = 8
 """Graphs held; the one that was not asked for the longest goes first."""
 
+WORTH = 4
+"""Replays that pay for a capture: what goes with fewer of them is launched from then on, or more kinds of calls than
+graphs are held, one after the other, would be captured for ever."""
+
 _BEFORE = 2
 """Calls before the one that is captured."""
 
@@ -100,11 +104,13 @@ class _Captured:
         places: of the inputs, in their order.
         constants: what the graph reads where it lies.
         graph: of the kernels.
+        replays: how many there were.
     """
 
     def __init__(self, where: tuple[int, int], places: list[Any], constants: list[Any]) -> None:
         self.where, self.places, self.constants = where, places, constants
         self.graph: Any = torch.cuda.CUDAGraph()
+        self.replays = 0
 
     def hold(self, found: Tensors) -> None:
         """Take what the graph's kernels find; called while they are captured."""
@@ -121,6 +127,7 @@ class _Captured:
         """What it finds of these, in memory of the caller's."""
         torch._foreach_copy_(self.places, given)
         self.graph.replay()
+        self.replays += 1
         mine = [torch.empty_like(x) for x in self._there]
         torch._foreach_copy_(mine, self._there)
         vectors = iter([] if self._packed is None else self._packed.parts(mine.pop()))
@@ -133,7 +140,7 @@ class Graphs:
     """The graphs of this process.
 
     Attributes:
-        seen: how often each kind of call has come, until it is captured; ``None`` where that failed.
+        seen: how often each kind of call has come, until it is captured; None where that failed or was not worth it.
         captured: by kind of call, the one that was asked for last at the end.
     """
 
@@ -209,7 +216,9 @@ class Graphs:
         # whatever a first launch loads is loaded before anything is captured
         result = compute(inputs)
         if len(self.captured) >= MOST:
-            del self.captured[next(iter(self.captured))]
+            oldest = next(iter(self.captured))
+            if self.captured.pop(oldest).replays < WORTH:
+                self.seen[oldest] = None
         try:
             self._record(captured, lambda: compute(inputs))
         except RuntimeError as error:

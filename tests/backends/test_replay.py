@@ -131,6 +131,39 @@ def test_only_so_many_graphs_are_held_and_the_oldest_goes(graphs: Graphs) -> Non
     assert len(graphs.seen) == replay._KNOWN
 
 
+def test_more_kinds_of_calls_in_turn_than_graphs_are_not_captured_for_ever(
+    graphs: Graphs, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    made, kinds = [], replay.MOST + 3
+
+    class Counted(Repeating):
+        def __init__(self) -> None:
+            super().__init__()
+            made.append(self)
+
+    monkeypatch.setattr(torch.cuda, "CUDAGraph", Counted)
+    counts = []
+    for _ in range(20):
+        for what in range(kinds):
+            arrays = drawn(what)
+            assert same(graphs.call(what, arrays, compute), compute(arrays))
+        counts.append(len(made))
+    # once every graph is of a kind that stays, nothing is captured any more
+    assert counts[-1] == counts[BEFORE] == kinds
+    assert len(graphs.captured) == replay.MOST
+    assert min(captured.replays for captured in graphs.captured.values()) > replay.WORTH
+
+
+def test_a_graph_that_has_paid_for_itself_may_be_captured_again(graphs: Graphs) -> None:
+    for what in [*range(replay.MOST + 1), 0]:
+        for seed in range(BEFORE + replay.WORTH):
+            arrays = drawn(seed)
+            assert same(graphs.call(what, arrays, compute), compute(arrays))
+    assert len(graphs.captured) == replay.MOST
+    assert next(reversed(graphs.captured))[0] == 0
+    assert None not in graphs.seen.values()
+
+
 def test_what_cannot_be_captured_is_computed_and_not_tried_again(
     graphs: Graphs, monkeypatch: pytest.MonkeyPatch
 ) -> None:
