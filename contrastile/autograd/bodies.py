@@ -87,9 +87,10 @@ def _problem(
     return Problem(kind=kind, rows=rows, columns=tuple(columns), scale=scale, bias=bias, **named)
 
 
-def _replayed(way: How, rows: Tensor, columns: Sequence[Tensor]) -> bool:
+def _replayed(way: How, chosen: Backend, rows: Tensor, columns: Sequence[Tensor]) -> bool:
     """Whether the whole of it may come from a graph; of several processes only what lies between their messages."""
-    return way.options.replay and way.placement is None and fits(rows, sum(x.shape[0] for x in columns))
+    alone = way.options.replay and way.placement is None
+    return alone and chosen.replayable and fits(rows, sum(x.shape[0] for x in columns))
 
 
 def _wanted(flags: Sequence[bool], columns: int, *, bias: bool) -> local.Wanted:
@@ -150,7 +151,7 @@ def keeping_softmax_loss(
             return *given, _outside(chosen, source, scale, None)(saved.kept)
 
     arrays = rows, scale, *columns, *vectors
-    if not _replayed(way, rows, columns):
+    if not _replayed(way, chosen, rows, columns):
         return compute(arrays, way.options)
     # what was kept would be copied, and held, in each of them
     found = GRAPHS.call(
@@ -211,7 +212,7 @@ def kept_softmax_gradients(
             return [matrix(found.rows), *(matrix(x) for x in found.columns), number(found.scale)]
 
     arrays = upstream, row_lse, column_lse, rows, scale, *columns, *vectors
-    if kept.numel() or not _replayed(way, rows, columns):
+    if kept.numel() or not _replayed(way, chosen, rows, columns):
         d_rows, *d_columns, d_scale = compute(arrays, way.options)
     else:
         d_rows, *d_columns, d_scale = GRAPHS.call(

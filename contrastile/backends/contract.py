@@ -247,6 +247,9 @@ class Backend:
         keeping: None, or a form of ``lse`` for a block that is all of its rows' problem, where gradients of rows and
             columns will be asked for: its statistics may hold ``kept``, which goes to ``finished`` in its weights, any
             number of times. It may be overwritten there, but the same call gives the same gradients each time.
+        replayable: whether the primitives only queue work on the current stream of their arrays' GPU: nothing waits for
+            it, and nothing on the host depends on values or on earlier calls. Then small problems of torch's eager
+            calls are captured in CUDA graphs and replayed.
     """
 
     name: str
@@ -262,6 +265,7 @@ class Backend:
     precisions: frozenset[str] = frozenset({"ieee"})
     finished: FinishedFunction | None = None
     keeping: LseFunction | None = None
+    replayable: bool = False
 
     def check(self, block: Block, options: Options | None = None) -> None:
         """Raise UnsupportedProblemError with the reason, if this backend refuses the block or the options."""

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -11,6 +12,7 @@ import torch
 import contrastile
 from contrastile.autograd import bodies
 from contrastile.backends import eager, replay
+from contrastile.backends.registry import load
 from contrastile.backends.replay import Graphs
 
 BEFORE = 3
@@ -209,6 +211,18 @@ def test_a_loss_and_its_gradients_are_replayed_whole(
     assert all(same(*each) for each in found)
     assert len(graphs.captured) == 1 + (len(frozen) < 3)
     assert all(each.graph.replays == 2 for each in graphs.captured.values())
+
+
+def test_a_backend_that_does_not_say_it_may_be_is_not_replayed(graphs: Graphs, monkeypatch: pytest.MonkeyPatch) -> None:
+    somebody_s = replace(load("torch"), replayable=False)
+    monkeypatch.setattr(bodies, "GRAPHS", graphs)
+    monkeypatch.setattr(bodies, "fits", lambda rows, columns: True)
+    monkeypatch.setattr(bodies, "load", lambda name: somebody_s)
+    for seed in range(2 * BEFORE):
+        leaves = [x.requires_grad_() for x in (*drawn(seed, 5, 5), torch.tensor(3.0))]
+        contrastile.clip_loss(*leaves, backend="torch").backward()
+    assert not graphs.captured
+    assert not graphs.seen
 
 
 def test_a_problem_of_which_something_is_kept_is_not_replayed(graphs: Graphs, monkeypatch: pytest.MonkeyPatch) -> None:

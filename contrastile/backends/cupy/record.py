@@ -81,6 +81,7 @@ def _record(name: str, way: Way) -> Backend:
         precisions=frozenset(ARITHMETICS),
         finished=partial(finished, way=way),
         keeping=partial(lse, way=way, keep=True),
+        replayable=True,
     )
 
 

@@ -57,4 +57,5 @@ backend = Backend(
     lse=statistics.lse,
     gradients=gradients.gradients,
     sigmoid=sigmoid.sigmoid,
+    replayable=True,
 )

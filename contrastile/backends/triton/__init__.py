@@ -58,4 +58,5 @@ backend = Backend(
     supports=supports,
     precisions=frozenset(PRECISIONS),
     finished=finished,
+    replayable=True,
 )
