@@ -245,7 +245,9 @@ def _softmax_loss_error(
     alone = seen.positive.sum(axis=1) == 1
     spread = np.where(alone, np.abs(1 - side.target) * positive, positive + target * total)
     difference = np.abs(side.positive_lse - side.target * side.positive_sum)
-    size = np.where(alone & (side.target == 1), 0.0, np.abs(side.positive_lse) + np.abs(side.target * side.positive_sum))
+    size = np.where(
+        alone & (side.target == 1), 0.0, np.abs(side.positive_lse) + np.abs(side.target * side.positive_sum)
+    )
     exact = np.abs(side.nll) + difference
     counted = excess + spread + UNIT["float64"] * 2 * size + sums * (exact + excess + spread)
     none = _merged_error(side, negative, positive) + sums * np.abs(side.nll)
@@ -288,7 +290,9 @@ def _softmax_gradient_error(
     beaten = side.beaten[:, None]
     certain = dq + side.q * moved + roundings * (np.abs(side.q - target) + side.q * (beaten + moved) + dq)
     # half of the threshold from which on a backend tells certain rows apart
-    plain = np.full((len(seen.x), 1), not seen.named) & ((np.abs(side.target) <= 0.5) | (side.beaten >= 2.0**-9))[:, None]
+    plain = (
+        np.full((len(seen.x), 1), not seen.named) & ((np.abs(side.target) <= 0.5) | (side.beaten >= 2.0**-9))[:, None]
+    )
     error = weight * np.where(seen.positive, np.where(plain, np.maximum(ordinary, certain), certain), ordinary)
     # a weight of 0 silences the row even where its log-sum-exp is -inf or NaN
     return np.where(seen.admitted & (weight > 0), error + 4 * a.tiny, 0.0)
