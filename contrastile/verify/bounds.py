@@ -102,9 +102,7 @@ def _softmax(problem: Problem, t: Truth, a: Arithmetic, upstream: float) -> Outc
         dG = dG + (part if name == "row" else part.T)
         largest = max(largest, np.abs(side.side.weight).max(initial=0.0))
     gradient = _gradients(problem, t, dG, upstream * largest, a)
-    return Outcome(
-        loss=float64(loss + a.accuracy.unit * (abs(t.outcome.loss) + loss) + a.tiny), bias=None, **errors, **gradient
-    )
+    return Outcome(loss=float64(loss + a.accuracy.unit * (abs(t.outcome.loss) + loss) + a.tiny), **errors, **gradient)
 
 
 def _sigmoid(problem: Problem, t: Truth, a: Arithmetic, upstream: float) -> Outcome:
@@ -118,7 +116,6 @@ def _sigmoid(problem: Problem, t: Truth, a: Arithmetic, upstream: float) -> Outc
     gradient = _gradients(problem, t, dG, upstream * weight.max(initial=0.0), a)
     return Outcome(
         loss=float64(loss + u * (abs(t.outcome.loss) + loss) + a.tiny),
-        **dict.fromkeys(STATISTICS),
         bias=_over_ranks(t.G.sum(axis=1), bias, a),
         **gradient,
     )

@@ -18,7 +18,7 @@ from contrastile.exchange.problem import Problem
 from contrastile.oracle.arrays import BoolArray, FloatArray, float64
 from contrastile.verify.rounding import UNDERFLOW, UNIT, round_to
 from contrastile.verify.run import GRADIENT, Worst, parts
-from contrastile.verify.truth import STATISTICS, Direction, Outcome, Truth, split
+from contrastile.verify.truth import Direction, Outcome, Truth, split
 
 Matrix = npt.NDArray[Any]
 
@@ -70,7 +70,6 @@ def _plain(problem: Problem, t: Truth, accuracy: Accuracy, dtype: str) -> Outcom
     d_rows, d_columns = (round_to(scale * each, dtype) for each in (G @ k, G.T @ q))
     return Outcome(
         loss=float64(loss),
-        **dict.fromkeys(STATISTICS),
         rows=d_rows,
         columns=split(problem, d_columns),
         scale=float64((G * products).sum(dtype=state)),
@@ -131,7 +130,6 @@ def _floor(problem: Problem, t: Truth, accuracy: Accuracy, dtype: str) -> Outcom
     number = (moved * np.abs(t.products)).sum() + np.sqrt(((rounded * t.products) ** 2).sum())
     return Outcome(
         loss=float64(loss + a.unit * abs(t.outcome.loss) + UNDERFLOW["float32"]),
-        **dict.fromkeys(STATISTICS),
         rows=float64(rows),
         columns=tuple(float64(each) for each in columns),
         scale=float64(number + a.unit * abs(t.outcome.scale) + UNDERFLOW["float32"]),
