@@ -156,9 +156,9 @@ def test_the_upstream_gradient_multiplies_the_gradients_alone() -> None:
 
 def test_what_a_kind_of_loss_has() -> None:
     one_way, two_way, sigmoid = (truth(build(name, "float32").problem).outcome for name in ("labels", "hot", "sigmoid"))
-    assert one_way.column_lse is one_way.column_positive is one_way.bias is None
-    assert two_way.column_lse.shape == two_way.column_positive.shape == (41,)
-    assert sigmoid.row_lse is sigmoid.row_positive is sigmoid.column_lse is None
+    assert [getattr(one_way, name) for name in (*STATISTICS[3:], "bias")] == [None] * 4
+    assert [getattr(two_way, name).shape for name in STATISTICS[3:]] == [(41,)] * 3
+    assert [getattr(sigmoid, name) for name in STATISTICS] == [None] * 6
     assert sigmoid.bias.shape == sigmoid.scale.shape == sigmoid.loss.shape == ()
 
 
@@ -167,8 +167,8 @@ def test_not_a_number_comes_out() -> None:
     for found in (nan, inf):
         assert np.isnan(found.loss)
         assert np.isnan(found.scale)
-        assert np.isnan(found.column_lse).all()
+        assert np.isnan(found.column_negative_lse).all()
         assert np.isnan(found.rows).all()
         assert np.isnan(found.columns[0]).all()
-    assert np.isnan(nan.row_lse).all()
-    assert np.array_equal(np.flatnonzero(np.isnan(inf.row_lse)), [3])
+    assert np.isnan(nan.row_negative_lse).all()
+    assert np.array_equal(np.flatnonzero(np.isnan(inf.row_negative_lse)), [3])
