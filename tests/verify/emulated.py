@@ -28,7 +28,6 @@ LSE = [
     "merged-by-maximum",
     "log2",
     "float16-sum",
-    "lse-in-float32",
 ]
 LOGITS = ["tf32-inputs", "bf16-inputs", "bf16-accumulator", "last-term-dropped", "scale-in-bf16", "scale-twice"]
 PAIRS = ["ids-ignored", "exclusion-ignored", "positive-dropped-with-its-id", "positive-off-by-one", "positive-local"]
@@ -360,5 +359,4 @@ class Running:
     def lse(self) -> np.ndarray:
         log = np.log2 if self.kernel.defect == "log2" else np.log
         top = self.top.astype(np.float64)
-        found = np.where(np.isneginf(top), top, top + log(self.sum))
-        return found.astype(F).astype(np.float64) if self.kernel.defect == "lse-in-float32" else found
+        return np.where(np.isneginf(top), top, top + log(self.sum))

@@ -25,7 +25,8 @@ def test_the_plain_computation_is_no_noisier_than_itself(name: str) -> None:
     exact = truth(problem)
     with np.errstate(all="ignore"):
         got = _plain(problem, exact, FLOAT32, "float32")
-    assert compare_with_plain(problem, exact, got, FLOAT32, "float32").ratio <= 1 / NOISIER
+    # two roundings of the ratio itself
+    assert compare_with_plain(problem, exact, got, FLOAT32, "float32").ratio * NOISIER <= 1 + 2.0**-51
 
 
 @pytest.mark.parametrize("name", CERTAIN)

@@ -12,7 +12,7 @@ from contrastile.exchange.problem import Problem
 from contrastile.oracle.named import clip, info_nce, nt_xent, siglip, sup_con
 from contrastile.verify.bounds import ORACLE, bounds
 from contrastile.verify.cases import build, names
-from contrastile.verify.truth import masks, truth
+from contrastile.verify.truth import STATISTICS, masks, truth
 
 FINITE = [name for name in names() if not name.startswith("wordnet") and name not in ("nan", "inf")]
 SIDES = ("row", "column")
@@ -41,10 +41,15 @@ def by_hand(problem: Problem) -> float:
         weights, targets = getattr(problem, f"{side}_weight"), getattr(problem, f"{side}_target")
         for own, weight in enumerate([] if weights is None else weights):
             if weight:
-                top = max(x[pair] for pair in admitted if pair[axis] == own)
-                total = math.fsum(math.exp(x[pair] - top) for pair in admitted if pair[axis] == own)
-                mean = targets[own] * math.fsum(x[pair] for pair in positive if pair[axis] == own)
-                terms.append(weight * (top + math.log(total) - mean))
+                wanted = [x[pair] for pair in positive if pair[axis] == own]
+                others = [x[pair] for pair in admitted - positive if pair[axis] == own]
+                mean, top = targets[own] * math.fsum(wanted), max(wanted + others)
+                if len(wanted) == 1 and targets[own] == 1 and top == mean:
+                    # a certain pair: log(1 + what the others add), which the other form rounds away
+                    terms.append(weight * math.log1p(math.fsum(math.exp(each - top) for each in others)))
+                else:
+                    total = math.fsum(math.exp(each - top) for each in wanted + others)
+                    terms.append(weight * (top + math.log(total) - mean))
     return math.fsum(terms)
 
 
