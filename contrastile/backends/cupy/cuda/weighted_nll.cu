@@ -5,18 +5,18 @@
 
 namespace contrastile {
 
-// The loss of one row: the excess log(1 + exp(N - P)) of its log-sum-exp over that of its positives, and what that is
-// above t times the sum of their logits, which is never less than 0: rounding that says so is projected back.
-// Without positives or targets it is the log-sum-exp. NaN compares false and stays.
+// The loss of one row: log(1 + e^(N - P)), what its log-sum-exp is above that of its positives, and what that is above t
+// times the sum of their logits, never less than 0: rounding that says so is projected back. Without a positive or a
+// target it is the log-sum-exp; a positive whose logit is -inf is no missing one. NaN compares false and stays, also
+// that of a target.
 __device__ __forceinline__ double loss_of(double negatives, double positives, double sum, double t) {
-    if (positives == -infinity()) return negatives;
-    if (t == 0.0) {
-        const double shift = finite_or_zero(fmax(negatives, positives));
-        return shift + log(exp(negatives - shift) + exp(positives - shift));
+    if (t != 0.0 && (positives != -infinity() || sum != 0.0)) {
+        const double gap = negatives - positives, above = positives - t * sum;
+        // fmax passes over a NaN, which the other term brings
+        return fmax(gap, 0.0) + log1p(exp(-fabs(gap))) + (above < 0.0 ? 0.0 : above);
     }
-    const double gap = negatives - positives, above = positives - t * sum;
-    // fmax passes over a NaN, which the other term brings
-    return fmax(gap, 0.0) + log1p(exp(-fabs(gap))) + (above < 0.0 ? 0.0 : above);
+    const double shift = finite_or_zero(fmax(negatives, positives));
+    return shift + log(exp(negatives - shift) + exp(positives - shift)) + 0.0 * t;
 }
 
 // A weight of 0 silences a row whatever its log-sum-exps are.
