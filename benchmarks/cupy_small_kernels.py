@@ -291,13 +291,14 @@ def backward(half: bool, by_ids: bool, certain: bool) -> Iterator[tuple[str, flo
     negative, positive, weight, target = columns
     with np.errstate(all="ignore"):
         log = (np.logaddexp(negative, positive) - bias) * LOG2E
+        far = (positive - negative) * LOG2E > 8
     counts = weight != 0
     high, low = np.max(log), np.min(log[counts])
     most = 2 * np.max(abs(weight) * (1 + target))
     factor = 2.0 ** (13 - np.floor(np.log2(most))) if half else 1.0
     room = min(120, 125 + np.log2(np.min(abs(weight[counts])) * factor))
     reference = max(high - room, min(low, 0.0))
-    sure = by_ids and bool(np.any(counts & (target > 0.5) & ((positive - negative) * LOG2E > 8)))
+    sure = by_ids and bool(np.any(counts & (target > 0.5) & far))
     fast = bool(reference <= low) and not sure
     said, case = read(decided), f"half {half}, ids {by_ids}, certain {certain}"
     expected = np.array([factor, fast, sure], "f8")
@@ -333,7 +334,7 @@ def backward(half: bool, by_ids: bool, certain: bool) -> Iterator[tuple[str, flo
             yield "temper: certain, weight", ratio(part4[:, 2], w, 1e-300)
             yield (
                 "temper: certain, rest",
-                ratio(np.where(there, part4[:, 3], 0), np.where(there, rest, 0), 4 * U * abs(rest) + 1e-300),
+                ratio(np.where(there, part4[:, 3], 0), np.where(there, rest, 0), 4 * U * abs(rest) + 2.0**-148),
             )
         return
     j = seen(index, hidden, lengths[1])

@@ -149,20 +149,27 @@ def test_partials_of_the_tile_kernels_are_those_that_are_folded() -> None:
                 assert (left.positive_sums, left.positive_references) == (others.sums, others.references)
 
 
+@pytest.mark.parametrize("two_sided", [True, False])
 @pytest.mark.parametrize("kind", ["plain", "excluded", "drop", "target"])
-def test_the_backward_forms_g_of_positives_by_index_before_the_tiles(kind: str) -> None:
+def test_the_backward_forms_g_of_positives_by_index_before_the_tiles(kind: str, two_sided: bool) -> None:
     with hosted() as host:
-        given, w = block(host, "bfloat16", kind), weights(host, True)
+        given, w = block(host, "bfloat16", kind), weights(host, two_sided)
         host.record.backend.gradients(given, w, *sums(host), Options(tile=(7, 5)))
         (temper,) = (x for name, x, _ in host.launched if name == "temper")
         assert temper.by_ids == (kind == "target")
         assert bool(temper.entries) == bool(temper.positives) == (kind != "target")
         assert bool(temper.excluded) == (kind != "plain" and kind != "drop")
         assert temper.row.negative_lse == w.row_negative_lse.data.ptr
-        assert temper.column.positive_lse == w.column_positive_lse.data.ptr
+        # a positive may be any column of the block, also where columns have no weights
+        assert (temper.m, temper.n, temper.two_sided) == (M, N, two_sided)
+        blocks = [call.blocks for call in host.calls if call.name in ("weigh", "temper")]
+        assert blocks == [1 + two_sided, 1 + two_sided]
+        if two_sided:
+            assert temper.column.positive_lse == w.column_positive_lse.data.ptr
         for x in (x for name, x, _ in host.launched if name.startswith("gradient")):
             assert x.entries == temper.entries
-            for side, start, length in ((x.row, temper.row_vectors, M), (x.column, temper.column_vectors, N)):
+            sides = (x.row, temper.row_vectors, M), (x.column, temper.column_vectors, N)
+            for side, start, length in sides[: 1 + two_sided]:
                 places = [start + 4 * k * length for k in range(5 if temper.by_ids else 3)]
                 found = [side.log, side.weight, side.folded, side.taken, side.certain]
                 assert found == places + [None] * (5 - len(places))

@@ -147,12 +147,12 @@ class _Pass:
 
     def _survey(self, upstream: Array | None) -> None:
         """Decide on the path, and prepare the vectors of the epilogue."""
-        n = self.column.length
-        blocks = ceil_div(self.m, LANES) + ceil_div(n, LANES)
+        lengths = self.m, self.column.length
+        blocks = sum(ceil_div(x, LANES) for x in lengths)
         peaks, masks = empty(8 * blocks), self.tiles.masks
         given = {"bias": pointer(self.block.bias), "upstream": pointer(upstream)}
         given |= {"row": self.row.side(), "column": self.column.side()}
-        weigh = struct("WeighArguments")(m=self.m, n=n, peaks=pointer(peaks), **given)
+        weigh = struct("WeighArguments")(m=self.m, n=self.n, peaks=pointer(peaks), **given)
         launch(instance("weigh", "weigh"), blocks, THREADS, weigh)
         temper = struct("TemperArguments")(
             peaks=pointer(peaks),
@@ -160,7 +160,7 @@ class _Pass:
             scale=pointer(self.block.scale),
             plan=pointer(self.plan),
             m=self.m,
-            n=n,
+            n=self.n,
             positives=pointer(masks.positives),
             excluded=pointer(masks.excluded),
             entries=pointer(self.entries),
@@ -173,7 +173,7 @@ class _Pass:
             **({} if self.factors is None else self.factors.tempered()),
         )
         # what goes with kept exponentials is longer, by no more than fills the last block of each side
-        launch(instance("temper", "temper"), ceil_div(self.m, THREADS) + ceil_div(n, THREADS), THREADS, temper)
+        launch(instance("temper", "temper"), sum(ceil_div(x, THREADS) for x in lengths), THREADS, temper)
 
     def run(self, row_gradient: Any, column_gradient: Any) -> None:
         """Add to the gradients that are wanted."""
