@@ -27,6 +27,7 @@ def direct(tensors: Iterable[Tensor | None]) -> bool:
     return eager.direct(torch, tensors)
 
 
+@eager.asked_while_tracing
 def transformed() -> bool:
     """Whether a transform of torch.func is at work."""
     return _KNOWN and bool(_C._are_functorch_transforms_active())
