@@ -139,7 +139,9 @@ def value_and_grad(
     def computed(args: Any, kwargs: Any) -> tuple[Array, tuple[Array, ...]]:
         positional, named = [_detached(x) for x in args], {name: _detached(x) for name, x in kwargs.items()}
         backend, options, built = call.start(lambda here: bound(here, positional, named))
-        chosen = _named(backend, library_of(built.problem.rows), built.problem)
+        arrays = library_of(built.problem.rows)
+        _holds_values(arrays, built.problem)
+        chosen = _named(backend, arrays, built.problem)
         value, gradients = forward_and_backward(built.problem, load(chosen), options)
         return value, built.pull_back(gradients)
 
@@ -164,6 +166,15 @@ def _named(backend: str, arrays: ArrayLibrary, problem: Problem) -> str:
     if backend != "auto":
         return backend
     return choose(arrays.name, arrays.device(problem.rows), arrays.dtype(problem.rows))
+
+
+def _holds_values(arrays: ArrayLibrary, problem: Problem) -> None:
+    """Raise TypeError for tensors that have shapes alone: no operator is called here that a fake mode would see."""
+    if arrays.name == "torch" and any(type(x).__name__ == "FakeTensor" for x in (problem.rows, problem.row_weight)):
+        raise TypeError(
+            "value_and_grad(...)(...) must be given tensors that hold values, got a FakeTensor; call the loss itself, "
+            "which gives its shape"
+        )
 
 
 def _detached(x: Any) -> Any:

@@ -73,8 +73,8 @@ def info_nce(
     arrays, (rows, *columns) = validation.features(world.alone, may_be_empty=named, query=query, key=key, **named)
     m, n = rows.shape[0], sum(x.shape[0] for x in columns)
     if world.alone:
-        # a queue that nothing has entered yet
-        columns = [x for i, x in enumerate(columns) if i == 0 or x.shape[0]]
+        # a queue that nothing has entered yet; one that wants a gradient has one, of no rows
+        columns = [x for i, x in enumerate(columns) if i == 0 or x.shape[0] or getattr(x, "requires_grad", False)]
     state = state_dtype(arrays.dtype(rows))
     factor = validation.scalar("scale", scale, arrays, state, rows)
     if (row_ids is None) != (column_ids is None):

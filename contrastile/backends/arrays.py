@@ -333,7 +333,7 @@ class TorchArrays:
         return right - self.module.searchsorted(ordered, needles)
 
     def to_numpy(self, x: Array) -> Any:
-        x = x.detach().cpu()
+        x = x.detach().cpu().resolve_neg()
         return (x.float() if x.dtype == self.module.bfloat16 else x).numpy()
 
     def from_numpy(self, x: Any) -> Array:

@@ -44,14 +44,23 @@ def imported(name: str) -> bool:
     return sys.modules.get(name) is not None
 
 
+@asked_while_tracing
+def recorded() -> bool:
+    """Whether torch.jit.trace records what is called."""
+    import torch
+
+    state: Any = torch._C._get_tracing_state()
+    return state is not None
+
+
 def outside_of_graphs(function: F) -> F:
     """The function, which ``torch.compile`` calls and does not trace; itself where nothing was ever compiled."""
     if not imported("torch._dynamo"):
         return function
     import torch
 
-    outside: F = torch.compiler.disable(function)
-    return outside
+    disable: Callable[[F], F] = torch.compiler.disable
+    return disable(function)
 
 
 def transforms_can_be_seen(torch: Any) -> bool:
