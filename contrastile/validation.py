@@ -78,7 +78,7 @@ def features(
             raise ValueError(
                 f"{name} must have at least one sample and one feature, got shape {shape}; skip empty batches"
             )
-        taken.append(_as_multiplied(arrays, _plain(arrays, x)))
+        taken.append(_as_multiplied(arrays, _resolved(arrays, x)))
         first, x = taken[0], taken[-1]
         if arrays.dtype(x) != arrays.dtype(first):
             raise TypeError(
@@ -113,10 +113,8 @@ def _dense(name: str, x: Array, what: str, arrays: ArrayLibrary) -> None:
         raise TypeError(f"{name} must be a {what} without a mask, got {type(x).__name__}; leave masked samples out")
 
 
-def _plain(arrays: ArrayLibrary, x: Array) -> Array:
-    """X without what its memory alone does not say: torch's lazy sign, and operators of a NumPy subclass's own."""
-    if arrays.name == "numpy":
-        return arrays.to_numpy(x)
+def _resolved(arrays: ArrayLibrary, x: Array) -> Array:
+    """X as its memory says it, without torch's lazy sign."""
     if arrays.name != "torch":
         return x
     import torch
@@ -165,7 +163,7 @@ def scalar(name: str, x: Any, arrays: ArrayLibrary, dtype: str, like: Array) -> 
         raise TypeError(f"{name} must be a real number, got {arrays.dtype(x)}; pass a float")
     if arrays.device(x) == "meta" != arrays.device(like):
         raise ValueError(f"{name} must hold a value, got a meta tensor; move it to {arrays.place(like)}")
-    x = _plain(arrays, x)
+    x = _resolved(arrays, x)
     shape = tuple(x.shape)
     if math.prod(shape) != 1:
         raise ValueError(f"{name} must have one element, got shape {shape}; a {name} per sample is not supported")

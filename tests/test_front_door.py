@@ -249,16 +249,6 @@ def test_a_lazily_negated_view_is_its_values(backend: str) -> None:
     assert torch.equal(leaf.grad, twin.grad)
 
 
-def test_a_numpy_subclass_is_taken_for_the_array_that_it_is() -> None:
-    image, labels = (namespace("numpy")[name] for name in ("image", "labels"))
-    # a matrix multiplies where an array multiplies elementwise
-    given = image.view(np.matrix)
-    value, gradients = contrastile.value_and_grad(contrastile.sup_con)(given, labels, 14.0)
-    expected, wanted = contrastile.value_and_grad(contrastile.sup_con)(image, labels, 14.0)
-    assert value == expected
-    assert all(type(x) is np.ndarray and np.array_equal(x, y) for x, y in zip(gradients, wanted, strict=True))
-
-
 def test_fake_tensors_give_the_shape_of_the_loss_whatever_its_arguments() -> None:
     with torch._subclasses.FakeTensorMode():
         image, key = torch.empty(6, 5), torch.empty(11, 5)
