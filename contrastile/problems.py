@@ -68,7 +68,7 @@ def info_nce(
 ) -> Loss:
     """One direction: u = 1 / m, no column weights; the key and each block of negatives share one log-sum-exp."""
     more: tuple[Array, ...]
-    more = () if negatives is None else tuple(negatives) if isinstance(negatives, list | tuple) else (negatives,)
+    more = () if negatives is None else tuple(negatives) if isinstance(negatives, Sequence) else (negatives,)
     named = {f"negatives[{i}]": x for i, x in enumerate(more)}
     arrays, (rows, *columns) = validation.features(world.alone, may_be_empty=named, query=query, key=key, **named)
     m, n = rows.shape[0], sum(x.shape[0] for x in columns)

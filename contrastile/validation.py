@@ -10,7 +10,7 @@ from __future__ import annotations
 import math
 import sys
 from collections.abc import Collection
-from numbers import Real
+from numbers import Integral, Real
 from typing import Any
 
 from contrastile.backends import eager
@@ -18,7 +18,7 @@ from contrastile.backends.arrays import FLOATS, ArrayLibrary, library_of
 from contrastile.backends.contract import PRECISIONS, Options
 
 Array = Any
-INTEGERS = ("int8", "int16", "int32", "int64", "uint8")
+INTEGERS = ("int8", "int16", "int32", "int64", "uint8", "uint16", "uint32")
 # of what has one real value, in the names that NumPy, CuPy and torch give them
 _REAL = ("float", "bfloat16", "int", "uint", "bool", ">f", ">i", ">u")
 _LARGEST = {"float32": (2 - 2.0**-23) * 2.0**127, "float64": sys.float_info.max}
@@ -204,7 +204,7 @@ def integers(name: str, x: Array, length: int, of: str, arrays: ArrayLibrary, li
         raise TypeError(f"{name} must be an integer array like the features, got {type(x).__name__}; convert it")
     _dense(name, x, "vector", arrays)
     if arrays.dtype(x) not in INTEGERS:
-        raise TypeError(f"{name} must be integers, got {arrays.dtype(x)}; convert it to int64")
+        raise TypeError(f"{name} must be integers ({', '.join(INTEGERS)}), got {arrays.dtype(x)}; convert it to int64")
     if tuple(x.shape) != (length,):
         raise ValueError(
             f"{name} must have shape ({length},), one for each {of}, got {tuple(x.shape)}; give every {of} one"
@@ -238,6 +238,8 @@ def options(tile: Any, precision: Any = "ieee") -> Options:
         raise ValueError(
             f"precision must be one of {', '.join(PRECISIONS)}, got {precision!r}; pass 'ieee' for float32 itself"
         )
+    if isinstance(tile, Integral) and not isinstance(tile, int):
+        tile = int(tile)
     if tile is None:
         return Options(precision=precision)
     sides = (tile, tile) if isinstance(tile, int) else tuple(tile) if isinstance(tile, tuple | list) else (None,)

@@ -237,6 +237,7 @@ PROVOCATIONS: dict[str, list[Provocation]] = {
         *_each(
             TypeError,
             "contrastile.sup_con(image, np.ma.masked_equal(labels, 7), 14.0)",
+            "contrastile.sup_con(image, labels.astype('uint64'), 14.0)",
             libraries=("numpy",),
         ),
         *_each(ValueError, "contrastile.clip_loss(image, text, 14.0, ids=labels.to('meta'))"),

@@ -8,6 +8,7 @@ import re
 import runpy
 import subprocess
 import sys
+from collections import deque
 from fractions import Fraction
 from pathlib import Path
 from types import ModuleType, SimpleNamespace
@@ -171,7 +172,7 @@ def test_one_element_scales_of_any_shape_get_a_gradient_of_that_shape(shape: tup
     assert scale.grad.shape == shape
 
 
-@pytest.mark.parametrize("dtype", ["int8", "int16", "int32", "int64", "uint8"])
+@pytest.mark.parametrize("dtype", validation.INTEGERS)
 @pytest.mark.parametrize("library", LIBRARIES)
 def test_positives_and_labels_of_any_integer_dtype_mean_the_same(dtype: str, library: str) -> None:
     for expression in (
@@ -277,6 +278,18 @@ def test_negatives_of_no_rows_that_want_a_gradient_get_one(more: dict[str, str],
     alone = torch.empty(0, 5, requires_grad=True)
     contrastile.info_nce(image.detach(), text.detach(), 14.0, negatives=alone, backend=backend, **ids).backward()
     assert alone.grad.shape == (0, 5)
+
+
+@pytest.mark.parametrize("library", LIBRARIES)
+def test_negatives_may_be_a_queue_of_python_s_own(library: str) -> None:
+    expected = call("contrastile.info_nce(image, text, 14.0, negatives=[key, text])", library)
+    given = call("contrastile.info_nce(image, text, 14.0, negatives=deque([key, text]))", library, deque=deque)
+    assert given == expected
+
+
+def test_a_tile_may_be_numpy_s_integer() -> None:
+    for tile in (np.int64(3), np.uint8(3)):
+        assert validation.options(tile) == validation.options(3)
 
 
 def test_numpy_s_booleans_are_scales_beside_torch_tensors_too() -> None:
