@@ -59,8 +59,9 @@ def outside_of_graphs(function: F) -> F:
         return function
     import torch
 
-    disable: Callable[[F], F] = torch.compiler.disable
-    return disable(function)
+    disable: Any = torch.compiler.disable
+    outside: F = disable(function)
+    return outside
 
 
 def transforms_can_be_seen(torch: Any) -> bool:
