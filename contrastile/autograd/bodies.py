@@ -68,7 +68,9 @@ def _decode(text: str, replay: bool = False) -> How:
 # without the placement: what is kept here would outlive its communicator
 @cache
 def _settings(text: str, replay: bool) -> tuple[Match, str, Options]:
-    match, backend, precision, height, width = text.split("|")
+    match, _, settings = text.partition("|")
+    # a backend may have any name
+    backend, precision, height, width = settings.rsplit("|", 3)
     tile = (int(height), int(width)) if int(height) else None
     return cast("Match", match), backend, Options(tile=tile, precision=precision, replay=replay)
 

@@ -14,6 +14,7 @@ from contrastile.backends.arrays import FLOATS
 from contrastile.backends.contract import PRECISIONS, Backend, BackendUnavailableError
 from contrastile.verify import cases, report, sharded, strategies, worlds
 from contrastile.verify.distributed import DISTRIBUTED
+from contrastile.verify.files import why_not_writable
 from contrastile.verify.properties import PROPERTIES, Property
 from contrastile.verify.runner import DTYPES, Row, Run, Selection
 from contrastile.verify.worlds import World, WorldError
@@ -89,6 +90,11 @@ def _together(args: argparse.Namespace, world: World) -> int:
 
 
 def _run(args: argparse.Namespace, world: World | None = None) -> int:
+    # the leader writes, and all of them must know
+    reason = why_not_writable(args.json) if world is None or world.leads else None
+    reason = reason if world is None else world.share(reason)
+    if reason is not None:
+        raise CannotRunError(reason)
     backends, absent = _backends(args.backend, 1 if world is None else world.size)
     known = PROPERTIES if world is None else DISTRIBUTED
     selection = Selection(
