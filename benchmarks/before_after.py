@@ -1,8 +1,8 @@
 """Times steps of two checkouts of the package in turn, on one device, in one run: what did a change cost?
 
 ``python benchmarks/before_after.py --before DIR`` holds DIR, another checkout, beside this one. Each has a process of
-its own; the two take turns, sample by sample, so that both see the same clocks. A step is ``clip_loss`` forward and backward, eager, host time included. Printed are the
-medians in ms and the median of the ratios after / before, sample by sample.
+its own; the two take turns, sample by sample, so that both see the same clocks. A step is ``clip_loss`` forward and
+backward, eager, host time included. Printed are the medians in ms and the median of the ratios after / before.
 """
 
 from __future__ import annotations
