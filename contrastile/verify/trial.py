@@ -12,6 +12,7 @@ import numpy as np
 
 from contrastile.backends.contract import Accuracy, Backend, Options
 from contrastile.exchange.problem import Problem
+from contrastile.verify import facts
 from contrastile.verify.arithmetic import Spread
 from contrastile.verify.bounds import bounds
 from contrastile.verify.cases import Case
@@ -64,9 +65,14 @@ class Subject:
 
     @property
     def accuracy(self) -> Accuracy:
-        """The facts its bounds are derived from."""
+        """The facts its bounds are derived from.
+
+        Raises:
+            FactsError: they are looser than those of a plain computation.
+        """
         how = () if self.precision == "ieee" else (self.precision,)
-        return self.backend.accuracy(self.dtype, self.device, *how)
+        found = self.backend.accuracy(self.dtype, self.device, *how)
+        return facts.checked(found, self.backend, self.dtype, self.precision)
 
     def run(
         self,
