@@ -139,7 +139,7 @@ def _halves(b: int) -> dict[str, Any]:
 
 
 def _far(numbers: IntArray) -> IntArray:
-    """Other names for small numbers: 64 bits wide, some below 0, alike in their low 32 bits, neighbours from 2^53 on."""
+    """Names for small numbers: 64 bits wide, some below 0, some alike in their low 32 bits or as a float64."""
     far = np.array([-1, 2**32 - 1, 0, 2**32, -(2**32), -5, 2**32 - 5, 2**53, 2**53 + 1, 2**62, -(2**62)])
     return np.asarray(far[numbers % len(far)], dtype=np.int64)
 
@@ -252,8 +252,8 @@ def _ids_drop(draw: Draw) -> Problem:
     return _problem(*_pairs(draw, 37, 40), 20.0, ids=(ids, ids), **_halves(37))
 
 
-@_case("ids-drop@far", "shared ids beyond 32 bits and below 0; positives and exclusions that name no column", match="drop")
-@_case("ids-target@far", "labels beyond 32 bits and below 0; exclusions that name no column", match="target")
+@_case("ids-drop@far", "shared ids beyond 32 bits or below 0; positives and exclusions of no column", match="drop")
+@_case("ids-target@far", "labels beyond 32 bits or below 0; exclusions of no column", match="target")
 def _ids_far(draw: Draw, match: Match) -> Problem:
     rows, columns = _unit(draw.standard_normal((22, 23))), _unit(draw.standard_normal((33, 23)))
     ids = _far(np.arange(22)), _far(draw.integers(0, 11, 33))

@@ -16,7 +16,7 @@ import subprocess
 import sys
 import threading
 from collections import Counter
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Generator, Iterator
 from dataclasses import asdict, dataclass, field
 from typing import IO, Any
 
@@ -76,7 +76,7 @@ class Isolated:
     def _barred(self) -> dict[str, str]:
         return {name: f"it ended {n} processes before" for name, n in self._lost.items() if n >= LOST}
 
-    def _until_lost(self, worker: _Worker) -> Iterator[Row]:
+    def _until_lost(self, worker: _Worker) -> Generator[Row, None, bool]:
         """The rows of one process; whether they are the last."""
         loading: object = "the backends"
         begun: dict[str, Any] | None = None
@@ -119,7 +119,7 @@ class Isolated:
         self.progress(self.done, self.total, f"{row['backend']} {row['dtype']} {row['case']} {row['property']}")
 
     def _failed(self, row: Row, reason: str, command: str) -> Row:
-        failed = Row(**{**row, "status": "fail", "ratio": math.inf, "reason": reason})  # type: ignore[typeddict-item]
+        failed = Row(**{**row, "status": "fail", "ratio": math.inf, "reason": reason})
         self.failures.append(Failure(failed, Worst(math.inf, reason, (), math.inf, 0.0), "", command))
         return failed
 

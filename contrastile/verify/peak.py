@@ -75,9 +75,8 @@ def _problem(kind: str, batch: int, width: int, dtype: str, seed: int) -> Proble
     random = np.random.default_rng(seed)
     rows, columns = (round_to(random.standard_normal((batch, width)) / width**0.5, dtype) for _ in range(2))
     ids, weight = random.integers(0, batch // 2, batch), np.full(batch, 1.0 / batch)
-    one = Problem(
-        rows, (columns,), np.asarray(8.0), weight, np.ones(batch), positives=np.arange(batch), row_ids=ids, column_ids=ids
-    )
+    pairs: dict[str, Any] = {"positives": np.arange(batch), "row_ids": ids, "column_ids": ids}
+    one = Problem(rows, (columns,), np.asarray(8.0), weight, np.ones(batch), **pairs)
     if kind == "sigmoid":
         return replace(one, kind="sigmoid", bias=np.asarray(-4.0))
     return replace(one, column_weight=weight, column_target=np.ones(batch))
@@ -168,7 +167,7 @@ def _torch(found: list[int]) -> Iterator[None]:
         found[0] = max(found[0], held)
         weakref.finalize(storage, forget, storage._cdata, size)
 
-    class Storages(TorchDispatchMode):
+    class Storages(TorchDispatchMode):  # type: ignore[no-untyped-call]
         def __torch_dispatch__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
             kwargs = kwargs or {}
             see([*args, *kwargs.values()], made=False)
@@ -176,7 +175,7 @@ def _torch(found: list[int]) -> Iterator[None]:
             see(made, made=True)
             return made
 
-    with Storages():
+    with Storages():  # type: ignore[no-untyped-call]
         yield
 
 

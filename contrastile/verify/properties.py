@@ -8,11 +8,14 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
+from functools import partial
+from typing import Any
 
 import numpy as np
 
 from contrastile.backends.contract import Options
 from contrastile.exchange.local import Wanted
+from contrastile.exchange.problem import Problem
 from contrastile.verify import housing, memory, peak, rearrange, strategies
 from contrastile.verify.rounding import round_to
 from contrastile.verify.run import GRADIENT, VALUE, Worst, compare, parts
@@ -164,7 +167,7 @@ def upstream(trial: Trial) -> Checks:
 def frozen(trial: Trial) -> Checks:
     """A gradient that is not wanted is left out, and changes nothing else: rows, columns, both, or every one."""
     trial.only_small()
-    some, bias = len(trial.problem.columns), trial.problem.kind == "sigmoid"
+    some, bias, exact = len(trial.problem.columns), trial.problem.kind == "sigmoid", trial.oracle.outcome
     none, every, others = (False,) * some, (True,) * some, tuple(c % 2 == 0 for c in range(some))
     ways: dict[str, Wanted | None] = {
         "columns frozen": Wanted(True, none, True, bias),
@@ -175,12 +178,16 @@ def frozen(trial: Trial) -> Checks:
     if some > 1:
         ways["every other block frozen"] = Wanted(True, others, True, bias)
     for label, wanted in ways.items():
-        got = trial.run(trial.problem, want=lambda problem, wanted=wanted: wanted)
-        expected, w = trial.oracle.outcome, wanted or Wanted(False, none, False)
-        columns = tuple(x if want else None for x, want in zip(expected.columns, w.columns, strict=True))
-        asked = {"rows": w.rows, "scale": w.scale, "bias": w.bias}
-        left = {name: None for name, want in asked.items() if not want}
-        yield label, compare(got, replace(expected, columns=columns, **left), trial.bound)
+        got = trial.run(trial.problem, want=partial(_this, wanted))
+        w = wanted or Wanted(False, none, False)
+        columns = tuple(x if want else None for x, want in zip(exact.columns, w.columns, strict=True))
+        expected: dict[str, Any] = {"columns": columns}
+        expected |= {name: None for name in ("rows", "scale", "bias") if not getattr(w, name)}
+        yield label, compare(got, replace(exact, **expected), trial.bound)
+
+
+def _this(wanted: Wanted | None, problem: Problem) -> Wanted | None:
+    return wanted
 
 
 def accumulation(trial: Trial) -> Checks:

@@ -48,10 +48,13 @@ def lacking(rows: Sequence[Row]) -> list[str]:
     untested = Counter((row["backend"], row["reason"]) for row in rows if row["status"] == "untested")
     lines = [f"{backend}: {count} not tested: {reason}" for (backend, reason), count in untested.items()]
     claimed = [row for row in rows if row["status"] != "skip"]
-    for (backend, dtype), count in Counter((row["backend"], row["dtype"]) for row in claimed).items():
-        refused = [row for row in claimed if (row["backend"], row["dtype"], row["status"]) == (backend, dtype, "refused")]
-        if len(refused) > REFUSED_SHARE * count:
-            lines.append(f"{backend}: refused {len(refused)} of {count} in {dtype}: {refused[0]['reason']}")
+    grouped: dict[tuple[str, str], list[Row]] = {}
+    for row in claimed:
+        grouped.setdefault((row["backend"], row["dtype"]), []).append(row)
+    for (backend, dtype), of_these in grouped.items():
+        refused = [row["reason"] for row in of_these if row["status"] == "refused"]
+        if len(refused) > REFUSED_SHARE * len(of_these):
+            lines.append(f"{backend}: refused {len(refused)} of {len(of_these)} in {dtype}: {refused[0]}")
     return lines
 
 

@@ -99,8 +99,9 @@ def outcome(
         want: gives the gradients to ask for, given the problem; None for the value alone.
 
     Returns:
-        NumPy float64 values of what came out in the backend's own dtypes, None for what was not asked for; of a problem with a placement this rank's
-        own, without the sums of the positive logits, which the ranks never put together.
+        NumPy float64 values of what came out in the backend's own dtypes, None for what was not asked for; of a
+        problem with a placement this rank's own, without the sums of the positive logits, which the ranks never put
+        together.
 
     Raises:
         UnsupportedProblemError: the backend refuses the problem.

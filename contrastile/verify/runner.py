@@ -235,14 +235,17 @@ def _of_a_subject(each: Property, subject: Subject, case: str) -> Checks:
         yield from each.check(subject, case)
 
 
+_NOTHING = Worst(0.0, "nothing", (), 0.0, 0.0)
+
+
 @dataclass(frozen=True, slots=True)
 class Found:
-    """What came of a check: its status, the worst of its comparisons with its label, or the reason why there is none."""
+    """What came of a check: its status, the worst of its comparisons and its label, or why there is none."""
 
     status: str
     reason: str = ""
     label: str = ""
-    worst: Worst = Worst(0.0, "nothing", (), 0.0, 0.0)
+    worst: Worst = _NOTHING
 
 
 def _worst(check: Callable[[], Checks]) -> Found:

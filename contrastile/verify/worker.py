@@ -56,9 +56,17 @@ class Task:
 
     def selection(self, backends: dict[str, Backend]) -> Selection:
         """The selection, of these backends."""
-        given = asdict(self) | {"backends": backends}
-        ranks = given.pop("ranks")
-        return Selection(**given, world=None if ranks is None else Threads(ranks))
+        return Selection(
+            backends=backends,
+            cases=self.cases,
+            properties=self.properties,
+            dtypes=self.dtypes,
+            device=self.device,
+            examples=self.examples,
+            seed=self.seed,
+            precisions=self.precisions,
+            world=None if self.ranks is None else Threads(self.ranks),
+        )
 
 
 def load(named: list[str] | None) -> Iterator[tuple[str, Backend | str]]:

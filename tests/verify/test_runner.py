@@ -58,7 +58,7 @@ def test_what_a_backend_does_not_take_is_skipped_with_the_reason():
 
 
 def test_a_refused_problem_has_the_reason():
-    refusing = replace(NUMPY, supports=lambda block: "width must be a multiple of 4" if block.rows.shape[1] % 4 else None)
+    refusing = replace(NUMPY, supports=lambda block: "width must be 4 k" if block.rows.shape[1] % 4 else None)
     run = Run(Selection({"refusing": refusing}, ["ragged", "drawn"], ["value", "drawn"], ["float64"], examples=20))
     even, drawn = run.rows()
     assert even["status"] == "pass"
