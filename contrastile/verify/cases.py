@@ -144,6 +144,13 @@ def _far(numbers: IntArray) -> IntArray:
     return np.asarray(far[numbers % len(far)], dtype=np.int64)
 
 
+def _mostly_diagonal(m: int) -> IntArray:
+    """Positives of which every third names no column, unless it is cut to 32 bits or counted from the end."""
+    rows = np.arange(m)
+    nowhere = np.array([-2, 2**32 + 7, -(2**32)])[rows // 3 % 3]
+    return np.where(rows % 3 > 0, rows, nowhere)
+
+
 def _signed(draw: Draw, m: int, n: int) -> dict[str, Any]:
     """Signed weights in both directions and positives at random: several rows may share one."""
     return {
@@ -259,9 +266,7 @@ def _ids_far(draw: Draw, match: Match) -> Problem:
     ids = _far(np.arange(22)), _far(draw.integers(0, 11, 33))
     # cut to 32 bits, or counted from the end, each of these is a column
     excluded = np.resize([2**32 + 3, -1, -33, 33, 2**33, 5], 22)
-    weights = _signed(draw, 22, 33) | {"positives": None}
-    if match == "drop":
-        weights["positives"] = np.where(np.arange(22) % 3 > 0, np.arange(22), np.resize([-2, 2**32 + 7, -(2**32)], 22))
+    weights = _signed(draw, 22, 33) | {"positives": _mostly_diagonal(22) if match == "drop" else None}
     return _problem(rows, columns, 14.3, ids=ids, match=match, excluded=excluded, **weights)
 
 
@@ -368,8 +373,7 @@ def _sigmoid_ids(draw: Draw) -> Problem:
 def _sigmoid_ids_far(draw: Draw) -> Problem:
     rows, columns = _unit(draw.standard_normal((22, 23))), _unit(draw.standard_normal((33, 23)))
     ids = _far(np.arange(22)), _far(draw.integers(0, 11, 33))
-    positives = np.where(np.arange(22) % 3 > 0, np.arange(22), np.resize([-2, 2**32 + 7, -(2**32)], 22))
-    return _sigmoid(_problem(rows, columns, 10.0, positives=positives, ids=ids), -2.5)
+    return _sigmoid(_problem(rows, columns, 10.0, positives=_mostly_diagonal(22), ids=ids), -2.5)
 
 
 @_case("large-logits", "logits beyond 88: an exponential without a shift overflows float32")

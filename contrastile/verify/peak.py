@@ -44,7 +44,7 @@ class _Size:
         return 8.0 * (2 * self.batch * (6 * self.width + 32) + 12 * self.tile**2)
 
 
-_SIZES = {"cpu": _Size(1024, 8, 128), "cuda": _Size(4096, 64, 256)}
+_SIZES = {"cpu": _Size(1024, 8, 64), "cuda": _Size(4096, 64, 256)}
 # what a library's own bookkeeping takes
 _SLACK = 1 << 16
 
