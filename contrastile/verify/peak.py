@@ -44,9 +44,9 @@ class _Size:
         return 8.0 * (2 * self.batch * (6 * self.width + 32) + 12 * self.tile**2)
 
 
-_SIZES = {"cpu": _Size(1024, 8, 64), "cuda": _Size(4096, 64, 256)}
+_SIZES = {"cpu": _Size(512, 8, 32), "cuda": _Size(4096, 64, 256)}
 # what a library's own bookkeeping takes
-_SLACK = 1 << 16
+_SLACK = 1 << 14
 
 
 def peak_memory(subject: Subject, case: str) -> Iterator[tuple[str, Worst]]:

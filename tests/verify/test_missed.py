@@ -294,5 +294,5 @@ def test_the_worst_of_a_peak_is_in_bytes() -> None:
     list(run.rows())
     (failure,) = run.failures
     assert isinstance(failure.worst, Worst)
-    assert failure.label.endswith("tile 64 x 64")
-    assert failure.worst.error > 2 * 256 * 1024 * 8
+    assert failure.label.endswith("tile 32 x 32")
+    assert failure.worst.error > 2 * 256 * 512 * 8
