@@ -69,13 +69,13 @@ def test_within_the_derived_bound(name: str, dtype: str) -> None:
     assert worst.ratio <= 1, str(worst)
 
 
-@pytest.mark.parametrize("name", ["non-finite", "non-finite@inf"])
+@pytest.mark.parametrize("name", ["nan", "inf"])
 def test_values_that_are_not_finite_come_out_as_the_oracle_says(name: str) -> None:
-    known = cases.names()
-    for case in [x for x in known if x.startswith(name.split("@")[0])]:
-        held = trial(case, "float32")
-        worst = compare(held.outcome, held.oracle.outcome, held.bound)
-        assert worst.ratio <= 1, f"{case}: {worst}"
+    held = trial(name, "float32")
+    # the case is what its name says: else nothing would be held to anything here
+    assert np.isnan(held.oracle.outcome.loss)
+    worst = compare(held.outcome, held.oracle.outcome, held.bound)
+    assert worst.ratio <= 1, str(worst)
 
 
 @pytest.mark.parametrize("tile", [(1, 1), (7, 13), (40, 9)])
