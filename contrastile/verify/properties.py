@@ -139,7 +139,9 @@ def duplicates(trial: Trial) -> Checks:
     """Doubling every column raises each row LSE by log 2; the doubled problem is still the oracle's."""
     trial.only_small()
     problem = rearrange.doubled(trial.problem)
-    problem = replace(problem, row_target=round_to(problem.row_target, "float32"))
+    targets = problem.row_target, problem.column_target
+    row_target, column_target = (None if x is None else round_to(x, "float32") for x in targets)
+    problem = replace(problem, row_target=row_target, column_target=column_target)
     oracle = truth(problem)
     got, bound = trial.run(problem), trial.bounds(problem, oracle)
     yield "doubled", compare(got, oracle.outcome, bound)
