@@ -38,7 +38,7 @@ class Silent:
     def __init__(self, real: Any, *, handshake: bool) -> None:
         """Stand in for ``real``; with ``handshake`` the ranks still agree over it before each call."""
         self.real, self.handshake = real, handshake
-        self.rank, self.size, self.deadline = real.rank, real.size, real.deadline
+        self.rank, self.size, self.deadline, self.calls = real.rank, real.size, real.deadline, real.calls
         self._agreed: dict[bytes, Any] = {}
         self._whole: dict[tuple[Any, ...], torch.Tensor] = {}
 
@@ -47,13 +47,13 @@ class Silent:
         refused: str | None = self.real.refusal(arrays, device)
         return refused
 
-    def agree(self, record: Any) -> Any:
+    def agree(self, record: Any, label: Any = None) -> Any:
         """Everybody's record: each time anew, or as it was the first time."""
         if self.handshake:
-            return self.real.agree(record)
+            return self.real.agree(record, label)
         key = record.tobytes()
         if key not in self._agreed:
-            self._agreed[key] = self.real.agree(record)
+            self._agreed[key] = self.real.agree(record, label)
         return self._agreed[key]
 
     def tell(self, text: str) -> list[str]:
