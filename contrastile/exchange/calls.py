@@ -147,8 +147,7 @@ def compare(heads: Sequence[bytes], titles: Sequence[int]) -> None:
     places = [_HEAD.unpack_from(head)[3:5] for head in heads]
     labels = [_label(head) for head in heads]
     words = list(map(str, labels))
-    if len(set(words)) == 1:
-        # at one phase of one call
+    if len(set(words)) == 1 and len({label.wants for label in labels}) > 1:
         words = [f"{text} for {_wants(label)}" for text, label in zip(words, labels, strict=True)]
     if len(set(words)) == 1:
         words = [f"{text} after {sum(counts)} messages" for text, counts in zip(words, places, strict=True)]
