@@ -180,7 +180,7 @@ class _Posted:
             arrived = watch.until(lambda: MPI.Request.Testall(self.requests, statuses), self.seconds())
         except MPI.Exception as error:
             for rank, status in zip(self.ranks, statuses, strict=True):
-                if status.Get_error() == MPI.ERR_TRUNCATE:
+                if MPI.Get_error_class(status.Get_error()) == MPI.ERR_TRUNCATE:
                     raise Conflict(f"rank {rank} sent more bytes than were to come; {_SAME}") from error
             raise Silence(self._unanswered(), f"cannot be reached ({error.Get_error_string()})") from error
         if not arrived:

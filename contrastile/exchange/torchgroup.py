@@ -8,6 +8,7 @@ below torch's registry of groups, whose names depend on how many groups a proces
 
 from __future__ import annotations
 
+import secrets
 import threading
 import time
 from collections import Counter
@@ -39,6 +40,8 @@ from contrastile.exchange.peers import Channel, Parts, Peers
 from contrastile.exchange.watch import Flight, Silence, Watch, Word
 
 _BACKSTOP = 600.0
+# since torch 2.8
+_CLONES = hasattr(getattr(dist, "Store", None), "clone")
 
 _KNOWN: WeakKeyDictionary[Any, Peers] = WeakKeyDictionary()
 _CONNECTED: Counter[str] = Counter()
@@ -81,7 +84,7 @@ def _connect(group: Any, given: float | None) -> Peers:
     deadline, error = deadline_and_error(given)
     _CONNECTED[group.group_name] += 1
     name = f"contrastile/{group.group_name}/{_CONNECTED[group.group_name]}"
-    store = _below(dist.distributed_c10d._get_default_store(), name)
+    store = _store(name, rank, deadline)
 
     def tell(matter: str, text: str) -> list[str]:
         return _told(store, matter, text, rank, ranks, deadline)
@@ -111,9 +114,35 @@ def _told(store: Any, matter: str, text: str, rank: int, ranks: Sequence[int], d
         store.wait(keys, timedelta(seconds=watch.patience(deadline)))
         return [store.get(key).decode() for key in keys]
     absent = ", ".join(str(ranks[r]) for r, key in enumerate(keys) if not store.check([key]))
-    raise ExchangeError(
-        f"rank(s) {absent} did not connect the group within {deadline:g} s; every rank of it must call the loss"
+    raise _absent(absent, deadline)
+
+
+def _absent(ranks: str, deadline: float) -> ExchangeError:
+    return ExchangeError(
+        f"rank(s) {ranks} did not connect the group within {deadline:g} s; every rank of it must call the loss"
     )
+
+
+def _store(name: str, rank: int, deadline: float) -> Any:
+    """The default group's store, with names of its own and over a connection of its own.
+
+    A thread that waits in one connection holds up every other thread there, whatever group it connects.
+    """
+    store = dist.distributed_c10d._get_default_store()
+    if _CLONES:
+        return _below(store.clone(), name)
+    tcp = store
+    while isinstance(tcp, dist.PrefixStore):
+        tcp = tcp.underlying_store
+    if not isinstance(tcp, dist.TCPStore):
+        return _below(store, name)
+    # what the default group's names begin with is not to be had: rank 0 makes up another beginning
+    if rank == 0:
+        store.set(name, secrets.token_hex(16))
+    if not watch.until(lambda: store.check([name]), watch.patience(deadline)):
+        raise _absent("0 of the group", deadline)
+    own = dist.TCPStore(tcp.host, tcp.port, is_master=False, wait_for_workers=False)
+    return _below(own, store.get(name).decode())
 
 
 def _below(store: Any, name: str) -> Any:

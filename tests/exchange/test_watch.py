@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 
 from contrastile.exchange import buffers
-from contrastile.exchange.communicator import DEADLINE, deadline_or
+from contrastile.exchange.communicator import DEADLINE, LONGEST, deadline_or
 from contrastile.exchange.watch import Flight, Silence, Watch, Word, describe, grace, missing, patience, until
 
 
@@ -146,7 +146,7 @@ def test_the_thread_that_asks_is_made_ready_first() -> None:
     watch.close()
 
 
-@pytest.mark.parametrize("given", [0, -1.0, float("inf"), float("nan"), "soon"])
+@pytest.mark.parametrize("given", [0, -1.0, float("inf"), float("nan"), "soon", [3]])
 def test_a_deadline_is_a_positive_number_of_seconds(given, monkeypatch) -> None:
     with pytest.raises(ValueError, match="deadline must be a positive number of seconds"):
         deadline_or(given)
@@ -161,6 +161,7 @@ def test_the_deadline_is_the_argument_else_the_variable_else_the_default(monkeyp
     monkeypatch.setenv("CONTRASTILE_DEADLINE", "7.5")
     assert deadline_or(None) == 7.5
     assert deadline_or(3) == 3.0
+    assert deadline_or(1e300) == LONGEST
     assert os.environ["CONTRASTILE_DEADLINE"] == "7.5"
 
 
