@@ -22,7 +22,7 @@ import contrastile
 from contrastile import problems
 from contrastile.backends import load
 from contrastile.exchange import wires
-from contrastile.exchange.communicator import connect
+from contrastile.exchange.communicator import connect, deadline_or
 from contrastile.exchange.peers import Peers
 from contrastile.verify.bounds import bounds
 from contrastile.verify.run import compare
@@ -189,7 +189,9 @@ def main() -> None:
     device(ranks.rank)
     if "apart" in sys.argv[5:]:
         wires.host = lambda: f"host {ranks.rank}"
-    connect(ranks.world)
+    # ranks may take long to come here, which is no mistake
+    connect(ranks.world, deadline=600)
+    connect(ranks.world, deadline=deadline_or(None))
     try:
         MISTAKES[MISTAKE](ranks)
     except BaseException as error:
