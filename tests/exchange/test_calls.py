@@ -20,7 +20,7 @@ from contrastile.exchange.calls import Calls, Conflict, Label
 from contrastile.exchange.communicator import ExchangeError
 from contrastile.exchange.inprocess import InProcess, Town
 from contrastile.exchange.mpi import MPIChannel
-from contrastile.exchange.peers import PACKED, Parts, Peers
+from contrastile.exchange.peers import FRAMES, NUMBERS, PACKED, Parts, Peers
 from contrastile.exchange.watch import Silence, Word, until
 
 EXCHANGES = ("ring", "gather")
@@ -197,6 +197,24 @@ def test_records_of_any_length_cross_in_frames(size: int) -> None:
     records = [np.arange(size) - 2**62 + rank for rank in range(2)]
     for got in pair(lambda peers: peers.agree(records[peers.rank])):
         np.testing.assert_array_equal(got, records)
+
+
+def test_no_message_has_the_number_of_frames() -> None:
+    def program(peers: Peers) -> tuple[set[int], set[int]]:
+        assert isinstance(peers.host, Host)
+        peers.calls.messages = NUMBERS - 3
+        for _ in range(6):
+            peers.shift([np.zeros(1)], [np.zeros(1)]).wait()
+        data = numbers(peers.host)
+        peers.agree(np.zeros(1, np.int64))
+        return data, numbers(peers.host) - data
+
+    def numbers(host: Host) -> set[int]:
+        return {number for source, _, number in list(host.sent) if source == host.rank}
+
+    for data, frames in pair(program):
+        assert {NUMBERS - 1, 0} <= data
+        assert frames == {FRAMES}
 
 
 def sent(peers: Peers, sizes: tuple[int, int], label: Label) -> list[int]:
