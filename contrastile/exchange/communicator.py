@@ -4,9 +4,9 @@ Implementations: ``inprocess`` (all ranks in one process, for tests and teaching
 (torch.distributed), and of these for arrays on GPUs ``nccl``. A message is a list of contiguous arrays whose
 shapes both sides know beforehand: sizes cross once, in the handshake (``world``).
 
-Every rank posts the same messages in the same order; messages are matched by that order. "Posted" means that the
-arrays belong to the message until it has been waited for: the sender changes none, the receiver reads none. On a GPU,
-waiting makes the current stream wait and not the host.
+Every rank posts the same messages in the same order, and messages are matched by that order; ``calls`` finds ranks that
+do not. "Posted" means that the arrays belong to the message until it has been waited for: the sender changes none, the
+receiver reads none. On a GPU, waiting makes the current stream wait and not the host.
 """
 
 from __future__ import annotations

@@ -241,6 +241,8 @@ class Peers:
             return action(*given)
         except Conflict as conflict:
             # where all ranks see it none waits for another
+            if self._device not in (None, self.host):
+                self._device.give_up(Word((), str(self.calls.label)), 0.0)
             self._broken = str(conflict)
             raise ExchangeError(self._broken) from None
         except Silence as silence:

@@ -26,10 +26,10 @@ def _phase(placement: Placement | None, wanted: local.Wanted | None = None) -> I
     Raises:
         ExchangeError: see ``Placement.enter``.
     """
-    if placement is None or placement.size == 1:
+    if placement is None:
         yield
         return
-    if wanted is not None:
+    if wanted is not None and placement.size > 1:
         flags = (wanted.scale, wanted.bias, wanted.rows, *wanted.columns)
         placement.enter("backward", sum(1 << i for i, flag in enumerate(flags) if flag))
     try:

@@ -128,20 +128,21 @@ def _store(name: str, rank: int, deadline: float) -> Any:
 
     A thread that waits in one connection holds up every other thread there, whatever group it connects.
     """
-    store = dist.distributed_c10d._get_default_store()
+    c10d: Any = dist
+    store = c10d.distributed_c10d._get_default_store()
     if _CLONES:
         return _below(store.clone(), name)
     tcp = store
-    while isinstance(tcp, dist.PrefixStore):
+    while isinstance(tcp, c10d.PrefixStore):
         tcp = tcp.underlying_store
-    if not isinstance(tcp, dist.TCPStore):
+    if not isinstance(tcp, c10d.TCPStore):
         return _below(store, name)
     # what the default group's names begin with is not to be had: rank 0 makes up another beginning
     if rank == 0:
         store.set(name, secrets.token_hex(16))
     if not watch.until(lambda: store.check([name]), watch.patience(deadline)):
         raise _absent("0 of the group", deadline)
-    own = dist.TCPStore(tcp.host, tcp.port, is_master=False, wait_for_workers=False)
+    own = c10d.TCPStore(tcp.host, tcp.port, is_master=False, wait_for_workers=False)
     return _below(own, store.get(name).decode())
 
 
