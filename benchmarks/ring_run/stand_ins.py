@@ -15,6 +15,7 @@ import torch
 from contrastile.backends.contract import Backend, Block, Options, Statistics, Weights
 from contrastile.backends.registry import load
 from contrastile.exchange import local, schedule
+from contrastile.exchange.calls import Calls
 
 
 class _Done:
@@ -38,7 +39,8 @@ class Silent:
     def __init__(self, real: Any, *, handshake: bool) -> None:
         """Stand in for ``real``; with ``handshake`` the ranks still agree over it before each call."""
         self.real, self.handshake = real, handshake
-        self.rank, self.size, self.deadline, self.calls = real.rank, real.size, real.deadline, real.calls
+        self.rank, self.size, self.deadline = real.rank, real.size, real.deadline
+        self.calls = Calls()
         self._agreed: dict[bytes, Any] = {}
         self._whole: dict[tuple[Any, ...], torch.Tensor] = {}
 
@@ -53,7 +55,7 @@ class Silent:
             return self.real.agree(record, label)
         key = record.tobytes()
         if key not in self._agreed:
-            self._agreed[key] = self.real.agree(record, label)
+            self._agreed[key] = self.real.agree(record)
         return self._agreed[key]
 
     def tell(self, text: str) -> list[str]:
