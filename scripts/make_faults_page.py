@@ -27,7 +27,7 @@ MISTAKES_GPU_DATA = ROOT / "docs" / "results" / "mistakes_gpus.json"
 DEADLINE, RANKS, FAULTY = 10, 4, 2
 GPU_FAULTY = RANKS - 1
 MISTAKEN = 1
-AT_A_TIME, FEW_AT_A_TIME = 5, 2
+AT_A_TIME, FEW_AT_A_TIME = 5, 4
 
 FAULTS = {
     "killed": "is killed (SIGKILL)",
@@ -134,6 +134,7 @@ def measure_mistakes(*, cuda: bool = False) -> dict[str, Any]:
             "right": sum(right),
             "all right": sum(line.endswith(" right") for line in last),
             "raised": sum("ExchangeError" in line for line in last),
+            "heard": _heard(ended, last),
             "gave up": ended.output.count("did not answer on the device"),
             "message": min(
                 (line.partition("ExchangeError: ")[2] for line in last if "ExchangeError" in line), default=""
@@ -142,16 +143,21 @@ def measure_mistakes(*, cuda: bool = False) -> dict[str, Any]:
         print(row, flush=True)
         return row
 
-    # ranks of several launches would wait for each other's GPUs
-    with ThreadPoolExecutor(1 if cuda else FEW_AT_A_TIME) as pool:
+    with ThreadPoolExecutor(FEW_AT_A_TIME) as pool:
         rows = list(pool.map(lambda each: start(*each), what))
     facts = {"python": platform.python_version(), "torch": version("torch"), "mpi4py": version("mpi4py")}
-    facts |= {"deadline": DEADLINE, "mistaken": MISTAKEN, "at a time": 1 if cuda else FEW_AT_A_TIME}
+    facts |= {"deadline": DEADLINE, "mistaken": MISTAKEN, "at a time": FEW_AT_A_TIME}
     if cuda:
         import torch
 
         facts |= {"device": torch.cuda.get_device_name(0), "nccl": ".".join(map(str, torch.cuda.nccl.version()))}
     return {"environment": facts, "rows": rows}
+
+
+def _heard(ended: Any, lines: list[str]) -> float | None:
+    """Seconds from the mistake to the last ExchangeError; None for none."""
+    made = next(float(line.split()[1]) for line in ended.said(MISTAKEN) if line.startswith("fails"))
+    return max((round(float(x.split()[0]) - made, 2) for x in lines if "ExchangeError" in x), default=None)
 
 
 def _launch(
@@ -225,14 +231,24 @@ def mistakes(data: dict[str, Any]) -> str:
         f"{sizes} ranks on {where}, deadline {facts['deadline']} s, rank {facts['mistaken']} makes the mistake; "
         f"torch {facts['torch']}, mpi4py {facts['mpi4py']}; {facts['at a time']} launches at a time."
     )
-    head = f"rank {facts['mistaken']} ...", "exchange", "messages by", "ranks", *_HEAD[1:], "right numbers", "outcome"
+    head = (
+        f"rank {facts['mistaken']} ...",
+        "exchange",
+        "messages by",
+        "ranks",
+        "last error",
+        *_HEAD[1:],
+        "right numbers",
+        "outcome",
+    )
     lines = []
     for row in data["rows"]:
         said = [f"`ExchangeError` on {row['raised']} of {row['ranks']}"] if row["raised"] else []
         said += [f"{row['gave up']} ended themselves"] if row["gave up"] else []
         said += [f"right to the end on {row['all right']}"] if row["all right"] else []
         names = MISTAKES[row["mistake"]], row["exchange"], CARRIERS[row["by"]], str(row["ranks"])
-        lines.append([*names, *_ended(row), str(row["right"]), ", ".join(said) or "ended by the launcher"])
+        heard = "" if row["heard"] is None else f"{row['heard']:.2f} s"
+        lines.append([*names, heard, *_ended(row), str(row["right"]), ", ".join(said) or "ended by the launcher"])
     return f"{about}\n\n{_table(head, lines)}"
 
 
@@ -242,7 +258,7 @@ def _ended(row: dict[str, Any]) -> list[str]:
 
 def _table(head: tuple[str, ...], lines: list[list[str]]) -> str:
     """With all but the names on the right."""
-    names = head.index("last rank exited")
+    names = next(i for i, name in enumerate(head) if name.startswith("last "))
     marks = ["---"] * names + ["---:"] * (len(head) - names - 1) + ["---"]
     return "\n".join(f"| {' | '.join(line)} |" for line in (head, marks, *lines))
 

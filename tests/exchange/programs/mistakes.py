@@ -22,7 +22,7 @@ import contrastile
 from contrastile import problems
 from contrastile.backends import load
 from contrastile.exchange import wires
-from contrastile.exchange.communicator import connect, deadline_or
+from contrastile.exchange.communicator import ExchangeError, connect, deadline_or
 from contrastile.exchange.peers import Peers
 from contrastile.verify.bounds import bounds
 from contrastile.verify.run import compare
@@ -84,9 +84,10 @@ class Call:
         def cut(x: Outcome) -> Outcome:
             return replace(x, rows=x.rows[mine], columns=(x.columns[0][mine],))
 
-        numbers = (self.loss, *(x.grad / len(sizes) for x in self.inputs), self.scale.grad)
+        numbers = (self.loss, *(x.grad for x in (*self.inputs, self.scale)))
         value, d_image, d_text, d_scale = (x.detach().cpu().numpy().astype(np.float64) for x in numbers)
-        got = replace(exact.outcome, loss=value, rows=d_image, columns=(d_text,), scale=d_scale)
+        n = len(sizes)
+        got = replace(exact.outcome, loss=value, rows=d_image / n, columns=(d_text / n,), scale=d_scale)
         worst = compare(got, cut(exact.outcome), cut(bound), ("loss", "rows", "columns", "scale"))
         if not worst.ratio <= 1:
             raise WrongError(f"{worst.field} is off by {worst.ratio:.3g} times what it may be, by no error")
@@ -197,6 +198,9 @@ def main() -> None:
     except BaseException as error:
         text = str(error).partition("\n")[0]
         say(ranks.rank, f"{time.time()} {right} right, then {type(error).__name__}: {text}")
+        if isinstance(error, ExchangeError):
+            # the launcher ends all ranks when this one has ended: the others are to say first what they raise
+            time.sleep(2)
         raise
     say(ranks.rank, f"{time.time()} {right} right")
     ranks.finish()
