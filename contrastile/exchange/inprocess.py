@@ -181,12 +181,12 @@ class InProcess:
     def agree(self, record: npt.NDArray[np.int64], label: Label | None = None) -> npt.NDArray[np.int64]:
         import numpy as np
 
-        self.calls.enter(label)
         try:
-            everyone = self._all((self.calls.head(record.size), record.copy()))
-        finally:
-            self.calls.agreed()
-        try:
+            self.calls.enter(label)
+            try:
+                everyone = self._all((self.calls.head(record.size), record.copy()))
+            finally:
+                self.calls.agreed()
             calls.compare([head for head, _ in everyone], range(self.size))
         except Conflict as conflict:
             self.town.broken(conflict)
@@ -230,7 +230,10 @@ class InProcess:
         incoming: Mapping[int, Sequence[Array]],
     ) -> _Parcel:
         number = self._next()
-        self.calls.post()
+        try:
+            self.calls.post()
+        except Conflict as conflict:
+            self.town.broken(conflict)
         place = str(self.calls.label)
         sent = []
         for target, xs in outgoing.items():

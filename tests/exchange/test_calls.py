@@ -6,7 +6,7 @@ import threading
 from collections import defaultdict, deque
 from collections.abc import Callable
 from copy import copy
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 import numpy as np
@@ -152,10 +152,12 @@ class Host:
 
     rank: int
     sent: defaultdict[tuple[int, int, int], deque[Any]]
+    numbers: list[int] = field(default_factory=list)
 
     name = "host"
 
     def post(self, outgoing: Parts, incoming: Parts, number: int, seconds: Callable[[], float]) -> Host:
+        self.numbers.append(number)
         for r, xs in outgoing.items():
             self.sent[self.rank, r, number].extend(x.copy() for x in xs)
         self.wanted = [(self.sent[r, self.rank, number], x, r) for r, xs in incoming.items() for x in xs]
@@ -205,12 +207,9 @@ def test_no_message_has_the_number_of_frames() -> None:
         peers.calls.messages = NUMBERS - 3
         for _ in range(6):
             peers.shift([np.zeros(1)], [np.zeros(1)]).wait()
-        data = numbers(peers.host)
+        data = set(peers.host.numbers)
         peers.agree(np.zeros(1, np.int64))
-        return data, numbers(peers.host) - data
-
-    def numbers(host: Host) -> set[int]:
-        return {number for source, _, number in list(host.sent) if source == host.rank}
+        return data, set(peers.host.numbers) - data
 
     for data, frames in pair(program):
         assert {NUMBERS - 1, 0} <= data
