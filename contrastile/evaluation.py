@@ -122,7 +122,8 @@ def value_and_grad(
             "pass the function itself"
         )
     call = Call(backend, tile, precision, group, exchange, parameter_reduction)
-    call.checked()
+    if group is None:
+        call.checked()
     name, own = loss.__name__, inspect.signature(build)
 
     def bound(world: World, args: Any, kwargs: Any) -> problems.Loss:
