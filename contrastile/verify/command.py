@@ -5,7 +5,7 @@ from __future__ import annotations
 import argparse
 import importlib.util
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -40,6 +40,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     add("--examples", type=int, default=100, metavar="N", help="problems drawn a backend and dtype (default: 100)")
     add("--seed", type=int, default=0, metavar="S", help="of everything random (default: 0)")
     add("--json", type=Path, metavar="FILE", help="write the verdict, the environment and every row to FILE")
+    add("--fail-fast", action="store_true", help="stop at the first failure")
     add("--list", action="store_true", help="list backends, cases and properties, and run nothing")
     add("--quiet", action="store_true", help="print the failures and the verdict only")
 
@@ -106,7 +107,7 @@ def _run(args: argparse.Namespace, world: World | None = None) -> int:
     leads = world is None or world.leads
     with report.progress(shown=leads and not args.quiet) as advance:
         run = Run(selection, advance)
-        rows = absent + list(run.rows())
+        rows = absent + list(_until_failure(run) if args.fail_fast else run.rows())
     if all(row["status"] == "skip" for row in rows):
         raise CannotRunError(f"nothing ran: {rows[0]['reason'] if rows else 'no property has such a case'}")
     if not leads:
@@ -118,6 +119,14 @@ def _run(args: argparse.Namespace, world: World | None = None) -> int:
             raise CannotRunError(f"cannot write {args.json}: {error.strerror}") from error
     report.show(rows, run.failures, quiet=args.quiet)
     return FAIL if run.failures else PASS
+
+
+def _until_failure(run: Run) -> Iterator[Row]:
+    """The rows up to the first that failed. The ranks of a world come to the same verdicts, so all stop there."""
+    for row in run.rows():
+        yield row
+        if run.failures:
+            return
 
 
 def _backends(named: list[str] | None, ranks: int) -> tuple[dict[str, Backend], list[Row]]:
