@@ -10,8 +10,8 @@ A patch is written like this, below the ``==`` line that names its file in the p
     interpreted: --case hot --dtype float32
     equivalent: why no check can see it
 
-Lines behind ``-`` are text that the file holds exactly once; it may begin and end anywhere in a line. Lines behind ``+``
-take its place. The last two are optional.
+Lines behind ``-`` are text that the file holds exactly once; it may begin and end anywhere in a line. What takes its
+place stands behind ``+``. The last two are optional.
 """
 
 from __future__ import annotations

@@ -19,7 +19,7 @@ from tempfile import TemporaryDirectory
 from typing import Any, Literal, TypedDict
 
 from contrastile.backends import registry as backends
-from contrastile.mutate.registry import CONTRACT, EXCHANGE, PACKAGE, SCHEDULE, Mutant, Patch
+from contrastile.mutate.registry import CONTRACT, EXCHANGE, PACKAGE, SCHEDULE, Mutant, Patch, PatchError
 from contrastile.mutate.wrappers import WRAPPERS
 
 Status = Literal["caught", "missed", "equivalent", "broken", "not run"]
@@ -181,8 +181,11 @@ class Run:
         """The verdict of verify on a mutant."""
         name = base if mutant.patch else f"contrastile.mutate.wrappers:{mutant.defect}@{base}"
         with TemporaryDirectory() as folder:
-            if mutant.patch is not None:
-                plant(mutant.patch, Path(folder))
+            try:
+                if mutant.patch is not None:
+                    plant(mutant.patch, Path(folder))
+            except PatchError as error:
+                return _result(mutant, base, "broken", reason=str(error))
             done = self._verify(Path(folder), base, ["--backend", name, *self.subject.arguments(mutant)])
         return verdict(mutant, base, done)
 
