@@ -224,7 +224,8 @@ class Run:
         """For each room and backend a mutant of it, and the results of those that were caught there."""
         groups: dict[tuple[str, str], tuple[Mutant, list[Result]]] = {}
         for mutant, result in zip(self.mutants, self.results, strict=True):
-            if result["status"] == "caught" and result["case"]:
+            # a failure of all of a backend, or of the verdict, is of no case
+            if result["status"] == "caught" and result["case"] not in ("", "all"):
                 groups.setdefault((mutant.room, result["backend"]), (mutant, []))[1].append(result)
         return list(groups.values())
 
@@ -287,7 +288,7 @@ def plant(patch: Patch, folder: Path, package: Path = PACKAGE) -> None:
 
 def verdict(mutant: Mutant, base: str, done: Done) -> Result:
     """What a run of verify says of a mutant: it is caught by a row that failed, or by the verdict on all rows."""
-    problems = len({(row["dtype"], row["case"]) for row in done.rows if row["status"] != "skip"})
+    problems = len({(row["dtype"], row["case"]) for row in done.rows if row["status"] in ("pass", "fail")})
     first = done.first
     if first is not None:
         status: Status = "broken" if _MISFIT.search(first["reason"]) else "caught"

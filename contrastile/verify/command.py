@@ -107,7 +107,7 @@ def _run(args: argparse.Namespace, world: World | None = None) -> int:
     leads = world is None or world.leads
     with report.progress(shown=leads and not args.quiet) as advance:
         run = Run(selection, advance)
-        rows = absent + list(_until_failure(run) if args.fail_fast else run.rows())
+        rows = absent + list(_until_failure(run.rows()) if args.fail_fast else run.rows())
     if all(row["status"] == "skip" for row in rows):
         raise CannotRunError(f"nothing ran: {rows[0]['reason'] if rows else 'no property has such a case'}")
     if not leads:
@@ -121,11 +121,11 @@ def _run(args: argparse.Namespace, world: World | None = None) -> int:
     return FAIL if run.failures else PASS
 
 
-def _until_failure(run: Run) -> Iterator[Row]:
+def _until_failure(rows: Iterator[Row]) -> Iterator[Row]:
     """The rows up to the first that failed. The ranks of a world come to the same verdicts, so all stop there."""
-    for row in run.rows():
+    for row in rows:
         yield row
-        if run.failures:
+        if row["status"] == "fail":
             return
 
 
