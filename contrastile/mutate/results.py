@@ -140,7 +140,7 @@ def tile_ignored(backend: Backend) -> Backend:
 
     def call(primitive: Callable[..., Any], block: Block, *rest: Any) -> Any:
         *most, options = rest
-        whole = block.rows.shape[0], block.columns.shape[0]
+        whole = max(1, block.rows.shape[0]), max(1, block.columns.shape[0])
         return primitive(block, *most, replace(options, tile=None if options.tile is None else whole))
 
     return around(backend, call)
