@@ -186,13 +186,13 @@ class Run:
                     plant(mutant.patch, Path(folder))
             except PatchError as error:
                 return _result(mutant, base, "broken", reason=str(error))
-            done = self._verify(Path(folder), base, ["--backend", name, *self.subject.arguments(mutant)])
+            done = self._verify(Path(folder), base, ["--backend", name, "--fail-fast", *self.subject.arguments(mutant)])
         return verdict(mutant, base, done)
 
     def _verify(self, folder: Path, base: str, words: Sequence[str]) -> Done:
         """``contrastile verify`` on the package in a folder, or on this one where the folder has none."""
         out = folder / "verify.json"
-        command = [sys.executable, "-m", "contrastile", "verify", *words, "--json", str(out), "--quiet", "--fail-fast"]
+        command = [sys.executable, "-m", "contrastile", "verify", *words, "--json", str(out), "--quiet"]
         environment = self.subject.environment(base, str(folder), str(PACKAGE.parent))
         # its own session: whatever it starts ends with it
         process = subprocess.Popen(
@@ -246,8 +246,11 @@ class Run:
             words += ["--device", "cuda"] if self.subject.on_gpu(base) else []
             with TemporaryDirectory() as folder:
                 done = self._verify(Path(folder), base, words)
-            if done.code != 0:
-                wrong += [(result["name"], done.failed or done.said) for result in results]
+            failed = {_check(row): str(row["reason"]) for row in done.rows if row["status"] == "fail"}
+            # of a run that came to no end nothing is known
+            rest = None if failed or done.code == 0 else done.said
+            found = ((result["name"], failed.get(_check(result), rest)) for result in results)
+            wrong += [(name, reason) for name, reason in found if reason is not None]
         return wrong
 
 
@@ -264,11 +267,10 @@ class Done:
         """The first row that failed."""
         return next((row for row in self.rows if row["status"] == "fail"), None)
 
-    @property
-    def failed(self) -> str:
-        """That row in words."""
-        row = self.first
-        return "" if row is None else f"{row['property']} {row['case']} {row['dtype']}: {row['reason']}"
+
+def _check(row: Any) -> tuple[str, str, str]:
+    """What was checked, by name."""
+    return row["case"], row["property"], row["dtype"]
 
 
 def plant(patch: Patch, folder: Path, package: Path = PACKAGE) -> None:

@@ -97,7 +97,7 @@ def test_a_check_that_the_right_code_fails_catches_nothing(tmp_path: Path, monke
     monkeypatch.setattr(run, "PACKAGE", wrong)
     (found,) = Run(Subject("numpy"), [MUTANTS["contract:bias-ignored"]]).all()
     assert found["status"] == "broken"
-    assert found["reason"].startswith("the right code fails there too: value ragged float32: row_lse[")
+    assert found["reason"].startswith("the right code fails there too: row_lse[")
 
 
 @pytest.mark.usefixtures("short")
