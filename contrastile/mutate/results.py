@@ -93,7 +93,7 @@ def last_column_stale(backend: Backend) -> Backend:
     def call(primitive: Callable[..., Any], block: Block, weights: Any, rows: Any, columns: Any, options: Any) -> None:
         before = None if columns is None or not columns.shape[0] else columns[-1] * 1
         primitive(block, weights, rows, columns, options)
-        if before is not None:
+        if columns is not None and before is not None:
             columns[-1] = before
 
     return adding(backend, call)
@@ -245,7 +245,7 @@ def nan_taken_for_0(backend: Backend) -> Backend:
 
 @wrapper
 def infinity_clamped(backend: Backend) -> Backend:
-    """An infinite feature is taken for a large number."""
+    """An infinite feature is taken for 0."""
 
     def finite(arrays: ArrayLibrary, x: Array) -> Array:
         return arrays.cast(arrays.where(abs(x) == float("inf"), 0.0, x), arrays.dtype(x))
