@@ -221,37 +221,32 @@ class Run:
         return Done(process.returncode, rows, lines[-1] if lines else "it said nothing")
 
     def _controls(self) -> list[tuple[Mutant, list[Result]]]:
-        """For each room and backend a mutant of it, and the results of those that were caught there."""
-        groups: dict[tuple[str, str], tuple[Mutant, list[Result]]] = {}
+        """Results that were caught by one property in one dtype of one room's backend, with a mutant of that room."""
+        groups: dict[tuple[str, ...], tuple[Mutant, list[Result]]] = {}
         for mutant, result in zip(self.mutants, self.results, strict=True):
             # a failure of all of a backend, or of the verdict, is of no case
             if result["status"] == "caught" and result["case"] not in ("", "all"):
-                groups.setdefault((mutant.room, result["backend"]), (mutant, []))[1].append(result)
+                key = mutant.room, result["backend"], result["dtype"], result["property"]
+                groups.setdefault(key, (mutant, []))[1].append(result)
         return list(groups.values())
 
     def _control(self, group: tuple[Mutant, list[Result]]) -> list[tuple[str, str]]:
         """Mutants whose checks the right code fails too, each with what is wrong there."""
         mutant, caught = group
         base = self.subject.base(mutant)
-        wrong: list[tuple[str, str]] = []
-        by_dtype: dict[str, list[Result]] = {}
-        for result in caught:
-            by_dtype.setdefault(result["dtype"], []).append(result)
-        for label, results in by_dtype.items():
-            dtype, _, precision = label.partition("/")
-            words = ["--backend", base, "--dtype", dtype, *(["--precision", precision] if precision else [])]
-            for option, key in (("--case", "case"), ("--property", "property")):
-                words += [option, *dict.fromkeys(str(result[key]) for result in results)]  # type: ignore[literal-required]
-            words += ["--world", str(WORLD)] if mutant.room == EXCHANGE else []
-            words += ["--device", "cuda"] if self.subject.on_gpu(base) else []
-            with TemporaryDirectory() as folder:
-                done = self._verify(Path(folder), base, words)
-            failed = {_check(row): str(row["reason"]) for row in done.rows if row["status"] == "fail"}
-            # of a run that came to no end nothing is known
-            rest = None if failed or done.code == 0 else done.said
-            found = ((result["name"], failed.get(_check(result), rest)) for result in results)
-            wrong += [(name, reason) for name, reason in found if reason is not None]
-        return wrong
+        dtype, _, precision = caught[0]["dtype"].partition("/")
+        words = ["--backend", base, "--property", caught[0]["property"]]
+        words += ["--dtype", dtype, "--precision", precision or "ieee"]
+        words += ["--case", *dict.fromkeys(result["case"] for result in caught)]
+        words += ["--world", str(WORLD)] if mutant.room == EXCHANGE else []
+        words += ["--device", "cuda"] if self.subject.on_gpu(base) else []
+        with TemporaryDirectory() as folder:
+            done = self._verify(Path(folder), base, words)
+        failed = {_check(row): str(row["reason"]) for row in done.rows if row["status"] == "fail"}
+        # of a run that came to no end nothing is known
+        rest = None if failed or done.code == 0 else done.said
+        found = ((result["name"], failed.get(_check(result), rest)) for result in caught)
+        return [(name, reason) for name, reason in found if reason is not None]
 
 
 @dataclass(frozen=True, slots=True)
