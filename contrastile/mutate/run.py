@@ -171,7 +171,8 @@ class Run:
         start = time.monotonic()
         found = self._verified(mutant, base)
         found["seconds"] = round(time.monotonic() - start, 2)
-        if mutant.equivalent is not None and found["status"] == "missed":
+        # only a pass of something is evidence
+        if mutant.equivalent is not None and found["status"] == "missed" and found["problems"]:
             return {**found, "status": "equivalent", "reason": mutant.equivalent}
         if mutant.equivalent is not None and found["status"] == "caught":
             return {**found, "status": "broken", "reason": f"argued to be equivalent, and yet {found['reason']}"}
