@@ -67,8 +67,8 @@ def _table(results: Sequence[Result]) -> None:
     from rich.console import Console
     from rich.table import Table
 
-    table = Table(title="mutants", title_justify="left")
-    for heading in ("room", *STATUSES, "problems", "seconds"):
+    table = Table(title="mutants", title_justify="left", caption="cases and s: the most that one took")
+    for heading in ("room", *STATUSES, "cases", "s"):
         table.add_column(heading, justify="left" if heading == "room" else "right")
     for room in ROOMS:
         here = [result for result in results if result["name"].partition(":")[0] == room]
@@ -78,5 +78,5 @@ def _table(results: Sequence[Result]) -> None:
         caught = [result for result in here if result["status"] == "caught"]
         worst = max((result["problems"] for result in caught), default=0)
         seconds = max((result["seconds"] for result in caught), default=0.0)
-        table.add_row(room, *(str(count[status]) for status in STATUSES), f"<= {worst}", f"<= {seconds:.1f}")
+        table.add_row(room, *(str(count[status]) for status in STATUSES), str(worst), f"{seconds:.1f}")
     Console().print(table)
