@@ -15,6 +15,7 @@ from contrastile import __version__
 
 COMMANDS = {
     "verify": ("contrastile.verify.command", "hold every backend to the float64 oracle, within derived bounds"),
+    "mutate": ("contrastile.mutate.command", "plant known defects one at a time and say which of them verify catches"),
     "doctor": ("contrastile.doctor", "say what is available here, what is missing and how to mend it"),
     "bench": ("contrastile.bench", "measure time and peak memory against a plain full-logits loss"),
 }

@@ -29,7 +29,7 @@ LAYERS = [
     {""},  # contrastile/__init__.py
     {"nn", "data", "training"},
     {"verify"},
-    {"bench", "doctor"},
+    {"bench", "doctor", "mutate"},
     {"cli"},
     {"__main__"},
 ]
@@ -54,7 +54,7 @@ HOMES = {
     "mpi4py": ("exchange.mpi", "verify"),
     "hypothesis": ("verify",),
     "pytest": ("verify",),
-    "rich": ("verify", "bench", "doctor", "cli"),
+    "rich": ("verify", "bench", "doctor", "mutate", "cli"),
     "matplotlib": ("verify", "bench"),
 }
 LAZY = {("evaluation", "autograd")}  # named only once a torch tensor is there

@@ -189,6 +189,12 @@ def _all_negative(draw: Draw) -> Problem:
     return _problem(rows, -columns, 200.0, **_signed(draw, 33, 47))
 
 
+@_case("opposite", "every logit near -100, as far below 0 as norms allow: a reference of the norms flushes every term")
+def _opposite(draw: Draw) -> Problem:
+    rows, columns = (_unit(1.0 + draw.standard_normal((size, 40)) / 8) for size in (33, 47))
+    return _problem(rows, -columns, 100.0, **_signed(draw, 33, 47))
+
+
 @_case("staircase@up", "logits rise along the columns: every tile moves the running maximum", sign=1.0)
 @_case("staircase", "logits fall along the columns: every later tile is far below the running maximum", sign=-1.0)
 def _staircase(draw: Draw, sign: float) -> Problem:

@@ -6,7 +6,7 @@ import argparse
 import importlib.util
 import math
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -42,6 +42,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     add("--deadline", type=float, metavar="SECONDS", help="that one check may take (default: 120, on a GPU 600)")
     add("--seed", type=int, default=0, metavar="S", help="of everything random (default: 0)")
     add("--json", type=Path, metavar="FILE", help="write the verdict, the environment and every row to FILE")
+    add("--fail-fast", action="store_true", help="stop at the first failure")
     add("--list", action="store_true", help="list backends, cases and properties, and run nothing")
     add("--quiet", action="store_true", help="print the failures and the verdict only")
 
@@ -103,7 +104,7 @@ def _alone(args: argparse.Namespace, world: Threads | None) -> int:
     with report.progress(shown=not args.quiet) as advance:
         run = Isolated(task, deadline, advance)
         try:
-            rows.extend(run.rows())
+            rows.extend(_until_failure(run.rows()) if args.fail_fast else run.rows())
         except KeyboardInterrupt:
             run.interrupted = True
     if not run.interrupted:
@@ -133,7 +134,7 @@ def _in_this_process(args: argparse.Namespace, world: World) -> int:
     backends = {name: backend for name, backend in loaded.items() if not isinstance(backend, str)}
     with report.progress(shown=world.leads and not args.quiet) as advance:
         run = Run(replace(task.selection(backends), world=world), advance)
-        rows += run.rows()
+        rows += _until_failure(run.rows()) if args.fail_fast else run.rows()
     return _verdict(args, rows, run.failures, leads=world.leads)
 
 
@@ -166,6 +167,14 @@ def _verdict(args: argparse.Namespace, rows: list[Row], failures: list[Failure],
     if leads:
         report.show(rows, failures, quiet=args.quiet)
     return {"pass": PASS, "fail": FAIL, "incomplete": COULD_NOT_RUN}[report.verdict(rows)]
+
+
+def _until_failure(rows: Iterator[Row]) -> Iterator[Row]:
+    """The rows up to the first that failed. The ranks of a world come to the same verdicts, so all stop there."""
+    for row in rows:
+        yield row
+        if row["status"] == "fail":
+            return
 
 
 def _case_names(known: dict[str, Property]) -> list[str]:

@@ -78,6 +78,17 @@ def test_the_rerun_command_reproduces_the_failure(broken, capsys, case, prop):
     assert second.splitlines()[2:4] == first.splitlines()[2:4]
 
 
+def test_fail_fast_stops_at_the_first_failure(broken, tmp_path):
+    path = tmp_path / "rows.json"
+    words = ["verify", "--backend", broken, "--case", "one-row", "ragged", "smoke", "--dtype", "float64", "--quiet"]
+    words += ["--property", "value", "gradients", "--fail-fast", "--json", str(path)]
+    assert main(words) == 1
+    rows = json.loads(path.read_text(encoding="utf-8"))["rows"]
+    assert [row["status"] for row in rows].count("fail") == 1
+    assert rows[-1]["status"] == "fail"
+    assert (rows[-1]["case"], rows[-1]["property"]) == ("smoke", "gradients")
+
+
 def test_drawn_by_seed_fails_the_same_way_twice(broken, capsys):
     words = ["verify", "--backend", broken, "--case", "drawn", "--dtype", "float64", "--seed", "3", "--quiet"]
     outs = []
