@@ -28,13 +28,15 @@ class TritonArrays(TorchArrays):
     def __init__(self) -> None:
         super().__init__(torch)
 
-    def mean_excess(self, lse: Array, positive: Array, weight: Array, target: Array) -> Array:
-        """``sum_i w_i (lse_i - t_i positive_i)`` in float64, 0-d, by one kernel."""
-        vectors = [x.contiguous() for x in (lse, positive, weight, target)]
-        with on_device(lse):
-            out = torch.empty((), dtype=torch.float64, device=lse.device)
+    def weighted_nll(
+        self, negative_lse: Array, positive_lse: Array, positive_sum: Array, weight: Array, target: Array
+    ) -> Array:
+        """``sum_i w_i loss_i`` in float64, 0-d, by one kernel."""
+        vectors = [x.contiguous() for x in (negative_lse, positive_lse, positive_sum, weight, target)]
+        with on_device(negative_lse):
+            out = torch.empty((), dtype=torch.float64, device=negative_lse.device)
             block, warps = (16, 1) if INTERPRETED else (8192, 16)
-            sums.sum_excess[(1,)](*vectors, out, lse.shape[0], BLOCK=block, num_warps=warps)
+            sums.sum_nll[(1,)](*vectors, out, negative_lse.shape[0], BLOCK=block, num_warps=warps)
         return out
 
     def inner(self, a: Array, b: Array) -> Array:
