@@ -61,7 +61,7 @@ class SoftmaxLoss(torch.autograd.Function):
         wants = [rows, *rest[: ctx.blocks], scale]
         found, inputs = operators.saved_softmax(ctx)
         if _seen(arriving):
-            d_rows, d_columns, d_scale = operators.softmax_gradients(arriving, *found[:3], *inputs, wants)
+            d_rows, d_columns, d_scale = operators.softmax_gradients(arriving, *found[:5], *inputs, wants)
         else:
             d_rows, d_columns, d_scale = bodies.kept_softmax_gradients(arriving, found, *inputs, wants, replay=True)
         rows, *columns, scale = operators.only(wants, [d_rows, *d_columns, d_scale])

@@ -41,17 +41,22 @@ def _fake_softmax_loss(
     scale: Tensor,
     vectors: Sequence[Tensor | None],
     how: str,
-) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]:
+    def lses(count: Any) -> tuple[Tensor, Tensor]:
+        return scale.new_empty(count, dtype=torch.float64), scale.new_empty(count, dtype=torch.float64)
+
     two_sided = vectors[VECTORS.index("column_weight")] is not None
-    n = sum(x.shape[0] for x in columns) if two_sided else 0
+    sides = *lses(rows.shape[0]), *(lses(sum(x.shape[0] for x in columns)) if two_sided else (scale.new_empty(0), scale.new_empty(0)))
     # a process alone: no graph is compiled over several
-    return torch.empty_like(scale), scale.new_empty(rows.shape[0]), scale.new_empty(n), scale.new_empty(0)
+    return torch.empty_like(scale), *sides, scale.new_empty(0)
 
 
 def _fake_softmax_gradients(
     upstream: Tensor,
-    row_lse: Tensor,
-    column_lse: Tensor,
+    row_negative_lse: Tensor,
+    row_positive_lse: Tensor,
+    column_negative_lse: Tensor,
+    column_positive_lse: Tensor,
     gathered: Tensor,
     rows: Tensor,
     columns: Sequence[Tensor],

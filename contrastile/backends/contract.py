@@ -191,7 +191,7 @@ class Accuracy:
         shared_reference: exponentials may be taken against one reference r for a whole tile,
             ``|r| <= |scale| max_i |row_i| max_j |column_j| + |bias|``, instead of each row's and column's own maximum;
             only while every sum of n terms is at least n x (smallest normal number) / unit, so that terms flushed to
-            zero cost a sum no more than one rounding.
+            zero cost a sum no more than one rounding, and while in a gradient they cost a probability at most 2^-100.
         depth: longest chain of additions in a product of k terms, as a function of k.
         tile: columns (or rows) summed in one go before a merge, as a function of their number.
     """

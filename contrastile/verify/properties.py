@@ -12,11 +12,12 @@ from dataclasses import dataclass, replace
 import numpy as np
 
 from contrastile.backends.contract import Options
+from contrastile.oracle.general import merge
 from contrastile.verify import housing, memory, rearrange, strategies
 from contrastile.verify.rounding import round_to
 from contrastile.verify.run import GRADIENT, VALUE, Worst, compare, parts
 from contrastile.verify.trial import SkipError, Trial
-from contrastile.verify.truth import Outcome, masks, truth
+from contrastile.verify.truth import STATISTICS, Outcome, masks, truth
 
 Checks = Iterator[tuple[str, Worst]]
 
@@ -86,15 +87,20 @@ def shift(trial: Trial) -> Checks:
     moved = rearrange.combined(lambda new, one: new - one, oracle.outcome, old)
     raised = replace(
         moved,
-        row_lse=np.full_like(moved.row_lse, by),
-        column_lse=None if moved.column_lse is None else np.full_like(moved.column_lse, by),
+        **{name: _raised(getattr(moved, name), by) for name in STATISTICS if name.endswith("lse")},
         rows=np.zeros_like(moved.rows),
         columns=tuple(np.zeros_like(x) for x in moved.columns),
         scale=np.zeros_like(moved.scale),
     )
-    expected = rearrange.combined(np.add, old, raised)
+    sums = [name for name in STATISTICS if name.endswith("sum")]
+    expected = replace(rearrange.combined(np.add, old, raised), **{x: getattr(oracle.outcome, x) for x in sums})
     both = rearrange.combined(np.add, trial.bound, trial.bounds(problem, oracle))
     yield f"bias + {by:g}", compare(got, expected, both)
+
+
+def _raised(x: np.ndarray | None, by: float) -> np.ndarray | None:
+    # of nothing -inf, which stays
+    return None if x is None else np.full_like(x, by)
 
 
 def split_merge(trial: Trial) -> Checks:
@@ -123,11 +129,18 @@ def duplicates(trial: Trial) -> Checks:
     got, bound = trial.run(problem), trial.bounds(problem, oracle)
     yield "doubled", compare(got, oracle.outcome, bound)
     admitted, _ = masks(trial.problem)
-    before = trial.oracle.outcome.row_lse
-    if before is not None and admitted.all():
-        raised = replace(oracle.outcome, row_lse=before + math.log(2.0))
-        both = rearrange.combined(np.add, bound, replace(bound, row_lse=trial.bound.row_lse))
-        yield "log 2", compare(got, raised, both, ("row_lse",))
+    if trial.oracle.outcome.row_negative_lse is not None and admitted.all():
+        before = _whole_lse(trial.oracle.outcome, merge)
+        raised = replace(before, row_negative_lse=before.row_negative_lse + math.log(2.0))
+        # a merge is 1-Lipschitz in the larger error
+        both = sum(_whole_lse(x, np.maximum).row_negative_lse for x in (bound, trial.bound))
+        allowed = replace(bound, row_negative_lse=both)
+        yield "log 2", compare(_whole_lse(got, merge), raised, allowed, ("row_negative_lse",))
+
+
+def _whole_lse(outcome: Outcome, join: Callable[..., np.ndarray]) -> Outcome:
+    """The outcome with what the negatives' and the positives' log-sum-exps of the rows are together."""
+    return replace(outcome, row_negative_lse=join(outcome.row_negative_lse, outcome.row_positive_lse))
 
 
 def non_negative(trial: Trial) -> Checks:

@@ -10,7 +10,7 @@ import numpy as np
 import numpy.typing as npt
 
 from contrastile.exchange.problem import Problem
-from contrastile.verify.truth import Outcome, masks
+from contrastile.verify.truth import STATISTICS, Outcome, masks
 
 IntArray = npt.NDArray[np.int64]
 
@@ -68,10 +68,7 @@ def unpermuted(outcome: Outcome, rows: IntArray, columns: IntArray) -> Outcome:
     parts = [x.shape[0] for x in outcome.columns]
     return replace(
         outcome,
-        row_lse=_take(outcome.row_lse, back),
-        row_positive=_take(outcome.row_positive, back),
-        column_lse=_take(outcome.column_lse, place),
-        column_positive=_take(outcome.column_positive, place),
+        **{name: _take(getattr(outcome, name), back if name.startswith("row") else place) for name in STATISTICS},
         rows=outcome.rows[back],
         columns=split(np.concatenate(outcome.columns)[place], parts),
     )

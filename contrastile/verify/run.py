@@ -12,11 +12,11 @@ import numpy.typing as npt
 from contrastile.backends.contract import Array, Backend, Block, LseFunction, Options, Statistics
 from contrastile.exchange import local, schedule
 from contrastile.exchange.problem import Problem
-from contrastile.verify.truth import Outcome
+from contrastile.verify.truth import STATISTICS, Outcome
 
 FloatArray = npt.NDArray[np.float64]
 
-VALUE = ("loss", "row_lse", "row_positive", "column_lse", "column_positive")
+VALUE = ("loss", *STATISTICS)
 GRADIENT = ("rows", "columns", "scale", "bias")
 
 
@@ -100,6 +100,7 @@ def outcome(
     arriving = arrays.asarray(upstream, backend.state(dtype), native.scale)
     wanted = local.Wanted(True, (True,) * len(native.columns), True, native.bias is not None)
     parts: list[Statistics] = []
+    lses: dict[str, Array | None] = {}
 
     def noted(lse: LseFunction) -> LseFunction:
         def function(block: Block, columns: bool, how: Options) -> Statistics:
@@ -113,13 +114,13 @@ def outcome(
         assert sums is not None
         place = native.placement
         gradients = schedule.finish(native.rows, native.scale, place, sums, arriving, wanted, arrays)
-        row_lse = column_lse = None
     else:
         keeping = None if backend.keeping is None else noted(backend.keeping)
         listened = replace(backend, lse=noted(backend.lse), keeping=keeping)
         saved = schedule.forward(native, listened, options, keep=True)
         gradients = schedule.backward(native, saved, arriving, wanted, backend, options)
-        loss, row_lse, column_lse = saved.loss, saved.row_lse, saved.column_lse
+        loss = saved.loss
+        lses = {name: getattr(saved, name) for name in STATISTICS if hasattr(saved, name)}
 
     if native.placement is not None:
         parts.clear()
@@ -127,14 +128,14 @@ def outcome(
     def take(x: Array | None) -> Any:
         return None if x is None else np.array(arrays.to_numpy(x), dtype=np.float64)
 
+    found = dict.fromkeys(STATISTICS) | {name: take(x) for name, x in lses.items()}
+    if parts:
+        found["row_positive_sum"] = np.sum([take(part.row_positive_sum) for part in parts], axis=0)
+        if found["column_negative_lse"] is not None:
+            found["column_positive_sum"] = np.concatenate([take(part.column_positive_sum) for part in parts])
     return Outcome(
         loss=take(loss),
-        row_lse=take(row_lse),
-        row_positive=np.sum([take(part.row_positive) for part in parts], axis=0) if parts else None,
-        column_lse=take(column_lse),
-        column_positive=None
-        if column_lse is None or not parts
-        else np.concatenate([take(part.column_positive) for part in parts]),
+        **found,
         rows=take(gradients.rows),
         columns=tuple(take(x) for x in gradients.columns),
         scale=take(gradients.scale),
