@@ -16,7 +16,6 @@ from contrastile.backends.triton.logits import rounded
 from contrastile.backends.triton.parts import store_parts
 from contrastile.backends.triton.tiles import (
     ALPHA,
-    BARE,
     CERTAIN,
     FAST,
     FOLDED,
@@ -24,8 +23,10 @@ from contrastile.backends.triton.tiles import (
     NEGATIVE_WEIGHT,
     NO_IDS,
     POSITIVE_LOG,
-    POSITIVE_REST,
+    POSITIVE_TARGET,
+    POSITIVE_WEIGHT,
     REFERENCE,
+    TAKEN,
     TARGET,
     WEIGHT,
     dots,
@@ -47,8 +48,6 @@ def gradient_tiles(
     plan,
     row_vectors,
     column_vectors,
-    row_target,
-    column_target,
     excluded,
     row_ids,
     column_ids,
@@ -101,8 +100,6 @@ def gradient_tiles(
                 certain,
                 row_vectors,
                 column_vectors,
-                row_target,
-                column_target,
                 excluded,
                 row_ids,
                 column_ids,
@@ -130,8 +127,6 @@ def gradient_tiles(
                 certain,
                 row_vectors,
                 column_vectors,
-                row_target,
-                column_target,
                 excluded,
                 row_ids,
                 column_ids,
@@ -157,8 +152,6 @@ def gradient_tiles(
                 certain,
                 row_vectors,
                 column_vectors,
-                row_target,
-                column_target,
                 excluded,
                 row_ids,
                 column_ids,
@@ -187,8 +180,6 @@ def _finish(
     certain,
     row_vectors,
     column_vectors,
-    row_target,
-    column_target,
     excluded,
     row_ids,
     column_ids,
@@ -220,14 +211,13 @@ def _finish(
         if IDS == TARGET:
             if certain:
                 x = rounded(acc, alpha)
-                exact = _at_positive(x, row_vectors, row_target, i, m, RAGGED, 1)
+                value = tl.where(positive, _at_positive(x, row_vectors, i, m, RAGGED, 1), value)
                 if TWO_SIDED:
-                    exact += _at_positive(x, column_vectors, column_target, j, n, RAGGED, 0)
-                value = tl.where(positive, exact, value)
+                    value += tl.where(positive, _at_positive(x, column_vectors, j, n, RAGGED, 0), 0.0)
             else:
-                t = _vector(row_vectors, BARE, i, m, RAGGED) * _vector(row_target, 0, i, m, RAGGED)
+                t = _vector(row_vectors, TAKEN, i, m, RAGGED)
                 if TWO_SIDED:
-                    s = _vector(column_vectors, BARE, j, n, RAGGED) * _vector(column_target, 0, j, n, RAGGED)
+                    s = _vector(column_vectors, TAKEN, j, n, RAGGED)
                     value -= tl.where(positive, t[:, None] + s[None, :], 0.0)
                 else:
                     value -= tl.where(positive, t[:, None], 0.0)
@@ -258,12 +248,10 @@ def _direction(x, vectors, i, length, RAGGED: tl.constexpr, AXIS: tl.constexpr):
 
 
 @triton.jit
-def _at_positive(x, vectors, target, i, length, RAGGED: tl.constexpr, AXIS: tl.constexpr):
+def _at_positive(x, vectors, i, length, RAGGED: tl.constexpr, AXIS: tl.constexpr):
     """``w ((q - t) - q sigmoid(N - P))``, of a single positive -w sigmoid(N - P); 0 where the weight is 0."""
-    log = tl.expand_dims(_vector(vectors, POSITIVE_LOG, i, length, RAGGED), AXIS)
-    rest = tl.expand_dims(_vector(vectors, POSITIVE_REST, i, length, RAGGED), AXIS)
-    w = tl.expand_dims(_vector(vectors, BARE, i, length, RAGGED), AXIS)
+    e = tl.math.exp2(x - tl.expand_dims(_vector(vectors, POSITIVE_LOG, i, length, RAGGED), AXIS))
+    t = tl.expand_dims(_vector(vectors, POSITIVE_TARGET, i, length, RAGGED), AXIS)
+    w = tl.expand_dims(_vector(vectors, POSITIVE_WEIGHT, i, length, RAGGED), AXIS)
     less = tl.expand_dims(_vector(vectors, NEGATIVE_WEIGHT, i, length, RAGGED), AXIS)
-    t = tl.expand_dims(_vector(target, 0, i, length, RAGGED), AXIS)
-    q = rest * tl.math.exp2(x - log)
-    return tl.where(w != 0.0, w * (q - t) - less * q, 0.0)
+    return tl.where(w != 0.0, w * (e - t) - less * e, 0.0)

@@ -121,19 +121,31 @@ def lse_tiles(
             positive, admitted = pairs(
                 row0 + i, column0 + j, m, n, positives, excluded, row_ids, column_ids, POSITIVES, EXCLUDED, IDS
             )
-            if IDS == TARGET:
-                NEXT: tl.constexpr = 2 if SAFE else 1
-                positive = positive & (i < height)[:, None] & (j < width)[None, :]
-                there = tl.max(positive.to(tl.int32)) != 0
-                to = row_parts + NEXT * row_size + row_at
-                _leave_positives(x, acc, alpha, positive, there, to, row_size, i < height, SAFE, 1)
-                if COLUMNS:
-                    to = column_parts + NEXT * column_size + column_at
-                    _leave_positives(x, acc, alpha, positive, there, to, column_size, j < width, SAFE, 0)
             x = tl.where(admitted & (positive == 0), x, EMPTY)
         _leave(x, row_parts + row_at, row_size, i < height, SAFE, 1)
         if COLUMNS:
             _leave(x, column_parts + column_at, column_size, j < width, SAFE, 0)
+        if IDS == TARGET:
+            NEXT: tl.constexpr = 2 if SAFE else 1
+            row_at += NEXT * row_size
+            column_at += NEXT * column_size
+            positive = positive & (i < height)[:, None] & (j < width)[None, :]
+            count = tl.sum(positive.to(tl.float32), 1)
+            # in most tiles there is none
+            if tl.max(count, 0) > 0.0:
+                logit = tl.where(positive, rounded(acc, alpha), 0.0)
+                term = tl.where(positive, logit if SAFE else tl.math.exp2(acc * alpha - reference), EMPTY)
+                _leave_positives(term, logit, row_parts + row_at, row_size, i < height, SAFE, 1)
+                if COLUMNS:
+                    _leave_positives(term, logit, column_parts + column_at, column_size, j < width, SAFE, 0)
+                    to = column_parts + (NEXT + 1) * column_size + column_at
+                    tl.store(to, tl.sum(positive.to(tl.float32), 0), mask=j < width)
+            else:
+                _leave_nothing(row_parts + row_at, row_size, i < height, NEXT + 1)
+                if COLUMNS:
+                    _leave_nothing(column_parts + column_at, column_size, j < width, NEXT + 2)
+            # at the end, for Triton fuses no loop whose body ends in a branch
+            tl.store(row_parts + (NEXT + 1) * row_size + row_at, count, mask=i < height)
 
 
 @triton.jit
@@ -150,16 +162,17 @@ def _leave(x, to, size, inside, SAFE: tl.constexpr, AXIS: tl.constexpr):
 
 
 @triton.jit
-def _leave_positives(x, acc, alpha, positive, there, to, size, inside, SAFE: tl.constexpr, AXIS: tl.constexpr):
-    """The same of the positives, the sum of their logits and their count; in most tiles ``there`` is none."""
-    NEXT: tl.constexpr = 2 if SAFE else 1
-    if there:
-        _leave(tl.where(positive, x, float("-inf") if SAFE else 0.0), to, size, inside, SAFE, AXIS)
-        tl.store(to + NEXT * size, tl.sum(tl.where(positive, rounded(acc, alpha), 0.0), AXIS), mask=inside)
-        tl.store(to + (NEXT + 1) * size, tl.sum(positive.to(tl.float32), AXIS), mask=inside)
-    else:
-        for which in tl.static_range(NEXT + 2):
-            tl.store(to + which * size, tl.zeros((inside.shape[0],), tl.float32), mask=inside)
+def _leave_positives(term, logit, to, size, inside, SAFE: tl.constexpr, AXIS: tl.constexpr):
+    """The same of the positives, and the sum of their logits."""
+    _leave(term, to, size, inside, SAFE, AXIS)
+    tl.store(to + (2 if SAFE else 1) * size, tl.sum(logit, AXIS), mask=inside)
+
+
+@triton.jit
+def _leave_nothing(to, size, inside, COUNT: tl.constexpr):
+    """COUNT results of no positives."""
+    for which in tl.static_range(COUNT):
+        tl.store(to + which * size, tl.zeros((inside.shape[0],), tl.float32), mask=inside)
 
 
 @kernel

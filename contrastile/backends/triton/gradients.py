@@ -183,7 +183,6 @@ class _Pass:
             HALF=self.rows.dtype == torch.float16,
             BLOCK=BLOCK,
         )
-        rows, columns = self.weights[:3], self.weights[4:7]
         programs = ceil_div(self.m, LANES) + (ceil_div(self.n, LANES) if self.two_sided else 0)
         survey.temper[(programs,)](
             self.plan,
@@ -191,8 +190,7 @@ class _Pass:
             self.block.bias,
             self.m,
             self.n,
-            *rows,
-            *columns,
+            *self.weights,
             *self.vectors,
             MATCHED=self.masks.ids_only,
             LANES=LANES,
@@ -275,8 +273,6 @@ class _Pass:
             *walk.descriptors(g),
             self.plan,
             *self.vectors,
-            self.weights[3],
-            self.weights[7],
             self.masks.excluded,
             self.masks.row_ids,
             self.masks.column_ids,

@@ -87,5 +87,7 @@ def split(x):
 def bias_of(bias):
     """The bias in float64, 0 where there is none."""
     if bias is None:
-        return tl.full((), 0.0, tl.float64)
-    return tl.load(bias).to(tl.float64)
+        value = 0.0
+    else:
+        value = tl.load(bias).to(tl.float64)
+    return value

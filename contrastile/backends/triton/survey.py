@@ -14,7 +14,6 @@ from contrastile.backends.triton.kernel import kernel
 from contrastile.backends.triton.logits import LOG2E, bias_of, binary_orders, log_add, sigmoid, split
 from contrastile.backends.triton.tiles import (
     ALPHA,
-    BARE,
     CERTAIN,
     FACTOR,
     FAST,
@@ -22,8 +21,10 @@ from contrastile.backends.triton.tiles import (
     LOG,
     NEGATIVE_WEIGHT,
     POSITIVE_LOG,
-    POSITIVE_REST,
+    POSITIVE_TARGET,
+    POSITIVE_WEIGHT,
     REFERENCE,
+    TAKEN,
     THRESHOLD,
     WEIGHT,
 )
@@ -136,15 +137,17 @@ def weigh(
         inside = i < m
         value = tl.zeros((LANES,), tl.float64)
         if positives is not None:
-            j = tl.load(positives + i, mask=inside, other=-1)
-            named = (j >= 0) & (j < n)
+            at_column = tl.load(positives + i, mask=inside, other=-1)
+            named = (at_column >= 0) & (at_column < n)
             if excluded is not None:
-                named = named & (j != tl.load(excluded + i, mask=inside, other=-1))
+                named = named & (at_column != tl.load(excluded + i, mask=inside, other=-1))
             # its logit
             x = tl.load(row_positive + i, mask=named, other=0.0)
             value = _at_positive(x, row_negative, row_positive, row_weight, row_target, i, named)
             if column_negative is not None:
-                value += _at_positive(x, column_negative, column_positive, column_weight, column_target, j, named)
+                value += _at_positive(
+                    x, column_negative, column_positive, column_weight, column_target, at_column, named
+                )
             value = tl.where(named, value, 0.0)
             tl.store(values + i, value, mask=inside)
         size = tl.abs(value).to(tl.float32)
@@ -251,9 +254,10 @@ def plan_backward(
 
     An admitted logit is at most its row's and its column's log-sum-exp, so with ``r >= max L - 120`` nothing admitted
     overflows. With ``r <= L`` wherever a weight counts, a term that is flushed costs at most 2^-126 in a probability.
-    A factor that counts is not flushed while ``log2 |u| - (L - r) >= -125``. Of the r that these allow, the one
-    nearest 0 is taken; where there is none, the exact path is. So it is beyond 512: a logit is not rounded here before
-    r leaves it, and what that may take from a probability of 1 shall stay under 2^-15.
+    A factor that counts is not flushed while ``log2 |u| - (L - r) >= -125``. Of the r that these allow, the largest is
+    taken, for the differences that matter are then the smallest; where there is none, the exact path is. So it is
+    beyond 512: a logit is not rounded here before r leaves it, as in the forward, and the difference, half an ulp of
+    the logit, shall be no more than a rounding of a difference.
 
     FACTOR brings a float16 G near the top of its range. CERTAIN: see ``gradient_tiles``.
     """
@@ -270,9 +274,10 @@ def plan_backward(
         low = _peak(peaks, programs, _LOW, True, BLOCK)
         high = _peak(peaks, programs, _HIGH, False, BLOCK)
         least = tl.log2(_peak(peaks, programs, _LEAST, True, BLOCK) * factor)
-        reference = tl.maximum(tl.maximum(high - 120.0, high - 125.0 - least), tl.minimum(low, 0.0))
+        # where no weight counts, low is infinite
+        reference = tl.minimum(low, high)
         # the comparisons fail for NaN and for infinities
-        safe = (low >= -512.0) & (high <= 512.0) & (reference <= low)
+        safe = (low >= -512.0) & (high <= 512.0) & (reference >= tl.maximum(high - 120.0, high - 125.0 - least))
         fast = safe.to(tl.float32)
         reference = tl.where(safe, reference, 0.0)
     tl.store(plan + ALPHA, tl.load(scale) * LOG2E)
@@ -303,9 +308,11 @@ def temper(
     row_negative,
     row_positive,
     row_weight,
+    row_target,
     column_negative,
     column_positive,
     column_weight,
+    column_target,
     row_vectors,
     column_vectors,
     MATCHED: tl.constexpr,
@@ -319,19 +326,23 @@ def temper(
     program = tl.program_id(0)
     row_programs = tl.cdiv(m, LANES)
     if program < row_programs:
-        _temper_one(plan, scale, bias, program, m, row_negative, row_positive, row_weight, row_vectors, MATCHED, LANES)
+        _temper_one(
+            plan, scale, bias, program, m, row_negative, row_positive, row_weight, row_target, row_vectors, MATCHED,
+            LANES,
+        )  # fmt: skip
     elif column_negative is not None:
         program -= row_programs
         _temper_one(
-            plan, scale, bias, program, n, column_negative, column_positive, column_weight, column_vectors, MATCHED,
-            LANES,
+            plan, scale, bias, program, n, column_negative, column_positive, column_weight, column_target,
+            column_vectors, MATCHED, LANES,
         )  # fmt: skip
 
 
 @triton.jit
 def _temper_one(
-    plan, scale, bias, program, length, negative, positive, weight, vectors, MATCHED: tl.constexpr, LANES: tl.constexpr
-):
+    plan, scale, bias, program, length, negative, positive, weight, target, vectors, MATCHED: tl.constexpr,
+    LANES: tl.constexpr,
+):  # fmt: skip
     i = program.to(tl.int64) * LANES + tl.arange(0, LANES)
     inside = i < length
     to, step = vectors + i, length.to(tl.int64)
@@ -347,8 +358,11 @@ def _temper_one(
     folded = w * tl.math.exp2(tl.load(plan + REFERENCE).to(tl.float64) - log)
     tl.store(to + FOLDED * step, tl.where(silent, 0.0, folded).to(tl.float32), mask=inside)
     if MATCHED:
+        t = tl.load(target + i, mask=inside, other=0.0).to(tl.float64)
         high, low = split(tl.where(silent, 0.0, (more - shift) * orders))
-        tl.store(to + BARE * step, w.to(tl.float32), mask=inside)
+        rest = tl.math.exp2(-low)
+        tl.store(to + TAKEN * step, (w * t).to(tl.float32), mask=inside)
         tl.store(to + POSITIVE_LOG * step, high, mask=inside)
-        tl.store(to + POSITIVE_REST * step, tl.math.exp2(-low).to(tl.float32), mask=inside)
-        tl.store(to + NEGATIVE_WEIGHT * step, (w * sigmoid(less - more)).to(tl.float32), mask=inside)
+        tl.store(to + POSITIVE_WEIGHT * step, (w * rest).to(tl.float32), mask=inside)
+        tl.store(to + POSITIVE_TARGET * step, (t / rest).to(tl.float32), mask=inside)
+        tl.store(to + NEGATIVE_WEIGHT * step, (w * rest * sigmoid(less - more)).to(tl.float32), mask=inside)

@@ -22,11 +22,13 @@ PLAN_SIZE = 8
 LOG = tl.constexpr(0)  # L in powers of two, without the bias, its first 24 bits
 WEIGHT = tl.constexpr(1)  # w FACTOR 2^-l, l being the other bits
 FOLDED = tl.constexpr(2)  # w FACTOR 2^(r - L)
-BARE = tl.constexpr(3)  # w FACTOR; this and the next ones where ids name the positives
+# where ids name the positives, with q = 2^(x - P) = R 2^(x - POSITIVE_LOG)
+TAKEN = tl.constexpr(3)  # w FACTOR t
 POSITIVE_LOG = tl.constexpr(4)  # P like L
-POSITIVE_REST = tl.constexpr(5)  # 2^-l of P
-NEGATIVE_WEIGHT = tl.constexpr(6)  # w FACTOR sigmoid(N - P)
-VECTORS, VECTORS_OF_IDS = 3, 7
+POSITIVE_WEIGHT = tl.constexpr(5)  # w FACTOR R
+POSITIVE_TARGET = tl.constexpr(6)  # t / R
+NEGATIVE_WEIGHT = tl.constexpr(7)  # w FACTOR R sigmoid(N - P)
+VECTORS, VECTORS_OF_IDS = 3, 8
 
 # what equal ids mean to a kernel
 NO_IDS = tl.constexpr(0)
