@@ -46,7 +46,10 @@ def _fake_softmax_loss(
         return scale.new_empty(count, dtype=torch.float64), scale.new_empty(count, dtype=torch.float64)
 
     two_sided = vectors[VECTORS.index("column_weight")] is not None
-    sides = *lses(rows.shape[0]), *(lses(sum(x.shape[0] for x in columns)) if two_sided else (scale.new_empty(0), scale.new_empty(0)))
+    sides = (
+        *lses(rows.shape[0]),
+        *(lses(sum(x.shape[0] for x in columns)) if two_sided else (scale.new_empty(0), scale.new_empty(0))),
+    )
     # a process alone: no graph is compiled over several
     return torch.empty_like(scale), *sides, scale.new_empty(0)
 

@@ -371,7 +371,8 @@ def weighted_nll(
     spread = arrays.maximum(p - arrays.where(target == 0, 0.0, target * s), 0.0)
     # a positive whose logit is -inf is no missing one
     counted = (target != 0) & ((p != -math.inf) | (s != 0))
-    nll = arrays.where(counted, arrays.softplus(n - p) + spread, arrays.merge(n, p))
+    # 0 x target: a target of NaN is how a bad positive comes through where values cannot be read
+    nll = arrays.where(counted, arrays.softplus(n - p) + spread, arrays.merge(n, p) + 0.0 * target)
     # a weight of 0 silences a row that admits nothing, whose log-sum-exp is -inf
     return arrays.total(arrays.where(weight == 0, 0.0, weight * nll))
 

@@ -15,7 +15,7 @@ from contrastile.bench.peers import CHECK_ROWS, Implementation
 from contrastile.verify.bounds import bounds
 from contrastile.verify.rounding import UNIT, round_to
 from contrastile.verify.run import compare, parts
-from contrastile.verify.truth import STATISTICS, Outcome, truth
+from contrastile.verify.truth import Outcome, truth
 
 CHECK_WIDTH = 43
 FEW_ROWS = 67
@@ -98,7 +98,6 @@ def _outcome(loss: Any, gradients: tuple[Any, Any, Any]) -> Outcome:
     d_image, d_text, d_scale = (widened(x) for x in gradients)
     return Outcome(
         loss=widened(loss),
-        **dict.fromkeys(STATISTICS),
         rows=d_image,
         columns=(d_text,),
         scale=d_scale,

@@ -166,9 +166,7 @@ def _over_columns(
     own, (losses,), incoming = everywhere(placement, arrays, [loss])
     # rows that begin where 16 bytes do: kernels are compiled anew for others, and read them slower
     total = sum(widths)
-    lses, weights = (
-        arrays.empty((2, -(-total // 4) * 4), arrays.dtype(x), x)[:, :total] for x in (state[0], weight)
-    )
+    lses, weights = (arrays.empty((2, -(-total // 4) * 4), arrays.dtype(x), x)[:, :total] for x in (state[0], weight))
     parts = [buffers.split(x, widths) for x in (weights[0], weights[1])]
     found = [list(arrays.empty((n, total), arrays.dtype(x), x)) for x in state]
     for arriving, x in zip(found, state, strict=True):

@@ -102,9 +102,7 @@ def _softmax(problem: Problem, t: Truth, a: Arithmetic, upstream: float) -> Outc
         dG = dG + (part if name == "row" else part.T)
         largest = max(largest, np.abs(side.side.weight).max(initial=0.0))
     gradient = _gradients(problem, t, dG, upstream * largest, a)
-    return Outcome(
-        loss=float64(loss + a.accuracy.unit * (abs(t.outcome.loss) + loss) + a.tiny), bias=None, **errors, **gradient
-    )
+    return Outcome(loss=float64(loss + a.accuracy.unit * (abs(t.outcome.loss) + loss) + a.tiny), **errors, **gradient)
 
 
 def _sigmoid(problem: Problem, t: Truth, a: Arithmetic, upstream: float) -> Outcome:
@@ -118,7 +116,6 @@ def _sigmoid(problem: Problem, t: Truth, a: Arithmetic, upstream: float) -> Outc
     gradient = _gradients(problem, t, dG, upstream * weight.max(initial=0.0), a)
     return Outcome(
         loss=float64(loss + u * (abs(t.outcome.loss) + loss) + a.tiny),
-        **dict.fromkeys(STATISTICS),
         bias=_over_ranks(t.G.sum(axis=1), bias, a),
         **gradient,
     )
@@ -245,7 +242,9 @@ def _softmax_loss_error(
     alone = seen.positive.sum(axis=1) == 1
     spread = np.where(alone, np.abs(1 - side.target) * positive, positive + target * total)
     difference = np.abs(side.positive_lse - side.target * side.positive_sum)
-    size = np.where(alone & (side.target == 1), 0.0, np.abs(side.positive_lse) + np.abs(side.target * side.positive_sum))
+    size = np.where(
+        alone & (side.target == 1), 0.0, np.abs(side.positive_lse) + np.abs(side.target * side.positive_sum)
+    )
     exact = np.abs(side.nll) + difference
     counted = excess + spread + UNIT["float64"] * 2 * size + sums * (exact + excess + spread)
     none = _merged_error(side, negative, positive) + sums * np.abs(side.nll)
@@ -288,7 +287,9 @@ def _softmax_gradient_error(
     beaten = side.beaten[:, None]
     certain = dq + side.q * moved + roundings * (np.abs(side.q - target) + side.q * (beaten + moved) + dq)
     # half of the threshold from which on a backend tells certain rows apart
-    plain = np.full((len(seen.x), 1), not seen.named) & ((np.abs(side.target) <= 0.5) | (side.beaten >= 2.0**-9))[:, None]
+    plain = (
+        np.full((len(seen.x), 1), not seen.named) & ((np.abs(side.target) <= 0.5) | (side.beaten >= 2.0**-9))[:, None]
+    )
     error = weight * np.where(seen.positive, np.where(plain, np.maximum(ordinary, certain), certain), ordinary)
     # a weight of 0 silences the row even where its log-sum-exp is -inf or NaN
     return np.where(seen.admitted & (weight > 0), error + 4 * a.tiny, 0.0)

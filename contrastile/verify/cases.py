@@ -306,6 +306,62 @@ def _sigmoid_ids(draw: Draw) -> Problem:
     return _sigmoid(_problem(rows, blocks, 4.0, positives=positives, ids=ids, row_weight=weight), 1.5)
 
 
+def _certain_pairs(draw: Draw, b: int, d: int) -> tuple[FloatArray, FloatArray]:
+    """Unit pairs of a trained model: each column lies far nearer to its row than to any other."""
+    rows = _unit(draw.standard_normal((b, d)))
+    return rows, _unit(rows + draw.standard_normal((b, d)) / (2 * np.sqrt(d)))
+
+
+@_case("certain@300", "the same at scale 300", scale=300.0)
+@_case("certain@30", "the same at scale 30", scale=30.0)
+@_case("certain", "every pair is certain, scale 100: loss and gradient are what is left of 1 - p", scale=100.0)
+def _certain(draw: Draw, scale: float) -> Problem:
+    return _problem(*_certain_pairs(draw, 43, 64), scale, **_halves(43))
+
+
+@_case("certain-labels", "SupCon of pairs and of larger classes, all certain, at scale 100")
+def _certain_labels(draw: Draw) -> Problem:
+    half = np.concatenate([_certain_pairs(draw, 15, 64)[k] for k in (0, 1)])
+    labels = np.concatenate([np.arange(15), np.arange(12), [0, 0, 1]])
+    return _problem(half, half.copy(), 100.0, ids=(labels, labels), match="target", excluded=np.arange(30))
+
+
+@_case("certain-views", "NT-Xent of certain views at scale 100")
+def _certain_views(draw: Draw) -> Problem:
+    views, itself = np.concatenate(_certain_pairs(draw, 17, 64)), np.arange(34)
+    return _problem(views, views.copy(), 100.0, positives=np.roll(itself, 17), excluded=itself)
+
+
+@_case("certain-shared", "certain pairs in two column blocks, of which several rows name one column")
+def _certain_shared(draw: Draw) -> Problem:
+    rows, columns = _certain_pairs(draw, 29, 64)
+    positives = np.arange(29)
+    rows[20:24], positives[20:24] = rows[20], 20
+    columns[20] = rows[20]
+    weights = _halves(29) | {"positives": positives}
+    return _problem(rows, (columns[:13], columns[13:]), 100.0, **weights)
+
+
+@_case("one-direction", "all features share a direction: large logits, small differences")
+def _one_direction(draw: Draw) -> Problem:
+    rows, columns = (_unit(1.0 + draw.standard_normal((37, 40)) / 16) for _ in range(2))
+    return _problem(rows, columns, 100.0, **_halves(37))
+
+
+@_case("norm-3000", "features of norm 3,000: logits up to 10^8, each row has one column", norm=3000.0)
+@_case("norm-300", "features of norm 300 at scale 100", norm=300.0)
+@_case("norm-30", "features of norm 30 at scale 100", norm=30.0)
+@_case("norm-3", "features of norm 3 at scale 100", norm=3.0)
+def _norm(draw: Draw, norm: float) -> Problem:
+    rows, columns = (norm * _unit(draw.standard_normal((37, 64))) for _ in range(2))
+    return _problem(rows, columns, 100.0, **_halves(37))
+
+
+@_case("sigmoid-certain", "SigLIP of certain pairs at scale 100: every term is tiny")
+def _sigmoid_certain(draw: Draw) -> Problem:
+    return _sigmoid(_problem(*_certain_pairs(draw, 31, 64), 100.0, positives=np.arange(31)), -60.0)
+
+
 @_case("large-logits", "logits beyond 88: an exponential without a shift overflows float32")
 def _large_logits(draw: Draw) -> Problem:
     return _problem(*_pairs(draw, 37, 40, 0.3, 2.0), 300.0, **_halves(37))

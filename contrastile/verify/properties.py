@@ -14,6 +14,7 @@ import numpy as np
 from contrastile.backends.contract import Options
 from contrastile.oracle.general import merge
 from contrastile.verify import housing, memory, rearrange, strategies
+from contrastile.verify.plain import compare_with_plain
 from contrastile.verify.rounding import round_to
 from contrastile.verify.run import GRADIENT, VALUE, Worst, compare, parts
 from contrastile.verify.trial import SkipError, Trial
@@ -50,6 +51,15 @@ def value(trial: Trial) -> Checks:
 def gradients(trial: Trial) -> Checks:
     """The gradients of rows, columns, scale and bias are the oracle's."""
     yield "", compare(trial.outcome, trial.oracle.outcome, trial.bound, GRADIENT)
+
+
+def plain(trial: Trial) -> Checks:
+    """No gradient, and no loss, is noisier than 3 x a plain computation in the same dtype."""
+    trial.only_finite()
+    if trial.subject.dtype == "float64":
+        raise SkipError("the oracle is no more exact than a plain float64 computation")
+    problem, subject = trial.problem, trial.subject
+    yield "", compare_with_plain(problem, trial.oracle, trial.outcome, subject.accuracy, subject.dtype)
 
 
 def tiles(trial: Trial) -> Checks:
@@ -266,6 +276,7 @@ PROPERTIES = _registered(
     [
         value,
         gradients,
+        plain,
         tiles,
         permutation,
         shift,

@@ -20,7 +20,6 @@ from contrastile.oracle.general import (
 from contrastile.oracle.pairs import admitted_pairs, positive_pairs
 from contrastile.oracle.sigmoid import gradient_of_sigmoid_logits, sigma, sigmoid_terms
 
-
 STATISTICS = (
     "row_negative_lse",
     "row_positive_lse",
@@ -38,6 +37,10 @@ class Outcome:
 
     Attributes:
         loss: 0-d, not multiplied by the upstream gradient.
+        rows: (m, d) dQ.
+        columns: (n_c, d) dK for each column block.
+        scale: 0-d dscale.
+        bias: 0-d dbias of the sigmoid loss, None for softmax.
         row_negative_lse: (m,), None for the sigmoid loss, as the next two.
         row_positive_lse: (m,)
         row_positive_sum: (m,) sum of the positive logits.
@@ -45,23 +48,19 @@ class Outcome:
             the next two.
         column_positive_lse: (n,)
         column_positive_sum: (n,)
-        rows: (m, d) dQ.
-        columns: (n_c, d) dK for each column block.
-        scale: 0-d dscale.
-        bias: 0-d dbias of the sigmoid loss, None for softmax.
     """
 
     loss: FloatArray
-    row_negative_lse: FloatArray | None
-    row_positive_lse: FloatArray | None
-    row_positive_sum: FloatArray | None
-    column_negative_lse: FloatArray | None
-    column_positive_lse: FloatArray | None
-    column_positive_sum: FloatArray | None
     rows: FloatArray
     columns: tuple[FloatArray, ...]
     scale: FloatArray
-    bias: FloatArray | None
+    bias: FloatArray | None = None
+    row_negative_lse: FloatArray | None = None
+    row_positive_lse: FloatArray | None = None
+    row_positive_sum: FloatArray | None = None
+    column_negative_lse: FloatArray | None = None
+    column_positive_lse: FloatArray | None = None
+    column_positive_sum: FloatArray | None = None
 
 
 @dataclass(frozen=True)
