@@ -194,26 +194,26 @@ def _finish(
 ):
     """G of a tile's part from its dots, stored at (row, column) of the chunk."""
     i, j = row0 + row + tl.arange(0, acc.shape[0]), column0 + column + tl.arange(0, acc.shape[1])
-    if TWO_SIDED:
-        if fast:
-            u = _vector(row_vectors, FOLDED, i, m, RAGGED)
-            v = _vector(column_vectors, FOLDED, j, n, RAGGED)
-            value = tl.math.exp2(acc * alpha - reference) * (u[:, None] + v[None, :])
-        else:
-            x = rounded(acc, alpha)
-            value = _direction(x, row_vectors, i, m, RAGGED, 1)
-            value += _direction(x, column_vectors, j, n, RAGGED, 0)
+    if fast:
+        factor = _vector(row_vectors, FOLDED, i, m, RAGGED)[:, None]
+        if TWO_SIDED:
+            factor = factor + _vector(column_vectors, FOLDED, j, n, RAGGED)[None, :]
+        value = tl.math.exp2(acc * alpha - reference) * factor
     else:
-        value = _direction(rounded(acc, alpha), row_vectors, i, m, RAGGED, 1)
+        x = rounded(acc, alpha)
+        value = _direction(x, row_vectors, i, m, RAGGED, 1)
+        if TWO_SIDED:
+            value += _direction(x, column_vectors, j, n, RAGGED, 0)
     if EXCLUDED or IDS != NO_IDS:
         positive, admitted = pairs(i, j, m, n, i, excluded, row_ids, column_ids, False, EXCLUDED, IDS)
         value = tl.where(admitted, value, 0.0)
         if IDS == TARGET:
             if certain:
                 x = rounded(acc, alpha)
-                value = tl.where(positive, _at_positive(x, row_vectors, i, m, RAGGED, 1), value)
+                exact = _at_positive(x, row_vectors, i, m, RAGGED, 1)
                 if TWO_SIDED:
-                    value += tl.where(positive, _at_positive(x, column_vectors, j, n, RAGGED, 0), 0.0)
+                    exact += _at_positive(x, column_vectors, j, n, RAGGED, 0)
+                value = tl.where(positive, exact, value)
             else:
                 t = _vector(row_vectors, TAKEN, i, m, RAGGED)
                 if TWO_SIDED:

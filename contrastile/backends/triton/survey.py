@@ -268,21 +268,16 @@ def plan_backward(
             # the two directions add up
             most = most * 2.0
         factor = near_top(tl.maximum(most, _peak(peaks, programs, _VALUE, False, BLOCK)))
-    fast = 0.0
-    reference = 0.0
-    if TWO_SIDED:
-        low = _peak(peaks, programs, _LOW, True, BLOCK)
-        high = _peak(peaks, programs, _HIGH, False, BLOCK)
-        least = tl.log2(_peak(peaks, programs, _LEAST, True, BLOCK) * factor)
-        # where no weight counts, low is infinite
-        reference = tl.minimum(low, high)
-        # the comparisons fail for NaN and for infinities
-        safe = (low >= -512.0) & (high <= 512.0) & (reference >= tl.maximum(high - 120.0, high - 125.0 - least))
-        fast = safe.to(tl.float32)
-        reference = tl.where(safe, reference, 0.0)
+    low = _peak(peaks, programs, _LOW, True, BLOCK)
+    high = _peak(peaks, programs, _HIGH, False, BLOCK)
+    least = tl.log2(_peak(peaks, programs, _LEAST, True, BLOCK) * factor)
+    # where no weight counts, low is infinite
+    reference = tl.minimum(low, high)
+    # the comparisons fail for NaN and for infinities
+    fast = (low >= -512.0) & (high <= 512.0) & (reference >= tl.maximum(high - 120.0, high - 125.0 - least))
     tl.store(plan + ALPHA, tl.load(scale) * LOG2E)
-    tl.store(plan + REFERENCE, reference)
-    tl.store(plan + FAST, fast)
+    tl.store(plan + REFERENCE, tl.where(fast, reference, 0.0))
+    tl.store(plan + FAST, fast.to(tl.float32))
     tl.store(plan + FACTOR, factor)
     tl.store(plan + CERTAIN, _peak(peaks, programs, _SURE, False, BLOCK))
 
