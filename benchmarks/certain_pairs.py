@@ -200,8 +200,10 @@ def measure(
     def plain(one: Any, two: Any, scale: Any) -> Any:
         return plain_loss(problem, one.float(), two.float(), scale)
 
-    yield row | {"backend": "plain", "precision": "ieee"} | errors(
-        outcome(plain, given, kind, torch.float32, device), exact
+    yield (
+        row
+        | {"backend": "plain", "precision": "ieee"}
+        | errors(outcome(plain, given, kind, torch.float32, device), exact)
     )
     for name in backends:
         for precision in precisions if dtype == "float32" else ("ieee",):

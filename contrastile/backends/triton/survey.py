@@ -247,9 +247,7 @@ def plan_forward(
 
 @kernel
 @triton.jit(do_not_specialize=["programs"])
-def plan_backward(
-    peaks, scale, plan, programs, TWO_SIDED: tl.constexpr, HALF: tl.constexpr, BLOCK: tl.constexpr
-):
+def plan_backward(peaks, scale, plan, programs, TWO_SIDED: tl.constexpr, HALF: tl.constexpr, BLOCK: tl.constexpr):
     """Whether G may be formed as ``2^(x - r) (u_i 2^(r - L_i) + v_j 2^(r - M_j))``, and with which r.
 
     An admitted logit is at most its row's and its column's log-sum-exp, so with ``r >= max L - 120`` nothing admitted
