@@ -226,15 +226,17 @@ def fold(
     if wanted:
         if program < row_programs:
             lanes = program * LANES + tl.arange(0, LANES)
+            to = row_negative, row_positive, row_sum
             _fold_side(
-                row_parts, row_state, (row_negative, row_positive, row_sum), plan, status, scale, bias, lanes, row0, height, column_tiles, m, n,
+                row_parts, row_state, to, plan, status, scale, bias, lanes, row0, height, column_tiles, m, n,
                 first_row, last_row, SAFE, MATCHED, DEPTH,
             )  # fmt: skip
         elif COLUMNS:
             lanes = (program - row_programs) * LANES + tl.arange(0, LANES)
+            to = column_negative, column_positive, column_sum
             _fold_side(
-                column_parts, column_state, (column_negative, column_positive, column_sum), plan, status, scale, bias, lanes, column0, width, row_tiles,
-                n, m, first_column, last_column, SAFE, MATCHED, DEPTH,
+                column_parts, column_state, to, plan, status, scale, bias, lanes, column0, width, row_tiles, n, m,
+                first_column, last_column, SAFE, MATCHED, DEPTH,
             )  # fmt: skip
 
 
@@ -261,10 +263,9 @@ def _fold_side(
         trusted = negative >= least * terms
         if MATCHED:
             trusted = trusted & ((count < 2.0) | (positive >= least * count))
-        if not SAFE:
-            # or-ing a bit gives the same word in any order; a NaN sum is not trusted
-            if tl.max(tl.where(trusted | (lanes >= length), 0, 1), 0) != 0:
-                tl.atomic_or(status, 1)
+        # or-ing a bit gives the same word in any order; a NaN sum is not trusted
+        if not SAFE and tl.max(tl.where(trusted | (lanes >= length), 0, 1), 0) != 0:
+            tl.atomic_or(status, 1)
         tl.store(to[0] + at, _log2(negative, plan, SAFE) / orders + shift, mask=inside)
         if MATCHED:
             total_logit = tl.where(count > 0.0, logits / orders + count * shift, 0.0)

@@ -86,8 +86,4 @@ def split(x):
 @triton.jit
 def bias_of(bias):
     """The bias in float64, 0 where there is none."""
-    if bias is None:
-        value = 0.0
-    else:
-        value = tl.load(bias).to(tl.float64)
-    return value
+    return 0.0 if bias is None else tl.load(bias).to(tl.float64)

@@ -96,11 +96,8 @@ def sigmoid_tiles(
 @triton.jit
 def _within(named, i, m, column, BN: tl.constexpr):
     """``within`` of a tile; no column where no vector is given."""
-    if named is None:
-        found = tl.full((i.shape[0],), -1, tl.int32)
-    else:
-        found = within(named, i, i < m, column, BN, tl.int32)
-    return found
+    none = tl.full((i.shape[0],), -1, tl.int32)
+    return none if named is None else within(named, i, i < m, column, BN, tl.int32)
 
 
 @triton.jit
