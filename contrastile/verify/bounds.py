@@ -6,8 +6,8 @@ The features are exact: they were rounded to the backend's dtype before the trut
 
 * logit:  ``E_ij = |s| (g_d B_ij + d tiny) + tiny``, ``g_d = (1 + u_in)^2 (1 + gamma(ua depth(d) + 3u)) - 1``: inputs
   rounded, products and chain, scale twice (its product with log2 e may be rounded too); a bias adds ``u (|x| + E)``.
-* log-sum-exps, sums of positives, loss: ``_lse_error``, ``_positive_error``, ``_softmax_loss_error``. With N and P apart
-  the loss of a row that is certain of its positive has a *relative* bound.
+* log-sum-exps, sums of positives, loss: ``_lse_error``, ``_positive_error``, ``_softmax_loss_error``. With N and P
+  apart the loss of a row that is certain of its positive has a *relative* bound.
 * G: ``_softmax_gradient_error``; sigmoid: ``_sigmoid_errors``. Forward and backward see the same rounded logits, so a
   probability never exceeds 1, and of one positive q is 1.
 * dQ, dK, dscale, dbias: ``_sum_error``, ``_features_error``, ``_scale_error``.
@@ -171,8 +171,9 @@ def _lse_error(
 
     * Each term carries ``e_j = (1 + 6u) E_j + u (3 |x_j - r| + c)`` in its exponent. The reference is a running maximum
       between x_j and the final maximum, so ``|x_j - r| <= max x - x_j + 2 max E``; or the shared one, and then no more
-      than |x_j| + |r|. ``L(x + e) - L(x) = log sum_j p_j exp(e_j)``, attained when all e_j are up, and by Jensen no less
-      than the fall when all are down. (max_j E_j, the 1-Lipschitz bound, ignores that unlikely columns do not matter.)
+      than |x_j| + |r|. ``L(x + e) - L(x) = log sum_j p_j exp(e_j)``, attained when all e_j are up, and by Jensen no
+      less than the fall when all are down. (max_j E_j, the 1-Lipschitz bound, ignores that unlikely columns do not
+      matter.)
     * The sum: N additions in a tile. A merge of (r, sum) pairs costs (c + 2)u, its exponents telescoping into e; a
       merge of finished log-sum-exps, ``max + log1p(exp(-D))``, costs at most ``u (2c + 2)`` beside the rounding of
       what is stored: the partial result is within D of L and weighs exp(-D), and ``D exp(-D) < 1``. Both are allowed,
@@ -230,8 +231,8 @@ def _softmax_loss_error(
 ) -> float:
     """Error of sum_i w_i (softplus(N_i - P_i) + (P_i - t_i S_i)), taken in float64.
 
-    * The excess: ``softplus(z + d) - softplus(z) = log1p(sigma(z) expm1(d))`` with d = dN + dP, and its evaluation. It is
-      relative to sigma(N - P), the probability of the negatives: a trained model's loss goes to 0, and its error too.
+    * The excess: ``softplus(z + d) - softplus(z) = log1p(sigma(z) expm1(d))`` with d = dN + dP, and its evaluation. It
+      is relative to sigma(N - P), the probability of the negatives: a trained model's loss goes to 0, its error too.
     * ``P - t S``: of one positive S is P, so ``|1 - t| dP`` is left; of several both errors count.
     * Without a target the term is L.
     """
@@ -261,8 +262,8 @@ def _softmax_gradient_error(
       reference p is the product of exp(x - r) and exp(r - L), so |x| + |r| stands for |x - L|, c + 1 more. Whatever eta
       is, both p lie in 0..1. What underflows costs tiny, with a shared reference ``FLUSHED``.
     * A positive, G = w ((q - t) - q beaten): beaten = sigma(N - P) moves by at most ``min(beaten, 1 - beaten)
-      expm1(dN + dP)``; q = exp(x - P) is 1 for one positive and else errs as p does. Equal ids may name the positives of
-      rows that are not certain of them; those may have w (p - t) instead, p as above.
+      expm1(dN + dP)``; q = exp(x - P) is 1 for one positive and else errs as p does. Equal ids may name the positives
+      of rows that are not certain of them; those may have w (p - t) instead, p as above.
     * At most six roundings: the weight times the upstream gradient, times the rest, and four additions of the terms of
       both directions; a seventh where the upstream gradient is first multiplied by the number of ranks. They are
       relative to the terms.

@@ -106,8 +106,8 @@ def _floor(problem: Problem, t: Truth, accuracy: Accuracy, dtype: str) -> Outcom
     """Norms of what cannot be asked for: one rounding of each logit, of each entry of G and of each result.
 
     A logit's rounding, relative to the size of its terms, moves the logarithm of its probability by as much, and an
-    exponential errs by its own; both may have one sign everywhere, so that sums of them to a number add up. Roundings of G
-    are independent: their squares do.
+    exponential errs by its own; both may have one sign everywhere, so that sums of them to a number add up. Roundings
+    of G are independent: their squares do.
     """
     u, a = max(accuracy.unit, accuracy.accumulate_unit), accuracy
     terms = abs(t.scale) * (np.abs(t.q) @ np.abs(t.k).T) + abs(t.bias)

@@ -120,7 +120,7 @@ class Cut:
             found = [getattr(part, name) for part in parts]
             return None if found[0] is None else np.concatenate(found)
 
-        lses = {name: along(name) for name in STATISTICS}
+        lses = {name: along(name) for name in _LSES}
         for name, lse in lses.items():
             if name.startswith("column") and lse is not None:
                 lse[self.order()] = lse.copy()
