@@ -159,9 +159,9 @@ class _Pass:
 
     def _survey(self) -> None:
         """Decide on the path, and prepare the vectors of the epilogue."""
-        row_programs = ceil_div(self.m, BLOCK)
-        peaks = empty(self.rows, row_programs + (ceil_div(self.n, BLOCK) if self.two_sided else 0), survey.PEAKS)
-        survey.weigh[(peaks.shape[0],)](
+        programs = ceil_div(self.m, LANES) + (ceil_div(self.n, LANES) if self.two_sided else 0)
+        peaks = empty(self.rows, programs, survey.PEAKS)
+        survey.weigh[(programs,)](
             self.m,
             self.n,
             self.block.scale,
@@ -172,18 +172,17 @@ class _Pass:
             self.values,
             *self.weights,
             MATCHED=self.masks.ids_only,
-            LANES=BLOCK,
+            LANES=LANES,
         )
         survey.plan_backward[(1,)](
             peaks,
             self.block.scale,
             self.plan,
-            peaks.shape[0],
+            programs,
             TWO_SIDED=self.two_sided,
             HALF=self.rows.dtype == torch.float16,
             BLOCK=BLOCK,
         )
-        programs = ceil_div(self.m, LANES) + (ceil_div(self.n, LANES) if self.two_sided else 0)
         survey.temper[(programs,)](
             self.plan,
             self.block.scale,

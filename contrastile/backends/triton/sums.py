@@ -74,21 +74,18 @@ def finish_rows(
 @kernel
 @triton.jit(do_not_specialize=["m"])
 def sum_nll(negative, positive, positive_sum, weight, target, out, m, BLOCK: tl.constexpr):
-    """``sum_i w_i loss_i`` to out (1,), float64: see ``arrays.weighted_nll``. One program."""
-    total = tl.zeros((BLOCK,), tl.float64)
-    for start in range(0, m, BLOCK):
-        i = start + tl.arange(0, BLOCK)
-        inside = i < m
-        w = tl.load(weight + i, mask=inside, other=0.0).to(tl.float64)
-        t = tl.load(target + i, mask=inside, other=0.0).to(tl.float64)
-        less = tl.load(negative + i, mask=inside, other=0.0)
-        more = tl.load(positive + i, mask=inside, other=0.0)
-        s = tl.load(positive_sum + i, mask=inside, other=0.0)
-        # NaN stays: the comparison is false for it
-        spread = more - t * s
-        spread = tl.where(spread <= 0.0, 0.0, spread)
-        # a positive whose logit is -inf is no missing one
-        counted = (t != 0.0) & ((more != float("-inf")) | (s != 0.0))
-        loss = tl.where(counted, softplus(less - more) + spread, log_add(less, more))
-        total += tl.where(w == 0.0, 0.0, w * loss)
-    tl.store(out, tl.sum(total, 0))
+    """``sum of w_i loss_i`` over BLOCK rows to out (programs,), float64: see ``arrays.weighted_nll``."""
+    i = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
+    inside = i < m
+    w = tl.load(weight + i, mask=inside, other=0.0).to(tl.float64)
+    t = tl.load(target + i, mask=inside, other=0.0).to(tl.float64)
+    less = tl.load(negative + i, mask=inside, other=0.0)
+    more = tl.load(positive + i, mask=inside, other=0.0)
+    s = tl.load(positive_sum + i, mask=inside, other=0.0)
+    # NaN stays: the comparison is false for it
+    spread = more - t * s
+    spread = tl.where(spread <= 0.0, 0.0, spread)
+    # a positive whose logit is -inf is no missing one
+    counted = (t != 0.0) & ((more != float("-inf")) | (s != 0.0))
+    loss = tl.where(counted, softplus(less - more) + spread, log_add(less, more))
+    tl.store(out + tl.program_id(0), tl.sum(tl.where(w == 0.0, 0.0, w * loss), 0))
