@@ -121,9 +121,8 @@ def __getattr__(name: str) -> Backend:
     arrays = real.arrays
 
     def lse(block: Block, columns: bool, options: Options) -> Statistics:
-        state = real.state(arrays.dtype(block.rows))
-        sizes = [len(block.rows)] * 2 + [len(block.columns)] * (2 if columns else 0)
-        return Statistics(*(arrays.full((size,), 0.0, state, block.rows) for size in sizes))
+        sizes = [len(block.rows)] * 3 + [len(block.columns)] * (3 if columns else 0)
+        return Statistics(*(arrays.full((size,), 0.0, "float64", block.rows) for size in sizes))
 
     def gradients(block: Block, weights: Weights, row: Any, column: Any, options: Options) -> None:
         return None
@@ -132,8 +131,9 @@ def __getattr__(name: str) -> Backend:
     return replace(real, **changes)
 
 
-def _values(found: local.Forward) -> tuple[Any, Any, Any]:
-    return found.loss, found.row_lse, found.column_lse
+def _values(found: local.Forward) -> tuple[Any, ...]:
+    rows = found.row_negative_lse, found.row_positive_lse
+    return found.loss, *rows, found.column_negative_lse, found.column_positive_lse
 
 
 @contextmanager
