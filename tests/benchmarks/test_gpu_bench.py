@@ -57,7 +57,7 @@ def test_a_backend_that_fails_verify_is_not_timed(tmp_path: Path, monkeypatch: p
 
     def lse(block: Block, columns: bool, options: Options) -> Statistics:
         found = right.lse(block, columns, options)
-        return replace(found, row_lse=found.row_lse + 0.01)
+        return replace(found, row_negative_lse=found.row_negative_lse + 0.01)
 
     monkeypatch.setattr(bench, "load", lambda name: replace(right, lse=lse))
     code, found = run(tmp_path, "--parts", "aims", "errors", "big")
