@@ -108,7 +108,7 @@ def test_sup_con_and_ids_work_on_cupy_arrays() -> None:
 def test_a_certain_positive_has_its_excess_to_all_digits(
     record: str, dtype: str, precision: str, size: tuple[int, int]
 ) -> None:
-    """The loss of certain pairs is log1p(exp(N - P)), far below the last digit of either: only errors of logits show."""
+    """The loss of certain pairs is log1p(exp(N - P)), far below the last digit of either."""
     x, _ = towers(dtype, *size)
     y = x.flip(0).contiguous()
     at = torch.arange(len(x), device="cuda").flip(0)
