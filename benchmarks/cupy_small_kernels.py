@@ -251,7 +251,7 @@ def share(n: np.ndarray, p: np.ndarray) -> np.ndarray:
 
 def backward(half: bool, by_ids: bool, certain: bool) -> Iterator[tuple[str, float]]:
     """What the weights allow, the vectors of the epilogue of G, and G of positives by index."""
-    lengths, bias, scale = (1500, 1027), np.float32(0.6), 20.0
+    lengths, bias, scale = (1500, 1027), float(np.float32(0.6)), 20.0
     sides, held = [], []
     # trained: the positives are far above the rest, and the reference must not be the one nearest 0
     low, high = (90, 100) if certain else (-30, 60)

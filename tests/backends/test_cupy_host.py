@@ -104,8 +104,9 @@ def test_positives_by_index_are_multiplied_as_the_tiles_are(
             assert call.blocks * 64 >= max(M, N) > (call.blocks - 1) * 64
             out = call.arguments
             assert (out.row_lse, out.row_sum) == (found.row_positive_lse.data.ptr, found.row_positive_sum.data.ptr)
-            columns = [found.column_positive_lse, found.column_positive_sum]
-            assert [out.column_lse, out.column_sum] == [x.data.ptr if two_sided else None for x in columns]
+            columns = [host.launch.pointer(x) for x in (found.column_positive_lse, found.column_positive_sum)]
+            assert [out.column_lse, out.column_sum] == columns
+            assert (columns[0] is not None) == two_sided
         gathered = [call.arguments for call in host.calls if call.name == "sum_positives"]
         assert len(gathered) == (len(dots) and two_sided)
         for out in gathered:
