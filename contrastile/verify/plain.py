@@ -108,8 +108,8 @@ def _floor(problem: Problem, t: Truth, accuracy: Accuracy, dtype: str) -> Outcom
 
     A logit's rounding, relative to the size of its terms, moves the logarithm of its probability by as much, and an
     exponential errs by its own; both may have one sign everywhere, so that sums of them to a number add up. So do
-    roundings of G at positives, whose entries are nearly equal where a model is not certain of them. Elsewhere roundings
-    of G are independent, and their squares add up.
+    roundings of G at positives, whose entries are nearly equal where a model is not certain of them. Elsewhere
+    roundings of G are independent, and their squares add up.
     """
     u, a = max(accuracy.unit, accuracy.accumulate_unit), accuracy
     terms = abs(t.scale) * (np.abs(t.q) @ np.abs(t.k).T) + abs(t.bias)
