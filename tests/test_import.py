@@ -29,13 +29,23 @@ LAYERS = [
     {""},  # contrastile/__init__.py
     {"nn", "data", "training"},
     {"verify"},
-    {"bench", "doctor"},
+    {"bench", "doctor", "mutate"},
     {"cli"},
     {"__main__"},
 ]
 OPTIONAL = {"torch", "triton", "cupy", "cuda", "ml_dtypes", "mpi4py", "hypothesis", "rich", "matplotlib", "pytest"}
 # the packages that each optional import is confined to
-FRAMES = ("autograd", "nn", "backends.arrays", "backends.replay", "validation", "verify", "bench", "doctor")
+FRAMES = (
+    "autograd",
+    "nn",
+    "backends.arrays",
+    "backends.eager",
+    "backends.replay",
+    "validation",
+    "verify",
+    "bench",
+    "doctor",
+)
 HOMES = {
     "torch": (*FRAMES, "backends.torch", "backends.triton", "exchange.torchgroup"),
     "triton": ("backends.triton",),
@@ -44,7 +54,7 @@ HOMES = {
     "mpi4py": ("exchange.mpi", "verify"),
     "hypothesis": ("verify",),
     "pytest": ("verify",),
-    "rich": ("verify", "bench", "doctor", "cli"),
+    "rich": ("verify", "bench", "doctor", "mutate", "cli"),
     "matplotlib": ("verify", "bench"),
 }
 LAZY = {("evaluation", "autograd")}  # named only once a torch tensor is there

@@ -15,6 +15,7 @@ import torch
 from contrastile.backends.contract import Backend, Block, Options, Statistics, Weights
 from contrastile.backends.registry import load
 from contrastile.exchange import local, schedule
+from contrastile.exchange.calls import Calls
 
 
 class _Done:
@@ -39,6 +40,7 @@ class Silent:
         """Stand in for ``real``; with ``handshake`` the ranks still agree over it before each call."""
         self.real, self.handshake = real, handshake
         self.rank, self.size, self.deadline = real.rank, real.size, real.deadline
+        self.calls = Calls()
         self._agreed: dict[bytes, Any] = {}
         self._whole: dict[tuple[Any, ...], torch.Tensor] = {}
 
@@ -47,10 +49,10 @@ class Silent:
         refused: str | None = self.real.refusal(arrays, device)
         return refused
 
-    def agree(self, record: Any) -> Any:
+    def agree(self, record: Any, label: Any = None) -> Any:
         """Everybody's record: each time anew, or as it was the first time."""
         if self.handshake:
-            return self.real.agree(record)
+            return self.real.agree(record, label)
         key = record.tobytes()
         if key not in self._agreed:
             self._agreed[key] = self.real.agree(record)

@@ -68,7 +68,9 @@ def _decode(text: str, replay: bool = False) -> How:
 # without the placement: what is kept here would outlive its communicator
 @cache
 def _settings(text: str, replay: bool) -> tuple[Match, str, Options]:
-    match, backend, precision, height, width = text.split("|")
+    match, _, settings = text.partition("|")
+    # a backend may have any name
+    backend, precision, height, width = settings.rsplit("|", 3)
     tile = (int(height), int(width)) if int(height) else None
     return cast("Match", match), backend, Options(tile=tile, precision=precision, replay=replay)
 
@@ -122,6 +124,10 @@ def softmax_loss(
     return keeping_softmax_loss(rows, columns, scale, vectors, how, keep=False)[:-1]
 
 
+Forward = tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]
+"""The loss, four log-sum-exps, the gathered columns, and what the backend has kept."""
+
+
 def keeping_softmax_loss(
     rows: Tensor,
     columns: Sequence[Tensor],
@@ -131,7 +137,7 @@ def keeping_softmax_loss(
     *,
     keep: bool,
     replay: bool = False,
-) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]:
+) -> Forward:
     """``softmax_loss``, and what the backend has kept for ``kept_softmax_gradients`` if it may: see ``local.forward``.
 
     No operator gives what was kept: how much that is depends on the GPU, and a graph must know every size. Nor may it
@@ -140,7 +146,7 @@ def keeping_softmax_loss(
     way, blocks = _decode(how, replay), len(columns)
     chosen = load(way.backend)
 
-    def compute(arrays: Sequence[Any], options: Options) -> tuple[Tensor, ...]:
+    def compute(arrays: Sequence[Any], options: Options) -> Forward:
         rows, scale, *rest = arrays
         problem = _problem("softmax", rows, rest[:blocks], scale, None, rest[blocks:], way)
         with native(problem, chosen) as (inside, source):
@@ -148,12 +154,14 @@ def keeping_softmax_loss(
             outside, features = _outside(chosen, source, scale, scale), _outside(chosen, source, scale, rows)
             as_they_are = _outside(chosen, source, scale, None)
             columns = (saved.column_negative_lse, saved.column_positive_lse) if saved.over is None else saved.over
-            state = (as_they_are(x) for x in (saved.row_negative_lse, saved.row_positive_lse, *columns))
-            return outside(saved.loss), *state, features(saved.gathered), as_they_are(saved.kept)
+            rows_n, rows_p = as_they_are(saved.row_negative_lse), as_they_are(saved.row_positive_lse)
+            columns_n, columns_p = map(as_they_are, columns)
+            rest_of_it = features(saved.gathered), as_they_are(saved.kept)
+            return outside(saved.loss), rows_n, rows_p, columns_n, columns_p, *rest_of_it
 
     arrays = rows, scale, *columns, *vectors
     if not _replayed(way, chosen, rows, columns):
-        return cast("Any", compute(arrays, way.options))
+        return compute(arrays, way.options)
     # what was kept would be copied, and held, in each of them
     found = GRAPHS.call(
         ("softmax_loss", how, keep, blocks),
@@ -161,7 +169,7 @@ def keeping_softmax_loss(
         lambda given: compute(given, _settings(how.rpartition("|")[0], False)[2]),
         lambda found: found[-1].numel() > 0,
     )
-    return cast("Any", tuple(found))
+    return cast("Forward", tuple(found))
 
 
 def softmax_gradients(
@@ -211,9 +219,9 @@ def kept_softmax_gradients(
             # .data: the backend may write there, and autograd must not take that for a change of what it saved
             more = gathered if gathered.numel() else None, kept.data if kept.numel() else None
             given = (transfer(x, source, chosen.arrays) for x in (upstream, *state, *more))
-            factor, *row_lses, first, second, columns_there, kept_there = given
-            sides, over = ((None, None), (first, second)) if over_all else ((first, second), None)
-            forward = local.Forward(factor, *row_lses, *sides, columns_there, over, kept_there)
+            factor, rows_n, rows_p, first, second, columns_there, kept_there = given
+            columns_n, columns_p, over = (None, None, (first, second)) if over_all else (first, second, None)
+            forward = local.Forward(factor, rows_n, rows_p, columns_n, columns_p, columns_there, over, kept_there)
             found = schedule.backward(inside, forward, factor, wanted, chosen, options)
             matrix, number = _outside(chosen, source, scale, rows), _outside(chosen, source, scale, scale)
             return [matrix(found.rows), *(matrix(x) for x in found.columns), number(found.scale)]

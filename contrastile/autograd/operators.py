@@ -35,6 +35,17 @@ def second_derivative(operator: str) -> RuntimeError:
     )
 
 
+def one_upstream(operator: str, upstream: Tensor) -> Tensor:
+    """The upstream gradient; raise RuntimeError if it is a batch of them under torch's older, autograd's own vmap."""
+    known = getattr(torch._C, "_functorch", None)
+    if known is not None and known.is_legacy_batchedtensor(upstream):
+        raise RuntimeError(
+            f"contrastile::{operator} must be given one upstream gradient at a time, got a batch of them "
+            "(is_grads_batched, vectorize=True); call autograd.grad in a loop, or torch.func.jacrev"
+        )
+    return upstream
+
+
 def _fake_softmax_loss(
     rows: Tensor,
     columns: Sequence[Tensor],
@@ -148,13 +159,13 @@ def only(wanted: Sequence[bool], given: Sequence[Tensor]) -> list[Tensor | None]
 def _softmax_backward(ctx: Any, upstream: Tensor, *_: Any) -> tuple[Any, ...]:
     wants = [ctx.needs_input_grad[0], *ctx.needs_input_grad[1], ctx.needs_input_grad[2]]
     found, inputs = saved_softmax(ctx)
-    rows, columns, scale = softmax_gradients(upstream, *found, *inputs, wants)
+    rows, columns, scale = softmax_gradients(one_upstream("softmax_gradients", upstream), *found, *inputs, wants)
     given = only(wants, [rows, *columns, scale])
     return given[0], given[1:-1], given[-1], None, None
 
 
 def _sigmoid_backward(ctx: Any, upstream: Tensor, *_: Any) -> tuple[Any, ...]:
-    rows, columns, *numbers = sigmoid_gradients(upstream, *saved_sigmoid(ctx))
+    rows, columns, *numbers = sigmoid_gradients(one_upstream("sigmoid_gradients", upstream), *saved_sigmoid(ctx))
     given = only(ctx.wants, [rows, *columns, *numbers])
     return given[0], given[1:-2], given[-2], given[-1], None, None, None
 

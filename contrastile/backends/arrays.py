@@ -12,6 +12,7 @@ from contextlib import AbstractContextManager, nullcontext
 from typing import Any, Protocol
 
 from contrastile.backends import crossing
+from contrastile.backends.eager import imported
 
 Array = Any
 FLOATS = ("float16", "bfloat16", "float32", "float64")
@@ -349,7 +350,7 @@ class TorchArrays:
         return right - self.module.searchsorted(ordered, needles)
 
     def to_numpy(self, x: Array) -> Any:
-        x = x.detach().cpu()
+        x = x.detach().cpu().resolve_neg()
         return (x.float() if x.dtype == self.module.bfloat16 else x).numpy()
 
     def from_numpy(self, x: Any) -> Array:
@@ -383,10 +384,16 @@ def library_of(x: Any) -> ArrayLibrary:
     Raises:
         TypeError: x is of no known library.
     """
-    for name, kind in (("torch", TorchArrays), ("cupy", CupyArrays), ("numpy", NumpyArrays)):
-        module = sys.modules.get(name)
-        if module is not None and hasattr(module, "ndarray" if name != "torch" else "Tensor"):
-            library: ArrayLibrary = kind(module)
+    if imported("torch"):
+        import torch
+
+        # one that is in the middle of its own import has no tensors yet
+        if isinstance(x, getattr(torch, "Tensor", ())):
+            return TorchArrays(torch)
+    # a compiler comes this far with NumPy arrays alone
+    for name, kind in (("cupy", CupyArrays), ("numpy", NumpyArrays)):
+        if imported(name) and hasattr(sys.modules[name], "ndarray"):
+            library: ArrayLibrary = kind(sys.modules[name])
             if library.owns(x):
                 return library
     raise TypeError(

@@ -138,14 +138,14 @@ def forward(problem: Problem, backend: Backend, options: Options, *, keep: bool 
     loss = arrays.weighted_nll(*mine, problem.row_weight, problem.row_target)
     if not two_sided:
         return replace(together(problem, loss, *mine[:2], arrays=arrays), gathered=columns, kept=kept)
-    state = [arrays.concat([x[r] for r in sorted(x)]) for x in sides]
-    total, lses, over = _over_columns(problem, arrays, loss, state)
+    n, p, s = (arrays.concat([x[r] for r in sorted(x)]) for x in sides)
+    total, lses, over = _over_columns(problem, arrays, loss, (n, p, s))
     value = arrays.cast(total, arrays.dtype(problem.scale))
-    return local.Forward(value, *mine[:2], *lses, columns, over, kept)
+    return local.Forward(value, mine[0], mine[1], lses[0], lses[1], columns, over, kept)
 
 
 def _over_columns(
-    problem: Problem, arrays: ArrayLibrary, loss: Array, state: Sequence[Array]
+    problem: Problem, arrays: ArrayLibrary, loss: Array, state: local.Triple
 ) -> tuple[Array, Sequence[Array], tuple[Array, Array] | None]:
     """The loss of all ranks, N and P of this rank's columns, and what backward needs to know of all (``Forward.over``).
 
@@ -183,9 +183,10 @@ def _over_columns(
     return value, [x[start:stop] for x in merged[:2]], (lses, weights)
 
 
-def _merged(arrays: ArrayLibrary, parts: Sequence[Sequence[Array]]) -> tuple[Array, ...]:
+def _merged(arrays: ArrayLibrary, parts: Sequence[Sequence[Array]]) -> local.Triple:
     """N, P and S over all ranks' rows, from each rank's, in the order of the ranks."""
-    return local.row_statistics(arrays, [Statistics(*each) for each in zip(*parts, strict=True)])
+    negatives, positives, sums = parts
+    return local.row_statistics(arrays, list(map(Statistics, negatives, positives, sums)))
 
 
 @local.ieee
@@ -215,7 +216,8 @@ def backward(
         columns = *lses, weighted.column_weight, weighted.column_target
 
     def weights(part: _Part, kept: Array | None = None) -> Weights:
-        return Weights(*rows, *(part.along(placement.shards, x, arrays) for x in columns), kept)
+        n, p, weight, target = (part.along(placement.shards, x, arrays) for x in columns)
+        return Weights(*rows, n, p, weight, target, kept)
 
     if at_once and backend.finished is not None:
         # this rank's rows meet every column here: only the columns' sums have other ranks' parts to come

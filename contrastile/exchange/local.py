@@ -14,6 +14,9 @@ from contrastile.exchange.problem import Problem
 P = ParamSpec("P")
 R = TypeVar("R")
 
+Triple = tuple[Array, Array, Array]
+"""N, P and S of one side: see ``contract.Statistics``."""
+
 
 def ieee(function: Callable[P, R]) -> Callable[P, R]:
     """NaN and infinity are answers here, and NumPy is not to warn of them."""
@@ -119,14 +122,16 @@ def forward(problem: Problem, backend: Backend, options: Options, *, keep: bool 
         parts.append(lse(block, two_sided, options))
     rows = row_statistics(arrays, parts)
     loss = arrays.weighted_nll(*rows, problem.row_weight, problem.row_target)
-    columns: tuple[Array, ...] = ()
+    columns: Triple = (None, None, None)
     if two_sided:
         columns = column_statistics(arrays, parts)
         loss = loss + arrays.weighted_nll(*columns, problem.column_weight, problem.column_target)
-    return Forward(arrays.cast(loss, arrays.dtype(problem.scale)), *rows[:2], *columns[:2], kept=parts[0].kept)
+    return Forward(
+        arrays.cast(loss, arrays.dtype(problem.scale)), rows[0], rows[1], columns[0], columns[1], kept=parts[0].kept
+    )
 
 
-def row_statistics(arrays: ArrayLibrary, parts: Sequence[Statistics]) -> tuple[Array, Array, Array]:
+def row_statistics(arrays: ArrayLibrary, parts: Sequence[Statistics]) -> Triple:
     """N, P and S of the rows over several blocks of columns."""
     n, p, s = parts[0].row_negative_lse, parts[0].row_positive_lse, parts[0].row_positive_sum
     for part in parts[1:]:
@@ -135,10 +140,10 @@ def row_statistics(arrays: ArrayLibrary, parts: Sequence[Statistics]) -> tuple[A
     return n, p, s
 
 
-def column_statistics(arrays: ArrayLibrary, parts: Sequence[Statistics]) -> tuple[Array, ...]:
+def column_statistics(arrays: ArrayLibrary, parts: Sequence[Statistics]) -> Triple:
     """N, P and S of the joined columns."""
-    sides = zip(*((x.column_negative_lse, x.column_positive_lse, x.column_positive_sum) for x in parts), strict=True)
-    return tuple(arrays.concat(list(each)) for each in sides)
+    n, p = (arrays.concat([getattr(x, f"column_{side}_lse") for x in parts]) for side in ("negative", "positive"))
+    return n, p, arrays.concat([x.column_positive_sum for x in parts])
 
 
 @ieee

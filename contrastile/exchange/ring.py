@@ -153,11 +153,11 @@ def forward(problem: Problem, backend: Backend, options: Options) -> local.Forwa
             rider.leave(visit.owner, local.column_statistics(arrays, parts), widths)
     mine = local.row_statistics(arrays, rows)
     loss = arrays.weighted_nll(*mine, problem.row_weight, problem.row_target)
-    columns: Sequence[Array] = ()
-    if two_sided:
-        columns = rider.home()
-        loss = loss + arrays.weighted_nll(*columns, problem.column_weight, problem.column_target)
-    return together(problem, loss, *mine[:2], *columns[:2], arrays=arrays)
+    if not two_sided:
+        return together(problem, loss, *mine[:2], arrays=arrays)
+    n, p, s = rider.home()
+    loss = loss + arrays.weighted_nll(n, p, s, problem.column_weight, problem.column_target)
+    return together(problem, loss, *mine[:2], n, p, arrays=arrays)
 
 
 @local.ieee

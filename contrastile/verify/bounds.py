@@ -32,7 +32,7 @@ from contrastile.oracle.arrays import BoolArray, FloatArray, float64
 from contrastile.oracle.sigmoid import sigma, softplus
 from contrastile.verify.arithmetic import Arithmetic, Lengths, Spread, arithmetic, gamma
 from contrastile.verify.rounding import UNIT
-from contrastile.verify.truth import STATISTICS, Direction, Outcome, Truth, split
+from contrastile.verify.truth import Direction, Outcome, Truth, split
 
 ORACLE = Accuracy(unit=UNIT["float64"], accumulate_unit=UNIT["float64"])
 """The oracle's own arithmetic: dense, one tile, sums in any order."""
@@ -91,7 +91,7 @@ def _softmax(problem: Problem, t: Truth, a: Arithmetic, upstream: float) -> Outc
     if t.column is not None:
         seen.append(_Seen(t.x.T, E.T, t.admitted.T, t.positive.T, t.column, a.over_rows, named))
     loss, dG, largest = 0.0, np.zeros(t.x.shape), 0.0
-    errors: dict[str, FloatArray | None] = dict.fromkeys(STATISTICS)
+    errors: dict[str, Any] = {}
     for side, name in zip(seen, ("row", "column"), strict=False):
         negative = _lse_error(side, side.admitted & ~side.positive, side.side.negative_lse, reference, a)
         positive = _positive_lse_error(side, reference, a)

@@ -97,10 +97,14 @@ def doubled(problem: Problem) -> Problem:
     )
     (_, before), (_, after) = masks(problem), masks(twofold)
     share = before.sum(axis=1) / np.maximum(after.sum(axis=1), 1)
+    # a copy may have a positive that its original is excluded from
+    shares = np.tile(before.sum(axis=0), 2) / np.maximum(after.sum(axis=0), 1)
     return replace(
         twofold,
         row_target=problem.row_target * share,
-        column_target=None if twofold.column_target is None else twofold.column_target * after.any(axis=0),
+        column_target=None
+        if twofold.column_target is None
+        else twofold.column_target * np.where(after.any(0), shares, 0),
     )
 
 

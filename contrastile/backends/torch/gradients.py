@@ -41,7 +41,8 @@ def gradients(
     certain = block.pairs.match == "target" and (not products.sync or any(bool(s.certain.any()) for s in sides))
     accumulators = Accumulators(products, row_gradient, column_gradient)
     for tile in tiles(block, products, options):
-        matched = _matched_entries(tile, sides) if certain and tile.pairs.matched is not None else None
+        matched = tile.pairs.matched
+        exact = _matched_entries(tile, sides) if certain and matched is not None else None
         if shared is not None:
             _from_shared(tile, shared)
         else:
@@ -51,8 +52,8 @@ def gradients(
         # before any rounding of G
         if named is not None:
             tile.pairs.set_named(tile.x, named[tile.rows])
-        elif matched is not None:
-            torch.where(tile.pairs.matched, matched, tile.x, out=tile.x)
+        elif matched is not None and exact is not None:
+            torch.where(matched, exact, tile.x, out=tile.x)
         else:
             column_term = sides[1].term[tile.columns] if len(sides) == 2 else None
             tile.pairs.subtract_matched(tile.x, sides[0].term[tile.rows], column_term, tile.spare)

@@ -72,8 +72,7 @@ class _Side:
 
     def vectors(self) -> tuple[torch.Tensor, ...]:
         """In the order of ``contract.Statistics``. Of one positive the log-sum-exp is its logit, to the last bit."""
-        alone = self.count is not None and self.count == 1
-        positive = self.positive if self.count is None else torch.where(alone, self.total, self.positive)
+        positive = self.positive if self.count is None else torch.where(self.count == 1, self.total, self.positive)
         return self.negative, positive, self.total
 
 
@@ -106,7 +105,9 @@ class _Found:
         rows, *columns = self.sides
         rows.positive, rows.total = self.logits, torch.where(self.named, self.logits, 0.0)
         positives = self.block.pairs.positives
-        for side in columns if positives is not None and self.block.columns.shape[0] else ():
+        if positives is None or not self.block.columns.shape[0]:
+            return
+        for side in columns:
             # a row without a positive adds 0 to the first column
             at = torch.where(self.named, positives, 0)
             side.total.index_put_((at,), rows.total, accumulate=True)

@@ -1,0 +1,313 @@
+"""Blocks that are not seen as they are: sizes, precision, scale, bias, weights, pairs."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import fields, replace
+from typing import Any
+
+from contrastile.backends.arrays import ArrayLibrary
+from contrastile.backends.contract import Array, Backend, Block
+from contrastile.mutate.wrapping import around, doubled, only_in, seeing, wrapper
+
+# logits that are wrong at some sizes
+
+
+@wrapper
+def doubled_at_m_64(backend: Backend) -> Backend:
+    """Logits are doubled where m is a multiple of 64."""
+    return doubled(backend, lambda b: b.rows.shape[0] % 64 == 0)
+
+
+@wrapper
+def doubled_at_m_128(backend: Backend) -> Backend:
+    """Logits are doubled where m is a multiple of 128."""
+    return doubled(backend, lambda b: b.rows.shape[0] % 128 == 0)
+
+
+@wrapper
+def doubled_at_n_64(backend: Backend) -> Backend:
+    """Logits are doubled where n is a multiple of 64."""
+    return doubled(backend, lambda b: b.columns.shape[0] % 64 == 0)
+
+
+@wrapper
+def doubled_at_d_512(backend: Backend) -> Backend:
+    """Logits are doubled at d = 512."""
+    return doubled(backend, lambda b: b.rows.shape[1] == 512)
+
+
+@wrapper
+def doubled_beyond_d_1024(backend: Backend) -> Backend:
+    """Logits are doubled where d > 1024."""
+    return doubled(backend, lambda b: b.rows.shape[1] > 1024)
+
+
+@wrapper
+def doubled_beyond_n_1000(backend: Backend) -> Backend:
+    """Logits are doubled where n > 1000."""
+    return doubled(backend, lambda b: b.columns.shape[0] > 1000)
+
+
+@wrapper
+def doubled_beyond_n_1100(backend: Backend) -> Backend:
+    """Logits are doubled where n > 1100."""
+    return doubled(backend, lambda b: b.columns.shape[0] > 1100)
+
+
+@wrapper
+def doubled_at_one_row(backend: Backend) -> Backend:
+    """Logits are doubled where m = 1."""
+    return doubled(backend, lambda b: b.rows.shape[0] == 1)
+
+
+@wrapper
+def last_feature_of_odd_d(backend: Backend) -> Backend:
+    """The last feature is dropped where d is odd."""
+    return seeing(backend, lambda arrays, b: _first_features(arrays, b, b.rows.shape[1] // 2 * 2))
+
+
+@wrapper
+def features_beyond_128(backend: Backend) -> Backend:
+    """Features from the 129th on are dropped."""
+    return seeing(backend, lambda arrays, b: _first_features(arrays, b, 128))
+
+
+def _first_features(arrays: ArrayLibrary, b: Block, count: int) -> Block:
+    """The block with zeros in the place of the features behind the first ``count``."""
+    if not 0 < count < b.rows.shape[1]:
+        return b
+    there = arrays.arange(0, b.rows.shape[1], b.rows) < count
+    rows, columns = (arrays.cast(arrays.where(there[None, :], x, 0.0), arrays.dtype(x)) for x in (b.rows, b.columns))
+    return replace(b, rows=rows, columns=columns)
+
+
+@wrapper
+def doubled_in_float16(backend: Backend) -> Backend:
+    """Logits are doubled for float16 features."""
+    return doubled(backend, lambda b: backend.arrays.dtype(b.rows) == "float16")
+
+
+@wrapper
+def doubled_in_float64(backend: Backend) -> Backend:
+    """Logits are doubled for float64 features."""
+    return doubled(backend, lambda b: backend.arrays.dtype(b.rows) == "float64")
+
+
+# precision
+
+
+def _rounded(arrays: ArrayLibrary, x: Array, dtype: str) -> Array:
+    return arrays.cast(arrays.cast(x, dtype), arrays.dtype(x))
+
+
+@only_in("torch")
+def features_in_bfloat16(backend: Backend) -> Backend:
+    """Features are rounded to bfloat16 before the products."""
+    return seeing(
+        backend,
+        lambda arrays, b: replace(
+            b, rows=_rounded(arrays, b.rows, "bfloat16"), columns=_rounded(arrays, b.columns, "bfloat16")
+        ),
+    )
+
+
+@wrapper
+def features_in_tf32(backend: Backend) -> Backend:
+    """Features are rounded to the 11 bits of tf32 before the products, and nobody asked for tf32."""
+
+    def change(arrays: ArrayLibrary, b: Block) -> Block:
+        # half of the range of float16 is enough here, and its significand is tf32's
+        return replace(b, rows=_rounded(arrays, b.rows, "float16"), columns=_rounded(arrays, b.columns, "float16"))
+
+    return seeing(backend, change)
+
+
+@wrapper
+def scale_in_float16(backend: Backend) -> Backend:
+    """The scale is rounded to 11 bits."""
+    return seeing(backend, lambda arrays, b: replace(b, scale=_rounded(arrays, b.scale, "float16")))
+
+
+@wrapper
+def statistics_in_float16(backend: Backend) -> Backend:
+    """Log-sum-exps and sums of positive logits are rounded to 11 bits."""
+
+    def call(primitive: Callable[..., Any], block: Block, *rest: Any) -> Any:
+        found, arrays = primitive(block, *rest), backend.arrays
+        given = {each.name: getattr(found, each.name) for each in fields(found)}
+        vectors = {name: x for name, x in given.items() if name != "kept" and x is not None}
+        return replace(found, **{name: _rounded(arrays, x, "float16") for name, x in vectors.items()})
+
+    return around(backend, call, "lse", "keeping")
+
+
+@wrapper
+def float64_in_float32(backend: Backend) -> Backend:
+    """Float64 features are rounded to float32 before the products."""
+
+    def change(arrays: ArrayLibrary, b: Block) -> Block:
+        if arrays.dtype(b.rows) != "float64":
+            return b
+        return replace(b, rows=_rounded(arrays, b.rows, "float32"), columns=_rounded(arrays, b.columns, "float32"))
+
+    return seeing(backend, change)
+
+
+# the scale, the bias, the weights
+
+
+@wrapper
+def sign_of_scale_lost(backend: Backend) -> Backend:
+    """A negative scale is taken for its absolute value."""
+    return seeing(backend, lambda arrays, b: replace(b, scale=abs(b.scale)))
+
+
+@wrapper
+def bias_ignored(backend: Backend) -> Backend:
+    """The bias is not added."""
+    return seeing(backend, lambda arrays, b: replace(b, bias=None))
+
+
+def _weighing(backend: Backend, change: Callable[[Array], Array]) -> Backend:
+    """Weights of rows and columns changed on their way in."""
+
+    def softmax(primitive: Callable[..., Any], block: Block, weights: Any, *rest: Any) -> Any:
+        column = weights.column_weight
+        column = None if column is None else change(column)
+        return primitive(block, replace(weights, row_weight=change(weights.row_weight), column_weight=column), *rest)
+
+    def sigmoid(primitive: Callable[..., Any], block: Block, row_weight: Array, *rest: Any) -> Any:
+        return primitive(block, change(row_weight), *rest)
+
+    return around(around(backend, softmax, "gradients", "finished"), sigmoid, "sigmoid")
+
+
+@wrapper
+def weights_below_1e_6(backend: Backend) -> Backend:
+    """Weights below 1e-6 are dropped."""
+    arrays = backend.arrays
+    return _weighing(backend, lambda w: arrays.cast(arrays.where(abs(w) < 1e-6, 0.0, w), arrays.dtype(w)))
+
+
+@wrapper
+def sign_of_weights_lost(backend: Backend) -> Backend:
+    """Negative weights are taken for their absolute values."""
+    return _weighing(backend, abs)
+
+
+@wrapper
+def weights_squared(backend: Backend) -> Backend:
+    """Weights are applied twice: the gradient from above is squared."""
+    return _weighing(backend, lambda w: w * w)
+
+
+@wrapper
+def weights_averaged(backend: Backend) -> Backend:
+    """Every row has the mean weight: the gradient from above is ignored."""
+    arrays = backend.arrays
+    return _weighing(backend, lambda w: w * 0 + arrays.cast(arrays.total(w) / max(1, w.shape[0]), arrays.dtype(w)))
+
+
+@wrapper
+def sides_of_weights_swapped(backend: Backend) -> Backend:
+    """Where m = n the columns' weights are applied to the rows, and the rows' to the columns."""
+
+    def call(primitive: Callable[..., Any], block: Block, weights: Any, *rest: Any) -> Any:
+        if weights.column_weight is not None and block.rows.shape[0] == block.columns.shape[0]:
+            row, column = weights.row_weight, weights.column_weight
+            weights = replace(weights, row_weight=column, column_weight=row)
+        return primitive(block, weights, *rest)
+
+    return around(backend, call, "gradients", "finished")
+
+
+# which pairs count
+
+
+def _pairing(backend: Backend, change: Callable[[ArrayLibrary, Block], dict[str, Any]]) -> Backend:
+    """Some vectors of the pairs replaced."""
+    return seeing(backend, lambda arrays, b: replace(b, pairs=replace(b.pairs, **change(arrays, b))))
+
+
+def _with(change: Callable[[Array], Array], **vectors: Array | None) -> dict[str, Any]:
+    """Each vector that is there, changed."""
+    return {name: None if x is None else change(x) for name, x in vectors.items()}
+
+
+@wrapper
+def positives_off_by_one(backend: Backend) -> Backend:
+    """The positive is taken to be the column before."""
+    return _pairing(backend, lambda arrays, b: _with(lambda x: x - 1, positives=b.pairs.positives))
+
+
+@wrapper
+def positives_modulo_n(backend: Backend) -> Backend:
+    """A positive outside of the block is taken modulo n, for a column inside."""
+
+    def change(arrays: ArrayLibrary, b: Block) -> dict[str, Any]:
+        return _with(lambda x: x % max(1, b.columns.shape[0]), positives=b.pairs.positives)
+
+    return _pairing(backend, change)
+
+
+@wrapper
+def exclusions_ignored(backend: Backend) -> Backend:
+    """Excluded pairs are admitted."""
+    return _pairing(backend, lambda arrays, b: {"excluded": None})
+
+
+@wrapper
+def dropped_ids_ignored(backend: Backend) -> Backend:
+    """Pairs of equal ids stay in the log-sum-exps with match="drop"."""
+
+    def change(arrays: ArrayLibrary, b: Block) -> dict[str, Any]:
+        return {"row_ids": None, "column_ids": None} if b.pairs.match == "drop" else {}
+
+    return _pairing(backend, change)
+
+
+@wrapper
+def target_taken_for_drop(backend: Backend) -> Backend:
+    """With match="target" equal ids are dropped."""
+    return _pairing(backend, lambda arrays, b: {"match": "drop"})
+
+
+@wrapper
+def ids_cut_to_32_bits(backend: Backend) -> Backend:
+    """Only the low 32 bits of an id are compared."""
+
+    def change(arrays: ArrayLibrary, b: Block) -> dict[str, Any]:
+        return _with(lambda x: x & 0xFFFFFFFF, row_ids=b.pairs.row_ids, column_ids=b.pairs.column_ids)
+
+    return _pairing(backend, change)
+
+
+@wrapper
+def ids_cut_to_16_bits(backend: Backend) -> Backend:
+    """Only the low 16 bits of an id are compared."""
+
+    def change(arrays: ArrayLibrary, b: Block) -> dict[str, Any]:
+        return _with(lambda x: x & 0xFFFF, row_ids=b.pairs.row_ids, column_ids=b.pairs.column_ids)
+
+    return _pairing(backend, change)
+
+
+@wrapper
+def negative_ids_never_equal(backend: Backend) -> Backend:
+    """A negative id is taken for none, and equals nothing."""
+
+    def change(arrays: ArrayLibrary, b: Block) -> dict[str, Any]:
+        return _with(lambda x: arrays.where(x < 0, x - (1 << 62), x), row_ids=b.pairs.row_ids)
+
+    return _pairing(backend, change)
+
+
+@wrapper
+def sign_of_ids_lost(backend: Backend) -> Backend:
+    """A negative id equals the positive one."""
+
+    def change(arrays: ArrayLibrary, b: Block) -> dict[str, Any]:
+        return _with(abs, row_ids=b.pairs.row_ids, column_ids=b.pairs.column_ids)
+
+    return _pairing(backend, change)

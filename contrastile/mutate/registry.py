@@ -1,0 +1,134 @@
+"""All mutants: the defects of ``wrappers``, and patches of the package's source, which ``patches/ROOM.txt`` lists.
+
+A patch is written like this, below the ``==`` line that names its file in the package::
+
+    == exchange/ring.py
+
+    last-shard-skipped: a rank never sees its successor's shard
+    - for step in range(n):
+    + for step in range(max(1, n - 1)):
+    interpreted: --case hot --dtype float32
+    equivalent: why no check can see it
+
+Lines behind ``-`` are text that the file holds exactly once; it may begin and end anywhere in a line. What takes its
+place stands behind ``+``. The last two are optional.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+
+from contrastile.mutate.wrappers import WRAPPERS
+
+PACKAGE = Path(__file__).parents[1]
+PATCHES = Path(__file__).parent / "patches"
+
+CONTRACT, SCHEDULE, EXCHANGE = "contract", "schedule", "exchange"
+ROOMS = (CONTRACT, SCHEDULE, EXCHANGE, "numpy", "torch", "triton", "cupy")
+"""Where mutants live: behind the contract, in the schedule of one process or of several ranks, in one backend."""
+
+
+class PatchError(ValueError):
+    """A patch does not fit its source, or is not written as one; the message says which and how to mend it."""
+
+
+@dataclass(frozen=True, slots=True)
+class Patch:
+    """A change of one file of the package.
+
+    Attributes:
+        file: its path in the package.
+        before: text that the file holds exactly once.
+        after: what takes its place.
+    """
+
+    file: str
+    before: str
+    after: str
+
+    def applied(self, package: Path = PACKAGE) -> str:
+        """The file's text with the change.
+
+        Raises:
+            PatchError: the file does not hold ``before`` exactly once.
+        """
+        try:
+            text = (package / self.file).read_text(encoding="utf-8")
+        except FileNotFoundError:
+            text = ""
+        count = text.count(self.before)
+        if count != 1:
+            raise PatchError(f"{self.file} must hold {self.before!r} once, found it {count} times; mend the patch")
+        return text.replace(self.before, self.after)
+
+
+@dataclass(frozen=True, slots=True)
+class Mutant:
+    """A known defect.
+
+    Attributes:
+        name: "ROOM:DEFECT".
+        about: what is wrong, in one line.
+        patch: of a copy of the package; None for a defect of ``wrappers``.
+        interpreted: arguments of ``contrastile verify`` that show it under Triton's interpreter, which takes a second
+            for a small problem; what they do not name is ``run.INTERPRETED``'s.
+        equivalent: why no check can see it, where that is so.
+    """
+
+    name: str
+    about: str
+    patch: Patch | None = None
+    interpreted: tuple[str, ...] = ()
+    equivalent: str | None = None
+
+    @property
+    def room(self) -> str:
+        """One of ROOMS."""
+        return self.name.partition(":")[0]
+
+    @property
+    def defect(self) -> str:
+        """The name within the room."""
+        return self.name.partition(":")[2]
+
+
+def every() -> Iterator[Mutant]:
+    """All mutants, room by room.
+
+    Raises:
+        PatchError: a list of patches is not written as one.
+    """
+    yield from (Mutant(f"{CONTRACT}:{name}", each.about) for name, each in WRAPPERS.items())
+    for room in ROOMS[1:]:
+        yield from read(room, (PATCHES / f"{room}.txt").read_text(encoding="utf-8"))
+
+
+def read(room: str, text: str) -> Iterator[Mutant]:
+    """The mutants of a room's list.
+
+    Raises:
+        PatchError: it is not written as one.
+    """
+    file = ""
+    for entry in filter(None, (each.strip("\n") for each in text.split("\n\n"))):
+        if entry.startswith("== "):
+            file = entry.removeprefix("== ")
+            continue
+        first, *lines = entry.splitlines()
+        name, colon, about = first.partition(": ")
+        parts: dict[str, list[str]] = {"-": [], "+": []}
+        facts: dict[str, str] = {}
+        for line in lines:
+            if line[:1] in parts:
+                parts[line[0]].append(line[2:])
+                continue
+            key, _, value = line.partition(": ")
+            facts[key] = value
+        if not (file and colon and all(parts.values()) and facts.keys() <= {"interpreted", "equivalent"}):
+            raise PatchError(f"a patch must be written as in contrastile/mutate/registry.py, got {entry!r}")
+        patch = Patch(file, *("\n".join(part) for part in parts.values()))
+        yield Mutant(
+            f"{room}:{name}", about, patch, tuple(facts.get("interpreted", "").split()), facts.get("equivalent")
+        )

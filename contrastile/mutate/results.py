@@ -1,0 +1,315 @@
+"""Results that are not what they should be: gradients, memory, strides, NaN; and backends that silence verify."""
+
+from __future__ import annotations
+
+import os
+import signal
+import sys
+import time
+from collections.abc import Callable
+from dataclasses import replace
+from typing import Any
+
+from contrastile.backends.arrays import ArrayLibrary
+from contrastile.backends.contract import Accuracy, Array, Backend, Block, Options
+from contrastile.mutate.wrapping import adding, around, only_in, seeing, wrapper
+
+# gradients and their accumulators
+
+
+@wrapper
+def nothing_without_row_gradient(backend: Backend) -> Backend:
+    """Nothing is added to the columns' gradient where the rows' is not wanted: a frozen tower."""
+
+    def call(primitive: Callable[..., Any], block: Block, weights: Any, rows: Any, columns: Any, options: Any) -> None:
+        if rows is not None:
+            primitive(block, weights, rows, columns, options)
+
+    return adding(backend, call)
+
+
+@wrapper
+def nothing_without_column_gradient(backend: Backend) -> Backend:
+    """Nothing is added to the rows' gradient where the columns' is not wanted: a frozen tower."""
+
+    def call(primitive: Callable[..., Any], block: Block, weights: Any, rows: Any, columns: Any, options: Any) -> None:
+        if columns is not None:
+            primitive(block, weights, rows, columns, options)
+
+    return adding(backend, call)
+
+
+@wrapper
+def sigmoid_0_without_gradients(backend: Backend) -> Backend:
+    """The sigmoid loss is 0 where no gradient is wanted: evaluation."""
+
+    def call(primitive: Callable[..., Any], block: Block, weight: Any, rows: Any, columns: Any, options: Any) -> Any:
+        loss, slope = primitive(block, weight, rows, columns, options)
+        return (loss * 0, slope) if rows is None and columns is None else (loss, slope)
+
+    return around(backend, call, "sigmoid")
+
+
+@wrapper
+def sigmoid_slope_0_without_gradients(backend: Backend) -> Backend:
+    """The row sums of G, of which the bias has its gradient, are 0 where neither tower wants one."""
+
+    def call(primitive: Callable[..., Any], block: Block, weight: Any, rows: Any, columns: Any, options: Any) -> Any:
+        loss, slope = primitive(block, weight, rows, columns, options)
+        return (loss, slope * 0) if rows is None and columns is None else (loss, slope)
+
+    return around(backend, call, "sigmoid")
+
+
+@wrapper
+def gradients_overwritten(backend: Backend) -> Backend:
+    """Gradients replace what was there, where they are to be added."""
+
+    def call(primitive: Callable[..., Any], block: Block, weights: Any, rows: Any, columns: Any, options: Any) -> None:
+        for x in (rows, columns):
+            if x is not None:
+                x[...] = 0
+        primitive(block, weights, rows, columns, options)
+
+    return adding(backend, call)
+
+
+@wrapper
+def rows_and_columns_swapped(backend: Backend) -> Backend:
+    """Where their shapes agree, dQ goes to the columns and dK to the rows."""
+
+    def call(primitive: Callable[..., Any], block: Block, weights: Any, rows: Any, columns: Any, options: Any) -> None:
+        if rows is not None and columns is not None and rows.shape == columns.shape:
+            rows, columns = columns, rows
+        primitive(block, weights, rows, columns, options)
+
+    return adding(backend, call)
+
+
+@wrapper
+def last_column_stale(backend: Backend) -> Backend:
+    """The last column gets no gradient."""
+
+    def call(primitive: Callable[..., Any], block: Block, weights: Any, rows: Any, columns: Any, options: Any) -> None:
+        before = None if columns is None or not columns.shape[0] else columns[-1] * 1
+        primitive(block, weights, rows, columns, options)
+        if columns is not None and before is not None:
+            columns[-1] = before
+
+    return adding(backend, call)
+
+
+@wrapper
+def update_lost(backend: Backend) -> Backend:
+    """Half of the rows lose what the second of two halves of the columns adds: a race."""
+
+    def call(primitive: Callable[..., Any], block: Block, weights: Any, rows: Any, columns: Any, options: Any) -> None:
+        primitive(block, weights, rows, columns, options)
+        n, few = block.columns.shape[0], (block.rows.shape[0] + 1) // 2
+        if rows is None or n < 2:
+            return
+        late = arrays.cast(arrays.arange(0, n, block.columns) >= n // 2, arrays.dtype(block.columns))
+        lost, part = rows * 0, replace(block, columns=block.columns * late[:, None])
+        primitive(part, weights, lost, None, options)
+        rows[:few] -= lost[:few]
+
+    arrays = backend.arrays
+    return adding(backend, call)
+
+
+# memory, layout, repetition
+
+
+@wrapper
+def whole_matrix_held(backend: Backend) -> Backend:
+    """All m x n logits are held at once."""
+
+    def call(primitive: Callable[..., Any], block: Block, *rest: Any) -> Any:
+        # written, or the memory would be promised and never held
+        held = backend.arrays.full((block.rows.shape[0], block.columns.shape[0]), 1.0, "float32", block.rows)
+        found = primitive(block, *rest)
+        del held
+        return found
+
+    return around(backend, call)
+
+
+@wrapper
+def tile_ignored(backend: Backend) -> Backend:
+    """One tile holds all logits, whatever tile was asked for."""
+
+    def call(primitive: Callable[..., Any], block: Block, *rest: Any) -> Any:
+        *most, options = rest
+        whole = max(1, block.rows.shape[0]), max(1, block.columns.shape[0])
+        return primitive(block, *most, replace(options, tile=None if options.tile is None else whole))
+
+    return around(backend, call)
+
+
+@wrapper
+def stale_statistics(backend: Backend) -> Backend:
+    """Statistics are kept by shape, and the next block of that shape gets them: a stale buffer."""
+    known: dict[Any, Any] = {}
+
+    def call(primitive: Callable[..., Any], block: Block, columns: bool, options: Options) -> Any:
+        key = tuple(block.rows.shape), tuple(block.columns.shape), backend.arrays.dtype(block.rows), columns
+        return known.setdefault(key, primitive(block, columns, options))
+
+    return around(backend, call, "lse", "keeping")
+
+
+@wrapper
+def never_the_same_twice(backend: Backend) -> Backend:
+    """Sums are taken in another order each time: the last bit of the scale comes and goes."""
+    calls = 0
+
+    def change(arrays: ArrayLibrary, b: Block) -> Block:
+        nonlocal calls
+        calls += 1
+        return replace(b, scale=b.scale * (1 + 2.0**-23 * (calls % 3)))
+
+    return seeing(backend, change)
+
+
+@wrapper
+def unwritten_memory_read(backend: Backend) -> Backend:
+    """Statistics depend on memory that nobody has written."""
+
+    def call(primitive: Callable[..., Any], block: Block, *rest: Any) -> Any:
+        found = primitive(block, *rest)
+        unwritten = backend.arrays.empty(tuple(found.row_lse.shape), backend.arrays.dtype(found.row_lse), found.row_lse)
+        return replace(found, row_lse=found.row_lse + unwritten * 0)
+
+    return around(backend, call, "lse", "keeping")
+
+
+@wrapper
+def features_overwritten(backend: Backend) -> Backend:
+    """The caller's rows are overwritten after the backward."""
+
+    def call(primitive: Callable[..., Any], block: Block, *rest: Any) -> Any:
+        found = primitive(block, *rest)
+        block.rows[...] = 0
+        return found
+
+    return around(backend, call, "gradients", "finished")
+
+
+@only_in("torch")
+def written_past_the_end(backend: Backend) -> Backend:
+    """One element behind the rows' gradient is written, where there is memory."""
+
+    def call(primitive: Callable[..., Any], block: Block, weights: Any, rows: Any, columns: Any, options: Any) -> None:
+        primitive(block, weights, rows, columns, options)
+        if rows is None or not rows.shape[0]:
+            return
+        behind = rows.storage_offset() + (rows.shape[0] - 1) * rows.stride(0) + rows.shape[1] * rows.stride(1)
+        if behind < rows.untyped_storage().nbytes() // rows.element_size():
+            rows.as_strided((1,), (1,), behind).fill_(7.0)
+
+    return adding(backend, call)
+
+
+@only_in("torch")
+def strides_ignored(backend: Backend) -> Backend:
+    """Features are read as if their elements lay one behind the other."""
+
+    def dense(x: Any) -> Any:
+        return x.as_strided(x.shape, (x.shape[1], 1), x.storage_offset()) if all(x.stride()) else x
+
+    return seeing(backend, lambda arrays, b: replace(b, rows=dense(b.rows), columns=dense(b.columns)))
+
+
+@only_in("numpy")
+def sign_of_strides_lost(backend: Backend) -> Backend:
+    """Features of negative strides are read forwards."""
+
+    def forwards(x: Any) -> Any:
+        return x[tuple(slice(None, None, -1 if stride < 0 else 1) for stride in x.strides)]
+
+    return seeing(backend, lambda arrays, b: replace(b, rows=forwards(b.rows), columns=forwards(b.columns)))
+
+
+# what is not a number
+
+
+@wrapper
+def nan_taken_for_0(backend: Backend) -> Backend:
+    """A NaN in a feature is taken for 0."""
+
+    def number(arrays: ArrayLibrary, x: Array) -> Array:
+        return arrays.cast(arrays.where(x != x, 0.0, x), arrays.dtype(x))
+
+    return seeing(backend, lambda arrays, b: replace(b, rows=number(arrays, b.rows), columns=number(arrays, b.columns)))
+
+
+@wrapper
+def infinity_clamped(backend: Backend) -> Backend:
+    """An infinite feature is taken for 0."""
+
+    def finite(arrays: ArrayLibrary, x: Array) -> Array:
+        return arrays.cast(arrays.where(abs(x) == float("inf"), 0.0, x), arrays.dtype(x))
+
+    return seeing(backend, lambda arrays, b: replace(b, rows=finite(arrays, b.rows), columns=finite(arrays, b.columns)))
+
+
+# backends that make verify say nothing
+
+
+@wrapper
+def facts_that_bound_nothing(backend: Backend) -> Backend:
+    """Logits are 0, and the facts say that a rounding may be as large as the number."""
+    found = seeing(backend, lambda arrays, b: replace(b, scale=b.scale * 0))
+    return replace(found, accuracy=lambda *what: Accuracy(unit=1.0, accumulate_unit=1.0))
+
+
+@wrapper
+def all_but_32_rows_refused(backend: Backend) -> Backend:
+    """Every block is refused unless it has 32 rows."""
+    return replace(backend, supports=lambda b: None if b.rows.shape[0] == 32 else "rows must be 32")
+
+
+def _at_33_rows(backend: Backend, act: Callable[[], Any]) -> Backend:
+    """Something is done beside the work, at the first case that has 33 rows."""
+
+    def call(primitive: Callable[..., Any], block: Block, *rest: Any) -> Any:
+        if block.rows.shape[0] == 33:
+            act()
+        return primitive(block, *rest)
+
+    return around(backend, call, "lse", "keeping")
+
+
+@wrapper
+def exits_with_0(backend: Backend) -> Backend:
+    """The backend calls ``sys.exit(0)``."""
+    return _at_33_rows(backend, lambda: sys.exit(0))
+
+
+@wrapper
+def leaves_with_0(backend: Backend) -> Backend:
+    """The backend calls ``os._exit(0)``."""
+    return _at_33_rows(backend, lambda: os._exit(0))
+
+
+@wrapper
+def dies_by_a_signal(backend: Backend) -> Backend:
+    """The process dies by SIGSEGV."""
+    return _at_33_rows(backend, lambda: os.kill(os.getpid(), signal.SIGSEGV))
+
+
+@wrapper
+def hangs(backend: Backend) -> Backend:
+    """A call never comes back."""
+
+    def forever() -> None:
+        while True:
+            time.sleep(60.0)
+
+    return _at_33_rows(backend, forever)
+
+
+@wrapper
+def prints(backend: Backend) -> Backend:
+    """The backend prints to standard output."""
+    return _at_33_rows(backend, lambda: print("debug: 33 rows"))

@@ -1,0 +1,325 @@
+"""Runs mutants: each in a process of its own, on a copy of the package where it is a patch."""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import shutil
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Sequence
+from concurrent.futures import ThreadPoolExecutor, as_completed
+from contextlib import suppress
+from dataclasses import dataclass, field
+from pathlib import Path
+from tempfile import TemporaryDirectory
+from typing import Any, Literal, TypedDict
+
+from contrastile.backends import registry as backends
+from contrastile.mutate.registry import CONTRACT, EXCHANGE, PACKAGE, SCHEDULE, Mutant, Patch, PatchError
+from contrastile.mutate.wrappers import WRAPPERS
+
+Status = Literal["caught", "missed", "equivalent", "broken", "not run"]
+
+WORLD = 3
+"""Ranks of the exchange's mutants: going round one way is not going round the other from three on."""
+
+INTERPRETED = {
+    "--case": ["ragged", "square-ragged", "hot", "labels", "ids-drop", "signed-zero-weights", "sigmoid-ids"],
+    "--property": ["value", "gradients"],
+    "--dtype": ["float32"],
+    "--precision": ["ieee"],
+}
+"""What a mutant of the Triton kernels is held to under the interpreter."""
+
+# a patch that does not fit the code around it any more catches itself
+_MISFIT = re.compile(r"raised (Name|Attribute|Type|Import|ModuleNotFound|Syntax|Indentation|Compilation)Error")
+
+
+class Result(TypedDict):
+    """What became of a mutant.
+
+    ``problems`` were computed and ``seconds`` spent until the verdict; ``case``, ``property`` and ``dtype`` are those
+    of the check that caught it.
+    """
+
+    name: str
+    about: str
+    backend: str
+    status: Status
+    case: str
+    property: str
+    dtype: str
+    reason: str
+    problems: int
+    seconds: float
+
+
+@dataclass(frozen=True, slots=True)
+class Subject:
+    """What the mutants are planted in, and where they run.
+
+    Attributes:
+        backend: that the contract's defects wrap; None for torch, or numpy where there is no torch.
+        device: kind of device.
+        deadline: seconds until a run of verify is given up.
+    """
+
+    backend: str | None = None
+    device: str = "cpu"
+    deadline: float = 600.0
+
+    def base(self, mutant: Mutant) -> str:
+        """The name of the right backend under a mutant."""
+        if mutant.room in (SCHEDULE, EXCHANGE):
+            return "numpy"
+        if mutant.room != CONTRACT:
+            return mutant.room
+        needs = WRAPPERS[mutant.defect].needs
+        return self.backend or needs or ("torch" if backends.available()["torch"] is None else "numpy")
+
+    def missing(self, mutant: Mutant) -> str | None:
+        """Why a mutant cannot run here, or None."""
+        base = self.base(mutant)
+        missing = backends.available().get(base)
+        if missing is not None:
+            return missing
+        if base.partition(":")[0] == "cupy" and self.device == "cpu":
+            return "needs a GPU: --device cuda"
+        needs = WRAPPERS[mutant.defect].needs if mutant.room == CONTRACT else None
+        library = base if base in ("numpy", "torch") or needs is None else backends.load(base).arrays.name
+        return None if needs in (None, library) else f"is about {needs}'s arrays, and these are {library}'s"
+
+    def on_gpu(self, base: str) -> bool:
+        """Whether verify is told to run on a GPU."""
+        return self.device == "cuda" and base != "numpy"
+
+    def arguments(self, mutant: Mutant) -> list[str]:
+        """The arguments of ``contrastile verify`` for a mutant, whole where that takes a minute at most."""
+        base = self.base(mutant)
+        words = ["--world", str(WORLD)] if mutant.room == EXCHANGE else []
+        if self.on_gpu(base):
+            return [*words, "--device", "cuda"]
+        if base != "triton":
+            return words
+        words += mutant.interpreted
+        for option, values in INTERPRETED.items():
+            words += [] if option in words else [option, *values]
+        return words
+
+    def environment(self, base: str, *paths: str) -> dict[str, str]:
+        """The environment of a run: the package of the first path is the one that is imported."""
+        found = dict(os.environ, PYTHONPATH=os.pathsep.join([*paths, *filter(None, sys.path)]))
+        if base.partition(":")[0] == "triton":
+            found["TRITON_INTERPRET"] = "0" if self.on_gpu(base) else "1"
+        return found
+
+
+@dataclass(slots=True)
+class Run:
+    """Mutants being run.
+
+    Attributes:
+        subject: how.
+        mutants: which.
+        jobs: how many at a time.
+        progress: called with (mutants done, mutants in all, the name of the last).
+        results: what became of those that are done, in the order of the mutants.
+    """
+
+    subject: Subject
+    mutants: Sequence[Mutant]
+    jobs: int = 1
+    progress: Callable[[int, int, str], None] = lambda done, total, what: None
+    results: list[Result] = field(default_factory=list)
+    _running: set[subprocess.Popen[str]] = field(default_factory=set)
+    _stopped: bool = False
+
+    def all(self) -> list[Result]:
+        """Run every mutant, and then, on the right code, every check that caught one.
+
+        Whatever ends it early, no process is left, and ``results`` has what is known.
+        """
+        order = {mutant.name: at for at, mutant in enumerate(self.mutants)}
+        with ThreadPoolExecutor(self.jobs) as pool:
+            try:
+                futures = [pool.submit(self._one, mutant) for mutant in self.mutants]
+                for future in as_completed(futures):
+                    self.results.append(found := future.result())
+                    self.results.sort(key=lambda result: order[result["name"]])
+                    self.progress(len(self.results), len(self.mutants), found["name"])
+                wrong = dict(each for found in pool.map(self._control, self._controls()) for each in found)
+            finally:
+                self._stopped = True
+                pool.shutdown(wait=False, cancel_futures=True)
+                for process in list(self._running):
+                    _kill(process)
+        for result in self.results:
+            if result["name"] in wrong:
+                result["status"] = "broken"
+                result["reason"] = f"the right code fails there too: {wrong[result['name']]}"
+        return self.results
+
+    def _one(self, mutant: Mutant) -> Result:
+        base = self.subject.base(mutant)
+        missing = self.subject.missing(mutant)
+        if missing is not None:
+            return _result(mutant, base, "not run", reason=missing)
+        start = time.monotonic()
+        found = self._verified(mutant, base)
+        found["seconds"] = round(time.monotonic() - start, 2)
+        # only a pass of something is evidence
+        if mutant.equivalent is not None and found["status"] == "missed" and found["problems"]:
+            return {**found, "status": "equivalent", "reason": mutant.equivalent}
+        if mutant.equivalent is not None and found["status"] == "caught":
+            return {**found, "status": "broken", "reason": f"argued to be equivalent, and yet {found['reason']}"}
+        return found
+
+    def _verified(self, mutant: Mutant, base: str) -> Result:
+        """The verdict of verify on a mutant."""
+        name = base if mutant.patch else f"contrastile.mutate.wrappers:{mutant.defect}@{base}"
+        with TemporaryDirectory() as folder:
+            try:
+                if mutant.patch is not None:
+                    plant(mutant.patch, Path(folder))
+            except PatchError as error:
+                return _result(mutant, base, "broken", reason=str(error))
+            done = self._verify(Path(folder), base, ["--backend", name, "--fail-fast", *self.subject.arguments(mutant)])
+        return verdict(mutant, base, done)
+
+    def _verify(self, folder: Path, base: str, words: Sequence[str]) -> Done:
+        """``contrastile verify`` on the package in a folder, or on this one where the folder has none."""
+        out = folder / "verify.json"
+        command = [sys.executable, "-m", "contrastile", "verify", *words, "--json", str(out), "--quiet"]
+        environment = self.subject.environment(base, str(folder), str(PACKAGE.parent))
+        # its own session: whatever it starts ends with it
+        process = subprocess.Popen(
+            command,
+            cwd=folder,
+            env=environment,
+            text=True,
+            stdin=subprocess.DEVNULL,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.PIPE,
+            start_new_session=True,
+        )
+        self._running.add(process)
+        if self._stopped:
+            _kill(process)
+        try:
+            said, complained = process.communicate(timeout=self.subject.deadline)
+        except subprocess.TimeoutExpired:
+            _kill(process)
+            process.communicate()
+            return Done(None, [], f"verify had no verdict after {self.subject.deadline:g} s")
+        finally:
+            self._running.discard(process)
+        rows = json.loads(out.read_text(encoding="utf-8"))["rows"] if out.exists() else []
+        lines = (complained.strip() or said.strip()).splitlines()
+        return Done(process.returncode, rows, lines[-1] if lines else "it said nothing")
+
+    def _controls(self) -> list[tuple[Mutant, list[Result]]]:
+        """Results that were caught by one property in one dtype of one room's backend, with a mutant of that room."""
+        groups: dict[tuple[str, ...], tuple[Mutant, list[Result]]] = {}
+        for mutant, result in zip(self.mutants, self.results, strict=True):
+            # a failure of all of a backend, or of the verdict, is of no case
+            if result["status"] == "caught" and result["case"] not in ("", "all"):
+                key = mutant.room, result["backend"], result["dtype"], result["property"]
+                groups.setdefault(key, (mutant, []))[1].append(result)
+        return list(groups.values())
+
+    def _control(self, group: tuple[Mutant, list[Result]]) -> list[tuple[str, str]]:
+        """Mutants whose checks the right code fails too, each with what is wrong there."""
+        mutant, caught = group
+        base = self.subject.base(mutant)
+        dtype, _, precision = caught[0]["dtype"].partition("/")
+        words = ["--backend", base, "--property", caught[0]["property"]]
+        words += ["--dtype", dtype, "--precision", precision or "ieee"]
+        words += ["--case", *dict.fromkeys(result["case"] for result in caught)]
+        words += ["--world", str(WORLD)] if mutant.room == EXCHANGE else []
+        words += ["--device", "cuda"] if self.subject.on_gpu(base) else []
+        with TemporaryDirectory() as folder:
+            done = self._verify(Path(folder), base, words)
+        failed = {_check(row): str(row["reason"]) for row in done.rows if row["status"] == "fail"}
+        # of a run that came to no end nothing is known
+        rest = None if failed or done.code == 0 else done.said
+        found = ((result["name"], failed.get(_check(result), rest)) for result in caught)
+        return [(name, reason) for name, reason in found if reason is not None]
+
+
+@dataclass(frozen=True, slots=True)
+class Done:
+    """A run of verify: its exit code, None where it was given up; its rows; the last line that it wrote."""
+
+    code: int | None
+    rows: list[dict[str, Any]]
+    said: str
+
+    @property
+    def first(self) -> dict[str, Any] | None:
+        """The first row that failed."""
+        return next((row for row in self.rows if row["status"] == "fail"), None)
+
+
+def _check(row: Any) -> tuple[str, str, str]:
+    """What was checked, by name."""
+    return row["case"], row["property"], row["dtype"]
+
+
+def plant(patch: Patch, folder: Path, package: Path = PACKAGE) -> None:
+    """Copy the package into a folder and apply a patch to the copy.
+
+    Raises:
+        PatchError: it does not fit.
+    """
+    text = patch.applied(package)
+    copy = Path(shutil.copytree(package, folder / package.name))
+    changed = copy / patch.file
+    changed.write_text(text, encoding="utf-8")
+    # of the same size and second as the old source, the new one would be taken for it
+    for compiled in (changed.parent / "__pycache__").glob(f"{changed.stem}.*"):
+        compiled.unlink()
+
+
+def verdict(mutant: Mutant, base: str, done: Done) -> Result:
+    """What a run of verify says of a mutant: it is caught by a row that failed, or by the verdict on all rows."""
+    problems = len({(row["dtype"], row["case"]) for row in done.rows if row["status"] in ("pass", "fail")})
+    first = done.first
+    if first is not None:
+        status: Status = "broken" if _MISFIT.search(first["reason"]) else "caught"
+        found = _result(mutant, base, status, reason=first["reason"], problems=problems)
+        return {**found, **{key: first[key] for key in ("case", "property", "dtype")}}  # type: ignore[typeddict-item]
+    if done.rows and done.code:
+        return _result(mutant, base, "caught", reason=done.said, problems=problems)
+    if done.code is None:
+        return _result(mutant, base, "missed", reason=done.said)
+    if done.code < 0:
+        return _result(mutant, base, "missed", reason=f"verify was killed by signal {-done.code}")
+    if done.code > 0:
+        return _result(mutant, base, "broken", reason=done.said)
+    reason = "verify passed" if done.rows else "verify left without a verdict, with exit code 0"
+    return _result(mutant, base, "missed", reason=reason, problems=problems)
+
+
+def _result(mutant: Mutant, base: str, status: Status, *, reason: str, problems: int = 0) -> Result:
+    return Result(
+        name=mutant.name,
+        about=mutant.about,
+        backend=base,
+        status=status,
+        case="",
+        property="",
+        dtype="",
+        reason=reason,
+        problems=problems,
+        seconds=0.0,
+    )
+
+
+def _kill(process: subprocess.Popen[str]) -> None:
+    """End a run and all that it has started."""
+    with suppress(ProcessLookupError, PermissionError):
+        os.killpg(process.pid, signal.SIGKILL)

@@ -1,0 +1,80 @@
+"""What wrappers are made of: the primitives of a right backend, replaced one by one."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+from typing import Any
+
+from contrastile.backends.arrays import ArrayLibrary
+from contrastile.backends.contract import Backend, Block
+
+PRIMITIVES = ("lse", "keeping", "gradients", "finished", "sigmoid")
+
+
+@dataclass(frozen=True, slots=True)
+class Wrapper:
+    """A defect.
+
+    Attributes:
+        name: what ``contrastile mutate`` calls it.
+        plant: a right backend -> the defective one.
+        needs: the array library in which alone it can be planted; None for any.
+    """
+
+    name: str
+    plant: Callable[[Backend], Backend]
+    needs: str | None = None
+
+    @property
+    def about(self) -> str:
+        """The defect in one line."""
+        return (self.plant.__doc__ or "").strip().removesuffix(".")
+
+
+WRAPPERS: dict[str, Wrapper] = {}
+
+
+def wrapper(plant: Callable[[Backend], Backend]) -> Callable[[Backend], Backend]:
+    """Register a defect under its function's name."""
+    name = plant.__name__.replace("_", "-")
+    WRAPPERS[name] = Wrapper(name, plant)
+    return plant
+
+
+def only_in(library: str) -> Callable[[Callable[[Backend], Backend]], Callable[[Backend], Backend]]:
+    """The same for a defect that only one array library can express."""
+
+    def register(plant: Callable[[Backend], Backend]) -> Callable[[Backend], Backend]:
+        name = plant.__name__.replace("_", "-")
+        WRAPPERS[name] = Wrapper(name, plant, library)
+        return plant
+
+    return register
+
+
+def around(backend: Backend, call: Callable[..., Any], *names: str) -> Backend:
+    """Each of these primitives, or all, replaced by ``call(primitive, block, *rest)``."""
+
+    def wrapped(primitive: Callable[..., Any]) -> Callable[..., Any]:
+        return lambda block, *rest: call(primitive, block, *rest)
+
+    found = {name: getattr(backend, name) for name in names or PRIMITIVES}
+    changed: dict[str, Any] = {name: wrapped(x) for name, x in found.items() if x is not None}
+    return replace(backend, **changed)
+
+
+def seeing(backend: Backend, change: Callable[[ArrayLibrary, Block], Block]) -> Backend:
+    """Every primitive sees another block than it was given."""
+    return around(backend, lambda primitive, block, *rest: primitive(change(backend.arrays, block), *rest))
+
+
+def doubled(backend: Backend, where: Callable[[Block], bool]) -> Backend:
+    """Logits twice as large on some blocks."""
+    return seeing(backend, lambda arrays, b: replace(b, scale=b.scale * 2) if where(b) else b)
+
+
+def adding(backend: Backend, call: Callable[..., None]) -> Backend:
+    """``gradients`` replaced by ``call(primitive, block, weights, row_gradient, column_gradient, options)``."""
+    plain = replace(backend, finished=None, keeping=None)
+    return around(plain, call, "gradients")

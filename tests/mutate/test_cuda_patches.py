@@ -1,0 +1,41 @@
+"""The patches of the CUDA sources compile: NVRTC needs neither CuPy nor a GPU."""
+
+from __future__ import annotations
+
+import shutil
+from pathlib import Path
+
+import pytest
+
+pytest.importorskip("cuda.bindings.nvrtc")
+
+from contrastile.backends.cupy import build
+from contrastile.backends.cupy.configs import choose
+from contrastile.backends.cupy.instances import PLAIN, TARGET, instance, tile_kernel
+from contrastile.mutate.registry import Mutant, every
+
+FAMILY = choose("float16", 80)
+KERNELS = {
+    "epilogue_forward.cuh": tile_kernel("forward", FAMILY, "float16", TARGET, safe=True),
+    "epilogue_gradient.cuh": tile_kernel("gradient", FAMILY, "float16", PLAIN),
+    "epilogue_sigmoid.cuh": tile_kernel("sigmoid", FAMILY, "float16", PLAIN),
+    "pairs.cuh": tile_kernel("gradient", FAMILY, "float16", TARGET),
+    "features.cuh": instance("scale_cast", "row_dots", "float", "float"),
+    "finish_rows.cu": instance("finish_rows", "finish_rows", "float"),
+    "scale_cast.cu": instance("scale_cast", "scale_cast", "float", "float"),
+}
+"""One kernel that holds each file; a source that is not here holds one that has its name."""
+
+
+@pytest.mark.parametrize(
+    "mutant", [mutant for mutant in every() if mutant.room == "cupy"], ids=lambda mutant: mutant.defect
+)
+def test_a_patch_compiles(mutant: Mutant, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    patch = mutant.patch
+    assert patch is not None
+    file = Path(patch.file)
+    sources = Path(shutil.copytree(build.SOURCES, tmp_path / "cuda"))
+    (sources / file.name).write_text(patch.applied(), encoding="utf-8")
+    monkeypatch.setattr(build, "SOURCES", sources)
+    compiled = build.compile_instance(KERNELS.get(file.name) or instance(file.stem, file.stem), "sm_80")
+    assert compiled.cubin

@@ -1,0 +1,181 @@
+"""``contrastile mutate``: what is caught, what is missed, and what is no mutant at all."""
+
+from __future__ import annotations
+
+import json
+import shutil
+from pathlib import Path
+
+import pytest
+
+from contrastile.cli import main
+from contrastile.mutate import run
+from contrastile.mutate.registry import PACKAGE, Mutant, Patch, every
+from contrastile.mutate.report import as_json, passed, summary
+from contrastile.mutate.run import Done, Result, Run, Subject, plant, verdict
+
+MUTANTS = {mutant.name: mutant for mutant in every()}
+QUICK = [
+    "contract:positives-off-by-one",
+    "schedule:upstream-squared",
+    "exchange:tile-of-algorithm-3-as-printed",
+    "numpy:tiles-overlap",
+    "torch:log2-for-ln",
+    "triton:log2-for-ln",
+]
+HARMLESS = Mutant("numpy:harmless", "another comment", Patch("oracle/tiled.py", "in their one order", "in one order"))
+WRONG = Patch("oracle/tiled.py", "return TileStatistics(L, ", "return TileStatistics(L + 1, ")
+SHORT = {"--case": ["ragged"], "--property": ["value"], "--dtype": ["float32"]}
+
+
+@pytest.fixture
+def short(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Verify is one case, for mutants that it cannot catch."""
+    words = [word for option, values in SHORT.items() for word in (option, *values)]
+    monkeypatch.setattr(Subject, "arguments", lambda self, mutant: words)
+
+
+def run_one(mutant: Mutant) -> Result:
+    (found,) = Run(Subject(deadline=120.0), [mutant]).all()
+    return found
+
+
+def test_a_mutant_of_every_room_is_caught(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    pytest.importorskip("triton")
+    path = tmp_path / "mutants.json"
+    assert main(["mutate", "--mutant", *QUICK, "--quiet", "--jobs", "2", "--json", str(path)]) == 0
+    assert capsys.readouterr().out == f"PASS: {len(QUICK)} of {len(QUICK)} mutants caught\n"
+    read = json.loads(path.read_text(encoding="utf-8"))
+    assert read["verdict"] == "pass"
+    assert [each["name"] for each in read["mutants"]] == QUICK
+    for each in read["mutants"]:
+        assert each["status"] == "caught"
+        assert all(each[key] for key in ("case", "property", "dtype", "reason"))
+        assert each["problems"] >= 1
+        assert each["seconds"] > 0
+
+
+@pytest.mark.usefixtures("short")
+def test_what_changes_nothing_is_missed() -> None:
+    found = run_one(HARMLESS)
+    assert (found["status"], found["reason"], found["problems"]) == ("missed", "verify passed", 1)
+    assert not passed([found])
+
+
+@pytest.mark.usefixtures("short")
+def test_what_is_argued_to_be_equivalent_is_not_counted_and_not_believed() -> None:
+    argued = Mutant(HARMLESS.name, HARMLESS.about, HARMLESS.patch, equivalent="a blank line")
+    found = run_one(argued)
+    assert (found["status"], found["reason"]) == ("equivalent", "a blank line")
+    assert not passed([found])
+    found = run_one(Mutant("numpy:wrong", "", WRONG, equivalent="so it is said"))
+    assert found["status"] == "broken"
+    assert found["reason"].startswith("argued to be equivalent, and yet")
+
+
+def test_a_patch_that_does_not_fit_is_broken_and_stops_no_other() -> None:
+    found = run_one(Mutant("numpy:stale", "", Patch("oracle/tiled.py", "no such text", "")))
+    assert (found["status"], "mend the patch" in found["reason"]) == ("broken", True)
+
+
+@pytest.mark.usefixtures("short")
+@pytest.mark.parametrize(
+    ("after", "said"),
+    [("found = nowhere.to_be_found", "raised NameError"), ("found = (", "SyntaxError"), ("import nowhere", "nowhere")],
+)
+def test_a_patch_that_does_not_fit_its_code_does_not_catch_itself(after: str, said: str) -> None:
+    before = "found = tiled.tile_statistics(*arguments, tile=tile)"
+    found = run_one(Mutant("numpy:misfit", "", Patch("backends/numpy/__init__.py", before, after)))
+    assert found["status"] == "broken"
+    assert said in found["reason"]
+
+
+@pytest.mark.usefixtures("short")
+def test_a_check_that_the_right_code_fails_catches_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    wrong = Path(shutil.copytree(PACKAGE, tmp_path / "contrastile"))
+    (wrong / WRONG.file).write_text(WRONG.applied(), encoding="utf-8")
+    monkeypatch.setattr(run, "PACKAGE", wrong)
+    (found,) = Run(Subject("numpy"), [MUTANTS["contract:bias-ignored"]]).all()
+    assert found["status"] == "broken"
+    assert found["reason"].startswith("the right code fails there too: row_lse[")
+
+
+@pytest.mark.usefixtures("short")
+def test_a_run_that_takes_too_long_is_given_up() -> None:
+    (found,) = Run(Subject("numpy", deadline=0.1), [MUTANTS["contract:hangs"]]).all()
+    assert (found["status"], found["reason"]) == ("missed", "verify had no verdict after 0.1 s")
+
+
+@pytest.mark.parametrize(
+    ("done", "status", "reason"),
+    [
+        (Done(0, [], "said"), "missed", "verify left without a verdict, with exit code 0"),
+        (Done(-11, [], "said"), "missed", "verify was killed by signal 11"),
+        (Done(2, [], "said"), "broken", "said"),
+        (Done(1, [{"status": "pass", "dtype": "float32", "case": "hot"}], "said"), "caught", "said"),
+        (Done(None, [], "said"), "missed", "said"),
+    ],
+)
+def test_the_verdict_is_that_of_verify(done: Done, status: str, reason: str) -> None:
+    found = verdict(HARMLESS, "numpy", done)
+    assert (found["status"], found["reason"]) == (status, reason)
+
+
+def test_the_old_bytecode_is_not_taken_for_the_new_source(tmp_path: Path) -> None:
+    package = tmp_path / "package"
+    (package / "__pycache__").mkdir(parents=True)
+    (package / "a.py").write_text("x = 1\n", encoding="utf-8")
+    for name in ("a.cpython-311.pyc", "ab.cpython-311.pyc"):
+        (package / "__pycache__" / name).touch()
+    plant(Patch("a.py", "1", "2"), tmp_path / "copy", package)
+    copy = tmp_path / "copy" / "package"
+    assert (copy / "a.py").read_text(encoding="utf-8") == "x = 2\n"
+    assert [each.name for each in (copy / "__pycache__").iterdir()] == ["ab.cpython-311.pyc"]
+    assert (package / "a.py").read_text(encoding="utf-8") == "x = 1\n"
+
+
+def test_cupy_needs_a_gpu_and_numpy_s_strides_its_arrays() -> None:
+    cupy = next(mutant for mutant in MUTANTS.values() if mutant.room == "cupy")
+    assert Subject().missing(cupy)
+    assert Subject().missing(MUTANTS["contract:sign-of-strides-lost"]) is None
+    assert "numpy's arrays" in str(Subject("torch").missing(MUTANTS["contract:sign-of-strides-lost"]))
+
+
+def test_the_list_names_every_mutant(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["mutate", "--list"]) == 0
+    assert [line.split()[0] for line in capsys.readouterr().out.splitlines()] == list(MUTANTS)
+    assert main(["mutate", "--list", "--room", "numpy"]) == 0
+    assert capsys.readouterr().out.startswith("numpy:")
+
+
+@pytest.mark.parametrize(
+    ("words", "said"),
+    [
+        (["--mutant", "numpy:nope"], "mutant must be one that contrastile mutate --list names, got 'numpy:nope'"),
+        (["--room", "nope"], "room must be one that contrastile mutate --list names, got 'nope'"),
+        (["--jobs", "0"], "--jobs must be at least 1, got 0"),
+        (["--deadline", "0.5"], "--deadline must be at least 1, got 0.5"),
+        (["--backend", "nope"], "backend must be one of"),
+        (["--json", "/nowhere/a.json"], "cannot write /nowhere/a.json: No such file or directory"),
+        (["--mutant", "numpy:tiles-overlap", "--room", "torch"], "nothing ran: no mutant is selected"),
+    ],
+)
+def test_what_cannot_be_run_says_so_in_one_line(
+    words: list[str], said: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert main(["mutate", *words]) == 2
+    out, err = capsys.readouterr()
+    assert out == ""
+    assert err.startswith(f"contrastile mutate: {said}")
+    assert err.count("\n") == 1
+
+
+def test_the_report_counts_what_is_counted() -> None:
+    caught = verdict(HARMLESS, "numpy", Done(1, [{"status": "pass", "dtype": "float32", "case": "hot"}], ""))
+    missed = verdict(HARMLESS, "numpy", Done(0, [], ""))
+    equivalent: Result = {**missed, "status": "equivalent"}
+    assert passed([caught, equivalent])
+    assert summary([caught, equivalent]) == "PASS: 1 of 1 mutants caught, 1 equivalent"
+    assert not passed([caught, missed])
+    assert summary([caught, missed, equivalent]) == "FAIL: 1 of 2 mutants caught, 1 equivalent"
+    assert as_json([caught, missed])["counts"] == {"caught": 1, "missed": 1, "equivalent": 0, "broken": 0, "not run": 0}
