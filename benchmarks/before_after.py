@@ -83,7 +83,10 @@ def timed(process: subprocess.Popen[str], what: dict[str, Any]) -> float:
     assert process.stdout is not None
     process.stdin.write(json.dumps(what) + "\n")
     process.stdin.flush()
-    return float(json.loads(process.stdout.readline()))
+    said = process.stdout.readline()
+    if not said:
+        raise SystemExit(f"the process of {process.args} ended at {what}")
+    return float(json.loads(said))
 
 
 def main() -> None:

@@ -17,8 +17,8 @@ import numpy as np
 from cupy_small_inputs import LOG2E, U, features, plan, ratio, read, restart, rng, scalar, stored
 
 from contrastile.backends.cupy.arguments import struct
-from contrastile.backends.cupy.common import FOLD, LANES, LINES, ONE_BLOCK, TERMS, THREADS, ceil_div, planned
-from contrastile.backends.cupy.instances import ELEMENTS, instance
+from contrastile.backends.cupy.common import FOLD, LANES, LINES, ONE_BLOCK, PAIRS, TERMS, THREADS, ceil_div, planned
+from contrastile.backends.cupy.instances import ARITHMETICS, ELEMENTS, instance, positives_kernel
 from contrastile.backends.cupy.launch import launch, pointer
 from contrastile.backends.cupy.products import Products
 
@@ -69,17 +69,20 @@ def lse(x: np.ndarray) -> float:
     return float(np.logaddexp.reduce(x)) if x.size else -np.inf
 
 
-def positives(dtype: str, strided: bool) -> Iterator[tuple[str, float]]:
+def positives(dtype: str, precision: str, d: int) -> Iterator[tuple[str, float]]:
     """Logits of positives by row, their sums and log-sum-exps by column."""
-    m, n, d, scale, bias = 261, 197, 83 if strided else 200, -7.3, 0.4
-    held = features(m, d, dtype, strided), features(n, d, dtype, strided)
+    m, n, scale, bias = 261, 197, -7.3, 0.4
+    held = features(m, d, dtype, False), features(n, d, dtype, False)
     (_, rows, q), (_, columns, k) = held
+    exact = precision == "ieee" and dtype == "float32"
+    chain = (3 if precision == "split" else 1) * (d + 8) * (U if exact else 2 * U)
+    error = (1 + {"tf32": 2.0**-11, "split": 2.0**-21}.get(precision, 0.0)) ** 2 * (1 + chain) - 1
     alpha = float(np.float32(np.float32(scale) * LOG2E))
     for named, excluded in drawn_pairs(m, n):
         j = seen(named, excluded, n)
         x = np.where(j >= 0, alpha / LOG2E * np.einsum("ik,ik->i", q, k[j]) + np.float32(bias), 0.0)
-        # eight products at a time in float32, all else in float64
-        room = abs(scale) * 9 * U * np.einsum("ik,ik->i", abs(q), abs(k[j])) + 2.0**-48
+        # all but the product in float64
+        room = abs(scale) * error * np.einsum("ik,ik->i", abs(q), abs(k[j])) + 2.0**-48
         row_lse, row_sum = (cupy.full(m, np.nan) for _ in range(2))
         column_lse, column_sum = (cupy.full(n, np.nan) for _ in range(2))
         stray = int(np.any((j >= 0) & (j != np.arange(m))))
@@ -90,14 +93,13 @@ def positives(dtype: str, strided: bool) -> Iterator[tuple[str, float]]:
         common |= {"column_lse": pointer(column_lse), "column_sum": pointer(column_sum)}
         numbers = {"depth": d, "scale": pointer(by), "bias": pointer(beta), "row_lse": pointer(row_lse)}
         dots = struct("PositiveDotsArguments")(rows=rows, columns=columns, **common, **numbers)
-        kernel = instance("positive_dots", "positive_dots", ELEMENTS[dtype])
-        launch(kernel, ceil_div(max(m, n), LINES), THREADS, dots)
+        launch(positives_kernel(dtype, precision), ceil_div(max(m, n), PAIRS), THREADS, dots)
         gather = struct("SumPositivesArguments")(plan=pointer(decided), **common)
         launch(instance("sum_positives", "sum_positives"), ceil_div(n, THREADS), THREADS, gather)
-        yield "positive_dots: sum", ratio(row_sum, x, room)
+        yield f"positive_dots, {precision}: sum", ratio(row_sum, x, room)
         # the very same bits
         found = cupy.asnumpy(row_sum)
-        yield "positive_dots: lse", ratio(row_lse, np.where(j >= 0, found, -np.inf), 1e-300)
+        yield f"positive_dots, {precision}: lse", ratio(row_lse, np.where(j >= 0, found, -np.inf), 1e-300)
         by_column = [found[j == column] for column in range(n)]
         want = np.array([np.sum(each) for each in by_column])
         yield "sum_positives: sum", ratio(column_sum, want, 2.0**-48)
@@ -488,7 +490,9 @@ def main() -> int:
     cases: list[tuple[Callable[..., Iterator[tuple[str, float]]], tuple[Any, ...]]] = []
     for dtype in ELEMENTS:
         for strided in (False, True):
-            cases += [(check, (dtype, strided)) for check in (measure, positives, passes, finishing)]
+            cases += [(check, (dtype, strided)) for check in (measure, passes, finishing)]
+        for precision in ARITHMETICS if dtype == "float32" else ("ieee",):
+            cases += [(positives, (dtype, precision, d)) for d in (83, 128, 200)]
     cases += [(check, (safe,)) for check in (fold, fold_by_ids) for safe in (False, True)]
     cases += [(fold_sums, ()), (losses, ())]
     cases += [(backward, given) for given in product((False, True), repeat=3)]

@@ -94,7 +94,8 @@ def _direction(x: Matrix, admitted: BoolArray, positive: BoolArray, side: Direct
     shifted = seen - np.where(np.isfinite(top), top, 0).astype(state)
     log_sum = np.log(np.exp(shifted).sum(axis=1, keepdims=True, dtype=state))
     log_softmax = shifted - log_sum
-    nll = -np.where(target == 0, 0, target * log_softmax).sum(axis=1, dtype=state)
+    # a pair that is not admitted has -inf here, and no target
+    nll = -np.where(target == 0, 0, target * np.where(admitted, log_softmax, 0)).sum(axis=1, dtype=state)
     lse = (np.where(np.isfinite(top), top, 0).astype(state) + log_sum)[:, 0]
     terms = np.where(side.target == 0, lse, nll)
     loss = np.where(side.weight == 0, 0, weight[:, 0] * terms).sum(dtype=state)
@@ -106,8 +107,9 @@ def _floor(problem: Problem, t: Truth, accuracy: Accuracy, dtype: str) -> Outcom
     """Norms of what cannot be asked for: one rounding of each logit, of each entry of G and of each result.
 
     A logit's rounding, relative to the size of its terms, moves the logarithm of its probability by as much, and an
-    exponential errs by its own; both may have one sign everywhere, so that sums of them to a number add up. Roundings
-    of G are independent: their squares do.
+    exponential errs by its own; both may have one sign everywhere, so that sums of them to a number add up. So do
+    roundings of G at positives, whose entries are nearly equal where a model is not certain of them. Elsewhere
+    roundings of G are independent, and their squares add up.
     """
     u, a = max(accuracy.unit, accuracy.accumulate_unit), accuracy
     terms = abs(t.scale) * (np.abs(t.q) @ np.abs(t.k).T) + abs(t.bias)
@@ -127,15 +129,18 @@ def _floor(problem: Problem, t: Truth, accuracy: Accuracy, dtype: str) -> Outcom
     places = [where for where, _ in problem.blocks()]
     columns = [features(entry.T[where], t.q, exact) for where, exact in zip(places, t.outcome.columns, strict=True)]
     loss = np.abs(G * logit).sum() + (0.0 if t.row is None else _excess_rounding(t, a))
-    number = (moved * np.abs(t.products)).sum() + np.sqrt(((rounded * t.products) ** 2).sum())
+
+    def number(factor: FloatArray | float) -> float:
+        alike = np.where(t.positive, rounded * np.abs(factor), 0.0).sum()
+        other = np.sqrt((np.where(t.positive, 0.0, rounded * factor) ** 2).sum())
+        return float((moved * np.abs(factor)).sum() + alike + other)
+
     return Outcome(
         loss=float64(loss + a.unit * abs(t.outcome.loss) + UNDERFLOW["float32"]),
         rows=float64(rows),
         columns=tuple(float64(each) for each in columns),
-        scale=float64(number + a.unit * abs(t.outcome.scale) + UNDERFLOW["float32"]),
-        bias=None
-        if t.outcome.bias is None
-        else float64(moved.sum() + np.sqrt((rounded**2).sum()) + a.unit * abs(t.outcome.bias)),
+        scale=float64(number(t.products) + a.unit * abs(t.outcome.scale) + UNDERFLOW["float32"]),
+        bias=None if t.outcome.bias is None else float64(number(1.0) + a.unit * abs(t.outcome.bias)),
     )
 
 

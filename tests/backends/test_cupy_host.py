@@ -78,18 +78,30 @@ def test_only_what_is_in_the_table_is_launched(dtype: str, kind: str) -> None:
 
 @pytest.mark.parametrize("two_sided", [True, False])
 @pytest.mark.parametrize("kind", ["plain", "excluded", "drop", "target", "none"])
-@pytest.mark.parametrize("dtype", ["bfloat16", "float16", "float32"])
-def test_positives_by_index_are_multiplied_once(dtype: str, kind: str, two_sided: bool) -> None:
+@pytest.mark.parametrize(
+    ("dtype", "precision", "product"),
+    [
+        ("bfloat16", "ieee", "Half<contrastile::bfloat16>"),
+        ("float16", "ieee", "Half<contrastile::float16>"),
+        ("float32", "ieee", "Ieee"),
+        ("float32", "tf32", "Tf32"),
+        ("float32", "split", "Split"),
+    ],
+)
+def test_positives_by_index_are_multiplied_as_the_tiles_are(
+    dtype: str, precision: str, product: str, kind: str, two_sided: bool
+) -> None:
     with hosted() as host:
         given = block(host, dtype, "plain" if kind == "none" else kind)
         given = replace(given, pairs=Pairs()) if kind == "none" else given
-        found = host.record.ampere.lse(given, two_sided, Options())
+        found = host.record.ampere.lse(given, two_sided, Options(precision=precision))
         dots = [call for call in host.calls if call.name == "positive_dots"]
         # ids name theirs from the tiles themselves
         assert len(dots) == (kind not in ("target", "none"))
         for call in dots:
-            assert call.kernel == f"positive_dots<{host.instances.ELEMENTS[dtype]}>"
-            assert call.blocks * 8 >= max(M, N) > (call.blocks - 1) * 8
+            assert call.kernel == f"positive_dots<contrastile::{product}>"
+            assert any(name.startswith(f"forward_sm80<contrastile::{product},") for name, _, _ in host.launched)
+            assert call.blocks * 64 >= max(M, N) > (call.blocks - 1) * 64
             out = call.arguments
             assert (out.row_lse, out.row_sum) == (found.row_positive_lse.data.ptr, found.row_positive_sum.data.ptr)
             columns = [found.column_positive_lse, found.column_positive_sum]

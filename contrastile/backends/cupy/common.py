@@ -15,7 +15,7 @@ from contrastile.backends.cupy.arguments import constant, struct
 from contrastile.backends.cupy.instances import DROP, ELEMENTS, EXCLUSIONS, PLAIN, TARGET
 from contrastile.backends.cupy.launch import empty, pointer, row_stride
 
-LINES, LANES, FOLD, THREADS, TERMS = map(constant, ("LINES", "LANES", "FOLD", "THREADS", "TERMS"))
+LINES, PAIRS, LANES, FOLD, THREADS, TERMS = map(constant, ("LINES", "PAIRS", "LANES", "FOLD", "THREADS", "TERMS"))
 ONE_BLOCK = 1024
 """Threads of the kernels that run as one block."""
 

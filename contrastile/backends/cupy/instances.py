@@ -57,6 +57,11 @@ def _arithmetic(dtype: str, precision: str) -> str:
     return ARITHMETICS[precision] if dtype == "float32" else f"contrastile::Half<{ELEMENTS[dtype]}>"
 
 
+def positives_kernel(dtype: str, precision: str) -> Instance:
+    """The dots of positives, by the products that the tile kernels take of these features."""
+    return instance("positive_dots", "positive_dots", _arithmetic(dtype, precision))
+
+
 def keeping_kernel(family: Family) -> Instance:
     """The fast form of "forward" for plain pairs that writes its exponentials down."""
     return instance(f"forward_{family.name}", f"forward_keeping_{family.name}", ELEMENTS[KEPT_DTYPE])
@@ -78,9 +83,10 @@ def small_kernels() -> Iterator[Instance]:
         yield instance(name, name, safe)
     yield instance("scale_cast", "carry")
     yield instance("scale_cast", "add_doubles")
-    for element in ELEMENTS.values():
+    for dtype, element in ELEMENTS.items():
+        for precision in ARITHMETICS if dtype == "float32" else ("ieee",):
+            yield positives_kernel(dtype, precision)
         yield instance("measure", "measure", element)
-        yield instance("positive_dots", "positive_dots", element)
         yield instance("finish_rows", "finish_rows", element)
         yield instance("scale_cast", "row_dots", element, "float")
         yield instance("scale_cast", "scale_cast", "float", element)

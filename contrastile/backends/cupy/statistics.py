@@ -12,6 +12,7 @@ from contrastile.backends.cupy.common import (
     FOLD,
     LINES,
     ONE_BLOCK,
+    PAIRS,
     THREADS,
     ceil_div,
     chunks,
@@ -21,7 +22,7 @@ from contrastile.backends.cupy.common import (
     scalars,
 )
 from contrastile.backends.cupy.configs import DEFAULT, Way, forward_chunk
-from contrastile.backends.cupy.instances import TARGET, instance
+from contrastile.backends.cupy.instances import TARGET, instance, positives_kernel
 from contrastile.backends.cupy.keeping import Kept
 from contrastile.backends.cupy.launch import empty, launch, on_device, pointer
 from contrastile.backends.cupy.tiles import Tiles
@@ -176,7 +177,8 @@ class _Pass:
                 **sizes,
                 **scalars(self.block),
             )
-            launch(instance("positive_dots", "positive_dots", element(rows)), blocks, THREADS, dots)
+            kernel = positives_kernel(rows.dtype.name, self.tiles.precision)
+            launch(kernel, ceil_div(most, PAIRS), THREADS, dots)
         decide = struct("PlanForwardArguments")(
             peaks=pointer(peaks), plan=pointer(self.plan), **sizes, **scalars(self.block)
         )

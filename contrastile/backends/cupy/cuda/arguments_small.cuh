@@ -15,8 +15,10 @@ struct Matrix {
     long long column_stride;
 };
 
-// Rows or columns that one block of measure, positive_dots or row_dots takes.
+// Rows or columns that one block of measure or row_dots takes.
 constexpr int LINES = 8;
+// Rows or columns that one block of positive_dots takes.
+constexpr int PAIRS = 64;
 // Rows or columns that one block of weigh takes.
 constexpr int LANES = 1024;
 // Rows or columns that one block of a fold takes.
@@ -34,10 +36,10 @@ struct MeasureArguments {
     float* peaks;                // (blocks, 4): largest squared norms of rows, of columns; 1 where a positive strays; 0
 };
 
-// positive_dots<T>: blocks ceil(max(m, n) / LINES), 256 threads.
+// positive_dots<P>: blocks ceil(max(m, n) / PAIRS), 256 threads.
 struct PositiveDotsArguments {
-    Matrix rows;                 // (m, depth) of T
-    Matrix columns;              // (n, depth) of T
+    Matrix rows;                 // (m, depth) of P::Type, unit stride along rows, each on a 16-byte boundary
+    Matrix columns;              // (n, depth), likewise
     long long m, n, depth;
     const long long* positives;  // (m,)
     const long long* excluded;   // (m,) or null

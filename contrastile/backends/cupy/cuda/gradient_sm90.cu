@@ -11,9 +11,9 @@ namespace contrastile {
 
 template <class T, int MASK>
 struct GradientEpilogue {
-    // of one side of a consumer's tile
+    // of one side of a consumer's tile; aligned, for pairs of a vector are read in one go
     template <int LENGTH>
-    struct KeptSide {
+    struct alignas(16) KeptSide {
         float first[LENGTH], weight[LENGTH], taken[MASK == TARGET ? LENGTH : 1];
 
         __device__ __forceinline__ void prefetch(const GradientSide& side, int exponent, long long begin, int count,

@@ -1,26 +1,115 @@
-// The logits of the positives that indices name.
+// The logits of the positives that indices name, by the products of the sm_80 tile kernels.
+//
+// Tensor cores truncate as they add, so every dot of a tile is a little short. The loss is a function of how far the
+// others' logits are below the positive's: they must err alike, and those near it matter most. So a positive's dot is
+// taken by the tile kernels' own instructions in their order, and not by a better product; wgmma adds in that order too.
 #include "features.cuh"
+#include "products_sm80.cuh"
 
 namespace contrastile {
 
-// Logits by row, and by column: a column's is right where each row's positive, if it has one, is the column of its own
-// number; where not, the survey says so, and sum_positives puts it right. A warp takes the row and the column of one number.
+// The logit of a pair from its dot product.
 //
-// A logit is dot * (alpha ln 2) + bias with the very alpha, rounded, of the tile kernels, and not dot * scale + bias:
-// the others must not be measured on another scale. In double: nothing is rounded at its size.
+// It is dot * (alpha ln 2) + bias with the very alpha, rounded, of the tile kernels, and not dot * scale + bias: that
+// error, too, must be in both. In double: nothing is rounded at its size.
+__device__ __forceinline__ double logit_of(float dot, const PositiveDotsArguments& a) {
+    const double alpha = in_powers_of_two(*a.scale);
+    return dot * (alpha * LN2) + (a.bias == nullptr ? 0.0 : *a.bias);
+}
+
+// A word of a line, features first, first + 1, ...; those past the end are 0.
 template <class T>
+__device__ __forceinline__ unsigned word(const T* line, long long first, long long depth) {
+    if constexpr (sizeof(T) == 4) {
+        return first < depth ? __float_as_uint(line[first]) : 0u;
+    } else {
+        const unsigned low = first < depth ? line[first].bits : 0u, high = first + 1 < depth ? line[first + 1].bits : 0u;
+        return low | high << 16;
+    }
+}
+
+// Row x times column y, of one slice of 32 bytes: the words of a lane are those that ldmatrix would give it.
+template <class P>
+struct SliceOf;
+
+template <class T>
+struct SliceOf<Half<T>> {
+    static __device__ __forceinline__ void add(float (&to)[4], const unsigned (&x)[2], const unsigned (&y)[2]) {
+        const unsigned rows[4] = {x[0], 0u, x[1], 0u};
+        Half<T>::add(to, rows, y[0], y[1]);
+    }
+};
+
+template <bool THREE>
+struct SliceOf<TensorFloat<THREE>> {
+    static __device__ __forceinline__ void add(float (&to)[4], unsigned (&x)[2], unsigned (&y)[2]) {
+        const unsigned rest[4] = {split(x[0]), 0u, split(x[1]), 0u}, rest_y[2] = {split(y[0]), split(y[1])};
+        const unsigned rows[4] = {x[0], 0u, x[1], 0u};
+        TensorFloat<THREE>::add(to, rows, rest, y, rest_y);
+    }
+};
+
+// The dots of a warp's 8 pairs: lanes 4 p to 4 p + 3 give the lines of pair p. Of the 16 x 8 products of an instruction
+// the diagonal of the upper half is wanted: lane 4 p + p / 2 has that of pair p.
+template <class P>
+__device__ __forceinline__ float dot_of(const typename P::Type* x, const typename P::Type* y, long long depth, int lane) {
+    using T = typename P::Type;
+    constexpr int SLICE = 32 / sizeof(T), AHEAD = 4;  // slices that are asked for together
+    const int place = lane % 4 * (4 / sizeof(T));
+    float sums[4] = {0.0f, 0.0f, 0.0f, 0.0f};
+    unsigned row[AHEAD][2], column[AHEAD][2];
+    long long k = 0;
+#pragma unroll 1
+    for (; k + AHEAD * SLICE <= depth; k += AHEAD * SLICE) {
+#pragma unroll
+        for (int half = 0; half < 2 * AHEAD; ++half) {
+            const long long first = k + place + half * (SLICE / 2);
+            row[half / 2][half % 2] = *reinterpret_cast<const unsigned*>(x + first);
+            column[half / 2][half % 2] = *reinterpret_cast<const unsigned*>(y + first);
+        }
+#pragma unroll
+        for (int slice = 0; slice < AHEAD; ++slice) SliceOf<P>::add(sums, row[slice], column[slice]);
+    }
+#pragma unroll 1
+    for (; k < depth; k += SLICE) {
+#pragma unroll
+        for (int half = 0; half < 2; ++half) {
+            const long long first = k + place + half * (SLICE / 2);
+            row[0][half] = word(x, first, depth);
+            column[0][half] = word(y, first, depth);
+        }
+        SliceOf<P>::add(sums, row[0], column[0]);
+    }
+    return lane / 4 % 2 ? sums[1] : sums[0];
+}
+
+// Without tensor cores, each lane has its pair's whole chain.
+template <>
+__device__ __forceinline__ float dot_of<Ieee>(const float* x, const float* y, long long depth, int) {
+    float sum = 0.0f;
+#pragma unroll 8
+    for (long long k = 0; k < depth; ++k) sum = fmaf(x[k], y[k], sum);
+    return sum;
+}
+
+// Logits by row, and by column: a column's is right where each row's positive, if it has one, is the column of its own
+// number; where not, the survey says so, and sum_positives puts it right.
+template <class P>
 __global__ void __launch_bounds__(256) positive_dots(const __grid_constant__ PositiveDotsArguments a) {
-    static_assert(LINES == 8, "a warp takes one line");
+    static_assert(PAIRS == 256 / 4, "four lanes have one pair");
     const int lane = threadIdx.x % 32;
-    const long long i = static_cast<long long>(blockIdx.x) * LINES + threadIdx.x / 32;
+    const long long i = static_cast<long long>(blockIdx.x) * PAIRS + threadIdx.x / 4;
     const long long j = i < a.m ? named(a.positives[i], listed(a.excluded, i), a.n) : -1;
     double logit = 0.0;
-    if (j >= 0) {
-        const double alpha = in_powers_of_two(*a.scale);
-        const double dot = warp_sum(lane_dot<double>(row_of<T>(a.rows, i), row_of<T>(a.columns, j), a.depth, lane));
-        logit = dot * (alpha * LN2) + (a.bias == nullptr ? 0.0 : *a.bias);
+    // every lane of a warp has its part in the products of all eight pairs
+    if (__any_sync(WHOLE_WARP, j >= 0)) {
+        using T = typename P::Type;
+        const T* row = static_cast<const T*>(a.rows.data) + (j < 0 ? 0 : i * a.rows.row_stride);
+        const T* column = static_cast<const T*>(a.columns.data) + (j < 0 ? 0 : j * a.columns.row_stride);
+        const float dot = dot_of<P>(row, column, a.depth, lane);
+        if (j >= 0) logit = logit_of(dot, a);
     }
-    if (lane != 0) return;
+    if (lane % 4 != lane / 8) return;
     if (i < a.m) {
         a.row_lse[i] = j < 0 ? -infinity() : logit;
         a.row_sum[i] = logit;
