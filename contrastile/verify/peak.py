@@ -28,11 +28,19 @@ CASE = "peak-memory"
 
 @dataclass(frozen=True, slots=True)
 class _Size:
-    """Rows and columns of the larger of two square problems, their width, and the side of the tile asked for."""
+    """Rows and columns of the larger of two square problems, their width, and the side of the tile asked for.
+
+    Attributes:
+        batch: rows, and columns.
+        width: features of each.
+        tile: rows, and columns, of the tile.
+        libraries: bytes that the matrix-product library may take for itself, whatever the problem.
+    """
 
     batch: int
     width: int
     tile: int
+    libraries: int
 
     @property
     def budget(self) -> float:
@@ -41,10 +49,11 @@ class _Size:
         Eight matrices of rows and columns (copies in the state dtype, sums, gradients, parts of features), 64 vectors,
         and sixteen arrays of a tile's size: far more than a kernel needs, and far less than all logits.
         """
-        return 8.0 * (2 * self.batch * (6 * self.width + 32) + 12 * self.tile**2)
+        return 8.0 * (2 * self.batch * (6 * self.width + 32) + 12 * self.tile**2) + self.libraries
 
 
-_SIZES = {"cpu": _Size(512, 8, 32), "cuda": _Size(4096, 64, 256)}
+# on Hopper cuBLAS is given 32 MiB; G alone, in 16 bits, would be more than the budget
+_SIZES = {"cpu": _Size(512, 8, 32, 0), "cuda": _Size(8192, 64, 256, 40 << 20)}
 # what a library's own bookkeeping takes
 _SLACK = 1 << 14
 

@@ -104,7 +104,7 @@ def _direction(x: Matrix, admitted: BoolArray, positive: BoolArray, side: Direct
 
 
 def _floor(problem: Problem, t: Truth, accuracy: Accuracy, dtype: str) -> Outcome:
-    """Norms of what cannot be asked for: one rounding of each logit, of each entry of G and of each result.
+    """Norms of what cannot be asked for: one rounding of what enters a product, a logit, G and a result.
 
     A logit's rounding, relative to the size of its terms, moves the logarithm of its probability by as much, and an
     exponential errs by its own; both may have one sign everywhere, so that sums of them to a number add up. So do
@@ -113,7 +113,9 @@ def _floor(problem: Problem, t: Truth, accuracy: Accuracy, dtype: str) -> Outcom
     """
     u, a = max(accuracy.unit, accuracy.accumulate_unit), accuracy
     terms = abs(t.scale) * (np.abs(t.q) @ np.abs(t.k).T) + abs(t.bias)
-    logit = u * (terms + a.exp_ulps)
+    # roundings of the d products of a logit are independent
+    rounded_features = np.sqrt(2.0 * (t.q**2 @ (t.k**2).T)) * a.input_rounding
+    logit = u * (terms + a.exp_ulps) + abs(t.scale) * rounded_features
     G = np.where(np.isfinite(t.G), t.G, 0.0)
     moved = np.abs(G) * (logit + logit.max(initial=0.0))
     rounded = (a.gradient_rounding + a.unit) * np.abs(G) + np.where(

@@ -92,7 +92,7 @@ def test_within_the_derived_bound(name: str, dtype: str) -> None:
 @pytest.mark.parametrize("name", CERTAIN)
 def test_no_noisier_than_a_plain_computation_where_pairs_are_certain(name: str, dtype: str) -> None:
     held = trial(name, dtype)
-    worst = compare_with_plain(held.problem, held.oracle, held.outcome, held.accuracy, dtype)
+    worst = compare_with_plain(held.problem, held.oracle, held.outcome, held.subject.accuracy, dtype)
     assert worst.ratio <= 1, str(worst)
 
 

@@ -139,7 +139,8 @@ def _shared(sides: list[_Side], state: torch.dtype) -> _Shared | None:
     low, high, info = float(heard.min()), min(bounds), torch.finfo(state)
     least = min(float(side.exact_weight[~side.silent].abs().min()) for side in sides if not bool(side.silent.all()))
     reference = max(high - 120.0, float(heard.max()) - math.log2(least) + math.log2(info.tiny) + 1, min(low, 0.0))
-    if reference > low + 26.0:
+    # beyond 2^24 it would be rounded where it is subtracted
+    if reference > low + 26.0 or abs(reference) > 2.0**24:
         return None
     reference = float(math.ceil(reference))
     exact = [side.exact_weight * torch.exp2(reference - side.exact_lse) for side in sides]

@@ -127,25 +127,14 @@ def lse_tiles(
             _leave(x, column_parts + column_at, column_size, j < width, SAFE, 0)
         if IDS == TARGET:
             NEXT: tl.constexpr = 2 if SAFE else 1
-            row_at += NEXT * row_size
-            column_at += NEXT * column_size
             positive = positive & (i < height)[:, None] & (j < width)[None, :]
-            count = tl.sum(positive.to(tl.float32), 1)
-            # in most tiles there is none
-            if tl.max(count, 0) > 0.0:
-                logit = tl.where(positive, rounded(acc, alpha), 0.0)
-                term = tl.where(positive, logit if SAFE else tl.math.exp2(acc * alpha - reference), EMPTY)
-                _leave_positives(term, logit, row_parts + row_at, row_size, i < height, SAFE, 1)
-                if COLUMNS:
-                    _leave_positives(term, logit, column_parts + column_at, column_size, j < width, SAFE, 0)
-                    to = column_parts + (NEXT + 1) * column_size + column_at
-                    tl.store(to, tl.sum(positive.to(tl.float32), 0), mask=j < width)
-            else:
-                _leave_nothing(row_parts + row_at, row_size, i < height, NEXT + 1)
-                if COLUMNS:
-                    _leave_nothing(column_parts + column_at, column_size, j < width, NEXT + 2)
-            # at the end, for Triton fuses no loop whose body ends in a branch
-            tl.store(row_parts + (NEXT + 1) * row_size + row_at, count, mask=i < height)
+            logit = tl.where(positive, rounded(acc, alpha), 0.0)
+            term = tl.where(positive, logit if SAFE else tl.math.exp2(acc * alpha - reference), EMPTY)
+            row_to = row_parts + NEXT * row_size + row_at
+            _leave_positives(term, logit, positive, row_to, row_size, i < height, SAFE, 1)
+            if COLUMNS:
+                column_to = column_parts + NEXT * column_size + column_at
+                _leave_positives(term, logit, positive, column_to, column_size, j < width, SAFE, 0)
 
 
 @triton.jit
@@ -162,17 +151,12 @@ def _leave(x, to, size, inside, SAFE: tl.constexpr, AXIS: tl.constexpr):
 
 
 @triton.jit
-def _leave_positives(term, logit, to, size, inside, SAFE: tl.constexpr, AXIS: tl.constexpr):
-    """The same of the positives, and the sum of their logits."""
+def _leave_positives(term, logit, positive, to, size, inside, SAFE: tl.constexpr, AXIS: tl.constexpr):
+    """The same of the positives, the sum of their logits, and their count."""
     _leave(term, to, size, inside, SAFE, AXIS)
-    tl.store(to + (2 if SAFE else 1) * size, tl.sum(logit, AXIS), mask=inside)
-
-
-@triton.jit
-def _leave_nothing(to, size, inside, COUNT: tl.constexpr):
-    """COUNT results of no positives."""
-    for which in tl.static_range(COUNT):
-        tl.store(to + which * size, tl.zeros((inside.shape[0],), tl.float32), mask=inside)
+    to += (2 if SAFE else 1) * size
+    tl.store(to, tl.sum(logit, AXIS), mask=inside)
+    tl.store(to + size, tl.sum(positive.to(tl.float32), AXIS), mask=inside)
 
 
 @kernel

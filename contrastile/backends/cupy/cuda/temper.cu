@@ -22,7 +22,9 @@ __device__ __forceinline__ Plan plan_of(const float (&peaks)[5], const TemperArg
     // fmaxf passes over a NaN, of infinities that the comparisons fail for
     const float reference = fmaxf(high - fminf(room, 120.0f), fminf(low, 0.0f));
     const bool finite = low > -infinity() && high < infinity() && room > -infinity();
-    plan.fast = a.two_sided && finite && reference <= low && !plan.certain;
+    // beyond 2^20 a step of float is too large a part of the 8 powers of two that are left to overflow
+    const bool fine = fabsf(reference) < 0x1p20f;
+    plan.fast = a.two_sided && finite && fine && reference <= low && !plan.certain;
     plan.reference = plan.fast ? reference : 0.0f;
     // exact but where it is so small that nothing it multiplies would show in float16
     plan.finishing = *a.scale / plan.factor;
