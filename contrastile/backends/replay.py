@@ -96,6 +96,18 @@ class _Packed:
         return [x if x.shape[0] == length else x[:length] for x, length in zip(parts, self.lengths, strict=True)]
 
 
+def _copy(sources: Sequence[Any], into: Sequence[Any]) -> None:
+    """Copy tensors, those of one dtype in one launch: of several dtypes each tensor would take one."""
+    kinds: dict[Any, tuple[list[Any], list[Any]]] = {}
+    for source, target in zip(sources, into, strict=True):
+        if source.numel():
+            targets, values = kinds.setdefault(source.dtype, ([], []))
+            targets.append(target)
+            values.append(source)
+    for targets, values in kinds.values():
+        torch._foreach_copy_(targets, values)
+
+
 class _Captured:
     """A graph, the places that its inputs are copied to, and what it finds.
 
@@ -115,21 +127,22 @@ class _Captured:
     def hold(self, found: Tensors) -> None:
         """Take what the graph's kernels find; called while they are captured."""
         self._found, self._packed = list(found), None
-        vectors = [x for x in found if x is not None and x.ndim == 1]
+        packed = [x is not None and x.ndim == 1 and x.numel() > 0 for x in found]
+        vectors = [x for x, pack in zip(found, packed, strict=True) if pack]
         if len(vectors) > 1 and len({x.dtype for x in vectors}) == 1:
             self._packed = _Packed(vectors)
-            self._found = [x if x is None or x.ndim != 1 else self._packed for x in found]
+            self._found = [self._packed if pack else x for x, pack in zip(found, packed, strict=True)]
         self._there = [x for x in self._found if x is not None and x is not self._packed]
         if self._packed is not None:
             self._there.append(self._packed.whole)
 
     def replay(self, given: list[Any]) -> list[Any]:
         """What it finds of these, in memory of the caller's."""
-        torch._foreach_copy_(self.places, given)
+        _copy(given, self.places)
         self.graph.replay()
         self.replays += 1
         mine = [torch.empty_like(x) for x in self._there]
-        torch._foreach_copy_(mine, self._there)
+        _copy(self._there, mine)
         vectors = iter([] if self._packed is None else self._packed.parts(mine.pop()))
         others = iter(mine)
         return [None if x is None else next(vectors if x is self._packed else others) for x in self._found]
@@ -211,7 +224,7 @@ class Graphs:
         constants = [x for kind, x in zip(kinds, arrays, strict=True) if isinstance(kind, int)]
         places = [torch.empty(x.shape, dtype=x.dtype, device=x.device) for x in given]
         captured = _Captured(where, places, constants)
-        torch._foreach_copy_(places, given)
+        _copy(given, places)
         inputs = [places[kind[0]] if isinstance(kind, tuple) else x for kind, x in zip(kinds, arrays, strict=True)]
         # whatever a first launch loads is loaded before anything is captured
         result = compute(inputs)
