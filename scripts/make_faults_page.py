@@ -143,10 +143,11 @@ def measure_mistakes(*, cuda: bool = False) -> dict[str, Any]:
         print(row, flush=True)
         return row
 
-    with ThreadPoolExecutor(FEW_AT_A_TIME) as pool:
+    some = AT_A_TIME if cuda else FEW_AT_A_TIME
+    with ThreadPoolExecutor(some) as pool:
         rows = list(pool.map(lambda each: start(*each), what))
     facts = {"python": platform.python_version(), "torch": version("torch"), "mpi4py": version("mpi4py")}
-    facts |= {"deadline": DEADLINE, "mistaken": MISTAKEN, "at a time": FEW_AT_A_TIME}
+    facts |= {"deadline": DEADLINE, "mistaken": MISTAKEN, "at a time": some}
     if cuda:
         import torch
 
