@@ -156,8 +156,11 @@ def measure_mistakes(*, cuda: bool = False) -> dict[str, Any]:
 
 
 def _heard(ended: Any, lines: list[str]) -> float | None:
-    """Seconds from the mistake to the last ExchangeError; None for none."""
-    made = next(float(line.split()[1]) for line in ended.said(MISTAKEN) if line.startswith("fails"))
+    """Seconds from the mistake to the last ExchangeError; None for none, or where the launch ended before it."""
+    made = next((float(line.split()[1]) for line in ended.said(MISTAKEN) if line.startswith("fails")), None)
+    if made is None:
+        print(ended.output, flush=True)
+        return None
     return max((round(float(x.split()[0]) - made, 2) for x in lines if "ExchangeError" in x), default=None)
 
 
