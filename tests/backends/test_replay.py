@@ -118,7 +118,7 @@ def test_constants_are_read_where_they_lie(graphs: Graphs, monkeypatch: pytest.M
         arrays = [*drawn(seed), held]
         assert same(graphs.call("what", arrays, compute), compute(arrays))
     (captured,) = graphs.captured.values()
-    assert len(captured.places) == 2
+    assert len(captured.places.into) == 2
     assert captured.constants[0] is held
 
 
