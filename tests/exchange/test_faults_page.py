@@ -67,8 +67,9 @@ def test_no_mistake_gives_a_wrong_number(cuda: bool) -> None:
             assert (row["right"], row["all right"], row["code"]) == (5 * 2 * row["ranks"], row["ranks"], 0), row
             continue
         assert row["code"] not in (0, 124), row
-        # whoever is not right to the end has raised, or was ended by its launcher because another had
-        assert row["raised"] + row["gave up"] + row["all right"] <= row["ranks"], row
+        told = row["raised"] + row["gave up"] + row["all right"]
+        # nobody is left without a word, but for whom the launcher ends because another rank has ended
+        assert told <= row["ranks"] if cuda or row["mistake"] == "raised between" else told == row["ranks"], row
         if row["mistake"] in ("skipped backward", "swapped backwards") and not row["gave up"]:
             assert row["raised"] > 0, row
             assert "every rank must make the same calls" in row["message"], row
