@@ -221,7 +221,7 @@ def measure(
 
 def main() -> None:
     """The table of all problems."""
-    parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
+    parser = argparse.ArgumentParser(description=str(__doc__).partition("\n")[0])
     parser.add_argument("--backend", nargs="+", default=["torch"], metavar="NAME")
     parser.add_argument("--device", choices=("cpu", "cuda"), default="cpu")
     parser.add_argument("--dtype", nargs="+", choices=DTYPES, default=DTYPES)

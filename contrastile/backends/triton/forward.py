@@ -1,3 +1,4 @@
+# pyright: reportAssignmentType=false
 # mypy: disable-error-code="no-untyped-def,untyped-decorator,no-untyped-call"
 """The forward kernels: row and column statistics of X in one pass over its tiles, and the fold of their partials.
 
