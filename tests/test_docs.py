@@ -24,7 +24,9 @@ rng = np.random.default_rng(29)
 
 
 def code_blocks(page: Path, language: str) -> list[str]:
-    return re.findall(rf"^```{language}[^\n]*\n(.*?)^```", page.read_text(encoding="utf-8"), re.M | re.S)
+    """The blocks as the site shows them: a line with a file's name stands for the file."""
+    found = re.findall(rf"^```{language}[^\n]*\n(.*?)^```", page.read_text(encoding="utf-8"), re.M | re.S)
+    return [re.sub(r'^--8<-- "(.*)"$', lambda line: (ROOT / line[1]).read_text("utf-8"), x, flags=re.M) for x in found]
 
 
 @pytest.fixture

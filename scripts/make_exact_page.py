@@ -1,0 +1,63 @@
+"""Writes the tables of docs/exact.md from the record that benchmarks/certain_pairs.py measured."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+ROOT = Path(__file__).parent.parent
+PAGE, DATA = ROOT / "docs" / "exact.md", ROOT / "docs" / "results" / "certain_nvidia_h200.json"
+START, END = "<!-- measured: written by scripts/make_exact_page.py -->", "<!-- end of measured -->"
+
+SHOWN = {
+    "clip, saturated, seed 0, scale 100": "CLIP, certain pairs, scale 100",
+    "clip, saturated, seed 1, scale 100": "the same, another seed",
+    "clip, saturated, scale 300": "the same, scale 300",
+    "info_nce, ids dropped, scale 100": "InfoNCE with ids, scale 100",
+    "nt_xent, scale 100": "NT-Xent, scale 100",
+    "sup_con, classes of 2, scale 100": "SupCon, classes of 2",
+    "sup_con, classes of 8, scale 100": "SupCon, classes of 8",
+    "clip, norm 30, scale 100": "CLIP, norm 30",
+    "clip, norm 3000, scale 100": "CLIP, norm 3,000",
+}
+BACKENDS = ("plain", "torch", "triton", "cupy")
+
+
+def table(rows: list[dict[str, Any]], dtype: str, batch: int) -> str:
+    """Errors of the gradient of the first features and, behind it, of the loss."""
+    lines = [f"| features | {' | '.join(BACKENDS)} |", f"| --- |{' ---: |' * len(BACKENDS)}"]
+    for problem, name in SHOWN.items():
+        found = {
+            row["backend"]: row
+            for row in rows
+            if (row["problem"], row["dtype"], row["b"], row["precision"]) == (problem, dtype, batch, "ieee")
+        }
+        cells = (f"{found[x]['first']:.0e} ({found[x]['loss']:.0e})" for x in BACKENDS)
+        lines.append(f"| {name} | {' | '.join(cells)} |")
+    return "\n".join(lines)
+
+
+def measured() -> str:
+    """What stands between the marks."""
+    data = json.loads(DATA.read_text(encoding="utf-8"))
+    rows = [dict(zip(data["columns"], row, strict=True)) for row in data["rows"]]
+    device = data["environment"]["device"]
+    parts = [
+        f"One {device}, d = 64: relative error of the gradient and, in brackets, of the loss.\n",
+        "float32, b = 256:\n",
+        table(rows, "float32", 256),
+        "\nbfloat16, b = 4,096:\n",
+        table(rows, "bfloat16", 4096),
+    ]
+    return "\n".join(parts)
+
+
+def page() -> str:
+    """The page with its tables written anew."""
+    before, _, rest = PAGE.read_text(encoding="utf-8").partition(START)
+    return f"{before}{START}\n\n{measured()}\n\n{END}{rest.partition(END)[2]}"
+
+
+if __name__ == "__main__":
+    PAGE.write_text(page(), encoding="utf-8")
