@@ -24,16 +24,15 @@ rng = np.random.default_rng(29)
 
 
 def code_blocks(page: Path, language: str) -> list[str]:
-    """The blocks as the site shows them: a line with a file's name stands for the file."""
-    found = re.findall(rf"^```{language}[^\n]*\n(.*?)^```", page.read_text(encoding="utf-8"), re.M | re.S)
-    return [re.sub(r'^--8<-- "(.*)"$', lambda line: (ROOT / line[1]).read_text("utf-8"), x, flags=re.M) for x in found]
+    return re.findall(rf"^```{language}[^\n]*\n(.*?)^```", page.read_text(encoding="utf-8"), re.M | re.S)
 
 
 @pytest.fixture
 def tiled(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> str:
-    """The backend of docs/backend.md as a module that somebody else wrote."""
+    """The file that docs/backend.md shows, as a module that somebody else wrote."""
+    (shown,) = re.findall(r'^--8<-- "(.*)"$', (ROOT / "docs" / "backend.md").read_text(encoding="utf-8"), re.M)
     name = "tiled_from_the_page"
-    (tmp_path / f"{name}.py").write_text(code_blocks(ROOT / "docs" / "backend.md", "python")[0])
+    (tmp_path / f"{name}.py").write_text((ROOT / shown).read_text(encoding="utf-8"))
     monkeypatch.syspath_prepend(tmp_path)
     importlib.invalidate_caches()
     return f"{name}:backend"
