@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 import numpy as np
 
@@ -114,6 +114,7 @@ class Truth:
         column_sum: (n, d) G^T Q.
         row: the row direction, None for the sigmoid loss.
         column: the column direction, None for the sigmoid loss and for a loss of one direction.
+        oracle_bounds: the oracle's own errors, by the upstream gradient's size, once ``bounds`` has derived them.
     """
 
     outcome: Outcome
@@ -130,6 +131,7 @@ class Truth:
     column_sum: FloatArray
     row: Direction | None
     column: Direction | None
+    oracle_bounds: dict[float, Outcome] = field(default_factory=dict, repr=False, compare=False)
 
 
 def masks(problem: Problem) -> tuple[BoolArray, BoolArray]:
