@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ctypes
 import sys
 from collections.abc import Callable, Iterator
 from typing import Any
@@ -71,6 +72,7 @@ class Problem:
         dtype: str,
         scale: float = 100.0,
         band: int = 16,
+        stray: bool = True,
     ) -> None:
         self.m, self.n, self.depth, self.chunk, self.mask, self.dtype, self.band = m, n, depth, chunk, mask, dtype, band
         rng = cupy.random.RandomState(7)
@@ -79,17 +81,20 @@ class Problem:
         self.alpha = np.float32(scale * LOG2E)
         self.reference = np.float32(max(0.0, 1.01 * abs(float(self.alpha)) - 100.0))
         index = cupy.arange(m)
-        self.positives: Any = None if mask == TARGET else cupy.where(index % 5 == 0, (index * 37) % (n + 3) - 1, index)
+        other = (index * 37) % (n + 3) - 1 if stray else -1
+        self.positives: Any = None if mask == TARGET else cupy.where(index % 5 == 0, other, index)
         self.excluded: Any = None if mask == PLAIN else cupy.where(index % 7 < 3, (index * 11) % (n + 2) - 1, index)
         self.ids: list[Any] = [rng.randint(0, 9, size) for size in (m, n)] if mask >= DROP else [None, None]
-        self.plan = cupy.zeros(8, cupy.float32)
+        self.stray = stray and mask != TARGET
+        self.found: list[Any] = []  # of TARGET, sums of dots and counts of rows and of columns
+        self.plan = cupy.empty(ctypes.sizeof(struct("Plan")), cupy.uint8)
         self.set_plan()
 
-    def set_plan(self, fast: int = 1, status: int = 0, factor: float = 1.0, bias: float = 0.0) -> None:
+    def set_plan(self, **given: float) -> None:
         """Write the plan."""
-        words = np.array([self.alpha, self.reference, 0.0, factor, bias, 0, 0, 0], np.float32)
-        words.view(np.int32)[5:7] = fast, status
-        self.plan.set(words)
+        scales = {"alpha": float(self.alpha), "reference": float(self.reference), "factor": 1.0}
+        plan = struct("Plan")(**(scales | {"fast": 1, "stray": int(self.stray)} | given))
+        self.plan.set(np.frombuffer(bytes(plan), np.uint8))
 
     def common(self) -> dict[str, Any]:
         """Features, chunk, pairs and plan of any argument structure."""
@@ -183,82 +188,123 @@ def repeated(run: Callable[[], None], outs: list[Any]) -> bool:
 
 
 def check_forward(p: Problem, report: Report, name: str) -> None:
-    """Fast and safe statistics, and positives by ids."""
+    """Fast and safe statistics of negatives, and of positives by ids."""
     height, width = p.chunk[2:]
     tiles = -(-width // BN), -(-height // BM)
     dots, positive, admitted = p.truth()
-    x = cupy.where(admitted, float(p.alpha) * dots, -cupy.inf)
+    x = float(p.alpha) * dots
+    negatives, positives = (cupy.where(those, x, -cupy.inf) for those in (admitted & ~positive, positive))
     for safe in (False, True):
         p.set_plan(status=int(safe))
-        rows, columns = (cupy.empty((t, s), cupy.float32) for t, s in zip(tiles, (height, width), strict=True))
-        extra: list[Any] = (
-            [cupy.empty_like(z) for z in (rows, rows, columns, columns)] if p.mask == TARGET else [None] * 4
+        count = 6 if p.mask == TARGET else 2
+        # sums, references, dots, counts, positive sums, positive references
+        rows, columns = (cupy.zeros((count, t, s), cupy.float32) for t, s in zip(tiles, (height, width), strict=True))
+        sides = (
+            struct("Partials")(*(pointer(z[i]) if i < count else None for i in range(6)), stride=z.shape[2])
+            for z in (rows, columns)
         )
-        partials = struct("Partials")
-        arguments = struct("ForwardArguments")(
-            **p.common(),
-            rows=partials(pointer(rows), pointer(extra[0]), pointer(extra[1]), height),
-            columns=partials(pointer(columns), pointer(extra[2]), pointer(extra[3]), width),
-        )
+        arguments = struct("ForwardArguments")(**p.common(), **dict(zip(("rows", "columns"), sides, strict=True)))
         run = p.launcher("forward", arguments, p.maps(), safe)
-        same = repeated(run, [z for z in (rows, columns, *extra) if z is not None])
+        written = [i for i in range(count) if safe or i not in (1, 5)]
+        same = repeated(run, [z[i] for z in (rows, columns) for i in written])
         for side, parts, axis in (("rows", rows, 1), ("columns", columns, 0)):
-            true = log_sum(x, axis)
-            if safe:
-                found = log_sum(parts.astype(cupy.float64), 0)
-            else:
-                found = cupy.log2(parts.astype(cupy.float64).sum(0)) + float(p.reference)
-            error = worst(cupy.where(true == found, 0.0, found - true))
-            report.add(f"{name} forward {'safe' if safe else 'fast'} {side}", error, LOG_ERROR, same)
+            path = f"{name} forward {'safe' if safe else 'fast'} {side}"
+            for what, true, at in (("negatives", negatives, 0), ("positives", positives, 4))[: count // 2 - 1 or 1]:
+                sums, reference = parts[at].astype(cupy.float64), parts[at + 1].astype(cupy.float64)
+                found = log_sum(cupy.log2(sums) + (reference if safe else float(p.reference)), 0)
+                expected = log_sum(true, axis)
+                error = worst(cupy.where(expected == found, 0.0, found - expected))
+                report.add(f"{path} {what}", error, LOG_ERROR, same)
+            if p.mask == TARGET:
+                for what, at, value in (("dots", 2, dots), ("counts", 3, 1.0)):
+                    error = worst(parts[at].astype(cupy.float64).sum(0) - cupy.where(positive, value, 0.0).sum(axis))
+                    report.add(f"{path} {what} of positives", error, DOT_ERROR if at == 2 else 0.0, same)
         if p.mask == TARGET:
-            for parts, axis, what in ((extra[0], 1, dots), (extra[1], 1, 1.0), (extra[2], 0, dots), (extra[3], 0, 1.0)):
-                error = worst(parts.astype(cupy.float64).sum(0) - cupy.where(positive, what, 0.0).sum(axis))
-                report.add(f"{name} forward positives", error, DOT_ERROR, same)
+            p.found = [parts[2:4].astype(cupy.float64).sum(1) for parts in (rows, columns)]
+
+
+class GradientSide:
+    """One side's vectors as temper would write them, of the chunk's own pairs, and what float64 makes of them."""
+
+    def __init__(self, p: Problem, axis: int, x: Any, positive: Any, admitted: Any, random: Any) -> None:
+        start, size = (p.chunk[0], p.m) if axis == 1 else (p.chunk[1], p.n)
+        negatives, positives = (
+            log_sum(cupy.where(those, x, -cupy.inf), axis) for those in (admitted & ~positive, positive)
+        )
+        count = positive.sum(axis)
+        if p.mask == TARGET:
+            # of one positive its logit is P, of the very dot that the kernels find
+            dots, counts = p.found[1 - axis]
+            positives = cupy.where(counts == 1, dots * float(p.alpha), positives)
+        here = slice(start, start + count.size)
+        log = log_sum(cupy.stack([negatives, positives]), 0)
+        self.high = cupy.full(size, cupy.inf, cupy.float32)
+        self.high[here] = cupy.where(cupy.isfinite(log), log, cupy.inf)
+        low = cupy.where(cupy.isfinite(log), log - self.high[here], 0.0)
+        w = random.rand(size) + 0.5
+        w[here][~cupy.isfinite(log)] = 0
+        w = w.astype(cupy.float32)
+        target = random.rand(size)
+        target[here] = cupy.where(count > 0, 1.0 / cupy.maximum(count, 1), target[here])
+        self.weight, self.folded = w.copy(), cupy.zeros(size, cupy.float32)
+        self.weight[here] = w[here] * cupy.exp2(-low)
+        counted = cupy.where(cupy.isfinite(log), log, 0.0)
+        self.folded[here] = cupy.where(w[here] == 0, 0, w[here] * cupy.exp2(float(p.reference) - counted))
+        self.taken = (w * target).astype(cupy.float32)
+        gap = cupy.where(cupy.isfinite(positives), negatives - positives, 0.0)
+        share = 1.0 / (1.0 + cupy.exp2(-gap))
+        near = cupy.where(cupy.isfinite(positives), positives, 0.0)
+        self.certain = cupy.zeros((size, 4), cupy.float32)
+        self.certain[here, 0] = near
+        self.certain[here, 1] = near - self.certain[here, 0]
+        self.certain[here, 2] = w[here]
+        self.certain[here, 3] = w[here] * share
+        w64, target = (cupy.expand_dims(z[here].astype(cupy.float64), axis) for z in (w, target))
+        chance = cupy.where(admitted & (w64 != 0), cupy.exp2(x - cupy.expand_dims(counted, axis)), 0.0)
+        q = cupy.exp2(x - cupy.expand_dims(near, axis))
+        lone = cupy.expand_dims(count == 1, axis)
+        self.ordinary = w64 * (chance - cupy.where(positive, target, 0.0))
+        exact = w64 * cupy.where(lone, 0.0, q - target) - w64 * cupy.where(lone, 1.0, q) * cupy.expand_dims(share, axis)
+        self.exact = cupy.where(positive, exact, w64 * chance)
+        self.size = w64 * (chance + cupy.where(positive, target, 0.0))
+        # of the only positive of a row all that is left is exact
+        self.exact_size = cupy.where(positive & lone, cupy.abs(self.exact), self.size)
+
+    def argument(self) -> Any:
+        """As the kernel takes it."""
+        return struct("GradientSide")(*map(pointer, (self.high, self.weight, self.folded, self.taken, self.certain)))
 
 
 def check_gradient(p: Problem, report: Report, name: str) -> None:
-    """G by the three exponents."""
-    row, column, height, width = p.chunk
+    """G by the three exponents, and of certain positives by ids."""
+    row, _, height, width = p.chunk
     dots, positive, admitted = p.truth()
     x = float(p.alpha) * dots
-    rng = cupy.random.RandomState(3)
-    sides = []
-    # log-sum-exps of the chunk's own pairs, so that probabilities are probabilities
-    for size, start, axis in ((p.m, row, 1), (p.n, column, 0)):
-        log = cupy.zeros(size, cupy.float32)
-        own = log_sum(cupy.where(admitted, x, -cupy.inf), axis).astype(cupy.float32)
-        log[start : start + own.size] = cupy.where(cupy.isfinite(own), own, cupy.inf)
-        weight = (rng.rand(size) + 0.5).astype(cupy.float32)
-        weight[cupy.isinf(log)] = 0
-        folded = cupy.where(weight == 0, 0, weight * cupy.exp2(p.reference - log)).astype(cupy.float32)
-        sides.append((log, weight, folded, rng.rand(size).astype(cupy.float32)))
+    random = cupy.random.RandomState(3)
+    sides = [GradientSide(p, axis, x, positive, admitted, random) for axis in (1, 0)]
+    # what is put in place of G of a positive by index is any number
+    entries = random.standard_normal(p.m).astype(cupy.float32)
     space = cupy.empty((height, -(-width // 8) * 8 + PAST), cupy.uint16)
-    for exponent in ("shared", "rows", "both"):
-        p.set_plan(fast=int(exponent == "shared"))
-        side = struct("GradientSide")
-        column_side = side() if exponent == "rows" else side(*map(pointer, sides[1]))
+    for exponent in ("shared", "rows", "both", *(("certain rows", "certain both") if p.mask == TARGET else ())):
+        certain, both = exponent.startswith("certain"), not exponent.endswith("rows")
+        p.set_plan(fast=int(exponent == "shared"), certain=int(certain))
+        none = struct("GradientSide")()
         arguments = struct("GradientArguments")(
-            **p.common(), row=side(*map(pointer, sides[0])), column=column_side, g=pointer(space),
-            g_stride=space.shape[1],
+            **p.common(), row=sides[0].argument(), column=sides[1].argument() if both else none,
+            entries=None if p.mask == TARGET else pointer(entries), g=pointer(space), g_stride=space.shape[1],
         )  # fmt: skip
         run = p.launcher("gradient", arguments, [*p.maps(), tensor_map(space, height, width, (16, 64), p.dtype)])
         same = repeated(run, [space])
-        true = cupy.zeros_like(x)
-        size = cupy.zeros_like(x)
-        for (log, weight, _, target), start, length, axis in zip(
-            sides, (row, column), (height, width), (1, 0), strict=True
-        ):
-            if axis == 0 and exponent == "rows":
-                continue
-            log, weight, target = (
-                cupy.expand_dims(z[start : start + length].astype(cupy.float64), axis) for z in (log, weight, target)
-            )
-            p_ = cupy.where(admitted, cupy.exp2(cupy.where(cupy.isinf(log), -cupy.inf, x - log)), 0.0)
-            true += weight * (p_ - cupy.where(positive, target, 0.0))
-            size += weight * (p_ + cupy.where(positive, target, 0.0))
+        seen = sides[: 1 + both]
+        true = sum(side.exact if certain else side.ordinary for side in seen)
+        size = sum(side.exact_size if certain else side.size for side in seen)
+        if p.mask != TARGET:
+            entry = entries[row : row + height, None].astype(cupy.float64)
+            true, size = cupy.where(positive, entry, true), cupy.where(positive, 0.0, size)
         error = values(space[:, :width], p.dtype) - true
         bound = ROUNDING[p.dtype] * cupy.abs(true) + SUM_ERROR * size + 2.0**-24
-        report.add(f"{name} gradient {exponent}", worst(error / bound), 1.0, same)
+        for what, those in (("positives", positive), ("others", ~positive)):
+            report.add(f"{name} gradient {exponent} {what}", worst((error / bound)[those]), 1.0, same)
         report.add(f"{name} gradient {exponent} past", float((space[:, -PAST:] != POISON).sum()), 0.0, True)
 
 
@@ -309,8 +355,10 @@ def problems(small: bool) -> Iterator[tuple[str, Problem]]:
     for m, n, depth, chunk, band in shapes:
         for dtype in ("bfloat16", "float16"):
             for mask in NAMES:
-                name = f"{m} x {n} x {depth} {chunk} {dtype} {NAMES[mask]}"
-                yield name, Problem(m, n, depth, chunk, mask, dtype, 14.3 if depth == 320 else 100.0, band)
+                for stray in (True, False)[: 1 if mask == TARGET else 2]:
+                    name = f"{m} x {n} x {depth} {chunk} {dtype} {NAMES[mask]}{' stray' * stray}"
+                    scale = 14.3 if depth == 320 else 100.0
+                    yield name, Problem(m, n, depth, chunk, mask, dtype, scale, band, stray)
 
 
 def verify(small: bool, loud: bool) -> int:

@@ -44,9 +44,8 @@ def jobs(b: int, depth: int, height: int, width: int, band: int) -> dict[str, tu
     whole = Problem(b, b, depth, (0, 0, b, b), PLAIN, "bfloat16", band=band)
     safe = Problem(b, b, depth, (0, 0, b, b), PLAIN, "bfloat16", band=band)
     chunk = (0, 0, height, width)
-    parts = [cupy.empty((-(-b // BN), b), cupy.float32), cupy.empty((-(-b // BM), b), cupy.float32)]
-    partials = struct("Partials")
-    sides = [partials(pointer(x), None, None, b) for x in parts]
+    parts = [cupy.empty((2, -(-b // size), b), cupy.float32) for size in (BN, BM)]
+    sides = [struct("Partials")(sums=pointer(x[0]), references=pointer(x[1]), stride=b) for x in parts]
     made = {}
     for name, p in (("forward", whole), ("forward safe", safe)):
         p.set_plan(status=int(p is safe))
@@ -59,7 +58,9 @@ def jobs(b: int, depth: int, height: int, width: int, band: int) -> dict[str, tu
         p = Problem(b, b, depth, chunk, PLAIN, "bfloat16", band=band)
         p.set_plan(fast=fast, bias=-10.0)
         _kept.append(p)
-        arguments = struct("GradientArguments")(**p.common(), row=side, column=side, g=pointer(g), g_stride=width)
+        arguments = struct("GradientArguments")(
+            **p.common(), row=side, column=side, entries=pointer(vectors[0]), g=pointer(g), g_stride=width
+        )
         maps = [*p.maps(), tensor_map(g, height, width, (16, 64), "bfloat16")]
         made[name] = p.launcher("gradient", arguments, maps), 2.0 * height * width * depth
     p.set_plan(fast=0, bias=-10.0)

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Callable, Iterator
+from itertools import product
 from typing import Any
 
 import cupy
@@ -16,7 +17,7 @@ import numpy as np
 from cupy_small_inputs import LOG2E, U, features, plan, ratio, read, restart, rng, scalar, stored
 
 from contrastile.backends.cupy.arguments import struct
-from contrastile.backends.cupy.common import FOLD, LANES, LINES, ONE_BLOCK, PAIRS, THREADS, ceil_div, planned
+from contrastile.backends.cupy.common import FOLD, LANES, LINES, ONE_BLOCK, PAIRS, TERMS, THREADS, ceil_div, planned
 from contrastile.backends.cupy.instances import ARITHMETICS, ELEMENTS, instance, positives_kernel
 from contrastile.backends.cupy.launch import launch, pointer
 from contrastile.backends.cupy.products import Products
@@ -63,102 +64,162 @@ def measure(dtype: str, strided: bool) -> Iterator[tuple[str, float]]:
         yield "plan_forward", ratio([said["alpha"], said["status"], said["stray"]], np.array(expected, "f8"), U * 16)
 
 
+def lse(x: np.ndarray) -> float:
+    """The log-sum-exp of a list; of one number that number, of none -inf."""
+    return float(np.logaddexp.reduce(x)) if x.size else -np.inf
+
+
 def positives(dtype: str, precision: str, d: int) -> Iterator[tuple[str, float]]:
-    """Logits of positives by row and by column."""
+    """Logits of positives by row, their sums and log-sum-exps by column."""
     m, n, scale, bias = 261, 197, -7.3, 0.4
     held = features(m, d, dtype, False), features(n, d, dtype, False)
     (_, rows, q), (_, columns, k) = held
     exact = precision == "ieee" and dtype == "float32"
     chain = (3 if precision == "split" else 1) * (d + 8) * (U if exact else 2 * U)
     error = (1 + {"tf32": 2.0**-11, "split": 2.0**-21}.get(precision, 0.0)) ** 2 * (1 + chain) - 1
+    alpha = float(np.float32(np.float32(scale) * LOG2E))
     for named, excluded in drawn_pairs(m, n):
         j = seen(named, excluded, n)
-        x = np.where(j >= 0, scale * np.einsum("ik,ik->i", q, k[j]) + bias, 0.0)
-        room = abs(scale) * error * np.einsum("ik,ik->i", abs(q), abs(k[j])) + 4 * U * (abs(x) + abs(bias))
-        row, column = (cupy.full(size, np.nan, "f4") for size in (m, n))
-        decided = plan(stray=int(np.any((j >= 0) & (j != np.arange(m)))))
-        where, alpha, beta = (cupy.asarray(named), cupy.asarray(excluded)), scalar(scale), scalar(bias)
+        x = np.where(j >= 0, alpha / LOG2E * np.einsum("ik,ik->i", q, k[j]) + np.float32(bias), 0.0)
+        # all but the product in float64
+        room = abs(scale) * error * np.einsum("ik,ik->i", abs(q), abs(k[j])) + 2.0**-48
+        row_lse, row_sum = (cupy.full(m, np.nan) for _ in range(2))
+        column_lse, column_sum = (cupy.full(n, np.nan) for _ in range(2))
+        stray = int(np.any((j >= 0) & (j != np.arange(m))))
+        decided = plan(stray=stray)
+        where, by, beta = (cupy.asarray(named), cupy.asarray(excluded)), scalar(scale), scalar(bias)
         common = {"m": m, "n": n, "positives": pointer(where[0]), "excluded": pointer(where[1])}
-        common |= {"row_positive": pointer(row), "column_positive": pointer(column)}
-        numbers = {"depth": d, "scale": pointer(alpha), "bias": pointer(beta)}
+        common |= {"row_sum": pointer(row_sum)}
+        common |= {"column_lse": pointer(column_lse), "column_sum": pointer(column_sum)}
+        numbers = {"depth": d, "scale": pointer(by), "bias": pointer(beta), "row_lse": pointer(row_lse)}
         dots = struct("PositiveDotsArguments")(rows=rows, columns=columns, **common, **numbers)
         launch(positives_kernel(dtype, precision), ceil_div(max(m, n), PAIRS), THREADS, dots)
         gather = struct("SumPositivesArguments")(plan=pointer(decided), **common)
         launch(instance("sum_positives", "sum_positives"), ceil_div(n, THREADS), THREADS, gather)
-        yield f"positive_dots, {precision}", ratio(row, x, room)
-        sums, rooms = np.zeros(n), np.zeros(n)
-        np.add.at(sums, j[j >= 0], x[j >= 0])
-        np.add.at(rooms, j[j >= 0], (room + U * abs(x))[j >= 0])
-        yield "sum_positives", ratio(column, sums, rooms + U * abs(sums) + 1e-300)
+        yield f"positive_dots, {precision}: sum", ratio(row_sum, x, room)
+        # the very same bits
+        found = cupy.asnumpy(row_sum)
+        yield f"positive_dots, {precision}: lse", ratio(row_lse, np.where(j >= 0, found, -np.inf), 1e-300)
+        by_column = [found[j == column] for column in range(n)]
+        want = np.array([np.sum(each) for each in by_column])
+        yield "sum_positives: sum", ratio(column_sum, want, 2.0**-48)
+        want = np.array([lse(each) for each in by_column])
+        lone = np.array([each.size == 1 for each in by_column])
+        yield "sum_positives: lse", ratio(column_lse, want, np.where(lone, 1e-300, 2.0**-44 * (abs(want) + 1)))
 
 
 def fold(safe: bool) -> Iterator[tuple[str, float]]:
     """Three chunks into one state; sums too small to be trusted."""
     m, tiles, bias = 77, 45, 0.7
-    logs = rng.uniform(-130, 120, (tiles, m)) if safe else rng.uniform(-20, 100, (tiles, m))
+    # safe: what is rounded at the size of 1e7 would be off by one
+    far = np.float32(1e7) if safe else np.float32(0)
+    logs = rng.uniform(-20, 100, (tiles, m))
+    references = np.where(rng.random(m) < 0.5, far, 0) + np.round(rng.uniform(-40, 40, (tiles, m)))
+    sums = np.exp2(logs if not safe else rng.uniform(-8, 8, (tiles, m)))
     if safe:
-        logs[:, 3] = -np.inf
-        logs[2, 5], logs[7, 6] = np.inf, np.nan
-    parts = cupy.asarray((logs if safe else np.exp2(logs)).astype("f4"))
-    exact = cupy.asnumpy(parts).astype("f8")
+        sums[:, 3], references[:, 3] = 0.0, 0.0
+        sums[2, 5], sums[7, 6] = np.inf, np.nan
+        references[2, 5], references[7, 6] = 0.0, 0.0
+        sums[4, :] = 0.0
+    held = [cupy.asarray(x.astype("f4")) for x in (sums, references)]
+    exact, at = (cupy.asnumpy(x).astype("f8") for x in held)
     reference = 0.0 if safe else 31.25
     decided = plan(status=int(safe), reference=reference, bias=bias)
-    state, lse = cupy.full(m, np.nan), cupy.full(m, np.nan, "f4")
-    for start, stop in ((0, 20), (20, 21), (21, tiles)):
-        side = struct("FoldSide")(
-            parts=pointer(parts, start * m),
+    state, out = cupy.full(m, np.nan), cupy.full(m, np.nan)
+
+    def side(start: int, stop: int) -> Any:
+        return struct("FoldSide")(
+            sums=pointer(held[0], start * m),
+            references=pointer(held[1], start * m),
             part_stride=m,
             tiles=stop - start,
             length=m,
             terms=m,
             state=pointer(state),
-            lse=pointer(lse),
+            lse=pointer(out),
             first=start == 0,
             last=stop == tiles,
         )
-        other = struct("FoldSide")()
-        launch(
-            instance("fold", "fold", str(safe).lower()),
-            ceil_div(m, FOLD),
-            THREADS,
-            struct("FoldArguments")(rows=side, columns=other, plan=pointer(decided)),
-        )
+
+    def run(rows: Any, columns: Any, by: Any) -> None:
+        arguments = struct("FoldArguments")(rows=rows, columns=columns, plan=pointer(by))
+        launch(instance("fold", "fold", str(safe).lower()), ceil_div(m, FOLD), THREADS, arguments)
+
+    for start, stop in ((0, 20), (20, 21), (21, tiles)):
+        run(side(start, stop), struct("FoldSide")(), decided)
     with np.errstate(all="ignore"):
-        want = (np.logaddexp2.reduce(exact) if safe else np.log2(exact.sum(0)) + reference) / LOG2E + bias
-    yield f"fold<{safe}>", ratio(lse, want, (8 if safe else 1) * U * (abs(want) + 1))
+        if safe:
+            top = at.max(0)
+            want = top + np.log2((exact * np.exp2(at - top)).sum(0))
+            want[5] = np.inf
+        else:
+            want = np.log2(exact.sum(0)) + reference
+        want = want / LOG2E + np.float32(bias)
+    # safe: the exponential in float32 of a difference of references, a few roundings of 1
+    yield f"fold<{safe}>", ratio(out, want, (8 * U if safe else 2.0**-44) + 2.0**-48 * abs(np.nan_to_num(want)))
     yield f"fold<{safe}>: status", float(read(decided)["status"] != int(safe))
     if not safe:
+        held[0] = cupy.full((tiles, m), 2.0**-107, "f4")
         doubted = plan(threshold=2.0**-100)
-        small = cupy.full(m, 2.0**-101, "f4")
-        side = struct("FoldSide")(
-            parts=pointer(small),
-            part_stride=m,
-            tiles=1,
-            length=m,
-            terms=1,
-            state=pointer(state),
-            lse=pointer(lse),
-            first=1,
-            last=1,
-        )
-        launch(
-            instance("fold", "fold", "false"),
-            ceil_div(m, FOLD),
-            THREADS,
-            struct("FoldArguments")(rows=struct("FoldSide")(), columns=side, plan=pointer(doubted)),
-        )
+        run(struct("FoldSide")(), side(0, tiles), doubted)
         yield "fold<False>: doubt", float(read(doubted)["status"] != 1)
 
 
-def fold_sums() -> Iterator[tuple[str, float]]:
-    """Positives that ids name, and the sums of the sigmoid loss, in two chunks."""
+def fold_by_ids(safe: bool) -> Iterator[tuple[str, float]]:
+    """Statistics of positives that ids name, in two chunks: of none, of one, of several."""
     m, tiles, scale, bias = 45, 19, 3.1, -0.3
+    alpha = np.float32(np.float32(scale) * LOG2E)
+    counts = rng.integers(0, 2, (tiles, m)) * (rng.random(m) < 0.7)
+    counts[:, 0], counts[:, 1], counts[3, 1] = 0, 0, 1
+    dots = np.where(counts, rng.standard_normal((tiles, m)), 0.0).astype("f4")
+    references = np.round(float(alpha) * dots) if safe else np.zeros_like(dots)
+    reference = 0.0 if safe else 2.0
+    sums = np.where(counts, np.exp2(float(alpha) * dots.astype("f8") - references - reference), 0.0)
+    held = [cupy.asarray(np.asarray(x, "f4")) for x in (dots, counts, sums, references)]
+    state, total, out = cupy.empty(3 * m), cupy.full(m, np.nan), cupy.full(m, np.nan)
+    decided = plan(alpha=alpha, bias=bias, reference=reference, status=int(safe), threshold=2.0**-100)
+
+    def run(by: Any) -> None:
+        for first, last in ((0, 7), (7, tiles)):
+            side = struct("PositiveSide")(
+                *(pointer(x, first * m) for x in held),
+                part_stride=m,
+                tiles=last - first,
+                state=pointer(state),
+                state_stride=m,
+                lse=pointer(out),
+                sum=pointer(total),
+                length=m,
+                first=first == 0,
+                last=last == tiles,
+            )
+            arguments = struct("FoldPositivesArguments")(rows=struct("PositiveSide")(), columns=side, plan=pointer(by))
+            name = instance("fold_positives", "fold_positives", str(safe).lower())
+            launch(name, ceil_div(m, FOLD), THREADS, arguments)
+
+    run(decided)
+    x = float(alpha) / LOG2E * dots.astype("f8") + np.float32(bias)
+    want = np.where(counts, x, 0.0).sum(0)
+    yield f"fold_positives<{safe}>: sum", ratio(total, want, 2.0**-44)
+    several = np.array([lse(x[counts[:, i] > 0, i]) for i in range(m)])
+    count, found = counts.sum(0), cupy.asnumpy(total)
+    want = np.where(count == 1, found, several)
+    yield f"fold_positives<{safe}>: lse", ratio(out, want, np.where(count == 1, 1e-300, 8 * U))
+    yield f"fold_positives<{safe}>: status", float(read(decided)["status"] != int(safe))
+    if not safe:
+        held[2] = cupy.where(held[1] > 0, np.float32(2.0**-110), np.float32(0))
+        doubted = plan(threshold=2.0**-100)
+        run(doubted)
+        yield "fold_positives<False>: doubt", float(read(doubted)["status"] != 1)
+
+
+def fold_sums() -> Iterator[tuple[str, float]]:
+    """The sums of the sigmoid loss, in two chunks."""
+    m, tiles = 45, 19
     values = [cupy.asarray(rng.standard_normal((tiles, m)).astype("f4")) for _ in range(2)]
     exact = [cupy.asnumpy(x).astype("f8").sum(0) for x in values]
     sizes = [np.abs(cupy.asnumpy(x)).astype("f8").sum(0) for x in values]
     state, outs = cupy.empty(2 * m), [cupy.empty(m, "f4") for _ in range(2)]
-    alpha = np.float32(np.float32(scale) * LOG2E)
-    decided = plan(alpha=alpha, bias=bias)
     weight = cupy.asarray(np.where(np.arange(m) % 7 == 0, 0.0, rng.standard_normal(m)).astype("f4"))
     chunks = (0, 7), (7, tiles)
 
@@ -167,13 +228,6 @@ def fold_sums() -> Iterator[tuple[str, float]]:
         ends = {"first": first == 0, "last": last == tiles, "state": pointer(state), "state_stride": m}
         return {"part_stride": m, "tiles": last - first, "length": m, **ends}
 
-    for first, last in chunks:
-        at = [pointer(x, first * m) for x in values]
-        side = struct("PositiveSide")(dots=at[0], counts=at[1], out=pointer(outs[0]), **chunk(first, last))
-        arguments = struct("FoldPositivesArguments")(rows=struct("PositiveSide")(), columns=side, plan=pointer(decided))
-        launch(instance("fold_positives", "fold_positives", "false"), ceil_div(m, FOLD), THREADS, arguments)
-    want = exact[0] * float(alpha) / LOG2E + exact[1] * np.float32(bias)
-    yield "fold_positives", ratio(outs[0], want, U * (abs(want) + 1e-6 * (sizes[0] + sizes[1])))
     for first, last in chunks:
         at = [pointer(x, first * m) for x in values]
         arguments = struct("FoldSigmoidArguments")(
@@ -189,54 +243,145 @@ def fold_sums() -> Iterator[tuple[str, float]]:
         yield "fold_sigmoid", ratio(out, want, U * (abs(want) + 1e-6 * size))
 
 
-def backward(half: bool) -> Iterator[tuple[str, float]]:
-    """What the weights allow, and the vectors of the epilogue of G."""
-    lengths, bias, scale = (1500, 1027), 0.6, 20.0
+def share(n: np.ndarray, p: np.ndarray) -> np.ndarray:
+    """``e^n / (e^n + e^p)``."""
+    with np.errstate(all="ignore"):
+        return np.asarray(1.0 / (1.0 + np.exp(p - n)))
+
+
+def backward(half: bool, by_ids: bool, certain: bool) -> Iterator[tuple[str, float]]:
+    """What the weights allow, the vectors of the epilogue of G, and G of positives by index."""
+    lengths, bias, scale = (1500, 1027), float(np.float32(0.6)), 20.0
     sides, held = [], []
+    # trained: the positives are far above the rest, and the reference must not be the one nearest 0
+    low, high = (90, 100) if certain else (-30, 60)
     for length in lengths:
-        lse, weight, target = rng.uniform(-30, 60, length), rng.standard_normal(length) / 1e3, rng.random(length)
-        weight[::11], lse[::22], lse[::33] = 0.0, -np.inf, 5.0
-        held.append([cupy.asarray(x.astype("f4")) for x in (lse, weight, target)])
+        negative, positive = rng.uniform(low, high, length), rng.uniform(low, high, length)
+        if certain:
+            positive += 60
+        weight, target = rng.standard_normal(length) / 1e3, np.ones(length) if certain else rng.random(length)
+        weight[::11], negative[::22], positive[::22] = 0.0, -np.inf, -np.inf
+        negative[::33], positive[::33] = 5.0 + low, -np.inf
+        positive[1::33], negative[2::35] = -np.inf, -np.inf
+        vectors = [negative, positive, weight.astype("f4"), target.astype("f4")]
+        held.append([cupy.asarray(x) for x in vectors])
         sides.append(struct("WeightSide")(*map(pointer, held[-1])))
     blocks = sum(ceil_div(x, LANES) for x in lengths)
-    peaks, decided, alpha, beta = cupy.empty((blocks, 4), "f4"), plan(), scalar(scale), scalar(bias)
-    vectors = [cupy.full((3, x), np.nan, "f4") for x in lengths]
+    peaks, decided, alpha, beta = cupy.empty((blocks, 8), "f4"), plan(), scalar(scale), scalar(bias)
+    rooms = [cupy.full((8 if by_ids else 3, x), np.nan, "f4") for x in lengths]
+    index = np.where(np.arange(lengths[0]) % 4, rng.integers(-3, lengths[1] + 3, lengths[0]), 7)
+    hidden = np.where(rng.random(lengths[0]) < 0.2, index, -1)
+    named, entries = [cupy.asarray(x) for x in (index, hidden)], cupy.full(lengths[0], np.nan, "f4")
     given = {"m": lengths[0], "n": lengths[1], "bias": pointer(beta), "row": sides[0], "column": sides[1]}
     launch(instance("weigh", "weigh"), blocks, THREADS, struct("WeighArguments")(peaks=pointer(peaks), **given))
+    by_index = {"positives": named[0], "excluded": named[1], "entries": entries}
     temper = struct("TemperArguments")(
         peaks=pointer(peaks),
         programs=blocks,
         scale=pointer(alpha),
         plan=pointer(decided),
-        row_vectors=pointer(vectors[0]),
-        column_vectors=pointer(vectors[1]),
+        row_vectors=pointer(rooms[0]),
+        column_vectors=pointer(rooms[1]),
         two_sided=1,
         half=half,
+        by_ids=by_ids,
         **given,
+        **({} if by_ids else {name: pointer(x) for name, x in by_index.items()}),
     )
     launch(instance("temper", "temper"), sum(ceil_div(x, THREADS) for x in lengths), THREADS, temper)
-    given_ = [np.concatenate([cupy.asnumpy(x[i]).astype("f8") for x in held]) for i in range(3)]
-    lse, weight, target = given_
-    log, counts = (lse - np.float32(bias)) * LOG2E, weight != 0
+    columns = [np.concatenate([cupy.asnumpy(x[i]).astype("f8") for x in held]) for i in range(4)]
+    negative, positive, weight, target = columns
+    with np.errstate(all="ignore"):
+        log = (np.logaddexp(negative, positive) - bias) * LOG2E
+        far = (positive - negative) * LOG2E > 8
+    counts = weight != 0
     high, low = np.max(log), np.min(log[counts])
     most = 2 * np.max(abs(weight) * (1 + target))
     factor = 2.0 ** (13 - np.floor(np.log2(most))) if half else 1.0
-    reference = max(high - 120, min(low, 0.0))
-    least = np.log2(np.min(abs(weight[counts])) * factor) - (high - reference)
-    fast = reference <= low and least >= -125
-    said = read(decided)
-    yield "weigh, temper: plan", ratio([said["factor"], said["fast"]], np.array([factor, fast], "f8"), 1e-300)
-    yield "weigh, temper: plan", ratio(said["reference"], np.float64(reference if fast else 0), U * 130)
-    yield "weigh, temper: plan", ratio(said["finishing"], np.float32(scale / factor), 1e-300)
-    yield "weigh, temper: plan", ratio(said["multiplier"], np.float64(said["finishing"]), 1e-300)
-    yield "weigh, temper: plan", float(any(said[name] != 0 for name in ("zero", "finished", "stray", "status")))
+    room = min(120, 125 + np.log2(np.min(abs(weight[counts])) * factor))
+    reference = max(high - room, min(low, 0.0))
+    sure = by_ids and bool(np.any(counts & (target > 0.5) & far))
+    fast = bool(reference <= low) and not sure
+    said, case = read(decided), f"half {half}, ids {by_ids}, certain {certain}"
+    expected = np.array([factor, fast, sure], "f8")
+    yield f"weigh, temper: plan, {case}", ratio([said["factor"], said["fast"], said["certain"]], expected, 1e-300)
+    yield "weigh, temper: reference", ratio(said["reference"], np.float64(reference if fast else 0), 4 * U * 300)
+    yield "weigh, temper: finishing", ratio(said["finishing"], np.float32(scale / factor), 1e-300)
+    yield "weigh, temper: multiplier", ratio(said["multiplier"], np.float64(said["finishing"]), 1e-300)
+    yield "weigh, temper: rest", float(any(said[name] != 0 for name in ("zero", "finished", "stray", "status")))
     reference = float(said["reference"])
-    got = np.concatenate([cupy.asnumpy(x) for x in vectors], 1)
-    quiet = ~counts | np.isneginf(lse)
-    yield "temper: log", ratio(got[0], np.where(quiet, np.inf, log), U * (abs(log) + 1))
-    yield "temper: weight", ratio(got[1], weight * factor, 1e-300)
-    folded = np.where(quiet, 0.0, weight * factor * np.exp2(reference - np.where(quiet, 0.0, got[0].astype("f8"))))
-    yield "temper: folded", ratio(got[2], folded, U * (4 + 2 * 150) * abs(folded) + 2.0**-148)
+    got = np.concatenate([cupy.asnumpy(x)[:3] for x in rooms], 1).astype("f8")
+    quiet = ~counts | np.isneginf(log)
+    yield "temper: log", ratio(got[0], np.where(quiet, np.inf, log), U * abs(np.where(quiet, 1, log)) + 2.0**-44)
+    carried = weight * factor
+    # the high part and what it leaves are all of L
+    part = np.where(quiet, 0.0, log - np.where(quiet, 0.0, got[0]))
+    yield "temper: weight", ratio(got[1], carried * np.exp2(-part), 8 * U * abs(carried) + 1e-300)
+    folded = np.where(quiet | (not fast), 0.0, carried * np.exp2(reference - np.where(quiet, 0.0, log)))
+    yield "temper: folded", ratio(got[2], folded, 2 * U * abs(folded) + 2.0**-148)
+    if by_ids:
+        starts = (0, lengths[0])
+        taken = np.concatenate([cupy.asnumpy(x)[3] for x in rooms]).astype("f8")
+        yield "temper: taken", ratio(taken, carried * target, U * abs(carried * target) + 1e-300)
+        if not sure:
+            return
+        own = (positive - bias) * LOG2E
+        for x, start in zip(rooms, starts, strict=True):
+            part4 = cupy.asnumpy(x)[4:].reshape(-1, 4).astype("f8")
+            here = slice(start, start + len(part4))
+            there = np.isfinite(own[here])
+            p, w = np.where(there, own[here], 0.0), carried[here]
+            rest = w * share(negative[here], positive[here])
+            yield "temper: certain, P", ratio(np.where(there, part4[:, 0] + part4[:, 1], 0), p, 2.0**-44 * (abs(p) + 1))
+            yield "temper: certain, weight", ratio(part4[:, 2], w, 1e-300)
+            yield (
+                "temper: certain, rest",
+                ratio(np.where(there, part4[:, 3], 0), np.where(there, rest, 0), 4 * U * abs(rest) + 2.0**-148),
+            )
+        return
+    j = seen(index, hidden, lengths[1])
+    want, size = np.zeros(lengths[0]), np.zeros(lengths[0])
+    logit = positive[: lengths[0]]
+    for at in (np.arange(lengths[0]), lengths[0] + j):
+        with np.errstate(all="ignore"):
+            q = np.exp(logit - positive[at])
+            found = weight[at] * ((q - target[at]) - q * share(negative[at], positive[at]))
+        silent = (weight[at] == 0) | (j < 0)
+        want += np.where(silent, 0.0, found)
+        size += np.where(silent, 0.0, abs(found))
+    yield (
+        f"temper: entries, {case}",
+        ratio(entries, factor * want, factor * (2 * U * abs(want) + 2.0**-44 * size) + 1e-300),
+    )
+
+
+def losses() -> Iterator[tuple[str, float]]:
+    """The loss of one direction: certain, doubtful, without negatives, positives or target; silent rows."""
+    m = 2 * TERMS + 77
+    negative, positive = rng.uniform(-80, 80, m), rng.uniform(-80, 80, m)
+    weight, target = rng.random(m).astype("f4"), np.where(rng.random(m) < 0.3, 0, 1).astype("f4")
+    total = positive.copy()
+    negative[::7], positive[1::7], total[1::7] = -np.inf, -np.inf, 0.0
+    weight[::5] = 0.0
+    weight[:35:7] = 0.0
+    negative[3], weight[3] = np.nan, 0.0
+    with np.errstate(all="ignore"):
+        whole = np.logaddexp(negative, positive)
+        excess = np.logaddexp(0.0, negative - positive)
+        there = (target != 0) & ((positive != -np.inf) | (total != 0))
+        nll = np.where(there, excess + np.maximum(positive - target * total, 0.0), whole)
+        terms = np.where(weight == 0, 0.0, weight.astype("f8") * nll)
+    finite = np.isfinite(terms)
+    weight[~finite] = 0.0
+    terms = np.where(finite, terms, 0.0)
+    arrays = [cupy.asarray(x) for x in (negative, positive, total, weight, target)]
+    for stop in (1, TERMS, m):
+        given = [x[:stop] for x in arrays]
+        parts = cupy.full(ceil_div(stop, TERMS), np.nan)
+        arguments = struct("WeightedNllArguments")(*map(pointer, given), length=stop, out=pointer(parts))
+        launch(instance("weighted_nll", "weighted_nll"), parts.size, ONE_BLOCK, arguments)
+        want = np.sum(terms[:stop])
+        yield "weighted_nll", ratio(float(parts.sum()), want, 2.0**-44 * np.sum(abs(terms[:stop])) + 1e-300)
 
 
 def passes(dtype: str, strided: bool) -> Iterator[tuple[str, float]]:
@@ -348,7 +493,9 @@ def main() -> int:
             cases += [(check, (dtype, strided)) for check in (measure, passes, finishing)]
         for precision in ARITHMETICS if dtype == "float32" else ("ieee",):
             cases += [(positives, (dtype, precision, d)) for d in (83, 128, 200)]
-    cases += [(fold, (False,)), (fold, (True,)), (fold_sums, ()), (backward, (False,)), (backward, (True,))]
+    cases += [(check, (safe,)) for check in (fold, fold_by_ids) for safe in (False, True)]
+    cases += [(fold_sums, ()), (losses, ())]
+    cases += [(backward, given) for given in product((False, True), repeat=3)]
     worst: dict[str, float] = {}
     same = True
     for check, arguments in cases:

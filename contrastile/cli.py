@@ -1,6 +1,6 @@
 """The command line: ``contrastile COMMAND ...``. A command's module is imported only when it is called.
 
-Exit codes: 0 what was asked for holds, 1 it does not, 2 it could not be run.
+Exit codes: 0 what was asked for holds, 1 it does not, 2 it could not be run, or not to its end.
 """
 
 from __future__ import annotations
@@ -28,6 +28,18 @@ def main(argv: Sequence[str] | None = None) -> int:
         argv: the arguments after the program's name; None for the process's own.
     """
     words = list(sys.argv[1:] if argv is None else argv)
+    try:
+        return _run(words)
+    except BrokenPipeError:
+        # whoever read the output has left; the interpreter must not fail again when it flushes at exit
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        return 2
+    except KeyboardInterrupt:
+        print(f"contrastile {words[0] if words else ''}: interrupted", file=sys.stderr)
+        return 2
+
+
+def _run(words: list[str]) -> int:
     parser = argparse.ArgumentParser(prog="contrastile", description="Contrastive losses at any batch size.")
     parser.add_argument("--version", action="version", version=f"%(prog)s {__version__}")
     commands = parser.add_subparsers(dest="command", metavar="COMMAND", required=True)
@@ -42,12 +54,7 @@ def main(argv: Sequence[str] | None = None) -> int:
             chosen.add_arguments(command)
             command.set_defaults(run=chosen.main)
     args = parser.parse_args(words)
-    try:
-        code = int(args.run(args))
-        # what is still buffered would meet a closed pipe at exit, where nothing can catch it
-        sys.stdout.flush()
-        return code
-    except BrokenPipeError:
-        # whoever read the output has left; the interpreter must not fail again when it flushes at exit
-        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
-        return 2
+    code = int(args.run(args))
+    # what is still buffered would meet a closed pipe at exit, where nothing can catch it
+    sys.stdout.flush()
+    return code

@@ -9,7 +9,9 @@ from __future__ import annotations
 import argparse
 import json
 import shutil
+import sys
 import time
+from collections.abc import Iterator
 from dataclasses import asdict, dataclass
 from importlib.util import find_spec
 from pathlib import Path
@@ -21,6 +23,7 @@ from contrastile.backends.registry import Known, available, known
 from contrastile.bench import agreement, peers
 from contrastile.bench.display import show_table
 from contrastile.bench.environment import environment, version
+from contrastile.verify.files import why_not_writable
 
 State = Literal["ok", "missing", "broken", "wrong"]
 
@@ -66,36 +69,57 @@ def main(args: argparse.Namespace) -> int:
     """Runs the command.
 
     Returns:
-        0 when at least one backend computes what the oracle computes, else 1. A missing optional package is no failure.
+        0 when at least one backend computes what the oracle computes, else 1; 2 when it was interrupted or its file
+        cannot be written. A missing optional package is no failure.
     """
-    findings = examine()
+    reason = why_not_writable(args.json)
+    if reason is not None:
+        return _cannot(reason)
     facts = environment()
+    findings: list[Finding] = []
+    try:
+        for finding in examine():
+            findings.append(finding)
+    except KeyboardInterrupt:
+        reason = "interrupted; this is what was found until then"
     works = any(each.kind == "backend" and each.state == "ok" for each in findings)
-    show(facts, findings, works)
+    show(facts, findings, works, whole=reason is None)
     if args.json:
         report = {
-            "verdict": "pass" if works else "fail",
+            "verdict": "interrupted" if reason else "pass" if works else "fail",
             "environment": facts,
             "findings": [asdict(each) for each in findings],
         }
-        args.json.write_text(json.dumps(report, indent=2) + "\n", encoding="utf-8")
-    return 0 if works else 1
+        try:
+            args.json.write_text(json.dumps(report, indent=2) + "\n", encoding="utf-8")
+        except OSError as error:
+            reason = f"cannot write {args.json}: {error.strerror}"
+    return _cannot(reason) if reason else 0 if works else 1
 
 
-def examine() -> list[Finding]:
-    """Every known backend, every optional package, and every GPU that torch sees."""
+def _cannot(reason: str) -> int:
+    sys.stdout.flush()
+    print(f"contrastile doctor: {reason}", file=sys.stderr)
+    return 2
+
+
+def examine() -> Iterator[Finding]:
+    """Every known backend, every optional package, and every GPU that torch sees, one after the other."""
     lacking = available()
-    backends = [_backend(name, entry, lacking.get(name)) for name, entry in known().items()]
-    return [*backends, *(_package(name) for name in EXTRAS), *_gpus()]
+    for name, entry in known().items():
+        yield _backend(name, entry, lacking.get(name))
+    yield from map(_package, EXTRAS)
+    yield from _gpus()
 
 
-def show(facts: dict[str, Any], findings: list[Finding], works: bool) -> None:
-    """Prints the environment, the findings and the verdict."""
+def show(facts: dict[str, Any], findings: list[Finding], works: bool, *, whole: bool = True) -> None:
+    """Prints the environment, the findings and, of the whole of them, the verdict."""
     show_table("Environment", ("fact", "value"), [(name, str(value)) for name, value in facts.items()])
     rows = [(each.kind, each.name, each.state, each.detail, each.mend) for each in findings]
     show_table("Findings", ("what", "name", "state", "detail", "to mend it"), rows)
     good = [each.name for each in findings if each.kind == "backend" and each.state == "ok"]
-    print(f"works here: {', '.join(good)}" if works else "no backend works here")
+    if works or whole:
+        print(f"works here: {', '.join(good)}" if works else "no backend works here")
 
 
 def _backend(name: str, entry: Known, missing: str | None) -> Finding:
@@ -115,7 +139,7 @@ def _backend(name: str, entry: Known, missing: str | None) -> Finding:
         detail, _, mend = str(error).partition(" is not available: ")[2].partition("; ")
         state: State = "missing" if error.__cause__ is None else "broken"
         return Finding("backend", name, state, detail, mend)
-    except Exception as error:  # other people's code may raise anything, and the report must go on
+    except (Exception, SystemExit) as error:  # other people's code may raise anything, and the report must go on
         return Finding("backend", name, "broken", f"{type(error).__name__}: {error}", entry.install)
     if found.ratio is None:
         return Finding("backend", name, "broken", found.reason, entry.install)

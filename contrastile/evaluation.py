@@ -12,6 +12,7 @@ from typing import Any, TypeVar
 from contrastile import problems, validation
 from contrastile.backends.arrays import ArrayLibrary, library_of, transfer, working_for
 from contrastile.backends.contract import Backend, Options
+from contrastile.backends.eager import outside_of_graphs
 from contrastile.backends.registry import checked, choose, load, require
 from contrastile.exchange import local, schedule
 from contrastile.exchange.problem import Problem, convert
@@ -67,11 +68,9 @@ def evaluate(build: Callable[[World], problems.Loss], call: Call) -> Array:
     Raises:
         BackendUnavailableError, UnsupportedProblemError, MismatchError, ExchangeError: see ``contrastile.clip_loss``.
     """
-    if call.group is not None and "torch._dynamo" in sys.modules:
-        # ranks talk to each other here, which no graph can hold; where dynamo was never imported, none is made
-        outside: Callable[..., Array] = sys.modules["torch"].compiler.disable(_evaluate)
-        return outside(build, call)
-    return _evaluate(build, call)
+    # ranks talk to each other, which no graph can hold
+    chosen = _evaluate if call.group is None else outside_of_graphs(_evaluate)
+    return chosen(build, call)
 
 
 def _evaluate(build: Callable[[World], problems.Loss], call: Call) -> Array:
@@ -123,7 +122,8 @@ def value_and_grad(
             "pass the function itself"
         )
     call = Call(backend, tile, precision, group, exchange, parameter_reduction)
-    call.checked()
+    if group is None:
+        call.checked()
     name, own = loss.__name__, inspect.signature(build)
 
     def bound(world: World, args: Any, kwargs: Any) -> problems.Loss:
@@ -137,12 +137,18 @@ def value_and_grad(
         built: problems.Loss = build(*given.args, **given.kwargs)
         return built
 
-    def both(*args: Any, **kwargs: Any) -> tuple[Array, tuple[Array, ...]]:
+    def computed(args: Any, kwargs: Any) -> tuple[Array, tuple[Array, ...]]:
         positional, named = [_detached(x) for x in args], {name: _detached(x) for name, x in kwargs.items()}
         backend, options, built = call.start(lambda here: bound(here, positional, named))
-        chosen = _named(backend, library_of(built.problem.rows), built.problem)
+        arrays = library_of(built.problem.rows)
+        _holds_values(arrays, built.problem)
+        chosen = _named(backend, arrays, built.problem)
         value, gradients = forward_and_backward(built.problem, load(chosen), options)
         return value, built.pull_back(gradients)
+
+    def both(*args: Any, **kwargs: Any) -> tuple[Array, tuple[Array, ...]]:
+        # no operator: a compiler would trace the backend itself
+        return outside_of_graphs(computed)(args, kwargs)
 
     return both
 
@@ -161,6 +167,15 @@ def _named(backend: str, arrays: ArrayLibrary, problem: Problem) -> str:
     if backend != "auto":
         return backend
     return choose(arrays.name, arrays.device(problem.rows), arrays.dtype(problem.rows))
+
+
+def _holds_values(arrays: ArrayLibrary, problem: Problem) -> None:
+    """Raise TypeError for tensors that have shapes alone: no operator is called here that a fake mode would see."""
+    if arrays.name == "torch" and any(type(x).__name__ == "FakeTensor" for x in (problem.rows, problem.row_weight)):
+        raise TypeError(
+            "value_and_grad(...)(...) must be given tensors that hold values, got a FakeTensor; call the loss itself, "
+            "which gives its shape"
+        )
 
 
 def _detached(x: Any) -> Any:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Any, TypedDict, Unpack
+from typing import Any, SupportsIndex, TypedDict, Unpack
 
 from contrastile import problems
 from contrastile.backends.registry import require
@@ -47,6 +47,11 @@ class _Loss(torch.nn.Module):
         parameter_reduction: str = "mean",
     ) -> None:
         super().__init__()
+        for name, given in (("rank", rank), ("world_size", world_size)):
+            if not isinstance(given, SupportsIndex):
+                raise TypeError(
+                    f"{name} must be an integer, got {given!r}; leave rank and world_size out and give group='world'"
+                )
         if not 0 <= rank < world_size:
             raise ValueError(
                 f"rank must lie in 0..world_size-1, got {rank} of {world_size}; leave both out and give group='world'"
@@ -112,6 +117,7 @@ class ClipLoss(_Loss):
 
     Raises:
         ValueError: ``use_horovod``, or a rank outside of the world.
+        TypeError: the rank or the world size is no integer.
     """
 
     def __init__(
@@ -178,6 +184,7 @@ class SigLipLoss(_Loss):
 
     Raises:
         ValueError: ``dist_impl`` is none of these, or a rank outside of the world.
+        TypeError: the rank or the world size is no integer.
     """
 
     def __init__(

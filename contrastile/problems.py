@@ -68,13 +68,13 @@ def info_nce(
 ) -> Loss:
     """One direction: u = 1 / m, no column weights; the key and each block of negatives share one log-sum-exp."""
     more: tuple[Array, ...]
-    more = () if negatives is None else tuple(negatives) if isinstance(negatives, list | tuple) else (negatives,)
+    more = () if negatives is None else tuple(negatives) if isinstance(negatives, Sequence) else (negatives,)
     named = {f"negatives[{i}]": x for i, x in enumerate(more)}
     arrays, (rows, *columns) = validation.features(world.alone, may_be_empty=named, query=query, key=key, **named)
     m, n = rows.shape[0], sum(x.shape[0] for x in columns)
     if world.alone:
-        # a queue that nothing has entered yet
-        columns = [x for i, x in enumerate(columns) if i == 0 or x.shape[0]]
+        # a queue that nothing has entered yet; one that wants a gradient has one, of no rows
+        columns = [x for i, x in enumerate(columns) if i == 0 or x.shape[0] or getattr(x, "requires_grad", False)]
     state = state_dtype(arrays.dtype(rows))
     factor = validation.scalar("scale", scale, arrays, state, rows)
     if (row_ids is None) != (column_ids is None):

@@ -1,7 +1,7 @@
 """What the front door refuses, and how it says so: the rule, the value, the fix.
 
 Shapes, dtypes and devices are always checked. Values (a finite scale, positives in range) are checked where reading
-them costs nothing: on the host, outside compilation. Elsewhere a bad value makes the loss NaN: never a silent number,
+them costs nothing: on the host, in eager calls. Elsewhere a bad value makes the loss NaN: never a silent number,
 and never a synchronisation.
 """
 
@@ -10,24 +10,27 @@ from __future__ import annotations
 import math
 import sys
 from collections.abc import Collection
-from numbers import Real
+from numbers import Integral, Real
 from typing import Any
 
+from contrastile.backends import eager
 from contrastile.backends.arrays import FLOATS, ArrayLibrary, library_of
 from contrastile.backends.contract import PRECISIONS, Options
 
 Array = Any
-INTEGERS = ("int8", "int16", "int32", "int64", "uint8")
+INTEGERS = ("int8", "int16", "int32", "int64", "uint8", "uint16", "uint32")
+# of what has one real value, in the names that NumPy, CuPy and torch give them
+_REAL = ("float", "bfloat16", "int", "uint", "bool", ">f", ">i", ">u")
 _LARGEST = {"float32": (2 - 2.0**-23) * 2.0**127, "float64": sys.float_info.max}
 
 
 def values_are_readable(arrays: ArrayLibrary, x: Array) -> bool:
-    """Whether an element of x can be read now without waiting for a device or breaking a compilation."""
+    """Whether an element of x can be read now: on the host, where nothing has to see an operator (``eager.direct``)."""
     if arrays.name != "torch":
         return arrays.device(x) == "cpu"
     import torch
 
-    return not torch.compiler.is_compiling() and x.device.type == "cpu"
+    return x.device.type == "cpu" and eager.direct(torch, (x,))
 
 
 def features(
@@ -43,11 +46,17 @@ def features(
         **named: (samples, width) floating-point matrices by the name that the caller gave them.
 
     Raises:
-        TypeError: not arrays, of different libraries, of different or non-floating dtypes, not dense.
+        TypeError: not arrays, of different libraries, of different or non-floating dtypes, not dense, masked.
         ValueError: not matrices, empty, of different widths or on different devices.
+        RuntimeError: called inside torch.jit.trace.
     """
     first_name, given = next(iter(named.items()))
     arrays = library_of(given)
+    if arrays.name == "torch" and eager.recorded():
+        raise RuntimeError(
+            "a loss must be called outside of torch.jit.trace, which cannot record its arguments, got a call inside; "
+            "use torch.compile or torch.export"
+        )
     taken: list[Array] = []
     for name, x in named.items():
         if not arrays.owns(x):
@@ -55,9 +64,7 @@ def features(
                 f"{first_name} and {name} must be arrays of one library, "
                 f"got {type(given).__name__} and {type(x).__name__}; convert one of them"
             )
-        if arrays.name == "torch" and (x.is_nested or str(x.layout) != "torch.strided"):
-            kind = "a nested tensor" if x.is_nested else f"layout {x.layout}"
-            raise TypeError(f"{name} must be a dense matrix, got {kind}; convert it, e.g. by to_dense()")
+        _dense(name, x, "matrix", arrays)
         if arrays.dtype(x) not in FLOATS:
             raise TypeError(
                 f"{name} must be floating point ({', '.join(FLOATS)}), got {arrays.dtype(x)}; convert it to float32"
@@ -71,7 +78,7 @@ def features(
             raise ValueError(
                 f"{name} must have at least one sample and one feature, got shape {shape}; skip empty batches"
             )
-        taken.append(_as_multiplied(arrays, x))
+        taken.append(_as_multiplied(arrays, _resolved(arrays, x)))
         first, x = taken[0], taken[-1]
         if arrays.dtype(x) != arrays.dtype(first):
             raise TypeError(
@@ -89,6 +96,31 @@ def features(
                 "project both to one embedding space"
             )
     return arrays, tuple(taken)
+
+
+def _dense(name: str, x: Array, what: str, arrays: ArrayLibrary) -> None:
+    """Raise TypeError unless each element of x has a place in its memory and counts."""
+    kind = ""
+    if arrays.name == "torch":
+        if x.is_nested or x.is_quantized:
+            kind = "a nested tensor" if x.is_nested else "a quantized tensor"
+        elif str(x.layout) != "torch.strided":
+            kind = f"layout {x.layout}"
+        if kind:
+            way = "dequantize" if x.is_quantized else "to_dense"
+            raise TypeError(f"{name} must be a dense {what}, got {kind}; convert it, e.g. by {way}()")
+    elif hasattr(x, "mask") and hasattr(x, "filled"):
+        raise TypeError(f"{name} must be a {what} without a mask, got {type(x).__name__}; leave masked samples out")
+
+
+def _resolved(arrays: ArrayLibrary, x: Array) -> Array:
+    """X as its memory says it, without torch's lazy sign."""
+    if arrays.name != "torch":
+        return x
+    import torch
+
+    # a compiled graph resolves it by itself
+    return x if torch.compiler.is_compiling() else x.resolve_neg()
 
 
 def _as_multiplied(arrays: ArrayLibrary, x: Array) -> Array:
@@ -115,23 +147,34 @@ def scalar(name: str, x: Any, arrays: ArrayLibrary, dtype: str, like: Array) -> 
 
     Raises:
         TypeError: not a number.
-        ValueError: more than one element, or not finite in the state dtype.
+        ValueError: more than one element, without a value, or not finite in the state dtype.
     """
     if isinstance(x, int | float):
         _finite(name, x, dtype)
         return arrays.asarray(float(x), dtype, like)
-    if isinstance(x, Real):
+    if isinstance(x, Real) or _is_numpy_bool(x):
         return scalar(name, _double(x), arrays, dtype, like)
     if not arrays.owns(x):
         raise TypeError(f"{name} must be a number or a one-element array, got {type(x).__name__}; pass a float")
+    _dense(name, x, "number", arrays)
     if arrays.dtype(x).startswith("complex"):
         raise TypeError(f"{name} must be a real number, got {arrays.dtype(x)}; pass its real part")
+    if not arrays.dtype(x).startswith(_REAL):
+        raise TypeError(f"{name} must be a real number, got {arrays.dtype(x)}; pass a float")
+    if arrays.device(x) == "meta" != arrays.device(like):
+        raise ValueError(f"{name} must hold a value, got a meta tensor; move it to {arrays.place(like)}")
+    x = _resolved(arrays, x)
     shape = tuple(x.shape)
     if math.prod(shape) != 1:
         raise ValueError(f"{name} must have one element, got shape {shape}; a {name} per sample is not supported")
     if values_are_readable(arrays, x):
         _finite(name, x.item(), dtype)
     return arrays.asarray(x if shape == () else x.reshape(()), dtype, like)
+
+
+def _is_numpy_bool(x: Any) -> bool:
+    """NumPy does not count its booleans among the real numbers."""
+    return type(x).__module__ == "numpy" and type(x).__name__ in ("bool", "bool_")
 
 
 def _finite(name: str, x: float, dtype: str) -> None:
@@ -159,8 +202,9 @@ def integers(name: str, x: Array, length: int, of: str, arrays: ArrayLibrary, li
     """
     if not arrays.owns(x):
         raise TypeError(f"{name} must be an integer array like the features, got {type(x).__name__}; convert it")
+    _dense(name, x, "vector", arrays)
     if arrays.dtype(x) not in INTEGERS:
-        raise TypeError(f"{name} must be integers, got {arrays.dtype(x)}; convert it to int64")
+        raise TypeError(f"{name} must be integers ({', '.join(INTEGERS)}), got {arrays.dtype(x)}; convert it to int64")
     if tuple(x.shape) != (length,):
         raise ValueError(
             f"{name} must have shape ({length},), one for each {of}, got {tuple(x.shape)}; give every {of} one"
@@ -194,6 +238,8 @@ def options(tile: Any, precision: Any = "ieee") -> Options:
         raise ValueError(
             f"precision must be one of {', '.join(PRECISIONS)}, got {precision!r}; pass 'ieee' for float32 itself"
         )
+    if isinstance(tile, Integral) and not isinstance(tile, int):
+        tile = int(tile)
     if tile is None:
         return Options(precision=precision)
     sides = (tile, tile) if isinstance(tile, int) else tuple(tile) if isinstance(tile, tuple | list) else (None,)

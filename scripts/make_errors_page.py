@@ -22,7 +22,8 @@ message is what the call raised: `make errors` writes this page from `tests/prov
 `BackendUnavailableError` an `ImportError`; both are in `contrastile.backends.contract`.
 
 Shapes, dtypes and devices are always checked. Values, such as a scale that is not finite or a positive out of range,
-are checked where reading them costs nothing: on the host, outside compilation. Elsewhere they make the loss NaN.
+are checked where reading them costs nothing: on the host, in eager calls. Elsewhere, as in compiled functions, under
+torch.func and on a GPU, they make the loss NaN.
 NaN and infinity in the *features* are no error: they follow the oracle, and the loss is NaN.
 """
 

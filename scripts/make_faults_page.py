@@ -2,7 +2,9 @@
 
 ``python scripts/make_faults_page.py`` writes the page from docs/results; with ``--measure`` it runs every fault under
 every launcher first, on the CPU of this machine, and with ``--measure-gpus`` in the middle of a ring between its GPUs,
-with copy engines and without, and writes what it found there.
+with copy engines and without, and writes what it found there. With ``--measure-mistakes`` one rank makes another call
+than the others, on the CPU, and with ``--measure-mistakes-gpus`` on this machine's GPUs, over NCCL; a wrong number that
+no error tells of ends the script.
 """
 
 import json
@@ -11,6 +13,7 @@ import re
 import subprocess
 import sys
 from concurrent.futures import ThreadPoolExecutor
+from functools import partial
 from importlib.metadata import version
 from pathlib import Path
 from typing import Any
@@ -19,9 +22,12 @@ ROOT = Path(__file__).resolve().parent.parent
 PAGE = ROOT / "docs" / "faults.md"
 DATA = ROOT / "docs" / "results" / "faults.json"
 GPU_DATA = ROOT / "docs" / "results" / "faults_gpus.json"
+MISTAKES_DATA = ROOT / "docs" / "results" / "mistakes.json"
+MISTAKES_GPU_DATA = ROOT / "docs" / "results" / "mistakes_gpus.json"
 DEADLINE, RANKS, FAULTY = 10, 4, 2
 GPU_FAULTY = RANKS - 1
-AT_A_TIME = 5
+MISTAKEN = 1
+AT_A_TIME, FEW_AT_A_TIME = 5, 4
 
 FAULTS = {
     "killed": "is killed (SIGKILL)",
@@ -29,6 +35,16 @@ FAULTS = {
     "leaves": "leaves early",
     "stalls": "stalls",
 }
+MISTAKES = {
+    "skipped backward": "skips a backward and goes on",
+    "skipped forward": "skips a forward and goes on",
+    "swapped backwards": "runs two backwards in the other order",
+    "raised between": "raises between forward and backward, and ends",
+    "broken backward": "raises within a backward, and goes on",
+    "two models": "trains two models over one group, as all ranks do",
+    "two models in another order": "takes two models, a group for each, in the other order",
+}
+CARRIERS = {"mpi": "MPI", "torch": "torchrun, one host", "torch apart": "torchrun, as on several hosts"}
 PLACES = {"before": "between two calls", "inside": "in the middle of a ring"}
 LAUNCHERS = {
     "mpi": "`mpirun python -m mpi4py`",
@@ -93,11 +109,69 @@ def measure_gpus() -> dict[str, Any]:
     return {"environment": facts, "rows": rows}
 
 
-def _launch(launcher: str, program: str, *args: str, **environment: str) -> Any:
+def measure_mistakes(*, cuda: bool = False) -> dict[str, Any]:
+    """Every mistake, over both exchanges, under every launcher; with ``cuda`` on two GPUs, else two ranks and three."""
+    what = [
+        (mistake, exchange, by, ranks)
+        for mistake in MISTAKES
+        for exchange in ("ring", "gather")
+        for by in CARRIERS
+        if not (cuda and "apart" in by)
+        for ranks in ((2,) if cuda else (2, 3))
+    ]
+
+    def start(mistake: str, exchange: str, by: str, ranks: int) -> dict[str, Any]:
+        launcher, *more = by.split()
+        args = [mistake, exchange, str(MISTAKEN), *more, *(["cuda"] if cuda else [])]
+        # a launch may take long to begin; what is measured begins with the mistake
+        ended = _launch(launcher, "mistakes.py", *args, ranks=ranks, seconds=600)
+        last = [next(iter(ended.said(rank)[-1:]), "") for rank in range(ranks)]
+        if "WrongError" in ended.output:
+            raise SystemExit(f"{mistake}, {exchange}, {by}, {ranks} ranks: a wrong number\n{ended.output}")
+        right = [int(found[1]) if (found := re.match(r"\S+ (\d+) right", line)) else 0 for line in last]
+        row = {"mistake": mistake, "exchange": exchange, "by": by, "ranks": ranks, **_ending(ended, MISTAKEN)}
+        row |= {
+            "right": sum(right),
+            "all right": sum(line.endswith(" right") for line in last),
+            "raised": sum("ExchangeError" in line for line in last),
+            "heard": _heard(ended, last),
+            "gave up": ended.output.count("did not answer on the device"),
+            "message": min(
+                (line.partition("ExchangeError: ")[2] for line in last if "ExchangeError" in line), default=""
+            ),
+        }
+        print(row, flush=True)
+        return row
+
+    some = AT_A_TIME if cuda else FEW_AT_A_TIME
+    with ThreadPoolExecutor(some) as pool:
+        rows = list(pool.map(lambda each: start(*each), what))
+    facts = {"python": platform.python_version(), "torch": version("torch"), "mpi4py": version("mpi4py")}
+    facts |= {"deadline": DEADLINE, "mistaken": MISTAKEN, "at a time": some}
+    if cuda:
+        import torch
+
+        facts |= {"device": torch.cuda.get_device_name(0), "nccl": ".".join(map(str, torch.cuda.nccl.version()))}
+    return {"environment": facts, "rows": rows}
+
+
+def _heard(ended: Any, lines: list[str]) -> float | None:
+    """Seconds from the mistake to the last ExchangeError; None for none, or where the launch ended before it."""
+    made = next((float(line.split()[1]) for line in ended.said(MISTAKEN) if line.startswith("fails")), None)
+    if made is None:
+        print(ended.output, flush=True)
+        return None
+    return max((round(float(x.split()[0]) - made, 2) for x in lines if "ExchangeError" in x), default=None)
+
+
+def _launch(
+    launcher: str, program: str, *args: str, ranks: int = RANKS, seconds: float = 60, **environment: str
+) -> Any:
     sys.path.insert(0, str(ROOT / "tests" / "exchange"))
     from launching import launch
 
-    return launch(launcher, program, *args, ranks=RANKS, CONTRASTILE_DEADLINE=str(DEADLINE), **environment)
+    deadline = str(DEADLINE)
+    return launch(launcher, program, *args, ranks=ranks, seconds=seconds, CONTRASTILE_DEADLINE=deadline, **environment)
 
 
 def _ending(ended: Any, faulty: int) -> dict[str, Any]:
@@ -152,24 +226,56 @@ def measured_gpus(data: dict[str, Any]) -> str:
     return f"{about}\n\n{_table(head, lines)}"
 
 
+def mistakes(data: dict[str, Any]) -> str:
+    """What is said of mistakes, on a CPU or on GPUs."""
+    facts = data["environment"]
+    sizes = " and ".join(str(n) for n in sorted({row["ranks"] for row in data["rows"]}))
+    where = f"{facts['device']}, NCCL {facts['nccl']}" if "device" in facts else "a CPU"
+    about = (
+        f"{sizes} ranks on {where}, deadline {facts['deadline']} s, rank {facts['mistaken']} makes the mistake; "
+        f"torch {facts['torch']}, mpi4py {facts['mpi4py']}; {facts['at a time']} launches at a time."
+    )
+    head = (
+        f"rank {facts['mistaken']} ...",
+        "exchange",
+        "messages by",
+        "ranks",
+        "last error",
+        *_HEAD[1:],
+        "right numbers",
+        "outcome",
+    )
+    lines = []
+    for row in data["rows"]:
+        said = [f"`ExchangeError` on {row['raised']} of {row['ranks']}"] if row["raised"] else []
+        said += [f"{row['gave up']} ended themselves"] if row["gave up"] else []
+        said += [f"right to the end on {row['all right']}"] if row["all right"] else []
+        names = MISTAKES[row["mistake"]], row["exchange"], CARRIERS[row["by"]], str(row["ranks"])
+        heard = "" if row["heard"] is None else f"{row['heard']:.2f} s"
+        lines.append([*names, heard, *_ended(row), str(row["right"]), ", ".join(said) or "ended by the launcher"])
+    return f"{about}\n\n{_table(head, lines)}"
+
+
 def _ended(row: dict[str, Any]) -> list[str]:
     return [f"{row['seconds']:.2f} s", str(row["code"]), str(row["orphans"])]
 
 
 def _table(head: tuple[str, ...], lines: list[list[str]]) -> str:
     """With all but the names on the right."""
-    names = head.index("last rank exited")
+    names = next(i for i, name in enumerate(head) if name.startswith("last "))
     marks = ["---"] * names + ["---:"] * (len(head) - names - 1) + ["---"]
     return "\n".join(f"| {' | '.join(line)} |" for line in (head, marks, *lines))
 
 
-SECTIONS = {DATA: measured, GPU_DATA: measured_gpus}
+SECTIONS = {DATA: measured, GPU_DATA: measured_gpus, MISTAKES_DATA: mistakes, MISTAKES_GPU_DATA: mistakes}
 
 
 def page() -> str:
     """The page as it should be."""
     text = PAGE.read_text(encoding="utf-8")
     for path, section in SECTIONS.items():
+        if not path.exists():
+            continue
         name = path.relative_to(ROOT).as_posix()
         begin, end = (
             f"<!-- measured: written by scripts/make_faults_page.py from {name} -->",
@@ -182,7 +288,12 @@ def page() -> str:
 
 
 if __name__ == "__main__":
-    for option, path, found in (("--measure", DATA, measure), ("--measure-gpus", GPU_DATA, measure_gpus)):
+    for option, path, found in (
+        ("--measure", DATA, measure),
+        ("--measure-gpus", GPU_DATA, measure_gpus),
+        ("--measure-mistakes", MISTAKES_DATA, measure_mistakes),
+        ("--measure-mistakes-gpus", MISTAKES_GPU_DATA, partial(measure_mistakes, cuda=True)),
+    ):
         if option in sys.argv:
             path.write_text(json.dumps(found(), indent=1) + "\n", encoding="utf-8")
     PAGE.write_text(page(), encoding="utf-8")

@@ -36,8 +36,8 @@ class Provocation:
 
     def message(self, library: str = "torch") -> str:
         """The text of what the expression raises; another error passes, none is an AssertionError."""
-        # torch's own rules of forward mode are made by what torch itself deprecates
-        with _world(self.without), warnings.catch_warnings(action="ignore", category=DeprecationWarning):
+        # torch deprecates some of what these calls are made of
+        with _world(self.without), warnings.catch_warnings(action="ignore"):
             try:
                 # the expressions are the ones in this file
                 eval(self.call, namespace(library))
@@ -101,11 +101,13 @@ PROVOCATIONS: dict[str, list[Provocation]] = {
             "contrastile.clip_loss(image.double(), text, 14.0)",
             "contrastile.sigmoid_loss(image, text.bfloat16(), 10.0, -10.0)",
             "contrastile.clip_loss(image.to_sparse(), text, 14.0)",
+            "contrastile.clip_loss(torch.quantize_per_tensor(image, 0.1, 0, torch.qint8), text, 14.0)",
         ),
         *_each(
             TypeError,
             "contrastile.clip_loss(image.astype('int64'), text, 14.0)",
             "contrastile.nt_xent(image, text.astype('float16'), 14.0)",
+            "contrastile.clip_loss(np.ma.masked_array(image, image > 1), text, 14.0)",
             libraries=("numpy",),
         ),
         *_each(
@@ -146,6 +148,7 @@ PROVOCATIONS: dict[str, list[Provocation]] = {
             "contrastile.nn.ClipLoss(use_horovod=True)",
             "contrastile.nn.SigLipLoss(dist_impl='star')",
         ),
+        *_each(TypeError, "contrastile.nn.ClipLoss(rank='0', world_size=4)"),
     ],
     "Scale and bias": [
         *_each(
@@ -163,6 +166,7 @@ PROVOCATIONS: dict[str, list[Provocation]] = {
             "contrastile.sup_con(image, labels, torch.tensor([float('nan')], requires_grad=True))",
             "contrastile.clip_loss(image, text, torch.tensor(1e39, dtype=torch.float64))",
             "contrastile.sigmoid_loss(image, text, 10.0, torch.zeros(2))",
+            "contrastile.clip_loss(image, text, torch.tensor(14.0, device='meta'))",
         ),
         *_each(
             ValueError,
@@ -181,6 +185,15 @@ PROVOCATIONS: dict[str, list[Provocation]] = {
             TypeError,
             "contrastile.clip_loss(image, text, np.array(14.0))",
             "contrastile.clip_loss(image, text, torch.tensor(14j))",
+            "contrastile.clip_loss(image, text, torch.tensor([14.0]).to_sparse())",
+            "contrastile.clip_loss(image, text, torch.quantize_per_tensor(torch.tensor(14.0), 0.1, 0, torch.qint8))",
+        ),
+        *_each(
+            TypeError,
+            "contrastile.clip_loss(image, text, np.array(14, dtype=object))",
+            "contrastile.clip_loss(image, text, np.str_('14'))",
+            "contrastile.sigmoid_loss(image, text, 10.0, np.ma.masked)",
+            libraries=("numpy",),
         ),
     ],
     "Positives": [
@@ -219,6 +232,13 @@ PROVOCATIONS: dict[str, list[Provocation]] = {
             TypeError,
             "contrastile.sup_con(image, labels.double(), 14.0)",
             "contrastile.clip_loss(image, text, 14.0, ids=labels.numpy())",
+            "contrastile.clip_loss(image, text, 14.0, ids=labels.to_sparse())",
+        ),
+        *_each(
+            TypeError,
+            "contrastile.sup_con(image, np.ma.masked_equal(labels, 7), 14.0)",
+            "contrastile.sup_con(image, labels.astype('uint64'), 14.0)",
+            libraries=("numpy",),
         ),
         *_each(ValueError, "contrastile.clip_loss(image, text, 14.0, ids=labels.to('meta'))"),
     ],
@@ -249,6 +269,7 @@ PROVOCATIONS: dict[str, list[Provocation]] = {
             "contrastile.value_and_grad(max)",
             "contrastile.value_and_grad('clip_loss')",
             "contrastile.clip_loss(image, text, 14.0, backend=':')",
+            "contrastile.clip_loss(image, text, 14.0, backend='torch|x')",
             libraries=LIBRARIES,
         ),
         *_each(
@@ -277,12 +298,21 @@ PROVOCATIONS: dict[str, list[Provocation]] = {
             "contrastile.value_and_grad(contrastile.clip_loss, backend='numpy')"
             "(image.to('meta'), text.to('meta'), 14.0)",
         ),
+        *_each(
+            TypeError,
+            "contrastile.value_and_grad(contrastile.clip_loss)"
+            "(*map(torch._subclasses.FakeTensorMode().from_tensor, (image, text)), 14.0)",
+        ),
     ],
-    "Derivatives": [
+    "Derivatives and transforms": [
         *_each(
             RuntimeError,
             "torch.func.jvp(lambda x: contrastile.clip_loss(x, text, 14.0), (image,), (image,))",
             "torch.func.vmap(lambda x: contrastile.clip_loss(x, text, 14.0))(image[None])",
+            "torch.func.vmap(lambda x: contrastile.clip_loss(image, text, x))(image[0])",
+            "torch.func.vmap(lambda x: contrastile.sigmoid_loss(image, text, 10.0, x))(image[0])",
+            "torch.autograd.functional.jacobian(lambda x: contrastile.clip_loss(x, text, 14.0), image, vectorize=True)",
+            "torch.jit.trace(contrastile.clip_loss, (image, text, torch.tensor(14.0)))",
             "torch.autograd.functional.hessian(lambda x: contrastile.clip_loss(x, text, 14.0), image)",
         ),
     ],

@@ -63,6 +63,20 @@ def test_a_command_that_cannot_be_imported_exits_2_with_one_line(monkeypatch, ca
     assert capsys.readouterr().err == expected
 
 
+@pytest.mark.parametrize("where", ["import", "main"])
+def test_an_interruption_anywhere_is_one_line(where, monkeypatch, capsys):
+    def interrupted(*_):
+        raise KeyboardInterrupt
+
+    class Command:
+        add_arguments = staticmethod(lambda parser: None)
+        main = staticmethod(interrupted)
+
+    monkeypatch.setattr(cli.importlib, "import_module", interrupted if where == "import" else lambda name: Command)
+    assert cli.main(["bench"]) == 2
+    assert capsys.readouterr() == ("", "contrastile bench: interrupted\n")
+
+
 def test_module_runs_as_the_command():
     words = [
         "verify",

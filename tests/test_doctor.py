@@ -1,5 +1,6 @@
 import argparse
 import json
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -31,7 +32,7 @@ def test_it_finds_what_works_here(tmp_path: Path, capsys: pytest.CaptureFixture[
 def only(monkeypatch: pytest.MonkeyPatch, entry: Known, missing: str | None = None) -> doctor.Finding:
     monkeypatch.setattr(doctor, "known", lambda: {"it": entry})
     monkeypatch.setattr(doctor, "available", lambda: {"it": missing})
-    return doctor.examine()[0]
+    return next(doctor.examine())
 
 
 def test_a_missing_backend_comes_with_its_command(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -74,6 +75,59 @@ def test_where_the_packages_are_there_what_mends_it_is_not_to_install_them(monke
     monkeypatch.setattr(doctor.peers, "ours", not_loading)
     found = only(monkeypatch, BUILT_IN["cupy"])
     assert (found.state, found.detail, found.mend) == ("broken", "so", "mend it")
+
+
+@pytest.mark.parametrize("raised", [SystemExit(0), ZeroDivisionError("division by zero")])
+def test_a_backend_that_raises_anything_when_it_is_imported_is_broken(
+    raised: BaseException, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def leaving(name: str) -> Any:
+        raise raised
+
+    monkeypatch.setattr(doctor.peers, "ours", leaving)
+    found = only(monkeypatch, BUILT_IN["numpy"])
+    assert (found.state, found.detail) == ("broken", f"{type(raised).__name__}: {raised}")
+
+
+def test_a_file_that_cannot_be_written_is_refused_before_the_work(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(doctor, "examine", None)
+    assert run("--json", str(tmp_path)) == 2
+    assert capsys.readouterr() == ("", f"contrastile doctor: cannot write {tmp_path}: Is a directory\n")
+
+
+def test_what_was_found_before_an_interruption_is_shown(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    def interrupted() -> Iterator[doctor.Finding]:
+        yield doctor.Finding("backend", "it", "ok", "fast")
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(doctor, "examine", interrupted)
+    assert run("--json", str(tmp_path / "doctor.json")) == 2
+    found = json.loads((tmp_path / "doctor.json").read_text())
+    assert (found["verdict"], [each["name"] for each in found["findings"]]) == ("interrupted", ["it"])
+    said = capsys.readouterr()
+    assert "works here: it" in said.out
+    assert said.err == "contrastile doctor: interrupted; this is what was found until then\n"
+
+
+def test_a_file_that_can_no_longer_be_written_is_said_after_the_table(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    there = tmp_path / "there"
+    there.mkdir()
+
+    def removing() -> Iterator[doctor.Finding]:
+        there.rmdir()
+        yield doctor.Finding("backend", "it", "ok", "fast")
+
+    monkeypatch.setattr(doctor, "examine", removing)
+    assert run("--json", str(there / "doctor.json")) == 2
+    said = capsys.readouterr()
+    assert "works here: it" in said.out
+    assert said.err == f"contrastile doctor: cannot write {there}/doctor.json: No such file or directory\n"
 
 
 def test_a_backend_that_is_wrong_is_said_to_be(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -8,6 +8,7 @@ import re
 import runpy
 import subprocess
 import sys
+from collections import deque
 from fractions import Fraction
 from pathlib import Path
 from types import ModuleType, SimpleNamespace
@@ -171,7 +172,7 @@ def test_one_element_scales_of_any_shape_get_a_gradient_of_that_shape(shape: tup
     assert scale.grad.shape == shape
 
 
-@pytest.mark.parametrize("dtype", ["int8", "int16", "int32", "int64", "uint8"])
+@pytest.mark.parametrize("dtype", validation.INTEGERS)
 @pytest.mark.parametrize("library", LIBRARIES)
 def test_positives_and_labels_of_any_integer_dtype_mean_the_same(dtype: str, library: str) -> None:
     for expression in (
@@ -227,3 +228,71 @@ def test_value_and_grad_takes_the_bias_s_default_as_the_loss_does() -> None:
     value, gradients = call("contrastile.value_and_grad(contrastile.sigmoid_loss)(image, text, 14.0)", "numpy")
     assert value == call("contrastile.sigmoid_loss(image, text, 14.0)", "numpy")
     assert len(gradients) == 4
+
+
+@pytest.mark.parametrize("backend", ["numpy", "torch"])
+def test_a_lazily_negated_view_is_its_values(backend: str) -> None:
+    """The imaginary part of a conjugate: torch keeps the sign apart from the memory, which a backend reads."""
+    image, text, text_again = (namespace("torch")[name] for name in ("image", "text", "text"))
+
+    def step(x: torch.Tensor, y: torch.Tensor, scale: torch.Tensor) -> list[torch.Tensor]:
+        loss = contrastile.clip_loss(x, y, scale, backend=backend)
+        return [loss, *contrastile.value_and_grad(contrastile.clip_loss, backend=backend)(x, y, scale)[1]]
+
+    lazy = [torch.complex(torch.zeros_like(x), -x).conj().imag for x in (image, text, torch.tensor(14.0))]
+    assert all(x.is_neg() for x in lazy)
+    for found, expected in zip(step(*lazy), step(image, text_again, torch.tensor(14.0)), strict=True):
+        assert torch.equal(found, expected)
+    leaf, twin = (image.clone().requires_grad_() for _ in range(2))
+    upstream = torch.complex(torch.tensor(0.0), torch.tensor(3.0)).conj().imag
+    contrastile.clip_loss(leaf, text, 14.0, backend=backend).backward(upstream)
+    contrastile.clip_loss(twin, text, 14.0, backend=backend).backward(torch.tensor(-3.0))
+    assert torch.equal(leaf.grad, twin.grad)
+
+
+def test_fake_tensors_give_the_shape_of_the_loss_whatever_its_arguments() -> None:
+    with torch._subclasses.FakeTensorMode():
+        image, key = torch.empty(6, 5), torch.empty(11, 5)
+        positives = torch.zeros(6, dtype=torch.int64)
+        loss = contrastile.info_nce(image, key, torch.tensor(14.0), positives=positives)
+    assert (type(loss).__name__, loss.shape, loss.dtype) == ("FakeTensor", (), torch.float32)
+
+
+def test_bad_values_under_a_transform_make_the_loss_nan() -> None:
+    image, text = (namespace("torch")[name] for name in ("image", "text"))
+    found = torch.func.grad(contrastile.clip_loss, argnums=2)(image, text, torch.tensor(torch.inf))
+    assert found.isnan()
+
+
+@pytest.mark.parametrize("backend", ["numpy", "torch"])
+@pytest.mark.parametrize("more", [{}, {"row_ids": "labels", "column_ids": "labels"}])
+def test_negatives_of_no_rows_that_want_a_gradient_get_one(more: dict[str, str], backend: str) -> None:
+    known = namespace("torch")
+    image, text = (known[name].requires_grad_() for name in ("image", "text"))
+    ids = {name: known[value] for name, value in more.items()}
+    queues = [torch.empty(0, 5, requires_grad=True) for _ in range(2)]
+    loss = contrastile.info_nce(image, text, 14.0, negatives=queues, backend=backend, **ids)
+    loss.backward()
+    assert [x.grad.shape for x in queues] == [(0, 5)] * 2
+    # nothing else wants a gradient, and a loss without one could not be sent backward
+    alone = torch.empty(0, 5, requires_grad=True)
+    contrastile.info_nce(image.detach(), text.detach(), 14.0, negatives=alone, backend=backend, **ids).backward()
+    assert alone.grad.shape == (0, 5)
+
+
+@pytest.mark.parametrize("library", LIBRARIES)
+def test_negatives_may_be_a_queue_of_python_s_own(library: str) -> None:
+    expected = call("contrastile.info_nce(image, text, 14.0, negatives=[key, text])", library)
+    given = call("contrastile.info_nce(image, text, 14.0, negatives=deque([key, text]))", library, deque=deque)
+    assert given == expected
+
+
+def test_a_tile_may_be_numpy_s_integer() -> None:
+    for tile in (np.int64(3), np.uint8(3)):
+        assert validation.options(tile) == validation.options(3)
+
+
+def test_numpy_s_booleans_are_scales_beside_torch_tensors_too() -> None:
+    assert call("contrastile.clip_loss(image, text, np.bool_(True))", "torch") == call(
+        "contrastile.clip_loss(image, text, True)", "torch"
+    )

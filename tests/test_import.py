@@ -35,7 +35,17 @@ LAYERS = [
 ]
 OPTIONAL = {"torch", "triton", "cupy", "cuda", "ml_dtypes", "mpi4py", "hypothesis", "rich", "matplotlib", "pytest"}
 # the packages that each optional import is confined to
-FRAMES = ("autograd", "nn", "backends.arrays", "backends.replay", "validation", "verify", "bench", "doctor")
+FRAMES = (
+    "autograd",
+    "nn",
+    "backends.arrays",
+    "backends.eager",
+    "backends.replay",
+    "validation",
+    "verify",
+    "bench",
+    "doctor",
+)
 HOMES = {
     "torch": (*FRAMES, "backends.torch", "backends.triton", "exchange.torchgroup"),
     "triton": ("backends.triton",),

@@ -77,7 +77,10 @@ def test_every_command_explains_itself(command: str) -> None:
 @pytest.mark.parametrize("page", ["README.md", "docs/verify.md", "docs/bench.md"])
 def test_every_option_on_a_page_is_the_command_s(page: str) -> None:
     text = (ROOT / page).read_text(encoding="utf-8")
-    for command, line in re.findall(r"^contrastile ([a-z]+)([^\n#]*)", text, re.M):
+    # a command line of its own, or a row of a table that begins with a command
+    lines = re.findall(r"^(?:\| `)?contrastile ([a-z]+)([^\n#]*)", text, re.M)
+    assert any("--" in line for _, line in lines)
+    for command, line in lines:
         done = subprocess.run(
             [sys.executable, "-m", "contrastile", command, "--help"], capture_output=True, text=True, timeout=120
         )

@@ -166,3 +166,22 @@ def test_a_transform_is_seen_and_a_tangent_only_where_there_is_one() -> None:
     with forward_ad.dual_level():
         assert not autograd.functions.tangents((x, None))
         assert autograd.functions.tangents((None, forward_ad.make_dual(x, x)))
+
+
+@pytest.mark.parametrize("how", ["eager", "operator"])
+def test_a_batch_of_upstream_gradients_is_refused_by_name(how: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Autograd's own vmap, which is older than torch.func's and knows no operator of this kind."""
+    if how == "operator":
+        monkeypatch.setattr(autograd.functions, "direct", lambda tensors: False)
+    leaf = features(7)
+    loss = first_argument(clip)(leaf)
+    with pytest.raises(RuntimeError, match="contrastile::softmax_gradients must be given one upstream gradient"):
+        torch.autograd.grad(loss, leaf, torch.ones(4, dtype=torch.float64), is_grads_batched=True)
+
+
+def test_a_batch_of_upstream_gradients_of_the_sigmoid_loss_are_those_one_by_one() -> None:
+    leaf, upstream = features(7), torch.tensor([1.0, -2.5, 0.0], dtype=torch.float64)
+    loss = first_argument(sigmoid)(leaf)
+    (found,) = torch.autograd.grad(loss, leaf, upstream, is_grads_batched=True, retain_graph=True)
+    for each, u in zip(found, upstream, strict=True):
+        assert torch.equal(each, torch.autograd.grad(loss, leaf, u, retain_graph=True)[0])

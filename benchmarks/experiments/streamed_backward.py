@@ -74,15 +74,16 @@ class Problem:
             sums[1] += e.sum(0, dtype=torch.float64)
         self.weight = torch.full((b,), 0.5 / b, device="cuda")
         self.folded = [(0.5 / b / x).float() for x in sums]
-        self.target = torch.ones(b, device="cuda")
-        words = torch.tensor([self.alpha, self.reference, 0, 1, 0, 0, 0, 0], dtype=torch.float32)
-        words.view(torch.int32)[5] = 1
-        self.plan = words.cuda()
+        # G of the positives, for the package's kernel: the experiment's takes the weights away in the tile
+        own = torch.exp2((q32 * k32).sum(1).double().mul(self.alpha).sub(self.reference))
+        self.entries = (own * (self.folded[0].double() + self.folded[1]) - 2 * self.weight).float()
+        plan = struct("Plan")(alpha=self.alpha, reference=self.reference, factor=1.0, fast=1)
+        self.plan = torch.frombuffer(bytearray(plan), dtype=torch.uint8).cuda()
 
     def sides(self) -> dict[str, Any]:
         """Fields ``row`` and ``column`` of an argument structure; log is read by no kernel of the fast path."""
         side = struct("GradientSide")
-        made = [side(*(x.data_ptr() for x in (f, self.weight, f, self.target))) for f in self.folded]
+        made = [side(*(x.data_ptr() for x in (f, self.weight, f, self.weight))) for f in self.folded]
         return {"row": made[0], "column": made[1]}
 
     def truth(self, rows: Any, of_columns: bool) -> Any:
@@ -170,7 +171,7 @@ class Package:
             features=struct("Features")(p.q.data_ptr(), p.k.data_ptr(), p.depth, p.depth, p.depth, HOPPER.band),
             chunk=struct("Chunk")(row, column, height, width),
             pairs=struct("PairVectors")(self.positives.data_ptr(), None, None, None),
-            plan=p.plan.data_ptr(), **p.sides(), g=self.g.data_ptr(), g_stride=width,
+            plan=p.plan.data_ptr(), **p.sides(), entries=p.entries.data_ptr(), g=self.g.data_ptr(), g_stride=width,
         )  # fmt: skip
         blocks = HOPPER.blocks(height, width, multiprocessors(0))
         kernel = tile_kernel("gradient", HOPPER, "bfloat16", PLAIN)

@@ -9,7 +9,7 @@ namespace contrastile {
 
 struct StreamedArguments {
     const Plan* plan;
-    GradientSide row, column;  // folded, weight and target are read
+    GradientSide row, column;  // folded and taken are read
     float* along;              // (m, depth) float32, dQ
     float* across;             // (n, depth) float32, dK
     unsigned* formed;          // of each tile column of each band
@@ -19,7 +19,7 @@ struct StreamedArguments {
     int form_clusters, along_clusters, across_clusters;
 };
 
-static_assert(sizeof(StreamedArguments) == 144);
+static_assert(sizeof(StreamedArguments) == 160);
 
 struct alignas(64) StreamedMaps {
     TensorMap rows, columns;  // features for X: boxes of BM and of BN / 2 rows
@@ -108,13 +108,13 @@ struct FormEpilogue {
         Fetched f{};
         const int thread = consumer_thread();
         f.row_first = a.row.folded[item.row + thread];
-        f.row_target = a.row.target[item.row + thread] * a.row.weight[item.row + thread];
+        f.row_target = a.row.taken[item.row + thread];
 #pragma unroll
         for (int i = 0; i < 2; ++i) {
             const int at = thread + i * WARPGROUP;
             if (at >= BN) continue;
             f.column_first[i] = a.column.folded[item.column + at];
-            f.column_target[i] = a.column.target[item.column + at] * a.column.weight[item.column + at];
+            f.column_target[i] = a.column.taken[item.column + at];
         }
         return f;
     }

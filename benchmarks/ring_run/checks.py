@@ -5,7 +5,7 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, fields
-from typing import Any
+from typing import Any, cast
 
 import numpy as np
 import torch
@@ -41,7 +41,17 @@ class Found:
     @property
     def everything(self) -> tuple[Tensor, ...]:
         """All of it."""
-        return self.loss, *self.gradients, self.saved.row_lse, self.saved.column_lse
+        return self.loss, *self.gradients, *self.negatives, *self.positives
+
+    @property
+    def negatives(self) -> tuple[Tensor, Tensor]:
+        """Log-sum-exps of rows and columns over all but the positives."""
+        return self.saved.row_negative_lse, cast("Tensor", self.saved.column_negative_lse)
+
+    @property
+    def positives(self) -> tuple[Tensor, Tensor]:
+        """Log-sum-exps of rows and columns over the positives."""
+        return self.saved.row_positive_lse, cast("Tensor", self.saved.column_positive_lse)
 
 
 def run(bench: Bench, part: Part, exchange: str) -> Found:
@@ -161,8 +171,17 @@ def _moved(found: Found) -> tuple[Any, ...]:
 
 
 def _outcome(values: tuple[Any, ...]) -> Outcome:
-    loss, rows, columns, scale, row_lse, column_lse = values
-    return Outcome(loss, row_lse, None, column_lse, None, rows, (columns,), scale, None)
+    loss, rows, columns, scale, row_negative, column_negative, row_positive, column_positive = values
+    return Outcome(
+        loss,
+        rows,
+        (columns,),
+        scale,
+        row_negative_lse=row_negative,
+        row_positive_lse=row_positive,
+        column_negative_lse=column_negative,
+        column_positive_lse=column_positive,
+    )
 
 
 def _sum(one: Outcome, other: Outcome) -> Outcome:
@@ -216,7 +235,7 @@ def hold(bench: Bench, part: Part, found: Found, known: Scene, count: int, *, ev
     rows = len(towers[0])
     index = torch.randperm(rows, generator=torch.Generator().manual_seed(rows))[:count].sort().values
     index = index.to(towers[0].device)
-    own_lse = found.saved.row_lse, found.saved.column_lse
+    own_lse = [torch.logaddexp(*both) for both in zip(found.negatives, found.positives, strict=True)]
     lengths = (a.over_columns, a.over_rows), (a.over_rows, a.over_columns)
     shares_of_loss = 0.0
     for side, name in enumerate(("image", "text")):

@@ -53,11 +53,12 @@ def blocks(bench: Bench, backend: Backend, part: Part) -> dict[str, Call]:
     nowhere = torch.full((rows,), -1, dtype=torch.int64, device=image.device)
     block, options = Block(image, text, scale, None, Pairs(positives=nowhere)), Options()
     found = backend.lse(block, True, options)
-    assert found.column_lse is not None
-    weight = torch.full((rows,), 0.5 / rows, dtype=found.row_lse.dtype, device=image.device)
+    assert found.column_negative_lse is not None
+    weight = torch.full((rows,), 0.5 / rows, dtype=scale.dtype, device=image.device)
     one = torch.ones_like(weight)
-    weights = Weights(found.row_lse, weight, one, found.column_lse, weight, one)
-    sums = [torch.zeros((rows, d), dtype=found.row_lse.dtype, device=image.device) for _ in range(2)]
+    own = found.row_negative_lse, found.row_positive_lse, weight, one
+    weights = Weights(*own, found.column_negative_lse, found.column_positive_lse, weight, one)
+    sums = [torch.zeros((rows, d), dtype=scale.dtype, device=image.device) for _ in range(2)]
     return {
         "lse": lambda: backend.lse(block, True, options),
         "gradients": lambda: backend.gradients(block, weights, sums[0], sums[1], options),

@@ -15,6 +15,7 @@ import torch
 from contrastile.backends.contract import Backend, Block, Options, Statistics, Weights
 from contrastile.backends.registry import load
 from contrastile.exchange import local, schedule
+from contrastile.exchange.calls import Calls
 
 
 class _Done:
@@ -39,6 +40,7 @@ class Silent:
         """Stand in for ``real``; with ``handshake`` the ranks still agree over it before each call."""
         self.real, self.handshake = real, handshake
         self.rank, self.size, self.deadline = real.rank, real.size, real.deadline
+        self.calls = Calls()
         self._agreed: dict[bytes, Any] = {}
         self._whole: dict[tuple[Any, ...], torch.Tensor] = {}
 
@@ -47,10 +49,10 @@ class Silent:
         refused: str | None = self.real.refusal(arrays, device)
         return refused
 
-    def agree(self, record: Any) -> Any:
+    def agree(self, record: Any, label: Any = None) -> Any:
         """Everybody's record: each time anew, or as it was the first time."""
         if self.handshake:
-            return self.real.agree(record)
+            return self.real.agree(record, label)
         key = record.tobytes()
         if key not in self._agreed:
             self._agreed[key] = self.real.agree(record)
@@ -119,9 +121,8 @@ def __getattr__(name: str) -> Backend:
     arrays = real.arrays
 
     def lse(block: Block, columns: bool, options: Options) -> Statistics:
-        state = real.state(arrays.dtype(block.rows))
-        sizes = [len(block.rows)] * 2 + [len(block.columns)] * (2 if columns else 0)
-        return Statistics(*(arrays.full((size,), 0.0, state, block.rows) for size in sizes))
+        sizes = [len(block.rows)] * 3 + [len(block.columns)] * (3 if columns else 0)
+        return Statistics(*(arrays.full((size,), 0.0, "float64", block.rows) for size in sizes))
 
     def gradients(block: Block, weights: Weights, row: Any, column: Any, options: Options) -> None:
         return None
@@ -130,8 +131,9 @@ def __getattr__(name: str) -> Backend:
     return replace(real, **changes)
 
 
-def _values(found: local.Forward) -> tuple[Any, Any, Any]:
-    return found.loss, found.row_lse, found.column_lse
+def _values(found: local.Forward) -> tuple[Any, ...]:
+    rows = found.row_negative_lse, found.row_positive_lse
+    return found.loss, *rows, found.column_negative_lse, found.column_positive_lse
 
 
 @contextmanager

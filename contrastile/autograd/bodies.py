@@ -68,7 +68,9 @@ def _decode(text: str, replay: bool = False) -> How:
 # without the placement: what is kept here would outlive its communicator
 @cache
 def _settings(text: str, replay: bool) -> tuple[Match, str, Options]:
-    match, backend, precision, height, width = text.split("|")
+    match, _, settings = text.partition("|")
+    # a backend may have any name
+    backend, precision, height, width = settings.rsplit("|", 3)
     tile = (int(height), int(width)) if int(height) else None
     return cast("Match", match), backend, Options(tile=tile, precision=precision, replay=replay)
 
@@ -113,13 +115,17 @@ def softmax_loss(
     scale: Tensor,
     vectors: Sequence[Tensor | None],
     how: str,
-) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """The softmax loss (0-d), the row LSE (m,), the column LSE (n,) and the gathered columns; empty where none.
+) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]:
+    """The softmax loss (0-d), and what its gradients need: see ``local.Forward``; empty where there is none.
 
-    In the column LSE's place a gather gives (3, N), what it knows of all ranks' columns: see ``local.Forward.over``.
+    The log-sum-exps of the rows (m,) and of the columns (n,), each over negatives and over positives, and the gathered
+    columns. In the place of the columns' two a gather gives ``local.Forward.over``.
     """
-    loss, row_lse, column_lse, gathered, _ = keeping_softmax_loss(rows, columns, scale, vectors, how, keep=False)
-    return loss, row_lse, column_lse, gathered
+    return keeping_softmax_loss(rows, columns, scale, vectors, how, keep=False)[:-1]
+
+
+Forward = tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]
+"""The loss, four log-sum-exps, the gathered columns, and what the backend has kept."""
 
 
 def keeping_softmax_loss(
@@ -131,7 +137,7 @@ def keeping_softmax_loss(
     *,
     keep: bool,
     replay: bool = False,
-) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
+) -> Forward:
     """``softmax_loss``, and what the backend has kept for ``kept_softmax_gradients`` if it may: see ``local.forward``.
 
     No operator gives what was kept: how much that is depends on the GPU, and a graph must know every size. Nor may it
@@ -140,15 +146,18 @@ def keeping_softmax_loss(
     way, blocks = _decode(how, replay), len(columns)
     chosen = load(way.backend)
 
-    def compute(arrays: Sequence[Any], options: Options) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
+    def compute(arrays: Sequence[Any], options: Options) -> Forward:
         rows, scale, *rest = arrays
         problem = _problem("softmax", rows, rest[:blocks], scale, None, rest[blocks:], way)
         with native(problem, chosen) as (inside, source):
             saved = schedule.forward(inside, chosen, options, keep=keep)
             outside, features = _outside(chosen, source, scale, scale), _outside(chosen, source, scale, rows)
-            side = saved.column_lse if saved.over is None else saved.over
-            given = outside(saved.loss), outside(saved.row_lse), outside(side), features(saved.gathered)
-            return *given, _outside(chosen, source, scale, None)(saved.kept)
+            as_they_are = _outside(chosen, source, scale, None)
+            columns = (saved.column_negative_lse, saved.column_positive_lse) if saved.over is None else saved.over
+            rows_n, rows_p = as_they_are(saved.row_negative_lse), as_they_are(saved.row_positive_lse)
+            columns_n, columns_p = map(as_they_are, columns)
+            rest_of_it = features(saved.gathered), as_they_are(saved.kept)
+            return outside(saved.loss), rows_n, rows_p, columns_n, columns_p, *rest_of_it
 
     arrays = rows, scale, *columns, *vectors
     if not _replayed(way, chosen, rows, columns):
@@ -160,13 +169,15 @@ def keeping_softmax_loss(
         lambda given: compute(given, _settings(how.rpartition("|")[0], False)[2]),
         lambda found: found[-1].numel() > 0,
     )
-    return cast("tuple[Tensor, Tensor, Tensor, Tensor, Tensor]", tuple(found))
+    return cast("Forward", tuple(found))
 
 
 def softmax_gradients(
     upstream: Tensor,
-    row_lse: Tensor,
-    column_lse: Tensor,
+    row_negative_lse: Tensor,
+    row_positive_lse: Tensor,
+    column_negative_lse: Tensor,
+    column_positive_lse: Tensor,
     gathered: Tensor,
     rows: Tensor,
     columns: Sequence[Tensor],
@@ -176,7 +187,8 @@ def softmax_gradients(
     wants: Sequence[bool],
 ) -> tuple[Tensor, list[Tensor], Tensor]:
     """Gradients of ``upstream * loss`` for the rows, each column block and the scale; empty where not wanted."""
-    saved = row_lse, column_lse, gathered, scale.new_empty(0)
+    lses = row_negative_lse, row_positive_lse, column_negative_lse, column_positive_lse
+    saved = *lses, gathered, scale.new_empty(0)
     return kept_softmax_gradients(upstream, saved, rows, columns, scale, vectors, how, wants)
 
 
@@ -195,23 +207,26 @@ def kept_softmax_gradients(
     """``softmax_gradients`` from all that ``keeping_softmax_loss`` gave beside the loss."""
     way, blocks = _decode(how, replay), len(columns)
     chosen, wanted = load(way.backend), _wanted(wants, blocks, bias=False)
-    row_lse, column_lse, gathered, kept = saved
+    *lses, gathered, kept = saved
+    # a gather has what it knows of all columns there: see softmax_loss
+    over_all = lses[2].ndim == 2
 
     def compute(arrays: Sequence[Any], options: Options) -> list[Tensor]:
-        upstream, row_lse, column_lse, rows, scale, *rest = arrays
+        upstream, *state, rows, scale = arrays[:7]
+        rest = arrays[7:]
         problem = _problem("softmax", rows, rest[:blocks], scale, None, rest[blocks:], way)
         with native(problem, chosen) as (inside, source):
             # .data: the backend may write there, and autograd must not take that for a change of what it saved
             more = gathered if gathered.numel() else None, kept.data if kept.numel() else None
-            given = upstream, row_lse, column_lse, *more
-            factor, row_state, side, columns_there, kept_there = (transfer(x, source, chosen.arrays) for x in given)
-            mine, over = (side, None) if column_lse.ndim == 1 else (None, side)
-            forward = local.Forward(factor, row_state, mine, columns_there, over, kept_there)
+            given = (transfer(x, source, chosen.arrays) for x in (upstream, *state, *more))
+            factor, rows_n, rows_p, first, second, columns_there, kept_there = given
+            columns_n, columns_p, over = (None, None, (first, second)) if over_all else (first, second, None)
+            forward = local.Forward(factor, rows_n, rows_p, columns_n, columns_p, columns_there, over, kept_there)
             found = schedule.backward(inside, forward, factor, wanted, chosen, options)
             matrix, number = _outside(chosen, source, scale, rows), _outside(chosen, source, scale, scale)
             return [matrix(found.rows), *(matrix(x) for x in found.columns), number(found.scale)]
 
-    arrays = upstream, row_lse, column_lse, rows, scale, *columns, *vectors
+    arrays = upstream, *lses, rows, scale, *columns, *vectors
     if kept.numel() or not _replayed(way, chosen, rows, columns):
         d_rows, *d_columns, d_scale = compute(arrays, way.options)
     else:

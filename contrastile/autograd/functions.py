@@ -27,6 +27,7 @@ def direct(tensors: Iterable[Tensor | None]) -> bool:
     return eager.direct(torch, tensors)
 
 
+@eager.asked_while_tracing
 def transformed() -> bool:
     """Whether a transform of torch.func is at work."""
     return _KNOWN and bool(_C._are_functorch_transforms_active())
@@ -56,12 +57,12 @@ class SoftmaxLoss(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, *upstream: Tensor) -> tuple[Any, ...]:
         """The gradients, in the order of forward's arguments."""
-        (arriving,) = upstream
+        arriving = operators.one_upstream("softmax_gradients", *upstream).resolve_neg()
         _, _, _, rows, scale, *rest = ctx.needs_input_grad
         wants = [rows, *rest[: ctx.blocks], scale]
         found, inputs = operators.saved_softmax(ctx)
         if _seen(arriving):
-            d_rows, d_columns, d_scale = operators.softmax_gradients(arriving, *found[:3], *inputs, wants)
+            d_rows, d_columns, d_scale = operators.softmax_gradients(arriving, *found[:5], *inputs, wants)
         else:
             d_rows, d_columns, d_scale = bodies.kept_softmax_gradients(arriving, found, *inputs, wants, replay=True)
         rows, *columns, scale = operators.only(wants, [d_rows, *d_columns, d_scale])
@@ -92,6 +93,7 @@ class SigmoidLoss(torch.autograd.Function):
     def backward(ctx: Any, *upstream: Tensor) -> tuple[Any, ...]:
         """The gradients, in the order of forward's arguments."""
         (arriving,) = upstream
+        arriving = arriving.resolve_neg()
         find = operators.sigmoid_gradients if _seen(arriving) else bodies.sigmoid_gradients
         d_rows, d_columns, *numbers = find(arriving, *operators.saved_sigmoid(ctx))
         rows, *columns, scale, bias = operators.only(ctx.wants, [d_rows, *d_columns, *numbers])

@@ -35,23 +35,42 @@ def second_derivative(operator: str) -> RuntimeError:
     )
 
 
+def one_upstream(operator: str, upstream: Tensor) -> Tensor:
+    """The upstream gradient; raise RuntimeError if it is a batch of them under torch's older, autograd's own vmap."""
+    known = getattr(torch._C, "_functorch", None)
+    if known is not None and known.is_legacy_batchedtensor(upstream):
+        raise RuntimeError(
+            f"contrastile::{operator} must be given one upstream gradient at a time, got a batch of them "
+            "(is_grads_batched, vectorize=True); call autograd.grad in a loop, or torch.func.jacrev"
+        )
+    return upstream
+
+
 def _fake_softmax_loss(
     rows: Tensor,
     columns: Sequence[Tensor],
     scale: Tensor,
     vectors: Sequence[Tensor | None],
     how: str,
-) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]:
+    def lses(count: Any) -> tuple[Tensor, Tensor]:
+        return scale.new_empty(count, dtype=torch.float64), scale.new_empty(count, dtype=torch.float64)
+
     two_sided = vectors[VECTORS.index("column_weight")] is not None
-    n = sum(x.shape[0] for x in columns) if two_sided else 0
+    sides = (
+        *lses(rows.shape[0]),
+        *(lses(sum(x.shape[0] for x in columns)) if two_sided else (scale.new_empty(0), scale.new_empty(0))),
+    )
     # a process alone: no graph is compiled over several
-    return torch.empty_like(scale), scale.new_empty(rows.shape[0]), scale.new_empty(n), scale.new_empty(0)
+    return torch.empty_like(scale), *sides, scale.new_empty(0)
 
 
 def _fake_softmax_gradients(
     upstream: Tensor,
-    row_lse: Tensor,
-    column_lse: Tensor,
+    row_negative_lse: Tensor,
+    row_positive_lse: Tensor,
+    column_negative_lse: Tensor,
+    column_positive_lse: Tensor,
     gathered: Tensor,
     rows: Tensor,
     columns: Sequence[Tensor],
@@ -140,13 +159,13 @@ def only(wanted: Sequence[bool], given: Sequence[Tensor]) -> list[Tensor | None]
 def _softmax_backward(ctx: Any, upstream: Tensor, *_: Any) -> tuple[Any, ...]:
     wants = [ctx.needs_input_grad[0], *ctx.needs_input_grad[1], ctx.needs_input_grad[2]]
     found, inputs = saved_softmax(ctx)
-    rows, columns, scale = softmax_gradients(upstream, *found, *inputs, wants)
+    rows, columns, scale = softmax_gradients(one_upstream("softmax_gradients", upstream), *found, *inputs, wants)
     given = only(wants, [rows, *columns, scale])
     return given[0], given[1:-1], given[-1], None, None
 
 
 def _sigmoid_backward(ctx: Any, upstream: Tensor, *_: Any) -> tuple[Any, ...]:
-    rows, columns, *numbers = sigmoid_gradients(upstream, *saved_sigmoid(ctx))
+    rows, columns, *numbers = sigmoid_gradients(one_upstream("sigmoid_gradients", upstream), *saved_sigmoid(ctx))
     given = only(ctx.wants, [rows, *columns, *numbers])
     return given[0], given[1:-2], given[-2], given[-1], None, None, None
 

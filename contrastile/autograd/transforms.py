@@ -106,7 +106,7 @@ class SoftmaxGradients(_Gradients):
     @staticmethod
     def forward(how: str, wants: Sequence[bool], blocks: int, *tensors: Any) -> tuple[Tensor, ...]:
         """The gradients of the rows, the column blocks and the scale."""
-        state, (rows, scale, *rest) = tensors[:4], tensors[4:]
+        state, (rows, scale, *rest) = tensors[:6], tensors[6:]
         d_rows, d_columns, d_scale = operators.softmax_gradients(
             *state, rows, rest[:blocks], scale, rest[blocks:], how, wants
         )

@@ -6,11 +6,13 @@ float64, so that a mean over millions of rows costs no accuracy.
 
 from __future__ import annotations
 
+import math
 import sys
 from contextlib import AbstractContextManager, nullcontext
 from typing import Any, Protocol
 
 from contrastile.backends import crossing
+from contrastile.backends.eager import imported
 
 Array = Any
 FLOATS = ("float16", "bfloat16", "float32", "float64")
@@ -69,7 +71,11 @@ class ArrayLibrary(Protocol):
         ...
 
     def merge(self, a: Array, b: Array) -> Array:
-        """Inf-CL Eq. 4, guarded: log(exp a + exp b), and -inf when both are -inf."""
+        """Inf-CL Eq. 4, guarded: log(exp a + exp b), -inf when both are -inf, exactly a when b is -inf."""
+        ...
+
+    def softplus(self, x: Array) -> Array:
+        """log(1 + exp x), to full relative accuracy also where it is tiny."""
         ...
 
     def concat(self, xs: list[Array]) -> Array:
@@ -88,8 +94,10 @@ class ArrayLibrary(Protocol):
         """``into = a + b``, elementwise; it may be one of the two."""
         ...
 
-    def mean_excess(self, lse: Array, positive: Array, weight: Array, target: Array) -> Array:
-        """``sum_i w_i (lse_i - t_i positive_i)`` in float64, 0-d: see ``mean_excess``."""
+    def weighted_nll(
+        self, negative_lse: Array, positive_lse: Array, positive_sum: Array, weight: Array, target: Array
+    ) -> Array:
+        """``sum_i w_i nll_i`` in float64, 0-d: see ``weighted_nll``."""
         ...
 
     def inner(self, a: Array, b: Array) -> Array:
@@ -156,6 +164,9 @@ class NumpyArrays:
     def merge(self, a: Array, b: Array) -> Array:
         return self.module.logaddexp(a, b)
 
+    def softplus(self, x: Array) -> Array:
+        return self.module.maximum(x, 0.0) + self.module.log1p(self.module.exp(-abs(x)))
+
     def concat(self, xs: list[Array]) -> Array:
         return xs[0] if len(xs) == 1 else self.module.concatenate(xs)
 
@@ -168,8 +179,10 @@ class NumpyArrays:
     def add(self, a: Array, b: Array, into: Array) -> None:
         self.module.add(a, b, out=into)
 
-    def mean_excess(self, lse: Array, positive: Array, weight: Array, target: Array) -> Array:
-        return mean_excess(self, lse, positive, weight, target)
+    def weighted_nll(
+        self, negative_lse: Array, positive_lse: Array, positive_sum: Array, weight: Array, target: Array
+    ) -> Array:
+        return weighted_nll(self, negative_lse, positive_lse, positive_sum, weight, target)
 
     def inner(self, a: Array, b: Array) -> Array:
         return self.total(self.module.einsum("ik,ik->i", a, b, dtype=self.module.result_type(a, b)))
@@ -299,6 +312,9 @@ class TorchArrays:
     def merge(self, a: Array, b: Array) -> Array:
         return self.module.logaddexp(a, b)
 
+    def softplus(self, x: Array) -> Array:
+        return x.clamp_min(0.0) + x.abs().neg().exp().log1p()
+
     def concat(self, xs: list[Array]) -> Array:
         return xs[0] if len(xs) == 1 else self.module.cat(xs)
 
@@ -311,8 +327,10 @@ class TorchArrays:
     def add(self, a: Array, b: Array, into: Array) -> None:
         self.module.add(a, b, out=into)
 
-    def mean_excess(self, lse: Array, positive: Array, weight: Array, target: Array) -> Array:
-        return mean_excess(self, lse, positive, weight, target)
+    def weighted_nll(
+        self, negative_lse: Array, positive_lse: Array, positive_sum: Array, weight: Array, target: Array
+    ) -> Array:
+        return weighted_nll(self, negative_lse, positive_lse, positive_sum, weight, target)
 
     def inner(self, a: Array, b: Array) -> Array:
         # chunks bound the temporary; no bmm, which would follow a global tf32 switch
@@ -332,7 +350,7 @@ class TorchArrays:
         return right - self.module.searchsorted(ordered, needles)
 
     def to_numpy(self, x: Array) -> Any:
-        x = x.detach().cpu()
+        x = x.detach().cpu().resolve_neg()
         return (x.float() if x.dtype == self.module.bfloat16 else x).numpy()
 
     def from_numpy(self, x: Any) -> Array:
@@ -340,14 +358,24 @@ class TorchArrays:
         return self.module.from_numpy(x if x.flags.writeable and min(x.strides, default=0) >= 0 else x.copy())
 
 
-def mean_excess(arrays: ArrayLibrary, lse: Array, positive: Array, weight: Array, target: Array) -> Array:
-    """``sum_i w_i (lse_i - t_i positive_i)`` from the library's elementwise operations, in float64, 0-d."""
-    lse, positive, weight, target = (arrays.cast(x, "float64") for x in (lse, positive, weight, target))
-    excess = lse - arrays.where(target == 0, 0.0, target * positive)
+def weighted_nll(
+    arrays: ArrayLibrary, negative_lse: Array, positive_lse: Array, positive_sum: Array, weight: Array, target: Array
+) -> Array:
+    """``sum_i w_i nll_i`` from the library's elementwise operations, in float64, 0-d.
+
+    ``nll = L - t S = softplus(N - P) + (P - t S)``, with N, P and S of ``contract.Statistics``; of a row without a
+    target it is L. A row that is certain of its one positive has P = S, and the first term to full relative accuracy.
+    """
+    n, p = negative_lse, positive_lse
+    s, weight, target = (arrays.cast(x, "float64") for x in (positive_sum, weight, target))
     # a log-sum-exp is never below a mean of its own terms: rounding that says so is projected back
-    excess = arrays.where(target == 0, excess, arrays.maximum(excess, 0.0))
+    spread = arrays.maximum(p - arrays.where(target == 0, 0.0, target * s), 0.0)
+    # a positive whose logit is -inf is no missing one
+    counted = (target != 0) & ((p != -math.inf) | (s != 0))
+    # 0 x target: a target of NaN is how a bad positive comes through where values cannot be read
+    nll = arrays.where(counted, arrays.softplus(n - p) + spread, arrays.merge(n, p) + 0.0 * target)
     # a weight of 0 silences a row that admits nothing, whose log-sum-exp is -inf
-    return arrays.total(arrays.where(weight == 0, 0.0, weight * excess))
+    return arrays.total(arrays.where(weight == 0, 0.0, weight * nll))
 
 
 def library_of(x: Any) -> ArrayLibrary:
@@ -356,10 +384,16 @@ def library_of(x: Any) -> ArrayLibrary:
     Raises:
         TypeError: x is of no known library.
     """
-    for name, kind in (("torch", TorchArrays), ("cupy", CupyArrays), ("numpy", NumpyArrays)):
-        module = sys.modules.get(name)
-        if module is not None and hasattr(module, "ndarray" if name != "torch" else "Tensor"):
-            library: ArrayLibrary = kind(module)
+    if imported("torch"):
+        import torch
+
+        # one that is in the middle of its own import has no tensors yet
+        if isinstance(x, getattr(torch, "Tensor", ())):
+            return TorchArrays(torch)
+    # a compiler comes this far with NumPy arrays alone
+    for name, kind in (("cupy", CupyArrays), ("numpy", NumpyArrays)):
+        if imported(name) and hasattr(sys.modules[name], "ndarray"):
+            library: ArrayLibrary = kind(sys.modules[name])
             if library.owns(x):
                 return library
     raise TypeError(

@@ -3,7 +3,7 @@
 A *block* is some rows against some columns. Its logits are ``x_ij = scale <row_i, column_j> + bias``. A backend
 computes three things over a block and nothing else:
 
-* ``lse``        row and column log-sum-exp over the admitted pairs, and the sums of the positive logits;
+* ``lse``        row and column log-sum-exps, over the negatives and over the positives, and sums of positive logits;
 * ``gradients``  adds the block's part of the gradients of the rows and of the columns;
 * ``sigmoid``    the additive sigmoid loss, value and gradients in one pass.
 
@@ -13,7 +13,10 @@ once above these and never per backend.
 Invariants that every backend keeps:
 
 * nothing of size m x n is held at once, beyond one tile;
-* row and column state has the state dtype: float64 for float64 features, float32 for every other;
+* inside a tile state is of the state dtype: float64 for float64 features, float32 for every other; statistics leave a
+  tile, are merged and travel in float64: there are O(m + n) of them;
+* logits are the same bits in ``lse`` and in ``gradients``: a fused multiply-add in one of them alone is an error of
+  half an ulp of the logit, which is everything where logits are large;
 * padding is masked with -inf *before* the max; merging (-inf, -inf) gives -inf, never NaN;
 * offsets are 64-bit: rows x width passes 2^31 early;
 * the same inputs give the same bits: no float atomics whose order can change a result;
@@ -93,47 +96,66 @@ class Block:
 
 @dataclass(frozen=True, slots=True)
 class Statistics:
-    """What ``lse`` gives, in the state dtype. The identity of the merge is -inf, of the sums 0.
+    """What ``lse`` gives, all in float64. The identity of a log-sum-exp is -inf, that of a sum 0.
+
+    The positives stay out of the sum over the others: with ``L = log(exp N + exp P)`` the loss of a row that is certain
+    of its one positive is ``L - P = log1p(exp(N - P))``, which no float32 and no float64 ``L`` could hold. Over blocks
+    and ranks N and P merge as log-sum-exps, S as a sum.
 
     Attributes:
-        row_lse: (m,) ``L_i = log sum_{j admitted} exp x_ij``.
-        row_positive: (m,) ``sum_{j positive for i} x_ij``.
-        column_lse: (n,) ``M_j = log sum_{i admitted} exp x_ij``; None when it was not asked for.
-        column_positive: (n,) ``sum_{i positive for j} x_ij``; None when it was not asked for.
+        row_negative_lse: (m,) ``N_i``, the log-sum-exp of x_ij over admitted pairs that are not positive.
+        row_positive_lse: (m,) ``P_i``, the log-sum-exp of x_ij over positive pairs: of one positive exactly its logit,
+            whose last bit ``gradients`` finds again.
+        row_positive_sum: (m,) ``S_i``, the sum of x_ij over positive pairs.
+        column_negative_lse: (n,) over the rows; None, as the next two, when columns were not asked for.
+        column_positive_lse: (n,)
+        column_positive_sum: (n,)
         kept: what ``keeping`` has left for ``finished``, one array; None where there is nothing. Only the backend
             knows what it holds.
     """
 
-    row_lse: Array
-    row_positive: Array
-    column_lse: Array | None = None
-    column_positive: Array | None = None
+    row_negative_lse: Array
+    row_positive_lse: Array
+    row_positive_sum: Array
+    column_negative_lse: Array | None = None
+    column_positive_lse: Array | None = None
+    column_positive_sum: Array | None = None
     kept: Array | None = None
 
 
 @dataclass(frozen=True, slots=True)
 class Weights:
-    """What ``gradients`` needs to know of the whole loss, in the state dtype.
+    """What ``gradients`` needs to know of the whole loss.
 
-    ``G_ij = [admitted] (u_i exp(x_ij - L_i) + v_j exp(x_ij - M_j)) - [positive] (u_i t_i + v_j t'_j)``
+    With ``L = log(exp N + exp P)`` and the excess ``e = log1p(exp(N - P))``, the rows' part of G is
 
-    The column side is None for a loss of one direction. A weight of 0 silences its row or column even where the
-    log-sum-exp is -inf.
+    * ``u_i exp(x_ij - L_i)`` where the pair is admitted and not positive;
+    * ``u_i (q_ij (1 + expm1(-e_i)) - t_i)`` with ``q_ij = exp(x_ij - P_i)`` where it is positive, formed as
+      ``(q_ij - t_i) + q_ij expm1(-e_i)``: of one positive with t = 1 that is ``expm1(-e_i)`` with nothing cancelled,
+      because q_ij is exactly 1. It must be complete before G is rounded. Where ``positives`` names a row's positive,
+      its logit *is* ``row_positive_lse[i]`` and is read there, never computed again.
+
+    The columns' part, with v, M, P', t' and over rows, is added; it is None for a loss of one direction. A weight of 0
+    silences its row or column whatever its log-sum-exps are.
 
     Attributes:
-        row_lse: (m,) L of the whole loss, not of the block.
-        row_weight: (m,) u, any sign.
-        row_target: (m,) t, the target weight of each positive of the row.
-        column_lse: (n,) M.
-        column_weight: (n,) v.
-        column_target: (n,) t'.
+        row_negative_lse: (m,) float64, N of the whole loss, not of the block.
+        row_positive_lse: (m,) float64, P of the whole loss.
+        row_weight: (m,) u, any sign, state dtype.
+        row_target: (m,) t, the target weight of each positive of the row, state dtype.
+        column_negative_lse: (n,) float64.
+        column_positive_lse: (n,) float64.
+        column_weight: (n,) v, state dtype.
+        column_target: (n,) t', state dtype.
         kept: that of the block's ``Statistics``, for ``finished`` alone, which may overwrite it.
     """
 
-    row_lse: Array
+    row_negative_lse: Array
+    row_positive_lse: Array
     row_weight: Array
     row_target: Array
-    column_lse: Array | None = None
+    column_negative_lse: Array | None = None
+    column_positive_lse: Array | None = None
     column_weight: Array | None = None
     column_target: Array | None = None
     kept: Array | None = None
@@ -169,7 +191,7 @@ class Accuracy:
         shared_reference: exponentials may be taken against one reference r for a whole tile,
             ``|r| <= |scale| max_i |row_i| max_j |column_j| + |bias|``, instead of each row's and column's own maximum;
             only while every sum of n terms is at least n x (smallest normal number) / unit, so that terms flushed to
-            zero cost a sum no more than one rounding.
+            zero cost a sum no more than one rounding, and while in a gradient they cost a probability at most 2^-100.
         depth: longest chain of additions in a product of k terms, as a function of k.
         tile: columns (or rows) summed in one go before a merge, as a function of their number.
     """

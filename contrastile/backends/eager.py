@@ -6,13 +6,14 @@ Torch is never imported for the asking: who holds a tensor has imported it.
 from __future__ import annotations
 
 import sys
-from collections.abc import Hashable, Iterable
-from typing import TYPE_CHECKING, Any
+from collections.abc import Callable, Hashable, Iterable
+from typing import TYPE_CHECKING, Any, TypeVar
 
 if TYPE_CHECKING:
     from contrastile.backends.arrays import ArrayLibrary
 
 Array = Any
+F = TypeVar("F", bound=Callable[..., Any])
 
 MOST = 32
 """Triples of vectors held; the one that was not asked for the longest goes first."""
@@ -21,6 +22,46 @@ _ASKED = ("_are_functorch_transforms_active", "_len_torch_dispatch_stack", "_get
 
 _made: dict[Hashable, tuple[Array, Array, Array]] = {}
 _ids: set[int] = set()
+
+
+def asked_while_tracing(function: F) -> F:
+    """Marks a function that ``torch.compile`` calls while it traces, instead of tracing it.
+
+    Arguments and result are numbers, strings or booleans; a compiled graph takes the result for a constant. The
+    function must not raise.
+    """
+    # what torch.compiler.assume_constant_result does, which would import torch and its compiler
+    function._dynamo_marked_constant = True  # type: ignore[attr-defined]
+    return function
+
+
+@asked_while_tracing
+def imported(name: str) -> bool:
+    """Whether a module has been imported.
+
+    A compiler that traced the look-up would iterate over ``sys.modules``, which other threads change.
+    """
+    return sys.modules.get(name) is not None
+
+
+@asked_while_tracing
+def recorded() -> bool:
+    """Whether torch.jit.trace records what is called."""
+    import torch
+
+    state: Any = torch._C._get_tracing_state()
+    return state is not None
+
+
+def outside_of_graphs(function: F) -> F:
+    """The function, which ``torch.compile`` calls and does not trace; itself where nothing was ever compiled."""
+    if not imported("torch._dynamo"):
+        return function
+    import torch
+
+    disable: Any = torch.compiler.disable
+    outside: F = disable(function)
+    return outside
 
 
 def transforms_can_be_seen(torch: Any) -> bool:
@@ -59,9 +100,13 @@ def pairs(
         alike = (arrays.full((stop - start,), value, dtype, like) for value in (weight, 1.0))
         return *alike, arrays.arange(start, stop, like)
 
-    if arrays.name != "torch" or not _lasting(sys.modules["torch"], like):
+    if arrays.name != "torch":
         return make()
-    stream = sys.modules["torch"]._C._cuda_getCurrentRawStream(like.get_device())
+    import torch
+
+    if not _lasting(torch, like):
+        return make()
+    stream = torch._C._cuda_getCurrentRawStream(like.get_device())
     key = weight, start, stop, dtype, like.get_device(), stream
     found = _made.pop(key, None)
     if found is None:

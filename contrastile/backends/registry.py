@@ -17,6 +17,7 @@ from functools import cache
 from typing import Any
 
 from contrastile.backends.contract import Backend, BackendUnavailableError
+from contrastile.backends.eager import asked_while_tracing
 
 ENTRY_POINT_GROUP = "contrastile.backends"
 INSTALL = "pip install 'contrastile[{}]'"
@@ -163,6 +164,7 @@ def _elsewhere(name: str, backends: Mapping[str, Known]) -> Known | None:
     return Known(name) if one is None else replace(one, target=f"{one.target.partition(':')[0]}:{attribute}")
 
 
+@asked_while_tracing
 def choose(library: str, device: str, dtype: str = "float32") -> str:
     """The name that ``backend="auto"`` stands for, given the features' array library, kind of device and dtype."""
     if library in ("numpy", "cupy"):

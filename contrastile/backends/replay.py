@@ -96,18 +96,36 @@ class _Packed:
         return [x if x.shape[0] == length else x[:length] for x, length in zip(parts, self.lengths, strict=True)]
 
 
+class _Copy:
+    """Copies into tensors, those of one dtype in one launch: of several dtypes each tensor would take one."""
+
+    def __init__(self, into: Sequence[Any]) -> None:
+        kinds: dict[Any, list[int]] = {}
+        for i, x in enumerate(into):
+            if x.numel():
+                kinds.setdefault(x.dtype, []).append(i)
+        self._places = list(kinds.values())
+        self.into = into
+
+    def __call__(self, sources: Sequence[Any], into: Sequence[Any] | None = None) -> None:
+        """Copy ``sources`` into the tensors, or into others like them."""
+        targets = self.into if into is None else into
+        for places in self._places:
+            torch._foreach_copy_([targets[i] for i in places], [sources[i] for i in places])
+
+
 class _Captured:
     """A graph, the places that its inputs are copied to, and what it finds.
 
     Attributes:
         where: the device and the stream on which it is replayed.
-        places: of the inputs, in their order.
+        places: copies to where the inputs are read, in their order.
         constants: what the graph reads where it lies.
         graph: of the kernels.
         replays: how many there were.
     """
 
-    def __init__(self, where: tuple[int, int], places: list[Any], constants: list[Any]) -> None:
+    def __init__(self, where: tuple[int, int], places: _Copy, constants: list[Any]) -> None:
         self.where, self.places, self.constants = where, places, constants
         self.graph: Any = torch.cuda.CUDAGraph()
         self.replays = 0
@@ -115,21 +133,24 @@ class _Captured:
     def hold(self, found: Tensors) -> None:
         """Take what the graph's kernels find; called while they are captured."""
         self._found, self._packed = list(found), None
-        vectors = [x for x in found if x is not None and x.ndim == 1]
+        packed = [x is not None and x.ndim == 1 and x.numel() > 0 for x in found]
+        vectors = [x for x, pack in zip(found, packed, strict=True) if pack]
         if len(vectors) > 1 and len({x.dtype for x in vectors}) == 1:
             self._packed = _Packed(vectors)
-            self._found = [x if x is None or x.ndim != 1 else self._packed for x in found]
+            self._found = [self._packed if pack else x for x, pack in zip(found, packed, strict=True)]
         self._there = [x for x in self._found if x is not None and x is not self._packed]
         if self._packed is not None:
             self._there.append(self._packed.whole)
+        self._out = _Copy(self._there)
 
     def replay(self, given: list[Any]) -> list[Any]:
         """What it finds of these, in memory of the caller's."""
-        torch._foreach_copy_(self.places, given)
+        self.places(given)
         self.graph.replay()
         self.replays += 1
-        mine = [torch.empty_like(x) for x in self._there]
-        torch._foreach_copy_(mine, self._there)
+        # an empty tensor has nothing that a later replay could change
+        mine = [torch.empty_like(x) if x.numel() else x for x in self._there]
+        self._out(self._there, mine)
         vectors = iter([] if self._packed is None else self._packed.parts(mine.pop()))
         others = iter(mine)
         return [None if x is None else next(vectors if x is self._packed else others) for x in self._found]
@@ -210,8 +231,9 @@ class Graphs:
         """This call's result; from the next one on it is replayed."""
         constants = [x for kind, x in zip(kinds, arrays, strict=True) if isinstance(kind, int)]
         places = [torch.empty(x.shape, dtype=x.dtype, device=x.device) for x in given]
-        captured = _Captured(where, places, constants)
-        torch._foreach_copy_(places, given)
+        copy = _Copy(places)
+        captured = _Captured(where, copy, constants)
+        copy(given)
         inputs = [places[kind[0]] if isinstance(kind, tuple) else x for kind, x in zip(kinds, arrays, strict=True)]
         # whatever a first launch loads is loaded before anything is captured
         result = compute(inputs)

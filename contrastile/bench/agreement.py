@@ -98,10 +98,6 @@ def _outcome(loss: Any, gradients: tuple[Any, Any, Any]) -> Outcome:
     d_image, d_text, d_scale = (widened(x) for x in gradients)
     return Outcome(
         loss=widened(loss),
-        row_lse=None,
-        row_positive=None,
-        column_lse=None,
-        column_positive=None,
         rows=d_image,
         columns=(d_text,),
         scale=d_scale,

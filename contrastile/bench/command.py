@@ -14,7 +14,8 @@ from contrastile.backends.registry import available
 from contrastile.bench import report, sweep
 from contrastile.bench.cases import VARIANTS
 from contrastile.bench.display import progress
-from contrastile.bench.results import Settings
+from contrastile.bench.results import Settings, Sweep
+from contrastile.verify.files import why_not_writable
 
 QUICK: dict[str, Any] = {"batch": [256, 512], "width": [64], "repeat": 3}
 USUAL: dict[str, Any] = {"batch": [4096, 8192], "width": [512], "repeat": 5}
@@ -52,8 +53,11 @@ def main(args: argparse.Namespace) -> int:
 
     Returns:
         0 when something was measured and nothing disagreed, 1 when an implementation disagreed with the oracle, 2 when
-        nothing could be measured.
+        nothing could be measured, a file could not be written, or the sweep was interrupted.
     """
+    reason = why_not_writable(args.json, args.plot)
+    if reason is not None:
+        return _cannot(reason)
     if args.plot and not report.can_plot():
         return _cannot(report.PLOT_NEEDS)
     if args.device == "cuda" and not _sees_cuda():
@@ -65,13 +69,28 @@ def main(args: argparse.Namespace) -> int:
     except (ValueError, TypeError, BackendUnavailableError) as error:
         return _cannot(str(error))
     report.show(found)
-    if args.json:
-        args.json.write_text(json.dumps(report.as_json(found), indent=2) + "\n")
-    if args.plot and any(row.seconds for row in found.rows):
-        report.plot(found, args.plot)
+    reason = _written(found, args.json, args.plot)
+    if reason is not None:
+        return _cannot(reason)
+    if found.interrupted:
+        return _cannot("interrupted; this is what was found until then")
     if any(each.ratio is not None and not each.agrees for each in found.agreements):
         return 1
     return 0 if any(row.seconds for row in found.rows) else 2
+
+
+def _written(found: Sweep, data: Path | None, picture: Path | None) -> str | None:
+    """Writes the files; why one cannot be written, or None."""
+    path = data
+    try:
+        if data:
+            data.write_text(json.dumps(report.as_json(found), indent=2) + "\n", encoding="utf-8")
+        path = picture
+        if picture and any(row.seconds for row in found.rows):
+            report.plot(found, picture)
+    except OSError as error:
+        return f"cannot write {path}: {error.strerror}"
+    return None
 
 
 def settings(args: argparse.Namespace) -> Settings:
@@ -102,5 +121,6 @@ def _sees_cuda() -> bool:
 
 
 def _cannot(reason: str) -> int:
+    sys.stdout.flush()
     print(f"contrastile bench: {reason}", file=sys.stderr)
     return 2

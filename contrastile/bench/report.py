@@ -36,6 +36,7 @@ def as_json(found: Sweep) -> dict[str, Any]:
         "agreements": [_agreement(each) for each in found.agreements],
         "rows": [_row(found, row) for row in found.rows],
         "order": found.order,
+        "interrupted": found.interrupted,
     }
 
 
@@ -144,7 +145,7 @@ def can_plot() -> bool:
 
 
 def plot(found: Sweep, path: Path) -> None:
-    """Writes time and peak extra memory against b, log-log, one line an implementation, as a PNG.
+    """Writes time and, where measured, peak extra memory against b, log-log, one line an implementation, as a PNG.
 
     The dashed line is the time of ``8 b^2 d`` at the median matrix-product rate of the run: the limit.
 
@@ -153,9 +154,11 @@ def plot(found: Sweep, path: Path) -> None:
     """
     from matplotlib.figure import Figure
 
-    figure = Figure(figsize=(11, 4.5), layout="constrained")
-    times, memory = figure.subplots(1, 2)
     measured = [row for row in found.rows if row.seconds]
+    # nothing to draw where no memory was measured
+    panels = 2 if any(row.peak_bytes for row in measured) else 1
+    figure = Figure(figsize=(5.5 * panels, 4.5), layout="constrained")
+    times, *memory = figure.subplots(1, panels, squeeze=False)[0]
     several = len({(row.case.variant, row.case.width) for row in measured}) > 1
     for name, rows in _lines(measured, several):
         style = "s-" if rows[0].implementation == PLAIN else "o-"
@@ -163,16 +166,16 @@ def plot(found: Sweep, path: Path) -> None:
             [row.case.shape[0] for row in rows], [statistics.median(row.seconds) for row in rows], style, label=name
         )
         counted = [row for row in rows if row.peak_bytes]
-        memory.plot(
-            [row.case.shape[0] for row in counted], [(row.peak_bytes or 0) / _MIB for row in counted], style, label=name
-        )
+        sizes, peaks = [row.case.shape[0] for row in counted], [(row.peak_bytes or 0) / _MIB for row in counted]
+        for axes in memory:
+            axes.plot(sizes, peaks, style, label=name)
     for width in sorted({row.case.width for row in measured}):
         rows = [row for row in measured if row.case.width == width]
         rate = statistics.median(rate for row in rows for rate in row.matmul)
         b = sorted({row.case.batch for row in rows})
         label = f"8 b² d at {rate / 1e9:.0f} GFLOP/s (matmul)" + (f", d = {width}" if several else "")
         times.plot(b, [8 * n * n * width / rate for n in b], "k--", linewidth=1, label=label)
-    for axes, what in ((times, "time, s"), (memory, "peak extra memory, MiB")):
+    for axes, what in zip((times, *memory), ("time, s", "peak extra memory, MiB"), strict=False):
         axes.set_xscale("log", base=2)
         axes.set_yscale("log")
         axes.set_xlabel("batch b")

@@ -100,6 +100,7 @@ class Sweep:
         agreements: the check of each implementation.
         rows: measured and skipped.
         order: implementation and variant of each timed sample in the order in which they were taken.
+        interrupted: whether it was stopped before its end; rounds that were not finished are left out.
     """
 
     settings: Settings
@@ -107,6 +108,7 @@ class Sweep:
     agreements: list[Agreement] = field(default_factory=list)
     rows: list[Row] = field(default_factory=list)
     order: list[str] = field(default_factory=list)
+    interrupted: bool = False
 
     def plain_of(self, row: Row) -> Row | None:
         """The plain loss on the same case."""

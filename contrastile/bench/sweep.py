@@ -13,13 +13,14 @@ from typing import Any
 
 import numpy as np
 
+from contrastile.backends.contract import BackendUnavailableError
 from contrastile.bench import child
 from contrastile.bench.agreement import Agreement, check
 from contrastile.bench.cases import Arguments, Case, arguments, features
 from contrastile.bench.display import Advance
 from contrastile.bench.environment import environment
 from contrastile.bench.memory import available_bytes
-from contrastile.bench.peers import PLAIN, Implementation, named, use_threads
+from contrastile.bench.peers import CHECK_ROWS, PLAIN, Implementation, named, use_threads
 from contrastile.bench.results import Row, Settings, Sweep
 
 PROBE_ROWS = 1024
@@ -34,7 +35,7 @@ _SIDES = {"cpu": (4096, 2048, 1024, 512, 256), "cuda": (8192, 4096, 2048, 1024)}
 
 
 def run(settings: Settings, advance: Advance) -> Sweep:
-    """The whole sweep, smallest sizes first.
+    """The whole sweep, smallest sizes first; what was found until then, if it is interrupted.
 
     Args:
         settings: what to measure.
@@ -47,10 +48,21 @@ def run(settings: Settings, advance: Advance) -> Sweep:
     implementations, absent = _load(settings)
     use_threads(settings.threads)
     found = Sweep(settings, environment(settings.device))
-    sound = []
+    try:
+        _run(implementations, absent, found, advance)
+    except KeyboardInterrupt:
+        found.interrupted = True
+        for row in found.rows:
+            row.reason = row.reason or (None if row.seconds else "interrupted")
+    return found
+
+
+def _run(implementations: list[Implementation], absent: dict[str, str], found: Sweep, advance: Advance) -> None:
+    """Check and measure all of them."""
+    settings, sound = found.settings, []
     for implementation in implementations:
         advance(f"checking {implementation.name} against the oracle", 0)
-        agreement = check(implementation, settings.dtype, settings.device, settings.scale)
+        agreement = _checked(implementation, settings)
         found.agreements.append(agreement)
         if agreement.agrees:
             sound.append(implementation)
@@ -63,7 +75,6 @@ def run(settings: Settings, advance: Advance) -> Sweep:
             found.rows += [Row(name, case, reason=reason) for case in cases for name, reason in absent.items()]
             advance("skipped", len(cases) * len(absent) * (settings.repeat + 1))
             _measure(cases, sound, pace, found, advance)
-    return found
 
 
 def steps(settings: Settings) -> int:
@@ -74,12 +85,35 @@ def steps(settings: Settings) -> int:
 
 def _load(settings: Settings) -> tuple[list[Implementation], dict[str, str]]:
     """The implementations, the plain loss last, and why that one is absent where it is."""
-    found, absent = [named(name) for name in settings.backends], {}
+    found, absent = [_named(name) for name in settings.backends], {}
     try:
         found.append(named(PLAIN))
     except ImportError:
         absent[PLAIN] = "needs torch; run: pip install 'contrastile[torch]'"
     return found, absent
+
+
+def _named(name: str) -> Implementation:
+    try:
+        return named(name)
+    except (Exception, SystemExit) as error:
+        # importing other people's code may raise anything
+        if str(error).startswith("backend "):
+            raise
+        raise BackendUnavailableError(f"backend {name!r} raised {_said(error)}") from error
+
+
+def _said(error: BaseException) -> str:
+    """An error in one line."""
+    return f"{type(error).__name__}: {' '.join(str(error).split())}"
+
+
+def _checked(implementation: Implementation, settings: Settings) -> Agreement:
+    """The check against the oracle; other people's code may raise anything in it."""
+    try:
+        return check(implementation, settings.dtype, settings.device, settings.scale)
+    except (Exception, SystemExit) as error:
+        return Agreement(implementation.name, None, CHECK_ROWS, f"raised {_said(error)}")
 
 
 def _reason(agreement: Agreement) -> str:
@@ -176,13 +210,18 @@ def _time(work: list[tuple[Implementation, Row]], found: Sweep, advance: Advance
     for number in range(settings.repeat):
         start = number % len(jobs)
         before = _seconds(product, settings.device)
+        samples = []
         for row, step in jobs[start:] + jobs[:start]:
             advance(f"{_label(row)}: round {number + 1}", 1)
-            row.seconds.append(_seconds(step, settings.device))
+            taken = _seconds(step, settings.device)
             after = _seconds(product, settings.device)
-            row.matmul.append(2 * 2 * side**3 / (before + after))
-            row.matmul_side = side
+            samples.append((row, taken, 2 * 2 * side**3 / (before + after)))
             before = after
+        # all of a round, or nothing: ratios compare samples of the same round
+        for row, taken, rate in samples:
+            row.seconds.append(taken)
+            row.matmul.append(rate)
+            row.matmul_side = side
             found.order.append(_label(row))
 
 

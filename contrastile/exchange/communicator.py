@@ -4,21 +4,23 @@ Implementations: ``inprocess`` (all ranks in one process, for tests and teaching
 (torch.distributed), and of these for arrays on GPUs ``nccl``. A message is a list of contiguous arrays whose
 shapes both sides know beforehand: sizes cross once, in the handshake (``world``).
 
-Every rank posts the same messages in the same order; messages are matched by that order. "Posted" means that the
-arrays belong to the message until it has been waited for: the sender changes none, the receiver reads none. On a GPU,
-waiting makes the current stream wait and not the host.
+Every rank posts the same messages in the same order, and messages are matched by that order; ``calls`` finds ranks that
+do not. "Posted" means that the arrays belong to the message until it has been waited for: the sender changes none, the
+receiver reads none. On a GPU, waiting makes the current stream wait and not the host.
 """
 
 from __future__ import annotations
 
 import math
 import os
+import threading
 from collections.abc import Mapping, Sequence
 from itertools import count
 from typing import TYPE_CHECKING, Any, Protocol
 from weakref import WeakValueDictionary
 
 from contrastile.backends.contract import Array
+from contrastile.exchange.calls import Calls, Label
 
 if TYPE_CHECKING:
     import numpy as np
@@ -28,6 +30,9 @@ if TYPE_CHECKING:
 
 DEADLINE = 60.0
 """Seconds that a rank waits for another before it raises ``ExchangeError``."""
+
+LONGEST = 1e6
+"""Seconds of the longest deadline, a longer one is cut to it: engines count milliseconds in 32 bits."""
 
 
 class ExchangeError(RuntimeError):
@@ -77,11 +82,21 @@ class Communicator(Protocol):
         """Why it cannot carry this library's arrays on this kind of device ("cpu", "cuda"), or None."""
         ...
 
-    def agree(self, record: npt.NDArray[np.int64]) -> npt.NDArray[np.int64]:
+    @property
+    def calls(self) -> Calls:
+        """Where this rank is among the calls of the group."""
+        ...
+
+    def agree(self, record: npt.NDArray[np.int64], label: Label | None = None) -> npt.NDArray[np.int64]:
         """Everybody's record, (size, k) from (k,) each; on the host, and it waits.
 
+        Args:
+            record: (k,), the same k on every rank.
+            label: the phase of a call that begins with this; None within one.
+
         Raises:
-            ExchangeError: a rank did not answer within the deadline.
+            ExchangeError: a rank is at another phase or has posted more messages than another, which every rank then
+                says in the same words; or a rank did not answer within the deadline.
         """
         ...
 
@@ -168,11 +183,42 @@ def deadline_or(deadline: float | None) -> float:
     given = os.environ.get("CONTRASTILE_DEADLINE", DEADLINE) if deadline is None else deadline
     try:
         seconds = float(given)
-    except ValueError:
+    except (ValueError, TypeError, OverflowError):
         seconds = math.nan
     if not 0 < seconds < math.inf:
         raise ValueError(f"deadline must be a positive number of seconds, got {given!r}; give e.g. {DEADLINE:g}")
-    return seconds
+    return min(seconds, LONGEST)
+
+
+def deadline_and_error(deadline: float | None) -> tuple[float, str]:
+    """``deadline_or``, and ""; or where that raises ``DEADLINE`` and what it says: the other ranks are to hear it."""
+    try:
+        return deadline_or(deadline), ""
+    except ValueError as error:
+        return DEADLINE, str(error)
+
+
+def refuse(told: Sequence[str]) -> None:
+    """Raise the first error that a rank has told the others of, if any has.
+
+    Raises:
+        MismatchError: some rank has; the same on every rank.
+    """
+    for rank, text in enumerate(told):
+        if text:
+            raise MismatchError(f"rank {rank}: {text}")
+
+
+class Connecting:
+    """A lock for each group: its ranks connect it once, also where several threads of a rank want it first."""
+
+    def __init__(self) -> None:
+        self._own, self._locks = threading.Lock(), dict[Any, threading.Lock]()
+
+    def lock(self, key: Any) -> threading.Lock:
+        """The lock of the group with this key. None is held for another group: its ranks may wait for each other."""
+        with self._own:
+            return self._locks.setdefault(key, threading.Lock())
 
 
 def connect(group: Any, *, deadline: float | None = None) -> Communicator:
@@ -189,6 +235,8 @@ def connect(group: Any, *, deadline: float | None = None) -> Communicator:
         TypeError: none of these.
         ValueError: the deadline is not a positive number of seconds, or one is given for a Communicator, which has
             its own.
+        MismatchError: in the first call for a group, on every rank: some rank's deadline is not a positive number of
+            seconds. The group can be connected again.
         ExchangeError: "world" without an initialised default group.
     """
     if isinstance(group, str) or type(group).__module__.partition(".")[0] == "torch":

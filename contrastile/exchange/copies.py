@@ -20,7 +20,7 @@ from contrastile.exchange.communicator import Pending
 from contrastile.exchange.driver import DriverError
 from contrastile.exchange.peers import Channel, Parts
 from contrastile.exchange.staging import Device, Staging
-from contrastile.exchange.watch import Flight, Watch
+from contrastile.exchange.watch import Flight, Watch, Word
 from contrastile.exchange.wires import host
 
 LEAST = 4 << 20
@@ -149,9 +149,9 @@ class CopyChannel:
         copied = _Queued(device, points, large, flight)
         return _Both(copied, self.small.post(rest[0], rest[1], number, seconds)) if any(rest) else copied
 
-    def give_up(self, waited_for: Sequence[int], seconds: float) -> Mapping[int, Sequence[int]]:
+    def give_up(self, word: Word, seconds: float) -> Mapping[int, Word]:
         self._broken = True
-        return self.small.give_up(waited_for, seconds)
+        return self.small.give_up(word, seconds)
 
     def close(self) -> None:
         self.watch.close()

@@ -14,7 +14,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 
 from contrastile.backends.arrays import ArrayLibrary
-from contrastile.backends.contract import Array, Backend, Block, ColumnForm, Options, Weights
+from contrastile.backends.contract import Array, Backend, Block, ColumnForm, Options, Statistics, Weights
 from contrastile.exchange import buffers, local
 from contrastile.exchange.communicator import Pending
 from contrastile.exchange.placement import Placement, Shards
@@ -120,33 +120,34 @@ def forward(problem: Problem, backend: Backend, options: Options, *, keep: bool 
     """
     placement, arrays = placed(problem), backend.arrays
     two_sided = problem.column_weight is not None
-    row_lse = row_positive = columns = kept = None
-    logs, positives = dict[int, Array](), dict[int, Array]()
+    columns = kept = None
+    rows: list[Statistics] = []
+    sides: list[dict[int, Array]] = [{}, {}, {}]
     for part in _parts(problem, arrays):
         backend.check(part.block, options)
         whole = part.whole(placement.shards)
         found = local.survey(backend, keep and whole)(part.block, two_sided, options)
-        row_lse = found.row_lse if row_lse is None else arrays.merge(row_lse, found.row_lse)
-        row_positive = found.row_positive if row_positive is None else row_positive + found.row_positive
+        rows.append(found)
         if two_sided:
-            for into, x in ((logs, found.column_lse), (positives, found.column_positive)):
+            for into, x in zip(sides, local.column_statistics(arrays, [found]), strict=True):
                 into |= {0: x} if whole else part.by_rank(placement.shards, x)
         # what the backward pass need not gather again, and what it need not compute again
         columns = part.block.columns if placement.size > 1 else None
         kept = found.kept
-    loss = arrays.mean_excess(row_lse, row_positive, problem.row_weight, problem.row_target)
+    mine = local.row_statistics(arrays, rows)
+    loss = arrays.weighted_nll(*mine, problem.row_weight, problem.row_target)
     if not two_sided:
-        return replace(together(problem, loss, row_lse, None, arrays), gathered=columns, kept=kept)
-    state = [arrays.concat([x[r] for r in sorted(x)]) for x in (logs, positives)]
-    total, column_lse, over = _over_columns(problem, arrays, loss, *state)
+        return replace(together(problem, loss, *mine[:2], arrays=arrays), gathered=columns, kept=kept)
+    n, p, s = (arrays.concat([x[r] for r in sorted(x)]) for x in sides)
+    total, lses, over = _over_columns(problem, arrays, loss, (n, p, s))
     value = arrays.cast(total, arrays.dtype(problem.scale))
-    return local.Forward(value, row_lse, column_lse, columns, over, kept)
+    return local.Forward(value, mine[0], mine[1], lses[0], lses[1], columns, over, kept)
 
 
 def _over_columns(
-    problem: Problem, arrays: ArrayLibrary, loss: Array, logs: Array, positives: Array
-) -> tuple[Array, Array, Array | None]:
-    """The loss of all ranks, M of this rank's columns, and what backward needs to know of all: one message for all.
+    problem: Problem, arrays: ArrayLibrary, loss: Array, state: local.Triple
+) -> tuple[Array, Sequence[Array], tuple[Array, Array] | None]:
+    """The loss of all ranks, N and P of this rank's columns, and what backward needs to know of all (``Forward.over``).
 
     Every rank is sent what every rank's rows give every column, and merges it itself: few bytes beside the columns'
     features, and a message less than if each column's owner merged its own and told the others.
@@ -155,41 +156,37 @@ def _over_columns(
         problem: this rank's part.
         arrays: the library of all these arrays.
         loss: 0-d, of this rank's rows.
-        logs: (N,) log-sum-exps of all columns over this rank's rows.
-        positives: (N,) sums of their positive logits.
+        state: (N,) each, the statistics of all columns over this rank's rows.
     """
     placement = placed(problem)
     n, widths = placement.size, placement.shards.widths
     weight, target = problem.column_weight, problem.column_target
     if n == 1:
-        return loss + arrays.mean_excess(logs, positives, weight, target), logs, None
+        return loss + arrays.weighted_nll(*state, weight, target), state[:2], None
     own, (losses,), incoming = everywhere(placement, arrays, [loss])
-    # a backend may have log-sum-exps in a wider dtype than the problem its weights, and bytes are what travels
-    state = arrays.dtype(logs)
-    vectors = [arrays.contiguous(arrays.cast(x, state)) for x in (weight, target)]
     # rows that begin where 16 bytes do: kernels are compiled anew for others, and read them slower
-    over = arrays.empty((len(vectors) + 1, -(-sum(widths) // 4) * 4), state, logs)[:, : sum(widths)]
-    found = [list(arrays.empty((n, sum(widths)), state, logs)) for _ in range(2)]
-    found[0][placement.rank], found[1][placement.rank] = logs, positives
-    places = over[1], over[2]
-    parts = [buffers.split(x, widths) for x in places]
+    total = sum(widths)
+    lses, weights = (arrays.empty((2, -(-total // 4) * 4), arrays.dtype(x), x)[:, :total] for x in (state[0], weight))
+    parts = [buffers.split(x, widths) for x in (weights[0], weights[1])]
+    found = [list(arrays.empty((n, total), arrays.dtype(x), x)) for x in state]
+    for arriving, x in zip(found, state, strict=True):
+        arriving[placement.rank] = x
     for r in range(n):
-        incoming[r] += [found[0][r], found[1][r], *(part[r] for part in parts)]
-    outgoing = [*own, logs, positives, *vectors]
+        incoming[r] += [*(arriving[r] for arriving in found), *(part[r] for part in parts)]
+    outgoing = [*own, *state, arrays.contiguous(weight), arrays.contiguous(target)]
     placement.communicator.exchange(dict.fromkeys(range(n), outgoing), incoming).wait()
-    column_lse, column_positive = _merged(arrays, *found)
-    buffers.copy(column_lse, over[0])
-    total = arrays.total(losses) + arrays.mean_excess(column_lse, column_positive, *places)
-    start = placement.start
-    return total, column_lse[start : start + widths[placement.rank]], over
+    merged = _merged(arrays, found)
+    for x, into in zip(merged, lses, strict=False):
+        buffers.copy(x, into)
+    start, stop = placement.start, placement.start + widths[placement.rank]
+    value = arrays.total(losses) + arrays.weighted_nll(*merged, weights[0], weights[1])
+    return value, [x[start:stop] for x in merged[:2]], (lses, weights)
 
 
-def _merged(arrays: ArrayLibrary, logs: Sequence[Array], sums: Sequence[Array]) -> tuple[Array, Array]:
-    """The log-sum-exps and the sums of parts, in the order of the ranks."""
-    merged, total = logs[0], sums[0]
-    for more_logs, more in zip(logs[1:], sums[1:], strict=True):
-        merged, total = arrays.merge(merged, more_logs), total + more
-    return merged, total
+def _merged(arrays: ArrayLibrary, parts: Sequence[Sequence[Array]]) -> local.Triple:
+    """N, P and S over all ranks' rows, from each rank's, in the order of the ranks."""
+    negatives, positives, sums = parts
+    return local.row_statistics(arrays, list(map(Statistics, negatives, positives, sums)))
 
 
 @local.ieee
@@ -203,22 +200,24 @@ def backward(
 ) -> local.Gradients:
     """Gradients of ``upstream * loss`` for this rank's rows and columns and for the scale: see ``Placement.factor``."""
     placement, arrays = placed(problem), backend.arrays
-    column_lse = saved.column_lse
+    lses = saved.column_negative_lse, saved.column_positive_lse
     if saved.over is not None:
-        column_lse, column_weight, column_target = saved.over
+        (negative, positive), (column_weight, column_target) = saved.over
+        lses = negative, positive
         problem = replace(problem, column_weight=column_weight, column_target=column_target)
     own, *others = _parts(problem, arrays, saved.gathered)
     at_once = backend.finished is not None and wanted.rows and not others
     # the weights carry the factor unless the backend multiplies by it
     weighted = problem if at_once else scaled_weights(problem, upstream)
+    rows = saved.row_negative_lse, saved.row_positive_lse, weighted.row_weight, weighted.row_target
     # of one direction the log-sum-exps that were saved may be none, or empty
-    columns: Sequence[Array | None] = (None,) * 3
+    columns: Sequence[Array | None] = (None,) * 4
     if weighted.column_weight is not None:
-        columns = column_lse, weighted.column_weight, weighted.column_target
+        columns = *lses, weighted.column_weight, weighted.column_target
 
     def weights(part: _Part, kept: Array | None = None) -> Weights:
-        lse, weight, target = (part.along(placement.shards, x, arrays) for x in columns)
-        return Weights(saved.row_lse, weighted.row_weight, weighted.row_target, lse, weight, target, kept)
+        n, p, weight, target = (part.along(placement.shards, x, arrays) for x in columns)
+        return Weights(*rows, n, p, weight, target, kept)
 
     if at_once and backend.finished is not None:
         # this rank's rows meet every column here: only the columns' sums have other ranks' parts to come

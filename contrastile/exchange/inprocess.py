@@ -10,10 +10,11 @@ from __future__ import annotations
 import threading
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any, Generic, TypeVar
+from typing import TYPE_CHECKING, Any, Generic, NoReturn, TypeVar
 
 from contrastile.backends.contract import Array
-from contrastile.exchange import buffers
+from contrastile.exchange import buffers, calls
+from contrastile.exchange.calls import Calls, Conflict, Label
 from contrastile.exchange.communicator import DEADLINE, ExchangeError
 
 if TYPE_CHECKING:
@@ -27,9 +28,14 @@ T = TypeVar("T")
 
 @dataclass(slots=True)
 class _Letter:
-    """What one rank sends another: arrays that still belong to the sender, until ``taken``."""
+    """What one rank sends another: arrays that still belong to the sender, until ``taken``.
+
+    ``head`` is what both ends must agree on, None where that is compared later; ``place`` says it to the user.
+    """
 
     content: Any
+    head: tuple[Any, ...] | None
+    place: str
     taken: bool = False
 
 
@@ -51,6 +57,7 @@ class Town(Generic[T]):
     _baton: threading.Condition = field(default_factory=threading.Condition)
     _mail: dict[tuple[int, int, int], _Letter] = field(default_factory=dict)
     _gone: dict[int, str] = field(default_factory=dict)
+    _broken: str | None = None
     _turn: int = 0
     _idle: int = 0
 
@@ -85,17 +92,38 @@ class Town(Generic[T]):
             raise errors[0]
         return results
 
-    def post(self, source: int, target: int, number: int, content: Any) -> _Letter:
+    def post(self, source: int, target: int, number: int, letter: _Letter) -> _Letter:
         """Leave a letter."""
-        letter = self._mail[(source, target, number)] = _Letter(content)
+        self._mail[(source, target, number)] = letter
         self._progress()
         return letter
 
-    def fetch(self, source: int, target: int, number: int) -> _Letter:
-        """Take a letter out of the mail, waiting for it; it is still to be marked ``taken``."""
+    def fetch(self, source: int, target: int, number: int, head: tuple[Any, ...] | None, place: str) -> _Letter:
+        """Take a letter with this head out of the mail, waiting for it; it is still to be marked ``taken``.
+
+        Raises:
+            ExchangeError: it has another, or see ``until``.
+        """
         key = (source, target, number)
         self.until(lambda: key in self._mail, target, source)
-        return self._mail.pop(key)
+        letter = self._mail.pop(key)
+        if letter.head != head:
+            self.broken(Conflict(calls.whereabouts({source: letter.place, target: place})))
+        return letter
+
+    def check(self) -> None:
+        """Raise if ranks have been found at different calls.
+
+        Raises:
+            ExchangeError: they have.
+        """
+        if self._broken is not None:
+            raise ExchangeError(f"this group can carry nothing more: {self._broken}")
+
+    def broken(self, conflict: Conflict) -> NoReturn:
+        """Ranks are at different calls: this rank raises, and so does every other that uses the group."""
+        self._broken = self._broken or str(conflict)
+        raise ExchangeError(str(conflict))
 
     def until(self, ready: Callable[[], bool], rank: int, other: int) -> None:
         """Let other ranks run until this is so.
@@ -104,6 +132,7 @@ class Town(Generic[T]):
             ExchangeError: the other rank is gone, or all ranks wait.
         """
         while not ready():
+            self.check()
             if other in self._gone:
                 raise ExchangeError(f"{self._gone[other]}; every rank must make the same calls")
             self._idle += 1
@@ -133,6 +162,7 @@ class InProcess:
 
     town: Town[Any]
     rank: int
+    calls: Calls = field(default_factory=Calls)
     _number: int = 0
 
     name = "in-process"
@@ -148,26 +178,36 @@ class InProcess:
     def refusal(self, arrays: ArrayLibrary, device: str) -> str | None:
         return None
 
-    def agree(self, record: npt.NDArray[np.int64]) -> npt.NDArray[np.int64]:
+    def agree(self, record: npt.NDArray[np.int64], label: Label | None = None) -> npt.NDArray[np.int64]:
         import numpy as np
 
-        return np.stack(self._all(record.copy()))
+        try:
+            self.calls.enter(label)
+            try:
+                everyone = self._all((self.calls.head(record.size), record.copy()))
+            finally:
+                self.calls.agreed()
+            calls.compare([head for head, _ in everyone], range(self.size))
+        except Conflict as conflict:
+            self.town.broken(conflict)
+        return np.stack([found for _, found in everyone])
 
     def tell(self, text: str) -> list[str]:
         return self._all(text)
 
     def _all(self, x: T) -> list[T]:
-        number, town = self._next(), self.town
+        number, town, place = self._next(), self.town, str(self.calls.label)
         for target in range(self.size):
-            town.post(self.rank, target, number, x)
+            town.post(self.rank, target, number, _Letter(x, None, place))
         found: list[T] = []
         for source in range(self.size):
-            letter = town.fetch(source, self.rank, number)
+            letter = town.fetch(source, self.rank, number, None, place)
             letter.taken = True
             found.append(letter.content)
         return found
 
     def _next(self) -> int:
+        self.town.check()
         self._number += 1
         return self._number
 
@@ -190,16 +230,27 @@ class InProcess:
         incoming: Mapping[int, Sequence[Array]],
     ) -> _Parcel:
         number = self._next()
+        try:
+            self.calls.post()
+        except Conflict as conflict:
+            self.town.broken(conflict)
+        place = str(self.calls.label)
         sent = []
         for target, xs in outgoing.items():
             content = list(xs) if self.town.late else [_copy(x) for x in xs]
-            sent.append((target, self.town.post(self.rank, target, number, content)))
+            letter = _Letter(content, self._head(xs), place)
+            sent.append((target, self.town.post(self.rank, target, number, letter)))
         stays = set(map(id, outgoing.get(self.rank, ())))
         for x in (x for xs in incoming.values() for x in xs) if self.town.late else ():
             # this rank's own part may be its own already
             if id(x) not in stays:
                 x[...] = _garbage(x)
-        return _Parcel(self, number, sent, incoming)
+        expected = {source: self._head(xs) for source, xs in incoming.items()}
+        return _Parcel(self, number, sent, incoming, expected, place)
+
+    def _head(self, xs: Sequence[Array]) -> tuple[Any, ...]:
+        label = self.calls.label
+        return label.serial, label.phase, self.calls.messages, [(tuple(x.shape), str(x.dtype)) for x in xs]
 
     def prepare(self, like: Array, nbytes: int) -> bool:
         return False
@@ -219,11 +270,13 @@ class _Parcel:
     number: int
     sent: list[tuple[int, _Letter]]
     incoming: Mapping[int, Sequence[Array]]
+    expected: Mapping[int, tuple[Any, ...]]
+    place: str
 
     def wait(self) -> None:
         town = self.home.town
         for source, xs in self.incoming.items():
-            letter = town.fetch(source, self.home.rank, self.number)
+            letter = town.fetch(source, self.home.rank, self.number, self.expected[source], self.place)
             for x, arrived in zip(xs, letter.content, strict=True):
                 x[...] = arrived
             letter.taken = True

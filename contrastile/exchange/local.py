@@ -2,17 +2,20 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from functools import wraps
 from typing import ParamSpec, TypeVar
 
 from contrastile.backends.arrays import ArrayLibrary
-from contrastile.backends.contract import Array, Backend, ColumnForm, LseFunction, Options, Weights
+from contrastile.backends.contract import Array, Backend, ColumnForm, LseFunction, Options, Statistics, Weights
 from contrastile.exchange.problem import Problem
 
 P = ParamSpec("P")
 R = TypeVar("R")
+
+Triple = tuple[Array, Array, Array]
+"""N, P and S of one side: see ``contract.Statistics``."""
 
 
 def ieee(function: Callable[P, R]) -> Callable[P, R]:
@@ -52,18 +55,23 @@ class Forward:
 
     Attributes:
         loss: 0-d, state dtype.
-        row_lse: (m,) L over all column blocks.
-        column_lse: (n,) M over the joined columns, or None for a loss of one direction.
+        row_negative_lse: (m,) float64, over all column blocks: see ``contract.Statistics``.
+        row_positive_lse: (m,) float64.
+        column_negative_lse: (n,) float64, over the joined columns; None, as the next, for a loss of one direction.
+        column_positive_lse: (n,) float64.
         gathered: the columns that this rank has collected from others, or from all; None where it has none.
-        over: (3, N) M, v and t' over the columns of all ranks, of a gather of two directions; None otherwise.
+        over: over the columns of all ranks, of a gather of two directions: (2, N) their log-sum-exps, negatives'
+            first, and (2, N) v and t'; None otherwise.
         kept: see ``contract.Statistics``; None unless it was asked for.
     """
 
     loss: Array
-    row_lse: Array
-    column_lse: Array | None
+    row_negative_lse: Array
+    row_positive_lse: Array
+    column_negative_lse: Array | None = None
+    column_positive_lse: Array | None = None
     gathered: Array | None = None
-    over: Array | None = None
+    over: tuple[Array, Array] | None = None
     kept: Array | None = None
 
 
@@ -112,17 +120,30 @@ def forward(problem: Problem, backend: Backend, options: Options, *, keep: bool 
     for _, block in problem.blocks():
         backend.check(block, options)
         parts.append(lse(block, two_sided, options))
-    row_lse, row_positive = parts[0].row_lse, parts[0].row_positive
-    for part in parts[1:]:
-        row_lse = arrays.merge(row_lse, part.row_lse)
-        row_positive = row_positive + part.row_positive
-    loss = arrays.mean_excess(row_lse, row_positive, problem.row_weight, problem.row_target)
-    column_lse = None
+    rows = row_statistics(arrays, parts)
+    loss = arrays.weighted_nll(*rows, problem.row_weight, problem.row_target)
+    columns: Triple = (None, None, None)
     if two_sided:
-        column_lse = arrays.concat([part.column_lse for part in parts])
-        positive = arrays.concat([part.column_positive for part in parts])
-        loss = loss + arrays.mean_excess(column_lse, positive, problem.column_weight, problem.column_target)
-    return Forward(arrays.cast(loss, arrays.dtype(problem.scale)), row_lse, column_lse, kept=parts[0].kept)
+        columns = column_statistics(arrays, parts)
+        loss = loss + arrays.weighted_nll(*columns, problem.column_weight, problem.column_target)
+    return Forward(
+        arrays.cast(loss, arrays.dtype(problem.scale)), rows[0], rows[1], columns[0], columns[1], kept=parts[0].kept
+    )
+
+
+def row_statistics(arrays: ArrayLibrary, parts: Sequence[Statistics]) -> Triple:
+    """N, P and S of the rows over several blocks of columns."""
+    n, p, s = parts[0].row_negative_lse, parts[0].row_positive_lse, parts[0].row_positive_sum
+    for part in parts[1:]:
+        n, p = arrays.merge(n, part.row_negative_lse), arrays.merge(p, part.row_positive_lse)
+        s = s + part.row_positive_sum
+    return n, p, s
+
+
+def column_statistics(arrays: ArrayLibrary, parts: Sequence[Statistics]) -> Triple:
+    """N, P and S of the joined columns."""
+    n, p = (arrays.concat([getattr(x, f"column_{side}_lse") for x in parts]) for side in ("negative", "positive"))
+    return n, p, arrays.concat([x.column_positive_sum for x in parts])
 
 
 @ieee
@@ -148,19 +169,12 @@ def backward(
 
 
 def _weights(problem: Problem, saved: Forward, where: slice) -> Weights:
-    two_sided = problem.column_weight is not None
-
-    def part(x: Array | None) -> Array | None:
-        return x[where] if two_sided and x is not None else None
-
-    return Weights(
-        row_lse=saved.row_lse,
-        row_weight=problem.row_weight,
-        row_target=problem.row_target,
-        column_lse=part(saved.column_lse),
-        column_weight=part(problem.column_weight),
-        column_target=part(problem.column_target),
-    )
+    columns: tuple[Array | None, ...] = ()
+    if problem.column_weight is not None:
+        lses = saved.column_negative_lse, saved.column_positive_lse
+        columns = tuple(x if x is None else x[where] for x in (*lses, problem.column_weight, problem.column_target))
+    rows = saved.row_negative_lse, saved.row_positive_lse, problem.row_weight, problem.row_target
+    return Weights(*rows, *columns)
 
 
 def accumulator(backend: Backend, features: Array, want: bool) -> Array | None:

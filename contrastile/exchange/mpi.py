@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import atexit
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from typing import Any, cast
 
@@ -16,12 +16,22 @@ from mpi4py import MPI
 
 from contrastile.backends.contract import Array
 from contrastile.exchange import buffers, watch
-from contrastile.exchange.communicator import Communicator, ExchangeError, deadline_or
+from contrastile.exchange.calls import Conflict
+from contrastile.exchange.communicator import (
+    Communicator,
+    Connecting,
+    ExchangeError,
+    MismatchError,
+    deadline_and_error,
+    deadline_or,
+    refuse,
+)
 from contrastile.exchange.peers import NUMBERS, Channel, Parts, Peers
-from contrastile.exchange.watch import Silence
+from contrastile.exchange.watch import Silence, Word
 
-_LAST_WORDS = NUMBERS
+_LAST_WORDS = NUMBERS + 1
 _LONGEST_WORDS = 4096
+_SAME = "every rank must make the same calls in the same order, forward and backward"
 
 
 def of(comm: Any, deadline: float | None = None) -> Communicator:
@@ -37,19 +47,22 @@ def of(comm: Any, deadline: float | None = None) -> Communicator:
     """
     if not isinstance(comm, MPI.Intracomm) or comm == MPI.COMM_NULL:
         raise TypeError(f"group must be an MPI intracommunicator, got {type(comm).__name__}; pass e.g. MPI.COMM_WORLD")
-    found = cast("Peers | None", comm.Get_attr(_key()))
-    if found is None:
-        found = _connect(comm, deadline_or(deadline))
-        comm.Set_attr(_key(), found)
-    elif deadline is not None:
+    with _CONNECTING.lock(MPI._handleof(comm)):
+        found = cast("Peers | None", comm.Get_attr(_key()))
+        if found is None:
+            found = _connect(comm, deadline)
+            comm.Set_attr(_key(), found)
+            return found
+    if deadline is not None:
         found.deadline = deadline_or(deadline)
     return found
 
 
-def _connect(comm: Any, deadline: float) -> Peers:
+def _connect(comm: Any, given: float | None) -> Peers:
     rank, size = comm.Get_rank(), comm.Get_size()
     if size == 1:
-        return Peers(rank, size, deadline, None)
+        return Peers(rank, size, deadline_or(given), None)
+    deadline, error = deadline_and_error(given)
     # a communicator of its own: no message of the program's can meet one of these
     own, request = comm.Idup()
     if not watch.until(request.Test, watch.patience(deadline)):
@@ -58,7 +71,14 @@ def _connect(comm: Any, deadline: float) -> Peers:
         )
     own.Set_errhandler(MPI.ERRORS_RETURN)
     titles = own.Get_group().Translate_ranks(list(range(size)), MPI.COMM_WORLD.Get_group())
-    return Peers(rank, size, deadline, MPIChannel(own), on_device, titles)
+    found = Peers(rank, size, deadline, MPIChannel(own), on_device, titles)
+    try:
+        refuse(found.tell(error))
+    except MismatchError:
+        # on every rank: freeing is collective
+        own.Free()
+        raise
+    return found
 
 
 def on_device(peers: Peers, like: Array) -> Channel | None:
@@ -69,14 +89,16 @@ def on_device(peers: Peers, like: Array) -> Channel | None:
 
 
 _KEYS: list[int] = []
+_CONNECTING = Connecting()
 
 
 def _key() -> int:
     """The attribute that keeps the communicator with the one it was made of."""
-    if not _KEYS:
-        # freeing a communicator is collective, and so is freeing the one that goes with it
-        _KEYS.append(MPI.Comm.Create_keyval(delete_fn=lambda comm, key, peers: peers.close()))
-    return _KEYS[0]
+    with _CONNECTING.lock(None):
+        if not _KEYS:
+            # freeing a communicator is collective, and so is freeing the one that goes with it
+            _KEYS.append(MPI.Comm.Create_keyval(delete_fn=lambda comm, key, peers: peers.close()))
+        return _KEYS[0]
 
 
 @dataclass(slots=True, eq=False)
@@ -92,13 +114,15 @@ class MPIChannel:
     def post(self, outgoing: Parts, incoming: Parts, number: int, seconds: Callable[[], float]) -> _Posted:
         requests: list[Any] = []
         ranks: list[int] = []
+        sizes: list[int] = []
         # receives first: what arrives early then needs no buffer of the engine's
         for post, parts in ((self.comm.Irecv, incoming), (self.comm.Isend, outgoing)):
             for rank, xs in parts.items():
                 for piece in (piece for x in xs for piece in buffers.pieces(x)):
                     requests.append(post([piece, MPI.BYTE], rank, number))
                     ranks.append(rank)
-        posted = _Posted(self, requests, ranks, (outgoing, incoming), seconds)
+                    sizes += [piece.size] if parts is incoming else []
+        posted = _Posted(self, requests, ranks, sizes, (outgoing, incoming), seconds)
         # the engine writes into these arrays until the message is done, also when nobody waits for it any more
         self._under_way[id(posted)] = posted
         return posted
@@ -106,22 +130,22 @@ class MPIChannel:
     def prepare(self, size: int) -> bool:
         return False
 
-    def give_up(self, waited_for: Sequence[int], seconds: float) -> Mapping[int, Sequence[int]]:
+    def give_up(self, word: Word, seconds: float) -> Mapping[int, Word]:
         size, rank = self.comm.Get_size(), self.comm.Get_rank()
         atexit.register(self._abandon)
-        text = ",".join(map(str, waited_for)).encode()[:_LONGEST_WORDS]
+        text = word.encode().encode()[:_LONGEST_WORDS]
         for other in range(size):
             if other != rank:
                 # a message as small as this goes without its receiver's help; it is never waited for
                 self._words.append((self.comm.Isend([text, MPI.BYTE], other, _LAST_WORDS), text))
-        heard: dict[int, Sequence[int]] = {}
+        heard: dict[int, Word] = {}
         status, buffer = MPI.Status(), bytearray(_LONGEST_WORDS)
         end = time.monotonic() + seconds
         while len(heard) < size - 1 and time.monotonic() < end:
             if self.comm.Iprobe(MPI.ANY_SOURCE, _LAST_WORDS, status):
                 source, count = status.Get_source(), status.Get_count(MPI.BYTE)
                 self.comm.Recv([buffer, MPI.BYTE], source, _LAST_WORDS)
-                heard[source] = [int(x) for x in buffer[:count].decode().split(",") if x]
+                heard[source] = Word.decode(buffer[:count].decode())
             else:
                 time.sleep(0.005)
         return heard
@@ -138,21 +162,33 @@ class MPIChannel:
 
 @dataclass(slots=True, eq=False)
 class _Posted:
-    """Requests under way, with the ranks they are from or to and the arrays they belong to."""
+    """Requests under way, receives first, with the ranks they are from or to and the arrays they belong to.
+
+    ``sizes`` are the bytes of what is received.
+    """
 
     channel: MPIChannel
     requests: list[Any]
     ranks: list[int]
+    sizes: list[int]
     held: Any
     seconds: Callable[[], float]
 
     def wait(self) -> None:
+        statuses = [MPI.Status() for _ in self.requests]
         try:
-            arrived = watch.until(lambda: MPI.Request.Testall(self.requests), self.seconds())
+            arrived = watch.until(lambda: MPI.Request.Testall(self.requests, statuses), self.seconds())
         except MPI.Exception as error:
+            for rank, status in zip(self.ranks, statuses, strict=True):
+                if MPI.Get_error_class(status.Get_error()) == MPI.ERR_TRUNCATE:
+                    raise Conflict(f"rank {rank} sent more bytes than were to come; {_SAME}") from error
             raise Silence(self._unanswered(), f"cannot be reached ({error.Get_error_string()})") from error
         if not arrived:
             raise Silence(self._unanswered(), "did not answer")
+        for rank, size, status in zip(self.ranks, self.sizes, statuses, strict=False):
+            if status.Get_count(MPI.BYTE) != size:
+                came = status.Get_count(MPI.BYTE)
+                raise Conflict(f"rank {rank} sent {came} bytes where {size} were to come; {_SAME}")
         del self.channel._under_way[id(self)]
 
     def _unanswered(self) -> list[int]:

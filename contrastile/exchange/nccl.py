@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import ctypes
 import json
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from contextlib import suppress
 from ctypes import byref, c_char_p, c_int, c_size_t, c_void_p
 from dataclasses import dataclass
@@ -24,7 +24,7 @@ from contrastile.exchange.communicator import Pending
 from contrastile.exchange.copies import CopyChannel
 from contrastile.exchange.driver import DriverError, Gpu, bystander
 from contrastile.exchange.peers import Channel, Parts, Peers
-from contrastile.exchange.watch import Flight, Watch
+from contrastile.exchange.watch import Flight, Watch, Word
 from contrastile.exchange.wires import host
 
 _NAME = "libnccl.so.2"
@@ -186,7 +186,7 @@ class NCCLChannel:
     def prepare(self, size: int) -> bool:
         return False
 
-    def give_up(self, waited_for: Sequence[int], seconds: float) -> Mapping[int, Sequence[int]]:
+    def give_up(self, word: Word, seconds: float) -> Mapping[int, Word]:
         return {}
 
     def close(self) -> None:

@@ -8,14 +8,15 @@ order of the ranks, which no engine's own reduction promises.
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, Protocol
 
 from contrastile.backends.arrays import ArrayLibrary, library_of
 from contrastile.backends.contract import Array
-from contrastile.exchange import buffers, watch
+from contrastile.exchange import buffers, calls, watch
+from contrastile.exchange.calls import Calls, Conflict, Label
 from contrastile.exchange.communicator import ExchangeError, Pending
-from contrastile.exchange.watch import Silence
+from contrastile.exchange.watch import Silence, Word
 from contrastile.exchange.wires import Wires
 
 if TYPE_CHECKING:
@@ -24,8 +25,10 @@ if TYPE_CHECKING:
 
 Parts = Mapping[int, Sequence[Array]]
 
-NUMBERS = 32767
-"""Messages are numbered below this: MPI promises tags up to it."""
+NUMBERS = 32766
+"""Messages are numbered below this: MPI promises tags up to the next number but one."""
+FRAMES = NUMBERS
+"""The number of all messages with frames: they are of one size, and in order."""
 
 
 PACKED = 1 << 16
@@ -51,6 +54,7 @@ class Channel(Protocol):
 
         Raises:
             Silence: a rank is gone; so does ``wait`` of what it returns, also when a rank did not answer.
+            Conflict: from ``wait``: more or fewer bytes came than were to come, where the engine can see that.
         """
         ...
 
@@ -58,8 +62,8 @@ class Channel(Protocol):
         """Make ready for messages of so many bytes between two ranks: see ``Communicator.prepare``."""
         ...
 
-    def give_up(self, waited_for: Sequence[int], seconds: float) -> Mapping[int, Sequence[int]]:
-        """Tell the others whom this rank waited for, and hear for so long whom they waited for."""
+    def give_up(self, word: Word, seconds: float) -> Mapping[int, Word]:
+        """Tell the others whom this rank waited for, and where, and hear for so long what they say, by rank."""
         ...
 
     def close(self) -> None:
@@ -83,6 +87,7 @@ class Peers:
         on_device: makes the channel of arrays on a device, given one of them; None for none but through the host.
         titles: the numbers that the ranks have in the whole program, where they are others.
         wires: carry records; None for ``host``.
+        calls: where this rank is among the calls of the group.
     """
 
     rank: int
@@ -92,8 +97,8 @@ class Peers:
     on_device: Callable[[Peers, Array], Channel | None] = lambda peers, x: None
     titles: Sequence[int] = ()
     wires: Wires | None = None
+    calls: Calls = field(default_factory=Calls)
     _device: Channel | None = None
-    _number: int = 0
     _broken: str | None = None
 
     @property
@@ -106,18 +111,42 @@ class Peers:
             None if device in ("cpu", "cuda") else f"no exchange carries arrays on {device}; move them to cpu or cuda"
         )
 
-    def agree(self, record: npt.NDArray[np.int64]) -> npt.NDArray[np.int64]:
+    def agree(self, record: npt.NDArray[np.int64], label: Label | None = None) -> npt.NDArray[np.int64]:
+        self._check()
+        return self._guarded(self._agreed, record, label)  # type: ignore[no-any-return]
+
+    def _agreed(self, record: npt.NDArray[np.int64], label: Label | None) -> npt.NDArray[np.int64]:
         import numpy as np
 
-        everyone = np.empty((self.size, *record.shape), dtype=np.int64)
-        own = np.ascontiguousarray(record, dtype=np.int64)
-        wires = self.wires
-        if wires is None:
-            self._everybody([own] * self.size, list(everyone))
-        else:
-            self._check()
-            self._guarded(wires.exchange, own, everyone, self._seconds())
-        return everyone
+        self.calls.enter(label)
+        try:
+            found = [b""] * self.size
+            for own in self.calls.frames(np.ascontiguousarray(record, dtype=np.int64)):
+                everybodys = self._frames(own)
+                calls.compare(everybodys, self._numbers)
+                found = [before + calls.content(frame) for before, frame in zip(found, everybodys, strict=True)]
+        finally:
+            self.calls.agreed()
+        return np.array([np.frombuffer(x, np.int64, record.size) for x in found]).reshape(self.size, *record.shape)
+
+    def _frames(self, own: bytearray) -> list[bytes]:
+        """Everybody's frame, by rank."""
+        import numpy as np
+
+        if self.wires is not None:
+            return self.wires.exchange(own, self._seconds())
+        others = [r for r in range(self.size) if r != self.rank]
+        arrived = {r: [np.zeros(len(own), np.uint8)] for r in others}
+        if self.host is not None:
+            mine = np.frombuffer(own, np.uint8)
+            sent = {r: [mine] for r in others}
+            self.host.post(sent, arrived, FRAMES, self._seconds).wait()
+        return [bytes(own) if r == self.rank else arrived[r][0].tobytes() for r in range(self.size)]
+
+    @property
+    def _numbers(self) -> Sequence[int]:
+        """The ranks' numbers as the user knows them."""
+        return self.titles or range(self.size)
 
     def tell(self, text: str) -> list[str]:
         import numpy as np
@@ -125,12 +154,8 @@ class Peers:
         own = np.frombuffer(bytearray(text.encode()), dtype=np.uint8)
         lengths = self.agree(np.array([own.size]))[:, 0]
         found = [np.empty(int(k), dtype=np.uint8) for k in lengths]
-        self._everybody([own] * self.size, found)
+        self.all_to_all([own] * self.size, found).wait()
         return [x.tobytes().decode() for x in found]
-
-    def _everybody(self, outgoing: Sequence[Array], incoming: Sequence[Array]) -> None:
-        """An exchange on the host that waits."""
-        self.all_to_all(outgoing, incoming).wait()
 
     def exchange(self, outgoing: Parts, incoming: Parts) -> Pending:
         return self._send(outgoing, incoming)
@@ -151,7 +176,7 @@ class Peers:
             if mine is not arriving:
                 buffers.copy(mine, arriving)
         # every rank counts every message, also one that has nothing for it
-        self._number = (self._number + 1) % NUMBERS
+        self._guarded(self.calls.post)
         like = next(x for xs in (*outgoing.values(), *incoming.values()) for x in xs)
         return _Message(self, self._guarded(self._post, self._others(outgoing), self._others(incoming), like))
 
@@ -162,10 +187,32 @@ class Peers:
         channel = self._for_device(self.host, like) if on_device else self.host
         if not (outgoing or incoming):
             return None
+        number = self.calls.messages % NUMBERS
         if channel is not self.host:
-            return channel.post(outgoing, incoming, self._number, self._seconds)
-        outgoing, incoming, arrived = _packed(*_on_host(outgoing, incoming, on_device))
-        return _Landing(channel.post(outgoing, incoming, self._number, self._seconds), arrived)
+            return channel.post(outgoing, incoming, number, self._seconds)
+        outgoing, incoming, arrived = _packed(*self._labelled(*_on_host(outgoing, incoming, on_device)))
+        return _Landing(channel.post(outgoing, incoming, number, self._seconds), arrived)
+
+    def _labelled(
+        self, outgoing: Parts, incoming: Parts, arrived: Callable[[], None]
+    ) -> tuple[Parts, Parts, Callable[[], None]]:
+        """Vectors of bytes with a header before those of each rank; ``arrived`` only once all headers are right."""
+        import numpy as np
+
+        def header(xs: Sequence[Array]) -> bytes:
+            return self.calls.header(sum(x.size for x in xs))
+
+        sent = {r: [np.frombuffer(bytearray(header(xs)), np.uint8), *xs] for r, xs in outgoing.items()}
+        expected = {r: header(xs) for r, xs in incoming.items()}
+        headers = {r: np.zeros(calls.HEADER, np.uint8) for r in incoming}
+        label = self.calls.label
+
+        def checked() -> None:
+            for r, there in headers.items():
+                calls.check_header(there.tobytes(), expected[r], self._numbers[r], label)
+            arrived()
+
+        return sent, {r: [headers[r], *xs] for r, xs in incoming.items()}, checked
 
     def _for_device(self, host: Channel, like: Array) -> Channel:
         """What carries arrays beside this one; made at the first message of any, which is the same on every rank."""
@@ -192,13 +239,19 @@ class Peers:
     def _guarded(self, action: Callable[..., Any], *given: Any) -> Any:
         try:
             return action(*given)
+        except Conflict as conflict:
+            # where all ranks see it none waits for another
+            if self._device not in (None, self.host):
+                self._device.give_up(Word((), str(self.calls.label)), 0.0)
+            self._broken = str(conflict)
+            raise ExchangeError(self._broken) from None
         except Silence as silence:
             assert self.host is not None
-            waiting = self.host.give_up(silence.ranks, watch.grace(self.deadline))
+            word = Word(silence.ranks, str(self.calls.label))
+            words = {**self.host.give_up(word, watch.grace(self.deadline)), self.rank: word}
             if self._device not in (None, self.host):
-                self._device.give_up(silence.ranks, 0.0)
-            titles = self.titles or range(self.size)
-            self._broken = watch.describe(self.rank, silence, waiting, self.deadline, titles)
+                self._device.give_up(word, 0.0)
+            self._broken = watch.describe(silence, words, self.deadline, self._numbers)
             raise ExchangeError(self._broken) from silence.__cause__
 
     def _check(self) -> None:

@@ -8,6 +8,7 @@ from functools import lru_cache
 from itertools import accumulate
 from typing import Literal
 
+from contrastile.exchange.calls import Label, Phase
 from contrastile.exchange.communicator import Communicator, number, numbered
 
 Exchange = Literal["auto", "ring", "gather", "local"]
@@ -85,12 +86,16 @@ class Placement:
         exchange: the schedule, "ring" or "gather".
         reduction: what the trainer does with the parameters' gradients over the ranks, "mean" or "sum".
         shards: of every rank.
+        serial: the number of the call: see ``Label``.
+        loss: its name.
     """
 
     communicator: Communicator
     exchange: Literal["ring", "gather"]
     reduction: Reduction
     shards: Shards
+    serial: int = 0
+    loss: str = ""
 
     @property
     def rank(self) -> int:
@@ -118,15 +123,27 @@ class Placement:
         """
         return float(self.size) if self.reduction == "mean" else 1.0
 
+    def enter(self, phase: Phase, wants: int) -> None:
+        """Agree with the other ranks that this phase of the call comes now, and on which gradients are wanted.
+
+        Raises:
+            ExchangeError: a rank is at another call or phase, or did not answer within the deadline; on every rank.
+        """
+        # imported when called: ``import contrastile`` imports nothing but the standard library
+        import numpy as np
+
+        self.communicator.agree(np.empty(0, np.int64), Label(self.serial, phase, self.loss, wants))
+
     def encode(self) -> str:
         """As text, which crosses an operator; only this process can read it."""
-        return f"{number(self.communicator)}:{self.exchange}:{self.reduction}:{_sizes(self.shards)}"
+        call = f"{number(self.communicator)}:{self.exchange}:{self.reduction}:{self.serial}:{self.loss}"
+        return f"{call}:{_sizes(self.shards)}"
 
 
 def decode(text: str) -> Placement:
     """The placement that ``encode`` wrote."""
-    key, exchange, reduction, sizes = text.split(":")
-    return Placement(numbered(int(key)), exchange, reduction, _shards(sizes))  # type: ignore[arg-type]
+    key, exchange, reduction, serial, loss, sizes = text.split(":")
+    return Placement(numbered(int(key)), exchange, reduction, _shards(sizes), int(serial), loss)  # type: ignore[arg-type]
 
 
 @lru_cache(maxsize=64)

@@ -11,7 +11,7 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 
 from contrastile.backends.arrays import ArrayLibrary
-from contrastile.backends.contract import Array, Backend, Block, Options, Weights
+from contrastile.backends.contract import Array, Backend, Block, Options, Statistics, Weights
 from contrastile.exchange import local
 from contrastile.exchange.communicator import Pending
 from contrastile.exchange.placement import Placement
@@ -137,29 +137,27 @@ def forward(problem: Problem, backend: Backend, options: Options) -> local.Forwa
     """
     placement, arrays = placed(problem), backend.arrays
     two_sided = problem.column_weight is not None
-    row_lse = row_positive = None
-    rider = Rider(placement, arrays, arrays.merge, _added)
+    rows: list[Statistics] = []
+    rider = Rider(placement, arrays, arrays.merge, arrays.merge, _added)
 
     def widths(rank: int) -> list[int]:
-        return [placement.shards.widths[rank]] * 2
+        return [placement.shards.widths[rank]] * 3
 
     for visit in _Shards(problem, arrays, ()):
         parts = []
         for _, block in _blocks(problem, placement, visit):
             backend.check(block, options)
             parts.append(backend.lse(block, two_sided, options))
-        for part in parts:
-            row_lse = part.row_lse if row_lse is None else arrays.merge(row_lse, part.row_lse)
-            row_positive = part.row_positive if row_positive is None else row_positive + part.row_positive
+        rows = [Statistics(*local.row_statistics(arrays, [*rows, *parts]))]
         if two_sided:
-            state = [[part.column_lse for part in parts], [part.column_positive for part in parts]]
-            rider.leave(visit.owner, [arrays.concat(each) for each in state], widths)
-    loss = arrays.mean_excess(row_lse, row_positive, problem.row_weight, problem.row_target)
+            rider.leave(visit.owner, local.column_statistics(arrays, parts), widths)
+    mine = local.row_statistics(arrays, rows)
+    loss = arrays.weighted_nll(*mine, problem.row_weight, problem.row_target)
     if not two_sided:
-        return together(problem, loss, row_lse, None, arrays)
-    column_lse, column_positive = rider.home()
-    loss = loss + arrays.mean_excess(column_lse, column_positive, problem.column_weight, problem.column_target)
-    return together(problem, loss, row_lse, column_lse, arrays)
+        return together(problem, loss, *mine[:2], arrays=arrays)
+    n, p, s = rider.home()
+    loss = loss + arrays.weighted_nll(n, p, s, problem.column_weight, problem.column_target)
+    return together(problem, loss, *mine[:2], n, p, arrays=arrays)
 
 
 @local.ieee
@@ -178,15 +176,17 @@ def backward(
     shards = _Shards(
         weighted,
         arrays,
-        (saved.column_lse, weighted.column_weight, weighted.column_target) if two_sided else (),
+        (saved.column_negative_lse, saved.column_positive_lse, weighted.column_weight, weighted.column_target)
+        if two_sided
+        else (),
     )
     row_sum = local.accumulator(backend, problem.rows, wanted.rows or wanted.scale)
 
     def compute(rows: slice, visit: _Visit, into: Sequence[Array | None]) -> None:
         part = _some_rows(weighted, rows)
         for (where, block), target in zip(_blocks(part, placement, visit), into, strict=True):
-            side = [x[where] for x in visit.vectors] if two_sided else [None] * 3
-            weights = Weights(saved.row_lse[rows], part.row_weight, part.row_target, *side)
+            lses = saved.row_negative_lse[rows], saved.row_positive_lse[rows]
+            weights = Weights(*lses, part.row_weight, part.row_target, *(x[where] for x in visit.vectors))
             backend.gradients(block, weights, None if row_sum is None else row_sum[rows], target, options)
 
     sums = local.Sums(row_sum, _walk(shards, wanted.columns, backend, compute), None)

@@ -58,12 +58,10 @@ def everywhere(
     return [x.reshape((1,)) for x in numbers], whole, incoming
 
 
-def together(
-    problem: Problem, loss: Array, row_lse: Array, column_lse: Array | None, arrays: ArrayLibrary
-) -> local.Forward:
+def together(problem: Problem, loss: Array, *lses: Array, arrays: ArrayLibrary) -> local.Forward:
     """The global loss from this rank's part of it, with this rank's log-sum-exps."""
     (whole,) = summed(placed(problem), arrays, loss)
-    return local.Forward(arrays.cast(whole, arrays.dtype(problem.scale)), row_lse, column_lse)
+    return local.Forward(arrays.cast(whole, arrays.dtype(problem.scale)), *lses)
 
 
 def scaled_weights(problem: Problem, upstream: Array) -> Problem:

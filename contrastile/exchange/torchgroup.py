@@ -8,6 +8,7 @@ below torch's registry of groups, whose names depend on how many groups a proces
 
 from __future__ import annotations
 
+import secrets
 import threading
 import time
 from collections import Counter
@@ -24,16 +25,27 @@ import torch.distributed as dist
 from contrastile.backends.arrays import library_of, working_for
 from contrastile.backends.contract import Array
 from contrastile.exchange import buffers, nccl, watch, wires
-from contrastile.exchange.communicator import Communicator, ExchangeError, Pending, deadline_or
+from contrastile.exchange.communicator import (
+    Communicator,
+    Connecting,
+    ExchangeError,
+    Pending,
+    deadline_and_error,
+    deadline_or,
+    refuse,
+)
 from contrastile.exchange.copies import CopyChannel
 from contrastile.exchange.driver import Gpu, bystander
 from contrastile.exchange.peers import Channel, Parts, Peers
-from contrastile.exchange.watch import Flight, Silence, Watch
+from contrastile.exchange.watch import Flight, Silence, Watch, Word
 
 _BACKSTOP = 600.0
+# since torch 2.8
+_CLONES = hasattr(getattr(dist, "Store", None), "clone")
 
 _KNOWN: WeakKeyDictionary[Any, Peers] = WeakKeyDictionary()
 _CONNECTED: Counter[str] = Counter()
+_CONNECTING = Connecting()
 
 
 def of(group: Any, deadline: float | None = None) -> Communicator:
@@ -54,37 +66,40 @@ def of(group: Any, deadline: float | None = None) -> Communicator:
     known = dist.group.WORLD if isinstance(group, str) and group == "world" else group
     if not isinstance(known, dist.ProcessGroup):
         raise TypeError(f"group must be a ProcessGroup that this process is in, or 'world', got {group!r}")
-    found = _KNOWN.get(known)
-    if found is None:
-        found = _KNOWN[known] = _connect(known, deadline_or(deadline))
-        finalize(known, found.close)
-    elif deadline is not None:
+    with _CONNECTING.lock(known.group_name):
+        found = _KNOWN.get(known)
+        if found is None:
+            found = _KNOWN[known] = _connect(known, deadline)
+            finalize(known, found.close)
+            return found
+    if deadline is not None:
         found.deadline = deadline_or(deadline)
     return found
 
 
-def _connect(group: Any, deadline: float) -> Peers:
+def _connect(group: Any, given: float | None) -> Peers:
     ranks, rank = dist.get_process_group_ranks(group), dist.get_rank(group)
     if len(ranks) == 1:
-        return Peers(rank, 1, deadline, None)
+        return Peers(rank, 1, deadline_or(given), None)
+    deadline, error = deadline_and_error(given)
     _CONNECTED[group.group_name] += 1
     name = f"contrastile/{group.group_name}/{_CONNECTED[group.group_name]}"
-    store = _below(dist.distributed_c10d._get_default_store(), name)
+    store = _store(name, rank, deadline)
 
     def tell(matter: str, text: str) -> list[str]:
         return _told(store, matter, text, rank, ranks, deadline)
 
     # engines that connect would not say who has not come
-    tell("here", "")
-    seconds = timedelta(seconds=watch.patience(deadline))
-    engine: Any = dist.ProcessGroupGloo(_below(store, "gloo"), rank, len(ranks), seconds)
+    refuse(tell("here", error))
+    patience = watch.patience(deadline)
+    engine: Any = dist.ProcessGroupGloo(_below(store, "gloo"), rank, len(ranks), timedelta(seconds=patience))
     has_nccl = "nccl" in str(dist.get_backend_config(group))
 
     def on_device(peers: Peers, like: Array) -> Channel | None:
         return _nccl_channel(peers, like, _below(store, "nccl"), ranks) if has_nccl else None
 
     host = GlooChannel(engine, rank, len(ranks), store)
-    return Peers(rank, len(ranks), deadline, host, on_device, ranks, wires.connect(rank, len(ranks), tell))
+    return Peers(rank, len(ranks), deadline, host, on_device, ranks, wires.connect(rank, len(ranks), tell, patience))
 
 
 def _told(store: Any, matter: str, text: str, rank: int, ranks: Sequence[int], deadline: float) -> list[str]:
@@ -99,9 +114,36 @@ def _told(store: Any, matter: str, text: str, rank: int, ranks: Sequence[int], d
         store.wait(keys, timedelta(seconds=watch.patience(deadline)))
         return [store.get(key).decode() for key in keys]
     absent = ", ".join(str(ranks[r]) for r, key in enumerate(keys) if not store.check([key]))
-    raise ExchangeError(
-        f"rank(s) {absent} did not connect the group within {deadline:g} s; every rank of it must call the loss"
+    raise _absent(absent, deadline)
+
+
+def _absent(ranks: str, deadline: float) -> ExchangeError:
+    return ExchangeError(
+        f"rank(s) {ranks} did not connect the group within {deadline:g} s; every rank of it must call the loss"
     )
+
+
+def _store(name: str, rank: int, deadline: float) -> Any:
+    """The default group's store, with names of its own and over a connection of its own.
+
+    A thread that waits in one connection holds up every other thread there, whatever group it connects.
+    """
+    c10d: Any = dist
+    store = c10d.distributed_c10d._get_default_store()
+    if _CLONES:
+        return _below(store.clone(), name)
+    tcp = store
+    while isinstance(tcp, c10d.PrefixStore):
+        tcp = tcp.underlying_store
+    if not isinstance(tcp, c10d.TCPStore):
+        return _below(store, name)
+    # what the default group's names begin with is not to be had: rank 0 makes up another beginning
+    if rank == 0:
+        store.set(name, secrets.token_hex(16))
+    if not watch.until(lambda: store.check([name]), watch.patience(deadline)):
+        raise _absent("0 of the group", deadline)
+    own = c10d.TCPStore(tcp.host, tcp.port, is_master=False, wait_for_workers=False)
+    return _below(own, store.get(name).decode())
 
 
 def _below(store: Any, name: str) -> Any:
@@ -145,17 +187,16 @@ class GlooChannel:
     def prepare(self, size: int) -> bool:
         return False
 
-    def give_up(self, waited_for: Sequence[int], seconds: float) -> Mapping[int, Sequence[int]]:
-        heard: dict[int, Sequence[int]] = {}
+    def give_up(self, word: Word, seconds: float) -> Mapping[int, Word]:
+        heard: dict[int, Word] = {}
         end = time.monotonic() + seconds
 
         def ask() -> None:
-            self.store.set(f"gone/{self.rank}", ",".join(map(str, waited_for)))
+            self.store.set(f"gone/{self.rank}", word.encode())
             while len(heard) < self.size - 1 and time.monotonic() < end:
                 for other in range(self.size):
                     if other != self.rank and other not in heard and self.store.check([f"gone/{other}"]):
-                        text = self.store.get(f"gone/{other}").decode()
-                        heard[other] = [int(x) for x in text.split(",") if x]
+                        heard[other] = Word.decode(self.store.get(f"gone/{other}").decode())
                 time.sleep(0.01)
 
         def attempt() -> None:
@@ -293,7 +334,7 @@ class ThroughTorch:
     def prepare(self, size: int) -> bool:
         return False
 
-    def give_up(self, waited_for: Sequence[int], seconds: float) -> Mapping[int, Sequence[int]]:
+    def give_up(self, word: Word, seconds: float) -> Mapping[int, Word]:
         return {}
 
     def close(self) -> None:

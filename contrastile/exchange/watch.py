@@ -10,6 +10,8 @@ import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 
+from contrastile.exchange import calls
+
 _SPIN = 300e-6
 _PAUSES = (20e-6, 500e-6)
 
@@ -20,6 +22,29 @@ class Silence(Exception):  # noqa: N818 - it becomes an ExchangeError once it is
     def __init__(self, ranks: Sequence[int], how: str) -> None:
         super().__init__(how)
         self.ranks, self.how = tuple(ranks), how
+
+
+@dataclass(frozen=True, slots=True)
+class Word:
+    """What a rank that gives up says to the others.
+
+    Attributes:
+        ranks: whom it waited for.
+        place: at which phase of which call.
+    """
+
+    ranks: tuple[int, ...]
+    place: str
+
+    def encode(self) -> str:
+        """As text."""
+        return f"{','.join(map(str, self.ranks))}|{self.place}"
+
+    @classmethod
+    def decode(cls, text: str) -> Word:
+        """What ``encode`` wrote."""
+        ranks, _, place = text.partition("|")
+        return cls(tuple(int(x) for x in ranks.split(",") if x), place)
 
 
 def patience(deadline: float) -> float:
@@ -73,20 +98,16 @@ def missing(lost: Sequence[int], waiting: Mapping[int, Sequence[int]]) -> tuple[
     return tuple(sorted(seen - set(waiting)))
 
 
-def describe(
-    rank: int, silence: Silence, waiting: Mapping[int, Sequence[int]], deadline: float, titles: Sequence[int]
-) -> str:
-    """What an ExchangeError says, of ranks by their numbers in the whole program."""
-    blamed = missing(silence.ranks, {**waiting, rank: silence.ranks})
+def describe(silence: Silence, words: Mapping[int, Word], deadline: float, titles: Sequence[int]) -> str:
+    """What an ExchangeError says, of ranks by their numbers in the whole program; ``words`` are this rank's too."""
+    blamed = missing(silence.ranks, {r: word.ranks for r, word in words.items()})
 
     def named(ranks: Sequence[int]) -> str:
-        return f"rank{'s' if len(ranks) > 1 else ''} {', '.join(str(titles[r]) for r in ranks)}"
+        return calls.named([titles[r] for r in ranks])
 
     if not blamed:
-        return (
-            f"{named(sorted({rank, *waiting}))} wait for each other ({silence.how}); "
-            "every rank must make the same calls in the same order"
-        )
+        places = calls.whereabouts({titles[r]: words[r].place for r in sorted(words)})
+        return f"{named(sorted(words))} wait for each other ({silence.how}): {places}"
     seen = silence.how
     if set(blamed) != set(silence.ranks):
         # what was seen of a rank that had itself given up says nothing of the one it waited for

@@ -13,6 +13,7 @@ from typing import Any, TypeVar, cast
 
 from contrastile.backends.arrays import ArrayLibrary
 from contrastile.backends.contract import Array
+from contrastile.exchange.calls import Label
 from contrastile.exchange.communicator import Communicator, ExchangeError, MismatchError, connect
 from contrastile.exchange.placement import Exchange, Placement, Reduction, Shards, choose
 from contrastile.exchange.shared import summed
@@ -59,6 +60,7 @@ class World:
     settings: dict[str, Any] = field(default_factory=dict)
     placement: Placement | None = None
     _met: bool = False
+    _serial: int = 0
 
     @property
     def alone(self) -> bool:
@@ -96,12 +98,14 @@ class World:
         agreed = {"width": int(rows.shape[1]), "dtype": dtype, "device": device, "column blocks": len(columns)}
         agreed |= settings | self.settings | {"gradients wanted": wants if gradients_are_on(arrays) else ()}
         record = self._record(agreed, _WELL, [own[0], *own[1]])
-        everyone = comm.agree(record)
+        label = self._label(str(settings.get("loss", "")))
+        everyone = comm.agree(record, label)
         self._met = True
         if (everyone[:, 1] != _WELL).any() or (everyone[:, 0] != everyone[0, 0]).any():
             self._explain(json.dumps(agreed))
         shards = _shards(everyone.tobytes(), len(everyone), len(columns))
-        self.placement = Placement(comm, self._chosen(shards, int(rows.shape[1]), dtype), self.reduction, shards)
+        chosen = self._chosen(shards, int(rows.shape[1]), dtype)
+        self.placement = Placement(comm, chosen, self.reduction, shards, label.serial, label.loss)
         return Met(sum(shards.rows), sum(shards.widths), self.placement.start, self.placement)
 
     def _chosen(self, shards: Shards, width: int, dtype: str) -> Any:
@@ -125,6 +129,7 @@ class World:
         if self.communicator is None:
             return build(self)
         try:
+            _check_settings(self.exchange, self.reduction)
             return build(self)
         except ExchangeError:
             raise
@@ -167,6 +172,12 @@ class World:
         """The sum of a 0-d array over the ranks, in their order: the same bits on each."""
         return x if self.placement is None else summed(self.placement, arrays, x)[0]
 
+    def _label(self, loss: str = "") -> Label:
+        """Of this call's forward."""
+        assert self.communicator is not None
+        self._serial = self._serial or self.communicator.calls.begin()
+        return Label(self._serial, "forward", loss)
+
     def _record(self, agreed: dict[str, Any], state: int, sizes: Sequence[int]) -> Any:
         import numpy as np
 
@@ -181,7 +192,7 @@ class World:
         self._met = True
         if self.communicator.size == 1 and cause is not None:
             raise cause
-        self.communicator.agree(self._record({}, _FAILED, []))
+        self.communicator.agree(self._record({}, _FAILED, []), self._label())
         try:
             self._explain(json.dumps({"error": reason}))
         except MismatchError as error:
@@ -244,23 +255,29 @@ def gradients_are_on(arrays: ArrayLibrary) -> bool:
     return arrays.name == "torch" and bool(sys.modules["torch"].is_grad_enabled())
 
 
-def world(group: Any, exchange: str, reduction: str, **settings: Any) -> World:
-    """The world of a group; None for this process alone.
-
-    Raises:
-        ValueError, TypeError: ``exchange``, ``reduction`` or ``group`` is none that there is.
-    """
+def _check_settings(exchange: Any, reduction: Any) -> None:
     for name, value, known in (
         ("exchange", exchange, ("auto", "ring", "gather", "local")),
         ("parameter_reduction", reduction, ("mean", "sum")),
     ):
         if value not in known:
             raise ValueError(f"{name} must be one of {', '.join(known)}, got {value!r}; see contrastile.clip_loss")
+
+
+def world(group: Any, exchange: str, reduction: str, **settings: Any) -> World:
+    """The world of a group; None for this process alone.
+
+    Raises:
+        ValueError, TypeError: ``group`` is none that there is; without one ``exchange`` or ``reduction`` is none.
+        MismatchError, ExchangeError: see ``connect``.
+    """
     if group is None:
+        _check_settings(exchange, reduction)
         if exchange in ("ring", "gather"):
             raise ValueError(
                 f"group must be given with exchange={exchange!r}, got None; pass group='world', or drop exchange="
             )
         return ALONE
+    # what is none that there is every rank hears of: ``build`` raises
     agreed = {"exchange": exchange, "parameter_reduction": reduction} | settings
     return World(connect(group), cast("Exchange", exchange), cast("Reduction", reduction), agreed)

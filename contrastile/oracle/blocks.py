@@ -14,13 +14,12 @@ import numpy.typing as npt
 
 from contrastile.oracle.arrays import BoolArray, FloatArray
 from contrastile.oracle.general import (
-    column_lse,
-    expected_logit,
     gradients,
     logits,
     merge,
+    negative_log_likelihood,
     one_direction,
-    row_lse,
+    split_lse,
     weighted_sum,
 )
 
@@ -58,15 +57,16 @@ class BlockGradients(NamedTuple):
     d_bias: float
 
 
-def lse_over_blocks(blocks: Sequence[Block]) -> FloatArray:
-    """L_i over the columns of all blocks: the merge of the blocks' row LSEs, in the order given.
+def lse_over_blocks(blocks: Sequence[Block]) -> tuple[FloatArray, FloatArray]:
+    """N_i and P_i over the columns of all blocks: the merges of the blocks' own, in the order given (`split_lse`).
 
-    blocks: at least one, of m rows each. Returns (m,).
+    blocks: at least one, of m rows each. Returns (m,) twice.
     """
-    L = np.full(len(blocks[0].q), -np.inf)
+    N, P = (np.full(len(blocks[0].q), -np.inf) for _ in range(2))
     for block in blocks:
-        L = merge(L, row_lse(block.x, block.A))
-    return L
+        N_b, P_b = split_lse(block.x, block.A, block.y, axis=1)
+        N, P = merge(N, N_b), merge(P, P_b)
+    return N, P
 
 
 @np.errstate(all="ignore")
@@ -75,26 +75,26 @@ def loss_over_blocks(blocks: Sequence[Block], u: FloatArray) -> float:
 
     blocks: at least one, of m rows each; u: (m,).
     """
-    expected = sum((expected_logit(block.x, block.y, axis=1) for block in blocks), np.zeros(len(u)))
-    total = weighted_sum(u, lse_over_blocks(blocks) - expected)
-    for block in blocks:
-        if block.v is not None and block.y_c is not None:
-            M = column_lse(block.x, block.A)
-            total += weighted_sum(block.v, M - expected_logit(block.x, block.y_c, axis=0))
+    x, y = (np.concatenate(each, axis=1) for each in zip(*((b.x, b.y) for b in blocks), strict=True))
+    total = weighted_sum(u, negative_log_likelihood(x, *lse_over_blocks(blocks), y, axis=1))
+    for b in blocks:
+        if b.v is not None and b.y_c is not None:
+            M = split_lse(b.x, b.A, b.y_c, axis=0)
+            total += weighted_sum(b.v, negative_log_likelihood(b.x, *M, b.y_c, axis=0))
     return total
 
 
 def gradients_over_blocks(blocks: Sequence[Block], u: FloatArray) -> list[BlockGradients]:
-    """Each block's gradients: its G has the LSE of all blocks in it, everything else is its own.
+    """Each block's gradients: its G has the LSEs of all blocks in it, everything else is its own.
 
     blocks: at least one, of m rows each; u: (m,). Returns one `BlockGradients` a block, in order.
     """
     L = lse_over_blocks(blocks)
     found = []
-    for block in blocks:
-        G = one_direction(block.x, block.A, u[:, None], L[:, None], block.y)
-        if block.v is not None and block.y_c is not None:
-            G = G + one_direction(block.x, block.A, block.v, column_lse(block.x, block.A), block.y_c)
-        d_rows, d_columns, d_scale, d_bias = gradients(block.q, block.k, block.scale, G)
-        found.append(BlockGradients(d_rows, d_columns if block.columns_need_gradient else None, d_scale, d_bias))
+    for b in blocks:
+        G = one_direction(b.x, b.A, u, *L, b.y, axis=1)
+        if b.v is not None and b.y_c is not None:
+            G = G + one_direction(b.x, b.A, b.v, *split_lse(b.x, b.A, b.y_c, axis=0), b.y_c, axis=0)
+        d_rows, d_columns, d_scale, d_bias = gradients(b.q, b.k, b.scale, G)
+        found.append(BlockGradients(d_rows, d_columns if b.columns_need_gradient else None, d_scale, d_bias))
     return found

@@ -3,6 +3,11 @@
     L_i  = log sum_{j in A(i)} exp x_ij          M_j = log sum_{i in A(j)} exp x_ij
     loss = sum_i u_i (L_i - sum_j y_ij x_ij) + sum_j v_j (M_j - sum_i y'_ij x_ij)
 
+The targets stay out of the sum over the other pairs. With N the log-sum-exp of pairs without a target, P that of pairs
+with one, and the excess e = L - P = log1p(exp(N - P)), a row that is certain of its positive has a loss of e and a
+gradient of expm1(-e) = -sigma(N - P) there: float64 holds both to full relative accuracy, however small, where L - x
+and exp(x - L) - 1 cancel.
+
 A weight of exactly 0 removes its term, whatever the term's value: a row that admits nothing has L_i = -inf,
 and 0 * -inf would otherwise turn the whole loss into NaN.
 """
@@ -15,6 +20,7 @@ import numpy as np
 import numpy.typing as npt
 
 from contrastile.oracle.arrays import BoolArray, FloatArray, float64
+from contrastile.oracle.sigmoid import sigma, softplus
 
 
 class Gradients(NamedTuple):
@@ -79,9 +85,9 @@ def loss(
 
     x, A, y, y_c: (m, n); u: (m,); v: (n,). v and y_c are None together: no column direction.
     """
-    total = weighted_sum(u, row_lse(x, A) - expected_logit(x, y, axis=1))
+    total = weighted_sum(u, negative_log_likelihood(x, *split_lse(x, A, y, axis=1), y, axis=1))
     if v is not None and y_c is not None:
-        total += weighted_sum(v, column_lse(x, A) - expected_logit(x, y_c, axis=0))
+        total += weighted_sum(v, negative_log_likelihood(x, *split_lse(x, A, y_c, axis=0), y_c, axis=0))
     return total
 
 
@@ -98,21 +104,44 @@ def gradient_of_logits(
 
     The arguments are those of `loss`. Returns (m, n).
     """
-    G = one_direction(x, A, u[:, None], row_lse(x, A)[:, None], y)
+    G = one_direction(x, A, u, *split_lse(x, A, y, axis=1), y, axis=1)
     if v is not None and y_c is not None:
-        G = G + one_direction(x, A, v, column_lse(x, A), y_c)
+        G = G + one_direction(x, A, v, *split_lse(x, A, y_c, axis=0), y_c, axis=0)
     return G
 
 
-@np.errstate(all="ignore")
-def one_direction(x: FloatArray, A: BoolArray, weight: FloatArray, lse: FloatArray, target: FloatArray) -> FloatArray:
-    """One direction's part of G: w ([ij in A] exp(x_ij - lse) - target_ij), and 0 where w is 0.
+def split_lse(x: FloatArray, A: BoolArray, y: FloatArray, axis: int) -> tuple[FloatArray, FloatArray]:
+    """N and P: the log-sum-exps of admitted pairs without a target and of those with one; -inf where there is none.
 
-    x, A, target: (m, n); weight and lse: (m, 1) for the row direction, (n,) for the column direction.
+    x, A, y: (m, n). Returns (m,) twice for axis 1 and (n,) twice for axis 0. The LSE of one pair is its logit exactly.
     """
-    p = np.where(A, np.exp(x - lse), 0.0)
-    # The target leaves p before anything else touches it: for a trained model p_ii is near 1.
-    return np.where(weight == 0, 0.0, weight * (p - target))
+    wanted = y != 0
+    return _lse(np.where(A & ~wanted, x, -np.inf), axis), _lse(np.where(A & wanted, x, -np.inf), axis)
+
+
+@np.errstate(all="ignore")
+def negative_log_likelihood(x: FloatArray, N: FloatArray, P: FloatArray, y: FloatArray, axis: int) -> FloatArray:
+    """L - sum_j y_ij x_ij = log1p(exp(N - P)) + (P - sum_j y_ij x_ij), and N where there is no target.
+
+    x, y: (m, n); N, P: (m,) for axis 1, (n,) for axis 0, of the whole problem. Returns the same.
+    """
+    return np.where((y != 0).any(axis), softplus(N - P) + (P - expected_logit(x, y, axis)), N)
+
+
+@np.errstate(all="ignore")
+def one_direction(
+    x: FloatArray, A: BoolArray, weight: FloatArray, N: FloatArray, P: FloatArray, y: FloatArray, axis: int
+) -> FloatArray:
+    """One direction's part of G: w ([ij in A] exp(x_ij - L) - y_ij), and 0 where w is 0.
+
+    With a target it is w ((q - y) - q sigma(N - P)), q = exp(x - P), which cancels nowhere.
+
+    x, A, y: (m, n); weight, N, P: (m,) for axis 1, (n,) for axis 0.
+    """
+    w, N, P = (np.expand_dims(each, axis) for each in (weight, N, P))
+    p = np.where(A, np.exp(x - merge(N, P)), 0.0)
+    q = np.exp(x - P)
+    return np.where(w == 0, 0.0, w * np.where(A & (y != 0), (q - y) - q * sigma(N - P), p))
 
 
 @np.errstate(all="ignore")

@@ -6,8 +6,10 @@ The features are exact: they were rounded to the backend's dtype before the trut
 
 * logit:  ``E_ij = |s| (g_d B_ij + d tiny) + tiny``, ``g_d = (1 + u_in)^2 (1 + gamma(ua depth(d) + 3u)) - 1``: inputs
   rounded, products and chain, scale twice (its product with log2 e may be rounded too); a bias adds ``u (|x| + E)``.
-* log-sum-exp, positives, loss: ``_lse_error``, ``_positive_error``, ``_softmax_loss_error``.
-* G: ``_probability_error``, ``_softmax_gradient_error``; sigmoid: ``_sigmoid_errors``.
+* log-sum-exps, sums of positives, loss: ``_lse_error``, ``_positive_error``, ``_softmax_loss_error``. With N and P
+  apart the loss of a row that is certain of its positive has a *relative* bound.
+* G: ``_softmax_gradient_error``; sigmoid: ``_sigmoid_errors``. Forward and backward see the same rounded logits, so a
+  probability never exceeds 1, and of one positive q is 1.
 * dQ, dK, dscale, dbias: ``_sum_error``, ``_features_error``, ``_scale_error``.
 * n ranks that share the problem (``Spread``): their log-sum-exps and gradient sums are merged and added like further
   blocks; one rounding for the factor n in the weights and one for its removal; ``_over_ranks`` for dscale and dbias.
@@ -19,7 +21,7 @@ A projection of the true set onto itself (``max(L - t positive, 0)``) moves no v
 
 from __future__ import annotations
 
-from dataclasses import fields
+from dataclasses import dataclass, fields
 from typing import Any
 
 import numpy as np
@@ -34,6 +36,10 @@ from contrastile.verify.truth import Direction, Outcome, Truth, split
 
 ORACLE = Accuracy(unit=UNIT["float64"], accumulate_unit=UNIT["float64"])
 """The oracle's own arithmetic: dense, one tile, sums in any order."""
+
+
+FLUSHED = 2.0**-100
+"""What a term that is flushed beside a shared reference may cost a probability: see ``Accuracy.shared_reference``."""
 
 
 def bounds(
@@ -80,31 +86,23 @@ def _total(backend: Any, oracle: Any, exact: Any) -> Any:
 def _softmax(problem: Problem, t: Truth, a: Arithmetic, upstream: float) -> Outcome:
     """Both directions share the logits' error; each is derived from its own side."""
     assert t.row is not None
-    E, reference = _logit_error(t, a), _reference(t, a)
-    row_lse = _lse_error(t.x, E, t.admitted, t.row, a.over_columns, reference, a)
-    row_positive = _positive_error(t.x, E, t.positive, a)
-    loss = _softmax_loss_error(t.row, row_lse, row_positive, a)
-    dG = _softmax_gradient_error(t.x, E, t.admitted, t.positive, t.row, row_lse, a.over_columns, upstream, reference, a)
-    largest = np.abs(t.row.weight).max(initial=0.0)
-    column_lse = column_positive = None
+    E, reference, named = _logit_error(t, a), _reference(t, a), problem.match == "drop"
+    seen = [_Seen(t.x, E, t.admitted, t.positive, t.row, a.over_columns, named)]
     if t.column is not None:
-        seen = t.x.T, E.T, t.admitted.T
-        column_lse = _lse_error(*seen, t.column, a.over_rows, reference, a)
-        column_positive = _positive_error(t.x.T, E.T, t.positive.T, a)
-        loss += _softmax_loss_error(t.column, column_lse, column_positive, a)
-        across = _softmax_gradient_error(*seen, t.positive.T, t.column, column_lse, a.over_rows, upstream, reference, a)
-        dG = dG + across.T
-        largest = max(largest, np.abs(t.column.weight).max(initial=0.0))
+        seen.append(_Seen(t.x.T, E.T, t.admitted.T, t.positive.T, t.column, a.over_rows, named))
+    loss, dG, largest = 0.0, np.zeros(t.x.shape), 0.0
+    errors: dict[str, Any] = {}
+    for side, name in zip(seen, ("row", "column"), strict=False):
+        negative = _lse_error(side, side.admitted & ~side.positive, side.side.negative_lse, reference, a)
+        positive = _positive_lse_error(side, reference, a)
+        total = _positive_error(side.x, side.E, side.positive, a)
+        errors |= {f"{name}_negative_lse": negative, f"{name}_positive_lse": positive, f"{name}_positive_sum": total}
+        loss += _softmax_loss_error(side, negative, positive, total, a)
+        part = _softmax_gradient_error(side, negative, positive, upstream, reference, a)
+        dG = dG + (part if name == "row" else part.T)
+        largest = max(largest, np.abs(side.side.weight).max(initial=0.0))
     gradient = _gradients(problem, t, dG, upstream * largest, a)
-    return Outcome(
-        loss=float64(loss + a.accuracy.unit * (abs(t.outcome.loss) + loss) + a.tiny),
-        row_lse=row_lse,
-        row_positive=row_positive,
-        column_lse=column_lse,
-        column_positive=column_positive,
-        bias=None,
-        **gradient,
-    )
+    return Outcome(loss=float64(loss + a.accuracy.unit * (abs(t.outcome.loss) + loss) + a.tiny), **errors, **gradient)
 
 
 def _sigmoid(problem: Problem, t: Truth, a: Arithmetic, upstream: float) -> Outcome:
@@ -118,10 +116,6 @@ def _sigmoid(problem: Problem, t: Truth, a: Arithmetic, upstream: float) -> Outc
     gradient = _gradients(problem, t, dG, upstream * weight.max(initial=0.0), a)
     return Outcome(
         loss=float64(loss + u * (abs(t.outcome.loss) + loss) + a.tiny),
-        row_lse=None,
-        row_positive=None,
-        column_lse=None,
-        column_positive=None,
         bias=_over_ranks(t.G.sum(axis=1), bias, a),
         **gradient,
     )
@@ -147,47 +141,75 @@ def _reference(t: Truth, a: Arithmetic) -> float | None:
     return float(abs(t.scale) * longest[0] * longest[1] + abs(t.bias))
 
 
-def _lse_error(
-    x: FloatArray,
-    E: FloatArray,
-    admitted: BoolArray,
-    side: Direction,
-    lengths: Lengths,
-    reference: float | None,
-    a: Arithmetic,
-) -> FloatArray:
-    """Error of L = r + log sum exp(x - r), with the tiles' (r, sum) merged in any order: (own,).
+@dataclass(frozen=True)
+class _Seen:
+    """One direction from its own side: (own, other) matrices.
 
-    * Each term carries ``e_j = (1 + 6u) E_j + u (3|x_j| + 3|r| + c)`` in its exponent. The reference is a running
-      maximum between x_j and the final maximum, so ``|r| <= max(|x_j|, |max x| + max E)``; or the shared one.
-      Then ``L(x + e) - L(x) = log sum_j p_j exp(e_j)``, attained when all e_j are up, and by Jensen no less than the
-      fall when all are down. (max_j E_j, the 1-Lipschitz bound, ignores that unlikely columns do not matter.)
+    Attributes:
+        x: logits.
+        E: their errors.
+        admitted: bool.
+        positive: bool.
+        side: weights, targets and statistics.
+        lengths: how sums over the others are taken.
+        named: whether indices name the positives, and not equal ids.
+    """
+
+    x: FloatArray
+    E: FloatArray
+    admitted: BoolArray
+    positive: BoolArray
+    side: Direction
+    lengths: Lengths
+    named: bool
+
+
+def _lse_error(
+    seen: _Seen, counted: BoolArray, exact: FloatArray, reference: float | None, a: Arithmetic
+) -> FloatArray:
+    """Error of ``exact = r + log sum exp(x - r)`` over the counted pairs, tiles merged in any order: (own,).
+
+    * Each term carries ``e_j = (1 + 6u) E_j + u (3 |x_j - r| + c)`` in its exponent. The reference is a running maximum
+      between x_j and the final maximum, so ``|x_j - r| <= max x - x_j + 2 max E``; or the shared one, and then no more
+      than |x_j| + |r|. ``L(x + e) - L(x) = log sum_j p_j exp(e_j)``, attained when all e_j are up, and by Jensen no
+      less than the fall when all are down. (max_j E_j, the 1-Lipschitz bound, ignores that unlikely columns do not
+      matter.)
     * The sum: N additions in a tile. A merge of (r, sum) pairs costs (c + 2)u, its exponents telescoping into e; a
-      merge of finished log-sum-exps, ``max + log1p(exp(-D))``, costs at most ``u (|L| + 2c + 2)``: the partial result
-      is within D of L and weighs exp(-D), and ``D exp(-D) < 1``. Both are allowed, T times.
-    * The end: r and log sum in any unit (2u|r|), the logarithm (c u |L - r|), the addition and rounding (u|L|).
+      merge of finished log-sum-exps, ``max + log1p(exp(-D))``, costs at most ``u (2c + 2)`` beside the rounding of
+      what is stored: the partial result is within D of L and weighs exp(-D), and ``D exp(-D) < 1``. Both are allowed,
+      T times.
+    * The end: the logarithm (c u |L - r|), r exact. What leaves a tile is float64: its roundings, of r in any unit too.
     * n tiny for terms that underflow: with a row's own maximum the sum is at least 1. With a shared reference the
       sum of n terms is at least n tiny / u (``Accuracy.shared_reference``), so they cost at most u of it.
     """
-    u, c = a.accuracy.unit, a.accuracy.exp_ulps
+    u, c, wide, lengths = a.accuracy.unit, a.accuracy.exp_ulps, UNIT["float64"], seen.lengths
+    x, E = seen.x, seen.E
     if not x.shape[1]:
         return np.zeros(len(x))
-    top = np.where(admitted, x, -np.inf).max(axis=1)
-    slack = np.where(admitted, E, 0.0).max(axis=1)
+    top = np.where(counted, x, -np.inf).max(axis=1)
+    slack = np.where(counted, E, 0.0).max(axis=1)
     if reference is None:
-        r, shift = np.abs(top) + slack, np.abs(side.lse - top) + slack
-        reached = np.maximum(np.abs(x), r[:, None])
+        r, shift = np.abs(top) + slack, np.abs(exact - top) + slack
+        distance = top[:, None] - x + 2 * slack[:, None]
     else:
-        r, shift = np.full(len(x), reference), np.abs(side.lse) + reference
-        reached = np.full(x.shape, reference)
+        r, shift = np.full(len(x), reference), np.abs(exact) + reference
+        distance = np.abs(x) + E + reference
     flushed = x.shape[1] * a.tiny if reference is None else u
-    e = (1 + 6 * u) * E + u * (3 * np.abs(x) + 3 * reached + c)
-    moved = np.log1p(np.where(admitted, side.p * np.expm1(e), 0.0).sum(axis=1))
+    e = (1 + 6 * u) * E + u * (3 * distance + c)
+    p = np.where(counted, np.exp(x - exact[:, None]), 0.0)
+    moved = np.log1p(np.where(p > 0, p * np.expm1(e), 0.0).sum(axis=1))
     summed = gamma(u * (lengths.tile + lengths.parts * (2 * c + 2)))
-    stored = u * ((lengths.parts + 1) * np.abs(side.lse) + 2 * r + c * shift)
+    stored = u * c * shift + wide * ((lengths.parts + 4) * np.abs(exact) + 4 * r)
     error = (moved + summed + stored + flushed) * (1 + gamma(u * (lengths.parts + 4)))
-    # a row that admits nothing has L = -inf exactly
-    return float64(np.where(admitted.any(axis=1), error, 0.0))
+    # of nothing it is -inf exactly
+    return float64(np.where(counted.any(axis=1), error, 0.0))
+
+
+def _positive_lse_error(seen: _Seen, reference: float | None, a: Arithmetic) -> FloatArray:
+    """Error of P: ``_lse_error`` over the positives; of one positive P is its logit, with two roundings of unit."""
+    several = _lse_error(seen, seen.positive, seen.side.positive_lse, reference, a)
+    alone = np.where(seen.positive, seen.E + 2 * a.accuracy.unit * (np.abs(seen.x) + seen.E), 0.0).sum(axis=1)
+    return float64(np.where(seen.positive.sum(axis=1) == 1, alone, several))
 
 
 def _positive_error(x: FloatArray, E: FloatArray, positive: BoolArray, a: Arithmetic) -> FloatArray:
@@ -197,61 +219,81 @@ def _positive_error(x: FloatArray, E: FloatArray, positive: BoolArray, a: Arithm
     return float64(np.where(positive, E, 0.0).sum(axis=1) + relative / (1 - relative) * size)
 
 
-def _softmax_loss_error(side: Direction, lse: FloatArray, positive: FloatArray, a: Arithmetic) -> float:
-    """Error of sum_i w_i (L_i - t_i positive_i), taken in float64: absolute, since a trained model's loss goes to 0."""
-    target, weight = np.abs(side.target), np.abs(side.weight)
-    size = np.abs(side.lse) + lse + np.where(target == 0, 0.0, target * (np.abs(side.positive_sum) + positive))
-    sums = gamma(UNIT["float64"] * (2 * len(lse) + 4 + a.totals))
-    terms = lse + np.where(target == 0, 0.0, target * positive) + sums * size
-    return float(np.where(weight == 0, 0.0, weight * terms).sum())
+def _merged_error(side: Direction, negative: FloatArray, positive: FloatArray) -> FloatArray:
+    """Error of L = log(exp N + exp P): ``log(beaten exp(dN) + (1 - beaten) exp(dP))``, the fall being smaller."""
+    there = np.where(side.beaten < 1, (1 - side.beaten) * np.expm1(positive), 0.0)
+    none = np.where(side.beaten > 0, side.beaten * np.expm1(negative), 0.0)
+    return float64(np.log1p(there + none) + UNIT["float64"] * 4 * np.abs(np.nan_to_num(side.lse)))
 
 
-def _probability_error(
-    x: FloatArray,
-    E: FloatArray,
-    side: Direction,
-    lse: FloatArray,
-    lengths: Lengths,
-    reference: float | None,
-    a: Arithmetic,
-) -> FloatArray:
-    """Error of p = exp(x - L): ``p expm1(eta) + tiny``, ``eta = (1 + 6u)(E_x + E_L) + u (3|x| + 3|L| + c)``.
+def _softmax_loss_error(
+    seen: _Seen, negative: FloatArray, positive: FloatArray, total: FloatArray, a: Arithmetic
+) -> float:
+    """Error of sum_i w_i (softplus(N_i - P_i) + (P_i - t_i S_i)), taken in float64.
 
-    With a shared reference p is the product of exp(x - r) and exp(r - L): 6|r| + c + 1 more, in units of u. Where the
-    first underflows the product is off by ``tiny exp(r - L) <= u / n``: a sum of n terms is at least n tiny / u.
+    * The excess: ``softplus(z + d) - softplus(z) = log1p(sigma(z) expm1(d))`` with d = dN + dP, and its evaluation. It
+      is relative to sigma(N - P), the probability of the negatives: a trained model's loss goes to 0, its error too.
+    * ``P - t S``: of one positive S is P, so ``|1 - t| dP`` is left; of several both errors count.
+    * Without a target the term is L.
     """
-    u, c = a.accuracy.unit, a.accuracy.exp_ulps
-    extra = 0.0 if reference is None else 6 * reference + c + 1
-    flushed = a.tiny if reference is None else a.tiny + u / lengths.shortest
-    eta = (1 + 6 * u) * (E + lse[:, None]) + u * (3 * np.abs(x) + 3 * np.abs(side.lse)[:, None] + c + extra)
-    return np.where(side.p > 0, side.p * np.expm1(eta), 0.0) + flushed
+    side, c = seen.side, a.accuracy.exp_ulps
+    target, weight, d = np.abs(side.target), np.abs(side.weight), negative + positive
+    sums = gamma(UNIT["float64"] * (2 * len(target) + 4 + c + a.totals))
+    excess = np.where(side.beaten > 0, np.log1p(side.beaten * np.expm1(d)), 0.0)
+    alone = seen.positive.sum(axis=1) == 1
+    spread = np.where(alone, np.abs(1 - side.target) * positive, positive + target * total)
+    difference = np.abs(side.positive_lse - side.target * side.positive_sum)
+    size = np.where(
+        alone & (side.target == 1), 0.0, np.abs(side.positive_lse) + np.abs(side.target * side.positive_sum)
+    )
+    exact = np.abs(side.nll) + difference
+    counted = excess + spread + UNIT["float64"] * 2 * size + sums * (exact + excess + spread)
+    none = _merged_error(side, negative, positive) + sums * np.abs(side.nll)
+    terms = np.where((target != 0) & seen.positive.any(axis=1), counted, none)
+    return float(np.where(weight == 0, 0.0, weight * (terms + a.tiny)).sum())
 
 
 def _softmax_gradient_error(
-    x: FloatArray,
-    E: FloatArray,
-    admitted: BoolArray,
-    positive: BoolArray,
-    side: Direction,
-    lse: FloatArray,
-    lengths: Lengths,
-    upstream: float,
-    reference: float | None,
-    a: Arithmetic,
+    seen: _Seen, negative: FloatArray, positive: FloatArray, upstream: float, reference: float | None, a: Arithmetic
 ) -> FloatArray:
-    """One direction's share of G's error before G is rounded: ``|w| dp + gamma(6u) |w| (p + dp + |t|) + 4 tiny``.
+    """One direction's share of G's error before G is rounded.
 
-    At most six roundings: the weight times the upstream gradient, times p or t, and four additions of the terms of
-    both directions; a seventh where the upstream gradient is first multiplied by the number of ranks. They are
-    relative to the terms, not to G: where p is near 1 on a positive, G cancels.
+    * A pair that is no positive: ``p expm1(eta)``, ``eta = (1 + 6u) (E_x + E_L) + u (3 |x - L| + c)``; with a shared
+      reference p is the product of exp(x - r) and exp(r - L), so |x| + |r| stands for |x - L|, c + 1 more. Whatever eta
+      is, both p lie in 0..1. What underflows costs tiny, with a shared reference ``FLUSHED``.
+    * A positive, G = w ((q - t) - q beaten): beaten = sigma(N - P) moves by at most ``min(beaten, 1 - beaten)
+      expm1(dN + dP)``; q = exp(x - P) is 1 for one positive and else errs as p does. Equal ids may name the positives
+      of rows that are not certain of them; those may have w (p - t) instead, p as above.
+    * At most six roundings: the weight times the upstream gradient, times the rest, and four additions of the terms of
+      both directions; a seventh where the upstream gradient is first multiplied by the number of ranks. They are
+      relative to the terms.
     """
+    u, c, side = a.accuracy.unit, a.accuracy.exp_ulps, seen.side
     weight = upstream * np.abs(side.weight)[:, None]
-    dp = _probability_error(x, E, side, lse, lengths, reference, a)
-    target = np.where(positive, np.abs(side.target)[:, None], 0.0)
-    roundings = gamma((6 + a.shared) * a.accuracy.unit)
-    error = weight * dp + roundings * weight * (side.p + dp + target) + 4 * a.tiny
+    roundings = gamma((6 + a.shared) * u)
+    E_L = _merged_error(side, negative, positive)[:, None]
+
+    def probability(p: FloatArray, distance: FloatArray, error: FloatArray) -> FloatArray:
+        far = distance if reference is None else np.abs(seen.x) + 2 * reference
+        eta = (1 + 6 * u) * (seen.E + error) + u * (3 * far + (c if reference is None else 2 * c + 1))
+        moved = np.where(p > 0, p * np.expm1(eta), 0.0)
+        return np.minimum(moved, np.maximum(p, 1 - p) + 8 * u) + (a.tiny if reference is None else FLUSHED)
+
+    dp = probability(side.p, np.abs(seen.x - side.lse[:, None]), E_L)
+    target = np.where(seen.positive, side.target[:, None], 0.0)
+    ordinary = dp + roundings * (side.p + dp + np.abs(target))
+    alone = (seen.positive.sum(axis=1) == 1)[:, None]
+    dq = np.where(alone, 0.0, probability(side.q, np.abs(seen.x - side.positive_lse[:, None]), positive[:, None]))
+    moved = np.minimum(np.minimum(side.beaten, 1 - side.beaten) * np.expm1(negative + positive), 1.0)[:, None]
+    beaten = side.beaten[:, None]
+    certain = dq + side.q * moved + roundings * (np.abs(side.q - target) + side.q * (beaten + moved) + dq)
+    # half of the threshold from which on a backend tells certain rows apart
+    plain = (
+        np.full((len(seen.x), 1), not seen.named) & ((np.abs(side.target) <= 0.5) | (side.beaten >= 2.0**-9))[:, None]
+    )
+    error = weight * np.where(seen.positive, np.where(plain, np.maximum(ordinary, certain), certain), ordinary)
     # a weight of 0 silences the row even where its log-sum-exp is -inf or NaN
-    return np.where(admitted & (weight > 0), error, 0.0)
+    return np.where(seen.admitted & (weight > 0), error + 4 * a.tiny, 0.0)
 
 
 def _sigmoid_errors(t: Truth, E: FloatArray, weight: FloatArray, a: Arithmetic) -> tuple[FloatArray, FloatArray]:

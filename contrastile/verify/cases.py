@@ -138,6 +138,19 @@ def _halves(b: int) -> dict[str, Any]:
     return {"row_weight": half, "column_weight": half, "positives": np.arange(b)}
 
 
+def _far(numbers: IntArray) -> IntArray:
+    """Names for small numbers: 64 bits wide, some below 0, some alike in their low 32 bits or as a float64."""
+    far = np.array([-1, 2**32 - 1, 0, 2**32, -(2**32), -5, 2**32 - 5, 2**53, 2**53 + 1, 2**62, -(2**62)])
+    return np.asarray(far[numbers % len(far)], dtype=np.int64)
+
+
+def _mostly_diagonal(m: int) -> IntArray:
+    """Positives of which every third names no column, unless it is cut to 32 bits or counted from the end."""
+    rows = np.arange(m)
+    nowhere = np.array([-2, 2**32 + 7, -(2**32)])[rows // 3 % 3]
+    return np.where(rows % 3 > 0, rows, nowhere)
+
+
 def _signed(draw: Draw, m: int, n: int) -> dict[str, Any]:
     """Signed weights in both directions and positives at random: several rows may share one."""
     return {
@@ -190,6 +203,7 @@ def _staircase(draw: Draw, sign: float) -> Problem:
     return _problem(rows, columns, 2.0, **_signed(draw, 17, 53))
 
 
+@_case("deep@1025", "a width beyond 1024, and odd", width=1025)
 @_case("deep@1000", "a width that is not a power of two: 1000", width=1000)
 @_case("deep", "the longest products: width 1024", width=1024)
 def _deep(draw: Draw, width: int) -> Problem:
@@ -201,6 +215,22 @@ def _deep(draw: Draw, width: int) -> Problem:
 def _wide(draw: Draw) -> Problem:
     rows, columns = (_unit(draw.standard_normal((size, 200))) for size in (141, 203))
     return _problem(rows, columns, 14.3, **_signed(draw, 141, 203))
+
+
+@_case("aligned", "128 x 128 x 128: every side fills tiles of any power of two up to 128")
+def _aligned(draw: Draw) -> Problem:
+    return _problem(*_pairs(draw, 128, 128), 14.3, **_signed(draw, 128, 128))
+
+
+@_case("long@sigmoid", "the sigmoid loss of 128 x 1153 x 512", sigmoid=True)
+@_case("long", "128 x 1153 x 512: rows fill every tile, columns are many and fill none", sigmoid=False)
+def _long(draw: Draw, sigmoid: bool) -> Problem:
+    rows, columns = (_unit(draw.standard_normal((size, 512))) for size in (128, 1153))
+    weights = _signed(draw, 128, 1153)
+    if not sigmoid:
+        return _problem(rows, columns, 14.3, **weights)
+    del weights["column_weight"]
+    return _sigmoid(_problem(rows, columns, 14.3, **weights), -2.5)
 
 
 @_case("exact", "entries in {-1, 0, 1}: every product is exact in every dtype")
@@ -233,6 +263,17 @@ def _zero_rows(draw: Draw) -> Problem:
 def _ids_drop(draw: Draw) -> Problem:
     ids = draw.integers(0, 11, 37)
     return _problem(*_pairs(draw, 37, 40), 20.0, ids=(ids, ids), **_halves(37))
+
+
+@_case("ids-drop@far", "shared ids beyond 32 bits or below 0; positives and exclusions of no column", match="drop")
+@_case("ids-target@far", "labels beyond 32 bits or below 0; exclusions of no column", match="target")
+def _ids_far(draw: Draw, match: Match) -> Problem:
+    rows, columns = _unit(draw.standard_normal((22, 23))), _unit(draw.standard_normal((33, 23)))
+    ids = _far(np.arange(22)), _far(draw.integers(0, 11, 33))
+    # cut to 32 bits, or counted from the end, each of these is a column
+    excluded = np.resize([2**32 + 3, -1, -33, 33, 2**33, 5], 22)
+    weights = _signed(draw, 22, 33) | {"positives": _mostly_diagonal(22) if match == "drop" else None}
+    return _problem(rows, columns, 14.3, ids=ids, match=match, excluded=excluded, **weights)
 
 
 @_case("labels", "SupCon: every other row of the label is positive, some rows have none")
@@ -284,6 +325,28 @@ def _signed_zero_weights(draw: Draw) -> Problem:
     return _problem(rows, columns, 14.3, ids=(row_ids, column_ids), **weights)
 
 
+@_case("tiny-weights@sigmoid", "the sigmoid loss with weights of 1e-7 to 1e-12, as a large batch has", sigmoid=True)
+@_case("tiny-weights", "weights of 1e-7 to 1e-12: a large batch's, which no threshold may take for 0", sigmoid=False)
+def _tiny_weights(draw: Draw, sigmoid: bool) -> Problem:
+    rows, columns = (_unit(draw.standard_normal((size, 23))) for size in (19, 31))
+    weights = _signed(draw, 19, 31)
+    weights["row_weight"] *= 10.0 ** np.linspace(-7, -12, 19)
+    weights["column_weight"] *= 10.0 ** np.linspace(-12, -7, 31)
+    if not sigmoid:
+        return _problem(rows, columns, 14.3, **weights)
+    del weights["column_weight"]
+    return _sigmoid(_problem(rows, columns, 14.3, **weights), -2.5)
+
+
+@_case("negative-scale@sigmoid", "the sigmoid loss at scale -14.3", sigmoid=True)
+@_case("negative-scale", "scale -14.3 and an odd width: a maximum taken before the scale is a minimum", sigmoid=False)
+def _negative_scale(draw: Draw, sigmoid: bool) -> Problem:
+    rows, columns = _pairs(draw, 33, 41, 0.2, 3.0)
+    if sigmoid:
+        return _sigmoid(_problem(rows, columns, -14.3, positives=np.arange(33)), 2.5)
+    return _problem(rows, columns, -14.3, **_signed(draw, 33, 33))
+
+
 @_case("wide-scale@tiny", "scale 2^-40: dQ and dK are tiny, dscale is not", scale=2.0**-40)
 @_case("wide-scale", "scale 0: dscale must not be had by a division", scale=0.0)
 def _wide_scale(draw: Draw, scale: float) -> Problem:
@@ -310,6 +373,69 @@ def _sigmoid_ids(draw: Draw) -> Problem:
     blocks = columns[:19], columns[19:]
     positives = draw.integers(0, 31, 21)
     return _sigmoid(_problem(rows, blocks, 4.0, positives=positives, ids=ids, row_weight=weight), 1.5)
+
+
+@_case("sigmoid-ids@far", "SigLIP with false negatives whose ids are beyond 32 bits or below 0")
+def _sigmoid_ids_far(draw: Draw) -> Problem:
+    rows, columns = _unit(draw.standard_normal((22, 23))), _unit(draw.standard_normal((33, 23)))
+    ids = _far(np.arange(22)), _far(draw.integers(0, 11, 33))
+    return _sigmoid(_problem(rows, columns, 10.0, positives=_mostly_diagonal(22), ids=ids), -2.5)
+
+
+def _certain_pairs(draw: Draw, b: int, d: int) -> tuple[FloatArray, FloatArray]:
+    """Unit pairs of a trained model: each column lies far nearer to its row than to any other."""
+    rows = _unit(draw.standard_normal((b, d)))
+    return rows, _unit(rows + draw.standard_normal((b, d)) / (2 * np.sqrt(d)))
+
+
+@_case("certain@300", "the same at scale 300", scale=300.0)
+@_case("certain@30", "the same at scale 30", scale=30.0)
+@_case("certain", "every pair is certain, scale 100: loss and gradient are what is left of 1 - p", scale=100.0)
+def _certain(draw: Draw, scale: float) -> Problem:
+    return _problem(*_certain_pairs(draw, 43, 64), scale, **_halves(43))
+
+
+@_case("certain-labels", "SupCon of pairs and of larger classes, all certain, at scale 100")
+def _certain_labels(draw: Draw) -> Problem:
+    half = np.concatenate([_certain_pairs(draw, 15, 64)[k] for k in (0, 1)])
+    labels = np.concatenate([np.arange(15), np.arange(12), [0, 0, 1]])
+    return _problem(half, half.copy(), 100.0, ids=(labels, labels), match="target", excluded=np.arange(30))
+
+
+@_case("certain-views", "NT-Xent of certain views at scale 100")
+def _certain_views(draw: Draw) -> Problem:
+    views, itself = np.concatenate(_certain_pairs(draw, 17, 64)), np.arange(34)
+    return _problem(views, views.copy(), 100.0, positives=np.roll(itself, 17), excluded=itself)
+
+
+@_case("certain-shared", "certain pairs in two column blocks, of which several rows name one column")
+def _certain_shared(draw: Draw) -> Problem:
+    rows, columns = _certain_pairs(draw, 29, 64)
+    positives = np.arange(29)
+    rows[20:24], positives[20:24] = rows[20], 20
+    columns[20] = rows[20]
+    weights = _halves(29) | {"positives": positives}
+    return _problem(rows, (columns[:13], columns[13:]), 100.0, **weights)
+
+
+@_case("one-direction", "all features share a direction: large logits, small differences")
+def _one_direction(draw: Draw) -> Problem:
+    rows, columns = (_unit(1.0 + draw.standard_normal((37, 40)) / 16) for _ in range(2))
+    return _problem(rows, columns, 100.0, **_halves(37))
+
+
+@_case("norm-3000", "features of norm 3,000: logits up to 10^8, each row has one column", norm=3000.0)
+@_case("norm-300", "features of norm 300 at scale 100", norm=300.0)
+@_case("norm-30", "features of norm 30 at scale 100", norm=30.0)
+@_case("norm-3", "features of norm 3 at scale 100", norm=3.0)
+def _norm(draw: Draw, norm: float) -> Problem:
+    rows, columns = (norm * _unit(draw.standard_normal((37, 64))) for _ in range(2))
+    return _problem(rows, columns, 100.0, **_halves(37))
+
+
+@_case("sigmoid-certain", "SigLIP of certain pairs at scale 100: every term is tiny")
+def _sigmoid_certain(draw: Draw) -> Problem:
+    return _sigmoid(_problem(*_certain_pairs(draw, 31, 64), 100.0, positives=np.arange(31)), -60.0)
 
 
 @_case("large-logits", "logits beyond 88: an exponential without a shift overflows float32")

@@ -4,26 +4,27 @@ from __future__ import annotations
 
 import argparse
 import importlib.util
+import math
 import sys
 from collections.abc import Callable, Iterator
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 from contrastile.backends import registry
 from contrastile.backends.arrays import FLOATS
-from contrastile.backends.contract import PRECISIONS, Backend, BackendUnavailableError
-from contrastile.verify import cases, report, sharded, strategies, worlds
+from contrastile.backends.contract import PRECISIONS
+from contrastile.verify import cases, report, sharded, strategies, worker, worlds
 from contrastile.verify.distributed import DISTRIBUTED
+from contrastile.verify.files import why_not_writable
+from contrastile.verify.isolation import DEADLINE, Isolated
 from contrastile.verify.properties import PROPERTIES, Property
-from contrastile.verify.runner import DTYPES, Row, Run, Selection
-from contrastile.verify.worlds import World, WorldError
+from contrastile.verify.runner import DTYPES, Failure, Row, Run
+from contrastile.verify.worker import CannotRunError, Task
+from contrastile.verify.worlds import Threads, World, WorldError
 
-PASS, FAIL, COULD_NOT_RUN = 0, 1, 2
+PASS, FAIL, COULD_NOT_RUN, INTERRUPTED = 0, 1, 2, 130
 INSTALL = "pip install 'contrastile[verify]'"
-
-
-class CannotRunError(Exception):
-    """The message is the one line to print."""
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -38,6 +39,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     add("--device", default="cpu", choices=["cpu", "cuda"], help="where to run (default: cpu)")
     add("--world", metavar="N", help="as 1..8 ranks in this process, or under a launcher as mpi or torch")
     add("--examples", type=int, default=100, metavar="N", help="problems drawn a backend and dtype (default: 100)")
+    add("--deadline", type=float, metavar="SECONDS", help="that one check may take (default: 120, on a GPU 600)")
     add("--seed", type=int, default=0, metavar="S", help="of everything random (default: 0)")
     add("--json", type=Path, metavar="FILE", help="write the verdict, the environment and every row to FILE")
     add("--fail-fast", action="store_true", help="stop at the first failure")
@@ -49,16 +51,21 @@ def main(args: argparse.Namespace) -> int:
     """Run ``contrastile verify``.
 
     Returns:
-        0 when nothing failed, 1 when something did, 2 when it could not be run: one line on stderr says why.
+        0 when all that the backends claim was tested and passed, 1 when something failed, 2 when it could not be run or
+        too much was left untested (the last lines say why), 130 when it was interrupted.
     """
     try:
         if args.list:
             print(listing())
             return PASS
         with worlds.opened(args.world, args.device) as world:
-            return _run(args) if world is None else _together(args, world)
+            _require_writable(args, world)
+            return _alone(args, world) if world is None or isinstance(world, Threads) else _together(args, world)
     except (CannotRunError, WorldError) as error:
         return _cannot_run(error)
+    except KeyboardInterrupt:
+        print("contrastile verify: interrupted", file=sys.stderr, flush=True)
+        return INTERRUPTED
 
 
 def _cannot_run(error: Exception) -> int:
@@ -79,46 +86,87 @@ def listing() -> str:
     return "\n".join(lines)
 
 
+def _require_writable(args: argparse.Namespace, world: World | None) -> None:
+    # the leader writes, and all of them must know
+    reason = why_not_writable(args.json) if world is None or world.leads else None
+    reason = reason if world is None else world.share(reason)
+    if reason is not None:
+        raise CannotRunError(reason)
+
+
+def _alone(args: argparse.Namespace, world: Threads | None) -> int:
+    """Run it in a process of its own, which no backend can take along."""
+    task = _task(args, world)
+    deadline = DEADLINE[args.device] if args.deadline is None else args.deadline
+    if not 0 < deadline < math.inf:
+        raise CannotRunError(f"--deadline must be a number of seconds above 0, got {args.deadline:g}")
+    rows: list[Row] = []
+    with report.progress(shown=not args.quiet) as advance:
+        run = Isolated(task, deadline, advance)
+        try:
+            rows.extend(_until_failure(run.rows()) if args.fail_fast else run.rows())
+        except KeyboardInterrupt:
+            run.interrupted = True
+    if not run.interrupted:
+        return _verdict(args, rows, run.failures)
+    left = f"interrupted after {run.done} of {run.total or '?'} checks"
+    rows.append(worker.whole("the rest", "untested", left))
+    _verdict(args, rows, run.failures)
+    print(f"contrastile verify: {left}", file=sys.stderr, flush=True)
+    return INTERRUPTED
+
+
 def _together(args: argparse.Namespace, world: World) -> int:
-    """``_run`` on every process of a world: the leader prints, and all come to its exit code."""
+    """Run it in every process of a launcher: the leader prints, and all come to its exit code."""
     try:
-        code = _run(args, world)
+        code = _in_this_process(args, world)
     except CannotRunError as error:
         code = _cannot_run(error) if world.leads else COULD_NOT_RUN
     # only now: a launcher that sees one process fail may end the others in the middle of a line
     return world.share(code)
 
 
-def _run(args: argparse.Namespace, world: World | None = None) -> int:
-    backends, absent = _backends(args.backend, 1 if world is None else world.size)
+def _in_this_process(args: argparse.Namespace, world: World) -> int:
+    task = _task(args, world)
+    worker.require_device(task.device)
+    loaded = dict(worker.load(task.backends))
+    rows = [worker.absent(name, reason, world.size) for name, reason in loaded.items() if isinstance(reason, str)]
+    backends = {name: backend for name, backend in loaded.items() if not isinstance(backend, str)}
+    with report.progress(shown=world.leads and not args.quiet) as advance:
+        run = Run(replace(task.selection(backends), world=world), advance)
+        rows += _until_failure(run.rows()) if args.fail_fast else run.rows()
+    return _verdict(args, rows, run.failures, leads=world.leads)
+
+
+def _task(args: argparse.Namespace, world: World | None) -> Task:
     known = PROPERTIES if world is None else DISTRIBUTED
-    selection = Selection(
-        backends=backends,
+    task = Task(
+        backends=args.backend,
         cases=_known("case", args.case, _case_names(known)),
         properties=_known("property", args.property, list(known)),
         dtypes=tuple(args.dtype or DTYPES),
         precisions=args.precision,
-        device=_device(args.device),
+        device=args.device,
         examples=_at_least("examples", args.examples, 1),
         seed=_at_least("seed", args.seed, 0),
-        world=world,
+        ranks=None if world is None else world.size,
     )
-    _require(selection, quiet=args.quiet)
-    leads = world is None or world.leads
-    with report.progress(shown=leads and not args.quiet) as advance:
-        run = Run(selection, advance)
-        rows = absent + list(_until_failure(run.rows()) if args.fail_fast else run.rows())
-    if all(row["status"] == "skip" for row in rows):
+    _require(task, quiet=args.quiet)
+    return task
+
+
+def _verdict(args: argparse.Namespace, rows: list[Row], failures: list[Failure], *, leads: bool = True) -> int:
+    """Show what was found, and give the exit code."""
+    if all(row["status"] in ("skip", "refused") for row in rows):
         raise CannotRunError(f"nothing ran: {rows[0]['reason'] if rows else 'no property has such a case'}")
-    if not leads:
-        return FAIL if run.failures else PASS
-    if args.json is not None:
+    if leads and args.json is not None:
         try:
             report.write_json(args.json, rows)
         except OSError as error:
             raise CannotRunError(f"cannot write {args.json}: {error.strerror}") from error
-    report.show(rows, run.failures, quiet=args.quiet)
-    return FAIL if run.failures else PASS
+    if leads:
+        report.show(rows, failures, quiet=args.quiet)
+    return {"pass": PASS, "fail": FAIL, "incomplete": COULD_NOT_RUN}[report.verdict(rows)]
 
 
 def _until_failure(rows: Iterator[Row]) -> Iterator[Row]:
@@ -127,31 +175,6 @@ def _until_failure(rows: Iterator[Row]) -> Iterator[Row]:
         yield row
         if row["status"] == "fail":
             return
-
-
-def _backends(named: list[str] | None, ranks: int) -> tuple[dict[str, Backend], list[Row]]:
-    """The backends to run, and a skipped row for each that is not available and was not asked for by name."""
-    found: dict[str, Backend] = {}
-    absent: list[Row] = []
-    for name in dict.fromkeys(named or registry.names()):
-        try:
-            found[name] = registry.load(name)
-        except BackendUnavailableError as error:
-            if named:
-                raise CannotRunError(str(error)) from error
-            absent.append(_absent(name, str(error), ranks))
-        except Exception as error:
-            # importing other people's code may raise anything
-            text = " ".join(str(error).split())
-            ours = isinstance(error, ValueError | TypeError)
-            raise CannotRunError(text if ours else f"backend {name!r} raised {type(error).__name__}: {text}") from error
-    return found, absent
-
-
-def _absent(name: str, reason: str, ranks: int) -> Row:
-    return Row(
-        backend=name, property="all", case="all", dtype="all", world=ranks, ratio=None, status="skip", reason=reason
-    )
 
 
 def _case_names(known: dict[str, Property]) -> list[str]:
@@ -185,39 +208,15 @@ def _known(what: str, given: list[str] | None, names: list[str]) -> list[str] | 
     return chosen
 
 
-def _device(name: str) -> str:
-    if name == "cuda" and not _torch_finds_a_gpu() and not _cupy_finds_a_gpu():
-        raise CannotRunError(
-            "--device cuda needs a GPU that torch or CuPy can use, and neither finds one; use --device cpu"
-        )
-    return name
-
-
-def _torch_finds_a_gpu() -> bool:
-    if importlib.util.find_spec("torch") is None:
-        return False
-    import torch
-
-    return torch.cuda.is_available()
-
-
-def _cupy_finds_a_gpu() -> bool:
-    if importlib.util.find_spec("cupy") is None:
-        return False
-    from contrastile.backends.cupy.devices import gpus
-
-    return bool(gpus())
-
-
 def _at_least(what: str, given: int, least: int) -> int:
     if given < least:
         raise CannotRunError(f"--{what} must be at least {least}, got {given}")
     return given
 
 
-def _require(selection: Selection, *, quiet: bool) -> None:
+def _require(task: Task, *, quiet: bool) -> None:
     """Refuse to start what would stop for a missing package."""
-    needed = [] if quiet else ["rich"]
+    needed, selection = [] if quiet else ["rich"], task.selection({})
     drawn = strategies.CASE, sharded.CASE
     if any(case in selection.own_cases(each) for each in selection.chosen() for case in drawn):
         needed.append("hypothesis")

@@ -276,7 +276,7 @@ def _outcome(subject: Subject, asked: Asked, value: Array, gradients: list[Array
         rows, columns = np.concatenate([rows, *columns]), ()
     scale, *bias = take[features:]
     loss = np.array(subject.backend.arrays.to_numpy(value), dtype=np.float64)
-    return Outcome(loss, None, None, None, None, rows, columns, scale, bias[0] if bias else None)
+    return Outcome(loss, rows, columns, scale, bias[0] if bias else None)
 
 
 _FORMS = {

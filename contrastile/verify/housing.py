@@ -50,6 +50,12 @@ def every_other(arrays: ArrayLibrary, x: Array, around: float) -> tuple[Array, A
     return buffer, buffer[tuple(slice(None, None, 2) for _ in x.shape)]
 
 
+def backwards(arrays: ArrayLibrary, x: Array, around: float) -> tuple[Array, Array]:
+    """A buffer that holds x from its last element to its first: every stride is negative."""
+    buffer = _filled(arrays, tuple(x.shape), around, x)
+    return buffer, buffer[tuple(slice(None, None, -1) for _ in x.shape)]
+
+
 def _filled(arrays: ArrayLibrary, shape: tuple[int, ...], value: float, like: Array) -> Array:
     dtype = arrays.dtype(like)
     # an index has no NaN; 0 is the most harmful thing to read, being a column that exists

@@ -1,87 +1,75 @@
-"""The yardstick beside the bounds: how far a plain computation with full logits in the same dtype is off."""
+"""The second gate: no backend is noisier than a plain computation of the same problem in the same dtype.
+
+The plain computation is what ten lines of PyTorch do: full logits in float32 (float64 for float64 features),
+``log_softmax``, and the gradient from its exponential. Its errors are compared with a backend's by their norms, above a
+floor: what one rounding of every logit, of every entry of G and of the result cost.
+"""
 
 from __future__ import annotations
 
-from dataclasses import fields
+from collections.abc import Iterator
 from typing import Any
 
 import numpy as np
 import numpy.typing as npt
 
-from contrastile.backends.contract import state_dtype
+from contrastile.backends.contract import Accuracy, state_dtype
 from contrastile.exchange.problem import Problem
-from contrastile.oracle.arrays import BoolArray, float64
-from contrastile.oracle.sigmoid import sigma, softplus
-from contrastile.verify.rounding import round_to
+from contrastile.oracle.arrays import BoolArray, FloatArray, float64
+from contrastile.verify.rounding import UNDERFLOW, UNIT, round_to
+from contrastile.verify.run import GRADIENT, Worst, parts
 from contrastile.verify.truth import Direction, Outcome, Truth, split
 
 Matrix = npt.NDArray[Any]
 
+NOISIER = 3.0
+"""How many times the plain computation's error, or the floor if that is larger, a backend's may be."""
 
-def plain_error(problem: Problem, truth: Truth, dtype: str, upstream: float = 1.0) -> Outcome:
-    """Absolute errors of the plain computation: every (m, n) matrix is held in ``dtype``, sums in the state dtype.
 
-    That is what a framework does with full logits: products accumulate in the state dtype and are rounded once, the
-    exponentials and sums are taken in it, and each result is rounded to ``dtype`` when it is stored.
-
-    Args:
-        problem: the problem of which ``truth`` is the truth.
-        truth: computed with the same ``upstream``.
-        dtype: the features' dtype.
-        upstream: gradient with respect to the loss.
-    """
+def compare_with_plain(problem: Problem, t: Truth, got: Outcome, accuracy: Accuracy, dtype: str) -> Worst:
+    """The field whose error, as a norm, is the largest share of NOISIER times what a plain computation may err by."""
     with np.errstate(all="ignore"):
-        got = _plain(problem, truth, dtype, upstream)
-        return Outcome(**{f.name: _distance(getattr(got, f.name), getattr(truth.outcome, f.name)) for f in fields(got)})
+        plain, floor = _plain(problem, t, accuracy, dtype), _floor(problem, t, accuracy, dtype)
+    worst = Worst(0.0, "nothing", (), 0.0, 0.0)
+    for name, found, exact, other, least in _fields(got, t.outcome, plain, floor):
+        error, allowed = np.linalg.norm(found - exact), NOISIER * max(np.linalg.norm(other - exact), least)
+        # written so that NaN fails
+        ratio = 0.0 if error == 0 else float(error / allowed) if allowed > 0 and error < np.inf else np.inf
+        if ratio > worst.ratio or worst.field == "nothing":
+            worst = Worst(ratio, f"{name} as a norm", (), float(error), float(allowed))
+    return worst
 
 
-def _distance(got: Any, exact: Any) -> Any:
-    if exact is None:
-        return None
-    if isinstance(exact, tuple):
-        return tuple(_distance(*each) for each in zip(got, exact, strict=True))
-    same = (got == exact) | (np.isnan(got) & np.isnan(exact))
-    return float64(np.where(same, 0.0, np.abs(got - exact)))
+def _fields(*outcomes: Outcome) -> Iterator[tuple[Any, ...]]:
+    """Name, and what each outcome has there, of the loss and every gradient that the second outcome has."""
+    named = [dict(parts(each, ("loss", *GRADIENT))) for each in outcomes]
+    for name, exact in named[1].items():
+        if exact is not None and np.size(exact):
+            yield name, *(each[name] for each in named)
 
 
-def _plain(problem: Problem, t: Truth, dtype: str, upstream: float) -> Outcome:
+def _plain(problem: Problem, t: Truth, accuracy: Accuracy, dtype: str) -> Outcome:
+    """The outcome of the plain computation, statistics left out."""
     state = np.dtype(state_dtype(dtype))
-
-    def stored(a: Matrix) -> Matrix:
-        return round_to(a, dtype).astype(state)
-
     q, k, scale = t.q.astype(state), t.k.astype(state), state.type(t.scale)
-    products = stored(q @ k.T)
-    x = stored(products * scale + state.type(t.bias))
-    lse: list[Matrix | None] = [None, None]
-    positive: list[Matrix | None] = [None, None]
+    left, right = (_narrowed(x, accuracy.input_rounding) for x in (q, k))
+    products = left @ right.T
+    x = products * scale + state.type(t.bias)
     if t.row is None:
         weight = np.asarray(problem.row_weight, state)[:, None]
         at = np.where(t.positive, -x, x)
-        value = np.where(t.admitted, stored(softplus(at)), 0)
-        loss = float64(np.where(weight == 0, 0, weight * value).sum(dtype=state))
-        slope = np.where(t.admitted, np.where(t.positive, -1, 1) * stored(sigma(at)), 0)
-        G = np.where(weight == 0, 0, state.type(upstream) * weight * slope)
+        value = np.where(t.admitted, np.maximum(at, 0) + np.log1p(np.exp(-np.abs(at))), 0)
+        loss = np.where(weight == 0, 0, weight * value).sum(dtype=state)
+        slope = np.where(t.positive, -1, 1) / (1 + np.exp(-at))
+        G = np.where(t.admitted & (weight != 0), weight * slope, 0).astype(state)
     else:
-        loss, G = float64(0.0), np.zeros(x.shape, state)
-        seen: list[tuple[int, Direction, Matrix, BoolArray, BoolArray]] = [(0, t.row, x, t.admitted, t.positive)]
+        loss, G = _direction(x, t.admitted, t.positive, t.row)
         if t.column is not None:
-            seen.append((1, t.column, x.T, t.admitted.T, t.positive.T))
-        for number, side, own, admitted, is_positive in seen:
-            lse[number], positive[number], p = _softmax(own, admitted, is_positive)
-            target, weight = side.target.astype(state), (upstream * side.weight).astype(state)[:, None]
-            excess = lse[number] - np.where(target == 0, 0, target * positive[number])
-            loss = loss + np.where(side.weight == 0, 0, side.weight.astype(state) * excess).sum(dtype=state)
-            part = np.where(weight == 0, 0, weight * (stored(p) - np.where(is_positive, target[:, None], 0)))
-            G = G + (part if number == 0 else part.T)
-    G = stored(G)
+            across, G_across = _direction(x.T, t.admitted.T, t.positive.T, t.column)
+            loss, G = loss + across, G + G_across.T
     d_rows, d_columns = (round_to(scale * each, dtype) for each in (G @ k, G.T @ q))
     return Outcome(
-        loss=float64(float64(loss).astype(state)),
-        row_lse=lse[0],
-        row_positive=positive[0],
-        column_lse=lse[1],
-        column_positive=positive[1],
+        loss=float64(loss),
         rows=d_rows,
         columns=split(problem, d_columns),
         scale=float64((G * products).sum(dtype=state)),
@@ -89,11 +77,76 @@ def _plain(problem: Problem, t: Truth, dtype: str, upstream: float) -> Outcome:
     )
 
 
-def _softmax(x: Matrix, admitted: BoolArray, positive: BoolArray) -> tuple[Matrix, Matrix, Matrix]:
-    """Row log-sum-exps, sums of positives and probabilities, in x's own dtype."""
-    seen = np.where(admitted, x, -np.inf).astype(x.dtype)
-    top = seen.max(axis=1, initial=-np.inf)
-    shift = np.where(np.isfinite(top), top, 0).astype(x.dtype)
-    lse = shift + np.log(np.exp(seen - shift[:, None]).sum(axis=1))
-    p = np.where(admitted, np.exp(x - lse[:, None]), 0).astype(x.dtype)
-    return lse, np.where(positive, x, 0).sum(axis=1), p
+def _narrowed(x: Matrix, rounding: float) -> Matrix:
+    """The features as a product sees them: rounded to nearest at this relative error."""
+    if rounding < UNIT["float32"] * 2:
+        return x
+    mantissa, exponent = np.frexp(x)
+    return np.ldexp(np.rint(mantissa / (2 * rounding)) * (2 * rounding), exponent).astype(x.dtype)
+
+
+def _direction(x: Matrix, admitted: BoolArray, positive: BoolArray, side: Direction) -> tuple[Any, Matrix]:
+    """One direction's loss and its part of G: ``-sum_j y_ij log_softmax(x)_ij`` and ``w (softmax(x) - y)``."""
+    state = x.dtype
+    weight, target = side.weight.astype(state)[:, None], np.where(positive, side.target.astype(state)[:, None], 0)
+    seen = np.where(admitted, x, -np.inf).astype(state)
+    top = seen.max(axis=1, initial=-np.inf, keepdims=True)
+    shifted = seen - np.where(np.isfinite(top), top, 0).astype(state)
+    log_sum = np.log(np.exp(shifted).sum(axis=1, keepdims=True, dtype=state))
+    log_softmax = shifted - log_sum
+    # a pair that is not admitted has -inf here, and no target
+    nll = -np.where(target == 0, 0, target * np.where(admitted, log_softmax, 0)).sum(axis=1, dtype=state)
+    lse = (np.where(np.isfinite(top), top, 0).astype(state) + log_sum)[:, 0]
+    terms = np.where(side.target == 0, lse, nll)
+    loss = np.where(side.weight == 0, 0, weight[:, 0] * terms).sum(dtype=state)
+    G = np.where(admitted & (weight != 0), weight * (np.exp(log_softmax) - target), 0)
+    return loss, G.astype(state)
+
+
+def _floor(problem: Problem, t: Truth, accuracy: Accuracy, dtype: str) -> Outcome:
+    """Norms of what cannot be asked for: one rounding of what enters a product, a logit, G and a result.
+
+    A logit's rounding, relative to the size of its terms, moves the logarithm of its probability by as much, and an
+    exponential errs by its own; both may have one sign everywhere, so that sums of them to a number add up. So do
+    roundings of G at positives, whose entries are nearly equal where a model is not certain of them. Elsewhere
+    roundings of G are independent, and their squares add up.
+    """
+    u, a = max(accuracy.unit, accuracy.accumulate_unit), accuracy
+    terms = abs(t.scale) * (np.abs(t.q) @ np.abs(t.k).T) + abs(t.bias)
+    # roundings of the d products of a logit are independent
+    rounded_features = np.sqrt(2.0 * (t.q**2 @ (t.k**2).T)) * a.input_rounding
+    logit = u * (terms + a.exp_ulps) + abs(t.scale) * rounded_features
+    G = np.where(np.isfinite(t.G), t.G, 0.0)
+    moved = np.abs(G) * (logit + logit.max(initial=0.0))
+    rounded = (a.gradient_rounding + a.unit) * np.abs(G) + np.where(
+        G != 0, a.gradient_underflow * np.abs(problem.row_weight).max(initial=0.0), 0.0
+    )
+    entry = np.sqrt(moved**2 + rounded**2)
+
+    def features(E: FloatArray, other: FloatArray, exact: FloatArray) -> float:
+        own = UNIT[dtype] * np.linalg.norm(exact) + UNDERFLOW[dtype] * np.sqrt(exact.size)
+        return float(abs(t.scale) * np.sqrt((E**2 @ other**2).sum()) + own)
+
+    rows = features(entry, t.k, t.outcome.rows)
+    places = [where for where, _ in problem.blocks()]
+    columns = [features(entry.T[where], t.q, exact) for where, exact in zip(places, t.outcome.columns, strict=True)]
+    loss = np.abs(G * logit).sum() + (0.0 if t.row is None else _excess_rounding(t, a))
+
+    def number(factor: FloatArray | float) -> float:
+        alike = np.where(t.positive, rounded * np.abs(factor), 0.0).sum()
+        other = np.sqrt((np.where(t.positive, 0.0, rounded * factor) ** 2).sum())
+        return float((moved * np.abs(factor)).sum() + alike + other)
+
+    return Outcome(
+        loss=float64(loss + a.unit * abs(t.outcome.loss) + UNDERFLOW["float32"]),
+        rows=float64(rows),
+        columns=tuple(float64(each) for each in columns),
+        scale=float64(number(t.products) + a.unit * abs(t.outcome.scale) + UNDERFLOW["float32"]),
+        bias=None if t.outcome.bias is None else float64(number(1.0) + a.unit * abs(t.outcome.bias)),
+    )
+
+
+def _excess_rounding(t: Truth, a: Accuracy) -> float:
+    """One rounding of every row's and column's term of the loss."""
+    sides = [side for side in (t.row, t.column) if side is not None]
+    return float(sum(a.unit * np.abs(np.where(s.weight == 0, 0.0, s.weight * s.nll)).sum() for s in sides))

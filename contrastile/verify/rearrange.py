@@ -10,7 +10,7 @@ import numpy as np
 import numpy.typing as npt
 
 from contrastile.exchange.problem import Problem
-from contrastile.verify.truth import Outcome, masks
+from contrastile.verify.truth import STATISTICS, Outcome, masks
 
 IntArray = npt.NDArray[np.int64]
 
@@ -68,10 +68,7 @@ def unpermuted(outcome: Outcome, rows: IntArray, columns: IntArray) -> Outcome:
     parts = [x.shape[0] for x in outcome.columns]
     return replace(
         outcome,
-        row_lse=_take(outcome.row_lse, back),
-        row_positive=_take(outcome.row_positive, back),
-        column_lse=_take(outcome.column_lse, place),
-        column_positive=_take(outcome.column_positive, place),
+        **{name: _take(getattr(outcome, name), back if name.startswith("row") else place) for name in STATISTICS},
         rows=outcome.rows[back],
         columns=split(np.concatenate(outcome.columns)[place], parts),
     )
@@ -100,10 +97,14 @@ def doubled(problem: Problem) -> Problem:
     )
     (_, before), (_, after) = masks(problem), masks(twofold)
     share = before.sum(axis=1) / np.maximum(after.sum(axis=1), 1)
+    # a copy may have a positive that its original is excluded from
+    shares = np.tile(before.sum(axis=0), 2) / np.maximum(after.sum(axis=0), 1)
     return replace(
         twofold,
         row_target=problem.row_target * share,
-        column_target=None if twofold.column_target is None else twofold.column_target * after.any(axis=0),
+        column_target=None
+        if twofold.column_target is None
+        else twofold.column_target * np.where(after.any(0), shares, 0),
     )
 
 

@@ -17,6 +17,7 @@ from typing import Any
 import numpy as np
 
 from contrastile.verify.runner import Failure, Row
+from contrastile.verify.strategies import REFUSED_SHARE
 
 
 @contextmanager
@@ -36,8 +37,25 @@ def progress(*, shown: bool) -> Iterator[Callable[[int, int, str], None]]:
 
 
 def verdict(rows: Sequence[Row]) -> str:
-    """Whether any row failed: "fail" or "pass"."""
-    return "fail" if any(row["status"] == "fail" for row in rows) else "pass"
+    """Fail if any row did; else incomplete where too much was not tested to say more; else pass."""
+    if any(row["status"] == "fail" for row in rows):
+        return "fail"
+    return "incomplete" if lacking(rows) else "pass"
+
+
+def lacking(rows: Sequence[Row]) -> list[str]:
+    """What keeps rows without a failure from being a pass, one line for each reason."""
+    untested = Counter((row["backend"], row["reason"]) for row in rows if row["status"] == "untested")
+    lines = [f"{backend}: {count} not tested: {reason}" for (backend, reason), count in untested.items()]
+    claimed = [row for row in rows if row["status"] != "skip"]
+    grouped: dict[tuple[str, str], list[Row]] = {}
+    for row in claimed:
+        grouped.setdefault((row["backend"], row["dtype"]), []).append(row)
+    for (backend, dtype), of_these in grouped.items():
+        refused = [row["reason"] for row in of_these if row["status"] == "refused"]
+        if len(refused) > REFUSED_SHARE * len(of_these):
+            lines.append(f"{backend}: refused {len(refused)} of {len(of_these)} in {dtype}: {refused[0]}")
+    return lines
 
 
 def environment() -> dict[str, Any]:
@@ -89,12 +107,15 @@ def write_json(path: Path, rows: Sequence[Row]) -> None:
     path.write_text(json.dumps(as_json(rows), indent=1, allow_nan=False) + "\n", encoding="utf-8")
 
 
+_WORDS = {"fail": "failed", "pass": "passed", "refused": "refused", "untested": "not tested", "skip": "skipped"}
+_ALWAYS = ("pass", "fail", "skip")
+
+
 def cell(rows: Sequence[Row]) -> str:
     """One backend and property in short: the worst ratio, and how many passed, failed and were skipped."""
     count = Counter(row["status"] for row in rows)
     worst = _worst(rows)
-    named = (("fail", "failed"), ("pass", "passed"), ("skip", "skipped"))
-    return f"{worst} ({', '.join(f'{count[status]} {word}' for status, word in named if count[status])})"
+    return f"{worst} ({', '.join(f'{count[status]} {word}' for status, word in _WORDS.items() if count[status])})"
 
 
 def _worst(rows: Sequence[Row]) -> str:
@@ -107,10 +128,10 @@ def _worst(rows: Sequence[Row]) -> str:
 
 
 def skips(rows: Sequence[Row]) -> list[str]:
-    """What was skipped and why, one line for each backend, property and reason."""
+    """What was skipped or refused and why, one line for each backend, property and reason."""
     grouped: dict[tuple[str, str], dict[str, list[Row]]] = {}
     for row in rows:
-        if row["status"] == "skip":
+        if row["status"] in ("skip", "refused"):
             grouped.setdefault((row["backend"], row["reason"]), {}).setdefault(row["property"], []).append(row)
     lines = []
     for (backend, reason), properties in grouped.items():
@@ -124,22 +145,30 @@ def skips(rows: Sequence[Row]) -> list[str]:
 def summary(rows: Sequence[Row]) -> str:
     """The verdict in one line."""
     count = Counter(row["status"] for row in rows)
-    return (
-        f"{verdict(rows).upper()}: {count['pass']} passed, {count['fail']} failed, {count['skip']} skipped; "
-        f"largest error {_worst(rows)} of its bound"
-    )
+    shown = [status for status in ("pass", "fail", "refused", "untested", "skip") if count[status] or status in _ALWAYS]
+    counts = ", ".join(f"{count[status]} {_WORDS[status]}" for status in shown)
+    return f"{verdict(rows).upper()}: {counts}; largest error {_worst(rows)} of its bound"
 
 
 def show(rows: Sequence[Row], failures: Sequence[Failure], *, quiet: bool) -> None:
     """Print the table and the skips, the failures, and the verdict; ``quiet`` leaves out the first two."""
     if not quiet:
         _table(rows)
+    alike = Counter((failure.row["backend"], failure.row["reason"]) for failure in failures)
     for failure in failures:
         row = failure.row
+        times = alike.pop((row["backend"], row["reason"]), 0)
+        if not times:
+            continue
         print(f"\nFAILED {row['backend']} {row['property']} {row['case']} {row['dtype']}")
         print(f"  {row['reason']}")
+        if times > 1:
+            print(f"  and {times - 1} more that end in these words")
         print(f"  error / bound = {failure.worst.ratio:.3g}")
         print(f"  rerun: {failure.command}")
+    if verdict(rows) != "pass":
+        for line in lacking(rows):
+            print(line)
     print(summary(rows))
     sys.stdout.flush()
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -12,12 +12,14 @@ import numpy.typing as npt
 from contrastile.backends.contract import Array, Backend, Block, LseFunction, Options, Statistics
 from contrastile.exchange import local, schedule
 from contrastile.exchange.problem import Problem
-from contrastile.verify.truth import Outcome
+from contrastile.verify.truth import STATISTICS, Outcome
 
 FloatArray = npt.NDArray[np.float64]
 
-VALUE = ("loss", "row_lse", "row_positive", "column_lse", "column_positive")
+VALUE = ("loss", *STATISTICS)
 GRADIENT = ("rows", "columns", "scale", "bias")
+
+Want = Callable[[Problem], local.Wanted | None]
 
 
 @dataclass(frozen=True, slots=True)
@@ -65,8 +67,14 @@ def materialise(problem: Problem, backend: Backend, dtype: str, device: str = "c
     )
 
 
+_NO_GRADIENTS = local.Gradients(None, (), None, None)
 _STATE = ("scale", "bias", "row_weight", "row_target", "column_weight", "column_target")
 _INDICES = ("positives", "excluded", "row_ids", "column_ids")
+
+
+def every_gradient(problem: Problem) -> local.Wanted:
+    """All gradients that the problem has."""
+    return local.Wanted(True, (True,) * len(problem.columns), True, problem.bias is not None)
 
 
 @np.errstate(all="ignore")
@@ -77,6 +85,7 @@ def outcome(
     device: str = "cpu",
     options: Options = Options(),  # noqa: B008 (frozen)
     upstream: float = 1.0,
+    want: Want = every_gradient,
 ) -> Outcome:
     """What the backend makes of the problem: loss, statistics and the gradients of ``upstream * loss``.
 
@@ -87,10 +96,12 @@ def outcome(
         device: kind of device.
         options: how to compute.
         upstream: the gradient that arrives from above.
+        want: gives the gradients to ask for, given the problem; None for the value alone.
 
     Returns:
-        NumPy float64 values of what came out in the backend's own dtypes; of a problem with a placement this rank's
-        own, without the sums of the positive logits, which the ranks never put together.
+        NumPy float64 values of what came out in the backend's own dtypes, None for what was not asked for; of a
+        problem with a placement this rank's own, without the sums of the positive logits, which the ranks never put
+        together.
 
     Raises:
         UnsupportedProblemError: the backend refuses the problem.
@@ -98,8 +109,9 @@ def outcome(
     arrays = backend.arrays
     native = materialise(problem, backend, dtype, device)
     arriving = arrays.asarray(upstream, backend.state(dtype), native.scale)
-    wanted = local.Wanted(True, (True,) * len(native.columns), True, native.bias is not None)
+    wanted = want(native)
     parts: list[Statistics] = []
+    lses: dict[str, Array | None] = {}
 
     def noted(lse: LseFunction) -> LseFunction:
         def function(block: Block, columns: bool, how: Options) -> Statistics:
@@ -110,16 +122,21 @@ def outcome(
 
     if native.kind == "sigmoid":
         loss, sums = schedule.sigmoid(native, wanted, backend, options)
-        assert sums is not None
-        place = native.placement
-        gradients = schedule.finish(native.rows, native.scale, place, sums, arriving, wanted, arrays)
-        row_lse = column_lse = None
+        gradients = _NO_GRADIENTS
+        if wanted is not None:
+            assert sums is not None
+            place = native.placement
+            gradients = schedule.finish(native.rows, native.scale, place, sums, arriving, wanted, arrays)
     else:
         keeping = None if backend.keeping is None else noted(backend.keeping)
         listened = replace(backend, lse=noted(backend.lse), keeping=keeping)
-        saved = schedule.forward(native, listened, options, keep=True)
-        gradients = schedule.backward(native, saved, arriving, wanted, backend, options)
-        loss, row_lse, column_lse = saved.loss, saved.row_lse, saved.column_lse
+        keep = wanted is not None and wanted.rows and all(wanted.columns)
+        saved = schedule.forward(native, listened, options, keep=keep)
+        gradients = _NO_GRADIENTS
+        if wanted is not None:
+            gradients = schedule.backward(native, saved, arriving, wanted, backend, options)
+        loss = saved.loss
+        lses = {name: getattr(saved, name) for name in STATISTICS if hasattr(saved, name)}
 
     if native.placement is not None:
         parts.clear()
@@ -127,14 +144,14 @@ def outcome(
     def take(x: Array | None) -> Any:
         return None if x is None else np.array(arrays.to_numpy(x), dtype=np.float64)
 
+    found = dict.fromkeys(STATISTICS) | {name: take(x) for name, x in lses.items()}
+    if parts:
+        found["row_positive_sum"] = np.sum([take(part.row_positive_sum) for part in parts], axis=0)
+        if found["column_negative_lse"] is not None:
+            found["column_positive_sum"] = np.concatenate([take(part.column_positive_sum) for part in parts])
     return Outcome(
         loss=take(loss),
-        row_lse=take(row_lse),
-        row_positive=np.sum([take(part.row_positive) for part in parts], axis=0) if parts else None,
-        column_lse=take(column_lse),
-        column_positive=None
-        if column_lse is None or not parts
-        else np.concatenate([take(part.column_positive) for part in parts]),
+        **found,
         rows=take(gradients.rows),
         columns=tuple(take(x) for x in gradients.columns),
         scale=take(gradients.scale),

@@ -5,9 +5,9 @@ from __future__ import annotations
 import math
 import shlex
 import warnings
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
-from functools import partial
+from functools import cache, partial
 from typing import TypedDict
 
 import numpy as np
@@ -15,19 +15,26 @@ import numpy as np
 from contrastile.backends.arrays import FLOATS
 from contrastile.backends.contract import PRECISIONS, Backend, UnsupportedProblemError
 from contrastile.verify import cases, sharded, strategies
+from contrastile.verify.cases import Case
 from contrastile.verify.distributed import DISTRIBUTED
+from contrastile.verify.facts import FactsError
 from contrastile.verify.memory import one_thread
 from contrastile.verify.properties import PROPERTIES, Checks, Property
 from contrastile.verify.run import Worst
 from contrastile.verify.trial import SkipError, Subject, Trial
-from contrastile.verify.truth import truth
+from contrastile.verify.truth import Truth, truth
 from contrastile.verify.worlds import World
 
 DTYPES = ("float32", *(dtype for dtype in FLOATS if dtype != "float32"))
 
 
 class Row(TypedDict):
-    """One line of the report. ``ratio`` is max error / bound; None for a skip, inf where no bound could hold."""
+    """One line of the report.
+
+    ``status`` is "pass", "fail", "skip" (the property does not concern this case, or the backend never claimed this
+    dtype or device), "refused" (the backend refused a problem that its dtypes and devices include) or "untested".
+    ``ratio`` is max error / bound; inf where no bound could hold, None for what was not compared.
+    """
 
     backend: str
     property: str
@@ -123,46 +130,57 @@ class Run:
 
     Attributes:
         selection: what to run.
-        progress: called with (rows done, rows in all, what comes next).
+        progress: called with (rows done, rows in all, what was done).
         failures: what failed so far.
+        begin: called with (number, rows in all, row, command) before a check; the row says that nothing came of it.
+        printed: what the backend has printed since it was last asked.
+        start: the number of the first row.
+        lost: backends that are not run any more, and why.
     """
 
     selection: Selection
     progress: Callable[[int, int, str], None] = lambda done, total, what: None
     failures: list[Failure] = field(default_factory=list)
+    begin: Callable[[int, int, Row, str], None] = lambda number, total, row, command: None
+    printed: Callable[[], str] = str
+    start: int = 0
+    lost: Mapping[str, str] = field(default_factory=dict)
 
     def rows(self) -> Iterator[Row]:
         """One row for each backend, dtype, case and property, as each is done."""
+        total = self.total
+        for number, (subject, each, case, check) in enumerate(self._checks()):
+            if number < self.start:
+                continue
+            row = self._row(number, total, subject, each, case, check)
+            self.progress(number + 1, total, f"{row['backend']} {row['dtype']} {row['case']} {row['property']}")
+            yield row
+
+    @property
+    def total(self) -> int:
+        """How many rows there are."""
+        return sum(1 for _ in self._checks())
+
+    def _checks(self) -> Iterator[tuple[Subject, Property, str, Callable[[], Checks]]]:
+        """What is to be checked, in one fixed order; a case's truth lives from its first check to its last."""
         s = self.selection
-        chosen = s.chosen()
-        every, alone = [p for p in chosen if p.case is None], [p for p in chosen if p.case is not None]
-        a_dtype = len(s.case_names()) * len(every) + sum(len(s.own_cases(p)) for p in alone)
-        subjects = {dtype: s.subjects(dtype) for dtype in s.dtypes}
-        total, done = a_dtype * sum(map(len, subjects.values())), 0
+        every, alone = [p for p in s.chosen() if p.case is None], [p for p in s.chosen() if p.case is not None]
         for dtype in s.dtypes:
-            for row in self._dtype(subjects[dtype], every, alone, dtype):
-                done += 1
-                self.progress(done, total, f"{row['backend']} {dtype} {row['case']} {row['property']}")
-                yield row
-
-    def _dtype(
-        self, subjects: list[Subject], every: list[Property], alone: list[Property], dtype: str
-    ) -> Iterator[Row]:
-        for name in self.selection.case_names() if every else ():
-            case = cases.build(name, dtype)
-            oracle = truth(case.problem)
-            for subject in subjects:
-                trial = Trial(subject, case, oracle)
-                with one_thread(subject.backend.arrays, trial.small):
+            subjects = s.subjects(dtype)
+            for name in s.case_names() if every else ():
+                case = cache(partial(_case, name, dtype))
+                for subject in subjects:
+                    trial = cache(partial(_trial, subject, case))
                     for each in every:
-                        yield self._row(subject, each, name, partial(each.check, trial))
-        for subject in subjects:
-            with one_thread(subject.backend.arrays, True):
+                        yield subject, each, name, partial(_of_a_trial, each, trial)
+            for subject in subjects:
                 for each in alone:
-                    for name in self.selection.own_cases(each):
-                        yield self._row(subject, each, name, partial(each.check, subject, name))
+                    for name in s.own_cases(each):
+                        yield subject, each, name, partial(_of_a_subject, each, subject, name)
 
-    def _row(self, subject: Subject, each: Property, case: str, check: Callable[[], Checks]) -> Row:
+    def _row(
+        self, number: int, total: int, subject: Subject, each: Property, case: str, check: Callable[[], Checks]
+    ) -> Row:
         def row(ratio: float | None, status: str, reason: str) -> Row:
             return Row(
                 backend=subject.name,
@@ -178,42 +196,83 @@ class Run:
         refusal = _refusal(subject)
         if refusal is not None:
             return row(None, "skip", refusal)
+        if subject.name in self.lost:
+            return row(None, "untested", self.lost[subject.name])
+        command = self.selection.command(subject, each, case)
+        self.begin(number, total, row(None, "untested", "nothing came of it"), command)
         if subject.world is not None:
             subject.world.begin()
-        label, worst, skipped = _worst(check)
-        if skipped is not None:
-            return row(None, "skip", skipped)
-        if worst.ratio < 1:
-            return row(worst.ratio, "pass", "")
-        failed = row(worst.ratio, "fail", ": ".join(filter(None, (label, str(worst)))))
-        exact = label if each.case is not None and label.startswith(f"{each.case}:") else case
-        command = self.selection.command(subject, each, exact)
-        self.failures.append(Failure(failed, worst, label, command))
+        found = _worst(check)
+        said = self.printed()
+        if said and found.status != "fail":
+            found = Found("fail", worst=Worst(math.inf, f"printed to stdout: {said!r}", (), math.inf, 0.0))
+        if found.status != "fail":
+            return row(found.worst.ratio if found.status == "pass" else None, found.status, found.reason)
+        failed = row(found.worst.ratio, "fail", ": ".join(filter(None, (found.label, str(found.worst)))))
+        if each.case is not None and found.label.startswith(f"{each.case}:"):
+            command = self.selection.command(subject, each, found.label)
+        self.failures.append(Failure(failed, found.worst, found.label, command))
         return failed
 
 
-def _worst(check: Callable[[], Checks]) -> tuple[str, Worst, str | None]:
-    """The worst of a property's comparisons; a reason where it ended in a skip before anything failed.
+def _case(name: str, dtype: str) -> tuple[Case, Truth]:
+    case = cases.build(name, dtype)
+    return case, truth(case.problem)
 
-    A backend that raises has failed, and a row that was skipped halfway keeps what it found.
+
+def _trial(subject: Subject, case: Callable[[], tuple[Case, Truth]]) -> Trial:
+    return Trial(subject, *case())
+
+
+def _of_a_trial(each: Property, trial: Callable[[], Trial]) -> Checks:
+    given = trial()
+    with one_thread(given.subject.backend.arrays, given.small):
+        yield from each.check(given)
+
+
+def _of_a_subject(each: Property, subject: Subject, case: str) -> Checks:
+    with one_thread(subject.backend.arrays, True):
+        yield from each.check(subject, case)
+
+
+_NOTHING = Worst(0.0, "nothing", (), 0.0, 0.0)
+
+
+@dataclass(frozen=True, slots=True)
+class Found:
+    """What came of a check: its status, the worst of its comparisons and its label, or why there is none."""
+
+    status: str
+    reason: str = ""
+    label: str = ""
+    worst: Worst = _NOTHING
+
+
+def _worst(check: Callable[[], Checks]) -> Found:
+    """The worst of a property's comparisons.
+
+    A backend that raises has failed. A row that the property leaves halfway keeps what it found; one that the backend
+    refuses halfway does so only where something failed.
     """
-    label, worst, compared = "", Worst(0.0, "nothing", (), 0.0, 0.0), False
+    found = Found("untested", "the property compared nothing")
     try:
         # the backend's own warnings are no verdict, and oracles of NaN warn of it
         with warnings.catch_warnings(), np.errstate(all="ignore"):
             warnings.simplefilter("ignore", RuntimeWarning)
-            for name, found in check():
-                compared = True
-                ratio = math.inf if math.isnan(found.ratio) else found.ratio
-                if ratio > worst.ratio or worst.field == "nothing":
-                    label, worst = name, found
-    except (SkipError, UnsupportedProblemError) as reason:
-        if not compared:
-            return "", worst, str(reason)
-    except Exception as error:
+            for label, worst in check():
+                ratio = math.inf if math.isnan(worst.ratio) else worst.ratio
+                if found.status == "untested" or ratio > found.worst.ratio:
+                    found = Found("pass" if ratio < 1 else "fail", "", label, worst)
+    except SkipError as reason:
+        return Found("skip", str(reason)) if found.status == "untested" else found
+    except UnsupportedProblemError as reason:
+        return found if found.status == "fail" else Found("refused", str(reason))
+    except FactsError as error:
+        return Found("fail", worst=Worst(math.inf, str(error), (), math.inf, 0.0))
+    except (Exception, SystemExit) as error:
         text = " ".join(str(error).split())
-        return "", Worst(math.inf, f"raised {type(error).__name__}: {text}", (), math.inf, 0.0), None
-    return label, worst, None
+        return Found("fail", worst=Worst(math.inf, f"raised {type(error).__name__}: {text}", (), math.inf, 0.0))
+    return found
 
 
 def _refusal(subject: Subject) -> str | None:

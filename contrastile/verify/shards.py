@@ -17,11 +17,12 @@ from contrastile.exchange.placement import Placement, Shards
 from contrastile.exchange.problem import Problem
 from contrastile.verify import rearrange
 from contrastile.verify.arithmetic import Spread
-from contrastile.verify.truth import Outcome
+from contrastile.verify.truth import STATISTICS, Outcome
 
 IntArray = npt.NDArray[np.int64]
 
-FIELDS = ("loss", "row_lse", "column_lse", "rows", "columns", "scale", "bias")
+_LSES = tuple(name for name in STATISTICS if name.endswith("lse"))
+FIELDS = ("loss", *_LSES, "rows", "columns", "scale", "bias")
 """What is compared of a sharded outcome: all but the sums of the positive logits, which no rank has whole."""
 
 _ROWS = ("row_weight", "row_target", "row_ids")
@@ -119,17 +120,15 @@ class Cut:
             found = [getattr(part, name) for part in parts]
             return None if found[0] is None else np.concatenate(found)
 
-        lse = along("column_lse")
-        if lse is not None:
-            lse[self.order()] = lse.copy()
+        lses = {name: along(name) for name in _LSES}
+        for name, lse in lses.items():
+            if name.startswith("column") and lse is not None:
+                lse[self.order()] = lse.copy()
         columns = zip(*(part.columns for part in parts), strict=True)
         first = parts[0]
         return Outcome(
             loss=first.loss,
-            row_lse=along("row_lse"),
-            row_positive=None,
-            column_lse=lse,
-            column_positive=None,
+            **lses,
             rows=along("rows") / factor,
             columns=tuple(np.concatenate(block) / factor for block in columns),
             scale=first.scale * (n / factor),

@@ -24,6 +24,8 @@ if TYPE_CHECKING:
 
 T = TypeVar("T")
 CASE = "drawn"
+REFUSED_SHARE = 0.25
+"""Of the problems of a dtype and device that a backend claims to take: one that refuses more is not verified."""
 FEATURES = ("normal", "signs", "twins", "trained")
 PAIRS = ("diagonal", "random", "none", "drop", "labels", "itself")
 WEIGHTS = ("mean", "signed")
@@ -203,18 +205,26 @@ class _FoundError(Exception):
 
 
 def search(recipes: SearchStrategy[T], hold: Callable[[T], Worst], subject: Subject) -> tuple[str, Worst]:
-    """The worst of all recipes drawn, or the smallest that fails: as it prints, and what ``hold`` says of it."""
+    """The worst of all recipes drawn, or the smallest that fails: as it prints, and what ``hold`` says of it.
+
+    Raises:
+        UnsupportedProblemError: nothing failed, and the backend refused a large share of what was drawn.
+    """
     import hypothesis
     import hypothesis.errors
 
     worst: tuple[str, Worst] = ("", Worst(0.0, "nothing", (), 0.0, 0.0))
     failed: list[tuple[str, Worst]] = []
+    refusals: list[str] = []
+    drawn = 0
 
     def test(recipe: T) -> None:
-        nonlocal worst
+        nonlocal worst, drawn
+        drawn += 1
         try:
             found = str(recipe), hold(recipe)
-        except UnsupportedProblemError:
+        except UnsupportedProblemError as reason:
+            refusals.append(str(reason))
             return
         except Exception as error:
             found = str(recipe), Worst(np.inf, f"{type(error).__name__}: {error}", (), np.inf, 0.0)
@@ -240,6 +250,8 @@ def search(recipes: SearchStrategy[T], hold: Callable[[T], Worst], subject: Subj
     except (_FoundError, hypothesis.errors.Flaky, ExceptionGroup):
         # hypothesis replays the smallest failure last; a flaky one may not fail then, and still has failed
         return failed[-1]
+    if len(refusals) > REFUSED_SHARE * drawn:
+        raise UnsupportedProblemError(f"{len(refusals)} of {drawn} drawn problems refused, the last: {refusals[-1]}")
     return worst
 
 

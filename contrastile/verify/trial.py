@@ -12,10 +12,11 @@ import numpy as np
 
 from contrastile.backends.contract import Accuracy, Backend, Options
 from contrastile.exchange.problem import Problem
+from contrastile.verify import facts
 from contrastile.verify.arithmetic import Spread
 from contrastile.verify.bounds import bounds
 from contrastile.verify.cases import Case
-from contrastile.verify.run import GRADIENT, VALUE, Worst, compare, outcome
+from contrastile.verify.run import GRADIENT, VALUE, Want, Worst, compare, every_gradient, outcome
 from contrastile.verify.truth import Outcome, Truth, truth
 from contrastile.verify.worlds import World
 
@@ -64,16 +65,27 @@ class Subject:
 
     @property
     def accuracy(self) -> Accuracy:
-        """The facts its bounds are derived from."""
+        """The facts its bounds are derived from.
+
+        Raises:
+            FactsError: they are looser than those of a plain computation.
+        """
         how = () if self.precision == "ieee" else (self.precision,)
-        return self.backend.accuracy(self.dtype, self.device, *how)
+        found = self.backend.accuracy(self.dtype, self.device, *how)
+        return facts.checked(found, self.backend, self.dtype, self.precision)
 
     def run(
-        self, problem: Problem, options: Options, *, backend: Backend | None = None, upstream: float = 1.0
+        self,
+        problem: Problem,
+        options: Options,
+        *,
+        backend: Backend | None = None,
+        upstream: float = 1.0,
+        want: Want = every_gradient,
     ) -> Outcome:
         """``run.outcome`` on this subject in its precision, or on a wrapping of its backend."""
         options = replace(options, precision=self.precision)
-        return outcome(problem, backend or self.backend, self.dtype, self.device, options, upstream)
+        return outcome(problem, backend or self.backend, self.dtype, self.device, options, upstream, want)
 
 
 @dataclass(frozen=True)
@@ -112,10 +124,15 @@ class Trial:
         return np.random.default_rng([self.subject.seed, zlib.crc32(self.case.name.encode())])
 
     def run(
-        self, problem: Problem, backend: Backend | None = None, options: Options | None = None, upstream: float = 1.0
+        self,
+        problem: Problem,
+        backend: Backend | None = None,
+        options: Options | None = None,
+        upstream: float = 1.0,
+        want: Want = every_gradient,
     ) -> Outcome:
         """``Subject.run`` on another problem."""
-        return self.subject.run(problem, options or Options(), backend=backend, upstream=upstream)
+        return self.subject.run(problem, options or Options(), backend=backend, upstream=upstream, want=want)
 
     def bounds(
         self,

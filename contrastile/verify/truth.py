@@ -12,12 +12,23 @@ from contrastile.oracle.general import (
     expected_logit,
     gradients,
     logits,
-    one_direction,
-    row_lse,
+    merge,
+    negative_log_likelihood,
+    split_lse,
     weighted_sum,
 )
 from contrastile.oracle.pairs import admitted_pairs, positive_pairs
-from contrastile.oracle.sigmoid import gradient_of_sigmoid_logits, sigmoid_terms
+from contrastile.oracle.sigmoid import gradient_of_sigmoid_logits, sigma, sigmoid_terms
+
+STATISTICS = (
+    "row_negative_lse",
+    "row_positive_lse",
+    "row_positive_sum",
+    "column_negative_lse",
+    "column_positive_lse",
+    "column_positive_sum",
+)
+"""The outcome's log-sum-exps and sums, in the order of ``contract.Statistics``."""
 
 
 @dataclass(frozen=True)
@@ -26,25 +37,30 @@ class Outcome:
 
     Attributes:
         loss: 0-d, not multiplied by the upstream gradient.
-        row_lse: (m,), None for the sigmoid loss.
-        row_positive: (m,) sum of the positive logits, None for the sigmoid loss.
-        column_lse: (n,) over the joined columns, None for the sigmoid loss and for a loss of one direction.
-        column_positive: (n,) likewise.
         rows: (m, d) dQ.
         columns: (n_c, d) dK for each column block.
         scale: 0-d dscale.
         bias: 0-d dbias of the sigmoid loss, None for softmax.
+        row_negative_lse: (m,), None for the sigmoid loss, as the next two.
+        row_positive_lse: (m,)
+        row_positive_sum: (m,) sum of the positive logits.
+        column_negative_lse: (n,) over the joined columns, None for the sigmoid loss and for a loss of one direction, as
+            the next two.
+        column_positive_lse: (n,)
+        column_positive_sum: (n,)
     """
 
     loss: FloatArray
-    row_lse: FloatArray | None
-    row_positive: FloatArray | None
-    column_lse: FloatArray | None
-    column_positive: FloatArray | None
     rows: FloatArray
     columns: tuple[FloatArray, ...]
     scale: FloatArray
-    bias: FloatArray | None
+    bias: FloatArray | None = None
+    row_negative_lse: FloatArray | None = None
+    row_positive_lse: FloatArray | None = None
+    row_positive_sum: FloatArray | None = None
+    column_negative_lse: FloatArray | None = None
+    column_positive_lse: FloatArray | None = None
+    column_positive_sum: FloatArray | None = None
 
 
 @dataclass(frozen=True)
@@ -54,16 +70,29 @@ class Direction:
     Attributes:
         weight: (own,) not multiplied by the upstream gradient.
         target: (own,).
-        lse: (own,).
+        negative_lse: (own,) N.
+        positive_lse: (own,) P.
         positive_sum: (own,).
-        p: (own, other) exp(x - lse) on admitted pairs, 0 elsewhere.
+        nll: (own,) ``L - t S``.
+        p: (own, other) exp(x - L) on admitted pairs, 0 elsewhere.
+        q: (own, other) exp(x - P) on positive pairs, 0 elsewhere.
+        beaten: (own,) sigma(N - P), the probability of all negatives; 1 where there is no positive.
     """
 
     weight: FloatArray
     target: FloatArray
-    lse: FloatArray
+    negative_lse: FloatArray
+    positive_lse: FloatArray
     positive_sum: FloatArray
+    nll: FloatArray
     p: FloatArray
+    q: FloatArray
+    beaten: FloatArray
+
+    @property
+    def lse(self) -> FloatArray:
+        """L, (own,)."""
+        return merge(self.negative_lse, self.positive_lse)
 
 
 @dataclass(frozen=True)
@@ -137,10 +166,12 @@ def truth(problem: Problem, upstream: float = 1.0) -> Truth:
         found = gradients(q, k, scale, G)
         outcome = Outcome(
             loss=float64(loss),
-            row_lse=None if row is None else row.lse,
-            row_positive=None if row is None else row.positive_sum,
-            column_lse=None if column is None else column.lse,
-            column_positive=None if column is None else column.positive_sum,
+            row_negative_lse=None if row is None else row.negative_lse,
+            row_positive_lse=None if row is None else row.positive_lse,
+            row_positive_sum=None if row is None else row.positive_sum,
+            column_negative_lse=None if column is None else column.negative_lse,
+            column_positive_lse=None if column is None else column.positive_lse,
+            column_positive_sum=None if column is None else column.positive_sum,
             rows=found.d_rows,
             columns=split(problem, found.d_columns),
             scale=found.d_scale,
@@ -158,20 +189,31 @@ def split(problem: Problem, joined: FloatArray) -> tuple[FloatArray, ...]:
 def _direction(
     x: FloatArray, admitted: BoolArray, positive: BoolArray, weight: FloatArray, target: FloatArray
 ) -> Direction:
-    lse = row_lse(x, admitted)
+    n, p = split_lse(x, admitted, positive.astype(np.float64), axis=1)
+    target = float64(target)
+    counted = np.where(positive, target[:, None], 0.0)
+    nll = negative_log_likelihood(x, n, p, counted, axis=1)
     return Direction(
         weight=float64(weight),
-        target=float64(target),
-        lse=lse,
+        target=target,
+        negative_lse=n,
+        positive_lse=p,
         positive_sum=expected_logit(x, positive.astype(np.float64), axis=1),
-        p=np.where(admitted, np.exp(x - lse[:, None]), 0.0),
+        # a target of 0 leaves the whole log-sum-exp
+        nll=np.where(target == 0, merge(n, p), nll),
+        p=np.where(admitted, np.exp(x - merge(n, p)[:, None]), 0.0),
+        q=np.where(positive, np.exp(x - p[:, None]), 0.0),
+        beaten=np.where(positive.any(axis=1), sigma(n - p), 1.0),
     )
 
 
 def _loss(side: Direction) -> float:
-    return weighted_sum(side.weight, side.lse - np.where(side.target == 0, 0.0, side.target * side.positive_sum))
+    return weighted_sum(side.weight, side.nll)
 
 
 def _gradient(x: FloatArray, admitted: BoolArray, positive: BoolArray, side: Direction, upstream: float) -> FloatArray:
     target = np.where(positive, side.target[:, None], 0.0)
-    return one_direction(x, admitted, (upstream * side.weight)[:, None], side.lse[:, None], target)
+    # a positive whose target is 0 is a pair like any other, but its logit is in P
+    G = np.where(positive, (side.q - target) - side.q * side.beaten[:, None], side.p)
+    w = (upstream * side.weight)[:, None]
+    return np.where(admitted & (w != 0), w * G, 0.0)

@@ -148,7 +148,8 @@ def test_a_size_that_was_named_is_kept_whatever_the_environment_says(monkeypatch
 def test_partial_results_of_the_forward_pass_stay_bounded() -> None:
     for family in (HOPPER, AMPERE):
         for m, n in ((4_194_304, 4_194_304), (65536, 1000), (1000, 65536), (1, 10**8), (10**8, 1)):
-            height, width = forward_chunk(m, n, family, None)
-            across, down = -(-width // family.bn), -(-height // family.bm)
-            # a chunk one tile wide has one partial a row, whatever its height
-            assert across * height + down * width <= 16 * 2**20 * 1.1 + height + width
+            for numbers in (1, 2, 6):
+                height, width = forward_chunk(m, n, family, None, numbers)
+                across, down = -(-width // family.bn), -(-height // family.bm)
+                # a chunk one tile wide has one partial a row, whatever its height
+                assert numbers * (across * height + down * width) <= 16 * 2**20 * 1.1 + numbers * (height + width)

@@ -44,8 +44,9 @@ def block(host: Host, dtype: str, kind: str = "plain") -> Block:
 
 def weights(host: Host, two_sided: bool) -> Weights:
     arrays = host.record.backend.arrays
-    one = arrays.full((max(M, N),), 1.0, "float32", arrays.from_numpy(np.zeros(1)))
-    return Weights(one[:M], one[:M], one[:M], *((one[:N], one[:N], one[:N]) if two_sided else ()))
+    lse, one = (arrays.full((max(M, N),), 1.0, x, arrays.from_numpy(np.zeros(1))) for x in ("float64", "float32"))
+    row, column = ((lse[:size], lse[:size], one[:size], one[:size]) for size in (M, N))
+    return Weights(*row, *(column if two_sided else ()))
 
 
 def sums(host: Host) -> tuple[Any, Any]:
@@ -87,21 +88,104 @@ def test_only_what_is_in_the_table_is_launched(dtype: str, kind: str) -> None:
         ("float32", "split", "Split"),
     ],
 )
-def test_positives_are_multiplied_as_the_tiles_are(
+def test_positives_by_index_are_multiplied_as_the_tiles_are(
     dtype: str, precision: str, product: str, kind: str, two_sided: bool
 ) -> None:
     with hosted() as host:
         given = block(host, dtype, "plain" if kind == "none" else kind)
         given = replace(given, pairs=Pairs()) if kind == "none" else given
-        host.record.ampere.lse(given, two_sided, Options(precision=precision))
-        dots = [call for call in host.calls if call.name.startswith("positive_dots")]
+        found = host.record.ampere.lse(given, two_sided, Options(precision=precision))
+        dots = [call for call in host.calls if call.name == "positive_dots"]
         # ids name theirs from the tiles themselves
         assert len(dots) == (kind not in ("target", "none"))
         for call in dots:
             assert call.kernel == f"positive_dots<contrastile::{product}>"
             assert any(name.startswith(f"forward_sm80<contrastile::{product},") for name, _, _ in host.launched)
             assert call.blocks * 64 >= max(M, N) > (call.blocks - 1) * 64
-            assert bool(call.arguments.column_positive) == two_sided
+            out = call.arguments
+            assert (out.row_lse, out.row_sum) == (found.row_positive_lse.data.ptr, found.row_positive_sum.data.ptr)
+            columns = [host.launch.pointer(x) for x in (found.column_positive_lse, found.column_positive_sum)]
+            assert [out.column_lse, out.column_sum] == columns
+            assert (columns[0] is not None) == two_sided
+        gathered = [call.arguments for call in host.calls if call.name == "sum_positives"]
+        assert len(gathered) == (len(dots) and two_sided)
+        for out in gathered:
+            assert out.row_sum == dots[0].arguments.row_sum
+            assert (out.column_lse, out.column_sum) == (dots[0].arguments.column_lse, dots[0].arguments.column_sum)
+        if kind == "none":
+            assert np.isneginf(found.row_positive_lse).all()
+            assert not found.row_positive_sum.any()
+
+
+@pytest.mark.parametrize("two_sided", [True, False])
+@pytest.mark.parametrize("kind", ["plain", "target"])
+@pytest.mark.parametrize("tile", [None, (7, 5)])
+def test_statistics_are_float64_and_every_vector_is_its_own(tile: Any, kind: str, two_sided: bool) -> None:
+    with hosted() as host:
+        found = host.record.backend.lse(block(host, "bfloat16", kind), two_sided, Options(tile=tile))
+        names = ("negative_lse", "positive_lse", "positive_sum")
+        vectors = [getattr(found, f"row_{name}") for name in names]
+        vectors += [getattr(found, f"column_{name}") for name in names if two_sided]
+        assert [(x.dtype.name, x.size) for x in vectors] == [("float64", M)] * 3 + [("float64", N)] * 3 * two_sided
+        # what a kernel writes: folds by rows and by columns, of negatives and of positives
+        written = [
+            {getattr(found, f"{side}_{name}").data.ptr: name for name in names}
+            for side in ("row", "column")[: 1 + two_sided]
+        ]
+        for fold in (x for name, x, _ in host.launched if name.startswith("fold<")):
+            for side, own in zip((fold.rows, fold.columns), written, strict=False):
+                starts = [place for place, name in own.items() if name == "negative_lse"]
+                assert 0 <= side.lse - starts[0] < 8 * max(M, N)
+                # a reference for each sum, behind the sums of the largest chunk
+                assert side.references - side.sums >= 4 * side.tiles * side.part_stride
+        for fold in (x for name, x, _ in host.launched if name.startswith("fold_positives<")):
+            side = fold.rows
+            places = [side.dots, side.counts, side.sums, side.references]
+            assert min(np.diff(places)) >= 4 * side.tiles * side.part_stride
+            assert 0 <= side.lse - found.row_positive_lse.data.ptr < 8 * M
+            assert 0 <= side.sum - found.row_positive_sum.data.ptr < 8 * M
+            assert side.state_stride == M
+
+
+def test_partials_of_the_tile_kernels_are_those_that_are_folded() -> None:
+    with hosted() as host:
+        host.record.backend.lse(block(host, "bfloat16", "target"), True, Options(tile=(7, 5)))
+        forward = [x for name, x, _ in host.launched if name.startswith("forward")]
+        folds = [x for name, x, _ in host.launched if name.startswith("fold<")]
+        positives = [x for name, x, _ in host.launched if name.startswith("fold_positives<")]
+        for tiles, fold, by_ids in zip(forward, folds, positives, strict=True):
+            for side in ("rows", "columns"):
+                left, negatives, others = (getattr(x, side) for x in (tiles, fold, by_ids))
+                assert left.stride == negatives.part_stride == others.part_stride
+                assert (left.sums, left.references) == (negatives.sums, negatives.references)
+                assert (left.dots, left.counts) == (others.dots, others.counts)
+                assert (left.positive_sums, left.positive_references) == (others.sums, others.references)
+
+
+@pytest.mark.parametrize("two_sided", [True, False])
+@pytest.mark.parametrize("kind", ["plain", "excluded", "drop", "target"])
+def test_the_backward_forms_g_of_positives_by_index_before_the_tiles(kind: str, two_sided: bool) -> None:
+    with hosted() as host:
+        given, w = block(host, "bfloat16", kind), weights(host, two_sided)
+        host.record.backend.gradients(given, w, *sums(host), Options(tile=(7, 5)))
+        (temper,) = (x for name, x, _ in host.launched if name == "temper")
+        assert temper.by_ids == (kind == "target")
+        assert bool(temper.entries) == bool(temper.positives) == (kind != "target")
+        assert bool(temper.excluded) == (kind != "plain" and kind != "drop")
+        assert temper.row.negative_lse == w.row_negative_lse.data.ptr
+        # a positive may be any column of the block, also where columns have no weights
+        assert (temper.m, temper.n, temper.two_sided) == (M, N, two_sided)
+        blocks = [call.blocks for call in host.calls if call.name in ("weigh", "temper")]
+        assert blocks == [1 + two_sided, 1 + two_sided]
+        if two_sided:
+            assert temper.column.positive_lse == host.launch.pointer(w.column_positive_lse)
+        for x in (x for name, x, _ in host.launched if name.startswith("gradient")):
+            assert x.entries == temper.entries
+            sides = (x.row, temper.row_vectors, M), (x.column, temper.column_vectors, N)
+            for side, start, length in sides[: 1 + two_sided]:
+                places = [start + 4 * k * length for k in range(5 if temper.by_ids else 3)]
+                found = [side.log, side.weight, side.folded, side.taken, side.certain]
+                assert found == places + [None] * (5 - len(places))
 
 
 def covered(launched: list[Any], name: str) -> np.ndarray:

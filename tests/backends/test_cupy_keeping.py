@@ -20,8 +20,8 @@ STRIDE = 48
 PARTLY, WHOLLY = 2 * STRIDE * 600, 2 * STRIDE * M
 KEPT = {PARTLY: 512, WHOLLY: M}
 BF16 = "contrastile::bfloat16"
-PLAN_BYTES = 52
-ROW_BYTES = 2 * STRIDE + 4
+PLAN_BYTES = 56
+ROW_BYTES = 2 * STRIDE
 
 
 def made(host: Host, keep: int | None, *, hopper: bool = True) -> Backend:
@@ -43,8 +43,8 @@ def block(host: Host, dtype: str = "bfloat16", depth: int = D, **pairs: Any) -> 
 
 def weights(host: Host, kept: Any) -> Weights:
     arrays = host.record.backend.arrays
-    one = arrays.full((M,), 1.0, "float32", arrays.from_numpy(np.zeros(1)))
-    return Weights(one, one, one, one[:N], one[:N], one[:N], kept)
+    lse, one = (arrays.full((M,), 1.0, x, arrays.from_numpy(np.zeros(1))) for x in ("float64", "float32"))
+    return Weights(lse, lse, one, one, lse[:N], lse[:N], one[:N], one[:N], kept)
 
 
 def statistics(backend: Backend, given: Block, columns: bool = True, options: Options = Options()) -> Statistics:  # noqa: B008 (frozen)
@@ -102,9 +102,6 @@ def test_the_fast_forward_keeps_the_first_rows_and_no_chunk_lies_on_both_sides(
         # every kernel of the pass obeys the plan that is kept too
         plans = {call.arguments.plan for call in host.calls if hasattr(call.arguments, "plan")}
         assert plans == {address(memory) + ROW_BYTES * kept}
-        # the positives' exponentials are between them, of all rows whatever the chunk
-        assert {call.arguments.positives for call in keeping} == {address(memory) + 2 * STRIDE * kept}
-        assert not any(call.arguments.positives for call in host.calls if call.name == "forward_sm90")
         folds = [call.arguments for call in host.calls if call.kernel == "fold<false>"]
         assert sum(fold.columns.first * fold.columns.length for fold in folds) == N
         assert sum(fold.columns.last * fold.columns.length for fold in folds) == N
@@ -163,21 +160,16 @@ def test_the_vectors_of_the_kept_rows_reach_who_needs_them(keep: int) -> None:
         # as many threads as the longer of the vectors of each side
         assert temper.blocks * 256 >= 1024 + 256
         assert temper.blocks == 4 + 1
-        row, column = positives.arguments.row, positives.arguments.column
-        for side, start, length in (
-            (row, temper.arguments.row_vectors, M),
-            (column, temper.arguments.column_vectors, N),
-        ):
-            assert side.weight == start + 4 * length
-        assert (row.target, column.target) == (temper.arguments.row.target, temper.arguments.column.target)
-        assert (row.kept, column.kept) == (temper.arguments.row_kept, temper.arguments.column_kept)
+        row, column = positives.arguments.row_kept, positives.arguments.column_kept
+        assert (row, column) == (temper.arguments.row_kept, temper.arguments.column_kept)
         assert (positives.arguments.m, positives.arguments.n) == (KEPT[keep], N)
-        assert positives.arguments.exponentials == address(memory) + 2 * STRIDE * KEPT[keep]
+        assert positives.arguments.entries == temper.arguments.entries
+        assert {call.arguments.entries for call in calls["gradient_sm90"]} == {temper.arguments.entries}
         assert (positives.arguments.kept, positives.arguments.kept_stride) == (address(memory), STRIDE)
         assert (positives.blocks, positives.threads) == (-(-KEPT[keep] // 256), 256)
         by_row, by_column = calls["weighted_sm90"]
         for call, lines, steps in ((by_row, row, column), (by_column, column, row)):
-            assert (call.arguments.lines, call.arguments.steps) == (lines.kept, steps.kept)
+            assert (call.arguments.lines, call.arguments.steps) == (lines, steps)
             assert call.arguments.plan == temper.arguments.plan
 
 
@@ -345,7 +337,8 @@ def test_the_only_row_may_be_kept() -> None:
         backend, whole, one = made(host, WHOLLY), block(host), weights(host, None)
         given = replace(whole, rows=whole.rows[:1], pairs=Pairs())
         memory = statistics(backend, given).kept
-        side = {name: getattr(one, name)[:1] for name in ("row_lse", "row_weight", "row_target")}
+        row = ("row_negative_lse", "row_positive_lse", "row_weight", "row_target")
+        side = {name: getattr(one, name)[:1] for name in row}
         host.calls.clear()
         assert backend.finished is not None
         backend.finished(given, replace(one, kept=memory, **side), None, "gradient", Options())

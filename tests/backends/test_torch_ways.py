@@ -107,18 +107,18 @@ def test_a_nan_is_not_lost_to_a_scale_of_zero() -> None:
     block = block_of(5, 5, 7, 3, scale=0.0)
     block.rows[2, 1] = math.nan
     found = backend.lse(block, True, Options())
-    assert found.row_lse.isnan().tolist() == [i == 2 for i in range(5)]
-    assert found.column_lse.isnan().all()
+    assert found.row_negative_lse.isnan().tolist() == [i == 2 for i in range(5)]
+    assert found.column_negative_lse.isnan().all()
 
 
 def test_infinite_logits_keep_the_oracles_infinities() -> None:
     rows, columns = torch.tensor([[1.0], [math.inf], [2.0]]), torch.tensor([[1.0], [2.0], [-1.0], [-3.0]])
     for options in (Options(), Options(tile=(1, 1))):
         found = backend.lse(Block(rows, columns, torch.tensor(1.0)), True, options)
-        assert found.row_lse.isfinite().tolist() == [True, False, True]
-        assert found.row_lse[1] == math.inf
-        assert found.column_lse[:2].tolist() == [math.inf, math.inf]
-        assert found.column_lse[2:].isfinite().all()
+        assert found.row_negative_lse.isfinite().tolist() == [True, False, True]
+        assert found.row_negative_lse[1] == math.inf
+        assert found.column_negative_lse[:2].tolist() == [math.inf, math.inf]
+        assert found.column_negative_lse[2:].isfinite().all()
 
 
 def test_accuracy_follows_the_precision_of_products() -> None:

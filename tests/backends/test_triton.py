@@ -18,13 +18,22 @@ import pytest
 torch = pytest.importorskip("torch")
 pytest.importorskip("triton")
 
-from contrastile.backends.arrays import mean_excess  # noqa: E402
-from contrastile.backends.contract import Block, Options, Pairs, UnsupportedProblemError, Weights  # noqa: E402
+from contrastile.backends.arrays import weighted_nll  # noqa: E402
+from contrastile.backends.contract import (  # noqa: E402
+    Block,
+    Options,
+    Pairs,
+    Statistics,
+    UnsupportedProblemError,
+    Weights,
+)
 from contrastile.backends.triton import backend, configs  # noqa: E402
 from contrastile.backends.triton import tiles as words  # noqa: E402
 from contrastile.backends.triton.launch import aligned  # noqa: E402
+from contrastile.backends.triton.statistics import STATISTICS  # noqa: E402
 from contrastile.backends.triton.statistics import _Pass as Forward  # noqa: E402
 from contrastile.verify import cases  # noqa: E402
+from contrastile.verify.plain import compare_with_plain  # noqa: E402
 from contrastile.verify.run import compare  # noqa: E402
 from contrastile.verify.trial import Subject, Trial  # noqa: E402
 from contrastile.verify.truth import truth  # noqa: E402
@@ -35,6 +44,15 @@ gradients_module = importlib.import_module("contrastile.backends.triton.gradient
 # the interpreter's NumPy warns where a kernel means its infinities
 pytestmark = pytest.mark.filterwarnings("ignore::RuntimeWarning")
 
+CERTAIN = (
+    "certain",
+    "certain@300",
+    "certain-labels",
+    "certain-views",
+    "certain-shared",
+    "norm-30",
+    "norm-3000",
+)
 CASES = (
     "ragged",
     "hot",
@@ -53,6 +71,7 @@ CASES = (
     "sigmoid",
     "sigmoid-ids",
     "large-logits",
+    *CERTAIN,
 )
 
 
@@ -69,13 +88,21 @@ def test_within_the_derived_bound(name: str, dtype: str) -> None:
     assert worst.ratio <= 1, str(worst)
 
 
-@pytest.mark.parametrize("name", ["non-finite", "non-finite@inf"])
+@pytest.mark.parametrize("dtype", ["float32", "float16"])
+@pytest.mark.parametrize("name", CERTAIN)
+def test_no_noisier_than_a_plain_computation_where_pairs_are_certain(name: str, dtype: str) -> None:
+    held = trial(name, dtype)
+    worst = compare_with_plain(held.problem, held.oracle, held.outcome, held.subject.accuracy, dtype)
+    assert worst.ratio <= 1, str(worst)
+
+
+@pytest.mark.parametrize("name", ["nan", "inf"])
 def test_values_that_are_not_finite_come_out_as_the_oracle_says(name: str) -> None:
-    known = cases.names()
-    for case in [x for x in known if x.startswith(name.split("@")[0])]:
-        held = trial(case, "float32")
-        worst = compare(held.outcome, held.oracle.outcome, held.bound)
-        assert worst.ratio <= 1, f"{case}: {worst}"
+    held = trial(name, "float32")
+    # the case is what its name says: else nothing would be held to anything here
+    assert np.isnan(held.oracle.outcome.loss)
+    worst = compare(held.outcome, held.oracle.outcome, held.bound)
+    assert worst.ratio <= 1, str(worst)
 
 
 @pytest.mark.parametrize("tile", [(1, 1), (7, 13), (40, 9)])
@@ -125,7 +152,7 @@ def test_sums_that_underflow_set_the_status_word_after_the_fact() -> None:
     assert status(given) == 1
     found = backend.lse(given, True, Options())
     # every dot product is exact here: x = 100 or -100, and L = x + log n
-    error = abs(float(found.row_lse[4]) - (-100 + np.log(33)))
+    error = abs(float(found.row_negative_lse[4]) - (-100 + np.log(33)))
     assert error <= 100 * 2.0**-20
 
 
@@ -137,7 +164,7 @@ def test_repeats_are_bit_equal_and_strides_do_not_matter(scale: float) -> None:
     odd = torch.cat([given.columns, given.columns[:, :1]], 1)[:, : given.columns.shape[1]]
     for again in (given, replace(given, rows=wide), replace(given, columns=odd)):
         found = backend.lse(again, True, Options())
-        for name in ("row_lse", "row_positive", "column_lse", "column_positive"):
+        for name in STATISTICS:
             assert torch.equal(getattr(found, name), getattr(first, name)), name
 
 
@@ -146,7 +173,7 @@ def test_gradients_add_to_what_is_there_and_may_be_unwanted() -> None:
     m, n = len(given.rows), len(given.columns)
     found = backend.lse(given, True, Options())
     w = torch.full((m,), 0.5 / m), torch.full((n,), 0.5 / n)
-    weights = Weights(found.row_lse, w[0], torch.ones(m), found.column_lse, w[1], torch.ones(n))
+    weights = weighted(found, w[0], torch.ones(m), w[1], torch.ones(n))
     both = torch.zeros(m, 24), torch.zeros(n, 24)
     backend.gradients(given, weights, *both, Options())
     alone = torch.zeros(n, 24)
@@ -163,13 +190,87 @@ def test_positives_at_random_reach_their_columns() -> None:
     given = block()
     where = torch.tensor([7, 7, -3, 10**12, *range(33)])
     found = backend.lse(replace(given, pairs=Pairs(positives=where)), True, Options())
-    expected = torch.zeros(len(given.columns), dtype=torch.float64)
+    logs, sums = (torch.full((len(given.columns),), value, dtype=torch.float64) for value in (-float("inf"), 0.0))
     for i, j in enumerate(where.tolist()):
-        if 0 <= j < len(expected):
-            expected[j] += float(found.row_positive[i])
-    size = float(expected.abs().max())
-    assert float((found.column_positive.double() - expected).abs().max()) <= 4 * 2.0**-24 * size
-    assert float(found.row_positive[2]) == float(found.row_positive[3]) == 0.0
+        if 0 <= j < len(sums):
+            sums[j] += found.row_positive_lse[i]
+            logs[j] = torch.logaddexp(logs[j], found.row_positive_lse[i])
+    of_one = (where[:, None] == torch.arange(len(sums))).sum(0) == 1
+    assert torch.equal(found.column_positive_lse[of_one], sums[of_one])
+    assert torch.equal(found.column_positive_sum, sums)
+    # one rounding of each exponential, logarithm and sum
+    assert float((found.column_positive_lse - logs).abs().nan_to_num(0.0).max()) <= 8 * 2.0**-53 * float(
+        sums.abs().max()
+    )
+    for i in (2, 3):
+        assert float(found.row_positive_lse[i]) == -float("inf")
+        assert float(found.row_positive_sum[i]) == 0.0
+
+
+@pytest.mark.parametrize("tile", [None, (16, 32), (13, 9)])
+@pytest.mark.parametrize("scale", [33.3, 99.9, 5e8])
+@pytest.mark.parametrize("shift", [0, 11, -5, None])
+def test_positives_stay_out_of_the_sums_wherever_they_lie(
+    shift: int | None, scale: float, tile: tuple[int, int] | None
+) -> None:
+    """The dots are 1 and 0: a positive in a sum would be all of it, and without it the sum is the number of others."""
+    m, n = 40, 44
+    columns = torch.eye(n, 48)
+    where = torch.randperm(n, generator=torch.Generator().manual_seed(5))[:m]
+    if shift is not None:
+        where = torch.arange(m) + shift
+    named = (where >= 0) & (where < n)
+    rows = torch.where(named[:, None], columns[where.clamp(0, n - 1)], torch.eye(48)[47])
+    given = Block(rows, columns, torch.tensor(scale), None, Pairs(positives=where))
+    found = backend.lse(given, True, Options(tile))
+    exact = float(given.scale)
+    taken = torch.zeros(n, dtype=torch.bool).index_fill(0, where[named], True)
+    for side, here, others in (("row", named, n), ("column", taken, m)):
+        count = torch.where(here, others - 1, others).double().log()
+        # a sum of at most 48 ones is exact; its logarithm in powers of two and back
+        assert float((getattr(found, f"{side}_negative_lse") - count).abs().max()) <= 48 * 2.0**-23
+        assert torch.equal(getattr(found, f"{side}_positive_sum"), torch.where(here, exact, 0.0).to(torch.float64))
+        log = torch.where(here, exact, -float("inf")).to(torch.float64)
+        assert torch.equal(getattr(found, f"{side}_positive_lse"), log)
+
+
+@pytest.mark.parametrize("scale", [0.37, 33.3, -57.1, 99.9, 1e7])
+@pytest.mark.parametrize("bias", [None, -7.7])
+@pytest.mark.parametrize("two_sided", [True, False])
+def test_a_logit_is_the_same_number_in_the_forward_and_in_the_backward(
+    scale: float, bias: float | None, two_sided: bool
+) -> None:
+    """With no probability left to the others, G at a row's only positive is q - 1, and q is 1 to the last bit."""
+    given, one, none = block(d=40, scale=scale), torch.ones(1), torch.full((1,), -float("inf"), dtype=torch.float64)
+    for i in range(37):
+        pairs = Pairs(row_ids=torch.tensor([7]), column_ids=torch.tensor([7]), match="target")
+        pair = replace(given, rows=given.rows[i : i + 1], columns=given.columns[i : i + 1], pairs=pairs)
+        pair = replace(pair, bias=None if bias is None else torch.tensor(bias))
+        found = backend.lse(pair, True, Options())
+        assert float(found.row_negative_lse) == float(found.column_negative_lse) == -float("inf")
+        side = (none, found.column_positive_lse, one, one) if two_sided else ()
+        sums = torch.zeros(1, 40), torch.zeros(1, 40)
+        backend.gradients(pair, Weights(none, found.row_positive_lse, one, one, *side), *sums, Options())
+        assert not sums[0].any()
+        assert not sums[1].any()
+
+
+def test_rows_that_are_certain_of_positives_by_ids_are_seen() -> None:
+    ids = torch.arange(40) // 2
+    for scale, expected in ((60.0, 1.0), (0.5, 0.0)):
+        rows = torch.eye(20, 24)[ids]
+        pairs = Pairs(row_ids=ids, column_ids=ids, excluded=torch.arange(40), match="target")
+        given = Block(rows, rows, torch.tensor(scale), None, pairs)
+        found = gradients_module._Pass(given, weights_of(given), Options())
+        assert float(found.plan[words.CERTAIN.value]) == expected
+
+
+@pytest.mark.parametrize(("scale", "fast"), [(20.0, 1), (100.0, 1), (300.0, 1), (1000.0, 0)])
+def test_the_fast_backward_is_taken_where_all_rows_are_certain(scale: float, fast: int) -> None:
+    image = torch.eye(40, 48)
+    given = Block(image, image, torch.tensor(scale), None, Pairs(positives=torch.arange(40)))
+    found = gradients_module._Pass(given, weights_of(given), Options())
+    assert float(found.plan[words.FAST.value]) == fast
 
 
 def test_refusals_give_their_reason() -> None:
@@ -215,27 +316,47 @@ def test_the_fused_array_operations_agree_with_the_plain_ones() -> None:
     assert torch.equal(found, (a * 3.0).half())
 
 
-def test_the_mean_excess_is_the_plain_one() -> None:
+def test_the_weighted_nll_is_the_plain_one() -> None:
     random = np.random.default_rng(1)
-    lse_, positive, weight, target = (torch.tensor(random.standard_normal(53), dtype=torch.float32) for _ in range(4))
-    # silenced whatever it holds; no target, so not projected; projected to 0
-    weight[3], lse_[3] = 0.0, -float("inf")
-    target[4], lse_[4], weight[4] = 0.0, -7.0, 1.0
-    target[5], lse_[5], positive[5], weight[5] = 1.0, 2.0, 5.0, 1e6
-    given = lse_, positive, weight, target
-    plain = float(mean_excess(backend.arrays, *given))
-    # 53 float64 terms, each below 2^6
-    assert abs(float(backend.arrays.mean_excess(*given)) - plain) <= 53 * 53 * 2.0**6 * 2.0**-53
-    lse_[9] = float("nan")
-    assert np.isnan(float(backend.arrays.mean_excess(*given)))
+    negative, positive, total = (torch.tensor(random.standard_normal(53)) for _ in range(3))
+    weight, target = (torch.tensor(random.standard_normal(53), dtype=torch.float32) for _ in range(2))
+    infinite = float("inf")
+    # silenced whatever it holds; no target; projected to 0; certain; no positive; one whose logit is -inf
+    weight[3], negative[3] = 0.0, -infinite
+    target[4], weight[4] = 0.0, 1.0
+    target[5], positive[5], total[5], weight[5] = 1.0, 2.0, 5.0, 1e6
+    target[6], negative[6], positive[6], total[6] = 1.0, -80.0, 9.0, 9.0
+    positive[7], total[7] = -infinite, 0.0
+    given = negative, positive, total, weight, target
+    plain = float(weighted_nll(backend.arrays, *given))
+    # 53 float64 terms, each below 2^6 but for one below 2^20
+    assert abs(float(backend.arrays.weighted_nll(*given)) - plain) <= 53 * 2.0**20 * 2.0**-53
+    for value in range(53):
+        one = torch.zeros(53).index_fill(0, torch.tensor([value]), 1.0)
+        found, expected = (
+            float(f(negative, positive, total, one, target))
+            for f in (backend.arrays.weighted_nll, lambda *x: weighted_nll(backend.arrays, *x))
+        )
+        # an exponential, a logarithm, a product and a sum
+        assert found == expected or abs(found - expected) <= 16 * 2.0**-53 * abs(expected), value
+    positive[8], total[8], target[8] = -infinite, -infinite, 1.0
+    assert not np.isfinite(float(backend.arrays.weighted_nll(*given)))
+    negative[9] = float("nan")
+    assert np.isnan(float(backend.arrays.weighted_nll(*given)))
+
+
+def weighted(found: Statistics, *weights: Any) -> Weights:
+    """These weights and targets with what ``lse`` has found."""
+    rows = found.row_negative_lse, found.row_positive_lse, *weights[:2]
+    return Weights(*rows, found.column_negative_lse, found.column_positive_lse, *weights[2:])
 
 
 def weights_of(given: Block, two_sided: bool = True) -> Weights:
     """Halved means, from the block's own log-sum-exps."""
     m, n = len(given.rows), len(given.columns)
     found = backend.lse(given, two_sided, Options())
-    rows = found.row_lse, torch.full((m,), 0.5 / m), torch.ones(m)
-    return Weights(*rows, found.column_lse, torch.full((n,), 0.5 / n), torch.ones(n)) if two_sided else Weights(*rows)
+    columns = (torch.full((n,), 0.5 / n), torch.ones(n)) if two_sided else ()
+    return weighted(found, torch.full((m,), 0.5 / m), torch.ones(m), *columns)
 
 
 @pytest.mark.parametrize("dtype", ["float32", "float16"])
@@ -296,10 +417,10 @@ def test_what_is_finished_starts_from_nothing_that_memory_held(form: str, monkey
 @pytest.mark.parametrize("shape", [(0, 45), (50, 0), (0, 0)])
 def test_a_block_without_pairs_is_finished_with_zeros(shape: tuple[int, int]) -> None:
     given = block(m=shape[0], n=shape[1], dtype=torch.float16)
-    ones = [torch.ones(size) for size in shape]
+    rows, columns = ([torch.ones(size, dtype=torch.float64)] * 2 + [torch.ones(size)] * 2 for size in shape)
     assert backend.finished is not None
     for form, dtype in (("sums", torch.float32), ("gradient", torch.float16)):
-        found = backend.finished(given, Weights(*[ones[0]] * 3, *[ones[1]] * 3), None, form, Options())
+        found = backend.finished(given, Weights(*rows, *columns), None, form, Options())
         assert (found.rows.shape, found.rows.dtype) == (given.rows.shape, torch.float16)
         assert (found.columns.shape, found.columns.dtype) == (given.columns.shape, dtype)
         assert not any(x.any() for x in (found.rows, found.columns, found.inner))
@@ -347,18 +468,7 @@ def test_the_columns_gradient_waits_for_the_workspace_to_go(monkeypatch: pytest.
     assert not held
 
 
-@pytest.mark.parametrize("scale", [33.3, 57.1, 77.7, 99.9])
-def test_a_certain_positive_is_its_rows_and_its_columns_log_sum_exp_to_the_last_bit(scale: float) -> None:
-    """Logits turned to powers of two and back are the logits: a trained model's loss is their difference."""
-    # dots of 1 and 0: the product with ALPHA is exact, and the other logits vanish from every sum
-    image = torch.eye(40, 48)
-    given = Block(image, image, torch.tensor(scale), None, Pairs(positives=torch.arange(40)))
-    found = backend.lse(given, True, Options())
-    assert torch.equal(found.row_lse, found.row_positive)
-    assert torch.equal(found.column_lse, found.column_positive)
-
-
 def test_the_plan_has_a_slot_for_every_number() -> None:
-    slots = [words.ALPHA, words.REFERENCE, words.THRESHOLD, words.FAST, words.FACTOR, words.BIAS]
+    slots = [words.ALPHA, words.REFERENCE, words.THRESHOLD, words.FAST, words.FACTOR, words.BIAS, words.CERTAIN]
     assert sorted(int(x.value) for x in slots) == list(range(len(slots)))
     assert len(slots) <= words.PLAN_SIZE

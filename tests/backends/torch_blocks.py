@@ -13,7 +13,7 @@ from contrastile.backends.torch import backend, products
 from contrastile.exchange.problem import Problem
 from contrastile.verify.bounds import bounds
 from contrastile.verify.run import Worst, compare, outcome
-from contrastile.verify.truth import Truth, truth
+from contrastile.verify.truth import STATISTICS, Truth, truth
 
 RAGGED = Options(tile=(7, 13))
 
@@ -52,13 +52,12 @@ def symmetric(block: Block, seed: int = 0) -> tuple[Problem, Truth]:
 def statistics_and_gradients(block: Block, options: Options = RAGGED) -> list[torch.Tensor]:
     (m, d), n = block.rows.shape, len(block.columns)
     found = backend.lse(block, True, options)
-    half = found.row_lse.new_full
-    weights = Weights(
-        found.row_lse, half((m,), 0.5), half((m,), 1.0), found.column_lse, half((n,), 0.25), half((n,), 1.0)
-    )
-    row, column = (found.row_lse.new_zeros(size, d) for size in (m, n))
-    backend.gradients(block, weights, row, column, options)
-    return [found.row_lse, found.row_positive, found.column_lse, found.column_positive, row, column]
+    vectors = [getattr(found, name) for name in STATISTICS]
+    half = block.rows.new_full if block.rows.dtype == torch.float64 else block.rows.float().new_full
+    sides = [(*vectors[i : i + 2], half((k,), weight), half((k,), 1.0)) for i, k, weight in ((0, m, 0.5), (3, n, 0.25))]
+    row, column = (half((size, d), 0.0) for size in (m, n))
+    backend.gradients(block, Weights(*sides[0], *sides[1]), row, column, options)
+    return [*vectors, row, column]
 
 
 def same_bits(first: list[torch.Tensor], second: list[torch.Tensor]) -> bool:

@@ -164,6 +164,99 @@ def test_a_gpu_that_is_not_there_is_refused(
     assert "contrastile doctor" in capsys.readouterr().err
 
 
+def test_a_picture_without_memory_has_times_alone(tmp_path: Path) -> None:
+    picture = tmp_path / "bench.png"
+    words = ["--backend", "torch", "--batch", "32", "--width", "8", "--repeat", "1", "--no-memory", "--plot"]
+    assert main(parsed(*words, str(picture))) == 0
+    assert picture.read_bytes().startswith(b"\x89PNG")
+
+
+@pytest.mark.parametrize("option", ["--json", "--plot"])
+def test_a_file_that_cannot_be_written_is_refused_before_the_work(
+    option: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(sweep, "run", None)
+    path = tmp_path / "not there" / "file"
+    assert main(parsed(option, str(path))) == 2
+    assert capsys.readouterr() == ("", f"contrastile bench: cannot write {path}: No such file or directory\n")
+
+
+@pytest.mark.parametrize("option", ["--json", "--plot"])
+def test_a_file_that_can_no_longer_be_written_is_said_after_the_table(
+    option: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], found: Sweep
+) -> None:
+    there = tmp_path / "there"
+    there.mkdir()
+    monkeypatch.setattr(sweep, "run", lambda chosen, advance: there.rmdir() or found)
+    assert main(parsed(option, str(there / "file"))) == 2
+    said = capsys.readouterr()
+    assert "of matmul" in said.out
+    assert said.err == f"contrastile bench: cannot write {there}/file: No such file or directory\n"
+
+
+@pytest.mark.parametrize(
+    ("source", "said"),
+    [
+        ("1 / 0", "ZeroDivisionError: division by zero"),
+        ("raise SystemExit(0)", "SystemExit: 0"),
+        ("raise ValueError('two\\nlines')", "ValueError: two lines"),
+    ],
+)
+def test_a_backend_whose_import_raises_is_one_line(
+    source: str, said: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    (tmp_path / "raises_on_import.py").write_text(source + "\n")
+    monkeypatch.syspath_prepend(tmp_path)
+    assert main(parsed("--backend", "raises_on_import:backend")) == 2
+    assert capsys.readouterr().err == f"contrastile bench: backend 'raises_on_import:backend' raised {said}\n"
+
+
+def test_what_raises_in_its_check_is_skipped_with_what_it_said(monkeypatch: pytest.MonkeyPatch) -> None:
+    check = sweep.check
+
+    def raising(implementation: Any, *args: Any) -> Any:
+        if implementation.name == "torch":
+            raise RuntimeError("two\nlines")
+        return check(implementation, *args)
+
+    monkeypatch.setattr(sweep, "check", raising)
+    found = sweep.run(settings(batches=(32,), variants=("aligned",), repeat=1), lambda what, steps: None)
+    assert {row.implementation: row.reason for row in found.rows} == {
+        "numpy": None,
+        "torch": "raised RuntimeError: two lines",
+        "plain": None,
+    }
+
+
+@pytest.mark.parametrize("calls", [0, 3, 20, 31, 40, 60])
+def test_what_was_measured_before_an_interruption_is_shown(
+    calls: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """The interruption comes in one of the timed calls: while speeds are felt out, in a warm-up, in any round."""
+    seconds, left = sweep._seconds, calls
+
+    def interrupted(call: Any, device: str) -> float:
+        nonlocal left
+        if left == 0:
+            raise KeyboardInterrupt
+        left -= 1
+        return seconds(call, device)
+
+    monkeypatch.setattr(sweep, "_seconds", interrupted)
+    data, picture = tmp_path / "bench.json", tmp_path / "bench.png"
+    words = ["--backend", "torch", "--batch", "32", "48", "--width", "8", "--repeat", "9", "--no-memory"]
+    assert main(parsed(*words, "--json", str(data), "--plot", str(picture))) == 2
+    assert capsys.readouterr().err.endswith("contrastile bench: interrupted; this is what was found until then\n")
+    read = json.loads(data.read_text())
+    assert read["interrupted"]
+    samples = [len(row["seconds"]["samples"]) if row["status"] == "measured" else 0 for row in read["rows"]]
+    # both implementations of a size have the same rounds
+    assert samples[::2] == samples[1::2] or len(samples) == 1
+    assert sum(samples) == len(read["order"])
+    assert (sum(samples) > 0) == (calls >= 20) == picture.exists()
+    assert {row["reason"] for row in read["rows"] if row["status"] == "skip"} <= {"interrupted"}
+
+
 def test_quick_fills_in_only_what_was_not_given() -> None:
     assert command.settings(parsed("--quick", "--width", "7")).widths == (7,)
     assert command.settings(parsed("--quick")).batches == (256, 512)

@@ -37,7 +37,7 @@ from contrastile.backends.torch import backend as right
 
 def lse(block, columns, options):
     found = right.lse(block, columns, options)
-    return replace(found, row_lse=found.row_lse + 0.01)
+    return replace(found, row_negative_lse=found.row_negative_lse + 0.01)
 
 backend = replace(right, name="wrong", lse=lse)
 """
@@ -219,7 +219,7 @@ def test_listening_hears_the_log_sum_exps(pairs: tuple[torch.Tensor, torch.Tenso
         clip_loss(*pairs, SCALE, backend="torch")
     clip_loss(*pairs, SCALE, backend="torch")
     (found,) = heard
-    assert found.row_lse.shape == (B,)
+    assert found.row_negative_lse.shape == found.row_positive_lse.shape == (B,)
 
 
 def test_links_are_told_in_words() -> None:

@@ -10,7 +10,7 @@ import ctypes
 import random
 import threading
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from queue import SimpleQueue
@@ -21,7 +21,7 @@ import numpy as np
 from contrastile.exchange.copies import CopyChannel
 from contrastile.exchange.driver import DriverError, Flags
 from contrastile.exchange.peers import Parts
-from contrastile.exchange.watch import Silence, Watch, until
+from contrastile.exchange.watch import Silence, Watch, Word, until
 
 T = TypeVar("T")
 
@@ -183,7 +183,7 @@ class Mail:
     def prepare(self, size: int) -> bool:
         return False
 
-    def give_up(self, waited_for: Sequence[int], seconds: float) -> Mapping[int, Sequence[int]]:
+    def give_up(self, word: Word, seconds: float) -> Mapping[int, Word]:
         return {}
 
     def close(self) -> None:

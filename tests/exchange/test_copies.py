@@ -13,7 +13,7 @@ from stand_in_devices import Ranks
 from contrastile.exchange import copies, staging
 from contrastile.exchange.copies import SETTING
 from contrastile.exchange.staging import SLOTS
-from contrastile.exchange.watch import Silence, Watch, until
+from contrastile.exchange.watch import Silence, Watch, Word, until
 
 PIECE, LEAST = 1000, 64
 READY, PULLED = range(2)
@@ -197,7 +197,7 @@ def test_a_rank_that_sends_nothing_is_named_and_what_waits_for_it_is_broken_off(
         # a channel that nobody has given up leaves everything as it is
         assert not channel._staging.leave(0.05, broken=False)
         assert ranks.devices[rank].mapped
-        channel.give_up([1], 0.0)
+        channel.give_up(Word((1,), ""), 0.0)
 
     ranks = Ranks(3, deadline=0.4)
     ranks.run(program)

@@ -23,10 +23,14 @@ def test_every_primitive_gives_what_it_must_in_worlds_and_subgroups(engine: str)
 
 
 MESSAGES = {
+    "deadline soon": "rank 3: deadline must be a positive number of seconds, got 'soon'",
+    "deadline -3": "rank 3: deadline must be a positive number of seconds, got '-3'",
     "width": "width must be the same on every rank, got 6 on ranks 0, 1, 2, 4 on rank 3",
     "dtype": 'dtype must be the same on every rank, got "float32" on ranks 0, 1, 2, "float64" on rank 3',
     "exchange": 'exchange must be the same on every rank, got "ring" on ranks 0, 1, 2, "gather" on rank 3',
     "reduction": 'parameter_reduction must be the same on every rank, got "mean" on ranks 0, 1, 2, "sum" on rank 3',
+    "no exchange": "rank 3: exchange must be one of auto, ring, gather, local, got 'star'",
+    "no reduction": "rank 3: parameter_reduction must be one of mean, sum, got 'max'",
     "tile": "tile must be the same on every rank",
     "empty": "the ranks must hold at least one row together, got none",
     "no text": "rank 3: image and text must be arrays of one library",
@@ -46,3 +50,11 @@ def test_losses_have_the_bits_of_one_process_and_mismatches_one_message_on_every
     for rank in RANKS:
         # before the mismatches and after them: the group is as good as before
         assert ended.said(rank).count("as in one process") == 2, ended.output
+
+
+@pytest.mark.parametrize("words", [["mpi"], ["torch"], ["torch", "no clones"]], ids=" ".join)
+def test_several_threads_may_use_groups_of_their_own_for_the_first_time_at_once(words: list[str]) -> None:
+    engine, *more = words
+    ended = launch(engine, "threads.py", *more, ranks=3, seconds=200)
+    assert ended.code == 0, ended.output
+    assert [ended.said(rank) for rank in range(3)] == [["as in one process", "one for each group", "done"]] * 3

@@ -6,6 +6,8 @@ import importlib.util
 from pathlib import Path
 from typing import Any
 
+import pytest
+
 ROOT = Path(__file__).resolve().parents[2]
 
 
@@ -44,6 +46,32 @@ def test_every_fault_on_gpus_ends_every_rank_within_the_deadline() -> None:
     for row in rows:
         held(row, data)
         assert row["named"] <= row["raised"] + row["ended"] < data["environment"]["ranks"], row
+
+
+@pytest.mark.parametrize("cuda", [False, True], ids=["CPU", "GPUs"])
+def test_no_mistake_gives_a_wrong_number(cuda: bool) -> None:
+    made = script()
+    path = made.MISTAKES_GPU_DATA if cuda else made.MISTAKES_DATA
+    if cuda and not path.exists():
+        pytest.skip("not measured on GPUs yet")
+    data = made.json.loads(path.read_text(encoding="utf-8"))
+    rows = data["rows"]
+    sizes, carriers = ((2,), ("mpi", "torch")) if cuda else ((2, 3), tuple(made.CARRIERS))
+    expected = [(m, e, by, n) for m in made.MISTAKES for e in ("ring", "gather") for by in carriers for n in sizes]
+    assert [(row["mistake"], row["exchange"], row["by"], row["ranks"]) for row in rows] == expected
+    for row in rows:
+        assert row["orphans"] == 0, row
+        assert row["heard"] is None or row["heard"] < data["environment"]["deadline"], row
+        if row["mistake"] == "two models":
+            # steps, models, ranks
+            assert (row["right"], row["all right"], row["code"]) == (5 * 2 * row["ranks"], row["ranks"], 0), row
+            continue
+        assert row["code"] not in (0, 124), row
+        # whoever is not right to the end has raised, or was ended by its launcher because another had
+        assert row["raised"] + row["gave up"] + row["all right"] <= row["ranks"], row
+        if row["mistake"] in ("skipped backward", "swapped backwards") and not row["gave up"]:
+            assert row["raised"] > 0, row
+            assert "every rank must make the same calls" in row["message"], row
 
 
 def held(row: dict[str, Any], data: dict[str, Any]) -> None:

@@ -89,7 +89,7 @@ def test_the_messages_are_few(n: int) -> None:
             # the columns, once
             "all_gather 2": 1,
             # the loss, what each rank's rows give every column, and the weights and targets of its own
-            "exchange number 1 1 1 1": 1,
+            "exchange number 1 1 1 1 1": 1,
             # the columns' sums, and the scale's gradient
             "exchange 2 number": 1,
         }
@@ -230,7 +230,7 @@ def test_columns_in_two_parts_need_as_few_messages(n: int) -> None:
         assert count == {
             # the others' columns
             "all_to_all 2": 1,
-            "exchange number 1 1 1 1": 1,
+            "exchange number 1 1 1 1 1": 1,
             # the sums of the others' gradients, which travel before the scale's is known
             "exchange 2": 1,
             "exchange number": 1,

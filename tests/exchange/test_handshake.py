@@ -63,6 +63,10 @@ def clip(rank: int, comm: Any, **more: Any) -> Any:
     return contrastile.clip_loss(IMAGE[rank], TEXT[rank], 10.0, group=comm, **more)
 
 
+def both(rank: int, comm: Any, **more: Any) -> Any:
+    return contrastile.value_and_grad(contrastile.clip_loss, group=comm, **more)(IMAGE[rank], TEXT[rank], 10.0)
+
+
 DIFFERENT: list[Any] = [
     pytest.param(
         lambda rank, comm: contrastile.clip_loss(
@@ -168,6 +172,21 @@ WRONG: list[Any] = [
         "rank 0: row_ids and column_ids must be given together, got only one",
         id="ids",
     ),
+    pytest.param(
+        lambda rank, comm: clip(rank, comm, exchange="star" if rank == 1 else "ring"),
+        "rank 1: exchange must be one of auto, ring, gather, local, got 'star'",
+        id="no exchange",
+    ),
+    pytest.param(
+        lambda rank, comm: clip(rank, comm, parameter_reduction="max" if rank == 1 else "mean"),
+        "rank 1: parameter_reduction must be one of mean, sum, got 'max'",
+        id="no reduction",
+    ),
+    pytest.param(
+        lambda rank, comm: both(rank, comm, tile="wide" if rank == 1 else None),
+        "rank 1: tile must be",
+        id="no tile for value and gradients",
+    ),
 ]
 
 
@@ -175,6 +194,18 @@ WRONG: list[Any] = [
 def test_what_is_wrong_on_one_rank_every_rank_hears(call: Callable[[int, Any], Any], words: str) -> None:
     heard = everybody(call)
     assert heard.startswith(f"MismatchError: {words}")
+
+
+@pytest.mark.parametrize(("call", "words"), WRONG)
+def test_the_group_is_as_good_as_before(call: Callable[[int, Any], Any], words: str) -> None:
+    def program(comm: InProcess) -> list[Any]:
+        losses = [float(clip(comm.rank, comm))]
+        with pytest.raises(MismatchError):
+            call(comm.rank, comm)
+        return [*losses, float(clip(comm.rank, comm))]
+
+    losses = Town[list[Any]](N).run(program)
+    assert len({loss for each in losses for loss in each}) == 1
 
 
 def test_what_a_communicator_cannot_carry_every_rank_hears(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -247,8 +247,8 @@ def the_gradient_from_above_is_ignored(patch: Patch) -> None:
 
 @defect(least=2)
 def loss_of_the_own_rows_alone(patch: Patch) -> None:
-    def wrong(problem: Any, loss: Any, row_lse: Any, column_lse: Any, arrays: Any) -> local.Forward:
-        return local.Forward(arrays.cast(loss, arrays.dtype(problem.scale)), row_lse, column_lse)
+    def wrong(problem: Any, loss: Any, *lses: Any, arrays: Any) -> local.Forward:
+        return local.Forward(arrays.cast(loss, arrays.dtype(problem.scale)), *lses)
 
     def of_two_directions(problem: Any, arrays: Any, loss: Any, *state: Any) -> Any:
         total, *found = over(problem, arrays, loss, *state)

@@ -10,8 +10,8 @@ import numpy as np
 import pytest
 
 from contrastile.exchange import buffers
-from contrastile.exchange.communicator import DEADLINE, deadline_or
-from contrastile.exchange.watch import Flight, Silence, Watch, describe, grace, missing, patience, until
+from contrastile.exchange.communicator import DEADLINE, LONGEST, deadline_or
+from contrastile.exchange.watch import Flight, Silence, Watch, Word, describe, grace, missing, patience, until
 
 
 @pytest.mark.parametrize(
@@ -32,11 +32,23 @@ def test_who_waits_for_whom_leads_to_those_who_say_nothing(lost, waiting, blamed
 def test_messages_name_ranks_as_the_whole_program_does() -> None:
     silence = Silence([1], "cannot be reached (broken pipe)")
     titles = [10, 11, 12]
-    assert describe(0, silence, {}, 5, titles).startswith("rank 11 cannot be reached (broken pipe) (deadline 5 s)")
-    further = describe(0, silence, {1: [2]}, 5, titles)
+    own = {0: Word((1,), "the backward of call 3")}
+    assert describe(silence, own, 5, titles).startswith("rank 11 cannot be reached (broken pipe) (deadline 5 s)")
+    further = describe(silence, own | {1: Word((2,), "")}, 5, titles)
     assert further.startswith("rank 12 did not answer, for whom rank 11 waited (deadline 5 s)")
-    circle = describe(0, silence, {1: [2], 2: [0]}, 5, titles)
-    assert circle.startswith("ranks 10, 11, 12 wait for each other")
+    others = {1: Word((2,), "the forward of call 4"), 2: Word((0,), "the backward of call 3")}
+    circle = describe(silence, own | others, 5, titles)
+    assert circle.startswith(
+        "ranks 10, 11, 12 wait for each other (cannot be reached (broken pipe)): ranks 10, 12 are at the backward of "
+        "call 3, rank 11 is at the forward of call 4; every rank must make the same calls in the same order"
+    )
+
+
+@pytest.mark.parametrize(
+    "word", [Word((), "the forward of call 1"), Word((2, 13), "the backward of call 7 (clip_loss)")]
+)
+def test_a_word_crosses_as_text(word: Word) -> None:
+    assert Word.decode(word.encode()) == word
 
 
 def test_waiting_ends_and_keeps_no_core_busy() -> None:
@@ -134,7 +146,7 @@ def test_the_thread_that_asks_is_made_ready_first() -> None:
     watch.close()
 
 
-@pytest.mark.parametrize("given", [0, -1.0, float("inf"), float("nan"), "soon"])
+@pytest.mark.parametrize("given", [0, -1.0, float("inf"), float("nan"), "soon", [3]])
 def test_a_deadline_is_a_positive_number_of_seconds(given, monkeypatch) -> None:
     with pytest.raises(ValueError, match="deadline must be a positive number of seconds"):
         deadline_or(given)
@@ -149,6 +161,7 @@ def test_the_deadline_is_the_argument_else_the_variable_else_the_default(monkeyp
     monkeypatch.setenv("CONTRASTILE_DEADLINE", "7.5")
     assert deadline_or(None) == 7.5
     assert deadline_or(3) == 3.0
+    assert deadline_or(1e300) == LONGEST
     assert os.environ["CONTRASTILE_DEADLINE"] == "7.5"
 
 

@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 from oracle_problems import RAGGED, Problem, on_grid, problems
 
 from contrastile.oracle.blocks import Block, gradients_over_blocks, loss_over_blocks, lse_over_blocks
-from contrastile.oracle.general import gradient_of_logits, gradients, loss, row_lse
+from contrastile.oracle.general import gradient_of_logits, gradients, loss, merge, row_lse
 
 
 def cut(p: Problem, places: list[int], both_ways: bool, queue: bool = False) -> list[Block]:
@@ -41,7 +41,7 @@ def cut(p: Problem, places: list[int], both_ways: bool, queue: bool = False) -> 
 def test_columns_in_pieces_are_the_columns(p: Problem, places: list[int], both_ways: bool) -> None:
     p = p if both_ways else p.moved(v=np.zeros(len(p.k)))
     blocks, bound = cut(p, places, both_ways), SoftmaxBound(p)
-    assert_within(lse_over_blocks(blocks), row_lse(p.x, p.A), 2 * bound.row_lse)
+    assert_within(merge(*lse_over_blocks(blocks)), row_lse(p.x, p.A), 2 * bound.row_lse)
     assert_within(loss_over_blocks(blocks, p.u), loss(*p.general()), 2 * bound.loss)
     found = gradients_over_blocks(blocks, p.u)
     whole = gradients(p.q, p.k, p.scale, gradient_of_logits(*p.general()))
@@ -83,7 +83,7 @@ def test_four_blocks_with_rows_of_their_own_share_one_lse() -> None:
             total += (math.log(Z) - s * float(Q[i] @ D[i])) / m
         return total
 
-    L = lse_over_blocks(blocks)
+    L = merge(*lse_over_blocks(blocks))
     bounds = [
         SoftmaxBound(
             Problem(b.q, b.k, s, u=u, v=np.zeros(m)).moved(

@@ -33,6 +33,7 @@ LOGITS = ["tf32-inputs", "bf16-inputs", "bf16-accumulator", "last-term-dropped",
 PAIRS = ["ids-ignored", "exclusion-ignored", "positive-dropped-with-its-id", "positive-off-by-one", "positive-local"]
 GRADIENT = [
     "positive-forgotten",
+    "positive-cancels",
     "positive-on-diagonal-tiles",
     "target-ignored",
     "target-sides-swapped",
@@ -157,17 +158,14 @@ class Kernel:
         return positive | ~(unseen | excluded), positive
 
     def lse(self, block: Block, columns: bool, options: Options) -> Statistics:
-        m, n = len(block.rows), len(block.columns)
-        row, column = Running(m, self), Running(n, self)
+        sides = [Side(len(x), self) for x in (block.rows, block.columns)]
         for i, j in self.tiles(block, options):
             x = self.logits(block, i, j)
             admitted, positive = self.pairs(block, i, j)
             width = (options.tile or self.tile)[1]
-            row.add(i, x, admitted, positive, width - x.shape[1], block)
-            column.add(j, x.T, admitted.T, positive.T, 0, block)
-        if not columns:
-            return Statistics(row.lse(), row.positive)
-        return Statistics(row.lse(), row.positive, column.lse(), column.positive)
+            sides[0].add(i, x, admitted, positive, width - x.shape[1], block)
+            sides[1].add(j, x.T, admitted.T, positive.T, 0, block)
+        return Statistics(*(vector for side in sides[: 1 + columns] for vector in side.statistics()))
 
     def gradients(
         self,
@@ -184,13 +182,17 @@ class Kernel:
                 self.defect == "positive-on-diagonal-tiles" and i.start != j.start
             ):
                 positive = np.zeros_like(positive)
-            own = weights.row_weight[i], weights.row_target[i], weights.row_lse[i]
+            if block.pairs.match == "drop":
+                x = np.where(positive, weights.row_positive_lse[i][:, None], x)
+            lses = weights.row_negative_lse[i], weights.row_positive_lse[i]
+            own = weights.row_weight[i], weights.row_target[i], *lses
             G = self.side(x, admitted, positive, own, weights.row_weight, block)
             if weights.column_weight is not None and self.defect != "column-side-forgotten":
                 target = weights.column_target[j]
                 if self.defect == "target-sides-swapped":
                     target = np.resize(weights.row_target, len(weights.column_target))[j]
-                own = weights.column_weight[j], target, weights.column_lse[j]
+                lses = weights.column_negative_lse[j], weights.column_positive_lse[j]
+                own = weights.column_weight[j], target, *lses
                 G = G + self.side(x.T, admitted.T, positive.T, own, weights.column_weight, block).T
             sides = (
                 [weights.row_weight] if weights.column_weight is None else [weights.row_weight, weights.column_weight]
@@ -202,19 +204,20 @@ class Kernel:
         x: np.ndarray,
         admitted: np.ndarray,
         positive: np.ndarray,
-        own: tuple[np.ndarray, np.ndarray, np.ndarray],
+        own: tuple[np.ndarray, ...],
         weights: np.ndarray,
         block: Block,
     ) -> np.ndarray:
-        weight, target, lse = (each[:, None] for each in own)
+        weight, target, negative, positives = (each[:, None] for each in own)
+        lse = np.logaddexp(negative, positives)
         if self.shared and reference(block) < SAFE:
             r = reference(block)
-            p = np.exp(x - r) * np.exp(r - lse)
+            p = np.exp((x - r).astype(F)) * np.exp(r - lse).astype(F)
         else:
-            p = np.exp(x - lse)
+            p = np.exp((x - lse).astype(F))
         p = np.where(admitted, p, F(0))
         if self.defect == "unnormalised":
-            p = np.where(admitted, np.exp(x - x.max(axis=1, keepdims=True)), F(0))
+            p = np.where(admitted, np.exp(x - x.max(axis=1, keepdims=True)), F(0)).astype(F)
         if self.defect == "small-filtered":
             p = np.where(p < F(2.0**-6), F(0), p)
         if self.defect == "target-ignored":
@@ -225,7 +228,13 @@ class Kernel:
             weight = np.abs(weight)
         if self.defect == "weights-twice":
             weight = weight * weight
-        return np.where(weight == 0, F(0), weight * (p - np.where(positive, target, F(0))))
+        if self.defect == "positive-cancels":
+            certain = p.astype(F) - target.astype(F)
+        else:
+            q = np.exp((x - positives).astype(F))
+            certain = (q - target.astype(F)) - q * (1 / (1 + np.exp(positives - negative)))
+        part = np.where(positive & admitted, certain, p).astype(F)
+        return np.where(weight == 0, F(0), weight.astype(F) * part)
 
     def accumulate(
         self,
@@ -292,6 +301,25 @@ def reference(block: Block) -> np.float32:
     return F(np.abs(block.scale) * longest[0] * longest[1] * F(1 - 2.0**-12))
 
 
+class Side:
+    """The statistics of the rows, or of the columns."""
+
+    def __init__(self, size: int, kernel: Kernel) -> None:
+        self.negative, self.positive = Running(size, kernel), Running(size, Kernel())
+        self.total = np.zeros(size, F)
+
+    def add(
+        self, own: slice, x: np.ndarray, admitted: np.ndarray, positive: np.ndarray, pad: int, block: Block
+    ) -> None:
+        positive = positive & admitted
+        self.total[own] += np.where(positive, x, F(0)).sum(axis=1)
+        self.negative.add(own, np.where(admitted & ~positive, x, F(-np.inf)), pad, block)
+        self.positive.add(own, np.where(positive, x, F(-np.inf)), 0, block)
+
+    def statistics(self) -> list[np.ndarray]:
+        return [self.negative.lse(), self.positive.lse(), self.total.astype(np.float64)]
+
+
 class Running:
     """A running (maximum, sum) pair for each row, or column."""
 
@@ -300,14 +328,9 @@ class Running:
         zero = kernel.defect == "starts-at-0"
         self.top = np.full(size, 0.0 if zero else -np.inf, F)
         self.sum = np.full(size, 1.0 if zero else 0.0, F)
-        self.positive = np.zeros(size, F)
 
-    def add(
-        self, own: slice, x: np.ndarray, admitted: np.ndarray, positive: np.ndarray, pad: int, block: Block
-    ) -> None:
+    def add(self, own: slice, x: np.ndarray, pad: int, block: Block) -> None:
         defect = self.kernel.defect
-        self.positive[own] += np.where(positive, x, F(0)).sum(axis=1)
-        x = np.where(admitted, x, F(-np.inf))
         if defect == "pad-counted" and pad > 0:
             x = np.concatenate([x, np.zeros((len(x), pad), F)], axis=1)
         top = x.max(axis=1)
@@ -335,4 +358,5 @@ class Running:
 
     def lse(self) -> np.ndarray:
         log = np.log2 if self.kernel.defect == "log2" else np.log
-        return np.where(np.isneginf(self.top), self.top, self.top + log(self.sum)).astype(F)
+        top = self.top.astype(np.float64)
+        return np.where(np.isneginf(top), top, top + log(self.sum))

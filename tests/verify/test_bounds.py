@@ -79,7 +79,7 @@ def test_bounds_know_the_tile_that_was_asked_for() -> None:
     assert all(ratio(name, "float32", Kernel(), options) < 1 for name in ("ragged", "staircase@up", "sigmoid-ids"))
     found, exact = case("ragged", "float32")
     small, large = (bounds(found.problem, exact, FLOAT32, "float32", UPSTREAM, each) for each in (options, None))
-    assert np.all(small.row_lse > large.row_lse)
+    assert np.all(small.row_negative_lse > large.row_negative_lse)
 
 
 @pytest.mark.parametrize("defect", DEFECTS)
@@ -161,7 +161,7 @@ def test_no_bound_where_the_arithmetic_has_no_digits_left() -> None:
     assert gamma(1.0) == np.inf
     found, exact = case("ragged", "float32")
     hopeless = bounds(found.problem, exact, _larger(depth=lambda k: 2**24), "float32")
-    assert np.all(np.isinf(hopeless.row_lse))
+    assert np.all(np.isinf(hopeless.row_negative_lse))
     assert np.isinf(hopeless.scale)
 
 
@@ -171,15 +171,15 @@ def test_the_bound_of_an_exact_case_is_a_few_roundings() -> None:
     limit = bounds(found.problem, exact, FLOAT32, "float32")
     n = len(exact.k)
     roundings = n + 2 * (2 * FLOAT32.exp_ulps + 2) + 4 * np.log(n) + FLOAT32.exp_ulps * (np.log(n) + 1)
-    assert np.all(limit.row_lse <= gamma(roundings * FLOAT32.unit) * 2)
+    assert np.all(limit.row_negative_lse <= gamma(roundings * FLOAT32.unit) * 2)
 
 
 def test_rows_that_admit_nothing_have_no_error() -> None:
     found, exact = case("signed-zero-weights", "float32")
     limit = bounds(found.problem, exact, FLOAT32, "float32")
-    silent = np.isneginf(exact.outcome.row_lse)
+    silent = np.isneginf(exact.outcome.row_negative_lse)
     assert silent.any()
-    assert np.all(limit.row_lse[silent] == 0)
+    assert np.all(limit.row_negative_lse[silent] == 0)
     assert np.all(np.isfinite(limit.loss))
 
 

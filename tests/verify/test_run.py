@@ -9,18 +9,14 @@ from contrastile.backends.registry import load
 from contrastile.verify import cases
 from contrastile.verify.rearrange import doubled, permuted, unpermuted
 from contrastile.verify.run import compare, materialise, outcome
-from contrastile.verify.truth import Outcome, masks, truth
+from contrastile.verify.truth import STATISTICS, Outcome, masks, truth
 
 ONES = Outcome(
     loss=np.asarray(1.0),
-    row_lse=np.ones(3),
-    row_positive=None,
-    column_lse=None,
-    column_positive=None,
+    row_negative_lse=np.ones(3),
     rows=np.ones((3, 2)),
     columns=(np.ones((2, 2)), np.ones((0, 2)), np.ones((4, 2))),
     scale=np.asarray(1.0),
-    bias=None,
 )
 BOUND = replace(ONES, loss=np.asarray(0.5))
 
@@ -32,7 +28,7 @@ def changed(field, index, value):
 
 
 def test_equal_outcomes_have_ratio_0_even_with_bound_0():
-    zero = replace(BOUND, row_lse=np.zeros(3))
+    zero = replace(BOUND, row_negative_lse=np.zeros(3))
     assert compare(ONES, ONES, zero).ratio == 0.0
 
 
@@ -69,24 +65,24 @@ def test_scalar_loss_is_compared_with_its_own_bound():
 )
 @pytest.mark.parametrize("bound", [0.0, 1.0, np.inf])
 def test_not_finite_asks_for_the_same(got, true, ratio, bound):
-    bounds = replace(BOUND, row_lse=np.full(3, bound))
-    assert compare(changed("row_lse", 1, got), changed("row_lse", 1, true), bounds).ratio == ratio
+    bounds = replace(BOUND, row_negative_lse=np.full(3, bound))
+    assert compare(changed("row_negative_lse", 1, got), changed("row_negative_lse", 1, true), bounds).ratio == ratio
 
 
 def test_error_above_bound_0_or_nan_is_hopeless():
     for bound in (0.0, np.nan):
-        worst = compare(changed("row_lse", 1, 1.25), ONES, replace(BOUND, row_lse=np.full(3, bound)))
+        worst = compare(changed("row_negative_lse", 1, 1.25), ONES, replace(BOUND, row_negative_lse=np.full(3, bound)))
         assert (worst.ratio, worst.index, worst.error) == (np.inf, (1,), 0.25)
 
 
 def test_missing_field_and_wrong_shape_are_hopeless():
-    assert compare(replace(ONES, row_lse=None), ONES, BOUND).ratio == np.inf
-    assert compare(replace(ONES, row_lse=np.ones(4)), ONES, BOUND).ratio == np.inf
+    assert compare(replace(ONES, row_negative_lse=None), ONES, BOUND).ratio == np.inf
+    assert compare(replace(ONES, row_negative_lse=np.ones(4)), ONES, BOUND).ratio == np.inf
     assert compare(replace(ONES, columns=ONES.columns[:2]), ONES, BOUND).ratio == np.inf
 
 
 def test_only_the_named_fields_are_compared():
-    assert compare(changed("rows", (0, 0), 9.0), ONES, BOUND, ("loss", "row_lse")).ratio == 0.0
+    assert compare(changed("rows", (0, 0), 9.0), ONES, BOUND, ("loss", "row_negative_lse")).ratio == 0.0
 
 
 def test_a_backend_cannot_reach_the_problem():
@@ -103,7 +99,7 @@ def test_a_backend_cannot_reach_the_problem():
 def test_outcome_has_the_truth_s_shapes_in_float64(name, case):
     problem = cases.build(case, "float32").problem
     got, true = outcome(problem, load(name), "float32"), truth(problem).outcome
-    for field in ("loss", "row_lse", "row_positive", "column_lse", "column_positive", "rows", "scale", "bias"):
+    for field in ("loss", *STATISTICS, "rows", "scale", "bias"):
         a, b = getattr(got, field), getattr(true, field)
         assert (a is None) == (b is None), field
         assert a is None or (a.shape == b.shape and a.dtype == np.float64), field
@@ -119,7 +115,7 @@ def test_permuting_and_back_is_the_same_problem(case):
     for mask, moved in zip(masks(problem), masks(there), strict=True):
         assert np.array_equal(mask[np.ix_(rows, columns)], moved)
     back = unpermuted(truth(there).outcome, rows, columns)
-    assert np.array_equal(back.row_lse.argsort(), truth(problem).outcome.row_lse.argsort())
+    assert np.array_equal(back.row_negative_lse.argsort(), truth(problem).outcome.row_negative_lse.argsort())
 
 
 @pytest.mark.parametrize("case", ["ids-drop", "labels", "self-excluded", "blocks", "ragged"])

@@ -36,7 +36,11 @@ def test_everything_is_selected_by_default():
     selection = Selection({"numpy": NUMPY})
     assert selection.case_names() == cases.names()
     assert [each.name for each in selection.chosen()] == list(PROPERTIES)
-    assert [selection.own_cases(each) for each in selection.chosen() if each.case] == [["batch-doubling"], ["drawn"]]
+    assert [selection.own_cases(each) for each in selection.chosen() if each.case] == [
+        ["batch-doubling"],
+        ["peak-memory"],
+        ["drawn"],
+    ]
 
 
 def test_progress_counts_every_row():
@@ -53,21 +57,88 @@ def test_what_a_backend_does_not_take_is_skipped_with_the_reason():
     assert (row["status"], row["ratio"], row["reason"]) == ("skip", None, "runs on cpu only")
 
 
-def test_a_refused_problem_is_skipped_with_the_reason():
-    refusing = replace(NUMPY, supports=lambda block: "width must be even" if block.rows.shape[1] % 2 else None)
+def test_a_refused_problem_has_the_reason():
+    refusing = replace(NUMPY, supports=lambda block: "width must be 4 k" if block.rows.shape[1] % 4 else None)
     run = Run(Selection({"refusing": refusing}, ["ragged", "drawn"], ["value", "drawn"], ["float64"], examples=20))
-    assert [row["status"] for row in run.rows()] == ["pass", "pass"]
+    even, drawn = run.rows()
+    assert even["status"] == "pass"
+    # most widths are none
+    assert drawn["status"] == "refused"
+    assert "of 20 drawn problems refused, the last" in drawn["reason"]
     refusing = replace(NUMPY, supports=lambda block: "the moon is full")
     (row,) = Run(Selection({"refusing": refusing}, ["ragged"], ["value"], ["float64"])).rows()
-    assert (row["status"], row["ratio"]) == ("skip", None)
+    assert (row["status"], row["ratio"]) == ("refused", None)
     assert row["reason"].endswith("the moon is full")
+
+
+def test_few_refusals_among_what_is_drawn_do_not_hide_the_rest():
+    refusing = replace(NUMPY, supports=lambda block: "too narrow" if block.rows.shape[1] == 1 else None)
+    (row,) = Run(Selection({"refusing": refusing}, ["drawn"], ["drawn"], ["float64"], examples=40)).rows()
+    assert row["status"] == "pass"
+
+
+def test_a_property_that_is_left_halfway_by_the_backend_is_refused():
+    def lse(block, columns, options):
+        if options.tile not in (None, (7, 5)):
+            raise UnsupportedProblemError("tile must be 7 x 5")
+        return NUMPY.lse(block, columns, options)
+
+    (row,) = Run(Selection({"halfway": replace(NUMPY, lse=lse)}, ["smoke"], ["tiles"], ["float64"])).rows()
+    assert (row["status"], row["reason"]) == ("refused", "tile must be 7 x 5")
+
+
+def test_what_compares_nothing_has_not_passed(monkeypatch):
+    monkeypatch.setitem(PROPERTIES, "value", replace(PROPERTIES["value"], check=lambda trial: iter([])))
+    (row,) = rows_of(cases=["smoke"], properties=["value"], dtypes=["float64"])
+    assert (row["status"], row["ratio"]) == ("untested", None)
+
+
+def test_a_backend_that_leaves_the_program_has_failed():
+    def lse(block, columns, options):
+        raise SystemExit(0)
+
+    (row,) = Run(Selection({"leaving": replace(NUMPY, lse=lse)}, ["smoke"], ["value"], ["float64"])).rows()
+    assert (row["status"], row["reason"]) == ("fail", "raised SystemExit: 0: error inf, bound 0")
+
+
+@pytest.mark.parametrize(
+    "loose",
+    [
+        {"unit": 1.0},
+        {"unit": float("nan")},
+        {"accumulate_unit": 2.0**-20},
+        {"input_rounding": 2.0**-8},
+        {"gradient_rounding": 2.0**-8},
+        {"gradient_underflow": 2.0**-20},
+        {"exp_ulps": 1e6},
+        {"depth": lambda terms: 100 * terms},
+    ],
+    ids=lambda x: next(iter(x)),
+)
+def test_facts_looser_than_a_plain_computation_s_are_refused(loose):
+    def accuracy(dtype, device):
+        return replace(NUMPY.accuracy(dtype, device), **loose)
+
+    (row,) = Run(Selection({"vague": replace(NUMPY, accuracy=accuracy)}, ["smoke"], ["value"], ["float64"])).rows()
+    assert row["status"] == "fail"
+    assert row["reason"].startswith(f"Accuracy.{next(iter(loose))}")
+    assert "must be at most" in row["reason"]
+
+
+def test_a_state_coarser_than_the_contract_s_is_refused():
+    vague = replace(NUMPY, state=lambda dtype: "float32")
+    (row,) = Run(Selection({"vague": vague}, ["smoke"], ["value"], ["float64"])).rows()
+    assert (row["status"], row["reason"].partition(":")[0]) == (
+        "fail",
+        "state must be float64 for float64 features, got float32",
+    )
 
 
 def test_a_refusal_halfway_does_not_hide_a_failure():
     def lse(block, columns, options):
         if options.tile == (7, 5):
             found = NUMPY.lse(block, columns, options)
-            return replace(found, row_lse=found.row_lse + 1.0)
+            return replace(found, row_negative_lse=found.row_negative_lse + 1.0)
         raise UnsupportedProblemError("tile must be 7 x 5")
 
     (row,) = Run(Selection({"halfway": replace(NUMPY, lse=lse)}, ["smoke"], ["tiles"], ["float64"])).rows()

@@ -12,7 +12,7 @@ from contrastile.exchange.problem import Problem
 from contrastile.oracle.named import clip, info_nce, nt_xent, siglip, sup_con
 from contrastile.verify.bounds import ORACLE, bounds
 from contrastile.verify.cases import build, names
-from contrastile.verify.truth import masks, truth
+from contrastile.verify.truth import STATISTICS, masks, truth
 
 FINITE = [name for name in names() if not name.startswith("wordnet") and name not in ("nan", "inf")]
 SIDES = ("row", "column")
@@ -41,10 +41,15 @@ def by_hand(problem: Problem) -> float:
         weights, targets = getattr(problem, f"{side}_weight"), getattr(problem, f"{side}_target")
         for own, weight in enumerate([] if weights is None else weights):
             if weight:
-                top = max(x[pair] for pair in admitted if pair[axis] == own)
-                total = math.fsum(math.exp(x[pair] - top) for pair in admitted if pair[axis] == own)
-                mean = targets[own] * math.fsum(x[pair] for pair in positive if pair[axis] == own)
-                terms.append(weight * (top + math.log(total) - mean))
+                wanted = [x[pair] for pair in positive if pair[axis] == own]
+                others = [x[pair] for pair in admitted - positive if pair[axis] == own]
+                mean, top = targets[own] * math.fsum(wanted), max(wanted + others)
+                if len(wanted) == 1 and targets[own] == 1 and top == mean:
+                    # a certain pair: log(1 + what the others add), which the other form rounds away
+                    terms.append(weight * math.log1p(math.fsum(math.exp(each - top) for each in others)))
+                else:
+                    total = math.fsum(math.exp(each - top) for each in wanted + others)
+                    terms.append(weight * (top + math.log(total) - mean))
     return math.fsum(terms)
 
 
@@ -156,9 +161,9 @@ def test_the_upstream_gradient_multiplies_the_gradients_alone() -> None:
 
 def test_what_a_kind_of_loss_has() -> None:
     one_way, two_way, sigmoid = (truth(build(name, "float32").problem).outcome for name in ("labels", "hot", "sigmoid"))
-    assert one_way.column_lse is one_way.column_positive is one_way.bias is None
-    assert two_way.column_lse.shape == two_way.column_positive.shape == (41,)
-    assert sigmoid.row_lse is sigmoid.row_positive is sigmoid.column_lse is None
+    assert [getattr(one_way, name) for name in (*STATISTICS[3:], "bias")] == [None] * 4
+    assert [getattr(two_way, name).shape for name in STATISTICS[3:]] == [(41,)] * 3
+    assert [getattr(sigmoid, name) for name in STATISTICS] == [None] * 6
     assert sigmoid.bias.shape == sigmoid.scale.shape == sigmoid.loss.shape == ()
 
 
@@ -167,8 +172,9 @@ def test_not_a_number_comes_out() -> None:
     for found in (nan, inf):
         assert np.isnan(found.loss)
         assert np.isnan(found.scale)
-        assert np.isnan(found.column_lse).all()
+        # what is not a number may be the positive's logit alone
+        assert np.isnan(found.column_negative_lse + found.column_positive_lse).all()
         assert np.isnan(found.rows).all()
         assert np.isnan(found.columns[0]).all()
-    assert np.isnan(nan.row_lse).all()
-    assert np.array_equal(np.flatnonzero(np.isnan(inf.row_lse)), [3])
+    assert np.isnan(nan.row_negative_lse + nan.row_positive_lse).all()
+    assert np.array_equal(np.flatnonzero(np.isnan(inf.row_negative_lse)), [3])

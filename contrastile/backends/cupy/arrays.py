@@ -14,6 +14,8 @@ from contrastile.backends.cupy.launch import empty, launch, multiprocessors, on_
 
 Array = Any
 
+_NLL_DTYPES = ["float64"] * 3 + ["float32"] * 2
+
 
 def added(parts: Array) -> Array:
     """The sum of a list of float64, 0-d, on the current device."""
@@ -51,19 +53,18 @@ class FusedArrays(CupyArrays):
             launch(instance("scale_cast", "row_dots", element(a), element(b)), blocks, THREADS, dots)
             return added(parts)
 
-    def mean_excess(self, lse: Array, positive: Array, weight: Array, target: Array) -> Array:
-        """``sum_i w_i (lse_i - t_i positive_i)``, in one pass, in float64, 0-d."""
-        given = [cupy.ascontiguousarray(x) for x in (lse, positive, weight, target)]
-        if lse.size == 0 or any(x.dtype.name != "float32" for x in given):
-            return super().mean_excess(*given)
-        with on_device(lse):
-            blocks = ceil_div(lse.size, TERMS)
+    def weighted_nll(
+        self, negative_lse: Array, positive_lse: Array, positive_sum: Array, weight: Array, target: Array
+    ) -> Array:
+        """``sum_i w_i loss_i``, in one pass, in float64, 0-d."""
+        given = [cupy.ascontiguousarray(x) for x in (negative_lse, positive_lse, positive_sum, weight, target)]
+        if weight.size == 0 or [x.dtype.name for x in given] != _NLL_DTYPES:
+            return super().weighted_nll(*given)
+        with on_device(weight):
+            blocks = ceil_div(weight.size, TERMS)
             parts = empty(blocks, dtype="float64")
-            names = ("lse", "positive", "weight", "target")
-            arguments = struct("ExcessArguments")(length=lse.size, out=pointer(parts))
-            for name, x in zip(names, given, strict=True):
-                setattr(arguments, name, pointer(x))
-            launch(instance("mean_excess", "mean_excess"), blocks, ONE_BLOCK, arguments)
+            arguments = struct("WeightedNllArguments")(*map(pointer, given), length=weight.size, out=pointer(parts))
+            launch(instance("weighted_nll", "weighted_nll"), blocks, ONE_BLOCK, arguments)
             return added(parts) if blocks > 1 else parts.reshape(())
 
     def scaled(self, x: Array, factor: Array, dtype: str, *, consume: bool) -> Array:

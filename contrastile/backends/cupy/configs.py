@@ -97,11 +97,19 @@ def choose(dtype: str, capability: int, *, hopper: bool = True) -> Family:
     return replace(AMPERE, stages=3) if capability in _ROOMY else AMPERE
 
 
-def forward_chunk(m: int, n: int, family: Family, tile: tuple[int, int] | None) -> tuple[int, int]:
-    """Rows and columns of a chunk of the forward pass: what its partial results may take bounds it."""
+def forward_chunk(m: int, n: int, family: Family, tile: tuple[int, int] | None, numbers: int = 1) -> tuple[int, int]:
+    """Rows and columns of a chunk of the forward pass: what its partial results may take bounds it.
+
+    Args:
+        m: rows of the block.
+        n: its columns.
+        family: the kernels.
+        tile: what the caller caps it to.
+        numbers: float32 numbers that a tile leaves of each row and column.
+    """
     if tile is not None:
         return min(m, tile[0]), min(n, tile[1])
-    area = _PARTIALS_MIB * 2**20 // 4 * family.bm * family.bn // (family.bm + family.bn)
+    area = _PARTIALS_MIB * 2**20 // (4 * numbers) * family.bm * family.bn // (family.bm + family.bn)
     side = int(area**0.5)
     height = _even(m, max(side, area // n), family.bm * family.cluster)
     return height, _even(n, max(1, area // height), family.bn)

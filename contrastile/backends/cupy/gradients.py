@@ -27,7 +27,7 @@ from contrastile.backends.cupy.common import (
     planned,
 )
 from contrastile.backends.cupy.configs import DEFAULT, Way, backward_chunk
-from contrastile.backends.cupy.instances import instance
+from contrastile.backends.cupy.instances import TARGET, instance
 from contrastile.backends.cupy.keeping import Factors, Kept
 from contrastile.backends.cupy.launch import empty, launch, on_device, pointer, row_stride, workspace
 from contrastile.backends.cupy.products import Products
@@ -95,12 +95,19 @@ def _carry(plan: Any, x: Any, *, divide: bool) -> None:
 
 
 class _Weighed:
-    """One side's log-sum-exps, weights and targets, and the vectors of the epilogue that come of them."""
+    """One side's log-sum-exps, weights and targets, and the vectors of the epilogue that come of them.
 
-    def __init__(self, lse: Any, weight: Any, target: Any) -> None:
-        self.given = [contiguous(x) for x in (lse, weight, target)]
+    Attributes:
+        length: how many rows or columns there are.
+        vectors: log, weight and folded of ``GradientSide``, where ids name positives also taken and certain; None for
+            a loss of one direction.
+    """
+
+    def __init__(self, given: Iterable[Any], by_ids: bool) -> None:
+        self.given, self.by_ids = [contiguous(x) for x in given], by_ids
+        weight = self.given[2]
         self.length = 0 if weight is None else weight.shape[0]
-        self.vectors = None if weight is None else empty(3 * self.length)
+        self.vectors = None if weight is None else empty((8 if by_ids else 3) * self.length)
 
     def side(self) -> Any:
         """As the survey takes it."""
@@ -108,8 +115,7 @@ class _Weighed:
 
     def tempered(self) -> Any:
         """As the tile kernels take it."""
-        places = [pointer(self.vectors, k * self.length) for k in range(3)]
-        return struct("GradientSide")(*places, pointer(self.given[2]))
+        return struct("GradientSide")(*(pointer(self.vectors, k * self.length) for k in range(5 if self.by_ids else 3)))
 
 
 class _Pass:
@@ -126,8 +132,10 @@ class _Pass:
     ) -> None:
         self.block, self.tiles, self.plan = block, Tiles(block, options.precision, way.hopper), new_plan()
         self.m, self.n = block.rows.shape[0], block.columns.shape[0]
-        self.row = _Weighed(weights.row_lse, weights.row_weight, weights.row_target)
-        self.column = _Weighed(weights.column_lse, weights.column_weight, weights.column_target)
+        w, by_ids = weights, self.tiles.masks.mask == TARGET
+        self.row = _Weighed((w.row_negative_lse, w.row_positive_lse, w.row_weight, w.row_target), by_ids)
+        self.column = _Weighed((w.column_negative_lse, w.column_positive_lse, w.column_weight, w.column_target), by_ids)
+        self.entries = None if self.tiles.masks.positives is None else empty(self.m)
         self.dtype, size = self.tiles.rows.dtype.name, self.tiles.rows.itemsize
         self.factors = None if kept is None else Factors(kept, self.m, self.n)
         self.start = 0 if kept is None else kept.rows
@@ -139,12 +147,12 @@ class _Pass:
 
     def _survey(self, upstream: Array | None) -> None:
         """Decide on the path, and prepare the vectors of the epilogue."""
-        n = self.column.length
-        blocks = ceil_div(self.m, LANES) + ceil_div(n, LANES)
-        peaks = empty(4 * blocks)
+        lengths = self.m, self.column.length
+        blocks = sum(ceil_div(x, LANES) for x in lengths)
+        peaks, masks = empty(8 * blocks), self.tiles.masks
         given = {"bias": pointer(self.block.bias), "upstream": pointer(upstream)}
         given |= {"row": self.row.side(), "column": self.column.side()}
-        weigh = struct("WeighArguments")(m=self.m, n=n, peaks=pointer(peaks), **given)
+        weigh = struct("WeighArguments")(m=self.m, n=self.n, peaks=pointer(peaks), **given)
         launch(instance("weigh", "weigh"), blocks, THREADS, weigh)
         temper = struct("TemperArguments")(
             peaks=pointer(peaks),
@@ -152,16 +160,20 @@ class _Pass:
             scale=pointer(self.block.scale),
             plan=pointer(self.plan),
             m=self.m,
-            n=n,
+            n=self.n,
+            positives=pointer(masks.positives),
+            excluded=pointer(masks.excluded),
+            entries=pointer(self.entries),
             row_vectors=pointer(self.row.vectors),
             column_vectors=pointer(self.column.vectors),
             two_sided=self.column.vectors is not None,
+            by_ids=self.row.by_ids,
             half=self.dtype == "float16",
             **given,
             **({} if self.factors is None else self.factors.tempered()),
         )
         # what goes with kept exponentials is longer, by no more than fills the last block of each side
-        launch(instance("temper", "temper"), ceil_div(self.m, THREADS) + ceil_div(n, THREADS), THREADS, temper)
+        launch(instance("temper", "temper"), sum(ceil_div(x, THREADS) for x in lengths), THREADS, temper)
 
     def run(self, row_gradient: Any, column_gradient: Any) -> None:
         """Add to the gradients that are wanted."""
@@ -187,7 +199,7 @@ class _Pass:
 
     def _finish_kept(self, factors: Factors, rows: _Rows, columns: _Columns) -> None:
         """The rows whose exponentials are kept, which begin the columns' sums."""
-        factors.set_positives(self.tiles, self.plan, (self.row.tempered(), self.column.tempered()))
+        factors.set_positives(self.tiles, self.plan, self.entries)
         # nothing, where the exponentials stand for G
         self._tiles(factors.kept.exponentials, (0, 0, self.start, self.n), in_place_of_kept=True)
         sums = workspace(self.start, self.tiles.rows.shape[1], "float32")
@@ -221,6 +233,7 @@ class _Pass:
             plan=pointer(self.plan),
             row=self.row.tempered(),
             column=self.column.tempered(),
+            entries=pointer(self.entries),
             g=pointer(g),
             g_stride=row_stride(g),
             in_place_of_kept=in_place_of_kept,

@@ -77,7 +77,7 @@ def small_kernels() -> Iterator[Instance]:
     """The kernels around the tile kernels."""
     for name in ("plan_forward", "plan_sigmoid"):
         yield instance("plan", name)
-    for name in ("sum_positives", "fold_sigmoid", "weigh", "temper", "mean_excess"):
+    for name in ("sum_positives", "fold_sigmoid", "weigh", "temper", "weighted_nll"):
         yield instance(name, name)
     for name, safe in product(("fold", "fold_positives"), ("false", "true")):
         yield instance(name, name, safe)

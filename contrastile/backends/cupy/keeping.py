@@ -42,20 +42,18 @@ class Kept:
     Attributes:
         memory: 1-d uint8, all of it: what ``Statistics.kept`` is.
         exponentials: (rows, n) bfloat16.
-        positives: (rows,) float32, those of each row's positive, not rounded; unwritten where a row has none.
         plan: of the forward pass.
     """
 
     memory: Any
     exponentials: Any
-    positives: Any
     plan: Any
 
     @staticmethod
     def new(tiles: Tiles, two_sided: bool, options: Options, way: Way) -> Kept | None:
         """Room for what is to be kept of a block; None where that is nothing."""
         rows, n = rows_to_keep(tiles, two_sided, options, way), tiles.columns.shape[0]
-        return Kept.of(empty(rows * _row_bytes(n) + plan_bytes(), dtype="uint8"), n) if rows else None
+        return Kept.of(empty(2 * rows * kept_stride(n) + plan_bytes(), dtype="uint8"), n) if rows else None
 
     @staticmethod
     def of(memory: Any | None, n: int) -> Kept | None:
@@ -63,9 +61,8 @@ class Kept:
         if memory is None:
             return None
         size = memory.shape[0] - plan_bytes()
-        ends = 2 * kept_stride(n) * (size // _row_bytes(n)), size
-        exponentials = memory[: ends[0]].view(KEPT_DTYPE).reshape(-1, kept_stride(n))[:, :n]
-        return Kept(memory, exponentials, memory[ends[0] : size].view("float32"), memory[size:])
+        exponentials = memory[:size].view(KEPT_DTYPE).reshape(-1, kept_stride(n))[:, :n]
+        return Kept(memory, exponentials, memory[size:])
 
     @property
     def rows(self) -> int:
@@ -76,10 +73,6 @@ class Kept:
         """The exponentials of a chunk."""
         row, column, high, wide = chunk
         return self.exponentials[row : row + high, column : column + wide]
-
-
-def _row_bytes(n: int) -> int:
-    return 2 * kept_stride(n) + 4
 
 
 class Factors:
@@ -94,30 +87,26 @@ class Factors:
         plan, row, column = map(pointer, (self.kept.plan, self.row, self.column))
         return {"forward": plan, "row_kept": row, "column_kept": column}
 
-    def set_positives(self, tiles: Tiles, plan: Any, sides: tuple[Any, Any]) -> None:
+    def set_positives(self, tiles: Tiles, plan: Any, entries: Any) -> None:
         """Have the products give G at the positives too.
 
         Args:
             tiles: the block.
             plan: of the backward pass.
-            sides: the tempered vectors of rows and of columns, as the tile kernels take them.
+            entries: G of each row's positive.
         """
         if tiles.masks.positives is None:
             return
         rows, e = self.kept.rows, self.kept.exponentials
-        row, column = (
-            struct("KeptSide")(weight=side.weight, target=side.target, kept=pointer(factors))
-            for side, factors in zip(sides, (self.row, self.column), strict=True)
-        )
         arguments = struct("KeptPositivesArguments")(
             m=rows,
             n=tiles.columns.shape[0],
             positives=pointer(tiles.masks.positives),
-            exponentials=pointer(self.kept.positives),
+            entries=pointer(entries),
+            row_kept=pointer(self.row),
+            column_kept=pointer(self.column),
             plan=pointer(plan),
             forward=pointer(self.kept.plan),
-            row=row,
-            column=column,
             kept=pointer(e),
             kept_stride=row_stride(e),
         )

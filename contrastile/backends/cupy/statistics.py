@@ -29,7 +29,7 @@ from contrastile.backends.cupy.tiles import Tiles
 
 
 def lse(block: Block, columns: bool, options: Options, way: Way = DEFAULT, *, keep: bool = False) -> Statistics:
-    """Row (and column) log-sum-exp and sums of positive logits: see ``contract.Backend``; ``keep`` for ``keeping``."""
+    """Row (and column) log-sum-exps and sums of positive logits: see ``contract.Backend``; ``keep`` for ``keeping``."""
     m, n = block.rows.shape[0], block.columns.shape[0]
     with on_device(block.rows):
         if m == 0 or n == 0:
@@ -39,8 +39,20 @@ def lse(block: Block, columns: bool, options: Options, way: Way = DEFAULT, *, ke
 
 def _nothing(m: int, n: int | None) -> Statistics:
     """The statistics of a block without pairs."""
-    sides = [(cupy.full(size, -cupy.inf, "float32"), cupy.zeros(size, "float32")) for size in (m, n or 0)]
-    return Statistics(*sides[0]) if n is None else Statistics(*sides[0], *sides[1])
+    found = [x for size in (m, n) if size is not None for x in (_full(size, -cupy.inf), *_no_positives(size))]
+    return Statistics(*found)
+
+
+def _full(length: int, value: float) -> Any:
+    return cupy.full(length, value, "float64")
+
+
+def _no_positives(length: int) -> tuple[Any, Any]:
+    return _full(length, -cupy.inf), cupy.zeros(length, "float64")
+
+
+_SUMS, _BY_IDS = ("sums", "references"), ("dots", "counts", "positive_sums", "positive_references")
+"""What a tile leaves of each row and column, always and where ids name positives."""
 
 
 class _Side:
@@ -49,37 +61,47 @@ class _Side:
     Attributes:
         length: how many there are.
         wanted: whether their statistics are.
-        lse: (length,) float32.
-        positive: (length,) float32 sums of positive logits.
-        state: (length,) float64, running sums or log-sum-exps.
-        counted: (2 length,) float64, running sums and then running counts of positives that ids name.
-        parts: (3, room) float32 partials of one chunk: sums, and where ids name positives their dots and counts.
+        negative_lse: (length,) float64.
+        positive_lse: (length,) float64.
+        positive_sum: (length,) float64.
+        state: (length,) float64, running sums or log-sum-exps over negatives.
+        counted: (3 length,) float64, of the positives that ids name running sums of dots, counts, and as ``state``.
+        parts: (numbers, room) float32 partials of one chunk, by ``names``.
     """
 
     def __init__(self, length: int, wanted: bool, target: bool, room: int) -> None:
-        self.length, self.wanted, self.target, self.room = length, wanted, target, room
-        self.lse, self.positive = (empty(length if wanted else 0) for _ in range(2))
-        self.state = empty(length if wanted else 0, dtype="float64")
-        self.counted = empty(2 * length if wanted and target else 0, dtype="float64")
-        self.parts = empty((3 if target else 1) * room if wanted else 0)
+        self.length, self.wanted, self.room = length, wanted, room
+        self.names = _SUMS + (_BY_IDS if target else ())
+        size = length if wanted else 0
+        self.negative_lse, self.positive_lse, self.positive_sum, self.state = (
+            empty(size, dtype="float64") for _ in range(4)
+        )
+        self.counted = empty(3 * size if target else 0, dtype="float64")
+        self.parts = empty(len(self.names) * room if wanted else 0)
+
+    def statistics(self) -> tuple[Any, Any, Any]:
+        """What comes out."""
+        return self.negative_lse, self.positive_lse, self.positive_sum
+
+    def _part(self, name: str) -> int | None:
+        return pointer(self.parts, self.names.index(name) * self.room)
 
     def partials(self, length: int) -> Any:
         """Where the tile kernel leaves a chunk's partials."""
         if not self.wanted:
             return struct("Partials")()
-        places = {"positives": pointer(self.parts, self.room), "counts": pointer(self.parts, 2 * self.room)}
-        return struct("Partials")(sums=pointer(self.parts), stride=length, **(places if self.target else {}))
+        return struct("Partials")(stride=length, **{name: self._part(name) for name in self.names})
 
     def fold(self, start: int, length: int, tiles: int, terms: int, ends: tuple[bool, bool]) -> Any:
         """How a chunk's partials join the state."""
         if not self.wanted:
             return struct("FoldSide")()
         return struct("FoldSide")(
-            parts=pointer(self.parts),
+            **{name: self._part(name) for name in _SUMS},
             part_stride=length,
             tiles=tiles,
             state=pointer(self.state, start),
-            lse=pointer(self.lse, start),
+            lse=pointer(self.negative_lse, start),
             length=length,
             terms=terms,
             first=ends[0],
@@ -91,13 +113,13 @@ class _Side:
         if not self.wanted:
             return struct("PositiveSide")()
         return struct("PositiveSide")(
-            dots=pointer(self.parts, self.room),
-            counts=pointer(self.parts, 2 * self.room),
+            **{name.removeprefix("positive_"): self._part(name) for name in _BY_IDS},
             part_stride=length,
             tiles=tiles,
             state=pointer(self.counted, start),
             state_stride=self.length,
-            out=pointer(self.positive, start),
+            lse=pointer(self.positive_lse, start),
+            sum=pointer(self.positive_sum, start),
             length=length,
             first=ends[0],
             last=ends[1],
@@ -114,7 +136,8 @@ class _Pass:
         self.kept = Kept.new(self.tiles, columns, options, way) if keep else None
         self.plan = new_plan() if self.kept is None else self.kept.plan
         family, target = self.tiles.family, self.tiles.masks.mask == TARGET
-        self.height, self.width = forward_chunk(self.m, self.n, family, options.tile)
+        numbers = len(_SUMS) + (len(_BY_IDS) if target else 0)
+        self.height, self.width = forward_chunk(self.m, self.n, family, options.tile, numbers)
         self.rows = _Side(self.m, True, target, ceil_div(self.width, family.bn) * self.height)
         self.columns = _Side(self.n, columns, target, ceil_div(self.height, family.bm) * self.width)
 
@@ -129,9 +152,9 @@ class _Pass:
                     self._chunk(safe, chunk)
         self._positives()
         if not self.two_sided:
-            return Statistics(self.rows.lse, self.rows.positive)
+            return Statistics(*self.rows.statistics())
         kept = None if self.kept is None else self.kept.memory
-        return Statistics(self.rows.lse, self.rows.positive, self.columns.lse, self.columns.positive, kept)
+        return Statistics(*self.rows.statistics(), *self.columns.statistics(), kept)
 
     def _survey(self) -> None:
         """Decide on the path, and take the logits of the positives that indices name."""
@@ -146,8 +169,10 @@ class _Pass:
         launch(instance("measure", "measure", element(rows)), blocks, THREADS, arguments)
         if masks.positives is not None and masks.mask != TARGET:
             dots = struct("PositiveDotsArguments")(
-                row_positive=pointer(self.rows.positive),
-                column_positive=pointer(self.columns.positive) if self.two_sided else None,
+                row_lse=pointer(self.rows.positive_lse),
+                row_sum=pointer(self.rows.positive_sum),
+                column_lse=pointer(self.columns.positive_lse) if self.two_sided else None,
+                column_sum=pointer(self.columns.positive_sum) if self.two_sided else None,
                 **pairs,
                 **sizes,
                 **scalars(self.block),
@@ -168,7 +193,6 @@ class _Pass:
             columns=self.columns.partials(wide),
         )
         if self.kept is not None and row < self.kept.rows and not safe:
-            arguments.positives = pointer(self.kept.positives)
             self.tiles.run("forward_keeping", arguments, self.kept.part(chunk))
         else:
             self.tiles.run("forward", arguments, safe=safe)
@@ -192,20 +216,21 @@ class _Pass:
         launch(instance("fold", "fold", path), blocks, THREADS, fold)
 
     def _positives(self) -> None:
-        """The sums of positive logits, where the survey and the folds have not left them."""
+        """The statistics of positives, where the survey and the folds have not left them."""
         masks = self.tiles.masks
         if masks.mask == TARGET:
             return
         if masks.positives is None:
             for side in (self.rows, self.columns):
-                side.positive.fill(0.0)
+                side.positive_lse, side.positive_sum = _no_positives(side.positive_lse.size)
         elif self.two_sided:
             arguments = struct("SumPositivesArguments")(
                 plan=pointer(self.plan),
                 positives=pointer(masks.positives),
                 excluded=pointer(masks.excluded),
-                row_positive=pointer(self.rows.positive),
-                column_positive=pointer(self.columns.positive),
+                row_sum=pointer(self.rows.positive_sum),
+                column_lse=pointer(self.columns.positive_lse),
+                column_sum=pointer(self.columns.positive_sum),
                 m=self.m,
                 n=self.n,
             )

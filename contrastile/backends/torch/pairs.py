@@ -51,24 +51,24 @@ class TilePairs:
             at = self._every_row, self._excluded.column
             x[at] = torch.where(self._excluded.inside, value, x[at])
 
-    def positive_sums(self, x: torch.Tensor, spare: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor] | None:
-        """Sums of positive logits over the tile's rows (tr,) and over its columns (tc,); None when it can hold none."""
-        if self._positive is None and self._matched is None:
-            return None
-        row_sum, column_sum = x.new_zeros(x.shape[0]), x.new_zeros(x.shape[1])
+    def hide_positives(self, x: torch.Tensor, value: float) -> None:
+        """Write ``value`` over every positive pair. x: (tr, tc)."""
         if self._positive is not None:
-            column, inside = self._positive.column, self._positive.inside
-            row_sum += torch.where(inside, x[self._every_row, column], 0.0)
-            if self._sync:
-                column_sum.index_add_(0, column, row_sum)
-            else:
-                # index_add_ would add in any order; an accumulating index_put_ sorts first
-                column_sum.index_put_((column,), row_sum, accumulate=True)
+            at = self._every_row, self._positive.column
+            x[at] = torch.where(self._positive.inside, value, x[at])
         if self._matched is not None:
-            spare.copy_(x).masked_fill_(~self._matched, 0.0)
-            row_sum += spare.sum(1)
-            column_sum += spare.sum(0)
-        return row_sum, column_sum
+            x.masked_fill_(self._matched, value)
+
+    @property
+    def matched(self) -> torch.Tensor | None:
+        """The positive pairs that equal ids name, (tr, tc) bool; None where the tile has none."""
+        return self._matched
+
+    def named(self, x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor] | None:
+        """Of each row, whether an index names its positive in this tile, and that pair's element of x; (tr,) both."""
+        if self._positive is None:
+            return None
+        return self._positive.inside, x[self._every_row, self._positive.column]
 
     def negate_positives(self, x: torch.Tensor, spare: torch.Tensor) -> None:
         """Change the sign of every positive pair. x: (tr, tc)."""
@@ -79,15 +79,16 @@ class TilePairs:
             torch.neg(x, out=spare)
             torch.where(self._matched, spare, x, out=x)
 
-    def subtract_targets(
+    def set_named(self, g: torch.Tensor, value: torch.Tensor) -> None:
+        """Write each row's value at the pair that an index names. g: (tr, tc); value: (tr,)."""
+        if self._positive is not None:
+            at = self._every_row, self._positive.column
+            g[at] = torch.where(self._positive.inside, value, g[at])
+
+    def subtract_matched(
         self, g: torch.Tensor, row_term: torch.Tensor, column_term: torch.Tensor | None, spare: torch.Tensor
     ) -> None:
-        """Subtract ``row_term_i + column_term_j`` from every positive pair. g: (tr, tc); terms: (tr,) and (tc,)."""
-        if self._positive is not None:
-            column, inside = self._positive.column, self._positive.inside
-            term = row_term if column_term is None else row_term + column_term[column]
-            at = self._every_row, column
-            g[at] = torch.where(inside, g[at] - term, g[at])
+        """Subtract ``row_term_i + column_term_j`` from every pair of equal ids. g: (tr, tc); terms: (tr,) and (tc,)."""
         if self._matched is not None:
             spare.copy_(row_term[:, None].expand_as(g))
             if column_term is not None:

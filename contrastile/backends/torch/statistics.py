@@ -1,9 +1,11 @@
-"""Row and column log-sum-exps of a block, from one pass over its tiles.
+"""Row and column log-sum-exps of a block, over negatives and over positives, from one pass over its tiles.
 
 Two ways give the same numbers. With a *shared* reference r, one exponential per element serves its row and its
-column: ``L_i = r + log2 sum_j 2^(x_ij - r)``. It is exact only while no sum overflows and no sum is so small that
+column: ``N_i = r + log2 sum_j 2^(x_ij - r)``. It is exact only while no sum overflows and no sum is so small that
 flushed terms could matter: that is checked on the sums, which costs nothing on a CPU and a trip to the host elsewhere.
 Otherwise every row and every column of a tile has its *own* maximum for a reference.
+
+Named positives never enter a sum. Their logits are picked out of the tiles; ``_Named`` makes the statistics of them.
 """
 
 from __future__ import annotations
@@ -30,7 +32,7 @@ def lse(block: Block, columns: bool, options: Options) -> Statistics:
     found = _shared(block, columns, options, products) if products.sync else None
     if found is None:
         found = _own(block, columns, options, products)
-    return Statistics(*(None if x is None else (x * math.log(2.0)).to(products.state) for x in found.vectors()))
+    return Statistics(*(x * math.log(2.0) for side in found.sides for x in side.vectors()))
 
 
 def smallest_sum(count: int, state: torch.dtype) -> float:
@@ -39,61 +41,125 @@ def smallest_sum(count: int, state: torch.dtype) -> float:
     return count * info.tiny / (info.eps / 2)
 
 
+class _Side:
+    """Base-2 statistics of the rows, or of the columns, in float64: they are O(m + n), so the accuracy is free.
+
+    Attributes:
+        dim: along which a tile is reduced.
+        negative: sums, or log-sum-exps, over negatives.
+        positive: likewise over the positives.
+        total: sums of positive logits.
+        count: of positives; None where indices name them.
+    """
+
+    def __init__(self, size: int, dim: int, block: Block, identity: float) -> None:
+        def full(value: float) -> torch.Tensor:
+            return torch.full((size,), value, dtype=torch.float64, device=block.rows.device)
+
+        self.dim = dim
+        self.negative, self.positive, self.total = full(identity), full(identity), full(0.0)
+        self.count = full(0.0) if block.pairs.match == "target" else None
+
+    def add_matched(self, tile: Tile, x: torch.Tensor) -> None:
+        """Count the tile's pairs of equal ids and add their logits. x: (tr, tc), 0 at all other pairs."""
+        if self.count is not None and tile.pairs.matched is not None:
+            self.total[self.of(tile)] += x.sum(self.dim)
+            self.count[self.of(tile)] += tile.pairs.matched.sum(self.dim)
+
+    def of(self, tile: Tile) -> slice:
+        """Where the tile lies on this side."""
+        return tile.rows if self.dim == 1 else tile.columns
+
+    def vectors(self) -> tuple[torch.Tensor, ...]:
+        """In the order of ``contract.Statistics``. Of one positive the log-sum-exp is its logit, to the last bit."""
+        positive = self.positive if self.count is None else torch.where(self.count == 1, self.total, self.positive)
+        return self.negative, positive, self.total
+
+
 class _Found:
-    """Base-2 statistics of a block, in float64: it is O(m + n), so the accuracy is free."""
+    """What is known of both sides, and of each row's named positive."""
 
     def __init__(self, block: Block, columns: bool, identity: float) -> None:
-        def full(count: int, value: float) -> torch.Tensor:
-            return torch.full((count,), value, dtype=torch.float64, device=block.rows.device)
-
         m, n = block.rows.shape[0], block.columns.shape[0]
-        self.row, self.row_positive = full(m, identity), full(m, 0.0)
-        self.column = full(n, identity) if columns else None
-        self.column_positive = full(n, 0.0) if columns else None
+        self.block = block
+        self.sides = [_Side(m, 1, block, identity)] + ([_Side(n, 0, block, identity)] if columns else [])
+        self.logits = torch.full((m,), -math.inf, dtype=torch.float64, device=block.rows.device)
+        self.named = torch.zeros(m, dtype=torch.bool, device=block.rows.device)
 
-    def add_positives(self, tile: Tile) -> None:
-        """Add the tile's positive logits; the tile must not have been silenced or shifted yet."""
-        sums = tile.pairs.positive_sums(tile.x, tile.spare)
-        if sums is not None:
-            self.row_positive[tile.rows] += sums[0]
-            if self.column_positive is not None:
-                self.column_positive[tile.columns] += sums[1]
+    def take_positives(self, tile: Tile) -> None:
+        """Note the tile's positive logits; the tile must not have been silenced or shifted yet."""
+        named = tile.pairs.named(tile.x)
+        if named is not None:
+            inside, logit = named
+            self.logits[tile.rows] = torch.where(inside, logit.double(), self.logits[tile.rows])
+            self.named[tile.rows] |= inside
+        if tile.pairs.matched is not None:
+            tile.spare.copy_(tile.x).masked_fill_(~tile.pairs.matched, 0.0)
+            for side in self.sides:
+                side.add_matched(tile, tile.spare)
 
-    def vectors(self) -> tuple[torch.Tensor | None, ...]:
-        """In the order of ``contract.Statistics``."""
-        return self.row, self.row_positive, self.column, self.column_positive
+    def finish_named(self) -> None:
+        """The positives' statistics, where indices name them: a column's positives are summed over its rows."""
+        if self.block.pairs.match == "target":
+            return
+        rows, *columns = self.sides
+        rows.positive, rows.total = self.logits, torch.where(self.named, self.logits, 0.0)
+        positives = self.block.pairs.positives
+        if positives is None or not self.block.columns.shape[0]:
+            return
+        for side in columns:
+            # a row without a positive adds 0 to the first column
+            at = torch.where(self.named, positives, 0)
+            side.total.index_put_((at,), rows.total, accumulate=True)
+            side.positive.fill_(-math.inf).scatter_reduce_(0, at, self.logits, "amax")
+            top = torch.where(side.positive.isfinite(), side.positive, 0.0)
+            terms = torch.exp2(self.logits - top[at])
+            side.positive = torch.zeros_like(top).index_put_((at,), terms, accumulate=True).log2_().add_(top)
 
 
 def _shared(block: Block, columns: bool, options: Options, products: Products) -> _Found | None:
     """One exponential per element; None when the sums show that it was not exact."""
-    m, n = block.rows.shape[0], block.columns.shape[0]
     found = _Found(block, columns, 0.0)
+    counts = block.columns.shape[0], block.rows.shape[0]
     reference: float | None = None
     for tile in tiles(block, products, options):
-        found.add_positives(tile)
+        found.take_positives(tile)
         tile.pairs.silence(tile.x, -math.inf)
+        if tile.pairs.matched is None:
+            tile.pairs.hide_positives(tile.x, -math.inf)
         if reference is None:
             reference = shared_reference(float(tile.x.max()))
         if reference != 0.0:
             tile.x.sub_(reference)
         tile.x.exp2_()
-        found.row[tile.rows] += tile.x.sum(1)
-        if found.column is not None:
-            found.column[tile.columns] += tile.x.sum(0)
+        if tile.pairs.matched is not None:
+            tile.spare.copy_(tile.x).masked_fill_(~tile.pairs.matched, 0.0)
+            for side in found.sides:
+                side.positive[side.of(tile)] += tile.spare.sum(side.dim)
+            tile.pairs.hide_positives(tile.x, 0.0)
+        for side, count in zip(found.sides, counts, strict=False):
+            side.negative[side.of(tile)] += tile.x.sum(side.dim)
             # the last rows complete these columns: failing here, not at the end, wastes least
-            if tile.last_rows and not _exact(found.column[tile.columns], m, products.state):
+            if side.dim == 0 and tile.last_rows and not _exact(side.negative[tile.columns], count, products.state):
                 return None
-    if not _exact(found.row, n, products.state):
-        return None
-    for sums in (found.row, found.column):
-        if sums is not None:
+    for side, count in zip(found.sides, counts, strict=False):
+        several = side.positive[side.count > 1] if side.count is not None else side.positive[:0]
+        if not _exact(side.negative, count, products.state) or not _exact(several, count, products.state):
+            return None
+        for sums in (side.negative, side.positive):
             sums.log2_().add_(reference or 0.0)
+    found.finish_named()
     return found
 
 
 def shared_reference(largest: float) -> float:
-    """A reference that leaves ``largest`` within ROOM of 1; 0, which needs no subtraction, wherever that does."""
-    return largest - min(max(largest, -ROOM), ROOM) if math.isfinite(largest) else 0.0
+    """A reference that leaves ``largest`` within ROOM of 1; 0, which needs no subtraction, wherever that does.
+
+    It is an integer, which float32 holds: subtracted there and added back in float64 it is the same number.
+    """
+    if not math.isfinite(largest) or abs(largest) > 2.0**24:
+        return 0.0
+    return float(round(largest - min(max(largest, -ROOM), ROOM)))
 
 
 def _exact(sums: torch.Tensor, count: int, state: torch.dtype) -> bool:
@@ -105,26 +171,30 @@ def _own(block: Block, columns: bool, options: Options, products: Products) -> _
     """Every row and every column of a tile against its own maximum, merged over the tiles."""
     found = _Found(block, columns, -math.inf)
     for tile in tiles(block, products, options):
-        found.add_positives(tile)
-        # -inf before the maximum: a pair that is not admitted must never be the reference
+        found.take_positives(tile)
+        matched = tile.pairs.matched
+        if matched is not None:
+            tile.spare.copy_(tile.x).masked_fill_(~matched, -math.inf)
+            for side in found.sides:
+                merge(side.positive[side.of(tile)], _tile_lse(tile.spare, side.dim))
+        # -inf before the maximum: a pair that is not a negative must never be the reference
         tile.pairs.silence(tile.x, -math.inf)
-        _merge(found.row[tile.rows], _tile_lse(tile, dim=1))
-        if found.column is not None:
-            _merge(found.column[tile.columns], _tile_lse(tile, dim=0))
+        tile.pairs.hide_positives(tile.x, -math.inf)
+        for side in found.sides:
+            merge(side.negative[side.of(tile)], _tile_lse(tile.x, side.dim, out=tile.spare))
+    found.finish_named()
     return found
 
 
-def _tile_lse(tile: Tile, dim: int) -> torch.Tensor:
+def _tile_lse(x: torch.Tensor, dim: int, out: torch.Tensor | None = None) -> torch.Tensor:
     """Base-2 log-sum-exp of a tile along a dimension, float64; -inf where nothing is admitted, NaN where a logit is."""
-    largest = tile.x.amax(dim, keepdim=True)
+    largest = x.amax(dim, keepdim=True)
     # an infinite maximum cannot be subtracted; against 0 it gives log 0 or log inf, and NaN stays NaN
     reference = torch.where(largest.isfinite(), largest, 0.0)
-    sums = torch.sub(tile.x, reference, out=tile.spare).exp2_().sum(dim)
+    sums = torch.sub(x, reference, out=out).exp2_().sum(dim)
     return sums.double().log2_().add_(reference.squeeze(dim))
 
 
-def _merge(total: torch.Tensor, part: torch.Tensor) -> None:
+def merge(total: torch.Tensor, part: torch.Tensor) -> None:
     """``total = log2(2^total + 2^part)`` in place, guarded: (-inf, -inf) gives -inf, +inf stays +inf (Inf-CL Eq. 4)."""
-    high, low = torch.maximum(total, part), torch.minimum(total, part)
-    merged = high + torch.log1p(torch.exp2(low - high)) / math.log(2.0)
-    total.copy_(torch.where(high.isfinite(), merged, high))
+    total.copy_(torch.logaddexp2(total, part))

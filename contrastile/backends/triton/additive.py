@@ -67,11 +67,9 @@ class _Pass:
                     forward.add_parts[(ceil_div(high, LANES),)](
                         part,
                         out[row:],
-                        None,
                         high,
                         ceil_div(wide, config.bn),
                         int(column == 0),
-                        SAFE=False,
                         LANES=LANES,
                         DEPTH=DEPTH,
                     )

@@ -9,7 +9,7 @@ import torch
 
 from contrastile.backends.arrays import TorchArrays
 from contrastile.backends.triton import sums
-from contrastile.backends.triton.common import LINES, ceil_div, step
+from contrastile.backends.triton.common import LANES, LINES, ceil_div, step
 from contrastile.backends.triton.configs import INTERPRETED
 from contrastile.backends.triton.launch import on_device
 
@@ -28,14 +28,17 @@ class TritonArrays(TorchArrays):
     def __init__(self) -> None:
         super().__init__(torch)
 
-    def mean_excess(self, lse: Array, positive: Array, weight: Array, target: Array) -> Array:
-        """``sum_i w_i (lse_i - t_i positive_i)`` in float64, 0-d, by one kernel."""
-        vectors = [x.contiguous() for x in (lse, positive, weight, target)]
-        with on_device(lse):
-            out = torch.empty((), dtype=torch.float64, device=lse.device)
-            block, warps = (16, 1) if INTERPRETED else (8192, 16)
-            sums.sum_excess[(1,)](*vectors, out, lse.shape[0], BLOCK=block, num_warps=warps)
-        return out
+    def weighted_nll(
+        self, negative_lse: Array, positive_lse: Array, positive_sum: Array, weight: Array, target: Array
+    ) -> Array:
+        """``sum_i w_i loss_i`` in float64, 0-d: sums of a few rows, and theirs."""
+        vectors = [x.contiguous() for x in (negative_lse, positive_lse, positive_sum, weight, target)]
+        with on_device(negative_lse):
+            programs = ceil_div(negative_lse.shape[0], LANES)
+            out = torch.empty(programs, dtype=torch.float64, device=negative_lse.device)
+            if programs:
+                sums.sum_nll[(programs,)](*vectors, out, negative_lse.shape[0], BLOCK=LANES)
+            return out.sum()
 
     def inner(self, a: Array, b: Array) -> Array:
         """``sum_ik a_ik b_ik``: dots of rows in float32, their sum in float64, 0-d."""

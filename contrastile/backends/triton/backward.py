@@ -2,7 +2,8 @@
 """The backward kernels: G over a chunk of X, formed in float32, rounded once to the features' dtype.
 
 ``G_ij = [admitted] (u_i 2^(x_ij - L_i) + v_j 2^(x_ij - M_j)) - [positive] (u_i t_i + v_j t'_j)``, in powers of two.
-The positive leaves G before it is rounded: for a trained model p is near 1 there, and the difference is the gradient.
+Of a positive the row is certain of, that difference is the gradient and nothing would be left of it: its entry is
+``u_i ((q - t_i) - q sigmoid(N_i - P_i))`` with ``q = 2^(x_ij - P_i)``, and likewise for columns.
 """
 
 from __future__ import annotations
@@ -11,8 +12,27 @@ import triton
 import triton.language as tl
 
 from contrastile.backends.triton.kernel import kernel
+from contrastile.backends.triton.logits import rounded
 from contrastile.backends.triton.parts import store_parts
-from contrastile.backends.triton.tiles import ALPHA, FAST, NO_IDS, REFERENCE, TARGET, dots, pairs, place
+from contrastile.backends.triton.tiles import (
+    ALPHA,
+    CERTAIN,
+    FAST,
+    FOLDED,
+    LOG,
+    NEGATIVE_WEIGHT,
+    NO_IDS,
+    POSITIVE_LOG,
+    POSITIVE_TARGET,
+    POSITIVE_WEIGHT,
+    REFERENCE,
+    TAKEN,
+    TARGET,
+    WEIGHT,
+    dots,
+    pairs,
+    place,
+)
 
 _PLAIN = ["m", "n", "row0", "column0", "height", "width", "depth"]
 
@@ -28,8 +48,6 @@ def gradient_tiles(
     plan,
     row_vectors,
     column_vectors,
-    row_target,
-    column_target,
     excluded,
     row_ids,
     column_ids,
@@ -55,13 +73,15 @@ def gradient_tiles(
     """FACTOR times G of one chunk, to the descriptor g (height, width), whose blocks are (BM, BN / PARTS).
 
     rows, columns: descriptors of the chunk's features. With middle, and low, G goes in parts to two, or three.
-    Positives given by index are not subtracted here but by ``set_positives``, which needs O(m) work for all of them;
-    positives given by ids (IDS = TARGET) are. What lies outside the chunk is not written.
+    Positives given by index are left to ``set_positives``, which needs O(m) work for all of them. Those given by ids
+    (IDS = TARGET) are finished here, in the exact form where CERTAIN says that some row or column needs it: nothing
+    but accuracy depends on that. What lies outside the chunk is not written.
     """
     row_tiles, column_tiles = tl.cdiv(height, BM), tl.cdiv(width, BN)
     alpha = tl.load(plan + ALPHA)
     reference = tl.load(plan + REFERENCE)
     fast = tl.load(plan + FAST) != 0.0
+    certain = tl.load(plan + CERTAIN) != 0.0
     for tile in tl.range(tl.program_id(0), row_tiles * column_tiles, tl.num_programs(0), flatten=True):
         r, c = place(tile, row_tiles, column_tiles, GROUP)
         acc = dots(rows, columns, r * BM, c * BN, depth, BM, BN, BK, PRECISION, DIVIDED)
@@ -77,10 +97,9 @@ def gradient_tiles(
                 alpha,
                 reference,
                 fast,
+                certain,
                 row_vectors,
                 column_vectors,
-                row_target,
-                column_target,
                 excluded,
                 row_ids,
                 column_ids,
@@ -105,10 +124,9 @@ def gradient_tiles(
                 alpha,
                 reference,
                 fast,
+                certain,
                 row_vectors,
                 column_vectors,
-                row_target,
-                column_target,
                 excluded,
                 row_ids,
                 column_ids,
@@ -131,10 +149,9 @@ def gradient_tiles(
                 alpha,
                 reference,
                 fast,
+                certain,
                 row_vectors,
                 column_vectors,
-                row_target,
-                column_target,
                 excluded,
                 row_ids,
                 column_ids,
@@ -160,10 +177,9 @@ def _finish(
     alpha,
     reference,
     fast,
+    certain,
     row_vectors,
     column_vectors,
-    row_target,
-    column_target,
     excluded,
     row_ids,
     column_ids,
@@ -178,26 +194,33 @@ def _finish(
 ):
     """G of a tile's part from its dots, stored at (row, column) of the chunk."""
     i, j = row0 + row + tl.arange(0, acc.shape[0]), column0 + column + tl.arange(0, acc.shape[1])
-    if TWO_SIDED:
-        if fast:
-            u = _vector(row_vectors, 2, i, m, RAGGED)
-            v = _vector(column_vectors, 2, j, n, RAGGED)
-            value = tl.math.exp2(acc * alpha - reference) * (u[:, None] + v[None, :])
-        else:
-            value = _direction(acc * alpha, row_vectors, i, m, RAGGED, 1)
-            value += _direction(acc * alpha, column_vectors, j, n, RAGGED, 0)
+    if fast:
+        factor = _vector(row_vectors, FOLDED, i, m, RAGGED)[:, None]
+        if TWO_SIDED:
+            factor = factor + _vector(column_vectors, FOLDED, j, n, RAGGED)[None, :]
+        value = tl.math.exp2(acc * alpha - reference) * factor
     else:
-        value = _direction(acc * alpha, row_vectors, i, m, RAGGED, 1)
+        x = rounded(acc, alpha)
+        value = _direction(x, row_vectors, i, m, RAGGED, 1)
+        if TWO_SIDED:
+            value += _direction(x, column_vectors, j, n, RAGGED, 0)
     if EXCLUDED or IDS != NO_IDS:
         positive, admitted = pairs(i, j, m, n, i, excluded, row_ids, column_ids, False, EXCLUDED, IDS)
         value = tl.where(admitted, value, 0.0)
         if IDS == TARGET:
-            t = _vector(row_vectors, 1, i, m, RAGGED) * _vector(row_target, 0, i, m, RAGGED)
-            if TWO_SIDED:
-                s = _vector(column_vectors, 1, j, n, RAGGED) * _vector(column_target, 0, j, n, RAGGED)
-                value -= tl.where(positive, t[:, None] + s[None, :], 0.0)
+            if certain:
+                x = rounded(acc, alpha)
+                exact = _at_positive(x, row_vectors, i, m, RAGGED, 1)
+                if TWO_SIDED:
+                    exact += _at_positive(x, column_vectors, j, n, RAGGED, 0)
+                value = tl.where(positive, exact, value)
             else:
-                value -= tl.where(positive, t[:, None], 0.0)
+                t = _vector(row_vectors, TAKEN, i, m, RAGGED)
+                if TWO_SIDED:
+                    s = _vector(column_vectors, TAKEN, j, n, RAGGED)
+                    value -= tl.where(positive, t[:, None] + s[None, :], 0.0)
+                else:
+                    value -= tl.where(positive, t[:, None], 0.0)
     store_parts(g, middle, low, row, column, value)
 
 
@@ -219,6 +242,16 @@ def _vector(vectors, WHICH: tl.constexpr, i, length, RAGGED: tl.constexpr):
 @triton.jit
 def _direction(x, vectors, i, length, RAGGED: tl.constexpr, AXIS: tl.constexpr):
     """``w 2^(x - L)`` and 0 where the weight is 0, whatever x is; AXIS is the one along which the vectors repeat."""
-    log = tl.expand_dims(_vector(vectors, 0, i, length, RAGGED), AXIS)
-    w = tl.expand_dims(_vector(vectors, 1, i, length, RAGGED), AXIS)
+    log = tl.expand_dims(_vector(vectors, LOG, i, length, RAGGED), AXIS)
+    w = tl.expand_dims(_vector(vectors, WEIGHT, i, length, RAGGED), AXIS)
     return tl.where(w != 0.0, w * tl.math.exp2(x - log), 0.0)
+
+
+@triton.jit
+def _at_positive(x, vectors, i, length, RAGGED: tl.constexpr, AXIS: tl.constexpr):
+    """``w ((q - t) - q sigmoid(N - P))``, of a single positive -w sigmoid(N - P); 0 where the weight is 0."""
+    e = tl.math.exp2(x - tl.expand_dims(_vector(vectors, POSITIVE_LOG, i, length, RAGGED), AXIS))
+    t = tl.expand_dims(_vector(vectors, POSITIVE_TARGET, i, length, RAGGED), AXIS)
+    w = tl.expand_dims(_vector(vectors, POSITIVE_WEIGHT, i, length, RAGGED), AXIS)
+    less = tl.expand_dims(_vector(vectors, NEGATIVE_WEIGHT, i, length, RAGGED), AXIS)
+    return tl.where(w != 0.0, w * (e - t) - less * e, 0.0)

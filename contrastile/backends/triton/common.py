@@ -63,12 +63,21 @@ class Masks:
         return self.ids == int(TARGET.value)
 
 
-WEIGHTS = ("row_lse", "row_weight", "row_target", "column_lse", "column_weight", "column_target")
+WEIGHTS = (
+    "row_negative_lse",
+    "row_positive_lse",
+    "row_weight",
+    "row_target",
+    "column_negative_lse",
+    "column_positive_lse",
+    "column_weight",
+    "column_target",
+)
 """The vectors of the weights, in the order of ``Weights``."""
 
 
 def weight_vectors(weights: Weights) -> list[Any]:
-    """The six vectors of the weights, contiguous, rows first; None where there is no column side."""
+    """The vectors of the weights, contiguous, rows first; None where there is no column side."""
     given = [getattr(weights, name) for name in WEIGHTS]
     return [None if x is None else x.contiguous() for x in given]
 
@@ -83,9 +92,9 @@ def ceil_div(a: int, b: int) -> int:
     return -(-a // b)
 
 
-def empty(like: Any, *shape: int) -> Any:
-    """An unwritten float32 tensor beside ``like``."""
-    return torch.empty(shape, dtype=torch.float32, device=like.device)
+def empty(like: Any, *shape: int, dtype: Any = torch.float32) -> Any:
+    """An unwritten tensor beside ``like``."""
+    return torch.empty(shape, dtype=dtype, device=like.device)
 
 
 def chunks(m: int, n: int, height: int, width: int) -> Iterator[tuple[int, int, int, int]]:

@@ -144,9 +144,9 @@ def choose(kernel: str, dtype: str, architecture: int, width: int, precision: st
     return replace(config, precision=precision, group=2 * config.group if high else config.group)
 
 
-def forward_chunk(m: int, n: int, config: Config, tile: tuple[int, int] | None) -> tuple[int, int]:
-    """Rows and columns of a chunk of the forward pass: what its partial results may take bounds it."""
-    entries = _PARTIALS_MIB * 2**20 // 4
+def forward_chunk(m: int, n: int, config: Config, tile: tuple[int, int] | None, quantities: int = 1) -> tuple[int, int]:
+    """Rows and columns of a chunk of the forward pass: its partial results bound it, so many of each row of a tile."""
+    entries = _PARTIALS_MIB * 2**20 // 4 // quantities
     area = entries * config.bm * config.bn // (config.bm + config.bn)
     return _capped(m, n, max(1, area), tile, config)
 

@@ -1,14 +1,17 @@
 # mypy: disable-error-code="no-untyped-def,untyped-decorator,no-untyped-call"
 """The forward kernels: row and column statistics of X in one pass over its tiles, and the fold of their partials.
 
-A chunk of X is ``height`` rows from ``row0`` by ``width`` columns from ``column0``. Each tile writes one partial result
-per row and one per column; ``fold`` adds a chunk's partials to the running state in the order of the tiles, so the
-result does not depend on which program ran first, and the partials of one chunk are all that is ever held.
+A chunk of X is ``height`` rows from ``row0`` by ``width`` columns from ``column0``. Each tile leaves partial results of
+its rows and columns; ``fold`` adds a chunk's partials to the running state in the order of the tiles, so the result
+does not depend on which program ran first, and the partials of one chunk are all that is ever held.
 
 * fast: ``E = 2^(alpha dot - r)`` against one reference for all, one exponential an element for rows and columns;
 * safe: each tile's row and column maxima, two exponentials.
 
 Both are launched; the status word decides on the device which one works and which one returns at once.
+
+The sums are over the negatives. Positives named by index leave them in the tiles that they lie in, and
+``positive_dots`` has their logits; positives named by ids have sums of their own.
 """
 
 from __future__ import annotations
@@ -17,21 +20,27 @@ import triton
 import triton.language as tl
 
 from contrastile.backends.triton.kernel import kernel
+from contrastile.backends.triton.logits import bias_of, binary_orders, rounded
 from contrastile.backends.triton.tiles import (
     ALPHA,
-    BIAS,
     NO_IDS,
     REFERENCE,
     TARGET,
     THRESHOLD,
-    binary_orders,
     dots,
     pairs,
     place,
+    within,
 )
 
 # 64-bit sizes would be compiled for every divisibility; these are not
 _PLAIN = ["m", "n", "row0", "column0", "height", "width", "depth"]
+
+
+def quantities(safe: bool, matched: bool) -> int:
+    """Partial results that a tile leaves of a row or column: see ``lse_tiles``."""
+    one = 2 if safe else 1
+    return 2 * one + 2 if matched else one
 
 
 @kernel
@@ -41,11 +50,9 @@ def lse_tiles(
     columns,
     plan,
     status,
-    scale,
+    diagonals,
     row_parts,
     column_parts,
-    row_positive_parts,
-    column_positive_parts,
     positives,
     excluded,
     row_ids,
@@ -70,11 +77,14 @@ def lse_tiles(
     PRECISION: tl.constexpr,
     DIVIDED: tl.constexpr,
 ):
-    """Partial statistics of one chunk: of a tile's rows to row_parts (tile columns, height), likewise for columns.
+    """Partial statistics of one chunk: of a tile's rows to row_parts (.., tile columns, height), likewise for columns.
 
     rows, columns: descriptors of the chunk's features. m, n: of the whole block, in which the pairs are counted.
-    A partial is the sum of E (fast) or the log2-sum-exp2 (safe). With IDS = TARGET the sums of the positive logits,
-    without the bias, and their counts go to the positive parts, laid out alike, counts behind sums.
+    diagonals: the least and the largest j - i of the block's positives (i, j): no other tile holds one.
+
+    What a tile leaves of its negatives is the sum of E (fast), or the maximum x and the sum of 2^(X - x) (safe), for
+    the sum of the two would be rounded at the size of a logit. With IDS = TARGET there follow the same of the
+    positives, the sum of their logits in powers of two, and their count.
     """
     row_tiles, column_tiles = tl.cdiv(height, BM), tl.cdiv(width, BN)
     tiles = row_tiles * column_tiles
@@ -82,63 +92,71 @@ def lse_tiles(
     alpha = tl.load(plan + ALPHA)
     reference = tl.load(plan + REFERENCE)
     MASKED: tl.constexpr = EXCLUDED or IDS != NO_IDS
+    APART: tl.constexpr = POSITIVES and not MASKED
+    EMPTY: tl.constexpr = float("-inf") if SAFE else 0.0
+    if APART:
+        least, largest = tl.load(diagonals), tl.load(diagonals + 1)
     for tile in tl.range(tl.program_id(0), tiles, tl.num_programs(0), flatten=True):
         r, c = place(tile, row_tiles, column_tiles, GROUP)
         acc = dots(rows, columns, r * BM, c * BN, depth, BM, BN, BK, PRECISION, DIVIDED)
         i, j = r * BM + tl.arange(0, BM), c * BN + tl.arange(0, BN)
+        row_size, column_size = column_tiles.to(tl.int64) * height, row_tiles.to(tl.int64) * width
         row_at = c.to(tl.int64) * height + i
         column_at = r.to(tl.int64) * width + j
         if SAFE:
-            x = acc * alpha
+            x = rounded(acc, alpha)
             if RAGGED:
                 # -inf, not 0: a zero pad wins the maximum when every logit is negative
-                x = tl.where((i < height)[:, None] & (j < width)[None, :], x, float("-inf"))
+                x = tl.where((i < height)[:, None] & (j < width)[None, :], x, EMPTY)
         else:
             x = tl.math.exp2(acc * alpha - reference)
             if RAGGED and (r == row_tiles - 1 or c == column_tiles - 1):
-                x = tl.where((i < height)[:, None] & (j < width)[None, :], x, 0.0)
+                x = tl.where((i < height)[:, None] & (j < width)[None, :], x, EMPTY)
+        if APART:
+            corner = (column0 - row0) + (c * BN - r * BM)
+            if (corner - BM < largest) & (corner + BN > least):
+                named = within(positives + row0, i, i < height, column0 + c * BN, BN, tl.int32)
+                x = tl.where(named[:, None] == tl.arange(0, BN)[None, :], EMPTY, x)
         if MASKED:
             positive, admitted = pairs(
-                row0 + i,
-                column0 + j,
-                m,
-                n,
-                positives,
-                excluded,
-                row_ids,
-                column_ids,
-                POSITIVES,
-                EXCLUDED,
-                IDS,
+                row0 + i, column0 + j, m, n, positives, excluded, row_ids, column_ids, POSITIVES, EXCLUDED, IDS
             )
-            x = tl.where(admitted, x, float("-inf") if SAFE else 0.0)
-            if IDS == TARGET:
-                inside = positive & (i < height)[:, None] & (j < width)[None, :]
-                logit = tl.where(inside, acc * tl.load(scale), 0.0)
-                count = inside.to(tl.float32)
-                row_size, column_size = column_tiles.to(tl.int64) * height, row_tiles.to(tl.int64) * width
-                tl.store(row_positive_parts + row_at, tl.sum(logit, 1), mask=i < height)
-                tl.store(row_positive_parts + row_size + row_at, tl.sum(count, 1), mask=i < height)
-                if COLUMNS:
-                    tl.store(column_positive_parts + column_at, tl.sum(logit, 0), mask=j < width)
-                    tl.store(column_positive_parts + column_size + column_at, tl.sum(count, 0), mask=j < width)
-        if SAFE:
-            tl.store(row_parts + row_at, _log2_sum(x, 1), mask=i < height)
+            x = tl.where(admitted & (positive == 0), x, EMPTY)
+        _leave(x, row_parts + row_at, row_size, i < height, SAFE, 1)
+        if COLUMNS:
+            _leave(x, column_parts + column_at, column_size, j < width, SAFE, 0)
+        if IDS == TARGET:
+            NEXT: tl.constexpr = 2 if SAFE else 1
+            positive = positive & (i < height)[:, None] & (j < width)[None, :]
+            logit = tl.where(positive, rounded(acc, alpha), 0.0)
+            term = tl.where(positive, logit if SAFE else tl.math.exp2(acc * alpha - reference), EMPTY)
+            row_to = row_parts + NEXT * row_size + row_at
+            _leave_positives(term, logit, positive, row_to, row_size, i < height, SAFE, 1)
             if COLUMNS:
-                tl.store(column_parts + column_at, _log2_sum(x, 0), mask=j < width)
-        else:
-            tl.store(row_parts + row_at, tl.sum(x, 1), mask=i < height)
-            if COLUMNS:
-                tl.store(column_parts + column_at, tl.sum(x, 0), mask=j < width)
+                column_to = column_parts + NEXT * column_size + column_at
+                _leave_positives(term, logit, positive, column_to, column_size, j < width, SAFE, 0)
 
 
 @triton.jit
-def _log2_sum(x, AXIS: tl.constexpr):
-    """log2 sum 2^x along an axis; -inf for nothing, inf for +inf, NaN for NaN."""
-    top = tl.max(x, AXIS)
-    # an infinite maximum cannot be subtracted: inf - inf is NaN
-    shift = tl.where((top > float("-inf")) & (top < float("inf")), top, 0.0)
-    return shift + tl.log2(tl.sum(tl.math.exp2(x - tl.expand_dims(shift, AXIS)), AXIS))
+def _leave(x, to, size, inside, SAFE: tl.constexpr, AXIS: tl.constexpr):
+    """What a tile leaves along an axis of terms of a sum (fast) or of logits (safe)."""
+    if SAFE:
+        top = tl.max(x, AXIS)
+        # an infinite maximum cannot be subtracted: inf - inf is NaN
+        top = tl.where((top > float("-inf")) & (top < float("inf")), top, 0.0)
+        tl.store(to, top, mask=inside)
+        tl.store(to + size, tl.sum(tl.math.exp2(x - tl.expand_dims(top, AXIS)), AXIS), mask=inside)
+    else:
+        tl.store(to, tl.sum(x, AXIS), mask=inside)
+
+
+@triton.jit
+def _leave_positives(term, logit, positive, to, size, inside, SAFE: tl.constexpr, AXIS: tl.constexpr):
+    """The same of the positives, the sum of their logits, and their count."""
+    _leave(term, to, size, inside, SAFE, AXIS)
+    to += (2 if SAFE else 1) * size
+    tl.store(to, tl.sum(logit, AXIS), mask=inside)
+    tl.store(to + size, tl.sum(positive.to(tl.float32), AXIS), mask=inside)
 
 
 @kernel
@@ -150,11 +168,16 @@ def fold(
     column_parts,
     row_state,
     column_state,
-    row_lse,
-    column_lse,
+    row_negative,
+    row_positive,
+    row_sum,
+    column_negative,
+    column_positive,
+    column_sum,
     plan,
     status,
     scale,
+    bias,
     height,
     width,
     row0,
@@ -169,14 +192,16 @@ def fold(
     last_column,
     SAFE: tl.constexpr,
     COLUMNS: tl.constexpr,
+    MATCHED: tl.constexpr,
     LANES: tl.constexpr,
     DEPTH: tl.constexpr,
 ):
-    """Fold one chunk's partials into the running state; after the last chunk, give the log-sum-exp in nats.
+    """Fold one chunk's partials into the running state; after the last chunk, give the statistics in nats.
 
-    row_parts: (column_tiles, height); column_parts: (row_tiles, width); states: (m,) and (n,) float64, sums or
-    log2-sum-exp2; first_*, last_*: whether this is the state's first or last chunk. Float64 costs nothing here, and a
-    trained model's loss is the small difference of a log-sum-exp and a logit.
+    row_parts: (.., column_tiles, height); column_parts: (.., row_tiles, width), as ``lse_tiles`` leaves them; states:
+    (1 or 4, m) and (.., n) float64: sums or log2-sum-exp2 of the negatives and, if MATCHED, of the positives, their
+    sums of logits, their counts; first_*, last_*: whether this is the state's first or last chunk. To row_* (m,) and
+    column_* (n,), float64: the log-sum-exp of the negatives and, if MATCHED, that of the positives, and their sum.
     The fast path is checked here: a sum so small that what underflowed could matter sets the status word.
     """
     program = tl.program_id(0)
@@ -184,106 +209,115 @@ def fold(
     wanted = tl.load(status) != 0 if SAFE else tl.load(status) == 0
     if wanted:
         if program < row_programs:
-            _fold_one(
-                row_parts,
-                row_state + row0,
-                row_lse + row0,
-                plan,
-                status,
-                scale,
-                program,
-                height,
-                column_tiles,
-                n,
-                first_row,
-                last_row,
-                SAFE,
-                LANES,
-                DEPTH,
-            )
+            lanes = program * LANES + tl.arange(0, LANES)
+            to = row_negative, row_positive, row_sum
+            _fold_side(
+                row_parts, row_state, to, plan, status, scale, bias, lanes, row0, height, column_tiles, m, n,
+                first_row, last_row, SAFE, MATCHED, DEPTH,
+            )  # fmt: skip
         elif COLUMNS:
-            _fold_one(
-                column_parts,
-                column_state + column0,
-                column_lse + column0,
-                plan,
-                status,
-                scale,
-                program - row_programs,
-                width,
-                row_tiles,
-                m,
-                first_column,
-                last_column,
-                SAFE,
-                LANES,
-                DEPTH,
-            )
+            lanes = (program - row_programs) * LANES + tl.arange(0, LANES)
+            to = column_negative, column_positive, column_sum
+            _fold_side(
+                column_parts, column_state, to, plan, status, scale, bias, lanes, column0, width, row_tiles, n, m,
+                first_column, last_column, SAFE, MATCHED, DEPTH,
+            )  # fmt: skip
 
 
 @triton.jit
-def _fold_one(
-    parts,
-    state,
-    lse,
-    plan,
-    status,
-    scale,
-    program,
-    length,
-    tiles,
-    terms,
-    first,
-    last,
-    SAFE: tl.constexpr,
-    LANES: tl.constexpr,
-    DEPTH: tl.constexpr,
-):
-    lanes = program * LANES + tl.arange(0, LANES)
+def _fold_side(
+    parts, state, to, plan, status, scale, bias, lanes, start, length, tiles, total, terms, first, last,
+    SAFE: tl.constexpr, MATCHED: tl.constexpr, DEPTH: tl.constexpr,
+):  # fmt: skip
+    """The rows ``start + lanes`` of ``total``, or the columns; ``terms`` is the length of the other side."""
     inside = lanes < length
-    empty = float("-inf") if SAFE else 0.0
-    total = tl.load(state + lanes, mask=inside & (first == 0), other=empty)
-    for start in range(0, tiles, DEPTH):
-        t = start + tl.arange(0, DEPTH)
-        there = (t < tiles)[:, None] & inside[None, :]
-        part = tl.load(parts + t.to(tl.int64)[:, None] * length + lanes[None, :], mask=there, other=empty)
-        part = part.to(tl.float64)
-        if SAFE:
-            part = _log2_sum(part, 0)
-            high = tl.maximum(total, part)
-            shift = tl.where((high > float("-inf")) & (high < float("inf")), high, 0.0)
-            total = shift + tl.log2(tl.math.exp2(total - shift) + tl.math.exp2(part - shift))
-        else:
-            total += tl.sum(part, 0)
-    tl.store(state + lanes, total, mask=inside)
+    at, step = start.to(tl.int64) + lanes, total.to(tl.int64)
+    size = tiles.to(tl.int64) * length
+    NEXT: tl.constexpr = 2 if SAFE else 1
+    negative = _fold_sum(parts, state + at, lanes, inside, length, tiles, first, SAFE, DEPTH)
+    if MATCHED:
+        parts += NEXT * size
+        positive = _fold_sum(parts, state + step + at, lanes, inside, length, tiles, first, SAFE, DEPTH)
+        parts += NEXT * size
+        logits = _add(parts, state + 2 * step + at, lanes, inside, length, tiles, first, DEPTH)
+        count = _add(parts + size, state + 3 * step + at, lanes, inside, length, tiles, first, DEPTH)
     if last != 0:
-        if SAFE:
-            log = total
-        else:
-            log = tl.log2(total) + tl.load(plan + REFERENCE).to(tl.float64)
-            trusted = total >= tl.load(plan + THRESHOLD) * terms
-            # or-ing a bit gives the same word in any order; a NaN sum is not trusted
-            doubtful = tl.max(tl.where(trusted | (lanes >= length), 0, 1), 0)
-            if doubtful != 0:
-                tl.atomic_or(status, 1)
-        nats = log / binary_orders(tl.load(scale)) + tl.load(plan + BIAS).to(tl.float64)
-        tl.store(lse + lanes, nats.to(tl.float32), mask=inside)
+        orders, shift = binary_orders(tl.load(scale)), bias_of(bias)
+        least = tl.load(plan + THRESHOLD).to(tl.float64)
+        trusted = negative >= least * terms
+        if MATCHED:
+            trusted = trusted & ((count < 2.0) | (positive >= least * count))
+        # or-ing a bit gives the same word in any order; a NaN sum is not trusted
+        if not SAFE and tl.max(tl.where(trusted | (lanes >= length), 0, 1), 0) != 0:
+            tl.atomic_or(status, 1)
+        tl.store(to[0] + at, _log2(negative, plan, SAFE) / orders + shift, mask=inside)
+        if MATCHED:
+            total_logit = tl.where(count > 0.0, logits / orders + count * shift, 0.0)
+            log = tl.where(count > 0.0, _log2(positive, plan, SAFE) / orders + shift, float("-inf"))
+            # of one positive its logit, as the backward has it
+            tl.store(to[1] + at, tl.where(count == 1.0, total_logit, log), mask=inside)
+            tl.store(to[2] + at, total_logit, mask=inside)
+
+
+@triton.jit
+def _log2(state, plan, SAFE: tl.constexpr):
+    """The log2-sum-exp2 that a state stands for."""
+    return state if SAFE else tl.log2(state) + tl.load(plan + REFERENCE).to(tl.float64)
+
+
+@triton.jit
+def _part(parts, lanes, inside, length, tiles, start, DEPTH: tl.constexpr):
+    """Partial results of DEPTH tiles, float64; 0 where there is none."""
+    t = start + tl.arange(0, DEPTH)
+    there = (t < tiles)[:, None] & inside[None, :]
+    return tl.load(parts + t.to(tl.int64)[:, None] * length + lanes[None, :], mask=there, other=0.0).to(tl.float64)
+
+
+@triton.jit
+def _add(parts, state, lanes, inside, length, tiles, first, DEPTH: tl.constexpr):
+    """``state += sum of parts (tiles, length)`` over tiles, and the sum."""
+    total = tl.load(state, mask=inside & (first == 0), other=0.0)
+    for start in range(0, tiles, DEPTH):
+        total += tl.sum(_part(parts, lanes, inside, length, tiles, start, DEPTH), 0)
+    tl.store(state, total, mask=inside)
+    return total
+
+
+@triton.jit
+def _fold_sum(parts, state, lanes, inside, length, tiles, first, SAFE: tl.constexpr, DEPTH: tl.constexpr):
+    """The same of sums (fast), or of maxima and, behind them, sums, as a log2-sum-exp2 (safe)."""
+    if not SAFE:
+        return _add(parts, state, lanes, inside, length, tiles, first, DEPTH)
+    size = tiles.to(tl.int64) * length
+    total = tl.load(state, mask=inside & (first == 0), other=float("-inf"))
+    for start in range(0, tiles, DEPTH):
+        top = _part(parts, lanes, inside, length, tiles, start, DEPTH)
+        part = _log2_sum(top + tl.log2(_part(parts + size, lanes, inside, length, tiles, start, DEPTH)), 0)
+        high = tl.maximum(total, part)
+        shift = tl.where((high > float("-inf")) & (high < float("inf")), high, 0.0)
+        total = shift + tl.log2(tl.math.exp2(total - shift) + tl.math.exp2(part - shift))
+    tl.store(state, total, mask=inside)
+    return total
+
+
+@triton.jit
+def _log2_sum(x, AXIS: tl.constexpr):
+    """log2 sum 2^x along an axis; -inf for nothing, inf for +inf, NaN for NaN."""
+    top = tl.max(x, AXIS)
+    shift = tl.where((top > float("-inf")) & (top < float("inf")), top, 0.0)
+    return shift + tl.log2(tl.sum(tl.math.exp2(x - tl.expand_dims(shift, AXIS)), AXIS))
 
 
 @kernel
 @triton.jit(do_not_specialize=["length", "tiles", "first"])
-def add_parts(parts, out, status, length, tiles, first, SAFE: tl.constexpr, LANES: tl.constexpr, DEPTH: tl.constexpr):
-    """``out (length,) = [out +] sum of parts (tiles, length)`` over tiles, in order; only on the path that works."""
-    wanted = True
-    if status is not None:
-        wanted = tl.load(status) != 0 if SAFE else tl.load(status) == 0
-    if wanted:
-        lanes = tl.program_id(0) * LANES + tl.arange(0, LANES)
-        inside = lanes < length
-        total = tl.load(out + lanes, mask=inside & (first == 0), other=0.0)
-        for start in range(0, tiles, DEPTH):
-            t = start + tl.arange(0, DEPTH)
-            there = (t < tiles)[:, None] & inside[None, :]
-            at = t.to(tl.int64)[:, None] * length + lanes[None, :]
-            total += tl.sum(tl.load(parts + at, mask=there, other=0.0), 0)
-        tl.store(out + lanes, total, mask=inside)
+def add_parts(parts, out, length, tiles, first, LANES: tl.constexpr, DEPTH: tl.constexpr):
+    """``out (length,) = [out +] sum of parts (tiles, length)`` over tiles, in order."""
+    lanes = tl.program_id(0) * LANES + tl.arange(0, LANES)
+    inside = lanes < length
+    total = tl.load(out + lanes, mask=inside & (first == 0), other=0.0)
+    for start in range(0, tiles, DEPTH):
+        t = start + tl.arange(0, DEPTH)
+        there = (t < tiles)[:, None] & inside[None, :]
+        at = t.to(tl.int64)[:, None] * length + lanes[None, :]
+        total += tl.sum(tl.load(parts + at, mask=there, other=0.0), 0)
+    tl.store(out + lanes, total, mask=inside)

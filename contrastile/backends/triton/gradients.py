@@ -28,9 +28,9 @@ from contrastile.backends.triton.common import (
 )
 from contrastile.backends.triton.configs import UNIT, Config, backward_chunk, choose
 from contrastile.backends.triton.launch import architecture, descriptor, grid, on_device, workspace
-from contrastile.backends.triton.operands import Scheme, Side, positive_dots
+from contrastile.backends.triton.operands import Scheme, Side
 from contrastile.backends.triton.products import accumulate
-from contrastile.backends.triton.tiles import FACTOR, PLAN_SIZE
+from contrastile.backends.triton.tiles import FACTOR, PLAN_SIZE, VECTORS, VECTORS_OF_IDS
 
 
 def gradients(
@@ -151,43 +151,47 @@ class _Pass:
             for x in kernels
         )
         self.plan = empty(self.rows, PLAN_SIZE)
-        self.vectors = empty(self.rows, 3, self.m), empty(self.rows, 3, self.n if self.two_sided else 0)
+        count = VECTORS_OF_IDS if self.masks.ids_only else VECTORS
+        self.vectors = empty(self.rows, count, self.m), empty(self.rows, count, self.n if self.two_sided else 0)
+        # G at the positives that are named by index
+        self.values = None if self.masks.positives is None else empty(self.rows, self.m, dtype=torch.float64)
         self._survey()
-        self.dots = None
-        if self.masks.positives is not None:
-            self.dots = empty(self.rows, self.m)
-            positive_dots(self.sides, self.scheme, self.masks, None, None, self.dots, None)
 
     def _survey(self) -> None:
         """Decide on the path, and prepare the vectors of the epilogue."""
-        row_programs = ceil_div(self.m, BLOCK)
-        peaks = empty(self.rows, row_programs + (ceil_div(self.n, BLOCK) if self.two_sided else 0), survey.PEAKS)
-        survey.weigh[(peaks.shape[0],)](
-            self.m, self.n, self.block.scale, self.block.bias, peaks, *self.weights, LANES=BLOCK
+        programs = ceil_div(self.m, LANES) + (ceil_div(self.n, LANES) if self.two_sided else 0)
+        peaks = empty(self.rows, programs, survey.PEAKS)
+        survey.weigh[(programs,)](
+            self.m,
+            self.n,
+            self.block.scale,
+            self.block.bias,
+            peaks,
+            self.masks.positives,
+            self.masks.excluded,
+            self.values,
+            *self.weights,
+            MATCHED=self.masks.ids_only,
+            LANES=LANES,
         )
         survey.plan_backward[(1,)](
             peaks,
             self.block.scale,
             self.plan,
-            row_programs,
-            peaks.shape[0],
+            programs,
             TWO_SIDED=self.two_sided,
             HALF=self.rows.dtype == torch.float16,
             BLOCK=BLOCK,
         )
-        row_lse, row_weight, _, column_lse, column_weight, _ = self.weights
-        programs = ceil_div(self.m, LANES) + (ceil_div(self.n, LANES) if self.two_sided else 0)
         survey.temper[(programs,)](
             self.plan,
             self.block.scale,
             self.block.bias,
             self.m,
             self.n,
-            row_lse,
-            row_weight,
-            column_lse,
-            column_weight,
+            *self.weights,
             *self.vectors,
+            MATCHED=self.masks.ids_only,
             LANES=LANES,
         )
 
@@ -253,7 +257,7 @@ class _Pass:
     def _form(self, walk: Chunks, g: list[Any], place: tuple[int, int, int, int]) -> None:
         """G of a chunk, its positives included."""
         self._tiles(walk, g, place)
-        if self.dots is not None:
+        if self.values is not None:
             self._positives(g, place)
 
     def add_columns(self, out: Any, g: list[Any], place: tuple[int, int, int, int], *, fresh: bool = False) -> None:
@@ -268,8 +272,6 @@ class _Pass:
             *walk.descriptors(g),
             self.plan,
             *self.vectors,
-            self.weights[2],
-            self.weights[5],
             self.masks.excluded,
             self.masks.row_ids,
             self.masks.column_ids,
@@ -300,14 +302,9 @@ class _Pass:
             *[None] * (3 - len(g)),
             g[0].stride(0),
             self.plan,
-            self.dots,
-            self.block.scale,
-            self.block.bias,
+            self.values,
             self.masks.positives,
             self.masks.excluded,
-            *self.weights,
-            self.m,
-            self.n,
             row,
             column,
             high,

@@ -118,9 +118,9 @@ class Side:
 
 
 def positive_dots(
-    sides: tuple[Side, Side], scheme: Scheme, masks: Masks, scale: Any, bias: Any, rows: Any, columns: Any
+    sides: tuple[Side, Side], scheme: Scheme, masks: Masks, scale: Any, bias: Any, logits: Any, sums: Any
 ) -> None:
-    """Logits of the positives by row, (m,), and by column, (n,) or None; their dots where scale is None."""
+    """Each row's positive logit to logits and sums, (m,) float64; -inf and 0 where it has none."""
     q, k = (side.x for side in sides)
     size, depth = (16, 16) if INTERPRETED else (64, 64 if scheme.how == parts.PLAIN.value and q.itemsize == 2 else 32)
     positives.positive_dots[(ceil_div(q.shape[0], size),)](
@@ -134,8 +134,8 @@ def positive_dots(
         masks.excluded,
         scale,
         bias,
-        rows,
-        columns,
+        logits,
+        sums,
         depth=q.shape[1],
         HOW=scheme.how,
         PRECISION=scheme.precision,

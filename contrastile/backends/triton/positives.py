@@ -1,9 +1,8 @@
 # mypy: disable-error-code="no-untyped-def,untyped-decorator,no-untyped-call"
-"""The positives that are given by index: their logits, their sums by column, their entries of G.
+"""The positives that are given by index: their logits, what these come to by column, their entries of G.
 
-A trained model's loss is the difference of a log-sum-exp and its positive's logit, and the positive's entry of G that
-of a probability near 1 and a target. Tensor cores truncate as they add, so all of a tile's dots are short by a little;
-a positive's dot is therefore taken by the same instructions in the same order, and what is short cancels.
+Tensor cores truncate as they add, so all of a tile's dots are short by a little; a positive's dot is taken by the same
+instructions, and where features share a direction, what is short cancels in the differences.
 """
 
 from __future__ import annotations
@@ -12,6 +11,7 @@ import triton
 import triton.language as tl
 
 from contrastile.backends.triton.kernel import kernel
+from contrastile.backends.triton.logits import bias_of
 from contrastile.backends.triton.parts import COLUMN_PARTS, PART, ROW_PARTS, SPLIT, TERMS, factor, scatter_parts
 from contrastile.backends.triton.survey import load_features
 from contrastile.backends.triton.tiles import FACTOR
@@ -30,18 +30,17 @@ def positive_dots(
     excluded,
     scale,
     bias,
-    row_positive,
-    column_positive,
+    logits,
+    sums,
     depth,
     HOW: tl.constexpr,
     PRECISION: tl.constexpr,
     BM: tl.constexpr,
     BK: tl.constexpr,
 ):
-    """``scale dot + bias`` of each row's positive to row_positive (m,), 0 where it has none; scale None: the dot.
+    """``scale dot + bias`` of each row's positive to logits and sums (m,), float64; -inf and 0 where it has none.
 
-    column_positive: (n,) or None; right where row i's positive is column i for every i, else ``sum_positives`` puts it
-    right. Of BM x BM dots the diagonal is wanted: little work beside the tiles'.
+    Of BM x BM dots the diagonal is wanted: little work beside the tiles'.
     """
     local = tl.arange(0, BM)
     i = tl.program_id(0) * BM + local
@@ -60,86 +59,99 @@ def positive_dots(
             if HOW == SPLIT:
                 q, f = q.to(PART), f.to(PART)
             acc = tl.dot(q, f.T, acc, input_precision=PRECISION)
-    x = tl.sum(tl.where(local[:, None] == local[None, :], acc, 0.0), 1)
-    if scale is not None:
-        # once rounded, as the log-sum-exp is
-        wide = x.to(tl.float64) * tl.load(scale).to(tl.float64)
-        if bias is not None:
-            wide = wide + tl.load(bias).to(tl.float64)
-        x = wide.to(tl.float32)
-    x = tl.where(named, x, 0.0)
-    tl.store(row_positive + i, x, mask=inside)
-    if column_positive is not None:
-        tl.store(column_positive + i, x, mask=inside & (i < n))
+    dot = tl.sum(tl.where(local[:, None] == local[None, :], acc, 0.0), 1).to(tl.float64)
+    x = dot * tl.load(scale).to(tl.float64) + bias_of(bias)
+    tl.store(logits + i, tl.where(named, x, float("-inf")), mask=inside)
+    tl.store(sums + i, tl.where(named, x, 0.0), mask=inside)
 
 
 @kernel
 @triton.jit(do_not_specialize=["m", "n"])
 def sum_positives(
-    status,
+    diagonals,
     positives,
     excluded,
-    logits,
-    out,
+    row_logits,
+    logs,
+    sums,
     m,
     n,
     LANES: tl.constexpr,
     OUTER: tl.constexpr,
     INNER: tl.constexpr,
 ):
-    """``out_j = sum of logits_i over rows i whose positive is column j``, in the order of the rows.
+    """Log-sum-exp and sum of row_logits_i over rows i whose positive is column j, to logs and sums (n,), float64.
 
-    Returns at once where ``measure`` has done it already: where row i's positive is column i.
+    In the order of the rows, of which only those are asked that ``diagonals`` leaves: as many as columns, where each
+    row's positive lies on one diagonal.
     """
-    first = tl.program_id(0) * LANES
+    first = tl.program_id(0).to(tl.int64) * LANES
     j = first + tl.arange(0, LANES)
-    total = tl.zeros((LANES,), tl.float32)
-    stray = tl.load(status + 1) != 0
-    for block in range(0, tl.where(stray, m, 0), OUTER):
-        i = block + tl.arange(0, OUTER)
-        named = tl.load(positives + i, mask=i < m, other=-1)
-        # most blocks of rows have no positive among these columns
-        if tl.max(((named >= first) & (named < first + LANES)).to(tl.int32), 0) != 0:
-            for start in range(block, block + OUTER, INNER):
-                k = start + tl.arange(0, INNER)
-                at = tl.load(positives + k, mask=k < m, other=-1)
-                if excluded is not None:
-                    at = tl.where(at == tl.load(excluded + k, mask=k < m, other=-1), -1, at)
-                value = tl.load(logits + k, mask=k < m, other=0.0)
-                total += tl.sum(tl.where(at[:, None] == j.to(tl.int64)[None, :], value[:, None], 0.0), 0)
-    tl.store(out + j, total, mask=(j < n) & stray)
+    start = tl.minimum(tl.maximum(first - tl.load(diagonals + 1), 0), m)
+    stop = tl.minimum(tl.maximum(first + LANES - tl.load(diagonals), 0), m)
+    total, count = tl.zeros((LANES,), tl.float64), tl.zeros((LANES,), tl.int32)
+    top = tl.full((LANES,), float("-inf"), tl.float64)
+    for block in range(start, stop, OUTER):
+        if _names_any(positives, block, stop, first, LANES, OUTER):
+            for at in range(block, tl.minimum(block + OUTER, stop), INNER):
+                mine, x = _named(positives, excluded, row_logits, at, stop, j, INNER)
+                total += tl.sum(tl.where(mine, x[:, None], 0.0), 0)
+                count += tl.sum(mine.to(tl.int32), 0)
+                top = tl.maximum(top, tl.max(tl.where(mine, x[:, None], float("-inf")), 0))
+    log = tl.where(count == 0, float("-inf"), total)
+    if tl.max(count, 0) > 1:
+        shift = tl.where(tl.abs(top) < float("inf"), top, 0.0)
+        more = tl.zeros((LANES,), tl.float64)
+        for block in range(start, stop, OUTER):
+            if _names_any(positives, block, stop, first, LANES, OUTER):
+                for at in range(block, tl.minimum(block + OUTER, stop), INNER):
+                    mine, x = _named(positives, excluded, row_logits, at, stop, j, INNER)
+                    more += tl.sum(tl.where(mine, tl.exp(x[:, None] - shift[None, :]), 0.0), 0)
+        # of one its logit to the last bit
+        log = tl.where(count > 1, shift + tl.log(more), log)
+    tl.store(logs + j, log, mask=j < n)
+    tl.store(sums + j, total, mask=j < n)
+
+
+@triton.jit
+def _names_any(positives, start, stop, first, LANES: tl.constexpr, OUTER: tl.constexpr):
+    """Whether any of OUTER rows from ``start`` names one of LANES columns from ``first``; most have none there."""
+    i = start + tl.arange(0, OUTER)
+    named = tl.load(positives + i, mask=i < stop, other=-1)
+    return tl.max(((named >= first) & (named < first + LANES)).to(tl.int32), 0) != 0
+
+
+@triton.jit
+def _named(positives, excluded, row_logits, start, stop, j, INNER: tl.constexpr):
+    """Which of the columns j INNER rows from ``start`` name, (INNER, columns), and the rows' logits."""
+    i = start + tl.arange(0, INNER)
+    at = tl.load(positives + i, mask=i < stop, other=-1)
+    if excluded is not None:
+        at = tl.where(at == tl.load(excluded + i, mask=i < stop, other=-1), -1, at)
+    mine = (at[:, None] == j[None, :]) & (at >= 0)[:, None]
+    return mine, tl.load(row_logits + i, mask=i < stop, other=0.0)
 
 
 @kernel
-@triton.jit(do_not_specialize=["m", "n", "row0", "column0", "height", "width", "stride"])
+@triton.jit(do_not_specialize=["row0", "column0", "height", "width", "stride"])
 def set_positives(
     g,
     middle,
     low,
     stride,
     plan,
-    dots,
-    scale,
-    bias,
+    values,
     positives,
     excluded,
-    row_lse,
-    row_weight,
-    row_target,
-    column_lse,
-    column_weight,
-    column_target,
-    m,
-    n,
     row0,
     column0,
     height,
     width,
     LANES: tl.constexpr,
 ):
-    """Write FACTOR times G at the chunk's positives: ``u_i (p_ij - t_i) + v_j (p'_ij - t'_j)``, rounded once.
+    """Write FACTOR times ``values`` (m,), G at the positives, to those of the chunk, rounded once.
 
-    g, middle, low: (height, width) with this row stride, G or its parts; dots: (m,) of the positives.
+    g, middle, low: (height, width) with this row stride, G or its parts.
     """
     local = tl.program_id(0) * LANES + tl.arange(0, LANES)
     i = row0 + local
@@ -148,22 +160,6 @@ def set_positives(
     inside = inside & (j >= column0) & (j < column0 + width)
     if excluded is not None:
         inside = inside & (j != tl.load(excluded + i, mask=inside, other=-1))
-    x = tl.load(dots + i, mask=inside, other=0.0).to(tl.float64) * tl.load(scale).to(tl.float64)
-    # rounded as the forward rounds it: equal to L where nothing else has a probability
-    if bias is not None:
-        x = x + tl.load(bias).to(tl.float64)
-    x = x.to(tl.float32)
-    value = _excess(x, row_lse, row_weight, row_target, i, inside)
-    if column_lse is not None:
-        value += _excess(x, column_lse, column_weight, column_target, j, inside)
+    value = tl.load(values + i, mask=inside, other=0.0) * tl.load(plan + FACTOR).to(tl.float64)
     at = local.to(tl.int64) * stride + (j - column0)
-    scatter_parts(g, middle, low, at, (value * tl.load(plan + FACTOR).to(tl.float64)).to(tl.float32), inside)
-
-
-@triton.jit
-def _excess(x, lse, weight, target, i, inside):
-    """``w (exp(x - L) - t)`` in float64, and 0 where the weight is 0."""
-    log = tl.load(lse + i, mask=inside, other=0.0).to(tl.float64)
-    w = tl.load(weight + i, mask=inside, other=0.0).to(tl.float64)
-    t = tl.load(target + i, mask=inside, other=0.0).to(tl.float64)
-    return tl.where(w != 0.0, w * (tl.exp(x.to(tl.float64) - log) - t), 0.0)
+    scatter_parts(g, middle, low, at, value.to(tl.float32), inside)

@@ -130,7 +130,8 @@ def run_all(dtype: str, plain: bool = False, precision: str = "ieee") -> None:
     arrays = TritonArrays()
     arrays.inner(torch.ones(300, 512, dtype=kind), torch.ones(300, 512))
     arrays.scaled(torch.ones(300, 512), scalar, dtype, consume=False)
-    arrays.mean_excess(vector, vector, vector, vector)
+    wide = vector.double()
+    arrays.weighted_nll(wide, wide, wide, vector, vector)
     problems = [(every[0], 256, True)]
     if not plain:
         problems += [(pairs, 300, True) for pairs in every] + [(every[0], 256, False)]
@@ -139,7 +140,8 @@ def run_all(dtype: str, plain: bool = False, precision: str = "ieee") -> None:
         x = vector[:size]
         block = Block(features, features, scalar, scalar, _cut(pairs, size))
         lse(block, two_sided, options)
-        weights = Weights(x, x, x, *((x, x, x) if two_sided else ()))
+        lses = wide[:size], wide[:size]
+        weights = Weights(*lses, x, x, *((*lses, x, x) if two_sided else ()))
         with mock.patch.object(products, "_has_out_dtype", return_value=False):
             gradients(block, weights, out, out, options)
             finished(block, weights, None, "gradient", options)

@@ -18,9 +18,10 @@ import triton.language as tl
 
 from contrastile.backends.triton.backward import halves
 from contrastile.backends.triton.kernel import kernel
+from contrastile.backends.triton.logits import LOG2E
 from contrastile.backends.triton.parts import store_parts
 from contrastile.backends.triton.survey import near_top
-from contrastile.backends.triton.tiles import BIAS, FACTOR, LOG2E, NO_IDS, TARGET, dots, place
+from contrastile.backends.triton.tiles import BIAS, FACTOR, NO_IDS, TARGET, dots, place, within
 
 LN2 = tl.constexpr(0.6931471805599453)
 
@@ -94,13 +95,9 @@ def sigmoid_tiles(
 
 @triton.jit
 def _within(named, i, m, column, BN: tl.constexpr):
-    """Which of the BN columns from ``column`` the rows i name, counted from there; -1 where none of them."""
-    if named is None:
-        found = tl.full((i.shape[0],), -1, tl.int32)
-    else:
-        at = tl.load(named + i, mask=i < m, other=-1) - column
-        found = tl.where((at >= 0) & (at < BN), at, -1).to(tl.int32)
-    return found
+    """``within`` of a tile; no column where no vector is given."""
+    none = tl.full((i.shape[0],), -1, tl.int32)
+    return none if named is None else within(named, i, i < m, column, BN, tl.int32)
 
 
 @triton.jit

@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+import math
 from typing import Any
 
 import torch
@@ -14,11 +15,11 @@ from contrastile.backends.triton.common import BLOCK, DEPTH, LANES, LINES, Masks
 from contrastile.backends.triton.configs import INTERPRETED, choose, forward_chunk
 from contrastile.backends.triton.launch import architecture, descriptor, grid, on_device
 from contrastile.backends.triton.operands import Scheme, Side, positive_dots
-from contrastile.backends.triton.tiles import DROP, PLAN_SIZE
+from contrastile.backends.triton.tiles import PLAN_SIZE
 
 
 def lse(block: Block, columns: bool, options: Options) -> Statistics:
-    """Row (and column) log-sum-exp and sums of positive logits: see ``contract.Backend``."""
+    """Row (and column) log-sum-exps and sums of positive logits: see ``contract.Backend``."""
     m, n = block.rows.shape[0], block.columns.shape[0]
     with on_device(block.rows):
         if m == 0 or n == 0:
@@ -28,18 +29,33 @@ def lse(block: Block, columns: bool, options: Options) -> Statistics:
 
         def compute(arrays: replay.Tensors) -> replay.Tensors:
             found = _Pass(replay.rebuilt(arrays, block), columns, options).run()
-            return found.row_lse, found.row_positive, found.column_lse, found.column_positive
+            return tuple(getattr(found, name) for name in STATISTICS)
 
         what = "lse", columns, options, block.pairs.match
         return Statistics(*replay.GRAPHS.call(what, replay.arrays_of(block), compute))
 
 
+STATISTICS = (
+    "row_negative_lse",
+    "row_positive_lse",
+    "row_positive_sum",
+    "column_negative_lse",
+    "column_positive_lse",
+    "column_positive_sum",
+)
+"""The vectors of the statistics, in the order of ``Statistics``."""
+
+
 def _nothing(like: Any, m: int, n: int | None) -> Statistics:
     """The statistics of a block without pairs."""
-    lse_, positive = (empty(like, m).fill_(value) for value in (float("-inf"), 0.0))
-    if n is None:
-        return Statistics(lse_, positive)
-    return Statistics(lse_, positive, *(empty(like, n).fill_(value) for value in (float("-inf"), 0.0)))
+    sides = [m] if n is None else [m, n]
+    found = [_wide(like, size).fill_(value) for size in sides for value in (-math.inf, -math.inf, 0.0)]
+    return Statistics(*found)
+
+
+def _wide(like: Any, *shape: int) -> Any:
+    """An unwritten float64 tensor beside ``like``."""
+    return empty(like, *shape, dtype=torch.float64)
 
 
 class _Pass:
@@ -53,14 +69,17 @@ class _Pass:
         self.m, self.n = self.rows.shape[0], self.columns.shape[0]
         self.masks = Masks.of(block.pairs)
         self.plan = empty(self.rows, PLAN_SIZE)
-        self.status = torch.empty(2, dtype=torch.int32, device=self.rows.device)
+        self.status = torch.empty(1, dtype=torch.int32, device=self.rows.device)
+        named = self.masks.positives is not None
+        # the least and the largest j - i of the positives (i, j)
+        self.diagonals = torch.empty(2, dtype=torch.int64, device=self.rows.device) if named else None
         sizes = self.m, self.n if columns else 0
-        self.lse = [empty(self.rows, size) for size in sizes]
-        self.state = [torch.empty(size, dtype=torch.float64, device=self.rows.device) for size in sizes]
-        # sums and counts of positive logits, where ids name the positives
-        self.positive = [empty(self.rows, 2, size) for size in sizes] if self.masks.ids_only else []
+        # log-sum-exps of the negatives and of the positives, sums of these
+        self.found = [[_wide(self.rows, size) for _ in range(3)] for size in sizes]
+        # sums; where ids name the positives, theirs besides, those of their logits, and their counts
+        self.state = [_wide(self.rows, 4 if self.masks.ids_only else 1, size) for size in sizes]
         # what both sweeps use: the second follows the first on the stream
-        self._parts: dict[tuple[int, int], list[Any]] = {}
+        self._parts: Any = None
         self._descriptors: dict[tuple[int, ...], Any] = {}
 
     def run(self) -> Statistics:
@@ -68,37 +87,40 @@ class _Pass:
         self._survey()
         for safe in (False, True):
             self._sweep(safe)
-        row_positive, column_positive = self._positives()
-        if not self.two_sided:
-            return Statistics(self.lse[0], row_positive)
-        return Statistics(self.lse[0], row_positive, self.lse[1], column_positive)
+        if not self.masks.ids_only:
+            self._positives()
+        return Statistics(*(x for side in self.found[: 1 + self.two_sided] for x in side))
 
     def _survey(self) -> None:
         """Decide on the path."""
         row_programs = ceil_div(self.m, LINES)
-        peaks = empty(self.rows, row_programs + ceil_div(self.n, LINES), survey.PEAKS)
+        squares = empty(self.rows, row_programs + ceil_div(self.n, LINES))
+        named, device = self.masks.positives, self.rows.device
+        ends = None if named is None else torch.empty(2, row_programs, dtype=torch.int64, device=device)
         width = self.rows.shape[1]
-        survey.measure[(peaks.shape[0],)](
+        survey.measure[(squares.shape[0],)](
             self.rows,
             self.columns,
             self.rows.stride(0),
             self.columns.stride(0),
             self.m,
             self.n,
-            self.masks.positives,
-            peaks,
+            named,
+            squares,
+            ends,
             depth=width,
             LINES=LINES,
             BD=step(width),
         )
         survey.plan_forward[(1,)](
-            peaks,
+            squares,
+            ends,
             self.block.scale,
-            self.block.bias,
             self.plan,
             self.status,
+            self.diagonals,
             row_programs,
-            peaks.shape[0],
+            squares.shape[0],
             # with terms up to 2^room the longer side's sum stays under 2^125
             float(124 - max(self.m, self.n).bit_length()),
             depth=width,
@@ -111,23 +133,22 @@ class _Pass:
             kernel = "matched" if self.masks.ids_only else "masked"
         scheme = self.scheme
         config = choose(kernel, scheme.dtype, architecture(self.rows), self.rows.shape[1], scheme.precision)
-        height, width = forward_chunk(self.m, self.n, config, self.options.tile)
+        quantities = forward.quantities(safe, self.masks.ids_only)
+        height, width = forward_chunk(self.m, self.n, config, self.options.tile, quantities)
         row_tiles, column_tiles = ceil_div(height, config.bm), ceil_div(width, config.bn)
-        parts, positive = self._room(column_tiles * height, row_tiles * width if self.two_sided else 0)
-        for row, column, high, wide in chunks(self.m, self.n, height, width):
-            self._tiles(safe, config, parts, positive, (row, column, high, wide))
-            self._fold(safe, config, parts, (row, column, high, wide))
-            if self.masks.ids_only:
-                self._fold_positives(safe, config, positive, (row, column, high, wide))
+        sizes = column_tiles * height, row_tiles * width if self.two_sided else 0
+        parts = self._room(*(quantities * size for size in sizes))
+        for chunk in chunks(self.m, self.n, height, width):
+            self._tiles(safe, config, parts, chunk)
+            self._fold(safe, config, parts, chunk)
 
-    def _room(self, rows: int, columns: int) -> tuple[list[Any], list[Any]]:
-        """Where the tile kernels leave a chunk's partial sums, and where ids name positives their dots and counts."""
-        sizes = rows, columns
-        held = self._parts.get(sizes)
-        if held is None:
-            both = [*sizes, *(2 * size for size in sizes)] if self.masks.ids_only else [*sizes, 0, 0]
-            held = self._parts[sizes] = [empty(self.rows, size) for size in both]
-        return held[:2], held[2:]
+    def _room(self, rows: int, columns: int) -> tuple[Any, Any]:
+        """Where the tile kernels leave a chunk's partial results."""
+        # both sides begin where 16 bytes do
+        start = rows + -rows % 4
+        if self._parts is None or self._parts.shape[0] < start + columns:
+            self._parts = empty(self.rows, start + columns)
+        return self._parts[:rows], self._parts[start : start + columns]
 
     def _features(self, which: int, start: int, length: int, block: tuple[int, int]) -> Any:
         """The descriptor of a chunk of one side; only of plain features does it stay right, others are overwritten."""
@@ -139,16 +160,15 @@ class _Pass:
                 self._descriptors[place] = found
         return found
 
-    def _tiles(self, safe: bool, config: Any, parts: Any, positive: Any, chunk: tuple[int, int, int, int]) -> None:
+    def _tiles(self, safe: bool, config: Any, parts: Any, chunk: tuple[int, int, int, int]) -> None:
         row, column, high, wide = chunk
         forward.lse_tiles[grid(high, wide, config, self.rows)](
             self._features(0, row, high, (config.bm, config.bk)),
             self._features(1, column, wide, (config.bn, config.bk)),
             self.plan,
             self.status,
-            self.block.scale,
+            self.diagonals,
             *parts,
-            *positive,
             self.masks.positives,
             self.masks.excluded,
             self.masks.row_ids,
@@ -162,8 +182,7 @@ class _Pass:
             depth=self.sides[0].depth,
             SAFE=safe,
             COLUMNS=self.two_sided,
-            # a positive is admitted although its ids are equal; without ids nothing hides it
-            POSITIVES=self.masks.positives is not None and self.masks.ids == DROP.value,
+            POSITIVES=self.masks.positives is not None,
             **self.masks.flags(),
             RAGGED=high % config.bm != 0 or wide % config.bn != 0,
             BM=config.bm,
@@ -181,10 +200,12 @@ class _Pass:
         forward.fold[(programs,)](
             *parts,
             *self.state,
-            *self.lse,
+            *self.found[0],
+            *self.found[1],
             self.plan,
             self.status,
             self.block.scale,
+            self.block.bias,
             high,
             wide,
             row,
@@ -199,55 +220,31 @@ class _Pass:
             int(row + high == self.m),
             SAFE=safe,
             COLUMNS=self.two_sided,
+            MATCHED=self.masks.ids_only,
             LANES=LANES,
             DEPTH=DEPTH,
         )
 
-    def _fold_positives(self, safe: bool, config: Any, parts: Any, chunk: tuple[int, int, int, int]) -> None:
-        row, column, high, wide = chunk
-        tiles = ceil_div(wide, config.bn), ceil_div(high, config.bm)
-        for side, (start, length, first) in enumerate(((row, high, column == 0), (column, wide, row == 0))):
-            if side == 1 and not self.two_sided:
-                continue
-            size = tiles[side] * length
-            for which in (0, 1):
-                forward.add_parts[(ceil_div(length, LANES),)](
-                    parts[side][which * size :],
-                    self.positive[side][which, start:],
-                    self.status,
-                    length,
-                    tiles[side],
-                    int(first),
-                    SAFE=safe,
-                    LANES=LANES,
-                    DEPTH=DEPTH,
-                )
-
-    def _positives(self) -> tuple[Any, Any]:
-        """The sums of the positive logits of each row, and of each column."""
-        if self.masks.ids_only:
-            bias = 0.0 if self.block.bias is None else self.block.bias
-            rows, columns = (sums + counts * bias for sums, counts in self.positive)
-            return rows, columns
+    def _positives(self) -> None:
+        """The log-sum-exps and the sums of positives that are named by index."""
+        rows, columns = (side[1:] for side in self.found)
         if self.masks.positives is None:
-            return empty(self.rows, self.m).zero_(), empty(self.rows, self.n).zero_()
-        rows, columns = empty(self.rows, self.m), empty(self.rows, self.n) if self.two_sided else None
-        positive_dots(self.sides, self.scheme, self.masks, self.block.scale, self.block.bias, rows, columns)
-        if columns is not None:
-            if self.n > self.m:
-                # rows beyond m have no positive there
-                columns[self.m :].zero_()
-            lanes, outer, inner = (8, 16, 8) if INTERPRETED else (64, 2048, 128)
+            for log, total in (rows, columns):
+                log.fill_(-math.inf)
+                total.zero_()
+            return
+        positive_dots(self.sides, self.scheme, self.masks, self.block.scale, self.block.bias, *rows)
+        if self.two_sided:
+            lanes, outer, inner = (8, 16, 8) if INTERPRETED else (64, 2048, 32)
             positives.sum_positives[(ceil_div(self.n, lanes),)](
-                self.status,
+                self.diagonals,
                 self.masks.positives,
                 self.masks.excluded,
-                rows,
-                columns,
+                rows[0],
+                *columns,
                 self.m,
                 self.n,
                 LANES=lanes,
                 OUTER=outer,
                 INNER=inner,
             )
-        return rows, columns

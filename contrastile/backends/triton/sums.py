@@ -7,6 +7,7 @@ import triton
 import triton.language as tl
 
 from contrastile.backends.triton.kernel import kernel
+from contrastile.backends.triton.logits import log_add, softplus
 from contrastile.backends.triton.survey import load_features
 from contrastile.backends.triton.tiles import FACTOR
 
@@ -72,18 +73,19 @@ def finish_rows(
 
 @kernel
 @triton.jit(do_not_specialize=["m"])
-def sum_excess(lse, positive, weight, target, out, m, BLOCK: tl.constexpr):
-    """``sum_i w_i (lse_i - t_i positive_i)`` to out (1,), float64: see ``arrays.mean_excess``. One program."""
-    total = tl.zeros((BLOCK,), tl.float64)
-    for start in range(0, m, BLOCK):
-        i = start + tl.arange(0, BLOCK)
-        inside = i < m
-        w = tl.load(weight + i, mask=inside, other=0.0).to(tl.float64)
-        t = tl.load(target + i, mask=inside, other=0.0).to(tl.float64)
-        excess = tl.load(lse + i, mask=inside, other=0.0).to(tl.float64)
-        p = tl.load(positive + i, mask=inside, other=0.0).to(tl.float64)
-        excess = excess - tl.where(t == 0.0, 0.0, t * p)
-        # written so that NaN stays
-        excess = tl.where((t != 0.0) & (excess < 0.0), 0.0, excess)
-        total += tl.where(w == 0.0, 0.0, w * excess)
-    tl.store(out, tl.sum(total, 0))
+def sum_nll(negative, positive, positive_sum, weight, target, out, m, BLOCK: tl.constexpr):
+    """``sum of w_i loss_i`` over BLOCK rows to out (programs,), float64: see ``arrays.weighted_nll``."""
+    i = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
+    inside = i < m
+    w = tl.load(weight + i, mask=inside, other=0.0).to(tl.float64)
+    t = tl.load(target + i, mask=inside, other=0.0).to(tl.float64)
+    less = tl.load(negative + i, mask=inside, other=0.0)
+    more = tl.load(positive + i, mask=inside, other=0.0)
+    s = tl.load(positive_sum + i, mask=inside, other=0.0)
+    # NaN stays: the comparison is false for it
+    spread = more - t * s
+    spread = tl.where(spread <= 0.0, 0.0, spread)
+    # a positive whose logit is -inf is no missing one
+    counted = (t != 0.0) & ((more != float("-inf")) | (s != 0.0))
+    loss = tl.where(counted, softplus(less - more) + spread, log_add(less, more))
+    tl.store(out + tl.program_id(0), tl.sum(tl.where(w == 0.0, 0.0, w * loss), 0))

@@ -11,24 +11,35 @@ import triton
 import triton.language as tl
 
 from contrastile.backends.triton.kernel import kernel
+from contrastile.backends.triton.logits import LOG2E, bias_of, binary_orders, log_add, sigmoid, split
 from contrastile.backends.triton.tiles import (
     ALPHA,
-    BIAS,
+    CERTAIN,
     FACTOR,
     FAST,
-    LOG2E,
+    FOLDED,
+    LOG,
+    NEGATIVE_WEIGHT,
+    POSITIVE_LOG,
+    POSITIVE_TARGET,
+    POSITIVE_WEIGHT,
     REFERENCE,
+    TAKEN,
     THRESHOLD,
-    binary_orders,
+    WEIGHT,
 )
 
-PEAKS = 5
-_SQUARE = tl.constexpr(0)  # forward: largest squared norm
-_STRAY = tl.constexpr(1)  # forward: 1 where a row's positive is not the column of its own number
-_LOW = tl.constexpr(1)  # backward: least log-sum-exp, in powers of two, among those with a weight
-_HIGH = tl.constexpr(2)  # largest, weight or not
-_LEAST = tl.constexpr(3)  # least |weight| that is not 0
-_MOST = tl.constexpr(4)  # largest |weight| (1 + |target|), which bounds |G|
+PEAKS = 6
+"""Numbers that a program of ``weigh`` leaves; ``measure`` leaves one."""
+
+_LOW = tl.constexpr(0)  # least log-sum-exp, in powers of two, among those with a weight
+_HIGH = tl.constexpr(1)  # largest, weight or not
+_LEAST = tl.constexpr(2)  # least |weight| that is not 0
+_MOST = tl.constexpr(3)  # bound of |G| from one direction, where positives are not named by index
+_VALUE = tl.constexpr(4)  # largest |G| of the positives named by index
+_SURE = tl.constexpr(5)  # 1 where a row or column is certain of its positives, else 0
+
+_FAR = tl.constexpr(1 << 62)
 
 
 @kernel
@@ -41,26 +52,31 @@ def measure(
     m,
     n,
     positives,
-    peaks,
+    squares,
+    ends,
     depth,
     LINES: tl.constexpr,
     BD: tl.constexpr,
 ):
-    """Peaks of every LINES rows or columns to peaks (programs, PEAKS); positives: (m,) or None."""
+    """The largest squared norm of every LINES rows or columns to squares (programs,).
+
+    positives: (m,) or None; with them, the least and the largest j - i of the positives (i, j) of every LINES rows to
+    ends (2, row programs), a large and a small number where there is none.
+    """
     program = tl.program_id(0)
     row_programs = tl.cdiv(m, LINES)
     if program < row_programs:
         i = program * LINES + tl.arange(0, LINES)
         inside = i < m
-        stray = 0.0
         if positives is not None:
             j = tl.load(positives + i, mask=inside, other=-1)
-            stray = tl.max(tl.where(inside & ((j != i) | (i >= n)), 1.0, 0.0), 0)
-        tl.store(peaks + program.to(tl.int64) * 5 + _STRAY, stray)
-        _store_square(peaks, program, _squares(rows, i, row_stride, inside, depth, LINES, BD))
+            named = (j >= 0) & (j < n)
+            tl.store(ends + program, tl.min(tl.where(named, j - i, _FAR), 0))
+            tl.store(ends + row_programs + program, tl.max(tl.where(named, j - i, -_FAR), 0))
+        _store_square(squares, program, _squares(rows, i, row_stride, inside, depth, LINES, BD))
     else:
         i = (program - row_programs) * LINES + tl.arange(0, LINES)
-        _store_square(peaks, program, _squares(columns, i, column_stride, i < n, depth, LINES, BD))
+        _store_square(squares, program, _squares(columns, i, column_stride, i < n, depth, LINES, BD))
 
 
 @triton.jit
@@ -74,10 +90,9 @@ def _squares(features, i, stride, inside, depth, LINES: tl.constexpr, BD: tl.con
 
 
 @triton.jit
-def _store_square(peaks, program, square):
+def _store_square(squares, program, square):
     # NaN compares false: a feature that is not finite makes the bound infinite, and the path the safe one
-    top = tl.max(tl.where(square < float("inf"), square, float("inf")), 0)
-    tl.store(peaks + program.to(tl.int64) * 5 + _SQUARE, top)
+    tl.store(squares + program, tl.max(tl.where(square < float("inf"), square, float("inf")), 0))
 
 
 @triton.jit
@@ -96,31 +111,71 @@ def weigh(
     scale,
     bias,
     peaks,
-    row_lse,
+    positives,
+    excluded,
+    values,
+    row_negative,
+    row_positive,
     row_weight,
     row_target,
-    column_lse,
+    column_negative,
+    column_positive,
     column_weight,
     column_target,
+    MATCHED: tl.constexpr,
     LANES: tl.constexpr,
 ):
-    """For the backward: peaks of the weights and log-sum-exps of LANES rows or columns."""
+    """For the backward: peaks of the weights and log-sum-exps of LANES rows or columns to peaks (programs, PEAKS).
+
+    positives: (m,) or None; with them, G at row i's positive to values (m,), float64. MATCHED: ids name them.
+    """
     program = tl.program_id(0)
     row_programs = tl.cdiv(m, LANES)
+    at = peaks + program.to(tl.int64) * 6
     if program < row_programs:
         i = program * LANES + tl.arange(0, LANES)
-        _peaks(i, i < m, scale, bias, peaks, program, row_lse, row_weight, row_target)
-    elif column_lse is not None:
+        inside = i < m
+        value = tl.zeros((LANES,), tl.float64)
+        if positives is not None:
+            at_column = tl.load(positives + i, mask=inside, other=-1)
+            named = (at_column >= 0) & (at_column < n)
+            if excluded is not None:
+                named = named & (at_column != tl.load(excluded + i, mask=inside, other=-1))
+            # its logit
+            x = tl.load(row_positive + i, mask=named, other=0.0)
+            value = _at_positive(x, row_negative, row_positive, row_weight, row_target, i, named)
+            if column_negative is not None:
+                value += _at_positive(
+                    x, column_negative, column_positive, column_weight, column_target, at_column, named
+                )
+            value = tl.where(named, value, 0.0)
+            tl.store(values + i, value, mask=inside)
+        size = tl.abs(value).to(tl.float32)
+        tl.store(at + _VALUE, tl.max(tl.where(size < float("inf"), size, float("inf")), 0))
+        _peaks(i, inside, scale, bias, at, row_negative, row_positive, row_weight, row_target, MATCHED)
+    elif column_negative is not None:
         j = (program - row_programs) * LANES + tl.arange(0, LANES)
-        _peaks(j, j < n, scale, bias, peaks, program, column_lse, column_weight, column_target)
+        tl.store(at + _VALUE, 0.0)
+        _peaks(j, j < n, scale, bias, at, column_negative, column_positive, column_weight, column_target, MATCHED)
 
 
 @triton.jit
-def _peaks(i, inside, scale, bias, peaks, program, lse, weight, target):
-    at = peaks + program.to(tl.int64) * 5
+def _at_positive(x, negative, positive, weight, target, i, inside):
+    """One direction's ``w ((q - t) - q sigmoid(N - P))`` with ``q = exp(x - P)``, float64; 0 where the weight is 0."""
+    w = tl.load(weight + i, mask=inside, other=0.0).to(tl.float64)
+    t = tl.load(target + i, mask=inside, other=0.0).to(tl.float64)
+    p = tl.load(positive + i, mask=inside, other=0.0)
+    q = tl.exp(x - p)
+    return tl.where(w != 0.0, w * ((q - t) - q * sigmoid(tl.load(negative + i, mask=inside, other=0.0) - p)), 0.0)
+
+
+@triton.jit
+def _peaks(i, inside, scale, bias, at, negative, positive, weight, target, MATCHED: tl.constexpr):
     w = tl.abs(tl.load(weight + i, mask=inside, other=0.0))
     t = tl.abs(tl.load(target + i, mask=inside, other=0.0))
-    log = _log2(tl.load(lse + i, mask=inside, other=float("-inf")), scale, bias)
+    less = tl.load(negative + i, mask=inside, other=float("-inf"))
+    more = tl.load(positive + i, mask=inside, other=float("-inf"))
+    log = ((log_add(less, more) - bias_of(bias)) * binary_orders(tl.load(scale))).to(tl.float32)
     counts = w != 0.0
     # what admits nothing has no pair that could overflow; NaN compares false and counts as infinite
     high = tl.where(log < float("inf"), log, float("inf"))
@@ -128,45 +183,48 @@ def _peaks(i, inside, scale, bias, peaks, program, lse, weight, target):
     tl.store(at + _LOW, tl.min(tl.where(counts, low, float("inf")), 0))
     tl.store(at + _HIGH, tl.max(high, 0))
     tl.store(at + _LEAST, tl.min(tl.where(counts, w, float("inf")), 0))
-    most = w * (1.0 + t)
-    tl.store(at + _MOST, tl.max(tl.where(most < float("inf"), most, float("inf")), 0))
+    # all negatives of a row together have the probability sigmoid(N - P)
+    most = w * (1.0 + t if MATCHED else tl.maximum(sigmoid(less - more), 2.0**-64).to(tl.float32))
+    most = tl.where(counts, tl.where(most < float("inf"), most, float("inf")), 0.0)
+    tl.store(at + _MOST, tl.max(most, 0))
+    # more - less > 5.6: the excess is under 2^-8
+    sure = counts & (t > 0.5) & (more - less > 5.6)
+    tl.store(at + _SURE, tl.max(tl.where(sure, 1.0, 0.0), 0))
 
 
 @triton.jit
-def _log2(lse, scale, bias):
-    """A log-sum-exp in powers of two, without the bias, rounded once."""
-    lse = lse.to(tl.float64)
-    if bias is not None:
-        lse = lse - tl.load(bias).to(tl.float64)
-    return (lse * binary_orders(tl.load(scale))).to(tl.float32)
-
-
-@triton.jit
-def _reduce(peaks, start, stop, SLOT: tl.constexpr, LEAST: tl.constexpr, BLOCK: tl.constexpr):
-    """The least or the largest of one slot over programs start..stop."""
-    worst = float("inf") if LEAST else float("-inf")
-    best = tl.full((BLOCK,), worst, tl.float32)
+def _reduce(peaks, start, stop, STEP: tl.constexpr, WORST: tl.constexpr, LEAST: tl.constexpr, BLOCK: tl.constexpr):
+    """The least or the largest of every STEP-th number start..stop, WORST of none."""
+    best = tl.full((BLOCK,), WORST, peaks.dtype.element_ty)
     for at in range(start, stop, BLOCK):
         p = at + tl.arange(0, BLOCK)
-        value = tl.load(peaks + p.to(tl.int64) * 5 + SLOT, mask=p < stop, other=worst)
+        value = tl.load(peaks + p.to(tl.int64) * STEP, mask=p < stop, other=WORST)
         best = tl.minimum(best, value) if LEAST else tl.maximum(best, value)
     return tl.min(best, 0) if LEAST else tl.max(best, 0)
 
 
 @triton.jit
-def _largest_logit(peaks, alpha, row_programs, programs, depth, BLOCK: tl.constexpr):
+def _peak(peaks, programs, SLOT: tl.constexpr, LEAST: tl.constexpr, BLOCK: tl.constexpr):
+    """The least or the largest of one slot over all programs of ``weigh``."""
+    return _reduce(peaks + SLOT, 0, programs, 6, float("inf") if LEAST else float("-inf"), LEAST, BLOCK)
+
+
+@triton.jit
+def _largest_logit(squares, alpha, row_programs, programs, depth, BLOCK: tl.constexpr):
     """Bound on |alpha dot| from the norms (Cauchy and Schwarz), with room for rounding and for squares that vanish."""
-    row = _reduce(peaks, 0, row_programs, _SQUARE, False, BLOCK) + depth * 1e-36
-    column = _reduce(peaks, row_programs, programs, _SQUARE, False, BLOCK) + depth * 1e-36
+    row = _reduce(squares, 0, row_programs, 1, 0.0, False, BLOCK) + depth * 1e-36
+    column = _reduce(squares, row_programs, programs, 1, 0.0, False, BLOCK) + depth * 1e-36
     return tl.abs(alpha) * tl.sqrt(row) * tl.sqrt(column) * 1.01
 
 
 @kernel
 @triton.jit(do_not_specialize=["row_programs", "programs", "room", "depth"])
-def plan_forward(peaks, scale, bias, plan, status, row_programs, programs, room, depth, BLOCK: tl.constexpr):
-    """The reference r of the fast path, and whether it can be tried (status[0] is 0) or not (1).
+def plan_forward(
+    squares, ends, scale, plan, status, diagonals, row_programs, programs, room, depth, BLOCK: tl.constexpr
+):
+    """The reference r of the fast path, and whether it can be tried (status is 0) or not (1).
 
-    status[1] is 1 if a row's positive is not the column of its own number.
+    ends: see ``measure``; to diagonals (2,) the least and the largest of all, or None.
 
     ``room``: the exponent that one term may have so that the sum over the longer side stays finite. With
     ``B >= |alpha dot|`` and ``r = max(0, B - room)`` nothing overflows. Terms under 2^-126 are flushed, at most one a
@@ -174,55 +232,52 @@ def plan_forward(peaks, scale, bias, plan, status, row_programs, programs, room,
     and ``fold`` checks that it is so. A reference that no likely sum would survive is not tried.
     """
     alpha = tl.load(scale) * LOG2E
-    bound = _largest_logit(peaks, alpha, row_programs, programs, depth, BLOCK)
+    bound = _largest_logit(squares, alpha, row_programs, programs, depth, BLOCK)
     reference = tl.maximum(bound - room, 0.0)
     fast = bound <= room + 100.0
     tl.store(plan + ALPHA, alpha)
     tl.store(plan + REFERENCE, tl.where(fast, reference, 0.0))
     tl.store(plan + THRESHOLD, tl.where(bound + reference <= 125.0, 0.0, 7.888609052210118e-31))
     tl.store(plan + FAST, fast.to(tl.float32))
-    tl.store(plan + BIAS, 0.0)
-    if bias is not None:
-        tl.store(plan + BIAS, tl.load(bias))
     tl.store(status, tl.where(fast, 0, 1))
-    tl.store(status + 1, (_reduce(peaks, 0, row_programs, _STRAY, False, BLOCK) > 0.0).to(tl.int32))
+    if ends is not None:
+        tl.store(diagonals, _reduce(ends, 0, row_programs, 1, _FAR, True, BLOCK))
+        tl.store(diagonals + 1, _reduce(ends + row_programs, 0, row_programs, 1, -_FAR, False, BLOCK))
 
 
 @kernel
-@triton.jit(do_not_specialize=["row_programs", "programs"])
-def plan_backward(
-    peaks, scale, plan, row_programs, programs, TWO_SIDED: tl.constexpr, HALF: tl.constexpr, BLOCK: tl.constexpr
-):
+@triton.jit(do_not_specialize=["programs"])
+def plan_backward(peaks, scale, plan, programs, TWO_SIDED: tl.constexpr, HALF: tl.constexpr, BLOCK: tl.constexpr):
     """Whether G may be formed as ``2^(x - r) (u_i 2^(r - L_i) + v_j 2^(r - M_j))``, and with which r.
 
     An admitted logit is at most its row's and its column's log-sum-exp, so with ``r >= max L - 120`` nothing admitted
     overflows. With ``r <= L`` wherever a weight counts, a term that is flushed costs at most 2^-126 in a probability.
-    A factor that counts is not flushed while ``log2 |u| - (L - r) >= -125``. Of the r that these allow, the one
-    nearest 0 is taken; where there is none, the exact path is. FACTOR brings a float16 G near the top of its range.
+    A factor that counts is not flushed while ``log2 |u| - (L - r) >= -125``. Of the r that these allow, the largest is
+    taken, for the differences that matter are then the smallest; where there is none, the exact path is. So it is
+    beyond 512: a logit is not rounded here before r leaves it, as in the forward, and the difference, half an ulp of
+    the logit, shall be no more than a rounding of a difference.
+
+    FACTOR brings a float16 G near the top of its range. CERTAIN: see ``gradient_tiles``.
     """
     factor = 1.0
     if HALF:
-        most = _reduce(peaks, 0, programs, _MOST, False, BLOCK)
+        most = _peak(peaks, programs, _MOST, False, BLOCK)
         if TWO_SIDED:
             # the two directions add up
             most = most * 2.0
-        factor = near_top(most)
-    fast = 0.0
-    reference = 0.0
-    if TWO_SIDED:
-        low = _reduce(peaks, 0, programs, _LOW, True, BLOCK)
-        high = _reduce(peaks, 0, programs, _HIGH, False, BLOCK)
-        least = _reduce(peaks, 0, programs, _LEAST, True, BLOCK) * factor
-        reference = tl.maximum(high - 120.0, tl.minimum(low, 0.0))
-        # the comparisons fail for NaN and for infinities
-        safe = (low > float("-inf")) & (reference <= low) & (tl.log2(least) - (high - reference) >= -125.0)
-        safe = safe & (high < float("inf"))
-        fast = safe.to(tl.float32)
-        reference = tl.where(safe, reference, 0.0)
+        factor = near_top(tl.maximum(most, _peak(peaks, programs, _VALUE, False, BLOCK)))
+    low = _peak(peaks, programs, _LOW, True, BLOCK)
+    high = _peak(peaks, programs, _HIGH, False, BLOCK)
+    least = tl.log2(_peak(peaks, programs, _LEAST, True, BLOCK) * factor)
+    # where no weight counts, low is infinite
+    reference = tl.minimum(low, high)
+    # the comparisons fail for NaN and for infinities
+    fast = (low >= -512.0) & (high <= 512.0) & (reference >= tl.maximum(high - 120.0, high - 125.0 - least))
     tl.store(plan + ALPHA, tl.load(scale) * LOG2E)
-    tl.store(plan + REFERENCE, reference)
-    tl.store(plan + FAST, fast)
+    tl.store(plan + REFERENCE, tl.where(fast, reference, 0.0))
+    tl.store(plan + FAST, fast.to(tl.float32))
     tl.store(plan + FACTOR, factor)
+    tl.store(plan + CERTAIN, _peak(peaks, programs, _SURE, False, BLOCK))
 
 
 @triton.jit
@@ -243,34 +298,64 @@ def temper(
     bias,
     m,
     n,
-    row_lse,
+    row_negative,
+    row_positive,
     row_weight,
-    column_lse,
+    row_target,
+    column_negative,
+    column_positive,
     column_weight,
+    column_target,
     row_vectors,
     column_vectors,
+    MATCHED: tl.constexpr,
     LANES: tl.constexpr,
 ):
-    """Vectors for the epilogue of G: (3, m) and (3, n): L in powers of two, w FACTOR, and ``w FACTOR 2^(r - L)``.
+    """Vectors for the epilogue of G, (VECTORS, m) and (VECTORS, n), float32: see ``tiles``.
 
-    A weight of 0 gets L = 0, so that nothing that is not finite comes near it.
+    What a log-sum-exp in powers of two has beyond float32 goes with the weight. A weight of 0 gets L = 0, so that
+    nothing that is not finite comes near it.
     """
     program = tl.program_id(0)
     row_programs = tl.cdiv(m, LANES)
     if program < row_programs:
-        _temper_one(plan, scale, bias, program, m, row_lse, row_weight, row_vectors, LANES)
-    elif column_lse is not None:
-        _temper_one(plan, scale, bias, program - row_programs, n, column_lse, column_weight, column_vectors, LANES)
+        _temper_one(
+            plan, scale, bias, program, m, row_negative, row_positive, row_weight, row_target, row_vectors, MATCHED,
+            LANES,
+        )  # fmt: skip
+    elif column_negative is not None:
+        program -= row_programs
+        _temper_one(
+            plan, scale, bias, program, n, column_negative, column_positive, column_weight, column_target,
+            column_vectors, MATCHED, LANES,
+        )  # fmt: skip
 
 
 @triton.jit
-def _temper_one(plan, scale, bias, program, length, lse, weight, vectors, LANES: tl.constexpr):
+def _temper_one(
+    plan, scale, bias, program, length, negative, positive, weight, target, vectors, MATCHED: tl.constexpr,
+    LANES: tl.constexpr,
+):  # fmt: skip
     i = program.to(tl.int64) * LANES + tl.arange(0, LANES)
     inside = i < length
-    w = tl.load(weight + i, mask=inside, other=0.0)
-    log = tl.where(w == 0.0, 0.0, _log2(tl.load(lse + i, mask=inside, other=0.0), scale, bias))
-    w = w * tl.load(plan + FACTOR)
-    tl.store(vectors + i, log, mask=inside)
-    tl.store(vectors + length + i, w, mask=inside)
-    folded = tl.where(w == 0.0, 0.0, w * tl.math.exp2(tl.load(plan + REFERENCE) - log))
-    tl.store(vectors + 2 * length.to(tl.int64) + i, folded, mask=inside)
+    to, step = vectors + i, length.to(tl.int64)
+    orders, shift = binary_orders(tl.load(scale)), bias_of(bias)
+    w = (tl.load(weight + i, mask=inside, other=0.0) * tl.load(plan + FACTOR)).to(tl.float64)
+    silent = w == 0.0
+    less = tl.load(negative + i, mask=inside, other=0.0)
+    more = tl.load(positive + i, mask=inside, other=0.0)
+    log = tl.where(silent, 0.0, (log_add(less, more) - shift) * orders)
+    high, low = split(log)
+    tl.store(to + LOG * step, high, mask=inside)
+    tl.store(to + WEIGHT * step, (w * tl.math.exp2(-low)).to(tl.float32), mask=inside)
+    folded = w * tl.math.exp2(tl.load(plan + REFERENCE).to(tl.float64) - log)
+    tl.store(to + FOLDED * step, tl.where(silent, 0.0, folded).to(tl.float32), mask=inside)
+    if MATCHED:
+        t = tl.load(target + i, mask=inside, other=0.0).to(tl.float64)
+        high, low = split(tl.where(silent, 0.0, (more - shift) * orders))
+        rest = tl.math.exp2(-low)
+        tl.store(to + TAKEN * step, (w * t).to(tl.float32), mask=inside)
+        tl.store(to + POSITIVE_LOG * step, high, mask=inside)
+        tl.store(to + POSITIVE_WEIGHT * step, (w * rest).to(tl.float32), mask=inside)
+        tl.store(to + POSITIVE_TARGET * step, (t / rest).to(tl.float32), mask=inside)
+        tl.store(to + NEGATIVE_WEIGHT * step, (w * rest * sigmoid(less - more)).to(tl.float32), mask=inside)

@@ -8,8 +8,6 @@ import triton.language as tl
 
 from contrastile.backends.triton.parts import COLUMN_PARTS, ROW_PARTS, TERMS
 
-LOG2E = tl.constexpr(1.4426950408889634)
-
 # slots of a plan, float32 numbers that one kernel decides on the device and later ones obey
 ALPHA = tl.constexpr(0)  # scale log2 e: logits in powers of two, without the bias
 REFERENCE = tl.constexpr(1)  # the shared reference, in powers of two
@@ -17,7 +15,20 @@ THRESHOLD = tl.constexpr(2)  # least sum per term at which the terms that underf
 FAST = tl.constexpr(3)  # 1 where the shared reference is proven safe, else 0
 FACTOR = tl.constexpr(4)  # power of two that keeps a float16 G in range
 BIAS = tl.constexpr(5)  # the bias, or 0
+CERTAIN = tl.constexpr(6)  # 1 where a row or column of the backward is certain of its positives, else 0
 PLAN_SIZE = 8
+
+# vectors of the backward's epilogue, one of them for each row and each column
+LOG = tl.constexpr(0)  # L in powers of two, without the bias, its first 24 bits
+WEIGHT = tl.constexpr(1)  # w FACTOR 2^-l, l being the other bits
+FOLDED = tl.constexpr(2)  # w FACTOR 2^(r - L)
+# where ids name the positives, with q = 2^(x - P) = R 2^(x - POSITIVE_LOG)
+TAKEN = tl.constexpr(3)  # w FACTOR t
+POSITIVE_LOG = tl.constexpr(4)  # P like L
+POSITIVE_WEIGHT = tl.constexpr(5)  # w FACTOR R
+POSITIVE_TARGET = tl.constexpr(6)  # t / R
+NEGATIVE_WEIGHT = tl.constexpr(7)  # w FACTOR R sigmoid(N - P)
+VECTORS, VECTORS_OF_IDS = 3, 8
 
 # what equal ids mean to a kernel
 NO_IDS = tl.constexpr(0)
@@ -74,15 +85,10 @@ def dots(
 
 
 @triton.jit
-def binary_orders(scale):
-    """The factor that turns logits ``scale dot`` into ALPHA dot, float64: log2 e but for the rounding of ALPHA.
-
-    A positive's logit and its row's log-sum-exp come from the same dots. Turned to and fro by this factor and not by
-    log2 e, they stay equal where they are equal, and their difference is not lost in two roundings of a large number.
-    """
-    alpha = (scale * LOG2E).to(tl.float64)
-    usable = (scale != 0.0) & (tl.abs(alpha) < float("inf"))
-    return tl.where(usable, alpha / tl.where(usable, scale, 1.0).to(tl.float64), LOG2E)
+def within(named, i, inside, start, length, DTYPE: tl.constexpr):
+    """Which of the ``length`` columns from ``start`` the rows i name, counted from there; -1 where none of them."""
+    at = tl.load(named + i, mask=inside, other=-1) - start
+    return tl.where((at >= 0) & (at < length), at, -1).to(DTYPE)
 
 
 @triton.jit
@@ -101,7 +107,7 @@ def pairs(
 ):
     """Which pairs of rows i (BM,) and columns j (BN,) are positive and which are admitted, (BM, BN) booleans each.
 
-    Indices and ids are compared as the 64-bit integers they came as: a value far outside names no column.
+    Ids are compared as the 64-bit integers they came as; an index outside the block names no column.
     """
     inside_rows, inside_columns = i < m, j < n
     positive = tl.zeros((i.shape[0], j.shape[0]), tl.int1)
@@ -115,11 +121,9 @@ def pairs(
         else:
             hidden = equal
     if POSITIVES:
-        named = tl.load(positives + i, mask=inside_rows, other=-1)
-        positive = named[:, None] == j.to(tl.int64)[None, :]
+        positive = within(positives, i, inside_rows, 0, n, j.dtype)[:, None] == j[None, :]
     if EXCLUDED:
-        own = tl.load(excluded + i, mask=inside_rows, other=-1)
-        excluded_pair = own[:, None] == j.to(tl.int64)[None, :]
+        excluded_pair = within(excluded, i, inside_rows, 0, n, j.dtype)[:, None] == j[None, :]
         positive = positive & (excluded_pair == 0)
         hidden = hidden | excluded_pair
     admitted = (positive | (hidden == 0)) & inside_rows[:, None] & inside_columns[None, :]

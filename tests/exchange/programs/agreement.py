@@ -6,6 +6,7 @@ Started by test_mpi and test_torchgroup; mismatches are printed for the test to 
 from __future__ import annotations
 
 import json
+import os
 import warnings
 from typing import Any
 
@@ -59,6 +60,8 @@ def mismatches(rank: int) -> dict[str, Any]:
         "dtype": ((image.astype(np.float64), text.astype(np.float64)) if last else (image, text), {}),
         "exchange": ((image, text), {"exchange": "gather" if last else "ring"}),
         "reduction": ((image, text), {"parameter_reduction": "sum" if last else "mean"}),
+        "no exchange": ((image, text), {"exchange": "star" if last else "ring"}),
+        "no reduction": ((image, text), {"parameter_reduction": "max" if last else "mean"}),
         "tile": ((image, text), {"tile": 32 if last else 64}),
         "empty": ((empty, empty), {}),
         "no text": ((image, None if last else text), {}),
@@ -66,17 +69,28 @@ def mismatches(rank: int) -> dict[str, Any]:
     }
 
 
+def refused(ranks: Any, name: str, inputs: Any, **settings: Any) -> None:
+    """The loss raises; what it says is printed."""
+    try:
+        value = contrastile.clip_loss(*inputs, 3.0, group=ranks.world, **settings)
+    except MismatchError as error:
+        say(ranks.rank, json.dumps([name, str(error)]))
+    else:
+        raise AssertionError(f"{name}: got {value}")
+
+
 def main() -> None:
     ranks = started()
+    inputs, _ = mismatches(ranks.rank)["exchange"]
+    for deadline in ("soon", "-3"):
+        # of a group that is not connected yet
+        os.environ["CONTRASTILE_DEADLINE"] = deadline if ranks.rank == 3 else "20"
+        refused(ranks, f"deadline {deadline}", inputs)
+    del os.environ["CONTRASTILE_DEADLINE"]
     connect(ranks.world, deadline=20)
     agrees(ranks.world, ranks.rank, ranks.size)
     for name, (inputs, settings) in mismatches(ranks.rank).items():
-        try:
-            value = contrastile.clip_loss(*inputs, 3.0, group=ranks.world, **settings)
-        except MismatchError as error:
-            say(ranks.rank, json.dumps([name, str(error)]))
-        else:
-            raise AssertionError(f"{name}: got {value}")
+        refused(ranks, name, inputs, **settings)
     agrees(ranks.world, ranks.rank, ranks.size)
     own = ranks.part([[r] for r in range(ranks.size)])
     alone = evaluated(None, ranks.rank, "auto", "numpy") if SHARDS[ranks.rank] else []

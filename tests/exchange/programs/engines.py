@@ -28,7 +28,7 @@ class MPIRanks:
 
 
 class TorchRanks:
-    """``torchrun --nproc-per-node N program.py torch``."""
+    """``torchrun --nproc-per-node N program.py torch``; with the argument ``cuda`` over NCCL."""
 
     forgets = True
 
@@ -36,7 +36,7 @@ class TorchRanks:
         import torch.distributed as dist
 
         self.dist: Any = dist
-        dist.init_process_group("gloo")
+        dist.init_process_group("nccl" if "cuda" in sys.argv else "gloo")
         self.world: Any = dist.group.WORLD
         self.rank, self.size = dist.get_rank(), dist.get_world_size()
 

@@ -35,11 +35,15 @@ struct PairVectors {
     const long long* column_ids;  // (n,)
 };
 
-// Partial results of one side of a chunk: (tiles, stride >= length) each.
+// Partial results of one side of a chunk: (tiles, stride >= length) each. A sum of 2^(x - r) is against the plan's r on
+// the fast path, on the safe path against a reference of its own: together they round nothing at the size of a logit.
 struct Partials {
-    float* sums;       // sums of 2^(x - r) (fast) or log2-sum-exp2 (safe); null: this side is not wanted
-    float* positives;  // TARGET alone: sums of dots over positive pairs, without scale and bias
-    float* counts;     // TARGET alone: how many there were
+    float* sums;                 // over negatives; null: this side is not wanted
+    float* references;           // safe alone: of the sums
+    float* dots;                 // TARGET alone: sums of dots over positive pairs, without scale and bias
+    float* counts;               // TARGET alone: how many there were
+    float* positive_sums;        // TARGET alone: as sums, over positive pairs
+    float* positive_references;  // TARGET alone: as references
     long long stride;
 };
 
@@ -50,16 +54,17 @@ struct ForwardArguments {
     const Plan* plan;  // status 0: the fast instance works, else the safe one; the other returns at once
     Partials rows;     // a partial for each tile column, (column tiles, height)
     Partials columns;  // a partial for each tile row, (row tiles, width); sums may be null
-    float* positives;  // for forward_keeping, by the block's rows, of which only those that are kept may be in its chunks:
-                       // 2^(x - r) of each row's positive in float32, written where it has one
 };
 
-// One side's vectors for the epilogue of G, block-wide, of length m or n.
+// One side's vectors for the epilogue of G, block-wide, of length m or n. L = log2 (2^N + 2^P), without the bias, is
+// taken in double and is a float, its high part, and what that leaves, its low part.
 struct GradientSide {
-    const float* log;     // log-sum-exp in powers of two without the bias; +inf where the weight is 0 or it is -inf
-    const float* weight;  // w FACTOR
-    const float* folded;  // w FACTOR 2^(r - log), and 0 where the weight is 0; read where plan->fast
-    const float* target;  // target weight of a positive
+    const float* log;      // high part of L; +inf where the weight is 0 or L is -inf
+    const float* weight;   // w FACTOR 2^-low
+    const float* folded;   // w FACTOR 2^(r - L), and 0 where the weight is 0; read where plan->fast
+    const float* taken;    // TARGET alone: w FACTOR t, and 0 where the weight is 0
+    const float* certain;  // TARGET alone: (length, 4), high and low part of P, w FACTOR, and that times 2^N / (2^N + 2^P);
+                           // read where plan->certain
 };
 
 struct GradientArguments {
@@ -68,6 +73,7 @@ struct GradientArguments {
     PairVectors pairs;
     const Plan* plan;
     GradientSide row, column;  // column all null for a loss of one direction
+    const float* entries;      // (m,) FACTOR G of each row's positive by index, read where it has one; else null
     void* g;                   // (height, width) of T; sm_90a writes it through a tensor map
     long long g_stride;
     int in_place_of_kept;      // sm_90a: 1 where g holds kept exponentials: nothing to do if plan->kept
@@ -97,7 +103,7 @@ struct SigmoidArguments {
 };
 
 static_assert(sizeof(TensorMap) == 128 && sizeof(Features) == 40 && sizeof(Chunk) == 24 && sizeof(PairVectors) == 32);
-static_assert(sizeof(ForwardArguments) == 176 && sizeof(GradientArguments) == 192 && sizeof(SigmoidArguments) == 152);
+static_assert(sizeof(ForwardArguments) == 216 && sizeof(GradientArguments) == 216 && sizeof(SigmoidArguments) == 152);
 static_assert(sizeof(WeightedArguments) == 56);
 
 }  // namespace contrastile

@@ -45,8 +45,10 @@ struct PositiveDotsArguments {
     const long long* excluded;   // (m,) or null
     const float* scale;          // 0-d
     const float* bias;           // 0-d or null
-    float* row_positive;         // (m,): logit of each row's positive, 0 where it has none
-    float* column_positive;      // (n,) or null: likewise of columns, right unless the plan says stray
+    double* row_lse;             // (m,): logit of each row's positive, -inf where it has none
+    double* row_sum;             // (m,): the same, 0 where it has none
+    double* column_lse;          // (n,) or null: likewise of columns, right unless the plan says stray
+    double* column_sum;          // (n,) or null with column_lse
 };
 
 // plan_forward: 1 block, 1024 threads.
@@ -63,21 +65,23 @@ struct SumPositivesArguments {
     const Plan* plan;
     const long long* positives;  // (m,)
     const long long* excluded;   // (m,) or null
-    const float* row_positive;   // (m,), of positive_dots
-    float* column_positive;      // (n,)
+    const double* row_sum;       // (m,), of positive_dots
+    double* column_lse;          // (n,): log-sum-exp of the logits of the positives, of exactly one that logit
+    double* column_sum;          // (n,): their sum
     long long m, n;
 };
 
 // One side of a fold: rows or columns of one chunk.
 struct FoldSide {
-    const float* parts;   // (tiles, part_stride >= length): partials of this chunk
+    const float* sums;        // (tiles, part_stride >= length): partials of this chunk
+    const float* references;  // likewise; read where SAFE
     long long part_stride;
     long long tiles;
-    double* state;        // (length,): running state of these rows or columns
-    float* lse;           // (length,): written with the last chunk
-    long long length;     // 0: nothing to do on this side
-    long long terms;      // how many terms the whole sum has: n for rows, m for columns
-    int first, last;      // whether this is the state's first, last chunk
+    double* state;            // (length,): running state of these rows or columns
+    double* lse;              // (length,): written with the last chunk
+    long long length;         // 0: nothing to do on this side
+    long long terms;          // how many terms the whole sum has: n for rows, m for columns
+    int first, last;          // whether this is the state's first, last chunk
 };
 
 // fold<SAFE>: blocks ceil(rows.length / FOLD) + ceil(columns.length / FOLD), 256 threads.
@@ -88,21 +92,24 @@ struct FoldArguments {
 
 // One side of the fold of positives that ids name.
 struct PositiveSide {
-    const float* dots;    // (tiles, part_stride): sums of dots over positive pairs, without scale and bias
-    const float* counts;  // likewise, how many there were
+    const float* dots;        // (tiles, part_stride): sums of dots over positive pairs, without scale and bias
+    const float* counts;      // likewise, how many there were
+    const float* sums;        // as of FoldSide, over positive pairs
+    const float* references;
     long long part_stride;
     long long tiles;
-    double* state;        // (2, state_stride >= length): running sums, running counts
+    double* state;            // (3, state_stride >= length): running dots, counts, and the state of the sums
     long long state_stride;
-    float* out;           // (length,): sum of logits, written with the last chunk
-    long long length;     // 0: nothing to do on this side
+    double* lse;              // (length,), written with the last chunk: of exactly one logit that logit
+    double* sum;              // (length,), likewise: sum of logits
+    long long length;         // 0: nothing to do on this side
     int first, last;
 };
 
 // fold_positives<SAFE>: blocks and threads as fold; works on the path that stands.
 struct FoldPositivesArguments {
     PositiveSide rows, columns;
-    const Plan* plan;
+    Plan* plan;
 };
 
 // fold_sigmoid: blocks ceil(length / FOLD), 256 threads.
@@ -120,9 +127,10 @@ struct FoldSigmoidArguments {
     int first, last;
 };
 
-// The weights of one side of the loss; all null for a loss of one direction.
+// The weights of one side of the loss; all null for a loss of one direction. Log-sum-exps in nats, with the bias.
 struct WeightSide {
-    const float* lse;
+    const double* negative_lse;
+    const double* positive_lse;
     const float* weight;
     const float* target;
 };
@@ -133,7 +141,8 @@ struct WeighArguments {
     const float* bias;       // or null
     const float* upstream;   // 0-d, multiplies every weight; or null
     WeightSide row, column;  // of lengths m and n
-    float* peaks;            // (blocks, 4): the largest -L, L, -|w| and |w| (1 + |t|); -L and -|w| where w is not 0
+    float* peaks;            // (blocks, 8): the largest -L, L, -|w| and |w| (1 + |t|), -L and -|w| where w is not 0; then
+                             // 1 where one is certain of its positives, 0, 0, 0
 };
 
 // temper: blocks ceil(m / 256) + (two-sided ? ceil(n / 256) : 0), 256 threads.
@@ -146,33 +155,31 @@ struct TemperArguments {
     Plan* plan;             // written
     long long m, n;
     WeightSide row, column;
-    float* row_vectors;     // (3, m): log, weight and folded of GradientSide
-    float* column_vectors;  // (3, n), or null
+    const long long* positives;  // (m,) or null
+    const long long* excluded;   // (m,) or null
+    float* row_vectors;     // log, weight and folded of GradientSide, (3, m); by ids also taken and certain, (8, m)
+    float* column_vectors;  // likewise with n, or null
+    float* entries;         // (m,): of GradientArguments; null with positives
     Plan* forward;          // of the pass that kept exponentials; its status becomes 1 where G takes their place; or null
     float* row_kept;        // (m rounded up to KEPT_UNIT,): u 2^(r - L) with the r of that pass, then zeros; or null
     float* column_kept;     // (n rounded up to KEPT_UNIT,): likewise of columns
     int two_sided;
+    int by_ids;             // whether ids name the positives
     int half;               // whether G is float16 and wants a factor
 };
 
 // What the vectors that go with kept exponentials are a multiple of.
 constexpr int KEPT_UNIT = 128;
 
-// One side of kept_positives: vectors that temper wrote, and the targets.
-struct KeptSide {
-    const float* weight;  // u
-    const float* target;
-    const float* kept;    // u 2^(r - L)
-};
-
 // kept_positives: blocks ceil(m / THREADS), 256 threads. Nothing to do unless plan->kept, which it may take back.
 struct KeptPositivesArguments {
     long long m, n;              // m: rows whose exponentials are kept
     const long long* positives;  // (m,) column of each row's positive
-    const float* exponentials;   // (m,) of the positives, not rounded: see ForwardArguments
+    const float* entries;        // (m,) of temper, as the next two
+    const float* row_kept;
+    const float* column_kept;
     Plan* plan;
     Plan* forward;               // as temper's
-    KeptSide row, column;
     void* kept;                  // (m, n) bfloat16 exponentials, unit stride along rows
     long long kept_stride;
 };
@@ -217,17 +224,18 @@ struct AddDoublesArguments {
     double* out;  // 0-d
 };
 
-// Terms that one block of mean_excess takes.
-constexpr int TERMS = 8192;
+// Terms that one block of weighted_nll takes.
+constexpr int TERMS = 1024;
 
-// mean_excess: blocks ceil(length / TERMS), 1024 threads; then add_doubles, unless one block was enough.
-struct ExcessArguments {
-    const float* lse;       // (length,) each
-    const float* positive;
+// weighted_nll: blocks ceil(length / TERMS), 1024 threads; then add_doubles, unless one block was enough.
+struct WeightedNllArguments {
+    const double* negative_lse;  // (length,) each
+    const double* positive_lse;
+    const double* positive_sum;
     const float* weight;
     const float* target;
     long long length;
-    double* out;            // (blocks,)
+    double* out;                 // (blocks,)
 };
 
 // finish_rows<T>: blocks ceil(m / LINES), 256 threads. One launch for each chunk of rows; who comes last adds.

@@ -139,18 +139,21 @@ __device__ __forceinline__ float larger(float a, float b, float scale) {
     return scale < 0.0f ? fminf(a, b) : fmaxf(a, b);
 }
 
-// log2 sum 2^x of one row of a strip, against the row's own maximum; -inf for nothing, NaN for NaN.
+// What is subtracted from the logits of a row or column whose largest has this dot.
+__device__ __forceinline__ float reference_of(float top, float scale) { return finite_or_zero(top * scale); }
+
+// The sum of 2^(x - reference) of one row of a strip, the reference being the row's own maximum; 0 for nothing.
 template <int GROUPS>
-__device__ __forceinline__ float row_log_sum(const float (&dot)[4 * GROUPS], int q, float scale) {
+__device__ __forceinline__ float own_row_sum(const float (&dot)[4 * GROUPS], int q, float scale, float& reference) {
     float top = nothing(scale);
 #pragma unroll
     for (int i = 0; i < 2 * GROUPS; ++i) top = larger(top, dot[4 * (i / 2) + 2 * q + i % 2], scale);
     top = larger(top, across(top, 1), scale);
-    const float shift = finite_or_zero(larger(top, across(top, 2), scale) * scale);
+    reference = reference_of(larger(top, across(top, 2), scale), scale);
     float sum = 0.0f;
 #pragma unroll
-    for (int i = 0; i < 2 * GROUPS; ++i) sum += exp2_fast(fmaf(dot[4 * (i / 2) + 2 * q + i % 2], scale, -shift));
-    return shift + log2f(row_total(sum));
+    for (int i = 0; i < 2 * GROUPS; ++i) sum += exp2_fast(fmaf(dot[4 * (i / 2) + 2 * q + i % 2], scale, -reference));
+    return row_total(sum);
 }
 
 // The dot of the largest logit of a warp: half of the work of a running maximum for each row and column.
@@ -174,11 +177,12 @@ __device__ __forceinline__ float largest_dot(const float (&dot)[STRIPS][4 * GROU
 // Rows and columns each against their own maximum: two exponentials an element. Outputs as guarded_sums.
 template <int STRIPS, int GROUPS>
 __device__ __forceinline__ void own_sums(const float (&dot)[STRIPS][4 * GROUPS], float scale, int lane,
-                                         float (&row)[STRIPS][2], float* column, float* reference) {
+                                         float (&row)[STRIPS][2], float (&row_reference)[STRIPS][2], float* column,
+                                         float* reference) {
 #pragma unroll
     for (int s = 0; s < STRIPS; ++s)
 #pragma unroll
-        for (int q = 0; q < 2; ++q) row[s][q] = row_log_sum<GROUPS>(dot[s], q, scale);
+        for (int q = 0; q < 2; ++q) row[s][q] = own_row_sum<GROUPS>(dot[s], q, scale, row_reference[s][q]);
 #pragma unroll
     for (int i = 0; i < 2 * GROUPS; ++i) {
         const int at = 4 * (i / 2) + i % 2;
@@ -187,7 +191,7 @@ __device__ __forceinline__ void own_sums(const float (&dot)[STRIPS][4 * GROUPS],
         for (int s = 0; s < STRIPS; ++s) top = larger(top, larger(dot[s][at], dot[s][at + 2], scale), scale);
 #pragma unroll
         for (int bit = 16; bit > 2; bit /= 2) top = larger(top, across(top, bit), scale);
-        top = finite_or_zero(top * scale);
+        top = reference_of(top, scale);
         float sum = 0.0f;
 #pragma unroll
         for (int s = 0; s < STRIPS; ++s)
@@ -201,15 +205,17 @@ __device__ __forceinline__ void own_sums(const float (&dot)[STRIPS][4 * GROUPS],
     }
 }
 
-// Statistics of x = dot scale that hold for any logits.
+// Statistics of x = dot scale that hold for any logits: sums of 2^(x - reference), and their references.
 //
-// row: log2 sum 2^x, [strip][q]. column: shared; for each column of this warp the sum of 2^(x - reference).
+// Rows: [strip][q]. Columns: shared, each column of this warp. Of a product with a reference taken off at once nothing is
+// rounded at the size of the product: where logits are large, the statistics are of the exact ones.
 // Where the warp's logits spread over less than SPREAD, their maximum is a reference for all of them, and one
 // exponential an element is exact; else rows and columns each take their own maximum, two exponentials.
 // A NaN passes by the maxima and comes out of the sums.
 template <int STRIPS, int GROUPS>
 __device__ __forceinline__ void guarded_sums(const float (&dot)[STRIPS][4 * GROUPS], float scale, int lane,
-                                             float (&row)[STRIPS][2], float* column, float* reference) {
+                                             float (&row)[STRIPS][2], float (&row_reference)[STRIPS][2], float* column,
+                                             float* reference) {
     float high = -infinity(), low = infinity();
 #pragma unroll
     for (int s = 0; s < STRIPS; ++s)
@@ -230,18 +236,19 @@ __device__ __forceinline__ void guarded_sums(const float (&dot)[STRIPS][4 * GROU
 #pragma unroll
         for (int s = 0; s < STRIPS; ++s)
 #pragma unroll
-            for (int q = 0; q < 2; ++q) row[s][q] = top + log2f(row[s][q]);
+            for (int q = 0; q < 2; ++q) row_reference[s][q] = top;
         for (int i = lane; i < 8 * GROUPS; i += 32) reference[i] = top;
         return;
     }
-    own_sums<STRIPS, GROUPS>(dot, scale, lane, row, column, reference);
+    own_sums<STRIPS, GROUPS>(dot, scale, lane, row, row_reference, column, reference);
 }
 
 // The same with half of the comparisons, where there are registers: the warp's largest logit is tried as the reference.
 // Where every sum comes out large enough to be trusted that is exact; else the warp starts again. NaN is never trusted.
 template <int STRIPS, int GROUPS>
 __device__ __forceinline__ void tried_sums(const float (&dot)[STRIPS][4 * GROUPS], float scale, int lane,
-                                           float (&row)[STRIPS][2], float* column, float* reference) {
+                                           float (&row)[STRIPS][2], float (&row_reference)[STRIPS][2], float* column,
+                                           float* reference) {
     const float most = scale < 0.0f ? largest_dot<false, STRIPS, GROUPS>(dot) : largest_dot<true, STRIPS, GROUPS>(dot);
     const float top = most * scale;
     float least = shared_sums<STRIPS, GROUPS>(dot, scale, -top, lane, row, column);
@@ -251,20 +258,25 @@ __device__ __forceinline__ void tried_sums(const float (&dot)[STRIPS][4 * GROUPS
         for (int q = 0; q < 2; ++q) least = least_of(least, row[s][q]);
     if (!__all_sync(WHOLE_WARP, least >= TRUSTED)) {
         __syncwarp();  // other lanes write the same columns again
-        own_sums<STRIPS, GROUPS>(dot, scale, lane, row, column, reference);
+        own_sums<STRIPS, GROUPS>(dot, scale, lane, row, row_reference, column, reference);
         return;
     }
 #pragma unroll
     for (int s = 0; s < STRIPS; ++s)
 #pragma unroll
-        for (int q = 0; q < 2; ++q) row[s][q] = top + log2f(row[s][q]);
+        for (int q = 0; q < 2; ++q) row_reference[s][q] = top;
 #pragma unroll
     for (int i = 0; i < GROUPS / 4; ++i) reference[lane + 32 * i] = top;
 }
 
-// One column's guarded sums joined over WARPS warps, `stride` floats apart: log2 sum 2^x.
+// A sum of 2^(x - reference).
+struct Guarded {
+    float sum, reference;
+};
+
+// One row's or column's guarded sums joined over WARPS warps, `stride` floats apart. A sum of nothing is 0.
 template <int WARPS>
-__device__ __forceinline__ float join_guarded(const float* sum, const float* reference, int stride) {
+__device__ __forceinline__ Guarded join_guarded(const float* sum, const float* reference, int stride) {
     float top = -infinity();
 #pragma unroll
     for (int w = 0; w < WARPS; ++w)
@@ -273,59 +285,171 @@ __device__ __forceinline__ float join_guarded(const float* sum, const float* ref
     float total = 0.0f;
 #pragma unroll
     for (int w = 0; w < WARPS; ++w)
-        if (sum[w * stride] != 0.0f) total += sum[w * stride] * exp2f(reference[w * stride] - top);
-    return top + log2f(total);
+        if (sum[w * stride] != 0.0f) total += rescaled(sum[w * stride], reference[w * stride] - top);
+    return {total, top};
+}
+
+// Which of a thread's values of group g are of positive pairs: bit 4 s + e. `columns` as in admit.
+template <int MASK, int STRIPS>
+__device__ __forceinline__ unsigned positives_of(const PairRow (&rows)[STRIPS][2], const bool (&inside)[STRIPS][2],
+                                                 const long long* ids, int g, int columns) {
+    const longlong2 id = pair_of_ids<MASK>(ids, g);
+    unsigned found = 0;
+#pragma unroll
+    for (int s = 0; s < STRIPS; ++s)
+#pragma unroll
+        for (int e = 0; e < 4; ++e) {
+            const int q = e >> 1, column = 8 * g + (e & 1);
+            if (inside[s][q] && column < columns && standing<MASK>(rows[s][q], column, e & 1 ? id.y : id.x).positive)
+                found |= 1u << (4 * s + e);
+        }
+    return found;
+}
+
+// The sum over the lanes of a column, in all of them.
+__device__ __forceinline__ float column_total(float x) {
+#pragma unroll
+    for (int bit = 16; bit > 2; bit /= 2) x += across(x, bit);
+    return x;
+}
+
+// How many bits of each of four pairs of bits are set, a byte for each pair.
+__device__ __forceinline__ unsigned set_of_pairs(unsigned bits) {
+    unsigned pairs = (bits & 0x55) + (bits >> 1 & 0x55);
+    pairs = (pairs | pairs << 12) & 0x000f000f;
+    return (pairs | pairs << 6) & 0x03030303;
 }
 
 // Sums of the dots of positive pairs, and their counts (TARGET).
 //
-// row_dot, row_count: [strip][q]. column_dot, column_count: shared, of this warp. `columns` as in admit; a row that is
-// not inside must carry an exclusion or an id that matches nothing, or be left unread.
+// row_dot, row_count: [strip][q]. column_dot, column_count: shared, of this warp. `columns` as in admit.
+// Counts are added up as integers, of four rows or of two columns in one register: a row has 8 GROUPS pairs at most.
 template <int MASK, int STRIPS, int GROUPS>
 __device__ __forceinline__ void positive_sums(const float (&dot)[STRIPS][4 * GROUPS], const PairRow (&rows)[STRIPS][2],
                                               const bool (&inside)[STRIPS][2], const long long* ids, int columns,
                                               int lane, float (&row_dot)[STRIPS][2], float (&row_count)[STRIPS][2],
                                               float* column_dot, float* column_count) {
+    static_assert(8 * GROUPS < 256, "a count is a byte");
+    unsigned row_counts[STRIPS / 2] = {};
 #pragma unroll
-    for (int s = 0; s < STRIPS; ++s)
-#pragma unroll
-        for (int q = 0; q < 2; ++q) row_dot[s][q] = row_count[s][q] = 0.0f;
+    for (int s = 0; s < STRIPS; ++s) row_dot[s][0] = row_dot[s][1] = 0.0f;
 #pragma unroll
     for (int g = 0; g < GROUPS; ++g) {
-        const longlong2 id = pair_of_ids<MASK>(ids, g);
-        float sum[2] = {0.0f, 0.0f}, count[2] = {0.0f, 0.0f};
+        const unsigned those = positives_of<MASK, STRIPS>(rows, inside, ids, g, columns);
+        float sum[2] = {0.0f, 0.0f};
+        unsigned count = 0;
+        if (__any_sync(WHOLE_WARP, those != 0)) {
 #pragma unroll
-        for (int s = 0; s < STRIPS; ++s)
+            for (int s = 0; s < STRIPS; ++s)
 #pragma unroll
-            for (int e = 0; e < 4; ++e) {
-                const int q = e >> 1, c = e & 1, column = 8 * g + c;
-                if (inside[s][q] && column < columns && standing<MASK>(rows[s][q], column, c ? id.y : id.x).positive) {
-                    row_dot[s][q] += dot[s][4 * g + e];
-                    row_count[s][q] += 1.0f;
-                    sum[c] += dot[s][4 * g + e];
-                    count[c] += 1.0f;
-                }
-            }
+                for (int e = 0; e < 4; ++e)
+                    if (those & 1u << (4 * s + e)) {
+                        row_dot[s][e >> 1] += dot[s][4 * g + e];
+                        sum[e & 1] += dot[s][4 * g + e];
+                    }
 #pragma unroll
-        for (int c = 0; c < 2; ++c) {
+            for (int s = 0; s < STRIPS; s += 2) row_counts[s / 2] += set_of_pairs(those >> 4 * s);
+            count = __popc(those & 0x5555) | __popc(those & 0xaaaa) << 16;
 #pragma unroll
-            for (int bit = 16; bit > 2; bit /= 2) {
-                sum[c] += across(sum[c], bit);
-                count[c] += across(count[c], bit);
-            }
-            if (lane < 4) {
-                column_dot[8 * g + 2 * lane + c] = sum[c];
-                column_count[8 * g + 2 * lane + c] = count[c];
-            }
+            for (int bit = 16; bit > 2; bit /= 2) count += __shfl_xor_sync(WHOLE_WARP, count, bit);
+            sum[0] = column_total(sum[0]);
+            sum[1] = column_total(sum[1]);
+        }
+        if (lane < 4) {
+            *reinterpret_cast<float2*>(column_dot + 8 * g + 2 * lane) = make_float2(sum[0], sum[1]);
+            *reinterpret_cast<float2*>(column_count + 8 * g + 2 * lane) = make_float2(count & 0xffff, count >> 16);
         }
     }
+#pragma unroll
+    for (int s = 0; s < STRIPS; s += 2)
+#pragma unroll
+        for (int bit = 1; bit < 4; bit *= 2) row_counts[s / 2] += __shfl_xor_sync(WHOLE_WARP, row_counts[s / 2], bit);
 #pragma unroll
     for (int s = 0; s < STRIPS; ++s)
 #pragma unroll
         for (int q = 0; q < 2; ++q) {
             row_dot[s][q] = row_total(row_dot[s][q]);
-            row_count[s][q] = row_total(row_count[s][q]);
+            row_count[s][q] = static_cast<float>(row_counts[s / 2] >> 8 * (2 * (s % 2) + q) & 0xff);
         }
+}
+
+// Sums of 2^(x - reference) over positive pairs (TARGET): SAFE each against its own maximum, else -reference is `shift`,
+// and no reference is written. Arguments as of positive_sums and guarded_sums.
+template <int SAFE, int MASK, int STRIPS, int GROUPS>
+__device__ __forceinline__ void positive_powers(const float (&dot)[STRIPS][4 * GROUPS],
+                                                const PairRow (&rows)[STRIPS][2], const bool (&inside)[STRIPS][2],
+                                                const long long* ids, int columns, float scale, float shift, int lane,
+                                                float (&row)[STRIPS][2], float (&row_reference)[STRIPS][2],
+                                                float* column, float* reference) {
+#pragma unroll
+    for (int s = 0; s < STRIPS; ++s)
+#pragma unroll
+        for (int q = 0; q < 2; ++q) {
+            row[s][q] = 0.0f;
+            row_reference[s][q] = SAFE ? nothing(scale) : -shift;
+        }
+    if (SAFE) {
+#pragma unroll
+        for (int g = 0; g < GROUPS; ++g) {
+            const unsigned those = positives_of<MASK, STRIPS>(rows, inside, ids, g, columns);
+#pragma unroll
+            for (int s = 0; s < STRIPS; ++s)
+#pragma unroll
+                for (int e = 0; e < 4; ++e)
+                    if (those & 1u << (4 * s + e))
+                        row_reference[s][e >> 1] = larger(row_reference[s][e >> 1], dot[s][4 * g + e], scale);
+        }
+#pragma unroll
+        for (int s = 0; s < STRIPS; ++s)
+#pragma unroll
+            for (int q = 0; q < 2; ++q) {
+                float top = row_reference[s][q];
+                top = larger(top, across(top, 1), scale);
+                row_reference[s][q] = reference_of(larger(top, across(top, 2), scale), scale);
+            }
+        asm volatile("" ::: "memory");  // else what is positive is held from above for all groups, and spills
+    }
+#pragma unroll
+    for (int g = 0; g < GROUPS; ++g) {
+        const unsigned those = positives_of<MASK, STRIPS>(rows, inside, ids, g, columns);
+        float sum[2] = {0.0f, 0.0f}, top[2] = {0.0f, 0.0f};
+        if (__any_sync(WHOLE_WARP, those != 0)) {
+            if (SAFE) {
+#pragma unroll
+                for (int c = 0; c < 2; ++c) {
+                    top[c] = nothing(scale);
+#pragma unroll
+                    for (int s = 0; s < STRIPS; ++s)
+#pragma unroll
+                        for (int e = c; e < 4; e += 2)
+                            if (those & 1u << (4 * s + e)) top[c] = larger(top[c], dot[s][4 * g + e], scale);
+#pragma unroll
+                    for (int bit = 16; bit > 2; bit /= 2) top[c] = larger(top[c], across(top[c], bit), scale);
+                    top[c] = reference_of(top[c], scale);
+                }
+            }
+#pragma unroll
+            for (int s = 0; s < STRIPS; ++s)
+#pragma unroll
+                for (int e = 0; e < 4; ++e)
+                    if (those & 1u << (4 * s + e)) {
+                        const float x = dot[s][4 * g + e];
+                        const float power = exp2_fast(fmaf(x, scale, -row_reference[s][e >> 1]));
+                        row[s][e >> 1] += power;
+                        sum[e & 1] += SAFE ? exp2_fast(fmaf(x, scale, -top[e & 1])) : power;
+                    }
+#pragma unroll
+            for (int c = 0; c < 2; ++c) sum[c] = column_total(sum[c]);
+        }
+        if (lane < 4) {
+            *reinterpret_cast<float2*>(column + 8 * g + 2 * lane) = make_float2(sum[0], sum[1]);
+            if (SAFE) *reinterpret_cast<float2*>(reference + 8 * g + 2 * lane) = make_float2(top[0], top[1]);
+        }
+    }
+#pragma unroll
+    for (int s = 0; s < STRIPS; ++s)
+#pragma unroll
+        for (int q = 0; q < 2; ++q) row[s][q] = row_total(row[s][q]);
 }
 
 }  // namespace contrastile

@@ -1,6 +1,6 @@
 // The fold of a forward chunk's partials into the running state, and with the last chunk the log-sum-exp in nats.
 //
-// Sums run in double: a pass over n / tile partials a row costs nothing beside the n products that made them, and the
+// All in double: a pass over n / tile partials a row costs nothing beside the n products that made them, and the
 // log-sum-exp that comes out is as exact as the partials were.
 #include "fold.cuh"
 
@@ -10,8 +10,8 @@ template <bool SAFE>
 __device__ __forceinline__ void fold_side(const FoldSide& side, long long block, Plan* plan, FoldBuffer& buffer) {
     const long long i = block * FOLD + threadIdx.x % 32;
     const bool there = i < side.length;
-    double total = SAFE ? fold_log(side.parts, side.part_stride, side.tiles, i, there, buffer)
-                        : fold_sum(side.parts, side.part_stride, side.tiles, i, there, buffer);
+    double total = SAFE ? fold_log(side.sums, side.references, side.part_stride, side.tiles, i, there, buffer)
+                        : fold_sum(side.sums, side.part_stride, side.tiles, i, there, buffer);
     if (threadIdx.x >= 32 || !there) return;
     if (!side.first) total = SAFE ? merge(side.state[i], total) : side.state[i] + total;
     side.state[i] = total;
@@ -24,7 +24,7 @@ __device__ __forceinline__ void fold_side(const FoldSide& side, long long block,
         // or-ing a bit gives the same word in any order
         if (!trusted) atomicOr(&plan->status, 1);
     }
-    side.lse[i] = static_cast<float>(log * LN2 + plan->bias);
+    side.lse[i] = log * LN2 + plan->bias;
 }
 
 // Works on the path that stands: SAFE where plan->status is 1. A fast fold that is doubted halfway leaves numbers

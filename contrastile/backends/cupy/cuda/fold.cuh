@@ -32,36 +32,27 @@ __device__ __forceinline__ double fold_sum(const float* parts, long long stride,
     return sum;
 }
 
-// An infinite maximum cannot be subtracted: inf - inf is NaN.
-__device__ __forceinline__ double finite_or_zero(double top) {
-    return top > -infinity() && top < infinity() ? top : 0.0;
-}
-
-// log2 (2^a + 2^b); -inf for two -inf, inf for +inf, NaN for NaN.
-__device__ __forceinline__ double merge(double a, double b) {
-    const double shift = finite_or_zero(fmax(a, b));
-    return shift + log2(exp2(a - shift) + exp2(b - shift));
-}
-
-// log2 sum 2^part over tiles of parts (tiles, stride) at i; for lanes of warp 0.
-__device__ __forceinline__ double fold_log(const float* parts, long long stride, long long tiles, long long i,
-                                           bool there, FoldBuffer& buffer) {
+// log2 of the sum over tiles of sums 2^reference, both (tiles, stride), at i; for lanes of warp 0. The largest reference
+// is taken off before anything is rounded to float.
+__device__ __forceinline__ double fold_log(const float* sums, const float* references, long long stride, long long tiles,
+                                           long long i, bool there, FoldBuffer& buffer) {
     const int warp = threadIdx.x / 32, lane = threadIdx.x % 32;
-    // fmaxf passes over NaN; the exponentials below do not
     float top = -infinity();
     if (there) {
 #pragma unroll 4
-        for (long long t = warp; t < tiles; t += 8) top = fmaxf(top, parts[t * stride + i]);
+        for (long long t = warp; t < tiles; t += 8)
+            if (sums[t * stride + i] != 0.0f) top = fmaxf(top, references[t * stride + i]);  // true for NaN
     }
     buffer.at[warp][lane] = top;
     __syncthreads();
     for (int w = 0; w < 8; ++w) top = fmaxf(top, static_cast<float>(buffer.at[w][lane]));
     __syncthreads();
-    const float shift = static_cast<float>(finite_or_zero(top));
+    const float shift = finite_or_zero(top);
     double sum = 0.0;
     if (there) {
 #pragma unroll 4
-        for (long long t = warp; t < tiles; t += 8) sum += exp2f(parts[t * stride + i] - shift);
+        for (long long t = warp; t < tiles; t += 8)
+            if (sums[t * stride + i] != 0.0f) sum += rescaled(sums[t * stride + i], references[t * stride + i] - shift);
     }
     buffer.at[warp][lane] = sum;
     __syncthreads();

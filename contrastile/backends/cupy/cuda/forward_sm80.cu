@@ -10,11 +10,23 @@ namespace contrastile {
 
 struct KeptForward {
     KeptPairs pairs;
-    float sums[4][WARP_SIDE], others[4][WARP_SIDE];  // of each warp's columns
-    float rows[2][2][SIDE];                          // of the tile's rows, left and right warps, one or two numbers
+    float sums[4][WARP_SIDE], others[4][WARP_SIDE];  // of each warp's columns, one or two numbers
+    float rows[2][2][SIDE];                          // likewise of the tile's rows, of left and right warps
 };
 
 static_assert(sizeof(KeptForward) <= KEPT_BYTES);
+
+// Whether a row of the warp has its positive among the warp's columns.
+__device__ __forceinline__ bool holds_positives(const KeptForward& kept, const Thread& thread) {
+    bool found = false;
+#pragma unroll
+    for (int row = thread.lane; row < WARP_SIDE; row += 32) {
+        // negative numbers become large ones
+        const unsigned column = kept.pairs.named[thread.row_line + row].x - thread.column_line;
+        found = found || column < WARP_SIDE;
+    }
+    return __any_sync(WHOLE_WARP, found);
+}
 
 template <int MASK>
 __device__ __forceinline__ void admit_tile(Accumulators& dots, const KeptForward& kept, const ForwardArguments& a,
@@ -26,8 +38,17 @@ __device__ __forceinline__ void admit_tile(Accumulators& dots, const KeptForward
         const PairRow rows[2] = {pair_row<MASK>(kept.pairs, thread, s, 0), pair_row<MASK>(kept.pairs, thread, s, 1)};
         const bool inside0 = at.row + thread.row(s, 0) < a.chunk.height;
         const bool inside1 = at.row + thread.row(s, 1) < a.chunk.height;
-        admit<MASK, GROUPS>(dots[s], rows, ids, inside0, inside1, columns, nothing(alpha));
+        admit<MASK, GROUPS, true>(dots[s], rows, ids, inside0, inside1, columns, nothing(alpha));
     }
+}
+
+__device__ __forceinline__ void hide_positives(Accumulators& dots, const KeptForward& kept, const Thread& thread,
+                                               float alpha) {
+#pragma unroll
+    for (int s = 0; s < STRIPS; ++s)
+#pragma unroll
+        for (int q = 0; q < 2; ++q)
+            hide_positive<GROUPS>(dots[s], q, kept.pairs.named[thread.row(s, q)].x - thread.column(), nothing(alpha));
 }
 
 // The four lanes of a row hold the same number: the first of them writes it.
@@ -53,10 +74,32 @@ __device__ __forceinline__ void write_column(float* parts, const ForwardArgument
     write(parts, a.columns.stride, at.row / SIDE, at.column, a.chunk.width, value);
 }
 
-// TARGET: sums of the dots of positive pairs, and their counts.
-template <int MASK>
+// Sums over the tile's rows of its left and right warps, and over its columns of the upper and lower ones, to their places.
+__device__ __forceinline__ void write_sums(const KeptForward& kept, const ForwardArguments& a, Tile at, int which,
+                                           float* rows, float* columns) {
+    const int line = threadIdx.x, side = line / WARP_SIDE, column = line % WARP_SIDE;
+    const auto& parts = which == 0 ? kept.sums : kept.others;
+    write_row(rows, a, at, kept.rows[which][0][line] + kept.rows[which][1][line]);
+    if (a.columns.sums != nullptr) write_column(columns, a, at, parts[side][column] + parts[2 + side][column]);
+}
+
+// The same of sums that have references of their own.
+__device__ __forceinline__ void write_guarded(const KeptForward& kept, const ForwardArguments& a, Tile at, float* rows,
+                                              float* row_references, float* columns, float* column_references) {
+    const int line = threadIdx.x, side = line / WARP_SIDE, column = line % WARP_SIDE;
+    const Guarded row = join_guarded<2>(&kept.rows[0][0][line], &kept.rows[1][0][line], SIDE);
+    write_row(rows, a, at, row.sum);
+    write_row(row_references, a, at, row.reference);
+    if (a.columns.sums == nullptr) return;
+    const Guarded found = join_guarded<2>(&kept.sums[side][column], &kept.others[side][column], 2 * WARP_SIDE);
+    write_column(columns, a, at, found.sum);
+    write_column(column_references, a, at, found.reference);
+}
+
+// TARGET: sums of the dots of positive pairs and their counts, then of their exponentials.
+template <int SAFE, int MASK>
 __device__ __forceinline__ void add_positives(const Accumulators& dots, KeptForward& kept, const ForwardArguments& a,
-                                              Tile at, const Thread& thread) {
+                                              Tile at, const Thread& thread, float alpha, float shift) {
     PairRow rows[STRIPS][2];
     bool inside[STRIPS][2];
 #pragma unroll
@@ -67,28 +110,33 @@ __device__ __forceinline__ void add_positives(const Accumulators& dots, KeptForw
             inside[s][q] = at.row + thread.row(s, q) < a.chunk.height;
         }
     float row[STRIPS][2], count[STRIPS][2];
-    positive_sums<MASK, STRIPS, GROUPS>(dots, rows, inside, kept.pairs.column_ids + thread.column(),
-                                        a.chunk.width - at.column - thread.column(), thread.lane, row, count,
+    const long long* ids = kept.pairs.column_ids + thread.column();
+    const int columns = a.chunk.width - at.column - thread.column();
+    positive_sums<MASK, STRIPS, GROUPS>(dots, rows, inside, ids, columns, thread.lane, row, count,
                                         kept.sums[thread.warp], kept.others[thread.warp]);
     keep_rows(kept.rows[0][thread.warp % 2], row, thread);
     keep_rows(kept.rows[1][thread.warp % 2], count, thread);
     __syncthreads();
-    const int line = threadIdx.x, side = line / WARP_SIDE, column = line % WARP_SIDE;
-    write_row(a.rows.positives, a, at, kept.rows[0][0][line] + kept.rows[0][1][line]);
-    write_row(a.rows.counts, a, at, kept.rows[1][0][line] + kept.rows[1][1][line]);
-    if (a.columns.sums != nullptr) {
-        write_column(a.columns.positives, a, at, kept.sums[side][column] + kept.sums[2 + side][column]);
-        write_column(a.columns.counts, a, at, kept.others[side][column] + kept.others[2 + side][column]);
-    }
-    // the same memory serves the statistics next
+    write_sums(kept, a, at, 0, a.rows.dots, a.columns.dots);
+    write_sums(kept, a, at, 1, a.rows.counts, a.columns.counts);
+    __syncthreads();  // the same memory serves what comes next, here and below
+    positive_powers<SAFE, MASK, STRIPS, GROUPS>(dots, rows, inside, ids, columns, alpha, shift, thread.lane, row, count,
+                                                kept.sums[thread.warp], kept.others[thread.warp]);
+    keep_rows(kept.rows[0][thread.warp % 2], row, thread);
+    if (SAFE) keep_rows(kept.rows[1][thread.warp % 2], count, thread);
+    __syncthreads();
+    if (SAFE)
+        write_guarded(kept, a, at, a.rows.positive_sums, a.rows.positive_references, a.columns.positive_sums,
+                      a.columns.positive_references);
+    else
+        write_sums(kept, a, at, 0, a.rows.positive_sums, a.columns.positive_sums);
     __syncthreads();
 }
 
-template <int SAFE>
-__device__ __forceinline__ float join_rows(float left, float right) {
-    if (!SAFE) return left + right;
-    const float top = finite_or_zero(fmaxf(left, right));
-    return top + log2f(exp2f(left - top) + exp2f(right - top));
+// Whether what names pairs of the tile is kept.
+template <int MASK>
+__device__ __forceinline__ bool named(const ForwardArguments& a, Tile at) {
+    return MASK != PLAIN || a.plan->stray != 0 || on_diagonal(a.chunk, at.row, at.column, SIDE, SIDE);
 }
 
 template <class P, int SAFE, int MASK, int STAGES>
@@ -103,27 +151,29 @@ __global__ void __launch_bounds__(BLOCK, 2) forward_sm80(const __grid_constant__
     Stream<STAGES> stream(a.features, a.chunk, sizeof(typename P::Type), shared);
     for (int tile = blockIdx.x; tile < order.tiles(); tile += gridDim.x) {
         const Tile at = order.at(tile);
-        if (MASK != PLAIN) keep_pairs<MASK>(kept.pairs, a.pairs, a.chunk, at);
+        // of plain pairs only where a row may have its positive; the stream's barriers part writers and readers
+        if (named<MASK>(a, at)) keep_pairs<MASK>(kept.pairs, a.pairs, a.chunk, at);
         Accumulators dots;
         tile_of_dots<P>(stream, thread, dots);
-        if (MASK == TARGET) add_positives<MASK>(dots, kept, a, at, thread);
+        if (MASK == TARGET) add_positives<SAFE, MASK>(dots, kept, a, at, thread, alpha, shift);
         if (MASK != PLAIN || at.row + SIDE > a.chunk.height || at.column + SIDE > a.chunk.width)
             admit_tile<MASK>(dots, kept, a, at, thread, alpha);
-        float row[STRIPS][2];
+        if (MASK != TARGET && named<MASK>(a, at) && holds_positives(kept, thread))
+            hide_positives(dots, kept, thread, alpha);
+        float row[STRIPS][2], reference[STRIPS][2];
         if (SAFE)
-            guarded_sums<STRIPS, GROUPS>(dots, alpha, thread.lane, row, kept.sums[thread.warp],
+            guarded_sums<STRIPS, GROUPS>(dots, alpha, thread.lane, row, reference, kept.sums[thread.warp],
                                          kept.others[thread.warp]);
         else
             shared_sums<STRIPS, GROUPS>(dots, alpha, shift, thread.lane, row, kept.sums[thread.warp]);
         keep_rows(kept.rows[0][thread.warp % 2], row, thread);
+        if (SAFE) keep_rows(kept.rows[1][thread.warp % 2], reference, thread);
         // whoever writes here next has passed the stream's barriers, and so has everybody who reads here now
         __syncthreads();
-        const int line = threadIdx.x, side = line / WARP_SIDE, column = line % WARP_SIDE;
-        write_row(a.rows.sums, a, at, join_rows<SAFE>(kept.rows[0][0][line], kept.rows[0][1][line]));
-        if (a.columns.sums == nullptr) continue;
-        const float sum = SAFE ? join_guarded<2>(&kept.sums[side][column], &kept.others[side][column], 2 * WARP_SIDE)
-                               : kept.sums[side][column] + kept.sums[2 + side][column];
-        write_column(a.columns.sums, a, at, sum);
+        if (SAFE)
+            write_guarded(kept, a, at, a.rows.sums, a.rows.references, a.columns.sums, a.columns.references);
+        else
+            write_sums(kept, a, at, 0, a.rows.sums, a.columns.sums);
     }
 }
 

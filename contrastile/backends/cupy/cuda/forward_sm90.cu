@@ -6,7 +6,7 @@
 // not depend on which tile was first.
 //
 // forward_keeping_sm90<T>: the fast path without masks, of both sides, which keeps its exponentials too, rounded to T:
-// (height, width), through a tensor map; those of the positives in float32 besides. forward_keeping_sm90_shared bytes.
+// (height, width), through a tensor map; 0 for positives. forward_keeping_sm90_shared bytes.
 #include "epilogue_forward.cuh"
 #include "kept_sm90.cuh"
 #include "slabs.cuh"
@@ -19,12 +19,13 @@ struct ForwardEpilogue {
     struct Kept {
         KeptPairs<MASK> pairs;
         float sums[CONSUMER_WARPS][BN], others[CONSUMER_WARPS][BN];
+        int stray;  // the plan's
     };
     static constexpr int KEPT = 2 * sizeof(Kept), STAGES = 5;
 
     const ForwardArguments& arguments;
     Kept& kept;
-    int consumer, warp, lane;
+    int consumer, warp;
     float alpha, shift;
 
     __device__ __forceinline__ ForwardEpilogue(const ForwardArguments& a, const TensorMap&, unsigned char* memory,
@@ -33,43 +34,93 @@ struct ForwardEpilogue {
           kept(reinterpret_cast<Kept*>(memory)[consumer_]),
           consumer(consumer_),
           warp(warp_),
-          lane(consumer_thread() % 32),
           alpha(usable_scale(a.plan->alpha)),
-          shift(SAFE ? 0.0f : -a.plan->reference) {}
+          shift(SAFE ? 0.0f : -a.plan->reference) {
+        if (MASK != PLAIN) return;
+        if (consumer_thread() == 0) kept.stray = a.plan->stray;
+        consumer_sync(consumer);
+    }
 
     __device__ __forceinline__ void prefetch(const Place& tile) {
-        if (MASK != PLAIN) kept.pairs.prefetch(arguments.pairs, arguments.chunk, tile, consumer_thread());
+        if (named(tile)) kept.pairs.prefetch(arguments.pairs, arguments.chunk, tile, consumer_thread());
     }
 
     __device__ __forceinline__ void finish(float (&acc)[STRIPS][PRODUCT_VALUES], const Place& tile) {
-        const Chunk& chunk = arguments.chunk;
-        const bool edge = tile.row + BM > chunk.height || tile.column + BN > chunk.width;
-        if (edge || MASK == TARGET ||
-            (MASK != PLAIN && kept.pairs.touched(arguments.pairs, chunk, tile, warp, lane, false)))
-            admit_tile(acc, tile);
-        float row[STRIPS][2];
+        leave_negatives(acc, tile);
+        const int lane = this->lane();
+        float row[STRIPS][2], reference[STRIPS][2];
         if (SAFE)
-            tried_sums<STRIPS, GROUPS>(acc, alpha, lane, row, kept.sums[warp], kept.others[warp]);
+            tried_sums<STRIPS, GROUPS>(acc, alpha, lane, row, reference, kept.sums[warp], kept.others[warp]);
         else
             shared_sums<STRIPS, GROUPS>(acc, alpha, shift, lane, row, kept.sums[warp]);
-        write_sums(row, tile);
+        write_sums(row, reference, tile);
     }
 
     __device__ __forceinline__ void end() {}
 
   protected:
-    __device__ __forceinline__ void write_sums(const float (&row)[STRIPS][2], const Place& tile) {
-        write_rows(row, arguments.rows.sums, tile);
+    // Read anew each time, as consumer_thread is.
+    static __device__ __forceinline__ int lane() { return consumer_thread() % 32; }
+
+    // Takes what is not to be summed out of a tile, and with TARGET writes the sums over positives.
+    __device__ __forceinline__ void leave_negatives(float (&acc)[STRIPS][PRODUCT_VALUES], const Place& tile) {
+        const Chunk& chunk = arguments.chunk;
+        const int lane = this->lane();
+        const bool edge = tile.row + BM > chunk.height || tile.column + BN > chunk.width;
+        const bool touched =
+            MASK == TARGET || (named(tile) && kept.pairs.touched(arguments.pairs, chunk, tile, warp, lane, true));
+        if (edge || (MASK != PLAIN && touched)) admit_tile(acc, tile);
+        if (MASK != TARGET && touched) hide_positives(acc, tile, lane);
+    }
+
+    // One row in hand at a time: nothing spills.
+    __device__ __forceinline__ void hide_positives(float (&acc)[STRIPS][PRODUCT_VALUES], const Place& tile,
+                                                   int lane) const {
+#pragma unroll
+        for (int s = 0; s < STRIPS; ++s)
+#pragma unroll
+            for (int q = 0; q < 2; ++q) {
+                const int row = row_in_tile(warp, lane, s, q);
+                const int column = kept.pairs.named(arguments.pairs, arguments.chunk, tile, row).x;
+                hide_positive<GROUPS>(acc[s], q, column - 2 * (lane & 3), nothing(alpha));
+            }
+    }
+
+    __device__ __forceinline__ void write_sums(const float (&row)[STRIPS][2], const float (&reference)[STRIPS][2],
+                                               const Place& tile) {
+        write_side(row, reference, tile, arguments.rows.sums, arguments.rows.references, arguments.columns.sums,
+                   arguments.columns.references);
+    }
+
+    // Whether what names pairs of the tile is kept; of plain pairs only where a row may have its positive.
+    __device__ __forceinline__ bool named(const Place& tile) const {
+        return MASK != PLAIN || kept.stray != 0 || on_diagonal(arguments.chunk, tile.row, tile.column, BM, BN);
+    }
+
+    // Sums of the rows, and those of the columns that all warps have left in shared memory, to their places; SAFE with
+    // their references.
+    __device__ __forceinline__ void write_side(const float (&row)[STRIPS][2], const float (&reference)[STRIPS][2],
+                                               const Place& tile, float* rows, float* row_references, float* columns,
+                                               float* column_references) {
+        write_rows(row, rows, tile);
+        if (SAFE) write_rows(reference, row_references, tile);
         consumer_sync(consumer);
         if (arguments.columns.sums == nullptr) return;
-        write_columns(tile, arguments.columns.sums, [&](int column) {
-            if (SAFE) return join_guarded<CONSUMER_WARPS>(&kept.sums[0][column], &kept.others[0][column], BN);
-            return joined(kept.sums, column);
+        each_column(tile, [&](int column, long long at) {
+            if (SAFE) {
+                const Guarded found =
+                    join_guarded<CONSUMER_WARPS>(&kept.sums[0][column], &kept.others[0][column], BN);
+                columns[at] = found.sum;
+                column_references[at] = found.reference;
+            } else {
+                columns[at] = joined(kept.sums, column);
+            }
         });
     }
 
     __device__ __forceinline__ void admit_tile(float (&acc)[STRIPS][PRODUCT_VALUES], const Place& tile) {
         const Chunk& chunk = arguments.chunk;
+        const int lane = this->lane();
         PairRow rows[STRIPS][2];
         bool inside[STRIPS][2];
         const int first = 2 * (lane & 3), columns = chunk.width - tile.column - first;
@@ -80,31 +131,36 @@ struct ForwardEpilogue {
                 const int row = row_in_tile(warp, lane, s, q);
                 inside[s][q] = tile.row + row < chunk.height;
                 rows[s][q] = PairRow{-1, -1, 0};
-                if (MASK == PLAIN) continue;
-                rows[s][q] = kept.pairs.row(kept.pairs.named(arguments.pairs, chunk, tile, row), row, first);
+                if (MASK != PLAIN) rows[s][q] = kept.pairs.row(kept.pairs.named(arguments.pairs, chunk, tile, row), row, first);
             }
         const long long* ids = kept.pairs.ids(first);
         if (MASK == TARGET) add_positives(acc, rows, inside, ids, columns, tile);
 #pragma unroll
         for (int s = 0; s < STRIPS; ++s)
-            admit<MASK, GROUPS>(acc[s], rows[s], ids, inside[s][0], inside[s][1], columns,
-                                nothing(alpha));
+            admit<MASK, GROUPS, true>(acc[s], rows[s], ids, inside[s][0], inside[s][1], columns, nothing(alpha));
     }
 
     __device__ __forceinline__ void add_positives(const float (&acc)[STRIPS][PRODUCT_VALUES],
                                                   const PairRow (&rows)[STRIPS][2], const bool (&inside)[STRIPS][2],
                                                   const long long* ids, int columns, const Place& tile) {
+        const int lane = this->lane();
         float dots[STRIPS][2], counts[STRIPS][2];
         positive_sums<MASK, STRIPS, GROUPS>(acc, rows, inside, ids, columns, lane, dots, counts, kept.sums[warp],
                                             kept.others[warp]);
-        write_rows(dots, arguments.rows.positives, tile);
+        write_rows(dots, arguments.rows.dots, tile);
         write_rows(counts, arguments.rows.counts, tile);
         consumer_sync(consumer);
-        if (arguments.columns.sums != nullptr) {
-            write_columns(tile, arguments.columns.positives, [&](int column) { return joined(kept.sums, column); });
-            write_columns(tile, arguments.columns.counts, [&](int column) { return joined(kept.others, column); });
-        }
-        consumer_sync(consumer);  // the same memory serves the column sums next
+        if (arguments.columns.sums != nullptr)
+            each_column(tile, [&](int column, long long at) {
+                arguments.columns.dots[at] = joined(kept.sums, column);
+                arguments.columns.counts[at] = joined(kept.others, column);
+            });
+        consumer_sync(consumer);  // the same memory serves what comes next, here and below
+        positive_powers<SAFE, MASK, STRIPS, GROUPS>(acc, rows, inside, ids, columns, alpha, shift, lane, dots, counts,
+                                                    kept.sums[warp], kept.others[warp]);
+        write_side(dots, counts, tile, arguments.rows.positive_sums, arguments.rows.positive_references,
+                   arguments.columns.positive_sums, arguments.columns.positive_references);
+        consumer_sync(consumer);
     }
 
     static __device__ __forceinline__ float joined(const float (&parts)[CONSUMER_WARPS][BN], int column) {
@@ -113,17 +169,19 @@ struct ForwardEpilogue {
 
     // The four lanes of a row hold the same: each writes one of the four.
     __device__ __forceinline__ void write_rows(const float (&row)[STRIPS][2], float* parts, const Place& tile) const {
+        const int lane = this->lane();
         const int s = lane >> 1 & 1, q = lane & 1, at = tile.row + row_in_tile(warp, lane, s, q);
         const float low = q ? row[0][1] : row[0][0], high = q ? row[1][1] : row[1][0];
         if (at < arguments.chunk.height) parts[tile.column / BN * arguments.rows.stride + at] = s ? high : low;
     }
 
-    template <class Value>
-    __device__ __forceinline__ void write_columns(const Place& tile, float* parts, Value value) const {
+    // put(column of the tile, its place among the partials) for this thread's columns.
+    template <class Put>
+    __device__ __forceinline__ void each_column(const Place& tile, Put put) const {
         if (tile.row >= arguments.chunk.height) return;  // the second block of the last pair may have no rows at all
-        float* line = parts + tile.row / BM * arguments.columns.stride + tile.column;
+        const long long line = tile.row / BM * arguments.columns.stride + tile.column;
         for (int column = consumer_thread(); column < BN; column += WARPGROUP)
-            if (tile.column + column < arguments.chunk.width) line[column] = value(column);
+            if (tile.column + column < arguments.chunk.width) put(column, line + column);
     }
 };
 
@@ -143,16 +201,9 @@ struct KeepingEpilogue : ForwardEpilogue<0, PLAIN> {
           exponentials(map),
           slabs(shared_address(memory) + (consumer_ * CONSUMER_WARPS + warp_) * Writer::WARP_SPACE) {}
 
-    __device__ __forceinline__ void prefetch(const Place& tile) {
-        kept.pairs.prefetch(arguments.pairs, arguments.chunk, tile, consumer_thread());
-    }
-
     __device__ __forceinline__ void finish(float (&acc)[STRIPS][PRODUCT_VALUES], const Place& tile) {
-        const Chunk& chunk = arguments.chunk;
-        if (tile.row + BM > chunk.height || tile.column + BN > chunk.width) admit_tile(acc, tile);
-        // every row of the warp is looked at by one lane
-        if (__any_sync(WHOLE_WARP, named(tile, row_in_tile(warp, 0, lane / 16, 0) + lane % 16) >= 0))
-            write_positives(acc, tile);
+        leave_negatives(acc, tile);
+        const int lane = this->lane();
         const Writer writer(exponentials, slabs, lane);
         float row[STRIPS][2];
         constexpr int PAIRS = SLAB_GROUPS / 2;  // of a slab
@@ -166,33 +217,10 @@ struct KeepingEpilogue : ForwardEpilogue<0, PLAIN> {
                 if (pair % PAIRS == PAIRS - 1)
                     writer.send(slab, tile.row + 64 * s + 16 * warp, tile.column + part * SLAB_COLUMNS);
             });
-        write_sums(row, tile);
+        write_sums(row, row, tile);
     }
 
-    __device__ __forceinline__ void end() { Writer(exponentials, slabs, lane).finish(); }
-
-  private:
-    // Column inside the tile of a row's positive, -1 for none. A row past the end of the chunk has none.
-    __device__ __forceinline__ int named(const Place& tile, int row) const {
-        const int found = kept.pairs.named(arguments.pairs, arguments.chunk, tile, row).x;
-        return tile.row + row < arguments.chunk.height ? found : -1;
-    }
-
-    // The exponentials of the positives, as they are summed.
-    __device__ __forceinline__ void write_positives(const float (&acc)[STRIPS][PRODUCT_VALUES],
-                                                    const Place& tile) const {
-#pragma unroll
-        for (int s = 0; s < STRIPS; ++s)
-#pragma unroll
-            for (int q = 0; q < 2; ++q) {
-                const int row = row_in_tile(warp, lane, s, q), column = named(tile, row) - 2 * (lane & 3);
-#pragma unroll
-                for (int i = 0; i < 2 * GROUPS; ++i)
-                    if (column == 8 * (i / 2) + i % 2)
-                        arguments.positives[arguments.chunk.row + tile.row + row] =
-                            exp2_fast(fmaf(acc[s][4 * (i / 2) + 2 * q + i % 2], alpha, shift));
-            }
-    }
+    __device__ __forceinline__ void end() { Writer(exponentials, slabs, this->lane()).finish(); }
 };
 
 extern "C" __device__ const int forward_sm90_shared =

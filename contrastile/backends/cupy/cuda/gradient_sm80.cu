@@ -1,43 +1,45 @@
 // FACTOR G of one chunk, rounded once to the features' type, for sm_80 and later.
 //
 // gradient_sm80<P, MASK, STAGES>: grid, threads and shared memory as forward_sm80. The exponent (epilogue_gradient.cuh)
-// is chosen on the device from the plan. Positives, by index or by ids, leave G in float32, before it is rounded.
+// is chosen on the device from the plan. Positives, by index or by ids, have theirs in float32, before it is rounded.
 #include "epilogue_gradient.cuh"
 #include "tile_sm80.cuh"
 
 namespace contrastile {
 
 struct KeptSide {
-    float first[SIDE], weight[SIDE], target[SIDE];  // of Side
+    float first[SIDE], weight[SIDE], taken[SIDE];  // of Side
 
     __device__ __forceinline__ void put(const Side& side) {
         first[threadIdx.x] = side.first;
         weight[threadIdx.x] = side.weight;
-        target[threadIdx.x] = side.target;
+        taken[threadIdx.x] = side.taken;
     }
 };
 
 struct KeptGradient {
     KeptPairs pairs;
     KeptSide row, column;
+    float entry[SIDE];  // G of the rows' positives by index
 };
 
 static_assert(sizeof(KeptGradient) <= KEPT_BYTES);
 
 __device__ __forceinline__ float2 two(const float* list, int at) { return *reinterpret_cast<const float2*>(list + at); }
 
-// Turns the dots of strip s into G, but for positives by index.
-template <int EXPONENT, int MASK>
+// Turns the dots of strip s into G, but for positives by index. CERTAIN: where the plan says so.
+template <int EXPONENT, int MASK, bool CERTAIN>
 __device__ __forceinline__ void strip_of_g(float (&value)[4 * GROUPS], int s, const KeptGradient& kept,
-                                           const Thread& thread, float alpha, float reference) {
-    float first[2], weight[2], target[2];
+                                           const GradientArguments& a, Tile at, const Thread& thread, float alpha,
+                                           float reference) {
+    float first[2], weight[2], taken[2];
     PairRow rows[2];
 #pragma unroll
     for (int q = 0; q < 2; ++q) {
         const int row = thread.row(s, q);
         first[q] = kept.row.first[row];
         weight[q] = kept.row.weight[row];
-        target[q] = kept.row.target[row];
+        taken[q] = kept.row.taken[row];
         rows[q] = pair_row<MASK>(kept.pairs, thread, s, q);
     }
     const int column = thread.column();
@@ -45,51 +47,74 @@ __device__ __forceinline__ void strip_of_g(float (&value)[4 * GROUPS], int s, co
     for (int g = 0; g < GROUPS; ++g) {
         const float2 column_first = two(kept.column.first, column + 8 * g);
         const float2 column_weight = two(kept.column.weight, column + 8 * g);
-        const float2 column_target = two(kept.column.target, column + 8 * g);
+        const float2 column_taken = two(kept.column.taken, column + 8 * g);
         const longlong2 id = pair_of_ids<MASK>(kept.pairs.column_ids + column, g);
 #pragma unroll
         for (int e = 0; e < 4; ++e) {
             const int q = e >> 1, c = e & 1;
-            float x = attraction<EXPONENT>(value[4 * g + e], alpha, reference, first[q], weight[q],
+            const float dot = value[4 * g + e];
+            float x = attraction<EXPONENT>(dot, alpha, reference, first[q], weight[q],
                                            c ? column_first.y : column_first.x, c ? column_weight.y : column_weight.x);
             if (MASK != PLAIN) {
                 const Standing pair = standing<MASK>(rows[q], 8 * g + c, c ? id.y : id.x);
                 if (!pair.admitted) x = 0.0f;
-                if (MASK == TARGET && pair.positive) x -= target[q] + (c ? column_target.y : column_target.x);
+                if (MASK == TARGET && !CERTAIN && pair.positive) x -= taken[q] + (c ? column_taken.y : column_taken.x);
+                // what lies outside the chunk may look positive: nothing may be read for it
+                if (CERTAIN && pair.positive && at.row + thread.row(s, q) < a.chunk.height &&
+                    at.column + column + 8 * g + c < a.chunk.width)
+                    x = certain_part(dot, alpha, a.row, a.chunk.row + at.row + thread.row(s, q)) +
+                        certain_part(dot, alpha, a.column, a.chunk.column + at.column + column + 8 * g + c);
             }
             value[4 * g + e] = x;
         }
     }
 }
 
-// Takes what a positive by index takes away from strip s. A row has one at most; most tiles have none.
-__device__ __forceinline__ void take_positives(float (&value)[4 * GROUPS], int s, const KeptGradient& kept,
+// Puts G of positives by index in its place in strip s. A row has one at most; most tiles have none.
+__device__ __forceinline__ void put_positives(float (&value)[4 * GROUPS], int s, const KeptGradient& kept,
                                                const Thread& thread) {
 #pragma unroll
     for (int q = 0; q < 2; ++q) {
         const int row = thread.row(s, q), named = kept.pairs.named[row].x;
         if (!__any_sync(WHOLE_WARP, named >= 0)) continue;
-        const float taken = named < 0 ? 0.0f : kept.row.target[row] + kept.column.target[named];
+        const float entry = kept.entry[row];
         const int column = named - thread.column();  // negative numbers match none
 #pragma unroll
         for (int g = 0; g < GROUPS; ++g)
 #pragma unroll
             for (int c = 0; c < 2; ++c)
-                if (column == 8 * g + c) value[4 * g + 2 * q + c] -= taken;
+                if (column == 8 * g + c) value[4 * g + 2 * q + c] = entry;
     }
 }
 
-template <int EXPONENT, int MASK, class T>
+template <int EXPONENT, int MASK, bool CERTAIN, class T>
 __device__ __forceinline__ void write_g(Accumulators& dots, const KeptGradient& kept, const GradientArguments& a,
                                         Tile at, const Thread& thread) {
 #pragma unroll
     for (int s = 0; s < STRIPS; ++s) {
-        strip_of_g<EXPONENT, MASK>(dots[s], s, kept, thread, a.plan->alpha, a.plan->reference);
-        if (MASK != TARGET) take_positives(dots[s], s, kept, thread);
+        strip_of_g<EXPONENT, MASK, CERTAIN>(dots[s], s, kept, a, at, thread, a.plan->alpha, a.plan->reference);
+        if (MASK != TARGET) put_positives(dots[s], s, kept, thread);
         store_strip(dots[s], s, static_cast<T*>(a.g), a.g_stride, a.chunk, at, thread);
         // nothing waits here: but the next strip reads its columns anew, where keeping them in registers would spill
         __syncwarp();
     }
+}
+
+// `certain`: the plan says so, and then it is never SHARED.
+template <int MASK, class T>
+__device__ __forceinline__ void choose_g(int exponent, bool certain, Accumulators& dots, const KeptGradient& kept,
+                                         const GradientArguments& a, Tile at, const Thread& thread) {
+    constexpr bool CERTAIN = MASK == TARGET;
+    if (exponent == SHARED)
+        write_g<SHARED, MASK, false, T>(dots, kept, a, at, thread);
+    else if (CERTAIN && certain && exponent == ROWS)
+        write_g<ROWS, MASK, CERTAIN, T>(dots, kept, a, at, thread);
+    else if (CERTAIN && certain)
+        write_g<BOTH, MASK, CERTAIN, T>(dots, kept, a, at, thread);
+    else if (exponent == ROWS)
+        write_g<ROWS, MASK, false, T>(dots, kept, a, at, thread);
+    else
+        write_g<BOTH, MASK, false, T>(dots, kept, a, at, thread);
 }
 
 template <class P, int MASK, int STAGES>
@@ -106,16 +131,14 @@ __global__ void __launch_bounds__(BLOCK, 2) gradient_sm80(const __grid_constant_
         const Tile at = order.at(tile);
         const int row = at.row + threadIdx.x, column = at.column + threadIdx.x;
         keep_pairs<MASK>(kept.pairs, a.pairs, a.chunk, at);
-        kept.row.put(row < a.chunk.height ? side_of(a.row, a.chunk.row + row, exponent) : no_side());
-        kept.column.put(column < a.chunk.width ? side_of(a.column, a.chunk.column + column, exponent) : no_side());
+        kept.row.put(row < a.chunk.height ? side_of<MASK>(a.row, a.chunk.row + row, exponent) : no_side());
+        kept.column.put(column < a.chunk.width ? side_of<MASK>(a.column, a.chunk.column + column, exponent)
+                                               : no_side());
+        if (MASK != TARGET && a.entries != nullptr && row < a.chunk.height)
+            kept.entry[threadIdx.x] = a.entries[a.chunk.row + row];
         Accumulators dots;
         tile_of_dots<P>(stream, thread, dots);
-        if (exponent == SHARED)
-            write_g<SHARED, MASK, T>(dots, kept, a, at, thread);
-        else if (exponent == ROWS)
-            write_g<ROWS, MASK, T>(dots, kept, a, at, thread);
-        else
-            write_g<BOTH, MASK, T>(dots, kept, a, at, thread);
+        choose_g<MASK, T>(exponent, a.plan->certain != 0, dots, kept, a, at, thread);
         // what is kept is overwritten for the next tile
         __syncthreads();
     }

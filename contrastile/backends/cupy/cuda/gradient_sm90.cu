@@ -1,8 +1,8 @@
 // FACTOR G of one chunk, rounded once to the features' dtype, for sm_90a.
 //
 // gradient_sm90<T, MASK>: grid and threads as forward_sm90, gradient_sm90_shared bytes of dynamic shared memory.
-// The exponent (epilogue_gradient.cuh) is chosen on the device from the plan. Positives, by index or by ids, leave G in
-// float32: a warp that has a positive by index runs the same code with one comparison an element.
+// The exponent (epilogue_gradient.cuh) is chosen on the device from the plan. Positives, by index or by ids, have theirs
+// in float32: a warp that has a positive by index runs the same code with one comparison an element.
 #include "epilogue_gradient.cuh"
 #include "kept_sm90.cuh"
 #include "slabs.cuh"
@@ -11,27 +11,24 @@ namespace contrastile {
 
 template <class T, int MASK>
 struct GradientEpilogue {
-    // of one side of a consumer's tile
+    // of one side of a consumer's tile; aligned, for pairs of a vector are read in one go
     template <int LENGTH>
-    struct KeptSide {
-        float first[LENGTH], weight[LENGTH], target[LENGTH];
+    struct alignas(16) KeptSide {
+        float first[LENGTH], weight[LENGTH], taken[MASK == TARGET ? LENGTH : 1];
 
         __device__ __forceinline__ void prefetch(const GradientSide& side, int exponent, long long begin, int count,
                                                  int thread) {
             fetch_vector(first, exponent == SHARED ? side.folded : side.log, begin, count, thread);
             fetch_vector(weight, side.weight, begin, count, thread);
-            fetch_vector(target, side.target, begin, count, thread);
-        }
-        // What a positive takes away. A weight of 0 silences its side, whatever the target is.
-        __device__ __forceinline__ float taken(int at) const {
-            return weight[at] == 0.0f ? 0.0f : weight[at] * target[at];
+            if constexpr (MASK == TARGET) fetch_vector(taken, side.taken, begin, count, thread);
         }
     };
     struct Kept {
         KeptPairs<MASK> pairs;
         KeptSide<BM> row;
         KeptSide<BN> column;
-        int exponent;
+        float entry[MASK == TARGET ? 1 : BM];  // G of the rows' positives by index
+        int exponent, certain;
     };
     using Writer = SlabWriter<3>;
     static constexpr int KEPT = Writer::SPACE + 2 * sizeof(Kept), STAGES = 4;
@@ -53,7 +50,10 @@ struct GradientEpilogue {
           warp(warp_),
           alpha(a.plan->alpha),
           reference(a.plan->reference) {
-        if (consumer_thread() == 0) kept.exponent = exponent_of(a);
+        if (consumer_thread() == 0) {
+            kept.exponent = exponent_of(a);
+            kept.certain = a.plan->certain;
+        }
         consumer_sync(consumer);
     }
 
@@ -62,6 +62,9 @@ struct GradientEpilogue {
         const int thread = consumer_thread(), exponent = kept.exponent;
         kept.pairs.prefetch(arguments.pairs, chunk, tile, thread);
         kept.row.prefetch(arguments.row, exponent, chunk.row + tile.row, chunk.height - tile.row, thread);
+        if constexpr (MASK != TARGET)
+            if (arguments.entries != nullptr)
+                fetch_vector(kept.entry, arguments.entries, chunk.row + tile.row, chunk.height - tile.row, thread);
         if (exponent != ROWS)
             kept.column.prefetch(arguments.column, exponent, chunk.column + tile.column, chunk.width - tile.column,
                                  thread);
@@ -69,6 +72,9 @@ struct GradientEpilogue {
 
     __device__ __forceinline__ void finish(const float (&acc)[STRIPS][PRODUCT_VALUES], const Place& tile) const {
         const int exponent = kept.exponent;
+        if (MASK == TARGET && kept.certain)
+            return exponent == ROWS ? choose_positives<ROWS, MASK == TARGET>(acc, tile)
+                                    : choose_positives<BOTH, MASK == TARGET>(acc, tile);
         if (exponent == SHARED)
             choose_positives<SHARED>(acc, tile);
         else if (exponent == ROWS)
@@ -82,7 +88,8 @@ struct GradientEpilogue {
   private:
     // A thread's two rows of a strip.
     struct Rows {
-        float first[2], weight[2], taken[2];
+        float first[2], weight[2];
+        float positive[2];  // G of its positive by index; by ids what a positive takes away
         PairRow pair[2];
     };
 
@@ -90,7 +97,8 @@ struct GradientEpilogue {
         return kept.pairs.named(arguments.pairs, arguments.chunk, tile, row);
     }
 
-    template <int EXPONENT>
+    // CERTAIN: where the plan says so, and then it is never SHARED.
+    template <int EXPONENT, bool CERTAIN = false>
     __device__ __forceinline__ void choose_positives(const float (&acc)[STRIPS][PRODUCT_VALUES],
                                                      const Place& tile) const {
         const int lane = consumer_thread() % 32;
@@ -98,7 +106,7 @@ struct GradientEpilogue {
             if (EXPONENT == SHARED) return write_ahead(acc, tile);
             return write<EXPONENT, false>(acc, tile);
         }
-        write<EXPONENT, true>(acc, tile);
+        write<EXPONENT, true, CERTAIN>(acc, tile);
     }
 
     template <int EXPONENT, bool POSITIVES>
@@ -113,14 +121,12 @@ struct GradientEpilogue {
             if (!POSITIVES) continue;
             const int2 columns = named(tile, row);
             rows.pair[q] = kept.pairs.row(columns, row, first);
-            rows.taken[q] = kept.row.taken(row);
-            // by index a row has one positive: all that it takes away is known here
-            if (EXPONENT != ROWS && MASK != TARGET && columns.x >= 0) rows.taken[q] += kept.column.taken(columns.x);
+            rows.positive[q] = MASK == TARGET ? kept.row.taken[row] : kept.entry[row];
         }
         return rows;
     }
 
-    template <int EXPONENT, bool POSITIVES>
+    template <int EXPONENT, bool POSITIVES, bool CERTAIN = false>
     __device__ __forceinline__ void write(const float (&acc)[STRIPS][PRODUCT_VALUES], const Place& tile) const {
         const int lane = consumer_thread() % 32, first = 2 * (lane & 3);
         const Writer writer(g, slabs, lane);
@@ -139,8 +145,8 @@ struct GradientEpilogue {
                 unsigned packed[4];
 #pragma unroll
                 for (int h = 0; h < 2; ++h) {
-                    pack_group<EXPONENT, POSITIVES>(acc[s], rows, part * SLAB_GROUPS + 2 * two + h, first,
-                                                    packed[2 * h], packed[2 * h + 1]);
+                    pack_group<EXPONENT, POSITIVES, CERTAIN>(acc[s], rows, s, part * SLAB_GROUPS + 2 * two + h, first,
+                                                             tile, packed[2 * h], packed[2 * h + 1]);
                     // else the vectors of both groups are read ahead, and spill
                     if (POSITIVES) asm volatile("" ::: "memory");
                 }
@@ -204,14 +210,24 @@ struct GradientEpilogue {
         writer.send(slab, tile.row + 64 * (slab % STRIPS) + 16 * warp, tile.column + slab / STRIPS * SLAB_COLUMNS);
     }
 
+    // G of a positive by ids. What lies outside the chunk may look positive: nothing may be read for it.
+    __device__ __forceinline__ float certain_positive(float dot, int s, int q, int column, const Place& tile) const {
+        const Chunk& chunk = arguments.chunk;
+        const int row = tile.row + row_in_tile(warp, consumer_thread() % 32, s, q);
+        column += tile.column;
+        if (row >= chunk.height || column >= chunk.width) return 0.0f;
+        return certain_part(dot, alpha, arguments.row, chunk.row + row) +
+               certain_part(dot, alpha, arguments.column, chunk.column + column);
+    }
+
     static __device__ __forceinline__ float2 pair_at(const float* list, int g, int first) {
         return *reinterpret_cast<const float2*>(list + 8 * g + first);
     }
 
-    // G of the four values of group g, rows q = 0 to `top` and q = 1 to `low`.
-    template <int EXPONENT, bool POSITIVES>
-    __device__ __forceinline__ void pack_group(const float (&dot)[PRODUCT_VALUES], const Rows& rows, int g, int first,
-                                               unsigned& top, unsigned& low) const {
+    // G of the four values of group g of strip s, rows q = 0 to `top` and q = 1 to `low`.
+    template <int EXPONENT, bool POSITIVES, bool CERTAIN>
+    __device__ __forceinline__ void pack_group(const float (&dot)[PRODUCT_VALUES], const Rows& rows, int s, int g,
+                                               int first, const Place& tile, unsigned& top, unsigned& low) const {
         const float2 none = make_float2(0.0f, 0.0f);
         const float2 column_first = EXPONENT == ROWS ? none : pair_at(kept.column.first, g, first);
         const float2 weight = EXPONENT == BOTH ? pair_at(kept.column.weight, g, first) : none;
@@ -226,8 +242,12 @@ struct GradientEpilogue {
             const Standing pair = standing<MASK>(rows.pair[q], column, c ? id.y : id.x);
             if (MASK != PLAIN && !pair.admitted) value[e] = 0.0f;
             if (!pair.positive) continue;
-            value[e] -= rows.taken[q];
-            if (EXPONENT != ROWS && MASK == TARGET) value[e] -= kept.column.taken(first + column);
+            if constexpr (CERTAIN)
+                value[e] = certain_positive(dot[4 * g + e], s, q, first + column, tile);
+            else if constexpr (MASK == TARGET)
+                value[e] -= EXPONENT == ROWS ? rows.positive[q] : rows.positive[q] + kept.column.taken[first + column];
+            else
+                value[e] = rows.positive[q];
         }
         top = narrow_pair<T>(value[0], value[1]);
         low = narrow_pair<T>(value[2], value[3]);

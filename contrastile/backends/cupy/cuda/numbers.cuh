@@ -27,4 +27,17 @@ __device__ __forceinline__ float across(float x, int bit) { return __shfl_xor_sy
 // What may be subtracted from logits: an infinite maximum may not, inf - inf is NaN.
 __device__ __forceinline__ float finite_or_zero(float top) { return fabsf(top) < infinity() ? top : 0.0f; }
 
+__device__ __forceinline__ double finite_or_zero(double top) {
+    return top > -infinity() && top < infinity() ? top : 0.0;
+}
+
+// A sum of exponentials times 2^by; what is infinite stays so, also where 2^by is 0.
+__device__ __forceinline__ float rescaled(float sum, float by) { return sum < infinity() ? sum * exp2f(by) : sum; }
+
+// log2 (2^a + 2^b); -inf for two -inf, inf for +inf, NaN for NaN.
+__device__ __forceinline__ double merge(double a, double b) {
+    const double shift = finite_or_zero(fmax(a, b));
+    return shift + log2(exp2(a - shift) + exp2(b - shift));
+}
+
 }  // namespace contrastile

@@ -64,6 +64,12 @@ __device__ __forceinline__ longlong2 pair_of_ids(const long long* ids, int g) {
     return *reinterpret_cast<const longlong2*>(ids + 8 * g);
 }
 
+// Whether a tile holds a pair of a row and the column of its own number.
+__device__ __forceinline__ bool on_diagonal(const Chunk& chunk, int row, int column, int height, int width) {
+    const long long ahead = chunk.row + row - (chunk.column + column);
+    return ahead < width && ahead > -height;
+}
+
 // A scale that keeps what `nothing` promises: 0 infinity would be NaN. 2^-126 dot has the exponential 1, as 0 has.
 __device__ __forceinline__ float usable_scale(float scale) { return scale == 0.0f ? 0x1p-126f : scale; }
 
@@ -71,10 +77,11 @@ __device__ __forceinline__ float usable_scale(float scale) { return scale == 0.0
 // -inf, not 0: a zero pad wins the maximum when every logit is negative.
 __device__ __forceinline__ float nothing(float scale) { return scale < 0.0f ? infinity() : -infinity(); }
 
-// Overwrites with `none` the dots of pairs that do not count: not admitted, their row not inside, their column (from
-// the thread's first) at or past `columns`.
+// Overwrites with `none` the dots of pairs that do not count: not admitted, their row not inside, their column (from the
+// thread's first) at or past `columns`. NEGATIVES: nor of equal ids, positive or not; what positives by index leave is
+// hide_positive's.
 // Hazard: written as a change of the dots (a multiplication by the scale, say) this costs a copy of all accumulators.
-template <int MASK, int GROUPS>
+template <int MASK, int GROUPS, bool NEGATIVES = false>
 __device__ __forceinline__ void admit(float (&dot)[4 * GROUPS], const PairRow (&rows)[2], const long long* ids,
                                       bool inside0, bool inside1, int columns, float none) {
 #pragma unroll
@@ -84,10 +91,23 @@ __device__ __forceinline__ void admit(float (&dot)[4 * GROUPS], const PairRow (&
         for (int e = 0; e < 4; ++e) {
             const int column = 8 * g + (e & 1);
             bool counts = (e < 2 ? inside0 : inside1) && column < columns;
-            if (MASK != PLAIN) counts = counts && standing<MASK>(rows[e >> 1], column, e & 1 ? id.y : id.x).admitted;
+            const long long column_id = e & 1 ? id.y : id.x;
+            if (NEGATIVES)
+                counts = counts && (MASK == PLAIN || rows[e >> 1].excluded != column) &&
+                         (MASK < DROP || rows[e >> 1].id != column_id);
+            else if (MASK != PLAIN)
+                counts = counts && standing<MASK>(rows[e >> 1], column, column_id).admitted;
             if (!counts) dot[4 * g + e] = none;
         }
     }
+}
+
+// Overwrites with `none` the dot of one pair of row q: of this column from the thread's first, if it is the thread's.
+template <int GROUPS>
+__device__ __forceinline__ void hide_positive(float (&dot)[4 * GROUPS], int q, int column, float none) {
+#pragma unroll
+    for (int i = 0; i < 2 * GROUPS; ++i)
+        if (column == 8 * (i / 2) + i % 2) dot[4 * (i / 2) + 2 * q + i % 2] = none;
 }
 
 }  // namespace contrastile

@@ -3,7 +3,7 @@
 
 namespace contrastile {
 
-// 52 bytes on the device, written by plan_forward, temper or plan_sigmoid; what a field is not for is 0.
+// 56 bytes on the device, written by plan_forward, temper or plan_sigmoid; what a field is not for is 0.
 struct Plan {
     float alpha;      // scale log2 e: logits in powers of two, without the bias
     float reference;  // the shared reference r of the fast path, in powers of two
@@ -18,8 +18,9 @@ struct Plan {
     float zero;       // always 0: cuBLAS reads its factors from here
     int finished;     // backward: blocks of finish_rows that have left their part
     int kept;         // backward: 1 where kept exponentials stand for G, 0 where there are none or G takes their place
+    int certain;      // backward: 1 where ids name positives and some row or column is certain of its own
 };
 
-static_assert(sizeof(Plan) == 52);
+static_assert(sizeof(Plan) == 56);
 
 }  // namespace contrastile

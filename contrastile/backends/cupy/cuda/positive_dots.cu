@@ -1,8 +1,8 @@
 // The logits of the positives that indices name, by the products of the sm_80 tile kernels.
 //
-// Tensor cores truncate as they add, so every dot of a tile is a little short. Where a pair outweighs all others, the
-// difference of its log-sum-exp and its logit is the loss: they must err alike. So a positive's dot is taken by the tile
-// kernels' own instructions in their order, and not by a better product; wgmma adds in that order too.
+// Tensor cores truncate as they add, so every dot of a tile is a little short. The loss is a function of how far the
+// others' logits are below the positive's: they must err alike, and those near it matter most. So a positive's dot is
+// taken by the tile kernels' own instructions in their order, and not by a better product; wgmma adds in that order too.
 #include "features.cuh"
 #include "products_sm80.cuh"
 
@@ -11,10 +11,10 @@ namespace contrastile {
 // The logit of a pair from its dot product.
 //
 // It is dot * (alpha ln 2) + bias with the very alpha, rounded, of the tile kernels, and not dot * scale + bias: that
-// error, too, must be in both.
-__device__ __forceinline__ float logit_of(float dot, const PositiveDotsArguments& a) {
+// error, too, must be in both. In double: nothing is rounded at its size.
+__device__ __forceinline__ double logit_of(float dot, const PositiveDotsArguments& a) {
     const double alpha = in_powers_of_two(*a.scale);
-    return static_cast<float>(dot * (alpha * LN2) + (a.bias == nullptr ? 0.0 : *a.bias));
+    return dot * (alpha * LN2) + (a.bias == nullptr ? 0.0 : *a.bias);
 }
 
 // A word of a line, features first, first + 1, ...; those past the end are 0.
@@ -100,7 +100,7 @@ __global__ void __launch_bounds__(256) positive_dots(const __grid_constant__ Pos
     const int lane = threadIdx.x % 32;
     const long long i = static_cast<long long>(blockIdx.x) * PAIRS + threadIdx.x / 4;
     const long long j = i < a.m ? named(a.positives[i], listed(a.excluded, i), a.n) : -1;
-    float logit = 0.0f;
+    double logit = 0.0;
     // every lane of a warp has its part in the products of all eight pairs
     if (__any_sync(WHOLE_WARP, j >= 0)) {
         using T = typename P::Type;
@@ -110,8 +110,14 @@ __global__ void __launch_bounds__(256) positive_dots(const __grid_constant__ Pos
         if (j >= 0) logit = logit_of(dot, a);
     }
     if (lane % 4 != lane / 8) return;
-    if (i < a.m) a.row_positive[i] = logit;
-    if (i < a.n && a.column_positive != nullptr) a.column_positive[i] = j == i ? logit : 0.0f;
+    if (i < a.m) {
+        a.row_lse[i] = j < 0 ? -infinity() : logit;
+        a.row_sum[i] = logit;
+    }
+    if (i < a.n && a.column_lse != nullptr) {
+        a.column_lse[i] = j == i ? logit : -infinity();
+        a.column_sum[i] = j == i ? logit : 0.0;
+    }
 }
 
 }  // namespace contrastile

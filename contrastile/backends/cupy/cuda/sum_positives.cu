@@ -1,21 +1,22 @@
-// Sums by column of the logits of positives that indices name.
+// Sums and log-sum-exps by column of the logits of positives that indices name.
 #include "features.cuh"
 
 namespace contrastile {
 
-// column_positive_j = sum of row_positive_i over rows i whose positive is column j, in the order of the rows.
+// Over the logits of rows i whose positive is column j, in the order of the rows. The log-sum-exp of one is that logit.
 //
 // Each block owns 256 columns and reads all positives; a round takes 1024 rows. Few of them name one of its columns:
 // those are listed in order, and each column's thread walks the list.
 extern "C" __global__ void __launch_bounds__(256) sum_positives(const __grid_constant__ SumPositivesArguments a) {
     constexpr int ROUND = 1024;
     __shared__ int column_of[ROUND];
-    __shared__ float logit_of[ROUND];
+    __shared__ double logit_of[ROUND];
     __shared__ int counts[8];
     if (a.plan->stray == 0) return;
     const int warp = threadIdx.x / 32, lane = threadIdx.x % 32;
     const long long first = 256ll * blockIdx.x;
-    double total = 0.0;
+    double total = 0.0, log = -infinity();
+    long long found = 0;
     for (long long round = 0; round < a.m; round += ROUND) {
         // warp w takes rows 128 w .. 128 w + 127 of the round, so that the list is in the order of the rows
         int local[4], mine = 0;
@@ -40,19 +41,24 @@ extern "C" __global__ void __launch_bounds__(256) sum_positives(const __grid_con
                 if (local[step] >= 0) {
                     const int place = at + __popc(those & ((1u << lane) - 1));
                     column_of[place] = local[step];
-                    logit_of[place] = a.row_positive[round + 128 * warp + 32 * step + lane];
+                    logit_of[place] = a.row_sum[round + 128 * warp + 32 * step + lane];
                 }
                 at += __popc(those);
             }
         }
         __syncthreads();
         for (int k = 0; k < count; ++k) {
-            if (column_of[k] == static_cast<int>(threadIdx.x)) total += logit_of[k];
+            if (column_of[k] != static_cast<int>(threadIdx.x)) continue;
+            total += logit_of[k];
+            log = merge(log, logit_of[k] * LOG2E);
+            ++found;
         }
         // the next round writes counts before its first barrier, and the list only after it
     }
     const long long j = first + threadIdx.x;
-    if (j < a.n) a.column_positive[j] = static_cast<float>(total);
+    if (j >= a.n) return;
+    a.column_sum[j] = total;
+    a.column_lse[j] = found == 1 ? total : log * LN2;
 }
 
 }  // namespace contrastile

@@ -1,0 +1,36 @@
+// The loss of one direction from its log-sum-exps, in double: sum_i w_i loss_i.
+#include "arguments_small.cuh"
+#include "elements.cuh"
+#include "reduce.cuh"
+
+namespace contrastile {
+
+// The loss of one row: log(1 + e^(N - P)), what its log-sum-exp is above that of its positives, and what that is above t
+// times the sum of their logits, never less than 0: rounding that says so is projected back. Without a positive or a
+// target it is the log-sum-exp; a positive whose logit is -inf is no missing one. NaN compares false and stays, also
+// that of a target.
+__device__ __forceinline__ double loss_of(double negatives, double positives, double sum, double t) {
+    if (t != 0.0 && (positives != -infinity() || sum != 0.0)) {
+        const double gap = negatives - positives, above = positives - t * sum;
+        // fmax passes over a NaN, which the other term brings
+        return fmax(gap, 0.0) + log1p(exp(-fabs(gap))) + (above < 0.0 ? 0.0 : above);
+    }
+    const double shift = finite_or_zero(fmax(negatives, positives));
+    return shift + log(exp(negatives - shift) + exp(positives - shift)) + 0.0 * t;
+}
+
+// A weight of 0 silences a row whatever its log-sum-exps are.
+extern "C" __global__ void __launch_bounds__(1024) weighted_nll(const __grid_constant__ WeightedNllArguments a) {
+    __shared__ double sums[32];
+    const long long i = static_cast<long long>(blockIdx.x) * TERMS + threadIdx.x;
+    const double w = i < a.length ? a.weight[i] : 0.0;
+    const double term = w == 0.0 ? 0.0 : w * loss_of(a.negative_lse[i], a.positive_lse[i], a.positive_sum[i], a.target[i]);
+    double sum = warp_sum(term);
+    if (threadIdx.x % 32 == 0) sums[threadIdx.x / 32] = sum;
+    __syncthreads();
+    if (threadIdx.x >= 32) return;
+    sum = warp_sum(sums[threadIdx.x]);
+    if (threadIdx.x == 0) a.out[blockIdx.x] = sum;
+}
+
+}  // namespace contrastile

@@ -1,0 +1,192 @@
+"""Which call of a loss a message belongs to, and in which phase: what keeps one message from being taken for another.
+
+Before the messages of a phase the ranks exchange frames of one size, on a way of their own, and every rank sees every
+frame: where one is at another call or phase, or has posted more or fewer messages, all raise, and say the same. Frames
+are the host's, so this holds of messages on a device too, which carry nothing but their arrays. What goes over the host
+has its label beside its bytes besides.
+"""
+
+from __future__ import annotations
+
+import struct
+import threading
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Literal
+
+if TYPE_CHECKING:
+    import numpy as np
+    import numpy.typing as npt
+
+Phase = Literal["forward", "backward"]
+_PHASES: tuple[Phase, Phase] = "forward", "backward"
+
+_HEAD, _LOSS, _HEADER = struct.Struct("<6q"), 32, struct.Struct("<5q")
+NUMBERS_IN_FRAME = 16
+"""Numbers of a record that travel in one frame."""
+FRAME = _HEAD.size + _LOSS + 8 * NUMBERS_IN_FRAME
+"""Bytes of a frame."""
+HEADER = _HEADER.size
+"""Bytes of a header."""
+
+
+class Conflict(Exception):  # noqa: N818 - it becomes an ExchangeError
+    """Ranks are at different calls; the text says which are where."""
+
+
+@dataclass(frozen=True, slots=True)
+class Label:
+    """A phase of a call.
+
+    Attributes:
+        serial: the call's number, counted on each rank from 1; 0 for messages of no call.
+        phase: of the call.
+        loss: the loss's name, for what is said to the user; at most 32 characters.
+        wants: which gradients a backward is to find, one bit each: scale, bias, rows, each column block.
+    """
+
+    serial: int = 0
+    phase: Phase = "forward"
+    loss: str = ""
+    wants: int = 0
+
+    def __str__(self) -> str:
+        if self.serial == 0:
+            return "messages of no call"
+        return f"the {self.phase} of call {self.serial}" + (f" ({self.loss})" if self.loss else "")
+
+
+@dataclass(slots=True)
+class Calls:
+    """Where one rank is among the calls of its group.
+
+    Attributes:
+        label: the phase whose messages are under way, or were the last.
+        messages: how many have been posted; as many on every rank.
+    """
+
+    label: Label = field(default_factory=Label)
+    messages: int = 0
+    _serial: int = 0
+    _agreed: int = 0
+    _thread: int | None = None
+    _agreeing: threading.Lock = field(default_factory=threading.Lock)
+
+    def begin(self) -> int:
+        """The serial number of a new call."""
+        self._serial += 1
+        return self._serial
+
+    def enter(self, label: Label | None) -> None:
+        """This rank comes to a phase, or with None to another agreement within the one at hand; pair with ``agreed``.
+
+        Raises:
+            Conflict: another thread is just agreeing.
+        """
+        if not self._agreeing.acquire(blocking=False):
+            raise self._threads()
+        self.label = label or self.label
+        self._thread = threading.get_ident()
+        self._agreed += 1
+
+    def agreed(self) -> None:
+        """The agreement is over."""
+        self._agreeing.release()
+
+    def leave(self) -> None:
+        """The phase is over: the next message may be another thread's."""
+        self._thread = None
+
+    def post(self) -> int:
+        """The number of another message.
+
+        Raises:
+            Conflict: another thread has come to a phase meanwhile.
+        """
+        if self._thread not in (None, threading.get_ident()):
+            raise self._threads()
+        self.messages += 1
+        return self.messages
+
+    def _threads(self) -> Conflict:
+        return Conflict("two threads of this rank use one group at the same time; give each thread a group of its own")
+
+    def head(self, size: int) -> bytes:
+        """What must be the same on every rank, of a record of so many numbers; and the loss's name."""
+        label = self.label
+        numbers = label.serial, _PHASES.index(label.phase), label.wants, self._agreed, self.messages, size
+        return _HEAD.pack(*numbers) + label.loss.encode()[:_LOSS].ljust(_LOSS, b"\0")
+
+    def header(self, size: int) -> bytes:
+        """What goes beside so many bytes of the message posted last."""
+        label = self.label
+        return _HEADER.pack(label.serial, _PHASES.index(label.phase), self._agreed, self.messages, size)
+
+    def frames(self, record: npt.NDArray[np.int64]) -> list[bytearray]:
+        """A record in frames."""
+        head, content = self.head(record.size), record.tobytes()
+        step = 8 * NUMBERS_IN_FRAME
+        starts = range(0, max(len(content), 1), step)
+        return [bytearray(head + content[start : start + step].ljust(step, b"\0")) for start in starts]
+
+
+def content(frame: bytes | bytearray) -> bytes:
+    """The part of a record that is in a frame, and nothing behind it."""
+    return bytes(frame[_HEAD.size + _LOSS :])
+
+
+def compare(heads: Sequence[bytes], titles: Sequence[int]) -> None:
+    """Compare everybody's ``Calls.head``, or frame, by rank; ``titles`` are the numbers that the user knows.
+
+    Raises:
+        Conflict: they differ; it says the same on every rank.
+    """
+    size = _HEAD.size
+    if all(head[:size] == heads[0][:size] for head in heads):
+        return
+    places = [_HEAD.unpack_from(head)[3:5] for head in heads]
+    labels = [_label(head) for head in heads]
+    words = list(map(str, labels))
+    if len(set(words)) == 1 and len({label.wants for label in labels}) > 1:
+        words = [f"{text} for {_wants(label)}" for text, label in zip(words, labels, strict=True)]
+    if len(set(words)) == 1:
+        words = [f"{text} after {sum(counts)} messages" for text, counts in zip(words, places, strict=True)]
+    raise Conflict(whereabouts(dict(zip(titles, words, strict=True))))
+
+
+def _label(head: bytes) -> Label:
+    serial, phase, wants, *_ = _HEAD.unpack_from(head)
+    loss = bytes(head[_HEAD.size : _HEAD.size + _LOSS]).rstrip(b"\0").decode(errors="replace")
+    return Label(serial, _PHASES[phase & 1], loss, wants)
+
+
+def _wants(label: Label) -> str:
+    names = ["scale", "bias", "rows"] + [f"column block {i}" for i in range(label.wants.bit_length() - 3)]
+    found = [name for i, name in enumerate(names) if label.wants >> i & 1]
+    return f"the gradients of {', '.join(found)}" if found else "no gradients"
+
+
+def check_header(arrived: bytes, expected: bytes, rank: int, label: Label) -> None:
+    """Compare the header that came from a rank, by the user's number of it, with the one of ``label`` that was to come.
+
+    Raises:
+        Conflict: they differ.
+    """
+    if arrived == expected:
+        return
+    serial, phase, _, number, size = _HEADER.unpack(arrived)
+    own = _HEADER.unpack(expected)
+    there = f"message {number} of {Label(serial, _PHASES[phase & 1])}, {size} bytes"
+    raise Conflict(f"rank {rank} sent {there}, where message {own[3]} of {label}, {own[4]} bytes, was to come")
+
+
+def whereabouts(words: dict[int, str]) -> str:
+    """Which ranks are where, in one sentence that ends in what to do."""
+    groups = [(text, [r for r, each in words.items() if each == text]) for text in dict.fromkeys(words.values())]
+    said = ", ".join(f"{named(ranks)} {'are' if len(ranks) > 1 else 'is'} at {text}" for text, ranks in groups)
+    return f"{said}; every rank must make the same calls in the same order, forward and backward"
+
+
+def named(ranks: Sequence[int]) -> str:
+    """These ranks, in words."""
+    return f"rank{'s' if len(ranks) > 1 else ''} {', '.join(map(str, ranks))}"

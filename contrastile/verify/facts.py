@@ -1,0 +1,74 @@
+"""What a backend may claim of its arithmetic: no less than a plain computation in the same dtype has.
+
+Every bound is derived from these facts. Were a backend free to claim any, it could claim that all is right.
+"""
+
+from __future__ import annotations
+
+import sys
+
+from contrastile.backends.contract import Accuracy, Backend, state_dtype
+from contrastile.verify.rounding import UNIT
+
+_TERMS = (1, 64, 4096, 2**20)
+
+
+class FactsError(ValueError):
+    """A backend's facts are looser than a plain computation; the message names the fact and its limit."""
+
+
+def checked(facts: Accuracy, backend: Backend, dtype: str, precision: str) -> Accuracy:
+    """The facts.
+
+    Raises:
+        FactsError: one of them is looser than its limit, or is no number.
+    """
+    state, least = backend.state(dtype), state_dtype(dtype)
+    if state not in (least, "float64"):
+        allowed = " or ".join(dict.fromkeys((least, "float64")))
+        raise FactsError(f"state must be {allowed} for {dtype} features, got {state}")
+    plain = f"a plain computation with {dtype} features and a {state} state"
+    for name, limit in limits(state, dtype, precision).items():
+        claimed = getattr(facts, name)
+        # written so that NaN is refused
+        if not 0 <= claimed <= limit:
+            raise FactsError(f"Accuracy.{name} must be at most {limit:.3g}, as {plain} has it, got {claimed:.3g}")
+    for terms in _TERMS:
+        longest = (2 if precision == "ieee" else 6) * terms + 64
+        if not 0 <= facts.depth(terms) <= longest:
+            raise FactsError(f"Accuracy.depth({terms}) must be at most {longest}, got {facts.depth(terms):.3g}")
+    return facts
+
+
+def limits(state: str, dtype: str, precision: str) -> dict[str, float]:
+    """The largest value of each fact.
+
+    * unit: the state's. accumulate_unit: twice that, for tensor cores truncate as they add.
+    * input_rounding: none but the state's, unless the precision says so: 2^-10 for tf32, 2^-20 for products of parts;
+      or unless torch itself has been told to multiply float32 more coarsely.
+    * gradient_rounding: likewise for wide features; 16-bit ones round a probability and G, each once.
+    * gradient_underflow: half the spacing of float16's subnormals, twice.
+    * exp_ulps: 16, where good libraries need 1 to 4.
+    """
+    unit, narrow = UNIT[state], dtype in ("float16", "bfloat16")
+    product = max(2 * unit, _torch_rounding())
+    if dtype == "float32":
+        product = max(product, {"tf32": 2.0**-10, "split": 2.0**-20}.get(precision, 0.0))
+    return {
+        "unit": unit,
+        "accumulate_unit": 2 * unit,
+        "input_rounding": product,
+        "gradient_rounding": max(product, (1 + UNIT[dtype]) ** 2 - 1) if narrow else product,
+        "gradient_underflow": 2.0**-24 if dtype == "float16" else 0.0,
+        "exp_ulps": 16.0,
+    }
+
+
+def _torch_rounding() -> float:
+    """Relative rounding of what enters torch's own float32 products, as torch is set at this moment."""
+    torch = sys.modules.get("torch")
+    if torch is None:
+        return 0.0
+    precision = torch.get_float32_matmul_precision()
+    coarse = {"highest": 0.0, "high": 2.0**-10, "medium": 2.0**-8}.get(precision, 0.0)
+    return max(coarse, 2.0**-10 if torch.backends.cuda.matmul.allow_tf32 else 0.0)

@@ -1,0 +1,222 @@
+"""The most memory that a step holds at once, beyond its inputs: linear in the batch, and no more logits than a tile."""
+
+from __future__ import annotations
+
+import importlib
+import tracemalloc
+import weakref
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, contextmanager
+from dataclasses import dataclass, replace
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+
+from contrastile.backends.arrays import ArrayLibrary
+from contrastile.backends.contract import Backend, Options
+from contrastile.exchange import schedule
+from contrastile.exchange.problem import Problem
+from contrastile.verify.rounding import round_to
+from contrastile.verify.run import Worst, every_gradient, materialise
+from contrastile.verify.trial import SkipError
+
+if TYPE_CHECKING:
+    from contrastile.verify.trial import Subject
+
+CASE = "peak-memory"
+
+
+@dataclass(frozen=True, slots=True)
+class _Size:
+    """Rows and columns of the larger of two square problems, their width, and the side of the tile asked for.
+
+    Attributes:
+        batch: rows, and columns.
+        width: features of each.
+        tile: rows, and columns, of the tile.
+        libraries: bytes that the matrix-product library may take for itself, whatever the problem.
+    """
+
+    batch: int
+    width: int
+    tile: int
+    libraries: int
+
+    @property
+    def budget(self) -> float:
+        """Bytes that the larger problem may hold, every number taken for a float64.
+
+        Eight matrices of rows and columns (copies in the state dtype, sums, gradients, parts of features), 64 vectors,
+        and sixteen arrays of a tile's size: far more than a kernel needs, and far less than all logits.
+        """
+        return 8.0 * (2 * self.batch * (6 * self.width + 32) + 12 * self.tile**2) + self.libraries
+
+
+# on Hopper cuBLAS is given 32 MiB; G alone, in 16 bits, would be more than the budget
+_SIZES = {"cpu": _Size(512, 8, 32, 0), "cuda": _Size(8192, 64, 256, 40 << 20)}
+# what a library's own bookkeeping takes
+_SLACK = 1 << 14
+
+
+def peak_memory(subject: Subject, case: str) -> Iterator[tuple[str, Worst]]:
+    """A step's memory grows with the batch, never with its square, and holds no more logits than the tile asked for."""
+    size, arrays = _SIZES[subject.device], subject.backend.arrays
+    options = Options(tile=(size.tile, size.tile), precision=subject.precision)
+    # what is kept between the passes is the backend's choice, and capped by it
+    backend = replace(subject.backend, keeping=None)
+    for kind in ("softmax", "sigmoid"):
+
+        def step(batch: int, kind: str = kind) -> Callable[[], object]:
+            problem = _problem(kind, batch, size.width, subject.dtype, subject.seed)
+            native = materialise(problem, backend, subject.dtype, subject.device)
+            return lambda: _step(native, backend, options)
+
+        # first calls fill caches and compile
+        step(size.batch // 4)()
+        one, two = (_peak(arrays, subject.device, step(batch)) for batch in (size.batch // 2, size.batch))
+        # memory c + a b + q b^2 at most doubles when q is 0
+        allowed = 2 * one * (1 + 1 / 16) + _SLACK
+        yield f"{kind}, twice the batch", Worst(two / allowed, "bytes", (), two, allowed)
+        yield f"{kind}, tile {size.tile} x {size.tile}", Worst(two / size.budget, "bytes", (), two, size.budget)
+
+
+def _problem(kind: str, batch: int, width: int, dtype: str, seed: int) -> Problem:
+    random = np.random.default_rng(seed)
+    rows, columns = (round_to(random.standard_normal((batch, width)) / width**0.5, dtype) for _ in range(2))
+    ids, weight = random.integers(0, batch // 2, batch), np.full(batch, 1.0 / batch)
+    pairs: dict[str, Any] = {"positives": np.arange(batch), "row_ids": ids, "column_ids": ids}
+    one = Problem(rows, (columns,), np.asarray(8.0), weight, np.ones(batch), **pairs)
+    if kind == "sigmoid":
+        return replace(one, kind="sigmoid", bias=np.asarray(-4.0))
+    return replace(one, column_weight=weight, column_target=np.ones(batch))
+
+
+@np.errstate(all="ignore")
+def _step(native: Problem, backend: Backend, options: Options) -> object:
+    """Value and all gradients, as they would be computed for a caller."""
+    wanted, arrays = every_gradient(native), backend.arrays
+    if native.kind == "sigmoid":
+        value, sums = schedule.sigmoid(native, wanted, backend, options)
+        assert sums is not None
+        return value, schedule.finish(native.rows, native.scale, None, sums, None, wanted, arrays)
+    saved = schedule.forward(native, backend, options)
+    one = arrays.full((), 1.0, arrays.dtype(native.scale), native.rows)
+    return saved.loss, schedule.backward(native, saved, one, wanted, backend, options)
+
+
+def _peak(arrays: ArrayLibrary, device: str, step: Callable[[], object]) -> float:
+    """The most bytes that were allocated at once during a step beyond what was there before it.
+
+    Raises:
+        SkipError: nothing counts the memory of this library here.
+    """
+    found = [0]
+    with _meter(arrays.name, device)(found):
+        # what it returns is its own too
+        kept = step()
+        del kept
+    return float(found[0])
+
+
+Meter = Callable[[list[int]], AbstractContextManager[None]]
+
+
+def _meter(library: str, device: str) -> Meter:
+    """What counts: NumPy's memory in the interpreter's own tracer, others' in their allocators."""
+    known: dict[tuple[str, str], Meter] = {
+        ("numpy", "cpu"): _numpy,
+        ("torch", "cpu"): _torch,
+        ("torch", "cuda"): _torch_on_a_gpu,
+        ("cupy", "cuda"): _cupy,
+    }
+    if (library, device) not in known:
+        raise SkipError(f"nothing counts the memory of {library} on {device}")
+    return known[library, device]
+
+
+@contextmanager
+def _numpy(found: list[int]) -> Iterator[None]:
+    mine = not tracemalloc.is_tracing()
+    if mine:
+        tracemalloc.start()
+    try:
+        tracemalloc.reset_peak()
+        before = tracemalloc.get_traced_memory()[0]
+        yield
+        found[0] = tracemalloc.get_traced_memory()[1] - before
+    finally:
+        if mine:
+            tracemalloc.stop()
+
+
+@contextmanager
+def _torch(found: list[int]) -> Iterator[None]:
+    """Torch's allocator on the host has no counters: every storage that an operation makes is followed to its end."""
+    import torch
+    from torch.utils._python_dispatch import TorchDispatchMode
+
+    held, seen = 0, set[int]()
+
+    def forget(address: int, size: int) -> None:
+        nonlocal held
+        seen.discard(address)
+        held -= size
+
+    def see(x: Any, *, made: bool) -> None:
+        nonlocal held
+        if isinstance(x, list | tuple):
+            for each in x:
+                see(each, made=made)
+        if not isinstance(x, torch.Tensor) or (storage := x.untyped_storage())._cdata in seen:
+            return
+        # what an operation was given was there before it
+        size = storage.nbytes() if made else 0
+        seen.add(storage._cdata)
+        held += size
+        found[0] = max(found[0], held)
+        weakref.finalize(storage, forget, storage._cdata, size)
+
+    class Storages(TorchDispatchMode):  # type: ignore[no-untyped-call]
+        def __torch_dispatch__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+            kwargs = kwargs or {}
+            see([*args, *kwargs.values()], made=False)
+            made = function(*args, **kwargs)
+            see(made, made=True)
+            return made
+
+    with Storages():  # type: ignore[no-untyped-call]
+        yield
+
+
+@contextmanager
+def _torch_on_a_gpu(found: list[int]) -> Iterator[None]:
+    import torch
+
+    torch.cuda.synchronize()
+    torch.cuda.reset_peak_memory_stats()
+    # requested, not allocated: how large a cached block was handed out is the cache's business
+    before = torch.cuda.memory_stats()["requested_bytes.all.current"]
+    yield
+    torch.cuda.synchronize()
+    found[0] = torch.cuda.memory_stats()["requested_bytes.all.peak"] - before
+
+
+@contextmanager
+def _cupy(found: list[int]) -> Iterator[None]:
+    cupy: Any = importlib.import_module("cupy")
+    held = 0
+
+    class Counter(cupy.cuda.MemoryHook):  # type: ignore[misc]
+        name = "contrastile peak"
+
+        def malloc_postprocess(self, **kwargs: Any) -> None:
+            nonlocal held
+            held += kwargs["mem_size"]
+            found[0] = max(found[0], held)
+
+        def free_postprocess(self, **kwargs: Any) -> None:
+            nonlocal held
+            held -= kwargs["mem_size"]
+
+    with Counter():
+        yield

@@ -1,0 +1,204 @@
+"""The process in which ``contrastile verify`` runs other people's code: its rows go to the parent, one line each.
+
+``isolation`` starts it and says what it is to run. What the backend prints goes to a file, never to the parent. It ends
+with its parent, whose end of the standard input then closes.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import ctypes
+import importlib.util
+import json
+import os
+import sys
+import tempfile
+import threading
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import asdict, dataclass
+from typing import Any
+
+from contrastile.backends import registry
+from contrastile.backends.contract import Backend, BackendUnavailableError
+from contrastile.verify.runner import Row, Run, Selection
+from contrastile.verify.worlds import Threads
+
+
+class CannotRunError(Exception):
+    """The message is the one line to print."""
+
+
+@dataclass(frozen=True, slots=True)
+class Task:
+    """What to run: ``runner.Selection`` in what JSON can hold.
+
+    Attributes:
+        backends: names; None for all that are available.
+        cases: see ``Selection``.
+        properties: see ``Selection``.
+        dtypes: see ``Selection``.
+        device: see ``Selection``.
+        examples: see ``Selection``.
+        seed: see ``Selection``.
+        precisions: see ``Selection``.
+        ranks: how many threads a world has; None for a process alone.
+    """
+
+    backends: list[str] | None
+    cases: list[str] | None
+    properties: list[str] | None
+    dtypes: Sequence[str]
+    device: str
+    examples: int
+    seed: int
+    precisions: list[str] | None
+    ranks: int | None = None
+
+    def selection(self, backends: dict[str, Backend]) -> Selection:
+        """The selection, of these backends."""
+        return Selection(
+            backends=backends,
+            cases=self.cases,
+            properties=self.properties,
+            dtypes=self.dtypes,
+            device=self.device,
+            examples=self.examples,
+            seed=self.seed,
+            precisions=self.precisions,
+            world=None if self.ranks is None else Threads(self.ranks),
+        )
+
+
+def load(named: list[str] | None) -> Iterator[tuple[str, Backend | str]]:
+    """Each backend to run by its name; the reason, for one that is not available and was not asked for by name.
+
+    Raises:
+        CannotRunError: one that was asked for cannot be had.
+    """
+    for name in dict.fromkeys(named or registry.names()):
+        try:
+            yield name, registry.load(name)
+        except BackendUnavailableError as error:
+            if named:
+                raise CannotRunError(str(error)) from error
+            yield name, str(error)
+        except (Exception, SystemExit) as error:
+            # importing other people's code may raise anything
+            text = " ".join(str(error).split())
+            ours = isinstance(error, ValueError | TypeError)
+            raise CannotRunError(text if ours else f"backend {name!r} raised {type(error).__name__}: {text}") from error
+
+
+def absent(name: str, reason: str, ranks: int) -> Row:
+    """The row of a backend that is not available."""
+    return whole(name, "skip", reason, ranks)
+
+
+def whole(name: str, status: str, reason: str, ranks: int = 1) -> Row:
+    """A row about all of a backend."""
+    return Row(
+        backend=name, property="all", case="all", dtype="all", world=ranks, ratio=None, status=status, reason=reason
+    )
+
+
+def require_device(name: str) -> None:
+    """Raise CannotRunError where there is no such device."""
+    if name == "cuda" and not _torch_finds_a_gpu() and not _cupy_finds_a_gpu():
+        raise CannotRunError(
+            "--device cuda needs a GPU that torch or CuPy can use, and neither finds one; use --device cpu"
+        )
+
+
+def _torch_finds_a_gpu() -> bool:
+    if importlib.util.find_spec("torch") is None:
+        return False
+    import torch
+
+    return torch.cuda.is_available()
+
+
+def _cupy_finds_a_gpu() -> bool:
+    if importlib.util.find_spec("cupy") is None:
+        return False
+    from contrastile.backends.cupy.devices import gpus
+
+    return bool(gpus())
+
+
+class _Output:
+    """What is written to the standard output, by Python or below it, goes to a file."""
+
+    def __init__(self) -> None:
+        self._file = tempfile.TemporaryFile()  # noqa: SIM115 (open as long as the process)
+        os.dup2(self._file.fileno(), sys.stdout.fileno())
+        self._libc = ctypes.CDLL(None) if os.name == "posix" else None
+
+    def __call__(self) -> str:
+        """What was written since the last call, its beginning in one line."""
+        with contextlib.suppress(ValueError, AttributeError):
+            # a backend may have closed it
+            sys.stdout.flush()
+        if self._libc is not None:
+            self._libc.fflush(None)
+        self._file.seek(0)
+        text = self._file.read(200)
+        self._file.seek(0)
+        self._file.truncate()
+        return " ".join(text.decode(errors="replace").split())[:80]
+
+
+def main() -> None:
+    """Run the task that the first line of the standard input holds, and report to the standard output."""
+    channel = os.fdopen(os.dup(sys.stdout.fileno()), "w", encoding="utf-8")
+    output = _Output()
+    order = json.loads(sys.stdin.readline())
+    threading.Thread(target=_end_with_parent, daemon=True).start()
+
+    def say(**message: Any) -> None:
+        channel.write(json.dumps(message) + "\n")
+        channel.flush()
+
+    try:
+        _run(Task(**order["task"]), order["start"], order["lost"], say, output)
+    except CannotRunError as error:
+        say(cannot=str(error))
+    # everything is said, and no finaliser is to have the last word
+    os._exit(0)
+
+
+def _end_with_parent() -> None:
+    # the parent writes no second line: this returns when it is gone
+    sys.stdin.readline()
+    os._exit(1)
+
+
+def _run(task: Task, start: int, lost: Mapping[str, str], say: Any, output: _Output) -> None:
+    ranks = task.ranks or 1
+    if task.device != "cpu":
+        require_device(task.device)
+    found: dict[str, Backend] = {}
+    say(loading=task.backends or "the backends")
+    for name, backend in load(task.backends):
+        if isinstance(backend, str):
+            if not start:
+                say(row=absent(name, backend, ranks))
+            continue
+        found[name] = backend
+        said = output()
+        if said and not start:
+            say(printed=said, backend=name)
+    run = Run(
+        task.selection(found),
+        begin=lambda number, total, row, command: say(begin=row, total=total, command=command),
+        printed=output,
+        start=start,
+        lost=lost,
+    )
+    total = run.total
+    for number, row in enumerate(run.rows(), start):
+        failure = None
+        if run.failures:
+            last = run.failures.pop()
+            failure = {"worst": asdict(last.worst), "label": last.label, "command": last.command}
+        say(row=row, failure=failure, number=number, total=total)
+    say(done=True)

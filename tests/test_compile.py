@@ -1,0 +1,152 @@
+"""torch.compile over the losses: one operator, no graph break, and nothing of the front door's look-ups traced."""
+
+from __future__ import annotations
+
+import logging
+import sys
+import threading
+import time
+from collections.abc import Callable, Iterator
+from itertools import count
+from types import FunctionType, ModuleType
+from typing import Any
+
+import pytest
+import torch
+from test_autograd import LOSSES, Loss, clip, features, gradients, number
+from torch import Tensor
+
+import contrastile
+from contrastile.exchange.inprocess import InProcess, Town
+
+DTYPES = [torch.float64, torch.float32]
+FUNCTIONS = [(loss, dtype, dynamic) for dynamic in (False, True) for dtype in DTYPES for loss in LOSSES]
+
+
+@pytest.fixture(autouse=True)
+def fresh_compiler() -> Iterator[None]:
+    torch.compiler.reset()
+    yield
+    torch.compiler.reset()
+
+
+class Graphs:
+    """A compiler's backend that runs each graph as it is, and keeps it."""
+
+    def __init__(self) -> None:
+        self.found: list[torch.fx.GraphModule] = []
+
+    def __call__(self, graph: torch.fx.GraphModule, inputs: list[Tensor]) -> Callable[..., Any]:
+        self.found.append(graph)
+        return graph.forward
+
+    def operators(self) -> list[str]:
+        calls = [node.target for graph in self.found for node in graph.graph.nodes if node.op == "call_function"]
+        return [str(call) for call in calls if getattr(call, "namespace", "") == "contrastile"]
+
+
+def leaves(dtype: torch.dtype, rows: int = 11) -> list[Tensor]:
+    matrices = (features(rows, seed=seed, dtype=dtype).detach().requires_grad_() for seed in (0, 1))
+    return [*matrices, number(14.25, dtype)]
+
+
+def another_function(loss: Loss, i: int) -> Callable[..., Tensor]:
+    """A function with code of its own: the compiler counts how often it compiles the same code."""
+
+    def function(*x: Tensor) -> Tensor:
+        return loss(*x, "torch")
+
+    code = function.__code__.replace(co_name=f"function_{i}")
+    return FunctionType(code, globals(), closure=function.__closure__)
+
+
+@pytest.fixture
+def imports() -> Iterator[None]:
+    """Another thread imports modules all the time, and Python changes threads whenever it can."""
+    stop, interval = threading.Event(), sys.getswitchinterval()
+
+    def work() -> None:
+        for i in count():
+            name = f"imported_by_another_thread_{i % 64}"
+            if sys.modules.pop(name, None) is None:
+                sys.modules[name] = ModuleType(name)
+            time.sleep(1e-4)
+            if stop.is_set() and i % 128 == 127:
+                return
+
+    thread = threading.Thread(target=work)
+    sys.setswitchinterval(1e-6)
+    thread.start()
+    yield
+    stop.set()
+    thread.join()
+    sys.setswitchinterval(interval)
+    for name in [name for name in sys.modules if name.startswith("imported_by_another_thread_")]:
+        del sys.modules[name]
+
+
+@pytest.mark.usefixtures("imports")
+def test_many_functions_compile_in_one_process_while_modules_are_imported() -> None:
+    assert len(FUNCTIONS) == 20
+    for i, (loss, dtype, dynamic) in enumerate(FUNCTIONS):
+        compiled = torch.compile(another_function(loss, i), fullgraph=True, dynamic=dynamic, backend="aot_eager")
+        for rows in (11, 16) if dynamic else (11,):
+            inputs = leaves(dtype, rows)
+            # every other function is compiled before it was called eagerly
+            first, second = (compiled, loss) if i % 2 else (loss, compiled)
+            values = [f(*inputs) if f is compiled else f(*inputs, "torch") for f in (first, second)]
+            assert torch.equal(*values), (loss, dtype, dynamic)
+            for a, b in zip(*(gradients(value, *inputs) for value in values), strict=True):
+                assert torch.equal(a, b), (loss, dtype, dynamic)
+
+
+@pytest.mark.parametrize("loss", LOSSES)
+def test_the_compiler_sees_one_operator_in_one_graph(loss: Loss) -> None:
+    graphs = Graphs()
+    torch.compile(lambda *x: loss(*x, "torch"), backend=graphs)(*leaves(torch.float64))
+    assert len(graphs.found) == 1
+    kind = "sigmoid" if loss.__name__ == "sigmoid" else "softmax"
+    assert graphs.operators() == [f"contrastile.{kind}_loss.default"]
+    # all else that is in the graph makes or reads tensors: nobody asks torch what is at work
+    assert "_C" not in graphs.found[0].code
+
+
+@pytest.mark.parametrize("loss", LOSSES)
+def test_no_look_up_of_a_module_is_traced(loss: Loss, caplog: pytest.LogCaptureFixture) -> None:
+    torch._logging.set_logs(guards=True)
+    try:
+        log = logging.getLogger("torch._dynamo.guards.__guards")
+        log.addHandler(caplog.handler)
+        torch.compile(lambda *x: loss(*x, "torch"), backend="eager")(*leaves(torch.float64))
+    finally:
+        log.removeHandler(caplog.handler)
+        torch._logging.set_logs()
+    assert "contrastile" in caplog.text
+    assert "sys.modules" not in caplog.text
+    assert "_dot_registry'" not in caplog.text
+
+
+def test_a_module_that_is_imported_later_does_not_compile_anything_anew(monkeypatch: pytest.MonkeyPatch) -> None:
+    graphs, inputs = Graphs(), leaves(torch.float64)
+    compiled = torch.compile(lambda *x: clip(*x, "torch"), backend=graphs)
+    compiled(*inputs)
+    monkeypatch.setitem(sys.modules, "imported_later", ModuleType("imported_later"))
+    compiled(*inputs)
+    assert len(graphs.found) == 1
+
+
+def test_value_and_grad_and_a_group_stay_outside_of_graphs() -> None:
+    graphs, inputs = Graphs(), [x.detach() for x in leaves(torch.float64)]
+    found = torch.compile(lambda *x: contrastile.value_and_grad(contrastile.clip_loss)(*x), backend=graphs)(*inputs)
+    value, expected = contrastile.value_and_grad(contrastile.clip_loss)(*inputs)
+    assert torch.equal(found[0], value)
+    assert all(torch.equal(a, b) for a, b in zip(found[1], expected, strict=True))
+
+    def rank(comm: InProcess) -> Tensor:
+        def loss(*x: Tensor) -> Tensor:
+            return 2 * contrastile.clip_loss(*x, group=comm)
+
+        return torch.compile(loss, backend=graphs)(*inputs)
+
+    assert torch.equal(Town[Tensor](1).run(rank)[0], 2 * value)
+    assert graphs.operators() == []

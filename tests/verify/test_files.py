@@ -1,0 +1,47 @@
+"""Files are asked about before the work, and left as they were."""
+
+from __future__ import annotations
+
+import argparse
+import os
+from pathlib import Path
+
+import pytest
+
+from contrastile.verify import command
+from contrastile.verify.files import why_not_writable
+
+
+def test_what_can_be_written_is_left_as_it_was(tmp_path: Path) -> None:
+    old, new = tmp_path / "old", tmp_path / "new"
+    old.write_text("kept")
+    assert why_not_writable(None, old, new) is None
+    assert old.read_text() == "kept"
+    assert not new.exists()
+
+
+def test_what_cannot_is_named_with_its_reason(tmp_path: Path) -> None:
+    missing = tmp_path / "missing" / "file"
+    assert why_not_writable(tmp_path / "fine", missing) == f"cannot write {missing}: No such file or directory"
+    assert why_not_writable(tmp_path) == f"cannot write {tmp_path}: Is a directory"
+    under = tmp_path / "file" / "below"
+    (tmp_path / "file").touch()
+    assert why_not_writable(under) == f"cannot write {under}: Not a directory"
+
+
+def test_a_pipe_is_not_opened(tmp_path: Path) -> None:
+    pipe = tmp_path / "pipe"
+    os.mkfifo(pipe)
+    # opening it would wait for a reader, or end what the reader gets
+    assert why_not_writable(pipe) is None
+
+
+@pytest.mark.parametrize("world", [[], ["--world", "2"]])
+def test_verify_refuses_a_file_it_cannot_write_before_it_runs_anything(
+    world: list[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    parser = argparse.ArgumentParser()
+    command.add_arguments(parser)
+    monkeypatch.setattr(command, "Run", None)
+    assert command.main(parser.parse_args(["--backend", "numpy", "--json", str(tmp_path), *world])) == 2
+    assert capsys.readouterr() == ("", f"contrastile verify: cannot write {tmp_path}: Is a directory\n")

@@ -1,0 +1,155 @@
+"""A backend that leaves, dies, hangs or prints is a failure with its case, and the rest of the run goes on."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+
+from contrastile.cli import main
+from contrastile.verify.isolation import LOST
+
+MODULE = """
+import os, signal, sys, time
+from dataclasses import replace
+from contrastile.backends.numpy import backend as sound
+
+def called(what, width):
+    def lse(block, columns, options):
+        if width in (None, block.rows.shape[1]):
+            what()
+        return sound.lse(block, columns, options)
+    return replace(sound, name="ill", lse=lse)
+
+def hang():
+    open(os.path.join(os.path.dirname(__file__), "hanging"), "w").close()
+    time.sleep(1000)
+
+# the width of "smoke"; the others' differ
+leaves = called(lambda: sys.exit(0), 32)
+ends = called(lambda: os._exit(0), 32)
+dies = called(lambda: os.kill(os.getpid(), signal.SIGSEGV), 32)
+hangs = called(hang, 32)
+prints = called(lambda: print("hello", "there"), 32)
+writes = called(lambda: os.write(1, b"hello there"), 32)
+always = called(lambda: os._exit(0), None)
+stops = called(hang, 24)
+"""
+
+SAID = {
+    "leaves": "raised SystemExit: 0",
+    "ends": "the process ended with exit code 0",
+    "dies": "the process died of SIGSEGV",
+    "hangs": "the process took longer than 3 s (--deadline)",
+    "prints": "printed to stdout: 'hello there'",
+    "writes": "printed to stdout: 'hello there'",
+}
+QUICK = ["--dtype", "float64", "--quiet"]
+
+
+@pytest.fixture
+def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    (tmp_path / "ill_module.py").write_text(MODULE, encoding="utf-8")
+    monkeypatch.syspath_prepend(tmp_path)
+    return tmp_path
+
+
+def verify(folder: Path, *words: str) -> tuple[int, list[dict[str, str]]]:
+    path = folder / "rows.json"
+    code = main(["verify", *words, *QUICK, "--json", str(path)])
+    return code, json.loads(path.read_text(encoding="utf-8"))["rows"]
+
+
+@pytest.mark.parametrize("how", SAID)
+def test_it_fails_by_its_case_and_the_rest_is_tested(how: str, folder: Path, capfd: pytest.CaptureFixture[str]) -> None:
+    words = ["--case", "one-row", "smoke", "one-column", "--property", "value", "--deadline", "3"]
+    code, rows = verify(folder, "--backend", f"ill_module:{how}", *words)
+    assert code == 1
+    found = {row["case"]: row["status"] for row in rows}
+    assert found == {"smoke": "fail", "one-column": "pass", "one-row": "pass"}
+    (failed,) = [row for row in rows if row["status"] == "fail"]
+    assert SAID[how] in failed["reason"]
+    out, err = capfd.readouterr()
+    assert "--case smoke" in out
+    assert f"FAILED ill_module:{how} value smoke float64" in out
+    # what it printed is in the report, and nowhere else
+    assert out.count("hello") == (how in ("prints", "writes"))
+    assert err == ""
+
+
+def test_a_backend_that_ends_every_process_is_given_up(folder: Path, capfd: pytest.CaptureFixture[str]) -> None:
+    words = ["--case", "one-row", "smoke", "--property", "value", "gradients", "tiles"]
+    code, rows = verify(folder, "--backend", "ill_module:always", "numpy", *words)
+    assert code == 1
+    # two backends, two cases, three properties
+    assert len(rows) == 12
+    ours = [row["status"] for row in rows if row["backend"] == "ill_module:always"]
+    assert ours == ["fail"] * LOST + ["untested"] * (6 - LOST)
+    assert {row["status"] for row in rows if row["backend"] == "numpy"} == {"pass"}
+    assert "ill_module:always: 3 not tested: it ended 3 processes before" in capfd.readouterr().out
+
+
+@pytest.mark.parametrize(
+    ("first", "code", "said"),
+    [
+        ("import sys; sys.exit(0)", 2, "backend 'odd_module:backend' raised SystemExit: 0"),
+        ("import os; os._exit(0)", 2, "ended with exit code 0"),
+        ("print('good morning')", 1, "printed to stdout when it was imported: 'good morning'"),
+    ],
+)
+def test_what_an_import_may_do(
+    first: str, code: int, said: str, folder: Path, capfd: pytest.CaptureFixture[str]
+) -> None:
+    text = f"{first}\nfrom contrastile.backends.numpy import backend\n"
+    (folder / "odd_module.py").write_text(text, encoding="utf-8")
+    words = ["verify", "--backend", "odd_module:backend", "--case", "one-row", "--property", "value", *QUICK]
+    assert main(words) == code
+    out, err = capfd.readouterr()
+    assert said in (err if code == 2 else out)
+
+
+def test_a_backend_in_the_current_folder_is_found(folder: Path) -> None:
+    words = ["--backend", "ill_module:ends", "--case", "one-row", "--property", "value", *QUICK]
+    ended = subprocess.run(
+        [sys.executable, "-m", "contrastile", "verify", *words], cwd=folder, capture_output=True, text=True, check=False
+    )
+    assert (ended.returncode, ended.stderr) == (0, "")
+    assert ended.stdout.startswith("PASS: 1 passed")
+
+
+@pytest.mark.parametrize("given", ["0", "-1", "nan", "inf"])
+def test_a_deadline_is_a_number_of_seconds(given: str, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["verify", "--backend", "numpy", "--case", "one-row", "--deadline", given, *QUICK]) == 2
+    assert "--deadline must be a number of seconds above 0" in capsys.readouterr().err
+
+
+@pytest.mark.skipif(os.name != "posix", reason="signals")
+def test_ctrl_c_shows_what_was_found(folder: Path) -> None:
+    words = ["--backend", "ill_module:stops", "--case", "smoke", "one-row", "--property", "value", *QUICK]
+    words += ["--json", str(folder / "rows.json")]
+    process = subprocess.Popen(
+        [sys.executable, "-m", "contrastile", "verify", *words],
+        cwd=folder,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+    )
+    hanging = folder / "hanging"
+    for _ in range(600):
+        if hanging.exists() or process.poll() is not None:
+            break
+        time.sleep(0.1)
+    process.send_signal(signal.SIGINT)
+    out, err = process.communicate(timeout=60)
+    assert process.returncode == 130
+    assert err == "contrastile verify: interrupted after 1 of 2 checks\n"
+    assert out.splitlines()[-1].startswith("INCOMPLETE: 1 passed, 0 failed, 1 not tested")
+    read = json.loads((folder / "rows.json").read_text(encoding="utf-8"))
+    assert read["verdict"] == "incomplete"
+    assert [row["status"] for row in read["rows"]] == ["pass", "untested"]
