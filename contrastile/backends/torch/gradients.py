@@ -91,7 +91,10 @@ class _Side:
 
     def entries(self, x: torch.Tensor, at: tuple[slice | torch.Tensor | None, ...]) -> torch.Tensor:
         """This side's part of G at positives of base-2 logits x, float64: ``w ((q - t) - q beaten)``."""
-        q = torch.exp2(x - self.positive[at])
+        positive = self.positive[at]
+        above = x - positive
+        # of one positive P is x, but for four roundings on the way to nats and back
+        q = torch.exp2(torch.where(above.abs() <= positive.abs() * 2.0**-50, 0.0, above))
         part = self.exact_weight[at] * ((q - self.target[at]) - q * self.beaten[at])
         return torch.where(self.silent[at], 0.0, part)
 
