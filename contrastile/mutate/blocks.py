@@ -132,14 +132,51 @@ def scale_in_float16(backend: Backend) -> Backend:
 @wrapper
 def statistics_in_float16(backend: Backend) -> Backend:
     """Log-sum-exps and sums of positive logits are rounded to 11 bits."""
+    return _finding(backend, lambda x: _rounded(backend.arrays, x, "float16"))
+
+
+@wrapper
+def statistics_in_float32(backend: Backend) -> Backend:
+    """Log-sum-exps and sums of positive logits are rounded to float32."""
+    return _finding(backend, lambda x: _rounded(backend.arrays, x, "float32"))
+
+
+def _finding(backend: Backend, change: Callable[[Array], Array]) -> Backend:
+    """Every vector of the statistics changed on its way out."""
 
     def call(primitive: Callable[..., Any], block: Block, *rest: Any) -> Any:
-        found, arrays = primitive(block, *rest), backend.arrays
+        found = primitive(block, *rest)
         given = {each.name: getattr(found, each.name) for each in fields(found)}
         vectors = {name: x for name, x in given.items() if name != "kept" and x is not None}
-        return replace(found, **{name: _rounded(arrays, x, "float16") for name, x in vectors.items()})
+        return replace(found, **{name: change(x) for name, x in vectors.items()})
 
     return around(backend, call, "lse", "keeping")
+
+
+@wrapper
+def positives_among_negatives(backend: Backend) -> Backend:
+    """Positives are counted among the negatives, too."""
+
+    def call(primitive: Callable[..., Any], block: Block, *rest: Any) -> Any:
+        found, merge = primitive(block, *rest), backend.arrays.merge
+        rows = merge(found.row_negative_lse, found.row_positive_lse)
+        columns = found.column_negative_lse
+        if columns is not None:
+            columns = merge(columns, found.column_positive_lse)
+        return replace(found, row_negative_lse=rows, column_negative_lse=columns)
+
+    return around(backend, call, "lse", "keeping")
+
+
+@wrapper
+def positives_log_sum_exp_in_float32(backend: Backend) -> Backend:
+    """The log-sum-exp of each row's positives is rounded to float32 before the backward."""
+
+    def call(primitive: Callable[..., Any], block: Block, weights: Any, *rest: Any) -> Any:
+        rows = _rounded(backend.arrays, weights.row_positive_lse, "float32")
+        return primitive(block, replace(weights, row_positive_lse=rows), *rest)
+
+    return around(backend, call, "gradients", "finished")
 
 
 @wrapper

@@ -177,8 +177,9 @@ def unwritten_memory_read(backend: Backend) -> Backend:
 
     def call(primitive: Callable[..., Any], block: Block, *rest: Any) -> Any:
         found = primitive(block, *rest)
-        unwritten = backend.arrays.empty(tuple(found.row_lse.shape), backend.arrays.dtype(found.row_lse), found.row_lse)
-        return replace(found, row_lse=found.row_lse + unwritten * 0)
+        x = found.row_negative_lse
+        unwritten = backend.arrays.empty(tuple(x.shape), backend.arrays.dtype(x), x)
+        return replace(found, row_negative_lse=x + unwritten * 0)
 
     return around(backend, call, "lse", "keeping")
 

@@ -397,9 +397,9 @@ def _certain(draw: Draw, scale: float) -> Problem:
 
 @_case("certain-labels", "SupCon of pairs and of larger classes, all certain, at scale 100")
 def _certain_labels(draw: Draw) -> Problem:
-    half = np.concatenate([_certain_pairs(draw, 15, 64)[k] for k in (0, 1)])
+    views = np.concatenate(_certain_pairs(draw, 15, 64))
     labels = np.concatenate([np.arange(15), np.arange(12), [0, 0, 1]])
-    return _problem(half, half.copy(), 100.0, ids=(labels, labels), match="target", excluded=np.arange(30))
+    return _problem(views, views.copy(), 100.0, ids=(labels, labels), match="target", excluded=np.arange(30))
 
 
 @_case("certain-views", "NT-Xent of certain views at scale 100")

@@ -23,8 +23,9 @@ QUICK = [
     "torch:log2-for-ln",
     "triton:log2-for-ln",
 ]
-HARMLESS = Mutant("numpy:harmless", "another comment", Patch("oracle/tiled.py", "in their one order", "in one order"))
-WRONG = Patch("oracle/tiled.py", "return TileStatistics(L, ", "return TileStatistics(L + 1, ")
+NUMPY = "backends/numpy/__init__.py"
+HARMLESS = Mutant("numpy:harmless", "another comment", Patch(NUMPY, "in a fixed order", "in one order"))
+WRONG = Patch(NUMPY, "x = float(block.scale)", "x = 1 + float(block.scale)")
 SHORT = {"--case": ["ragged"], "--property": ["value"], "--dtype": ["float32"]}
 
 
@@ -74,7 +75,7 @@ def test_what_is_argued_to_be_equivalent_is_not_counted_and_not_believed() -> No
 
 
 def test_a_patch_that_does_not_fit_is_broken_and_stops_no_other() -> None:
-    found = run_one(Mutant("numpy:stale", "", Patch("oracle/tiled.py", "no such text", "")))
+    found = run_one(Mutant("numpy:stale", "", Patch(NUMPY, "no such text", "")))
     assert (found["status"], "mend the patch" in found["reason"]) == ("broken", True)
 
 
@@ -84,8 +85,8 @@ def test_a_patch_that_does_not_fit_is_broken_and_stops_no_other() -> None:
     [("found = nowhere.to_be_found", "raised NameError"), ("found = (", "SyntaxError"), ("import nowhere", "nowhere")],
 )
 def test_a_patch_that_does_not_fit_its_code_does_not_catch_itself(after: str, said: str) -> None:
-    before = "found = tiled.tile_statistics(*arguments, tile=tile)"
-    found = run_one(Mutant("numpy:misfit", "", Patch("backends/numpy/__init__.py", before, after)))
+    before = "sides = [[np.full("
+    found = run_one(Mutant("numpy:misfit", "", Patch(NUMPY, before, f"{after}; {before}")))
     assert found["status"] == "broken"
     assert said in found["reason"]
 
@@ -97,7 +98,7 @@ def test_a_check_that_the_right_code_fails_catches_nothing(tmp_path: Path, monke
     monkeypatch.setattr(run, "PACKAGE", wrong)
     (found,) = Run(Subject("numpy"), [MUTANTS["contract:bias-ignored"]]).all()
     assert found["status"] == "broken"
-    assert found["reason"].startswith("the right code fails there too: row_lse[")
+    assert found["reason"].startswith("the right code fails there too: row_positive_lse[")
 
 
 @pytest.mark.usefixtures("short")
