@@ -213,7 +213,8 @@ def test_of_ranks_that_work_together_a_gather_is_asked_to_keep(
     exchange: str, module: ModuleType, asked: dict[str, bool], keeping: Keeping, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     problem = problems.clip(*(x.detach() for x in towers())).problem
-    shared = replace(problem, placement=SimpleNamespace(exchange=exchange))
+    communicator = SimpleNamespace(calls=SimpleNamespace(leave=lambda: None))
+    shared = replace(problem, placement=SimpleNamespace(exchange=exchange, communicator=communicator))
     monkeypatch.setattr(module, "forward", lambda *given, **how: (given, how))
     given = shared, keeping.backend, Options()
     assert schedule.forward(*given, keep=True) == (given, asked)

@@ -81,7 +81,8 @@ def _compare(
     accuracy = implementation.accuracy(dtype, device)
     # the front door hands the loss out in the state dtype, however exact the backend
     accuracy = replace(accuracy, unit=max(accuracy.unit, UNIT[state_dtype(dtype)]))
-    allowed = bounds(problem, exact, accuracy, dtype)
+    # a peer may subtract its positives from its sums, as the formula is written
+    allowed = bounds(problem, exact, accuracy, dtype, apart=implementation.apart)
     if not all(bound is None or np.isfinite(bound).all() for _, bound in parts(allowed, FIELDS)):
         return None
     # float32 holds every feature dtype's values that matter here: the features were drawn in it

@@ -33,6 +33,7 @@ class Implementation:
         accuracy: facts for the bounds of its check, given the dtype and the device.
         predicted_bytes: what it is expected to hold at its peak, given the case and the size of one feature.
         refuses: why it cannot run in a dtype on a device, or None.
+        apart: whether it keeps positives out of its sums: see ``verify.bounds.bounds``.
     """
 
     name: str
@@ -41,6 +42,7 @@ class Implementation:
     accuracy: Callable[[str, str], Accuracy]
     predicted_bytes: Callable[[Case, int], int]
     refuses: Callable[[str, str], str | None]
+    apart: bool = True
 
 
 def named(name: str) -> Implementation:
@@ -118,7 +120,9 @@ def plain() -> Implementation:
         # two of logits, two of their logarithms, and the mask of false negatives
         return b * b * (4 * itemsize + (case.variant == "ids")) + 4 * b * d * itemsize
 
-    return Implementation(PLAIN, "torch", with_autograd(plain_loss), accuracy, predicted, lambda dtype, device: None)
+    return Implementation(
+        PLAIN, "torch", with_autograd(plain_loss), accuracy, predicted, lambda dtype, device: None, apart=False
+    )
 
 
 def plain_loss(image: Any, text: Any, scale: Any, ids: Any = None) -> Any:

@@ -50,6 +50,8 @@ def bounds(
     upstream: float = 1.0,
     options: Options | None = None,
     spread: Spread | None = None,
+    *,
+    apart: bool = True,
 ) -> Outcome:
     """Absolute error bounds on every element of the truth's outcome, in the same shapes.
 
@@ -61,19 +63,21 @@ def bounds(
         upstream: gradient with respect to the loss, applied in the state dtype.
         options: what the backend was asked for; a smaller tile means more merges.
         spread: how the ranks of a world share the problem; None for a process alone.
+        apart: whether positives stay out of the sums, as a backend's must. Of a computation that subtracts them from a
+            log-sum-exp, and targets from probabilities, False gives the bound.
     """
     blocks, m = [len(block) for block in problem.columns], len(truth.q)
     derive = _sigmoid if problem.kind == "sigmoid" else _softmax
 
     def derived(accuracy: Accuracy, dtype: str, *how: Any) -> Outcome:
         with np.errstate(all="ignore"):
-            return derive(problem, truth, arithmetic(accuracy, dtype, m, blocks, *how), abs(upstream))
+            return derive(problem, truth, arithmetic(accuracy, dtype, m, blocks, *how), abs(upstream), apart)
 
     # the same for every backend
-    oracle = truth.oracle_bounds
-    if abs(upstream) not in oracle:
-        oracle[abs(upstream)] = derived(ORACLE, "float64")
-    found = derived(accuracy, dtype, options, spread), oracle[abs(upstream)]
+    oracle, key = truth.oracle_bounds, (abs(upstream), apart)
+    if key not in oracle:
+        oracle[key] = derived(ORACLE, "float64")
+    found = derived(accuracy, dtype, options, spread), oracle[key]
     values = {f.name: _total(*(getattr(each, f.name) for each in (*found, truth.outcome))) for f in fields(Outcome)}
     return Outcome(**values)
 
@@ -88,13 +92,13 @@ def _total(backend: Any, oracle: Any, exact: Any) -> Any:
     return float64(np.where(np.isfinite(exact), np.where(np.isnan(both), np.inf, both), 0.0))
 
 
-def _softmax(problem: Problem, t: Truth, a: Arithmetic, upstream: float) -> Outcome:
+def _softmax(problem: Problem, t: Truth, a: Arithmetic, upstream: float, apart: bool) -> Outcome:
     """Both directions share the logits' error; each is derived from its own side."""
     assert t.row is not None
-    E, reference, named = _logit_error(t, a), _reference(t, a), problem.match == "drop"
-    seen = [_Seen(t.x, E, t.admitted, t.positive, t.row, a.over_columns, named)]
+    E, reference, forms = _logit_error(t, a), _reference(t, a), (problem.match == "drop", apart)
+    seen = [_Seen(t.x, E, t.admitted, t.positive, t.row, a.over_columns, *forms)]
     if t.column is not None:
-        seen.append(_Seen(t.x.T, E.T, t.admitted.T, t.positive.T, t.column, a.over_rows, named))
+        seen.append(_Seen(t.x.T, E.T, t.admitted.T, t.positive.T, t.column, a.over_rows, *forms))
     loss, dG, largest = 0.0, np.zeros(t.x.shape), 0.0
     errors: dict[str, Any] = {}
     for side, name in zip(seen, ("row", "column"), strict=False):
@@ -110,7 +114,7 @@ def _softmax(problem: Problem, t: Truth, a: Arithmetic, upstream: float) -> Outc
     return Outcome(loss=float64(loss + a.accuracy.unit * (abs(t.outcome.loss) + loss) + a.tiny), **errors, **gradient)
 
 
-def _sigmoid(problem: Problem, t: Truth, a: Arithmetic, upstream: float) -> Outcome:
+def _sigmoid(problem: Problem, t: Truth, a: Arithmetic, upstream: float, apart: bool) -> Outcome:
     """Value and gradients of the sigmoid loss from the same logits' error."""
     u, weight = a.accuracy.unit, np.abs(float64(problem.row_weight))
     row_loss, dG = _sigmoid_errors(t, _logit_error(t, a), upstream * weight, a)
@@ -158,6 +162,7 @@ class _Seen:
         side: weights, targets and statistics.
         lengths: how sums over the others are taken.
         named: whether indices name the positives, and not equal ids.
+        apart: see ``bounds``.
     """
 
     x: FloatArray
@@ -167,6 +172,7 @@ class _Seen:
     side: Direction
     lengths: Lengths
     named: bool
+    apart: bool
 
 
 def _lse_error(
@@ -253,7 +259,11 @@ def _softmax_loss_error(
     )
     exact = np.abs(side.nll) + difference
     counted = excess + spread + UNIT["float64"] * 2 * size + sums * (exact + excess + spread)
-    none = _merged_error(side, negative, positive) + sums * np.abs(side.nll)
+    whole = _merged_error(side, negative, positive)
+    none = whole + sums * np.abs(side.nll)
+    if not seen.apart:
+        lse = np.abs(np.nan_to_num(side.lse))
+        counted = whole + target * total + (a.accuracy.unit + sums) * (lse + np.abs(target * side.positive_sum))
     terms = np.where((target != 0) & seen.positive.any(axis=1), counted, none)
     return float(np.where(weight == 0, 0.0, weight * (terms + a.tiny)).sum())
 
@@ -293,9 +303,8 @@ def _softmax_gradient_error(
     beaten = side.beaten[:, None]
     certain = dq + side.q * moved + roundings * (np.abs(side.q - target) + side.q * (beaten + moved) + dq)
     # half of the threshold from which on a backend tells certain rows apart
-    plain = (
-        np.full((len(seen.x), 1), not seen.named) & ((np.abs(side.target) <= 0.5) | (side.beaten >= 2.0**-9))[:, None]
-    )
+    doubtful = (np.abs(side.target) <= 0.5) | (side.beaten >= 2.0**-9)
+    plain = ((doubtful & (not seen.named)) | (not seen.apart))[:, None]
     error = weight * np.where(seen.positive, np.where(plain, np.maximum(ordinary, certain), certain), ordinary)
     # a weight of 0 silences the row even where its log-sum-exp is -inf or NaN
     return np.where(seen.admitted & (weight > 0), error + 4 * a.tiny, 0.0)

@@ -114,7 +114,7 @@ class Truth:
         column_sum: (n, d) G^T Q.
         row: the row direction, None for the sigmoid loss.
         column: the column direction, None for the sigmoid loss and for a loss of one direction.
-        oracle_bounds: the oracle's own errors, by the upstream gradient's size, once ``bounds`` has derived them.
+        oracle_bounds: the oracle's own errors, once ``bounds`` has derived them, by what they depend on.
     """
 
     outcome: Outcome
@@ -131,7 +131,7 @@ class Truth:
     column_sum: FloatArray
     row: Direction | None
     column: Direction | None
-    oracle_bounds: dict[float, Outcome] = field(default_factory=dict, repr=False, compare=False)
+    oracle_bounds: dict[tuple[float, bool], Outcome] = field(default_factory=dict, repr=False, compare=False)
 
 
 def masks(problem: Problem) -> tuple[BoolArray, BoolArray]:

@@ -153,6 +153,7 @@ class Kernel:
                 positive = positive | (equal & ~excluded)
             else:
                 unseen = equal
+        positive = positive & ~excluded
         if self.defect == "positive-dropped-with-its-id":
             return ~(unseen | excluded), positive
         return positive | ~(unseen | excluded), positive
