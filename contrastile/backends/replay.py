@@ -138,7 +138,7 @@ class _Captured:
         if len(vectors) > 1 and len({x.dtype for x in vectors}) == 1:
             self._packed = _Packed(vectors)
             self._found = [self._packed if pack else x for x, pack in zip(found, packed, strict=True)]
-        self._there = [x for x in self._found if x is not None and x is not self._packed]
+        self._there: list[Any] = [x for x in self._found if x is not None and x is not self._packed]
         if self._packed is not None:
             self._there.append(self._packed.whole)
         self._out = _Copy(self._there)

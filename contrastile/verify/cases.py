@@ -272,7 +272,7 @@ def _ids_far(draw: Draw, match: Match) -> Problem:
     ids = _far(np.arange(22)), _far(draw.integers(0, 11, 33))
     # cut to 32 bits, or counted from the end, each of these is a column
     excluded = np.resize([2**32 + 3, -1, -33, 33, 2**33, 5], 22)
-    weights = _signed(draw, 22, 33) | {"positives": _mostly_diagonal(22) if match == "drop" else None}
+    weights: dict[str, Any] = _signed(draw, 22, 33) | {"positives": _mostly_diagonal(22) if match == "drop" else None}
     return _problem(rows, columns, 14.3, ids=ids, match=match, excluded=excluded, **weights)
 
 
@@ -414,7 +414,7 @@ def _certain_shared(draw: Draw) -> Problem:
     positives = np.arange(29)
     rows[20:24], positives[20:24] = rows[20], 20
     columns[20] = rows[20]
-    weights = _halves(29) | {"positives": positives}
+    weights: dict[str, Any] = _halves(29) | {"positives": positives}
     return _problem(rows, (columns[:13], columns[13:]), 100.0, **weights)
 
 
