@@ -281,7 +281,8 @@ def weights_of_other_ranks_columns_are_not_theirs(patch: Patch) -> None:
     def wrong(problem: Any, *rest: Any) -> Any:
         *found, everywhere = over(problem, *rest)
         if everywhere is not None:
-            everywhere[1] = np.resize(problem.column_weight, everywhere[1].shape) if problem.column_weight.size else 0
+            _, (weights, _) = everywhere
+            weights[:] = np.resize(problem.column_weight, weights.shape) if problem.column_weight.size else 0
         return *found, everywhere
 
     patch.setattr(gather, "_over_columns", wrong)
@@ -289,7 +290,7 @@ def weights_of_other_ranks_columns_are_not_theirs(patch: Patch) -> None:
 
 @defect(least=2, properties=("gather",))
 def column_state_of_a_gather_merged_twice(patch: Patch) -> None:
-    patch.setattr(gather, "_merged", lambda arrays, *parts: merged(arrays, *([*x, x[-1]] for x in parts)))
+    patch.setattr(gather, "_merged", lambda arrays, parts: merged(arrays, [[*x, x[-1]] for x in parts]))
 
 
 @defect(least=2, properties=("gather",))
