@@ -119,7 +119,7 @@ def softmax_loss(
     """The softmax loss (0-d), and what its gradients need: see ``local.Forward``; empty where there is none.
 
     The log-sum-exps of the rows (m,) and of the columns (n,), each over negatives and over positives, and the gathered
-    columns. In the place of the columns' two a gather gives ``local.Forward.over``.
+    columns. Instead of the columns' two, a gather gives ``local.Forward.over``.
     """
     return keeping_softmax_loss(rows, columns, scale, vectors, how, keep=False)[:-1]
 

@@ -27,7 +27,7 @@ Invariants that every backend keeps:
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, fields
 from typing import TYPE_CHECKING, Any, Literal
 
 if TYPE_CHECKING:
@@ -123,6 +123,10 @@ class Statistics:
     kept: Array | None = None
 
 
+STATISTICS = tuple(each.name for each in fields(Statistics) if each.name != "kept")
+"""The names of the vectors in ``Statistics``, in their order."""
+
+
 @dataclass(frozen=True, slots=True)
 class Weights:
     """What ``gradients`` needs to know of the whole loss.
@@ -159,6 +163,10 @@ class Weights:
     column_weight: Array | None = None
     column_target: Array | None = None
     kept: Array | None = None
+
+
+WEIGHTS = tuple(each.name for each in fields(Weights) if each.name != "kept")
+"""The names of the vectors in ``Weights``, in their order."""
 
 
 @dataclass(frozen=True, slots=True)

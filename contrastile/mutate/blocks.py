@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import fields, replace
+from dataclasses import replace
 from typing import Any
 
 from contrastile.backends.arrays import ArrayLibrary
-from contrastile.backends.contract import Array, Backend, Block
+from contrastile.backends.contract import STATISTICS, Array, Backend, Block
 from contrastile.mutate.wrapping import around, doubled, only_in, seeing, wrapper
 
 # logits that are wrong at some sizes
@@ -74,7 +74,7 @@ def features_beyond_128(backend: Backend) -> Backend:
 
 
 def _first_features(arrays: ArrayLibrary, b: Block, count: int) -> Block:
-    """The block with zeros in the place of the features behind the first ``count``."""
+    """The block with zeros instead of the features after the first ``count``."""
     if not 0 < count < b.rows.shape[1]:
         return b
     there = arrays.arange(0, b.rows.shape[1], b.rows) < count
@@ -146,8 +146,8 @@ def _finding(backend: Backend, change: Callable[[Array], Array]) -> Backend:
 
     def call(primitive: Callable[..., Any], block: Block, *rest: Any) -> Any:
         found = primitive(block, *rest)
-        given = {each.name: getattr(found, each.name) for each in fields(found)}
-        vectors = {name: x for name, x in given.items() if name != "kept" and x is not None}
+        given = {name: getattr(found, name) for name in STATISTICS}
+        vectors = {name: x for name, x in given.items() if x is not None}
         return replace(found, **{name: change(x) for name, x in vectors.items()})
 
     return around(backend, call, "lse", "keeping")

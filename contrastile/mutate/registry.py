@@ -31,7 +31,7 @@ ROOMS = (CONTRACT, SCHEDULE, EXCHANGE, "numpy", "torch", "triton", "cupy")
 
 
 class PatchError(ValueError):
-    """A patch does not fit its source, or is not written as one; the message says which and how to mend it."""
+    """A patch does not fit its source, or is not written as one; the message says which and how to fix it."""
 
 
 @dataclass(frozen=True, slots=True)

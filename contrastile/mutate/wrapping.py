@@ -35,15 +35,8 @@ class Wrapper:
 WRAPPERS: dict[str, Wrapper] = {}
 
 
-def wrapper(plant: Callable[[Backend], Backend]) -> Callable[[Backend], Backend]:
-    """Register a defect under its function's name."""
-    name = plant.__name__.replace("_", "-")
-    WRAPPERS[name] = Wrapper(name, plant)
-    return plant
-
-
-def only_in(library: str) -> Callable[[Callable[[Backend], Backend]], Callable[[Backend], Backend]]:
-    """The same for a defect that only one array library can express."""
+def only_in(library: str | None) -> Callable[[Callable[[Backend], Backend]], Callable[[Backend], Backend]]:
+    """Registers a defect under its function's name; it can be planted in this array library alone (None: in any)."""
 
     def register(plant: Callable[[Backend], Backend]) -> Callable[[Backend], Backend]:
         name = plant.__name__.replace("_", "-")
@@ -51,6 +44,10 @@ def only_in(library: str) -> Callable[[Callable[[Backend], Backend]], Callable[[
         return plant
 
     return register
+
+
+wrapper = only_in(None)
+"""Registers a defect of any array library."""
 
 
 def around(backend: Backend, call: Callable[..., Any], *names: str) -> Backend:

@@ -13,7 +13,7 @@ from typing import Any
 
 import numpy as np
 
-from contrastile.backends.contract import Options
+from contrastile.backends.contract import STATISTICS, Options
 from contrastile.exchange.local import Wanted
 from contrastile.exchange.problem import Problem
 from contrastile.oracle.general import merge
@@ -22,7 +22,7 @@ from contrastile.verify.plain import compare_with_plain
 from contrastile.verify.rounding import round_to
 from contrastile.verify.run import GRADIENT, VALUE, Worst, compare, parts
 from contrastile.verify.trial import SkipError, Trial
-from contrastile.verify.truth import STATISTICS, Outcome, masks, truth
+from contrastile.verify.truth import Outcome, masks, truth
 
 Checks = Iterator[tuple[str, Worst]]
 

@@ -9,8 +9,9 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
+from contrastile.backends.contract import STATISTICS
 from contrastile.exchange.problem import Problem
-from contrastile.verify.truth import STATISTICS, Outcome, masks
+from contrastile.verify.truth import Outcome, masks
 
 IntArray = npt.NDArray[np.int64]
 

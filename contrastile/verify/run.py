@@ -9,10 +9,10 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from contrastile.backends.contract import Array, Backend, Block, LseFunction, Options, Statistics
+from contrastile.backends.contract import STATISTICS, Array, Backend, Block, LseFunction, Options, Statistics
 from contrastile.exchange import local, schedule
 from contrastile.exchange.problem import Problem
-from contrastile.verify.truth import STATISTICS, Outcome
+from contrastile.verify.truth import Outcome
 
 FloatArray = npt.NDArray[np.float64]
 

@@ -13,11 +13,12 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
+from contrastile.backends.contract import STATISTICS
 from contrastile.exchange.placement import Placement, Shards
 from contrastile.exchange.problem import Problem
 from contrastile.verify import rearrange
 from contrastile.verify.arithmetic import Spread
-from contrastile.verify.truth import STATISTICS, Outcome
+from contrastile.verify.truth import Outcome
 
 IntArray = npt.NDArray[np.int64]
 

@@ -20,16 +20,6 @@ from contrastile.oracle.general import (
 from contrastile.oracle.pairs import admitted_pairs, positive_pairs
 from contrastile.oracle.sigmoid import gradient_of_sigmoid_logits, sigma, sigmoid_terms
 
-STATISTICS = (
-    "row_negative_lse",
-    "row_positive_lse",
-    "row_positive_sum",
-    "column_negative_lse",
-    "column_positive_lse",
-    "column_positive_sum",
-)
-"""The outcome's log-sum-exps and sums, in the order of ``contract.Statistics``."""
-
 
 @dataclass(frozen=True)
 class Outcome:

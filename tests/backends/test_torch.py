@@ -11,10 +11,10 @@ import pytest
 import torch
 from torch_blocks import RAGGED, block_of, pretend_device, same_bits, statistics_and_gradients, worst
 
-from contrastile.backends.contract import Block, Options, Pairs, Weights
+from contrastile.backends.contract import STATISTICS, Block, Options, Pairs, Weights
 from contrastile.backends.torch import backend, gradients, statistics, tiles
 from contrastile.verify.cases import Case, build, names
-from contrastile.verify.truth import STATISTICS, Truth, truth
+from contrastile.verify.truth import Truth, truth
 
 DTYPES = ("float16", "bfloat16", "float32", "float64")
 SMALL = [name for name in names() if not name.startswith("wordnet")]

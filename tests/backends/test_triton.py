@@ -20,6 +20,7 @@ pytest.importorskip("triton")
 
 from contrastile.backends.arrays import weighted_nll  # noqa: E402
 from contrastile.backends.contract import (  # noqa: E402
+    STATISTICS,
     Block,
     Options,
     Pairs,
@@ -30,7 +31,6 @@ from contrastile.backends.contract import (  # noqa: E402
 from contrastile.backends.triton import backend, configs  # noqa: E402
 from contrastile.backends.triton import tiles as words  # noqa: E402
 from contrastile.backends.triton.launch import aligned  # noqa: E402
-from contrastile.backends.triton.statistics import STATISTICS  # noqa: E402
 from contrastile.backends.triton.statistics import _Pass as Forward  # noqa: E402
 from contrastile.verify import cases  # noqa: E402
 from contrastile.verify.plain import compare_with_plain  # noqa: E402

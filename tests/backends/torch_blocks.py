@@ -8,12 +8,12 @@ import numpy as np
 import pytest
 import torch
 
-from contrastile.backends.contract import Block, Options, Pairs, Weights
+from contrastile.backends.contract import STATISTICS, Block, Options, Pairs, Weights
 from contrastile.backends.torch import backend, products
 from contrastile.exchange.problem import Problem
 from contrastile.verify.bounds import bounds
 from contrastile.verify.run import Worst, compare, outcome
-from contrastile.verify.truth import STATISTICS, Truth, truth
+from contrastile.verify.truth import Truth, truth
 
 RAGGED = Options(tile=(7, 13))
 

@@ -5,11 +5,12 @@ from dataclasses import replace
 import numpy as np
 import pytest
 
+from contrastile.backends.contract import STATISTICS
 from contrastile.backends.registry import load
 from contrastile.verify import cases
 from contrastile.verify.rearrange import doubled, permuted, unpermuted
 from contrastile.verify.run import compare, materialise, outcome
-from contrastile.verify.truth import STATISTICS, Outcome, masks, truth
+from contrastile.verify.truth import Outcome, masks, truth
 
 ONES = Outcome(
     loss=np.asarray(1.0),

@@ -8,11 +8,12 @@ from dataclasses import replace
 import numpy as np
 import pytest
 
+from contrastile.backends.contract import STATISTICS
 from contrastile.exchange.problem import Problem
 from contrastile.oracle.named import clip, info_nce, nt_xent, siglip, sup_con
 from contrastile.verify.bounds import ORACLE, bounds
 from contrastile.verify.cases import build, names
-from contrastile.verify.truth import STATISTICS, masks, truth
+from contrastile.verify.truth import masks, truth
 
 FINITE = [name for name in names() if not name.startswith("wordnet") and name not in ("nan", "inf")]
 SIDES = ("row", "column")

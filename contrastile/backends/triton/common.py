@@ -8,7 +8,7 @@ from typing import Any
 
 import torch
 
-from contrastile.backends.contract import Pairs, Weights
+from contrastile.backends.contract import WEIGHTS, Pairs, Weights
 from contrastile.backends.triton.configs import INTERPRETED
 from contrastile.backends.triton.tiles import DROP, NO_IDS, TARGET
 
@@ -61,19 +61,6 @@ class Masks:
     def ids_only(self) -> bool:
         """Whether the positives are pairs of equal ids."""
         return self.ids == int(TARGET.value)
-
-
-WEIGHTS = (
-    "row_negative_lse",
-    "row_positive_lse",
-    "row_weight",
-    "row_target",
-    "column_negative_lse",
-    "column_positive_lse",
-    "column_weight",
-    "column_target",
-)
-"""The vectors of the weights, in the order of ``Weights``."""
 
 
 def weight_vectors(weights: Weights) -> list[Any]:

@@ -11,14 +11,13 @@ from typing import Any
 import torch
 
 from contrastile.backends import replay
-from contrastile.backends.contract import Array, Block, ColumnForm, Finished, Options, Weights
+from contrastile.backends.contract import WEIGHTS, Array, Block, ColumnForm, Finished, Options, Weights
 from contrastile.backends.triton import backward, positives, sums, survey
 from contrastile.backends.triton.arrays import multiplied
 from contrastile.backends.triton.common import (
     BLOCK,
     LANES,
     LINES,
-    WEIGHTS,
     Masks,
     ceil_div,
     chunks,

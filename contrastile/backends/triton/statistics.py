@@ -9,7 +9,7 @@ from typing import Any
 import torch
 
 from contrastile.backends import replay
-from contrastile.backends.contract import Block, Options, Statistics
+from contrastile.backends.contract import STATISTICS, Block, Options, Statistics
 from contrastile.backends.triton import forward, positives, survey
 from contrastile.backends.triton.common import BLOCK, DEPTH, LANES, LINES, Masks, ceil_div, chunks, empty, step
 from contrastile.backends.triton.configs import INTERPRETED, choose, forward_chunk
@@ -33,17 +33,6 @@ def lse(block: Block, columns: bool, options: Options) -> Statistics:
 
         what = "lse", columns, options, block.pairs.match
         return Statistics(*replay.GRAPHS.call(what, replay.arrays_of(block), compute))
-
-
-STATISTICS = (
-    "row_negative_lse",
-    "row_positive_lse",
-    "row_positive_sum",
-    "column_negative_lse",
-    "column_positive_lse",
-    "column_positive_sum",
-)
-"""The vectors of the statistics, in the order of ``Statistics``."""
 
 
 def _nothing(like: Any, m: int, n: int | None) -> Statistics:
