@@ -18,8 +18,9 @@ import torch
 from nccl_smoke import BACKENDS, SECONDS, WIDTH, join
 
 import contrastile
-from contrastile.exchange import copies, shared, staging
-from contrastile.exchange.communicator import connect
+from contrastile.comm import copies, staging
+from contrastile.comm.communicator import connect
+from contrastile.schedules import shared
 
 Step = Callable[[], list[Any]]
 

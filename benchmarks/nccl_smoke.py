@@ -29,8 +29,9 @@ import contrastile
 from contrastile import problems
 from contrastile.backends import load
 from contrastile.backends.arrays import library_of
-from contrastile.exchange import copies, shared, staging
-from contrastile.exchange.communicator import connect
+from contrastile.comm import copies, staging
+from contrastile.comm.communicator import connect
+from contrastile.schedules import shared
 from contrastile.verify.bounds import bounds
 from contrastile.verify.run import compare
 from contrastile.verify.shards import Cut, shares
@@ -242,9 +243,9 @@ def alone() -> None:
     import torch
     import torch.distributed as dist
 
-    from contrastile.exchange import nccl, torchgroup
-    from contrastile.exchange.driver import Gpu
-    from contrastile.exchange.watch import Watch
+    from contrastile.comm import nccl, torchgroup
+    from contrastile.comm.driver import Gpu
+    from contrastile.comm.watch import Watch
 
     calls, gpu = nccl.NCCL(), Gpu(0)
     with gpu.active():

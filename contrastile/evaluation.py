@@ -14,9 +14,9 @@ from contrastile.backends.arrays import ArrayLibrary, library_of, transfer, work
 from contrastile.backends.contract import Backend, Options
 from contrastile.backends.eager import outside_of_graphs
 from contrastile.backends.registry import checked, choose, load, require
-from contrastile.exchange import local, schedule
-from contrastile.exchange.problem import Problem, convert
-from contrastile.exchange.world import World, world
+from contrastile.schedules import local, schedule
+from contrastile.schedules.problem import Problem, convert
+from contrastile.schedules.world import World, world
 
 Array = Any
 T = TypeVar("T")

@@ -8,7 +8,7 @@ from typing import Any, SupportsIndex, TypedDict, Unpack
 from contrastile import problems
 from contrastile.backends.registry import require
 from contrastile.evaluation import Call, evaluate
-from contrastile.exchange.world import World
+from contrastile.schedules.world import World
 
 try:
     import torch

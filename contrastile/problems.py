@@ -15,9 +15,9 @@ from contrastile import validation
 from contrastile.backends import eager
 from contrastile.backends.arrays import ArrayLibrary
 from contrastile.backends.contract import state_dtype
-from contrastile.exchange.local import Gradients
-from contrastile.exchange.problem import Problem
-from contrastile.exchange.world import ALONE, World
+from contrastile.schedules.local import Gradients
+from contrastile.schedules.problem import Problem
+from contrastile.schedules.world import ALONE, World
 
 Array = Any
 

@@ -167,7 +167,7 @@ def _heard(ended: Any, lines: list[str]) -> float | None:
 def _launch(
     launcher: str, program: str, *args: str, ranks: int = RANKS, seconds: float = 60, **environment: str
 ) -> Any:
-    sys.path.insert(0, str(ROOT / "tests" / "exchange"))
+    sys.path.insert(0, str(ROOT / "tests" / "comm"))
     from launching import launch
 
     deadline = str(DEADLINE)

@@ -14,7 +14,7 @@ from torch import Tensor
 import contrastile
 from contrastile import autograd, evaluation
 from contrastile.backends import load
-from contrastile.exchange.inprocess import InProcess, Town
+from contrastile.comm.inprocess import InProcess, Town
 
 Step = tuple[Tensor, list[Tensor]]
 

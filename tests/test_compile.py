@@ -17,7 +17,7 @@ from test_autograd import LOSSES, Loss, clip, features, gradients, number
 from torch import Tensor
 
 import contrastile
-from contrastile.exchange.inprocess import InProcess, Town
+from contrastile.comm.inprocess import InProcess, Town
 
 DTYPES = [torch.float64, torch.float32]
 FUNCTIONS = [(loss, dtype, dynamic) for dynamic in (False, True) for dtype in DTYPES for loss in LOSSES]

@@ -12,7 +12,7 @@ import pytest
 
 import contrastile
 from contrastile.backends import load
-from contrastile.exchange.problem import Problem
+from contrastile.schedules.problem import Problem
 from contrastile.verify.bounds import bounds
 from contrastile.verify.run import compare, outcome
 from contrastile.verify.truth import masks, truth

@@ -20,7 +20,8 @@ LAYERS = [
     {"backends.arrays", "backends.eager", "backends.replay"},
     {"backends.registry"},
     {"backends"},
-    {"exchange"},
+    {"comm"},
+    {"schedules"},
     {"validation"},
     {"problems"},
     {"evaluation"},
@@ -47,11 +48,11 @@ FRAMES = (
     "doctor",
 )
 HOMES = {
-    "torch": (*FRAMES, "backends.torch", "backends.triton", "exchange.torchgroup"),
+    "torch": (*FRAMES, "backends.torch", "backends.triton", "comm.torchgroup"),
     "triton": ("backends.triton",),
-    "cupy": ("backends.cupy", "exchange.nccl"),
+    "cupy": ("backends.cupy", "comm.nccl"),
     "cuda": ("backends.cupy",),
-    "mpi4py": ("exchange.mpi", "verify"),
+    "mpi4py": ("comm.mpi", "verify"),
     "hypothesis": ("verify",),
     "pytest": ("verify",),
     "rich": ("verify", "bench", "doctor", "mutate", "cli"),
@@ -123,7 +124,7 @@ def test_imports_run_one_way(path: Path) -> None:
             assert layer(imported) <= layer(module), f"{module} imports {imported}, which stands above it"
 
 
-@pytest.mark.parametrize("path", sorted((PACKAGE / "oracle").glob("*.py")), ids=name_of)
+@pytest.mark.parametrize("path", sorted((PACKAGE / "oracle").rglob("*.py")), ids=name_of)
 def test_the_oracle_imports_numpy_and_itself_alone(path: Path) -> None:
     for name in imports(path):
         root = name.partition(".")[0]

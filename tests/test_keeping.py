@@ -19,7 +19,7 @@ from contrastile import autograd, evaluation, problems
 from contrastile.autograd import bodies
 from contrastile.backends.contract import Array, Backend, Block, ColumnForm, Finished, Options, Statistics, Weights
 from contrastile.backends.registry import load
-from contrastile.exchange import gather, ring, schedule
+from contrastile.schedules import gather, ring, schedule
 from contrastile.verify import cases, housing
 from contrastile.verify.run import outcome
 

@@ -17,8 +17,8 @@ import torch
 import contrastile
 from contrastile import problems, validation
 from contrastile.backends import load
-from contrastile.exchange.local import Gradients
 from contrastile.oracle import named
+from contrastile.schedules.local import Gradients
 from contrastile.verify.bounds import bounds
 from contrastile.verify.truth import truth
 

@@ -14,8 +14,8 @@ from torch.nn.functional import cross_entropy, logsigmoid
 import contrastile
 from contrastile import problems
 from contrastile.backends import load
-from contrastile.exchange.communicator import ExchangeError, MismatchError
-from contrastile.exchange.inprocess import InProcess, Town
+from contrastile.comm.communicator import ExchangeError, MismatchError
+from contrastile.comm.inprocess import InProcess, Town
 from contrastile.verify.arithmetic import Spread
 from contrastile.verify.bounds import ORACLE, bounds
 from contrastile.verify.truth import truth

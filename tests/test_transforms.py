@@ -13,7 +13,7 @@ from torch.autograd import forward_ad
 
 import contrastile
 from contrastile import autograd
-from contrastile.exchange.inprocess import InProcess, Town
+from contrastile.comm.inprocess import InProcess, Town
 
 
 def first_argument(loss: Loss) -> Callable[[Tensor], Tensor]:

@@ -13,7 +13,7 @@ from gpu_run.record import Record
 
 from contrastile import clip_loss
 from contrastile.bench.memory import peak_extra
-from contrastile.exchange.placement import Shards, choose
+from contrastile.schedules.placement import Shards, choose
 from ring_run import features
 from ring_run.plan import IN_A_GRAPH, LOCAL, Plan
 from ring_run.ranks import Ranks

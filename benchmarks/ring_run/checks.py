@@ -13,8 +13,8 @@ import torch
 from contrastile import problems
 from contrastile.backends.contract import Accuracy
 from contrastile.backends.registry import load
-from contrastile.exchange.local import Forward
-from contrastile.exchange.problem import Problem
+from contrastile.schedules.local import Forward
+from contrastile.schedules.problem import Problem
 from contrastile.verify.arithmetic import arithmetic
 from contrastile.verify.bounds import bounds
 from contrastile.verify.run import compare

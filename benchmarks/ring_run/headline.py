@@ -8,7 +8,7 @@ from typing import Any
 import torch
 
 from contrastile import clip_loss
-from contrastile.exchange import torchgroup
+from contrastile.comm import torchgroup
 from ring_run import checks, features
 from ring_run.bench import Bench
 from ring_run.plan import AUTO, LOCAL

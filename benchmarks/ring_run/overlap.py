@@ -16,7 +16,7 @@ import torch.distributed as dist
 
 from contrastile.backends.contract import Backend, Block, Options, Pairs, Weights
 from contrastile.backends.registry import load
-from contrastile.exchange.communicator import connect
+from contrastile.comm.communicator import connect
 from ring_run.bench import Bench, Part
 from ring_run.timing import Call, attempt
 

@@ -14,8 +14,8 @@ import torch
 
 from contrastile.backends.contract import Backend, Block, Options, Statistics, Weights
 from contrastile.backends.registry import load
-from contrastile.exchange import local, schedule
-from contrastile.exchange.calls import Calls
+from contrastile.comm.calls import Calls
+from contrastile.schedules import local, schedule
 
 
 class _Done:

@@ -18,7 +18,7 @@ from torch import Tensor
 from contrastile.autograd import functions, operators, transforms
 from contrastile.autograd.bodies import VECTORS, How
 from contrastile.backends.contract import Options
-from contrastile.exchange.problem import Problem
+from contrastile.schedules.problem import Problem
 
 
 def evaluate(problem: Problem, backend: str, options: Options) -> Tensor:

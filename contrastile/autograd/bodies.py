@@ -18,9 +18,9 @@ from contrastile.backends.contract import Backend, Match, Options
 from contrastile.backends.registry import load
 from contrastile.backends.replay import GRAPHS, fits
 from contrastile.evaluation import native
-from contrastile.exchange import local, schedule
-from contrastile.exchange.placement import Placement, decode
-from contrastile.exchange.problem import Problem
+from contrastile.schedules import local, schedule
+from contrastile.schedules.placement import Placement, decode
+from contrastile.schedules.problem import Problem
 
 # the vectors of a Problem, in the order in which they cross
 VECTORS = (

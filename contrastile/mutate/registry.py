@@ -2,7 +2,7 @@
 
 A patch is written like this, below the ``==`` line that names its file in the package::
 
-    == exchange/ring.py
+    == schedules/ring.py
 
     last-shard-skipped: a rank never sees its successor's shard
     - for step in range(n):

@@ -27,9 +27,9 @@ from typing import Any
 import numpy as np
 
 from contrastile.backends.contract import Accuracy, Options
-from contrastile.exchange.problem import Problem
 from contrastile.oracle.arrays import BoolArray, FloatArray, float64
 from contrastile.oracle.sigmoid import sigma, softplus
+from contrastile.schedules.problem import Problem
 from contrastile.verify.arithmetic import Arithmetic, Lengths, Spread, arithmetic, gamma
 from contrastile.verify.rounding import UNIT
 from contrastile.verify.truth import Direction, Outcome, Truth, split

@@ -16,8 +16,8 @@ import numpy as np
 
 from contrastile.backends.contract import Match
 from contrastile.data.wordnet import WordNetPairs, load_wordnet_pairs
-from contrastile.exchange.problem import Problem
 from contrastile.oracle.arrays import FloatArray, IntArray, float64
+from contrastile.schedules.problem import Problem
 from contrastile.verify.rounding import round_to
 from contrastile.verify.truth import masks
 

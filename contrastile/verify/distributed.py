@@ -10,7 +10,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 
 from contrastile.backends.contract import Options
-from contrastile.exchange.placement import Reduction
+from contrastile.schedules.placement import Reduction
 from contrastile.verify import frontdoor, sharded
 from contrastile.verify.properties import Checks, Property, identical
 from contrastile.verify.run import Worst, compare

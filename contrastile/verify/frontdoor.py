@@ -12,10 +12,10 @@ import numpy as np
 
 from contrastile import evaluation, losses
 from contrastile.backends.contract import Array, state_dtype
-from contrastile.exchange.communicator import Communicator
-from contrastile.exchange.placement import Shards
-from contrastile.exchange.problem import Problem
+from contrastile.comm.communicator import Communicator
 from contrastile.oracle.arrays import FloatArray
+from contrastile.schedules.placement import Shards
+from contrastile.schedules.problem import Problem
 from contrastile.verify.bounds import bounds
 from contrastile.verify.properties import Checks, Property
 from contrastile.verify.rounding import UNDERFLOW, UNIT, round_to

@@ -15,7 +15,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Any, TypeVar
 
-from contrastile.exchange.communicator import Communicator, ExchangeError, connect, deadline_or
+from contrastile.comm.communicator import Communicator, ExchangeError, connect, deadline_or
 from contrastile.verify.worlds import WorldError
 
 T = TypeVar("T")

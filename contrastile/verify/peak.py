@@ -14,8 +14,8 @@ import numpy as np
 
 from contrastile.backends.arrays import ArrayLibrary
 from contrastile.backends.contract import Backend, Options
-from contrastile.exchange import schedule
-from contrastile.exchange.problem import Problem
+from contrastile.schedules import schedule
+from contrastile.schedules.problem import Problem
 from contrastile.verify.rounding import round_to
 from contrastile.verify.run import Worst, every_gradient, materialise
 from contrastile.verify.trial import SkipError

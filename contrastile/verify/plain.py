@@ -14,8 +14,8 @@ import numpy as np
 import numpy.typing as npt
 
 from contrastile.backends.contract import Accuracy, state_dtype
-from contrastile.exchange.problem import Problem
 from contrastile.oracle.arrays import BoolArray, FloatArray, float64
+from contrastile.schedules.problem import Problem
 from contrastile.verify.rounding import UNDERFLOW, UNIT, round_to
 from contrastile.verify.run import GRADIENT, Worst, parts
 from contrastile.verify.truth import Direction, Outcome, Truth, split

@@ -14,9 +14,9 @@ from typing import Any
 import numpy as np
 
 from contrastile.backends.contract import STATISTICS, Options
-from contrastile.exchange.local import Wanted
-from contrastile.exchange.problem import Problem
 from contrastile.oracle.general import merge
+from contrastile.schedules.local import Wanted
+from contrastile.schedules.problem import Problem
 from contrastile.verify import housing, memory, peak, rearrange, strategies
 from contrastile.verify.plain import compare_with_plain
 from contrastile.verify.rounding import round_to

@@ -10,7 +10,7 @@ import numpy as np
 import numpy.typing as npt
 
 from contrastile.backends.contract import STATISTICS
-from contrastile.exchange.problem import Problem
+from contrastile.schedules.problem import Problem
 from contrastile.verify.truth import Outcome, masks
 
 IntArray = npt.NDArray[np.int64]

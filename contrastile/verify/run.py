@@ -10,8 +10,8 @@ import numpy as np
 import numpy.typing as npt
 
 from contrastile.backends.contract import STATISTICS, Array, Backend, Block, LseFunction, Options, Statistics
-from contrastile.exchange import local, schedule
-from contrastile.exchange.problem import Problem
+from contrastile.schedules import local, schedule
+from contrastile.schedules.problem import Problem
 from contrastile.verify.truth import Outcome
 
 FloatArray = npt.NDArray[np.float64]

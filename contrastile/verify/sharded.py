@@ -9,8 +9,8 @@ from typing import TYPE_CHECKING, cast
 import numpy as np
 
 from contrastile.backends.contract import Options
-from contrastile.exchange.communicator import Communicator
-from contrastile.exchange.placement import Placement, Reduction
+from contrastile.comm.communicator import Communicator
+from contrastile.schedules.placement import Placement, Reduction
 from contrastile.verify import strategies
 from contrastile.verify.bounds import bounds
 from contrastile.verify.run import Worst, compare

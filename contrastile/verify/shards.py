@@ -14,8 +14,8 @@ import numpy as np
 import numpy.typing as npt
 
 from contrastile.backends.contract import STATISTICS
-from contrastile.exchange.placement import Placement, Shards
-from contrastile.exchange.problem import Problem
+from contrastile.schedules.placement import Placement, Shards
+from contrastile.schedules.problem import Problem
 from contrastile.verify import rearrange
 from contrastile.verify.arithmetic import Spread
 from contrastile.verify.truth import Outcome

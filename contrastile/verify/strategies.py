@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any, TypeVar
 import numpy as np
 
 from contrastile.backends.contract import Options, UnsupportedProblemError
-from contrastile.exchange.problem import Problem
+from contrastile.schedules.problem import Problem
 from contrastile.verify import rearrange
 from contrastile.verify.rounding import round_to
 from contrastile.verify.run import FloatArray, Worst, compare

@@ -11,7 +11,7 @@ from typing import Any
 import numpy as np
 
 from contrastile.backends.contract import Accuracy, Backend, Options
-from contrastile.exchange.problem import Problem
+from contrastile.schedules.problem import Problem
 from contrastile.verify import facts
 from contrastile.verify.arithmetic import Spread
 from contrastile.verify.bounds import bounds

@@ -6,7 +6,6 @@ from dataclasses import dataclass, field
 
 import numpy as np
 
-from contrastile.exchange.problem import Problem
 from contrastile.oracle.arrays import BoolArray, FloatArray, float64
 from contrastile.oracle.general import (
     expected_logit,
@@ -19,6 +18,7 @@ from contrastile.oracle.general import (
 )
 from contrastile.oracle.pairs import admitted_pairs, positive_pairs
 from contrastile.oracle.sigmoid import gradient_of_sigmoid_logits, sigma, sigmoid_terms
+from contrastile.schedules.problem import Problem
 
 
 @dataclass(frozen=True)

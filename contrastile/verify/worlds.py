@@ -12,8 +12,8 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any, Protocol, TypeVar
 
-from contrastile.exchange.communicator import Communicator
-from contrastile.exchange.inprocess import Town
+from contrastile.comm.communicator import Communicator
+from contrastile.comm.inprocess import Town
 
 T = TypeVar("T")
 

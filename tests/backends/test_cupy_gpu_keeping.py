@@ -13,8 +13,8 @@ from capturing import captured
 import contrastile
 from contrastile.backends.contract import Options
 from contrastile.backends.registry import load
-from contrastile.exchange import local, schedule
-from contrastile.exchange.problem import Problem
+from contrastile.schedules import local, schedule
+from contrastile.schedules.problem import Problem
 from contrastile.verify.bounds import bounds
 from contrastile.verify.properties import identical
 from contrastile.verify.rounding import round_to

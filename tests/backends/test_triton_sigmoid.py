@@ -17,7 +17,7 @@ torch = pytest.importorskip("torch")
 pytest.importorskip("triton")
 
 from contrastile.backends.triton import backend, sigmoid  # noqa: E402
-from contrastile.exchange.problem import Problem  # noqa: E402
+from contrastile.schedules.problem import Problem  # noqa: E402
 from contrastile.verify import cases  # noqa: E402
 from contrastile.verify.rounding import round_to  # noqa: E402
 from contrastile.verify.run import compare  # noqa: E402

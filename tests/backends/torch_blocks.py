@@ -10,7 +10,7 @@ import torch
 
 from contrastile.backends.contract import STATISTICS, Block, Options, Pairs, Weights
 from contrastile.backends.torch import backend, products
-from contrastile.exchange.problem import Problem
+from contrastile.schedules.problem import Problem
 from contrastile.verify.bounds import bounds
 from contrastile.verify.run import Worst, compare, outcome
 from contrastile.verify.truth import Truth, truth

@@ -21,7 +21,7 @@ from ring_run.sampled import Scene
 from contrastile import clip_loss, problems
 from contrastile.backends import load
 from contrastile.backends.contract import Accuracy
-from contrastile.exchange.inprocess import InProcess, Town
+from contrastile.comm.inprocess import InProcess, Town
 from contrastile.verify.arithmetic import Spread, arithmetic
 from contrastile.verify.bounds import bounds
 from contrastile.verify.truth import truth

@@ -5,9 +5,9 @@ from __future__ import annotations
 import numpy as np
 from paper_bounds import Ball, concatenate, contrastive
 
-from contrastile.oracle.collectives import row_slices
-from contrastile.oracle.gradcache import Encoder
-from contrastile.oracle.gradcache_distance import Distance
+from contrastile.oracle.papers.collectives import row_slices
+from contrastile.oracle.papers.gradcache import Encoder
+from contrastile.oracle.papers.gradcache_distance import Distance
 
 KEPT = 0.75
 EPSILON = 2.0**-10

@@ -12,8 +12,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from oracle_problems import RAGGED, Problem, on_grid, problems
 
-from contrastile.oracle.blocks import Block, gradients_over_blocks, loss_over_blocks, lse_over_blocks
 from contrastile.oracle.general import gradient_of_logits, gradients, loss, merge, row_lse
+from contrastile.oracle.papers.blocks import Block, gradients_over_blocks, loss_over_blocks, lse_over_blocks
 
 
 def cut(p: Problem, places: list[int], both_ways: bool, queue: bool = False) -> list[Block]:

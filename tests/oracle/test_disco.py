@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 from paper_bounds import Ball, agrees, agrees_with_differences, contrastive, exact
 from paper_towers import LINEAR
 
-from contrastile.oracle import collectives, disco
+from contrastile.oracle.papers import collectives, disco
 
 
 def shards(rng, sizes, D):

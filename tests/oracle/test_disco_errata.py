@@ -5,7 +5,7 @@ import pytest
 from paper_bounds import agrees, contrastive
 from paper_towers import LINEAR
 
-from contrastile.oracle import collectives, disco, disco_as_printed
+from contrastile.oracle.papers import collectives, disco, disco_as_printed
 
 
 def batch(sizes, D=5, seed=0):

@@ -20,9 +20,9 @@ from paper_bounds import (
 )
 from paper_towers import BATCH_NORM, BILINEAR, DROPOUT, KEPT, LINEAR, TANH, ball_forward, ball_step, ball_vjp, mask
 
-from contrastile.oracle import gradcache, gradcache_distance
-from contrastile.oracle.collectives import row_slices
-from contrastile.oracle.gradcache import Tower
+from contrastile.oracle.papers import gradcache, gradcache_distance
+from contrastile.oracle.papers.collectives import row_slices
+from contrastile.oracle.papers.gradcache import Tower
 
 SIZES = st.lists(st.integers(0, 4), min_size=1, max_size=4).filter(any)
 

@@ -7,8 +7,8 @@ import pytest
 from paper_bounds import Ball, agrees, contrastive
 from paper_towers import BATCH_NORM, DROPOUT, TANH, ball_step
 
-from contrastile.oracle import gradcache, gradcache_as_printed
-from contrastile.oracle.gradcache import Tower
+from contrastile.oracle.papers import gradcache, gradcache_as_printed
+from contrastile.oracle.papers.gradcache import Tower
 
 
 def representations(seed=0, m=7, n=11, d=5):

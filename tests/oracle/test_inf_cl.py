@@ -10,10 +10,10 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from oracle_problems import Problem, on_grid
 
-from contrastile.oracle import inf_cl
 from contrastile.oracle.general import gradient_of_logits, row_lse
 from contrastile.oracle.named import info_nce
 from contrastile.oracle.pairs import Pairs
+from contrastile.oracle.papers import inf_cl
 
 
 def batch(seed: int, b: int, c: int, heat: float = 1.0) -> Problem:

@@ -7,10 +7,10 @@ import pytest
 from float64_bound import UNIT_ROUNDOFF, SoftmaxBound, assert_within
 from test_inf_cl import batch, shards
 
-from contrastile.oracle import inf_cl
-from contrastile.oracle import inf_cl_as_printed as as_printed
 from contrastile.oracle.general import row_lse
 from contrastile.oracle.named import info_nce
+from contrastile.oracle.papers import inf_cl
+from contrastile.oracle.papers import inf_cl_as_printed as as_printed
 
 P = batch(6, 11, 4)
 L = row_lse(P.x, P.A)

@@ -10,7 +10,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from paper_bounds import DIGITS, Ball, agrees, agrees_with_differences, encloses
 
-from contrastile.oracle import mbs, mbs_segmentation
+from contrastile.oracle.papers import mbs, mbs_segmentation
 
 SIZES = st.tuples(st.integers(1, 33), st.integers(1, 40))
 

@@ -6,7 +6,7 @@ from paper_bounds import Ball, agrees
 from paper_towers import BATCH_NORM
 from test_mbs import Regression, dice_balls, images
 
-from contrastile.oracle import mbs, mbs_as_printed, mbs_segmentation
+from contrastile.oracle.papers import mbs, mbs_as_printed, mbs_segmentation
 
 
 def weights(algorithm, N_B, N_mu):

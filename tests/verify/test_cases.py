@@ -8,7 +8,7 @@ from dataclasses import fields
 import numpy as np
 import pytest
 
-from contrastile.exchange.problem import Problem
+from contrastile.schedules.problem import Problem
 from contrastile.verify.cases import CASES, build, names
 from contrastile.verify.rounding import UNIT, round_to
 from contrastile.verify.truth import Truth, truth

@@ -15,7 +15,7 @@ os.environ["TRITON_INTERPRET"] = "1"
 
 from contrastile.backends.registry import load
 from contrastile.cli import main
-from contrastile.exchange.placement import Shards
+from contrastile.schedules.placement import Shards
 from contrastile.verify import cases, sharded, strategies
 from contrastile.verify.arithmetic import Spread, arithmetic
 from contrastile.verify.bounds import ORACLE, bounds

@@ -9,8 +9,8 @@ import numpy as np
 import pytest
 
 from contrastile.backends.contract import STATISTICS
-from contrastile.exchange.problem import Problem
 from contrastile.oracle.named import clip, info_nce, nt_xent, siglip, sup_con
+from contrastile.schedules.problem import Problem
 from contrastile.verify.bounds import ORACLE, bounds
 from contrastile.verify.cases import build, names
 from contrastile.verify.truth import masks, truth

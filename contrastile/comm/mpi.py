@@ -1,0 +1,196 @@
+"""The exchange over MPI, by mpi4py: arrays on the host without copies; on a device by NCCL, or through the host.
+
+``mpirun -n 4 python -m mpi4py program.py``: with ``-m mpi4py`` a rank that raises ends all ranks at once. Without it
+it waits in MPI_Finalize until the others have waited for it in vain.
+"""
+
+from __future__ import annotations
+
+import atexit
+import time
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from typing import Any, cast
+
+from mpi4py import MPI
+
+from contrastile.backends.contract import Array
+from contrastile.comm import buffers, watch
+from contrastile.comm.calls import Conflict
+from contrastile.comm.communicator import (
+    Communicator,
+    Connecting,
+    ExchangeError,
+    MismatchError,
+    deadline_and_error,
+    deadline_or,
+    refuse,
+)
+from contrastile.comm.peers import NUMBERS, Channel, Parts, Peers
+from contrastile.comm.watch import Silence, Word
+
+_LAST_WORDS = NUMBERS + 1
+_LONGEST_WORDS = 4096
+_SAME = "every rank must make the same calls in the same order, forward and backward"
+
+
+def of(comm: Any, deadline: float | None = None) -> Communicator:
+    """The communicator of an mpi4py communicator; made once, and freed with it.
+
+    Args:
+        comm: an intracommunicator; every rank of it calls this the first time.
+        deadline: see ``communicator.connect``.
+
+    Raises:
+        TypeError: it is no intracommunicator.
+        ExchangeError: a rank did not call within the deadline.
+    """
+    if not isinstance(comm, MPI.Intracomm) or comm == MPI.COMM_NULL:
+        raise TypeError(f"group must be an MPI intracommunicator, got {type(comm).__name__}; pass e.g. MPI.COMM_WORLD")
+    with _CONNECTING.lock(MPI._handleof(comm)):
+        found = cast("Peers | None", comm.Get_attr(_key()))
+        if found is None:
+            found = _connect(comm, deadline)
+            comm.Set_attr(_key(), found)
+            return found
+    if deadline is not None:
+        found.deadline = deadline_or(deadline)
+    return found
+
+
+def _connect(comm: Any, given: float | None) -> Peers:
+    rank, size = comm.Get_rank(), comm.Get_size()
+    if size == 1:
+        return Peers(rank, size, deadline_or(given), None)
+    deadline, error = deadline_and_error(given)
+    # a communicator of its own: no message of the program's can meet one of these
+    own, request = comm.Idup()
+    if not watch.until(request.Test, watch.patience(deadline)):
+        raise ExchangeError(
+            f"a rank did not connect the group within {deadline:g} s; every rank of the group must call the loss"
+        )
+    own.Set_errhandler(MPI.ERRORS_RETURN)
+    titles = own.Get_group().Translate_ranks(list(range(size)), MPI.COMM_WORLD.Get_group())
+    found = Peers(rank, size, deadline, MPIChannel(own), on_device, titles)
+    try:
+        refuse(found.tell(error))
+    except MismatchError:
+        # on every rank: freeing is collective
+        own.Free()
+        raise
+    return found
+
+
+def on_device(peers: Peers, like: Array) -> Channel | None:
+    """NCCL where every rank has it and a GPU of its own, else None: through the host."""
+    from contrastile.comm import nccl
+
+    return nccl.channel(peers, like)
+
+
+_KEYS: list[int] = []
+_CONNECTING = Connecting()
+
+
+def _key() -> int:
+    """The attribute that keeps the communicator with the one it was made of."""
+    with _CONNECTING.lock(None):
+        if not _KEYS:
+            # freeing a communicator is collective, and so is freeing the one that goes with it
+            _KEYS.append(MPI.Comm.Create_keyval(delete_fn=lambda comm, key, peers: peers.close()))
+        return _KEYS[0]
+
+
+@dataclass(slots=True, eq=False)
+class MPIChannel:
+    """Bytes on the host, by nonblocking messages between pairs."""
+
+    comm: Any
+    _under_way: dict[int, _Posted] = field(default_factory=dict)
+    _words: list[Any] = field(default_factory=list)
+
+    name = "mpi"
+
+    def post(self, outgoing: Parts, incoming: Parts, number: int, seconds: Callable[[], float]) -> _Posted:
+        requests: list[Any] = []
+        ranks: list[int] = []
+        sizes: list[int] = []
+        # receives first: what arrives early then needs no buffer of the engine's
+        for post, parts in ((self.comm.Irecv, incoming), (self.comm.Isend, outgoing)):
+            for rank, xs in parts.items():
+                for piece in (piece for x in xs for piece in buffers.pieces(x)):
+                    requests.append(post([piece, MPI.BYTE], rank, number))
+                    ranks.append(rank)
+                    sizes += [piece.size] if parts is incoming else []
+        posted = _Posted(self, requests, ranks, sizes, (outgoing, incoming), seconds)
+        # the engine writes into these arrays until the message is done, also when nobody waits for it any more
+        self._under_way[id(posted)] = posted
+        return posted
+
+    def prepare(self, size: int) -> bool:
+        return False
+
+    def give_up(self, word: Word, seconds: float) -> Mapping[int, Word]:
+        size, rank = self.comm.Get_size(), self.comm.Get_rank()
+        atexit.register(self._abandon)
+        text = word.encode().encode()[:_LONGEST_WORDS]
+        for other in range(size):
+            if other != rank:
+                # a message as small as this goes without its receiver's help; it is never waited for
+                self._words.append((self.comm.Isend([text, MPI.BYTE], other, _LAST_WORDS), text))
+        heard: dict[int, Word] = {}
+        status, buffer = MPI.Status(), bytearray(_LONGEST_WORDS)
+        end = time.monotonic() + seconds
+        while len(heard) < size - 1 and time.monotonic() < end:
+            if self.comm.Iprobe(MPI.ANY_SOURCE, _LAST_WORDS, status):
+                source, count = status.Get_source(), status.Get_count(MPI.BYTE)
+                self.comm.Recv([buffer, MPI.BYTE], source, _LAST_WORDS)
+                heard[source] = Word.decode(buffer[:count].decode())
+            else:
+                time.sleep(0.005)
+        return heard
+
+    def _abandon(self) -> None:
+        # MPI_Finalize would wait for the rank that is missing
+        if not MPI.Is_finalized():
+            self.comm.Abort(1)
+
+    def close(self) -> None:
+        if self.comm != MPI.COMM_NULL:
+            self.comm.Free()
+
+
+@dataclass(slots=True, eq=False)
+class _Posted:
+    """Requests under way, receives first, with the ranks they are from or to and the arrays they belong to.
+
+    ``sizes`` are the bytes of what is received.
+    """
+
+    channel: MPIChannel
+    requests: list[Any]
+    ranks: list[int]
+    sizes: list[int]
+    held: Any
+    seconds: Callable[[], float]
+
+    def wait(self) -> None:
+        statuses = [MPI.Status() for _ in self.requests]
+        try:
+            arrived = watch.until(lambda: MPI.Request.Testall(self.requests, statuses), self.seconds())
+        except MPI.Exception as error:
+            for rank, status in zip(self.ranks, statuses, strict=True):
+                if MPI.Get_error_class(status.Get_error()) == MPI.ERR_TRUNCATE:
+                    raise Conflict(f"rank {rank} sent more bytes than were to come; {_SAME}") from error
+            raise Silence(self._unanswered(), f"cannot be reached ({error.Get_error_string()})") from error
+        if not arrived:
+            raise Silence(self._unanswered(), "did not answer")
+        for rank, size, status in zip(self.ranks, self.sizes, statuses, strict=False):
+            if status.Get_count(MPI.BYTE) != size:
+                came = status.Get_count(MPI.BYTE)
+                raise Conflict(f"rank {rank} sent {came} bytes where {size} were to come; {_SAME}")
+        del self.channel._under_way[id(self)]
+
+    def _unanswered(self) -> list[int]:
+        open_ones = zip(self.requests, self.ranks, strict=True)
+        return sorted({rank for request, rank in open_ones if request != MPI.REQUEST_NULL and not request.Test()})

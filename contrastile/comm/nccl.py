@@ -1,0 +1,219 @@
+"""The exchange by NCCL's own calls, through ctypes: arrays on GPUs, whichever library has them.
+
+torch.distributed's and CuPy's ways to NCCL cost the host several times what the calls themselves do. The library is the
+one that torch or CuPy has loaded; it is brought up over messages of the host. Transfers run on a stream of their own:
+it waits for what the current stream has queued when a message is posted, and the current stream waits for it when the
+message is waited for.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import json
+from collections.abc import Callable, Mapping
+from contextlib import suppress
+from ctypes import byref, c_char_p, c_int, c_size_t, c_void_p
+from dataclasses import dataclass
+from importlib.util import find_spec
+from typing import Any
+
+from contrastile.backends.arrays import library_of
+from contrastile.backends.contract import Array
+from contrastile.comm.buffers import nbytes
+from contrastile.comm.communicator import Pending
+from contrastile.comm.copies import CopyChannel
+from contrastile.comm.driver import DriverError, Gpu, bystander
+from contrastile.comm.peers import Channel, Parts, Peers
+from contrastile.comm.watch import Flight, Watch, Word
+from contrastile.comm.wires import host
+
+_NAME = "libnccl.so.2"
+_BYTES = 1
+_KEY = 128
+
+
+class NCCLError(RuntimeError):
+    """A call of NCCL failed."""
+
+
+class _Key(ctypes.Structure):
+    _fields_ = [("content", ctypes.c_byte * _KEY)]
+
+
+class NCCL:
+    """NCCL's calls. A communicator is a number, and so are streams and addresses.
+
+    Raises:
+        NCCLError: there is no such library in this process, or it lacks a call.
+    """
+
+    def __init__(self) -> None:
+        try:
+            self._nccl: Any = _library()
+            self._nccl.ncclGetErrorString.restype = c_char_p
+            self._send, self._receive = self._nccl.ncclSend, self._nccl.ncclRecv
+            for call in (self._send, self._receive):
+                # conversions by the interpreter would cost more than the call
+                call.argtypes = (c_void_p, c_size_t, c_int, c_int, c_void_p, c_void_p)
+        except (OSError, AttributeError) as error:
+            raise NCCLError(f"no NCCL: {error}") from error
+
+    def _check(self, name: str, code: int) -> None:
+        if code:
+            text = self._nccl.ncclGetErrorString(c_int(code))
+            raise NCCLError(f"{name}: {text.decode() if isinstance(text, bytes) else code}")
+
+    def key(self) -> bytes:
+        """What the ranks of a new communicator have in common."""
+        key = _Key()
+        self._check("ncclGetUniqueId", self._nccl.ncclGetUniqueId(byref(key)))
+        return bytes(key.content)
+
+    def connect(self, key: bytes, rank: int, size: int) -> int:
+        """A communicator on the thread's current GPU; it waits for the other ranks."""
+        found = c_void_p()
+        given = _Key((ctypes.c_byte * _KEY).from_buffer_copy(key))
+        self._check("ncclCommInitRank", self._nccl.ncclCommInitRank(byref(found), c_int(size), given, c_int(rank)))
+        return found.value or 0
+
+    def exchange(
+        self, communicator: int, stream: int, outgoing: Parts, incoming: Parts, at: Callable[[Array], int]
+    ) -> None:
+        """Queue all of a message on a stream; ``at`` gives an array's address."""
+        # what goes to several ranks is looked at once
+        every = {id(x): x for parts in (outgoing, incoming) for xs in parts.values() for x in xs}
+        spans = {key: (at(x), nbytes(x)) for key, x in every.items()}
+        self._check("ncclGroupStart", self._nccl.ncclGroupStart())
+        codes = [
+            call(*spans[id(x)], _BYTES, rank, communicator, stream)
+            for call, parts in ((self._receive, incoming), (self._send, outgoing))
+            for rank, xs in parts.items()
+            for x in xs
+        ]
+        code = self._nccl.ncclGroupEnd()
+        self._check("a message", max(codes) or code)
+
+    def abort(self, communicator: int) -> None:
+        """End a communicator and what it has under way."""
+        self._check("ncclCommAbort", self._nccl.ncclCommAbort(c_void_p(communicator)))
+
+
+def _library() -> Any:
+    """The library that torch has loaded, or the one that CuPy was installed with."""
+    with suppress(OSError):
+        return ctypes.CDLL(_NAME)
+    if find_spec("cupy") is not None:
+        with suppress(ImportError):
+            # it knows where to look
+            import cupy.cuda.nccl  # noqa: F401
+    return ctypes.CDLL(_NAME)
+
+
+def channel(peers: Peers, like: Array) -> Channel | None:
+    """NCCL between the GPUs of all ranks, and copies; None where a rank lacks NCCL, or two share a GPU.
+
+    Every rank calls this at the same message, and they decide together.
+
+    Args:
+        peers: the ranks, who can talk to each other on the host.
+        like: an array on this rank's GPU.
+    """
+    number = int(library_of(like).place(like).rpartition(":")[2])
+    place, key, here = "", "", None
+    with suppress(NCCLError, DriverError):
+        nccl, gpu = NCCL(), Gpu(number)
+        key = nccl.key().hex() if peers.rank == 0 else ""
+        place, here = gpu.place(), (nccl, gpu)
+    everywhere = [json.loads(x) for x in peers.tell(json.dumps([host(), place, key]))]
+    places = {(x, y) for x, y, _ in everywhere}
+    if here is None or not all(place for _, place in places) or len(places) < peers.size:
+        return None
+    nccl, gpu = here
+    watch = Watch(lambda: peers.deadline, begin=bystander)
+    connected = False
+    watch.add(Flight(lambda: True, lambda: connected, tuple(range(peers.size))))
+    with gpu.active():
+        communicator = nccl.connect(bytes.fromhex(everywhere[0][2]), peers.rank, peers.size)
+        # of the highest priority: a transfer starts before a kernel queued behind it takes every multiprocessor
+        stream = gpu.stream()
+    connected = True
+    sending = NCCLChannel(nccl, communicator, gpu, stream, watch)
+    return CopyChannel(sending, watch, peers.rank, peers.size, peers.tell, lambda: Gpu(number))
+
+
+@dataclass(slots=True, eq=False)
+class NCCLChannel:
+    """Arrays on GPUs, all of a message in one NCCL group call.
+
+    Attributes:
+        nccl: its calls.
+        communicator: between the ranks.
+        gpu: this rank's.
+        stream: where the transfers run.
+        watch: raises where the host may, and ends the process where it cannot.
+    """
+
+    nccl: NCCL
+    communicator: int
+    gpu: Gpu
+    stream: int
+    watch: Watch
+    _captured: bool = False
+
+    name = "nccl"
+
+    def post(self, outgoing: Parts, incoming: Parts, number: int, seconds: Callable[[], float]) -> Pending:
+        gpu = self.gpu
+        like = next(x for xs in (*outgoing.values(), *incoming.values()) for x in xs)
+        with gpu.active():
+            now = gpu.current(like)
+            captured = gpu.capturing(now)
+            self._captured |= captured
+            if not captured:
+                self.watch.admit()
+            ready = gpu.record(now)
+            queued = _Queued(gpu, like, (outgoing, incoming))
+            if not captured:
+                # before anything is queued: pairs that meet for the first time wait for each other in the call.
+                # Of a captured message the events say nothing of any replay, and asking them is an error
+                ranks = tuple(sorted({*outgoing, *incoming}))
+                self.watch.add(Flight(lambda: gpu.passed(ready), queued.arrived, ranks, queued))
+            gpu.follow(self.stream, ready)
+            self.nccl.exchange(self.communicator, self.stream, outgoing, incoming, gpu.address)
+            queued.done = gpu.record(self.stream)
+        return queued
+
+    def prepare(self, size: int) -> bool:
+        return False
+
+    def give_up(self, word: Word, seconds: float) -> Mapping[int, Word]:
+        return {}
+
+    def close(self) -> None:
+        self.watch.close()
+        if not self._captured:
+            # NCCL would wait for the graphs to go that have messages of this communicator in them
+            self.nccl.abort(self.communicator)
+
+
+@dataclass(slots=True, eq=False)
+class _Queued:
+    """A transfer that the current stream waits for."""
+
+    gpu: Gpu
+    like: Array
+    held: object
+    done: Any = None
+
+    def arrived(self) -> bool:
+        """Whether it has; a message that was broken off is never done."""
+        with suppress(DriverError):
+            return self.done is not None and self.gpu.passed(self.done)
+        return False
+
+    def wait(self) -> None:
+        gpu = self.gpu
+        with gpu.active():
+            gpu.follow(gpu.current(self.like), self.done)
+        # from here on the order of the stream keeps the arrays' memory from being used too early
+        self.held = self.like = None

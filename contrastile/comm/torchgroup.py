@@ -1,0 +1,378 @@
+"""The exchange over torch.distributed: NCCL for arrays on GPUs, gloo for arrays on the host, any process group.
+
+Each group gets engines of its own: gloo for what the host must know, so that agreeing never waits for work that is
+queued on a GPU; and, where the group itself uses NCCL, NCCL from the first message of arrays on a GPU. That costs one
+more NCCL communicator, and buys that no transfer queues behind the gradients that DDP is reducing. They are made
+below torch's registry of groups, whose names depend on how many groups a process is in.
+"""
+
+from __future__ import annotations
+
+import secrets
+import threading
+import time
+from collections import Counter
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import suppress
+from dataclasses import dataclass, field
+from datetime import timedelta
+from typing import Any
+from weakref import WeakKeyDictionary, finalize
+
+import torch
+import torch.distributed as dist
+
+from contrastile.backends.arrays import library_of, working_for
+from contrastile.backends.contract import Array
+from contrastile.comm import buffers, nccl, watch, wires
+from contrastile.comm.communicator import (
+    Communicator,
+    Connecting,
+    ExchangeError,
+    Pending,
+    deadline_and_error,
+    deadline_or,
+    refuse,
+)
+from contrastile.comm.copies import CopyChannel
+from contrastile.comm.driver import Gpu, bystander
+from contrastile.comm.peers import Channel, Parts, Peers
+from contrastile.comm.watch import Flight, Silence, Watch, Word
+
+_BACKSTOP = 600.0
+# since torch 2.8
+_CLONES = hasattr(getattr(dist, "Store", None), "clone")
+
+_KNOWN: WeakKeyDictionary[Any, Peers] = WeakKeyDictionary()
+_CONNECTED: Counter[str] = Counter()
+_CONNECTING = Connecting()
+
+
+def of(group: Any, deadline: float | None = None) -> Communicator:
+    """The communicator of a process group; made once, and kept as long as the group is.
+
+    Args:
+        group: a ProcessGroup that this process is in, or "world" for the default group.
+        deadline: see ``communicator.connect``.
+
+    Raises:
+        TypeError: it is neither.
+        ExchangeError: there is no default group, or a rank did not call within the deadline.
+    """
+    if not dist.is_available() or not dist.is_initialized():
+        raise ExchangeError(
+            "group='world' needs the default group, got none; call torch.distributed.init_process_group() first"
+        )
+    known = dist.group.WORLD if isinstance(group, str) and group == "world" else group
+    if not isinstance(known, dist.ProcessGroup):
+        raise TypeError(f"group must be a ProcessGroup that this process is in, or 'world', got {group!r}")
+    with _CONNECTING.lock(known.group_name):
+        found = _KNOWN.get(known)
+        if found is None:
+            found = _KNOWN[known] = _connect(known, deadline)
+            finalize(known, found.close)
+            return found
+    if deadline is not None:
+        found.deadline = deadline_or(deadline)
+    return found
+
+
+def _connect(group: Any, given: float | None) -> Peers:
+    ranks, rank = dist.get_process_group_ranks(group), dist.get_rank(group)
+    if len(ranks) == 1:
+        return Peers(rank, 1, deadline_or(given), None)
+    deadline, error = deadline_and_error(given)
+    _CONNECTED[group.group_name] += 1
+    name = f"contrastile/{group.group_name}/{_CONNECTED[group.group_name]}"
+    store = _store(name, rank, deadline)
+
+    def tell(matter: str, text: str) -> list[str]:
+        return _told(store, matter, text, rank, ranks, deadline)
+
+    # engines that connect would not say who has not come
+    refuse(tell("here", error))
+    patience = watch.patience(deadline)
+    engine: Any = dist.ProcessGroupGloo(_below(store, "gloo"), rank, len(ranks), timedelta(seconds=patience))
+    has_nccl = "nccl" in str(dist.get_backend_config(group))
+
+    def on_device(peers: Peers, like: Array) -> Channel | None:
+        return _nccl_channel(peers, like, _below(store, "nccl"), ranks) if has_nccl else None
+
+    host = GlooChannel(engine, rank, len(ranks), store)
+    return Peers(rank, len(ranks), deadline, host, on_device, ranks, wires.connect(rank, len(ranks), tell, patience))
+
+
+def _told(store: Any, matter: str, text: str, rank: int, ranks: Sequence[int], deadline: float) -> list[str]:
+    """Everybody's text about a matter, by rank.
+
+    Raises:
+        ExchangeError: some rank has left none within the deadline.
+    """
+    keys = [f"{matter}/{r}" for r in range(len(ranks))]
+    store.set(keys[rank], text)
+    with suppress(RuntimeError):
+        store.wait(keys, timedelta(seconds=watch.patience(deadline)))
+        return [store.get(key).decode() for key in keys]
+    absent = ", ".join(str(ranks[r]) for r, key in enumerate(keys) if not store.check([key]))
+    raise _absent(absent, deadline)
+
+
+def _absent(ranks: str, deadline: float) -> ExchangeError:
+    return ExchangeError(
+        f"rank(s) {ranks} did not connect the group within {deadline:g} s; every rank of it must call the loss"
+    )
+
+
+def _store(name: str, rank: int, deadline: float) -> Any:
+    """The default group's store, with names of its own and over a connection of its own.
+
+    A thread that waits in one connection holds up every other thread there, whatever group it connects.
+    """
+    c10d: Any = dist
+    store = c10d.distributed_c10d._get_default_store()
+    if _CLONES:
+        return _below(store.clone(), name)
+    tcp = store
+    while isinstance(tcp, c10d.PrefixStore):
+        tcp = tcp.underlying_store
+    if not isinstance(tcp, c10d.TCPStore):
+        return _below(store, name)
+    # what the default group's names begin with is not to be had: rank 0 makes up another beginning
+    if rank == 0:
+        store.set(name, secrets.token_hex(16))
+    if not watch.until(lambda: store.check([name]), watch.patience(deadline)):
+        raise _absent("0 of the group", deadline)
+    own = c10d.TCPStore(tcp.host, tcp.port, is_master=False, wait_for_workers=False)
+    return _below(own, store.get(name).decode())
+
+
+def _below(store: Any, name: str) -> Any:
+    """The store with names of its own."""
+    return dist.PrefixStore(name, store)  # type: ignore[attr-defined]
+
+
+@dataclass(slots=True, eq=False)
+class GlooChannel:
+    """Bytes on the host, by gloo's messages between pairs.
+
+    Attributes:
+        engine: gloo, over these ranks.
+        rank: this rank's number.
+        size: how many.
+        store: where ranks that give up leave word.
+    """
+
+    engine: Any
+    rank: int
+    size: int
+    store: Any
+    _under_way: dict[int, _Posted] = field(default_factory=dict)
+
+    name = "torch gloo"
+
+    def post(self, outgoing: Parts, incoming: Parts, number: int, seconds: Callable[[], float]) -> _Posted:
+        works: list[tuple[int, Any]] = []
+        for post, parts in ((self.engine.recv, incoming), (self.engine.send, outgoing)):
+            for rank, xs in parts.items():
+                for piece in (piece for x in xs for piece in buffers.pieces(x)):
+                    # torch has no tensors that may not be written to, and warns of one
+                    tensor = torch.from_numpy(piece if piece.flags.writeable else piece.copy())
+                    with _reaching(rank):
+                        works.append((rank, post([tensor], rank, number)))
+        posted = _Posted(self, works, (outgoing, incoming), seconds)
+        # gloo writes into these arrays until the message is done, also when nobody waits for it any more
+        self._under_way[id(posted)] = posted
+        return posted
+
+    def prepare(self, size: int) -> bool:
+        return False
+
+    def give_up(self, word: Word, seconds: float) -> Mapping[int, Word]:
+        heard: dict[int, Word] = {}
+        end = time.monotonic() + seconds
+
+        def ask() -> None:
+            self.store.set(f"gone/{self.rank}", word.encode())
+            while len(heard) < self.size - 1 and time.monotonic() < end:
+                for other in range(self.size):
+                    if other != self.rank and other not in heard and self.store.check([f"gone/{other}"]):
+                        heard[other] = Word.decode(self.store.get(f"gone/{other}").decode())
+                time.sleep(0.01)
+
+        def attempt() -> None:
+            # no store, no answers: the rank that was waited for is named all the same
+            with suppress(RuntimeError):
+                ask()
+
+        # the store's server may be gone with its rank, and asking it then lasts longer than there is time
+        thread = threading.Thread(target=attempt, daemon=True)
+        thread.start()
+        thread.join(seconds)
+        return dict(heard)
+
+    def close(self) -> None:
+        self.engine = None
+
+
+@dataclass(slots=True, eq=False)
+class _Posted:
+    """Messages under way, with the rank each is from or to."""
+
+    channel: GlooChannel
+    works: list[tuple[int, Any]]
+    held: Any
+    seconds: Callable[[], float]
+
+    def wait(self) -> None:
+        end = time.monotonic() + self.seconds()
+        for rank, work in self.works:
+            with _reaching(rank):
+                work.wait(timedelta(seconds=max(end - time.monotonic(), 0.001)))
+        del self.channel._under_way[id(self)]
+
+
+class _reaching:  # noqa: N801 - read as a statement
+    """While open, what torch.distributed raises is this rank's silence."""
+
+    def __init__(self, rank: int) -> None:
+        self.rank = rank
+
+    def __enter__(self) -> None:
+        pass
+
+    def __exit__(self, kind: object, error: BaseException | None, trace: object) -> None:
+        if isinstance(error, RuntimeError):
+            said = str(error).partition("\n")[0]
+            # gloo puts its place before what it says, and the other's address behind it
+            text = said.rpartition(".cc:")[2].partition("] ")[2].partition(" [")[0] or said
+            how = "did not answer" if "imed out" in text else f"cannot be reached ({text})"
+            raise Silence([self.rank], how) from error
+
+
+def _nccl_channel(peers: Peers, like: Array, store: Any, ranks: Sequence[int]) -> Channel:
+    """NCCL between the same ranks, and copies; every rank of the group calls this at the same message."""
+    found = nccl.channel(peers, like)
+    if found is not None:
+        return found
+    # a torch that has NCCL within itself
+    # a transfer starts before the blocks of a kernel that is queued behind it take every multiprocessor
+    options: Any = dist.ProcessGroupNCCL.Options(is_high_priority_stream=True)
+    # NCCL's own watchdog counts from the posting, compute that is queued before included: here it is the last resort
+    options._timeout = timedelta(seconds=max(_BACKSTOP, 10 * peers.deadline))
+    options.global_ranks_in_group = list(ranks)
+    engine: Any = dist.ProcessGroupNCCL(store, peers.rank, peers.size, options)
+    channel = ThroughTorch(engine, Watch(lambda: peers.deadline, begin=bystander))
+    device = _device(like)
+    channel.open(device, peers.size)
+    return CopyChannel(channel, channel.watch, peers.rank, peers.size, peers.tell, lambda: Gpu(device.index))
+
+
+@dataclass(slots=True, eq=False)
+class ThroughTorch:
+    """Arrays on GPUs by torch's NCCL, all of a message in one group call; torch tensors and CuPy arrays.
+
+    Attributes:
+        engine: NCCL, over these ranks.
+        watch: raises where the host may, and ends the process where it cannot.
+    """
+
+    engine: Any
+    watch: Watch
+    _captured: bool = False
+
+    name = "torch nccl"
+
+    def open(self, device: Any, size: int) -> None:
+        """Connect all ranks; a first message between some of them would wait for the others."""
+        connected = False
+        self.watch.add(Flight(lambda: True, lambda: connected, tuple(range(size))))
+        with torch.cuda.device(device):
+            self.engine.allreduce([torch.zeros(1, device=device)]).wait()
+        connected = True
+
+    def post(self, outgoing: Parts, incoming: Parts, number: int, seconds: Callable[[], float]) -> Pending:
+        like = next(x for xs in (*outgoing.values(), *incoming.values()) for x in xs)
+        device = _device(like)
+        with working_for(library_of(like), _torch_arrays(), like), torch.cuda.device(device):
+            captured = torch.cuda.is_current_stream_capturing()
+            self._captured |= captured
+            if not captured:
+                self.watch.admit()
+            ready: Any = torch.cuda.Event()  # type: ignore[no-untyped-call]
+            ready.record(torch.cuda.current_stream(device))
+            work = self._start(outgoing, incoming, device)
+
+        def done() -> bool:
+            # a message that was broken off is never done
+            with suppress(RuntimeError):
+                return bool(work.is_completed())
+            return False
+
+        ranks = tuple(sorted({*outgoing, *incoming}))
+        flight = Flight(ready.query, done, ranks, (outgoing, incoming))
+        if not captured:
+            # a captured message's events say nothing of any replay, and asking them is an error
+            self.watch.add(flight)
+        return _Queued(work, like, flight)
+
+    def _start(self, outgoing: Parts, incoming: Parts, device: Any) -> Any:
+        if all(len(xs) == 1 for parts in (outgoing, incoming) for xs in parts.values()):
+            # the same sends and receives; but torch keeps a record, with a traceback, of each call of an engine
+            nothing = torch.empty(0, dtype=torch.uint8, device=device)
+            arriving, leaving = (
+                [_tensor(*parts[rank]) if rank in parts else nothing for rank in range(self.engine.size())]
+                for parts in (incoming, outgoing)
+            )
+            return self.engine.alltoall(arriving, leaving)
+        self.engine._start_coalescing()
+        for post, parts in ((self.engine.recv, incoming), (self.engine.send, outgoing)):
+            for rank, xs in parts.items():
+                for x in xs:
+                    post([_tensor(x)], rank, 0)
+        return self.engine._end_coalescing()
+
+    def prepare(self, size: int) -> bool:
+        return False
+
+    def give_up(self, word: Word, seconds: float) -> Mapping[int, Word]:
+        return {}
+
+    def close(self) -> None:
+        self.watch.close()
+        if self._captured:
+            # NCCL would wait for the graphs to go that have messages of this communicator in them
+            return
+        engine, self.engine = self.engine, None
+        # named with an underscore until torch 2.7
+        abort = getattr(engine, "abort", None) or engine._abort
+        abort()
+
+
+@dataclass(slots=True, eq=False)
+class _Queued:
+    """Work on NCCL's stream, which the current stream waits for."""
+
+    work: Any
+    like: Array
+    flight: Flight
+
+    def wait(self) -> None:
+        with working_for(library_of(self.like), _torch_arrays(), self.like), torch.cuda.device(_device(self.like)):
+            self.work.wait()
+        # from here on the order of the stream keeps the arrays' memory from being used too early
+        self.flight.held = None
+
+
+def _torch_arrays() -> Any:
+    return library_of(torch.empty(0))
+
+
+def _device(x: Array) -> Any:
+    return torch.device(library_of(x).place(x))
+
+
+def _tensor(x: Array) -> Any:
+    """The same memory as a tensor, as one vector of bytes: NCCL only moves it."""
+    if library_of(x).name == "torch":
+        return x.detach().view(-1).view(torch.uint8)
+    return torch.from_dlpack(x.reshape(-1).view("uint8"))  # type: ignore[attr-defined]

@@ -1,0 +1,250 @@
+"""The schedule of one process: every column block against all rows, log-sum-exps merged, gradients added."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
+from functools import wraps
+from typing import ParamSpec, TypeVar
+
+from contrastile.backends.arrays import ArrayLibrary
+from contrastile.backends.contract import Array, Backend, ColumnForm, LseFunction, Options, Statistics, Weights
+from contrastile.schedules.problem import Problem
+
+P = ParamSpec("P")
+R = TypeVar("R")
+
+Triple = tuple[Array, Array, Array]
+"""N, P and S of one side: see ``contract.Statistics``."""
+
+
+def ieee(function: Callable[P, R]) -> Callable[P, R]:
+    """NaN and infinity are answers here, and NumPy is not to warn of them."""
+
+    @wraps(function)
+    def quiet(*args: P.args, **kwargs: P.kwargs) -> R:
+        # imported when called: ``import contrastile`` imports nothing but the standard library
+        import numpy as np
+
+        with np.errstate(all="ignore"):
+            return function(*args, **kwargs)
+
+    return quiet
+
+
+@dataclass(frozen=True, slots=True)
+class Wanted:
+    """Which gradients are wanted; what is not wanted is neither computed nor allocated.
+
+    Attributes:
+        rows: the rows' gradient.
+        columns: for each column block, whether its gradient is wanted.
+        scale: the scale's gradient (needs the sums behind the rows' gradient).
+        bias: the bias's gradient (sigmoid loss only).
+    """
+
+    rows: bool
+    columns: tuple[bool, ...]
+    scale: bool = True
+    bias: bool = False
+
+
+@dataclass(frozen=True, slots=True)
+class Forward:
+    """The loss and what its backward needs.
+
+    Attributes:
+        loss: 0-d, state dtype.
+        row_negative_lse: (m,) float64, over all column blocks: see ``contract.Statistics``.
+        row_positive_lse: (m,) float64.
+        column_negative_lse: (n,) float64, over the joined columns; None, as the next, for a loss of one direction.
+        column_positive_lse: (n,) float64.
+        gathered: the columns that this rank has collected from others, or from all; None where it has none.
+        over: over the columns of all ranks, of a gather of two directions: (2, N) their log-sum-exps, negatives'
+            first, and (2, N) v and t'; None otherwise.
+        kept: see ``contract.Statistics``; None unless it was asked for.
+    """
+
+    loss: Array
+    row_negative_lse: Array
+    row_positive_lse: Array
+    column_negative_lse: Array | None = None
+    column_positive_lse: Array | None = None
+    gathered: Array | None = None
+    over: tuple[Array, Array] | None = None
+    kept: Array | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class Gradients:
+    """Gradients in the features' dtype; None where not wanted. ``scale`` and ``bias`` are 0-d, state dtype."""
+
+    rows: Array | None
+    columns: tuple[Array | None, ...]
+    scale: Array | None
+    bias: Array | None
+
+
+@dataclass(frozen=True, slots=True)
+class Sums:
+    """What the primitives accumulate: G K, G^T Q (both without the factor scale) and sum G, in the state dtype."""
+
+    rows: Array | None
+    columns: tuple[Array | None, ...]
+    total: Array | None
+
+
+def survey(backend: Backend, keep: bool) -> LseFunction:
+    """``lse`` of a backend, or ``keeping`` where it has one and ``finished`` will make the block's gradients."""
+    keeps = keep and backend.finished is not None
+    return backend.keeping if keeps and backend.keeping is not None else backend.lse
+
+
+@ieee
+def forward(problem: Problem, backend: Backend, options: Options, *, keep: bool = False) -> Forward:
+    """The softmax loss and its log-sum-exps.
+
+    Args:
+        problem: of one process.
+        backend: computes its blocks.
+        options: how.
+        keep: whether the gradients of rows and columns will be asked for, so that the backend may keep what spares
+            them work; of a problem of one column block.
+
+    Raises:
+        UnsupportedProblemError: the backend refuses one of the blocks.
+    """
+    arrays, two_sided = backend.arrays, problem.column_weight is not None
+    lse = survey(backend, keep and len(problem.columns) == 1)
+    parts = []
+    for _, block in problem.blocks():
+        backend.check(block, options)
+        parts.append(lse(block, two_sided, options))
+    rows = row_statistics(arrays, parts)
+    loss = arrays.weighted_nll(*rows, problem.row_weight, problem.row_target)
+    columns: Triple = (None, None, None)
+    if two_sided:
+        columns = column_statistics(arrays, parts)
+        loss = loss + arrays.weighted_nll(*columns, problem.column_weight, problem.column_target)
+    return Forward(
+        arrays.cast(loss, arrays.dtype(problem.scale)), rows[0], rows[1], columns[0], columns[1], kept=parts[0].kept
+    )
+
+
+def row_statistics(arrays: ArrayLibrary, parts: Sequence[Statistics]) -> Triple:
+    """N, P and S of the rows over several blocks of columns."""
+    n, p, s = parts[0].row_negative_lse, parts[0].row_positive_lse, parts[0].row_positive_sum
+    for part in parts[1:]:
+        n, p = arrays.merge(n, part.row_negative_lse), arrays.merge(p, part.row_positive_lse)
+        s = s + part.row_positive_sum
+    return n, p, s
+
+
+def column_statistics(arrays: ArrayLibrary, parts: Sequence[Statistics]) -> Triple:
+    """N, P and S of the joined columns."""
+    n, p = (arrays.concat([getattr(x, f"column_{side}_lse") for x in parts]) for side in ("negative", "positive"))
+    return n, p, arrays.concat([x.column_positive_sum for x in parts])
+
+
+@ieee
+def backward(
+    problem: Problem, saved: Forward, upstream: Array, wanted: Wanted, backend: Backend, options: Options
+) -> Gradients:
+    """Gradients of ``upstream * loss`` for the softmax loss; ``upstream`` is 0-d, state dtype."""
+    if backend.finished is not None and wanted.rows and len(problem.columns) == 1:
+        ((where, block),) = problem.blocks()
+        form: ColumnForm | None = "gradient" if wanted.columns[0] else None
+        weights = replace(_weights(problem, saved, where), kept=saved.kept)
+        found = backend.finished(block, weights, upstream, form, options)
+        scale = backend.arrays.cast(found.inner, backend.arrays.dtype(problem.scale)) if wanted.scale else None
+        return Gradients(found.rows, (found.columns,), scale, None)
+    weighted = problem.weighted(upstream)
+    row_sum = accumulator(backend, problem.rows, wanted.rows or wanted.scale)
+    column_sums = []
+    for (where, block), want in zip(weighted.blocks(), wanted.columns, strict=True):
+        column_sums.append(accumulator(backend, block.columns, want))
+        backend.gradients(block, _weights(weighted, saved, where), row_sum, column_sums[-1], options)
+    # the upstream gradient is in the weights already, and a softmax does not feel a bias
+    return finish(problem.rows, problem.scale, Sums(row_sum, tuple(column_sums), None), None, wanted, backend.arrays)
+
+
+def _weights(problem: Problem, saved: Forward, where: slice) -> Weights:
+    columns: tuple[Array | None, ...] = ()
+    if problem.column_weight is not None:
+        lses = saved.column_negative_lse, saved.column_positive_lse
+        columns = tuple(x if x is None else x[where] for x in (*lses, problem.column_weight, problem.column_target))
+    rows = saved.row_negative_lse, saved.row_positive_lse, problem.row_weight, problem.row_target
+    return Weights(*rows, *columns)
+
+
+def accumulator(backend: Backend, features: Array, want: bool) -> Array | None:
+    """Zeros of the features' shape in the state dtype; None where not wanted."""
+    state = backend.state(backend.arrays.dtype(features))
+    return backend.arrays.full(tuple(features.shape), 0.0, state, features) if want else None
+
+
+def weighted_total(arrays: ArrayLibrary, weight: Array, x: Array) -> Array:
+    """``sum_i weight_i x_i`` in float64, 0-d; a weight of 0 silences whatever x is."""
+    weight = arrays.cast(weight, "float64")
+    return arrays.total(arrays.where(weight == 0, 0.0, weight * arrays.cast(x, "float64")))
+
+
+@ieee
+def sigmoid(problem: Problem, wanted: Wanted | None, backend: Backend, options: Options) -> tuple[Array, Sums | None]:
+    """The sigmoid loss (0-d, state dtype) and, in the same pass, the sums behind its gradients."""
+    arrays = backend.arrays
+    row_sum = accumulator(backend, problem.rows, wanted is not None and (wanted.rows or wanted.scale))
+    column_sums, loss, total = [], None, None
+    wants = wanted.columns if wanted is not None else (False,) * len(problem.columns)
+    for (_, block), want in zip(problem.blocks(), wants, strict=True):
+        backend.check(block, options)
+        column_sums.append(accumulator(backend, block.columns, want))
+        row_loss, g = backend.sigmoid(block, problem.row_weight, row_sum, column_sums[-1], options)
+        part = weighted_total(arrays, problem.row_weight, row_loss)
+        loss = part if loss is None else loss + part
+        total = arrays.total(g) if total is None else total + arrays.total(g)
+    value = arrays.cast(loss, arrays.dtype(problem.scale))
+    return value, Sums(row_sum, tuple(column_sums), total) if wanted is not None else None
+
+
+@ieee
+def finish(
+    rows: Array,
+    scale: Array,
+    sums: Sums,
+    upstream: Array | None,
+    wanted: Wanted,
+    arrays: ArrayLibrary,
+    numbers: str | None = None,
+) -> Gradients:
+    """Gradients from the accumulated sums: times the scale, cast once to the features' dtype.
+
+    ``dscale = sum_i <row_i, (G K)_i>`` is taken before the cast and needs no pass over the tiles.
+
+    Args:
+        rows: (m, d) features of the problem.
+        scale: 0-d, its scale.
+        sums: what the primitives accumulated over it.
+        upstream: 0-d factor still to be applied, leaving the sums as they are; None when the weights carried it, and
+            then the sums are consumed.
+        wanted: which gradients to give.
+        arrays: the library of all these arrays.
+        numbers: dtype of the gradients of scale and bias; None for the scale's.
+    """
+    dtype, scalar = arrays.dtype(rows), numbers or arrays.dtype(scale)
+
+    def whole(x: Array | None, want: bool) -> Array | None:
+        if x is None or not want:
+            return None
+        return arrays.cast(x if upstream is None else x * upstream, scalar)
+
+    factor = scale if upstream is None else scale * upstream
+
+    def scaled(x: Array | None, want: bool) -> Array | None:
+        if x is None or not want:
+            return None
+        return arrays.scaled(x, factor, dtype, consume=upstream is None)
+
+    d_scale = whole(arrays.inner(rows, sums.rows), True) if wanted.scale else None
+    columns = tuple(scaled(x, want) for x, want in zip(sums.columns, wanted.columns, strict=True))
+    return Gradients(scaled(sums.rows, wanted.rows), columns, d_scale, whole(sums.total, wanted.bias))

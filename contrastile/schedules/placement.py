@@ -1,0 +1,158 @@
+"""Where a rank's part lies in the global batch, and which schedule walks it."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, field
+from functools import lru_cache
+from itertools import accumulate
+from typing import Literal
+
+from contrastile.comm.calls import Label, Phase
+from contrastile.comm.communicator import Communicator, number, numbered
+
+Exchange = Literal["auto", "ring", "gather", "local"]
+Reduction = Literal["mean", "sum"]
+
+GATHERED_MIB = 2048
+"""What ``auto`` lets the gathered columns, their gradient and the other ranks' parts of it take on each rank.
+
+Gathering is at least as fast as the ring wherever it was measured (``docs/scaling.md``): its messages are fewer. The
+ring is for batches of which no rank is to hold all columns.
+"""
+
+
+@dataclass(frozen=True, slots=True)
+class Shards:
+    """How many rows and columns each rank holds. Columns are numbered rank by rank, and block by block within one.
+
+    Attributes:
+        rows: rows of each rank.
+        columns: sizes of each rank's column blocks; every rank has as many blocks.
+        widths: columns of each rank, its blocks together.
+    """
+
+    rows: tuple[int, ...]
+    columns: tuple[tuple[int, ...], ...]
+    widths: tuple[int, ...] = field(init=False, compare=False)
+
+    def __post_init__(self) -> None:
+        # asked for dozens of times in a step
+        object.__setattr__(self, "widths", tuple(map(sum, self.columns)))
+
+    def start(self, rank: int) -> int:
+        """The number of a rank's first column."""
+        return sum(self.widths[:rank])
+
+    def blocks(self, rank: int) -> Iterator[slice]:
+        """The place of each block among a rank's own columns."""
+        ends = list(accumulate(self.columns[rank]))
+        for size, end in zip(self.columns[rank], ends, strict=True):
+            yield slice(end - size, end)
+
+
+@dataclass(frozen=True, slots=True)
+class Choice:
+    """A schedule, and the reason for it."""
+
+    exchange: Literal["ring", "gather"]
+    reason: str
+
+
+@lru_cache(maxsize=64)
+def choose(shards: Shards, width: int, itemsize: int) -> Choice:
+    """What ``exchange="auto"`` stands for. It follows from the sizes alone, so that every rank comes to the same.
+
+    Args:
+        shards: of every rank.
+        width: features of a column.
+        itemsize: bytes of one.
+    """
+    total = sum(shards.widths)
+    # features; and in the state dtype their gradient, and what the other ranks found of it
+    mib = total * width * (itemsize + 2 * max(4, itemsize)) / 2**20
+    what = f"all {total:,} columns and their gradients take {mib:,.0f} MiB on each rank"
+    if mib <= GATHERED_MIB:
+        return Choice("gather", f"{what}, within {GATHERED_MIB:,}, and gathering needs the fewest messages")
+    return Choice("ring", f"{what}, more than {GATHERED_MIB:,}")
+
+
+@dataclass(frozen=True, slots=True)
+class Placement:
+    """This rank's place in a global problem.
+
+    Attributes:
+        communicator: of all ranks.
+        exchange: the schedule, "ring" or "gather".
+        reduction: what the trainer does with the parameters' gradients over the ranks, "mean" or "sum".
+        shards: of every rank.
+        serial: the number of the call: see ``Label``.
+        loss: its name.
+    """
+
+    communicator: Communicator
+    exchange: Literal["ring", "gather"]
+    reduction: Reduction
+    shards: Shards
+    serial: int = 0
+    loss: str = ""
+
+    @property
+    def rank(self) -> int:
+        """This rank's number."""
+        return self.communicator.rank
+
+    @property
+    def size(self) -> int:
+        """How many ranks there are."""
+        return self.communicator.size
+
+    @property
+    def start(self) -> int:
+        """The number of this rank's first column."""
+        return self.shards.start(self.rank)
+
+    @property
+    def factor(self) -> float:
+        """What the features' gradient of the global loss is multiplied by.
+
+        A parameter's gradient is the sum of what each rank's features send back. A trainer that takes the mean over
+        the n ranks divides that by n, which is made good here, once; one that takes the sum does not. The gradients of
+        scale and bias, which every rank holds whole, are those of the global loss under a mean, and 1 / n of them
+        under a sum.
+        """
+        return float(self.size) if self.reduction == "mean" else 1.0
+
+    def enter(self, phase: Phase, wants: int) -> None:
+        """Agree with the other ranks that this phase of the call comes now, and on which gradients are wanted.
+
+        Raises:
+            ExchangeError: a rank is at another call or phase, or did not answer within the deadline; on every rank.
+        """
+        # imported when called: ``import contrastile`` imports nothing but the standard library
+        import numpy as np
+
+        self.communicator.agree(np.empty(0, np.int64), Label(self.serial, phase, self.loss, wants))
+
+    def encode(self) -> str:
+        """As text, which crosses an operator; only this process can read it."""
+        call = f"{number(self.communicator)}:{self.exchange}:{self.reduction}:{self.serial}:{self.loss}"
+        return f"{call}:{_sizes(self.shards)}"
+
+
+def decode(text: str) -> Placement:
+    """The placement that ``encode`` wrote."""
+    key, exchange, reduction, serial, loss, sizes = text.split(":")
+    return Placement(numbered(int(key)), exchange, reduction, _shards(sizes), int(serial), loss)  # type: ignore[arg-type]
+
+
+@lru_cache(maxsize=64)
+def _sizes(shards: Shards) -> str:
+    parts = zip(shards.rows, shards.columns, strict=True)
+    return ";".join(",".join(map(str, (m, *blocks))) for m, blocks in parts)
+
+
+@lru_cache(maxsize=64)
+def _shards(sizes: str) -> Shards:
+    ranks: Sequence[list[int]] = [[int(x) for x in part.split(",")] for part in sizes.split(";")]
+    return Shards(tuple(x[0] for x in ranks), tuple(tuple(x[1:]) for x in ranks))

@@ -1,0 +1,281 @@
+"""The ring (Inf-CL Alg. 1 and 3, corrected): the rows stay, the shards of the columns come by.
+
+At step j rank i holds the shard of rank ``(i - j) mod n``. The next shard is posted before the block at hand is
+computed. What accumulates over the visits rides one step behind its shard: it is awaited only after the next block is
+computed, and comes home on hop n. Memory is O(b d / n) per rank.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, replace
+
+from contrastile.backends.arrays import ArrayLibrary
+from contrastile.backends.contract import Array, Backend, Block, Options, Statistics, Weights
+from contrastile.comm.communicator import Pending
+from contrastile.schedules import local
+from contrastile.schedules.placement import Placement
+from contrastile.schedules.problem import Problem
+from contrastile.schedules.shared import aside, finish, placed, scaled_weights, summed, together
+
+
+def visits(
+    placement: Placement, arrays: ArrayLibrary, own: Sequence[Array], sizes: Callable[[int], Sequence[int]]
+) -> Iterator[tuple[int, Sequence[Array]]]:
+    """Each rank's arrays, with the rank that owns them: this rank's first, then its predecessor's, and so on.
+
+    Args:
+        placement: of the problem.
+        arrays: their library.
+        own: this rank's arrays, contiguous; they are read until the first step is over.
+        sizes: a rank's number -> the leading sizes of its arrays.
+    """
+    held, n = list(own), placement.size
+    for step in range(n):
+        owner = (placement.rank - step) % n
+        pending, following = None, held
+        if step + 1 < n:
+            coming = sizes((owner - 1) % n)
+            following = [arrays.empty((k, *x.shape[1:]), arrays.dtype(x), x) for k, x in zip(coming, own, strict=True)]
+            pending = placement.communicator.shift(held, following)
+        placement.communicator.visit(step, owner)
+        yield owner, held
+        if pending is not None:
+            pending.wait()
+        held = following
+
+
+class Rider:
+    """What accumulates over a shard's visits, one step behind the shard.
+
+    ``combine(arrived, here)`` joins one array of what the earlier ranks found with this rank's; one for each array, or
+    one for all.
+    """
+
+    def __init__(self, placement: Placement, arrays: ArrayLibrary, *combine: Callable[[Array, Array], Array]) -> None:
+        self.placement, self.arrays, self.combine = placement, arrays, combine
+        self._arriving: list[Array] = []
+        self._sent: Sequence[Array] = ()
+        self._pending: Pending | None = None
+
+    def leave(self, owner: int, here: Sequence[Array], sizes: Callable[[int], Sequence[int]]) -> None:
+        """Join what has arrived for this owner's shard with what was found here, and send it on."""
+        whole = self._joined(here)
+        n = self.placement.size
+        if n == 1 or not whole:
+            self._arriving = whole
+            return
+        coming = sizes((owner - 1) % n)
+        self._arriving = [
+            self.arrays.empty((k, *x.shape[1:]), self.arrays.dtype(x), x) for k, x in zip(coming, here, strict=True)
+        ]
+        # kept, for the message owns it until it has been waited for
+        self._sent = whole
+        self._pending = self.placement.communicator.shift(whole, self._arriving)
+
+    def _joined(self, here: Sequence[Array]) -> list[Array]:
+        if self._pending is None:
+            return list(here)
+        self._pending.wait()
+        each = self.combine * len(here) if len(self.combine) == 1 else self.combine
+        return [join(a, b) for join, a, b in zip(each, self._arriving, here, strict=True)]
+
+    def home(self) -> list[Array]:
+        """What all ranks found for this rank's own shard, once every shard has been left."""
+        if self._pending is not None:
+            self._pending.wait()
+        return self._arriving
+
+
+@dataclass(frozen=True, slots=True)
+class _Visit:
+    """A rank's shard at hand: its column blocks, the ids of its columns, and vectors over them."""
+
+    owner: int
+    columns: Sequence[Array]
+    ids: Array | None
+    vectors: Sequence[Array]
+
+
+class _Shards:
+    """What travels, and how much of it each rank has."""
+
+    def __init__(self, problem: Problem, arrays: ArrayLibrary, vectors: Sequence[Array]) -> None:
+        self.problem, self.placement, self.arrays = problem, placed(problem), arrays
+        # whatever the answer: it makes the communicator ready for the shards
+        aside(self.placement, problem)
+        ids = [] if problem.column_ids is None else [problem.column_ids]
+        self.own = [arrays.contiguous(x) for x in (*problem.columns, *ids, *vectors)]
+        self.blocks, self.ids, self.vectors = len(problem.columns), len(ids), len(vectors)
+
+    def sizes(self, rank: int) -> list[int]:
+        """The leading sizes of what a rank sends."""
+        shards = self.placement.shards
+        return [*shards.columns[rank], *[shards.widths[rank]] * (self.ids + self.vectors)]
+
+    def __iter__(self) -> Iterator[_Visit]:
+        first = self.blocks + self.ids
+        for owner, held in visits(self.placement, self.arrays, self.own, self.sizes):
+            ids = held[self.blocks] if self.ids else None
+            yield _Visit(owner, held[: self.blocks], ids, held[first:])
+
+
+def _blocks(problem: Problem, placement: Placement, visit: _Visit) -> Iterator[tuple[slice, Block]]:
+    """The problem's rows against each block of the shard at hand; with the block's place in that shard."""
+    for where, columns in zip(placement.shards.blocks(visit.owner), visit.columns, strict=True):
+        start = placement.shards.start(visit.owner) + where.start
+        yield where, problem.block(columns, start, None if visit.ids is None else visit.ids[where])
+
+
+@local.ieee
+def forward(problem: Problem, backend: Backend, options: Options) -> local.Forward:
+    """The global softmax loss, the same on every rank, and the log-sum-exps of this rank's rows and columns.
+
+    Raises:
+        UnsupportedProblemError: the backend refuses one of the blocks.
+        ExchangeError: a rank did not answer within the deadline.
+    """
+    placement, arrays = placed(problem), backend.arrays
+    two_sided = problem.column_weight is not None
+    rows: list[Statistics] = []
+    rider = Rider(placement, arrays, arrays.merge, arrays.merge, _added)
+
+    def widths(rank: int) -> list[int]:
+        return [placement.shards.widths[rank]] * 3
+
+    for visit in _Shards(problem, arrays, ()):
+        parts = []
+        for _, block in _blocks(problem, placement, visit):
+            backend.check(block, options)
+            parts.append(backend.lse(block, two_sided, options))
+        rows = [Statistics(*local.row_statistics(arrays, [*rows, *parts]))]
+        if two_sided:
+            rider.leave(visit.owner, local.column_statistics(arrays, parts), widths)
+    mine = local.row_statistics(arrays, rows)
+    loss = arrays.weighted_nll(*mine, problem.row_weight, problem.row_target)
+    if not two_sided:
+        return together(problem, loss, *mine[:2], arrays=arrays)
+    n, p, s = rider.home()
+    loss = loss + arrays.weighted_nll(n, p, s, problem.column_weight, problem.column_target)
+    return together(problem, loss, *mine[:2], n, p, arrays=arrays)
+
+
+@local.ieee
+def backward(
+    problem: Problem,
+    saved: local.Forward,
+    upstream: Array,
+    wanted: local.Wanted,
+    backend: Backend,
+    options: Options,
+) -> local.Gradients:
+    """Gradients of ``upstream * loss`` for this rank's rows and columns and for the scale: see ``Placement.factor``."""
+    placement, arrays = placed(problem), backend.arrays
+    weighted = scaled_weights(problem, upstream)
+    two_sided = weighted.column_weight is not None
+    shards = _Shards(
+        weighted,
+        arrays,
+        (saved.column_negative_lse, saved.column_positive_lse, weighted.column_weight, weighted.column_target)
+        if two_sided
+        else (),
+    )
+    row_sum = local.accumulator(backend, problem.rows, wanted.rows or wanted.scale)
+
+    def compute(rows: slice, visit: _Visit, into: Sequence[Array | None]) -> None:
+        part = _some_rows(weighted, rows)
+        for (where, block), target in zip(_blocks(part, placement, visit), into, strict=True):
+            lses = saved.row_negative_lse[rows], saved.row_positive_lse[rows]
+            weights = Weights(*lses, part.row_weight, part.row_target, *(x[where] for x in visit.vectors))
+            backend.gradients(block, weights, None if row_sum is None else row_sum[rows], target, options)
+
+    sums = local.Sums(row_sum, _walk(shards, wanted.columns, backend, compute), None)
+    return finish(problem.rows, problem.scale, placement, sums, None, wanted, arrays)
+
+
+@local.ieee
+def sigmoid(
+    problem: Problem, wanted: local.Wanted | None, backend: Backend, options: Options
+) -> tuple[Array, local.Sums | None]:
+    """The global sigmoid loss and, in the same pass, the sums behind this rank's gradients."""
+    placement, arrays = placed(problem), backend.arrays
+    shards = _Shards(problem, arrays, ())
+    row_sum = local.accumulator(backend, problem.rows, wanted is not None and (wanted.rows or wanted.scale))
+    losses: list[Array] = []
+    slopes: list[Array] = []
+
+    def compute(rows: slice, visit: _Visit, into: Sequence[Array | None]) -> None:
+        part = _some_rows(problem, rows)
+        for (_, block), target in zip(_blocks(part, placement, visit), into, strict=True):
+            backend.check(block, options)
+            rows_into = None if row_sum is None else row_sum[rows]
+            row_loss, slope = backend.sigmoid(block, part.row_weight, rows_into, target, options)
+            losses.append(local.weighted_total(arrays, part.row_weight, row_loss))
+            slopes.append(arrays.total(slope))
+
+    wants = (False,) * len(problem.columns) if wanted is None else wanted.columns
+    columns = _walk(shards, wants, backend, compute)
+    (total,) = summed(placement, arrays, sum(losses[1:], losses[0]))
+    loss = arrays.cast(total, arrays.dtype(problem.scale))
+    return loss, None if wanted is None else local.Sums(row_sum, columns, sum(slopes[1:], slopes[0]))
+
+
+def _walk(
+    shards: _Shards,
+    wants: Sequence[bool],
+    backend: Backend,
+    compute: Callable[[slice, _Visit, Sequence[Array | None]], None],
+) -> tuple[Array | None, ...]:
+    """Gradient sums of this rank's columns, over all ranks' rows; ``compute(rows, visit, into)`` adds one rank's part.
+
+    This rank's own block is computed half at the start, behind the first message, and half at the end, behind the
+    last one, which brings the sums home.
+    """
+    placement, m = shards.placement, shards.problem.rows.shape[0]
+    half = (m + 1) // 2 if placement.size > 1 and any(wants) else m
+    rider = Rider(placement, backend.arrays, _added)
+
+    def sizes(rank: int) -> list[int]:
+        return [k for k, want in zip(placement.shards.columns[rank], wants, strict=True) if want]
+
+    def part(rows: slice, visit: _Visit) -> list[Array]:
+        into = [local.accumulator(backend, x, want) for x, want in zip(visit.columns, wants, strict=True)]
+        compute(rows, visit, into)
+        return [x for x in into if x is not None]
+
+    own = None
+    for visit in shards:
+        first = visit.owner == placement.rank
+        own = visit if first else own
+        # no name keeps what has left: its memory is the message's
+        rider.leave(visit.owner, part(slice(0, half if first else m), visit), sizes)
+    rest: Sequence[Array | None] = [None] * sum(wants)
+    if half < m:
+        assert own is not None
+        rest = part(slice(half, m), own)
+    found = map(_added, rider.home(), rest)
+    return tuple(next(found) if want else None for want in wants)
+
+
+def _added(x: Array, y: Array | None) -> Array:
+    """X, with y added in place."""
+    if y is not None:
+        x += y
+    return x
+
+
+def _some_rows(problem: Problem, rows: slice) -> Problem:
+    """The problem of some of the rows."""
+
+    def cut(x: Array | None) -> Array | None:
+        return None if x is None else x[rows]
+
+    return replace(
+        problem,
+        rows=problem.rows[rows],
+        row_weight=problem.row_weight[rows],
+        row_target=problem.row_target[rows],
+        positives=cut(problem.positives),
+        excluded=cut(problem.excluded),
+        row_ids=cut(problem.row_ids),
+    )

@@ -1,0 +1,87 @@
+"""The schedule of a problem: ``local``, ``ring`` or ``gather``. All three have the same functions."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from types import ModuleType
+
+from contrastile.backends.arrays import ArrayLibrary
+from contrastile.backends.contract import Array, Backend, Options
+from contrastile.schedules import gather, local, ring, shared
+from contrastile.schedules.placement import Placement
+from contrastile.schedules.problem import Problem
+
+
+def _module(problem: Problem) -> ModuleType:
+    if problem.placement is None:
+        return local
+    return {"ring": ring, "gather": gather}[problem.placement.exchange]
+
+
+@contextmanager
+def _phase(placement: Placement | None, wanted: local.Wanted | None = None) -> Iterator[None]:
+    """While open, a phase of the call: with ``wanted`` its backward, else its forward, which the handshake has begun.
+
+    Raises:
+        ExchangeError: see ``Placement.enter``.
+    """
+    if placement is None:
+        yield
+        return
+    if wanted is not None and placement.size > 1:
+        flags = (wanted.scale, wanted.bias, wanted.rows, *wanted.columns)
+        placement.enter("backward", sum(1 << i for i, flag in enumerate(flags) if flag))
+    try:
+        yield
+    finally:
+        placement.communicator.calls.leave()
+
+
+def forward(problem: Problem, backend: Backend, options: Options, *, keep: bool = False) -> local.Forward:
+    """The softmax loss and its log-sum-exps: see ``local.forward``. A ring's blocks are too many to keep anything."""
+    module = _module(problem)
+    with _phase(problem.placement):
+        if module is ring:
+            return ring.forward(problem, backend, options)
+        found: local.Forward = module.forward(problem, backend, options, keep=keep)
+        return found
+
+
+def backward(
+    problem: Problem, saved: local.Forward, upstream: Array, wanted: local.Wanted, backend: Backend, options: Options
+) -> local.Gradients:
+    """Gradients of ``upstream * loss`` for the softmax loss: see ``local.backward``."""
+    with _phase(problem.placement, wanted):
+        found: local.Gradients = _module(problem).backward(problem, saved, upstream, wanted, backend, options)
+        return found
+
+
+def sigmoid(
+    problem: Problem, wanted: local.Wanted | None, backend: Backend, options: Options
+) -> tuple[Array, local.Sums | None]:
+    """The sigmoid loss and the sums behind its gradients: see ``local.sigmoid``."""
+    with _phase(problem.placement):
+        found: tuple[Array, local.Sums | None] = _module(problem).sigmoid(problem, wanted, backend, options)
+        return found
+
+
+def finish(
+    rows: Array,
+    scale: Array,
+    placement: Placement | None,
+    sums: local.Sums,
+    upstream: Array | None,
+    wanted: local.Wanted,
+    arrays: ArrayLibrary,
+) -> local.Gradients:
+    """The sigmoid loss's gradients from its sums, which carry neither ``upstream`` nor ``Placement.factor``.
+
+    With ``upstream`` None it is 1, and the sums are consumed where no factor is left to apply.
+    """
+    if placement is None:
+        return local.finish(rows, scale, sums, upstream, wanted, arrays)
+    one = arrays.full((), 1.0, arrays.dtype(scale), rows)
+    factor = (one if upstream is None else upstream) * placement.factor
+    with _phase(placement, wanted):
+        return shared.finish(rows, scale, placement, sums, factor, wanted, arrays)

@@ -1,0 +1,283 @@
+"""What the ranks agree on before a feature moves: one small message of numbers, and text only where they differ."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import logging
+import sys
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from functools import lru_cache
+from typing import Any, TypeVar, cast
+
+from contrastile.backends.arrays import ArrayLibrary
+from contrastile.backends.contract import Array
+from contrastile.comm.calls import Label
+from contrastile.comm.communicator import Communicator, ExchangeError, MismatchError, connect
+from contrastile.schedules.placement import Exchange, Placement, Reduction, Shards, choose
+from contrastile.schedules.shared import summed
+
+T = TypeVar("T")
+
+_log = logging.getLogger(__name__)
+_BLOCKS = 8
+_WELL, _FAILED = 0, 1
+
+
+@dataclass(frozen=True, slots=True)
+class Met:
+    """What a rank learns from the others.
+
+    Attributes:
+        rows: of all ranks together.
+        columns: of all ranks together.
+        start: the number of this rank's first column.
+        placement: None in a process alone.
+    """
+
+    rows: int
+    columns: int
+    start: int
+    placement: Placement | None
+
+
+@dataclass(slots=True)
+class World:
+    """The group of one call of a loss, or no group: then nothing is sent and nothing can disagree.
+
+    Attributes:
+        communicator: None for this process alone.
+        exchange: what was asked for.
+        reduction: see ``Placement``.
+        settings: what must be the same on every rank, by name.
+        placement: where this rank's part lies, once the ranks have met; None in a process alone.
+    """
+
+    communicator: Communicator | None = None
+    exchange: Exchange = "auto"
+    reduction: Reduction = "mean"
+    settings: dict[str, Any] = field(default_factory=dict)
+    placement: Placement | None = None
+    _met: bool = False
+    _serial: int = 0
+
+    @property
+    def alone(self) -> bool:
+        """Whether there is no group."""
+        return self.communicator is None
+
+    def meet(
+        self, arrays: ArrayLibrary, rows: Array, columns: Sequence[Array], *scalars: Array, **settings: Any
+    ) -> Met:
+        """Agree with the other ranks on everything that must be the same, and learn what each of them holds.
+
+        Args:
+            arrays: the features' library.
+            rows: (m, d), this rank's; m may be 0.
+            columns: this rank's column blocks.
+            *scalars: scale and bias. Their values are not compared: that would wait for the device.
+            **settings: what else must be the same on every rank; anything that JSON can write.
+
+        Raises:
+            MismatchError: the ranks differ, or there is no row or column at all; on every rank, with the same message.
+            ExchangeError: a rank did not answer within the deadline.
+        """
+        own = rows.shape[0], tuple(int(x.shape[0]) for x in columns)
+        if self.communicator is None:
+            return Met(own[0], sum(own[1]), 0, None)
+        comm = self.communicator
+        dtype, device = arrays.dtype(rows), arrays.device(rows)
+        refusal = comm.refusal(arrays, device)
+        if refusal is not None:
+            raise ValueError(refusal)
+        if len(columns) > _BLOCKS:
+            raise ValueError(f"at most {_BLOCKS} blocks of columns can be exchanged, got {len(columns)}; join some")
+        # a gradient that only some ranks want would leave the others waiting for its messages
+        wants = tuple(bool(getattr(x, "requires_grad", False)) for x in (rows, *columns, *scalars))
+        agreed = {"width": int(rows.shape[1]), "dtype": dtype, "device": device, "column blocks": len(columns)}
+        agreed |= settings | self.settings | {"gradients wanted": wants if gradients_are_on(arrays) else ()}
+        record = self._record(agreed, _WELL, [own[0], *own[1]])
+        label = self._label(str(settings.get("loss", "")))
+        everyone = comm.agree(record, label)
+        self._met = True
+        if (everyone[:, 1] != _WELL).any() or (everyone[:, 0] != everyone[0, 0]).any():
+            self._explain(json.dumps(agreed))
+        shards = _shards(everyone.tobytes(), len(everyone), len(columns))
+        chosen = self._chosen(shards, int(rows.shape[1]), dtype)
+        self.placement = Placement(comm, chosen, self.reduction, shards, label.serial, label.loss)
+        return Met(sum(shards.rows), sum(shards.widths), self.placement.start, self.placement)
+
+    def _chosen(self, shards: Shards, width: int, dtype: str) -> Any:
+        if self.exchange == "local" and len(shards.rows) > 1:
+            raise MismatchError(
+                f"exchange='local' is for a world of one, got {len(shards.rows)} ranks; drop group= for a loss of each "
+                "rank's own part, or use 'auto'"
+            )
+        if self.exchange in ("ring", "gather"):
+            return self.exchange
+        choice = choose(shards, width, {"float64": 8, "float32": 4}.get(dtype, 2))
+        _log.debug("exchange='auto' is %s: %s", choice.exchange, choice.reason)
+        return choice.exchange
+
+    def build(self, build: Callable[[World], T]) -> T:
+        """``build(self)``; what it raises before the ranks have met, they all raise.
+
+        Raises:
+            MismatchError: another rank could not build its part.
+        """
+        if self.communicator is None:
+            return build(self)
+        try:
+            _check_settings(self.exchange, self.reduction)
+            return build(self)
+        except ExchangeError:
+            raise
+        except Exception as error:
+            if not self._met:
+                self._refuse_if(str(error), error)
+            raise
+
+    def confirm(self, reason: str | None) -> None:
+        """Raise on every rank if any has a reason to; for what only a look at the values shows.
+
+        Raises:
+            MismatchError: some rank has.
+        """
+        if self.communicator is None or self.communicator.size == 1:
+            if reason is not None:
+                raise ValueError(reason)
+            return
+        everyone = self.communicator.agree(self._record({}, _WELL if reason is None else _FAILED, []))
+        if (everyone[:, 1] != _WELL).any():
+            self._explain(json.dumps({"error": reason} if reason else {}))
+
+    def count_in(self, arrays: ArrayLibrary, needles: Array) -> Array:
+        """How many elements of all ranks' vectors equal each of this rank's; one vector at a time comes by."""
+        if self.placement is None:
+            return arrays.count_in(needles, needles)
+        from contrastile.schedules.ring import visits
+
+        found = None
+        for _, (haystack,) in visits(self.placement, arrays, [needles], lambda rank: self._rows_of(rank)):
+            here = arrays.count_in(needles, haystack)
+            found = here if found is None else found + here
+        return found
+
+    def _rows_of(self, rank: int) -> list[int]:
+        assert self.placement is not None
+        return [self.placement.shards.rows[rank]]
+
+    def total(self, arrays: ArrayLibrary, x: Array) -> Array:
+        """The sum of a 0-d array over the ranks, in their order: the same bits on each."""
+        return x if self.placement is None else summed(self.placement, arrays, x)[0]
+
+    def _label(self, loss: str = "") -> Label:
+        """Of this call's forward."""
+        assert self.communicator is not None
+        self._serial = self._serial or self.communicator.calls.begin()
+        return Label(self._serial, "forward", loss)
+
+    def _record(self, agreed: dict[str, Any], state: int, sizes: Sequence[int]) -> Any:
+        import numpy as np
+
+        found = _digest(tuple(agreed.items())), state, *sizes, *[0] * (1 + _BLOCKS - len(sizes))
+        return np.array(found, dtype=np.int64)
+
+    def _refuse_if(self, reason: str | None, cause: Exception | None = None) -> None:
+        """Tell the other ranks that this one cannot take part, and raise what they raise."""
+        if reason is None:
+            return
+        assert self.communicator is not None
+        self._met = True
+        if self.communicator.size == 1 and cause is not None:
+            raise cause
+        self.communicator.agree(self._record({}, _FAILED, []), self._label())
+        try:
+            self._explain(json.dumps({"error": reason}))
+        except MismatchError as error:
+            raise error from cause
+
+    def _explain(self, text: str) -> None:
+        """Raise the same MismatchError on every rank."""
+        assert self.communicator is not None
+        raise MismatchError(_difference([json.loads(each) for each in self.communicator.tell(text)]))
+
+
+@lru_cache(maxsize=64)
+def _digest(agreed: tuple[tuple[str, Any], ...]) -> int:
+    """A number that stands for what the ranks must have in common."""
+    digest = hashlib.sha256(json.dumps(dict(agreed), sort_keys=True).encode()).digest()
+    return int.from_bytes(digest[:8], "little", signed=True)
+
+
+@lru_cache(maxsize=64)
+def _shards(records: bytes, ranks: int, blocks: int) -> Shards:
+    """Who holds how much, from everybody's record.
+
+    Raises:
+        MismatchError: nobody holds any row or column.
+    """
+    numbers = memoryview(records).cast("q").tolist()
+    each = len(numbers) // ranks
+    counts = [numbers[at + 2 : at + 3 + blocks] for at in range(0, len(numbers), each)]
+    shards = Shards(tuple(c[0] for c in counts), tuple(tuple(c[1:]) for c in counts))
+    for what, number in (("row", sum(shards.rows)), ("column", sum(shards.widths))):
+        if number == 0:
+            raise MismatchError(f"the ranks must hold at least one {what} together, got none; skip empty batches")
+    return shards
+
+
+def _difference(parts: list[dict[str, Any]]) -> str:
+    """The first thing in which the ranks differ, in words."""
+    for rank, part in enumerate(parts):
+        if "error" in part:
+            return f"rank {rank}: {part['error']}"
+    for name in dict.fromkeys(name for part in parts for name in part):
+        values = [json.dumps(part.get(name)) for part in parts]
+        if len(set(values)) > 1:
+            got = ", ".join(f"{value} on {_ranks(values, value)}" for value in dict.fromkeys(values))
+            return f"{name} must be the same on every rank, got {got}; make the same call on every rank"
+    return "the ranks differ in what they were asked to do; make the same call on every rank"
+
+
+def _ranks(values: list[str], value: str) -> str:
+    which = [str(rank) for rank, each in enumerate(values) if each == value]
+    return f"rank{'s' if len(which) > 1 else ''} {', '.join(which)}"
+
+
+ALONE = World()
+"""A process alone. It never changes."""
+
+
+def gradients_are_on(arrays: ArrayLibrary) -> bool:
+    """Whether a graph is being recorded: never, but for torch outside ``no_grad``."""
+    return arrays.name == "torch" and bool(sys.modules["torch"].is_grad_enabled())
+
+
+def _check_settings(exchange: Any, reduction: Any) -> None:
+    for name, value, known in (
+        ("exchange", exchange, ("auto", "ring", "gather", "local")),
+        ("parameter_reduction", reduction, ("mean", "sum")),
+    ):
+        if value not in known:
+            raise ValueError(f"{name} must be one of {', '.join(known)}, got {value!r}; see contrastile.clip_loss")
+
+
+def world(group: Any, exchange: str, reduction: str, **settings: Any) -> World:
+    """The world of a group; None for this process alone.
+
+    Raises:
+        ValueError, TypeError: ``group`` is none that there is; without one ``exchange`` or ``reduction`` is none.
+        MismatchError, ExchangeError: see ``connect``.
+    """
+    if group is None:
+        _check_settings(exchange, reduction)
+        if exchange in ("ring", "gather"):
+            raise ValueError(
+                f"group must be given with exchange={exchange!r}, got None; pass group='world', or drop exchange="
+            )
+        return ALONE
+    # what is none that there is every rank hears of: ``build`` raises
+    agreed = {"exchange": exchange, "parameter_reduction": reduction} | settings
+    return World(connect(group), cast("Exchange", exchange), cast("Reduction", reduction), agreed)

@@ -1,0 +1,18 @@
+"""A rank that never calls the loss; started by test_faults."""
+
+from __future__ import annotations
+
+import time
+
+from engines import say, started
+
+from contrastile.comm.communicator import ExchangeError, connect
+
+ranks = started()
+if ranks.rank == 2:
+    time.sleep(60)
+try:
+    connect(ranks.world)
+except ExchangeError as error:
+    say(ranks.rank, str(error))
+    raise

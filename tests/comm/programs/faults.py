@@ -1,0 +1,71 @@
+"""A training loop in which one rank fails at one step; started by test_faults and by the script of the fault table.
+
+Arguments: engine, fault, where, rank. Every rank prints what it ended with, and the faulty rank when it failed.
+"""
+
+from __future__ import annotations
+
+import os
+import signal
+import sys
+import time
+from typing import Any
+
+import numpy as np
+from engines import say, started
+
+import contrastile
+from contrastile.backends import load
+from contrastile.comm.communicator import connect
+
+STEP = 3
+
+
+def fail(group: Any, fault: str) -> None:
+    """Fail in this way, now."""
+    rank = group.rank
+    say(rank, f"fails {time.time()}")
+    if fault == "killed":
+        os.kill(os.getpid(), signal.SIGKILL)
+    elif fault == "raises":
+        raise RuntimeError("this rank has a defect")
+    elif fault == "leaves":
+        sys.exit(0)
+    elif fault == "stalls":
+        time.sleep(1000)
+    elif fault == "stopped":
+        os.kill(os.getpid(), signal.SIGSTOP)
+    elif fault == "out of step":
+        # a call that the other ranks do not make
+        group.shift([np.zeros(0)], [np.zeros(0)]).wait()
+    else:
+        raise ValueError(fault)
+
+
+def main() -> None:
+    fault, where, faulty = sys.argv[2], sys.argv[3], int(sys.argv[4])
+    ranks = started()
+    group = connect(ranks.world)
+    draw = np.random.default_rng(ranks.rank)
+    image, text = (draw.standard_normal((20 + ranks.rank, 8)) for _ in range(2))
+    both = contrastile.value_and_grad(contrastile.clip_loss, backend="numpy", group=group, exchange="ring")
+    backend = load("numpy")
+    compute, step = backend.gradients, 0
+
+    def gradients(*args: object) -> None:
+        if step == STEP and where == "inside" and ranks.rank == faulty:
+            fail(group, fault)
+        compute(*args)
+
+    object.__setattr__(backend, "gradients", gradients)
+    try:
+        for step in range(1000):
+            if step == STEP and where == "before" and ranks.rank == faulty:
+                fail(group, fault)
+            both(image, text, 2.0)
+    except BaseException as error:
+        say(ranks.rank, f"{time.time()} {type(error).__name__}: {error}")
+        raise
+
+
+main()

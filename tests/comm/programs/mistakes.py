@@ -1,0 +1,209 @@
+"""A training loop in which one rank makes another call than the others; see test_mistakes and docs/faults.md.
+
+Arguments: engine, mistake, exchange, rank; then in any order ``cuda`` for GPUs and ``apart`` for ranks that have no
+sockets between them, as on several hosts. Every rank holds every loss and gradient to the oracle of what the ranks
+passed to that call, and ends with a line: how many were right, that one was WRONG, or what it raised.
+"""
+
+from __future__ import annotations
+
+import os
+import sys
+import time
+from collections.abc import Callable
+from dataclasses import replace
+from typing import Any
+
+import numpy as np
+import torch
+from engines import say, started
+
+import contrastile
+from contrastile import problems
+from contrastile.backends import load
+from contrastile.comm import wires
+from contrastile.comm.communicator import ExchangeError, connect, deadline_or
+from contrastile.comm.peers import Peers
+from contrastile.verify.bounds import bounds
+from contrastile.verify.run import compare
+from contrastile.verify.shards import Cut
+from contrastile.verify.truth import Outcome, truth
+
+STEPS, STEP = 5, 2
+WIDTH, SCALE, BACKEND = 8, 14.25, "torch"
+ENGINE, MISTAKE, EXCHANGE, FAULTY = *sys.argv[1:4], int(sys.argv[4])
+KIND = "cuda" if "cuda" in sys.argv[5:] else "cpu"
+
+
+class WrongError(Exception):
+    """A number that is not the right one, and no error."""
+
+
+def device(rank: int) -> torch.device:
+    if KIND == "cpu":
+        return torch.device("cpu")
+    found = torch.device("cuda", int(os.environ.get("LOCAL_RANK", rank)) % torch.cuda.device_count())
+    torch.cuda.set_device(found)
+    return found
+
+
+def features(rank: int, batch: int, model: int) -> list[Any]:
+    """Image and text features of a rank; ranks have different numbers of them."""
+    draw = np.random.default_rng([rank, batch, model])
+    found = draw.standard_normal((2, 20 + rank, WIDTH))
+    return list((found / np.linalg.norm(found, axis=2, keepdims=True)).astype(np.float32))
+
+
+class Call:
+    """One call of the loss, of which every rank can say what it must give.
+
+    ``batches`` are those that the ranks pass, by rank.
+    """
+
+    def __init__(self, ranks: Any, group: Any, batches: list[int], model: int = 0) -> None:
+        self.rank, self.batches, self.model = ranks.rank, batches, model
+        own = features(self.rank, batches[self.rank], model)
+        self.inputs = [torch.tensor(x, device=device(self.rank), requires_grad=True) for x in own]
+        self.scale = torch.tensor(SCALE, device=device(self.rank), requires_grad=True)
+        self.loss = contrastile.clip_loss(*self.inputs, self.scale, group=group, exchange=EXCHANGE, backend=BACKEND)
+
+    def backward(self) -> None:
+        """The backward; what it gave is right."""
+        global right
+        self.loss.backward()
+        sizes = [20 + r for r in range(len(self.batches))]
+        each = [features(r, batch, self.model) for r, batch in enumerate(self.batches)]
+        image, text = (np.concatenate(x).astype(np.float64) for x in zip(*each, strict=True))
+        problem = problems.clip(image, text, SCALE).problem
+        exact = truth(problem)
+        spread = Cut.of(problem, sizes, sizes).spread(EXCHANGE)
+        bound = bounds(problem, exact, load(BACKEND).accuracy("float32", KIND), "float32", spread=spread)
+        start = sum(sizes[: self.rank])
+        mine = slice(start, start + sizes[self.rank])
+
+        def cut(x: Outcome) -> Outcome:
+            return replace(x, rows=x.rows[mine], columns=(x.columns[0][mine],))
+
+        numbers = (self.loss, *(x.grad for x in (*self.inputs, self.scale)))
+        value, d_image, d_text, d_scale = (x.detach().cpu().numpy().astype(np.float64) for x in numbers)
+        n = len(sizes)
+        got = replace(exact.outcome, loss=value, rows=d_image / n, columns=(d_text / n,), scale=d_scale)
+        worst = compare(got, cut(exact.outcome), cut(bound), ("loss", "rows", "columns", "scale"))
+        if not worst.ratio <= 1:
+            raise WrongError(f"{worst.field} is off by {worst.ratio:.3g} times what it may be, by no error")
+        right += 1
+
+
+right = 0
+
+
+def fails(ranks: Any, step: int) -> bool:
+    """Whether this rank makes its mistake now; then it says so."""
+    now = step == STEP and ranks.rank == FAULTY
+    if now:
+        say(ranks.rank, f"fails {time.time()}")
+    return now
+
+
+def skipped_backward(ranks: Any) -> None:
+    for step in range(STEPS):
+        call = Call(ranks, ranks.world, [step] * ranks.size)
+        if fails(ranks, step):
+            continue
+        call.backward()
+
+
+def skipped_forward(ranks: Any) -> None:
+    # of the calls that are made the numbers are right: they are of what the ranks passed
+    for step in range(STEPS):
+        if fails(ranks, step):
+            continue
+        number = step - (ranks.rank == FAULTY and step > STEP)
+        batches = [number + (r == FAULTY and number >= STEP) for r in range(ranks.size)]
+        Call(ranks, ranks.world, batches).backward()
+
+
+def swapped_backwards(ranks: Any) -> None:
+    for step in range(STEPS):
+        both = [Call(ranks, ranks.world, [step] * ranks.size, model) for model in (0, 1)]
+        for call in reversed(both) if fails(ranks, step) else both:
+            call.backward()
+
+
+def raised_between(ranks: Any) -> None:
+    for step in range(STEPS):
+        call = Call(ranks, ranks.world, [step] * ranks.size)
+        if fails(ranks, step):
+            raise RuntimeError("this rank has a defect")
+        call.backward()
+
+
+def broken_backward(ranks: Any) -> None:
+    send = Peers._send
+
+    def broken(*_: Any) -> Any:
+        raise MemoryError("out of memory")
+
+    for step in range(STEPS):
+        call = Call(ranks, ranks.world, [step] * ranks.size)
+        if not fails(ranks, step):
+            call.backward()
+            continue
+        Peers._send = broken  # type: ignore[method-assign]
+        try:
+            call.backward()
+        except MemoryError:
+            continue
+        finally:
+            Peers._send = send  # type: ignore[method-assign]
+
+
+def two_models(ranks: Any) -> None:
+    for step in range(STEPS):
+        both = [Call(ranks, ranks.world, [step] * ranks.size, model) for model in (0, 1)]
+        fails(ranks, step)
+        for call in reversed(both):
+            call.backward()
+
+
+def two_models_in_another_order(ranks: Any) -> None:
+    groups = [ranks.part([list(range(ranks.size))]) for _ in range(2)]
+    for step in range(STEPS):
+        order = (1, 0) if fails(ranks, step) else (0, 1)
+        for model in order:
+            Call(ranks, groups[model], [step] * ranks.size, model).backward()
+
+
+MISTAKES: dict[str, Callable[[Any], None]] = {
+    "skipped backward": skipped_backward,
+    "skipped forward": skipped_forward,
+    "swapped backwards": swapped_backwards,
+    "raised between": raised_between,
+    "broken backward": broken_backward,
+    "two models": two_models,
+    "two models in another order": two_models_in_another_order,
+}
+
+
+def main() -> None:
+    ranks = started()
+    device(ranks.rank)
+    if "apart" in sys.argv[5:]:
+        wires.host = lambda: f"host {ranks.rank}"
+    # ranks may take long to come here, which is no mistake
+    connect(ranks.world, deadline=600)
+    connect(ranks.world, deadline=deadline_or(None))
+    try:
+        MISTAKES[MISTAKE](ranks)
+    except BaseException as error:
+        text = str(error).partition("\n")[0]
+        say(ranks.rank, f"{time.time()} {right} right, then {type(error).__name__}: {text}")
+        if isinstance(error, ExchangeError):
+            # the launcher ends all ranks when this one has ended: the others are to say first what they raise
+            time.sleep(2)
+        raise
+    say(ranks.rank, f"{time.time()} {right} right")
+    ranks.finish()
+
+
+main()

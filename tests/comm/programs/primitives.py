@@ -1,0 +1,239 @@
+"""Every primitive of a communicator against what it must give, bit for bit; started by test_mpi and test_torchgroup."""
+
+from __future__ import annotations
+
+import gc
+import random
+import warnings
+import weakref
+import zlib
+from collections.abc import Callable
+from typing import Any
+
+import numpy as np
+import torch
+from engines import say, started
+
+from contrastile.comm import buffers
+from contrastile.comm.communicator import ExchangeError, connect, number, numbered
+
+WIDTH = 7
+DTYPES = ("float16", "bfloat16", "float32", "float64", "int64")
+SIZES = ([3, 0, 5, 1], [0, 0, 0, 0], [2, 2, 2, 2], [0, 0, 0, 4])
+
+
+def data(*key: Any, shape: tuple[int, ...], dtype: str, library: str) -> Any:
+    """An array that every rank can make; different for every key."""
+    draw = np.random.default_rng(zlib.crc32(repr(key).encode()))
+    values = torch.as_tensor(draw.standard_normal(shape) * 100).to(getattr(torch, dtype))
+    return values if library == "torch" else values.numpy().reshape(shape)
+
+
+def empty(like: Any) -> Any:
+    """The same shape and dtype, other values."""
+    return torch.full_like(like, -77) if isinstance(like, torch.Tensor) else np.full_like(like, -77)
+
+
+def equal(x: Any, y: Any) -> bool:
+    """Whether two arrays hold the same bits."""
+    a, b = (torch.as_tensor(each) for each in (x, y))
+    return a.dtype == b.dtype and a.shape == b.shape and torch.equal(a, b)
+
+
+def kinds() -> list[tuple[str, str]]:
+    """Libraries with their dtypes: NumPy has no bfloat16."""
+    return [(lib, dtype) for lib in ("numpy", "torch") for dtype in DTYPES if (lib, dtype) != ("numpy", "bfloat16")]
+
+
+def sizes_for(n: int) -> list[list[int]]:
+    return [(sizes * n)[:n] for sizes in SIZES]
+
+
+def shifts(comm: Any) -> None:
+    behind = (comm.rank - 1) % comm.size
+    for library, dtype in kinds():
+        for sizes in sizes_for(comm.size):
+
+            def message(rank: int, sizes: Any = sizes, dtype: str = dtype, library: str = library) -> list[Any]:
+                shapes = (sizes[rank], WIDTH), (sizes[rank],), ()
+                return [data("shift", rank, s, shape=s, dtype=dtype, library=library) for s in shapes]
+
+            sent, expected = message(comm.rank), message(behind)
+            arrived = [empty(x) for x in expected]
+            comm.shift(sent, arrived).wait()
+            assert all(map(equal, arrived, expected)), (library, dtype, sizes)
+            assert all(map(equal, sent, message(comm.rank)))
+
+
+def everybody_to_everybody(comm: Any) -> None:
+    for library, dtype in kinds():
+        for sizes in sizes_for(comm.size):
+
+            def part(a: int, b: int, sizes: Any = sizes, dtype: str = dtype, library: str = library) -> Any:
+                shape = ((sizes[a] + 2 * sizes[b]) % 4, WIDTH)
+                return data("all", a, b, shape=shape, dtype=dtype, library=library)
+
+            expected = [part(r, comm.rank) for r in range(comm.size)]
+            arrived = [empty(x) for x in expected]
+            comm.all_to_all([part(comm.rank, r) for r in range(comm.size)], arrived).wait()
+            assert all(map(equal, arrived, expected)), (library, dtype, sizes)
+
+
+def several_to_some(comm: Any) -> None:
+    """Arrays of several dtypes to and from the ranks of the same parity, and none to this one."""
+    for sizes in sizes_for(comm.size):
+        some = [r for r in range(comm.size) if r != comm.rank and (r - comm.rank) % 2 == 0]
+
+        def parts(a: int, b: int, sizes: Any = sizes) -> list[Any]:
+            shapes = {"float64": (1,), "bfloat16": (sizes[a], WIDTH), "float32": (sizes[b],)}
+            return [data("some", a, b, shape=s, dtype=dtype, library="torch") for dtype, s in shapes.items()]
+
+        expected = {r: parts(r, comm.rank) for r in some}
+        arrived = {r: [empty(x) for x in xs] for r, xs in expected.items()}
+        if some:
+            comm.exchange({r: parts(comm.rank, r) for r in some}, arrived).wait()
+        else:
+            comm.exchange({comm.rank: [torch.ones(1)]}, {comm.rank: [torch.zeros(1)]}).wait()
+        assert all(all(map(equal, arrived[r], expected[r])) for r in some), sizes
+
+
+def gathers(comm: Any) -> None:
+    for library, dtype in kinds():
+        for sizes in sizes_for(comm.size):
+            for tail in ((WIDTH,), ()):
+                shards = [
+                    data("gather", r, shape=(k, *tail), dtype=dtype, library=library) for r, k in enumerate(sizes)
+                ]
+                expected = (torch.cat if library == "torch" else np.concatenate)(shards)
+                whole = empty(expected)
+                pending = comm.all_gather(shards[comm.rank], whole, sizes)
+                pending.wait()
+                assert equal(whole, expected), (library, dtype, sizes)
+                whole[:1] = 0
+                # a message arrives once
+                pending.wait()
+                assert not whole[:1].any(), (library, dtype, sizes)
+
+
+def waits_in_any_order(comm: Any) -> None:
+    behind = (comm.rank - 1) % comm.size
+    for seed in range(4):
+        expected = [data("late", seed, i, behind, shape=(50, i), dtype="float32", library="torch") for i in range(6)]
+        sent = [data("late", seed, i, comm.rank, shape=(50, i), dtype="float32", library="torch") for i in range(6)]
+        arrived = [empty(x) for x in expected]
+        posted = [comm.shift([a], [b]) for a, b in zip(sent, arrived, strict=True)]
+        whole = empty(torch.cat([sent[1]] * comm.size))
+        posted.append(comm.all_gather(sent[1], whole, [50] * comm.size))
+        # each rank in an order of its own
+        random.Random(seed + comm.rank).shuffle(posted)
+        for pending in posted:
+            pending.wait()
+        assert all(map(equal, arrived, expected)), seed
+
+
+def long_messages(comm: Any) -> None:
+    behind, usual = (comm.rank - 1) % comm.size, buffers.PIECE
+    buffers.PIECE = 1000
+    for size in (249, 250, 251, 12_345):
+        sent, expected = (data("long", r, shape=(size,), dtype="float32", library="numpy") for r in (comm.rank, behind))
+        arrived = empty(expected)
+        comm.shift([sent], [arrived]).wait()
+        assert equal(arrived, expected), size
+    buffers.PIECE = usual
+    big = np.full(1 << 22, comm.rank, dtype=np.float64)
+    arrived = empty(big)
+    comm.shift([big], [arrived]).wait()
+    assert (arrived == behind).all()
+
+
+def records_and_texts(comm: Any) -> None:
+    record = np.array([comm.rank, -(2**62) + comm.rank, 7], dtype=np.int64)
+    assert comm.agree(record).tolist() == [[r, -(2**62) + r, 7] for r in range(comm.size)]
+    texts = ["", "ein Wort", "λ → ∞", "x" * 5000]
+    assert comm.tell(texts[comm.rank % 4]) == [texts[r % 4] for r in range(comm.size)]
+
+
+def read_only_arrays(comm: Any) -> None:
+    sent = np.arange(5.0)
+    sent.flags.writeable = False
+    arrived = np.zeros(5)
+    comm.shift([sent], [arrived]).wait()
+    assert (arrived == sent).all()
+    gaps = np.zeros((4, 4))[:, ::2]
+    if comm.size > 1:
+        said = refusal(ValueError, lambda: comm.all_to_all([gaps] * comm.size, [gaps.copy()] * comm.size))
+        assert "contiguous" in said
+
+
+def refusal(kind: type[Exception], action: Callable[[], object]) -> str:
+    """What it says when it refuses."""
+    try:
+        action()
+    except kind as error:
+        return str(error)
+    return "nothing"
+
+
+EVERY = (
+    shifts,
+    everybody_to_everybody,
+    several_to_some,
+    gathers,
+    waits_in_any_order,
+    long_messages,
+    records_and_texts,
+)
+
+
+def main() -> None:
+    ranks = started()
+    world = connect(ranks.world, deadline=20)
+    assert (world.rank, world.size, world.deadline) == (ranks.rank, ranks.size, 20)
+    assert connect(ranks.world) is world, "one communicator for each group"
+    assert numbered(number(world)) is world
+    for check in (*EVERY, read_only_arrays):
+        check(world)
+        say(ranks.rank, f"{check.__name__} in a world of {world.size}")
+    n = ranks.size
+    # two groups at once, of different sizes where there are enough ranks, while the world has a message under way
+    sent, arrived = np.arange(10) + ranks.rank, np.zeros(10, dtype=np.int64)
+    pending = world.shift([sent], [arrived])
+    halves = [[0], list(range(1, n))]
+    half = connect(ranks.part(halves), deadline=20)
+    assert half.size == len(next(h for h in halves if ranks.rank in h))
+    for check in EVERY:
+        check(half)
+    say(ranks.rank, f"a world of {half.size} beside it")
+    evens = [list(range(0, n, 2)), list(range(1, n, 2))]
+    mine = ranks.part(evens)
+    other = connect(mine)
+    for check in (shifts, gathers):
+        check(other)
+        check(half)
+    pending.wait()
+    assert (arrived == np.arange(10) + (ranks.rank - 1) % n).all()
+    say(ranks.rank, "groups do not meet")
+    forgotten(mine, other)
+    ranks.finish()
+    kept = weakref.ref(world)
+    del world, half, other, mine, pending
+    gc.collect()
+    assert (kept() is None) == ranks.forgets, "a communicator outlived its group"
+    say(ranks.rank, "done")
+
+
+def forgotten(group: Any, communicator: Any) -> None:
+    """What is freed, and what is closed, carries nothing more."""
+    again = group.Dup() if hasattr(group, "Dup") else None
+    if again is not None:
+        beside = connect(again, deadline=20)
+        beside.agree(np.zeros(1, dtype=np.int64))
+        again.Free()
+        assert not beside.host.comm, "not freed with its group"
+        assert "closed" in refusal(ExchangeError, lambda: beside.tell(""))
+    communicator.close()
+    assert "closed" in refusal(ExchangeError, lambda: communicator.tell(""))
+
+
+warnings.simplefilter("error")
+main()

@@ -1,0 +1,323 @@
+"""Which call a message belongs to: ranks that are at different calls all raise, and say which."""
+
+from __future__ import annotations
+
+import threading
+from collections import defaultdict, deque
+from collections.abc import Callable
+from copy import copy
+from dataclasses import dataclass, field
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from mpi4py import MPI
+
+import contrastile
+from contrastile.comm import calls
+from contrastile.comm.calls import Calls, Conflict, Label
+from contrastile.comm.communicator import ExchangeError
+from contrastile.comm.inprocess import InProcess, Town
+from contrastile.comm.mpi import MPIChannel
+from contrastile.comm.peers import FRAMES, NUMBERS, PACKED, Parts, Peers
+from contrastile.comm.watch import Silence, Word, until
+
+EXCHANGES = ("ring", "gather")
+LOSSES = {"clip_loss": (), "sigmoid_loss": (-2.0,)}
+AGAIN = "; every rank must make the same calls in the same order, forward and backward"
+FAULTY = 1
+
+
+class Step:
+    """A call of a loss with gradients."""
+
+    def __init__(self, comm: Any, loss: str, exchange: str) -> None:
+        draw = np.random.default_rng(comm.rank)
+        image, text = (torch.tensor(x, requires_grad=True) for x in draw.standard_normal((2, 4 + comm.rank, 5)))
+        numbers = [torch.tensor(x, requires_grad=True) for x in (2.0, *LOSSES[loss])]
+        self.inputs = [image, text, *numbers]
+        self.loss = getattr(contrastile, loss)(*self.inputs, group=comm, exchange=exchange)
+
+
+def skipped_backward(comm: Any, call: Callable[[], Step]) -> None:
+    for turn in range(3):
+        step = call()
+        if turn != 1 or comm.rank != FAULTY:
+            step.loss.backward()
+
+
+def swapped_backwards(comm: Any, call: Callable[[], Step]) -> None:
+    both = [call(), call()]
+    for step in both if comm.rank != FAULTY else reversed(both):
+        step.loss.backward()
+
+
+def other_gradients(comm: Any, call: Callable[[], Step]) -> None:
+    step = call()
+    torch.autograd.grad(step.loss, step.inputs[: 1 if comm.rank == FAULTY else None])
+
+
+def an_extra_forward(comm: Any, call: Callable[[], Step]) -> None:
+    step = call()
+    if comm.rank == FAULTY:
+        call()
+    step.loss.backward()
+
+
+MISTAKES: dict[str, tuple[Callable[..., None], str]] = {
+    "skipped backward": (
+        skipped_backward,
+        "ranks 0, 2 are at the backward of call 2 ({loss}), rank 1 is at the forward of call 3 ({loss})",
+    ),
+    "swapped backwards": (
+        swapped_backwards,
+        "ranks 0, 2 are at the backward of call 1 ({loss}), rank 1 is at the backward of call 2 ({loss})",
+    ),
+    "an extra forward": (
+        an_extra_forward,
+        "ranks 0, 2 are at the backward of call 1 ({loss}), rank 1 is at the forward of call 2 ({loss})",
+    ),
+}
+
+
+@pytest.mark.parametrize("exchange", EXCHANGES)
+@pytest.mark.parametrize("loss", LOSSES)
+@pytest.mark.parametrize(("mistake", "words"), MISTAKES.values(), ids=MISTAKES)
+def test_every_rank_names_both_calls(mistake: Callable[..., None], words: str, loss: str, exchange: str) -> None:
+    def program(comm: InProcess) -> str:
+        with pytest.raises(ExchangeError) as caught:
+            mistake(comm, lambda: Step(comm, loss, exchange))
+        return str(caught.value)
+
+    assert Town[str](3).run(program) == [words.format(loss=loss) + AGAIN] * 3
+
+
+@pytest.mark.parametrize("exchange", EXCHANGES)
+def test_ranks_that_want_other_gradients_say_so(exchange: str) -> None:
+    seen: list[Any] = []
+
+    def program(comm: InProcess) -> str:
+        try:
+            other_gradients(comm, lambda: Step(comm, "clip_loss", exchange))
+        except ExchangeError as error:
+            return str(error)
+        seen.append(comm.rank)
+        return "nothing"
+
+    found = Town[str](3).run(program)
+    if seen:
+        # this torch tells a function to make all gradients, whichever are asked for
+        assert found == ["nothing"] * 3
+        return
+    assert len(set(found)) == 1
+    assert found[0].startswith("ranks 0, 2 are at the backward of call 1 (clip_loss) for the gradients of scale, rows")
+    assert "rank 1 is at the backward of call 1 (clip_loss) for the gradients of rows;" in found[0]
+
+
+def test_calls_and_phases_that_are_the_same_conflict_in_what_was_posted() -> None:
+    one, other = Calls(), Calls()
+    label = Label(7, "backward", "clip_loss", 0b1101)
+    for each in (one, other):
+        each.enter(label)
+        each.agreed()
+    calls.compare([one.head(3), other.head(3)], range(2))
+    other.post()
+    with pytest.raises(Conflict) as caught:
+        calls.compare([one.head(3), one.head(3), other.head(3)], (4, 5, 6))
+    assert str(caught.value) == (
+        "ranks 4, 5 are at the backward of call 7 (clip_loss) after 1 messages, "
+        f"rank 6 is at the backward of call 7 (clip_loss) after 2 messages{AGAIN}"
+    )
+
+
+def test_gradients_that_are_wanted_are_named() -> None:
+    heads = []
+    for wants in (0b1101, 0b10111, 0):
+        one = Calls()
+        one.enter(Label(1, "backward", "", wants))
+        heads.append(one.head(0))
+    with pytest.raises(Conflict) as caught:
+        calls.compare(heads, range(3))
+    assert str(caught.value) == (
+        "rank 0 is at the backward of call 1 for the gradients of scale, rows, column block 0, rank 1 is at the "
+        "backward of call 1 for the gradients of scale, bias, rows, column block 1, rank 2 is at the backward of "
+        f"call 1 for no gradients{AGAIN}"
+    )
+
+
+@dataclass
+class Host:
+    """A host's channel of one of several threads: arrays of one number arrive in the order in which they were sent."""
+
+    rank: int
+    sent: defaultdict[tuple[int, int, int], deque[Any]]
+    numbers: list[int] = field(default_factory=list)
+
+    name = "host"
+
+    def post(self, outgoing: Parts, incoming: Parts, number: int, seconds: Callable[[], float]) -> Host:
+        self.numbers.append(number)
+        for r, xs in outgoing.items():
+            self.sent[self.rank, r, number].extend(x.copy() for x in xs)
+        self.wanted = [(self.sent[r, self.rank, number], x, r) for r, xs in incoming.items() for x in xs]
+        self.seconds = seconds
+        return copy(self)  # type: ignore[return-value]
+
+    def wait(self) -> None:
+        for queue, x, r in self.wanted:
+            if not until(lambda queue=queue: bool(queue), self.seconds()):  # type: ignore[misc]
+                raise Silence([r], "did not answer")
+            came = queue.popleft()
+            x[: came.size] = came
+
+    def give_up(self, word: Word, seconds: float) -> dict[int, Word]:
+        return {}
+
+
+def pair(program: Callable[[Peers], Any]) -> list[Any]:
+    """What two ranks make of a program, each in a thread: what it returns, or the ExchangeError."""
+    sent: defaultdict[tuple[int, int, int], deque[Any]] = defaultdict(deque)
+    found: list[Any] = [None, None]
+
+    def one(rank: int) -> None:
+        try:
+            found[rank] = program(Peers(rank, 2, 20.0, Host(rank, sent)))
+        except ExchangeError as error:
+            found[rank] = str(error)
+
+    threads = [threading.Thread(target=one, args=(rank,)) for rank in range(2)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    return found
+
+
+@pytest.mark.parametrize("size", [0, 1, calls.NUMBERS_IN_FRAME, calls.NUMBERS_IN_FRAME + 1, 100])
+def test_records_of_any_length_cross_in_frames(size: int) -> None:
+    records = [np.arange(size) - 2**62 + rank for rank in range(2)]
+    for got in pair(lambda peers: peers.agree(records[peers.rank])):
+        np.testing.assert_array_equal(got, records)
+
+
+def test_no_message_has_the_number_of_frames() -> None:
+    def program(peers: Peers) -> tuple[set[int], set[int]]:
+        assert isinstance(peers.host, Host)
+        peers.calls.messages = NUMBERS - 3
+        for _ in range(6):
+            peers.shift([np.zeros(1)], [np.zeros(1)]).wait()
+        data = set(peers.host.numbers)
+        peers.agree(np.zeros(1, np.int64))
+        return data, set(peers.host.numbers) - data
+
+    for data, frames in pair(program):
+        assert {NUMBERS - 1, 0} <= data
+        assert frames == {FRAMES}
+
+
+def sent(peers: Peers, sizes: tuple[int, int], label: Label) -> list[int]:
+    """What comes of a message of so many bytes from each rank, of which rank 0 expects as many as it sends."""
+    peers.calls.label = label
+    incoming = np.zeros(sizes[0], np.uint8)
+    peers.shift([np.full(sizes[peers.rank], 7, np.uint8)], [incoming]).wait()
+    return incoming.tolist()
+
+
+# packed with its header, and apart from it
+@pytest.mark.parametrize("size", [5, PACKED + 5])
+def test_a_message_of_another_call_is_not_taken(size: int) -> None:
+    labels = Label(3, "backward", "clip_loss"), Label(4, "forward", "clip_loss")
+    found = pair(lambda peers: sent(peers, (size, size), labels[peers.rank]))
+    assert found == [
+        f"rank 1 sent message 1 of the forward of call 4, {size} bytes, where message 1 of the backward of call 3 "
+        f"(clip_loss), {size} bytes, was to come",
+        f"rank 0 sent message 1 of the backward of call 3, {size} bytes, where message 1 of the forward of call 4 "
+        f"(clip_loss), {size} bytes, was to come",
+    ]
+    assert pair(lambda peers: sent(peers, (size, size), labels[0])) == [[7] * size] * 2
+
+
+def test_a_broken_group_carries_nothing_more() -> None:
+    def program(peers: Peers) -> str:
+        with pytest.raises(ExchangeError):
+            sent(peers, (5, 5), Label(1 + peers.rank))
+        with pytest.raises(ExchangeError, match=r"can carry nothing more: rank \d sent message 1 of the forward"):
+            peers.agree(np.zeros(1, np.int64))
+        return "as it should"
+
+    assert pair(program) == ["as it should"] * 2
+
+
+@pytest.mark.parametrize(
+    ("sent", "expected", "words"),
+    [(3, 8, "rank 0 sent 3 bytes where 8 were to come"), (8, 3, "rank 0 sent more bytes than were to come")],
+)
+def test_mpi_takes_no_message_of_another_length(sent: int, expected: int, words: str) -> None:
+    comm = MPI.COMM_SELF.Dup()
+    comm.Set_errhandler(MPI.ERRORS_RETURN)
+    outgoing, incoming = np.ones(sent, np.uint8), np.zeros(expected, np.uint8)
+    pending = MPIChannel(comm).post({0: [outgoing]}, {0: [incoming]}, 5, lambda: 20.0)
+    with pytest.raises(Conflict, match=words):
+        pending.wait()
+    comm.Free()
+
+
+def test_mpi_takes_frames_and_messages_by_numbers_of_their_own() -> None:
+    comm = MPI.COMM_SELF.Dup()
+    comm.Set_errhandler(MPI.ERRORS_RETURN)
+    channel = MPIChannel(comm)
+    frame, data = np.full(4, 1, np.uint8), np.full(4, 2, np.uint8)
+    got = np.zeros(4, np.uint8)
+    channel.post({0: [data]}, {}, 1, lambda: 20.0)
+    pending = channel.post({0: [frame]}, {0: [got]}, 2, lambda: 20.0)
+    pending.wait()
+    assert got.tolist() == [1] * 4
+    with pytest.raises(Silence):
+        channel.post({}, {0: [got]}, 3, lambda: 0.1).wait()
+    channel.post({}, {0: [got]}, 1, lambda: 20.0).wait()
+    assert got.tolist() == [2] * 4
+
+
+def in_another_thread(action: Callable[[], Any]) -> Any:
+    """What it gives there, or raises."""
+    found: list[Any] = []
+
+    def run() -> None:
+        try:
+            found.append(action())
+        except Exception as error:
+            found.append(error)
+
+    thread = threading.Thread(target=run)
+    thread.start()
+    thread.join()
+    return found[0]
+
+
+def test_two_threads_within_one_phase_are_refused() -> None:
+    one = Calls()
+    one.enter(Label(1))
+    # while the first waits for the other ranks
+    assert "two threads of this rank use one group" in str(in_another_thread(lambda: one.enter(Label(2))))
+    one.agreed()
+    one.post()
+    # and once it sends
+    found = in_another_thread(one.post)
+    assert isinstance(found, Conflict)
+    one.leave()
+    assert in_another_thread(one.post) == 2
+
+
+def test_one_thread_after_the_other_may_use_a_group() -> None:
+    one = Calls()
+    for serial in (1, 2):
+
+        def phase(serial: int = serial) -> int:
+            one.enter(Label(serial))
+            one.agreed()
+            number = one.post()
+            one.leave()
+            return number
+
+        assert in_another_thread(phase) == serial

@@ -1,0 +1,110 @@
+"""The driver's calls, made to a driver that is made up: what is passed, and what an error becomes."""
+
+from __future__ import annotations
+
+import ctypes
+from collections import Counter
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+
+from contrastile.comm import driver
+from contrastile.comm.driver import DriverError, Gpu
+
+
+class Made:
+    """A library whose every function succeeds, but for those that are told not to."""
+
+    def __init__(self, lacks: str = "", **codes: int) -> None:
+        self.lacks, self.codes, self.calls = lacks, codes, Counter[str]()
+        self.operations: list[list[int]] = []
+
+    def __getattr__(self, name: str) -> Callable[..., int]:
+        if name == self.lacks:
+            raise AttributeError(name)
+
+        def call(*arguments: Any) -> int:
+            self.calls[name] += 1
+            if name == "cuStreamBatchMemOp_v2":
+                _, count, found, _ = arguments
+                assert len(found) == 6 * count.value
+                self.operations.append(list(found))
+            return self.codes.get(name, 0)
+
+        return call
+
+
+@pytest.fixture
+def made(monkeypatch: pytest.MonkeyPatch) -> Callable[..., Made]:
+    def make(**facts: Any) -> Made:
+        library = Made(**facts)
+        monkeypatch.setattr(ctypes, "CDLL", lambda name: library)
+        return library
+
+    return make
+
+
+def test_without_a_driver_it_says_so(monkeypatch: pytest.MonkeyPatch) -> None:
+    def missing(name: str) -> None:
+        raise OSError(f"{name}: cannot open shared object file")
+
+    monkeypatch.setattr(ctypes, "CDLL", missing)
+    with pytest.raises(DriverError, match=r"no CUDA driver: .*cannot open"):
+        Gpu(0)
+
+
+def test_an_old_driver_and_a_call_that_fails_are_named(made: Callable[..., Made]) -> None:
+    made(lacks="cuStreamBatchMemOp_v2")
+    with pytest.raises(DriverError, match="the CUDA driver has no cuStreamBatchMemOp_v2"):
+        Gpu(0).flags(0, [(8, 1)], [])
+    made(cuIpcOpenMemHandle_v2=217)
+    with pytest.raises(DriverError, match="cuIpcOpenMemHandle_v2 gave error 217"):
+        Gpu(0).map(bytes(64))
+
+
+def test_flags_are_written_before_others_are_waited_for_in_one_call(made: Callable[..., Made]) -> None:
+    library = made()
+    gpu = Gpu(0)
+    gpu.flags(0, [], [])
+    assert not library.operations
+    gpu.flags(0, [(4096, 5)], [(8192, 7), (16384, -1)])
+    write, wait = driver._WRITE_32, driver._WAIT_32
+    assert library.operations == [
+        [write, 4096, 5, 0, 0, 0, wait, 8192, 7, 0, 0, 0, wait, 16384, 0xFFFFFFFF, 0, 0, 0],
+    ]
+
+
+@pytest.mark.parametrize(("code", "passed"), [(0, True), (600, False)])
+def test_an_event_has_come_or_not_and_its_handle_is_used_again(
+    made: Callable[..., Made], code: int, passed: bool
+) -> None:
+    library = made(cuEventQuery=code)
+    gpu = Gpu(0)
+    first, second = gpu.record(0), gpu.record(0)
+    assert library.calls["cuEventCreate"] == 2
+    assert gpu.passed(first) is passed
+    assert library.calls["cuCtxPushCurrent_v2"] == library.calls["cuCtxPopCurrent_v2"] == 1
+    first.address = 4096
+    del first
+    again = gpu.record(0)
+    # not the one that somebody may still ask for
+    assert again.address == 4096 != second.address
+    assert gpu.record(0).address != 4096
+    assert library.calls == {**library.calls, "cuEventCreate": 3, "cuEventRecord": 4}
+
+
+def test_an_event_whose_work_failed_is_an_error(made: Callable[..., Made]) -> None:
+    made(cuEventQuery=700)
+    gpu = Gpu(0)
+    with pytest.raises(DriverError, match="cuEventQuery gave error 700"):
+        gpu.passed(gpu.record(0))
+
+
+def test_a_thread_stays_out_of_what_others_capture(made: Callable[..., Made]) -> None:
+    library = made()
+    driver.bystander()
+    assert library.calls == {"cuThreadExchangeStreamCaptureMode": 1}
+    # without a driver nothing is captured either
+    made(lacks="cuThreadExchangeStreamCaptureMode")
+    driver.bystander()

@@ -1,0 +1,191 @@
+"""Waiting with an end, on events that are made up: who is to blame, and what a device may not keep secret."""
+
+from __future__ import annotations
+
+import os
+import threading
+import time
+
+import numpy as np
+import pytest
+
+from contrastile.comm import buffers
+from contrastile.comm.communicator import DEADLINE, LONGEST, deadline_or
+from contrastile.comm.watch import Flight, Silence, Watch, Word, describe, grace, missing, patience, until
+
+
+@pytest.mark.parametrize(
+    ("lost", "waiting", "blamed"),
+    [
+        ([2], {}, (2,)),
+        ([3], {3: [2]}, (2,)),
+        ([1], {1: [0], 0: [3], 3: [2]}, (2,)),
+        ([1, 3], {1: [0], 0: [3]}, (3,)),
+        ([1], {1: [2, 4], 2: [5]}, (4, 5)),
+        ([1], {1: [0], 0: [1]}, ()),
+    ],
+)
+def test_who_waits_for_whom_leads_to_those_who_say_nothing(lost, waiting, blamed) -> None:
+    assert missing(lost, waiting) == blamed
+
+
+def test_messages_name_ranks_as_the_whole_program_does() -> None:
+    silence = Silence([1], "cannot be reached (broken pipe)")
+    titles = [10, 11, 12]
+    own = {0: Word((1,), "the backward of call 3")}
+    assert describe(silence, own, 5, titles).startswith("rank 11 cannot be reached (broken pipe) (deadline 5 s)")
+    further = describe(silence, own | {1: Word((2,), "")}, 5, titles)
+    assert further.startswith("rank 12 did not answer, for whom rank 11 waited (deadline 5 s)")
+    others = {1: Word((2,), "the forward of call 4"), 2: Word((0,), "the backward of call 3")}
+    circle = describe(silence, own | others, 5, titles)
+    assert circle.startswith(
+        "ranks 10, 11, 12 wait for each other (cannot be reached (broken pipe)): ranks 10, 12 are at the backward of "
+        "call 3, rank 11 is at the forward of call 4; every rank must make the same calls in the same order"
+    )
+
+
+@pytest.mark.parametrize(
+    "word", [Word((), "the forward of call 1"), Word((2, 13), "the backward of call 7 (clip_loss)")]
+)
+def test_a_word_crosses_as_text(word: Word) -> None:
+    assert Word.decode(word.encode()) == word
+
+
+def test_waiting_ends_and_keeps_no_core_busy() -> None:
+    start, cpu = time.monotonic(), time.process_time()
+    assert not until(lambda: False, 0.5)
+    waited, used = time.monotonic() - start, time.process_time() - cpu
+    assert waited >= 0.5
+    assert used < waited / 4
+    assert until(lambda: True, 0.0)
+
+
+def test_the_last_of_the_deadline_is_left_for_leaving() -> None:
+    for deadline in (0.1, 4.0, 60.0, 1000.0):
+        assert patience(deadline) + grace(deadline) < deadline
+
+
+class Device:
+    """Messages whose work before them, and whose arrival, is set by hand."""
+
+    def __init__(self, deadline: float, depth: int = 2) -> None:
+        self.ended: list[str] = []
+        self.watch = Watch(lambda: deadline, depth, self.ended.append)
+        self.ready: set[int] = set()
+        self.done: set[int] = set()
+
+    def post(self, *numbers: int) -> None:
+        for i in numbers:
+            self.watch.admit()
+            self.watch.add(Flight(lambda i=i: i in self.ready, lambda i=i: i in self.done, (i,)))
+
+
+def test_the_host_runs_ahead_of_a_device_by_so_many_messages_and_no_further() -> None:
+    device = Device(0.4)
+    device.post(0, 1)
+    device.ready.add(0)
+    with pytest.raises(Silence) as caught:
+        device.post(2)
+    assert caught.value.ranks == (0,)
+    # the host has been told, so the process does not end
+    time.sleep(0.6)
+    assert device.ended == []
+
+
+def test_messages_that_have_arrived_make_room_in_whatever_order() -> None:
+    device = Device(0.4)
+    device.post(0, 1)
+    device.ready |= {0, 1}
+    device.done |= {0, 1}
+    device.post(2, 3)
+    device.ready |= {2, 3}
+    device.done.add(3)
+    # behind one that has not, it does not: the oldest is the one that is named
+    with pytest.raises(Silence) as caught:
+        device.post(4)
+    assert caught.value.ranks == (2,)
+
+
+def test_work_queued_before_a_message_is_no_silence() -> None:
+    device = Device(0.2)
+    device.post(0)
+    time.sleep(0.5)
+    assert device.ended == []
+    device.ready.add(0)
+    device.done.add(0)
+    device.post(1, 2)
+    device.watch.close()
+
+
+def test_a_host_that_cannot_be_told_ends() -> None:
+    device = Device(0.2)
+    device.ready.add(7)
+    device.post(7)
+    assert until(lambda: bool(device.ended), 5)
+    assert "rank(s) 7 did not answer on the device (deadline 0.2 s)" in device.ended[0]
+
+
+def test_the_process_ends_within_the_deadline() -> None:
+    device = Device(2.0)
+    device.ready.add(7)
+    start = time.monotonic()
+    device.post(7)
+    assert until(lambda: bool(device.ended), 5)
+    # the host may raise first, and what has ended has left before the deadline is over
+    assert patience(2.0) < time.monotonic() - start < 2.0
+
+
+def test_the_thread_that_asks_is_made_ready_first() -> None:
+    asked: list[str] = []
+    begun: list[bool] = []
+    watch = Watch(lambda: 0.2, begin=lambda: begun.append(not asked))
+    watch.add(Flight(lambda: True, lambda: asked.append(threading.current_thread().name) is None, (0,)))
+    assert until(lambda: bool(asked), 5)
+    assert begun == [True]
+    assert asked[0] == "contrastile watch"
+    watch.close()
+
+
+@pytest.mark.parametrize("given", [0, -1.0, float("inf"), float("nan"), "soon", [3]])
+def test_a_deadline_is_a_positive_number_of_seconds(given, monkeypatch) -> None:
+    with pytest.raises(ValueError, match="deadline must be a positive number of seconds"):
+        deadline_or(given)
+    monkeypatch.setenv("CONTRASTILE_DEADLINE", str(given))
+    with pytest.raises(ValueError, match="deadline must be a positive number of seconds"):
+        deadline_or(None)
+
+
+def test_the_deadline_is_the_argument_else_the_variable_else_the_default(monkeypatch) -> None:
+    monkeypatch.delenv("CONTRASTILE_DEADLINE", raising=False)
+    assert deadline_or(None) == DEADLINE
+    monkeypatch.setenv("CONTRASTILE_DEADLINE", "7.5")
+    assert deadline_or(None) == 7.5
+    assert deadline_or(3) == 3.0
+    assert deadline_or(1e300) == LONGEST
+    assert os.environ["CONTRASTILE_DEADLINE"] == "7.5"
+
+
+def test_bytes_of_an_array_are_its_own_memory() -> None:
+    import torch
+
+    for x in (np.arange(6.0).reshape(2, 3), np.full((), 3.0, np.float32), np.zeros((0, 4), np.int64)):
+        view = buffers.raw(x)
+        assert view.nbytes == x.nbytes
+        view[:] = 0
+        assert not x.any()
+    y = torch.ones(3, 2, dtype=torch.bfloat16)
+    buffers.raw(y)[:] = 0
+    assert not y.any()
+    with pytest.raises(ValueError, match="contiguous"):
+        buffers.raw(torch.zeros(4, 4).t())
+    with pytest.raises(ValueError, match="contiguous"):
+        buffers.raw(np.zeros((4, 4)).T)
+
+
+def test_long_messages_go_in_pieces(monkeypatch) -> None:
+    monkeypatch.setattr(buffers, "PIECE", 10)
+    x = np.arange(25, dtype=np.uint8)
+    assert [p.size for p in buffers.pieces(x)] == [10, 10, 5]
+    assert np.concatenate(buffers.pieces(x)).tolist() == x.tolist()
+    assert [p.size for p in buffers.pieces(x[:21])] == [10, 10, 1]
+    assert buffers.pieces(x[:0]) == []

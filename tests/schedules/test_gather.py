@@ -1,0 +1,267 @@
+"""The gather: few messages, the same bits on every rank, and what comes back owns its memory."""
+
+from __future__ import annotations
+
+from collections import Counter
+from dataclasses import replace
+from typing import Any
+
+import numpy as np
+import pytest
+from worlds_at_hand import WORLDS, cut, failing, placement, rows, town
+
+from contrastile.backends.contract import Array, Backend, Block, ColumnForm, Finished, Options, Statistics, Weights
+from contrastile.backends.registry import load
+from contrastile.comm import buffers
+from contrastile.comm.inprocess import InProcess
+from contrastile.schedules import gather, local, shared
+from contrastile.verify.run import materialise
+from contrastile.verify.shards import Cut
+
+NUMPY = load("numpy")
+
+
+class Counting:
+    """A communicator that counts its messages of features and vectors."""
+
+    def __init__(self, home: InProcess) -> None:
+        self.home, self.count = home, Counter[str]()
+
+    def __getattr__(self, name: str) -> Any:
+        found = getattr(self.home, name)
+        if name not in ("all_gather", "all_to_all", "exchange", "shift"):
+            return found
+
+        def counted(*call: Any) -> Any:
+            what = call[0]
+            if name == "exchange":
+                # what goes to another rank
+                what = next(xs for rank, xs in what.items() if rank != self.home.rank)
+            elif name != "shift":
+                what = [what[0] if name == "all_to_all" else what]
+            kinds = ("number" if x.shape == (1,) else str(x.ndim) for x in what)
+            self.count[f"{name} {' '.join(kinds)}"] += 1
+            return found(*call)
+
+        return counted
+
+
+def finished(
+    block: Block, weights: Weights, upstream: Array | None, columns: ColumnForm | None, options: Options
+) -> Finished:
+    """``contract.Finished`` by way of sums, which it is to save: what a schedule makes of it is the question here."""
+    rows, over, column = np.zeros(block.rows.shape), np.zeros(block.columns.shape), weights.column_weight
+    by = {"row_weight": weights.row_weight * upstream, "column_weight": None if column is None else column * upstream}
+    NUMPY.gradients(block, replace(weights, **by), rows, over, options)
+    side = {None: None, "sums": over, "gradient": over * block.scale}[columns]
+    return Finished(rows * block.scale, side, NUMPY.arrays.inner(block.rows, rows))
+
+
+FINISHING = replace(NUMPY, finished=finished)
+
+
+def keeping(block: Block, columns: bool, options: Options) -> Statistics:
+    """What is kept says of which block it is."""
+    kept = np.array([*block.rows.shape, *block.columns.shape], dtype=np.int64)
+    return replace(NUMPY.lse(block, columns, options), kept=kept)
+
+
+def outcome(
+    n: int, case: str, backend: Backend = NUMPY, columns: bool = True, scale: bool = True, keep: bool = False
+) -> list[tuple[Counter[str], local.Gradients]]:
+    parts = cut(case, range(2, n + 2), range(n + 1, 1, -1))
+
+    def program(comm: InProcess) -> tuple[Counter[str], local.Gradients]:
+        counting = Counting(comm)
+        where = placement(counting, parts, "gather")  # type: ignore[arg-type]
+        problem = materialise(parts.part(comm.rank, where), NUMPY, "float64")
+        wanted = local.Wanted(True, (columns,) * len(problem.columns), scale)
+        saved = gather.forward(problem, backend, Options(), keep=keep)
+        return counting.count, gather.backward(problem, saved, np.asarray(-0.7), wanted, backend, Options())
+
+    found: list[Any] = town(n).run(program)
+    return found
+
+
+@pytest.mark.parametrize("n", [2, 3, 5])
+def test_the_messages_are_few(n: int) -> None:
+    for count, _ in outcome(n, "ragged"):
+        assert count == {
+            # the columns, once
+            "all_gather 2": 1,
+            # the loss, what each rank's rows give every column, and the weights and targets of its own
+            "exchange number 1 1 1 1 1": 1,
+            # the columns' sums, and the scale's gradient
+            "exchange 2 number": 1,
+        }
+
+
+@pytest.mark.parametrize(("columns", "scale"), [(True, True), (False, True), (True, False)])
+@pytest.mark.parametrize("case", ["ragged", "blocks", "one-row"])
+@pytest.mark.parametrize("n", [1, 3])
+def test_finished_rows_are_those_of_sums_and_cost_no_other_message(
+    n: int, case: str, columns: bool, scale: bool
+) -> None:
+    both = [outcome(n, case, backend, columns, scale) for backend in (NUMPY, FINISHING)]
+    for (count, plain), (again, found) in zip(*both, strict=True):
+        assert count == again
+        assert np.array_equal(plain.rows, found.rows)
+        assert (found.scale is None) == (not scale)
+        assert plain.scale == found.scale
+        for a, b in zip(plain.columns, found.columns, strict=True):
+            assert (a is None) == (b is None) == (not columns)
+            assert a is None or np.array_equal(a, b)
+
+
+@pytest.mark.parametrize("case", ["ragged", "blocks", "one-row"])
+@pytest.mark.parametrize("n", [1, 3])
+def test_what_is_kept_of_all_columns_comes_back_and_changes_nothing(n: int, case: str) -> None:
+    given: list[list[int]] = []
+
+    def noted(block: Block, weights: Weights, *rest: Any) -> Finished:
+        assert weights.kept is not None
+        given.append(weights.kept.tolist())
+        assert given[-1] == [*block.rows.shape, *block.columns.shape]
+        return finished(block, weights, *rest)
+
+    kept = outcome(n, case, replace(FINISHING, keeping=keeping, finished=noted), keep=True)
+    assert len(given) == n
+    for (count, found), (again, plain) in zip(kept, outcome(n, case, FINISHING), strict=True):
+        assert count == again
+        assert all(map(np.array_equal, (found.rows, *found.columns), (plain.rows, *plain.columns)))
+        assert found.scale == plain.scale
+
+
+@pytest.mark.parametrize("why", ["nobody asked", "columns in two parts", "gradients by sums"])
+def test_nothing_is_kept_where(why: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    if why == "columns in two parts":
+        monkeypatch.setattr(InProcess, "prepare", lambda self, like, nbytes: True)
+        monkeypatch.setattr(shared, "BESIDE", 0)
+
+    def asked(*_: Any) -> Statistics:
+        raise AssertionError("what is kept here would never be used")
+
+    backend = replace(NUMPY if why == "gradients by sums" else FINISHING, keeping=asked)
+    assert len(outcome(3, "ragged", backend, keep=why != "nobody asked")) == 3
+
+
+def test_a_world_of_one_sends_nothing() -> None:
+    ((count, _),) = outcome(1, "ragged")
+    assert not count
+
+
+@pytest.mark.parametrize("n", [1, 3])
+def test_gradients_of_several_blocks_share_no_memory(n: int) -> None:
+    for _, found in outcome(n, "blocks"):
+        first, _, last = found.columns
+        assert not np.shares_memory(first, last)
+        assert first.base is None or first.base.shape == first.shape
+
+
+@pytest.mark.parametrize("n", WORLDS)
+def test_every_rank_has_the_same_bits(n: int) -> None:
+    found = rows(n, ["delivery", "agreement"], ["ragged", "blocks", "labels", "sigmoid"], dtypes=["float32"])
+    assert len(found) == 8
+    assert not failing(found)
+
+
+DOORS = ["clip-loss", "info-nce", "nt-xent", "sup-con", "sigmoid-loss"]
+
+
+@pytest.mark.parametrize("parts", ["at once", "in two parts"])
+def test_every_loss_of_torch_tensors_comes_through_autograd(parts: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """What crosses from forward to backward there is tensors, empty where there is nothing."""
+    if parts == "in two parts":
+        monkeypatch.setattr(InProcess, "prepare", lambda self, like, nbytes: True)
+        monkeypatch.setattr(shared, "BESIDE", 0)
+    found = rows(3, DOORS, ["front-door"], backend="torch", dtypes=["float64"])
+    assert len(found) == 5
+    assert not failing(found)
+
+
+ASIDE = ["ragged", "blocks", "labels", "ids-drop", "sigmoid", "one-row", "zero-rows", "self-excluded"]
+
+
+@pytest.fixture
+def aside(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Messages are said to travel at no cost to what is computed meanwhile."""
+    monkeypatch.setattr(InProcess, "prepare", lambda self, like, nbytes: True)
+    monkeypatch.setattr(shared, "BESIDE", 0)
+
+
+def test_parts_are_for_large_problems_of_which_no_rank_has_all_columns(monkeypatch: pytest.MonkeyPatch) -> None:
+    asked: list[int] = []
+
+    def prepare(self: InProcess, like: Any, nbytes: int) -> bool:
+        asked.append(nbytes)
+        return True
+
+    monkeypatch.setattr(InProcess, "prepare", prepare)
+    cuts = [cut("ragged", [1, 1, 1], columns) for columns in ([1, 1, 1], [0, 1, 0], [3, 1, 0])]
+
+    def decided(comm: InProcess, whole: Cut) -> bool:
+        where = placement(comm, whole, "gather")
+        return shared.aside(where, materialise(whole.part(comm.rank, where), NUMPY, "float64"))
+
+    def program(comm: InProcess) -> list[bool]:
+        return [decided(comm, whole) for whole in cuts]
+
+    assert town(3).run(program) == [[False] * 3] * 3
+    (m, d), n = cuts[0].problem.rows.shape, sum(cuts[0].shards.widths)
+    monkeypatch.setattr(shared, "BESIDE", m // 3 * n * d)
+    assert town(3).run(program) == [[True, False, True]] * 3
+    # what is not worth it is said, so that an earlier answer does not hold for it
+    assert set(asked) == {0, *(max(whole.shards.widths) * d * 8 for whole in (cuts[0], cuts[2]))}
+    monkeypatch.setattr(shared, "BESIDE", m // 3 * n * d + 1)
+    assert town(3).run(program) == [[False] * 3] * 3
+
+
+@pytest.mark.usefixtures("aside")
+@pytest.mark.parametrize("n", WORLDS)
+def test_columns_in_two_parts_give_what_they_give_at_once(n: int) -> None:
+    found = rows(n, ["gather", "reduction", "delivery", "agreement", "sharded"], ASIDE, dtypes=["float64", "float32"])
+    assert len(found) > 50
+    assert not failing(found)
+
+
+@pytest.mark.usefixtures("aside")
+@pytest.mark.parametrize("n", [2, 3, 5])
+def test_columns_in_two_parts_need_as_few_messages(n: int) -> None:
+    for count, _ in outcome(n, "ragged"):
+        assert count == {
+            # the others' columns
+            "all_to_all 2": 1,
+            "exchange number 1 1 1 1 1": 1,
+            # the sums of the others' gradients, which travel before the scale's is known
+            "exchange 2": 1,
+            "exchange number": 1,
+        }
+
+
+@pytest.mark.usefixtures("aside")
+@pytest.mark.parametrize(("columns", "scale"), [(True, True), (False, True), (True, False)])
+@pytest.mark.parametrize("case", ["ragged", "blocks", "one-row"])
+def test_what_is_not_wanted_of_two_parts_is_not_there(case: str, columns: bool, scale: bool) -> None:
+    for count, found in outcome(3, case, FINISHING, columns, scale):
+        assert count["exchange 2"] == columns
+        assert (found.scale is None) == (not scale)
+        assert all((x is None) == (not columns) for x in found.columns)
+        assert found.rows is not None
+
+
+@pytest.mark.usefixtures("aside")
+@pytest.mark.parametrize("defect", ["pairs keep their numbers", "others' sums stay", "nothing is sent"])
+def test_defects_of_two_parts_are_caught(defect: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    add_up, send = buffers.add_up, InProcess.exchange
+
+    if defect == "pairs keep their numbers":
+        monkeypatch.setattr(gather, "_without", lambda mine, index, arrays: index)
+    elif defect == "others' sums stay":
+        monkeypatch.setattr(buffers, "add_up", lambda found, into: add_up([found[0], found[0] * 0], into))
+    else:
+        monkeypatch.setattr(
+            InProcess,
+            "exchange",
+            lambda self, out, into: send(self, {r: [x * 0 for x in xs] for r, xs in out.items()}, into),
+        )
+    assert failing(rows(3, ["gather"], ["ragged"]))

@@ -1,0 +1,273 @@
+"""Before a feature moves: what differs or is wrong on one rank, every rank hears in the same words."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+
+import contrastile
+from contrastile.comm.communicator import ExchangeError, MismatchError
+from contrastile.comm.inprocess import InProcess, Town
+
+N, B, D = 3, 4, 5
+rng = np.random.default_rng(3)
+IMAGE, TEXT = (rng.standard_normal((N, B, D)).astype(np.float32) for _ in range(2))
+
+
+class Guarded:
+    """A communicator that counts the messages with arrays in them."""
+
+    def __init__(self, home: InProcess) -> None:
+        self.home, self.moved = home, 0
+
+    def __getattr__(self, name: str) -> Any:
+        found = getattr(self.home, name)
+        if name not in ("shift", "all_gather", "all_to_all", "exchange"):
+            return found
+
+        def counted(*call: Any) -> Any:
+            self.moved += 1
+            return found(*call)
+
+        return counted
+
+
+def said(call: Callable[[int, Any], Any], n: int = N) -> list[str]:
+    """What each rank's call raised; nothing may have moved by then."""
+
+    def program(comm: InProcess) -> str:
+        guarded = Guarded(comm)
+        try:
+            call(comm.rank, guarded)
+        except Exception as error:
+            assert guarded.moved == 0
+            return f"{type(error).__name__}: {error}"
+        return "nothing"
+
+    return Town[str](n).run(program)
+
+
+def everybody(call: Callable[[int, Any], Any]) -> str:
+    """The one thing that all ranks say."""
+    words = said(call)
+    assert len(words) == N
+    assert len(set(words)) == 1, words
+    return words[0]
+
+
+def clip(rank: int, comm: Any, **more: Any) -> Any:
+    return contrastile.clip_loss(IMAGE[rank], TEXT[rank], 10.0, group=comm, **more)
+
+
+def both(rank: int, comm: Any, **more: Any) -> Any:
+    return contrastile.value_and_grad(contrastile.clip_loss, group=comm, **more)(IMAGE[rank], TEXT[rank], 10.0)
+
+
+DIFFERENT: list[Any] = [
+    pytest.param(
+        lambda rank, comm: contrastile.clip_loss(
+            IMAGE[rank][:, : D - (rank == 1)], TEXT[rank][:, : D - (rank == 1)], 10.0, group=comm
+        ),
+        "width must be the same on every rank, got 5 on ranks 0, 2, 4 on rank 1",
+        id="width",
+    ),
+    pytest.param(
+        lambda rank, comm: contrastile.clip_loss(
+            *(x[rank].astype("float64" if rank == 2 else "float32") for x in (IMAGE, TEXT)), 10.0, group=comm
+        ),
+        'dtype must be the same on every rank, got "float32" on ranks 0, 1, "float64" on rank 2',
+        id="dtype",
+    ),
+    pytest.param(
+        lambda rank, comm: clip(rank, comm) if rank else contrastile.sigmoid_loss(IMAGE[0], TEXT[0], 10.0, group=comm),
+        'loss must be the same on every rank, got "sigmoid_loss" on rank 0, "clip_loss" on ranks 1, 2',
+        id="loss",
+    ),
+    pytest.param(
+        lambda rank, comm: contrastile.clip_loss(IMAGE[rank], TEXT[rank], 10.0 + (rank == 1), group=comm),
+        "scale must be the same on every rank, got 10.0 on ranks 0, 2, 11.0 on rank 1",
+        id="scale",
+    ),
+    pytest.param(
+        lambda rank, comm: clip(rank, comm, ids=np.arange(B) if rank == 1 else None),
+        "ids must be the same on every rank, got false on ranks 0, 2, true on rank 1",
+        id="ids",
+    ),
+    pytest.param(
+        lambda rank, comm: clip(rank, comm, exchange=("ring", "gather")[rank % 2]),
+        'exchange must be the same on every rank, got "ring" on ranks 0, 2, "gather" on rank 1',
+        id="exchange",
+    ),
+    pytest.param(
+        lambda rank, comm: clip(rank, comm, parameter_reduction=("mean", "sum")[rank % 2]),
+        'parameter_reduction must be the same on every rank, got "mean" on ranks 0, 2, "sum" on rank 1',
+        id="reduction",
+    ),
+    pytest.param(
+        lambda rank, comm: clip(rank, comm, backend=("numpy", "auto")[rank % 2]),
+        'backend must be the same on every rank, got "numpy" on ranks 0, 2, "auto" on rank 1',
+        id="backend",
+    ),
+    pytest.param(
+        lambda rank, comm: clip(rank, comm, tile=None if rank else 3),
+        'tile must be the same on every rank, got "3" on rank 0, "None" on ranks 1, 2',
+        id="tile",
+    ),
+    pytest.param(
+        lambda rank, comm: contrastile.info_nce(
+            IMAGE[rank], TEXT[rank], 10.0, negatives=[TEXT[rank]] * rank, group=comm
+        ),
+        "column blocks must be the same on every rank, got 1 on rank 0, 2 on rank 1, 3 on rank 2",
+        id="column blocks",
+    ),
+    pytest.param(
+        lambda rank, comm: contrastile.info_nce(
+            IMAGE[rank], TEXT[rank], 10.0, positives=np.arange(B) if rank else None, group=comm
+        ),
+        "positives must be the same on every rank, got false on rank 0, true on ranks 1, 2",
+        id="positives given",
+    ),
+    pytest.param(
+        lambda rank, comm: contrastile.clip_loss(
+            torch.tensor(IMAGE[rank]).requires_grad_(rank == 0), torch.tensor(TEXT[rank]), 10.0, group=comm
+        ),
+        "gradients wanted must be the same on every rank, got [true, false, false] on rank 0, "
+        "[false, false, false] on ranks 1, 2",
+        id="gradients",
+    ),
+]
+
+
+@pytest.mark.parametrize(("call", "words"), DIFFERENT)
+def test_what_differs_is_named_with_the_ranks(call: Callable[[int, Any], Any], words: str) -> None:
+    assert everybody(call) == f"MismatchError: {words}; make the same call on every rank"
+
+
+WRONG: list[Any] = [
+    pytest.param(
+        lambda rank, comm: contrastile.clip_loss(IMAGE[rank], TEXT[rank][: B - (rank == 1)], 10.0, group=comm),
+        "rank 1: image and text must have as many rows as each other, got 4 and 3",
+        id="pairs",
+    ),
+    pytest.param(
+        lambda rank, comm: contrastile.clip_loss(IMAGE[rank], TEXT[rank], float("nan") if rank else 1.0, group=comm),
+        "rank 1: scale must be finite",
+        id="scale",
+    ),
+    pytest.param(
+        lambda rank, comm: contrastile.info_nce(
+            IMAGE[rank], TEXT[rank], 10.0, positives=np.arange(B) + B * rank + (rank == 2), group=comm
+        ),
+        "rank 2: positives must lie in 0..11 (there are 12 columns), got 12",
+        id="positives",
+    ),
+    pytest.param(
+        lambda rank, comm: contrastile.info_nce(
+            IMAGE[rank], TEXT[rank], 10.0, row_ids=np.arange(B) if rank == 0 else None, group=comm
+        ),
+        "rank 0: row_ids and column_ids must be given together, got only one",
+        id="ids",
+    ),
+    pytest.param(
+        lambda rank, comm: clip(rank, comm, exchange="star" if rank == 1 else "ring"),
+        "rank 1: exchange must be one of auto, ring, gather, local, got 'star'",
+        id="no exchange",
+    ),
+    pytest.param(
+        lambda rank, comm: clip(rank, comm, parameter_reduction="max" if rank == 1 else "mean"),
+        "rank 1: parameter_reduction must be one of mean, sum, got 'max'",
+        id="no reduction",
+    ),
+    pytest.param(
+        lambda rank, comm: both(rank, comm, tile="wide" if rank == 1 else None),
+        "rank 1: tile must be",
+        id="no tile for value and gradients",
+    ),
+]
+
+
+@pytest.mark.parametrize(("call", "words"), WRONG)
+def test_what_is_wrong_on_one_rank_every_rank_hears(call: Callable[[int, Any], Any], words: str) -> None:
+    heard = everybody(call)
+    assert heard.startswith(f"MismatchError: {words}")
+
+
+@pytest.mark.parametrize(("call", "words"), WRONG)
+def test_the_group_is_as_good_as_before(call: Callable[[int, Any], Any], words: str) -> None:
+    def program(comm: InProcess) -> list[Any]:
+        losses = [float(clip(comm.rank, comm))]
+        with pytest.raises(MismatchError):
+            call(comm.rank, comm)
+        return [*losses, float(clip(comm.rank, comm))]
+
+    losses = Town[list[Any]](N).run(program)
+    assert len({loss for each in losses for loss in each}) == 1
+
+
+def test_what_a_communicator_cannot_carry_every_rank_hears(monkeypatch: pytest.MonkeyPatch) -> None:
+    reason = "no exchange carries arrays on xpu; move them to cpu or cuda"
+    monkeypatch.setattr(InProcess, "refusal", lambda self, arrays, device: reason if self.rank == 1 else None)
+    assert everybody(clip) == f"MismatchError: rank 1: {reason}"
+
+
+@pytest.mark.parametrize("backend", ["numpy", "auto"])
+def test_no_row_and_no_column_anywhere(backend: str) -> None:
+    none = np.zeros((0, D), np.float32)
+    words = everybody(lambda rank, comm: contrastile.clip_loss(none, none, 1.0, group=comm, backend=backend))
+    assert words == "MismatchError: the ranks must hold at least one row together, got none; skip empty batches"
+    words = everybody(
+        lambda rank, comm: contrastile.info_nce(
+            IMAGE[rank], none, 1.0, positives=np.zeros(B, np.int64), group=comm, backend=backend
+        )
+    )
+    assert words == "MismatchError: the ranks must hold at least one column together, got none; skip empty batches"
+
+
+def test_a_rank_without_rows_takes_part() -> None:
+    def call(rank: int, comm: Any) -> Any:
+        part = slice(0, 0 if rank == 1 else B)
+        return losses.append(contrastile.clip_loss(IMAGE[rank][part], TEXT[rank][part], 10.0, group=comm))
+
+    losses: list[Any] = []
+    assert said(call) == ["nothing"] * N
+    assert len(losses) == N
+    assert len({float(x) for x in losses}) == 1
+
+
+def test_local_is_for_a_world_of_one() -> None:
+    words = everybody(lambda rank, comm: clip(rank, comm, exchange="local"))
+    assert words.startswith("MismatchError: exchange='local' is for a world of one, got 3 ranks")
+    assert said(lambda rank, comm: clip(rank, comm, exchange="local"), n=1) == ["nothing"]
+
+
+def test_a_rank_that_makes_no_call_is_missed() -> None:
+    def call(rank: int, comm: Any) -> Any:
+        return None if rank == 2 else clip(rank, comm)
+
+    heard = said(call)
+    assert heard[2] == "nothing"
+    assert set(heard[:2]) == {"ExchangeError: rank 2 has left; every rank must make the same calls"}
+    assert not issubclass(ExchangeError, MismatchError)
+
+
+@pytest.mark.parametrize(
+    ("more", "words"),
+    [
+        ({"exchange": "star"}, "exchange must be one of auto, ring, gather, local, got 'star'"),
+        ({"parameter_reduction": "max"}, "parameter_reduction must be one of mean, sum, got 'max'"),
+        ({"exchange": "ring", "group": None}, "group must be given with exchange='ring', got None"),
+    ],
+)
+def test_what_is_no_setting_is_refused_at_the_door(more: dict[str, Any], words: str) -> None:
+    with pytest.raises(ValueError, match="must be") as caught:
+        contrastile.clip_loss(IMAGE[0], TEXT[0], 1.0, **more)
+    assert str(caught.value).startswith(words)
+
+
+def test_what_is_no_group_is_refused() -> None:
+    with pytest.raises(TypeError, match=r"group must be a torch\.distributed group, .world., an mpi4py"):
+        contrastile.clip_loss(IMAGE[0], TEXT[0], 1.0, group=7)

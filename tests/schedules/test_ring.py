@@ -1,0 +1,179 @@
+"""The ring: who holds what when, what is posted before what is computed, and how much memory it takes."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import replace
+from typing import Any
+
+import numpy as np
+import pytest
+from worlds_at_hand import WORLDS, cut, failing, placement, rows, town
+
+from contrastile.backends.arrays import NumpyArrays
+from contrastile.backends.contract import Options
+from contrastile.backends.registry import load
+from contrastile.comm.inprocess import InProcess
+from contrastile.schedules import local, ring
+from contrastile.verify.run import materialise
+
+NUMPY = load("numpy")
+WANTED = local.Wanted(True, (True,), True)
+
+
+class Spy:
+    """A communicator that writes down what is posted and what has been waited for."""
+
+    def __init__(self, home: InProcess, log: list[str]) -> None:
+        self.home, self.log, self.posted = home, log, 0
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self.home, name)
+
+    def shift(self, outgoing: Sequence[Any], incoming: Sequence[Any]) -> Any:
+        self.posted += 1
+        number, width = self.posted, sum(x.shape[1] for x in outgoing if x.ndim == 2)
+        kind = "features" if width else "state"
+        self.log.append(f"post {number} {kind}")
+        pending, log = self.home.shift(outgoing, incoming), self.log
+
+        class Waited:
+            def wait(self) -> None:
+                pending.wait()
+                log.append(f"have {number} {kind}")
+
+        return Waited()
+
+
+def spied(n: int, case: str = "ragged") -> tuple[list[list[str]], list[list[str]]]:
+    """The events of forward and of backward on each rank."""
+    parts = cut(case, range(1, n + 1), range(n, 0, -1))
+
+    def program(comm: InProcess) -> tuple[list[str], list[str]]:
+        log: list[str] = []
+
+        def lse(*call: Any) -> Any:
+            log.append("compute")
+            return NUMPY.lse(*call)
+
+        def gradients(*call: Any) -> None:
+            log.append("compute")
+            NUMPY.gradients(*call)
+
+        backend = replace(NUMPY, lse=lse, gradients=gradients)
+        where = placement(Spy(comm, log), parts)  # type: ignore[arg-type]
+        problem = materialise(parts.part(comm.rank, where), NUMPY, "float64")
+        saved = ring.forward(problem, backend, Options())
+        forward = list(log)
+        log.clear()
+        ring.backward(problem, saved, np.asarray(1.0), WANTED, backend, Options())
+        return forward, log
+
+    found: list[Any] = town(n).run(program)
+    return [a for a, _ in found], [b for _, b in found]
+
+
+@pytest.mark.parametrize("n", WORLDS)
+def test_every_rank_sees_every_shard_once_its_own_first_then_its_predecessor_s(n: int) -> None:
+    parts = cut("ragged", [1] * n, [1] * n)
+    here = town(n)
+
+    def program(comm: InProcess) -> None:
+        where = placement(comm, parts)
+        seen = []
+        own = [parts.part(comm.rank).columns[0]]
+        for owner, (columns,) in ring.visits(where, NUMPY.arrays, own, lambda r: [parts.shards.widths[r]]):
+            np.testing.assert_array_equal(columns, parts.part(owner).columns[0])
+            seen.append(owner)
+        assert sorted(seen) == list(range(n))
+
+    here.run(program)
+    assert sorted(here.log) == sorted((rank, step, (rank - step) % n) for rank in range(n) for step in range(n))
+
+
+def test_the_next_shard_is_posted_before_the_block_is_computed_and_awaited_after() -> None:
+    for events in spied(4)[0]:
+        posts = [i for i, event in enumerate(events) if event.startswith("post") and event.endswith("features")]
+        computed = [i for i, event in enumerate(events) if event == "compute"]
+        here = [i for i, event in enumerate(events) if event.startswith("have") and event.endswith("features")]
+        assert len(posts) == len(here) == 3
+        assert len(computed) == 4
+        for step in range(3):
+            assert posts[step] < computed[step] < here[step] < computed[step + 1]
+
+
+def test_half_of_the_own_block_hides_the_last_message_home() -> None:
+    for events in spied(4)[1]:
+        assert [event for event in events if event == "compute"] == ["compute"] * 5
+        assert events[0].startswith("post")
+        assert events[-2] == "compute"
+        assert events[-3].startswith("post")
+        assert events[-1] == events[-3].replace("post", "have")
+
+
+@pytest.mark.parametrize("n", [1, 2, 3, 5])
+def test_the_hops_are_as_few_as_they_can_be(n: int) -> None:
+    forward, backward = spied(n)
+    hops = n if n > 1 else 0
+    for events in forward:
+        # K takes n - 1 hops, the two column vectors together come home on an n-th
+        assert sum(event.startswith("post") and event.endswith("features") for event in events) == n - 1
+        assert sum(event.startswith("post") and event.endswith("state") for event in events) == hops
+    for events in backward:
+        assert sum(event.startswith("post") for event in events) == n - 1 + hops
+
+
+def test_gradients_that_nobody_wants_do_not_travel() -> None:
+    parts = cut("rectangular", [1, 2, 0], [2, 1, 3])
+
+    def program(comm: InProcess) -> list[str]:
+        log: list[str] = []
+        where = placement(Spy(comm, log), parts)  # type: ignore[arg-type]
+        problem = materialise(parts.part(comm.rank, where), NUMPY, "float64")
+        saved = ring.forward(problem, NUMPY, Options())
+        assert saved.column_negative_lse is None
+        log.clear()
+        found = ring.backward(problem, saved, np.asarray(1.0), replace(WANTED, columns=(False,)), NUMPY, Options())
+        assert found.columns == (None,)
+        return log
+
+    found: list[Any] = town(3).run(program)
+    for events in found:
+        assert [event for event in events if event.startswith("post")] == ["post 3 features", "post 4 features"]
+
+
+@pytest.mark.parametrize("n", [4, 8])
+def test_nothing_is_larger_than_a_shard(n: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    parts = cut("ragged", [1] * n, [1] * n)
+    largest = max(*parts.shards.rows, *parts.shards.widths)
+    made: list[int] = []
+    full = NumpyArrays.full
+
+    def counted(self: NumpyArrays, shape: tuple[int, ...], *rest: Any) -> Any:
+        made.append(shape[0] if shape else 0)
+        return full(self, shape, *rest)
+
+    def program(comm: InProcess) -> None:
+        problem = materialise(parts.part(comm.rank, placement(comm, parts)), NUMPY, "float64")
+        saved = ring.forward(problem, NUMPY, Options())
+        ring.backward(problem, saved, np.asarray(1.0), WANTED, NUMPY, Options())
+
+    monkeypatch.setattr(NumpyArrays, "full", counted)
+    town(n).run(program)
+    # one number of each rank is gathered to be summed: n of them
+    assert max(made) <= max(largest, n)
+    assert largest < sum(parts.shards.widths)
+
+
+@pytest.mark.parametrize("n", WORLDS)
+def test_late_messages_give_the_bits_of_eager_ones(n: int) -> None:
+    found = rows(n, ["delivery", "agreement"], ["ragged", "blocks", "ids-drop", "sigmoid-ids"], dtypes=["float32"])
+    assert len(found) == 8
+    assert not failing(found)
+
+
+def test_a_ring_of_one_sends_nothing() -> None:
+    forward, backward = spied(1)
+    assert forward == [["compute"]]
+    # nothing to hide behind a message: no halves either
+    assert backward == [["compute"]]
