@@ -2,12 +2,8 @@
 
 from __future__ import annotations
 
-import os
 from types import SimpleNamespace
 from typing import Any
-
-# as in the other files of this backend: Triton fixes at its import whether kernels are interpreted
-os.environ["TRITON_INTERPRET"] = "1"
 
 import pytest
 import torch

@@ -2,11 +2,6 @@
 
 from __future__ import annotations
 
-import os
-
-# Triton fixes at its import whether kernels are interpreted
-os.environ["TRITON_INTERPRET"] = "1"
-
 from dataclasses import replace
 from typing import Any
 

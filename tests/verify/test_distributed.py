@@ -3,15 +3,11 @@
 from __future__ import annotations
 
 import json
-import os
 from dataclasses import replace
 from typing import Any
 
 import numpy as np
 import pytest
-
-# without a GPU the kernels run in Triton's interpreter, which is chosen when they are imported
-os.environ["TRITON_INTERPRET"] = "1"
 
 from contrastile.backends.registry import load
 from contrastile.cli import main

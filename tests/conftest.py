@@ -1,0 +1,10 @@
+"""What every test starts from; read before any test file imports torch or Triton."""
+
+import os
+
+# Triton fixes at its import whether kernels are interpreted; the tests of tests/gpu set 0
+os.environ.setdefault("TRITON_INTERPRET", "1")
+
+# one process a core: threads that wait for each other on a busy machine cost more than small problems do
+if "PYTEST_XDIST_WORKER" in os.environ:
+    os.environ.setdefault("OMP_NUM_THREADS", "1")
