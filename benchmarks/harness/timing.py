@@ -1,7 +1,8 @@
-"""Paired timing over ranks: every sample starts together and lasts as long as its slowest rank.
+"""Paired timing: every sample stands between two samples of the ceiling product, all of about the same length.
 
-As on one GPU (``gpu_run.timing``) a sample stands between two of the ceiling product, which all ranks compute at once:
-the cards are limited by their power, and their clocks follow the load of the last second.
+A GPU that is limited by its power runs slower the longer it works, and its clock follows the load of the last second.
+Compare only what shares one sustained stretch: quote a sample's rate over that of the two ceiling samples around it.
+Over several ranks a sample starts on all of them together and lasts as long as the slowest.
 """
 
 from __future__ import annotations
@@ -9,17 +10,17 @@ from __future__ import annotations
 import math
 import time
 from collections.abc import Callable
-from contextlib import AbstractContextManager, nullcontext
+from contextlib import AbstractContextManager
 from dataclasses import dataclass, field
 from typing import Any
 
 import torch
-from gpu_run.timing import SIDE
 
 from contrastile.bench.sweep import matmul
-from ring_run.ranks import Ranks
+from harness.ranks import Ranks
 
 Call = Callable[[], Any]
+SIDE = {"cuda": 8192, "cpu": 512}
 
 
 @dataclass(slots=True)
@@ -28,19 +29,21 @@ class Samples:
 
     Attributes:
         milliseconds: of one call on the slowest rank, a mean over each sample's calls.
+        host: milliseconds until the slowest rank's host had queued one call.
         calls: how many calls each sample held.
-        host: milliseconds of the host for one call on the slowest rank, until it had queued all of it.
-        ceiling: TFLOP/s of the ceiling product, the mean over the ranks and over the samples just before and after.
+        ceiling: TFLOP/s of the ceiling product: the mean over the ranks, and over the samples just before and after.
+        first_seconds: of the first call, with all that it compiles.
     """
 
     milliseconds: list[float] = field(default_factory=list)
     host: list[float] = field(default_factory=list)
     calls: int = 1
     ceiling: list[float] = field(default_factory=list)
+    first_seconds: float = 0.0
 
 
 def own_time(ranks: Ranks, call: Call, count: int) -> tuple[float, float]:
-    """Milliseconds that ``count`` calls in a row take on this rank, and its host, all ranks starting together."""
+    """Milliseconds that ``count`` calls take on this rank, and its host; the device is idle before."""
     ranks.together()
     start = time.perf_counter()
     if ranks.kind != "cuda":
@@ -61,28 +64,24 @@ def own_time(ranks: Ranks, call: Call, count: int) -> tuple[float, float]:
 
 def elapsed(ranks: Ranks, call: Call, count: int) -> tuple[float, float]:
     """The slowest rank's ``own_time``."""
-    everyone = ranks.share(own_time(ranks, call, count))
-    whole, host = zip(*everyone, strict=True)
+    whole, host = zip(*ranks.share(own_time(ranks, call, count)), strict=True)
     return max(whole), max(host)
 
 
 class Captured:
-    """A call in a CUDA graph: captured the first time, replayed since.
-
-    Args:
-        call: to capture; it runs once outside of the graph before.
-    """
+    """A call in a CUDA graph: captured the first time, replayed since. What it returns is the same memory each time."""
 
     def __init__(self, call: Call) -> None:
         self.call, self.graph, self.found = call, None, None
 
     def __call__(self) -> Any:
-        """Replay it; what it returned is the same memory each time."""
+        """Replay it."""
         if self.graph is None:
             side, graph = torch.cuda.Stream(), torch.cuda.CUDAGraph()
             side.wait_stream(torch.cuda.current_stream())
             with torch.cuda.stream(side):
-                self.call()
+                for _ in range(3):
+                    self.call()
             torch.cuda.current_stream().wait_stream(side)
             with torch.cuda.graph(graph):
                 self.found = self.call()
@@ -96,20 +95,19 @@ class Captured:
 
 
 class Ceiling:
-    """The yardstick: 8192^3 bfloat16 by the vendor's library, on all ranks at once."""
+    """The yardstick: a square product by the vendor's library on all ranks at once, 8192^3 bfloat16 on a GPU."""
 
     def __init__(self, ranks: Ranks) -> None:
-        self.ranks = ranks
         side, dtype = SIDE[ranks.kind], "bfloat16" if ranks.kind == "cuda" else "float32"
-        self.call, self.flops = matmul(side, dtype, str(ranks.device)), 2 * side**3
+        self.ranks, self.call, self.flops = ranks, matmul(side, dtype, str(ranks.device)), 2 * side**3
         self.call()
-        self.one = elapsed(ranks, self.call, 4)[0] / 4
+        self.one = max(elapsed(ranks, self.call, 4)[0] / 4, 1e-3)
 
     def rate(self, slot: float) -> float:
         """TFLOP/s over about ``slot`` seconds, the mean over the ranks."""
         count = max(1, math.ceil(1e3 * slot / self.one))
         rates = self.ranks.share(self.flops * count / own_time(self.ranks, self.call, count)[0] * 1e-9)
-        return sum(rates) / len(rates)
+        return float(sum(rates) / len(rates))
 
 
 def attempt(ranks: Ranks, call: Call) -> str:
@@ -129,45 +127,52 @@ def attempt(ranks: Ranks, call: Call) -> str:
 def paired(
     ranks: Ranks,
     calls: dict[str, Call],
-    ceiling: Ceiling | None,
+    ceiling: Any,
     slot: float,
     rounds: int,
     patience: float,
-    watch: AbstractContextManager[Any] | None = None,
+    watch: AbstractContextManager[Any],
 ) -> tuple[dict[str, Samples], dict[str, str]]:
     """Samples of each call, taken in turns, each round starting with another one.
 
     Args:
         ranks: all of them make the same calls.
         calls: by name.
-        ceiling: the yardstick; None where only the calls are compared with each other.
+        ceiling: the yardstick.
         slot: seconds of a sample; of one call where that takes longer.
         rounds: samples of each.
-        patience: seconds that all samples of one call may take: fewer rounds of a slow one, at least one.
+        patience: seconds that all samples of one call may take: fewer rounds of a slow one, and none of one whose
+            single call takes longer.
         watch: entered while the samples are taken.
 
     Returns:
         The samples, and why there are none for the others.
     """
-    reasons = {name: attempt(ranks, call) for name, call in calls.items()}
-    live = {name: call for name, call in calls.items() if not reasons[name]}
-    found, turns = {name: Samples() for name in live}, {}
-    for name, call in live.items():
+    found, turns, reasons = dict[str, Samples](), dict[str, int](), dict[str, str]()
+    for name, call in calls.items():
+        start = time.perf_counter()
+        reasons[name] = attempt(ranks, call)
+        first = time.perf_counter() - start
+        if reasons[name]:
+            continue
         one = elapsed(ranks, call, 1)[0] / 1e3
-        found[name].calls = max(1, math.ceil(slot / max(one, 1e-6)))
+        if one > patience:
+            reasons[name] = f"one call takes {one:.3g} s, over the {patience:g} s that its samples may take"
+            continue
+        found[name] = Samples(calls=max(1, math.ceil(slot / max(one, 1e-6))), first_seconds=first)
         turns[name] = max(1, min(rounds, int(patience / max(one, slot))))
-    with watch or nullcontext():
-        before = [ceiling.rate(slot) if ceiling else math.nan for _ in range(2)][-1]
+    with watch:
+        # the first one warms the card up
+        before = [ceiling.rate(slot) for _ in range(2)][-1] if turns else math.nan
         for number in range(max(turns.values(), default=0)):
             names = [name for name, most in turns.items() if number < most]
-            start = number % max(1, len(names))
+            start = number % len(names)
             for name in names[start:] + names[:start]:
                 samples = found[name]
-                whole, host = elapsed(ranks, live[name], samples.calls)
+                whole, host = elapsed(ranks, calls[name], samples.calls)
                 samples.milliseconds.append(whole / samples.calls)
                 samples.host.append(host / samples.calls)
-                if ceiling:
-                    after = ceiling.rate(slot)
-                    samples.ceiling.append((before + after) / 2)
-                    before = after
+                after = ceiling.rate(slot)
+                samples.ceiling.append((before + after) / 2)
+                before = after
     return found, {name: reason for name, reason in reasons.items() if reason}

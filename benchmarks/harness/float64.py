@@ -1,8 +1,8 @@
-"""The symmetric loss in float64 on the very features that were given, chunk by chunk on their own device.
+"""Features that any rank can draw anew, and the symmetric loss in float64 on them, chunk by chunk on their own device.
 
 With pairs of unit length ``|x| <= s``, and exponentials of float64 reach 709: sums are taken without a maximum, and a
-larger scale is refused. Sampled rows of dQ need every column's log-sum-exp: where a whole float64 pass is too dear,
-those of the measured run are taken, themselves checked on samples.
+larger scale is refused. Sampled rows of a gradient need the log-sum-exps of all columns. Where a whole float64 pass
+takes too long, those of one more forward pass of the backend are taken, and themselves held to samples.
 """
 
 from __future__ import annotations
@@ -13,50 +13,48 @@ from typing import Any
 
 import torch
 
-from contrastile.bench.cases import COSINE, Arguments
+from contrastile.bench.cases import COSINE
 
+Tensor = torch.Tensor
+CHUNK = 8192
 LARGEST_LOGIT = 650.0
 _ENTRIES = 2**27
 
 
-def features(b: int, d: int, scale: float, device: str, dtype: str, *, cosine: float = COSINE, seed: int = 0) -> Any:
-    """Unit pairs of this cosine, rounded to ``dtype``, as arguments of a loss; drawn on the device, the same each time.
+def pairs(first: int, rows: int, d: int, device: Any, dtype: torch.dtype, cosine: float = COSINE) -> tuple[Any, Any]:
+    """Pairs ``first`` to ``first + rows - 1`` of the global batch: image and text, (rows, d) unit vectors each.
+
+    The number of a chunk of pairs is its seed, so that nobody has to send the whole batch; another kind of device
+    draws other pairs.
 
     Args:
-        b: pairs.
+        first: the number of the first pair.
+        rows: how many pairs.
         d: width.
-        scale: multiplies the dot products.
-        device: "cuda" or "cpu".
+        device: where they are drawn.
         dtype: of the features.
         cosine: of a pair; other pairs are orthogonal on average.
-        seed: of the generator.
     """
-    generator = torch.Generator(device).manual_seed(seed)
-    image, text = (torch.empty(b, d, device=device, dtype=getattr(torch, dtype)) for _ in range(2))
     normalize = torch.nn.functional.normalize
-    for first in range(0, b, 65536):
-        part = slice(first, min(b, first + 65536))
-        shape = part.stop - first, d
-        one, noise = (normalize(torch.randn(shape, device=device, generator=generator), dim=1) for _ in range(2))
-        image[part] = one
-        text[part] = normalize(cosine * one + (1 - cosine**2) ** 0.5 * noise, dim=1)
-    s = torch.tensor(scale, device=device, requires_grad=True)
-    return Arguments(image.requires_grad_(), text.requires_grad_(), s, None)
+    image, text = (torch.empty(rows, d, device=device, dtype=dtype) for _ in range(2))
+    for number in range(first // CHUNK, -(-(first + rows) // CHUNK)):
+        generator = torch.Generator(device).manual_seed(number)
+        one, noise = (normalize(torch.randn(CHUNK, d, device=device, generator=generator), dim=1) for _ in range(2))
+        two = normalize(cosine * one + (1 - cosine**2) ** 0.5 * noise, dim=1)
+        start = number * CHUNK
+        part = slice(max(first - start, 0), min(first + rows - start, CHUNK))
+        to = slice(start + part.start - first, start + part.stop - first)
+        image[to], text[to] = one[part].to(dtype), two[part].to(dtype)
+    return image, text
 
 
-def sample(b: int, count: int, device: str) -> Any:
+def sample(b: int, count: int, device: Any) -> Tensor:
     """``count`` different indices below b, sorted: the first, the last, and drawn ones between."""
     if count >= b:
         return torch.arange(b, device=device)
     drawn = torch.randperm(b, generator=torch.Generator().manual_seed(b))[:count]
     drawn[:2] = torch.tensor([0, b - 1])
     return torch.unique(drawn).to(device)
-
-
-def relative(got: Any, exact: Any) -> float:
-    """``|got - exact| / |exact|`` in the Frobenius norm, in float64; NaN stays NaN."""
-    got, exact = (torch.as_tensor(x, dtype=torch.float64) for x in (got, exact))
-    return float((got - exact).norm() / exact.norm())
 
 
 def _chunks(length: int, across: int) -> Iterator[slice]:
@@ -75,20 +73,19 @@ def _checked(scale: float) -> float:
 class Whole:
     """The loss over all pairs: (b,) log-sum-exps of rows and columns, the loss and its derivative by the scale."""
 
-    row_lse: Any
-    column_lse: Any
-    loss: Any
-    d_scale: Any
+    row_lse: Tensor
+    column_lse: Tensor
+    loss: Tensor
+    d_scale: Tensor
 
 
 @torch.no_grad()
-def whole(given: Arguments) -> Whole:
+def whole(image: Tensor, text: Tensor, scale: float) -> Whole:
     """Everything but the features' gradients, from one pass over the dot products z.
 
     ``dscale = sum_i u (E_p[z_i] + E_p'[z_i] - 2 z_ii)``, ``u = 1 / (2b)``: sums of ``exp(s z)``, ``z exp(s z)``.
     """
-    q, k, s = given.image, given.text.double(), _checked(float(given.scale.detach()))
-    b = q.shape[0]
+    q, k, s, b = image, text.double(), _checked(scale), image.shape[0]
     row, row_z = (torch.empty(b, device=q.device, dtype=torch.float64) for _ in range(2))
     column, column_z = (torch.zeros(b, device=q.device, dtype=torch.float64) for _ in range(2))
     for part in _chunks(b, b):
@@ -106,7 +103,7 @@ def whole(given: Arguments) -> Whole:
 
 
 @torch.no_grad()
-def lse_rows(rows: Any, columns: Any, index: Any, scale: float) -> Any:
+def lse_rows(rows: Tensor, columns: Tensor, index: Tensor, scale: float) -> Tensor:
     """Log-sum-exps of the indexed rows over all columns, float64."""
     q = rows[index].double()
     total = torch.zeros(len(index), device=q.device, dtype=torch.float64)
@@ -116,7 +113,7 @@ def lse_rows(rows: Any, columns: Any, index: Any, scale: float) -> Any:
 
 
 @torch.no_grad()
-def gradient_rows(rows: Any, columns: Any, index: Any, scale: float, own: Any, other: Any) -> Any:
+def gradient_rows(rows: Tensor, columns: Tensor, index: Tensor, scale: float, own: Tensor, other: Tensor) -> Tensor:
     """The indexed rows of the gradient for ``rows``, float64; with the towers swapped, of that for ``columns``.
 
     Args:
@@ -134,17 +131,3 @@ def gradient_rows(rows: Any, columns: Any, index: Any, scale: float, own: Any, o
         x = scale * (q @ k.T)
         out += (torch.exp(x - own[:, None]) + torch.exp(x - other[part].double())) @ k
     return scale / (2 * b) * (out - 2 * columns[index].double())
-
-
-def errors(given: Arguments, exact: Whole, index: Any, loss: Any, gradients: Any) -> dict[str, float]:
-    """Relative errors of a loss and its gradients: image and text over the indexed rows, Frobenius."""
-    s = float(given.scale.detach())
-    image, text = given.image.detach(), given.text.detach()
-    d_image = gradient_rows(image, text, index, s, exact.row_lse[index], exact.column_lse)
-    d_text = gradient_rows(text, image, index, s, exact.column_lse[index], exact.row_lse)
-    return {
-        "loss": relative(loss, exact.loss),
-        "d_image": relative(gradients[0][index], d_image),
-        "d_text": relative(gradients[1][index], d_text),
-        "d_scale": relative(gradients[2], exact.d_scale),
-    }

@@ -6,44 +6,42 @@ import json
 import math
 import re
 import time
-from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-PARTS = ("verify", "times", "errors", "checks", "big")
+PARTS = ("verify", "times", "errors", "big")
+SAME = ("device", "commit", "torch", "triton")
 
 
-def file_name(device: str) -> str:
-    """``gpu_<device>.json``, the device's name in small letters and underscores."""
-    return f"gpu_{re.sub('[^a-z0-9]+', '_', device.lower()).strip('_')}.json"
+def file_name(device: str, size: int = 1) -> str:
+    """``gpu_<device>[_x<ranks>].json``, the device's name in small letters and underscores."""
+    name = re.sub("[^a-z0-9]+", "_", device.lower()).strip("_")
+    return f"gpu_{name}.json" if size == 1 else f"gpu_{name}_x{size}.json"
 
 
 class Record:
-    """What was found so far.
+    """What was found so far: ``environment``, ``settings`` and one list for each of PARTS.
 
-    Attributes:
-        path: where it is written.
-        data: ``environment``, ``settings`` and one list for each of the parts.
+    Args:
+        path: where it is written; None on ranks that write nothing.
+        environment: what it was measured on.
+        settings: of the run.
+        resume: keep what an earlier run of the same commit measured.
+
+    Raises:
+        ValueError: there is another run's record at ``path``.
     """
 
     def __init__(
-        self,
-        path: Path,
-        environment: dict[str, Any],
-        settings: dict[str, Any],
-        *,
-        resume: bool,
-        parts: Sequence[str] = PARTS,
+        self, path: Path | None, environment: dict[str, Any], settings: dict[str, Any], *, resume: bool = False
     ) -> None:
         self.path, self.started, self.seconds = path, time.monotonic(), float(settings["seconds"])
-        self.data: dict[str, Any] = {part: [] for part in parts}
-        if resume and path.exists():
+        self.data: dict[str, Any] = {"environment": environment, "settings": settings} | {part: [] for part in PARTS}
+        if path is not None and resume and path.exists():
             old = json.loads(path.read_text(encoding="utf-8"))
-            same = ("device", "commit", "torch", "triton")
-            if any(old["environment"].get(name) != environment.get(name) for name in same):
-                raise ValueError(f"{path} is of another {', '.join(same)}; write elsewhere, or leave out --resume")
-            self.data |= {part: old[part] for part in parts}
-        self.data = {"environment": environment, "settings": settings} | self.data
+            if any(old["environment"].get(name) != environment.get(name) for name in SAME):
+                raise ValueError(f"{path} is of another {', '.join(SAME)}; write elsewhere, or leave out --resume")
+            self.data |= {part: old[part] for part in PARTS}
 
     def left(self) -> float:
         """Seconds of the budget that are left."""
@@ -52,17 +50,18 @@ class Record:
     def add(self, part: str, row: dict[str, Any], key: tuple[str, ...]) -> None:
         """Add a row in place of one that agrees with it on ``key``, and write the file.
 
-        A row that was skipped takes no measured one's place: the same call may be part of two comparisons.
+        A row that was skipped replaces no measured one.
         """
-        others: list[dict[str, Any]] = []
+        others = []
         for old in self.data[part]:
             if any(old.get(name) != row.get(name) for name in key):
                 others.append(old)
             elif row.get("status") == "skip" and old.get("status") == "measured":
                 return
         self.data[part] = [*others, _plain(row)]
-        self.path.parent.mkdir(parents=True, exist_ok=True)
-        self.path.write_text(compact(self.data), encoding="utf-8")
+        if self.path is not None:
+            self.path.parent.mkdir(parents=True, exist_ok=True)
+            self.path.write_text(compact(self.data), encoding="utf-8")
 
 
 def compact(data: dict[str, Any]) -> str:
