@@ -1,21 +1,28 @@
-"""The Hopper tile kernels of the cupy backend on ragged chunks, with every mask, against float64."""
+"""The Hopper tile kernels of the cupy backend by themselves, on ragged chunks with every mask, against float64.
+
+``compute-sanitizer python -m pytest tests/gpu/test_cupy_tiles.py -k small`` takes the smallest shapes.
+"""
 
 from __future__ import annotations
 
 import ctypes
-import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from typing import Any
 
-import cupy
 import numpy as np
+import pytest
 
-from contrastile.backends.cupy import build
-from contrastile.backends.cupy.arguments import struct
-from contrastile.backends.cupy.configs import HOPPER
-from contrastile.backends.cupy.instances import DROP, EXCLUSIONS, PLAIN, TARGET, tile_kernel
-from contrastile.backends.cupy.launch import launch, multiprocessors, pointer
-from contrastile.backends.cupy.tensor_maps import _encoded
+cupy = pytest.importorskip("cupy")
+torch = pytest.importorskip("torch")
+if not torch.cuda.is_available() or torch.cuda.get_device_capability() != (9, 0):
+    pytest.skip("needs a GPU of compute capability 9.0", allow_module_level=True)
+
+from contrastile.backends.cupy import build  # noqa: E402
+from contrastile.backends.cupy.arguments import struct  # noqa: E402
+from contrastile.backends.cupy.configs import HOPPER  # noqa: E402
+from contrastile.backends.cupy.instances import DROP, EXCLUSIONS, PLAIN, TARGET, tile_kernel  # noqa: E402
+from contrastile.backends.cupy.launch import launch, multiprocessors, pointer  # noqa: E402
+from contrastile.backends.cupy.tensor_maps import _encoded  # noqa: E402
 
 LOG2E = 1.4426950408889634
 NAMES = {PLAIN: "plain", EXCLUSIONS: "exclusions", DROP: "drop", TARGET: "target"}
@@ -147,22 +154,10 @@ def log_sum(x: Any, axis: int) -> Any:
     return cupy.log2(cupy.exp2(x - top).sum(axis)) + top.squeeze(axis)
 
 
-class Report:
-    """Collects verdicts."""
-
-    def __init__(self, loud: bool) -> None:
-        self.loud, self.failed, self.count = loud, 0, 0
-
-    def add(self, what: str, error: float, bound: float, same: bool) -> None:
-        """One check; NaN fails."""
-        good = error <= bound and same
-        self.failed += not good
-        self.count += 1
-        if self.loud or not good:
-            print(
-                f"{'ok ' if good else 'BAD'} {what}: {error:.2e} of {bound:.2e}{'' if same else ' NOT THE SAME BITS'}"
-            )
-            sys.stdout.flush()
+def held(what: str, error: float, bound: float, same: bool) -> None:
+    """One check; NaN fails."""
+    assert error <= bound, f"{what}: {error:.2e} of {bound:.2e}"
+    assert same, f"{what}: not the same bits"
 
 
 def worst(x: Any) -> float:
@@ -187,7 +182,7 @@ def repeated(run: Callable[[], None], outs: list[Any]) -> bool:
     return True
 
 
-def check_forward(p: Problem, report: Report, name: str) -> None:
+def check_forward(p: Problem, name: str) -> None:
     """Fast and safe statistics of negatives, and of positives by ids."""
     height, width = p.chunk[2:]
     tiles = -(-width // BN), -(-height // BM)
@@ -214,11 +209,11 @@ def check_forward(p: Problem, report: Report, name: str) -> None:
                 found = log_sum(cupy.log2(sums) + (reference if safe else float(p.reference)), 0)
                 expected = log_sum(true, axis)
                 error = worst(cupy.where(expected == found, 0.0, found - expected))
-                report.add(f"{path} {what}", error, LOG_ERROR, same)
+                held(f"{path} {what}", error, LOG_ERROR, same)
             if p.mask == TARGET:
                 for what, at, value in (("dots", 2, dots), ("counts", 3, 1.0)):
                     error = worst(parts[at].astype(cupy.float64).sum(0) - cupy.where(positive, value, 0.0).sum(axis))
-                    report.add(f"{path} {what} of positives", error, DOT_ERROR if at == 2 else 0.0, same)
+                    held(f"{path} {what} of positives", error, DOT_ERROR if at == 2 else 0.0, same)
         if p.mask == TARGET:
             p.found = [parts[2:4].astype(cupy.float64).sum(1) for parts in (rows, columns)]
 
@@ -275,7 +270,7 @@ class GradientSide:
         return struct("GradientSide")(*map(pointer, (self.high, self.weight, self.folded, self.taken, self.certain)))
 
 
-def check_gradient(p: Problem, report: Report, name: str) -> None:
+def check_gradient(p: Problem, name: str) -> None:
     """G by the three exponents, and of certain positives by ids."""
     row, _, height, width = p.chunk
     dots, positive, admitted = p.truth()
@@ -304,11 +299,11 @@ def check_gradient(p: Problem, report: Report, name: str) -> None:
         error = values(space[:, :width], p.dtype) - true
         bound = ROUNDING[p.dtype] * cupy.abs(true) + SUM_ERROR * size + 2.0**-24
         for what, those in (("positives", positive), ("others", ~positive)):
-            report.add(f"{name} gradient {exponent} {what}", worst((error / bound)[those]), 1.0, same)
-        report.add(f"{name} gradient {exponent} past", float((space[:, -PAST:] != POISON).sum()), 0.0, True)
+            held(f"{name} gradient {exponent} {what}", worst((error / bound)[those]), 1.0, same)
+        held(f"{name} gradient {exponent} past", float((space[:, -PAST:] != POISON).sum()), 0.0, True)
 
 
-def check_sigmoid(p: Problem, report: Report, name: str) -> None:
+def check_sigmoid(p: Problem, name: str) -> None:
     """Losses, slopes and G; then losses without G."""
     row, _, height, width = p.chunk
     bias, scale, factor = -3.0, float(p.alpha) / LOG2E, 0.25
@@ -330,43 +325,35 @@ def check_sigmoid(p: Problem, report: Report, name: str) -> None:
         same = repeated(p.launcher("sigmoid", arguments, maps), [space, *parts])
         for what, found, true in (("loss", parts[0], loss), ("slope", parts[1], slope)):
             error = cupy.abs(found.astype(cupy.float64).sum(0) - true.sum(1))
-            report.add(f"{name} sigmoid {what}", worst(error / (cupy.abs(true).sum(1) + 1e-30)), SUM_ERROR, same)
+            held(f"{name} sigmoid {what}", worst(error / (cupy.abs(true).sum(1) + 1e-30)), SUM_ERROR, same)
         past = space[:, -PAST:] if wanted else space
-        report.add(f"{name} sigmoid past", float((past != POISON).sum()), 0.0, True)
+        held(f"{name} sigmoid past", float((past != POISON).sum()), 0.0, True)
         if wanted:
             true = factor * weight[row : row + height, None].astype(cupy.float64) * slope
             error = values(space[:, :width], p.dtype) - true
             bound = (ROUNDING[p.dtype] + SUM_ERROR) * cupy.abs(true) + 2.0**-24
-            report.add(f"{name} sigmoid G", worst(error / bound), 1.0, same)
+            held(f"{name} sigmoid G", worst(error / bound), 1.0, same)
 
 
-def problems(small: bool) -> Iterator[tuple[str, Problem]]:
-    """Ragged chunks: one tile, many, fewer steps than stages, odd offsets, unequal sides."""
-    shapes = [(200, 390, 72, (0, 0, 200, 390), 2), (300, 500, 200, (130, 77, 170, 321), 1)]
-    if not small:
-        shapes += [
-            (256, 192, 512, (0, 0, 256, 192), 2),
-            (1, 1, 8, (0, 0, 1, 1), 16),
-            (2560, 4096, 512, (0, 0, 2560, 4096), 3),
-            (4353, 5001, 768, (0, 0, 4353, 5001), 16),
-            (5000, 9000, 320, (1001, 2003, 3000, 6001), 4),
-            (1024, 2048, 1000, (0, 0, 1024, 2048), 16),
-        ]
-    for m, n, depth, chunk, band in shapes:
-        for dtype in ("bfloat16", "float16"):
-            for mask in NAMES:
-                for stray in (True, False)[: 1 if mask == TARGET else 2]:
-                    name = f"{m} x {n} x {depth} {chunk} {dtype} {NAMES[mask]}{' stray' * stray}"
-                    scale = 14.3 if depth == 320 else 100.0
-                    yield name, Problem(m, n, depth, chunk, mask, dtype, scale, band, stray)
+SMALL = [(200, 390, 72, (0, 0, 200, 390), 2), (300, 500, 200, (130, 77, 170, 321), 1)]
+SHAPES = [
+    *SMALL,
+    (256, 192, 512, (0, 0, 256, 192), 2),
+    (1, 1, 8, (0, 0, 1, 1), 16),
+    (2560, 4096, 512, (0, 0, 2560, 4096), 3),
+    (4353, 5001, 768, (0, 0, 4353, 5001), 16),
+    (5000, 9000, 320, (1001, 2003, 3000, 6001), 4),
+    (1024, 2048, 1000, (0, 0, 1024, 2048), 16),
+]
+"""Rows, columns, width, chunk, band: one tile, many, fewer steps than stages, odd offsets, unequal sides."""
 
 
-def verify(small: bool, loud: bool) -> int:
-    """All checks; gives how many failed."""
-    report = Report(loud)
-    for name, problem in problems(small):
-        check_forward(problem, report, name)
-        check_gradient(problem, report, name)
-        check_sigmoid(problem, report, name)
-    print(f"{report.count} checks, {report.failed} failed", flush=True)
-    return report.failed
+@pytest.mark.parametrize("mask", NAMES, ids=NAMES.values())
+@pytest.mark.parametrize("dtype", ["bfloat16", "float16"])
+@pytest.mark.parametrize("shape", SHAPES, ids=lambda x: f"{'small-' * (x in SMALL)}{x[0]}x{x[1]}x{x[2]}")
+def test_tile_kernels_are_within_their_bounds_and_repeat(shape: Any, dtype: str, mask: int) -> None:
+    m, n, depth, chunk, band = shape
+    for stray in (True, False)[: 1 if mask == TARGET else 2]:
+        problem = Problem(m, n, depth, chunk, mask, dtype, 14.3 if depth == 320 else 100.0, band, stray)
+        for check in (check_forward, check_gradient, check_sigmoid):
+            check(problem, f"{'stray' if stray else 'diagonal'} positives,")

@@ -1,7 +1,7 @@
 """Shows that steps with a group replay from CUDA graphs with the bits of eager ones.
 
-``torchrun --nproc-per-node N benchmarks/graph_smoke.py torch [copies] [BACKEND ...]``, or ``mpirun -n N python -m
-mpi4py benchmarks/graph_smoke.py mpi ...`` for MPI's ranks; ``copies`` as in ``nccl_smoke.py``. Torch tensors, uneven
+``torchrun --nproc-per-node N tests/gpu/programs/graphs.py torch [copies] [BACKEND ...]``, or ``mpirun -n N python -m
+mpi4py tests/gpu/programs/graphs.py mpi ...`` for MPI's ranks; ``copies`` as in ``exchange.py``. Torch tensors, uneven
 shards. The last replays and eager steps come more than a deadline after the capture. One line a check.
 """
 
@@ -15,7 +15,7 @@ from typing import Any
 
 import numpy as np
 import torch
-from nccl_smoke import BACKENDS, SECONDS, WIDTH, join
+from exchange import BACKENDS, SECONDS, WIDTH, join
 
 import contrastile
 from contrastile.comm import copies, staging

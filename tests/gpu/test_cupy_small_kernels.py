@@ -1,26 +1,38 @@
-"""The small kernels of the cupy backend against NumPy in float64, on the GPU at hand.
-
-``python benchmarks/cupy_small_kernels.py`` prints, for each kernel, its largest error as a multiple of a bound derived
-from the operations it does (at most 1), and whether a second run gave the same bits. Shapes are ragged, features
-strided. The exit code says whether all is well.
+"""The small kernels of the cupy backend against NumPy in float64, each error as a share of a bound derived from the
+operations it does. Shapes are ragged, features strided.
 """
 
 from __future__ import annotations
 
-import sys
 from collections.abc import Callable, Iterator
 from itertools import product
 from typing import Any
 
-import cupy
 import numpy as np
-from cupy_small_inputs import LOG2E, U, features, plan, ratio, read, restart, rng, scalar, stored
+import pytest
 
-from contrastile.backends.cupy.arguments import struct
-from contrastile.backends.cupy.common import FOLD, LANES, LINES, ONE_BLOCK, PAIRS, TERMS, THREADS, ceil_div, planned
-from contrastile.backends.cupy.instances import ARITHMETICS, ELEMENTS, instance, positives_kernel
-from contrastile.backends.cupy.launch import launch, pointer
-from contrastile.backends.cupy.products import Products
+cupy = pytest.importorskip("cupy")
+torch = pytest.importorskip("torch")
+if not torch.cuda.is_available():
+    pytest.skip("needs a GPU", allow_module_level=True)
+
+from cupy_small_inputs import LOG2E, U, features, plan, ratio, read, restart, rng, scalar, stored  # noqa: E402
+
+from contrastile.backends.cupy.arguments import struct  # noqa: E402
+from contrastile.backends.cupy.common import (  # noqa: E402
+    FOLD,
+    LANES,
+    LINES,
+    ONE_BLOCK,
+    PAIRS,
+    TERMS,
+    THREADS,
+    ceil_div,
+    planned,
+)
+from contrastile.backends.cupy.instances import ARITHMETICS, ELEMENTS, instance, positives_kernel  # noqa: E402
+from contrastile.backends.cupy.launch import launch, pointer  # noqa: E402
+from contrastile.backends.cupy.products import Products  # noqa: E402
 
 
 def drawn_pairs(m: int, n: int) -> Iterator[tuple[np.ndarray, np.ndarray]]:
@@ -275,19 +287,10 @@ def backward(half: bool, by_ids: bool, certain: bool) -> Iterator[tuple[str, flo
     given = {"m": lengths[0], "n": lengths[1], "bias": pointer(beta), "row": sides[0], "column": sides[1]}
     launch(instance("weigh", "weigh"), blocks, THREADS, struct("WeighArguments")(peaks=pointer(peaks), **given))
     by_index = {"positives": named[0], "excluded": named[1], "entries": entries}
-    temper = struct("TemperArguments")(
-        peaks=pointer(peaks),
-        programs=blocks,
-        scale=pointer(alpha),
-        plan=pointer(decided),
-        row_vectors=pointer(rooms[0]),
-        column_vectors=pointer(rooms[1]),
-        two_sided=1,
-        half=half,
-        by_ids=by_ids,
-        **given,
-        **({} if by_ids else {name: pointer(x) for name, x in by_index.items()}),
-    )
+    held_by = {"peaks": peaks, "scale": alpha, "plan": decided, "row_vectors": rooms[0], "column_vectors": rooms[1]}
+    held_by |= {} if by_ids else by_index
+    flags = {"programs": blocks, "two_sided": 1, "half": half, "by_ids": by_ids}
+    temper = struct("TemperArguments")(**{name: pointer(x) for name, x in held_by.items()}, **flags, **given)
     launch(instance("temper", "temper"), sum(ceil_div(x, THREADS) for x in lengths), THREADS, temper)
     columns = [np.concatenate([cupy.asnumpy(x[i]).astype("f8") for x in held]) for i in range(4)]
     negative, positive, weight, target = columns
@@ -390,46 +393,25 @@ def passes(dtype: str, strided: bool) -> Iterator[tuple[str, float]]:
     m, d, factor = 133, 77 if strided else 88, 0.37
     (_, a, x), (_, b, y) = keep = features(m, d, dtype, strided), features(m, d, "float32", strided)
     parts, total = cupy.empty(ceil_div(m, LINES)), cupy.empty(())
-    launch(
-        instance("scale_cast", "row_dots", ELEMENTS[dtype], "float"),
-        len(parts),
-        THREADS,
-        struct("RowDotsArguments")(a=a, b=b, m=m, depth=d, out=pointer(parts)),
-    )
-    launch(
-        instance("scale_cast", "add_doubles"),
-        1,
-        ONE_BLOCK,
-        struct("AddDoublesArguments")(parts=pointer(parts), length=len(parts), out=pointer(total)),
-    )
+    dots = struct("RowDotsArguments")(a=a, b=b, m=m, depth=d, out=pointer(parts))
+    launch(instance("scale_cast", "row_dots", ELEMENTS[dtype], "float"), len(parts), THREADS, dots)
+    added = struct("AddDoublesArguments")(parts=pointer(parts), length=len(parts), out=pointer(total))
+    launch(instance("scale_cast", "add_doubles"), 1, ONE_BLOCK, added)
     yield "row_dots, add_doubles", ratio(total, np.sum(x * y), 8 * U * np.sum(abs(x * y)))
     out, by = cupy.zeros((m, d), "u2" if dtype == "bfloat16" else dtype), scalar(factor)
     where = struct("Matrix")(data=pointer(out), row_stride=d, column_stride=1)
-    launch(
-        instance("scale_cast", "scale_cast", "float", ELEMENTS[dtype]),
-        7,
-        THREADS,
-        struct("ScaleCastArguments")(x=b, out=where, rows=m, columns=d, factor=pointer(by)),
-    )
+    cast = struct("ScaleCastArguments")(x=b, out=where, rows=m, columns=d, factor=pointer(by))
+    launch(instance("scale_cast", "scale_cast", "float", ELEMENTS[dtype]), 7, THREADS, cast)
     want = stored(y.astype("f4") * np.float32(factor), dtype)[0]
     yield "scale_cast", float(not bool((out == want).all()))
     if dtype == "float32":
         carried = plan(factor=2.0**-9)
+        strides = {"row_stride": b.row_stride, "column_stride": b.column_stride}
         for divide in (0, 1):
-            launch(
-                instance("scale_cast", "carry"),
-                5,
-                THREADS,
-                struct("CarryArguments")(
-                    x=b.data,
-                    rows=m,
-                    columns=d,
-                    row_stride=b.row_stride,
-                    column_stride=b.column_stride,
-                    plan=pointer(carried),
-                    divide=divide,
-                ),
+            arguments = struct("CarryArguments")(
+                x=b.data, rows=m, columns=d, **strides, plan=pointer(carried), divide=divide
             )
+            launch(instance("scale_cast", "carry"), 5, THREADS, arguments)
             got = cupy.asnumpy(keep[1][0])[:, : d * b.column_stride : b.column_stride]
             yield "carry", ratio(got, y if divide else y * 2.0**-9, 1e-300)
 
@@ -486,33 +468,28 @@ def finishing(dtype: str, strided: bool) -> Iterator[tuple[str, float]]:
     yield "a product that finishes", ratio(got, want, (1 + rounding) * 200 * 2 * U * size + rounding * abs(want))
 
 
-def main() -> int:
-    """Run all checks twice, from the same random numbers."""
-    cases: list[tuple[Callable[..., Iterator[tuple[str, float]]], tuple[Any, ...]]] = []
-    for dtype in ELEMENTS:
-        for strided in (False, True):
-            cases += [(check, (dtype, strided)) for check in (measure, passes, finishing)]
-        for precision in ARITHMETICS if dtype == "float32" else ("ieee",):
-            cases += [(positives, (dtype, precision, d)) for d in (83, 128, 200)]
-    cases += [(check, (safe,)) for check in (fold, fold_by_ids) for safe in (False, True)]
-    cases += [(fold_sums, ()), (losses, ())]
-    cases += [(backward, given) for given in product((False, True), repeat=3)]
-    worst: dict[str, float] = {}
-    same = True
-    for check, arguments in cases:
-        runs = []
-        for _ in range(2):
-            restart()
-            runs.append(list(check(*arguments)))
-        same = same and runs[0] == runs[1]
-        for name, value in runs[0]:
-            worst[name] = max(worst.get(name, 0.0), value)
-            if value > 1:
-                print(f"  {check.__name__}{arguments}: {name} {value:.3g}")
-    print(*(f"{'pass' if value <= 1 else 'FAIL'}  {value:9.3g}  {name}" for name, value in worst.items()), sep="\n")
-    print("same bits twice" if same else "FAIL: a second run differs")
-    return int(not same or max(worst.values()) > 1)
+CASES: list[tuple[Callable[..., Iterator[tuple[str, float]]], tuple[Any, ...]]] = [
+    *product((measure, passes, finishing), product(ELEMENTS, (False, True))),
+    *(
+        (positives, (dtype, precision, d))
+        for dtype in ELEMENTS
+        for precision in (ARITHMETICS if dtype == "float32" else ("ieee",))
+        for d in (83, 128, 200)
+    ),
+    *product((fold, fold_by_ids), ((False,), (True,))),
+    (fold_sums, ()),
+    (losses, ()),
+    *product((backward,), product((False, True), repeat=3)),
+]
 
 
-if __name__ == "__main__":
-    sys.exit(main())
+@pytest.mark.parametrize(("check", "given"), CASES, ids=[f"{check.__name__}{[*given]}" for check, given in CASES])
+def test_a_small_kernel_is_within_its_bound_and_repeats(check: Any, given: tuple[Any, ...]) -> None:
+    runs = []
+    for _ in range(2):
+        restart()
+        runs.append(list(check(*given)))
+    assert runs[0]
+    for name, value in runs[0]:
+        assert value <= 1, f"{name}: {value:.3g}"
+    assert runs[0] == runs[1], "a second run has other bits"

@@ -1,11 +1,11 @@
 """Shows that the exchange runs on the GPUs of one host: every primitive bit for bit, both schedules within bounds.
 
-``torchrun --nproc-per-node N benchmarks/nccl_smoke.py torch`` for NCCL through torch, ``... gloo`` for GPUs through the
-host, ``mpirun -n N python -m mpi4py benchmarks/nccl_smoke.py mpi`` for MPI's ranks (through the host where they share
-a GPU), and ``python benchmarks/nccl_smoke.py alone`` for NCCL from a GPU to itself. A second argument ``copies`` sends
-every message by copy engines, in small pieces, and has both schedules take their columns in parts. With ``killed``,
-``raises``, ``leaves`` or ``stalls`` the last rank does that in the middle of a ring instead, and the others must end
-within CONTRASTILE_DEADLINE. Names of backends leave out the others. One line a check.
+``torchrun --nproc-per-node N exchange.py torch`` for NCCL through torch, ``... gloo`` for GPUs through the host,
+``mpirun -n N python -m mpi4py exchange.py mpi`` for MPI's ranks (through the host where they share a GPU), and
+``python exchange.py alone`` for NCCL from a GPU to itself. A second argument ``copies`` sends every message by copy
+engines, in small pieces, and has both schedules take their columns in parts. With ``killed``, ``raises``, ``leaves``
+or ``stalls`` the last rank does that in the middle of a ring instead, and the others must end within
+CONTRASTILE_DEADLINE. Names of backends leave out the others. One line a check.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from dataclasses import fields
 from pathlib import Path
 from typing import Any
 
-sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
+sys.path.insert(0, str(Path(__file__).resolve().parents[3]))
 
 import numpy as np
 

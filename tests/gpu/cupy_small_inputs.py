@@ -5,11 +5,13 @@ from __future__ import annotations
 import ctypes
 from typing import Any
 
-import cupy
 import numpy as np
+import pytest
 
-from contrastile.backends.cupy.arguments import struct
-from contrastile.backends.cupy.launch import pointer
+cupy = pytest.importorskip("cupy")
+
+from contrastile.backends.cupy.arguments import struct  # noqa: E402
+from contrastile.backends.cupy.launch import pointer  # noqa: E402
 
 U = 2.0**-24
 LOG2E = np.log2(np.e)
