@@ -63,7 +63,7 @@ class Bench:
         slot: seconds of a sample.
         rounds: samples of each call.
         without: words in the names of peers that are left out.
-        pace: milliseconds for each FLOP of what was timed last, by name.
+        ms_per_flop: milliseconds for each FLOP of what was timed last, by name.
         ceiling: the yardstick, once it is needed.
     """
 
@@ -74,7 +74,7 @@ class Bench:
     slot: float
     rounds: int
     without: Sequence[str] = ()
-    pace: dict[str, float] = field(default_factory=dict)
+    ms_per_flop: dict[str, float] = field(default_factory=dict)
     ceiling: Ceiling | None = None
     peers: list[Job] | None = None
 
@@ -136,7 +136,7 @@ class Bench:
         reason = job.reason
         if not reason and has is not None and needs > FITS * has:
             reason = f"would hold about {needs / 2**30:.0f} GiB of logits, {has / 2**30:.0f} GiB are free"
-        one = self.pace.get(job.name, 0.0) * point.flops(job.n) / 1e3
+        one = self.ms_per_flop.get(job.name, 0.0) * point.flops(job.n) / 1e3
         if not reason and one > patience:
             reason = f"one call would take about {one:.3g} s"
         if not reason and self.left() < self.rounds * (self.slot + max(one, self.slot)):
@@ -197,7 +197,7 @@ class Bench:
     def _figures(self, samples: Samples, job: Job, point: Point) -> dict[str, Any]:
         flops, times = point.flops(job.n), samples.milliseconds
         if point.what == "both":
-            self.pace[job.name] = min(times) / flops
+            self.ms_per_flop[job.name] = min(times) / flops
         return {
             "milliseconds": times,
             "host_ms": samples.host,

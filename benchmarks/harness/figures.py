@@ -29,7 +29,7 @@ def draw(data: Data, path: Path) -> None:
 
     with matplotlib.rc_context({"svg.hashsalt": "contrastile", "font.size": 9}):
         figure, axes = plt.subplots(1, 2, figsize=(11, 4.6), layout="constrained")
-        (_over_ranks if _families(data) else _over_batches)(*axes, data)
+        (_over_ranks if _families(data) else _over_batches)(axes[0], axes[1], data)
         e = data["environment"]
         title = e["device"] if e.get("ranks", 1) == 1 else f"{e['ranks']} x {e['device']}"
         figure.suptitle(f"{title}, forward and backward")

@@ -8,12 +8,13 @@ from __future__ import annotations
 import math
 import time
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import torch
 import torch.distributed as dist
 
-from contrastile.backends.arrays import library_of, transfer
+from contrastile.backends.arrays import library_of, transfer, working_for
 from contrastile.backends.contract import Block, Options, Pairs
 from contrastile.backends.registry import load
 from contrastile.verify.launched import Launched
@@ -21,7 +22,7 @@ from contrastile.verify.report import verdict
 from contrastile.verify.runner import DTYPES, Row, Run, Selection
 from harness import float64
 from harness.bench import NO_TIME, Bench, Job, Part
-from harness.peers import LOCAL, Loss, loads, said
+from harness.peers import LOCAL, OPEN_CLIP, Loss, loads, said
 from harness.plan import Point
 from harness.ranks import Ranks
 from harness.timing import own_time
@@ -36,7 +37,9 @@ def verify(bench: Bench, *, full: bool) -> bool:
     ranks, passed = bench.ranks, True
     world = None
     if ranks.size > 1:
-        world = Launched("torch", ["torchrun"], ranks.rank, ranks.size, ranks.share, dist.new_group, None)
+        # as ``contrastile verify --world torch`` makes its groups
+        group = partial(dist.new_group, backend="cpu:gloo,cuda:nccl" if ranks.kind == "cuda" else "gloo")
+        world = Launched("torch", ["torchrun"], ranks.rank, ranks.size, ranks.share, group, None)
     for name in list(bench.backends):
         started, reason = time.monotonic(), ranks.failed(loads(name))
         row: dict[str, Any] = {"name": f"contrastile {name}", "backend": name, "n": ranks.size, "full": full}
@@ -80,7 +83,9 @@ def steps(bench: Bench) -> None:
 def peers(bench: Bench) -> None:
     """Ours and everybody else's, in turns."""
     for point in bench.plan.peers:
-        jobs = [*bench.own([bench.ranks.size], (AUTO, RING, GATHER)), *bench.others()]
+        # a capture that fails in other people's kernels can take the process with it
+        others = [job for job in bench.others() if job.name == OPEN_CLIP or not point.graph]
+        jobs = [*bench.own([bench.ranks.size], (AUTO, RING, GATHER)), *others]
         bench.times("peers", point, jobs, patience=5.0)
 
 
@@ -103,6 +108,7 @@ def errors(bench: Bench) -> None:
             bench.tidy()
             row = {"name": job.name, "exchange": job.exchange, **point.row(n), "samples": len(index) * n}
             reason = bench.unfit(job, point, 30.0)
+            found: Any = None
             try:
                 found = None if reason else bench.call(job, point, part)()
             except Exception as error:
@@ -143,7 +149,9 @@ def big(bench: Bench) -> None:
             bench.tidy()
             row: dict[str, Any] = {"name": job.name, "exchange": job.exchange, **point.row(n)}
             backend = job.name.removeprefix("contrastile ")
-            needed = 1.5 * bench.pace.get(job.name, 1e-11 if ranks.kind == "cuda" else 0.0) * point.flops(n) / 1e3
+            needed = (
+                1.5 * bench.ms_per_flop.get(job.name, 1e-11 if ranks.kind == "cuda" else 0.0) * point.flops(n) / 1e3
+            )
             reason = NO_TIME if bench.left() < needed else ""
             try:
                 found = {"status": "skip", "reason": reason} if reason else _big(bench, job, backend, point, count)
@@ -159,7 +167,7 @@ def _big(bench: Bench, job: Job, backend: str, point: Point, count: int) -> dict
     small = Point(min(point.b, 8192), point.d, each=True)
     bench.call(job, small, bench.part(small, n))()
     part, kept = bench.part(point, n), list[Any]()
-    tops = [bench.yardstick().rate(2 * bench.slot)]
+    ceilings = [bench.yardstick().rate(2 * bench.slot)]
     base = torch.cuda.memory_allocated() if cuda else 0
     if cuda:
         torch.cuda.empty_cache()
@@ -169,13 +177,13 @@ def _big(bench: Bench, job: Job, backend: str, point: Point, count: int) -> dict
     forward = ranks.most(own_time(ranks, lambda: kept.append(loss(*part.leaves)), 1)[0])
     backward = ranks.most(own_time(ranks, lambda: kept.append(torch.autograd.grad(kept[0], part.leaves)), 1)[0])
     peak = ranks.most(torch.cuda.max_memory_allocated() - base) if cuda else None
-    tops.append(bench.yardstick().rate(2 * bench.slot))
+    ceilings.append(bench.yardstick().rate(2 * bench.slot))
     rate = point.flops(n) / (forward + backward) * 1e-9
     found = {
         "forward_ms": forward,
         "backward_ms": backward,
-        "ceiling_tflops": tops,
-        "fraction": rate / (sum(tops) / 2),
+        "ceiling_tflops": ceilings,
+        "fraction": rate / (sum(ceilings) / 2),
         "peak_bytes": peak,
         "samples": count,
         "loss": float(kept[0].detach()),
@@ -204,17 +212,18 @@ def log_sums(ranks: Ranks, backend: str, part: Part, text: torch.Tensor) -> tupl
     def put(x: torch.Tensor) -> Any:
         return transfer(x.detach(), torch_arrays, chosen.arrays)
 
-    block = Block(put(part.image), put(text), put(part.scale), None, Pairs(positives=put(numbers)))
-    found = chosen.lse(block, True, Options())
-
     def joined(name: str) -> torch.Tensor:
-        parts = (getattr(found, f"{name}_{kind}_lse") for kind in ("negative", "positive"))
-        one, other = (transfer(x, chosen.arrays, torch_arrays).detach().cpu() for x in parts)
-        return torch.logaddexp(one, other)
+        one, other = (getattr(found, f"{name}_{kind}_lse") for kind in ("negative", "positive"))
+        taken: list[Any] = [transfer(x, chosen.arrays, torch_arrays) for x in (one, other)]
+        return torch.logaddexp(*(x.detach().cpu() for x in taken))
 
+    with working_for(torch_arrays, chosen.arrays, text):
+        block = Block(put(part.image), put(text), put(part.scale), None, Pairs(positives=put(numbers)))
+        found = chosen.lse(block, True, Options())
+        own = joined("row"), joined("column")
     first, n = ranks.rank // part.n * part.n, part.n
-    rows = torch.cat(ranks.share(joined("row"))[first : first + n])
-    columns = torch.stack(ranks.share(joined("column"))[first : first + n]).logsumexp(0)
+    everyone = ranks.share(own)[first : first + n]
+    rows, columns = torch.cat([x for x, _ in everyone]), torch.stack([x for _, x in everyone]).logsumexp(0)
     return rows.to(text.device), columns.to(text.device)
 
 

@@ -99,8 +99,8 @@ def _open_clip(several: bool, *, compiled: bool) -> Loss:
     gather = importlib.import_module("torch.distributed.nn").all_gather
 
     def formula(image: Any, text: Any, scale: Any) -> Any:
-        everyone = (torch.cat(gather(x), dim=0) for x in (image, text))
-        return inner(image, text, *everyone, scale, dist.get_rank() * image.shape[0])
+        all_image, all_text = (torch.cat(gather(x), dim=0) for x in (image, text))
+        return inner(image, text, all_image, all_text, scale, dist.get_rank() * image.shape[0])
 
     return formula
 

@@ -72,7 +72,9 @@ class Captured:
     """A call in a CUDA graph: captured the first time, replayed since. What it returns is the same memory each time."""
 
     def __init__(self, call: Call) -> None:
-        self.call, self.graph, self.found = call, None, None
+        self.call = call
+        self.graph: Any = None
+        self.found: Any = None
 
     def __call__(self) -> Any:
         """Replay it."""

@@ -156,3 +156,10 @@ def test_the_figure_is_drawn_alike_each_time(tmp_path: Path, which: str, request
 def test_a_record_without_comparisons_has_no_figure(one: dict[str, Any]) -> None:
     one["times"] = [row for row in one["times"] if row["part"] == "steps"]
     assert not figures.drawn(one)
+
+
+def test_the_page_of_exact_losses_is_what_its_record_says(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.syspath_prepend(str(pages.ROOT / "scripts"))
+    import make_exact_page
+
+    assert make_exact_page.PAGE.read_text(encoding="utf-8") == make_exact_page.page()

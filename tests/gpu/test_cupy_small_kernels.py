@@ -57,8 +57,8 @@ def measure(dtype: str, strided: bool) -> Iterator[tuple[str, float]]:
         where, alpha, beta = (cupy.asarray(positives), cupy.asarray(excluded)), scalar(scale), scalar(bias)
         sizes = {"m": m, "n": n, "depth": d, "peaks": pointer(peaks)}
         named = {"positives": pointer(where[0]), "excluded": pointer(where[1])}
-        survey = struct("MeasureArguments")(rows=rows, columns=columns, **sizes, **named)
-        launch(instance("measure", "measure", ELEMENTS[dtype]), blocks, THREADS, survey)
+        norms = struct("MeasureArguments")(rows=rows, columns=columns, **sizes, **named)
+        launch(instance("measure", "measure", ELEMENTS[dtype]), blocks, THREADS, norms)
         numbers = {"scale": pointer(alpha), "bias": pointer(beta), "plan": pointer(decided)}
         launch(instance("plan", "plan_forward"), 1, ONE_BLOCK, struct("PlanForwardArguments")(**sizes, **numbers))
         squares = [np.square(x).sum(1) for x in (q, k)]
