@@ -1,5 +1,6 @@
 # make verify   every backend on this machine against the float64 oracle, real embeddings included
 # make test     lint, types and tests with coverage
+# make test-gpu the tests that need a CUDA GPU, with whatever Python has torch for it: PYTHON=...
 # make docs     the site, into site/
 # Each needs Python 3.11+ with pip, and nothing else: a virtual environment in $(VENV) holds the rest.
 #
@@ -17,7 +18,7 @@ PINS := constraints.txt
 STAMPS := $(VENV)/.installed
 
 .DELETE_ON_ERROR:
-.PHONY: verify test lint types pytest docs errors clean
+.PHONY: verify test test-gpu lint types pytest docs errors clean
 
 verify: $(STAMPS)-verify
 	$(BIN)/contrastile verify $(ARGS)
@@ -36,6 +37,10 @@ types: $(STAMPS)-test
 pytest: $(STAMPS)-test
 	$(BIN)/python -m pytest --cov=contrastile.oracle --cov=contrastile.verify.bounds \
 	  --cov-report=term-missing:skip-covered --cov-fail-under=100 $(ARGS)
+
+# on a machine with a GPU, in an environment that has torch, triton and CuPy for it; elsewhere they are skipped
+test-gpu:
+	$(PYTHON) -m pytest tests/gpu $(ARGS)
 
 docs: $(STAMPS)-docs
 	NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build --strict --quiet

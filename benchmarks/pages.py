@@ -1,4 +1,8 @@
-"""Pages whose measured part is written from records, and held to them."""
+"""Writes the measured parts of the pages, and their figures, from the records in docs/results.
+
+python benchmarks/pages.py            writes docs/performance.md, docs/scaling.md, README.md and the figures
+python benchmarks/pages.py --check    exits 1 if a page is not what the records say
+"""
 
 from __future__ import annotations
 
@@ -6,122 +10,117 @@ import argparse
 import json
 import sys
 from collections.abc import Callable
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-ROOT = Path(__file__).resolve().parent.parent
+HERE = Path(__file__).resolve().parent
+sys.path[:0] = [str(HERE), str(HERE.parent)]
+
+from harness import figures, tables  # noqa: E402
+
+ROOT = HERE.parent
 RESULTS = ROOT / "docs" / "results"
+BEGIN = "<!-- measured: written by benchmarks/pages.py from docs/results -->"
 END = "<!-- end of measured -->"
+PACKAGES = ("torch", "triton", "cupy-cuda13x", "nccl", "inf-cl", "cut-cross-entropy", "liger-kernel", "quack-kernels")
+KEPT = ("contrastile cupy", "contrastile cupy, keeping 2 GiB", "contrastile cupy, keeping 8 GiB")
 Data = dict[str, Any]
 
 
-@dataclass(frozen=True)
-class Page:
-    """A page of docs/ with a measured part.
-
-    Attributes:
-        script: what writes it, from the checkout's root.
-        path: of the page.
-        pattern: of its records' names.
-        section: what one record shows, given its stem and its data.
-        drawn: whether a record has a figure.
-        draw: writes it.
-        nothing: what is said while there is no record.
-    """
-
-    script: str
-    path: Path
-    pattern: str
-    section: Callable[[str, Data], str]
-    drawn: Callable[[Data], bool]
-    draw: Callable[[Data, Path], None]
-    nothing: str
-
-    @property
-    def begin(self) -> str:
-        """What stands before the measured part."""
-        return f"<!-- measured: written by {self.script} from docs/results -->"
-
-    def records(self, folder: Path) -> dict[str, Data]:
-        """Every record of a folder by its stem, in the order of names."""
-        return {path.stem: json.loads(path.read_text(encoding="utf-8")) for path in sorted(folder.glob(self.pattern))}
-
-    def generated(self, folder: Path) -> str:
-        """The measured part."""
-        found = (self.section(stem, data) for stem, data in self.records(folder).items())
-        return "\n\n".join(filter(None, found)) or self.nothing
-
-    def spliced(self, page: str, text: str) -> str:
-        """The page with the part between its markers replaced.
-
-        Raises:
-            ValueError: the page lacks a marker.
-        """
-        return spliced(page, self.begin, END, text)
-
-    def main(self, arguments: list[str] | None = None) -> int:
-        """Write the page and the figures; with --check, compare.
-
-        Returns:
-            0; with --check 1 when the page is not what the records say.
-        """
-        parser = argparse.ArgumentParser(description=f"Writes the measured part of {self.path.name} from the records.")
-        parser.add_argument("--results", type=Path, default=RESULTS, metavar="DIR")
-        parser.add_argument("--page", type=Path, default=self.path, metavar="FILE")
-        parser.add_argument("--check", action="store_true", help="exit 1 if the page is not what the records say")
-        given = parser.parse_args(arguments)
-        old = given.page.read_text(encoding="utf-8")
-        new = self.spliced(old, self.generated(given.results))
-        if given.check:
-            return differs(given.page, old, new, self.script)
-        for stem, data in self.records(given.results).items():
-            if self.drawn(data):
-                self.draw(data, given.results / f"{stem}.svg")
-        given.page.write_text(new, encoding="utf-8")
-        return 0
+def section(stem: str, data: Data) -> str:
+    """What one record shows: the machine, what was verified, one table of ours, one of all, the largest batches."""
+    e = data["environment"]
+    several = e.get("ranks", 1) > 1
+    title = f"### {e['ranks']} x {e['device']}" if several else f"### {e['device']}"
+    commit = (e["commit"] or "unknown")[:12]
+    links = [f"links {e['links']}"] if e.get("links") else []
+    versions = [f"{name} {e[name]}" for name in PACKAGES if e.get(name)]
+    power = [f"power limit {e['power.limit']}"] if e.get("power.limit") else []
+    about = ", ".join([e["date"][:10], f"commit `{commit}`", *versions, *links, *power])
+    told = [f"{about}. [The record](results/{stem}.json) has every sample.", e.get("note", ""), tables.verified(data)]
+    figure = f"![Measured on {e['device']}](results/{stem}.svg)" if figures.drawn(data) else ""
+    keeping = any(row["name"] == KEPT[1] for row in tables.measured(data, "steps"))
+    alone = tables.steps(data, KEPT, least=2) if keeping else tables.steps(data)
+    ours = tables.scaling(data) if several else alone
+    parts = [f"{title}, {commit}", " ".join(filter(None, told)), ours, tables.peers(data), tables.big(data), figure]
+    return "\n\n".join(filter(None, parts))
 
 
-def spliced(page: str, begin: str, end: str, text: str) -> str:
-    """The page with the part between two markers replaced.
+def performance(records: dict[str, Data]) -> str:
+    """The records of one GPU."""
+    return "\n\n".join(section(stem, x) for stem, x in records.items() if x["environment"].get("ranks", 1) == 1)
+
+
+def scaling(records: dict[str, Data]) -> str:
+    """The records of several GPUs."""
+    return "\n\n".join(section(stem, x) for stem, x in records.items() if x["environment"].get("ranks", 1) > 1)
+
+
+def readme(records: dict[str, Data]) -> str:
+    """The comparison with the alternatives on one GPU, and what memory to spare buys."""
+    parts = []
+    for data in records.values():
+        e = data["environment"]
+        if e.get("ranks", 1) == 1 and tables.measured(data, "peers"):
+            parts += [f"One {e['device']}, bfloat16, d = 512, the loss with all its gradients, medians of one run:"]
+            parts += [tables.peers(data, shares=False)]
+        kept = tables.steps(data, KEPT, least=2)
+        if any(row["name"] == KEPT[1] for row in tables.measured(data, "steps")):
+            parts += [
+                f"One {e['device']} with memory to spare, in a run of its own: exponentials kept from forward "
+                "spare the backward pass a product. Time, share of cuBLAS' rate for four products, peak extra memory:",
+                kept,
+            ]
+    return "\n\n".join(parts)
+
+
+PAGES: dict[Path, Callable[[dict[str, Data]], str]] = {
+    Path("docs/performance.md"): performance,
+    Path("docs/scaling.md"): scaling,
+    Path("README.md"): readme,
+}
+
+
+def spliced(page: str, text: str) -> str:
+    """The page with the part between its markers replaced.
 
     Raises:
         ValueError: the page lacks a marker.
     """
-    if begin not in page or end not in page:
-        raise ValueError(f"the page must hold {begin!r} and {end!r}")
-    return f"{page.partition(begin)[0]}{begin}\n\n{text}\n\n{end}{page.partition(end)[2]}"
+    if BEGIN not in page or END not in page:
+        raise ValueError(f"the page must hold {BEGIN!r} and {END!r}")
+    text = text or "Nothing has been measured yet: `benchmarks/run.py` writes the record."
+    return f"{page.partition(BEGIN)[0]}{BEGIN}\n\n{text}\n\n{END}{page.partition(END)[2]}"
 
 
-def differs(page: Path, old: str, new: str, command: str) -> int:
-    """1, and a word on stderr, where a page is not what it would be written as; else 0."""
-    if new != old:
-        print(f"{page} is not what the records say; run: python {command}", file=sys.stderr)
-    return int(new != old)
+def main(arguments: list[str] | None = None) -> int:
+    """Write the pages and the figures; with --check, compare.
+
+    Returns:
+        0; with --check 1 when a page is not what the records say.
+    """
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--results", type=Path, default=RESULTS, metavar="DIR")
+    parser.add_argument("--root", type=Path, default=ROOT, metavar="DIR", help="where the pages are")
+    parser.add_argument("--check", action="store_true", help="exit 1 if a page is not what the records say")
+    given = parser.parse_args(arguments)
+    paths = sorted(given.results.glob("gpu_*.json"))
+    records = {path.stem: json.loads(path.read_text(encoding="utf-8")) for path in paths}
+    wrong = 0
+    for name, made in PAGES.items():
+        path = given.root / name
+        old = path.read_text(encoding="utf-8")
+        new = spliced(old, made(records))
+        if new != old and given.check:
+            print(f"{name} is not what the records say; run: python benchmarks/pages.py", file=sys.stderr)
+            wrong = 1
+        if not given.check:
+            path.write_text(new, encoding="utf-8")
+    for stem, data in records.items():
+        if not given.check and figures.drawn(data):
+            figures.draw(data, given.results / f"{stem}.svg")
+    return wrong
 
 
-def versions(environment: Data, names: tuple[str, ...]) -> str:
-    """Versions of what is there of these."""
-    return ", ".join(f"{name} {environment[name]}" for name in names if environment.get(name))
-
-
-def card(environment: Data) -> str:
-    """Driver and power limit, as far as they are known."""
-    known = (("driver", "driver_version"), ("power limit", "power.limit"))
-    return ", ".join(f"{what} {environment[name]}" for what, name in known if environment.get(name))
-
-
-def noted(about: str, environment: Data) -> str:
-    """What is said of a run, with the note that its record may hold."""
-    return " ".join(filter(None, (about, environment.get("note"))))
-
-
-def titled(name: str, environment: Data) -> str:
-    """The heading of a record; the commit tells several of one device apart."""
-    commit = environment["commit"]
-    return f"### {name}, {commit[:12]}" if commit else f"### {name}"
-
-
-def when(environment: Data) -> str:
-    """Date and commit."""
-    return f"{environment['date'][:10]}, commit `{(environment['commit'] or 'unknown')[:12]}`"
+if __name__ == "__main__":
+    sys.exit(main())

@@ -79,7 +79,7 @@ def measure_gpus() -> dict[str, Any]:
     """Every fault in the middle of a ring, by NCCL and by copy engines, under every launcher; some at a time."""
     import torch
 
-    program = str(ROOT / "benchmarks" / "nccl_smoke.py")
+    program = str(ROOT / "tests" / "gpu" / "programs" / "exchange.py")
     what = [(copies, fault, launcher) for copies in (0, 1) for fault in FAULTS for launcher in LAUNCHERS]
 
     def start(copies: int, fault: str, launcher: str) -> Any:

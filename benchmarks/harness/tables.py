@@ -1,0 +1,158 @@
+"""The tables of the pages, each from the data of one record."""
+
+from __future__ import annotations
+
+import math
+import statistics
+from collections.abc import Iterable, Sequence
+from typing import Any
+
+MIB, GIB = 2**20, 2**30
+Data = dict[str, Any]
+Row = dict[str, Any]
+ANCHOR = 65536
+
+
+def table(head: Sequence[str], rows: Iterable[Sequence[str]]) -> str:
+    """A Markdown table, or "" without rows; numbers to the right."""
+    body = [f"| {' | '.join(row)} |" for row in rows]
+    rule = " | ".join("---" if i == 0 else "---:" for i in range(len(head)))
+    return "\n".join([f"| {' | '.join(head)} |", f"| {rule} |", *body]) if body else ""
+
+
+def number(value: float | None, digits: int = 3) -> str:
+    """Significant digits, thousands marked; "-" for what is not known."""
+    if value is None:
+        return "-"
+    if value != 0 and (abs(value) < 1e-3 or abs(value) >= 1e7):
+        return f"{value:.{digits - 1}e}"
+    if value == 0:
+        return "0"
+    return f"{value:,.{max(0, digits - 1 - math.floor(math.log10(abs(value))))}f}"
+
+
+def percent(value: float) -> str:
+    """A share as a percentage with one decimal."""
+    return f"{100 * value:.1f} %"
+
+
+def measured(data: Data, part: str, **wanted: Any) -> list[Row]:
+    """Timed rows of a part that agree with all of ``wanted``."""
+    rows = [row for row in data["times"] if row["part"] == part and row["status"] == "measured"]
+    return [row for row in rows if all(row[name] == value for name, value in wanted.items())]
+
+
+def median(row: Row) -> float:
+    """Milliseconds of one call."""
+    return float(statistics.median(row["milliseconds"]))
+
+
+def rate(row: Row) -> float:
+    """TFLOP/s of each GPU, of the ``8 b^2 d / n`` that a whole step asks of it."""
+    return 8.0 * row["rows"] * row["b"] * row["d"] / median(row) * 1e-9
+
+
+def limit(rows: Sequence[Row], b: int) -> float:
+    """Milliseconds of ``8 b^2 d / n`` at the ceiling beside these rows."""
+    here = [row for row in rows if row["b"] == b]
+    top = statistics.median(x for row in here for x in row["ceiling_tflops"])
+    return 8.0 * here[0]["rows"] * b * here[0]["d"] / top * 1e-9
+
+
+def cell(row: Row | None) -> str:
+    """Time, share of the ceiling, peak extra memory of a rank."""
+    if row is None:
+        return "-"
+    told = [f"{number(median(row))} ms", percent(statistics.median(row["fraction"]))]
+    return ", ".join([*told, *([f"{number(row['peak_bytes'] / MIB, 4)} MiB"] if row.get("peak_bytes") else [])])
+
+
+def steps(data: Data, names: Sequence[str] = (), least: int = 1) -> str:
+    """Our own on one process, one line a point and one column an implementation.
+
+    Args:
+        data: the record.
+        names: of the implementations; all by default.
+        least: implementations that a line must have.
+    """
+    rows = [row for row in measured(data, "steps", n=1, what="both") if not names or row["name"] in names]
+    several = list(dict.fromkeys(row["name"] for row in rows))
+    found: dict[tuple[int, int, float, bool], dict[str, Row]] = {}
+    for row in rows:
+        found.setdefault((row["b"], row["d"], row["scale"], row["graph"]), {})[row["name"]] = row
+    told = {point: at for point, at in found.items() if len(at) >= least}
+    plain = all((scale, graph) == (100.0, False) for _, _, scale, graph in told)
+    lines = []
+    for (b, d, scale, graph), at in sorted(told.items()):
+        where = [number(b, 1), str(d), *([] if plain else [f"{scale:g}", "yes" if graph else "no"])]
+        lines.append([*where, *(cell(at.get(name)) for name in several)])
+    return table(["b", "d", *([] if plain else ["scale", "graph"]), *several], lines)
+
+
+def scaling(data: Data) -> str:
+    """Our own on several ranks: weak scaling (pairs of each rank given), then strong (pairs of the batch)."""
+    lines = []
+    for each in (True, False):
+        rows = measured(data, "steps", what="both", graph=False)
+        key = "rows" if each else "b"
+        wanted = dict.fromkeys((row[key], row["d"]) for row in rows if row["each"] == each and row["n"] == 1)
+        for size, d in sorted(wanted):
+            here = [row for row in rows if (row[key], row["d"]) == (size, d)]
+            (alone, *_) = (row for row in here if row["n"] == 1)
+            for n in sorted({row["n"] for row in here}):
+                by = {row["exchange"]: row for row in here if row["n"] == n}
+                best = min(by.values(), key=median)
+                what = f"{number(size, 1)} {'a rank' if each else 'in all'}"
+                ways = [cell(by.get(how)) for how in ("local", "ring", "gather")]
+                lines.append([what, str(d), str(n), *ways, percent(rate(best) / rate(alone))])
+    return table(["pairs", "d", "ranks", "one process", "ring", "gather", "best efficiency, auto included"], lines)
+
+
+def peers(data: Data, *, shares: bool = True) -> str:
+    """All implementations at each size: milliseconds, and at the anchor memory and, if wanted, the ceiling's share."""
+    rows = measured(data, "peers", what="both")
+    if not rows:
+        return ""
+    sizes = sorted({row["b"] for row in rows})
+    anchor = ANCHOR if ANCHOR in sizes else max(sizes)
+    ends = [f"of the ceiling at {anchor:,}", f"peak extra MiB at {anchor:,}"]
+    divided = "" if rows[0]["n"] == 1 else f" / {rows[0]['n']}"
+    limits = [number(limit(rows, b)) for b in sizes]
+    told = slice(None if shares else 1, None)
+    lines = [[f"*the limit, 8 b² d{divided} / ceiling*", *limits, *["100 %", "0"][told]]]
+    for label in dict.fromkeys(map(labelled, rows)):
+        at = {row["b"]: row for row in rows if labelled(row) == label}
+        here = at.get(anchor)
+        share = percent(statistics.median(here["fraction"])) if here else "-"
+        memory = number(here["peak_bytes"] / MIB, 4) if here and here.get("peak_bytes") else "-"
+        lines.append([label, *(number(median(at[b])) if b in at else "-" for b in sizes), *[share, memory][told]])
+    return table(["implementation", *(f"b = {b:,}, ms" for b in sizes), *ends[told]], lines)
+
+
+def labelled(row: Row) -> str:
+    """The implementation, how its ranks exchange, and whether it is replayed."""
+    exchange = f", {row['exchange']}" if row["exchange"] not in ("local", "") else ""
+    return f"{row['name']}{exchange}{', in a CUDA graph' if row['graph'] else ''}"
+
+
+def big(data: Data) -> str:
+    """Single calls at the largest batches, sampled rows and columns against float64."""
+    head = ("implementation", "b", "d", "forward, s", "backward, s", "of the ceiling", "peak extra GiB a rank")
+    lines = []
+    for row in (row for row in data["big"] if row["status"] == "measured"):
+        peak = None if row["peak_bytes"] is None else row["peak_bytes"] / GIB
+        seconds = [number(row[name] / 1e3) for name in ("forward_ms", "backward_ms")]
+        found = [number(row.get(name), 2) for name in ("d_image", "d_text")]
+        where = [row["name"], f"{row['b']:,}", str(row["d"])]
+        lines.append([*where, *seconds, percent(row["fraction"]), number(peak), *found])
+    return table((*head, "dQ, relative error", "dK"), lines)
+
+
+def verified(data: Data) -> str:
+    """The verdicts without which nothing is timed, in a sentence."""
+    rows = [row for row in data["verify"] if row["verdict"] == "pass"]
+    if not rows:
+        return ""
+    worst = max(row["worst"] for row in rows)
+    names, count = ", ".join(row["name"] for row in rows), sum(row["pass"] for row in rows)
+    return f"Verified first, {count} checks of {names}: the largest error is {number(worst)} of its bound."

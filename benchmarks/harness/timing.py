@@ -1,0 +1,180 @@
+"""Paired timing: every sample stands between two samples of the ceiling product, all of about the same length.
+
+A GPU that is limited by its power runs slower the longer it works, and its clock follows the load of the last second.
+Compare only what shares one sustained stretch: quote a sample's rate over that of the two ceiling samples around it.
+Over several ranks a sample starts on all of them together and lasts as long as the slowest.
+"""
+
+from __future__ import annotations
+
+import math
+import time
+from collections.abc import Callable
+from contextlib import AbstractContextManager
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+
+from contrastile.bench.sweep import matmul
+from harness.ranks import Ranks
+
+Call = Callable[[], Any]
+SIDE = {"cuda": 8192, "cpu": 512}
+
+
+@dataclass(slots=True)
+class Samples:
+    """One call's samples.
+
+    Attributes:
+        milliseconds: of one call on the slowest rank, a mean over each sample's calls.
+        host: milliseconds until the slowest rank's host had queued one call.
+        calls: how many calls each sample held.
+        ceiling: TFLOP/s of the ceiling product: the mean over the ranks, and over the samples just before and after.
+        first_seconds: of the first call, with all that it compiles.
+    """
+
+    milliseconds: list[float] = field(default_factory=list)
+    host: list[float] = field(default_factory=list)
+    calls: int = 1
+    ceiling: list[float] = field(default_factory=list)
+    first_seconds: float = 0.0
+
+
+def own_time(ranks: Ranks, call: Call, count: int) -> tuple[float, float]:
+    """Milliseconds that ``count`` calls take on this rank, and its host; the device is idle before."""
+    ranks.together()
+    start = time.perf_counter()
+    if ranks.kind != "cuda":
+        for _ in range(count):
+            call()
+        whole = 1e3 * (time.perf_counter() - start)
+        return whole, whole
+    event: Any = torch.cuda.Event
+    begin, end = (event(enable_timing=True) for _ in range(2))
+    begin.record()
+    for _ in range(count):
+        call()
+    host = 1e3 * (time.perf_counter() - start)
+    end.record()
+    end.synchronize()
+    return float(begin.elapsed_time(end)), host
+
+
+def elapsed(ranks: Ranks, call: Call, count: int) -> tuple[float, float]:
+    """The slowest rank's ``own_time``."""
+    whole, host = zip(*ranks.share(own_time(ranks, call, count)), strict=True)
+    return max(whole), max(host)
+
+
+class Captured:
+    """A call in a CUDA graph: captured the first time, replayed since. What it returns is the same memory each time."""
+
+    def __init__(self, call: Call) -> None:
+        self.call = call
+        self.graph: Any = None
+        self.found: Any = None
+
+    def __call__(self) -> Any:
+        """Replay it."""
+        if self.graph is None:
+            side, graph = torch.cuda.Stream(), torch.cuda.CUDAGraph()
+            side.wait_stream(torch.cuda.current_stream())
+            with torch.cuda.stream(side):
+                for _ in range(3):
+                    self.call()
+            torch.cuda.current_stream().wait_stream(side)
+            with torch.cuda.graph(graph):
+                self.found = self.call()
+            self.graph = graph
+        self.graph.replay()
+        return self.found
+
+    def release(self) -> None:
+        """Give the graph back: a communicator cannot end while one has its messages."""
+        self.graph = self.found = None
+
+
+class Ceiling:
+    """The yardstick: a square product by the vendor's library on all ranks at once, 8192^3 bfloat16 on a GPU."""
+
+    def __init__(self, ranks: Ranks) -> None:
+        side, dtype = SIDE[ranks.kind], "bfloat16" if ranks.kind == "cuda" else "float32"
+        self.ranks, self.call, self.flops = ranks, matmul(side, dtype, str(ranks.device)), 2 * side**3
+        self.call()
+        self.one = max(elapsed(ranks, self.call, 4)[0] / 4, 1e-3)
+
+    def rate(self, slot: float) -> float:
+        """TFLOP/s over about ``slot`` seconds, the mean over the ranks."""
+        count = max(1, math.ceil(1e3 * slot / self.one))
+        rates = self.ranks.share(self.flops * count / own_time(self.ranks, self.call, count)[0] * 1e-9)
+        return float(sum(rates) / len(rates))
+
+
+def attempt(ranks: Ranks, call: Call) -> str:
+    """Make a call once on all ranks; the first reason why it failed on one, or ""."""
+    reason = ""
+    try:
+        call()
+        if ranks.kind == "cuda":
+            torch.cuda.synchronize()
+    except Exception as error:  # other people's code may raise anything; memory runs out on all ranks alike
+        reason = f"{type(error).__name__}: {' '.join(str(error).split())[:200]}"
+    if reason and ranks.kind == "cuda":
+        torch.cuda.empty_cache()
+    return ranks.failed(reason)
+
+
+def paired(
+    ranks: Ranks,
+    calls: dict[str, Call],
+    ceiling: Any,
+    slot: float,
+    rounds: int,
+    patience: float,
+    watch: AbstractContextManager[Any],
+) -> tuple[dict[str, Samples], dict[str, str]]:
+    """Samples of each call, taken in turns, each round starting with another one.
+
+    Args:
+        ranks: all of them make the same calls.
+        calls: by name.
+        ceiling: the yardstick.
+        slot: seconds of a sample; of one call where that takes longer.
+        rounds: samples of each.
+        patience: seconds that all samples of one call may take: fewer rounds of a slow one, and none of one whose
+            single call takes longer.
+        watch: entered while the samples are taken.
+
+    Returns:
+        The samples, and why there are none for the others.
+    """
+    found, turns, reasons = dict[str, Samples](), dict[str, int](), dict[str, str]()
+    for name, call in calls.items():
+        start = time.perf_counter()
+        reasons[name] = attempt(ranks, call)
+        first = time.perf_counter() - start
+        if reasons[name]:
+            continue
+        one = elapsed(ranks, call, 1)[0] / 1e3
+        if one > patience:
+            reasons[name] = f"one call takes {one:.3g} s, over the {patience:g} s that its samples may take"
+            continue
+        found[name] = Samples(calls=max(1, math.ceil(slot / max(one, 1e-6))), first_seconds=first)
+        turns[name] = max(1, min(rounds, int(patience / max(one, slot))))
+    with watch:
+        # the first one warms the card up
+        before = [ceiling.rate(slot) for _ in range(2)][-1] if turns else math.nan
+        for number in range(max(turns.values(), default=0)):
+            names = [name for name, most in turns.items() if number < most]
+            start = number % len(names)
+            for name in names[start:] + names[:start]:
+                samples = found[name]
+                whole, host = elapsed(ranks, calls[name], samples.calls)
+                samples.milliseconds.append(whole / samples.calls)
+                samples.host.append(host / samples.calls)
+                after = ceiling.rate(slot)
+                samples.ceiling.append((before + after) / 2)
+                before = after
+    return found, {name: reason for name, reason in reasons.items() if reason}

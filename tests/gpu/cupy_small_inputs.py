@@ -1,0 +1,70 @@
+"""What the checks of the cupy backend's small kernels are given on the GPU, and how their results are read."""
+
+from __future__ import annotations
+
+import ctypes
+from typing import Any
+
+import numpy as np
+import pytest
+
+cupy = pytest.importorskip("cupy")
+
+from contrastile.backends.cupy.arguments import struct  # noqa: E402
+from contrastile.backends.cupy.launch import pointer  # noqa: E402
+
+U = 2.0**-24
+LOG2E = np.log2(np.e)
+_DTYPES = {ctypes.c_float: "f4", ctypes.c_int: "i4"}
+PLAN = np.dtype([(name, _DTYPES[kind]) for name, kind in struct("Plan")._fields_])
+rng = np.random.default_rng(7)
+_START = rng.bit_generator.state
+
+
+def stored(x: np.ndarray, dtype: str) -> tuple[Any, np.ndarray]:
+    """X rounded to a dtype: the bits on the GPU, and the rounded values in float64."""
+    if dtype != "bfloat16":
+        rounded = x.astype(dtype)
+        return cupy.asarray(rounded), rounded.astype("f8")
+    bits = x.astype("f4").view("u4")
+    bits = ((bits + 0x7FFF + (bits >> 16 & 1)) >> 16).astype("u2")
+    return cupy.asarray(bits), (bits.astype("u4") << 16).view("f4").astype("f8")
+
+
+def features(m: int, d: int, dtype: str, strided: bool) -> tuple[Any, Any, np.ndarray]:
+    """(m, d) features with gaps, or dense and 16-byte aligned: what keeps them alive, a Matrix, and their values."""
+    gap, step = (5, 2) if strided else (-d % 8, 1)
+    held, values = stored(rng.standard_normal((m, (d + gap) * step)), dtype)
+    matrix = struct("Matrix")(data=pointer(held), row_stride=(d + gap) * step, column_stride=step)
+    return held, matrix, values[:, : d * step : step]
+
+
+def scalar(x: float) -> Any:
+    """A 0-d float32 on the GPU."""
+    return cupy.asarray(x, "f4")
+
+
+def plan(**given: Any) -> Any:
+    """A plan on the GPU; what is not given is 0."""
+    host = np.zeros(1, PLAN)
+    for name, value in given.items():
+        host[name] = value
+    return cupy.asarray(host.view("u1"))
+
+
+def read(plan_: Any) -> Any:
+    """A plan as the GPU left it."""
+    return cupy.asnumpy(plan_).view(PLAN)[0]
+
+
+def ratio(got: Any, want: Any, bound: Any) -> float:
+    """The largest error as a multiple of its bound; infinities and NaN must agree."""
+    got = np.asarray(cupy.asnumpy(got), "f8")
+    with np.errstate(all="ignore"):
+        error = np.where((got == want) | (np.isnan(got) & np.isnan(want)), 0.0, np.abs(got - want) / bound)
+    return float(np.max(np.where(np.isnan(error), np.inf, error), initial=0.0))
+
+
+def restart() -> None:
+    """From here on ``rng`` draws the same numbers again."""
+    rng.bit_generator.state = _START

@@ -1,0 +1,105 @@
+"""Shows that steps with a group replay from CUDA graphs with the bits of eager ones.
+
+``torchrun --nproc-per-node N tests/gpu/programs/graphs.py torch [copies] [BACKEND ...]``, or ``mpirun -n N python -m
+mpi4py tests/gpu/programs/graphs.py mpi ...`` for MPI's ranks; ``copies`` as in ``exchange.py``. Torch tensors, uneven
+shards. The last replays and eager steps come more than a deadline after the capture. One line a check.
+"""
+
+from __future__ import annotations
+
+import faulthandler
+import sys
+import time
+from collections.abc import Callable
+from typing import Any
+
+import numpy as np
+import torch
+from exchange import BACKENDS, SECONDS, WIDTH, join
+
+import contrastile
+from contrastile.comm import copies, staging
+from contrastile.comm.communicator import connect
+from contrastile.schedules import shared
+
+Step = Callable[[], list[Any]]
+
+
+def features(comm: Any, seed: int) -> list[Any]:
+    """This rank's pairs."""
+    draw = torch.Generator("cuda").manual_seed(100 * seed + comm.rank)
+    x = torch.randn((2, 300 + 17 * comm.rank, WIDTH), device="cuda", generator=draw)
+    return [each.bfloat16() for each in torch.nn.functional.normalize(x, dim=2)]
+
+
+def captured(step: Step) -> tuple[Any, list[Any]]:
+    """A graph of the step, and what it writes; kernels are compiled and connections made before."""
+    side, graph = torch.cuda.Stream(), torch.cuda.CUDAGraph()
+    side.wait_stream(torch.cuda.current_stream())
+    with torch.cuda.stream(side):
+        step()
+    torch.cuda.current_stream().wait_stream(side)
+    with torch.cuda.graph(graph):
+        found = step()
+    return graph, found
+
+
+def replayed(graph: Any, found: list[Any], expected: list[Any]) -> bool:
+    """Whether three replays have these bits."""
+    same = True
+    for _ in range(3):
+        for x in found:
+            x.zero_()
+        graph.replay()
+        same &= all(map(torch.equal, found, expected))
+    return same
+
+
+def check(comm: Any, backend: str, exchange: str) -> Callable[[], bool]:
+    """Capture a step and hold its replays to eager steps; a check that can be repeated later."""
+    leaves = [x.requires_grad_() for x in (*features(comm, 0), torch.tensor(14.25, device="cuda"))]
+
+    def step() -> list[Any]:
+        loss = contrastile.clip_loss(*leaves, backend=backend, group=comm, exchange=exchange)
+        return [loss.detach(), *torch.autograd.grad(loss, leaves)]
+
+    graph, found = captured(step)
+
+    def again() -> bool:
+        same = True
+        for seed in (0, 1):
+            with torch.no_grad():
+                for held, x in zip(leaves, features(comm, seed), strict=False):
+                    held.copy_(x)
+            same &= replayed(graph, found, step())
+        return same
+
+    return again
+
+
+def main() -> None:
+    """All backends and both schedules, twice."""
+    faulthandler.dump_traceback_later(SECONDS, exit=True)
+    engine = sys.argv[1]
+    if "copies" in sys.argv:
+        copies.LEAST, staging.PIECE, shared.BESIDE = 1, 1 << 18, 0
+    group, number, leave = join(engine)
+    torch.cuda.set_device(number % torch.cuda.device_count())
+    comm = connect(group)
+    # the first word is an engine, which may have a backend's name
+    backends = [name for name in BACKENDS["torch"] if name in sys.argv[2:]] or BACKENDS["torch"]
+    checks = {f"{b} {how}": check(comm, b, how) for b in backends for how in ("ring", "gather")}
+    for when in ("at once", "after more than a deadline"):
+        for name, again in checks.items():
+            everybody = comm.agree(np.array([again()], dtype=np.int64))
+            if comm.rank == 0:
+                print(f"{'pass' if everybody.all() else 'FAIL'} {engine} {name}: replays {when}", flush=True)
+        if when == "at once":
+            time.sleep(1.2 * comm.deadline)
+    torch.cuda.synchronize()
+    checks.clear()
+    leave()
+
+
+if __name__ == "__main__":
+    main()

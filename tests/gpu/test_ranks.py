@@ -1,0 +1,61 @@
+"""Ranks on the GPUs of one host: every primitive and both schedules, launched and in CUDA graphs."""
+
+from __future__ import annotations
+
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+torch = pytest.importorskip("torch")
+if not torch.cuda.is_available():
+    pytest.skip("needs a GPU", allow_module_level=True)
+
+PROGRAMS = Path(__file__).parent / "programs"
+GPUS = torch.cuda.device_count()
+# NCCL gives each rank a GPU of its own; what goes through the host may share one
+RANKS = {"torch": GPUS, "gloo": 2, "mpi": 2}
+
+
+def said(program: str, engine: str, *more: str) -> str:
+    """What a program's ranks print; they must all end well."""
+    ranks = RANKS[engine]
+    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(ranks)]
+    if engine == "torch" and ranks < 2:
+        pytest.skip("needs two GPUs")
+    if engine == "mpi":
+        pytest.importorskip("mpi4py")
+        if shutil.which("mpirun") is None:
+            pytest.skip("needs mpirun")
+        command = ["mpirun", "-n", str(ranks), sys.executable, "-m", "mpi4py"]
+    command += [str(PROGRAMS / f"{program}.py"), engine, *more]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=400, check=False)
+    output = done.stdout + done.stderr
+    assert done.returncode == 0, output
+    return output
+
+
+@pytest.mark.parametrize("how", [(), ("copies",)], ids=["as it comes", "copies"])
+@pytest.mark.parametrize("engine", RANKS)
+def test_messages_arrive_and_both_schedules_are_within_bounds(engine: str, how: tuple[str, ...]) -> None:
+    output = said("exchange", engine, *how)
+    assert "FAIL" not in output, output
+    assert "pass" in output
+    assert "done" in output
+
+
+@pytest.mark.parametrize("how", [(), ("copies",)], ids=["as it comes", "copies"])
+def test_steps_replay_from_graphs_with_the_bits_of_eager_ones(how: tuple[str, ...]) -> None:
+    output = said("graphs", "torch", *how)
+    assert "FAIL" not in output, output
+    assert "pass" in output
+
+
+def test_both_ways_to_nccl_carry_every_dtype_from_a_gpu_to_itself() -> None:
+    command = [sys.executable, str(PROGRAMS / "exchange.py"), "alone"]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=400, check=False)
+    assert done.returncode == 0, done.stdout + done.stderr
+    assert "done" in done.stdout
+    assert "right" in done.stdout

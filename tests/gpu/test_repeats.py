@@ -1,0 +1,47 @@
+"""Whole steps on a GPU at sizes that are trained with: the same bits again and again, and no negative loss."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+
+import contrastile
+from contrastile.backends.registry import available
+
+torch = pytest.importorskip("torch")
+if not torch.cuda.is_available():
+    pytest.skip("needs a GPU", allow_module_level=True)
+
+BACKENDS = [name for name in ("triton", "cupy") if available()[name] is None] or ["torch"]
+TIMES, WIDTH, SCALE = 20, 512, 100.0
+
+
+def pairs(b: int, cosine: float) -> list[Any]:
+    """Unit features whose pairs have this cosine, bfloat16, and a scale."""
+    draw = torch.Generator("cuda").manual_seed(0)
+    normalize = torch.nn.functional.normalize
+    one, noise = (normalize(torch.randn(b, WIDTH, device="cuda", generator=draw), dim=1) for _ in range(2))
+    two = normalize(cosine * one + (1 - cosine**2) ** 0.5 * noise, dim=1)
+    return [one.bfloat16(), two.bfloat16(), torch.tensor(SCALE, device="cuda")]
+
+
+@pytest.mark.parametrize("b", [65536, 8191])
+@pytest.mark.parametrize("backend", BACKENDS)
+def test_repeats_have_the_same_bits(backend: str, b: int) -> None:
+    leaves = [x.requires_grad_() for x in pairs(b, 0.3)]
+
+    def step() -> list[Any]:
+        loss = contrastile.clip_loss(*leaves, backend=backend)
+        return [loss.detach(), *torch.autograd.grad(loss, leaves)]
+
+    expected = step()
+    for _ in range(TIMES - 1):
+        assert all(map(torch.equal, step(), expected))
+
+
+@pytest.mark.parametrize("cosine", [1.0, 0.99])
+@pytest.mark.parametrize("b", [4096, 4099, 32768])
+@pytest.mark.parametrize("backend", BACKENDS)
+def test_the_loss_of_pairs_that_are_alike_is_not_negative(backend: str, b: int, cosine: float) -> None:
+    assert float(contrastile.clip_loss(*pairs(b, cosine), backend=backend)) >= 0
