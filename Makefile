@@ -40,7 +40,7 @@ pytest: $(STAMPS)-test
 
 # on a machine with a GPU, in an environment that has torch, triton and CuPy for it; elsewhere they are skipped
 test-gpu:
-	$(PYTHON) -m pytest tests/gpu $(ARGS)
+	TRITON_INTERPRET=0 $(PYTHON) -m pytest tests/gpu $(ARGS)
 
 docs: $(STAMPS)-docs
 	NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build --strict --quiet

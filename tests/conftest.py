@@ -2,7 +2,7 @@
 
 import os
 
-# Triton fixes at its import whether kernels are interpreted; the tests of tests/gpu set 0
+# Triton fixes at its import whether kernels are interpreted; make test-gpu sets 0
 os.environ.setdefault("TRITON_INTERPRET", "1")
 
 # one process a core: threads that wait for each other on a busy machine cost more than small problems do
