@@ -2,10 +2,9 @@
 
 ``torchrun --nproc-per-node N benchmarks/nccl_smoke.py torch`` for NCCL through torch, ``... gloo`` for GPUs through the
 host, ``mpirun -n N python -m mpi4py benchmarks/nccl_smoke.py mpi`` for MPI's ranks (through the host where they share
-a GPU), and ``python benchmarks/nccl_smoke.py alone`` for NCCL from a GPU to itself. A second argument ``copies`` sends
-every message by copy engines, in small pieces, and has both schedules take their columns in parts. With ``killed``,
-``raises``, ``leaves`` or ``stalls`` the last rank does that in the middle of a ring instead, and the others must end
-within CONTRASTILE_DEADLINE. Names of backends leave out the others. One line a check.
+a GPU), and ``python benchmarks/nccl_smoke.py alone`` for NCCL from a GPU to itself. With ``killed``, ``raises``,
+``leaves`` or ``stalls`` the last rank does that in the middle of a ring instead, and the others must end within
+CONTRASTILE_DEADLINE. Names of backends leave out the others. One line per check.
 """
 
 from __future__ import annotations
@@ -29,9 +28,7 @@ import contrastile
 from contrastile import problems
 from contrastile.backends import load
 from contrastile.backends.arrays import library_of
-from contrastile.comm import copies, staging
 from contrastile.comm.communicator import connect
-from contrastile.schedules import shared
 from contrastile.verify.bounds import bounds
 from contrastile.verify.run import compare
 from contrastile.verify.shards import Cut, shares
@@ -287,10 +284,9 @@ def main() -> None:
     group, number, leave = join(engine)
     comm = connect(group)
     for library, put in libraries(number):
-        if "copies" in sys.argv:
-            copies.LEAST, staging.PIECE, shared.BESIDE = 1, 1 << 18, 0
-        comm.prepare(put(np.zeros(1), "float32"), copies.LEAST)
-        _say(comm, f"{engine} {library}: large messages by {comm.name}", started)
+        x = put(np.zeros(1), "float32")
+        comm.shift([x], [put(np.zeros(1), "float32")]).wait()
+        _say(comm, f"{engine} {library}: messages by {comm.name}", started)
         for fault in set(sys.argv) & set(FAULTS):
             fail(comm, put, fault)
         count = primitives(comm, put)

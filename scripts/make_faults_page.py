@@ -2,9 +2,8 @@
 
 ``python scripts/make_faults_page.py`` writes the page from docs/results; with ``--measure`` it runs every fault under
 every launcher first, on the CPU of this machine, and with ``--measure-gpus`` in the middle of a ring between its GPUs,
-with copy engines and without, and writes what it found there. With ``--measure-mistakes`` one rank makes another call
-than the others, on the CPU, and with ``--measure-mistakes-gpus`` on this machine's GPUs, over NCCL; a wrong number that
-no error tells of ends the script.
+and writes what it found there. With ``--measure-mistakes`` one rank makes another call than the others, on the CPU, and
+with ``--measure-mistakes-gpus`` on this machine's GPUs, over NCCL; a wrong number that no error tells of ends the script.
 """
 
 import json
@@ -76,27 +75,27 @@ def measure() -> dict[str, Any]:
 
 
 def measure_gpus() -> dict[str, Any]:
-    """Every fault in the middle of a ring, by NCCL and by copy engines, under every launcher; some at a time."""
+    """Every fault in the middle of a ring over NCCL, under every launcher; some at a time."""
     import torch
 
     program = str(ROOT / "benchmarks" / "nccl_smoke.py")
-    what = [(copies, fault, launcher) for copies in (0, 1) for fault in FAULTS for launcher in LAUNCHERS]
+    what = [(fault, launcher) for fault in FAULTS for launcher in LAUNCHERS]
 
-    def start(copies: int, fault: str, launcher: str) -> Any:
-        ended = _launch(launcher, program, fault, CONTRASTILE_COPY_ENGINES=str(copies))
-        print(copies, fault, launcher, ended, flush=True)
+    def start(fault: str, launcher: str) -> Any:
+        ended = _launch(launcher, program, fault)
+        print(fault, launcher, ended, flush=True)
         return ended
 
     with ThreadPoolExecutor(AT_A_TIME) as pool:
         ends = list(pool.map(lambda each: start(*each), what))
     rows = []
-    for (_, fault, launcher), ended in zip(what, ends, strict=True):
+    for (fault, launcher), ended in zip(what, ends, strict=True):
         raised = [line for rank in range(RANKS) for line in ended.said(rank) if "ExchangeError" in line]
         gave_up = re.findall(r"^contrastile: rank\(s\) (.*) did not answer on the device", ended.output, re.MULTILINE)
         named = sum(str(GPU_FAULTY) in ranks.split(", ") for ranks in gave_up)
         row = {"fault": fault, "where": "inside", "launcher": launcher, **_ending(ended, GPU_FAULTY)}
         row |= {
-            "carried by": next(iter(re.findall(r"large messages by (.*)$", ended.output, re.MULTILINE)), "").strip(),
+            "carried by": next(iter(re.findall(r"messages by (.*)$", ended.output, re.MULTILINE)), "").strip(),
             "raised": len(raised),
             "ended": len(gave_up),
             "named": named + sum(f"ExchangeError: rank {GPU_FAULTY} " in line for line in raised),

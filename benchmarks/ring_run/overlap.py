@@ -2,7 +2,7 @@
 
 A persistent kernel takes every multiprocessor. Behind it a kernel that sends waits; before it, the programs that found
 no place start late with a full share of the tiles, and the whole kernel ends that much later. What NCCL is told by its
-environment is the row's ``setting``; ``copy engine`` is the same transfer without any multiprocessor.
+environment is the row's ``setting``.
 """
 
 from __future__ import annotations
@@ -12,13 +12,12 @@ from contextlib import contextmanager
 from typing import Any
 
 import torch
-import torch.distributed as dist
 
 from contrastile.backends.contract import Backend, Block, Options, Pairs, Weights
 from contrastile.backends.registry import load
 from contrastile.comm.communicator import connect
 from ring_run.bench import Bench, Part
-from ring_run.timing import Call, attempt
+from ring_run.timing import Call
 
 ROUNDS = 5
 Transfer = Callable[[], Callable[[], None]]
@@ -66,48 +65,13 @@ def blocks(bench: Bench, backend: Backend, part: Part) -> dict[str, Call]:
 
 
 def transfers(bench: Bench, part: Part, *, gradients: bool) -> dict[str, Transfer]:
-    """A shift of the shard, and of its gradient sums, by the communicator and by copies between the GPUs' memories."""
+    """A shift of the shard, and of its gradient sums, by the communicator."""
     sent = [part.text.detach().clone()]
     if gradients:
         sent.append(torch.zeros(part.text.shape, dtype=torch.float32, device=part.text.device))
     arriving = [torch.empty_like(x) for x in sent]
     comm = connect(bench.ranks.groups[bench.ranks.size])
-    found: dict[str, Transfer] = {"message": lambda: comm.shift(sent, arriving).wait}
-    if dist.get_backend() == "nccl":
-        holder: list[Transfer] = []
-        reason = attempt(bench.ranks, lambda: holder.append(_copy_engine(bench, sent, arriving)))
-        if reason:
-            bench.ranks.say(f"overlap: no copy engine, {reason}")
-        else:
-            found["copy engine"] = holder[0]
-    return found
-
-
-def _copy_engine(bench: Bench, sent: list[torch.Tensor], arriving: list[torch.Tensor]) -> Transfer:
-    """Each rank copies its predecessor's arrays out of memory that both can see."""
-    import torch.distributed._symmetric_memory as symmetric
-
-    n, rank = bench.ranks.size, bench.ranks.rank
-    group: Any = dist.group.WORLD
-    remote = []
-    for x in sent:
-        own = symmetric.empty(x.shape, dtype=x.dtype, device=x.device)
-        own.copy_(x)
-        handle = symmetric.rendezvous(own, group)
-        remote.append((own, handle.get_buffer((rank - 1) % n, x.shape, x.dtype)))
-    event: Any = torch.cuda.Event
-    side: Any = torch.cuda.Stream(priority=-1)
-
-    def post() -> Callable[[], None]:
-        side.wait_stream(torch.cuda.current_stream())
-        with torch.cuda.stream(side):
-            for target, (_, source) in zip(arriving, remote, strict=True):
-                target.copy_(source, non_blocking=True)
-            done = event()
-            done.record()
-        return lambda: torch.cuda.current_stream().wait_event(done)
-
-    return post
+    return {"message": lambda: comm.shift(sent, arriving).wait}
 
 
 def overlap(bench: Bench) -> None:

@@ -94,11 +94,6 @@ class Silent:
             _become(whole, self._whole.setdefault(key, whole))
         return _Done()
 
-    def prepare(self, like: Any, nbytes: int) -> bool:
-        """As with real messages, so that the same is computed in the same parts."""
-        aside: bool = self.real.prepare(like, nbytes)
-        return aside
-
     def visit(self, step: int, owner: int) -> None:
         """Nobody listens."""
 

@@ -124,21 +124,6 @@ class Communicator(Protocol):
         """Every rank's ``own`` (sizes[rank], ...) joined in ``whole`` (sum(sizes), ...) in the order of the ranks."""
         ...
 
-    def prepare(self, like: Array, nbytes: int) -> bool:
-        """Make ready for messages of so many bytes between two ranks, of arrays beside ``like``.
-
-        Every rank calls it with the same number at the same place among its messages. It holds until the next call;
-        0 says that what is saved on the device is not worth what the host has to do for it.
-
-        Returns:
-            whether such messages travel without taking anything from the kernels that run meanwhile; the same on
-            every rank, and the same every time.
-
-        Raises:
-            ExchangeError: a rank did not answer within the deadline.
-        """
-        ...
-
     def visit(self, step: int, owner: int) -> None:
         """Told at each step of a ring whose shard is at hand; for logs."""
         ...

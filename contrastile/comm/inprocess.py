@@ -252,9 +252,6 @@ class InProcess:
         label = self.calls.label
         return label.serial, label.phase, self.calls.messages, [(tuple(x.shape), str(x.dtype)) for x in xs]
 
-    def prepare(self, like: Array, nbytes: int) -> bool:
-        return False
-
     def visit(self, step: int, owner: int) -> None:
         self.town.log.append((self.rank, step, owner))
 

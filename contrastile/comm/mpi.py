@@ -127,9 +127,6 @@ class MPIChannel:
         self._under_way[id(posted)] = posted
         return posted
 
-    def prepare(self, size: int) -> bool:
-        return False
-
     def give_up(self, word: Word, seconds: float) -> Mapping[int, Word]:
         size, rank = self.comm.Get_size(), self.comm.Get_rank()
         atexit.register(self._abandon)

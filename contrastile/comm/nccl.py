@@ -21,7 +21,6 @@ from contrastile.backends.arrays import library_of
 from contrastile.backends.contract import Array
 from contrastile.comm.buffers import nbytes
 from contrastile.comm.communicator import Pending
-from contrastile.comm.copies import CopyChannel
 from contrastile.comm.driver import DriverError, Gpu, bystander
 from contrastile.comm.peers import Channel, Parts, Peers
 from contrastile.comm.watch import Flight, Watch, Word
@@ -110,7 +109,7 @@ def _library() -> Any:
 
 
 def channel(peers: Peers, like: Array) -> Channel | None:
-    """NCCL between the GPUs of all ranks, and copies; None where a rank lacks NCCL, or two share a GPU.
+    """NCCL between the GPUs of all ranks; None where a rank lacks NCCL, or two share a GPU.
 
     Every rank calls this at the same message, and they decide together.
 
@@ -137,8 +136,7 @@ def channel(peers: Peers, like: Array) -> Channel | None:
         # of the highest priority: a transfer starts before a kernel queued behind it takes every multiprocessor
         stream = gpu.stream()
     connected = True
-    sending = NCCLChannel(nccl, communicator, gpu, stream, watch)
-    return CopyChannel(sending, watch, peers.rank, peers.size, peers.tell, lambda: Gpu(number))
+    return NCCLChannel(nccl, communicator, gpu, stream, watch)
 
 
 @dataclass(slots=True, eq=False)
@@ -182,9 +180,6 @@ class NCCLChannel:
             self.nccl.exchange(self.communicator, self.stream, outgoing, incoming, gpu.address)
             queued.done = gpu.record(self.stream)
         return queued
-
-    def prepare(self, size: int) -> bool:
-        return False
 
     def give_up(self, word: Word, seconds: float) -> Mapping[int, Word]:
         return {}

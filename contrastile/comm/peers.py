@@ -58,10 +58,6 @@ class Channel(Protocol):
         """
         ...
 
-    def prepare(self, size: int) -> bool:
-        """Make ready for messages of so many bytes between two ranks: see ``Communicator.prepare``."""
-        ...
-
     def give_up(self, word: Word, seconds: float) -> Mapping[int, Word]:
         """Tell the others whom this rank waited for, and where, and hear for so long what they say, by rank."""
         ...
@@ -218,16 +214,6 @@ class Peers:
         """What carries arrays beside this one; made at the first message of any, which is the same on every rank."""
         self._device = self._device or self.on_device(self, like) or host
         return self._device
-
-    def prepare(self, like: Array, nbytes: int) -> bool:
-        self._check()
-        host = self.host
-        if host is None or library_of(like).device(like) == "cpu":
-            return False
-        return bool(self._guarded(self._prepared, host, like, nbytes))
-
-    def _prepared(self, host: Channel, like: Array, nbytes: int) -> bool:
-        return self._for_device(host, like).prepare(nbytes)
 
     def _seconds(self) -> float:
         return watch.patience(self.deadline)

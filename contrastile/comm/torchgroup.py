@@ -34,8 +34,7 @@ from contrastile.comm.communicator import (
     deadline_or,
     refuse,
 )
-from contrastile.comm.copies import CopyChannel
-from contrastile.comm.driver import Gpu, bystander
+from contrastile.comm.driver import bystander
 from contrastile.comm.peers import Channel, Parts, Peers
 from contrastile.comm.watch import Flight, Silence, Watch, Word
 
@@ -184,9 +183,6 @@ class GlooChannel:
         self._under_way[id(posted)] = posted
         return posted
 
-    def prepare(self, size: int) -> bool:
-        return False
-
     def give_up(self, word: Word, seconds: float) -> Mapping[int, Word]:
         heard: dict[int, Word] = {}
         end = time.monotonic() + seconds
@@ -250,7 +246,7 @@ class _reaching:  # noqa: N801 - read as a statement
 
 
 def _nccl_channel(peers: Peers, like: Array, store: Any, ranks: Sequence[int]) -> Channel:
-    """NCCL between the same ranks, and copies; every rank of the group calls this at the same message."""
+    """NCCL between the same ranks; every rank of the group calls this at the same message."""
     found = nccl.channel(peers, like)
     if found is not None:
         return found
@@ -262,9 +258,8 @@ def _nccl_channel(peers: Peers, like: Array, store: Any, ranks: Sequence[int]) -
     options.global_ranks_in_group = list(ranks)
     engine: Any = dist.ProcessGroupNCCL(store, peers.rank, peers.size, options)
     channel = ThroughTorch(engine, Watch(lambda: peers.deadline, begin=bystander))
-    device = _device(like)
-    channel.open(device, peers.size)
-    return CopyChannel(channel, channel.watch, peers.rank, peers.size, peers.tell, lambda: Gpu(device.index))
+    channel.open(_device(like), peers.size)
+    return channel
 
 
 @dataclass(slots=True, eq=False)
@@ -330,9 +325,6 @@ class ThroughTorch:
                 for x in xs:
                     post([_tensor(x)], rank, 0)
         return self.engine._end_coalescing()
-
-    def prepare(self, size: int) -> bool:
-        return False
 
     def give_up(self, word: Word, seconds: float) -> Mapping[int, Word]:
         return {}

@@ -16,7 +16,7 @@ from contrastile.comm.communicator import Pending
 from contrastile.schedules import local
 from contrastile.schedules.placement import Placement
 from contrastile.schedules.problem import Problem
-from contrastile.schedules.shared import aside, finish, placed, scaled_weights, summed, together
+from contrastile.schedules.shared import finish, placed, scaled_weights, summed, together
 
 
 def visits(
@@ -102,8 +102,6 @@ class _Shards:
 
     def __init__(self, problem: Problem, arrays: ArrayLibrary, vectors: Sequence[Array]) -> None:
         self.problem, self.placement, self.arrays = problem, placed(problem), arrays
-        # whatever the answer: it makes the communicator ready for the shards
-        aside(self.placement, problem)
         ids = [] if problem.column_ids is None else [problem.column_ids]
         self.own = [arrays.contiguous(x) for x in (*problem.columns, *ids, *vectors)]
         self.blocks, self.ids, self.vectors = len(problem.columns), len(ids), len(vectors)

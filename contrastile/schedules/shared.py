@@ -18,26 +18,6 @@ def placed(problem: Problem) -> Placement:
     return problem.placement
 
 
-BESIDE = 1 << 39
-"""Rows of a rank x columns of all x width from which on messages that cost the kernels nothing are worth having.
-
-Below, the calls of kernels that compute the columns in parts cost the host more time than the messages would.
-"""
-
-
-def aside(placement: Placement, problem: Problem) -> bool:
-    """Whether a rank's columns travel at no cost to what is computed meanwhile; every rank comes to the same.
-
-    Asked before the columns travel, it makes the communicator ready for such messages, or has it leave them.
-    """
-    shards, x = placement.shards, problem.columns[0]
-    largest, total, width = max(shards.widths), sum(shards.widths), int(x.shape[1])
-    # where one rank has all columns none travel
-    worth = largest < total and max(shards.rows) * total * width >= BESIDE
-    ready = placement.communicator.prepare(x, largest * width * int(x.itemsize) if worth else 0)
-    return worth and ready
-
-
 def summed(placement: Placement, arrays: ArrayLibrary, *numbers: Array) -> Sequence[Array]:
     """The sum of each number, 0-d in float64, over the ranks: the same bits on each of them. One message for all."""
     n = placement.size

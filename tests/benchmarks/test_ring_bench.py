@@ -201,10 +201,6 @@ def test_a_silent_communicator_sends_nothing(pairs: tuple[torch.Tensor, torch.Te
         def refusal(self, arrays: Any, device: str) -> None:
             return None
 
-        def prepare(self, like: Any, nbytes: int) -> bool:
-            assert nbytes == 0
-            return False
-
     group = stand_ins.Silent(Deaf(), handshake=False)
     for exchange in ("ring", "gather"):
         image, text = (x.float().clone().requires_grad_() for x in pairs)

@@ -39,7 +39,6 @@ def test_a_world_of_one_needs_no_engine(group: Any) -> None:
     assert torch.equal(x, y)
     comm.all_gather(x + 1, y, [2]).wait()
     assert torch.equal(x + 1, y)
-    assert not comm.prepare(x, 1 << 40)
     assert comm.agree(np.array([5, 6])).tolist() == [[5, 6]]
     assert comm.tell("λ") == ["λ"]
 
