@@ -18,7 +18,7 @@ import torch
 from nccl_smoke import BACKENDS, SECONDS, WIDTH, join
 
 import contrastile
-from contrastile.comm.communicator import connect
+from contrastile.comm.connect import connect
 
 Step = Callable[[], list[Any]]
 

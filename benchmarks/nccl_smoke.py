@@ -28,7 +28,7 @@ import contrastile
 from contrastile import problems
 from contrastile.backends import load
 from contrastile.backends.arrays import library_of
-from contrastile.comm.communicator import connect
+from contrastile.comm.connect import connect
 from contrastile.verify.bounds import bounds
 from contrastile.verify.run import compare
 from contrastile.verify.shards import Cut, shares
@@ -240,18 +240,18 @@ def alone() -> None:
     import torch
     import torch.distributed as dist
 
-    from contrastile.comm import nccl, torchgroup
+    from contrastile.comm import nccl, torch_group
     from contrastile.comm.driver import Gpu
-    from contrastile.comm.watch import Watch
+    from contrastile.comm.watchdog import Watchdog
 
     calls, gpu = nccl.NCCL(), Gpu(0)
     with gpu.active():
         communicator = calls.connect(calls.key(), 0, 1)
-        channels: list[Any] = [nccl.NCCLChannel(calls, communicator, gpu, gpu.stream(), Watch(lambda: 10.0))]
+        channels: list[Any] = [nccl.NCCLChannel(calls, communicator, gpu, gpu.stream(), Watchdog(lambda: 10.0))]
     options: Any = dist.ProcessGroupNCCL.Options(is_high_priority_stream=True)
     options.global_ranks_in_group = [0]
     engine = dist.ProcessGroupNCCL(dist.HashStore(), 0, 1, options)
-    through_torch = torchgroup.ThroughTorch(engine, Watch(lambda: 10.0))
+    through_torch = torch_group.ThroughTorch(engine, Watchdog(lambda: 10.0))
     through_torch.open(torch.device("cuda", 0), 1)
     channels.append(through_torch)
     for channel in channels:

@@ -3,7 +3,7 @@
 ``python scripts/make_faults_page.py`` writes the page from docs/results; with ``--measure`` it runs every fault under
 every launcher first, on the CPU of this machine, and with ``--measure-gpus`` in the middle of a ring between its GPUs,
 and writes what it found there. With ``--measure-mistakes`` one rank makes another call than the others, on the CPU, and
-with ``--measure-mistakes-gpus`` on this machine's GPUs, over NCCL; a wrong number that no error tells of ends the script.
+with ``--measure-mistakes-gpus`` on this machine's GPUs, over NCCL; a wrong number without an error ends the script.
 """
 
 import json

@@ -13,7 +13,7 @@ from gpu_run.record import Record
 
 from contrastile import clip_loss
 from contrastile.bench.memory import peak_extra
-from contrastile.schedules.placement import Shards, choose
+from contrastile.schedules.placement import Shards, choose_exchange
 from ring_run import features
 from ring_run.plan import IN_A_GRAPH, LOCAL, Plan
 from ring_run.ranks import Ranks
@@ -148,7 +148,7 @@ class Bench:
         """What ``exchange="auto"`` stands for here, and why."""
         if part.n == 1:
             return {}
-        found = choose(part.shards(), part.image.shape[1], part.image.element_size())
+        found = choose_exchange(part.shards(), part.image.shape[1], part.image.element_size())
         return {"auto": found.exchange, "reason": found.reason}
 
     def times(

@@ -8,7 +8,7 @@ from typing import Any
 import torch
 
 from contrastile import clip_loss
-from contrastile.comm import torchgroup
+from contrastile.comm import torch_group
 from ring_run import checks, features
 from ring_run.bench import Bench
 from ring_run.plan import AUTO, LOCAL
@@ -30,7 +30,7 @@ def headline(bench: Bench, pairs: int, seconds: float) -> None:
     bench.tidy()
     if n > 1:
         # a rank is silent for as long as its largest block takes
-        torchgroup.of(ranks.groups[n], DEADLINE)
+        torch_group.of(ranks.groups[n], DEADLINE)
     small = bench.part(n, [min(WARM, asked // n)] * n, d)
     step = bench.step(small, exchange)
     step()

@@ -15,7 +15,7 @@ import torch
 
 from contrastile.backends.contract import Backend, Block, Options, Pairs, Weights
 from contrastile.backends.registry import load
-from contrastile.comm.communicator import connect
+from contrastile.comm.connect import connect
 from ring_run.bench import Bench, Part
 from ring_run.timing import Call
 

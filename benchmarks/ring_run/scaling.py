@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from contrastile.comm.communicator import connect
+from contrastile.comm.connect import connect
 from ring_run.bench import Bench, Calls
 from ring_run.plan import AUTO, GATHER, LOCAL, RING, Size
 from ring_run.stand_ins import Silent

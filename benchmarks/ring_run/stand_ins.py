@@ -44,9 +44,9 @@ class Silent:
         self._agreed: dict[bytes, Any] = {}
         self._whole: dict[tuple[Any, ...], torch.Tensor] = {}
 
-    def refusal(self, arrays: Any, device: str) -> str | None:
+    def refusal(self, device: str) -> str | None:
         """What the real one refuses."""
-        refused: str | None = self.real.refusal(arrays, device)
+        refused: str | None = self.real.refusal(device)
         return refused
 
     def agree(self, record: Any, label: Any = None) -> Any:
@@ -93,9 +93,6 @@ class Silent:
         if own.ndim > 1:
             _become(whole, self._whole.setdefault(key, whole))
         return _Done()
-
-    def visit(self, step: int, owner: int) -> None:
-        """Nobody listens."""
 
     def close(self) -> None:
         """Nothing is held."""

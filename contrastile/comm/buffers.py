@@ -54,7 +54,7 @@ def nbytes(x: Array) -> int:
     return int(x.nbytes)
 
 
-def leave(xs: list[Array]) -> list[Any]:
+def to_host(xs: list[Array]) -> list[Any]:
     """Copies of arrays on one device in pinned host memory, complete when this returns."""
     if not xs:
         return []
@@ -73,11 +73,11 @@ def leave(xs: list[Array]) -> list[Any]:
     return copies
 
 
-def land(x: Array) -> tuple[Any, Callable[[], None]]:
-    """Pinned host memory for what is to arrive for an array on a device, and how it gets there once it has."""
+def from_host(x: Array) -> tuple[Any, Callable[[], None]]:
+    """Pinned host memory for what an array on a device receives, and what copies it to the device once it is there."""
     host = _pinned(x)
 
-    def arrive() -> None:
+    def copy_back() -> None:
         if library_of(x).name == "torch":
             x.detach().copy_(host, non_blocking=True)
         else:
@@ -85,7 +85,7 @@ def land(x: Array) -> tuple[Any, Callable[[], None]]:
             # the pool may hand this memory out again before a copy under way has read it
             sys.modules["cupy"].cuda.get_current_stream(x.device.id).synchronize()
 
-    return host, arrive
+    return host, copy_back
 
 
 def _pinned(x: Array) -> Any:

@@ -122,21 +122,21 @@ class Calls:
         label = self.label
         return _HEADER.pack(label.serial, _PHASES.index(label.phase), self._agreed, self.messages, size)
 
-    def frames(self, record: npt.NDArray[np.int64]) -> list[bytearray]:
+    def frames(self, record: npt.NDArray[np.int64]) -> list[bytes]:
         """A record in frames."""
         head, content = self.head(record.size), record.tobytes()
         step = 8 * NUMBERS_IN_FRAME
         starts = range(0, max(len(content), 1), step)
-        return [bytearray(head + content[start : start + step].ljust(step, b"\0")) for start in starts]
+        return [head + content[start : start + step].ljust(step, b"\0") for start in starts]
 
 
-def content(frame: bytes | bytearray) -> bytes:
+def content(frame: bytes) -> bytes:
     """The part of a record that is in a frame, and nothing behind it."""
-    return bytes(frame[_HEAD.size + _LOSS :])
+    return frame[_HEAD.size + _LOSS :]
 
 
-def compare(heads: Sequence[bytes], titles: Sequence[int]) -> None:
-    """Compare everybody's ``Calls.head``, or frame, by rank; ``titles`` are the numbers that the user knows.
+def compare(heads: Sequence[bytes], global_ranks: Sequence[int]) -> None:
+    """Compare everybody's ``Calls.head``, or frame, by rank; ``global_ranks`` are the numbers that the user knows.
 
     Raises:
         Conflict: they differ; it says the same on every rank.
@@ -151,12 +151,12 @@ def compare(heads: Sequence[bytes], titles: Sequence[int]) -> None:
         words = [f"{text} for {_wants(label)}" for text, label in zip(words, labels, strict=True)]
     if len(set(words)) == 1:
         words = [f"{text} after {sum(counts)} messages" for text, counts in zip(words, places, strict=True)]
-    raise Conflict(whereabouts(dict(zip(titles, words, strict=True))))
+    raise Conflict(whereabouts(dict(zip(global_ranks, words, strict=True))))
 
 
 def _label(head: bytes) -> Label:
     serial, phase, wants, *_ = _HEAD.unpack_from(head)
-    loss = bytes(head[_HEAD.size : _HEAD.size + _LOSS]).rstrip(b"\0").decode(errors="replace")
+    loss = head[_HEAD.size : _HEAD.size + _LOSS].rstrip(b"\0").decode(errors="replace")
     return Label(serial, _PHASES[phase & 1], loss, wants)
 
 

@@ -23,8 +23,8 @@ class DriverError(RuntimeError):
     """A call of the driver failed."""
 
 
-def bystander() -> None:
-    """This thread takes no part in a CUDA graph that another one captures: what it asks of events does not end that."""
+def relaxed_capture() -> None:
+    """This thread's calls from now on do not invalidate a CUDA graph that another thread captures (relaxed mode)."""
     mode = c_int(_RELAXED)
     with suppress(OSError, AttributeError):
         _library().cuThreadExchangeStreamCaptureMode(byref(mode))

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import ctypes
 import json
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Sequence
 from contextlib import suppress
 from ctypes import byref, c_char_p, c_int, c_size_t, c_void_p
 from dataclasses import dataclass
@@ -20,11 +20,11 @@ from typing import Any
 from contrastile.backends.arrays import library_of
 from contrastile.backends.contract import Array
 from contrastile.comm.buffers import nbytes
-from contrastile.comm.communicator import Pending
-from contrastile.comm.driver import DriverError, Gpu, bystander
-from contrastile.comm.peers import Channel, Parts, Peers
-from contrastile.comm.watch import Flight, Watch, Word
-from contrastile.comm.wires import host
+from contrastile.comm.communicator import Parts, Pending
+from contrastile.comm.driver import DriverError, Event, Gpu, relaxed_capture
+from contrastile.comm.point_to_point import Channel, PointToPoint
+from contrastile.comm.unix_sockets import host
+from contrastile.comm.watchdog import InFlight, Queued, Watchdog
 
 _NAME = "libnccl.so.2"
 _BYTES = 1
@@ -108,35 +108,35 @@ def _library() -> Any:
     return ctypes.CDLL(_NAME)
 
 
-def channel(peers: Peers, like: Array) -> Channel | None:
+def channel(group: PointToPoint, like: Array) -> Channel | None:
     """NCCL between the GPUs of all ranks; None where a rank lacks NCCL, or two share a GPU.
 
     Every rank calls this at the same message, and they decide together.
 
     Args:
-        peers: the ranks, who can talk to each other on the host.
+        group: the ranks, who can talk to each other on the host.
         like: an array on this rank's GPU.
     """
     number = int(library_of(like).place(like).rpartition(":")[2])
     place, key, here = "", "", None
     with suppress(NCCLError, DriverError):
         nccl, gpu = NCCL(), Gpu(number)
-        key = nccl.key().hex() if peers.rank == 0 else ""
+        key = nccl.key().hex() if group.rank == 0 else ""
         place, here = gpu.place(), (nccl, gpu)
-    everywhere = [json.loads(x) for x in peers.tell(json.dumps([host(), place, key]))]
-    places = {(x, y) for x, y, _ in everywhere}
-    if here is None or not all(place for _, place in places) or len(places) < peers.size:
+    everyone = [json.loads(x) for x in group.tell(json.dumps([host(), place, key]))]
+    places = {(x, y) for x, y, _ in everyone}
+    if here is None or not all(place for _, place in places) or len(places) < group.size:
         return None
     nccl, gpu = here
-    watch = Watch(lambda: peers.deadline, begin=bystander)
+    watchdog = Watchdog(lambda: group.deadline, begin=relaxed_capture)
     connected = False
-    watch.add(Flight(lambda: True, lambda: connected, tuple(range(peers.size))))
+    watchdog.add(InFlight(lambda: True, lambda: connected, tuple(range(group.size))))
     with gpu.active():
-        communicator = nccl.connect(bytes.fromhex(everywhere[0][2]), peers.rank, peers.size)
+        communicator = nccl.connect(bytes.fromhex(everyone[0][2]), group.rank, group.size)
         # of the highest priority: a transfer starts before a kernel queued behind it takes every multiprocessor
         stream = gpu.stream()
     connected = True
-    return NCCLChannel(nccl, communicator, gpu, stream, watch)
+    return NCCLChannel(nccl, communicator, gpu, stream, watchdog)
 
 
 @dataclass(slots=True, eq=False)
@@ -148,14 +148,14 @@ class NCCLChannel:
         communicator: between the ranks.
         gpu: this rank's.
         stream: where the transfers run.
-        watch: raises where the host may, and ends the process where it cannot.
+        watchdog: raises where the host may, and ends the process where it cannot.
     """
 
     nccl: NCCL
     communicator: int
     gpu: Gpu
     stream: int
-    watch: Watch
+    watchdog: Watchdog
     _captured: bool = False
 
     name = "nccl"
@@ -168,47 +168,33 @@ class NCCLChannel:
             captured = gpu.capturing(now)
             self._captured |= captured
             if not captured:
-                self.watch.admit()
-            ready = gpu.record(now)
-            queued = _Queued(gpu, like, (outgoing, incoming))
+                self.watchdog.admit()
+            ready, ends = gpu.record(now), list[Event]()
+            ranks = tuple(sorted({*outgoing, *incoming}))
+            message = InFlight(lambda: gpu.passed(ready), lambda: _arrived(gpu, ends), ranks, (outgoing, incoming))
             if not captured:
                 # before anything is queued: pairs that meet for the first time wait for each other in the call.
                 # Of a captured message the events say nothing of any replay, and asking them is an error
-                ranks = tuple(sorted({*outgoing, *incoming}))
-                self.watch.add(Flight(lambda: gpu.passed(ready), queued.arrived, ranks, queued))
+                self.watchdog.add(message)
             gpu.follow(self.stream, ready)
             self.nccl.exchange(self.communicator, self.stream, outgoing, incoming, gpu.address)
-            queued.done = gpu.record(self.stream)
-        return queued
+            ends.append(gpu.record(self.stream))
 
-    def give_up(self, word: Word, seconds: float) -> Mapping[int, Word]:
-        return {}
+        def join() -> None:
+            with gpu.active():
+                gpu.follow(gpu.current(like), ends[0])
+
+        return Queued(join, message)
 
     def close(self) -> None:
-        self.watch.close()
+        self.watchdog.close()
         if not self._captured:
             # NCCL would wait for the graphs to go that have messages of this communicator in them
             self.nccl.abort(self.communicator)
 
 
-@dataclass(slots=True, eq=False)
-class _Queued:
-    """A transfer that the current stream waits for."""
-
-    gpu: Gpu
-    like: Array
-    held: object
-    done: Any = None
-
-    def arrived(self) -> bool:
-        """Whether it has; a message that was broken off is never done."""
-        with suppress(DriverError):
-            return self.done is not None and self.gpu.passed(self.done)
-        return False
-
-    def wait(self) -> None:
-        gpu = self.gpu
-        with gpu.active():
-            gpu.follow(gpu.current(self.like), self.done)
-        # from here on the order of the stream keeps the arrays' memory from being used too early
-        self.held = self.like = None
+def _arrived(gpu: Gpu, ends: Sequence[Event]) -> bool:
+    """Whether a transfer has ended; one that failed never has."""
+    with suppress(DriverError):
+        return bool(ends) and gpu.passed(ends[0])
+    return False

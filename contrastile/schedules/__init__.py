@@ -2,9 +2,5 @@
 
 ``problem`` is a whole loss as data; ``local`` walks it in one process, ``ring`` and ``gather`` over the ranks of a
 communicator; ``schedule`` picks among them. A schedule knows no loss by name and no backend by name: it merges
-log-sum-exps and adds gradients. ``world`` is what the ranks agree on first, ``placement`` what they learn by it.
+log-sum-exps and adds gradients. ``handshake`` is what the ranks agree on first, ``placement`` what they learn by it.
 """
-
-from contrastile.schedules.placement import Choice, Shards, choose
-
-__all__ = ["Choice", "Shards", "choose"]

@@ -1,7 +1,7 @@
 """The gather (DisCo Alg. 1): every rank sees all columns, computes its own rows, and the columns' gradients are summed.
 
 Fewer and larger messages than the ring's, for shards that are computed faster than they travel; O(b d) memory per rank.
-One rank's rows give every column a part of its log-sum-exp: everybody is told all parts and merges them, so that one
+Each rank's rows give every column a part of its log-sum-exp. Every rank receives all parts and merges them, so that one
 pass over the tiles serves both directions.
 """
 
@@ -16,7 +16,14 @@ from contrastile.comm import buffers
 from contrastile.schedules import local
 from contrastile.schedules.placement import Placement
 from contrastile.schedules.problem import Problem
-from contrastile.schedules.shared import everywhere, mean, placed, scaled_weights, summed, together
+from contrastile.schedules.sums import (
+    finalize_loss,
+    mean,
+    placed,
+    scalar_gather_buffers,
+    scaled_weights,
+    summed,
+)
 
 
 def gathered(placement: Placement, arrays: ArrayLibrary, own: Array) -> Array:
@@ -58,13 +65,13 @@ def forward(problem: Problem, backend: Backend, options: Options, *, keep: bool 
     two_sided = problem.column_weight is not None
     block = _block(problem, arrays)
     backend.check(block, options)
-    found = local.survey(backend, keep)(block, two_sided, options)
+    found = local.lse_function(backend, keep)(block, two_sided, options)
     mine = local.row_statistics(arrays, [found])
     loss = arrays.weighted_nll(*mine, problem.row_weight, problem.row_target)
     # what the backward pass need not gather again
     columns = block.columns if placement.size > 1 else None
     if not two_sided:
-        return replace(together(problem, loss, *mine[:2], arrays=arrays), gathered=columns, kept=found.kept)
+        return replace(finalize_loss(problem, loss, *mine[:2], arrays=arrays), gathered=columns, kept=found.kept)
     total, lses, over = _over_columns(problem, arrays, loss, local.column_statistics(arrays, [found]))
     value = arrays.cast(total, arrays.dtype(problem.scale))
     return local.Forward(value, mine[0], mine[1], lses[0], lses[1], columns, over, found.kept)
@@ -75,8 +82,8 @@ def _over_columns(
 ) -> tuple[Array, Sequence[Array], tuple[Array, Array] | None]:
     """The loss of all ranks, N and P of this rank's columns, and what backward needs to know of all (``Forward.over``).
 
-    Every rank is sent what every rank's rows give every column, and merges it itself: few bytes beside the columns'
-    features, and a message less than if each column's owner merged its own and told the others.
+    Every rank receives what every rank's rows give every column, and merges it itself: few bytes beside the columns'
+    features, and one message fewer than if each column's owner merged its own and sent the result.
 
     Args:
         problem: this rank's part.
@@ -89,7 +96,7 @@ def _over_columns(
     weight, target = problem.column_weight, problem.column_target
     if n == 1:
         return loss + arrays.weighted_nll(*state, weight, target), state[:2], None
-    own, (losses,), incoming = everywhere(placement, arrays, [loss])
+    own, (losses,), incoming = scalar_gather_buffers(placement, arrays, [loss])
     # rows that begin where 16 bytes do: kernels are compiled anew for others, and read them slower
     total = sum(widths)
     lses, weights = (arrays.empty((2, -(-total // 4) * 4), arrays.dtype(x), x)[:, :total] for x in (state[0], weight))
@@ -155,7 +162,9 @@ def backward(
         inner = arrays.inner(problem.rows, row_sum) if wanted.scale else None
     sums, totals = _returned(placement, arrays, column_sum, wanted.columns, [inner] if wanted.scale else [])
     features = local.Wanted(wanted.rows, wanted.columns, scale=False)
-    rest = local.finish(problem.rows, problem.scale, local.Sums(row_sum, sums, None), None, features, arrays)
+    rest = local.gradients_from_sums(
+        problem.rows, problem.scale, local.Sums(row_sum, sums, None), None, features, arrays
+    )
     scale = mean(placement, arrays, totals[0], problem.scale) if wanted.scale else None
     return local.Gradients(rest.rows if row_gradient is None else row_gradient, rest.columns, scale, None)
 
@@ -185,7 +194,7 @@ def _returned(
     parts = buffers.split(whole, widths)
     others = [r for r in range(n) if r != me]
     arriving = dict(zip(others, buffers.like(parts[me], n - 1), strict=True))
-    own, totals, incoming = everywhere(placement, arrays, numbers)
+    own, totals, incoming = scalar_gather_buffers(placement, arrays, numbers)
     outgoing = {r: own if r == me else [parts[r], *own] for r in range(n)}
     for r in others:
         incoming[r].insert(0, arriving[r])

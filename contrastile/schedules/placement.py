@@ -60,7 +60,7 @@ class Choice:
 
 
 @lru_cache(maxsize=64)
-def choose(shards: Shards, width: int, itemsize: int) -> Choice:
+def choose_exchange(shards: Shards, width: int, itemsize: int) -> Choice:
     """What ``exchange="auto"`` stands for. It follows from the sizes alone, so that every rank comes to the same.
 
     Args:

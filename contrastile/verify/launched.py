@@ -8,6 +8,7 @@ the others with it.
 from __future__ import annotations
 
 import faulthandler
+import importlib.util
 import os
 import pickle
 from collections.abc import Callable, Iterator
@@ -15,8 +16,10 @@ from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Any, TypeVar
 
-from contrastile.comm.communicator import Communicator, ExchangeError, connect, deadline_or
-from contrastile.verify.worlds import WorldError
+from contrastile.comm.communicator import Communicator, ExchangeError
+from contrastile.comm.connect import connect
+from contrastile.comm.watchdog import deadline_or
+from contrastile.verify.worlds import LARGEST, Threads, World, WorldError
 
 T = TypeVar("T")
 
@@ -106,6 +109,28 @@ def _portable(error: Exception) -> Exception:
     except Exception:
         back = None
     return error if type(back) is type(error) else RuntimeError(f"{type(error).__name__}: {error}")
+
+
+@contextmanager
+def opened(name: str | None, device: str) -> Iterator[World | None]:
+    """The world that ``--world`` names; None for none.
+
+    Raises:
+        WorldError: there is none such, or its launcher or package is not there.
+    """
+    if name is None:
+        yield None
+        return
+    if name not in ("mpi", "torch"):
+        if not (name.isdecimal() and 1 <= int(name) <= LARGEST):
+            raise WorldError(f"--world must be 1..{LARGEST}, mpi or torch, got {name!r}")
+        yield Threads(int(name))
+        return
+    package = {"mpi": "mpi4py", "torch": "torch"}[name]
+    if importlib.util.find_spec(package) is None:
+        raise WorldError(f"--world {name} needs {package}; run: pip install 'contrastile[{name}]'")
+    with (mpi if name == "mpi" else torch)(device) as world:
+        yield world
 
 
 @contextmanager

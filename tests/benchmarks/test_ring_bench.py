@@ -21,7 +21,7 @@ from ring_run.sampled import Scene
 from contrastile import clip_loss, problems
 from contrastile.backends import load
 from contrastile.backends.contract import Accuracy
-from contrastile.comm.inprocess import InProcess, Town
+from contrastile.comm.inprocess import InProcess, InProcessGroup
 from contrastile.verify.arithmetic import Spread, arithmetic
 from contrastile.verify.bounds import bounds
 from contrastile.verify.truth import truth
@@ -186,7 +186,7 @@ def test_a_silent_ring_computes_what_ranks_with_equal_shards_do(pairs: tuple[tor
         return loss.detach(), *torch.autograd.grad(loss, (image, text, scale))
 
     # a gather has its own share of every sum over the ranks, the columns' positives among them
-    real, silent = (Town(2).run(partial(program, silent=quiet, exchange="ring")) for quiet in (False, True))
+    real, silent = (InProcessGroup(2).run(partial(program, silent=quiet, exchange="ring")) for quiet in (False, True))
     for expected, got in zip(real, silent, strict=True):
         assert all(map(torch.equal, expected, got))
 
@@ -198,7 +198,7 @@ def test_a_silent_communicator_sends_nothing(pairs: tuple[torch.Tensor, torch.Te
         def agree(self, record: Any) -> Any:
             return np.stack([record] * 3)
 
-        def refusal(self, arrays: Any, device: str) -> None:
+        def refusal(self, device: str) -> None:
             return None
 
     group = stand_ins.Silent(Deaf(), handshake=False)

@@ -86,8 +86,8 @@ def test_an_event_whose_work_failed_is_an_error(made: Callable[..., Made]) -> No
 
 def test_a_thread_stays_out_of_what_others_capture(made: Callable[..., Made]) -> None:
     library = made()
-    driver.bystander()
+    driver.relaxed_capture()
     assert library.calls == {"cuThreadExchangeStreamCaptureMode": 1}
     # without a driver nothing is captured either
     made(lacks="cuThreadExchangeStreamCaptureMode")
-    driver.bystander()
+    driver.relaxed_capture()

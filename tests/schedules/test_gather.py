@@ -8,7 +8,7 @@ from typing import Any
 
 import numpy as np
 import pytest
-from worlds_at_hand import WORLDS, cut, failing, placement, rows, town
+from in_process_worlds import WORLDS, cut, failing, group, placement, rows
 
 from contrastile.backends.contract import Array, Backend, Block, ColumnForm, Finished, Options, Statistics, Weights
 from contrastile.backends.registry import load
@@ -77,7 +77,7 @@ def outcome(
         saved = gather.forward(problem, backend, Options(), keep=keep)
         return counting.count, gather.backward(problem, saved, np.asarray(-0.7), wanted, backend, Options())
 
-    found: list[Any] = town(n).run(program)
+    found: list[Any] = group(n).run(program)
     return found
 
 

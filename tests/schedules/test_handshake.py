@@ -11,7 +11,7 @@ import torch
 
 import contrastile
 from contrastile.comm.communicator import ExchangeError, MismatchError
-from contrastile.comm.inprocess import InProcess, Town
+from contrastile.comm.inprocess import InProcess, InProcessGroup
 
 N, B, D = 3, 4, 5
 rng = np.random.default_rng(3)
@@ -48,7 +48,7 @@ def said(call: Callable[[int, Any], Any], n: int = N) -> list[str]:
             return f"{type(error).__name__}: {error}"
         return "nothing"
 
-    return Town[str](n).run(program)
+    return InProcessGroup[str](n).run(program)
 
 
 def everybody(call: Callable[[int, Any], Any]) -> str:
@@ -204,7 +204,7 @@ def test_the_group_is_as_good_as_before(call: Callable[[int, Any], Any], words: 
             call(comm.rank, comm)
         return [*losses, float(clip(comm.rank, comm))]
 
-    losses = Town[list[Any]](N).run(program)
+    losses = InProcessGroup[list[Any]](N).run(program)
     assert len({loss for each in losses for loss in each}) == 1
 
 

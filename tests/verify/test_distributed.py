@@ -20,6 +20,7 @@ from contrastile.verify import cases, sharded, strategies
 from contrastile.verify.arithmetic import Spread
 from contrastile.verify.bounds import ORACLE, bounds
 from contrastile.verify.distributed import DISTRIBUTED
+from contrastile.verify.launched import opened
 from contrastile.verify.properties import PROPERTIES
 from contrastile.verify.run import compare
 from contrastile.verify.runner import Run, Selection
@@ -27,7 +28,7 @@ from contrastile.verify.sharded import Shared
 from contrastile.verify.shards import FIELDS, Cut, shares
 from contrastile.verify.trial import SkipError, Subject
 from contrastile.verify.truth import truth
-from contrastile.verify.worlds import Threads, opened
+from contrastile.verify.worlds import Threads
 
 WORLDS = (1, 2, 3, 4, 5, 8)
 BITING = ("ragged", "hot", "blocks", "ids-drop", "labels", "zero-rows", "sigmoid-ids", "nan")

@@ -15,7 +15,8 @@ import torch
 from engines import say, started
 
 from contrastile.comm import buffers
-from contrastile.comm.communicator import ExchangeError, connect, number, numbered
+from contrastile.comm.communicator import ExchangeError, number, numbered
+from contrastile.comm.connect import connect
 
 WIDTH = 7
 DTYPES = ("float16", "bfloat16", "float32", "float64", "int64")

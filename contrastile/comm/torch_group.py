@@ -24,27 +24,27 @@ import torch.distributed as dist
 
 from contrastile.backends.arrays import library_of, working_for
 from contrastile.backends.contract import Array
-from contrastile.comm import buffers, nccl, watch, wires
-from contrastile.comm.communicator import (
-    Communicator,
-    Connecting,
-    ExchangeError,
-    Pending,
+from contrastile.comm import buffers, nccl, unix_sockets, watchdog
+from contrastile.comm.communicator import Communicator, ExchangeError, Parts, Pending
+from contrastile.comm.driver import relaxed_capture
+from contrastile.comm.point_to_point import Channel, ConnectLocks, PointToPoint, raise_first
+from contrastile.comm.watchdog import (
+    AbortNotice,
+    InFlight,
+    PeerTimeout,
+    Queued,
+    Watchdog,
     deadline_and_error,
     deadline_or,
-    refuse,
 )
-from contrastile.comm.driver import bystander
-from contrastile.comm.peers import Channel, Parts, Peers
-from contrastile.comm.watch import Flight, Silence, Watch, Word
 
 _BACKSTOP = 600.0
 # since torch 2.8
 _CLONES = hasattr(getattr(dist, "Store", None), "clone")
 
-_KNOWN: WeakKeyDictionary[Any, Peers] = WeakKeyDictionary()
+_KNOWN: WeakKeyDictionary[Any, PointToPoint] = WeakKeyDictionary()
 _CONNECTED: Counter[str] = Counter()
-_CONNECTING = Connecting()
+_CONNECTING = ConnectLocks()
 
 
 def of(group: Any, deadline: float | None = None) -> Communicator:
@@ -52,7 +52,7 @@ def of(group: Any, deadline: float | None = None) -> Communicator:
 
     Args:
         group: a ProcessGroup that this process is in, or "world" for the default group.
-        deadline: see ``communicator.connect``.
+        deadline: see ``connect``.
 
     Raises:
         TypeError: it is neither.
@@ -76,43 +76,44 @@ def of(group: Any, deadline: float | None = None) -> Communicator:
     return found
 
 
-def _connect(group: Any, given: float | None) -> Peers:
+def _connect(group: Any, given: float | None) -> PointToPoint:
     ranks, rank = dist.get_process_group_ranks(group), dist.get_rank(group)
     if len(ranks) == 1:
-        return Peers(rank, 1, deadline_or(given), None)
+        return PointToPoint(rank, 1, deadline_or(given), None)
     deadline, error = deadline_and_error(given)
     _CONNECTED[group.group_name] += 1
     name = f"contrastile/{group.group_name}/{_CONNECTED[group.group_name]}"
     store = _store(name, rank, deadline)
 
-    def tell(matter: str, text: str) -> list[str]:
-        return _told(store, matter, text, rank, ranks, deadline)
+    def tell(key: str, text: str) -> list[str]:
+        return _told(store, key, text, rank, ranks, deadline)
 
     # engines that connect would not say who has not come
-    refuse(tell("here", error))
-    patience = watch.patience(deadline)
+    raise_first(tell("here", error))
+    patience = watchdog.patience(deadline)
     engine: Any = dist.ProcessGroupGloo(_below(store, "gloo"), rank, len(ranks), timedelta(seconds=patience))
     has_nccl = "nccl" in str(dist.get_backend_config(group))
 
-    def on_device(peers: Peers, like: Array) -> Channel | None:
-        return _nccl_channel(peers, like, _below(store, "nccl"), ranks) if has_nccl else None
+    def on_device(communicator: PointToPoint, like: Array) -> Channel | None:
+        return _nccl_channel(communicator, like, _below(store, "nccl"), ranks) if has_nccl else None
 
     host = GlooChannel(engine, rank, len(ranks), store)
-    return Peers(rank, len(ranks), deadline, host, on_device, ranks, wires.connect(rank, len(ranks), tell, patience))
+    sockets = unix_sockets.connect(rank, len(ranks), tell, patience)
+    return PointToPoint(rank, len(ranks), deadline, host, on_device, ranks, sockets)
 
 
-def _told(store: Any, matter: str, text: str, rank: int, ranks: Sequence[int], deadline: float) -> list[str]:
-    """Everybody's text about a matter, by rank.
+def _told(store: Any, key: str, text: str, rank: int, ranks: Sequence[int], deadline: float) -> list[str]:
+    """Everybody's text under a key, by rank.
 
     Raises:
         ExchangeError: some rank has left none within the deadline.
     """
-    keys = [f"{matter}/{r}" for r in range(len(ranks))]
+    keys = [f"{key}/{r}" for r in range(len(ranks))]
     store.set(keys[rank], text)
     with suppress(RuntimeError):
-        store.wait(keys, timedelta(seconds=watch.patience(deadline)))
-        return [store.get(key).decode() for key in keys]
-    absent = ", ".join(str(ranks[r]) for r, key in enumerate(keys) if not store.check([key]))
+        store.wait(keys, timedelta(seconds=watchdog.patience(deadline)))
+        return [store.get(each).decode() for each in keys]
+    absent = ", ".join(str(ranks[r]) for r, each in enumerate(keys) if not store.check([each]))
     raise _absent(absent, deadline)
 
 
@@ -139,7 +140,7 @@ def _store(name: str, rank: int, deadline: float) -> Any:
     # what the default group's names begin with is not to be had: rank 0 makes up another beginning
     if rank == 0:
         store.set(name, secrets.token_hex(16))
-    if not watch.until(lambda: store.check([name]), watch.patience(deadline)):
+    if not watchdog.until(lambda: store.check([name]), watchdog.patience(deadline)):
         raise _absent("0 of the group", deadline)
     own = c10d.TCPStore(tcp.host, tcp.port, is_master=False, wait_for_workers=False)
     return _below(own, store.get(name).decode())
@@ -158,7 +159,7 @@ class GlooChannel:
         engine: gloo, over these ranks.
         rank: this rank's number.
         size: how many.
-        store: where ranks that give up leave word.
+        store: where ranks that give up leave a notice.
     """
 
     engine: Any
@@ -183,16 +184,16 @@ class GlooChannel:
         self._under_way[id(posted)] = posted
         return posted
 
-    def give_up(self, word: Word, seconds: float) -> Mapping[int, Word]:
-        heard: dict[int, Word] = {}
+    def abort(self, notice: AbortNotice, seconds: float) -> Mapping[int, AbortNotice]:
+        heard: dict[int, AbortNotice] = {}
         end = time.monotonic() + seconds
 
         def ask() -> None:
-            self.store.set(f"gone/{self.rank}", word.encode())
+            self.store.set(f"gone/{self.rank}", notice.encode())
             while len(heard) < self.size - 1 and time.monotonic() < end:
                 for other in range(self.size):
                     if other != self.rank and other not in heard and self.store.check([f"gone/{other}"]):
-                        heard[other] = Word.decode(self.store.get(f"gone/{other}").decode())
+                        heard[other] = AbortNotice.decode(self.store.get(f"gone/{other}").decode())
                 time.sleep(0.01)
 
         def attempt() -> None:
@@ -228,7 +229,7 @@ class _Posted:
 
 
 class _reaching:  # noqa: N801 - read as a statement
-    """While open, what torch.distributed raises is this rank's silence."""
+    """While open, what torch.distributed raises is a PeerTimeout of this rank."""
 
     def __init__(self, rank: int) -> None:
         self.rank = rank
@@ -242,23 +243,23 @@ class _reaching:  # noqa: N801 - read as a statement
             # gloo puts its place before what it says, and the other's address behind it
             text = said.rpartition(".cc:")[2].partition("] ")[2].partition(" [")[0] or said
             how = "did not answer" if "imed out" in text else f"cannot be reached ({text})"
-            raise Silence([self.rank], how) from error
+            raise PeerTimeout([self.rank], how) from error
 
 
-def _nccl_channel(peers: Peers, like: Array, store: Any, ranks: Sequence[int]) -> Channel:
+def _nccl_channel(group: PointToPoint, like: Array, store: Any, ranks: Sequence[int]) -> Channel:
     """NCCL between the same ranks; every rank of the group calls this at the same message."""
-    found = nccl.channel(peers, like)
+    found = nccl.channel(group, like)
     if found is not None:
         return found
     # a torch that has NCCL within itself
     # a transfer starts before the blocks of a kernel that is queued behind it take every multiprocessor
     options: Any = dist.ProcessGroupNCCL.Options(is_high_priority_stream=True)
     # NCCL's own watchdog counts from the posting, compute that is queued before included: here it is the last resort
-    options._timeout = timedelta(seconds=max(_BACKSTOP, 10 * peers.deadline))
+    options._timeout = timedelta(seconds=max(_BACKSTOP, 10 * group.deadline))
     options.global_ranks_in_group = list(ranks)
-    engine: Any = dist.ProcessGroupNCCL(store, peers.rank, peers.size, options)
-    channel = ThroughTorch(engine, Watch(lambda: peers.deadline, begin=bystander))
-    channel.open(_device(like), peers.size)
+    engine: Any = dist.ProcessGroupNCCL(store, group.rank, group.size, options)
+    channel = ThroughTorch(engine, Watchdog(lambda: group.deadline, begin=relaxed_capture))
+    channel.open(_device(like), group.size)
     return channel
 
 
@@ -268,11 +269,11 @@ class ThroughTorch:
 
     Attributes:
         engine: NCCL, over these ranks.
-        watch: raises where the host may, and ends the process where it cannot.
+        watchdog: raises where the host may, and ends the process where it cannot.
     """
 
     engine: Any
-    watch: Watch
+    watchdog: Watchdog
     _captured: bool = False
 
     name = "torch nccl"
@@ -280,7 +281,7 @@ class ThroughTorch:
     def open(self, device: Any, size: int) -> None:
         """Connect all ranks; a first message between some of them would wait for the others."""
         connected = False
-        self.watch.add(Flight(lambda: True, lambda: connected, tuple(range(size))))
+        self.watchdog.add(InFlight(lambda: True, lambda: connected, tuple(range(size))))
         with torch.cuda.device(device):
             self.engine.allreduce([torch.zeros(1, device=device)]).wait()
         connected = True
@@ -292,7 +293,7 @@ class ThroughTorch:
             captured = torch.cuda.is_current_stream_capturing()
             self._captured |= captured
             if not captured:
-                self.watch.admit()
+                self.watchdog.admit()
             ready: Any = torch.cuda.Event()  # type: ignore[no-untyped-call]
             ready.record(torch.cuda.current_stream(device))
             work = self._start(outgoing, incoming, device)
@@ -304,11 +305,16 @@ class ThroughTorch:
             return False
 
         ranks = tuple(sorted({*outgoing, *incoming}))
-        flight = Flight(ready.query, done, ranks, (outgoing, incoming))
+        message = InFlight(ready.query, done, ranks, (outgoing, incoming))
         if not captured:
             # a captured message's events say nothing of any replay, and asking them is an error
-            self.watch.add(flight)
-        return _Queued(work, like, flight)
+            self.watchdog.add(message)
+
+        def join() -> None:
+            with working_for(library_of(like), _torch_arrays(), like), torch.cuda.device(device):
+                work.wait()
+
+        return Queued(join, message)
 
     def _start(self, outgoing: Parts, incoming: Parts, device: Any) -> Any:
         if all(len(xs) == 1 for parts in (outgoing, incoming) for xs in parts.values()):
@@ -326,11 +332,8 @@ class ThroughTorch:
                     post([_tensor(x)], rank, 0)
         return self.engine._end_coalescing()
 
-    def give_up(self, word: Word, seconds: float) -> Mapping[int, Word]:
-        return {}
-
     def close(self) -> None:
-        self.watch.close()
+        self.watchdog.close()
         if self._captured:
             # NCCL would wait for the graphs to go that have messages of this communicator in them
             return
@@ -338,21 +341,6 @@ class ThroughTorch:
         # named with an underscore until torch 2.7
         abort = getattr(engine, "abort", None) or engine._abort
         abort()
-
-
-@dataclass(slots=True, eq=False)
-class _Queued:
-    """Work on NCCL's stream, which the current stream waits for."""
-
-    work: Any
-    like: Array
-    flight: Flight
-
-    def wait(self) -> None:
-        with working_for(library_of(self.like), _torch_arrays(), self.like), torch.cuda.device(_device(self.like)):
-            self.work.wait()
-        # from here on the order of the stream keeps the arrays' memory from being used too early
-        self.flight.held = None
 
 
 def _torch_arrays() -> Any:
