@@ -121,7 +121,7 @@ class Communicator(ABC):
         """Why it cannot carry arrays on this kind of device, or None."""
         if device in self.devices:
             return None
-        return f"{self.name} carries no arrays on {device}; move them to {' or '.join(self.devices)}"
+        return f"the group carries no arrays on {device}; move them to {' or '.join(self.devices)}"
 
     def agree(self, record: npt.NDArray[np.int64], label: Label | None = None) -> npt.NDArray[np.int64]:
         """Everybody's record, (size, k) from (k,) each; it runs on the host and waits.

@@ -76,7 +76,7 @@ def test_an_mpi_communicator_that_is_none_is_refused() -> None:
 def test_arrays_elsewhere_are_refused_with_the_reason(group: Any) -> None:
     comm = connect(group)
     assert comm.refusal("cpu") is comm.refusal("cuda") is None
-    assert comm.refusal("mps") == "alone carries no arrays on mps; move them to cpu or cuda"
+    assert comm.refusal("mps") == "the group carries no arrays on mps; move them to cpu or cuda"
 
 
 def test_a_closed_communicator_refuses(group: Any) -> None:
