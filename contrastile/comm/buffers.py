@@ -1,6 +1,6 @@
-"""Arrays as the bytes that travel: views where the host holds them, copies beside the device where it does not.
+"""Arrays as bytes: views for arrays on the host, pinned copies for arrays on a device.
 
-And arrays in parts, one for each rank: cut, received and added up.
+And arrays in parts, one per rank: split, received and added up.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ def raw(x: Array) -> Bytes:
         x: a NumPy array or a torch tensor on the CPU, of any dtype, contiguous.
 
     Raises:
-        ValueError: it has gaps, so that there is no such view.
+        ValueError: it is not contiguous, so that there is no such view.
     """
     found: Bytes
     if library_of(x).name == "torch":
@@ -105,7 +105,7 @@ def split(x: Array, sizes: Sequence[int]) -> list[Array]:
 
 
 def like(x: Array, count: int) -> list[Array]:
-    """So many unwritten arrays of x's shape and dtype, where x is."""
+    """Uninitialised arrays of x's shape, dtype and device."""
     arrays = library_of(x)
     return [arrays.empty(tuple(x.shape), arrays.dtype(x), x) for _ in range(count)]
 
@@ -113,7 +113,7 @@ def like(x: Array, count: int) -> list[Array]:
 def copy(x: Array, into: Array) -> None:
     """``into`` = x, of the same library."""
     if hasattr(into, "copy_"):
-        # torch's own call takes the host a third of the time
+        # torch's own call costs the host a third of the time
         into.copy_(x)
     else:
         into[...] = x

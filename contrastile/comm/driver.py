@@ -35,7 +35,7 @@ def _library() -> Any:
 
 
 class Event:
-    """A point in a stream; its handle is used again once nobody asks for it any more."""
+    """A point in a stream; its handle is reused once nothing refers to it."""
 
     __slots__ = ("_gpu", "address")
 
@@ -43,7 +43,7 @@ class Event:
         self.address, self._gpu = address, gpu
 
     def __del__(self) -> None:
-        # in whatever thread; what waits for the event knows the point that it was recorded at
+        # in any thread: a stream that waits for the event keeps the point that it was recorded at
         self._gpu.spare.append(self.address)
 
 
@@ -108,7 +108,7 @@ class Gpu:
             raise DriverError(f"the CUDA driver has no {name}") from error
 
     def place(self) -> str:
-        """Where it is in its host."""
+        """Its PCI bus address."""
         found, device = ctypes.create_string_buffer(32), c_int()
         self._call("cuDeviceGet", byref(device), self.number)
         self._call("cuDeviceGetPCIBusId", found, c_int(len(found)), device)
@@ -129,7 +129,7 @@ class Gpu:
         """The stream on which x's library works now."""
         if hasattr(x, "data_ptr"):
             torch = sys.modules["torch"]
-            # the number alone, where this torch gives it: a stream object takes the host several times as long
+            # the number alone, where torch has that call: a stream object costs the host several times as much
             raw = getattr(torch._C, "_cuda_getCurrentRawStream", None)
             return int(torch.cuda.current_stream(x.device).cuda_stream if raw is None else raw(self.number))
         return int(sys.modules["cupy"].cuda.get_current_stream(self.number).ptr)
@@ -142,7 +142,7 @@ class Gpu:
 
     def address(self, x: Array) -> int:
         """Where an array's elements begin."""
-        # asked of every array of every message: the shortest way
+        # called for every array of every message: no checks
         return int(x.data_ptr() if hasattr(x, "data_ptr") else x.data.ptr)
 
     def record(self, stream: int) -> Event:

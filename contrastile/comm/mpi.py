@@ -1,7 +1,7 @@
-"""The exchange over MPI, by mpi4py: arrays on the host without copies; on a device by NCCL, or through the host.
+"""Communicators over MPI, by mpi4py: arrays on the host without copies; on a device by NCCL, or through the host.
 
 ``mpirun -n 4 python -m mpi4py program.py``: with ``-m mpi4py`` a rank that raises ends all ranks at once. Without it
-it waits in MPI_Finalize until the others have waited for it in vain.
+it waits in MPI_Finalize until the others' deadline is over.
 """
 
 from __future__ import annotations
@@ -14,11 +14,10 @@ from typing import Any, cast
 
 from mpi4py import MPI
 
-from contrastile.backends.contract import Array
-from contrastile.comm import buffers, watchdog
+from contrastile.comm import buffers, nccl, watchdog
 from contrastile.comm.calls import Conflict
 from contrastile.comm.communicator import Communicator, ExchangeError, MismatchError, Parts
-from contrastile.comm.point_to_point import NUMBERS, Channel, ConnectLocks, PointToPoint, raise_first
+from contrastile.comm.point_to_point import NUMBERS, ConnectLocks, PointToPoint, raise_first
 from contrastile.comm.watchdog import AbortNotice, PeerTimeout, deadline_and_error, deadline_or
 
 _ABORT_TAG = NUMBERS + 1
@@ -34,7 +33,7 @@ def of(comm: Any, deadline: float | None = None) -> Communicator:
         deadline: see ``connect``.
 
     Raises:
-        TypeError: it is no intracommunicator.
+        TypeError: it is not an intracommunicator.
         ExchangeError: a rank did not call within the deadline.
     """
     if not isinstance(comm, MPI.Intracomm) or comm == MPI.COMM_NULL:
@@ -55,7 +54,7 @@ def _connect(comm: Any, given: float | None) -> PointToPoint:
     if size == 1:
         return PointToPoint(rank, size, deadline_or(given), None)
     deadline, error = deadline_and_error(given)
-    # a communicator of its own: no message of the program's can meet one of these
+    # a duplicate: no message of the program can match one of these
     own, request = comm.Idup()
     if not watchdog.until(request.Test, watchdog.patience(deadline)):
         raise ExchangeError(
@@ -63,7 +62,7 @@ def _connect(comm: Any, given: float | None) -> PointToPoint:
         )
     own.Set_errhandler(MPI.ERRORS_RETURN)
     global_ranks = own.Get_group().Translate_ranks(list(range(size)), MPI.COMM_WORLD.Get_group())
-    found = PointToPoint(rank, size, deadline, MPIChannel(own), on_device, global_ranks)
+    found = PointToPoint(rank, size, deadline, MPIChannel(own), nccl.channel, global_ranks)
     try:
         raise_first(found.tell(error))
     except MismatchError:
@@ -73,22 +72,15 @@ def _connect(comm: Any, given: float | None) -> PointToPoint:
     return found
 
 
-def on_device(communicator: PointToPoint, like: Array) -> Channel | None:
-    """NCCL where every rank has it and a GPU of its own, else None: through the host."""
-    from contrastile.comm import nccl
-
-    return nccl.channel(communicator, like)
-
-
 _KEYS: list[int] = []
 _CONNECTING = ConnectLocks()
 
 
 def _key() -> int:
-    """The attribute that keeps the communicator with the one it was made of."""
+    """The MPI attribute under which the communicator is kept."""
     with _CONNECTING.lock(None):
         if not _KEYS:
-            # freeing a communicator is collective, and so is freeing the one that goes with it
+            # freeing a communicator is collective, and it frees the duplicate with it
             _KEYS.append(MPI.Comm.Create_keyval(delete_fn=lambda comm, key, communicator: communicator.close()))
         return _KEYS[0]
 
@@ -125,7 +117,7 @@ class MPIChannel:
         text = notice.encode().encode()[:_LONGEST_NOTICE]
         for other in range(size):
             if other != rank:
-                # a message as small as this goes without its receiver's help; it is never waited for
+                # so small a message leaves without its receiver's help; nobody waits for it
                 self._notices.append((self.comm.Isend([text, MPI.BYTE], other, _ABORT_TAG), text))
         heard: dict[int, AbortNotice] = {}
         status, buffer = MPI.Status(), bytearray(_LONGEST_NOTICE)

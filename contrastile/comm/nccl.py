@@ -1,7 +1,7 @@
-"""The exchange by NCCL's own calls, through ctypes: arrays on GPUs, whichever library has them.
+"""NCCL's own calls through ctypes, for arrays on GPUs of any library.
 
-torch.distributed's and CuPy's ways to NCCL cost the host several times what the calls themselves do. The library is the
-one that torch or CuPy has loaded; it is brought up over messages of the host. Transfers run on a stream of their own:
+Through torch.distributed or CuPy the host spends several times what the calls themselves cost. The library is the one
+that torch or CuPy has loaded; the ranks connect it by messages of the host. Transfers run on a stream of their own:
 it waits for what the current stream has queued when a message is posted, and the current stream waits for it when the
 message is waited for.
 """
@@ -79,7 +79,7 @@ class NCCL:
         self, communicator: int, stream: int, outgoing: Parts, incoming: Parts, at: Callable[[Array], int]
     ) -> None:
         """Queue all of a message on a stream; ``at`` gives an array's address."""
-        # what goes to several ranks is looked at once
+        # the address of an array that goes to several ranks is asked for once
         every = {id(x): x for parts in (outgoing, incoming) for xs in parts.values() for x in xs}
         spans = {key: (at(x), nbytes(x)) for key, x in every.items()}
         self._check("ncclGroupStart", self._nccl.ncclGroupStart())
@@ -103,7 +103,7 @@ def _library() -> Any:
         return ctypes.CDLL(_NAME)
     if find_spec("cupy") is not None:
         with suppress(ImportError):
-            # it knows where to look
+            # CuPy knows where its library is
             import cupy.cuda.nccl  # noqa: F401
     return ctypes.CDLL(_NAME)
 
@@ -189,7 +189,7 @@ class NCCLChannel:
     def close(self) -> None:
         self.watchdog.close()
         if not self._captured:
-            # NCCL would wait for the graphs to go that have messages of this communicator in them
+            # NCCL would wait until the graphs with this communicator's messages are deleted
             self.nccl.abort(self.communicator)
 
 

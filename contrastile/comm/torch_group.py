@@ -1,4 +1,4 @@
-"""The exchange over torch.distributed: NCCL for arrays on GPUs, gloo for arrays on the host, any process group.
+"""Communicators over torch.distributed: NCCL for arrays on GPUs, gloo for arrays on the host, any process group.
 
 Each group gets engines of its own: gloo for what the host must know, so that agreeing never waits for work that is
 queued on a GPU; and, where the group itself uses NCCL, NCCL from the first message of arrays on a GPU. That costs one
@@ -88,7 +88,7 @@ def _connect(group: Any, given: float | None) -> PointToPoint:
     def tell(key: str, text: str) -> list[str]:
         return _told(store, key, text, rank, ranks, deadline)
 
-    # engines that connect would not say who has not come
+    # an engine that connects does not name the rank that is missing
     raise_first(tell("here", error))
     patience = watchdog.patience(deadline)
     engine: Any = dist.ProcessGroupGloo(_below(store, "gloo"), rank, len(ranks), timedelta(seconds=patience))
@@ -106,7 +106,7 @@ def _told(store: Any, key: str, text: str, rank: int, ranks: Sequence[int], dead
     """Everybody's text under a key, by rank.
 
     Raises:
-        ExchangeError: some rank has left none within the deadline.
+        ExchangeError: some rank stored none within the deadline.
     """
     keys = [f"{key}/{r}" for r in range(len(ranks))]
     store.set(keys[rank], text)
@@ -137,7 +137,7 @@ def _store(name: str, rank: int, deadline: float) -> Any:
         tcp = tcp.underlying_store
     if not isinstance(tcp, c10d.TCPStore):
         return _below(store, name)
-    # what the default group's names begin with is not to be had: rank 0 makes up another beginning
+    # the default group's prefix is not accessible: rank 0 makes up another
     if rank == 0:
         store.set(name, secrets.token_hex(16))
     if not watchdog.until(lambda: store.check([name]), watchdog.patience(deadline)):
@@ -158,7 +158,7 @@ class GlooChannel:
     Attributes:
         engine: gloo, over these ranks.
         rank: this rank's number.
-        size: how many.
+        size: the number of ranks.
         store: where ranks that give up leave a notice.
     """
 
@@ -175,7 +175,7 @@ class GlooChannel:
         for post, parts in ((self.engine.recv, incoming), (self.engine.send, outgoing)):
             for rank, xs in parts.items():
                 for piece in (piece for x in xs for piece in buffers.pieces(x)):
-                    # torch has no tensors that may not be written to, and warns of one
+                    # torch has no read-only tensors, and warns
                     tensor = torch.from_numpy(piece if piece.flags.writeable else piece.copy())
                     with _reaching(rank):
                         works.append((rank, post([tensor], rank, number)))
@@ -197,11 +197,11 @@ class GlooChannel:
                 time.sleep(0.01)
 
         def attempt() -> None:
-            # no store, no answers: the rank that was waited for is named all the same
+            # without the store there are no answers; the rank that was waited for is named all the same
             with suppress(RuntimeError):
                 ask()
 
-        # the store's server may be gone with its rank, and asking it then lasts longer than there is time
+        # the store's server may be gone with its rank: a request would then outlast the deadline
         thread = threading.Thread(target=attempt, daemon=True)
         thread.start()
         thread.join(seconds)
@@ -240,7 +240,7 @@ class _reaching:  # noqa: N801 - read as a statement
     def __exit__(self, kind: object, error: BaseException | None, trace: object) -> None:
         if isinstance(error, RuntimeError):
             said = str(error).partition("\n")[0]
-            # gloo puts its place before what it says, and the other's address behind it
+            # gloo puts a source location before its message, and the peer's address after it
             text = said.rpartition(".cc:")[2].partition("] ")[2].partition(" [")[0] or said
             how = "did not answer" if "imed out" in text else f"cannot be reached ({text})"
             raise PeerTimeout([self.rank], how) from error
@@ -251,10 +251,10 @@ def _nccl_channel(group: PointToPoint, like: Array, store: Any, ranks: Sequence[
     found = nccl.channel(group, like)
     if found is not None:
         return found
-    # a torch that has NCCL within itself
-    # a transfer starts before the blocks of a kernel that is queued behind it take every multiprocessor
+    # no NCCL library to load: torch may contain its own.
+    # High priority: a transfer starts before the blocks of a kernel queued behind it take every multiprocessor
     options: Any = dist.ProcessGroupNCCL.Options(is_high_priority_stream=True)
-    # NCCL's own watchdog counts from the posting, compute that is queued before included: here it is the last resort
+    # NCCL's own watchdog counts from the post, queued compute included: here it is the last resort
     options._timeout = timedelta(seconds=max(_BACKSTOP, 10 * group.deadline))
     options.global_ranks_in_group = list(ranks)
     engine: Any = dist.ProcessGroupNCCL(store, group.rank, group.size, options)
@@ -299,7 +299,7 @@ class ThroughTorch:
             work = self._start(outgoing, incoming, device)
 
         def done() -> bool:
-            # a message that was broken off is never done
+            # an aborted message is never done
             with suppress(RuntimeError):
                 return bool(work.is_completed())
             return False
@@ -318,7 +318,7 @@ class ThroughTorch:
 
     def _start(self, outgoing: Parts, incoming: Parts, device: Any) -> Any:
         if all(len(xs) == 1 for parts in (outgoing, incoming) for xs in parts.values()):
-            # the same sends and receives; but torch keeps a record, with a traceback, of each call of an engine
+            # the same sends and receives in one call: torch records a traceback for each call of an engine
             nothing = torch.empty(0, dtype=torch.uint8, device=device)
             arriving, leaving = (
                 [_tensor(*parts[rank]) if rank in parts else nothing for rank in range(self.engine.size())]
@@ -335,7 +335,7 @@ class ThroughTorch:
     def close(self) -> None:
         self.watchdog.close()
         if self._captured:
-            # NCCL would wait for the graphs to go that have messages of this communicator in them
+            # NCCL would wait until the graphs with this communicator's messages are deleted
             return
         engine, self.engine = self.engine, None
         # named with an underscore until torch 2.7

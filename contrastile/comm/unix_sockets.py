@@ -27,14 +27,14 @@ _BACKLOG = 128
 _LONGEST_POLL = 10**9
 """Milliseconds; ``poll`` takes no more than 2^31."""
 _SPIN = 1e-3
-"""Seconds in which a rank asks again and again: as a rule all are there by then, and a sleeper wakes slowly."""
+"""Seconds in which a rank polls: usually all are there by then, and a sleeping thread wakes slowly."""
 
 
 _yield: Callable[[], None] = getattr(os, "sched_yield", lambda: time.sleep(0))
 
 
 def host() -> str:
-    """This host, also where several have one name."""
+    """A name of this host, unique where several share a host name."""
     boot = Path("/proc/sys/kernel/random/boot_id")
     return f"{socket.gethostname()} {boot.read_text(encoding='ascii').strip() if boot.exists() else ''}"
 

@@ -1,4 +1,4 @@
-"""Waiting with an end: how long, for whom, and what is done about a device that waits where the host cannot see it."""
+"""Bounded waiting: for how long, for whom, and what happens when a device waits where the host cannot see it."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ DEADLINE = 60.0
 """Seconds that a rank waits for another before it raises ``ExchangeError``."""
 
 LONGEST = 1e6
-"""Seconds of the longest deadline, a longer one is cut to it: engines count milliseconds in 32 bits."""
+"""The longest deadline in seconds, to which longer ones are cut: engines count milliseconds in 32 bits."""
 
 _SPIN = 300e-6
 _PAUSES = (20e-6, 500e-6)
@@ -32,11 +32,11 @@ class PeerTimeout(Exception):  # noqa: N818 - it becomes an ExchangeError once i
 
 @dataclass(frozen=True, slots=True)
 class AbortNotice:
-    """What a rank that gives up says to the others.
+    """What a rank that gives up tells the others.
 
     Attributes:
         ranks: whom it waited for.
-        place: at which phase of which call.
+        place: the phase and the call that it was at.
     """
 
     ranks: tuple[int, ...]
@@ -83,17 +83,17 @@ def patience(deadline: float) -> float:
 
 
 def grace(deadline: float) -> float:
-    """Seconds in which the others may say whom they wait for."""
+    """Seconds in which this rank collects the others' notices."""
     return min(1.0, 0.1 * deadline)
 
 
 def _last(deadline: float) -> float:
-    """Seconds after which the process ends: the host would have raised by then, and leaving takes its time too."""
+    """Seconds after which the process ends: by then the host would have raised, and exiting takes time too."""
     return patience(deadline) + grace(deadline)
 
 
 def until(ready: Callable[[], bool], seconds: float) -> bool:
-    """Whether it becomes so in time. It is asked often at first, then every half millisecond: no core is kept busy."""
+    """Whether ``ready`` becomes true in time. It polls often at first, then every 0.5 ms, to spare the core."""
     start, pause = time.monotonic(), _PAUSES[0]
     while not ready():
         waited = time.monotonic() - start
@@ -109,14 +109,14 @@ def until(ready: Callable[[], bool], seconds: float) -> bool:
 
 
 def missing(lost: Sequence[int], waiting: Mapping[int, Sequence[int]]) -> tuple[int, ...]:
-    """The ranks to blame: follow who waits for whom to those who say nothing.
+    """The ranks to blame: follow who waits for whom to those that sent no notice.
 
     Args:
         lost: whom this rank waits for.
         waiting: of each rank that has given up too, whom it waited for.
 
     Returns:
-        Ranks in order; none when everybody waits for somebody, that is, when the ranks make different calls.
+        Ranks in order; none when every rank waits for another, that is, when the ranks make different calls.
     """
     seen: set[int] = set()
     ahead = list(lost)
@@ -180,7 +180,7 @@ class InFlight:
 
 @dataclass(slots=True)
 class Watchdog:
-    """Watches the messages under way on a device, where a wait makes a stream wait and not the host.
+    """Watches the messages under way on a device, where a stream waits instead of the host.
 
     The host never runs further ahead than ``depth`` messages, and raises when the oldest has waited too long. Where
     the host itself sits in the device's runtime it cannot raise, and a message that is broken off would let it go on
@@ -209,7 +209,7 @@ class Watchdog:
         Raises:
             PeerTimeout: the oldest message has waited for other ranks too long.
         """
-        # asking what has arrived costs the host time: only where it matters
+        # polling costs the host time: only where it matters
         if len(self._in_flight) >= self.depth or time.monotonic() >= self._look:
             self.settle(self.depth)
 
@@ -231,7 +231,7 @@ class Watchdog:
             raise PeerTimeout(late[0].ranks, "did not answer")
 
     def add(self, message: InFlight) -> None:
-        """Watchdog a message until it is done."""
+        """Watch a message until it is done."""
         with self._lock:
             self._in_flight.append(message)
             if self._thread is None:
@@ -239,13 +239,13 @@ class Watchdog:
                 self._thread.start()
 
     def close(self) -> None:
-        """Watchdog no longer."""
+        """Stop watching."""
         self._told = True
         with self._lock:
             self._in_flight.clear()
 
     def _sweep(self) -> None:
-        # as a rule they arrive in their order, and asking costs the host time
+        # they usually arrive in order, and polling costs the host time
         arrived = next((i for i, x in enumerate(self._in_flight) if not x.done()), len(self._in_flight))
         del self._in_flight[:arrived]
 

@@ -97,7 +97,7 @@ def _over_columns(
     if n == 1:
         return loss + arrays.weighted_nll(*state, weight, target), state[:2], None
     own, (losses,), incoming = scalar_gather_buffers(placement, arrays, [loss])
-    # rows that begin where 16 bytes do: kernels are compiled anew for others, and read them slower
+    # rows aligned to 16 bytes: kernels are compiled again for others, and read them more slowly
     total = sum(widths)
     lses, weights = (arrays.empty((2, -(-total // 4) * 4), arrays.dtype(x), x)[:, :total] for x in (state[0], weight))
     parts = [buffers.split(x, widths) for x in (weights[0], weights[1])]
@@ -143,14 +143,14 @@ def backward(
     # the weights carry the factor unless the backend multiplies by it
     weighted = problem if at_once else scaled_weights(problem, upstream)
     rows = saved.row_negative_lse, saved.row_positive_lse, weighted.row_weight, weighted.row_target
-    # of one direction the log-sum-exps that were saved may be none, or empty
+    # a loss of one direction may have saved no log-sum-exps, or empty ones
     columns: Sequence[Array | None] = ()
     if weighted.column_weight is not None:
         columns = *lses, weighted.column_weight, weighted.column_target
     weights = Weights(*rows, *columns)
     row_sum = row_gradient = None
     if at_once and backend.finished is not None:
-        # this rank's rows meet every column here: only the columns' sums have other ranks' parts to come
+        # this rank's rows are complete here; the columns' sums still lack the other ranks' parts
         form: ColumnForm | None = "sums" if any(wanted.columns) else None
         factor = upstream * placement.factor
         found = backend.finished(block, replace(weights, kept=saved.kept), factor, form, options)
@@ -172,7 +172,7 @@ def backward(
 def _added_up(arrived: Mapping[int, Array], me: int, own: Array) -> Array:
     """The sum of what arrived and of this rank's own, in the order of the ranks, in memory of what arrived."""
     parts = {**arrived, me: own}
-    # what stands first or second is not needed any more once it has been added
+    # the first or second part is not needed once it has been added
     into = arrived[1 if me == 0 else 0]
     buffers.add_up([parts[r] for r in sorted(parts)], into)
     return into
@@ -206,7 +206,7 @@ def _returned(
 def _by_block(
     placement: Placement, arrays: ArrayLibrary, own: Array, wants: tuple[bool, ...]
 ) -> tuple[Array | None, ...]:
-    """What is wanted of this rank's columns, block by block."""
+    """The wanted gradient sums of this rank's columns, block by block."""
     places = placement.shards.blocks(placement.rank)
     parts = [own[where] if want else None for where, want in zip(places, wants, strict=True)]
     # gradients of several blocks must not share memory: an operator's results may not

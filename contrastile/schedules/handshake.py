@@ -78,7 +78,7 @@ class Handshake:
                     f"group must be given with exchange={exchange!r}, got None; pass group='world', or drop exchange="
                 )
             return ALONE
-        # an unknown setting is for every rank to hear of: ``build`` raises
+        # every rank must hear of an unknown setting: ``build`` raises
         agreed = {"exchange": exchange, "parameter_reduction": reduction} | settings
         return Handshake(connect(group), cast("Exchange", exchange), cast("Reduction", reduction), agreed)
 
@@ -113,7 +113,7 @@ class Handshake:
             raise ValueError(refusal)
         if len(columns) > _BLOCKS:
             raise ValueError(f"at most {_BLOCKS} blocks of columns can be exchanged, got {len(columns)}; join some")
-        # a gradient that only some ranks want would leave the others waiting for its messages
+        # if only some ranks wanted a gradient, the others would wait for its messages
         wants = tuple(bool(getattr(x, "requires_grad", False)) for x in (rows, *columns, *scalars))
         agreed = {"width": int(rows.shape[1]), "dtype": dtype, "device": device, "column blocks": len(columns)}
         agreed |= settings | self.settings | {"gradients wanted": wants if gradients_are_on(arrays) else ()}
@@ -159,7 +159,7 @@ class Handshake:
             raise
 
     def confirm(self, reason: str | None) -> None:
-        """Raise on every rank if any has a reason to; for what only a look at the values shows.
+        """Raise on every rank if any has a reason to; for checks that need the values.
 
         Raises:
             MismatchError: some rank has.
@@ -226,7 +226,7 @@ class Handshake:
 
 @lru_cache(maxsize=64)
 def _digest(agreed: tuple[tuple[str, Any], ...]) -> int:
-    """A number that stands for what the ranks must have in common."""
+    """A hash of what the ranks must have in common."""
     digest = hashlib.sha256(json.dumps(dict(agreed), sort_keys=True).encode()).digest()
     return int.from_bytes(digest[:8], "little", signed=True)
 
@@ -271,7 +271,7 @@ ALONE = Handshake()
 
 
 def gradients_are_on(arrays: ArrayLibrary) -> bool:
-    """Whether a graph is being recorded: never, but for torch outside ``no_grad``."""
+    """Whether autograd records: only torch, outside of ``no_grad``."""
     return arrays.name == "torch" and bool(sys.modules["torch"].is_grad_enabled())
 
 

@@ -164,7 +164,7 @@ def backward(
     for (where, block), want in zip(weighted.blocks(), wanted.columns, strict=True):
         column_sums.append(accumulator(backend, block.columns, want))
         backend.gradients(block, _weights(weighted, saved, where), row_sum, column_sums[-1], options)
-    # the upstream gradient is in the weights already, and a softmax does not feel a bias
+    # the upstream gradient is in the weights already, and a softmax does not depend on a bias
     return gradients_from_sums(
         problem.rows, problem.scale, Sums(row_sum, tuple(column_sums), None), None, wanted, backend.arrays
     )
@@ -186,7 +186,7 @@ def accumulator(backend: Backend, features: Array, want: bool) -> Array | None:
 
 
 def weighted_total(arrays: ArrayLibrary, weight: Array, x: Array) -> Array:
-    """``sum_i weight_i x_i`` in float64, 0-d; a weight of 0 silences whatever x is."""
+    """``sum_i weight_i x_i`` in float64, 0-d; a weight of 0 gives 0 for any x, NaN included."""
     weight = arrays.cast(weight, "float64")
     return arrays.total(arrays.where(weight == 0, 0.0, weight * arrays.cast(x, "float64")))
 

@@ -32,10 +32,10 @@ class Launched:
         name: what ``--world`` calls it.
         launch: the words that start ``contrastile`` like this.
         rank: this process's number.
-        size: how many there are.
+        size: the number of processes.
         everybody: everybody's object, by rank, from this process's own.
         duplicate: a fresh group of all processes.
-        free: gives one back before another test; None where they are dear, and kept for the next.
+        free: frees one before another test; None where groups are expensive, and kept for the next test.
     """
 
     name: str
@@ -59,7 +59,7 @@ class Launched:
     def begin(self) -> None:
         """See ``World``."""
         if self._group is not None and self.free is not None:
-            # what stands for it goes with it
+            # its communicator is freed with it
             self.free(self._group)
             self._group = self._communicator = None
 
@@ -81,7 +81,7 @@ class Launched:
             found = self.everybody(mine)
         errors = [error for _, error in found if error is not None]
         if errors:
-            # what has gone wrong may have left messages behind
+            # a failed program may have left messages behind
             self._group = self._communicator = None
             raise min(errors, key=lambda error: isinstance(error, ExchangeError))
         return [value for value, _ in found]
@@ -94,7 +94,7 @@ class Launched:
 
     @contextmanager
     def _watched(self) -> Iterator[None]:
-        """A process that gets stuck says where, and ends."""
+        """A process that hangs prints its stacks, and ends."""
         faulthandler.dump_traceback_later(self._watchdog, exit=True)
         try:
             yield
@@ -103,7 +103,7 @@ class Launched:
 
 
 def _portable(error: Exception) -> Exception:
-    """The error, or one that says the same and can be sent."""
+    """The error, or one with the same message that can be pickled."""
     try:
         back = pickle.loads(pickle.dumps(error))
     except Exception:
@@ -116,7 +116,7 @@ def opened(name: str | None, device: str) -> Iterator[World | None]:
     """The world that ``--world`` names; None for none.
 
     Raises:
-        WorldError: there is none such, or its launcher or package is not there.
+        WorldError: there is no such world, or its launcher or package is missing.
     """
     if name is None:
         yield None

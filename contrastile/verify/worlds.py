@@ -28,7 +28,7 @@ class World(Protocol):
 
     @property
     def size(self) -> int:
-        """How many there are."""
+        """The number of ranks."""
         ...
 
     @property
@@ -73,7 +73,7 @@ class Threads:
     """All ranks in this process.
 
     Attributes:
-        size: how many.
+        size: the number of ranks.
     """
 
     size: int

@@ -50,7 +50,7 @@ def connected(size: int) -> list[UnixSockets]:
     return found  # type: ignore[return-value]
 
 
-def hung_up(connections: list[UnixSockets]) -> None:
+def close_all(connections: list[UnixSockets]) -> None:
     for each in connections:
         each.close()
 
@@ -74,7 +74,7 @@ def test_every_rank_has_everybodys_frames_in_their_order(size: int) -> None:
         return same
 
     assert on_every_rank(size, program) == [True] * size
-    hung_up(there)
+    close_all(there)
 
 
 def exchanged(each: UnixSockets, seconds: float = 20.0) -> str:
@@ -92,7 +92,7 @@ def test_a_rank_that_says_nothing_is_named_in_time() -> None:
     said = on_every_rank(2, lambda i: exchanged(there[(0, 2)[i]], 1.0))
     assert said == ["[1] did not answer"] * 2
     assert 1.0 <= time.monotonic() - start < 2.5
-    hung_up(there)
+    close_all(there)
 
 
 def test_a_rank_that_is_gone_is_named_at_once() -> None:
@@ -102,7 +102,7 @@ def test_a_rank_that_is_gone_is_named_at_once() -> None:
     said = on_every_rank(2, lambda i: exchanged(there[(0, 2)[i]]))
     assert all(text.startswith("[1] cannot be reached (") for text in said)
     assert time.monotonic() - start < 5
-    hung_up(there)
+    close_all(there)
 
 
 def test_a_rank_that_leaves_while_others_wait_for_it_is_named_at_once() -> None:
@@ -115,7 +115,7 @@ def test_a_rank_that_leaves_while_others_wait_for_it_is_named_at_once() -> None:
     assert all(text.startswith("[1] cannot be reached (") for text in said)
     assert 0.2 <= time.monotonic() - start < 5
     leaves.join()
-    hung_up(there)
+    close_all(there)
 
 
 @pytest.mark.parametrize("deadline", [1e6, 1e300])
@@ -126,7 +126,7 @@ def test_a_huge_deadline_waits_like_any_other(deadline: float) -> None:
     late.start()
     assert exchanged(there[0], deadline) == "nothing"
     late.join()
-    hung_up(there)
+    close_all(there)
 
 
 def stranger(place: str, said: bytes) -> socket.socket:
@@ -173,7 +173,7 @@ def test_a_connection_that_is_no_rank_neither_joins_nor_holds_up(said: bytes, ha
     assert found == [[frame(r, 0) for r in range(size)]] * size
     for each in strangers:
         each.close()
-    hung_up(there)  # type: ignore[arg-type]
+    close_all(there)  # type: ignore[arg-type]
 
 
 def test_ranks_that_cannot_call_in_time_have_no_sockets(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -225,4 +225,4 @@ def test_nothing_is_left_in_the_folder_for_temporary_files(tmp_path: Path, monke
     there = connected(3)
     assert not list(tmp_path.iterdir())
     assert exchanged(there[0], 0.05) == "[1, 2] did not answer"
-    hung_up(there)
+    close_all(there)
