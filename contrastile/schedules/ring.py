@@ -35,13 +35,17 @@ def visits(
         owner = (placement.rank - step) % n
         pending, following = None, held
         if step + 1 < n:
-            coming = sizes((owner - 1) % n)
-            following = [arrays.empty((k, *x.shape[1:]), arrays.dtype(x), x) for k, x in zip(coming, own, strict=True)]
+            following = _buffers(arrays, own, sizes((owner - 1) % n))
             pending = placement.communicator.shift(held, following)
         yield owner, held
         if pending is not None:
             pending.wait()
         held = following
+
+
+def _buffers(arrays: ArrayLibrary, like: Sequence[Array], sizes: Sequence[int]) -> list[Array]:
+    """Unwritten arrays of these leading sizes, and otherwise like those given."""
+    return [arrays.empty((k, *x.shape[1:]), arrays.dtype(x), x) for k, x in zip(sizes, like, strict=True)]
 
 
 class RingAccumulator:
@@ -64,10 +68,7 @@ class RingAccumulator:
         if n == 1 or not whole:
             self._arriving = whole
             return
-        coming = sizes((owner - 1) % n)
-        self._arriving = [
-            self.arrays.empty((k, *x.shape[1:]), self.arrays.dtype(x), x) for k, x in zip(coming, here, strict=True)
-        ]
+        self._arriving = _buffers(self.arrays, here, sizes((owner - 1) % n))
         # kept: the message owns it until the wait
         self._sent = whole
         self._pending = self.placement.communicator.shift(whole, self._arriving)

@@ -1,6 +1,6 @@
 """Losses over an engine against the same ranks in one process, bit for bit, and what ranks raise that do not agree.
 
-Started by test_mpi and test_torchgroup; mismatches are printed for the test to compare over the ranks.
+Started by test_engines; mismatches are printed for the test to compare over the ranks.
 """
 
 from __future__ import annotations

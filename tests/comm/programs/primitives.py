@@ -1,4 +1,4 @@
-"""Every primitive of a communicator against what it must give, bit for bit; started by test_mpi and test_torchgroup."""
+"""Every primitive of a communicator against what it must give, bit for bit; started by test_engines."""
 
 from __future__ import annotations
 
