@@ -15,8 +15,8 @@ from contrastile.backends.contract import Backend, Options
 from contrastile.backends.eager import outside_of_graphs
 from contrastile.backends.registry import checked, choose, load, require
 from contrastile.schedules import local, schedule
+from contrastile.schedules.handshake import Handshake
 from contrastile.schedules.problem import Problem, convert
-from contrastile.schedules.world import World, world
 
 Array = Any
 T = TypeVar("T")
@@ -33,7 +33,7 @@ class Call:
     exchange: str
     parameter_reduction: str
 
-    def start(self, build: Callable[[World], T]) -> tuple[str, Options, T]:
+    def start(self, build: Callable[[Handshake], T]) -> tuple[str, Options, T]:
         """The backend's name, the options, and what ``build`` makes in the world of this call's group.
 
         Raises:
@@ -43,11 +43,11 @@ class Call:
         if isinstance(self.group, str):
             require(f"group={self.group!r}", "torch")
 
-        def everything(here: World) -> tuple[str, Options, T]:
+        def everything(here: Handshake) -> tuple[str, Options, T]:
             return *self.checked(), build(here)
 
         settings = {"backend": str(self.backend), "tile": str(self.tile), "precision": str(self.precision)}
-        return world(self.group, self.exchange, self.parameter_reduction, **settings).build(everything)
+        return Handshake.of(self.group, self.exchange, self.parameter_reduction, **settings).build(everything)
 
     def checked(self) -> tuple[str, Options]:
         """The backend's name and the options.
@@ -58,7 +58,7 @@ class Call:
         return checked(self.backend), validation.options(self.tile, self.precision)
 
 
-def evaluate(build: Callable[[World], problems.Loss], call: Call) -> Array:
+def evaluate(build: Callable[[Handshake], problems.Loss], call: Call) -> Array:
     """The loss's value, 0-d; for torch tensors differentiable.
 
     Args:
@@ -73,7 +73,7 @@ def evaluate(build: Callable[[World], problems.Loss], call: Call) -> Array:
     return chosen(build, call)
 
 
-def _evaluate(build: Callable[[World], problems.Loss], call: Call) -> Array:
+def _evaluate(build: Callable[[Handshake], problems.Loss], call: Call) -> Array:
     backend, options, loss = call.start(build)
     arrays = library_of(loss.problem.rows)
     name = _named(backend, arrays, loss.problem)
@@ -126,7 +126,7 @@ def value_and_grad(
         call.checked()
     name, own = loss.__name__, inspect.signature(build)
 
-    def bound(world: World, args: Any, kwargs: Any) -> problems.Loss:
+    def bound(world: Handshake, args: Any, kwargs: Any) -> problems.Loss:
         try:
             given = own.bind(*args, **kwargs, world=world)
         except TypeError as error:

@@ -8,7 +8,7 @@ from typing import Any, SupportsIndex, TypedDict, Unpack
 from contrastile import problems
 from contrastile.backends.registry import require
 from contrastile.evaluation import Call, evaluate
-from contrastile.schedules.world import World
+from contrastile.schedules.handshake import Handshake
 
 try:
     import torch
@@ -61,16 +61,16 @@ class _Loss(torch.nn.Module):
         self.group = "world" if group is None and world_size > 1 else group
         self.exchange, self.parameter_reduction = exchange, parameter_reduction
 
-    def _evaluate(self, build: Callable[[World], problems.Loss]) -> Any:
+    def _evaluate(self, build: Callable[[Handshake], problems.Loss]) -> Any:
         """The loss of a problem, in the world of this module's group."""
 
-        def placed(world: World) -> problems.Loss:
+        def placed(world: Handshake) -> problems.Loss:
             self._confirm(world)
             return build(world)
 
         return evaluate(placed, Call(**self._settings))
 
-    def _confirm(self, world: World) -> None:
+    def _confirm(self, world: Handshake) -> None:
         """Raise, on every rank, if the rank and world size that were given are not the group's."""
         own = world.communicator
         # a rank of 0 is what open_clip has where none was given

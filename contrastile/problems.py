@@ -1,7 +1,7 @@
 """Each loss as a problem: its weights, targets and pairs over the general form. No loss has code of its own below.
 
-With a group, rows and columns are this rank's part of the global batch, ``World.meet`` says where it lies, and weights
-are those of the global loss.
+With a group, rows and columns are this rank's part of the global batch, ``Handshake.meet`` says where it lies, and
+weights are those of the global loss.
 """
 
 from __future__ import annotations
@@ -15,9 +15,9 @@ from contrastile import validation
 from contrastile.backends import eager
 from contrastile.backends.arrays import ArrayLibrary
 from contrastile.backends.contract import state_dtype
+from contrastile.schedules.handshake import ALONE, Handshake
 from contrastile.schedules.local import Gradients
 from contrastile.schedules.problem import Problem
-from contrastile.schedules.world import ALONE, World
 
 Array = Any
 
@@ -30,7 +30,7 @@ class Loss:
     pull_back: Callable[[Gradients], tuple[Array, ...]]
 
 
-def clip(image: Array, text: Array, scale: Any, *, ids: Array | None = None, world: World = ALONE) -> Loss:
+def clip(image: Array, text: Array, scale: Any, *, ids: Array | None = None, world: Handshake = ALONE) -> Loss:
     """Both directions, halved: u = v = 1 / (2b); the positive of row i is column i."""
     arrays, (rows, columns) = validation.features(world.alone, image=image, text=text)
     validation.paired("image", image, "text", text, "use info_nce for keys without a query")
@@ -64,7 +64,7 @@ def info_nce(
     positives: Array | None = None,
     row_ids: Array | None = None,
     column_ids: Array | None = None,
-    world: World = ALONE,
+    world: Handshake = ALONE,
 ) -> Loss:
     """One direction: u = 1 / m, no column weights; the key and each block of negatives share one log-sum-exp."""
     more: tuple[Array, ...]
@@ -120,7 +120,7 @@ def info_nce(
     return Loss(problem, lambda g: (*_like(arrays, (query, key), (g.rows, g.columns[0])), g.scale))
 
 
-def nt_xent(view_a: Array, view_b: Array, scale: Any, *, world: World = ALONE) -> Loss:
+def nt_xent(view_a: Array, view_b: Array, scale: Any, *, world: Handshake = ALONE) -> Loss:
     """The 2b views against themselves, each excluded from its own columns: u = 1 / (2b)."""
     arrays, both = validation.features(world.alone, view_a=view_a, view_b=view_b)
     validation.paired("view_a", view_a, "view_b", view_b, "give two views of every sample")
@@ -148,7 +148,7 @@ def nt_xent(view_a: Array, view_b: Array, scale: Any, *, world: World = ALONE) -
     return Loss(problem, pull_back)
 
 
-def sup_con(features: Array, labels: Array, scale: Any, *, world: World = ALONE) -> Loss:
+def sup_con(features: Array, labels: Array, scale: Any, *, world: Handshake = ALONE) -> Loss:
     """Samples against themselves, self excluded, t = 1 / |P(i)|; u = 1 / (samples that have a positive)."""
     arrays, (rows,) = validation.features(world.alone, features=features)
     m, state = rows.shape[0], state_dtype(arrays.dtype(rows))
@@ -175,7 +175,7 @@ def sup_con(features: Array, labels: Array, scale: Any, *, world: World = ALONE)
 
 
 def sigmoid(
-    image: Array, text: Array, scale: Any, bias: Any = 0.0, *, ids: Array | None = None, world: World = ALONE
+    image: Array, text: Array, scale: Any, bias: Any = 0.0, *, ids: Array | None = None, world: Handshake = ALONE
 ) -> Loss:
     """The additive loss over all pairs, divided by b: u = 1 / b; the positive of row i is column i."""
     arrays, (rows, columns) = validation.features(world.alone, image=image, text=text)

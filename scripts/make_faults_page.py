@@ -2,9 +2,8 @@
 
 ``python scripts/make_faults_page.py`` writes the page from docs/results; with ``--measure`` it runs every fault under
 every launcher first, on the CPU of this machine, and with ``--measure-gpus`` in the middle of a ring between its GPUs,
-with copy engines and without, and writes what it found there. With ``--measure-mistakes`` one rank makes another call
-than the others, on the CPU, and with ``--measure-mistakes-gpus`` on this machine's GPUs, over NCCL; a wrong number that
-no error tells of ends the script.
+and writes what it found there. With ``--measure-mistakes`` one rank makes another call than the others, on the CPU, and
+with ``--measure-mistakes-gpus`` on this machine's GPUs, over NCCL; a wrong number without an error ends the script.
 """
 
 import json
@@ -76,27 +75,27 @@ def measure() -> dict[str, Any]:
 
 
 def measure_gpus() -> dict[str, Any]:
-    """Every fault in the middle of a ring, by NCCL and by copy engines, under every launcher; some at a time."""
+    """Every fault in the middle of a ring over NCCL, under every launcher; some at a time."""
     import torch
 
     program = str(ROOT / "tests" / "gpu" / "programs" / "exchange.py")
-    what = [(copies, fault, launcher) for copies in (0, 1) for fault in FAULTS for launcher in LAUNCHERS]
+    what = [(fault, launcher) for fault in FAULTS for launcher in LAUNCHERS]
 
-    def start(copies: int, fault: str, launcher: str) -> Any:
-        ended = _launch(launcher, program, fault, CONTRASTILE_COPY_ENGINES=str(copies))
-        print(copies, fault, launcher, ended, flush=True)
+    def start(fault: str, launcher: str) -> Any:
+        ended = _launch(launcher, program, fault)
+        print(fault, launcher, ended, flush=True)
         return ended
 
     with ThreadPoolExecutor(AT_A_TIME) as pool:
         ends = list(pool.map(lambda each: start(*each), what))
     rows = []
-    for (_, fault, launcher), ended in zip(what, ends, strict=True):
+    for (fault, launcher), ended in zip(what, ends, strict=True):
         raised = [line for rank in range(RANKS) for line in ended.said(rank) if "ExchangeError" in line]
         gave_up = re.findall(r"^contrastile: rank\(s\) (.*) did not answer on the device", ended.output, re.MULTILINE)
         named = sum(str(GPU_FAULTY) in ranks.split(", ") for ranks in gave_up)
         row = {"fault": fault, "where": "inside", "launcher": launcher, **_ending(ended, GPU_FAULTY)}
         row |= {
-            "carried by": next(iter(re.findall(r"large messages by (.*)$", ended.output, re.MULTILINE)), "").strip(),
+            "carried by": next(iter(re.findall(r"messages by (.*)$", ended.output, re.MULTILINE)), "").strip(),
             "raised": len(raised),
             "ended": len(gave_up),
             "named": named + sum(f"ExchangeError: rank {GPU_FAULTY} " in line for line in raised),
@@ -179,31 +178,19 @@ def _ending(ended: Any, faulty: int) -> dict[str, Any]:
     return {"seconds": round(ended.finished - failed, 2), "code": ended.code, "orphans": ended.orphans}
 
 
-_HEAD = "started by", "last rank exited", "exit code", "left"
-
-
 def measured(data: dict[str, Any]) -> str:
-    """What is said of the faults on a CPU."""
+    """What is said of the faults on a CPU: both places in one row."""
     facts = data["environment"]
     about = (
-        f"{facts['ranks']} ranks on a CPU, deadline {facts['deadline']} s, rank {facts['faulty']} fails; "
-        f"torch {facts['torch']} (gloo), mpi4py {facts['mpi4py']}, MPICH {facts['mpich']}, Python {facts['python']}."
+        f"{facts['ranks']} ranks on a CPU, deadline {facts['deadline']} s, rank {facts['faulty']} fails "
+        f"{' and '.join(PLACES.values())}; torch {facts['torch']} (gloo), mpi4py {facts['mpi4py']}, "
+        f"MPICH {facts['mpich']}, Python {facts['python']}."
     )
-    head = (
-        f"rank {facts['faulty']} ...",
-        "when",
-        "started by",
-        "last rank exited",
-        "exit code",
-        "left",
-        "`ExchangeError`",
-    )
+    head = f"rank {facts['faulty']} ...", "started by", *_HEAD, "`ExchangeError`"
     lines = []
-    for row in data["rows"]:
-        told = f"{row['raised']} of {facts['ranks'] - 1}"
-        if row["raised"]:
-            told += f", {row['named']} name the rank"
-        lines.append([FAULTS[row["fault"]], PLACES[row["where"]], LAUNCHERS[row["launcher"]], *_ended(row), told])
+    for rows in _groups(data["rows"], "fault", "launcher"):
+        told = _told(_sum(rows, "raised"), _sum(rows, "named"), len(rows) * (facts["ranks"] - 1))
+        lines.append([FAULTS[rows[0]["fault"]], LAUNCHERS[rows[0]["launcher"]], *_ended(rows), told])
     return f"{about}\n\n{_table(head, lines)}"
 
 
@@ -215,49 +202,64 @@ def measured_gpus(data: dict[str, Any]) -> str:
         f"in the middle of a ring of messages of 4 MiB; NCCL {facts['nccl']}, torch {facts['torch']}, "
         f"mpi4py {facts['mpi4py']}, {facts['mpirun']}; {facts['at a time']} launches at a time."
     )
-    head = f"rank {facts['faulty']} ...", "messages by", *_HEAD, "ended themselves"
+    head = f"rank {facts['faulty']} ...", "started by", *_HEAD, "ended themselves"
     lines = []
-    for row in data["rows"]:
-        by_themselves = row["raised"] + row["ended"]
-        told = f"{by_themselves} of {facts['ranks'] - 1}"
-        if by_themselves:
-            told += f", {row['named']} name the rank"
-        lines.append([FAULTS[row["fault"]], row["carried by"], LAUNCHERS[row["launcher"]], *_ended(row), told])
+    for rows in _groups(data["rows"], "fault", "launcher"):
+        told = _told(_sum(rows, "raised") + _sum(rows, "ended"), _sum(rows, "named"), len(rows) * (facts["ranks"] - 1))
+        lines.append([FAULTS[rows[0]["fault"]], LAUNCHERS[rows[0]["launcher"]], *_ended(rows), told])
     return f"{about}\n\n{_table(head, lines)}"
 
 
 def mistakes(data: dict[str, Any]) -> str:
-    """What is said of mistakes, on a CPU or on GPUs."""
+    """What is said of mistakes, on a CPU or on GPUs: both exchanges and all numbers of ranks in one row."""
     facts = data["environment"]
     sizes = " and ".join(str(n) for n in sorted({row["ranks"] for row in data["rows"]}))
     where = f"{facts['device']}, NCCL {facts['nccl']}" if "device" in facts else "a CPU"
     about = (
-        f"{sizes} ranks on {where}, deadline {facts['deadline']} s, rank {facts['mistaken']} makes the mistake; "
-        f"torch {facts['torch']}, mpi4py {facts['mpi4py']}; {facts['at a time']} launches at a time."
+        f"{sizes} ranks on {where}, ring and gather, deadline {facts['deadline']} s, rank {facts['mistaken']} makes "
+        f"the mistake; torch {facts['torch']}, mpi4py {facts['mpi4py']}; {facts['at a time']} launches at a time."
     )
-    head = (
-        f"rank {facts['mistaken']} ...",
-        "exchange",
-        "messages by",
-        "ranks",
-        "last error",
-        *_HEAD[1:],
-        "right numbers",
-        "outcome",
-    )
+    head = f"rank {facts['mistaken']} ...", "messages by", "last error", *_HEAD, "right numbers", "outcome"
     lines = []
-    for row in data["rows"]:
-        said = [f"`ExchangeError` on {row['raised']} of {row['ranks']}"] if row["raised"] else []
-        said += [f"{row['gave up']} ended themselves"] if row["gave up"] else []
-        said += [f"right to the end on {row['all right']}"] if row["all right"] else []
-        names = MISTAKES[row["mistake"]], row["exchange"], CARRIERS[row["by"]], str(row["ranks"])
-        heard = "" if row["heard"] is None else f"{row['heard']:.2f} s"
-        lines.append([*names, heard, *_ended(row), str(row["right"]), ", ".join(said) or "ended by the launcher"])
+    for rows in _groups(data["rows"], "mistake", "by"):
+        ranks = _sum(rows, "ranks")
+        said = [f"{kind} {_sum(rows, name)} of {ranks}" for name, kind in OUTCOMES.items() if _sum(rows, name)]
+        late = [row["heard"] for row in rows if row["heard"] is not None]
+        heard = f"{max(late):.2f} s" if late else ""
+        names = MISTAKES[rows[0]["mistake"]], CARRIERS[rows[0]["by"]]
+        outcome = ", ".join(said) or "ended by the launcher"
+        lines.append([*names, heard, *_ended(rows), str(_sum(rows, "right")), outcome])
     return f"{about}\n\n{_table(head, lines)}"
 
 
-def _ended(row: dict[str, Any]) -> list[str]:
-    return [f"{row['seconds']:.2f} s", str(row["code"]), str(row["orphans"])]
+_HEAD = "last rank exited", "exit code", "left"
+OUTCOMES = {
+    "raised": "`ExchangeError` on",
+    "gave up": "the process ended itself on",
+    "all right": "right to the end on",
+}
+
+
+def _groups(rows: list[dict[str, Any]], *names: str) -> list[list[dict[str, Any]]]:
+    """Rows that have these in common, in the order of the first of each."""
+    found: dict[tuple[Any, ...], list[dict[str, Any]]] = {}
+    for row in rows:
+        found.setdefault(tuple(row[name] for name in names), []).append(row)
+    return list(found.values())
+
+
+def _sum(rows: list[dict[str, Any]], name: str) -> int:
+    return sum(row[name] for row in rows)
+
+
+def _told(number: int, named: int, ranks: int) -> str:
+    return f"{number} of {ranks}" + (f", {named} name the rank" if number else "")
+
+
+def _ended(rows: list[dict[str, Any]]) -> list[str]:
+    """The longest time, the exit codes, and the processes that were left."""
+    codes = ", ".join(map(str, sorted({row["code"] for row in rows})))
+    return [f"{max(row['seconds'] for row in rows):.2f} s", codes, str(_sum(rows, "orphans"))]
 
 
 def _table(head: tuple[str, ...], lines: list[list[str]]) -> str:

@@ -21,7 +21,7 @@ from typing import Any
 import torch
 
 import contrastile
-from contrastile.comm.inprocess import InProcess, Town
+from contrastile.comm.inprocess import InProcess, InProcessGroup
 
 DTYPES = {name: getattr(torch, name) for name in ("float16", "bfloat16", "float32", "float64")}
 SIZES = ((5, 3), (33, 16), (96, 40), (64, 64))
@@ -128,7 +128,7 @@ def ranks(problem: Inputs, rows: tuple[int, ...], backend: str, exchange: str) -
         settings = {"backend": backend, "exchange": exchange, "group": communicator}
         return outcome(shard(problem, rows, communicator.rank), settings, autograd=True)
 
-    group: Town[list[torch.Tensor]] = Town(len(rows))
+    group: InProcessGroup[list[torch.Tensor]] = InProcessGroup(len(rows))
     return digest([x for found in group.run(program) for x in found])
 
 

@@ -14,7 +14,7 @@ from torch import Tensor
 import contrastile
 from contrastile import autograd, evaluation
 from contrastile.backends import load
-from contrastile.comm.inprocess import InProcess, Town
+from contrastile.comm.inprocess import InProcess, InProcessGroup
 
 Step = tuple[Tensor, list[Tensor]]
 
@@ -173,7 +173,9 @@ def test_ranks_agree_on_the_dtype_that_autocast_gives_them(loss: Any, exchange: 
         value = names[loss](*own, 20.0, group=comm, exchange=exchange)
         return value.detach(), gradients(value, own[0])[0]
 
-    for rank, (found, expected) in enumerate(zip(Town[Any](2).run(program), Town[Any](2).run(narrow), strict=True)):
+    for rank, (found, expected) in enumerate(
+        zip(InProcessGroup[Any](2).run(program), InProcessGroup[Any](2).run(narrow), strict=True)
+    ):
         assert torch.equal(found[0], expected[0])
         assert found[1].dtype == dtypes[rank]
         assert torch.equal(found[1], expected[1].to(dtypes[rank]))

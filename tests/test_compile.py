@@ -17,7 +17,7 @@ from test_autograd import LOSSES, Loss, clip, features, gradients, number
 from torch import Tensor
 
 import contrastile
-from contrastile.comm.inprocess import InProcess, Town
+from contrastile.comm.inprocess import InProcess, InProcessGroup
 
 DTYPES = [torch.float64, torch.float32]
 FUNCTIONS = [(loss, dtype, dynamic) for dynamic in (False, True) for dtype in DTYPES for loss in LOSSES]
@@ -148,5 +148,5 @@ def test_value_and_grad_and_a_group_stay_outside_of_graphs() -> None:
 
         return torch.compile(loss, backend=graphs)(*inputs)
 
-    assert torch.equal(Town[Tensor](1).run(rank)[0], 2 * value)
+    assert torch.equal(InProcessGroup[Tensor](1).run(rank)[0], 2 * value)
     assert graphs.operators() == []

@@ -15,7 +15,7 @@ import contrastile
 from contrastile import problems
 from contrastile.backends import load
 from contrastile.comm.communicator import ExchangeError, MismatchError
-from contrastile.comm.inprocess import InProcess, Town
+from contrastile.comm.inprocess import InProcess, InProcessGroup
 from contrastile.verify.arithmetic import Spread
 from contrastile.verify.bounds import ORACLE, bounds
 from contrastile.verify.truth import truth
@@ -124,7 +124,7 @@ def test_a_place_that_is_not_the_group_s_is_refused_on_every_rank(wrong_rank: in
             module(image, text, S)
         return str(refused.value)
 
-    (said,) = set(Town[str](3).run(program))
+    (said,) = set(InProcessGroup[str](3).run(program))
     assert re.match(r"rank \d: rank and world_size must be those of the group, where this is rank \d of 3, got ", said)
 
 
@@ -209,7 +209,7 @@ def test_ranks_that_share_a_batch_have_the_gradients_of_the_whole(
         loss.backward()
         return [loss.item(), *(x.grad.numpy() for x in inputs)]
 
-    found = Town[list[Any]](3).run(program)
+    found = InProcessGroup[list[Any]](3).run(program)
     outcome, n = exact.outcome, len(parts)
     for part, (loss, image, text, *numbers) in zip(parts, found, strict=True):
         assert abs(loss - outcome.loss) <= allowed.loss

@@ -13,7 +13,7 @@ from torch.autograd import forward_ad
 
 import contrastile
 from contrastile import autograd
-from contrastile.comm.inprocess import InProcess, Town
+from contrastile.comm.inprocess import InProcess, InProcessGroup
 
 
 def first_argument(loss: Loss) -> Callable[[Tensor], Tensor]:
@@ -88,7 +88,7 @@ def test_func_grad_over_ranks_has_the_bits_of_backward(exchange: str) -> None:
         for a, b in zip(found, torch.autograd.grad(loss(*leaves), leaves), strict=True):
             assert torch.equal(a, b)
 
-    Town[None](3).run(program)
+    InProcessGroup[None](3).run(program)
 
 
 def dual(f: Callable[[Tensor], Tensor], x: Tensor) -> Any:

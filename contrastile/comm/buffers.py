@@ -1,6 +1,6 @@
-"""Arrays as the bytes that travel: views where the host holds them, copies beside the device where it does not.
+"""Arrays as bytes: views for arrays on the host, pinned copies for arrays on a device.
 
-And arrays in parts, one for each rank: cut, received and added up.
+And arrays in parts, one per rank: split, received and added up.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ def raw(x: Array) -> Bytes:
         x: a NumPy array or a torch tensor on the CPU, of any dtype, contiguous.
 
     Raises:
-        ValueError: it has gaps, so that there is no such view.
+        ValueError: it is not contiguous, so that there is no such view.
     """
     found: Bytes
     if library_of(x).name == "torch":
@@ -54,7 +54,7 @@ def nbytes(x: Array) -> int:
     return int(x.nbytes)
 
 
-def leave(xs: list[Array]) -> list[Any]:
+def to_host(xs: list[Array]) -> list[Any]:
     """Copies of arrays on one device in pinned host memory, complete when this returns."""
     if not xs:
         return []
@@ -73,11 +73,11 @@ def leave(xs: list[Array]) -> list[Any]:
     return copies
 
 
-def land(x: Array) -> tuple[Any, Callable[[], None]]:
-    """Pinned host memory for what is to arrive for an array on a device, and how it gets there once it has."""
+def from_host(x: Array) -> tuple[Any, Callable[[], None]]:
+    """Pinned host memory for what an array on a device receives, and what copies it to the device once it is there."""
     host = _pinned(x)
 
-    def arrive() -> None:
+    def copy_back() -> None:
         if library_of(x).name == "torch":
             x.detach().copy_(host, non_blocking=True)
         else:
@@ -85,7 +85,7 @@ def land(x: Array) -> tuple[Any, Callable[[], None]]:
             # the pool may hand this memory out again before a copy under way has read it
             sys.modules["cupy"].cuda.get_current_stream(x.device.id).synchronize()
 
-    return host, arrive
+    return host, copy_back
 
 
 def _pinned(x: Array) -> Any:
@@ -105,7 +105,7 @@ def split(x: Array, sizes: Sequence[int]) -> list[Array]:
 
 
 def like(x: Array, count: int) -> list[Array]:
-    """So many unwritten arrays of x's shape and dtype, where x is."""
+    """Uninitialised arrays of x's shape, dtype and device."""
     arrays = library_of(x)
     return [arrays.empty(tuple(x.shape), arrays.dtype(x), x) for _ in range(count)]
 
@@ -113,7 +113,7 @@ def like(x: Array, count: int) -> list[Array]:
 def copy(x: Array, into: Array) -> None:
     """``into`` = x, of the same library."""
     if hasattr(into, "copy_"):
-        # torch's own call takes the host a third of the time
+        # torch's own call costs the host a third of the time
         into.copy_(x)
     else:
         into[...] = x

@@ -1,4 +1,4 @@
-"""Which call of a loss a message belongs to, and in which phase: what keeps one message from being taken for another.
+"""Which call of a loss a message belongs to, and which phase of it, so that no message is taken for another.
 
 Before the messages of a phase the ranks exchange frames of one size, on a way of their own, and every rank sees every
 frame: where one is at another call or phase, or has posted more or fewer messages, all raise, and say the same. Frames
@@ -41,8 +41,8 @@ class Label:
     Attributes:
         serial: the call's number, counted on each rank from 1; 0 for messages of no call.
         phase: of the call.
-        loss: the loss's name, for what is said to the user; at most 32 characters.
-        wants: which gradients a backward is to find, one bit each: scale, bias, rows, each column block.
+        loss: the loss's name, for error messages; at most 32 characters.
+        wants: which gradients a backward computes, one bit each: scale, bias, rows, each column block.
     """
 
     serial: int = 0
@@ -58,7 +58,7 @@ class Label:
 
 @dataclass(slots=True)
 class Calls:
-    """Where one rank is among the calls of its group.
+    """One rank's position among the calls of its group.
 
     Attributes:
         label: the phase whose messages are under way, or were the last.
@@ -78,10 +78,10 @@ class Calls:
         return self._serial
 
     def enter(self, label: Label | None) -> None:
-        """This rank comes to a phase, or with None to another agreement within the one at hand; pair with ``agreed``.
+        """Begin a phase, or with None another agreement within the current one; pair with ``agreed``.
 
         Raises:
-            Conflict: another thread is just agreeing.
+            Conflict: another thread is in an agreement.
         """
         if not self._agreeing.acquire(blocking=False):
             raise self._threads()
@@ -101,7 +101,7 @@ class Calls:
         """The number of another message.
 
         Raises:
-            Conflict: another thread has come to a phase meanwhile.
+            Conflict: another thread has begun a phase meanwhile.
         """
         if self._thread not in (None, threading.get_ident()):
             raise self._threads()
@@ -112,31 +112,31 @@ class Calls:
         return Conflict("two threads of this rank use one group at the same time; give each thread a group of its own")
 
     def head(self, size: int) -> bytes:
-        """What must be the same on every rank, of a record of so many numbers; and the loss's name."""
+        """What must be the same on every rank, for a record of ``size`` numbers; then the loss's name."""
         label = self.label
         numbers = label.serial, _PHASES.index(label.phase), label.wants, self._agreed, self.messages, size
         return _HEAD.pack(*numbers) + label.loss.encode()[:_LOSS].ljust(_LOSS, b"\0")
 
     def header(self, size: int) -> bytes:
-        """What goes beside so many bytes of the message posted last."""
+        """The header of ``size`` bytes of the message posted last."""
         label = self.label
         return _HEADER.pack(label.serial, _PHASES.index(label.phase), self._agreed, self.messages, size)
 
-    def frames(self, record: npt.NDArray[np.int64]) -> list[bytearray]:
+    def frames(self, record: npt.NDArray[np.int64]) -> list[bytes]:
         """A record in frames."""
         head, content = self.head(record.size), record.tobytes()
         step = 8 * NUMBERS_IN_FRAME
         starts = range(0, max(len(content), 1), step)
-        return [bytearray(head + content[start : start + step].ljust(step, b"\0")) for start in starts]
+        return [head + content[start : start + step].ljust(step, b"\0") for start in starts]
 
 
-def content(frame: bytes | bytearray) -> bytes:
-    """The part of a record that is in a frame, and nothing behind it."""
-    return bytes(frame[_HEAD.size + _LOSS :])
+def content(frame: bytes) -> bytes:
+    """The part of a record that a frame holds."""
+    return frame[_HEAD.size + _LOSS :]
 
 
-def compare(heads: Sequence[bytes], titles: Sequence[int]) -> None:
-    """Compare everybody's ``Calls.head``, or frame, by rank; ``titles`` are the numbers that the user knows.
+def compare(heads: Sequence[bytes], global_ranks: Sequence[int]) -> None:
+    """Compare everybody's ``Calls.head``, or frame, by rank; ``global_ranks`` are the numbers in messages.
 
     Raises:
         Conflict: they differ; it says the same on every rank.
@@ -151,12 +151,12 @@ def compare(heads: Sequence[bytes], titles: Sequence[int]) -> None:
         words = [f"{text} for {_wants(label)}" for text, label in zip(words, labels, strict=True)]
     if len(set(words)) == 1:
         words = [f"{text} after {sum(counts)} messages" for text, counts in zip(words, places, strict=True)]
-    raise Conflict(whereabouts(dict(zip(titles, words, strict=True))))
+    raise Conflict(whereabouts(dict(zip(global_ranks, words, strict=True))))
 
 
 def _label(head: bytes) -> Label:
     serial, phase, wants, *_ = _HEAD.unpack_from(head)
-    loss = bytes(head[_HEAD.size : _HEAD.size + _LOSS]).rstrip(b"\0").decode(errors="replace")
+    loss = head[_HEAD.size : _HEAD.size + _LOSS].rstrip(b"\0").decode(errors="replace")
     return Label(serial, _PHASES[phase & 1], loss, wants)
 
 
@@ -167,7 +167,7 @@ def _wants(label: Label) -> str:
 
 
 def check_header(arrived: bytes, expected: bytes, rank: int, label: Label) -> None:
-    """Compare the header that came from a rank, by the user's number of it, with the one of ``label`` that was to come.
+    """Compare the header that came from a rank, named by its global number, with the one expected at ``label``.
 
     Raises:
         Conflict: they differ.
@@ -181,7 +181,7 @@ def check_header(arrived: bytes, expected: bytes, rank: int, label: Label) -> No
 
 
 def whereabouts(words: dict[int, str]) -> str:
-    """Which ranks are where, in one sentence that ends in what to do."""
+    """Which ranks are at which call, in one sentence that ends with the fix."""
     groups = [(text, [r for r, each in words.items() if each == text]) for text in dict.fromkeys(words.values())]
     said = ", ".join(f"{named(ranks)} {'are' if len(ranks) > 1 else 'is'} at {text}" for text, ranks in groups)
     return f"{said}; every rank must make the same calls in the same order, forward and backward"

@@ -1,38 +1,36 @@
-"""What a ring and a gather need of whatever carries their messages, and where it comes from.
+"""What carries a schedule's messages between ranks: ``Communicator``. ``docs/communicator.md`` shows how to write one.
 
-Implementations: ``inprocess`` (all ranks in one process, for tests and teaching), ``mpi`` (mpi4py) and ``torchgroup``
-(torch.distributed), and of these for arrays on GPUs ``nccl``. A message is a list of contiguous arrays whose
-shapes both sides know beforehand: sizes cross once, in the handshake (``world``).
+Implementations: ``inprocess`` (threads of one process, for tests and teaching), and over ``point_to_point`` ``mpi``
+(mpi4py) and ``torch_group`` (torch.distributed), which send arrays on GPUs by ``nccl``.
 
+A message is a list of contiguous arrays whose shapes both sides know beforehand: the handshake exchanges sizes once.
 Every rank posts the same messages in the same order, and messages are matched by that order; ``calls`` finds ranks that
-do not. "Posted" means that the arrays belong to the message until it has been waited for: the sender changes none, the
-receiver reads none. On a GPU, waiting makes the current stream wait and not the host.
+do not. From ``post`` until the wait the arrays belong to the message: the sender changes none, the receiver reads none.
+On a GPU the current stream waits, not the host.
 """
 
 from __future__ import annotations
 
-import math
-import os
-import threading
-from collections.abc import Mapping, Sequence
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
 from itertools import count
-from typing import TYPE_CHECKING, Any, Protocol
+from typing import TYPE_CHECKING, Any, Protocol, TypeVar
 from weakref import WeakValueDictionary
 
 from contrastile.backends.contract import Array
-from contrastile.comm.calls import Calls, Label
+from contrastile.comm import buffers, calls, watchdog
+from contrastile.comm.calls import Calls, Conflict, Label
+from contrastile.comm.watchdog import DEADLINE, AbortNotice, PeerTimeout
 
 if TYPE_CHECKING:
     import numpy as np
     import numpy.typing as npt
 
-    from contrastile.backends.arrays import ArrayLibrary
+T = TypeVar("T")
 
-DEADLINE = 60.0
-"""Seconds that a rank waits for another before it raises ``ExchangeError``."""
-
-LONGEST = 1e6
-"""Seconds of the longest deadline, a longer one is cut to it: engines count milliseconds in 32 bits."""
+Parts = Mapping[int, Sequence[Array]]
+"""Arrays by the rank that they go to or come from."""
 
 
 class ExchangeError(RuntimeError):
@@ -47,105 +45,174 @@ class Pending(Protocol):
     """A message under way."""
 
     def wait(self) -> None:
-        """What was to arrive is there, for work queued from now on, and what was sent may be changed.
+        """Afterwards what was received can be read by work queued from now on, and what was sent may be changed.
 
         Raises:
-            ExchangeError: not within the deadline.
+            PeerTimeout: a rank is gone, or did not answer in time; ``Communicator`` makes it an ExchangeError.
+            Conflict: what came is not what was expected; likewise.
         """
         ...
 
 
-class Communicator(Protocol):
-    """Messages between the ranks of one group."""
+class Communicator(ABC):
+    """Messages between the ranks of one group.
 
-    @property
-    def name(self) -> str:
-        """What it is, for reports: "in-process", "mpi", "torch gloo", "nccl", "torch nccl"."""
-        ...
+    An implementation sets ``name`` and ``devices``, calls ``__init__``, and defines ``gather_bytes``, ``post`` and, if
+    it holds anything, ``close``. Everything else is written here once.
 
-    @property
-    def rank(self) -> int:
-        """This rank's number, 0..size-1."""
-        ...
+    Attributes:
+        name: what it is, for reports: "in-process", "mpi", "torch gloo", "nccl", "torch nccl".
+        devices: the kinds of devices whose arrays it carries.
+        rank: this rank's number, 0..size-1.
+        size: the number of ranks.
+        deadline: seconds until waiting for another rank raises.
+        global_ranks: the ranks' numbers in the whole program, for error messages.
+        calls: this rank's position among the calls of the group.
+    """
 
-    @property
-    def size(self) -> int:
-        """How many ranks there are."""
-        ...
+    name: str
+    devices: Sequence[str] = ("cpu", "cuda")
 
-    @property
-    def deadline(self) -> float:
-        """Seconds until waiting for another rank raises."""
-        ...
+    def __init__(self, rank: int, size: int, deadline: float = DEADLINE) -> None:
+        self.rank, self.size, self.deadline = rank, size, deadline
+        self.global_ranks: Sequence[int] = range(size)
+        self.calls = Calls()
+        self._failure: str | None = None
 
-    def refusal(self, arrays: ArrayLibrary, device: str) -> str | None:
-        """Why it cannot carry this library's arrays on this kind of device ("cpu", "cuda"), or None."""
-        ...
+    # an implementation defines these
 
-    @property
-    def calls(self) -> Calls:
-        """Where this rank is among the calls of the group."""
-        ...
+    @abstractmethod
+    def gather_bytes(self, own: bytes) -> list[bytes]:
+        """Every rank's bytes, by rank; they have one length on all ranks. It runs on the host and waits.
+
+        Raises:
+            PeerTimeout: a rank is gone, or did not answer in time.
+        """
+
+    @abstractmethod
+    def post(self, outgoing: Parts, incoming: Parts) -> Pending | None:
+        """Start to send ``outgoing[r]`` to rank r and to receive ``incoming[r]`` from rank r; return without waiting.
+
+        This rank's own part has been copied already: ``others`` leaves it out. None says that nothing is under way.
+
+        Raises:
+            PeerTimeout: a rank is gone.
+        """
+
+    def close(self) -> None:
+        """Release what it holds; an implementation that holds anything extends this."""
+        self._failure = self._failure or "its communicator is closed; connect the group again"
+
+    def explain(self, error: Conflict | PeerTimeout) -> str:
+        """What the ExchangeError says. An implementation that can hear whom the other ranks wait for extends this."""
+        if isinstance(error, Conflict):
+            return str(error)
+        own = {self.rank: AbortNotice(error.ranks, str(self.calls.label))}
+        return watchdog.describe(error, own, self.deadline, self.global_ranks)
+
+    def others(self, parts: Parts) -> dict[int, list[Array]]:
+        """The parts of other ranks, without arrays of size 0, which are never sent."""
+        full = {r: [x for x in xs if x.nbytes] for r, xs in parts.items() if r != self.rank}
+        return {r: xs for r, xs in full.items() if xs}
+
+    # the schedules use these
+
+    def refusal(self, device: str) -> str | None:
+        """Why it cannot carry arrays on this kind of device, or None."""
+        if device in self.devices:
+            return None
+        return f"the group carries no arrays on {device}; move them to {' or '.join(self.devices)}"
 
     def agree(self, record: npt.NDArray[np.int64], label: Label | None = None) -> npt.NDArray[np.int64]:
-        """Everybody's record, (size, k) from (k,) each; on the host, and it waits.
+        """Everybody's record, (size, k) from (k,) each; it runs on the host and waits.
 
         Args:
             record: (k,), the same k on every rank.
             label: the phase of a call that begins with this; None within one.
 
         Raises:
-            ExchangeError: a rank is at another phase or has posted more messages than another, which every rank then
-                says in the same words; or a rank did not answer within the deadline.
+            ExchangeError: a rank is at another phase or has posted more messages than another, and every rank raises
+                with the same words; or a rank did not answer within the deadline.
         """
-        ...
+        self.check()
+        return self._guarded(self._agreed, record, label)
+
+    def _agreed(self, record: npt.NDArray[np.int64], label: Label | None) -> npt.NDArray[np.int64]:
+        import numpy as np
+
+        self.calls.enter(label)
+        try:
+            found = [b""] * self.size
+            for own in self.calls.frames(np.ascontiguousarray(record, dtype=np.int64)):
+                frames = self.gather_bytes(own)
+                calls.compare(frames, self.global_ranks)
+                found = [before + calls.content(frame) for before, frame in zip(found, frames, strict=True)]
+        finally:
+            self.calls.agreed()
+        return np.array([np.frombuffer(x, np.int64, record.size) for x in found]).reshape(self.size, *record.shape)
 
     def tell(self, text: str) -> list[str]:
-        """Everybody's text, by rank; on the host, and it waits. Used only where ranks disagree.
+        """Everybody's text, by rank; it runs on the host and waits. For ranks that disagree, and while connecting.
 
         Raises:
             ExchangeError: a rank did not answer within the deadline.
         """
-        ...
+        import numpy as np
 
-    def exchange(self, outgoing: Mapping[int, Sequence[Array]], incoming: Mapping[int, Sequence[Array]]) -> Pending:
+        own = np.frombuffer(bytearray(text.encode()), dtype=np.uint8)
+        lengths = self.agree(np.array([own.size]))[:, 0]
+        found = [np.empty(int(k), dtype=np.uint8) for k in lengths]
+        self.all_to_all([own] * self.size, found).wait()
+        return [x.tobytes().decode() for x in found]
+
+    def exchange(self, outgoing: Parts, incoming: Parts) -> Pending:
         """``outgoing[r]`` go to rank r, ``incoming[r]`` come from rank r, array for array; one message for all."""
-        ...
+        self.check()
+        for mine, arriving in zip(outgoing.get(self.rank, ()), incoming.get(self.rank, ()), strict=True):
+            if mine is not arriving:
+                buffers.copy(mine, arriving)
+        # every rank counts every message, also one that has nothing for it
+        self._guarded(self.calls.post)
+        return _Guarded(self, self._guarded(self.post, outgoing, incoming))
 
     def shift(self, outgoing: Sequence[Array], incoming: Sequence[Array]) -> Pending:
         """Send to rank + 1 and receive from rank - 1, around the ring."""
-        ...
+        ahead, behind = (self.rank + 1) % self.size, (self.rank - 1) % self.size
+        return self.exchange({ahead: outgoing}, {behind: incoming})
 
     def all_to_all(self, outgoing: Sequence[Array], incoming: Sequence[Array]) -> Pending:
         """``outgoing[r]`` goes to rank r, ``incoming[r]`` comes from rank r, this rank's own part included."""
-        ...
+        return self.exchange({r: [x] for r, x in enumerate(outgoing)}, {r: [x] for r, x in enumerate(incoming)})
 
     def all_gather(self, own: Array, whole: Array, sizes: Sequence[int]) -> Pending:
         """Every rank's ``own`` (sizes[rank], ...) joined in ``whole`` (sum(sizes), ...) in the order of the ranks."""
-        ...
+        return self.all_to_all([own] * self.size, buffers.split(whole, sizes))
 
-    def prepare(self, like: Array, nbytes: int) -> bool:
-        """Make ready for messages of so many bytes between two ranks, of arrays beside ``like``.
+    def check(self) -> None:
+        """Raise ExchangeError if this group has failed or is closed."""
+        if self._failure is not None:
+            raise ExchangeError(f"this group can carry nothing more: {self._failure}")
 
-        Every rank calls it with the same number at the same place among its messages. It holds until the next call;
-        0 says that what is saved on the device is not worth what the host has to do for it.
+    def _guarded(self, action: Callable[..., T], *given: Any) -> T:
+        try:
+            return action(*given)
+        except (Conflict, PeerTimeout) as error:
+            self._failure = self.explain(error)
+            raise ExchangeError(self._failure) from error.__cause__
 
-        Returns:
-            whether such messages travel without taking anything from the kernels that run meanwhile; the same on
-            every rank, and the same every time.
 
-        Raises:
-            ExchangeError: a rank did not answer within the deadline.
-        """
-        ...
+@dataclass(slots=True)
+class _Guarded:
+    """A message of which a failure ends the group; it waits for nothing once it has arrived."""
 
-    def visit(self, step: int, owner: int) -> None:
-        """Told at each step of a ring whose shard is at hand; for logs."""
-        ...
+    communicator: Communicator
+    pending: Pending | None
 
-    def close(self) -> None:
-        """Give back what it holds; using it afterwards raises ExchangeError."""
-        ...
+    def wait(self) -> None:
+        if self.pending is not None:
+            self.communicator.check()
+            self.communicator._guarded(self.pending.wait)
+            self.pending = None
 
 
 _LIVE: WeakValueDictionary[int, Communicator] = WeakValueDictionary()
@@ -171,88 +238,4 @@ def numbered(number: int) -> Communicator:
     found = _LIVE.get(number)
     if found is None:
         raise ExchangeError("the communicator of this loss is gone; keep the group until the backward pass is done")
-    return found
-
-
-def deadline_or(deadline: float | None) -> float:
-    """The deadline that was given, else CONTRASTILE_DEADLINE's, else ``DEADLINE``.
-
-    Raises:
-        ValueError: it is not a positive number of seconds.
-    """
-    given = os.environ.get("CONTRASTILE_DEADLINE", DEADLINE) if deadline is None else deadline
-    try:
-        seconds = float(given)
-    except (ValueError, TypeError, OverflowError):
-        seconds = math.nan
-    if not 0 < seconds < math.inf:
-        raise ValueError(f"deadline must be a positive number of seconds, got {given!r}; give e.g. {DEADLINE:g}")
-    return min(seconds, LONGEST)
-
-
-def deadline_and_error(deadline: float | None) -> tuple[float, str]:
-    """``deadline_or``, and ""; or where that raises ``DEADLINE`` and what it says: the other ranks are to hear it."""
-    try:
-        return deadline_or(deadline), ""
-    except ValueError as error:
-        return DEADLINE, str(error)
-
-
-def refuse(told: Sequence[str]) -> None:
-    """Raise the first error that a rank has told the others of, if any has.
-
-    Raises:
-        MismatchError: some rank has; the same on every rank.
-    """
-    for rank, text in enumerate(told):
-        if text:
-            raise MismatchError(f"rank {rank}: {text}")
-
-
-class Connecting:
-    """A lock for each group: its ranks connect it once, also where several threads of a rank want it first."""
-
-    def __init__(self) -> None:
-        self._own, self._locks = threading.Lock(), dict[Any, threading.Lock]()
-
-    def lock(self, key: Any) -> threading.Lock:
-        """The lock of the group with this key. None is held for another group: its ranks may wait for each other."""
-        with self._own:
-            return self._locks.setdefault(key, threading.Lock())
-
-
-def connect(group: Any, *, deadline: float | None = None) -> Communicator:
-    """The communicator of a group.
-
-    Args:
-        group: a Communicator, a torch.distributed ProcessGroup, "world" for torch.distributed's default group, or an
-            mpi4py communicator. One is made for each group, and kept: it has a channel of its own, so that its
-            messages meet nobody else's. The first call for a group is made on all of its ranks.
-        deadline: seconds within which a rank that waits for another raises; None leaves it as it is, at first
-            the environment variable CONTRASTILE_DEADLINE, or 60.
-
-    Raises:
-        TypeError: none of these.
-        ValueError: the deadline is not a positive number of seconds, or one is given for a Communicator, which has
-            its own.
-        MismatchError: in the first call for a group, on every rank: some rank's deadline is not a positive number of
-            seconds. The group can be connected again.
-        ExchangeError: "world" without an initialised default group.
-    """
-    if isinstance(group, str) or type(group).__module__.partition(".")[0] == "torch":
-        from contrastile.comm import torchgroup
-
-        return torchgroup.of(group, deadline)
-    if type(group).__module__.partition(".")[0] == "mpi4py":
-        from contrastile.comm import mpi
-
-        return mpi.of(group, deadline)
-    if not hasattr(group, "shift"):
-        raise TypeError(
-            "group must be a torch.distributed group, 'world', an mpi4py communicator or a contrastile Communicator, "
-            f"got {type(group).__name__}; pass e.g. group='world'"
-        )
-    if deadline is not None:
-        raise ValueError(f"deadline must be None for a Communicator, got {deadline!r}; it has its own")
-    found: Communicator = group
     return found

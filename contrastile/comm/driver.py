@@ -1,4 +1,4 @@
-"""What copies between the GPUs of one host need of CUDA: the driver's own calls, through ctypes.
+"""What transfers by NCCL need of CUDA: the driver's own calls, through ctypes.
 
 The driver is there wherever a GPU is used, under one name and with one interface since CUDA 12, whichever library has
 the arrays. Nothing here allocates from a library's pool or waits for a device.
@@ -8,18 +8,13 @@ from __future__ import annotations
 
 import ctypes
 import sys
-from collections.abc import Sequence
 from contextlib import AbstractContextManager, suppress
-from ctypes import byref, c_int, c_size_t, c_ubyte, c_uint, c_uint64, c_void_p
+from ctypes import byref, c_int, c_uint, c_void_p
 from typing import Any
 
 from contrastile.backends.contract import Array
 
-Flags = Sequence[tuple[int, int]]
-"""Addresses of 32-bit numbers, each with the value that it is to have, or to have reached."""
-
-_NON_BLOCKING, _NO_TIMING, _LAZY_PEER_ACCESS = 1, 2, 1
-_WAIT_32, _WRITE_32 = 1, 2
+_NON_BLOCKING, _NO_TIMING = 1, 2
 _NOT_READY = 600
 _RELAXED = 2
 
@@ -28,12 +23,8 @@ class DriverError(RuntimeError):
     """A call of the driver failed."""
 
 
-class _Handle(ctypes.Structure):
-    _fields_ = [("reserved", c_ubyte * 64)]
-
-
-def bystander() -> None:
-    """This thread takes no part in a CUDA graph that another one captures: what it asks of events does not end that."""
+def relaxed_capture() -> None:
+    """This thread's calls from now on do not invalidate a CUDA graph that another thread captures (relaxed mode)."""
     mode = c_int(_RELAXED)
     with suppress(OSError, AttributeError):
         _library().cuThreadExchangeStreamCaptureMode(byref(mode))
@@ -44,7 +35,7 @@ def _library() -> Any:
 
 
 class Event:
-    """A point in a stream; its handle is used again once nobody asks for it any more."""
+    """A point in a stream; its handle is reused once nothing refers to it."""
 
     __slots__ = ("_gpu", "address")
 
@@ -52,7 +43,7 @@ class Event:
         self.address, self._gpu = address, gpu
 
     def __del__(self) -> None:
-        # in whatever thread; what waits for the event knows the point that it was recorded at
+        # in any thread: a stream that waits for the event keeps the point that it was recorded at
         self._gpu.spare.append(self.address)
 
 
@@ -90,7 +81,7 @@ class Gpu:
         self._call("cuInit", 0)
         self._call("cuDeviceGet", byref(device), number)
         self._call("cuDevicePrimaryCtxRetain", byref(self._context), device)
-        self.number, self._own_stream = number, 0
+        self.number = number
         self._active = _Active(self, self._context)
         self.spare: list[int] = []
         # made for every message, with numbers: conversions by the interpreter would cost more than the calls
@@ -117,7 +108,7 @@ class Gpu:
             raise DriverError(f"the CUDA driver has no {name}") from error
 
     def place(self) -> str:
-        """Where it is in its host."""
+        """Its PCI bus address."""
         found, device = ctypes.create_string_buffer(32), c_int()
         self._call("cuDeviceGet", byref(device), self.number)
         self._call("cuDeviceGetPCIBusId", found, c_int(len(found)), device)
@@ -127,34 +118,6 @@ class Gpu:
         """This GPU's context is the thread's."""
         return self._active
 
-    def allocate(self, nbytes: int) -> int:
-        """Zeroed memory, which other processes can map."""
-        address = c_uint64()
-        self._call("cuMemAlloc_v2", byref(address), c_size_t(nbytes))
-        self._call("cuMemsetD8Async", address, c_ubyte(0), c_size_t(nbytes), self._quiet())
-        self._call("cuStreamSynchronize", self._quiet())
-        return address.value
-
-    def free(self, address: int) -> None:
-        """Give memory back."""
-        self._call("cuMemFree_v2", c_uint64(address))
-
-    def export(self, address: int) -> bytes:
-        """What another process needs to map this memory."""
-        handle = _Handle()
-        self._call("cuIpcGetMemHandle", byref(handle), c_uint64(address))
-        return bytes(handle.reserved)
-
-    def map(self, exported: bytes) -> int:
-        """Another process's memory, in this GPU's own context: none is made on the other GPU."""
-        address, handle = c_uint64(), _Handle((c_ubyte * 64)(*exported))
-        self._call("cuIpcOpenMemHandle_v2", byref(address), handle, c_uint(_LAZY_PEER_ACCESS))
-        return address.value
-
-    def unmap(self, address: int) -> None:
-        """Map it no longer."""
-        self._call("cuIpcCloseMemHandle", c_uint64(address))
-
     def stream(self) -> int:
         """A new stream, of the highest priority."""
         low, high, stream = c_int(), c_int(), c_void_p()
@@ -162,15 +125,11 @@ class Gpu:
         self._call("cuStreamCreateWithPriority", byref(stream), c_uint(_NON_BLOCKING), high)
         return stream.value or 0
 
-    def end(self, stream: int) -> None:
-        """Nothing more will be queued on the stream."""
-        self._call("cuStreamDestroy_v2", c_void_p(stream))
-
     def current(self, x: Array) -> int:
         """The stream on which x's library works now."""
         if hasattr(x, "data_ptr"):
             torch = sys.modules["torch"]
-            # the number alone, where this torch gives it: a stream object takes the host several times as long
+            # the number alone, where torch has that call: a stream object costs the host several times as much
             raw = getattr(torch._C, "_cuda_getCurrentRawStream", None)
             return int(torch.cuda.current_stream(x.device).cuda_stream if raw is None else raw(self.number))
         return int(sys.modules["cupy"].cuda.get_current_stream(self.number).ptr)
@@ -183,7 +142,7 @@ class Gpu:
 
     def address(self, x: Array) -> int:
         """Where an array's elements begin."""
-        # asked of every array of every message: the shortest way
+        # called for every array of every message: no checks
         return int(x.data_ptr() if hasattr(x, "data_ptr") else x.data.ptr)
 
     def record(self, stream: int) -> Event:
@@ -212,37 +171,3 @@ class Gpu:
         if code not in (0, _NOT_READY):
             raise DriverError(f"cuEventQuery gave error {code}")
         return bool(code == 0)
-
-    def copy(self, stream: int, target: int, source: int, nbytes: int) -> None:
-        """Queue a copy, between the memories of two GPUs or within one."""
-        self._call("cuMemcpyDtoDAsync_v2", c_uint64(target), c_uint64(source), c_size_t(nbytes), c_void_p(stream))
-
-    def flags(self, stream: int, written: Flags, awaited: Flags) -> None:
-        """Queue: write these, behind all that the stream did before; then wait until those are reached.
-
-        No kernel is needed for either. Values are compared as numbers that go round.
-        """
-        count = len(written) + len(awaited)
-        operations = (c_uint64 * (6 * count))()
-        for i, (address, value) in enumerate((*written, *awaited)):
-            operations[6 * i] = _WRITE_32 if i < len(written) else _WAIT_32
-            operations[6 * i + 1], operations[6 * i + 2] = address, value & 0xFFFFFFFF
-        if count:
-            self._call("cuStreamBatchMemOp_v2", c_void_p(stream), c_uint(count), operations, c_uint(0))
-
-    def put(self, address: int, value: int) -> None:
-        """Write a 32-bit number now, by a stream on which nothing else is queued."""
-        self._call("cuMemsetD32Async", c_uint64(address), c_uint(value & 0xFFFFFFFF), c_size_t(1), self._quiet())
-        self._call("cuStreamSynchronize", self._quiet())
-
-    def get(self, address: int) -> int:
-        """Read a 32-bit number now."""
-        found = c_uint()
-        self._call("cuMemcpyDtoHAsync_v2", byref(found), c_uint64(address), c_size_t(4), self._quiet())
-        self._call("cuStreamSynchronize", self._quiet())
-        return found.value
-
-    def _quiet(self) -> c_void_p:
-        if not self._own_stream:
-            self._own_stream = self.stream()
-        return c_void_p(self._own_stream)

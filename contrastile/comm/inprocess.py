@@ -2,7 +2,7 @@
 
 For property tests and for teaching: the same interleaving every time, no packages. With ``late`` every message arrives
 at the last moment allowed: its buffers hold garbage until the receiver waits, and what arrives is what the sender's
-arrays hold *then*, so that a buffer reused too early is caught and not forgiven.
+arrays hold *then*. A buffer that is reused too early is thus caught, not forgiven.
 """
 
 from __future__ import annotations
@@ -10,27 +10,22 @@ from __future__ import annotations
 import threading
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any, Generic, NoReturn, TypeVar
+from typing import Any, Generic, TypeVar
 
 from contrastile.backends.contract import Array
-from contrastile.comm import buffers, calls
-from contrastile.comm.calls import Calls, Conflict, Label
-from contrastile.comm.communicator import DEADLINE, ExchangeError
-
-if TYPE_CHECKING:
-    import numpy as np
-    import numpy.typing as npt
-
-    from contrastile.backends.arrays import ArrayLibrary
+from contrastile.comm import calls
+from contrastile.comm.calls import Conflict
+from contrastile.comm.communicator import Communicator, ExchangeError, Parts
+from contrastile.comm.watchdog import DEADLINE, PeerTimeout
 
 T = TypeVar("T")
 
 
 @dataclass(slots=True)
-class _Letter:
+class Message:
     """What one rank sends another: arrays that still belong to the sender, until ``taken``.
 
-    ``head`` is what both ends must agree on, None where that is compared later; ``place`` says it to the user.
+    ``head`` is what both ends must agree on, None where that is compared later; ``place`` names it for the user.
     """
 
     content: Any
@@ -40,24 +35,23 @@ class _Letter:
 
 
 @dataclass(slots=True)
-class Town(Generic[T]):
+class InProcessGroup(Generic[T]):
     """The ranks of one process.
 
     Attributes:
-        size: how many.
+        size: the number of ranks.
         late: messages arrive at the last moment allowed.
-        deadline: what a communicator has; here nobody waits so long, for when all ranks wait it shows at once.
-        log: (rank, step, owner) of every visit, in order.
+        deadline: what a communicator has; nobody waits so long here, for when all ranks wait it shows at once.
+        failure: what ranks at different calls have found, if they have; the group then carries nothing more.
     """
 
     size: int
     late: bool = False
     deadline: float = DEADLINE
-    log: list[tuple[int, int, int]] = field(default_factory=list)
-    _baton: threading.Condition = field(default_factory=threading.Condition)
-    _mail: dict[tuple[int, int, int], _Letter] = field(default_factory=dict)
+    failure: str | None = None
+    _condition: threading.Condition = field(default_factory=threading.Condition)
+    _mailbox: dict[tuple[int, int, int], Message] = field(default_factory=dict)
     _gone: dict[int, str] = field(default_factory=dict)
-    _broken: str | None = None
     _turn: int = 0
     _idle: int = 0
 
@@ -71,8 +65,8 @@ class Town(Generic[T]):
         errors: list[BaseException] = []
 
         def one(rank: int) -> None:
-            with self._baton:
-                self._baton.wait_for(lambda: self._turn == rank)
+            with self._condition:
+                self._condition.wait_for(lambda: self._turn == rank)
                 try:
                     results[rank] = program(InProcess(self, rank))
                     self._gone[rank] = f"rank {rank} has left"
@@ -92,38 +86,30 @@ class Town(Generic[T]):
             raise errors[0]
         return results
 
-    def post(self, source: int, target: int, number: int, letter: _Letter) -> _Letter:
-        """Leave a letter."""
-        self._mail[(source, target, number)] = letter
+    def send(self, source: int, target: int, number: int, message: Message) -> Message:
+        """Leave a message for another rank."""
+        self._mailbox[(source, target, number)] = message
         self._progress()
-        return letter
+        return message
 
-    def fetch(self, source: int, target: int, number: int, head: tuple[Any, ...] | None, place: str) -> _Letter:
-        """Take a letter with this head out of the mail, waiting for it; it is still to be marked ``taken``.
+    def receive(self, source: int, target: int, number: int, head: tuple[Any, ...] | None, place: str) -> Message:
+        """Wait for the message with this head and take it; the caller is still to mark it ``taken``.
 
         Raises:
-            ExchangeError: it has another, or see ``until``.
+            Conflict: it has another head.
+            ExchangeError: see ``until``.
         """
         key = (source, target, number)
-        self.until(lambda: key in self._mail, target, source)
-        letter = self._mail.pop(key)
-        if letter.head != head:
-            self.broken(Conflict(calls.whereabouts({source: letter.place, target: place})))
-        return letter
+        self.until(lambda: key in self._mailbox, target, source)
+        message = self._mailbox.pop(key)
+        if message.head != head:
+            raise Conflict(calls.whereabouts({source: message.place, target: place}))
+        return message
 
     def check(self) -> None:
-        """Raise if ranks have been found at different calls.
-
-        Raises:
-            ExchangeError: they have.
-        """
-        if self._broken is not None:
-            raise ExchangeError(f"this group can carry nothing more: {self._broken}")
-
-    def broken(self, conflict: Conflict) -> NoReturn:
-        """Ranks are at different calls: this rank raises, and so does every other that uses the group."""
-        self._broken = self._broken or str(conflict)
-        raise ExchangeError(str(conflict))
+        """Raise ExchangeError if ranks have been found at different calls."""
+        if self.failure is not None:
+            raise ExchangeError(f"this group can carry nothing more: {self.failure}")
 
     def until(self, ready: Callable[[], bool], rank: int, other: int) -> None:
         """Let other ranks run until this is so.
@@ -142,7 +128,7 @@ class Town(Generic[T]):
                     "every rank must make the same calls in the same order"
                 )
             self._pass_on(rank)
-            self._baton.wait_for(lambda: self._turn == rank)
+            self._condition.wait_for(lambda: self._turn == rank)
         self._progress()
 
     def _progress(self) -> None:
@@ -153,137 +139,81 @@ class Town(Generic[T]):
         """The turn goes to the next rank that is there."""
         following = (each % self.size for each in range(rank + 1, rank + self.size + 1))
         self._turn = next((each for each in following if each not in self._gone), rank)
-        self._baton.notify_all()
+        self._condition.notify_all()
 
 
-@dataclass(slots=True, weakref_slot=True)
-class InProcess:
+class InProcess(Communicator):
     """One rank's communicator."""
 
-    town: Town[Any]
-    rank: int
-    calls: Calls = field(default_factory=Calls)
-    _number: int = 0
-
     name = "in-process"
+    # whatever a library has: nothing leaves the process
+    devices = ("cpu", "cuda", "mps", "xpu")
 
-    @property
-    def size(self) -> int:
-        return self.town.size
+    def __init__(self, group: InProcessGroup[Any], rank: int) -> None:
+        super().__init__(rank, group.size, group.deadline)
+        self.group, self._number = group, 0
 
-    @property
-    def deadline(self) -> float:
-        return self.town.deadline
-
-    def refusal(self, arrays: ArrayLibrary, device: str) -> str | None:
-        return None
-
-    def agree(self, record: npt.NDArray[np.int64], label: Label | None = None) -> npt.NDArray[np.int64]:
-        import numpy as np
-
-        try:
-            self.calls.enter(label)
-            try:
-                everyone = self._all((self.calls.head(record.size), record.copy()))
-            finally:
-                self.calls.agreed()
-            calls.compare([head for head, _ in everyone], range(self.size))
-        except Conflict as conflict:
-            self.town.broken(conflict)
-        return np.stack([found for _, found in everyone])
-
-    def tell(self, text: str) -> list[str]:
-        return self._all(text)
-
-    def _all(self, x: T) -> list[T]:
-        number, town, place = self._next(), self.town, str(self.calls.label)
+    def gather_bytes(self, own: bytes) -> list[bytes]:
+        number, place = self._next(), str(self.calls.label)
         for target in range(self.size):
-            town.post(self.rank, target, number, _Letter(x, None, place))
-        found: list[T] = []
-        for source in range(self.size):
-            letter = town.fetch(source, self.rank, number, None, place)
-            letter.taken = True
-            found.append(letter.content)
-        return found
+            self.group.send(self.rank, target, number, Message(own, None, place))
+        return [self.group.receive(r, self.rank, number, None, place).content for r in range(self.size)]
 
     def _next(self) -> int:
-        self.town.check()
         self._number += 1
         return self._number
 
-    def exchange(self, outgoing: Mapping[int, Sequence[Array]], incoming: Mapping[int, Sequence[Array]]) -> _Parcel:
-        return self._send(outgoing, incoming)
-
-    def shift(self, outgoing: Sequence[Array], incoming: Sequence[Array]) -> _Parcel:
-        ahead, behind = (self.rank + 1) % self.size, (self.rank - 1) % self.size
-        return self._send({ahead: outgoing}, {behind: incoming})
-
-    def all_to_all(self, outgoing: Sequence[Array], incoming: Sequence[Array]) -> _Parcel:
-        return self._send({r: [x] for r, x in enumerate(outgoing)}, {r: [x] for r, x in enumerate(incoming)})
-
-    def all_gather(self, own: Array, whole: Array, sizes: Sequence[int]) -> _Parcel:
-        return self.all_to_all([own] * self.size, buffers.split(whole, sizes))
-
-    def _send(
-        self,
-        outgoing: Mapping[int, Sequence[Array]],
-        incoming: Mapping[int, Sequence[Array]],
-    ) -> _Parcel:
-        number = self._next()
-        try:
-            self.calls.post()
-        except Conflict as conflict:
-            self.town.broken(conflict)
-        place = str(self.calls.label)
+    def post(self, outgoing: Parts, incoming: Parts) -> _Posted:
+        """See ``Communicator``. This rank's own part travels like any other's, so that it can be late."""
+        number, place, late = self._next(), str(self.calls.label), self.group.late
         sent = []
         for target, xs in outgoing.items():
-            content = list(xs) if self.town.late else [_copy(x) for x in xs]
-            letter = _Letter(content, self._head(xs), place)
-            sent.append((target, self.town.post(self.rank, target, number, letter)))
+            content = list(xs) if late else [_copy(x) for x in xs]
+            message = Message(content, self._head(xs), place)
+            sent.append((target, self.group.send(self.rank, target, number, message)))
         stays = set(map(id, outgoing.get(self.rank, ())))
-        for x in (x for xs in incoming.values() for x in xs) if self.town.late else ():
+        for x in (x for xs in incoming.values() for x in xs) if late else ():
             # this rank's own part may be its own already
             if id(x) not in stays:
                 x[...] = _garbage(x)
         expected = {source: self._head(xs) for source, xs in incoming.items()}
-        return _Parcel(self, number, sent, incoming, expected, place)
+        return _Posted(self, number, sent, incoming, expected, place)
 
     def _head(self, xs: Sequence[Array]) -> tuple[Any, ...]:
         label = self.calls.label
         return label.serial, label.phase, self.calls.messages, [(tuple(x.shape), str(x.dtype)) for x in xs]
 
-    def prepare(self, like: Array, nbytes: int) -> bool:
-        return False
+    def check(self) -> None:
+        super().check()
+        self.group.check()
 
-    def visit(self, step: int, owner: int) -> None:
-        self.town.log.append((self.rank, step, owner))
-
-    def close(self) -> None:
-        pass
+    def explain(self, error: Conflict | PeerTimeout) -> str:
+        self.group.failure = self.group.failure or str(error)
+        return super().explain(error)
 
 
 @dataclass(slots=True)
-class _Parcel:
-    """The letters of one message of one rank."""
+class _Posted:
+    """A message of one rank to and from several."""
 
-    home: InProcess
+    communicator: InProcess
     number: int
-    sent: list[tuple[int, _Letter]]
+    sent: list[tuple[int, Message]]
     incoming: Mapping[int, Sequence[Array]]
     expected: Mapping[int, tuple[Any, ...]]
     place: str
 
     def wait(self) -> None:
-        town = self.home.town
+        group, rank = self.communicator.group, self.communicator.rank
         for source, xs in self.incoming.items():
-            letter = town.fetch(source, self.home.rank, self.number, self.expected[source], self.place)
-            for x, arrived in zip(xs, letter.content, strict=True):
+            message = group.receive(source, rank, self.number, self.expected[source], self.place)
+            for x, arrived in zip(xs, message.content, strict=True):
                 x[...] = arrived
-            letter.taken = True
-        if town.late:
+            message.taken = True
+        if group.late:
             # the sender may change its arrays only now that everybody has them
-            for target, letter in self.sent:
-                town.until(lambda letter=letter: letter.taken, self.home.rank, target)  # type: ignore[misc]
+            for target, message in self.sent:
+                group.until(lambda message=message: message.taken, rank, target)  # type: ignore[misc]
 
 
 def _copy(x: Array) -> Array:

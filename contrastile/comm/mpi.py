@@ -1,7 +1,7 @@
-"""The exchange over MPI, by mpi4py: arrays on the host without copies; on a device by NCCL, or through the host.
+"""Communicators over MPI, by mpi4py: arrays on the host without copies; on a device by NCCL, or through the host.
 
 ``mpirun -n 4 python -m mpi4py program.py``: with ``-m mpi4py`` a rank that raises ends all ranks at once. Without it
-it waits in MPI_Finalize until the others have waited for it in vain.
+it waits in MPI_Finalize until the others' deadline is over.
 """
 
 from __future__ import annotations
@@ -14,23 +14,14 @@ from typing import Any, cast
 
 from mpi4py import MPI
 
-from contrastile.backends.contract import Array
-from contrastile.comm import buffers, watch
+from contrastile.comm import buffers, nccl, watchdog
 from contrastile.comm.calls import Conflict
-from contrastile.comm.communicator import (
-    Communicator,
-    Connecting,
-    ExchangeError,
-    MismatchError,
-    deadline_and_error,
-    deadline_or,
-    refuse,
-)
-from contrastile.comm.peers import NUMBERS, Channel, Parts, Peers
-from contrastile.comm.watch import Silence, Word
+from contrastile.comm.communicator import Communicator, ExchangeError, MismatchError, Parts
+from contrastile.comm.point_to_point import NUMBERS, ConnectLocks, PointToPoint, raise_first
+from contrastile.comm.watchdog import AbortNotice, PeerTimeout, deadline_and_error, deadline_or
 
-_LAST_WORDS = NUMBERS + 1
-_LONGEST_WORDS = 4096
+_ABORT_TAG = NUMBERS + 1
+_LONGEST_NOTICE = 4096
 _SAME = "every rank must make the same calls in the same order, forward and backward"
 
 
@@ -39,16 +30,16 @@ def of(comm: Any, deadline: float | None = None) -> Communicator:
 
     Args:
         comm: an intracommunicator; every rank of it calls this the first time.
-        deadline: see ``communicator.connect``.
+        deadline: see ``connect``.
 
     Raises:
-        TypeError: it is no intracommunicator.
+        TypeError: it is not an intracommunicator.
         ExchangeError: a rank did not call within the deadline.
     """
     if not isinstance(comm, MPI.Intracomm) or comm == MPI.COMM_NULL:
         raise TypeError(f"group must be an MPI intracommunicator, got {type(comm).__name__}; pass e.g. MPI.COMM_WORLD")
     with _CONNECTING.lock(MPI._handleof(comm)):
-        found = cast("Peers | None", comm.Get_attr(_key()))
+        found = cast("PointToPoint | None", comm.Get_attr(_key()))
         if found is None:
             found = _connect(comm, deadline)
             comm.Set_attr(_key(), found)
@@ -58,22 +49,22 @@ def of(comm: Any, deadline: float | None = None) -> Communicator:
     return found
 
 
-def _connect(comm: Any, given: float | None) -> Peers:
+def _connect(comm: Any, given: float | None) -> PointToPoint:
     rank, size = comm.Get_rank(), comm.Get_size()
     if size == 1:
-        return Peers(rank, size, deadline_or(given), None)
+        return PointToPoint(rank, size, deadline_or(given), None)
     deadline, error = deadline_and_error(given)
-    # a communicator of its own: no message of the program's can meet one of these
+    # a duplicate: no message of the program can match one of these
     own, request = comm.Idup()
-    if not watch.until(request.Test, watch.patience(deadline)):
+    if not watchdog.until(request.Test, watchdog.patience(deadline)):
         raise ExchangeError(
             f"a rank did not connect the group within {deadline:g} s; every rank of the group must call the loss"
         )
     own.Set_errhandler(MPI.ERRORS_RETURN)
-    titles = own.Get_group().Translate_ranks(list(range(size)), MPI.COMM_WORLD.Get_group())
-    found = Peers(rank, size, deadline, MPIChannel(own), on_device, titles)
+    global_ranks = own.Get_group().Translate_ranks(list(range(size)), MPI.COMM_WORLD.Get_group())
+    found = PointToPoint(rank, size, deadline, MPIChannel(own), nccl.channel, global_ranks)
     try:
-        refuse(found.tell(error))
+        raise_first(found.tell(error))
     except MismatchError:
         # on every rank: freeing is collective
         own.Free()
@@ -81,23 +72,16 @@ def _connect(comm: Any, given: float | None) -> Peers:
     return found
 
 
-def on_device(peers: Peers, like: Array) -> Channel | None:
-    """NCCL where every rank has it and a GPU of its own, else None: through the host."""
-    from contrastile.comm import nccl
-
-    return nccl.channel(peers, like)
-
-
 _KEYS: list[int] = []
-_CONNECTING = Connecting()
+_CONNECTING = ConnectLocks()
 
 
 def _key() -> int:
-    """The attribute that keeps the communicator with the one it was made of."""
+    """The MPI attribute under which the communicator is kept."""
     with _CONNECTING.lock(None):
         if not _KEYS:
-            # freeing a communicator is collective, and so is freeing the one that goes with it
-            _KEYS.append(MPI.Comm.Create_keyval(delete_fn=lambda comm, key, peers: peers.close()))
+            # freeing a communicator is collective, and it frees the duplicate with it
+            _KEYS.append(MPI.Comm.Create_keyval(delete_fn=lambda comm, key, communicator: communicator.close()))
         return _KEYS[0]
 
 
@@ -107,7 +91,7 @@ class MPIChannel:
 
     comm: Any
     _under_way: dict[int, _Posted] = field(default_factory=dict)
-    _words: list[Any] = field(default_factory=list)
+    _notices: list[Any] = field(default_factory=list)
 
     name = "mpi"
 
@@ -127,25 +111,22 @@ class MPIChannel:
         self._under_way[id(posted)] = posted
         return posted
 
-    def prepare(self, size: int) -> bool:
-        return False
-
-    def give_up(self, word: Word, seconds: float) -> Mapping[int, Word]:
+    def abort(self, notice: AbortNotice, seconds: float) -> Mapping[int, AbortNotice]:
         size, rank = self.comm.Get_size(), self.comm.Get_rank()
         atexit.register(self._abandon)
-        text = word.encode().encode()[:_LONGEST_WORDS]
+        text = notice.encode().encode()[:_LONGEST_NOTICE]
         for other in range(size):
             if other != rank:
-                # a message as small as this goes without its receiver's help; it is never waited for
-                self._words.append((self.comm.Isend([text, MPI.BYTE], other, _LAST_WORDS), text))
-        heard: dict[int, Word] = {}
-        status, buffer = MPI.Status(), bytearray(_LONGEST_WORDS)
+                # so small a message leaves without its receiver's help; nobody waits for it
+                self._notices.append((self.comm.Isend([text, MPI.BYTE], other, _ABORT_TAG), text))
+        heard: dict[int, AbortNotice] = {}
+        status, buffer = MPI.Status(), bytearray(_LONGEST_NOTICE)
         end = time.monotonic() + seconds
         while len(heard) < size - 1 and time.monotonic() < end:
-            if self.comm.Iprobe(MPI.ANY_SOURCE, _LAST_WORDS, status):
+            if self.comm.Iprobe(MPI.ANY_SOURCE, _ABORT_TAG, status):
                 source, count = status.Get_source(), status.Get_count(MPI.BYTE)
-                self.comm.Recv([buffer, MPI.BYTE], source, _LAST_WORDS)
-                heard[source] = Word.decode(buffer[:count].decode())
+                self.comm.Recv([buffer, MPI.BYTE], source, _ABORT_TAG)
+                heard[source] = AbortNotice.decode(buffer[:count].decode())
             else:
                 time.sleep(0.005)
         return heard
@@ -177,14 +158,14 @@ class _Posted:
     def wait(self) -> None:
         statuses = [MPI.Status() for _ in self.requests]
         try:
-            arrived = watch.until(lambda: MPI.Request.Testall(self.requests, statuses), self.seconds())
+            arrived = watchdog.until(lambda: MPI.Request.Testall(self.requests, statuses), self.seconds())
         except MPI.Exception as error:
             for rank, status in zip(self.ranks, statuses, strict=True):
                 if MPI.Get_error_class(status.Get_error()) == MPI.ERR_TRUNCATE:
                     raise Conflict(f"rank {rank} sent more bytes than were to come; {_SAME}") from error
-            raise Silence(self._unanswered(), f"cannot be reached ({error.Get_error_string()})") from error
+            raise PeerTimeout(self._unanswered(), f"cannot be reached ({error.Get_error_string()})") from error
         if not arrived:
-            raise Silence(self._unanswered(), "did not answer")
+            raise PeerTimeout(self._unanswered(), "did not answer")
         for rank, size, status in zip(self.ranks, self.sizes, statuses, strict=False):
             if status.Get_count(MPI.BYTE) != size:
                 came = status.Get_count(MPI.BYTE)

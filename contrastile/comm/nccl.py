@@ -1,7 +1,7 @@
-"""The exchange by NCCL's own calls, through ctypes: arrays on GPUs, whichever library has them.
+"""NCCL's own calls through ctypes, for arrays on GPUs of any library.
 
-torch.distributed's and CuPy's ways to NCCL cost the host several times what the calls themselves do. The library is the
-one that torch or CuPy has loaded; it is brought up over messages of the host. Transfers run on a stream of their own:
+Through torch.distributed or CuPy the host spends several times what the calls themselves cost. The library is the one
+that torch or CuPy has loaded; the ranks connect it by messages of the host. Transfers run on a stream of their own:
 it waits for what the current stream has queued when a message is posted, and the current stream waits for it when the
 message is waited for.
 """
@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import ctypes
 import json
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Sequence
 from contextlib import suppress
 from ctypes import byref, c_char_p, c_int, c_size_t, c_void_p
 from dataclasses import dataclass
@@ -20,12 +20,11 @@ from typing import Any
 from contrastile.backends.arrays import library_of
 from contrastile.backends.contract import Array
 from contrastile.comm.buffers import nbytes
-from contrastile.comm.communicator import Pending
-from contrastile.comm.copies import CopyChannel
-from contrastile.comm.driver import DriverError, Gpu, bystander
-from contrastile.comm.peers import Channel, Parts, Peers
-from contrastile.comm.watch import Flight, Watch, Word
-from contrastile.comm.wires import host
+from contrastile.comm.communicator import Parts, Pending
+from contrastile.comm.driver import DriverError, Event, Gpu, relaxed_capture
+from contrastile.comm.point_to_point import Channel, PointToPoint
+from contrastile.comm.unix_sockets import host
+from contrastile.comm.watchdog import InFlight, Queued, Watchdog
 
 _NAME = "libnccl.so.2"
 _BYTES = 1
@@ -80,7 +79,7 @@ class NCCL:
         self, communicator: int, stream: int, outgoing: Parts, incoming: Parts, at: Callable[[Array], int]
     ) -> None:
         """Queue all of a message on a stream; ``at`` gives an array's address."""
-        # what goes to several ranks is looked at once
+        # the address of an array that goes to several ranks is asked for once
         every = {id(x): x for parts in (outgoing, incoming) for xs in parts.values() for x in xs}
         spans = {key: (at(x), nbytes(x)) for key, x in every.items()}
         self._check("ncclGroupStart", self._nccl.ncclGroupStart())
@@ -104,41 +103,40 @@ def _library() -> Any:
         return ctypes.CDLL(_NAME)
     if find_spec("cupy") is not None:
         with suppress(ImportError):
-            # it knows where to look
+            # CuPy knows where its library is
             import cupy.cuda.nccl  # noqa: F401
     return ctypes.CDLL(_NAME)
 
 
-def channel(peers: Peers, like: Array) -> Channel | None:
-    """NCCL between the GPUs of all ranks, and copies; None where a rank lacks NCCL, or two share a GPU.
+def channel(group: PointToPoint, like: Array) -> Channel | None:
+    """NCCL between the GPUs of all ranks; None where a rank lacks NCCL, or two share a GPU.
 
     Every rank calls this at the same message, and they decide together.
 
     Args:
-        peers: the ranks, who can talk to each other on the host.
+        group: the ranks, who can talk to each other on the host.
         like: an array on this rank's GPU.
     """
     number = int(library_of(like).place(like).rpartition(":")[2])
     place, key, here = "", "", None
     with suppress(NCCLError, DriverError):
         nccl, gpu = NCCL(), Gpu(number)
-        key = nccl.key().hex() if peers.rank == 0 else ""
+        key = nccl.key().hex() if group.rank == 0 else ""
         place, here = gpu.place(), (nccl, gpu)
-    everywhere = [json.loads(x) for x in peers.tell(json.dumps([host(), place, key]))]
-    places = {(x, y) for x, y, _ in everywhere}
-    if here is None or not all(place for _, place in places) or len(places) < peers.size:
+    everyone = [json.loads(x) for x in group.tell(json.dumps([host(), place, key]))]
+    places = {(x, y) for x, y, _ in everyone}
+    if here is None or not all(place for _, place in places) or len(places) < group.size:
         return None
     nccl, gpu = here
-    watch = Watch(lambda: peers.deadline, begin=bystander)
+    watchdog = Watchdog(lambda: group.deadline, begin=relaxed_capture)
     connected = False
-    watch.add(Flight(lambda: True, lambda: connected, tuple(range(peers.size))))
+    watchdog.add(InFlight(lambda: True, lambda: connected, tuple(range(group.size))))
     with gpu.active():
-        communicator = nccl.connect(bytes.fromhex(everywhere[0][2]), peers.rank, peers.size)
+        communicator = nccl.connect(bytes.fromhex(everyone[0][2]), group.rank, group.size)
         # of the highest priority: a transfer starts before a kernel queued behind it takes every multiprocessor
         stream = gpu.stream()
     connected = True
-    sending = NCCLChannel(nccl, communicator, gpu, stream, watch)
-    return CopyChannel(sending, watch, peers.rank, peers.size, peers.tell, lambda: Gpu(number))
+    return NCCLChannel(nccl, communicator, gpu, stream, watchdog)
 
 
 @dataclass(slots=True, eq=False)
@@ -150,14 +148,14 @@ class NCCLChannel:
         communicator: between the ranks.
         gpu: this rank's.
         stream: where the transfers run.
-        watch: raises where the host may, and ends the process where it cannot.
+        watchdog: raises where the host may, and ends the process where it cannot.
     """
 
     nccl: NCCL
     communicator: int
     gpu: Gpu
     stream: int
-    watch: Watch
+    watchdog: Watchdog
     _captured: bool = False
 
     name = "nccl"
@@ -170,50 +168,33 @@ class NCCLChannel:
             captured = gpu.capturing(now)
             self._captured |= captured
             if not captured:
-                self.watch.admit()
-            ready = gpu.record(now)
-            queued = _Queued(gpu, like, (outgoing, incoming))
+                self.watchdog.admit()
+            ready, ends = gpu.record(now), list[Event]()
+            ranks = tuple(sorted({*outgoing, *incoming}))
+            message = InFlight(lambda: gpu.passed(ready), lambda: _arrived(gpu, ends), ranks, (outgoing, incoming))
             if not captured:
                 # before anything is queued: pairs that meet for the first time wait for each other in the call.
                 # Of a captured message the events say nothing of any replay, and asking them is an error
-                ranks = tuple(sorted({*outgoing, *incoming}))
-                self.watch.add(Flight(lambda: gpu.passed(ready), queued.arrived, ranks, queued))
+                self.watchdog.add(message)
             gpu.follow(self.stream, ready)
             self.nccl.exchange(self.communicator, self.stream, outgoing, incoming, gpu.address)
-            queued.done = gpu.record(self.stream)
-        return queued
+            ends.append(gpu.record(self.stream))
 
-    def prepare(self, size: int) -> bool:
-        return False
+        def join() -> None:
+            with gpu.active():
+                gpu.follow(gpu.current(like), ends[0])
 
-    def give_up(self, word: Word, seconds: float) -> Mapping[int, Word]:
-        return {}
+        return Queued(join, message)
 
     def close(self) -> None:
-        self.watch.close()
+        self.watchdog.close()
         if not self._captured:
-            # NCCL would wait for the graphs to go that have messages of this communicator in them
+            # NCCL would wait until the graphs with this communicator's messages are deleted
             self.nccl.abort(self.communicator)
 
 
-@dataclass(slots=True, eq=False)
-class _Queued:
-    """A transfer that the current stream waits for."""
-
-    gpu: Gpu
-    like: Array
-    held: object
-    done: Any = None
-
-    def arrived(self) -> bool:
-        """Whether it has; a message that was broken off is never done."""
-        with suppress(DriverError):
-            return self.done is not None and self.gpu.passed(self.done)
-        return False
-
-    def wait(self) -> None:
-        gpu = self.gpu
-        with gpu.active():
-            gpu.follow(gpu.current(self.like), self.done)
-        # from here on the order of the stream keeps the arrays' memory from being used too early
-        self.held = self.like = None
+def _arrived(gpu: Gpu, ends: Sequence[Event]) -> bool:
+    """Whether a transfer has ended; one that failed never has."""
+    with suppress(DriverError):
+        return bool(ends) and gpu.passed(ends[0])
+    return False

@@ -1,10 +1,6 @@
-"""Schedules: the order in which the blocks of a problem are visited, and which rank holds which.
+"""Schedules: in which order the blocks of a problem are computed, and on which rank.
 
 ``problem`` is a whole loss as data; ``local`` walks it in one process, ``ring`` and ``gather`` over the ranks of a
 communicator; ``schedule`` picks among them. A schedule knows no loss by name and no backend by name: it merges
-log-sum-exps and adds gradients. ``world`` is what the ranks agree on first, ``placement`` what they learn by it.
+log-sum-exps and adds gradients. ``handshake`` makes the ranks agree first, and its result is each rank's ``placement``.
 """
-
-from contrastile.schedules.placement import Choice, Shards, choose
-
-__all__ = ["Choice", "Shards", "choose"]

@@ -1,26 +1,29 @@
 """The gather (DisCo Alg. 1): every rank sees all columns, computes its own rows, and the columns' gradients are summed.
 
 Fewer and larger messages than the ring's, for shards that are computed faster than they travel; O(b d) memory per rank.
-One rank's rows give every column a part of its log-sum-exp: everybody is told all parts and merges them, so that one
+Each rank's rows give every column a part of its log-sum-exp. Every rank receives all parts and merges them, so that one
 pass over the tiles serves both directions.
-
-Where messages take nothing from the kernels beside which they travel, the columns are taken in two parts: the others'
-columns arrive while this rank's own are computed, and their gradient sums go home likewise.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
 
 from contrastile.backends.arrays import ArrayLibrary
 from contrastile.backends.contract import Array, Backend, Block, ColumnForm, Options, Statistics, Weights
 from contrastile.comm import buffers
-from contrastile.comm.communicator import Pending
 from contrastile.schedules import local
-from contrastile.schedules.placement import Placement, Shards
+from contrastile.schedules.placement import Placement
 from contrastile.schedules.problem import Problem
-from contrastile.schedules.shared import aside, everywhere, mean, placed, scaled_weights, summed, together
+from contrastile.schedules.sums import (
+    finalize_loss,
+    mean,
+    placed,
+    scalar_gather_buffers,
+    scaled_weights,
+    summed,
+)
 
 
 def gathered(placement: Placement, arrays: ArrayLibrary, own: Array) -> Array:
@@ -34,75 +37,14 @@ def gathered(placement: Placement, arrays: ArrayLibrary, own: Array) -> Array:
     return whole
 
 
-@dataclass(frozen=True, slots=True)
-class _Part:
-    """This rank's rows against the columns of some ranks, joined in the order of the ranks."""
-
-    ranks: tuple[int, ...]
-    block: Block
-
-    def whole(self, shards: Shards) -> bool:
-        """Whether these are the columns of all ranks."""
-        return len(self.ranks) == len(shards.rows)
-
-    def along(self, shards: Shards, x: Array | None, arrays: ArrayLibrary) -> Array | None:
-        """These ranks' part of a vector over all columns."""
-        if x is None or self.whole(shards):
-            return x
-        parts = buffers.split(x, shards.widths)
-        return arrays.concat([parts[r] for r in self.ranks])
-
-    def by_rank(self, shards: Shards, x: Array) -> dict[int, Array]:
-        """A vector over these columns, cut at the ranks' borders."""
-        return dict(zip(self.ranks, buffers.split(x, [shards.widths[r] for r in self.ranks]), strict=True))
-
-
-def _parts(problem: Problem, arrays: ArrayLibrary, kept: Array | None = None) -> Iterator[_Part]:
-    """All columns at once; or this rank's own, and then the others', which travel meanwhile.
-
-    ``kept`` is what an earlier pass gathered: the columns of the last part.
-    """
-    placement = placed(problem)
-    ids = problem.column_ids
+def _block(problem: Problem, arrays: ArrayLibrary, kept: Array | None = None) -> Block:
+    """This rank's rows against the columns of all ranks; ``kept`` are these, where an earlier pass gathered them."""
+    placement, ids = placed(problem), problem.column_ids
     if ids is not None:
         ids = gathered(placement, arrays, ids)
-    if not aside(placement, problem):
-        columns = gathered(placement, arrays, arrays.concat(list(problem.columns))) if kept is None else kept
-        # the pairs' numbers are those of the joined columns already
-        yield _Part(tuple(range(placement.size)), problem.block(columns, 0, ids))
-        return
-    me, pending = placement.rank, None
-    own = arrays.contiguous(arrays.concat(list(problem.columns)))
-    if kept is None:
-        pending, kept = _others(placement, arrays, own)
-    mine = slice(placement.start, placement.start + own.shape[0])
-    yield _Part((me,), problem.block(own, mine.start, None if ids is None else ids[mine]))
-    if pending is not None:
-        pending.wait()
-    rest = replace(
-        problem,
-        positives=_without(mine, problem.positives, arrays),
-        excluded=_without(mine, problem.excluded, arrays),
-    )
-    there = None if ids is None else arrays.concat([ids[: mine.start], ids[mine.stop :]])
-    yield _Part(tuple(r for r in range(placement.size) if r != me), rest.block(kept, 0, there))
-
-
-def _others(placement: Placement, arrays: ArrayLibrary, own: Array) -> tuple[Pending, Array]:
-    """Every other rank's columns, joined in the order of the ranks once they have arrived."""
-    n, me, widths = placement.size, placement.rank, list(placement.shards.widths)
-    widths[me] = 0
-    whole = arrays.empty((sum(widths), *own.shape[1:]), arrays.dtype(own), own)
-    outgoing = [own[:0] if r == me else own for r in range(n)]
-    return placement.communicator.all_to_all(outgoing, buffers.split(whole, widths)), whole
-
-
-def _without(mine: slice, index: Array | None, arrays: ArrayLibrary) -> Array | None:
-    """Numbers of columns as they are once those in ``mine`` are left out, and -1 for these."""
-    if index is None:
-        return None
-    later = arrays.where(index >= mine.stop, index - (mine.stop - mine.start), -1)
-    return arrays.where(index < mine.start, index, later)
+    columns = gathered(placement, arrays, arrays.concat(list(problem.columns))) if kept is None else kept
+    # the pairs' numbers are those of the joined columns already
+    return problem.block(columns, 0, ids)
 
 
 @local.ieee
@@ -113,7 +55,7 @@ def forward(problem: Problem, backend: Backend, options: Options, *, keep: bool 
         problem: this rank's part of it.
         backend: computes its blocks.
         options: how.
-        keep: see ``local.forward``; of columns that are taken at once.
+        keep: see ``local.forward``.
 
     Raises:
         UnsupportedProblemError: the backend refuses a block.
@@ -121,28 +63,18 @@ def forward(problem: Problem, backend: Backend, options: Options, *, keep: bool 
     """
     placement, arrays = placed(problem), backend.arrays
     two_sided = problem.column_weight is not None
-    columns = kept = None
-    rows: list[Statistics] = []
-    sides: list[dict[int, Array]] = [{}, {}, {}]
-    for part in _parts(problem, arrays):
-        backend.check(part.block, options)
-        whole = part.whole(placement.shards)
-        found = local.survey(backend, keep and whole)(part.block, two_sided, options)
-        rows.append(found)
-        if two_sided:
-            for into, x in zip(sides, local.column_statistics(arrays, [found]), strict=True):
-                into |= {0: x} if whole else part.by_rank(placement.shards, x)
-        # what the backward pass need not gather again, and what it need not compute again
-        columns = part.block.columns if placement.size > 1 else None
-        kept = found.kept
-    mine = local.row_statistics(arrays, rows)
+    block = _block(problem, arrays)
+    backend.check(block, options)
+    found = local.lse_function(backend, keep)(block, two_sided, options)
+    mine = local.row_statistics(arrays, [found])
     loss = arrays.weighted_nll(*mine, problem.row_weight, problem.row_target)
+    # what the backward pass need not gather again
+    columns = block.columns if placement.size > 1 else None
     if not two_sided:
-        return replace(together(problem, loss, *mine[:2], arrays=arrays), gathered=columns, kept=kept)
-    n, p, s = (arrays.concat([x[r] for r in sorted(x)]) for x in sides)
-    total, lses, over = _over_columns(problem, arrays, loss, (n, p, s))
+        return replace(finalize_loss(problem, loss, *mine[:2], arrays=arrays), gathered=columns, kept=found.kept)
+    total, lses, over = _over_columns(problem, arrays, loss, local.column_statistics(arrays, [found]))
     value = arrays.cast(total, arrays.dtype(problem.scale))
-    return local.Forward(value, mine[0], mine[1], lses[0], lses[1], columns, over, kept)
+    return local.Forward(value, mine[0], mine[1], lses[0], lses[1], columns, over, found.kept)
 
 
 def _over_columns(
@@ -150,8 +82,8 @@ def _over_columns(
 ) -> tuple[Array, Sequence[Array], tuple[Array, Array] | None]:
     """The loss of all ranks, N and P of this rank's columns, and what backward needs to know of all (``Forward.over``).
 
-    Every rank is sent what every rank's rows give every column, and merges it itself: few bytes beside the columns'
-    features, and a message less than if each column's owner merged its own and told the others.
+    Every rank receives what every rank's rows give every column, and merges it itself: few bytes beside the columns'
+    features, and one message fewer than if each column's owner merged its own and sent the result.
 
     Args:
         problem: this rank's part.
@@ -164,8 +96,8 @@ def _over_columns(
     weight, target = problem.column_weight, problem.column_target
     if n == 1:
         return loss + arrays.weighted_nll(*state, weight, target), state[:2], None
-    own, (losses,), incoming = everywhere(placement, arrays, [loss])
-    # rows that begin where 16 bytes do: kernels are compiled anew for others, and read them slower
+    own, (losses,), incoming = scalar_gather_buffers(placement, arrays, [loss])
+    # rows aligned to 16 bytes: kernels are compiled again for others, and read them more slowly
     total = sum(widths)
     lses, weights = (arrays.empty((2, -(-total // 4) * 4), arrays.dtype(x), x)[:, :total] for x in (state[0], weight))
     parts = [buffers.split(x, widths) for x in (weights[0], weights[1])]
@@ -206,82 +138,41 @@ def backward(
         (negative, positive), (column_weight, column_target) = saved.over
         lses = negative, positive
         problem = replace(problem, column_weight=column_weight, column_target=column_target)
-    own, *others = _parts(problem, arrays, saved.gathered)
-    at_once = backend.finished is not None and wanted.rows and not others
+    block = _block(problem, arrays, saved.gathered)
+    at_once = backend.finished is not None and wanted.rows
     # the weights carry the factor unless the backend multiplies by it
     weighted = problem if at_once else scaled_weights(problem, upstream)
     rows = saved.row_negative_lse, saved.row_positive_lse, weighted.row_weight, weighted.row_target
-    # of one direction the log-sum-exps that were saved may be none, or empty
-    columns: Sequence[Array | None] = (None,) * 4
+    # a loss of one direction may have saved no log-sum-exps, or empty ones
+    columns: Sequence[Array | None] = ()
     if weighted.column_weight is not None:
         columns = *lses, weighted.column_weight, weighted.column_target
-
-    def weights(part: _Part, kept: Array | None = None) -> Weights:
-        n, p, weight, target = (part.along(placement.shards, x, arrays) for x in columns)
-        return Weights(*rows, n, p, weight, target, kept)
-
+    weights = Weights(*rows, *columns)
+    row_sum = row_gradient = None
     if at_once and backend.finished is not None:
-        # this rank's rows meet every column here: only the columns' sums have other ranks' parts to come
+        # this rank's rows are complete here; the columns' sums still lack the other ranks' parts
         form: ColumnForm | None = "sums" if any(wanted.columns) else None
         factor = upstream * placement.factor
-        found = backend.finished(own.block, weights(own, saved.kept), factor, form, options)
-        inner = [found.inner] if wanted.scale else []
-        sums, totals = _returned(placement, arrays, found.columns, wanted.columns, inner)
-        row_sum, row_gradient = None, found.rows
+        found = backend.finished(block, replace(weights, kept=saved.kept), factor, form, options)
+        row_gradient, column_sum, inner = found.rows, found.columns, found.inner
     else:
         row_sum = local.accumulator(backend, problem.rows, wanted.rows or wanted.scale)
-
-        def add(part: _Part, column_sum: Array | None) -> None:
-            backend.gradients(part.block, weights(part), row_sum, column_sum, options)
-
-        def number() -> list[Array]:
-            return [arrays.inner(problem.rows, row_sum)] if wanted.scale else []
-
-        sums, totals = _swept(placement, backend, (own, *others), wanted.columns, add, number)
-        row_gradient = None
+        column_sum = local.accumulator(backend, block.columns, any(wanted.columns))
+        backend.gradients(block, weights, row_sum, column_sum, options)
+        inner = arrays.inner(problem.rows, row_sum) if wanted.scale else None
+    sums, totals = _returned(placement, arrays, column_sum, wanted.columns, [inner] if wanted.scale else [])
     features = local.Wanted(wanted.rows, wanted.columns, scale=False)
-    rest = local.finish(problem.rows, problem.scale, local.Sums(row_sum, sums, None), None, features, arrays)
+    rest = local.gradients_from_sums(
+        problem.rows, problem.scale, local.Sums(row_sum, sums, None), None, features, arrays
+    )
     scale = mean(placement, arrays, totals[0], problem.scale) if wanted.scale else None
     return local.Gradients(rest.rows if row_gradient is None else row_gradient, rest.columns, scale, None)
-
-
-def _swept(
-    placement: Placement,
-    backend: Backend,
-    parts: Sequence[_Part],
-    wants: tuple[bool, ...],
-    add: Callable[[_Part, Array | None], None],
-    numbers: Callable[[], Sequence[Array]],
-) -> tuple[tuple[Array | None, ...], Sequence[Array]]:
-    """The gradient sums of this rank's column blocks, and the sums of numbers, over all ranks' rows.
-
-    ``add(part, into)`` computes one part, and ``numbers()`` what is to be summed once all are. This rank's own part is
-    the last: meanwhile the others' sums go home.
-    """
-    arrays, me = backend.arrays, placement.rank
-    *mine, last = parts
-    found = local.accumulator(backend, last.block.columns, any(wants))
-    add(last, found)
-    if not mine:
-        return _returned(placement, arrays, found, wants, numbers())
-    (own,) = mine
-    if found is None:
-        add(own, None)
-        return (None,) * len(wants), summed(placement, arrays, *numbers())
-    total = local.accumulator(backend, own.block.columns, True)
-    outgoing = {r: [x] for r, x in last.by_rank(placement.shards, found).items()}
-    arriving = dict(zip(outgoing, buffers.like(total, len(outgoing)), strict=True))
-    pending = placement.communicator.exchange(outgoing, {r: [x] for r, x in arriving.items()})
-    add(own, total)
-    pending.wait()
-    sums = _by_block(placement, arrays, _added_up(arriving, me, total), wants)
-    return sums, summed(placement, arrays, *numbers())
 
 
 def _added_up(arrived: Mapping[int, Array], me: int, own: Array) -> Array:
     """The sum of what arrived and of this rank's own, in the order of the ranks, in memory of what arrived."""
     parts = {**arrived, me: own}
-    # what stands first or second is not needed any more once it has been added
+    # the first or second part is not needed once it has been added
     into = arrived[1 if me == 0 else 0]
     buffers.add_up([parts[r] for r in sorted(parts)], into)
     return into
@@ -303,7 +194,7 @@ def _returned(
     parts = buffers.split(whole, widths)
     others = [r for r in range(n) if r != me]
     arriving = dict(zip(others, buffers.like(parts[me], n - 1), strict=True))
-    own, totals, incoming = everywhere(placement, arrays, numbers)
+    own, totals, incoming = scalar_gather_buffers(placement, arrays, numbers)
     outgoing = {r: own if r == me else [parts[r], *own] for r in range(n)}
     for r in others:
         incoming[r].insert(0, arriving[r])
@@ -315,7 +206,7 @@ def _returned(
 def _by_block(
     placement: Placement, arrays: ArrayLibrary, own: Array, wants: tuple[bool, ...]
 ) -> tuple[Array | None, ...]:
-    """What is wanted of this rank's columns, block by block."""
+    """The wanted gradient sums of this rank's columns, block by block."""
     places = placement.shards.blocks(placement.rank)
     parts = [own[where] if want else None for where, want in zip(places, wants, strict=True)]
     # gradients of several blocks must not share memory: an operator's results may not
@@ -336,21 +227,13 @@ def sigmoid(
 ) -> tuple[Array, local.Sums | None]:
     """The global sigmoid loss and, in the same pass, the sums behind this rank's gradients."""
     placement, arrays = placed(problem), backend.arrays
-    row_sum = local.accumulator(backend, problem.rows, wanted is not None and (wanted.rows or wanted.scale))
+    block = _block(problem, arrays)
+    backend.check(block, options)
     wants = (False,) * len(problem.columns) if wanted is None else wanted.columns
-    losses: list[Array] = []
-    slopes: list[Array] = []
-
-    def add(part: _Part, column_sum: Array | None) -> None:
-        backend.check(part.block, options)
-        row_loss, slope = backend.sigmoid(part.block, problem.row_weight, row_sum, column_sum, options)
-        losses.append(local.weighted_total(arrays, problem.row_weight, row_loss))
-        slopes.append(slope)
-
-    parts = tuple(_parts(problem, arrays))
-    columns, (loss,) = _swept(placement, backend, parts, wants, add, lambda: [sum(losses[1:], losses[0])])
-    value = arrays.cast(loss, arrays.dtype(problem.scale))
-    if wanted is None:
-        return value, None
-    totals = [arrays.total(x) for x in slopes]
-    return value, local.Sums(row_sum, columns, sum(totals[1:], totals[0]))
+    row_sum = local.accumulator(backend, problem.rows, wanted is not None and (wanted.rows or wanted.scale))
+    column_sum = local.accumulator(backend, block.columns, any(wants))
+    row_loss, slope = backend.sigmoid(block, problem.row_weight, row_sum, column_sum, options)
+    loss = local.weighted_total(arrays, problem.row_weight, row_loss)
+    columns, (total,) = _returned(placement, arrays, column_sum, wants, [loss])
+    value = arrays.cast(total, arrays.dtype(problem.scale))
+    return value, None if wanted is None else local.Sums(row_sum, columns, arrays.total(slope))

@@ -19,7 +19,7 @@ Triple = tuple[Array, Array, Array]
 
 
 def ieee(function: Callable[P, R]) -> Callable[P, R]:
-    """NaN and infinity are answers here, and NumPy is not to warn of them."""
+    """Silence NumPy's warnings of NaN and infinity: here they are results."""
 
     @wraps(function)
     def quiet(*args: P.args, **kwargs: P.kwargs) -> R:
@@ -94,8 +94,8 @@ class Sums:
     total: Array | None
 
 
-def survey(backend: Backend, keep: bool) -> LseFunction:
-    """``lse`` of a backend, or ``keeping`` where it has one and ``finished`` will make the block's gradients."""
+def lse_function(backend: Backend, keep: bool) -> LseFunction:
+    """A backend's ``lse``, or ``keeping`` where it has one and ``finished`` will compute the gradients."""
     keeps = keep and backend.finished is not None
     return backend.keeping if keeps and backend.keeping is not None else backend.lse
 
@@ -108,14 +108,14 @@ def forward(problem: Problem, backend: Backend, options: Options, *, keep: bool 
         problem: of one process.
         backend: computes its blocks.
         options: how.
-        keep: whether the gradients of rows and columns will be asked for, so that the backend may keep what spares
-            them work; of a problem of one column block.
+        keep: whether the gradients of rows and columns will be asked for, so that the backend may keep what they
+            can reuse; of a problem of one column block.
 
     Raises:
         UnsupportedProblemError: the backend refuses one of the blocks.
     """
     arrays, two_sided = backend.arrays, problem.column_weight is not None
-    lse = survey(backend, keep and len(problem.columns) == 1)
+    lse = lse_function(backend, keep and len(problem.columns) == 1)
     parts = []
     for _, block in problem.blocks():
         backend.check(block, options)
@@ -164,8 +164,10 @@ def backward(
     for (where, block), want in zip(weighted.blocks(), wanted.columns, strict=True):
         column_sums.append(accumulator(backend, block.columns, want))
         backend.gradients(block, _weights(weighted, saved, where), row_sum, column_sums[-1], options)
-    # the upstream gradient is in the weights already, and a softmax does not feel a bias
-    return finish(problem.rows, problem.scale, Sums(row_sum, tuple(column_sums), None), None, wanted, backend.arrays)
+    # the upstream gradient is in the weights already, and a softmax does not depend on a bias
+    return gradients_from_sums(
+        problem.rows, problem.scale, Sums(row_sum, tuple(column_sums), None), None, wanted, backend.arrays
+    )
 
 
 def _weights(problem: Problem, saved: Forward, where: slice) -> Weights:
@@ -184,7 +186,7 @@ def accumulator(backend: Backend, features: Array, want: bool) -> Array | None:
 
 
 def weighted_total(arrays: ArrayLibrary, weight: Array, x: Array) -> Array:
-    """``sum_i weight_i x_i`` in float64, 0-d; a weight of 0 silences whatever x is."""
+    """``sum_i weight_i x_i`` in float64, 0-d; a weight of 0 gives 0 for any x, NaN included."""
     weight = arrays.cast(weight, "float64")
     return arrays.total(arrays.where(weight == 0, 0.0, weight * arrays.cast(x, "float64")))
 
@@ -208,7 +210,7 @@ def sigmoid(problem: Problem, wanted: Wanted | None, backend: Backend, options: 
 
 
 @ieee
-def finish(
+def gradients_from_sums(
     rows: Array,
     scale: Array,
     sums: Sums,

@@ -15,7 +15,7 @@ Exchange = Literal["auto", "ring", "gather", "local"]
 Reduction = Literal["mean", "sum"]
 
 GATHERED_MIB = 2048
-"""What ``auto`` lets the gathered columns, their gradient and the other ranks' parts of it take on each rank.
+"""What the gathered columns, their gradient and the other ranks' parts of it may take on each rank with ``auto``.
 
 Gathering is at least as fast as the ring wherever it was measured (``docs/scaling.md``): its messages are fewer. The
 ring is for batches of which no rank is to hold all columns.
@@ -37,7 +37,7 @@ class Shards:
     widths: tuple[int, ...] = field(init=False, compare=False)
 
     def __post_init__(self) -> None:
-        # asked for dozens of times in a step
+        # read dozens of times in a step
         object.__setattr__(self, "widths", tuple(map(sum, self.columns)))
 
     def start(self, rank: int) -> int:
@@ -60,8 +60,8 @@ class Choice:
 
 
 @lru_cache(maxsize=64)
-def choose(shards: Shards, width: int, itemsize: int) -> Choice:
-    """What ``exchange="auto"`` stands for. It follows from the sizes alone, so that every rank comes to the same.
+def choose_exchange(shards: Shards, width: int, itemsize: int) -> Choice:
+    """The choice of ``exchange="auto"``. It depends on the sizes alone, so that every rank makes the same.
 
     Args:
         shards: of every rank.
@@ -104,7 +104,7 @@ class Placement:
 
     @property
     def size(self) -> int:
-        """How many ranks there are."""
+        """The number of ranks."""
         return self.communicator.size
 
     @property
@@ -114,10 +114,10 @@ class Placement:
 
     @property
     def factor(self) -> float:
-        """What the features' gradient of the global loss is multiplied by.
+        """The factor on the features' gradient of the global loss.
 
         A parameter's gradient is the sum of what each rank's features send back. A trainer that takes the mean over
-        the n ranks divides that by n, which is made good here, once; one that takes the sum does not. The gradients of
+        the n ranks divides that by n, which this factor undoes; one that takes the sum does not. The gradients of
         scale and bias, which every rank holds whole, are those of the global loss under a mean, and 1 / n of them
         under a sum.
         """

@@ -1,8 +1,8 @@
-"""The ring (Inf-CL Alg. 1 and 3, corrected): the rows stay, the shards of the columns come by.
+"""The ring (Inf-CL Alg. 1 and 3, corrected): the rows stay, the shards of the columns go from rank to rank.
 
-At step j rank i holds the shard of rank ``(i - j) mod n``. The next shard is posted before the block at hand is
-computed. What accumulates over the visits rides one step behind its shard: it is awaited only after the next block is
-computed, and comes home on hop n. Memory is O(b d / n) per rank.
+At step j rank i holds the shard of rank ``(i - j) mod n``. The next shard is posted before the current block is
+computed. What the ranks add up for a shard follows one step behind it: a rank waits for it only after the next block is
+computed, and it returns to its owner after n hops. Memory is O(b d / n) per rank.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from contrastile.comm.communicator import Pending
 from contrastile.schedules import local
 from contrastile.schedules.placement import Placement
 from contrastile.schedules.problem import Problem
-from contrastile.schedules.shared import aside, finish, placed, scaled_weights, summed, together
+from contrastile.schedules.sums import finalize_loss, gradients_over_ranks, placed, scaled_weights, summed
 
 
 def visits(
@@ -27,7 +27,7 @@ def visits(
     Args:
         placement: of the problem.
         arrays: their library.
-        own: this rank's arrays, contiguous; they are read until the first step is over.
+        own: this rank's arrays, contiguous; not to be changed before the second step.
         sizes: a rank's number -> the leading sizes of its arrays.
     """
     held, n = list(own), placement.size
@@ -35,21 +35,24 @@ def visits(
         owner = (placement.rank - step) % n
         pending, following = None, held
         if step + 1 < n:
-            coming = sizes((owner - 1) % n)
-            following = [arrays.empty((k, *x.shape[1:]), arrays.dtype(x), x) for k, x in zip(coming, own, strict=True)]
+            following = _buffers(arrays, own, sizes((owner - 1) % n))
             pending = placement.communicator.shift(held, following)
-        placement.communicator.visit(step, owner)
         yield owner, held
         if pending is not None:
             pending.wait()
         held = following
 
 
-class Rider:
-    """What accumulates over a shard's visits, one step behind the shard.
+def _buffers(arrays: ArrayLibrary, like: Sequence[Array], sizes: Sequence[int]) -> list[Array]:
+    """Unwritten arrays of these leading sizes, and otherwise like those given."""
+    return [arrays.empty((k, *x.shape[1:]), arrays.dtype(x), x) for k, x in zip(sizes, like, strict=True)]
 
-    ``combine(arrived, here)`` joins one array of what the earlier ranks found with this rank's; one for each array, or
-    one for all.
+
+class RingAccumulator:
+    """Arrays that every rank adds to for each shard; they travel one step behind the shard.
+
+    ``combine(arrived, here)`` combines an array of the earlier ranks with this rank's; one function per array, or one
+    for all.
     """
 
     def __init__(self, placement: Placement, arrays: ArrayLibrary, *combine: Callable[[Array, Array], Array]) -> None:
@@ -58,30 +61,27 @@ class Rider:
         self._sent: Sequence[Array] = ()
         self._pending: Pending | None = None
 
-    def leave(self, owner: int, here: Sequence[Array], sizes: Callable[[int], Sequence[int]]) -> None:
-        """Join what has arrived for this owner's shard with what was found here, and send it on."""
-        whole = self._joined(here)
+    def send_on(self, owner: int, here: Sequence[Array], sizes: Callable[[int], Sequence[int]]) -> None:
+        """Combine what has arrived for this owner's shard with what was found here, and send it to the next rank."""
+        whole = self._combined(here)
         n = self.placement.size
         if n == 1 or not whole:
             self._arriving = whole
             return
-        coming = sizes((owner - 1) % n)
-        self._arriving = [
-            self.arrays.empty((k, *x.shape[1:]), self.arrays.dtype(x), x) for k, x in zip(coming, here, strict=True)
-        ]
-        # kept, for the message owns it until it has been waited for
+        self._arriving = _buffers(self.arrays, here, sizes((owner - 1) % n))
+        # kept: the message owns it until the wait
         self._sent = whole
         self._pending = self.placement.communicator.shift(whole, self._arriving)
 
-    def _joined(self, here: Sequence[Array]) -> list[Array]:
+    def _combined(self, here: Sequence[Array]) -> list[Array]:
         if self._pending is None:
             return list(here)
         self._pending.wait()
         each = self.combine * len(here) if len(self.combine) == 1 else self.combine
-        return [join(a, b) for join, a, b in zip(each, self._arriving, here, strict=True)]
+        return [combine(a, b) for combine, a, b in zip(each, self._arriving, here, strict=True)]
 
-    def home(self) -> list[Array]:
-        """What all ranks found for this rank's own shard, once every shard has been left."""
+    def result(self) -> list[Array]:
+        """What all ranks found for this rank's own shard, once every shard has been sent on."""
         if self._pending is not None:
             self._pending.wait()
         return self._arriving
@@ -89,7 +89,7 @@ class Rider:
 
 @dataclass(frozen=True, slots=True)
 class _Visit:
-    """A rank's shard at hand: its column blocks, the ids of its columns, and vectors over them."""
+    """The shard that a rank holds now: its column blocks, the ids of its columns, and vectors over them."""
 
     owner: int
     columns: Sequence[Array]
@@ -98,12 +98,10 @@ class _Visit:
 
 
 class _Shards:
-    """What travels, and how much of it each rank has."""
+    """What travels around the ring, and how much of it each rank has."""
 
     def __init__(self, problem: Problem, arrays: ArrayLibrary, vectors: Sequence[Array]) -> None:
         self.problem, self.placement, self.arrays = problem, placed(problem), arrays
-        # whatever the answer: it makes the communicator ready for the shards
-        aside(self.placement, problem)
         ids = [] if problem.column_ids is None else [problem.column_ids]
         self.own = [arrays.contiguous(x) for x in (*problem.columns, *ids, *vectors)]
         self.blocks, self.ids, self.vectors = len(problem.columns), len(ids), len(vectors)
@@ -121,7 +119,7 @@ class _Shards:
 
 
 def _blocks(problem: Problem, placement: Placement, visit: _Visit) -> Iterator[tuple[slice, Block]]:
-    """The problem's rows against each block of the shard at hand; with the block's place in that shard."""
+    """The problem's rows against each block of the visited shard, with the block's place in that shard."""
     for where, columns in zip(placement.shards.blocks(visit.owner), visit.columns, strict=True):
         start = placement.shards.start(visit.owner) + where.start
         yield where, problem.block(columns, start, None if visit.ids is None else visit.ids[where])
@@ -138,7 +136,7 @@ def forward(problem: Problem, backend: Backend, options: Options) -> local.Forwa
     placement, arrays = placed(problem), backend.arrays
     two_sided = problem.column_weight is not None
     rows: list[Statistics] = []
-    rider = Rider(placement, arrays, arrays.merge, arrays.merge, _added)
+    accumulator = RingAccumulator(placement, arrays, arrays.merge, arrays.merge, _added)
 
     def widths(rank: int) -> list[int]:
         return [placement.shards.widths[rank]] * 3
@@ -150,14 +148,14 @@ def forward(problem: Problem, backend: Backend, options: Options) -> local.Forwa
             parts.append(backend.lse(block, two_sided, options))
         rows = [Statistics(*local.row_statistics(arrays, [*rows, *parts]))]
         if two_sided:
-            rider.leave(visit.owner, local.column_statistics(arrays, parts), widths)
+            accumulator.send_on(visit.owner, local.column_statistics(arrays, parts), widths)
     mine = local.row_statistics(arrays, rows)
     loss = arrays.weighted_nll(*mine, problem.row_weight, problem.row_target)
     if not two_sided:
-        return together(problem, loss, *mine[:2], arrays=arrays)
-    n, p, s = rider.home()
+        return finalize_loss(problem, loss, *mine[:2], arrays=arrays)
+    n, p, s = accumulator.result()
     loss = loss + arrays.weighted_nll(n, p, s, problem.column_weight, problem.column_target)
-    return together(problem, loss, *mine[:2], n, p, arrays=arrays)
+    return finalize_loss(problem, loss, *mine[:2], n, p, arrays=arrays)
 
 
 @local.ieee
@@ -190,7 +188,7 @@ def backward(
             backend.gradients(block, weights, None if row_sum is None else row_sum[rows], target, options)
 
     sums = local.Sums(row_sum, _walk(shards, wanted.columns, backend, compute), None)
-    return finish(problem.rows, problem.scale, placement, sums, None, wanted, arrays)
+    return gradients_over_ranks(problem.rows, problem.scale, placement, sums, None, wanted, arrays)
 
 
 @local.ieee
@@ -228,12 +226,12 @@ def _walk(
 ) -> tuple[Array | None, ...]:
     """Gradient sums of this rank's columns, over all ranks' rows; ``compute(rows, visit, into)`` adds one rank's part.
 
-    This rank's own block is computed half at the start, behind the first message, and half at the end, behind the
-    last one, which brings the sums home.
+    This rank computes its own block half at the start, while the first message travels, and half at the end, while the
+    last one returns its sums.
     """
     placement, m = shards.placement, shards.problem.rows.shape[0]
     half = (m + 1) // 2 if placement.size > 1 and any(wants) else m
-    rider = Rider(placement, backend.arrays, _added)
+    accumulator = RingAccumulator(placement, backend.arrays, _added)
 
     def sizes(rank: int) -> list[int]:
         return [k for k, want in zip(placement.shards.columns[rank], wants, strict=True) if want]
@@ -247,13 +245,13 @@ def _walk(
     for visit in shards:
         first = visit.owner == placement.rank
         own = visit if first else own
-        # no name keeps what has left: its memory is the message's
-        rider.leave(visit.owner, part(slice(0, half if first else m), visit), sizes)
+        # no name keeps what is sent: its memory is the message's
+        accumulator.send_on(visit.owner, part(slice(0, half if first else m), visit), sizes)
     rest: Sequence[Array | None] = [None] * sum(wants)
     if half < m:
         assert own is not None
         rest = part(slice(half, m), own)
-    found = map(_added, rider.home(), rest)
+    found = map(_added, accumulator.result(), rest)
     return tuple(next(found) if want else None for want in wants)
 
 

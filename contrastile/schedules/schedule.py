@@ -8,9 +8,10 @@ from types import ModuleType
 
 from contrastile.backends.arrays import ArrayLibrary
 from contrastile.backends.contract import Array, Backend, Options
-from contrastile.schedules import gather, local, ring, shared
+from contrastile.schedules import gather, local, ring
 from contrastile.schedules.placement import Placement
 from contrastile.schedules.problem import Problem
+from contrastile.schedules.sums import gradients_over_ranks
 
 
 def _module(problem: Problem) -> ModuleType:
@@ -21,7 +22,7 @@ def _module(problem: Problem) -> ModuleType:
 
 @contextmanager
 def _phase(placement: Placement | None, wanted: local.Wanted | None = None) -> Iterator[None]:
-    """While open, a phase of the call: with ``wanted`` its backward, else its forward, which the handshake has begun.
+    """A phase of the call: the backward where ``wanted`` is given, else the forward, which the handshake has begun.
 
     Raises:
         ExchangeError: see ``Placement.enter``.
@@ -80,8 +81,8 @@ def finish(
     With ``upstream`` None it is 1, and the sums are consumed where no factor is left to apply.
     """
     if placement is None:
-        return local.finish(rows, scale, sums, upstream, wanted, arrays)
+        return local.gradients_from_sums(rows, scale, sums, upstream, wanted, arrays)
     one = arrays.full((), 1.0, arrays.dtype(scale), rows)
     factor = (one if upstream is None else upstream) * placement.factor
     with _phase(placement, wanted):
-        return shared.finish(rows, scale, placement, sums, factor, wanted, arrays)
+        return gradients_over_ranks(rows, scale, placement, sums, factor, wanted, arrays)

@@ -51,13 +51,11 @@ class Spread:
         rows: rows of each rank; the first rank's are the problem's first.
         blocks: sizes of the column blocks that a rank computes its rows against, in one call each.
         halved: a rank may compute its rows against one shard in two calls, half of the rows in each.
-        own: the fewest columns that a rank may take apart from the others', in a call more; 0 where none does.
     """
 
     rows: tuple[int, ...]
     blocks: tuple[int, ...]
     halved: bool = False
-    own: int = 0
 
 
 @dataclass(frozen=True)
@@ -126,10 +124,10 @@ def arithmetic(
     return Arithmetic(
         accuracy,
         dtype,
-        over_columns=_lengths(accuracy, here.blocks, tile[1], here.own),
+        over_columns=_lengths(accuracy, here.blocks, tile[1]),
         over_rows=_lengths(accuracy, here.rows, tile[0], half),
         ranks=here.rows,
-        totals=0 if spread is None else 2 * len(here.rows) * (len(here.blocks) + (here.own > 0)),
+        totals=0 if spread is None else 2 * len(here.rows) * len(here.blocks),
     )
 
 

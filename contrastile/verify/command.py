@@ -14,7 +14,7 @@ from typing import Any
 from contrastile.backends import registry
 from contrastile.backends.arrays import FLOATS
 from contrastile.backends.contract import PRECISIONS
-from contrastile.verify import cases, report, sharded, strategies, worker, worlds
+from contrastile.verify import cases, launched, report, sharded, strategies, worker
 from contrastile.verify.distributed import DISTRIBUTED
 from contrastile.verify.files import why_not_writable
 from contrastile.verify.isolation import DEADLINE, Isolated
@@ -58,7 +58,7 @@ def main(args: argparse.Namespace) -> int:
         if args.list:
             print(listing())
             return PASS
-        with worlds.opened(args.world, args.device) as world:
+        with launched.opened(args.world, args.device) as world:
             _require_writable(args, world)
             return _alone(args, world) if world is None or isinstance(world, Threads) else _together(args, world)
     except (CannotRunError, WorldError) as error:

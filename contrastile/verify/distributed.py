@@ -1,6 +1,6 @@
-"""What a right backend does as the ranks of a world: the properties of ``contrastile verify --world``.
+"""The properties of ``contrastile verify --world``: what a correct backend does on several ranks.
 
-A case is cut into uneven parts, the parts are computed with a communicator, and what comes out is put together and held
+A case is cut into uneven parts, the ranks compute them over a communicator, and the joined results are held
 to the oracle of the whole: log-sum-exps and gradients of every rank's own rows and columns, after the factor of
 ``Placement.factor`` has been taken away.
 """
@@ -24,7 +24,7 @@ _EVERYWHERE = ("loss", "scale", "bias")
 
 
 def cuts(trial: Trial) -> Iterator[tuple[str, Cut]]:
-    """The ways in which a case is shared: at random, one row on the first rank, rows and columns far from each other.
+    """The cuts of a case: at random, one row on the first rank, rows and columns far from each other.
 
     A rank may have nothing at all.
     """

@@ -8,6 +8,7 @@ the others with it.
 from __future__ import annotations
 
 import faulthandler
+import importlib.util
 import os
 import pickle
 from collections.abc import Callable, Iterator
@@ -15,8 +16,10 @@ from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Any, TypeVar
 
-from contrastile.comm.communicator import Communicator, ExchangeError, connect, deadline_or
-from contrastile.verify.worlds import WorldError
+from contrastile.comm.communicator import Communicator, ExchangeError
+from contrastile.comm.connect import connect
+from contrastile.comm.watchdog import deadline_or
+from contrastile.verify.worlds import LARGEST, Threads, World, WorldError
 
 T = TypeVar("T")
 
@@ -29,10 +32,10 @@ class Launched:
         name: what ``--world`` calls it.
         launch: the words that start ``contrastile`` like this.
         rank: this process's number.
-        size: how many there are.
+        size: the number of processes.
         everybody: everybody's object, by rank, from this process's own.
         duplicate: a fresh group of all processes.
-        free: gives one back before another test; None where they are dear, and kept for the next.
+        free: frees one before another test; None where groups are expensive, and kept for the next test.
     """
 
     name: str
@@ -56,7 +59,7 @@ class Launched:
     def begin(self) -> None:
         """See ``World``."""
         if self._group is not None and self.free is not None:
-            # what stands for it goes with it
+            # its communicator is freed with it
             self.free(self._group)
             self._group = self._communicator = None
 
@@ -78,7 +81,7 @@ class Launched:
             found = self.everybody(mine)
         errors = [error for _, error in found if error is not None]
         if errors:
-            # what has gone wrong may have left messages behind
+            # a failed program may have left messages behind
             self._group = self._communicator = None
             raise min(errors, key=lambda error: isinstance(error, ExchangeError))
         return [value for value, _ in found]
@@ -91,7 +94,7 @@ class Launched:
 
     @contextmanager
     def _watched(self) -> Iterator[None]:
-        """A process that gets stuck says where, and ends."""
+        """A process that hangs prints its stacks, and ends."""
         faulthandler.dump_traceback_later(self._watchdog, exit=True)
         try:
             yield
@@ -100,12 +103,34 @@ class Launched:
 
 
 def _portable(error: Exception) -> Exception:
-    """The error, or one that says the same and can be sent."""
+    """The error, or one with the same message that can be pickled."""
     try:
         back = pickle.loads(pickle.dumps(error))
     except Exception:
         back = None
     return error if type(back) is type(error) else RuntimeError(f"{type(error).__name__}: {error}")
+
+
+@contextmanager
+def opened(name: str | None, device: str) -> Iterator[World | None]:
+    """The world that ``--world`` names; None for none.
+
+    Raises:
+        WorldError: there is no such world, or its launcher or package is missing.
+    """
+    if name is None:
+        yield None
+        return
+    if name not in ("mpi", "torch"):
+        if not (name.isdecimal() and 1 <= int(name) <= LARGEST):
+            raise WorldError(f"--world must be 1..{LARGEST}, mpi or torch, got {name!r}")
+        yield Threads(int(name))
+        return
+    package = {"mpi": "mpi4py", "torch": "torch"}[name]
+    if importlib.util.find_spec(package) is None:
+        raise WorldError(f"--world {name} needs {package}; run: pip install 'contrastile[{name}]'")
+    with (mpi if name == "mpi" else torch)(device) as world:
+        yield world
 
 
 @contextmanager

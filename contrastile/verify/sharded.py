@@ -1,4 +1,4 @@
-"""Problems that hypothesis draws, each with the parts in which the ranks of a world share it."""
+"""Problems that hypothesis draws, each with its cut into the parts of the ranks."""
 
 from __future__ import annotations
 
@@ -52,10 +52,10 @@ class Shared:
 
     @staticmethod
     def parse(text: str) -> Shared:
-        """What prints as this text.
+        """Parse what ``str`` writes.
 
         Raises:
-            ValueError: nothing does.
+            ValueError: the text is not that of a recipe.
         """
         words = text.removeprefix(f"{CASE}:").split(",", 5)
         try:
@@ -106,7 +106,7 @@ def sharded(subject: Subject, case: str) -> Iterator[tuple[str, Worst]]:
             try:
                 _hold(drawn, subject)
             except Exception:
-                # the leader sees the same, and says so
+                # the leader sees the same error, and reports it
                 continue
         yield cast("tuple[str, Worst]", world.share(None))
         return

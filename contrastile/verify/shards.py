@@ -140,7 +140,5 @@ class Cut:
         """How this world takes its sums."""
         shards = self.shards
         if exchange == "gather":
-            # whether a rank takes its own columns apart is for the communicator to say: the bound holds either way
-            fewest = min(filter(None, shards.widths), default=0) if len(shards.widths) > 1 else 0
-            return Spread(shards.rows, (sum(shards.widths),), own=fewest)
+            return Spread(shards.rows, (sum(shards.widths),))
         return Spread(shards.rows, tuple(size for blocks in shards.columns for size in blocks), halved=True)

@@ -70,7 +70,7 @@ class Task:
 
 
 def load(named: list[str] | None) -> Iterator[tuple[str, Backend | str]]:
-    """Each backend to run by its name; the reason, for one that is not available and was not asked for by name.
+    """Each backend to run, by name; for one that is unavailable and was not asked for by name, the reason.
 
     Raises:
         CannotRunError: one that was asked for cannot be had.
@@ -162,7 +162,7 @@ def main() -> None:
         _run(Task(**order["task"]), order["start"], order["lost"], say, output)
     except CannotRunError as error:
         say(cannot=str(error))
-    # everything is said, and no finaliser is to have the last word
+    # everything is reported: run no finalisers
     os._exit(0)
 
 

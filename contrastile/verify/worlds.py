@@ -6,14 +6,12 @@ a program returns is known to all, so that all come to the same verdict.
 
 from __future__ import annotations
 
-import importlib.util
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any, Protocol, TypeVar
 
 from contrastile.comm.communicator import Communicator
-from contrastile.comm.inprocess import Town
+from contrastile.comm.inprocess import InProcessGroup
 
 T = TypeVar("T")
 
@@ -22,7 +20,7 @@ LARGEST = 8
 
 
 class WorldError(ValueError):
-    """There is no such world, or it cannot be had here; the message says how."""
+    """There is no such world, or it is not available here; the message says what to do."""
 
 
 class World(Protocol):
@@ -30,7 +28,7 @@ class World(Protocol):
 
     @property
     def size(self) -> int:
-        """How many there are."""
+        """The number of ranks."""
         ...
 
     @property
@@ -75,7 +73,7 @@ class Threads:
     """All ranks in this process.
 
     Attributes:
-        size: how many.
+        size: the number of ranks.
     """
 
     size: int
@@ -94,36 +92,12 @@ class Threads:
         return ["contrastile"]
 
     def begin(self) -> None:
-        """See ``World``. Every run has a town of its own."""
+        """See ``World``. Every run has a group of its own."""
 
     def run(self, program: Callable[[Any], T], *, late: bool = False) -> list[T]:
         """See ``World``."""
-        return Town[T](self.size, late=late).run(program)
+        return InProcessGroup[T](self.size, late=late).run(program)
 
     def share(self, x: T) -> T:
         """See ``World``."""
         return x
-
-
-@contextmanager
-def opened(name: str | None, device: str) -> Iterator[World | None]:
-    """The world that ``--world`` names; None for none.
-
-    Raises:
-        WorldError: there is none such, or its launcher or package is not there.
-    """
-    if name is None:
-        yield None
-        return
-    if name not in ("mpi", "torch"):
-        if not (name.isdecimal() and 1 <= int(name) <= LARGEST):
-            raise WorldError(f"--world must be 1..{LARGEST}, mpi or torch, got {name!r}")
-        yield Threads(int(name))
-        return
-    package = {"mpi": "mpi4py", "torch": "torch"}[name]
-    if importlib.util.find_spec(package) is None:
-        raise WorldError(f"--world {name} needs {package}; run: pip install 'contrastile[{name}]'")
-    from contrastile.verify import launched
-
-    with (launched.mpi if name == "mpi" else launched.torch)(device) as world:
-        yield world

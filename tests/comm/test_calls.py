@@ -17,11 +17,11 @@ from mpi4py import MPI
 import contrastile
 from contrastile.comm import calls
 from contrastile.comm.calls import Calls, Conflict, Label
-from contrastile.comm.communicator import ExchangeError
-from contrastile.comm.inprocess import InProcess, Town
+from contrastile.comm.communicator import ExchangeError, Parts
+from contrastile.comm.inprocess import InProcess, InProcessGroup
 from contrastile.comm.mpi import MPIChannel
-from contrastile.comm.peers import FRAMES, NUMBERS, PACKED, Parts, Peers
-from contrastile.comm.watch import Silence, Word, until
+from contrastile.comm.point_to_point import FRAMES, NUMBERS, PACKED, PointToPoint
+from contrastile.comm.watchdog import AbortNotice, PeerTimeout, until
 
 EXCHANGES = ("ring", "gather")
 LOSSES = {"clip_loss": (), "sigmoid_loss": (-2.0,)}
@@ -90,7 +90,7 @@ def test_every_rank_names_both_calls(mistake: Callable[..., None], words: str, l
             mistake(comm, lambda: Step(comm, loss, exchange))
         return str(caught.value)
 
-    assert Town[str](3).run(program) == [words.format(loss=loss) + AGAIN] * 3
+    assert InProcessGroup[str](3).run(program) == [words.format(loss=loss) + AGAIN] * 3
 
 
 @pytest.mark.parametrize("exchange", EXCHANGES)
@@ -105,7 +105,7 @@ def test_ranks_that_want_other_gradients_say_so(exchange: str) -> None:
         seen.append(comm.rank)
         return "nothing"
 
-    found = Town[str](3).run(program)
+    found = InProcessGroup[str](3).run(program)
     if seen:
         # this torch tells a function to make all gradients, whichever are asked for
         assert found == ["nothing"] * 3
@@ -167,22 +167,22 @@ class Host:
     def wait(self) -> None:
         for queue, x, r in self.wanted:
             if not until(lambda queue=queue: bool(queue), self.seconds()):  # type: ignore[misc]
-                raise Silence([r], "did not answer")
+                raise PeerTimeout([r], "did not answer")
             came = queue.popleft()
             x[: came.size] = came
 
-    def give_up(self, word: Word, seconds: float) -> dict[int, Word]:
+    def abort(self, notice: AbortNotice, seconds: float) -> dict[int, AbortNotice]:
         return {}
 
 
-def pair(program: Callable[[Peers], Any]) -> list[Any]:
+def pair(program: Callable[[PointToPoint], Any]) -> list[Any]:
     """What two ranks make of a program, each in a thread: what it returns, or the ExchangeError."""
     sent: defaultdict[tuple[int, int, int], deque[Any]] = defaultdict(deque)
     found: list[Any] = [None, None]
 
     def one(rank: int) -> None:
         try:
-            found[rank] = program(Peers(rank, 2, 20.0, Host(rank, sent)))
+            found[rank] = program(PointToPoint(rank, 2, 20.0, Host(rank, sent)))
         except ExchangeError as error:
             found[rank] = str(error)
 
@@ -197,30 +197,30 @@ def pair(program: Callable[[Peers], Any]) -> list[Any]:
 @pytest.mark.parametrize("size", [0, 1, calls.NUMBERS_IN_FRAME, calls.NUMBERS_IN_FRAME + 1, 100])
 def test_records_of_any_length_cross_in_frames(size: int) -> None:
     records = [np.arange(size) - 2**62 + rank for rank in range(2)]
-    for got in pair(lambda peers: peers.agree(records[peers.rank])):
+    for got in pair(lambda comm: comm.agree(records[comm.rank])):
         np.testing.assert_array_equal(got, records)
 
 
 def test_no_message_has_the_number_of_frames() -> None:
-    def program(peers: Peers) -> tuple[set[int], set[int]]:
-        assert isinstance(peers.host, Host)
-        peers.calls.messages = NUMBERS - 3
+    def program(comm: PointToPoint) -> tuple[set[int], set[int]]:
+        assert isinstance(comm.host, Host)
+        comm.calls.messages = NUMBERS - 3
         for _ in range(6):
-            peers.shift([np.zeros(1)], [np.zeros(1)]).wait()
-        data = set(peers.host.numbers)
-        peers.agree(np.zeros(1, np.int64))
-        return data, set(peers.host.numbers) - data
+            comm.shift([np.zeros(1)], [np.zeros(1)]).wait()
+        data = set(comm.host.numbers)
+        comm.agree(np.zeros(1, np.int64))
+        return data, set(comm.host.numbers) - data
 
     for data, frames in pair(program):
         assert {NUMBERS - 1, 0} <= data
         assert frames == {FRAMES}
 
 
-def sent(peers: Peers, sizes: tuple[int, int], label: Label) -> list[int]:
+def sent(comm: PointToPoint, sizes: tuple[int, int], label: Label) -> list[int]:
     """What comes of a message of so many bytes from each rank, of which rank 0 expects as many as it sends."""
-    peers.calls.label = label
+    comm.calls.label = label
     incoming = np.zeros(sizes[0], np.uint8)
-    peers.shift([np.full(sizes[peers.rank], 7, np.uint8)], [incoming]).wait()
+    comm.shift([np.full(sizes[comm.rank], 7, np.uint8)], [incoming]).wait()
     return incoming.tolist()
 
 
@@ -228,22 +228,22 @@ def sent(peers: Peers, sizes: tuple[int, int], label: Label) -> list[int]:
 @pytest.mark.parametrize("size", [5, PACKED + 5])
 def test_a_message_of_another_call_is_not_taken(size: int) -> None:
     labels = Label(3, "backward", "clip_loss"), Label(4, "forward", "clip_loss")
-    found = pair(lambda peers: sent(peers, (size, size), labels[peers.rank]))
+    found = pair(lambda comm: sent(comm, (size, size), labels[comm.rank]))
     assert found == [
         f"rank 1 sent message 1 of the forward of call 4, {size} bytes, where message 1 of the backward of call 3 "
         f"(clip_loss), {size} bytes, was to come",
         f"rank 0 sent message 1 of the backward of call 3, {size} bytes, where message 1 of the forward of call 4 "
         f"(clip_loss), {size} bytes, was to come",
     ]
-    assert pair(lambda peers: sent(peers, (size, size), labels[0])) == [[7] * size] * 2
+    assert pair(lambda comm: sent(comm, (size, size), labels[0])) == [[7] * size] * 2
 
 
 def test_a_broken_group_carries_nothing_more() -> None:
-    def program(peers: Peers) -> str:
+    def program(comm: PointToPoint) -> str:
         with pytest.raises(ExchangeError):
-            sent(peers, (5, 5), Label(1 + peers.rank))
+            sent(comm, (5, 5), Label(1 + comm.rank))
         with pytest.raises(ExchangeError, match=r"can carry nothing more: rank \d sent message 1 of the forward"):
-            peers.agree(np.zeros(1, np.int64))
+            comm.agree(np.zeros(1, np.int64))
         return "as it should"
 
     assert pair(program) == ["as it should"] * 2
@@ -273,7 +273,7 @@ def test_mpi_takes_frames_and_messages_by_numbers_of_their_own() -> None:
     pending = channel.post({0: [frame]}, {0: [got]}, 2, lambda: 20.0)
     pending.wait()
     assert got.tolist() == [1] * 4
-    with pytest.raises(Silence):
+    with pytest.raises(PeerTimeout):
         channel.post({}, {0: [got]}, 3, lambda: 0.1).wait()
     channel.post({}, {0: [got]}, 1, lambda: 20.0).wait()
     assert got.tolist() == [2] * 4

@@ -18,7 +18,6 @@ class Made:
 
     def __init__(self, lacks: str = "", **codes: int) -> None:
         self.lacks, self.codes, self.calls = lacks, codes, Counter[str]()
-        self.operations: list[list[int]] = []
 
     def __getattr__(self, name: str) -> Callable[..., int]:
         if name == self.lacks:
@@ -26,10 +25,6 @@ class Made:
 
         def call(*arguments: Any) -> int:
             self.calls[name] += 1
-            if name == "cuStreamBatchMemOp_v2":
-                _, count, found, _ = arguments
-                assert len(found) == 6 * count.value
-                self.operations.append(list(found))
             return self.codes.get(name, 0)
 
         return call
@@ -55,24 +50,12 @@ def test_without_a_driver_it_says_so(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_an_old_driver_and_a_call_that_fails_are_named(made: Callable[..., Made]) -> None:
-    made(lacks="cuStreamBatchMemOp_v2")
-    with pytest.raises(DriverError, match="the CUDA driver has no cuStreamBatchMemOp_v2"):
-        Gpu(0).flags(0, [(8, 1)], [])
-    made(cuIpcOpenMemHandle_v2=217)
-    with pytest.raises(DriverError, match="cuIpcOpenMemHandle_v2 gave error 217"):
-        Gpu(0).map(bytes(64))
-
-
-def test_flags_are_written_before_others_are_waited_for_in_one_call(made: Callable[..., Made]) -> None:
-    library = made()
-    gpu = Gpu(0)
-    gpu.flags(0, [], [])
-    assert not library.operations
-    gpu.flags(0, [(4096, 5)], [(8192, 7), (16384, -1)])
-    write, wait = driver._WRITE_32, driver._WAIT_32
-    assert library.operations == [
-        [write, 4096, 5, 0, 0, 0, wait, 8192, 7, 0, 0, 0, wait, 16384, 0xFFFFFFFF, 0, 0, 0],
-    ]
+    made(lacks="cuStreamIsCapturing")
+    with pytest.raises(DriverError, match="the CUDA driver has no cuStreamIsCapturing"):
+        Gpu(0).capturing(0)
+    made(cuStreamCreateWithPriority=217)
+    with pytest.raises(DriverError, match="cuStreamCreateWithPriority gave error 217"):
+        Gpu(0).stream()
 
 
 @pytest.mark.parametrize(("code", "passed"), [(0, True), (600, False)])
@@ -103,8 +86,8 @@ def test_an_event_whose_work_failed_is_an_error(made: Callable[..., Made]) -> No
 
 def test_a_thread_stays_out_of_what_others_capture(made: Callable[..., Made]) -> None:
     library = made()
-    driver.bystander()
+    driver.relaxed_capture()
     assert library.calls == {"cuThreadExchangeStreamCaptureMode": 1}
     # without a driver nothing is captured either
     made(lacks="cuThreadExchangeStreamCaptureMode")
-    driver.bystander()
+    driver.relaxed_capture()

@@ -7,9 +7,8 @@ import time
 import numpy as np
 import pytest
 
-from contrastile.backends.arrays import library_of
 from contrastile.comm.communicator import ExchangeError
-from contrastile.comm.inprocess import InProcess, Town
+from contrastile.comm.inprocess import InProcess, InProcessGroup
 
 WORLDS = [1, 2, 3, 5, 8]
 LATE = pytest.mark.parametrize("late", [False, True], ids=["eager", "late"])
@@ -32,7 +31,7 @@ def test_shift_goes_to_the_next_rank(n: int, late: bool) -> None:
         comm.shift(outgoing, incoming).wait()
         return incoming
 
-    for rank, (matrix, vector) in enumerate(Town[list[np.ndarray]](n, late=late).run(program)):
+    for rank, (matrix, vector) in enumerate(InProcessGroup[list[np.ndarray]](n, late=late).run(program)):
         behind = (rank - 1) % n
         np.testing.assert_array_equal(matrix, np.full((sizes[behind], 2), behind))
         np.testing.assert_array_equal(vector, np.arange(3) + 10 * behind)
@@ -47,7 +46,7 @@ def test_all_to_all_sorts_by_sender(n: int, late: bool) -> None:
         comm.all_to_all(outgoing, incoming).wait()
         return np.concatenate(incoming)
 
-    for rank, found in enumerate(Town[np.ndarray](n, late=late).run(program)):
+    for rank, found in enumerate(InProcessGroup[np.ndarray](n, late=late).run(program)):
         np.testing.assert_array_equal(found, 10.0 * np.arange(n) + rank)
 
 
@@ -64,7 +63,7 @@ def test_all_gather_joins_in_the_order_of_the_ranks(n: int, late: bool) -> None:
         comm.all_gather(own, found, sizes).wait()
         return found
 
-    for found in Town[np.ndarray](n, late=late).run(program):
+    for found in InProcessGroup[np.ndarray](n, late=late).run(program):
         np.testing.assert_array_equal(found, whole)
 
 
@@ -73,7 +72,7 @@ def test_agree_and_tell_reach_everybody(n: int) -> None:
     def program(comm: InProcess) -> tuple[np.ndarray, list[str]]:
         return comm.agree(np.array([comm.rank, 5])), comm.tell(f"rank {comm.rank}")
 
-    for records, texts in Town[tuple[np.ndarray, list[str]]](n).run(program):
+    for records, texts in InProcessGroup[tuple[np.ndarray, list[str]]](n).run(program):
         np.testing.assert_array_equal(records, [[rank, 5] for rank in range(n)])
         assert texts == [f"rank {rank}" for rank in range(n)]
 
@@ -90,7 +89,7 @@ def exchanged(late: bool, spoil: str) -> list[np.ndarray]:
         pending.wait()
         return seen if spoil == "receive" else incoming[0]
 
-    return Town[np.ndarray](3, late=late).run(program)
+    return InProcessGroup[np.ndarray](3, late=late).run(program)
 
 
 def test_late_delivery_shows_a_send_buffer_that_is_reused_before_the_wait() -> None:
@@ -113,7 +112,7 @@ def test_after_its_wait_a_sender_may_change_its_arrays() -> None:
             kept.append(incoming[0])
         return np.array(kept)
 
-    for rank, found in enumerate(Town[np.ndarray](3, late=True).run(program)):
+    for rank, found in enumerate(InProcessGroup[np.ndarray](3, late=True).run(program)):
         np.testing.assert_array_equal(found, 10 * ((rank - 1) % 3) + np.arange(4)[:, None] * np.ones(3))
 
 
@@ -126,22 +125,23 @@ def test_messages_are_matched_in_the_order_of_posting() -> None:
         one.wait()
         return float(first[0][0]), float(second[0][0])
 
-    assert Town[tuple[float, float]](3).run(program) == [(3.0, 102.0), (1.0, 100.0), (2.0, 101.0)]
+    assert InProcessGroup[tuple[float, float]](3).run(program) == [(3.0, 102.0), (1.0, 100.0), (2.0, 101.0)]
 
 
 @LATE
 def test_ranks_take_turns_in_the_same_way_every_time(late: bool) -> None:
-    def program(comm: InProcess) -> list[int]:
-        comm.visit(0, comm.rank)
+    def program(comm: InProcess) -> None:
+        log.append((comm.rank, 0))
         comm.agree(np.array([1]))
-        comm.visit(1, comm.rank)
-        return []
+        log.append((comm.rank, 1))
 
-    towns = [Town[list[int]](4, late=late) for _ in range(2)]
-    for town in towns:
-        town.run(program)
-    assert towns[0].log == towns[1].log
-    assert sorted(towns[0].log) == sorted((rank, step, rank) for rank in range(4) for step in range(2))
+    logs = []
+    for _ in range(2):
+        log: list[tuple[int, int]] = []
+        InProcessGroup[None](4, late=late).run(program)
+        logs.append(log)
+    assert logs[0] == logs[1]
+    assert sorted(logs[0]) == [(rank, step) for rank in range(4) for step in range(2)]
 
 
 def test_a_rank_that_raises_is_what_the_run_raises() -> None:
@@ -151,7 +151,7 @@ def test_a_rank_that_raises_is_what_the_run_raises() -> None:
         comm.agree(np.array([1]))
 
     with pytest.raises(KeyError, match="rank 1 had enough"):
-        Town[None](3).run(program)
+        InProcessGroup[None](3).run(program)
 
 
 @pytest.mark.parametrize(
@@ -171,14 +171,14 @@ def test_the_others_hear_who_is_gone_at_once(last: str, words: str) -> None:
 
     heard: list[str] = []
     began = time.monotonic()
-    town = Town[str](3)
+    group = InProcessGroup[str](3)
     if last == "raises":
         with pytest.raises(KeyError):
-            town.run(program)
+            group.run(program)
     else:
-        assert town.run(program) == ["heard", "heard", "left"]
+        assert group.run(program) == ["heard", "heard", "left"]
     assert heard == [f"{words}; every rank must make the same calls"] * 2
-    assert time.monotonic() - began < town.deadline
+    assert time.monotonic() - began < group.deadline
 
 
 def test_ranks_that_wait_for_each_other_hear_it_at_once() -> None:
@@ -192,12 +192,12 @@ def test_ranks_that_wait_for_each_other_hear_it_at_once() -> None:
 
     began = time.monotonic()
     with pytest.raises(ExchangeError, match=r"rank \d waits for rank \d, and so does every rank for another"):
-        Town[None](2).run(program)
+        InProcessGroup[None](2).run(program)
     assert time.monotonic() - began < 5
 
 
 def test_it_carries_every_array_of_its_process() -> None:
-    comm, arrays = InProcess(Town[None](1), 0), library_of(np.zeros(1))
-    assert comm.refusal(arrays, "cpu") is comm.refusal(arrays, "cuda") is None
+    comm = InProcess(InProcessGroup[None](1), 0)
+    assert [comm.refusal(device) for device in ("cpu", "cuda", "mps")] == [None] * 3
     assert (comm.name, comm.size, comm.deadline) == ("in-process", 1, 60.0)
     comm.close()

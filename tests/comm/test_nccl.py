@@ -15,7 +15,7 @@ import pytest
 from contrastile.comm import nccl
 from contrastile.comm.driver import Gpu
 from contrastile.comm.nccl import NCCL, NCCLChannel, NCCLError
-from contrastile.comm.watch import Watch
+from contrastile.comm.watchdog import Watchdog
 
 
 class Call:
@@ -69,7 +69,7 @@ def made(monkeypatch: pytest.MonkeyPatch) -> Callable[..., Made]:
 
 
 def channel() -> NCCLChannel:
-    return NCCLChannel(NCCL(), 4096, Gpu(0), 9, Watch(lambda: 60.0))
+    return NCCLChannel(NCCL(), 4096, Gpu(0), 9, Watchdog(lambda: 60.0))
 
 
 def test_without_the_library_or_a_call_it_says_so(made: Callable[..., Made], monkeypatch: pytest.MonkeyPatch) -> None:
@@ -170,7 +170,7 @@ def test_a_message_that_fails_is_an_error_and_its_group_is_closed(made: Callable
     with pytest.raises(NCCLError, match="a message: unhandled system error"):
         sending.post({1: [np.zeros(5)]}, {}, 0, lambda: 1.0)
     assert library.named("ncclGroupEnd")
-    sending.watch.close()
+    sending.watchdog.close()
 
 
 def test_a_message_is_watched_before_it_is_queued(made: Callable[..., Made], monkeypatch: pytest.MonkeyPatch) -> None:
@@ -179,14 +179,14 @@ def test_a_message_is_watched_before_it_is_queued(made: Callable[..., Made], mon
     sending = channel()
     seen: list[int] = []
 
-    def noted(self: Watch, flight: Any) -> None:
+    def noted(self: Watchdog, message: Any) -> None:
         seen.append(len(library.named("ncclGroupEnd")))
-        assert not flight.done()
+        assert not message.done()
 
-    monkeypatch.setattr(Watch, "add", noted)
+    monkeypatch.setattr(Watchdog, "add", noted)
     sending.post({1: [np.zeros(5)]}, {}, 0, lambda: 1.0)
     assert seen == [0]
-    sending.watch.close()
+    sending.watchdog.close()
 
 
 def test_a_captured_message_is_not_watched_and_its_communicator_is_left_to_the_graph(
@@ -196,7 +196,7 @@ def test_a_captured_message_is_not_watched_and_its_communicator_is_left_to_the_g
     sending = channel()
     pending = sending.post({1: [np.zeros(5)]}, {}, 0, lambda: 1.0)
     pending.wait()
-    assert not sending.watch._flights
+    assert not sending.watchdog._in_flight
     assert not library.named("cuEventQuery")
     sending.close()
     assert not library.named("ncclCommAbort")

@@ -8,15 +8,13 @@ from typing import Any
 
 import numpy as np
 import pytest
-from worlds_at_hand import WORLDS, cut, failing, placement, rows, town
+from in_process_worlds import WORLDS, cut, failing, group, placement, rows
 
 from contrastile.backends.contract import Array, Backend, Block, ColumnForm, Finished, Options, Statistics, Weights
 from contrastile.backends.registry import load
-from contrastile.comm import buffers
 from contrastile.comm.inprocess import InProcess
-from contrastile.schedules import gather, local, shared
+from contrastile.schedules import gather, local
 from contrastile.verify.run import materialise
-from contrastile.verify.shards import Cut
 
 NUMPY = load("numpy")
 
@@ -79,7 +77,7 @@ def outcome(
         saved = gather.forward(problem, backend, Options(), keep=keep)
         return counting.count, gather.backward(problem, saved, np.asarray(-0.7), wanted, backend, Options())
 
-    found: list[Any] = town(n).run(program)
+    found: list[Any] = group(n).run(program)
     return found
 
 
@@ -132,12 +130,8 @@ def test_what_is_kept_of_all_columns_comes_back_and_changes_nothing(n: int, case
         assert found.scale == plain.scale
 
 
-@pytest.mark.parametrize("why", ["nobody asked", "columns in two parts", "gradients by sums"])
-def test_nothing_is_kept_where(why: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    if why == "columns in two parts":
-        monkeypatch.setattr(InProcess, "prepare", lambda self, like, nbytes: True)
-        monkeypatch.setattr(shared, "BESIDE", 0)
-
+@pytest.mark.parametrize("why", ["nobody asked", "gradients by sums"])
+def test_nothing_is_kept_where(why: str) -> None:
     def asked(*_: Any) -> Statistics:
         raise AssertionError("what is kept here would never be used")
 
@@ -168,100 +162,8 @@ def test_every_rank_has_the_same_bits(n: int) -> None:
 DOORS = ["clip-loss", "info-nce", "nt-xent", "sup-con", "sigmoid-loss"]
 
 
-@pytest.mark.parametrize("parts", ["at once", "in two parts"])
-def test_every_loss_of_torch_tensors_comes_through_autograd(parts: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_every_loss_of_torch_tensors_comes_through_autograd() -> None:
     """What crosses from forward to backward there is tensors, empty where there is nothing."""
-    if parts == "in two parts":
-        monkeypatch.setattr(InProcess, "prepare", lambda self, like, nbytes: True)
-        monkeypatch.setattr(shared, "BESIDE", 0)
     found = rows(3, DOORS, ["front-door"], backend="torch", dtypes=["float64"])
     assert len(found) == 5
     assert not failing(found)
-
-
-ASIDE = ["ragged", "blocks", "labels", "ids-drop", "sigmoid", "one-row", "zero-rows", "self-excluded"]
-
-
-@pytest.fixture
-def aside(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Messages are said to travel at no cost to what is computed meanwhile."""
-    monkeypatch.setattr(InProcess, "prepare", lambda self, like, nbytes: True)
-    monkeypatch.setattr(shared, "BESIDE", 0)
-
-
-def test_parts_are_for_large_problems_of_which_no_rank_has_all_columns(monkeypatch: pytest.MonkeyPatch) -> None:
-    asked: list[int] = []
-
-    def prepare(self: InProcess, like: Any, nbytes: int) -> bool:
-        asked.append(nbytes)
-        return True
-
-    monkeypatch.setattr(InProcess, "prepare", prepare)
-    cuts = [cut("ragged", [1, 1, 1], columns) for columns in ([1, 1, 1], [0, 1, 0], [3, 1, 0])]
-
-    def decided(comm: InProcess, whole: Cut) -> bool:
-        where = placement(comm, whole, "gather")
-        return shared.aside(where, materialise(whole.part(comm.rank, where), NUMPY, "float64"))
-
-    def program(comm: InProcess) -> list[bool]:
-        return [decided(comm, whole) for whole in cuts]
-
-    assert town(3).run(program) == [[False] * 3] * 3
-    (m, d), n = cuts[0].problem.rows.shape, sum(cuts[0].shards.widths)
-    monkeypatch.setattr(shared, "BESIDE", m // 3 * n * d)
-    assert town(3).run(program) == [[True, False, True]] * 3
-    # what is not worth it is said, so that an earlier answer does not hold for it
-    assert set(asked) == {0, *(max(whole.shards.widths) * d * 8 for whole in (cuts[0], cuts[2]))}
-    monkeypatch.setattr(shared, "BESIDE", m // 3 * n * d + 1)
-    assert town(3).run(program) == [[False] * 3] * 3
-
-
-@pytest.mark.usefixtures("aside")
-@pytest.mark.parametrize("n", WORLDS)
-def test_columns_in_two_parts_give_what_they_give_at_once(n: int) -> None:
-    found = rows(n, ["gather", "reduction", "delivery", "agreement", "sharded"], ASIDE, dtypes=["float64", "float32"])
-    assert len(found) > 50
-    assert not failing(found)
-
-
-@pytest.mark.usefixtures("aside")
-@pytest.mark.parametrize("n", [2, 3, 5])
-def test_columns_in_two_parts_need_as_few_messages(n: int) -> None:
-    for count, _ in outcome(n, "ragged"):
-        assert count == {
-            # the others' columns
-            "all_to_all 2": 1,
-            "exchange number 1 1 1 1 1": 1,
-            # the sums of the others' gradients, which travel before the scale's is known
-            "exchange 2": 1,
-            "exchange number": 1,
-        }
-
-
-@pytest.mark.usefixtures("aside")
-@pytest.mark.parametrize(("columns", "scale"), [(True, True), (False, True), (True, False)])
-@pytest.mark.parametrize("case", ["ragged", "blocks", "one-row"])
-def test_what_is_not_wanted_of_two_parts_is_not_there(case: str, columns: bool, scale: bool) -> None:
-    for count, found in outcome(3, case, FINISHING, columns, scale):
-        assert count["exchange 2"] == columns
-        assert (found.scale is None) == (not scale)
-        assert all((x is None) == (not columns) for x in found.columns)
-        assert found.rows is not None
-
-
-@pytest.mark.usefixtures("aside")
-@pytest.mark.parametrize("defect", ["pairs keep their numbers", "others' sums stay", "nothing is sent"])
-def test_defects_of_two_parts_are_caught(defect: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    add_up, send = buffers.add_up, InProcess.exchange
-
-    if defect == "pairs keep their numbers":
-        monkeypatch.setattr(gather, "_without", lambda mine, index, arrays: index)
-    elif defect == "others' sums stay":
-        monkeypatch.setattr(buffers, "add_up", lambda found, into: add_up([found[0], found[0] * 0], into))
-    else:
-        monkeypatch.setattr(
-            InProcess,
-            "exchange",
-            lambda self, out, into: send(self, {r: [x * 0 for x in xs] for r, xs in out.items()}, into),
-        )
-    assert failing(rows(3, ["gather"], ["ragged"]))

@@ -14,7 +14,7 @@ import pytest
 
 import contrastile
 from contrastile import problems
-from contrastile.comm.inprocess import InProcess, Town
+from contrastile.comm.inprocess import InProcess, InProcessGroup
 from contrastile.verify.arithmetic import Spread, gamma
 from contrastile.verify.bounds import ORACLE, bounds
 from contrastile.verify.rounding import UNIT
@@ -74,7 +74,7 @@ def trained(name: str, n: int, exchange: str, reduction: str, backend: str) -> l
         _, (d_image, d_text, *d_numbers) = both(image @ W_IMAGE, text @ W_TEXT, *numbers)
         return Trained(image.T @ d_image, text.T @ d_text, d_numbers)
 
-    return Town[Trained](n).run(program)
+    return InProcessGroup[Trained](n).run(program)
 
 
 def reduced(parts: list[Trained], reduction: str) -> Trained:
@@ -145,5 +145,5 @@ def test_a_loss_scaled_up_by_autograd_scales_everything(name: str, reduction: st
         (factor * loss(*features, *leaves, group=comm, parameter_reduction=reduction)).backward()
         return Trained(*(x.grad.numpy() for x in towers), [x.grad.numpy() for x in leaves])
 
-    got = reduced(Town[Trained](4).run(program), reduction)
+    got = reduced(InProcessGroup[Trained](4).run(program), reduction)
     within(got, *whole(name, factor))

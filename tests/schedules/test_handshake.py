@@ -11,7 +11,7 @@ import torch
 
 import contrastile
 from contrastile.comm.communicator import ExchangeError, MismatchError
-from contrastile.comm.inprocess import InProcess, Town
+from contrastile.comm.inprocess import InProcess, InProcessGroup
 
 N, B, D = 3, 4, 5
 rng = np.random.default_rng(3)
@@ -48,7 +48,7 @@ def said(call: Callable[[int, Any], Any], n: int = N) -> list[str]:
             return f"{type(error).__name__}: {error}"
         return "nothing"
 
-    return Town[str](n).run(program)
+    return InProcessGroup[str](n).run(program)
 
 
 def everybody(call: Callable[[int, Any], Any]) -> str:
@@ -204,13 +204,13 @@ def test_the_group_is_as_good_as_before(call: Callable[[int, Any], Any], words: 
             call(comm.rank, comm)
         return [*losses, float(clip(comm.rank, comm))]
 
-    losses = Town[list[Any]](N).run(program)
+    losses = InProcessGroup[list[Any]](N).run(program)
     assert len({loss for each in losses for loss in each}) == 1
 
 
 def test_what_a_communicator_cannot_carry_every_rank_hears(monkeypatch: pytest.MonkeyPatch) -> None:
-    reason = "no exchange carries arrays on xpu; move them to cpu or cuda"
-    monkeypatch.setattr(InProcess, "refusal", lambda self, arrays, device: reason if self.rank == 1 else None)
+    reason = "the group carries no arrays on cpu; move them to cuda"
+    monkeypatch.setattr(InProcess, "devices", property(lambda self: ["cuda"] if self.rank == 1 else ["cpu"]))
     assert everybody(clip) == f"MismatchError: rank 1: {reason}"
 
 
@@ -227,7 +227,7 @@ def test_no_row_and_no_column_anywhere(backend: str) -> None:
     assert words == "MismatchError: the ranks must hold at least one column together, got none; skip empty batches"
 
 
-def test_a_rank_without_rows_takes_part() -> None:
+def test_a_rank_with_no_rows_takes_part() -> None:
     def call(rank: int, comm: Any) -> Any:
         part = slice(0, 0 if rank == 1 else B)
         return losses.append(contrastile.clip_loss(IMAGE[rank][part], TEXT[rank][part], 10.0, group=comm))

@@ -13,13 +13,13 @@ from typing import Any
 
 import numpy as np
 import pytest
-from worlds_at_hand import failing, rows
+from in_process_worlds import failing, rows
 
 from contrastile.backends.arrays import NumpyArrays
 from contrastile.comm.inprocess import InProcess
-from contrastile.schedules import gather, local, ring, shared
+from contrastile.schedules import gather, local, ring, sums
+from contrastile.schedules.handshake import Handshake
 from contrastile.schedules.placement import Placement
-from contrastile.schedules.world import World
 from contrastile.verify import distributed
 
 CASES = ("ragged", "ids-drop", "blocks", "sigmoid-ids", "labels")
@@ -27,10 +27,11 @@ MATHEMATICS = ("ring", "gather", "reduction", "agreement")
 Patch = pytest.MonkeyPatch
 
 visits, blocks, shards = ring.visits, ring._blocks, ring._Shards.__iter__
-leave, joined, home = ring.Rider.leave, ring.Rider._joined, ring.Rider.home
-mean, summed = shared.mean, shared.summed
+Accumulator = ring.RingAccumulator
+send_on, combined, result = Accumulator.send_on, Accumulator._combined, Accumulator.result
+mean, summed = sums.mean, sums.summed
 over, merged, returned, added_up = gather._over_columns, gather._merged, gather._returned, gather._added_up
-meet = World.meet
+meet = Handshake.meet
 
 
 @dataclass(frozen=True)
@@ -125,40 +126,40 @@ def sums_are_cleared_before_they_have_left(patch: Patch) -> None:
     """Only late delivery shows it: what is sent at once has left already."""
 
     def wrong(self: Any, owner: int, here: Sequence[Any], sizes: Any) -> None:
-        leave(self, owner, here, sizes)
+        send_on(self, owner, here, sizes)
         for x in self._sent:
             x[...] = 0.0
 
-    patch.setattr(ring.Rider, "leave", wrong)
+    patch.setattr(ring.RingAccumulator, "send_on", wrong)
 
 
 @defect(least=2)
 def gradients_of_columns_stay_on_the_last_rank(patch: Patch) -> None:
-    """DK is not brought home: each rank keeps what it added last, its successor's."""
+    """DK does not return to its owner: each rank keeps what it added last, its successor's."""
 
     def wrong(self: Any) -> list[Any]:
-        found = home(self)
+        found = result(self)
         return [np.resize(sent, x.shape) for sent, x in zip(self._sent or found, found, strict=True)]
 
-    patch.setattr(ring.Rider, "home", wrong)
+    patch.setattr(ring.RingAccumulator, "result", wrong)
 
 
 @defect(least=2)
 def column_state_is_merged_twice(patch: Patch) -> None:
     def wrong(self: Any, here: Sequence[Any]) -> list[Any]:
-        once, combine = joined(self, here), self.combine * len(here)
+        once, combine = combined(self, here), self.combine * len(here)
         return once if self._pending is None else [f(x, y) for f, x, y in zip(combine, once, here, strict=False)]
 
-    patch.setattr(ring.Rider, "_joined", wrong)
+    patch.setattr(ring.RingAccumulator, "_combined", wrong)
 
 
 @defect(least=2)
 def column_state_is_replaced_and_not_merged(patch: Patch) -> None:
     def wrong(self: Any, here: Sequence[Any]) -> list[Any]:
-        joined(self, here)
+        combined(self, here)
         return list(here)
 
-    patch.setattr(ring.Rider, "_joined", wrong)
+    patch.setattr(ring.RingAccumulator, "_combined", wrong)
 
 
 @defect(least=1)
@@ -167,7 +168,7 @@ def log_sum_exps_are_merged_by_their_maximum(patch: Patch) -> None:
 
 
 @defect(least=2)
-def a_rank_without_rows_does_not_take_part(patch: Patch) -> None:
+def a_rank_with_no_rows_does_not_take_part(patch: Patch) -> None:
     def wrong(placement: Placement, *rest: Any) -> Iterator[Any]:
         for step, visit in enumerate(visits(placement, *rest)):
             if step == 0 or placement.shards.rows[placement.rank]:
@@ -212,20 +213,20 @@ def ids_stay_while_columns_travel(patch: Patch) -> None:
 
 @defect(least=2)
 def scale_gradient_times_n(patch: Patch) -> None:
-    for module in (shared, gather):
+    for module in (sums, gather):
         patch.setattr(module, "mean", lambda placement, *call: mean(placement, *call) * placement.size)
 
 
 @defect(least=2)
 def scale_gradient_of_the_own_rows_alone(patch: Patch) -> None:
     def wrong(rows_: Any, scale: Any, placement: Any, *rest: Any) -> Any:
-        return local.finish(rows_, scale, *rest)
+        return local.gradients_from_sums(rows_, scale, *rest)
 
     def alone(placement: Any, arrays: Any, whole: Any, wants: Any, numbers: Any) -> Any:
         sums, _ = returned(placement, arrays, whole, wants, numbers)
         return sums, [x * placement.size for x in numbers]
 
-    patch.setattr(ring, "finish", wrong)
+    patch.setattr(ring, "gradients_over_ranks", wrong)
     patch.setattr(gather, "_returned", alone)
 
 
@@ -241,7 +242,7 @@ def a_sum_is_taken_for_a_mean(patch: Patch) -> None:
 
 @defect(least=1, properties=("reduction",))
 def the_gradient_from_above_is_ignored(patch: Patch) -> None:
-    weights = shared.scaled_weights
+    weights = sums.scaled_weights
     in_both(patch, "scaled_weights", lambda problem, upstream: weights(problem, upstream * 0 + 1))
 
 
@@ -254,7 +255,7 @@ def loss_of_the_own_rows_alone(patch: Patch) -> None:
         total, *found = over(problem, arrays, loss, *state)
         return total if problem.placement.size == 1 else loss, *found
 
-    in_both(patch, "together", wrong)
+    in_both(patch, "finalize_loss", wrong)
     patch.setattr(gather, "_over_columns", of_two_directions)
 
 
@@ -264,7 +265,7 @@ def ranks_add_in_an_order_of_their_own(patch: Patch) -> None:
         return [x * (1 + placement.rank * np.finfo(np.float64).eps) for x in summed(placement, arrays, *numbers)]
 
     in_both(patch, "summed", wrong)
-    patch.setattr(shared, "summed", wrong)
+    patch.setattr(sums, "summed", wrong)
 
 
 @defect(least=2, properties=("agreement",), cases=("ragged",))
@@ -325,28 +326,28 @@ def columns_are_joined_in_the_order_of_arrival(patch: Patch) -> None:
 
 @defect(least=2, **of_front_door("clip-loss", "info-nce", "sigmoid-loss"))
 def weights_are_those_of_the_own_batch(patch: Patch) -> None:
-    def wrong(self: World, arrays: Any, rows_: Any, *rest: Any, **more: Any) -> Any:
+    def wrong(self: Handshake, arrays: Any, rows_: Any, *rest: Any, **more: Any) -> Any:
         return replace(meet(self, arrays, rows_, *rest, **more), rows=max(1, rows_.shape[0]))
 
-    patch.setattr(World, "meet", wrong)
+    patch.setattr(Handshake, "meet", wrong)
 
 
 @defect(least=2, **of_front_door("clip-loss", "info-nce", "nt-xent", "sigmoid-loss"))
 def every_rank_numbers_its_columns_from_0(patch: Patch) -> None:
-    def wrong(self: World, *call: Any, **more: Any) -> Any:
+    def wrong(self: Handshake, *call: Any, **more: Any) -> Any:
         return replace(meet(self, *call, **more), start=0)
 
-    patch.setattr(World, "meet", wrong)
+    patch.setattr(Handshake, "meet", wrong)
 
 
 @defect(least=2, **of_front_door("sup-con"))
 def partners_are_counted_on_the_own_rank(patch: Patch) -> None:
-    patch.setattr(World, "count_in", lambda self, arrays, needles: arrays.count_in(needles, needles))
+    patch.setattr(Handshake, "count_in", lambda self, arrays, needles: arrays.count_in(needles, needles))
 
 
 @defect(least=2, **of_front_door("sup-con"))
 def anchors_are_counted_on_the_own_rank(patch: Patch) -> None:
-    patch.setattr(World, "total", lambda self, arrays, x: x)
+    patch.setattr(Handshake, "total", lambda self, arrays, x: x)
 
 
 def found_by(n: int, planted: Defect) -> set[str]:

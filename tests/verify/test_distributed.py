@@ -13,9 +13,10 @@ from contrastile.backends.registry import load
 from contrastile.cli import main
 from contrastile.schedules.placement import Shards
 from contrastile.verify import cases, sharded, strategies
-from contrastile.verify.arithmetic import Spread, arithmetic
+from contrastile.verify.arithmetic import Spread
 from contrastile.verify.bounds import ORACLE, bounds
 from contrastile.verify.distributed import DISTRIBUTED
+from contrastile.verify.launched import opened
 from contrastile.verify.properties import PROPERTIES
 from contrastile.verify.run import compare
 from contrastile.verify.runner import Run, Selection
@@ -23,7 +24,7 @@ from contrastile.verify.sharded import Shared
 from contrastile.verify.shards import FIELDS, Cut, shares
 from contrastile.verify.trial import SkipError, Subject
 from contrastile.verify.truth import truth
-from contrastile.verify.worlds import Threads, opened
+from contrastile.verify.worlds import Threads
 
 WORLDS = (1, 2, 3, 4, 5, 8)
 BITING = ("ragged", "hot", "blocks", "ids-drop", "labels", "zero-rows", "sigmoid-ids", "nan")
@@ -168,17 +169,7 @@ def test_the_gradient_of_the_scale_is_bounded_by_what_the_ranks_add() -> None:
 def test_a_cut_knows_how_its_world_sums() -> None:
     cut = Cut(cases.build("blocks", "float64").problem, Shards((20, 3), ((30, 0, 4), (1, 0, 5))))
     assert cut.spread("ring") == Spread((20, 3), (30, 0, 4, 1, 0, 5), halved=True)
-    # the second rank's six columns may come apart from the first one's
-    assert cut.spread("gather") == Spread((20, 3), (40,), own=6)
-
-
-def test_columns_that_come_apart_are_one_tile_and_one_partial_result_more() -> None:
-    facts = load("torch").accuracy("float32", "cpu")
-    whole, apart = (arithmetic(facts, "float32", 9, [40], spread=Spread((5, 4), (40,), own=own)) for own in (0, 6))
-    assert apart.over_columns == replace(
-        whole.over_columns, parts=whole.over_columns.parts + 2, shortest=min(whole.over_columns.shortest, 6)
-    )
-    assert (whole.totals, apart.totals) == (4, 8)
+    assert cut.spread("gather") == Spread((20, 3), (40,))
 
 
 def test_a_shared_recipe_prints_and_parses() -> None:

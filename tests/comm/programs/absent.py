@@ -6,7 +6,8 @@ import time
 
 from engines import say, started
 
-from contrastile.comm.communicator import ExchangeError, connect
+from contrastile.comm.communicator import ExchangeError
+from contrastile.comm.connect import connect
 
 ranks = started()
 if ranks.rank == 2:

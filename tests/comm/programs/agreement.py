@@ -1,6 +1,6 @@
 """Losses over an engine against the same ranks in one process, bit for bit, and what ranks raise that do not agree.
 
-Started by test_mpi and test_torchgroup; mismatches are printed for the test to compare over the ranks.
+Started by test_engines; mismatches are printed for the test to compare over the ranks.
 """
 
 from __future__ import annotations
@@ -15,8 +15,9 @@ import torch
 from engines import say, started
 
 import contrastile
-from contrastile.comm.communicator import MismatchError, connect
-from contrastile.comm.inprocess import Town
+from contrastile.comm.communicator import MismatchError
+from contrastile.comm.connect import connect
+from contrastile.comm.inprocess import InProcessGroup
 
 SHARDS = [7, 0, 4, 5]
 WIDTH = 6
@@ -42,7 +43,7 @@ def evaluated(group: Any, rank: int, exchange: str, library: str) -> list[Any]:
 def agrees(group: Any, rank: int, size: int) -> None:
     for library in ("numpy", "torch"):
         for exchange in ("ring", "gather"):
-            expected = Town(size).run(lambda comm: evaluated(comm, comm.rank, exchange, library))[rank]  # noqa: B023
+            expected = InProcessGroup(size).run(lambda comm: evaluated(comm, comm.rank, exchange, library))[rank]  # noqa: B023
             for _ in range(2):
                 got = evaluated(group, rank, exchange, library)
                 same = [x.dtype == y.dtype and x.tobytes() == y.tobytes() for x, y in zip(got, expected, strict=True)]

@@ -16,7 +16,7 @@ from engines import say, started
 
 import contrastile
 from contrastile.backends import load
-from contrastile.comm.communicator import connect
+from contrastile.comm.connect import connect
 
 STEP = 3
 

@@ -21,9 +21,10 @@ from engines import say, started
 import contrastile
 from contrastile import problems
 from contrastile.backends import load
-from contrastile.comm import wires
-from contrastile.comm.communicator import ExchangeError, connect, deadline_or
-from contrastile.comm.peers import Peers
+from contrastile.comm import unix_sockets
+from contrastile.comm.communicator import Communicator, ExchangeError
+from contrastile.comm.connect import connect
+from contrastile.comm.watchdog import deadline_or
 from contrastile.verify.bounds import bounds
 from contrastile.verify.run import compare
 from contrastile.verify.shards import Cut
@@ -139,7 +140,7 @@ def raised_between(ranks: Any) -> None:
 
 
 def broken_backward(ranks: Any) -> None:
-    send = Peers._send
+    exchange = Communicator.exchange
 
     def broken(*_: Any) -> Any:
         raise MemoryError("out of memory")
@@ -149,13 +150,13 @@ def broken_backward(ranks: Any) -> None:
         if not fails(ranks, step):
             call.backward()
             continue
-        Peers._send = broken  # type: ignore[method-assign]
+        Communicator.exchange = broken  # type: ignore[method-assign]
         try:
             call.backward()
         except MemoryError:
             continue
         finally:
-            Peers._send = send  # type: ignore[method-assign]
+            Communicator.exchange = exchange  # type: ignore[method-assign]
 
 
 def two_models(ranks: Any) -> None:
@@ -189,7 +190,7 @@ def main() -> None:
     ranks = started()
     device(ranks.rank)
     if "apart" in sys.argv[5:]:
-        wires.host = lambda: f"host {ranks.rank}"
+        unix_sockets.host = lambda: f"host {ranks.rank}"
     # ranks may take long to come here, which is no mistake
     connect(ranks.world, deadline=600)
     connect(ranks.world, deadline=deadline_or(None))

@@ -1,4 +1,4 @@
-"""Every primitive of a communicator against what it must give, bit for bit; started by test_mpi and test_torchgroup."""
+"""Every primitive of a communicator against what it must give, bit for bit; started by test_engines."""
 
 from __future__ import annotations
 
@@ -15,7 +15,8 @@ import torch
 from engines import say, started
 
 from contrastile.comm import buffers
-from contrastile.comm.communicator import ExchangeError, connect, number, numbered
+from contrastile.comm.communicator import ExchangeError, number, numbered
+from contrastile.comm.connect import connect
 
 WIDTH = 7
 DTYPES = ("float16", "bfloat16", "float32", "float64", "int64")

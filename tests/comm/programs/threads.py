@@ -12,9 +12,9 @@ import numpy as np
 from engines import say, started
 
 import contrastile
-from contrastile.comm import torchgroup
-from contrastile.comm.communicator import connect
-from contrastile.comm.inprocess import Town
+from contrastile.comm import torch_group
+from contrastile.comm.connect import connect
+from contrastile.comm.inprocess import InProcessGroup
 
 GROUPS, CALLS = 4, 5
 
@@ -35,7 +35,7 @@ def main() -> None:
     ranks = started()
     if "no clones" in sys.argv:
         # as before torch 2.8
-        torchgroup._CLONES = False
+        torch_group._CLONES = False
     groups = [ranks.part([list(range(ranks.size))]) for _ in range(GROUPS)]
     together = threading.Barrier(GROUPS)
 
@@ -50,7 +50,7 @@ def main() -> None:
     with ThreadPoolExecutor(GROUPS) as pool:
         found = list(pool.map(first, range(GROUPS)))
         for number, got in enumerate(found):
-            expected = Town[Any](ranks.size).run(lambda comm: evaluated(comm, comm.rank, number))[ranks.rank]  # noqa: B023
+            expected = InProcessGroup[Any](ranks.size).run(lambda comm: evaluated(comm, comm.rank, number))[ranks.rank]  # noqa: B023
             assert [x.tobytes() for x in got] == [x.tobytes() for x in expected], number
         say(ranks.rank, "as in one process")
         # one more group, that all threads want first

@@ -2,10 +2,9 @@
 
 ``torchrun --nproc-per-node N exchange.py torch`` for NCCL through torch, ``... gloo`` for GPUs through the host,
 ``mpirun -n N python -m mpi4py exchange.py mpi`` for MPI's ranks (through the host where they share a GPU), and
-``python exchange.py alone`` for NCCL from a GPU to itself. A second argument ``copies`` sends every message by copy
-engines, in small pieces, and has both schedules take their columns in parts. With ``killed``, ``raises``, ``leaves``
-or ``stalls`` the last rank does that in the middle of a ring instead, and the others must end within
-CONTRASTILE_DEADLINE. Names of backends leave out the others. One line a check.
+``python exchange.py alone`` for NCCL from a GPU to itself. With ``killed``, ``raises``, ``leaves`` or ``stalls`` the
+last rank does that in the middle of a ring instead, and the others must end within CONTRASTILE_DEADLINE. Names of
+backends leave out the others. One line per check.
 """
 
 from __future__ import annotations
@@ -29,9 +28,7 @@ import contrastile
 from contrastile import problems
 from contrastile.backends import load
 from contrastile.backends.arrays import library_of
-from contrastile.comm import copies, staging
-from contrastile.comm.communicator import connect
-from contrastile.schedules import shared
+from contrastile.comm.connect import connect
 from contrastile.verify.bounds import bounds
 from contrastile.verify.run import compare
 from contrastile.verify.shards import Cut, shares
@@ -243,18 +240,18 @@ def alone() -> None:
     import torch
     import torch.distributed as dist
 
-    from contrastile.comm import nccl, torchgroup
+    from contrastile.comm import nccl, torch_group
     from contrastile.comm.driver import Gpu
-    from contrastile.comm.watch import Watch
+    from contrastile.comm.watchdog import Watchdog
 
     calls, gpu = nccl.NCCL(), Gpu(0)
     with gpu.active():
         communicator = calls.connect(calls.key(), 0, 1)
-        channels: list[Any] = [nccl.NCCLChannel(calls, communicator, gpu, gpu.stream(), Watch(lambda: 10.0))]
+        channels: list[Any] = [nccl.NCCLChannel(calls, communicator, gpu, gpu.stream(), Watchdog(lambda: 10.0))]
     options: Any = dist.ProcessGroupNCCL.Options(is_high_priority_stream=True)
     options.global_ranks_in_group = [0]
     engine = dist.ProcessGroupNCCL(dist.HashStore(), 0, 1, options)
-    through_torch = torchgroup.ThroughTorch(engine, Watch(lambda: 10.0))
+    through_torch = torch_group.ThroughTorch(engine, Watchdog(lambda: 10.0))
     through_torch.open(torch.device("cuda", 0), 1)
     channels.append(through_torch)
     for channel in channels:
@@ -287,10 +284,9 @@ def main() -> None:
     group, number, leave = join(engine)
     comm = connect(group)
     for library, put in libraries(number):
-        if "copies" in sys.argv:
-            copies.LEAST, staging.PIECE, shared.BESIDE = 1, 1 << 18, 0
-        comm.prepare(put(np.zeros(1), "float32"), copies.LEAST)
-        _say(comm, f"{engine} {library}: large messages by {comm.name}", started)
+        x = put(np.zeros(1), "float32")
+        comm.shift([x], [put(np.zeros(1), "float32")]).wait()
+        _say(comm, f"{engine} {library}: messages by {comm.name}", started)
         for fault in set(sys.argv) & set(FAULTS):
             fail(comm, put, fault)
         count = primitives(comm, put)

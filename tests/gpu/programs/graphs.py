@@ -1,8 +1,8 @@
 """Shows that steps with a group replay from CUDA graphs with the bits of eager ones.
 
-``torchrun --nproc-per-node N tests/gpu/programs/graphs.py torch [copies] [BACKEND ...]``, or ``mpirun -n N python -m
-mpi4py tests/gpu/programs/graphs.py mpi ...`` for MPI's ranks; ``copies`` as in ``exchange.py``. Torch tensors, uneven
-shards. The last replays and eager steps come more than a deadline after the capture. One line a check.
+``torchrun --nproc-per-node N tests/gpu/programs/graphs.py torch [BACKEND ...]``, or ``mpirun -n N python -m mpi4py
+tests/gpu/programs/graphs.py mpi ...`` for MPI's ranks. Torch tensors, uneven shards. The last replays and eager steps
+come more than a deadline after the capture. One line per check.
 """
 
 from __future__ import annotations
@@ -18,9 +18,7 @@ import torch
 from exchange import BACKENDS, SECONDS, WIDTH, join
 
 import contrastile
-from contrastile.comm import copies, staging
-from contrastile.comm.communicator import connect
-from contrastile.schedules import shared
+from contrastile.comm.connect import connect
 
 Step = Callable[[], list[Any]]
 
@@ -81,8 +79,6 @@ def main() -> None:
     """All backends and both schedules, twice."""
     faulthandler.dump_traceback_later(SECONDS, exit=True)
     engine = sys.argv[1]
-    if "copies" in sys.argv:
-        copies.LEAST, staging.PIECE, shared.BESIDE = 1, 1 << 18, 0
     group, number, leave = join(engine)
     torch.cuda.set_device(number % torch.cuda.device_count())
     comm = connect(group)

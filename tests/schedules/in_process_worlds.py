@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Sequence
 
 from contrastile.backends.registry import load
-from contrastile.comm.inprocess import InProcess, Town
+from contrastile.comm.inprocess import InProcess, InProcessGroup
 from contrastile.schedules.placement import Placement
 from contrastile.verify import cases
 from contrastile.verify.runner import Row, Run, Selection
@@ -46,6 +46,6 @@ def placement(comm: InProcess, parts: Cut, exchange: str = "ring") -> Placement:
     return Placement(comm, exchange, "mean", parts.shards)  # type: ignore[arg-type]
 
 
-def town(n: int, *, late: bool = False) -> Town[object]:
+def group(n: int, *, late: bool = False) -> InProcessGroup[object]:
     """Ranks of one process."""
-    return Town(n, late=late)
+    return InProcessGroup(n, late=late)

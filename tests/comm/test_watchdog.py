@@ -10,8 +10,20 @@ import numpy as np
 import pytest
 
 from contrastile.comm import buffers
-from contrastile.comm.communicator import DEADLINE, LONGEST, deadline_or
-from contrastile.comm.watch import Flight, Silence, Watch, Word, describe, grace, missing, patience, until
+from contrastile.comm.watchdog import (
+    DEADLINE,
+    LONGEST,
+    AbortNotice,
+    InFlight,
+    PeerTimeout,
+    Watchdog,
+    deadline_or,
+    describe,
+    grace,
+    missing,
+    patience,
+    until,
+)
 
 
 @pytest.mark.parametrize(
@@ -30,14 +42,14 @@ def test_who_waits_for_whom_leads_to_those_who_say_nothing(lost, waiting, blamed
 
 
 def test_messages_name_ranks_as_the_whole_program_does() -> None:
-    silence = Silence([1], "cannot be reached (broken pipe)")
-    titles = [10, 11, 12]
-    own = {0: Word((1,), "the backward of call 3")}
-    assert describe(silence, own, 5, titles).startswith("rank 11 cannot be reached (broken pipe) (deadline 5 s)")
-    further = describe(silence, own | {1: Word((2,), "")}, 5, titles)
+    timeout = PeerTimeout([1], "cannot be reached (broken pipe)")
+    global_ranks = [10, 11, 12]
+    own = {0: AbortNotice((1,), "the backward of call 3")}
+    assert describe(timeout, own, 5, global_ranks).startswith("rank 11 cannot be reached (broken pipe) (deadline 5 s)")
+    further = describe(timeout, own | {1: AbortNotice((2,), "")}, 5, global_ranks)
     assert further.startswith("rank 12 did not answer, for whom rank 11 waited (deadline 5 s)")
-    others = {1: Word((2,), "the forward of call 4"), 2: Word((0,), "the backward of call 3")}
-    circle = describe(silence, own | others, 5, titles)
+    others = {1: AbortNotice((2,), "the forward of call 4"), 2: AbortNotice((0,), "the backward of call 3")}
+    circle = describe(timeout, own | others, 5, global_ranks)
     assert circle.startswith(
         "ranks 10, 11, 12 wait for each other (cannot be reached (broken pipe)): ranks 10, 12 are at the backward of "
         "call 3, rank 11 is at the forward of call 4; every rank must make the same calls in the same order"
@@ -45,10 +57,10 @@ def test_messages_name_ranks_as_the_whole_program_does() -> None:
 
 
 @pytest.mark.parametrize(
-    "word", [Word((), "the forward of call 1"), Word((2, 13), "the backward of call 7 (clip_loss)")]
+    "notice", [AbortNotice((), "the forward of call 1"), AbortNotice((2, 13), "the backward of call 7 (clip_loss)")]
 )
-def test_a_word_crosses_as_text(word: Word) -> None:
-    assert Word.decode(word.encode()) == word
+def test_a_word_crosses_as_text(notice: AbortNotice) -> None:
+    assert AbortNotice.decode(notice.encode()) == notice
 
 
 def test_waiting_ends_and_keeps_no_core_busy() -> None:
@@ -70,21 +82,21 @@ class Device:
 
     def __init__(self, deadline: float, depth: int = 2) -> None:
         self.ended: list[str] = []
-        self.watch = Watch(lambda: deadline, depth, self.ended.append)
+        self.watchdog = Watchdog(lambda: deadline, depth, self.ended.append)
         self.ready: set[int] = set()
         self.done: set[int] = set()
 
     def post(self, *numbers: int) -> None:
         for i in numbers:
-            self.watch.admit()
-            self.watch.add(Flight(lambda i=i: i in self.ready, lambda i=i: i in self.done, (i,)))
+            self.watchdog.admit()
+            self.watchdog.add(InFlight(lambda i=i: i in self.ready, lambda i=i: i in self.done, (i,)))
 
 
 def test_the_host_runs_ahead_of_a_device_by_so_many_messages_and_no_further() -> None:
     device = Device(0.4)
     device.post(0, 1)
     device.ready.add(0)
-    with pytest.raises(Silence) as caught:
+    with pytest.raises(PeerTimeout) as caught:
         device.post(2)
     assert caught.value.ranks == (0,)
     # the host has been told, so the process does not end
@@ -101,7 +113,7 @@ def test_messages_that_have_arrived_make_room_in_whatever_order() -> None:
     device.ready |= {2, 3}
     device.done.add(3)
     # behind one that has not, it does not: the oldest is the one that is named
-    with pytest.raises(Silence) as caught:
+    with pytest.raises(PeerTimeout) as caught:
         device.post(4)
     assert caught.value.ranks == (2,)
 
@@ -114,7 +126,7 @@ def test_work_queued_before_a_message_is_no_silence() -> None:
     device.ready.add(0)
     device.done.add(0)
     device.post(1, 2)
-    device.watch.close()
+    device.watchdog.close()
 
 
 def test_a_host_that_cannot_be_told_ends() -> None:
@@ -138,12 +150,12 @@ def test_the_process_ends_within_the_deadline() -> None:
 def test_the_thread_that_asks_is_made_ready_first() -> None:
     asked: list[str] = []
     begun: list[bool] = []
-    watch = Watch(lambda: 0.2, begin=lambda: begun.append(not asked))
-    watch.add(Flight(lambda: True, lambda: asked.append(threading.current_thread().name) is None, (0,)))
+    watchdog = Watchdog(lambda: 0.2, begin=lambda: begun.append(not asked))
+    watchdog.add(InFlight(lambda: True, lambda: asked.append(threading.current_thread().name) is None, (0,)))
     assert until(lambda: bool(asked), 5)
     assert begun == [True]
-    assert asked[0] == "contrastile watch"
-    watch.close()
+    assert asked[0] == "contrastile watchdog"
+    watchdog.close()
 
 
 @pytest.mark.parametrize("given", [0, -1.0, float("inf"), float("nan"), "soon", [3]])

@@ -1,4 +1,4 @@
-"""Waiting with an end: how long, for whom, and what is done about a device that waits where the host cannot see it."""
+"""Bounded waiting: for how long, for whom, and what happens when a device waits where the host cannot see it."""
 
 from __future__ import annotations
 
@@ -12,11 +12,17 @@ from dataclasses import dataclass, field
 
 from contrastile.comm import calls
 
+DEADLINE = 60.0
+"""Seconds that a rank waits for another before it raises ``ExchangeError``."""
+
+LONGEST = 1e6
+"""The longest deadline in seconds, to which longer ones are cut: engines count milliseconds in 32 bits."""
+
 _SPIN = 300e-6
 _PAUSES = (20e-6, 500e-6)
 
 
-class Silence(Exception):  # noqa: N818 - it becomes an ExchangeError once it is known who is to blame
+class PeerTimeout(Exception):  # noqa: N818 - it becomes an ExchangeError once it is known who is to blame
     """These ranks did not answer; ``how`` says what was seen of them."""
 
     def __init__(self, ranks: Sequence[int], how: str) -> None:
@@ -25,12 +31,12 @@ class Silence(Exception):  # noqa: N818 - it becomes an ExchangeError once it is
 
 
 @dataclass(frozen=True, slots=True)
-class Word:
-    """What a rank that gives up says to the others.
+class AbortNotice:
+    """What a rank that gives up tells the others.
 
     Attributes:
         ranks: whom it waited for.
-        place: at which phase of which call.
+        place: the phase and the call that it was at.
     """
 
     ranks: tuple[int, ...]
@@ -41,10 +47,34 @@ class Word:
         return f"{','.join(map(str, self.ranks))}|{self.place}"
 
     @classmethod
-    def decode(cls, text: str) -> Word:
+    def decode(cls, text: str) -> AbortNotice:
         """What ``encode`` wrote."""
         ranks, _, place = text.partition("|")
         return cls(tuple(int(x) for x in ranks.split(",") if x), place)
+
+
+def deadline_or(deadline: float | None) -> float:
+    """The deadline that was given, else CONTRASTILE_DEADLINE's, else ``DEADLINE``.
+
+    Raises:
+        ValueError: it is not a positive number of seconds.
+    """
+    given = os.environ.get("CONTRASTILE_DEADLINE", DEADLINE) if deadline is None else deadline
+    try:
+        seconds = float(given)
+    except (ValueError, TypeError, OverflowError):
+        seconds = math.nan
+    if not 0 < seconds < math.inf:
+        raise ValueError(f"deadline must be a positive number of seconds, got {given!r}; give e.g. {DEADLINE:g}")
+    return min(seconds, LONGEST)
+
+
+def deadline_and_error(deadline: float | None) -> tuple[float, str]:
+    """``deadline_or``, and ""; where that raises, ``DEADLINE`` and its message, which the other ranks are to hear."""
+    try:
+        return deadline_or(deadline), ""
+    except ValueError as error:
+        return DEADLINE, str(error)
 
 
 def patience(deadline: float) -> float:
@@ -53,17 +83,17 @@ def patience(deadline: float) -> float:
 
 
 def grace(deadline: float) -> float:
-    """Seconds in which the others may say whom they wait for."""
+    """Seconds in which this rank collects the others' notices."""
     return min(1.0, 0.1 * deadline)
 
 
 def _last(deadline: float) -> float:
-    """Seconds after which the process ends: the host would have raised by then, and leaving takes its time too."""
+    """Seconds after which the process ends: by then the host would have raised, and exiting takes time too."""
     return patience(deadline) + grace(deadline)
 
 
 def until(ready: Callable[[], bool], seconds: float) -> bool:
-    """Whether it becomes so in time. It is asked often at first, then every half millisecond: no core is kept busy."""
+    """Whether ``ready`` becomes true in time. It polls often at first, then every 0.5 ms, to spare the core."""
     start, pause = time.monotonic(), _PAUSES[0]
     while not ready():
         waited = time.monotonic() - start
@@ -79,14 +109,14 @@ def until(ready: Callable[[], bool], seconds: float) -> bool:
 
 
 def missing(lost: Sequence[int], waiting: Mapping[int, Sequence[int]]) -> tuple[int, ...]:
-    """The ranks to blame: follow who waits for whom to those who say nothing.
+    """The ranks to blame: follow who waits for whom to those that sent no notice.
 
     Args:
         lost: whom this rank waits for.
         waiting: of each rank that has given up too, whom it waited for.
 
     Returns:
-        Ranks in order; none when everybody waits for somebody, that is, when the ranks make different calls.
+        Ranks in order; none when every rank waits for another, that is, when the ranks make different calls.
     """
     seen: set[int] = set()
     ahead = list(lost)
@@ -98,25 +128,34 @@ def missing(lost: Sequence[int], waiting: Mapping[int, Sequence[int]]) -> tuple[
     return tuple(sorted(seen - set(waiting)))
 
 
-def describe(silence: Silence, words: Mapping[int, Word], deadline: float, titles: Sequence[int]) -> str:
-    """What an ExchangeError says, of ranks by their numbers in the whole program; ``words`` are this rank's too."""
-    blamed = missing(silence.ranks, {r: word.ranks for r, word in words.items()})
+def describe(
+    timeout: PeerTimeout, notices: Mapping[int, AbortNotice], deadline: float, global_ranks: Sequence[int]
+) -> str:
+    """What an ExchangeError says, with the ranks' numbers in the whole program.
+
+    Args:
+        timeout: what this rank has seen.
+        notices: of each rank that has given up, this one included, by rank.
+        deadline: seconds.
+        global_ranks: by rank.
+    """
+    blamed = missing(timeout.ranks, {r: notice.ranks for r, notice in notices.items()})
 
     def named(ranks: Sequence[int]) -> str:
-        return calls.named([titles[r] for r in ranks])
+        return calls.named([global_ranks[r] for r in ranks])
 
     if not blamed:
-        places = calls.whereabouts({titles[r]: words[r].place for r in sorted(words)})
-        return f"{named(sorted(words))} wait for each other ({silence.how}): {places}"
-    seen = silence.how
-    if set(blamed) != set(silence.ranks):
+        places = calls.whereabouts({global_ranks[r]: notices[r].place for r in sorted(notices)})
+        return f"{named(sorted(notices))} wait for each other ({timeout.how}): {places}"
+    seen = timeout.how
+    if set(blamed) != set(timeout.ranks):
         # what was seen of a rank that had itself given up says nothing of the one it waited for
-        seen = f"did not answer, for whom {named(silence.ranks)} waited"
-    return f"{named(blamed)} {seen} (deadline {deadline:g} s); see what became of it, or raise CONTRASTILE_DEADLINE"
+        seen = f"did not answer, for whom {named(timeout.ranks)} waited"
+    return f"{named(blamed)} {seen} (deadline {deadline:g} s); look into that rank's log, or raise CONTRASTILE_DEADLINE"
 
 
 @dataclass(slots=True)
-class Flight:
+class InFlight:
     """A message under way on a device.
 
     Attributes:
@@ -140,8 +179,8 @@ class Flight:
 
 
 @dataclass(slots=True)
-class Watch:
-    """The messages under way on a device, where waiting makes a stream wait and not the host.
+class Watchdog:
+    """Watches the messages under way on a device, where a stream waits instead of the host.
 
     The host never runs further ahead than ``depth`` messages, and raises when the oldest has waited too long. Where
     the host itself sits in the device's runtime it cannot raise, and a message that is broken off would let it go on
@@ -158,7 +197,7 @@ class Watch:
     depth: int = 64
     end: Callable[[str], None] = field(default_factory=lambda: _end)
     begin: Callable[[], None] = lambda: None
-    _flights: list[Flight] = field(default_factory=list)
+    _in_flight: list[InFlight] = field(default_factory=list)
     _lock: threading.Lock = field(default_factory=threading.Lock)
     _thread: threading.Thread | None = None
     _told: bool = False
@@ -168,47 +207,47 @@ class Watch:
         """Wait until another message may be posted.
 
         Raises:
-            Silence: the oldest message has waited for other ranks too long.
+            PeerTimeout: the oldest message has waited for other ranks too long.
         """
-        # asking what has arrived costs the host time: only where it matters
-        if len(self._flights) >= self.depth or time.monotonic() >= self._look:
+        # polling costs the host time: only where it matters
+        if len(self._in_flight) >= self.depth or time.monotonic() >= self._look:
             self.settle(self.depth)
 
     def settle(self, most: int) -> None:
         """Wait until fewer than ``most`` messages are under way."""
-        late: list[Flight] = []
+        late: list[InFlight] = []
 
         def few() -> bool:
             with self._lock:
                 self._sweep()
                 if time.monotonic() >= self._look:
-                    late[:] = [x for x in self._flights if x.expired(patience(self.deadline()))]
+                    late[:] = [x for x in self._in_flight if x.expired(patience(self.deadline()))]
                     self._look = time.monotonic() + self._interval()
-                return bool(late) or len(self._flights) < most
+                return bool(late) or len(self._in_flight) < most
 
         until(few, math.inf)
         if late:
             self._told = True
-            raise Silence(late[0].ranks, "did not answer")
+            raise PeerTimeout(late[0].ranks, "did not answer")
 
-    def add(self, flight: Flight) -> None:
+    def add(self, message: InFlight) -> None:
         """Watch a message until it is done."""
         with self._lock:
-            self._flights.append(flight)
+            self._in_flight.append(message)
             if self._thread is None:
-                self._thread = threading.Thread(target=self._run, name="contrastile watch", daemon=True)
+                self._thread = threading.Thread(target=self._run, name="contrastile watchdog", daemon=True)
                 self._thread.start()
 
     def close(self) -> None:
-        """Watch no longer."""
+        """Stop watching."""
         self._told = True
         with self._lock:
-            self._flights.clear()
+            self._in_flight.clear()
 
     def _sweep(self) -> None:
-        # as a rule they arrive in their order, and asking costs the host time
-        arrived = next((i for i, x in enumerate(self._flights) if not x.done()), len(self._flights))
-        del self._flights[:arrived]
+        # they usually arrive in order, and polling costs the host time
+        arrived = next((i for i, x in enumerate(self._in_flight) if not x.done()), len(self._in_flight))
+        del self._in_flight[:arrived]
 
     def _interval(self) -> float:
         """Seconds between two looks for messages that are late."""
@@ -220,7 +259,7 @@ class Watch:
             time.sleep(self._interval())
             with self._lock:
                 self._sweep()
-                late = [x for x in self._flights if x.expired(_last(self.deadline()))]
+                late = [x for x in self._in_flight if x.expired(_last(self.deadline()))]
             if late and not self._told:
                 ranks = ", ".join(str(r) for r in late[0].ranks)
                 self.end(f"rank(s) {ranks} did not answer on the device (deadline {self.deadline():g} s)")
@@ -231,3 +270,22 @@ def _end(reason: str) -> None:
     sys.stderr.write(f"contrastile: {reason}; the process ends, for its results would be garbage\n")
     sys.stderr.flush()
     os._exit(1)
+
+
+@dataclass(slots=True, eq=False)
+class Queued:
+    """A message that is queued on the device, and that the current stream is to wait for.
+
+    Attributes:
+        join: makes the current stream wait for it.
+        in_flight: the message; what it holds is released by the wait.
+    """
+
+    join: Callable[[], None]
+    in_flight: InFlight
+
+    def wait(self) -> None:
+        """Queue the wait."""
+        self.join()
+        # from here on the order of the stream keeps the arrays' memory from being used too early
+        self.in_flight.held = None

@@ -1,4 +1,4 @@
-"""What the schedules over several ranks have in common: sums over the ranks, and the scale of the gradients."""
+"""Sums over the ranks, and the scale of the gradients: what ring and gather have in common."""
 
 from __future__ import annotations
 
@@ -18,47 +18,27 @@ def placed(problem: Problem) -> Placement:
     return problem.placement
 
 
-BESIDE = 1 << 39
-"""Rows of a rank x columns of all x width from which on messages that cost the kernels nothing are worth having.
-
-Below, the calls of kernels that compute the columns in parts cost the host more time than the messages would.
-"""
-
-
-def aside(placement: Placement, problem: Problem) -> bool:
-    """Whether a rank's columns travel at no cost to what is computed meanwhile; every rank comes to the same.
-
-    Asked before the columns travel, it makes the communicator ready for such messages, or has it leave them.
-    """
-    shards, x = placement.shards, problem.columns[0]
-    largest, total, width = max(shards.widths), sum(shards.widths), int(x.shape[1])
-    # where one rank has all columns none travel
-    worth = largest < total and max(shards.rows) * total * width >= BESIDE
-    ready = placement.communicator.prepare(x, largest * width * int(x.itemsize) if worth else 0)
-    return worth and ready
-
-
 def summed(placement: Placement, arrays: ArrayLibrary, *numbers: Array) -> Sequence[Array]:
     """The sum of each number, 0-d in float64, over the ranks: the same bits on each of them. One message for all."""
     n = placement.size
     if n == 1 or not numbers:
         return numbers
-    own, whole, incoming = everywhere(placement, arrays, numbers)
+    own, whole, incoming = scalar_gather_buffers(placement, arrays, numbers)
     placement.communicator.exchange(dict.fromkeys(range(n), own), incoming).wait()
     return [arrays.total(x) for x in whole]
 
 
-def everywhere(
+def scalar_gather_buffers(
     placement: Placement, arrays: ArrayLibrary, numbers: Sequence[Array]
 ) -> tuple[list[Array], list[Array], dict[int, list[Array]]]:
-    """Numbers as they are sent to every rank; where all ranks' are to be, (n,) each, and as they arrive from each."""
+    """Buffers to send numbers to every rank: what is sent, all ranks' numbers, (n,) each, and their parts by sender."""
     n = placement.size
     whole = [arrays.empty((n,), arrays.dtype(x), x) for x in numbers]
     incoming = {r: [x[r : r + 1] for x in whole] for r in range(n)}
     return [x.reshape((1,)) for x in numbers], whole, incoming
 
 
-def together(problem: Problem, loss: Array, *lses: Array, arrays: ArrayLibrary) -> local.Forward:
+def finalize_loss(problem: Problem, loss: Array, *lses: Array, arrays: ArrayLibrary) -> local.Forward:
     """The global loss from this rank's part of it, with this rank's log-sum-exps."""
     (whole,) = summed(placed(problem), arrays, loss)
     return local.Forward(arrays.cast(whole, arrays.dtype(problem.scale)), *lses)
@@ -70,11 +50,11 @@ def scaled_weights(problem: Problem, upstream: Array) -> Problem:
 
 
 def mean(placement: Placement, arrays: ArrayLibrary, total: Array, scale: Array) -> Array:
-    """The mean over the ranks of what they found for the scale or the bias together, in the scale's dtype."""
+    """The mean over the ranks, from their sum, of the gradient of scale or bias; in the scale's dtype."""
     return arrays.cast(total / placement.size, arrays.dtype(scale))
 
 
-def finish(
+def gradients_over_ranks(
     rows: Array,
     scale: Array,
     placement: Placement,
@@ -83,12 +63,12 @@ def finish(
     wanted: local.Wanted,
     arrays: ArrayLibrary,
 ) -> local.Gradients:
-    """This rank's gradients: ``local.finish``, and for scale and bias the mean over the ranks of what each found.
+    """This rank's gradients: ``local.gradients_from_sums``, with scale and bias averaged over the ranks.
 
-    The factor of ``Placement.factor`` is in the sums already, or in ``upstream``.
+    ``Placement.factor`` is in the sums already, or in ``upstream``.
     """
     # in float64 until they are whole: the ranks' parts may be large where their sum is small
-    found = local.finish(rows, scale, sums, upstream, wanted, arrays, "float64")
+    found = local.gradients_from_sums(rows, scale, sums, upstream, wanted, arrays, "float64")
     parts = {name: x for name, x in (("scale", found.scale), ("bias", found.bias)) if x is not None}
     totals = summed(placement, arrays, *parts.values())
     return replace(found, **{name: mean(placement, arrays, x, scale) for name, x in zip(parts, totals, strict=True)})

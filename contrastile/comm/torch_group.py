@@ -1,4 +1,4 @@
-"""The exchange over torch.distributed: NCCL for arrays on GPUs, gloo for arrays on the host, any process group.
+"""Communicators over torch.distributed: NCCL for arrays on GPUs, gloo for arrays on the host, any process group.
 
 Each group gets engines of its own: gloo for what the host must know, so that agreeing never waits for work that is
 queued on a GPU; and, where the group itself uses NCCL, NCCL from the first message of arrays on a GPU. That costs one
@@ -24,28 +24,27 @@ import torch.distributed as dist
 
 from contrastile.backends.arrays import library_of, working_for
 from contrastile.backends.contract import Array
-from contrastile.comm import buffers, nccl, watch, wires
-from contrastile.comm.communicator import (
-    Communicator,
-    Connecting,
-    ExchangeError,
-    Pending,
+from contrastile.comm import buffers, nccl, unix_sockets, watchdog
+from contrastile.comm.communicator import Communicator, ExchangeError, Parts, Pending
+from contrastile.comm.driver import relaxed_capture
+from contrastile.comm.point_to_point import Channel, ConnectLocks, PointToPoint, raise_first
+from contrastile.comm.watchdog import (
+    AbortNotice,
+    InFlight,
+    PeerTimeout,
+    Queued,
+    Watchdog,
     deadline_and_error,
     deadline_or,
-    refuse,
 )
-from contrastile.comm.copies import CopyChannel
-from contrastile.comm.driver import Gpu, bystander
-from contrastile.comm.peers import Channel, Parts, Peers
-from contrastile.comm.watch import Flight, Silence, Watch, Word
 
 _BACKSTOP = 600.0
 # since torch 2.8
 _CLONES = hasattr(getattr(dist, "Store", None), "clone")
 
-_KNOWN: WeakKeyDictionary[Any, Peers] = WeakKeyDictionary()
+_KNOWN: WeakKeyDictionary[Any, PointToPoint] = WeakKeyDictionary()
 _CONNECTED: Counter[str] = Counter()
-_CONNECTING = Connecting()
+_CONNECTING = ConnectLocks()
 
 
 def of(group: Any, deadline: float | None = None) -> Communicator:
@@ -53,7 +52,7 @@ def of(group: Any, deadline: float | None = None) -> Communicator:
 
     Args:
         group: a ProcessGroup that this process is in, or "world" for the default group.
-        deadline: see ``communicator.connect``.
+        deadline: see ``connect``.
 
     Raises:
         TypeError: it is neither.
@@ -77,43 +76,44 @@ def of(group: Any, deadline: float | None = None) -> Communicator:
     return found
 
 
-def _connect(group: Any, given: float | None) -> Peers:
+def _connect(group: Any, given: float | None) -> PointToPoint:
     ranks, rank = dist.get_process_group_ranks(group), dist.get_rank(group)
     if len(ranks) == 1:
-        return Peers(rank, 1, deadline_or(given), None)
+        return PointToPoint(rank, 1, deadline_or(given), None)
     deadline, error = deadline_and_error(given)
     _CONNECTED[group.group_name] += 1
     name = f"contrastile/{group.group_name}/{_CONNECTED[group.group_name]}"
     store = _store(name, rank, deadline)
 
-    def tell(matter: str, text: str) -> list[str]:
-        return _told(store, matter, text, rank, ranks, deadline)
+    def tell(key: str, text: str) -> list[str]:
+        return _told(store, key, text, rank, ranks, deadline)
 
-    # engines that connect would not say who has not come
-    refuse(tell("here", error))
-    patience = watch.patience(deadline)
+    # an engine that connects does not name the rank that is missing
+    raise_first(tell("here", error))
+    patience = watchdog.patience(deadline)
     engine: Any = dist.ProcessGroupGloo(_below(store, "gloo"), rank, len(ranks), timedelta(seconds=patience))
     has_nccl = "nccl" in str(dist.get_backend_config(group))
 
-    def on_device(peers: Peers, like: Array) -> Channel | None:
-        return _nccl_channel(peers, like, _below(store, "nccl"), ranks) if has_nccl else None
+    def on_device(communicator: PointToPoint, like: Array) -> Channel | None:
+        return _nccl_channel(communicator, like, _below(store, "nccl"), ranks) if has_nccl else None
 
     host = GlooChannel(engine, rank, len(ranks), store)
-    return Peers(rank, len(ranks), deadline, host, on_device, ranks, wires.connect(rank, len(ranks), tell, patience))
+    sockets = unix_sockets.connect(rank, len(ranks), tell, patience)
+    return PointToPoint(rank, len(ranks), deadline, host, on_device, ranks, sockets)
 
 
-def _told(store: Any, matter: str, text: str, rank: int, ranks: Sequence[int], deadline: float) -> list[str]:
-    """Everybody's text about a matter, by rank.
+def _told(store: Any, key: str, text: str, rank: int, ranks: Sequence[int], deadline: float) -> list[str]:
+    """Everybody's text under a key, by rank.
 
     Raises:
-        ExchangeError: some rank has left none within the deadline.
+        ExchangeError: some rank stored none within the deadline.
     """
-    keys = [f"{matter}/{r}" for r in range(len(ranks))]
+    keys = [f"{key}/{r}" for r in range(len(ranks))]
     store.set(keys[rank], text)
     with suppress(RuntimeError):
-        store.wait(keys, timedelta(seconds=watch.patience(deadline)))
-        return [store.get(key).decode() for key in keys]
-    absent = ", ".join(str(ranks[r]) for r, key in enumerate(keys) if not store.check([key]))
+        store.wait(keys, timedelta(seconds=watchdog.patience(deadline)))
+        return [store.get(each).decode() for each in keys]
+    absent = ", ".join(str(ranks[r]) for r, each in enumerate(keys) if not store.check([each]))
     raise _absent(absent, deadline)
 
 
@@ -137,10 +137,10 @@ def _store(name: str, rank: int, deadline: float) -> Any:
         tcp = tcp.underlying_store
     if not isinstance(tcp, c10d.TCPStore):
         return _below(store, name)
-    # what the default group's names begin with is not to be had: rank 0 makes up another beginning
+    # the default group's prefix is not accessible: rank 0 makes up another
     if rank == 0:
         store.set(name, secrets.token_hex(16))
-    if not watch.until(lambda: store.check([name]), watch.patience(deadline)):
+    if not watchdog.until(lambda: store.check([name]), watchdog.patience(deadline)):
         raise _absent("0 of the group", deadline)
     own = c10d.TCPStore(tcp.host, tcp.port, is_master=False, wait_for_workers=False)
     return _below(own, store.get(name).decode())
@@ -158,8 +158,8 @@ class GlooChannel:
     Attributes:
         engine: gloo, over these ranks.
         rank: this rank's number.
-        size: how many.
-        store: where ranks that give up leave word.
+        size: the number of ranks.
+        store: where ranks that give up leave a notice.
     """
 
     engine: Any
@@ -175,7 +175,7 @@ class GlooChannel:
         for post, parts in ((self.engine.recv, incoming), (self.engine.send, outgoing)):
             for rank, xs in parts.items():
                 for piece in (piece for x in xs for piece in buffers.pieces(x)):
-                    # torch has no tensors that may not be written to, and warns of one
+                    # torch has no read-only tensors, and warns
                     tensor = torch.from_numpy(piece if piece.flags.writeable else piece.copy())
                     with _reaching(rank):
                         works.append((rank, post([tensor], rank, number)))
@@ -184,27 +184,24 @@ class GlooChannel:
         self._under_way[id(posted)] = posted
         return posted
 
-    def prepare(self, size: int) -> bool:
-        return False
-
-    def give_up(self, word: Word, seconds: float) -> Mapping[int, Word]:
-        heard: dict[int, Word] = {}
+    def abort(self, notice: AbortNotice, seconds: float) -> Mapping[int, AbortNotice]:
+        heard: dict[int, AbortNotice] = {}
         end = time.monotonic() + seconds
 
         def ask() -> None:
-            self.store.set(f"gone/{self.rank}", word.encode())
+            self.store.set(f"gone/{self.rank}", notice.encode())
             while len(heard) < self.size - 1 and time.monotonic() < end:
                 for other in range(self.size):
                     if other != self.rank and other not in heard and self.store.check([f"gone/{other}"]):
-                        heard[other] = Word.decode(self.store.get(f"gone/{other}").decode())
+                        heard[other] = AbortNotice.decode(self.store.get(f"gone/{other}").decode())
                 time.sleep(0.01)
 
         def attempt() -> None:
-            # no store, no answers: the rank that was waited for is named all the same
+            # without the store there are no answers; the rank that was waited for is named all the same
             with suppress(RuntimeError):
                 ask()
 
-        # the store's server may be gone with its rank, and asking it then lasts longer than there is time
+        # the store's server may be gone with its rank: a request would then outlast the deadline
         thread = threading.Thread(target=attempt, daemon=True)
         thread.start()
         thread.join(seconds)
@@ -232,7 +229,7 @@ class _Posted:
 
 
 class _reaching:  # noqa: N801 - read as a statement
-    """While open, what torch.distributed raises is this rank's silence."""
+    """While open, what torch.distributed raises is a PeerTimeout of this rank."""
 
     def __init__(self, rank: int) -> None:
         self.rank = rank
@@ -243,28 +240,27 @@ class _reaching:  # noqa: N801 - read as a statement
     def __exit__(self, kind: object, error: BaseException | None, trace: object) -> None:
         if isinstance(error, RuntimeError):
             said = str(error).partition("\n")[0]
-            # gloo puts its place before what it says, and the other's address behind it
+            # gloo puts a source location before its message, and the peer's address after it
             text = said.rpartition(".cc:")[2].partition("] ")[2].partition(" [")[0] or said
             how = "did not answer" if "imed out" in text else f"cannot be reached ({text})"
-            raise Silence([self.rank], how) from error
+            raise PeerTimeout([self.rank], how) from error
 
 
-def _nccl_channel(peers: Peers, like: Array, store: Any, ranks: Sequence[int]) -> Channel:
-    """NCCL between the same ranks, and copies; every rank of the group calls this at the same message."""
-    found = nccl.channel(peers, like)
+def _nccl_channel(group: PointToPoint, like: Array, store: Any, ranks: Sequence[int]) -> Channel:
+    """NCCL between the same ranks; every rank of the group calls this at the same message."""
+    found = nccl.channel(group, like)
     if found is not None:
         return found
-    # a torch that has NCCL within itself
-    # a transfer starts before the blocks of a kernel that is queued behind it take every multiprocessor
+    # no NCCL library to load: torch may contain its own.
+    # High priority: a transfer starts before the blocks of a kernel queued behind it take every multiprocessor
     options: Any = dist.ProcessGroupNCCL.Options(is_high_priority_stream=True)
-    # NCCL's own watchdog counts from the posting, compute that is queued before included: here it is the last resort
-    options._timeout = timedelta(seconds=max(_BACKSTOP, 10 * peers.deadline))
+    # NCCL's own watchdog counts from the post, queued compute included: here it is the last resort
+    options._timeout = timedelta(seconds=max(_BACKSTOP, 10 * group.deadline))
     options.global_ranks_in_group = list(ranks)
-    engine: Any = dist.ProcessGroupNCCL(store, peers.rank, peers.size, options)
-    channel = ThroughTorch(engine, Watch(lambda: peers.deadline, begin=bystander))
-    device = _device(like)
-    channel.open(device, peers.size)
-    return CopyChannel(channel, channel.watch, peers.rank, peers.size, peers.tell, lambda: Gpu(device.index))
+    engine: Any = dist.ProcessGroupNCCL(store, group.rank, group.size, options)
+    channel = ThroughTorch(engine, Watchdog(lambda: group.deadline, begin=relaxed_capture))
+    channel.open(_device(like), group.size)
+    return channel
 
 
 @dataclass(slots=True, eq=False)
@@ -273,11 +269,11 @@ class ThroughTorch:
 
     Attributes:
         engine: NCCL, over these ranks.
-        watch: raises where the host may, and ends the process where it cannot.
+        watchdog: raises where the host may, and ends the process where it cannot.
     """
 
     engine: Any
-    watch: Watch
+    watchdog: Watchdog
     _captured: bool = False
 
     name = "torch nccl"
@@ -285,7 +281,7 @@ class ThroughTorch:
     def open(self, device: Any, size: int) -> None:
         """Connect all ranks; a first message between some of them would wait for the others."""
         connected = False
-        self.watch.add(Flight(lambda: True, lambda: connected, tuple(range(size))))
+        self.watchdog.add(InFlight(lambda: True, lambda: connected, tuple(range(size))))
         with torch.cuda.device(device):
             self.engine.allreduce([torch.zeros(1, device=device)]).wait()
         connected = True
@@ -297,27 +293,32 @@ class ThroughTorch:
             captured = torch.cuda.is_current_stream_capturing()
             self._captured |= captured
             if not captured:
-                self.watch.admit()
+                self.watchdog.admit()
             ready: Any = torch.cuda.Event()  # type: ignore[no-untyped-call]
             ready.record(torch.cuda.current_stream(device))
             work = self._start(outgoing, incoming, device)
 
         def done() -> bool:
-            # a message that was broken off is never done
+            # an aborted message is never done
             with suppress(RuntimeError):
                 return bool(work.is_completed())
             return False
 
         ranks = tuple(sorted({*outgoing, *incoming}))
-        flight = Flight(ready.query, done, ranks, (outgoing, incoming))
+        message = InFlight(ready.query, done, ranks, (outgoing, incoming))
         if not captured:
             # a captured message's events say nothing of any replay, and asking them is an error
-            self.watch.add(flight)
-        return _Queued(work, like, flight)
+            self.watchdog.add(message)
+
+        def join() -> None:
+            with working_for(library_of(like), _torch_arrays(), like), torch.cuda.device(device):
+                work.wait()
+
+        return Queued(join, message)
 
     def _start(self, outgoing: Parts, incoming: Parts, device: Any) -> Any:
         if all(len(xs) == 1 for parts in (outgoing, incoming) for xs in parts.values()):
-            # the same sends and receives; but torch keeps a record, with a traceback, of each call of an engine
+            # the same sends and receives in one call: torch records a traceback for each call of an engine
             nothing = torch.empty(0, dtype=torch.uint8, device=device)
             arriving, leaving = (
                 [_tensor(*parts[rank]) if rank in parts else nothing for rank in range(self.engine.size())]
@@ -331,36 +332,15 @@ class ThroughTorch:
                     post([_tensor(x)], rank, 0)
         return self.engine._end_coalescing()
 
-    def prepare(self, size: int) -> bool:
-        return False
-
-    def give_up(self, word: Word, seconds: float) -> Mapping[int, Word]:
-        return {}
-
     def close(self) -> None:
-        self.watch.close()
+        self.watchdog.close()
         if self._captured:
-            # NCCL would wait for the graphs to go that have messages of this communicator in them
+            # NCCL would wait until the graphs with this communicator's messages are deleted
             return
         engine, self.engine = self.engine, None
         # named with an underscore until torch 2.7
         abort = getattr(engine, "abort", None) or engine._abort
         abort()
-
-
-@dataclass(slots=True, eq=False)
-class _Queued:
-    """Work on NCCL's stream, which the current stream waits for."""
-
-    work: Any
-    like: Array
-    flight: Flight
-
-    def wait(self) -> None:
-        with working_for(library_of(self.like), _torch_arrays(), self.like), torch.cuda.device(_device(self.like)):
-            self.work.wait()
-        # from here on the order of the stream keeps the arrays' memory from being used too early
-        self.flight.held = None
 
 
 def _torch_arrays() -> Any:

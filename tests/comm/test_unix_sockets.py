@@ -16,9 +16,9 @@ from typing import TypeVar
 import numpy as np
 import pytest
 
-from contrastile.comm import wires
-from contrastile.comm.watch import Silence
-from contrastile.comm.wires import Wires
+from contrastile.comm import unix_sockets
+from contrastile.comm.unix_sockets import UnixSockets
+from contrastile.comm.watchdog import PeerTimeout
 
 T = TypeVar("T")
 
@@ -43,15 +43,15 @@ def on_every_rank(size: int, program: Callable[[int], T]) -> list[T]:
         return list(pool.map(program, range(size)))
 
 
-def connected(size: int) -> list[Wires]:
+def connected(size: int) -> list[UnixSockets]:
     told = Told(size)
-    found = on_every_rank(size, lambda rank: wires.connect(rank, size, told.by(rank), 20.0))
+    found = on_every_rank(size, lambda rank: unix_sockets.connect(rank, size, told.by(rank), 20.0))
     assert all(found)
     return found  # type: ignore[return-value]
 
 
-def hung_up(all_wires: list[Wires]) -> None:
-    for each in all_wires:
+def close_all(connections: list[UnixSockets]) -> None:
+    for each in connections:
         each.close()
 
 
@@ -69,20 +69,20 @@ def test_every_rank_has_everybodys_frames_in_their_order(size: int) -> None:
             if turn % size == rank:
                 # each is the last one once
                 time.sleep(0.002)
-            found = there[rank].exchange(frame(rank, turn), 20.0)
+            found = there[rank].all_gather(frame(rank, turn), 20.0)
             same &= found == [frame(r, turn) for r in range(size)]
         return same
 
     assert on_every_rank(size, program) == [True] * size
-    hung_up(there)
+    close_all(there)
 
 
-def exchanged(each: Wires, seconds: float = 20.0) -> str:
+def exchanged(each: UnixSockets, seconds: float = 20.0) -> str:
     """What the exchange said, or "nothing"."""
     try:
-        each.exchange(frame(each.rank, 0), seconds)
-    except Silence as silence:
-        return f"{list(silence.ranks)} {silence.how}"
+        each.all_gather(frame(each.rank, 0), seconds)
+    except PeerTimeout as timeout:
+        return f"{list(timeout.ranks)} {timeout.how}"
     return "nothing"
 
 
@@ -92,7 +92,7 @@ def test_a_rank_that_says_nothing_is_named_in_time() -> None:
     said = on_every_rank(2, lambda i: exchanged(there[(0, 2)[i]], 1.0))
     assert said == ["[1] did not answer"] * 2
     assert 1.0 <= time.monotonic() - start < 2.5
-    hung_up(there)
+    close_all(there)
 
 
 def test_a_rank_that_is_gone_is_named_at_once() -> None:
@@ -102,7 +102,7 @@ def test_a_rank_that_is_gone_is_named_at_once() -> None:
     said = on_every_rank(2, lambda i: exchanged(there[(0, 2)[i]]))
     assert all(text.startswith("[1] cannot be reached (") for text in said)
     assert time.monotonic() - start < 5
-    hung_up(there)
+    close_all(there)
 
 
 def test_a_rank_that_leaves_while_others_wait_for_it_is_named_at_once() -> None:
@@ -115,18 +115,18 @@ def test_a_rank_that_leaves_while_others_wait_for_it_is_named_at_once() -> None:
     assert all(text.startswith("[1] cannot be reached (") for text in said)
     assert 0.2 <= time.monotonic() - start < 5
     leaves.join()
-    hung_up(there)
+    close_all(there)
 
 
 @pytest.mark.parametrize("deadline", [1e6, 1e300])
 def test_a_huge_deadline_waits_like_any_other(deadline: float) -> None:
     there = connected(2)
     # longer than a rank asks again and again: it is asleep by then
-    late = threading.Timer(0.1, lambda: there[1].exchange(frame(1, 0), 20.0))
+    late = threading.Timer(0.1, lambda: there[1].all_gather(frame(1, 0), 20.0))
     late.start()
     assert exchanged(there[0], deadline) == "nothing"
     late.join()
-    hung_up(there)
+    close_all(there)
 
 
 def stranger(place: str, said: bytes) -> socket.socket:
@@ -140,7 +140,7 @@ def stranger(place: str, said: bytes) -> socket.socket:
 GREETINGS = {
     "silent": b"",
     "cut short": b"\0" * 5,
-    "another token": wires._HELLO.pack(b"x" * 16, 2),
+    "another token": unix_sockets._GREETING.pack(b"x" * 16, 2),
     "not of our size": b"GET / HTTP/1.1\r\nHost: here\r\n\r\n",
 }
 
@@ -154,7 +154,7 @@ def test_a_connection_that_is_no_rank_neither_joins_nor_holds_up(said: bytes, ha
     def tell(rank: int) -> Callable[[str, str], list[str]]:
         def with_strangers(matter: str, text: str) -> list[str]:
             found = told.by(rank)(matter, text)
-            if (matter, rank) == ("places", 0):
+            if (matter, rank) == ("addresses", 0):
                 # before any rank calls
                 for _ in range(4):
                     strangers.append(stranger(json.loads(found[0])[1], said))
@@ -166,17 +166,17 @@ def test_a_connection_that_is_no_rank_neither_joins_nor_holds_up(said: bytes, ha
         return with_strangers
 
     start = time.monotonic()
-    there = on_every_rank(size, lambda rank: wires.connect(rank, size, tell(rank), 60.0))
+    there = on_every_rank(size, lambda rank: unix_sockets.connect(rank, size, tell(rank), 60.0))
     assert all(there)
     assert time.monotonic() - start < 30
-    found = on_every_rank(size, lambda rank: there[rank].exchange(frame(rank, 0), 20.0))  # type: ignore[union-attr]
+    found = on_every_rank(size, lambda rank: there[rank].all_gather(frame(rank, 0), 20.0))  # type: ignore[union-attr]
     assert found == [[frame(r, 0) for r in range(size)]] * size
     for each in strangers:
         each.close()
-    hung_up(there)  # type: ignore[arg-type]
+    close_all(there)  # type: ignore[arg-type]
 
 
-def test_ranks_that_cannot_call_in_time_have_no_wires(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_ranks_that_cannot_call_in_time_have_no_sockets(monkeypatch: pytest.MonkeyPatch) -> None:
     told = Told(2)
     # what rank 1 calls is another place than the one at which rank 0 listens
     elsewhere = socket.socket(socket.AF_UNIX)
@@ -187,42 +187,42 @@ def test_ranks_that_cannot_call_in_time_have_no_wires(monkeypatch: pytest.Monkey
     def tell(rank: int) -> Callable[[str, str], list[str]]:
         def with_a_defect(matter: str, text: str) -> list[str]:
             found = told.by(rank)(matter, text)
-            if (matter, rank) == ("places", 1):
+            if (matter, rank) == ("addresses", 1):
                 here, _, token = json.loads(found[0])
                 found = [json.dumps([here, f"{folder}/wire", token]), *found[1:]]
             return found
 
         return with_a_defect
 
-    assert on_every_rank(2, lambda rank: wires.connect(rank, 2, tell(rank), 0.5)) == [None, None]
+    assert on_every_rank(2, lambda rank: unix_sockets.connect(rank, 2, tell(rank), 0.5)) == [None, None]
     elsewhere.close()
     shutil.rmtree(folder)
 
 
 @pytest.mark.parametrize("why", ["several hosts", "no sockets", "out of reach"])
-def test_without_a_way_between_them_no_rank_has_wires(why: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_without_a_way_between_them_no_rank_has_sockets(why: str, monkeypatch: pytest.MonkeyPatch) -> None:
     size, told = 3, Told(3)
     if why == "several hosts":
         hosts = iter("abb")
-        monkeypatch.setattr(wires, "host", lambda: next(hosts))
+        monkeypatch.setattr(unix_sockets, "host", lambda: next(hosts))
     elif why == "no sockets":
-        monkeypatch.delattr(wires.socket, "AF_UNIX")
+        monkeypatch.delattr(unix_sockets.socket, "AF_UNIX")
 
     def tell(rank: int) -> Callable[[str, str], list[str]]:
         def with_a_defect(matter: str, text: str) -> list[str]:
             found = told.by(rank)(matter, text)
-            if (why, matter, rank) != ("out of reach", "places", 2):
+            if (why, matter, rank) != ("out of reach", "addresses", 2):
                 return found
             return [json.dumps([here, f"{place} gone", token]) for here, place, token in map(json.loads, found)]
 
         return with_a_defect
 
-    assert on_every_rank(size, lambda rank: wires.connect(rank, size, tell(rank), 20.0)) == [None] * size
+    assert on_every_rank(size, lambda rank: unix_sockets.connect(rank, size, tell(rank), 20.0)) == [None] * size
 
 
 def test_nothing_is_left_in_the_folder_for_temporary_files(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(wires.tempfile, "tempdir", str(tmp_path))
+    monkeypatch.setattr(unix_sockets.tempfile, "tempdir", str(tmp_path))
     there = connected(3)
     assert not list(tmp_path.iterdir())
     assert exchanged(there[0], 0.05) == "[1, 2] did not answer"
-    hung_up(there)
+    close_all(there)

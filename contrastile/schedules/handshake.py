@@ -1,4 +1,4 @@
-"""What the ranks agree on before a feature moves: one small message of numbers, and text only where they differ."""
+"""What the ranks agree on before features travel: one small message of numbers, and text only where they differ."""
 
 from __future__ import annotations
 
@@ -14,9 +14,10 @@ from typing import Any, TypeVar, cast
 from contrastile.backends.arrays import ArrayLibrary
 from contrastile.backends.contract import Array
 from contrastile.comm.calls import Label
-from contrastile.comm.communicator import Communicator, ExchangeError, MismatchError, connect
-from contrastile.schedules.placement import Exchange, Placement, Reduction, Shards, choose
-from contrastile.schedules.shared import summed
+from contrastile.comm.communicator import Communicator, ExchangeError, MismatchError
+from contrastile.comm.connect import connect
+from contrastile.schedules.placement import Exchange, Placement, Reduction, Shards, choose_exchange
+from contrastile.schedules.sums import summed
 
 T = TypeVar("T")
 
@@ -43,8 +44,8 @@ class Met:
 
 
 @dataclass(slots=True)
-class World:
-    """The group of one call of a loss, or no group: then nothing is sent and nothing can disagree.
+class Handshake:
+    """The agreement of the ranks on one call of a loss. Without a group nothing is sent and nothing can disagree.
 
     Attributes:
         communicator: None for this process alone.
@@ -62,6 +63,25 @@ class World:
     _met: bool = False
     _serial: int = 0
 
+    @staticmethod
+    def of(group: Any, exchange: str, reduction: str, **settings: Any) -> Handshake:
+        """The handshake of a group; of None, of this process alone.
+
+        Raises:
+            ValueError, TypeError: ``group`` is not a group; without one, ``exchange`` or ``reduction`` is unknown.
+            MismatchError, ExchangeError: see ``connect``.
+        """
+        if group is None:
+            _check_settings(exchange, reduction)
+            if exchange in ("ring", "gather"):
+                raise ValueError(
+                    f"group must be given with exchange={exchange!r}, got None; pass group='world', or drop exchange="
+                )
+            return ALONE
+        # every rank must hear of an unknown setting: ``build`` raises
+        agreed = {"exchange": exchange, "parameter_reduction": reduction} | settings
+        return Handshake(connect(group), cast("Exchange", exchange), cast("Reduction", reduction), agreed)
+
     @property
     def alone(self) -> bool:
         """Whether there is no group."""
@@ -77,7 +97,7 @@ class World:
             rows: (m, d), this rank's; m may be 0.
             columns: this rank's column blocks.
             *scalars: scale and bias. Their values are not compared: that would wait for the device.
-            **settings: what else must be the same on every rank; anything that JSON can write.
+            **settings: what else must be the same on every rank; anything that JSON can hold.
 
         Raises:
             MismatchError: the ranks differ, or there is no row or column at all; on every rank, with the same message.
@@ -88,12 +108,12 @@ class World:
             return Met(own[0], sum(own[1]), 0, None)
         comm = self.communicator
         dtype, device = arrays.dtype(rows), arrays.device(rows)
-        refusal = comm.refusal(arrays, device)
+        refusal = comm.refusal(device)
         if refusal is not None:
             raise ValueError(refusal)
         if len(columns) > _BLOCKS:
             raise ValueError(f"at most {_BLOCKS} blocks of columns can be exchanged, got {len(columns)}; join some")
-        # a gradient that only some ranks want would leave the others waiting for its messages
+        # if only some ranks wanted a gradient, the others would wait for its messages
         wants = tuple(bool(getattr(x, "requires_grad", False)) for x in (rows, *columns, *scalars))
         agreed = {"width": int(rows.shape[1]), "dtype": dtype, "device": device, "column blocks": len(columns)}
         agreed |= settings | self.settings | {"gradients wanted": wants if gradients_are_on(arrays) else ()}
@@ -116,12 +136,12 @@ class World:
             )
         if self.exchange in ("ring", "gather"):
             return self.exchange
-        choice = choose(shards, width, {"float64": 8, "float32": 4}.get(dtype, 2))
+        choice = choose_exchange(shards, width, {"float64": 8, "float32": 4}.get(dtype, 2))
         _log.debug("exchange='auto' is %s: %s", choice.exchange, choice.reason)
         return choice.exchange
 
-    def build(self, build: Callable[[World], T]) -> T:
-        """``build(self)``; what it raises before the ranks have met, they all raise.
+    def build(self, build: Callable[[Handshake], T]) -> T:
+        """``build(self)``; what it raises before the handshake, every rank raises.
 
         Raises:
             MismatchError: another rank could not build its part.
@@ -139,7 +159,7 @@ class World:
             raise
 
     def confirm(self, reason: str | None) -> None:
-        """Raise on every rank if any has a reason to; for what only a look at the values shows.
+        """Raise on every rank if any has a reason to; for checks that need the values.
 
         Raises:
             MismatchError: some rank has.
@@ -153,7 +173,7 @@ class World:
             self._explain(json.dumps({"error": reason} if reason else {}))
 
     def count_in(self, arrays: ArrayLibrary, needles: Array) -> Array:
-        """How many elements of all ranks' vectors equal each of this rank's; one vector at a time comes by."""
+        """How many elements of all ranks' vectors equal each of this rank's; the vectors go around the ring."""
         if self.placement is None:
             return arrays.count_in(needles, needles)
         from contrastile.schedules.ring import visits
@@ -206,7 +226,7 @@ class World:
 
 @lru_cache(maxsize=64)
 def _digest(agreed: tuple[tuple[str, Any], ...]) -> int:
-    """A number that stands for what the ranks must have in common."""
+    """A hash of what the ranks must have in common."""
     digest = hashlib.sha256(json.dumps(dict(agreed), sort_keys=True).encode()).digest()
     return int.from_bytes(digest[:8], "little", signed=True)
 
@@ -246,12 +266,12 @@ def _ranks(values: list[str], value: str) -> str:
     return f"rank{'s' if len(which) > 1 else ''} {', '.join(which)}"
 
 
-ALONE = World()
+ALONE = Handshake()
 """A process alone. It never changes."""
 
 
 def gradients_are_on(arrays: ArrayLibrary) -> bool:
-    """Whether a graph is being recorded: never, but for torch outside ``no_grad``."""
+    """Whether autograd records: only torch, outside of ``no_grad``."""
     return arrays.name == "torch" and bool(sys.modules["torch"].is_grad_enabled())
 
 
@@ -262,22 +282,3 @@ def _check_settings(exchange: Any, reduction: Any) -> None:
     ):
         if value not in known:
             raise ValueError(f"{name} must be one of {', '.join(known)}, got {value!r}; see contrastile.clip_loss")
-
-
-def world(group: Any, exchange: str, reduction: str, **settings: Any) -> World:
-    """The world of a group; None for this process alone.
-
-    Raises:
-        ValueError, TypeError: ``group`` is none that there is; without one ``exchange`` or ``reduction`` is none.
-        MismatchError, ExchangeError: see ``connect``.
-    """
-    if group is None:
-        _check_settings(exchange, reduction)
-        if exchange in ("ring", "gather"):
-            raise ValueError(
-                f"group must be given with exchange={exchange!r}, got None; pass group='world', or drop exchange="
-            )
-        return ALONE
-    # what is none that there is every rank hears of: ``build`` raises
-    agreed = {"exchange": exchange, "parameter_reduction": reduction} | settings
-    return World(connect(group), cast("Exchange", exchange), cast("Reduction", reduction), agreed)

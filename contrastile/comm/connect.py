@@ -1,0 +1,45 @@
+"""From a group, as a user has it, to its communicator."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from contrastile.comm.communicator import Communicator
+
+
+def connect(group: Any, *, deadline: float | None = None) -> Communicator:
+    """The communicator of a group.
+
+    Args:
+        group: a Communicator, a torch.distributed ProcessGroup, "world" for torch.distributed's default group, or an
+            mpi4py communicator. Each group gets one communicator, which is kept and has a channel of its own: its
+            messages never mix with the program's. All ranks of a group make the first call for it.
+        deadline: seconds within which a rank that waits for another raises; None leaves it as it is, at first
+            the environment variable CONTRASTILE_DEADLINE, or 60.
+
+    Raises:
+        TypeError: none of these.
+        ValueError: the deadline is not a positive number of seconds, or one is given for a Communicator, which has
+            its own.
+        MismatchError: in the first call for a group, on every rank: some rank's deadline is not a positive number of
+            seconds. The group can be connected again.
+        ExchangeError: "world" without an initialised default group.
+    """
+    package = type(group).__module__.partition(".")[0]
+    if isinstance(group, str) or package == "torch":
+        from contrastile.comm import torch_group
+
+        return torch_group.of(group, deadline)
+    if package == "mpi4py":
+        from contrastile.comm import mpi
+
+        return mpi.of(group, deadline)
+    if not hasattr(group, "shift"):
+        raise TypeError(
+            "group must be a torch.distributed group, 'world', an mpi4py communicator or a contrastile Communicator, "
+            f"got {type(group).__name__}; pass e.g. group='world'"
+        )
+    if deadline is not None:
+        raise ValueError(f"deadline must be None for a Communicator, got {deadline!r}; it has its own")
+    found: Communicator = group
+    return found

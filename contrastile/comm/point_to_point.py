@@ -1,0 +1,249 @@
+"""A communicator from messages between pairs of ranks, written once for MPI and torch.distributed.
+
+An engine provides a channel for the host, and may provide one for the device; without, arrays on a device travel
+through pinned host memory. A missing rank can be named, which no engine's own collective does. The schedules add up, in
+the order of the ranks, which no engine's own reduction promises.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, Protocol
+
+from contrastile.backends.arrays import library_of
+from contrastile.backends.contract import Array
+from contrastile.comm import buffers, calls, watchdog
+from contrastile.comm.calls import Conflict
+from contrastile.comm.communicator import Communicator, MismatchError, Parts, Pending
+from contrastile.comm.unix_sockets import UnixSockets
+from contrastile.comm.watchdog import AbortNotice, PeerTimeout
+
+NUMBERS = 32766
+"""Messages are numbered below this: MPI promises tags up to the next number but one."""
+FRAMES = NUMBERS
+"""The number of all messages with frames: they are of one size, and in order."""
+
+PACKED = 1 << 16
+"""Bytes of several arrays for one rank up to which they go over a host as one."""
+
+
+class Channel(Protocol):
+    """Carries arrays between pairs of ranks, in order; a channel of the host carries vectors of bytes."""
+
+    @property
+    def name(self) -> str:
+        """The engine's name."""
+        ...
+
+    def post(self, outgoing: Parts, incoming: Parts, number: int, seconds: Callable[[], float]) -> Pending:
+        """Send and receive by rank; never this rank's own, never an array of size 0.
+
+        Args:
+            outgoing: by receiver.
+            incoming: by sender.
+            number: of this message, the same on every rank.
+            seconds: how long its ``wait`` waits.
+
+        Raises:
+            PeerTimeout: a rank is gone; so does ``wait`` of what it returns, also when a rank did not answer.
+            Conflict: from ``wait``: more or fewer bytes came than were expected, where the engine can see that.
+        """
+        ...
+
+    def close(self) -> None:
+        """Release what it holds."""
+        ...
+
+
+class HostChannel(Channel, Protocol):
+    """A channel of the host, over which ranks that give up can still tell each other so."""
+
+    def abort(self, notice: AbortNotice, seconds: float) -> Mapping[int, AbortNotice]:
+        """Tell the others whom this rank waited for, and where; collect for so long what they say, by rank."""
+        ...
+
+
+class PointToPoint(Communicator):
+    """A communicator over channels.
+
+    Attributes:
+        host: carries arrays on the host, None in a world of one.
+        on_device: makes the channel of arrays on a device, given one of them; None for none but through the host.
+        sockets: carry frames; None for ``host``.
+    """
+
+    def __init__(
+        self,
+        rank: int,
+        size: int,
+        deadline: float,
+        host: HostChannel | None,
+        on_device: Callable[[PointToPoint, Array], Channel | None] = lambda communicator, x: None,
+        global_ranks: Sequence[int] = (),
+        sockets: UnixSockets | None = None,
+    ) -> None:
+        super().__init__(rank, size, deadline)
+        self.name = "alone" if host is None else host.name
+        self.host, self.on_device, self.sockets = host, on_device, sockets
+        self.global_ranks = global_ranks or self.global_ranks
+        self._device: Channel | None = None
+
+    def gather_bytes(self, own: bytes) -> list[bytes]:
+        import numpy as np
+
+        if self.sockets is not None:
+            return self.sockets.all_gather(own, self._seconds())
+        others = [r for r in range(self.size) if r != self.rank]
+        arrived = {r: [np.zeros(len(own), np.uint8)] for r in others}
+        if self.host is not None:
+            mine = np.frombuffer(own, np.uint8)
+            self.host.post({r: [mine] for r in others}, arrived, FRAMES, self._seconds).wait()
+        return [own if r == self.rank else arrived[r][0].tobytes() for r in range(self.size)]
+
+    def post(self, outgoing: Parts, incoming: Parts) -> Pending | None:
+        if self.host is None:
+            return None
+        like = next(x for xs in (*outgoing.values(), *incoming.values()) for x in xs)
+        on_device = library_of(like).device(like) != "cpu"
+        channel = self._for_device(self.host, like) if on_device else self.host
+        outgoing, incoming = self.others(outgoing), self.others(incoming)
+        if not (outgoing or incoming):
+            return None
+        number = self.calls.messages % NUMBERS
+        if channel is not self.host:
+            return channel.post(outgoing, incoming, number, self._seconds)
+        outgoing, incoming, arrived = _packed(*self._labelled(*_on_host(outgoing, incoming, on_device)))
+        return _Received(channel.post(outgoing, incoming, number, self._seconds), arrived)
+
+    def _labelled(
+        self, outgoing: Parts, incoming: Parts, arrived: Callable[[], None]
+    ) -> tuple[Parts, Parts, Callable[[], None]]:
+        """Vectors of bytes with a header before those of each rank; ``arrived`` only once all headers are right."""
+        import numpy as np
+
+        def header(xs: Sequence[Array]) -> bytes:
+            return self.calls.header(sum(x.size for x in xs))
+
+        sent = {r: [np.frombuffer(bytearray(header(xs)), np.uint8), *xs] for r, xs in outgoing.items()}
+        expected = {r: header(xs) for r, xs in incoming.items()}
+        headers = {r: np.zeros(calls.HEADER, np.uint8) for r in incoming}
+        label = self.calls.label
+
+        def checked() -> None:
+            for r, there in headers.items():
+                calls.check_header(there.tobytes(), expected[r], self.global_ranks[r], label)
+            arrived()
+
+        return sent, {r: [headers[r], *xs] for r, xs in incoming.items()}, checked
+
+    def _for_device(self, host: Channel, like: Array) -> Channel:
+        """What carries arrays beside this one; made at the first message of any, which is the same on every rank."""
+        if self._device is None:
+            self._device = self.on_device(self, like) or host
+            self.name = self._device.name
+        return self._device
+
+    def _seconds(self) -> float:
+        return watchdog.patience(self.deadline)
+
+    def explain(self, error: Conflict | PeerTimeout) -> str:
+        if isinstance(error, Conflict):
+            # every rank sees it: none waits for another
+            return super().explain(error)
+        assert self.host is not None
+        notice = AbortNotice(error.ranks, str(self.calls.label))
+        notices = {**self.host.abort(notice, watchdog.grace(self.deadline)), self.rank: notice}
+        return watchdog.describe(error, notices, self.deadline, self.global_ranks)
+
+    def close(self) -> None:
+        super().close()
+        for channel in {id(x): x for x in (self.host, self._device) if x is not None}.values():
+            channel.close()
+        if self.sockets is not None:
+            self.sockets.close()
+
+
+@dataclass(slots=True)
+class _Received:
+    """A message of a channel, and what this rank does once it is there."""
+
+    pending: Pending
+    arrived: Callable[[], None]
+
+    def wait(self) -> None:
+        self.pending.wait()
+        self.arrived()
+
+
+def _nothing() -> None:
+    pass
+
+
+def _on_host(outgoing: Parts, incoming: Parts, on_device: bool) -> tuple[Parts, Parts, Callable[[], None]]:
+    """The bytes to send and to receive, of pinned copies for arrays on a device; and what copies these back."""
+    if not on_device:
+        return _raw(outgoing), _raw(incoming), _nothing
+    # what goes to several ranks leaves the device once
+    leaving = {id(x): x for xs in outgoing.values() for x in xs}
+    copies = dict(zip(leaving, buffers.to_host(list(leaving.values())), strict=True))
+    landings = {r: [buffers.from_host(x) for x in xs] for r, xs in incoming.items()}
+
+    def arrived() -> None:
+        for xs in landings.values():
+            for _, copy_back in xs:
+                copy_back()
+
+    sent = {r: [copies[id(x)] for x in xs] for r, xs in outgoing.items()}
+    return _raw(sent), _raw({r: [host for host, _ in xs] for r, xs in landings.items()}), arrived
+
+
+def _packed(outgoing: Parts, incoming: Parts, arrived: Callable[[], None]) -> tuple[Parts, Parts, Callable[[], None]]:
+    """Several short vectors of bytes for one rank as one: each costs an engine more than it costs to copy them."""
+    import numpy as np
+
+    if not any(map(_short, (*outgoing.values(), *incoming.values()))):
+        return outgoing, incoming, arrived
+    sent = {r: [np.concatenate(list(xs))] if _short(xs) else xs for r, xs in outgoing.items()}
+    landings = {r: np.empty(sum(x.size for x in xs), np.uint8) for r, xs in incoming.items() if _short(xs)}
+
+    def unpacked() -> None:
+        for r, whole in landings.items():
+            for x, part in zip(incoming[r], buffers.split(whole, [x.size for x in incoming[r]]), strict=True):
+                x[...] = part
+        arrived()
+
+    return sent, {r: [landings[r]] if r in landings else xs for r, xs in incoming.items()}, unpacked
+
+
+def _short(xs: Sequence[Array]) -> bool:
+    """Whether they are packed; both ends of a pair come to the same answer."""
+    return len(xs) > 1 and sum(x.size for x in xs) <= PACKED
+
+
+def _raw(parts: Parts) -> Parts:
+    return {r: [buffers.raw(x) for x in xs] for r, xs in parts.items()}
+
+
+class ConnectLocks:
+    """A lock per group: its ranks connect it once, also where several threads of a rank want it first."""
+
+    def __init__(self) -> None:
+        self._own, self._locks = threading.Lock(), dict[Any, threading.Lock]()
+
+    def lock(self, key: Any) -> threading.Lock:
+        """The lock of the group with this key. Groups share no lock: their ranks may wait for each other."""
+        with self._own:
+            return self._locks.setdefault(key, threading.Lock())
+
+
+def raise_first(errors: Sequence[str]) -> None:
+    """Raise the first error that a rank has told the others, if any has.
+
+    Raises:
+        MismatchError: some rank has; the same on every rank.
+    """
+    for rank, text in enumerate(errors):
+        if text:
+            raise MismatchError(f"rank {rank}: {text}")

@@ -1,0 +1,176 @@
+"""The communicator that docs/communicator.md shows: every primitive, and ring and gather over it against the oracle."""
+
+from __future__ import annotations
+
+import importlib.util
+import queue
+import re
+import subprocess
+import sys
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, TypeVar
+
+import numpy as np
+import pytest
+import torch
+
+import contrastile
+from contrastile import problems
+from contrastile.backends.registry import load
+from contrastile.comm.communicator import ExchangeError
+from contrastile.verify.arithmetic import Spread
+from contrastile.verify.bounds import bounds
+from contrastile.verify.runner import Row, Run, Selection
+from contrastile.verify.truth import truth
+from contrastile.verify.worlds import Threads
+
+ROOT = Path(__file__).parents[2]
+PAGE = ROOT / "docs" / "communicator.md"
+T = TypeVar("T")
+
+
+def shown() -> Path:
+    """The file that the page shows."""
+    (name,) = re.findall(r'^--8<-- "(.*)"$', PAGE.read_text(encoding="utf-8"), re.M)
+    return ROOT / name
+
+
+@pytest.fixture(scope="module")
+def queues() -> Any:
+    """That file, as a module that somebody else wrote."""
+    spec = importlib.util.spec_from_file_location("queues_from_the_page", shown())
+    assert spec is not None
+    assert spec.loader is not None
+    module = importlib.util.module_from_spec(spec)
+    sys.modules[spec.name] = module
+    spec.loader.exec_module(module)
+    return module
+
+
+def on_every_rank(size: int, make: Callable[..., Any], program: Callable[[Any], T], deadline: float = 30.0) -> list[T]:
+    """What a program returns on each rank; a rank is a thread, and what it raises ends the test."""
+    between = {(i, j): queue.SimpleQueue[bytes]() for i in range(size) for j in range(size) if i != j}
+    with ThreadPoolExecutor(size) as pool:
+        return list(pool.map(lambda rank: program(make(rank, size, between, deadline)), range(size)))
+
+
+@dataclass(frozen=True, slots=True)
+class Ranks(Threads):
+    """Threads of which each has a communicator that ``make`` makes."""
+
+    make: Callable[..., Any]
+
+    can_be_late = False
+
+    def run(self, program: Callable[[Any], T], *, late: bool = False) -> list[T]:
+        return on_every_rank(self.size, self.make, program)
+
+
+CASES = ["ragged", "blocks", "ids-drop", "sigmoid-ids", "labels", "zero-rows"]
+
+
+def rows(size: int, make: Callable[..., Any], cases: list[str], dtypes: list[str]) -> list[Row]:
+    world = Ranks(size, make)
+    names = ["ring", "gather", "reduction", "agreement"]
+    return list(Run(Selection({"numpy": load("numpy")}, cases, names, dtypes, world=world)).rows())
+
+
+@pytest.mark.parametrize("size", [1, 2, 3])
+def test_ring_and_gather_over_it_are_within_their_bounds(queues: Any, size: int) -> None:
+    found = rows(size, queues.Queues, CASES, ["float64", "float32"])
+    assert {row["property"] for row in found} == {"ring", "gather", "reduction", "agreement"}
+    assert [row for row in found if row["status"] == "fail"] == []
+    assert sum(row["status"] == "pass" for row in found) > 30
+
+
+def test_a_communicator_that_mixes_up_its_messages_is_caught(queues: Any) -> None:
+    class Wrong(queues.Queues):  # type: ignore[misc, name-defined]
+        def receive(self, source: int, seconds: float) -> None:
+            x = self.expected[source][0]
+            super().receive(source, seconds)
+            if x.ndim == 2:
+                x[...] = x[::-1].copy()
+
+    found = rows(2, Wrong, ["ragged"], ["float64"])
+    assert {row["property"] for row in found if row["status"] == "fail"} >= {"ring", "gather"}
+
+
+def test_messages_may_be_waited_for_in_any_order_and_are_of_any_dtype(queues: Any) -> None:
+    def program(comm: Any) -> None:
+        behind = (comm.rank - 1) % comm.size
+        kinds = [torch.bfloat16, torch.int64, torch.float64]
+        sent = [torch.full((3 * i, 2), 10 * comm.rank + i).to(kind) for i, kind in enumerate(kinds)]
+        arrived = [torch.zeros_like(x) for x in sent]
+        pending = [comm.shift([x], [y]) for x, y in zip(sent, arrived, strict=True)]
+        # a phase may begin while messages are under way
+        assert comm.tell("λ" * comm.rank) == ["λ" * r for r in range(comm.size)]
+        for each in reversed(pending):
+            each.wait()
+            each.wait()
+        assert all(torch.equal(y, x - 10 * (comm.rank - behind)) for x, y in zip(sent, arrived, strict=True))
+
+    assert on_every_rank(3, queues.Queues, program) == [None] * 3
+
+
+def test_a_rank_that_does_not_answer_is_named_and_the_group_carries_nothing_more(queues: Any) -> None:
+    def program(comm: Any) -> str:
+        if comm.rank == 1:
+            return "absent"
+        with pytest.raises(ExchangeError, match=r"^rank 1 did not answer \(deadline 1 s\)") as caught:
+            comm.agree(np.zeros(1, np.int64))
+        with pytest.raises(ExchangeError, match=r"can carry nothing more: rank 1 did not answer"):
+            comm.agree(np.zeros(1, np.int64))
+        return str(caught.value)
+
+    first, absent, last = on_every_rank(3, queues.Queues, program, deadline=1.0)
+    assert (absent, first) == ("absent", last)
+
+
+def test_ranks_that_send_other_sizes_are_told(queues: Any) -> None:
+    def program(comm: Any) -> str:
+        pending = comm.shift([np.zeros(2 + comm.rank)], [np.zeros(2)])
+        try:
+            pending.wait()
+        except ExchangeError as error:
+            return str(error)
+        return "nothing"
+
+    assert on_every_rank(2, queues.Queues, program) == [
+        "rank 1 sent 24 bytes instead of 16; make the same calls everywhere",
+        "nothing",
+    ]
+
+
+def test_a_kind_of_device_that_it_does_not_name_is_refused(queues: Any) -> None:
+    (comm,) = on_every_rank(1, queues.Queues, lambda comm: comm)
+    assert comm.refusal("cpu") is None
+    assert comm.refusal("cuda") == "the group carries no arrays on cuda; move them to cpu"
+    with pytest.raises(ValueError, match="the group carries no arrays on meta; move them to cpu"):
+        contrastile.clip_loss(*torch.zeros((2, 3, 4), device="meta"), 1.0, group=comm, backend="torch")
+
+
+def test_the_page_s_file_runs_as_a_program_of_several_processes() -> None:
+    ended = subprocess.run([sys.executable, str(shown())], capture_output=True, text=True, timeout=120, check=False)
+    assert ended.returncode == 0, ended.stdout + ended.stderr
+    (value,) = re.findall(r"^loss (\S+) of the whole batch$", ended.stdout, re.M)
+    sizes = 100, 101, 102
+    drawn = [np.random.default_rng(r).standard_normal((2, k, 32)).astype("float32") for r, k in enumerate(sizes)]
+    image, text = (np.concatenate(x).astype(np.float64) for x in zip(*drawn, strict=True))
+    problem = problems.clip(image, text, 0.5).problem
+    exact = truth(problem)
+    facts = load("numpy").accuracy("float32", "cpu")
+    off = float(bounds(problem, exact, facts, "float32", spread=Spread(sizes, (sum(sizes),))).loss)
+    # the loss is given in float32, and printed to four places
+    assert abs(float(value) - exact.outcome.loss) <= off + float(np.spacing(np.float32(exact.outcome.loss))) + 5.01e-5
+
+
+def test_the_page_names_every_member_of_a_communicator() -> None:
+    from contrastile.comm.communicator import Communicator
+
+    text = PAGE.read_text(encoding="utf-8")
+    members = [name for name in vars(Communicator) if not name.startswith("_")]
+    assert [name for name in members if f"`{name}" not in text] == []
+    assert "gather_bytes" in members
