@@ -27,7 +27,7 @@ def section(stem: str, data: dict[str, Any]) -> str:
     parts = (
         (f"One {device}, bfloat16, d = {WIDTH}, the loss with all its gradients, medians of one run:", beside),
         (
-            f"One {device} with memory to spare, in a run of its own, `cupy:keeping_2048`: exponentials kept from "
+            f"One {device} with memory to spare, in a run of its own, `keep=2048`: exponentials kept from "
             "forward spare the backward pass a product. Time, share of cuBLAS' rate for four products, "
             "peak extra memory:",
             more,

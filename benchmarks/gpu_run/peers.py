@@ -7,6 +7,7 @@ tower that plays the hidden states, in the features' dtype, as their callers do.
 from __future__ import annotations
 
 import importlib
+import os
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
@@ -33,14 +34,7 @@ from gpu_run.plan import (
     TRITON,
 )
 
-SM_80 = "cupy:ampere"
-"""The cupy backend without Hopper's own kernels."""
-
-LARGER = {
-    ROOMY: f"cupy:workspace_{ROOMY_MIB}",
-    KEEPING: f"cupy:keeping_{KEEPING_MIB}",
-    EVERY: f"cupy:keeping_{EVERY_MIB}",
-}
+LARGER = {ROOMY: {"workspace": ROOMY_MIB}, KEEPING: {"keep": KEEPING_MIB}, EVERY: {"keep": EVERY_MIB}}
 """The cupy backend with more memory, whatever the environment says."""
 
 Loss = Callable[[Any, Any, Any], Any]
@@ -70,12 +64,20 @@ def backend_name(short: str) -> str:
     return short if ":" in short or short in registry.names() else f"contrastile.backends.{short}:backend"
 
 
-def _ours(short: str) -> Loss:
+def _ours(short: str, *, sm_80: bool = False, **options: Any) -> Loss:
+    """With ``sm_80`` the cupy backend without Hopper's own kernels."""
     name = backend_name(short)
     registry.load(name)
     from contrastile import clip_loss
 
-    return lambda image, text, scale: clip_loss(image, text, scale, backend=name)
+    def loss(image: Any, text: Any, scale: Any) -> Any:
+        # for the backward pass too, which follows
+        os.environ.pop("CONTRASTILE_CUPY_KERNELS", None)
+        if sm_80:
+            os.environ["CONTRASTILE_CUPY_KERNELS"] = "sm80"
+        return clip_loss(image, text, scale, backend=name, **options)
+
+    return loss
 
 
 def _compiled() -> Loss:
@@ -124,8 +126,8 @@ PEERS = {
     for each in (
         Peer(TRITON, lambda: _ours("triton"), backend="triton"),
         Peer(CUPY, lambda: _ours("cupy"), backend="cupy"),
-        *(Peer(name, partial(_ours, LARGER[name]), backend=LARGER[name]) for name in MORE_MEMORY),
-        Peer(AMPERE, lambda: _ours(SM_80), backend=SM_80),
+        *(Peer(name, partial(_ours, "cupy", **LARGER[name]), backend="cupy") for name in MORE_MEMORY),
+        Peer(AMPERE, lambda: _ours("cupy", sm_80=True), backend="cupy"),
         Peer(TORCH, lambda: _ours("torch"), backend="torch"),
         # two matrices of logits and two of their logarithms
         Peer(OPEN_CLIP, lambda: plain_loss, bytes_per_pair=8),

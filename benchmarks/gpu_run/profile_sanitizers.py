@@ -13,7 +13,7 @@ from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
-from gpu_run.profiler import BACKENDS, STEPS, kernel, own_kernels, run
+from gpu_run.profiler import BACKENDS, ENVIRONMENT, STEPS, kernel, own_kernels, run
 
 Row = dict[str, Any]
 TOOLS: dict[str, tuple[str, ...]] = {
@@ -73,7 +73,11 @@ def _one(backend: str, tool: str, what: str, arguments: Sequence[str]) -> Row:
     command = ["compute-sanitizer", "--tool", tool, "--show-backtrace", "no", "--print-limit", str(LIMIT)]
     command = [] if tool == POISONED else [*command, *TOOLS[tool]]
     # a pool of memory would hide a step beyond one of its blocks
-    alone = {"OMP_NUM_THREADS": "1"} | ({"PYTORCH_NO_CUDA_MEMORY_CACHING": "1"} if command else {})
+    alone = (
+        {"OMP_NUM_THREADS": "1"}
+        | ENVIRONMENT.get(backend, {})
+        | ({"PYTORCH_NO_CUDA_MEMORY_CACHING": "1"} if command else {})
+    )
     start = time.perf_counter()
     try:
         text = run([*command, sys.executable, *arguments], alone, PATIENCE).stdout

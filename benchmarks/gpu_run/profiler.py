@@ -21,9 +21,10 @@ MARK = "spin_kernel"
 BACKENDS = {
     "triton": "triton",
     "cupy": "cupy",
-    "ampere": "cupy:ampere",
-    "keeping": "cupy:keeping_2048",
+    "ampere": "cupy",
+    "keeping": "cupy",
 }
+ENVIRONMENT = {"ampere": {"CONTRASTILE_CUPY_KERNELS": "sm80"}, "keeping": {"CONTRASTILE_KEEP_MIB": "2048"}}
 """What the front door calls each backend; ``ampere`` is cupy without Hopper's own kernels, ``keeping`` cupy with room
 for all exponentials of these steps."""
 

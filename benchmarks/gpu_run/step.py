@@ -8,6 +8,7 @@ many steps ran.
 from __future__ import annotations
 
 import json
+import os
 import sys
 import time
 from collections.abc import Callable
@@ -16,7 +17,7 @@ from typing import Any
 import torch
 
 from contrastile import clip_loss, sigmoid_loss, sup_con
-from gpu_run.profiler import BACKENDS
+from gpu_run.profiler import BACKENDS, ENVIRONMENT
 from gpu_run.reference import features
 
 SAMPLES = 4
@@ -27,6 +28,7 @@ def call(backend: str, step: str) -> Callable[[], Any]:
     """One forward and backward of a step, bound to its features. The loss is the symmetric one where none is named."""
     b, d, scale, dtype, precision, *loss = step.split(",")
     given = features(int(b), int(d), float(scale), "cuda", dtype)
+    os.environ.update(ENVIRONMENT.get(backend, {}))
     how = {"backend": BACKENDS[backend], "precision": precision}
     leaves: tuple[Any, ...] = given.image, given.text, given.scale
     same = torch.arange(int(b), device="cuda") // SAMPLES

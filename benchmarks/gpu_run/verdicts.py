@@ -11,7 +11,7 @@ from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
-from gpu_run.profiler import BACKENDS, run
+from gpu_run.profiler import BACKENDS, ENVIRONMENT, run
 
 Row = dict[str, Any]
 WAYS = (("float16", "ieee"), ("bfloat16", "ieee"), ("float32", "ieee"), ("float32", "tf32"), ("float32", "split"))
@@ -36,7 +36,10 @@ def verify(backends: Iterable[str] = ("triton",), examples: int = 20) -> list[Ro
             path = Path(folder) / "rows.json"
             command = [sys.executable, "-m", "contrastile", "verify", "--backend", BACKENDS[backend]]
             command += ["--device", "cuda", "--dtype", dtype, "--precision", precision]
-            done = run([*command, "--json", str(path), "--quiet", *chosen], {"OMP_NUM_THREADS": str(threads)})
+            done = run(
+                [*command, "--json", str(path), "--quiet", *chosen],
+                {"OMP_NUM_THREADS": str(threads), **ENVIRONMENT.get(backend, {})},
+            )
             if not path.exists():
                 raise RuntimeError(f"verify {job} did not end: {(done.stderr or done.stdout)[-500:]}")
             rows: list[Row] = json.loads(path.read_text(encoding="utf-8"))["rows"]

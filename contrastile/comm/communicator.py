@@ -15,9 +15,7 @@ import math
 import os
 import threading
 from collections.abc import Mapping, Sequence
-from itertools import count
 from typing import TYPE_CHECKING, Any, Protocol
-from weakref import WeakValueDictionary
 
 from contrastile.backends.contract import Array
 from contrastile.comm.calls import Calls, Label
@@ -146,32 +144,6 @@ class Communicator(Protocol):
     def close(self) -> None:
         """Give back what it holds; using it afterwards raises ExchangeError."""
         ...
-
-
-_LIVE: WeakValueDictionary[int, Communicator] = WeakValueDictionary()
-_COUNT = count(1)
-
-
-def number(communicator: Communicator) -> int:
-    """A number that stands for this communicator in this process while it is alive; see ``numbered``."""
-    for known, live in list(_LIVE.items()):
-        if live is communicator:
-            return known
-    fresh = next(_COUNT)
-    _LIVE[fresh] = communicator
-    return fresh
-
-
-def numbered(number: int) -> Communicator:
-    """The communicator that this number stands for.
-
-    Raises:
-        ExchangeError: it is gone.
-    """
-    found = _LIVE.get(number)
-    if found is None:
-        raise ExchangeError("the communicator of this loss is gone; keep the group until the backward pass is done")
-    return found
 
 
 def deadline_or(deadline: float | None) -> float:
