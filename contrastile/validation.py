@@ -80,6 +80,8 @@ def features(
             )
         taken.append(_as_multiplied(arrays, _resolved(arrays, x)))
         first, x = taken[0], taken[-1]
+        if x is first:
+            continue
         if arrays.dtype(x) != arrays.dtype(first):
             raise TypeError(
                 f"{first_name} and {name} must have the same dtype, got {arrays.dtype(first)} and {arrays.dtype(x)}; "

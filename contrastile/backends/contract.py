@@ -264,8 +264,8 @@ class Backend:
         arrays: the array library whose arrays it takes and gives.
         dtypes: names of the feature dtypes it takes ("float16", "bfloat16", "float32", "float64").
         devices: kinds of device it runs on ("cpu", "cuda").
-        accuracy: facts for the error bounds, given the feature dtype's name, the kind of device and, where they are
-            not the default ones, the options.
+        accuracy: facts for the error bounds, given the feature dtype's name and the kind of device; a backend with
+            several precisions, or with ``keeping``, is given the options too where they are not the default ones.
         lse: ``lse(block, columns, options)``; column state is computed only when ``columns``.
         gradients: ``gradients(block, weights, row_gradient, column_gradient, options)`` adds ``sum_j G_ij column_j``
             to row_gradient (m, d) and ``sum_i G_ij row_i`` to column_gradient (n, d), both in the state dtype and

@@ -84,7 +84,8 @@ class Subject:
         Raises:
             FactsError: they are looser than those of a plain computation.
         """
-        how = () if self.options == Options() else (self.options,)
+        has_choices = len(self.backend.precisions) > 1 or self.backend.keeping is not None
+        how = (self.options,) if has_choices and self.options != Options() else ()
         found = self.backend.accuracy(self.dtype, self.device, *how)
         return facts.checked(found, self.backend, self.dtype, self.precision)
 
