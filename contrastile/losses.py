@@ -1,19 +1,19 @@
 """The losses, as people call them. Each is a problem (``problems``) handed to one evaluation (``evaluation``).
 
-Features are used as given: normalising is the caller's. ``scale`` multiplies the dot product: exp(logit_scale) of
+Features are used as given: normalise them first. ``scale`` multiplies the dot product: exp(logit_scale) of
 CLIP, 1 / temperature elsewhere.
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any
+from typing import Any, Unpack
 
-from contrastile import problems
-from contrastile.evaluation import Call, evaluate
+from contrastile.evaluation import evaluate
+from contrastile.plan import Settings
+from contrastile.problems import BUILDERS
 
 Array = Any
-Tile = int | tuple[int, int] | None
 
 
 def clip_loss(
@@ -22,12 +22,7 @@ def clip_loss(
     scale: Any,
     *,
     ids: Array | None = None,
-    backend: str = "auto",
-    tile: Tile = None,
-    precision: str = "ieee",
-    group: Any = None,
-    exchange: str = "auto",
-    parameter_reduction: str = "mean",
+    **settings: Unpack[Settings],
 ) -> Array:
     """Symmetric image-text loss: the mean of the two directions' InfoNCE (Inf-CL Eq. 1 both ways; DisCo Eq. 1 halved).
 
@@ -37,17 +32,7 @@ def clip_loss(
         text: (b, d), same dtype and device; row i is the positive of image row i.
         scale: number or one-element array that multiplies the dot products; differentiable.
         ids: (b,) integers or None. Pairs of different rows with equal ids are false negatives and are left out.
-        backend: "auto", a name from ``contrastile.backends.names()``, or "module:attribute", where the module may be
-            such a name: "cupy:keeping_2048".
-        tile: largest tile of logits to hold, a number or (rows, columns); None lets the backend choose.
-        precision: how float32 features are multiplied: "ieee" in float32; "tf32" with factors rounded to nearest tf32;
-            "split" as high and low parts on tensor cores, with float32's accuracy. Where a backend has it.
-        group: the processes that share the batch: a torch.distributed group, "world" for its default group, or an
-            mpi4py communicator; every rank passes its own part. None is this process alone.
-        exchange: "ring" passes the columns around (O(b d / n) memory per rank), "gather" collects them (O(b d)),
-            "auto" chooses by their sizes; all give the same loss.
-        parameter_reduction: what becomes of the parameters' gradients over the ranks, "mean" (what DDP and FSDP do) or
-            "sum". Either way the reduced gradient is that of the global loss, for the encoders, scale and bias.
+        **settings: how to compute it, and with whom: see ``contrastile.plan.Settings``.
 
     Returns:
         0-d loss, float32 (float64 for float64 features); for torch tensors differentiable in image, text and scale
@@ -62,8 +47,7 @@ def clip_loss(
         ExchangeError: a rank died, stalled or left.
         RuntimeError: forward mode, ``torch.func.vmap`` or a second derivative, which are not defined.
     """
-    call = Call(backend, tile, precision, group, exchange, parameter_reduction)
-    return evaluate(lambda world: problems.clip(image, text, scale, ids=ids, world=world), call)
+    return evaluate(BUILDERS["clip_loss"], settings, image, text, scale, ids=ids)
 
 
 def info_nce(
@@ -75,12 +59,7 @@ def info_nce(
     positives: Array | None = None,
     row_ids: Array | None = None,
     column_ids: Array | None = None,
-    backend: str = "auto",
-    tile: Tile = None,
-    precision: str = "ieee",
-    group: Any = None,
-    exchange: str = "auto",
-    parameter_reduction: str = "mean",
+    **settings: Unpack[Settings],
 ) -> Array:
     """One-direction InfoNCE: each query against all keys and negatives under one log-sum-exp (Inf-CL Eq. 1).
 
@@ -96,12 +75,7 @@ def info_nce(
         row_ids: (m,) integers, given together with column_ids; columns with the query's id that are not its positive
             are false negatives and are left out.
         column_ids: (n + all negatives,) integers.
-        backend: see ``clip_loss``.
-        tile: see ``clip_loss``.
-        precision: see ``clip_loss``.
-        group: see ``clip_loss``.
-        exchange: see ``clip_loss``.
-        parameter_reduction: see ``clip_loss``.
+        **settings: see ``contrastile.plan.Settings``.
 
     Returns:
         0-d mean over the queries, float32 (float64 for float64 features); differentiable in query, key, negatives and
@@ -111,19 +85,16 @@ def info_nce(
         TypeError, ValueError, BackendUnavailableError, UnsupportedProblemError, MismatchError, ExchangeError: see
             ``clip_loss``.
     """
-    call = Call(backend, tile, precision, group, exchange, parameter_reduction)
     return evaluate(
-        lambda world: problems.info_nce(
-            query,
-            key,
-            scale,
-            negatives=negatives,
-            positives=positives,
-            row_ids=row_ids,
-            column_ids=column_ids,
-            world=world,
-        ),
-        call,
+        BUILDERS["info_nce"],
+        settings,
+        query,
+        key,
+        scale,
+        negatives=negatives,
+        positives=positives,
+        row_ids=row_ids,
+        column_ids=column_ids,
     )
 
 
@@ -131,13 +102,7 @@ def nt_xent(
     view_a: Array,
     view_b: Array,
     scale: Any,
-    *,
-    backend: str = "auto",
-    tile: Tile = None,
-    precision: str = "ieee",
-    group: Any = None,
-    exchange: str = "auto",
-    parameter_reduction: str = "mean",
+    **settings: Unpack[Settings],
 ) -> Array:
     """SimCLR's NT-Xent: each of the 2b views against the 2b - 1 others, its partner being the positive.
 
@@ -145,12 +110,7 @@ def nt_xent(
         view_a: (b, d) float16, bfloat16, float32 or float64.
         view_b: (b, d), same dtype and device; row i is the other view of view_a's row i.
         scale: number or one-element array, 1 / temperature; differentiable.
-        backend: see ``clip_loss``.
-        tile: see ``clip_loss``.
-        precision: see ``clip_loss``.
-        group: see ``clip_loss``.
-        exchange: see ``clip_loss``.
-        parameter_reduction: see ``clip_loss``.
+        **settings: see ``contrastile.plan.Settings``.
 
     Returns:
         0-d mean over the 2b views, float32 (float64 for float64 features).
@@ -159,21 +119,14 @@ def nt_xent(
         TypeError, ValueError, BackendUnavailableError, UnsupportedProblemError, MismatchError, ExchangeError: see
             ``clip_loss``.
     """
-    call = Call(backend, tile, precision, group, exchange, parameter_reduction)
-    return evaluate(lambda world: problems.nt_xent(view_a, view_b, scale, world=world), call)
+    return evaluate(BUILDERS["nt_xent"], settings, view_a, view_b, scale)
 
 
 def sup_con(
     features: Array,
     labels: Array,
     scale: Any,
-    *,
-    backend: str = "auto",
-    tile: Tile = None,
-    precision: str = "ieee",
-    group: Any = None,
-    exchange: str = "auto",
-    parameter_reduction: str = "mean",
+    **settings: Unpack[Settings],
 ) -> Array:
     """SupCon's L_out: each sample against all others, every other sample of its label a positive of weight 1/|P(i)|.
 
@@ -181,12 +134,7 @@ def sup_con(
         features: (b, d) float16, bfloat16, float32 or float64.
         labels: (b,) integers.
         scale: number or one-element array, 1 / temperature; differentiable.
-        backend: see ``clip_loss``.
-        tile: see ``clip_loss``.
-        precision: see ``clip_loss``.
-        group: see ``clip_loss``.
-        exchange: see ``clip_loss``.
-        parameter_reduction: see ``clip_loss``.
+        **settings: see ``contrastile.plan.Settings``.
 
     Returns:
         0-d mean over the samples that have a positive (0 if none has), float32 (float64 for float64 features).
@@ -195,8 +143,7 @@ def sup_con(
         TypeError, ValueError, BackendUnavailableError, UnsupportedProblemError, MismatchError, ExchangeError: see
             ``clip_loss``.
     """
-    call = Call(backend, tile, precision, group, exchange, parameter_reduction)
-    return evaluate(lambda world: problems.sup_con(features, labels, scale, world=world), call)
+    return evaluate(BUILDERS["sup_con"], settings, features, labels, scale)
 
 
 def sigmoid_loss(
@@ -206,12 +153,7 @@ def sigmoid_loss(
     bias: Any = 0.0,
     *,
     ids: Array | None = None,
-    backend: str = "auto",
-    tile: Tile = None,
-    precision: str = "ieee",
-    group: Any = None,
-    exchange: str = "auto",
-    parameter_reduction: str = "mean",
+    **settings: Unpack[Settings],
 ) -> Array:
     """SigLIP's loss: ``sum_ij softplus(-z_ij (scale <image_i, text_j> + bias)) / b``, z = +1 on the diagonal, else -1.
 
@@ -221,12 +163,7 @@ def sigmoid_loss(
         scale: number or one-element array that multiplies the dot products; differentiable.
         bias: number or one-element array added to every logit; differentiable.
         ids: (b,) integers or None. Pairs of different rows with equal ids are left out.
-        backend: see ``clip_loss``.
-        tile: see ``clip_loss``.
-        precision: see ``clip_loss``.
-        group: see ``clip_loss``.
-        exchange: see ``clip_loss``.
-        parameter_reduction: see ``clip_loss``.
+        **settings: see ``contrastile.plan.Settings``.
 
     Returns:
         0-d loss, divided by b as in the paper, float32 (float64 for float64 features).
@@ -235,5 +172,4 @@ def sigmoid_loss(
         TypeError, ValueError, BackendUnavailableError, UnsupportedProblemError, MismatchError, ExchangeError: see
             ``clip_loss``.
     """
-    call = Call(backend, tile, precision, group, exchange, parameter_reduction)
-    return evaluate(lambda world: problems.sigmoid(image, text, scale, bias, ids=ids, world=world), call)
+    return evaluate(BUILDERS["sigmoid_loss"], settings, image, text, scale, bias, ids=ids)

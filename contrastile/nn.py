@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Any, SupportsIndex, TypedDict, Unpack
+from typing import Any, SupportsIndex, Unpack
 
-from contrastile import problems
 from contrastile.backends.registry import require
-from contrastile.evaluation import Call, evaluate
+from contrastile.evaluation import evaluate
+from contrastile.plan import DEFAULTS, Settings, complete
+from contrastile.problems import BUILDERS, Loss
 from contrastile.schedules.handshake import Handshake
 
 try:
@@ -17,35 +18,11 @@ except ModuleNotFoundError:
     require("contrastile.nn", "torch")
     raise
 
-Tile = int | tuple[int, int] | None
-
-
-class Settings(TypedDict, total=False):
-    """The keyword arguments that are this package's own: see ``contrastile.clip_loss``."""
-
-    backend: str
-    tile: Tile
-    precision: str
-    group: Any
-    exchange: str
-    parameter_reduction: str
-
 
 class _Loss(torch.nn.Module):
     """What every loss module keeps: how its loss is computed, and with whom."""
 
-    def __init__(
-        self,
-        rank: int,
-        world_size: int,
-        *,
-        backend: str = "auto",
-        tile: Tile = None,
-        precision: str = "ieee",
-        group: Any = None,
-        exchange: str = "auto",
-        parameter_reduction: str = "mean",
-    ) -> None:
+    def __init__(self, rank: int, world_size: int, **settings: Unpack[Settings]) -> None:
         super().__init__()
         for name, given in (("rank", rank), ("world_size", world_size)):
             if not isinstance(given, SupportsIndex):
@@ -57,18 +34,23 @@ class _Loss(torch.nn.Module):
                 f"rank must lie in 0..world_size-1, got {rank} of {world_size}; leave both out and give group='world'"
             )
         self.rank, self.world_size = rank, world_size
-        self.backend, self.tile, self.precision = backend, tile, precision
-        self.group = "world" if group is None and world_size > 1 else group
-        self.exchange, self.parameter_reduction = exchange, parameter_reduction
+        self.settings = complete(settings)
+        if self.group is None and world_size > 1:
+            self.settings["group"] = "world"
 
-    def _evaluate(self, build: Callable[[Handshake], problems.Loss]) -> Any:
-        """The loss of a problem, in the world of this module's group."""
+    @property
+    def group(self) -> Any:
+        """The processes that share the batch, or None."""
+        return self.settings["group"]
 
-        def placed(world: Handshake) -> problems.Loss:
-            self._confirm(world)
-            return build(world)
+    def _evaluate(self, name: str, *args: Any) -> Any:
+        """The loss of this name."""
+        return evaluate(self._confirmed, self.settings, BUILDERS[name], *args)
 
-        return evaluate(placed, Call(**self._settings))
+    def _confirmed(self, build: Callable[..., Loss], *args: Any, world: Handshake) -> Loss:
+        """The problem, in a world that is the one that this module was told of."""
+        self._confirm(world)
+        return build(*args, world=world)
 
     def _confirm(self, world: Handshake) -> None:
         """Raise, on every rank, if the rank and world size that were given are not the group's."""
@@ -81,16 +63,13 @@ class _Loss(torch.nn.Module):
             f"{self.rank} of {self.world_size}; leave both out and give group='world'"
         )
 
-    @property
-    def _settings(self) -> dict[str, Any]:
-        alone = {"backend": self.backend, "tile": self.tile, "precision": self.precision}
-        together = {"exchange": self.exchange, "parameter_reduction": self.parameter_reduction}
-        return alone | {"group": self.group} | together
-
     def extra_repr(self) -> str:
         """The settings that are not the usual ones, with backend and tile, for print(module)."""
-        usual = {"precision": "ieee", "group": None, "exchange": "auto", "parameter_reduction": "mean"}
-        shown = {name: value for name, value in self._settings.items() if usual.get(name, ...) != value}
+        shown = {
+            name: value
+            for name, value in self.settings.items()
+            if name in ("backend", "tile") or value != DEFAULTS.get(name)
+        }
         return ", ".join(f"{name}={value!r}" for name, value in shown.items())
 
 
@@ -108,12 +87,7 @@ class ClipLoss(_Loss):
         rank: checked against the group, unless it is 0.
         world_size: more than 1 means the default group of torch.distributed, where ``group`` is None.
         use_horovod: must be False.
-        backend: "auto", or a name from ``contrastile.backends.names()``, or "module:attribute".
-        tile: largest tile of logits to hold; None lets the backend choose.
-        precision: see ``contrastile.clip_loss``.
-        group: the processes that share the batch, e.g. "world"; None is this process alone, if ``world_size`` is 1.
-        exchange: see ``contrastile.clip_loss``.
-        parameter_reduction: see ``contrastile.clip_loss``; "mean" is right under DDP and FSDP.
+        **settings: see ``contrastile.plan.Settings``; ``parameter_reduction="mean"`` is right under DDP and FSDP.
 
     Raises:
         ValueError: ``use_horovod``, or a rank outside of the world.
@@ -157,7 +131,7 @@ class ClipLoss(_Loss):
             TypeError, ValueError, BackendUnavailableError, UnsupportedProblemError, MismatchError, ExchangeError: see
                 ``contrastile.clip_loss``.
         """
-        loss = self._evaluate(lambda world: problems.clip(image_features, text_features, logit_scale, world=world))
+        loss = self._evaluate("clip_loss", image_features, text_features, logit_scale)
         if isinstance(logit_bias, Tensor):
             # zero, but a parameter that took part: DDP would otherwise wait for its gradient
             loss = loss + 0.0 * logit_bias.sum()
@@ -175,12 +149,7 @@ class SigLipLoss(_Loss):
         rank: see ``ClipLoss``.
         world_size: see ``ClipLoss``.
         dist_impl: "bidir", "shift", "reduce", "gather" or None; changes nothing here: see ``exchange``.
-        backend: "auto", or a name from ``contrastile.backends.names()``, or "module:attribute".
-        tile: largest tile of logits to hold; None lets the backend choose.
-        precision: see ``contrastile.sigmoid_loss``.
-        group: the processes that share the batch, e.g. "world"; None is this process alone, if ``world_size`` is 1.
-        exchange: see ``contrastile.sigmoid_loss``.
-        parameter_reduction: see ``contrastile.sigmoid_loss``; "mean" is right under DDP and FSDP.
+        **settings: see ``contrastile.plan.Settings``; ``parameter_reduction="mean"`` is right under DDP and FSDP.
 
     Raises:
         ValueError: ``dist_impl`` is none of these, or a rank outside of the world.
@@ -224,9 +193,7 @@ class SigLipLoss(_Loss):
                 ``contrastile.sigmoid_loss``.
         """
         bias = 0.0 if logit_bias is None else logit_bias
-        loss = self._evaluate(
-            lambda world: problems.sigmoid(image_features, text_features, logit_scale, bias, world=world)
-        )
+        loss = self._evaluate("sigmoid_loss", image_features, text_features, logit_scale, bias)
         return _result(loss, output_dict)
 
 

@@ -212,6 +212,16 @@ def sigmoid(
     return Loss(problem, lambda g: (*_like(arrays, (image, text), (g.rows, g.columns[0])), g.scale, g.bias))
 
 
+BUILDERS: dict[str, Callable[..., Loss]] = {
+    "clip_loss": clip,
+    "info_nce": info_nce,
+    "nt_xent": nt_xent,
+    "sup_con": sup_con,
+    "sigmoid_loss": sigmoid,
+}
+"""What makes the problem of each loss of the front door, by the loss's name."""
+
+
 def _number(x: Any) -> float | None:
     """What the ranks can compare of a scale or a bias without waiting for a device."""
     return float(x) if isinstance(x, Real) else None

@@ -80,6 +80,8 @@ def features(
             )
         taken.append(_as_multiplied(arrays, _resolved(arrays, x)))
         first, x = taken[0], taken[-1]
+        if x is first:
+            continue
         if arrays.dtype(x) != arrays.dtype(first):
             raise TypeError(
                 f"{first_name} and {name} must have the same dtype, got {arrays.dtype(first)} and {arrays.dtype(x)}; "
@@ -227,24 +229,43 @@ def positives(x: Array, columns: int) -> str | None:
     return None
 
 
-def options(tile: Any, precision: Any = "ieee") -> Options:
-    """How to compute. ``tile`` is None, one number for both sides, or (rows, columns).
+_DEFAULT = Options()
+
+
+def options(tile: Any, precision: Any = "ieee", workspace: Any = None, keep: Any = None) -> Options:
+    """How to compute, from the keyword arguments of these names: see ``contrastile.plan.Settings``.
 
     Raises:
-        TypeError: not integers.
-        ValueError: not positive, or not two of them; or ``precision`` is none that there is.
+        TypeError: a size is no integer.
+        ValueError: a size is too small, the tile has not two sides, or the precision is unknown.
     """
+    if tile is None and workspace is None and keep is None and precision == "ieee":
+        return _DEFAULT
     if precision not in PRECISIONS:
         raise ValueError(
             f"precision must be one of {', '.join(PRECISIONS)}, got {precision!r}; pass 'ieee' for float32 itself"
         )
+    return Options(_tile(tile), precision, _mebibytes("workspace", workspace), _mebibytes("keep", keep))
+
+
+def _mebibytes(name: str, x: Any) -> int | None:
+    if x is None:
+        return None
+    if not isinstance(x, Integral) or isinstance(x, bool):
+        raise TypeError(f"{name} must be a whole number of MiB, got {x!r}; pass e.g. {name}=2048, or None")
+    if x < 0:
+        raise ValueError(f"{name} must be 0 MiB or more, got {x!r}; pass e.g. {name}=2048, or None")
+    return int(x)
+
+
+def _tile(tile: Any) -> tuple[int, int] | None:
     if isinstance(tile, Integral) and not isinstance(tile, int):
         tile = int(tile)
     if tile is None:
-        return Options(precision=precision)
+        return None
     sides = (tile, tile) if isinstance(tile, int) else tuple(tile) if isinstance(tile, tuple | list) else (None,)
     if not all(isinstance(side, int) and not isinstance(side, bool) for side in sides):
         raise TypeError(f"tile must be an integer or (rows, columns), got {tile!r}; pass e.g. tile=512, or None")
     if len(sides) != 2 or min(sides) < 1:
         raise ValueError(f"tile must be (rows, columns), each at least 1, got {tile!r}; pass e.g. tile=512, or None")
-    return Options(tile=(sides[0], sides[1]), precision=precision)
+    return sides[0], sides[1]

@@ -249,6 +249,8 @@ PROVOCATIONS: dict[str, list[Provocation]] = {
             "contrastile.clip_loss(image, text, 14.0, tile=-1)",
             "contrastile.clip_loss(image, text, 14.0, tile=(8, 0))",
             "contrastile.clip_loss(image, text, 14.0, tile=(1, 2, 3))",
+            "contrastile.clip_loss(image, text, 14.0, workspace=-1)",
+            "contrastile.value_and_grad(contrastile.clip_loss, keep=-1)",
             "contrastile.value_and_grad(contrastile.clip_loss, tile=0)",
             "contrastile.clip_loss(image, text, 14.0, precision='fp8')",
             libraries=LIBRARIES,
@@ -258,6 +260,10 @@ PROVOCATIONS: dict[str, list[Provocation]] = {
             "contrastile.clip_loss(image, text, 14.0, tile='8')",
             "contrastile.clip_loss(image, text, 14.0, tile=8.0)",
             "contrastile.clip_loss(image, text, 14.0, tile=True)",
+            "contrastile.clip_loss(image, text, 14.0, workspace=0.5)",
+            "contrastile.clip_loss(image, text, 14.0, keep=True)",
+            "contrastile.clip_loss(image, text, 14.0, temperature=0.07)",
+            "contrastile.value_and_grad(contrastile.clip_loss, temperature=0.07)",
             libraries=LIBRARIES,
         ),
     ],
@@ -292,7 +298,7 @@ PROVOCATIONS: dict[str, list[Provocation]] = {
             "contrastile.backends.load(5)",
             libraries=LIBRARIES,
         ),
-        Provocation("contrastile.backends.load('cupy:zzz')", TypeError, LIBRARIES, without="cupy"),
+        Provocation("contrastile.backends.load('contrastile.backends.numpy:zzz')", TypeError, LIBRARIES),
         *_each(
             UnsupportedProblemError,
             "contrastile.value_and_grad(contrastile.clip_loss, backend='numpy')"

@@ -12,7 +12,7 @@ from test_autograd import LOSSES, Loss, clip, features, gradients, info_nce, num
 from torch import Tensor
 
 import contrastile
-from contrastile import autograd, evaluation
+from contrastile import plan
 from contrastile.backends import load
 from contrastile.comm.inprocess import InProcess, InProcessGroup
 
@@ -196,8 +196,7 @@ def test_no_backend_s_products_are_narrowed(loss: Loss, monkeypatch: pytest.Monk
     backend = replace(
         backend, finished=None, **{name: watched(getattr(backend, name)) for name in ("lse", "gradients", "sigmoid")}
     )
-    for module in (evaluation, autograd.bodies):
-        monkeypatch.setattr(module, "load", lambda name: backend)
+    monkeypatch.setattr(plan, "load", lambda name: backend)
     inputs = [leaf(9, 0), leaf(9, 1), number(20.0, torch.float32)]
     with torch.autocast("cpu", dtype=torch.bfloat16):
         gradients(loss(*inputs, "torch"), *inputs)

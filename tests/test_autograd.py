@@ -14,6 +14,7 @@ import contrastile
 from contrastile import autograd, problems
 from contrastile.backends.arrays import library_of
 from contrastile.backends.contract import Options
+from contrastile.plan import Plan
 
 B, D = 23, 17
 Loss = Callable[..., Tensor]
@@ -98,14 +99,15 @@ def test_opcheck(kind: str, backend: str) -> None:
         "sigmoid": lambda: problems.sigmoid(image, text, scale, number(-1.0)),
     }[kind]()
     problem = built.problem
-    vectors = [getattr(problem, name) for name in autograd.VECTORS]
-    how = autograd.How(problem.match, backend, Options(), None).encode()
-    arguments = (image, list(problem.columns), scale, vectors, how)
+    plan = Plan(problem, backend, Options(), library_of(image))
+    arguments = (image, list(problem.columns), scale, list(problem.arrays()[3:11]))
+    settings = autograd.operators.settings_of(plan)
     if kind == "sigmoid":
         wants = [True] * 4
-        arguments = (*arguments[:3], number(-1.0), *arguments[3:], wants)
+        arguments = (*arguments[:3], number(-1.0), *arguments[3:], *settings, wants)
         torch.library.opcheck(autograd.operators.sigmoid_loss, arguments)
         return
+    arguments = (*arguments, *settings)
     torch.library.opcheck(autograd.operators.softmax_loss, arguments)
     value, *saved = (x.detach() for x in autograd.operators.softmax_loss(*arguments))
     wants = [True] * (len(problem.columns) + 2)

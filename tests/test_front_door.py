@@ -19,7 +19,7 @@ import torch
 from provocations import LIBRARIES, PROVOCATIONS, Provocation, namespace
 
 import contrastile
-from contrastile import evaluation, problems, validation
+from contrastile import evaluation, plan, problems, validation
 from contrastile.backends import registry
 from contrastile.backends.arrays import library_of
 
@@ -64,7 +64,9 @@ def raised_in(module: ModuleType) -> list[tuple[str, str]]:
     return found
 
 
-@pytest.mark.parametrize("module", [validation, problems, evaluation, registry], ids=lambda module: module.__name__)
+@pytest.mark.parametrize(
+    "module", [validation, problems, plan, evaluation, registry], ids=lambda module: module.__name__
+)
 def test_no_check_goes_unprovoked(module: ModuleType) -> None:
     """A new ``raise`` brings its own line in provocations.py."""
     said = [(each.error.__name__, each.message(each.libraries[0])) for each in ALL]

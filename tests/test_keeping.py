@@ -15,8 +15,7 @@ import torch
 from torch import Tensor
 
 import contrastile
-from contrastile import autograd, evaluation, problems
-from contrastile.autograd import bodies
+from contrastile import autograd, plan, problems
 from contrastile.backends.contract import Array, Backend, Block, ColumnForm, Finished, Options, Statistics, Weights
 from contrastile.backends.registry import load
 from contrastile.schedules import gather, ring, schedule
@@ -78,10 +77,9 @@ class Keeping:
 
 @pytest.fixture
 def keeping(monkeypatch: pytest.MonkeyPatch) -> Keeping:
-    """The backend in the place of every other."""
+    """The backend instead of every other."""
     made = Keeping()
-    for module in (bodies, evaluation):
-        monkeypatch.setattr(module, "load", lambda name: made.backend)
+    monkeypatch.setattr(plan, "load", lambda name: made.backend)
     return made
 
 

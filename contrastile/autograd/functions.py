@@ -1,14 +1,17 @@
-"""The same losses for eager calls: autograd functions over the bodies, without an operator's dispatch.
+"""The losses as autograd functions over a plan: for eager calls, and for torch.func's ``grad``, ``vjp``, ``jacrev``.
 
-An operator's way through torch's dispatcher takes the host longer than the body does for a small batch. Bodies and
-what is refused are the operators'. What is saved is theirs too and, where the backend keeps something for the
-gradients, that: it is freed with the graph.
+``SoftmaxLoss`` and ``SigmoidLoss`` serve eager calls, without an operator's dispatch, which takes the host longer than
+a small batch takes to compute. ``FunctionalSoftmaxLoss`` and ``FunctionalSigmoidLoss`` serve transforms, which want
+every tensor among the arguments and the results, at twice the cost. What is not defined is refused by name: forward
+mode, gradients of gradients, a map over calls.
 """
 
+# pyright: reportIncompatibleMethodOverride=false
+# class methods, where torch has static ones: a refusal names its operator
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
-from typing import Any
+from typing import Any, ClassVar, cast
 
 import torch
 from torch import Tensor
@@ -16,6 +19,8 @@ from torch.autograd import forward_ad
 
 from contrastile.autograd import bodies, operators
 from contrastile.backends import eager
+from contrastile.plan import Plan
+from contrastile.schedules import local
 
 _C: Any = torch._C
 # absent from a torch that has other names for them: then every call goes through the operators
@@ -42,64 +47,270 @@ def tangents(tensors: Iterable[Tensor | None]) -> bool:
     return any(x is not None and unpack(x).tangent is not None for x in tensors)
 
 
+def eager_loss(plan: Plan, *, grad: bool) -> Tensor:
+    """The loss of an eager call; ``grad`` says whether a graph is recorded, which a function's forward cannot see."""
+    problem = plan.problem
+    function: Any = SoftmaxLoss if problem.kind == "softmax" else SigmoidLoss
+    numbers = (problem.scale,) if problem.kind == "softmax" else (problem.scale, problem.bias)
+    return cast("Tensor", function.apply(plan, grad, problem.rows, *numbers, *problem.columns))
+
+
+def functional_loss(plan: Plan) -> Tensor:
+    """The loss under a transform."""
+    function: Any = FunctionalSoftmaxLoss if plan.problem.kind == "softmax" else FunctionalSigmoidLoss
+    loss, *_ = function.apply(plan.without_arrays(), *plan.problem.arrays())
+    return cast("Tensor", loss)
+
+
 class SoftmaxLoss(torch.autograd.Function):
-    """``operators.softmax_loss``, of which only the loss is given."""
+    """Of an eager call."""
 
     @staticmethod
-    def forward(ctx: Any, how: str, blocks: int, keep: bool, rows: Tensor, scale: Tensor, *rest: Any) -> Tensor:
-        """The loss; ``rest`` are the column blocks and the vectors, ``keep`` says that a backward will come."""
-        inputs = rows, rest[:blocks], scale, rest[blocks:], how
-        wanted = all(ctx.needs_input_grad[i] for i in (3, *range(5, 5 + blocks)))
-        output = bodies.keeping_softmax_loss(*inputs, keep=keep and wanted, replay=True)
-        operators.save_softmax(ctx, inputs, output)
-        return output[0]
+    def forward(ctx: Any, plan: Plan, grad: bool, rows: Tensor, scale: Tensor, *columns: Tensor) -> Any:
+        """The loss. What the gradients need is saved, and what was kept is freed with the graph."""
+        needs = ctx.needs_input_grad
+        loss, *state = bodies.softmax_loss(plan, keep=grad and needs[2] and all(needs[4:]))
+        if grad and any(needs):
+            # arrays are saved, and not held: autograd tells when one was written to, and frees them
+            ctx.plan = plan.without_arrays()
+            ctx.save_for_backward(*state, *plan.problem.arrays())
+        return loss
 
     @staticmethod
     def backward(ctx: Any, *upstream: Tensor) -> tuple[Any, ...]:
         """The gradients, in the order of forward's arguments."""
         arriving = operators.one_upstream("softmax_gradients", *upstream).resolve_neg()
-        _, _, _, rows, scale, *rest = ctx.needs_input_grad
-        wants = [rows, *rest[: ctx.blocks], scale]
-        found, inputs = operators.saved_softmax(ctx)
-        if _seen(arriving):
-            d_rows, d_columns, d_scale = operators.softmax_gradients(arriving, *found[:5], *inputs, wants)
-        else:
-            d_rows, d_columns, d_scale = bodies.kept_softmax_gradients(arriving, found, *inputs, wants, replay=True)
-        rows, *columns, scale = operators.only(wants, [d_rows, *d_columns, d_scale])
-        return None, None, None, rows, scale, *columns, *(None for _ in ctx.present)
+        saved = ctx.saved_tensors
+        state, arrays = saved[: bodies.STATE], saved[bodies.STATE :]
+        _, _, rows, scale, *columns = ctx.needs_input_grad
+        wanted = local.Wanted(rows, tuple(columns), scale)
+        if _is_seen(arriving):
+            function: Any = SoftmaxGradients
+            given = function.apply(ctx.plan, wanted, arriving, *state[:-1], *arrays)
+            return None, None, *_only((rows, scale, *columns), given)
+        return None, None, *bodies.softmax_gradients(ctx.plan.with_arrays(arrays), state, arriving, wanted)
 
 
 class SigmoidLoss(torch.autograd.Function):
-    """``operators.sigmoid_loss``, of which only the loss is given."""
+    """Of an eager call."""
 
     @staticmethod
-    def forward(
-        ctx: Any,
-        how: str,
-        wants: Sequence[bool],
-        vectors: Sequence[Tensor | None],
-        rows: Tensor,
-        scale: Tensor,
-        bias: Tensor,
-        *columns: Tensor,
-    ) -> Tensor:
-        """The loss."""
-        inputs = rows, columns, scale, bias, vectors, how, wants
-        output = bodies.sigmoid_loss(*inputs)
-        operators.save_sigmoid(ctx, inputs, output)
-        return output[0]
+    def forward(ctx: Any, plan: Plan, grad: bool, rows: Tensor, scale: Tensor, bias: Tensor, *columns: Tensor) -> Any:
+        """The loss. Its gradients' sums come with it, and are saved."""
+        _, _, of_rows, of_scale, of_bias, *of_columns = ctx.needs_input_grad
+        ctx.wanted = local.Wanted(of_rows, tuple(of_columns), of_scale, of_bias)
+        grad = grad and any(ctx.needs_input_grad)
+        loss, *sums = bodies.sigmoid_loss(plan, ctx.wanted if grad else None)
+        if grad:
+            ctx.plan = plan.without_arrays()
+            ctx.save_for_backward(rows, scale, *sums)
+        return loss
 
     @staticmethod
     def backward(ctx: Any, *upstream: Tensor) -> tuple[Any, ...]:
         """The gradients, in the order of forward's arguments."""
         (arriving,) = upstream
-        arriving = arriving.resolve_neg()
-        find = operators.sigmoid_gradients if _seen(arriving) else bodies.sigmoid_gradients
-        d_rows, d_columns, *numbers = find(arriving, *operators.saved_sigmoid(ctx))
-        rows, *columns, scale, bias = operators.only(ctx.wants, [d_rows, *d_columns, *numbers])
-        return None, None, None, rows, scale, bias, *columns
+        arriving, wanted = arriving.resolve_neg(), ctx.wanted
+        rows, scale, *sums = ctx.saved_tensors
+        if _is_seen(arriving):
+            function: Any = SigmoidGradients
+            given = function.apply(ctx.plan, wanted, arriving, rows, scale, *sums)
+            return None, None, *_only((wanted.rows, wanted.scale, wanted.bias, *wanted.columns), given)
+        return None, None, *bodies.sigmoid_gradients(ctx.plan, rows, scale, sums, arriving, wanted)
 
 
-def _seen(upstream: Tensor) -> bool:
-    """Whether the operator must be: where gradients of gradients are asked for, it refuses them by name."""
+def _is_seen(upstream: Tensor) -> bool:
+    """Whether somebody must see the gradients' function: a derivative of them is asked for, or a mode is on."""
     return torch.is_grad_enabled() or not direct((upstream,))
+
+
+def _only(wants: Sequence[bool], given: Sequence[Tensor]) -> list[Tensor | None]:
+    return operators.only(wants, given)
+
+
+def _softmax_loss(plan: Plan) -> Sequence[Tensor]:
+    """All that the operator gives, which ranks of a group do without: nobody traces what they say to each other."""
+    problem = plan.problem
+    if problem.placement is not None:
+        return operators.filled(bodies.softmax_loss(plan)[: bodies.STATE], problem.scale)
+    vectors = problem.arrays()[3:11]
+    found: Sequence[Tensor] = operators.softmax_loss(
+        problem.rows, problem.columns, problem.scale, vectors, *operators.settings_of(plan)
+    )
+    return found
+
+
+def _softmax_gradients(
+    plan: Plan, wanted: local.Wanted, upstream: Tensor, state: Sequence[Tensor | None]
+) -> Sequence[Tensor]:
+    problem = plan.problem
+    if problem.placement is not None:
+        found = bodies.softmax_gradients(plan, operators.emptied(state), upstream, wanted)
+        return operators.filled(found, problem.scale)
+    vectors, wants = problem.arrays()[3:11], [wanted.rows, *wanted.columns, wanted.scale]
+    rows, columns, scale = operators.softmax_gradients(
+        upstream,
+        *operators.filled(state, problem.scale),
+        problem.rows,
+        problem.columns,
+        problem.scale,
+        vectors,
+        *operators.settings_of(plan),
+        wants,
+    )
+    return rows, scale, *columns
+
+
+def _sigmoid_loss(plan: Plan, wanted: local.Wanted) -> Sequence[Tensor]:
+    problem = plan.problem
+    if problem.placement is not None:
+        return operators.filled(bodies.sigmoid_loss(plan, wanted), problem.scale)
+    vectors, wants = problem.arrays()[3:11], [wanted.rows, *wanted.columns, wanted.scale, wanted.bias]
+    loss, total, rows, columns = operators.sigmoid_loss(
+        problem.rows, problem.columns, problem.scale, problem.bias, vectors, *operators.settings_of(plan), wants
+    )
+    return loss, total, rows, *columns
+
+
+def _sigmoid_gradients(
+    plan: Plan, wanted: local.Wanted, upstream: Tensor, rows: Tensor, scale: Tensor, sums: Sequence[Tensor | None]
+) -> Sequence[Tensor]:
+    if plan.problem.placement is not None:
+        return operators.filled(bodies.sigmoid_gradients(plan, rows, scale, sums, upstream, wanted), scale)
+    total, row_sum, *column_sums = operators.filled(sums, scale)
+    wants = [wanted.rows, *wanted.columns, wanted.scale, wanted.bias]
+    d_rows, d_columns, *numbers = operators.sigmoid_gradients(
+        upstream, total, row_sum, column_sums, rows, scale, *operators.settings_of(plan), wants
+    )
+    return d_rows, *numbers, *d_columns
+
+
+class _Loss(torch.autograd.Function):
+    """Of one batch, in reverse mode."""
+
+    operator: ClassVar[str]
+
+    @classmethod
+    def jvp(cls, ctx: Any, *tangents: Any) -> Any:
+        """Refused."""
+        raise operators.forward_mode(cls.operator)
+
+    @classmethod
+    def vmap(cls, info: Any, in_dims: Any, *given: Any) -> Any:
+        """Refused."""
+        raise RuntimeError(
+            f"contrastile::{cls.operator} must be called with one batch at a time, got {info.batch_size} of them under "
+            "torch.func.vmap; call the loss in a loop"
+        )
+
+
+class _Gradients(torch.autograd.Function):
+    """Gradients, which have none themselves."""
+
+    operator: ClassVar[str]
+
+    @staticmethod
+    def setup_context(ctx: Any, inputs: Any, output: Any) -> None:
+        """Nothing is kept."""
+
+    @classmethod
+    def backward(cls, ctx: Any, *upstream: Any) -> Any:
+        """Refused."""
+        raise operators.second_derivative(cls.operator)
+
+    @classmethod
+    def jvp(cls, ctx: Any, *tangents: Any) -> Any:
+        """Refused."""
+        raise operators.second_derivative(cls.operator)
+
+    @classmethod
+    def vmap(cls, info: Any, in_dims: Sequence[Any], *given: Any) -> Any:
+        """One upstream gradient after the other: ``jacrev`` asks for all at once."""
+        call: Any = cls
+
+        def one(x: Any, dim: Any, i: int) -> Any:
+            return x.select(dim, i) if isinstance(x, Tensor) and dim is not None else x
+
+        each = [
+            call.apply(*(one(x, dim, i) for x, dim in zip(given, in_dims, strict=True))) for i in range(info.batch_size)
+        ]
+        return tuple(torch.stack(found) for found in zip(*each, strict=True)), (0,) * len(each[0])
+
+
+class FunctionalSoftmaxLoss(_Loss):
+    """The softmax loss under a transform."""
+
+    operator = "softmax_loss"
+
+    @staticmethod
+    def forward(plan: Plan, *arrays: Any) -> tuple[Tensor, ...]:
+        """The loss and what its gradients need; ``arrays`` as ``Problem.arrays`` has them."""
+        return tuple(_softmax_loss(plan.with_arrays(arrays)))
+
+    @staticmethod
+    def setup_context(ctx: Any, inputs: Any, output: Any) -> None:
+        """The arrays as they came, and all results but the loss."""
+        ctx.plan, *arrays = inputs
+        ctx.save_for_backward(*output[1:], *arrays)
+        ctx.mark_non_differentiable(*output[1:])
+
+    @staticmethod
+    def backward(ctx: Any, *upstream: Tensor) -> tuple[Any, ...]:
+        """The gradients, in the order of forward's arguments."""
+        _, rows, scale, *rest = ctx.needs_input_grad
+        wanted, function = local.Wanted(rows, tuple(rest[9:]), scale), cast("Any", SoftmaxGradients)
+        given = function.apply(ctx.plan, wanted, upstream[0], *ctx.saved_tensors)
+        d_rows, d_scale, *d_columns = _only((rows, scale, *rest[9:]), given)
+        return None, d_rows, d_scale, *[None] * 9, *d_columns
+
+
+class SoftmaxGradients(_Gradients):
+    """The gradients of the softmax loss, where a transform or a mode sees them or a derivative is asked for."""
+
+    operator = "softmax_gradients"
+
+    @staticmethod
+    def forward(plan: Plan, wanted: local.Wanted, upstream: Tensor, *tensors: Any) -> tuple[Tensor, ...]:
+        """The gradients of the rows, the scale and the column blocks; ``tensors`` are what was saved."""
+        return tuple(_softmax_gradients(plan.with_arrays(tensors[5:]), wanted, upstream, tensors[:5]))
+
+
+class FunctionalSigmoidLoss(_Loss):
+    """The sigmoid loss under a transform."""
+
+    operator = "sigmoid_loss"
+
+    @staticmethod
+    def forward(plan: Plan, *arrays: Any) -> tuple[Tensor, ...]:
+        """The loss and what its gradients need, all of them: which transform will ask for which is not known here."""
+        wanted = local.Wanted(True, (True,) * len(plan.problem.columns), True, True)
+        return tuple(_sigmoid_loss(plan.with_arrays(arrays), wanted))
+
+    @staticmethod
+    def setup_context(ctx: Any, inputs: Any, output: Any) -> None:
+        """The rows and the scale, and all results but the loss."""
+        ctx.plan, rows, scale, *_ = inputs
+        ctx.save_for_backward(rows, scale, *output[1:])
+        ctx.mark_non_differentiable(*output[1:])
+
+    @staticmethod
+    def backward(ctx: Any, *upstream: Tensor) -> tuple[Any, ...]:
+        """The gradients, in the order of forward's arguments."""
+        rows, scale, *sums = ctx.saved_tensors
+        wanted = local.Wanted(True, (True,) * len(ctx.plan.problem.columns), True, True)
+        function: Any = SigmoidGradients
+        d_rows, d_scale, d_bias, *d_columns = function.apply(ctx.plan, wanted, upstream[0], rows, scale, *sums)
+        return None, d_rows, d_scale, d_bias, *[None] * 8, *d_columns
+
+
+class SigmoidGradients(_Gradients):
+    """The gradients of the sigmoid loss, where a transform or a mode sees them or a derivative is asked for."""
+
+    operator = "sigmoid_gradients"
+
+    @staticmethod
+    def forward(
+        plan: Plan, wanted: local.Wanted, upstream: Tensor, rows: Tensor, scale: Tensor, *sums: Any
+    ) -> tuple[Tensor, ...]:
+        """The gradients of the rows, the scale, the bias and the column blocks."""
+        return tuple(_sigmoid_gradients(plan, wanted, upstream, rows, scale, sums))

@@ -1,26 +1,28 @@
-"""The four ``torch.library`` operators, so that ``torch.compile`` sees one node each and ``opcheck`` can check them.
+"""The four ``torch.library`` operators, for those who must see one: compilers, tracers, modes, ``opcheck``.
 
-``contrastile::softmax_loss`` and ``sigmoid_loss``, and the gradients of each. The gradients are operators of their own,
-so that differentiating twice is refused instead of taking what was saved for constants.
+``contrastile::softmax_loss`` and ``sigmoid_loss``, and the gradients of each, of a process alone. The gradients are
+operators of their own, so that differentiating twice is refused instead of taking what was saved for constants. An
+operator takes typed numbers and texts, of which it makes the plan, and always gives tensors: an empty one for None.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from typing import Any
+from typing import Any, Literal, cast
 
 import torch
 from torch import Tensor
 
 from contrastile.autograd import bodies
-from contrastile.autograd.bodies import VECTORS
-
-Inputs = tuple[Tensor, list[Tensor], Tensor, list[Tensor | None], str]
-"""Of the softmax loss: rows, column blocks, scale, vectors and how."""
+from contrastile.backends.arrays import library_of
+from contrastile.backends.contract import Match, Options
+from contrastile.plan import Plan
+from contrastile.schedules import local
+from contrastile.schedules.problem import Problem
 
 
 def forward_mode(operator: str) -> RuntimeError:
-    """The error of whoever asks for a tangent: torch would take it for 0."""
+    """The error for a tangent, which torch would take for 0."""
     return RuntimeError(
         f"contrastile::{operator} must be differentiated in reverse mode, got forward mode (torch.func.jvp, jacfwd, "
         "linearize, torch.autograd.forward_ad); use backward(), torch.func.grad or vjp"
@@ -28,7 +30,7 @@ def forward_mode(operator: str) -> RuntimeError:
 
 
 def second_derivative(operator: str) -> RuntimeError:
-    """The error of whoever differentiates a gradient."""
+    """The error for a derivative of a gradient."""
     return RuntimeError(
         f"contrastile::{operator} must not be differentiated itself, got a derivative of a gradient; take gradients "
         "without create_graph, and Hessians of a loss with full logits"
@@ -46,25 +48,162 @@ def one_upstream(operator: str, upstream: Tensor) -> Tensor:
     return upstream
 
 
-def _fake_softmax_loss(
+def settings_of(plan: Plan) -> tuple[str, str, int, int, str, int | None]:
+    """The numbers and texts of a plan, the last arguments of each operator but ``wants``; no tile is (0, 0)."""
+    options = plan.options
+    rows, columns = options.tile or (0, 0)
+    return plan.problem.match, plan.name, rows, columns, options.precision, options.workspace
+
+
+def _plan(
+    kind: Literal["softmax", "sigmoid"],
+    arrays: Sequence[Tensor | None],
+    match: str,
+    backend: str,
+    tile: tuple[int, int],
+    precision: str,
+    workspace: int | None,
+) -> Plan:
+    """The plan that a caller's ``settings_of`` came from; ``arrays`` as ``Problem.arrays`` has them."""
+    rows: Any = arrays[0]
+    form = Problem(rows, (), rows, rows, rows, kind=kind, match=cast("Match", match))
+    options = Options(tile if any(tile) else None, precision, workspace)
+    return Plan(form.with_arrays(arrays), backend, options, library_of(rows))
+
+
+def filled(found: bodies.Found, like: Tensor) -> list[Tensor]:
+    """What was found, with an empty tensor for None."""
+    return [like.new_empty(0) if x is None else x for x in found]
+
+
+def emptied(state: bodies.Found) -> list[Tensor | None]:
+    """The state without what only an eager call keeps, and with None where no columns were gathered."""
+    *lses, gathered = state
+    return [*lses, None if gathered is None or not gathered.numel() else gathered, None]
+
+
+def wanted(wants: Sequence[bool], columns: int, *, bias: bool) -> local.Wanted:
+    """Which gradients are wanted, from flags in the order of rows, column blocks, scale and bias."""
+    return local.Wanted(wants[0], tuple(wants[1 : 1 + columns]), wants[1 + columns], bias and wants[2 + columns])
+
+
+@torch.library.custom_op("contrastile::softmax_loss", mutates_args=())
+def softmax_loss(
     rows: Tensor,
     columns: Sequence[Tensor],
     scale: Tensor,
     vectors: Sequence[Tensor | None],
-    how: str,
+    match: str,
+    backend: str,
+    tile_rows: int,
+    tile_columns: int,
+    precision: str,
+    workspace: int | None,
+) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]:
+    """The softmax loss, and what its gradients need: see ``bodies.softmax_loss``.
+
+    Nothing is kept: how much that is depends on the GPU, and a graph must know every size. Nor is anything replayed:
+    what calls it may have graphs and memory pools of its own.
+    """
+    arrays = (rows, scale, None, *vectors, *columns)
+    plan = _plan("softmax", arrays, match, backend, (tile_rows, tile_columns), precision, workspace)
+    loss, *state = filled(bodies.softmax_loss(plan)[: bodies.STATE], scale)
+    return loss, state[0], state[1], state[2], state[3], state[4]
+
+
+@torch.library.custom_op("contrastile::softmax_gradients", mutates_args=())
+def softmax_gradients(
+    upstream: Tensor,
+    row_negative_lse: Tensor,
+    row_positive_lse: Tensor,
+    column_negative_lse: Tensor,
+    column_positive_lse: Tensor,
+    gathered: Tensor,
+    rows: Tensor,
+    columns: Sequence[Tensor],
+    scale: Tensor,
+    vectors: Sequence[Tensor | None],
+    match: str,
+    backend: str,
+    tile_rows: int,
+    tile_columns: int,
+    precision: str,
+    workspace: int | None,
+    wants: Sequence[bool],
+) -> tuple[Tensor, list[Tensor], Tensor]:
+    """Gradients of ``upstream * loss`` for the rows, each column block and the scale."""
+    arrays = (rows, scale, None, *vectors, *columns)
+    plan = _plan("softmax", arrays, match, backend, (tile_rows, tile_columns), precision, workspace)
+    state = emptied((row_negative_lse, row_positive_lse, column_negative_lse, column_positive_lse, gathered))
+    found = bodies.softmax_gradients(plan, state, upstream, wanted(wants, len(columns), bias=False))
+    d_rows, d_scale, *d_columns = filled(found, scale)
+    return d_rows, d_columns, d_scale
+
+
+@torch.library.custom_op("contrastile::sigmoid_loss", mutates_args=())
+def sigmoid_loss(
+    rows: Tensor,
+    columns: Sequence[Tensor],
+    scale: Tensor,
+    bias: Tensor,
+    vectors: Sequence[Tensor | None],
+    match: str,
+    backend: str,
+    tile_rows: int,
+    tile_columns: int,
+    precision: str,
+    workspace: int | None,
+    wants: Sequence[bool],
+) -> tuple[Tensor, Tensor, Tensor, list[Tensor]]:
+    """The sigmoid loss and the sums behind its gradients, total, rows and columns: see ``bodies.sigmoid_loss``."""
+    arrays = (rows, scale, bias, *vectors, *columns)
+    plan = _plan("sigmoid", arrays, match, backend, (tile_rows, tile_columns), precision, workspace)
+    sums = wanted(wants, len(columns), bias=True) if any(wants) else None
+    value, total, row_sum, *column_sums = filled(bodies.sigmoid_loss(plan, sums), scale)
+    return value, total, row_sum, column_sums
+
+
+@torch.library.custom_op("contrastile::sigmoid_gradients", mutates_args=())
+def sigmoid_gradients(
+    upstream: Tensor,
+    total: Tensor,
+    row_sum: Tensor,
+    column_sums: Sequence[Tensor],
+    rows: Tensor,
+    scale: Tensor,
+    match: str,
+    backend: str,
+    tile_rows: int,
+    tile_columns: int,
+    precision: str,
+    workspace: int | None,
+    wants: Sequence[bool],
+) -> tuple[Tensor, list[Tensor], Tensor, Tensor]:
+    """Gradients of ``upstream * loss`` for the rows, each column block, the scale and the bias."""
+    plan = _plan("sigmoid", (rows, scale, *[None] * 9), match, backend, (tile_rows, tile_columns), precision, workspace)
+    which = wanted(wants, len(column_sums), bias=True)
+    found = bodies.sigmoid_gradients(plan, rows, scale, (total, row_sum, *column_sums), upstream, which)
+    d_rows, d_scale, d_bias, *d_columns = filled(found, scale)
+    return d_rows, d_columns, d_scale, d_bias
+
+
+@softmax_loss.register_fake
+def _fake_softmax_loss(
+    rows: Tensor, columns: Sequence[Tensor], scale: Tensor, vectors: Sequence[Tensor | None], *settings: Any
 ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]:
     def lses(count: Any) -> tuple[Tensor, Tensor]:
         return scale.new_empty(count, dtype=torch.float64), scale.new_empty(count, dtype=torch.float64)
 
-    two_sided = vectors[VECTORS.index("column_weight")] is not None
+    # the column weights are there
+    two_sided = vectors[2] is not None
     sides = (
         *lses(rows.shape[0]),
         *(lses(sum(x.shape[0] for x in columns)) if two_sided else (scale.new_empty(0), scale.new_empty(0))),
     )
-    # a process alone: no graph is compiled over several
     return torch.empty_like(scale), *sides, scale.new_empty(0)
 
 
+@softmax_gradients.register_fake
 def _fake_softmax_gradients(
     upstream: Tensor,
     row_negative_lse: Tensor,
@@ -76,39 +215,42 @@ def _fake_softmax_gradients(
     columns: Sequence[Tensor],
     scale: Tensor,
     vectors: Sequence[Tensor | None],
-    how: str,
-    wants: Sequence[bool],
+    *settings: Any,
 ) -> tuple[Tensor, list[Tensor], Tensor]:
+    wants = settings[-1]
     given = [_like(x) if want else scale.new_empty(0) for x, want in zip([rows, *columns, scale], wants, strict=True)]
     return given[0], given[1:-1], given[-1]
 
 
+@sigmoid_loss.register_fake
 def _fake_sigmoid_loss(
     rows: Tensor,
     columns: Sequence[Tensor],
     scale: Tensor,
     bias: Tensor,
     vectors: Sequence[Tensor | None],
-    how: str,
-    wants: Sequence[bool],
-) -> tuple[Tensor, Tensor, list[Tensor], Tensor]:
+    *settings: Any,
+) -> tuple[Tensor, Tensor, Tensor, list[Tensor]]:
+    wants = settings[-1]
+
     def sums(x: Tensor, want: bool) -> Tensor:
         return scale.new_empty(x.shape if want else 0)
 
     blocks = [sums(x, want) for x, want in zip(columns, wants[1:], strict=False)]
-    return scale.new_empty(()), sums(rows, wants[0] or wants[-2]), blocks, sums(scale, any(wants))
+    return scale.new_empty(()), sums(scale, any(wants)), sums(rows, wants[0] or wants[-2]), blocks
 
 
+@sigmoid_gradients.register_fake
 def _fake_sigmoid_gradients(
     upstream: Tensor,
-    rows: Tensor,
-    scale: Tensor,
     total: Tensor,
     row_sum: Tensor,
     column_sums: Sequence[Tensor],
-    how: str,
-    wants: Sequence[bool],
+    rows: Tensor,
+    scale: Tensor,
+    *settings: Any,
 ) -> tuple[Tensor, list[Tensor], Tensor, Tensor]:
+    wants = settings[-1]
     given = [
         rows.new_empty(x.shape if want else 0) for x, want in zip([row_sum, *column_sums], wants[:-2], strict=True)
     ]
@@ -121,53 +263,42 @@ def _like(x: Tensor) -> Tensor:
     return x.new_empty(x.shape)
 
 
-def save_softmax(ctx: Any, inputs: tuple[Any, ...], output: tuple[Any, ...]) -> None:
-    """Keep what ``saved_softmax`` gives: the features as they came, all outputs but the loss, O(m + n) vectors."""
-    rows, columns, scale, vectors, ctx.how = inputs
-    ctx.blocks, ctx.present = len(columns), [x is not None for x in vectors]
-    ctx.found = len(output) - 1
-    ctx.save_for_backward(rows, scale, *output[1:], *columns, *(x for x in vectors if x is not None))
-
-
-def saved_softmax(ctx: Any) -> tuple[tuple[Tensor, ...], Inputs]:
-    """The outputs that were saved; the arguments of ``softmax_gradients`` between them and what is wanted."""
-    rows, scale, *rest = ctx.saved_tensors
-    found, rest = rest[: ctx.found], rest[ctx.found :]
-    given = iter(rest[ctx.blocks :])
-    vectors = [next(given) if here else None for here in ctx.present]
-    return tuple(found), (rows, rest[: ctx.blocks], scale, vectors, ctx.how)
-
-
-def save_sigmoid(ctx: Any, inputs: tuple[Any, ...], output: tuple[Any, ...]) -> None:
-    """Keep what ``saved_sigmoid`` gives: the gradients' sums, which come with the value."""
-    rows, _, scale, *_, ctx.how, ctx.wants = inputs
-    _, row_sum, column_sums, total = output
-    ctx.save_for_backward(rows, scale, total, row_sum, *column_sums)
-
-
-def saved_sigmoid(ctx: Any) -> tuple[Any, ...]:
-    """The arguments of ``sigmoid_gradients`` after the upstream gradient."""
-    rows, scale, total, row_sum, *column_sums = ctx.saved_tensors
-    return rows, scale, total, row_sum, column_sums, ctx.how, ctx.wants
-
-
-def only(wanted: Sequence[bool], given: Sequence[Tensor]) -> list[Tensor | None]:
-    """What autograd is to have of the gradients: None for the empty ones."""
-    return [x if want else None for x, want in zip(given, wanted, strict=True)]
+def _save_softmax(ctx: Any, inputs: tuple[Any, ...], output: tuple[Any, ...]) -> None:
+    """Keep the features as they came, all outputs but the loss, O(m + n) vectors."""
+    rows, columns, scale, vectors, *ctx.settings = inputs
+    ctx.save_for_backward(*output[1:], rows, scale, *vectors, *columns)
 
 
 def _softmax_backward(ctx: Any, upstream: Tensor, *_: Any) -> tuple[Any, ...]:
     wants = [ctx.needs_input_grad[0], *ctx.needs_input_grad[1], ctx.needs_input_grad[2]]
-    found, inputs = saved_softmax(ctx)
-    rows, columns, scale = softmax_gradients(one_upstream("softmax_gradients", upstream), *found, *inputs, wants)
-    given = only(wants, [rows, *columns, scale])
-    return given[0], given[1:-1], given[-1], None, None
+    state, (rows, scale, *rest) = ctx.saved_tensors[:5], ctx.saved_tensors[5:]
+    vectors, columns = rest[:8], rest[8:]
+    arriving = one_upstream("softmax_gradients", upstream)
+    d_rows, d_columns, d_scale = softmax_gradients(
+        arriving, *state, rows, columns, scale, vectors, *ctx.settings, wants
+    )
+    given = only(wants, [d_rows, *d_columns, d_scale])
+    return given[0], given[1:-1], given[-1], *[None] * (1 + len(ctx.settings))
+
+
+def _save_sigmoid(ctx: Any, inputs: tuple[Any, ...], output: tuple[Any, ...]) -> None:
+    """Keep the rows and the sums, which come with the value."""
+    rows, _, scale, _, _, *ctx.settings = inputs
+    _, total, row_sum, column_sums = output
+    ctx.save_for_backward(rows, scale, total, row_sum, *column_sums)
 
 
 def _sigmoid_backward(ctx: Any, upstream: Tensor, *_: Any) -> tuple[Any, ...]:
-    rows, columns, *numbers = sigmoid_gradients(one_upstream("sigmoid_gradients", upstream), *saved_sigmoid(ctx))
-    given = only(ctx.wants, [rows, *columns, *numbers])
-    return given[0], given[1:-2], given[-2], given[-1], None, None, None
+    rows, scale, total, row_sum, *column_sums = ctx.saved_tensors
+    arriving = one_upstream("sigmoid_gradients", upstream)
+    d_rows, d_columns, *numbers = sigmoid_gradients(arriving, total, row_sum, column_sums, rows, scale, *ctx.settings)
+    given = only(ctx.settings[-1], [d_rows, *d_columns, *numbers])
+    return given[0], given[1:-2], given[-2], given[-1], *[None] * (1 + len(ctx.settings))
+
+
+def only(wants: Sequence[bool], given: Sequence[Tensor]) -> list[Tensor | None]:
+    """What autograd is to have of the gradients: None for the empty ones."""
+    return [x if want else None for x, want in zip(given, wants, strict=True)]
 
 
 def _refusing(operator: str) -> Callable[..., Any]:
@@ -177,18 +308,7 @@ def _refusing(operator: str) -> Callable[..., Any]:
     return backward
 
 
-def _operator(body: Callable[..., Any], fake: Callable[..., Any]) -> Any:
-    operator = torch.library.custom_op(f"contrastile::{body.__name__}", mutates_args=())(body)
-    operator.register_fake(fake)
-    return operator
-
-
-softmax_loss = _operator(bodies.softmax_loss, _fake_softmax_loss)
-softmax_gradients = _operator(bodies.softmax_gradients, _fake_softmax_gradients)
-sigmoid_loss = _operator(bodies.sigmoid_loss, _fake_sigmoid_loss)
-sigmoid_gradients = _operator(bodies.sigmoid_gradients, _fake_sigmoid_gradients)
-
-softmax_loss.register_autograd(_softmax_backward, setup_context=save_softmax)
-sigmoid_loss.register_autograd(_sigmoid_backward, setup_context=save_sigmoid)
+softmax_loss.register_autograd(_softmax_backward, setup_context=_save_softmax)
+sigmoid_loss.register_autograd(_sigmoid_backward, setup_context=_save_sigmoid)
 softmax_gradients.register_autograd(_refusing("softmax_gradients"))
 sigmoid_gradients.register_autograd(_refusing("sigmoid_gradients"))

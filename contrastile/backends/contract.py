@@ -173,14 +173,22 @@ WEIGHTS = tuple(each.name for each in fields(Weights) if each.name != "kept")
 class Options:
     """How to compute, never what: every option gives the same loss within the bound.
 
+    A backend that has no use for an option ignores it, ``precision`` excepted, which it refuses (``Backend.check``).
+
     Attributes:
         tile: rows x columns of logits alive at a time, at most; None lets the backend choose.
         precision: how float32 features are multiplied, one of ``PRECISIONS``; it says nothing to other dtypes.
+        workspace: MiB of memory that a backend may form G in, chunk by chunk; None for the deployment's default
+            (``settings.workspace_bytes``).
+        keep: MiB of exponentials that ``Backend.keeping`` may keep for the backward pass; None for the deployment's
+            default (``settings.kept_bytes``).
         replay: whether a backend may launch its kernels from a CUDA graph that it has captured in an earlier call.
     """
 
     tile: tuple[int, int] | None = None
     precision: str = "ieee"
+    workspace: int | None = None
+    keep: int | None = None
     replay: bool = False
 
 
@@ -256,8 +264,8 @@ class Backend:
         arrays: the array library whose arrays it takes and gives.
         dtypes: names of the feature dtypes it takes ("float16", "bfloat16", "float32", "float64").
         devices: kinds of device it runs on ("cpu", "cuda").
-        accuracy: facts for the error bounds, given the feature dtype's name, the kind of device and, where it is not
-            "ieee", the precision.
+        accuracy: facts for the error bounds, given the feature dtype's name and the kind of device; a backend with
+            several precisions, or with ``keeping``, is given the options too where they are not the default ones.
         lse: ``lse(block, columns, options)``; column state is computed only when ``columns``.
         gradients: ``gradients(block, weights, row_gradient, column_gradient, options)`` adds ``sum_j G_ij column_j``
             to row_gradient (m, d) and ``sum_i G_ij row_i`` to column_gradient (n, d), both in the state dtype and
@@ -298,9 +306,11 @@ class Backend:
     replayable: bool = False
 
     def check(self, block: Block, options: Options | None = None) -> None:
-        """Raise UnsupportedProblemError with the reason, if this backend refuses the block or the options."""
+        """Raise UnsupportedProblemError with the reason, if this backend refuses the block or the options.
+
+        The device is that of the caller's features, and is checked before they are converted: see ``check_device``.
+        """
         dtype = self.arrays.dtype(block.rows)
-        self.check_device(self.arrays.device(block.rows))
         if dtype not in self.dtypes:
             self._refuse(f"features must be {' or '.join(sorted(self.dtypes))}, got {dtype}; convert them")
         if options is not None and dtype == "float32" and options.precision not in self.precisions:

@@ -1,6 +1,6 @@
-"""Torch's eager calls: whether this is one, and the vectors that such a call needs again and again.
+"""Torch's eager calls: how to tell one, and a cache of the vectors that every such call needs.
 
-Torch is never imported for the asking: who holds a tensor has imported it.
+Nothing here imports torch first: whoever holds a tensor has imported it.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ Array = Any
 F = TypeVar("F", bound=Callable[..., Any])
 
 MOST = 32
-"""Triples of vectors held; the one that was not asked for the longest goes first."""
+"""Triples of vectors in the cache; the least recently used goes first."""
 
 _ASKED = ("_are_functorch_transforms_active", "_len_torch_dispatch_stack", "_get_tracing_state")
 
@@ -65,12 +65,12 @@ def outside_of_graphs(function: F) -> F:
 
 
 def transforms_can_be_seen(torch: Any) -> bool:
-    """Whether this torch says what is at work around a call; one that has other names for it does not."""
+    """Whether this version of torch has the functions that report transforms, modes and tracers."""
     return all(hasattr(torch._C, name) for name in _ASKED)
 
 
 def direct(torch: Any, tensors: Iterable[Array | None]) -> bool:
-    """Whether nothing has to see an operator: no compiler, tracer, transform, mode, subclass or shape alone."""
+    """Whether a call is plain eager: no compiler, tracer, transform, mode, tensor subclass or meta tensor."""
     known = torch._C
     return (
         not torch.compiler.is_compiling()
@@ -85,13 +85,13 @@ def direct(torch: Any, tensors: Iterable[Array | None]) -> bool:
 def pairs(
     arrays: ArrayLibrary, weight: float, start: int, stop: int, dtype: str, like: Array
 ) -> tuple[Array, Array, Array]:
-    """Weights, all alike, targets of 1 and the positives start..stop-1 of as many rows; nobody writes to them.
+    """Equal weights, targets of 1 and the positives start..stop-1 of as many rows; they are read-only.
 
     Args:
         arrays: the library of ``like``.
         weight: of each row.
         start: the first row's positive.
-        stop: the one behind the last row's.
+        stop: one more than the last row's.
         dtype: of weights and targets.
         like: gives the device.
     """
@@ -104,7 +104,7 @@ def pairs(
         return make()
     import torch
 
-    if not _lasting(torch, like):
+    if not _can_be_shared(torch, like):
         return make()
     stream = torch._C._cuda_getCurrentRawStream(like.get_device())
     key = weight, start, stop, dtype, like.get_device(), stream
@@ -120,19 +120,19 @@ def pairs(
 
 
 def constant(x: Array) -> bool:
-    """Whether x is one of these vectors: as long as somebody holds it, it stays what it is."""
+    """Whether x is one of these vectors, whose values never change while somebody holds it."""
     return id(x) in _ids
 
 
-def _lasting(torch: Any, like: Array) -> bool:
-    """Whether what is made here and now can be used by later calls: on a GPU's current stream, by an eager call.
+def _can_be_shared(torch: Any, like: Array) -> bool:
+    """Whether later calls can reuse a vector that is made now: on a GPU's current stream, in an eager call.
 
-    A graph that is captured has memory of its own, which is written when it is replayed; a tensor of inference mode
-    cannot be saved for a backward pass.
+    A graph under capture has its own memory, which is written on replay; a tensor of inference mode cannot be saved
+    for a backward pass.
     """
     return (
-        direct(torch, (like,))
-        and like.is_cuda
+        like.is_cuda
+        and direct(torch, (like,))
         and like.get_device() == torch.cuda.current_device()
         and hasattr(torch._C, "_cuda_getCurrentRawStream")
         and not torch.is_inference_mode_enabled()

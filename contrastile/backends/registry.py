@@ -1,7 +1,5 @@
 """Finding backends: built in, registered by other packages, or named as ``module:attribute``.
 
-Of a known backend another record is named by the backend itself: ``cupy:ampere``, ``cupy:keeping_2048``.
-
 Nothing is imported to find out what is available, and other people's code runs only when it is named.
 """
 
@@ -11,8 +9,7 @@ import importlib
 import importlib.machinery
 import importlib.metadata
 import importlib.util
-from collections.abc import Mapping
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from functools import cache
 from typing import Any
 
@@ -38,7 +35,7 @@ class Known:
     install: str = ""
 
     def missing(self) -> str | None:
-        """The sentence that says what is missing and how to mend it, or None."""
+        """What is missing and the command that installs it, or None."""
         lacking = [name for name in self.requires if not _is_there(name)]
         if not lacking:
             return None
@@ -84,7 +81,7 @@ def names() -> list[str]:
 
 
 def available() -> dict[str, str | None]:
-    """For each known backend, None if it can be loaded here, else what is missing and the command that mends it."""
+    """For each known backend, None if it can be loaded here, else what is missing and the command that installs it."""
     return {name: entry.missing() for name, entry in known().items()}
 
 
@@ -107,8 +104,7 @@ def load(name: str) -> Backend:
     """The backend of this name.
 
     Args:
-        name: a known name ("numpy", "torch", ...), or "module:attribute" of a Backend record; the module may be a known
-            name, which then stands for where that backend lives.
+        name: a known name ("numpy", "torch", ...), or "module:attribute" of a Backend record.
 
     Raises:
         ValueError: no backend has this name.
@@ -116,7 +112,7 @@ def load(name: str) -> Backend:
         TypeError: what the name leads to is not a Backend, or the name is no string.
     """
     backends = known()
-    entry = backends.get(checked(name)) or _elsewhere(name, backends)
+    entry = backends.get(checked(name)) or _elsewhere(name)
     if entry is None:
         raise ValueError(
             f"backend must be one of {', '.join(backends)}, 'auto' or 'module:attribute', got {name!r}; "
@@ -146,7 +142,7 @@ def _found(entry: Known) -> object:
 
 
 def _why(error: Exception, entry: Known) -> str:
-    """Why something that is there does not load, and what may mend it."""
+    """Why something that is installed does not load, and what may help."""
     if isinstance(error, ModuleNotFoundError):
         return f"{error}; check the spelling, or put its folder on PYTHONPATH"
     # one line: CuPy puts a frame around its own
@@ -155,13 +151,10 @@ def _why(error: Exception, entry: Known) -> str:
     return f"it is installed, but cannot be imported ({said}); see that it fits this machine and its driver{again}"
 
 
-def _elsewhere(name: str, backends: Mapping[str, Known]) -> Known | None:
-    """Where "module:attribute" leads to; a record of a known backend's module needs what that backend needs."""
-    module, colon, attribute = name.partition(":")
-    if not colon or not module or module.startswith("."):
-        return None
-    one = backends.get(module)
-    return Known(name) if one is None else replace(one, target=f"{one.target.partition(':')[0]}:{attribute}")
+def _elsewhere(name: str) -> Known | None:
+    """Where "module:attribute" leads to."""
+    module, colon, _ = name.partition(":")
+    return Known(name) if colon and module and not module.startswith(".") else None
 
 
 @asked_while_tracing

@@ -1,12 +1,12 @@
 # pyright: reportPrivateImportUsage=false, reportArgumentType=false
-"""Small problems from CUDA graphs, where to launch the kernels takes the host longer than they take the GPU.
+"""CUDA graphs for small problems, whose kernels take longer to launch than to run.
 
-A call whose shapes, dtypes, settings and stream have come before is captured, and replayed from then on: what it is
-given is copied to where the graph reads it, and what the graph finds to memory of the caller's. The kernels and their
-order are the same, and so are the bits.
+A call signature (shapes, dtypes, settings, stream) that repeats is captured, and replayed from then on: inputs are
+copied to where the graph reads them, outputs to the caller's memory. The kernels and their order are the same, and so
+are the bits.
 
-What a stream's graphs need between their kernels they share; it stays reserved, as do the places of what each is given
-and finds: O(b d) bytes. At most ``MOST`` graphs are held, and CONTRASTILE_GRAPHS=0 has none made.
+Graphs of one stream share the memory between their kernels; it stays reserved, as do the inputs and outputs of each
+graph: O(b d) bytes. At most ``MOST`` graphs are held, and CONTRASTILE_GRAPHS=0 has none made.
 """
 
 from __future__ import annotations
@@ -22,6 +22,7 @@ import torch
 
 from contrastile.backends import eager
 from contrastile.backends.contract import Block, Pairs
+from contrastile.backends.settings import VARIABLES
 
 Tensors = Sequence[Any]
 """Tensors on one GPU; None stays None."""
@@ -30,23 +31,20 @@ WORK, FEATURES = 1 << 38, 1 << 26
 """Rows x columns x width, and the numbers of the features, up to which a problem is replayed."""
 
 SETTING = "CONTRASTILE_GRAPHS"
-"""The environment variable that says 0 where no graphs are to be made."""
+"""The environment variable that turns graphs off: 0."""
 
 MOST = 8
-"""Graphs held; the one that was not asked for the longest goes first."""
+"""Graphs held; the least recently used goes first."""
 
 WORTH = 4
-"""Replays that pay for a capture: what goes with fewer of them is launched from then on, or more kinds of calls than
-graphs are held, one after the other, would be captured for ever."""
+"""Replays that pay for a capture: what goes with fewer of them is launched from then on, or more call
+signatures than graphs are held, one after the other, would be captured for ever."""
 
 _BEFORE = 2
 """Calls before the one that is captured."""
 
 _KNOWN = 64
-"""Kinds of calls that are counted."""
-
-_SIZES = "CONTRASTILE_WORKSPACE_MIB", "CONTRASTILE_KEEP_MIB"
-"""The settings that a backend obeys in each call."""
+"""Call signatures that are counted."""
 
 _log = logging.getLogger(__name__)
 
@@ -161,8 +159,8 @@ class Graphs:
     """The graphs of this process.
 
     Attributes:
-        seen: how often each kind of call has come, until it is captured; None where that failed or was not worth it.
-        captured: by kind of call, the one that was asked for last at the end.
+        seen: how often each call signature has come, until it is captured; None where that failed or was not worth it.
+        captured: by call signature, the one that was asked for last at the end.
     """
 
     seen: dict[Hashable, int | None] = field(default_factory=dict)
@@ -201,7 +199,7 @@ class Graphs:
                 if place == len(given):
                     given.append(x)
                 kinds.append((place, x.dtype, x.shape))
-        key = what, device, stream, *map(os.environ.get, _SIZES), *kinds
+        key = what, device, stream, *map(os.environ.get, VARIABLES), *kinds
         # the copies and the replay of one call follow each other on the stream
         with self._lock:
             captured = self.captured.pop(key, None)

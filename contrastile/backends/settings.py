@@ -1,8 +1,39 @@
-"""What the environment says: sizes in MiB, checked as arguments are."""
+"""Sizes that are options of a call, else the environment's, else the package's: the deployment's defaults, in MiB."""
 
 from __future__ import annotations
 
 import os
+
+from contrastile.backends.contract import Options
+
+WORKSPACE, KEEP = "CONTRASTILE_WORKSPACE_MIB", "CONTRASTILE_KEEP_MIB"
+CUPY_KERNELS = "CONTRASTILE_CUPY_KERNELS"
+VARIABLES = WORKSPACE, KEEP, CUPY_KERNELS
+"""The environment variables that a backend reads in each call."""
+
+WORKSPACE_MIB = 512
+"""The workspace for G where nobody says how large."""
+
+KEEP_MIB = 0
+"""What is kept of the exponentials where nobody says how much: nothing."""
+
+
+def workspace_bytes(options: Options) -> int:
+    """Bytes of the workspace for G.
+
+    Raises:
+        ValueError: see ``mebibytes``.
+    """
+    return mebibytes(WORKSPACE, WORKSPACE_MIB) if options.workspace is None else options.workspace * 2**20
+
+
+def kept_bytes(options: Options) -> int:
+    """Most bytes of exponentials that are kept for a backward pass.
+
+    Raises:
+        ValueError: see ``mebibytes``.
+    """
+    return mebibytes(KEEP, KEEP_MIB) if options.keep is None else options.keep * 2**20
 
 
 def mebibytes(variable: str, default: int) -> int:

@@ -5,12 +5,14 @@ from __future__ import annotations
 import argparse
 import importlib.util
 import json
+import os
 import sys
 from pathlib import Path
 from typing import Any
 
 from contrastile.backends.contract import BackendUnavailableError
 from contrastile.backends.registry import available
+from contrastile.backends.settings import KEEP, WORKSPACE
 from contrastile.bench import report, sweep
 from contrastile.bench.cases import VARIANTS
 from contrastile.bench.display import progress
@@ -30,6 +32,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     add("--variant", nargs="+", choices=VARIANTS, default=["aligned"], help="ragged: b-1, d-3; ids: false negatives")
     add("--dtype", choices=sorted(sweep.ITEMSIZE), default="float32", help="of the features (%(default)s)")
     add("--scale", type=float, default=100.0, help="multiplies the dot products (%(default)s)")
+    add("--workspace", type=whole, metavar="MIB", help="for G, of triton and cupy (CONTRASTILE_WORKSPACE_MIB)")
+    add("--keep", type=whole, metavar="MIB", help="of exponentials kept, of cupy (CONTRASTILE_KEEP_MIB)")
     add("--repeat", type=positive, metavar="N", help="rounds; each times every implementation once (5)")
     add("--threads", type=positive, metavar="N", help="threads of torch (its own choice)")
     add("--device", choices=("cpu", "cuda"), default="cpu", help="where to measure (%(default)s)")
@@ -48,6 +52,14 @@ def positive(text: str) -> int:
     return value
 
 
+def whole(text: str) -> int:
+    """An integer of at least 0, for argparse."""
+    value = int(text)
+    if value < 0:
+        raise argparse.ArgumentTypeError(f"must be at least 0, got {value}")
+    return value
+
+
 def main(args: argparse.Namespace) -> int:
     """Runs the command.
 
@@ -63,6 +75,10 @@ def main(args: argparse.Namespace) -> int:
     if args.device == "cuda" and not _sees_cuda():
         return _cannot("--device cuda needs a torch that sees a GPU; run: contrastile doctor")
     chosen = settings(args)
+    # the processes that measure memory inherit it
+    for variable, mib in ((WORKSPACE, chosen.workspace), (KEEP, chosen.keep)):
+        if mib is not None:
+            os.environ[variable] = str(mib)
     try:
         with progress(sweep.steps(chosen)) as advance:
             found = sweep.run(chosen, advance)
@@ -106,6 +122,8 @@ def settings(args: argparse.Namespace) -> Settings:
         scale=args.scale,
         repeat=args.repeat or usual["repeat"],
         device=args.device,
+        workspace=args.workspace,
+        keep=args.keep,
         threads=args.threads,
         budget=args.budget,
         memory=not args.no_memory,

@@ -25,6 +25,8 @@ class Settings:
         scale: multiplies the dot products.
         repeat: rounds; every implementation is timed once in each.
         device: "cpu" or "cuda".
+        workspace: MiB for G; None for CONTRASTILE_WORKSPACE_MIB's, or the default.
+        keep: MiB of exponentials kept; None for CONTRASTILE_KEEP_MIB's, or the default.
         threads: of torch, or None for its own choice.
         budget: seconds that all runs of one implementation at one size may be predicted to take.
         memory: whether to measure memory, in processes of their own.
@@ -38,6 +40,8 @@ class Settings:
     scale: float = 100.0
     repeat: int = 5
     device: str = "cpu"
+    workspace: int | None = None
+    keep: int | None = None
     threads: int | None = None
     budget: float = 300.0
     memory: bool = True

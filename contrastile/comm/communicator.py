@@ -14,9 +14,7 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from itertools import count
 from typing import TYPE_CHECKING, Any, Protocol, TypeVar
-from weakref import WeakValueDictionary
 
 from contrastile.backends.contract import Array
 from contrastile.comm import buffers, calls, watchdog
@@ -213,29 +211,3 @@ class _Guarded:
             self.communicator.check()
             self.communicator._guarded(self.pending.wait)
             self.pending = None
-
-
-_LIVE: WeakValueDictionary[int, Communicator] = WeakValueDictionary()
-_COUNT = count(1)
-
-
-def number(communicator: Communicator) -> int:
-    """A number that stands for this communicator in this process while it is alive; see ``numbered``."""
-    for known, live in list(_LIVE.items()):
-        if live is communicator:
-            return known
-    fresh = next(_COUNT)
-    _LIVE[fresh] = communicator
-    return fresh
-
-
-def numbered(number: int) -> Communicator:
-    """The communicator that this number stands for.
-
-    Raises:
-        ExchangeError: it is gone.
-    """
-    found = _LIVE.get(number)
-    if found is None:
-        raise ExchangeError("the communicator of this loss is gone; keep the group until the backward pass is done")
-    return found

@@ -140,17 +140,17 @@ class Handshake:
         _log.debug("exchange='auto' is %s: %s", choice.exchange, choice.reason)
         return choice.exchange
 
-    def build(self, build: Callable[[Handshake], T]) -> T:
-        """``build(self)``; what it raises before the handshake, every rank raises.
+    def build(self, build: Callable[..., T], *args: Any) -> T:
+        """``build(*args, self)``; what it raises before the ranks have met, they all raise.
 
         Raises:
             MismatchError: another rank could not build its part.
         """
         if self.communicator is None:
-            return build(self)
+            return build(*args, self)
         try:
             _check_settings(self.exchange, self.reduction)
-            return build(self)
+            return build(*args, self)
         except ExchangeError:
             raise
         except Exception as error:

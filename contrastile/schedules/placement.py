@@ -2,14 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from dataclasses import dataclass, field
 from functools import lru_cache
 from itertools import accumulate
 from typing import Literal
 
 from contrastile.comm.calls import Label, Phase
-from contrastile.comm.communicator import Communicator, number, numbered
+from contrastile.comm.communicator import Communicator
 
 Exchange = Literal["auto", "ring", "gather", "local"]
 Reduction = Literal["mean", "sum"]
@@ -133,26 +133,3 @@ class Placement:
         import numpy as np
 
         self.communicator.agree(np.empty(0, np.int64), Label(self.serial, phase, self.loss, wants))
-
-    def encode(self) -> str:
-        """As text, which crosses an operator; only this process can read it."""
-        call = f"{number(self.communicator)}:{self.exchange}:{self.reduction}:{self.serial}:{self.loss}"
-        return f"{call}:{_sizes(self.shards)}"
-
-
-def decode(text: str) -> Placement:
-    """The placement that ``encode`` wrote."""
-    key, exchange, reduction, serial, loss, sizes = text.split(":")
-    return Placement(numbered(int(key)), exchange, reduction, _shards(sizes), int(serial), loss)  # type: ignore[arg-type]
-
-
-@lru_cache(maxsize=64)
-def _sizes(shards: Shards) -> str:
-    parts = zip(shards.rows, shards.columns, strict=True)
-    return ";".join(",".join(map(str, (m, *blocks))) for m, blocks in parts)
-
-
-@lru_cache(maxsize=64)
-def _shards(sizes: str) -> Shards:
-    ranks: Sequence[list[int]] = [[int(x) for x in part.split(",")] for part in sizes.split(";")]
-    return Shards(tuple(x[0] for x in ranks), tuple(tuple(x[1:]) for x in ranks))

@@ -6,7 +6,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, fields, replace
 from typing import Any, Literal
 
@@ -55,14 +55,48 @@ class Problem:
     match: Match = "drop"
     placement: Placement | None = None
 
+    def arrays(self) -> tuple[Array | None, ...]:
+        """All arrays, None for what is absent: rows, scale, bias, the vectors in their order, the column blocks."""
+        return (
+            self.rows,
+            self.scale,
+            self.bias,
+            self.row_weight,
+            self.row_target,
+            self.column_weight,
+            self.column_target,
+            self.positives,
+            self.excluded,
+            self.row_ids,
+            self.column_ids,
+            *self.columns,
+        )
+
+    def with_arrays(self, arrays: Sequence[Any]) -> Problem:
+        """The problem with other arrays, in the order of ``arrays``."""
+        rows, scale, bias, u, t, v, other, positives, excluded, row_ids, column_ids, *columns = arrays
+        return Problem(
+            rows,
+            tuple(columns),
+            scale,
+            u,
+            t,
+            self.kind,
+            bias,
+            v,
+            other,
+            positives,
+            excluded,
+            row_ids,
+            column_ids,
+            self.match,
+            self.placement,
+        )
+
     def weighted(self, factor: Array) -> Problem:
         """The problem with every weight times a factor, 0-d."""
-        column = self.column_weight
-        return replace(
-            self,
-            row_weight=self.row_weight * factor,
-            column_weight=None if column is None else column * factor,
-        )
+        rows, scale, bias, u, t, v, *rest = self.arrays()
+        return self.with_arrays((rows, scale, bias, u * factor, t, None if v is None else v * factor, *rest))
 
     def blocks(self) -> Iterator[tuple[slice, Block]]:
         """Each column block with its place among the joined columns; indices become local to the block."""

@@ -15,21 +15,17 @@ from contrastile.schedules.sums import gradients_over_ranks
 
 
 def _module(problem: Problem) -> ModuleType:
-    if problem.placement is None:
-        return local
+    assert problem.placement is not None
     return {"ring": ring, "gather": gather}[problem.placement.exchange]
 
 
 @contextmanager
-def _phase(placement: Placement | None, wanted: local.Wanted | None = None) -> Iterator[None]:
-    """A phase of the call: the backward where ``wanted`` is given, else the forward, which the handshake has begun.
+def _phase(placement: Placement, wanted: local.Wanted | None = None) -> Iterator[None]:
+    """While open, a phase of the call: with ``wanted`` its backward, else its forward, which the handshake has begun.
 
     Raises:
         ExchangeError: see ``Placement.enter``.
     """
-    if placement is None:
-        yield
-        return
     if wanted is not None and placement.size > 1:
         flags = (wanted.scale, wanted.bias, wanted.rows, *wanted.columns)
         placement.enter("backward", sum(1 << i for i, flag in enumerate(flags) if flag))
@@ -41,6 +37,8 @@ def _phase(placement: Placement | None, wanted: local.Wanted | None = None) -> I
 
 def forward(problem: Problem, backend: Backend, options: Options, *, keep: bool = False) -> local.Forward:
     """The softmax loss and its log-sum-exps: see ``local.forward``. A ring's blocks are too many to keep anything."""
+    if problem.placement is None:
+        return local.forward(problem, backend, options, keep=keep)
     module = _module(problem)
     with _phase(problem.placement):
         if module is ring:
@@ -53,6 +51,8 @@ def backward(
     problem: Problem, saved: local.Forward, upstream: Array, wanted: local.Wanted, backend: Backend, options: Options
 ) -> local.Gradients:
     """Gradients of ``upstream * loss`` for the softmax loss: see ``local.backward``."""
+    if problem.placement is None:
+        return local.backward(problem, saved, upstream, wanted, backend, options)
     with _phase(problem.placement, wanted):
         found: local.Gradients = _module(problem).backward(problem, saved, upstream, wanted, backend, options)
         return found
@@ -62,6 +62,8 @@ def sigmoid(
     problem: Problem, wanted: local.Wanted | None, backend: Backend, options: Options
 ) -> tuple[Array, local.Sums | None]:
     """The sigmoid loss and the sums behind its gradients: see ``local.sigmoid``."""
+    if problem.placement is None:
+        return local.sigmoid(problem, wanted, backend, options)
     with _phase(problem.placement):
         found: tuple[Array, local.Sums | None] = _module(problem).sigmoid(problem, wanted, backend, options)
         return found

@@ -36,6 +36,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     add("--property", **several, help="a property's name; see --list (default: all)")
     add("--dtype", action="extend", nargs="+", choices=FLOATS, help="dtypes of the features (default: all it takes)")
     add("--precision", action="extend", nargs="+", choices=PRECISIONS, help="of float32 products (default: all it has)")
+    add("--workspace", type=int, metavar="MIB", help="for G, of triton and cupy (default: CONTRASTILE_WORKSPACE_MIB)")
+    add("--keep", type=int, metavar="MIB", help="of exponentials kept, of cupy (default: CONTRASTILE_KEEP_MIB)")
     add("--device", default="cpu", choices=["cpu", "cuda"], help="where to run (default: cpu)")
     add("--world", metavar="N", help="as 1..8 ranks in this process, or under a launcher as mpi or torch")
     add("--examples", type=int, default=100, metavar="N", help="problems drawn a backend and dtype (default: 100)")
@@ -146,6 +148,8 @@ def _task(args: argparse.Namespace, world: World | None) -> Task:
         properties=_known("property", args.property, list(known)),
         dtypes=tuple(args.dtype or DTYPES),
         precisions=args.precision,
+        workspace=None if args.workspace is None else _at_least("workspace", args.workspace, 0),
+        keep=None if args.keep is None else _at_least("keep", args.keep, 0),
         device=args.device,
         examples=_at_least("examples", args.examples, 1),
         seed=_at_least("seed", args.seed, 0),

@@ -220,7 +220,7 @@ def _by_value_and_grad(
     features, labels, named = asked.call(part)
     numbers = [float(part.scale)] + ([] if part.bias is None else [float(part.bias)])
     both = evaluation.value_and_grad(
-        asked.loss, backend=subject.name, precision=subject.precision, group=communicator, exchange=exchange
+        asked.loss, backend=subject.name, **subject.settings, group=communicator, exchange=exchange
     )
     value, found = both(*map(put, (*features, *labels)), *numbers, **{k: put(x) for k, x in named.items()})
     return _outcome(subject, asked, value, list(found), len(features))
@@ -242,7 +242,7 @@ def _by_autograd(asked: Asked, part: Problem, subject: Subject, communicator: Co
         *scalars,
         **given,
         backend=subject.name,
-        precision=subject.precision,
+        **subject.settings,
         group=communicator,
         exchange=exchange,
     )

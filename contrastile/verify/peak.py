@@ -61,7 +61,7 @@ _SLACK = {"cpu": 1 << 14, "cuda": 1 << 20}
 def peak_memory(subject: Subject, case: str) -> Iterator[tuple[str, Worst]]:
     """A step's memory grows with the batch, never with its square, and holds no more logits than the tile asked for."""
     size, arrays = _SIZES[subject.device], subject.backend.arrays
-    options = Options(tile=(size.tile, size.tile), precision=subject.precision)
+    options = replace(subject.options, tile=(size.tile, size.tile))
     # what is kept between the passes is the backend's choice, and capped by it
     backend = replace(subject.backend, keeping=None)
     for kind in ("softmax", "sigmoid"):

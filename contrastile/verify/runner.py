@@ -67,6 +67,8 @@ class Selection:
         dtypes: those of them run that a backend takes.
         precisions: for float32, those that a backend does not name are skipped; None for all that it names.
         device: kind of device.
+        workspace: see ``contract.Options``.
+        keep: see ``contract.Options``.
         examples: problems to draw for each backend and dtype.
         seed: of everything random.
         world: the ranks of the distributed properties, which are then the ones that run; None for a process alone.
@@ -80,6 +82,8 @@ class Selection:
     examples: int = 100
     seed: int = 0
     precisions: Sequence[str] | None = None
+    workspace: int | None = None
+    keep: int | None = None
     world: World | None = None
 
     def subjects(self, dtype: str) -> list[Subject]:
@@ -87,9 +91,11 @@ class Selection:
         found = []
         for name, backend in self.backends.items():
             has = [x for x in PRECISIONS if x in backend.precisions]
-            ways = (has if self.precisions is None else self.precisions) if dtype == "float32" else ["ieee"]
+            chosen = (has if self.precisions is None else self.precisions) if dtype == "float32" else ["ieee"]
             about = self.device, self.seed, self.examples
-            found += [Subject(name, backend, dtype, *about, way, self.world) for way in ways]
+            found += [
+                Subject(name, backend, dtype, *about, each, self.workspace, self.keep, self.world) for each in chosen
+            ]
         return found
 
     def chosen(self) -> list[Property]:
@@ -116,6 +122,9 @@ class Selection:
         words += ["--backend", subject.name, "--dtype", subject.dtype]
         if subject.dtype == "float32" and len(subject.backend.precisions) > 1:
             words += ["--precision", subject.precision]
+        for name in ("workspace", "keep"):
+            mib = getattr(self, name)
+            words += [] if mib is None else [f"--{name}", str(mib)]
         words += ["--property", each.name, "--case", case, "--seed", str(self.seed)]
         if case in (strategies.CASE, sharded.CASE):
             words += ["--examples", str(self.examples)]

@@ -39,6 +39,8 @@ class Subject:
         seed: of everything drawn at random.
         examples: how many problems the ``drawn`` property draws.
         precision: of the products, for features in float32.
+        workspace: see ``contract.Options``.
+        keep: see ``contract.Options``.
         world: the ranks of the distributed properties; None for a process alone.
     """
 
@@ -49,6 +51,8 @@ class Subject:
     seed: int = 0
     examples: int = 100
     precision: str = "ieee"
+    workspace: int | None = None
+    keep: int | None = None
     world: World | None = None
 
     @property
@@ -64,13 +68,24 @@ class Subject:
         return self.dtype if self.precision == "ieee" else f"{self.dtype}/{self.precision}"
 
     @property
+    def options(self) -> Options:
+        """How it computes, for a backend."""
+        return Options(**self.settings)
+
+    @property
+    def settings(self) -> dict[str, Any]:
+        """How it computes, for the front door."""
+        return {"precision": self.precision, "workspace": self.workspace, "keep": self.keep}
+
+    @property
     def accuracy(self) -> Accuracy:
         """The facts its bounds are derived from.
 
         Raises:
             FactsError: they are looser than those of a plain computation.
         """
-        how = () if self.precision == "ieee" else (self.precision,)
+        has_choices = len(self.backend.precisions) > 1 or self.backend.keeping is not None
+        how = (self.options,) if has_choices and self.options != Options() else ()
         found = self.backend.accuracy(self.dtype, self.device, *how)
         return facts.checked(found, self.backend, self.dtype, self.precision)
 
@@ -84,7 +99,7 @@ class Subject:
         want: Want = every_gradient,
     ) -> Outcome:
         """``run.outcome`` on this subject in its precision, or on a wrapping of its backend."""
-        options = replace(options, precision=self.precision)
+        options = replace(options, **self.settings)
         return outcome(problem, backend or self.backend, self.dtype, self.device, options, upstream, want)
 
 

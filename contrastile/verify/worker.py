@@ -41,6 +41,8 @@ class Task:
         examples: see ``Selection``.
         seed: see ``Selection``.
         precisions: see ``Selection``.
+        workspace: see ``Selection``.
+        keep: see ``Selection``.
         ranks: how many threads a world has; None for a process alone.
     """
 
@@ -52,6 +54,8 @@ class Task:
     examples: int
     seed: int
     precisions: list[str] | None
+    workspace: int | None = None
+    keep: int | None = None
     ranks: int | None = None
 
     def selection(self, backends: dict[str, Backend]) -> Selection:
@@ -65,6 +69,8 @@ class Task:
             examples=self.examples,
             seed=self.seed,
             precisions=self.precisions,
+            workspace=self.workspace,
+            keep=self.keep,
             world=None if self.ranks is None else Threads(self.ranks),
         )
 

@@ -19,6 +19,7 @@ import pytest
 
 pytest.importorskip("cuda.bindings.nvrtc")
 
+from contrastile.backends.contract import Options
 from contrastile.backends.cupy import build, instances, resources
 from contrastile.backends.cupy.configs import AMPERE, HOPPER, backward_chunk, choose, forward_chunk
 
@@ -114,12 +115,12 @@ def test_chunks_stay_within_the_workspace(monkeypatch: pytest.MonkeyPatch) -> No
     for size, dtype in ((2, "bfloat16"), (4, "float32")):
         family = choose(dtype, 90)
         for m, n in ((4_194_304, 4_194_304), (65536, 1000), (1000, 65536), (1, 10**7), (10**7, 1), (40001, 40003)):
-            height, width = backward_chunk(m, n, size, family, None)
+            height, width = backward_chunk(m, n, size, family, Options())
             assert 1 <= height <= m
             assert 1 <= width <= n
             padded = -(-width // (16 // size)) * (16 // size)
             assert size * height * padded <= 256 * 2**20
-            assert backward_chunk(m, n, size, family, (3, 5)) == (min(m, 3), min(n, 5))
+            assert backward_chunk(m, n, size, family, Options(tile=(3, 5))) == (min(m, 3), min(n, 5))
 
 
 def test_chunks_are_near_squares_of_whole_units(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -132,16 +133,16 @@ def test_chunks_are_near_squares_of_whole_units(monkeypatch: pytest.MonkeyPatch)
         (65536, 2048, (32768, 32768)),
         (65536, 1024, (16384, 32768)),
     ):
-        assert backward_chunk(b, b, 2, HOPPER, None, mib) == expected
+        assert backward_chunk(b, b, 2, HOPPER, Options(workspace=mib)) == expected
     # few rows, as of one rank of many, leave room for many columns
-    assert backward_chunk(4096, 65536, 2, HOPPER, None) == (4096, 65536)
-    assert backward_chunk(65536, 4096, 2, HOPPER, None) == (65536, 4096)
+    assert backward_chunk(4096, 65536, 2, HOPPER, Options()) == (4096, 65536)
+    assert backward_chunk(65536, 4096, 2, HOPPER, Options()) == (65536, 4096)
 
 
-def test_a_size_that_was_named_is_kept_whatever_the_environment_says(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_an_option_is_obeyed_whatever_the_environment_says(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("CONTRASTILE_WORKSPACE_MIB", "8")
-    assert backward_chunk(65536, 65536, 2, HOPPER, None, 2048) == (32768, 32768)
-    height, width = backward_chunk(65536, 65536, 2, HOPPER, None)
+    assert backward_chunk(65536, 65536, 2, HOPPER, Options(workspace=2048)) == (32768, 32768)
+    height, width = backward_chunk(65536, 65536, 2, HOPPER, Options())
     assert height * width * 2 <= 8 * 2**20
 
 

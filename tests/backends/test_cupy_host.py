@@ -57,10 +57,12 @@ def sums(host: Host) -> tuple[Any, Any]:
 
 @pytest.mark.parametrize("kind", ["plain", "excluded", "drop", "target"])
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16", "float16"])
-def test_only_what_is_in_the_table_is_launched(dtype: str, kind: str) -> None:
+def test_only_what_is_in_the_table_is_launched(dtype: str, kind: str, monkeypatch: pytest.MonkeyPatch) -> None:
     with hosted() as host:
-        for backend in (host.record.backend, host.record.ampere):
-            given = block(host, dtype, kind)
+        for kernels in (None, "sm80"):
+            if kernels is not None:
+                monkeypatch.setenv("CONTRASTILE_CUPY_KERNELS", kernels)
+            backend, given = host.record.backend, block(host, dtype, kind)
             for two_sided in (True, False):
                 for tile in (None, (7, 5)):
                     options = Options(tile=tile)
@@ -89,12 +91,13 @@ def test_only_what_is_in_the_table_is_launched(dtype: str, kind: str) -> None:
     ],
 )
 def test_positives_by_index_are_multiplied_as_the_tiles_are(
-    dtype: str, precision: str, product: str, kind: str, two_sided: bool
+    dtype: str, precision: str, product: str, kind: str, two_sided: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    monkeypatch.setenv("CONTRASTILE_CUPY_KERNELS", "sm80")
     with hosted() as host:
         given = block(host, dtype, "plain" if kind == "none" else kind)
         given = replace(given, pairs=Pairs()) if kind == "none" else given
-        found = host.record.ampere.lse(given, two_sided, Options(precision=precision))
+        found = host.record.backend.lse(given, two_sided, Options(precision=precision))
         dots = [call for call in host.calls if call.name == "positive_dots"]
         # ids name theirs from the tiles themselves
         assert len(dots) == (kind not in ("target", "none"))
@@ -260,19 +263,29 @@ def test_one_chunk_of_rows_needs_no_sums_of_the_columns() -> None:
         assert not any(name.startswith(("scale_cast", "carry")) for name, _, _ in host.launched)
 
 
-def test_a_workspace_is_named_with_the_backend(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_workspace_of_the_options_reaches_every_pass_over_g(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("CONTRASTILE_WORKSPACE_MIB", "1")
-    with hosted():
-        package = importlib.import_module("contrastile.backends.cupy")
-        for mib in (1, 3):
-            backend = getattr(package, f"workspace_{mib}")
-            assert backend is getattr(package, f"workspace_{mib}")
-            assert backend.name == f"cupy, workspace {mib} MiB"
-            for function in (backend.gradients, backend.sigmoid, backend.finished):
-                assert function.keywords["way"].mib == mib
-        for wrong in ("workspace_0", "workspace_", "workspace_2GiB", "workspaces_5"):
-            with pytest.raises(AttributeError, match="has no attribute"):
-                getattr(package, wrong)
+    with hosted() as host:
+        given, asked = block(host, "bfloat16"), []
+
+        def chunk(m: int, n: int, size: int, family: Any, options: Options) -> tuple[int, int]:
+            asked.append(options.workspace)
+            return m, n
+
+        for module in (host.gradients, host.additive):
+            monkeypatch.setattr(module, "backward_chunk", chunk)
+        for mib in (3, None):
+            options = Options(workspace=mib)
+            host.record.backend.gradients(given, weights(host, True), *sums(host), options)
+            host.record.backend.finished(given, weights(host, True), None, "gradient", options)
+            host.record.backend.sigmoid(given, weights(host, False).row_weight, *sums(host), options)
+        assert asked == [3] * 3 + [None] * 3
+
+
+def test_unknown_kernels_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("CONTRASTILE_CUPY_KERNELS", "sm70")
+    with hosted() as host, pytest.raises(ValueError, match="CONTRASTILE_CUPY_KERNELS must be sm80 or unset, got 'sm7"):
+        host.record.backend.lse(block(host, "bfloat16"), True, Options())
 
 
 def test_upstream_reaches_the_survey_and_the_vectors() -> None:
@@ -320,17 +333,14 @@ def test_refusals_give_their_reason() -> None:
             host.record.backend.check(replace(given, rows=given.rows[:, :0], columns=given.columns[:, :0]))
 
 
-@pytest.mark.parametrize("attribute", ["backend", "ampere"])
-def test_without_cupy_the_error_ends_in_the_command_that_mends_it(
-    monkeypatch: pytest.MonkeyPatch, attribute: str
-) -> None:
+def test_without_cupy_the_error_ends_in_the_command_that_installs_it(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(sys.modules, "cupy", None)
     # an earlier test may have imported the record
     monkeypatch.delitem(sys.modules, "contrastile.backends.cupy.record", raising=False)
     monkeypatch.delattr(importlib.import_module("contrastile.backends.cupy"), "record", raising=False)
     registry.load.cache_clear()
     with pytest.raises(BackendUnavailableError, match=r"is not available: .*; run: pip install 'contrastile\[cupy\]'$"):
-        registry.load(f"contrastile.backends.cupy:{attribute}")
+        registry.load("contrastile.backends.cupy:backend")
 
 
 def test_without_a_gpu_the_error_says_so() -> None:

@@ -24,9 +24,11 @@ PLAN_BYTES = 56
 ROW_BYTES = 2 * STRIDE
 
 
-def made(host: Host, keep: int | None, *, hopper: bool = True) -> Backend:
-    way = importlib.import_module("contrastile.backends.cupy.configs").Way(hopper=hopper, keep=keep)
-    found: Backend = host.record._record("under test", way)
+def made(host: Host, keep: int) -> Backend:
+    """The backend, which may keep so many bytes."""
+    # of so small a block a MiB would hold all
+    host.keeping.kept_bytes = lambda options: keep
+    found: Backend = host.record.backend
     return found
 
 
@@ -245,10 +247,13 @@ EXCLUDED: dict[str, dict[str, Any]] = {
 def test_nothing_is_kept_where_it_cannot_be(why: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.delenv("CONTRASTILE_KEEP_MIB", raising=False)
     with hosted() as host:
-        keep = {"nothing to be kept": None, "no room for a tile row": 2 * STRIDE * 255}.get(why, WHOLLY)
-        backend, given = made(host, keep, hopper=why != "sm_80"), block(host, **EXCLUDED[why])
+        keep = {"nothing to be kept": 0, "no room for a tile row": 2 * STRIDE * 255}.get(why, WHOLLY)
+        backend, given = made(host, keep), block(host, **EXCLUDED[why])
         options = Options(tile=(1000, 1000) if why == "a tile" else None)
-        found = statistics(backend, given, why != "one direction", options)
+        with monkeypatch.context() as kernels:
+            if why == "sm_80":
+                kernels.setenv("CONTRASTILE_CUPY_KERNELS", "sm80")
+            found = statistics(backend, given, why != "one direction", options)
         assert found.kept is None
         assert {call.name for call in host.calls if "keeping" in call.name} == set()
         # the same block without the reason
@@ -296,40 +301,35 @@ def test_whole_units_of_rows_are_kept(m: int, n: int, mib: int, rows: int) -> No
     assert 2 * found * configs.kept_stride(n) <= mib * 2**20
 
 
-def test_room_is_named_with_the_backend_or_by_the_environment(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("CONTRASTILE_KEEP_MIB", "1")
+def test_room_is_an_option_or_else_the_environment_s(monkeypatch: pytest.MonkeyPatch) -> None:
     with hosted() as host:
-        package = importlib.import_module("contrastile.backends.cupy")
-        named = package.keeping_3
-        assert named is package.keeping_3
-        assert named is not package.keeping_4
-        assert named.name == "cupy, keeping 3 MiB"
-        for function in (named.keeping, named.finished, named.accuracy):
-            assert function.keywords["way"].keep == 3 * 2**20
-        for wrong in ("keeping_0", "keeping_", "keeping_2GiB", "keep_5"):
-            with pytest.raises(AttributeError, match="has no attribute"):
-                getattr(package, wrong)
-        plain = host.record.backend
-        assert statistics(plain, block(host)).kept is not None
-        monkeypatch.setenv("CONTRASTILE_KEEP_MIB", "0")
-        assert statistics(plain, block(host)).kept is None
-        assert statistics(named, block(host)).kept is not None
+        backend, given = host.record.backend, block(host)
+        monkeypatch.delenv("CONTRASTILE_KEEP_MIB", raising=False)
+        assert statistics(backend, given).kept is None
+        for mib in ("1", "0"):
+            monkeypatch.setenv("CONTRASTILE_KEEP_MIB", mib)
+            assert (statistics(backend, given).kept is None) == (mib == "0")
+            assert statistics(backend, given, options=Options(keep=1)).kept is not None
+            assert statistics(backend, given, options=Options(keep=0)).kept is None
 
 
-def test_two_roundings_are_owned_up_to_where_exponentials_may_be_kept(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_two_roundings_are_counted_where_exponentials_may_be_kept(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.delenv("CONTRASTILE_KEEP_MIB", raising=False)
     once, twice = 2.0**-8, 2 * 2.0**-8 + 2.0**-16
     with hosted() as host:
 
-        def rounding(backend: Backend, dtype: str = "bfloat16") -> float:
-            return backend.accuracy(dtype, "cuda").gradient_rounding
+        def rounding(keep: int | None, dtype: str = "bfloat16") -> float:
+            found: float = host.record.backend.accuracy(dtype, "cuda", Options(keep=keep)).gradient_rounding
+            return found
 
-        plain, named, ampere = host.record.backend, host.record.keeping(3), host.record.ampere
-        assert (rounding(plain), rounding(named), rounding(ampere)) == (once, twice, once)
-        assert rounding(named, "float16") == rounding(plain, "float16") == 2.0**-11
-        assert rounding(named, "float32") == 0.0
+        assert (rounding(None), rounding(3)) == (once, twice)
+        assert rounding(3, "float16") == rounding(None, "float16") == 2.0**-11
+        assert rounding(3, "float32") == 0.0
+        with monkeypatch.context() as kernels:
+            kernels.setenv("CONTRASTILE_CUPY_KERNELS", "sm80")
+            assert rounding(3) == once
         monkeypatch.setenv("CONTRASTILE_KEEP_MIB", "1")
-        assert (rounding(plain), rounding(ampere)) == (twice, once)
+        assert (rounding(None), rounding(0)) == (twice, once)
 
 
 def test_the_only_row_may_be_kept() -> None:

@@ -10,8 +10,10 @@ import pytest
 import torch
 
 import contrastile
+from contrastile import plan
 from contrastile.autograd import bodies
-from contrastile.backends import eager, replay
+from contrastile.backends import eager, replay, settings
+from contrastile.backends.contract import PRECISIONS
 from contrastile.backends.registry import load
 from contrastile.backends.replay import Graphs
 
@@ -83,7 +85,7 @@ def test_a_call_that_has_come_before_is_replayed_with_what_it_is_given(graphs: G
     assert len({x.data_ptr() for found, _ in results for x in found if x is not None and x.ndim == 2}) == len(results)
 
 
-@pytest.mark.parametrize("other", ["what", "shape", "dtype", "none", "alias", "stream", "workspace"])
+@pytest.mark.parametrize("other", ["what", "shape", "dtype", "none", "alias", "stream", *settings.VARIABLES])
 def test_what_differs_is_another_call(other: str, graphs: Graphs, monkeypatch: pytest.MonkeyPatch) -> None:
     def call(seed: int, different: bool) -> None:
         arrays, what = [*drawn(seed, 5, 5), torch.ones(2)], "what"
@@ -100,7 +102,7 @@ def test_what_differs_is_another_call(other: str, graphs: Graphs, monkeypatch: p
         elif different and other == "stream":
             monkeypatch.setattr(torch._C, "_cuda_getCurrentRawStream", lambda device: 8, raising=False)
         elif different:
-            monkeypatch.setenv("CONTRASTILE_WORKSPACE_MIB", "3")
+            monkeypatch.setenv(other, "3")
         assert same(graphs.call(what, arrays, compute), compute(arrays))
 
     for seed in range(BEFORE):
@@ -133,7 +135,7 @@ def test_only_so_many_graphs_are_held_and_the_oldest_goes(graphs: Graphs) -> Non
     assert len(graphs.seen) == replay._KNOWN
 
 
-def test_more_kinds_of_calls_in_turn_than_graphs_are_not_captured_for_ever(
+def test_more_call_signatures_in_turn_than_graphs_are_not_captured_for_ever(
     graphs: Graphs, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     made, kinds = [], replay.MOST + 3
@@ -213,11 +215,24 @@ def test_a_loss_and_its_gradients_are_replayed_whole(
     assert all(each.graph.replays == 2 for each in graphs.captured.values())
 
 
+def test_other_options_are_another_graph(graphs: Graphs, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(bodies, "GRAPHS", graphs)
+    monkeypatch.setattr(bodies, "fits", lambda rows, columns: True)
+    given: list[dict[str, Any]] = [{}, {"tile": 2}, {"workspace": 3}, {"keep": 3}, {"precision": "split"}]
+    image, text = drawn(0, 5, 5)[:2]
+    backend = replace(load("torch"), precisions=frozenset(PRECISIONS))
+    monkeypatch.setattr(plan, "load", lambda name: backend)
+    for options in given:
+        for _ in range(BEFORE):
+            contrastile.clip_loss(image, text, 3.0, backend="torch", **options)
+    assert len(graphs.captured) == len(given)
+
+
 def test_a_backend_that_does_not_say_it_may_be_is_not_replayed(graphs: Graphs, monkeypatch: pytest.MonkeyPatch) -> None:
     somebody_s = replace(load("torch"), replayable=False)
     monkeypatch.setattr(bodies, "GRAPHS", graphs)
     monkeypatch.setattr(bodies, "fits", lambda rows, columns: True)
-    monkeypatch.setattr(bodies, "load", lambda name: somebody_s)
+    monkeypatch.setattr(plan, "load", lambda name: somebody_s)
     for seed in range(2 * BEFORE):
         leaves = [x.requires_grad_() for x in (*drawn(seed, 5, 5), torch.tensor(3.0))]
         contrastile.clip_loss(*leaves, backend="torch").backward()

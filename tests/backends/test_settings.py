@@ -3,11 +3,14 @@
 from __future__ import annotations
 
 import re
+from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
 
-from contrastile.backends.settings import mebibytes
+from contrastile.backends.contract import Options
+from contrastile.backends.settings import kept_bytes, mebibytes, workspace_bytes
 
 ROOT = Path(__file__).parent.parent.parent
 PACKAGE = ROOT / "contrastile"
@@ -35,18 +38,25 @@ def test_a_size_is_the_variable_s_or_else_the_default(
     assert mebibytes("CONTRASTILE_KEEP_MIB", 7) == mib * 2**20
 
 
-def test_every_size_of_a_backend_is_so_checked(monkeypatch: pytest.MonkeyPatch) -> None:
-    from contrastile.backends.cupy import configs as cupy
-    from contrastile.backends.triton import configs as triton
-
-    for name, sizes in {
-        "CONTRASTILE_KEEP_MIB": [cupy.kept_bytes],
-        "CONTRASTILE_WORKSPACE_MIB": [cupy.workspace_bytes, triton.workspace_bytes],
-    }.items():
-        monkeypatch.setenv(name, "much")
-        for size in sizes:
-            with pytest.raises(ValueError, match=f"{name} must be"):
-                size()
+@pytest.mark.parametrize(
+    ("option", "variable", "size", "usual"),
+    [
+        ("workspace", "CONTRASTILE_WORKSPACE_MIB", workspace_bytes, 512),
+        ("keep", "CONTRASTILE_KEEP_MIB", kept_bytes, 0),
+    ],
+)
+def test_an_option_is_stronger_than_the_environment_and_that_than_the_default(
+    option: str, variable: str, size: Callable[[Options], int], usual: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.delenv(variable, raising=False)
+    assert size(Options()) == usual * 2**20
+    monkeypatch.setenv(variable, "3")
+    assert size(Options()) == 3 * 2**20
+    for mib in (0, 7):
+        assert size(replace(Options(), **{option: mib})) == mib * 2**20
+    monkeypatch.setenv(variable, "much")
+    with pytest.raises(ValueError, match=f"{variable} must be"):
+        size(Options())
 
 
 def test_the_table_of_variables_has_those_that_the_package_reads() -> None:

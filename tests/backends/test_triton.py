@@ -290,12 +290,12 @@ def test_chunks_stay_within_the_workspace(monkeypatch: pytest.MonkeyPatch) -> No
     monkeypatch.setenv("CONTRASTILE_WORKSPACE_MIB", "256")
     config = configs.choose("gradient", "bfloat16", 90, 512)
     for m, n in ((4_194_304, 4_194_304), (65536, 1000), (1000, 65536), (1, 10**7), (10**7, 1)):
-        height, width = configs.backward_chunk(m, n, 2, config, None)
+        height, width = configs.backward_chunk(m, n, 2, config, Options())
         assert 1 <= height <= m
         assert 1 <= width <= n
         # a descriptor pads a row to 16 bytes
         assert 2 * height * (-(-width // 8) * 8) <= 256 * 2**20 or width < 8
-        assert configs.backward_chunk(m, n, 2, config, (3, 5)) == (min(m, 3), min(n, 5))
+        assert configs.backward_chunk(m, n, 2, config, Options(tile=(3, 5))) == (min(m, 3), min(n, 5))
 
 
 def test_the_fused_array_operations_agree_with_the_plain_ones() -> None:

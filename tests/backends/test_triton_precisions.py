@@ -125,7 +125,7 @@ def test_precision_says_nothing_to_other_dtypes() -> None:
     for dtype in (torch.float16, torch.bfloat16):
         one = Scheme.of(torch.ones(1, 1, dtype=dtype), Options(precision="split"))
         assert one == Scheme.of(torch.ones(1, 1, dtype=dtype), Options())
-    half = backend.accuracy("float16", "cpu", "tf32")
+    half = backend.accuracy("float16", "cpu", Options(precision="tf32"))
     assert (half.input_rounding, half.gradient_rounding) == (0.0, 2.0**-11)
     assert half.depth(100) == 100
 

@@ -21,9 +21,16 @@ torch = pytest.importorskip("torch")
 if not torch.cuda.is_available():
     pytest.skip("needs a GPU", allow_module_level=True)
 
-RECORDS = ("cupy", "contrastile.backends.cupy:ampere")
 DTYPES = ("bfloat16", "float16", "float32")
 B, D = 773, 88
+
+
+@pytest.fixture(params=["the GPU's own", "sm80"])
+def record(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> str:
+    """The backend's name, with either kernels."""
+    if request.param == "sm80":
+        monkeypatch.setenv("CONTRASTILE_CUPY_KERNELS", "sm80")
+    return "cupy"
 
 
 def towers(dtype: str, b: int = B, d: int = D, seed: int = 0) -> tuple[Any, Any]:
@@ -63,7 +70,6 @@ def step(loss: Callable[..., Any], image: Any, text: Any, numbers: tuple[float, 
 
 @pytest.mark.parametrize("name", losses())
 @pytest.mark.parametrize("dtype", DTYPES)
-@pytest.mark.parametrize("record", RECORDS)
 def test_torch_tensors_and_cupy_arrays_give_the_same_bits(record: str, dtype: str, name: str) -> None:
     loss, numbers = losses()[name]
     image, text = towers(dtype)
@@ -110,7 +116,6 @@ def logit_error(facts: Accuracy, x: Any, y: Any, scale: float) -> float:
 @pytest.mark.parametrize(
     ("dtype", "precision"), [*((x, "ieee") for x in DTYPES), ("float32", "tf32"), ("float32", "split")]
 )
-@pytest.mark.parametrize("record", RECORDS)
 def test_a_certain_positive_has_its_excess_to_all_digits(
     record: str, dtype: str, precision: str, size: tuple[int, int]
 ) -> None:
@@ -123,7 +128,7 @@ def test_a_certain_positive_has_its_excess_to_all_digits(
     backend = load(record)
     found = backend.lse(block, True, Options(precision=precision))
     logits = 150.0 * (x.double() @ y.double().T)
-    error = logit_error(backend.accuracy(dtype, "cuda", precision), x, y, 150.0)
+    error = logit_error(backend.accuracy(dtype, "cuda", Options(precision=precision)), x, y, 150.0)
     sides = (
         (logits, found.row_negative_lse, found.row_positive_lse, found.row_positive_sum),
         (logits.T, found.column_negative_lse, found.column_positive_lse, found.column_positive_sum),
@@ -140,7 +145,6 @@ def test_a_certain_positive_has_its_excess_to_all_digits(
 
 @pytest.mark.parametrize(("dtype", "precision"), [("bfloat16", "ieee"), ("float32", "ieee"), ("float32", "split")])
 @pytest.mark.parametrize("by", ["index", "ids"])
-@pytest.mark.parametrize("record", RECORDS)
 def test_gradients_of_certain_pairs_are_those_of_float64(record: str, by: str, dtype: str, precision: str) -> None:
     """Separated pairs at scale 100: nothing of p - 1 is left to cancel."""
     x, other = towers(dtype, 513, 64)
@@ -160,7 +164,7 @@ def test_gradients_of_certain_pairs_are_those_of_float64(record: str, by: str, d
     rest = logits.masked_fill(torch.eye(513, dtype=torch.bool, device="cuda"), -torch.inf)
     own = logits.diagonal()
     loss = torch.nn.functional.softplus(torch.cat([rest.logsumexp(axis) - own for axis in (0, 1)])).sum()
-    facts = backend.accuracy(dtype, "cuda", precision)
+    facts = backend.accuracy(dtype, "cuda", Options(precision=precision))
     # of N - P twice, and of the weights of the other pairs as much; G is rounded
     bound = 4 * logit_error(facts, x, y, 100.0) + 2 * facts.gradient_rounding
     for name, found, want in zip(("rows", "columns"), sums, torch.autograd.grad(loss, leaves), strict=True):
@@ -168,7 +172,6 @@ def test_gradients_of_certain_pairs_are_those_of_float64(record: str, by: str, d
         assert off <= bound, f"{record} {dtype} {precision} by {by}: {name} are off by {off:.1e} of float64's"
 
 
-@pytest.mark.parametrize("record", RECORDS)
 def test_twenty_repeats_have_the_same_bits(record: str) -> None:
     image, text = towers("bfloat16", 4099, 512)
     first = bits(step(contrastile.clip_loss, image, text, (100.0,), record))

@@ -28,7 +28,9 @@ if not torch.cuda.is_available() or torch.cuda.get_device_capability() != (9, 0)
 
 M, N, D = 773, 901, 200
 STRIDE, PLAN_BYTES = 904, 56
-WHOLLY, PARTLY = (f"contrastile.backends.cupy:keeping_{mib}" for mib in (16, 1))
+WHOLLY, PARTLY, NOTHING = 16, 1, 0
+"""MiB that may be kept."""
+
 ROWS = {WHOLLY: M, PARTLY: 512}
 KINDS = ("diagonal", "signed", "repeated", "none", "trained", "hot", "silent rows", "silent columns", "huge weights")
 
@@ -75,44 +77,44 @@ def problem(kind: str) -> Problem:
     )
 
 
-def ratio(got: Outcome, given: Problem, name: str, upstream: float = 1.0) -> float:
+def ratio(got: Outcome, given: Problem, keep: int, upstream: float = 1.0) -> float:
     oracle = truth(given, upstream)
-    bound = bounds(given, oracle, load(name).accuracy("bfloat16", "cuda"), "bfloat16", upstream)
+    bound = bounds(given, oracle, load("cupy").accuracy("bfloat16", "cuda", Options(keep=keep)), "bfloat16", upstream)
     return compare(got, oracle.outcome, bound).ratio
 
 
 @pytest.mark.parametrize("kind", KINDS)
-@pytest.mark.parametrize("name", [WHOLLY, PARTLY])
-def test_value_and_gradients_are_the_oracle_s(name: str, kind: str) -> None:
-    backend, given = load(name), problem(kind)
+@pytest.mark.parametrize("keep", [WHOLLY, PARTLY])
+def test_value_and_gradients_are_the_oracle_s(keep: int, kind: str) -> None:
+    backend, given, options = load("cupy"), problem(kind), Options(keep=keep)
     ((_, block),) = materialise(given, backend, "bfloat16", "cuda").blocks()
     assert backend.keeping is not None
-    kept = backend.keeping(block, True, Options()).kept
+    kept = backend.keeping(block, True, options).kept
     assert kept is not None
-    assert kept.size == 2 * STRIDE * ROWS[name] + PLAN_BYTES
-    got = outcome(given, backend, "bfloat16", "cuda")
-    assert ratio(got, given, name) < 1
-    assert identical(outcome(given, backend, "bfloat16", "cuda"), got).ratio == 0
+    assert kept.size == 2 * STRIDE * ROWS[keep] + PLAN_BYTES
+    got = outcome(given, backend, "bfloat16", "cuda", options)
+    assert ratio(got, given, keep) < 1
+    assert identical(outcome(given, backend, "bfloat16", "cuda", options), got).ratio == 0
 
 
 @pytest.mark.parametrize("kind", ["diagonal", "signed", "hot"])
-@pytest.mark.parametrize("name", [WHOLLY, PARTLY])
-def test_one_forward_pass_serves_any_upstream_gradients_in_any_order(name: str, kind: str) -> None:
-    backend, given = load(name), problem(kind)
+@pytest.mark.parametrize("keep", [WHOLLY, PARTLY])
+def test_one_forward_pass_serves_any_upstream_gradients_in_any_order(keep: int, kind: str) -> None:
+    backend, given, options = load("cupy"), problem(kind), Options(keep=keep)
     native, arrays = materialise(given, backend, "bfloat16", "cuda"), backend.arrays
-    saved = schedule.forward(native, backend, Options(), keep=True)
+    saved = schedule.forward(native, backend, options, keep=True)
     assert saved.kept is not None
     # NaN has no factors: G takes the place of what was kept, and nobody may take it for that afterwards
     for upstream in (1.0, 1.0, 0.0, -2.5, float("nan"), 1.0, 4.0):
         factor = arrays.asarray(upstream, "float32", native.scale)
         wanted = local.Wanted(True, (True,))
-        found = schedule.backward(native, saved, factor, wanted, backend, Options())
+        found = schedule.backward(native, saved, factor, wanted, backend, options)
         if np.isnan(upstream):
             continue
         values = [np.array(arrays.to_numpy(x), np.float64) for x in (found.rows, found.columns[0], found.scale)]
         oracle = truth(given, upstream)
         got = replace(oracle.outcome, rows=values[0], columns=(values[1],), scale=values[2])
-        bound = bounds(given, oracle, backend.accuracy("bfloat16", "cuda"), "bfloat16", upstream)
+        bound = bounds(given, oracle, backend.accuracy("bfloat16", "cuda", options), "bfloat16", upstream)
         assert compare(got, oracle.outcome, bound, GRADIENT).ratio < 1, upstream
 
 
@@ -127,16 +129,18 @@ def bits(xs: Any) -> list[bytes]:
     return [np.asarray(x.detach().float().cpu()).tobytes() for x in xs]
 
 
-@pytest.mark.parametrize("name", [WHOLLY, PARTLY])
-def test_twice_through_one_graph_and_without_autograd_it_is_the_same(name: str) -> None:
+@pytest.mark.parametrize("keep", [WHOLLY, PARTLY])
+def test_twice_through_one_graph_and_without_autograd_it_is_the_same(keep: int) -> None:
     leaves = towers()
-    value = contrastile.clip_loss(*leaves, backend=name)
+    value = contrastile.clip_loss(*leaves, backend="cupy", keep=keep)
     first = bits(torch.autograd.grad(value, leaves, retain_graph=True))
     assert bits(torch.autograd.grad(value, leaves)) == first
-    by_hand = contrastile.value_and_grad(contrastile.clip_loss, backend=name)(*(x.detach() for x in leaves))
+    by_hand = contrastile.value_and_grad(contrastile.clip_loss, backend="cupy", keep=keep)(
+        *(x.detach() for x in leaves)
+    )
     assert bits(by_hand[1]) == first
     assert bits([by_hand[0]]) == bits([value])
-    without = contrastile.clip_loss(*leaves, backend="cupy")
+    without = contrastile.clip_loss(*leaves, backend="cupy", keep=NOTHING)
     # what is kept changes no value
     assert bits([without]) == bits([value])
 
@@ -144,22 +148,22 @@ def test_twice_through_one_graph_and_without_autograd_it_is_the_same(name: str) 
 def test_what_was_kept_is_torch_s_memory_and_goes_with_the_graph() -> None:
     leaves = towers()
 
-    def call(name: str) -> Any:
-        return contrastile.clip_loss(*leaves, backend=name)
+    def call(keep: int) -> Any:
+        return contrastile.clip_loss(*leaves, backend="cupy", keep=keep)
 
-    for name in (WHOLLY, "cupy"):
-        torch.autograd.grad(call(name), leaves)
+    for keep in (WHOLLY, NOTHING):
+        torch.autograd.grad(call(keep), leaves)
     gc.collect()  # what other tests left must not be freed while this one counts
     pool = cupy.get_default_memory_pool().total_bytes()
     taken = {}
-    for name in (WHOLLY, "cupy"):
+    for keep in (WHOLLY, NOTHING):
         before = torch.cuda.memory_allocated()
-        value = call(name)
-        taken[name] = torch.cuda.memory_allocated() - before
+        value = call(keep)
+        taken[keep] = torch.cuda.memory_allocated() - before
         torch.autograd.grad(value, leaves)
         del value
         assert torch.cuda.memory_allocated() == before
-    assert taken[WHOLLY] - taken["cupy"] >= 2 * 776 * M
+    assert taken[WHOLLY] - taken[NOTHING] >= 2 * 776 * M
     assert cupy.get_default_memory_pool().total_bytes() == pool
     with torch.no_grad():
         before = torch.cuda.memory_allocated()
@@ -168,12 +172,12 @@ def test_what_was_kept_is_torch_s_memory_and_goes_with_the_graph() -> None:
         del value
 
 
-@pytest.mark.parametrize("name", [WHOLLY, PARTLY])
-def test_a_step_that_keeps_can_be_captured_and_replayed(name: str) -> None:
+@pytest.mark.parametrize("keep", [WHOLLY, PARTLY])
+def test_a_step_that_keeps_can_be_captured_and_replayed(keep: int) -> None:
     leaves = towers()
 
     def call() -> list[Any]:
-        value = contrastile.clip_loss(*leaves, backend=name)
+        value = contrastile.clip_loss(*leaves, backend="cupy", keep=keep)
         return [value.detach(), *torch.autograd.grad(value, leaves)]
 
     graph, found = captured(call)

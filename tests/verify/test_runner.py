@@ -252,8 +252,8 @@ def test_a_drawn_failure_is_shrunk_and_its_command_names_it():
 def test_float32_runs_in_every_precision_that_a_backend_names():
     asked = []
 
-    def accuracy(dtype, device, precision="ieee"):
-        asked.append((dtype, precision))
+    def accuracy(dtype, device, options=Options()):  # noqa: B008 (frozen)
+        asked.append((dtype, options.precision))
         return NUMPY.accuracy(dtype, device)
 
     def lse(block, columns, options):
@@ -270,6 +270,30 @@ def test_float32_runs_in_every_precision_that_a_backend_names():
     assert asked == ["ieee", ("float32", "ieee"), "split", ("float32", "split"), "ieee", ("float16", "ieee")]
     (row,) = Run(Selection({"plain": NUMPY}, ["one-row"], ["value"], ["float32"], precisions=["tf32"])).rows()
     assert (row["status"], row["reason"]) == ("skip", "computes float32 in ieee only")
+
+
+@pytest.mark.parametrize("keeps", [True, False])
+def test_a_workspace_and_what_may_be_kept_reach_the_backend_and_the_command(keeps):
+    asked, told = [], []
+
+    def accuracy(dtype, device, *options):
+        told.append(options)
+        return NUMPY.accuracy(dtype, device)
+
+    def lse(block, columns, options):
+        asked.append(options)
+        return NUMPY.lse(block, columns, options)
+
+    backend = replace(NUMPY, accuracy=accuracy, lse=lse, keeping=lse if keeps else None)
+    given = Options(workspace=3, keep=2)
+    selection = Selection({"numpy": backend}, ["one-row"], ["value"], ["float64"], workspace=3, keep=2)
+    assert [row["status"] for row in Run(selection).rows()] == ["pass"]
+    assert asked == [given]
+    # who has no use for them is not asked to take them
+    assert told == [(given,) if keeps else ()]
+    (subject,) = selection.subjects("float64")
+    assert "--workspace 3 --keep 2" in selection.command(subject, PROPERTIES["value"], "one-row")
+    assert subject.settings == {"precision": "ieee", "workspace": 3, "keep": 2}
 
 
 def test_the_command_that_reruns_a_row_names_its_precision():

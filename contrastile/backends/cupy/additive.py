@@ -18,7 +18,7 @@ from contrastile.backends.cupy.common import (
     new_plan,
     scalars,
 )
-from contrastile.backends.cupy.configs import DEFAULT, Way, backward_chunk
+from contrastile.backends.cupy.configs import backward_chunk
 from contrastile.backends.cupy.gradients import carried
 from contrastile.backends.cupy.instances import instance
 from contrastile.backends.cupy.launch import empty, launch, on_device, pointer, row_stride, workspace
@@ -32,22 +32,21 @@ def sigmoid_loss(
     row_gradient: Array | None,
     column_gradient: Array | None,
     options: Options,
-    way: Way = DEFAULT,
 ) -> tuple[Array, Array]:
     """The sigmoid loss of each row and the row sums of its G; adds the gradients: see ``contract.Backend``."""
     m, n = block.rows.shape[0], block.columns.shape[0]
     with on_device(block.rows):
         if m == 0 or n == 0:
             return cupy.zeros(m, "float32"), cupy.zeros(m, "float32")
-        return _Pass(block, row_weight, options, way).run(row_gradient, column_gradient)
+        return _Pass(block, row_weight, options).run(row_gradient, column_gradient)
 
 
 class _Pass:
     """One pass over one block."""
 
-    def __init__(self, block: Block, row_weight: Any, options: Options, way: Way) -> None:
-        self.options, self.way = options, way
-        self.block, self.tiles, self.plan = block, Tiles(block, options.precision, way.hopper), new_plan()
+    def __init__(self, block: Block, row_weight: Any, options: Options) -> None:
+        self.options = options
+        self.block, self.tiles, self.plan = block, Tiles(block, options.precision), new_plan()
         self.m, self.n = block.rows.shape[0], block.columns.shape[0]
         self.row_weight = contiguous(row_weight)
         self.dtype = self.tiles.rows.dtype.name
@@ -63,8 +62,7 @@ class _Pass:
     def run(self, row_gradient: Any, column_gradient: Any) -> tuple[Array, Array]:
         """The loss of each row and its row sum of G; adds to the gradients that are wanted."""
         rows, columns = self.tiles.rows, self.tiles.columns
-        size, tile = rows.itemsize, self.options.tile
-        height, width = backward_chunk(self.m, self.n, size, self.tiles.family, tile, self.way.mib)
+        height, width = backward_chunk(self.m, self.n, rows.itemsize, self.tiles.family, self.options)
         wanted = row_gradient is not None or column_gradient is not None
         space = workspace(height, width, rows.dtype) if wanted else None
         products = Products() if wanted else None

@@ -5,39 +5,17 @@ Chosen ahead, by measurement (``docs/performance.md``): the same shapes give the
 
 from __future__ import annotations
 
+import os
 from dataclasses import dataclass, replace
 
-from contrastile.backends.settings import mebibytes
-
-WORKSPACE_MIB = 512
-"""Default size of the workspace for G: see ``workspace_bytes``."""
-
-KEEP_MIB = 0
-"""Default room for kept exponentials, none: see ``kept_bytes``."""
+from contrastile.backends.contract import Options
+from contrastile.backends.settings import CUPY_KERNELS, workspace_bytes
 
 _PARTIALS_MIB = 64
 
 _UNIT = 8192
 """Rows or columns of a chunk of G come in multiples of this where there are more: the products that follow then fill a
 GPU's multiprocessors nearly a whole number of times, at widths of 512 and 1024 from one unit on, at 768 from two."""
-
-
-@dataclass(frozen=True, slots=True)
-class Way:
-    """How a record of the backend differs from another.
-
-    Attributes:
-        hopper: whether Hopper's own kernels are used on Hopper.
-        mib: of the workspace for G; None for what ``workspace_bytes`` says.
-        keep: most bytes of exponentials that a forward pass leaves to the backward; None for what ``kept_bytes`` says.
-    """
-
-    hopper: bool = True
-    mib: int | None = None
-    keep: int | None = None
-
-
-DEFAULT = Way()
 
 
 @dataclass(frozen=True, slots=True)
@@ -81,7 +59,19 @@ HOPPER = Family("sm90", bm=128, bn=192, threads=384, cluster=2, maps=True)
 AMPERE = Family("sm80", bm=128, bn=128, threads=128, resident=2, band=8, stages=2)
 
 # the GPUs whose multiprocessors have 228 KiB of shared memory, room for three stages twice
-_ROOMY = (90, 100, 103, 110)
+_THREE_STAGES = (90, 100, 103, 110)
+
+
+def uses_hopper_kernels() -> bool:
+    """Whether Hopper's own kernels are used on Hopper: unless a test sets CONTRASTILE_CUPY_KERNELS=sm80.
+
+    Raises:
+        ValueError: the environment names kernels that there are not.
+    """
+    given = os.environ.get(CUPY_KERNELS)
+    if given not in (None, "sm80"):
+        raise ValueError(f"{CUPY_KERNELS} must be sm80 or unset, got {given!r}; unset it for the GPU's own kernels")
+    return given is None
 
 
 def choose(dtype: str, capability: int, *, hopper: bool = True) -> Family:
@@ -94,7 +84,7 @@ def choose(dtype: str, capability: int, *, hopper: bool = True) -> Family:
     """
     if capability == 90 and hopper and dtype != "float32":
         return HOPPER
-    return replace(AMPERE, stages=3) if capability in _ROOMY else AMPERE
+    return replace(AMPERE, stages=3) if capability in _THREE_STAGES else AMPERE
 
 
 def forward_chunk(m: int, n: int, family: Family, tile: tuple[int, int] | None, numbers: int = 1) -> tuple[int, int]:
@@ -115,36 +105,24 @@ def forward_chunk(m: int, n: int, family: Family, tile: tuple[int, int] | None, 
     return height, _even(n, max(1, area // height), family.bn)
 
 
-def workspace_bytes(mib: int | None = None) -> int:
-    """Bytes of the workspace: ``mib``, or CONTRASTILE_WORKSPACE_MIB of the environment, or the default."""
-    return mebibytes("CONTRASTILE_WORKSPACE_MIB", WORKSPACE_MIB) if mib is None else mib * 2**20
-
-
-def kept_bytes(keep: int | None = None) -> int:
-    """Most bytes of exponentials kept: ``keep``, or CONTRASTILE_KEEP_MIB of the environment, or the default."""
-    return mebibytes("CONTRASTILE_KEEP_MIB", KEEP_MIB) if keep is None else keep
-
-
 def kept_stride(n: int) -> int:
     """Elements from one row of kept exponentials to the next: rows of bfloat16 begin at multiples of 16 bytes."""
     return -(-n // 8) * 8
 
 
-def kept_rows(m: int, n: int, keep: int | None = None) -> int:
+def kept_rows(m: int, n: int, room: int) -> int:
     """How many of the first rows have their exponentials kept.
 
     Args:
         m: rows of the block.
         n: its columns.
-        keep: what they may take: see ``kept_bytes``.
+        room: bytes that they may take.
     """
-    most, step = kept_bytes(keep) // (2 * kept_stride(n)), HOPPER.bm * HOPPER.cluster
+    most, step = room // (2 * kept_stride(n)), HOPPER.bm * HOPPER.cluster
     return _whole(m, most, step) if most >= min(m, step) else 0
 
 
-def backward_chunk(
-    m: int, n: int, size: int, family: Family, tile: tuple[int, int] | None, mib: int | None = None
-) -> tuple[int, int]:
+def backward_chunk(m: int, n: int, size: int, family: Family, options: Options) -> tuple[int, int]:
     """Rows and columns of a chunk of G that fits in the workspace.
 
     The sums of dK are read and written once for each chunk of rows, those of dQ once for each chunk of columns, so
@@ -155,12 +133,11 @@ def backward_chunk(
         n: its columns.
         size: bytes of one element of G.
         family: the kernels.
-        tile: what the caller caps it to.
-        mib: size of the workspace: see ``workspace_bytes``.
+        options: the size of the workspace, or a tile that caps it.
     """
-    if tile is not None:
-        return min(m, tile[0]), min(n, tile[1])
-    area = max(1, workspace_bytes(mib) // size)
+    if options.tile is not None:
+        return min(m, options.tile[0]), min(n, options.tile[1])
+    area = max(1, workspace_bytes(options) // size)
     # a row of the workspace is padded to 16 bytes
     most = max(int(area**0.5), area // max(n, 16 // size))
     height = _whole(m, most, family.bm * family.cluster)

@@ -26,7 +26,7 @@ from contrastile.backends.cupy.common import (
     new_plan,
     planned,
 )
-from contrastile.backends.cupy.configs import DEFAULT, Way, backward_chunk
+from contrastile.backends.cupy.configs import backward_chunk
 from contrastile.backends.cupy.instances import TARGET, instance
 from contrastile.backends.cupy.keeping import Factors, Kept
 from contrastile.backends.cupy.launch import empty, launch, on_device, pointer, row_stride, workspace
@@ -43,13 +43,12 @@ def gradients(
     row_gradient: Array | None,
     column_gradient: Array | None,
     options: Options,
-    way: Way = DEFAULT,
 ) -> None:
     """Adds G K and G^T Q: see ``contract.Backend``."""
     wanted = row_gradient is not None or column_gradient is not None
     if wanted and block.rows.shape[0] and block.columns.shape[0]:
         with on_device(block.rows):
-            _Pass(block, weights, options, way).run(row_gradient, column_gradient)
+            _Pass(block, weights, options).run(row_gradient, column_gradient)
 
 
 def finished(
@@ -58,13 +57,12 @@ def finished(
     upstream: Array | None,
     columns: ColumnForm | None,
     options: Options,
-    way: Way = DEFAULT,
 ) -> Finished:
     """Both gradients with every sum begun afresh, and their part of the scale's: see ``contract.Backend``."""
     with on_device(block.rows):
         if block.rows.shape[0] and block.columns.shape[0]:
             kept = Kept.of(weights.kept, block.columns.shape[0])
-            return _Pass(block, weights, options, way, upstream, kept).finish(columns)
+            return _Pass(block, weights, options, upstream, kept).finish(columns)
         dtype = block.rows.dtype if columns == "gradient" else "float32"
         none = None if columns is None else cupy.zeros(block.columns.shape, dtype)
         return Finished(cupy.zeros(block.rows.shape, block.rows.dtype), none, cupy.zeros((), "float64"))
@@ -126,11 +124,10 @@ class _Pass:
         block: Block,
         weights: Weights,
         options: Options,
-        way: Way,
         upstream: Array | None = None,
         kept: Kept | None = None,
     ) -> None:
-        self.block, self.tiles, self.plan = block, Tiles(block, options.precision, way.hopper), new_plan()
+        self.block, self.tiles, self.plan = block, Tiles(block, options.precision), new_plan()
         self.m, self.n = block.rows.shape[0], block.columns.shape[0]
         w, by_ids = weights, self.tiles.masks.mask == TARGET
         self.row = _Weighed((w.row_negative_lse, w.row_positive_lse, w.row_weight, w.row_target), by_ids)
@@ -141,7 +138,7 @@ class _Pass:
         self.start = 0 if kept is None else kept.rows
         # where all is kept, no chunk is left
         rest = max(1, self.m - self.start)
-        self.height, self.width = backward_chunk(rest, self.n, size, self.tiles.family, options.tile, way.mib)
+        self.height, self.width = backward_chunk(rest, self.n, size, self.tiles.family, options)
         self.products = Products()
         self._survey(upstream)
 

@@ -13,17 +13,18 @@ from typing import Any
 from contrastile.backends.contract import Options
 from contrastile.backends.cupy.arguments import constant, struct
 from contrastile.backends.cupy.common import THREADS, ceil_div, plan_bytes
-from contrastile.backends.cupy.configs import Way, kept_rows, kept_stride
+from contrastile.backends.cupy.configs import kept_rows, kept_stride
 from contrastile.backends.cupy.instances import KEPT_DTYPE, PLAIN, instance
 from contrastile.backends.cupy.launch import empty, launch, pointer, row_stride
 from contrastile.backends.cupy.tiles import Tiles
+from contrastile.backends.settings import kept_bytes
 
 _UNIT = constant("KEPT_UNIT")
 _NARROW = 128
 """Features of so few columns leave half of each tile of the products empty: more is wasted than spared."""
 
 
-def rows_to_keep(tiles: Tiles, two_sided: bool, options: Options, way: Way) -> int:
+def rows_to_keep(tiles: Tiles, two_sided: bool, options: Options) -> int:
     """How many of the first rows of a block keep their exponentials: none, unless its kernels can and it would pay.
 
     A tile that the caller names caps what is alive at a time: then nothing is kept.
@@ -32,7 +33,7 @@ def rows_to_keep(tiles: Tiles, two_sided: bool, options: Options, way: Way) -> i
     able = tiles.family.maps and tiles.rows.dtype.name == KEPT_DTYPE and tiles.masks.mask == PLAIN
     if not (able and two_sided and width > _NARROW and options.tile is None):
         return 0
-    return kept_rows(m, n, way.keep)
+    return kept_rows(m, n, kept_bytes(options))
 
 
 @dataclass(frozen=True, slots=True)
@@ -50,9 +51,9 @@ class Kept:
     plan: Any
 
     @staticmethod
-    def new(tiles: Tiles, two_sided: bool, options: Options, way: Way) -> Kept | None:
+    def new(tiles: Tiles, two_sided: bool, options: Options) -> Kept | None:
         """Room for what is to be kept of a block; None where that is nothing."""
-        rows, n = rows_to_keep(tiles, two_sided, options, way), tiles.columns.shape[0]
+        rows, n = rows_to_keep(tiles, two_sided, options), tiles.columns.shape[0]
         return Kept.of(empty(2 * rows * kept_stride(n) + plan_bytes(), dtype="uint8"), n) if rows else None
 
     @staticmethod

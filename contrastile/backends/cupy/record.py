@@ -1,18 +1,19 @@
-"""The Backend records: what the kernels do on the GPU at hand, and the sm_80 kernels alone wherever they run."""
+"""The Backend record: what the kernels do on the GPU at hand."""
 
 from __future__ import annotations
 
-from functools import cache, partial
+from functools import partial
 
 import cupy
 
-from contrastile.backends.contract import Accuracy, Backend, BackendUnavailableError, Block
+from contrastile.backends.contract import Accuracy, Backend, BackendUnavailableError, Block, Options
 from contrastile.backends.cupy.additive import sigmoid_loss
 from contrastile.backends.cupy.arrays import FusedArrays
-from contrastile.backends.cupy.configs import DEFAULT, Way, kept_bytes
+from contrastile.backends.cupy.configs import uses_hopper_kernels
 from contrastile.backends.cupy.gradients import finished, gradients
 from contrastile.backends.cupy.instances import ARITHMETICS, KEPT_DTYPE
 from contrastile.backends.cupy.statistics import lse
+from contrastile.backends.settings import kept_bytes
 
 
 def require_gpu() -> None:
@@ -31,7 +32,7 @@ def require_gpu() -> None:
         )
 
 
-def accuracy(dtype: str, device: str, precision: str = "ieee", way: Way = DEFAULT) -> Accuracy:
+def accuracy(dtype: str, device: str, options: Options = Options()) -> Accuracy:  # noqa: B008 (frozen)
     """Tensor cores truncate as they add (2^-23); G is rounded to the features' dtype before the second products.
 
     float16: G carries a power of two that puts the largest weight above 2^12 / (1 + largest target), so what falls
@@ -45,7 +46,8 @@ def accuracy(dtype: str, device: str, precision: str = "ieee", way: Way = DEFAUL
     bfloat16, where exponentials may be kept: they are rounded as they are kept, and G, their product with its factors,
     once more, ``(1 + 2^-8)^2 - 1`` together.
     """
-    keeps = dtype == KEPT_DTYPE and way.hopper and kept_bytes(way.keep) > 0
+    keeps = dtype == KEPT_DTYPE and uses_hopper_kernels() and kept_bytes(options) > 0
+    precision = options.precision
     rounding = {"float16": 2.0**-11, "bfloat16": 2.0**-7 + 2.0**-16 if keeps else 2.0**-8}.get(dtype, 0.0)
     exact = dtype == "float32" and precision == "ieee"
     return Accuracy(
@@ -67,36 +69,19 @@ def supports(block: Block) -> str | None:
     return None
 
 
-def _record(name: str, way: Way) -> Backend:
-    return Backend(
-        name=name,
-        arrays=FusedArrays(),
-        dtypes=frozenset({"float16", "bfloat16", "float32"}),
-        devices=frozenset({"cuda"}),
-        accuracy=partial(accuracy, way=way),
-        lse=partial(lse, way=way),
-        gradients=partial(gradients, way=way),
-        sigmoid=partial(sigmoid_loss, way=way),
-        supports=supports,
-        precisions=frozenset(ARITHMETICS),
-        finished=partial(finished, way=way),
-        keeping=partial(lse, way=way, keep=True),
-        replayable=True,
-    )
-
-
-@cache
-def roomy(mib: int) -> Backend:
-    """The backend with a workspace of so many MiB, whatever the environment says."""
-    return _record(f"cupy, workspace {mib} MiB", Way(mib=mib))
-
-
-@cache
-def keeping(mib: int) -> Backend:
-    """The backend that keeps up to so many MiB of exponentials for the backward, whatever the environment says."""
-    return _record(f"cupy, keeping {mib} MiB", Way(keep=mib * 2**20))
-
-
 require_gpu()
-backend = _record("cupy", Way())
-ampere = _record("cupy sm_80", Way(hopper=False))
+backend = Backend(
+    name="cupy",
+    arrays=FusedArrays(),
+    dtypes=frozenset({"float16", "bfloat16", "float32"}),
+    devices=frozenset({"cuda"}),
+    accuracy=accuracy,
+    lse=lse,
+    gradients=gradients,
+    sigmoid=sigmoid_loss,
+    supports=supports,
+    precisions=frozenset(ARITHMETICS),
+    finished=finished,
+    keeping=partial(lse, keep=True),
+    replayable=True,
+)

@@ -21,20 +21,20 @@ from contrastile.backends.cupy.common import (
     new_plan,
     scalars,
 )
-from contrastile.backends.cupy.configs import DEFAULT, Way, forward_chunk
+from contrastile.backends.cupy.configs import forward_chunk
 from contrastile.backends.cupy.instances import TARGET, instance, positives_kernel
 from contrastile.backends.cupy.keeping import Kept
 from contrastile.backends.cupy.launch import empty, launch, on_device, pointer
 from contrastile.backends.cupy.tiles import Tiles
 
 
-def lse(block: Block, columns: bool, options: Options, way: Way = DEFAULT, *, keep: bool = False) -> Statistics:
+def lse(block: Block, columns: bool, options: Options, *, keep: bool = False) -> Statistics:
     """Row (and column) log-sum-exps and sums of positive logits: see ``contract.Backend``; ``keep`` for ``keeping``."""
     m, n = block.rows.shape[0], block.columns.shape[0]
     with on_device(block.rows):
         if m == 0 or n == 0:
             return _nothing(m, n if columns else None)
-        return _Pass(block, columns, options, way, keep).run()
+        return _Pass(block, columns, options, keep).run()
 
 
 def _nothing(m: int, n: int | None) -> Statistics:
@@ -129,11 +129,11 @@ class _Side:
 class _Pass:
     """One forward pass over one block: the fast kernels, then the safe ones, of which one kind returns at once."""
 
-    def __init__(self, block: Block, columns: bool, options: Options, way: Way, keep: bool) -> None:
+    def __init__(self, block: Block, columns: bool, options: Options, keep: bool) -> None:
         self.block, self.two_sided = block, columns
-        self.tiles = Tiles(block, options.precision, way.hopper)
+        self.tiles = Tiles(block, options.precision)
         self.m, self.n = block.rows.shape[0], block.columns.shape[0]
-        self.kept = Kept.new(self.tiles, columns, options, way) if keep else None
+        self.kept = Kept.new(self.tiles, columns, options) if keep else None
         self.plan = new_plan() if self.kept is None else self.kept.plan
         family, target = self.tiles.family, self.tiles.masks.mask == TARGET
         numbers = len(_SUMS) + (len(_BY_IDS) if target else 0)

@@ -10,7 +10,7 @@ import cupy
 from contrastile.backends.contract import Block
 from contrastile.backends.cupy.arguments import struct
 from contrastile.backends.cupy.common import Masks, ceil_div
-from contrastile.backends.cupy.configs import Family, choose
+from contrastile.backends.cupy.configs import Family, choose, uses_hopper_kernels
 from contrastile.backends.cupy.instances import keeping_kernel, tile_kernel, weighted_kernel
 from contrastile.backends.cupy.launch import aligned, capability, launch, multiprocessors, pointer, row_stride
 from contrastile.backends.cupy.tensor_maps import tensor_map
@@ -28,12 +28,12 @@ _WEIGHTED = 256
 class Tiles:
     """A block made ready for the tile kernels: aligned features, their tensor maps, which pairs count."""
 
-    def __init__(self, block: Block, precision: str, hopper: bool) -> None:
+    def __init__(self, block: Block, precision: str) -> None:
         self.precision = precision
         self.rows, self.columns = aligned(block.rows), aligned(block.columns)
         self.masks = Masks.of(block.pairs)
         device = cupy.cuda.get_device_id()
-        self.family: Family = choose(self.rows.dtype.name, capability(device), hopper=hopper)
+        self.family: Family = choose(self.rows.dtype.name, capability(device), hopper=uses_hopper_kernels())
         self.multiprocessors = multiprocessors(device)
 
     @cached_property

@@ -7,7 +7,7 @@ the device. Under Triton's interpreter (TRITON_INTERPRET=1) the same kernels run
 
 from __future__ import annotations
 
-from contrastile.backends.contract import PRECISIONS, Accuracy, Backend, Block
+from contrastile.backends.contract import PRECISIONS, Accuracy, Backend, Block, Options
 from contrastile.backends.triton.additive import sigmoid_loss
 from contrastile.backends.triton.arrays import TritonArrays
 from contrastile.backends.triton.configs import INTERPRETED
@@ -15,7 +15,7 @@ from contrastile.backends.triton.gradients import finished, gradients
 from contrastile.backends.triton.statistics import lse
 
 
-def accuracy(dtype: str, device: str, precision: str = "ieee") -> Accuracy:
+def accuracy(dtype: str, device: str, options: Options = Options()) -> Accuracy:  # noqa: B008 (frozen)
     """Tensor cores truncate as they add (2^-23); G is rounded to the features' dtype before the second products.
 
     float16: G carries a power of two that puts the largest weight above 2^12 / (1 + largest target), so what falls
@@ -24,7 +24,7 @@ def accuracy(dtype: str, device: str, precision: str = "ieee") -> Accuracy:
     features, and what three products of them leave out stays far below. By "split": three parts, which are exact, and
     six products that leave out 2^-23.9; six sums go into one, so the chain of additions is longer by their number.
     """
-    precision = precision if dtype == "float32" else "ieee"
+    precision = options.precision if dtype == "float32" else "ieee"
     tensor_cores = dtype in ("float16", "bfloat16") or precision != "ieee"
     return Accuracy(
         unit=2.0**-24,

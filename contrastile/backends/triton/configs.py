@@ -12,13 +12,11 @@ from typing import Any
 
 from triton import knobs
 
-from contrastile.backends.settings import mebibytes
+from contrastile.backends.contract import Options
+from contrastile.backends.settings import workspace_bytes
 
 INTERPRETED = bool(knobs.runtime.interpret)
 """Whether the kernels run under Triton's interpreter (TRITON_INTERPRET=1, on the CPU); fixed when they are defined."""
-
-WORKSPACE_MIB = 512
-"""Default size of the workspace for G; the environment variable CONTRASTILE_WORKSPACE_MIB overrides it."""
 
 _PARTIALS_MIB = 64
 
@@ -151,14 +149,7 @@ def forward_chunk(m: int, n: int, config: Config, tile: tuple[int, int] | None, 
     return _capped(m, n, max(1, area), tile, config)
 
 
-def workspace_bytes() -> int:
-    """Bytes of the workspace."""
-    return mebibytes("CONTRASTILE_WORKSPACE_MIB", WORKSPACE_MIB)
-
-
-def backward_chunk(
-    m: int, n: int, size: int, config: Config, tile: tuple[int, int] | None, others: int = 0
-) -> tuple[int, int]:
+def backward_chunk(m: int, n: int, size: int, config: Config, options: Options, others: int = 0) -> tuple[int, int]:
     """Rows and columns of a chunk of G that fits in the workspace.
 
     Args:
@@ -166,11 +157,11 @@ def backward_chunk(
         n: its columns.
         size: bytes of one element of G, all its parts.
         config: of the kernel that forms G.
-        tile: what the caller caps it to.
+        options: the size of the workspace, or a tile that caps it.
         others: bytes of the rows' own gradient, which are taken from the workspace as long as three quarters remain.
     """
-    whole = workspace_bytes()
-    return _capped(m, n, max(1, max(whole - others, whole * 3 // 4) // size), tile, config)
+    whole = workspace_bytes(options)
+    return _capped(m, n, max(1, max(whole - others, whole * 3 // 4) // size), options.tile, config)
 
 
 def _capped(m: int, n: int, area: int, tile: tuple[int, int] | None, config: Config) -> tuple[int, int]:

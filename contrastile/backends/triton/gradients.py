@@ -110,7 +110,7 @@ class Chunks:
         dtype = scheme.g_dtype(rows)
         self.m, self.n = rows.shape[0], columns.shape[0]
         size = dtype.itemsize * scheme.parts
-        self.height, self.width = backward_chunk(self.m, self.n, size, config, options.tile, others)
+        self.height, self.width = backward_chunk(self.m, self.n, size, config, options, others)
         shape = (self.height, self.width) if held else (1, config.bn)
         self._space = [workspace(*shape, dtype, rows) for _ in range(scheme.parts)]
 

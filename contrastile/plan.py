@@ -1,0 +1,109 @@
+"""What a loss is asked for: its settings, and the plan that is made of them once, at the front door."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any, TypedDict
+
+from contrastile.backends.arrays import ArrayLibrary
+from contrastile.backends.contract import Backend, Options
+from contrastile.backends.registry import load
+from contrastile.schedules.problem import Problem
+
+Tile = int | tuple[int, int] | None
+
+
+class Settings(TypedDict, total=False):
+    """The keyword arguments that every loss, ``value_and_grad`` and the modules of ``contrastile.nn`` take.
+
+    Attributes:
+        backend: "auto", a name from ``contrastile.backends.names()``, or "module:attribute" of anybody's.
+        tile: largest tile of logits to hold, a number or (rows, columns); None lets the backend choose.
+        precision: how float32 features are multiplied: "ieee" in float32; "tf32" with factors rounded to nearest tf32;
+            "split" as high and low parts on tensor cores, with float32's accuracy. Where a backend has it.
+        workspace: MiB in which triton and cupy form the logits' gradient, chunk by chunk; None for
+            CONTRASTILE_WORKSPACE_MIB, or 512. Other backends ignore it.
+        keep: MiB of exponentials that cupy keeps from the forward pass and need not compute again in the backward;
+            None for CONTRASTILE_KEEP_MIB, or 0. Other backends ignore it.
+        group: the processes that share the batch: a torch.distributed group, "world" for its default group, or an
+            mpi4py communicator; every rank passes its own part. None is this process alone.
+        exchange: "ring" passes the columns around (O(b d / n) memory per rank), "gather" collects them (O(b d)),
+            "auto" chooses by their sizes; all give the same loss.
+        parameter_reduction: what becomes of the parameters' gradients over the ranks, "mean" (what DDP and FSDP do) or
+            "sum". Either way the reduced gradient is that of the global loss, for the encoders, scale and bias.
+    """
+
+    backend: str
+    tile: Tile
+    precision: str
+    workspace: int | None
+    keep: int | None
+    group: Any
+    exchange: str
+    parameter_reduction: str
+
+
+DEFAULTS: Settings = {
+    "backend": "auto",
+    "tile": None,
+    "precision": "ieee",
+    "workspace": None,
+    "keep": None,
+    "group": None,
+    "exchange": "auto",
+    "parameter_reduction": "mean",
+}
+
+
+Given = Settings | dict[str, Any]
+
+
+def complete(settings: Given) -> dict[str, Any]:
+    """The settings, with the defaults for those that were not given.
+
+    Raises:
+        TypeError: one of them is unknown.
+    """
+    found: dict[str, Any] = {**DEFAULTS, **settings}
+    if len(found) != len(DEFAULTS):
+        unknown = next(name for name in settings if name not in DEFAULTS)
+        raise TypeError(
+            f"keyword arguments must be the call's own or one of {', '.join(DEFAULTS)}, got {unknown!r}; "
+            "check its spelling"
+        )
+    return found
+
+
+@dataclass(frozen=True, slots=True)
+class Plan:
+    """What is computed, by which backend, with which options, where.
+
+    Attributes:
+        problem: what: arrays of the caller's library, which form of loss, and this rank's placement.
+        name: the backend's, known to the registry.
+        options: how.
+        library: the caller's array library.
+    """
+
+    problem: Problem
+    name: str
+    options: Options
+    library: ArrayLibrary
+
+    @property
+    def backend(self) -> Backend:
+        """The backend, which is loaded when it is first asked for: a compiler that traces never asks.
+
+        Raises:
+            ValueError, BackendUnavailableError, TypeError: see ``registry.load``.
+        """
+        return load(self.name)
+
+    def with_arrays(self, arrays: Sequence[Any]) -> Plan:
+        """The plan for other arrays, in the order of ``Problem.arrays``."""
+        return Plan(self.problem.with_arrays(arrays), self.name, self.options, self.library)
+
+    def without_arrays(self) -> Plan:
+        """The plan with None for each array: what outlives a call without holding memory."""
+        return self.with_arrays([None] * len(self.problem.arrays()))

@@ -1,0 +1,39 @@
+"""A problem in its backend's library, while that library works where the caller's does."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
+
+from contrastile.backends.arrays import ArrayLibrary, working_for
+from contrastile.backends.contract import Backend
+from contrastile.schedules.problem import Problem, convert
+
+
+@contextmanager
+def native(problem: Problem, source: ArrayLibrary, backend: Backend) -> Iterator[Problem]:
+    """The problem in the backend's library; results are moved back before it closes.
+
+    Args:
+        problem: in the caller's library.
+        source: the caller's library.
+        backend: that will compute it.
+
+    Raises:
+        UnsupportedProblemError: the backend does not run where the features are.
+    """
+    device = source.device(problem.rows)
+    backend.check_device(device)
+    torch = sys.modules["torch"] if source.name == "torch" else None
+    # the features have the dtype that they are to be multiplied in: no product is narrowed
+    narrowing = torch is not None and torch.is_autocast_enabled(device)
+    if source.name == backend.arrays.name != "cupy" and not narrowing:
+        yield problem
+        return
+    with working_for(source, backend.arrays, problem.rows):
+        if torch is None or not narrowing:
+            yield convert(problem, source, backend.arrays)
+            return
+        with torch.autocast(device, enabled=False):
+            yield convert(problem, source, backend.arrays)

@@ -1,0 +1,120 @@
+"""What a call is asked for reaches whoever computes it, by every way into a backend, and is checked once."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable
+from dataclasses import FrozenInstanceError, replace
+from typing import Any
+
+import pytest
+import torch
+from test_autograd import features, number
+from torch import Tensor
+
+import contrastile
+from contrastile import autograd, evaluation, plan, problems
+from contrastile.backends.contract import PRECISIONS, Backend, Options
+from contrastile.backends.registry import load
+from contrastile.comm.inprocess import InProcess, InProcessGroup
+from contrastile.plan import DEFAULTS, Settings
+
+ASKED: dict[str, Any] = {"tile": (7, 5), "precision": "split", "workspace": 3, "keep": 2}
+Loss = Callable[..., Tensor]
+
+
+@pytest.fixture
+def seen(monkeypatch: pytest.MonkeyPatch) -> dict[str, list[Options]]:
+    """The options that each primitive of torch's backend is given, by its name."""
+    found: dict[str, list[Options]] = {}
+    torch_s = load("torch")
+
+    def watched(name: str) -> Callable[..., Any]:
+        def call(*given: Any) -> Any:
+            found.setdefault(name, []).append(given[-1])
+            return getattr(torch_s, name)(*given)
+
+        return call
+
+    names = ("lse", "gradients", "sigmoid")
+    backend: Backend = replace(torch_s, precisions=frozenset(PRECISIONS), **{name: watched(name) for name in names})
+    monkeypatch.setattr(plan, "load", lambda name: backend)
+    return found
+
+
+def eager(loss: Loss, *leaves: Tensor, **asked: Any) -> None:
+    loss(*leaves, backend="torch", **asked).backward()
+
+
+def by_value_and_grad(loss: Loss, *leaves: Tensor, **asked: Any) -> None:
+    contrastile.value_and_grad(loss, backend="torch", **asked)(*leaves)
+
+
+def under_a_transform(loss: Loss, *leaves: Tensor, **asked: Any) -> None:
+    torch.func.grad(lambda x: loss(x, *(y.detach() for y in leaves[1:]), backend="torch", **asked))(leaves[0].detach())
+
+
+def compiled(loss: Loss, *leaves: Tensor, **asked: Any) -> None:
+    torch.compiler.reset()
+    torch.compile(lambda *x: loss(*x, backend="torch", **asked), fullgraph=True, backend="aot_eager")(
+        *leaves
+    ).backward()
+
+
+def over_ranks(loss: Loss, *leaves: Tensor, **asked: Any) -> None:
+    def program(comm: InProcess) -> None:
+        own = [x.detach().requires_grad_() for x in leaves]
+        loss(*own, backend="torch", group=comm, **asked).backward()
+
+    InProcessGroup[None](2).run(program)
+
+
+@pytest.mark.parametrize("call", [eager, by_value_and_grad, under_a_transform, compiled, over_ranks])
+@pytest.mark.parametrize("loss", [contrastile.clip_loss, contrastile.sigmoid_loss])
+def test_every_option_reaches_the_backend(loss: Loss, call: Any, seen: dict[str, list[Options]]) -> None:
+    call(loss, features(), features(seed=1), number(4.0), **ASKED)
+    assert set(seen) == ({"sigmoid"} if loss is contrastile.sigmoid_loss else {"lse", "gradients"})
+    for options in (x for each in seen.values() for x in each):
+        # an operator keeps nothing: it is not asked how much
+        keep = None if call in (under_a_transform, compiled) else ASKED["keep"]
+        assert replace(options, replay=False) == Options(**{**ASKED, "keep": keep})
+        assert options.replay == (call in (eager, over_ranks))
+
+
+def test_a_call_with_a_group_needs_no_operator(monkeypatch: pytest.MonkeyPatch) -> None:
+    def refuse(*_: object) -> None:
+        raise AssertionError("an operator was called")
+
+    for name in ("softmax_loss", "softmax_gradients", "sigmoid_loss", "sigmoid_gradients"):
+        monkeypatch.setattr(autograd.operators, name, refuse)
+    for loss in (contrastile.clip_loss, contrastile.sigmoid_loss):
+        leaves = features(), features(seed=1), number(4.0)
+        over_ranks(loss, *leaves)
+        monkeypatch.setattr(autograd.functions, "direct", lambda tensors: False)
+        over_ranks(loss, *leaves)
+
+
+def test_a_plan_outlives_its_call_without_the_arrays() -> None:
+    made, _ = evaluation.make(problems.clip, {}, (features(), features(seed=1), 4.0), {})
+    form = made.without_arrays()
+    assert form.problem.arrays() == (None,) * len(made.problem.arrays())
+    assert (form.name, form.options, form.library) == (made.name, made.options, made.library)
+    again = form.with_arrays(made.problem.arrays())
+    assert all(a is b for a, b in zip(again.problem.arrays(), made.problem.arrays(), strict=True))
+    assert (again.problem.kind, again.problem.match) == (made.problem.kind, made.problem.match)
+    with pytest.raises(FrozenInstanceError):
+        made.name = "numpy"  # type: ignore[misc]
+
+
+def test_a_backend_is_loaded_when_it_is_asked_for(monkeypatch: pytest.MonkeyPatch) -> None:
+    asked: list[str] = []
+    monkeypatch.setattr(plan, "load", asked.append)
+    made, _ = evaluation.make(problems.clip, {"backend": "numpy"}, (features(), features(seed=1), 4.0), {})
+    assert asked == []
+    assert made.backend is None
+    assert asked == ["numpy"]
+
+
+def test_each_setting_has_a_default_and_is_documented_once() -> None:
+    documented = re.findall(r"^        (\w+): ", Settings.__doc__ or "", re.MULTILINE)
+    assert documented == list(Settings.__annotations__) == list(DEFAULTS)
