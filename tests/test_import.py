@@ -28,7 +28,7 @@ LAYERS = [
     {"autograd"},
     {"losses"},
     {""},  # contrastile/__init__.py
-    {"nn", "data", "training"},
+    {"nn", "data", "training", "environment", "reporting"},
     {"verify"},
     {"bench", "doctor", "mutate"},
     {"cli"},
@@ -46,6 +46,7 @@ FRAMES = (
     "verify",
     "bench",
     "doctor",
+    "environment",
 )
 HOMES = {
     "torch": (*FRAMES, "backends.torch", "backends.triton", "comm.torchgroup"),
@@ -55,7 +56,7 @@ HOMES = {
     "mpi4py": ("comm.mpi", "verify"),
     "hypothesis": ("verify",),
     "pytest": ("verify",),
-    "rich": ("verify", "bench", "doctor", "mutate", "cli"),
+    "rich": ("reporting",),
     "matplotlib": ("verify", "bench"),
 }
 LAZY = {("evaluation", "autograd")}  # named only once a torch tensor is there

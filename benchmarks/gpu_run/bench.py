@@ -11,10 +11,10 @@ from typing import Any
 import torch
 
 from contrastile.backends.registry import load
-from contrastile.bench.cases import Arguments
 from contrastile.bench.memory import available_bytes, peak_extra
 from contrastile.bench.peers import with_autograd
 from contrastile.bench.sweep import FITS
+from contrastile.bench.workloads import Arguments
 from contrastile.verify.report import verdict
 from contrastile.verify.runner import DTYPES, Row, Run, Selection
 from gpu_run.machine import Watch, itemised

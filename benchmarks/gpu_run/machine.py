@@ -15,7 +15,7 @@ from typing import Any
 
 import torch
 
-from contrastile.bench.environment import environment
+from contrastile.environment import measurement_environment
 
 PACKAGES = ("triton", "cupy-cuda13x", "inf-cl", "cut-cross-entropy", "liger-kernel", "quack-kernels")
 READINGS = ("clocks.sm", "clocks.mem", "power.draw", "temperature.gpu")
@@ -24,7 +24,7 @@ _FIXED = ("driver_version", "power.limit", "clocks.max.sm", "memory.total")
 
 def facts(device: str, commit: str | None) -> dict[str, Any]:
     """What the numbers were measured on: machine, versions, and the commit (as given where there is no checkout)."""
-    found = environment(device)
+    found = measurement_environment(device)
     found["commit"] = commit or found["commit"]
     for name in PACKAGES:
         try:

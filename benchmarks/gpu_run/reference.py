@@ -13,7 +13,7 @@ from typing import Any
 
 import torch
 
-from contrastile.bench.cases import COSINE, Arguments
+from contrastile.bench.workloads import COSINE, Arguments
 
 LARGEST_LOGIT = 650.0
 _ENTRIES = 2**27

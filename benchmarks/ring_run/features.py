@@ -6,7 +6,7 @@ from collections.abc import Iterator
 
 import torch
 
-from contrastile.bench.cases import COSINE
+from contrastile.bench.workloads import COSINE
 
 Tensor = torch.Tensor
 CHUNK = 8192

@@ -59,7 +59,7 @@ class Result(TypedDict):
 
 
 @dataclass(frozen=True, slots=True)
-class Subject:
+class Target:
     """What the mutants are planted in, and where they run.
 
     Attributes:
@@ -119,18 +119,18 @@ class Subject:
 
 
 @dataclass(slots=True)
-class Run:
+class MutationRun:
     """Mutants being run.
 
     Attributes:
-        subject: how.
+        target: how.
         mutants: which.
         jobs: how many at a time.
         progress: called with (mutants done, mutants in all, the name of the last).
         results: what became of those that are done, in the order of the mutants.
     """
 
-    subject: Subject
+    target: Target
     mutants: Sequence[Mutant]
     jobs: int = 1
     progress: Callable[[int, int, str], None] = lambda done, total, what: None
@@ -164,8 +164,8 @@ class Run:
         return self.results
 
     def _one(self, mutant: Mutant) -> Result:
-        base = self.subject.base(mutant)
-        missing = self.subject.missing(mutant)
+        base = self.target.base(mutant)
+        missing = self.target.missing(mutant)
         if missing is not None:
             return _result(mutant, base, "not run", reason=missing)
         start = time.monotonic()
@@ -187,14 +187,14 @@ class Run:
                     plant(mutant.patch, Path(folder))
             except PatchError as error:
                 return _result(mutant, base, "broken", reason=str(error))
-            done = self._verify(Path(folder), base, ["--backend", name, "--fail-fast", *self.subject.arguments(mutant)])
+            done = self._verify(Path(folder), base, ["--backend", name, "--fail-fast", *self.target.arguments(mutant)])
         return verdict(mutant, base, done)
 
     def _verify(self, folder: Path, base: str, words: Sequence[str]) -> Done:
         """``contrastile verify`` on the package in a folder, or on this one where the folder has none."""
         out = folder / "verify.json"
         command = [sys.executable, "-m", "contrastile", "verify", *words, "--json", str(out), "--quiet"]
-        environment = self.subject.environment(base, str(folder), str(PACKAGE.parent))
+        environment = self.target.environment(base, str(folder), str(PACKAGE.parent))
         # its own session: whatever it starts ends with it
         process = subprocess.Popen(
             command,
@@ -210,11 +210,11 @@ class Run:
         if self._stopped:
             _kill(process)
         try:
-            said, complained = process.communicate(timeout=self.subject.deadline)
+            said, complained = process.communicate(timeout=self.target.deadline)
         except subprocess.TimeoutExpired:
             _kill(process)
             process.communicate()
-            return Done(None, [], f"verify had no verdict after {self.subject.deadline:g} s")
+            return Done(None, [], f"verify had no verdict after {self.target.deadline:g} s")
         finally:
             self._running.discard(process)
         rows = json.loads(out.read_text(encoding="utf-8"))["rows"] if out.exists() else []
@@ -234,13 +234,13 @@ class Run:
     def _control(self, group: tuple[Mutant, list[Result]]) -> list[tuple[str, str]]:
         """Mutants whose checks the right code fails too, each with what is wrong there."""
         mutant, caught = group
-        base = self.subject.base(mutant)
+        base = self.target.base(mutant)
         dtype, _, precision = caught[0]["dtype"].partition("/")
         words = ["--backend", base, "--property", caught[0]["property"]]
         words += ["--dtype", dtype, "--precision", precision or "ieee"]
         words += ["--case", *dict.fromkeys(result["case"] for result in caught)]
         words += ["--world", str(WORLD)] if mutant.room == EXCHANGE else []
-        words += ["--device", "cuda"] if self.subject.on_gpu(base) else []
+        words += ["--device", "cuda"] if self.target.on_gpu(base) else []
         with TemporaryDirectory() as folder:
             done = self._verify(Path(folder), base, words)
         failed = {_check(row): str(row["reason"]) for row in done.rows if row["status"] == "fail"}

@@ -20,9 +20,10 @@ from collections.abc import Callable, Generator, Iterator
 from dataclasses import asdict, dataclass, field
 from typing import IO, Any
 
+from contrastile.reporting import CannotRunError
 from contrastile.verify.run import Worst
 from contrastile.verify.runner import Failure, Row
-from contrastile.verify.worker import CannotRunError, Task, whole
+from contrastile.verify.worker import Task, whole
 
 DEADLINE = {"cpu": 120.0, "cuda": 600.0}
 """Seconds that one check may take, by device: on a GPU it may have to compile kernels first."""

@@ -20,12 +20,9 @@ from typing import Any
 
 from contrastile.backends import registry
 from contrastile.backends.contract import Backend, BackendUnavailableError
+from contrastile.reporting import CannotRunError
 from contrastile.verify.runner import Row, Run, Selection
 from contrastile.verify.worlds import Threads
-
-
-class CannotRunError(Exception):
-    """The message is the one line to print."""
 
 
 @dataclass(frozen=True, slots=True)

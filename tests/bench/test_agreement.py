@@ -7,7 +7,7 @@ import pytest
 import torch
 
 from contrastile.bench import agreement, peers
-from contrastile.bench.cases import SHARED, Case, features
+from contrastile.bench.workloads import SHARED, Workload, features
 
 
 @pytest.mark.parametrize("name", ["numpy", "torch", "plain"])
@@ -76,14 +76,14 @@ def test_an_infinite_bound_proves_nothing() -> None:
 
 
 def test_ids_are_shared_by_a_fifth_of_the_pairs() -> None:
-    ids = features(Case("ids", 1000, 8)).ids
+    ids = features(Workload("ids", 1000, 8)).ids
     assert ids is not None
     _, counts = np.unique(ids, return_counts=True)
     assert counts[counts > 1].sum() == int(1000 * SHARED)
 
 
 def test_features_have_unit_length_and_pairs_the_stated_cosine() -> None:
-    drawn = features(Case("ragged", 300, 300))
+    drawn = features(Workload("ragged", 300, 300))
     assert drawn.image.shape == (299, 297)
     # 297 terms of size 1/297, each product and square rounded: a relative error below 2 * 297 units of float32
     slack = 2 * 297 * 2.0**-24

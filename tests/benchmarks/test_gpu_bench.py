@@ -22,7 +22,7 @@ from gpu_run.timing import paired
 from contrastile import problems
 from contrastile.backends import load
 from contrastile.backends.contract import Accuracy, Block, Options, Statistics
-from contrastile.bench.cases import Arguments
+from contrastile.bench.workloads import Arguments
 from contrastile.verify.bounds import ORACLE, bounds
 from contrastile.verify.run import compare
 from contrastile.verify.truth import Outcome, truth

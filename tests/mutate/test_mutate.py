@@ -12,7 +12,7 @@ from contrastile.cli import main
 from contrastile.mutate import run
 from contrastile.mutate.registry import PACKAGE, Mutant, Patch, every
 from contrastile.mutate.report import as_json, passed, summary
-from contrastile.mutate.run import Done, Result, Run, Subject, plant, verdict
+from contrastile.mutate.run import Done, MutationRun, Result, Target, plant, verdict
 
 MUTANTS = {mutant.name: mutant for mutant in every()}
 QUICK = [
@@ -33,11 +33,11 @@ SHORT = {"--case": ["ragged"], "--property": ["value"], "--dtype": ["float32"]}
 def short(monkeypatch: pytest.MonkeyPatch) -> None:
     """Verify is one case, for mutants that it cannot catch."""
     words = [word for option, values in SHORT.items() for word in (option, *values)]
-    monkeypatch.setattr(Subject, "arguments", lambda self, mutant: words)
+    monkeypatch.setattr(Target, "arguments", lambda self, mutant: words)
 
 
 def run_one(mutant: Mutant) -> Result:
-    (found,) = Run(Subject(deadline=120.0), [mutant]).all()
+    (found,) = MutationRun(Target(deadline=120.0), [mutant]).all()
     return found
 
 
@@ -96,14 +96,14 @@ def test_a_check_that_the_right_code_fails_catches_nothing(tmp_path: Path, monke
     wrong = Path(shutil.copytree(PACKAGE, tmp_path / "contrastile"))
     (wrong / WRONG.file).write_text(WRONG.applied(), encoding="utf-8")
     monkeypatch.setattr(run, "PACKAGE", wrong)
-    (found,) = Run(Subject("numpy"), [MUTANTS["contract:bias-ignored"]]).all()
+    (found,) = MutationRun(Target("numpy"), [MUTANTS["contract:bias-ignored"]]).all()
     assert found["status"] == "broken"
     assert found["reason"].startswith("the right code fails there too: row_positive_lse[")
 
 
 @pytest.mark.usefixtures("short")
 def test_a_run_that_takes_too_long_is_given_up() -> None:
-    (found,) = Run(Subject("numpy", deadline=0.1), [MUTANTS["contract:hangs"]]).all()
+    (found,) = MutationRun(Target("numpy", deadline=0.1), [MUTANTS["contract:hangs"]]).all()
     assert (found["status"], found["reason"]) == ("missed", "verify had no verdict after 0.1 s")
 
 
@@ -137,9 +137,9 @@ def test_the_old_bytecode_is_not_taken_for_the_new_source(tmp_path: Path) -> Non
 
 def test_cupy_needs_a_gpu_and_numpy_s_strides_its_arrays() -> None:
     cupy = next(mutant for mutant in MUTANTS.values() if mutant.room == "cupy")
-    assert Subject().missing(cupy)
-    assert Subject().missing(MUTANTS["contract:sign-of-strides-lost"]) is None
-    assert "numpy's arrays" in str(Subject("torch").missing(MUTANTS["contract:sign-of-strides-lost"]))
+    assert Target().missing(cupy)
+    assert Target().missing(MUTANTS["contract:sign-of-strides-lost"]) is None
+    assert "numpy's arrays" in str(Target("torch").missing(MUTANTS["contract:sign-of-strides-lost"]))
 
 
 def test_the_list_names_every_mutant(capsys: pytest.CaptureFixture[str]) -> None:

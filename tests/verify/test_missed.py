@@ -275,7 +275,7 @@ def test_a_backend_that_refuses_most_problems_is_no_pass() -> None:
     rows = list(Run(Selection({"choosy": choosy}, small, ["value"], ["float32"])).rows())
     assert {row["status"] for row in rows} == {"pass", "refused"}
     assert report.verdict(rows) == "incomplete"
-    (line,) = report.lacking(rows)
+    (line,) = report.gaps(rows)
     assert line.startswith(f"choosy: refused {len(small) - 1} of {len(small)} in float32")
     assert line.endswith("m must be 32")
 
