@@ -77,7 +77,11 @@ class _Relocated:
         buffer, view = self.layout(self.arrays, x, float("nan"))
         view[...] = x
         before = self._bits(buffer)
-        self.checks.append(lambda: None if self._bits(buffer) == before else f"{name} is an input, and it or memory around it was written")
+        self.checks.append(
+            lambda: (
+                None if self._bits(buffer) == before else f"{name} is an input, and it or memory around it was written"
+            )
+        )
         return view
 
     def add(self, x: Any, name: str) -> Any:

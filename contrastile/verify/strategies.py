@@ -1,4 +1,4 @@
-"""Problems that hypothesis draws around the named cases: ragged, hot, signed, masked, split, one- and two-sided."""
+"""Problems drawn by hypothesis: ragged, hot, signed, masked, split, of one direction or two."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ if TYPE_CHECKING:
 T = TypeVar("T")
 CASE = "drawn"
 REFUSED_SHARE = 0.25
-"""Of the problems of a dtype and device that a backend claims to take: one that refuses more is not verified."""
+"""A backend that refuses a larger share of the problems of a dtype that it claims is not verified."""
 FEATURES = ("normal", "signs", "twins", "trained")
 PAIRS = ("diagonal", "random", "none", "drop", "labels", "itself")
 WEIGHTS = ("mean", "signed")
@@ -34,7 +34,7 @@ SCALES = (1.0, 0.0, 14.0, 100.0, 200.0, -3.0)
 
 @dataclass(frozen=True, slots=True)
 class Recipe:
-    """A problem in a few numbers, so that a failure shrinks, prints on one line and can be typed in again.
+    """A problem in a few numbers, so that a failure can be shrunk, printed on one line and given to ``--case``.
 
     Attributes:
         m: rows.
@@ -46,7 +46,7 @@ class Recipe:
         scale: any number.
         bias: any number; 0 means none for a softmax loss.
         weights: "mean", 1 / m; "signed", any sign and some of them 0.
-        two_sided: whether columns have weights too.
+        two_sided: whether columns have weights, too.
         pairs: positives on the diagonal, at random columns, nowhere; equal ids dropped; labels; labels with each row's
             own column excluded.
         blocks: column blocks, some of which may be empty.
@@ -75,10 +75,10 @@ class Recipe:
 
     @staticmethod
     def parse(text: str) -> Recipe:
-        """The recipe that prints as this text.
+        """The recipe whose ``str`` is this text.
 
         Raises:
-            ValueError: none does.
+            ValueError: there is none.
         """
         read: dict[str, Callable[[str], Any]] = {
             "int": int,
@@ -98,7 +98,6 @@ class Recipe:
 
     @property
     def options(self) -> Options:
-        """How to compute it."""
         return Options(tile=(self.tile_rows, self.tile_columns) if self.tile_rows else None)
 
 
@@ -129,7 +128,7 @@ def recipes() -> SearchStrategy[Recipe]:
 def problem(recipe: Recipe, dtype: str) -> Problem:
     """The recipe's problem: features representable in ``dtype``, every other number in float32.
 
-    It keeps the contract: a target is 1 / positives or 0, and what admits nothing has weight 0.
+    As the contract requires, a target is 1 / positives or 0, and a row or column that admits nothing has weight 0.
     """
     random = np.random.default_rng(recipe.seed)
     m, n, two_sided = recipe.m, recipe.n, recipe.two_sided and recipe.kind == "softmax"
@@ -205,10 +204,10 @@ class _FoundError(Exception):
 
 
 def search(recipes: SearchStrategy[T], hold: Callable[[T], Worst], subject: Subject) -> tuple[str, Worst]:
-    """The worst of all recipes drawn, or the smallest that fails: as it prints, and what ``hold`` says of it.
+    """The worst of all recipes drawn, or the smallest that fails: its text, and the result of ``hold``.
 
     Raises:
-        UnsupportedProblemError: nothing failed, and the backend refused a large share of what was drawn.
+        UnsupportedProblemError: nothing failed, and the backend refused too many of the problems.
     """
     import hypothesis
     import hypothesis.errors
@@ -245,10 +244,10 @@ def search(recipes: SearchStrategy[T], hold: Callable[[T], Worst], subject: Subj
         suppress_health_check=[quick.too_slow, quick.data_too_large, quick.filter_too_much, quick.nested_given],
     )
     try:
-        with _nowhere():
+        with _temporary_home():
             hypothesis.seed(subject.seed)(settings(hypothesis.given(recipes)(test)))()
     except (_FoundError, hypothesis.errors.Flaky, ExceptionGroup):
-        # hypothesis replays the smallest failure last; a flaky one may not fail then, and still has failed
+        # hypothesis replays the smallest failure last; a flaky failure may pass then, and counts all the same
         return failed[-1]
     if len(refusals) > REFUSED_SHARE * drawn:
         raise UnsupportedProblemError(f"{len(refusals)} of {drawn} drawn problems refused, the last: {refusals[-1]}")
@@ -256,8 +255,8 @@ def search(recipes: SearchStrategy[T], hold: Callable[[T], Worst], subject: Subj
 
 
 @contextmanager
-def _nowhere() -> Iterator[None]:
-    """Keep hypothesis from leaving its caches in the current folder."""
+def _temporary_home() -> Iterator[None]:
+    """Keep hypothesis from writing its caches to the current folder."""
     from hypothesis.configuration import set_hypothesis_home_dir
 
     with TemporaryDirectory() as folder:

@@ -189,7 +189,7 @@ def _run(task: Task, start: int, lost: Mapping[str, str], say: Any, output: _Out
         begin=lambda number, total, row, command: say(begin=row, total=total, command=command),
         printed=output,
         start=start,
-        lost=lost,
+        excluded=lost,
     )
     total = run.total
     for number, row in enumerate(run.rows(), start):
