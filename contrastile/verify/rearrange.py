@@ -7,13 +7,11 @@ from dataclasses import fields, replace
 from typing import Any
 
 import numpy as np
-import numpy.typing as npt
 
 from contrastile.backends.contract import STATISTICS
+from contrastile.oracle.arrays import IntArray
 from contrastile.schedules.problem import Problem
 from contrastile.verify.truth import Outcome, masks
-
-IntArray = npt.NDArray[np.int64]
 
 _ROW_VECTORS = ("row_weight", "row_target", "row_ids")
 _COLUMN_VECTORS = ("column_weight", "column_target", "column_ids")

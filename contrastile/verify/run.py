@@ -7,14 +7,12 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 import numpy as np
-import numpy.typing as npt
 
 from contrastile.backends.contract import STATISTICS, Array, Backend, Block, LseFunction, Options, Statistics
+from contrastile.oracle.arrays import FloatArray
 from contrastile.schedules import local, schedule
 from contrastile.schedules.problem import Problem
 from contrastile.verify.truth import Outcome
-
-FloatArray = npt.NDArray[np.float64]
 
 VALUE = ("loss", *STATISTICS)
 GRADIENT = ("rows", "columns", "scale", "bias")

@@ -11,10 +11,11 @@ from typing import TYPE_CHECKING, Any, TypeVar
 import numpy as np
 
 from contrastile.backends.contract import Options, UnsupportedProblemError
+from contrastile.oracle.arrays import FloatArray
 from contrastile.schedules.problem import Problem
 from contrastile.verify import rearrange
 from contrastile.verify.rounding import round_to
-from contrastile.verify.run import FloatArray, Worst, compare
+from contrastile.verify.run import Worst, compare
 from contrastile.verify.truth import masks, truth
 
 if TYPE_CHECKING:

@@ -47,7 +47,7 @@ def test_what_is_no_wrapper_is_refused(name: str) -> None:
 @pytest.mark.parametrize(("before", "count"), [("two", 2), ("three", 0)])
 def test_a_patch_that_does_not_fit_is_refused(tmp_path: Path, before: str, count: int) -> None:
     (tmp_path / "a.py").write_text("one two\ntwo\n", encoding="utf-8")
-    with pytest.raises(PatchError, match=rf"a.py must hold '{before}' once, found it {count} times; mend the patch"):
+    with pytest.raises(PatchError, match=rf"a.py must hold '{before}' once, found it {count} times; update the patch"):
         Patch("a.py", before, "x").applied(tmp_path)
     with pytest.raises(PatchError, match=r"b.py must hold 'one' once, found it 0 times"):
         Patch("b.py", "one", "x").applied(tmp_path)

@@ -1,21 +1,17 @@
-"""Collectives over simulated ranks: one list entry a rank, run as rings that count the bytes sent.
+"""Collectives over simulated ranks: one list entry per rank, run as rings that count the bytes sent.
 
-The papers lean on `all_gather`, `all_reduce` and the parameter mean of distributed data parallel training (DDP);
+The papers use `all_gather`, `all_reduce` and the parameter mean of distributed data parallel training (DDP);
 here they are plain functions on lists, so that an algorithm over N ranks runs in one process.
 """
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from itertools import accumulate, pairwise
-from typing import TYPE_CHECKING
 
 import numpy as np
-from numpy.typing import NDArray
 
-if TYPE_CHECKING:
-    from collections.abc import Sequence
-
-FloatArray = NDArray[np.float64]
+from contrastile.oracle.arrays import FloatArray
 
 
 def row_slices(sizes: Sequence[int]) -> list[slice]:
@@ -31,7 +27,7 @@ def row_slices(sizes: Sequence[int]) -> list[slice]:
 
 
 def all_gather(shards: Sequence[FloatArray]) -> tuple[FloatArray, int]:
-    """Ring all-gather: every rank ends with every shard, after N - 1 hops of each.
+    """Ring all-gather: after N - 1 hops every rank has every shard.
 
     Args:
         shards: N arrays (b_n, D).
@@ -67,7 +63,7 @@ def reduce_scatter(parts: Sequence[FloatArray], sizes: Sequence[int]) -> tuple[l
 
 
 def all_reduce(parts: Sequence[FloatArray], sizes: Sequence[int]) -> tuple[FloatArray, int]:
-    """Ring all-reduce: a reduce-scatter, then an all-gather of what it left.
+    """Ring all-reduce: a reduce-scatter, then an all-gather of its result.
 
     Args:
         parts: N arrays (B, D).

@@ -7,22 +7,16 @@ a share of the mean over the whole batch, so every term here is a sum over its r
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
 
 import numpy as np
-from numpy.typing import NDArray
 
+from contrastile.oracle.arrays import FloatArray, IntArray
 from contrastile.oracle.papers.collectives import all_gather, reduce_scatter, row_slices
 
-if TYPE_CHECKING:
-    from collections.abc import Sequence
 
-FloatArray = NDArray[np.float64]
-IndexArray = NDArray[np.int64]
-
-
-def cross_entropy(X: FloatArray, Y: FloatArray, r: IndexArray, t: float, B: float) -> float:
+def cross_entropy(X: FloatArray, Y: FloatArray, r: IntArray, t: float, B: float) -> float:
     """DisCo Eq. 1, either term: L_1(X, Y) = 1/B sum_i (log sum_j exp(t <x_i, y_j>) - t <x_i, y_{r_i}>).
 
     Args:
@@ -42,7 +36,7 @@ def cross_entropy(X: FloatArray, Y: FloatArray, r: IndexArray, t: float, B: floa
 
 
 def cross_entropy_gradients(
-    X: FloatArray, Y: FloatArray, r: IndexArray, t: float, B: float
+    X: FloatArray, Y: FloatArray, r: IntArray, t: float, B: float
 ) -> tuple[FloatArray, FloatArray, float]:
     """Gradients of either term of DisCo Eq. 1: with H = (softmax - one-hot) / B, dX = t H Y, dY = t H' X.
 
@@ -65,7 +59,7 @@ def cross_entropy_gradients(
     return t * (H @ Y), t * (H.T @ X), float((H * z).sum())
 
 
-def labels(sizes: Sequence[int], rank: int) -> IndexArray:
+def labels(sizes: Sequence[int], rank: int) -> IntArray:
     """Positive column of each of a rank's rows (the `labels` of DisCo Alg. 1), for shards of any size.
 
     Args:
@@ -96,7 +90,7 @@ def loss(I_A: FloatArray, T_A: FloatArray, t: float) -> float:
 
 
 def partition(shards: Sequence[FloatArray], n: int) -> tuple[FloatArray, FloatArray]:
-    """DisCo Eq. 2: I_A = [I_n, I_nbar], what rank n holds and what all the others hold.
+    """DisCo Eq. 2: I_A = [I_n, I_nbar], the features of rank n and those of all other ranks.
 
     Args:
         shards: N arrays (b_n, D).
@@ -189,7 +183,7 @@ def intra_gpu_gradients(
         t: the factor of the dot products.
 
     Returns:
-        Four arrays (b_n, D): all that rank n can compute for itself.
+        Four arrays (b_n, D): all that rank n can compute alone.
     """
     sizes = [len(shard) for shard in I]
     r, B = labels(sizes, n), sum(sizes)
@@ -222,11 +216,11 @@ def sent_gradients(
 
 @dataclass(frozen=True)
 class Step:
-    """What Alg. 1 leaves on the ranks.
+    """The results of Alg. 1 on the ranks.
 
     Attributes:
         loss: the loss that every rank reports.
-        image_gradients: gradients that go into each rank's image encoder, N arrays (b_n, D).
+        image_gradients: gradients with respect to each rank's image features, N arrays (b_n, D).
         text_gradients: the same for texts.
         t_gradients: each rank's gradient of t, N floats; DDP reduces it with the parameters.
         sent: bytes that the gradient communication sent, over all ranks.
@@ -265,10 +259,10 @@ def rank_gradients(
 
 
 def algorithm_1(I: Sequence[FloatArray], T: Sequence[FloatArray], t: float) -> Step:
-    """DisCo Alg. 1: gather, two (b_n, B) logit matrices a rank, reduce-scatter the gradients (SUM).
+    """DisCo Alg. 1: gather, two (b_n, B) logit matrices per rank, reduce-scatter the gradients (SUM).
 
     A rank's loss is its rows' sum times N / B (its mean, when shards are equal), so the loss is the mean over ranks,
-    the features get N times the gradient of the global loss, and DDP's mean over ranks takes that N away: once.
+    the features get N times the gradient of the global loss, and DDP's mean over ranks divides by N, once.
 
     Args:
         I: image shards, N arrays (b_n, D); uneven and empty shards are fine.

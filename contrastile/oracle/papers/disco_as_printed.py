@@ -1,23 +1,17 @@
-"""DisCo-CLIP where it errs, as printed: Alg. 1's averaged feature gradients, its all-reduce, its labels."""
+"""DisCo-CLIP's mistakes, as printed: Alg. 1's averaged feature gradients, its all-reduce, its labels."""
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
+from collections.abc import Sequence
 
 import numpy as np
-from numpy.typing import NDArray
 
+from contrastile.oracle.arrays import FloatArray, IntArray
 from contrastile.oracle.papers.collectives import all_reduce, row_slices
 from contrastile.oracle.papers.disco import Step, rank_gradients
 
-if TYPE_CHECKING:
-    from collections.abc import Sequence
 
-FloatArray = NDArray[np.float64]
-IndexArray = NDArray[np.int64]
-
-
-def labels(b: int, rank: int) -> IndexArray:
+def labels(b: int, rank: int) -> IntArray:
     """DisCo Alg. 1, `labels = arange(b) + b * rank`, as printed: right only if every shard has b rows.
 
     Args:

@@ -10,24 +10,18 @@ F and G. Both papers derive at tau = 1; here tau is kept throughout. Eq. 10-13 a
 
 from __future__ import annotations
 
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
 
 import numpy as np
-from numpy.typing import NDArray
 
+from contrastile.oracle.arrays import FloatArray, IntArray
 from contrastile.oracle.papers.collectives import data_parallel_mean, row_slices
-
-if TYPE_CHECKING:
-    from collections.abc import Callable, Sequence
-
-FloatArray = NDArray[np.float64]
-IndexArray = NDArray[np.int64]
 
 
 @dataclass(frozen=True)
 class Encoder:
-    """f or g: a forward pass and its vector-Jacobian product, both given the random state they run under.
+    """f or g: a forward pass and its vector-Jacobian product, both with a given random state.
 
     Attributes:
         forward: (parameters, inputs (n, ...), state) -> representations (n, d).
@@ -47,7 +41,7 @@ class Tower:
         parameters: Theta or Lambda.
         inputs: S or T, (n, ...).
         sizes: rows of each sub-batch, with sum n.
-        states: random state of each sub-batch: what the first forward ran under and the second replays.
+        states: random state of each sub-batch, used by the first forward and replayed by the second.
     """
 
     encoder: Encoder
@@ -57,7 +51,7 @@ class Tower:
     states: tuple[int, ...]
 
 
-def loss_of_distances(d: FloatArray, r: IndexArray, tau: float) -> float:
+def loss_of_distances(d: FloatArray, r: IntArray, tau: float) -> float:
     """GradCache Eq. 1 over given d_ij: L = 1/|S| sum_i (log sum_j exp(d_ij / tau) - d_{i, r_i} / tau).
 
     Args:
@@ -74,7 +68,7 @@ def loss_of_distances(d: FloatArray, r: IndexArray, tau: float) -> float:
     return float((lse - x[np.arange(len(r)), r]).sum() / len(r))
 
 
-def loss(F: FloatArray, G: FloatArray, r: IndexArray, tau: float) -> float:
+def loss(F: FloatArray, G: FloatArray, r: IntArray, tau: float) -> float:
     """GradCache Eq. 1: L = -1/|S| sum_i log(exp(f(s_i)' g(t_{r_i}) / tau) / sum_j exp(f(s_i)' g(t_j) / tau)).
 
     Args:
@@ -121,7 +115,7 @@ def chain_rule(tower: Tower, u: FloatArray) -> FloatArray:
     return total
 
 
-def anchor_gradient(F: FloatArray, G: FloatArray, r: IndexArray, tau: float) -> FloatArray:
+def anchor_gradient(F: FloatArray, G: FloatArray, r: IntArray, tau: float) -> FloatArray:
     """GradCache Eq. 5: dL/df(s_i) = -(g(t_{r_i}) - sum_j p_ij g(t_j)) / (|S| tau), p at the same tau.
 
     Args:
@@ -137,7 +131,7 @@ def anchor_gradient(F: FloatArray, G: FloatArray, r: IndexArray, tau: float) -> 
     return -(G[r] - p @ G) / (len(F) * tau)
 
 
-def target_gradient(F: FloatArray, G: FloatArray, r: IndexArray, tau: float) -> FloatArray:
+def target_gradient(F: FloatArray, G: FloatArray, r: IntArray, tau: float) -> FloatArray:
     """GradCache Eq. 6: dL/dg(t_j) = -(epsilon_j - sum_i p_ij f(s_i)) / (|S| tau), p at the same tau.
 
     Args:
@@ -153,7 +147,7 @@ def target_gradient(F: FloatArray, G: FloatArray, r: IndexArray, tau: float) -> 
     return -(positives_of_targets(F, r, len(G)) - p.T @ F) / (len(F) * tau)
 
 
-def positives_of_targets(F: FloatArray, r: IndexArray, n: int) -> FloatArray:
+def positives_of_targets(F: FloatArray, r: IntArray, n: int) -> FloatArray:
     """GradCache Eq. 7: epsilon_j = sum of f(s_k) over every k with r_k = j, and 0 where there is none.
 
     Args:
@@ -185,7 +179,7 @@ def graphless_forward(tower: Tower) -> FloatArray:
 
 
 def representation_gradient_cache(
-    F: FloatArray, G: FloatArray, r: IndexArray, tau: float
+    F: FloatArray, G: FloatArray, r: IntArray, tau: float
 ) -> tuple[FloatArray, FloatArray]:
     """GradCache Sec. 3.3, Step 2: u_i = dL/df(s_i) and v_j = dL/dg(t_j), (|S| + |T|) d numbers.
 
@@ -219,7 +213,7 @@ def accumulate(tower: Tower, u: FloatArray) -> FloatArray:
     return total
 
 
-def step(f: Tower, g: Tower, r: IndexArray, tau: float) -> tuple[float, FloatArray, FloatArray]:
+def step(f: Tower, g: Tower, r: IntArray, tau: float) -> tuple[float, FloatArray, FloatArray]:
     """GradCache Sec. 3.3, Steps 1-3: the gradient of the chunked run's loss, one sub-batch at a time.
 
     It is the large batch's gradient when a representation depends on its own example only.
@@ -239,12 +233,12 @@ def step(f: Tower, g: Tower, r: IndexArray, tau: float) -> tuple[float, FloatArr
 
 
 def local_gradients(
-    f: Sequence[Tower], g: Sequence[Tower], r: IndexArray, tau: float
+    f: Sequence[Tower], g: Sequence[Tower], r: IntArray, tau: float
 ) -> tuple[list[FloatArray], list[FloatArray]]:
     """GradCache Sec. 3.4, Steps 1-3: rank n back-propagates its own rows of the gathered batch's gradients.
 
     Args:
-        f: anchors' towers, one a rank, all with the same parameters.
+        f: anchors' towers, one per rank, all with the same parameters.
         g: targets' towers, likewise.
         r: target of each anchor, indices into the gathered batch, (|S|,).
         tau: temperature.
@@ -261,12 +255,12 @@ def local_gradients(
     )
 
 
-def multi_gpu_step(f: Sequence[Tower], g: Sequence[Tower], r: IndexArray, tau: float) -> tuple[FloatArray, FloatArray]:
+def multi_gpu_step(f: Sequence[Tower], g: Sequence[Tower], r: IntArray, tau: float) -> tuple[FloatArray, FloatArray]:
     """GradCache Sec. 3.4, Step 4: dTheta and dLambda after DDP's mean, each rank's having been scaled by N.
 
     Args:
-        f: anchors' towers, one a rank.
-        g: targets' towers, one a rank.
+        f: anchors' towers, one per rank.
+        g: targets' towers, one per rank.
         r: target of each anchor, indices into the gathered batch, (|S|,).
         tau: temperature.
 

@@ -1,17 +1,17 @@
-"""GradCache (Gao & Zhang, 2021; Gao et al., 2021), Eq. 10-13: the extension to a deep distance, alike in both versions.
+"""GradCache (Gao & Zhang, 2021; Gao et al., 2021), Eq. 10-13: a deep distance, the same in both versions.
 
 Letters: Phi is the distance, Omega its parameters, d_ij = Phi(f(s_i), g(t_j)), and w_ij = dL/dd_ij its cached gradient.
-The loss takes d_ij where Eq. 1 has the dot product. The grid of sub-batches need not be the encoders'.
+In the loss d_ij replaces the dot product of Eq. 1. The grid of sub-batches need not be the encoders'.
 """
 
 from __future__ import annotations
 
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
 
 import numpy as np
-from numpy.typing import NDArray
 
+from contrastile.oracle.arrays import FloatArray, IntArray
 from contrastile.oracle.papers.collectives import row_slices
 from contrastile.oracle.papers.gradcache import (
     Tower,
@@ -20,12 +20,6 @@ from contrastile.oracle.papers.gradcache import (
     loss_of_distances,
     normalized_similarity,
 )
-
-if TYPE_CHECKING:
-    from collections.abc import Callable, Sequence
-
-FloatArray = NDArray[np.float64]
-IndexArray = NDArray[np.int64]
 
 
 @dataclass(frozen=True)
@@ -65,7 +59,7 @@ def distances(
     return np.block([[Phi.forward(Omega, F[rows], G[columns]) for columns in T] for rows in S])
 
 
-def distance_gradient_cache(d: FloatArray, r: IndexArray, tau: float) -> FloatArray:
+def distance_gradient_cache(d: FloatArray, r: IntArray, tau: float) -> FloatArray:
     """GradCache Sec. 5: w_ij = dL/dd_ij = (p_ij - [j = r_i]) / (|S| tau).
 
     Args:
@@ -158,7 +152,7 @@ def target_gradient_of_distances(
 
 
 def deep_distance_step(
-    f: Tower, g: Tower, Phi: Distance, Omega: FloatArray, r: IndexArray, tau: float
+    f: Tower, g: Tower, Phi: Distance, Omega: FloatArray, r: IntArray, tau: float
 ) -> tuple[float, FloatArray, FloatArray, FloatArray]:
     """GradCache Sec. 5: both caches linked, dL/dOmega (Eq. 11), then u and v (Eq. 12-13), then the encoders.
 

@@ -3,24 +3,19 @@
 Letters: N_B samples in the mini-batch, micro-batch j holds n_j of them (the paper's N_mu, which supposes that all are
 equal), N_S micro-batches; L (N_B,) are the samples' losses, dL (N_B, P) their gradients by the P parameters, and
 dL_mu (N_S, P) those of the micro-batches' mean losses L_mu. Differentiation is linear, so the paper's gradient
-equations are sums over dL. Eq. 9 repeats Eq. 5, and Eq. 17 ends at Eq. 10. Eq. 18-20 are in `mbs_segmentation`.
+equations are sums over dL. Eq. 9 repeats Eq. 5, and Eq. 17 ends at Eq. 10. Eq. 18 and 19 are in `mbs_segmentation`.
 """
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
+from collections.abc import Callable, Sequence
 
 import numpy as np
-from numpy.typing import NDArray
 
-if TYPE_CHECKING:
-    from collections.abc import Callable, Sequence
-
-FloatArray = NDArray[np.float64]
-IndexArray = NDArray[np.int64]
+from contrastile.oracle.arrays import FloatArray, IntArray
 
 
-def mini_batch(micro: Sequence[IndexArray]) -> IndexArray:
+def mini_batch(micro: Sequence[IntArray]) -> IntArray:
     """MBS Eq. 1: the mini-batch is the union of its micro-batches.
 
     Args:
@@ -32,7 +27,7 @@ def mini_batch(micro: Sequence[IndexArray]) -> IndexArray:
     return np.unique(np.concatenate(micro))
 
 
-def is_micro_batch(micro_j: IndexArray, batch: IndexArray) -> bool:
+def is_micro_batch(micro_j: IntArray, batch: IntArray) -> bool:
     """MBS Eq. 2: a micro-batch is a subset of its mini-batch.
 
     Args:
@@ -58,8 +53,8 @@ def micro_batch_size(N_B: int, N_mu: int) -> int:
     return min(N_mu, N_B)
 
 
-def split(N_B: int, N_mu: int) -> list[IndexArray]:
-    """MBS Alg. 1, lines 2-6: ceil(N_B / N_mu) micro-batches, the last one holding what remains.
+def split(N_B: int, N_mu: int) -> list[IntArray]:
+    """MBS Alg. 1, lines 2-6: ceil(N_B / N_mu) micro-batches, the last one with the remainder.
 
     Args:
         N_B: samples in the mini-batch.
@@ -109,7 +104,7 @@ def mini_batch_size(sizes: Sequence[int]) -> int:
     return sum(sizes)
 
 
-def summed_loss(L: FloatArray, micro: Sequence[IndexArray]) -> float:
+def summed_loss(L: FloatArray, micro: Sequence[IntArray]) -> float:
     """MBS Eq. 7: sum_i L_i = sum_j sum_k L_{j,k}.
 
     Args:
@@ -122,7 +117,7 @@ def summed_loss(L: FloatArray, micro: Sequence[IndexArray]) -> float:
     return sum(float(L[micro_j].sum()) for micro_j in micro)
 
 
-def mean_loss(L: FloatArray, micro: Sequence[IndexArray]) -> float:
+def mean_loss(L: FloatArray, micro: Sequence[IntArray]) -> float:
     """MBS Eq. 8: 1/N_B sum_i L_i = 1/(sum_j n_j) sum_j sum_k L_{j,k}.
 
     Args:
@@ -135,7 +130,7 @@ def mean_loss(L: FloatArray, micro: Sequence[IndexArray]) -> float:
     return summed_loss(L, micro) / mini_batch_size([len(micro_j) for micro_j in micro])
 
 
-def gradient_of_mean(dL: FloatArray, micro: Sequence[IndexArray]) -> FloatArray:
+def gradient_of_mean(dL: FloatArray, micro: Sequence[IntArray]) -> FloatArray:
     """MBS Eq. 10 and Eq. 17: grad w_B = d(1/(sum_j n_j) sum_j sum_k L_{j,k}).
 
     Args:
@@ -151,7 +146,7 @@ def gradient_of_mean(dL: FloatArray, micro: Sequence[IndexArray]) -> FloatArray:
     return total / mini_batch_size([len(micro_j) for micro_j in micro])
 
 
-def gradient_of_micro_means(dL: FloatArray, micro: Sequence[IndexArray]) -> FloatArray:
+def gradient_of_micro_means(dL: FloatArray, micro: Sequence[IntArray]) -> FloatArray:
     """MBS Eq. 11: grad w_B = d(1/N_B sum_j n_j (1/n_j sum_k L_{j,k})).
 
     Args:
@@ -220,7 +215,7 @@ def normalized_gradient(dL_mu: FloatArray, sizes: Sequence[int]) -> FloatArray:
     return accumulated_gradient(share[:, None] * dL_mu)
 
 
-def normalized_sample_gradient(dL: FloatArray, micro: Sequence[IndexArray]) -> FloatArray:
+def normalized_sample_gradient(dL: FloatArray, micro: Sequence[IntArray]) -> FloatArray:
     """MBS Eq. 16: sum_j d(L_norm_j) = sum_j d((n_j / N_B) (1 / n_j) sum_k L_{j,k}).
 
     Args:
@@ -235,9 +230,9 @@ def normalized_sample_gradient(dL: FloatArray, micro: Sequence[IndexArray]) -> F
 
 
 def algorithm_1(
-    loss_and_gradient: Callable[[IndexArray], tuple[float, FloatArray]], N_B: int, N_mu: int
+    loss_and_gradient: Callable[[IntArray], tuple[float, FloatArray]], N_B: int, N_mu: int
 ) -> tuple[float, FloatArray]:
-    """MBS Alg. 1: stream the micro-batches, weigh each loss by its share n_j / N_B, accumulate.
+    """MBS Alg. 1: stream the micro-batches, weight each loss by its share n_j / N_B, accumulate.
 
     Exact when the loss is a mean of terms that each depend on one sample.
 

@@ -1,20 +1,14 @@
-"""Micro-Batch Streaming where it errs, as printed: every equation that supposes N_B = N_S N_mu, Alg. 1, and Dice."""
+"""Micro-Batch Streaming's mistakes, as printed: every equation that supposes N_B = N_S N_mu, Alg. 1, and Dice."""
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
+from collections.abc import Callable, Sequence
 
 import numpy as np
-from numpy.typing import NDArray
 
+from contrastile.oracle.arrays import FloatArray, IntArray
 from contrastile.oracle.papers.mbs import accumulated_gradient, mini_batch_gradient, split, summed_loss
 from contrastile.oracle.papers.mbs_segmentation import dice_loss_gradient
-
-if TYPE_CHECKING:
-    from collections.abc import Callable, Sequence
-
-FloatArray = NDArray[np.float64]
-IndexArray = NDArray[np.int64]
 
 
 def mini_batch_size(N_S: int, N_mu: int) -> int:
@@ -30,7 +24,7 @@ def mini_batch_size(N_S: int, N_mu: int) -> int:
     return N_S * N_mu
 
 
-def mean_loss(L: FloatArray, micro: Sequence[IndexArray], N_mu: int) -> float:
+def mean_loss(L: FloatArray, micro: Sequence[IntArray], N_mu: int) -> float:
     """MBS Eq. 8 as printed: 1/(N_S N_mu) sum_j sum_k L_{j,k}.
 
     Args:
@@ -44,7 +38,7 @@ def mean_loss(L: FloatArray, micro: Sequence[IndexArray], N_mu: int) -> float:
     return summed_loss(L, micro) / mini_batch_size(len(micro), N_mu)
 
 
-def gradient_of_mean(dL: FloatArray, micro: Sequence[IndexArray], N_mu: int) -> FloatArray:
+def gradient_of_mean(dL: FloatArray, micro: Sequence[IntArray], N_mu: int) -> FloatArray:
     """MBS Eq. 10, 11, 16 and 17 as printed: d(1/(N_S N_mu) sum_j sum_k L_{j,k}), the same sum four times.
 
     Args:
@@ -97,7 +91,7 @@ def normalized_gradient(dL_mu: FloatArray) -> FloatArray:
 
 
 def algorithm_1(
-    loss_and_gradient: Callable[[IndexArray], tuple[float, FloatArray]], N_B: int, N_mu: int
+    loss_and_gradient: Callable[[IntArray], tuple[float, FloatArray]], N_B: int, N_mu: int
 ) -> tuple[float, FloatArray]:
     """MBS Alg. 1 as printed: every micro-batch's loss over N_S, however few samples it holds.
 
@@ -118,7 +112,7 @@ def algorithm_1(
     return L, grad
 
 
-def streamed_dice_loss_gradient(A: FloatArray, B: FloatArray, micro: Sequence[IndexArray]) -> FloatArray:
+def streamed_dice_loss_gradient(A: FloatArray, B: FloatArray, micro: Sequence[IntArray]) -> FloatArray:
     """MBS Eq. 19 under Alg. 1, as printed: each micro-batch's own Dice loss, over N_S.
 
     Args:
