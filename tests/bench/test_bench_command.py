@@ -61,7 +61,7 @@ def test_ratios_are_within_the_run(found: Sweep) -> None:
         assert plain is not None
         assert plain.workload == row.workload
         assert aligned is not None
-        assert (aligned.implementation, aligned.case.variant) == (row.implementation, "aligned")
+        assert (aligned.implementation, aligned.workload.variant) == (row.implementation, "aligned")
         if row.implementation == "plain":
             assert row.times_of(plain) == 1
 
