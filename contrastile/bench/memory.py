@@ -16,10 +16,11 @@ from __future__ import annotations
 
 import ctypes
 import gc
-import tracemalloc
 from collections.abc import Callable, Iterable
 from pathlib import Path
 from typing import Any
+
+from contrastile.verify.peak import numpy_meter
 
 _PROCESS = Path("/proc/self")
 _RESET_HIGH_WATER = "5"
@@ -83,19 +84,12 @@ def cuda_peak(call: Callable[[], Any]) -> int:
 def numpy_peak(call: Callable[[], Any]) -> int:
     """Peak extra bytes of NumPy's buffers and Python's objects during one call."""
     gc.collect()
-    tracing = tracemalloc.is_tracing()
-    if not tracing:
-        tracemalloc.start()
-    try:
-        tracemalloc.reset_peak()
-        before = tracemalloc.get_traced_memory()[0]
+    found = [0]
+    with numpy_meter(found):
+        # until the meter stops: results count
         kept = call()
-        peak = tracemalloc.get_traced_memory()[1]
-        del kept
-    finally:
-        if not tracing:
-            tracemalloc.stop()
-    return peak - before
+    del kept
+    return found[0]
 
 
 def resident_peak(call: Callable[[], Any]) -> int | None:

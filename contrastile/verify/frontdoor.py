@@ -19,7 +19,7 @@ from contrastile.schedules.problem import Problem
 from contrastile.verify.bounds import bounds
 from contrastile.verify.properties import Checks, Property
 from contrastile.verify.rounding import UNDERFLOW, UNIT, round_to
-from contrastile.verify.run import Worst, compare
+from contrastile.verify.run import Worst, compare, on_device
 from contrastile.verify.shards import Cut, shares
 from contrastile.verify.trial import Subject
 from contrastile.verify.truth import Outcome, masks, truth
@@ -251,10 +251,7 @@ def _by_autograd(call: Call, part: Problem, subject: Subject, communicator: Comm
 
 def _putter(subject: Subject) -> Callable[..., Array]:
     """Converts NumPy arrays to the backend's library: floats to the features' dtype, or to another."""
-    arrays = subject.backend.arrays
-    like = arrays.from_numpy(np.zeros(1))
-    if arrays.device(like) != subject.device:
-        like = like.to(subject.device)
+    arrays, like = subject.backend.arrays, on_device(subject.backend.arrays, subject.device)
 
     def put(x: Any, dtype: str | None = None) -> Array:
         if x is None:

@@ -112,9 +112,9 @@ def _peak(arrays: ArrayLibrary, device: str, step: Callable[[], object]) -> floa
     """
     found = [0]
     with _meter(arrays.name, device)(found):
-        # its results count
+        # until the meter stops: results count
         results = step()
-        del results
+    del results
     return float(found[0])
 
 
@@ -124,7 +124,7 @@ Meter = Callable[[list[int]], AbstractContextManager[None]]
 def _meter(library: str, device: str) -> Meter:
     """NumPy's memory is measured by the interpreter's tracer, that of others by their allocators."""
     known: dict[tuple[str, str], Meter] = {
-        ("numpy", "cpu"): _numpy,
+        ("numpy", "cpu"): numpy_meter,
         ("torch", "cpu"): _torch,
         ("torch", "cuda"): _torch_on_a_gpu,
         ("cupy", "cuda"): _cupy,
@@ -135,7 +135,7 @@ def _meter(library: str, device: str) -> Meter:
 
 
 @contextmanager
-def _numpy(found: list[int]) -> Iterator[None]:
+def numpy_meter(found: list[int]) -> Iterator[None]:
     mine = not tracemalloc.is_tracing()
     if mine:
         tracemalloc.start()

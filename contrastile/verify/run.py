@@ -8,6 +8,7 @@ from typing import Any
 
 import numpy as np
 
+from contrastile.backends.arrays import ArrayLibrary
 from contrastile.backends.contract import STATISTICS, Array, Backend, Block, LseFunction, Options, Statistics
 from contrastile.oracle.arrays import FloatArray
 from contrastile.schedules import local, schedule
@@ -43,15 +44,18 @@ class Worst:
         return f"{self.field}{where}: error {self.error:.3g}, bound {self.bound:.3g}"
 
 
+def on_device(arrays: ArrayLibrary, device: str) -> Array:
+    """An array on this device, after whose device others are made."""
+    like = arrays.from_numpy(np.zeros(1))
+    return like if arrays.device(like) == device else like.to(device)
+
+
 def materialise(problem: Problem, backend: Backend, dtype: str, device: str = "cpu") -> Problem:
     """The NumPy float64 problem in the backend's arrays: features in ``dtype``, weights in the state dtype.
 
     Every array is a copy, so that no backend can modify the problem that the oracle reads.
     """
-    arrays, state = backend.arrays, backend.state(dtype)
-    like = arrays.from_numpy(np.zeros(1))
-    if arrays.device(like) != device:
-        like = like.to(device)
+    arrays, state, like = backend.arrays, backend.state(dtype), on_device(backend.arrays, device)
 
     def put(x: Any, kind: str) -> Array:
         return None if x is None else arrays.asarray(np.array(x, order="C"), kind, like)
