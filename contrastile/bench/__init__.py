@@ -3,7 +3,3 @@
 ``command`` is ``contrastile bench``; ``sweep`` takes the measurements, ``memory`` counts the bytes, ``peers`` are the
 implementations, and ``agreement`` requires each of them to agree with the oracle before it is timed.
 """
-
-from contrastile.bench.command import add_arguments, main
-
-__all__ = ["add_arguments", "main"]

@@ -1,4 +1,4 @@
-"""Nothing is timed before the call that will be timed agrees with the oracle within derived bounds."""
+"""Before an implementation is timed, the same call must agree with the oracle, within derived bounds."""
 
 from __future__ import annotations
 

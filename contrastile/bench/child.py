@@ -33,7 +33,7 @@ class Request:
 
 
 @dataclass(frozen=True, slots=True)
-class Found:
+class MemoryUse:
     """Peak extra bytes by allocations, and the growth of resident memory where the system tells."""
 
     peak_bytes: int
@@ -44,7 +44,7 @@ class MemoryMeasurementError(RuntimeError):
     """The measuring process failed; the message says how."""
 
 
-def measure_in_a_child(request: Request, timeout: float | None = None) -> Found:
+def measure_in_a_child(request: Request, timeout: float | None = None) -> MemoryUse:
     """Measure in a fresh process.
 
     Raises:
@@ -61,10 +61,10 @@ def measure_in_a_child(request: Request, timeout: float | None = None) -> Found:
     if done.returncode:
         last = (done.stderr.strip().splitlines() or ["no message"])[-1]
         raise MemoryMeasurementError(f"measuring its memory failed: {last}")
-    return Found(**json.loads(done.stdout.strip().splitlines()[-1]))
+    return MemoryUse(**json.loads(done.stdout.strip().splitlines()[-1]))
 
 
-def measure(request: Request) -> Found:
+def measure(request: Request) -> MemoryUse:
     """Measure in this process: resident memory first, before anything else has allocated."""
     implementation = named(request.implementation)
     use_threads(request.threads)
@@ -75,7 +75,7 @@ def measure(request: Request) -> Found:
     implementation.step(arguments(features(warm), *how))()
     step = implementation.step(arguments(features(workload), *how))
     resident = resident_peak(step) if request.device == "cpu" else None
-    return Found(peak_extra(step, implementation.library, request.device), resident)
+    return MemoryUse(peak_extra(step, implementation.library, request.device), resident)
 
 
 if __name__ == "__main__":

@@ -201,7 +201,7 @@ class Run:
         found = _worst(check)
         printed = self.printed()
         if printed and found.status != "fail":
-            found = Found("fail", worst=Worst(math.inf, f"printed to stdout: {printed!r}", (), math.inf, 0.0))
+            found = CheckResult("fail", worst=Worst(math.inf, f"printed to stdout: {printed!r}", (), math.inf, 0.0))
         if found.status != "fail":
             return row(found.worst.ratio if found.status == "pass" else None, found.status, found.reason)
         failed = row(found.worst.ratio, "fail", ": ".join(filter(None, (found.label, str(found.worst)))))
@@ -235,7 +235,7 @@ _NOTHING = Worst(0.0, "nothing", (), 0.0, 0.0)
 
 
 @dataclass(frozen=True, slots=True)
-class Found:
+class CheckResult:
     """The result of a check: its status, its worst comparison with a label, or why there is none."""
 
     status: str
@@ -244,13 +244,13 @@ class Found:
     worst: Worst = _NOTHING
 
 
-def _worst(check: Callable[[], Checks]) -> Found:
+def _worst(check: Callable[[], Checks]) -> CheckResult:
     """The worst of a property's comparisons.
 
     A backend that raises has failed. If the property skips after some comparisons, they decide; if the backend refuses
     a problem after some comparisons, only a failure among them does.
     """
-    found = Found("untested", "the property compared nothing")
+    found = CheckResult("untested", "the property compared nothing")
     try:
         # a backend may warn, and the oracle warns of NaN
         with warnings.catch_warnings(), np.errstate(all="ignore"):
@@ -258,16 +258,16 @@ def _worst(check: Callable[[], Checks]) -> Found:
             for label, worst in check():
                 ratio = math.inf if math.isnan(worst.ratio) else worst.ratio
                 if found.status == "untested" or ratio > found.worst.ratio:
-                    found = Found("pass" if ratio < 1 else "fail", "", label, worst)
+                    found = CheckResult("pass" if ratio < 1 else "fail", "", label, worst)
     except SkipError as reason:
-        return Found("skip", str(reason)) if found.status == "untested" else found
+        return CheckResult("skip", str(reason)) if found.status == "untested" else found
     except UnsupportedProblemError as reason:
-        return found if found.status == "fail" else Found("refused", str(reason))
+        return found if found.status == "fail" else CheckResult("refused", str(reason))
     except FactsError as error:
-        return Found("fail", worst=Worst(math.inf, str(error), (), math.inf, 0.0))
+        return CheckResult("fail", worst=Worst(math.inf, str(error), (), math.inf, 0.0))
     except (Exception, SystemExit) as error:
         text = " ".join(str(error).split())
-        return Found("fail", worst=Worst(math.inf, f"raised {type(error).__name__}: {text}", (), math.inf, 0.0))
+        return CheckResult("fail", worst=Worst(math.inf, f"raised {type(error).__name__}: {text}", (), math.inf, 0.0))
     return found
 
 

@@ -5,7 +5,8 @@ from typing import Any
 
 import pytest
 
-from contrastile.bench import add_arguments, command, main, report, sweep
+from contrastile.bench import command, report, sweep
+from contrastile.bench.command import add_arguments, main
 from contrastile.bench.results import Measurement, Sweep, SweepSettings, quartiles
 from contrastile.bench.workloads import Workload
 
