@@ -54,13 +54,7 @@ class Tower:
 def loss_of_distances(d: FloatArray, r: IntArray, tau: float) -> float:
     """GradCache Eq. 1 over given d_ij: L = 1/|S| sum_i (log sum_j exp(d_ij / tau) - d_{i, r_i} / tau).
 
-    Args:
-        d: similarities, (|S|, |T|).
-        r: target of each anchor, (|S|,).
-        tau: temperature.
-
-    Returns:
-        The loss, a float.
+    d: similarities, (|S|, |T|); r: target of each anchor, (|S|,); tau: temperature. Returns the loss, a float.
     """
     x = d / tau
     m = x.max(axis=1)
@@ -71,14 +65,8 @@ def loss_of_distances(d: FloatArray, r: IntArray, tau: float) -> float:
 def loss(F: FloatArray, G: FloatArray, r: IntArray, tau: float) -> float:
     """GradCache Eq. 1: L = -1/|S| sum_i log(exp(f(s_i)' g(t_{r_i}) / tau) / sum_j exp(f(s_i)' g(t_j) / tau)).
 
-    Args:
-        F: anchors' representations, (|S|, d).
-        G: targets' representations, (|T|, d).
-        r: target of each anchor, (|S|,).
-        tau: temperature.
-
-    Returns:
-        The loss, a float.
+    F: anchors' representations, (|S|, d); G: targets' representations, (|T|, d); r: target of each anchor, (|S|,); tau:
+    temperature. Returns the loss, a float.
     """
     return loss_of_distances(F @ G.T, r, tau)
 
@@ -86,12 +74,7 @@ def loss(F: FloatArray, G: FloatArray, r: IntArray, tau: float) -> float:
 def normalized_similarity(d: FloatArray, tau: float) -> FloatArray:
     """GradCache Eq. 2 (v2: Eq. 4): p_ij = exp(d_ij / tau) / sum_j exp(d_ij / tau), d_ij = f(s_i)' g(t_j).
 
-    Args:
-        d: similarities, (|S|, |T|).
-        tau: temperature.
-
-    Returns:
-        p, (|S|, |T|); rows sum to 1.
+    d: similarities, (|S|, |T|); tau: temperature. Returns p, (|S|, |T|); rows sum to 1.
     """
     x = d / tau
     e = np.exp(x - x.max(axis=1, keepdims=True))
@@ -102,12 +85,8 @@ def normalized_similarity(d: FloatArray, tau: float) -> FloatArray:
 def chain_rule(tower: Tower, u: FloatArray) -> FloatArray:
     """GradCache Eq. 3 and Eq. 4 (v2: Eq. 2 and Eq. 3): dL/dTheta = sum_i u_i df(s_i)/dTheta; Lambda likewise.
 
-    Args:
-        tower: f or g with its inputs; its states and sizes are unused, each example runs alone, in state 0.
-        u: gradients of the representations, (n, d).
-
-    Returns:
-        The gradient of the tower's parameters.
+    tower: f or g with its inputs; its states and sizes are unused, each example runs alone, in state 0; u: gradients of
+    the representations, (n, d). Returns the gradient of the tower's parameters.
     """
     total = np.zeros_like(tower.parameters)
     for i in range(len(u)):
@@ -118,14 +97,8 @@ def chain_rule(tower: Tower, u: FloatArray) -> FloatArray:
 def anchor_gradient(F: FloatArray, G: FloatArray, r: IntArray, tau: float) -> FloatArray:
     """GradCache Eq. 5: dL/df(s_i) = -(g(t_{r_i}) - sum_j p_ij g(t_j)) / (|S| tau), p at the same tau.
 
-    Args:
-        F: anchors' representations, (|S|, d).
-        G: targets' representations, (|T|, d).
-        r: target of each anchor, (|S|,).
-        tau: temperature.
-
-    Returns:
-        (|S|, d).
+    F: anchors' representations, (|S|, d); G: targets' representations, (|T|, d); r: target of each anchor, (|S|,); tau:
+    temperature. Returns (|S|, d).
     """
     p = normalized_similarity(F @ G.T, tau)
     return -(G[r] - p @ G) / (len(F) * tau)
@@ -134,14 +107,8 @@ def anchor_gradient(F: FloatArray, G: FloatArray, r: IntArray, tau: float) -> Fl
 def target_gradient(F: FloatArray, G: FloatArray, r: IntArray, tau: float) -> FloatArray:
     """GradCache Eq. 6: dL/dg(t_j) = -(epsilon_j - sum_i p_ij f(s_i)) / (|S| tau), p at the same tau.
 
-    Args:
-        F: anchors' representations, (|S|, d).
-        G: targets' representations, (|T|, d).
-        r: target of each anchor, (|S|,).
-        tau: temperature.
-
-    Returns:
-        (|T|, d).
+    F: anchors' representations, (|S|, d); G: targets' representations, (|T|, d); r: target of each anchor, (|S|,); tau:
+    temperature. Returns (|T|, d).
     """
     p = normalized_similarity(F @ G.T, tau)
     return -(positives_of_targets(F, r, len(G)) - p.T @ F) / (len(F) * tau)
@@ -150,13 +117,8 @@ def target_gradient(F: FloatArray, G: FloatArray, r: IntArray, tau: float) -> Fl
 def positives_of_targets(F: FloatArray, r: IntArray, n: int) -> FloatArray:
     """GradCache Eq. 7: epsilon_j = sum of f(s_k) over every k with r_k = j, and 0 where there is none.
 
-    Args:
-        F: anchors' representations, (|S|, d).
-        r: target of each anchor, (|S|,).
-        n: the number of targets, |T|.
-
-    Returns:
-        epsilon, (|T|, d).
+    F: anchors' representations, (|S|, d); r: target of each anchor, (|S|,); n: the number of targets, |T|. Returns
+    epsilon, (|T|, d).
     """
     epsilon = np.zeros((n, F.shape[1]))
     np.add.at(epsilon, r, F)
@@ -166,11 +128,7 @@ def positives_of_targets(F: FloatArray, r: IntArray, n: int) -> FloatArray:
 def graphless_forward(tower: Tower) -> FloatArray:
     """GradCache Sec. 3.3, Step 1: representations of every sub-batch, each under its own random state.
 
-    Args:
-        tower: f or g with its inputs.
-
-    Returns:
-        F or G, (n, d).
+    tower: f or g with its inputs. Returns F or G, (n, d).
     """
     chunks = zip(row_slices(tower.sizes), tower.states, strict=True)
     return np.concatenate(
@@ -183,14 +141,8 @@ def representation_gradient_cache(
 ) -> tuple[FloatArray, FloatArray]:
     """GradCache Sec. 3.3, Step 2: u_i = dL/df(s_i) and v_j = dL/dg(t_j), (|S| + |T|) d numbers.
 
-    Args:
-        F: anchors' representations, (|S|, d).
-        G: targets' representations, (|T|, d).
-        r: target of each anchor, (|S|,).
-        tau: temperature.
-
-    Returns:
-        u (|S|, d) and v (|T|, d).
+    F: anchors' representations, (|S|, d); G: targets' representations, (|T|, d); r: target of each anchor, (|S|,); tau:
+    temperature. Returns u (|S|, d) and v (|T|, d).
     """
     return anchor_gradient(F, G, r, tau), target_gradient(F, G, r, tau)
 
@@ -200,12 +152,8 @@ def accumulate(tower: Tower, u: FloatArray) -> FloatArray:
 
     Each sub-batch runs again under the random state of its first forward.
 
-    Args:
-        tower: f or g with its inputs, sub-batches and states.
-        u: cached gradients of its representations, (n, d).
-
-    Returns:
-        The gradient of the tower's parameters.
+    tower: f or g with its inputs, sub-batches and states; u: cached gradients of its representations, (n, d). Returns
+    the gradient of the tower's parameters.
     """
     total = np.zeros_like(tower.parameters)
     for rows, state in zip(row_slices(tower.sizes), tower.states, strict=True):
@@ -218,14 +166,8 @@ def step(f: Tower, g: Tower, r: IntArray, tau: float) -> tuple[float, FloatArray
 
     It is the large batch's gradient when a representation depends on its own example only.
 
-    Args:
-        f: the anchors' tower.
-        g: the targets' tower.
-        r: target of each anchor, (|S|,).
-        tau: temperature.
-
-    Returns:
-        The loss, dTheta and dLambda.
+    f: the anchors' tower; g: the targets' tower; r: target of each anchor, (|S|,); tau: temperature. Returns the loss,
+    dTheta and dLambda.
     """
     F, G = graphless_forward(f), graphless_forward(g)
     u, v = representation_gradient_cache(F, G, r, tau)
@@ -237,14 +179,9 @@ def local_gradients(
 ) -> tuple[list[FloatArray], list[FloatArray]]:
     """GradCache Sec. 3.4, Steps 1-3: rank n back-propagates its own rows of the gathered batch's gradients.
 
-    Args:
-        f: anchors' towers, one per rank, all with the same parameters.
-        g: targets' towers, likewise.
-        r: target of each anchor, indices into the gathered batch, (|S|,).
-        tau: temperature.
-
-    Returns:
-        Each rank's dTheta and dLambda: their sums over ranks are the gradients.
+    f: anchors' towers, one per rank, all with the same parameters; g: targets' towers, likewise; r: target of each
+    anchor, indices into the gathered batch, (|S|,); tau: temperature. Returns each rank's dTheta and dLambda: their
+    sums over ranks are the gradients.
     """
     F, G = [graphless_forward(tower) for tower in f], [graphless_forward(tower) for tower in g]
     u, v = representation_gradient_cache(np.concatenate(F), np.concatenate(G), r, tau)
@@ -258,14 +195,8 @@ def local_gradients(
 def multi_gpu_step(f: Sequence[Tower], g: Sequence[Tower], r: IntArray, tau: float) -> tuple[FloatArray, FloatArray]:
     """GradCache Sec. 3.4, Step 4: dTheta and dLambda after DDP's mean, each rank's having been scaled by N.
 
-    Args:
-        f: anchors' towers, one per rank.
-        g: targets' towers, one per rank.
-        r: target of each anchor, indices into the gathered batch, (|S|,).
-        tau: temperature.
-
-    Returns:
-        dTheta and dLambda, of the gathered batch's loss.
+    f: anchors' towers, one per rank; g: targets' towers, one per rank; r: target of each anchor, indices into the
+    gathered batch, (|S|,); tau: temperature. Returns dTheta and dLambda, of the gathered batch's loss.
     """
     dTheta, dLambda = local_gradients(f, g, r, tau)
     N = len(f)

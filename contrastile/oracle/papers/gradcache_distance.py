@@ -45,16 +45,9 @@ def distances(
 ) -> FloatArray:
     """GradCache Eq. 10: d_ij = Phi(f(s_i), g(t_j)), one pair of sub-batches at a time.
 
-    Args:
-        Phi: the deep distance.
-        Omega: its parameters.
-        F: anchors' representations, (|S|, d).
-        G: targets' representations, (|T|, d).
-        S: sub-batches of the anchors; they need not be the encoder's.
-        T: sub-batches of the targets.
-
-    Returns:
-        d, (|S|, |T|).
+    Phi: the deep distance; Omega: its parameters; F: anchors' representations, (|S|, d); G: targets' representations,
+    (|T|, d); S: sub-batches of the anchors; they need not be the encoder's; T: sub-batches of the targets. Returns d,
+    (|S|, |T|).
     """
     return np.block([[Phi.forward(Omega, F[rows], G[columns]) for columns in T] for rows in S])
 
@@ -62,13 +55,7 @@ def distances(
 def distance_gradient_cache(d: FloatArray, r: IntArray, tau: float) -> FloatArray:
     """GradCache Sec. 5: w_ij = dL/dd_ij = (p_ij - [j = r_i]) / (|S| tau).
 
-    Args:
-        d: distances, (|S|, |T|).
-        r: target of each anchor, (|S|,).
-        tau: temperature.
-
-    Returns:
-        w, (|S|, |T|).
+    d: distances, (|S|, |T|); r: target of each anchor, (|S|,); tau: temperature. Returns w, (|S|, |T|).
     """
     w = normalized_similarity(d, tau)
     w[np.arange(len(r)), r] -= 1.0
@@ -86,17 +73,9 @@ def distance_parameter_gradient(
 ) -> FloatArray:
     """GradCache Eq. 11: dL/dOmega = sum over sub-batch pairs, sum_ij w_ij dPhi(f(s_i), g(t_j))/dOmega.
 
-    Args:
-        Phi: the deep distance.
-        Omega: its parameters.
-        F: anchors' representations, (|S|, d).
-        G: targets' representations, (|T|, d).
-        w: the distance gradient cache, (|S|, |T|).
-        S: sub-batches of the anchors.
-        T: sub-batches of the targets.
-
-    Returns:
-        dOmega.
+    Phi: the deep distance; Omega: its parameters; F: anchors' representations, (|S|, d); G: targets' representations,
+    (|T|, d); w: the distance gradient cache, (|S|, |T|); S: sub-batches of the anchors; T: sub-batches of the targets.
+    Returns dOmega.
     """
     total = np.zeros_like(Omega)
     for rows in S:
@@ -116,10 +95,7 @@ def anchor_gradient_of_distances(
 ) -> FloatArray:
     """GradCache Eq. 12: u_i = sum_j w_ij dd_ij/df(s_i), accumulated over sub-batch pairs.
 
-    Args and shapes are those of `distance_parameter_gradient`.
-
-    Returns:
-        u, (|S|, d).
+    The arguments are those of `distance_parameter_gradient`. Returns u, (|S|, d).
     """
     u = np.zeros_like(F)
     for rows in S:
@@ -139,10 +115,7 @@ def target_gradient_of_distances(
 ) -> FloatArray:
     """GradCache Eq. 13: v_j = sum_i w_ij dd_ij/dg(t_j), accumulated over sub-batch pairs.
 
-    Args and shapes are those of `distance_parameter_gradient`.
-
-    Returns:
-        v, (|T|, d).
+    The arguments are those of `distance_parameter_gradient`. Returns v, (|T|, d).
     """
     v = np.zeros_like(G)
     for rows in S:
@@ -156,16 +129,8 @@ def deep_distance_step(
 ) -> tuple[float, FloatArray, FloatArray, FloatArray]:
     """GradCache Sec. 5: both caches linked, dL/dOmega (Eq. 11), then u and v (Eq. 12-13), then the encoders.
 
-    Args:
-        f: the anchors' tower.
-        g: the targets' tower.
-        Phi: the deep distance.
-        Omega: its parameters.
-        r: target of each anchor, (|S|,).
-        tau: temperature.
-
-    Returns:
-        The loss, dTheta, dLambda and dOmega.
+    f: the anchors' tower; g: the targets' tower; Phi: the deep distance; Omega: its parameters; r: target of each
+    anchor, (|S|,); tau: temperature. Returns the loss, dTheta, dLambda and dOmega.
     """
     S, T = row_slices(f.sizes), row_slices(g.sizes)
     F, G = graphless_forward(f), graphless_forward(g)

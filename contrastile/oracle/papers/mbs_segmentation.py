@@ -19,12 +19,7 @@ from contrastile.oracle.arrays import FloatArray, IntArray
 def dice_coefficient(A: FloatArray, B: FloatArray) -> float:
     """MBS Eq. 18: DC = 2 |A and B| / (|A| + |B|), over all pixels given.
 
-    Args:
-        A: ground truth, (n, pixels).
-        B: prediction, (n, pixels).
-
-    Returns:
-        The coefficient, in [0, 1].
+    A: ground truth, (n, pixels); B: prediction, (n, pixels). Returns the coefficient, in [0, 1].
     """
     return float(2.0 * (A * B).sum() / (A.sum() + B.sum()))
 
@@ -32,12 +27,7 @@ def dice_coefficient(A: FloatArray, B: FloatArray) -> float:
 def dice_loss(A: FloatArray, B: FloatArray) -> float:
     """MBS Eq. 19: L_dc = 1 - DC.
 
-    Args:
-        A: ground truth, (n, pixels).
-        B: prediction, (n, pixels).
-
-    Returns:
-        The loss, in [0, 1].
+    A: ground truth, (n, pixels); B: prediction, (n, pixels). Returns the loss, in [0, 1].
     """
     return 1.0 - dice_coefficient(A, B)
 
@@ -45,12 +35,7 @@ def dice_loss(A: FloatArray, B: FloatArray) -> float:
 def dice_loss_gradient(A: FloatArray, B: FloatArray) -> FloatArray:
     """Gradient of MBS Eq. 19 by B: with X = |A and B| and Y = |A| + |B|, 2 X / Y^2 - 2 A / Y.
 
-    Args:
-        A: ground truth, (n, pixels).
-        B: prediction, (n, pixels).
-
-    Returns:
-        (n, pixels).
+    A: ground truth, (n, pixels); B: prediction, (n, pixels). Returns (n, pixels).
     """
     X, Y = float((A * B).sum()), float(A.sum() + B.sum())
     return 2.0 * X / (Y * Y) - 2.0 * A / Y
@@ -59,12 +44,7 @@ def dice_loss_gradient(A: FloatArray, B: FloatArray) -> FloatArray:
 def image_dice_loss(A: FloatArray, B: FloatArray) -> float:
     """MBS Eq. 19 with one ratio per image, averaged: separable, so Alg. 1 streams it exactly.
 
-    Args:
-        A: ground truth, (n, pixels).
-        B: prediction, (n, pixels).
-
-    Returns:
-        The loss, in [0, 1].
+    A: ground truth, (n, pixels); B: prediction, (n, pixels). Returns the loss, in [0, 1].
     """
     return sum(dice_loss(A[i : i + 1], B[i : i + 1]) for i in range(len(A))) / len(A)
 
@@ -72,12 +52,7 @@ def image_dice_loss(A: FloatArray, B: FloatArray) -> float:
 def image_dice_loss_gradient(A: FloatArray, B: FloatArray) -> FloatArray:
     """Gradient by B of MBS Eq. 19 with one ratio per image, averaged.
 
-    Args:
-        A: ground truth, (n, pixels).
-        B: prediction, (n, pixels).
-
-    Returns:
-        (n, pixels).
+    A: ground truth, (n, pixels); B: prediction, (n, pixels). Returns (n, pixels).
     """
     return np.concatenate([dice_loss_gradient(A[i : i + 1], B[i : i + 1]) for i in range(len(A))]) / len(A)
 
@@ -85,13 +60,8 @@ def image_dice_loss_gradient(A: FloatArray, B: FloatArray) -> FloatArray:
 def streamed_dice_loss_gradient(A: FloatArray, B: FloatArray, micro: Sequence[IntArray]) -> FloatArray:
     """MBS Eq. 19's gradient by B over the whole mini-batch, streamed exactly in two passes: the sums, then the ratio.
 
-    Args:
-        A: ground truth, (N_B, pixels).
-        B: prediction, (N_B, pixels).
-        micro: N_S arrays of image indices.
-
-    Returns:
-        (N_B, pixels).
+    A: ground truth, (N_B, pixels); B: prediction, (N_B, pixels); micro: N_S arrays of image indices. Returns (N_B,
+    pixels).
     """
     X = sum(float((A[micro_j] * B[micro_j]).sum()) for micro_j in micro)
     Y = sum(float(A[micro_j].sum() + B[micro_j].sum()) for micro_j in micro)
