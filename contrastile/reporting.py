@@ -116,8 +116,9 @@ def show_table(
         table.add_row(*(Text(cell, style=style(cell)) for cell in row))
     console = Console()
     if not console.is_terminal:
-        # a file has no edge to wrap at
-        console = Console(width=max(80, len(plain_table("", columns, rows).splitlines()[1]) + 3 * len(columns)))
+        # a file has no edge to wrap at; the ruler below the headings is as wide as the plain table
+        ruler = plain_table("", columns, rows).splitlines()[2]
+        console = Console(width=max(80, len(ruler) + 3 * len(columns)))
     console.print(table)
 
 

@@ -59,7 +59,7 @@ def test_a_backend_that_raises_is_broken_and_the_report_goes_on(monkeypatch: pyt
     assert run() == 1
 
 
-def test_where_the_packages_are_there_what_mends_it_is_not_to_install_them(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_where_the_packages_are_installed_the_remedy_is_another(monkeypatch: pytest.MonkeyPatch) -> None:
     def no_gpu(name: str) -> Any:
         raise BackendUnavailableError(
             f"backend {name!r} is not available: CuPy finds no NVIDIA GPU; use a machine with such a GPU and its driver"

@@ -53,8 +53,8 @@ def test_a_wrong_loss_or_gradient_does_not_agree(which: int, change: Callable[[A
 
 
 def test_a_plain_loss_that_ignores_ids_does_not_agree() -> None:
-    deaf = replace(peers.plain(), step=peers.with_autograd(lambda i, t, s, ids: peers.plain_loss(i, t, s)))
-    found = agreement.check(deaf, "float32", "cpu", 10.0, rows=67)
+    without_ids = replace(peers.plain(), step=peers.with_autograd(lambda i, t, s, ids: peers.plain_loss(i, t, s)))
+    found = agreement.check(without_ids, "float32", "cpu", 10.0, rows=67)
     assert not found.agrees
     assert "ids" in found.reason
 

@@ -1,4 +1,4 @@
-"""``contrastile mutate``: what is caught, what is missed, and what is no mutant at all."""
+"""``contrastile mutate``: caught, missed, equivalent and broken mutants."""
 
 from __future__ import annotations
 
@@ -69,7 +69,7 @@ def test_what_is_argued_to_be_equivalent_is_not_counted_and_not_believed() -> No
     found = run_one(argued)
     assert (found["status"], found["reason"]) == ("equivalent", "a blank line")
     assert not passed([found])
-    found = run_one(Mutant("numpy:wrong", "", WRONG, equivalent="so it is said"))
+    found = run_one(Mutant("numpy:wrong", "", WRONG, equivalent="a claim"))
     assert found["status"] == "broken"
     assert found["reason"].startswith("declared equivalent, but caught: ")
 

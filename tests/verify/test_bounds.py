@@ -142,7 +142,7 @@ def test_every_fact_counts(name: str, facts: Accuracy) -> None:
     given = [field for field, value in narrow.items() if value is not None]
     if not (name == "sigmoid" and (facts.shared_reference or facts.tile(9) == 1)):
         assert np.any(wide["rows"] > narrow["rows"])
-    # one short tile is a shorter sum: only merges make it dearer
+    # one short tile is a shorter sum: only the merges widen its bound
     if facts.tile(9) != 1:
         assert all(np.all(wide[field] >= narrow[field]) for field in given)
 

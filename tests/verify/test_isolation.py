@@ -1,4 +1,4 @@
-"""A backend that leaves, dies, hangs or prints is a failure with its case, and the rest of the run goes on."""
+"""A backend that exits, dies, hangs or prints fails its check, and the other checks run."""
 
 from __future__ import annotations
 
@@ -78,7 +78,7 @@ def test_it_fails_by_its_case_and_the_rest_is_tested(how: str, folder: Path, cap
     out, err = capfd.readouterr()
     assert "--case smoke" in out
     assert f"FAILED ill_module:{how} value smoke float64" in out
-    # what it printed is in the report, and nowhere else
+    # its output is in the report, and nowhere else
     assert out.count("hello") == (how in ("prints", "writes"))
     assert err == ""
 

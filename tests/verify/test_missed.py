@@ -1,4 +1,4 @@
-"""Defects that no random aligned problem shows, each caught by the case and property that was made for it."""
+"""Defects that no random aligned problem shows, each caught by a case and property made for it."""
 
 from __future__ import annotations
 

@@ -149,7 +149,7 @@ def merges_equal_columns():
 
 
 def forgets_later_blocks():
-    """The first block it ever sees has LSE right; a block of fewer columns than rows is taken for padding."""
+    """The first block it ever sees has LSE right; a block of fewer columns than rows is treated as padding."""
 
     def lse(block, columns, options):
         found = NUMPY.lse(block, columns, options)
