@@ -14,7 +14,7 @@ from collections.abc import Sequence
 from contrastile import __version__
 
 COMMANDS = {
-    "verify": ("contrastile.verify.command", "hold every backend to the float64 oracle, within derived bounds"),
+    "verify": ("contrastile.verify.command", "compare every backend with the float64 oracle, within derived bounds"),
     "mutate": ("contrastile.mutate.command", "plant known defects one at a time and say which of them verify catches"),
     "doctor": ("contrastile.doctor", "say what is available here, what is missing and how to install or repair it"),
     "bench": ("contrastile.bench.command", "measure time and peak memory against a plain full-logits loss"),

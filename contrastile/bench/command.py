@@ -19,7 +19,6 @@ USUAL: dict[str, Any] = {"batch": [4096, 8192], "width": [512], "repeat": 5}
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """Add the options of ``contrastile bench``."""
     add = parser.add_argument
     add("--backend", nargs="+", metavar="NAME", help="backends, or module:attribute (all that are available here)")
     add("--batch", nargs="+", type=positive, metavar="B", help="numbers of pairs (4096 8192)")
@@ -38,7 +37,6 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def positive(text: str) -> int:
-    """An integer of at least 1, for argparse."""
     value = int(text)
     if value < 1:
         raise argparse.ArgumentTypeError(f"must be at least 1, got {value}")

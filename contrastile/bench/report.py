@@ -28,7 +28,6 @@ _MIB = 2**20
 
 
 def as_json(found: Sweep) -> dict[str, Any]:
-    """The sweep as JSON-ready data."""
     return {
         "environment": found.environment,
         "settings": asdict(found.settings),
@@ -142,7 +141,6 @@ def _mebibytes(x: int | None) -> str:
 
 
 def can_plot() -> bool:
-    """Whether matplotlib is installed."""
     return importlib.util.find_spec("matplotlib") is not None
 
 

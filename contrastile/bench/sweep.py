@@ -84,7 +84,6 @@ def _run(implementations: list[Implementation], absent: dict[str, str], found: S
 
 
 def steps(settings: SweepSettings) -> int:
-    """The number of steps that ``run`` reports."""
     sizes = len(settings.batches) * len(settings.widths) * len(settings.variants)
     return sizes * (len(settings.backends) + 1) * (settings.repeat + 1)
 
@@ -134,7 +133,6 @@ def _measure(
     found: Sweep,
     advance: Advance,
 ) -> None:
-    """All implementations on all variants of one size."""
     settings, work = found.settings, []
     for workload in workloads:
         for implementation in implementations:

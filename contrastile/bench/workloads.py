@@ -46,7 +46,6 @@ class Workload:
         return 8 * b * b * d
 
     def resized(self, batch: int) -> Workload:
-        """The same variant at another batch."""
         return Workload(self.variant, batch, self.width)
 
 

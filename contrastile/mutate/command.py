@@ -27,7 +27,6 @@ PASS, FAIL = 0, 1
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """Add the options of ``contrastile mutate``."""
     add = parser.add_argument
     several: dict[str, Any] = {"action": "extend", "nargs": "+", "metavar": "NAME"}
     add("--mutant", **several, help="a mutant's name; see --list (default: all)")
@@ -84,7 +83,6 @@ def _run(args: argparse.Namespace) -> int:
 
 
 def _selected(args: argparse.Namespace, mutants: Sequence[Mutant]) -> list[Mutant]:
-    """The named mutants, or all mutants of the named rooms."""
     rooms, names = args.room or ROOMS, args.mutant or [mutant.name for mutant in mutants]
     for what, given, known in (("room", rooms, ROOMS), ("mutant", names, [mutant.name for mutant in mutants])):
         for name in given:

@@ -32,7 +32,6 @@ def as_json(results: Sequence[Result]) -> dict[str, Any]:
 
 
 def summary(results: Sequence[Result]) -> str:
-    """The verdict in one line."""
     count = Counter(result["status"] for result in results)
     words = [f"{count['caught']} of {count['caught'] + count['missed']} mutants caught"]
     words += [f"{count[status]} {status}" for status in STATUSES[2:] if count[status]]

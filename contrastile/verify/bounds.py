@@ -1,14 +1,15 @@
 """Error bounds for every element of a result, derived from the problem and the backend's facts and never tuned.
 
 Notation: u the state's unit roundoff, ``gamma`` and the model of one operation as in ``arithmetic``, c = exp_ulps,
-B_ij = sum_k |q_ik| |k_jk|, N tile length, T partial results merged, d the width, w_i either direction's weight.
+B_ij = sum_k |q_ik| |k_jk|, T partial results merged, d the width, w_i either direction's weight; N and P the
+log-sum-exps over negatives and positives.
 The features are exact: they were rounded to the backend's dtype before the truth was computed.
 
 * logit:  ``E_ij = |s| (g_d B_ij + d tiny) + tiny``, ``g_d = (1 + u_in)^2 (1 + gamma(ua depth(d) + 3u)) - 1``: inputs
   rounded, products and chain, scale twice (its product with log2 e may be rounded too); a bias adds ``u (|x| + E)``.
 * log-sum-exps, sums of positives, loss: ``_lse_error``, ``_positive_error``, ``_softmax_loss_error``. Because N and P
   are separate, the loss of a row that is certain of its positive has a *relative* bound.
-* G: ``_softmax_gradient_error``; sigmoid: ``_sigmoid_errors``. Forward and backward see the same rounded logits, so a
+* G: ``_softmax_gradient_error``; sigmoid: ``_sigmoid_errors``. Forward and backward use the same rounded logits, so a
   probability never exceeds 1, and q of a single positive is 1.
 * dQ, dK, dscale, dbias: ``_sum_error``, ``_features_error``, ``_scale_error``.
 * n ranks that share the problem (``Spread``): their log-sum-exps and gradient sums are merged and added like those of
@@ -181,7 +182,7 @@ def _lse_error(
       than |x_j| + |r|. ``L(x + e) - L(x) = log sum_j p_j exp(e_j)``, attained when all e_j are positive, and by
       Jensen no smaller than the decrease when all are negative. (max_j E_j, the 1-Lipschitz bound, ignores that
       unlikely columns do not matter.)
-    * The sum: N additions in a tile. A merge of (r, sum) pairs costs (c + 2)u, its exponents telescoping into e; a
+    * The sum: one addition per term of a tile. A merge of (r, sum) pairs costs (c + 2)u, its exponents telescoping into e; a
       merge of finished log-sum-exps, ``max + log1p(exp(-D))``, costs at most ``u (2c + 2)`` beside the rounding of
       the stored value: the partial result is within D of L and has weight exp(-D), and ``D exp(-D) < 1``. Both are
       allowed, T times.

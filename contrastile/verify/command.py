@@ -35,7 +35,6 @@ PASS, FAIL, INTERRUPTED = 0, 1, 130
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """Add the options of ``contrastile verify``."""
     add = parser.add_argument
     several: dict[str, Any] = {"action": "extend", "nargs": "+", "metavar": "NAME"}
     add("--backend", **several, help="a backend's name, or module:attribute (default: all available)")
@@ -98,15 +97,14 @@ def _interrupted(line: str) -> int:
 
 
 def listing() -> str:
-    """Every backend, dtype, case and property, one per line."""
     lines = ["backends"]
     for name, missing in registry.available().items():
-        lines.append(f"  {name:22}{'available' if missing is None else missing}")
+        lines.append(f"  {name:24}{'available' if missing is None else missing}")
     lines += ["dtypes", *(f"  {dtype}" for dtype in DTYPES), "cases"]
-    lines += [f"  {name:22}{cases.build(name, 'float32').about}" for name in cases.names()]
-    lines += [f"  {p.case:22}{p.name}: {p.about}" for p in PROPERTIES.values() if p.case is not None]
-    lines += ["properties", *(f"  {p.name:22}{p.about}" for p in PROPERTIES.values())]
-    lines += ["properties of a --world", *(f"  {p.name:22}{p.about}" for p in DISTRIBUTED.values())]
+    lines += [f"  {name:24}{cases.build(name, 'float32').about}" for name in cases.names()]
+    lines += [f"  {p.case:24}{p.name}: {p.about}" for p in PROPERTIES.values() if p.case is not None]
+    lines += ["properties", *(f"  {p.name:24}{p.about}" for p in PROPERTIES.values())]
+    lines += ["properties of a --world", *(f"  {p.name:24}{p.about}" for p in DISTRIBUTED.values())]
     return "\n".join(lines)
 
 
@@ -181,7 +179,6 @@ def _task(args: argparse.Namespace, world: World | None) -> Task:
 
 
 def _verdict(args: argparse.Namespace, rows: list[Row], failures: list[Failure], *, leads: bool = True) -> int:
-    """Show the results and return the exit code."""
     if all(row["status"] in ("skip", "refused") for row in rows):
         raise CannotRunError(f"nothing ran: {rows[0]['reason'] if rows else 'no property has such a case'}")
     if leads and args.json is not None:

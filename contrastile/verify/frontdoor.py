@@ -169,7 +169,7 @@ def check(forms: Callable[[Draw, Sizes, str], Iterator[Call]], subject: Subject,
             for exchange in ("ring", "gather"):
                 for interface in _interfaces(subject):
                     label = ", ".join(filter(None, (call.label, exchange, how, interface)))
-                    yield label, _hold(call, subject, exchange, autograd=interface == "autograd")
+                    yield label, _compare(call, subject, exchange, autograd=interface == "autograd")
 
 
 def _interfaces(subject: Subject) -> tuple[str, ...]:
@@ -182,7 +182,7 @@ def _interfaces(subject: Subject) -> tuple[str, ...]:
     return "value_and_grad", "autograd"
 
 
-def _hold(call: Call, subject: Subject, exchange: str, *, autograd: bool) -> Worst:
+def _compare(call: Call, subject: Subject, exchange: str, *, autograd: bool) -> Worst:
     problem, dtype, cut = call.cut.problem, subject.dtype, call.cut
 
     def program(communicator: Communicator) -> Outcome:
@@ -197,7 +197,7 @@ def _hold(call: Call, subject: Subject, exchange: str, *, autograd: bool) -> Wor
     bound = bounds(problem, oracle, facts, dtype, spread=cut.spread(exchange))
     # value_and_grad gives no gradients of the negatives
     last = min(call.frozen, len(problem.columns) if autograd else 1)
-    expected, allowed = (_seen(x, call, last) for x in (oracle.outcome, bound))
+    expected, allowed = (_as_arguments(x, call, last) for x in (oracle.outcome, bound))
     if call.both:
         # the gradients of both sides are added in the features' dtype
         rounded = UNIT[dtype] * (np.abs(expected.rows) + allowed.rows) + UNDERFLOW[dtype]
@@ -205,7 +205,7 @@ def _hold(call: Call, subject: Subject, exchange: str, *, autograd: bool) -> Wor
     return compare(cut.joined(parts, float(len(parts))), expected, allowed, _GRADIENTS)
 
 
-def _seen(x: Outcome, call: Call, last: int) -> Outcome:
+def _as_arguments(x: Outcome, call: Call, last: int) -> Outcome:
     """An outcome in terms of the public function's arguments."""
     if call.both:
         return replace(x, rows=x.rows + x.columns[0], columns=())

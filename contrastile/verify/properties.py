@@ -161,7 +161,7 @@ def _whole_lse(outcome: Outcome, join: Callable[..., np.ndarray]) -> np.ndarray:
 
 
 def non_negative(trial: Trial) -> Checks:
-    """A mean of log-probabilities over admitted positives, or of softplus, is never below zero."""
+    """A mean of negative log-probabilities of positives, or of softplus terms, is never below zero."""
     problem = trial.problem
     trial.only_finite()
     _, positive = masks(problem)
@@ -183,7 +183,7 @@ def upstream(trial: Trial) -> Checks:
     """The upstream gradient multiplies every gradient; upstream 0 gives gradients of 0."""
     trial.only_small()
     for factor in (-2.5, 4.0):
-        yield f"upstream {factor}", trial.hold(trial.problem, upstream=factor)
+        yield f"upstream {factor}", trial.compare(trial.problem, upstream=factor)
     trial.only_finite()
     got = trial.run(trial.problem, upstream=0.0)
     nothing = rearrange.scaled(trial.oracle.outcome, 0.0, GRADIENT)
@@ -245,7 +245,7 @@ def strided(trial: Trial) -> Checks:
         yield from _relocated(trial, {"backwards": layouts.backwards})
     rows, *columns = (np.broadcast_to(x[:1], x.shape) for x in (trial.problem.rows, *trial.problem.columns))
     problem = replace(trial.problem, rows=rows, columns=tuple(columns))
-    yield "expanded", trial.hold(problem, backend=layouts.expanded(trial.subject.backend))
+    yield "expanded", trial.compare(problem, backend=layouts.expanded(trial.subject.backend))
 
 
 def _relocated(trial: Trial, places: dict[str, layouts.Layout]) -> Checks:
@@ -280,11 +280,11 @@ def non_finite(trial: Trial) -> Checks:
         x[where, x.shape[1] // 2] = what
         return x
 
-    yield "NaN in a row", trial.hold(replace(problem, rows=planted(problem.rows, row, np.nan)))
+    yield "NaN in a row", trial.compare(replace(problem, rows=planted(problem.rows, row, np.nan)))
     first, *others = problem.columns
     if len(first):
         columns = (planted(first, len(first) - 1, np.nan), *others)
-        yield "NaN in a column", trial.hold(replace(problem, columns=columns))
+        yield "NaN in a column", trial.compare(replace(problem, columns=columns))
     infinite = replace(problem, rows=planted(problem.rows, row, np.inf))
     if not np.isfinite(truth(infinite).outcome.loss):
         loss = float(trial.run(infinite).loss)

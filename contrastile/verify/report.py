@@ -82,7 +82,6 @@ def skips(rows: Sequence[Row]) -> list[str]:
 
 
 def summary(rows: Sequence[Row]) -> str:
-    """The verdict in one line."""
     count = Counter(row["status"] for row in rows)
     shown = [status for status in ("pass", "fail", "refused", "untested", "skip") if count[status] or status in _ALWAYS]
     counts = ", ".join(f"{count[status]} {_WORDS[status]}" for status in shown)

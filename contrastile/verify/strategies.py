@@ -195,17 +195,17 @@ def drawn(subject: Subject, case: str) -> Iterator[tuple[str, Worst]]:
     """
     if case != CASE:
         recipe = Recipe.parse(case)
-        yield str(recipe), _hold(recipe, subject)
+        yield str(recipe), _compare(recipe, subject)
         return
-    yield search(recipes(), lambda recipe: _hold(recipe, subject), subject)
+    yield search(recipes(), lambda recipe: _compare(recipe, subject), subject)
 
 
 class _FoundError(Exception):
-    """A recipe that fails."""
+    pass
 
 
-def search(recipes: SearchStrategy[T], hold: Callable[[T], Worst], subject: Subject) -> tuple[str, Worst]:
-    """The worst of all recipes drawn, or the smallest that fails: its text, and the result of ``hold``.
+def search(recipes: SearchStrategy[T], compare: Callable[[T], Worst], subject: Subject) -> tuple[str, Worst]:
+    """The worst of all recipes drawn, or the smallest that fails: its text, and the result of ``compare``.
 
     Raises:
         UnsupportedProblemError: nothing failed, and the backend refused too many of the problems.
@@ -222,7 +222,7 @@ def search(recipes: SearchStrategy[T], hold: Callable[[T], Worst], subject: Subj
         nonlocal worst, drawn
         drawn += 1
         try:
-            found = str(recipe), hold(recipe)
+            found = str(recipe), compare(recipe)
         except UnsupportedProblemError as reason:
             refusals.append(str(reason))
             return
@@ -268,7 +268,7 @@ def _temporary_home() -> Iterator[None]:
             set_hypothesis_home_dir(None)
 
 
-def _hold(recipe: Recipe, subject: Subject) -> Worst:
+def _compare(recipe: Recipe, subject: Subject) -> Worst:
     from contrastile.verify.bounds import bounds
 
     drawn_problem = problem(recipe, subject.dtype)

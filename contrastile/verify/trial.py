@@ -141,7 +141,7 @@ class Trial:
         """The bounds of any problem, computed with these options, or by several ranks."""
         return bounds(problem, oracle, self.subject.accuracy, self.subject.dtype, upstream, options, spread)
 
-    def hold(
+    def compare(
         self,
         problem: Problem,
         fields: Sequence[str] = VALUE + GRADIENT,
