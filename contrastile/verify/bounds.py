@@ -182,9 +182,9 @@ def _lse_error(
       than |x_j| + |r|. ``L(x + e) - L(x) = log sum_j p_j exp(e_j)``, attained when all e_j are positive, and by
       Jensen no smaller than the decrease when all are negative. (max_j E_j, the 1-Lipschitz bound, ignores that
       unlikely columns do not matter.)
-    * The sum: one addition per term of a tile. A merge of (r, sum) pairs costs (c + 2)u, its exponents telescoping into e; a
-      merge of finished log-sum-exps, ``max + log1p(exp(-D))``, costs at most ``u (2c + 2)`` beside the rounding of
-      the stored value: the partial result is within D of L and has weight exp(-D), and ``D exp(-D) < 1``. Both are
+    * The sum: one addition per term of a tile. A merge of (r, sum) pairs costs (c + 2)u, its exponents telescoping into
+      e; a merge of finished log-sum-exps, ``max + log1p(exp(-D))``, costs at most ``u (2c + 2)`` beside the rounding
+      of the stored value: the partial result is within D of L and has weight exp(-D), and ``D exp(-D) < 1``. Both are
       allowed, T times.
     * The end: the logarithm (c u |L - r|), r exact. A tile returns float64: its roundings, and r's in any unit.
     * n tiny for terms that underflow: with a row's own maximum the sum is at least 1. With a shared reference the
