@@ -35,7 +35,7 @@ from contrastile.oracle.sigmoid import sigma, softplus
 from contrastile.schedules.problem import Problem
 from contrastile.verify.arithmetic import Arithmetic, Lengths, Spread, arithmetic, gamma
 from contrastile.verify.rounding import UNIT
-from contrastile.verify.truth import Direction, Outcome, Truth, split
+from contrastile.verify.truth import Direction, Outcome, Truth, column_blocks
 
 ORACLE = Accuracy(unit=UNIT["float64"], accumulate_unit=UNIT["float64"])
 """The oracle's own arithmetic: dense, one tile, sums in any order."""
@@ -345,7 +345,7 @@ def _gradients(problem: Problem, t: Truth, dG: FloatArray, largest: float, a: Ar
     columns = _features_error(t, t.column_sum, _sum_error(t.G.T, moved.T, t.q, a.over_rows, a), a)
     return {
         "rows": _features_error(t, t.row_sum, rows, a),
-        "columns": split(problem, columns),
+        "columns": column_blocks(problem, columns),
         "scale": _scale_error(t, moved, rows, a),
     }
 

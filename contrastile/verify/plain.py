@@ -18,7 +18,7 @@ from contrastile.oracle.arrays import BoolArray, FloatArray, float64
 from contrastile.schedules.problem import Problem
 from contrastile.verify.rounding import UNDERFLOW, UNIT, round_to
 from contrastile.verify.run import GRADIENT, Worst, parts
-from contrastile.verify.truth import Direction, Outcome, Truth, split
+from contrastile.verify.truth import Direction, Outcome, Truth, column_blocks
 
 Matrix = npt.NDArray[Any]
 
@@ -71,7 +71,7 @@ def _plain(problem: Problem, t: Truth, accuracy: Accuracy, dtype: str) -> Outcom
     return Outcome(
         loss=float64(loss),
         rows=d_rows,
-        columns=split(problem, d_columns),
+        columns=column_blocks(problem, d_columns),
         scale=float64((G * products).sum(dtype=state)),
         bias=float64(G.sum(dtype=state)) if t.row is None else None,
     )

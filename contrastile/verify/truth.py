@@ -165,7 +165,7 @@ def truth(problem: Problem, upstream: float = 1.0) -> Truth:
             column_positive_lse=None if column is None else column.positive_lse,
             column_positive_sum=None if column is None else column.positive_sum,
             rows=found.d_rows,
-            columns=split(problem, found.d_columns),
+            columns=column_blocks(problem, found.d_columns),
             scale=found.d_scale,
             bias=float64(found.d_bias) if problem.kind == "sigmoid" else None,
         )
@@ -173,7 +173,7 @@ def truth(problem: Problem, upstream: float = 1.0) -> Truth:
         return Truth(outcome, q, k, scale, bias, q @ k.T, x, admitted, positive, G, *sums, row, column)
 
 
-def split(problem: Problem, joined: FloatArray) -> tuple[FloatArray, ...]:
+def column_blocks(problem: Problem, joined: FloatArray) -> tuple[FloatArray, ...]:
     """An (n, ...) array over the joined columns, cut into the problem's column blocks."""
     return tuple(joined[where] for where, _ in problem.blocks())
 
