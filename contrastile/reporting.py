@@ -13,7 +13,7 @@ from typing import Any
 COULD_NOT_RUN = 2
 """Exit code of a command that could not run, or not to its end."""
 
-Report = Callable[[int, int, str], None]
+ProgressCallback = Callable[[int, int, str], None]
 """A progress callback: steps done, steps in all, and what is being done."""
 
 
@@ -138,7 +138,7 @@ def plain_table(title: str, columns: Sequence[str], rows: Sequence[Sequence[str]
 
 
 @contextmanager
-def progress(*, shown: bool = True, lines: bool = False) -> Iterator[Report]:
+def progress(*, shown: bool = True, lines: bool = False) -> Iterator[ProgressCallback]:
     """A progress bar on stderr that disappears when done.
 
     Args:
@@ -160,7 +160,7 @@ def progress(*, shown: bool = True, lines: bool = False) -> Iterator[Report]:
         yield lambda done, total, what: bar.update(task, completed=done, total=total, description=what)
 
 
-def _tenths() -> Report:
+def _tenths() -> ProgressCallback:
     printed = 0
 
     def report(done: int, total: int, what: str) -> None:

@@ -10,7 +10,7 @@ import signal
 import subprocess
 import sys
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor, as_completed
 from contextlib import suppress
 from dataclasses import dataclass, field
@@ -21,6 +21,7 @@ from typing import Any, Literal, TypedDict
 from contrastile.backends import registry as backends
 from contrastile.mutate.registry import CONTRACT, EXCHANGE, PACKAGE, SCHEDULE, Mutant, Patch, PatchError
 from contrastile.mutate.wrappers import WRAPPERS
+from contrastile.reporting import ProgressCallback
 
 Status = Literal["caught", "missed", "equivalent", "broken", "not run"]
 
@@ -132,7 +133,7 @@ class MutationRun:
     target: Target
     mutants: Sequence[Mutant]
     jobs: int = 1
-    progress: Callable[[int, int, str], None] = lambda done, total, what: None
+    progress: ProgressCallback = lambda done, total, what: None
     results: list[Result] = field(default_factory=list)
     _running: set[subprocess.Popen[str]] = field(default_factory=set)
     _stopped: bool = False

@@ -16,12 +16,12 @@ import subprocess
 import sys
 import threading
 from collections import Counter
-from collections.abc import Callable, Generator, Iterator
+from collections.abc import Generator, Iterator
 from dataclasses import asdict, dataclass, field
 from typing import IO, Any
 
-from contrastile.reporting import CannotRunError
-from contrastile.verify.run import Worst
+from contrastile.reporting import CannotRunError, ProgressCallback
+from contrastile.verify.run import Worst, wrong
 from contrastile.verify.runner import Failure, Row
 from contrastile.verify.worker import Task, whole
 
@@ -53,7 +53,7 @@ class Isolated:
 
     task: Task
     deadline: float
-    progress: Callable[[int, int, str], None] = lambda done, total, what: None
+    progress: ProgressCallback = lambda done, total, what: None
     failures: list[Failure] = field(default_factory=list)
     done: int = 0
     total: int = 0
@@ -121,7 +121,7 @@ class Isolated:
 
     def _failed(self, row: Row, reason: str, command: str) -> Row:
         failed = Row(**{**row, "status": "fail", "ratio": math.inf, "reason": reason})
-        self.failures.append(Failure(failed, Worst(math.inf, reason, (), math.inf, 0.0), "", command))
+        self.failures.append(Failure(failed, wrong(reason), "", command))
         return failed
 
 

@@ -17,7 +17,7 @@ from contrastile.backends.contract import Accuracy, state_dtype
 from contrastile.oracle.arrays import BoolArray, FloatArray, float64
 from contrastile.schedules.problem import Problem
 from contrastile.verify.rounding import UNDERFLOW, UNIT, round_to
-from contrastile.verify.run import GRADIENT, Worst, parts
+from contrastile.verify.run import GRADIENT, NOTHING, Worst, parts
 from contrastile.verify.truth import Direction, Outcome, Truth, column_blocks
 
 Matrix = npt.NDArray[Any]
@@ -30,12 +30,12 @@ def compare_with_plain(problem: Problem, t: Truth, got: Outcome, accuracy: Accur
     """The field with the largest norm of errors, relative to NOISIER times that of the plain computation."""
     with np.errstate(all="ignore"):
         plain, floor = _plain(problem, t, accuracy, dtype), _floor(problem, t, accuracy, dtype)
-    worst = Worst(0.0, "nothing", (), 0.0, 0.0)
+    worst = NOTHING
     for name, found, exact, other, least in _fields(got, t.outcome, plain, floor):
         error, allowed = np.linalg.norm(found - exact), NOISIER * max(np.linalg.norm(other - exact), least)
         # written so that NaN fails
         ratio = 0.0 if error == 0 else float(error / allowed) if allowed > 0 and error < np.inf else np.inf
-        if ratio > worst.ratio or worst.field == "nothing":
+        if ratio > worst.ratio or worst is NOTHING:
             worst = Worst(ratio, f"{name} as a norm", (), float(error), float(allowed))
     return worst
 

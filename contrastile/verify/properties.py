@@ -20,7 +20,7 @@ from contrastile.schedules.problem import Problem
 from contrastile.verify import layouts, memory, peak, rearrange, strategies
 from contrastile.verify.plain import compare_with_plain
 from contrastile.verify.rounding import round_to
-from contrastile.verify.run import GRADIENT, VALUE, Worst, compare, parts
+from contrastile.verify.run import GRADIENT, VALUE, Worst, compare, parts, wrong
 from contrastile.verify.trial import SkipError, Trial
 from contrastile.verify.truth import Outcome, masks, truth
 
@@ -255,7 +255,7 @@ def _relocated(trial: Trial, places: dict[str, layouts.Layout]) -> Checks:
         got = trial.run(trial.problem, layouts.relocated(trial.subject.backend, layout, violations))
         yield label, compare(got, trial.oracle.outcome, trial.bound)
         for violation in violations[:1]:
-            yield label, Worst(np.inf, violation, (), np.inf, 0.0)
+            yield label, wrong(violation)
 
 
 def poisoned_memory(trial: Trial) -> Checks:

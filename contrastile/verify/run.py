@@ -44,6 +44,15 @@ class Worst:
         return f"{self.field}{where}: error {self.error:.3g}, bound {self.bound:.3g}"
 
 
+NOTHING = Worst(0.0, "nothing", (), 0.0, 0.0)
+"""Before anything has been compared."""
+
+
+def wrong(reason: str) -> Worst:
+    """A failure that is no element's error."""
+    return Worst(np.inf, reason, (), np.inf, 0.0)
+
+
 def on_device(arrays: ArrayLibrary, device: str) -> Array:
     """An array on this device, after whose device others are made."""
     like = arrays.from_numpy(np.zeros(1))
@@ -176,23 +185,23 @@ def compare(got: Outcome, truth: Outcome, bound: Outcome, fields: Sequence[str] 
     where the truth is, a missing element and a bound of NaN have ratio inf. An error of 0 has ratio 0, whatever the
     bound. Fields that the truth lacks are not compared.
     """
-    worst = Worst(0.0, "nothing", (), 0.0, 0.0)
+    worst = NOTHING
     bounds = dict(parts(bound, fields))
     values = dict(parts(got, fields))
     for name, expected in parts(truth, fields):
         if expected is None:
             continue
         found = _compare_one(name, values.get(name), expected, bounds.get(name))
-        if found.ratio > worst.ratio or worst.field == "nothing":
+        if found.ratio > worst.ratio or worst is NOTHING:
             worst = found
     return worst
 
 
 def _compare_one(name: str, got: FloatArray | None, truth: FloatArray, bound: FloatArray | None) -> Worst:
     if got is None or bound is None:
-        return Worst(np.inf, f"{name} is missing", (), np.inf, 0.0)
+        return wrong(f"{name} is missing")
     if np.shape(got) != np.shape(truth):
-        return Worst(np.inf, f"{name} has shape {np.shape(got)}, not {np.shape(truth)}", (), np.inf, 0.0)
+        return wrong(f"{name} has shape {np.shape(got)}, not {np.shape(truth)}")
     if np.size(truth) == 0:
         return Worst(0.0, name, (), 0.0, 0.0)
     got, truth = np.asarray(got), np.asarray(truth)

@@ -14,13 +14,14 @@ import numpy as np
 
 from contrastile.backends.arrays import FLOATS
 from contrastile.backends.contract import PRECISIONS, Backend, UnsupportedProblemError
+from contrastile.reporting import ProgressCallback
 from contrastile.verify import cases, sharded, strategies
 from contrastile.verify.cases import Case
 from contrastile.verify.distributed import DISTRIBUTED
 from contrastile.verify.facts import FactsError
 from contrastile.verify.memory import one_thread
 from contrastile.verify.properties import PROPERTIES, Checks, Property
-from contrastile.verify.run import Worst
+from contrastile.verify.run import NOTHING, Worst, wrong
 from contrastile.verify.trial import SkipError, Subject, Trial
 from contrastile.verify.truth import Truth, truth
 from contrastile.verify.worlds import World
@@ -137,7 +138,7 @@ class Run:
     """
 
     selection: Selection
-    progress: Callable[[int, int, str], None] = lambda done, total, what: None
+    progress: ProgressCallback = lambda done, total, what: None
     failures: list[Failure] = field(default_factory=list)
     begin: Callable[[int, int, Row, str], None] = lambda number, total, row, command: None
     printed: Callable[[], str] = str
@@ -201,7 +202,7 @@ class Run:
         found = _worst(check)
         printed = self.printed()
         if printed and found.status != "fail":
-            found = CheckResult("fail", worst=Worst(math.inf, f"printed to stdout: {printed!r}", (), math.inf, 0.0))
+            found = CheckResult("fail", worst=wrong(f"printed to stdout: {printed!r}"))
         if found.status != "fail":
             return row(found.worst.ratio if found.status == "pass" else None, found.status, found.reason)
         failed = row(found.worst.ratio, "fail", ": ".join(filter(None, (found.label, str(found.worst)))))
@@ -231,9 +232,6 @@ def _of_a_subject(each: Property, subject: Subject, case: str) -> Checks:
         yield from each.check(subject, case)
 
 
-_NOTHING = Worst(0.0, "nothing", (), 0.0, 0.0)
-
-
 @dataclass(frozen=True, slots=True)
 class CheckResult:
     """The result of a check: its status, its worst comparison with a label, or why there is none."""
@@ -241,7 +239,7 @@ class CheckResult:
     status: str
     reason: str = ""
     label: str = ""
-    worst: Worst = _NOTHING
+    worst: Worst = NOTHING
 
 
 def _worst(check: Callable[[], Checks]) -> CheckResult:
@@ -264,10 +262,10 @@ def _worst(check: Callable[[], Checks]) -> CheckResult:
     except UnsupportedProblemError as reason:
         return found if found.status == "fail" else CheckResult("refused", str(reason))
     except FactsError as error:
-        return CheckResult("fail", worst=Worst(math.inf, str(error), (), math.inf, 0.0))
+        return CheckResult("fail", worst=wrong(str(error)))
     except (Exception, SystemExit) as error:
         text = " ".join(str(error).split())
-        return CheckResult("fail", worst=Worst(math.inf, f"raised {type(error).__name__}: {text}", (), math.inf, 0.0))
+        return CheckResult("fail", worst=wrong(f"raised {type(error).__name__}: {text}"))
     return found
 
 

@@ -15,7 +15,7 @@ from contrastile.oracle.arrays import FloatArray
 from contrastile.schedules.problem import Problem
 from contrastile.verify import rearrange
 from contrastile.verify.rounding import round_to
-from contrastile.verify.run import Worst, compare
+from contrastile.verify.run import NOTHING, Worst, compare, wrong
 from contrastile.verify.truth import masks, truth
 
 if TYPE_CHECKING:
@@ -213,7 +213,7 @@ def search(recipes: SearchStrategy[T], compare: Callable[[T], Worst], subject: S
     import hypothesis
     import hypothesis.errors
 
-    worst: tuple[str, Worst] = ("", Worst(0.0, "nothing", (), 0.0, 0.0))
+    worst: tuple[str, Worst] = ("", NOTHING)
     failed: list[tuple[str, Worst]] = []
     refusals: list[str] = []
     drawn = 0
@@ -227,7 +227,7 @@ def search(recipes: SearchStrategy[T], compare: Callable[[T], Worst], subject: S
             refusals.append(str(reason))
             return
         except Exception as error:
-            found = str(recipe), Worst(np.inf, f"{type(error).__name__}: {error}", (), np.inf, 0.0)
+            found = str(recipe), wrong(f"{type(error).__name__}: {error}")
         worst = max(worst, found, key=lambda each: each[1].ratio)
         if not found[1].ratio < 1:
             failed.append(found)
