@@ -20,7 +20,7 @@ sys.path[:0] = [str(Path(__file__).resolve().parent.parent)]
 
 from contrastile.backends import registry  # noqa: E402
 from contrastile.backends.contract import Backend  # noqa: E402
-from contrastile.bench.environment import environment  # noqa: E402
+from contrastile.environment import measurement_environment  # noqa: E402
 from contrastile.verify import strategies  # noqa: E402
 from contrastile.verify.bounds import bounds  # noqa: E402
 from contrastile.verify.rearrange import combined  # noqa: E402
@@ -93,7 +93,7 @@ def main(arguments: list[str] | None = None) -> int:
         rows.append(agreement(backends, dtype, given.device, each, given.seed))
         print(rows[-1], flush=True)
     if given.out is not None:
-        report = {"environment": environment(given.device), "backends": list(backends), "rows": rows}
+        report = {"environment": measurement_environment(given.device), "backends": list(backends), "rows": rows}
         given.out.write_text(json.dumps(report, indent=1) + "\n", encoding="utf-8")
     return AGREE if rows and all(row["agree"] for row in rows) else DISAGREE
 

@@ -1,6 +1,6 @@
-"""The command line: ``contrastile COMMAND ...``. A command's module is imported only when it is called.
+"""The command line: ``contrastile COMMAND ...``. A command's module is imported only when the command runs.
 
-Exit codes: 0 what was asked for holds, 1 it does not, 2 it could not be run, or not to its end.
+Exit codes: 0 success, 1 failure, 2 the command could not run, or not to its end.
 """
 
 from __future__ import annotations
@@ -14,10 +14,10 @@ from collections.abc import Sequence
 from contrastile import __version__
 
 COMMANDS = {
-    "verify": ("contrastile.verify.command", "hold every backend to the float64 oracle, within derived bounds"),
+    "verify": ("contrastile.verify.command", "compare every backend with the float64 oracle, within derived bounds"),
     "mutate": ("contrastile.mutate.command", "plant known defects one at a time and say which of them verify catches"),
-    "doctor": ("contrastile.doctor", "say what is available here, what is missing and how to mend it"),
-    "bench": ("contrastile.bench", "measure time and peak memory against a plain full-logits loss"),
+    "doctor": ("contrastile.doctor", "say what is available here, what is missing and how to install or repair it"),
+    "bench": ("contrastile.bench.command", "measure time and peak memory against a plain full-logits loss"),
 }
 
 
@@ -31,7 +31,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     try:
         return _run(words)
     except BrokenPipeError:
-        # whoever read the output has left; the interpreter must not fail again when it flushes at exit
+        # the reader of stdout is gone; the interpreter must not fail again when it flushes at exit
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         return 2
     except KeyboardInterrupt:
@@ -55,6 +55,6 @@ def _run(words: list[str]) -> int:
             command.set_defaults(run=chosen.main)
     args = parser.parse_args(words)
     code = int(args.run(args))
-    # what is still buffered would meet a closed pipe at exit, where nothing can catch it
+    # flush here: at exit nothing catches the error of a closed pipe
     sys.stdout.flush()
     return code

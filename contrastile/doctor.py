@@ -1,15 +1,14 @@
-"""``contrastile doctor``: what is available here, what is missing, and the command that mends it.
+"""``contrastile doctor``: what is available here, what is missing, and the command that installs or repairs it.
 
-Packages are looked for, not imported, except those that a backend needs: each available backend computes a small loss
-and is held to the oracle. One that breaks on import is reported as broken and stops nothing.
+Optional packages are looked for and not imported, except those that a backend needs: each available backend computes a
+small loss, and its result is compared with the oracle's. A backend that breaks on import is reported as broken; the
+report goes on.
 """
 
 from __future__ import annotations
 
 import argparse
-import json
 import shutil
-import sys
 import time
 from collections.abc import Iterator
 from dataclasses import asdict, dataclass
@@ -21,9 +20,8 @@ from contrastile.backends.contract import BackendUnavailableError
 from contrastile.backends.cupy.devices import gpus
 from contrastile.backends.registry import Known, available, known
 from contrastile.bench import agreement, peers
-from contrastile.bench.display import show_table
-from contrastile.bench.environment import environment, version
-from contrastile.verify.files import why_not_writable
+from contrastile.environment import measurement_environment, torch_sees_a_gpu, version
+from contrastile.reporting import CannotRunError, cannot_run, show_table, why_not_writable, write_json
 
 State = Literal["ok", "missing", "broken", "wrong"]
 
@@ -40,6 +38,8 @@ EXTRAS = {
 
 SCALE = 100.0
 
+_NEEDS_CUDA_TORCH = "on a machine with an NVIDIA GPU: install a CUDA build of torch"
+
 
 @dataclass(frozen=True, slots=True)
 class Finding:
@@ -50,32 +50,32 @@ class Finding:
         name: of the backend, package or device.
         state: "ok"; "missing", not installed; "broken", does not load or run; "wrong", disagrees with the oracle.
         detail: version, error / bound and time, or what went wrong.
-        mend: what mends it, or "".
+        remedy: the command or action that helps, or "".
     """
 
     kind: str
     name: str
     state: State
     detail: str
-    mend: str = ""
+    remedy: str = ""
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """Adds the command's arguments to a parser."""
+    """Add the options of ``contrastile doctor``."""
     parser.add_argument("--json", type=Path, metavar="FILE", help="write what was found")
 
 
 def main(args: argparse.Namespace) -> int:
-    """Runs the command.
+    """Run ``contrastile doctor``.
 
     Returns:
-        0 when at least one backend computes what the oracle computes, else 1; 2 when it was interrupted or its file
-        cannot be written. A missing optional package is no failure.
+        0 when at least one backend agrees with the oracle, else 1; 2 when it was interrupted or its file cannot be
+        written. A missing optional package is no failure.
     """
     reason = why_not_writable(args.json)
     if reason is not None:
-        return _cannot(reason)
-    facts = environment()
+        return cannot_run("doctor", reason)
+    facts = measurement_environment()
     findings: list[Finding] = []
     try:
         for finding in examine():
@@ -83,67 +83,63 @@ def main(args: argparse.Namespace) -> int:
     except KeyboardInterrupt:
         reason = "interrupted; this is what was found until then"
     works = any(each.kind == "backend" and each.state == "ok" for each in findings)
-    show(facts, findings, works, whole=reason is None)
+    show(facts, findings, works, complete=reason is None)
     if args.json:
-        report = {
-            "verdict": "interrupted" if reason else "pass" if works else "fail",
-            "environment": facts,
-            "findings": [asdict(each) for each in findings],
-        }
+        verdict = "interrupted" if reason else "pass" if works else "fail"
         try:
-            args.json.write_text(json.dumps(report, indent=2) + "\n", encoding="utf-8")
-        except OSError as error:
-            reason = f"cannot write {args.json}: {error.strerror}"
-    return _cannot(reason) if reason else 0 if works else 1
+            write_json(args.json, {"verdict": verdict, "environment": facts, "findings": list(map(_as_json, findings))})
+        except CannotRunError as error:
+            reason = str(error)
+    return cannot_run("doctor", reason) if reason else 0 if works else 1
 
 
-def _cannot(reason: str) -> int:
-    sys.stdout.flush()
-    print(f"contrastile doctor: {reason}", file=sys.stderr)
-    return 2
+def _as_json(finding: Finding) -> dict[str, str]:
+    # the key's name is part of the file format
+    return {{"remedy": "mend"}.get(key, key): value for key, value in asdict(finding).items()}
 
 
 def examine() -> Iterator[Finding]:
-    """Every known backend, every optional package, and every GPU that torch sees, one after the other."""
-    lacking = available()
+    """Every known backend, every optional package, and every GPU that torch sees, in this order."""
+    missing = available()
     for name, entry in known().items():
-        yield _backend(name, entry, lacking.get(name))
+        yield _backend(name, entry, missing.get(name))
     yield from map(_package, EXTRAS)
     yield from _gpus()
 
 
-def show(facts: dict[str, Any], findings: list[Finding], works: bool, *, whole: bool = True) -> None:
-    """Prints the environment, the findings and, of the whole of them, the verdict."""
+def show(facts: dict[str, Any], findings: list[Finding], works: bool, *, complete: bool = True) -> None:
+    """Print the environment, the findings, and the verdict unless nothing works in an incomplete report."""
     show_table("Environment", ("fact", "value"), [(name, str(value)) for name, value in facts.items()])
-    rows = [(each.kind, each.name, each.state, each.detail, each.mend) for each in findings]
-    show_table("Findings", ("what", "name", "state", "detail", "to mend it"), rows)
+    rows = [(each.kind, each.name, each.state, each.detail, each.remedy) for each in findings]
+    show_table("Findings", ("what", "name", "state", "detail", "remedy"), rows)
     good = [each.name for each in findings if each.kind == "backend" and each.state == "ok"]
-    if works or whole:
+    if works or complete:
         print(f"works here: {', '.join(good)}" if works else "no backend works here")
 
 
 def _backend(name: str, entry: Known, missing: str | None) -> Finding:
-    """Loads a backend and holds a small loss and its gradients to the oracle."""
+    """Load a backend and compare a small loss and its gradients with the oracle's."""
     if missing is not None:
         return Finding("backend", name, "missing", missing.partition("; run:")[0], entry.install)
     try:
         implementation = peers.ours(name)
         device, dtype = _place(implementation)
-        if device == "cuda" and implementation.library == "torch" and not _has_gpu():
-            return Finding("backend", name, "missing", "runs on cuda, and torch sees no GPU here", _GPU_MEND)
+        if device == "cuda" and implementation.library == "torch" and not torch_sees_a_gpu():
+            detail = "runs on cuda, and torch sees no GPU here"
+            return Finding("backend", name, "missing", detail, _NEEDS_CUDA_TORCH)
         start = time.perf_counter()
         found = agreement.check(implementation, dtype, device, SCALE, rows=agreement.FEW_ROWS)
         taken = time.perf_counter() - start
     except BackendUnavailableError as error:
-        # its packages are there: what is missing is what the message says, and so is what mends it
-        detail, _, mend = str(error).partition(" is not available: ")[2].partition("; ")
+        # its packages are installed, so the message says what else is missing and what to do about it
+        detail, _, remedy = str(error).partition(" is not available: ")[2].partition("; ")
         state: State = "missing" if error.__cause__ is None else "broken"
-        return Finding("backend", name, state, detail, mend)
-    except (Exception, SystemExit) as error:  # other people's code may raise anything, and the report must go on
+        return Finding("backend", name, state, detail, remedy)
+    except (Exception, SystemExit) as error:  # a third-party backend may raise anything, and the report must go on
         return Finding("backend", name, "broken", f"{type(error).__name__}: {error}", entry.install)
     if found.ratio is None:
         return Finding("backend", name, "broken", found.reason, entry.install)
-    detail = f"{dtype} on {device}: {found.ratio:.2g} x its bound from the oracle, {taken:.2f} s"
+    detail = f"{dtype} on {device}: error {found.ratio:.2g} x its bound, {taken:.2f} s"
     if found.agrees:
         return Finding("backend", name, "ok", detail)
     return Finding("backend", name, "wrong", f"{detail}; {found.reason}", f"contrastile verify --backend {name}")
@@ -166,17 +162,8 @@ def _package(name: str) -> Finding:
     return Finding("package", name, "ok", f"{found}: {purpose}")
 
 
-_GPU_MEND = "on a machine with an NVIDIA GPU: install a CUDA build of torch"
-
-
-def _has_gpu() -> bool:
-    import torch
-
-    return torch.cuda.is_available()
-
-
 def _gpus() -> list[Finding]:
-    """The GPUs that torch sees, or CuPy where there is no torch; or that there is one which torch does not see."""
+    """The GPUs that torch sees, or CuPy where there is no torch; or that torch sees none although there is a driver."""
     if find_spec("torch") is None and find_spec("cupy") is not None:
         try:
             return [Finding("gpu", gpu, "ok", f"{size / 2**30:.0f} GiB") for gpu, size in gpus()]
@@ -185,11 +172,11 @@ def _gpus() -> list[Finding]:
     try:
         import torch
 
-        count = torch.cuda.device_count() if _has_gpu() else 0
+        count = torch.cuda.device_count() if torch_sees_a_gpu() else 0
     except (ImportError, OSError):
         return []
     if not count and shutil.which("nvidia-smi"):
         detail = f"a driver is installed, but torch {torch.__version__} sees no GPU"
-        return [Finding("gpu", "NVIDIA", "missing", detail, _GPU_MEND)]
+        return [Finding("gpu", "NVIDIA", "missing", detail, _NEEDS_CUDA_TORCH)]
     devices = (torch.cuda.get_device_properties(i) for i in range(count))
     return [Finding("gpu", each.name, "ok", f"{each.total_memory / 2**30:.0f} GiB") for each in devices]

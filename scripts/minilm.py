@@ -86,7 +86,7 @@ def _words(text: str) -> Iterator[str]:
     for character in decomposed:
         if unicodedata.category(character) == "Mn":
             continue
-        if not (character.isspace() or _stands_alone(character)):
+        if not (character.isspace() or _is_a_word(character)):
             word += character
             continue
         if word:
@@ -106,7 +106,7 @@ def _cleaned(text: str) -> Iterator[str]:
             yield character
 
 
-def _stands_alone(character: str) -> bool:
+def _is_a_word(character: str) -> bool:
     code = ord(character)
     ascii_mark = 33 <= code < 127 and not character.isalnum()
     return ascii_mark or unicodedata.category(character)[0] == "P" or _is_ideograph(code)

@@ -1,4 +1,4 @@
-"""Bad input, call by call: each expression below must raise. The tests run it and docs/errors.md is made from it.
+"""Invalid input, call by call: each expression must raise. The tests run them, and docs/errors.md is made from them.
 
 Expressions see ``contrastile``, ``torch``, ``np`` and, from one array library, ``image`` and ``text`` (6, 5), ``key``
 (11, 5) and ``labels`` (6,).
@@ -27,7 +27,7 @@ LIBRARIES = ("torch", "numpy")
 
 @dataclass(frozen=True)
 class Provocation:
-    """An expression, what it raises, in which libraries, and which package it must do without."""
+    """An expression, the error it raises, the array libraries to try, and a package to hide while it runs."""
 
     call: str
     error: type[Exception]
@@ -35,8 +35,8 @@ class Provocation:
     without: str = ""
 
     def message(self, library: str = "torch") -> str:
-        """The text of what the expression raises; another error passes, none is an AssertionError."""
-        # torch deprecates some of what these calls are made of
+        """The error's text. Other errors propagate; AssertionError if nothing is raised."""
+        # torch has deprecated some functions in these calls
         with _world(self.without), warnings.catch_warnings(action="ignore"):
             try:
                 # the expressions are the ones in this file

@@ -29,7 +29,7 @@ def code_blocks(page: Path, language: str) -> list[str]:
 
 @pytest.fixture
 def tiled(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> str:
-    """The file that docs/backend.md shows, as a module that somebody else wrote."""
+    """The file that docs/backend.md shows, as a third-party module."""
     (shown,) = re.findall(r'^--8<-- "(.*)"$', (ROOT / "docs" / "backend.md").read_text(encoding="utf-8"), re.M)
     name = "tiled_from_the_page"
     (tmp_path / f"{name}.py").write_text((ROOT / shown).read_text(encoding="utf-8"))
@@ -88,7 +88,7 @@ def test_the_backend_of_the_page_serves_the_front_door(tiled: str) -> None:
 
 
 def links(page: Path) -> list[str]:
-    """Where a page leads, but for other sites."""
+    """The relative links of a page."""
     found = re.findall(r"\]\(([^)#\s]+)[^)\s]*\)", page.read_text(encoding="utf-8"))
     return [target for target in found if "://" not in target]
 

@@ -4,12 +4,12 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 
-from contrastile import doctor
+from contrastile import doctor, environment
 from contrastile.backends.contract import BackendUnavailableError
 from contrastile.backends.registry import BUILT_IN, Known
-from contrastile.bench import display, environment
 from contrastile.bench.agreement import Agreement
 
 
@@ -23,6 +23,7 @@ def test_it_finds_what_works_here(tmp_path: Path, capsys: pytest.CaptureFixture[
     assert run("--json", str(tmp_path / "doctor.json")) == 0
     found = json.loads((tmp_path / "doctor.json").read_text())
     assert found["verdict"] == "pass"
+    assert list(found["findings"][0]) == ["kind", "name", "state", "detail", "mend"]
     states = {each["name"]: each["state"] for each in found["findings"] if each["kind"] == "backend"}
     assert states["numpy"] == states["torch"] == "ok"
     assert found["environment"]["torch_blas"] != "unknown"
@@ -38,7 +39,7 @@ def only(monkeypatch: pytest.MonkeyPatch, entry: Known, missing: str | None = No
 def test_a_missing_backend_comes_with_its_command(monkeypatch: pytest.MonkeyPatch) -> None:
     entry = Known("it", ("nowhere_to_be_found",), "pip install it")
     found = only(monkeypatch, entry, entry.missing())
-    assert (found.state, found.detail, found.mend) == (
+    assert (found.state, found.detail, found.remedy) == (
         "missing",
         "nowhere_to_be_found cannot be imported",
         "pip install it",
@@ -53,12 +54,12 @@ def test_a_backend_that_raises_is_broken_and_the_report_goes_on(monkeypatch: pyt
     found = only(monkeypatch, BUILT_IN["torch"])
     assert found.state == "broken"
     assert "libsomething.so" in found.detail
-    assert found.mend == "pip install 'contrastile[torch]'"
+    assert found.remedy == "pip install 'contrastile[torch]'"
     # nothing works any more: that is the one failure
     assert run() == 1
 
 
-def test_where_the_packages_are_there_what_mends_it_is_not_to_install_them(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_where_the_packages_are_installed_the_remedy_is_another(monkeypatch: pytest.MonkeyPatch) -> None:
     def no_gpu(name: str) -> Any:
         raise BackendUnavailableError(
             f"backend {name!r} is not available: CuPy finds no NVIDIA GPU; use a machine with such a GPU and its driver"
@@ -67,14 +68,14 @@ def test_where_the_packages_are_there_what_mends_it_is_not_to_install_them(monke
     monkeypatch.setattr(doctor.peers, "ours", no_gpu)
     found = only(monkeypatch, BUILT_IN["cupy"])
     assert (found.state, found.detail) == ("missing", "CuPy finds no NVIDIA GPU")
-    assert found.mend == "use a machine with such a GPU and its driver"
+    assert found.remedy == "use a machine with such a GPU and its driver"
 
     def not_loading(name: str) -> Any:
         raise BackendUnavailableError(f"backend {name!r} is not available: so; mend it") from OSError("no libcudart")
 
     monkeypatch.setattr(doctor.peers, "ours", not_loading)
     found = only(monkeypatch, BUILT_IN["cupy"])
-    assert (found.state, found.detail, found.mend) == ("broken", "so", "mend it")
+    assert (found.state, found.detail, found.remedy) == ("broken", "so", "mend it")
 
 
 @pytest.mark.parametrize("raised", [SystemExit(0), ZeroDivisionError("division by zero")])
@@ -137,15 +138,22 @@ def test_a_backend_that_is_wrong_is_said_to_be(monkeypatch: pytest.MonkeyPatch) 
     found = only(monkeypatch, BUILT_IN["numpy"])
     assert found.state == "wrong"
     assert "loss: error 1" in found.detail
-    assert found.mend == "contrastile verify --backend it"
+    assert found.remedy == "contrastile verify --backend it"
 
 
 def test_a_missing_package_is_no_failure(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(doctor, "version", lambda name: None)
     packages = [each for each in doctor.examine() if each.kind == "package"]
     assert {each.state for each in packages} == {"missing"}
-    assert all(each.mend.startswith("pip install 'contrastile[") for each in packages)
+    assert all(each.remedy.startswith("pip install 'contrastile[") for each in packages)
     assert run() == 0
+
+
+def test_environment_names_what_the_numbers_depend_on() -> None:
+    found = environment.environment()
+    assert set(found) == {"contrastile", "python", "numpy", "torch", "platform", "cpu", "cores"}
+    assert found["numpy"] == np.__version__
+    assert found["cpu"]
 
 
 def test_a_version_is_found_without_importing(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
@@ -156,27 +164,10 @@ def test_a_version_is_found_without_importing(monkeypatch: pytest.MonkeyPatch, t
     assert environment.version("pytest") == pytest.__version__
 
 
-@pytest.mark.parametrize("rich", [True, False])
-def test_tables_show_every_cell_and_read_no_markup(
-    rich: bool, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
-    monkeypatch.setattr(display, "has_rich", lambda: rich)
-    display.show_table("Title", ("name", "n"), [("[bold]x[/bold]", "1"), ("y", "22")], right=[1])
-    printed = capsys.readouterr().out
-    assert "Title" in printed
-    assert "[bold]x[/bold]" in printed
-    assert "22" in printed
-
-
-def test_a_plain_table_is_aligned() -> None:
-    text = display.plain_table("T", ("name", "n"), [("x", "1"), ("longer", "22")], right=[1])
-    assert text.splitlines() == ["T", "name     n", "----------", "x        1", "longer  22"]
-
-
 def test_a_backend_for_gpus_alone_is_missing_not_broken_where_there_is_none(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(doctor, "_place", lambda implementation: ("cuda", "float32"))
-    monkeypatch.setattr(doctor, "_has_gpu", lambda: False)
+    monkeypatch.setattr(doctor, "torch_sees_a_gpu", lambda: False)
     found = {each.name: each for each in doctor.examine() if each.kind == "backend"}
     assert found["torch"].state == "missing"
     assert found["torch"].detail == "runs on cuda, and torch sees no GPU here"
-    assert "CUDA build of torch" in found["torch"].mend
+    assert "CUDA build of torch" in found["torch"].remedy

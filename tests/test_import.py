@@ -29,7 +29,7 @@ LAYERS = [
     {"evaluation"},
     {"losses"},
     {""},  # contrastile/__init__.py
-    {"nn", "data", "training"},
+    {"nn", "data", "training", "environment", "reporting"},
     {"verify"},
     {"bench", "doctor", "mutate"},
     {"cli"},
@@ -47,6 +47,7 @@ FRAMES = (
     "verify",
     "bench",
     "doctor",
+    "environment",
 )
 HOMES = {
     "torch": (*FRAMES, "backends.torch", "backends.triton", "comm.torch_group"),
@@ -56,7 +57,7 @@ HOMES = {
     "mpi4py": ("comm.mpi", "verify"),
     "hypothesis": ("verify",),
     "pytest": ("verify",),
-    "rich": ("verify", "bench", "doctor", "mutate", "cli"),
+    "rich": ("reporting",),
     "matplotlib": ("verify", "bench"),
 }
 

@@ -19,7 +19,7 @@ from contrastile import autograd, plan, problems
 from contrastile.backends.contract import Array, Backend, Block, ColumnForm, Finished, Options, Statistics, Weights
 from contrastile.backends.registry import load
 from contrastile.schedules import gather, ring, schedule
-from contrastile.verify import cases, housing
+from contrastile.verify import cases, layouts
 from contrastile.verify.run import outcome
 
 B, D = 23, 17
@@ -222,14 +222,14 @@ def test_the_harness_goes_the_same_way(keeping: Keeping) -> None:
     problem = cases.build("wide", "float64").problem
     outcome(problem, keeping.backend, "float64")
     assert (keeping.asked, keeping.seen) == (["keeping"], [UNTOUCHED])
-    trespasses: list[str] = []
-    moved = housing.rehoused(keeping.backend, housing.bands, trespasses)
+    violations: list[str] = []
+    moved = layouts.relocated(keeping.backend, layouts.guard_bands, violations)
     outcome(problem, moved, "float64")
     assert (keeping.asked, keeping.seen) == (["keeping"] * 2, [UNTOUCHED] * 2)
-    assert not trespasses
-    outcome(problem, housing.expanded(keeping.backend), "float64")
+    assert not violations
+    outcome(problem, layouts.expanded(keeping.backend), "float64")
     assert (keeping.asked, keeping.seen) == (["keeping"] * 3, [UNTOUCHED] * 3)
-    outcome(problem, housing.repeated(keeping.backend), "float64")
+    outcome(problem, layouts.called_twice(keeping.backend), "float64")
     assert (keeping.asked[3:], keeping.seen[3:]) == (["lse"], [])
     outcome(cases.build("blocks", "float64").problem, keeping.backend, "float64")
     assert set(keeping.asked[4:]) == {"lse"}

@@ -29,7 +29,7 @@ def python_blocks(text: str) -> list[str]:
 
 
 def run(source: str) -> str:
-    """What a script prints, its warnings being errors."""
+    """The output of a script."""
     printed = io.StringIO()
     with contextlib.redirect_stdout(printed):
         exec(compile(source, "the page", "exec"), {"__name__": "__main__"})
@@ -77,7 +77,7 @@ def test_every_command_explains_itself(command: str) -> None:
 @pytest.mark.parametrize("page", ["README.md", "docs/verify.md", "docs/bench.md"])
 def test_every_option_on_a_page_is_the_command_s(page: str) -> None:
     text = (ROOT / page).read_text(encoding="utf-8")
-    # a command line of its own, or a row of a table that begins with a command
+    # a command on a line of its own, or at the start of a table row
     lines = re.findall(r"^(?:\| `)?contrastile ([a-z]+)([^\n#]*)", text, re.M)
     assert any("--" in line for _, line in lines)
     for command, line in lines:

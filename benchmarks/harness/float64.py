@@ -13,7 +13,7 @@ from typing import Any
 
 import torch
 
-from contrastile.bench.cases import COSINE
+from contrastile.bench.workloads import COSINE
 
 Tensor = torch.Tensor
 CHUNK = 8192

@@ -14,7 +14,7 @@ from typing import Any
 
 import torch
 
-from contrastile.bench.environment import environment
+from contrastile.environment import measurement_environment
 from harness.ranks import Ranks
 
 PACKAGES = ("triton", "cupy-cuda13x", "inf-cl", "cut-cross-entropy", "liger-kernel", "quack-kernels", "open-clip-torch")
@@ -24,7 +24,7 @@ _FIXED = ("driver_version", "power.limit", "clocks.max.sm", "memory.total")
 
 def facts(ranks: Ranks, commit: str | None) -> dict[str, Any]:
     """What the numbers were measured on: machine, versions, and the commit (as given where there is no checkout)."""
-    found = environment(ranks.kind)
+    found = measurement_environment(ranks.kind)
     found["commit"] = commit or found["commit"]
     for name in PACKAGES:
         try:

@@ -1,4 +1,4 @@
-"""No speed without agreement: the very call that will be timed, against the oracle, within derived bounds."""
+"""Before an implementation is timed, the same call must agree with the oracle, within derived bounds."""
 
 from __future__ import annotations
 
@@ -10,8 +10,8 @@ import numpy as np
 from contrastile import problems
 from contrastile.backends.arrays import library_of
 from contrastile.backends.contract import state_dtype
-from contrastile.bench.cases import Case, Features, arguments, features
 from contrastile.bench.peers import CHECK_ROWS, Implementation
+from contrastile.bench.workloads import Features, Workload, arguments, features
 from contrastile.verify.bounds import bounds
 from contrastile.verify.rounding import UNIT, round_to
 from contrastile.verify.run import compare, parts
@@ -46,12 +46,12 @@ class Agreement:
 
 
 def check(implementation: Implementation, dtype: str, device: str, scale: float, rows: int = CHECK_ROWS) -> Agreement:
-    """Loss and all gradients of one implementation at a ragged size, without ids and with them.
+    """Compare loss and all gradients of one implementation with the oracle, at a ragged size, with and without ids.
 
-    A size at which some bound is infinite proves nothing: fewer pairs are taken then (bfloat16 sums).
+    An infinite bound proves nothing: where one is infinite, fewer pairs are tried (sums in bfloat16).
 
     Args:
-        implementation: what is to be timed.
+        implementation: what will be timed.
         dtype: of the features.
         device: "cpu" or "cuda".
         scale: rounded to the state dtype first.
@@ -62,8 +62,8 @@ def check(implementation: Implementation, dtype: str, device: str, scale: float,
         return Agreement(implementation.name, None, rows, refusal)
     scale = float(round_to(scale, state_dtype(dtype)))
     for pairs in sorted({rows, min(rows, FEW_ROWS)}, reverse=True):
-        cases = [Case(variant, pairs, CHECK_WIDTH) for variant in ("aligned", "ids")]
-        found = [_compare(implementation, case, dtype, device, scale) for case in cases]
+        workloads = [Workload(variant, pairs, CHECK_WIDTH) for variant in ("aligned", "ids")]
+        found = [_compare(implementation, workload, dtype, device, scale) for workload in workloads]
         if all(each is not None for each in found):
             ratio, reason = max(each for each in found if each is not None)
             return Agreement(implementation.name, ratio, pairs, reason)
@@ -71,25 +71,25 @@ def check(implementation: Implementation, dtype: str, device: str, scale: float,
 
 
 def _compare(
-    implementation: Implementation, case: Case, dtype: str, device: str, scale: float
+    implementation: Implementation, workload: Workload, dtype: str, device: str, scale: float
 ) -> tuple[float, str] | None:
     """The worst element's ratio and description; None where the bounds are not finite."""
-    drawn = features(case)
+    drawn = features(workload)
     image, text = (round_to(x, dtype) for x in (drawn.image, drawn.text))
     problem = problems.clip(image, text, scale, ids=drawn.ids).problem
     exact = truth(problem)
     accuracy = implementation.accuracy(dtype, device)
-    # the front door hands the loss out in the state dtype, however exact the backend
+    # the loss is returned in the state dtype, however exact the backend is
     accuracy = replace(accuracy, unit=max(accuracy.unit, UNIT[state_dtype(dtype)]))
-    # a peer may subtract its positives from its sums, as the formula is written
-    allowed = bounds(problem, exact, accuracy, dtype, apart=implementation.apart)
+    # a peer may include the positive in its log-sum-exp, as the formula is written
+    allowed = bounds(problem, exact, accuracy, dtype, separate_positives=implementation.separate_positives)
     if not all(bound is None or np.isfinite(bound).all() for _, bound in parts(allowed, FIELDS)):
         return None
-    # float32 holds every feature dtype's values that matter here: the features were drawn in it
+    # exact: the features were drawn in float32
     given = Features(image.astype(np.float32), text.astype(np.float32), drawn.ids)
     loss, gradients = implementation.step(arguments(given, implementation.library, dtype, device, scale))()
     worst = compare(_outcome(loss, gradients), exact.outcome, allowed, FIELDS)
-    return worst.ratio, f"{worst} ({case.variant}, b = {case.batch}, d = {case.width})"
+    return worst.ratio, f"{worst} ({workload.variant}, b = {workload.batch}, d = {workload.width})"
 
 
 def _outcome(loss: Any, gradients: tuple[Any, Any, Any]) -> Outcome:

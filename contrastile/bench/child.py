@@ -1,6 +1,6 @@
 """Memory of one implementation at one size, measured in a process of its own: ``python -m contrastile.bench.child``.
 
-A fresh process keeps one measurement's leftovers out of the next, and one that runs out of memory takes nobody along.
+In a fresh process no earlier measurement affects this one, and running out of memory ends no other.
 """
 
 from __future__ import annotations
@@ -11,16 +11,16 @@ import subprocess
 import sys
 from dataclasses import asdict, dataclass
 
-from contrastile.bench.cases import Case, arguments, features
 from contrastile.bench.memory import peak_extra, resident_peak
 from contrastile.bench.peers import named, use_threads
+from contrastile.bench.workloads import Workload, arguments, features
 
 WARM_ROWS = 64
 
 
 @dataclass(frozen=True, slots=True)
 class Request:
-    """What to measure: an implementation's name, the case, and how."""
+    """What to measure: an implementation's name, the workload, and how."""
 
     implementation: str
     variant: str
@@ -33,7 +33,7 @@ class Request:
 
 
 @dataclass(frozen=True, slots=True)
-class Found:
+class MemoryUse:
     """Peak extra bytes by allocations, and the growth of resident memory where the system tells."""
 
     peak_bytes: int
@@ -41,11 +41,11 @@ class Found:
 
 
 class MemoryMeasurementError(RuntimeError):
-    """The process that measured did not come to its end; the message says how it ended."""
+    """The measuring process failed; the message says how."""
 
 
-def ask(request: Request, timeout: float | None = None) -> Found:
-    """The measurement, taken in a fresh process.
+def measure_in_a_child(request: Request, timeout: float | None = None) -> MemoryUse:
+    """Measure in a fresh process.
 
     Raises:
         MemoryMeasurementError: it failed, was killed or took longer than ``timeout`` seconds.
@@ -55,27 +55,27 @@ def ask(request: Request, timeout: float | None = None) -> Found:
     try:
         done = subprocess.run(command, capture_output=True, text=True, env=environment, timeout=timeout, check=False)
     except subprocess.TimeoutExpired as error:
-        raise MemoryMeasurementError(f"its memory run took more than {timeout:.0f} s") from error
+        raise MemoryMeasurementError(f"measuring its memory took more than {timeout:.0f} s") from error
     if done.returncode < 0:
-        raise MemoryMeasurementError(f"its memory run was killed by signal {-done.returncode} (9: out of memory)")
+        raise MemoryMeasurementError(f"measuring its memory was killed by signal {-done.returncode} (9: out of memory)")
     if done.returncode:
         last = (done.stderr.strip().splitlines() or ["no message"])[-1]
-        raise MemoryMeasurementError(f"its memory run failed: {last}")
-    return Found(**json.loads(done.stdout.strip().splitlines()[-1]))
+        raise MemoryMeasurementError(f"measuring its memory failed: {last}")
+    return MemoryUse(**json.loads(done.stdout.strip().splitlines()[-1]))
 
 
-def measure(request: Request) -> Found:
-    """The measurement, taken in this process: resident memory first, while the process is still clean."""
+def measure(request: Request) -> MemoryUse:
+    """Measure in this process: resident memory first, before anything else has allocated."""
     implementation = named(request.implementation)
     use_threads(request.threads)
-    case = Case(request.variant, request.batch, request.width)
+    workload = Workload(request.variant, request.batch, request.width)
     how = implementation.library, request.dtype, request.device, request.scale
-    # what is set up once and kept (thread pools, code pages) is no cost of the call
-    warm = case.resized(min(case.batch, WARM_ROWS))
+    # what is set up once and kept (thread pools, code pages) is no cost of the call: warm up
+    warm = workload.resized(min(workload.batch, WARM_ROWS))
     implementation.step(arguments(features(warm), *how))()
-    step = implementation.step(arguments(features(case), *how))
+    step = implementation.step(arguments(features(workload), *how))
     resident = resident_peak(step) if request.device == "cpu" else None
-    return Found(peak_extra(step, implementation.library, request.device), resident)
+    return MemoryUse(peak_extra(step, implementation.library, request.device), resident)
 
 
 if __name__ == "__main__":

@@ -1,12 +1,9 @@
-"""``contrastile bench``: arguments in, table, JSON and PNG out, verdict by exit code."""
+"""``contrastile bench``: options, table, JSON, picture and exit code."""
 
 from __future__ import annotations
 
 import argparse
-import importlib.util
-import json
 import os
-import sys
 from pathlib import Path
 from typing import Any
 
@@ -14,17 +11,16 @@ from contrastile.backends.contract import BackendUnavailableError
 from contrastile.backends.registry import available
 from contrastile.backends.settings import KEEP, WORKSPACE
 from contrastile.bench import report, sweep
-from contrastile.bench.cases import VARIANTS
-from contrastile.bench.display import progress
-from contrastile.bench.results import Settings, Sweep
-from contrastile.verify.files import why_not_writable
+from contrastile.bench.results import Sweep, SweepSettings
+from contrastile.bench.workloads import VARIANTS
+from contrastile.environment import torch_sees_a_gpu
+from contrastile.reporting import CannotRunError, cannot_run, progress, why_not_writable, write_json
 
 QUICK: dict[str, Any] = {"batch": [256, 512], "width": [64], "repeat": 3}
 USUAL: dict[str, Any] = {"batch": [4096, 8192], "width": [512], "repeat": 5}
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """Adds the command's arguments to a parser."""
     add = parser.add_argument
     add("--backend", nargs="+", metavar="NAME", help="backends, or module:attribute (all that are available here)")
     add("--batch", nargs="+", type=positive, metavar="B", help="numbers of pairs (4096 8192)")
@@ -45,7 +41,6 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def positive(text: str) -> int:
-    """An integer of at least 1, for argparse."""
     value = int(text)
     if value < 1:
         raise argparse.ArgumentTypeError(f"must be at least 1, got {value}")
@@ -61,59 +56,67 @@ def whole(text: str) -> int:
 
 
 def main(args: argparse.Namespace) -> int:
-    """Runs the command.
+    """Run ``contrastile bench``.
 
     Returns:
         0 when something was measured and nothing disagreed, 1 when an implementation disagreed with the oracle, 2 when
         nothing could be measured, a file could not be written, or the sweep was interrupted.
     """
+    try:
+        return _run(args)
+    except CannotRunError as error:
+        return cannot_run("bench", error)
+
+
+def _run(args: argparse.Namespace) -> int:
     reason = why_not_writable(args.json, args.plot)
     if reason is not None:
-        return _cannot(reason)
+        raise CannotRunError(reason)
     if args.plot and not report.can_plot():
-        return _cannot(report.PLOT_NEEDS)
-    if args.device == "cuda" and not _sees_cuda():
-        return _cannot("--device cuda needs a torch that sees a GPU; run: contrastile doctor")
+        raise CannotRunError(report.PLOT_NEEDS)
+    if args.device == "cuda" and not torch_sees_a_gpu():
+        raise CannotRunError("--device cuda needs a torch that sees a GPU; run: contrastile doctor")
     chosen = settings(args)
     # the processes that measure memory inherit it
     for variable, mib in ((WORKSPACE, chosen.workspace), (KEEP, chosen.keep)):
         if mib is not None:
             os.environ[variable] = str(mib)
-    try:
-        with progress(sweep.steps(chosen)) as advance:
+    done, total = 0, sweep.steps(chosen)
+    with progress(lines=True) as show:
+
+        def advance(what: str, steps: int) -> None:
+            nonlocal done
+            done += steps
+            show(done, total, what)
+
+        try:
             found = sweep.run(chosen, advance)
-    except (ValueError, TypeError, BackendUnavailableError) as error:
-        return _cannot(str(error))
+        except (ValueError, TypeError, BackendUnavailableError) as error:
+            raise CannotRunError(error) from error
     report.show(found)
-    reason = _written(found, args.json, args.plot)
-    if reason is not None:
-        return _cannot(reason)
+    if args.json:
+        write_json(args.json, report.as_json(found))
+    if args.plot and any(row.seconds for row in found.rows):
+        _draw(found, args.plot)
     if found.interrupted:
-        return _cannot("interrupted; this is what was found until then")
+        raise CannotRunError("interrupted; this is what was found until then")
     if any(each.ratio is not None and not each.agrees for each in found.agreements):
         return 1
     return 0 if any(row.seconds for row in found.rows) else 2
 
 
-def _written(found: Sweep, data: Path | None, picture: Path | None) -> str | None:
-    """Writes the files; why one cannot be written, or None."""
-    path = data
+def _draw(found: Sweep, path: Path) -> None:
     try:
-        if data:
-            data.write_text(json.dumps(report.as_json(found), indent=2) + "\n", encoding="utf-8")
-        path = picture
-        if picture and any(row.seconds for row in found.rows):
-            report.plot(found, picture)
+        report.plot(found, path)
     except OSError as error:
-        return f"cannot write {path}: {error.strerror}"
-    return None
+        raise CannotRunError(f"cannot write {path}: {error.strerror}") from error
 
 
-def settings(args: argparse.Namespace) -> Settings:
+def settings(args: argparse.Namespace) -> SweepSettings:
     """The settings that the arguments ask for; ``--quick`` fills in what was not given."""
     usual = QUICK if args.quick else USUAL
     backends = args.backend or [name for name, missing in available().items() if missing is None]
-    return Settings(
+    return SweepSettings(
         backends=tuple(dict.fromkeys(backends)),
         batches=tuple(dict.fromkeys(args.batch or usual["batch"])),
         widths=tuple(dict.fromkeys(args.width or usual["width"])),
@@ -128,17 +131,3 @@ def settings(args: argparse.Namespace) -> Settings:
         budget=args.budget,
         memory=not args.no_memory,
     )
-
-
-def _sees_cuda() -> bool:
-    if importlib.util.find_spec("torch") is None:
-        return False
-    import torch
-
-    return bool(torch.cuda.is_available())
-
-
-def _cannot(reason: str) -> int:
-    sys.stdout.flush()
-    print(f"contrastile bench: {reason}", file=sys.stderr)
-    return 2

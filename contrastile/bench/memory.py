@@ -1,4 +1,4 @@
-"""Peak extra memory of one call: what was live at the worst moment, less what was live before; results included.
+"""Peak extra memory of one call: the most that was live at once, less what was live before; results included.
 
 Measured, never estimated:
 
@@ -8,18 +8,19 @@ Measured, never estimated:
 * torch on CUDA: the caching allocator's own high-water mark of allocated (not reserved) bytes.
 * NumPy: ``tracemalloc``, to which NumPy reports its buffers. Python's own objects count too; BLAS workspace does not.
 
-``resident_peak`` is the operating system's view, everything included. It is rounded to pages and blurred by memory that
-the process keeps for reuse, so it is printed beside the exact number as a cross-check.
+``resident_peak`` is the operating system's number and includes everything. It is rounded to pages, and memory that the
+process keeps for reuse hides part of it, so it is printed beside the exact number as a cross-check.
 """
 
 from __future__ import annotations
 
 import ctypes
 import gc
-import tracemalloc
 from collections.abc import Callable, Iterable
 from pathlib import Path
 from typing import Any
+
+from contrastile.verify.peak import numpy_meter
 
 _PROCESS = Path("/proc/self")
 _RESET_HIGH_WATER = "5"
@@ -53,13 +54,13 @@ def replay(sizes: Iterable[int]) -> int:
 
 
 def _events(call: Callable[[], Any]) -> list[tuple[int, int]]:
-    """(time in ns, signed bytes) of each event; releasing what was allocated before the call has size 0."""
+    """(time in ns, signed bytes) of each event; the release of an earlier allocation has size 0."""
     from torch.autograd import profiler
 
     gc.collect()
     profile: Any = profiler.profile(profile_memory=True)
     with profile:
-        # held until the profile ends, so that results stay live
+        # until the profile ends: results count
         kept = call()
     del kept
     events = profile.kineto_results.events()
@@ -83,25 +84,18 @@ def cuda_peak(call: Callable[[], Any]) -> int:
 def numpy_peak(call: Callable[[], Any]) -> int:
     """Peak extra bytes of NumPy's buffers and Python's objects during one call."""
     gc.collect()
-    tracing = tracemalloc.is_tracing()
-    if not tracing:
-        tracemalloc.start()
-    try:
-        tracemalloc.reset_peak()
-        before = tracemalloc.get_traced_memory()[0]
+    found = [0]
+    with numpy_meter(found):
+        # until the meter stops: results count
         kept = call()
-        peak = tracemalloc.get_traced_memory()[1]
-        del kept
-    finally:
-        if not tracing:
-            tracemalloc.stop()
-    return peak - before
+    del kept
+    return found[0]
 
 
 def resident_peak(call: Callable[[], Any]) -> int | None:
     """Growth of the process's resident memory to its high-water mark during one call, in bytes; None if not known.
 
-    Use it in a fresh process: memory that an earlier call gave back, but the process kept, hides what this one takes.
+    Call it in a fresh process: memory that an earlier call freed and the process kept hides what this call takes.
     """
     gc.collect()
     _trim()
@@ -117,7 +111,7 @@ def resident_peak(call: Callable[[], Any]) -> int | None:
 
 
 def available_bytes(device: str) -> int | None:
-    """Memory that a new allocation could have, in bytes; None if not known."""
+    """Bytes available to new allocations; None if not known."""
     if device == "cuda":
         import torch
 
@@ -141,7 +135,7 @@ def _kibibytes(text: str, key: str) -> int | None:
 
 
 def _trim() -> None:
-    """Gives free heap pages back, where the C library can."""
+    """Return free heap pages to the system, where the C library can."""
     trim = getattr(ctypes.CDLL(None), "malloc_trim", None)
     if trim is not None:
         trim(0)

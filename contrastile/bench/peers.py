@@ -10,15 +10,15 @@ from typing import Any
 
 from contrastile.backends.contract import Accuracy
 from contrastile.backends.registry import load
-from contrastile.bench.cases import Arguments, Case
+from contrastile.bench.workloads import Arguments, Workload
 from contrastile.verify.rounding import UNDERFLOW, UNIT
 
 PLAIN = "plain"
 CHECK_ROWS = 1031
 """Pairs of the check against the oracle: prime, and more than one chunk of any backend."""
 
-Outcome = tuple[Any, tuple[Any, Any, Any]]
-Step = Callable[[], Outcome]
+StepResult = tuple[Any, tuple[Any, Any, Any]]
+Step = Callable[[], StepResult]
 
 
 @dataclass(frozen=True, slots=True)
@@ -29,20 +29,20 @@ class Implementation:
         name: a backend's name, or "plain".
         library: whose arrays it is given: "numpy", "torch", or "cupy" where there is no torch.
         step: binds arguments; each call of the result is one forward and backward, and returns
-            ``loss, (d_image, d_text, d_scale)``. It leaves nothing behind.
+            ``loss, (d_image, d_text, d_scale)``. No gradient accumulates.
         accuracy: facts for the bounds of its check, given the dtype and the device.
-        predicted_bytes: what it is expected to hold at its peak, given the case and the size of one feature.
+        predicted_bytes: bytes that it is expected to hold at its peak, given the workload and the size of one feature.
         refuses: why it cannot run in a dtype on a device, or None.
-        apart: whether it keeps positives out of its sums: see ``verify.bounds.bounds``.
+        separate_positives: whether positives stay out of its log-sum-exps: see ``verify.bounds.bounds``.
     """
 
     name: str
     library: str
     step: Callable[[Arguments], Step]
     accuracy: Callable[[str, str], Accuracy]
-    predicted_bytes: Callable[[Case, int], int]
+    predicted_bytes: Callable[[Workload, int], int]
     refuses: Callable[[str, str], str | None]
-    apart: bool = True
+    separate_positives: bool = True
 
 
 def named(name: str) -> Implementation:
@@ -56,14 +56,14 @@ def named(name: str) -> Implementation:
 
 
 def use_threads(threads: int | None) -> None:
-    """Limits torch's threads, where it is loaded; None leaves them. NumPy's BLAS reads its own variables at start."""
+    """Limit torch's threads if torch is loaded; None changes nothing. NumPy's BLAS reads its own variables at start."""
     torch = sys.modules.get("torch")
     if threads is not None and torch is not None:
         torch.set_num_threads(threads)
 
 
 def ours(name: str) -> Implementation:
-    """A backend through the package's front door, so that what is timed is what a user calls."""
+    """A backend behind the public functions, so that the calls timed are the calls that users make."""
     backend = load(name)
     library = backend.arrays.name if backend.arrays.name == "numpy" or find_spec("torch") is None else "torch"
 
@@ -77,7 +77,7 @@ def ours(name: str) -> Implementation:
 
         both = value_and_grad(clip_loss, backend=name)
 
-        def step() -> Outcome:
+        def step() -> StepResult:
             value, gradients = both(given.image, given.text, given.scale, ids=given.ids)
             return value, (gradients[0], gradients[1], gradients[2])
 
@@ -88,8 +88,8 @@ def ours(name: str) -> Implementation:
             return f"runs on {' or '.join(sorted(backend.devices))} only"
         return None if dtype in backend.dtypes else f"takes {', '.join(sorted(backend.dtypes))} only"
 
-    def predicted(case: Case, itemsize: int) -> int:
-        b, d = case.shape
+    def predicted(workload: Workload, itemsize: int) -> int:
+        b, d = workload.shape
         # both gradients, and their accumulators in the state dtype
         return 2 * b * d * (itemsize + 8)
 
@@ -103,10 +103,10 @@ def plain() -> Implementation:
     Raises:
         ImportError: torch is not installed.
     """
-    import torch  # noqa: F401 (fail here, not in the middle of a sweep)
+    import torch  # noqa: F401 (fail before the sweep starts)
 
     def accuracy(dtype: str, device: str) -> Accuracy:
-        # the logits and their gradients are rounded to the features' dtype, and its gradients underflow there
+        # logits and their gradients are rounded to the features' dtype, and gradients underflow in it
         underflow = UNDERFLOW["float16"] * 2 * CHECK_ROWS if dtype == "float16" else 0.0
         return Accuracy(
             unit=UNIT[dtype],
@@ -115,18 +115,17 @@ def plain() -> Implementation:
             gradient_underflow=underflow,
         )
 
-    def predicted(case: Case, itemsize: int) -> int:
-        b, d = case.shape
-        # two of logits, two of their logarithms, and the mask of false negatives
-        return b * b * (4 * itemsize + (case.variant == "ids")) + 4 * b * d * itemsize
+    def predicted(workload: Workload, itemsize: int) -> int:
+        b, d = workload.shape
+        # two matrices of logits, two of log-probabilities, and the mask of false negatives
+        return b * b * (4 * itemsize + (workload.variant == "ids")) + 4 * b * d * itemsize
 
-    return Implementation(
-        PLAIN, "torch", with_autograd(plain_loss), accuracy, predicted, lambda dtype, device: None, apart=False
-    )
+    step = with_autograd(plain_loss)
+    return Implementation(PLAIN, "torch", step, accuracy, predicted, lambda *where: None, separate_positives=False)
 
 
 def plain_loss(image: Any, text: Any, scale: Any, ids: Any = None) -> Any:
-    """``(CE(s I T^t) + CE(s T I^t)) / 2`` with both matrices of logits formed, false negatives masked with -inf.
+    """``(CE(s I T^t) + CE(s T I^t)) / 2`` with both matrices of logits formed and false negatives set to -inf.
 
     Args:
         image: (b, d) tensor.
@@ -155,7 +154,7 @@ def with_autograd(loss: Callable[[Any, Any, Any, Any], Any]) -> Callable[[Argume
 
         leaves = (given.image, given.text, given.scale)
 
-        def step() -> Outcome:
+        def step() -> StepResult:
             value = loss(*leaves, given.ids)
             d_image, d_text, d_scale = torch.autograd.grad(value, leaves)
             return value.detach(), (d_image, d_text, d_scale)

@@ -11,9 +11,9 @@ from pathlib import Path
 from typing import Any
 
 from contrastile.bench.agreement import Agreement
-from contrastile.bench.display import show_table
 from contrastile.bench.peers import PLAIN
-from contrastile.bench.results import Row, Sweep, quartiles
+from contrastile.bench.results import Measurement, Sweep, quartiles
+from contrastile.reporting import show_table
 
 COUNTED = {
     "torch-cpu": "every allocation and release of torch's CPU allocator, replayed; without BLAS workspace",
@@ -28,7 +28,6 @@ _MIB = 2**20
 
 
 def as_json(found: Sweep) -> dict[str, Any]:
-    """The sweep as JSON-ready data: environment, settings, checks, rows, and the order of the samples."""
     return {
         "environment": found.environment,
         "settings": asdict(found.settings),
@@ -46,12 +45,12 @@ def _agreement(each: Agreement) -> dict[str, Any]:
     return {**asdict(each), "ratio": each.ratio if finite else None, "agrees": each.agrees}
 
 
-def _row(found: Sweep, row: Row) -> dict[str, Any]:
-    b, d = row.case.shape
+def _row(found: Sweep, row: Measurement) -> dict[str, Any]:
+    b, d = row.workload.shape
     data: dict[str, Any] = {
         "implementation": row.implementation,
-        "variant": row.case.variant,
-        "nominal_batch": row.case.batch,
+        "variant": row.workload.variant,
+        "nominal_batch": row.workload.batch,
         "batch": b,
         "width": d,
         "dtype": found.settings.dtype,
@@ -93,7 +92,7 @@ _COLUMNS = (
 
 
 def show(found: Sweep) -> None:
-    """Prints the environment, the checks, the measurements and what was skipped."""
+    """Print the environment, the checks, the measurements and what was skipped."""
     facts = found.environment
     print(
         f"{facts['cpu']}, {facts.get('threads') or facts['cores']} threads, device {facts['device']}, "
@@ -109,17 +108,15 @@ def show(found: Sweep) -> None:
         show_table(title, _COLUMNS, [_cells(found, row) for row in measured], right=range(4, len(_COLUMNS)))
     skipped = [row for row in found.rows if not row.seconds]
     if skipped:
-        rows = [(row.case.variant, *map(str, row.case.shape), row.implementation, row.reason or "") for row in skipped]
+        rows = [(*_name(row), row.reason or "") for row in skipped]
         show_table("Skipped", ("variant", "b", "d", "implementation", "reason"), rows)
 
 
-def _cells(found: Sweep, row: Row) -> list[str]:
+def _cells(found: Sweep, row: Measurement) -> list[str]:
     plain, aligned = found.plain_of(row), found.aligned_of(row)
     lower, middle, upper = quartiles(row.seconds)
     return [
-        row.case.variant,
-        *map(str, row.case.shape),
-        row.implementation,
+        *_name(row),
         f"{middle:.4g} ({lower:.4g} to {upper:.4g})",
         f"{row.rate / 1e9:.1f}",
         f"{100 * row.share:.0f} %",
@@ -131,6 +128,10 @@ def _cells(found: Sweep, row: Row) -> list[str]:
     ]
 
 
+def _name(row: Measurement) -> tuple[str, ...]:
+    return row.workload.variant, *map(str, row.workload.shape), row.implementation
+
+
 def _number(x: float | None) -> str:
     return "-" if x is None else f"{x:.3g}"
 
@@ -140,12 +141,11 @@ def _mebibytes(x: int | None) -> str:
 
 
 def can_plot() -> bool:
-    """Whether matplotlib is installed."""
     return importlib.util.find_spec("matplotlib") is not None
 
 
 def plot(found: Sweep, path: Path) -> None:
-    """Writes time and, where measured, peak extra memory against b, log-log, one line an implementation, as a PNG.
+    """Write a PNG of time and, where measured, peak extra memory against b: log-log, one line per implementation.
 
     The dashed line is the time of ``8 b^2 d`` at the median matrix-product rate of the run: the limit.
 
@@ -159,20 +159,20 @@ def plot(found: Sweep, path: Path) -> None:
     panels = 2 if any(row.peak_bytes for row in measured) else 1
     figure = Figure(figsize=(5.5 * panels, 4.5), layout="constrained")
     times, *memory = figure.subplots(1, panels, squeeze=False)[0]
-    several = len({(row.case.variant, row.case.width) for row in measured}) > 1
+    several = len({(row.workload.variant, row.workload.width) for row in measured}) > 1
     for name, rows in _lines(measured, several):
         style = "s-" if rows[0].implementation == PLAIN else "o-"
         times.plot(
-            [row.case.shape[0] for row in rows], [statistics.median(row.seconds) for row in rows], style, label=name
+            [row.workload.shape[0] for row in rows], [statistics.median(row.seconds) for row in rows], style, label=name
         )
         counted = [row for row in rows if row.peak_bytes]
-        sizes, peaks = [row.case.shape[0] for row in counted], [(row.peak_bytes or 0) / _MIB for row in counted]
+        sizes, peaks = [row.workload.shape[0] for row in counted], [(row.peak_bytes or 0) / _MIB for row in counted]
         for axes in memory:
             axes.plot(sizes, peaks, style, label=name)
-    for width in sorted({row.case.width for row in measured}):
-        rows = [row for row in measured if row.case.width == width]
+    for width in sorted({row.workload.width for row in measured}):
+        rows = [row for row in measured if row.workload.width == width]
         rate = statistics.median(rate for row in rows for rate in row.matmul)
-        b = sorted({row.case.batch for row in rows})
+        b = sorted({row.workload.batch for row in rows})
         label = f"8 b² d at {rate / 1e9:.0f} GFLOP/s (matmul)" + (f", d = {width}" if several else "")
         times.plot(b, [8 * n * n * width / rate for n in b], "k--", linewidth=1, label=label)
     for axes, what in zip((times, *memory), ("time, s", "peak extra memory, MiB"), strict=False):
@@ -188,10 +188,9 @@ def plot(found: Sweep, path: Path) -> None:
     figure.savefig(path, dpi=150, format="png")
 
 
-def _lines(measured: list[Row], several: bool) -> Iterable[tuple[str, list[Row]]]:
-    keys = dict.fromkeys((row.implementation, row.case.variant, row.case.width) for row in measured)
-    for name, variant, width in keys:
-        rows = [
-            row for row in measured if (row.implementation, row.case.variant, row.case.width) == (name, variant, width)
-        ]
+def _lines(measured: list[Measurement], several: bool) -> Iterable[tuple[str, list[Measurement]]]:
+    lines: dict[tuple[str, str, int], list[Measurement]] = {}
+    for row in measured:
+        lines.setdefault((row.implementation, row.workload.variant, row.workload.width), []).append(row)
+    for (name, variant, width), rows in lines.items():
         yield f"{name}, {variant}, d = {width}" if several else name, rows

@@ -1,4 +1,4 @@
-"""What a sweep found, as data."""
+"""The results of a sweep, as data."""
 
 from __future__ import annotations
 
@@ -8,19 +8,19 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from contrastile.bench.agreement import Agreement
-from contrastile.bench.cases import Case
 from contrastile.bench.peers import PLAIN
+from contrastile.bench.workloads import Workload
 
 
 @dataclass(frozen=True, slots=True)
-class Settings:
+class SweepSettings:
     """What to measure, and how.
 
     Attributes:
         backends: names of contrastile's backends, or "module:attribute".
         batches: nominal numbers of pairs.
         widths: nominal numbers of features.
-        variants: of ``cases.VARIANTS``.
+        variants: of ``workloads.VARIANTS``.
         dtype: of the features.
         scale: multiplies the dot products.
         repeat: rounds; every implementation is timed once in each.
@@ -48,22 +48,22 @@ class Settings:
 
 
 @dataclass(slots=True)
-class Row:
-    """One implementation at one size.
+class Measurement:
+    """One implementation on one workload.
 
     Attributes:
         implementation: its name.
-        case: the size.
+        workload: size and variant.
         reason: why it was not measured, or None.
-        seconds: one for each round.
-        matmul: FLOP/s of the matrix products just before and just after each sample, averaged.
+        seconds: one per round.
+        matmul: FLOP/s of the matrix products before and after each sample, averaged.
         matmul_side: side of those square products.
         peak_bytes: peak extra memory by allocations.
         resident_bytes: growth of resident memory.
     """
 
     implementation: str
-    case: Case
+    workload: Workload
     reason: str | None = None
     seconds: list[float] = field(default_factory=list)
     matmul: list[float] = field(default_factory=list)
@@ -73,21 +73,22 @@ class Row:
 
     @property
     def rate(self) -> float:
-        """FLOP/s of ``8 b^2 d`` in the median time."""
-        return self.case.flops / statistics.median(self.seconds)
+        """FLOP/s: ``8 b^2 d`` over the median time."""
+        return self.workload.flops / statistics.median(self.seconds)
 
     @property
     def share(self) -> float:
         """Median over the rounds of the rate, as a share of the matrix-product rate beside it."""
-        return statistics.median(self.case.flops / t / rate for t, rate in zip(self.seconds, self.matmul, strict=True))
+        flops = self.workload.flops
+        return statistics.median(flops / t / rate for t, rate in zip(self.seconds, self.matmul, strict=True))
 
-    def times_of(self, other: Row | None) -> float | None:
+    def times_of(self, other: Measurement | None) -> float | None:
         """Median over the rounds of this time / the other's in the same round; None without a measured other."""
         if other is None or not other.seconds or not self.seconds:
             return None
         return statistics.median(a / b for a, b in zip(self.seconds, other.seconds, strict=True))
 
-    def bytes_of(self, other: Row | None) -> float | None:
+    def bytes_of(self, other: Measurement | None) -> float | None:
         """This peak / the other's; None where either is not known."""
         if other is None or not other.peak_bytes or self.peak_bytes is None:
             return None
@@ -96,34 +97,35 @@ class Row:
 
 @dataclass(slots=True)
 class Sweep:
-    """Everything that was found.
+    """All results.
 
     Attributes:
-        settings: what was asked.
-        environment: what it was measured on.
-        agreements: the check of each implementation.
-        rows: measured and skipped.
-        order: implementation and variant of each timed sample in the order in which they were taken.
-        interrupted: whether it was stopped before its end; rounds that were not finished are left out.
+        settings: what was asked for.
+        environment: machine and versions.
+        agreements: each implementation compared with the oracle.
+        rows: measured and skipped workloads.
+        order: labels of the timed samples, in the order in which they were taken.
+        interrupted: whether it was stopped early; unfinished rounds are left out.
     """
 
-    settings: Settings
+    settings: SweepSettings
     environment: dict[str, Any]
     agreements: list[Agreement] = field(default_factory=list)
-    rows: list[Row] = field(default_factory=list)
+    rows: list[Measurement] = field(default_factory=list)
     order: list[str] = field(default_factory=list)
     interrupted: bool = False
 
-    def plain_of(self, row: Row) -> Row | None:
-        """The plain loss on the same case."""
-        return self._find(PLAIN, row.case)
+    def plain_of(self, row: Measurement) -> Measurement | None:
+        """The plain loss on the same workload."""
+        return self._find(PLAIN, row.workload)
 
-    def aligned_of(self, row: Row) -> Row | None:
+    def aligned_of(self, row: Measurement) -> Measurement | None:
         """The same implementation, aligned and without ids, at the same nominal size."""
-        return self._find(row.implementation, Case("aligned", row.case.batch, row.case.width))
+        return self._find(row.implementation, Workload("aligned", row.workload.batch, row.workload.width))
 
-    def _find(self, implementation: str, case: Case) -> Row | None:
-        return next((row for row in self.rows if (row.implementation, row.case) == (implementation, case)), None)
+    def _find(self, implementation: str, workload: Workload) -> Measurement | None:
+        wanted = implementation, workload
+        return next((row for row in self.rows if (row.implementation, row.workload) == wanted), None)
 
 
 def quartiles(samples: Sequence[float]) -> tuple[float, float, float]:

@@ -88,7 +88,7 @@ def _read(blob: bytes) -> dict[str, NDArray[Any]]:
     try:
         with np.load(io.BytesIO(blob), allow_pickle=False) as archive:
             arrays = {name: archive[name] for name in archive.files}
-    # What a damaged archive raises depends on which of zipfile, zlib and the npy parser meets the damage first.
+    # zipfile, zlib and the npy parser raise different errors for damage
     except Exception as error:
         raise _damaged("must be a whole .npz archive of plain arrays", repr(error)) from error
     if arrays.keys() != _MEMBERS.keys():

@@ -1,4 +1,4 @@
-"""Blocks that are not seen as they are: sizes, precision, scale, bias, weights, pairs."""
+"""Defects in what a primitive receives: sizes, precision, scale, bias, weights, pairs."""
 
 from __future__ import annotations
 
@@ -114,10 +114,10 @@ def features_in_bfloat16(backend: Backend) -> Backend:
 
 @wrapper
 def features_in_tf32(backend: Backend) -> Backend:
-    """Features are rounded to the 11 bits of tf32 before the products, and nobody asked for tf32."""
+    """Features are rounded to the 11 bits of tf32 before the products although tf32 was not asked for."""
 
     def change(arrays: ArrayLibrary, b: Block) -> Block:
-        # half of the range of float16 is enough here, and its significand is tf32's
+        # float16 has the significand of tf32, and enough range for these features
         return replace(b, rows=_rounded(arrays, b.rows, "float16"), columns=_rounded(arrays, b.columns, "float16"))
 
     return seeing(backend, change)
@@ -132,17 +132,17 @@ def scale_in_float16(backend: Backend) -> Backend:
 @wrapper
 def statistics_in_float16(backend: Backend) -> Backend:
     """Log-sum-exps and sums of positive logits are rounded to 11 bits."""
-    return _finding(backend, lambda x: _rounded(backend.arrays, x, "float16"))
+    return _changed_statistics(backend, lambda x: _rounded(backend.arrays, x, "float16"))
 
 
 @wrapper
 def statistics_in_float32(backend: Backend) -> Backend:
     """Log-sum-exps and sums of positive logits are rounded to float32."""
-    return _finding(backend, lambda x: _rounded(backend.arrays, x, "float32"))
+    return _changed_statistics(backend, lambda x: _rounded(backend.arrays, x, "float32"))
 
 
-def _finding(backend: Backend, change: Callable[[Array], Array]) -> Backend:
-    """Every vector of the statistics changed on its way out."""
+def _changed_statistics(backend: Backend, change: Callable[[Array], Array]) -> Backend:
+    """Every vector of the statistics is changed."""
 
     def call(primitive: Callable[..., Any], block: Block, *rest: Any) -> Any:
         found = primitive(block, *rest)
@@ -196,7 +196,7 @@ def float64_in_float32(backend: Backend) -> Backend:
 
 @wrapper
 def sign_of_scale_lost(backend: Backend) -> Backend:
-    """A negative scale is taken for its absolute value."""
+    """A negative scale is replaced by its absolute value."""
     return seeing(backend, lambda arrays, b: replace(b, scale=abs(b.scale)))
 
 
@@ -206,8 +206,8 @@ def bias_ignored(backend: Backend) -> Backend:
     return seeing(backend, lambda arrays, b: replace(b, bias=None))
 
 
-def _weighing(backend: Backend, change: Callable[[Array], Array]) -> Backend:
-    """Weights of rows and columns changed on their way in."""
+def _changed_weights(backend: Backend, change: Callable[[Array], Array]) -> Backend:
+    """The weights of rows and columns are changed."""
 
     def softmax(primitive: Callable[..., Any], block: Block, weights: Any, *rest: Any) -> Any:
         column = weights.column_weight
@@ -224,26 +224,28 @@ def _weighing(backend: Backend, change: Callable[[Array], Array]) -> Backend:
 def weights_below_1e_6(backend: Backend) -> Backend:
     """Weights below 1e-6 are dropped."""
     arrays = backend.arrays
-    return _weighing(backend, lambda w: arrays.cast(arrays.where(abs(w) < 1e-6, 0.0, w), arrays.dtype(w)))
+    return _changed_weights(backend, lambda w: arrays.cast(arrays.where(abs(w) < 1e-6, 0.0, w), arrays.dtype(w)))
 
 
 @wrapper
 def sign_of_weights_lost(backend: Backend) -> Backend:
-    """Negative weights are taken for their absolute values."""
-    return _weighing(backend, abs)
+    """Negative weights are replaced by their absolute values."""
+    return _changed_weights(backend, abs)
 
 
 @wrapper
 def weights_squared(backend: Backend) -> Backend:
-    """Weights are applied twice: the gradient from above is squared."""
-    return _weighing(backend, lambda w: w * w)
+    """Weights are applied twice: the upstream gradient is squared."""
+    return _changed_weights(backend, lambda w: w * w)
 
 
 @wrapper
 def weights_averaged(backend: Backend) -> Backend:
-    """Every row has the mean weight: the gradient from above is ignored."""
+    """Every row has the mean weight: the upstream gradient is ignored."""
     arrays = backend.arrays
-    return _weighing(backend, lambda w: w * 0 + arrays.cast(arrays.total(w) / max(1, w.shape[0]), arrays.dtype(w)))
+    return _changed_weights(
+        backend, lambda w: w * 0 + arrays.cast(arrays.total(w) / max(1, w.shape[0]), arrays.dtype(w))
+    )
 
 
 @wrapper
@@ -262,36 +264,36 @@ def sides_of_weights_swapped(backend: Backend) -> Backend:
 # which pairs count
 
 
-def _pairing(backend: Backend, change: Callable[[ArrayLibrary, Block], dict[str, Any]]) -> Backend:
-    """Some vectors of the pairs replaced."""
+def _changed_pairs(backend: Backend, change: Callable[[ArrayLibrary, Block], dict[str, Any]]) -> Backend:
+    """Some vectors of the pairs are replaced."""
     return seeing(backend, lambda arrays, b: replace(b, pairs=replace(b.pairs, **change(arrays, b))))
 
 
 def _with(change: Callable[[Array], Array], **vectors: Array | None) -> dict[str, Any]:
-    """Each vector that is there, changed."""
+    """Each vector that is not None, changed."""
     return {name: None if x is None else change(x) for name, x in vectors.items()}
 
 
 @wrapper
 def positives_off_by_one(backend: Backend) -> Backend:
-    """The positive is taken to be the column before."""
-    return _pairing(backend, lambda arrays, b: _with(lambda x: x - 1, positives=b.pairs.positives))
+    """The positive is the column before the given one."""
+    return _changed_pairs(backend, lambda arrays, b: _with(lambda x: x - 1, positives=b.pairs.positives))
 
 
 @wrapper
 def positives_modulo_n(backend: Backend) -> Backend:
-    """A positive outside of the block is taken modulo n, for a column inside."""
+    """The index of a positive outside of the block is taken modulo n."""
 
     def change(arrays: ArrayLibrary, b: Block) -> dict[str, Any]:
         return _with(lambda x: x % max(1, b.columns.shape[0]), positives=b.pairs.positives)
 
-    return _pairing(backend, change)
+    return _changed_pairs(backend, change)
 
 
 @wrapper
 def exclusions_ignored(backend: Backend) -> Backend:
     """Excluded pairs are admitted."""
-    return _pairing(backend, lambda arrays, b: {"excluded": None})
+    return _changed_pairs(backend, lambda arrays, b: {"excluded": None})
 
 
 @wrapper
@@ -301,13 +303,13 @@ def dropped_ids_ignored(backend: Backend) -> Backend:
     def change(arrays: ArrayLibrary, b: Block) -> dict[str, Any]:
         return {"row_ids": None, "column_ids": None} if b.pairs.match == "drop" else {}
 
-    return _pairing(backend, change)
+    return _changed_pairs(backend, change)
 
 
 @wrapper
 def target_taken_for_drop(backend: Backend) -> Backend:
     """With match="target" equal ids are dropped."""
-    return _pairing(backend, lambda arrays, b: {"match": "drop"})
+    return _changed_pairs(backend, lambda arrays, b: {"match": "drop"})
 
 
 @wrapper
@@ -317,7 +319,7 @@ def ids_cut_to_32_bits(backend: Backend) -> Backend:
     def change(arrays: ArrayLibrary, b: Block) -> dict[str, Any]:
         return _with(lambda x: x & 0xFFFFFFFF, row_ids=b.pairs.row_ids, column_ids=b.pairs.column_ids)
 
-    return _pairing(backend, change)
+    return _changed_pairs(backend, change)
 
 
 @wrapper
@@ -327,17 +329,17 @@ def ids_cut_to_16_bits(backend: Backend) -> Backend:
     def change(arrays: ArrayLibrary, b: Block) -> dict[str, Any]:
         return _with(lambda x: x & 0xFFFF, row_ids=b.pairs.row_ids, column_ids=b.pairs.column_ids)
 
-    return _pairing(backend, change)
+    return _changed_pairs(backend, change)
 
 
 @wrapper
 def negative_ids_never_equal(backend: Backend) -> Backend:
-    """A negative id is taken for none, and equals nothing."""
+    """A negative id means no id, and equals nothing."""
 
     def change(arrays: ArrayLibrary, b: Block) -> dict[str, Any]:
         return _with(lambda x: arrays.where(x < 0, x - (1 << 62), x), row_ids=b.pairs.row_ids)
 
-    return _pairing(backend, change)
+    return _changed_pairs(backend, change)
 
 
 @wrapper
@@ -347,4 +349,4 @@ def sign_of_ids_lost(backend: Backend) -> Backend:
     def change(arrays: ArrayLibrary, b: Block) -> dict[str, Any]:
         return _with(abs, row_ids=b.pairs.row_ids, column_ids=b.pairs.column_ids)
 
-    return _pairing(backend, change)
+    return _changed_pairs(backend, change)

@@ -3,9 +3,7 @@
 from __future__ import annotations
 
 import argparse
-import importlib.util
 import os
-import sys
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -14,51 +12,55 @@ from contrastile.backends import registry as backends
 from contrastile.backends.contract import BackendUnavailableError
 from contrastile.mutate import report
 from contrastile.mutate.registry import CONTRACT, ROOMS, Mutant, PatchError, every
-from contrastile.mutate.run import Run, Subject
-from contrastile.verify.report import progress
+from contrastile.mutate.run import MutationRun, Target
+from contrastile.reporting import (
+    CannotRunError,
+    at_least,
+    cannot_run,
+    progress,
+    require_packages,
+    why_not_writable,
+    write_json,
+)
 
-PASS, FAIL, COULD_NOT_RUN = 0, 1, 2
-
-
-class CannotRunError(Exception):
-    """The message is the one line to print."""
+PASS, FAIL = 0, 1
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """Add the options of ``contrastile mutate``."""
     add = parser.add_argument
     several: dict[str, Any] = {"action": "extend", "nargs": "+", "metavar": "NAME"}
     add("--mutant", **several, help="a mutant's name; see --list (default: all)")
-    add("--room", **several, help=f"where mutants live: {', '.join(ROOMS)} (default: all)")
+    add("--room", **several, help=f"the part of the code that has the defect: {', '.join(ROOMS)} (default: all)")
     add(
         "--backend",
         metavar="NAME",
-        help="only this backend's mutants and the contract's around it; or anybody's module:attribute",
+        help="only mutants of this backend, and the contract's wrapped around it; a name or module:attribute",
     )
     add("--device", default="cpu", choices=["cpu", "cuda"], help="where to run what can (default: cpu)")
-    add("--jobs", type=int, default=max(1, (os.cpu_count() or 1) // 2), metavar="N", help="mutants at a time")
-    add("--deadline", type=float, default=600.0, metavar="S", help="seconds until a mutant is given up (default: 600)")
+    add("--jobs", type=int, default=max(1, (os.cpu_count() or 1) // 2), metavar="N", help="mutants that run at a time")
+    add("--deadline", type=float, default=600.0, metavar="S", help="time limit of one mutant (default: 600)")
     add("--json", type=Path, metavar="FILE", help="write the verdict, the environment and every mutant to FILE")
     add("--list", action="store_true", help="list the mutants, and run none")
-    add("--quiet", action="store_true", help="print what was missed and the verdict only")
+    add("--quiet", action="store_true", help="print only what was missed and the verdict")
 
 
 def main(args: argparse.Namespace) -> int:
     """Run ``contrastile mutate``.
 
     Returns:
-        0 when every mutant that ran was caught, but for equivalent ones; 1 when one was missed or does not fit the code
+        0 when every mutant that ran was caught, except equivalent ones; 1 when one was missed or does not fit the code
         it is planted in; 2 when nothing could be run, or not to the end: one line on stderr says why.
     """
     try:
         return _run(args)
     except (CannotRunError, PatchError) as error:
-        print(f"contrastile mutate: {error}", file=sys.stderr, flush=True)
-        return COULD_NOT_RUN
+        return cannot_run("mutate", error)
 
 
 def _run(args: argparse.Namespace) -> int:
-    subject = Subject(_backend(args.backend), args.device, _at_least("deadline", args.deadline, 1))
+    at_least("deadline", args.deadline, 1)
+    at_least("jobs", args.jobs, 1)
+    target = Target(_backend(args.backend), args.device, args.deadline)
     mutants = _selected(args, list(every()))
     if args.list:
         for mutant in mutants:
@@ -66,7 +68,7 @@ def _run(args: argparse.Namespace) -> int:
         return PASS
     _require(args)
     with progress(shown=not args.quiet) as advance:
-        run = Run(subject, mutants, int(_at_least("jobs", args.jobs, 1)), advance)
+        run = MutationRun(target, mutants, args.jobs, advance)
         try:
             run.all()
         except KeyboardInterrupt:
@@ -75,13 +77,12 @@ def _run(args: argparse.Namespace) -> int:
     if all(result["status"] == "not run" for result in run.results):
         raise CannotRunError(f"nothing ran: {run.results[0]['reason'] if run.results else 'no mutant is selected'}")
     if args.json is not None:
-        report.write_json(args.json, run.results)
+        write_json(args.json, report.as_json(run.results))
     report.show(run.results, quiet=args.quiet)
     return PASS if report.passed(run.results) else FAIL
 
 
 def _selected(args: argparse.Namespace, mutants: Sequence[Mutant]) -> list[Mutant]:
-    """The mutants that are named, or all of the rooms that are."""
     rooms, names = args.room or ROOMS, args.mutant or [mutant.name for mutant in mutants]
     for what, given, known in (("room", rooms, ROOMS), ("mutant", names, [mutant.name for mutant in mutants])):
         for name in given:
@@ -93,7 +94,7 @@ def _selected(args: argparse.Namespace, mutants: Sequence[Mutant]) -> list[Mutan
 
 
 def _backend(name: str | None) -> str | None:
-    """The name of a backend that loads."""
+    """The name, once its backend has been loaded."""
     if name is None:
         return None
     try:
@@ -103,20 +104,9 @@ def _backend(name: str | None) -> str | None:
     return name
 
 
-def _at_least(what: str, given: float, least: int) -> float:
-    if given < least:
-        raise CannotRunError(f"--{what} must be at least {least}, got {given:g}")
-    return given
-
-
 def _require(args: argparse.Namespace) -> None:
-    """Refuse to start what would stop for a missing package, or could not be written."""
-    needed = ["hypothesis"] if args.quiet else ["hypothesis", "rich"]
-    lacking = [name for name in needed if importlib.util.find_spec(name) is None]
-    if lacking:
-        raise CannotRunError(f"{' and '.join(lacking)} cannot be imported; run: pip install 'contrastile[verify]'")
-    if args.json is not None:
-        try:
-            args.json.touch()
-        except OSError as error:
-            raise CannotRunError(f"cannot write {args.json}: {error.strerror}") from error
+    """Raise before the work begins where a package is missing or the file cannot be written."""
+    require_packages("hypothesis", *([] if args.quiet else ["rich"]))
+    reason = why_not_writable(args.json)
+    if reason is not None:
+        raise CannotRunError(reason)

@@ -10,8 +10,8 @@ A patch is written like this, below the ``==`` line that names its file in the p
     interpreted: --case hot --dtype float32
     equivalent: why no check can see it
 
-Lines behind ``-`` are text that the file holds exactly once; it may begin and end anywhere in a line. What takes its
-place stands behind ``+``. The last two are optional.
+The text after ``-`` occurs exactly once in the file; it may begin and end anywhere in a line. The text after ``+``
+replaces it. The last two lines are optional.
 """
 
 from __future__ import annotations
@@ -27,11 +27,12 @@ PATCHES = Path(__file__).parent / "patches"
 
 CONTRACT, SCHEDULE, EXCHANGE = "contract", "schedule", "exchange"
 ROOMS = (CONTRACT, SCHEDULE, EXCHANGE, "numpy", "torch", "triton", "cupy")
-"""Where mutants live: behind the contract, in the schedule of one process or of several ranks, in one backend."""
+"""The code that has the defect: any backend behind the contract, the schedule of one process or of several ranks, or
+one backend."""
 
 
 class PatchError(ValueError):
-    """A patch does not fit its source, or is not written as one; the message says which and how to fix it."""
+    """A patch does not fit its source, or is malformed; the message says which, and the fix."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -40,8 +41,8 @@ class Patch:
 
     Attributes:
         file: its path in the package.
-        before: text that the file holds exactly once.
-        after: what takes its place.
+        before: text that occurs exactly once in the file.
+        after: its replacement.
     """
 
     file: str
@@ -60,7 +61,7 @@ class Patch:
             text = ""
         count = text.count(self.before)
         if count != 1:
-            raise PatchError(f"{self.file} must hold {self.before!r} once, found it {count} times; mend the patch")
+            raise PatchError(f"{self.file} must hold {self.before!r} once, found it {count} times; update the patch")
         return text.replace(self.before, self.after)
 
 
@@ -70,11 +71,11 @@ class Mutant:
 
     Attributes:
         name: "ROOM:DEFECT".
-        about: what is wrong, in one line.
+        about: the defect, in one line.
         patch: of a copy of the package; None for a defect of ``wrappers``.
         interpreted: arguments of ``contrastile verify`` that show it under Triton's interpreter, which takes a second
-            for a small problem; what they do not name is ``run.INTERPRETED``'s.
-        equivalent: why no check can see it, where that is so.
+            for a small problem; ``run.INTERPRETED`` has the defaults.
+        equivalent: why no check can catch it, if none can.
     """
 
     name: str
@@ -85,12 +86,10 @@ class Mutant:
 
     @property
     def room(self) -> str:
-        """One of ROOMS."""
         return self.name.partition(":")[0]
 
     @property
     def defect(self) -> str:
-        """The name within the room."""
         return self.name.partition(":")[2]
 
 
@@ -98,7 +97,7 @@ def every() -> Iterator[Mutant]:
     """All mutants, room by room.
 
     Raises:
-        PatchError: a list of patches is not written as one.
+        PatchError: a list of patches is malformed.
     """
     yield from (Mutant(f"{CONTRACT}:{name}", each.about) for name, each in WRAPPERS.items())
     for room in ROOMS[1:]:
@@ -109,7 +108,7 @@ def read(room: str, text: str) -> Iterator[Mutant]:
     """The mutants of a room's list.
 
     Raises:
-        PatchError: it is not written as one.
+        PatchError: it is malformed.
     """
     file = ""
     for entry in filter(None, (each.strip("\n") for each in text.split("\n\n"))):

@@ -1,22 +1,21 @@
-"""The report of a run: what was missed, a table of the rooms, the verdict, and all of it as JSON."""
+"""The report of a mutation run: a table of the rooms, what was missed, the verdict, and all of it as JSON."""
 
 from __future__ import annotations
 
-import json
 from collections import Counter
 from collections.abc import Sequence
-from pathlib import Path
 from typing import Any
 
+from contrastile.environment import environment
 from contrastile.mutate.registry import ROOMS
 from contrastile.mutate.run import Result, Status
-from contrastile.verify.report import environment
+from contrastile.reporting import show_table
 
 STATUSES: tuple[Status, ...] = ("caught", "missed", "equivalent", "broken", "not run")
 
 
 def passed(results: Sequence[Result]) -> bool:
-    """Whether every mutant that ran was caught, but for those that are equivalent; and some was."""
+    """Whether at least one mutant was caught, and every other that ran was caught or is equivalent."""
     count = Counter(result["status"] for result in results)
     return count["caught"] > 0 and not count["missed"] and not count["broken"]
 
@@ -32,17 +31,7 @@ def as_json(results: Sequence[Result]) -> dict[str, Any]:
     }
 
 
-def write_json(path: Path, results: Sequence[Result]) -> None:
-    """Write ``as_json`` to a file.
-
-    Raises:
-        OSError: it cannot be written.
-    """
-    path.write_text(json.dumps(as_json(results), indent=1, allow_nan=False) + "\n", encoding="utf-8")
-
-
 def summary(results: Sequence[Result]) -> str:
-    """The verdict in one line."""
     count = Counter(result["status"] for result in results)
     words = [f"{count['caught']} of {count['caught'] + count['missed']} mutants caught"]
     words += [f"{count[status]} {status}" for status in STATUSES[2:] if count[status]]
@@ -64,19 +53,16 @@ def show(results: Sequence[Result], *, quiet: bool) -> None:
 
 
 def _table(results: Sequence[Result]) -> None:
-    from rich.console import Console
-    from rich.table import Table
-
-    table = Table(title="mutants", title_justify="left", caption="cases and s: the most that one took")
-    for heading in ("room", *STATUSES, "cases", "s"):
-        table.add_column(heading, justify="left" if heading == "room" else "right")
+    rows = []
     for room in ROOMS:
         here = [result for result in results if result["name"].partition(":")[0] == room]
         if not here:
             continue
         count = Counter(result["status"] for result in here)
         caught = [result for result in here if result["status"] == "caught"]
-        worst = max((result["problems"] for result in caught), default=0)
+        problems = max((result["problems"] for result in caught), default=0)
         seconds = max((result["seconds"] for result in caught), default=0.0)
-        table.add_row(room, *(str(count[status]) for status in STATUSES), str(worst), f"{seconds:.1f}")
-    Console().print(table)
+        rows.append([room, *(str(count[status]) for status in STATUSES), str(problems), f"{seconds:.1f}"])
+    headings = ["room", *STATUSES, "cases", "s"]
+    caption = "cases and s: the most until one mutant was caught"
+    show_table("mutants", headings, rows, right=range(1, len(headings)), caption=caption)

@@ -1,4 +1,4 @@
-"""Results that are not what they should be: gradients, memory, strides, NaN; and backends that silence verify."""
+"""Defects in what a primitive returns or does: gradients, memory, strides, NaN; and backends that evade verify."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from contrastile.mutate.wrapping import adding, around, only_in, seeing, wrapper
 
 @wrapper
 def nothing_without_row_gradient(backend: Backend) -> Backend:
-    """Nothing is added to the columns' gradient where the rows' is not wanted: a frozen tower."""
+    """Without a rows' gradient (a frozen tower) the columns' gradient is not computed."""
 
     def call(primitive: Callable[..., Any], block: Block, weights: Any, rows: Any, columns: Any, options: Any) -> None:
         if rows is not None:
@@ -30,7 +30,7 @@ def nothing_without_row_gradient(backend: Backend) -> Backend:
 
 @wrapper
 def nothing_without_column_gradient(backend: Backend) -> Backend:
-    """Nothing is added to the rows' gradient where the columns' is not wanted: a frozen tower."""
+    """Without a columns' gradient (a frozen tower) the rows' gradient is not computed."""
 
     def call(primitive: Callable[..., Any], block: Block, weights: Any, rows: Any, columns: Any, options: Any) -> None:
         if columns is not None:
@@ -41,7 +41,7 @@ def nothing_without_column_gradient(backend: Backend) -> Backend:
 
 @wrapper
 def sigmoid_0_without_gradients(backend: Backend) -> Backend:
-    """The sigmoid loss is 0 where no gradient is wanted: evaluation."""
+    """The sigmoid loss is 0 if no gradient is asked for, as in evaluation."""
 
     def call(primitive: Callable[..., Any], block: Block, weight: Any, rows: Any, columns: Any, options: Any) -> Any:
         loss, slope = primitive(block, weight, rows, columns, options)
@@ -52,7 +52,7 @@ def sigmoid_0_without_gradients(backend: Backend) -> Backend:
 
 @wrapper
 def sigmoid_slope_0_without_gradients(backend: Backend) -> Backend:
-    """The row sums of G, of which the bias has its gradient, are 0 where neither tower wants one."""
+    """The row sums of G, whose sum is the bias gradient, are 0 if neither tower needs a gradient."""
 
     def call(primitive: Callable[..., Any], block: Block, weight: Any, rows: Any, columns: Any, options: Any) -> Any:
         loss, slope = primitive(block, weight, rows, columns, options)
@@ -63,7 +63,7 @@ def sigmoid_slope_0_without_gradients(backend: Backend) -> Backend:
 
 @wrapper
 def gradients_overwritten(backend: Backend) -> Backend:
-    """Gradients replace what was there, where they are to be added."""
+    """Gradients overwrite the accumulators instead of being added."""
 
     def call(primitive: Callable[..., Any], block: Block, weights: Any, rows: Any, columns: Any, options: Any) -> None:
         for x in (rows, columns):
@@ -125,7 +125,7 @@ def whole_matrix_held(backend: Backend) -> Backend:
     """All m x n logits are held at once."""
 
     def call(primitive: Callable[..., Any], block: Block, *rest: Any) -> Any:
-        # written, or the memory would be promised and never held
+        # filled, or the system would promise the memory and not provide it
         held = backend.arrays.full((block.rows.shape[0], block.columns.shape[0]), 1.0, "float32", block.rows)
         found = primitive(block, *rest)
         del held
@@ -148,7 +148,7 @@ def tile_ignored(backend: Backend) -> Backend:
 
 @wrapper
 def stale_statistics(backend: Backend) -> Backend:
-    """Statistics are kept by shape, and the next block of that shape gets them: a stale buffer."""
+    """Statistics are cached by shape, and the next block of that shape gets them: a stale buffer."""
     known: dict[Any, Any] = {}
 
     def call(primitive: Callable[..., Any], block: Block, columns: bool, options: Options) -> Any:
@@ -160,7 +160,7 @@ def stale_statistics(backend: Backend) -> Backend:
 
 @wrapper
 def never_the_same_twice(backend: Backend) -> Backend:
-    """Sums are taken in another order each time: the last bit of the scale comes and goes."""
+    """Sums are taken in another order each time: the last bit of the scale varies."""
     calls = 0
 
     def change(arrays: ArrayLibrary, b: Block) -> Block:
@@ -173,7 +173,7 @@ def never_the_same_twice(backend: Backend) -> Backend:
 
 @wrapper
 def unwritten_memory_read(backend: Backend) -> Backend:
-    """Statistics depend on memory that nobody has written."""
+    """Statistics depend on uninitialised memory."""
 
     def call(primitive: Callable[..., Any], block: Block, *rest: Any) -> Any:
         found = primitive(block, *rest)
@@ -198,22 +198,22 @@ def features_overwritten(backend: Backend) -> Backend:
 
 @only_in("torch")
 def written_past_the_end(backend: Backend) -> Backend:
-    """One element behind the rows' gradient is written, where there is memory."""
+    """One element past the end of the rows' gradient is written, where there is memory."""
 
     def call(primitive: Callable[..., Any], block: Block, weights: Any, rows: Any, columns: Any, options: Any) -> None:
         primitive(block, weights, rows, columns, options)
         if rows is None or not rows.shape[0]:
             return
-        behind = rows.storage_offset() + (rows.shape[0] - 1) * rows.stride(0) + rows.shape[1] * rows.stride(1)
-        if behind < rows.untyped_storage().nbytes() // rows.element_size():
-            rows.as_strided((1,), (1,), behind).fill_(7.0)
+        past_end = rows.storage_offset() + (rows.shape[0] - 1) * rows.stride(0) + rows.shape[1] * rows.stride(1)
+        if past_end < rows.untyped_storage().nbytes() // rows.element_size():
+            rows.as_strided((1,), (1,), past_end).fill_(7.0)
 
     return adding(backend, call)
 
 
 @only_in("torch")
 def strides_ignored(backend: Backend) -> Backend:
-    """Features are read as if their elements lay one behind the other."""
+    """Features are read as if they were contiguous."""
 
     def dense(x: Any) -> Any:
         return x.as_strided(x.shape, (x.shape[1], 1), x.storage_offset()) if all(x.stride()) else x
@@ -231,12 +231,12 @@ def sign_of_strides_lost(backend: Backend) -> Backend:
     return seeing(backend, lambda arrays, b: replace(b, rows=forwards(b.rows), columns=forwards(b.columns)))
 
 
-# what is not a number
+# NaN and infinity
 
 
 @wrapper
 def nan_taken_for_0(backend: Backend) -> Backend:
-    """A NaN in a feature is taken for 0."""
+    """A NaN in a feature is replaced by 0."""
 
     def number(arrays: ArrayLibrary, x: Array) -> Array:
         return arrays.cast(arrays.where(x != x, 0.0, x), arrays.dtype(x))
@@ -246,7 +246,7 @@ def nan_taken_for_0(backend: Backend) -> Backend:
 
 @wrapper
 def infinity_clamped(backend: Backend) -> Backend:
-    """An infinite feature is taken for 0."""
+    """An infinite feature is replaced by 0."""
 
     def finite(arrays: ArrayLibrary, x: Array) -> Array:
         return arrays.cast(arrays.where(abs(x) == float("inf"), 0.0, x), arrays.dtype(x))
@@ -254,12 +254,12 @@ def infinity_clamped(backend: Backend) -> Backend:
     return seeing(backend, lambda arrays, b: replace(b, rows=finite(arrays, b.rows), columns=finite(arrays, b.columns)))
 
 
-# backends that make verify say nothing
+# backends that evade verify
 
 
 @wrapper
 def facts_that_bound_nothing(backend: Backend) -> Backend:
-    """Logits are 0, and the facts say that a rounding may be as large as the number."""
+    """Logits are 0, and the facts allow a rounding error as large as the number."""
     found = seeing(backend, lambda arrays, b: replace(b, scale=b.scale * 0))
     return replace(found, accuracy=lambda *what: Accuracy(unit=1.0, accumulate_unit=1.0))
 
@@ -271,7 +271,7 @@ def all_but_32_rows_refused(backend: Backend) -> Backend:
 
 
 def _at_33_rows(backend: Backend, act: Callable[[], Any]) -> Backend:
-    """Something is done beside the work, at the first case that has 33 rows."""
+    """Do something else, too, at the first case that has 33 rows."""
 
     def call(primitive: Callable[..., Any], block: Block, *rest: Any) -> Any:
         if block.rows.shape[0] == 33:
@@ -301,7 +301,7 @@ def dies_by_a_signal(backend: Backend) -> Backend:
 
 @wrapper
 def hangs(backend: Backend) -> Backend:
-    """A call never comes back."""
+    """A call never returns."""
 
     def forever() -> None:
         while True:

@@ -1,4 +1,4 @@
-"""Runs mutants: each in a process of its own, on a copy of the package where it is a patch."""
+"""Runs each mutant in a process of its own; a patch is applied to a copy of the package."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ import signal
 import subprocess
 import sys
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor, as_completed
 from contextlib import suppress
 from dataclasses import dataclass, field
@@ -21,11 +21,12 @@ from typing import Any, Literal, TypedDict
 from contrastile.backends import registry as backends
 from contrastile.mutate.registry import CONTRACT, EXCHANGE, PACKAGE, SCHEDULE, Mutant, Patch, PatchError
 from contrastile.mutate.wrappers import WRAPPERS
+from contrastile.reporting import ProgressCallback
 
 Status = Literal["caught", "missed", "equivalent", "broken", "not run"]
 
 WORLD = 3
-"""Ranks of the exchange's mutants: going round one way is not going round the other from three on."""
+"""Ranks of the exchange's mutants: from three on, the two directions of a ring differ."""
 
 INTERPRETED = {
     "--case": ["ragged", "square-ragged", "hot", "labels", "ids-drop", "signed-zero-weights", "sigmoid-ids"],
@@ -33,17 +34,17 @@ INTERPRETED = {
     "--dtype": ["float32"],
     "--precision": ["ieee"],
 }
-"""What a mutant of the Triton kernels is held to under the interpreter."""
+"""The checks of a mutant of the Triton kernels under the interpreter."""
 
-# a patch that does not fit the code around it any more catches itself
+# a patch that no longer fits the code around it fails by itself
 _MISFIT = re.compile(r"raised (Name|Attribute|Type|Import|ModuleNotFound|Syntax|Indentation|Compilation)Error")
 
 
 class Result(TypedDict):
-    """What became of a mutant.
+    """The result of a mutant.
 
-    ``problems`` were computed and ``seconds`` spent until the verdict; ``case``, ``property`` and ``dtype`` are those
-    of the check that caught it.
+    ``problems`` and ``seconds`` are the problems computed and the time spent until the verdict; ``case``, ``property``
+    and ``dtype`` are those of the check that caught it.
     """
 
     name: str
@@ -59,13 +60,13 @@ class Result(TypedDict):
 
 
 @dataclass(frozen=True, slots=True)
-class Subject:
-    """What the mutants are planted in, and where they run.
+class Target:
+    """The backend in which defects are planted, and where it runs.
 
     Attributes:
-        backend: that the contract's defects wrap; None for torch, or numpy where there is no torch.
+        backend: wrapped by the contract's defects; None for torch, or numpy where there is no torch.
         device: kind of device.
-        deadline: seconds until a run of verify is given up.
+        deadline: seconds that a run of verify may take.
     """
 
     backend: str | None = None
@@ -73,7 +74,7 @@ class Subject:
     deadline: float = 600.0
 
     def base(self, mutant: Mutant) -> str:
-        """The name of the right backend under a mutant."""
+        """The name of the correct backend that a mutant changes."""
         if mutant.room in (SCHEDULE, EXCHANGE):
             return "numpy"
         if mutant.room != CONTRACT:
@@ -91,14 +92,13 @@ class Subject:
             return "needs a GPU: --device cuda"
         needs = WRAPPERS[mutant.defect].needs if mutant.room == CONTRACT else None
         library = base if base in ("numpy", "torch") or needs is None else backends.load(base).arrays.name
-        return None if needs in (None, library) else f"is about {needs}'s arrays, and these are {library}'s"
+        return None if needs in (None, library) else f"needs {needs}'s arrays, and the backend has {library}'s"
 
     def on_gpu(self, base: str) -> bool:
-        """Whether verify is told to run on a GPU."""
         return self.device == "cuda" and base != "numpy"
 
     def arguments(self, mutant: Mutant) -> list[str]:
-        """The arguments of ``contrastile verify`` for a mutant, whole where that takes a minute at most."""
+        """The arguments of ``contrastile verify`` for a mutant: all checks, except under the interpreter."""
         base = self.base(mutant)
         words = ["--world", str(WORLD)] if mutant.room == EXCHANGE else []
         if self.on_gpu(base):
@@ -111,7 +111,7 @@ class Subject:
         return words
 
     def environment(self, base: str, *paths: str) -> dict[str, str]:
-        """The environment of a run: the package of the first path is the one that is imported."""
+        """The environment variables of a run, which imports the package from the first path."""
         found = dict(os.environ, PYTHONPATH=os.pathsep.join([*paths, *filter(None, sys.path)]))
         if base.partition(":")[0] == "triton":
             found["TRITON_INTERPRET"] = "0" if self.on_gpu(base) else "1"
@@ -119,29 +119,29 @@ class Subject:
 
 
 @dataclass(slots=True)
-class Run:
-    """Mutants being run.
+class MutationRun:
+    """Mutants, and their results as they run.
 
     Attributes:
-        subject: how.
-        mutants: which.
-        jobs: how many at a time.
+        target: where they are planted.
+        mutants: in order.
+        jobs: how many run at a time.
         progress: called with (mutants done, mutants in all, the name of the last).
-        results: what became of those that are done, in the order of the mutants.
+        results: of the mutants that are done, in their order.
     """
 
-    subject: Subject
+    target: Target
     mutants: Sequence[Mutant]
     jobs: int = 1
-    progress: Callable[[int, int, str], None] = lambda done, total, what: None
+    progress: ProgressCallback = lambda done, total, what: None
     results: list[Result] = field(default_factory=list)
     _running: set[subprocess.Popen[str]] = field(default_factory=set)
     _stopped: bool = False
 
     def all(self) -> list[Result]:
-        """Run every mutant, and then, on the right code, every check that caught one.
+        """Run every mutant, and then every check that caught one on the correct code.
 
-        Whatever ends it early, no process is left, and ``results`` has what is known.
+        If it is interrupted, all processes are killed, and ``results`` has those that are done.
         """
         order = {mutant.name: at for at, mutant in enumerate(self.mutants)}
         with ThreadPoolExecutor(self.jobs) as pool:
@@ -160,26 +160,25 @@ class Run:
         for result in self.results:
             if result["name"] in wrong:
                 result["status"] = "broken"
-                result["reason"] = f"the right code fails there too: {wrong[result['name']]}"
+                result["reason"] = f"the correct code fails there, too: {wrong[result['name']]}"
         return self.results
 
     def _one(self, mutant: Mutant) -> Result:
-        base = self.subject.base(mutant)
-        missing = self.subject.missing(mutant)
+        base = self.target.base(mutant)
+        missing = self.target.missing(mutant)
         if missing is not None:
             return _result(mutant, base, "not run", reason=missing)
         start = time.monotonic()
         found = self._verified(mutant, base)
         found["seconds"] = round(time.monotonic() - start, 2)
-        # only a pass of something is evidence
+        # a run that computed nothing is no evidence
         if mutant.equivalent is not None and found["status"] == "missed" and found["problems"]:
             return {**found, "status": "equivalent", "reason": mutant.equivalent}
         if mutant.equivalent is not None and found["status"] == "caught":
-            return {**found, "status": "broken", "reason": f"argued to be equivalent, and yet {found['reason']}"}
+            return {**found, "status": "broken", "reason": f"declared equivalent, but caught: {found['reason']}"}
         return found
 
     def _verified(self, mutant: Mutant, base: str) -> Result:
-        """The verdict of verify on a mutant."""
         name = base if mutant.patch else f"contrastile.mutate.wrappers:{mutant.defect}@{base}"
         with TemporaryDirectory() as folder:
             try:
@@ -187,15 +186,15 @@ class Run:
                     plant(mutant.patch, Path(folder))
             except PatchError as error:
                 return _result(mutant, base, "broken", reason=str(error))
-            done = self._verify(Path(folder), base, ["--backend", name, "--fail-fast", *self.subject.arguments(mutant)])
+            done = self._verify(Path(folder), base, ["--backend", name, "--fail-fast", *self.target.arguments(mutant)])
         return verdict(mutant, base, done)
 
     def _verify(self, folder: Path, base: str, words: Sequence[str]) -> Done:
-        """``contrastile verify`` on the package in a folder, or on this one where the folder has none."""
+        """Run ``contrastile verify`` on the package in a folder, or on this one if the folder has none."""
         out = folder / "verify.json"
         command = [sys.executable, "-m", "contrastile", "verify", *words, "--json", str(out), "--quiet"]
-        environment = self.subject.environment(base, str(folder), str(PACKAGE.parent))
-        # its own session: whatever it starts ends with it
+        environment = self.target.environment(base, str(folder), str(PACKAGE.parent))
+        # a session of its own, so that it can be killed with every process that it starts
         process = subprocess.Popen(
             command,
             cwd=folder,
@@ -210,62 +209,60 @@ class Run:
         if self._stopped:
             _kill(process)
         try:
-            said, complained = process.communicate(timeout=self.subject.deadline)
+            output, errors = process.communicate(timeout=self.target.deadline)
         except subprocess.TimeoutExpired:
             _kill(process)
             process.communicate()
-            return Done(None, [], f"verify had no verdict after {self.subject.deadline:g} s")
+            return Done(None, [], f"verify had no verdict after {self.target.deadline:g} s")
         finally:
             self._running.discard(process)
         rows = json.loads(out.read_text(encoding="utf-8"))["rows"] if out.exists() else []
-        lines = (complained.strip() or said.strip()).splitlines()
-        return Done(process.returncode, rows, lines[-1] if lines else "it said nothing")
+        lines = (errors.strip() or output.strip()).splitlines()
+        return Done(process.returncode, rows, lines[-1] if lines else "it printed nothing")
 
     def _controls(self) -> list[tuple[Mutant, list[Result]]]:
-        """Results that were caught by one property in one dtype of one room's backend, with a mutant of that room."""
+        """Caught results, grouped by room, backend, dtype and property, each group with a mutant of its room."""
         groups: dict[tuple[str, ...], tuple[Mutant, list[Result]]] = {}
         for mutant, result in zip(self.mutants, self.results, strict=True):
-            # a failure of all of a backend, or of the verdict, is of no case
+            # a failure of the whole backend, or of the verdict, has no case to rerun
             if result["status"] == "caught" and result["case"] not in ("", "all"):
                 key = mutant.room, result["backend"], result["dtype"], result["property"]
                 groups.setdefault(key, (mutant, []))[1].append(result)
         return list(groups.values())
 
     def _control(self, group: tuple[Mutant, list[Result]]) -> list[tuple[str, str]]:
-        """Mutants whose checks the right code fails too, each with what is wrong there."""
+        """Names of mutants whose checks fail on the correct code, too, each with the reason."""
         mutant, caught = group
-        base = self.subject.base(mutant)
+        base = self.target.base(mutant)
         dtype, _, precision = caught[0]["dtype"].partition("/")
         words = ["--backend", base, "--property", caught[0]["property"]]
         words += ["--dtype", dtype, "--precision", precision or "ieee"]
         words += ["--case", *dict.fromkeys(result["case"] for result in caught)]
         words += ["--world", str(WORLD)] if mutant.room == EXCHANGE else []
-        words += ["--device", "cuda"] if self.subject.on_gpu(base) else []
+        words += ["--device", "cuda"] if self.target.on_gpu(base) else []
         with TemporaryDirectory() as folder:
             done = self._verify(Path(folder), base, words)
         failed = {_check(row): str(row["reason"]) for row in done.rows if row["status"] == "fail"}
-        # of a run that came to no end nothing is known
-        rest = None if failed or done.code == 0 else done.said
+        # a run that did not finish clears no check
+        rest = None if failed or done.code == 0 else done.last_line
         found = ((result["name"], failed.get(_check(result), rest)) for result in caught)
         return [(name, reason) for name, reason in found if reason is not None]
 
 
 @dataclass(frozen=True, slots=True)
 class Done:
-    """A run of verify: its exit code, None where it was given up; its rows; the last line that it wrote."""
+    """A run of verify: its exit code, None if it ran past the deadline; its rows; the last line that it printed."""
 
     code: int | None
     rows: list[dict[str, Any]]
-    said: str
+    last_line: str
 
     @property
     def first(self) -> dict[str, Any] | None:
-        """The first row that failed."""
         return next((row for row in self.rows if row["status"] == "fail"), None)
 
 
 def _check(row: Any) -> tuple[str, str, str]:
-    """What was checked, by name."""
     return row["case"], row["property"], row["dtype"]
 
 
@@ -279,13 +276,13 @@ def plant(patch: Patch, folder: Path, package: Path = PACKAGE) -> None:
     copy = Path(shutil.copytree(package, folder / package.name))
     changed = copy / patch.file
     changed.write_text(text, encoding="utf-8")
-    # of the same size and second as the old source, the new one would be taken for it
+    # bytecode of an old source with the same size and time stamp would be used for the new one
     for compiled in (changed.parent / "__pycache__").glob(f"{changed.stem}.*"):
         compiled.unlink()
 
 
 def verdict(mutant: Mutant, base: str, done: Done) -> Result:
-    """What a run of verify says of a mutant: it is caught by a row that failed, or by the verdict on all rows."""
+    """The result of a mutant: caught by a row that failed, or by verify's verdict on all rows."""
     problems = len({(row["dtype"], row["case"]) for row in done.rows if row["status"] in ("pass", "fail")})
     first = done.first
     if first is not None:
@@ -293,14 +290,14 @@ def verdict(mutant: Mutant, base: str, done: Done) -> Result:
         found = _result(mutant, base, status, reason=first["reason"], problems=problems)
         return {**found, **{key: first[key] for key in ("case", "property", "dtype")}}  # type: ignore[typeddict-item]
     if done.rows and done.code:
-        return _result(mutant, base, "caught", reason=done.said, problems=problems)
+        return _result(mutant, base, "caught", reason=done.last_line, problems=problems)
     if done.code is None:
-        return _result(mutant, base, "missed", reason=done.said)
+        return _result(mutant, base, "missed", reason=done.last_line)
     if done.code < 0:
         return _result(mutant, base, "missed", reason=f"verify was killed by signal {-done.code}")
     if done.code > 0:
-        return _result(mutant, base, "broken", reason=done.said)
-    reason = "verify passed" if done.rows else "verify left without a verdict, with exit code 0"
+        return _result(mutant, base, "broken", reason=done.last_line)
+    reason = "verify passed" if done.rows else "verify exited with code 0 and no verdict"
     return _result(mutant, base, "missed", reason=reason, problems=problems)
 
 
@@ -320,6 +317,6 @@ def _result(mutant: Mutant, base: str, status: Status, *, reason: str, problems:
 
 
 def _kill(process: subprocess.Popen[str]) -> None:
-    """End a run and all that it has started."""
+    """Kill a run and every process that it started."""
     with suppress(ProcessLookupError, PermissionError):
         os.killpg(process.pid, signal.SIGKILL)

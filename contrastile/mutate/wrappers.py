@@ -1,4 +1,4 @@
-"""Defects at the level of the block contract: each wraps a right backend, so that they serve every backend.
+"""Defects at the level of the block contract: each wraps a correct backend, and any backend can be wrapped.
 
 A wrapped backend is named ``contrastile.mutate.wrappers:DEFECT@BACKEND``.
 """

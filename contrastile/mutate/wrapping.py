@@ -1,4 +1,4 @@
-"""What wrappers are made of: the primitives of a right backend, replaced one by one."""
+"""Tools for wrappers, which replace primitives of a correct backend."""
 
 from __future__ import annotations
 
@@ -17,9 +17,9 @@ class Wrapper:
     """A defect.
 
     Attributes:
-        name: what ``contrastile mutate`` calls it.
-        plant: a right backend -> the defective one.
-        needs: the array library in which alone it can be planted; None for any.
+        name: its name for ``contrastile mutate``.
+        plant: a correct backend -> the defective one.
+        needs: the only array library that it applies to; None for any.
     """
 
     name: str
@@ -28,7 +28,6 @@ class Wrapper:
 
     @property
     def about(self) -> str:
-        """The defect in one line."""
         return (self.plant.__doc__ or "").strip().removesuffix(".")
 
 
@@ -36,7 +35,7 @@ WRAPPERS: dict[str, Wrapper] = {}
 
 
 def only_in(library: str | None) -> Callable[[Callable[[Backend], Backend]], Callable[[Backend], Backend]]:
-    """Registers a defect under its function's name; it can be planted in this array library alone (None: in any)."""
+    """Register a defect under its function's name, for backends of this array library (None: of any)."""
 
     def register(plant: Callable[[Backend], Backend]) -> Callable[[Backend], Backend]:
         name = plant.__name__.replace("_", "-")
@@ -47,11 +46,11 @@ def only_in(library: str | None) -> Callable[[Callable[[Backend], Backend]], Cal
 
 
 wrapper = only_in(None)
-"""Registers a defect of any array library."""
+"""Register a defect for backends of any array library."""
 
 
 def around(backend: Backend, call: Callable[..., Any], *names: str) -> Backend:
-    """Each of these primitives, or all, replaced by ``call(primitive, block, *rest)``."""
+    """Replace these primitives, or all, by ``call(primitive, block, *rest)``."""
 
     def wrapped(primitive: Callable[..., Any]) -> Callable[..., Any]:
         return lambda block, *rest: call(primitive, block, *rest)
@@ -62,12 +61,12 @@ def around(backend: Backend, call: Callable[..., Any], *names: str) -> Backend:
 
 
 def seeing(backend: Backend, change: Callable[[ArrayLibrary, Block], Block]) -> Backend:
-    """Every primitive sees another block than it was given."""
+    """Every primitive receives a changed block."""
     return around(backend, lambda primitive, block, *rest: primitive(change(backend.arrays, block), *rest))
 
 
 def doubled(backend: Backend, where: Callable[[Block], bool]) -> Backend:
-    """Logits twice as large on some blocks."""
+    """Logits are doubled on some blocks."""
     return seeing(backend, lambda arrays, b: replace(b, scale=b.scale * 2) if where(b) else b)
 
 

@@ -13,7 +13,7 @@ BoolArray: TypeAlias = npt.NDArray[np.bool_]
 
 
 def float64(values: npt.ArrayLike) -> FloatArray:
-    """Values as a float64 array: every input is widened before the first operation, never after it.
+    """Values as a float64 array: every input is widened before the first operation.
 
     values: any shape and any real dtype. Returns the same shape; the array itself where it is float64 already.
     """

@@ -5,8 +5,8 @@
 
 The targets stay out of the sum over the other pairs. With N the log-sum-exp of pairs without a target, P that of pairs
 with one, and the excess e = L - P = log1p(exp(N - P)), a row that is certain of its positive has a loss of e and a
-gradient of expm1(-e) = -sigma(N - P) there: float64 holds both to full relative accuracy, however small, where L - x
-and exp(x - L) - 1 cancel.
+gradient of expm1(-e) = -sigma(N - P) there: float64 holds both to full relative accuracy, however small, whereas
+L - x and exp(x - L) - 1 cancel.
 
 A weight of exactly 0 removes its term, whatever the term's value: a row that admits nothing has L_i = -inf,
 and 0 * -inf would otherwise turn the whole loss into NaN.
@@ -39,7 +39,7 @@ class Gradients(NamedTuple):
 def logits(q: npt.ArrayLike, k: npt.ArrayLike, scale: npt.ArrayLike, bias: float = 0.0) -> FloatArray:
     """x_ij = s <q_i, k_j> + beta.
 
-    q: (m, d); k: (n, d); scale: a number, or (m,) with one scale a row. Returns (m, n).
+    q: (m, d); k: (n, d); scale: a number, or (m,) with one scale per row. Returns (m, n).
     """
     return _down_the_rows(scale) * (float64(q) @ float64(k).T) + bias
 
@@ -62,7 +62,7 @@ def column_lse(x: FloatArray, A: BoolArray) -> FloatArray:
 
 @np.errstate(all="ignore")
 def merge(a: npt.ArrayLike, b: npt.ArrayLike) -> FloatArray:
-    """The merge log(exp a + exp b): associative, commutative, with -inf as its identity (Inf-CL Eq. 4, mended).
+    """The merge log(exp a + exp b): associative, commutative, with -inf as its identity (Inf-CL Eq. 4, corrected).
 
     a, b: LSEs of disjoint sets, of shapes that broadcast. (-inf, -inf) gives -inf, +inf with any number gives
     +inf, NaN with anything gives NaN.
@@ -148,7 +148,7 @@ def one_direction(
 def gradients(q: npt.ArrayLike, k: npt.ArrayLike, scale: npt.ArrayLike, G: FloatArray) -> Gradients:
     """The gradients: dQ = s G K, dK = G^T (s Q), ds = sum_i <q_i, (G K)_i>, dbeta = sum_ij G_ij.
 
-    q: (m, d); k: (n, d); scale: a number or (m,), and then ds is one number a row; G: (m, n).
+    q: (m, d); k: (n, d); scale: a number or (m,), and then ds is one number per row; G: (m, n).
     """
     q, k, s = float64(q), float64(k), _down_the_rows(scale)
     R = G @ k

@@ -1,6 +1,6 @@
 """The losses by name: each chooses weights, targets and admitted pairs for the general form.
 
-Features are used as given (normalising is the caller's) and `scale` is 1 / temperature.
+Features are used as given: normalise them first. `scale` is 1 / temperature.
 """
 
 from __future__ import annotations
@@ -75,7 +75,7 @@ def clip(
 
 
 def nt_xent(view_a: npt.ArrayLike, view_b: npt.ArrayLike, scale: npt.ArrayLike) -> LossAndGradients:
-    """SimCLR's NT-Xent: 2b rows against the same 2b columns, each but itself, the other view its positive.
+    """SimCLR's NT-Xent: 2b rows against the same 2b columns, each except itself; the other view is its positive.
 
     view_a, view_b: (b, d); scale: a number or (2b,). d_rows is view_a's gradient, d_columns view_b's.
     """

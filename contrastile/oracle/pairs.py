@@ -1,7 +1,7 @@
 """Which pairs are positive and which are admitted, from O(m + n) vectors.
 
-Every vector speaks of rows or columns one by one, so a tile's masks follow from the vectors' slices alone
-(`Pairs.tile`) and no m x n mask has to exist anywhere but in the dense oracle.
+Every vector has one entry per row or per column, so a tile's masks follow from slices of the vectors, and
+only the dense oracle forms an m x n mask.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ class Pairs(NamedTuple):
     row_ids: (m,) int64; column_ids: (n,) int64; read only where both are given.
     match: what equal ids mean. "drop": a false negative, not admitted unless it is the positive.
         "target": a positive (SupCon's labels); `positives` is then not read.
-    excluded: (m,) int64, the column a row never sees, not even as its positive; outside 0..n-1: none.
+    excluded: (m,) int64, the column that a row excludes, even if it is its positive; outside 0..n-1: none.
     """
 
     positives: IntArray | None = None
@@ -38,23 +38,6 @@ class Pairs(NamedTuple):
     def admitted(self, m: int, n: int) -> BoolArray:
         """A of `admitted_pairs` for these vectors, (m, n) bool."""
         return admitted_pairs(m, n, *self)
-
-    def tile(self, rows: slice, columns: slice) -> Pairs:
-        """The same pairs seen from inside the tile X[rows, columns], whose first column is column 0.
-
-        rows, columns: slices with a start. Returns vectors of the tile's lengths.
-        """
-        return Pairs(
-            positives=None if self.positives is None else self.positives[rows] - columns.start,
-            row_ids=None if self.row_ids is None else self.row_ids[rows],
-            column_ids=None if self.column_ids is None else self.column_ids[columns],
-            match=self.match,
-            excluded=None if self.excluded is None else self.excluded[rows] - columns.start,
-        )
-
-
-NO_PAIRS = Pairs()
-"""No positives, and every pair admitted."""
 
 
 def positive_pairs(
@@ -83,7 +66,7 @@ def admitted_pairs(
     match: Match = "drop",
     excluded: IntArray | None = None,
 ) -> BoolArray:
-    """A_ij: row i sees column j, and column j sees row i; every positive is admitted.
+    """A_ij: whether the pair of row i and column j counts in either direction; every positive is admitted.
 
     The arguments are the fields of `Pairs`. Returns (m, n) bool.
     """

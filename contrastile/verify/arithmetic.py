@@ -1,7 +1,7 @@
-"""The model of floating-point arithmetic under the bounds: what one operation, sum or exponential may cost.
+"""The model of floating-point arithmetic behind the bounds: the error of one operation, sum or exponential.
 
 Every operation gives ``fl(a op b) = (a op b)(1 + delta) + eta`` with ``|delta| <= u`` and ``|eta| <= tiny``, tiny the
-smallest normal number (results below it may be flushed to zero). A chain of relative errors that add to t costs
+smallest normal number (results below it may be flushed to zero). A chain of relative errors with sum t costs
 ``gamma(t) = t / (1 - t)``, since ``prod (1 + delta_i)^(+-1) <= 1 / (1 - sum |delta_i|)``.
 
 An exponential of a difference may be formed as ``exp(a - b)`` or as ``exp2(a c - b c)`` with ``c = log2 e`` rounded and
@@ -28,13 +28,13 @@ def gamma(t: float) -> float:
 
 @dataclass(frozen=True)
 class Lengths:
-    """How a sum over one axis is taken: at most ``tile`` terms in one go, ``parts`` partial results put together.
+    """How a sum over one axis is taken: ``parts`` partial sums of at most ``tile`` terms each are merged.
 
     Attributes:
-        tile: the longest sum in one go.
-        parts: tiles of all blocks, and one more for each block: every one is merged, or added, once.
-        longest: the longest block.
-        shortest: the shortest block that is not empty; 1 if all are.
+        tile: terms of the longest partial sum.
+        parts: tiles of all blocks, and one more per block: each is merged, or added, once.
+        longest: length of the longest block.
+        shortest: length of the shortest block that is not empty; 1 if all are empty.
     """
 
     tile: int
@@ -48,9 +48,9 @@ class Spread:
     """How the ranks of a world share a problem.
 
     Attributes:
-        rows: rows of each rank; the first rank's are the problem's first.
-        blocks: sizes of the column blocks that a rank computes its rows against, in one call each.
-        halved: a rank may compute its rows against one shard in two calls, half of the rows in each.
+        rows: rows per rank; the first rank's are the problem's first.
+        blocks: sizes of the column blocks that a rank computes its rows against, one call each.
+        halved: whether a rank may compute its rows against one shard in two calls, half of the rows in each.
     """
 
     rows: tuple[int, ...]
@@ -67,8 +67,8 @@ class Arithmetic:
         dtype: the features'.
         over_columns: how sums over a row's columns are taken.
         over_rows: how sums over a column's rows are taken.
-        ranks: rows of each rank, in their order; one rank in a process alone.
-        totals: how many float64 totals are added to make one number of the whole problem.
+        ranks: rows per rank, in their order; a single process is one rank.
+        totals: how many float64 totals are added for one number of the whole problem.
     """
 
     accuracy: Accuracy
@@ -80,7 +80,7 @@ class Arithmetic:
 
     @property
     def shared(self) -> int:
-        """1 where ranks share the problem: their gradients carry the factor that a mean over them takes away again."""
+        """1 where ranks share the problem: their gradients have a factor that the mean over ranks removes."""
         return int(len(self.ranks) > 1)
 
     @property
@@ -99,7 +99,7 @@ class Arithmetic:
         return float((1 + a.input_rounding) ** 2 * (1 + chain) - 1)
 
     def cast(self, exact: FloatArray, error: FloatArray) -> FloatArray:
-        """The error of a value known to ``error`` after its one cast from the state to a coarser features' dtype."""
+        """The error of a value, known to ``error``, after its one cast from the state to a coarser feature dtype."""
         if UNIT[self.dtype] <= self.accuracy.unit:
             return error
         return error + UNIT[self.dtype] * (np.abs(exact) + error) + UNDERFLOW[self.dtype]
@@ -115,8 +115,8 @@ def arithmetic(
 ) -> Arithmetic:
     """A backend's arithmetic on a problem of ``rows`` rows and column blocks of these sizes.
 
-    ``options.tile``, where given, caps the tile: smaller tiles mean more merges. ``spread`` says how ranks share the
-    problem: a row then meets ``spread.blocks``, and a column the rows of one rank after another's.
+    ``options.tile``, if given, caps the tile: smaller tiles mean more merges. ``spread`` says how ranks share the
+    problem: a row is then computed against ``spread.blocks``, and a column against each rank's rows in turn.
     """
     tile = (None, None) if options is None or options.tile is None else options.tile
     here = spread or Spread((rows,), tuple(blocks))
@@ -132,7 +132,7 @@ def arithmetic(
 
 
 def _lengths(accuracy: Accuracy, sizes: Sequence[int], cap: int | None, cut: int = 0) -> Lengths:
-    """Lengths of sums over parts of these sizes, one of which may come in two, of at least ``cut`` each."""
+    """Lengths of sums over parts of these sizes, one of which may be split in two of at least ``cut`` each."""
     tiles = [max(1, min(accuracy.tile(size), size if cap is None else cap)) for size in sizes]
     parts = sum(-(-size // tile) + 1 for size, tile in zip(sizes, tiles, strict=True))
     shortest = min((size for size in sizes if size), default=1)

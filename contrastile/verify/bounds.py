@@ -1,22 +1,25 @@
-"""How far a backend may be off, element by element: derived from the problem and the backend's facts, never tuned.
+"""Error bounds for every element of a result, derived from the problem and the backend's facts and never tuned.
 
 Notation: u the state's unit roundoff, ``gamma`` and the model of one operation as in ``arithmetic``, c = exp_ulps,
-B_ij = sum_k |q_ik| |k_jk|, N tile length, T partial results merged, d the width, w_i either direction's weight.
+B_ij = sum_k |q_ik| |k_jk|, T partial results merged, d the width, w_i either direction's weight; N and P the
+log-sum-exps over negatives and positives.
 The features are exact: they were rounded to the backend's dtype before the truth was computed.
 
 * logit:  ``E_ij = |s| (g_d B_ij + d tiny) + tiny``, ``g_d = (1 + u_in)^2 (1 + gamma(ua depth(d) + 3u)) - 1``: inputs
   rounded, products and chain, scale twice (its product with log2 e may be rounded too); a bias adds ``u (|x| + E)``.
-* log-sum-exps, sums of positives, loss: ``_lse_error``, ``_positive_error``, ``_softmax_loss_error``. With N and P
-  apart the loss of a row that is certain of its positive has a *relative* bound.
-* G: ``_softmax_gradient_error``; sigmoid: ``_sigmoid_errors``. Forward and backward see the same rounded logits, so a
-  probability never exceeds 1, and of one positive q is 1.
+* log-sum-exps, sums of positives, loss: ``_lse_error``, ``_positive_error``, ``_softmax_loss_error``. Because N and P
+  are separate, the loss of a row that is certain of its positive has a *relative* bound.
+* G: ``_softmax_gradient_error``; sigmoid: ``_sigmoid_errors``. Forward and backward use the same rounded logits, so a
+  probability never exceeds 1, and q of a single positive is 1.
 * dQ, dK, dscale, dbias: ``_sum_error``, ``_features_error``, ``_scale_error``.
-* n ranks that share the problem (``Spread``): their log-sum-exps and gradient sums are merged and added like further
-  blocks; one rounding for the factor n in the weights and one for its removal; ``_over_ranks`` for dscale and dbias.
+* n ranks that share the problem (``Spread``): their log-sum-exps and gradient sums are merged and added like those of
+  further blocks; the factor n in the weights costs one rounding and its removal another; ``_over_ranks`` for dscale
+  and dbias.
 
-The truth is float64 and rounds too: its own bound, by the same derivation with u = 2^-53, is added. That matters for
-float64 backends alone. Where the truth is not finite the bound is 0: such values are compared for equality.
-A projection of the true set onto itself (``max(L - t positive, 0)``) moves no value away from the truth: same bound.
+The truth is computed in float64 and has rounding errors of its own: their bound, by the same derivation with
+u = 2^-53, is added. It matters only for float64 backends. Where the truth is not finite the bound is 0: such values
+are compared for equality. A projection onto the set that holds the truth (``max(L - t positive, 0)``) moves no value
+away from the truth, so the bound stays the same.
 """
 
 from __future__ import annotations
@@ -32,14 +35,13 @@ from contrastile.oracle.sigmoid import sigma, softplus
 from contrastile.schedules.problem import Problem
 from contrastile.verify.arithmetic import Arithmetic, Lengths, Spread, arithmetic, gamma
 from contrastile.verify.rounding import UNIT
-from contrastile.verify.truth import Direction, Outcome, Truth, split
+from contrastile.verify.truth import Direction, Outcome, Truth, column_blocks
 
 ORACLE = Accuracy(unit=UNIT["float64"], accumulate_unit=UNIT["float64"])
 """The oracle's own arithmetic: dense, one tile, sums in any order."""
 
-
 FLUSHED = 2.0**-100
-"""What a term that is flushed beside a shared reference may cost a probability: see ``Accuracy.shared_reference``."""
+"""Error of a probability whose term underflows beside a shared reference: see ``Accuracy.shared_reference``."""
 
 
 def bounds(
@@ -51,33 +53,35 @@ def bounds(
     options: Options | None = None,
     spread: Spread | None = None,
     *,
-    apart: bool = True,
+    separate_positives: bool = True,
 ) -> Outcome:
-    """Absolute error bounds on every element of the truth's outcome, in the same shapes.
+    """Absolute error bounds for every element of the truth's outcome, in the same shapes.
 
     Args:
-        problem: the problem of which ``truth`` is the truth.
-        truth: computed with the same ``upstream``.
+        problem: the problem.
+        truth: its truth, computed with the same ``upstream``.
         accuracy: the backend's facts.
         dtype: the features' dtype.
         upstream: gradient with respect to the loss, applied in the state dtype.
-        options: what the backend was asked for; a smaller tile means more merges.
-        spread: how the ranks of a world share the problem; None for a process alone.
-        apart: whether positives stay out of the sums, as a backend's must. Of a computation that subtracts them from a
-            log-sum-exp, and targets from probabilities, False gives the bound.
+        options: those of the call; a smaller tile means more merges.
+        spread: how the ranks of a world share the problem; None for a single process.
+        separate_positives: whether positives stay out of the log-sum-exps, as a backend's must. False gives the bound
+            of a computation that subtracts them from a log-sum-exp, and targets from probabilities.
     """
     blocks, m = [len(block) for block in problem.columns], len(truth.q)
-    derive = _sigmoid if problem.kind == "sigmoid" else _softmax
 
-    def derived(accuracy: Accuracy, dtype: str, *how: Any) -> Outcome:
+    def derive(accuracy: Accuracy, dtype: str, *how: Any) -> Outcome:
+        a = arithmetic(accuracy, dtype, m, blocks, *how)
         with np.errstate(all="ignore"):
-            return derive(problem, truth, arithmetic(accuracy, dtype, m, blocks, *how), abs(upstream), apart)
+            if problem.kind == "sigmoid":
+                return _sigmoid(problem, truth, a, abs(upstream))
+            return _softmax(problem, truth, a, abs(upstream), separate_positives)
 
-    # the same for every backend
-    oracle, key = truth.oracle_bounds, (abs(upstream), apart)
+    # the oracle's part is the same for every backend
+    oracle, key = truth.oracle_bounds, (abs(upstream), separate_positives)
     if key not in oracle:
-        oracle[key] = derived(ORACLE, "float64")
-    found = derived(accuracy, dtype, options, spread), oracle[key]
+        oracle[key] = derive(ORACLE, "float64")
+    found = derive(accuracy, dtype, options, spread), oracle[key]
     values = {f.name: _total(*(getattr(each, f.name) for each in (*found, truth.outcome))) for f in fields(Outcome)}
     return Outcome(**values)
 
@@ -92,29 +96,29 @@ def _total(backend: Any, oracle: Any, exact: Any) -> Any:
     return float64(np.where(np.isfinite(exact), np.where(np.isnan(both), np.inf, both), 0.0))
 
 
-def _softmax(problem: Problem, t: Truth, a: Arithmetic, upstream: float, apart: bool) -> Outcome:
-    """Both directions share the logits' error; each is derived from its own side."""
+def _softmax(problem: Problem, t: Truth, a: Arithmetic, upstream: float, separate_positives: bool) -> Outcome:
+    """Both directions share the logits' error; each is derived from its own side's view."""
     assert t.row is not None
-    E, reference, forms = _logit_error(t, a), _reference(t, a), (problem.match == "drop", apart)
-    seen = [_Seen(t.x, E, t.admitted, t.positive, t.row, a.over_columns, *forms)]
+    E, reference, how = _logit_error(t, a), _reference(t, a), (problem.match == "drop", separate_positives)
+    views = [_View(t.x, E, t.admitted, t.positive, t.row, a.over_columns, *how)]
     if t.column is not None:
-        seen.append(_Seen(t.x.T, E.T, t.admitted.T, t.positive.T, t.column, a.over_rows, *forms))
+        views.append(_View(t.x.T, E.T, t.admitted.T, t.positive.T, t.column, a.over_rows, *how))
     loss, dG, largest = 0.0, np.zeros(t.x.shape), 0.0
     errors: dict[str, Any] = {}
-    for side, name in zip(seen, ("row", "column"), strict=False):
-        negative = _lse_error(side, side.admitted & ~side.positive, side.side.negative_lse, reference, a)
-        positive = _positive_lse_error(side, reference, a)
-        total = _positive_error(side.x, side.E, side.positive, a)
+    for view, name in zip(views, ("row", "column"), strict=False):
+        negative = _lse_error(view, view.admitted & ~view.positive, view.side.negative_lse, reference, a)
+        positive = _positive_lse_error(view, reference, a)
+        total = _positive_error(view.x, view.E, view.positive, a)
         errors |= {f"{name}_negative_lse": negative, f"{name}_positive_lse": positive, f"{name}_positive_sum": total}
-        loss += _softmax_loss_error(side, negative, positive, total, a)
-        part = _softmax_gradient_error(side, negative, positive, upstream, reference, a)
+        loss += _softmax_loss_error(view, negative, positive, total, a)
+        part = _softmax_gradient_error(view, negative, positive, upstream, reference, a)
         dG = dG + (part if name == "row" else part.T)
-        largest = max(largest, np.abs(side.side.weight).max(initial=0.0))
+        largest = max(largest, np.abs(view.side.weight).max(initial=0.0))
     gradient = _gradients(problem, t, dG, upstream * largest, a)
     return Outcome(loss=float64(loss + a.accuracy.unit * (abs(t.outcome.loss) + loss) + a.tiny), **errors, **gradient)
 
 
-def _sigmoid(problem: Problem, t: Truth, a: Arithmetic, upstream: float, apart: bool) -> Outcome:
+def _sigmoid(problem: Problem, t: Truth, a: Arithmetic, upstream: float) -> Outcome:
     """Value and gradients of the sigmoid loss from the same logits' error."""
     u, weight = a.accuracy.unit, np.abs(float64(problem.row_weight))
     row_loss, dG = _sigmoid_errors(t, _logit_error(t, a), upstream * weight, a)
@@ -151,18 +155,11 @@ def _reference(t: Truth, a: Arithmetic) -> float | None:
 
 
 @dataclass(frozen=True)
-class _Seen:
-    """One direction from its own side: (own, other) matrices.
+class _View:
+    """One direction of the loss, view from its own side: all matrices are (own, other), E the errors of x.
 
     Attributes:
-        x: logits.
-        E: their errors.
-        admitted: bool.
-        positive: bool.
-        side: weights, targets and statistics.
-        lengths: how sums over the others are taken.
-        named: whether indices name the positives, and not equal ids.
-        apart: see ``bounds``.
+        indexed: whether column indices give the positives, rather than equal ids.
     """
 
     x: FloatArray
@@ -171,30 +168,30 @@ class _Seen:
     positive: BoolArray
     side: Direction
     lengths: Lengths
-    named: bool
-    apart: bool
+    indexed: bool
+    separate_positives: bool
 
 
 def _lse_error(
-    seen: _Seen, counted: BoolArray, exact: FloatArray, reference: float | None, a: Arithmetic
+    view: _View, counted: BoolArray, exact: FloatArray, reference: float | None, a: Arithmetic
 ) -> FloatArray:
     """Error of ``exact = r + log sum exp(x - r)`` over the counted pairs, tiles merged in any order: (own,).
 
     * Each term carries ``e_j = (1 + 6u) E_j + u (3 |x_j - r| + c)`` in its exponent. The reference is a running maximum
       between x_j and the final maximum, so ``|x_j - r| <= max x - x_j + 2 max E``; or the shared one, and then no more
-      than |x_j| + |r|. ``L(x + e) - L(x) = log sum_j p_j exp(e_j)``, attained when all e_j are up, and by Jensen no
-      less than the fall when all are down. (max_j E_j, the 1-Lipschitz bound, ignores that unlikely columns do not
-      matter.)
-    * The sum: N additions in a tile. A merge of (r, sum) pairs costs (c + 2)u, its exponents telescoping into e; a
-      merge of finished log-sum-exps, ``max + log1p(exp(-D))``, costs at most ``u (2c + 2)`` beside the rounding of
-      what is stored: the partial result is within D of L and weighs exp(-D), and ``D exp(-D) < 1``. Both are allowed,
-      T times.
-    * The end: the logarithm (c u |L - r|), r exact. What leaves a tile is float64: its roundings, of r in any unit too.
+      than |x_j| + |r|. ``L(x + e) - L(x) = log sum_j p_j exp(e_j)``, attained when all e_j are positive, and by
+      Jensen no smaller than the decrease when all are negative. (max_j E_j, the 1-Lipschitz bound, ignores that
+      unlikely columns do not matter.)
+    * The sum: one addition per term of a tile. A merge of (r, sum) pairs costs (c + 2)u, its exponents telescoping into
+      e; a merge of finished log-sum-exps, ``max + log1p(exp(-D))``, costs at most ``u (2c + 2)`` beside the rounding
+      of the stored value: the partial result is within D of L and has weight exp(-D), and ``D exp(-D) < 1``. Both are
+      allowed, T times.
+    * The end: the logarithm (c u |L - r|), r exact. A tile returns float64: its roundings, and r's in any unit.
     * n tiny for terms that underflow: with a row's own maximum the sum is at least 1. With a shared reference the
       sum of n terms is at least n tiny / u (``Accuracy.shared_reference``), so they cost at most u of it.
     """
-    u, c, wide, lengths = a.accuracy.unit, a.accuracy.exp_ulps, UNIT["float64"], seen.lengths
-    x, E = seen.x, seen.E
+    u, c, wide, lengths = a.accuracy.unit, a.accuracy.exp_ulps, UNIT["float64"], view.lengths
+    x, E = view.x, view.E
     if not x.shape[1]:
         return np.zeros(len(x))
     top = np.where(counted, x, -np.inf).max(axis=1)
@@ -212,15 +209,15 @@ def _lse_error(
     summed = gamma(u * (lengths.tile + lengths.parts * (2 * c + 2)))
     stored = u * c * shift + wide * ((lengths.parts + 4) * np.abs(exact) + 4 * r)
     error = (moved + summed + stored + flushed) * (1 + gamma(u * (lengths.parts + 4)))
-    # of nothing it is -inf exactly
+    # a log-sum-exp of nothing is exactly -inf
     return float64(np.where(counted.any(axis=1), error, 0.0))
 
 
-def _positive_lse_error(seen: _Seen, reference: float | None, a: Arithmetic) -> FloatArray:
-    """Error of P: ``_lse_error`` over the positives; of one positive P is its logit, with two roundings of unit."""
-    several = _lse_error(seen, seen.positive, seen.side.positive_lse, reference, a)
-    alone = np.where(seen.positive, seen.E + 2 * a.accuracy.unit * (np.abs(seen.x) + seen.E), 0.0).sum(axis=1)
-    return float64(np.where(seen.positive.sum(axis=1) == 1, alone, several))
+def _positive_lse_error(view: _View, reference: float | None, a: Arithmetic) -> FloatArray:
+    """Error of P: ``_lse_error`` over the positives; for one positive P is its logit, with two roundings of unit."""
+    several = _lse_error(view, view.positive, view.side.positive_lse, reference, a)
+    alone = np.where(view.positive, view.E + 2 * a.accuracy.unit * (np.abs(view.x) + view.E), 0.0).sum(axis=1)
+    return float64(np.where(view.positive.sum(axis=1) == 1, alone, several))
 
 
 def _positive_error(x: FloatArray, E: FloatArray, positive: BoolArray, a: Arithmetic) -> FloatArray:
@@ -231,27 +228,27 @@ def _positive_error(x: FloatArray, E: FloatArray, positive: BoolArray, a: Arithm
 
 
 def _merged_error(side: Direction, negative: FloatArray, positive: FloatArray) -> FloatArray:
-    """Error of L = log(exp N + exp P): ``log(beaten exp(dN) + (1 - beaten) exp(dP))``, the fall being smaller."""
-    there = np.where(side.beaten < 1, (1 - side.beaten) * np.expm1(positive), 0.0)
-    none = np.where(side.beaten > 0, side.beaten * np.expm1(negative), 0.0)
+    """Error of L = log(exp N + exp P): ``log(s exp(dN) + (1 - s) exp(dP))``, s = sigma(N - P)."""
+    there = np.where(side.negative_mass < 1, (1 - side.negative_mass) * np.expm1(positive), 0.0)
+    none = np.where(side.negative_mass > 0, side.negative_mass * np.expm1(negative), 0.0)
     return float64(np.log1p(there + none) + UNIT["float64"] * 4 * np.abs(np.nan_to_num(side.lse)))
 
 
 def _softmax_loss_error(
-    seen: _Seen, negative: FloatArray, positive: FloatArray, total: FloatArray, a: Arithmetic
+    view: _View, negative: FloatArray, positive: FloatArray, total: FloatArray, a: Arithmetic
 ) -> float:
     """Error of sum_i w_i (softplus(N_i - P_i) + (P_i - t_i S_i)), taken in float64.
 
     * The excess: ``softplus(z + d) - softplus(z) = log1p(sigma(z) expm1(d))`` with d = dN + dP, and its evaluation. It
-      is relative to sigma(N - P), the probability of the negatives: a trained model's loss goes to 0, its error too.
-    * ``P - t S``: of one positive S is P, so ``|1 - t| dP`` is left; of several both errors count.
+      is relative to sigma(N - P), the probability of the negatives: where a trained model's loss goes to 0, so does it.
+    * ``P - t S``: for one positive S is P, so ``|1 - t| dP`` remains; for several both errors count.
     * Without a target the term is L.
     """
-    side, c = seen.side, a.accuracy.exp_ulps
+    side, c = view.side, a.accuracy.exp_ulps
     target, weight, d = np.abs(side.target), np.abs(side.weight), negative + positive
     sums = gamma(UNIT["float64"] * (2 * len(target) + 4 + c + a.totals))
-    excess = np.where(side.beaten > 0, np.log1p(side.beaten * np.expm1(d)), 0.0)
-    alone = seen.positive.sum(axis=1) == 1
+    excess = np.where(side.negative_mass > 0, np.log1p(side.negative_mass * np.expm1(d)), 0.0)
+    alone = view.positive.sum(axis=1) == 1
     spread = np.where(alone, np.abs(1 - side.target) * positive, positive + target * total)
     difference = np.abs(side.positive_lse - side.target * side.positive_sum)
     size = np.where(
@@ -261,63 +258,65 @@ def _softmax_loss_error(
     counted = excess + spread + UNIT["float64"] * 2 * size + sums * (exact + excess + spread)
     whole = _merged_error(side, negative, positive)
     none = whole + sums * np.abs(side.nll)
-    if not seen.apart:
+    if not view.separate_positives:
         lse = np.abs(np.nan_to_num(side.lse))
         counted = whole + target * total + (a.accuracy.unit + sums) * (lse + np.abs(target * side.positive_sum))
-    terms = np.where((target != 0) & seen.positive.any(axis=1), counted, none)
+    terms = np.where((target != 0) & view.positive.any(axis=1), counted, none)
     return float(np.where(weight == 0, 0.0, weight * (terms + a.tiny)).sum())
 
 
 def _softmax_gradient_error(
-    seen: _Seen, negative: FloatArray, positive: FloatArray, upstream: float, reference: float | None, a: Arithmetic
+    view: _View, negative: FloatArray, positive: FloatArray, upstream: float, reference: float | None, a: Arithmetic
 ) -> FloatArray:
-    """One direction's share of G's error before G is rounded.
+    """The error of one direction's part of G, before G is rounded.
 
-    * A pair that is no positive: ``p expm1(eta)``, ``eta = (1 + 6u) (E_x + E_L) + u (3 |x - L| + c)``; with a shared
-      reference p is the product of exp(x - r) and exp(r - L), so |x| + |r| stands for |x - L|, c + 1 more. Whatever eta
-      is, both p lie in 0..1. What underflows costs tiny, with a shared reference ``FLUSHED``.
-    * A positive, G = w ((q - t) - q beaten): beaten = sigma(N - P) moves by at most ``min(beaten, 1 - beaten)
-      expm1(dN + dP)``; q = exp(x - P) is 1 for one positive and else errs as p does. Equal ids may name the positives
-      of rows that are not certain of them; those may have w (p - t) instead, p as above.
-    * At most six roundings: the weight times the upstream gradient, times the rest, and four additions of the terms of
-      both directions; a seventh where the upstream gradient is first multiplied by the number of ranks. They are
-      relative to the terms.
+    * A negative pair: ``p expm1(eta)``, ``eta = (1 + 6u) (E_x + E_L) + u (3 |x - L| + c)``; with a shared
+      reference p is the product of exp(x - r) and exp(r - L), so |x| + |r| replaces |x - L| and c + 1 is added. For any
+      eta, both p lie in 0..1. An underflow costs tiny, and ``FLUSHED`` with a shared reference.
+    * A positive, G = w ((q - t) - q s): s = sigma(N - P) changes by at most ``min(s, 1 - s) expm1(dN + dP)``;
+      q = exp(x - P) is 1 for one positive and otherwise has an error like p's. Where equal ids give the positives, rows
+      that are not certain of them may use w (p - t) instead, p as above.
+    * At most six roundings, relative to the terms: the weight times the upstream gradient, that times the rest, and
+      four additions of the terms of both directions; a seventh where the upstream gradient is first multiplied by the
+      number of ranks.
     """
-    u, c, side = a.accuracy.unit, a.accuracy.exp_ulps, seen.side
+    u, c, side = a.accuracy.unit, a.accuracy.exp_ulps, view.side
     weight = upstream * np.abs(side.weight)[:, None]
     roundings = gamma((6 + a.shared) * u)
     E_L = _merged_error(side, negative, positive)[:, None]
 
     def probability(p: FloatArray, distance: FloatArray, error: FloatArray) -> FloatArray:
-        far = distance if reference is None else np.abs(seen.x) + 2 * reference
-        eta = (1 + 6 * u) * (seen.E + error) + u * (3 * far + (c if reference is None else 2 * c + 1))
+        far = distance if reference is None else np.abs(view.x) + 2 * reference
+        eta = (1 + 6 * u) * (view.E + error) + u * (3 * far + (c if reference is None else 2 * c + 1))
         moved = np.where(p > 0, p * np.expm1(eta), 0.0)
         return np.minimum(moved, np.maximum(p, 1 - p) + 8 * u) + (a.tiny if reference is None else FLUSHED)
 
-    dp = probability(side.p, np.abs(seen.x - side.lse[:, None]), E_L)
-    target = np.where(seen.positive, side.target[:, None], 0.0)
+    dp = probability(side.p, np.abs(view.x - side.lse[:, None]), E_L)
+    target = np.where(view.positive, side.target[:, None], 0.0)
     ordinary = dp + roundings * (side.p + dp + np.abs(target))
-    alone = (seen.positive.sum(axis=1) == 1)[:, None]
-    dq = np.where(alone, 0.0, probability(side.q, np.abs(seen.x - side.positive_lse[:, None]), positive[:, None]))
-    moved = np.minimum(np.minimum(side.beaten, 1 - side.beaten) * np.expm1(negative + positive), 1.0)[:, None]
-    beaten = side.beaten[:, None]
-    certain = dq + side.q * moved + roundings * (np.abs(side.q - target) + side.q * (beaten + moved) + dq)
-    # half of the threshold from which on a backend tells certain rows apart
-    doubtful = (np.abs(side.target) <= 0.5) | (side.beaten >= 2.0**-9)
-    plain = ((doubtful & (not seen.named)) | (not seen.apart))[:, None]
-    error = weight * np.where(seen.positive, np.where(plain, np.maximum(ordinary, certain), certain), ordinary)
-    # a weight of 0 silences the row even where its log-sum-exp is -inf or NaN
-    return np.where(seen.admitted & (weight > 0), error + 4 * a.tiny, 0.0)
+    alone = (view.positive.sum(axis=1) == 1)[:, None]
+    dq = np.where(alone, 0.0, probability(side.q, np.abs(view.x - side.positive_lse[:, None]), positive[:, None]))
+    moved = np.minimum(np.minimum(side.negative_mass, 1 - side.negative_mass) * np.expm1(negative + positive), 1.0)[
+        :, None
+    ]
+    mass = side.negative_mass[:, None]
+    certain = dq + side.q * moved + roundings * (np.abs(side.q - target) + side.q * (mass + moved) + dq)
+    # half of the threshold below which a backend treats a row as certain
+    doubtful = (np.abs(side.target) <= 0.5) | (side.negative_mass >= 2.0**-9)
+    plain = ((doubtful & (not view.indexed)) | (not view.separate_positives))[:, None]
+    error = weight * np.where(view.positive, np.where(plain, np.maximum(ordinary, certain), certain), ordinary)
+    # a weight of 0 removes the row even where its log-sum-exp is -inf or NaN
+    return np.where(view.admitted & (weight > 0), error + 4 * a.tiny, 0.0)
 
 
 def _sigmoid_errors(t: Truth, E: FloatArray, weight: FloatArray, a: Arithmetic) -> tuple[FloatArray, FloatArray]:
     """Errors of sum_j softplus(a_ij), (m,), and of G = -w z sigma(a), (m, n), at a = -z x.
 
-    * ``softplus(a + E) - softplus(a) = log1p(sigma(a) expm1(E))``, and softplus is convex: the fall is smaller. Its
-      evaluation as ``max(a, 0) + log1p(exp(-|a|))`` costs ``u (3|a| + 2c)`` on the second term and u on the sum.
-      A plain log(1 + exp) is off by u absolute, which is everything where softplus is small.
-    * ``|sigma(a + E) - sigma(a)| <= min(sigma, 1 - sigma) expm1(E)``; evaluation: 3|a|u in the exponent, likewise
-      damped, and c + 4 roundings (exponential, sum, quotient, weight twice) on sigma.
+    * ``softplus(a + E) - softplus(a) = log1p(sigma(a) expm1(E))``, and softplus is convex: a decrease is smaller.
+      Its evaluation as ``max(a, 0) + log1p(exp(-|a|))`` costs ``u (3|a| + 2c)`` on the second term and u on the sum.
+      A plain log(1 + exp) has an absolute error of u, which is the whole value where softplus is small.
+    * ``|sigma(a + E) - sigma(a)| <= min(sigma, 1 - sigma) expm1(E)``; evaluation: 3|a|u in the exponent, with the same
+      factor, and c + 4 roundings (exponential, sum, quotient, weight twice) on sigma.
     """
     u, c = a.accuracy.unit, a.accuracy.exp_ulps
     at = np.where(t.positive, -t.x, t.x)
@@ -334,10 +333,10 @@ def _sigmoid_errors(t: Truth, E: FloatArray, weight: FloatArray, a: Arithmetic) 
 
 
 def _gradients(problem: Problem, t: Truth, dG: FloatArray, largest: float, a: Arithmetic) -> dict[str, Any]:
-    """The bounds that every kind of loss draws from G's error: dQ, dK and dscale.
+    """The bounds of dQ, dK and dscale, which follow from G's error in the same way for every loss.
 
-    G is rounded before the second products, after the positive has left it, so relative to G itself:
-    ``dG + u_q (|G| + dG)``, and the absolute underflow as a share of the largest weight.
+    G is rounded before the second products, with the targets already subtracted, so relative to G itself:
+    ``dG + u_q (|G| + dG)``; its underflow is absolute, relative to the largest weight.
     """
     facts = a.accuracy
     moved = dG + facts.gradient_rounding * (np.abs(t.G) + dG)
@@ -346,7 +345,7 @@ def _gradients(problem: Problem, t: Truth, dG: FloatArray, largest: float, a: Ar
     columns = _features_error(t, t.column_sum, _sum_error(t.G.T, moved.T, t.q, a.over_rows, a), a)
     return {
         "rows": _features_error(t, t.row_sum, rows, a),
-        "columns": split(problem, columns),
+        "columns": column_blocks(problem, columns),
         "scale": _scale_error(t, moved, rows, a),
     }
 
@@ -361,7 +360,7 @@ def _sum_error(G: FloatArray, dG: FloatArray, other: FloatArray, lengths: Length
 def _features_error(t: Truth, exact: FloatArray, error: FloatArray, a: Arithmetic) -> FloatArray:
     """Error of s R: the sum's error times s, two roundings (the upstream gradient may join s), and the one cast.
 
-    Where ranks share the problem, two more: n joins the upstream gradient, and whoever averages divides by n.
+    Where ranks share the problem, two more: n joins the upstream gradient, and the mean over ranks divides by n.
     """
     value = np.abs(t.scale * exact)
     scaled = abs(t.scale) * error
@@ -369,10 +368,10 @@ def _features_error(t: Truth, exact: FloatArray, error: FloatArray, a: Arithmeti
 
 
 def _scale_error(t: Truth, moved: FloatArray, row_error: FloatArray, a: Arithmetic) -> FloatArray:
-    """Error of ``dscale = sum_i <q_i, R_i>``: absolute, for it cancels (each row of a softmax's G sums to about 0).
+    """Error of ``dscale = sum_i <q_i, R_i>``: absolute, since it cancels (each row of a softmax's G sums to about 0).
 
-    G's error enters through the products themselves, ``sum_ij dG_ij |<q_i, k_j>|``, which is less than through R's
-    error; the product G K costs ``g sum (|G| + dG) B``; the inner products over d are in the state dtype, their sum
+    G's error enters through the products themselves, ``sum_ij dG_ij |<q_i, k_j>|``, which is smaller than through
+    R's error; the product G K costs ``g sum (|G| + dG) B``; the inner products over d are in the state dtype, their sum
     over rows in float64; the rest in ``_over_ranks``.
     """
     u, width = a.accuracy.unit, t.q.shape[1]
@@ -387,8 +386,8 @@ def _scale_error(t: Truth, moved: FloatArray, row_error: FloatArray, a: Arithmet
 def _over_ranks(terms: FloatArray, error: float, a: Arithmetic) -> FloatArray:
     """Error of ``sum_i terms_i``, whose rows' terms are known to ``error`` together, stored in the state dtype.
 
-    One rounding in a process alone. Ranks have float64 sums of any size, however much the whole cancels: n of them are
-    added, divided by n, and added once more by whoever sums over the ranks. n may be multiplied in, which rounds too.
+    One rounding in a single process. Ranks have float64 sums of any size, however much the total cancels: n of them
+    are added, divided by n, and added once more by the reduction over ranks. A factor n rounds once more.
     """
     ends = np.cumsum(a.ranks)
     parts = [abs(terms[end - rows : end].sum()) for rows, end in zip(a.ranks, ends, strict=True)]

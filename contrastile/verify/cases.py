@@ -1,7 +1,7 @@
-"""The named cases: small problems that bite. Aligned random input catches half of the known defects; these catch all.
+"""The named cases: small problems, one per edge case. Random aligned input catches half of the known defects.
 
-Features are rounded to the case's dtype and everything else to float32 before the truth is computed, so that every
-backend and the oracle see the same values. Each case has its own fixed seed.
+Features are rounded to the case's dtype and all other numbers to float32 before the truth is computed, so that every
+backend and the oracle see the same values. Each case has a fixed seed of its own.
 """
 
 from __future__ import annotations
@@ -28,9 +28,9 @@ class Case:
 
     Attributes:
         name: what ``contrastile verify --case`` calls it.
-        about: what it catches, in one line.
+        about: the edge case or the defect it catches, in one line.
         dtype: the features' dtype.
-        problem: NumPy arrays, float64 and int64: features are exact in ``dtype``, all other floats in float32.
+        problem: NumPy arrays, float64 and int64; features are exact in ``dtype``, all other floats in float32.
     """
 
     name: str
@@ -46,15 +46,15 @@ CASES: dict[str, Builder] = {}
 
 
 def names() -> list[str]:
-    """Names of all cases, in the order in which they are run."""
+    """Names of all cases, in the order in which they run."""
     return list(CASES)
 
 
 def build(name: str, dtype: str) -> Case:
-    """The case of this name for features of this dtype.
+    """The case of this name, with features of this dtype.
 
     Raises:
-        ValueError: there is no such case, or no such dtype.
+        ValueError: there is no such case or dtype.
     """
     if name not in CASES:
         raise ValueError(f"case must be one of {', '.join(CASES)}, got {name!r}")
@@ -68,7 +68,7 @@ def build(name: str, dtype: str) -> Case:
 
 
 def _case(name: str, about: str, **variant: Any) -> Callable[[Callable[..., Problem]], Callable[..., Problem]]:
-    """Register a builder under a name; ``variant`` are arguments of the builder. The lowest decorator comes first."""
+    """Register a builder under a name; ``variant`` goes to the builder. The lowest decorator runs first."""
 
     def register(builder: Callable[..., Problem]) -> Callable[..., Problem]:
         CASES[name] = lambda draw: builder(draw, **variant)
@@ -90,7 +90,7 @@ def _problem(
     ids: tuple[IntArray, IntArray] | None = None,
     match: Match = "drop",
 ) -> Problem:
-    """A softmax problem whose targets are 1 / (positives of the row, or of the column), rounded to float32."""
+    """A softmax problem with targets 1 / (positives of the row, or of the column), rounded to float32."""
     blocks = columns if isinstance(columns, tuple) else (columns,)
     m = len(rows)
     row_weight = np.full(m, 1 / max(m, 1)) if row_weight is None else row_weight
@@ -177,19 +177,22 @@ def _square_ragged(draw: Draw) -> Problem:
     return _problem(rows, columns, 14.3, **_signed(draw, 41, 41))
 
 
-@_case("hot", "trained-like pairs at scale 100: the probability of the positive is near 1 and G cancels")
+@_case("hot", "pairs of a trained model at scale 100: the probability of the positive is near 1 and G cancels")
 def _hot(draw: Draw) -> Problem:
     weights: dict[str, Any] = _signed(draw, 41, 41) | {"positives": np.arange(41)}
     return _problem(*_pairs(draw, 41, 72, 0.2, 3.0), 100.0, **weights)
 
 
-@_case("all-negative", "every logit far below 0 at scale 200: a zero pad or a zero start wins the maximum")
+@_case("all-negative", "every logit far below 0 at scale 200: zero padding or a start at 0 would win the maximum")
 def _all_negative(draw: Draw) -> Problem:
     rows, columns = (_unit(np.abs(draw.standard_normal((size, 40)))) for size in (33, 47))
     return _problem(rows, -columns, 200.0, **_signed(draw, 33, 47))
 
 
-@_case("opposite", "every logit near -100, as far below 0 as norms allow: a reference of the norms flushes every term")
+@_case(
+    "opposite",
+    "every logit near -100, as far below 0 as norms allow: with a reference from the norms every term underflows",
+)
 def _opposite(draw: Draw) -> Problem:
     rows, columns = (_unit(1.0 + draw.standard_normal((size, 40)) / 8) for size in (33, 47))
     return _problem(rows, -columns, 100.0, **_signed(draw, 33, 47))
@@ -205,7 +208,7 @@ def _staircase(draw: Draw, sign: float) -> Problem:
 
 @_case("deep@1025", "a width beyond 1024, and odd", width=1025)
 @_case("deep@1000", "a width that is not a power of two: 1000", width=1000)
-@_case("deep", "the longest products: width 1024", width=1024)
+@_case("deep", "the longest dot products: width 1024", width=1024)
 def _deep(draw: Draw, width: int) -> Problem:
     rows, columns = (_unit(draw.standard_normal((size, width))) for size in (17, 37))
     return _problem(rows, columns, 100.0, **_signed(draw, 17, 37))
@@ -217,13 +220,13 @@ def _wide(draw: Draw) -> Problem:
     return _problem(rows, columns, 14.3, **_signed(draw, 141, 203))
 
 
-@_case("aligned", "128 x 128 x 128: every side fills tiles of any power of two up to 128")
+@_case("aligned", "128 x 128 x 128: tiles of any power of two up to 128 are full")
 def _aligned(draw: Draw) -> Problem:
     return _problem(*_pairs(draw, 128, 128), 14.3, **_signed(draw, 128, 128))
 
 
 @_case("long@sigmoid", "the sigmoid loss of 128 x 1153 x 512", sigmoid=True)
-@_case("long", "128 x 1153 x 512: rows fill every tile, columns are many and fill none", sigmoid=False)
+@_case("long", "128 x 1153 x 512: row tiles are full, columns are many and no column tile divides them", sigmoid=False)
 def _long(draw: Draw, sigmoid: bool) -> Problem:
     rows, columns = (_unit(draw.standard_normal((size, 512))) for size in (128, 1153))
     weights = _signed(draw, 128, 1153)
@@ -259,7 +262,7 @@ def _zero_rows(draw: Draw) -> Problem:
     return _problem(np.zeros((0, 24)), draw.standard_normal((13, 24)), 10.0, positives=none, column_weight=np.zeros(13))
 
 
-@_case("ids-drop", "shared ids: false negatives leave the log-sum-exps, the positive stays")
+@_case("ids-drop", "shared ids: false negatives are dropped from the log-sum-exps, the positive stays")
 def _ids_drop(draw: Draw) -> Problem:
     ids = draw.integers(0, 11, 37)
     return _problem(*_pairs(draw, 37, 40), 20.0, ids=(ids, ids), **_halves(37))
@@ -270,7 +273,7 @@ def _ids_drop(draw: Draw) -> Problem:
 def _ids_far(draw: Draw, match: Match) -> Problem:
     rows, columns = _unit(draw.standard_normal((22, 23))), _unit(draw.standard_normal((33, 23)))
     ids = _far(np.arange(22)), _far(draw.integers(0, 11, 33))
-    # cut to 32 bits, or counted from the end, each of these is a column
+    # truncated to 32 bits, or taken as an index from the end, each of these is a column
     excluded = np.resize([2**32 + 3, -1, -33, 33, 2**33, 5], 22)
     weights: dict[str, Any] = _signed(draw, 22, 33) | {"positives": _mostly_diagonal(22) if match == "drop" else None}
     return _problem(rows, columns, 14.3, ids=ids, match=match, excluded=excluded, **weights)
@@ -293,14 +296,14 @@ def _labels(draw: Draw) -> Problem:
     )
 
 
-@_case("self-excluded", "NT-Xent: no row sees itself, its positive is the other view")
+@_case("self-excluded", "NT-Xent: each row excludes itself, and its positive is the other view")
 def _self_excluded(draw: Draw) -> Problem:
     views = np.concatenate(_pairs(draw, 13, 40))
     itself = np.arange(26)
     return _problem(views, views.copy(), 14.3, positives=np.roll(itself, 13), excluded=itself)
 
 
-@_case("blocks", "three column blocks under one log-sum-exp, one of them empty; positives in every other")
+@_case("blocks", "three column blocks under one log-sum-exp, one of them empty; positives in both others")
 def _blocks(draw: Draw) -> Problem:
     rows = _unit(draw.standard_normal((23, 40)))
     columns = tuple(_unit(draw.standard_normal((size, 40))) if size else np.zeros((0, 40)) for size in (31, 0, 9))
@@ -314,19 +317,21 @@ def _rectangular(draw: Draw) -> Problem:
     return _problem(rows, np.concatenate([columns, queue]), 20.0, positives=np.arange(19))
 
 
-@_case("signed-zero-weights", "weights 0 silence rows that admit nothing; others are negative")
+@_case("signed-zero-weights", "weight 0 removes rows that admit nothing; other weights are negative")
 def _signed_zero_weights(draw: Draw) -> Problem:
     rows, columns = (_unit(draw.standard_normal((size, 24))) for size in (27, 35))
     weights: dict[str, Any] = _signed(draw, 27, 35)
     row_ids, column_ids = np.arange(27), np.full(35, 100)
-    # equal ids drop every pair of these rows; without a positive they admit nothing
+    # equal ids drop every pair of these rows, and they have no positive: they admit nothing
     row_ids[::5], weights["positives"][::5], weights["row_weight"][::5] = 100, -1, 0.0
     weights["row_weight"][1::5], weights["column_weight"][::4] = 0.0, 0.0
     return _problem(rows, columns, 14.3, ids=(row_ids, column_ids), **weights)
 
 
 @_case("tiny-weights@sigmoid", "the sigmoid loss with weights of 1e-7 to 1e-12, as a large batch has", sigmoid=True)
-@_case("tiny-weights", "weights of 1e-7 to 1e-12: a large batch's, which no threshold may take for 0", sigmoid=False)
+@_case(
+    "tiny-weights", "weights of 1e-7 to 1e-12, as a large batch has: no threshold may treat them as 0", sigmoid=False
+)
 def _tiny_weights(draw: Draw, sigmoid: bool) -> Problem:
     rows, columns = (_unit(draw.standard_normal((size, 23))) for size in (19, 31))
     weights = _signed(draw, 19, 31)
@@ -339,7 +344,11 @@ def _tiny_weights(draw: Draw, sigmoid: bool) -> Problem:
 
 
 @_case("negative-scale@sigmoid", "the sigmoid loss at scale -14.3", sigmoid=True)
-@_case("negative-scale", "scale -14.3 and an odd width: a maximum taken before the scale is a minimum", sigmoid=False)
+@_case(
+    "negative-scale",
+    "scale -14.3 and an odd width: a maximum taken before scaling is a minimum after it",
+    sigmoid=False,
+)
 def _negative_scale(draw: Draw, sigmoid: bool) -> Problem:
     rows, columns = _pairs(draw, 33, 41, 0.2, 3.0)
     if sigmoid:
@@ -348,17 +357,17 @@ def _negative_scale(draw: Draw, sigmoid: bool) -> Problem:
 
 
 @_case("wide-scale@tiny", "scale 2^-40: dQ and dK are tiny, dscale is not", scale=2.0**-40)
-@_case("wide-scale", "scale 0: dscale must not be had by a division", scale=0.0)
+@_case("wide-scale", "scale 0: dscale must not be computed by a division by the scale", scale=0.0)
 def _wide_scale(draw: Draw, scale: float) -> Problem:
     return _problem(draw.standard_normal((19, 24)), draw.standard_normal((31, 24)), scale, **_signed(draw, 19, 31))
 
 
-@_case("sigmoid", "SigLIP at its start: scale 10, bias -10")
+@_case("sigmoid", "SigLIP at initialisation: scale 10, bias -10")
 def _sigmoid_start(draw: Draw) -> Problem:
     return _sigmoid(_problem(*_pairs(draw, 33, 40), 10.0, positives=np.arange(33)), -10.0)
 
 
-@_case("sigmoid-negatives", "no positive in sight and bias -20: log(1 + exp x) is 0 in float32 unless log1p takes it")
+@_case("sigmoid-negatives", "no positive and bias -20: log(1 + exp x) is 0 in float32, log1p(exp x) is not")
 def _sigmoid_negatives(draw: Draw) -> Problem:
     rows, columns = (_unit(draw.standard_normal((size, 40))) for size in (21, 33))
     return _sigmoid(_problem(rows, columns, 10.0, positives=np.full(21, -1)), -20.0)
@@ -383,14 +392,14 @@ def _sigmoid_ids_far(draw: Draw) -> Problem:
 
 
 def _certain_pairs(draw: Draw, b: int, d: int) -> tuple[FloatArray, FloatArray]:
-    """Unit pairs of a trained model: each column lies far nearer to its row than to any other."""
+    """Unit pairs of a trained model: each column is far closer to its row than to any other."""
     rows = _unit(draw.standard_normal((b, d)))
     return rows, _unit(rows + draw.standard_normal((b, d)) / (2 * np.sqrt(d)))
 
 
-@_case("certain@300", "the same at scale 300", scale=300.0)
-@_case("certain@30", "the same at scale 30", scale=30.0)
-@_case("certain", "every pair is certain, scale 100: loss and gradient are what is left of 1 - p", scale=100.0)
+@_case("certain@300", "every pair is certain, scale 300", scale=300.0)
+@_case("certain@30", "every pair is certain, scale 30", scale=30.0)
+@_case("certain", "every pair is certain, scale 100: loss and gradient are as small as 1 - p", scale=100.0)
 def _certain(draw: Draw, scale: float) -> Problem:
     return _problem(*_certain_pairs(draw, 43, 64), scale, **_halves(43))
 
@@ -402,13 +411,13 @@ def _certain_labels(draw: Draw) -> Problem:
     return _problem(views, views.copy(), 100.0, ids=(labels, labels), match="target", excluded=np.arange(30))
 
 
-@_case("certain-views", "NT-Xent of certain views at scale 100")
+@_case("certain-views", "NT-Xent of certain pairs of views at scale 100")
 def _certain_views(draw: Draw) -> Problem:
     views, itself = np.concatenate(_certain_pairs(draw, 17, 64)), np.arange(34)
     return _problem(views, views.copy(), 100.0, positives=np.roll(itself, 17), excluded=itself)
 
 
-@_case("certain-shared", "certain pairs in two column blocks, of which several rows name one column")
+@_case("certain-shared", "certain pairs in two column blocks, where several rows have one positive column")
 def _certain_shared(draw: Draw) -> Problem:
     rows, columns = _certain_pairs(draw, 29, 64)
     positives = np.arange(29)
@@ -443,8 +452,8 @@ def _large_logits(draw: Draw) -> Problem:
     return _problem(*_pairs(draw, 37, 40, 0.3, 2.0), 300.0, **_halves(37))
 
 
-@_case("wordnet@100", "real sentence embeddings, shared glosses dropped, at CLIP's last scale", scale=100.0)
-@_case("wordnet@14.3", "real sentence embeddings, shared glosses dropped, at CLIP's first scale", scale=14.3)
+@_case("wordnet@100", "real sentence embeddings, shared glosses dropped, at CLIP's final scale", scale=100.0)
+@_case("wordnet@14.3", "real sentence embeddings, shared glosses dropped, at CLIP's initial scale", scale=14.3)
 def _wordnet(draw: Draw, scale: float) -> Problem:
     pairs = _wordnet_pairs()
     rows, columns, ids = float64(pairs.examples), float64(pairs.glosses), pairs.gloss_ids
@@ -456,7 +465,7 @@ def _wordnet_pairs() -> WordNetPairs:
     return load_wordnet_pairs()
 
 
-@_case("nan", "a NaN in one row and in one column: NaN out, never a number and never a hang")
+@_case("nan", "a NaN in one row and in one column: the results are NaN, never a number and never a hang")
 def _nan(draw: Draw) -> Problem:
     rows, columns = _pairs(draw, 19, 24)
     rows[3, 5], columns[11, 7] = np.nan, np.nan

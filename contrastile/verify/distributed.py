@@ -41,9 +41,9 @@ def cuts(trial: Trial) -> Iterator[tuple[str, Cut]]:
 def _first(trial: Trial, label: str, cut: Cut, exchange: str) -> list[Outcome]:
     """``sharded.run``, once for each cut and exchange."""
     key = label, exchange
-    if key not in trial.ran:
-        trial.ran[key] = run(trial.subject, cut, exchange)
-    found: list[Outcome] = trial.ran[key]
+    if key not in trial.cache:
+        trial.cache[key] = run(trial.subject, cut, exchange)
+    found: list[Outcome] = trial.cache[key]
     return found
 
 

@@ -1,6 +1,6 @@
-"""What a backend may claim of its arithmetic: no less than a plain computation in the same dtype has.
+"""Limits on the accuracy facts that a backend states: no looser than a plain computation in the same dtype.
 
-Every bound is derived from these facts. Were a backend free to claim any, it could claim that all is right.
+Every bound is derived from these facts; without limits, loose facts would let any result pass.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ def checked(facts: Accuracy, backend: Backend, dtype: str, precision: str) -> Ac
     """The facts.
 
     Raises:
-        FactsError: one of them is looser than its limit, or is no number.
+        FactsError: one of them is looser than its limit, or NaN.
     """
     state, least = backend.state(dtype), state_dtype(dtype)
     if state not in (least, "float64"):
@@ -32,7 +32,7 @@ def checked(facts: Accuracy, backend: Backend, dtype: str, precision: str) -> Ac
         claimed = getattr(facts, name)
         # written so that NaN is refused
         if not 0 <= claimed <= limit:
-            raise FactsError(f"Accuracy.{name} must be at most {limit:.3g}, as {plain} has it, got {claimed:.3g}")
+            raise FactsError(f"Accuracy.{name} must be at most {limit:.3g}, the accuracy of {plain}, got {claimed:.3g}")
     for terms in _TERMS:
         longest = (2 if precision == "ieee" else 6) * terms + 64
         if not 0 <= facts.depth(terms) <= longest:
@@ -43,12 +43,12 @@ def checked(facts: Accuracy, backend: Backend, dtype: str, precision: str) -> Ac
 def limits(state: str, dtype: str, precision: str) -> dict[str, float]:
     """The largest value of each fact.
 
-    * unit: the state's. accumulate_unit: twice that, for tensor cores truncate as they add.
-    * input_rounding: none but the state's, unless the precision says so: 2^-10 for tf32, 2^-20 for products of parts;
-      or unless torch itself has been told to multiply float32 more coarsely.
-    * gradient_rounding: likewise for wide features; 16-bit ones round a probability and G, each once.
+    * unit: the state's. accumulate_unit: twice that, since tensor cores truncate as they add.
+    * input_rounding: the state's; 2^-10 with precision "tf32" and 2^-20 with "split"; or torch's own setting for
+      float32 products.
+    * gradient_rounding: the same for wide features; 16-bit features round a probability and G, each once.
     * gradient_underflow: half the spacing of float16's subnormals, twice.
-    * exp_ulps: 16, where good libraries need 1 to 4.
+    * exp_ulps: 16; good libraries need 1 to 4.
     """
     unit, narrow = UNIT[state], dtype in ("float16", "bfloat16")
     product = max(2 * unit, _torch_rounding())
@@ -65,7 +65,7 @@ def limits(state: str, dtype: str, precision: str) -> dict[str, float]:
 
 
 def _torch_rounding() -> float:
-    """Relative rounding of what enters torch's own float32 products, as torch is set at this moment."""
+    """Relative rounding of the inputs of torch's float32 products, as torch is currently set."""
     torch = sys.modules.get("torch")
     if torch is None:
         return 0.0

@@ -1,4 +1,4 @@
-"""Every loss of the front door with a group: each rank calls the public function with its part."""
+"""Every public loss with a group: each rank calls the public function with its part of the batch."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from contrastile.schedules.problem import Problem
 from contrastile.verify.bounds import bounds
 from contrastile.verify.properties import Checks, Property
 from contrastile.verify.rounding import UNDERFLOW, UNIT, round_to
-from contrastile.verify.run import Worst, compare
+from contrastile.verify.run import Worst, compare, on_device
 from contrastile.verify.shards import Cut, shares
 from contrastile.verify.trial import Subject
 from contrastile.verify.truth import Outcome, masks, truth
@@ -30,22 +30,22 @@ _GRADIENTS = ("loss", "rows", "columns", "scale", "bias")
 
 
 @dataclass(frozen=True, slots=True)
-class Asked:
-    """A loss asked for by every rank.
+class Call:
+    """A call of a public loss on every rank.
 
     Attributes:
         label: which form of the loss.
         loss: the public function.
         cut: the whole problem and its parts.
-        call: a rank's part -> the features (positional), the labels that follow them, and the keywords.
-        both: whether the features are rows and columns at once, so that their gradient is the sum of both.
-        frozen: from which column block on nothing is to be differentiated.
+        arguments: a rank's part -> the features (positional), the labels that follow them, and the keywords.
+        both: whether the features are both rows and columns, so that their gradient is the sum of both.
+        frozen: index of the first column block that needs no gradient.
     """
 
     label: str
     loss: Callable[..., Any]
     cut: Cut
-    call: Callable[[Problem], tuple[list[Any], list[Any], dict[str, Any]]]
+    arguments: Callable[[Problem], tuple[list[Any], list[Any], dict[str, Any]]]
     both: bool = False
     frozen: int = 99
 
@@ -60,18 +60,18 @@ def _features(draw: Draw, size: int, dtype: str) -> FloatArray:
 
 
 def _whole(rows: FloatArray, columns: Sequence[FloatArray], dtype: str, weight: FloatArray, **more: Any) -> Problem:
-    """The problem that the front door is to make of the joined batch."""
+    """The problem that the public function states for the joined batch."""
     weight = round_to(weight, state_dtype(dtype))
     scale = np.float64(12.5)
     return Problem(rows, tuple(columns), scale, weight, np.ones(len(rows)), **more)
 
 
 def _cut(problem: Problem, rows: Sizes, *columns: Sizes) -> Cut:
-    """Parts of exactly these sizes, one list a column block."""
+    """Parts of exactly these sizes, one list per column block."""
     return Cut(problem, Shards(tuple(rows), tuple(zip(*columns, strict=True))))
 
 
-def _clip(draw: Draw, sizes: Sizes, dtype: str) -> Iterator[Asked]:
+def _clip(draw: Draw, sizes: Sizes, dtype: str) -> Iterator[Call]:
     b = sum(sizes)
     image, text = (_features(draw, b, dtype) for _ in range(2))
     half = np.full(b, 0.5 / b)
@@ -80,43 +80,43 @@ def _clip(draw: Draw, sizes: Sizes, dtype: str) -> Iterator[Asked]:
     for label, same in (("plain", None), ("ids", ids)):
         pairs = {"positives": np.arange(b), "row_ids": same, "column_ids": same}
         whole = _whole(image, [text], dtype, half, **pairs, **both_ways)
-        yield Asked(label, losses.clip_loss, _cut(whole, sizes, sizes), _pair)
+        yield Call(label, losses.clip_loss, _cut(whole, sizes, sizes), _pair)
 
 
 def _pair(p: Problem) -> tuple[list[Any], list[Any], dict[str, Any]]:
     return [p.rows, p.columns[0]], [], {"ids": p.row_ids}
 
 
-def _sigmoid(draw: Draw, sizes: Sizes, dtype: str) -> Iterator[Asked]:
+def _sigmoid(draw: Draw, sizes: Sizes, dtype: str) -> Iterator[Call]:
     b = sum(sizes)
     image, text = (_features(draw, b, dtype) for _ in range(2))
     ids = draw.integers(0, b // 2, b)
     for label, same in (("plain", None), ("ids", ids)):
         pairs: dict[str, Any] = {"positives": np.arange(b), "row_ids": same, "column_ids": same}
         whole = _whole(image, [text], dtype, np.full(b, 1.0 / b), kind="sigmoid", bias=np.float64(-2.5), **pairs)
-        yield Asked(label, losses.sigmoid_loss, _cut(whole, sizes, sizes), _pair)
+        yield Call(label, losses.sigmoid_loss, _cut(whole, sizes, sizes), _pair)
 
 
-def _info_nce(draw: Draw, sizes: Sizes, dtype: str) -> Iterator[Asked]:
+def _info_nce(draw: Draw, sizes: Sizes, dtype: str) -> Iterator[Call]:
     m, n = sum(sizes), len(sizes)
     query, key, hard = (_features(draw, m, dtype) for _ in range(3))
-    # a queue that fits no rank's rows
+    # a queue whose parts match no rank's rows
     queue = _features(draw, m + 5, dtype)
     of_queue = shares(m + 5, draw.integers(0, 4, n).tolist())
     weight = np.full(m, 1.0 / m)
     plain = _whole(query, [key], dtype, weight, positives=np.arange(m))
-    yield Asked("plain", losses.info_nce, _cut(plain, sizes, sizes), partial(_columns, implied=True))
+    yield Call("plain", losses.info_nce, _cut(plain, sizes, sizes), partial(_columns, implied=True))
     elsewhere = replace(plain, positives=draw.permutation(m))
-    yield Asked("positives on other ranks", losses.info_nce, _cut(elsewhere, sizes, sizes), _columns)
+    yield Call("positives on other ranks", losses.info_nce, _cut(elsewhere, sizes, sizes), _columns)
     keys_apart = list(reversed(sizes))
-    yield Asked("keys apart from their queries", losses.info_nce, _cut(elsewhere, sizes, keys_apart), _columns)
+    yield Call("keys apart from their queries", losses.info_nce, _cut(elsewhere, sizes, keys_apart), _columns)
     more = replace(plain, columns=(key, hard), positives=draw.integers(0, 2 * m, m))
-    yield Asked("negatives", losses.info_nce, _cut(more, sizes, sizes, sizes), _columns)
+    yield Call("negatives", losses.info_nce, _cut(more, sizes, sizes, sizes), _columns)
     ids = {"row_ids": draw.integers(0, m, m), "column_ids": draw.integers(0, m, 2 * m + 5)}
     waiting = replace(plain, columns=(key, queue), positives=np.arange(m), row_ids=ids["row_ids"])
     waiting = replace(waiting, column_ids=ids["column_ids"])
     cut = _cut(waiting, sizes, sizes, of_queue)
-    yield Asked("ids and a queue without gradient", losses.info_nce, cut, _columns, frozen=1)
+    yield Call("ids and a queue without gradient", losses.info_nce, cut, _columns, frozen=1)
 
 
 def _columns(p: Problem, *, implied: bool = False) -> tuple[list[Any], list[Any], dict[str, Any]]:
@@ -124,10 +124,10 @@ def _columns(p: Problem, *, implied: bool = False) -> tuple[list[Any], list[Any]
     return [p.rows, p.columns[0]], [], given | ({} if implied else {"positives": p.positives})
 
 
-def _nt_xent(draw: Draw, sizes: Sizes, dtype: str) -> Iterator[Asked]:
+def _nt_xent(draw: Draw, sizes: Sizes, dtype: str) -> Iterator[Call]:
     b = sum(sizes)
     views = _features(draw, 2 * b, dtype)
-    # each rank's first views, then its second ones
+    # each rank's first views, then its second views
     starts = np.repeat(2 * (np.cumsum(sizes) - sizes), np.multiply(2, sizes))
     half = np.repeat(sizes, np.multiply(2, sizes))
     positives = starts + (np.arange(2 * b) - starts + half) % np.maximum(2 * half, 1)
@@ -135,13 +135,13 @@ def _nt_xent(draw: Draw, sizes: Sizes, dtype: str) -> Iterator[Asked]:
     whole = _whole(views, [views.copy()], dtype, np.full(2 * b, 0.5 / b), **pairs)
     twice = [2 * size for size in sizes]
 
-    def call(p: Problem) -> tuple[list[Any], list[Any], dict[str, Any]]:
+    def arguments(p: Problem) -> tuple[list[Any], list[Any], dict[str, Any]]:
         return [p.rows[: len(p.rows) // 2], p.rows[len(p.rows) // 2 :]], [], {}
 
-    yield Asked("plain", losses.nt_xent, _cut(whole, twice, twice), call, both=True)
+    yield Call("plain", losses.nt_xent, _cut(whole, twice, twice), arguments, both=True)
 
 
-def _sup_con(draw: Draw, sizes: Sizes, dtype: str) -> Iterator[Asked]:
+def _sup_con(draw: Draw, sizes: Sizes, dtype: str) -> Iterator[Call]:
     b = sum(sizes)
     features, labels = _features(draw, b, dtype), draw.integers(0, b // 2, b)
     bare = _whole(features, [features.copy()], dtype, np.ones(b), row_ids=labels, column_ids=labels, match="target")
@@ -152,91 +152,90 @@ def _sup_con(draw: Draw, sizes: Sizes, dtype: str) -> Iterator[Asked]:
     state = state_dtype(dtype)
     whole = replace(bare, row_weight=round_to(weight, state), row_target=round_to(target, state))
 
-    def call(p: Problem) -> tuple[list[Any], list[Any], dict[str, Any]]:
+    def arguments(p: Problem) -> tuple[list[Any], list[Any], dict[str, Any]]:
         return [p.rows], [p.row_ids], {}
 
-    yield Asked("labels", losses.sup_con, _cut(whole, sizes, sizes), call, both=True)
+    yield Call("labels", losses.sup_con, _cut(whole, sizes, sizes), arguments, both=True)
 
 
-def check(forms: Callable[[Draw, Sizes, str], Iterator[Asked]], subject: Subject, case: str) -> Checks:
-    """The ranks' calls together against the oracle, over ring and gather, equal and uneven parts."""
+def check(forms: Callable[[Draw, Sizes, str], Iterator[Call]], subject: Subject, case: str) -> Checks:
+    """Compare the ranks' calls with the oracle, over ring and gather, with uneven parts."""
     world = subject.ranks
     random = np.random.default_rng([subject.seed, zlib.crc32(forms.__name__.encode())])
     weights = random.integers(0, 5, world.size).tolist()
     few = [1] + [0] * (world.size - 2) + [_BATCH - 1] * (world.size > 1)
     for how, given in (("uneven", weights), ("one row", few)):
-        for asked in forms(random, shares(_BATCH, given), subject.dtype):
+        for call in forms(random, shares(_BATCH, given), subject.dtype):
             for exchange in ("ring", "gather"):
-                for through in _ways(subject):
-                    label = ", ".join(filter(None, (asked.label, exchange, how, through)))
-                    yield label, _hold(asked, subject, exchange, autograd=through == "autograd")
+                for interface in _interfaces(subject):
+                    label = ", ".join(filter(None, (call.label, exchange, how, interface)))
+                    yield label, _compare(call, subject, exchange, autograd=interface == "autograd")
 
 
-def _ways(subject: Subject) -> tuple[str, ...]:
-    """How the loss is asked for its gradients."""
+def _interfaces(subject: Subject) -> tuple[str, ...]:
     if subject.backend.arrays.name != "torch":
         return ("",)
     world = subject.ranks
     if subject.device == "cuda" and world.can_be_late and world.size > 1:
-        # autograd has one thread for a GPU, and there ranks that are threads themselves cannot wait for each other
+        # autograd runs one thread per GPU, in which ranks that are threads of one process would wait for each other
         return ("value_and_grad",)
     return "value_and_grad", "autograd"
 
 
-def _hold(asked: Asked, subject: Subject, exchange: str, *, autograd: bool) -> Worst:
-    problem, dtype, cut = asked.cut.problem, subject.dtype, asked.cut
+def _compare(call: Call, subject: Subject, exchange: str, *, autograd: bool) -> Worst:
+    problem, dtype, cut = call.cut.problem, subject.dtype, call.cut
 
     def program(communicator: Communicator) -> Outcome:
         part = cut.part(communicator.rank)
-        ask = _by_autograd if autograd else _by_value_and_grad
-        return ask(asked, part, subject, communicator, exchange)
+        differentiate = _by_autograd if autograd else _by_value_and_grad
+        return differentiate(call, part, subject, communicator, exchange)
 
     parts = subject.ranks.run(program)
     oracle = truth(problem)
-    # whatever the backend's own state, weights and numbers are the caller's
+    # weights, scale and loss have the caller's precision, whatever the backend's state
     facts = replace(subject.accuracy, unit=max(subject.accuracy.unit, UNIT[state_dtype(dtype)]))
     bound = bounds(problem, oracle, facts, dtype, spread=cut.spread(exchange))
-    # without autograd the negatives' gradients are nobody's argument
-    last = min(asked.frozen, len(problem.columns) if autograd else 1)
-    expected, allowed = (_seen(x, asked, last) for x in (oracle.outcome, bound))
-    if asked.both:
+    # value_and_grad gives no gradients of the negatives
+    last = min(call.frozen, len(problem.columns) if autograd else 1)
+    expected, allowed = (_as_arguments(x, call, last) for x in (oracle.outcome, bound))
+    if call.both:
         # the gradients of both sides are added in the features' dtype
         rounded = UNIT[dtype] * (np.abs(expected.rows) + allowed.rows) + UNDERFLOW[dtype]
         allowed = replace(allowed, rows=allowed.rows + rounded)
     return compare(cut.joined(parts, float(len(parts))), expected, allowed, _GRADIENTS)
 
 
-def _seen(x: Outcome, asked: Asked, last: int) -> Outcome:
-    """An outcome as the arguments of the public function see it."""
-    if asked.both:
+def _as_arguments(x: Outcome, call: Call, last: int) -> Outcome:
+    """An outcome in terms of the public function's arguments."""
+    if call.both:
         return replace(x, rows=x.rows + x.columns[0], columns=())
     return replace(x, columns=x.columns[:last])
 
 
 def _by_value_and_grad(
-    asked: Asked, part: Problem, subject: Subject, communicator: Communicator, exchange: str
+    call: Call, part: Problem, subject: Subject, communicator: Communicator, exchange: str
 ) -> Outcome:
     put = _putter(subject)
-    features, labels, named = asked.call(part)
+    features, labels, named = call.arguments(part)
     numbers = [float(part.scale)] + ([] if part.bias is None else [float(part.bias)])
     both = evaluation.value_and_grad(
-        asked.loss, backend=subject.name, **subject.settings, group=communicator, exchange=exchange
+        call.loss, backend=subject.name, **subject.settings, group=communicator, exchange=exchange
     )
     value, found = both(*map(put, (*features, *labels)), *numbers, **{k: put(x) for k, x in named.items()})
-    return _outcome(subject, asked, value, list(found), len(features))
+    return _outcome(subject, call, value, list(found), len(features))
 
 
-def _by_autograd(asked: Asked, part: Problem, subject: Subject, communicator: Communicator, exchange: str) -> Outcome:
+def _by_autograd(call: Call, part: Problem, subject: Subject, communicator: Communicator, exchange: str) -> Outcome:
     put = _putter(subject)
-    features, labels, named = asked.call(part)
+    features, labels, named = call.arguments(part)
     leaves = [put(x).requires_grad_() for x in features]
     state = subject.backend.state(subject.dtype)
     scalars = [put(np.asarray(x), state).requires_grad_() for x in (part.scale, part.bias) if x is not None]
     given = {k: put(x) for k, x in named.items()}
     trained = []
-    if asked.frozen > 1:
+    if call.frozen > 1:
         trained = [x.requires_grad_() for x in given.get("negatives") or ()]
-    value = asked.loss(
+    value = call.loss(
         *leaves,
         *map(put, labels),
         *scalars,
@@ -247,15 +246,12 @@ def _by_autograd(asked: Asked, part: Problem, subject: Subject, communicator: Co
         exchange=exchange,
     )
     value.backward()
-    return _outcome(subject, asked, value, [x.grad for x in (*leaves, *trained, *scalars)], len(leaves + trained))
+    return _outcome(subject, call, value, [x.grad for x in (*leaves, *trained, *scalars)], len(leaves + trained))
 
 
 def _putter(subject: Subject) -> Callable[..., Array]:
-    """Puts NumPy arrays into the backend's library: floats in the features' dtype, or in another that is named."""
-    arrays = subject.backend.arrays
-    like = arrays.from_numpy(np.zeros(1))
-    if arrays.device(like) != subject.device:
-        like = like.to(subject.device)
+    """Converts NumPy arrays to the backend's library: floats to the features' dtype, or to another."""
+    arrays, like = subject.backend.arrays, on_device(subject.backend.arrays, subject.device)
 
     def put(x: Any, dtype: str | None = None) -> Array:
         if x is None:
@@ -268,10 +264,10 @@ def _putter(subject: Subject) -> Callable[..., Array]:
     return put
 
 
-def _outcome(subject: Subject, asked: Asked, value: Array, gradients: list[Array], features: int) -> Outcome:
+def _outcome(subject: Subject, call: Call, value: Array, gradients: list[Array], features: int) -> Outcome:
     take = [np.array(subject.backend.arrays.to_numpy(x), dtype=np.float64) for x in gradients]
     rows, columns = take[0], tuple(take[1:features])
-    if asked.both:
+    if call.both:
         # two views, or one array of features
         rows, columns = np.concatenate([rows, *columns]), ()
     scale, *bias = take[features:]
@@ -288,7 +284,7 @@ _FORMS = {
 }
 
 
-def _property(name: str, forms: Callable[[Draw, Sizes, str], Iterator[Asked]]) -> Property:
+def _property(name: str, forms: Callable[[Draw, Sizes, str], Iterator[Call]]) -> Property:
     def held(subject: Subject, case: str) -> Checks:
         yield from check(forms, subject, case)
 
@@ -297,4 +293,4 @@ def _property(name: str, forms: Callable[[Draw, Sizes, str], Iterator[Asked]]) -
 
 
 PROPERTIES = tuple(_property(name, forms) for name, forms in _FORMS.items())
-"""One property a loss, in their order."""
+"""One property per loss, in their order."""

@@ -1,7 +1,7 @@
-"""A run whose checks happen in another process, which a backend may leave, crash, hang or print in without harm.
+"""A run whose checks happen in a child process, so that a backend that exits, crashes, hangs or prints harms no other.
 
-The other process is one for the whole run. Where it ends, or is late, its check has failed and another goes on with the
-next; a backend that has cost several is not tested any further.
+One child runs all checks. If it ends or exceeds the deadline, its check has failed, and a new child continues with the
+next check; a backend that has ended several children is not tested any further.
 """
 
 from __future__ import annotations
@@ -16,23 +16,24 @@ import subprocess
 import sys
 import threading
 from collections import Counter
-from collections.abc import Callable, Generator, Iterator
+from collections.abc import Generator, Iterator
 from dataclasses import asdict, dataclass, field
 from typing import IO, Any
 
-from contrastile.verify.run import Worst
+from contrastile.reporting import CannotRunError, ProgressCallback
+from contrastile.verify.run import Worst, wrong
 from contrastile.verify.runner import Failure, Row
-from contrastile.verify.worker import CannotRunError, Task, whole
+from contrastile.verify.worker import Task, whole
 
 DEADLINE = {"cpu": 120.0, "cuda": 600.0}
-"""Seconds that one check may take, by device: on a GPU it may have to compile kernels first."""
+"""Seconds that one check may take, by device: on a GPU it may compile kernels first."""
 
-LOST = 3
-"""Processes that a backend may cost."""
+MAX_LOST = 3
+"""Children that a backend may end before it is excluded."""
 
 _START = 120.0
 
-# the parent's own modules and no others, whatever the current folder holds
+# the child imports from the parent's path, whatever its current folder is
 _PROGRAM = "import sys; sys.path[:] = {path!r}; from contrastile.verify.worker import main; main()"
 
 
@@ -44,15 +45,15 @@ class Isolated:
         task: what to run.
         deadline: seconds that one check may take.
         progress: see ``runner.Run``.
-        failures: what failed so far.
+        failures: the failures so far.
         done: checks done so far.
         total: checks in all, once known.
-        interrupted: whether somebody stopped it.
+        interrupted: whether it was stopped early.
     """
 
     task: Task
     deadline: float
-    progress: Callable[[int, int, str], None] = lambda done, total, what: None
+    progress: ProgressCallback = lambda done, total, what: None
     failures: list[Failure] = field(default_factory=list)
     done: int = 0
     total: int = 0
@@ -63,27 +64,27 @@ class Isolated:
         """One row for each check, as each is done.
 
         Raises:
-            CannotRunError: what is to be run cannot be had, or cannot be loaded.
+            CannotRunError: a backend or the device is not available.
         """
         while True:
-            worker = _Worker(asdict(self.task), self.done, self._barred())
+            worker = _Worker(asdict(self.task), self.done, self._excluded())
             try:
                 if (yield from self._until_lost(worker)):
                     return
             finally:
                 worker.end()
 
-    def _barred(self) -> dict[str, str]:
-        return {name: f"it ended {n} processes before" for name, n in self._lost.items() if n >= LOST}
+    def _excluded(self) -> dict[str, str]:
+        return {name: f"it ended {n} processes before" for name, n in self._lost.items() if n >= MAX_LOST}
 
     def _until_lost(self, worker: _Worker) -> Generator[Row, None, bool]:
-        """The rows of one process; whether they are the last."""
+        """The rows of one child; returns whether they are the last."""
         loading: object = "the backends"
         begun: dict[str, Any] | None = None
         checking = False
         while True:
             try:
-                said = worker.hear(self.deadline if checking else max(self.deadline, _START))
+                message = worker.receive(self.deadline if checking else max(self.deadline, _START))
             except _LostError as lost:
                 if begun is None:
                     raise CannotRunError(f"the process that loads {loading} {lost}") from None
@@ -92,24 +93,24 @@ class Isolated:
                 if checking:
                     self._step(begun["begin"])
                 return False
-            if "cannot" in said:
-                raise CannotRunError(said["cannot"])
-            if "loading" in said:
-                loading = said["loading"]
-            elif "printed" in said:
-                row = whole(said["backend"], "fail", "", self.task.ranks or 1)
-                command = f"contrastile verify --backend {said['backend']}"
-                yield self._failed(row, f"printed to stdout when it was imported: {said['printed']!r}", command)
-            elif "begin" in said:
-                begun, checking, self.total = said, True, said["total"]
-            elif "row" in said:
-                row, failure = said["row"], said.get("failure")
+            if "cannot" in message:
+                raise CannotRunError(message["cannot"])
+            if "loading" in message:
+                loading = message["loading"]
+            elif "printed" in message:
+                row = whole(message["backend"], "fail", "", self.task.ranks or 1)
+                command = f"contrastile verify --backend {message['backend']}"
+                yield self._failed(row, f"printed to stdout when it was imported: {message['printed']!r}", command)
+            elif "begin" in message:
+                begun, checking, self.total = message, True, message["total"]
+            elif "row" in message:
+                row, failure = message["row"], message.get("failure")
                 if failure is not None:
                     where = {**failure["worst"], "index": tuple(failure["worst"]["index"])}
                     self.failures.append(Failure(row, Worst(**where), failure["label"], failure["command"]))
                 yield row
-                if "number" in said:
-                    checking, self.total = False, said["total"]
+                if "number" in message:
+                    checking, self.total = False, message["total"]
                     self._step(row)
             else:
                 return True
@@ -120,19 +121,19 @@ class Isolated:
 
     def _failed(self, row: Row, reason: str, command: str) -> Row:
         failed = Row(**{**row, "status": "fail", "ratio": math.inf, "reason": reason})
-        self.failures.append(Failure(failed, Worst(math.inf, reason, (), math.inf, 0.0), "", command))
+        self.failures.append(Failure(failed, wrong(reason), "", command))
         return failed
 
 
 class _LostError(Exception):
-    """The process is gone, or late; the message is the rest of a sentence."""
+    """The child ended, or exceeded the deadline; the message completes "the process ..."."""
 
 
 class _Worker:
-    """The other process."""
+    """A child process, and the thread that reads its messages."""
 
     def __init__(self, task: dict[str, Any], start: int, lost: dict[str, str]) -> None:
-        # a new session: Ctrl-C is the parent's to hear
+        # a new session: Ctrl-C reaches the parent alone
         self._process = subprocess.Popen(
             [sys.executable, "-c", _PROGRAM.format(path=sys.path)],
             stdin=subprocess.PIPE,
@@ -140,7 +141,7 @@ class _Worker:
             encoding="utf-8",
             start_new_session=True,
         )
-        self._heard: queue.SimpleQueue[str | None] = queue.SimpleQueue()
+        self._lines: queue.SimpleQueue[str | None] = queue.SimpleQueue()
         assert self._process.stdin is not None
         assert self._process.stdout is not None
         threading.Thread(target=self._listen, args=(self._process.stdout,), daemon=True).start()
@@ -151,26 +152,26 @@ class _Worker:
     def _listen(self, stream: IO[str]) -> None:
         with contextlib.suppress(ValueError):
             for line in stream:
-                self._heard.put(line)
-        self._heard.put(None)
+                self._lines.put(line)
+        self._lines.put(None)
 
-    def hear(self, seconds: float) -> dict[str, Any]:
-        """What it says next.
+    def receive(self, seconds: float) -> dict[str, Any]:
+        """Its next message.
 
         Raises:
-            _LostError: it ended, or said nothing for so long.
+            _LostError: it ended, or sent nothing within this time.
         """
         try:
-            line = self._heard.get(timeout=seconds)
+            line = self._lines.get(timeout=seconds)
         except queue.Empty:
             raise _LostError(f"took longer than {seconds:g} s (--deadline)") from None
         if line is None:
             raise _LostError(_ending(self._process.wait()))
-        found: dict[str, Any] = json.loads(line)
-        return found
+        message: dict[str, Any] = json.loads(line)
+        return message
 
     def end(self) -> None:
-        """End it, and what it has started."""
+        """Kill it and every process that it started."""
         with contextlib.suppress(ProcessLookupError, PermissionError):
             if os.name == "posix":
                 os.killpg(self._process.pid, signal.SIGKILL)

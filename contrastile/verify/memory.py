@@ -1,4 +1,4 @@
-"""What a loss keeps and what it trusts: bytes saved for the backward, and memory that nobody has written."""
+"""Bytes saved for the backward pass, uninitialised memory, and torch's threads."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ _BATCH, _WIDTH = 251, 8
 
 
 def saved_bytes(subject: Subject, case: str) -> Iterator[tuple[str, Worst]]:
-    """Twice the batch saves at most twice the bytes for the backward, not four times."""
+    """A batch twice as large saves at most twice the bytes for the backward pass, not four times."""
     if subject.backend.arrays.name != "torch":
         raise SkipError(f"autograd is torch's, and its arrays are {subject.backend.arrays.name}'s")
     one, two = (_saved(subject, b) for b in (_BATCH, 2 * _BATCH))
@@ -32,7 +32,7 @@ def saved_bytes(subject: Subject, case: str) -> Iterator[tuple[str, Worst]]:
 
 
 def _saved(subject: Subject, batch: int) -> float:
-    """Bytes that ``clip_loss`` keeps for its backward, each storage once."""
+    """Bytes that ``clip_loss`` saves for its backward pass, each storage once."""
     import torch
 
     clip_loss = importlib.import_module("contrastile").clip_loss
@@ -60,10 +60,10 @@ def _saved(subject: Subject, batch: int) -> float:
 
 @contextmanager
 def poisoned(arrays: ArrayLibrary) -> Iterator[None]:
-    """While this is open, memory that the library hands out unwritten holds NaN (integers: a large number).
+    """In this context, uninitialised memory of the library holds NaN (integers: a large number).
 
     Raises:
-        SkipError: there is no way to do that in this library.
+        SkipError: this library's memory cannot be poisoned.
     """
     if arrays.name == "torch":
         with _poisoned_torch():
@@ -113,7 +113,7 @@ def _poisoned_torch() -> Iterator[None]:
         torch.use_deterministic_algorithms(True, warn_only=True)
         deterministic.fill_uninitialized_memory = True
         with warnings.catch_warnings():
-            # about operations without a deterministic form: not what is asked here
+            # about operations without a deterministic implementation, which do not matter here
             warnings.simplefilter("ignore", UserWarning)
             yield
     finally:
@@ -123,9 +123,9 @@ def _poisoned_torch() -> Iterator[None]:
 
 @contextmanager
 def one_thread(arrays: ArrayLibrary, wanted: bool) -> Iterator[None]:
-    """While this is open and ``wanted``, torch uses one thread: tiny products gain nothing from several.
+    """In this context, and if ``wanted``, torch uses one thread: tiny products gain nothing from several.
 
-    On busy cores, threads that wait for each other would make them many times slower.
+    On busy cores, waiting for other threads would make them many times slower.
     """
     if arrays.name != "torch" or not wanted:
         yield

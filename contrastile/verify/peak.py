@@ -1,4 +1,4 @@
-"""The most memory that a step holds at once, beyond its inputs: linear in the batch, and no more logits than a tile."""
+"""Peak memory of a step beyond its inputs: linear in the batch, with at most a tile of logits at once."""
 
 from __future__ import annotations
 
@@ -28,13 +28,13 @@ CASE = "peak-memory"
 
 @dataclass(frozen=True, slots=True)
 class _Size:
-    """Rows and columns of the larger of two square problems, their width, and the side of the tile asked for.
+    """The larger of two square problems, and the tile asked for.
 
     Attributes:
         batch: rows, and columns.
         width: features of each.
         tile: rows, and columns, of the tile.
-        libraries: bytes that the matrix-product library may take for itself, whatever the problem.
+        libraries: workspace bytes of the matrix-product library, whatever the problem.
     """
 
     batch: int
@@ -44,25 +44,25 @@ class _Size:
 
     @property
     def budget(self) -> float:
-        """Bytes that the larger problem may hold, every number taken for a float64.
+        """Bytes that the larger problem may hold, counting every number as a float64.
 
-        Eight matrices of rows and columns (copies in the state dtype, sums, gradients, parts of features), 64 vectors,
-        and sixteen arrays of a tile's size: far more than a kernel needs, and far less than all logits.
+        Six matrices of rows and of columns (copies in the state dtype, sums, gradients, parts of features), 32 vectors
+        of each, and twelve arrays of a tile's size: far more than a kernel needs, and far less than all logits.
         """
         return 8.0 * (2 * self.batch * (6 * self.width + 32) + 12 * self.tile**2) + self.libraries
 
 
 # on Hopper cuBLAS is given 32 MiB; G alone, in 16 bits, would be more than the budget
 _SIZES = {"cpu": _Size(512, 8, 32, 0), "cuda": _Size(8192, 64, 256, 40 << 20)}
-# what a library's own bookkeeping takes, and the steps of its allocator
+# bookkeeping of the library, and rounding of its allocator
 _SLACK = {"cpu": 1 << 14, "cuda": 1 << 20}
 
 
 def peak_memory(subject: Subject, case: str) -> Iterator[tuple[str, Worst]]:
-    """A step's memory grows with the batch, never with its square, and holds no more logits than the tile asked for."""
+    """A step's memory grows with the batch, not with its square, and holds at most the tile of logits asked for."""
     size, arrays = _SIZES[subject.device], subject.backend.arrays
     options = replace(subject.options, tile=(size.tile, size.tile))
-    # what is kept between the passes is the backend's choice, and capped by it
+    # memory kept between the passes is the backend's choice, and the backend caps it
     backend = replace(subject.backend, keeping=None)
     for kind in ("softmax", "sigmoid"):
 
@@ -74,7 +74,7 @@ def peak_memory(subject: Subject, case: str) -> Iterator[tuple[str, Worst]]:
         # first calls fill caches and compile
         step(size.batch // 4)()
         half, one, two = (_peak(arrays, subject.device, step(size.batch // k)) for k in (4, 2, 1))
-        # where memory is c + a b + q b^2, the second doubling adds twice what the first one did if q is 0, else more
+        # with memory c + a b + q b^2, the second doubling adds twice as much as the first if q is 0, else more
         allowed = one + 2 * max(0.0, one - half) * (1 + 1 / 4) + _SLACK[subject.device]
         yield f"{kind}, twice the batch", Worst(two / allowed, "bytes", (), two, allowed)
         yield f"{kind}, tile {size.tile} x {size.tile}", Worst(two / size.budget, "bytes", (), two, size.budget)
@@ -93,7 +93,7 @@ def _problem(kind: str, batch: int, width: int, dtype: str, seed: int) -> Proble
 
 @np.errstate(all="ignore")
 def _step(native: Problem, backend: Backend, options: Options) -> object:
-    """Value and all gradients, as they would be computed for a caller."""
+    """Value and all gradients, by the calls that the public functions make."""
     wanted, arrays = every_gradient(native), backend.arrays
     if native.kind == "sigmoid":
         value, sums = schedule.sigmoid(native, wanted, backend, options)
@@ -105,16 +105,16 @@ def _step(native: Problem, backend: Backend, options: Options) -> object:
 
 
 def _peak(arrays: ArrayLibrary, device: str, step: Callable[[], object]) -> float:
-    """The most bytes that were allocated at once during a step beyond what was there before it.
+    """The most bytes that a step held at once, beyond those before it.
 
     Raises:
-        SkipError: nothing counts the memory of this library here.
+        SkipError: this library's memory cannot be measured here.
     """
     found = [0]
     with _meter(arrays.name, device)(found):
-        # what it returns is its own too
-        kept = step()
-        del kept
+        # until the meter stops: results count
+        results = step()
+    del results
     return float(found[0])
 
 
@@ -122,9 +122,9 @@ Meter = Callable[[list[int]], AbstractContextManager[None]]
 
 
 def _meter(library: str, device: str) -> Meter:
-    """What counts: NumPy's memory in the interpreter's own tracer, others' in their allocators."""
+    """NumPy's memory is measured by the interpreter's tracer, that of others by their allocators."""
     known: dict[tuple[str, str], Meter] = {
-        ("numpy", "cpu"): _numpy,
+        ("numpy", "cpu"): numpy_meter,
         ("torch", "cpu"): _torch,
         ("torch", "cuda"): _torch_on_a_gpu,
         ("cupy", "cuda"): _cupy,
@@ -135,7 +135,7 @@ def _meter(library: str, device: str) -> Meter:
 
 
 @contextmanager
-def _numpy(found: list[int]) -> Iterator[None]:
+def numpy_meter(found: list[int]) -> Iterator[None]:
     mine = not tracemalloc.is_tracing()
     if mine:
         tracemalloc.start()
@@ -151,27 +151,27 @@ def _numpy(found: list[int]) -> Iterator[None]:
 
 @contextmanager
 def _torch(found: list[int]) -> Iterator[None]:
-    """Torch's allocator on the host has no counters: every storage that an operation makes is followed to its end."""
+    """Torch's allocator on the host has no counters: every storage that an operation makes is tracked until freed."""
     import torch
     from torch.utils._python_dispatch import TorchDispatchMode
 
-    held, seen = 0, set[int]()
+    held, known = 0, set[int]()
 
     def forget(address: int, size: int) -> None:
         nonlocal held
-        seen.discard(address)
+        known.discard(address)
         held -= size
 
-    def see(x: Any, *, made: bool) -> None:
+    def track(x: Any, *, made: bool) -> None:
         nonlocal held
         if isinstance(x, list | tuple):
             for each in x:
-                see(each, made=made)
-        if not isinstance(x, torch.Tensor) or (storage := x.untyped_storage())._cdata in seen:
+                track(each, made=made)
+        if not isinstance(x, torch.Tensor) or (storage := x.untyped_storage())._cdata in known:
             return
-        # what an operation was given was there before it
+        # an argument was allocated before, a result by the operation
         size = storage.nbytes() if made else 0
-        seen.add(storage._cdata)
+        known.add(storage._cdata)
         held += size
         found[0] = max(found[0], held)
         weakref.finalize(storage, forget, storage._cdata, size)
@@ -179,9 +179,9 @@ def _torch(found: list[int]) -> Iterator[None]:
     class Storages(TorchDispatchMode):  # type: ignore[no-untyped-call]
         def __torch_dispatch__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
             kwargs = kwargs or {}
-            see([*args, *kwargs.values()], made=False)
+            track([*args, *kwargs.values()], made=False)
             made = function(*args, **kwargs)
-            see(made, made=True)
+            track(made, made=True)
             return made
 
     with Storages():  # type: ignore[no-untyped-call]
@@ -194,7 +194,7 @@ def _torch_on_a_gpu(found: list[int]) -> Iterator[None]:
 
     torch.cuda.synchronize()
     torch.cuda.reset_peak_memory_stats()
-    # requested, not allocated: how large a cached block was handed out is the cache's business
+    # requested, not allocated: a cached block may be larger than was asked for
     before = torch.cuda.memory_stats()["requested_bytes.all.current"]
     yield
     torch.cuda.synchronize()

@@ -1,8 +1,8 @@
-"""The second gate: no backend is noisier than a plain computation of the same problem in the same dtype.
+"""The second gate: a backend's error is at most NOISIER times that of a plain computation in the same dtype.
 
 The plain computation is what ten lines of PyTorch do: full logits in float32 (float64 for float64 features),
-``log_softmax``, and the gradient from its exponential. Its errors are compared with a backend's by their norms, above a
-floor: what one rounding of every logit, of every entry of G and of the result cost.
+``log_softmax``, and the gradient from its exponential. Norms of errors are compared, above a floor: the error of one
+rounding of every logit, of every entry of G and of the result.
 """
 
 from __future__ import annotations
@@ -17,31 +17,31 @@ from contrastile.backends.contract import Accuracy, state_dtype
 from contrastile.oracle.arrays import BoolArray, FloatArray, float64
 from contrastile.schedules.problem import Problem
 from contrastile.verify.rounding import UNDERFLOW, UNIT, round_to
-from contrastile.verify.run import GRADIENT, Worst, parts
-from contrastile.verify.truth import Direction, Outcome, Truth, split
+from contrastile.verify.run import GRADIENT, NOTHING, Worst, parts
+from contrastile.verify.truth import Direction, Outcome, Truth, column_blocks
 
 Matrix = npt.NDArray[Any]
 
 NOISIER = 3.0
-"""How many times the plain computation's error, or the floor if that is larger, a backend's may be."""
+"""Largest ratio of a backend's error to the plain computation's, or to the floor where that is larger."""
 
 
 def compare_with_plain(problem: Problem, t: Truth, got: Outcome, accuracy: Accuracy, dtype: str) -> Worst:
-    """The field whose error, as a norm, is the largest share of NOISIER times what a plain computation may err by."""
+    """The field with the largest norm of errors, relative to NOISIER times that of the plain computation."""
     with np.errstate(all="ignore"):
         plain, floor = _plain(problem, t, accuracy, dtype), _floor(problem, t, accuracy, dtype)
-    worst = Worst(0.0, "nothing", (), 0.0, 0.0)
+    worst = NOTHING
     for name, found, exact, other, least in _fields(got, t.outcome, plain, floor):
         error, allowed = np.linalg.norm(found - exact), NOISIER * max(np.linalg.norm(other - exact), least)
         # written so that NaN fails
         ratio = 0.0 if error == 0 else float(error / allowed) if allowed > 0 and error < np.inf else np.inf
-        if ratio > worst.ratio or worst.field == "nothing":
+        if ratio > worst.ratio or worst is NOTHING:
             worst = Worst(ratio, f"{name} as a norm", (), float(error), float(allowed))
     return worst
 
 
 def _fields(*outcomes: Outcome) -> Iterator[tuple[Any, ...]]:
-    """Name, and what each outcome has there, of the loss and every gradient that the second outcome has."""
+    """(name, the outcomes' values...) of the loss and of every gradient that the second outcome has."""
     named = [dict(parts(each, ("loss", *GRADIENT))) for each in outcomes]
     for name, exact in named[1].items():
         if exact is not None and np.size(exact):
@@ -49,7 +49,7 @@ def _fields(*outcomes: Outcome) -> Iterator[tuple[Any, ...]]:
 
 
 def _plain(problem: Problem, t: Truth, accuracy: Accuracy, dtype: str) -> Outcome:
-    """The outcome of the plain computation, statistics left out."""
+    """The outcome of the plain computation, without statistics."""
     state = np.dtype(state_dtype(dtype))
     q, k, scale = t.q.astype(state), t.k.astype(state), state.type(t.scale)
     left, right = (_narrowed(x, accuracy.input_rounding) for x in (q, k))
@@ -71,14 +71,14 @@ def _plain(problem: Problem, t: Truth, accuracy: Accuracy, dtype: str) -> Outcom
     return Outcome(
         loss=float64(loss),
         rows=d_rows,
-        columns=split(problem, d_columns),
+        columns=column_blocks(problem, d_columns),
         scale=float64((G * products).sum(dtype=state)),
         bias=float64(G.sum(dtype=state)) if t.row is None else None,
     )
 
 
 def _narrowed(x: Matrix, rounding: float) -> Matrix:
-    """The features as a product sees them: rounded to nearest at this relative error."""
+    """The features rounded to nearest with this relative error, as they enter a product."""
     if rounding < UNIT["float32"] * 2:
         return x
     mantissa, exponent = np.frexp(x)
@@ -86,7 +86,7 @@ def _narrowed(x: Matrix, rounding: float) -> Matrix:
 
 
 def _direction(x: Matrix, admitted: BoolArray, positive: BoolArray, side: Direction) -> tuple[Any, Matrix]:
-    """One direction's loss and its part of G: ``-sum_j y_ij log_softmax(x)_ij`` and ``w (softmax(x) - y)``."""
+    """One direction's loss ``-w sum_j y_ij log_softmax(x)_ij``, and its part of G, ``w (softmax(x) - y)``."""
     state = x.dtype
     weight, target = side.weight.astype(state)[:, None], np.where(positive, side.target.astype(state)[:, None], 0)
     seen = np.where(admitted, x, -np.inf).astype(state)
@@ -94,7 +94,7 @@ def _direction(x: Matrix, admitted: BoolArray, positive: BoolArray, side: Direct
     shifted = seen - np.where(np.isfinite(top), top, 0).astype(state)
     log_sum = np.log(np.exp(shifted).sum(axis=1, keepdims=True, dtype=state))
     log_softmax = shifted - log_sum
-    # a pair that is not admitted has -inf here, and no target
+    # a pair that is not admitted has log_softmax -inf, and no target
     nll = -np.where(target == 0, 0, target * np.where(admitted, log_softmax, 0)).sum(axis=1, dtype=state)
     lse = (np.where(np.isfinite(top), top, 0).astype(state) + log_sum)[:, 0]
     terms = np.where(side.target == 0, lse, nll)
@@ -104,11 +104,11 @@ def _direction(x: Matrix, admitted: BoolArray, positive: BoolArray, side: Direct
 
 
 def _floor(problem: Problem, t: Truth, accuracy: Accuracy, dtype: str) -> Outcome:
-    """Norms of what cannot be asked for: one rounding of what enters a product, a logit, G and a result.
+    """Norms of unavoidable errors: one rounding of each input of a product, of each logit, of G and of the result.
 
-    A logit's rounding, relative to the size of its terms, moves the logarithm of its probability by as much, and an
-    exponential errs by its own; both may have one sign everywhere, so that sums of them to a number add up. So do
-    roundings of G at positives, whose entries are nearly equal where a model is not certain of them. Elsewhere
+    A logit's rounding, relative to the size of its terms, changes the logarithm of its probability by as much, and an
+    exponential adds an error of its own. Both may have one sign everywhere, so in a sum to one number they add up. So
+    do roundings of G at positives, whose entries are nearly equal where a model is not certain of them. Elsewhere
     roundings of G are independent, and their squares add up.
     """
     u, a = max(accuracy.unit, accuracy.accumulate_unit), accuracy

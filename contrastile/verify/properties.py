@@ -1,6 +1,6 @@
-"""What a right backend does, one small function a property; each yields (label, worst element) for what it compared.
+"""The properties of a correct backend, one function each, which yields (label, worst element) per comparison.
 
-Everything is held to the oracle within derived bounds, or compared bit for bit where the contract asks for the bits.
+Results are compared with the oracle's within derived bounds, or bit for bit where the contract requires equal bits.
 """
 
 from __future__ import annotations
@@ -17,10 +17,10 @@ from contrastile.backends.contract import STATISTICS, Options
 from contrastile.oracle.general import merge
 from contrastile.schedules.local import Wanted
 from contrastile.schedules.problem import Problem
-from contrastile.verify import housing, memory, peak, rearrange, strategies
+from contrastile.verify import layouts, memory, peak, rearrange, strategies
 from contrastile.verify.plain import compare_with_plain
 from contrastile.verify.rounding import round_to
-from contrastile.verify.run import GRADIENT, VALUE, Worst, compare, parts
+from contrastile.verify.run import GRADIENT, VALUE, Worst, compare, parts, wrong
 from contrastile.verify.trial import SkipError, Trial
 from contrastile.verify.truth import Outcome, masks, truth
 
@@ -33,8 +33,8 @@ class Property:
 
     Attributes:
         name: what ``--property`` calls it.
-        check: given a Trial, or for a property with a case of its own a Subject and that case's full name.
-        case: the name of that case, of which there is one a backend and dtype; None for a property of every case.
+        check: takes a Trial; of a property with a case of its own, a Subject and that case's full name.
+        case: that case, which runs once per backend and dtype; None for a property of every case.
     """
 
     name: str
@@ -43,22 +43,21 @@ class Property:
 
     @property
     def about(self) -> str:
-        """The property in one line."""
         return (self.check.__doc__ or "").strip().partition("\n")[0]
 
 
 def value(trial: Trial) -> Checks:
-    """Loss, log-sum-exps and positive sums are the oracle's."""
+    """Loss, log-sum-exps and positive sums agree with the oracle's."""
     yield "", compare(trial.outcome, trial.oracle.outcome, trial.bound, VALUE)
 
 
 def gradients(trial: Trial) -> Checks:
-    """The gradients of rows, columns, scale and bias are the oracle's."""
+    """The gradients of rows, columns, scale and bias agree with the oracle's."""
     yield "", compare(trial.outcome, trial.oracle.outcome, trial.bound, GRADIENT)
 
 
 def plain(trial: Trial) -> Checks:
-    """No gradient, and no loss, is noisier than 3 x a plain computation in the same dtype."""
+    """Loss and gradients have at most 3 x the error of a plain computation in the same dtype."""
     trial.only_finite()
     if trial.subject.dtype == "float64":
         raise SkipError("the oracle is no more exact than a plain float64 computation")
@@ -81,7 +80,7 @@ def tiles(trial: Trial) -> Checks:
 
 
 def permutation(trial: Trial) -> Checks:
-    """Permuting rows and columns permutes everything with them."""
+    """Permuting rows and columns permutes the results and changes nothing else."""
     trial.only_small()
     random = trial.random()
     rows = random.permutation(len(trial.problem.rows))
@@ -91,10 +90,10 @@ def permutation(trial: Trial) -> Checks:
 
 
 def shift(trial: Trial) -> Checks:
-    """Raising every logit by a number raises every log-sum-exp by it and leaves the gradients."""
+    """Adding a number to every logit adds it to every log-sum-exp and leaves the gradients."""
     trial.only_small()
     if trial.problem.kind == "sigmoid":
-        raise SkipError("the sigmoid loss does change when all logits do")
+        raise SkipError("the sigmoid loss is not invariant to a shift")
     problem, by = rearrange.shifted(trial.problem, 4.0)
     oracle = truth(problem)
     got, old = trial.run(problem), trial.oracle.outcome
@@ -114,12 +113,12 @@ def shift(trial: Trial) -> Checks:
 
 
 def _raised(x: np.ndarray | None, by: float) -> np.ndarray | None:
-    # of nothing -inf, which stays
+    # the log-sum-exp of nothing stays -inf
     return None if x is None else np.full_like(x, by)
 
 
 def split_merge(trial: Trial) -> Checks:
-    """Columns in several blocks, one of them empty, give what they give in one."""
+    """Columns in several blocks, one of them empty, give the same results as in one block."""
     trial.only_small()
     n = sum(rearrange.sizes(trial.problem))
     whole = rearrange.regrouped(trial.problem, [n])
@@ -136,7 +135,7 @@ def split_merge(trial: Trial) -> Checks:
 
 
 def duplicates(trial: Trial) -> Checks:
-    """Doubling every column raises each row LSE by log 2; the doubled problem is still the oracle's."""
+    """Doubling every column adds log 2 to each row LSE; the doubled problem agrees with the oracle, too."""
     trial.only_small()
     problem = rearrange.doubled(trial.problem)
     targets = problem.row_target, problem.column_target
@@ -157,12 +156,12 @@ def duplicates(trial: Trial) -> Checks:
 
 
 def _whole_lse(outcome: Outcome, join: Callable[..., np.ndarray]) -> np.ndarray:
-    """What the negatives' and the positives' log-sum-exps of the rows are together."""
+    """The rows' log-sum-exps over negatives and positives together."""
     return join(outcome.row_negative_lse, outcome.row_positive_lse)
 
 
 def non_negative(trial: Trial) -> Checks:
-    """A mean of log-probabilities over admitted positives, or of softplus, is never below zero."""
+    """A mean of negative log-probabilities of positives, or of softplus terms, is never below zero."""
     problem = trial.problem
     trial.only_finite()
     _, positive = masks(problem)
@@ -172,7 +171,7 @@ def non_negative(trial: Trial) -> Checks:
     for weight, target, count in sides:
         if (weight < 0).any():
             raise SkipError("has negative weights")
-        # 1 / count in float32 is as near to a mean as a target can be
+        # 1 / count in float32 is the target of a mean
         mean = round_to(1.0 / np.maximum(count, 1), "float32")
         if problem.kind == "softmax" and ((weight > 0) & ((count == 0) | (target != mean))).any():
             raise SkipError("its targets do not sum to 1")
@@ -181,10 +180,10 @@ def non_negative(trial: Trial) -> Checks:
 
 
 def upstream(trial: Trial) -> Checks:
-    """The gradient from above multiplies every gradient; 0 silences them."""
+    """The upstream gradient multiplies every gradient; upstream 0 gives gradients of 0."""
     trial.only_small()
     for factor in (-2.5, 4.0):
-        yield f"upstream {factor}", trial.hold(trial.problem, upstream=factor)
+        yield f"upstream {factor}", trial.compare(trial.problem, upstream=factor)
     trial.only_finite()
     got = trial.run(trial.problem, upstream=0.0)
     nothing = rearrange.scaled(trial.oracle.outcome, 0.0, GRADIENT)
@@ -192,20 +191,20 @@ def upstream(trial: Trial) -> Checks:
 
 
 def frozen(trial: Trial) -> Checks:
-    """A gradient that is not wanted is left out, and changes nothing else: rows, columns, both, or every one."""
+    """Leaving out some of the gradients (rows, columns, both, all) changes none of the others, nor the loss."""
     trial.only_small()
-    some, bias, exact = len(trial.problem.columns), trial.problem.kind == "sigmoid", trial.oracle.outcome
-    none, every, others = (False,) * some, (True,) * some, tuple(c % 2 == 0 for c in range(some))
-    ways: dict[str, Wanted | None] = {
+    count, bias, exact = len(trial.problem.columns), trial.problem.kind == "sigmoid", trial.oracle.outcome
+    none, every, others = (False,) * count, (True,) * count, tuple(c % 2 == 0 for c in range(count))
+    requests: dict[str, Wanted | None] = {
         "columns frozen": Wanted(True, none, True, bias),
         "rows frozen": Wanted(False, every, False, bias),
         "rows and columns frozen": Wanted(False, none, not bias, bias),
         "the value alone": None,
     }
-    if some > 1:
-        ways["every other block frozen"] = Wanted(True, others, True, bias)
-    for label, wanted in ways.items():
-        got = trial.run(trial.problem, want=partial(_this, wanted))
+    if count > 1:
+        requests["every other block frozen"] = Wanted(True, others, True, bias)
+    for label, wanted in requests.items():
+        got = trial.run(trial.problem, want=partial(_constant, wanted))
         w = wanted or Wanted(False, none, False)
         columns = tuple(x if want else None for x, want in zip(exact.columns, w.columns, strict=True))
         expected: dict[str, Any] = {"columns": columns}
@@ -213,16 +212,16 @@ def frozen(trial: Trial) -> Checks:
         yield label, compare(got, replace(exact, **expected), trial.bound)
 
 
-def _this(wanted: Wanted | None, problem: Problem) -> Wanted | None:
+def _constant(wanted: Wanted | None, problem: Problem) -> Wanted | None:
     return wanted
 
 
 def accumulation(trial: Trial) -> Checks:
-    """Gradients are added to what is there: the same call again doubles them."""
+    """Gradients are added to the accumulators: a second call doubles them."""
     trial.only_small()
-    got = trial.run(trial.problem, housing.repeated(trial.subject.backend))
+    got = trial.run(trial.problem, layouts.called_twice(trial.subject.backend))
     twice = rearrange.scaled(trial.oracle.outcome, 2.0, ("rows", "columns", "scale"))
-    # the second pass adds onto the first, so its partial sums are up to twice as large: three bounds, not two
+    # the second pass adds to the first, so its partial sums are up to twice as large: three bounds, not two
     bound = rearrange.scaled(trial.bound, 3.0, GRADIENT)
     yield "added twice", compare(got, twice, bound, ("rows", "columns", "scale"))
 
@@ -234,33 +233,33 @@ def determinism(trial: Trial) -> Checks:
 
 
 def guard_bands(trial: Trial) -> Checks:
-    """Nothing past the end of any buffer is read or written."""
-    yield from _moved(trial, {"between guard bands": housing.bands})
+    """No buffer is read or written out of bounds."""
+    yield from _relocated(trial, {"between guard bands": layouts.guard_bands})
 
 
 def strided(trial: Trial) -> Checks:
-    """Transposed, every-other, backward and expanded views give what contiguous arrays give."""
-    yield from _moved(trial, {"transposed": housing.transposed, "every other element": housing.every_other})
+    """Transposed, every-other, reversed and expanded views give the same results as contiguous arrays."""
+    yield from _relocated(trial, {"transposed": layouts.transposed, "every other element": layouts.every_other})
     # torch has no negative strides
     if trial.subject.backend.arrays.name != "torch":
-        yield from _moved(trial, {"backwards": housing.backwards})
+        yield from _relocated(trial, {"backwards": layouts.backwards})
     rows, *columns = (np.broadcast_to(x[:1], x.shape) for x in (trial.problem.rows, *trial.problem.columns))
     problem = replace(trial.problem, rows=rows, columns=tuple(columns))
-    yield "expanded", trial.hold(problem, backend=housing.expanded(trial.subject.backend))
+    yield "expanded", trial.compare(problem, backend=layouts.expanded(trial.subject.backend))
 
 
-def _moved(trial: Trial, layouts: dict[str, housing.Layout]) -> Checks:
+def _relocated(trial: Trial, places: dict[str, layouts.Layout]) -> Checks:
     trial.only_small()
-    for label, layout in layouts.items():
-        trespasses: list[str] = []
-        got = trial.run(trial.problem, housing.rehoused(trial.subject.backend, layout, trespasses))
+    for label, layout in places.items():
+        violations: list[str] = []
+        got = trial.run(trial.problem, layouts.relocated(trial.subject.backend, layout, violations))
         yield label, compare(got, trial.oracle.outcome, trial.bound)
-        for trespass in trespasses[:1]:
-            yield label, Worst(np.inf, trespass, (), np.inf, 0.0)
+        for violation in violations[:1]:
+            yield label, wrong(violation)
 
 
 def poisoned_memory(trial: Trial) -> Checks:
-    """No result depends on what uninitialised memory held."""
+    """No result depends on the contents of uninitialised memory."""
     trial.only_small()
     with memory.poisoned(trial.subject.backend.arrays):
         got = trial.run(trial.problem)
@@ -268,12 +267,12 @@ def poisoned_memory(trial: Trial) -> Checks:
 
 
 def non_finite(trial: Trial) -> Checks:
-    """NaN in a feature comes out where the oracle has it; inf never becomes a finite loss."""
+    """A NaN feature makes NaN where the oracle has NaN; an infinite one never gives a finite loss."""
     trial.only_small()
     trial.only_finite()
     problem = trial.problem
     if problem.rows.size == 0 or not problem.row_weight.any():
-        raise SkipError("has no row that counts")
+        raise SkipError("has no row with a weight")
     row = int(np.flatnonzero(problem.row_weight)[-1])
 
     def planted(x: np.ndarray, where: int, what: float) -> np.ndarray:
@@ -281,11 +280,11 @@ def non_finite(trial: Trial) -> Checks:
         x[where, x.shape[1] // 2] = what
         return x
 
-    yield "NaN in a row", trial.hold(replace(problem, rows=planted(problem.rows, row, np.nan)))
+    yield "NaN in a row", trial.compare(replace(problem, rows=planted(problem.rows, row, np.nan)))
     first, *others = problem.columns
     if len(first):
         columns = (planted(first, len(first) - 1, np.nan), *others)
-        yield "NaN in a column", trial.hold(replace(problem, columns=columns))
+        yield "NaN in a column", trial.compare(replace(problem, columns=columns))
     infinite = replace(problem, rows=planted(problem.rows, row, np.inf))
     if not np.isfinite(truth(infinite).outcome.loss):
         loss = float(trial.run(infinite).loss)
@@ -293,7 +292,7 @@ def non_finite(trial: Trial) -> Checks:
 
 
 def identical(got: Outcome, expected: Outcome, fields: Sequence[str] = VALUE + GRADIENT) -> Worst:
-    """Ratio 0 when every one of the fields has the same bits, inf otherwise."""
+    """Ratio 0 when all of the fields have equal bits, inf otherwise."""
     for (name, a), (_, b) in zip(parts(got, fields), parts(expected, fields), strict=True):
         if a is None or b is None:
             continue
@@ -304,9 +303,9 @@ def identical(got: Outcome, expected: Outcome, fields: Sequence[str] = VALUE + G
     return Worst(0.0, "all", (), 0.0, 0.0)
 
 
-def _registered(every_case: Sequence[Callable[[Trial], Checks]], alone: Sequence[Property]) -> dict[str, Property]:
+def _registered(every_case: Sequence[Callable[[Trial], Checks]], own_case: Sequence[Property]) -> dict[str, Property]:
     named = [Property(check.__name__.replace("_", "-"), check) for check in every_case]
-    return {each.name: each for each in (*named, *alone)}
+    return {each.name: each for each in (*named, *own_case)}
 
 
 PROPERTIES = _registered(

@@ -1,4 +1,4 @@
-"""Problems said differently: permuted, split, doubled, shifted; and outcomes brought back into the first order."""
+"""Transformed problems (permuted, regrouped, doubled, shifted), and outcomes mapped back to the original order."""
 
 from __future__ import annotations
 
@@ -7,13 +7,11 @@ from dataclasses import fields, replace
 from typing import Any
 
 import numpy as np
-import numpy.typing as npt
 
 from contrastile.backends.contract import STATISTICS
+from contrastile.oracle.arrays import IntArray
 from contrastile.schedules.problem import Problem
 from contrastile.verify.truth import Outcome, masks
-
-IntArray = npt.NDArray[np.int64]
 
 _ROW_VECTORS = ("row_weight", "row_target", "row_ids")
 _COLUMN_VECTORS = ("column_weight", "column_target", "column_ids")
@@ -37,7 +35,7 @@ def regrouped(problem: Problem, parts: Sequence[int]) -> Problem:
 
 
 def regrouped_outcome(outcome: Outcome, parts: Sequence[int]) -> Outcome:
-    """The outcome of the same problem had its columns come in blocks of these sizes."""
+    """The same outcome with its columns in blocks of these sizes."""
     return replace(outcome, columns=split(np.concatenate(outcome.columns), parts))
 
 
@@ -64,7 +62,7 @@ def permuted(problem: Problem, rows: IntArray, columns: IntArray) -> Problem:
 
 
 def unpermuted(outcome: Outcome, rows: IntArray, columns: IntArray) -> Outcome:
-    """The outcome of a ``permuted`` problem in the order of the first one."""
+    """The outcome of a ``permuted`` problem in the original order."""
     back, place = np.argsort(rows), np.argsort(columns)
     parts = [x.shape[0] for x in outcome.columns]
     return replace(
@@ -76,9 +74,9 @@ def unpermuted(outcome: Outcome, rows: IntArray, columns: IntArray) -> Outcome:
 
 
 def doubled(problem: Problem) -> Problem:
-    """Every column twice in one block, copies after originals; targets add up to what they did.
+    """Every column twice in one block, copies after originals; sums of targets stay the same.
 
-    Positives and exclusions keep pointing at the originals, so a copy is a positive only through its id.
+    Indices of positives and exclusions keep pointing at the originals: a copy is a positive only through its id.
     """
     n = sum(sizes(problem))
 
@@ -86,7 +84,7 @@ def doubled(problem: Problem) -> Problem:
         return None if x is None else np.concatenate([x, x])
 
     def inside(x: Any) -> Any:
-        # what pointed past the end, at nothing, must not come to point at a copy
+        # an index past the end, which is no column, must not point at a copy
         return None if x is None else np.where(x < n, x, -1)
 
     twofold = replace(
@@ -110,14 +108,14 @@ def doubled(problem: Problem) -> Problem:
 
 
 def shifted(problem: Problem, by: float) -> tuple[Problem, float]:
-    """The problem with every logit raised by about ``by``, and by how much exactly: the bias stays a float32."""
+    """The problem with about ``by`` added to every logit, and how much exactly: the bias stays a float32."""
     old = 0.0 if problem.bias is None else float(problem.bias)
     new = float(np.float32(old + by))
     return replace(problem, bias=np.asarray(new)), new - old
 
 
 def combined(operation: Callable[[Any, Any], Any], a: Outcome, b: Outcome) -> Outcome:
-    """``operation`` on two outcomes, array by array; what either lacks stays None."""
+    """``operation`` on two outcomes, array by array; None where either has none."""
 
     def join(x: Any, y: Any) -> Any:
         if isinstance(x, tuple):

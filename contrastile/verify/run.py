@@ -1,4 +1,4 @@
-"""One problem through one backend, and how far what comes out lies from the oracle, in bounds."""
+"""Runs one problem on one backend, and compares the outcome with the oracle's in units of the bounds."""
 
 from __future__ import annotations
 
@@ -7,14 +7,13 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 import numpy as np
-import numpy.typing as npt
 
+from contrastile.backends.arrays import ArrayLibrary
 from contrastile.backends.contract import STATISTICS, Array, Backend, Block, LseFunction, Options, Statistics
+from contrastile.oracle.arrays import FloatArray
 from contrastile.schedules import local, schedule
 from contrastile.schedules.problem import Problem
 from contrastile.verify.truth import Outcome
-
-FloatArray = npt.NDArray[np.float64]
 
 VALUE = ("loss", *STATISTICS)
 GRADIENT = ("rows", "columns", "scale", "bias")
@@ -24,12 +23,12 @@ Want = Callable[[Problem], local.Wanted | None]
 
 @dataclass(frozen=True, slots=True)
 class Worst:
-    """The element that lies furthest from the truth, in bounds.
+    """The element with the largest error / bound.
 
     Attributes:
-        ratio: error / bound; inf where no bound could hold.
+        ratio: error / bound; inf where it is wrong by any bound.
         field: the outcome's field, with the block's number for columns: "loss", "rows", "columns[1]".
-        index: the element's place in the field.
+        index: of the element in the field.
         error: absolute error.
         bound: absolute bound.
     """
@@ -45,15 +44,27 @@ class Worst:
         return f"{self.field}{where}: error {self.error:.3g}, bound {self.bound:.3g}"
 
 
+NOTHING = Worst(0.0, "nothing", (), 0.0, 0.0)
+"""Before anything has been compared."""
+
+
+def wrong(reason: str) -> Worst:
+    """A failure that is no element's error."""
+    return Worst(np.inf, reason, (), np.inf, 0.0)
+
+
+def on_device(arrays: ArrayLibrary, device: str) -> Array:
+    """An array on this device, after whose device others are made."""
+    like = arrays.from_numpy(np.zeros(1))
+    return like if arrays.device(like) == device else like.to(device)
+
+
 def materialise(problem: Problem, backend: Backend, dtype: str, device: str = "cpu") -> Problem:
     """The NumPy float64 problem in the backend's arrays: features in ``dtype``, weights in the state dtype.
 
-    Every array is a copy, so that no backend can reach the problem that the oracle reads.
+    Every array is a copy, so that no backend can modify the problem that the oracle reads.
     """
-    arrays, state = backend.arrays, backend.state(dtype)
-    like = arrays.from_numpy(np.zeros(1))
-    if arrays.device(like) != device:
-        like = like.to(device)
+    arrays, state, like = backend.arrays, backend.state(dtype), on_device(backend.arrays, device)
 
     def put(x: Any, kind: str) -> Array:
         return None if x is None else arrays.asarray(np.array(x, order="C"), kind, like)
@@ -73,7 +84,6 @@ _INDICES = ("positives", "excluded", "row_ids", "column_ids")
 
 
 def every_gradient(problem: Problem) -> local.Wanted:
-    """All gradients that the problem has."""
     return local.Wanted(True, (True,) * len(problem.columns), True, problem.bias is not None)
 
 
@@ -87,33 +97,32 @@ def outcome(
     upstream: float = 1.0,
     want: Want = every_gradient,
 ) -> Outcome:
-    """What the backend makes of the problem: loss, statistics and the gradients of ``upstream * loss``.
+    """The backend's loss, statistics and gradients of ``upstream * loss``.
 
     Args:
         problem: NumPy float64, features exactly representable in ``dtype``.
         backend: the backend's record.
         dtype: the features' dtype.
         device: kind of device.
-        options: how to compute.
-        upstream: the gradient that arrives from above.
-        want: gives the gradients to ask for, given the problem; None for the value alone.
+        options: passed to the backend.
+        upstream: gradient with respect to the loss.
+        want: the problem -> the gradients to ask for, or None for the value alone.
 
     Returns:
-        NumPy float64 values of what came out in the backend's own dtypes, None for what was not asked for; of a
-        problem with a placement this rank's own, without the sums of the positive logits, which the ranks never put
-        together.
+        The results, converted to NumPy float64; None for what was not asked for. Of a problem with a placement, this
+        rank's part, without the sums of the positive logits, which are never merged over ranks.
 
     Raises:
         UnsupportedProblemError: the backend refuses the problem.
     """
     arrays = backend.arrays
     native = materialise(problem, backend, dtype, device)
-    arriving = arrays.asarray(upstream, backend.state(dtype), native.scale)
+    upstream_gradient = arrays.asarray(upstream, backend.state(dtype), native.scale)
     wanted = want(native)
     parts: list[Statistics] = []
     lses: dict[str, Array | None] = {}
 
-    def noted(lse: LseFunction) -> LseFunction:
+    def recorded(lse: LseFunction) -> LseFunction:
         def function(block: Block, columns: bool, how: Options) -> Statistics:
             parts.append(lse(block, columns, how))
             return parts[-1]
@@ -126,15 +135,15 @@ def outcome(
         if wanted is not None:
             assert sums is not None
             place = native.placement
-            gradients = schedule.finish(native.rows, native.scale, place, sums, arriving, wanted, arrays)
+            gradients = schedule.finish(native.rows, native.scale, place, sums, upstream_gradient, wanted, arrays)
     else:
-        keeping = None if backend.keeping is None else noted(backend.keeping)
-        listened = replace(backend, lse=noted(backend.lse), keeping=keeping)
+        keeping = None if backend.keeping is None else recorded(backend.keeping)
+        recording = replace(backend, lse=recorded(backend.lse), keeping=keeping)
         keep = wanted is not None and wanted.rows and all(wanted.columns)
-        saved = schedule.forward(native, listened, options, keep=keep)
+        saved = schedule.forward(native, recording, options, keep=keep)
         gradients = _NO_GRADIENTS
         if wanted is not None:
-            gradients = schedule.backward(native, saved, arriving, wanted, backend, options)
+            gradients = schedule.backward(native, saved, upstream_gradient, wanted, backend, options)
         loss = saved.loss
         lses = {name: getattr(saved, name) for name in STATISTICS if hasattr(saved, name)}
 
@@ -160,7 +169,7 @@ def outcome(
 
 
 def parts(outcome: Outcome, fields: Sequence[str] = VALUE + GRADIENT) -> Iterator[tuple[str, FloatArray | None]]:
-    """The named fields one array at a time, columns block by block."""
+    """The named fields, one array at a time; columns block by block."""
     for name in fields:
         value = getattr(outcome, name)
         if isinstance(value, tuple):
@@ -172,34 +181,34 @@ def parts(outcome: Outcome, fields: Sequence[str] = VALUE + GRADIENT) -> Iterato
 def compare(got: Outcome, truth: Outcome, bound: Outcome, fields: Sequence[str] = VALUE + GRADIENT) -> Worst:
     """The largest |got - truth| / bound over all elements of the fields, and where it is.
 
-    A truth that is not finite asks for the same: NaN for NaN, inf for the same inf. A value that is not finite where
-    the truth is, an element that is missing and a bound that is NaN have ratio inf. No error has ratio 0, whatever
-    the bound. Fields that the truth does not have are not compared.
+    Where the truth is not finite the value must be equal: NaN for NaN, inf for the same inf. A value that is not finite
+    where the truth is, a missing element and a bound of NaN have ratio inf. An error of 0 has ratio 0, whatever the
+    bound. Fields that the truth lacks are not compared.
     """
-    worst = Worst(0.0, "nothing", (), 0.0, 0.0)
+    worst = NOTHING
     bounds = dict(parts(bound, fields))
     values = dict(parts(got, fields))
     for name, expected in parts(truth, fields):
         if expected is None:
             continue
         found = _compare_one(name, values.get(name), expected, bounds.get(name))
-        if found.ratio > worst.ratio or worst.field == "nothing":
+        if found.ratio > worst.ratio or worst is NOTHING:
             worst = found
     return worst
 
 
 def _compare_one(name: str, got: FloatArray | None, truth: FloatArray, bound: FloatArray | None) -> Worst:
     if got is None or bound is None:
-        return Worst(np.inf, f"{name} is missing", (), np.inf, 0.0)
+        return wrong(f"{name} is missing")
     if np.shape(got) != np.shape(truth):
-        return Worst(np.inf, f"{name} has shape {np.shape(got)}, not {np.shape(truth)}", (), np.inf, 0.0)
+        return wrong(f"{name} has shape {np.shape(got)}, not {np.shape(truth)}")
     if np.size(truth) == 0:
         return Worst(0.0, name, (), 0.0, 0.0)
     got, truth = np.asarray(got), np.asarray(truth)
     with np.errstate(all="ignore"):
         same = (got == truth) | (np.isnan(got) & np.isnan(truth))
         error = np.where(same, 0.0, np.abs(got - truth))
-        # a bound of inf is honest only about finite values
+        # a bound of inf says nothing about values that are not finite
         ratio = np.where(same, 0.0, error / np.broadcast_to(bound, truth.shape))
         hopeless = ~same & (~np.isfinite(got) | ~np.isfinite(truth) | np.isnan(ratio))
     ratio = np.where(hopeless, np.inf, ratio)

@@ -14,13 +14,14 @@ import numpy as np
 
 from contrastile.backends.arrays import FLOATS
 from contrastile.backends.contract import PRECISIONS, Backend, UnsupportedProblemError
+from contrastile.reporting import ProgressCallback
 from contrastile.verify import cases, sharded, strategies
 from contrastile.verify.cases import Case
 from contrastile.verify.distributed import DISTRIBUTED
 from contrastile.verify.facts import FactsError
 from contrastile.verify.memory import one_thread
 from contrastile.verify.properties import PROPERTIES, Checks, Property
-from contrastile.verify.run import Worst
+from contrastile.verify.run import NOTHING, Worst, wrong
 from contrastile.verify.trial import SkipError, Subject, Trial
 from contrastile.verify.truth import Truth, truth
 from contrastile.verify.worlds import World
@@ -31,9 +32,9 @@ DTYPES = ("float32", *(dtype for dtype in FLOATS if dtype != "float32"))
 class Row(TypedDict):
     """One line of the report.
 
-    ``status`` is "pass", "fail", "skip" (the property does not concern this case, or the backend never claimed this
-    dtype or device), "refused" (the backend refused a problem that its dtypes and devices include) or "untested".
-    ``ratio`` is max error / bound; inf where no bound could hold, None for what was not compared.
+    ``status`` is "pass", "fail", "skip" (the property does not apply to this case, or the backend does not claim this
+    dtype or device), "refused" (the backend refused a problem of a dtype and device that it claims) or "untested".
+    ``ratio`` is max error / bound; inf where it is wrong by any bound, None where nothing was compared.
     """
 
     backend: str
@@ -48,7 +49,7 @@ class Row(TypedDict):
 
 @dataclass(frozen=True, slots=True)
 class Failure:
-    """A row that failed, what it saw and the command that reruns it."""
+    """A row that failed, its worst element, and the command that reruns it."""
 
     row: Row
     worst: Worst
@@ -61,17 +62,17 @@ class Selection:
     """What to run.
 
     Attributes:
-        backends: by the names they are called.
-        cases: names, "drawn" and "drawn:..." among them; None for all.
+        backends: by name.
+        cases: names, also "drawn" and "drawn:..."; None for all.
         properties: names; None for all.
-        dtypes: those of them run that a backend takes.
-        precisions: for float32, those that a backend does not name are skipped; None for all that it names.
+        dtypes: of the features; those that a backend does not take are skipped.
         device: kind of device.
         workspace: see ``contract.Options``.
         keep: see ``contract.Options``.
         examples: problems to draw for each backend and dtype.
         seed: of everything random.
-        world: the ranks of the distributed properties, which are then the ones that run; None for a process alone.
+        precisions: of float32 products; those that a backend does not have are skipped. None for all that it has.
+        world: the ranks, on which the distributed properties run and no others; None for a single process.
     """
 
     backends: dict[str, Backend]
@@ -87,28 +88,25 @@ class Selection:
     world: World | None = None
 
     def subjects(self, dtype: str) -> list[Subject]:
-        """Each backend with this dtype, in each precision of its products where there are several."""
+        """Each backend with this dtype, and with each precision of its float32 products."""
         found = []
         for name, backend in self.backends.items():
-            has = [x for x in PRECISIONS if x in backend.precisions]
-            chosen = (has if self.precisions is None else self.precisions) if dtype == "float32" else ["ieee"]
-            about = self.device, self.seed, self.examples
-            found += [
-                Subject(name, backend, dtype, *about, each, self.workspace, self.keep, self.world) for each in chosen
-            ]
+            available = [x for x in PRECISIONS if x in backend.precisions]
+            precisions = (available if self.precisions is None else self.precisions) if dtype == "float32" else ["ieee"]
+            how = self.device, self.seed, self.examples
+            sizes = self.workspace, self.keep
+            found += [Subject(name, backend, dtype, *how, precision, *sizes, self.world) for precision in precisions]
         return found
 
     def chosen(self) -> list[Property]:
-        """The selected properties, in the order of the registry."""
+        """The selected properties, in the registry's order."""
         known = PROPERTIES if self.world is None else DISTRIBUTED
         return [each for name, each in known.items() if self.properties is None or name in self.properties]
 
     def case_names(self) -> list[str]:
-        """The selected named cases."""
         return [name for name in cases.names() if self.cases is None or name in self.cases]
 
     def own_cases(self, each: Property) -> list[str]:
-        """The selected cases of a property that has its own."""
         if each.case is None:
             return []
         if self.cases is None:
@@ -116,7 +114,6 @@ class Selection:
         return [name for name in self.cases if name.partition(":")[0] == each.case]
 
     def command(self, subject: Subject, each: Property, case: str) -> str:
-        """The command line that runs one row again."""
         words = [*(["contrastile"] if self.world is None else self.world.launch), "verify"]
         words += [] if self.world is None else ["--world", self.world.name]
         words += ["--backend", subject.name, "--dtype", subject.dtype]
@@ -140,23 +137,23 @@ class Run:
     Attributes:
         selection: what to run.
         progress: called with (rows done, rows in all, what was done).
-        failures: what failed so far.
-        begin: called with (number, rows in all, row, command) before a check; the row says that nothing came of it.
-        printed: what the backend has printed since it was last asked.
+        failures: the failures so far.
+        begin: called before a check with (number, rows in all, row, command); the row is the one to report if the check
+            never returns.
+        printed: returns what the backend has printed since the last call.
         start: the number of the first row.
-        lost: backends that are not run any more, and why.
+        excluded: backends that are not run any more, and why.
     """
 
     selection: Selection
-    progress: Callable[[int, int, str], None] = lambda done, total, what: None
+    progress: ProgressCallback = lambda done, total, what: None
     failures: list[Failure] = field(default_factory=list)
     begin: Callable[[int, int, Row, str], None] = lambda number, total, row, command: None
     printed: Callable[[], str] = str
     start: int = 0
-    lost: Mapping[str, str] = field(default_factory=dict)
+    excluded: Mapping[str, str] = field(default_factory=dict)
 
     def rows(self) -> Iterator[Row]:
-        """One row for each backend, dtype, case and property, as each is done."""
         total = self.total
         for number, (subject, each, case, check) in enumerate(self._checks()):
             if number < self.start:
@@ -167,23 +164,22 @@ class Run:
 
     @property
     def total(self) -> int:
-        """How many rows there are."""
         return sum(1 for _ in self._checks())
 
     def _checks(self) -> Iterator[tuple[Subject, Property, str, Callable[[], Checks]]]:
-        """What is to be checked, in one fixed order; a case's truth lives from its first check to its last."""
+        """All checks, in a fixed order; a case's truth is held only from its first check to its last."""
         s = self.selection
-        every, alone = [p for p in s.chosen() if p.case is None], [p for p in s.chosen() if p.case is not None]
+        every_case, own_case = [p for p in s.chosen() if p.case is None], [p for p in s.chosen() if p.case is not None]
         for dtype in s.dtypes:
             subjects = s.subjects(dtype)
-            for name in s.case_names() if every else ():
+            for name in s.case_names() if every_case else ():
                 case = cache(partial(_case, name, dtype))
                 for subject in subjects:
                     trial = cache(partial(_trial, subject, case))
-                    for each in every:
+                    for each in every_case:
                         yield subject, each, name, partial(_of_a_trial, each, trial)
             for subject in subjects:
-                for each in alone:
+                for each in own_case:
                     for name in s.own_cases(each):
                         yield subject, each, name, partial(_of_a_subject, each, subject, name)
 
@@ -205,16 +201,16 @@ class Run:
         refusal = _refusal(subject)
         if refusal is not None:
             return row(None, "skip", refusal)
-        if subject.name in self.lost:
-            return row(None, "untested", self.lost[subject.name])
+        if subject.name in self.excluded:
+            return row(None, "untested", self.excluded[subject.name])
         command = self.selection.command(subject, each, case)
-        self.begin(number, total, row(None, "untested", "nothing came of it"), command)
+        self.begin(number, total, row(None, "untested", "the check did not return"), command)
         if subject.world is not None:
             subject.world.begin()
         found = _worst(check)
-        said = self.printed()
-        if said and found.status != "fail":
-            found = Found("fail", worst=Worst(math.inf, f"printed to stdout: {said!r}", (), math.inf, 0.0))
+        printed = self.printed()
+        if printed and found.status != "fail":
+            found = CheckResult("fail", worst=wrong(f"printed to stdout: {printed!r}"))
         if found.status != "fail":
             return row(found.worst.ratio if found.status == "pass" else None, found.status, found.reason)
         failed = row(found.worst.ratio, "fail", ": ".join(filter(None, (found.label, str(found.worst)))))
@@ -244,48 +240,45 @@ def _of_a_subject(each: Property, subject: Subject, case: str) -> Checks:
         yield from each.check(subject, case)
 
 
-_NOTHING = Worst(0.0, "nothing", (), 0.0, 0.0)
-
-
 @dataclass(frozen=True, slots=True)
-class Found:
-    """What came of a check: its status, the worst of its comparisons and its label, or why there is none."""
+class CheckResult:
+    """The result of a check: its status, its worst comparison with a label, or why there is none."""
 
     status: str
     reason: str = ""
     label: str = ""
-    worst: Worst = _NOTHING
+    worst: Worst = NOTHING
 
 
-def _worst(check: Callable[[], Checks]) -> Found:
+def _worst(check: Callable[[], Checks]) -> CheckResult:
     """The worst of a property's comparisons.
 
-    A backend that raises has failed. A row that the property leaves halfway keeps what it found; one that the backend
-    refuses halfway does so only where something failed.
+    A backend that raises has failed. If the property skips after some comparisons, they decide; if the backend refuses
+    a problem after some comparisons, only a failure among them does.
     """
-    found = Found("untested", "the property compared nothing")
+    found = CheckResult("untested", "the property compared nothing")
     try:
-        # the backend's own warnings are no verdict, and oracles of NaN warn of it
+        # a backend may warn, and the oracle warns of NaN
         with warnings.catch_warnings(), np.errstate(all="ignore"):
             warnings.simplefilter("ignore", RuntimeWarning)
             for label, worst in check():
                 ratio = math.inf if math.isnan(worst.ratio) else worst.ratio
                 if found.status == "untested" or ratio > found.worst.ratio:
-                    found = Found("pass" if ratio < 1 else "fail", "", label, worst)
+                    found = CheckResult("pass" if ratio < 1 else "fail", "", label, worst)
     except SkipError as reason:
-        return Found("skip", str(reason)) if found.status == "untested" else found
+        return CheckResult("skip", str(reason)) if found.status == "untested" else found
     except UnsupportedProblemError as reason:
-        return found if found.status == "fail" else Found("refused", str(reason))
+        return found if found.status == "fail" else CheckResult("refused", str(reason))
     except FactsError as error:
-        return Found("fail", worst=Worst(math.inf, str(error), (), math.inf, 0.0))
+        return CheckResult("fail", worst=wrong(str(error)))
     except (Exception, SystemExit) as error:
         text = " ".join(str(error).split())
-        return Found("fail", worst=Worst(math.inf, f"raised {type(error).__name__}: {text}", (), math.inf, 0.0))
+        return CheckResult("fail", worst=wrong(f"raised {type(error).__name__}: {text}"))
     return found
 
 
 def _refusal(subject: Subject) -> str | None:
-    """Why the backend does not run at this dtype or device at all."""
+    """Why the backend cannot run with this dtype, device or precision at all."""
     if subject.dtype not in subject.backend.dtypes:
         return f"takes {', '.join(sorted(subject.backend.dtypes))} only"
     if subject.device not in subject.backend.devices:

@@ -1,4 +1,4 @@
-"""Problems that hypothesis draws around the named cases: ragged, hot, signed, masked, split, one- and two-sided."""
+"""Problems drawn by hypothesis: ragged, hot, signed, masked, split, of one direction or two."""
 
 from __future__ import annotations
 
@@ -11,10 +11,11 @@ from typing import TYPE_CHECKING, Any, TypeVar
 import numpy as np
 
 from contrastile.backends.contract import Options, UnsupportedProblemError
+from contrastile.oracle.arrays import FloatArray
 from contrastile.schedules.problem import Problem
 from contrastile.verify import rearrange
 from contrastile.verify.rounding import round_to
-from contrastile.verify.run import FloatArray, Worst, compare
+from contrastile.verify.run import NOTHING, Worst, compare, wrong
 from contrastile.verify.truth import masks, truth
 
 if TYPE_CHECKING:
@@ -25,7 +26,7 @@ if TYPE_CHECKING:
 T = TypeVar("T")
 CASE = "drawn"
 REFUSED_SHARE = 0.25
-"""Of the problems of a dtype and device that a backend claims to take: one that refuses more is not verified."""
+"""A backend that refuses a larger share of the problems of a dtype that it claims is not verified."""
 FEATURES = ("normal", "signs", "twins", "trained")
 PAIRS = ("diagonal", "random", "none", "drop", "labels", "itself")
 WEIGHTS = ("mean", "signed")
@@ -34,7 +35,7 @@ SCALES = (1.0, 0.0, 14.0, 100.0, 200.0, -3.0)
 
 @dataclass(frozen=True, slots=True)
 class Recipe:
-    """A problem in a few numbers, so that a failure shrinks, prints on one line and can be typed in again.
+    """A problem in a few numbers, so that a failure can be shrunk, printed on one line and given to ``--case``.
 
     Attributes:
         m: rows.
@@ -46,7 +47,7 @@ class Recipe:
         scale: any number.
         bias: any number; 0 means none for a softmax loss.
         weights: "mean", 1 / m; "signed", any sign and some of them 0.
-        two_sided: whether columns have weights too.
+        two_sided: whether columns have weights, too.
         pairs: positives on the diagonal, at random columns, nowhere; equal ids dropped; labels; labels with each row's
             own column excluded.
         blocks: column blocks, some of which may be empty.
@@ -75,10 +76,10 @@ class Recipe:
 
     @staticmethod
     def parse(text: str) -> Recipe:
-        """The recipe that prints as this text.
+        """The recipe whose ``str`` is this text.
 
         Raises:
-            ValueError: none does.
+            ValueError: there is none.
         """
         read: dict[str, Callable[[str], Any]] = {
             "int": int,
@@ -98,7 +99,6 @@ class Recipe:
 
     @property
     def options(self) -> Options:
-        """How to compute it."""
         return Options(tile=(self.tile_rows, self.tile_columns) if self.tile_rows else None)
 
 
@@ -129,7 +129,7 @@ def recipes() -> SearchStrategy[Recipe]:
 def problem(recipe: Recipe, dtype: str) -> Problem:
     """The recipe's problem: features representable in ``dtype``, every other number in float32.
 
-    It keeps the contract: a target is 1 / positives or 0, and what admits nothing has weight 0.
+    As the contract requires, a target is 1 / positives or 0, and a row or column that admits nothing has weight 0.
     """
     random = np.random.default_rng(recipe.seed)
     m, n, two_sided = recipe.m, recipe.n, recipe.two_sided and recipe.kind == "softmax"
@@ -195,25 +195,25 @@ def drawn(subject: Subject, case: str) -> Iterator[tuple[str, Worst]]:
     """
     if case != CASE:
         recipe = Recipe.parse(case)
-        yield str(recipe), _hold(recipe, subject)
+        yield str(recipe), _compare(recipe, subject)
         return
-    yield search(recipes(), lambda recipe: _hold(recipe, subject), subject)
+    yield search(recipes(), lambda recipe: _compare(recipe, subject), subject)
 
 
 class _FoundError(Exception):
-    """A recipe that fails."""
+    pass
 
 
-def search(recipes: SearchStrategy[T], hold: Callable[[T], Worst], subject: Subject) -> tuple[str, Worst]:
-    """The worst of all recipes drawn, or the smallest that fails: as it prints, and what ``hold`` says of it.
+def search(recipes: SearchStrategy[T], compare: Callable[[T], Worst], subject: Subject) -> tuple[str, Worst]:
+    """The worst of all recipes drawn, or the smallest that fails: its text, and the result of ``compare``.
 
     Raises:
-        UnsupportedProblemError: nothing failed, and the backend refused a large share of what was drawn.
+        UnsupportedProblemError: nothing failed, and the backend refused too many of the problems.
     """
     import hypothesis
     import hypothesis.errors
 
-    worst: tuple[str, Worst] = ("", Worst(0.0, "nothing", (), 0.0, 0.0))
+    worst: tuple[str, Worst] = ("", NOTHING)
     failed: list[tuple[str, Worst]] = []
     refusals: list[str] = []
     drawn = 0
@@ -222,12 +222,12 @@ def search(recipes: SearchStrategy[T], hold: Callable[[T], Worst], subject: Subj
         nonlocal worst, drawn
         drawn += 1
         try:
-            found = str(recipe), hold(recipe)
+            found = str(recipe), compare(recipe)
         except UnsupportedProblemError as reason:
             refusals.append(str(reason))
             return
         except Exception as error:
-            found = str(recipe), Worst(np.inf, f"{type(error).__name__}: {error}", (), np.inf, 0.0)
+            found = str(recipe), wrong(f"{type(error).__name__}: {error}")
         worst = max(worst, found, key=lambda each: each[1].ratio)
         if not found[1].ratio < 1:
             failed.append(found)
@@ -245,10 +245,10 @@ def search(recipes: SearchStrategy[T], hold: Callable[[T], Worst], subject: Subj
         suppress_health_check=[quick.too_slow, quick.data_too_large, quick.filter_too_much, quick.nested_given],
     )
     try:
-        with _nowhere():
+        with _temporary_home():
             hypothesis.seed(subject.seed)(settings(hypothesis.given(recipes)(test)))()
     except (_FoundError, hypothesis.errors.Flaky, ExceptionGroup):
-        # hypothesis replays the smallest failure last; a flaky one may not fail then, and still has failed
+        # hypothesis replays the smallest failure last; a flaky failure may pass then, and counts all the same
         return failed[-1]
     if len(refusals) > REFUSED_SHARE * drawn:
         raise UnsupportedProblemError(f"{len(refusals)} of {drawn} drawn problems refused, the last: {refusals[-1]}")
@@ -256,8 +256,8 @@ def search(recipes: SearchStrategy[T], hold: Callable[[T], Worst], subject: Subj
 
 
 @contextmanager
-def _nowhere() -> Iterator[None]:
-    """Keep hypothesis from leaving its caches in the current folder."""
+def _temporary_home() -> Iterator[None]:
+    """Keep hypothesis from writing its caches to the current folder."""
     from hypothesis.configuration import set_hypothesis_home_dir
 
     with TemporaryDirectory() as folder:
@@ -268,7 +268,7 @@ def _nowhere() -> Iterator[None]:
             set_hypothesis_home_dir(None)
 
 
-def _hold(recipe: Recipe, subject: Subject) -> Worst:
+def _compare(recipe: Recipe, subject: Subject) -> Worst:
     from contrastile.verify.bounds import bounds
 
     drawn_problem = problem(recipe, subject.dtype)

@@ -1,4 +1,4 @@
-"""What a property is given: one backend, dtype and case, with the truth and the bounds at hand."""
+"""The argument of a property: one backend, dtype and case, with its truth and bounds."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ _SMALL = 1 << 20
 
 
 class SkipError(Exception):
-    """A property does not fit a case; the message says why."""
+    """A property does not apply to a case; the message says why."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -32,16 +32,16 @@ class Subject:
     """The backend under test.
 
     Attributes:
-        name: what ``--backend`` calls it.
+        name: its name for ``--backend``.
         backend: its record.
         dtype: the features' dtype.
         device: kind of device.
-        seed: of everything drawn at random.
+        seed: of everything random.
         examples: how many problems the ``drawn`` property draws.
-        precision: of the products, for features in float32.
+        precision: of the products of float32 features.
         workspace: see ``contract.Options``.
         keep: see ``contract.Options``.
-        world: the ranks of the distributed properties; None for a process alone.
+        world: the ranks of the distributed properties; None for a single process.
     """
 
     name: str
@@ -57,14 +57,13 @@ class Subject:
 
     @property
     def ranks(self) -> World:
-        """The world of a distributed property."""
         if self.world is None:
-            raise SkipError("is for several ranks: name a --world")
+            raise SkipError("needs several ranks: give --world")
         return self.world
 
     @property
     def label(self) -> str:
-        """The dtype, with the precision where it is not the plain one: "float32/tf32"."""
+        """The dtype, and the precision unless it is "ieee": "float32/tf32"."""
         return self.dtype if self.precision == "ieee" else f"{self.dtype}/{self.precision}"
 
     @property
@@ -79,7 +78,7 @@ class Subject:
 
     @property
     def accuracy(self) -> Accuracy:
-        """The facts its bounds are derived from.
+        """The facts from which its bounds are derived.
 
         Raises:
             FactsError: they are looser than those of a plain computation.
@@ -98,40 +97,37 @@ class Subject:
         upstream: float = 1.0,
         want: Want = every_gradient,
     ) -> Outcome:
-        """``run.outcome`` on this subject in its precision, or on a wrapping of its backend."""
+        """``run.outcome`` of this subject with its options, or of another backend that wraps it."""
         options = replace(options, **self.settings)
         return outcome(problem, backend or self.backend, self.dtype, self.device, options, upstream, want)
 
 
 @dataclass(frozen=True)
 class Trial:
-    """A subject and a case. What several properties need is computed once.
+    """A subject and a case. Results that several properties need are computed once.
 
     Attributes:
         subject: the backend under test.
         case: the problem.
-        oracle: the truth of the problem.
-        ran: what properties keep for each other.
+        oracle: the truth of the case's problem.
+        cache: results that properties share.
     """
 
     subject: Subject
     case: Case
     oracle: Truth = field(repr=False)
-    ran: dict[Any, Any] = field(default_factory=dict, repr=False)
+    cache: dict[Any, Any] = field(default_factory=dict, repr=False)
 
     @property
     def problem(self) -> Problem:
-        """The case's problem."""
         return self.case.problem
 
     @cached_property
     def bound(self) -> Outcome:
-        """The bounds of the problem."""
         return self.bounds(self.problem, self.oracle)
 
     @cached_property
     def outcome(self) -> Outcome:
-        """What the backend makes of the problem."""
         return self.run(self.problem)
 
     def random(self) -> np.random.Generator:
@@ -157,10 +153,10 @@ class Trial:
         options: Options | None = None,
         spread: Spread | None = None,
     ) -> Outcome:
-        """The bounds of another problem, or of this one computed with other options or by several ranks."""
+        """The bounds of any problem, computed with these options, or by several ranks."""
         return bounds(problem, oracle, self.subject.accuracy, self.subject.dtype, upstream, options, spread)
 
-    def hold(
+    def compare(
         self,
         problem: Problem,
         fields: Sequence[str] = VALUE + GRADIENT,
@@ -169,23 +165,22 @@ class Trial:
         options: Options | None = None,
         upstream: float = 1.0,
     ) -> Worst:
-        """The backend's outcome on another problem against that problem's own truth and bounds."""
+        """Compare the backend's outcome of another problem with that problem's own truth and bounds."""
         oracle = truth(problem, upstream)
         got = self.run(problem, backend, options, upstream)
         return compare(got, oracle.outcome, self.bounds(problem, oracle, upstream, options), fields)
 
     @property
     def small(self) -> bool:
-        """Whether repeated runs of the case take next to no time."""
+        """Whether the case is cheap enough to run repeatedly."""
         m, d = self.problem.rows.shape
         return bool(m * sum(len(x) for x in self.problem.columns) * d <= _SMALL)
 
     def only_small(self) -> None:
-        """Skip a case on which repeated runs would take long."""
         if not self.small:
             raise SkipError("repeats runs: small cases only")
 
     def only_finite(self) -> None:
-        """Skip a case whose truth is not finite: NaN hides what a difference would show."""
+        """Skip a case whose truth is not finite: NaN would hide a difference."""
         if not np.isfinite(self.oracle.outcome.loss):
             raise SkipError("needs a finite loss")

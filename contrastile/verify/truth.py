@@ -23,7 +23,7 @@ from contrastile.schedules.problem import Problem
 
 @dataclass(frozen=True)
 class Outcome:
-    """What a backend is held to, or how far it may be off: float64 throughout.
+    """Loss, statistics and gradients of a problem: their values, or bounds on their errors. All float64.
 
     Attributes:
         loss: 0-d, not multiplied by the upstream gradient.
@@ -66,7 +66,7 @@ class Direction:
         nll: (own,) ``L - t S``.
         p: (own, other) exp(x - L) on admitted pairs, 0 elsewhere.
         q: (own, other) exp(x - P) on positive pairs, 0 elsewhere.
-        beaten: (own,) sigma(N - P), the probability of all negatives; 1 where there is no positive.
+        negative_mass: (own,) sigma(N - P), the probability of all negatives; 1 where there is no positive.
     """
 
     weight: FloatArray
@@ -77,7 +77,7 @@ class Direction:
     nll: FloatArray
     p: FloatArray
     q: FloatArray
-    beaten: FloatArray
+    negative_mass: FloatArray
 
     @property
     def lse(self) -> FloatArray:
@@ -87,14 +87,14 @@ class Direction:
 
 @dataclass(frozen=True)
 class Truth:
-    """The outcome and the dense intermediates that the bounds are made of.
+    """The outcome, and the dense intermediates from which bounds are derived.
 
     Attributes:
         outcome: loss, log-sum-exps and gradients.
         q: (m, d) rows.
         k: (n, d) joined columns.
-        scale: the scale.
-        bias: 0 when the problem has none.
+        scale: a number.
+        bias: a number, 0 where the problem has none.
         products: (m, n) <q_i, k_j>.
         x: (m, n) logits.
         admitted: (m, n) bool.
@@ -104,7 +104,7 @@ class Truth:
         column_sum: (n, d) G^T Q.
         row: the row direction, None for the sigmoid loss.
         column: the column direction, None for the sigmoid loss and for a loss of one direction.
-        oracle_bounds: the oracle's own errors, once ``bounds`` has derived them, by what they depend on.
+        oracle_bounds: cache of ``bounds``: the oracle's own errors, by what they depend on.
     """
 
     outcome: Outcome
@@ -132,11 +132,11 @@ def masks(problem: Problem) -> tuple[BoolArray, BoolArray]:
 
 
 def truth(problem: Problem, upstream: float = 1.0) -> Truth:
-    """The problem's outcome by the dense equations, column blocks joined.
+    """The problem's truth by the dense equations, column blocks joined.
 
     Args:
         problem: NumPy arrays of any float dtype, widened first; (m, n) matrices are formed, so keep it small.
-        upstream: gradient of the final objective with respect to the loss, representable in the state dtype.
+        upstream: gradient with respect to the loss, representable in the state dtype.
     """
     q, k = float64(problem.rows), np.concatenate([float64(block) for block in problem.columns])
     scale, bias = float(problem.scale), float(problem.bias) if problem.bias is not None else 0.0
@@ -165,7 +165,7 @@ def truth(problem: Problem, upstream: float = 1.0) -> Truth:
             column_positive_lse=None if column is None else column.positive_lse,
             column_positive_sum=None if column is None else column.positive_sum,
             rows=found.d_rows,
-            columns=split(problem, found.d_columns),
+            columns=column_blocks(problem, found.d_columns),
             scale=found.d_scale,
             bias=float64(found.d_bias) if problem.kind == "sigmoid" else None,
         )
@@ -173,7 +173,7 @@ def truth(problem: Problem, upstream: float = 1.0) -> Truth:
         return Truth(outcome, q, k, scale, bias, q @ k.T, x, admitted, positive, G, *sums, row, column)
 
 
-def split(problem: Problem, joined: FloatArray) -> tuple[FloatArray, ...]:
+def column_blocks(problem: Problem, joined: FloatArray) -> tuple[FloatArray, ...]:
     """An (n, ...) array over the joined columns, cut into the problem's column blocks."""
     return tuple(joined[where] for where, _ in problem.blocks())
 
@@ -191,11 +191,11 @@ def _direction(
         negative_lse=n,
         positive_lse=p,
         positive_sum=expected_logit(x, positive.astype(np.float64), axis=1),
-        # a target of 0 leaves the whole log-sum-exp
+        # with a target of 0 the term is the whole log-sum-exp
         nll=np.where(target == 0, merge(n, p), nll),
         p=np.where(admitted, np.exp(x - merge(n, p)[:, None]), 0.0),
         q=np.where(positive, np.exp(x - p[:, None]), 0.0),
-        beaten=np.where(positive.any(axis=1), sigma(n - p), 1.0),
+        negative_mass=np.where(positive.any(axis=1), sigma(n - p), 1.0),
     )
 
 
@@ -205,7 +205,7 @@ def _loss(side: Direction) -> float:
 
 def _gradient(x: FloatArray, admitted: BoolArray, positive: BoolArray, side: Direction, upstream: float) -> FloatArray:
     target = np.where(positive, side.target[:, None], 0.0)
-    # a positive whose target is 0 is a pair like any other, but its logit is in P
-    G = np.where(positive, (side.q - target) - side.q * side.beaten[:, None], side.p)
+    # a positive whose target is 0 has no other gradient than a negative, but its logit is in P
+    G = np.where(positive, (side.q - target) - side.q * side.negative_mass[:, None], side.p)
     w = (upstream * side.weight)[:, None]
     return np.where(admitted & (w != 0), w * G, 0.0)

@@ -20,12 +20,9 @@ from typing import Any
 
 from contrastile.backends import registry
 from contrastile.backends.contract import Backend, BackendUnavailableError
+from contrastile.reporting import CannotRunError
 from contrastile.verify.runner import Row, Run, Selection
 from contrastile.verify.worlds import Threads
-
-
-class CannotRunError(Exception):
-    """The message is the one line to print."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -198,7 +195,7 @@ def _run(task: Task, start: int, lost: Mapping[str, str], say: Any, output: _Out
         begin=lambda number, total, row, command: say(begin=row, total=total, command=command),
         printed=output,
         start=start,
-        lost=lost,
+        excluded=lost,
     )
     total = run.total
     for number, row in enumerate(run.rows(), start):

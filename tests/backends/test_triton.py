@@ -103,7 +103,7 @@ def test_values_that_are_not_finite_come_out_as_the_oracle_says(name: str) -> No
 @pytest.mark.parametrize("tile", [(1, 1), (7, 13), (40, 9)])
 def test_any_tile_is_within_the_bound(tile: tuple[int, int]) -> None:
     held = trial("one-row", "float32") if tile == (1, 1) else trial("signed-zero-weights", "float32")
-    worst = held.hold(held.problem, options=Options(tile))
+    worst = held.compare(held.problem, options=Options(tile))
     assert worst.ratio <= 1, str(worst)
 
 

@@ -55,7 +55,7 @@ def test_within_the_bound_of_its_precision(name: str, precision: str) -> None:
 @pytest.mark.parametrize("tile", [(7, 5), (40, 9)])
 def test_any_tile_is_within_the_bound_of_split(tile: tuple[int, int]) -> None:
     held = trial("signed-zero-weights", "split")
-    worst = held.hold(held.problem, options=Options(tile))
+    worst = held.compare(held.problem, options=Options(tile))
     assert worst.ratio <= 1, str(worst)
 
 

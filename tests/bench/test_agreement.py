@@ -7,7 +7,7 @@ import pytest
 import torch
 
 from contrastile.bench import agreement, peers
-from contrastile.bench.cases import SHARED, Case, features
+from contrastile.bench.workloads import SHARED, Workload, features
 
 
 @pytest.mark.parametrize("name", ["numpy", "torch", "plain"])
@@ -53,8 +53,8 @@ def test_a_wrong_loss_or_gradient_does_not_agree(which: int, change: Callable[[A
 
 
 def test_a_plain_loss_that_ignores_ids_does_not_agree() -> None:
-    deaf = replace(peers.plain(), step=peers.with_autograd(lambda i, t, s, ids: peers.plain_loss(i, t, s)))
-    found = agreement.check(deaf, "float32", "cpu", 10.0, rows=67)
+    without_ids = replace(peers.plain(), step=peers.with_autograd(lambda i, t, s, ids: peers.plain_loss(i, t, s)))
+    found = agreement.check(without_ids, "float32", "cpu", 10.0, rows=67)
     assert not found.agrees
     assert "ids" in found.reason
 
@@ -76,14 +76,14 @@ def test_an_infinite_bound_proves_nothing() -> None:
 
 
 def test_ids_are_shared_by_a_fifth_of_the_pairs() -> None:
-    ids = features(Case("ids", 1000, 8)).ids
+    ids = features(Workload("ids", 1000, 8)).ids
     assert ids is not None
     _, counts = np.unique(ids, return_counts=True)
     assert counts[counts > 1].sum() == int(1000 * SHARED)
 
 
 def test_features_have_unit_length_and_pairs_the_stated_cosine() -> None:
-    drawn = features(Case("ragged", 300, 300))
+    drawn = features(Workload("ragged", 300, 300))
     assert drawn.image.shape == (299, 297)
     # 297 terms of size 1/297, each product and square rounded: a relative error below 2 * 297 units of float32
     slack = 2 * 297 * 2.0**-24

@@ -5,9 +5,10 @@ from typing import Any
 
 import pytest
 
-from contrastile.bench import add_arguments, command, main, report, sweep
-from contrastile.bench.cases import Case
-from contrastile.bench.results import Row, Settings, Sweep, quartiles
+from contrastile.bench import command, report, sweep
+from contrastile.bench.command import add_arguments, main
+from contrastile.bench.results import Measurement, Sweep, SweepSettings, quartiles
+from contrastile.bench.workloads import Workload
 
 
 def parsed(*words: str) -> argparse.Namespace:
@@ -16,7 +17,7 @@ def parsed(*words: str) -> argparse.Namespace:
     return parser.parse_args(words)
 
 
-def settings(**changes: Any) -> Settings:
+def settings(**changes: Any) -> SweepSettings:
     values: dict[str, Any] = {
         "backends": ("numpy", "torch"),
         "batches": (65, 33),
@@ -25,7 +26,7 @@ def settings(**changes: Any) -> Settings:
         "repeat": 3,
         "memory": False,
     }
-    return Settings(**{**values, **changes})
+    return SweepSettings(**{**values, **changes})
 
 
 @pytest.fixture(scope="module")
@@ -34,7 +35,7 @@ def found() -> Sweep:
 
 
 def test_everything_asked_for_is_measured_smallest_first(found: Sweep) -> None:
-    assert [(row.case.batch, row.case.variant, row.implementation) for row in found.rows] == [
+    assert [(row.workload.batch, row.workload.variant, row.implementation) for row in found.rows] == [
         (batch, variant, name)
         for batch in (33, 65)
         for variant in ("aligned", "ragged", "ids")
@@ -59,21 +60,24 @@ def test_ratios_are_within_the_run(found: Sweep) -> None:
     for row in found.rows:
         plain, aligned = found.plain_of(row), found.aligned_of(row)
         assert plain is not None
-        assert plain.case == row.case
+        assert plain.workload == row.workload
         assert aligned is not None
-        assert (aligned.implementation, aligned.case.variant) == (row.implementation, "aligned")
+        assert (aligned.implementation, aligned.workload.variant) == (row.implementation, "aligned")
         if row.implementation == "plain":
             assert row.times_of(plain) == 1
 
 
 def test_figures_follow_from_the_samples() -> None:
-    case = Case("ragged", 11, 8)
-    assert case.flops == 8 * 10 * 10 * 5
-    one, two = Row("a", case, seconds=[1.0, 2.0, 4.0], matmul=[8000.0] * 3), Row("b", case, seconds=[2.0, 2.0, 2.0])
+    workload = Workload("ragged", 11, 8)
+    assert workload.flops == 8 * 10 * 10 * 5
+    one, two = (
+        Measurement("a", workload, seconds=[1.0, 2.0, 4.0], matmul=[8000.0] * 3),
+        Measurement("b", workload, seconds=[2.0, 2.0, 2.0]),
+    )
     assert one.rate == 2000
     assert one.share == 0.25
     assert one.times_of(two) == 1
-    assert one.times_of(Row("c", case)) is None
+    assert one.times_of(Measurement("c", workload)) is None
     one.peak_bytes, two.peak_bytes = 10, 40
     assert one.bytes_of(two) == 0.25
     assert quartiles([5.0]) == (5, 5, 5)
@@ -116,7 +120,7 @@ def test_a_memory_run_that_dies_is_a_reason_not_a_crash(monkeypatch: pytest.Monk
     def killed(*args: object, **kwargs: object) -> None:
         raise sweep.child.MemoryMeasurementError("killed by signal 9")
 
-    monkeypatch.setattr(sweep.child, "ask", killed)
+    monkeypatch.setattr(sweep.child, "measure_in_a_child", killed)
     found = sweep.run(settings(batches=(32,), memory=True), lambda what, steps: None)
     assert {row.reason for row in found.rows} == {"killed by signal 9"}
 
@@ -159,7 +163,7 @@ def test_an_unknown_backend_is_refused(capsys: pytest.CaptureFixture[str]) -> No
 def test_a_gpu_that_is_not_there_is_refused(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    monkeypatch.setattr(command, "_sees_cuda", lambda: False)
+    monkeypatch.setattr(command, "torch_sees_a_gpu", lambda: False)
     assert main(parsed("--device", "cuda")) == 2
     assert "contrastile doctor" in capsys.readouterr().err
 
@@ -271,6 +275,6 @@ def test_bad_arguments_are_refused(words: tuple[str, ...]) -> None:
 
 
 def test_the_matrix_product_costs_at_most_half_of_the_sample() -> None:
-    assert sweep.matmul_side(Case("aligned", 8192, 512).flops, "cpu") == 4096
-    assert sweep.matmul_side(Case("aligned", 4096, 512).flops, "cpu") == 2048
+    assert sweep.matmul_side(Workload("aligned", 8192, 512).flops, "cpu") == 4096
+    assert sweep.matmul_side(Workload("aligned", 4096, 512).flops, "cpu") == 2048
     assert sweep.matmul_side(1, "cpu") == 256

@@ -6,9 +6,9 @@ import pytest
 import torch
 
 from contrastile.bench import memory
-from contrastile.bench.cases import Case, arguments, features
-from contrastile.bench.child import MemoryMeasurementError, Request, ask
+from contrastile.bench.child import MemoryMeasurementError, Request, measure_in_a_child
 from contrastile.bench.peers import plain
+from contrastile.bench.workloads import Workload, arguments, features
 
 MIB = 2**20
 
@@ -72,8 +72,8 @@ def test_allocations_inside_the_engine_during_backward_are_counted(rows: int) ->
 
 
 def test_the_plain_loss_holds_four_matrices_of_logits() -> None:
-    case = Case("aligned", 512, 8)
-    step = plain().step(arguments(features(case), "torch", "float32", "cpu", 100.0))
+    workload = Workload("aligned", 512, 8)
+    step = plain().step(arguments(features(workload), "torch", "float32", "cpu", 100.0))
     matrix, tower = 4 * 512**2, 4 * 512 * 8
     peak = memory.torch_peak(step)
     # two of logits and two of their logarithms; beyond them only what is linear in the batch
@@ -81,8 +81,8 @@ def test_the_plain_loss_holds_four_matrices_of_logits() -> None:
 
 
 def test_the_same_call_gives_the_same_bytes() -> None:
-    case = Case("ragged", 200, 32)
-    step = plain().step(arguments(features(case), "torch", "float32", "cpu", 100.0))
+    workload = Workload("ragged", 200, 32)
+    step = plain().step(arguments(features(workload), "torch", "float32", "cpu", 100.0))
     assert memory.torch_peak(step) == memory.torch_peak(step)
 
 
@@ -143,12 +143,12 @@ def request(**changes: object) -> Request:
 
 
 def test_a_process_of_its_own_counts_the_same_bytes() -> None:
-    step = plain().step(arguments(features(Case("ids", 129, 8)), "torch", "float32", "cpu", 100.0))
-    found = ask(request(), timeout=300)
+    step = plain().step(arguments(features(Workload("ids", 129, 8)), "torch", "float32", "cpu", 100.0))
+    found = measure_in_a_child(request(), timeout=300)
     assert found.peak_bytes == memory.torch_peak(step)
     assert found.resident_bytes is None or found.resident_bytes >= 0
 
 
 def test_a_process_that_fails_says_why() -> None:
     with pytest.raises(MemoryMeasurementError, match="'nobody'"):
-        ask(request(implementation="nobody"), timeout=300)
+        measure_in_a_child(request(implementation="nobody"), timeout=300)

@@ -1,4 +1,4 @@
-"""``contrastile mutate``: what is caught, what is missed, and what is no mutant at all."""
+"""``contrastile mutate``: caught, missed, equivalent and broken mutants."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from contrastile.cli import main
 from contrastile.mutate import run
 from contrastile.mutate.registry import PACKAGE, Mutant, Patch, every
 from contrastile.mutate.report import as_json, passed, summary
-from contrastile.mutate.run import Done, Result, Run, Subject, plant, verdict
+from contrastile.mutate.run import Done, MutationRun, Result, Target, plant, verdict
 
 MUTANTS = {mutant.name: mutant for mutant in every()}
 QUICK = [
@@ -33,11 +33,11 @@ SHORT = {"--case": ["ragged"], "--property": ["value"], "--dtype": ["float32"]}
 def short(monkeypatch: pytest.MonkeyPatch) -> None:
     """Verify is one case, for mutants that it cannot catch."""
     words = [word for option, values in SHORT.items() for word in (option, *values)]
-    monkeypatch.setattr(Subject, "arguments", lambda self, mutant: words)
+    monkeypatch.setattr(Target, "arguments", lambda self, mutant: words)
 
 
 def run_one(mutant: Mutant) -> Result:
-    (found,) = Run(Subject(deadline=120.0), [mutant]).all()
+    (found,) = MutationRun(Target(deadline=120.0), [mutant]).all()
     return found
 
 
@@ -69,14 +69,14 @@ def test_what_is_argued_to_be_equivalent_is_not_counted_and_not_believed() -> No
     found = run_one(argued)
     assert (found["status"], found["reason"]) == ("equivalent", "a blank line")
     assert not passed([found])
-    found = run_one(Mutant("numpy:wrong", "", WRONG, equivalent="so it is said"))
+    found = run_one(Mutant("numpy:wrong", "", WRONG, equivalent="a claim"))
     assert found["status"] == "broken"
-    assert found["reason"].startswith("argued to be equivalent, and yet")
+    assert found["reason"].startswith("declared equivalent, but caught: ")
 
 
 def test_a_patch_that_does_not_fit_is_broken_and_stops_no_other() -> None:
     found = run_one(Mutant("numpy:stale", "", Patch(NUMPY, "no such text", "")))
-    assert (found["status"], "mend the patch" in found["reason"]) == ("broken", True)
+    assert (found["status"], "update the patch" in found["reason"]) == ("broken", True)
 
 
 @pytest.mark.usefixtures("short")
@@ -96,21 +96,21 @@ def test_a_check_that_the_right_code_fails_catches_nothing(tmp_path: Path, monke
     wrong = Path(shutil.copytree(PACKAGE, tmp_path / "contrastile"))
     (wrong / WRONG.file).write_text(WRONG.applied(), encoding="utf-8")
     monkeypatch.setattr(run, "PACKAGE", wrong)
-    (found,) = Run(Subject("numpy"), [MUTANTS["contract:bias-ignored"]]).all()
+    (found,) = MutationRun(Target("numpy"), [MUTANTS["contract:bias-ignored"]]).all()
     assert found["status"] == "broken"
-    assert found["reason"].startswith("the right code fails there too: row_positive_lse[")
+    assert found["reason"].startswith("the correct code fails there, too: row_positive_lse[")
 
 
 @pytest.mark.usefixtures("short")
 def test_a_run_that_takes_too_long_is_given_up() -> None:
-    (found,) = Run(Subject("numpy", deadline=0.1), [MUTANTS["contract:hangs"]]).all()
+    (found,) = MutationRun(Target("numpy", deadline=0.1), [MUTANTS["contract:hangs"]]).all()
     assert (found["status"], found["reason"]) == ("missed", "verify had no verdict after 0.1 s")
 
 
 @pytest.mark.parametrize(
     ("done", "status", "reason"),
     [
-        (Done(0, [], "said"), "missed", "verify left without a verdict, with exit code 0"),
+        (Done(0, [], "said"), "missed", "verify exited with code 0 and no verdict"),
         (Done(-11, [], "said"), "missed", "verify was killed by signal 11"),
         (Done(2, [], "said"), "broken", "said"),
         (Done(1, [{"status": "pass", "dtype": "float32", "case": "hot"}], "said"), "caught", "said"),
@@ -137,9 +137,9 @@ def test_the_old_bytecode_is_not_taken_for_the_new_source(tmp_path: Path) -> Non
 
 def test_cupy_needs_a_gpu_and_numpy_s_strides_its_arrays() -> None:
     cupy = next(mutant for mutant in MUTANTS.values() if mutant.room == "cupy")
-    assert Subject().missing(cupy)
-    assert Subject().missing(MUTANTS["contract:sign-of-strides-lost"]) is None
-    assert "numpy's arrays" in str(Subject("torch").missing(MUTANTS["contract:sign-of-strides-lost"]))
+    assert Target().missing(cupy)
+    assert Target().missing(MUTANTS["contract:sign-of-strides-lost"]) is None
+    assert "numpy's arrays" in str(Target("torch").missing(MUTANTS["contract:sign-of-strides-lost"]))
 
 
 def test_the_list_names_every_mutant(capsys: pytest.CaptureFixture[str]) -> None:

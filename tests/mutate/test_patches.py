@@ -47,7 +47,7 @@ def test_what_is_no_wrapper_is_refused(name: str) -> None:
 @pytest.mark.parametrize(("before", "count"), [("two", 2), ("three", 0)])
 def test_a_patch_that_does_not_fit_is_refused(tmp_path: Path, before: str, count: int) -> None:
     (tmp_path / "a.py").write_text("one two\ntwo\n", encoding="utf-8")
-    with pytest.raises(PatchError, match=rf"a.py must hold '{before}' once, found it {count} times; mend the patch"):
+    with pytest.raises(PatchError, match=rf"a.py must hold '{before}' once, found it {count} times; update the patch"):
         Patch("a.py", before, "x").applied(tmp_path)
     with pytest.raises(PatchError, match=r"b.py must hold 'one' once, found it 0 times"):
         Patch("b.py", "one", "x").applied(tmp_path)
@@ -60,14 +60,14 @@ first: what is wrong
 - two
 + one
 interpreted: --case hot
-equivalent: nobody reads it
+equivalent: no test reads it
 """
 
 
 def test_a_list_is_read_as_it_is_written(tmp_path: Path) -> None:
     (mutant,) = read("numpy", LIST)
     patch = Patch("a.py", "one two\ntwo", "one")
-    assert mutant == Mutant("numpy:first", "what is wrong", patch, ("--case", "hot"), "nobody reads it")
+    assert mutant == Mutant("numpy:first", "what is wrong", patch, ("--case", "hot"), "no test reads it")
     (tmp_path / "a.py").write_text("one two\ntwo\n", encoding="utf-8")
     assert patch.applied(tmp_path) == "one\n"
 

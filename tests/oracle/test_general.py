@@ -111,9 +111,9 @@ def test_a_target_of_weight_zero_contributes_nothing_even_if_its_logit_is_infini
 
 
 def test_the_lse_of_nothing_is_minus_infinity() -> None:
-    nobody = np.zeros((2, 3), dtype=np.bool_)
-    np.testing.assert_array_equal(row_lse(np.ones((2, 3)), nobody), np.full(2, -np.inf))
-    np.testing.assert_array_equal(column_lse(np.ones((2, 3)), nobody), np.full(3, -np.inf))
+    none = np.zeros((2, 3), dtype=np.bool_)
+    np.testing.assert_array_equal(row_lse(np.ones((2, 3)), none), np.full(2, -np.inf))
+    np.testing.assert_array_equal(column_lse(np.ones((2, 3)), none), np.full(3, -np.inf))
     assert row_lse(np.ones((2, 0)), np.ones((2, 0), dtype=np.bool_)).tolist() == [-np.inf, -np.inf]
     assert column_lse(np.ones((0, 1)), np.ones((0, 1), dtype=np.bool_)).tolist() == [-np.inf]
 

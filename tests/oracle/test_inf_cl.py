@@ -57,7 +57,7 @@ def test_equation_1_is_torch_cross_entropy() -> None:
     assert_within(inf_cl.contrastive_loss(p.q, p.k), expected, 2 * SoftmaxBound(p).loss)
 
 
-def test_equation_1_as_it_stands_overflows() -> None:
+def test_equation_1_as_printed_overflows() -> None:
     assert np.isnan(inf_cl.contrastive_loss(np.array([[800.0]]), np.array([[1.0]])))
 
 

@@ -156,7 +156,7 @@ def test_algorithm_4_with_parallel_rows_loses_updates() -> None:
     right = inf_cl.local_backward(P.q, P.k, L, 4, 4)[1]
     raced = as_printed.racing_text_gradient(P.q, P.k, L, 4, 4)
     assert differs(raced, right, 11 * BOUND.d_columns)
-    # One row tile has nobody to race with.
+    # A single row tile has no race.
     alone = as_printed.racing_text_gradient(P.q, P.k, L, 11, 4)
     np.testing.assert_array_equal(alone, inf_cl.local_backward(P.q, P.k, L, 11, 4)[1])
 

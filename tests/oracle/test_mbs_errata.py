@@ -107,6 +107,6 @@ def test_batch_norm_statistics_are_per_micro_batch_so_equal_ones_are_not_exact()
     assert agrees(loss_and_gradient(np.arange(12))[1], grad)
     assert not agrees(streamed[0], loss)
     assert not agrees(streamed[1], grad)
-    # No weight mends it: with equal micro-batches both forms of Alg. 1 agree on the same other number.
+    # No weight corrects it: with equal micro-batches both forms of Alg. 1 agree on the same other number.
     printed = mbs_as_printed.algorithm_1(loss_and_gradient, 12, 4)
     assert agrees(printed[1], Ball(streamed[1], grad.rad))

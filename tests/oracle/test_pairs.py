@@ -1,10 +1,9 @@
-"""Positives and admission against the words of the definition, pair by pair, whole and by tiles."""
+"""Positive and admitted pairs against the definition in words, pair by pair."""
 
 from __future__ import annotations
 
 import numpy as np
 from hypothesis import given, settings
-from hypothesis import strategies as st
 from oracle_problems import RAGGED, Problem, problems
 from second_opinions import pair_kind
 
@@ -26,19 +25,6 @@ def test_masks_follow_the_definition(p: Problem) -> None:
     np.testing.assert_array_equal(positive_pairs(m, n, *p.pairs), by_words[..., 0])
     np.testing.assert_array_equal(admitted_pairs(m, n, *p.pairs), by_words[..., 1])
     assert not (p.P & ~p.A).any()
-
-
-@settings(max_examples=60, deadline=None)
-@given(p=problems(), tr=st.integers(1, 5), tc=st.integers(1, 5))
-def test_a_tile_of_the_vectors_is_a_tile_of_the_masks(p: Problem, tr: int, tc: int) -> None:
-    m, n = p.x.shape
-    for r in range(0, m, tr):
-        for c in range(0, n, tc):
-            rows, columns = slice(r, min(r + tr, m)), slice(c, min(c + tc, n))
-            here = p.pairs.tile(rows, columns)
-            shape = p.P[rows, columns].shape
-            np.testing.assert_array_equal(here.positive(*shape), p.P[rows, columns])
-            np.testing.assert_array_equal(here.admitted(*shape), p.A[rows, columns])
 
 
 def test_false_negatives_are_dropped_and_the_positive_is_kept() -> None:

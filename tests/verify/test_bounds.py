@@ -13,13 +13,16 @@ from contrastile.backends.contract import Accuracy, Options
 from contrastile.verify.arithmetic import gamma
 from contrastile.verify.bounds import ORACLE, bounds
 from contrastile.verify.cases import Case, build, names
+from contrastile.verify.plain import _plain
 from contrastile.verify.rounding import round_to
-from contrastile.verify.run import compare, outcome, parts
+from contrastile.verify.run import GRADIENT, compare, outcome, parts
 from contrastile.verify.truth import Outcome, truth
 
 UPSTREAM = -0.75
 SMALL = [name for name in names() if not name.startswith("wordnet")]
 FLOAT32 = Accuracy(unit=2.0**-24, accumulate_unit=2.0**-24)
+
+FIELDS = ("loss", *GRADIENT)
 
 DEFAULT = Options()
 
@@ -142,7 +145,7 @@ def test_every_fact_counts(name: str, facts: Accuracy) -> None:
     given = [field for field, value in narrow.items() if value is not None]
     if not (name == "sigmoid" and (facts.shared_reference or facts.tile(9) == 1)):
         assert np.any(wide["rows"] > narrow["rows"])
-    # one short tile is a shorter sum: only merges make it dearer
+    # one short tile is a shorter sum: only the merges widen its bound
     if facts.tile(9) != 1:
         assert all(np.all(wide[field] >= narrow[field]) for field in given)
 
@@ -172,6 +175,19 @@ def test_the_bound_of_an_exact_case_is_a_few_roundings() -> None:
     n = len(exact.k)
     roundings = n + 2 * (2 * FLOAT32.exp_ulps + 2) + 4 * np.log(n) + FLOAT32.exp_ulps * (np.log(n) + 1)
     assert np.all(limit.row_negative_lse <= gamma(roundings * FLOAT32.unit) * 2)
+
+
+@pytest.mark.parametrize("name", ["certain", "certain-shared"])
+def test_positives_inside_the_log_sum_exps_need_wider_bounds(name: str) -> None:
+    """A plain computation subtracts its positives, and is exact only within the bounds of one that does."""
+    problem = build(name, "float32").problem
+    exact = truth(problem)
+    got = _plain(problem, exact, FLOAT32, "float32")
+    inside, separate = (
+        compare(got, exact.outcome, bounds(problem, exact, FLOAT32, "float32", separate_positives=each), FIELDS)
+        for each in (False, True)
+    )
+    assert inside.ratio < 1 < separate.ratio
 
 
 def test_rows_that_admit_nothing_have_no_error() -> None:

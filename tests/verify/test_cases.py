@@ -97,7 +97,7 @@ def test_gradients_fit_the_dtype(name: str, dtype: str) -> None:
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("name", [name for name in CASES if name not in ("nan", "inf")])
 def test_a_direction_with_targets_has_a_loss_of_at_least_zero(name: str, dtype: str) -> None:
-    """Whoever projects rounding below 0 back to 0 must not move the truth."""
+    """A projection of rounding errors below 0 to 0 must not move the truth."""
     _, exact = of(name, dtype)
     for side in (exact.row, exact.column):
         if side is not None:

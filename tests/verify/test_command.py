@@ -139,7 +139,7 @@ def test_an_unwritable_report_exits_2(tmp_path, capsys):
 
 
 @pytest.mark.parametrize(("missing", "words"), [("rich", []), ("hypothesis", ["--quiet"])])
-def test_a_missing_package_exits_2_with_the_command_that_mends_it(monkeypatch, capsys, missing, words):
+def test_a_missing_package_exits_2_with_the_install_command(monkeypatch, capsys, missing, words):
     find = importlib.util.find_spec
     monkeypatch.setattr(importlib.util, "find_spec", lambda name, *a: None if name == missing else find(name, *a))
     assert main(["verify", "--backend", "numpy", "--case", "drawn", "--dtype", "float64", *words]) == 2
@@ -187,7 +187,7 @@ def test_nothing_is_left_in_the_current_folder(tmp_path, monkeypatch, capsys):
     assert list(tmp_path.iterdir()) == []
 
 
-def test_a_case_that_has_only_variants_stands_for_all_of_them(tmp_path):
+def test_the_name_of_a_family_of_cases_selects_all_of_them(tmp_path):
     file = tmp_path / "rows.json"
     given = ["--property", "value", "--dtype", "float64", "--json", str(file), "--quiet"]
     assert main(["verify", "--backend", "numpy", "--case", "wordnet", "deep", *given]) == 0

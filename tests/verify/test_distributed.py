@@ -203,7 +203,7 @@ def test_a_recipe_of_another_world_is_skipped() -> None:
 
 def test_a_property_of_ranks_needs_some() -> None:
     subject = Subject("numpy", load("numpy"), "float64")
-    with pytest.raises(SkipError, match="name a --world"):
+    with pytest.raises(SkipError, match="give --world"):
         next(sharded.sharded(subject, sharded.CASE))
 
 

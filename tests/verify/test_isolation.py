@@ -1,4 +1,4 @@
-"""A backend that leaves, dies, hangs or prints is a failure with its case, and the rest of the run goes on."""
+"""A backend that exits, dies, hangs or prints fails its check, and the other checks run."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from pathlib import Path
 import pytest
 
 from contrastile.cli import main
-from contrastile.verify.isolation import LOST
+from contrastile.verify.isolation import MAX_LOST
 
 MODULE = """
 import os, signal, sys, time
@@ -78,7 +78,7 @@ def test_it_fails_by_its_case_and_the_rest_is_tested(how: str, folder: Path, cap
     out, err = capfd.readouterr()
     assert "--case smoke" in out
     assert f"FAILED ill_module:{how} value smoke float64" in out
-    # what it printed is in the report, and nowhere else
+    # its output is in the report, and nowhere else
     assert out.count("hello") == (how in ("prints", "writes"))
     assert err == ""
 
@@ -90,7 +90,7 @@ def test_a_backend_that_ends_every_process_is_given_up(folder: Path, capfd: pyte
     # two backends, two cases, three properties
     assert len(rows) == 12
     ours = [row["status"] for row in rows if row["backend"] == "ill_module:always"]
-    assert ours == ["fail"] * LOST + ["untested"] * (6 - LOST)
+    assert ours == ["fail"] * MAX_LOST + ["untested"] * (6 - MAX_LOST)
     assert {row["status"] for row in rows if row["backend"] == "numpy"} == {"pass"}
     assert "ill_module:always: 3 not tested: it ended 3 processes before" in capfd.readouterr().out
 

@@ -1,4 +1,4 @@
-"""The second gate: a plain computation passes it, and what it was made for does not."""
+"""The second gate: a plain computation passes it, and noisier ones do not."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ def test_the_plain_computation_is_no_noisier_than_itself(name: str) -> None:
 
 
 @pytest.mark.parametrize("name", CERTAIN)
-def test_positives_kept_apart_are_far_more_exact(name: str) -> None:
+def test_separate_positives_are_far_more_exact(name: str) -> None:
     """The plain computation loses the loss of certain pairs; the oracle's own tiles in float64 do not."""
     problem = build(name, "float32").problem
     exact = truth(problem)

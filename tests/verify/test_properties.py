@@ -1,7 +1,7 @@
 """The tester tested: each planted defect is caught by its property, which the sound backend passes."""
 
-import itertools
 from dataclasses import replace
+from functools import partial
 
 import numpy as np
 import pytest
@@ -10,6 +10,8 @@ from test_missed import MISSED
 
 from contrastile.backends.contract import Options
 from contrastile.backends.registry import load
+from contrastile.mutate.wrappers import WRAPPERS
+from contrastile.mutate.wrapping import around, seeing
 from contrastile.verify.properties import PROPERTIES
 from contrastile.verify.runner import Run, Selection
 
@@ -26,16 +28,6 @@ def changed_statistics(change):
         return replace(found, row_negative_lse=change(found.row_negative_lse))
 
     return on_lse(lse)
-
-
-def on_block(change, **only):
-    """A backend that sees a changed block in every primitive, or in the named ones."""
-
-    def wrap(primitive):
-        return lambda block, *call: primitive(change(block), *call)
-
-    names = only.get("primitives", ("lse", "gradients", "sigmoid"))
-    return replace(NUMPY, **{name: wrap(getattr(NUMPY, name)) for name in names})
 
 
 def on_gradients(change):
@@ -78,27 +70,22 @@ def drops_the_last_tile_asked_for():
     return on_lse(lse)
 
 
-def ignores_positives():
-    return on_block(lambda block: replace(block, pairs=replace(block.pairs, positives=None)))
+def mutant(name):
+    """A defect that ``contrastile mutate`` plants."""
+    plant = partial(WRAPPERS[name].plant, NUMPY)
+    plant.__name__ = name
+    return plant
 
 
 def assumes_the_diagonal():
-    def diagonal(block):
+    def diagonal(arrays, block):
         return replace(block, pairs=replace(block.pairs, positives=np.arange(len(block.rows))))
 
-    return on_block(diagonal)
+    return seeing(NUMPY, diagonal)
 
 
-def wraps_foreign_positives():
-    def wrap(block):
-        n = max(1, len(block.columns))
-        return replace(block, pairs=replace(block.pairs, positives=block.pairs.positives % n))
-
-    return on_block(wrap)
-
-
-def ignores_the_bias():
-    return on_block(lambda block: replace(block, bias=None))
+def ignores_positives():
+    return seeing(NUMPY, lambda arrays, block: replace(block, pairs=replace(block.pairs, positives=None)))
 
 
 def swaps_the_gradients():
@@ -113,26 +100,12 @@ def overwrites_the_rows():
     return on_gradients(change)
 
 
-def squares_the_weight():
-    return on_gradients(lambda run, block, w, r, c: run(replace(w, row_weight=w.row_weight * w.row_weight), r, c))
-
-
-def takes_the_weight_for_positive():
-    return on_gradients(lambda run, block, w, r, c: run(replace(w, row_weight=np.abs(w.row_weight)), r, c))
-
-
 def multiplies_by_the_scale():
     def change(run, block, w, rows, columns):
         run(w, rows, columns)
         rows *= block.scale
 
     return on_gradients(change)
-
-
-def wavers():
-    """Every other call is one unit in the last place off: within any bound, but not the same bits."""
-    calls = itertools.count()
-    return changed_statistics(lambda x: np.nextafter(x, np.inf) if next(calls) % 2 else x)
 
 
 def writes_past_the_end():
@@ -146,43 +119,24 @@ def writes_past_the_end():
 
 
 def reads_past_the_end():
-    def longer(block):
+    def longer(primitive, block, *rest):
         columns = block.columns
-        if columns.base is None or columns.base.ndim != 2 or len(columns) < 2:
-            return block
-        shape = (len(columns) + 1, columns.shape[1])
-        return replace(block, columns=as_strided(columns, shape, columns.strides)[1:])
+        if columns.base is not None and columns.base.ndim == 2 and len(columns) >= 2:
+            shape = (len(columns) + 1, columns.shape[1])
+            block = replace(block, columns=as_strided(columns, shape, columns.strides)[1:])
+        return primitive(block, *rest)
 
-    return on_block(longer, primitives=("lse",))
+    return around(NUMPY, longer, "lse")
 
 
 def ignores_strides():
-    def flat(block):
+    def flat(arrays, block):
         rows = block.rows
         if rows.base is None or rows.base.size < rows.size or rows.flags.c_contiguous:
             return block
         return replace(block, rows=rows.base.ravel()[: rows.size].reshape(rows.shape))
 
-    return on_block(flat)
-
-
-def scribbles_on_its_input():
-    def change(run, block, w, rows, columns):
-        run(w, rows, columns)
-        block.columns[0, 0] += 1.0
-
-    return on_gradients(change)
-
-
-def trusts_fresh_memory():
-    return changed_statistics(lambda x: x + 0.0 * np.empty_like(x))
-
-
-def swallows_nan():
-    def clean(block):
-        return replace(block, rows=np.nan_to_num(block.rows), columns=np.nan_to_num(block.columns))
-
-    return on_block(clean)
+    return seeing(NUMPY, flat)
 
 
 def merges_equal_columns():
@@ -195,7 +149,7 @@ def merges_equal_columns():
 
 
 def forgets_later_blocks():
-    """The first block it ever sees has LSE right; a block of fewer columns than rows is taken for padding."""
+    """The first block it ever sees has LSE right; a block of fewer columns than rows is treated as padding."""
 
     def lse(block, columns, options):
         found = NUMPY.lse(block, columns, options)
@@ -239,27 +193,27 @@ PLANTED = [
     ("value", "ragged", drops_the_partial_tile),
     ("value", "ragged", ignores_positives),
     ("gradients", "square-ragged", swaps_the_gradients),
-    ("gradients", "square-ragged", squares_the_weight),
+    ("gradients", "square-ragged", mutant("weights-squared")),
     ("gradients", "square-ragged", multiplies_by_the_scale),
     ("gradients", "blocks", overwrites_the_rows),
     ("plain", "certain", rounds_the_weight_of_a_certain_pair),
     ("tiles", "ragged", drops_the_last_tile_asked_for),
     ("permutation", "smoke", assumes_the_diagonal),
-    ("shift", "smoke", ignores_the_bias),
-    ("split-merge", "smoke", wraps_foreign_positives),
+    ("shift", "smoke", mutant("bias-ignored")),
+    ("split-merge", "smoke", mutant("positives-modulo-n")),
     ("split-merge", "smoke", forgets_later_blocks),
     ("duplicates", "smoke", merges_equal_columns),
     ("non-negative", "sigmoid", goes_below_zero),
-    ("upstream", "smoke", takes_the_weight_for_positive),
+    ("upstream", "smoke", mutant("sign-of-weights-lost")),
     ("accumulation", "smoke", overwrites_the_rows),
-    ("determinism", "ragged", wavers),
+    ("determinism", "ragged", mutant("never-the-same-twice")),
     ("guard-bands", "ragged", writes_past_the_end),
     ("guard-bands", "ragged", reads_past_the_end),
-    ("guard-bands", "ragged", scribbles_on_its_input),
+    ("guard-bands", "ragged", mutant("features-overwritten")),
     ("strided", "ragged", ignores_strides),
-    ("poisoned-memory", "ragged", trusts_fresh_memory),
-    ("non-finite", "ragged", swallows_nan),
-    ("value", "nan", swallows_nan),
+    ("poisoned-memory", "ragged", mutant("unwritten-memory-read")),
+    ("non-finite", "ragged", mutant("nan-taken-for-0")),
+    ("value", "nan", mutant("nan-taken-for-0")),
     ("value", "ragged", crashes),
     ("drawn", "drawn", drops_the_partial_tile),
     ("drawn", "drawn", swaps_the_gradients),

@@ -2,10 +2,10 @@
 
 import json
 
-import numpy as np
 import pytest
 
-from contrastile.verify.report import as_json, cell, environment, progress, show, skips, summary, verdict, write_json
+from contrastile.reporting import write_json
+from contrastile.verify.report import as_json, cell, show, skips, summary, verdict
 from contrastile.verify.run import Worst
 from contrastile.verify.runner import Failure, Row
 
@@ -28,7 +28,7 @@ def test_one_failure_is_a_verdict_and_skips_are_not():
 
 def test_json_is_strict_and_has_the_schema(tmp_path):
     path = tmp_path / "report.json"
-    write_json(path, [PASSED, FAILED, HOPELESS, SKIPPED])
+    write_json(path, as_json([PASSED, FAILED, HOPELESS, SKIPPED]))
 
     def refuse(constant):
         raise AssertionError(constant)
@@ -41,13 +41,6 @@ def test_json_is_strict_and_has_the_schema(tmp_path):
     fields = ["backend", "property", "case", "dtype", "world", "ratio", "status", "reason"]
     assert all(list(each) == fields for each in read["rows"])
     assert as_json([PASSED])["rows"] == [PASSED]
-
-
-def test_environment_names_what_the_numbers_depend_on():
-    found = environment()
-    assert set(found) == {"contrastile", "python", "numpy", "torch", "platform", "cpu", "cores"}
-    assert found["numpy"] == np.__version__
-    assert found["cpu"]
 
 
 def test_a_cell_has_the_worst_ratio_and_the_counts():
@@ -78,11 +71,3 @@ def test_a_failure_shows_element_bound_and_command(capsys, quiet):
         assert text in out
     assert ("property" in out) is not quiet
     assert ("no cupy" in out) is not quiet
-
-
-def test_progress_takes_steps_shown_or_not(capsys):
-    for shown in (True, False):
-        with progress(shown=shown) as advance:
-            advance(1, 2, "numpy [red] smoke")
-            advance(2, 2, "numpy")
-    assert capsys.readouterr().out == ""

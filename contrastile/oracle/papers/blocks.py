@@ -1,7 +1,7 @@
-"""Several column blocks under one row LSE: the same loss, with the columns in pieces.
+"""Several column blocks under one row LSE: the same loss, with the columns in parts.
 
-A block may have rows of its own too (GTE puts q->d, q->q, d->q and d->d of pair i under one LSE): what the
-blocks share is the number of rows, the row weights and the LSE.
+A block may have rows of its own, too (GTE puts q->d, q->q, d->q and d->d of pair i under one LSE): the blocks share
+only the number of rows, the row weights and the LSE.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ from contrastile.oracle.general import (
 class Block(NamedTuple):
     """Rows against one block of columns.
 
-    q: (m, d); k: (n_b, d); A, y: (m, n_b); scale: a number or (m,). Targets of all blocks together sum to 1 a row.
+    q: (m, d); k: (n_b, d); A, y: (m, n_b); scale: a number or (m,). Targets of all blocks together sum to 1 per row.
     v: (n_b,) and y_c: (m, n_b), both or neither: this block's columns have an LSE of their own over its rows.
     columns_need_gradient: False for a queue of negatives; its d_columns is then None.
     """
@@ -85,9 +85,9 @@ def loss_over_blocks(blocks: Sequence[Block], u: FloatArray) -> float:
 
 
 def gradients_over_blocks(blocks: Sequence[Block], u: FloatArray) -> list[BlockGradients]:
-    """Each block's gradients: its G has the LSEs of all blocks in it, everything else is its own.
+    """Each block's gradients: its G depends on all blocks through the LSEs alone.
 
-    blocks: at least one, of m rows each; u: (m,). Returns one `BlockGradients` a block, in order.
+    blocks: at least one, of m rows each; u: (m,). Returns one `BlockGradients` per block, in order.
     """
     L = lse_over_blocks(blocks)
     found = []

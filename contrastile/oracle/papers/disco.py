@@ -7,33 +7,20 @@ a share of the mean over the whole batch, so every term here is a sum over its r
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
 
 import numpy as np
-from numpy.typing import NDArray
 
+from contrastile.oracle.arrays import FloatArray, IntArray
 from contrastile.oracle.papers.collectives import all_gather, reduce_scatter, row_slices
 
-if TYPE_CHECKING:
-    from collections.abc import Sequence
 
-FloatArray = NDArray[np.float64]
-IndexArray = NDArray[np.int64]
-
-
-def cross_entropy(X: FloatArray, Y: FloatArray, r: IndexArray, t: float, B: float) -> float:
+def cross_entropy(X: FloatArray, Y: FloatArray, r: IntArray, t: float, B: float) -> float:
     """DisCo Eq. 1, either term: L_1(X, Y) = 1/B sum_i (log sum_j exp(t <x_i, y_j>) - t <x_i, y_{r_i}>).
 
-    Args:
-        X: rows, (b, D): images for L_1, texts for L_2.
-        Y: columns, (m, D).
-        r: positive column of each row, (b,).
-        t: the factor of the dot products.
-        B: the divisor, the batch over which the mean is taken.
-
-    Returns:
-        The loss, a float.
+    X: rows, (b, D): images for L_1, texts for L_2; Y: columns, (m, D); r: positive column of each row, (b,); t: the
+    factor of the dot products; B: the divisor, the batch over which the mean is taken. Returns the loss, a float.
     """
     x = t * (X @ Y.T)
     m = x.max(axis=1, keepdims=True)
@@ -42,19 +29,12 @@ def cross_entropy(X: FloatArray, Y: FloatArray, r: IndexArray, t: float, B: floa
 
 
 def cross_entropy_gradients(
-    X: FloatArray, Y: FloatArray, r: IndexArray, t: float, B: float
+    X: FloatArray, Y: FloatArray, r: IntArray, t: float, B: float
 ) -> tuple[FloatArray, FloatArray, float]:
     """Gradients of either term of DisCo Eq. 1: with H = (softmax - one-hot) / B, dX = t H Y, dY = t H' X.
 
-    Args:
-        X: rows, (b, D).
-        Y: columns, (m, D).
-        r: positive column of each row, (b,).
-        t: the factor of the dot products.
-        B: the divisor.
-
-    Returns:
-        dX (b, D), dY (m, D), and dt = sum_ij H_ij <x_i, y_j>, a float.
+    X: rows, (b, D); Y: columns, (m, D); r: positive column of each row, (b,); t: the factor of the dot products; B: the
+    divisor. Returns dX (b, D), dY (m, D), and dt = sum_ij H_ij <x_i, y_j>, a float.
     """
     z = X @ Y.T
     x = t * z
@@ -65,15 +45,11 @@ def cross_entropy_gradients(
     return t * (H @ Y), t * (H.T @ X), float((H * z).sum())
 
 
-def labels(sizes: Sequence[int], rank: int) -> IndexArray:
+def labels(sizes: Sequence[int], rank: int) -> IntArray:
     """Positive column of each of a rank's rows (the `labels` of DisCo Alg. 1), for shards of any size.
 
-    Args:
-        sizes: rows of each rank, N integers.
-        rank: the rank.
-
-    Returns:
-        (b_rank,) integers, the rows' places in the gathered batch.
+    sizes: rows of each rank, N integers; rank: the rank. Returns (b_rank,) integers, the rows' places in the gathered
+    batch.
     """
     rows = row_slices(sizes)[rank]
     return np.arange(rows.start, rows.stop, dtype=np.int64)
@@ -82,13 +58,8 @@ def labels(sizes: Sequence[int], rank: int) -> IndexArray:
 def loss(I_A: FloatArray, T_A: FloatArray, t: float) -> float:
     """DisCo Eq. 1: L = L_1(I_A, T_A) + L_2(T_A, I_A); Alg. 1 halves it.
 
-    Args:
-        I_A: all image features, (B, D).
-        T_A: all text features, (B, D); row i is the pair of image i.
-        t: the factor of the dot products.
-
-    Returns:
-        The loss, a float.
+    I_A: all image features, (B, D); T_A: all text features, (B, D); row i is the pair of image i; t: the factor of the
+    dot products. Returns the loss, a float.
     """
     B = len(I_A)
     r = np.arange(B, dtype=np.int64)
@@ -96,14 +67,9 @@ def loss(I_A: FloatArray, T_A: FloatArray, t: float) -> float:
 
 
 def partition(shards: Sequence[FloatArray], n: int) -> tuple[FloatArray, FloatArray]:
-    """DisCo Eq. 2: I_A = [I_n, I_nbar], what rank n holds and what all the others hold.
+    """DisCo Eq. 2: I_A = [I_n, I_nbar], the features of rank n and those of all other ranks.
 
-    Args:
-        shards: N arrays (b_n, D).
-        n: the hosting rank.
-
-    Returns:
-        I_n (b_n, D), and I_nbar (B - b_n, D) in rank order.
+    shards: N arrays (b_n, D); n: the hosting rank. Returns I_n (b_n, D), and I_nbar (B - b_n, D) in rank order.
     """
     others = [shard for i, shard in enumerate(shards) if i != n]
     return shards[n], np.concatenate([*others, shards[n][:0]])
@@ -114,14 +80,8 @@ def decomposed_loss(
 ) -> tuple[float, float, float, float]:
     """DisCo Eq. 3: L_d = L_1(I_n, T_A) + L_1(I_nbar, T_A) + L_2(T_n, I_A) + L_2(T_nbar, I_A).
 
-    Args:
-        I: image shards, N arrays (b_n, D).
-        T: text shards, N arrays (b_n, D).
-        n: the hosting rank.
-        t: the factor of the dot products.
-
-    Returns:
-        The four terms, in that order.
+    I: image shards, N arrays (b_n, D); T: text shards, N arrays (b_n, D); n: the hosting rank; t: the factor of the dot
+    products. Returns the four terms, in that order.
     """
     sizes = [len(shard) for shard in I]
     I_A, T_A, B = np.concatenate(I), np.concatenate(T), sum(sizes)
@@ -140,14 +100,8 @@ def decomposed_loss(
 def gradients(I: Sequence[FloatArray], T: Sequence[FloatArray], n: int, t: float) -> tuple[FloatArray, FloatArray]:
     """DisCo Eq. 4: dL_d/dI_n and dL_d/dT_n, each two intra-GPU terms and one inter-GPU term.
 
-    Args:
-        I: image shards, N arrays (b_n, D).
-        T: text shards, N arrays (b_n, D).
-        n: the hosting rank.
-        t: the factor of the dot products.
-
-    Returns:
-        Two arrays (b_n, D).
+    I: image shards, N arrays (b_n, D); T: text shards, N arrays (b_n, D); n: the hosting rank; t: the factor of the dot
+    products. Returns two arrays (b_n, D).
     """
     dI_rows, dI_columns, dT_columns, dT_rows = intra_gpu_gradients(I, T, n, t)
     dI_others, dT_others = inter_gpu_gradients(I, T, n, t)
@@ -159,14 +113,8 @@ def inter_gpu_gradients(
 ) -> tuple[FloatArray, FloatArray]:
     """DisCo Eq. 5: dL_2(T_nbar, I_A)/dI_n = sum_{i != n} dL_2(T_i, I_A)/dI_n, and likewise for T_n.
 
-    Args:
-        I: image shards, N arrays (b_n, D).
-        T: text shards, N arrays (b_n, D).
-        n: the hosting rank.
-        t: the factor of the dot products.
-
-    Returns:
-        Two arrays (b_n, D).
+    I: image shards, N arrays (b_n, D); T: text shards, N arrays (b_n, D); n: the hosting rank; t: the factor of the dot
+    products. Returns two arrays (b_n, D).
     """
     dI, dT = np.zeros_like(I[n]), np.zeros_like(T[n])
     for i in range(len(I)):
@@ -182,14 +130,8 @@ def intra_gpu_gradients(
 ) -> tuple[FloatArray, FloatArray, FloatArray, FloatArray]:
     """DisCo Eq. 6: [dL_1(I_n, T_A)/dI_n, dL_2(T_n, I_A)/dI_n, dL_1(I_n, T_A)/dT_n, dL_2(T_n, I_A)/dT_n].
 
-    Args:
-        I: image shards, N arrays (b_n, D).
-        T: text shards, N arrays (b_n, D).
-        n: the hosting rank.
-        t: the factor of the dot products.
-
-    Returns:
-        Four arrays (b_n, D): all that rank n can compute for itself.
+    I: image shards, N arrays (b_n, D); T: text shards, N arrays (b_n, D); n: the hosting rank; t: the factor of the dot
+    products. Returns four arrays (b_n, D): all that rank n can compute alone.
     """
     sizes = [len(shard) for shard in I]
     r, B = labels(sizes, n), sum(sizes)
@@ -203,15 +145,8 @@ def sent_gradients(
 ) -> tuple[FloatArray, FloatArray]:
     """DisCo Eq. 7: [dL_2(T_i, I_A)/dI_n, dL_1(I_i, T_A)/dT_n], which rank i computes and rank n collects.
 
-    Args:
-        I: image shards, N arrays (b_n, D).
-        T: text shards, N arrays (b_n, D).
-        i: the rank that computes.
-        n: the rank whose features the gradients belong to.
-        t: the factor of the dot products.
-
-    Returns:
-        Two arrays (b_n, D).
+    I: image shards, N arrays (b_n, D); T: text shards, N arrays (b_n, D); i: the rank that computes; n: the rank whose
+    features the gradients belong to; t: the factor of the dot products. Returns two arrays (b_n, D).
     """
     sizes = [len(shard) for shard in I]
     B = sum(sizes)
@@ -222,11 +157,11 @@ def sent_gradients(
 
 @dataclass(frozen=True)
 class Step:
-    """What Alg. 1 leaves on the ranks.
+    """The results of Alg. 1 on the ranks.
 
     Attributes:
         loss: the loss that every rank reports.
-        image_gradients: gradients that go into each rank's image encoder, N arrays (b_n, D).
+        image_gradients: gradients with respect to each rank's image features, N arrays (b_n, D).
         text_gradients: the same for texts.
         t_gradients: each rank's gradient of t, N floats; DDP reduces it with the parameters.
         sent: bytes that the gradient communication sent, over all ranks.
@@ -244,15 +179,8 @@ def rank_gradients(
 ) -> tuple[float, FloatArray, FloatArray, float]:
     """One rank's part of DisCo Alg. 1: its halved loss, and its gradients by the gathered features.
 
-    Args:
-        I: image shards, N arrays (b_n, D).
-        T: text shards, N arrays (b_n, D).
-        rank: the rank.
-        t: the factor of the dot products.
-        B: the divisor of this rank's sum over rows.
-
-    Returns:
-        The loss, dI_A (B, D), dT_A (B, D) and dt.
+    I: image shards, N arrays (b_n, D); T: text shards, N arrays (b_n, D); rank: the rank; t: the factor of the dot
+    products; B: the divisor of this rank's sum over rows. Returns the loss, dI_A (B, D), dT_A (B, D) and dt.
     """
     r = labels([len(shard) for shard in I], rank)
     I_A, T_A = np.concatenate(I), np.concatenate(T)
@@ -265,18 +193,14 @@ def rank_gradients(
 
 
 def algorithm_1(I: Sequence[FloatArray], T: Sequence[FloatArray], t: float) -> Step:
-    """DisCo Alg. 1: gather, two (b_n, B) logit matrices a rank, reduce-scatter the gradients (SUM).
+    """DisCo Alg. 1: gather, two (b_n, B) logit matrices per rank, reduce-scatter the gradients (SUM).
 
     A rank's loss is its rows' sum times N / B (its mean, when shards are equal), so the loss is the mean over ranks,
-    the features get N times the gradient of the global loss, and DDP's mean over ranks takes that N away: once.
+    the features get N times the gradient of the global loss, and DDP's mean over ranks divides by N, once.
 
-    Args:
-        I: image shards, N arrays (b_n, D); uneven and empty shards are fine.
-        T: text shards of the same sizes.
-        t: the factor of the dot products.
-
-    Returns:
-        The loss (half of Eq. 1), the feature gradients, dt, and the bytes of the gradient communication.
+    I: image shards, N arrays (b_n, D); uneven and empty shards are fine; T: text shards of the same sizes; t: the
+    factor of the dot products. Returns the loss (half of Eq. 1), the feature gradients, dt, and the bytes of the
+    gradient communication.
     """
     N, sizes = len(I), [len(shard) for shard in I]
     I_A, _ = all_gather(I)

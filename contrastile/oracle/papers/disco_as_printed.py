@@ -1,31 +1,20 @@
-"""DisCo-CLIP where it errs, as printed: Alg. 1's averaged feature gradients, its all-reduce, its labels."""
+"""DisCo-CLIP's mistakes, as printed: Alg. 1's averaged feature gradients, its all-reduce, its labels."""
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
+from collections.abc import Sequence
 
 import numpy as np
-from numpy.typing import NDArray
 
+from contrastile.oracle.arrays import FloatArray, IntArray
 from contrastile.oracle.papers.collectives import all_reduce, row_slices
 from contrastile.oracle.papers.disco import Step, rank_gradients
 
-if TYPE_CHECKING:
-    from collections.abc import Sequence
 
-FloatArray = NDArray[np.float64]
-IndexArray = NDArray[np.int64]
-
-
-def labels(b: int, rank: int) -> IndexArray:
+def labels(b: int, rank: int) -> IntArray:
     """DisCo Alg. 1, `labels = arange(b) + b * rank`, as printed: right only if every shard has b rows.
 
-    Args:
-        b: rows of this rank.
-        rank: the rank.
-
-    Returns:
-        (b,) integers.
+    b: rows of this rank; rank: the rank. Returns (b,) integers.
     """
     return np.arange(b, dtype=np.int64) + b * rank
 
@@ -33,11 +22,8 @@ def labels(b: int, rank: int) -> IndexArray:
 def mean_loss(losses: Sequence[float]) -> float:
     """DisCo Alg. 1, `all_reduce(loss, op=AVG)` of each rank's mean, as printed: every rank weighs the same.
 
-    Args:
-        losses: each rank's mean over its own rows, N floats.
-
-    Returns:
-        The mean over ranks: the mean over the batch only if shards are equal.
+    losses: each rank's mean over its own rows, N floats. Returns the mean over ranks: the mean over the batch only if
+    shards are equal.
     """
     return sum(losses) / len(losses)
 
@@ -48,13 +34,8 @@ def algorithm_1(I: Sequence[FloatArray], T: Sequence[FloatArray], t: float) -> S
     The AVG makes them the gradients of the global loss; DDP then averages the parameters' gradients over ranks
     again, although each rank back-propagates its own rows only: the parameters get 1/N.
 
-    Args:
-        I: image shards, N arrays (b, D), all of one size.
-        T: text shards, N arrays (b, D).
-        t: the factor of the dot products.
-
-    Returns:
-        The loss, the feature gradients, dt, and the bytes of the gradient communication.
+    I: image shards, N arrays (b, D), all of one size; T: text shards, N arrays (b, D); t: the factor of the dot
+    products. Returns the loss, the feature gradients, dt, and the bytes of the gradient communication.
     """
     N, sizes = len(I), [len(shard) for shard in I]
     ranks = [rank_gradients(I, T, n, t, sizes[n]) for n in range(N)]

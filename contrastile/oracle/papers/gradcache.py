@@ -10,24 +10,18 @@ F and G. Both papers derive at tau = 1; here tau is kept throughout. Eq. 10-13 a
 
 from __future__ import annotations
 
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
 
 import numpy as np
-from numpy.typing import NDArray
 
+from contrastile.oracle.arrays import FloatArray, IntArray
 from contrastile.oracle.papers.collectives import data_parallel_mean, row_slices
-
-if TYPE_CHECKING:
-    from collections.abc import Callable, Sequence
-
-FloatArray = NDArray[np.float64]
-IndexArray = NDArray[np.int64]
 
 
 @dataclass(frozen=True)
 class Encoder:
-    """f or g: a forward pass and its vector-Jacobian product, both given the random state they run under.
+    """f or g: a forward pass and its vector-Jacobian product, both with a given random state.
 
     Attributes:
         forward: (parameters, inputs (n, ...), state) -> representations (n, d).
@@ -47,7 +41,7 @@ class Tower:
         parameters: Theta or Lambda.
         inputs: S or T, (n, ...).
         sizes: rows of each sub-batch, with sum n.
-        states: random state of each sub-batch: what the first forward ran under and the second replays.
+        states: random state of each sub-batch, used by the first forward and replayed by the second.
     """
 
     encoder: Encoder
@@ -57,16 +51,10 @@ class Tower:
     states: tuple[int, ...]
 
 
-def loss_of_distances(d: FloatArray, r: IndexArray, tau: float) -> float:
+def loss_of_distances(d: FloatArray, r: IntArray, tau: float) -> float:
     """GradCache Eq. 1 over given d_ij: L = 1/|S| sum_i (log sum_j exp(d_ij / tau) - d_{i, r_i} / tau).
 
-    Args:
-        d: similarities, (|S|, |T|).
-        r: target of each anchor, (|S|,).
-        tau: temperature.
-
-    Returns:
-        The loss, a float.
+    d: similarities, (|S|, |T|); r: target of each anchor, (|S|,); tau: temperature. Returns the loss, a float.
     """
     x = d / tau
     m = x.max(axis=1)
@@ -74,17 +62,11 @@ def loss_of_distances(d: FloatArray, r: IndexArray, tau: float) -> float:
     return float((lse - x[np.arange(len(r)), r]).sum() / len(r))
 
 
-def loss(F: FloatArray, G: FloatArray, r: IndexArray, tau: float) -> float:
+def loss(F: FloatArray, G: FloatArray, r: IntArray, tau: float) -> float:
     """GradCache Eq. 1: L = -1/|S| sum_i log(exp(f(s_i)' g(t_{r_i}) / tau) / sum_j exp(f(s_i)' g(t_j) / tau)).
 
-    Args:
-        F: anchors' representations, (|S|, d).
-        G: targets' representations, (|T|, d).
-        r: target of each anchor, (|S|,).
-        tau: temperature.
-
-    Returns:
-        The loss, a float.
+    F: anchors' representations, (|S|, d); G: targets' representations, (|T|, d); r: target of each anchor, (|S|,); tau:
+    temperature. Returns the loss, a float.
     """
     return loss_of_distances(F @ G.T, r, tau)
 
@@ -92,12 +74,7 @@ def loss(F: FloatArray, G: FloatArray, r: IndexArray, tau: float) -> float:
 def normalized_similarity(d: FloatArray, tau: float) -> FloatArray:
     """GradCache Eq. 2 (v2: Eq. 4): p_ij = exp(d_ij / tau) / sum_j exp(d_ij / tau), d_ij = f(s_i)' g(t_j).
 
-    Args:
-        d: similarities, (|S|, |T|).
-        tau: temperature.
-
-    Returns:
-        p, (|S|, |T|); rows sum to 1.
+    d: similarities, (|S|, |T|); tau: temperature. Returns p, (|S|, |T|); rows sum to 1.
     """
     x = d / tau
     e = np.exp(x - x.max(axis=1, keepdims=True))
@@ -108,12 +85,8 @@ def normalized_similarity(d: FloatArray, tau: float) -> FloatArray:
 def chain_rule(tower: Tower, u: FloatArray) -> FloatArray:
     """GradCache Eq. 3 and Eq. 4 (v2: Eq. 2 and Eq. 3): dL/dTheta = sum_i u_i df(s_i)/dTheta; Lambda likewise.
 
-    Args:
-        tower: f or g with its inputs; its states and sizes are unused, each example runs alone, in state 0.
-        u: gradients of the representations, (n, d).
-
-    Returns:
-        The gradient of the tower's parameters.
+    tower: f or g with its inputs; its states and sizes are unused, each example runs alone, in state 0; u: gradients of
+    the representations, (n, d). Returns the gradient of the tower's parameters.
     """
     total = np.zeros_like(tower.parameters)
     for i in range(len(u)):
@@ -121,48 +94,31 @@ def chain_rule(tower: Tower, u: FloatArray) -> FloatArray:
     return total
 
 
-def anchor_gradient(F: FloatArray, G: FloatArray, r: IndexArray, tau: float) -> FloatArray:
+def anchor_gradient(F: FloatArray, G: FloatArray, r: IntArray, tau: float) -> FloatArray:
     """GradCache Eq. 5: dL/df(s_i) = -(g(t_{r_i}) - sum_j p_ij g(t_j)) / (|S| tau), p at the same tau.
 
-    Args:
-        F: anchors' representations, (|S|, d).
-        G: targets' representations, (|T|, d).
-        r: target of each anchor, (|S|,).
-        tau: temperature.
-
-    Returns:
-        (|S|, d).
+    F: anchors' representations, (|S|, d); G: targets' representations, (|T|, d); r: target of each anchor, (|S|,); tau:
+    temperature. Returns (|S|, d).
     """
     p = normalized_similarity(F @ G.T, tau)
     return -(G[r] - p @ G) / (len(F) * tau)
 
 
-def target_gradient(F: FloatArray, G: FloatArray, r: IndexArray, tau: float) -> FloatArray:
+def target_gradient(F: FloatArray, G: FloatArray, r: IntArray, tau: float) -> FloatArray:
     """GradCache Eq. 6: dL/dg(t_j) = -(epsilon_j - sum_i p_ij f(s_i)) / (|S| tau), p at the same tau.
 
-    Args:
-        F: anchors' representations, (|S|, d).
-        G: targets' representations, (|T|, d).
-        r: target of each anchor, (|S|,).
-        tau: temperature.
-
-    Returns:
-        (|T|, d).
+    F: anchors' representations, (|S|, d); G: targets' representations, (|T|, d); r: target of each anchor, (|S|,); tau:
+    temperature. Returns (|T|, d).
     """
     p = normalized_similarity(F @ G.T, tau)
     return -(positives_of_targets(F, r, len(G)) - p.T @ F) / (len(F) * tau)
 
 
-def positives_of_targets(F: FloatArray, r: IndexArray, n: int) -> FloatArray:
+def positives_of_targets(F: FloatArray, r: IntArray, n: int) -> FloatArray:
     """GradCache Eq. 7: epsilon_j = sum of f(s_k) over every k with r_k = j, and 0 where there is none.
 
-    Args:
-        F: anchors' representations, (|S|, d).
-        r: target of each anchor, (|S|,).
-        n: the number of targets, |T|.
-
-    Returns:
-        epsilon, (|T|, d).
+    F: anchors' representations, (|S|, d); r: target of each anchor, (|S|,); n: the number of targets, |T|. Returns
+    epsilon, (|T|, d).
     """
     epsilon = np.zeros((n, F.shape[1]))
     np.add.at(epsilon, r, F)
@@ -172,11 +128,7 @@ def positives_of_targets(F: FloatArray, r: IndexArray, n: int) -> FloatArray:
 def graphless_forward(tower: Tower) -> FloatArray:
     """GradCache Sec. 3.3, Step 1: representations of every sub-batch, each under its own random state.
 
-    Args:
-        tower: f or g with its inputs.
-
-    Returns:
-        F or G, (n, d).
+    tower: f or g with its inputs. Returns F or G, (n, d).
     """
     chunks = zip(row_slices(tower.sizes), tower.states, strict=True)
     return np.concatenate(
@@ -185,18 +137,12 @@ def graphless_forward(tower: Tower) -> FloatArray:
 
 
 def representation_gradient_cache(
-    F: FloatArray, G: FloatArray, r: IndexArray, tau: float
+    F: FloatArray, G: FloatArray, r: IntArray, tau: float
 ) -> tuple[FloatArray, FloatArray]:
     """GradCache Sec. 3.3, Step 2: u_i = dL/df(s_i) and v_j = dL/dg(t_j), (|S| + |T|) d numbers.
 
-    Args:
-        F: anchors' representations, (|S|, d).
-        G: targets' representations, (|T|, d).
-        r: target of each anchor, (|S|,).
-        tau: temperature.
-
-    Returns:
-        u (|S|, d) and v (|T|, d).
+    F: anchors' representations, (|S|, d); G: targets' representations, (|T|, d); r: target of each anchor, (|S|,); tau:
+    temperature. Returns u (|S|, d) and v (|T|, d).
     """
     return anchor_gradient(F, G, r, tau), target_gradient(F, G, r, tau)
 
@@ -206,12 +152,8 @@ def accumulate(tower: Tower, u: FloatArray) -> FloatArray:
 
     Each sub-batch runs again under the random state of its first forward.
 
-    Args:
-        tower: f or g with its inputs, sub-batches and states.
-        u: cached gradients of its representations, (n, d).
-
-    Returns:
-        The gradient of the tower's parameters.
+    tower: f or g with its inputs, sub-batches and states; u: cached gradients of its representations, (n, d). Returns
+    the gradient of the tower's parameters.
     """
     total = np.zeros_like(tower.parameters)
     for rows, state in zip(row_slices(tower.sizes), tower.states, strict=True):
@@ -219,19 +161,13 @@ def accumulate(tower: Tower, u: FloatArray) -> FloatArray:
     return total
 
 
-def step(f: Tower, g: Tower, r: IndexArray, tau: float) -> tuple[float, FloatArray, FloatArray]:
+def step(f: Tower, g: Tower, r: IntArray, tau: float) -> tuple[float, FloatArray, FloatArray]:
     """GradCache Sec. 3.3, Steps 1-3: the gradient of the chunked run's loss, one sub-batch at a time.
 
     It is the large batch's gradient when a representation depends on its own example only.
 
-    Args:
-        f: the anchors' tower.
-        g: the targets' tower.
-        r: target of each anchor, (|S|,).
-        tau: temperature.
-
-    Returns:
-        The loss, dTheta and dLambda.
+    f: the anchors' tower; g: the targets' tower; r: target of each anchor, (|S|,); tau: temperature. Returns the loss,
+    dTheta and dLambda.
     """
     F, G = graphless_forward(f), graphless_forward(g)
     u, v = representation_gradient_cache(F, G, r, tau)
@@ -239,18 +175,13 @@ def step(f: Tower, g: Tower, r: IndexArray, tau: float) -> tuple[float, FloatArr
 
 
 def local_gradients(
-    f: Sequence[Tower], g: Sequence[Tower], r: IndexArray, tau: float
+    f: Sequence[Tower], g: Sequence[Tower], r: IntArray, tau: float
 ) -> tuple[list[FloatArray], list[FloatArray]]:
     """GradCache Sec. 3.4, Steps 1-3: rank n back-propagates its own rows of the gathered batch's gradients.
 
-    Args:
-        f: anchors' towers, one a rank, all with the same parameters.
-        g: targets' towers, likewise.
-        r: target of each anchor, indices into the gathered batch, (|S|,).
-        tau: temperature.
-
-    Returns:
-        Each rank's dTheta and dLambda: their sums over ranks are the gradients.
+    f: anchors' towers, one per rank, all with the same parameters; g: targets' towers, likewise; r: target of each
+    anchor, indices into the gathered batch, (|S|,); tau: temperature. Returns each rank's dTheta and dLambda: their
+    sums over ranks are the gradients.
     """
     F, G = [graphless_forward(tower) for tower in f], [graphless_forward(tower) for tower in g]
     u, v = representation_gradient_cache(np.concatenate(F), np.concatenate(G), r, tau)
@@ -261,17 +192,11 @@ def local_gradients(
     )
 
 
-def multi_gpu_step(f: Sequence[Tower], g: Sequence[Tower], r: IndexArray, tau: float) -> tuple[FloatArray, FloatArray]:
+def multi_gpu_step(f: Sequence[Tower], g: Sequence[Tower], r: IntArray, tau: float) -> tuple[FloatArray, FloatArray]:
     """GradCache Sec. 3.4, Step 4: dTheta and dLambda after DDP's mean, each rank's having been scaled by N.
 
-    Args:
-        f: anchors' towers, one a rank.
-        g: targets' towers, one a rank.
-        r: target of each anchor, indices into the gathered batch, (|S|,).
-        tau: temperature.
-
-    Returns:
-        dTheta and dLambda, of the gathered batch's loss.
+    f: anchors' towers, one per rank; g: targets' towers, one per rank; r: target of each anchor, indices into the
+    gathered batch, (|S|,); tau: temperature. Returns dTheta and dLambda, of the gathered batch's loss.
     """
     dTheta, dLambda = local_gradients(f, g, r, tau)
     N = len(f)

@@ -1,17 +1,17 @@
-"""GradCache (Gao & Zhang, 2021; Gao et al., 2021), Eq. 10-13: the extension to a deep distance, alike in both versions.
+"""GradCache (Gao & Zhang, 2021; Gao et al., 2021), Eq. 10-13: a deep distance, the same in both versions.
 
 Letters: Phi is the distance, Omega its parameters, d_ij = Phi(f(s_i), g(t_j)), and w_ij = dL/dd_ij its cached gradient.
-The loss takes d_ij where Eq. 1 has the dot product. The grid of sub-batches need not be the encoders'.
+In the loss d_ij replaces the dot product of Eq. 1. The grid of sub-batches need not be the encoders'.
 """
 
 from __future__ import annotations
 
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
 
 import numpy as np
-from numpy.typing import NDArray
 
+from contrastile.oracle.arrays import FloatArray, IntArray
 from contrastile.oracle.papers.collectives import row_slices
 from contrastile.oracle.papers.gradcache import (
     Tower,
@@ -20,12 +20,6 @@ from contrastile.oracle.papers.gradcache import (
     loss_of_distances,
     normalized_similarity,
 )
-
-if TYPE_CHECKING:
-    from collections.abc import Callable, Sequence
-
-FloatArray = NDArray[np.float64]
-IndexArray = NDArray[np.int64]
 
 
 @dataclass(frozen=True)
@@ -51,30 +45,17 @@ def distances(
 ) -> FloatArray:
     """GradCache Eq. 10: d_ij = Phi(f(s_i), g(t_j)), one pair of sub-batches at a time.
 
-    Args:
-        Phi: the deep distance.
-        Omega: its parameters.
-        F: anchors' representations, (|S|, d).
-        G: targets' representations, (|T|, d).
-        S: sub-batches of the anchors; they need not be the encoder's.
-        T: sub-batches of the targets.
-
-    Returns:
-        d, (|S|, |T|).
+    Phi: the deep distance; Omega: its parameters; F: anchors' representations, (|S|, d); G: targets' representations,
+    (|T|, d); S: sub-batches of the anchors; they need not be the encoder's; T: sub-batches of the targets. Returns d,
+    (|S|, |T|).
     """
     return np.block([[Phi.forward(Omega, F[rows], G[columns]) for columns in T] for rows in S])
 
 
-def distance_gradient_cache(d: FloatArray, r: IndexArray, tau: float) -> FloatArray:
+def distance_gradient_cache(d: FloatArray, r: IntArray, tau: float) -> FloatArray:
     """GradCache Sec. 5: w_ij = dL/dd_ij = (p_ij - [j = r_i]) / (|S| tau).
 
-    Args:
-        d: distances, (|S|, |T|).
-        r: target of each anchor, (|S|,).
-        tau: temperature.
-
-    Returns:
-        w, (|S|, |T|).
+    d: distances, (|S|, |T|); r: target of each anchor, (|S|,); tau: temperature. Returns w, (|S|, |T|).
     """
     w = normalized_similarity(d, tau)
     w[np.arange(len(r)), r] -= 1.0
@@ -92,17 +73,9 @@ def distance_parameter_gradient(
 ) -> FloatArray:
     """GradCache Eq. 11: dL/dOmega = sum over sub-batch pairs, sum_ij w_ij dPhi(f(s_i), g(t_j))/dOmega.
 
-    Args:
-        Phi: the deep distance.
-        Omega: its parameters.
-        F: anchors' representations, (|S|, d).
-        G: targets' representations, (|T|, d).
-        w: the distance gradient cache, (|S|, |T|).
-        S: sub-batches of the anchors.
-        T: sub-batches of the targets.
-
-    Returns:
-        dOmega.
+    Phi: the deep distance; Omega: its parameters; F: anchors' representations, (|S|, d); G: targets' representations,
+    (|T|, d); w: the distance gradient cache, (|S|, |T|); S: sub-batches of the anchors; T: sub-batches of the targets.
+    Returns dOmega.
     """
     total = np.zeros_like(Omega)
     for rows in S:
@@ -122,10 +95,7 @@ def anchor_gradient_of_distances(
 ) -> FloatArray:
     """GradCache Eq. 12: u_i = sum_j w_ij dd_ij/df(s_i), accumulated over sub-batch pairs.
 
-    Args and shapes are those of `distance_parameter_gradient`.
-
-    Returns:
-        u, (|S|, d).
+    The arguments are those of `distance_parameter_gradient`. Returns u, (|S|, d).
     """
     u = np.zeros_like(F)
     for rows in S:
@@ -145,10 +115,7 @@ def target_gradient_of_distances(
 ) -> FloatArray:
     """GradCache Eq. 13: v_j = sum_i w_ij dd_ij/dg(t_j), accumulated over sub-batch pairs.
 
-    Args and shapes are those of `distance_parameter_gradient`.
-
-    Returns:
-        v, (|T|, d).
+    The arguments are those of `distance_parameter_gradient`. Returns v, (|T|, d).
     """
     v = np.zeros_like(G)
     for rows in S:
@@ -158,20 +125,12 @@ def target_gradient_of_distances(
 
 
 def deep_distance_step(
-    f: Tower, g: Tower, Phi: Distance, Omega: FloatArray, r: IndexArray, tau: float
+    f: Tower, g: Tower, Phi: Distance, Omega: FloatArray, r: IntArray, tau: float
 ) -> tuple[float, FloatArray, FloatArray, FloatArray]:
     """GradCache Sec. 5: both caches linked, dL/dOmega (Eq. 11), then u and v (Eq. 12-13), then the encoders.
 
-    Args:
-        f: the anchors' tower.
-        g: the targets' tower.
-        Phi: the deep distance.
-        Omega: its parameters.
-        r: target of each anchor, (|S|,).
-        tau: temperature.
-
-    Returns:
-        The loss, dTheta, dLambda and dOmega.
+    f: the anchors' tower; g: the targets' tower; Phi: the deep distance; Omega: its parameters; r: target of each
+    anchor, (|S|,); tau: temperature. Returns the loss, dTheta, dLambda and dOmega.
     """
     S, T = row_slices(f.sizes), row_slices(g.sizes)
     F, G = graphless_forward(f), graphless_forward(g)

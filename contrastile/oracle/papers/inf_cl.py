@@ -1,7 +1,7 @@
 """Inf-CL ("Breaking the Memory Barrier", Cheng et al., 2024), Eq. 1-9 and Algorithms 1-4, as corrected.
 
 The paper's letters: I, T (b, c) are image and text features with the scale already in them, x = I T' the logits,
-l (b,) the row LSE, m a tile's row maximum, b_s = b / n a shard's batch. `inf_cl_as_printed` keeps its mistakes.
+l (b,) the row LSE, m a tile's row maximum, b_s = b / n a shard's batch. `inf_cl_as_printed` holds its mistakes.
 Shards need not be equal and may be empty; a world of 1 is a ring of one.
 """
 
@@ -20,7 +20,7 @@ _T = TypeVar("_T")
 
 @np.errstate(all="ignore")
 def contrastive_loss(I: FloatArray, T: FloatArray) -> float:
-    """L_I = -1/b sum_i log(e^{x_ii} / sum_j e^{x_ij}) (Inf-CL Eq. 1), with nothing done against overflow.
+    """L_I = -1/b sum_i log(e^{x_ii} / sum_j e^{x_ij}) (Inf-CL Eq. 1), with no guard against overflow.
 
     I, T: (b, c). Defined where e^x is: beyond |x| of about 709 it is inf/inf.
     """
@@ -135,8 +135,8 @@ def ring_backward(
 ) -> tuple[list[FloatArray], list[FloatArray]]:
     """The gradients dL_I/dI and dL_I/dT, one shard of each on each rank (Inf-CL Alg. 3, corrected).
 
-    In step j rank i holds the text shard (i - j + 1) mod n, whose gradient rides along and is home after n hops.
-    The positive and the division by b, which the paper leaves out, come at the end.
+    In step j rank i holds the text shard (i - j + 1) mod n; its gradient accumulator travels with it and returns to
+    its owner after n hops. The positive and the division by b, which the paper omits, come at the end.
 
     I, T: n shards (b_s, c), I[i] and T[i] of one length; l: n vectors (b_s,). Returns two lists of n (b_s, c).
     """
@@ -190,8 +190,8 @@ def divide(values: FloatArray, t: int) -> list[FloatArray]:
 
 
 def to_the_next(held: Sequence[_T]) -> list[_T]:
-    """Each rank sends what it holds to the next and receives from the previous (Inf-CL Alg. 1, lines 6-7).
+    """Each rank sends its entry to the next rank and receives the previous rank's (Inf-CL Alg. 1, lines 6-7).
 
-    held: one thing a rank. Returns what each rank holds then.
+    held: one entry per rank. Returns the entries after one hop.
     """
     return [held[i - 1] for i in range(len(held))]

@@ -1,6 +1,6 @@
-"""Inf-CL's mistakes, each exactly as it is printed, to be held against `inf_cl`.
+"""Inf-CL's mistakes, each exactly as printed, to compare with `inf_cl`.
 
-Where a printed line is one of several mistakes in an algorithm, the others are mended here, so that each difference
+Where a printed line is one of several mistakes in an algorithm, the others are corrected here, so that each difference
 has one cause. Letters and shapes are those of `inf_cl`.
 """
 
@@ -128,7 +128,7 @@ def tile_text_gradient(I_i: FloatArray, dX: FloatArray) -> FloatArray:
 def racing_text_gradient(I: FloatArray, T: FloatArray, l: FloatArray, t_r: int, t_c: int) -> FloatArray:
     """Alg. 4's dT when row tiles run in parallel as in Alg. 2: every one loads dT^j before any writes it back.
 
-    Load, add and store are three steps (Inf-CL Alg. 4, lines 13-15), so of all row tiles' parts the last store stays.
+    Load, add and store are three steps (Inf-CL Alg. 4, lines 13-15), so only the last store remains.
     I: (b_s, c), at least one row; T: (b_s', c); l: (b_s,). Returns (b_s', c).
     """
     loaded = np.zeros_like(T)

@@ -1,7 +1,7 @@
-"""A backend whose every argument is first moved somewhere awkward: between guard bands, or under odd strides.
+"""Backends whose arguments are first copied into other buffers: between guard bands, or with unusual strides.
 
-What surrounds the values is NaN around inputs, so that reading it shows in the result, and a plain number around
-accumulators, so that adding to it shows too. After each call the surroundings must be bit for bit what they were.
+Inputs are surrounded by NaN, so that an out-of-bounds read shows in the result; accumulators are surrounded by a plain
+number, so that an out-of-bounds addition shows too. After each call the surroundings must hold the bits they held.
 """
 
 from __future__ import annotations
@@ -25,66 +25,70 @@ from contrastile.backends.contract import (
 )
 
 Layout = Callable[[ArrayLibrary, Array, float], tuple[Array, Array]]
+"""(arrays, x, fill) -> a buffer filled with a number, and the view of it where x's values go."""
 
 # 3 and 5 elements: no vector load stays aligned
 _ROWS, _WIDTH = 3, 5
 _AROUND_SUMS = 1.5
 
 
-def bands(arrays: ArrayLibrary, x: Array, around: float) -> tuple[Array, Array]:
-    """A wider, longer buffer and the place inside it where x goes."""
+def guard_bands(arrays: ArrayLibrary, x: Array, fill: float) -> tuple[Array, Array]:
     pads = (_ROWS, _WIDTH)[-len(x.shape) :]
-    buffer = _filled(arrays, tuple(size + 2 * pad for size, pad in zip(x.shape, pads, strict=True)), around, x)
+    buffer = _filled(arrays, tuple(size + 2 * pad for size, pad in zip(x.shape, pads, strict=True)), fill, x)
     return buffer, buffer[tuple(slice(pad, pad + size) for size, pad in zip(x.shape, pads, strict=True))]
 
 
-def transposed(arrays: ArrayLibrary, x: Array, around: float) -> tuple[Array, Array]:
-    """A buffer that holds a matrix column by column; vectors lie as they are."""
-    buffer = _filled(arrays, tuple(reversed(x.shape)), around, x)
+def transposed(arrays: ArrayLibrary, x: Array, fill: float) -> tuple[Array, Array]:
+    """Column-major matrices; vectors stay as they are."""
+    buffer = _filled(arrays, tuple(reversed(x.shape)), fill, x)
     return buffer, buffer.T if len(x.shape) > 1 else buffer
 
 
-def every_other(arrays: ArrayLibrary, x: Array, around: float) -> tuple[Array, Array]:
-    """A buffer twice as long along each axis, of which every other element is x's."""
-    buffer = _filled(arrays, tuple(2 * size for size in x.shape), around, x)
+def every_other(arrays: ArrayLibrary, x: Array, fill: float) -> tuple[Array, Array]:
+    """Stride 2 along each axis."""
+    buffer = _filled(arrays, tuple(2 * size for size in x.shape), fill, x)
     return buffer, buffer[tuple(slice(None, None, 2) for _ in x.shape)]
 
 
-def backwards(arrays: ArrayLibrary, x: Array, around: float) -> tuple[Array, Array]:
-    """A buffer that holds x from its last element to its first: every stride is negative."""
-    buffer = _filled(arrays, tuple(x.shape), around, x)
+def backwards(arrays: ArrayLibrary, x: Array, fill: float) -> tuple[Array, Array]:
+    """Negative strides."""
+    buffer = _filled(arrays, tuple(x.shape), fill, x)
     return buffer, buffer[tuple(slice(None, None, -1) for _ in x.shape)]
 
 
 def _filled(arrays: ArrayLibrary, shape: tuple[int, ...], value: float, like: Array) -> Array:
     dtype = arrays.dtype(like)
-    # an index has no NaN; 0 is the most harmful thing to read, being a column that exists
+    # an index has no NaN; 0 is the most harmful value to read, since that column exists
     return arrays.full(shape, 0 if dtype == "int64" else value, dtype, like)
 
 
 @dataclass(slots=True)
-class _Movers:
-    """The arguments of one call in their new places."""
+class _Relocated:
+    """The arguments of one call in their new buffers, and the checks to run after it."""
 
     arrays: ArrayLibrary
     layout: Layout
-    settle: list[Callable[[], str | None]] = field(default_factory=list)
+    checks: list[Callable[[], str | None]] = field(default_factory=list)
 
     def read(self, x: Any, name: str) -> Any:
-        """X's values in a new place, which the call must leave as it is."""
+        """A copy of an input, whose whole buffer the call must leave unchanged."""
         if x is None or not x.shape:
             return x
         buffer, view = self.layout(self.arrays, x, float("nan"))
         view[...] = x
         before = self._bits(buffer)
-        self.settle.append(lambda: None if self._bits(buffer) == before else f"{name} or its surroundings were written")
+        self.checks.append(
+            lambda: (
+                None if self._bits(buffer) == before else f"{name} is an input, and it or memory around it was written"
+            )
+        )
         return view
 
     def add(self, x: Any, name: str) -> Any:
-        """An accumulator in a new place; what the call makes of it comes back to x."""
+        """A copy of an accumulator between guard bands; its result is copied back to x."""
         if x is None:
             return None
-        buffer, view = bands(self.arrays, x, _AROUND_SUMS)
+        buffer, view = guard_bands(self.arrays, x, _AROUND_SUMS)
         view[...] = 0
         before = self._bits(buffer)
         view[...] = x
@@ -92,9 +96,9 @@ class _Movers:
         def check() -> str | None:
             x[...] = view
             view[...] = 0
-            return None if self._bits(buffer) == before else f"the surroundings of {name} were written"
+            return None if self._bits(buffer) == before else f"out-of-bounds write around {name}"
 
-        self.settle.append(check)
+        self.checks.append(check)
         return view
 
     def block(self, block: Block) -> Block:
@@ -109,7 +113,7 @@ class _Movers:
         )
 
     def weights(self, weights: Weights) -> Weights:
-        # what was kept is for the backend to read and to write, wherever it put it
+        # kept exponentials are the backend's own, in its own layout
         names = [name for name in Weights.__slots__ if name != "kept"]
         return replace(weights, **{name: self.read(getattr(weights, name), name) for name in names})
 
@@ -117,24 +121,24 @@ class _Movers:
         return bytes(self.arrays.to_numpy(x).tobytes())
 
 
-def rehoused(backend: Backend, layout: Layout, trespasses: list[str]) -> Backend:
-    """The backend, its arguments moved by ``layout`` before each call; what it must not have written is reported.
+def relocated(backend: Backend, layout: Layout, violations: list[str]) -> Backend:
+    """The backend with its arguments copied to another layout before each call.
 
     Args:
         backend: the backend's record.
-        layout: gives a buffer filled with a number and the view of it where an array's values go.
-        trespasses: receives one line for each buffer found changed.
+        layout: where the arguments go; accumulators always lie between guard bands.
+        violations: receives one line for each buffer that a call changed and must not have.
     """
 
-    def movers() -> _Movers:
-        return _Movers(backend.arrays, layout)
+    def relocate() -> _Relocated:
+        return _Relocated(backend.arrays, layout)
 
-    def settle(moved: _Movers) -> None:
-        trespasses.extend(filter(None, (check() for check in moved.settle)))
+    def settle(moved: _Relocated) -> None:
+        violations.extend(filter(None, (check() for check in moved.checks)))
 
-    def surveyed(lse: LseFunction) -> LseFunction:
+    def wrapped_lse(lse: LseFunction) -> LseFunction:
         def function(block: Block, columns: bool, options: Options) -> Statistics:
-            moved = movers()
+            moved = relocate()
             there = moved.block(block)
             backend.check(there)
             found = lse(there, columns, options)
@@ -144,7 +148,7 @@ def rehoused(backend: Backend, layout: Layout, trespasses: list[str]) -> Backend
         return function
 
     def gradients(block: Block, weights: Weights, rows: Array, columns: Array, options: Options) -> None:
-        moved = movers()
+        moved = relocate()
         to = moved.add(rows, "row_gradient"), moved.add(columns, "column_gradient")
         backend.gradients(moved.block(block), moved.weights(weights), *to, options)
         settle(moved)
@@ -153,13 +157,13 @@ def rehoused(backend: Backend, layout: Layout, trespasses: list[str]) -> Backend
         block: Block, weights: Weights, upstream: Array | None, columns: ColumnForm | None, options: Options
     ) -> Finished:
         assert backend.finished is not None
-        moved = movers()
+        moved = relocate()
         found = backend.finished(moved.block(block), moved.weights(weights), upstream, columns, options)
         settle(moved)
         return found
 
     def sigmoid(block: Block, weight: Array, rows: Array, columns: Array, options: Options) -> tuple[Array, Array]:
-        moved = movers()
+        moved = relocate()
         there = moved.block(block)
         backend.check(there)
         to = moved.add(rows, "row_gradient"), moved.add(columns, "column_gradient")
@@ -167,13 +171,17 @@ def rehoused(backend: Backend, layout: Layout, trespasses: list[str]) -> Backend
         settle(moved)
         return found
 
-    whole = None if backend.finished is None else finished
-    keeping = None if backend.keeping is None else surveyed(backend.keeping)
-    changes: dict[str, Any] = {"lse": surveyed(backend.lse), "gradients": gradients, "sigmoid": sigmoid}
-    return replace(backend, **changes, finished=whole, keeping=keeping)
+    return replace(
+        backend,
+        lse=wrapped_lse(backend.lse),
+        keeping=None if backend.keeping is None else wrapped_lse(backend.keeping),
+        gradients=gradients,
+        finished=None if backend.finished is None else finished,
+        sigmoid=sigmoid,
+    )
 
 
-def repeated(backend: Backend) -> Backend:
+def called_twice(backend: Backend) -> Backend:
     """The backend with everything added to its accumulators twice."""
 
     def gradients(*call: Any) -> None:
@@ -184,29 +192,26 @@ def repeated(backend: Backend) -> Backend:
         backend.sigmoid(*call)
         return backend.sigmoid(*call)
 
-    # what is finished is nobody's accumulator
+    # ``finished`` has no accumulators
     return replace(backend, gradients=gradients, sigmoid=sigmoid, finished=None, keeping=None)
 
 
 def expanded(backend: Backend) -> Backend:
-    """The backend given features whose rows are all one row, without a copy of it: stride 0."""
-    # numpy, torch and cupy spell it alike
+    """The backend given features whose rows are all the first row, with stride 0."""
+    # numpy, torch and cupy have the same name for it
     module: Any = importlib.import_module(backend.arrays.name)
 
-    def flat(x: Array) -> Array:
+    def expand(x: Array) -> Array:
         return module.broadcast_to(x[:1], tuple(x.shape)) if x.shape[0] else x
 
-    def house(block: Block) -> Block:
-        there = replace(block, rows=flat(block.rows), columns=flat(block.columns))
-        backend.check(there)
-        return there
+    def around(primitive: Callable[..., Any] | None) -> Any:
+        def function(block: Block, *call: Any) -> Any:
+            there = replace(block, rows=expand(block.rows), columns=expand(block.columns))
+            backend.check(there)
+            assert primitive is not None
+            return primitive(there, *call)
 
-    finished, keeping = backend.finished, backend.keeping
-    return replace(
-        backend,
-        keeping=None if keeping is None else lambda block, *call: keeping(house(block), *call),
-        finished=None if finished is None else lambda block, *call: finished(house(block), *call),
-        lse=lambda block, *call: backend.lse(house(block), *call),
-        gradients=lambda block, *call: backend.gradients(house(block), *call),
-        sigmoid=lambda block, *call: backend.sigmoid(house(block), *call),
-    )
+        return None if primitive is None else function
+
+    names = "lse", "keeping", "gradients", "finished", "sigmoid"
+    return replace(backend, **{name: around(getattr(backend, name)) for name in names})

@@ -1,4 +1,4 @@
-"""What is measured: the sizes, their variants, and the features."""
+"""What is measured: sizes, variants and features."""
 
 from __future__ import annotations
 
@@ -12,15 +12,15 @@ import numpy.typing as npt
 VARIANTS = ("aligned", "ragged", "ids")
 
 COSINE = 0.3
-"""Cosine of a pair, about that of a trained image-text model; other pairs are orthogonal on average."""
+"""Cosine of a positive pair, about that of a trained image-text model; other pairs are orthogonal on average."""
 
 SHARED = 0.2
-"""Share of the pairs of the ``ids`` variant whose id another pair has too."""
+"""Share of the pairs of the ``ids`` variant that share their id with another pair."""
 
 
 @dataclass(frozen=True, slots=True)
-class Case:
-    """One size in one variant.
+class Workload:
+    """One size and variant.
 
     Attributes:
         variant: "aligned"; "ragged", one row and three features less; or "ids", aligned with false negatives.
@@ -45,14 +45,13 @@ class Case:
         b, d = self.shape
         return 8 * b * b * d
 
-    def resized(self, batch: int) -> Case:
-        """The same variant at another batch."""
-        return Case(self.variant, batch, self.width)
+    def resized(self, batch: int) -> Workload:
+        return Workload(self.variant, batch, self.width)
 
 
 @dataclass(frozen=True, slots=True)
 class Features:
-    """A case's features: image and text (b, d) float32 of unit length, ids (b,) int64 or None."""
+    """A workload's features: image and text (b, d) float32 of unit length, ids (b,) int64 or None."""
 
     image: npt.NDArray[np.float32]
     text: npt.NDArray[np.float32]
@@ -61,7 +60,7 @@ class Features:
 
 @dataclass(frozen=True, slots=True)
 class Arguments:
-    """The same in one library's arrays, with the scale: what an implementation is given."""
+    """The arguments of an implementation: the features in its library's arrays, and the scale."""
 
     image: Any
     text: Any
@@ -69,16 +68,16 @@ class Arguments:
     ids: Any
 
 
-def features(case: Case) -> Features:
-    """The case's features, the same on every call and for every variant of one shape."""
-    b, d = case.shape
+def features(workload: Workload) -> Features:
+    """The workload's features: equal on every call, and for all variants of one shape."""
+    b, d = workload.shape
     random = np.random.default_rng([b, d])
     image, noise = (random.standard_normal((b, d), dtype=np.float32) for _ in range(2))
     for x in (image, noise):
         x /= np.linalg.norm(x, axis=1, keepdims=True)
     noise *= np.float32(np.sqrt(1 - COSINE**2))
     noise += np.float32(COSINE) * image
-    return Features(image, noise, _ids(b, random) if case.variant == "ids" else None)
+    return Features(image, noise, _ids(b, random) if workload.variant == "ids" else None)
 
 
 def _ids(b: int, random: np.random.Generator) -> npt.NDArray[np.int64]:
@@ -89,7 +88,7 @@ def _ids(b: int, random: np.random.Generator) -> npt.NDArray[np.int64]:
 
 
 def arguments(given: Features, library: str, dtype: str, device: str, scale: float) -> Arguments:
-    """The features in one library's arrays; torch ones require gradients, and share memory where they can.
+    """The features in one library's arrays; torch tensors require gradients, and share NumPy's memory where they can.
 
     Args:
         given: the features.

@@ -1,4 +1,4 @@
-"""Files are asked about before the work, and left as they were."""
+"""What the commands share: files that are checked before the work, tables, progress."""
 
 from __future__ import annotations
 
@@ -8,8 +8,9 @@ from pathlib import Path
 
 import pytest
 
+from contrastile import reporting
+from contrastile.reporting import plain_table, progress, show_table, why_not_writable
 from contrastile.verify import command
-from contrastile.verify.files import why_not_writable
 
 
 def test_what_can_be_written_is_left_as_it_was(tmp_path: Path) -> None:
@@ -45,3 +46,34 @@ def test_verify_refuses_a_file_it_cannot_write_before_it_runs_anything(
     monkeypatch.setattr(command, "Run", None)
     assert command.main(parser.parse_args(["--backend", "numpy", "--json", str(tmp_path), *world])) == 2
     assert capsys.readouterr() == ("", f"contrastile verify: cannot write {tmp_path}: Is a directory\n")
+
+
+@pytest.mark.parametrize("rich", [True, False])
+def test_tables_show_every_cell_and_read_no_markup(
+    rich: bool, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(reporting, "_has_rich", lambda: rich)
+    show_table("Title", ("name", "n"), [("[bold]x[/bold]", "1"), ("y", "22")], right=[1])
+    printed = capsys.readouterr().out
+    assert "Title" in printed
+    assert "[bold]x[/bold]" in printed
+    assert "22" in printed
+
+
+def test_a_plain_table_is_aligned() -> None:
+    text = plain_table("T", ("name", "n"), [("x", "1"), ("longer", "22")], right=[1])
+    assert text.splitlines() == ["T", "name     n", "----------", "x        1", "longer  22"]
+
+
+@pytest.mark.parametrize("lines", [True, False])
+@pytest.mark.parametrize("shown", [True, False])
+def test_progress_without_a_terminal_is_a_line_each_tenth_where_asked_for(
+    shown: bool, lines: bool, capsys: pytest.CaptureFixture[str]
+) -> None:
+    with progress(shown=shown, lines=lines) as report:
+        for done in range(1, 21):
+            report(done, 20, "numpy [red] smoke")
+    out, err = capsys.readouterr()
+    assert out == ""
+    expected = [f"{done} of 20: numpy [red] smoke" for done in range(2, 21, 2)]
+    assert err.splitlines() == (expected if shown and lines else [])

@@ -1,0 +1,128 @@
+"""What results were computed with: versions, processor, threads, BLAS, device, date and commit."""
+
+from __future__ import annotations
+
+import importlib.metadata
+import importlib.util
+import os
+import platform
+import re
+import subprocess
+from datetime import UTC, datetime
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+
+def environment() -> dict[str, Any]:
+    """The facts that every JSON report holds; None for what is not installed."""
+    return {
+        "contrastile": _distribution_version("contrastile"),
+        "python": platform.python_version(),
+        "numpy": np.__version__,
+        "torch": _distribution_version("torch"),
+        "platform": f"{platform.system()} {platform.machine()}",
+        "cpu": _processor(),
+        "cores": _cores(),
+    }
+
+
+def measurement_environment(device: str = "cpu") -> dict[str, Any]:
+    """``environment`` and what times depend on; torch's facts only where it can be imported.
+
+    Args:
+        device: "cuda" adds the GPU's name.
+    """
+    facts: dict[str, Any] = {
+        **environment(),
+        "numpy_blas": _numpy_blas(),
+        "commit": _commit(),
+        "date": datetime.now(UTC).isoformat(timespec="seconds"),
+        "device": device,
+    }
+    try:
+        import torch
+    except (ImportError, OSError):
+        return facts
+    facts |= _torch_facts(torch)
+    if device == "cuda" and torch.cuda.is_available():
+        facts["device"] = torch.cuda.get_device_name()
+    return facts
+
+
+def torch_sees_a_gpu() -> bool:
+    """False where torch is missing, too."""
+    if importlib.util.find_spec("torch") is None:
+        return False
+    import torch
+
+    return torch.cuda.is_available()
+
+
+def version(module: str) -> str | None:
+    """The version of the distribution that provides an importable module; None where no module is found.
+
+    The module is looked for, not imported.
+    """
+    try:
+        if importlib.util.find_spec(module) is None:
+            return None
+    except (ImportError, ValueError):
+        return None
+    for distribution in importlib.metadata.packages_distributions().get(module, []):
+        return importlib.metadata.version(distribution)
+    return "of unknown version"
+
+
+def _distribution_version(name: str) -> str | None:
+    try:
+        return importlib.metadata.version(name)
+    except importlib.metadata.PackageNotFoundError:
+        return None
+
+
+def _torch_facts(torch: Any) -> dict[str, Any]:
+    blas = re.search(r"\bBLAS_INFO=(\w+)", torch.__config__.show())
+    return {
+        "torch": torch.__version__,
+        "torch_cuda": torch.version.cuda,
+        "threads": torch.get_num_threads(),
+        "cpu_capability": torch.backends.cpu.get_cpu_capability(),
+        "torch_blas": blas.group(1) if blas else "unknown",
+    }
+
+
+def _numpy_blas() -> str:
+    """The BLAS that NumPy was built with, and its version."""
+    built = np.show_config(mode="dicts")
+    blas = built.get("Build Dependencies", {}).get("blas", {}) if isinstance(built, dict) else {}
+    return " ".join(str(blas[key]) for key in ("name", "version") if blas.get(key)) or "unknown"
+
+
+def _processor() -> str:
+    """The processor's name as the system gives it, else its architecture."""
+    try:
+        text = Path("/proc/cpuinfo").read_text(encoding="utf-8")
+    except OSError:
+        text = ""
+    names = [line.partition(":")[2].strip() for line in text.splitlines() if line.startswith("model name")]
+    return names[0] if names else platform.processor() or platform.machine()
+
+
+def _cores() -> int:
+    """Cores that this process may use."""
+    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+
+
+def _commit() -> str | None:
+    """The git commit that this package's files are checked out from, or None."""
+    folder = Path(__file__).resolve().parents[1]
+    if not (folder / ".git").exists():
+        return None
+    try:
+        command = ["git", "-C", str(folder), "rev-parse", "HEAD"]
+        done = subprocess.run(command, capture_output=True, text=True, timeout=10, check=False)
+    except (OSError, subprocess.TimeoutExpired):
+        return None
+    return done.stdout.strip() or None if done.returncode == 0 else None

@@ -1,0 +1,172 @@
+"""What every command shares: tables, progress, files to write, and the one line that says why it could not run."""
+
+from __future__ import annotations
+
+import importlib.util
+import json
+import sys
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+COULD_NOT_RUN = 2
+"""Exit code of a command that could not run, or not to its end."""
+
+ProgressCallback = Callable[[int, int, str], None]
+"""A progress callback: steps done, steps in all, and what is being done."""
+
+
+class CannotRunError(Exception):
+    """A command cannot run; the message is the one line to print."""
+
+
+def cannot_run(command: str, reason: object) -> int:
+    """Print why a command could not run, as one line on stderr, and return its exit code."""
+    sys.stdout.flush()
+    print(f"contrastile {command}: {reason}", file=sys.stderr, flush=True)
+    return COULD_NOT_RUN
+
+
+def at_least(option: str, given: float, least: int) -> None:
+    """Raise CannotRunError where an option is below its smallest value."""
+    if given < least:
+        raise CannotRunError(f"--{option} must be at least {least}, got {given:g}")
+
+
+def require_packages(*names: str) -> None:
+    """Raise CannotRunError where a package of the ``verify`` extra is missing."""
+    missing = [name for name in names if importlib.util.find_spec(name) is None]
+    if missing:
+        raise CannotRunError(f"{' and '.join(missing)} cannot be imported; run: pip install 'contrastile[verify]'")
+
+
+def why_not_writable(*paths: Path | None) -> str | None:
+    """Why one of the files that a command will write cannot be written, or None.
+
+    Called before the work begins. It leaves every file as it was; None stands for no file.
+    """
+    for path in paths:
+        if path is None:
+            continue
+        try:
+            exists = path.exists()
+            if exists and not path.is_file() and not path.is_dir():
+                # a pipe: its reader would take the opening and closing for the end of the data
+                continue
+            with path.open("ab"):
+                pass
+            if not exists:
+                path.unlink()
+        except OSError as error:
+            return f"cannot write {path}: {error.strerror}"
+    return None
+
+
+def write_json(path: Path, data: Any) -> None:
+    """Write strict JSON: NaN and infinity are refused.
+
+    Raises:
+        CannotRunError: the file cannot be written.
+    """
+    text = json.dumps(data, indent=1, allow_nan=False) + "\n"
+    try:
+        path.write_text(text, encoding="utf-8")
+    except OSError as error:
+        raise CannotRunError(f"cannot write {path}: {error.strerror}") from error
+
+
+def _has_rich() -> bool:
+    return importlib.util.find_spec("rich") is not None
+
+
+def show_table(
+    title: str,
+    columns: Sequence[str],
+    rows: Sequence[Sequence[str]],
+    *,
+    right: Sequence[int] = (),
+    caption: str = "",
+    style: Callable[[str], str] = lambda cell: "",
+) -> None:
+    """Print a table to stdout: by rich where it is installed, else as plain text.
+
+    Args:
+        title: printed above it.
+        columns: headings.
+        rows: cells, as many in each row as there are columns.
+        right: columns to align to the right.
+        caption: printed below it.
+        style: a cell's text -> its rich style.
+    """
+    if not _has_rich():
+        print(plain_table(title, columns, rows, right=right))
+        print(caption, end="\n" if caption else "")
+        return
+    from rich.console import Console
+    from rich.table import Table
+    from rich.text import Text
+
+    # titles, headings and cells hold names and messages that are not ours: never read as markup
+    table = Table(title=Text(title), title_justify="left", caption=Text(caption) if caption else None)
+    table.caption_justify = "left"
+    for i, column in enumerate(columns):
+        table.add_column(Text(column), justify="right" if i in right else "left", overflow="fold")
+    for row in rows:
+        table.add_row(*(Text(cell, style=style(cell)) for cell in row))
+    console = Console()
+    if not console.is_terminal:
+        # a file has no edge to wrap at; the ruler below the headings is as wide as the plain table
+        ruler = plain_table("", columns, rows).splitlines()[2]
+        console = Console(width=max(80, len(ruler) + 3 * len(columns)))
+    console.print(table)
+
+
+def plain_table(title: str, columns: Sequence[str], rows: Sequence[Sequence[str]], *, right: Sequence[int] = ()) -> str:
+    """The table as text, one line per row."""
+    lines = [list(columns), *(list(row) for row in rows)]
+    widths = [max(len(line[i]) for line in lines) for i in range(len(columns))]
+
+    def text(line: Sequence[str]) -> str:
+        cells = (
+            cell.rjust(w) if i in right else cell.ljust(w) for i, (cell, w) in enumerate(zip(line, widths, strict=True))
+        )
+        return "  ".join(cells).rstrip()
+
+    body = [text(line) for line in lines]
+    return "\n".join([title, body[0], "-" * (sum(widths) + 2 * (len(widths) - 1)), *body[1:]])
+
+
+@contextmanager
+def progress(*, shown: bool = True, lines: bool = False) -> Iterator[ProgressCallback]:
+    """A progress bar on stderr that disappears when done.
+
+    Args:
+        shown: whether there is one at all.
+        lines: print a line for each tenth where there is no terminal, or no rich.
+    """
+    if not shown:
+        yield lambda done, total, what: None
+        return
+    if not _has_rich() or not sys.stderr.isatty():
+        yield _tenths() if lines else lambda done, total, what: None
+        return
+    from rich.console import Console
+    from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
+
+    columns = BarColumn(), MofNCompleteColumn(), TimeElapsedColumn(), TextColumn("{task.description}", markup=False)
+    with Progress(*columns, console=Console(stderr=True), transient=True) as bar:
+        task = bar.add_task("")
+        yield lambda done, total, what: bar.update(task, completed=done, total=total, description=what)
+
+
+def _tenths() -> ProgressCallback:
+    printed = 0
+
+    def report(done: int, total: int, what: str) -> None:
+        nonlocal printed
+        if done * 10 // max(1, total) > printed:
+            printed = done * 10 // max(1, total)
+            print(f"{done} of {total}: {what}", file=sys.stderr, flush=True)
+
+    return report
