@@ -81,10 +81,10 @@ HOPPER = Family("sm90", bm=128, bn=192, threads=384, cluster=2, maps=True)
 AMPERE = Family("sm80", bm=128, bn=128, threads=128, resident=2, band=8, stages=2)
 
 # the GPUs whose multiprocessors have 228 KiB of shared memory, room for three stages twice
-_ROOMY = (90, 100, 103, 110)
+_THREE_STAGES = (90, 100, 103, 110)
 
 
-def choose(dtype: str, capability: int, *, hopper: bool = True) -> Family:
+def kernel_family(dtype: str, capability: int, *, hopper: bool = True) -> Family:
     """The kernels for features of a dtype on a GPU.
 
     Args:
@@ -94,7 +94,7 @@ def choose(dtype: str, capability: int, *, hopper: bool = True) -> Family:
     """
     if capability == 90 and hopper and dtype != "float32":
         return HOPPER
-    return replace(AMPERE, stages=3) if capability in _ROOMY else AMPERE
+    return replace(AMPERE, stages=3) if capability in _THREE_STAGES else AMPERE
 
 
 def forward_chunk(m: int, n: int, family: Family, tile: tuple[int, int] | None, numbers: int = 1) -> tuple[int, int]:
