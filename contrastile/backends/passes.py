@@ -52,9 +52,11 @@ class PairVectors:
     @staticmethod
     def of(pairs: Pairs, contiguous: Callable[[Any], Any]) -> PairVectors:
         """The vectors of a block's pairs; ``contiguous`` closes the gaps of an array."""
-        given = pairs.positives if pairs.match == "drop" else None, pairs.excluded, pairs.row_ids, pairs.column_ids
         ids = pairs.row_ids is not None and pairs.column_ids is not None
-        return PairVectors(*(None if x is None else contiguous(x) for x in given), pairs.match if ids else None)
+        positives = pairs.positives if pairs.match == "drop" else None
+        given = (positives, pairs.excluded, pairs.row_ids, pairs.column_ids)
+        positives, excluded, row_ids, column_ids = (None if x is None else contiguous(x) for x in given)
+        return PairVectors(positives, excluded, row_ids, column_ids, pairs.match if ids else None)
 
 
 @contextmanager
