@@ -154,7 +154,7 @@ def test_a_section_shows_what_a_record_has(missing: str) -> None:
 
 def test_kernels_of_this_package_are_known_by_its_sources() -> None:
     known = profiler.own_kernels()
-    assert {"lse_tiles", "gradient_tiles", "fold", "plan_backward", "measure", "finish_rows"} <= known
+    assert {"lse_tiles", "gradient_tiles", "fold", "plan_backward", "measure", "finalize_rows"} <= known
     assert set(profile_limits.PRODUCTS) <= known
 
 
