@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 from cupy_stand_in import cupy_modules
 
-LAUNCHING = ("tiles", "statistics", "gradients", "keeping", "additive", "arrays")
+LAUNCHING = ("tiles", "forward_pass", "backward_pass", "keeping", "sigmoid_pass", "arrays")
 
 
 @dataclass(frozen=True, eq=False)
@@ -64,7 +64,7 @@ def hosted() -> Iterator[Host]:
             assert inner.shape[1] == features.shape[0]
             host.multiplied.append((out.shape, how))
 
-        def finish(self: Any, out: Any, g: Any, features: Any, factors: tuple[int, int]) -> None:
+        def write(self: Any, out: Any, g: Any, features: Any, factors: tuple[int, int]) -> None:
             assert out.dtype == g.dtype
             assert out.shape == (g.shape[1], features.shape[1])
             assert g.shape[0] == features.shape[0]
@@ -75,5 +75,5 @@ def hosted() -> Iterator[Host]:
         patch.setattr(host.tiles, "tensor_map", tensor_map)
         patch.setattr(host.products.Products, "__init__", lambda self: None)
         patch.setattr(host.products.Products, "accumulate", accumulate)
-        patch.setattr(host.products.Products, "finish", finish)
+        patch.setattr(host.products.Products, "write", write)
         yield host

@@ -21,7 +21,7 @@ pytest.importorskip("cuda.bindings.nvrtc")
 
 from contrastile.backends.contract import Options
 from contrastile.backends.cupy import build, instances, resources
-from contrastile.backends.cupy.configs import AMPERE, HOPPER, backward_chunk, choose, forward_chunk
+from contrastile.backends.cupy.configs import AMPERE, HOPPER, backward_chunk, forward_chunk, kernel_family
 
 TABLE = Path(__file__).parents[2] / "docs" / "results" / "cupy_resources.json"
 JOBS = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
@@ -69,7 +69,9 @@ def test_blocks_that_are_to_share_a_multiprocessor_fit() -> None:
 def test_the_plain_kernels_spill_nothing(name: str, family: Any) -> None:
     paths = (False, True) if name == "forward" else (None,)
     plain = {
-        instances.tile_kernel(name, choose(dtype, capability, hopper=family is HOPPER), dtype, 0, safe=safe).kernel
+        instances.tile_kernel(
+            name, kernel_family(dtype, capability, hopper=family is HOPPER), dtype, 0, safe=safe
+        ).kernel
         for dtype in ("bfloat16", "float16")
         for capability in instances.CAPABILITIES
         for safe in paths
@@ -113,7 +115,7 @@ def test_nvcc_takes_the_sources_too(capability: int, tmp_path: Path) -> None:
 def test_chunks_stay_within_the_workspace(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("CONTRASTILE_WORKSPACE_MIB", "256")
     for size, dtype in ((2, "bfloat16"), (4, "float32")):
-        family = choose(dtype, 90)
+        family = kernel_family(dtype, 90)
         for m, n in ((4_194_304, 4_194_304), (65536, 1000), (1000, 65536), (1, 10**7), (10**7, 1), (40001, 40003)):
             height, width = backward_chunk(m, n, size, family, Options())
             assert 1 <= height <= m

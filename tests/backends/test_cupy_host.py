@@ -74,8 +74,8 @@ def test_only_what_is_in_the_table_is_launched(dtype: str, kind: str, monkeypatc
                     backend.sigmoid(given, weights(host, False).row_weight, *sums(host), options)
         families = {name.partition("<")[0] for name, _, _ in host.launched if name.startswith("forward")}
         assert families == ({"forward_sm80"} if dtype == "float32" else {"forward_sm80", "forward_sm90"})
-        carries = [name for name, _, _ in host.launched if name == "carry"]
-        assert bool(carries) == (dtype == "float16")
+        scalings = [name for name, _, _ in host.launched if name == "scale_gradient"]
+        assert bool(scalings) == (dtype == "float16")
 
 
 @pytest.mark.parametrize("two_sided", [True, False])
@@ -171,22 +171,22 @@ def test_the_backward_forms_g_of_positives_by_index_before_the_tiles(kind: str, 
     with hosted() as host:
         given, w = block(host, "bfloat16", kind), weights(host, two_sided)
         host.record.backend.gradients(given, w, *sums(host), Options(tile=(7, 5)))
-        (temper,) = (x for name, x, _ in host.launched if name == "temper")
-        assert temper.by_ids == (kind == "target")
-        assert bool(temper.entries) == bool(temper.positives) == (kind != "target")
-        assert bool(temper.excluded) == (kind != "plain" and kind != "drop")
-        assert temper.row.negative_lse == w.row_negative_lse.data.ptr
+        (scales,) = (x for name, x, _ in host.launched if name == "epilogue_scales")
+        assert scales.by_ids == (kind == "target")
+        assert bool(scales.entries) == bool(scales.positives) == (kind != "target")
+        assert bool(scales.excluded) == (kind != "plain" and kind != "drop")
+        assert scales.row.negative_lse == w.row_negative_lse.data.ptr
         # a positive may be any column of the block, also where columns have no weights
-        assert (temper.m, temper.n, temper.two_sided) == (M, N, two_sided)
-        blocks = [call.blocks for call in host.calls if call.name in ("weigh", "temper")]
+        assert (scales.m, scales.n, scales.two_sided) == (M, N, two_sided)
+        blocks = [call.blocks for call in host.calls if call.name in ("weight_bounds", "epilogue_scales")]
         assert blocks == [1 + two_sided, 1 + two_sided]
         if two_sided:
-            assert temper.column.positive_lse == host.launch.pointer(w.column_positive_lse)
+            assert scales.column.positive_lse == host.launch.pointer(w.column_positive_lse)
         for x in (x for name, x, _ in host.launched if name.startswith("gradient")):
-            assert x.entries == temper.entries
-            sides = (x.row, temper.row_vectors, M), (x.column, temper.column_vectors, N)
+            assert x.entries == scales.entries
+            sides = (x.row, scales.row_vectors, M), (x.column, scales.column_vectors, N)
             for side, start, length in sides[: 1 + two_sided]:
-                places = [start + 4 * k * length for k in range(5 if temper.by_ids else 3)]
+                places = [start + 4 * k * length for k in range(5 if scales.by_ids else 3)]
                 found = [side.log, side.weight, side.folded, side.taken, side.certain]
                 assert found == places + [None] * (5 - len(places))
 
@@ -235,10 +235,10 @@ def test_what_is_finished_starts_afresh(form: Any, dtype: str) -> None:
         columns = [how["fresh"] for _, how in host.multiplied if how.get("transposed")]
         assert columns == ([True] * 3 + [False] * 6 if form else [])
         names = [name.partition("<")[0] for name, _, _ in host.launched]
-        assert names.count("finish_rows") == 3
+        assert names.count("finalize_rows") == 3
         assert names.count("scale_cast") == (form == "gradient")
         # no sums come from outside: float16's factor is only taken out of those that go there
-        assert names.count("carry") == (form == "sums" and dtype == "float16")
+        assert names.count("scale_gradient") == (form == "sums" and dtype == "float16")
         assert found.rows.dtype == dtype
         assert found.columns is None if form is None else found.columns.dtype == (dtype if form == "gradient" else "f4")
 
@@ -246,8 +246,8 @@ def test_what_is_finished_starts_afresh(form: Any, dtype: str) -> None:
 def test_parts_of_the_inner_product_are_each_written_once() -> None:
     with hosted() as host:
         host.record.backend.finished(block(host, "bfloat16"), weights(host, True), None, None, Options(tile=(11, 20)))
-        launches = [x for name, x, _ in host.launched if name.startswith("finish_rows")]
-        lines = host.gradients.LINES
+        launches = [x for name, x, _ in host.launched if name.startswith("finalize_rows")]
+        lines = host.backward_pass.LINES
         written = [part for x in launches for part in range(x.first, x.first + -(-x.m // lines))]
         assert written == list(range(launches[0].all_blocks))
         assert len({x.parts for x in launches}) == len({x.inner for x in launches}) == 1
@@ -260,7 +260,7 @@ def test_one_chunk_of_rows_needs_no_sums_of_the_columns() -> None:
         )
         assert [shape for shape, how in host.multiplied if "factors" in how] == [(20, D), (20, D), (7, D)]
         assert not any(how.get("transposed") for _, how in host.multiplied)
-        assert not any(name.startswith(("scale_cast", "carry")) for name, _, _ in host.launched)
+        assert not any(name.startswith(("scale_cast", "scale_gradient")) for name, _, _ in host.launched)
 
 
 def test_the_workspace_of_the_options_reaches_every_pass_over_g(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -288,13 +288,13 @@ def test_unknown_kernels_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:
         host.record.backend.lse(block(host, "bfloat16"), True, Options())
 
 
-def test_upstream_reaches_the_survey_and_the_vectors() -> None:
+def test_upstream_reaches_the_precheck_and_the_vectors() -> None:
     with hosted() as host:
         backend, given = host.record.backend, block(host, "bfloat16")
         upstream = given.scale + 1
         backend.finished(given, weights(host, True), upstream, None, Options())
         backend.gradients(given, weights(host, True), *sums(host), Options())
-        found = [x.upstream for name, x, _ in host.launched if name in ("weigh", "temper")]
+        found = [x.upstream for name, x, _ in host.launched if name in ("weight_bounds", "epilogue_scales")]
         assert found == [upstream.data.ptr] * 2 + [None] * 2
 
 

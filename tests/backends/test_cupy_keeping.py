@@ -74,7 +74,7 @@ def test_the_fast_forward_keeps_the_first_rows_and_no_chunk_lies_on_both_sides(
     keep: int, height: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     with hosted() as host:
-        monkeypatch.setattr(host.statistics, "forward_chunk", lambda *_: (height, 24))
+        monkeypatch.setattr(host.forward_pass, "forward_chunk", lambda *_: (height, 24))
         given, kept = block(host), KEPT[keep]
         memory = statistics(made(host, keep), given).kept
         assert (memory.dtype, memory.shape) == ("uint8", (ROW_BYTES * kept + PLAN_BYTES,))
@@ -118,7 +118,7 @@ def test_the_backward_begins_with_what_was_kept(
 ) -> None:
     with hosted() as host:
         backend, given, kept = made(host, keep), block(host, positives=positives), KEPT[keep]
-        monkeypatch.setattr(host.gradients, "backward_chunk", lambda *_: (200, 24))
+        monkeypatch.setattr(host.backward_pass, "backward_chunk", lambda *_: (200, 24))
         memory = statistics(backend, given).kept
         host.calls.clear()
         assert backend.finished is not None
@@ -126,9 +126,9 @@ def test_the_backward_begins_with_what_was_kept(
         assert found.rows.shape == (M, D)
         assert found.columns is None if form is None else found.columns.shape == (N, D)
         rest = -(-(M - kept) // 200)
-        expected = ["weigh", "temper", *(["kept_positives"] if positives else []), "gradient_sm90"]
-        expected += ["weighted_sm90", "finish_rows", *(["weighted_sm90"] if form else [])]
-        expected += ["gradient_sm90", "gradient_sm90", "finish_rows"] * rest
+        expected = ["weight_bounds", "epilogue_scales", *(["kept_positives"] if positives else []), "gradient_sm90"]
+        expected += ["weighted_sm90", "finalize_rows", *(["weighted_sm90"] if form else [])]
+        expected += ["gradient_sm90", "gradient_sm90", "finalize_rows"] * rest
         # cuBLAS follows each G: rows are finished before the columns' sums of their last chunk
         assert [call.name for call in host.calls] == expected + (["scale_cast"] if form == "gradient" else [])
         by_row = [how["fresh"] for _, how in host.multiplied if not how.get("transposed")]
@@ -155,24 +155,24 @@ def backward(host: Host, keep: int) -> tuple[Block, Any, dict[str, list[Call]]]:
 def test_the_vectors_of_the_kept_rows_reach_who_needs_them(keep: int) -> None:
     with hosted() as host:
         _, memory, calls = backward(host, keep)
-        (temper,), (positives,) = calls["temper"], calls["kept_positives"]
+        (scales,), (positives,) = calls["epilogue_scales"], calls["kept_positives"]
         tail = address(memory) + ROW_BYTES * KEPT[keep]
-        assert temper.arguments.forward == positives.arguments.forward == tail
-        assert temper.arguments.plan == positives.arguments.plan != tail
+        assert scales.arguments.forward == positives.arguments.forward == tail
+        assert scales.arguments.plan == positives.arguments.plan != tail
         # as many threads as the longer of the vectors of each side
-        assert temper.blocks * 256 >= 1024 + 256
-        assert temper.blocks == 4 + 1
+        assert scales.blocks * 256 >= 1024 + 256
+        assert scales.blocks == 4 + 1
         row, column = positives.arguments.row_kept, positives.arguments.column_kept
-        assert (row, column) == (temper.arguments.row_kept, temper.arguments.column_kept)
+        assert (row, column) == (scales.arguments.row_kept, scales.arguments.column_kept)
         assert (positives.arguments.m, positives.arguments.n) == (KEPT[keep], N)
-        assert positives.arguments.entries == temper.arguments.entries
-        assert {call.arguments.entries for call in calls["gradient_sm90"]} == {temper.arguments.entries}
+        assert positives.arguments.entries == scales.arguments.entries
+        assert {call.arguments.entries for call in calls["gradient_sm90"]} == {scales.arguments.entries}
         assert (positives.arguments.kept, positives.arguments.kept_stride) == (address(memory), STRIDE)
         assert (positives.blocks, positives.threads) == (-(-KEPT[keep] // 256), 256)
         by_row, by_column = calls["weighted_sm90"]
         for call, lines, steps in ((by_row, row, column), (by_column, column, row)):
             assert (call.arguments.lines, call.arguments.steps) == (lines, steps)
-            assert call.arguments.plan == temper.arguments.plan
+            assert call.arguments.plan == scales.arguments.plan
 
 
 @pytest.mark.parametrize("keep", [PARTLY, WHOLLY])
@@ -193,7 +193,7 @@ def test_both_products_take_the_kept_rows_alone(keep: int) -> None:
             assert (call.blocks, call.threads) == (2 * -(-lines // 256) * -(-D // 256), 384)
             assert call.shared == "weighted_sm90_shared"
             assert arguments.out_stride == D
-        first = calls["finish_rows"][0].arguments
+        first = calls["finalize_rows"][0].arguments
         assert (by_row.arguments.out, by_row.arguments.out_stride) == (first.sums.data, first.sums.row_stride)
         assert by_column.arguments.out == calls["scale_cast"][0].arguments.x.data
 
@@ -217,10 +217,10 @@ def test_g_can_take_the_place_of_what_was_kept_and_nowhere_else(keep: int) -> No
 @pytest.mark.parametrize("keep", [PARTLY, WHOLLY])
 def test_every_part_of_the_inner_product_is_written_once(keep: int, monkeypatch: pytest.MonkeyPatch) -> None:
     with hosted() as host:
-        monkeypatch.setattr(host.gradients, "backward_chunk", lambda *_: (100, 64))
+        monkeypatch.setattr(host.backward_pass, "backward_chunk", lambda *_: (100, 64))
         _, _, calls = backward(host, keep)
-        launches = [call.arguments for call in calls["finish_rows"]]
-        written = [part for x in launches for part in range(x.first, x.first + -(-x.m // host.gradients.LINES))]
+        launches = [call.arguments for call in calls["finalize_rows"]]
+        written = [part for x in launches for part in range(x.first, x.first + -(-x.m // host.backward_pass.LINES))]
         assert written == list(range(launches[0].all_blocks))
         assert sum(x.m for x in launches) == M
         assert len({(x.parts, x.inner) for x in launches}) == 1
@@ -272,7 +272,7 @@ def test_only_keeping_keeps_and_only_finished_uses_it() -> None:
         assert backend.finished is not None
         backend.finished(given, weights(host, None), None, "gradient", Options())
         assert not {call.name for call in host.calls} & {"weighted_sm90", "kept_positives"}
-        assert [call.arguments.forward for call in host.calls if call.name == "temper"] == [None] * 2
+        assert [call.arguments.forward for call in host.calls if call.name == "epilogue_scales"] == [None] * 2
         none = replace(given, rows=given.rows[:0], pairs=Pairs())
         assert statistics(backend, none).kept is None
 
@@ -343,5 +343,5 @@ def test_the_only_row_may_be_kept() -> None:
         assert backend.finished is not None
         backend.finished(given, replace(one, kept=memory, **side), None, "gradient", Options())
         names = [call.name for call in host.calls]
-        assert names[-4:] == ["weighted_sm90", "finish_rows", "weighted_sm90", "scale_cast"]
+        assert names[-4:] == ["weighted_sm90", "finalize_rows", "weighted_sm90", "scale_cast"]
         assert not host.multiplied

@@ -1,4 +1,4 @@
-"""The torch backend against the dense oracle, within the derived bounds, on each of its ways to the same numbers."""
+"""The torch backend against the dense oracle, within the derived bounds, by each of its methods."""
 
 from __future__ import annotations
 

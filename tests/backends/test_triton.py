@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import importlib
 import weakref
 from dataclasses import replace
 from typing import Any
@@ -23,18 +22,15 @@ from contrastile.backends.contract import (  # noqa: E402
     UnsupportedProblemError,
     Weights,
 )
-from contrastile.backends.triton import backend, configs  # noqa: E402
+from contrastile.backends.triton import backend, backward_pass, configs  # noqa: E402
 from contrastile.backends.triton import tiles as words  # noqa: E402
+from contrastile.backends.triton.forward_pass import _Pass as Forward  # noqa: E402
 from contrastile.backends.triton.launch import aligned  # noqa: E402
-from contrastile.backends.triton.statistics import _Pass as Forward  # noqa: E402
 from contrastile.verify import cases  # noqa: E402
 from contrastile.verify.plain import compare_with_plain  # noqa: E402
 from contrastile.verify.run import compare  # noqa: E402
 from contrastile.verify.trial import Subject, Trial  # noqa: E402
 from contrastile.verify.truth import truth  # noqa: E402
-
-# the package's own name "gradients" is the function
-gradients_module = importlib.import_module("contrastile.backends.triton.gradients")
 
 # the interpreter's NumPy warns where a kernel means its infinities
 pytestmark = pytest.mark.filterwarnings("ignore::RuntimeWarning")
@@ -256,7 +252,7 @@ def test_rows_that_are_certain_of_positives_by_ids_are_seen() -> None:
         rows = torch.eye(20, 24)[ids]
         pairs = Pairs(row_ids=ids, column_ids=ids, excluded=torch.arange(40), match="target")
         given = Block(rows, rows, torch.tensor(scale), None, pairs)
-        found = gradients_module._Pass(given, weights_of(given), Options())
+        found = backward_pass._Pass(given, weights_of(given), Options())
         assert float(found.plan[words.CERTAIN.value]) == expected
 
 
@@ -264,7 +260,7 @@ def test_rows_that_are_certain_of_positives_by_ids_are_seen() -> None:
 def test_the_fast_backward_is_taken_where_all_rows_are_certain(scale: float, fast: int) -> None:
     image = torch.eye(40, 48)
     given = Block(image, image, torch.tensor(scale), None, Pairs(positives=torch.arange(40)))
-    found = gradients_module._Pass(given, weights_of(given), Options())
+    found = backward_pass._Pass(given, weights_of(given), Options())
     assert float(found.plan[words.FAST.value]) == fast
 
 
@@ -288,7 +284,7 @@ def test_alignment_copies_only_what_needs_it() -> None:
 
 def test_chunks_stay_within_the_workspace(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("CONTRASTILE_WORKSPACE_MIB", "256")
-    config = configs.choose("gradient", "bfloat16", 90, 512)
+    config = configs.tile_config("gradient", "bfloat16", 90, 512)
     for m, n in ((4_194_304, 4_194_304), (65536, 1000), (1000, 65536), (1, 10**7), (10**7, 1)):
         height, width = configs.backward_chunk(m, n, 2, config, Options())
         assert 1 <= height <= m
@@ -443,7 +439,7 @@ def test_finishing_holds_no_matrix_of_all_rows_in_float32(monkeypatch: pytest.Mo
 def test_the_columns_gradient_waits_for_the_workspace_to_go(monkeypatch: pytest.MonkeyPatch) -> None:
     given = block(dtype=torch.float16)
     weights, held = weights_of(given), list[Any]()
-    space, multiplied = gradients_module.workspace, gradients_module.multiplied
+    space, multiplied = backward_pass.workspace, backward_pass.multiplied
 
     def workspace(*call: Any) -> Any:
         found = space(*call)
@@ -456,14 +452,14 @@ def test_the_columns_gradient_waits_for_the_workspace_to_go(monkeypatch: pytest.
         held.clear()
         multiplied(*call)
 
-    monkeypatch.setattr(gradients_module, "workspace", workspace)
-    monkeypatch.setattr(gradients_module, "multiplied", last)
+    monkeypatch.setattr(backward_pass, "workspace", workspace)
+    monkeypatch.setattr(backward_pass, "multiplied", last)
     assert backend.finished is not None
     backend.finished(given, weights, None, "gradient", Options((16, 32)))
     assert not held
 
 
 def test_the_plan_has_a_slot_for_every_number() -> None:
-    slots = [words.ALPHA, words.REFERENCE, words.THRESHOLD, words.FAST, words.FACTOR, words.BIAS, words.CERTAIN]
+    slots = [words.ALPHA, words.REFERENCE, words.THRESHOLD, words.FAST, words.GRADIENT_SCALE, words.BIAS, words.CERTAIN]
     assert sorted(int(x.value) for x in slots) == list(range(len(slots)))
     assert len(slots) <= words.PLAN_SIZE

@@ -46,7 +46,7 @@ def test_the_symmetric_loss_compiles_for_every_architecture_as_recorded(tmp_path
     found = compiled(tmp_path)
     for architecture in ARCHITECTURES:
         names = {x["kernel"] for x in found if x["architecture"] == architecture}
-        assert {"lse_tiles", "gradient_tiles", "fold", "measure", "weigh", "set_positives"} <= names
+        assert {"lse_tiles", "gradient_tiles", "fold", "measure", "weight_bounds", "set_positives"} <= names
     for kernel in found:
         key = kernel["kernel"], kernel["variant"], kernel["architecture"]
         assert kernel["shared"] <= PROGRAM[kernel["architecture"]], key

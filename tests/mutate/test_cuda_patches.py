@@ -10,18 +10,19 @@ import pytest
 pytest.importorskip("cuda.bindings.nvrtc")
 
 from contrastile.backends.cupy import build
-from contrastile.backends.cupy.configs import choose
+from contrastile.backends.cupy.configs import kernel_family
 from contrastile.backends.cupy.instances import PLAIN, TARGET, instance, tile_kernel
 from contrastile.mutate.registry import Mutant, every
 
-FAMILY = choose("float16", 80)
+FAMILY = kernel_family("float16", 80)
 KERNELS = {
     "epilogue_forward.cuh": tile_kernel("forward", FAMILY, "float16", TARGET, safe=True),
     "epilogue_gradient.cuh": tile_kernel("gradient", FAMILY, "float16", PLAIN),
     "epilogue_sigmoid.cuh": tile_kernel("sigmoid", FAMILY, "float16", PLAIN),
     "pairs.cuh": tile_kernel("gradient", FAMILY, "float16", TARGET),
     "features.cuh": instance("scale_cast", "row_dots", "float", "float"),
-    "finish_rows.cu": instance("finish_rows", "finish_rows", "float"),
+    "finalize_rows.cu": instance("finalize_rows", "finalize_rows", "float"),
+    "fold.cu": instance("fold", "fold_sigmoid"),
     "scale_cast.cu": instance("scale_cast", "scale_cast", "float", "float"),
 }
 """One kernel that holds each file; a source that is not here holds one that has its name."""

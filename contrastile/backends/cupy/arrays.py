@@ -8,9 +8,10 @@ import cupy
 
 from contrastile.backends.arrays import CupyArrays
 from contrastile.backends.cupy.arguments import struct
-from contrastile.backends.cupy.common import LINES, ONE_BLOCK, TERMS, THREADS, ceil_div, element, matrix
+from contrastile.backends.cupy.common import LINES, ONE_BLOCK, TERMS, THREADS, element, matrix
 from contrastile.backends.cupy.instances import ELEMENTS, instance
 from contrastile.backends.cupy.launch import empty, launch, multiprocessors, on_device, pointer
+from contrastile.backends.passes import ceil_div
 
 Array = Any
 

@@ -74,7 +74,7 @@ def uses_hopper_kernels() -> bool:
     return given is None
 
 
-def choose(dtype: str, capability: int, *, hopper: bool = True) -> Family:
+def kernel_family(dtype: str, capability: int, *, hopper: bool = True) -> Family:
     """The kernels for features of a dtype on a GPU.
 
     Args:

@@ -7,7 +7,7 @@ from functools import cache
 from itertools import product
 
 from contrastile.backends.cupy.build import Instance
-from contrastile.backends.cupy.configs import Family, choose
+from contrastile.backends.cupy.configs import Family, kernel_family
 
 PLAIN, EXCLUSIONS, DROP, TARGET = MASKS = range(4)
 """Which pairs may not count: none; excluded ones; equal ids too; all but equal ids."""
@@ -77,17 +77,18 @@ def small_kernels() -> Iterator[Instance]:
     """The kernels around the tile kernels."""
     for name in ("plan_forward", "plan_sigmoid"):
         yield instance("plan", name)
-    for name in ("sum_positives", "fold_sigmoid", "weigh", "temper", "weighted_nll"):
+    for name in ("sum_positives", "weight_bounds", "epilogue_scales", "weighted_nll"):
         yield instance(name, name)
+    yield instance("fold", "fold_sigmoid")
     for name, safe in product(("fold", "fold_positives"), ("false", "true")):
-        yield instance(name, name, safe)
-    yield instance("scale_cast", "carry")
+        yield instance("fold", name, safe)
+    yield instance("scale_cast", "scale_gradient")
     yield instance("scale_cast", "add_doubles")
     for dtype, element in ELEMENTS.items():
         for precision in ARITHMETICS if dtype == "float32" else ("ieee",):
             yield positives_kernel(dtype, precision)
         yield instance("measure", "measure", element)
-        yield instance("finish_rows", "finish_rows", element)
+        yield instance("finalize_rows", "finalize_rows", element)
         yield instance("scale_cast", "row_dots", element, "float")
         yield instance("scale_cast", "scale_cast", "float", element)
 
@@ -95,7 +96,7 @@ def small_kernels() -> Iterator[Instance]:
 def tile_kernels(capability: int) -> Iterator[Instance]:
     """The tile kernels that run on GPUs of a compute capability (times 10), Hopper's own and the others."""
     for dtype, mask, hopper in product(ELEMENTS, MASKS, (True, False)):
-        family = choose(dtype, capability, hopper=hopper)
+        family = kernel_family(dtype, capability, hopper=hopper)
         for precision in ARITHMETICS if dtype == "float32" else ("ieee",):
             for safe in (False, True):
                 yield tile_kernel("forward", family, dtype, mask, safe=safe, precision=precision)
@@ -105,7 +106,7 @@ def tile_kernels(capability: int) -> Iterator[Instance]:
 
 def kept_kernels(capability: int) -> Iterator[Instance]:
     """What works with kept exponentials, where exponentials are kept at all."""
-    family = choose(KEPT_DTYPE, capability)
+    family = kernel_family(KEPT_DTYPE, capability)
     if family.maps:
         yield keeping_kernel(family)
         yield from (weighted_kernel(family, across=across) for across in (False, True))

@@ -1,8 +1,8 @@
 """Kept exponentials: 2^(x - r) of the first rows, which spare the backward pass their share of the product X.
 
-The forward pass leaves them in bfloat16; what is to become of them is decided on the device when the weights are
-known. Where they stand, both second products are made from them, their factors ``u 2^(r - L)`` and ``v 2^(r - M)``
-joining on the way to the tensor cores; where they do not, G is written over them, in the same memory.
+The forward pass leaves them in bfloat16; the device decides whether they can be used, when the weights are known. Where
+they can, both second products are made from them: their factors ``u 2^(r - L)`` and ``v 2^(r - M)`` are applied on the
+way to the tensor cores. Where they cannot, G is written over them, in the same memory.
 """
 
 from __future__ import annotations
@@ -12,11 +12,12 @@ from typing import Any
 
 from contrastile.backends.contract import Options
 from contrastile.backends.cupy.arguments import constant, struct
-from contrastile.backends.cupy.common import THREADS, ceil_div, plan_bytes
+from contrastile.backends.cupy.common import THREADS, plan_bytes
 from contrastile.backends.cupy.configs import kept_rows, kept_stride
 from contrastile.backends.cupy.instances import KEPT_DTYPE, PLAIN, instance
 from contrastile.backends.cupy.launch import empty, launch, pointer, row_stride
 from contrastile.backends.cupy.tiles import Tiles
+from contrastile.backends.passes import Chunk, ceil_div
 from contrastile.backends.settings import kept_bytes
 
 _UNIT = constant("KEPT_UNIT")
@@ -30,14 +31,14 @@ def rows_to_keep(tiles: Tiles, two_sided: bool, options: Options) -> int:
     A tile that the caller names caps what is alive at a time: then nothing is kept.
     """
     (m, width), n = tiles.rows.shape, tiles.columns.shape[0]
-    able = tiles.family.maps and tiles.rows.dtype.name == KEPT_DTYPE and tiles.masks.mask == PLAIN
+    able = tiles.family.maps and tiles.rows.dtype.name == KEPT_DTYPE and tiles.mask == PLAIN
     if not (able and two_sided and width > _NARROW and options.tile is None):
         return 0
     return kept_rows(m, n, kept_bytes(options))
 
 
 @dataclass(frozen=True, slots=True)
-class Kept:
+class KeptExponentials:
     """The exponentials of a block's first rows, and behind them the plan of the pass that kept them.
 
     Attributes:
@@ -51,26 +52,26 @@ class Kept:
     plan: Any
 
     @staticmethod
-    def new(tiles: Tiles, two_sided: bool, options: Options) -> Kept | None:
+    def new(tiles: Tiles, two_sided: bool, options: Options) -> KeptExponentials | None:
         """Room for what is to be kept of a block; None where that is nothing."""
         rows, n = rows_to_keep(tiles, two_sided, options), tiles.columns.shape[0]
-        return Kept.of(empty(2 * rows * kept_stride(n) + plan_bytes(), dtype="uint8"), n) if rows else None
+        return KeptExponentials.of(empty(2 * rows * kept_stride(n) + plan_bytes(), dtype="uint8"), n) if rows else None
 
     @staticmethod
-    def of(memory: Any | None, n: int) -> Kept | None:
+    def of(memory: Any | None, n: int) -> KeptExponentials | None:
         """What was kept of a block of n columns; None for None."""
         if memory is None:
             return None
         size = memory.shape[0] - plan_bytes()
         exponentials = memory[:size].view(KEPT_DTYPE).reshape(-1, kept_stride(n))[:, :n]
-        return Kept(memory, exponentials, memory[size:])
+        return KeptExponentials(memory, exponentials, memory[size:])
 
     @property
     def rows(self) -> int:
         """How many rows have theirs kept."""
         return int(self.exponentials.shape[0])
 
-    def part(self, chunk: tuple[int, int, int, int]) -> Any:
+    def part(self, chunk: Chunk) -> Any:
         """The exponentials of a chunk."""
         row, column, high, wide = chunk
         return self.exponentials[row : row + high, column : column + wide]
@@ -79,12 +80,12 @@ class Kept:
 class Factors:
     """The vectors that go with kept exponentials in a backward pass, ``u 2^(r - L)`` and ``v 2^(r - M)``."""
 
-    def __init__(self, kept: Kept, m: int, n: int) -> None:
+    def __init__(self, kept: KeptExponentials, m: int, n: int) -> None:
         self.kept = kept
         self.row, self.column = (empty(ceil_div(length, _UNIT) * _UNIT) for length in (m, n))
 
-    def tempered(self) -> dict[str, int | None]:
-        """What ``temper`` is told, which writes them."""
+    def epilogue_arguments(self) -> dict[str, int | None]:
+        """The arguments of ``epilogue_scales``, which writes them."""
         plan, row, column = map(pointer, (self.kept.plan, self.row, self.column))
         return {"forward": plan, "row_kept": row, "column_kept": column}
 
@@ -96,13 +97,13 @@ class Factors:
             plan: of the backward pass.
             entries: G of each row's positive.
         """
-        if tiles.masks.positives is None:
+        if tiles.pairs.positives is None:
             return
         rows, e = self.kept.rows, self.kept.exponentials
         arguments = struct("KeptPositivesArguments")(
             m=rows,
             n=tiles.columns.shape[0],
-            positives=pointer(tiles.masks.positives),
+            positives=pointer(tiles.pairs.positives),
             entries=pointer(entries),
             row_kept=pointer(self.row),
             column_kept=pointer(self.column),

@@ -47,14 +47,14 @@ class Products:
             fresh: whether what out holds does not count.
         """
         if out.strides[1] != out.itemsize and out.shape[1] > 1:
-            whole = cupy.ascontiguousarray(out)
-            self.accumulate(whole, g, features, transposed=transposed, fresh=fresh)
-            out[...] = whole
+            dense = cupy.ascontiguousarray(out)
+            self.accumulate(dense, g, features, transposed=transposed, fresh=fresh)
+            out[...] = dense
             return
         factors = ctypes.byref(_ONE), ctypes.byref(_ZERO if fresh else _ONE)
         self._multiply(out, g, features, transposed, factors, _ON_HOST)
 
-    def finish(self, out: Any, g: Any, features: Any, factors: tuple[int, int]) -> None:
+    def write(self, out: Any, g: Any, features: Any, factors: tuple[int, int]) -> None:
         """``out = factor g.T @ features``, summed in float32 and rounded once to out's dtype.
 
         Args:

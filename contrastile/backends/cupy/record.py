@@ -7,12 +7,12 @@ from functools import partial
 import cupy
 
 from contrastile.backends.contract import Accuracy, Backend, BackendUnavailableError, Block, Options
-from contrastile.backends.cupy.additive import sigmoid_loss
 from contrastile.backends.cupy.arrays import FusedArrays
+from contrastile.backends.cupy.backward_pass import finished, gradients
 from contrastile.backends.cupy.configs import uses_hopper_kernels
-from contrastile.backends.cupy.gradients import finished, gradients
+from contrastile.backends.cupy.forward_pass import lse
 from contrastile.backends.cupy.instances import ARITHMETICS, KEPT_DTYPE
-from contrastile.backends.cupy.statistics import lse
+from contrastile.backends.cupy.sigmoid_pass import sigmoid_loss
 from contrastile.backends.settings import kept_bytes
 
 

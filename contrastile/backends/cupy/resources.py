@@ -25,7 +25,7 @@ from contrastile.backends.cupy.build import (
     keep,
     nvrtc_version,
 )
-from contrastile.backends.cupy.configs import HOPPER, choose
+from contrastile.backends.cupy.configs import HOPPER, kernel_family
 from contrastile.backends.cupy.instances import CAPABILITIES, every
 
 
@@ -68,7 +68,7 @@ def resources(instance: Instance, capability: int, *, cached: bool = False) -> R
         raise RuntimeError(f"the compiler's log has no figures for {instance.kernel}: {compiled.log!r}")
     static = re.search(r"(\d+) bytes smem", said)
     name = instance.kernel.partition("<")[0]
-    family = next((x for x in (HOPPER, choose("float32", capability)) if name.endswith(x.name)), None)
+    family = next((x for x in (HOPPER, kernel_family("float32", capability)) if name.endswith(x.name)), None)
     dynamic = 0
     if family is not None:
         dynamic = cubins.integer(compiled.cubin, f"{name}_shared") if family.shared is None else family.shared

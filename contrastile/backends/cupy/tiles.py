@@ -9,11 +9,20 @@ import cupy
 
 from contrastile.backends.contract import Block
 from contrastile.backends.cupy.arguments import struct
-from contrastile.backends.cupy.common import Masks, ceil_div
-from contrastile.backends.cupy.configs import Family, choose, uses_hopper_kernels
-from contrastile.backends.cupy.instances import keeping_kernel, tile_kernel, weighted_kernel
+from contrastile.backends.cupy.common import contiguous
+from contrastile.backends.cupy.configs import Family, kernel_family, uses_hopper_kernels
+from contrastile.backends.cupy.instances import (
+    DROP,
+    EXCLUSIONS,
+    PLAIN,
+    TARGET,
+    keeping_kernel,
+    tile_kernel,
+    weighted_kernel,
+)
 from contrastile.backends.cupy.launch import aligned, capability, launch, multiprocessors, pointer, row_stride
 from contrastile.backends.cupy.tensor_maps import tensor_map
+from contrastile.backends.passes import Chunk, PairVectors, ceil_div
 
 _WIDE = 64
 """Columns of a block of a tensor map: the 128 bytes that one swizzle takes."""
@@ -26,14 +35,20 @@ _WEIGHTED = 256
 
 
 class Tiles:
-    """A block made ready for the tile kernels: aligned features, their tensor maps, which pairs count."""
+    """A block made ready for the tile kernels: aligned features, their tensor maps, which pairs count.
+
+    Attributes:
+        mask: PLAIN, EXCLUSIONS, DROP or TARGET: what the pairs ask of a kernel.
+    """
 
     def __init__(self, block: Block, precision: str) -> None:
         self.precision = precision
         self.rows, self.columns = aligned(block.rows), aligned(block.columns)
-        self.masks = Masks.of(block.pairs)
+        self.pairs = PairVectors.of(block.pairs, contiguous)
+        without_ids = PLAIN if self.pairs.excluded is None else EXCLUSIONS
+        self.mask = {"drop": DROP, "target": TARGET, None: without_ids}[self.pairs.match]
         device = cupy.cuda.get_device_id()
-        self.family: Family = choose(self.rows.dtype.name, capability(device), hopper=uses_hopper_kernels())
+        self.family: Family = kernel_family(self.rows.dtype.name, capability(device), hopper=uses_hopper_kernels())
         self.multiprocessors = multiprocessors(device)
 
     @cached_property
@@ -41,9 +56,8 @@ class Tiles:
         high = self.family.bn // self.family.cluster
         return tensor_map(self.rows, (self.family.bm, _WIDE)), tensor_map(self.columns, (high, _WIDE))
 
-    def common(self, chunk: tuple[int, int, int, int]) -> dict[str, Any]:
+    def common(self, chunk: Chunk) -> dict[str, Any]:
         """The arguments that every tile kernel takes."""
-        row, column, height, width = chunk
         features = struct("Features")(
             rows=pointer(self.rows),
             columns=pointer(self.columns),
@@ -52,8 +66,9 @@ class Tiles:
             depth=self.rows.shape[1],
             band=self.family.band,
         )
-        where = struct("Chunk")(row=row, column=column, height=height, width=width)
-        return {"features": features, "chunk": where, "pairs": self.masks.vectors()}
+        names = ("positives", "excluded", "row_ids", "column_ids")
+        pairs = struct("PairVectors")(*(pointer(getattr(self.pairs, name)) for name in names))
+        return {"features": features, "chunk": struct("Chunk")(*chunk), "pairs": pairs}
 
     def run(self, name: str, arguments: Any, g: Any | None = None, safe: bool | None = None) -> None:
         """Queue the kernel over the chunk that the arguments name.
@@ -72,11 +87,11 @@ class Tiles:
         chunk = arguments.chunk
         blocks = self.family.blocks(chunk.height, chunk.width, self.multiprocessors)
         shared = self.family.shared or f"{name}_{self.family.name}_shared"
-        dtype, mask = self.rows.dtype.name, self.masks.mask
+        dtype = self.rows.dtype.name
         kernel = (
             keeping_kernel(self.family)
             if name == "forward_keeping"
-            else tile_kernel(name, self.family, dtype, mask, safe=safe, precision=self.precision)
+            else tile_kernel(name, self.family, dtype, self.mask, safe=safe, precision=self.precision)
         )
         launch(kernel, blocks, self.family.threads, *maps, arguments, shared=shared)
 

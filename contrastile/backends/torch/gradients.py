@@ -35,7 +35,7 @@ def gradients(
     sides = [_Side(w.row_negative_lse, w.row_positive_lse, w.row_weight, w.row_target, state)]
     if w.column_weight is not None:
         sides.append(_Side(w.column_negative_lse, w.column_positive_lse, w.column_weight, w.column_target, state))
-    products.weigh(*(side.weight for side in sides), *(side.term for side in sides))
+    products.bound_gradient(*(side.weight for side in sides), *(side.term for side in sides))
     shared = _shared(sides, state) if products.sync else None
     named = _named_entries(block, sides, state)
     certain = block.pairs.match == "target" and (not products.sync or any(bool(s.certain.any()) for s in sides))
@@ -69,7 +69,7 @@ class _Side:
         exact_weight: u or v, float64.
         weight: the same times ``2^(lse - exact_lse)``, which makes good the rounding of L; state dtype.
         positive: P in base 2, float64.
-        beaten: the probability of all negatives, 1 - p of the positives, to full relative accuracy; float64.
+        negative_share: the probability of all negatives, 1 - p of the positives, to full relative accuracy; float64.
         target: t, float64.
         term: weight x target, what a positive loses.
         silent: where the weight is 0.
@@ -84,17 +84,17 @@ class _Side:
         low = torch.where(self.lse.isfinite(), self.lse.double() - self.exact_lse, 0.0)
         self.weight = (self.exact_weight * torch.exp2(low)).to(state)
         self.positive: torch.Tensor = positive * LOG2_E
-        self.beaten = torch.sigmoid(negative - positive)
+        self.negative_share = torch.sigmoid(negative - positive)
         self.target: torch.Tensor = target.double()
         self.term = torch.where(self.silent, 0.0, self.exact_weight * self.target).to(state)
-        self.certain = ~self.silent & (self.target > 0.5) & (self.beaten < 2.0**-8)
+        self.certain = ~self.silent & (self.target > 0.5) & (self.negative_share < 2.0**-8)
 
     def entries(self, x: torch.Tensor, at: tuple[slice | torch.Tensor | None, ...]) -> torch.Tensor:
-        """This side's part of G at positives of base-2 logits x, float64: ``w ((q - t) - q beaten)``."""
+        """This side's part of G at positives of base-2 logits x, float64: ``w ((q - t) - q negative_share)``."""
         above = x - self.positive[at]
-        # of one positive x and P are equal but for P's way into another unit and back
+        # of one positive x and P are equal but for the rounding of P into another unit and back
         q = torch.exp2(torch.where(above.abs() <= 2.0**-50 * x.abs(), 0.0, above))
-        part = self.exact_weight[at] * ((q - self.target[at]) - q * self.beaten[at])
+        part = self.exact_weight[at] * ((q - self.target[at]) - q * self.negative_share[at])
         return torch.where(self.silent[at], 0.0, part)
 
 
@@ -133,14 +133,14 @@ def _shared(sides: list[_Side], state: torch.dtype) -> _Shared | None:
     overflows. With ``r <= L + 26`` a term that is flushed costs a probability at most 2^-100. Of the r between, the one
     nearest 0 is taken for which every ``|w| 2^(r - L)`` is a normal number.
     """
-    heard = torch.cat([side.exact_lse[~side.silent] for side in sides])
+    counted = torch.cat([side.exact_lse[~side.silent] for side in sides])
     # a side without silent members bounds all logits
     bounds = [float(side.exact_lse.max()) for side in sides if side.lse.numel() > 0 and not bool(side.silent.any())]
-    if not bounds or not bool(heard.isfinite().all()):
+    if not bounds or not bool(counted.isfinite().all()):
         return None
-    low, high, info = float(heard.min()), min(bounds), torch.finfo(state)
+    low, high, info = float(counted.min()), min(bounds), torch.finfo(state)
     least = min(float(side.exact_weight[~side.silent].abs().min()) for side in sides if not bool(side.silent.all()))
-    reference = max(high - 120.0, float(heard.max()) - math.log2(least) + math.log2(info.tiny) + 1, min(low, 0.0))
+    reference = max(high - 120.0, float(counted.max()) - math.log2(least) + math.log2(info.tiny) + 1, min(low, 0.0))
     # beyond 2^24 it would be rounded where it is subtracted
     if reference > low + 26.0 or abs(reference) > 2.0**24:
         return None

@@ -62,7 +62,7 @@ class Products:
             out.mul_(self._scale)
         return out if self._bias is None else out.add_(self._bias)
 
-    def weigh(self, *weights: torch.Tensor | None) -> None:
+    def bound_gradient(self, *weights: torch.Tensor | None) -> None:
         """Say how large G can get, so that rounding it to float16 neither overflows nor underflows."""
         if not (self._mixed and self._narrow == torch.float16):
             return

@@ -24,7 +24,7 @@ def sigmoid(
     products = Products(block, unit=1.0)
     weight = row_weight.to(products.state)
     silent = weight == 0
-    products.weigh(weight)
+    products.bound_gradient(weight)
     m, device = block.rows.shape[0], block.rows.device
     row_loss, row_sum = (torch.zeros(m, dtype=torch.float64, device=device) for _ in range(2))
     accumulators = Accumulators(products, row_gradient, column_gradient)

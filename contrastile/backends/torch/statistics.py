@@ -1,6 +1,6 @@
 """Row and column log-sum-exps of a block, over negatives and over positives, from one pass over its tiles.
 
-Two ways give the same numbers. With a *shared* reference r, one exponential per element serves its row and its
+Two methods give the same numbers. With a *shared* reference r, one exponential per element serves its row and its
 column: ``N_i = r + log2 sum_j 2^(x_ij - r)``. It is exact only while no sum overflows and no sum is so small that
 flushed terms could matter: that is checked on the sums, which costs nothing on a CPU and a trip to the host elsewhere.
 Otherwise every row and every column of a tile has its *own* maximum for a reference.
@@ -24,7 +24,7 @@ ROOM = 40.0
 
 @primitive
 def lse(block: Block, columns: bool, options: Options) -> Statistics:
-    """Row and column LSE over the admitted pairs, and the sums of positive logits (Inf-CL Eq. 3-5, both ways).
+    """Row and column LSE over the admitted pairs, and the sums of positive logits (Inf-CL Eq. 3-5, both directions).
 
     See ``contract.Backend.lse``. Memory beyond the result: one tile and its spare, and O(m + n) in float64.
     """

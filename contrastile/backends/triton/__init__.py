@@ -8,11 +8,11 @@ the device. Under Triton's interpreter (TRITON_INTERPRET=1) the same kernels run
 from __future__ import annotations
 
 from contrastile.backends.contract import PRECISIONS, Accuracy, Backend, Block, Options
-from contrastile.backends.triton.additive import sigmoid_loss
 from contrastile.backends.triton.arrays import TritonArrays
+from contrastile.backends.triton.backward_pass import finished, gradients
 from contrastile.backends.triton.configs import INTERPRETED
-from contrastile.backends.triton.gradients import finished, gradients
-from contrastile.backends.triton.statistics import lse
+from contrastile.backends.triton.forward_pass import lse
+from contrastile.backends.triton.sigmoid_pass import sigmoid_loss
 
 
 def accuracy(dtype: str, device: str, options: Options = Options()) -> Accuracy:  # noqa: B008 (frozen)

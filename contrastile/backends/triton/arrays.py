@@ -8,8 +8,9 @@ from typing import Any
 import torch
 
 from contrastile.backends.arrays import TorchArrays
+from contrastile.backends.passes import ceil_div
 from contrastile.backends.triton import sums
-from contrastile.backends.triton.common import LANES, LINES, ceil_div, step
+from contrastile.backends.triton.common import LANES, LINES, step
 from contrastile.backends.triton.configs import INTERPRETED
 from contrastile.backends.triton.launch import on_device
 

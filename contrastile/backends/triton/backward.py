@@ -40,37 +40,13 @@ _PLAIN = ["m", "n", "row0", "column0", "height", "width", "depth"]
 @kernel
 @triton.jit(do_not_specialize=_PLAIN)
 def gradient_tiles(
-    rows,
-    columns,
-    g,
-    middle,
-    low,
-    plan,
-    row_vectors,
-    column_vectors,
-    excluded,
-    row_ids,
-    column_ids,
-    m,
-    n,
-    row0,
-    column0,
-    height,
-    width,
-    depth,
-    TWO_SIDED: tl.constexpr,
-    EXCLUDED: tl.constexpr,
-    IDS: tl.constexpr,
-    RAGGED: tl.constexpr,
-    BM: tl.constexpr,
-    BN: tl.constexpr,
-    BK: tl.constexpr,
-    GROUP: tl.constexpr,
-    PARTS: tl.constexpr,
-    PRECISION: tl.constexpr,
-    DIVIDED: tl.constexpr,
-):
-    """FACTOR times G of one chunk, to the descriptor g (height, width), whose blocks are (BM, BN / PARTS).
+    rows, columns, g, middle, low, plan, row_vectors, column_vectors, excluded, row_ids, column_ids,
+    m, n, row0, column0, height, width, depth,
+    TWO_SIDED: tl.constexpr, EXCLUDED: tl.constexpr, IDS: tl.constexpr, RAGGED: tl.constexpr,
+    BM: tl.constexpr, BN: tl.constexpr, BK: tl.constexpr, GROUP: tl.constexpr, PARTS: tl.constexpr,
+    PRECISION: tl.constexpr, DIVIDED: tl.constexpr,
+):  # fmt: skip
+    """GRADIENT_SCALE times G of one chunk, to the descriptor g (height, width), whose blocks are (BM, BN / PARTS).
 
     rows, columns: descriptors of the chunk's features. With middle, and low, G goes in parts to two, or three.
     Positives given by index are left to ``set_positives``, which needs O(m) work for all of them. Those given by ids
@@ -78,121 +54,31 @@ def gradient_tiles(
     but accuracy depends on that. What lies outside the chunk is not written.
     """
     row_tiles, column_tiles = tl.cdiv(height, BM), tl.cdiv(width, BN)
-    alpha = tl.load(plan + ALPHA)
-    reference = tl.load(plan + REFERENCE)
-    fast = tl.load(plan + FAST) != 0.0
-    certain = tl.load(plan + CERTAIN) != 0.0
+    path = tl.load(plan + ALPHA), tl.load(plan + REFERENCE), tl.load(plan + FAST) != 0.0, tl.load(plan + CERTAIN) != 0.0
+    vectors, masks, chunk = (row_vectors, column_vectors), (None, excluded, row_ids, column_ids), (m, n, row0, column0)
+    to = g, middle, low
     for tile in tl.range(tl.program_id(0), row_tiles * column_tiles, tl.num_programs(0), flatten=True):
         r, c = place(tile, row_tiles, column_tiles, GROUP)
         acc = dots(rows, columns, r * BM, c * BN, depth, BM, BN, BK, PRECISION, DIVIDED)
         # part by part: fewer registers for the column vectors, a smaller staging buffer for the store
         if PARTS == 1:
-            _finish(
-                acc,
-                r * BM,
-                c * BN,
-                g,
-                middle,
-                low,
-                alpha,
-                reference,
-                fast,
-                certain,
-                row_vectors,
-                column_vectors,
-                excluded,
-                row_ids,
-                column_ids,
-                m,
-                n,
-                row0,
-                column0,
-                TWO_SIDED,
-                EXCLUDED,
-                IDS,
-                RAGGED,
-            )
+            _epilogue(acc, r * BM, c * BN, to, path, vectors, masks, chunk, TWO_SIDED, EXCLUDED, IDS, RAGGED)
         else:
             left, right = halves(acc)
-            _finish(
-                left,
-                r * BM,
-                c * BN,
-                g,
-                middle,
-                low,
-                alpha,
-                reference,
-                fast,
-                certain,
-                row_vectors,
-                column_vectors,
-                excluded,
-                row_ids,
-                column_ids,
-                m,
-                n,
-                row0,
-                column0,
-                TWO_SIDED,
-                EXCLUDED,
-                IDS,
-                RAGGED,
-            )
-            _finish(
-                right,
-                r * BM,
-                c * BN + BN // 2,
-                g,
-                middle,
-                low,
-                alpha,
-                reference,
-                fast,
-                certain,
-                row_vectors,
-                column_vectors,
-                excluded,
-                row_ids,
-                column_ids,
-                m,
-                n,
-                row0,
-                column0,
-                TWO_SIDED,
-                EXCLUDED,
-                IDS,
-                RAGGED,
-            )
+            _epilogue(left, r * BM, c * BN, to, path, vectors, masks, chunk, TWO_SIDED, EXCLUDED, IDS, RAGGED)
+            half = c * BN + BN // 2
+            _epilogue(right, r * BM, half, to, path, vectors, masks, chunk, TWO_SIDED, EXCLUDED, IDS, RAGGED)
 
 
 @triton.jit
-def _finish(
-    acc,
-    row,
-    column,
-    g,
-    middle,
-    low,
-    alpha,
-    reference,
-    fast,
-    certain,
-    row_vectors,
-    column_vectors,
-    excluded,
-    row_ids,
-    column_ids,
-    m,
-    n,
-    row0,
-    column0,
-    TWO_SIDED: tl.constexpr,
-    EXCLUDED: tl.constexpr,
-    IDS: tl.constexpr,
-    RAGGED: tl.constexpr,
-):
+def _epilogue(
+    acc, row, column, to, path, vectors, masks, chunk, TWO_SIDED: tl.constexpr, EXCLUDED: tl.constexpr,
+    IDS: tl.constexpr, RAGGED: tl.constexpr,
+):  # fmt: skip
     """G of a tile's part from its dots, stored at (row, column) of the chunk."""
+    alpha, reference, fast, certain = path
+    row_vectors, column_vectors = vectors
+    m, n, row0, column0 = chunk
     i, j = row0 + row + tl.arange(0, acc.shape[0]), column0 + column + tl.arange(0, acc.shape[1])
     if fast:
         factor = _vector(row_vectors, FOLDED, i, m, RAGGED)[:, None]
@@ -205,7 +91,7 @@ def _finish(
         if TWO_SIDED:
             value += _direction(x, column_vectors, j, n, RAGGED, 0)
     if EXCLUDED or IDS != NO_IDS:
-        positive, admitted = pairs(i, j, m, n, i, excluded, row_ids, column_ids, False, EXCLUDED, IDS)
+        positive, admitted = pairs(i, j, m, n, masks, False, EXCLUDED, IDS)
         value = tl.where(admitted, value, 0.0)
         if IDS == TARGET:
             if certain:
@@ -221,7 +107,7 @@ def _finish(
                     value -= tl.where(positive, t[:, None] + s[None, :], 0.0)
                 else:
                     value -= tl.where(positive, t[:, None], 0.0)
-    store_parts(g, middle, low, row, column, value)
+    store_parts(to, row, column, value)
 
 
 @triton.jit

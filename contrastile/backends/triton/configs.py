@@ -13,6 +13,7 @@ from typing import Any
 from triton import knobs
 
 from contrastile.backends.contract import Options
+from contrastile.backends.passes import Chunk
 from contrastile.backends.settings import workspace_bytes
 
 INTERPRETED = bool(knobs.runtime.interpret)
@@ -56,6 +57,15 @@ class Config:
     strip: int = 8
     precision: str = "ieee"
     registers: int | None = None
+
+    def constants(self, *more: str) -> dict[str, Any]:
+        """The compile-time arguments that say the tile, those named besides among them."""
+        names = "BM", "BN", "BK", "GROUP", *more, "PRECISION"
+        return {name: getattr(self, name.lower()) for name in names}
+
+    def ragged(self, chunk: Chunk) -> bool:
+        """Whether some tile of the chunk reaches past its edge."""
+        return chunk.height % self.bm != 0 or chunk.width % self.bn != 0
 
     def options(self) -> dict[str, Any]:
         """The compile options of a launch."""
@@ -124,7 +134,7 @@ KERNELS = tuple(_TABLE)
 
 
 @cache
-def choose(kernel: str, dtype: str, architecture: int, width: int, precision: str = "ieee") -> Config:
+def tile_config(kernel: str, dtype: str, architecture: int, width: int, precision: str = "ieee") -> Config:
     """The configuration of a kernel.
 
     Args:

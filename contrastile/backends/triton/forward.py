@@ -47,37 +47,12 @@ def quantities(safe: bool, matched: bool) -> int:
 @kernel
 @triton.jit(do_not_specialize=_PLAIN)
 def lse_tiles(
-    rows,
-    columns,
-    plan,
-    status,
-    diagonals,
-    row_parts,
-    column_parts,
-    positives,
-    excluded,
-    row_ids,
-    column_ids,
-    m,
-    n,
-    row0,
-    column0,
-    height,
-    width,
-    depth,
-    SAFE: tl.constexpr,
-    COLUMNS: tl.constexpr,
-    POSITIVES: tl.constexpr,
-    EXCLUDED: tl.constexpr,
-    IDS: tl.constexpr,
-    RAGGED: tl.constexpr,
-    BM: tl.constexpr,
-    BN: tl.constexpr,
-    BK: tl.constexpr,
-    GROUP: tl.constexpr,
-    PRECISION: tl.constexpr,
-    DIVIDED: tl.constexpr,
-):
+    rows, columns, plan, status, diagonals, row_parts, column_parts, positives, excluded, row_ids, column_ids,
+    m, n, row0, column0, height, width, depth,
+    SAFE: tl.constexpr, COLUMNS: tl.constexpr, POSITIVES: tl.constexpr, EXCLUDED: tl.constexpr, IDS: tl.constexpr,
+    RAGGED: tl.constexpr, BM: tl.constexpr, BN: tl.constexpr, BK: tl.constexpr, GROUP: tl.constexpr,
+    PRECISION: tl.constexpr, DIVIDED: tl.constexpr,
+):  # fmt: skip
     """Partial statistics of one chunk: of a tile's rows to row_parts (.., tile columns, height), likewise for columns.
 
     rows, columns: descriptors of the chunk's features. m, n: of the whole block, in which the pairs are counted.
@@ -119,9 +94,8 @@ def lse_tiles(
                 named = within(positives + row0, i, i < height, column0 + c * BN, BN, tl.int32)
                 x = tl.where(named[:, None] == tl.arange(0, BN)[None, :], EMPTY, x)
         if MASKED:
-            positive, admitted = pairs(
-                row0 + i, column0 + j, m, n, positives, excluded, row_ids, column_ids, POSITIVES, EXCLUDED, IDS
-            )
+            masks = positives, excluded, row_ids, column_ids
+            positive, admitted = pairs(row0 + i, column0 + j, m, n, masks, POSITIVES, EXCLUDED, IDS)
             x = tl.where(admitted & (positive == 0), x, EMPTY)
         _leave(x, row_parts + row_at, row_size, i < height, SAFE, 1)
         if COLUMNS:
@@ -165,38 +139,12 @@ def _leave_positives(term, logit, positive, to, size, inside, SAFE: tl.constexpr
     do_not_specialize=[*_PLAIN, "row_tiles", "column_tiles", "first_row", "last_row", "first_column", "last_column"]
 )
 def fold(
-    row_parts,
-    column_parts,
-    row_state,
-    column_state,
-    row_negative,
-    row_positive,
-    row_sum,
-    column_negative,
-    column_positive,
-    column_sum,
-    plan,
-    status,
-    scale,
-    bias,
-    height,
-    width,
-    row0,
-    column0,
-    row_tiles,
-    column_tiles,
-    m,
-    n,
-    first_row,
-    last_row,
-    first_column,
-    last_column,
-    SAFE: tl.constexpr,
-    COLUMNS: tl.constexpr,
-    MATCHED: tl.constexpr,
-    LANES: tl.constexpr,
-    DEPTH: tl.constexpr,
-):
+    row_parts, column_parts, row_state, column_state,
+    row_negative, row_positive, row_sum, column_negative, column_positive, column_sum,
+    plan, status, scale, bias,
+    height, width, row0, column0, row_tiles, column_tiles, m, n, first_row, last_row, first_column, last_column,
+    SAFE: tl.constexpr, COLUMNS: tl.constexpr, MATCHED: tl.constexpr, LANES: tl.constexpr, DEPTH: tl.constexpr,
+):  # fmt: skip
     """Fold one chunk's partials into the running state; after the last chunk, give the statistics in nats.
 
     row_parts: (.., column_tiles, height); column_parts: (.., row_tiles, width), as ``lse_tiles`` leaves them; states:
@@ -208,40 +156,43 @@ def fold(
     program = tl.program_id(0)
     row_programs = tl.cdiv(height, LANES)
     wanted = tl.load(status) != 0 if SAFE else tl.load(status) == 0
+    path = plan, status, scale, bias
     if wanted:
         if program < row_programs:
             lanes = program * LANES + tl.arange(0, LANES)
-            to = row_negative, row_positive, row_sum
-            _fold_side(
-                row_parts, row_state, to, plan, status, scale, bias, lanes, row0, height, column_tiles, m, n,
-                first_row, last_row, SAFE, MATCHED, DEPTH,
-            )  # fmt: skip
+            to, side = (row_negative, row_positive, row_sum), (row0, m, n, last_row)
+            chunk = lanes, height, column_tiles, first_row
+            _fold_side(row_parts, row_state, to, path, side, chunk, SAFE, MATCHED, DEPTH)
         elif COLUMNS:
             lanes = (program - row_programs) * LANES + tl.arange(0, LANES)
-            to = column_negative, column_positive, column_sum
-            _fold_side(
-                column_parts, column_state, to, plan, status, scale, bias, lanes, column0, width, row_tiles, n, m,
-                first_column, last_column, SAFE, MATCHED, DEPTH,
-            )  # fmt: skip
+            to, side = (column_negative, column_positive, column_sum), (column0, n, m, last_column)
+            chunk = lanes, width, row_tiles, first_column
+            _fold_side(column_parts, column_state, to, path, side, chunk, SAFE, MATCHED, DEPTH)
 
 
 @triton.jit
 def _fold_side(
-    parts, state, to, plan, status, scale, bias, lanes, start, length, tiles, total, terms, first, last,
-    SAFE: tl.constexpr, MATCHED: tl.constexpr, DEPTH: tl.constexpr,
+    parts, state, to, path, side, chunk, SAFE: tl.constexpr, MATCHED: tl.constexpr, DEPTH: tl.constexpr
 ):  # fmt: skip
-    """The rows ``start + lanes`` of ``total``, or the columns; ``terms`` is the length of the other side."""
+    """The rows ``start + lanes`` of ``total``, or the columns; ``terms`` is the length of the other side.
+
+    chunk: the lanes, the chunk's length and tiles, and whether it is the state's first.
+    """
+    plan, status, scale, bias = path
+    start, total, terms, last = side
+    lanes, length, tiles, first = chunk
     inside = lanes < length
+    chunk = lanes, inside, length, tiles, first
     at, step = start.to(tl.int64) + lanes, total.to(tl.int64)
     size = tiles.to(tl.int64) * length
     NEXT: tl.constexpr = 2 if SAFE else 1
-    negative = _fold_sum(parts, state + at, lanes, inside, length, tiles, first, SAFE, DEPTH)
+    negative = _fold_sum(parts, state + at, chunk, SAFE, DEPTH)
     if MATCHED:
         parts += NEXT * size
-        positive = _fold_sum(parts, state + step + at, lanes, inside, length, tiles, first, SAFE, DEPTH)
+        positive = _fold_sum(parts, state + step + at, chunk, SAFE, DEPTH)
         parts += NEXT * size
-        logits = _add(parts, state + 2 * step + at, lanes, inside, length, tiles, first, DEPTH)
-        count = _add(parts + size, state + 3 * step + at, lanes, inside, length, tiles, first, DEPTH)
+        logits = _add(parts, state + 2 * step + at, chunk, DEPTH)
+        count = _add(parts + size, state + 3 * step + at, chunk, DEPTH)
     if last != 0:
         orders, shift = binary_orders(tl.load(scale)), bias_of(bias)
         least = tl.load(plan + THRESHOLD).to(tl.float64)
@@ -267,33 +218,36 @@ def _log2(state, plan, SAFE: tl.constexpr):
 
 
 @triton.jit
-def _part(parts, lanes, inside, length, tiles, start, DEPTH: tl.constexpr):
+def _part(parts, chunk, start, DEPTH: tl.constexpr):
     """Partial results of DEPTH tiles, float64; 0 where there is none."""
+    lanes, inside, length, tiles, _first = chunk
     t = start + tl.arange(0, DEPTH)
     there = (t < tiles)[:, None] & inside[None, :]
     return tl.load(parts + t.to(tl.int64)[:, None] * length + lanes[None, :], mask=there, other=0.0).to(tl.float64)
 
 
 @triton.jit
-def _add(parts, state, lanes, inside, length, tiles, first, DEPTH: tl.constexpr):
+def _add(parts, state, chunk, DEPTH: tl.constexpr):
     """``state += sum of parts (tiles, length)`` over tiles, and the sum."""
+    _lanes, inside, _length, tiles, first = chunk
     total = tl.load(state, mask=inside & (first == 0), other=0.0)
     for start in range(0, tiles, DEPTH):
-        total += tl.sum(_part(parts, lanes, inside, length, tiles, start, DEPTH), 0)
+        total += tl.sum(_part(parts, chunk, start, DEPTH), 0)
     tl.store(state, total, mask=inside)
     return total
 
 
 @triton.jit
-def _fold_sum(parts, state, lanes, inside, length, tiles, first, SAFE: tl.constexpr, DEPTH: tl.constexpr):
+def _fold_sum(parts, state, chunk, SAFE: tl.constexpr, DEPTH: tl.constexpr):
     """The same of sums (fast), or of maxima and, behind them, sums, as a log2-sum-exp2 (safe)."""
     if not SAFE:
-        return _add(parts, state, lanes, inside, length, tiles, first, DEPTH)
+        return _add(parts, state, chunk, DEPTH)
+    _lanes, inside, length, tiles, first = chunk
     size = tiles.to(tl.int64) * length
     total = tl.load(state, mask=inside & (first == 0), other=float("-inf"))
     for start in range(0, tiles, DEPTH):
-        top = _part(parts, lanes, inside, length, tiles, start, DEPTH)
-        part = _log2_sum(top + tl.log2(_part(parts + size, lanes, inside, length, tiles, start, DEPTH)), 0)
+        top = _part(parts, chunk, start, DEPTH)
+        part = _log2_sum(top + tl.log2(_part(parts + size, chunk, start, DEPTH)), 0)
         high = tl.maximum(total, part)
         shift = tl.where((high > float("-inf")) & (high < float("inf")), high, 0.0)
         total = shift + tl.log2(tl.math.exp2(total - shift) + tl.math.exp2(part - shift))

@@ -3,6 +3,9 @@
 A launch binds its arguments, specialises them, looks the compiled kernel up and checks the kernel's globals: several
 times what handing it to the driver takes, and a small batch is bound by it. Here the compiled kernel that a launch
 returned is kept under all that the choice depends on, and launched as a compiled kernel is.
+
+Kernels take flat arguments: of a tuple Triton specialises every integer, whatever ``do_not_specialize`` names. What
+kernels call takes tuples.
 """
 
 from __future__ import annotations
@@ -53,13 +56,13 @@ class Kernel:
         """
         key = None if self.function.pre_run_hooks else self.key(args, named)
         if key is not None and (found := self.compiled.get(key)) is not None:
-            compiled, rest = found
-            compiled[(*grid, 1, 1)[:3]](*args, *rest)
+            compiled, others = found
+            compiled[(*grid, 1, 1)[:3]](*args, *others)
             return
         compiled = self.function[grid](*args, **named)
         if key is not None and compiled is not None:
-            rest = tuple(named.get(x.name, x.default) for x in self.function.params[len(args) :])
-            self.compiled[key] = compiled, rest
+            others = tuple(named.get(x.name, x.default) for x in self.function.params[len(args) :])
+            self.compiled[key] = compiled, others
 
     def key(self, args: tuple[Any, ...], named: dict[str, Any]) -> tuple[Any, ...] | None:
         """All that the choice of a compiled kernel depends on, or more; None if this cannot tell, or not on a GPU.

@@ -11,11 +11,13 @@ from typing import Any
 
 import torch
 
-from contrastile.backends.contract import Options
+from contrastile.backends.contract import Block, Options
+from contrastile.backends.passes import ceil_div
 from contrastile.backends.triton import parts, positives
-from contrastile.backends.triton.common import LINES, Masks, ceil_div, step
-from contrastile.backends.triton.configs import INTERPRETED, PAD
-from contrastile.backends.triton.launch import aligned, workspace
+from contrastile.backends.triton.common import LINES, Masks, empty, step
+from contrastile.backends.triton.configs import INTERPRETED, PAD, Config, tile_config
+from contrastile.backends.triton.launch import aligned, architecture, workspace
+from contrastile.backends.triton.tiles import PLAN_SIZE
 
 # as parts.PART
 PART = torch.float32 if INTERPRETED else torch.bfloat16
@@ -28,7 +30,7 @@ class Scheme:
     Attributes:
         how: parts.PLAIN, TF32 or SPLIT: the factors in the product X.
         parts: 1, 2 or 3 factors of G and of the features in the products that follow.
-        dtype: name of the dtype for which ``configs.choose`` picks the tiles.
+        dtype: name of the dtype for which ``configs.tile_config`` picks the tiles.
         precision: ``input_precision`` of the kernels' products.
     """
 
@@ -100,45 +102,45 @@ class Side:
                 held = workspace(length, count * self.span, dtype, x)
             held = held[:length]
             lines, width = max(1, LINES // 2), step(self.span)
-            parts.divide[(ceil_div(length, lines), ceil_div(self.span, width))](
-                x,
-                held,
-                length,
-                x.shape[1],
-                self.span,
-                x.stride(0),
-                held.stride(0),
-                HOW=how,
-                PARTS=count,
-                LINES=lines,
-                BD=width,
-            )
+            sizes = length, x.shape[1], self.span, x.stride(0), held.stride(0)
+            programs = ceil_div(length, lines), ceil_div(self.span, width)
+            parts.divide[programs](x, held, *sizes, HOW=how, PARTS=count, LINES=lines, BD=width)
             self._held[how, count] = (start, length), held
         return held
 
 
-def positive_dots(
-    sides: tuple[Side, Side], scheme: Scheme, masks: Masks, scale: Any, bias: Any, logits: Any, sums: Any
-) -> None:
-    """Each row's positive logit to logits and sums, (m,) float64; -inf and 0 where it has none."""
-    q, k = (side.x for side in sides)
-    size, depth = (16, 16) if INTERPRETED else (64, 64 if scheme.how == parts.PLAIN.value and q.itemsize == 2 else 32)
-    positives.positive_dots[(ceil_div(q.shape[0], size),)](
-        q,
-        k,
-        q.stride(0),
-        k.stride(0),
-        q.shape[0],
-        k.shape[0],
-        masks.positives,
-        masks.excluded,
-        scale,
-        bias,
-        logits,
-        sums,
-        depth=q.shape[1],
-        HOW=scheme.how,
-        PRECISION=scheme.precision,
-        BM=size,
-        BK=depth,
-    )
+class BlockPass:
+    """A block made ready for one pass over it.
+
+    Attributes:
+        sides: the rows and the columns.
+        rows: (m, d) features, rows 16-byte aligned.
+        columns: (n, d) likewise.
+        plan: (PLAN_SIZE,) float32, which one kernel writes and later ones obey.
+    """
+
+    def __init__(self, block: Block, options: Options) -> None:
+        self.block, self.options = block, options
+        self.scheme = Scheme.of(block.rows, options)
+        self.sides = Side(block.rows, self.scheme), Side(block.columns, self.scheme)
+        self.rows, self.columns = (side.x for side in self.sides)
+        self.m, self.n = self.rows.shape[0], self.columns.shape[0]
+        self.masks = Masks(block.pairs)
+        self.plan = empty(self.rows, PLAN_SIZE)
+
+    def config(self, kernel: str) -> Config:
+        """The configuration of a kernel for this block."""
+        scheme, width = self.scheme, self.rows.shape[1]
+        return tile_config(kernel, scheme.dtype, architecture(self.rows), width, scheme.precision)
+
+    def positive_dots(self, logits: Any, sums: Any) -> None:
+        """Each row's positive logit to logits and sums, (m,) float64; -inf and 0 where it has none."""
+        q, k, scheme = self.rows, self.columns, self.scheme
+        wide = scheme.how == parts.PLAIN.value and q.itemsize == 2
+        size, depth = (16, 16) if INTERPRETED else (64, 64 if wide else 32)
+        features = q, k, q.stride(0), k.stride(0), self.m, self.n
+        scalars = self.block.scale, self.block.bias
+        positives.positive_dots[(ceil_div(self.m, size),)](
+            *features, self.masks.pairs.positives, self.masks.pairs.excluded, *scalars, logits, sums,
+            depth=q.shape[1], HOW=scheme.how, PRECISION=scheme.precision, BM=size, BK=depth,
+        )  # fmt: skip

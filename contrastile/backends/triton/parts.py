@@ -83,8 +83,9 @@ def divide(
 
 
 @triton.jit
-def store_parts(g, middle, low, row, column, value):
-    """A tile to one descriptor in its dtype, or its parts to two or three."""
+def store_parts(to, row, column, value):
+    """A tile to the first of three descriptors, in its dtype; or its parts to as many as there are."""
+    g, middle, low = to
     if middle is None:
         g.store([row, column], value.to(g.dtype))
     else:
@@ -95,8 +96,9 @@ def store_parts(g, middle, low, row, column, value):
 
 
 @triton.jit
-def scatter_parts(g, middle, low, at, value, inside):
+def scatter_parts(to, at, value, inside):
     """The same to pointers, ``value`` float32."""
+    g, middle, low = to
     if middle is None:
         tl.store(g + at, value.to(g.dtype.element_ty), mask=inside)
     else:

@@ -13,31 +13,16 @@ import triton.language as tl
 from contrastile.backends.triton.kernel import kernel
 from contrastile.backends.triton.logits import bias_of
 from contrastile.backends.triton.parts import COLUMN_PARTS, PART, ROW_PARTS, SPLIT, TERMS, factor, scatter_parts
-from contrastile.backends.triton.survey import load_features
-from contrastile.backends.triton.tiles import FACTOR
+from contrastile.backends.triton.precheck import load_features
+from contrastile.backends.triton.tiles import GRADIENT_SCALE
 
 
 @kernel
 @triton.jit(do_not_specialize=["m", "n"])
 def positive_dots(
-    rows,
-    columns,
-    row_stride,
-    column_stride,
-    m,
-    n,
-    positives,
-    excluded,
-    scale,
-    bias,
-    logits,
-    sums,
-    depth,
-    HOW: tl.constexpr,
-    PRECISION: tl.constexpr,
-    BM: tl.constexpr,
-    BK: tl.constexpr,
-):
+    rows, columns, row_stride, column_stride, m, n, positives, excluded, scale, bias, logits, sums, depth,
+    HOW: tl.constexpr, PRECISION: tl.constexpr, BM: tl.constexpr, BK: tl.constexpr,
+):  # fmt: skip
     """``scale dot + bias`` of each row's positive to logits and sums (m,), float64; -inf and 0 where it has none.
 
     Of BM x BM dots the diagonal is wanted: little work beside the tiles'.
@@ -68,18 +53,9 @@ def positive_dots(
 @kernel
 @triton.jit(do_not_specialize=["m", "n"])
 def sum_positives(
-    diagonals,
-    positives,
-    excluded,
-    row_logits,
-    logs,
-    sums,
-    m,
-    n,
-    LANES: tl.constexpr,
-    OUTER: tl.constexpr,
-    INNER: tl.constexpr,
-):
+    diagonals, positives, excluded, row_logits, logs, sums, m, n,
+    LANES: tl.constexpr, OUTER: tl.constexpr, INNER: tl.constexpr,
+):  # fmt: skip
     """Log-sum-exp and sum of row_logits_i over rows i whose positive is column j, to logs and sums (n,), float64.
 
     In the order of the rows, of which only those are asked that ``diagonals`` leaves: as many as columns, where each
@@ -135,21 +111,9 @@ def _named(positives, excluded, row_logits, start, stop, j, INNER: tl.constexpr)
 @kernel
 @triton.jit(do_not_specialize=["row0", "column0", "height", "width", "stride"])
 def set_positives(
-    g,
-    middle,
-    low,
-    stride,
-    plan,
-    values,
-    positives,
-    excluded,
-    row0,
-    column0,
-    height,
-    width,
-    LANES: tl.constexpr,
-):
-    """Write FACTOR times ``values`` (m,), G at the positives, to those of the chunk, rounded once.
+    g, middle, low, stride, plan, values, positives, excluded, row0, column0, height, width, LANES: tl.constexpr
+):  # fmt: skip
+    """Write GRADIENT_SCALE times ``values`` (m,), G at the positives, to those of the chunk, rounded once.
 
     g, middle, low: (height, width) with this row stride, G or its parts.
     """
@@ -160,6 +124,6 @@ def set_positives(
     inside = inside & (j >= column0) & (j < column0 + width)
     if excluded is not None:
         inside = inside & (j != tl.load(excluded + i, mask=inside, other=-1))
-    value = tl.load(values + i, mask=inside, other=0.0) * tl.load(plan + FACTOR).to(tl.float64)
+    value = tl.load(values + i, mask=inside, other=0.0) * tl.load(plan + GRADIENT_SCALE).to(tl.float64)
     at = local.to(tl.int64) * stride + (j - column0)
-    scatter_parts(g, middle, low, at, value.to(tl.float32), inside)
+    scatter_parts((g, middle, low), at, value.to(tl.float32), inside)

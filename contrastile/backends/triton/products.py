@@ -26,21 +26,9 @@ from contrastile.backends.triton.tiles import place
 @kernel
 @triton.jit(do_not_specialize=["m", "n", "terms", "out_stride"])
 def add_product(
-    g,
-    features,
-    out,
-    out_stride,
-    m,
-    n,
-    terms,
-    TRANSPOSED: tl.constexpr,
-    BM: tl.constexpr,
-    BN: tl.constexpr,
-    BK: tl.constexpr,
-    GROUP: tl.constexpr,
-    PRECISION: tl.constexpr,
-    FRESH: tl.constexpr,
-):
+    g, features, out, out_stride, m, n, terms, TRANSPOSED: tl.constexpr, BM: tl.constexpr, BN: tl.constexpr,
+    BK: tl.constexpr, GROUP: tl.constexpr, PRECISION: tl.constexpr, FRESH: tl.constexpr,
+):  # fmt: skip
     """``out (m, n) += G F``, or ``= G F`` if FRESH, with F (terms, n), G (m, terms) or its transpose (terms, m)."""
     row_tiles, column_tiles = tl.cdiv(m, BM), tl.cdiv(n, BN)
     for tile in tl.range(tl.program_id(0), row_tiles * column_tiles, tl.num_programs(0)):
@@ -87,20 +75,6 @@ def _accumulate(out: Any, g: Any, features: Any, config: Config, transposed: boo
         return
     m, n, terms = out.shape[0], out.shape[1], features.shape[0]
     bm, bn, bk = config.bm, config.bn, config.bk
-    add_product[grid(m, n, config, out)](
-        descriptor(g, (bk, bm) if transposed else (bm, bk)),
-        descriptor(features, (bk, bn)),
-        out,
-        out.stride(0),
-        m,
-        n,
-        terms,
-        TRANSPOSED=transposed,
-        BM=bm,
-        BN=bn,
-        BK=bk,
-        GROUP=config.group,
-        PRECISION=config.precision,
-        FRESH=fresh,
-        **config.options(),
-    )
+    factors = descriptor(g, (bk, bm) if transposed else (bm, bk)), descriptor(features, (bk, bn))
+    flags = {"TRANSPOSED": transposed, **config.constants(), "FRESH": fresh}
+    add_product[grid(m, n, config, out)](*factors, out, out.stride(0), m, n, terms, **flags, **config.options())

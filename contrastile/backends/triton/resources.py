@@ -26,11 +26,11 @@ from triton.runtime import driver
 from triton.runtime.jit import JITFunction
 
 from contrastile.backends.contract import Block, Options, Pairs, Weights
-from contrastile.backends.triton import backward, forward, launch, parts, positives, products, sigmoid, sums, survey
-from contrastile.backends.triton.additive import sigmoid_loss
+from contrastile.backends.triton import backward, forward, launch, parts, positives, precheck, products, sigmoid, sums
 from contrastile.backends.triton.arrays import TritonArrays
-from contrastile.backends.triton.gradients import finished, gradients
-from contrastile.backends.triton.statistics import lse
+from contrastile.backends.triton.backward_pass import finished, gradients
+from contrastile.backends.triton.forward_pass import lse
+from contrastile.backends.triton.sigmoid_pass import sigmoid_loss
 
 ARCHITECTURES = (80, 90, 100)
 DTYPES = ("float16", "bfloat16", "float32")
@@ -110,7 +110,7 @@ def compiling(architecture: int) -> Iterator[list[tuple[str, dict[str, Any], Any
 
 
 def _modules() -> list[Any]:
-    return [backward, forward, parts, positives, products, sigmoid, sums, survey]
+    return [backward, forward, parts, positives, precheck, products, sigmoid, sums]
 
 
 def run_all(dtype: str, plain: bool = False, precision: str = "ieee") -> None:
@@ -192,10 +192,11 @@ def _usage(cubin: bytes) -> tuple[int, int]:
 def main() -> None:
     """Write the table as JSON to the file named on the command line; ``--plain`` for bfloat16 and run_all's plain."""
     plain = "--plain" in sys.argv
-    ways = (
+    variants = (
         [("bfloat16", "ieee")] if plain else [*((x, "ieee") for x in DTYPES), ("float32", "tf32"), ("float32", "split")]
     )
-    table = [asdict(x) for each in ARCHITECTURES for dtype, way in ways for x in resources(each, dtype, plain, way)]
+    jobs = [(each, dtype, plain, precision) for each in ARCHITECTURES for dtype, precision in variants]
+    table = [asdict(x) for job in jobs for x in resources(*job)]
     Path(sys.argv[1]).write_text(json.dumps({"triton": triton.__version__, "kernels": table}, indent=1) + "\n")
 
 

@@ -20,8 +20,8 @@ from contrastile.backends.triton.backward import halves
 from contrastile.backends.triton.kernel import kernel
 from contrastile.backends.triton.logits import LOG2E
 from contrastile.backends.triton.parts import store_parts
-from contrastile.backends.triton.survey import near_top
-from contrastile.backends.triton.tiles import BIAS, FACTOR, NO_IDS, TARGET, dots, place, within
+from contrastile.backends.triton.precheck import near_top
+from contrastile.backends.triton.tiles import BIAS, GRADIENT_SCALE, NO_IDS, TARGET, dots, place, within
 
 LN2 = tl.constexpr(0.6931471805599453)
 
@@ -29,63 +29,36 @@ LN2 = tl.constexpr(0.6931471805599453)
 @kernel
 @triton.jit(do_not_specialize=["m", "n", "row0", "column0", "height", "width", "depth"])
 def sigmoid_tiles(
-    rows,
-    columns,
-    g,
-    middle,
-    low,
-    plan,
-    scale,
-    row_weight,
-    loss_parts,
-    slope_parts,
-    positives,
-    excluded,
-    row_ids,
-    column_ids,
-    m,
-    n,
-    row0,
-    column0,
-    height,
-    width,
-    depth,
-    GRADIENTS: tl.constexpr,
-    EXCLUDED: tl.constexpr,
-    IDS: tl.constexpr,
-    BM: tl.constexpr,
-    BN: tl.constexpr,
-    BK: tl.constexpr,
-    GROUP: tl.constexpr,
-    PARTS: tl.constexpr,
-    STRIP: tl.constexpr,
-    PRECISION: tl.constexpr,
-    DIVIDED: tl.constexpr,
-):
+    rows, columns, g, middle, low, plan, scale, row_weight, loss_parts, slope_parts,
+    positives, excluded, row_ids, column_ids, m, n, row0, column0, height, width, depth,
+    GRADIENTS: tl.constexpr, EXCLUDED: tl.constexpr, IDS: tl.constexpr,
+    BM: tl.constexpr, BN: tl.constexpr, BK: tl.constexpr, GROUP: tl.constexpr, PARTS: tl.constexpr,
+    STRIP: tl.constexpr, PRECISION: tl.constexpr, DIVIDED: tl.constexpr,
+):  # fmt: skip
     """``sum_j softplus(-z x)`` and ``sum_j -z sigmoid(-z x)`` of each tile's rows to parts (tile columns, height).
 
-    With GRADIENTS also FACTOR times G of the chunk, ``-w_i z_ij sigmoid(-z_ij x_ij)``, to the descriptor g, or its
-    parts to g, middle and low. The logits in powers of two are rounded as follows, with u = 2^-24: 2 u |s dot| for the
-    scale, 2 u |bias| for the bias, u |x| for the sum.
+    With GRADIENTS also GRADIENT_SCALE times G of the chunk, ``-w_i z_ij sigmoid(-z_ij x_ij)``, to the descriptor g, or
+    its parts to g, middle and low. The logits in powers of two are rounded as follows, with u = 2^-24: 2 u |s dot| for
+    the scale, 2 u |bias| for the bias, u |x| for the sum.
     """
     row_tiles, column_tiles = tl.cdiv(height, BM), tl.cdiv(width, BN)
     line = tl.load(scale) * LOG2E, tl.load(plan + BIAS) * LOG2E
-    factor = tl.load(plan + FACTOR)
+    gradient_scale = tl.load(plan + GRADIENT_SCALE)
     chunk, ids, to = (m, n, row0, column0, width), (row_ids, column_ids), (g, middle, low)
     for tile in tl.range(tl.program_id(0), row_tiles * column_tiles, tl.num_programs(0), flatten=True):
         r, c = place(tile, row_tiles, column_tiles, GROUP)
         acc = dots(rows, columns, r * BM, c * BN, depth, BM, BN, BK, PRECISION, DIVIDED)
         i, corner = r * BM + tl.arange(0, BM), (r * BM, c * BN)
-        w = tl.load(row_weight + row0 + i, mask=i < height, other=1.0) * factor
+        w = tl.load(row_weight + row0 + i, mask=i < height, other=1.0) * gradient_scale
         named = _within(positives, row0 + i, m, column0 + c * BN, BN)
         own = _within(excluded, row0 + i, m, column0 + c * BN, BN)
         vectors = w, named, own
         if (r * BM + BM > height) | (c * BN + BN > width) | _special(vectors, ids, corner, chunk, BN, GRADIENTS, IDS):
-            loss, slope = _finish(
+            loss, slope = _epilogue(
                 acc, vectors, ids, corner, chunk, line, to, GRADIENTS, EXCLUDED, IDS, PARTS, STRIP, SPECIAL=True
             )
         else:
-            loss, slope = _finish(
+            loss, slope = _epilogue(
                 acc, vectors, ids, corner, chunk, line, to, GRADIENTS, EXCLUDED, IDS, PARTS, STRIP, SPECIAL=False
             )
         part = c.to(tl.int64) * height + i
@@ -126,11 +99,11 @@ def _special(vectors, ids, corner, chunk, BN: tl.constexpr, GRADIENTS: tl.conste
 
 
 @triton.jit
-def _finish(
+def _epilogue(
     acc, vectors, ids, corner, chunk, line, to, GRADIENTS: tl.constexpr, EXCLUDED: tl.constexpr, IDS: tl.constexpr,
     PARTS: tl.constexpr, STRIP: tl.constexpr, SPECIAL: tl.constexpr,
 ):  # fmt: skip
-    """Row sums of a tile's losses and slopes; stores its G.
+    """Row sums of a tile's losses and slopes, (BM,) each; stores its G.
 
     Each element of the three sums has taken in every STRIP-th column: 2 u a term for a product, which is at most
     2^(2 BN / STRIP) when two have become one.
@@ -140,13 +113,12 @@ def _finish(
     of_rows = 0, 0
     if SPECIAL and IDS != NO_IDS:
         of_rows = _halves_of_ids(ids[0], chunk[2] + corner[0] + tl.arange(0, BM), chunk[0])
-    sums = _parts(
-        acc, 0, (zeros, zeros, zeros), vectors, of_rows, ids[1], corner, chunk, line, to, acc.shape[1] // PARTS,
-        GRADIENTS, EXCLUDED, IDS, STRIP, SPECIAL,
-    )  # fmt: skip
-    above, product, slope = sums
-    one, two = tl.split(tl.reshape(product, (BM, STRIP // 2, 2)))
-    p = _times(one, 1.0 + two, two)
+    tile = vectors, of_rows, ids[1], corner, chunk, line
+    WIDE: tl.constexpr = acc.shape[1] // PARTS
+    sums = _parts(acc, 0, (zeros, zeros, zeros), tile, to, WIDE, GRADIENTS, EXCLUDED, IDS, STRIP, SPECIAL)
+    above, product_less_1, slope = sums
+    first, second = tl.split(tl.reshape(product_less_1, (BM, STRIP // 2, 2)))
+    p = _times(first, 1.0 + second, second)
     w = 1.0 + p
     # log(1 + p) = log w + log(1 + (p - (w - 1)) / w), and what w has lost of p is at most u w
     logs = tl.log(w) + (p - (w - 1.0)) / w
@@ -154,56 +126,46 @@ def _finish(
 
 
 @triton.jit
-def _times(p, one, e):
-    """``(1 + p) one - 1`` with ``one = 1 + e``."""
-    return tl.math.fma(p, one, e)
+def _times(p, one_plus_e, e):
+    """``(1 + p) (1 + e) - 1``: a product less 1, so that terms far below 1 keep all their digits."""
+    return tl.math.fma(p, one_plus_e, e)
 
 
 @triton.jit
 def _parts(
-    acc, offset: tl.constexpr, sums, vectors, of_rows, column_ids, corner, chunk, line, to, WIDE: tl.constexpr,
-    GRADIENTS: tl.constexpr, EXCLUDED: tl.constexpr, IDS: tl.constexpr, STRIP: tl.constexpr, SPECIAL: tl.constexpr,
+    acc, offset: tl.constexpr, sums, tile, to, WIDE: tl.constexpr, GRADIENTS: tl.constexpr, EXCLUDED: tl.constexpr,
+    IDS: tl.constexpr, STRIP: tl.constexpr, SPECIAL: tl.constexpr,
 ):  # fmt: skip
-    """The sums with the columns from ``offset`` added; stores G in parts of WIDE columns."""
+    """The sums with the columns from ``offset`` added; stores G in parts of WIDE columns. tile: see ``_epilogue``."""
     if acc.shape[1] > WIDE:
         left, right = halves(acc)
-        sums = _parts(
-            left, offset, sums, vectors, of_rows, column_ids, corner, chunk, line, to, WIDE,
-            GRADIENTS, EXCLUDED, IDS, STRIP, SPECIAL,
-        )  # fmt: skip
-        sums = _parts(
-            right, offset + acc.shape[1] // 2, sums, vectors, of_rows, column_ids, corner, chunk, line, to, WIDE,
-            GRADIENTS, EXCLUDED, IDS, STRIP, SPECIAL,
-        )  # fmt: skip
+        middle: tl.constexpr = offset + acc.shape[1] // 2
+        sums = _parts(left, offset, sums, tile, to, WIDE, GRADIENTS, EXCLUDED, IDS, STRIP, SPECIAL)
+        sums = _parts(right, middle, sums, tile, to, WIDE, GRADIENTS, EXCLUDED, IDS, STRIP, SPECIAL)
     else:
-        g, middle, low = to
-        value, sums = _strips(
-            acc, offset, sums, vectors, of_rows, column_ids, corner, chunk, line,
-            g.dtype if middle is None else tl.float32, EXCLUDED, IDS, STRIP, SPECIAL,
-        )  # fmt: skip
+        dtype = to[0].dtype if to[1] is None else tl.float32
+        value, sums = _strips(acc, offset, sums, tile, dtype, EXCLUDED, IDS, STRIP, SPECIAL)
         if GRADIENTS:
-            store_parts(g, middle, low, corner[0], corner[1] + offset, value)
+            corner = tile[3]
+            store_parts(to, corner[0], corner[1] + offset, value)
     return sums
 
 
 @triton.jit
 def _strips(
-    acc, offset: tl.constexpr, sums, vectors, of_rows, column_ids, corner, chunk, line, DTYPE: tl.constexpr,
-    EXCLUDED: tl.constexpr, IDS: tl.constexpr, STRIP: tl.constexpr, SPECIAL: tl.constexpr,
+    acc, offset: tl.constexpr, sums, tile, DTYPE: tl.constexpr, EXCLUDED: tl.constexpr, IDS: tl.constexpr,
+    STRIP: tl.constexpr, SPECIAL: tl.constexpr,
 ):  # fmt: skip
     """G of the columns from ``offset`` and the sums with them: STRIP columns at a time, or intermediates spill."""
     if acc.shape[1] > STRIP:
         left, right = halves(acc)
-        first, sums = _strips(
-            left, offset, sums, vectors, of_rows, column_ids, corner, chunk, line, DTYPE, EXCLUDED, IDS, STRIP, SPECIAL
-        )
-        second, sums = _strips(
-            right, offset + acc.shape[1] // 2, sums, vectors, of_rows, column_ids, corner, chunk, line,
-            DTYPE, EXCLUDED, IDS, STRIP, SPECIAL,
-        )  # fmt: skip
+        middle: tl.constexpr = offset + acc.shape[1] // 2
+        first, sums = _strips(left, offset, sums, tile, DTYPE, EXCLUDED, IDS, STRIP, SPECIAL)
+        second, sums = _strips(right, middle, sums, tile, DTYPE, EXCLUDED, IDS, STRIP, SPECIAL)
         value = tl.reshape(tl.permute(tl.join(first, second), (0, 2, 1)), acc.shape)
     else:
-        above, product, slope = sums
+        above, product_less_1, slope = sums
+        vectors, of_rows, column_ids, corner, chunk, line = tile
         w, named, own = vectors
         t = acc * line[0] + line[1]
         if SPECIAL:
@@ -220,14 +182,14 @@ def _strips(
                 hidden = hidden | (own[:, None] == j[None, :])
             t = tl.where(hidden, float("-inf"), tl.where(positive, -t, t))
         e = tl.math.exp2(-tl.abs(t))
-        one = 1.0 + e
-        # 1 / one: a division takes five instructions for the range of its operands
-        rest = tl.rsqrt(one * one)
+        one_plus_e = 1.0 + e
+        # not by a division, which takes five instructions for the range of its operands
+        reciprocal = tl.rsqrt(one_plus_e * one_plus_e)
         # NaN compares false, and e is NaN with it, so NaN comes out
-        value = tl.where(t >= 0.0, rest, e * rest)
+        value = tl.where(t >= 0.0, reciprocal, e * reciprocal)
         if SPECIAL:
             value = tl.where(positive, -value, value)
-        sums = above + tl.maximum(t, 0.0), _times(product, one, e), slope + value
+        sums = above + tl.maximum(t, 0.0), _times(product_less_1, one_plus_e, e), slope + value
         value = w[:, None] * value
         if SPECIAL:
             value = tl.where((w == 0.0)[:, None], 0.0, value)
@@ -238,13 +200,13 @@ def _strips(
 @kernel
 @triton.jit(do_not_specialize=["m"])
 def plan_sigmoid(row_weight, bias, plan, m, HALF: tl.constexpr, BLOCK: tl.constexpr):
-    """FACTOR and BIAS: a power of two that brings a float16 G near the top of its range, and the bias or 0."""
+    """GRADIENT_SCALE and BIAS: a power of two that brings a float16 G near the top of its range, and the bias or 0."""
     most = tl.zeros((BLOCK,), tl.float32)
     if HALF:
         for start in range(0, m, BLOCK):
             i = start + tl.arange(0, BLOCK)
             most = tl.maximum(most, tl.abs(tl.load(row_weight + i, mask=i < m, other=0.0)))
-    tl.store(plan + FACTOR, near_top(tl.max(most, 0)) if HALF else 1.0)
+    tl.store(plan + GRADIENT_SCALE, near_top(tl.max(most, 0)) if HALF else 1.0)
     tl.store(plan + BIAS, 0.0)
     if bias is not None:
         tl.store(plan + BIAS, tl.load(bias))

@@ -8,8 +8,8 @@ import triton.language as tl
 
 from contrastile.backends.triton.kernel import kernel
 from contrastile.backends.triton.logits import log_add, softplus
-from contrastile.backends.triton.survey import load_features
-from contrastile.backends.triton.tiles import FACTOR
+from contrastile.backends.triton.precheck import load_features
+from contrastile.backends.triton.tiles import GRADIENT_SCALE
 
 
 @kernel
@@ -36,30 +36,19 @@ def multiply(x, factor, out, size, BLOCK: tl.constexpr):
 
 @kernel
 @triton.jit(do_not_specialize=["m"])
-def finish_rows(
-    sums,
-    rows,
-    out,
-    inner,
-    scale,
-    plan,
-    m,
-    sums_stride,
-    row_stride,
-    out_stride,
-    depth,
-    LINES: tl.constexpr,
-    BD: tl.constexpr,
-):
+def finalize_rows(
+    sums, rows, out, inner, scale, plan, m, sums_stride, row_stride, out_stride, depth,
+    LINES: tl.constexpr, BD: tl.constexpr,
+):  # fmt: skip
     """``out = scale R``, rounded once, and ``sum over LINES rows of <q_i, R_i>`` in float64 to inner (programs,).
 
-    sums: (m, d) float32, FACTOR times R = G K; rows: (m, d) features; out: (m, d) in the features' dtype.
+    sums: (m, d) float32, GRADIENT_SCALE times R = G K; rows: (m, d) features; out: (m, d) in the features' dtype.
     """
     i = tl.program_id(0) * LINES + tl.arange(0, LINES)
     inside = i < m
     s = tl.load(scale)
     # a power of two: exact both ways
-    undo = 1.0 / tl.load(plan + FACTOR)
+    undo = 1.0 / tl.load(plan + GRADIENT_SCALE)
     dot = tl.zeros((LINES,), tl.float32)
     for k in range(0, depth, BD):
         r = load_features(sums, i, sums_stride, k, inside, depth, BD) * undo

@@ -13,21 +13,21 @@ ALPHA = tl.constexpr(0)  # scale log2 e: logits in powers of two, without the bi
 REFERENCE = tl.constexpr(1)  # the shared reference, in powers of two
 THRESHOLD = tl.constexpr(2)  # least sum per term at which the terms that underflowed do not matter
 FAST = tl.constexpr(3)  # 1 where the shared reference is proven safe, else 0
-FACTOR = tl.constexpr(4)  # power of two that keeps a float16 G in range
+GRADIENT_SCALE = tl.constexpr(4)  # power of two that keeps a float16 G in range
 BIAS = tl.constexpr(5)  # the bias, or 0
 CERTAIN = tl.constexpr(6)  # 1 where a row or column of the backward is certain of its positives, else 0
 PLAN_SIZE = 8
 
-# vectors of the backward's epilogue, one of them for each row and each column
+# vectors of the backward's epilogue, one of them for each row and each column; s is the plan's GRADIENT_SCALE
 LOG = tl.constexpr(0)  # L in powers of two, without the bias, its first 24 bits
-WEIGHT = tl.constexpr(1)  # w FACTOR 2^-l, l being the other bits
-FOLDED = tl.constexpr(2)  # w FACTOR 2^(r - L)
+WEIGHT = tl.constexpr(1)  # w s 2^-l, l being the other bits
+FOLDED = tl.constexpr(2)  # w s 2^(r - L)
 # where ids name the positives, with q = 2^(x - P) = R 2^(x - POSITIVE_LOG)
-TAKEN = tl.constexpr(3)  # w FACTOR t
+TAKEN = tl.constexpr(3)  # w s t
 POSITIVE_LOG = tl.constexpr(4)  # P like L
-POSITIVE_WEIGHT = tl.constexpr(5)  # w FACTOR R
+POSITIVE_WEIGHT = tl.constexpr(5)  # w s R
 POSITIVE_TARGET = tl.constexpr(6)  # t / R
-NEGATIVE_WEIGHT = tl.constexpr(7)  # w FACTOR R sigmoid(N - P)
+NEGATIVE_WEIGHT = tl.constexpr(7)  # w s R sigmoid(N - P)
 VECTORS, VECTORS_OF_IDS = 3, 8
 
 # what equal ids mean to a kernel
@@ -51,17 +51,9 @@ def place(tile, row_tiles, column_tiles, GROUP: tl.constexpr):
 
 @triton.jit
 def dots(
-    rows,
-    columns,
-    row,
-    column,
-    depth,
-    BM: tl.constexpr,
-    BN: tl.constexpr,
-    BK: tl.constexpr,
-    PRECISION: tl.constexpr,
+    rows, columns, row, column, depth, BM: tl.constexpr, BN: tl.constexpr, BK: tl.constexpr, PRECISION: tl.constexpr,
     DIVIDED: tl.constexpr,
-):
+):  # fmt: skip
     """``<row_i, column_j>`` for BM rows from ``row`` and BN columns from ``column``, float32.
 
     rows, columns: tensor descriptors with blocks (BM, BK) and (BN, BK); what lies outside reads as 0. DIVIDED: they
@@ -92,23 +84,13 @@ def within(named, i, inside, start, length, DTYPE: tl.constexpr):
 
 
 @triton.jit
-def pairs(
-    i,
-    j,
-    m,
-    n,
-    positives,
-    excluded,
-    row_ids,
-    column_ids,
-    POSITIVES: tl.constexpr,
-    EXCLUDED: tl.constexpr,
-    IDS: tl.constexpr,
-):
+def pairs(i, j, m, n, masks, POSITIVES: tl.constexpr, EXCLUDED: tl.constexpr, IDS: tl.constexpr):
     """Which pairs of rows i (BM,) and columns j (BN,) are positive and which are admitted, (BM, BN) booleans each.
 
-    Ids are compared as the 64-bit integers they came as; an index outside the block names no column.
+    masks: pointers to positives, excluded, row_ids and column_ids; those that the flags leave out are not read. Ids are
+    compared as the 64-bit integers they came as; an index outside the block names no column.
     """
+    positives, excluded, row_ids, column_ids = masks
     inside_rows, inside_columns = i < m, j < n
     positive = tl.zeros((i.shape[0], j.shape[0]), tl.int1)
     hidden = tl.zeros((i.shape[0], j.shape[0]), tl.int1)

@@ -56,14 +56,14 @@ struct ForwardArguments {
     Partials columns;  // a partial for each tile row, (row tiles, width); sums may be null
 };
 
-// One side's vectors for the epilogue of G, block-wide, of length m or n. L = log2 (2^N + 2^P), without the bias, is
+// One side's vectors for the epilogue of G, block-wide, of length m or n; s is plan->gradient_scale. L = log2 (2^N + 2^P), without the bias, is
 // taken in double and is a float, its high part, and what that leaves, its low part.
 struct GradientSide {
     const float* log;      // high part of L; +inf where the weight is 0 or L is -inf
-    const float* weight;   // w FACTOR 2^-low
-    const float* folded;   // w FACTOR 2^(r - L), and 0 where the weight is 0; read where plan->fast
-    const float* taken;    // TARGET alone: w FACTOR t, and 0 where the weight is 0
-    const float* certain;  // TARGET alone: (length, 4), high and low part of P, w FACTOR, and that times 2^N / (2^N + 2^P);
+    const float* weight;   // w s 2^-low
+    const float* folded;   // w s 2^(r - L), and 0 where the weight is 0; read where plan->fast
+    const float* taken;    // TARGET alone: w s t, and 0 where the weight is 0
+    const float* certain;  // TARGET alone: (length, 4), high and low part of P, w s, and that times 2^N / (2^N + 2^P);
                            // read where plan->certain
 };
 
@@ -73,7 +73,7 @@ struct GradientArguments {
     PairVectors pairs;
     const Plan* plan;
     GradientSide row, column;  // column all null for a loss of one direction
-    const float* entries;      // (m,) FACTOR G of each row's positive by index, read where it has one; else null
+    const float* entries;      // (m,) s G of each row's positive by index, read where it has one; else null
     void* g;                   // (height, width) of T; sm_90a writes it through a tensor map
     long long g_stride;
     int in_place_of_kept;      // sm_90a: 1 where g holds kept exponentials: nothing to do if plan->kept
@@ -94,7 +94,7 @@ struct SigmoidArguments {
     Chunk chunk;
     PairVectors pairs;
     const Plan* plan;
-    const float* row_weight;   // (m,) without FACTOR
+    const float* row_weight;   // (m,) without gradient_scale
     float* loss_parts;         // (column tiles, part_stride >= height): sums of softplus(-z x)
     float* slope_parts;        // likewise, sums of -z sigmoid(-z x), unweighted
     long long part_stride;

@@ -19,7 +19,7 @@ struct Matrix {
 constexpr int LINES = 8;
 // Rows or columns that one block of positive_dots takes.
 constexpr int PAIRS = 64;
-// Rows or columns that one block of weigh takes.
+// Rows or columns that one block of weight_bounds takes.
 constexpr int LANES = 1024;
 // Rows or columns that one block of a fold takes.
 constexpr int FOLD = 32;
@@ -33,7 +33,7 @@ struct MeasureArguments {
     long long m, n, depth;
     const long long* positives;  // (m,) or null
     const long long* excluded;   // (m,) or null
-    float* peaks;                // (blocks, 4): largest squared norms of rows, of columns; 1 where a positive strays; 0
+    float* peaks;                // (blocks, 4): largest squared norms of rows, of columns; 1 for an off-diagonal positive; 0
 };
 
 // positive_dots<P>: blocks ceil(max(m, n) / PAIRS), 256 threads.
@@ -47,7 +47,7 @@ struct PositiveDotsArguments {
     const float* bias;           // 0-d or null
     double* row_lse;             // (m,): logit of each row's positive, -inf where it has none
     double* row_sum;             // (m,): the same, 0 where it has none
-    double* column_lse;          // (n,) or null: likewise of columns, right unless the plan says stray
+    double* column_lse;          // (n,) or null: likewise of columns, right unless plan->off_diagonal
     double* column_sum;          // (n,) or null with column_lse
 };
 
@@ -60,7 +60,7 @@ struct PlanForwardArguments {
     long long m, n, depth;
 };
 
-// sum_positives: blocks ceil(n / 256), 256 threads. Nothing to do unless plan->stray.
+// sum_positives: blocks ceil(n / 256), 256 threads. Nothing to do unless plan->off_diagonal.
 struct SumPositivesArguments {
     const Plan* plan;
     const long long* positives;  // (m,)
@@ -135,8 +135,8 @@ struct WeightSide {
     const float* target;
 };
 
-// weigh: blocks ceil(m / LANES) + (two-sided ? ceil(n / LANES) : 0), 256 threads.
-struct WeighArguments {
+// weight_bounds: blocks ceil(m / LANES) + (two-sided ? ceil(n / LANES) : 0), 256 threads.
+struct WeightBoundsArguments {
     long long m, n;
     const float* bias;       // or null
     const float* upstream;   // 0-d, multiplies every weight; or null
@@ -145,13 +145,13 @@ struct WeighArguments {
                              // 1 where one is certain of its positives, 0, 0, 0
 };
 
-// temper: blocks ceil(m / 256) + (two-sided ? ceil(n / 256) : 0), 256 threads.
-struct TemperArguments {
-    const float* peaks;     // of weigh
-    long long programs;     // blocks of weigh
+// epilogue_scales: blocks ceil(m / 256) + (two-sided ? ceil(n / 256) : 0), 256 threads.
+struct EpilogueScalesArguments {
+    const float* peaks;     // of weight_bounds
+    long long programs;     // blocks of weight_bounds
     const float* scale;
     const float* bias;      // or null
-    const float* upstream;  // as of weigh
+    const float* upstream;  // as of weight_bounds
     Plan* plan;             // written
     long long m, n;
     WeightSide row, column;
@@ -165,7 +165,7 @@ struct TemperArguments {
     float* column_kept;     // (n rounded up to KEPT_UNIT,): likewise of columns
     int two_sided;
     int by_ids;             // whether ids name the positives
-    int half;               // whether G is float16 and wants a factor
+    int half;               // whether G is float16 and needs a gradient_scale
 };
 
 // What the vectors that go with kept exponentials are a multiple of.
@@ -175,11 +175,11 @@ constexpr int KEPT_UNIT = 128;
 struct KeptPositivesArguments {
     long long m, n;              // m: rows whose exponentials are kept
     const long long* positives;  // (m,) column of each row's positive
-    const float* entries;        // (m,) of temper, as the next two
+    const float* entries;        // (m,) of epilogue_scales, as the next two
     const float* row_kept;
     const float* column_kept;
     Plan* plan;
-    Plan* forward;               // as temper's
+    Plan* forward;               // as that of epilogue_scales
     void* kept;                  // (m, n) bfloat16 exponentials, unit stride along rows
     long long kept_stride;
 };
@@ -194,8 +194,8 @@ struct PlanSigmoidArguments {
     int half;
 };
 
-// carry: any number of blocks, 256 threads. x *= FACTOR, or x /= FACTOR.
-struct CarryArguments {
+// scale_gradient: any number of blocks, 256 threads. x *= gradient_scale, or x /= gradient_scale.
+struct ScaleGradientArguments {
     float* x;
     long long rows, columns, row_stride, column_stride;
     const Plan* plan;
@@ -238,9 +238,9 @@ struct WeightedNllArguments {
     double* out;                 // (blocks,)
 };
 
-// finish_rows<T>: blocks ceil(m / LINES), 256 threads. One launch for each chunk of rows; who comes last adds.
-struct FinishRowsArguments {
-    Matrix sums;         // (m, depth) float, of these rows, carrying FACTOR
+// finalize_rows<T>: blocks ceil(m / LINES), 256 threads. One launch for each chunk of rows; the last block adds.
+struct FinalizeRowsArguments {
+    Matrix sums;         // (m, depth) float, of these rows, times gradient_scale
     Matrix features;     // (m, depth) of T
     Matrix out;          // (m, depth) of T
     long long m, depth;

@@ -27,8 +27,8 @@ __device__ __forceinline__ void trade_halves(float (&list)[SIZE], int lane, int 
     const bool upper = lane & bit;
 #pragma unroll
     for (int i = 0; i < HALF; ++i) {
-        const float kept = upper ? list[i + HALF] : list[i], given = upper ? list[i] : list[i + HALF];
-        list[i] = kept + across(given, bit);
+        const float own = upper ? list[i + HALF] : list[i], given = upper ? list[i] : list[i + HALF];
+        list[i] = own + across(given, bit);
     }
 }
 

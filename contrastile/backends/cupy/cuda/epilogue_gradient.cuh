@@ -1,5 +1,5 @@
-// FACTOR G from dots: G_ij = u_i 2^(x - L_i) + v_j 2^(x - M_j) of an admitted pair, less u_i t_i + v_j t'_j where ids make
-// it positive. Formed in float32, positive included, and rounded once.
+// s G from dots, s = plan->gradient_scale: G_ij = u_i 2^(x - L_i) + v_j 2^(x - M_j) of an admitted pair, less
+// u_i t_i + v_j t'_j where ids make it positive. Formed in float32, positive included, and rounded once.
 //
 // Of a positive by index all of G comes from elsewhere, formed in double. One by ids whose row or column is certain of it
 // has p near t, and what is left of the difference is the gradient: it takes another form, certain_part.
@@ -21,9 +21,9 @@ __device__ __forceinline__ int exponent_of(const GradientArguments& a) {
 
 // What the epilogue needs of a row or of a column.
 struct Side {
-    float first;   // SHARED: w FACTOR 2^(r - L); else the high part of L
-    float weight;  // w FACTOR 2^-low; not read where SHARED
-    float taken;   // w FACTOR t, what a positive by ids takes away
+    float first;   // SHARED: w s 2^(r - L); else the high part of L
+    float weight;  // w s 2^-low; not read where SHARED
+    float taken;   // w s t, what a positive by ids takes away
 };
 
 // What lies outside the chunk, its G is not stored; and every column of a loss of one direction.

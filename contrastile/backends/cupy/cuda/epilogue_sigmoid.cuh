@@ -6,31 +6,31 @@
 namespace contrastile {
 
 // Sums over pairs of one row. softplus(a) = max(a, 0) + log(1 + e), e = exp(-|a|) in [0, 1], and the logarithms of many
-// pairs are the logarithm of one product: a multiplication and addition a pair in place of a polynomial.
-// The product is kept less 1: p + e + p e has all digits of a p far below 1, where 1 + p has none.
+// pairs are the logarithm of one product: one multiply-add per pair instead of a polynomial.
+// The product is held less 1: p + e + p e has all digits of a p far below 1, where 1 + p has none.
 // Its roundings, two a pair, add up: two chains are as exact as a sum over the pairs of both. Each has at most 64 pairs,
 // for p may come to 2^pairs.
 struct AdditiveSums {
-    float above = 0.0f;       // of max(a, 0) log2 e
-    float compounded[2] = {}; // prod (1 + e) - 1 over the pairs of either chain
+    float above = 0.0f;            // of max(a, 0) log2 e
+    float product_less_1[2] = {};  // prod (1 + e) - 1 over the pairs of either chain
     float slope = 0.0f;
 
     // y = x log2 e of one more pair; its slope. y = -inf, what `admit` writes, costs nothing and has no slope.
     __device__ __forceinline__ float add(float y, bool positive, int chain) {
         const float at = positive ? -y : y;
-        const float e = exp2_fast(-fabsf(at)), whole = 1.0f + e;  // neither overflows nor cancels
-        const float rest = reciprocal_fast(whole);
+        const float e = exp2_fast(-fabsf(at)), one_plus_e = 1.0f + e;  // neither overflows nor cancels
+        const float reciprocal = reciprocal_fast(one_plus_e);
         // NaN compares false, and e is NaN with it, so NaN comes out
-        const float sigma = at >= 0.0f ? rest : e * rest;
+        const float sigma = at >= 0.0f ? reciprocal : e * reciprocal;
         const float signed_sigma = positive ? -sigma : sigma;
         above += at > 0.0f ? at : 0.0f;
-        compounded[chain] = fmaf(compounded[chain], whole, e);
+        product_less_1[chain] = fmaf(product_less_1[chain], one_plus_e, e);
         slope += signed_sigma;
         return signed_sigma;
     }
 
     __device__ __forceinline__ float loss() const {
-        const float all = fmaf(compounded[0], 1.0f + compounded[1], compounded[1]);
+        const float all = fmaf(product_less_1[0], 1.0f + product_less_1[1], product_less_1[1]);
         return fmaf(above, static_cast<float>(LN2), log1pf(all));
     }
 };

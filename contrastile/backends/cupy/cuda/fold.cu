@@ -1,25 +1,96 @@
-// The fold of a forward chunk's partials into the running state, and with the last chunk the log-sum-exp in nats.
+// The folds: a chunk's partials join the running state, and the last chunk gives the statistics.
 //
-// All in double: a pass over n / tile partials a row costs nothing beside the n products that made them, and the
-// log-sum-exp that comes out is as exact as the partials were.
-#include "fold.cuh"
+// A block folds FOLD rows or columns: 8 warps share the tiles, 32 lanes are neighbouring rows. All sums are in double: a
+// pass over n / tile partials a row costs nothing beside the n products that made them, and the result is as exact as
+// the partials were.
+#include "arguments_small.cuh"
+#include "elements.cuh"
+#include "reduce.cuh"
 
 namespace contrastile {
+
+// One double a warp and lane. Every sum is taken in the order of the tiles within a warp, then in that of the warps.
+struct FoldBuffer {
+    double at[8][FOLD];
+};
+
+// Sum over tiles of parts (tiles, stride) at i, in double; for lanes of warp 0. `there`: whether i is a row at all.
+__device__ __forceinline__ double fold_sum(const float* parts, long long stride, long long tiles, long long i,
+                                           bool there, FoldBuffer& buffer) {
+    const int warp = threadIdx.x / 32, lane = threadIdx.x % 32;
+    double sum = 0.0;
+    if (there) {
+#pragma unroll 4
+        for (long long t = warp; t < tiles; t += 8) sum += parts[t * stride + i];
+    }
+    buffer.at[warp][lane] = sum;
+    __syncthreads();
+    if (warp == 0) {
+        sum = 0.0;
+#pragma unroll
+        for (int w = 0; w < 8; ++w) sum += buffer.at[w][lane];
+    }
+    __syncthreads();
+    return sum;
+}
+
+// log2 of the sum over tiles of sums 2^reference, both (tiles, stride), at i; for lanes of warp 0. The largest reference
+// is taken off before anything is rounded to float.
+__device__ __forceinline__ double fold_log(const float* sums, const float* references, long long stride, long long tiles,
+                                           long long i, bool there, FoldBuffer& buffer) {
+    const int warp = threadIdx.x / 32, lane = threadIdx.x % 32;
+    float top = -infinity();
+    if (there) {
+#pragma unroll 4
+        for (long long t = warp; t < tiles; t += 8)
+            if (sums[t * stride + i] != 0.0f) top = fmaxf(top, references[t * stride + i]);  // true for NaN
+    }
+    buffer.at[warp][lane] = top;
+    __syncthreads();
+    for (int w = 0; w < 8; ++w) top = fmaxf(top, static_cast<float>(buffer.at[w][lane]));
+    __syncthreads();
+    const float shift = finite_or_zero(top);
+    double sum = 0.0;
+    if (there) {
+#pragma unroll 4
+        for (long long t = warp; t < tiles; t += 8)
+            if (sums[t * stride + i] != 0.0f) sum += rescaled(sums[t * stride + i], references[t * stride + i] - shift);
+    }
+    buffer.at[warp][lane] = sum;
+    __syncthreads();
+    if (warp == 0) {
+        sum = 0.0;
+#pragma unroll
+        for (int w = 0; w < 8; ++w) sum += buffer.at[w][lane];
+    }
+    __syncthreads();
+    return shift + log2(sum);
+}
+
+// log2 of what a running state stands for: sums against the plan's reference (fast), or log2-sum-exp2s (SAFE).
+template <bool SAFE>
+__device__ __forceinline__ double log_of(double total, const Plan* plan) {
+    return SAFE ? total : log2(total) + plan->reference;
+}
+
+template <bool SAFE, class Side>
+__device__ __forceinline__ double fold_terms(const Side& side, long long i, bool there, FoldBuffer& buffer) {
+    return SAFE ? fold_log(side.sums, side.references, side.part_stride, side.tiles, i, there, buffer)
+                : fold_sum(side.sums, side.part_stride, side.tiles, i, there, buffer);
+}
 
 template <bool SAFE>
 __device__ __forceinline__ void fold_side(const FoldSide& side, long long block, Plan* plan, FoldBuffer& buffer) {
     const long long i = block * FOLD + threadIdx.x % 32;
     const bool there = i < side.length;
-    double total = SAFE ? fold_log(side.sums, side.references, side.part_stride, side.tiles, i, there, buffer)
-                        : fold_sum(side.sums, side.part_stride, side.tiles, i, there, buffer);
+    double total = fold_terms<SAFE>(side, i, there, buffer);
     if (threadIdx.x >= 32 || !there) return;
     if (!side.first) total = SAFE ? merge(side.state[i], total) : side.state[i] + total;
     side.state[i] = total;
     if (!side.last) return;
-    double log = total;
+    const double log = log_of<SAFE>(total, plan);
     if (!SAFE) {
-        log = log2(total) + plan->reference;
-        // a sum so small that what underflowed could matter; NaN is not trusted
+        // a sum so small that terms that underflowed could matter; NaN is not trusted
         const bool trusted = total >= static_cast<double>(plan->threshold) * side.terms;
         // or-ing a bit gives the same word in any order
         if (!trusted) atomicOr(&plan->status, 1);
@@ -27,13 +98,45 @@ __device__ __forceinline__ void fold_side(const FoldSide& side, long long block,
     side.lse[i] = log * LN2 + plan->bias;
 }
 
-// Works on the path that stands: SAFE where plan->status is 1. A fast fold that is doubted halfway leaves numbers
-// behind that the safe one overwrites, from its first chunk on.
+// Positives that ids name. Of exactly one, its logit is the log-sum-exp: the dot times alpha, in double, which the tile
+// kernels of the backward pass find again to the last bit of their own.
 template <bool SAFE>
-__global__ void __launch_bounds__(256) fold(const __grid_constant__ FoldArguments a) {
+__device__ __forceinline__ void fold_side(const PositiveSide& side, long long block, Plan* plan, FoldBuffer& buffer) {
+    const long long i = block * FOLD + threadIdx.x % 32;
+    const bool there = i < side.length;
+    double dots = fold_sum(side.dots, side.part_stride, side.tiles, i, there, buffer);
+    double count = fold_sum(side.counts, side.part_stride, side.tiles, i, there, buffer);
+    double total = fold_terms<SAFE>(side, i, there, buffer);
+    if (threadIdx.x >= 32 || !there) return;
+    double* state = side.state + i;
+    if (!side.first) {
+        dots += state[0];
+        count += state[side.state_stride];
+        const double before = state[2 * side.state_stride];
+        total = SAFE ? merge(before, total) : before + total;
+    }
+    state[0] = dots;
+    state[side.state_stride] = count;
+    state[2 * side.state_stride] = total;
+    if (!side.last) return;
+    const double sum = dots * (plan->alpha * LN2) + count * plan->bias;
+    side.sum[i] = sum;
+    side.lse[i] = count == 0.0 ? -infinity() : sum;
+    if (count < 2.0) return;
+    if (!SAFE) {
+        const bool trusted = total >= plan->threshold * count;
+        if (!trusted) atomicOr(&plan->status, 1);
+    }
+    side.lse[i] = log_of<SAFE>(total, plan) * LN2 + plan->bias;
+}
+
+// Both sides, on the path that stands: SAFE where plan->status is 1. A fast fold that is doubted halfway leaves numbers
+// behind that the safe one overwrites, from its first chunk on.
+template <bool SAFE, class Arguments>
+__device__ __forceinline__ void fold_sides(const Arguments& a) {
     __shared__ FoldBuffer buffer;
     __shared__ int status;
-    // read once a block: another block may raise it meanwhile, and all threads must take one way
+    // read once a block: another block may raise it meanwhile, and all threads must take the same branch
     if (threadIdx.x == 0) status = *const_cast<volatile int*>(&a.plan->status);
     __syncthreads();
     if ((status != 0) != SAFE) return;
@@ -43,6 +146,36 @@ __global__ void __launch_bounds__(256) fold(const __grid_constant__ FoldArgument
     } else {
         fold_side<SAFE>(a.columns, blockIdx.x - row_blocks, a.plan, buffer);
     }
+}
+
+template <bool SAFE>
+__global__ void __launch_bounds__(256) fold(const __grid_constant__ FoldArguments a) {
+    fold_sides<SAFE>(a);
+}
+
+template <bool SAFE>
+__global__ void __launch_bounds__(256) fold_positives(const __grid_constant__ FoldPositivesArguments a) {
+    fold_sides<SAFE>(a);
+}
+
+// The loss of each row of a sigmoid chunk, and the sum of its row of G.
+extern "C" __global__ void __launch_bounds__(256) fold_sigmoid(const __grid_constant__ FoldSigmoidArguments a) {
+    __shared__ FoldBuffer buffer;
+    const long long i = static_cast<long long>(blockIdx.x) * FOLD + threadIdx.x % 32;
+    const bool there = i < a.length;
+    double loss = fold_sum(a.loss_parts, a.part_stride, a.tiles, i, there, buffer);
+    double slope = fold_sum(a.slope_parts, a.part_stride, a.tiles, i, there, buffer);
+    if (threadIdx.x >= 32 || !there) return;
+    if (!a.first) {
+        loss += a.state[i];
+        slope += a.state[a.state_stride + i];
+    }
+    a.state[i] = loss;
+    a.state[a.state_stride + i] = slope;
+    if (!a.last) return;
+    const double w = a.row_weight[i];
+    a.loss[i] = static_cast<float>(loss);
+    a.slope[i] = w == 0.0 ? 0.0f : static_cast<float>(w * slope);
 }
 
 }  // namespace contrastile

@@ -8,51 +8,51 @@
 
 namespace contrastile {
 
-struct KeptForward {
-    KeptPairs pairs;
+struct ForwardStorage {
+    PairStorage pairs;
     float sums[4][WARP_SIDE], others[4][WARP_SIDE];  // of each warp's columns, one or two numbers
     float rows[2][2][SIDE];                          // likewise of the tile's rows, of left and right warps
 };
 
-static_assert(sizeof(KeptForward) <= KEPT_BYTES);
+static_assert(sizeof(ForwardStorage) <= STORAGE_BYTES);
 
 // Whether a row of the warp has its positive among the warp's columns.
-__device__ __forceinline__ bool holds_positives(const KeptForward& kept, const Thread& thread) {
+__device__ __forceinline__ bool holds_positives(const ForwardStorage& storage, const Thread& thread) {
     bool found = false;
 #pragma unroll
     for (int row = thread.lane; row < WARP_SIDE; row += 32) {
         // negative numbers become large ones
-        const unsigned column = kept.pairs.named[thread.row_line + row].x - thread.column_line;
+        const unsigned column = storage.pairs.named[thread.row_line + row].x - thread.column_line;
         found = found || column < WARP_SIDE;
     }
     return __any_sync(WHOLE_WARP, found);
 }
 
 template <int MASK>
-__device__ __forceinline__ void admit_tile(Accumulators& dots, const KeptForward& kept, const ForwardArguments& a,
+__device__ __forceinline__ void admit_tile(Accumulators& dots, const ForwardStorage& storage, const ForwardArguments& a,
                                            Tile at, const Thread& thread, float alpha) {
     const int columns = a.chunk.width - at.column - thread.column();
-    const long long* ids = kept.pairs.column_ids + thread.column();
+    const long long* ids = storage.pairs.column_ids + thread.column();
 #pragma unroll
     for (int s = 0; s < STRIPS; ++s) {
-        const PairRow rows[2] = {pair_row<MASK>(kept.pairs, thread, s, 0), pair_row<MASK>(kept.pairs, thread, s, 1)};
+        const PairRow rows[2] = {pair_row<MASK>(storage.pairs, thread, s, 0), pair_row<MASK>(storage.pairs, thread, s, 1)};
         const bool inside0 = at.row + thread.row(s, 0) < a.chunk.height;
         const bool inside1 = at.row + thread.row(s, 1) < a.chunk.height;
         admit<MASK, GROUPS, true>(dots[s], rows, ids, inside0, inside1, columns, nothing(alpha));
     }
 }
 
-__device__ __forceinline__ void hide_positives(Accumulators& dots, const KeptForward& kept, const Thread& thread,
+__device__ __forceinline__ void hide_positives(Accumulators& dots, const ForwardStorage& storage, const Thread& thread,
                                                float alpha) {
 #pragma unroll
     for (int s = 0; s < STRIPS; ++s)
 #pragma unroll
         for (int q = 0; q < 2; ++q)
-            hide_positive<GROUPS>(dots[s], q, kept.pairs.named[thread.row(s, q)].x - thread.column(), nothing(alpha));
+            hide_positive<GROUPS>(dots[s], q, storage.pairs.named[thread.row(s, q)].x - thread.column(), nothing(alpha));
 }
 
 // The four lanes of a row hold the same number: the first of them writes it.
-__device__ __forceinline__ void keep_rows(float (&to)[SIDE], const float (&row)[STRIPS][2], const Thread& thread) {
+__device__ __forceinline__ void store_rows(float (&to)[SIDE], const float (&row)[STRIPS][2], const Thread& thread) {
     if (thread.lane % 4 != 0) return;
 #pragma unroll
     for (int s = 0; s < STRIPS; ++s)
@@ -75,30 +75,30 @@ __device__ __forceinline__ void write_column(float* parts, const ForwardArgument
 }
 
 // Sums over the tile's rows of its left and right warps, and over its columns of the upper and lower ones, to their places.
-__device__ __forceinline__ void write_sums(const KeptForward& kept, const ForwardArguments& a, Tile at, int which,
+__device__ __forceinline__ void write_sums(const ForwardStorage& storage, const ForwardArguments& a, Tile at, int which,
                                            float* rows, float* columns) {
     const int line = threadIdx.x, side = line / WARP_SIDE, column = line % WARP_SIDE;
-    const auto& parts = which == 0 ? kept.sums : kept.others;
-    write_row(rows, a, at, kept.rows[which][0][line] + kept.rows[which][1][line]);
+    const auto& parts = which == 0 ? storage.sums : storage.others;
+    write_row(rows, a, at, storage.rows[which][0][line] + storage.rows[which][1][line]);
     if (a.columns.sums != nullptr) write_column(columns, a, at, parts[side][column] + parts[2 + side][column]);
 }
 
 // The same of sums that have references of their own.
-__device__ __forceinline__ void write_guarded(const KeptForward& kept, const ForwardArguments& a, Tile at, float* rows,
+__device__ __forceinline__ void write_guarded(const ForwardStorage& storage, const ForwardArguments& a, Tile at, float* rows,
                                               float* row_references, float* columns, float* column_references) {
     const int line = threadIdx.x, side = line / WARP_SIDE, column = line % WARP_SIDE;
-    const Guarded row = join_guarded<2>(&kept.rows[0][0][line], &kept.rows[1][0][line], SIDE);
+    const Guarded row = join_guarded<2>(&storage.rows[0][0][line], &storage.rows[1][0][line], SIDE);
     write_row(rows, a, at, row.sum);
     write_row(row_references, a, at, row.reference);
     if (a.columns.sums == nullptr) return;
-    const Guarded found = join_guarded<2>(&kept.sums[side][column], &kept.others[side][column], 2 * WARP_SIDE);
+    const Guarded found = join_guarded<2>(&storage.sums[side][column], &storage.others[side][column], 2 * WARP_SIDE);
     write_column(columns, a, at, found.sum);
     write_column(column_references, a, at, found.reference);
 }
 
 // TARGET: sums of the dots of positive pairs and their counts, then of their exponentials.
 template <int SAFE, int MASK>
-__device__ __forceinline__ void add_positives(const Accumulators& dots, KeptForward& kept, const ForwardArguments& a,
+__device__ __forceinline__ void add_positives(const Accumulators& dots, ForwardStorage& storage, const ForwardArguments& a,
                                               Tile at, const Thread& thread, float alpha, float shift) {
     PairRow rows[STRIPS][2];
     bool inside[STRIPS][2];
@@ -106,37 +106,37 @@ __device__ __forceinline__ void add_positives(const Accumulators& dots, KeptForw
     for (int s = 0; s < STRIPS; ++s)
 #pragma unroll
         for (int q = 0; q < 2; ++q) {
-            rows[s][q] = pair_row<MASK>(kept.pairs, thread, s, q);
+            rows[s][q] = pair_row<MASK>(storage.pairs, thread, s, q);
             inside[s][q] = at.row + thread.row(s, q) < a.chunk.height;
         }
     float row[STRIPS][2], count[STRIPS][2];
-    const long long* ids = kept.pairs.column_ids + thread.column();
+    const long long* ids = storage.pairs.column_ids + thread.column();
     const int columns = a.chunk.width - at.column - thread.column();
     positive_sums<MASK, STRIPS, GROUPS>(dots, rows, inside, ids, columns, thread.lane, row, count,
-                                        kept.sums[thread.warp], kept.others[thread.warp]);
-    keep_rows(kept.rows[0][thread.warp % 2], row, thread);
-    keep_rows(kept.rows[1][thread.warp % 2], count, thread);
+                                        storage.sums[thread.warp], storage.others[thread.warp]);
+    store_rows(storage.rows[0][thread.warp % 2], row, thread);
+    store_rows(storage.rows[1][thread.warp % 2], count, thread);
     __syncthreads();
-    write_sums(kept, a, at, 0, a.rows.dots, a.columns.dots);
-    write_sums(kept, a, at, 1, a.rows.counts, a.columns.counts);
+    write_sums(storage, a, at, 0, a.rows.dots, a.columns.dots);
+    write_sums(storage, a, at, 1, a.rows.counts, a.columns.counts);
     __syncthreads();  // the same memory serves what comes next, here and below
     positive_powers<SAFE, MASK, STRIPS, GROUPS>(dots, rows, inside, ids, columns, alpha, shift, thread.lane, row, count,
-                                                kept.sums[thread.warp], kept.others[thread.warp]);
-    keep_rows(kept.rows[0][thread.warp % 2], row, thread);
-    if (SAFE) keep_rows(kept.rows[1][thread.warp % 2], count, thread);
+                                                storage.sums[thread.warp], storage.others[thread.warp]);
+    store_rows(storage.rows[0][thread.warp % 2], row, thread);
+    if (SAFE) store_rows(storage.rows[1][thread.warp % 2], count, thread);
     __syncthreads();
     if (SAFE)
-        write_guarded(kept, a, at, a.rows.positive_sums, a.rows.positive_references, a.columns.positive_sums,
+        write_guarded(storage, a, at, a.rows.positive_sums, a.rows.positive_references, a.columns.positive_sums,
                       a.columns.positive_references);
     else
-        write_sums(kept, a, at, 0, a.rows.positive_sums, a.columns.positive_sums);
+        write_sums(storage, a, at, 0, a.rows.positive_sums, a.columns.positive_sums);
     __syncthreads();
 }
 
-// Whether what names pairs of the tile is kept.
+// Whether the tile's named columns are in shared memory.
 template <int MASK>
 __device__ __forceinline__ bool named(const ForwardArguments& a, Tile at) {
-    return MASK != PLAIN || a.plan->stray != 0 || on_diagonal(a.chunk, at.row, at.column, SIDE, SIDE);
+    return MASK != PLAIN || a.plan->off_diagonal != 0 || on_diagonal(a.chunk, at.row, at.column, SIDE, SIDE);
 }
 
 template <class P, int SAFE, int MASK, int STAGES>
@@ -144,7 +144,7 @@ __global__ void __launch_bounds__(BLOCK, 2) forward_sm80(const __grid_constant__
     extern __shared__ __align__(1024) unsigned char memory[];
     if ((a.plan->status != 0) != (SAFE != 0)) return;  // the other instance's work
     const unsigned shared = static_cast<unsigned>(__cvta_generic_to_shared(memory));
-    KeptForward& kept = *reinterpret_cast<KeptForward*>(memory + STAGES * 2 * STEP_SIDE);
+    ForwardStorage& storage = *reinterpret_cast<ForwardStorage*>(memory + STAGES * 2 * STEP_SIDE);
     const Thread thread;
     const Order order(a.chunk, a.features.band);
     const float alpha = usable_scale(a.plan->alpha), shift = -a.plan->reference;
@@ -152,28 +152,28 @@ __global__ void __launch_bounds__(BLOCK, 2) forward_sm80(const __grid_constant__
     for (int tile = blockIdx.x; tile < order.tiles(); tile += gridDim.x) {
         const Tile at = order.at(tile);
         // of plain pairs only where a row may have its positive; the stream's barriers part writers and readers
-        if (named<MASK>(a, at)) keep_pairs<MASK>(kept.pairs, a.pairs, a.chunk, at);
+        if (named<MASK>(a, at)) store_pairs<MASK>(storage.pairs, a.pairs, a.chunk, at);
         Accumulators dots;
         tile_of_dots<P>(stream, thread, dots);
-        if (MASK == TARGET) add_positives<SAFE, MASK>(dots, kept, a, at, thread, alpha, shift);
+        if (MASK == TARGET) add_positives<SAFE, MASK>(dots, storage, a, at, thread, alpha, shift);
         if (MASK != PLAIN || at.row + SIDE > a.chunk.height || at.column + SIDE > a.chunk.width)
-            admit_tile<MASK>(dots, kept, a, at, thread, alpha);
-        if (MASK != TARGET && named<MASK>(a, at) && holds_positives(kept, thread))
-            hide_positives(dots, kept, thread, alpha);
+            admit_tile<MASK>(dots, storage, a, at, thread, alpha);
+        if (MASK != TARGET && named<MASK>(a, at) && holds_positives(storage, thread))
+            hide_positives(dots, storage, thread, alpha);
         float row[STRIPS][2], reference[STRIPS][2];
         if (SAFE)
-            guarded_sums<STRIPS, GROUPS>(dots, alpha, thread.lane, row, reference, kept.sums[thread.warp],
-                                         kept.others[thread.warp]);
+            guarded_sums<STRIPS, GROUPS>(dots, alpha, thread.lane, row, reference, storage.sums[thread.warp],
+                                         storage.others[thread.warp]);
         else
-            shared_sums<STRIPS, GROUPS>(dots, alpha, shift, thread.lane, row, kept.sums[thread.warp]);
-        keep_rows(kept.rows[0][thread.warp % 2], row, thread);
-        if (SAFE) keep_rows(kept.rows[1][thread.warp % 2], reference, thread);
+            shared_sums<STRIPS, GROUPS>(dots, alpha, shift, thread.lane, row, storage.sums[thread.warp]);
+        store_rows(storage.rows[0][thread.warp % 2], row, thread);
+        if (SAFE) store_rows(storage.rows[1][thread.warp % 2], reference, thread);
         // whoever writes here next has passed the stream's barriers, and so has everybody who reads here now
         __syncthreads();
         if (SAFE)
-            write_guarded(kept, a, at, a.rows.sums, a.rows.references, a.columns.sums, a.columns.references);
+            write_guarded(storage, a, at, a.rows.sums, a.rows.references, a.columns.sums, a.columns.references);
         else
-            write_sums(kept, a, at, 0, a.rows.sums, a.columns.sums);
+            write_sums(storage, a, at, 0, a.rows.sums, a.columns.sums);
     }
 }
 

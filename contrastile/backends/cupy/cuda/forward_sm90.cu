@@ -8,7 +8,7 @@
 // forward_keeping_sm90<T>: the fast path without masks, of both sides, which keeps its exponentials too, rounded to T:
 // (height, width), through a tensor map; 0 for positives. forward_keeping_sm90_shared bytes.
 #include "epilogue_forward.cuh"
-#include "kept_sm90.cuh"
+#include "pair_storage_sm90.cuh"
 #include "slabs.cuh"
 
 namespace contrastile {
@@ -16,43 +16,43 @@ namespace contrastile {
 template <int SAFE, int MASK>
 struct ForwardEpilogue {
     // of one consumer: its tile's pairs, and two numbers a column of each warp
-    struct Kept {
-        KeptPairs<MASK> pairs;
+    struct Storage {
+        PairStorage<MASK> pairs;
         float sums[CONSUMER_WARPS][BN], others[CONSUMER_WARPS][BN];
-        int stray;  // the plan's
+        int off_diagonal;  // the plan's
     };
-    static constexpr int KEPT = 2 * sizeof(Kept), STAGES = 5;
+    static constexpr int STORAGE_BYTES = 2 * sizeof(Storage), STAGES = 5;
 
     const ForwardArguments& arguments;
-    Kept& kept;
+    Storage& storage;
     int consumer, warp;
     float alpha, shift;
 
     __device__ __forceinline__ ForwardEpilogue(const ForwardArguments& a, const TensorMap&, unsigned char* memory,
                                                int consumer_, int warp_)
         : arguments(a),
-          kept(reinterpret_cast<Kept*>(memory)[consumer_]),
+          storage(reinterpret_cast<Storage*>(memory)[consumer_]),
           consumer(consumer_),
           warp(warp_),
           alpha(usable_scale(a.plan->alpha)),
           shift(SAFE ? 0.0f : -a.plan->reference) {
         if (MASK != PLAIN) return;
-        if (consumer_thread() == 0) kept.stray = a.plan->stray;
+        if (consumer_thread() == 0) storage.off_diagonal = a.plan->off_diagonal;
         consumer_sync(consumer);
     }
 
     __device__ __forceinline__ void prefetch(const Place& tile) {
-        if (named(tile)) kept.pairs.prefetch(arguments.pairs, arguments.chunk, tile, consumer_thread());
+        if (named(tile)) storage.pairs.prefetch(arguments.pairs, arguments.chunk, tile, consumer_thread());
     }
 
-    __device__ __forceinline__ void finish(float (&acc)[STRIPS][PRODUCT_VALUES], const Place& tile) {
+    __device__ __forceinline__ void process(float (&acc)[STRIPS][PRODUCT_VALUES], const Place& tile) {
         leave_negatives(acc, tile);
         const int lane = this->lane();
         float row[STRIPS][2], reference[STRIPS][2];
         if (SAFE)
-            tried_sums<STRIPS, GROUPS>(acc, alpha, lane, row, reference, kept.sums[warp], kept.others[warp]);
+            tried_sums<STRIPS, GROUPS>(acc, alpha, lane, row, reference, storage.sums[warp], storage.others[warp]);
         else
-            shared_sums<STRIPS, GROUPS>(acc, alpha, shift, lane, row, kept.sums[warp]);
+            shared_sums<STRIPS, GROUPS>(acc, alpha, shift, lane, row, storage.sums[warp]);
         write_sums(row, reference, tile);
     }
 
@@ -68,7 +68,7 @@ struct ForwardEpilogue {
         const int lane = this->lane();
         const bool edge = tile.row + BM > chunk.height || tile.column + BN > chunk.width;
         const bool touched =
-            MASK == TARGET || (named(tile) && kept.pairs.touched(arguments.pairs, chunk, tile, warp, lane, true));
+            MASK == TARGET || (named(tile) && storage.pairs.touched(arguments.pairs, chunk, tile, warp, lane, true));
         if (edge || (MASK != PLAIN && touched)) admit_tile(acc, tile);
         if (MASK != TARGET && touched) hide_positives(acc, tile, lane);
     }
@@ -81,7 +81,7 @@ struct ForwardEpilogue {
 #pragma unroll
             for (int q = 0; q < 2; ++q) {
                 const int row = row_in_tile(warp, lane, s, q);
-                const int column = kept.pairs.named(arguments.pairs, arguments.chunk, tile, row).x;
+                const int column = storage.pairs.named(arguments.pairs, arguments.chunk, tile, row).x;
                 hide_positive<GROUPS>(acc[s], q, column - 2 * (lane & 3), nothing(alpha));
             }
     }
@@ -92,9 +92,9 @@ struct ForwardEpilogue {
                    arguments.columns.references);
     }
 
-    // Whether what names pairs of the tile is kept; of plain pairs only where a row may have its positive.
+    // Whether the tile's pairs are in shared memory: plain pairs only where a row may have its positive.
     __device__ __forceinline__ bool named(const Place& tile) const {
-        return MASK != PLAIN || kept.stray != 0 || on_diagonal(arguments.chunk, tile.row, tile.column, BM, BN);
+        return MASK != PLAIN || storage.off_diagonal != 0 || on_diagonal(arguments.chunk, tile.row, tile.column, BM, BN);
     }
 
     // Sums of the rows, and those of the columns that all warps have left in shared memory, to their places; SAFE with
@@ -109,11 +109,11 @@ struct ForwardEpilogue {
         each_column(tile, [&](int column, long long at) {
             if (SAFE) {
                 const Guarded found =
-                    join_guarded<CONSUMER_WARPS>(&kept.sums[0][column], &kept.others[0][column], BN);
+                    join_guarded<CONSUMER_WARPS>(&storage.sums[0][column], &storage.others[0][column], BN);
                 columns[at] = found.sum;
                 column_references[at] = found.reference;
             } else {
-                columns[at] = joined(kept.sums, column);
+                columns[at] = joined(storage.sums, column);
             }
         });
     }
@@ -131,9 +131,9 @@ struct ForwardEpilogue {
                 const int row = row_in_tile(warp, lane, s, q);
                 inside[s][q] = tile.row + row < chunk.height;
                 rows[s][q] = PairRow{-1, -1, 0};
-                if (MASK != PLAIN) rows[s][q] = kept.pairs.row(kept.pairs.named(arguments.pairs, chunk, tile, row), row, first);
+                if (MASK != PLAIN) rows[s][q] = storage.pairs.row(storage.pairs.named(arguments.pairs, chunk, tile, row), row, first);
             }
-        const long long* ids = kept.pairs.ids(first);
+        const long long* ids = storage.pairs.ids(first);
         if (MASK == TARGET) add_positives(acc, rows, inside, ids, columns, tile);
 #pragma unroll
         for (int s = 0; s < STRIPS; ++s)
@@ -145,19 +145,19 @@ struct ForwardEpilogue {
                                                   const long long* ids, int columns, const Place& tile) {
         const int lane = this->lane();
         float dots[STRIPS][2], counts[STRIPS][2];
-        positive_sums<MASK, STRIPS, GROUPS>(acc, rows, inside, ids, columns, lane, dots, counts, kept.sums[warp],
-                                            kept.others[warp]);
+        positive_sums<MASK, STRIPS, GROUPS>(acc, rows, inside, ids, columns, lane, dots, counts, storage.sums[warp],
+                                            storage.others[warp]);
         write_rows(dots, arguments.rows.dots, tile);
         write_rows(counts, arguments.rows.counts, tile);
         consumer_sync(consumer);
         if (arguments.columns.sums != nullptr)
             each_column(tile, [&](int column, long long at) {
-                arguments.columns.dots[at] = joined(kept.sums, column);
-                arguments.columns.counts[at] = joined(kept.others, column);
+                arguments.columns.dots[at] = joined(storage.sums, column);
+                arguments.columns.counts[at] = joined(storage.others, column);
             });
         consumer_sync(consumer);  // the same memory serves what comes next, here and below
         positive_powers<SAFE, MASK, STRIPS, GROUPS>(acc, rows, inside, ids, columns, alpha, shift, lane, dots, counts,
-                                                    kept.sums[warp], kept.others[warp]);
+                                                    storage.sums[warp], storage.others[warp]);
         write_side(dots, counts, tile, arguments.rows.positive_sums, arguments.rows.positive_references,
                    arguments.columns.positive_sums, arguments.columns.positive_references);
         consumer_sync(consumer);
@@ -190,7 +190,7 @@ template <class T>
 struct KeepingEpilogue : ForwardEpilogue<0, PLAIN> {
     using Base = ForwardEpilogue<0, PLAIN>;
     using Writer = SlabWriter<3>;
-    static constexpr int KEPT = Writer::SPACE + Base::KEPT, STAGES = 4;
+    static constexpr int STORAGE_BYTES = Writer::SPACE + Base::STORAGE_BYTES, STAGES = 4;
 
     const TensorMap& exponentials;
     unsigned slabs;  // this warp's
@@ -201,14 +201,14 @@ struct KeepingEpilogue : ForwardEpilogue<0, PLAIN> {
           exponentials(map),
           slabs(shared_address(memory) + (consumer_ * CONSUMER_WARPS + warp_) * Writer::WARP_SPACE) {}
 
-    __device__ __forceinline__ void finish(float (&acc)[STRIPS][PRODUCT_VALUES], const Place& tile) {
+    __device__ __forceinline__ void process(float (&acc)[STRIPS][PRODUCT_VALUES], const Place& tile) {
         leave_negatives(acc, tile);
         const int lane = this->lane();
         const Writer writer(exponentials, slabs, lane);
         float row[STRIPS][2];
         constexpr int PAIRS = SLAB_GROUPS / 2;  // of a slab
         shared_sums_kept<T, STRIPS, GROUPS>(
-            acc, alpha, shift, lane, row, kept.sums[warp], [&](int s, int pair, const unsigned (&values)[4]) {
+            acc, alpha, shift, lane, row, storage.sums[warp], [&](int s, int pair, const unsigned (&values)[4]) {
                 const int part = pair / PAIRS, slab = STRIPS * part + s;
                 // the slabs of both strips are open at a time
                 if (pair % PAIRS == 0 && s == 0) writer.open();
@@ -220,14 +220,14 @@ struct KeepingEpilogue : ForwardEpilogue<0, PLAIN> {
         write_sums(row, row, tile);
     }
 
-    __device__ __forceinline__ void end() { Writer(exponentials, slabs, this->lane()).finish(); }
+    __device__ __forceinline__ void end() { Writer(exponentials, slabs, this->lane()).drain(); }
 };
 
 extern "C" __device__ const int forward_sm90_shared =
-    Layout<ForwardEpilogue<1, DROP>::STAGES, ForwardEpilogue<1, DROP>::KEPT>::BYTES;
+    Layout<ForwardEpilogue<1, DROP>::STAGES, ForwardEpilogue<1, DROP>::STORAGE_BYTES>::BYTES;
 
 extern "C" __device__ const int forward_keeping_sm90_shared =
-    Layout<KeepingEpilogue<bfloat16>::STAGES, KeepingEpilogue<bfloat16>::KEPT>::BYTES;
+    Layout<KeepingEpilogue<bfloat16>::STAGES, KeepingEpilogue<bfloat16>::STORAGE_BYTES>::BYTES;
 
 template <class T, int SAFE, int MASK>
 __global__ void __cluster_dims__(2, 1, 1) __launch_bounds__(PIPELINE_THREADS, 1)

@@ -1,4 +1,4 @@
-// FACTOR G of one chunk, rounded once to the features' type, for sm_80 and later.
+// gradient_scale * G of one chunk, rounded once to the features' type, for sm_80 and later.
 //
 // gradient_sm80<P, MASK, STAGES>: grid, threads and shared memory as forward_sm80. The exponent (epilogue_gradient.cuh)
 // is chosen on the device from the plan. Positives, by index or by ids, have theirs in float32, before it is rounded.
@@ -7,7 +7,7 @@
 
 namespace contrastile {
 
-struct KeptSide {
+struct SideStorage {
     float first[SIDE], weight[SIDE], taken[SIDE];  // of Side
 
     __device__ __forceinline__ void put(const Side& side) {
@@ -17,19 +17,19 @@ struct KeptSide {
     }
 };
 
-struct KeptGradient {
-    KeptPairs pairs;
-    KeptSide row, column;
+struct GradientStorage {
+    PairStorage pairs;
+    SideStorage row, column;
     float entry[SIDE];  // G of the rows' positives by index
 };
 
-static_assert(sizeof(KeptGradient) <= KEPT_BYTES);
+static_assert(sizeof(GradientStorage) <= STORAGE_BYTES);
 
 __device__ __forceinline__ float2 two(const float* list, int at) { return *reinterpret_cast<const float2*>(list + at); }
 
 // Turns the dots of strip s into G, but for positives by index. CERTAIN: where the plan says so.
 template <int EXPONENT, int MASK, bool CERTAIN>
-__device__ __forceinline__ void strip_of_g(float (&value)[4 * GROUPS], int s, const KeptGradient& kept,
+__device__ __forceinline__ void strip_of_g(float (&value)[4 * GROUPS], int s, const GradientStorage& storage,
                                            const GradientArguments& a, Tile at, const Thread& thread, float alpha,
                                            float reference) {
     float first[2], weight[2], taken[2];
@@ -37,18 +37,18 @@ __device__ __forceinline__ void strip_of_g(float (&value)[4 * GROUPS], int s, co
 #pragma unroll
     for (int q = 0; q < 2; ++q) {
         const int row = thread.row(s, q);
-        first[q] = kept.row.first[row];
-        weight[q] = kept.row.weight[row];
-        taken[q] = kept.row.taken[row];
-        rows[q] = pair_row<MASK>(kept.pairs, thread, s, q);
+        first[q] = storage.row.first[row];
+        weight[q] = storage.row.weight[row];
+        taken[q] = storage.row.taken[row];
+        rows[q] = pair_row<MASK>(storage.pairs, thread, s, q);
     }
     const int column = thread.column();
 #pragma unroll
     for (int g = 0; g < GROUPS; ++g) {
-        const float2 column_first = two(kept.column.first, column + 8 * g);
-        const float2 column_weight = two(kept.column.weight, column + 8 * g);
-        const float2 column_taken = two(kept.column.taken, column + 8 * g);
-        const longlong2 id = pair_of_ids<MASK>(kept.pairs.column_ids + column, g);
+        const float2 column_first = two(storage.column.first, column + 8 * g);
+        const float2 column_weight = two(storage.column.weight, column + 8 * g);
+        const float2 column_taken = two(storage.column.taken, column + 8 * g);
+        const longlong2 id = pair_of_ids<MASK>(storage.pairs.column_ids + column, g);
 #pragma unroll
         for (int e = 0; e < 4; ++e) {
             const int q = e >> 1, c = e & 1;
@@ -71,13 +71,13 @@ __device__ __forceinline__ void strip_of_g(float (&value)[4 * GROUPS], int s, co
 }
 
 // Puts G of positives by index in its place in strip s. A row has one at most; most tiles have none.
-__device__ __forceinline__ void put_positives(float (&value)[4 * GROUPS], int s, const KeptGradient& kept,
+__device__ __forceinline__ void put_positives(float (&value)[4 * GROUPS], int s, const GradientStorage& storage,
                                                const Thread& thread) {
 #pragma unroll
     for (int q = 0; q < 2; ++q) {
-        const int row = thread.row(s, q), named = kept.pairs.named[row].x;
+        const int row = thread.row(s, q), named = storage.pairs.named[row].x;
         if (!__any_sync(WHOLE_WARP, named >= 0)) continue;
-        const float entry = kept.entry[row];
+        const float entry = storage.entry[row];
         const int column = named - thread.column();  // negative numbers match none
 #pragma unroll
         for (int g = 0; g < GROUPS; ++g)
@@ -88,12 +88,12 @@ __device__ __forceinline__ void put_positives(float (&value)[4 * GROUPS], int s,
 }
 
 template <int EXPONENT, int MASK, bool CERTAIN, class T>
-__device__ __forceinline__ void write_g(Accumulators& dots, const KeptGradient& kept, const GradientArguments& a,
+__device__ __forceinline__ void write_g(Accumulators& dots, const GradientStorage& storage, const GradientArguments& a,
                                         Tile at, const Thread& thread) {
 #pragma unroll
     for (int s = 0; s < STRIPS; ++s) {
-        strip_of_g<EXPONENT, MASK, CERTAIN>(dots[s], s, kept, a, at, thread, a.plan->alpha, a.plan->reference);
-        if (MASK != TARGET) put_positives(dots[s], s, kept, thread);
+        strip_of_g<EXPONENT, MASK, CERTAIN>(dots[s], s, storage, a, at, thread, a.plan->alpha, a.plan->reference);
+        if (MASK != TARGET) put_positives(dots[s], s, storage, thread);
         store_strip(dots[s], s, static_cast<T*>(a.g), a.g_stride, a.chunk, at, thread);
         // nothing waits here: but the next strip reads its columns anew, where keeping them in registers would spill
         __syncwarp();
@@ -102,19 +102,19 @@ __device__ __forceinline__ void write_g(Accumulators& dots, const KeptGradient& 
 
 // `certain`: the plan says so, and then it is never SHARED.
 template <int MASK, class T>
-__device__ __forceinline__ void choose_g(int exponent, bool certain, Accumulators& dots, const KeptGradient& kept,
+__device__ __forceinline__ void choose_g(int exponent, bool certain, Accumulators& dots, const GradientStorage& storage,
                                          const GradientArguments& a, Tile at, const Thread& thread) {
     constexpr bool CERTAIN = MASK == TARGET;
     if (exponent == SHARED)
-        write_g<SHARED, MASK, false, T>(dots, kept, a, at, thread);
+        write_g<SHARED, MASK, false, T>(dots, storage, a, at, thread);
     else if (CERTAIN && certain && exponent == ROWS)
-        write_g<ROWS, MASK, CERTAIN, T>(dots, kept, a, at, thread);
+        write_g<ROWS, MASK, CERTAIN, T>(dots, storage, a, at, thread);
     else if (CERTAIN && certain)
-        write_g<BOTH, MASK, CERTAIN, T>(dots, kept, a, at, thread);
+        write_g<BOTH, MASK, CERTAIN, T>(dots, storage, a, at, thread);
     else if (exponent == ROWS)
-        write_g<ROWS, MASK, false, T>(dots, kept, a, at, thread);
+        write_g<ROWS, MASK, false, T>(dots, storage, a, at, thread);
     else
-        write_g<BOTH, MASK, false, T>(dots, kept, a, at, thread);
+        write_g<BOTH, MASK, false, T>(dots, storage, a, at, thread);
 }
 
 template <class P, int MASK, int STAGES>
@@ -122,7 +122,7 @@ __global__ void __launch_bounds__(BLOCK, 2) gradient_sm80(const __grid_constant_
     extern __shared__ __align__(1024) unsigned char memory[];
     using T = typename P::Type;
     const unsigned shared = static_cast<unsigned>(__cvta_generic_to_shared(memory));
-    KeptGradient& kept = *reinterpret_cast<KeptGradient*>(memory + STAGES * 2 * STEP_SIDE);
+    GradientStorage& storage = *reinterpret_cast<GradientStorage*>(memory + STAGES * 2 * STEP_SIDE);
     const Thread thread;
     const Order order(a.chunk, a.features.band);
     const int exponent = exponent_of(a);
@@ -130,16 +130,16 @@ __global__ void __launch_bounds__(BLOCK, 2) gradient_sm80(const __grid_constant_
     for (int tile = blockIdx.x; tile < order.tiles(); tile += gridDim.x) {
         const Tile at = order.at(tile);
         const int row = at.row + threadIdx.x, column = at.column + threadIdx.x;
-        keep_pairs<MASK>(kept.pairs, a.pairs, a.chunk, at);
-        kept.row.put(row < a.chunk.height ? side_of<MASK>(a.row, a.chunk.row + row, exponent) : no_side());
-        kept.column.put(column < a.chunk.width ? side_of<MASK>(a.column, a.chunk.column + column, exponent)
+        store_pairs<MASK>(storage.pairs, a.pairs, a.chunk, at);
+        storage.row.put(row < a.chunk.height ? side_of<MASK>(a.row, a.chunk.row + row, exponent) : no_side());
+        storage.column.put(column < a.chunk.width ? side_of<MASK>(a.column, a.chunk.column + column, exponent)
                                                : no_side());
         if (MASK != TARGET && a.entries != nullptr && row < a.chunk.height)
-            kept.entry[threadIdx.x] = a.entries[a.chunk.row + row];
+            storage.entry[threadIdx.x] = a.entries[a.chunk.row + row];
         Accumulators dots;
         tile_of_dots<P>(stream, thread, dots);
-        choose_g<MASK, T>(exponent, a.plan->certain != 0, dots, kept, a, at, thread);
-        // what is kept is overwritten for the next tile
+        choose_g<MASK, T>(exponent, a.plan->certain != 0, dots, storage, a, at, thread);
+        // the next tile overwrites the storage
         __syncthreads();
     }
 }

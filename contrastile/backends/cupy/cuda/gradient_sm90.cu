@@ -1,10 +1,10 @@
-// FACTOR G of one chunk, rounded once to the features' dtype, for sm_90a.
+// gradient_scale * G of one chunk, rounded once to the features' dtype, for sm_90a.
 //
 // gradient_sm90<T, MASK>: grid and threads as forward_sm90, gradient_sm90_shared bytes of dynamic shared memory.
 // The exponent (epilogue_gradient.cuh) is chosen on the device from the plan. Positives, by index or by ids, have theirs
 // in float32: a warp that has a positive by index runs the same code with one comparison an element.
 #include "epilogue_gradient.cuh"
-#include "kept_sm90.cuh"
+#include "pair_storage_sm90.cuh"
 #include "slabs.cuh"
 
 namespace contrastile {
@@ -13,7 +13,7 @@ template <class T, int MASK>
 struct GradientEpilogue {
     // of one side of a consumer's tile; aligned, for pairs of a vector are read in one go
     template <int LENGTH>
-    struct alignas(16) KeptSide {
+    struct alignas(16) SideStorage {
         float first[LENGTH], weight[LENGTH], taken[MASK == TARGET ? LENGTH : 1];
 
         __device__ __forceinline__ void prefetch(const GradientSide& side, int exponent, long long begin, int count,
@@ -23,20 +23,20 @@ struct GradientEpilogue {
             if constexpr (MASK == TARGET) fetch_vector(taken, side.taken, begin, count, thread);
         }
     };
-    struct Kept {
-        KeptPairs<MASK> pairs;
-        KeptSide<BM> row;
-        KeptSide<BN> column;
+    struct Storage {
+        PairStorage<MASK> pairs;
+        SideStorage<BM> row;
+        SideStorage<BN> column;
         float entry[MASK == TARGET ? 1 : BM];  // G of the rows' positives by index
         int exponent, certain;
     };
     using Writer = SlabWriter<3>;
-    static constexpr int KEPT = Writer::SPACE + 2 * sizeof(Kept), STAGES = 4;
+    static constexpr int STORAGE_BYTES = Writer::SPACE + 2 * sizeof(Storage), STAGES = 4;
 
     const GradientArguments& arguments;
     const TensorMap& g;
     unsigned slabs;  // this warp's
-    Kept& kept;
+    Storage& storage;
     int consumer, warp;
     float alpha, reference;
 
@@ -45,34 +45,34 @@ struct GradientEpilogue {
         : arguments(a),
           g(g_),
           slabs(shared_address(memory_) + (consumer_ * CONSUMER_WARPS + warp_) * Writer::WARP_SPACE),
-          kept(reinterpret_cast<Kept*>(memory_ + Writer::SPACE)[consumer_]),
+          storage(reinterpret_cast<Storage*>(memory_ + Writer::SPACE)[consumer_]),
           consumer(consumer_),
           warp(warp_),
           alpha(a.plan->alpha),
           reference(a.plan->reference) {
         if (consumer_thread() == 0) {
-            kept.exponent = exponent_of(a);
-            kept.certain = a.plan->certain;
+            storage.exponent = exponent_of(a);
+            storage.certain = a.plan->certain;
         }
         consumer_sync(consumer);
     }
 
     __device__ __forceinline__ void prefetch(const Place& tile) {
         const Chunk& chunk = arguments.chunk;
-        const int thread = consumer_thread(), exponent = kept.exponent;
-        kept.pairs.prefetch(arguments.pairs, chunk, tile, thread);
-        kept.row.prefetch(arguments.row, exponent, chunk.row + tile.row, chunk.height - tile.row, thread);
+        const int thread = consumer_thread(), exponent = storage.exponent;
+        storage.pairs.prefetch(arguments.pairs, chunk, tile, thread);
+        storage.row.prefetch(arguments.row, exponent, chunk.row + tile.row, chunk.height - tile.row, thread);
         if constexpr (MASK != TARGET)
             if (arguments.entries != nullptr)
-                fetch_vector(kept.entry, arguments.entries, chunk.row + tile.row, chunk.height - tile.row, thread);
+                fetch_vector(storage.entry, arguments.entries, chunk.row + tile.row, chunk.height - tile.row, thread);
         if (exponent != ROWS)
-            kept.column.prefetch(arguments.column, exponent, chunk.column + tile.column, chunk.width - tile.column,
+            storage.column.prefetch(arguments.column, exponent, chunk.column + tile.column, chunk.width - tile.column,
                                  thread);
     }
 
-    __device__ __forceinline__ void finish(const float (&acc)[STRIPS][PRODUCT_VALUES], const Place& tile) const {
-        const int exponent = kept.exponent;
-        if (MASK == TARGET && kept.certain)
+    __device__ __forceinline__ void process(const float (&acc)[STRIPS][PRODUCT_VALUES], const Place& tile) const {
+        const int exponent = storage.exponent;
+        if (MASK == TARGET && storage.certain)
             return exponent == ROWS ? choose_positives<ROWS, MASK == TARGET>(acc, tile)
                                     : choose_positives<BOTH, MASK == TARGET>(acc, tile);
         if (exponent == SHARED)
@@ -83,7 +83,7 @@ struct GradientEpilogue {
             choose_positives<BOTH>(acc, tile);
     }
 
-    __device__ __forceinline__ void end() const { Writer(g, slabs, consumer_thread() % 32).finish(); }
+    __device__ __forceinline__ void end() const { Writer(g, slabs, consumer_thread() % 32).drain(); }
 
   private:
     // A thread's two rows of a strip.
@@ -94,7 +94,7 @@ struct GradientEpilogue {
     };
 
     __device__ __forceinline__ int2 named(const Place& tile, int row) const {
-        return kept.pairs.named(arguments.pairs, arguments.chunk, tile, row);
+        return storage.pairs.named(arguments.pairs, arguments.chunk, tile, row);
     }
 
     // CERTAIN: where the plan says so, and then it is never SHARED.
@@ -102,7 +102,7 @@ struct GradientEpilogue {
     __device__ __forceinline__ void choose_positives(const float (&acc)[STRIPS][PRODUCT_VALUES],
                                                      const Place& tile) const {
         const int lane = consumer_thread() % 32;
-        if (!kept.pairs.touched(arguments.pairs, arguments.chunk, tile, warp, lane, true)) {
+        if (!storage.pairs.touched(arguments.pairs, arguments.chunk, tile, warp, lane, true)) {
             if (EXPONENT == SHARED) return write_ahead(acc, tile);
             return write<EXPONENT, false>(acc, tile);
         }
@@ -116,12 +116,12 @@ struct GradientEpilogue {
 #pragma unroll
         for (int q = 0; q < 2; ++q) {
             const int row = row_in_tile(warp, lane, s, q);
-            rows.first[q] = kept.row.first[row];
-            rows.weight[q] = EXPONENT == SHARED ? 0.0f : kept.row.weight[row];
+            rows.first[q] = storage.row.first[row];
+            rows.weight[q] = EXPONENT == SHARED ? 0.0f : storage.row.weight[row];
             if (!POSITIVES) continue;
             const int2 columns = named(tile, row);
-            rows.pair[q] = kept.pairs.row(columns, row, first);
-            rows.positive[q] = MASK == TARGET ? kept.row.taken[row] : kept.entry[row];
+            rows.pair[q] = storage.pairs.row(columns, row, first);
+            rows.positive[q] = MASK == TARGET ? storage.row.taken[row] : storage.entry[row];
         }
         return rows;
     }
@@ -165,7 +165,7 @@ struct GradientEpilogue {
 #pragma unroll
         for (int s = 0; s < STRIPS; ++s)
 #pragma unroll
-            for (int q = 0; q < 2; ++q) row[s][q] = kept.row.first[row_in_tile(warp, lane, s, q)];
+            for (int q = 0; q < 2; ++q) row[s][q] = storage.row.first[row_in_tile(warp, lane, s, q)];
         float power[2][4 * SLAB_GROUPS];
 #pragma unroll
         for (int i = 0; i < 4 * SLAB_GROUPS; ++i) power[0][i] = power_of(acc, 0, i);
@@ -178,7 +178,7 @@ struct GradientEpilogue {
 #pragma unroll
                 for (int h = 0; h < 2; ++h) {
                     const int g = 2 * two + h;
-                    const float2 column = pair_at(kept.column.first, part * SLAB_GROUPS + g, first);
+                    const float2 column = pair_at(storage.column.first, part * SLAB_GROUPS + g, first);
 #pragma unroll
                     for (int e = 0; e < 4; ++e)
                         if (slab + 1 < STRIPS * SLABS)
@@ -229,9 +229,9 @@ struct GradientEpilogue {
     __device__ __forceinline__ void pack_group(const float (&dot)[PRODUCT_VALUES], const Rows& rows, int s, int g,
                                                int first, const Place& tile, unsigned& top, unsigned& low) const {
         const float2 none = make_float2(0.0f, 0.0f);
-        const float2 column_first = EXPONENT == ROWS ? none : pair_at(kept.column.first, g, first);
-        const float2 weight = EXPONENT == BOTH ? pair_at(kept.column.weight, g, first) : none;
-        const longlong2 id = pair_of_ids<MASK>(kept.pairs.ids(first), g);
+        const float2 column_first = EXPONENT == ROWS ? none : pair_at(storage.column.first, g, first);
+        const float2 weight = EXPONENT == BOTH ? pair_at(storage.column.weight, g, first) : none;
+        const longlong2 id = pair_of_ids<MASK>(storage.pairs.ids(first), g);
         float value[4];
 #pragma unroll
         for (int e = 0; e < 4; ++e) {
@@ -245,7 +245,7 @@ struct GradientEpilogue {
             if constexpr (CERTAIN)
                 value[e] = certain_positive(dot[4 * g + e], s, q, first + column, tile);
             else if constexpr (MASK == TARGET)
-                value[e] -= EXPONENT == ROWS ? rows.positive[q] : rows.positive[q] + kept.column.taken[first + column];
+                value[e] -= EXPONENT == ROWS ? rows.positive[q] : rows.positive[q] + storage.column.taken[first + column];
             else
                 value[e] = rows.positive[q];
         }
@@ -255,7 +255,7 @@ struct GradientEpilogue {
 };
 
 extern "C" __device__ const int gradient_sm90_shared =
-    Layout<GradientEpilogue<bfloat16, DROP>::STAGES, GradientEpilogue<bfloat16, DROP>::KEPT>::BYTES;
+    Layout<GradientEpilogue<bfloat16, DROP>::STAGES, GradientEpilogue<bfloat16, DROP>::STORAGE_BYTES>::BYTES;
 
 template <class T, int MASK>
 __global__ void __cluster_dims__(2, 1, 1) __launch_bounds__(PIPELINE_THREADS, 1)

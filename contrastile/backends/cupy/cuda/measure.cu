@@ -1,4 +1,4 @@
-// The survey of the forward pass: peaks of the norms, and whether positives stray from their own number.
+// The precheck of the forward pass: peaks of the norms, and whether there are off-diagonal positives.
 #include "features.cuh"
 
 namespace contrastile {

@@ -1,4 +1,4 @@
-// Scalar arithmetic of the epilogues.
+// Scalar arithmetic.
 #pragma once
 
 #include "elements.cuh"
@@ -38,6 +38,15 @@ __device__ __forceinline__ float rescaled(float sum, float by) { return sum < in
 __device__ __forceinline__ double merge(double a, double b) {
     const double shift = finite_or_zero(fmax(a, b));
     return shift + log2(exp2(a - shift) + exp2(b - shift));
+}
+
+// A power of two that brings `most` to 2^13 at least and under 2^14, within 2^-100 and 2^100; 1 for 0 and infinity.
+__device__ __forceinline__ float near_top(float most) {
+    if (!(most > 0.0f && most < infinity())) return 1.0f;
+    int exponent;
+    frexpf(most, &exponent);  // most is in [2^(exponent - 1), 2^exponent)
+    exponent = min(max(14 - exponent, -100), 100);
+    return __int_as_float((exponent + 127) << 23);
 }
 
 }  // namespace contrastile

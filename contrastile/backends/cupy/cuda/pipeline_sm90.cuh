@@ -20,7 +20,6 @@
 #pragma once
 
 #include "hopper.cuh"
-#include "schedule.cuh"
 #include "wgmma.cuh"
 
 namespace contrastile {
@@ -36,19 +35,54 @@ constexpr int TURN = 1, CONSUMER = 3;  // each of two, by consumer
 
 __device__ __forceinline__ void consumer_sync(int consumer) { named_sync(CONSUMER + consumer, WARPGROUP); }
 
-// This thread of its consumer. Read anew each time: kept over the products, what follows from it spills.
+// This thread of its consumer. Read anew each time: held over the products, what follows from it spills.
 __device__ __forceinline__ int consumer_thread() {
     int thread;
     asm volatile("mov.u32 %0, %%tid.x;" : "=r"(thread));
     return thread % WARPGROUP;
 }
 
-// Shared memory of a block: the ring, the barriers, what the epilogue keeps.
-template <int STAGES, int KEPT>
+// The walk of a persistent grid over the tiles of a chunk: static, so that every role finds the same tiles by itself.
+struct Place {
+    int row, column;  // first row and column of a tile inside the chunk
+};
+
+// Clusters of two blocks take pairs of tile rows. Bands of `band` pairs are walked down first, then across, so that
+// clusters at work at the same time share columns and rows in the L2 cache.
+template <int BM, int BN>
+struct Walk {
+    unsigned row_pairs, band, band_tiles, clusters, first, rank;
+    int count;
+
+    __device__ __forceinline__ Walk(const Chunk& chunk, unsigned band_, unsigned rank_)
+        : row_pairs((chunk.height + 2 * BM - 1) / (2 * BM)),
+          band(band_),
+          clusters(gridDim.x / 2),
+          first(blockIdx.x / 2),
+          rank(rank_) {
+        const unsigned column_tiles = (chunk.width + BN - 1) / BN;
+        band_tiles = band * column_tiles;
+        const unsigned tiles = row_pairs * column_tiles;
+        count = first < tiles ? (tiles - first + clusters - 1) / clusters : 0;
+    }
+
+    // Tile number `index` of this block's. Holds two integer divisions: call it where products hide them.
+    __device__ __forceinline__ Place at(int index) const {
+        const unsigned tile = first + index * clusters, number = tile / band_tiles;
+        const unsigned above = number * band, inside = tile - number * band_tiles;
+        const unsigned high = above < row_pairs ? min(band, row_pairs - above) : 1;  // past the end: any place
+        const unsigned across = inside / high, pair = above + inside - across * high;
+        return {static_cast<int>((2 * pair + rank) * BM), static_cast<int>(across * BN)};
+    }
+};
+
+
+// Shared memory of a block: the ring, the epilogue's storage, the barriers.
+template <int STAGES, int STORAGE_BYTES>
 struct Layout {
     static constexpr int ROWS = BM * BK * 2, COLUMNS = BN * BK * 2;
-    static constexpr int COLUMNS_AT = STAGES * ROWS, KEPT_AT = COLUMNS_AT + STAGES * COLUMNS;
-    static constexpr int BARRIERS_AT = KEPT_AT + KEPT;
+    static constexpr int COLUMNS_AT = STAGES * ROWS, STORAGE_AT = COLUMNS_AT + STAGES * COLUMNS;
+    static constexpr int BARRIERS_AT = STORAGE_AT + STORAGE_BYTES;
     static constexpr int PLACES_AT = BARRIERS_AT + 2 * STAGES * 8;  // of each consumer: the tile after
     static constexpr int BYTES = PLACES_AT + 2 * sizeof(Place) + SWIZZLE_ATOM;  // the ring is aligned at run time
     static_assert(BYTES <= 232448, "more shared memory than a block may have");
@@ -156,20 +190,20 @@ __device__ __forceinline__ void consume(const Ring<STAGES>& ring, int consumer, 
         if (lane < 2) barrier_arrive(ring.empty + 8 * last, lane);
         fetched();
         consumer_sync(consumer);
-        epilogue.finish(acc, tile);
+        epilogue.process(acc, tile);
         tile = upcoming;
     }
     epilogue.end();
 }
 
-// The whole kernel. Epilogue(arguments, map of G, kept shared memory, consumer, its warp) is made by the consumers. It
-// must have KEPT, the bytes that it keeps, STAGES, prefetch(tile), finish(accumulators, tile) and, after the last tile,
-// end().
+// The whole kernel. The consumers make the Epilogue(arguments, map of G, its shared memory, consumer, warp of the
+// consumer). It has STORAGE_BYTES, its shared memory; STAGES; prefetch(tile); process(accumulators, tile); and end(),
+// called after the last tile.
 template <class T, class Epilogue, class Arguments>
 __device__ __forceinline__ void run_pipeline(const TensorMap& rows, const TensorMap& columns, const TensorMap& g,
                                              const Arguments& arguments) {
     constexpr int STAGES = Epilogue::STAGES;
-    using L = Layout<STAGES, Epilogue::KEPT>;
+    using L = Layout<STAGES, Epilogue::STORAGE_BYTES>;
     extern __shared__ unsigned char dynamic[];
     unsigned char* memory = dynamic + (-shared_address(dynamic) & (SWIZZLE_ATOM - 1));
     const Ring<STAGES> ring = Ring<STAGES>::template at<L>(shared_address(memory));
@@ -191,7 +225,7 @@ __device__ __forceinline__ void run_pipeline(const TensorMap& rows, const Tensor
     } else {
         take_registers<CONSUMER_REGISTERS>();
         const int consumer = warp / CONSUMER_WARPS - 1;
-        Epilogue epilogue(arguments, g, memory + L::KEPT_AT, consumer, warp % CONSUMER_WARPS);
+        Epilogue epilogue(arguments, g, memory + L::STORAGE_AT, consumer, warp % CONSUMER_WARPS);
         Place& upcoming = reinterpret_cast<Place*>(memory + L::PLACES_AT)[consumer];
         consume<T>(ring, consumer, lane, steps, walk, upcoming, epilogue);
     }

@@ -1,6 +1,5 @@
-// The plans: which path a pass takes, decided on the device from the peaks that the surveys left.
+// The plans: which path a pass takes, decided on the device from the peaks that the prechecks left.
 #include "arguments_small.cuh"
-#include "factor.cuh"
 #include "reduce.cuh"
 
 namespace contrastile {
@@ -14,7 +13,7 @@ namespace contrastile {
 // survive is not tried.
 extern "C" __global__ void __launch_bounds__(1024) plan_forward(const __grid_constant__ PlanForwardArguments a) {
     const float alpha = in_powers_of_two(*a.scale), bias = a.bias == nullptr ? 0.0f : *a.bias;
-    // largest squared norm of the rows, of the columns, and whether a positive strays
+    // largest squared norm of the rows, of the columns, and whether a positive is off the diagonal
     float top[3] = {0.0f, 0.0f, 0.0f};
 #pragma unroll 4
     for (long long i = threadIdx.x; i < ceil_div(max(a.m, a.n), LINES); i += 1024) {
@@ -35,15 +34,15 @@ extern "C" __global__ void __launch_bounds__(1024) plan_forward(const __grid_con
     plan.alpha = alpha;
     plan.reference = fast ? reference : 0.0f;
     plan.threshold = bound + reference <= 125.0f ? 0.0f : 0x1p-100f;
-    plan.factor = 1.0f;
+    plan.gradient_scale = 1.0f;
     plan.bias = bias;
     plan.fast = fast;
     plan.status = !fast;
-    plan.stray = top[2] > 0.0f;
+    plan.off_diagonal = top[2] > 0.0f;
     *a.plan = plan;
 }
 
-// FACTOR and the bias, for the sigmoid loss.
+// The gradient scale and the bias, for the sigmoid loss.
 extern "C" __global__ void __launch_bounds__(1024) plan_sigmoid(const __grid_constant__ PlanSigmoidArguments a) {
     float most[1] = {0.0f};
 #pragma unroll 4
@@ -55,7 +54,7 @@ extern "C" __global__ void __launch_bounds__(1024) plan_sigmoid(const __grid_con
     if (threadIdx.x != 0) return;
     Plan plan{};
     plan.alpha = in_powers_of_two(*a.scale);
-    plan.factor = a.half ? near_top(most[0]) : 1.0f;
+    plan.gradient_scale = a.half ? near_top(most[0]) : 1.0f;
     plan.bias = a.bias == nullptr ? 0.0f : *a.bias;
     *a.plan = plan;
 }

@@ -93,7 +93,7 @@ __device__ __forceinline__ float dot_of<Ieee>(const float* x, const float* y, lo
 }
 
 // Logits by row, and by column: a column's is right where each row's positive, if it has one, is the column of its own
-// number; where not, the survey says so, and sum_positives puts it right.
+// number; where not, measure says so, and sum_positives corrects it.
 template <class P>
 __global__ void __launch_bounds__(256) positive_dots(const __grid_constant__ PositiveDotsArguments a) {
     static_assert(PAIRS == 256 / 4, "four lanes have one pair");

@@ -1,11 +1,11 @@
-// Passes over whole matrices: each element is read and written once.
+// Passes over matrices: each element is read and written once.
 #include "features.cuh"
 
 namespace contrastile {
 
-// x *= FACTOR, or x /= FACTOR: exact both ways, FACTOR is a power of two (but where x under- or overflows).
-extern "C" __global__ void __launch_bounds__(256) carry(const __grid_constant__ CarryArguments a) {
-    const float factor = a.plan->factor;
+// x *= gradient_scale, or x /= gradient_scale: a power of two, so exact both ways unless x under- or overflows.
+extern "C" __global__ void __launch_bounds__(256) scale_gradient(const __grid_constant__ ScaleGradientArguments a) {
+    const float factor = a.plan->gradient_scale;
     const float by = a.divide ? 1.0f / factor : factor;
     if (by == 1.0f) return;
     for (long long i = blockIdx.x; i < a.rows; i += gridDim.x) {

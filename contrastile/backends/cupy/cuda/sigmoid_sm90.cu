@@ -1,11 +1,11 @@
-// The additive loss of one chunk for sm_90a: row sums of the loss and of its slope, and FACTOR G, in one pass.
+// The additive loss of one chunk for sm_90a: row sums of the loss and of its slope, and gradient_scale * G, in one pass.
 //
 // sigmoid_sm90<T, MASK>: grid and threads as forward_sm90, sigmoid_sm90_shared bytes of dynamic shared memory.
 // G_ij = -w_i z_ij sigmoid(-z_ij x_ij) over admitted pairs. A warp none of whose pairs is positive or hidden, and none of
 // whose rows is silenced, skips the comparisons.
 #include "epilogue_forward.cuh"
 #include "epilogue_sigmoid.cuh"
-#include "kept_sm90.cuh"
+#include "pair_storage_sm90.cuh"
 #include "slabs.cuh"
 
 namespace contrastile {
@@ -13,15 +13,15 @@ namespace contrastile {
 template <class T, int MASK>
 struct SigmoidEpilogue {
     // of one consumer: its tile's pairs and weights
-    struct Kept {
-        KeptPairs<MASK> pairs;
-        float row_weight[BM], factor;
+    struct Storage {
+        PairStorage<MASK> pairs;
+        float row_weight[BM], gradient_scale;
     };
     using Writer = SlabWriter<STRIPS>;
-    static constexpr int KEPT = Writer::SPACE + 2 * sizeof(Kept), STAGES = 4;
+    static constexpr int STORAGE_BYTES = Writer::SPACE + 2 * sizeof(Storage), STAGES = 4;
 
     const SigmoidArguments& arguments;
-    Kept& kept;
+    Storage& storage;
     const TensorMap& g;
     unsigned slabs;  // this warp's
     int consumer, warp;
@@ -30,38 +30,38 @@ struct SigmoidEpilogue {
     __device__ __forceinline__ SigmoidEpilogue(const SigmoidArguments& a, const TensorMap& g_, unsigned char* memory,
                                                int consumer_, int warp_)
         : arguments(a),
-          kept(reinterpret_cast<Kept*>(memory + Writer::SPACE)[consumer_]),
+          storage(reinterpret_cast<Storage*>(memory + Writer::SPACE)[consumer_]),
           g(g_),
           slabs(shared_address(memory) + (consumer_ * CONSUMER_WARPS + warp_) * Writer::WARP_SPACE),
           consumer(consumer_),
           warp(warp_),
           scale(usable_scale(a.plan->alpha)),
           bias(static_cast<float>(a.plan->bias * LOG2E)) {
-        if (consumer_thread() == 0) kept.factor = a.plan->factor;
+        if (consumer_thread() == 0) storage.gradient_scale = a.plan->gradient_scale;
         consumer_sync(consumer);
     }
 
     __device__ __forceinline__ void prefetch(const Place& tile) {
         const Chunk& chunk = arguments.chunk;
         const int thread = consumer_thread();
-        kept.pairs.prefetch(arguments.pairs, chunk, tile, thread);
-        fetch_vector(kept.row_weight, arguments.row_weight, chunk.row + tile.row, chunk.height - tile.row, thread);
+        storage.pairs.prefetch(arguments.pairs, chunk, tile, thread);
+        fetch_vector(storage.row_weight, arguments.row_weight, chunk.row + tile.row, chunk.height - tile.row, thread);
     }
 
-    __device__ __forceinline__ void finish(float (&acc)[STRIPS][PRODUCT_VALUES], const Place& tile) const {
+    __device__ __forceinline__ void process(float (&acc)[STRIPS][PRODUCT_VALUES], const Place& tile) const {
         const int lane = consumer_thread() % 32, first = 2 * (lane & 3);
         const int columns = arguments.chunk.width - tile.column - first;
         const bool touched =
-            kept.pairs.touched(arguments.pairs, arguments.chunk, tile, warp, lane, true) || silences();
+            storage.pairs.touched(arguments.pairs, arguments.chunk, tile, warp, lane, true) || silences();
         PairRow rows[STRIPS][2];
 #pragma unroll
         for (int s = 0; s < STRIPS; ++s)
 #pragma unroll
             for (int q = 0; q < 2; ++q) {
                 const int row = row_in_tile(warp, lane, s, q);
-                rows[s][q] = kept.pairs.row(kept.pairs.named(arguments.pairs, arguments.chunk, tile, row), row, first);
+                rows[s][q] = storage.pairs.row(storage.pairs.named(arguments.pairs, arguments.chunk, tile, row), row, first);
             }
-        const long long* ids = kept.pairs.ids(first);
+        const long long* ids = storage.pairs.ids(first);
         // positives by ids (TARGET) are told apart by their ids below; those past the last column have become -inf,
         // which is +inf for a positive: so the last tile of a chunk keeps its ids from them
         if ((MASK != PLAIN && touched) || columns + first < BN)
@@ -74,7 +74,7 @@ struct SigmoidEpilogue {
             write(acc, tile);
     }
 
-    __device__ __forceinline__ void end() const { Writer(g, slabs, consumer_thread() % 32).finish(); }
+    __device__ __forceinline__ void end() const { Writer(g, slabs, consumer_thread() % 32).drain(); }
 
   private:
     // Whether one of the warp's rows has a weight of 0.
@@ -181,7 +181,7 @@ struct SigmoidEpilogue {
     }
 
     __device__ __forceinline__ float weight_of(int s, int q) const {
-        return kept.row_weight[row_in_tile(warp, consumer_thread() % 32, s, q)] * kept.factor;
+        return storage.row_weight[row_in_tile(warp, consumer_thread() % 32, s, q)] * storage.gradient_scale;
     }
 
     __device__ __forceinline__ void write_rows(const AdditiveSums (&sums)[STRIPS][2], const Place& tile) const {
@@ -211,7 +211,7 @@ struct SigmoidEpilogue {
 };
 
 extern "C" __device__ const int sigmoid_sm90_shared =
-    Layout<SigmoidEpilogue<bfloat16, DROP>::STAGES, SigmoidEpilogue<bfloat16, DROP>::KEPT>::BYTES;
+    Layout<SigmoidEpilogue<bfloat16, DROP>::STAGES, SigmoidEpilogue<bfloat16, DROP>::STORAGE_BYTES>::BYTES;
 
 template <class T, int MASK>
 __global__ void __cluster_dims__(2, 1, 1) __launch_bounds__(PIPELINE_THREADS, 1)

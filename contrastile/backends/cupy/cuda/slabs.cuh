@@ -46,7 +46,7 @@ class SlabWriter {
         if (first_) copy_out(map_, column, row, base_ + slab % BUFFERS * SLAB_BYTES);
     }
 
-    __device__ __forceinline__ void finish() const {
+    __device__ __forceinline__ void drain() const {
         if (first_) copies_done();
     }
 

@@ -12,7 +12,7 @@ extern "C" __global__ void __launch_bounds__(256) sum_positives(const __grid_con
     __shared__ int column_of[ROUND];
     __shared__ double logit_of[ROUND];
     __shared__ int counts[8];
-    if (a.plan->stray == 0) return;
+    if (a.plan->off_diagonal == 0) return;
     const int warp = threadIdx.x / 32, lane = threadIdx.x % 32;
     const long long first = 256ll * blockIdx.x;
     double total = 0.0, log = -infinity();

@@ -6,38 +6,38 @@
 
 namespace contrastile {
 
-// Dynamic shared memory: the stages of the stream, and KEPT_BYTES behind them for what an epilogue keeps.
-constexpr int KEPT_BYTES = 8192;
+// Dynamic shared memory: the stages of the stream, and STORAGE_BYTES behind them for what an epilogue keeps.
+constexpr int STORAGE_BYTES = 8192;
 
 template <int STAGES>
-constexpr int SHARED_BYTES = STAGES * 2 * STEP_SIDE + KEPT_BYTES;
+constexpr int SHARED_BYTES = STAGES * 2 * STEP_SIDE + STORAGE_BYTES;
 
 // What the pairs of a tile are judged by; written before its products, read after them.
-struct KeptPairs {
+struct PairStorage {
     long long row_ids[SIDE], column_ids[SIDE];
     int2 named[SIDE];
 };
 
 // Row threadIdx.x and column threadIdx.x of the tile. Named columns past the chunk are none: another chunk has them.
 template <int MASK>
-__device__ __forceinline__ void keep_pairs(KeptPairs& kept, const PairVectors& pairs, const Chunk& chunk, Tile at) {
+__device__ __forceinline__ void store_pairs(PairStorage& storage, const PairVectors& pairs, const Chunk& chunk, Tile at) {
     const int line = threadIdx.x;
     const long long row = chunk.row + at.row + line, column = chunk.column + at.column + line;
     int2 named = make_int2(-1, -1);
     if (at.row + line < chunk.height) {
         named = named_columns(pairs, row, chunk.column + at.column, min(SIDE, chunk.width - at.column));
-        if (MASK >= DROP) kept.row_ids[line] = pairs.row_ids[row];
+        if (MASK >= DROP) storage.row_ids[line] = pairs.row_ids[row];
     }
-    kept.named[line] = named;
-    if (MASK >= DROP) kept.column_ids[line] = at.column + line < chunk.width ? pairs.column_ids[column] : 0;
+    storage.named[line] = named;
+    if (MASK >= DROP) storage.column_ids[line] = at.column + line < chunk.width ? pairs.column_ids[column] : 0;
 }
 
 // A thread's row, its columns counted from the thread's first: negative numbers match none.
 template <int MASK>
-__device__ __forceinline__ PairRow pair_row(const KeptPairs& kept, const Thread& thread, int s, int q) {
+__device__ __forceinline__ PairRow pair_row(const PairStorage& storage, const Thread& thread, int s, int q) {
     const int row = thread.row(s, q);
-    const int2 named = kept.named[row];
-    return {named.x - thread.column(), named.y - thread.column(), MASK >= DROP ? kept.row_ids[row] : 0};
+    const int2 named = storage.named[row];
+    return {named.x - thread.column(), named.y - thread.column(), MASK >= DROP ? storage.row_ids[row] : 0};
 }
 
 // Lane c of four gets word c of each: word j is then what lane j held.

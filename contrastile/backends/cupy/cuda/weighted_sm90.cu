@@ -85,7 +85,7 @@ struct Consumer {
     float lines[2];       // factors of this lane's rows
 
     // E of one step, weighted. A matrix of 8 x 8 comes by the rows that lanes point at, across the contraction turned.
-    __device__ __forceinline__ void weigh(int stage, unsigned (&fragments)[PARTS][4]) const {
+    __device__ __forceinline__ void apply_factors(int stage, unsigned (&fragments)[PARTS][4]) const {
         const unsigned from = base + stage * STAGE_BYTES + mine;
         const unsigned factors = base + FACTORS_AT + stage * FACTORS_BYTES + 8 * (lane % 4);
 #pragma unroll
@@ -138,7 +138,7 @@ struct Consumer {
         unsigned fragments[2][PARTS][4];
         Cursor<STAGES> now, next;
         barrier_wait(base + FULL_AT, 0);
-        weigh(0, fragments[0]);
+        apply_factors(0, fragments[0]);
         next.step();
         int last = 0;
         // two steps a turn: which set of registers is meant must be known to the compiler
@@ -153,7 +153,7 @@ struct Consumer {
                 now.step();
                 if (k + odd + 1 < steps) {
                     barrier_wait(base + FULL_AT + 8 * next.stage, next.parity);
-                    weigh(next.stage, fragments[1 - odd]);
+                    apply_factors(next.stage, fragments[1 - odd]);
                     next.step();
                 }
             }

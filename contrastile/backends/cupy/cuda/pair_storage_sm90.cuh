@@ -24,7 +24,7 @@ __device__ __forceinline__ int row_in_tile(int warp, int lane, int s, int q) {
 }
 
 template <int MASK>
-struct alignas(16) KeptPairs {
+struct alignas(16) PairStorage {
     static constexpr bool IDS = MASK >= DROP, EXCLUDED = MASK != PLAIN, INDEXED = MASK != TARGET;
     long long column_ids[IDS ? BN : 2];  // first: 16-byte aligned pairs are read from it
     long long row_ids[IDS ? BM : 2], excluded[EXCLUDED ? BM : 2], positives[INDEXED ? BM : 2];

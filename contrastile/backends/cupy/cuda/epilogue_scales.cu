@@ -1,6 +1,5 @@
 // The plan of the backward pass, and the vectors that the epilogue of G reads.
 #include "arguments_small.cuh"
-#include "factor.cuh"
 #include "features.cuh"
 
 namespace contrastile {
@@ -10,15 +9,15 @@ namespace contrastile {
 // An admitted logit is at most its row's and its column's log-sum-exp, so with r >= max L - 120 nothing admitted
 // overflows. With r <= L wherever a weight counts, a term that is flushed costs at most 2^-126 in a probability.
 // A factor that counts is not flushed while log2 |u| - (L - r) >= -125. Of the r that these allow, the one nearest 0
-// is taken; where there is none, the exact path is. peaks: those of weigh, over all its blocks.
-__device__ __forceinline__ Plan plan_of(const float (&peaks)[5], const TemperArguments& a) {
+// is taken; where there is none, the exact path is. peaks: those of weight_bounds, over all its blocks.
+__device__ __forceinline__ Plan plan_of(const float (&peaks)[5], const EpilogueScalesArguments& a) {
     Plan plan{};
     plan.alpha = in_powers_of_two(*a.scale);
     plan.bias = a.bias == nullptr ? 0.0f : *a.bias;
     // the two directions add up
-    plan.factor = a.half ? near_top(a.two_sided ? 2.0f * peaks[3] : peaks[3]) : 1.0f;
+    plan.gradient_scale = a.half ? near_top(a.two_sided ? 2.0f * peaks[3] : peaks[3]) : 1.0f;
     plan.certain = a.by_ids && peaks[4] > 0.0f;
-    const float low = -peaks[0], high = peaks[1], room = log2f(-peaks[2] * plan.factor) + 125.0f;
+    const float low = -peaks[0], high = peaks[1], room = log2f(-peaks[2] * plan.gradient_scale) + 125.0f;
     // fmaxf passes over a NaN, of infinities that the comparisons fail for
     const float reference = fmaxf(high - fminf(room, 120.0f), fminf(low, 0.0f));
     const bool finite = low > -infinity() && high < infinity() && room > -infinity();
@@ -27,12 +26,12 @@ __device__ __forceinline__ Plan plan_of(const float (&peaks)[5], const TemperArg
     plan.fast = a.two_sided && finite && fine && reference <= low && !plan.certain;
     plan.reference = plan.fast ? reference : 0.0f;
     // exact but where it is so small that nothing it multiplies would show in float16
-    plan.finishing = *a.scale / plan.factor;
+    plan.output_scale = *a.scale / plan.gradient_scale;
     // Exponentials were kept against the forward pass's r, whose sums hold at least 2^-100 a term: what was flushed does
     // not count, and nothing overflows. What is left to ask is that no factor that counts is flushed; false for NaN.
     plan.kept = a.forward != nullptr && a.forward->status == 0 && finite && high - a.forward->reference <= room;
     // a product times 0 is 0 to cuBLAS, also where it is NaN; times this, a finite sum rounds to 0 in 16 bits
-    plan.multiplier = plan.finishing == 0.0f ? 0x1p-149f : plan.finishing;
+    plan.blas_scale = plan.output_scale == 0.0f ? 0x1p-149f : plan.output_scale;
     return plan;
 }
 
@@ -47,32 +46,32 @@ __device__ __forceinline__ float low_part(double x, float high) {
     return fabsf(high) < infinity() ? static_cast<float>(x - high) : 0.0f;
 }
 
-__device__ __forceinline__ void temper_one(const Plan& plan, const TemperArguments& a, float upstream,
+__device__ __forceinline__ void write_scales(const Plan& plan, const EpilogueScalesArguments& a, float upstream,
                                            const WeightSide& side, long long i, long long length, float* out,
                                            float* kept) {
     if (i >= length) {
         if (kept != nullptr && i < ceil_div(length, KEPT_UNIT) * KEPT_UNIT) kept[i] = 0.0f;
         return;
     }
-    const float w = side.weight[i] * upstream, carried = w * plan.factor;
+    const float w = side.weight[i] * upstream, scaled = w * plan.gradient_scale;
     const double negatives = (side.negative_lse[i] - plan.bias) * LOG2E;
     const double positives = (side.positive_lse[i] - plan.bias) * LOG2E;
     const double exact = merge(negatives, positives);
     // whatever the logit, 2^(x - inf) is 0: a silent row, or one that admits nothing, gives nothing
-    const bool silent = carried == 0.0f || exact == -infinity();
+    const bool silent = scaled == 0.0f || exact == -infinity();
     const float log = silent ? infinity() : static_cast<float>(exact);
     out[i] = log;
-    out[length + i] = carried * exp2f(-low_part(exact, log));
-    out[2 * length + i] = silent || !plan.fast ? 0.0f : static_cast<float>(carried * exp2(plan.reference - exact));
+    out[length + i] = scaled * exp2f(-low_part(exact, log));
+    out[2 * length + i] = silent || !plan.fast ? 0.0f : static_cast<float>(scaled * exp2(plan.reference - exact));
     if (kept != nullptr)
-        kept[i] = silent || !plan.kept ? 0.0f : static_cast<float>(carried * exp2(a.forward->reference - exact));
+        kept[i] = silent || !plan.kept ? 0.0f : static_cast<float>(scaled * exp2(a.forward->reference - exact));
     if (!a.by_ids) return;
-    out[3 * length + i] = carried == 0.0f ? 0.0f : carried * side.target[i];
+    out[3 * length + i] = scaled == 0.0f ? 0.0f : scaled * side.target[i];
     if (!plan.certain) return;
     const float high = static_cast<float>(positives);
     reinterpret_cast<float4*>(out + 4 * length)[i] =
-        make_float4(high, low_part(positives, high), carried,
-                    static_cast<float>(carried * share_of_negatives(negatives - positives)));
+        make_float4(high, low_part(positives, high), scaled,
+                    static_cast<float>(scaled * share_of_negatives(negatives - positives)));
 }
 
 // One side's part of G of a positive by index: w ((q - t) - q s) with q = e^(x - P) and s = e^N / (e^N + e^P). Of the only
@@ -85,20 +84,20 @@ __device__ __forceinline__ double entry_part(const WeightSide& side, long long i
     return w * ((q - side.target[i]) - q * share);
 }
 
-// FACTOR G of the positive that an index names for row i; 0 where it has none. Its logit is the row's own P.
-__device__ __forceinline__ float entry_of(const Plan& plan, const TemperArguments& a, float upstream, long long i) {
+// gradient_scale * G of the positive that an index names for row i; 0 where it has none. Its logit is the row's own P.
+__device__ __forceinline__ float entry_of(const Plan& plan, const EpilogueScalesArguments& a, float upstream, long long i) {
     const long long j = named(a.positives[i], listed(a.excluded, i), a.n);
     if (j < 0) return 0.0f;
     const double logit = a.row.positive_lse[i];
     const double g = entry_part(a.row, i, upstream, logit) + entry_part(a.column, j, upstream, logit);
-    return static_cast<float>(plan.factor * g);
+    return static_cast<float>(plan.gradient_scale * g);
 }
 
 // The vectors of GradientSide for rows and columns, G of positives by index, and what goes with kept exponentials.
 //
-// Every block comes to the plan by itself, from a list of one entry for LANES rows: cheaper than a launch that all
-// would wait for. The first block writes it down for the kernels that follow.
-extern "C" __global__ void __launch_bounds__(256) temper(const __grid_constant__ TemperArguments a) {
+// Every block computes the plan itself, from one entry for each LANES rows: that is cheaper than a launch of its own.
+// The first block stores it for the kernels that follow.
+extern "C" __global__ void __launch_bounds__(256) epilogue_scales(const __grid_constant__ EpilogueScalesArguments a) {
     float peaks[5] = {-infinity(), -infinity(), -infinity(), 0.0f, 0.0f};
 #pragma unroll 2
     for (long long i = threadIdx.x; i < a.programs; i += THREADS) {
@@ -120,11 +119,11 @@ extern "C" __global__ void __launch_bounds__(256) temper(const __grid_constant__
     const long long row_blocks = ceil_div(a.m, THREADS);
     if (blockIdx.x < row_blocks) {
         const long long i = static_cast<long long>(blockIdx.x) * THREADS + threadIdx.x;
-        temper_one(plan, a, upstream, a.row, i, a.m, a.row_vectors, a.row_kept);
+        write_scales(plan, a, upstream, a.row, i, a.m, a.row_vectors, a.row_kept);
         if (a.entries != nullptr && i < a.m) a.entries[i] = entry_of(plan, a, upstream, i);
     } else {
         const long long j = (blockIdx.x - row_blocks) * THREADS + threadIdx.x;
-        temper_one(plan, a, upstream, a.column, j, a.n, a.column_vectors, a.column_kept);
+        write_scales(plan, a, upstream, a.column, j, a.n, a.column_vectors, a.column_kept);
     }
 }
 

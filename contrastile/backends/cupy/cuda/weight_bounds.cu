@@ -1,4 +1,4 @@
-// The survey of the backward pass: what the weights and log-sum-exps allow.
+// The precheck of the backward pass: bounds of the weights and of the log-sum-exps.
 #include "arguments_small.cuh"
 #include "elements.cuh"
 #include "reduce.cuh"
@@ -11,10 +11,10 @@ __device__ __forceinline__ bool is_certain(float negatives, float positives, flo
     return target > 0.5f && positives - negatives > 8.0f;
 }
 
-// Peaks of LANES rows or columns to peaks (blocks, 8): the largest of each, so that temper takes the largest of all.
+// Peaks of LANES rows or columns to peaks (blocks, 8): the largest of each, so that epilogue_scales takes the largest of all.
 //
 // All in float, where an error of a few roundings of L is nothing.
-extern "C" __global__ void __launch_bounds__(256) weigh(const __grid_constant__ WeighArguments a) {
+extern "C" __global__ void __launch_bounds__(256) weight_bounds(const __grid_constant__ WeightBoundsArguments a) {
     const long long row_blocks = ceil_div(a.m, LANES);
     const bool of_rows = blockIdx.x < row_blocks;
     const WeightSide& side = of_rows ? a.row : a.column;

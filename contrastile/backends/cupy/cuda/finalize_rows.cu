@@ -1,15 +1,15 @@
-// The rows' gradient from its finished sums: scale times them, rounded once, and their inner product with the rows.
+// The rows' gradient: scale times its complete sums, rounded once, and their inner product with the rows.
 #include "features.cuh"
 
 namespace contrastile {
 
 // The sum of all blocks' parts, in their order, by the block that leaves the last of them.
-__device__ __forceinline__ void add_parts(const FinishRowsArguments& a, double part, double (&buffer)[8]) {
+__device__ __forceinline__ void add_parts(const FinalizeRowsArguments& a, double part, double (&buffer)[8]) {
     __shared__ bool last;
     if (threadIdx.x == 0) {
         a.parts[a.first + blockIdx.x] = part;
         __threadfence();
-        last = atomicAdd(&a.plan->finished, 1) == a.all_blocks - 1;
+        last = atomicAdd(&a.plan->blocks_done, 1) == a.all_blocks - 1;
     }
     __syncthreads();
     if (!last) return;
@@ -27,15 +27,15 @@ __device__ __forceinline__ void add_parts(const FinishRowsArguments& a, double p
     *a.inner = sum;
 }
 
-// out = scale sums / FACTOR, and inner = sum of <features_i, sums_i> / FACTOR over the rows of all chunks.
+// out = scale sums / gradient_scale, and inner = sum of <features_i, sums_i> / gradient_scale over the rows of all chunks.
 //
-// sums is read once: eight products at a time in float32, their sums in double. FACTOR is a power of two.
+// sums is read once: eight products at a time in float32, their sums in double. gradient_scale is a power of two.
 template <class T>
-__global__ void __launch_bounds__(256) finish_rows(const __grid_constant__ FinishRowsArguments a) {
+__global__ void __launch_bounds__(256) finalize_rows(const __grid_constant__ FinalizeRowsArguments a) {
     static_assert(LINES == 8, "a warp takes one row");
     __shared__ double parts[8];
     const int warp = threadIdx.x / 32, lane = threadIdx.x % 32;
-    const float whole = 1.0f / a.plan->factor;
+    const float unscale = 1.0f / a.plan->gradient_scale;
     const float factor = *a.scale;
     double inner = 0.0;
     const long long i = static_cast<long long>(blockIdx.x) * LINES + warp;
@@ -44,11 +44,11 @@ __global__ void __launch_bounds__(256) finish_rows(const __grid_constant__ Finis
         const Row<T> features = row_of<T>(a.features, i);
         T* out = const_cast<T*>(static_cast<const T*>(a.out.data)) + i * a.out.row_stride;
         const bool dense = a.out.column_stride == 1 && reinterpret_cast<unsigned long long>(out) % 16 == 0;
-        long long rest = 0;
+        long long tail = 0;
         if (sums.wide() && features.wide() && dense) {
-            rest = a.depth / 8 * 8;
+            tail = a.depth / 8 * 8;
 #pragma unroll 2
-            for (long long k = 8 * lane; k < rest; k += 256) {
+            for (long long k = 8 * lane; k < tail; k += 256) {
                 float x[8], y[8];
                 sums.eight(k, x);
                 features.eight(k, y);
@@ -58,7 +58,7 @@ __global__ void __launch_bounds__(256) finish_rows(const __grid_constant__ Finis
                 } pack[8 * sizeof(T) / 16];
 #pragma unroll
                 for (int e = 0; e < 8; ++e) {
-                    x[e] *= whole;
+                    x[e] *= unscale;
                     eight = e == 0 ? x[e] * y[e] : fmaf(x[e], y[e], eight);
                     pack[e * sizeof(T) / 16].at[e % (16 / sizeof(T))] = narrow<T>(x[e] * factor);
                 }
@@ -67,8 +67,8 @@ __global__ void __launch_bounds__(256) finish_rows(const __grid_constant__ Finis
                 for (int p = 0; p < 8 * sizeof(T) / 16; ++p) reinterpret_cast<Pack*>(out + k)[p] = pack[p];
             }
         }
-        for (long long k = rest + lane; k < a.depth; k += 32) {
-            const float x = sums.at(k) * whole;
+        for (long long k = tail + lane; k < a.depth; k += 32) {
+            const float x = sums.at(k) * unscale;
             inner += x * features.at(k);
             out[k * a.out.column_stride] = narrow<T>(x * factor);
         }

@@ -10,12 +10,12 @@ import torch
 
 from contrastile.backends import replay
 from contrastile.backends.contract import STATISTICS, Block, Options, Statistics
-from contrastile.backends.triton import forward, positives, survey
-from contrastile.backends.triton.common import BLOCK, DEPTH, LANES, LINES, Masks, ceil_div, chunks, empty, step
-from contrastile.backends.triton.configs import INTERPRETED, choose, forward_chunk
-from contrastile.backends.triton.launch import architecture, descriptor, grid, on_device
-from contrastile.backends.triton.operands import Scheme, Side, positive_dots
-from contrastile.backends.triton.tiles import PLAN_SIZE
+from contrastile.backends.passes import Chunk, ceil_div, chunks
+from contrastile.backends.triton import forward, positives, precheck
+from contrastile.backends.triton.common import BLOCK, DEPTH, LANES, LINES, empty, step
+from contrastile.backends.triton.configs import INTERPRETED, Config, forward_chunk
+from contrastile.backends.triton.launch import descriptor, grid, on_device
+from contrastile.backends.triton.operands import BlockPass
 
 
 def lse(block: Block, columns: bool, options: Options) -> Statistics:
@@ -47,19 +47,14 @@ def _wide(like: Any, *shape: int) -> Any:
     return empty(like, *shape, dtype=torch.float64)
 
 
-class _Pass:
+class _Pass(BlockPass):
     """One forward pass over one block: the fast kernels, then the safe ones, of which one kind returns at once."""
 
     def __init__(self, block: Block, columns: bool, options: Options) -> None:
-        self.block, self.two_sided, self.options = block, columns, options
-        self.scheme = Scheme.of(block.rows, options)
-        self.sides = Side(block.rows, self.scheme), Side(block.columns, self.scheme)
-        self.rows, self.columns = (side.x for side in self.sides)
-        self.m, self.n = self.rows.shape[0], self.columns.shape[0]
-        self.masks = Masks.of(block.pairs)
-        self.plan = empty(self.rows, PLAN_SIZE)
+        super().__init__(block, options)
+        self.two_sided = columns
         self.status = torch.empty(1, dtype=torch.int32, device=self.rows.device)
-        named = self.masks.positives is not None
+        named = self.masks.pairs.positives is not None
         # the least and the largest j - i of the positives (i, j)
         self.diagonals = torch.empty(2, dtype=torch.int64, device=self.rows.device) if named else None
         sizes = self.m, self.n if columns else 0
@@ -73,55 +68,35 @@ class _Pass:
 
     def run(self) -> Statistics:
         """Launch everything."""
-        self._survey()
+        self._precheck()
         for safe in (False, True):
             self._sweep(safe)
         if not self.masks.ids_only:
             self._positives()
         return Statistics(*(x for side in self.found[: 1 + self.two_sided] for x in side))
 
-    def _survey(self) -> None:
+    def _precheck(self) -> None:
         """Decide on the path."""
         row_programs = ceil_div(self.m, LINES)
         squares = empty(self.rows, row_programs + ceil_div(self.n, LINES))
-        named, device = self.masks.positives, self.rows.device
+        named, device = self.masks.pairs.positives, self.rows.device
         ends = None if named is None else torch.empty(2, row_programs, dtype=torch.int64, device=device)
         width = self.rows.shape[1]
-        survey.measure[(squares.shape[0],)](
-            self.rows,
-            self.columns,
-            self.rows.stride(0),
-            self.columns.stride(0),
-            self.m,
-            self.n,
-            named,
-            squares,
-            ends,
-            depth=width,
-            LINES=LINES,
-            BD=step(width),
-        )
-        survey.plan_forward[(1,)](
-            squares,
-            ends,
-            self.block.scale,
-            self.plan,
-            self.status,
-            self.diagonals,
-            row_programs,
-            squares.shape[0],
-            # with terms up to 2^room the longer side's sum stays under 2^125
-            float(124 - max(self.m, self.n).bit_length()),
-            depth=width,
-            BLOCK=BLOCK,
+        programs, strides = squares.shape[0], (self.rows.stride(0), self.columns.stride(0))
+        features = self.rows, self.columns, *strides, self.m, self.n
+        precheck.measure[(programs,)](*features, named, squares, ends, depth=width, LINES=LINES, BD=step(width))
+        # with terms up to 2^room the longer side's sum stays under 2^125
+        room = float(124 - max(self.m, self.n).bit_length())
+        decided = self.plan, self.status, self.diagonals
+        precheck.plan_forward[(1,)](
+            squares, ends, self.block.scale, *decided, row_programs, programs, room, depth=width, BLOCK=BLOCK
         )
 
     def _sweep(self, safe: bool) -> None:
         kernel = "safe" if safe else "lse"
         if self.masks.masked:
             kernel = "matched" if self.masks.ids_only else "masked"
-        scheme = self.scheme
-        config = choose(kernel, scheme.dtype, architecture(self.rows), self.rows.shape[1], scheme.precision)
+        config = self.config(kernel)
         quantities = forward.quantities(safe, self.masks.ids_only)
         height, width = forward_chunk(self.m, self.n, config, self.options.tile, quantities)
         row_tiles, column_tiles = ceil_div(height, config.bm), ceil_div(width, config.bn)
@@ -149,91 +124,45 @@ class _Pass:
                 self._descriptors[place] = found
         return found
 
-    def _tiles(self, safe: bool, config: Any, parts: Any, chunk: tuple[int, int, int, int]) -> None:
+    def _tiles(self, safe: bool, config: Config, parts: Any, chunk: Chunk) -> None:
         row, column, high, wide = chunk
-        forward.lse_tiles[grid(high, wide, config, self.rows)](
+        features = (
             self._features(0, row, high, (config.bm, config.bk)),
             self._features(1, column, wide, (config.bn, config.bk)),
-            self.plan,
-            self.status,
-            self.diagonals,
-            *parts,
-            self.masks.positives,
-            self.masks.excluded,
-            self.masks.row_ids,
-            self.masks.column_ids,
-            self.m,
-            self.n,
-            row,
-            column,
-            high,
-            wide,
-            depth=self.sides[0].depth,
-            SAFE=safe,
-            COLUMNS=self.two_sided,
-            POSITIVES=self.masks.positives is not None,
-            **self.masks.flags(),
-            RAGGED=high % config.bm != 0 or wide % config.bn != 0,
-            BM=config.bm,
-            BN=config.bn,
-            BK=config.bk,
-            GROUP=config.group,
-            PRECISION=config.precision,
-            DIVIDED=self.scheme.divided,
-            **config.options(),
         )
+        masks = self.masks.pairs.positives, *self.masks.vectors()
+        forward.lse_tiles[grid(high, wide, config, self.rows)](
+            *features, self.plan, self.status, self.diagonals, *parts, *masks, self.m, self.n, *chunk,
+            depth=self.sides[0].depth, SAFE=safe, COLUMNS=self.two_sided, POSITIVES=masks[0] is not None,
+            **self.masks.flags(), RAGGED=config.ragged(chunk), **config.constants(), DIVIDED=self.scheme.divided,
+            **config.options(),
+        )  # fmt: skip
 
-    def _fold(self, safe: bool, config: Any, parts: Any, chunk: tuple[int, int, int, int]) -> None:
+    def _fold(self, safe: bool, config: Config, parts: Any, chunk: Chunk) -> None:
         row, column, high, wide = chunk
         programs = ceil_div(high, LANES) + (ceil_div(wide, LANES) if self.two_sided else 0)
+        tiles = ceil_div(high, config.bm), ceil_div(wide, config.bn)
+        # whether the chunk is the first and the last of its rows' state, and of its columns'
+        ends = map(int, (column == 0, column + wide == self.n, row == 0, row + high == self.m))
         forward.fold[(programs,)](
-            *parts,
-            *self.state,
-            *self.found[0],
-            *self.found[1],
-            self.plan,
-            self.status,
-            self.block.scale,
-            self.block.bias,
-            high,
-            wide,
-            row,
-            column,
-            ceil_div(high, config.bm),
-            ceil_div(wide, config.bn),
-            self.m,
-            self.n,
-            int(column == 0),
-            int(column + wide == self.n),
-            int(row == 0),
-            int(row + high == self.m),
-            SAFE=safe,
-            COLUMNS=self.two_sided,
-            MATCHED=self.masks.ids_only,
-            LANES=LANES,
-            DEPTH=DEPTH,
-        )
+            *parts, *self.state, *self.found[0], *self.found[1], self.plan, self.status, self.block.scale,
+            self.block.bias, high, wide, row, column, *tiles, self.m, self.n, *ends,
+            SAFE=safe, COLUMNS=self.two_sided, MATCHED=self.masks.ids_only, LANES=LANES, DEPTH=DEPTH,
+        )  # fmt: skip
 
     def _positives(self) -> None:
         """The log-sum-exps and the sums of positives that are named by index."""
         rows, columns = (side[1:] for side in self.found)
-        if self.masks.positives is None:
+        pairs = self.masks.pairs
+        if pairs.positives is None:
             for log, total in (rows, columns):
                 log.fill_(-math.inf)
                 total.zero_()
             return
-        positive_dots(self.sides, self.scheme, self.masks, self.block.scale, self.block.bias, *rows)
+        self.positive_dots(*rows)
         if self.two_sided:
             lanes, outer, inner = (8, 16, 8) if INTERPRETED else (64, 2048, 32)
+            named = self.diagonals, pairs.positives, pairs.excluded, rows[0]
             positives.sum_positives[(ceil_div(self.n, lanes),)](
-                self.diagonals,
-                self.masks.positives,
-                self.masks.excluded,
-                rows[0],
-                *columns,
-                self.m,
-                self.n,
-                LANES=lanes,
-                OUTER=outer,
-                INNER=inner,
+                *named, *columns, self.m, self.n, LANES=lanes, OUTER=outer, INNER=inner
             )

@@ -1,4 +1,4 @@
-"""The torch backend's two ways to the same numbers, when it takes which, what it promises and what it holds."""
+"""The torch backend's two methods for the same numbers, when it takes which, what it promises and what it holds."""
 
 from __future__ import annotations
 
@@ -18,25 +18,25 @@ from contrastile.verify.truth import truth
 TILE = 64, 128
 
 
-def spied(monkeypatch: pytest.MonkeyPatch) -> dict[str, list[bool]]:
+def attempts_recorded(monkeypatch: pytest.MonkeyPatch) -> dict[str, list[bool]]:
     """Whether each shared attempt was good, per primitive."""
     taken: dict[str, list[bool]] = {"statistics": [], "gradients": []}
     for module in (statistics, gradients):
         attempt, name = module._shared, module.__name__.rpartition(".")[2]
 
-        def spy(*given: Any, attempt: Any = attempt, name: str = name) -> Any:
+        def recorded(*given: Any, attempt: Any = attempt, name: str = name) -> Any:
             found = attempt(*given)
             taken[name].append(found is not None)
             return found
 
-        monkeypatch.setattr(module, "_shared", spy)
+        monkeypatch.setattr(module, "_shared", recorded)
     return taken
 
 
 @pytest.mark.parametrize("scale", [1.0, 14.3, 100.0, -100.0, 250.0])
 def test_one_exponential_serves_both_sides_at_ordinary_scales(scale: float, monkeypatch: pytest.MonkeyPatch) -> None:
     problem, exact = symmetric(block_of(1, 33, 47, 64, scale))
-    taken = spied(monkeypatch)
+    taken = attempts_recorded(monkeypatch)
     found = worst(problem, exact, "float32")
     assert found.ratio < 1, str(found)
     assert taken == {"statistics": [True], "gradients": [True]}
@@ -57,7 +57,7 @@ def test_sums_that_lie_too_far_apart_take_their_own_references(
     low: float, high: float, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     problem, exact = symmetric(far_apart(low, high))
-    taken = spied(monkeypatch)
+    taken = attempts_recorded(monkeypatch)
     found = worst(problem, exact, "float32")
     assert found.ratio < 1, str(found)
     assert taken == {"statistics": [False], "gradients": [False]}
@@ -69,7 +69,7 @@ def test_an_overflow_after_the_first_tile_is_seen(monkeypatch: pytest.MonkeyPatc
     # the reference is chosen on the first tile; 2^127 is 88 nats
     rows[-1] = block.columns[-1] * 120.0
     problem, exact = symmetric(replace(block, rows=rows))
-    taken = spied(monkeypatch)
+    taken = attempts_recorded(monkeypatch)
     found = worst(problem, exact, "float32", RAGGED)
     assert found.ratio < 1, str(found)
     assert taken["statistics"] == [False]
@@ -142,7 +142,7 @@ def test_float16_is_lifted_by_an_exact_power_of_two(largest: float, monkeypatch:
     pretend_device(monkeypatch)
     block = replace(block_of(14, 3, 4, 8), rows=torch.zeros(3, 8).half(), columns=torch.zeros(4, 8).half())
     of = products.Products(block, unit=1.0)
-    of.weigh(torch.tensor([0.0, -largest, largest / 2]))
+    of.bound_gradient(torch.tensor([0.0, -largest, largest / 2]))
     gain = float(of._gain)
     assert math.frexp(gain)[0] == math.frexp(1.0)[0]
     # G is at most four weights large

@@ -1,8 +1,9 @@
 # mypy: disable-error-code="no-untyped-def,untyped-decorator,no-untyped-call"
-"""Small kernels of cost O((m + n) d): what the tile kernels need to know of a block before they run.
+"""The prechecks, small kernels of cost O((m + n) d): what the tile kernels need to know of a block before they run.
 
-``measure`` reads the features once; ``plan_forward`` and ``plan_backward`` turn its peaks into the plan that the tile
-kernels obey. The decision between the fast and the safe path is taken here, on the device, with nobody waiting for it.
+``measure`` reads the features, ``weight_bounds`` the weights; ``plan_forward`` and ``plan_backward`` turn their peaks
+into the plan that the tile kernels obey, and ``epilogue_scales`` prepares the vectors of the backward's epilogue. The
+device decides here between the fast and the safe path, and the host does not wait for it.
 """
 
 from __future__ import annotations
@@ -15,9 +16,9 @@ from contrastile.backends.triton.logits import LOG2E, bias_of, binary_orders, lo
 from contrastile.backends.triton.tiles import (
     ALPHA,
     CERTAIN,
-    FACTOR,
     FAST,
     FOLDED,
+    GRADIENT_SCALE,
     LOG,
     NEGATIVE_WEIGHT,
     POSITIVE_LOG,
@@ -30,7 +31,7 @@ from contrastile.backends.triton.tiles import (
 )
 
 PEAKS = 6
-"""Numbers that a program of ``weigh`` leaves; ``measure`` leaves one."""
+"""Numbers that a program of ``weight_bounds`` leaves; ``measure`` leaves one."""
 
 _LOW = tl.constexpr(0)  # least log-sum-exp, in powers of two, among those with a weight
 _HIGH = tl.constexpr(1)  # largest, weight or not
@@ -45,19 +46,9 @@ _FAR = tl.constexpr(1 << 62)
 @kernel
 @triton.jit(do_not_specialize=["m", "n"])
 def measure(
-    rows,
-    columns,
-    row_stride,
-    column_stride,
-    m,
-    n,
-    positives,
-    squares,
-    ends,
-    depth,
-    LINES: tl.constexpr,
-    BD: tl.constexpr,
-):
+    rows, columns, row_stride, column_stride, m, n, positives, squares, ends, depth,
+    LINES: tl.constexpr, BD: tl.constexpr,
+):  # fmt: skip
     """The largest squared norm of every LINES rows or columns to squares (programs,).
 
     positives: (m,) or None; with them, the least and the largest j - i of the positives (i, j) of every LINES rows to
@@ -105,30 +96,19 @@ def load_features(base, i, stride, start, inside, depth, BD: tl.constexpr):
 
 @kernel
 @triton.jit(do_not_specialize=["m", "n"])
-def weigh(
-    m,
-    n,
-    scale,
-    bias,
-    peaks,
-    positives,
-    excluded,
-    values,
-    row_negative,
-    row_positive,
-    row_weight,
-    row_target,
-    column_negative,
-    column_positive,
-    column_weight,
-    column_target,
-    MATCHED: tl.constexpr,
-    LANES: tl.constexpr,
-):
+def weight_bounds(
+    m, n, scale, bias, peaks, positives, excluded, values,
+    row_negative, row_positive, row_weight, row_target,
+    column_negative, column_positive, column_weight, column_target,
+    MATCHED: tl.constexpr, LANES: tl.constexpr,
+):  # fmt: skip
     """For the backward: peaks of the weights and log-sum-exps of LANES rows or columns to peaks (programs, PEAKS).
 
-    positives: (m,) or None; with them, G at row i's positive to values (m,), float64. MATCHED: ids name them.
+    row_*: (m,), column_*: (n,), or None for a loss of one direction: log-sum-exps in float64, weights and targets in
+    float32. positives: (m,) or None; with them, G at row i's positive to values (m,), float64. MATCHED: ids name them.
     """
+    row = row_negative, row_positive, row_weight, row_target
+    column = column_negative, column_positive, column_weight, column_target
     program = tl.program_id(0)
     row_programs = tl.cdiv(m, LANES)
     at = peaks + program.to(tl.int64) * 6
@@ -143,25 +123,24 @@ def weigh(
                 named = named & (at_column != tl.load(excluded + i, mask=inside, other=-1))
             # its logit
             x = tl.load(row_positive + i, mask=named, other=0.0)
-            value = _at_positive(x, row_negative, row_positive, row_weight, row_target, i, named)
+            value = _at_positive(x, row, i, named)
             if column_negative is not None:
-                value += _at_positive(
-                    x, column_negative, column_positive, column_weight, column_target, at_column, named
-                )
+                value += _at_positive(x, column, at_column, named)
             value = tl.where(named, value, 0.0)
             tl.store(values + i, value, mask=inside)
         size = tl.abs(value).to(tl.float32)
         tl.store(at + _VALUE, tl.max(tl.where(size < float("inf"), size, float("inf")), 0))
-        _peaks(i, inside, scale, bias, at, row_negative, row_positive, row_weight, row_target, MATCHED)
+        _store_peaks(at, row, i, inside, scale, bias, MATCHED)
     elif column_negative is not None:
         j = (program - row_programs) * LANES + tl.arange(0, LANES)
         tl.store(at + _VALUE, 0.0)
-        _peaks(j, j < n, scale, bias, at, column_negative, column_positive, column_weight, column_target, MATCHED)
+        _store_peaks(at, column, j, j < n, scale, bias, MATCHED)
 
 
 @triton.jit
-def _at_positive(x, negative, positive, weight, target, i, inside):
+def _at_positive(x, side, i, inside):
     """One direction's ``w ((q - t) - q sigmoid(N - P))`` with ``q = exp(x - P)``, float64; 0 where the weight is 0."""
+    negative, positive, weight, target = side
     w = tl.load(weight + i, mask=inside, other=0.0).to(tl.float64)
     t = tl.load(target + i, mask=inside, other=0.0).to(tl.float64)
     p = tl.load(positive + i, mask=inside, other=0.0)
@@ -170,7 +149,8 @@ def _at_positive(x, negative, positive, weight, target, i, inside):
 
 
 @triton.jit
-def _peaks(i, inside, scale, bias, at, negative, positive, weight, target, MATCHED: tl.constexpr):
+def _store_peaks(at, side, i, inside, scale, bias, MATCHED: tl.constexpr):
+    negative, positive, weight, target = side
     w = tl.abs(tl.load(weight + i, mask=inside, other=0.0))
     t = tl.abs(tl.load(target + i, mask=inside, other=0.0))
     less = tl.load(negative + i, mask=inside, other=float("-inf"))
@@ -205,7 +185,7 @@ def _reduce(peaks, start, stop, STEP: tl.constexpr, WORST: tl.constexpr, LEAST: 
 
 @triton.jit
 def _peak(peaks, programs, SLOT: tl.constexpr, LEAST: tl.constexpr, BLOCK: tl.constexpr):
-    """The least or the largest of one slot over all programs of ``weigh``."""
+    """The least or the largest of one slot over all programs of ``weight_bounds``."""
     return _reduce(peaks + SLOT, 0, programs, 6, float("inf") if LEAST else float("-inf"), LEAST, BLOCK)
 
 
@@ -257,7 +237,7 @@ def plan_backward(peaks, scale, plan, programs, TWO_SIDED: tl.constexpr, HALF: t
     beyond 512: a logit is not rounded here before r leaves it, as in the forward, and the difference, half an ulp of
     the logit, shall be no more than a rounding of a difference.
 
-    FACTOR brings a float16 G near the top of its range. CERTAIN: see ``gradient_tiles``.
+    GRADIENT_SCALE brings a float16 G near the top of its range. CERTAIN: see ``gradient_tiles``.
     """
     factor = 1.0
     if HALF:
@@ -276,7 +256,7 @@ def plan_backward(peaks, scale, plan, programs, TWO_SIDED: tl.constexpr, HALF: t
     tl.store(plan + ALPHA, tl.load(scale) * LOG2E)
     tl.store(plan + REFERENCE, tl.where(fast, reference, 0.0))
     tl.store(plan + FAST, fast.to(tl.float32))
-    tl.store(plan + FACTOR, factor)
+    tl.store(plan + GRADIENT_SCALE, factor)
     tl.store(plan + CERTAIN, _peak(peaks, programs, _SURE, False, BLOCK))
 
 
@@ -292,55 +272,37 @@ def near_top(most):
 
 @kernel
 @triton.jit(do_not_specialize=["m", "n"])
-def temper(
-    plan,
-    scale,
-    bias,
-    m,
-    n,
-    row_negative,
-    row_positive,
-    row_weight,
-    row_target,
-    column_negative,
-    column_positive,
-    column_weight,
-    column_target,
-    row_vectors,
-    column_vectors,
-    MATCHED: tl.constexpr,
-    LANES: tl.constexpr,
-):
-    """Vectors for the epilogue of G, (VECTORS, m) and (VECTORS, n), float32: see ``tiles``.
+def epilogue_scales(
+    plan, scale, bias, m, n,
+    row_negative, row_positive, row_weight, row_target,
+    column_negative, column_positive, column_weight, column_target,
+    row_vectors, column_vectors,
+    MATCHED: tl.constexpr, LANES: tl.constexpr,
+):  # fmt: skip
+    """Vectors for G's epilogue to row_vectors (VECTORS, m) and column_vectors (VECTORS, n), float32: see ``tiles``.
 
-    What a log-sum-exp in powers of two has beyond float32 goes with the weight. A weight of 0 gets L = 0, so that
-    nothing that is not finite comes near it.
+    row_*, column_*: as in ``weight_bounds``. What a log-sum-exp in powers of two has beyond float32 goes with the
+    weight. A weight of 0 gets L = 0, so that nothing that is not finite comes near it.
     """
     program = tl.program_id(0)
     row_programs = tl.cdiv(m, LANES)
     if program < row_programs:
-        _temper_one(
-            plan, scale, bias, program, m, row_negative, row_positive, row_weight, row_target, row_vectors, MATCHED,
-            LANES,
-        )  # fmt: skip
+        row = row_negative, row_positive, row_weight, row_target
+        _scale_side(plan, scale, bias, program, m, row, row_vectors, MATCHED, LANES)
     elif column_negative is not None:
         program -= row_programs
-        _temper_one(
-            plan, scale, bias, program, n, column_negative, column_positive, column_weight, column_target,
-            column_vectors, MATCHED, LANES,
-        )  # fmt: skip
+        column = column_negative, column_positive, column_weight, column_target
+        _scale_side(plan, scale, bias, program, n, column, column_vectors, MATCHED, LANES)
 
 
 @triton.jit
-def _temper_one(
-    plan, scale, bias, program, length, negative, positive, weight, target, vectors, MATCHED: tl.constexpr,
-    LANES: tl.constexpr,
-):  # fmt: skip
+def _scale_side(plan, scale, bias, program, length, side, vectors, MATCHED: tl.constexpr, LANES: tl.constexpr):
+    negative, positive, weight, target = side
     i = program.to(tl.int64) * LANES + tl.arange(0, LANES)
     inside = i < length
     to, step = vectors + i, length.to(tl.int64)
     orders, shift = binary_orders(tl.load(scale)), bias_of(bias)
-    w = (tl.load(weight + i, mask=inside, other=0.0) * tl.load(plan + FACTOR)).to(tl.float64)
+    w = (tl.load(weight + i, mask=inside, other=0.0) * tl.load(plan + GRADIENT_SCALE)).to(tl.float64)
     silent = w == 0.0
     less = tl.load(negative + i, mask=inside, other=0.0)
     more = tl.load(positive + i, mask=inside, other=0.0)
@@ -353,9 +315,9 @@ def _temper_one(
     if MATCHED:
         t = tl.load(target + i, mask=inside, other=0.0).to(tl.float64)
         high, low = split(tl.where(silent, 0.0, (more - shift) * orders))
-        rest = tl.math.exp2(-low)
+        rounding = tl.math.exp2(-low)
         tl.store(to + TAKEN * step, (w * t).to(tl.float32), mask=inside)
         tl.store(to + POSITIVE_LOG * step, high, mask=inside)
-        tl.store(to + POSITIVE_WEIGHT * step, (w * rest).to(tl.float32), mask=inside)
-        tl.store(to + POSITIVE_TARGET * step, (t / rest).to(tl.float32), mask=inside)
-        tl.store(to + NEGATIVE_WEIGHT * step, (w * rest * sigmoid(less - more)).to(tl.float32), mask=inside)
+        tl.store(to + POSITIVE_WEIGHT * step, (w * rounding).to(tl.float32), mask=inside)
+        tl.store(to + POSITIVE_TARGET * step, (t / rounding).to(tl.float32), mask=inside)
+        tl.store(to + NEGATIVE_WEIGHT * step, (w * rounding * sigmoid(less - more)).to(tl.float32), mask=inside)

@@ -6,7 +6,7 @@ Rows whose exponentials the forward pass has kept come first, in one go, without
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator
-from contextlib import contextmanager
+from functools import partial
 from typing import Any
 
 import cupy
@@ -18,23 +18,22 @@ from contrastile.backends.cupy.common import (
     LANES,
     LINES,
     THREADS,
-    ceil_div,
-    chunks,
     contiguous,
     element,
     matrix,
     new_plan,
-    planned,
+    plan_field,
 )
 from contrastile.backends.cupy.configs import backward_chunk
 from contrastile.backends.cupy.instances import TARGET, instance
-from contrastile.backends.cupy.keeping import Factors, Kept
+from contrastile.backends.cupy.keeping import Factors, KeptExponentials
 from contrastile.backends.cupy.launch import empty, launch, on_device, pointer, row_stride, workspace
 from contrastile.backends.cupy.products import Products
 from contrastile.backends.cupy.tiles import Tiles
+from contrastile.backends.passes import Chunk, ceil_div, chunks, gradient_scaling
 
-_CARRIERS = 1024
-"""Blocks of ``carry``, which loop over the rows."""
+_SCALING_BLOCKS = 1024
+"""Blocks of the kernel ``scale_gradient``, which loop over the rows."""
 
 
 def gradients(
@@ -48,7 +47,7 @@ def gradients(
     wanted = row_gradient is not None or column_gradient is not None
     if wanted and block.rows.shape[0] and block.columns.shape[0]:
         with on_device(block.rows):
-            _Pass(block, weights, options).run(row_gradient, column_gradient)
+            _Pass(block, weights, options).add_gradients(row_gradient, column_gradient)
 
 
 def finished(
@@ -61,26 +60,16 @@ def finished(
     """Both gradients with every sum begun afresh, and their part of the scale's: see ``contract.Backend``."""
     with on_device(block.rows):
         if block.rows.shape[0] and block.columns.shape[0]:
-            kept = Kept.of(weights.kept, block.columns.shape[0])
-            return _Pass(block, weights, options, upstream, kept).finish(columns)
+            kept = KeptExponentials.of(weights.kept, block.columns.shape[0])
+            return _Pass(block, weights, options, upstream, kept).final_gradients(columns)
         dtype = block.rows.dtype if columns == "gradient" else "float32"
         none = None if columns is None else cupy.zeros(block.columns.shape, dtype)
         return Finished(cupy.zeros(block.rows.shape, block.rows.dtype), none, cupy.zeros((), "float64"))
 
 
-@contextmanager
-def carried(plan: Any, outs: Iterable[Any], dtype: str) -> Iterator[None]:
-    """While G of float16 carries FACTOR, so do the sums it is added to: exact both ways, it is a power of two."""
-    sums = [x for x in outs if x is not None] if dtype == "float16" else []
-    for x in sums:
-        _carry(plan, x, divide=False)
-    yield
-    for x in sums:
-        _carry(plan, x, divide=True)
-
-
-def _carry(plan: Any, x: Any, *, divide: bool) -> None:
-    arguments = struct("CarryArguments")(
+def scale_gradient(plan: Any, x: Any, divide: bool) -> None:
+    """Multiply x, (rows, columns) float32, by the plan's gradient scale, or divide it by that; in place."""
+    arguments = struct("ScaleGradientArguments")(
         x=pointer(x),
         rows=x.shape[0],
         columns=x.shape[1],
@@ -89,10 +78,10 @@ def _carry(plan: Any, x: Any, *, divide: bool) -> None:
         plan=pointer(plan),
         divide=divide,
     )
-    launch(instance("scale_cast", "carry"), min(x.shape[0], _CARRIERS), THREADS, arguments)
+    launch(instance("scale_cast", "scale_gradient"), min(x.shape[0], _SCALING_BLOCKS), THREADS, arguments)
 
 
-class _Weighed:
+class _Side:
     """One side's log-sum-exps, weights and targets, and the vectors of the epilogue that come of them.
 
     Attributes:
@@ -107,11 +96,11 @@ class _Weighed:
         self.length = 0 if weight is None else weight.shape[0]
         self.vectors = None if weight is None else empty((8 if by_ids else 3) * self.length)
 
-    def side(self) -> Any:
-        """As the survey takes it."""
+    def weights(self) -> Any:
+        """As the precheck takes it."""
         return struct("WeightSide")(*map(pointer, self.given))
 
-    def tempered(self) -> Any:
+    def epilogue(self) -> Any:
         """As the tile kernels take it."""
         return struct("GradientSide")(*(pointer(self.vectors, k * self.length) for k in range(5 if self.by_ids else 3)))
 
@@ -125,14 +114,14 @@ class _Pass:
         weights: Weights,
         options: Options,
         upstream: Array | None = None,
-        kept: Kept | None = None,
+        kept: KeptExponentials | None = None,
     ) -> None:
         self.block, self.tiles, self.plan = block, Tiles(block, options.precision), new_plan()
         self.m, self.n = block.rows.shape[0], block.columns.shape[0]
-        w, by_ids = weights, self.tiles.masks.mask == TARGET
-        self.row = _Weighed((w.row_negative_lse, w.row_positive_lse, w.row_weight, w.row_target), by_ids)
-        self.column = _Weighed((w.column_negative_lse, w.column_positive_lse, w.column_weight, w.column_target), by_ids)
-        self.entries = None if self.tiles.masks.positives is None else empty(self.m)
+        w, by_ids = weights, self.tiles.mask == TARGET
+        self.row = _Side((w.row_negative_lse, w.row_positive_lse, w.row_weight, w.row_target), by_ids)
+        self.column = _Side((w.column_negative_lse, w.column_positive_lse, w.column_weight, w.column_target), by_ids)
+        self.entries = None if self.tiles.pairs.positives is None else empty(self.m)
         self.dtype, size = self.tiles.rows.dtype.name, self.tiles.rows.itemsize
         self.factors = None if kept is None else Factors(kept, self.m, self.n)
         self.start = 0 if kept is None else kept.rows
@@ -140,26 +129,26 @@ class _Pass:
         rest = max(1, self.m - self.start)
         self.height, self.width = backward_chunk(rest, self.n, size, self.tiles.family, options)
         self.products = Products()
-        self._survey(upstream)
+        self._precheck(upstream)
 
-    def _survey(self, upstream: Array | None) -> None:
+    def _precheck(self, upstream: Array | None) -> None:
         """Decide on the path, and prepare the vectors of the epilogue."""
         lengths = self.m, self.column.length
         blocks = sum(ceil_div(x, LANES) for x in lengths)
-        peaks, masks = empty(8 * blocks), self.tiles.masks
+        peaks, pairs = empty(8 * blocks), self.tiles.pairs
         given = {"bias": pointer(self.block.bias), "upstream": pointer(upstream)}
-        given |= {"row": self.row.side(), "column": self.column.side()}
-        weigh = struct("WeighArguments")(m=self.m, n=self.n, peaks=pointer(peaks), **given)
-        launch(instance("weigh", "weigh"), blocks, THREADS, weigh)
-        temper = struct("TemperArguments")(
+        given |= {"row": self.row.weights(), "column": self.column.weights()}
+        bounds = struct("WeightBoundsArguments")(m=self.m, n=self.n, peaks=pointer(peaks), **given)
+        launch(instance("weight_bounds", "weight_bounds"), blocks, THREADS, bounds)
+        scales = struct("EpilogueScalesArguments")(
             peaks=pointer(peaks),
             programs=blocks,
             scale=pointer(self.block.scale),
             plan=pointer(self.plan),
             m=self.m,
             n=self.n,
-            positives=pointer(masks.positives),
-            excluded=pointer(masks.excluded),
+            positives=pointer(pairs.positives),
+            excluded=pointer(pairs.excluded),
             entries=pointer(self.entries),
             row_vectors=pointer(self.row.vectors),
             column_vectors=pointer(self.column.vectors),
@@ -167,14 +156,15 @@ class _Pass:
             by_ids=self.row.by_ids,
             half=self.dtype == "float16",
             **given,
-            **({} if self.factors is None else self.factors.tempered()),
+            **({} if self.factors is None else self.factors.epilogue_arguments()),
         )
         # what goes with kept exponentials is longer, by no more than fills the last block of each side
-        launch(instance("temper", "temper"), sum(ceil_div(x, THREADS) for x in lengths), THREADS, temper)
+        blocks = sum(ceil_div(x, THREADS) for x in lengths)
+        launch(instance("epilogue_scales", "epilogue_scales"), blocks, THREADS, scales)
 
-    def run(self, row_gradient: Any, column_gradient: Any) -> None:
+    def add_gradients(self, row_gradient: Any, column_gradient: Any) -> None:
         """Add to the gradients that are wanted."""
-        with carried(self.plan, (row_gradient, column_gradient), self.dtype):
+        with gradient_scaling((row_gradient, column_gradient), self.dtype, partial(scale_gradient, self.plan)):
             for g, (row, column, high, wide) in self._chunks():
                 if row_gradient is not None:
                     k = self.tiles.columns[column : column + wide]
@@ -183,29 +173,29 @@ class _Pass:
                     q = self.tiles.rows[row : row + high]
                     self.products.accumulate(column_gradient[column : column + wide], g, q, transposed=True)
 
-    def finish(self, form: ColumnForm | None) -> Finished:
+    def final_gradients(self, form: ColumnForm | None) -> Finished:
         """Every sum begun afresh."""
         out = cupy.empty(self.tiles.rows.shape, self.tiles.rows.dtype)
         rows, columns = _Rows(self, out), _Columns(self, form)
         if self.factors is not None:
-            self._finish_kept(self.factors, rows, columns)
+            self._kept_rows(self.factors, rows, columns)
         if self.start < self.m:
-            self._finish_chunks(rows, columns)
+            self._other_rows(rows, columns)
         # only now: the columns' gradient takes the place of the workspace
         return Finished(out, columns.done(), rows.inner)
 
-    def _finish_kept(self, factors: Factors, rows: _Rows, columns: _Columns) -> None:
+    def _kept_rows(self, factors: Factors, rows: _Rows, columns: _Columns) -> None:
         """The rows whose exponentials are kept, which begin the columns' sums."""
         factors.set_positives(self.tiles, self.plan, self.entries)
         # nothing, where the exponentials stand for G
-        self._tiles(factors.kept.exponentials, (0, 0, self.start, self.n), in_place_of_kept=True)
+        self._tiles(factors.kept.exponentials, Chunk(0, 0, self.start, self.n), in_place_of_kept=True)
         sums = workspace(self.start, self.tiles.rows.shape[1], "float32")
         factors.multiply(self.tiles, self.plan, sums, across=False)
-        rows.finish(sums, 0)
+        rows.finalize(sums, 0)
         if columns.sums is not None:
             factors.multiply(self.tiles, self.plan, columns.sums, across=True)
 
-    def _finish_chunks(self, rows: _Rows, columns: _Columns) -> None:
+    def _other_rows(self, rows: _Rows, columns: _Columns) -> None:
         """The other rows, finished as soon as they are complete, while a cache may still hold them."""
         sums = workspace(self.height, self.tiles.rows.shape[1], "float32")
         for g, chunk in self._chunks():
@@ -213,23 +203,23 @@ class _Pass:
             part = sums[:high]
             self.products.accumulate(part, g, self.tiles.columns[column : column + wide], fresh=column == 0)
             if column + wide == self.n:
-                rows.finish(part, row)
+                rows.finalize(part, row)
             columns.add(g, chunk)
 
-    def _chunks(self) -> Iterator[tuple[Any, tuple[int, int, int, int]]]:
+    def _chunks(self) -> Iterator[tuple[Any, Chunk]]:
         """G of each chunk, formed in the one workspace, and where it lies."""
         space = workspace(self.height, self.width, self.tiles.rows.dtype)
         for chunk in chunks(self.m, self.n, self.height, self.width, self.start):
-            g = space[: chunk[2], : chunk[3]]
+            g = space[: chunk.height, : chunk.width]
             self._tiles(g, chunk)
             yield g, chunk
 
-    def _tiles(self, g: Any, chunk: tuple[int, int, int, int], *, in_place_of_kept: bool = False) -> None:
+    def _tiles(self, g: Any, chunk: Chunk, *, in_place_of_kept: bool = False) -> None:
         arguments = struct("GradientArguments")(
             **self.tiles.common(chunk),
             plan=pointer(self.plan),
-            row=self.row.tempered(),
-            column=self.column.tempered(),
+            row=self.row.epilogue(),
+            column=self.column.epilogue(),
             entries=pointer(self.entries),
             g=pointer(g),
             g_stride=row_stride(g),
@@ -239,72 +229,72 @@ class _Pass:
 
 
 class _Rows:
-    """The rows' side of a pass that finishes: their gradient, and their part of the scale's."""
+    """The rows' side of ``final_gradients``: their gradient, and their part of the scale's."""
 
-    def __init__(self, whole: _Pass, out: Any) -> None:
-        self.whole, self.out = whole, out
+    def __init__(self, owner: _Pass, out: Any) -> None:
+        self.owner, self.out = owner, out
         # of each launch below: of the rows that are kept, and of each chunk of the others
         heights = [
-            whole.start,
-            *(min(whole.height, whole.m - row) for row in range(whole.start, whole.m, whole.height)),
+            owner.start,
+            *(min(owner.height, owner.m - row) for row in range(owner.start, owner.m, owner.height)),
         ]
         self.total, self.done = sum(ceil_div(high, LINES) for high in heights), 0
         self.parts, self.inner = empty(self.total, dtype="float64"), empty(dtype="float64")
 
-    def finish(self, sums: Any, row: int) -> None:
+    def finalize(self, sums: Any, row: int) -> None:
         """Write the gradient of the rows from ``row`` on, of which these are the complete sums; in their order."""
-        features, high = self.whole.tiles.rows, sums.shape[0]
-        arguments = struct("FinishRowsArguments")(
+        features, high = self.owner.tiles.rows, sums.shape[0]
+        arguments = struct("FinalizeRowsArguments")(
             sums=matrix(sums),
             features=matrix(features[row : row + high]),
             out=matrix(self.out[row : row + high]),
             m=high,
             depth=features.shape[1],
-            scale=pointer(self.whole.block.scale),
-            plan=pointer(self.whole.plan),
+            scale=pointer(self.owner.block.scale),
+            plan=pointer(self.owner.plan),
             parts=pointer(self.parts),
             first=self.done,
             all_blocks=self.total,
             inner=pointer(self.inner),
         )
         blocks = ceil_div(high, LINES)
-        launch(instance("finish_rows", "finish_rows", element(features)), blocks, THREADS, arguments)
+        launch(instance("finalize_rows", "finalize_rows", element(features)), blocks, THREADS, arguments)
         self.done += blocks
 
 
 class _Columns:
-    """The columns' side of a pass that finishes.
+    """The columns' side of ``final_gradients``.
 
     Where one chunk holds all rows, a single product makes a gradient of 16 bits itself and no sums are held; kept
     exponentials begin sums. That of float32 is its sums times the scale, in place: what stands for a factor of 0 before
     cuBLAS would show in it.
     """
 
-    def __init__(self, whole: _Pass, form: ColumnForm | None) -> None:
-        self.whole, self.form = whole, form
-        shape, wide = (whole.n, whole.tiles.columns.shape[1]), whole.dtype == "float32"
-        alone = whole.start == 0 and whole.height >= whole.m
+    def __init__(self, owner: _Pass, form: ColumnForm | None) -> None:
+        self.owner, self.form = owner, form
+        shape, wide = (owner.n, owner.tiles.columns.shape[1]), owner.dtype == "float32"
+        alone = owner.start == 0 and owner.height >= owner.m
         once = form is None or (form == "gradient" and alone and not wide)
         self.sums = None if once else cupy.empty(shape, "float32")
-        dtype = whole.tiles.columns.dtype
+        dtype = owner.tiles.columns.dtype
         self.out: Any = cupy.empty(shape, dtype) if form == "gradient" and self.sums is None else self.sums
 
-    def add(self, g: Any, chunk: tuple[int, int, int, int]) -> None:
+    def add(self, g: Any, chunk: Chunk) -> None:
         """Take in a chunk of G."""
         row, column, high, wide = chunk
-        here, q = slice(column, column + wide), self.whole.tiles.rows[row : row + high]
+        here, q = slice(column, column + wide), self.owner.tiles.rows[row : row + high]
         if self.sums is not None:
-            self.whole.products.accumulate(self.sums[here], g, q, transposed=True, fresh=row == 0)
+            self.owner.products.accumulate(self.sums[here], g, q, transposed=True, fresh=row == 0)
         elif self.out is not None:
-            factors = planned(self.whole.plan, "multiplier"), planned(self.whole.plan, "zero")
-            self.whole.products.finish(self.out[here], g, q, factors)
+            factors = plan_field(self.owner.plan, "blas_scale"), plan_field(self.owner.plan, "zero")
+            self.owner.products.write(self.out[here], g, q, factors)
 
     def done(self) -> Any:
         """What was asked for."""
-        plan, dtype = self.whole.plan, self.whole.tiles.columns.dtype
-        if self.form == "sums" and self.whole.dtype == "float16":
-            _carry(plan, self.sums, divide=True)
+        plan, dtype = self.owner.plan, self.owner.tiles.columns.dtype
+        if self.form == "sums" and self.owner.dtype == "float16":
+            scale_gradient(plan, self.sums, divide=True)
         if self.form == "gradient" and self.sums is not None:
             self.out = self.sums if dtype == self.sums.dtype else cupy.empty(self.sums.shape, dtype)
-            scale_cast(self.sums, self.out, planned(plan, "finishing"))
+            scale_cast(self.sums, self.out, plan_field(plan, "output_scale"))
         return self.out

@@ -2,28 +2,28 @@
 
 from __future__ import annotations
 
+from functools import partial
 from typing import Any
 
 import cupy
 
 from contrastile.backends.contract import Array, Block, Options
 from contrastile.backends.cupy.arguments import struct
+from contrastile.backends.cupy.backward_pass import scale_gradient
 from contrastile.backends.cupy.common import (
     FOLD,
     ONE_BLOCK,
     THREADS,
-    ceil_div,
-    chunks,
     contiguous,
     new_plan,
     scalars,
 )
 from contrastile.backends.cupy.configs import backward_chunk
-from contrastile.backends.cupy.gradients import carried
 from contrastile.backends.cupy.instances import instance
 from contrastile.backends.cupy.launch import empty, launch, on_device, pointer, row_stride, workspace
 from contrastile.backends.cupy.products import Products
 from contrastile.backends.cupy.tiles import Tiles
+from contrastile.backends.passes import Chunk, ceil_div, chunks, gradient_scaling
 
 
 def sigmoid_loss(
@@ -69,7 +69,7 @@ class _Pass:
         # losses, then slopes: partials of a chunk, the running state of its rows, and what comes out
         room = ceil_div(width, self.tiles.family.bn) * height
         parts, state, out = empty(2 * room), empty(2 * height, dtype="float64"), empty(2, self.m)
-        with carried(self.plan, (row_gradient, column_gradient), self.dtype):
+        with gradient_scaling((row_gradient, column_gradient), self.dtype, partial(scale_gradient, self.plan)):
             for chunk in chunks(self.m, self.n, height, width):
                 row, column, high, wide = chunk
                 g = None if space is None else space[:high, :wide]
@@ -83,20 +83,20 @@ class _Pass:
                     )
         return out[0], out[1]
 
-    def _tiles(self, g: Any, parts: Any, room: int, chunk: tuple[int, int, int, int]) -> None:
+    def _tiles(self, g: Any, parts: Any, room: int, chunk: Chunk) -> None:
         arguments = struct("SigmoidArguments")(
             **self.tiles.common(chunk),
             plan=pointer(self.plan),
             row_weight=pointer(self.row_weight),
             loss_parts=pointer(parts),
             slope_parts=pointer(parts, room),
-            part_stride=chunk[2],
+            part_stride=chunk.height,
             g=pointer(g),
             g_stride=0 if g is None else row_stride(g),
         )
         self.tiles.run("sigmoid", arguments, g)
 
-    def _fold(self, parts: Any, room: int, state: Any, out: Any, chunk: tuple[int, int, int, int]) -> None:
+    def _fold(self, parts: Any, room: int, state: Any, out: Any, chunk: Chunk) -> None:
         row, column, high, wide = chunk
         arguments = struct("FoldSigmoidArguments")(
             loss_parts=pointer(parts),
@@ -112,4 +112,4 @@ class _Pass:
             first=column == 0,
             last=column + wide == self.n,
         )
-        launch(instance("fold_sigmoid", "fold_sigmoid"), ceil_div(high, FOLD), THREADS, arguments)
+        launch(instance("fold", "fold_sigmoid"), ceil_div(high, FOLD), THREADS, arguments)

@@ -14,8 +14,6 @@ from contrastile.backends.cupy.common import (
     ONE_BLOCK,
     PAIRS,
     THREADS,
-    ceil_div,
-    chunks,
     element,
     matrix,
     new_plan,
@@ -23,9 +21,10 @@ from contrastile.backends.cupy.common import (
 )
 from contrastile.backends.cupy.configs import forward_chunk
 from contrastile.backends.cupy.instances import TARGET, instance, positives_kernel
-from contrastile.backends.cupy.keeping import Kept
+from contrastile.backends.cupy.keeping import KeptExponentials
 from contrastile.backends.cupy.launch import empty, launch, on_device, pointer
 from contrastile.backends.cupy.tiles import Tiles
+from contrastile.backends.passes import Chunk, ceil_div, chunks
 
 
 def lse(block: Block, columns: bool, options: Options, *, keep: bool = False) -> Statistics:
@@ -133,9 +132,9 @@ class _Pass:
         self.block, self.two_sided = block, columns
         self.tiles = Tiles(block, options.precision)
         self.m, self.n = block.rows.shape[0], block.columns.shape[0]
-        self.kept = Kept.new(self.tiles, columns, options) if keep else None
+        self.kept = KeptExponentials.new(self.tiles, columns, options) if keep else None
         self.plan = new_plan() if self.kept is None else self.kept.plan
-        family, target = self.tiles.family, self.tiles.masks.mask == TARGET
+        family, target = self.tiles.family, self.tiles.mask == TARGET
         numbers = len(_SUMS) + (len(_BY_IDS) if target else 0)
         self.height, self.width = forward_chunk(self.m, self.n, family, options.tile, numbers)
         self.rows = _Side(self.m, True, target, ceil_div(self.width, family.bn) * self.height)
@@ -143,7 +142,7 @@ class _Pass:
 
     def run(self) -> Statistics:
         """Launch everything."""
-        self._survey()
+        self._precheck()
         # no chunk has rows whose exponentials are kept and others
         split = 0 if self.kept is None else self.kept.rows
         for safe in (False, True):
@@ -156,18 +155,18 @@ class _Pass:
         kept = None if self.kept is None else self.kept.memory
         return Statistics(*self.rows.statistics(), *self.columns.statistics(), kept)
 
-    def _survey(self) -> None:
+    def _precheck(self) -> None:
         """Decide on the path, and take the logits of the positives that indices name."""
-        rows, masks, most = self.tiles.rows, self.tiles.masks, max(self.m, self.n)
+        rows, vectors, most = self.tiles.rows, self.tiles.pairs, max(self.m, self.n)
         blocks = ceil_div(most, LINES)
         peaks, sizes = empty(4 * blocks), {"m": self.m, "n": self.n, "depth": self.block.rows.shape[1]}
         pairs = {"rows": matrix(rows), "columns": matrix(self.tiles.columns)} | {
-            "positives": pointer(masks.positives),
-            "excluded": pointer(masks.excluded),
+            "positives": pointer(vectors.positives),
+            "excluded": pointer(vectors.excluded),
         }
         arguments = struct("MeasureArguments")(peaks=pointer(peaks), **pairs, **sizes)
         launch(instance("measure", "measure", element(rows)), blocks, THREADS, arguments)
-        if masks.positives is not None and masks.mask != TARGET:
+        if vectors.positives is not None:
             dots = struct("PositiveDotsArguments")(
                 row_lse=pointer(self.rows.positive_lse),
                 row_sum=pointer(self.rows.positive_sum),
@@ -184,7 +183,7 @@ class _Pass:
         )
         launch(instance("plan", "plan_forward"), 1, ONE_BLOCK, decide)
 
-    def _chunk(self, safe: bool, chunk: tuple[int, int, int, int]) -> None:
+    def _chunk(self, safe: bool, chunk: Chunk) -> None:
         row, column, high, wide = chunk
         arguments = struct("ForwardArguments")(
             **self.tiles.common(chunk),
@@ -205,29 +204,29 @@ class _Pass:
             plan=pointer(self.plan),
         )
         path = "true" if safe else "false"
-        if self.tiles.masks.mask == TARGET:
+        if self.tiles.mask == TARGET:
             # first: the fold may give the fast path up, and then this one would return at once
             positives = struct("FoldPositivesArguments")(
                 rows=self.rows.fold_positives(row, high, across, ends[0]),
                 columns=self.columns.fold_positives(column, wide, down, ends[1]),
                 plan=pointer(self.plan),
             )
-            launch(instance("fold_positives", "fold_positives", path), blocks, THREADS, positives)
+            launch(instance("fold", "fold_positives", path), blocks, THREADS, positives)
         launch(instance("fold", "fold", path), blocks, THREADS, fold)
 
     def _positives(self) -> None:
-        """The statistics of positives, where the survey and the folds have not left them."""
-        masks = self.tiles.masks
-        if masks.mask == TARGET:
+        """The statistics of positives, where the precheck and the folds have not left them."""
+        pairs = self.tiles.pairs
+        if self.tiles.mask == TARGET:
             return
-        if masks.positives is None:
+        if pairs.positives is None:
             for side in (self.rows, self.columns):
                 side.positive_lse, side.positive_sum = _no_positives(side.positive_lse.size)
         elif self.two_sided:
             arguments = struct("SumPositivesArguments")(
                 plan=pointer(self.plan),
-                positives=pointer(masks.positives),
-                excluded=pointer(masks.excluded),
+                positives=pointer(pairs.positives),
+                excluded=pointer(pairs.excluded),
                 row_sum=pointer(self.rows.positive_sum),
                 column_lse=pointer(self.columns.positive_lse),
                 column_sum=pointer(self.columns.positive_sum),

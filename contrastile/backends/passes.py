@@ -1,0 +1,76 @@
+"""What a pass over a block shares between the backends with kernels of their own: chunks, pairs, gradient scaling."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import Any, NamedTuple
+
+from contrastile.backends.contract import Match, Pairs
+
+
+class Chunk(NamedTuple):
+    """Part of a block: its first row and column, how many rows it has and how many columns."""
+
+    row: int
+    column: int
+    height: int
+    width: int
+
+
+def chunks(m: int, n: int, height: int, width: int, start: int = 0) -> Iterator[Chunk]:
+    """The chunks of rows ``start`` to m - 1 and of all n columns, each at most (height, width), row after row."""
+    for row in range(start, m, height):
+        for column in range(0, n, width):
+            yield Chunk(row, column, min(height, m - row), min(width, n - column))
+
+
+def ceil_div(a: int, b: int) -> int:
+    """Rounded up. Triton's own ``cdiv`` can be called from kernels too, and takes microseconds for it."""
+    return -(-a // b)
+
+
+@dataclass(frozen=True, slots=True)
+class PairVectors:
+    """The vectors that say which pairs of a block count, contiguous; each may be None.
+
+    Attributes:
+        positives: (m,) int64; None with match = "target", where ids name the positives.
+        excluded: (m,) int64.
+        row_ids: (m,) int64.
+        column_ids: (n,) int64.
+        match: what equal ids mean; None without ids.
+    """
+
+    positives: Any
+    excluded: Any
+    row_ids: Any
+    column_ids: Any
+    match: Match | None
+
+    @staticmethod
+    def of(pairs: Pairs, contiguous: Callable[[Any], Any]) -> PairVectors:
+        """The vectors of a block's pairs; ``contiguous`` closes the gaps of an array."""
+        ids = pairs.row_ids is not None and pairs.column_ids is not None
+        positives = pairs.positives if pairs.match == "drop" else None
+        given = (positives, pairs.excluded, pairs.row_ids, pairs.column_ids)
+        positives, excluded, row_ids, column_ids = (None if x is None else contiguous(x) for x in given)
+        return PairVectors(positives, excluded, row_ids, column_ids, pairs.match if ids else None)
+
+
+@contextmanager
+def gradient_scaling(outs: Iterable[Any], dtype: str, scale: Callable[[Any, bool], None]) -> Iterator[None]:
+    """Scale the accumulators that a float16 G is added to as G is scaled, and undo it: exact, by a power of two.
+
+    Args:
+        outs: the accumulators; None for one that is not wanted.
+        dtype: name of G's dtype; only float16 is scaled, to keep it in range.
+        scale: ``scale(x, divide)`` multiplies x by the plan's gradient scale, or divides it by that.
+    """
+    scaled = [x for x in outs if x is not None] if dtype == "float16" else []
+    for x in scaled:
+        scale(x, False)
+    yield
+    for x in scaled:
+        scale(x, True)

@@ -1,0 +1,247 @@
+# pyright: reportArgumentType=false, reportCallIssue=false, reportGeneralTypeIssues=false
+"""``gradients``, the backward primitive: G chunk by chunk into a fixed workspace, then the two products."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import replace
+from functools import partial
+from typing import Any
+
+import torch
+
+from contrastile.backends import replay
+from contrastile.backends.contract import WEIGHTS, Array, Block, ColumnForm, Finished, Options, Weights
+from contrastile.backends.passes import Chunk, ceil_div, chunks, gradient_scaling
+from contrastile.backends.triton import backward, positives, precheck, sums
+from contrastile.backends.triton.arrays import multiplied
+from contrastile.backends.triton.common import BLOCK, LANES, LINES, empty, step, weight_vectors
+from contrastile.backends.triton.configs import UNIT, Config, backward_chunk
+from contrastile.backends.triton.launch import descriptor, grid, on_device, workspace
+from contrastile.backends.triton.operands import BlockPass, Scheme, Side
+from contrastile.backends.triton.products import accumulate
+from contrastile.backends.triton.tiles import GRADIENT_SCALE, VECTORS, VECTORS_OF_IDS
+
+
+def gradients(
+    block: Block, weights: Weights, row_gradient: Array | None, column_gradient: Array | None, options: Options
+) -> None:
+    """Adds G K and G^T Q: see ``contract.Backend``."""
+    wanted = row_gradient is not None or column_gradient is not None
+    if wanted and block.rows.shape[0] and block.columns.shape[0]:
+        with on_device(block.rows):
+            _Pass(block, weights, options).add_gradients(row_gradient, column_gradient)
+
+
+def finished(
+    block: Block, weights: Weights, upstream: Array | None, columns: ColumnForm | None, options: Options
+) -> Finished:
+    """Both gradients with every sum begun afresh, and their part of the scale's: see ``contract.Backend``."""
+    rows = block.rows
+    with on_device(rows):
+        if rows.shape[0] and block.columns.shape[0]:
+            if not options.replay or not replay.fits(rows, block.columns.shape[0]):
+                return _Pass(block, _times(weights, upstream), options).final_gradients(columns)
+
+            def compute(arrays: replay.Tensors) -> replay.Tensors:
+                known = _times(Weights(*arrays[9:]), arrays[8])
+                done = _Pass(replay.rebuilt(arrays, block), known, options).final_gradients(columns)
+                return done.rows, done.columns, done.inner
+
+            arrays = *replay.arrays_of(block), upstream, *(getattr(weights, name) for name in WEIGHTS)
+            what = "finished", columns, options, block.pairs.match
+            return Finished(*replay.GRAPHS.call(what, arrays, compute))
+
+        def zeros(shape: Any, dtype: Any) -> Any:
+            return torch.zeros(shape, dtype=dtype, device=rows.device)
+
+        dtype = rows.dtype if columns == "gradient" else torch.float32
+        none = None if columns is None else zeros(block.columns.shape, dtype)
+        return Finished(zeros(rows.shape, rows.dtype), none, zeros((), torch.float64))
+
+
+def _times(weights: Weights, upstream: Array | None) -> Weights:
+    if upstream is None:
+        return weights
+    column = weights.column_weight
+    return replace(
+        weights,
+        row_weight=weights.row_weight * upstream,
+        column_weight=None if column is None else column * upstream,
+    )
+
+
+def scale_gradient(plan: Any, x: Any, divide: bool) -> None:
+    """Multiply x by the plan's gradient scale, or divide it by that; in place."""
+    (x.div_ if divide else x.mul_)(plan[GRADIENT_SCALE.value])
+
+
+class Chunks:
+    """A workspace for G, or for its parts, and the chunks of the block that pass through it."""
+
+    def __init__(
+        self,
+        sides: tuple[Side, Side],
+        scheme: Scheme,
+        config: Config,
+        options: Options,
+        others: int = 0,
+        held: bool = True,
+    ) -> None:
+        """See ``configs.backward_chunk``; without ``held`` there is no more of G than a descriptor needs."""
+        self.sides, self.config = sides, config
+        rows, columns = (side.x for side in sides)
+        dtype = scheme.g_dtype(rows)
+        self.m, self.n = rows.shape[0], columns.shape[0]
+        size = dtype.itemsize * scheme.parts
+        self.height, self.width = backward_chunk(self.m, self.n, size, config, options, others)
+        shape = (self.height, self.width) if held else (1, config.bn)
+        self._space = [workspace(*shape, dtype, rows) for _ in range(scheme.parts)]
+
+    def __iter__(self) -> Iterator[tuple[list[Any], Chunk]]:
+        """G's matrices and each chunk."""
+        for chunk in chunks(self.m, self.n, self.height, self.width):
+            yield [x[: chunk.height, : chunk.width] for x in self._space], chunk
+
+    def descriptors(self, g: list[Any]) -> list[Any]:
+        """G's descriptors, None where it has no such part."""
+        block = self.config.bm, self.config.bn // self.config.parts
+        return [descriptor(x, block) for x in g] + [None] * (3 - len(g))
+
+    def features(self, chunk: Chunk) -> list[Any]:
+        """Descriptors of the chunk's features."""
+        c = self.config
+        return [
+            descriptor(side.tiles(start, length), (size, c.bk))
+            for side, start, length, size in zip(self.sides, chunk[:2], chunk[2:], (c.bm, c.bn), strict=True)
+        ]
+
+
+class _Pass(BlockPass):
+    """One backward pass over one block."""
+
+    def __init__(self, block: Block, weights: Weights, options: Options) -> None:
+        super().__init__(block, options)
+        self.weights, self.two_sided = weight_vectors(weights), weights.column_weight is not None
+        self.gradient, self.product = self.config("masked" if self.masks.masked else "gradient"), self.config("product")
+        count = VECTORS_OF_IDS if self.masks.ids_only else VECTORS
+        self.vectors = empty(self.rows, count, self.m), empty(self.rows, count, self.n if self.two_sided else 0)
+        # G at the positives that are named by index
+        self.values = None if self.masks.pairs.positives is None else empty(self.rows, self.m, dtype=torch.float64)
+        self._precheck()
+
+    def _precheck(self) -> None:
+        """Decide on the path, and prepare the vectors of the epilogue."""
+        programs = ceil_div(self.m, LANES) + (ceil_div(self.n, LANES) if self.two_sided else 0)
+        peaks = empty(self.rows, programs, precheck.PEAKS)
+        scale, bias, sizes, half = self.block.scale, self.block.bias, (self.m, self.n), self.rows.dtype == torch.float16
+        given = peaks, self.masks.pairs.positives, self.masks.pairs.excluded, self.values, *self.weights
+        flags = {"MATCHED": self.masks.ids_only, "LANES": LANES}
+        precheck.weight_bounds[(programs,)](*sizes, scale, bias, *given, **flags)
+        precheck.plan_backward[(1,)](
+            peaks, scale, self.plan, programs, TWO_SIDED=self.two_sided, HALF=half, BLOCK=BLOCK
+        )
+        precheck.epilogue_scales[(programs,)](self.plan, scale, bias, *sizes, *self.weights, *self.vectors, **flags)
+
+    def add_gradients(self, row_gradient: Any, column_gradient: Any) -> None:
+        """Add to the gradients that are wanted."""
+        walk = Chunks(self.sides, self.scheme, self.gradient, self.options)
+        scale = partial(scale_gradient, self.plan)
+        with gradient_scaling((row_gradient, column_gradient), self.scheme.dtype, scale):
+            for g, chunk in walk:
+                row, column, high, wide = chunk
+                self._form(walk, g, chunk)
+                if row_gradient is not None:
+                    k = self.sides[1].factors(column, wide)
+                    accumulate(row_gradient[row : row + high], g, k, self.product)
+                if column_gradient is not None:
+                    self.add_columns(column_gradient[column : column + wide], g, chunk)
+
+    def final_gradients(self, form: ColumnForm | None) -> Finished:
+        """Every sum begun afresh."""
+        out = torch.empty(self.rows.shape, dtype=self.rows.dtype, device=self.rows.device)
+        side = _Columns(self, form)
+        inner = self._final_rows(out, side)
+        # only now: the columns' gradient takes the place of the workspace
+        return Finished(out, side.done(), inner)
+
+    def _final_rows(self, out: Any, side: _Columns) -> Any:
+        """Write the rows' gradient, add to the columns' side, and give the part of the scale's gradient.
+
+        Rows are finalized as soon as their sums are complete, while a cache may still hold them.
+        """
+        rows, d = self.rows, self.rows.shape[1]
+        # their sums in float32 and they themselves
+        others = 4 * min(self.m, 2 * UNIT) * d + out.numel() * out.itemsize
+        walk = Chunks(self.sides, self.scheme, self.gradient, self.options, others)
+        sums_of_rows = workspace(walk.height, d, torch.float32, rows)
+        lines = LINES // 2
+        programs, starts = ceil_div(walk.height, lines), range(0, self.m, walk.height)
+        left = (len(starts) - 1) * programs + ceil_div(self.m - starts[-1], lines)
+        inner = torch.empty(left, dtype=torch.float64, device=rows.device)
+        for g, chunk in walk:
+            row, column, high, wide = chunk
+            self._form(walk, g, chunk)
+            k, part = self.sides[1].factors(column, wide), sums_of_rows[:high]
+            accumulate(part, g, k, self.product, fresh=column == 0)
+            if column + wide == self.n:
+                matrices = part, rows[row:], out[row:]
+                strides, mine = [x.stride(0) for x in matrices], inner[row // walk.height * programs :]
+                sums.finalize_rows[(ceil_div(high, lines),)](
+                    *matrices, mine, self.block.scale, self.plan, high, *strides, depth=d, LINES=lines, BD=step(d)
+                )
+            side.add(g, chunk)
+        return inner.sum()
+
+    def _form(self, walk: Chunks, g: list[Any], chunk: Chunk) -> None:
+        """G of a chunk, its positives included."""
+        self._tiles(walk, g, chunk)
+        if self.values is not None:
+            self._positives(g, chunk)
+
+    def add_columns(self, out: Any, g: list[Any], chunk: Chunk, *, fresh: bool = False) -> None:
+        """``out += G^T Q`` over a chunk, or ``=`` if ``fresh``."""
+        q = self.sides[0].factors(chunk.row, chunk.height)
+        accumulate(out, g, q, self.product, transposed=True, fresh=fresh)
+
+    def _tiles(self, walk: Chunks, g: list[Any], chunk: Chunk) -> None:
+        config, masks = self.gradient, self.masks
+        backward.gradient_tiles[grid(chunk.height, chunk.width, config, self.rows)](
+            *walk.features(chunk), *walk.descriptors(g), self.plan, *self.vectors, *masks.vectors(),
+            self.m, self.n, *chunk, depth=self.sides[0].depth, TWO_SIDED=self.two_sided, **masks.flags(),
+            RAGGED=config.ragged(chunk), **config.constants("PARTS"), DIVIDED=self.scheme.divided, **config.options(),
+        )  # fmt: skip
+
+    def _positives(self, g: list[Any], chunk: Chunk) -> None:
+        given = self.plan, self.values, self.masks.pairs.positives, self.masks.pairs.excluded
+        positives.set_positives[(ceil_div(chunk.height, LANES),)](
+            *g, *[None] * (3 - len(g)), g[0].stride(0), *given, *chunk, LANES=LANES
+        )
+
+
+class _Columns:
+    """The columns' side of ``final_gradients``: sums in float32."""
+
+    def __init__(self, owner: _Pass, form: ColumnForm | None) -> None:
+        self.owner, self.form, x = owner, form, owner.columns
+        self.sums: Any = None if form is None else torch.empty(x.shape, dtype=torch.float32, device=x.device)
+
+    def add(self, g: list[Any], chunk: Chunk) -> None:
+        """Take in a chunk of G."""
+        row, column, _, wide = chunk
+        if self.sums is not None:
+            self.owner.add_columns(self.sums[column : column + wide], g, chunk, fresh=row == 0)
+
+    def done(self) -> Any:
+        """What was asked for."""
+        power, x, scale = self.owner.plan[GRADIENT_SCALE.value], self.owner.columns, self.owner.block.scale
+        half = x.dtype == torch.float16
+        if self.form == "sums" and half:
+            # a power of two: exact
+            self.sums.div_(power)
+        if self.form != "gradient":
+            return self.sums
+        out = self.sums if x.dtype == torch.float32 else torch.empty(x.shape, dtype=x.dtype, device=x.device)
+        # exact but where it is so small that nothing it multiplies would show in float16
+        multiplied(self.sums, scale / power if half else scale, out)
+        return out

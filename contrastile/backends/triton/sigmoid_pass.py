@@ -1,0 +1,75 @@
+# pyright: reportArgumentType=false, reportCallIssue=false, reportGeneralTypeIssues=false
+"""``sigmoid``, the additive primitive: value and gradients in one pass over the tiles."""
+
+from __future__ import annotations
+
+from functools import partial
+from typing import Any
+
+import torch
+
+from contrastile.backends.contract import Array, Block, Options
+from contrastile.backends.passes import Chunk, ceil_div, gradient_scaling
+from contrastile.backends.triton import forward, sigmoid
+from contrastile.backends.triton.backward_pass import Chunks, scale_gradient
+from contrastile.backends.triton.common import DEPTH, LANES, empty
+from contrastile.backends.triton.configs import INTERPRETED
+from contrastile.backends.triton.launch import grid, on_device
+from contrastile.backends.triton.operands import BlockPass
+from contrastile.backends.triton.products import accumulate
+
+
+def sigmoid_loss(
+    block: Block,
+    row_weight: Array,
+    row_gradient: Array | None,
+    column_gradient: Array | None,
+    options: Options,
+) -> tuple[Array, Array]:
+    """The sigmoid loss of each row and the row sums of its G; adds the gradients: see ``contract.Backend``."""
+    m, n = block.rows.shape[0], block.columns.shape[0]
+    with on_device(block.rows):
+        loss, slope = (empty(block.rows, m).zero_() for _ in range(2))
+        if m and n:
+            _Pass(block, row_weight.contiguous(), options).run(loss, slope, row_gradient, column_gradient)
+    return loss, slope
+
+
+class _Pass(BlockPass):
+    """One pass over one block."""
+
+    def __init__(self, block: Block, row_weight: Any, options: Options) -> None:
+        super().__init__(block, options)
+        self.row_weight = row_weight
+        half, lanes = self.rows.dtype == torch.float16, 8 if INTERPRETED else 1024
+        sigmoid.plan_sigmoid[(1,)](row_weight, block.bias, self.plan, self.m, HALF=half, BLOCK=lanes)
+
+    def run(self, loss: Any, slope: Any, row_gradient: Any, column_gradient: Any) -> None:
+        """Fill loss and slope, and add to the gradients that are wanted."""
+        config, product = self.config("sigmoid"), self.config("product")
+        wanted = row_gradient is not None or column_gradient is not None
+        walk = Chunks(self.sides, self.scheme, config, self.options, held=wanted)
+        parts = [empty(self.rows, ceil_div(walk.width, config.bn) * walk.height) for _ in range(2)]
+        scale = partial(scale_gradient, self.plan)
+        with gradient_scaling((row_gradient, column_gradient), self.scheme.dtype, scale):
+            for g, chunk in walk:
+                row, column, high, wide = chunk
+                self._tiles(walk, g, parts, wanted, chunk)
+                sizes = high, ceil_div(wide, config.bn), int(column == 0)
+                for part, out in zip(parts, (loss, slope), strict=True):
+                    forward.add_parts[(ceil_div(high, LANES),)](part, out[row:], *sizes, LANES=LANES, DEPTH=DEPTH)
+                if row_gradient is not None:
+                    accumulate(row_gradient[row : row + high], g, self.sides[1].factors(column, wide), product)
+                if column_gradient is not None:
+                    q = self.sides[0].factors(row, high)
+                    accumulate(column_gradient[column : column + wide], g, q, product, transposed=True)
+        sigmoid.row_sums[(ceil_div(self.m, LANES),)](slope, self.row_weight, self.m, LANES=LANES)
+
+    def _tiles(self, walk: Chunks, g: list[Any], parts: list[Any], wanted: bool, chunk: Chunk) -> None:
+        config, masks = walk.config, self.masks
+        sigmoid.sigmoid_tiles[grid(chunk.height, chunk.width, config, self.rows)](
+            *walk.features(chunk), *walk.descriptors(g), self.plan, self.block.scale, self.row_weight, *parts,
+            masks.pairs.positives, *masks.vectors(), self.m, self.n, *chunk, depth=self.sides[0].depth,
+            GRADIENTS=wanted, **masks.flags(), **config.constants("PARTS", "STRIP"), DIVIDED=self.scheme.divided,
+            **config.options(),
+        )  # fmt: skip
