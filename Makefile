@@ -1,8 +1,9 @@
-# make verify   every backend on this machine against the float64 oracle, real embeddings included
-# make test     lint, types and tests with coverage
-# make test-gpu the tests that need a CUDA GPU, with whatever Python has torch for it: PYTHON=...
-# make docs     the site, into site/
-# Each needs Python 3.11+ with pip, and nothing else: a virtual environment in $(VENV) holds the rest.
+# make verify     every backend on this machine against the float64 oracle, real embeddings included
+# make test       lint, types and tests with coverage
+# make test-slow  the tests that take longer: every kernel compiled, ranks that die, mutants
+# make test-gpu   the tests that need a CUDA GPU, with whatever Python has torch for it: PYTHON=...
+# make docs       the site, into site/
+# Each but test-gpu needs Python 3.11+ with pip, and nothing else: a virtual environment in $(VENV) holds the rest.
 #
 #   VENV=DIR          where the virtual environment goes
 #   PYTHON=python3.12 the interpreter it is made from
@@ -18,7 +19,7 @@ PINS := constraints.txt
 STAMPS := $(VENV)/.installed
 
 .DELETE_ON_ERROR:
-.PHONY: verify test test-gpu lint types pytest docs errors clean
+.PHONY: verify test test-slow test-gpu lint types pytest docs errors clean
 
 verify: $(STAMPS)-verify
 	$(BIN)/contrastile verify $(ARGS)
@@ -33,10 +34,13 @@ types: $(STAMPS)-test
 	$(BIN)/mypy
 	$(BIN)/pyright --pythonpath $(BIN)/python
 
-# the oracle and the bounds are what everything else is held to: not one line of them goes untested
+# a process for each core; the oracle and the bounds are what everything else is held to: not one line goes untested
 pytest: $(STAMPS)-test
-	$(BIN)/python -m pytest --cov=contrastile.oracle --cov=contrastile.verify.bounds \
+	$(BIN)/python -m pytest -n auto -m "not slow" --cov=contrastile.oracle --cov=contrastile.verify.bounds \
 	  --cov-report=term-missing:skip-covered --cov-fail-under=100 $(ARGS)
+
+test-slow: $(STAMPS)-test
+	$(BIN)/python -m pytest -n auto -m slow $(ARGS)
 
 # on a machine with a GPU, in an environment that has torch, triton and CuPy for it; elsewhere they are skipped
 test-gpu:

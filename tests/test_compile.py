@@ -85,6 +85,7 @@ def imports() -> Iterator[None]:
         del sys.modules[name]
 
 
+@pytest.mark.slow
 @pytest.mark.usefixtures("imports")
 def test_many_functions_compile_in_one_process_while_modules_are_imported() -> None:
     assert len(FUNCTIONS) == 20

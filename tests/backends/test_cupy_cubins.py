@@ -36,6 +36,7 @@ def recorded() -> dict[str, Any]:
     return found
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("capability", instances.CAPABILITIES)
 def test_every_instance_compiles_without_a_warning_as_recorded(capability: int) -> None:
     table = {(row["kernel"], row["architecture"]): row for row in recorded()["kernels"]}
@@ -87,6 +88,7 @@ def test_every_source_holds_a_kernel_of_the_table() -> None:
     assert named == {path.name for path in build.SOURCES.glob("*.cu")}
 
 
+@pytest.mark.slow
 @pytest.mark.skipif(shutil.which("nvcc") is None, reason="needs nvcc")
 @pytest.mark.parametrize("capability", instances.CAPABILITIES)
 def test_nvcc_takes_the_sources_too(capability: int, tmp_path: Path) -> None:

@@ -272,7 +272,7 @@ def test_the_workspace_of_the_options_reaches_every_pass_over_g(monkeypatch: pyt
             asked.append(options.workspace)
             return m, n
 
-        for module in (host.gradients, host.additive):
+        for module in (host.backward_pass, host.sigmoid_pass):
             monkeypatch.setattr(module, "backward_chunk", chunk)
         for mib in (3, None):
             options = Options(workspace=mib)

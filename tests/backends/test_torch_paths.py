@@ -150,6 +150,7 @@ def test_float16_is_lifted_by_an_exact_power_of_two(largest: float, monkeypatch:
     assert largest == 0.0 or largest * gain >= products._FLOAT16_HEADROOM / 2
 
 
+@pytest.mark.slow
 def test_memory_is_a_tile_and_its_spare_and_vectors() -> None:
     b, d = 2048, 64
     ids = torch.arange(b) // 2

@@ -225,6 +225,7 @@ def test_positives_stay_out_of_the_sums_wherever_they_lie(
         assert torch.equal(getattr(found, f"{side}_positive_lse"), log)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("scale", [0.37, 33.3, -57.1, 99.9, 1e7])
 @pytest.mark.parametrize("bias", [None, -7.7])
 @pytest.mark.parametrize("two_sided", [True, False])

@@ -44,6 +44,7 @@ def trial(name: str, precision: str) -> Trial:
     return Trial(Subject("triton", backend, "float32", precision=precision), case, truth(case.problem))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("precision", ["tf32", "split"])
 @pytest.mark.parametrize("name", CASES)
 def test_within_the_bound_of_its_precision(name: str, precision: str) -> None:

@@ -100,6 +100,7 @@ def measured(found: dict[str, Any]) -> list[dict[str, Any]]:
     return [row for row in found["times"] if row["status"] == "measured"]
 
 
+@pytest.mark.slow
 def test_every_part_measures_something(tmp_path: Path) -> None:
     code, found = ran(tmp_path)
     assert code == 0

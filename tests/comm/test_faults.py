@@ -15,6 +15,7 @@ OTHERS = (0, 1, 3)
 FAULTS = [("killed", "inside"), ("raises", "before"), ("leaves", "before"), ("stalls", "inside")]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("engine", ENGINES)
 @pytest.mark.parametrize(("fault", "where"), FAULTS, ids=[fault for fault, _ in FAULTS])
 def test_every_other_rank_ends_within_the_deadline(engine: str, fault: str, where: str) -> None:
@@ -44,6 +45,7 @@ def test_ranks_out_of_step_meet_no_message_that_is_not_theirs() -> None:
         assert re.match(rf"{others}, rank 2 is at the forward of call \1 \(clip_loss\) after", text), text
 
 
+@pytest.mark.slow
 def test_a_rank_that_never_connects_is_named() -> None:
     ended = launch("torch", "absent.py", CONTRASTILE_DEADLINE=str(DEADLINE))
     for rank in OTHERS:

@@ -52,6 +52,7 @@ def verify(engine: str, *words: str, folder: Path, seconds: int = 100) -> subpro
     )
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("engine", ENGINES)
 def test_four_processes_hold_every_property(engine: str, tmp_path: Path) -> None:
     path = tmp_path / "rows.json"
@@ -67,6 +68,7 @@ def test_four_processes_hold_every_property(engine: str, tmp_path: Path) -> None
     assert len(read["rows"]) == 24 * len(BACKENDS[engine])
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("engine", ENGINES)
 def test_what_one_rank_gets_wrong_fails_everywhere_with_one_report(engine: str, tmp_path: Path) -> None:
     (tmp_path / "broken_ranks.py").write_text(BROKEN, encoding="utf-8")

@@ -37,6 +37,7 @@ def printed(engine: str, block: int, folder: Path) -> str:
     return ended.stdout
 
 
+@pytest.mark.slow
 def test_the_torchrun_program_trains(tmp_path: Path) -> None:
     losses = [
         float(x) for x in re.findall(r"^step \d: loss (\S+) of the whole batch$", printed("torch", 0, tmp_path), re.M)

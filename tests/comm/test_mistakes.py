@@ -33,6 +33,7 @@ CASES = [
 ]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("mistake", "exchange", "by", "words"), CASES, ids=[" ".join(case[:3]) for case in CASES])
 def test_no_number_is_wrong_and_every_rank_is_told(
     mistake: str, exchange: str, by: str, words: list[str | None]

@@ -6,6 +6,7 @@ import pytest
 from launching import launch
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("ranks", [4])
 def test_parameter_gradients_are_those_of_the_global_loss(ranks: int) -> None:
     ended = launch("torch", "train_towers.py", ranks=ranks, seconds=120)

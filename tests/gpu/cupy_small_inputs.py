@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ctypes
+from collections.abc import Iterator
 from typing import Any
 
 import numpy as np
@@ -68,3 +69,14 @@ def ratio(got: Any, want: Any, bound: Any) -> float:
 def restart() -> None:
     """From here on ``rng`` draws the same numbers again."""
     rng.bit_generator.state = _START
+
+
+def drawn_pairs(m: int, n: int) -> Iterator[tuple[np.ndarray, np.ndarray]]:
+    """Positives, own, drawn and none, and what is excluded; a positive that is excluded is none."""
+    for positives in (np.arange(m), rng.integers(-3, n + 3, m), np.full(m, -1)):
+        yield positives, np.where(rng.random(m) < 0.2, positives, -1)
+
+
+def seen(positives: np.ndarray, excluded: np.ndarray, n: int) -> np.ndarray:
+    """The column of each row's positive, -1 for none."""
+    return np.where((positives >= 0) & (positives < n) & (positives != excluded), positives, -1)

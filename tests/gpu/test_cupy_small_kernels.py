@@ -16,7 +16,7 @@ torch = pytest.importorskip("torch")
 if not torch.cuda.is_available():
     pytest.skip("needs a GPU", allow_module_level=True)
 
-from cupy_small_inputs import LOG2E, U, features, plan, ratio, read, restart, rng, scalar, stored  # noqa: E402
+from cupy_small_inputs import LOG2E, U, drawn_pairs, features, plan, ratio, read, restart, rng, scalar, seen, stored  # noqa: E402  # noqa: E402
 
 from contrastile.backends.cupy.arguments import struct  # noqa: E402
 from contrastile.backends.cupy.common import (  # noqa: E402
@@ -27,23 +27,12 @@ from contrastile.backends.cupy.common import (  # noqa: E402
     PAIRS,
     TERMS,
     THREADS,
-    ceil_div,
-    planned,
+    plan_field,
 )
 from contrastile.backends.cupy.instances import ARITHMETICS, ELEMENTS, instance, positives_kernel  # noqa: E402
 from contrastile.backends.cupy.launch import launch, pointer  # noqa: E402
 from contrastile.backends.cupy.products import Products  # noqa: E402
-
-
-def drawn_pairs(m: int, n: int) -> Iterator[tuple[np.ndarray, np.ndarray]]:
-    """Positives, own, drawn and none, and what is excluded; a positive that is excluded is none."""
-    for positives in (np.arange(m), rng.integers(-3, n + 3, m), np.full(m, -1)):
-        yield positives, np.where(rng.random(m) < 0.2, positives, -1)
-
-
-def seen(positives: np.ndarray, excluded: np.ndarray, n: int) -> np.ndarray:
-    """The column of each row's positive, -1 for none."""
-    return np.where((positives >= 0) & (positives < n) & (positives != excluded), positives, -1)
+from contrastile.backends.passes import ceil_div  # noqa: E402
 
 
 def measure(dtype: str, strided: bool) -> Iterator[tuple[str, float]]:
@@ -73,7 +62,10 @@ def measure(dtype: str, strided: bool) -> Iterator[tuple[str, float]]:
         yield "plan_forward", ratio(said["reference"], np.float64(want), (d + 9) * U * bound)
         j = seen(positives, excluded, n)
         expected = [np.float32(scale * LOG2E), bound > room_left + 100, np.any((j >= 0) & (j != np.arange(m)))]
-        yield "plan_forward", ratio([said["alpha"], said["status"], said["stray"]], np.array(expected, "f8"), U * 16)
+        yield (
+            "plan_forward",
+            ratio([said["alpha"], said["status"], said["off_diagonal"]], np.array(expected, "f8"), U * 16),
+        )
 
 
 def lse(x: np.ndarray) -> float:
@@ -97,8 +89,8 @@ def positives(dtype: str, precision: str, d: int) -> Iterator[tuple[str, float]]
         room = abs(scale) * error * np.einsum("ik,ik->i", abs(q), abs(k[j])) + 2.0**-48
         row_lse, row_sum = (cupy.full(m, np.nan) for _ in range(2))
         column_lse, column_sum = (cupy.full(n, np.nan) for _ in range(2))
-        stray = int(np.any((j >= 0) & (j != np.arange(m))))
-        decided = plan(stray=stray)
+        off_diagonal = int(np.any((j >= 0) & (j != np.arange(m))))
+        decided = plan(off_diagonal=off_diagonal)
         where, by, beta = (cupy.asarray(named), cupy.asarray(excluded)), scalar(scale), scalar(bias)
         common = {"m": m, "n": n, "positives": pointer(where[0]), "excluded": pointer(where[1])}
         common |= {"row_sum": pointer(row_sum)}
@@ -193,20 +185,11 @@ def fold_by_ids(safe: bool) -> Iterator[tuple[str, float]]:
 
     def run(by: Any) -> None:
         for first, last in ((0, 7), (7, tiles)):
-            side = struct("PositiveSide")(
-                *(pointer(x, first * m) for x in held),
-                part_stride=m,
-                tiles=last - first,
-                state=pointer(state),
-                state_stride=m,
-                lse=pointer(out),
-                sum=pointer(total),
-                length=m,
-                first=first == 0,
-                last=last == tiles,
-            )
+            chunk = {"tiles": last - first, "first": first == 0, "last": last == tiles, "length": m}
+            found = {"state": pointer(state), "state_stride": m, "lse": pointer(out), "sum": pointer(total)}
+            side = struct("PositiveSide")(*(pointer(x, first * m) for x in held), part_stride=m, **chunk, **found)
             arguments = struct("FoldPositivesArguments")(rows=struct("PositiveSide")(), columns=side, plan=pointer(by))
-            name = instance("fold_positives", "fold_positives", str(safe).lower())
+            name = instance("fold", "fold_positives", str(safe).lower())
             launch(name, ceil_div(m, FOLD), THREADS, arguments)
 
     run(decided)
@@ -250,7 +233,7 @@ def fold_sums() -> Iterator[tuple[str, float]]:
             row_weight=pointer(weight),
             **chunk(first, last),
         )
-        launch(instance("fold_sigmoid", "fold_sigmoid"), ceil_div(m, FOLD), THREADS, arguments)
+        launch(instance("fold", "fold_sigmoid"), ceil_div(m, FOLD), THREADS, arguments)
     for out, want, size in zip(outs, (exact[0], exact[1] * cupy.asnumpy(weight)), sizes, strict=True):
         yield "fold_sigmoid", ratio(out, want, U * (abs(want) + 1e-6 * size))
 
@@ -285,13 +268,20 @@ def backward(half: bool, by_ids: bool, certain: bool) -> Iterator[tuple[str, flo
     hidden = np.where(rng.random(lengths[0]) < 0.2, index, -1)
     named, entries = [cupy.asarray(x) for x in (index, hidden)], cupy.full(lengths[0], np.nan, "f4")
     given = {"m": lengths[0], "n": lengths[1], "bias": pointer(beta), "row": sides[0], "column": sides[1]}
-    launch(instance("weigh", "weigh"), blocks, THREADS, struct("WeighArguments")(peaks=pointer(peaks), **given))
+    launch(
+        instance("weight_bounds", "weight_bounds"),
+        blocks,
+        THREADS,
+        struct("WeightBoundsArguments")(peaks=pointer(peaks), **given),
+    )
     by_index = {"positives": named[0], "excluded": named[1], "entries": entries}
     held_by = {"peaks": peaks, "scale": alpha, "plan": decided, "row_vectors": rooms[0], "column_vectors": rooms[1]}
     held_by |= {} if by_ids else by_index
     flags = {"programs": blocks, "two_sided": 1, "half": half, "by_ids": by_ids}
-    temper = struct("TemperArguments")(**{name: pointer(x) for name, x in held_by.items()}, **flags, **given)
-    launch(instance("temper", "temper"), sum(ceil_div(x, THREADS) for x in lengths), THREADS, temper)
+    epilogue = struct("EpilogueScalesArguments")(**{name: pointer(x) for name, x in held_by.items()}, **flags, **given)
+    launch(
+        instance("epilogue_scales", "epilogue_scales"), sum(ceil_div(x, THREADS) for x in lengths), THREADS, epilogue
+    )
     columns = [np.concatenate([cupy.asnumpy(x[i]).astype("f8") for x in held]) for i in range(4)]
     negative, positive, weight, target = columns
     with np.errstate(all="ignore"):
@@ -307,25 +297,25 @@ def backward(half: bool, by_ids: bool, certain: bool) -> Iterator[tuple[str, flo
     fast = bool(reference <= low) and not sure
     said, case = read(decided), f"half {half}, ids {by_ids}, certain {certain}"
     expected = np.array([factor, fast, sure], "f8")
-    yield f"weigh, temper: plan, {case}", ratio([said["factor"], said["fast"], said["certain"]], expected, 1e-300)
-    yield "weigh, temper: reference", ratio(said["reference"], np.float64(reference if fast else 0), 4 * U * 300)
-    yield "weigh, temper: finishing", ratio(said["finishing"], np.float32(scale / factor), 1e-300)
-    yield "weigh, temper: multiplier", ratio(said["multiplier"], np.float64(said["finishing"]), 1e-300)
-    yield "weigh, temper: rest", float(any(said[name] != 0 for name in ("zero", "finished", "stray", "status")))
+    yield (f"scales: plan, {case}", ratio([said["gradient_scale"], said["fast"], said["certain"]], expected, 1e-300))
+    yield ("scales: reference", ratio(said["reference"], np.float64(reference if fast else 0), 4 * U * 300))
+    yield ("scales: output_scale", ratio(said["output_scale"], np.float32(scale / factor), 1e-300))
+    yield ("scales: blas_scale", ratio(said["blas_scale"], np.float64(said["output_scale"]), 1e-300))
+    yield ("scales: rest", float(any(said[name] != 0 for name in ("zero", "blocks_done", "off_diagonal", "status"))))
     reference = float(said["reference"])
     got = np.concatenate([cupy.asnumpy(x)[:3] for x in rooms], 1).astype("f8")
     quiet = ~counts | np.isneginf(log)
-    yield "temper: log", ratio(got[0], np.where(quiet, np.inf, log), U * abs(np.where(quiet, 1, log)) + 2.0**-44)
-    carried = weight * factor
+    yield ("scales: log", ratio(got[0], np.where(quiet, np.inf, log), U * abs(np.where(quiet, 1, log)) + 2.0**-44))
+    scaled = weight * factor
     # the high part and what it leaves are all of L
     part = np.where(quiet, 0.0, log - np.where(quiet, 0.0, got[0]))
-    yield "temper: weight", ratio(got[1], carried * np.exp2(-part), 8 * U * abs(carried) + 1e-300)
-    folded = np.where(quiet | (not fast), 0.0, carried * np.exp2(reference - np.where(quiet, 0.0, log)))
-    yield "temper: folded", ratio(got[2], folded, 2 * U * abs(folded) + 2.0**-148)
+    yield "scales: weight", ratio(got[1], scaled * np.exp2(-part), 8 * U * abs(scaled) + 1e-300)
+    folded = np.where(quiet | (not fast), 0.0, scaled * np.exp2(reference - np.where(quiet, 0.0, log)))
+    yield "scales: folded", ratio(got[2], folded, 2 * U * abs(folded) + 2.0**-148)
     if by_ids:
         starts = (0, lengths[0])
         taken = np.concatenate([cupy.asnumpy(x)[3] for x in rooms]).astype("f8")
-        yield "temper: taken", ratio(taken, carried * target, U * abs(carried * target) + 1e-300)
+        yield "scales: taken", ratio(taken, scaled * target, U * abs(scaled * target) + 1e-300)
         if not sure:
             return
         own = (positive - bias) * LOG2E
@@ -333,12 +323,15 @@ def backward(half: bool, by_ids: bool, certain: bool) -> Iterator[tuple[str, flo
             part4 = cupy.asnumpy(x)[4:].reshape(-1, 4).astype("f8")
             here = slice(start, start + len(part4))
             there = np.isfinite(own[here])
-            p, w = np.where(there, own[here], 0.0), carried[here]
+            p, w = np.where(there, own[here], 0.0), scaled[here]
             rest = w * share(negative[here], positive[here])
-            yield "temper: certain, P", ratio(np.where(there, part4[:, 0] + part4[:, 1], 0), p, 2.0**-44 * (abs(p) + 1))
-            yield "temper: certain, weight", ratio(part4[:, 2], w, 1e-300)
             yield (
-                "temper: certain, rest",
+                "scales: certain, P",
+                ratio(np.where(there, part4[:, 0] + part4[:, 1], 0), p, 2.0**-44 * (abs(p) + 1)),
+            )
+            yield "scales: certain, weight", ratio(part4[:, 2], w, 1e-300)
+            yield (
+                "scales: certain, rest",
                 ratio(np.where(there, part4[:, 3], 0), np.where(there, rest, 0), 4 * U * abs(rest) + 2.0**-148),
             )
         return
@@ -354,7 +347,7 @@ def backward(half: bool, by_ids: bool, certain: bool) -> Iterator[tuple[str, flo
         # what is subtracted may be far larger than what is left
         size += np.where(silent, 0.0, abs(weight[at]) * (q + target[at] + q * share(negative[at], positive[at])))
     yield (
-        f"temper: entries, {case}",
+        f"scales: entries, {case}",
         ratio(entries, factor * want, factor * (2 * U * abs(want) + 2.0**-44 * size) + 1e-300),
     )
 
@@ -389,7 +382,7 @@ def losses() -> Iterator[tuple[str, float]]:
 
 
 def passes(dtype: str, strided: bool) -> Iterator[tuple[str, float]]:
-    """Inner products, casts, and the factor carried in and out."""
+    """Inner products, casts, and the gradient scale applied and taken away."""
     m, d, factor = 133, 77 if strided else 88, 0.37
     (_, a, x), (_, b, y) = keep = features(m, d, dtype, strided), features(m, d, "float32", strided)
     parts, total = cupy.empty(ceil_div(m, LINES)), cupy.empty(())
@@ -405,22 +398,26 @@ def passes(dtype: str, strided: bool) -> Iterator[tuple[str, float]]:
     want = stored(y.astype("f4") * np.float32(factor), dtype)[0]
     yield "scale_cast", float(not bool((out == want).all()))
     if dtype == "float32":
-        carried = plan(factor=2.0**-9)
+        scaled = plan(gradient_scale=2.0**-9)
         strides = {"row_stride": b.row_stride, "column_stride": b.column_stride}
         for divide in (0, 1):
-            arguments = struct("CarryArguments")(
-                x=b.data, rows=m, columns=d, **strides, plan=pointer(carried), divide=divide
+            arguments = struct("ScaleGradientArguments")(
+                x=b.data, rows=m, columns=d, **strides, plan=pointer(scaled), divide=divide
             )
-            launch(instance("scale_cast", "carry"), 5, THREADS, arguments)
+            launch(instance("scale_cast", "scale_gradient"), 5, THREADS, arguments)
             got = cupy.asnumpy(keep[1][0])[:, : d * b.column_stride : b.column_stride]
-            yield "carry", ratio(got, y if divide else y * 2.0**-9, 1e-300)
+            yield "scale_gradient", ratio(got, y if divide else y * 2.0**-9, 1e-300)
 
 
-def finishing(dtype: str, strided: bool) -> Iterator[tuple[str, float]]:
-    """The rows of two chunks finished, their inner product added by the last block; a product that finishes columns."""
+def finalized(dtype: str, strided: bool) -> Iterator[tuple[str, float]]:
+    """The rows of two chunks, their inner product added by the last block; a product that finishes columns."""
     m, d, cut, scale, factor = 133, 77 if strided else 88, 80, -3.7, 2.0**-9
     (_, rows, q), (_, sums, r) = keep = features(m, d, dtype, strided), features(m, d, "float32", strided)
-    decided, by, out = plan(factor=factor), scalar(scale), cupy.zeros((m, d), "u2" if dtype == "bfloat16" else dtype)
+    decided, by, out = (
+        plan(gradient_scale=factor),
+        scalar(scale),
+        cupy.zeros((m, d), "u2" if dtype == "bfloat16" else dtype),
+    )
     blocks = ceil_div(cut, LINES) + ceil_div(m - cut, LINES)
     parts, inner = cupy.full(blocks, np.nan), cupy.full((), np.nan)
 
@@ -430,7 +427,7 @@ def finishing(dtype: str, strided: bool) -> Iterator[tuple[str, float]]:
         return struct("Matrix")(data=first, row_stride=x.row_stride, column_stride=x.column_stride)
 
     for start, stop in ((0, cut), (cut, m)):
-        arguments = struct("FinishRowsArguments")(
+        arguments = struct("FinalizeRowsArguments")(
             sums=below(sums, start),
             features=below(rows, start),
             out=struct("Matrix")(data=pointer(out, start * d), row_stride=d, column_stride=1),
@@ -444,23 +441,26 @@ def finishing(dtype: str, strided: bool) -> Iterator[tuple[str, float]]:
             inner=pointer(inner),
         )
         launch(
-            instance("finish_rows", "finish_rows", ELEMENTS[dtype]), ceil_div(stop - start, LINES), THREADS, arguments
+            instance("finalize_rows", "finalize_rows", ELEMENTS[dtype]),
+            ceil_div(stop - start, LINES),
+            THREADS,
+            arguments,
         )
     exact = (r.astype("f4") / np.float32(factor)) * np.float32(scale)
-    yield "finish_rows", float(not bool((out == stored(exact, dtype)[0]).all()))
-    yield "finish_rows: inner", ratio(inner, np.sum(q * r) / factor, 9 * U * np.sum(abs(q * r)) / factor)
+    yield "finalize_rows", float(not bool((out == stored(exact, dtype)[0]).all()))
+    yield "finalize_rows: inner", ratio(inner, np.sum(q * r) / factor, 9 * U * np.sum(abs(q * r)) / factor)
     del keep
     if dtype == "float32" or strided:
         return
     g, x = (stored(rng.standard_normal(shape), dtype) for shape in ((200, 48), (200, 96)))
-    made, by = cupy.full((48, 96), 0x7FC0, "u2").view(dtype), plan(multiplier=scale)
-    Products().finish(made, g[0].view(dtype), x[0].view(dtype), (planned(by, "multiplier"), planned(by, "zero")))
+    made, by = cupy.full((48, 96), 0x7FC0, "u2").view(dtype), plan(blas_scale=scale)
+    Products().write(made, g[0].view(dtype), x[0].view(dtype), (plan_field(by, "blas_scale"), plan_field(by, "zero")))
     want, size = scale * (g[1].T @ x[1]), abs(scale) * (abs(g[1]).T @ abs(x[1]))
     half, rounding = (True, 2.0**-11) if dtype == "float16" else (False, 2.0**-8)
     got = made.astype("f4") if half else cupy.asarray(made.view("u2").astype("u4") << 16).view("f4")
     x[0][3, 5] = np.nan if half else 0x7FC0
-    by = plan(multiplier=2.0**-149)
-    Products().finish(made, g[0].view(dtype), x[0].view(dtype), (planned(by, "multiplier"), planned(by, "zero")))
+    by = plan(blas_scale=2.0**-149)
+    Products().write(made, g[0].view(dtype), x[0].view(dtype), (plan_field(by, "blas_scale"), plan_field(by, "zero")))
     bits = made.view("u2") & 0x7FFF
     silent = np.arange(96) != 5
     lost = not bool((bits[:, 5] > (0x7C00 if half else 0x7F80)).all()) or bool(bits[:, silent].any())
@@ -469,7 +469,7 @@ def finishing(dtype: str, strided: bool) -> Iterator[tuple[str, float]]:
 
 
 CASES: list[tuple[Callable[..., Iterator[tuple[str, float]]], tuple[Any, ...]]] = [
-    *product((measure, passes, finishing), product(ELEMENTS, (False, True))),
+    *product((measure, passes, finalized), product(ELEMENTS, (False, True))),
     *(
         (positives, (dtype, precision, d))
         for dtype in ELEMENTS

@@ -79,7 +79,7 @@ class Problem:
         dtype: str,
         scale: float = 100.0,
         band: int = 16,
-        stray: bool = True,
+        off_diagonal: bool = True,
     ) -> None:
         self.m, self.n, self.depth, self.chunk, self.mask, self.dtype, self.band = m, n, depth, chunk, mask, dtype, band
         rng = cupy.random.RandomState(7)
@@ -88,19 +88,19 @@ class Problem:
         self.alpha = np.float32(scale * LOG2E)
         self.reference = np.float32(max(0.0, 1.01 * abs(float(self.alpha)) - 100.0))
         index = cupy.arange(m)
-        other = (index * 37) % (n + 3) - 1 if stray else -1
+        other = (index * 37) % (n + 3) - 1 if off_diagonal else -1
         self.positives: Any = None if mask == TARGET else cupy.where(index % 5 == 0, other, index)
         self.excluded: Any = None if mask == PLAIN else cupy.where(index % 7 < 3, (index * 11) % (n + 2) - 1, index)
         self.ids: list[Any] = [rng.randint(0, 9, size) for size in (m, n)] if mask >= DROP else [None, None]
-        self.stray = stray and mask != TARGET
+        self.off_diagonal = off_diagonal and mask != TARGET
         self.found: list[Any] = []  # of TARGET, sums of dots and counts of rows and of columns
         self.plan = cupy.empty(ctypes.sizeof(struct("Plan")), cupy.uint8)
         self.set_plan()
 
     def set_plan(self, **given: float) -> None:
         """Write the plan."""
-        scales = {"alpha": float(self.alpha), "reference": float(self.reference), "factor": 1.0}
-        plan = struct("Plan")(**(scales | {"fast": 1, "stray": int(self.stray)} | given))
+        scales = {"alpha": float(self.alpha), "reference": float(self.reference), "gradient_scale": 1.0}
+        plan = struct("Plan")(**(scales | {"fast": 1, "off_diagonal": int(self.off_diagonal)} | given))
         self.plan.set(np.frombuffer(bytes(plan), np.uint8))
 
     def common(self) -> dict[str, Any]:
@@ -219,7 +219,7 @@ def check_forward(p: Problem, name: str) -> None:
 
 
 class GradientSide:
-    """One side's vectors as temper would write them, of the chunk's own pairs, and what float64 makes of them."""
+    """One side's vectors as epilogue_scales writes them for the chunk's pairs, and in float64."""
 
     def __init__(self, p: Problem, axis: int, x: Any, positive: Any, admitted: Any, random: Any) -> None:
         start, size = (p.chunk[0], p.m) if axis == 1 else (p.chunk[1], p.n)
@@ -307,7 +307,7 @@ def check_sigmoid(p: Problem, name: str) -> None:
     """Losses, slopes and G; then losses without G."""
     row, _, height, width = p.chunk
     bias, scale, factor = -3.0, float(p.alpha) / LOG2E, 0.25
-    p.set_plan(factor=factor, bias=bias)
+    p.set_plan(gradient_scale=factor, bias=bias)
     dots, positive, admitted = p.truth()
     x = cupy.where(positive, -1.0, 1.0) * (scale * dots + bias)
     loss = cupy.where(admitted, cupy.logaddexp(0.0, x), 0.0)
@@ -353,7 +353,7 @@ SHAPES = [
 @pytest.mark.parametrize("shape", SHAPES, ids=lambda x: f"{'small-' * (x in SMALL)}{x[0]}x{x[1]}x{x[2]}")
 def test_tile_kernels_are_within_their_bounds_and_repeat(shape: Any, dtype: str, mask: int) -> None:
     m, n, depth, chunk, band = shape
-    for stray in (True, False)[: 1 if mask == TARGET else 2]:
-        problem = Problem(m, n, depth, chunk, mask, dtype, 14.3 if depth == 320 else 100.0, band, stray)
+    for off_diagonal in (True, False)[: 1 if mask == TARGET else 2]:
+        problem = Problem(m, n, depth, chunk, mask, dtype, 14.3 if depth == 320 else 100.0, band, off_diagonal)
         for check in (check_forward, check_gradient, check_sigmoid):
-            check(problem, f"{'stray' if stray else 'diagonal'} positives,")
+            check(problem, f"{'off-diagonal' if off_diagonal else 'diagonal'} positives,")

@@ -28,6 +28,7 @@ KERNELS = {
 """One kernel that holds each file; a source that is not here holds one that has its name."""
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "mutant", [mutant for mutant in every() if mutant.room == "cupy"], ids=lambda mutant: mutant.defect
 )

@@ -41,6 +41,7 @@ def run_one(mutant: Mutant) -> Result:
     return found
 
 
+@pytest.mark.slow
 def test_a_mutant_of_every_room_is_caught(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     pytest.importorskip("triton")
     path = tmp_path / "mutants.json"

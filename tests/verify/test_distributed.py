@@ -75,6 +75,7 @@ def test_the_front_door_takes_narrow_features(dtype: str) -> None:
     passed(rows_of(3, "torch", cases=["front-door"], dtypes=[dtype]))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("n", WORLDS)
 def test_triton_holds_in_every_world(n: int) -> None:
     few = ["blocks", "sigmoid-ids"] if n == 3 else ["one-row"]
@@ -82,6 +83,7 @@ def test_triton_holds_in_every_world(n: int) -> None:
     passed(rows_of(n, "triton", cases=few, **given))
 
 
+@pytest.mark.slow
 def test_triton_serves_the_front_door_of_three_ranks() -> None:
     given = {"properties": ["sup-con"], "dtypes": ["float32"], "precisions": ["ieee"]}
     passed(rows_of(3, "triton", cases=["front-door"], **given))

@@ -58,6 +58,7 @@ def _softplus(t: float) -> float:
     return max(t, 0.0) + math.log1p(math.exp(-abs(t)))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", FINITE)
 def test_the_loss_is_the_sum_written_out(name: str) -> None:
     problem = build(name, "float32").problem
