@@ -197,3 +197,23 @@ def test_an_excluded_column_is_neither_a_label_match_nor_a_named_positive() -> N
     assert (alone.row_positive_lse == found.row_negative_lse).all()
     # what equal ids make positives are negatives here: the same terms, against other references
     assert ((alone.row_negative_lse - found.row_positive_lse).abs() <= bound).all()
+
+
+@pytest.mark.parametrize("named", [True, False], ids=["by index", "by ids"])
+def test_no_probability_exceeds_1_where_logits_are_rounded_in_another_way(named: bool) -> None:
+    # a ring computes its own block whole forward and in two halves backward: a logit of 1e8 may then exceed its L
+    m = 24
+    ids = None if named else torch.arange(m)
+    pairs = Pairs(torch.arange(m)) if named else Pairs(row_ids=ids, column_ids=ids, match="target")
+    generator = torch.Generator().manual_seed(2)
+    rows, columns = (3e3 * torch.nn.functional.normalize(torch.randn(m, 64, generator=generator)) for _ in range(2))
+    block = Block(rows, columns, torch.tensor(100.0), None, pairs)
+    found = backend.lse(block, True, Options())
+    one, zero = torch.ones(m), torch.zeros(m)
+    # the most that rounding may make of a logit's error
+    lower = [x - 100.0 for x in (found.row_negative_lse, found.column_negative_lse)]
+    sides = (lower[0], found.row_positive_lse, one, zero), (lower[1], found.column_positive_lse, one, zero)
+    gradient = torch.zeros(m, 64)
+    backend.gradients(block, Weights(*sides[0], *sides[1]), gradient, None, Options())
+    # each of the m pairs has at most the weights of its row and its column
+    assert gradient.norm(dim=1).max() <= 2 * m * 3e3

@@ -66,6 +66,7 @@ class _Side:
     Attributes:
         exact_lse: L in base 2, float64.
         lse: L rounded to the state dtype.
+        most: the largest that a logit less ``lse`` can be, for no logit exceeds L; state dtype.
         exact_weight: u or v, float64.
         weight: the same times ``2^(lse - exact_lse)``, which makes good the rounding of L; state dtype.
         positive: P in base 2, float64.
@@ -82,6 +83,7 @@ class _Side:
         self.exact_weight: torch.Tensor = weight.double()
         self.silent = weight == 0
         low = torch.where(self.lse.isfinite(), self.lse.double() - self.exact_lse, 0.0)
+        self.most = (-low).to(state)
         self.weight = (self.exact_weight * torch.exp2(low)).to(state)
         self.positive: torch.Tensor = positive * LOG2_E
         self.negative_share = torch.sigmoid(negative - positive)
@@ -177,8 +179,13 @@ def _from_own(tile: Tile, sides: list[_Side], sync: bool) -> None:
 def _probabilities(
     x: torch.Tensor, out: torch.Tensor, side: _Side, at: tuple[slice | None, slice | None], sync: bool
 ) -> None:
-    """``out = weight 2^(x - lse)``, and 0 wherever the weight is 0: whatever the exponential gave there."""
-    torch.sub(x, side.lse[at], out=out).exp2_().mul_(side.weight[at])
+    """``out = weight 2^(x - lse)``, and 0 wherever the weight is 0: whatever the exponential gave there.
+
+    A product of other shape rounds logits in another way: recomputed in a part of the block, one of 1e8 may exceed its
+    L by tens.
+    """
+    torch.sub(x, side.lse[at], out=out)
+    torch.minimum(out, side.most[at], out=out).exp2_().mul_(side.weight[at])
     silent = side.silent[at]
     if not sync or bool(silent.any()):
         out.masked_fill_(silent, 0.0)
