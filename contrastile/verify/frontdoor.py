@@ -12,16 +12,16 @@ import numpy as np
 
 from contrastile import evaluation, losses
 from contrastile.backends.contract import Array, state_dtype
-from contrastile.comm.communicator import Communicator
+from contrastile.comm.communicator import Communicator, ExchangeError
 from contrastile.oracle.arrays import FloatArray
 from contrastile.schedules.placement import Shards
 from contrastile.schedules.problem import Problem
 from contrastile.verify.bounds import bounds
 from contrastile.verify.properties import Checks, Property
 from contrastile.verify.rounding import UNDERFLOW, UNIT, round_to
-from contrastile.verify.run import Worst, compare, on_device
+from contrastile.verify.run import NOTHING, Worst, compare, on_device, wrong
 from contrastile.verify.shards import Cut, shares
-from contrastile.verify.trial import Subject
+from contrastile.verify.trial import SkipError, Subject
 from contrastile.verify.truth import Outcome, masks, truth
 
 CASE = "front-door"
@@ -292,5 +292,43 @@ def _property(name: str, forms: Callable[[Draw, Sizes, str], Iterator[Call]]) ->
     return Property(name, held, CASE)
 
 
-PROPERTIES = tuple(_property(name, forms) for name, forms in _FORMS.items())
-"""One property per loss, in their order."""
+def skipped_backward(subject: Subject, case: str) -> Checks:
+    """A rank that skips one backward pass raises the same ExchangeError on every rank."""
+    world = subject.ranks
+    if world.size < 2 or not world.can_be_late:
+        raise SkipError("the group can carry nothing afterwards: it needs several ranks of one process, give --world 3")
+    put = _putter(subject)
+    x = round_to(np.eye(4, _WIDTH), subject.dtype)
+    for exchange in ("ring", "gather"):
+        for skips in (0, world.size - 1):
+            settings: dict[str, Any] = {"backend": subject.name, **subject.settings, "exchange": exchange}
+            program = partial(_error_of_two_calls, skips=skips, given=(put(x), put(x), 10.0), settings=settings)
+            told = world.run(program)
+            label = f"{exchange}, rank {skips}"
+            if not told[0]:
+                yield label, wrong("no rank raised an ExchangeError")
+            elif len(set(told)) > 1:
+                yield label, wrong(f"ranks raised different errors: {sorted(set(told))}")
+            else:
+                yield label, NOTHING
+
+
+def _error_of_two_calls(communicator: Communicator, skips: int, given: Any, settings: dict[str, Any]) -> str:
+    """The text of a rank's ExchangeError; rank ``skips`` has no backward pass in the first of its calls."""
+    both = evaluation.value_and_grad(losses.clip_loss, group=communicator, **settings)
+    try:
+        if communicator.rank == skips:
+            losses.clip_loss(*given, group=communicator, **settings)
+        else:
+            both(*given)
+        both(*given)
+    except ExchangeError as error:
+        return str(error)
+    return ""
+
+
+PROPERTIES = (
+    *(_property(name, forms) for name, forms in _FORMS.items()),
+    Property("skipped-backward", skipped_backward, CASE),
+)
+"""One property per loss, in their order, and what becomes of ranks at different calls."""
