@@ -141,6 +141,7 @@ def test_a_backend_that_is_wrong_is_said_to_be(monkeypatch: pytest.MonkeyPatch) 
     assert found.remedy == "contrastile verify --backend it"
 
 
+@pytest.mark.slow
 def test_a_missing_package_is_no_failure(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(doctor, "version", lambda name: None)
     packages = [each for each in doctor.examine() if each.kind == "package"]

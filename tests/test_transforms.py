@@ -120,6 +120,7 @@ FORWARD: dict[str, Callable[[Any, Tensor], Any]] = {
 }
 
 
+@pytest.mark.slow
 @pytest.mark.filterwarnings("ignore")  # dynamo's own, of what it does not follow
 @pytest.mark.parametrize("mode", FORWARD)
 @pytest.mark.parametrize("loss", [clip, nt_xent, sigmoid])

@@ -351,6 +351,7 @@ def weights_of(given: Block, two_sided: bool = True) -> Weights:
     return weighted(found, torch.full((m,), 0.5 / m), torch.ones(m), *columns)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("dtype", ["float32", "float16"])
 @pytest.mark.parametrize("tile", [None, (16, 32), (13, 45), (50, 9)])
 def test_what_is_finished_has_the_bits_of_sums_finished_later(tile: tuple[int, int] | None, dtype: str) -> None:
@@ -418,6 +419,7 @@ def test_a_block_without_pairs_is_finished_with_zeros(shape: tuple[int, int]) ->
         assert not any(x.any() for x in (found.rows, found.columns, found.inner))
 
 
+@pytest.mark.slow
 def test_finishing_holds_no_matrix_of_all_rows_in_float32(monkeypatch: pytest.MonkeyPatch) -> None:
     given = block(m=200, n=45, dtype=torch.float16)
     weights = weights_of(given)

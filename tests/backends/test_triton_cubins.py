@@ -40,6 +40,7 @@ def compiled(tmp_path: Path) -> list[dict[str, Any]]:
     return kernels
 
 
+@pytest.mark.slow
 def test_the_symmetric_loss_compiles_for_every_architecture_as_recorded(tmp_path: Path) -> None:
     table = {(x["kernel"], x["variant"], x["architecture"]): x for x in recorded()}
     same = json.loads(TABLE.read_text())["triton"] == triton.__version__

@@ -53,6 +53,7 @@ def test_within_the_bound_of_its_precision(name: str, precision: str) -> None:
     assert worst.ratio <= 1, str(worst)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("tile", [(7, 5), (40, 9)])
 def test_any_tile_is_within_the_bound_of_split(tile: tuple[int, int]) -> None:
     held = trial("signed-zero-weights", "split")

@@ -85,6 +85,7 @@ def test_every_pair_that_is_no_plain_negative_is_found(name: str, dtype: str) ->
     holds(problem(dtype, **CHANGES[name]), dtype)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("size", [0.0, 1e-3, 30.0])
 def test_sums_of_a_tile_neither_overflow_nor_lose_what_is_small(size: float) -> None:
     """Without features and bias every pair costs log 2, and a product of as many twos must not become infinite."""

@@ -123,6 +123,7 @@ def test_every_part_measures_something(tmp_path: Path) -> None:
     assert [row["verdict"] for row in found["verify"]] == ["pass"]
 
 
+@pytest.mark.slow
 def test_two_ranks_run_the_same_code(tmp_path: Path) -> None:
     done, found = launched(2, tmp_path)
     assert done.returncode == 0, done.stdout + done.stderr

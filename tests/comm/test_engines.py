@@ -52,6 +52,7 @@ def test_losses_have_the_bits_of_one_process_and_mismatches_one_message_on_every
         assert ended.said(rank).count("as in one process") == 2, ended.output
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("words", [["mpi"], ["torch"], ["torch", "no clones"]], ids=" ".join)
 def test_several_threads_may_use_groups_of_their_own_for_the_first_time_at_once(words: list[str]) -> None:
     engine, *more = words

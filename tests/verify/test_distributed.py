@@ -48,6 +48,7 @@ def passed(found: list[Any]) -> None:
     assert [row for row in found if row["status"] != "pass"] == []
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("n", WORLDS)
 @pytest.mark.parametrize(("backend", "dtype"), [("numpy", "float64"), ("torch", "float32"), ("torch", "bfloat16")])
 def test_cases_that_bite_hold_in_every_world(backend: str, dtype: str, n: int) -> None:
@@ -62,6 +63,7 @@ def test_every_case_holds_in_a_world_of_three() -> None:
     passed(rows_of(3, "numpy", cases=quick, properties=["ring", "gather"], dtypes=["float32"]))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("n", WORLDS)
 @pytest.mark.parametrize(("backend", "dtype"), [("numpy", "float32"), ("torch", "float32")])
 def test_every_loss_of_the_front_door_holds_in_every_world(backend: str, dtype: str, n: int) -> None:
@@ -304,7 +306,7 @@ def test_the_list_names_the_properties_of_a_world(capsys: Any) -> None:
     assert main(["verify", "--list"]) == 0
     out = capsys.readouterr().out
     for name, each in DISTRIBUTED.items():
-        assert f"  {name:22}{each.about}" in out
+        assert f"  {name:24}{each.about}" in out
         assert each.about
     assert not set(DISTRIBUTED) & (set(PROPERTIES) - {"tiles"})
 
