@@ -44,7 +44,7 @@ bits of tf32; or from parts of their factors that tensor cores multiply, with fl
 
 
 class BackendUnavailableError(ImportError):
-    """A backend was named that cannot run here; the message ends in the command that mends it."""
+    """A backend was named that cannot run here; the message ends with the command that installs what is missing."""
 
 
 class UnsupportedProblemError(ValueError):

@@ -168,7 +168,7 @@ __global__ void __launch_bounds__(BLOCK, 2) forward_sm80(const __grid_constant__
             shared_sums<STRIPS, GROUPS>(dots, alpha, shift, thread.lane, row, storage.sums[thread.warp]);
         store_rows(storage.rows[0][thread.warp % 2], row, thread);
         if (SAFE) store_rows(storage.rows[1][thread.warp % 2], reference, thread);
-        // whoever writes here next has passed the stream's barriers, and so has everybody who reads here now
+        // the next writer has passed the stream's barriers, and so have all readers
         __syncthreads();
         if (SAFE)
             write_guarded(storage, a, at, a.rows.sums, a.rows.references, a.columns.sums, a.columns.references);

@@ -7,7 +7,7 @@ namespace contrastile {
 // a relative error of two roundings.
 //
 // A quotient that bfloat16 cannot hold (the factors cancel, weights being of both signs) takes plan->kept back: G is
-// then formed in the place of E, now and whenever it is asked for again.
+// then formed instead of E, now and whenever it is asked for again.
 extern "C" __global__ void __launch_bounds__(256) kept_positives(const __grid_constant__ KeptPositivesArguments a) {
     if (__ldcg(&a.plan->kept) == 0) return;
     const long long i = static_cast<long long>(blockIdx.x) * THREADS + threadIdx.x;

@@ -79,7 +79,7 @@ __global__ void __launch_bounds__(BLOCK, 2) sigmoid_sm80(const __grid_constant__
                 }
             if (a.g != nullptr) store_strip(dots[s], s, static_cast<T*>(a.g), a.g_stride, a.chunk, at, thread);
         }
-        // whoever writes here next has passed the stream's barriers, and so has everybody who reads here now
+        // the next writer has passed the stream's barriers, and so have all readers
         __syncthreads();
         if (row < a.chunk.height) {
             const long long to = at.column / SIDE * a.part_stride + row;
