@@ -172,9 +172,9 @@ class _Surrogate(torch.autograd.Function):
 
     @staticmethod
     @once_differentiable
-    def backward(ctx: Any, upstream: Tensor) -> Any:
+    def backward(ctx: Any, *gradients: Tensor) -> Any:  # pyright: ignore[reportIncompatibleMethodOverride]
         with torch.enable_grad():
-            ctx.run(upstream.detach())
+            ctx.run(gradients[0].detach())
         return None, None, None
 
 

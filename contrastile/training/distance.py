@@ -77,7 +77,7 @@ class _Distances(torch.autograd.Function):
 
     @staticmethod
     @once_differentiable
-    def backward(ctx: Any, upstream: Tensor) -> Any:
+    def backward(ctx: Any, *gradients: Tensor) -> Any:  # pyright: ignore[reportIncompatibleMethodOverride]
         F, G, scale, lse, *parameters = ctx.saved_tensors
         totals = [torch.zeros_like(x, dtype=float32_at_least(x.dtype)) for x in (F, G, scale, *parameters)]
         dF, dG, d_scale, *d_parameters = totals
@@ -91,7 +91,7 @@ class _Distances(torch.autograd.Function):
                         d = ctx.phi(f, g)
                     wide = d.detach().to(scale.dtype)
                     w = torch.exp(scale * wide - lse[rows, None])
-                    w = (w - _own(rows, columns, w)) * (upstream / len(F))
+                    w = (w - _own(rows, columns, w)) * (gradients[0] / len(F))
                     d_scale += (w * wide).sum()
                     found = torch.autograd.grad(d, [f, g, *parameters], (scale * w).to(d.dtype), allow_unused=True)
                     for total, part in zip([dF[rows], dG[columns], *d_parameters], found, strict=True):
