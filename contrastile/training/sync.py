@@ -160,11 +160,11 @@ class Reduction:
         used = {id(x) for x in leaves}
         for module in self.ddp:
             for name, parameter in module.module.named_parameters():
-                if id(parameter) in used and (module.find_unused_parameters or module.static_graph):
+                if id(parameter) in used and module.find_unused_parameters:
                     raise ValueError(
                         f"a parameter that the loss uses must come out of the DDP module's forward where "
-                        f"find_unused_parameters or static_graph is set, got {name} from outside; return it from "
-                        "forward after the embeddings, or drop that setting"
+                        f"find_unused_parameters is set, got {name} from outside; return it from forward after the "
+                        "embeddings, or drop find_unused_parameters"
                     )
 
     def agree(self, counts: list[int]) -> list[int]:
@@ -186,6 +186,11 @@ def _refuse(module: nn.Module) -> None:
     if kind == "FullyShardedDataParallel":
         raise ValueError("encode must not be FSDP1, got FullyShardedDataParallel; use fully_shard (FSDP2) or DDP")
     stage: Any = getattr(module, "zero_optimization_stage", None)
+    if isinstance(module, nn.parallel.DistributedDataParallel) and module.static_graph:
+        raise ValueError(
+            f"DDP must have static_graph=False, got True ({_name(module)}), which counts the chunks' backward passes "
+            "that reduce nothing; drop it"
+        )
     if kind == "DeepSpeedEngine" and stage is not None and stage() >= 2:
         raise ValueError(
             f"DeepSpeed must be at ZeRO stage 0 or 1, got stage {stage()}, which reduces in every backward pass; "
