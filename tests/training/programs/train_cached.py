@@ -198,13 +198,15 @@ def rival(inputs: Any) -> float:
 
 def fsdp(name: str, inputs: Any) -> nn.Module:
     model = train_towers.fsdp()
-    real = dist.reduce_scatter_tensor
+    # torch before 2.13 calls the other
+    collective = "reduce_scatter_single" if hasattr(dist, "reduce_scatter_single") else "reduce_scatter_tensor"
+    real = getattr(dist, collective)
 
     def counting(*args: Any, **kwargs: Any) -> Any:
         calls.append(1)
         return real(*args, **kwargs)
 
-    dist.reduce_scatter_tensor = counting
+    setattr(dist, collective, counting)
     try:
         training.cached_step(model, inputs, loss(name), chunk=CHUNK)
         once = len(calls)
@@ -219,7 +221,7 @@ def fsdp(name: str, inputs: Any) -> nn.Module:
         assert len(calls) == 2 * once
         calls[:] = calls[:once]
     finally:
-        dist.reduce_scatter_tensor = real
+        setattr(dist, collective, real)
     for p in model.parameters():
         assert p.grad is not None
         p.grad /= 2
