@@ -91,7 +91,7 @@ class _Distances(torch.autograd.Function):
                         d = ctx.phi(f, g)
                     wide = d.detach().to(scale.dtype)
                     w = torch.exp(scale * wide - lse[rows, None])
-                    w = (w - _own(rows, columns, w)) * (gradients[0] / len(F))
+                    w = (w - _own(rows, columns, w).to(w.dtype)) * (gradients[0] / len(F))
                     d_scale += (w * wide).sum()
                     found = torch.autograd.grad(d, [f, g, *parameters], (scale * w).to(d.dtype), allow_unused=True)
                     for total, part in zip([dF[rows], dG[columns], *d_parameters], found, strict=True):
