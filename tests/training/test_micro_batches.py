@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from contextlib import nullcontext
 from typing import Any
 
 import pytest
@@ -13,6 +14,7 @@ import contrastile
 from contrastile import training
 from contrastile.oracle.papers import mbs, mbs_as_printed
 from contrastile.training import chunks
+from contrastile.training.stream import Loaded
 
 N, MU = 17, 16
 DOUBLE = torch.float64
@@ -127,3 +129,58 @@ def test_chunks_are_views_and_keep_their_types() -> None:
     assert first["a"].data_ptr() == x.data_ptr()
     assert second["b"][1][0].tolist() == [4, 5]
     assert (second["flag"], second["name"], second["none"], second["number"]) == (True, "n", None, batch["number"])
+
+
+class Timeline:
+    """CUDA's streams and events as far as streaming uses them, in the order of their use."""
+
+    def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        self.log: list[str] = []
+        self.events = 0
+        empty = torch.empty
+
+        def unpinned(*shape: Any, pin_memory: bool = False, **settings: Any) -> Tensor:
+            assert pin_memory
+            self.log.append("pin")
+            return empty(*shape, **settings)
+
+        monkeypatch.setattr(torch, "empty", unpinned)
+        monkeypatch.setattr(torch.cuda, "Stream", lambda device: self)
+        monkeypatch.setattr(torch.cuda, "stream", lambda stream: nullcontext())
+        monkeypatch.setattr(torch.cuda, "current_stream", lambda device: self)
+        monkeypatch.setattr(torch.Tensor, "record_stream", lambda x, stream: self.log.append("hold"))
+
+    def record_event(self) -> Any:
+        number, self.events = self.events, self.events + 1
+        self.log.append(f"send {number}")
+
+        class Event:
+            name = number
+
+            def synchronize(event) -> None:  # noqa: N805
+                self.log.append(f"sent {event.name}")
+
+        return Event()
+
+    def wait_event(self, event: Any) -> None:
+        self.log.append(f"wait {event.name}")
+
+
+def test_chunks_are_copied_one_ahead_through_two_buffers(monkeypatch: pytest.MonkeyPatch) -> None:
+    timeline = Timeline(monkeypatch)
+    x = torch.arange(14)
+    # the copy to "the device" copies, as one between devices does
+    monkeypatch.setattr(torch.Tensor, "to", lambda x, *_, **__: x.clone())
+    loaded = Loaded({"x": x}, 4, torch.device("cpu"))
+    seen = []
+    for chunk in loaded._ahead():
+        seen.append(chunk["x"])
+        timeline.log.append("work")
+    assert [part.tolist() for part in seen] == [part.tolist() for part in x.split(4)]
+    assert timeline.log == [
+        *["pin", "send 0", "pin", "send 1", "wait 0", "hold", "work"],
+        # a buffer is written again once its copy is done, and the work of a chunk waits for its own copy alone
+        *["sent 0", "send 2", "wait 1", "hold", "work"],
+        *["sent 1", "send 3", "wait 2", "hold", "work"],
+        *["wait 3", "hold", "work"],
+    ]

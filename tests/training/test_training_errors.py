@@ -1,4 +1,4 @@
-"""What training refuses: the rule, the value and the fix, before any gradient is added, and mostly before any forward."""
+"""What training refuses, before any gradient is added and mostly before any forward: the rule, the value, the fix."""
 
 from __future__ import annotations
 
