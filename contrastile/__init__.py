@@ -1,7 +1,8 @@
 """Contrastive losses at any batch size: exact, memory linear in the batch, held to a float64 oracle.
 
 ``import contrastile`` imports nothing heavy: torch and the backends are loaded when a loss is first called, and the
-subpackages ``backends``, ``comm``, ``nn``, ``oracle``, ``schedules``, ``training`` and ``verify`` when they are first named.
+subpackages ``backends``, ``comm``, ``nn``, ``oracle``, ``schedules``, ``training`` and ``verify`` when they
+are first named.
 """
 
 import importlib

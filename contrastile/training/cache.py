@@ -8,7 +8,7 @@ those of the whole batch, if an embedding depends on its own sample alone.
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from typing import Any, overload
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -22,36 +22,6 @@ from contrastile.training.sync import Sync
 METRICS = ("scale", "rank@1")
 
 
-@overload
-def cached_step(
-    encode: Encode,
-    inputs: Any,
-    loss: Loss,
-    *,
-    scale: Any = None,
-    chunk: Chunk = None,
-    split: Splitter | None = None,
-    backward: Callable[[Tensor], Any] | None = None,
-    sync: Sync = "auto",
-    metrics: tuple[()] = (),
-) -> Tensor: ...
-
-
-@overload
-def cached_step(
-    encode: Encode,
-    inputs: Any,
-    loss: Loss,
-    *,
-    scale: Any = None,
-    chunk: Chunk = None,
-    split: Splitter | None = None,
-    backward: Callable[[Tensor], Any] | None = None,
-    sync: Sync = "auto",
-    metrics: Sequence[str],
-) -> dict[str, Tensor]: ...
-
-
 def cached_step(
     encode: Encode,
     inputs: Any,
@@ -63,7 +33,7 @@ def cached_step(
     backward: Callable[[Tensor], Any] | None = None,
     sync: Sync = "auto",
     metrics: Sequence[str] = (),
-) -> Tensor | dict[str, Tensor]:
+) -> Any:
     """Forward and backward of one batch in chunks: adds to every parameter's ``.grad`` and returns the loss.
 
     Args:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import copy
-from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -34,7 +33,7 @@ class Budget:
 Size = int | Budget
 
 
-class Chunks(ABC):
+class Chunks:
     """The chunks of one batch, in order; may be iterated several times.
 
     Attributes:
@@ -43,12 +42,15 @@ class Chunks(ABC):
 
     count: int
 
-    @abstractmethod
-    def __iter__(self) -> Iterator[Any]: ...
+    def __getitem__(self, j: int) -> Any:
+        raise NotImplementedError
 
-    @abstractmethod
+    def __iter__(self) -> Iterator[Any]:
+        return (self[j] for j in range(self.count))
+
     def extend(self, count: int) -> None:
         """Add chunks without samples until there are ``count``."""
+        self.count = count
 
 
 class Sliced(Chunks):
@@ -60,20 +62,12 @@ class Sliced(Chunks):
         self.size = _samples_in(size, batch)
         self.count = max(1, -(-self.samples // self.size))
 
-    def __iter__(self) -> Iterator[Any]:
-        return (self.slice(j) for j in range(self.count))
-
-    def slice(self, j: int) -> Any:
-        """Chunk j; past the end it has no samples."""
+    def __getitem__(self, j: int) -> Any:
         return apply(lambda x: x[j * self.size : (j + 1) * self.size], self._batch)
 
     def samples_in(self, j: int) -> int:
         """Samples of chunk j."""
         return max(0, min(self.size, self.samples - j * self.size))
-
-    def extend(self, count: int) -> None:
-        """Add chunks without samples until there are ``count``."""
-        self.count = max(self.count, count)
 
 
 class Listed(Chunks):
@@ -85,8 +79,8 @@ class Listed(Chunks):
         self._chunks = chunks
         self.count = len(chunks)
 
-    def __iter__(self) -> Iterator[Any]:
-        return iter(self._chunks)
+    def __getitem__(self, j: int) -> Any:
+        return self._chunks[j]
 
     def extend(self, count: int) -> None:
         """Raise: a chunk without samples is the splitter's to make."""
@@ -114,10 +108,10 @@ class Zipped(Chunks):
         return zip(*self._parts, strict=True)
 
     def extend(self, count: int) -> None:
-        """Add chunks without samples until there are ``count``."""
+        """Extend every part."""
         for part in self._parts:
             part.extend(count)
-        self.count = max(self.count, count)
+        self.count = count
 
 
 def apply(function: Callable[[Tensor], Any], batch: Any) -> Any:
@@ -184,6 +178,11 @@ def cut(batch: Any, size: Size | None, split: Splitter | None) -> Chunks:
     Raises:
         TypeError, ValueError: the size or the input is none that there is.
     """
+    streamed = getattr(batch, "chunks", None)
+    if isinstance(streamed, Sliced):
+        if size not in (None, streamed.size):
+            raise ValueError(f"chunk must be the stream's own size {streamed.size}, got {size}; leave it out")
+        return streamed
     if size is None:
         raise TypeError("chunk must be given, got None; only inputs made by training.stream have a size of their own")
     if split is None:

@@ -66,12 +66,8 @@ class Autocast:
         self._states = [(x, torch.get_autocast_dtype(x), torch.is_autocast_enabled(x)) for x in sorted(types)]
 
     def again(self) -> ExitStack:
-        """A context in which autocast is as it was recorded.
-
-        Copies of weights that autocast cached are dropped: those made without a graph would lose the gradient.
-        """
+        """A context in which autocast is as it was recorded."""
         stack = ExitStack()
-        torch.clear_autocast_cache()
         for device, dtype, enabled in self._states:
             if torch.is_autocast_enabled(device) or enabled:
                 stack.enter_context(torch.autocast(device, dtype=dtype, enabled=enabled))

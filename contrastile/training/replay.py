@@ -14,7 +14,7 @@ from torch.nn.modules.batchnorm import _BatchNorm
 
 from contrastile.training.chunks import Chunks, Size, Splitter, Zipped, cut, tensors
 from contrastile.training.random_state import Autocast, RandomState, accelerators, float32_at_least
-from contrastile.training.stream import chunks_of
+from contrastile.training.stream import Stream
 from contrastile.training.sync import Reduction, Sync, modules_of
 
 Encode = Callable[..., Any] | Sequence[Callable[..., Any]]
@@ -52,9 +52,8 @@ class Replay:
         self._towers = _towers(encode, inputs, chunk, split)
         self._reduction = Reduction(sync, encoders)
         modules = modules_of(*encoders)
-        seen = [
-            x for each in _given(encode, inputs) if chunks_of(each) is None and split is None for x in tensors(each)
-        ]
+        given = [] if split else [x for x in _given(encode, inputs) if not isinstance(x, Stream)]
+        seen = [x for each in given for x in tensors(each)]
         if any(x.requires_grad and not x.is_leaf for x in seen):
             raise ValueError("inputs must have no graph, which each chunk would walk again; detach them")
         _warn_of_batch_norm(modules)
@@ -66,6 +65,7 @@ class Replay:
             tower.chunks.extend(count)
         with torch.no_grad(), self._reduction.quiet():
             self.outputs = [x for i, tower in enumerate(self._towers) for x in self._first(i, tower)]
+        # an autocast around the call holds copies of weights, made without a graph: the gradient would stop at them
         torch.clear_autocast_cache()
         self._reduction.check_called()
 
@@ -262,21 +262,10 @@ def _towers(encode: Encode, inputs: Any, chunk: Chunk, split: Splitter | None) -
     sizes = list(chunk) if isinstance(chunk, Sequence) else [chunk] * len(given)
     if len(sizes) != len(given) or not given:
         raise ValueError(f"chunk must be one size, or one per input, got {len(sizes)} for {len(given)} inputs")
-    cuts = [_cut(x, size, split) for x, size in zip(given, sizes, strict=True)]
+    cuts = [cut(x, size, split) for x, size in zip(given, sizes, strict=True)]
     if callable(encode):
         return [_Tower(encode, Zipped(cuts))]
     return [_Tower(each, Zipped([chunks])) for each, chunks in zip(encode, cuts, strict=True)]
-
-
-def _cut(x: Any, size: Size | None, split: Splitter | None) -> Chunks:
-    streamed = chunks_of(x)
-    if streamed is None:
-        return cut(x, size, split)
-    if size not in (None, streamed.size):
-        raise ValueError(
-            f"chunk must be the size {streamed.size} that the stream was made with, got {size}; leave it out"
-        )
-    return streamed
 
 
 def numbers_of(scale: Any) -> list[Any]:

@@ -44,7 +44,7 @@ class Loaded(Sliced):
     def __iter__(self) -> Iterator[Any]:
         if self._device.type == "cuda":
             return self._ahead()
-        return (apply(lambda x: x.to(self._device), self.slice(j)) for j in range(self.count))
+        return (apply(lambda x: x.to(self._device), self[j]) for j in range(self.count))
 
     def _ahead(self) -> Iterator[Any]:
         copies: Any = torch.cuda.Stream(self._device)  # type: ignore[no-untyped-call]
@@ -52,7 +52,7 @@ class Loaded(Sliced):
         coming: deque[Any] = deque()
         for j in range(self.count + 1):
             if j < self.count:
-                coming.append(pinned[j % 2].send(self.slice(j), self._device, copies))
+                coming.append(pinned[j % 2].send(self[j], self._device, copies))
             if j > 0:
                 chunk, arrived = coming.popleft()
                 work = torch.cuda.current_stream(self._device)
@@ -118,8 +118,3 @@ def stream(batch: Any, size: Size, device: Any = None, *, total: float | None = 
     if total is not None and not total > 0:
         raise ValueError(f"total must be positive, got {total}; give the samples of all ranks, divided by their number")
     return Stream(chunks, chunks.samples if total is None else total)
-
-
-def chunks_of(x: Any) -> Loaded | None:
-    """The chunks of a stream; None for anything else."""
-    return x.chunks if isinstance(x, Stream) else None

@@ -5,7 +5,7 @@ from __future__ import annotations
 import functools
 import inspect
 from collections.abc import Callable, Collection, Iterator, Sequence
-from contextlib import ExitStack, contextmanager
+from contextlib import ExitStack, contextmanager, suppress
 from typing import Any
 
 import torch
@@ -33,9 +33,10 @@ def modules_of(*callables: Any) -> list[nn.Module]:
             visit(x.__self__, depth)
             visit(x.__func__, depth)
         elif inspect.isfunction(x):
-            names = inspect.getclosurevars(x)
-            for each in (*names.nonlocals.values(), *names.globals.values()):
-                visit(each, depth - 1)
+            with suppress(ValueError):  # a variable that has no value yet
+                names = inspect.getclosurevars(x)
+                for each in (*names.nonlocals.values(), *names.globals.values()):
+                    visit(each, depth - 1)
         elif not inspect.isclass(x) and not inspect.ismodule(x) and hasattr(x, "__dict__"):
             for each in vars(x).values():
                 if isinstance(each, nn.Module):

@@ -27,6 +27,8 @@ def test_gradients_are_those_of_the_global_loss_and_reduced_once(ranks: int) -> 
         found = dict(line.split(": ", 1) for line in ended.said(rank))
         # an incomplete bucket is never reduced
         assert float(found.pop("rival")) > 1000
+        # of DDP, and two for each module that FSDP2 shards
+        assert found.pop("restored") == "7 flags"
         for i, message in enumerate(REFUSED):
             assert message in found.pop(f"refused {i}")
         assert len(found) == 2 * 10 + 2

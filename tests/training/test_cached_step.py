@@ -307,6 +307,15 @@ def test_autocast_around_the_call_is_that_inside_the_encoders_and_the_loss() -> 
     assert all(torch.equal(x, y) for x, y in zip(taken(parameters), expected, strict=True))
 
 
+def test_copies_of_weights_that_autocast_made_in_the_first_pass_are_not_left_behind() -> None:
+    """They have no graph: a caller's own forward, between the passes, would have no gradient."""
+    net = nn.Linear(4, D)
+    with torch.autocast("cpu", dtype=torch.bfloat16):
+        training.embed((net,), (torch.ones(B, 4),), 5)
+        net(torch.ones(B, 4)).sum().backward()
+    assert net.weight.grad is not None
+
+
 def bfloat16_clip(a: Tensor, b: Tensor, scale: Any) -> Tensor:
     with torch.autocast("cpu", dtype=torch.bfloat16):
         return contrastile.clip_loss(a, b, scale)
@@ -419,6 +428,35 @@ def test_rank_at_1_in_tiles(tile: int) -> None:
     assert training.rank_at_1(torch.ones(9, 4), torch.ones(9, 4), tile) == 0
     with pytest.raises(ValueError, match="give each query its key"):
         training.rank_at_1(key, query)
+
+
+class Held:
+    """A tensor that is saved for a backward pass; the most elements that were alive at a time are counted."""
+
+    alive = most = 0
+
+    def __init__(self, x: Tensor) -> None:
+        self.x, self.size = x, x.numel() if x.shape[-1:] == (9,) else 0
+        Held.alive += self.size
+        Held.most = max(Held.most, Held.alive)
+
+    def __del__(self) -> None:
+        Held.alive -= self.size
+
+
+@pytest.mark.parametrize("skin", skins())
+def test_activations_of_one_chunk_are_alive_however_large_the_batch(skin: str) -> None:
+    def most(samples: int, chunk: int) -> int:
+        towers, inputs = setting((samples, samples))
+        Held.alive = Held.most = 0
+        with torch.autograd.graph.saved_tensors_hooks(Held, lambda held: held.x):
+            skins()[skin](towers, tuple(inputs), contrastile.clip_loss, scale=log_scale().exp, chunk=chunk)
+        return Held.most
+
+    once = most(8, 8)
+    assert once > 0
+    assert most(8 * 64, 8) == once
+    assert most(8 * 4, 32) == 4 * once
 
 
 def test_no_grad_gives_the_loss_alone() -> None:

@@ -62,7 +62,7 @@ BEFORE: list[tuple[Callable[[Net], Any], type[Exception], str]] = [
     (lambda n: step((n, n), (X, X), chunk=True), ValueError, "chunk must be a positive integer, got True"),
     (lambda n: step((n, n), (X, X), chunk=2.0), ValueError, r"chunk must be a positive integer, got 2\.0"),
     (lambda n: step((n, n), (X, X), chunk=None), TypeError, "chunk must be given, got None"),
-    (lambda n: step((n, n), (X, training.stream(X, 3, "cpu"))), ValueError, "must be the size 3 that the stream"),
+    (lambda n: step((n, n), (X, training.stream(X, 3, "cpu"))), ValueError, "must be the stream's own size 3, got 2"),
     (lambda n: step(n, (X, torch.cat([X, X]))), ValueError, r"equally many chunks, got \[3, 6\]; give one size"),
     (lambda n: step((n,), (["a", "b"],)), TypeError, "got a list of str; convert it, or give split="),
     (lambda n: step((n,), (X.numpy(),)), TypeError, "made of tensors, dicts, tuples and lists, got ndarray"),

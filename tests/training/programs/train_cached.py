@@ -22,6 +22,7 @@ from torch.nn.parallel import DistributedDataParallel
 from train_towers import SCALE, SHARDS, Towers, expected, worst
 
 from contrastile import training
+from contrastile.training.sync import Reduction
 
 CHUNK = 4
 NAMES = ["image", "image", "text", "text", "scale", "bias"]
@@ -261,6 +262,40 @@ def refusals(inputs: Any) -> list[str]:
     return found
 
 
+def flags(*models: Any) -> list[bool]:
+    ddp, fsdp = models
+    groups = Reduction([fsdp], [])._groups()
+    return [ddp.require_backward_grad_sync, *(x for each in groups for x in (each.reduce_grads, each.all_reduce_grads))]
+
+
+def restored(inputs: Any) -> str:
+    """An error in the second pass leaves no module without its reduction."""
+    models: tuple[Any, Any] = ddp(Towers()), train_towers.fsdp()
+    assert all(flags(*models))
+    for model in models:
+        failing = Failing(model)
+        try:
+            training.cached_step(failing, inputs, loss("clip"), chunk=CHUNK)
+        except OSError:
+            assert all(flags(*models))
+        else:
+            return "nothing raised"
+    return f"{len(flags(*models))} flags"
+
+
+class Failing(nn.Module):
+    """Raises at the first chunk of the second pass."""
+
+    def __init__(self, model: nn.Module) -> None:
+        super().__init__()
+        self.model = model
+
+    def forward(self, *x: Tensor) -> Any:
+        if torch.is_grad_enabled():
+            raise OSError
+        return self.model(*x)
+
+
 def main() -> None:
     dist.init_process_group("gloo")
     rank, size = dist.get_rank(), dist.get_world_size()
@@ -277,6 +312,7 @@ def main() -> None:
         say(rank, f"frozen {which} 1: {frozen(which, inputs):.3g}")
     for i, message in enumerate(refusals(inputs)):
         say(rank, f"refused {i}: {message}")
+    say(rank, f"restored: {restored(inputs)}")
     say(rank, f"rival: {rival(inputs):.3g}")
     dist.destroy_process_group()
 
