@@ -70,7 +70,7 @@ class _Distances(torch.autograd.Function):
                 positive[rows] = torch.where(own.any(dim=1), x.masked_fill(~own, 0.0).sum(dim=1), positive[rows])
                 top = torch.logaddexp(top, x.logsumexp(dim=1))
             lse[rows] = top
-        torch.clear_autocast_cache()  # copies of weights without a graph
+        torch.clear_autocast_cache()  # as after the first pass of Replay
         ctx.save_for_backward(F, G, scale, lse, *parameters)
         value: Tensor = (lse - positive).mean()
         return value

@@ -65,7 +65,8 @@ class Replay:
             tower.chunks.extend(count)
         with torch.no_grad(), self._reduction.quiet():
             self.outputs = [x for i, tower in enumerate(self._towers) for x in self._first(i, tower)]
-        # an autocast around the call holds copies of weights, made without a graph: the gradient would stop at them
+        # in an autocast around the call older versions of torch (pytorch issue 158232) keep copies of weights that they
+        # made without a graph: the gradient would stop at them
         torch.clear_autocast_cache()
         self._reduction.check_called()
 
