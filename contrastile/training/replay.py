@@ -85,7 +85,7 @@ class Replay:
                 f"encode must return outputs of the same width and dtype for every chunk, got "
                 f"{sorted(map(str, shapes))}; pad them"
             )
-        joined = [torch.cat(x) if x[0].ndim > 1 else x[-1] for x in zip(*parts, strict=True)]
+        joined = [torch.cat(x) if x[0].ndim > 1 else _same(x) for x in zip(*parts, strict=True)]
         return [_leaf(x) for x in joined]
 
     def differentiate(self, loss: Loss, numbers: Sequence[Any]) -> tuple[Tensor, list[Tensor], list[_Outside]]:
@@ -222,6 +222,18 @@ def _term(x: Tensor, gradient: Tensor) -> Tensor:
 def _wide(x: Tensor, gradient: Tensor | None) -> Tensor:
     dtype = float32_at_least(x.dtype)
     return torch.zeros_like(x, dtype=dtype) if gradient is None else gradient.detach().to(dtype)
+
+
+def _same(numbers: Sequence[Tensor]) -> Tensor:
+    """The number that every chunk returned; a loss takes it once."""
+    if len(numbers) > 1:
+        found = torch.stack(list(numbers))
+        if not bool(((found == found[0]) | found.isnan()).all()):
+            raise ValueError(
+                f"a number that encode returns must be the same for every chunk, as a scale is, got "
+                f"{found.min().item():g} to {found.max().item():g}; return a number per sample as (samples, 1)"
+            )
+    return numbers[-1]
 
 
 def _leaf(x: Tensor) -> Tensor:

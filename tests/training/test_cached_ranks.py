@@ -31,7 +31,7 @@ def test_gradients_are_those_of_the_global_loss_and_reduced_once(ranks: int) -> 
         assert found.pop("restored") == "7 flags"
         for i, message in enumerate(REFUSED):
             assert message in found.pop(f"refused {i}")
-        assert len(found) == 2 * 10 + 2
+        assert len(found) == 2 * 11 + 2
         for trial, ratio in found.items():
             # two DDP modules reduce once each, FSDP2 once for each of the three modules that it shards
             reductions = {"one each": "2", "fsdp": "3"}.get(trial.rsplit(" ", 2)[0], "1")

@@ -6,14 +6,19 @@ import functools
 from collections.abc import Callable, Sequence
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from chunked_graphs import gamma, graphs_kept, taken, worst
+from paper_bounds import agrees
+from paper_towers import TANH, ball_step
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
 import contrastile
 from contrastile import training
+from contrastile.oracle.papers import gradcache
+from contrastile.oracle.papers.gradcache import Tower
 
 B, D = 17, 6
 DOUBLE = torch.float64
@@ -191,6 +196,24 @@ def test_against_the_whole_batch_in_one_go() -> None:
         for bound in (first, second):
             ours, theirs = next(cached)
             assert ((ours - theirs).abs() <= 2 * bound).all()
+
+
+def test_it_is_the_oracle_s_step() -> None:
+    """GradCache Sec. 3.3, in NumPy, with its rounding."""
+    rng = np.random.default_rng(7)
+    tau = 0.4
+    sizes = (5, 5, 3)
+    f, g = (Tower(TANH, rng.standard_normal((4, D)), rng.standard_normal((13, 4)), sizes, (0, 1, 2)) for _ in range(2))
+    balls = ball_step(f, g, np.arange(13), tau)
+    parameters = [torch.tensor(tower.parameters, requires_grad=True) for tower in (f, g)]
+    encoders = [lambda x, p=p: torch.tanh(x @ p) for p in parameters]
+    inputs = tuple(torch.tensor(tower.inputs) for tower in (f, g))
+    value = training.cached_step(encoders, inputs, contrastile.info_nce, scale=1 / tau, chunk=5)
+    for found, oracle, ball in zip(
+        (value, *taken(parameters)), gradcache.step(f, g, np.arange(13), tau), balls, strict=True
+    ):
+        assert agrees(oracle, ball)
+        assert agrees(found.numpy(), ball)
 
 
 def test_chunks_of_dicts_tuples_and_lists() -> None:

@@ -102,6 +102,11 @@ AFTER: list[tuple[Callable[[Net], Any], type[Exception], str]] = [
         ValueError,
         "same width and dtype for every chunk",
     ),
+    (
+        lambda n: step((lambda x: (n(x), n.weight.sum() * n.calls),), (X,), lambda a, b, s: a.sum()),
+        ValueError,
+        "must be the same for every chunk, as a scale is, got 12 to 36",
+    ),
     (lambda n: step((n,), (X,), lambda a, s: a.sum(), metrics=("rank@1",)), ValueError, "two .b, d. embeddings, got 1"),
     (
         lambda n: step((n, n), (X, X), lambda a, b: a.sum() + b.sum(), scale=None, metrics=("scale",)),

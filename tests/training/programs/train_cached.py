@@ -167,6 +167,7 @@ DDP: dict[str, Callable[[str, Any], nn.Module]] = {
     "twice": twice,
     "streamed": streamed,
     "unused": unused,
+    "bucket views": functools.partial(apart, gradient_as_bucket_view=True),
 }
 
 
