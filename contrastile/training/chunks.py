@@ -182,7 +182,7 @@ def cut(batch: Any, size: Size | None, split: Splitter | None) -> Chunks:
     if isinstance(streamed, Sliced):
         if size not in (None, streamed.size):
             raise ValueError(f"chunk must be the stream's own size {streamed.size}, got {size}; leave it out")
-        return streamed
+        return copy.copy(streamed)
     if size is None:
         raise TypeError("chunk must be given, got None; only inputs made by training.stream have a size of their own")
     if split is None:

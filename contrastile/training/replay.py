@@ -180,7 +180,8 @@ class Replay:
                     if not sent and not self._reduction:
                         break  # frozen
             waiting += [_term(x.leaf, x.gradient) for x in outside]
-            ran = send(waiting) or ran
+            with self._reduction.completed():
+                ran = send(waiting) or ran
         finally:
             after.restore()
         if not ran:

@@ -168,6 +168,40 @@ class Reduction:
                         "embeddings, or drop find_unused_parameters"
                     )
 
+    @contextmanager
+    def completed(self) -> Iterator[None]:
+        """Around the last backward pass: DDP reduces every parameter, also those that only earlier passes reached.
+
+        A scale whose gradient came with a caller's ``loss.backward()`` is one: DDP would wait for it, without a word.
+
+        Raises:
+            RuntimeError: a parameter has no gradient at all, where DDP was not told to look for unused ones.
+        """
+        waiting = {
+            id(parameter): (name, parameter)
+            for module in self.ddp
+            if module.require_backward_grad_sync and not module.find_unused_parameters
+            for name, parameter in module.module.named_parameters()
+            if parameter.requires_grad and name not in module.parameters_to_ignore
+        }
+
+        def reached(parameter: torch.Tensor) -> None:
+            waiting.pop(id(parameter), None)
+
+        with ExitStack() as stack:
+            for _, parameter in list(waiting.values()):
+                stack.callback(parameter.register_post_accumulate_grad_hook(reached).remove)
+            yield
+        unused = [name for name, parameter in waiting.values() if parameter.grad is None]
+        if unused:
+            raise RuntimeError(
+                f"DDP must find a gradient of every parameter, got none of {', '.join(unused)}; use them, freeze them, "
+                "or make DDP with find_unused_parameters=True"
+            )
+        if waiting:
+            late = [parameter for _, parameter in waiting.values()]
+            torch.autograd.backward(late, [torch.zeros_like(x) for x in late])
+
     def agree(self, counts: list[int]) -> list[int]:
         """The largest numbers of chunks on any rank: FSDP2's forward gathers, so all ranks must call it as often."""
         if not self.fsdp:

@@ -110,6 +110,15 @@ def by_hand(name: str, inputs: Any) -> nn.Module:
     return model
 
 
+def by_hand_apart(name: str, inputs: Any) -> nn.Module:
+    """The two passes, with a scale that learns in the caller's own backward, before DDP listens."""
+    model = ddp(Dispatching())
+    outputs, replay = training.embed(towers(model), inputs, CHUNK)
+    loss(name)(*outputs, *(number() for number in numbers(model))).backward()
+    replay()
+    return model
+
+
 def one_each(name: str, inputs: Any) -> nn.Module:
     """A module for each tower."""
     model = Towers()
@@ -162,6 +171,7 @@ DDP: dict[str, Callable[[str, Any], nn.Module]] = {
     "apart": apart,
     "through loss": through_loss,
     "by hand": by_hand,
+    "by hand, apart": by_hand_apart,
     "one each": one_each,
     "later": later,
     "twice": twice,
@@ -263,6 +273,18 @@ def refusals(inputs: Any) -> list[str]:
     return found
 
 
+def unused_parameter(inputs: Any) -> str:
+    """DDP would not reduce, and say so a step too late."""
+    module = Towers()
+    module.extra = nn.Parameter(torch.zeros(3))
+    model = ddp(module)
+    try:
+        training.cached_step(model, inputs, loss("clip"), chunk=CHUNK)
+    except RuntimeError as error:
+        return str(error)
+    return "nothing"
+
+
 def flags(*models: Any) -> list[bool]:
     ddp, fsdp = models
     groups = Reduction([fsdp], [])._groups()
@@ -313,6 +335,7 @@ def main() -> None:
         say(rank, f"frozen {which} 1: {frozen(which, inputs):.3g}")
     for i, message in enumerate(refusals(inputs)):
         say(rank, f"refused {i}: {message}")
+    say(rank, f"unused: {unused_parameter(inputs)}")
     say(rank, f"restored: {restored(inputs)}")
     say(rank, f"rival: {rival(inputs):.3g}")
     dist.destroy_process_group()
