@@ -103,7 +103,6 @@ class Replay:
             raise ValueError("loss must depend on the embeddings, got a value without a graph; do not detach them")
         own = {id(x) for x in self.outputs}
         outside = [x for x in _leaves(value) if id(x) not in own]
-        self._reduction.check_outside(outside)
         wanted = [x for x in self.outputs if x.requires_grad]
         found = torch.autograd.grad(value, [*wanted, *outside], allow_unused=True)
         by = {id(x): gradient for x, gradient in zip(wanted, found, strict=False)}
@@ -141,15 +140,14 @@ class Replay:
         upstream: Tensor | None = None,
         backward: Callable[[Tensor], Any] | None = None,
     ) -> None:
-        """Step 3, with the gradients of what the loss depends on beside the outputs; they enter once, at the end.
+        """Step 3. The gradients of what the loss depends on beside the outputs enter once, before all others.
 
-        The last chunk of the last tower waits for that last backward pass. Where DDP or FSDP2 reduces, so does the last
-        chunk of every tower: the one backward pass that reduces then reaches every parameter.
+        DDP reduces in the last chunk of the last tower that calls it. Under FSDP2 the last chunk of every tower waits
+        for the last backward pass, which alone reduces.
         """
         if self._used:
             raise RuntimeError("a batch must be replayed once, got a second backward pass; make the step again")
         self._used = True
-        ran = False
 
         def send(terms: Sequence[Tensor]) -> bool:
             if not terms:
@@ -162,26 +160,26 @@ class Replay:
         after = RandomState(self._devices)
         waiting: list[Tensor] = []
         start = 0
+        with self._reduction.quiet():
+            ran = send([_term(x.leaf, x.gradient) for x in outside])
         try:
             for i, tower in enumerate(self._towers):
                 own = gradients[start : start + len(tower.rows[0])]
                 start += len(own)
-                holds = bool(self._reduction) or i == len(self._towers) - 1
                 at = [0] * len(own)
                 for j, chunk in enumerate(tower.chunks):
                     last = j == tower.chunks.count - 1
                     with self._reduction.quiet(i if last else None):
                         terms = self._again(tower, j, chunk, own, at)
-                        if last and holds:
-                            waiting += terms
-                            continue
+                    if last and self._reduction.fsdp:
+                        waiting += terms
+                        continue
+                    with self._reduction.completed(i) if last else self._reduction.quiet():
                         sent = send(terms)
                     ran = ran or sent
                     if not sent and not self._reduction:
                         break  # frozen
-            waiting += [_term(x.leaf, x.gradient) for x in outside]
-            with self._reduction.completed():
-                ran = send(waiting) or ran
+            ran = send(waiting) or ran
         finally:
             after.restore()
         if not ran:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import functools
 import inspect
-from collections.abc import Callable, Collection, Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager, suppress
 from typing import Any
 
@@ -134,7 +134,7 @@ class Reduction:
         """Raise for a DDP module that could not reduce; after the first pass, before any gradient.
 
         Raises:
-            ValueError: no encoder called it, or it looks for unused parameters and several towers call it.
+            ValueError: no encoder called it.
         """
         for module in self.ddp:
             if module not in self._called:
@@ -142,37 +142,13 @@ class Reduction:
                     f"encode must call the DDP module itself, got a call around its forward ({_name(module)}), after "
                     "which no gradient is reduced; pass the DDP module as encode, not its .module or a method of it"
                 )
-            if module.find_unused_parameters and len(self._called[module]) > 1:
-                raise ValueError(
-                    f"a DDP module with find_unused_parameters=True must be called once per chunk for all towers, got "
-                    f"one callable per tower ({_name(module)}); pass the module alone as encode, or drop "
-                    "find_unused_parameters"
-                )
-
-    def check_outside(self, leaves: Collection[torch.Tensor]) -> None:
-        """Raise for a parameter that DDP would take for unused; before any gradient.
-
-        Args:
-            leaves: parameters that the loss uses beside the embeddings, such as a scale.
-
-        Raises:
-            ValueError: one is in a DDP module that looks for unused parameters.
-        """
-        used = {id(x) for x in leaves}
-        for module in self.ddp:
-            for name, parameter in module.module.named_parameters():
-                if id(parameter) in used and module.find_unused_parameters:
-                    raise ValueError(
-                        f"a parameter that the loss uses must come out of the DDP module's forward where "
-                        f"find_unused_parameters is set, got {name} from outside; return it from forward after the "
-                        "embeddings, or drop find_unused_parameters"
-                    )
 
     @contextmanager
-    def completed(self) -> Iterator[None]:
-        """Around the last backward pass: DDP reduces every parameter, also those that only earlier passes reached.
+    def completed(self, tower: int) -> Iterator[None]:
+        """Around a tower's last backward pass: DDP modules that no later tower calls reduce every parameter.
 
-        A scale whose gradient came with a caller's ``loss.backward()`` is one: DDP would wait for it, without a word.
+        Also those that only earlier passes reached, such as a scale, or another tower's: DDP would wait for them,
+        without a word.
 
         Raises:
             RuntimeError: a parameter has no gradient at all, where DDP was not told to look for unused ones.
@@ -180,7 +156,8 @@ class Reduction:
         waiting = {
             id(parameter): (name, parameter)
             for module in self.ddp
-            if module.require_backward_grad_sync and not module.find_unused_parameters
+            if max(self._called[module]) == tower and module.require_backward_grad_sync
+            if not module.find_unused_parameters
             for name, parameter in module.module.named_parameters()
             if parameter.requires_grad and name not in module.parameters_to_ignore
         }

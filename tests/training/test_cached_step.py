@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from typing import Any
 
 import numpy as np
@@ -12,6 +12,7 @@ import torch
 from chunked_graphs import gamma, graphs_kept, taken, worst
 from paper_bounds import agrees
 from paper_towers import TANH, ball_step
+from small_towers import DOUBLE, B, D, every_parameter, log_scale, rows, setting, skins, tower
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
@@ -19,23 +20,6 @@ import contrastile
 from contrastile import training
 from contrastile.oracle.papers import gradcache
 from contrastile.oracle.papers.gradcache import Tower
-
-B, D = 17, 6
-DOUBLE = torch.float64
-
-
-def rows(*shape: int, seed: int = 0, dtype: torch.dtype = DOUBLE) -> Tensor:
-    return torch.randn(*shape, generator=torch.Generator().manual_seed(seed), dtype=dtype)
-
-
-def tower(width: int, seed: int, dtype: torch.dtype = DOUBLE, dropout: float = 0.5) -> nn.Sequential:
-    torch.manual_seed(seed)
-    layers = nn.Linear(width, 9), nn.Tanh(), nn.Dropout(dropout), nn.Linear(9, D)
-    return nn.Sequential(*layers).to(dtype)
-
-
-def log_scale(dtype: torch.dtype = DOUBLE) -> nn.Parameter:
-    return nn.Parameter(torch.tensor(0.7, dtype=dtype))
 
 
 def trimodal(a: Tensor, b: Tensor, c: Tensor, scale: Any) -> Tensor:
@@ -67,33 +51,6 @@ LOSSES: list[tuple[Callable[..., Tensor], tuple[int, ...]]] = [
     (hard_negatives, (B, B, 3 * B + 1)),
     (in_words, (B, B)),
 ]
-
-
-def setting(lengths: Sequence[int], dtype: torch.dtype = DOUBLE) -> tuple[list[nn.Module], list[Tensor]]:
-    return (
-        [tower(4 + i, i, dtype) for i in range(len(lengths))],
-        [rows(n, 4 + i, seed=i, dtype=dtype) for i, n in enumerate(lengths)],
-    )
-
-
-def every_parameter(*modules: nn.Module) -> list[Tensor]:
-    return [p for module in dict.fromkeys(modules) for p in module.parameters()]
-
-
-def skins() -> dict[str, Callable[..., Tensor]]:
-    def wrapped(encode: Any, inputs: Any, loss: Any, *, scale: Any, chunk: Any) -> Tensor:
-        value = training.Cached(loss, encode, chunk)(*inputs, scale=scale)
-        value.backward()
-        return value.detach()
-
-    def by_hand(encode: Any, inputs: Any, loss: Any, *, scale: Any, chunk: Any) -> Tensor:
-        found, replay = training.embed(encode, inputs, chunk)
-        value = loss(*(found if isinstance(found, tuple) else (found,)), scale())
-        value.backward()
-        replay()
-        return value.detach()
-
-    return {"cached_step": training.cached_step, "Cached": wrapped, "embed": by_hand}
 
 
 @pytest.mark.parametrize("skin", skins())
@@ -375,7 +332,8 @@ def test_what_multiplies_the_loss_multiplies_every_gradient(upstream: float) -> 
         (upstream * surrogate).backward()
 
     training.cached_step(towers, tuple(inputs), contrastile.clip_loss, scale=number.exp, chunk=5, backward=backward)
-    assert len(calls) == 8
+    # eight chunks, and the scale
+    assert len(calls) == 9
     # powers of two multiply exactly
     for x, y, z in zip(expected, by_loss, taken(parameters), strict=True):
         assert torch.equal(upstream * x, y)
@@ -434,63 +392,6 @@ def test_parameters_of_the_loss_learn_too_and_are_scaled_alike() -> None:
     found = taken(parameters)
     assert worst(found[:-2], type(expected)(expected.loss, expected.gradients[:-2], expected.bounds[:-2]), 4.0) <= 1
     assert all(torch.equal(x, 4.0 * y) for x, y in zip(found[-2:], expected.gradients[-2:], strict=True))
-
-
-def test_metrics() -> None:
-    towers, inputs = setting((B, B))
-    number = log_scale()
-    for net in towers:
-        net.eval()
-    found = training.cached_step(
-        towers, tuple(inputs), contrastile.clip_loss, scale=number.exp, chunk=5, metrics=("scale", "rank@1")
-    )
-    logits = towers[0](inputs[0]) @ towers[1](inputs[1]).T
-    assert set(found) == {"loss", "scale", "rank@1"}
-    assert torch.equal(found["scale"], number.exp().detach())
-    assert found["rank@1"] == (logits.argmax(dim=1) == torch.arange(B)).float().mean()
-    assert not any(x.requires_grad for x in found.values())
-
-
-@pytest.mark.parametrize("tile", [3, 5, 100])
-def test_rank_at_1_in_tiles(tile: int) -> None:
-    key = rows(23, 4, seed=5)
-    query = key[:19] + 0.8 * rows(19, 4, seed=6)
-    hits = (query @ key.T).argmax(dim=1) == torch.arange(19)
-    assert 0 < hits.sum() < 19
-    assert training.rank_at_1(query, key, tile) == hits.float().mean()
-    # collapsed embeddings are no success
-    assert training.rank_at_1(torch.ones(9, 4), torch.ones(9, 4), tile) == 0
-    with pytest.raises(ValueError, match="give each query its key"):
-        training.rank_at_1(key, query)
-
-
-class Held:
-    """A tensor that is saved for a backward pass; the most elements that were alive at a time are counted."""
-
-    alive = most = 0
-
-    def __init__(self, x: Tensor) -> None:
-        self.x, self.size = x, x.numel() if x.shape[-1:] == (9,) else 0
-        Held.alive += self.size
-        Held.most = max(Held.most, Held.alive)
-
-    def __del__(self) -> None:
-        Held.alive -= self.size
-
-
-@pytest.mark.parametrize("skin", skins())
-def test_activations_of_one_chunk_are_alive_however_large_the_batch(skin: str) -> None:
-    def most(samples: int, chunk: int) -> int:
-        towers, inputs = setting((samples, samples))
-        Held.alive = Held.most = 0
-        with torch.autograd.graph.saved_tensors_hooks(Held, lambda held: held.x):
-            skins()[skin](towers, tuple(inputs), contrastile.clip_loss, scale=log_scale().exp, chunk=chunk)
-        return Held.most
-
-    once = most(8, 8)
-    assert once > 0
-    assert most(8 * 64, 8) == once
-    assert most(8 * 4, 32) == 4 * once
 
 
 def test_no_grad_gives_the_loss_alone() -> None:
