@@ -18,6 +18,8 @@ import torch.distributed as dist
 import train_towers
 from engines import say
 from torch import Tensor, nn
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import fully_shard
 from torch.nn.parallel import DistributedDataParallel
 from train_towers import SCALE, SHARDS, Towers, expected, worst
 
@@ -161,8 +163,11 @@ def streamed(name: str, inputs: Any) -> nn.Module:
 
 
 def unused(name: str, inputs: Any) -> nn.Module:
-    model = ddp(Towers(), find_unused_parameters=True)
+    module = Towers()
+    module.extra = nn.Parameter(torch.zeros(3, dtype=torch.float64))
+    model = ddp(module, find_unused_parameters=True)
     training.cached_step(model, inputs, loss(name), chunk=CHUNK)
+    assert module.extra.grad is None
     return model
 
 
@@ -211,6 +216,22 @@ def frozen(which: str, inputs: Any) -> float:
     return worst([parameters[i].grad.numpy() for i in kept], [exact[i] for i in kept])
 
 
+def sharded_frozen(which: str, inputs: Any) -> float:
+    """FSDP2 called for each tower, of which one is frozen, first or last: the other's gradients are reduced."""
+    model: Any = Dispatching()
+    getattr(model, which).requires_grad_(False)
+    mesh = init_device_mesh("cpu", (dist.get_world_size(),))
+    for tower in (model.image, model.text):
+        fully_shard(tower, mesh=mesh)
+    fully_shard(model, mesh=mesh)
+    scale = SCALE, train_towers.BIAS
+    training.cached_step(towers(model), inputs, loss("clip"), scale=scale, chunk=CHUNK)
+    exact = expected("clip", 1.0, SHARDS[dist.get_world_size()])
+    kept = [i for i, name in enumerate(NAMES[:4]) if name != which]
+    parameters = [*model.image.parameters(), *model.text.parameters()]
+    return worst([parameters[i].grad.full_tensor().numpy() for i in kept], [exact[i] for i in kept])
+
+
 def rival(inputs: Any) -> float:
     """GradCache's step, by its formula: the scale's gradient comes with the loss, outside of DDP's last backward."""
     model = ddp(Dispatching())
@@ -244,8 +265,12 @@ def fsdp(name: str, inputs: Any) -> nn.Module:
         training.cached_step(model, inputs, loss(name), chunk=CHUNK)
         assert len(calls) == once
         model.set_requires_gradient_sync(True)
-        value = training.Cached(loss(name), model, CHUNK)(*inputs)
+        feeds = tuple(training.stream(x, CHUNK, "cpu") for x in inputs)
+        lengths = [len(feed) for feed in feeds]
+        value = training.Cached(loss(name), model)(*feeds)
         value.backward()
+        # this step had more chunks, where another rank has more samples
+        assert [len(feed) for feed in feeds] == lengths
         assert len(calls) == 2 * once
         calls[:] = calls[:once]
     finally:
@@ -285,8 +310,10 @@ def refusals(inputs: Any) -> list[str]:
 def unused_parameter(inputs: Any) -> str:
     """DDP would not reduce, and say so a step too late."""
     module = Towers()
-    module.extra = nn.Parameter(torch.zeros(3))
+    module.extra = nn.Parameter(torch.zeros(3, dtype=torch.float64))
     model = ddp(module)
+    with model.no_sync():
+        training.cached_step(model, inputs, loss("clip"), chunk=CHUNK)
     try:
         training.cached_step(model, inputs, loss("clip"), chunk=CHUNK)
     except RuntimeError as error:
@@ -342,6 +369,7 @@ def main() -> None:
             say(rank, f"{trainer} {name} {len(calls)}: {worst(found, exact):.3g}")
     for which in ("image", "text"):
         say(rank, f"frozen {which} 1: {frozen(which, inputs):.3g}")
+        say(rank, f"sharded frozen {which} 1: {sharded_frozen(which, inputs):.3g}")
     for i, message in enumerate(refusals(inputs)):
         say(rank, f"refused {i}: {message}")
     say(rank, f"unused: {unused_parameter(inputs)}")
