@@ -142,8 +142,7 @@ class Replay:
     ) -> None:
         """Step 3. The gradients of what the loss depends on beside the outputs enter once, before all others.
 
-        DDP reduces in the last chunk of the last tower that calls it. Under FSDP2 the last chunk of every tower waits
-        for the last backward pass, which alone reduces.
+        DDP reduces in the last chunk of the last tower that calls it, FSDP2 in the last chunk of each that does.
         """
         if self._used:
             raise RuntimeError("a batch must be replayed once, got a second backward pass; make the step again")
@@ -158,7 +157,6 @@ class Replay:
             return True
 
         after = RandomState(self._devices)
-        waiting: list[Tensor] = []
         start = 0
         with self._reduction.quiet():
             ran = send([_term(x.leaf, x.gradient) for x in outside])
@@ -171,15 +169,11 @@ class Replay:
                     last = j == tower.chunks.count - 1
                     with self._reduction.quiet(i if last else None):
                         terms = self._again(tower, j, chunk, own, at)
-                    if last and self._reduction.fsdp:
-                        waiting += terms
-                        continue
                     with self._reduction.completed(i) if last else self._reduction.quiet():
                         sent = send(terms)
                     ran = ran or sent
                     if not sent and not self._reduction:
                         break  # frozen
-            ran = send(waiting) or ran
         finally:
             after.restore()
         if not ran:

@@ -7,7 +7,8 @@ any order: in chunks too.
 # DDP reads the annotations of a communication hook: they must be types, not text
 import functools
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -225,7 +226,10 @@ def sharded_frozen(which: str, inputs: Any) -> float:
         fully_shard(tower, mesh=mesh)
     fully_shard(model, mesh=mesh)
     scale = SCALE, train_towers.BIAS
-    training.cached_step(towers(model), inputs, loss("clip"), scale=scale, chunk=CHUNK)
+    calls.clear()
+    with counting():
+        training.cached_step(towers(model), inputs, loss("clip"), scale=scale, chunk=CHUNK)
+    assert len(calls) == 1, calls
     exact = expected("clip", 1.0, SHARDS[dist.get_world_size()])
     kept = [i for i, name in enumerate(NAMES[:4]) if name != which]
     parameters = [*model.image.parameters(), *model.text.parameters()]
@@ -245,8 +249,9 @@ def rival(inputs: Any) -> float:
     return worst(train_towers.gradients(model), expected("clip", 1.0, SHARDS[dist.get_world_size()]))
 
 
-def fsdp(name: str, inputs: Any) -> nn.Module:
-    model = train_towers.fsdp()
+@contextmanager
+def counting() -> Iterator[None]:
+    """FSDP2's reductions, in ``calls``."""
     # torch before 2.13 calls the other
     collective = "reduce_scatter_single" if hasattr(dist, "reduce_scatter_single") else "reduce_scatter_tensor"
     real = getattr(dist, collective)
@@ -257,6 +262,14 @@ def fsdp(name: str, inputs: Any) -> nn.Module:
 
     setattr(dist, collective, counting)
     try:
+        yield
+    finally:
+        setattr(dist, collective, real)
+
+
+def fsdp(name: str, inputs: Any) -> nn.Module:
+    model = train_towers.fsdp()
+    with counting():
         training.cached_step(model, inputs, loss(name), chunk=CHUNK)
         once = len(calls)
         # again inside of the caller's own accumulation, and then out of it
@@ -273,8 +286,6 @@ def fsdp(name: str, inputs: Any) -> nn.Module:
         assert [len(feed) for feed in feeds] == lengths
         assert len(calls) == 2 * once
         calls[:] = calls[:once]
-    finally:
-        setattr(dist, collective, real)
     for p in model.parameters():
         assert p.grad is not None
         p.grad /= 2
