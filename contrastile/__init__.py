@@ -1,7 +1,8 @@
 """Contrastive losses at any batch size: exact, memory linear in the batch, held to a float64 oracle.
 
 ``import contrastile`` imports nothing heavy: torch and the backends are loaded when a loss is first called, and the
-subpackages ``backends``, ``comm``, ``nn``, ``oracle``, ``schedules`` and ``verify`` when they are first named.
+subpackages ``backends``, ``comm``, ``nn``, ``oracle``, ``schedules``, ``training`` and ``verify`` when they
+are first named.
 """
 
 import importlib
@@ -13,7 +14,7 @@ from contrastile.losses import clip_loss, info_nce, nt_xent, sigmoid_loss, sup_c
 __all__ = ["__version__", "clip_loss", "info_nce", "nt_xent", "sigmoid_loss", "sup_con", "value_and_grad"]
 __version__ = "0.1.0"
 
-_SUBPACKAGES = ("backends", "comm", "nn", "oracle", "schedules", "verify")
+_SUBPACKAGES = ("backends", "comm", "nn", "oracle", "schedules", "training", "verify")
 
 
 def __getattr__(name: str) -> Any:

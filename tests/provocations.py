@@ -322,4 +322,31 @@ PROVOCATIONS: dict[str, list[Provocation]] = {
             "torch.autograd.functional.hessian(lambda x: contrastile.clip_loss(x, text, 14.0), image)",
         ),
     ],
+    "Training": [
+        *_each(
+            ValueError,
+            "contrastile.training.cached_step((abs, abs), (image,), contrastile.clip_loss, scale=14.0, chunk=2)",
+            "contrastile.training.cached_step((abs, abs), (image, text), contrastile.clip_loss, scale=14.0, chunk=0)",
+            "contrastile.training.cached_step((abs, abs), (image, text), torch.add, scale=torch.ones(2), chunk=2)",
+            "contrastile.training.cached_step(torch.add, (image, torch.cat([text, text])), torch.sum, chunk=2)",
+            "contrastile.training.cached_step(abs, {'image': image, 'key': key}, torch.sum, chunk=2)",
+            "contrastile.training.cached_step(abs, image, torch.sum, chunk=2, metrics=('recall',))",
+            "contrastile.training.Budget(0)",
+            "contrastile.training.stream(image, 2, 'cpu', total=0)",
+            "contrastile.training.rank_at_1(key, text)",
+        ),
+        *_each(
+            TypeError,
+            "contrastile.training.cached_step(abs, image, torch.sum)",
+            "contrastile.training.cached_step(abs, ['a dog', 'a cat'], torch.sum, chunk=2)",
+            "contrastile.training.cached_step(lambda x: {'image': x}, image, torch.sum, chunk=2)",
+            "contrastile.training.cached_step(abs, image, torch.abs, chunk=2)",
+            "contrastile.training.deep_distance(torch.mm)",
+        ),
+        *_each(
+            RuntimeError,
+            "contrastile.training.cached_step(abs, image, torch.sum, chunk=2)",
+            "torch.no_grad()(contrastile.training.cached_step)(abs, image, torch.sum, chunk=2)",
+        ),
+    ],
 }

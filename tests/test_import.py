@@ -41,6 +41,7 @@ OPTIONAL = {"torch", "triton", "cupy", "cuda", "ml_dtypes", "mpi4py", "hypothesi
 FRAMES = (
     "autograd",
     "nn",
+    "training",
     "backends.arrays",
     "backends.eager",
     "backends.replay",

@@ -42,7 +42,7 @@ def test_the_example_runs_as_written_and_is_short() -> None:
     assert re.fullmatch(r"loss \d+\.\d+, dscale -?\d+\.\d+, dimage \(1000, 64\)\n", run(example))
 
 
-@pytest.mark.parametrize("page", ["docs/quickstart.md", "docs/data.md"])
+@pytest.mark.parametrize("page", ["docs/quickstart.md", "docs/data.md", "docs/training.md"])
 def test_the_pages_examples_run_from_top_to_bottom(page: str) -> None:
     blocks = python_blocks((ROOT / page).read_text(encoding="utf-8"))
     assert blocks

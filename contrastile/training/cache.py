@@ -1,0 +1,191 @@
+"""Gradient caching (GradCache, Gao & Zhang 2021, Sec. 3.3): any contrastive batch in the memory of one chunk's graph.
+
+Step 1 encodes all chunks without a graph, step 2 takes the gradient of the loss by the embeddings (Eq. 5, 6), step 3
+encodes each chunk again and sends its rows of that gradient into the encoder (Eq. 8, 9). The parameters' gradients are
+those of the whole batch, if an embedding depends on its own sample alone.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.autograd.function import once_differentiable
+
+from contrastile.training.chunks import Splitter
+from contrastile.training.metrics import rank_at_1
+from contrastile.training.replay import Chunk, Encode, Loss, Replay, numbers_of
+from contrastile.training.sync import Sync
+
+METRICS = ("scale", "rank@1")
+
+
+def cached_step(
+    encode: Encode,
+    inputs: Any,
+    loss: Loss,
+    *,
+    scale: Any = None,
+    chunk: Chunk = None,
+    split: Splitter | None = None,
+    backward: Callable[[Tensor], Any] | None = None,
+    sync: Sync = "auto",
+    metrics: Sequence[str] = (),
+) -> Any:
+    """Forward and backward of one batch in chunks: adds to every parameter's ``.grad`` and returns the loss.
+
+    Args:
+        encode: one callable per tower, in a tuple (the same one twice is fine), each called with a chunk of its input;
+            or one callable for all towers, called with a chunk of every input, such as a DDP or FSDP2 module. Returns
+            a tensor or a tuple of tensors: embeddings of two or more dimensions, (samples, ...), and numbers that the
+            loss takes after them, such as a learnt scale of shape () or (1,).
+        inputs: one input per tower, in a tuple; for one callable, a tuple of its inputs, or its only one. Each is a
+            tensor, or a dict, tuple or list of tensors, of the same first dimension, which may be 0; or a ``stream``.
+        loss: called as ``loss(*embeddings, *scale)``; a contrastile loss, with options by ``functools.partial``, or
+            any callable that returns a 0-d tensor.
+        scale: None, or what the loss takes after the embeddings: a tensor, which may have a graph; a callable that
+            makes one, such as ``model.log_scale.exp``; a number; or a tuple of these (a sigmoid loss's scale and bias).
+        chunk: samples per chunk, or a ``Budget`` of elements; or one for each input. It has nothing to do with the
+            loss's tile. None only if every input is a ``stream``.
+        split: a function (input, size) -> chunks for inputs of another kind; it must split in the same way each time.
+        backward: called with a 0-d surrogate instead of ``surrogate.backward()``, once per chunk:
+            ``accelerator.backward`` or ``lambda x: scaler.scale(x).backward()``.
+        sync: "auto" finds DDP and FSDP2 modules in ``encode`` and lets them reduce once, in the last backward; a
+            module, or several, to name them; None leaves them alone. A ``no_sync`` around the call is respected.
+        metrics: "scale" (the first of ``scale``) and "rank@1" (``rank_at_1`` of the first two embeddings of this rank).
+
+    Returns:
+        The loss, 0-d without a graph; the global batch's where the loss has a group. With metrics a dict of 0-d tensors
+        with "loss" and each metric.
+
+    Raises:
+        TypeError, ValueError: an argument is none that there is, or a rule of docs/training.md is broken; before any
+            forward where that can be known, and always before any gradient is added.
+        RuntimeError: gradients are off, or nothing requires one.
+    """
+    known = [name for name in metrics if name not in METRICS]
+    if known:
+        raise ValueError(f"metrics must be among {', '.join(METRICS)}, got {known[0]!r}; compute others from embed")
+    if not torch.is_grad_enabled():
+        raise RuntimeError(
+            "cached_step must be called with gradients on, got no_grad; call the loss itself to evaluate"
+        )
+    numbers = numbers_of(scale)
+    replay = Replay(encode, inputs, chunk, split, sync)
+    value, gradients, outside = replay.differentiate(loss, numbers)
+    found = {"loss": value}
+    if "scale" in metrics:
+        found["scale"] = _first_number(replay.outputs, numbers)
+    if "rank@1" in metrics:
+        found["rank@1"] = _rank(replay.outputs)
+    replay.run(gradients, outside, backward=backward)
+    return found if metrics else value
+
+
+class Cached:
+    """A loss of a batch in chunks, for loops that call ``loss.backward()``: its backward pass encodes again.
+
+    What multiplies the loss (a ``GradScaler``, accumulation, a trainer) multiplies the gradients.
+
+    Args:
+        loss: see ``cached_step``.
+        encode: see ``cached_step``.
+        chunk: see ``cached_step``.
+        split: see ``cached_step``.
+        sync: see ``cached_step``.
+    """
+
+    def __init__(
+        self,
+        loss: Loss,
+        encode: Encode,
+        chunk: Chunk = None,
+        *,
+        split: Splitter | None = None,
+        sync: Sync = "auto",
+    ) -> None:
+        self._loss, self._encode, self._chunk, self._split, self._sync = loss, encode, chunk, split, sync
+
+    def __call__(self, *inputs: Any, scale: Any = None) -> Tensor:
+        """The loss, 0-d; ``backward`` may be called once, and adds to every parameter's ``.grad``.
+
+        Args:
+            *inputs: one per tower: see ``cached_step``.
+            scale: see ``cached_step``.
+
+        Raises:
+            TypeError, ValueError: see ``cached_step``.
+        """
+        replay = Replay(self._encode, inputs, self._chunk, self._split, self._sync)
+        if not torch.is_grad_enabled():
+            return self._loss(*replay.outputs, *numbers_of(scale)).detach()
+        value, gradients, outside = replay.differentiate(self._loss, numbers_of(scale))
+
+        def run(upstream: Tensor) -> None:
+            replay.run(gradients, outside, upstream)
+
+        anchor = torch.zeros((), device=value.device, requires_grad=True)
+        apply: Any = _Surrogate.apply
+        found: Tensor = apply(anchor, value, run)
+        return found
+
+
+class _Surrogate(torch.autograd.Function):
+    """A loss whose backward runs the second pass, with the upstream gradient."""
+
+    @staticmethod
+    def forward(ctx: Any, anchor: Tensor, value: Tensor, run: Callable[[Tensor], None]) -> Tensor:
+        ctx.run = run
+        return value.clone()
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, *gradients: Tensor) -> Any:  # pyright: ignore[reportIncompatibleMethodOverride]
+        with torch.enable_grad():
+            ctx.run(gradients[0].detach())
+        return None, None, None
+
+
+def embed(
+    encode: Encode,
+    inputs: Any,
+    chunk: Chunk = None,
+    *,
+    split: Splitter | None = None,
+    sync: Sync = "auto",
+) -> tuple[Any, Replay]:
+    """The two passes apart, for other people's loops: the embeddings, and what sends their gradients into the encoders.
+
+    Args:
+        encode: see ``cached_step``.
+        inputs: see ``cached_step``.
+        chunk: see ``cached_step``.
+        split: see ``cached_step``.
+        sync: see ``cached_step``.
+
+    Returns:
+        The outputs, leaves that require gradients (one tensor, or a tuple in the order of ``encode``), and ``replay``:
+        call it once, after ``loss.backward()`` has filled their ``.grad``.
+
+    Raises:
+        TypeError, ValueError: see ``cached_step``.
+    """
+    replay = Replay(encode, inputs, chunk, split, sync)
+    outputs = tuple(replay.outputs)
+    return (outputs[0] if len(outputs) == 1 else outputs), replay
+
+
+def _first_number(outputs: Sequence[Tensor], numbers: Sequence[Any]) -> Tensor:
+    found = [x.detach() for x in outputs if x.ndim < 2] + list(numbers)
+    if not found:
+        raise ValueError("the metric 'scale' must have a scale to show, got none; give scale=, or leave it out")
+    return torch.as_tensor(found[0]).detach().reshape(())
+
+
+def _rank(outputs: Sequence[Tensor]) -> Tensor:
+    matrices = [x.detach() for x in outputs if x.ndim == 2]
+    if len(matrices) < 2:
+        raise ValueError(f"the metric 'rank@1' must have two (b, d) embeddings, got {len(matrices)}; leave it out")
+    return rank_at_1(matrices[0], matrices[1])

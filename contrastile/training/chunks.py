@@ -1,0 +1,204 @@
+"""Cutting a batch into chunks along the first dimension of its tensors."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from torch import Tensor
+
+Splitter = Callable[[Any, int], Sequence[Any]]
+
+
+@dataclass(frozen=True, slots=True)
+class Budget:
+    """A chunk size in elements: a chunk holds as many samples as fit, at least one.
+
+    Attributes:
+        elements: how many elements of its largest tensor a chunk may hold: tokens of ``input_ids``, (b, length),
+            numbers of images of shape (b, channels, height, width).
+
+    Raises:
+        ValueError: ``elements`` is not positive.
+    """
+
+    elements: int
+
+    def __post_init__(self) -> None:
+        _positive("Budget's elements", self.elements)
+
+
+Size = int | Budget
+
+
+class Chunks:
+    """The chunks of one batch, in order; may be iterated several times.
+
+    Attributes:
+        count: how many there are. A batch without samples has one chunk, without samples.
+    """
+
+    count: int
+
+    def __getitem__(self, j: int) -> Any:
+        raise NotImplementedError
+
+    def __iter__(self) -> Iterator[Any]:
+        return (self[j] for j in range(self.count))
+
+    def extend(self, count: int) -> None:
+        """Add chunks without samples until there are ``count``."""
+        self.count = count
+
+
+class Sliced(Chunks):
+    """Slices of every tensor of a batch; they are views."""
+
+    def __init__(self, batch: Any, size: Size) -> None:
+        self._batch = batch
+        self.samples = samples(batch)
+        self.size = _samples_in(size, batch)
+        self.count = max(1, -(-self.samples // self.size))
+
+    def __getitem__(self, j: int) -> Any:
+        return apply(lambda x: x[j * self.size : (j + 1) * self.size], self._batch)
+
+    def samples_in(self, j: int) -> int:
+        """Samples of chunk j."""
+        return max(0, min(self.size, self.samples - j * self.size))
+
+
+class Listed(Chunks):
+    """The chunks that a caller's splitter made."""
+
+    def __init__(self, chunks: Sequence[Any]) -> None:
+        if len(chunks) == 0:
+            raise ValueError("split must return at least one chunk, got none; return one without samples")
+        self._chunks = chunks
+        self.count = len(chunks)
+
+    def __getitem__(self, j: int) -> Any:
+        return self._chunks[j]
+
+    def extend(self, count: int) -> None:
+        """Raise: a chunk without samples is the splitter's to make."""
+        if count > self.count:
+            raise ValueError(
+                f"under FSDP2 split must return as many chunks on every rank, got {self.count} where another rank has "
+                f"{count}; add chunks without samples"
+            )
+
+
+class Zipped(Chunks):
+    """Chunks of several inputs that one callable takes together: tuples."""
+
+    def __init__(self, parts: Sequence[Chunks]) -> None:
+        counts = [part.count for part in parts]
+        if len(set(counts)) > 1:
+            raise ValueError(
+                f"the inputs of one callable must be cut into equally many chunks, got {counts}; give one size for "
+                "each input: chunk=(4, 12)"
+            )
+        self._parts = parts
+        self.count = counts[0]
+
+    def __iter__(self) -> Iterator[Any]:
+        return zip(*self._parts, strict=True)
+
+    def extend(self, count: int) -> None:
+        """Extend every part."""
+        for part in self._parts:
+            part.extend(count)
+        self.count = count
+
+
+def apply(function: Callable[[Tensor], Any], batch: Any) -> Any:
+    """The batch with ``function`` of every tensor that has a first dimension; numbers, None and such stay as they are.
+
+    Args:
+        function: of a tensor.
+        batch: a tensor, or a mapping, tuple or list of such, nested in any way.
+
+    Raises:
+        TypeError: anything else, such as a list of strings.
+    """
+    if isinstance(batch, Tensor):
+        return function(batch) if batch.ndim else batch
+    if isinstance(batch, Mapping):
+        changed: Any = copy.copy(batch)
+        for name, value in batch.items():
+            changed[name] = apply(function, value)
+        return changed
+    if isinstance(batch, tuple | list) and not any(isinstance(x, str) for x in batch):
+        values = [apply(function, value) for value in batch]
+        return type(batch)(*values) if hasattr(batch, "_fields") else type(batch)(values)
+    if batch is None or isinstance(batch, bool | int | float | str):
+        return batch
+    got = f"a {type(batch).__name__} of str" if isinstance(batch, tuple | list) else type(batch).__name__
+    raise TypeError(
+        f"an input must be made of tensors, dicts, tuples and lists, got {got}; convert it, or give split= a function "
+        "(input, size) -> chunks"
+    )
+
+
+def tensors(batch: Any) -> list[Tensor]:
+    """The tensors of a batch that have a first dimension.
+
+    Raises:
+        TypeError: see ``apply``.
+    """
+    found: list[Tensor] = []
+    apply(found.append, batch)
+    return found
+
+
+def samples(batch: Any) -> int:
+    """The first dimension that all tensors of a batch share.
+
+    Raises:
+        TypeError: see ``apply``.
+        ValueError: there is no tensor, or their first dimensions differ.
+    """
+    lengths = [len(x) for x in tensors(batch)]
+    if not lengths:
+        raise ValueError("an input must hold at least one tensor with a first dimension, got none")
+    if len(set(lengths)) > 1:
+        raise ValueError(
+            f"all tensors of an input must have the same first dimension, got {lengths}; give split= a function "
+            "(input, size) -> chunks"
+        )
+    return lengths[0]
+
+
+def cut(batch: Any, size: Size | None, split: Splitter | None) -> Chunks:
+    """The chunks of one input.
+
+    Raises:
+        TypeError, ValueError: the size or the input is none that there is.
+    """
+    streamed = getattr(batch, "chunks", None)
+    if isinstance(streamed, Sliced):
+        if size not in (None, streamed.size):
+            raise ValueError(f"chunk must be the stream's own size {streamed.size}, got {size}; leave it out")
+        return copy.copy(streamed)
+    if size is None:
+        raise TypeError("chunk must be given, got None; only inputs made by training.stream have a size of their own")
+    if split is None:
+        return Sliced(batch, size)
+    if isinstance(size, Budget):
+        raise TypeError(f"with split= chunk must be a number, got {size}; the splitter counts samples as it likes")
+    return Listed(split(batch, _positive("chunk", size)))
+
+
+def _samples_in(size: Size, batch: Any) -> int:
+    if isinstance(size, Budget):
+        return max(1, size.elements // max(1, *(x.shape[1:].numel() for x in tensors(batch))))
+    return _positive("chunk", size)
+
+
+def _positive(name: str, number: Any) -> int:
+    if isinstance(number, bool) or not isinstance(number, int) or number < 1:
+        raise ValueError(f"{name} must be a positive integer, got {number!r}; try 256")
+    return number

@@ -1,0 +1,87 @@
+"""What a forward pass takes from its surroundings, recorded and put back: random generators and autocast.
+
+An encoder that drops out, or augments, must draw the same numbers when a chunk is encoded again, bit for bit, or the
+second pass differentiates other embeddings than the loss saw.
+"""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Iterable
+from contextlib import ExitStack
+from typing import Any
+
+import numpy as np
+import torch
+
+
+class RandomState:
+    """The generators of Python, NumPy, torch's CPU and each of some devices, as they are now.
+
+    Reading a device's state does not wait for the device.
+    """
+
+    def __init__(self, devices: Iterable[torch.device]) -> None:
+        """Record.
+
+        Args:
+            devices: those beside the CPU.
+        """
+        self._python = random.getstate()
+        self._numpy = np.random.get_state()
+        self._cpu = torch.get_rng_state()
+        self._devices = [(device, torch.get_device_module(device).get_rng_state(*_index(device))) for device in devices]
+
+    def restore(self) -> None:
+        """Put every generator back to where it was."""
+        random.setstate(self._python)
+        np.random.set_state(self._numpy)
+        torch.set_rng_state(self._cpu)
+        for device, state in self._devices:
+            torch.get_device_module(device).set_rng_state(state, *_index(device))
+
+
+def _index(device: torch.device) -> tuple[torch.device, ...]:
+    # MPS has one device and takes no index
+    return () if device.type == "mps" else (device,)
+
+
+def accelerators(tensors: Iterable[torch.Tensor]) -> list[torch.device]:
+    """The devices, other than the CPU, whose generators an encoder of these tensors may draw from.
+
+    Args:
+        tensors: inputs and parameters. CUDA's current device is added once CUDA is in use.
+    """
+    found = {x.device for x in tensors} - {torch.device("meta")}
+    if torch.cuda.is_available() and torch.cuda.is_initialized():  # type: ignore[no-untyped-call]
+        found.add(torch.device("cuda", torch.cuda.current_device()))
+    return sorted((device for device in found if device.type != "cpu"), key=str)
+
+
+class Autocast:
+    """Autocast as it is now, on the CPU and on each of some devices; a backward pass may run in another thread."""
+
+    def __init__(self, devices: Iterable[torch.device]) -> None:
+        types = {"cpu", *(device.type for device in devices)}
+        self._states = [(x, torch.get_autocast_dtype(x), torch.is_autocast_enabled(x)) for x in sorted(types)]
+
+    def again(self) -> ExitStack:
+        """A context in which autocast is as it was recorded."""
+        stack = ExitStack()
+        for device, dtype, enabled in self._states:
+            if torch.is_autocast_enabled(device) or enabled:
+                stack.enter_context(torch.autocast(device, dtype=dtype, enabled=enabled))
+        return stack
+
+    def wide(self) -> ExitStack:
+        """A context without autocast to float16, in which unscaled gradients of a mean over b samples underflow."""
+        stack = ExitStack()
+        for device, dtype, enabled in self._states:
+            if enabled and dtype is torch.float16:
+                stack.enter_context(torch.autocast(device, enabled=False))
+        return stack
+
+
+def float32_at_least(dtype: torch.dtype) -> Any:
+    """float32, or the dtype itself where it is wider."""
+    return torch.promote_types(dtype, torch.float32)

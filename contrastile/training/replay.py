@@ -1,0 +1,322 @@
+"""The two passes of gradient caching over any number of towers, and what comes between them."""
+
+from __future__ import annotations
+
+import functools
+import warnings
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.nn.modules.batchnorm import _BatchNorm
+
+from contrastile.training.chunks import Chunks, Size, Splitter, Zipped, cut, tensors
+from contrastile.training.random_state import Autocast, RandomState, accelerators, float32_at_least
+from contrastile.training.stream import Stream
+from contrastile.training.sync import Reduction, Sync, modules_of
+
+Encode = Callable[..., Any] | Sequence[Callable[..., Any]]
+Loss = Callable[..., Tensor]
+Chunk = Size | Sequence[Size] | None
+
+
+@dataclass
+class _Tower:
+    """A callable and what the first pass found out about each of its chunks.
+
+    Attributes:
+        encode: takes a chunk of every one of its inputs.
+        chunks: tuples of these.
+        states: of the random generators, before each chunk.
+        rows: of each output, for each chunk; None for a number.
+    """
+
+    encode: Callable[..., Any]
+    chunks: Chunks
+    states: list[RandomState] = field(default_factory=list)
+    rows: list[list[int | None]] = field(default_factory=list)
+
+
+class Replay:
+    """The second pass of a batch whose first pass has been made: see ``embed``.
+
+    Attributes:
+        outputs: the embeddings and numbers, leaves that require gradients; float16 comes as float32, since unscaled
+            gradients of a mean over b samples would underflow.
+    """
+
+    def __init__(self, encode: Encode, inputs: Any, chunk: Chunk, split: Splitter | None, sync: Sync) -> None:
+        encoders = [encode] if callable(encode) else list(encode)
+        self._towers = _towers(encode, inputs, chunk, split)
+        self._reduction = Reduction(sync, encoders)
+        modules = modules_of(*encoders)
+        given = [] if split else [x for x in _given(encode, inputs) if not isinstance(x, Stream)]
+        seen = [x for each in given for x in tensors(each)]
+        if any(x.requires_grad and not x.is_leaf for x in seen):
+            raise ValueError("inputs must have no graph, which each chunk would walk again; detach them")
+        _warn_of_batch_norm(modules)
+        self._devices = accelerators([*seen, *(p for module in modules for p in module.parameters())])
+        self._autocast = Autocast(self._devices)
+        self._used = False
+        counts = self._reduction.agree([tower.chunks.count for tower in self._towers])
+        for tower, count in zip(self._towers, counts, strict=True):
+            tower.chunks.extend(count)
+        with torch.no_grad(), self._reduction.quiet():
+            self.outputs = [x for i, tower in enumerate(self._towers) for x in self._first(i, tower)]
+        # in an autocast around the call older versions of torch (pytorch issue 158232) keep copies of weights that they
+        # made without a graph: the gradient would stop at them
+        torch.clear_autocast_cache()
+        self._reduction.check_called()
+
+    def _first(self, index: int, tower: _Tower) -> list[Tensor]:
+        """Step 1: the outputs of a tower, joined over its chunks."""
+        parts: list[list[Tensor]] = []
+        with self._reduction.watch(index, tower.encode):
+            for chunk in tower.chunks:
+                tower.states.append(RandomState(self._devices))
+                with self._autocast.again():
+                    parts.append(_outputs(tower.encode(*chunk)))
+                tower.rows.append([len(x) if x.ndim > 1 else None for x in parts[-1]])
+        shapes = {tuple(None if x.ndim < 2 else (x.shape[1:], x.dtype) for x in part) for part in parts}
+        if len(shapes) > 1:
+            raise ValueError(
+                f"encode must return outputs of the same width and dtype for every chunk, got "
+                f"{sorted(map(str, shapes))}; pad them"
+            )
+        joined = [torch.cat(x) if x[0].ndim > 1 else _same(x) for x in zip(*parts, strict=True)]
+        return [_leaf(x) for x in joined]
+
+    def differentiate(self, loss: Loss, numbers: Sequence[Any]) -> tuple[Tensor, list[Tensor], list[_Outside]]:
+        """Step 2: the loss, its gradients by the outputs, and by what else it depends on.
+
+        Raises:
+            TypeError, ValueError: the loss's value is no 0-d tensor that depends on the embeddings.
+        """
+        with self._autocast.wide():
+            value = loss(*self.outputs, *numbers)
+        if not isinstance(value, Tensor) or value.numel() != 1:
+            got = f"shape {tuple(value.shape)}" if isinstance(value, Tensor) else type(value).__name__
+            raise TypeError(f"loss must return a tensor of one element, got {got}; take its mean, or pick it out")
+        if not value.requires_grad:
+            raise ValueError("loss must depend on the embeddings, got a value without a graph; do not detach them")
+        own = {id(x) for x in self.outputs}
+        outside = [x for x in _leaves(value) if id(x) not in own]
+        wanted = [x for x in self.outputs if x.requires_grad]
+        found = torch.autograd.grad(value, [*wanted, *outside], allow_unused=True)
+        by = {id(x): gradient for x, gradient in zip(wanted, found, strict=False)}
+        rest = [_Outside(x, g) for x, g in zip(outside, found[len(wanted) :], strict=True) if g is not None]
+        return value.detach(), [_wide(x, by.get(id(x))) for x in self.outputs], rest
+
+    def __call__(self, gradients: Sequence[Tensor | None] | None = None, *, backward: Any = None) -> None:
+        """Step 3: encode each chunk again and send its gradient into the encoder.
+
+        Args:
+            gradients: of each output, of its shape, None for zeros; by default the outputs' ``.grad``.
+            backward: see ``cached_step``.
+
+        Raises:
+            ValueError: there are no gradients, or not as many as outputs, or of other shapes.
+            RuntimeError: called a second time, or nothing requires a gradient.
+        """
+        given = [x.grad for x in self.outputs] if gradients is None else list(gradients)
+        if len(given) != len(self.outputs) or all(x is None for x in given):
+            raise ValueError(
+                f"replay must have gradients of the {len(self.outputs)} outputs, got "
+                f"{sum(x is not None for x in given)}; call loss.backward() first"
+            )
+        for x, gradient in zip(self.outputs, given, strict=True):
+            if gradient is not None and gradient.shape != x.shape:
+                raise ValueError(
+                    f"a gradient must have its output's shape {tuple(x.shape)}, got {tuple(gradient.shape)}"
+                )
+        self.run([_wide(x, g) for x, g in zip(self.outputs, given, strict=True)], [], backward=backward)
+
+    def run(
+        self,
+        gradients: Sequence[Tensor],
+        outside: Sequence[_Outside],
+        upstream: Tensor | None = None,
+        backward: Callable[[Tensor], Any] | None = None,
+    ) -> None:
+        """Step 3. The gradients of what the loss depends on beside the outputs enter once, before all others.
+
+        DDP reduces in the last chunk of the last tower that calls it, FSDP2 in the last chunk of each that does.
+        """
+        if self._used:
+            raise RuntimeError("a batch must be replayed once, got a second backward pass; make the step again")
+        self._used = True
+
+        def send(terms: Sequence[Tensor]) -> bool:
+            if not terms:
+                return False
+            surrogate = functools.reduce(torch.add, [term.to(terms[0].device) for term in terms])
+            surrogate = surrogate if upstream is None else upstream.to(surrogate.device) * surrogate
+            (torch.autograd.backward if backward is None else backward)(surrogate)
+            return True
+
+        after = RandomState(self._devices)
+        start = 0
+        with self._reduction.quiet():
+            ran = send([_term(x.leaf, x.gradient) for x in outside])
+        try:
+            for i, tower in enumerate(self._towers):
+                own = gradients[start : start + len(tower.rows[0])]
+                start += len(own)
+                at = [0] * len(own)
+                for j, chunk in enumerate(tower.chunks):
+                    last = j == tower.chunks.count - 1
+                    with self._reduction.quiet(i if last else None):
+                        terms = self._again(tower, j, chunk, own, at)
+                    with self._reduction.completed(i) if last else self._reduction.quiet():
+                        sent = send(terms)
+                    ran = ran or sent
+                    if not sent and not self._reduction:
+                        break  # frozen
+        finally:
+            after.restore()
+        if not ran:
+            raise RuntimeError("something must require a gradient, got none from encode or loss; unfreeze a parameter")
+
+    def _again(self, tower: _Tower, j: int, chunk: Any, gradients: Sequence[Tensor], at: list[int]) -> list[Tensor]:
+        """One chunk's terms <output, gradient>, with the random numbers and the autocast of the first pass."""
+        tower.states[j].restore()
+        with self._autocast.again():
+            outputs = _outputs(tower.encode(*chunk))
+        terms = []
+        for k, (x, rows, gradient) in enumerate(zip(outputs, tower.rows[j], gradients, strict=True)):
+            if rows is None:
+                part = gradient if j == tower.chunks.count - 1 else None
+            else:
+                part, at[k] = gradient[at[k] : at[k] + rows], at[k] + rows
+            if x.requires_grad and part is not None:
+                terms.append(_term(x, part))
+        return terms
+
+
+@dataclass(frozen=True)
+class _Outside:
+    """Something that the loss depends on beside the outputs, and its gradient."""
+
+    leaf: Tensor
+    gradient: Tensor
+
+
+def _term(x: Tensor, gradient: Tensor) -> Tensor:
+    if x.shape != gradient.shape:
+        raise ValueError(
+            f"encode must return the same shapes both times, got {tuple(x.shape)} where it was {tuple(gradient.shape)}"
+        )
+    # the product is in the gradient's dtype, at least float32: an upstream factor meets it before it is narrowed
+    return (x.to(gradient.dtype) * gradient).sum()
+
+
+def _wide(x: Tensor, gradient: Tensor | None) -> Tensor:
+    dtype = float32_at_least(x.dtype)
+    return torch.zeros_like(x, dtype=dtype) if gradient is None else gradient.detach().to(dtype)
+
+
+def _same(numbers: Sequence[Tensor]) -> Tensor:
+    """The number that every chunk returned; a loss takes it once."""
+    if len(numbers) > 1:
+        found = torch.stack(list(numbers))
+        if not bool(((found == found[0]) | found.isnan()).all()):
+            raise ValueError(
+                f"a number that encode returns must be the same for every chunk, as a scale is, got "
+                f"{found.min().item():g} to {found.max().item():g}; return a number per sample as (samples, 1)"
+            )
+    return numbers[-1]
+
+
+def _leaf(x: Tensor) -> Tensor:
+    x = x.detach().to(torch.float32 if x.dtype is torch.float16 else x.dtype)
+    return x.requires_grad_() if x.is_floating_point() else x
+
+
+def _outputs(found: Any) -> list[Tensor]:
+    outputs = list(found) if isinstance(found, tuple | list) else [found]
+    for x in outputs:
+        if not isinstance(x, Tensor):
+            raise TypeError(
+                f"encode must return a tensor or a tuple of tensors, got {type(x).__name__}; pick the embeddings out "
+                "in a function of your own"
+            )
+        if x.ndim < 2 and x.numel() != 1:
+            raise ValueError(
+                f"encode must return embeddings (samples, ...) of two or more dimensions, or numbers, got shape "
+                f"{tuple(x.shape)}; add a dimension"
+            )
+    if not outputs:
+        raise TypeError("encode must return a tensor or a tuple of tensors, got none")
+    return outputs
+
+
+def _given(encode: Encode, inputs: Any) -> Sequence[Any]:
+    """The inputs, one by one: a list is one input of one callable, or the inputs of several."""
+    several = isinstance(inputs, tuple) or (not callable(encode) and isinstance(inputs, list))
+    return inputs if several else (inputs,)
+
+
+def _towers(encode: Encode, inputs: Any, chunk: Chunk, split: Splitter | None) -> list[_Tower]:
+    given = _given(encode, inputs)
+    if not callable(encode) and len(encode) != len(given):
+        raise ValueError(
+            f"encode must have one callable per input, got {len(encode)} for {len(given)} inputs; name a "
+            "shared one twice"
+        )
+    sizes = list(chunk) if isinstance(chunk, Sequence) else [chunk] * len(given)
+    if len(sizes) != len(given) or not given:
+        raise ValueError(f"chunk must be one size, or one per input, got {len(sizes)} for {len(given)} inputs")
+    cuts = [cut(x, size, split) for x, size in zip(given, sizes, strict=True)]
+    if callable(encode):
+        return [_Tower(encode, Zipped(cuts))]
+    return [_Tower(each, Zipped([chunks])) for each, chunks in zip(encode, cuts, strict=True)]
+
+
+def numbers_of(scale: Any) -> list[Any]:
+    """What the loss takes after the embeddings."""
+    found = []
+    for x in () if scale is None else scale if isinstance(scale, tuple | list) else (scale,):
+        value = x() if callable(x) else x
+        if hasattr(value, "device_mesh"):
+            raise ValueError(
+                "scale must be a tensor, got a DTensor: a shard of a parameter of FSDP2; return it from the module's "
+                "forward, after the embeddings"
+            )
+        if isinstance(value, bool) or not isinstance(value, Tensor | int | float):
+            raise TypeError(
+                f"scale must be a number, a tensor or a callable that makes one, got {type(value).__name__}"
+            )
+        if isinstance(value, Tensor) and value.numel() != 1:
+            raise ValueError(f"scale must have one element, got shape {tuple(value.shape)}; give several in a tuple")
+        found.append(value)
+    return found
+
+
+def _leaves(value: Tensor) -> list[Tensor]:
+    """The leaves of a tensor's graph."""
+    found: dict[int, Tensor] = {id(value): value} if value.is_leaf else {}
+    seen, todo = set(), [value.grad_fn]
+    while todo:
+        node: Any = todo.pop()
+        if node is None or node in seen:
+            continue
+        seen.add(node)
+        leaf = getattr(node, "variable", None)
+        if isinstance(leaf, Tensor):
+            found[id(leaf)] = leaf
+        todo += [each for each, _ in node.next_functions]
+    return list(found.values())
+
+
+def _warn_of_batch_norm(modules: Sequence[nn.Module]) -> None:
+    for module in modules:
+        for name, each in module.named_modules():
+            if isinstance(each, _BatchNorm) and each.training:
+                warnings.warn(
+                    f"{type(each).__name__} {name or 'itself'!r} is in train mode: its statistics are those of one "
+                    "chunk, not of the batch, and its running averages move in both passes; call its .eval(), or use "
+                    "LayerNorm or GroupNorm",
+                    stacklevel=4,
+                )

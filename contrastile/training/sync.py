@@ -1,0 +1,214 @@
+"""Data parallel encoders: gradients are reduced once per step, in the last backward pass, and not per chunk."""
+
+from __future__ import annotations
+
+import functools
+import inspect
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import ExitStack, contextmanager, suppress
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import nn
+
+Sync = str | nn.Module | Sequence[nn.Module] | None
+
+
+def modules_of(*callables: Any) -> list[nn.Module]:
+    """The modules that callables are, are bound to, or name: methods, partials, functions and their closures."""
+    found: dict[int, nn.Module] = {}
+    seen: set[int] = set()
+
+    def visit(x: Any, depth: int) -> None:
+        if id(x) in seen or depth < 0:
+            return
+        seen.add(id(x))
+        if isinstance(x, nn.Module):
+            found[id(x)] = x
+        elif isinstance(x, functools.partial):
+            for each in (x.func, *x.args, *x.keywords.values()):
+                visit(each, depth)
+        elif inspect.ismethod(x):
+            visit(x.__self__, depth)
+            visit(x.__func__, depth)
+        elif inspect.isfunction(x):
+            with suppress(ValueError):  # a variable that has no value yet
+                names = inspect.getclosurevars(x)
+                for each in (*names.nonlocals.values(), *names.globals.values()):
+                    visit(each, depth - 1)
+        elif not inspect.isclass(x) and not inspect.ismodule(x) and hasattr(x, "__dict__"):
+            for each in vars(x).values():
+                if isinstance(each, nn.Module):
+                    visit(each, depth - 1)
+
+    for each in callables:
+        visit(each, 3)
+    return list(found.values())
+
+
+class Reduction:
+    """The DDP and FSDP2 modules of a step.
+
+    Attributes:
+        ddp: modules whose forward and backward reduce, outside ``no_sync``.
+        fsdp: modules that ``fully_shard`` was called on.
+    """
+
+    def __init__(self, sync: Sync, encoders: Sequence[Callable[..., Any]]) -> None:
+        """Find the modules.
+
+        Args:
+            sync: see ``cached_step``.
+            encoders: the callables to look in.
+
+        Raises:
+            TypeError: ``sync`` is none that there is.
+            ValueError: nobody would reduce the gradients, or an engine does that is not known to work.
+        """
+        if isinstance(sync, str) and sync != "auto":
+            raise ValueError(f"sync must be 'auto', None, or the DDP or FSDP2 modules, got {sync!r}; leave it out")
+        if sync is None or isinstance(sync, str):
+            roots = modules_of(*encoders)
+        else:
+            roots = [sync] if isinstance(sync, nn.Module) else list(sync)
+        inside = list(dict.fromkeys(module for root in roots for module in root.modules()))
+        for module in inside:
+            _refuse(module)
+        if sync is None or not dist.is_available():
+            inside = []
+        self.ddp = [m for m in inside if isinstance(m, nn.parallel.DistributedDataParallel)]
+        self.fsdp = [m for m in inside if hasattr(m, "set_requires_gradient_sync")]
+        self._called: dict[nn.Module, set[int]] = {}
+        if sync == "auto" and not self and dist.is_available() and dist.is_initialized() and dist.get_world_size() > 1:
+            raise ValueError(
+                f"sync='auto' must find the DDP or FSDP2 modules whose gradients are reduced, got none in encode on "
+                f"one of {dist.get_world_size()} ranks; pass the wrapped module itself as encode, name it by sync=, or "
+                "give sync=None and reduce the gradients yourself"
+            )
+
+    def __bool__(self) -> bool:
+        return bool(self.ddp or self.fsdp)
+
+    @contextmanager
+    def quiet(self, tower: int | None = None) -> Iterator[None]:
+        """No reduction: ``no_sync`` for DDP, ``set_requires_gradient_sync(False)`` for FSDP2, put back at the end.
+
+        Args:
+            tower: DDP modules that this tower is the last to call are left as they are.
+        """
+        with ExitStack() as stack:
+            for module in self.ddp:
+                if tower is None or max(self._called[module]) != tower:
+                    stack.enter_context(module.no_sync())
+            for group in self._groups():
+                stack.callback(setattr, group, "reduce_grads", group.reduce_grads)
+                stack.callback(setattr, group, "all_reduce_grads", group.all_reduce_grads)
+                group.reduce_grads = group.all_reduce_grads = False
+            yield
+
+    def _groups(self) -> Iterator[Any]:
+        for module in self.fsdp:
+            state: Any = module._get_fsdp_state()  # type: ignore[operator]
+            groups = getattr(state, "_fsdp_param_groups", None)
+            # torch before 2.10 has one group for each module
+            yield from [x for x in (groups if groups is not None else [state._fsdp_param_group]) if x is not None]
+
+    @contextmanager
+    def watch(self, tower: int, encode: Any) -> Iterator[None]:
+        """Note the DDP modules that are called meanwhile, by the first pass of a tower."""
+        itself = (encode, getattr(encode, "_orig_mod", None))
+
+        def note(module: nn.Module, *_: Any) -> None:
+            self._called.setdefault(module, set()).add(tower)
+
+        with ExitStack() as stack:
+            for module in self.ddp:
+                if any(module is x for x in itself):
+                    note(module)
+                else:
+                    stack.callback(module.register_forward_pre_hook(note).remove)
+            yield
+
+    def check_called(self) -> None:
+        """Raise for a DDP module that could not reduce; after the first pass, before any gradient.
+
+        Raises:
+            ValueError: no encoder called it.
+        """
+        for module in self.ddp:
+            if module not in self._called:
+                raise ValueError(
+                    f"encode must call the DDP module itself, got a call around its forward ({_name(module)}), after "
+                    "which no gradient is reduced; pass the DDP module as encode, not its .module or a method of it"
+                )
+
+    @contextmanager
+    def completed(self, tower: int) -> Iterator[None]:
+        """Around a tower's last backward pass: DDP modules that no later tower calls reduce every parameter.
+
+        Also those that only earlier passes reached, such as a scale, or another tower's: DDP would wait for them,
+        without a word.
+
+        Raises:
+            RuntimeError: a parameter has no gradient at all, where DDP was not told to look for unused ones.
+        """
+        waiting = {
+            id(parameter): (name, parameter)
+            for module in self.ddp
+            if max(self._called[module]) == tower and module.require_backward_grad_sync
+            if not module.find_unused_parameters
+            for name, parameter in module.module.named_parameters()
+            if parameter.requires_grad and name not in module.parameters_to_ignore
+        }
+
+        def reached(parameter: torch.Tensor) -> None:
+            waiting.pop(id(parameter), None)
+
+        with ExitStack() as stack:
+            for _, parameter in list(waiting.values()):
+                stack.callback(parameter.register_post_accumulate_grad_hook(reached).remove)
+            yield
+        unused = [name for name, parameter in waiting.values() if parameter.grad is None]
+        if unused:
+            raise RuntimeError(
+                f"DDP must find a gradient of every parameter, got none of {', '.join(unused)}; use them, freeze them, "
+                "or make DDP with find_unused_parameters=True"
+            )
+        if waiting:
+            late = [parameter for _, parameter in waiting.values()]
+            torch.autograd.backward(late, [torch.zeros_like(x) for x in late])
+
+    def agree(self, counts: list[int]) -> list[int]:
+        """The largest numbers of chunks on any rank: FSDP2's forward gathers, so all ranks must call it as often."""
+        if not self.fsdp:
+            return counts
+        parameters = (p for module in self.fsdp for p in module.parameters())
+        mesh: Any = next(filter(None, (getattr(p, "device_mesh", None) for p in parameters)), None)
+        most = torch.tensor(counts, device=mesh.device_type if mesh else "cpu")
+        for group in [mesh.get_group(i) for i in range(mesh.ndim)] if mesh else [None]:
+            dist.all_reduce(most, dist.ReduceOp.MAX, group=group)
+        found: list[int] = most.tolist()
+        return found
+
+
+def _refuse(module: nn.Module) -> None:
+    """Raise for engines that reduce in ways that are not known to work here."""
+    kind = type(module).__name__
+    if kind == "FullyShardedDataParallel":
+        raise ValueError("encode must not be FSDP1, got FullyShardedDataParallel; use fully_shard (FSDP2) or DDP")
+    stage: Any = getattr(module, "zero_optimization_stage", None)
+    if isinstance(module, nn.parallel.DistributedDataParallel) and module.static_graph:
+        raise ValueError(
+            f"DDP must have static_graph=False, got True ({_name(module)}), which counts the chunks' backward passes "
+            "that reduce nothing; drop it"
+        )
+    if kind == "DeepSpeedEngine" and stage is not None and stage() >= 2:
+        raise ValueError(
+            f"DeepSpeed must be at ZeRO stage 0 or 1, got stage {stage()}, which reduces in every backward pass; "
+            "set it to 1, or use FSDP2"
+        )
+
+
+def _name(module: nn.parallel.DistributedDataParallel) -> str:
+    return type(module.module).__name__

@@ -1,0 +1,393 @@
+"""Cached steps under DDP and FSDP2: the gradients of the one global loss, and one reduction per step.
+
+The towers, their few-bit inputs and the bounds are those of ``train_towers``, whose sums over the batch may be taken in
+any order: in chunks too.
+"""
+
+# DDP reads the annotations of a communication hook: they must be types, not text
+import functools
+import sys
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+sys.path.append(str(Path(__file__).resolve().parents[2] / "comm" / "programs"))
+
+import torch
+import torch.distributed as dist
+import train_towers
+from engines import say
+from torch import Tensor, nn
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import fully_shard
+from torch.nn.parallel import DistributedDataParallel
+from train_towers import SCALE, SHARDS, Towers, expected, worst
+
+from contrastile import training
+from contrastile.training.sync import Reduction
+
+CHUNK = 4
+NAMES = ["image", "image", "text", "text", "scale", "bias"]
+calls: list[int] = []
+
+
+class Dispatching(Towers):
+    """Towers that one forward encodes one at a time."""
+
+    def forward(self, **x: Tensor) -> Tensor:  # type: ignore[override]
+        ((name, given),) = x.items()
+        return {"image": self.image, "text": self.text}[name](given)
+
+
+class Buffered(Dispatching):
+    """With a buffer that the backward pass needs; DDP broadcasts buffers before it calls forward."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.register_buffer("order", torch.arange(64))
+
+    def forward(self, **x: Tensor) -> Tensor:  # type: ignore[override]
+        ((name, given),) = x.items()
+        return super().forward(**{name: given[self.order[: len(given)]]})
+
+
+def counted(model: DistributedDataParallel) -> DistributedDataParallel:
+    def hook(_: None, bucket: dist.GradBucket) -> torch.futures.Future[Tensor]:
+        calls.append(1)
+        sent = dist.all_reduce(bucket.buffer().div_(dist.get_world_size()), async_op=True)
+        return sent.get_future().then(lambda done: done.value()[0])
+
+    model.register_comm_hook(None, hook)
+    return model
+
+
+def ddp(module: nn.Module, **settings: Any) -> DistributedDataParallel:
+    return counted(DistributedDataParallel(module, **settings))
+
+
+def numbers(model: nn.Module) -> tuple[Callable[[], Tensor], ...]:
+    inner: Any = getattr(model, "module", model)
+    return (lambda: SCALE * inner.logit_scale.exp()), (lambda: 1.0 * inner.logit_bias)
+
+
+def towers(model: nn.Module) -> tuple[Callable[[Tensor], Tensor], ...]:
+    return (lambda x: model(image=x)), (lambda x: model(text=x))
+
+
+def loss(name: str) -> Callable[..., Tensor]:
+    return lambda *features: train_towers.LOSSES[name][0](features)
+
+
+def together(name: str, inputs: Any) -> nn.Module:
+    """One module for both towers, whose forward gives scale and bias too."""
+    model = ddp(Towers())
+    training.cached_step(model, inputs, loss(name), chunk=CHUNK)
+    return model
+
+
+def apart(name: str, inputs: Any, module: Callable[[], nn.Module] = Dispatching, **settings: Any) -> nn.Module:
+    """One module that is called for each tower, and scale and bias from outside of its forward."""
+    model = ddp(module(), **settings)
+    training.cached_step(towers(model), inputs, loss(name), scale=numbers(model), chunk=CHUNK)
+    return model
+
+
+def through_loss(name: str, inputs: Any) -> nn.Module:
+    """A surrogate that is scaled, and whose backward calls the second pass."""
+    model = ddp(Dispatching())
+    wrapped = training.Cached(loss(name), towers(model), CHUNK)
+    (2.0**16 * wrapped(*inputs, scale=numbers(model))).backward()
+    for p in model.parameters():
+        assert p.grad is not None
+        p.grad /= 2.0**16
+    return model
+
+
+def by_hand(name: str, inputs: Any) -> nn.Module:
+    """The two passes, with the scale among the outputs."""
+    model = ddp(Towers())
+    outputs, replay = training.embed(model, inputs, CHUNK)
+    loss(name)(*outputs).backward()
+    replay()
+    return model
+
+
+def by_hand_apart(name: str, inputs: Any) -> nn.Module:
+    """The two passes, with a scale that learns in the caller's own backward, before DDP listens."""
+    model = ddp(Dispatching())
+    outputs, replay = training.embed(towers(model), inputs, CHUNK)
+    loss(name)(*outputs, *(number() for number in numbers(model))).backward()
+    replay()
+    return model
+
+
+def one_each(name: str, inputs: Any) -> nn.Module:
+    """A module for each tower."""
+    model = Towers()
+    pair = ddp(model.image), ddp(model.text)
+    training.cached_step(pair, inputs, loss(name), scale=numbers(model), chunk=CHUNK)
+    return model
+
+
+def later(name: str, inputs: Any) -> nn.Module:
+    """Accumulated: an outer no_sync is respected, the step after it reduces both."""
+    model = ddp(Dispatching())
+    step = functools.partial(training.cached_step, towers(model), inputs, loss(name), scale=numbers(model), chunk=CHUNK)
+    with model.no_sync():
+        step()
+        assert not calls
+        assert not model.require_backward_grad_sync
+    step()
+    for p in model.parameters():
+        assert p.grad is not None
+        p.grad /= 2
+    return model
+
+
+def twice(name: str, inputs: Any) -> nn.Module:
+    """A second step, after DDP has rebuilt its buckets and broadcast its buffers."""
+    model = ddp(Buffered())
+    step = functools.partial(training.cached_step, towers(model), inputs, loss(name), scale=numbers(model), chunk=CHUNK)
+    step()
+    calls.clear()
+    model.zero_grad()
+    step()
+    return model
+
+
+def streamed(name: str, inputs: Any) -> nn.Module:
+    model = ddp(Towers())
+    feeds = tuple(training.stream(x, CHUNK, "cpu") for x in inputs)
+    training.cached_step(model, feeds, loss(name))
+    return model
+
+
+def unused(name: str, inputs: Any) -> nn.Module:
+    module = Towers()
+    module.extra = nn.Parameter(torch.zeros(3, dtype=torch.float64))
+    model = ddp(module, find_unused_parameters=True)
+    training.cached_step(model, inputs, loss(name), chunk=CHUNK)
+    assert module.extra.grad is None
+    return model
+
+
+def unused_outside(name: str, inputs: Any) -> nn.Module:
+    """DDP looks for unused parameters, and the scale is none that the last forward uses."""
+    model = ddp(Towers(), find_unused_parameters=True)
+
+    def features(image: Tensor, text: Tensor) -> tuple[Tensor, Tensor]:
+        return model(image, text)[:2]
+
+    for _ in range(2):
+        calls.clear()
+        model.zero_grad()
+        training.cached_step(features, inputs, loss(name), scale=numbers(model), chunk=CHUNK)
+    return model
+
+
+DDP: dict[str, Callable[[str, Any], nn.Module]] = {
+    "together": together,
+    "apart": apart,
+    "through loss": through_loss,
+    "by hand": by_hand,
+    "by hand, apart": by_hand_apart,
+    "one each": one_each,
+    "later": later,
+    "twice": twice,
+    "streamed": streamed,
+    "unused": unused,
+    "unused outside": unused_outside,
+    "unused apart": functools.partial(apart, find_unused_parameters=True),
+    "bucket views": functools.partial(apart, gradient_as_bucket_view=True),
+}
+
+
+def frozen(which: str, inputs: Any) -> float:
+    """A frozen tower, first or last: one reduction, and the other tower's gradients are right."""
+    module = Dispatching()
+    getattr(module, which).requires_grad_(False)
+    model = ddp(module)
+    calls.clear()
+    training.cached_step(towers(model), inputs, loss("clip"), scale=numbers(model), chunk=CHUNK)
+    assert len(calls) == 1, calls
+    exact = expected("clip", 1.0, SHARDS[dist.get_world_size()])
+    kept = [i for i, name in enumerate(NAMES) if name != which]
+    parameters = [*module.image.parameters(), *module.text.parameters(), module.logit_scale, module.logit_bias]
+    return worst([parameters[i].grad.numpy() for i in kept], [exact[i] for i in kept])
+
+
+def sharded_frozen(which: str, inputs: Any) -> float:
+    """FSDP2 called for each tower, of which one is frozen, first or last: the other's gradients are reduced."""
+    model: Any = Dispatching()
+    getattr(model, which).requires_grad_(False)
+    mesh = init_device_mesh("cpu", (dist.get_world_size(),))
+    for tower in (model.image, model.text):
+        fully_shard(tower, mesh=mesh)
+    fully_shard(model, mesh=mesh)
+    scale = SCALE, train_towers.BIAS
+    calls.clear()
+    with counting():
+        training.cached_step(towers(model), inputs, loss("clip"), scale=scale, chunk=CHUNK)
+    assert len(calls) == 1, calls
+    exact = expected("clip", 1.0, SHARDS[dist.get_world_size()])
+    kept = [i for i, name in enumerate(NAMES[:4]) if name != which]
+    parameters = [*model.image.parameters(), *model.text.parameters()]
+    return worst([parameters[i].grad.full_tensor().numpy() for i in kept], [exact[i] for i in kept])
+
+
+def rival(inputs: Any) -> float:
+    """GradCache's step, by its formula: the scale's gradient comes with the loss, outside of DDP's last backward."""
+    model = ddp(Dispatching())
+    with torch.no_grad(), model.no_sync():
+        image, text = (tower(x).requires_grad_() for tower, x in zip(towers(model), inputs, strict=True))
+    with model.no_sync():
+        loss("clip")(image, text, *(number() for number in numbers(model))).backward()
+        (model(image=inputs[0]) * image.grad).sum().backward()
+    # the reducer waits for the scale: no bucket is reduced
+    (model(text=inputs[1]) * text.grad).sum().backward()
+    return worst(train_towers.gradients(model), expected("clip", 1.0, SHARDS[dist.get_world_size()]))
+
+
+@contextmanager
+def counting() -> Iterator[None]:
+    """FSDP2's reductions, in ``calls``."""
+    # torch before 2.13 calls the other
+    collective = "reduce_scatter_single" if hasattr(dist, "reduce_scatter_single") else "reduce_scatter_tensor"
+    real = getattr(dist, collective)
+
+    def counting(*args: Any, **kwargs: Any) -> Any:
+        calls.append(1)
+        return real(*args, **kwargs)
+
+    setattr(dist, collective, counting)
+    try:
+        yield
+    finally:
+        setattr(dist, collective, real)
+
+
+def fsdp(name: str, inputs: Any) -> nn.Module:
+    model = train_towers.fsdp()
+    with counting():
+        training.cached_step(model, inputs, loss(name), chunk=CHUNK)
+        once = len(calls)
+        # again inside of the caller's own accumulation, and then out of it
+        model.zero_grad()
+        model.set_requires_gradient_sync(False)
+        training.cached_step(model, inputs, loss(name), chunk=CHUNK)
+        assert len(calls) == once
+        model.set_requires_gradient_sync(True)
+        feeds = tuple(training.stream(x, CHUNK, "cpu") for x in inputs)
+        lengths = [len(feed) for feed in feeds]
+        value = training.Cached(loss(name), model)(*feeds)
+        value.backward()
+        # this step had more chunks, where another rank has more samples
+        assert [len(feed) for feed in feeds] == lengths
+        assert len(calls) == 2 * once
+        calls[:] = calls[:once]
+    for p in model.parameters():
+        assert p.grad is not None
+        p.grad /= 2
+    return model
+
+
+def refusals(inputs: Any) -> list[str]:
+    """What is refused by name; no gradient has been added then."""
+    inner = ddp(Dispatching())
+    around: Any = inner.module
+    static = ddp(Towers(), static_graph=True)
+    sharded: Any = train_towers.fsdp()
+
+    tries: list[Callable[[], Any]] = [
+        lambda: training.cached_step((around.image, around.text), inputs, loss("clip"), chunk=CHUNK),
+        lambda: training.cached_step(towers(around), inputs, loss("clip"), chunk=CHUNK, sync=inner),
+        lambda: training.cached_step(sharded, inputs, loss("clip"), scale=sharded.logit_scale.exp, chunk=CHUNK),
+        lambda: training.cached_step(static, inputs, loss("clip"), chunk=CHUNK),
+    ]
+    found = []
+    for attempt in tries:
+        try:
+            attempt()
+        except ValueError as error:
+            found.append(str(error).replace("\n", " "))
+        else:
+            found.append("nothing")
+    for model in (inner, static, sharded):
+        assert all(p.grad is None for p in model.parameters())
+    return found
+
+
+def unused_parameter(inputs: Any) -> str:
+    """DDP would not reduce, and say so a step too late."""
+    module = Towers()
+    module.extra = nn.Parameter(torch.zeros(3, dtype=torch.float64))
+    model = ddp(module)
+    with model.no_sync():
+        training.cached_step(model, inputs, loss("clip"), chunk=CHUNK)
+    try:
+        training.cached_step(model, inputs, loss("clip"), chunk=CHUNK)
+    except RuntimeError as error:
+        return str(error)
+    return "nothing"
+
+
+def flags(*models: Any) -> list[bool]:
+    ddp, fsdp = models
+    groups = Reduction([fsdp], [])._groups()
+    return [ddp.require_backward_grad_sync, *(x for each in groups for x in (each.reduce_grads, each.all_reduce_grads))]
+
+
+def restored(inputs: Any) -> str:
+    """An error in the second pass leaves no module without its reduction."""
+    models: tuple[Any, Any] = ddp(Towers()), train_towers.fsdp()
+    assert all(flags(*models))
+    for model in models:
+        failing = Failing(model)
+        try:
+            training.cached_step(failing, inputs, loss("clip"), chunk=CHUNK)
+        except OSError:
+            assert all(flags(*models))
+        else:
+            return "nothing raised"
+    return f"{len(flags(*models))} flags"
+
+
+class Failing(nn.Module):
+    """Raises at the first chunk of the second pass."""
+
+    def __init__(self, model: nn.Module) -> None:
+        super().__init__()
+        self.model = model
+
+    def forward(self, *x: Tensor) -> Any:
+        if torch.is_grad_enabled():
+            raise OSError
+        return self.model(*x)
+
+
+def main() -> None:
+    dist.init_process_group("gloo")
+    rank, size = dist.get_rank(), dist.get_world_size()
+    shards = SHARDS[size]
+    start = sum(shards[:rank])
+    inputs = tuple(torch.tensor(x[start : start + shards[rank]]) for x in (train_towers.IMAGES, train_towers.TEXTS))
+    for name in train_towers.LOSSES:
+        exact = expected(name, 1.0, shards)
+        for trainer, run in [*DDP.items(), ("fsdp", fsdp)]:
+            calls.clear()
+            found = train_towers.gradients(run(name, inputs))
+            say(rank, f"{trainer} {name} {len(calls)}: {worst(found, exact):.3g}")
+    for which in ("image", "text"):
+        say(rank, f"frozen {which} 1: {frozen(which, inputs):.3g}")
+        say(rank, f"sharded frozen {which} 1: {sharded_frozen(which, inputs):.3g}")
+    for i, message in enumerate(refusals(inputs)):
+        say(rank, f"refused {i}: {message}")
+    say(rank, f"unused: {unused_parameter(inputs)}")
+    say(rank, f"restored: {restored(inputs)}")
+    say(rank, f"rival: {rival(inputs):.3g}")
+    dist.destroy_process_group()
+
+
+if __name__ == "__main__":
+    sys.exit(main())

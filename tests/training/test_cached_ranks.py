@@ -1,0 +1,39 @@
+"""Cached steps under DDP and FSDP2 on gloo, with uneven parts of the batch and a rank that has none."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+from launching import launch
+
+PROGRAM = str(Path(__file__).parent / "programs" / "train_cached.py")
+REFUSED = [
+    r"sync='auto' must find the DDP or FSDP2 modules",
+    "encode must call the DDP module itself",
+    "scale must be a tensor, got a DTensor",
+    "DDP must have static_graph=False",
+]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("ranks", [2, 3])
+def test_gradients_are_those_of_the_global_loss_and_reduced_once(ranks: int) -> None:
+    ended = launch("torch", PROGRAM, ranks=ranks, seconds=240)
+    assert ended.code == 0, ended.output
+    for rank in range(ranks):
+        found = dict(line.split(": ", 1) for line in ended.said(rank))
+        # an incomplete bucket is never reduced
+        assert float(found.pop("rival")) > 1000
+        # of DDP, and two for each module that FSDP2 shards
+        assert found.pop("restored") == "7 flags"
+        assert "must find a gradient of every parameter, got none of extra; use them" in found.pop("unused")
+        for i, message in enumerate(REFUSED):
+            assert message in found.pop(f"refused {i}")
+        assert len(found) == 2 * 14 + 4
+        for trial, ratio in found.items():
+            # two DDP modules reduce once each, FSDP2 once for each of the three modules that it shards
+            reductions = {"one each": "2", "fsdp": "3"}.get(trial.rsplit(" ", 2)[0], "1")
+            assert trial.split()[-1] == reductions, trial
+            assert float(ratio) < 1, (trial, ratio)
+    assert ended.orphans == 0

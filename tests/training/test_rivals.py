@@ -1,0 +1,212 @@
+"""Rules that other gradient caches break: their result, by their formula, beside ours."""
+
+from __future__ import annotations
+
+import random
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from chunked_graphs import gamma, graphs_kept, taken, worst
+from torch import Tensor, nn
+
+import contrastile
+from contrastile import training
+from contrastile.training.random_state import RandomState
+
+B, D = 12, 6
+DOUBLE = torch.float64
+
+
+class Towers(nn.Module):
+    def __init__(self, dropout: float) -> None:
+        super().__init__()
+        torch.manual_seed(5)
+        self.image, self.text = (
+            nn.Sequential(nn.Linear(4, 9), nn.Dropout(dropout), nn.Linear(9, D)).double() for _ in range(2)
+        )
+        self.log_scale = nn.Parameter(torch.tensor(1.3, dtype=DOUBLE))
+
+    @property
+    def encoders(self) -> list[Tensor]:
+        return [*self.image.parameters(), *self.text.parameters()]
+
+
+def inputs() -> tuple[Tensor, Tensor]:
+    found = torch.randn(2, B, 4, generator=torch.Generator().manual_seed(1), dtype=DOUBLE)
+    return found[0], found[1]
+
+
+def uncached(model: Towers, chunk: int) -> Any:
+    towers = [model.image, model.text]
+    pieces = [x.split(chunk) for x in inputs()]
+    return graphs_kept(towers, pieces, contrastile.clip_loss, [model.log_scale.exp], [*model.encoders, model.log_scale])
+
+
+def accumulated(model: Towers, chunk: int) -> list[Tensor]:
+    """open_clip's loop with --accum-freq: features without a graph, then one loss and backward for each chunk."""
+    torch.manual_seed(0)
+    pieces = list(zip(*(x.split(chunk) for x in inputs()), strict=True))
+    with torch.no_grad():
+        image, text = [model.image(a) for a, _ in pieces], [model.text(b) for _, b in pieces]
+    for j, (a, b) in enumerate(pieces):
+        images = [*image[:j], model.image(a), *image[j + 1 :]]
+        texts = [*text[:j], model.text(b), *text[j + 1 :]]
+        contrastile.clip_loss(torch.cat(images), torch.cat(texts), model.log_scale.exp()).backward()
+    return taken([*model.encoders, model.log_scale])
+
+
+def ours(model: Towers, chunk: int) -> list[Tensor]:
+    torch.manual_seed(0)
+    towers = model.image, model.text
+    training.cached_step(towers, inputs(), contrastile.clip_loss, scale=model.log_scale.exp, chunk=chunk)
+    return taken([*model.encoders, model.log_scale])
+
+
+@pytest.mark.parametrize("pieces", [2, 3])
+def test_accumulation_multiplies_the_scale_s_gradient_by_the_number_of_chunks(pieces: int) -> None:
+    model = Towers(dropout=0.0)
+    expected = uncached(model, B // pieces)
+    theirs, found = accumulated(model, B // pieces), ours(model, B // pieces)
+    # the encoders' gradients are right, and the scale's is added once for each chunk
+    encoders = type(expected)(expected.loss, expected.gradients[:-1], expected.bounds[:-1])
+    assert worst(theirs[:-1], encoders) <= 1
+    right = expected.gradients[-1]
+    assert (theirs[-1] - pieces * right).abs() <= gamma(pieces, DOUBLE) * pieces * right.abs()
+    assert worst(found[:-1], encoders) <= 1
+    assert torch.equal(found[-1], right)
+
+
+def test_without_replay_dropout_differentiates_other_embeddings_than_the_loss_saw() -> None:
+    model = Towers(dropout=0.5)
+    expected = uncached(model, B // 2)
+
+    def off(gradients: list[Tensor]) -> float:
+        ours, right = (torch.cat([x.flatten() for x in each[:-1]]) for each in (gradients, expected.gradients))
+        return float((ours - right).norm() / right.norm())
+
+    assert off(accumulated(model, B // 2)) > 0.5
+    found = ours(model, B // 2)
+    assert worst(found[:-1], type(expected)(expected.loss, expected.gradients[:-1], expected.bounds[:-1])) <= 1
+
+
+def test_float16_gradients_that_are_narrowed_before_they_are_scaled_vanish() -> None:
+    """A gradient of 2^-26 is 0 in float16; times a GradScaler's 2^16 it is 2^-10."""
+    tiny, scaler = 2.0**-26, 2.0**16
+    weight = nn.Parameter(torch.ones(1, 1, dtype=torch.float16))
+    x = torch.ones(4, 1, dtype=torch.float16)
+
+    def loss(a: Tensor) -> Tensor:
+        return tiny * a.sum()
+
+    def half(x: Tensor) -> Tensor:
+        return x @ weight
+
+    (scaler * training.Cached(loss, (half,), 1)(x)).backward()
+    assert weight.grad is not None
+    assert weight.grad.item() == 4 * tiny * scaler
+    # the cache in the embeddings' own dtype
+    leaf = half(x).detach().requires_grad_()
+    loss(leaf).backward()
+    assert leaf.grad is not None
+    assert leaf.grad.abs().max() == 0
+
+
+def test_an_upstream_factor_meets_bfloat16_gradients_before_they_are_narrowed() -> None:
+    """257 x 1.5 = 385.5 is 386 in bfloat16, but 257 is 256, and 256 x 1.5 = 384."""
+    weight = nn.Parameter(torch.ones(1, 1, dtype=torch.bfloat16))
+    x = torch.ones(1, 1, dtype=torch.bfloat16)
+    (257.0 * training.Cached(lambda a: 1.5 * a.float().sum(), (lambda x: x @ weight,), 1)(x)).backward()
+    assert weight.grad is not None
+    assert weight.grad.item() == 386.0
+
+
+def test_autocast_to_float16_around_the_call_leaves_the_loss_in_float32() -> None:
+    seen = []
+
+    def loss(a: Tensor) -> Tensor:
+        seen.append((a.dtype, (a @ a.T).dtype))
+        return a.sum()
+
+    net = nn.Linear(4, 3)
+    with torch.autocast("cpu", dtype=torch.float16):
+        training.cached_step((net,), (torch.ones(5, 4),), loss, chunk=2)
+        assert net(torch.ones(5, 4)).dtype is torch.float16
+    assert seen == [(torch.float32, torch.float32)]
+
+
+def draw(x: Tensor) -> list[float]:
+    return [float(torch.rand(())), random.random(), float(np.random.rand())]
+
+
+def test_every_generator_is_replayed_and_then_goes_on_where_the_first_pass_ended() -> None:
+    drawn: list[list[float]] = []
+    weight = nn.Parameter(torch.ones(4, D))
+
+    def encode(x: Tensor) -> Tensor:
+        drawn.append(draw(x))
+        return x @ weight
+
+    torch.manual_seed(0)
+    random.seed(0)
+    np.random.seed(0)
+    training.cached_step((encode,), (torch.ones(6, 4),), lambda a: a.sum(), chunk=2)
+    after = draw(weight)
+    assert len(drawn) == 6
+    assert drawn[:3] == drawn[3:]
+    torch.manual_seed(0)
+    random.seed(0)
+    np.random.seed(0)
+    assert [draw(weight) for _ in range(4)] == [*drawn[:3], after]
+
+
+def test_generators_are_put_back_after_an_error() -> None:
+    calls: list[int] = []
+    weight = nn.Parameter(torch.ones(4, D))
+
+    def encode(x: Tensor) -> Tensor:
+        calls.append(1)
+        torch.rand(3)
+        if len(calls) == 3:
+            raise OSError("out of something")
+        return x @ weight
+
+    torch.manual_seed(0)
+    with pytest.raises(OSError, match="out of something"):
+        training.cached_step((encode,), (torch.ones(4, 4),), lambda a: a.sum(), chunk=2)
+    found = torch.rand(1)
+    torch.manual_seed(0)
+    torch.rand(6)
+    assert torch.equal(found, torch.rand(1))
+
+
+def test_a_device_s_generator_is_recorded_where_there_is_one(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A device that is not here: one generator for each index."""
+    states = {0: torch.tensor([1]), 1: torch.tensor([2])}
+
+    class Module:
+        @staticmethod
+        def get_rng_state(device: torch.device) -> Tensor:
+            return states[device.index].clone()
+
+        @staticmethod
+        def set_rng_state(state: Tensor, device: torch.device) -> None:
+            states[device.index] = state
+
+    monkeypatch.setattr(torch, "get_device_module", lambda device: Module)
+    state = RandomState([torch.device("cuda", 0), torch.device("cuda", 1)])
+    states.update({0: torch.tensor([7]), 1: torch.tensor([8])})
+    state.restore()
+    assert [int(x) for x in states.values()] == [1, 2]
+
+
+def test_batch_norm_in_train_mode_is_warned_of_by_name() -> None:
+    net = nn.Sequential(nn.Linear(4, D), nn.BatchNorm1d(D))
+    x = torch.randn(6, 4)
+    told = r"BatchNorm1d '1' is in train mode: its statistics are those of one chunk, not of the batch"
+    with pytest.warns(UserWarning, match=told) as found:
+        training.cached_step((net,), (x,), lambda a: (a * a).mean(), chunk=3)
+    assert found[0].filename == __file__
+    net.eval()
+    training.cached_step((net,), (x,), lambda a: (a * a).mean(), chunk=3)

@@ -1,0 +1,176 @@
+"""What training refuses, before any gradient is added and mostly before any forward: the rule, the value, the fix."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+import contrastile
+from contrastile import training
+
+X = torch.randn(6, 4)
+clip = contrastile.clip_loss
+
+
+class Engine(nn.Module):
+    """What deepspeed.initialize returns, as far as it is looked at."""
+
+    def __init__(self, stage: int) -> None:
+        super().__init__()
+        self.stage = stage
+
+    def zero_optimization_stage(self) -> int:
+        return self.stage
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x @ torch.ones(4, 3, requires_grad=True)
+
+
+Engine.__name__ = "DeepSpeedEngine"
+
+
+class FullyShardedDataParallel(nn.Module):
+    def forward(self, x: Tensor) -> Tensor:
+        return x
+
+
+def step(encode: Any, inputs: Any, loss: Any = clip, **settings: Any) -> Any:
+    return training.cached_step(encode, inputs, loss, **({"scale": 2.0, "chunk": 2} | settings))
+
+
+class Net(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.ones(4, 3))
+        self.calls = 0
+
+    def forward(self, x: Tensor) -> Tensor:
+        self.calls += 1
+        return x @ self.weight
+
+
+BEFORE: list[tuple[Callable[[Net], Any], type[Exception], str]] = [
+    (lambda n: step((n, n), (X,)), ValueError, "one callable per input, got 2 for 1 inputs; name a shared one twice"),
+    (lambda n: step((n, n), (X, X), chunk=(2, 2, 2)), ValueError, "one size, or one per input, got 3 for 2"),
+    (lambda n: step((n, n), (X, X), chunk=0), ValueError, "chunk must be a positive integer, got 0"),
+    (lambda n: step((n, n), (X, X), chunk=True), ValueError, "chunk must be a positive integer, got True"),
+    (lambda n: step((n, n), (X, X), chunk=2.0), ValueError, r"chunk must be a positive integer, got 2\.0"),
+    (lambda n: step((n, n), (X, X), chunk=None), TypeError, "chunk must be given, got None"),
+    (lambda n: step((n, n), (X, training.stream(X, 3, "cpu"))), ValueError, "must be the stream's own size 3, got 2"),
+    (lambda n: step(n, (X, torch.cat([X, X]))), ValueError, r"equally many chunks, got \[3, 6\]; give one size"),
+    (lambda n: step((n,), (["a", "b"],)), TypeError, "got a list of str; convert it, or give split="),
+    (lambda n: step((n,), (X.numpy(),)), TypeError, "made of tensors, dicts, tuples and lists, got ndarray"),
+    (lambda n: step((n,), ({"x": X, "y": X[:5]},)), ValueError, r"same first dimension, got \[6, 5\]"),
+    (lambda n: step((n,), ({"x": None},)), ValueError, "at least one tensor with a first dimension"),
+    (lambda n: step((n,), (X * n.weight.sum(),)), ValueError, "inputs must have no graph"),
+    (lambda n: step((n, n), (X, X), scale=None, sync="ddp"), ValueError, "sync must be 'auto', None, or"),
+    (lambda n: step((n, n), (X, X), scale="2"), TypeError, "scale must be a number, a tensor or a callable"),
+    (lambda n: step((n, n), (X, X), scale=torch.ones(2)), ValueError, r"scale must have one element, got shape \(2,\)"),
+    (lambda n: step((n, n), (X, X), metrics=("recall",)), ValueError, r"metrics must be among scale, rank@1, got 'rec"),
+    (lambda n: step((n,), (X,), split=lambda x, size: []), ValueError, "split must return at least one chunk"),
+    (lambda n: step((n,), (X,), split=list, chunk=training.Budget(9)), TypeError, "with split= chunk must be a number"),
+    (lambda n: training.Budget(0), ValueError, "Budget's elements must be a positive integer, got 0"),
+    (lambda n: training.stream(X, 2, "cpu", total=0), ValueError, "total must be positive, got 0"),
+    (lambda n: torch.no_grad()(step)((n, n), (X, X)), RuntimeError, "with gradients on, got no_grad"),
+    (lambda n: step((n, FullyShardedDataParallel()), (X, X)), ValueError, "must not be FSDP1"),
+    (lambda n: step((n, Engine(2)), (X, X)), ValueError, "ZeRO stage 0 or 1, got stage 2"),
+    (lambda n: step((n, Engine(3)), (X, X), sync=None), ValueError, "ZeRO stage 0 or 1, got stage 3"),
+]
+AFTER: list[tuple[Callable[[Net], Any], type[Exception], str]] = [
+    (
+        lambda n: step((n, n), (X, X), lambda a, b, s: {"loss": 1}),
+        TypeError,
+        "loss must return a tensor of one element",
+    ),
+    (lambda n: step((n, n), (X, X), lambda a, b, s: a), TypeError, r"one element, got shape \(6, 3\); take its mean"),
+    (lambda n: step((n,), (X,), lambda a, s: a.detach().sum()), ValueError, "loss must depend on the embeddings"),
+    (lambda n: step((lambda x: {"a": n(x)},), (X,)), TypeError, "tuple of tensors, got dict; pick the embeddings out"),
+    (lambda n: step((lambda x: (),), (X,)), TypeError, "tuple of tensors, got none"),
+    (
+        lambda n: step((lambda x: n(x)[:, 0],), (X,)),
+        ValueError,
+        r"two or more dimensions, or numbers, got shape \(2,\)",
+    ),
+    (
+        lambda n: step((lambda x: n(x)[:, : 1 + n.calls],), (X,), lambda a, s: a.sum()),
+        ValueError,
+        "same width and dtype for every chunk",
+    ),
+    (
+        lambda n: step((lambda x: (n(x), n.weight.sum() * n.calls),), (X,), lambda a, b, s: a.sum()),
+        ValueError,
+        "must be the same for every chunk, as a scale is, got 12 to 36",
+    ),
+    (lambda n: step((n,), (X,), lambda a, s: a.sum(), metrics=("rank@1",)), ValueError, "two .b, d. embeddings, got 1"),
+    (
+        lambda n: step((n, n), (X, X), lambda a, b: a.sum() + b.sum(), scale=None, metrics=("scale",)),
+        ValueError,
+        "must have a scale to show, got none",
+    ),
+    (lambda n: training.embed((n,), (X,), 2)[1](), ValueError, "gradients of the 1 outputs, got 0; call loss.backward"),
+    (
+        lambda n: training.embed((n,), (X,), 2)[1]([torch.ones(3, 6)]),
+        ValueError,
+        r"its output's shape \(6, 3\), got \(3, 6\)",
+    ),
+    (
+        lambda n: step((n.requires_grad_(False),), (X,), lambda a, s: a.sum()),
+        RuntimeError,
+        "something must require a gradient, got none",
+    ),
+]
+
+
+@pytest.mark.parametrize(("call", "error", "told"), BEFORE)
+def test_refused_before_any_forward(call: Callable[[Net], Any], error: type[Exception], told: str) -> None:
+    net = Net()
+    with pytest.raises(error, match=told):
+        call(net)
+    assert net.calls == 0
+
+
+@pytest.mark.parametrize(("call", "error", "told"), AFTER)
+def test_refused_before_any_gradient(call: Callable[[Net], Any], error: type[Exception], told: str) -> None:
+    net = Net()
+    with pytest.raises(error, match=told):
+        call(net)
+    assert net.calls > 0 or "none" in told
+    assert net.weight.grad is None
+
+
+def test_deepspeed_without_sharded_gradients_is_not_refused() -> None:
+    step((Engine(1),), (X,), lambda a, s: a.sum())
+
+
+def test_a_batch_is_replayed_once() -> None:
+    net = Net()
+    value = training.Cached(clip, (net, net), 2)(X, X, scale=2.0)
+    value.backward(retain_graph=True)
+    assert net.weight.grad is not None
+    before = net.weight.grad.clone()
+    with pytest.raises(RuntimeError, match="replayed once, got a second backward pass"):
+        value.backward()
+    assert torch.equal(net.weight.grad, before)
+
+
+def test_shapes_that_change_between_the_passes() -> None:
+    net = Net()
+
+    def growing(x: Tensor) -> Tensor:
+        return torch.cat([net(x)] * (1 if net.calls < 3 else 2))
+
+    with pytest.raises(ValueError, match=r"same shapes both times, got \(4, 3\) where it was \(2, 3\)"):
+        step((growing,), (X,), lambda a, s: a.sum())
+
+
+def test_training_without_torch_says_what_to_install() -> None:
+    code = "import sys; sys.modules['torch'] = None; import contrastile; contrastile.training"
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=120)
+    assert done.returncode == 1
+    assert "pip install 'contrastile[torch]'" in done.stderr

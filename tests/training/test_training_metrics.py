@@ -1,0 +1,68 @@
+"""Metrics of a cached step, and what it holds in memory."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from small_towers import B, log_scale, rows, setting, skins
+from torch import Tensor
+
+import contrastile
+from contrastile import training
+
+
+def test_metrics() -> None:
+    towers, inputs = setting((B, B))
+    number = log_scale()
+    for net in towers:
+        net.eval()
+    found = training.cached_step(
+        towers, tuple(inputs), contrastile.clip_loss, scale=number.exp, chunk=5, metrics=("scale", "rank@1")
+    )
+    logits = towers[0](inputs[0]) @ towers[1](inputs[1]).T
+    assert set(found) == {"loss", "scale", "rank@1"}
+    assert torch.equal(found["scale"], number.exp().detach())
+    assert found["rank@1"] == (logits.argmax(dim=1) == torch.arange(B)).float().mean()
+    assert not any(x.requires_grad for x in found.values())
+
+
+@pytest.mark.parametrize("tile", [3, 5, 100])
+def test_rank_at_1_in_tiles(tile: int) -> None:
+    key = rows(23, 4, seed=5)
+    query = key[:19] + 0.8 * rows(19, 4, seed=6)
+    hits = (query @ key.T).argmax(dim=1) == torch.arange(19)
+    assert 0 < hits.sum() < 19
+    assert training.rank_at_1(query, key, tile) == hits.float().mean()
+    # collapsed embeddings are no success
+    assert training.rank_at_1(torch.ones(9, 4), torch.ones(9, 4), tile) == 0
+    with pytest.raises(ValueError, match="give each query its key"):
+        training.rank_at_1(key, query)
+
+
+class Held:
+    """A tensor that is saved for a backward pass; the most elements that were alive at a time are counted."""
+
+    alive = most = 0
+
+    def __init__(self, x: Tensor) -> None:
+        self.x, self.size = x, x.numel() if x.shape[-1:] == (9,) else 0
+        Held.alive += self.size
+        Held.most = max(Held.most, Held.alive)
+
+    def __del__(self) -> None:
+        Held.alive -= self.size
+
+
+@pytest.mark.parametrize("skin", skins())
+def test_activations_of_one_chunk_are_alive_however_large_the_batch(skin: str) -> None:
+    def most(samples: int, chunk: int) -> int:
+        towers, inputs = setting((samples, samples))
+        Held.alive = Held.most = 0
+        with torch.autograd.graph.saved_tensors_hooks(Held, lambda held: held.x):
+            skins()[skin](towers, tuple(inputs), contrastile.clip_loss, scale=log_scale().exp, chunk=chunk)
+        return Held.most
+
+    once = most(8, 8)
+    assert once > 0
+    assert most(8 * 64, 8) == once
+    assert most(8 * 4, 32) == 4 * once
