@@ -117,6 +117,7 @@ DISTRIBUTED = {
     for each in (
         *(Property(check.__name__, check) for check in (ring, gather, reduction, agreement, delivery, tiles)),
         *frontdoor.PROPERTIES,
+        Property("skipped-backward", frontdoor.skipped_backward, frontdoor.MISTAKES),
         Property("sharded", sharded.sharded, sharded.CASE),
     )
 }

@@ -25,6 +25,7 @@ from contrastile.verify.trial import SkipError, Subject
 from contrastile.verify.truth import Outcome, masks, truth
 
 CASE = "front-door"
+MISTAKES = "mistakes"
 _BATCH, _WIDTH = 23, 20
 _GRADIENTS = ("loss", "rows", "columns", "scale", "bias")
 
@@ -327,8 +328,5 @@ def _error_of_two_calls(communicator: Communicator, skips: int, given: Any, sett
     return ""
 
 
-PROPERTIES = (
-    *(_property(name, forms) for name, forms in _FORMS.items()),
-    Property("skipped-backward", skipped_backward, CASE),
-)
-"""One property per loss, in their order, and what becomes of ranks at different calls."""
+PROPERTIES = tuple(_property(name, forms) for name, forms in _FORMS.items())
+"""One property per loss, in their order."""
