@@ -1,4 +1,4 @@
-"""What a pass over a block shares between the backends with kernels of their own: chunks, pairs, gradient scaling."""
+"""What the backends with kernels of their own share: which blocks they take, chunks, pairs, gradient scaling."""
 
 from __future__ import annotations
 
@@ -7,7 +7,14 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
-from contrastile.backends.contract import Match, Pairs
+from contrastile.backends.contract import Block, Match, Pairs
+
+
+def supports(block: Block) -> str | None:
+    """What the kernels cannot do."""
+    if block.rows.shape[1] == 0:
+        return "features must have at least one column, got 0"
+    return None
 
 
 class Chunk(NamedTuple):

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -33,7 +34,7 @@ class Budget:
 Size = int | Budget
 
 
-class Chunks:
+class Chunks(ABC):
     """The chunks of one batch, in order; may be iterated several times.
 
     Attributes:
@@ -42,11 +43,9 @@ class Chunks:
 
     count: int
 
-    def __getitem__(self, j: int) -> Any:
-        raise NotImplementedError
-
+    @abstractmethod
     def __iter__(self) -> Iterator[Any]:
-        return (self[j] for j in range(self.count))
+        """The chunks, ``count`` of them."""
 
     def extend(self, count: int) -> None:
         """Add chunks without samples until there are ``count``."""
@@ -65,6 +64,9 @@ class Sliced(Chunks):
     def __getitem__(self, j: int) -> Any:
         return apply(lambda x: x[j * self.size : (j + 1) * self.size], self._batch)
 
+    def __iter__(self) -> Iterator[Any]:
+        return (self[j] for j in range(self.count))
+
     def samples_in(self, j: int) -> int:
         """Samples of chunk j."""
         return max(0, min(self.size, self.samples - j * self.size))
@@ -79,8 +81,8 @@ class Listed(Chunks):
         self._chunks = chunks
         self.count = len(chunks)
 
-    def __getitem__(self, j: int) -> Any:
-        return self._chunks[j]
+    def __iter__(self) -> Iterator[Any]:
+        return iter(self._chunks)
 
     def extend(self, count: int) -> None:
         """Raise: a chunk without samples is the splitter's to make."""

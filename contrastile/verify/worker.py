@@ -20,6 +20,7 @@ from typing import Any
 
 from contrastile.backends import registry
 from contrastile.backends.contract import Backend, BackendUnavailableError
+from contrastile.environment import torch_sees_a_gpu
 from contrastile.reporting import CannotRunError
 from contrastile.verify.runner import Row, Run, Selection
 from contrastile.verify.worlds import Threads
@@ -106,18 +107,10 @@ def whole(name: str, status: str, reason: str, ranks: int = 1) -> Row:
 
 def require_device(name: str) -> None:
     """Raise CannotRunError where there is no such device."""
-    if name == "cuda" and not _torch_finds_a_gpu() and not _cupy_finds_a_gpu():
+    if name == "cuda" and not torch_sees_a_gpu() and not _cupy_finds_a_gpu():
         raise CannotRunError(
             "--device cuda needs a GPU that torch or CuPy can use, and neither finds one; use --device cpu"
         )
-
-
-def _torch_finds_a_gpu() -> bool:
-    if importlib.util.find_spec("torch") is None:
-        return False
-    import torch
-
-    return torch.cuda.is_available()
 
 
 def _cupy_finds_a_gpu() -> bool:

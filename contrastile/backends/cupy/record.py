@@ -6,13 +6,14 @@ from functools import partial
 
 import cupy
 
-from contrastile.backends.contract import Accuracy, Backend, BackendUnavailableError, Block, Options
+from contrastile.backends.contract import Accuracy, Backend, BackendUnavailableError, Options
 from contrastile.backends.cupy.arrays import FusedArrays
 from contrastile.backends.cupy.backward_pass import finished, gradients
 from contrastile.backends.cupy.configs import uses_hopper_kernels
 from contrastile.backends.cupy.forward_pass import lse
 from contrastile.backends.cupy.instances import ARITHMETICS, KEPT_DTYPE
 from contrastile.backends.cupy.sigmoid_pass import sigmoid_loss
+from contrastile.backends.passes import supports
 from contrastile.backends.settings import kept_bytes
 
 
@@ -60,13 +61,6 @@ def accuracy(dtype: str, device: str, options: Options = Options()) -> Accuracy:
         depth=(lambda terms: 3 * terms) if dtype == "float32" and precision == "split" else int,
         tile=lambda size: min(size, 64),
     )
-
-
-def supports(block: Block) -> str | None:
-    """What the kernels cannot do."""
-    if block.rows.shape[1] == 0:
-        return "features must have at least one column, got 0"
-    return None
 
 
 require_gpu()

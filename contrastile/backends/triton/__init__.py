@@ -7,7 +7,8 @@ the device. Under Triton's interpreter (TRITON_INTERPRET=1) the same kernels run
 
 from __future__ import annotations
 
-from contrastile.backends.contract import PRECISIONS, Accuracy, Backend, Block, Options
+from contrastile.backends.contract import PRECISIONS, Accuracy, Backend, Options
+from contrastile.backends.passes import supports
 from contrastile.backends.triton.arrays import TritonArrays
 from contrastile.backends.triton.backward_pass import finished, gradients
 from contrastile.backends.triton.configs import INTERPRETED
@@ -36,13 +37,6 @@ def accuracy(dtype: str, device: str, options: Options = Options()) -> Accuracy:
         depth=int if precision == "ieee" else lambda terms: 3 * terms,
         tile=lambda size: min(size, 16 if INTERPRETED else 64),
     )
-
-
-def supports(block: Block) -> str | None:
-    """What the kernels cannot do."""
-    if block.rows.shape[1] == 0:
-        return "features must have at least one column, got 0"
-    return None
 
 
 backend = Backend(
