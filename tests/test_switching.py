@@ -1,4 +1,4 @@
-"""docs/switching.md: what stands in the place of another library's loss has its value and its gradients.
+"""docs/switching.md: the loss that replaces another library's has its value and its gradients.
 
 Both sides are computed in float64, so they may differ by their roundings and no more. With X the largest possible
 logit, a logit is off by at most ``gamma(d + 3) X``, a sum over n columns of exponentials of it by ``gamma(n + 4)``

@@ -147,8 +147,8 @@ class Reduction:
     def completed(self, tower: int) -> Iterator[None]:
         """Around a tower's last backward pass: DDP modules that no later tower calls reduce every parameter.
 
-        Also those that only earlier passes reached, such as a scale, or another tower's: DDP would wait for them,
-        without a word.
+        Also those that only earlier passes reached, such as a scale, or another tower's: DDP would wait for them
+        silently.
 
         Raises:
             RuntimeError: a parameter has no gradient at all, where DDP was not told to look for unused ones.

@@ -67,7 +67,7 @@ def test_no_mistake_gives_a_wrong_number(cuda: bool) -> None:
             continue
         assert row["code"] not in (0, 124), row
         told = row["raised"] + row["gave up"] + row["all right"]
-        # nobody is left without a word, but for whom the launcher ends because another rank has ended
+        # every rank raises, unless the launcher ends it because another rank has ended
         assert told <= row["ranks"] if cuda or row["mistake"] == "raised between" else told == row["ranks"], row
         if row["mistake"] in ("skipped backward", "swapped backwards") and not row["gave up"]:
             assert row["raised"] > 0, row

@@ -51,7 +51,7 @@ def passed(found: list[Any]) -> None:
 @pytest.mark.slow
 @pytest.mark.parametrize("n", WORLDS)
 @pytest.mark.parametrize(("backend", "dtype"), [("numpy", "float64"), ("torch", "float32"), ("torch", "bfloat16")])
-def test_cases_that_bite_hold_in_every_world(backend: str, dtype: str, n: int) -> None:
+def test_edge_cases_hold_in_every_world(backend: str, dtype: str, n: int) -> None:
     found = rows_of(n, backend, cases=BITING, properties=["ring", "gather", "agreement"], dtypes=[dtype])
     assert len(found) == 3 * len(BITING)
     assert {row["world"] for row in found} == {n}
