@@ -142,7 +142,7 @@ def _replayed(plan: Plan) -> bool:
     problem = plan.problem
     if not plan.options.replay or problem.placement is not None or not plan.backend.replayable:
         return False
-    return fits(problem.rows, sum([x.shape[0] for x in problem.columns]))
+    return fits(problem.rows, sum([x.shape[0] for x in problem.columns or (problem.rows,)]))
 
 
 def _key(plan: Plan) -> tuple[Hashable, ...]:

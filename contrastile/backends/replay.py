@@ -75,7 +75,8 @@ def arrays_of(block: Block) -> list[Any]:
 def rebuilt(arrays: Tensors, block: Block) -> Block:
     """The block with other arrays."""
     rows, columns, scale, bias, positives, excluded, row_ids, column_ids = arrays[:8]
-    return Block(rows, columns, scale, bias, Pairs(positives, excluded, row_ids, column_ids, block.pairs.match))
+    pairs = Pairs(positives, excluded, row_ids, column_ids, block.pairs.match)
+    return Block(rows, columns, scale, bias, pairs, block.symmetric)
 
 
 class _Packed:

@@ -303,6 +303,13 @@ def _self_excluded(draw: Draw) -> Problem:
     return _problem(views, views.copy(), 14.3, positives=np.roll(itself, 13), excluded=itself)
 
 
+@_case("views", "NT-Xent of 75 samples, signed weights: several tiles on either side of the diagonal")
+def _views(draw: Draw) -> Problem:
+    views, itself = np.concatenate(_pairs(draw, 75, 72, 0.2, 3.0)), np.arange(150)
+    weight = draw.standard_normal(150)
+    return _problem(views, views.copy(), 30.0, row_weight=weight, positives=np.roll(itself, 75), excluded=itself)
+
+
 @_case("blocks", "three column blocks under one log-sum-exp, one of them empty; positives in both others")
 def _blocks(draw: Draw) -> Problem:
     rows = _unit(draw.standard_normal((23, 40)))

@@ -18,6 +18,7 @@ from contrastile.schedules.placement import Shards
 from contrastile.schedules.problem import Problem
 from contrastile.verify.bounds import bounds
 from contrastile.verify.properties import Checks, Property
+from contrastile.verify.rearrange import folded
 from contrastile.verify.rounding import UNDERFLOW, UNIT, round_to
 from contrastile.verify.run import NOTHING, Worst, compare, on_device, wrong
 from contrastile.verify.shards import Cut, shares
@@ -209,7 +210,7 @@ def _compare(call: Call, subject: Subject, exchange: str, *, autograd: bool) -> 
 def _as_arguments(x: Outcome, call: Call, last: int) -> Outcome:
     """An outcome in terms of the public function's arguments."""
     if call.both:
-        return replace(x, rows=x.rows + x.columns[0], columns=())
+        return folded(x)
     return replace(x, columns=x.columns[:last])
 
 

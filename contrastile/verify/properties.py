@@ -179,6 +179,19 @@ def non_negative(trial: Trial) -> Checks:
     yield "", Worst(0.0 if loss >= 0.0 else np.inf, "loss", (), max(0.0, -loss), 0.0)
 
 
+def symmetric(trial: Trial) -> Checks:
+    """Rows against themselves, without columns of their own, give the sum of the rows' and the columns' gradients."""
+    trial.only_finite()
+    if not rearrange.is_symmetric(trial.problem):
+        raise SkipError("its rows are not its columns, or its pairs are not the same either way round")
+    problem = replace(trial.problem, columns=())
+    for tile, factor in ((None, 1.0), ((5, 7), -2.5), ((16, 16), 1.0)):
+        options, oracle = Options(tile=tile), truth(trial.problem, factor)
+        got = trial.run(problem, options=options, upstream=factor)
+        bound = rearrange.folded(trial.bounds(trial.problem, oracle, factor, options))
+        yield f"tile {tile}, upstream {factor}", compare(got, rearrange.folded(oracle.outcome), bound)
+
+
 def upstream(trial: Trial) -> Checks:
     """The upstream gradient multiplies every gradient; upstream 0 gives gradients of 0."""
     trial.only_small()
@@ -319,6 +332,7 @@ PROPERTIES = _registered(
         split_merge,
         duplicates,
         non_negative,
+        symmetric,
         upstream,
         frozen,
         accumulation,

@@ -107,6 +107,18 @@ def doubled(problem: Problem) -> Problem:
     )
 
 
+def is_symmetric(problem: Problem) -> bool:
+    """Whether a problem of one direction compares rows with themselves, by the same pairs either way round."""
+    if problem.column_weight is not None or problem.kind == "sigmoid" or len(problem.columns) != 1:
+        return False
+    return np.array_equal(problem.rows, problem.columns[0]) and all(np.array_equal(x, x.T) for x in masks(problem))
+
+
+def folded(outcome: Outcome) -> Outcome:
+    """The same of features that are rows and columns at once: their gradient is the sum of both."""
+    return replace(outcome, rows=outcome.rows + outcome.columns[0], columns=())
+
+
 def shifted(problem: Problem, by: float) -> tuple[Problem, float]:
     """The problem with about ``by`` added to every logit, and how much exactly: the bias stays a float32."""
     old = 0.0 if problem.bias is None else float(problem.bias)

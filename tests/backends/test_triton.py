@@ -28,6 +28,7 @@ from contrastile.backends.triton.forward_pass import _Pass as Forward  # noqa: E
 from contrastile.backends.triton.launch import aligned  # noqa: E402
 from contrastile.verify import cases  # noqa: E402
 from contrastile.verify.plain import compare_with_plain  # noqa: E402
+from contrastile.verify.rearrange import folded  # noqa: E402
 from contrastile.verify.run import compare  # noqa: E402
 from contrastile.verify.trial import Subject, Trial  # noqa: E402
 from contrastile.verify.truth import truth  # noqa: E402
@@ -76,6 +77,14 @@ def trial(name: str, dtype: str) -> Trial:
 def test_within_the_derived_bound(name: str, dtype: str) -> None:
     held = trial(name, dtype)
     worst = compare(held.outcome, held.oracle.outcome, held.bound)
+    assert worst.ratio <= 1, str(worst)
+
+
+@pytest.mark.parametrize("name", ["self-excluded", "labels", "certain-views", "certain-labels"])
+def test_rows_against_themselves_within_the_derived_bound(name: str) -> None:
+    held = trial(name, "float32")
+    got = held.run(replace(held.problem, columns=()))
+    worst = compare(got, folded(held.oracle.outcome), folded(held.bound))
     assert worst.ratio <= 1, str(worst)
 
 

@@ -188,6 +188,13 @@ def rounds_the_weight_of_a_certain_pair():
     return on_gradients(change)
 
 
+def forgets_the_columns_part():
+    def change(run, block, w, rows, columns):
+        run(replace(w, column_negative_lse=None, column_weight=None), rows, columns)
+
+    return on_gradients(change)
+
+
 PLANTED = [
     ("value", "all-negative", starts_at_zero),
     ("value", "ragged", drops_the_partial_tile),
@@ -204,6 +211,7 @@ PLANTED = [
     ("split-merge", "smoke", forgets_later_blocks),
     ("duplicates", "smoke", merges_equal_columns),
     ("non-negative", "sigmoid", goes_below_zero),
+    ("symmetric", "self-excluded", forgets_the_columns_part),
     ("upstream", "smoke", mutant("sign-of-weights-lost")),
     ("accumulation", "smoke", overwrites_the_rows),
     ("determinism", "ragged", mutant("never-the-same-twice")),
