@@ -22,7 +22,8 @@ class Problem:
     Attributes:
         rows: (m, d) features.
         columns: tuple of (n_c, d) features; n = sum n_c. Empty for rows against themselves, where positives, excluded
-            and ids are the same either way round, as in NT-Xent: n = m, and the rows' gradient is the features'.
+            and ids are the same either way round, as in NT-Xent: n = m, each index names a row, and the rows' gradient
+            is the features'.
         scale: 0-d, state dtype.
         row_weight: (m,) u, state dtype.
         row_target: (m,) t, 1 / |P(i)|, or 0 where the row has no positive or its positives are not to count: each row

@@ -1,4 +1,4 @@
-"""Problems drawn by hypothesis: ragged, hot, signed, masked, split, of one direction or two."""
+"""Problems drawn by hypothesis: ragged, hot, signed, masked, split, of one direction or two, rows with themselves."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any, TypeVar
 import numpy as np
 
 from contrastile.backends.contract import Options, UnsupportedProblemError
-from contrastile.oracle.arrays import FloatArray
+from contrastile.oracle.arrays import FloatArray, IntArray
 from contrastile.schedules.problem import Problem
 from contrastile.verify import rearrange
 from contrastile.verify.rounding import round_to
@@ -50,7 +50,8 @@ class Recipe:
         two_sided: whether columns have weights, too.
         pairs: positives on the diagonal, at random columns, nowhere; equal ids dropped; labels; labels with each row's
             own column excluded.
-        blocks: column blocks, some of which may be empty.
+        blocks: column blocks, some of which may be empty; 0 for rows against themselves, of a softmax loss, where n,
+            two_sided and the columns' features say nothing.
         tile_rows: of the tile; 0 lets the backend choose.
         tile_columns: of the tile.
         seed: of the values.
@@ -119,7 +120,7 @@ def recipes() -> SearchStrategy[Recipe]:
         weights=st.sampled_from(WEIGHTS),
         two_sided=st.booleans(),
         pairs=st.sampled_from(PAIRS),
-        blocks=st.integers(1, 3),
+        blocks=st.integers(1, 3) | st.just(0),
         tile_rows=st.just(0) | st.integers(1, 19),
         tile_columns=st.integers(1, 19),
         seed=st.integers(0, 2**32 - 1),
@@ -132,14 +133,18 @@ def problem(recipe: Recipe, dtype: str) -> Problem:
     As the contract requires, a target is 1 / positives or 0, and a row or column that admits nothing has weight 0.
     """
     random = np.random.default_rng(recipe.seed)
-    m, n, two_sided = recipe.m, recipe.n, recipe.two_sided and recipe.kind == "softmax"
+    themselves = recipe.blocks == 0
+    m, n = recipe.m, recipe.m if themselves else recipe.n
+    two_sided = recipe.two_sided and recipe.kind == "softmax" and not themselves
     rows, columns = (round_to(x, dtype) for x in _features(recipe, random))
     labels: dict[str, Any] = {
         "row_ids": random.integers(0, max(2, n // 3), m),
         "column_ids": random.integers(0, max(2, n // 3), n),
         "match": "drop" if recipe.pairs == "drop" else "target",
     }
-    at_random = np.where(random.random(m) < 0.8, random.integers(0, n, m), n + 3)
+    at_random = np.where(random.random(m) < 0.8, random.integers(0, max(1, n), m), n + 3)
+    if themselves:
+        columns, labels["column_ids"], at_random = rows, labels["row_ids"], _partners(m, random)
     pairs: dict[str, Any] = {
         "diagonal": {"positives": np.arange(m)},
         "random": {"positives": at_random},
@@ -148,9 +153,9 @@ def problem(recipe: Recipe, dtype: str) -> Problem:
         "labels": labels,
         "itself": {"excluded": np.arange(m), **labels},
     }[recipe.pairs]
-    cuts = np.sort(random.integers(0, n + 1, recipe.blocks - 1))
+    cuts = np.sort(random.integers(0, n + 1, max(recipe.blocks, 1) - 1))
     bare = Problem(
-        kind="sigmoid" if recipe.kind == "sigmoid" else "softmax",
+        kind="sigmoid" if recipe.kind == "sigmoid" and not themselves else "softmax",
         rows=rows,
         columns=rearrange.split(columns, np.diff(cuts, prepend=0, append=n).tolist()),
         scale=round_to(recipe.scale, "float32"),
@@ -173,6 +178,14 @@ def problem(recipe: Recipe, dtype: str) -> Problem:
     if two_sided:
         weights |= dict(zip(("column_weight", "column_target"), side(0), strict=True))
     return replace(bare, **weights)
+
+
+def _partners(m: int, random: np.random.Generator) -> IntArray:
+    """Positives that name each other; of an odd number one row names itself."""
+    order, partner = random.permutation(m), np.arange(m)
+    first, second = order[0 : m - 1 : 2], order[1::2]
+    partner[first], partner[second] = second, first
+    return partner
 
 
 def _features(recipe: Recipe, random: np.random.Generator) -> tuple[FloatArray, FloatArray]:
@@ -273,6 +286,9 @@ def _compare(recipe: Recipe, subject: Subject) -> Worst:
 
     drawn_problem = problem(recipe, subject.dtype)
     oracle = truth(drawn_problem)
-    got = subject.run(drawn_problem, recipe.options)
+    expected = oracle.outcome
     bound = bounds(drawn_problem, oracle, subject.accuracy, subject.dtype, options=recipe.options)
-    return compare(got, oracle.outcome, bound)
+    if recipe.blocks == 0:
+        drawn_problem = replace(drawn_problem, columns=())
+        expected, bound = rearrange.folded(expected), rearrange.folded(bound)
+    return compare(subject.run(drawn_problem, recipe.options), expected, bound)
