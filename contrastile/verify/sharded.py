@@ -85,7 +85,7 @@ def shared(ranks: int) -> SearchStrategy[Shared]:
         exchange=st.sampled_from(["ring", "gather"]),
         reduction=st.sampled_from(["mean", "sum"]),
         late=st.booleans(),
-        recipe=strategies.recipes(),
+        recipe=strategies.recipes(themselves=False),
     )
 
 
