@@ -3,6 +3,8 @@
 # make test-slow  the tests that take longer: every kernel compiled, ranks that die, mutants
 # make test-gpu   the tests that need a CUDA GPU, with whatever Python has torch for it: PYTHON=...
 # make docs       the site, into site/
+# make package    sdist and wheel in dist/, checked, and each installed in an empty environment where verify runs
+# make test-versions  the tests of the front door with the newest packages, or with VERSIONS="numpy==1.26.* torch==2.6.*"
 # Each but test-gpu needs Python 3.11+ with pip, and nothing else: a virtual environment in $(VENV) holds the rest.
 #
 #   VENV=DIR          where the virtual environment goes
@@ -19,7 +21,7 @@ PINS := constraints.txt
 STAMPS := $(VENV)/.installed
 
 .DELETE_ON_ERROR:
-.PHONY: verify test test-slow test-gpu lint types pytest docs errors clean
+.PHONY: verify test test-slow test-gpu test-versions lint types pytest docs package errors clean
 
 verify: $(STAMPS)-verify
 	$(BIN)/contrastile verify $(ARGS)
@@ -49,6 +51,29 @@ test-gpu:
 docs: $(STAMPS)-docs
 	NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build --strict --quiet
 
+# a wheel and an sdist are what they should be when a stranger's empty environment can use them
+package:
+	rm -rf dist build
+	$(PYTHON) -m venv $(VENV)-package
+	$(VENV)-package/bin/python -m pip install --quiet --disable-pip-version-check build twine
+	$(VENV)-package/bin/python -m build --outdir dist .
+	$(VENV)-package/bin/python -m twine check --strict dist/*
+	for file in dist/*; do \
+	  rm -rf $(VENV)-stranger && $(PYTHON) -m venv $(VENV)-stranger && \
+	  $(VENV)-stranger/bin/python -m pip install --quiet --disable-pip-version-check -c $(PINS) $(PIP_FLAGS) \
+	    "contrastile[torch,verify] @ file://$(CURDIR)/$$file" && \
+	  (cd / && $(abspath $(VENV))-stranger/bin/contrastile verify --case smoke ragged hot) || exit 1; \
+	done
+
+# what runs everywhere: the losses, the oracle and two backends, with whatever versions there are
+test-versions:
+	$(PYTHON) -m venv $(VENV)-versions
+	$(VENV)-versions/bin/python -m pip install --quiet --disable-pip-version-check $(PIP_FLAGS) -e '.[torch,verify]' \
+	  pytest mpmath $(VERSIONS)
+	$(VENV)-versions/bin/python -m pytest -m "not slow" tests/oracle tests/test_losses.py tests/test_front_door.py \
+	  tests/test_nn.py tests/backends/test_torch.py
+	$(VENV)-versions/bin/contrastile verify --backend numpy torch --case smoke ragged hot certain
+
 # the table of errors in docs/ is what the code says, not what somebody wrote down
 errors: $(STAMPS)-test
 	$(BIN)/python scripts/make_errors_page.py
@@ -68,4 +93,4 @@ $(BIN)/python:
 	  { $(PYTHON) -m venv --clear --without-pip $(VENV) && $(PYTHON) -m pip --python $@ install --quiet pip; }
 
 clean:
-	rm -rf site build htmlcov .coverage .pytest_cache .mypy_cache .ruff_cache
+	rm -rf site build dist htmlcov .coverage .pytest_cache .mypy_cache .ruff_cache
