@@ -8,7 +8,7 @@ from __future__ import annotations
 import sys
 
 from contrastile.backends.contract import Accuracy, Backend, state_dtype
-from contrastile.verify.rounding import UNIT
+from contrastile.verify.rounding import UNDERFLOW, UNIT
 
 _TERMS = (1, 64, 4096, 2**20)
 
@@ -38,6 +38,29 @@ def checked(facts: Accuracy, backend: Backend, dtype: str, precision: str) -> Ac
         if not 0 <= facts.depth(terms) <= longest:
             raise FactsError(f"Accuracy.depth({terms}) must be at most {longest}, got {facts.depth(terms):.3g}")
     return facts
+
+
+def plain_accuracy(dtype: str, state: str, precision: str = "ieee", largest_weight: float = 1.0) -> Accuracy:
+    """The facts of a plain computation whose logits, probabilities and their gradient are rounded to ``state``.
+
+    Args:
+        dtype: of the features.
+        state: of the logits and of what follows; sums in a 16-bit dtype are accumulated in float32.
+        precision: of float32 products.
+        largest_weight: of a row or column; a float16 gradient of the logits underflows beside it.
+    """
+    coarse = max((dtype, state), key=UNIT.__getitem__)
+    narrow = coarse in ("float16", "bfloat16")
+    product = max(_torch_rounding(), {"tf32": 2.0**-10, "split": 2.0**-20}.get(precision, 0.0))
+    sums = UNIT["float64" if state == "float64" else "float32"]
+    return Accuracy(
+        unit=UNIT[state],
+        # tensor cores truncate as they add
+        accumulate_unit=sums if precision == "ieee" and not narrow else 2 * sums,
+        input_rounding=UNIT[state] if UNIT[state] > UNIT[dtype] else product if dtype == "float32" else 0.0,
+        gradient_rounding=UNIT[coarse] if narrow else 0.0,
+        gradient_underflow=UNDERFLOW["float16"] / largest_weight if coarse == "float16" else 0.0,
+    )
 
 
 def limits(state: str, dtype: str, precision: str) -> dict[str, float]:
