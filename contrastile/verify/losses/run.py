@@ -9,7 +9,7 @@ from functools import cache, partial
 from typing import Any
 
 from contrastile.reporting import ProgressCallback
-from contrastile.verify.losses import cases
+from contrastile.verify.losses import cases, ranks
 from contrastile.verify.losses.cases import BATCHES, MEMORY
 from contrastile.verify.losses.claims import Claims
 from contrastile.verify.losses.properties import PROPERTIES, Checks, LossProperty, LossTrial
@@ -60,8 +60,7 @@ class LossSelection:
                     yield _unclaimed(loss, f"{dtype} features", dtype)
                     continue
                 yield from self._of_dtype(loss, dtype)
-            if not loss.claims.ranks:
-                yield _unclaimed(loss, "several ranks", "all", case="ranks")
+            yield from self._of_ranks(loss)
 
     def _of_dtype(self, loss: Loss, dtype: str) -> Iterator[LossCheck]:
         chosen = [each for name, each in PROPERTIES.items() if self.properties is None or name in self.properties]
@@ -85,6 +84,33 @@ class LossSelection:
             trial = cache(partial(LossTrial, loss, case, self.device))
             for each in own or for_every:
                 yield LossCheck(loss, each.name, name, dtype, partial(_of_a_trial, each, trial))
+
+    def _of_ranks(self, loss: Loss) -> Iterator[LossCheck]:
+        names = [name for name in ranks.SHARDS if self.cases is None or name in self.cases]
+        chosen = [name for name in ranks.DISTRIBUTED if self.properties is None or name in self.properties]
+        if not (names and chosen) or self.device != "cpu":
+            return
+        missing = ranks.missing(loss.claims)
+        if missing:
+            yield _unclaimed(loss, missing, "all", case="shards")
+            return
+        dtype, world = ranks.dtype_of(loss.claims), ranks.World(loss)
+        if dtype not in self.dtypes:
+            return
+        for size in loss.claims.ranks:
+            for case in names:
+                try:
+                    ranks.shared(case, loss.claims, size)
+                except ValueError as reason:
+                    yield _unclaimed(loss, str(reason), dtype, case=case, world=size)
+                    continue
+                for name in chosen:
+                    what = PROPERTIES[name.removeprefix("ddp-")].claim(loss.claims)
+                    if what:
+                        yield _unclaimed(loss, what, dtype, name, case, size)
+                        continue
+                    check = partial(world.check, case, size, ranks.DISTRIBUTED[name])
+                    yield LossCheck(loss, name, case, dtype, check, world=size)
 
 
 @dataclass(frozen=True, slots=True)
@@ -122,8 +148,8 @@ class LossCheck:
         )
 
 
-def _unclaimed(loss: Loss, what: str, dtype: str, name: str = "all", case: str = "all") -> LossCheck:
-    return LossCheck(loss, name, case, dtype, None, what)
+def _unclaimed(loss: Loss, what: str, dtype: str, name: str = "all", case: str = "all", world: int = 1) -> LossCheck:
+    return LossCheck(loss, name, case, dtype, None, what, world)
 
 
 def _of_a_trial(each: LossProperty, trial: Callable[[], LossTrial]) -> Checks:
