@@ -182,7 +182,7 @@ def stated(objective: str, given: Arguments) -> Problem:
     return BUILDERS[objective](*given.features, *labels, *numbers, **named).problem
 
 
-@lru_cache(maxsize=4)
+@lru_cache(maxsize=1)
 def build(name: str, dtype: str, claims: Claims) -> LossCase:
     """The case of this name for a loss with these claims, its features rounded to this dtype.
 

@@ -7,7 +7,6 @@ mean exactly where these have the gradient of the joined batch's loss. The value
 
 from __future__ import annotations
 
-import contextlib
 import importlib
 import os
 import pickle
@@ -40,11 +39,11 @@ SHARDS = {"shards": "every rank has as many rows", "shards@uneven": "the ranks h
 """The cases of several ranks, and what they are."""
 
 DISTRIBUTED = {
-    "ddp-value": ("loss",),
-    "ddp-gradients": ("rows", "columns"),
-    "ddp-scale-gradient": ("scale", "bias"),
+    "ddp-value": (("loss",), "The mean of the ranks' values is the loss of the joined batch."),
+    "ddp-gradients": (("rows", "columns"), "The parameters' gradients after DDP's mean are those of the joined batch."),
+    "ddp-scale-gradient": (("scale", "bias"), "So are the gradients of the scale and of the bias."),
 }
-"""The properties of several ranks, and the fields that each compares."""
+"""The properties of several ranks: the fields that each compares, and what it says."""
 
 Results = dict[int, "dict[str, Result] | str"]
 """What each number of ranks found, case by case, or why not."""
@@ -159,16 +158,15 @@ def _launched(loss: Loss, seconds: float) -> Results:
     order = pickle.dumps((_portable(loss), loss.name, loss.claims, seconds))
     command = [sys.executable, "-c", _PROGRAM.format(path=sys.path)]
     environment = {**os.environ, "OMP_NUM_THREADS": "1"}
-    # a session of their own: all ranks end together
-    pipes: dict[str, Any] = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE, "stderr": subprocess.PIPE}
-    process = subprocess.Popen(command, env=environment, start_new_session=True, **pipes)
+    process = subprocess.Popen(
+        command, env=environment, stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=subprocess.PIPE
+    )
     try:
         found, said = process.communicate(order, timeout=seconds * len(loss.claims.ranks) + _START)
     except subprocess.TimeoutExpired:
         return dict.fromkeys(loss.claims.ranks, f"the ranks took longer than {seconds:g} s")
     finally:
-        with contextlib.suppress(ProcessLookupError, PermissionError):
-            os.killpg(process.pid, signal.SIGKILL)
+        process.kill()
         process.wait()
     if process.returncode:
         last = said.decode(errors="replace").strip().rpartition("\n")[2]

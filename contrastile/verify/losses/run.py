@@ -5,7 +5,7 @@ from __future__ import annotations
 import shlex
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
-from functools import cache, partial
+from functools import lru_cache, partial
 from typing import Any
 
 from contrastile.reporting import ProgressCallback
@@ -77,13 +77,12 @@ class LossSelection:
             if not (own or for_every):
                 continue
             try:
-                case = cases.build(name, dtype, loss.claims)
+                cases.build(name, dtype, loss.claims)
             except ValueError as missing:
                 yield _unclaimed(loss, str(missing), dtype, case=name)
                 continue
-            trial = cache(partial(LossTrial, loss, case, self.device))
             for each in own or for_every:
-                yield LossCheck(loss, each.name, name, dtype, partial(_of_a_trial, each, trial))
+                yield LossCheck(loss, each.name, name, dtype, partial(_held, each, loss, name, dtype, self.device))
 
     def _of_ranks(self, loss: Loss) -> Iterator[LossCheck]:
         names = [name for name in ranks.SHARDS if self.cases is None or name in self.cases]
@@ -109,7 +108,7 @@ class LossSelection:
                     if what:
                         yield _unclaimed(loss, what, dtype, name, case, size)
                         continue
-                    check = partial(world.check, case, size, ranks.DISTRIBUTED[name])
+                    check = partial(world.check, case, size, ranks.DISTRIBUTED[name][0])
                     yield LossCheck(loss, name, case, dtype, check, world=size)
 
 
@@ -152,10 +151,15 @@ def _unclaimed(loss: Loss, what: str, dtype: str, name: str = "all", case: str =
     return LossCheck(loss, name, case, dtype, None, what, world)
 
 
-def _of_a_trial(each: LossProperty, trial: Callable[[], LossTrial]) -> Checks:
-    given = trial()
-    with one_thread(given.loss.arrays, given.device == "cpu"):
-        yield from each.check(given)
+@lru_cache(maxsize=1)
+def _trial(loss: Loss, name: str, dtype: str, device: str) -> LossTrial:
+    """The trial of the checks that follow one another; the next case takes its place."""
+    return LossTrial(loss, cases.build(name, dtype, loss.claims), device)
+
+
+def _held(each: LossProperty, loss: Loss, name: str, dtype: str, device: str) -> Checks:
+    with one_thread(loss.arrays, device == "cpu"):
+        yield from each.check(_trial(loss, name, dtype, device))
 
 
 @dataclass(slots=True)

@@ -4,11 +4,9 @@ from __future__ import annotations
 
 import importlib
 import inspect
-import sys
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
-from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -59,7 +57,7 @@ class Result:
     bias: FloatArray | None = None
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, eq=False)
 class Loss:
     """Somebody's loss.
 
@@ -245,7 +243,7 @@ def takes_rank(target: Any) -> bool:
 
 
 def load(name: str) -> Any:
-    """What "module:attribute" names; the current directory is searched first, as ``python -m`` does.
+    """What "module:attribute" names.
 
     Raises:
         CannotRunError: there is no such module or attribute, or importing it failed.
@@ -253,7 +251,6 @@ def load(name: str) -> Any:
     module, colon, attribute = name.partition(":")
     if not (module and colon and attribute):
         raise CannotRunError(f"a loss must be named as module:attribute, got {name!r}")
-    search_current_directory()
     try:
         found: Any = importlib.import_module(module)
         for part in attribute.split("."):
@@ -263,13 +260,6 @@ def load(name: str) -> Any:
         text = " ".join(str(error).split())
         raise CannotRunError(f"loss {name!r} cannot be imported: {type(error).__name__}: {text}") from error
     return found
-
-
-def search_current_directory() -> None:
-    """Have the current directory searched first for modules, as ``python -m`` does and a console script does not."""
-    here = str(Path.cwd())
-    if "" not in sys.path and here not in sys.path:
-        sys.path.insert(0, here)
 
 
 def _name(target: Any) -> str:
