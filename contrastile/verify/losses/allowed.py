@@ -4,8 +4,8 @@ The bounds of ``verify.bounds`` with the positives inside of the log-sum-exps, a
 rounds that a backend does not, u being the state's unit roundoff:
 
 * the weights (1 / b, a half) come of divisions: at most four roundings of the loss and of every entry of G;
-* sums to one number are taken in the state dtype, row by row and then over the rows: m + n additions of the loss's
-  terms and of the scale gradient's ``G_ij <q_i, k_j>``;
+* sums to one number are taken in the state dtype (16 bits: in float32), row by row and then over the rows: m + n
+  additions of the loss's terms and of the scale gradient's ``G_ij <q_i, k_j>``;
 * with r ranks, r partial results of every gradient are added and divided, in the features' dtype;
 * a loss that normalises: its features have the error of a norm and of a division, and the gradient goes back through
   ``dx = (g - <g, y> y) / |x|``, y = x / |x|.
@@ -18,7 +18,6 @@ from typing import Any
 
 import numpy as np
 
-from contrastile.backends.contract import Accuracy
 from contrastile.oracle.arrays import FloatArray, float64
 from contrastile.schedules.problem import Problem
 from contrastile.verify.arithmetic import Spread, gamma
@@ -39,13 +38,15 @@ def allowed(case: LossCase, upstream: float = 1.0, shards: tuple[int, ...] = ())
     """Absolute error bounds of ``expected``, of one process or of ranks with shards of these sizes."""
     claims, dtype, problem, t = case.claims, case.dtype, case.problem, case.oracle
     width = problem.rows.shape[1]
-    accuracy = plain_accuracy(dtype, claims.state or dtype, claims.precision, _largest_weight(problem))
-    u = accuracy.unit
+    u = UNIT[claims.state or dtype]
+    accuracy = plain_accuracy(
+        dtype, claims.state or dtype, claims.precision, _largest_weight(problem), max(t.x.shape), t.bias
+    )
     if claims.normalises:
         accuracy = replace(accuracy, input_rounding=accuracy.input_rounding + gamma((width / 2 + 4) * u))
     spread = Spread(shards, shards) if shards else None
     found = bounds(problem, t, accuracy, dtype, spread=spread, separate_positives=False)
-    found = _with_plain_sums(found, problem, t, accuracy, dtype, max(1, len(shards)))
+    found = _with_plain_sums(found, t, u, accuracy.unit, dtype, max(1, len(shards)))
     allowed = of_arguments(found, claims.objective)
     if claims.objective in SELF:
         # the gradients of both sides are added in the features' dtype
@@ -60,12 +61,14 @@ def allowed(case: LossCase, upstream: float = 1.0, shards: tuple[int, ...] = ())
 
 def _largest_weight(problem: Problem) -> float:
     sides = [problem.row_weight, *(() if problem.column_weight is None else (problem.column_weight,))]
-    return float(max(np.abs(x).max(initial=0.0) for x in sides))
+    # where every weight is 0 so is G, which then has no rounding
+    return float(max(np.abs(x).max(initial=0.0) for x in sides)) or 1.0
 
 
-def _with_plain_sums(found: Outcome, problem: Problem, t: Truth, accuracy: Accuracy, dtype: str, ranks: int) -> Outcome:
-    u, (m, n) = accuracy.unit, t.x.shape
-    weights, chain = gamma((4 + 2 * ranks) * u), gamma((m + n + 4 + 2 * ranks) * u)
+def _with_plain_sums(found: Outcome, t: Truth, u: float, addition: float, dtype: str, ranks: int) -> Outcome:
+    """``u`` is the unit roundoff of an elementwise result, ``addition`` that of a sum's term."""
+    m, n = t.x.shape
+    weights, chain = gamma((4 + 2 * ranks) * u), gamma((4 + 2 * ranks) * u + (m + n) * addition)
     G = np.where(np.isfinite(t.G), np.abs(t.G), 0.0)
     q, k, s = np.abs(np.nan_to_num(t.q)), np.abs(np.nan_to_num(t.k)), abs(t.scale)
 
@@ -78,7 +81,7 @@ def _with_plain_sums(found: Outcome, problem: Problem, t: Truth, accuracy: Accur
     for each in found.columns:
         columns.append(features(each, G[:, start : start + len(each)].T @ q))
         start += len(each)
-    products = np.abs(np.nan_to_num(t.products))
+    products = q @ k.T
     return replace(
         found,
         loss=float64(found.loss * (1 + chain) + chain * abs(np.nan_to_num(t.outcome.loss))),

@@ -60,6 +60,12 @@ def _trained(draw: Draw, b: int, d: int) -> Pairs:
     return pairs(draw, b, d, 0.2, 3.0)
 
 
+def _unpaired(draw: Draw, b: int, d: int) -> Pairs:
+    """No pair is more alike than any two others: no probability is near 1."""
+    rows, columns = (unit(draw.standard_normal((b, d))) for _ in range(2))
+    return rows, columns
+
+
 def _apart(draw: Draw, b: int, d: int) -> Pairs:
     """All features of one sign in every component, the columns of the other."""
     rows, columns = (unit(1.0 + draw.standard_normal((b, d)) / 8) for _ in range(2))
@@ -79,7 +85,7 @@ def _rising(draw: Draw, b: int, d: int) -> Pairs:
 
 
 def _repeated(draw: Draw, b: int, d: int) -> Pairs:
-    rows, columns = pairs(draw, -(-b // 4), d)
+    rows, columns = _unpaired(draw, -(-b // 4), d)
     return np.resize(rows, (b, d)), np.resize(columns, (b, d))
 
 
@@ -109,10 +115,10 @@ BATCHES = {
     each.name: each
     for each in (
         Batch("smoke", "aligned 32 x 32", 32, 32, 10.0),
-        Batch("ragged", "sizes that fit no tile: 41 x 72", 41, 72, 14.25),
-        Batch("wide", "sizes beyond a tile: 203 x 200", 203, 200, 14.25),
-        Batch("aligned", "128 x 128: tiles of any power of two up to 128 are full", 128, 128, 14.25),
-        Batch("deep", "the longest dot products, and an odd width: 1025", 37, 1025, 100.0),
+        Batch("ragged", "sizes that fit no tile: 41 x 72", 41, 72, 14.25, _unpaired),
+        Batch("wide", "sizes beyond a tile: 203 x 200", 203, 200, 14.25, _trained),
+        Batch("aligned", "128 x 128: tiles of any power of two up to 128 are full", 128, 128, 14.25, _trained),
+        Batch("deep", "the longest dot products, and an odd width: 1025", 37, 1025, 100.0, _unpaired),
         Batch("one-pair", "one pair: the loss and its gradients are 0", 1, 24, 14.25),
         Batch("hot", "pairs of a trained model at scale 100: gradients cancel", 41, 72, 100.0, _trained),
         Batch(
@@ -128,7 +134,7 @@ BATCHES = {
             "staircase", "logits rise along the columns: every tile moves the running maximum", 53, 16, 150.0, _rising
         ),
         Batch("duplicates", "repeated pairs: ties for the maximum", 39, 40, 20.0, _repeated),
-        Batch("norm-30", "features of norm 30 at scale 100", 37, 64, 100.0, norm=30.0),
+        Batch("norm-30", "features of norm 30 at scale 100", 37, 64, 100.0, _unpaired, norm=30.0),
         Batch("scale-0", "scale 0: its gradient must not come from a division by the scale", 31, 24, 0.0),
         Batch("negative-scale", "scale -14.25: a maximum taken before scaling is a minimum after it", 33, 41, -14.25),
         Batch("ids", "shared ids: false negatives are left out, the positive stays", 37, 40, 20.0, ids=_few),
@@ -180,6 +186,15 @@ def stated(objective: str, given: Arguments) -> Problem:
     if objective == "info_nce" and given.ids is not None:
         named = {"row_ids": given.ids, "column_ids": given.ids}
     return BUILDERS[objective](*given.features, *labels, *numbers, **named).problem
+
+
+def concerns(name: str, prop: str, own: str | None, objective: str) -> bool:
+    """Whether a property, which may have an own case, is tested on the case of this name for this objective."""
+    if MEMORY in (name, own):
+        return name == own
+    batch = BATCHES[name]
+    # of NaN features nothing is claimed but the value
+    return (prop == "value" or batch.draw is not _not_a_number) and not (batch.ids and objective in SELF)
 
 
 @lru_cache(maxsize=1)

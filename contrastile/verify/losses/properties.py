@@ -76,6 +76,10 @@ class LossTrial:
         """``Loss.evaluate`` on this case."""
         return self.loss.evaluate(self.case.arguments, self.case.dtype, self.device, **how)
 
+    def only_by_autograd(self) -> None:
+        if not self.result.by_autograd:
+            raise SkipError("it returns its gradients: autograd takes none")
+
     def only_right(self, fields: Sequence[str]) -> None:
         """Skip where the plain call is wrong already: one defect is one failure."""
         if not self.compare(self.result, fields).ratio < 1:
@@ -151,6 +155,7 @@ def scale_gradient(trial: LossTrial) -> Checks:
 
 def upstream(trial: LossTrial) -> Checks:
     """The upstream gradient multiplies every gradient."""
+    trial.only_by_autograd()
     claims = trial.loss.claims
     fields = [*(["rows", "columns"] if claims.feature_gradients else []), *_numbers(claims)]
     trial.only_right(fields)
@@ -163,6 +168,7 @@ def _numbers(claims: Claims) -> list[str]:
 
 def frozen(trial: LossTrial) -> Checks:
     """A gradient is right where the others are not asked for."""
+    trial.only_by_autograd()
     count = len(trial.case.arguments.features)
     if count == 1:
         raise SkipError("has one array of features")

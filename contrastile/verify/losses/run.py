@@ -70,18 +70,15 @@ class LossSelection:
                 yield _unclaimed(loss, missing, dtype, each.name)
         held = [each for each in chosen if not each.claim(loss.claims)]
         for name in [*BATCHES, MEMORY]:
-            if self.cases is not None and name not in self.cases:
-                continue
-            own = [each for each in held if (each.case or MEMORY) == name] if name == MEMORY else []
-            for_every = [] if name == MEMORY else [each for each in held if each.case is None]
-            if not (own or for_every):
+            own = [each for each in held if cases.concerns(name, each.name, each.case, loss.claims.objective)]
+            if not own or (self.cases is not None and name not in self.cases):
                 continue
             try:
                 cases.build(name, dtype, loss.claims)
             except ValueError as missing:
                 yield _unclaimed(loss, str(missing), dtype, case=name)
                 continue
-            for each in own or for_every:
+            for each in own:
                 yield LossCheck(loss, each.name, name, dtype, partial(_held, each, loss, name, dtype, self.device))
 
     def _of_ranks(self, loss: Loss) -> Iterator[LossCheck]:

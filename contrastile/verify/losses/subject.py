@@ -49,12 +49,14 @@ class Result:
         features: one gradient for each of ``Arguments.features``.
         scale: 0-d.
         bias: 0-d.
+        by_autograd: whether autograd gave the gradients; otherwise the loss returned them.
     """
 
     loss: FloatArray
     features: tuple[FloatArray | None, ...]
     scale: FloatArray | None = None
     bias: FloatArray | None = None
+    by_autograd: bool = False
 
 
 @dataclass(frozen=True, eq=False)
@@ -170,7 +172,8 @@ class Call:
         returned = list(returned.values()) if isinstance(returned, dict) else returned
         several = isinstance(returned, tuple | list)
         value, *gradients = returned if several else (returned,)
-        if several and len(returned) > 1:
+        by_autograd = not gradients
+        if gradients:
             gradients += [None] * (len(self.features) + 2 - len(gradients))
         elif self.loss.claims.library != "torch" or self.loss.claims.returns_gradients:
             raise TypeError(
@@ -180,7 +183,8 @@ class Call:
             gradients = self._differentiated(value, upstream)
         take = self._take
         count = len(self.features)
-        return Result(take(value), tuple(map(take, gradients[:count])), *map(take, gradients[count : count + 2]))
+        scale, bias = map(take, gradients[count : count + 2])
+        return Result(take(value), tuple(map(take, gradients[:count])), scale, bias, by_autograd)
 
     def _differentiated(self, value: Array, upstream: float | None) -> list[Array | None]:
         leaves = [x for x in (*self.features, *self.numbers) if x.requires_grad]
