@@ -218,7 +218,7 @@ def test_the_cases_fit_what_is_claimed():
         return clip(image, text, scale)
 
     claims = {"scale_gradient": False, "batch_multiple": 16, "smallest_batch": 64, "largest_batch": 256}
-    few = ["one-pair", "ragged", "hot", "large-logits", "norm-30", "ids"]
+    few = ["one-pair", "ragged", "hot", "large-logits", "norm-30", "ids", "shards"]
     rows = list(check(picky, claims | {"width_multiple": 64, "largest_logit": 250.0}, cases=few))
     found = statuses(rows)
     assert "fail" not in found
