@@ -18,6 +18,7 @@ from typing import Any
 
 import numpy as np
 
+from contrastile.backends.contract import Accuracy
 from contrastile.oracle.arrays import FloatArray, float64
 from contrastile.schedules.problem import Problem
 from contrastile.verify.arithmetic import Spread, gamma
@@ -57,6 +58,20 @@ def allowed(case: LossCase, upstream: float = 1.0, shards: tuple[int, ...] = ())
     if upstream != 1.0:
         allowed = _with_upstream(case, allowed, upstream, u)
     return allowed
+
+
+def rounded_once(case: LossCase) -> Accuracy:
+    """The facts of a computation that rounds each result once to the state it claims."""
+    state = case.claims.state or case.dtype
+    facts = plain_accuracy(case.dtype, state, case.claims.precision, _largest_weight(case.problem))
+    narrow = state in ("float16", "bfloat16")
+    return Accuracy(
+        unit=UNIT[state],
+        accumulate_unit=UNIT[state],
+        input_rounding=facts.input_rounding,
+        gradient_rounding=UNIT[state] if narrow else facts.gradient_rounding,
+        gradient_underflow=facts.gradient_underflow,
+    )
 
 
 def _largest_weight(problem: Problem) -> float:

@@ -32,7 +32,6 @@ class LossSelection:
         properties: names; None for all.
         dtypes: of the features; those that a loss does not claim are listed once.
         device: kind of device.
-        deadline: seconds that the ranks may take together.
     """
 
     losses: Sequence[Loss]
@@ -40,7 +39,6 @@ class LossSelection:
     properties: Sequence[str] | None = None
     dtypes: Sequence[str] = DTYPES
     device: str = "cpu"
-    deadline: float = 120.0
 
     def command(self, check: LossCheck) -> str:
         """The command that runs one check again."""

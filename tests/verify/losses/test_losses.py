@@ -40,17 +40,37 @@ def test_plain_losses_are_within_the_bounds_of_a_plain_computation(objective, dt
         rows = list(check(loss, {"objective": objective, "dtypes": dtype}, cases=FEW))
         counted = [row for row in rows if row["dtype"] == dtype and row["status"] != "unclaimed"]
         # SupCon has one array of features and NT-Xent one gradient: nothing is frozen
-        assert {row["status"] for row in counted if row["property"] != "frozen"} == {"pass"}, counted
+        skipped = {"frozen", "plain"} if dtype == "float64" else {"frozen"}
+        assert {row["status"] for row in counted if row["property"] not in skipped} == {"pass"}, counted
         assert {row["property"] for row in counted} == set(PROPERTIES) - {"linear-memory"}
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("dtype", ["float32", "bfloat16", "float16"])
-def test_plain_losses_pass_every_case(dtype):
-    for objective, losses in OBJECTIVES.items():
-        for loss in losses:
-            rows = list(check(loss, {"objective": objective, "dtypes": dtype}, properties=["value", "gradients"]))
-            assert not [row for row in rows if row["status"] in ("fail", "untested")]
+@pytest.mark.parametrize("objective", ["clip_loss", "sigmoid_loss"])
+def test_plain_losses_pass_every_case(objective):
+    held = {"objective": objective, "dtypes": "bfloat16"}, {"objective": objective}
+    for claims in held:
+        rows = list(check(OBJECTIVES[objective][-1], claims, properties=["value", "gradients", "plain"]))
+        assert {row["status"] for row in rows} <= {"pass", "skip", "unclaimed"}
+
+
+def test_a_doubled_gradient_is_found_in_bfloat16():
+    """The bounds of a 16-bit state have room for it, and a multiple of the plain computation's error has none."""
+
+    class Doubled(torch.autograd.Function):
+        @staticmethod
+        def forward(ctx, x):
+            return x.clone()
+
+        @staticmethod
+        def backward(ctx, upstream):
+            return 2 * upstream
+
+    def doubled(image, text, scale):
+        return Doubled.apply(clip(image, text, scale))
+
+    assert failed(doubled, {"dtypes": "bfloat16"}, cases=["smoke"]) == {"plain"}
+    assert not failed(clip, {"dtypes": "bfloat16"}, cases=["smoke"])
 
 
 @pytest.mark.parametrize("objective", OBJECTIVES)

@@ -53,6 +53,14 @@ def test_the_kernel_is_wrong_as_the_page_says_and_then_mended(module):
     rows = list(check(module("mended_kernels_of_the_page", mended(KERNEL)).clip, cases=CASES))
     assert not [row for row in rows if row["status"] in ("fail", "untested")]
     assert ("linear-memory", "pass") in {(row["property"], row["status"]) for row in rows}
+    # the page says what other roundings would do
+    same = "x, row = scale * part @ text.T"
+    assert KERNEL.count(same) == 1
+    other = mended(KERNEL).replace(same, "x, row = scale * (part @ text.T)")
+    (row,) = check(
+        module("other_roundings_of_the_page", other).clip, cases=["hot"], properties=["plain"], dtypes=["float32"]
+    )
+    assert row["status"] == "fail"
 
 
 def test_the_claims_of_the_page_can_be_made(module):
