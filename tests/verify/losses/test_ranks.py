@@ -30,12 +30,7 @@ def test_a_wrong_ddp_factor_is_found_by_the_command(tmp_path, capsys, monkeypatc
 
 
 @pytest.mark.slow
-def test_right_losses_pass_with_equal_and_different_shards():
-    found = rows_of(gathering.WithGradients)
-    assert {(row["world"], row["case"], row["status"]) for row in found} == {
-        *((size, "shards", "pass") for size in (2, 3)),
-        *((size, "shards@uneven", "unclaimed") for size in (2, 3)),
-    }
+def test_a_right_loss_passes_with_equal_and_different_shards():
     claims = {"ranks": 3, "state": "float32", "objective": "sigmoid_loss"}
     found = rows_of(contrastile.nn.SigLipLoss, claims)
     assert {row["status"] for row in found} == {"pass"}
@@ -46,6 +41,7 @@ def test_right_losses_pass_with_equal_and_different_shards():
 def test_a_rank_s_error_is_told_and_concerns_its_own_world_alone():
     found = rows_of(gathering.Ending)
     assert {row["status"] for row in found if row["world"] == 2 and row["case"] == "shards"} == {"pass"}
+    assert {row["status"] for row in found if row["case"] == "shards@uneven"} == {"unclaimed"}
     broken = [row for row in found if row["world"] == 3 and row["case"] == "shards"]
     assert {row["status"] for row in broken} == {"fail"}
     # which rank's error comes first is a matter of time
