@@ -28,6 +28,9 @@ def main(argv: Sequence[str] | None = None) -> int:
         argv: the arguments after the program's name; None for the process's own.
     """
     words = list(sys.argv[1:] if argv is None else argv)
+    if not {"", os.getcwd()} & set(sys.path):
+        # as python -m does, and a console script does not: "module:attribute" may be a file of the current directory
+        sys.path.insert(0, os.getcwd())
     try:
         return _run(words)
     except BrokenPipeError:

@@ -18,6 +18,7 @@ from contrastile.backends.contract import Match
 from contrastile.data.wordnet import WordNetPairs, load_wordnet_pairs
 from contrastile.oracle.arrays import FloatArray, IntArray, float64
 from contrastile.schedules.problem import Problem
+from contrastile.verify.draws import Draw, certain_pairs, pairs, unit
 from contrastile.verify.rounding import round_to
 from contrastile.verify.truth import masks
 
@@ -39,7 +40,6 @@ class Case:
     problem: Problem
 
 
-Draw = np.random.Generator
 Builder = Callable[[Draw], Problem]
 _ABOUT: dict[str, str] = {}
 CASES: dict[str, Builder] = {}
@@ -122,16 +122,6 @@ def _sigmoid(problem: Problem, bias: float) -> Problem:
     return replace(problem, kind="sigmoid", bias=round_to(bias, "float32"), row_target=np.zeros(len(problem.rows)))
 
 
-def _unit(x: FloatArray) -> FloatArray:
-    return float64(x / np.linalg.norm(x, axis=1, keepdims=True))
-
-
-def _pairs(draw: Draw, b: int, d: int, least: float = 1.0, most: float = 1.0) -> tuple[FloatArray, FloatArray]:
-    """Unit pairs like a model's: a column is one part noise and ``least`` to ``most`` parts its row."""
-    rows = _unit(draw.standard_normal((b, d)))
-    return rows, _unit(np.linspace(least, most, b)[:, None] * rows + _unit(draw.standard_normal((b, d))))
-
-
 def _halves(b: int) -> dict[str, Any]:
     """The weights and positives of the symmetric loss."""
     half = np.full(b, 0.5 / b)
@@ -162,7 +152,7 @@ def _signed(draw: Draw, m: int, n: int) -> dict[str, Any]:
 
 @_case("smoke", "aligned 32 x 32 x 32, the symmetric loss")
 def _smoke(draw: Draw) -> Problem:
-    return _problem(*_pairs(draw, 32, 32), 10.0, **_halves(32))
+    return _problem(*pairs(draw, 32, 32), 10.0, **_halves(32))
 
 
 @_case("ragged", "no side fits a tile; signed weights and random positives tell rows from columns")
@@ -173,19 +163,19 @@ def _ragged(draw: Draw) -> Problem:
 
 @_case("square-ragged", "41 x 41 x 72: a swap of rows and columns keeps every shape")
 def _square_ragged(draw: Draw) -> Problem:
-    rows, columns = (_unit(draw.standard_normal((41, 72))) for _ in range(2))
+    rows, columns = (unit(draw.standard_normal((41, 72))) for _ in range(2))
     return _problem(rows, columns, 14.3, **_signed(draw, 41, 41))
 
 
 @_case("hot", "pairs of a trained model at scale 100: the probability of the positive is near 1 and G cancels")
 def _hot(draw: Draw) -> Problem:
     weights: dict[str, Any] = _signed(draw, 41, 41) | {"positives": np.arange(41)}
-    return _problem(*_pairs(draw, 41, 72, 0.2, 3.0), 100.0, **weights)
+    return _problem(*pairs(draw, 41, 72, 0.2, 3.0), 100.0, **weights)
 
 
 @_case("all-negative", "every logit far below 0 at scale 200: zero padding or a start at 0 would win the maximum")
 def _all_negative(draw: Draw) -> Problem:
-    rows, columns = (_unit(np.abs(draw.standard_normal((size, 40)))) for size in (33, 47))
+    rows, columns = (unit(np.abs(draw.standard_normal((size, 40)))) for size in (33, 47))
     return _problem(rows, -columns, 200.0, **_signed(draw, 33, 47))
 
 
@@ -194,7 +184,7 @@ def _all_negative(draw: Draw) -> Problem:
     "every logit near -100, as far below 0 as norms allow: with a reference from the norms every term underflows",
 )
 def _opposite(draw: Draw) -> Problem:
-    rows, columns = (_unit(1.0 + draw.standard_normal((size, 40)) / 8) for size in (33, 47))
+    rows, columns = (unit(1.0 + draw.standard_normal((size, 40)) / 8) for size in (33, 47))
     return _problem(rows, -columns, 100.0, **_signed(draw, 33, 47))
 
 
@@ -210,25 +200,25 @@ def _staircase(draw: Draw, sign: float) -> Problem:
 @_case("deep@1000", "a width that is not a power of two: 1000", width=1000)
 @_case("deep", "the longest dot products: width 1024", width=1024)
 def _deep(draw: Draw, width: int) -> Problem:
-    rows, columns = (_unit(draw.standard_normal((size, width))) for size in (17, 37))
+    rows, columns = (unit(draw.standard_normal((size, width))) for size in (17, 37))
     return _problem(rows, columns, 100.0, **_signed(draw, 17, 37))
 
 
 @_case("wide", "141 x 203 x 200: several tiles on both sides, and a width beyond 128")
 def _wide(draw: Draw) -> Problem:
-    rows, columns = (_unit(draw.standard_normal((size, 200))) for size in (141, 203))
+    rows, columns = (unit(draw.standard_normal((size, 200))) for size in (141, 203))
     return _problem(rows, columns, 14.3, **_signed(draw, 141, 203))
 
 
 @_case("aligned", "128 x 128 x 128: tiles of any power of two up to 128 are full")
 def _aligned(draw: Draw) -> Problem:
-    return _problem(*_pairs(draw, 128, 128), 14.3, **_signed(draw, 128, 128))
+    return _problem(*pairs(draw, 128, 128), 14.3, **_signed(draw, 128, 128))
 
 
 @_case("long@sigmoid", "the sigmoid loss of 128 x 1153 x 512", sigmoid=True)
 @_case("long", "128 x 1153 x 512: row tiles are full, columns are many and no column tile divides them", sigmoid=False)
 def _long(draw: Draw, sigmoid: bool) -> Problem:
-    rows, columns = (_unit(draw.standard_normal((size, 512))) for size in (128, 1153))
+    rows, columns = (unit(draw.standard_normal((size, 512))) for size in (128, 1153))
     weights = _signed(draw, 128, 1153)
     if not sigmoid:
         return _problem(rows, columns, 14.3, **weights)
@@ -244,7 +234,7 @@ def _exact(draw: Draw) -> Problem:
 
 @_case("duplicates", "repeated rows and columns: ties for the maximum, equal shares of the gradient")
 def _duplicates(draw: Draw) -> Problem:
-    rows, columns = (_unit(draw.standard_normal((7, 40))) for _ in range(2))
+    rows, columns = (unit(draw.standard_normal((7, 40))) for _ in range(2))
     weights: dict[str, Any] = _signed(draw, 25, 39)
     return _problem(np.resize(rows, (25, 40)), np.resize(columns, (39, 40)), 20.0, **weights)
 
@@ -252,7 +242,7 @@ def _duplicates(draw: Draw) -> Problem:
 @_case("one-column", "one column: every row's log-sum-exp is a logit, and its G is 0", m=29, n=1)
 @_case("one-row", "one row: every column's log-sum-exp is a logit, and its G is 0 where it is positive", m=1, n=29)
 def _one(draw: Draw, m: int, n: int) -> Problem:
-    rows, columns = (_unit(draw.standard_normal((size, 24))) for size in (m, n))
+    rows, columns = (unit(draw.standard_normal((size, 24))) for size in (m, n))
     return _problem(rows, columns, 14.3, **_signed(draw, m, n))
 
 
@@ -265,13 +255,13 @@ def _zero_rows(draw: Draw) -> Problem:
 @_case("ids-drop", "shared ids: false negatives are dropped from the log-sum-exps, the positive stays")
 def _ids_drop(draw: Draw) -> Problem:
     ids = draw.integers(0, 11, 37)
-    return _problem(*_pairs(draw, 37, 40), 20.0, ids=(ids, ids), **_halves(37))
+    return _problem(*pairs(draw, 37, 40), 20.0, ids=(ids, ids), **_halves(37))
 
 
 @_case("ids-drop@far", "shared ids beyond 32 bits or below 0; positives and exclusions of no column", match="drop")
 @_case("ids-target@far", "labels beyond 32 bits or below 0; exclusions of no column", match="target")
 def _ids_far(draw: Draw, match: Match) -> Problem:
-    rows, columns = _unit(draw.standard_normal((22, 23))), _unit(draw.standard_normal((33, 23)))
+    rows, columns = unit(draw.standard_normal((22, 23))), unit(draw.standard_normal((33, 23)))
     ids = _far(np.arange(22)), _far(draw.integers(0, 11, 33))
     # truncated to 32 bits, or taken as an index from the end, each of these is a column
     excluded = np.resize([2**32 + 3, -1, -33, 33, 2**33, 5], 22)
@@ -281,7 +271,7 @@ def _ids_far(draw: Draw, match: Match) -> Problem:
 
 @_case("labels", "SupCon: every other row of the label is positive, some rows have none")
 def _labels(draw: Draw) -> Problem:
-    features = _unit(draw.standard_normal((29, 40)))
+    features = unit(draw.standard_normal((29, 40)))
     labels = np.concatenate([draw.integers(0, 5, 26), [50, 51, 52]])
     anchors = (labels[:, None] == labels).sum(axis=1) > 1
     weight = anchors / anchors.sum()
@@ -298,7 +288,7 @@ def _labels(draw: Draw) -> Problem:
 
 @_case("self-excluded", "NT-Xent: each row excludes itself, and its positive is the other view")
 def _self_excluded(draw: Draw) -> Problem:
-    views = np.concatenate(_pairs(draw, 13, 40))
+    views = np.concatenate(pairs(draw, 13, 40))
     itself = np.arange(26)
     return _problem(views, views.copy(), 14.3, positives=np.roll(itself, 13), excluded=itself)
 
@@ -312,21 +302,21 @@ def _views(draw: Draw) -> Problem:
 
 @_case("blocks", "three column blocks under one log-sum-exp, one of them empty; positives in both others")
 def _blocks(draw: Draw) -> Problem:
-    rows = _unit(draw.standard_normal((23, 40)))
-    columns = tuple(_unit(draw.standard_normal((size, 40))) if size else np.zeros((0, 40)) for size in (31, 0, 9))
+    rows = unit(draw.standard_normal((23, 40)))
+    columns = tuple(unit(draw.standard_normal((size, 40))) if size else np.zeros((0, 40)) for size in (31, 0, 9))
     return _problem(rows, columns, 20.0, **_signed(draw, 23, 40))
 
 
 @_case("rectangular", "more columns than rows, one direction: hard negatives or a queue")
 def _rectangular(draw: Draw) -> Problem:
-    rows, columns = _pairs(draw, 19, 40)
-    queue = _unit(draw.standard_normal((42, 40)))
+    rows, columns = pairs(draw, 19, 40)
+    queue = unit(draw.standard_normal((42, 40)))
     return _problem(rows, np.concatenate([columns, queue]), 20.0, positives=np.arange(19))
 
 
 @_case("signed-zero-weights", "weight 0 removes rows that admit nothing; other weights are negative")
 def _signed_zero_weights(draw: Draw) -> Problem:
-    rows, columns = (_unit(draw.standard_normal((size, 24))) for size in (27, 35))
+    rows, columns = (unit(draw.standard_normal((size, 24))) for size in (27, 35))
     weights: dict[str, Any] = _signed(draw, 27, 35)
     row_ids, column_ids = np.arange(27), np.full(35, 100)
     # equal ids drop every pair of these rows, and they have no positive: they admit nothing
@@ -340,7 +330,7 @@ def _signed_zero_weights(draw: Draw) -> Problem:
     "tiny-weights", "weights of 1e-7 to 1e-12, as a large batch has: no threshold may treat them as 0", sigmoid=False
 )
 def _tiny_weights(draw: Draw, sigmoid: bool) -> Problem:
-    rows, columns = (_unit(draw.standard_normal((size, 23))) for size in (19, 31))
+    rows, columns = (unit(draw.standard_normal((size, 23))) for size in (19, 31))
     weights = _signed(draw, 19, 31)
     weights["row_weight"] *= 10.0 ** np.linspace(-7, -12, 19)
     weights["column_weight"] *= 10.0 ** np.linspace(-12, -7, 31)
@@ -357,7 +347,7 @@ def _tiny_weights(draw: Draw, sigmoid: bool) -> Problem:
     sigmoid=False,
 )
 def _negative_scale(draw: Draw, sigmoid: bool) -> Problem:
-    rows, columns = _pairs(draw, 33, 41, 0.2, 3.0)
+    rows, columns = pairs(draw, 33, 41, 0.2, 3.0)
     if sigmoid:
         return _sigmoid(_problem(rows, columns, -14.3, positives=np.arange(33)), 2.5)
     return _problem(rows, columns, -14.3, **_signed(draw, 33, 33))
@@ -371,12 +361,12 @@ def _wide_scale(draw: Draw, scale: float) -> Problem:
 
 @_case("sigmoid", "SigLIP at initialisation: scale 10, bias -10")
 def _sigmoid_start(draw: Draw) -> Problem:
-    return _sigmoid(_problem(*_pairs(draw, 33, 40), 10.0, positives=np.arange(33)), -10.0)
+    return _sigmoid(_problem(*pairs(draw, 33, 40), 10.0, positives=np.arange(33)), -10.0)
 
 
 @_case("sigmoid-negatives", "no positive and bias -20: log(1 + exp x) is 0 in float32, log1p(exp x) is not")
 def _sigmoid_negatives(draw: Draw) -> Problem:
-    rows, columns = (_unit(draw.standard_normal((size, 40))) for size in (21, 33))
+    rows, columns = (unit(draw.standard_normal((size, 40))) for size in (21, 33))
     return _sigmoid(_problem(rows, columns, 10.0, positives=np.full(21, -1)), -20.0)
 
 
@@ -393,40 +383,34 @@ def _sigmoid_ids(draw: Draw) -> Problem:
 
 @_case("sigmoid-ids@far", "SigLIP with false negatives whose ids are beyond 32 bits or below 0")
 def _sigmoid_ids_far(draw: Draw) -> Problem:
-    rows, columns = _unit(draw.standard_normal((22, 23))), _unit(draw.standard_normal((33, 23)))
+    rows, columns = unit(draw.standard_normal((22, 23))), unit(draw.standard_normal((33, 23)))
     ids = _far(np.arange(22)), _far(draw.integers(0, 11, 33))
     return _sigmoid(_problem(rows, columns, 10.0, positives=_mostly_diagonal(22), ids=ids), -2.5)
-
-
-def _certain_pairs(draw: Draw, b: int, d: int) -> tuple[FloatArray, FloatArray]:
-    """Unit pairs of a trained model: each column is far closer to its row than to any other."""
-    rows = _unit(draw.standard_normal((b, d)))
-    return rows, _unit(rows + draw.standard_normal((b, d)) / (2 * np.sqrt(d)))
 
 
 @_case("certain@300", "every pair is certain, scale 300", scale=300.0)
 @_case("certain@30", "every pair is certain, scale 30", scale=30.0)
 @_case("certain", "every pair is certain, scale 100: loss and gradient are as small as 1 - p", scale=100.0)
 def _certain(draw: Draw, scale: float) -> Problem:
-    return _problem(*_certain_pairs(draw, 43, 64), scale, **_halves(43))
+    return _problem(*certain_pairs(draw, 43, 64), scale, **_halves(43))
 
 
 @_case("certain-labels", "SupCon of pairs and of larger classes, all certain, at scale 100")
 def _certain_labels(draw: Draw) -> Problem:
-    views = np.concatenate(_certain_pairs(draw, 15, 64))
+    views = np.concatenate(certain_pairs(draw, 15, 64))
     labels = np.concatenate([np.arange(15), np.arange(12), [0, 0, 1]])
     return _problem(views, views.copy(), 100.0, ids=(labels, labels), match="target", excluded=np.arange(30))
 
 
 @_case("certain-views", "NT-Xent of certain pairs of views at scale 100")
 def _certain_views(draw: Draw) -> Problem:
-    views, itself = np.concatenate(_certain_pairs(draw, 17, 64)), np.arange(34)
+    views, itself = np.concatenate(certain_pairs(draw, 17, 64)), np.arange(34)
     return _problem(views, views.copy(), 100.0, positives=np.roll(itself, 17), excluded=itself)
 
 
 @_case("certain-shared", "certain pairs in two column blocks, where several rows have one positive column")
 def _certain_shared(draw: Draw) -> Problem:
-    rows, columns = _certain_pairs(draw, 29, 64)
+    rows, columns = certain_pairs(draw, 29, 64)
     positives = np.arange(29)
     rows[20:24], positives[20:24] = rows[20], 20
     columns[20] = rows[20]
@@ -436,7 +420,7 @@ def _certain_shared(draw: Draw) -> Problem:
 
 @_case("one-direction", "all features share a direction: large logits, small differences")
 def _one_direction(draw: Draw) -> Problem:
-    rows, columns = (_unit(1.0 + draw.standard_normal((37, 40)) / 16) for _ in range(2))
+    rows, columns = (unit(1.0 + draw.standard_normal((37, 40)) / 16) for _ in range(2))
     return _problem(rows, columns, 100.0, **_halves(37))
 
 
@@ -445,25 +429,25 @@ def _one_direction(draw: Draw) -> Problem:
 @_case("norm-30", "features of norm 30 at scale 100", norm=30.0)
 @_case("norm-3", "features of norm 3 at scale 100", norm=3.0)
 def _norm(draw: Draw, norm: float) -> Problem:
-    rows, columns = (norm * _unit(draw.standard_normal((37, 64))) for _ in range(2))
+    rows, columns = (norm * unit(draw.standard_normal((37, 64))) for _ in range(2))
     return _problem(rows, columns, 100.0, **_halves(37))
 
 
 @_case("sigmoid-certain", "SigLIP of certain pairs at scale 100: every term is tiny")
 def _sigmoid_certain(draw: Draw) -> Problem:
-    return _sigmoid(_problem(*_certain_pairs(draw, 31, 64), 100.0, positives=np.arange(31)), -60.0)
+    return _sigmoid(_problem(*certain_pairs(draw, 31, 64), 100.0, positives=np.arange(31)), -60.0)
 
 
 @_case("large-logits", "logits beyond 88: an exponential without a shift overflows float32")
 def _large_logits(draw: Draw) -> Problem:
-    return _problem(*_pairs(draw, 37, 40, 0.3, 2.0), 300.0, **_halves(37))
+    return _problem(*pairs(draw, 37, 40, 0.3, 2.0), 300.0, **_halves(37))
 
 
 @_case("wordnet@100", "real sentence embeddings, shared glosses dropped, at CLIP's final scale", scale=100.0)
 @_case("wordnet@14.3", "real sentence embeddings, shared glosses dropped, at CLIP's initial scale", scale=14.3)
 def _wordnet(draw: Draw, scale: float) -> Problem:
-    pairs = _wordnet_pairs()
-    rows, columns, ids = float64(pairs.examples), float64(pairs.glosses), pairs.gloss_ids
+    real = _wordnet_pairs()
+    rows, columns, ids = float64(real.examples), float64(real.glosses), real.gloss_ids
     return _problem(rows, columns, scale, ids=(ids, ids), **_halves(len(ids)))
 
 
@@ -474,13 +458,13 @@ def _wordnet_pairs() -> WordNetPairs:
 
 @_case("nan", "a NaN in one row and in one column: the results are NaN, never a number and never a hang")
 def _nan(draw: Draw) -> Problem:
-    rows, columns = _pairs(draw, 19, 24)
+    rows, columns = pairs(draw, 19, 24)
     rows[3, 5], columns[11, 7] = np.nan, np.nan
     return _problem(rows, columns, 10.0, **_halves(19))
 
 
 @_case("inf", "inf - inf in one row's logits: NaN in its log-sum-exp, in every column's and in every gradient")
 def _inf(draw: Draw) -> Problem:
-    rows, columns = (_unit(np.abs(draw.standard_normal((19, 24)))) for _ in range(2))
+    rows, columns = (unit(np.abs(draw.standard_normal((19, 24)))) for _ in range(2))
     rows[3, 5], rows[3, 9] = np.inf, -np.inf
     return _problem(rows, columns, 10.0, **_halves(19))

@@ -26,6 +26,8 @@ from contrastile.reporting import (
 from contrastile.verify import cases, launched, report, sharded, strategies, worker
 from contrastile.verify.distributed import DISTRIBUTED
 from contrastile.verify.isolation import DEADLINE, Isolated
+from contrastile.verify.losses import names
+from contrastile.verify.losses.claims import OBJECTIVES
 from contrastile.verify.properties import PROPERTIES, Property
 from contrastile.verify.runner import DTYPES, Failure, Row, Run
 from contrastile.verify.worker import Task
@@ -38,6 +40,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     add = parser.add_argument
     several: dict[str, Any] = {"action": "extend", "nargs": "+", "metavar": "NAME"}
     add("--backend", **several, help="a backend's name, or module:attribute (default: all available)")
+    add("--loss", **several, help="a loss of yours, module:attribute, instead of a backend")
+    add("--objective", choices=OBJECTIVES, help="what --loss computes (default: what it claims, else clip_loss)")
     add("--case", **several, help="a case's name; see --list (default: all)")
     add("--property", **several, help="a property's name; see --list (default: all)")
     add(
@@ -107,6 +111,8 @@ def listing() -> str:
     lines += [f"  {p.case:24}{p.name}: {p.about}" for p in PROPERTIES.values() if p.case is not None]
     lines += ["properties", *(f"  {p.name:24}{p.about}" for p in PROPERTIES.values())]
     lines += ["properties of a --world", *(f"  {p.name:24}{p.about}" for p in DISTRIBUTED.values())]
+    lines += ["cases of a --loss", *(f"  {name:24}{about}" for name, about in names.CASES.items())]
+    lines += ["properties of a --loss", *(f"  {name:24}{about}" for name, about in names.PROPERTIES.items())]
     return "\n".join(lines)
 
 
@@ -167,10 +173,19 @@ def _task(args: argparse.Namespace, world: World | None) -> Task:
     at_least("workspace", args.workspace or 0, 0)
     at_least("keep", args.keep or 0, 0)
     known = PROPERTIES if world is None else DISTRIBUTED
+    case_names, property_names = _case_names(known), list(known)
+    if args.loss:
+        if args.backend or world is not None:
+            raise CannotRunError("--loss must be given without --backend and --world: run them apart")
+        case_names, property_names = list(names.CASES), list(names.PROPERTIES)
+    elif args.objective:
+        raise CannotRunError(f"--objective must be given with --loss, got {args.objective} alone")
     task = Task(
         backends=args.backend,
-        cases=_known("case", args.case, _case_names(known)),
-        properties=_known("property", args.property, list(known)),
+        losses=args.loss,
+        objective=args.objective,
+        cases=_known("case", args.case, case_names),
+        properties=_known("property", args.property, property_names),
         dtypes=tuple(args.dtype or DTYPES),
         precisions=args.precision,
         workspace=args.workspace,
@@ -185,8 +200,10 @@ def _task(args: argparse.Namespace, world: World | None) -> Task:
 
 
 def _verdict(args: argparse.Namespace, rows: list[Row], failures: list[Failure], *, leads: bool = True) -> int:
-    if all(row["status"] in ("skip", "refused") for row in rows):
-        raise CannotRunError(f"nothing ran: {rows[0]['reason'] if rows else 'no property has such a case'}")
+    if all(row["status"] in ("skip", "refused", "unclaimed") for row in rows):
+        why = rows[0]["reason"] if rows else "no property has such a case"
+        unclaimed = bool(rows) and rows[0]["status"] == "unclaimed"
+        raise CannotRunError(f"nothing ran: {'the loss does not claim ' if unclaimed else ''}{why}")
     if leads and args.json is not None:
         write_json(args.json, report.as_json(rows))
     if leads:
@@ -237,6 +254,6 @@ def _require(task: Task, *, quiet: bool) -> None:
     """Raise before the work begins where it would need a missing package."""
     needed, selection = [] if quiet else ["rich"], task.selection({})
     drawn = strategies.CASE, sharded.CASE
-    if any(case in selection.own_cases(each) for each in selection.chosen() for case in drawn):
+    if task.losses is None and any(case in selection.own_cases(each) for each in selection.chosen() for case in drawn):
         needed.append("hypothesis")
     require_packages(*needed)

@@ -73,7 +73,7 @@ def peak_memory(subject: Subject, case: str) -> Iterator[tuple[str, Worst]]:
 
         # first calls fill caches and compile
         step(size.batch // 4)()
-        half, one, two = (_peak(arrays, subject.device, step(size.batch // k)) for k in (4, 2, 1))
+        half, one, two = (peak_bytes(arrays, subject.device, step(size.batch // k)) for k in (4, 2, 1))
         # with memory c + a b + q b^2, the second doubling adds twice as much as the first if q is 0, else more
         allowed = one + 2 * max(0.0, one - half) * (1 + 1 / 4) + _SLACK[subject.device]
         yield f"{kind}, twice the batch", Worst(two / allowed, "bytes", (), two, allowed)
@@ -104,7 +104,7 @@ def _step(native: Problem, backend: Backend, options: Options) -> object:
     return saved.loss, schedule.backward(native, saved, one, wanted, backend, options)
 
 
-def _peak(arrays: ArrayLibrary, device: str, step: Callable[[], object]) -> float:
+def peak_bytes(arrays: ArrayLibrary, device: str, step: Callable[[], object]) -> float:
     """The most bytes that a step held at once, beyond those before it.
 
     Raises:

@@ -7,7 +7,7 @@ rounding of every logit, of every entry of G and of the result.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import numpy as np
@@ -26,12 +26,22 @@ NOISIER = 3.0
 """Largest ratio of a backend's error to the plain computation's, or to the floor where that is larger."""
 
 
-def compare_with_plain(problem: Problem, t: Truth, got: Outcome, accuracy: Accuracy, dtype: str) -> Worst:
-    """The field with the largest norm of errors, relative to NOISIER times that of the plain computation."""
+def compare_with_plain(
+    problem: Problem,
+    t: Truth,
+    got: Outcome,
+    accuracy: Accuracy,
+    dtype: str,
+    view: Callable[[Outcome], Outcome] = lambda outcome: outcome,
+) -> Worst:
+    """The field with the largest norm of errors, relative to NOISIER times that of the plain computation.
+
+    ``view`` makes of an outcome of the problem one in the fields of ``got``.
+    """
     with np.errstate(all="ignore"):
         plain, floor = _plain(problem, t, accuracy, dtype), _floor(problem, t, accuracy, dtype)
     worst = NOTHING
-    for name, found, exact, other, least in _fields(got, t.outcome, plain, floor):
+    for name, found, exact, other, least in _fields(got, *map(view, (t.outcome, plain, floor))):
         error, allowed = np.linalg.norm(found - exact), NOISIER * max(np.linalg.norm(other - exact), least)
         # written so that NaN fails
         ratio = 0.0 if error == 0 else float(error / allowed) if allowed > 0 and error < np.inf else np.inf

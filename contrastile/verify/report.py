@@ -27,7 +27,7 @@ def gaps(rows: Sequence[Row]) -> list[str]:
     lines = [f"{backend}: {count} not tested: {reason}" for (backend, reason), count in untested.items()]
     claimed: dict[tuple[str, str], list[Row]] = {}
     for row in rows:
-        if row["status"] != "skip":
+        if row["status"] not in ("skip", "unclaimed"):
             claimed.setdefault((row["backend"], row["dtype"]), []).append(row)
     for (backend, dtype), group in claimed.items():
         refused = [row["reason"] for row in group if row["status"] == "refused"]
@@ -46,7 +46,14 @@ def _number(ratio: float | None) -> float | None:
     return ratio if ratio is not None and math.isfinite(ratio) else None
 
 
-_WORDS = {"fail": "failed", "pass": "passed", "refused": "refused", "untested": "not tested", "skip": "skipped"}
+_WORDS = {
+    "fail": "failed",
+    "pass": "passed",
+    "refused": "refused",
+    "untested": "not tested",
+    "skip": "skipped",
+    "unclaimed": "not claimed",
+}
 _ALWAYS = ("pass", "fail", "skip")
 
 
@@ -81,9 +88,23 @@ def skips(rows: Sequence[Row]) -> list[str]:
     return lines
 
 
+def unclaimed(rows: Sequence[Row]) -> list[str]:
+    """What a loss does not claim: one line per loss and claim."""
+    lines = []
+    for row in rows:
+        if row["status"] == "unclaimed":
+            where = f" on {row['world']} ranks" if row["world"] > 1 else ""
+            lines.append(f"{row['backend']}: {row['reason']}{where}")
+    return list(dict.fromkeys(lines))
+
+
 def summary(rows: Sequence[Row]) -> str:
     count = Counter(row["status"] for row in rows)
-    shown = [status for status in ("pass", "fail", "refused", "untested", "skip") if count[status] or status in _ALWAYS]
+    shown = [
+        status
+        for status in ("pass", "fail", "refused", "untested", "skip", "unclaimed")
+        if count[status] or status in _ALWAYS
+    ]
     counts = ", ".join(f"{count[status]} {_WORDS[status]}" for status in shown)
     return f"{verdict(rows).upper()}: {counts}; largest error {_worst(rows)} of its bound"
 
@@ -117,7 +138,8 @@ def _table(rows: Sequence[Row]) -> None:
         if row["property"] != "all":
             grouped.setdefault((row["property"], row["backend"]), []).append(row)
     properties, backends = (list(dict.fromkeys(key[i] for key in grouped)) for i in range(2))
-    ranks = max((row["world"] for row in rows), default=1)
+    # of a loss, some rows are about one process and some about several
+    ranks = min((row["world"] for row in rows), default=1)
     show_table(
         "largest error / bound" + (f", as {ranks} ranks" if ranks > 1 else ""),
         ["property", *backends],
@@ -125,5 +147,6 @@ def _table(rows: Sequence[Row]) -> None:
         caption="below 1 passes",
         style=lambda text: "red" if " failed" in text else "",
     )
-    if skips(rows):
-        print("skipped", *skips(rows), sep="\n  ")
+    for title, lines in (("skipped", skips(rows)), ("not claimed, not tested", unclaimed(rows))):
+        if lines:
+            print(title, *lines, sep="\n  ")

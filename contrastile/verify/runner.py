@@ -207,7 +207,7 @@ class Run:
         self.begin(number, total, row(None, "untested", "the check did not return"), command)
         if subject.world is not None:
             subject.world.begin()
-        found = _worst(check)
+        found = worst_of(check)
         printed = self.printed()
         if printed and found.status != "fail":
             found = CheckResult("fail", worst=wrong(f"printed to stdout: {printed!r}"))
@@ -250,7 +250,7 @@ class CheckResult:
     worst: Worst = NOTHING
 
 
-def _worst(check: Callable[[], Checks]) -> CheckResult:
+def worst_of(check: Callable[[], Checks]) -> CheckResult:
     """The worst of a property's comparisons.
 
     A backend that raises has failed. If the property skips after some comparisons, they decide; if the backend refuses

@@ -22,6 +22,8 @@ from contrastile.backends import registry
 from contrastile.backends.contract import Backend, BackendUnavailableError
 from contrastile.environment import torch_sees_a_gpu
 from contrastile.reporting import CannotRunError
+from contrastile.verify.losses.run import LossRun, LossSelection
+from contrastile.verify.losses.subject import Loss
 from contrastile.verify.runner import Row, Run, Selection
 from contrastile.verify.worlds import Threads
 
@@ -42,6 +44,8 @@ class Task:
         workspace: see ``Selection``.
         keep: see ``Selection``.
         ranks: how many threads a world has; None for a process alone.
+        losses: "module:attribute" of losses that are run instead of backends; None for backends.
+        objective: what these losses compute; None for what they claim.
     """
 
     backends: list[str] | None
@@ -55,6 +59,23 @@ class Task:
     workspace: int | None = None
     keep: int | None = None
     ranks: int | None = None
+    losses: list[str] | None = None
+    objective: str | None = None
+
+    def of_losses(self) -> LossSelection:
+        """The selection of losses.
+
+        Raises:
+            CannotRunError: one of them cannot be had, or claims what cannot be claimed.
+        """
+        losses = []
+        for name in self.losses or ():
+            try:
+                losses.append(Loss.of(name, objective=self.objective))
+                _ = losses[-1].arrays
+            except (TypeError, ValueError, ImportError) as error:
+                raise CannotRunError(f"loss {name!r}: {error}") from error
+        return LossSelection(losses, self.cases, self.properties, self.dtypes, self.device)
 
     def selection(self, backends: dict[str, Backend]) -> Selection:
         """The selection, of these backends."""
@@ -172,6 +193,15 @@ def _run(task: Task, start: int, lost: Mapping[str, str], say: Any, output: _Out
     ranks = task.ranks or 1
     if task.device != "cpu":
         require_device(task.device)
+    how: dict[str, Any] = {"printed": output, "start": start, "excluded": lost}
+    how["begin"] = lambda number, total, row, command: say(begin=row, total=total, command=command)
+    if task.losses is not None:
+        say(loading=task.losses)
+        losses = task.of_losses()
+        # what a module prints when it is imported is no check's
+        output()
+        _report(LossRun(losses, **how), start, say)
+        return
     found: dict[str, Backend] = {}
     say(loading=task.backends or "the backends")
     for name, backend in load(task.backends):
@@ -183,13 +213,10 @@ def _run(task: Task, start: int, lost: Mapping[str, str], say: Any, output: _Out
         said = output()
         if said and not start:
             say(printed=said, backend=name)
-    run = Run(
-        task.selection(found),
-        begin=lambda number, total, row, command: say(begin=row, total=total, command=command),
-        printed=output,
-        start=start,
-        excluded=lost,
-    )
+    _report(Run(task.selection(found), **how), start, say)
+
+
+def _report(run: Run | LossRun, start: int, say: Any) -> None:
     total = run.total
     for number, row in enumerate(run.rows(), start):
         failure = None

@@ -1,0 +1,13 @@
+"""The names of the cases and properties of a loss, and what they are."""
+
+from contrastile.verify.losses import cases, properties, ranks
+
+CASES = {
+    **{batch.name: batch.about for batch in cases.BATCHES.values()},
+    cases.MEMORY: "batches of which each is twice as large as the last",
+    **ranks.SHARDS,
+}
+PROPERTIES = {
+    **{each.name: each.about for each in properties.PROPERTIES.values()},
+    **{name: about for name, (_, about) in ranks.DISTRIBUTED.items()},
+}

@@ -1,0 +1,320 @@
+"""A loss on several ranks of torch.distributed: the parameters' gradients after DDP's mean, and the value.
+
+Every rank is a process with gloo. The features of the joined batch are parameters of a module under DDP, and each rank
+calls the loss with its own rows of them. A parameter of a tower, whatever the tower, has the right gradient after DDP's
+mean exactly where these have the gradient of the joined batch's loss. The value is the mean of the ranks' values.
+"""
+
+from __future__ import annotations
+
+import importlib
+import os
+import pickle
+import signal
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Iterator
+from dataclasses import dataclass, replace
+from datetime import timedelta
+from functools import cached_property
+from pathlib import Path
+from typing import Any, NoReturn
+
+import numpy as np
+
+from contrastile.backends.contract import state_dtype
+from contrastile.oracle.arrays import FloatArray
+from contrastile.verify.losses import allowed
+from contrastile.verify.losses.cases import LossCase, sized
+from contrastile.verify.losses.claims import Claims
+from contrastile.verify.losses.properties import Checks, compared, outcome
+from contrastile.verify.losses.subject import Loss, Result, load
+from contrastile.verify.run import Worst
+from contrastile.verify.trial import SkipError
+from contrastile.verify.truth import Outcome
+
+SHARDS = {"shards": "every rank has as many rows", "shards@uneven": "the ranks have different numbers of rows"}
+"""The cases of several ranks, and what they are."""
+
+DISTRIBUTED = {
+    "ddp-value": (("loss",), "The mean of the ranks' values is the loss of the joined batch."),
+    "ddp-gradients": (("rows", "columns"), "The parameters' gradients after DDP's mean are those of the joined batch."),
+    "ddp-scale-gradient": (("scale", "bias"), "So are the gradients of the scale and of the bias."),
+}
+"""The properties of several ranks: the fields that each compares, and what it says."""
+
+Results = dict[int, "dict[str, Result] | str"]
+"""What each number of ranks found, case by case, or why not."""
+
+_SECONDS = 40.0
+_START = 30.0
+# the child imports from the parent's path, whatever its current folder is
+_PROGRAM = "import sys; sys.path[:] = {path!r}; from contrastile.verify.losses.ranks import main; main()"
+
+
+@dataclass(frozen=True, slots=True)
+class Shared:
+    """A case shared by ranks.
+
+    Attributes:
+        case: the joined batch.
+        shards: rows of each rank.
+    """
+
+    case: LossCase
+    shards: tuple[int, ...]
+
+
+def shared(name: str, claims: Claims, ranks: int) -> Shared:
+    """The case of this name for so many ranks.
+
+    Raises:
+        ValueError: the loss claims none; the message says which claim is missing.
+    """
+    wished = [13] * ranks if name == "shards" else [5 + 8 * rank for rank in range(ranks)]
+    if name != "shards" and claims.equal_shards:
+        raise ValueError("different numbers of rows on the ranks")
+    shards = [claims.batch(rows) for rows in wished]
+    width = claims.width(40)
+    if None in shards or width is None:
+        raise ValueError("batches of few rows")
+    if name != "shards" and len(set(shards)) == 1:
+        raise ValueError("batches of different sizes")
+    sizes = tuple(rows for rows in shards if rows is not None)
+    return Shared(sized(claims, sum(sizes), width, dtype_of(claims)), sizes)
+
+
+def dtype_of(claims: Claims) -> str:
+    """The dtype in which ranks are tested: float32 where it is claimed."""
+    return next((x for x in ("float32", "float64") if x in claims.dtypes), claims.dtypes[0])
+
+
+def missing(claims: Claims) -> str:
+    """Why a loss with these claims is not tested on ranks, "" where it is."""
+    if not claims.ranks:
+        return "several ranks"
+    by_autograd = claims.library == "torch" and not claims.returns_gradients and claims.feature_gradients
+    return "" if by_autograd else "several ranks, whose gradients DDP takes from autograd"
+
+
+@dataclass
+class World:
+    """The ranks of a loss, which are started once, when the first result is asked for.
+
+    Attributes:
+        loss: the loss under test.
+        seconds: that the ranks may take together.
+    """
+
+    loss: Loss
+    seconds: float = _SECONDS
+
+    def check(self, name: str, ranks: int, fields: tuple[str, ...]) -> Checks:
+        """Compare the fields of one case on so many ranks."""
+        given = shared(name, self.loss.claims, ranks)
+        results = self._results[ranks]
+        if isinstance(results, str):
+            raise RuntimeError(results)
+        found = results[name]
+        exact, bound = allowed.expected(given.case), allowed.allowed(given.case, shards=given.shards)
+        worst = compared(given.case, found, exact, bound, fields)
+        yield _label(ranks, worst, outcome(given.case, found), exact, fields), worst
+
+    @cached_property
+    def _results(self) -> Results:
+        return _launched(self.loss, self.seconds)
+
+
+def _label(ranks: int, worst: Worst, got: Outcome, exact: Outcome, fields: tuple[str, ...]) -> str:
+    """The number of ranks; where everything is off by one factor, that factor."""
+    label = f"{ranks} ranks"
+    if worst.ratio < 1:
+        return label
+    found, right = (np.concatenate([x.ravel() for x in _flat(each, fields)]) for each in (got, exact))
+    if found.shape != right.shape or not np.isfinite(found).all() or not right.any():
+        return label
+    factor = float(found @ right / (right @ right))
+    # a factor explains nothing where a tenth of the difference remains
+    remains, difference = (float(np.linalg.norm(found - x * right)) for x in (factor, 1.0))
+    return f"{label}: {factor:.3g} times what it should be" if remains < 0.1 * difference else label
+
+
+def _flat(x: Outcome, fields: tuple[str, ...]) -> Iterator[FloatArray]:
+    for name in fields:
+        value = getattr(x, name)
+        yield from (np.asarray(each) for each in (value if isinstance(value, tuple) else (value,)) if each is not None)
+
+
+def _launched(loss: Loss, seconds: float) -> Results:
+    """The results of the cases on each number of ranks, or the error that a rank raised.
+
+    Raises:
+        SkipError: other processes cannot import the loss, or there is no fork.
+    """
+    if not hasattr(os, "fork"):
+        raise SkipError("ranks are forked, which this system cannot")
+    order = pickle.dumps((_portable(loss), loss.name, loss.claims, seconds))
+    command = [sys.executable, "-c", _PROGRAM.format(path=sys.path)]
+    environment = {**os.environ, "OMP_NUM_THREADS": "1"}
+    process = subprocess.Popen(
+        command, env=environment, stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=subprocess.PIPE
+    )
+    try:
+        found, said = process.communicate(order, timeout=seconds * len(loss.claims.ranks) + _START)
+    except subprocess.TimeoutExpired:
+        return dict.fromkeys(loss.claims.ranks, f"the ranks took longer than {seconds:g} s")
+    finally:
+        process.kill()
+        process.wait()
+    if process.returncode:
+        last = said.decode(errors="replace").strip().rpartition("\n")[2]
+        return dict.fromkeys(loss.claims.ranks, f"the process that starts the ranks ended: {last}")
+    results: Results = pickle.loads(found)
+    return results
+
+
+def _portable(loss: Loss) -> Any:
+    """What another process makes the loss's target of: its name, or itself."""
+    module = loss.name.partition(":")[0]
+    try:
+        if module != "__main__" and load(loss.name) is loss.target:
+            return None
+    except Exception:
+        pass
+    try:
+        pickled = pickle.dumps(loss.target)
+    except Exception as error:
+        raise SkipError(f"other processes cannot import it: name it as module:attribute ({error})") from error
+    if b"__main__" in pickled:
+        raise SkipError("other processes cannot import it from __main__: put it into a module")
+    return pickled
+
+
+def main() -> None:
+    """Start the ranks of each world in turn, as the standard input says, and write what they found to stdout."""
+    pickled, name, claims, seconds = pickle.loads(sys.stdin.buffer.read())
+    answer = os.fdopen(os.dup(sys.stdout.fileno()), "wb")
+    # what the loss prints is nobody's answer
+    os.dup2(sys.stderr.fileno(), sys.stdout.fileno())
+    # imported once, before the ranks are forked: it starts no thread
+    importlib.import_module("torch.distributed")
+    found: Results = {}
+    for size in claims.ranks:
+        with tempfile.TemporaryDirectory() as folder:
+            found[size] = _world(pickled, name, claims, seconds, size, Path(folder))
+    answer.write(pickle.dumps(found))
+    answer.close()
+    os._exit(0)
+
+
+def _world(
+    pickled: bytes | None, name: str, claims: Claims, seconds: float, size: int, folder: Path
+) -> dict[str, Result] | str:
+    """What a world of this size found, or the first error of one of its ranks."""
+    running: dict[int, int] = {}
+    for rank in range(size):
+        child = os.fork()
+        if not child:
+            _rank(pickled, name, claims, rank, size, folder)
+        running[child] = rank
+    end = time.monotonic() + seconds
+    try:
+        while running:
+            child, status = os.waitpid(-1, os.WNOHANG)
+            if child:
+                rank = running.pop(child)
+                if status:
+                    told = sorted(folder.glob("error*"), key=lambda path: path.stat().st_mtime_ns)
+                    return told[0].read_text() if told else f"rank {rank} ended with status {status}"
+            elif time.monotonic() > end:
+                return f"the ranks took longer than {seconds:g} s"
+            else:
+                time.sleep(0.01)
+    finally:
+        for child in running:
+            os.kill(child, signal.SIGKILL)
+            os.waitpid(child, 0)
+    results: dict[str, Result] = pickle.loads((folder / "found").read_bytes())
+    return results
+
+
+def _rank(pickled: bytes | None, name: str, claims: Claims, rank: int, size: int, folder: Path) -> NoReturn:
+    """One rank, from its fork to its end."""
+    code = 1
+    try:
+        loss = Loss.of(name if pickled is None else pickle.loads(pickled), claims, name=name)
+        found = _as_rank(loss, rank, size, folder)
+        if rank == 0:
+            (folder / "found").write_bytes(pickle.dumps(found))
+        code = 0
+    except BaseException as error:
+        text = " ".join(str(error).split())
+        draft = folder / f"draft{rank}"
+        draft.write_text(f"rank {rank} raised {type(error).__name__}: {text}")
+        draft.rename(folder / f"error{rank}")
+    finally:
+        # no finaliser may wait for a rank that is gone
+        os._exit(code)
+
+
+def _as_rank(loss: Loss, rank: int, size: int, folder: Path) -> dict[str, Result]:
+    import torch.distributed as dist
+
+    dist.init_process_group(
+        "gloo", init_method=f"file://{folder}/group", rank=rank, world_size=size, timeout=timedelta(seconds=60)
+    )
+    call, found = loss.on_rank(rank, size), {}
+    for name in SHARDS:
+        try:
+            given = shared(name, loss.claims, size)
+        except ValueError:
+            continue
+        found[name] = _under_ddp(loss, call, given, rank)
+    dist.barrier()
+    return found
+
+
+def _under_ddp(loss: Loss, call: Any, given: Shared, rank: int) -> Result:
+    """The mean of the ranks' values, and the parameters' gradients after DDP's mean."""
+    import torch
+    import torch.distributed as dist
+
+    case, claims = given.case, loss.claims
+    start = sum(given.shards[:rank])
+    own = slice(start, start + given.shards[rank])
+
+    class Towers(torch.nn.Module):
+        """Its parameters are the features of the joined batch."""
+
+        def __init__(self) -> None:
+            super().__init__()
+            arguments, kind = case.arguments, getattr(torch, case.dtype)
+            self.features = torch.nn.ParameterList(torch.tensor(x, dtype=kind) for x in arguments.features)
+            numbers = [x for x in (arguments.scale, arguments.bias) if x is not None]
+            wide = getattr(torch, state_dtype(case.dtype))
+            self.numbers = torch.nn.ParameterList(
+                torch.tensor(x, dtype=wide) for x in (numbers if claims.scale_gradient else [])
+            )
+            self.plain = [] if claims.scale_gradient else numbers
+            self.labels = [] if arguments.labels is None else [torch.tensor(arguments.labels)[own]]
+
+        def forward(self) -> Any:
+            return call(*(x[own] for x in self.features), *self.labels, *self.numbers, *self.plain)
+
+    towers = Towers()
+    module = torch.nn.parallel.DistributedDataParallel(towers)
+    value = module()
+    value = next(iter(value.values())) if isinstance(value, dict) else value
+    value.backward()
+    mean = value.detach().clone().double()
+    dist.all_reduce(mean)
+
+    def take(x: Any) -> Any:
+        return None if x is None else np.array(x.detach().double().numpy())
+
+    gradients = [take(x.grad) for x in towers.features]
+    numbers = [take(x.grad) for x in towers.numbers]
+    found = Result(take(mean / dist.get_world_size()), tuple(gradients))
+    return replace(found, **dict(zip(("scale", "bias"), numbers, strict=False)))

@@ -1,0 +1,122 @@
+"""``contrastile verify --loss``: the current directory, exit codes, what is not claimed, one line for errors."""
+
+import json
+import os
+import shlex
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from contrastile.cli import main
+
+# on NumPy arrays: no process has to import torch
+KERNELS = """
+import contrastile
+both = contrastile.value_and_grad(contrastile.clip_loss)
+one_way = contrastile.value_and_grad(contrastile.info_nce)
+
+def right(image, text, scale):
+    value, gradients = both(image, text, scale)
+    return value, *gradients
+
+def wrong(image, text, scale):
+    value, *gradients = right(image, text, scale)
+    return value * (1 + 2.0**-10), *gradients
+
+def nce(query, key, scale):
+    value, gradients = one_way(query, key, scale)
+    return value, *gradients
+
+def ending(image, text, scale):
+    import os
+    os._exit(3)
+
+def printing(image, text, scale):
+    print("loud")
+    return right(image, text, scale)
+
+def greedy(image, text, scale): ...
+
+for each in (right, wrong, nce, ending, printing):
+    each.claims = {"library": "numpy"}
+greedy.claims = {"everything": True}
+number = 3
+"""
+QUICK = ["--dtype", "float32", "float64", "--case", "ragged", "--property", "value", "gradients"]
+
+
+@pytest.fixture
+def here(tmp_path, monkeypatch):
+    """The current directory, which holds kernels.py and is not searched yet."""
+    (tmp_path / "my_kernels.py").write_text(KERNELS, encoding="utf-8")
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(sys, "path", [each for each in sys.path if each not in ("", str(tmp_path))])
+    return tmp_path
+
+
+def test_a_right_loss_passes_and_the_verdict_lists_what_is_not_claimed(here, capsys):
+    assert main(["verify", "--loss", "my_kernels:right", *QUICK, "--json", "rows.json"]) == 0
+    out = capsys.readouterr().out
+    assert "not claimed, not tested\n  my_kernels:right: float64 features" in out
+    assert out.splitlines()[-1].startswith("PASS: 2 passed, 0 failed, 0 skipped, 1 not claimed")
+    rows = json.loads((here / "rows.json").read_text(encoding="utf-8"))["rows"]
+    assert [row["status"] for row in rows] == ["pass", "pass", "unclaimed"]
+
+
+def test_a_wrong_loss_fails_and_its_command_fails_again(here, capsys):
+    words = ["verify", "--loss", "my_kernels:wrong", "my_kernels:right", *QUICK, "--quiet"]
+    assert main(words) == 1
+    out = capsys.readouterr().out
+    assert "FAILED my_kernels:wrong value ragged float32" in out
+    assert "my_kernels:right" not in out
+    (command,) = [line.partition("rerun: ")[2] for line in out.splitlines() if "rerun: " in line]
+    assert main([*shlex.split(command)[1:], "--quiet"]) == 1
+    assert capsys.readouterr().out.splitlines()[2] in out
+
+
+def test_a_loss_that_ends_its_process_or_prints_fails_alone(here, capsys):
+    assert main(["verify", "--loss", "my_kernels:ending", "my_kernels:printing", *QUICK, "--quiet"]) == 1
+    out = capsys.readouterr().out
+    assert "the process ended with exit code 3" in out
+    assert "printed to stdout: 'loud'" in out
+
+
+def test_the_objective_says_what_is_computed(here):
+    words = ["verify", "--loss", "my_kernels:nce", *QUICK, "--quiet"]
+    assert main(words) == 1
+    assert main([*words, "--objective", "info_nce"]) == 0
+
+
+@pytest.mark.parametrize(
+    ("words", "says"),
+    [
+        (["--loss", "my_kernels:nothing"], "my_kernels:nothing"),
+        (["--loss", "my_kernels"], "must be named as module:attribute"),
+        (["--loss", "my_kernels:number"], "must be callable"),
+        (["--loss", "my_kernels:greedy"], "claims must name"),
+        (["--loss", "my_kernels:right", "--backend", "numpy"], "without --backend"),
+        (["--objective", "info_nce"], "must be given with --loss"),
+        (["--loss", "my_kernels:right", "--case", "drawn"], "case must be one of"),
+        (["--loss", "my_kernels:right", "--dtype", "float64"], "nothing ran: the loss does not claim float64 features"),
+    ],
+)
+def test_what_cannot_run_exits_2_with_one_line(here, capsys, words, says):
+    assert main(["verify", *words, "--quiet"]) == 2
+    (line,) = capsys.readouterr().err.strip().splitlines()
+    assert line.startswith("contrastile verify: ")
+    assert says in line
+
+
+def test_a_backend_of_the_current_directory_is_found_by_a_console_script(here):
+    (here / "my_backend.py").write_text("from contrastile.backends.numpy import backend\n", encoding="utf-8")
+    # what a console script has: the folder of the script, and not the current one
+    script = "import sys; sys.path[0] = '/nowhere'; from contrastile.cli import main; sys.exit(main())"
+    words = ["verify", "--backend", "my_backend:backend", "--case", "one-row", "--property", "value", "--quiet"]
+    package = str(Path(__file__).parents[3])
+    environment = {**os.environ, "PYTHONPATH": package}
+    done = subprocess.run(
+        [sys.executable, "-c", script, *words], env=environment, capture_output=True, text=True, timeout=120
+    )
+    assert done.returncode == 0, done.stderr

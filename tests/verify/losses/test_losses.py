@@ -1,0 +1,323 @@
+"""Anybody's loss through the cases: right ones pass in every dtype, and each planted defect fails its property."""
+
+import functools
+
+import numpy as np
+import plain_losses
+import pytest
+import torch
+from plain_losses import OBJECTIVES, clip
+from torch.nn import functional
+
+import contrastile
+from contrastile.reporting import CannotRunError
+from contrastile.verify.losses import Claims, Loss, check
+from contrastile.verify.losses.cases import BATCHES, build
+from contrastile.verify.losses.properties import PROPERTIES
+
+FEW = ("ragged", "certain", "opposite", "scale-0", "nan")
+both = contrastile.value_and_grad(contrastile.clip_loss)
+
+
+def statuses(rows):
+    """The cases and properties of each status."""
+    found = {}
+    for row in rows:
+        found.setdefault(row["status"], set()).add((row["case"], row["property"]))
+    assert found
+    return found
+
+
+def failed(loss, claims=None, **chosen):
+    """The properties that fail."""
+    return {row["property"] for row in check(loss, claims, **chosen) if row["status"] == "fail"}
+
+
+@pytest.mark.parametrize("dtype", ["float32", "float64", "bfloat16", "float16"])
+@pytest.mark.parametrize("objective", OBJECTIVES)
+def test_plain_losses_are_within_the_bounds_of_a_plain_computation(objective, dtype):
+    for loss in OBJECTIVES[objective]:
+        rows = list(check(loss, {"objective": objective, "dtypes": dtype}, cases=FEW))
+        counted = [row for row in rows if row["dtype"] == dtype and row["status"] != "unclaimed"]
+        # SupCon has one array of features and NT-Xent one gradient: nothing is frozen
+        skipped = {"frozen", "plain"} if dtype == "float64" else {"frozen"}
+        assert {row["status"] for row in counted if row["property"] not in skipped} == {"pass"}, counted
+        assert {row["property"] for row in counted} == set(PROPERTIES) - {"linear-memory"}
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("objective", ["clip_loss", "sigmoid_loss"])
+def test_plain_losses_pass_every_case(objective):
+    claims = {"objective": objective, "dtypes": "bfloat16"}
+    rows = list(check(OBJECTIVES[objective][-1], claims, properties=["value", "gradients", "plain"]))
+    assert {row["status"] for row in rows} == {"pass", "skip", "unclaimed"}
+
+
+def test_a_doubled_gradient_is_found_in_bfloat16():
+    """The bounds of a 16-bit state have room for it, and a multiple of the plain computation's error has none."""
+
+    class Doubled(torch.autograd.Function):
+        @staticmethod
+        def forward(ctx, x):
+            return x.clone()
+
+        @staticmethod
+        def backward(ctx, upstream):
+            return 2 * upstream
+
+    def doubled(image, text, scale):
+        return Doubled.apply(clip(image, text, scale))
+
+    assert failed(doubled, {"dtypes": "bfloat16"}, cases=["smoke"]) == {"plain"}
+    assert not failed(clip, {"dtypes": "bfloat16"}, cases=["smoke"])
+
+
+@pytest.mark.parametrize("objective", OBJECTIVES)
+def test_the_losses_of_the_front_door_are_what_the_objectives_say(objective):
+    loss = getattr(contrastile, objective)
+    claims = {"objective": objective, "linear_memory": True, "ids": objective not in ("nt_xent", "sup_con", "info_nce")}
+    rows = list(check(loss, claims, cases=["ragged", "ids", "memory"]))
+    found = statuses(rows)
+    assert "fail" not in found
+    assert ("memory", "linear-memory") in found["pass"]
+    assert (("ids", "value") in found["pass"]) == claims["ids"]
+
+
+def test_a_loss_that_returns_its_gradients_needs_no_autograd():
+    def numpy_clip(image, text, scale, ids=None):
+        value, gradients = both(image, text, scale, ids=ids)
+        return value, *gradients
+
+    rows = list(
+        check(numpy_clip, {"library": "numpy", "ids": True, "dtypes": ("float32", "float64")}, cases=("hot", "ids"))
+    )
+    found = statuses(rows)
+    assert "fail" not in found
+    assert found["pass"] >= {
+        (case, name) for case in ("hot", "ids") for name in ("value", "gradients", "scale-gradient")
+    }
+    assert ("all", "upstream") in found["unclaimed"]
+
+    def torch_clip(image, text, scale):
+        assert not image.requires_grad
+        value, gradients = both(image, text, scale)
+        return value, *gradients[:2]
+
+    claims = {"returns_gradients": True, "scale_gradient": False, "state": "float32", "dtypes": "bfloat16"}
+    found = statuses(check(torch_clip, claims, cases=["hot"]))
+    assert "fail" not in found
+    assert ("hot", "gradients") in found["pass"]
+
+
+def test_a_tuple_holds_gradients_whether_that_is_said_or_not():
+    def undeclared(image, text, scale):
+        value, gradients = both(image, text, scale)
+        return value, *gradients
+
+    found = statuses(check(undeclared, cases=["hot"]))
+    assert "fail" not in found
+    assert ("hot", "gradients") in found["pass"]
+    assert found["skip"] >= {("hot", "upstream"), ("hot", "frozen")}
+
+    def wrong(image, text, scale):
+        value, image_gradient, *others = undeclared(image, text, scale)
+        return value, 2 * image_gradient, *others
+
+    assert failed(wrong, cases=["hot"]) == {"gradients"}
+
+
+class Scaled(torch.autograd.Function):
+    """The right loss, whose backward pass forgets the gradient from above."""
+
+    @staticmethod
+    def forward(ctx, image, text, scale):
+        value, gradients = both(image, text, scale)
+        ctx.save_for_backward(*gradients)
+        return value
+
+    @staticmethod
+    def backward(ctx, upstream):
+        return ctx.saved_tensors
+
+
+def overflowing(image, text, scale):
+    x = scale * image @ text.T
+    return ((x.exp().sum(1).log() + x.exp().sum(0).log()) / 2 - x.diagonal()).mean()
+
+
+def one_direction(image, text, scale):
+    return plain_losses.info_nce(image, text, scale)
+
+
+def tail_dropped(image, text, scale):
+    whole = len(image) // 8 * 8 or len(image)
+    return clip(image[:whole], text[:whole], scale)
+
+
+def constant_scale(image, text, scale):
+    return clip(image, text, scale.detach()) + 0 * scale
+
+
+def noisy(image, text, scale):
+    return clip(image, text, scale) * (1 + 1e-9 * torch.rand((), dtype=torch.float64))
+
+
+def writing(image, text, scale):
+    loss = clip(image, text, scale)
+    image.data.mul_(1 + 2.0**-20)
+    return loss
+
+
+def contiguous_only(image, text, scale):
+    if not image.is_contiguous():
+        # what a kernel does that takes a pointer and no strides
+        image = torch.as_strided(image, image.shape, (image.shape[1], 1))
+    return clip(image, text, scale)
+
+
+def half_detached(image, text, scale):
+    return clip(image, text if image.requires_grad else text.detach(), scale)
+
+
+def cleaned(image, text, scale):
+    return clip(torch.nan_to_num(image), text, scale)
+
+
+def low_words(image, text, scale, ids):
+    return clip(image, text, scale, ids.int())
+
+
+DEFECTS = {
+    "large-logits value": overflowing,
+    "ragged value": one_direction,
+    "wide value": tail_dropped,
+    "ragged scale-gradient": constant_scale,
+    "smoke upstream": Scaled.apply,
+    "ragged determinism": noisy,
+    "ragged inputs-kept": writing,
+    "ragged strided": contiguous_only,
+    "ragged frozen": half_detached,
+    "nan value": cleaned,
+    "ids@far value": low_words,
+    "memory linear-memory": clip,
+}
+
+
+@pytest.mark.parametrize("where", DEFECTS)
+def test_a_planted_defect_is_found(where):
+    case, name = where.split()
+    claims = {"linear_memory": True, "ids": DEFECTS[where] is low_words}
+    (row,) = [
+        row for row in check(DEFECTS[where], claims, cases=[case], properties=[name]) if row["dtype"] == "float32"
+    ]
+    assert (row["status"], row["case"], row["property"]) == ("fail", case, name)
+    assert row["ratio"] >= 1
+
+
+def test_one_defect_is_one_failure():
+    assert failed(one_direction, cases=["ragged"]) == {"value", "gradients", "scale-gradient"}
+
+
+def test_a_loss_that_normalises_has_gradients_of_its_own():
+    def normalising(image, text, scale):
+        return clip(functional.normalize(image, dim=1), functional.normalize(text, dim=1), scale)
+
+    claims = {"normalises": True, "dtypes": ("float32", "float64")}
+    assert not failed(normalising, claims, cases=["ragged", "hot"])
+    assert "gradients" in failed(normalising, cases=["ragged"])
+    assert "gradients" in failed(clip, claims, cases=["ragged"])
+
+
+def test_the_cases_fit_what_is_claimed():
+    seen = set()
+
+    def picky(image, text, scale):
+        seen.add(tuple(image.shape))
+        assert isinstance(scale, float)
+        return clip(image, text, scale)
+
+    claims = {"scale_gradient": False, "batch_multiple": 16, "smallest_batch": 64, "largest_batch": 256}
+    few = ["one-pair", "ragged", "hot", "large-logits", "norm-30", "ids", "shards"]
+    rows = list(check(picky, claims | {"width_multiple": 64, "largest_logit": 250.0}, cases=few))
+    found = statuses(rows)
+    assert "fail" not in found
+    assert seen
+    assert all(64 <= b <= 256 and b % 16 == 0 and d % 64 == 0 for b, d in seen)
+    reasons = {row["reason"] for row in rows if row["status"] == "unclaimed"}
+    assert {
+        "a batch of 1 rows",
+        "the gradient of the scale",
+        "equal ids",
+        "several ranks",
+        "float16 features",
+    } <= reasons
+    assert any(reason.startswith("logits of") for reason in reasons)
+
+
+def test_claims_can_stand_on_the_loss_and_be_replaced():
+    def loss(image, text, scale): ...
+
+    assert Loss.of(loss).claims == Claims()
+    loss.claims = {"objective": "info_nce", "dtypes": ["bfloat16"]}
+    assert Loss.of(loss).claims == Claims(objective="info_nce", dtypes=("bfloat16",))
+    assert Loss.of(loss, objective="clip_loss").claims.objective == "clip_loss"
+    assert Loss.of(loss, Claims(ids=True)).claims == Claims(ids=True)
+
+
+def test_a_class_that_takes_its_rank_is_made_and_claims_ranks():
+    made = []
+
+    class Module(torch.nn.Module):
+        def __init__(self, smoothing=0.0, rank=0, world_size=1):
+            super().__init__()
+            made.append((smoothing, rank, world_size))
+
+        def forward(self, image, text, scale):
+            return {"contrastive_loss": clip(image, text, scale)}
+
+    for target in (Module, functools.partial(Module, 0.5)):
+        loss = Loss.of(target)
+        assert loss.claims.ranks == (2, 3)
+        assert not failed(Loss.of(loss, {}), cases=["smoke"])
+    loss.on_rank(1, 3)
+    assert made == [(0.0, 0, 1), (0.5, 0, 1), (0.5, 1, 3)]
+    assert not failed(Module(), cases=["smoke"])
+    # a loss that is told its rank at each call is no class
+    assert not Loss.of(lambda image, text, scale, rank=0, world_size=1: None).claims.ranks
+
+
+@pytest.mark.parametrize(
+    ("claims", "says"),
+    [
+        ({"objective": "triplet"}, "objective must be of clip_loss"),
+        ({"dtypes": "int8"}, "dtypes must be of float16"),
+        ({"devices": ("tpu",)}, "devices must be of cpu, cuda"),
+        ({"ranks": 1}, "at least 2"),
+        ({"batch_multiple": 0}, "batch_multiple must be at least 1"),
+        ({"objective": "nt_xent", "ids": True}, "ids must be False for nt_xent"),
+        ({"fast": True}, "claims must name"),
+        (["fast"], "must be Claims or a mapping"),
+    ],
+)
+def test_claims_that_nobody_can_make_are_refused(claims, says):
+    with pytest.raises((TypeError, ValueError), match=says):
+        Claims.of(claims)
+
+
+@pytest.mark.parametrize(
+    ("name", "says"),
+    [("plain_losses", "module:attribute"), ("plain_losses:nothing", "cannot be imported"), ("nowhere:x", "No module")],
+)
+def test_a_loss_that_is_not_there_is_one_line(name, says):
+    with pytest.raises(CannotRunError, match=says) as raised:
+        Loss.of(name)
+    assert "\n" not in str(raised.value)
+
+
+def test_every_case_says_what_it_catches_and_is_drawn_the_same_way_twice():
+    for name, batch in BATCHES.items():
+        assert batch.about
+        first, second = (build.__wrapped__(name, "float32", Claims(ids=True)) for _ in range(2))
+        for a, b in zip(first.arguments.features, second.arguments.features, strict=True):
+            np.testing.assert_array_equal(a, b)
+            assert a.shape == (batch.rows, batch.width)

@@ -1,0 +1,119 @@
+"""The pytest plugin: three lines find a planted defect, skips have reasons, and nobody else pays for it."""
+
+import os
+import re
+import subprocess
+import sys
+import tomllib
+from pathlib import Path
+
+import pytest
+
+from contrastile.verify.losses.plugin import read_skips
+
+PACKAGE = Path(__file__).parents[3]
+KERNELS = """
+import numpy as np
+import contrastile
+both = contrastile.value_and_grad(contrastile.clip_loss)
+
+def right(image, text, scale):
+    value, gradients = both(image, text, scale)
+    return value, *gradients
+
+def defect(image, text, scale):
+    # the last pair is left out where their number is odd
+    b = len(image) // 2 * 2 or 1
+    value, gradients = both(image[:b], text[:b], scale)
+    return value, *(x if x.ndim == 0 else x[np.arange(len(image)) % b] for x in gradients)
+
+right.claims = defect.claims = {"library": "numpy"}
+"""
+CONFTEST = """
+from kernels import defect, right
+
+contrastile_losses = [right, defect]
+"""
+
+
+def run(folder, *words, code=0, **files):
+    """pytest in a project of these files, in a process of its own, with nothing of this project's settings."""
+    for name, text in {"kernels": KERNELS, **files}.items():
+        (folder / (name if "." in name else f"{name}.py")).write_text(text, encoding="utf-8")
+    (folder / "pytest.ini").write_text(
+        "[pytest]\nfilterwarnings = error\naddopts = --strict-markers\n", encoding="utf-8"
+    )
+    paths = os.pathsep.join([str(PACKAGE), str(folder)])
+    environment = {**os.environ, "PYTHONPATH": paths, "PYTEST_ADDOPTS": "", "PYTHONDONTWRITEBYTECODE": "1"}
+    # the entry point has the module's name, so that this loads it once whether the package is installed or not
+    command = [
+        sys.executable,
+        "-m",
+        "pytest",
+        "-q",
+        "-rsf",
+        "-p",
+        "pytest_contrastile",
+        "-p",
+        "no:cacheprovider",
+        *words,
+    ]
+    done = subprocess.run(command, cwd=folder, env=environment, capture_output=True, text=True, timeout=300)
+    assert done.returncode == code, done.stdout + done.stderr
+    return done.stdout
+
+
+def test_three_lines_find_a_planted_defect(tmp_path):
+    assert len([line for line in CONFTEST.splitlines() if line]) <= 3
+    out = run(tmp_path, "-k", "ragged or smoke or one-pair", code=1, conftest=CONFTEST)
+    found = set(re.findall(r"^FAILED conftest\.py::(\S+)", out, re.M))
+    assert found == {f"defect/ragged/{name}/float32" for name in ("value", "gradients", "scale-gradient")}
+    assert "kernels:defect, gradients: dimage[" in out or "kernels:defect, gradients: dtext[" in out
+    assert "error / bound = " in out
+
+
+def test_what_is_known_and_not_claimed_is_skipped_with_its_reason(tmp_path):
+    skips = "# known\n\ndefect/ragged/*: an odd pair is left out\n"
+    conftest = CONFTEST + "contrastile_skips = 'skips.txt'\n"
+    out = run(tmp_path, "-k", "ragged or float16", conftest=conftest, **{"skips.txt": skips})
+    assert "an odd pair is left out" in out
+    assert "not claimed: float16 features" in out
+
+
+def test_a_skip_that_matches_nothing_is_an_error(tmp_path):
+    conftest = CONFTEST + "contrastile_skips = 'skips.txt'\n"
+    skips = "defect/raged/*: misspelt\n"
+    out = run(tmp_path, "--collect-only", code=2, conftest=conftest, **{"skips.txt": skips})
+    assert re.search(r"no test has a name that matches \S*skips.txt:1: defect/raged/\*", out)
+
+
+def test_a_line_of_skips_has_a_reason(tmp_path):
+    path = tmp_path / "skips.txt"
+    path.write_text("# known\n\na/*/b: because\n", encoding="utf-8")
+    (one,) = read_skips(path)
+    assert (one.pattern, one.reason, one.place) == ("a/*/b", "because", f"{path}:3")
+    for text in ("a/b\n", "a/b:\n", "a/b: \n"):
+        path.write_text(text, encoding="utf-8")
+        with pytest.raises(pytest.UsageError, match="must be PATTERN: REASON"):
+            read_skips(path)
+    with pytest.raises(pytest.UsageError, match="cannot read"):
+        read_skips(tmp_path / "absent.txt")
+
+
+def test_a_project_that_names_no_loss_imports_nothing_of_the_package(tmp_path):
+    test = """
+import sys
+
+def test_it():
+    assert not [name for name in sys.modules if name.partition(".")[0] in ("contrastile", "numpy", "torch")]
+"""
+    out = run(tmp_path, conftest="value = 3\n", test_it=test)
+    assert "1 passed" in out
+
+
+def test_the_entry_point_is_the_module():
+    project = tomllib.loads((PACKAGE / "pyproject.toml").read_text(encoding="utf-8"))
+    (name, target), *_ = project["project"]["entry-points"]["pytest11"].items()
+    assert name == target == "pytest_contrastile"
+    assert project["tool"]["setuptools"]["py-modules"] == [target]
+    assert (PACKAGE / f"{target}.py").is_file()

@@ -1,0 +1,80 @@
+"""A loss on ranks of torch.distributed: a wrong factor is found and named, right ones pass, a rank's error is told."""
+
+import gathering
+import pytest
+import torch
+
+import contrastile.nn
+from contrastile.cli import main
+from contrastile.verify.losses import Claims, check, ranks
+
+DDP = list(ranks.DISTRIBUTED)
+
+
+def rows_of(loss, claims=None):
+    return [row for row in check(loss, claims, properties=DDP) if row["world"] > 1]
+
+
+@pytest.mark.slow
+def test_a_wrong_ddp_factor_is_found_by_the_command(tmp_path, capsys, monkeypatch):
+    for module in ("gathering.py", "plain_losses.py"):
+        (tmp_path / module).write_text((ranks.Path(__file__).parent / module).read_text(encoding="utf-8"))
+    monkeypatch.chdir(tmp_path)
+    words = ["--case", "smoke", "shards", "--property", "value", "gradients", *DDP, "--dtype", "float32", "--quiet"]
+    assert main(["verify", "--loss", "gathering:Loss", *words]) == 1
+    out = capsys.readouterr().out
+    found = [line for line in out.splitlines() if "FAILED" in line]
+    assert found == ["FAILED gathering:Loss ddp-gradients shards float32"] * 2
+    assert "2 ranks: 0.5 times what it should be: d" in out
+    assert "3 ranks: 0.333 times what it should be: d" in out
+
+
+@pytest.mark.slow
+def test_a_right_loss_passes_with_equal_and_different_shards():
+    claims = {"ranks": 3, "state": "float32", "objective": "sigmoid_loss"}
+    found = rows_of(contrastile.nn.SigLipLoss, claims)
+    assert {row["status"] for row in found} == {"pass"}
+    assert {(row["case"], row["property"]) for row in found} == {(case, name) for case in ranks.SHARDS for name in DDP}
+
+
+@pytest.mark.slow
+def test_a_rank_s_error_is_told_and_concerns_its_own_world_alone():
+    found = rows_of(gathering.Ending)
+    assert {row["status"] for row in found if row["world"] == 2 and row["case"] == "shards"} == {"pass"}
+    assert {row["status"] for row in found if row["case"] == "shards@uneven"} == {"unclaimed"}
+    broken = [row for row in found if row["world"] == 3 and row["case"] == "shards"]
+    assert {row["status"] for row in broken} == {"fail"}
+    # which rank's error comes first is a matter of time
+    assert all("raised RuntimeError: rank" in row["reason"] for row in broken)
+    (reason,) = {row["reason"] for row in rows_of(gathering.Dying) if row["status"] == "fail"}
+    assert "rank" in reason
+
+
+def test_shards_fit_what_is_claimed():
+    given = ranks.shared("shards@uneven", Claims(ranks=3), 3)
+    assert given.shards == (5, 13, 21)
+    assert given.case.arguments.features[0].shape == (39, 40)
+    assert ranks.shared("shards", Claims(ranks=2, batch_multiple=8), 2).shards == (16, 16)
+    for claims in (Claims(ranks=2, equal_shards=True), Claims(ranks=2, batch_multiple=64)):
+        with pytest.raises(ValueError, match="different"):
+            ranks.shared("shards@uneven", claims, 2)
+
+
+def test_what_no_other_process_can_import_is_not_tested():
+    def inner(image, text, scale): ...
+
+    found = rows_of(inner, {"ranks": 2})
+    assert {row["status"] for row in found} == {"skip"}
+    assert all("name it as module:attribute" in row["reason"] for row in found)
+
+
+def test_the_factor_is_named_only_where_it_explains_the_error():
+    given = ranks.shared("shards", Claims(ranks=2), 2)
+    exact = ranks.allowed.expected(given.case)
+    wrong = ranks.Worst(5.0, "rows", (), 1.0, 0.2)
+    half = ranks.replace(exact, rows=exact.rows / 2, columns=(exact.columns[0] / 2,))
+    assert ranks._label(2, wrong, half, exact, ("rows", "columns")) == "2 ranks: 0.5 times what it should be"
+    mixed = ranks.replace(exact, rows=exact.rows / 2)
+    assert ranks._label(2, wrong, mixed, exact, ("rows", "columns")) == "2 ranks"
+    nothing = ranks.replace(exact, rows=torch.zeros(1).numpy() * exact.rows, columns=(0 * exact.columns[0],))
+    assert ranks._label(2, wrong, nothing, exact, ("rows", "columns")) == "2 ranks: 0 times what it should be"
