@@ -295,7 +295,7 @@ def _self_excluded(draw: Draw) -> Problem:
 
 @_case("views", "NT-Xent of 75 samples, signed weights: several tiles on either side of the diagonal")
 def _views(draw: Draw) -> Problem:
-    views, itself = np.concatenate(_pairs(draw, 75, 72, 0.2, 3.0)), np.arange(150)
+    views, itself = np.concatenate(pairs(draw, 75, 72, 0.2, 3.0)), np.arange(150)
     weight = draw.standard_normal(150)
     return _problem(views, views.copy(), 30.0, row_weight=weight, positives=np.roll(itself, 75), excluded=itself)
 
