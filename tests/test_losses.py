@@ -7,7 +7,7 @@ The truth is ``contrastile.oracle.named``, which knows nothing of problems, tile
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from typing import Any
 
 import numpy as np
@@ -20,7 +20,7 @@ from contrastile.backends import load
 from contrastile.oracle import named
 from contrastile.schedules.local import Gradients
 from contrastile.verify.bounds import bounds
-from contrastile.verify.rearrange import folded
+from contrastile.verify.rearrange import apart, folded
 from contrastile.verify.truth import truth
 
 B, D, S, BETA = 13, 5, 9.0, -3.0
@@ -131,11 +131,9 @@ def limits(case: Case, backend: str, tile: Any) -> list[Any]:
     """How far the loss and each gradient may be from the oracle."""
     built = case.build(*case.args, **case.kwargs)
     problem = built.problem
-    # the truth of rows against themselves is that of rows against equal columns
-    apart = problem if problem.columns else replace(problem, columns=(problem.rows,))
-    exact = truth(apart)
+    exact = truth(apart(problem))
     accuracy, options = load(backend).accuracy("float64", "cpu"), validation.options(tile)
-    both = bounds(apart, exact, accuracy, "float64", options=options), exact.outcome
+    both = bounds(apart(problem), exact, accuracy, "float64", options=options), exact.outcome
     if not problem.columns:
         both = tuple(map(folded, both))
     # one more rounding where the gradients of rows and columns are added

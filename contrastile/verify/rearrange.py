@@ -114,6 +114,11 @@ def is_symmetric(problem: Problem) -> bool:
     return np.array_equal(problem.rows, problem.columns[0]) and all(np.array_equal(x, x.T) for x in masks(problem))
 
 
+def apart(problem: Problem) -> Problem:
+    """Rows against themselves as rows against equal columns, of which there are a truth and bounds."""
+    return problem if problem.columns else replace(problem, columns=(problem.rows,))
+
+
 def folded(outcome: Outcome) -> Outcome:
     """The same of features that are rows and columns at once: their gradient is the sum of both."""
     return replace(outcome, rows=outcome.rows + outcome.columns[0], columns=())

@@ -19,6 +19,7 @@ from contrastile.schedules.problem import Problem
 from contrastile.verify.draws import Draw, certain_pairs, pairs, unit
 from contrastile.verify.losses.claims import Claims
 from contrastile.verify.losses.subject import Arguments
+from contrastile.verify.rearrange import apart, folded
 from contrastile.verify.rounding import round_to
 from contrastile.verify.truth import Outcome, Truth, truth
 
@@ -185,7 +186,7 @@ def stated(objective: str, given: Arguments) -> Problem:
     named = {} if given.ids is None else {"ids": given.ids}
     if objective == "info_nce" and given.ids is not None:
         named = {"row_ids": given.ids, "column_ids": given.ids}
-    return BUILDERS[objective](*given.features, *labels, *numbers, **named).problem
+    return apart(BUILDERS[objective](*given.features, *labels, *numbers, **named).problem)
 
 
 def concerns(name: str, prop: str, own: str | None, objective: str) -> bool:
@@ -264,6 +265,4 @@ def _arguments(objective: str, given: Arguments) -> Arguments:
 
 def of_arguments(x: Outcome, objective: str) -> Outcome:
     """An outcome in terms of the arguments: where features are rows and columns at once, their gradients are added."""
-    if objective not in SELF:
-        return x
-    return replace(x, rows=x.rows + x.columns[0], columns=())
+    return folded(x) if objective in SELF else x
