@@ -19,6 +19,7 @@ from typing import Any, TypeVar
 from contrastile.comm.communicator import Communicator, ExchangeError
 from contrastile.comm.connect import connect
 from contrastile.comm.watchdog import deadline_or
+from contrastile.environment import finds_a_gpu
 from contrastile.verify.worlds import LARGEST, Threads, World, WorldError
 
 T = TypeVar("T")
@@ -129,8 +130,20 @@ def opened(name: str | None, device: str) -> Iterator[World | None]:
     package = {"mpi": "mpi4py", "torch": "torch"}[name]
     if importlib.util.find_spec(package) is None:
         raise WorldError(f"--world {name} needs {package}; run: pip install 'contrastile[{name}]'")
-    with (mpi if name == "mpi" else torch)(device) as world:
+    kind = "cuda" if on_gpus(name, device) else "cpu"
+    with (mpi if name == "mpi" else torch)(kind) as world:
         yield world
+
+
+def on_gpus(name: str | None, device: str) -> bool:
+    """Whether the ranks of this world have GPUs: with "auto" where one is found, under torchrun one for each rank."""
+    if device != "auto":
+        return device == "cuda"
+    if name != "torch":
+        return finds_a_gpu()
+    import torch
+
+    return torch.cuda.is_available() and torch.cuda.device_count() >= int(os.environ.get("LOCAL_WORLD_SIZE", "1"))
 
 
 @contextmanager

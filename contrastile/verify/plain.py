@@ -112,7 +112,7 @@ def _floor(problem: Problem, t: Truth, accuracy: Accuracy, dtype: str) -> Outcom
     roundings of G are independent, and their squares add up.
     """
     u, a = max(accuracy.unit, accuracy.accumulate_unit), accuracy
-    terms = abs(t.scale) * (np.abs(t.q) @ np.abs(t.k).T) + abs(t.bias)
+    terms = abs(t.scale) * t.magnitudes + abs(t.bias)
     # roundings of the d products of a logit are independent
     rounded_features = np.sqrt(2.0 * (t.q**2 @ (t.k**2).T)) * a.input_rounding
     logit = u * (terms + a.exp_ulps) + abs(t.scale) * rounded_features

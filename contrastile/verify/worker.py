@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import contextlib
 import ctypes
-import importlib.util
 import json
 import os
 import sys
@@ -20,7 +19,7 @@ from typing import Any
 
 from contrastile.backends import registry
 from contrastile.backends.contract import Backend, BackendUnavailableError
-from contrastile.environment import torch_sees_a_gpu
+from contrastile.environment import finds_a_gpu
 from contrastile.reporting import CannotRunError
 from contrastile.verify.runner import Row, Run, Selection
 from contrastile.verify.worlds import Threads
@@ -56,14 +55,15 @@ class Task:
     keep: int | None = None
     ranks: int | None = None
 
-    def selection(self, backends: dict[str, Backend]) -> Selection:
-        """The selection, of these backends."""
+    def selection(self, backends: dict[str, Backend], *, gpu: bool = False) -> Selection:
+        """The selection, of these backends, on a machine with a GPU or without one."""
         return Selection(
             backends=backends,
             cases=self.cases,
             properties=self.properties,
             dtypes=self.dtypes,
             device=self.device,
+            gpu=gpu,
             examples=self.examples,
             seed=self.seed,
             precisions=self.precisions,
@@ -101,24 +101,25 @@ def absent(name: str, reason: str, ranks: int) -> Row:
 def whole(name: str, status: str, reason: str, ranks: int = 1) -> Row:
     """A row about all of a backend."""
     return Row(
-        backend=name, property="all", case="all", dtype="all", world=ranks, ratio=None, status=status, reason=reason
+        backend=name,
+        property="all",
+        case="all",
+        dtype="all",
+        device="all",
+        world=ranks,
+        ratio=None,
+        excess=None,
+        status=status,
+        reason=reason,
     )
 
 
 def require_device(name: str) -> None:
     """Raise CannotRunError where there is no such device."""
-    if name == "cuda" and not torch_sees_a_gpu() and not _cupy_finds_a_gpu():
+    if name == "cuda" and not finds_a_gpu():
         raise CannotRunError(
             "--device cuda needs a GPU that torch or CuPy can use, and neither finds one; use --device cpu"
         )
-
-
-def _cupy_finds_a_gpu() -> bool:
-    if importlib.util.find_spec("cupy") is None:
-        return False
-    from contrastile.backends.cupy.devices import gpus
-
-    return bool(gpus())
 
 
 class _Output:
@@ -155,7 +156,7 @@ def main() -> None:
         channel.flush()
 
     try:
-        _run(Task(**order["task"]), order["start"], order["lost"], say, output)
+        _run(Task(**order.pop("task")), say, output, **order)
     except CannotRunError as error:
         say(cannot=str(error))
     # everything is reported: run no finalisers
@@ -168,30 +169,32 @@ def _end_with_parent() -> None:
     os._exit(1)
 
 
-def _run(task: Task, start: int, lost: Mapping[str, str], say: Any, output: _Output) -> None:
+def _run(
+    task: Task, say: Any, output: _Output, *, start: int, share: tuple[int, int], first: bool, lost: Mapping[str, str]
+) -> None:
     ranks = task.ranks or 1
-    if task.device != "cpu":
-        require_device(task.device)
+    require_device(task.device)
     found: dict[str, Backend] = {}
     say(loading=task.backends or "the backends")
     for name, backend in load(task.backends):
         if isinstance(backend, str):
-            if not start:
+            if first:
                 say(row=absent(name, backend, ranks))
             continue
         found[name] = backend
         said = output()
-        if said and not start:
+        if said and first:
             say(printed=said, backend=name)
     run = Run(
-        task.selection(found),
-        begin=lambda number, total, row, command: say(begin=row, total=total, command=command),
+        task.selection(found, gpu=task.device != "cpu" and finds_a_gpu()),
+        begin=lambda number, total, row, command: say(begin=row, number=number, total=total, command=command),
         printed=output,
         start=start,
+        share=share,
         excluded=lost,
     )
     total = run.total
-    for number, row in enumerate(run.rows(), start):
+    for number, row in run.numbered():
         failure = None
         if run.failures:
             last = run.failures.pop()
