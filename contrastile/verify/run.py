@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
-from typing import Any
+from typing import Any, TypedDict
 
 import numpy as np
 
@@ -52,6 +52,24 @@ class Worst:
     def __str__(self) -> str:
         where = f"[{', '.join(map(str, self.index))}]" if self.index else ""
         return f"{self.field}{where}: error {self.error:.3g}, bound {self.bound:.3g}"
+
+
+class Point(TypedDict):
+    """An error measured at one size, beside what it is compared with: see ``growth``."""
+
+    axis: str
+    x: float
+    error: float
+    plain: float
+    probable: float
+    bound: float
+
+
+@dataclass(frozen=True, slots=True)
+class Measured(Worst):
+    """A comparison whose point goes to the report."""
+
+    point: Point | None = None
 
 
 NOTHING = Worst(0.0, "nothing", (), 0.0, 0.0)

@@ -8,7 +8,7 @@ import warnings
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cache, partial
-from typing import TypedDict
+from typing import NotRequired, TypedDict
 
 import numpy as np
 
@@ -21,7 +21,7 @@ from contrastile.verify.distributed import DISTRIBUTED
 from contrastile.verify.facts import FactsError
 from contrastile.verify.memory import one_thread
 from contrastile.verify.properties import PROPERTIES, Checks, Property
-from contrastile.verify.run import NOTHING, Worst, wrong
+from contrastile.verify.run import NOTHING, Measured, Point, Worst, wrong
 from contrastile.verify.trial import SkipError, Subject, Trial
 from contrastile.verify.truth import Truth, truth
 from contrastile.verify.worlds import World
@@ -36,6 +36,7 @@ class Row(TypedDict):
     dtype or device: then one row, of property and case "all"), "refused" (the backend refused a problem of a dtype and
     device that it claims) or "untested". ``ratio`` is max error / bound; inf where it is wrong by any bound, None where
     nothing was compared; ``excess`` the same without the rounding of the stored result: see ``run.Worst.beyond``.
+    ``points`` are the measurements of "growth".
     """
 
     backend: str
@@ -48,6 +49,7 @@ class Row(TypedDict):
     excess: float | None
     status: str
     reason: str
+    points: NotRequired[list[Point]]
 
 
 @dataclass(frozen=True, slots=True)
@@ -203,9 +205,10 @@ class Run:
                 else:
                     yield subject, _WHOLE, "all", partial(_skipped, refusal)
             for name in s.case_names() if every_case else ():
-                case = cache(partial(_case, name, dtype))
+                case = cache(partial(cases.build, name, dtype))
+                oracle = cache(partial(_truth, case))
                 for subject in subjects:
-                    trial = cache(partial(_trial, subject, case))
+                    trial = cache(partial(_trial, subject, case, oracle))
                     for each in every_case:
                         yield subject, each, name, partial(_of_a_trial, each, trial)
             for subject in subjects:
@@ -242,9 +245,9 @@ class Run:
             found = CheckResult("fail", worst=wrong(f"printed to stdout: {printed!r}"))
         if found.status != "fail":
             passed = found.status == "pass"
-            return row(
-                found.worst.ratio if passed else None, found.status, found.reason, found.excess if passed else None
-            )
+            ratio, excess = (found.worst.ratio, found.excess) if passed else (None, None)
+            done = row(ratio, found.status, found.reason, excess)
+            return Row(**done, points=list(found.points)) if found.points else done
         failed = row(found.worst.ratio, "fail", ": ".join(filter(None, (found.label, str(found.worst)))), found.excess)
         if each.case is not None and found.label.startswith(f"{each.case}:"):
             command = self.selection.command(subject, each, found.label)
@@ -252,13 +255,12 @@ class Run:
         return failed
 
 
-def _case(name: str, dtype: str) -> tuple[Case, Truth]:
-    case = cases.build(name, dtype)
-    return case, truth(case.problem)
+def _truth(case: Callable[[], Case]) -> Truth:
+    return truth(case().problem)
 
 
-def _trial(subject: Subject, case: Callable[[], tuple[Case, Truth]]) -> Trial:
-    return Trial(subject, *case())
+def _trial(subject: Subject, case: Callable[[], Case], oracle: Callable[[], Truth]) -> Trial:
+    return Trial(subject, case(), oracle)
 
 
 def _of_a_trial(each: Property, trial: Callable[[], Trial]) -> Checks:
@@ -281,6 +283,7 @@ class CheckResult:
     label: str = ""
     worst: Worst = NOTHING
     excess: float = 0.0
+    points: tuple[Point, ...] = ()
 
 
 def _skipped(reason: str) -> Checks:
@@ -303,13 +306,17 @@ def _worst(check: Callable[[], Checks]) -> CheckResult:
         # a backend may warn, and the oracle warns of NaN
         with warnings.catch_warnings(), np.errstate(all="ignore"):
             warnings.simplefilter("ignore", RuntimeWarning)
+            points: list[Point] = []
             for label, worst in check():
+                if isinstance(worst, Measured) and worst.point is not None:
+                    points.append(worst.point)
                 ratio = math.inf if math.isnan(worst.ratio) else worst.ratio
                 excess = max(found.excess, ratio if math.isnan(worst.excess) else worst.excess)
                 if found.status == "untested" or ratio > found.worst.ratio:
                     found = CheckResult("pass" if ratio < 1 else "fail", "", label, worst, excess)
                 else:
                     found = replace(found, excess=excess)
+            found = replace(found, points=tuple(points))
     except SkipError as reason:
         return CheckResult("skip", str(reason)) if found.status == "untested" else found
     except UnsupportedProblemError as reason:
