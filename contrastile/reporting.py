@@ -72,7 +72,15 @@ def write_json(path: Path, data: Any) -> None:
     Raises:
         CannotRunError: the file cannot be written.
     """
-    text = json.dumps(data, indent=1, allow_nan=False) + "\n"
+    write_text(path, json.dumps(data, indent=1, allow_nan=False) + "\n")
+
+
+def write_text(path: Path, text: str) -> None:
+    """Write a file.
+
+    Raises:
+        CannotRunError: the file cannot be written.
+    """
     try:
         path.write_text(text, encoding="utf-8")
     except OSError as error:

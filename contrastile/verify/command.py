@@ -24,8 +24,9 @@ from contrastile.reporting import (
     require_packages,
     why_not_writable,
     write_json,
+    write_text,
 )
-from contrastile.verify import cases, launched, report, sharded, strategies, worker
+from contrastile.verify import cases, launched, page, report, sharded, strategies, worker
 from contrastile.verify.distributed import DISTRIBUTED
 from contrastile.verify.isolation import Isolated
 from contrastile.verify.properties import PROPERTIES, Property
@@ -41,7 +42,10 @@ QUICK_CASES = (
 )
 QUICK_DTYPES = ("float32", "bfloat16")
 QUICK_EXAMPLES = 20
-"""What ``--quick`` runs, where the command says nothing else."""
+"""What ``--quick`` runs where the command says nothing else."""
+
+EXAMPLES, RANKS_EXAMPLES = 100, 25
+"""Problems drawn for a backend and dtype; by the ranks of a launcher, which take these dtypes where none is given."""
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -73,7 +77,12 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         help="where to run (default: auto, the GPU for every backend that runs on one, else the CPU)",
     )
     add("--world", metavar="N", help="as 1..8 ranks in this process, or under a launcher as mpi or torch")
-    add("--examples", type=int, metavar="N", help="problems to draw for a backend and dtype (default: 100)")
+    add(
+        "--examples",
+        type=int,
+        metavar="N",
+        help="problems to draw per backend and dtype (default: 100; mpi, torch: 25)",
+    )
     add("--quick", action="store_true", help="a few cases in float32 and bfloat16, in seconds, where none are given")
     add("--deadline", type=float, metavar="SECONDS", help="time limit of one check (default: 120, on a GPU 600)")
     add(
@@ -84,6 +93,12 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     )
     add("--seed", type=int, default=0, metavar="S", help="seed of everything random (default: 0)")
     add("--json", type=Path, metavar="FILE", help="write the verdict, the environment and every row to FILE")
+    add(
+        "--report",
+        type=Path,
+        metavar="FILE.html",
+        help="write it all as one page: verdict, heat map, plots, environment",
+    )
     add("-x", "--fail-fast", action="store_true", help="stop at the first failure")
     add("--list", action="store_true", help="list backends, cases and properties, and run nothing")
     add("--quiet", action="store_true", help="print only the failures and the verdict")
@@ -101,7 +116,7 @@ def main(args: argparse.Namespace) -> int:
         if args.list:
             print(listing())
             return PASS
-        args.left_out = _be_quick(args) if args.quick else []
+        args.left_out = _select(args)
         with launched.opened(args.world, args.device) as world:
             _require_writable(args, world)
             return _isolated(args, world) if world is None or isinstance(world, Threads) else _launched(args, world)
@@ -111,19 +126,20 @@ def main(args: argparse.Namespace) -> int:
         return _interrupted("interrupted")
 
 
-def _be_quick(args: argparse.Namespace) -> list[str]:
-    """Select less, where nothing was selected; what is left out by that."""
+def _select(args: argparse.Namespace) -> list[str]:
+    """Choose what the command leaves open; what is left out by ``--quick``, or by ranks of a launcher."""
+    ranks = args.world in ("mpi", "torch")
     every = _case_names(PROPERTIES if args.world is None else DISTRIBUTED)
     left_out = []
-    if args.case is None:
+    if args.quick and args.case is None:
         args.case = [name for name in QUICK_CASES if name in every]
         left_out.append(f"{len(every) - len(args.case)} cases")
-    if args.dtype is None:
+    if (args.quick or ranks) and args.dtype is None:
         args.dtype = list(QUICK_DTYPES)
         left_out += [dtype for dtype in DTYPES if dtype not in QUICK_DTYPES]
     if args.examples is None:
-        args.examples = QUICK_EXAMPLES
-    return [f"{', '.join(left_out)} (--quick)"] if left_out else []
+        args.examples = QUICK_EXAMPLES if args.quick else RANKS_EXAMPLES if ranks else EXAMPLES
+    return [f"{', '.join(left_out)} ({'--quick' if args.quick else 'give --dtype'})"] if left_out else []
 
 
 def _interrupted(line: str) -> int:
@@ -145,7 +161,7 @@ def listing() -> str:
 
 def _require_writable(args: argparse.Namespace, world: World | None) -> None:
     # the leader writes; every rank must know whether it can
-    reason = why_not_writable(args.json) if world is None or world.leads else None
+    reason = why_not_writable(args.json, args.report) if world is None or world.leads else None
     reason = reason if world is None else world.share(reason)
     if reason is not None:
         raise CannotRunError(reason)
@@ -204,7 +220,7 @@ def _in_this_process(args: argparse.Namespace, world: World) -> int:
 
 
 def _task(args: argparse.Namespace, world: World | None) -> Task:
-    at_least("examples", 1 if args.examples is None else args.examples, 1)
+    at_least("examples", args.examples, 1)
     at_least("seed", args.seed, 0)
     at_least("workspace", args.workspace or 0, 0)
     at_least("keep", args.keep or 0, 0)
@@ -218,7 +234,7 @@ def _task(args: argparse.Namespace, world: World | None) -> Task:
         workspace=args.workspace,
         keep=args.keep,
         device=args.device,
-        examples=100 if args.examples is None else args.examples,
+        examples=args.examples,
         seed=args.seed,
         ranks=None if world is None else world.size,
     )
@@ -231,8 +247,11 @@ def _verdict(args: argparse.Namespace, rows: list[Row], failures: list[Failure],
         raise CannotRunError(f"nothing ran: {rows[0]['reason'] if rows else 'no property has such a case'}")
     if leads and args.json is not None:
         write_json(args.json, report.as_json(rows))
+    seconds = time.monotonic() - args.started
+    if leads and args.report is not None:
+        words = ["contrastile", *getattr(args, "words", ["verify"])]
+        write_text(args.report, page.page(rows, failures, words, seconds, args.left_out))
     if leads:
-        seconds = time.monotonic() - args.started
         report.show(rows, failures, quiet=args.quiet, seconds=seconds, left_out=args.left_out)
     return {"pass": PASS, "fail": FAIL, "incomplete": COULD_NOT_RUN}[report.verdict(rows)]
 

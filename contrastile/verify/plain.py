@@ -29,7 +29,7 @@ NOISIER = 3.0
 def compare_with_plain(problem: Problem, t: Truth, got: Outcome, accuracy: Accuracy, dtype: str) -> Worst:
     """The field with the largest norm of errors, relative to NOISIER times that of the plain computation."""
     with np.errstate(all="ignore"):
-        plain, floor = _plain(problem, t, accuracy, dtype), _floor(problem, t, accuracy, dtype)
+        plain, floor = plain_outcome(problem, t, accuracy, dtype), _floor(problem, t, accuracy, dtype)
     worst = NOTHING
     for name, found, exact, other, least in _fields(got, t.outcome, plain, floor):
         error, allowed = np.linalg.norm(found - exact), NOISIER * max(np.linalg.norm(other - exact), least)
@@ -48,7 +48,7 @@ def _fields(*outcomes: Outcome) -> Iterator[tuple[Any, ...]]:
             yield name, *(each[name] for each in named)
 
 
-def _plain(problem: Problem, t: Truth, accuracy: Accuracy, dtype: str) -> Outcome:
+def plain_outcome(problem: Problem, t: Truth, accuracy: Accuracy, dtype: str) -> Outcome:
     """The outcome of the plain computation, without statistics."""
     state = np.dtype(state_dtype(dtype))
     q, k, scale = t.q.astype(state), t.k.astype(state), state.type(t.scale)

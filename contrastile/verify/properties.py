@@ -17,7 +17,7 @@ from contrastile.backends.contract import STATISTICS, Options
 from contrastile.oracle.general import merge
 from contrastile.schedules.local import Wanted
 from contrastile.schedules.problem import Problem
-from contrastile.verify import layouts, memory, peak, rearrange, strategies
+from contrastile.verify import growth, layouts, memory, peak, rearrange, strategies
 from contrastile.verify.plain import compare_with_plain
 from contrastile.verify.rounding import round_to
 from contrastile.verify.run import GRADIENT, VALUE, Worst, compare, parts, wrong
@@ -331,6 +331,7 @@ PROPERTIES = _registered(
     [
         Property("saved-bytes", memory.saved_bytes, "batch-doubling"),
         Property("peak-memory", peak.peak_memory, peak.CASE),
+        Property("growth", growth.growth, growth.CASE),
         Property("drawn", strategies.drawn, strategies.CASE),
     ],
 )

@@ -81,8 +81,10 @@ def table(rows: Sequence[Row]) -> tuple[list[str], list[list[str]]]:
     own = [name for name in _OWN_COLUMN if any(_kind(row) == name for row in compared)]
     some_failed = any(row["status"] == "fail" for row in compared)
     columns, cells = ["backend", "dtype", *own, "others", "passed", *["failed"] * some_failed], []
+    # the rows come dtype by dtype
+    by_backend = [row for rows_of_one in grouped(compared, lambda row: row["backend"]).values() for row in rows_of_one]
     for (backend, device, dtype), group in grouped(
-        compared, lambda row: (row["backend"], row["device"], row["dtype"])
+        by_backend, lambda row: (row["backend"], row["device"], row["dtype"])
     ).items():
         by_kind = grouped(group, _kind)
         others = [row for row in group if _kind(row) not in own and row["excess"] is not None]

@@ -10,7 +10,7 @@ import pytest
 from contrastile.backends.contract import Accuracy
 from contrastile.backends.registry import load
 from contrastile.verify.cases import build, names
-from contrastile.verify.plain import NOISIER, _plain, compare_with_plain
+from contrastile.verify.plain import NOISIER, compare_with_plain, plain_outcome
 from contrastile.verify.run import outcome
 from contrastile.verify.truth import truth
 
@@ -24,7 +24,7 @@ def test_the_plain_computation_is_no_noisier_than_itself(name: str) -> None:
     problem = build(name, "float32").problem
     exact = truth(problem)
     with np.errstate(all="ignore"):
-        got = _plain(problem, exact, FLOAT32, "float32")
+        got = plain_outcome(problem, exact, FLOAT32, "float32")
     # two roundings of the ratio itself
     assert compare_with_plain(problem, exact, got, FLOAT32, "float32").ratio * NOISIER <= 1 + 2.0**-51
 
@@ -35,7 +35,7 @@ def test_separate_positives_are_far_more_exact(name: str) -> None:
     problem = build(name, "float32").problem
     exact = truth(problem)
     with np.errstate(all="ignore"):
-        lost = abs(_plain(problem, exact, FLOAT32, "float32").loss - exact.outcome.loss)
+        lost = abs(plain_outcome(problem, exact, FLOAT32, "float32").loss - exact.outcome.loss)
     kept = abs(outcome(problem, load("numpy"), "float32").loss - exact.outcome.loss)
     assert kept <= 2.0**-40 * abs(exact.outcome.loss)
     assert kept < lost / 100

@@ -42,6 +42,7 @@ def test_everything_is_selected_by_default():
     assert [selection.own_cases(each) for each in selection.chosen() if each.case] == [
         ["batch-doubling"],
         ["peak-memory"],
+        ["growth"],
         ["drawn"],
     ]
 
