@@ -67,7 +67,8 @@ def _measured(subject: Subject, axis: str, x: float) -> Iterator[tuple[str, Wors
     )
     worst = compare(got, exact, bound)
     yield label, Measured(**{f.name: getattr(worst, f.name) for f in fields(Worst)}, point=point)
-    yield f"{label}, beside a plain computation", compare_with_plain(problem, oracle, got, accuracy, subject.dtype)
+    beside = compare_with_plain(problem, oracle, got, accuracy, subject.dtype, subject.device)
+    yield f"{label}, beside a plain computation", beside
 
 
 def _probable(accuracy: Accuracy) -> Accuracy:

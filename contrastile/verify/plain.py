@@ -1,4 +1,4 @@
-"""The second gate: a backend's error is at most NOISIER times that of a plain computation in the same dtype.
+"""The second gate: a backend's error is at most ``NOISIER`` times that of a plain computation in the same dtype.
 
 The plain computation is what ten lines of PyTorch do: full logits in float32 (float64 for float64 features),
 ``log_softmax``, and the gradient from its exponential. Norms of errors are compared, above a floor: the error of one
@@ -22,17 +22,22 @@ from contrastile.verify.truth import Direction, Outcome, Truth, column_blocks
 
 Matrix = npt.NDArray[Any]
 
-NOISIER = 3.0
-"""Largest ratio of a backend's error to the plain computation's, or to the floor where that is larger."""
+NOISIER = {"cpu": 2.0, "cuda": 3.0}
+"""Largest ratio of a backend's error to the plain computation's, or to the floor where that is larger, by device.
+
+The plain computation runs on the host; products of tensor cores truncate as they add. 2 has not been tried on a GPU.
+"""
 
 
-def compare_with_plain(problem: Problem, t: Truth, got: Outcome, accuracy: Accuracy, dtype: str) -> Worst:
-    """The field with the largest norm of errors, relative to NOISIER times that of the plain computation."""
+def compare_with_plain(
+    problem: Problem, t: Truth, got: Outcome, accuracy: Accuracy, dtype: str, device: str = "cpu"
+) -> Worst:
+    """The field with the largest norm of errors, relative to ``NOISIER`` times that of the plain computation."""
     with np.errstate(all="ignore"):
         plain, floor = plain_outcome(problem, t, accuracy, dtype), _floor(problem, t, accuracy, dtype)
     worst = NOTHING
     for name, found, exact, other, least in _fields(got, t.outcome, plain, floor):
-        error, allowed = np.linalg.norm(found - exact), NOISIER * max(np.linalg.norm(other - exact), least)
+        error, allowed = np.linalg.norm(found - exact), NOISIER[device] * max(np.linalg.norm(other - exact), least)
         # written so that NaN fails
         ratio = 0.0 if error == 0 else float(error / allowed) if allowed > 0 and error < np.inf else np.inf
         if ratio > worst.ratio or worst is NOTHING:

@@ -53,18 +53,22 @@ def plot(title: str, axis: str, points: Sequence[Point]) -> str:
 
 def legend() -> str:
     """The names of the lines, as a plot without axes."""
+    return f'<svg class="plot" {_NAMESPACE} viewBox="0 0 440 40" width="440" role="img">{_names()}</svg>'
+
+
+def _names() -> str:
     parts = []
     for place, (name, about) in enumerate(LINES.items()):
-        x, y = 6 + 118 * (place % 2) * 1.9, 12 + 18 * (place // 2)
-        parts.append(f'<polyline class="{name}" points="{x:g},{y} {x + 24:g},{y}"/>')
-        parts.append(f'<text x="{x + 30:g}" y="{y + 4}">{escape(about)}</text>')
-    return f'<svg class="plot" {_NAMESPACE} viewBox="0 0 440 40" width="440" role="img">{"".join(parts)}</svg>'
+        x, y = 6 + 224 * (place % 2), 12 + 18 * (place // 2)
+        parts.append(f'<polyline class="{name}" points="{x},{y} {x + 24},{y}"/>')
+        parts.append(f'<text x="{x + 30}" y="{y + 4}">{escape(about)}</text>')
+    return "".join(parts)
 
 
 def figure(rows: Sequence[tuple[str, Sequence[Point]]], axes: Sequence[str]) -> str:
     """A picture of its own: a row of plots for each titled list of points, a column for each axis, and the legend."""
     width, height = _WIDTH * len(axes), _HEIGHT * len(rows) + 44
-    parts = [f"<style>{STYLE}</style>", f'<g transform="translate(4 {_HEIGHT * len(rows) + 2})">{legend()}</g>']
+    parts = [f"<style>{STYLE}</style>", f'<g transform="translate(4 {_HEIGHT * len(rows) + 2})">{_names()}</g>']
     for i, (title, points) in enumerate(rows):
         for j, axis in enumerate(axes):
             parts.append(f'<g transform="translate({_WIDTH * j} {_HEIGHT * i})">{_inside(title, axis, points)}</g>')
