@@ -146,7 +146,7 @@ def _cell(rows: Sequence[Row]) -> str:
 
 
 def _plots(rows: Sequence[Row]) -> str:
-    measured = [row for row in rows if row.get("points")]
+    measured = [(row, row.get("points", [])) for row in rows if row.get("points")]
     if not measured:
         return "<p>Not measured: the property growth did not run.</p>"
     parts = [
@@ -154,8 +154,10 @@ def _plots(rows: Sequence[Row]) -> str:
         "In 16 bits the result's own rounding is the floor of the error.</p>",
         plots.legend(),
     ]
-    for (backend, device), group in report.grouped(measured, lambda row: (row["backend"], row["device"])).items():
-        drawn = "".join(plots.plot(row["dtype"], axis, row["points"]) for row in group for axis in growth.AXES)
+    for (backend, device), group in report.grouped(
+        measured, lambda each: (each[0]["backend"], each[0]["device"])
+    ).items():
+        drawn = "".join(plots.plot(row["dtype"], axis, points) for row, points in group for axis in growth.AXES)
         parts.append(f'<h3>{escape(backend)} on {escape(device)}</h3><div class="plots">{drawn}</div>')
     return "".join(parts)
 

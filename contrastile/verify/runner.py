@@ -247,8 +247,11 @@ class Run:
             passed = found.status == "pass"
             ratio, excess = (found.worst.ratio, found.excess) if passed else (None, None)
             done = row(ratio, found.status, found.reason, excess)
-            return Row(**done, points=list(found.points)) if found.points else done
-        failed = row(found.worst.ratio, "fail", ": ".join(filter(None, (found.label, str(found.worst)))), found.excess)
+            if found.points:
+                done["points"] = list(found.points)
+            return done
+        said, excess = ": ".join(filter(None, (found.label, str(found.worst)))), max(found.excess, found.worst.excess)
+        failed = row(found.worst.ratio, "fail", said, excess)
         if each.case is not None and found.label.startswith(f"{each.case}:"):
             command = self.selection.command(subject, each, found.label)
         self.failures.append(Failure(failed, found.worst, found.label, command))

@@ -96,6 +96,14 @@ def test_the_rounding_of_a_result_is_no_near_miss():
     assert found["float64"]["excess"] == found["float64"]["ratio"]
 
 
+def test_what_raises_is_off_by_any_bound():
+    def lse(block, columns, options):
+        raise KeyError("ill")
+
+    (row,) = Run(Selection({"ill": replace(NUMPY, lse=lse)}, ["smoke"], ["value"], ["float64"])).rows()
+    assert (row["status"], row["ratio"], row["excess"]) == ("fail", np.inf, np.inf)
+
+
 def test_a_refused_problem_has_the_reason():
     refusing = replace(NUMPY, supports=lambda block: "width must be 4 k" if block.rows.shape[1] % 4 else None)
     run = Run(Selection({"refusing": refusing}, ["ragged", "drawn"], ["value", "drawn"], ["float64"], examples=20))
