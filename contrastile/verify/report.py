@@ -72,7 +72,8 @@ def worst(rows: Iterable[Row]) -> str:
 
 
 def _cell(rows: Sequence[Row]) -> str:
-    return ("FAIL " if any(row["status"] == "fail" for row in rows) else "") + worst(rows)
+    # how far off it is stands with the failure
+    return "FAIL" if any(row["status"] == "fail" for row in rows) else worst(rows)
 
 
 def table(rows: Sequence[Row]) -> tuple[list[str], list[list[str]]]:
