@@ -55,7 +55,7 @@ def _run(words: list[str]) -> int:
                 print(f"contrastile {name}: {error}", file=sys.stderr)
                 return 2
             chosen.add_arguments(command)
-            command.set_defaults(run=chosen.main)
+            command.set_defaults(run=chosen.main, words=words)
     args = parser.parse_args(words)
     code = int(args.run(args))
     # flush here: at exit nothing catches the error of a closed pipe

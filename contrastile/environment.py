@@ -60,6 +60,17 @@ def torch_sees_a_gpu() -> bool:
     return torch.cuda.is_available()
 
 
+def finds_a_gpu() -> bool:
+    """Whether torch or CuPy can use a GPU here."""
+    if torch_sees_a_gpu():
+        return True
+    if importlib.util.find_spec("cupy") is None:
+        return False
+    from contrastile.backends.cupy.devices import gpus
+
+    return bool(gpus())
+
+
 def version(module: str) -> str | None:
     """The version of the distribution that provides an importable module; None where no module is found.
 

@@ -4,7 +4,10 @@ from __future__ import annotations
 
 import importlib.util
 import json
+import os
+import shutil
 import sys
+import textwrap
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
@@ -69,11 +72,37 @@ def write_json(path: Path, data: Any) -> None:
     Raises:
         CannotRunError: the file cannot be written.
     """
-    text = json.dumps(data, indent=1, allow_nan=False) + "\n"
+    write_text(path, json.dumps(data, indent=1, allow_nan=False) + "\n")
+
+
+def write_text(path: Path, text: str) -> None:
+    """Write a file.
+
+    Raises:
+        CannotRunError: the file cannot be written.
+    """
     try:
         path.write_text(text, encoding="utf-8")
     except OSError as error:
         raise CannotRunError(f"cannot write {path}: {error.strerror}") from error
+
+
+_ANSI = {"red": "31", "green": "32", "yellow": "33"}
+
+
+def colored(text: str, color: str) -> str:
+    """The text in bold and a colour where stdout is a terminal and NO_COLOR is not set; else as it is."""
+    if not sys.stdout.isatty() or os.environ.get("NO_COLOR") or os.environ.get("TERM") == "dumb":
+        return text
+    return f"\033[1;{_ANSI[color]}m{text}\033[0m"
+
+
+def wrapped(line: str) -> str:
+    """A line broken at words where stdout is a terminal; else as it is, for what reads it."""
+    if not sys.stdout.isatty():
+        return line
+    width = shutil.get_terminal_size().columns
+    return textwrap.fill(line, width, subsequent_indent="  ", break_on_hyphens=False)
 
 
 def _has_rich() -> bool:
@@ -103,12 +132,20 @@ def show_table(
         print(plain_table(title, columns, rows, right=right))
         print(caption, end="\n" if caption else "")
         return
+    from rich import box
     from rich.console import Console
     from rich.table import Table
     from rich.text import Text
 
     # titles, headings and cells hold names and messages that are not ours: never read as markup
-    table = Table(title=Text(title), title_justify="left", caption=Text(caption) if caption else None)
+    table = Table(
+        box=box.SIMPLE_HEAD,
+        padding=(0, 1, 0, 0),
+        pad_edge=False,
+        title=Text(title),
+        title_justify="left",
+        caption=Text(caption) if caption else None,
+    )
     table.caption_justify = "left"
     for i, column in enumerate(columns):
         table.add_column(Text(column), justify="right" if i in right else "left", overflow="fold")
@@ -152,9 +189,17 @@ def progress(*, shown: bool = True, lines: bool = False) -> Iterator[ProgressCal
         yield _tenths() if lines else lambda done, total, what: None
         return
     from rich.console import Console
-    from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
+    from rich.progress import (
+        BarColumn,
+        Progress,
+        TaskProgressColumn,
+        TextColumn,
+        TimeElapsedColumn,
+        TimeRemainingColumn,
+    )
 
-    columns = BarColumn(), MofNCompleteColumn(), TimeElapsedColumn(), TextColumn("{task.description}", markup=False)
+    left = TextColumn("left"), TextColumn("{task.description}", markup=False)
+    columns = BarColumn(bar_width=16), TaskProgressColumn(), TimeElapsedColumn(), TimeRemainingColumn(), *left
     with Progress(*columns, console=Console(stderr=True), transient=True) as bar:
         task = bar.add_task("")
         yield lambda done, total, what: bar.update(task, completed=done, total=total, description=what)

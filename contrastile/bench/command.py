@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from contrastile.backends.contract import BackendUnavailableError
-from contrastile.backends.registry import available
+from contrastile.backends.registry import available, load
 from contrastile.backends.settings import KEEP, WORKSPACE
 from contrastile.bench import report, sweep
 from contrastile.bench.results import Sweep, SweepSettings
@@ -22,7 +22,7 @@ USUAL: dict[str, Any] = {"batch": [4096, 8192], "width": [512], "repeat": 5}
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     add = parser.add_argument
-    add("--backend", nargs="+", metavar="NAME", help="backends, or module:attribute (all that are available here)")
+    add("--backend", nargs="+", metavar="NAME", help="backends, or module:attribute (the fast ones that run here)")
     add("--batch", nargs="+", type=positive, metavar="B", help="numbers of pairs (4096 8192)")
     add("--width", nargs="+", type=positive, metavar="D", help="numbers of features (512)")
     add("--variant", nargs="+", choices=VARIANTS, default=["aligned"], help="ragged: b-1, d-3; ids: false negatives")
@@ -32,9 +32,12 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     add("--keep", type=whole, metavar="MIB", help="of exponentials kept, of cupy (CONTRASTILE_KEEP_MIB)")
     add("--repeat", type=positive, metavar="N", help="rounds; each times every implementation once (5)")
     add("--threads", type=positive, metavar="N", help="threads of torch (its own choice)")
-    add("--device", choices=("cpu", "cuda"), default="cpu", help="where to measure (%(default)s)")
+    add(
+        "--device", choices=("auto", "cpu", "cuda"), default="auto", help="where to measure (the GPU if torch sees one)"
+    )
     add("--budget", type=float, default=300.0, metavar="SECONDS", help="skip what is predicted to take longer in all")
     add("--no-memory", action="store_true", help="time only")
+    add("--wide", action="store_true", help="print every column: quartiles, rates, resident memory")
     add("--quick", action="store_true", help="small sizes, to see that it works: its speeds mean little")
     add("--json", type=Path, metavar="FILE", help="write the measurements")
     add("--plot", type=Path, metavar="FILE.png", help="draw time and memory against the batch")
@@ -74,9 +77,10 @@ def _run(args: argparse.Namespace) -> int:
         raise CannotRunError(reason)
     if args.plot and not report.can_plot():
         raise CannotRunError(report.PLOT_NEEDS)
-    if args.device == "cuda" and not torch_sees_a_gpu():
+    gpu = args.device != "cpu" and torch_sees_a_gpu()
+    if args.device == "cuda" and not gpu:
         raise CannotRunError("--device cuda needs a torch that sees a GPU; run: contrastile doctor")
-    chosen = settings(args)
+    chosen = settings(args, "cuda" if gpu else "cpu")
     # the processes that measure memory inherit it
     for variable, mib in ((WORKSPACE, chosen.workspace), (KEEP, chosen.keep)):
         if mib is not None:
@@ -93,7 +97,7 @@ def _run(args: argparse.Namespace) -> int:
             found = sweep.run(chosen, advance)
         except (ValueError, TypeError, BackendUnavailableError) as error:
             raise CannotRunError(error) from error
-    report.show(found)
+    report.show(found, wide=args.wide)
     if args.json:
         write_json(args.json, report.as_json(found))
     if args.plot and any(row.seconds for row in found.rows):
@@ -105,6 +109,24 @@ def _run(args: argparse.Namespace) -> int:
     return 0 if any(row.seconds for row in found.rows) else 2
 
 
+def _usual_backends(device: str) -> list[str]:
+    """The backends that run on a device; numpy, which is float64 and for reference, only where there is no other."""
+    found = [
+        name for name, missing in available().items() if missing is None and name != "numpy" and _runs(name, device)
+    ]
+    return found or ["numpy"]
+
+
+def _runs(name: str, device: str) -> bool:
+    try:
+        return device in load(name).devices
+    except BackendUnavailableError:
+        return False
+    except (Exception, SystemExit):
+        # a third-party backend may raise anything when it is imported: the sweep says what
+        return True
+
+
 def _draw(found: Sweep, path: Path) -> None:
     try:
         report.plot(found, path)
@@ -112,10 +134,10 @@ def _draw(found: Sweep, path: Path) -> None:
         raise CannotRunError(f"cannot write {path}: {error.strerror}") from error
 
 
-def settings(args: argparse.Namespace) -> SweepSettings:
-    """The settings that the arguments ask for; ``--quick`` fills in what was not given."""
+def settings(args: argparse.Namespace, device: str = "cpu") -> SweepSettings:
+    """The settings that the arguments ask for, on this device; ``--quick`` fills in what was not given."""
     usual = QUICK if args.quick else USUAL
-    backends = args.backend or [name for name, missing in available().items() if missing is None]
+    backends = args.backend or _usual_backends(device)
     return SweepSettings(
         backends=tuple(dict.fromkeys(backends)),
         batches=tuple(dict.fromkeys(args.batch or usual["batch"])),
@@ -124,7 +146,7 @@ def settings(args: argparse.Namespace) -> SweepSettings:
         dtype=args.dtype,
         scale=args.scale,
         repeat=args.repeat or usual["repeat"],
-        device=args.device,
+        device=device,
         workspace=args.workspace,
         keep=args.keep,
         threads=args.threads,

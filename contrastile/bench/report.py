@@ -13,6 +13,7 @@ from typing import Any
 from contrastile.bench.agreement import Agreement
 from contrastile.bench.peers import PLAIN
 from contrastile.bench.results import Measurement, Sweep, quartiles
+from contrastile.bench.workloads import Workload
 from contrastile.reporting import show_table
 
 COUNTED = {
@@ -91,20 +92,74 @@ _COLUMNS = (
 )
 
 
-def show(found: Sweep) -> None:
-    """Print the environment, the checks, the measurements and what was skipped."""
+def show(found: Sweep, *, wide: bool = False) -> None:
+    """Print where and what was measured, the measurements and what was skipped: a line for each, or every column."""
     facts = found.environment
+    threads = facts.get("threads") or facts["cores"]
+    where = f"{facts['cpu']}, {threads} threads" if facts["device"] == "cpu" else facts["device"]
+    numpy = "" if facts["torch"] else f", numpy {facts['numpy']}"
+    print(f"{where}{numpy}" + (f", torch {facts['torch']}" if facts["torch"] else ""))
     print(
-        f"{facts['cpu']}, {facts.get('threads') or facts['cores']} threads, device {facts['device']}, "
-        f"torch {facts['torch']}, numpy {facts['numpy']}; "
-        f"{found.settings.dtype}, scale {found.settings.scale:g}, {found.settings.repeat} rounds"
+        f"Symmetric loss, forward and backward; {found.settings.dtype}, scale {found.settings.scale:g}, "
+        f"{found.settings.repeat} rounds"
     )
+    (_wide if wide else _lines_of)(found)
+
+
+def _lines_of(found: Sweep) -> None:
+    """One line for each implementation, compared with the plain loss."""
+    sizes: dict[Workload, list[Measurement]] = {}
+    for row in found.rows:
+        sizes.setdefault(row.workload, []).append(row)
+    width = max((len(row.implementation) for row in found.rows), default=0)
+    for workload, rows in sizes.items():
+        b, d = workload.shape
+        print(f"\n{workload.variant}, b = {b:,}, d = {d}")
+        for row in rows:
+            print(f"  {row.implementation:{width}}  {_line(found, row)}")
+    known = [each for each in found.agreements if each.ratio is not None]
+    if known:
+        checked = ", ".join(f"{each.implementation} {each.ratio:.2g}" for each in known)
+        print(f"\nheld to the oracle first, error / bound: {checked}")
+
+
+def _line(found: Sweep, row: Measurement) -> str:
+    """A measurement in words: 0.203 s, 10 MiB: 1.6 x faster, 6.5 x less memory than plain."""
+    if not row.seconds:
+        return f"skipped: {row.reason}"
+    seconds = statistics.median(row.seconds)
+    scale, unit = next((each for each in ((1.0, "s"), (1e-3, "ms")) if seconds >= each[0] / 10), (1e-6, "us"))
+    line = f"{_three_digits(seconds / scale)} {unit}"
+    line += "" if row.peak_bytes is None else f", {_three_digits(row.peak_bytes / _MIB)} MiB"
+    plain = found.plain_of(row)
+    time, memory = row.times_of(plain), row.bytes_of(plain)
+    if row.implementation == PLAIN or time is None:
+        return line
+    compared = [_times(time, "faster", "slower", "as fast")]
+    compared += [] if memory is None else [_times(memory, "less memory", "more memory", "as much memory")]
+    alike = "as" if compared[-1].startswith("as ") else "than"
+    return f"{line}: {', '.join(compared)} {alike} {PLAIN}"
+
+
+def _three_digits(x: float) -> str:
+    return f"{x:,.0f}" if x >= 100 else f"{x:.3g}"
+
+
+def _times(ratio: float, below: str, above: str, same: str) -> str:
+    """A ratio of ours to another in words: "1.6 x faster"."""
+    if 0.95 < ratio < 1.05:
+        return same
+    return f"{1 / ratio:.2g} x {below}" if ratio < 1 else f"{ratio:.2g} x {above}"
+
+
+def _wide(found: Sweep) -> None:
+    """Every column, the checks, and what was skipped."""
     for each in found.agreements:
         ratio = "not checked" if each.ratio is None else f"{each.ratio:.3g} x its bound"
         print(f"{each.implementation} against the oracle at b = {each.rows}: {ratio} ({each.reason})")
     measured = [row for row in found.rows if row.seconds]
     if measured:
-        title = "Symmetric loss, forward and backward; GFLOP/s of 8 b^2 d; peak memory beyond the inputs"
+        title = "GFLOP/s of 8 b^2 d; peak memory beyond the inputs"
         show_table(title, _COLUMNS, [_cells(found, row) for row in measured], right=range(4, len(_COLUMNS)))
     skipped = [row for row in found.rows if not row.seconds]
     if skipped:

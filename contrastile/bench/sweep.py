@@ -26,7 +26,7 @@ PROBE_ROWS = 1024
 """Pairs of the first, short run that predicts the time of larger ones."""
 
 Advance = Callable[[str, int], None]
-"""Told what is being done, and how many more of ``steps`` are done."""
+"""Told what is being done, and how much more of ``steps`` is done."""
 
 MEMORY_RUNS = 2
 FITS = 0.8
@@ -79,13 +79,15 @@ def _run(implementations: list[Implementation], absent: dict[str, str], found: S
             found.rows += [
                 Measurement(name, workload, reason=reason) for workload in workloads for name, reason in absent.items()
             ]
-            advance("skipped", len(workloads) * len(absent) * (settings.repeat + 1))
+            advance("skipped", sum(w.flops for w in workloads) * len(absent) * (settings.repeat + 1))
             _measure(workloads, agreeing, seconds_per_logit, found, advance)
 
 
 def steps(settings: SweepSettings) -> int:
-    sizes = len(settings.batches) * len(settings.widths) * len(settings.variants)
-    return sizes * (len(settings.backends) + 1) * (settings.repeat + 1)
+    """All steps; a step is weighted by its FLOPs, so that the time that is left can be told from what is done."""
+    sizes = [(batch, width) for batch in settings.batches for width in settings.widths]
+    flops = sum(Workload(variant, *size).flops for size in sizes for variant in settings.variants)
+    return flops * (len(settings.backends) + 1) * (settings.repeat + 1)
 
 
 def _load(settings: SweepSettings) -> tuple[list[Implementation], dict[str, str]]:
@@ -138,14 +140,14 @@ def _measure(
         for implementation in implementations:
             row = Measurement(implementation.name, workload)
             found.rows.append(row)
-            advance(f"{_label(row)}: memory", 1)
+            advance(f"{_label(row)}: memory", workload.flops)
             row.reason = _does_not_fit(implementation, workload, settings, seconds_per_logit)
             if row.reason is None and settings.memory:
                 _count_bytes(row, settings)
             if row.reason is None:
                 work.append((implementation, row))
             else:
-                advance(f"{_label(row)}: skipped, {row.reason}", settings.repeat)
+                advance(f"{_label(row)}: skipped, {row.reason}", workload.flops * settings.repeat)
     if work:
         _time(work, found, advance)
     for implementation, row in work:
@@ -215,7 +217,7 @@ def _time(work: list[tuple[Implementation, Measurement]], found: Sweep, advance:
         before = _seconds(product, settings.device)
         samples = []
         for row, step in jobs[start:] + jobs[:start]:
-            advance(f"{_label(row)}: round {number + 1}", 1)
+            advance(f"{_label(row)}: round {number + 1}", row.workload.flops)
             taken = _seconds(step, settings.device)
             after = _seconds(product, settings.device)
             samples.append((row, taken, 2 * 2 * side**3 / (before + after)))

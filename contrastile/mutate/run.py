@@ -101,8 +101,9 @@ class Target:
         """The arguments of ``contrastile verify`` for a mutant: all checks, except under the interpreter."""
         base = self.base(mutant)
         words = ["--world", str(WORLD)] if mutant.room == EXCHANGE else []
+        words += ["--device", "cuda" if self.on_gpu(base) else "cpu"]
         if self.on_gpu(base):
-            return [*words, "--device", "cuda"]
+            return words
         if base != "triton":
             return words
         words += mutant.interpreted
@@ -192,7 +193,7 @@ class MutationRun:
     def _verify(self, folder: Path, base: str, words: Sequence[str]) -> Done:
         """Run ``contrastile verify`` on the package in a folder, or on this one if the folder has none."""
         out = folder / "verify.json"
-        command = [sys.executable, "-m", "contrastile", "verify", *words, "--json", str(out), "--quiet"]
+        command = [sys.executable, "-m", "contrastile", "verify", *words, "--json", str(out), "--quiet", "--jobs", "1"]
         environment = self.target.environment(base, str(folder), str(PACKAGE.parent))
         # a session of its own, so that it can be killed with every process that it starts
         process = subprocess.Popen(
@@ -239,7 +240,7 @@ class MutationRun:
         words += ["--dtype", dtype, "--precision", precision or "ieee"]
         words += ["--case", *dict.fromkeys(result["case"] for result in caught)]
         words += ["--world", str(WORLD)] if mutant.room == EXCHANGE else []
-        words += ["--device", "cuda"] if self.target.on_gpu(base) else []
+        words += ["--device", "cuda" if self.target.on_gpu(base) else "cpu"]
         with TemporaryDirectory() as folder:
             done = self._verify(Path(folder), base, words)
         failed = {_check(row): str(row["reason"]) for row in done.rows if row["status"] == "fail"}

@@ -34,7 +34,7 @@ from contrastile.oracle.arrays import BoolArray, FloatArray, float64
 from contrastile.oracle.sigmoid import sigma, softplus
 from contrastile.schedules.problem import Problem
 from contrastile.verify.arithmetic import Arithmetic, Lengths, Spread, arithmetic, gamma
-from contrastile.verify.rounding import UNIT
+from contrastile.verify.rounding import UNDERFLOW, UNIT
 from contrastile.verify.truth import Direction, Outcome, Truth, column_blocks
 
 ORACLE = Accuracy(unit=UNIT["float64"], accumulate_unit=UNIT["float64"])
@@ -82,8 +82,12 @@ def bounds(
     if key not in oracle:
         oracle[key] = derive(ORACLE, "float64")
     found = derive(accuracy, dtype, options, spread), oracle[key]
-    values = {f.name: _total(*(getattr(each, f.name) for each in (*found, truth.outcome))) for f in fields(Outcome)}
-    return Outcome(**values)
+    names = [f.name for f in fields(Outcome) if f.name != "rounding"]
+    values: dict[str, Any] = {
+        name: _total(*(getattr(each, name) for each in (*found, truth.outcome))) for name in names
+    }
+    coarser = UNIT[dtype] > accuracy.unit
+    return Outcome(**values, rounding=(UNIT[dtype], UNDERFLOW[dtype]) if coarser else (0.0, 0.0))
 
 
 def _total(backend: Any, oracle: Any, exact: Any) -> Any:
@@ -142,7 +146,7 @@ def _float64_sum(t: Truth, a: Arithmetic) -> float:
 def _logit_error(t: Truth, a: Arithmetic) -> FloatArray:
     """E (m, n), the error of a logit: see the module's docstring."""
     width = t.q.shape[1]
-    E = abs(t.scale) * (a.product(width, 2) * (np.abs(t.q) @ np.abs(t.k).T) + width * a.tiny) + a.tiny
+    E = abs(t.scale) * (a.product(width, 2) * t.magnitudes + width * a.tiny) + a.tiny
     return float64(E + a.accuracy.unit * (np.abs(t.x) + E) if t.bias else E)
 
 
@@ -215,9 +219,13 @@ def _lse_error(
 
 def _positive_lse_error(view: _View, reference: float | None, a: Arithmetic) -> FloatArray:
     """Error of P: ``_lse_error`` over the positives; for one positive P is its logit, with two roundings of unit."""
-    several = _lse_error(view, view.positive, view.side.positive_lse, reference, a)
     alone = np.where(view.positive, view.E + 2 * a.accuracy.unit * (np.abs(view.x) + view.E), 0.0).sum(axis=1)
-    return float64(np.where(view.positive.sum(axis=1) == 1, alone, several))
+    count = view.positive.sum(axis=1)
+    if (count <= 1).all():
+        # of no positive it is exactly -inf
+        return float64(alone)
+    several = _lse_error(view, view.positive, view.side.positive_lse, reference, a)
+    return float64(np.where(count == 1, alone, several))
 
 
 def _positive_error(x: FloatArray, E: FloatArray, positive: BoolArray, a: Arithmetic) -> FloatArray:
@@ -295,7 +303,9 @@ def _softmax_gradient_error(
     target = np.where(view.positive, side.target[:, None], 0.0)
     ordinary = dp + roundings * (side.p + dp + np.abs(target))
     alone = (view.positive.sum(axis=1) == 1)[:, None]
-    dq = np.where(alone, 0.0, probability(side.q, np.abs(view.x - side.positive_lse[:, None]), positive[:, None]))
+    dq = np.zeros(side.q.shape)
+    if not alone.all():
+        dq = np.where(alone, 0.0, probability(side.q, np.abs(view.x - side.positive_lse[:, None]), positive[:, None]))
     moved = np.minimum(np.minimum(side.negative_mass, 1 - side.negative_mass) * np.expm1(negative + positive), 1.0)[
         :, None
     ]
@@ -341,8 +351,8 @@ def _gradients(problem: Problem, t: Truth, dG: FloatArray, largest: float, a: Ar
     facts = a.accuracy
     moved = dG + facts.gradient_rounding * (np.abs(t.G) + dG)
     moved = moved + np.where(dG > 0, facts.gradient_underflow * largest, 0.0)
-    rows = _sum_error(t.G, moved, t.k, a.over_columns, a)
-    columns = _features_error(t, t.column_sum, _sum_error(t.G.T, moved.T, t.q, a.over_rows, a), a)
+    rows = _sum_error(t.row_magnitudes, moved, t.k, a.over_columns, a)
+    columns = _features_error(t, t.column_sum, _sum_error(t.column_magnitudes, moved.T, t.q, a.over_rows, a), a)
     return {
         "rows": _features_error(t, t.row_sum, rows, a),
         "columns": column_blocks(problem, columns),
@@ -350,11 +360,16 @@ def _gradients(problem: Problem, t: Truth, dG: FloatArray, largest: float, a: Ar
     }
 
 
-def _sum_error(G: FloatArray, dG: FloatArray, other: FloatArray, lengths: Lengths, a: Arithmetic) -> FloatArray:
-    """Error of R = G K: ``dG |K| + g (|G| + dG) |K| + n tiny``; g of a product of n terms and T additions of tiles."""
-    magnitude = np.abs(other)
+def _sum_error(
+    magnitudes: FloatArray, dG: FloatArray, other: FloatArray, lengths: Lengths, a: Arithmetic
+) -> FloatArray:
+    """Error of R = G K: ``dG |K| + g (|G| + dG) |K| + n tiny``; g of a product of n terms and T additions of tiles.
+
+    ``magnitudes`` is |G| |K|.
+    """
     relative = a.product(lengths.longest, lengths.parts)
-    return dG @ magnitude + relative * ((np.abs(G) + dG) @ magnitude) + len(other) * a.tiny
+    moved = dG @ np.abs(other)
+    return moved + relative * (magnitudes + moved) + len(other) * a.tiny
 
 
 def _features_error(t: Truth, exact: FloatArray, error: FloatArray, a: Arithmetic) -> FloatArray:
@@ -375,9 +390,8 @@ def _scale_error(t: Truth, moved: FloatArray, row_error: FloatArray, a: Arithmet
     over rows in float64; the rest in ``_over_ranks``.
     """
     u, width = a.accuracy.unit, t.q.shape[1]
-    magnitude = np.abs(t.q) @ np.abs(t.k).T
     relative = a.product(a.over_columns.longest, a.over_columns.parts)
-    error = (moved * np.abs(t.products)).sum() + relative * ((np.abs(t.G) + moved) * magnitude).sum()
+    error = (moved * np.abs(t.products)).sum() + relative * ((np.abs(t.G) + moved) * t.magnitudes).sum()
     inner = gamma(u * (width + 1)) + _float64_sum(t, a)
     error += inner * (np.abs(t.q) * (np.abs(t.row_sum) + row_error)).sum() + t.q.size * (len(t.k) + 1) * a.tiny
     return _over_ranks((t.q * t.row_sum).sum(axis=1), error, a)

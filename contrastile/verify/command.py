@@ -5,6 +5,7 @@ from __future__ import annotations
 import argparse
 import math
 import sys
+import time
 from collections.abc import Callable, Iterator
 from dataclasses import replace
 from pathlib import Path
@@ -13,6 +14,7 @@ from typing import Any
 from contrastile.backends import registry
 from contrastile.backends.arrays import FLOATS
 from contrastile.backends.contract import PRECISIONS
+from contrastile.environment import environment
 from contrastile.reporting import (
     COULD_NOT_RUN,
     CannotRunError,
@@ -22,10 +24,11 @@ from contrastile.reporting import (
     require_packages,
     why_not_writable,
     write_json,
+    write_text,
 )
-from contrastile.verify import cases, launched, report, sharded, strategies, worker
+from contrastile.verify import cases, launched, page, report, sharded, strategies, worker
 from contrastile.verify.distributed import DISTRIBUTED
-from contrastile.verify.isolation import DEADLINE, Isolated
+from contrastile.verify.isolation import Isolated
 from contrastile.verify.losses import names
 from contrastile.verify.losses.claims import OBJECTIVES
 from contrastile.verify.properties import PROPERTIES, Property
@@ -34,6 +37,17 @@ from contrastile.verify.worker import Task
 from contrastile.verify.worlds import Threads, World, WorldError
 
 PASS, FAIL, INTERRUPTED = 0, 1, 130
+
+QUICK_CASES = (
+    *("smoke", "ragged", "hot", "all-negative", "ids-drop@far", "labels", "blocks", "sigmoid-ids"),
+    *("batch-doubling", "peak-memory", "drawn", "front-door", "mistakes", "sharded"),
+)
+QUICK_DTYPES = ("float32", "bfloat16")
+QUICK_EXAMPLES = 20
+"""What ``--quick`` runs where the command says nothing else."""
+
+EXAMPLES, RANKS_EXAMPLES = 100, 25
+"""Problems drawn for a backend and dtype; by the ranks of a launcher, which take these dtypes where none is given."""
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -60,19 +74,36 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     )
     add("--workspace", type=int, metavar="MIB", help="for G, of triton and cupy (default: CONTRASTILE_WORKSPACE_MIB)")
     add("--keep", type=int, metavar="MIB", help="of exponentials kept, of cupy (default: CONTRASTILE_KEEP_MIB)")
-    add("--device", default="cpu", choices=["cpu", "cuda"], help="where to run (default: cpu)")
+    add(
+        "--device",
+        default="auto",
+        choices=["auto", "cpu", "cuda"],
+        help="where to run (default: auto, the GPU for every backend that runs on one, else the CPU)",
+    )
     add("--world", metavar="N", help="as 1..8 ranks in this process, or under a launcher as mpi or torch")
     add(
         "--examples",
         type=int,
-        default=100,
         metavar="N",
-        help="problems to draw for a backend and dtype (default: 100)",
+        help="problems to draw per backend and dtype (default: 100; mpi, torch: 25)",
     )
+    add("--quick", action="store_true", help="a few cases in float32 and bfloat16, in seconds, where none are given")
     add("--deadline", type=float, metavar="SECONDS", help="time limit of one check (default: 120, on a GPU 600)")
+    add(
+        "--jobs",
+        type=int,
+        metavar="N",
+        help="processes at a time (default: 2 for all cases on 2 cores or more, else 1)",
+    )
     add("--seed", type=int, default=0, metavar="S", help="seed of everything random (default: 0)")
     add("--json", type=Path, metavar="FILE", help="write the verdict, the environment and every row to FILE")
-    add("--fail-fast", action="store_true", help="stop at the first failure")
+    add(
+        "--report",
+        type=Path,
+        metavar="FILE.html",
+        help="write it all as one page: verdict, heat map, plots, environment",
+    )
+    add("-x", "--fail-fast", action="store_true", help="stop at the first failure")
     add("--list", action="store_true", help="list backends, cases and properties, and run nothing")
     add("--quiet", action="store_true", help="print only the failures and the verdict")
 
@@ -84,10 +115,12 @@ def main(args: argparse.Namespace) -> int:
         0 when everything that the backends claim was tested and passed, 1 when something failed, 2 when nothing could
         be run or too much was left untested (the last lines say why), 130 when it was interrupted.
     """
+    args.started = time.monotonic()
     try:
         if args.list:
             print(listing())
             return PASS
+        args.left_out = _select(args)
         with launched.opened(args.world, args.device) as world:
             _require_writable(args, world)
             return _isolated(args, world) if world is None or isinstance(world, Threads) else _launched(args, world)
@@ -95,6 +128,22 @@ def main(args: argparse.Namespace) -> int:
         return cannot_run("verify", error)
     except KeyboardInterrupt:
         return _interrupted("interrupted")
+
+
+def _select(args: argparse.Namespace) -> list[str]:
+    """Choose what the command leaves open; what is left out by ``--quick``, or by ranks of a launcher."""
+    ranks = args.world in ("mpi", "torch")
+    every = list(names.CASES) if args.loss else _case_names(PROPERTIES if args.world is None else DISTRIBUTED)
+    left_out = []
+    if args.quick and args.case is None:
+        args.case = [name for name in QUICK_CASES if name in every]
+        left_out.append(f"{len(every) - len(args.case)} cases")
+    if (args.quick or ranks) and args.dtype is None:
+        args.dtype = list(QUICK_DTYPES)
+        left_out += [dtype for dtype in DTYPES if dtype not in QUICK_DTYPES]
+    if args.examples is None:
+        args.examples = QUICK_EXAMPLES if args.quick else RANKS_EXAMPLES if ranks else EXAMPLES
+    return [f"{', '.join(left_out)} ({'--quick' if args.quick else 'give --dtype'})"] if left_out else []
 
 
 def _interrupted(line: str) -> int:
@@ -118,7 +167,7 @@ def listing() -> str:
 
 def _require_writable(args: argparse.Namespace, world: World | None) -> None:
     # the leader writes; every rank must know whether it can
-    reason = why_not_writable(args.json) if world is None or world.leads else None
+    reason = why_not_writable(args.json, args.report) if world is None or world.leads else None
     reason = reason if world is None else world.share(reason)
     if reason is not None:
         raise CannotRunError(reason)
@@ -127,12 +176,11 @@ def _require_writable(args: argparse.Namespace, world: World | None) -> None:
 def _isolated(args: argparse.Namespace, world: Threads | None) -> int:
     """Run in a child process, so that a backend that crashes ends the child alone."""
     task = _task(args, world)
-    deadline = DEADLINE[args.device] if args.deadline is None else args.deadline
-    if not 0 < deadline < math.inf:
+    if args.deadline is not None and not 0 < args.deadline < math.inf:
         raise CannotRunError(f"--deadline must be a number of seconds above 0, got {args.deadline:g}")
     rows: list[Row] = []
     with progress(shown=not args.quiet) as advance:
-        run = Isolated(task, deadline, advance)
+        run = Isolated(task, args.deadline, advance, _jobs(args))
         try:
             rows.extend(_until_failure(run.rows()) if args.fail_fast else run.rows())
         except KeyboardInterrupt:
@@ -143,6 +191,14 @@ def _isolated(args: argparse.Namespace, world: Threads | None) -> int:
     rows.append(worker.whole("the rest", "untested", line))
     _verdict(args, rows, run.failures)
     return _interrupted(line)
+
+
+def _jobs(args: argparse.Namespace) -> int:
+    if args.jobs is not None:
+        at_least("jobs", args.jobs, 1)
+        return int(args.jobs)
+    # few checks are done before a second process has loaded its backends
+    return 2 if (args.case is None or args.quick) and not args.loss and environment()["cores"] > 1 else 1
 
 
 def _launched(args: argparse.Namespace, world: World) -> int:
@@ -162,7 +218,9 @@ def _in_this_process(args: argparse.Namespace, world: World) -> int:
     rows = [worker.absent(name, reason, world.size) for name, reason in loaded.items() if isinstance(reason, str)]
     backends = {name: backend for name, backend in loaded.items() if not isinstance(backend, str)}
     with progress(shown=world.leads and not args.quiet) as advance:
-        run = Run(replace(task.selection(backends), world=world), advance)
+        run = Run(
+            replace(task.selection(backends, gpu=launched.on_gpus(args.world, args.device)), world=world), advance
+        )
         rows += _until_failure(run.rows()) if args.fail_fast else run.rows()
     return _verdict(args, rows, run.failures, leads=world.leads)
 
@@ -206,8 +264,12 @@ def _verdict(args: argparse.Namespace, rows: list[Row], failures: list[Failure],
         raise CannotRunError(f"nothing ran: {'the loss does not claim ' if unclaimed else ''}{why}")
     if leads and args.json is not None:
         write_json(args.json, report.as_json(rows))
+    seconds = time.monotonic() - args.started
+    if leads and args.report is not None:
+        words = ["contrastile", *getattr(args, "words", ["verify"])]
+        write_text(args.report, page.page(rows, failures, words, seconds, args.left_out))
     if leads:
-        report.show(rows, failures, quiet=args.quiet)
+        report.show(rows, failures, quiet=args.quiet, seconds=seconds, left_out=args.left_out)
     return {"pass": PASS, "fail": FAIL, "incomplete": COULD_NOT_RUN}[report.verdict(rows)]
 
 

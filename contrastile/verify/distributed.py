@@ -8,6 +8,8 @@ to the oracle of the whole: log-sum-exps and gradients of every rank's own rows 
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
+from functools import partial
+from typing import Any
 
 from contrastile.backends.contract import Options
 from contrastile.schedules.placement import Reduction
@@ -18,6 +20,7 @@ from contrastile.verify.sharded import run
 from contrastile.verify.shards import FIELDS, Cut
 from contrastile.verify.trial import Trial
 from contrastile.verify.truth import Outcome, truth
+from contrastile.verify.worlds import judged
 
 EXCHANGES = ("ring", "gather")
 _EVERYWHERE = ("loss", "scale", "bias")
@@ -26,12 +29,12 @@ _EVERYWHERE = ("loss", "scale", "bias")
 def cuts(trial: Trial) -> Iterator[tuple[str, Cut]]:
     """The cuts of a case: at random, one row on the first rank, rows and columns far from each other.
 
-    A rank may have nothing at all.
+    A rank may have nothing at all. A large case is cut at random alone: edges are the small ones' business.
     """
     n, problem, random = trial.subject.ranks.size, trial.problem, trial.random()
     uneven = [random.integers(0, 7, n).tolist() for _ in range(2)]
     yield "uneven", Cut.of(problem, *uneven)
-    if n > 1:
+    if n > 1 and trial.small:
         few = [1, max(1, len(problem.rows) - 1)] + [0] * (n - 2)
         yield "one row", Cut.of(problem, few, [*few[2:], *few[:2]])
         ends = [0] * (n - 1)
@@ -49,9 +52,15 @@ def _first(trial: Trial, label: str, cut: Cut, exchange: str) -> list[Outcome]:
 
 def _schedule(trial: Trial, exchange: str) -> Checks:
     for label, cut in cuts(trial):
-        got = cut.joined(_first(trial, label, cut, exchange), trial.subject.ranks.size)
-        bound = trial.bounds(trial.problem, trial.oracle, spread=cut.spread(exchange))
-        yield label, compare(got, trial.oracle.outcome, bound, FIELDS)
+        parts = _first(trial, label, cut, exchange)
+        spread = cut.spread(exchange)
+        yield label, judged(trial.subject.ranks, partial(_compared, trial, cut, parts, len(parts), spread=spread))
+
+
+def _compared(trial: Trial, cut: Cut, parts: list[Outcome], factor: float, upstream: float = 1.0, **how: Any) -> Worst:
+    oracle = trial.oracle if upstream == 1.0 else truth(trial.problem, upstream)
+    bound = trial.bounds(trial.problem, oracle, upstream, **how)
+    return compare(cut.joined(parts, factor), oracle.outcome, bound, FIELDS)
 
 
 def ring(trial: Trial) -> Checks:
@@ -67,14 +76,14 @@ def gather(trial: Trial) -> Checks:
 def reduction(trial: Trial) -> Checks:
     """A sum of the parameters' gradients over the ranks is the oracle's too, with a gradient from above."""
     trial.only_small()
-    oracle, n = truth(trial.problem, -2.5), trial.subject.ranks.size
+    world = trial.subject.ranks
     label, cut = next(cuts(trial))
     for exchange in EXCHANGES:
-        bound = trial.bounds(trial.problem, oracle, -2.5, spread=cut.spread(exchange))
-        ways: Sequence[tuple[Reduction, float]] = ("sum", 1.0), ("mean", n)
+        ways: Sequence[tuple[Reduction, float]] = ("sum", 1.0), ("mean", world.size)
         for way, factor in ways:
-            got = cut.joined(run(trial.subject, cut, exchange, reduction=way, upstream=-2.5), factor)
-            yield f"{exchange}, {label}, {way}, upstream -2.5", compare(got, oracle.outcome, bound, FIELDS)
+            parts = run(trial.subject, cut, exchange, reduction=way, upstream=-2.5)
+            judge = partial(_compared, trial, cut, parts, factor, -2.5, spread=cut.spread(exchange))
+            yield f"{exchange}, {label}, {way}, upstream -2.5", judged(world, judge)
 
 
 def agreement(trial: Trial) -> Checks:
@@ -107,9 +116,8 @@ def tiles(trial: Trial) -> Checks:
     label, cut = next(cuts(trial))
     options = Options(tile=(5, 7))
     parts = run(trial.subject, cut, "ring", options=options)
-    bound = trial.bounds(trial.problem, trial.oracle, options=options, spread=cut.spread("ring"))
-    got = cut.joined(parts, len(parts))
-    yield f"ring, {label}, tile 5 x 7", compare(got, trial.oracle.outcome, bound, FIELDS)
+    judge = partial(_compared, trial, cut, parts, len(parts), options=options, spread=cut.spread("ring"))
+    yield f"ring, {label}, tile 5 x 7", judged(trial.subject.ranks, judge)
 
 
 DISTRIBUTED = {

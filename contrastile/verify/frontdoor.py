@@ -24,6 +24,7 @@ from contrastile.verify.run import NOTHING, Worst, compare, on_device, wrong
 from contrastile.verify.shards import Cut, shares
 from contrastile.verify.trial import SkipError, Subject
 from contrastile.verify.truth import Outcome, masks, truth
+from contrastile.verify.worlds import judged
 
 CASE = "front-door"
 MISTAKES = "mistakes"
@@ -185,14 +186,17 @@ def _interfaces(subject: Subject) -> tuple[str, ...]:
 
 
 def _compare(call: Call, subject: Subject, exchange: str, *, autograd: bool) -> Worst:
-    problem, dtype, cut = call.cut.problem, subject.dtype, call.cut
-
     def program(communicator: Communicator) -> Outcome:
-        part = cut.part(communicator.rank)
+        part = call.cut.part(communicator.rank)
         differentiate = _by_autograd if autograd else _by_value_and_grad
         return differentiate(call, part, subject, communicator, exchange)
 
     parts = subject.ranks.run(program)
+    return judged(subject.ranks, lambda: _judge(call, subject, exchange, parts, autograd=autograd))
+
+
+def _judge(call: Call, subject: Subject, exchange: str, parts: list[Outcome], *, autograd: bool) -> Worst:
+    problem, dtype, cut = call.cut.problem, subject.dtype, call.cut
     oracle = truth(problem)
     # weights, scale and loss have the caller's precision, whatever the backend's state
     facts = replace(subject.accuracy, unit=max(subject.accuracy.unit, UNIT[state_dtype(dtype)]))

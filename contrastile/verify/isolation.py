@@ -1,7 +1,8 @@
-"""A run whose checks happen in a child process, so that a backend that exits, crashes, hangs or prints harms no other.
+"""A run whose checks happen in child processes, so that a backend that exits, crashes, hangs or prints harms no other.
 
-One child runs all checks. If it ends or exceeds the deadline, its check has failed, and a new child continues with the
-next check; a backend that has ended several children is not tested any further.
+One child runs all checks, or each of several runs a share of the cases. If a child ends or exceeds the deadline, its
+check has failed, and a new one continues with the next check of the share; a backend that has ended several
+children of a share is not tested any further there.
 """
 
 from __future__ import annotations
@@ -37,14 +38,19 @@ _START = 120.0
 _PROGRAM = "import sys; sys.path[:] = {path!r}; from contrastile.verify.worker import main; main()"
 
 
+Found = tuple[int, Row, Failure | None]
+"""A row, its number (-1 where it is about a whole backend), and its failure."""
+
+
 @dataclass(slots=True)
 class Isolated:
     """A run in progress: iterate over ``rows`` once; ``failures`` fills as it goes.
 
     Attributes:
         task: what to run.
-        deadline: seconds that one check may take.
+        deadline: seconds that one check may take; None for ``DEADLINE`` of its device.
         progress: see ``runner.Run``.
+        jobs: child processes at a time; each runs a share of the cases.
         failures: the failures so far.
         done: checks done so far.
         total: checks in all, once known.
@@ -52,46 +58,124 @@ class Isolated:
     """
 
     task: Task
-    deadline: float
+    deadline: float | None
     progress: ProgressCallback = lambda done, total, what: None
+    jobs: int = 1
     failures: list[Failure] = field(default_factory=list)
     done: int = 0
     total: int = 0
     interrupted: bool = False
-    _lost: Counter[str] = field(default_factory=Counter)
 
     def rows(self) -> Iterator[Row]:
-        """One row for each check, as each is done.
+        """One row for each check, in their order, each as soon as those before it are done.
+
+        After an interruption the rest of what was found comes next.
 
         Raises:
             CannotRunError: a backend or the device is not available.
         """
-        while True:
-            worker = _Worker(asdict(self.task), self.done, self._excluded())
+        waiting: dict[int, Found] = {}
+        following = 0
+        lanes = [_Lane(self.task, self.deadline, (k, self.jobs)) for k in range(self.jobs)]
+        try:
+            for found in _merged(lanes):
+                number, row, _ = found
+                if number < 0:
+                    yield self._report(found)
+                    continue
+                waiting[number] = found
+                self.done += 1
+                self.total = max(lane.total for lane in lanes)
+                self.progress(self.done, self.total, f"{row['backend']} {row['dtype']} {row['case']} {row['property']}")
+                while following in waiting:
+                    yield self._report(waiting.pop(following))
+                    following += 1
+        except KeyboardInterrupt:
+            self.interrupted = True
+            for number in sorted(waiting):
+                yield self._report(waiting[number])
+        finally:
+            for lane in lanes:
+                lane.end()
+
+    def _report(self, found: Found) -> Row:
+        _, row, failure = found
+        if failure is not None:
+            self.failures.append(failure)
+        return row
+
+
+def _merged(lanes: list[_Lane]) -> Iterator[Found]:
+    """What the lanes find, as it comes: each is listened to in a thread."""
+    found: queue.SimpleQueue[Found | BaseException | None] = queue.SimpleQueue()
+
+    def listen(lane: _Lane) -> None:
+        try:
+            for each in lane.rows():
+                found.put(each)
+            found.put(None)
+        except BaseException as error:
+            found.put(error)
+
+    for lane in lanes:
+        threading.Thread(target=listen, args=(lane,), daemon=True).start()
+    left = len(lanes)
+    while left:
+        each = found.get()
+        if isinstance(each, BaseException):
+            raise each
+        if each is None:
+            left -= 1
+        else:
+            yield each
+
+
+@dataclass(slots=True)
+class _Lane:
+    """A share of the checks, run by one child after another."""
+
+    task: Task
+    deadline: float | None
+    share: tuple[int, int]
+    total: int = 0
+    _next: int = 0
+    _started: bool = False
+    _ended: bool = False
+    _worker: _Worker | None = None
+    _lost: Counter[str] = field(default_factory=Counter)
+
+    def rows(self) -> Iterator[Found]:
+        while not self._ended:
+            lost = {name: f"it ended {n} processes before" for name, n in self._lost.items() if n >= MAX_LOST}
+            how = {"start": self._next, "share": self.share, "first": not self._started and not self.share[0]}
+            self._worker = _Worker({"task": asdict(self.task), "lost": lost, **how}, self.share[1])
+            self._started = True
             try:
-                if (yield from self._until_lost(worker)):
+                if (yield from self._until_lost(self._worker)):
                     return
             finally:
-                worker.end()
+                self._worker.end()
 
-    def _excluded(self) -> dict[str, str]:
-        return {name: f"it ended {n} processes before" for name, n in self._lost.items() if n >= MAX_LOST}
+    def end(self) -> None:
+        """End the child, and start no other."""
+        self._ended = True
+        if self._worker is not None:
+            self._worker.end()
 
-    def _until_lost(self, worker: _Worker) -> Generator[Row, None, bool]:
+    def _until_lost(self, worker: _Worker) -> Generator[Found, None, bool]:
         """The rows of one child; returns whether they are the last."""
         loading: object = "the backends"
         begun: dict[str, Any] | None = None
         checking = False
         while True:
             try:
-                message = worker.receive(self.deadline if checking else max(self.deadline, _START))
+                message = worker.receive(self._seconds(begun if checking else None))
             except _LostError as lost:
                 if begun is None:
                     raise CannotRunError(f"the process that loads {loading} {lost}") from None
-                yield self._failed(begun["begin"], f"the process {lost}", begun["command"])
+                yield _failed(begun["number"], begun["begin"], f"the process {lost}", begun["command"])
                 self._lost[begun["begin"]["backend"]] += 1
-                if checking:
-                    self._step(begun["begin"])
+                self._next = begun["number"] + 1
                 return False
             if "cannot" in message:
                 raise CannotRunError(message["cannot"])
@@ -100,29 +184,32 @@ class Isolated:
             elif "printed" in message:
                 row = whole(message["backend"], "fail", "", self.task.ranks or 1)
                 command = f"contrastile verify --backend {message['backend']}"
-                yield self._failed(row, f"printed to stdout when it was imported: {message['printed']!r}", command)
+                reason = f"printed to stdout when it was imported: {message['printed']!r}"
+                yield _failed(-1, row, reason, command)
             elif "begin" in message:
                 begun, checking, self.total = message, True, message["total"]
             elif "row" in message:
-                row, failure = message["row"], message.get("failure")
-                if failure is not None:
-                    where = {**failure["worst"], "index": tuple(failure["worst"]["index"])}
-                    self.failures.append(Failure(row, Worst(**where), failure["label"], failure["command"]))
-                yield row
+                row, given, failure = message["row"], message.get("failure"), None
+                if given is not None:
+                    where = {**given["worst"], "index": tuple(given["worst"]["index"])}
+                    failure = Failure(row, Worst(**where), given["label"], given["command"])
                 if "number" in message:
-                    checking, self.total = False, message["total"]
-                    self._step(row)
+                    checking, self.total, self._next = False, message["total"], message["number"] + 1
+                yield message.get("number", -1), row, failure
             else:
                 return True
 
-    def _step(self, row: Row) -> None:
-        self.done += 1
-        self.progress(self.done, self.total, f"{row['backend']} {row['dtype']} {row['case']} {row['property']}")
+    def _seconds(self, begun: dict[str, Any] | None) -> float:
+        """How long a message may take: of a check that has begun, or of anything else."""
+        given = self.deadline
+        if begun is not None:
+            return DEADLINE[begun["begin"]["device"]] if given is None else given
+        return max(DEADLINE["cpu"] if given is None else given, _START)
 
-    def _failed(self, row: Row, reason: str, command: str) -> Row:
-        failed = Row(**{**row, "status": "fail", "ratio": math.inf, "reason": reason})
-        self.failures.append(Failure(failed, wrong(reason), "", command))
-        return failed
+
+def _failed(number: int, row: Row, reason: str, command: str) -> Found:
+    failed = Row(**{**row, "status": "fail", "ratio": math.inf, "excess": math.inf, "reason": reason})
+    return number, failed, Failure(failed, wrong(reason), "", command)
 
 
 class _LostError(Exception):
@@ -132,7 +219,9 @@ class _LostError(Exception):
 class _Worker:
     """A child process, and the thread that reads its messages."""
 
-    def __init__(self, task: dict[str, Any], start: int, lost: dict[str, str]) -> None:
+    def __init__(self, order: dict[str, Any], jobs: int) -> None:
+        # the oracle's products: threads of several children would wait for each other
+        limited = {"OPENBLAS_NUM_THREADS": "1", "MKL_NUM_THREADS": "1"} if jobs > 1 else {}
         # a new session: Ctrl-C reaches the parent alone
         self._process = subprocess.Popen(
             [sys.executable, "-c", _PROGRAM.format(path=sys.path)],
@@ -140,13 +229,14 @@ class _Worker:
             stdout=subprocess.PIPE,
             encoding="utf-8",
             start_new_session=True,
+            env={**limited, **os.environ},
         )
         self._lines: queue.SimpleQueue[str | None] = queue.SimpleQueue()
         assert self._process.stdin is not None
         assert self._process.stdout is not None
         threading.Thread(target=self._listen, args=(self._process.stdout,), daemon=True).start()
         with contextlib.suppress(BrokenPipeError):
-            self._process.stdin.write(json.dumps({"task": task, "start": start, "lost": lost}) + "\n")
+            self._process.stdin.write(json.dumps(order) + "\n")
             self._process.stdin.flush()
 
     def _listen(self, stream: IO[str]) -> None:

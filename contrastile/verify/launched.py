@@ -11,6 +11,7 @@ import faulthandler
 import importlib.util
 import os
 import pickle
+import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
@@ -19,6 +20,7 @@ from typing import Any, TypeVar
 from contrastile.comm.communicator import Communicator, ExchangeError
 from contrastile.comm.connect import connect
 from contrastile.comm.watchdog import deadline_or
+from contrastile.environment import finds_a_gpu
 from contrastile.verify.worlds import LARGEST, Threads, World, WorldError
 
 T = TypeVar("T")
@@ -89,7 +91,7 @@ class Launched:
     def share(self, x: T) -> T:
         """See ``World``."""
         with self._watched():
-            found: T = self.everybody(x if self.leads else None)[0]
+            found: T = self.everybody(_portable_in(x) if self.leads else None)[0]
             return found
 
     @contextmanager
@@ -111,6 +113,13 @@ def _portable(error: Exception) -> Exception:
     return error if type(back) is type(error) else RuntimeError(f"{type(error).__name__}: {error}")
 
 
+def _portable_in(x: Any) -> Any:
+    """The object, and in a tuple each exception in a form that can be pickled."""
+    if isinstance(x, tuple):
+        return tuple(_portable(each) if isinstance(each, Exception) else each for each in x)
+    return x
+
+
 @contextmanager
 def opened(name: str | None, device: str) -> Iterator[World | None]:
     """The world that ``--world`` names; None for none.
@@ -129,8 +138,20 @@ def opened(name: str | None, device: str) -> Iterator[World | None]:
     package = {"mpi": "mpi4py", "torch": "torch"}[name]
     if importlib.util.find_spec(package) is None:
         raise WorldError(f"--world {name} needs {package}; run: pip install 'contrastile[{name}]'")
-    with (mpi if name == "mpi" else torch)(device) as world:
+    kind = "cuda" if on_gpus(name, device) else "cpu"
+    with (mpi if name == "mpi" else torch)(kind) as world:
         yield world
+
+
+def on_gpus(name: str | None, device: str) -> bool:
+    """Whether the ranks of this world have GPUs: with "auto" where one is found, under torchrun one for each rank."""
+    if device != "auto":
+        return device == "cuda"
+    if name != "torch":
+        return finds_a_gpu()
+    import torch
+
+    return torch.cuda.is_available() and torch.cuda.device_count() >= int(os.environ.get("LOCAL_WORLD_SIZE", "1"))
 
 
 @contextmanager
@@ -149,7 +170,16 @@ def mpi(device: str) -> Iterator[Launched]:
         _take_gpu(comm.Split_type(MPI.COMM_TYPE_SHARED).Get_rank())
     launch = ["mpirun", "-n", str(comm.Get_size()), "python", "-m", "mpi4py", "-m", "contrastile"]
     rank, size = comm.Get_rank(), comm.Get_size()
-    yield Launched("mpi", launch, rank, size, comm.allgather, comm.Dup, lambda group: group.Free())
+
+    def everybody(x: Any) -> list[Any]:
+        # a collective that waits spins, and takes the core from a rank that computes: ask instead, until all are here
+        here, pause = comm.Ibarrier(), 1e-5
+        while not here.Test():
+            time.sleep(pause)
+            pause = min(2 * pause, 1e-3)
+        return comm.allgather(x)
+
+    yield Launched("mpi", launch, rank, size, everybody, comm.Dup, lambda group: group.Free())
 
 
 @contextmanager

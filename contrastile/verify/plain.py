@@ -1,4 +1,4 @@
-"""The second gate: a backend's error is at most NOISIER times that of a plain computation in the same dtype.
+"""The second gate: a backend's error is at most ``NOISIER`` times that of a plain computation in the same dtype.
 
 The plain computation is what ten lines of PyTorch do: full logits in float32 (float64 for float64 features),
 ``log_softmax``, and the gradient from its exponential. Norms of errors are compared, above a floor: the error of one
@@ -22,8 +22,11 @@ from contrastile.verify.truth import Direction, Outcome, Truth, column_blocks
 
 Matrix = npt.NDArray[Any]
 
-NOISIER = 3.0
-"""Largest ratio of a backend's error to the plain computation's, or to the floor where that is larger."""
+NOISIER = {"cpu": 2.0, "cuda": 3.0}
+"""Largest ratio of a backend's error to the plain computation's, or to the floor where that is larger, by device.
+
+The plain computation runs on the host; products of tensor cores truncate as they add. 2 has not been tried on a GPU.
+"""
 
 
 def compare_with_plain(
@@ -32,17 +35,18 @@ def compare_with_plain(
     got: Outcome,
     accuracy: Accuracy,
     dtype: str,
+    device: str = "cpu",
     view: Callable[[Outcome], Outcome] = lambda outcome: outcome,
 ) -> Worst:
-    """The field with the largest norm of errors, relative to NOISIER times that of the plain computation.
+    """The field with the largest norm of errors, relative to ``NOISIER`` times that of the plain computation.
 
     ``view`` makes of an outcome of the problem one in the fields of ``got``.
     """
     with np.errstate(all="ignore"):
-        plain, floor = _plain(problem, t, accuracy, dtype), _floor(problem, t, accuracy, dtype)
+        plain, floor = plain_outcome(problem, t, accuracy, dtype), _floor(problem, t, accuracy, dtype)
     worst = NOTHING
     for name, found, exact, other, least in _fields(got, *map(view, (t.outcome, plain, floor))):
-        error, allowed = np.linalg.norm(found - exact), NOISIER * max(np.linalg.norm(other - exact), least)
+        error, allowed = np.linalg.norm(found - exact), NOISIER[device] * max(np.linalg.norm(other - exact), least)
         # written so that NaN fails
         ratio = 0.0 if error == 0 else float(error / allowed) if allowed > 0 and error < np.inf else np.inf
         if ratio > worst.ratio or worst is NOTHING:
@@ -58,7 +62,7 @@ def _fields(*outcomes: Outcome) -> Iterator[tuple[Any, ...]]:
             yield name, *(each[name] for each in named)
 
 
-def _plain(problem: Problem, t: Truth, accuracy: Accuracy, dtype: str) -> Outcome:
+def plain_outcome(problem: Problem, t: Truth, accuracy: Accuracy, dtype: str) -> Outcome:
     """The outcome of the plain computation, without statistics."""
     state = np.dtype(state_dtype(dtype))
     q, k, scale = t.q.astype(state), t.k.astype(state), state.type(t.scale)
@@ -122,7 +126,7 @@ def _floor(problem: Problem, t: Truth, accuracy: Accuracy, dtype: str) -> Outcom
     roundings of G are independent, and their squares add up.
     """
     u, a = max(accuracy.unit, accuracy.accumulate_unit), accuracy
-    terms = abs(t.scale) * (np.abs(t.q) @ np.abs(t.k).T) + abs(t.bias)
+    terms = abs(t.scale) * t.magnitudes + abs(t.bias)
     # roundings of the d products of a logit are independent
     rounded_features = np.sqrt(2.0 * (t.q**2 @ (t.k**2).T)) * a.input_rounding
     logit = u * (terms + a.exp_ulps) + abs(t.scale) * rounded_features

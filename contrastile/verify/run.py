@@ -4,19 +4,20 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
-from typing import Any
+from typing import Any, TypedDict
 
 import numpy as np
 
 from contrastile.backends.arrays import ArrayLibrary
 from contrastile.backends.contract import STATISTICS, Array, Backend, Block, LseFunction, Options, Statistics
-from contrastile.oracle.arrays import FloatArray
+from contrastile.oracle.arrays import FloatArray, float64
 from contrastile.schedules import local, schedule
 from contrastile.schedules.problem import Problem
 from contrastile.verify.truth import Outcome
 
 VALUE = ("loss", *STATISTICS)
 GRADIENT = ("rows", "columns", "scale", "bias")
+_STORED = "rows", "columns"
 
 Want = Callable[[Problem], local.Wanted | None]
 
@@ -31,6 +32,9 @@ class Worst:
         index: of the element in the field.
         error: absolute error.
         bound: absolute bound.
+        beyond: the largest (error - r) / (bound - r) of all elements, r the unavoidable rounding of the stored result;
+            below 1 where the ratio is. None where nothing is stored in a dtype coarser than the state: then the ratio
+            says as much.
     """
 
     ratio: float
@@ -38,10 +42,34 @@ class Worst:
     index: tuple[int, ...]
     error: float
     bound: float
+    beyond: float | None = None
+
+    @property
+    def excess(self) -> float:
+        """``beyond``, or else the ratio: what the arithmetic used of its bound, the result's own rounding left out."""
+        return self.ratio if self.beyond is None else self.beyond
 
     def __str__(self) -> str:
         where = f"[{', '.join(map(str, self.index))}]" if self.index else ""
         return f"{self.field}{where}: error {self.error:.3g}, bound {self.bound:.3g}"
+
+
+class Point(TypedDict):
+    """An error measured at one size, beside what it is compared with: see ``growth``."""
+
+    axis: str
+    x: float
+    error: float
+    plain: float
+    probable: float
+    bound: float
+
+
+@dataclass(frozen=True, slots=True)
+class Measured(Worst):
+    """A comparison whose point goes to the report."""
+
+    point: Point | None = None
 
 
 NOTHING = Worst(0.0, "nothing", (), 0.0, 0.0)
@@ -153,7 +181,7 @@ def outcome(
     def take(x: Array | None) -> Any:
         return None if x is None else np.array(arrays.to_numpy(x), dtype=np.float64)
 
-    found = dict.fromkeys(STATISTICS) | {name: take(x) for name, x in lses.items()}
+    found: dict[str, Any] = dict.fromkeys(STATISTICS) | {name: take(x) for name, x in lses.items()}
     if parts:
         found["row_positive_sum"] = np.sum([take(part.row_positive_sum) for part in parts], axis=0)
         if found["column_negative_lse"] is not None:
@@ -185,19 +213,28 @@ def compare(got: Outcome, truth: Outcome, bound: Outcome, fields: Sequence[str] 
     where the truth is, a missing element and a bound of NaN have ratio inf. An error of 0 has ratio 0, whatever the
     bound. Fields that the truth lacks are not compared.
     """
-    worst = NOTHING
+    found = []
     bounds = dict(parts(bound, fields))
     values = dict(parts(got, fields))
     for name, expected in parts(truth, fields):
-        if expected is None:
-            continue
-        found = _compare_one(name, values.get(name), expected, bounds.get(name))
-        if found.ratio > worst.ratio or worst is NOTHING:
-            worst = found
-    return worst
+        if expected is not None:
+            rounding = bound.rounding if name.partition("[")[0] in _STORED else (0.0, 0.0)
+            found.append(_compare_one(name, values.get(name), expected, bounds.get(name), rounding))
+    return largest(found)
 
 
-def _compare_one(name: str, got: FloatArray | None, truth: FloatArray, bound: FloatArray | None) -> Worst:
+def largest(found: Sequence[Worst]) -> Worst:
+    """The first of largest ratio, with the largest ``beyond`` of all; ``NOTHING`` of none."""
+    if not found:
+        return NOTHING
+    worst = max(found, key=lambda each: each.ratio)
+    excess = max(each.excess for each in found)
+    return worst if excess == worst.excess else replace(worst, beyond=excess)
+
+
+def _compare_one(
+    name: str, got: FloatArray | None, truth: FloatArray, bound: FloatArray | None, rounding: tuple[float, float]
+) -> Worst:
     if got is None or bound is None:
         return wrong(f"{name} is missing")
     if np.shape(got) != np.shape(truth):
@@ -214,6 +251,19 @@ def _compare_one(name: str, got: FloatArray | None, truth: FloatArray, bound: Fl
     ratio = np.where(hopeless, np.inf, ratio)
     index = np.unravel_index(int(np.argmax(ratio)), ratio.shape)
     where = tuple(int(i) for i in index)
+    beyond = None
+    if any(rounding):
+        unavoidable = np.where(np.isfinite(truth), _half_ulp(truth, *rounding), 0.0)
+        with np.errstate(all="ignore"):
+            more = np.where(error > unavoidable, (error - unavoidable) / (bound - unavoidable), 0.0)
+        # never on another side of 1 than the ratio
+        beyond = float(np.where(ratio < 1, np.clip(more, 0.0, ratio), ratio).max())
     return Worst(
-        float(ratio[index]), name, where, float(error[index]), float(np.broadcast_to(bound, truth.shape)[index])
+        float(ratio[index]), name, where, float(error[index]), float(np.broadcast_to(bound, truth.shape)[index]), beyond
     )
+
+
+def _half_ulp(x: FloatArray, unit: float, underflow: float) -> FloatArray:
+    """Half the spacing of a dtype's numbers at x: the largest error of rounding x to it."""
+    _, exponent = np.frexp(x)
+    return float64(np.maximum(np.ldexp(unit, exponent - 1), underflow))

@@ -6,9 +6,9 @@ import math
 import shlex
 import warnings
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import cache, partial
-from typing import TypedDict
+from typing import NotRequired, TypedDict
 
 import numpy as np
 
@@ -21,7 +21,7 @@ from contrastile.verify.distributed import DISTRIBUTED
 from contrastile.verify.facts import FactsError
 from contrastile.verify.memory import one_thread
 from contrastile.verify.properties import PROPERTIES, Checks, Property
-from contrastile.verify.run import NOTHING, Worst, wrong
+from contrastile.verify.run import NOTHING, Measured, Point, Worst, wrong
 from contrastile.verify.trial import SkipError, Subject, Trial
 from contrastile.verify.truth import Truth, truth
 from contrastile.verify.worlds import World
@@ -33,18 +33,23 @@ class Row(TypedDict):
     """One line of the report.
 
     ``status`` is "pass", "fail", "skip" (the property does not apply to this case, or the backend does not claim this
-    dtype or device), "refused" (the backend refused a problem of a dtype and device that it claims) or "untested".
-    ``ratio`` is max error / bound; inf where it is wrong by any bound, None where nothing was compared.
+    dtype or device: then one row, of property and case "all"), "refused" (the backend refused a problem of a dtype and
+    device that it claims) or "untested". ``ratio`` is max error / bound; inf where it is wrong by any bound, None where
+    nothing was compared; ``excess`` the same without the rounding of the stored result: see ``run.Worst.beyond``.
+    ``points`` are the measurements of "growth".
     """
 
     backend: str
     property: str
     case: str
     dtype: str
+    device: str
     world: int
     ratio: float | None
+    excess: float | None
     status: str
     reason: str
+    points: NotRequired[list[Point]]
 
 
 @dataclass(frozen=True, slots=True)
@@ -66,7 +71,8 @@ class Selection:
         cases: names, also "drawn" and "drawn:..."; None for all.
         properties: names; None for all.
         dtypes: of the features; those that a backend does not take are skipped.
-        device: kind of device.
+        device: kind of device; "auto" is a GPU for the backends that run on one, if there is a GPU, else the host.
+        gpu: whether there is one; "auto" asks.
         workspace: see ``contract.Options``.
         keep: see ``contract.Options``.
         examples: problems to draw for each backend and dtype.
@@ -79,7 +85,8 @@ class Selection:
     cases: Sequence[str] | None = None
     properties: Sequence[str] | None = None
     dtypes: Sequence[str] = DTYPES
-    device: str = "cpu"
+    device: str = "auto"
+    gpu: bool = False
     examples: int = 100
     seed: int = 0
     precisions: Sequence[str] | None = None
@@ -93,10 +100,16 @@ class Selection:
         for name, backend in self.backends.items():
             available = [x for x in PRECISIONS if x in backend.precisions]
             precisions = (available if self.precisions is None else self.precisions) if dtype == "float32" else ["ieee"]
-            how = self.device, self.seed, self.examples
+            how = self.place(backend), self.seed, self.examples
             sizes = self.workspace, self.keep
             found += [Subject(name, backend, dtype, *how, precision, *sizes, self.world) for precision in precisions]
         return found
+
+    def place(self, backend: Backend) -> str:
+        """The kind of device on which a backend runs."""
+        if self.device != "auto":
+            return self.device
+        return "cuda" if self.gpu and "cuda" in backend.devices else "cpu"
 
     def chosen(self) -> list[Property]:
         """The selected properties, in the registry's order."""
@@ -125,7 +138,7 @@ class Selection:
         words += ["--property", each.name, "--case", case, "--seed", str(self.seed)]
         if case in (strategies.CASE, sharded.CASE):
             words += ["--examples", str(self.examples)]
-        if self.device != "cpu":
+        if self.device != "auto":
             words += ["--device", self.device]
         return shlex.join(words)
 
@@ -142,6 +155,7 @@ class Run:
             never returns.
         printed: returns what the backend has printed since the last call.
         start: the number of the first row.
+        share: (k, n) runs every n-th case from the k-th on.
         excluded: backends that are not run any more, and why.
     """
 
@@ -151,16 +165,26 @@ class Run:
     begin: Callable[[int, int, Row, str], None] = lambda number, total, row, command: None
     printed: Callable[[], str] = str
     start: int = 0
+    share: tuple[int, int] = (0, 1)
     excluded: Mapping[str, str] = field(default_factory=dict)
 
     def rows(self) -> Iterator[Row]:
-        total = self.total
+        for _, row in self.numbered():
+            yield row
+
+    def numbered(self) -> Iterator[tuple[int, Row]]:
+        """The rows of this share, each with its number among all."""
+        total, before, place = self.total, None, -1
         for number, (subject, each, case, check) in enumerate(self._checks()):
-            if number < self.start:
+            # a case's checks stay together: they share its truth
+            here = subject.dtype, case, each.name if each.case is not None else ""
+            place += here != before
+            before = here
+            if number < self.start or place % self.share[1] != self.share[0]:
                 continue
             row = self._row(number, total, subject, each, case, check)
             self.progress(number + 1, total, f"{row['backend']} {row['dtype']} {row['case']} {row['property']}")
-            yield row
+            yield number, row
 
     @property
     def total(self) -> int:
@@ -170,12 +194,21 @@ class Run:
         """All checks, in a fixed order; a case's truth is held only from its first check to its last."""
         s = self.selection
         every_case, own_case = [p for p in s.chosen() if p.case is None], [p for p in s.chosen() if p.case is not None]
+        if not (every_case and s.case_names()) and not any(map(s.own_cases, own_case)):
+            return
         for dtype in s.dtypes:
-            subjects = s.subjects(dtype)
+            subjects = []
+            for subject in s.subjects(dtype):
+                refusal = _refusal(subject)
+                if refusal is None:
+                    subjects.append(subject)
+                else:
+                    yield subject, _WHOLE, "all", partial(_skipped, refusal)
             for name in s.case_names() if every_case else ():
-                case = cache(partial(_case, name, dtype))
+                case = cache(partial(cases.build, name, dtype))
+                oracle = cache(partial(_truth, case))
                 for subject in subjects:
-                    trial = cache(partial(_trial, subject, case))
+                    trial = cache(partial(_trial, subject, case, oracle))
                     for each in every_case:
                         yield subject, each, name, partial(_of_a_trial, each, trial)
             for subject in subjects:
@@ -186,21 +219,20 @@ class Run:
     def _row(
         self, number: int, total: int, subject: Subject, each: Property, case: str, check: Callable[[], Checks]
     ) -> Row:
-        def row(ratio: float | None, status: str, reason: str) -> Row:
+        def row(ratio: float | None, status: str, reason: str, excess: float | None = None) -> Row:
             return Row(
                 backend=subject.name,
                 property=each.name,
                 case=case,
                 dtype=subject.label,
+                device=subject.device,
                 world=1 if subject.world is None else subject.world.size,
                 ratio=ratio,
+                excess=excess,
                 status=status,
                 reason=reason,
             )
 
-        refusal = _refusal(subject)
-        if refusal is not None:
-            return row(None, "skip", refusal)
         if subject.name in self.excluded:
             return row(None, "untested", self.excluded[subject.name])
         command = self.selection.command(subject, each, case)
@@ -212,21 +244,26 @@ class Run:
         if printed and found.status != "fail":
             found = CheckResult("fail", worst=wrong(f"printed to stdout: {printed!r}"))
         if found.status != "fail":
-            return row(found.worst.ratio if found.status == "pass" else None, found.status, found.reason)
-        failed = row(found.worst.ratio, "fail", ": ".join(filter(None, (found.label, str(found.worst)))))
+            passed = found.status == "pass"
+            ratio, excess = (found.worst.ratio, found.excess) if passed else (None, None)
+            done = row(ratio, found.status, found.reason, excess)
+            if found.points:
+                done["points"] = list(found.points)
+            return done
+        said, excess = ": ".join(filter(None, (found.label, str(found.worst)))), max(found.excess, found.worst.excess)
+        failed = row(found.worst.ratio, "fail", said, excess)
         if each.case is not None and found.label.startswith(f"{each.case}:"):
             command = self.selection.command(subject, each, found.label)
         self.failures.append(Failure(failed, found.worst, found.label, command))
         return failed
 
 
-def _case(name: str, dtype: str) -> tuple[Case, Truth]:
-    case = cases.build(name, dtype)
-    return case, truth(case.problem)
+def _truth(case: Callable[[], Case]) -> Truth:
+    return truth(case().problem)
 
 
-def _trial(subject: Subject, case: Callable[[], tuple[Case, Truth]]) -> Trial:
-    return Trial(subject, *case())
+def _trial(subject: Subject, case: Callable[[], Case], oracle: Callable[[], Truth]) -> Trial:
+    return Trial(subject, case(), oracle)
 
 
 def _of_a_trial(each: Property, trial: Callable[[], Trial]) -> Checks:
@@ -248,6 +285,17 @@ class CheckResult:
     reason: str = ""
     label: str = ""
     worst: Worst = NOTHING
+    excess: float = 0.0
+    points: tuple[Point, ...] = ()
+
+
+def _skipped(reason: str) -> Checks:
+    raise SkipError(reason)
+    yield
+
+
+_WHOLE = Property("all", _skipped)
+"""Stands for every property of a backend that does not run with this dtype, device or precision."""
 
 
 def worst_of(check: Callable[[], Checks]) -> CheckResult:
@@ -261,10 +309,17 @@ def worst_of(check: Callable[[], Checks]) -> CheckResult:
         # a backend may warn, and the oracle warns of NaN
         with warnings.catch_warnings(), np.errstate(all="ignore"):
             warnings.simplefilter("ignore", RuntimeWarning)
+            points: list[Point] = []
             for label, worst in check():
+                if isinstance(worst, Measured) and worst.point is not None:
+                    points.append(worst.point)
                 ratio = math.inf if math.isnan(worst.ratio) else worst.ratio
+                excess = max(found.excess, ratio if math.isnan(worst.excess) else worst.excess)
                 if found.status == "untested" or ratio > found.worst.ratio:
-                    found = CheckResult("pass" if ratio < 1 else "fail", "", label, worst)
+                    found = CheckResult("pass" if ratio < 1 else "fail", "", label, worst, excess)
+                else:
+                    found = replace(found, excess=excess)
+            found = replace(found, points=tuple(points))
     except SkipError as reason:
         return CheckResult("skip", str(reason)) if found.status == "untested" else found
     except UnsupportedProblemError as reason:

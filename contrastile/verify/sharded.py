@@ -18,6 +18,7 @@ from contrastile.verify.shards import FIELDS, Cut
 from contrastile.verify.strategies import Recipe
 from contrastile.verify.trial import SkipError, Subject
 from contrastile.verify.truth import Outcome, truth
+from contrastile.verify.worlds import judged
 
 if TYPE_CHECKING:
     from hypothesis.strategies import SearchStrategy
@@ -99,12 +100,13 @@ def sharded(subject: Subject, case: str) -> Iterator[tuple[str, Worst]]:
         one = Shared.parse(case)
         if len(one.rows) != world.size:
             raise SkipError(f"the case is for a world of {len(one.rows)}, and this one has {world.size} ranks")
-        yield str(one), _hold(one, subject)
+        held = _computed(one, subject)
+        yield str(one), judged(world, lambda: _judge(*held, one, subject))
         return
     if not world.leads:
         while (drawn := world.share(None)) is not None:
             try:
-                _hold(drawn, subject)
+                _computed(drawn, subject)
             except Exception:
                 # the leader sees the same error, and reports it
                 continue
@@ -113,7 +115,7 @@ def sharded(subject: Subject, case: str) -> Iterator[tuple[str, Worst]]:
 
     def hold(drawn: Shared) -> Worst:
         world.share(drawn)
-        return _hold(drawn, subject)
+        return _judge(*_computed(drawn, subject), drawn, subject)
 
     try:
         found = strategies.search(shared(world.size), hold, subject)
@@ -143,11 +145,16 @@ def run(
     return subject.ranks.run(program, late=late)
 
 
-def _hold(drawn: Shared, subject: Subject) -> Worst:
+def _computed(drawn: Shared, subject: Subject) -> tuple[Cut, list[Outcome]]:
+    """The problem in its parts, and what the ranks make of them."""
     whole = strategies.problem(drawn.recipe, subject.dtype)
     cut, options = Cut.of(whole, drawn.rows, drawn.columns), drawn.recipe.options
     late = drawn.late and subject.ranks.can_be_late
-    parts = run(subject, cut, drawn.exchange, reduction=drawn.reduction, late=late, options=options)
+    return cut, run(subject, cut, drawn.exchange, reduction=drawn.reduction, late=late, options=options)
+
+
+def _judge(cut: Cut, parts: list[Outcome], drawn: Shared, subject: Subject) -> Worst:
+    whole, options = cut.problem, drawn.recipe.options
     factor = float(len(parts)) if drawn.reduction == "mean" else 1.0
     oracle = truth(whole)
     spread = cut.spread(drawn.exchange)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import zlib
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property
 from typing import Any
@@ -109,18 +109,23 @@ class Trial:
     Attributes:
         subject: the backend under test.
         case: the problem.
-        oracle: the truth of the case's problem.
+        find: computes the truth of the case's problem: of a launcher's processes only the leader needs it.
         cache: results that properties share.
     """
 
     subject: Subject
     case: Case
-    oracle: Truth = field(repr=False)
+    find: Callable[[], Truth] = field(repr=False)
     cache: dict[Any, Any] = field(default_factory=dict, repr=False)
 
     @property
     def problem(self) -> Problem:
         return self.case.problem
+
+    @cached_property
+    def oracle(self) -> Truth:
+        """The truth of the case's problem."""
+        return self.find()
 
     @cached_property
     def bound(self) -> Outcome:

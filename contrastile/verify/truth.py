@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, field
+from functools import cached_property
 
 import numpy as np
 
@@ -38,6 +39,8 @@ class Outcome:
             the next two.
         column_positive_lse: (n,)
         column_positive_sum: (n,)
+        rounding: of bounds, the ``UNIT`` and ``UNDERFLOW`` with which ``rows`` and ``columns`` are rounded where
+            they are stored in a dtype coarser than the state; else 0.
     """
 
     loss: FloatArray
@@ -51,6 +54,7 @@ class Outcome:
     column_negative_lse: FloatArray | None = None
     column_positive_lse: FloatArray | None = None
     column_positive_sum: FloatArray | None = None
+    rounding: tuple[float, float] = (0.0, 0.0)
 
 
 @dataclass(frozen=True)
@@ -122,6 +126,21 @@ class Truth:
     row: Direction | None
     column: Direction | None
     oracle_bounds: dict[tuple[float, bool], Outcome] = field(default_factory=dict, repr=False, compare=False)
+
+    @cached_property
+    def magnitudes(self) -> FloatArray:
+        """(m, n) sum_k |q_ik| |k_jk|, by which the roundings of a logit are measured."""
+        return float64(np.abs(self.q) @ np.abs(self.k).T)
+
+    @cached_property
+    def row_magnitudes(self) -> FloatArray:
+        """(m, d) |G| |K|."""
+        return float64(np.abs(self.G) @ np.abs(self.k))
+
+    @cached_property
+    def column_magnitudes(self) -> FloatArray:
+        """(n, d) |G|^T |Q|."""
+        return float64(np.abs(self.G).T @ np.abs(self.q))
 
 
 def masks(problem: Problem) -> tuple[BoolArray, BoolArray]:

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import contextlib
 import ctypes
-import importlib.util
 import json
 import os
 import sys
@@ -20,7 +19,7 @@ from typing import Any
 
 from contrastile.backends import registry
 from contrastile.backends.contract import Backend, BackendUnavailableError
-from contrastile.environment import torch_sees_a_gpu
+from contrastile.environment import finds_a_gpu
 from contrastile.reporting import CannotRunError
 from contrastile.verify.losses.run import LossRun, LossSelection
 from contrastile.verify.losses.subject import Loss
@@ -75,16 +74,21 @@ class Task:
                 _ = losses[-1].arrays
             except (TypeError, ValueError, ImportError) as error:
                 raise CannotRunError(f"loss {name!r}: {error}") from error
-        return LossSelection(losses, self.cases, self.properties, self.dtypes, self.device)
+        device = self.device
+        if device == "auto":
+            everywhere = all("cuda" in loss.claims.devices for loss in losses)
+            device = "cuda" if everywhere and finds_a_gpu() else "cpu"
+        return LossSelection(losses, self.cases, self.properties, self.dtypes, device)
 
-    def selection(self, backends: dict[str, Backend]) -> Selection:
-        """The selection, of these backends."""
+    def selection(self, backends: dict[str, Backend], *, gpu: bool = False) -> Selection:
+        """The selection, of these backends, on a machine with a GPU or without one."""
         return Selection(
             backends=backends,
             cases=self.cases,
             properties=self.properties,
             dtypes=self.dtypes,
             device=self.device,
+            gpu=gpu,
             examples=self.examples,
             seed=self.seed,
             precisions=self.precisions,
@@ -122,24 +126,25 @@ def absent(name: str, reason: str, ranks: int) -> Row:
 def whole(name: str, status: str, reason: str, ranks: int = 1) -> Row:
     """A row about all of a backend."""
     return Row(
-        backend=name, property="all", case="all", dtype="all", world=ranks, ratio=None, status=status, reason=reason
+        backend=name,
+        property="all",
+        case="all",
+        dtype="all",
+        device="all",
+        world=ranks,
+        ratio=None,
+        excess=None,
+        status=status,
+        reason=reason,
     )
 
 
 def require_device(name: str) -> None:
     """Raise CannotRunError where there is no such device."""
-    if name == "cuda" and not torch_sees_a_gpu() and not _cupy_finds_a_gpu():
+    if name == "cuda" and not finds_a_gpu():
         raise CannotRunError(
             "--device cuda needs a GPU that torch or CuPy can use, and neither finds one; use --device cpu"
         )
-
-
-def _cupy_finds_a_gpu() -> bool:
-    if importlib.util.find_spec("cupy") is None:
-        return False
-    from contrastile.backends.cupy.devices import gpus
-
-    return bool(gpus())
 
 
 class _Output:
@@ -176,7 +181,7 @@ def main() -> None:
         channel.flush()
 
     try:
-        _run(Task(**order["task"]), order["start"], order["lost"], say, output)
+        _run(Task(**order.pop("task")), say, output, **order)
     except CannotRunError as error:
         say(cannot=str(error))
     # everything is reported: run no finalisers
@@ -189,36 +194,38 @@ def _end_with_parent() -> None:
     os._exit(1)
 
 
-def _run(task: Task, start: int, lost: Mapping[str, str], say: Any, output: _Output) -> None:
+def _run(
+    task: Task, say: Any, output: _Output, *, start: int, share: tuple[int, int], first: bool, lost: Mapping[str, str]
+) -> None:
     ranks = task.ranks or 1
-    if task.device != "cpu":
-        require_device(task.device)
+    require_device(task.device)
     how: dict[str, Any] = {"printed": output, "start": start, "excluded": lost}
-    how["begin"] = lambda number, total, row, command: say(begin=row, total=total, command=command)
+    how["begin"] = lambda number, total, row, command: say(begin=row, number=number, total=total, command=command)
     if task.losses is not None:
         say(loading=task.losses)
         losses = task.of_losses()
         # what a module prints when it is imported is no check's
         output()
-        _report(LossRun(losses, **how), start, say)
+        _report(LossRun(losses, **how), say)
         return
     found: dict[str, Backend] = {}
     say(loading=task.backends or "the backends")
     for name, backend in load(task.backends):
         if isinstance(backend, str):
-            if not start:
+            if first:
                 say(row=absent(name, backend, ranks))
             continue
         found[name] = backend
         said = output()
-        if said and not start:
+        if said and first:
             say(printed=said, backend=name)
-    _report(Run(task.selection(found), **how), start, say)
+    selection = task.selection(found, gpu=task.device != "cpu" and finds_a_gpu())
+    _report(Run(selection, share=share, **how), say)
 
 
-def _report(run: Run | LossRun, start: int, say: Any) -> None:
+def _report(run: Run | LossRun, say: Any) -> None:
     total = run.total
-    for number, row in enumerate(run.rows(), start):
+    for number, row in run.numbered():
         failure = None
         if run.failures:
             last = run.failures.pop()

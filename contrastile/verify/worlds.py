@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any, Protocol, TypeVar
+from typing import Any, Protocol, TypeVar, cast
 
 from contrastile.comm.communicator import Communicator
 from contrastile.comm.inprocess import InProcessGroup
@@ -66,6 +66,20 @@ class World(Protocol):
     def share(self, x: T) -> T:
         """What the leader has."""
         ...
+
+
+def judged(world: World, judge: Callable[[], T]) -> T:
+    """What ``judge`` returns, or raises, on the leader: the others need not compute a truth and bounds of their own."""
+    found: Any = None
+    if world.leads:
+        try:
+            found = judge(), None
+        except Exception as error:
+            found = None, error
+    value, failure = world.share(found)
+    if failure is not None:
+        raise failure
+    return cast("T", value)
 
 
 @dataclass(frozen=True, slots=True)

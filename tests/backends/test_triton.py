@@ -69,7 +69,7 @@ CASES = (
 
 def trial(name: str, dtype: str) -> Trial:
     case = cases.build(name, dtype)
-    return Trial(Subject("triton", backend, dtype), case, truth(case.problem))
+    return Trial(Subject("triton", backend, dtype), case, lambda: truth(case.problem))
 
 
 @pytest.mark.parametrize("dtype", ["float32", "float16"])

@@ -41,7 +41,7 @@ CASES = (
 
 def trial(name: str, precision: str) -> Trial:
     case = cases.build(name, "float32")
-    return Trial(Subject("triton", backend, "float32", precision=precision), case, truth(case.problem))
+    return Trial(Subject("triton", backend, "float32", precision=precision), case, lambda: truth(case.problem))
 
 
 @pytest.mark.slow

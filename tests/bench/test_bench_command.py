@@ -10,6 +10,8 @@ from contrastile.bench.command import add_arguments, main
 from contrastile.bench.results import Measurement, Sweep, SweepSettings, quartiles
 from contrastile.bench.workloads import Workload
 
+FACTS = {"cpu": "a processor", "cores": 2, "device": "cpu", "torch": None, "numpy": "2"}
+
 
 def parsed(*words: str) -> argparse.Namespace:
     parser = argparse.ArgumentParser()
@@ -97,7 +99,47 @@ def test_the_command_writes_table_json_and_picture(tmp_path: Path, capsys: pytes
     assert read["environment"]["threads"] == 1
     assert all(each["agrees"] for each in read["agreements"])
     assert picture.read_bytes().startswith(b"\x89PNG")
+    out = capsys.readouterr().out
+    assert "aligned, b = 64, d = 16" in out
+    assert "of matmul" not in out
+    assert main(parsed(*words[:-1], "--no-memory", "--wide")) == 0
     assert "of matmul" in capsys.readouterr().out
+
+
+def lines(*rows: Measurement) -> list[str]:
+    found = Sweep(settings(), {}, rows=list(rows))
+    return [report._line(found, row) for row in rows]
+
+
+def test_a_line_says_how_much_faster_and_smaller_than_plain() -> None:
+    workload = Workload("aligned", 64, 16)
+    plain = Measurement("plain", workload, seconds=[0.325], peak_bytes=65 << 20)
+    ours = Measurement("torch", workload, seconds=[0.203], peak_bytes=10 << 20)
+    assert lines(ours, plain) == [
+        "0.203 s, 10 MiB: 1.6 x faster, 6.5 x less memory than plain",
+        "0.325 s, 65 MiB",
+    ]
+    slow = Measurement("torch", workload, seconds=[0.65], peak_bytes=65 << 20)
+    assert lines(slow, plain)[0] == "0.65 s, 65 MiB: 2 x slower, as much memory as plain"
+    assert lines(Measurement("torch", workload, seconds=[1234.5], peak_bytes=2**31))[0] == "1,234 s, 2,048 MiB"
+    # time alone, and nothing to compare it with
+    assert lines(Measurement("torch", workload, seconds=[3.25e-5])) == ["32.5 us"]
+    assert lines(Measurement("torch", workload, reason="no room")) == ["skipped: no room"]
+
+
+def test_the_float64_backend_is_no_default_where_there_is_another(monkeypatch: pytest.MonkeyPatch) -> None:
+    assert "numpy" not in command.settings(parsed()).backends
+    monkeypatch.setattr(command, "available", lambda: {"numpy": None, "torch": "missing"})
+    assert command.settings(parsed()).backends == ("numpy",)
+
+
+def test_auto_is_the_gpu_where_torch_sees_one(monkeypatch: pytest.MonkeyPatch) -> None:
+    asked = []
+    monkeypatch.setattr(command, "torch_sees_a_gpu", lambda: True)
+    monkeypatch.setattr(sweep, "run", lambda chosen, advance: asked.append(chosen.device) or Sweep(chosen, FACTS))
+    for words in ([], ["--device", "cpu"], ["--device", "cuda"]):
+        main(parsed("--backend", "torch", *words))
+    assert asked == ["cuda", "cpu", "cuda"]
 
 
 def test_what_does_not_fit_is_skipped_with_the_reason(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -194,7 +236,7 @@ def test_a_file_that_can_no_longer_be_written_is_said_after_the_table(
     monkeypatch.setattr(sweep, "run", lambda chosen, advance: there.rmdir() or found)
     assert main(parsed(option, str(there / "file"))) == 2
     said = capsys.readouterr()
-    assert "of matmul" in said.out
+    assert "aligned, b = 33" in said.out
     assert said.err == f"contrastile bench: cannot write {there}/file: No such file or directory\n"
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from dataclasses import fields, replace
 from functools import cache
+from pathlib import Path
 
 import numpy as np
 import pytest
@@ -13,7 +14,7 @@ from contrastile.backends.contract import Accuracy, Options
 from contrastile.verify.arithmetic import gamma
 from contrastile.verify.bounds import ORACLE, bounds
 from contrastile.verify.cases import Case, build, names
-from contrastile.verify.plain import _plain
+from contrastile.verify.plain import plain_outcome
 from contrastile.verify.rounding import round_to
 from contrastile.verify.run import GRADIENT, compare, outcome, parts
 from contrastile.verify.truth import Outcome, truth
@@ -182,7 +183,7 @@ def test_positives_inside_the_log_sum_exps_need_wider_bounds(name: str) -> None:
     """A plain computation subtracts its positives, and is exact only within the bounds of one that does."""
     problem = build(name, "float32").problem
     exact = truth(problem)
-    got = _plain(problem, exact, FLOAT32, "float32")
+    got = plain_outcome(problem, exact, FLOAT32, "float32")
     inside, separate = (
         compare(got, exact.outcome, bounds(problem, exact, FLOAT32, "float32", separate_positives=each), FIELDS)
         for each in (False, True)
@@ -206,3 +207,11 @@ def test_the_upstream_gradient_scales_the_gradients_bounds_and_not_the_values() 
     assert once.loss == four.loss
     # all but the absolute underflow terms are linear, and those are far below one rounding here
     assert np.all(np.abs(four.rows - 4 * once.rows) <= 2.0**-40 * four.rows)
+
+
+def test_the_page_and_its_figure_are_what_the_measurements_say(monkeypatch):
+    monkeypatch.syspath_prepend(str(Path(__file__).resolve().parents[2] / "scripts"))
+    import make_bounds_page
+
+    assert make_bounds_page.PAGE.read_text(encoding="utf-8") == make_bounds_page.page()
+    assert make_bounds_page.FIGURE.read_text(encoding="utf-8") == make_bounds_page.figure()

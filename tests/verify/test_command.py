@@ -10,7 +10,7 @@ import pytest
 
 from contrastile.backends import registry
 from contrastile.cli import main
-from contrastile.verify import cases
+from contrastile.verify import cases, command
 from contrastile.verify.properties import PROPERTIES
 
 QUICK = ["verify", "--backend", "numpy", "--case", "one-row", "--property", "value", "--dtype", "float64"]
@@ -89,13 +89,36 @@ def test_fail_fast_stops_at_the_first_failure(broken, tmp_path):
     assert (rows[-1]["case"], rows[-1]["property"]) == ("smoke", "gradients")
 
 
+def test_two_processes_find_what_one_finds_in_the_same_order(broken, tmp_path):
+    words = ["verify", "--backend", broken, "numpy", "--case", "one-row", "ragged", "smoke", "--quiet"]
+    words += ["--dtype", "float64", "--property", "value", "gradients"]
+    found = []
+    for jobs in ("1", "2"):
+        path = tmp_path / f"{jobs}.json"
+        assert main([*words, "--jobs", jobs, "--json", str(path)]) == 1
+        found.append(json.loads(path.read_text(encoding="utf-8"))["rows"])
+    assert found[0] == found[1]
+    assert len(found[0]) == 12
+
+
+def test_quick_leaves_out_what_nobody_asked_for_and_says_so(capsys):
+    assert main(["verify", "--quick", "--backend", "numpy", "--property", "value", "--jobs", "1"]) == 0
+    out = capsys.readouterr().out
+    count = len([name for name in command.QUICK_CASES if name in cases.names()])
+    assert f"PASS: {count} passed, 0 failed, 0 skipped in " in out
+    assert "cases, float16, float64 (--quick)" in out
+    assert main([*QUICK, "--quick", "--examples", "3"]) == 0
+    assert "--quick" not in capsys.readouterr().out
+
+
 def test_drawn_by_seed_fails_the_same_way_twice(broken, capsys):
     words = ["verify", "--backend", broken, "--case", "drawn", "--dtype", "float64", "--seed", "3", "--quiet"]
     outs = []
     for _ in range(2):
         assert main([*words, "--examples", "20"]) == 1
         outs.append(capsys.readouterr().out)
-    assert outs[0] == outs[1]
+    # but for the duration
+    assert outs[0].splitlines()[:-1] == outs[1].splitlines()[:-1]
 
 
 @pytest.mark.parametrize(
@@ -107,6 +130,7 @@ def test_drawn_by_seed_fails_the_same_way_twice(broken, capsys):
         (["--backend", "numpy", "--case", "drawn:m=1"], "as a failure prints it"),
         (["--backend", "numpy", "--property", "nope"], "property must be one of value, "),
         (["--backend", "numpy", "--examples", "0"], "--examples must be at least 1, got 0"),
+        (["--backend", "numpy", "--jobs", "0"], "--jobs must be at least 1, got 0"),
         (["--backend", "numpy", "--seed", "-1"], "--seed must be at least 0, got -1"),
         (["--backend", "numpy", "--dtype", "bfloat16", "--case", "smoke"], "nothing ran: takes float16"),
         (["--backend", "numpy", "--case", "smoke", "--property", "drawn"], "nothing ran: no property has such a case"),

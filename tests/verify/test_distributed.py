@@ -12,7 +12,7 @@ import pytest
 from contrastile.backends.registry import load
 from contrastile.cli import main
 from contrastile.schedules.placement import Shards
-from contrastile.verify import cases, sharded, strategies
+from contrastile.verify import cases, launched, sharded, strategies
 from contrastile.verify.arithmetic import Spread
 from contrastile.verify.bounds import ORACLE, bounds
 from contrastile.verify.distributed import DISTRIBUTED
@@ -24,7 +24,7 @@ from contrastile.verify.sharded import Shared
 from contrastile.verify.shards import FIELDS, Cut, shares
 from contrastile.verify.trial import SkipError, Subject
 from contrastile.verify.truth import truth
-from contrastile.verify.worlds import Threads
+from contrastile.verify.worlds import Threads, judged
 
 WORLDS = (1, 2, 3, 4, 5, 8)
 BITING = ("ragged", "hot", "blocks", "ids-drop", "labels", "zero-rows", "sigmoid-ids", "nan")
@@ -312,8 +312,46 @@ def test_the_list_names_the_properties_of_a_world(capsys: Any) -> None:
 
 
 def test_no_world_is_opened_for_nothing() -> None:
-    with opened(None, "cpu") as world:
+    with opened(None, "auto") as world:
         assert world is None
     with opened("2", "cpu") as world:
         assert world == Threads(2)
         assert (world.name, world.leads, world.launch, world.share("x")) == ("2", True, ["contrastile"], "x")
+
+
+@pytest.mark.parametrize(
+    ("gpus", "ranks", "device", "found"),
+    [
+        (4, "4", "auto", True),
+        # NCCL takes no two ranks on one GPU
+        (2, "4", "auto", False),
+        (0, "1", "auto", False),
+        (0, "4", "cuda", True),
+        (4, "4", "cpu", False),
+    ],
+)
+def test_ranks_of_torchrun_have_gpus_where_there_is_one_for_each(monkeypatch, gpus, ranks, device, found):
+    cuda = pytest.importorskip("torch").cuda
+    monkeypatch.setattr(cuda, "is_available", lambda: gpus > 0)
+    monkeypatch.setattr(cuda, "device_count", lambda: gpus)
+    monkeypatch.setenv("LOCAL_WORLD_SIZE", ranks)
+    assert launched.on_gpus("torch", device) is found
+
+
+def test_the_leader_s_judgement_is_everybody_s():
+    class Told:
+        """A process of a launcher that hears what the leader has found."""
+
+        leads = False
+
+        def share(self, x):
+            assert x is None
+            return self.said
+
+    told = Told()
+    told.said = ("verdict", None)
+    assert judged(told, lambda: pytest.fail("only the leader judges")) == "verdict"
+    told.said = (None, KeyError("ill"))
+    with pytest.raises(KeyError, match="ill"):
+        judged(told, lambda: None)
+    assert judged(Threads(2), lambda: 3) == 3

@@ -223,6 +223,7 @@ PLANTED = [
     ("non-finite", "ragged", mutant("nan-taken-for-0")),
     ("value", "nan", mutant("nan-taken-for-0")),
     ("value", "ragged", crashes),
+    ("growth", "growth", swaps_the_gradients),
     ("drawn", "drawn", drops_the_partial_tile),
     ("drawn", "drawn", swaps_the_gradients),
     ("drawn", "drawn", crashes),
@@ -231,7 +232,7 @@ PLANTED = [
 
 def run(backend, prop, case):
     # the oracle is no more exact than a plain float64 computation
-    dtype = "float32" if prop == "plain" else "float64"
+    dtype = "float32" if prop in ("plain", "growth") else "float64"
     found = Run(Selection({"planted": backend}, [case], [prop], [dtype], examples=30))
     return list(found.rows()), found.failures
 

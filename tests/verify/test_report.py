@@ -1,18 +1,20 @@
-"""The report: verdict, JSON, table, skips."""
+"""The report: verdict, JSON, table, skips, causes."""
 
 import json
+from dataclasses import replace
 
 import pytest
 
 from contrastile.reporting import write_json
-from contrastile.verify.report import as_json, cell, show, skips, summary, verdict
+from contrastile.verify.report import as_json, causes, show, skips, summary, table, verdict, worst
 from contrastile.verify.run import Worst
 from contrastile.verify.runner import Failure, Row
 
 
 def row(**changes):
-    base = {"backend": "numpy", "property": "value", "case": "smoke", "dtype": "float32", "world": 1}
-    return Row(**(base | {"ratio": 0.25, "status": "pass", "reason": ""} | changes))
+    base = {"backend": "numpy", "property": "value", "case": "smoke", "dtype": "float32", "device": "cpu", "world": 1}
+    found = base | {"ratio": 0.25, "status": "pass", "reason": ""} | changes
+    return Row(**({"excess": found["ratio"]} | found))
 
 
 PASSED = row()
@@ -37,28 +39,78 @@ def test_json_is_strict_and_has_the_schema(tmp_path):
     assert list(read) == ["verdict", "environment", "rows"]
     assert read["verdict"] == "fail"
     assert [each["ratio"] for each in read["rows"]] == [0.25, 12.0, None, None]
+    assert [each["excess"] for each in read["rows"]] == [0.25, 12.0, None, None]
     assert [each["status"] for each in read["rows"]] == ["pass", "fail", "fail", "skip"]
-    fields = ["backend", "property", "case", "dtype", "world", "ratio", "status", "reason"]
-    assert all(list(each) == fields for each in read["rows"])
+    fields = {"backend", "property", "case", "dtype", "device", "world", "ratio", "excess", "status", "reason"}
+    assert all(set(each) == fields for each in read["rows"])
     assert as_json([PASSED])["rows"] == [PASSED]
 
 
-def test_a_cell_has_the_worst_ratio_and_the_counts():
-    assert cell([PASSED, FAILED, SKIPPED]) == "12 (1 failed, 1 passed, 1 skipped)"
-    assert cell([SKIPPED]) == "- (1 skipped)"
-    assert cell([row(ratio=0.99999)]) == "0.999 (1 passed)"
-    assert cell([row(ratio=0.00012345)]) == "0.000123 (1 passed)"
+def test_the_table_has_a_line_for_each_backend_and_dtype():
+    memory = row(property="peak-memory", case="peak-memory", ratio=0.9)
+    other = row(property="tiles", ratio=0.0123)
+    rows = [PASSED, FAILED, SKIPPED, memory, other, row(property="shift"), row(dtype="float16", device="cuda")]
+    columns, cells = table(rows)
+    assert columns == ["backend", "dtype", "value", "memory", "others", "passed", "failed"]
+    assert cells == [
+        ["numpy", "float32", "FAIL", "0.9", "0.25 shift", "4", "1"],
+        ["numpy on cuda", "float16", "0.25", "-", "-", "1", "0"],
+    ]
+    assert "failed" not in table([PASSED])[0]
+
+
+def test_a_ratio_is_rounded_down_and_leaves_out_the_rounding_of_the_result():
+    assert worst([row(ratio=0.99999)]) == "0.999"
+    assert worst([row(ratio=0.00012345)]) == "0.00012"
+    assert worst([row(ratio=0.9999, excess=0.2), row(ratio=0.5, excess=0.3)]) == "0.3"
+    assert worst([SKIPPED]) == "-"
 
 
 def test_skips_are_grouped_by_reason():
     other = {**SKIPPED, "property": "tiles", "dtype": "float64"}
-    assert skips([PASSED, SKIPPED, Row(**other)]) == [
-        "numpy: value, tiles (2; float32, float64): needs a finite loss",
+    narrow = [row(property="all", case="all", dtype=d, ratio=None, status="skip", reason="not it") for d in ("a", "b")]
+    assert skips([PASSED, SKIPPED, Row(**other), *narrow]) == [
+        "2 of value, tiles: needs a finite loss",
+        "numpy a, numpy b: not it",
     ]
 
 
-def test_summary_counts():
+def test_the_summary_counts_and_names_what_was_not_tested():
     assert summary([PASSED, SKIPPED]) == "PASS: 1 passed, 0 failed, 1 skipped; largest error 0.25 of its bound"
+    memory = row(property="peak-memory", ratio=0.9)
+    reason = "backend 'cupy' is not available: no cupy; run: pip install it"
+    absent = row(backend="cupy", property="all", case="all", ratio=None, status="skip", reason=reason)
+    nowhere = row(backend="triton", property="all", case="all", ratio=None, status="skip", reason="runs on cuda only")
+    assert summary([PASSED, memory, absent, nowhere], 71.8, ["3 cases (--quick)"]) == (
+        "PASS: 2 passed, 0 failed, 0 skipped in 72 s; largest error 0.25 of its bound; "
+        "not tested: 3 cases (--quick), cupy (no cupy; run: pip install it), triton (runs on cuda only)"
+    )
+
+
+def failure(worst, **where):
+    failed = row(ratio=worst.ratio, status="fail", reason=str(worst), **where)
+    return Failure(failed, worst, "", f"contrastile verify --case {failed['case']}")
+
+
+def test_failures_of_one_cause_are_together():
+    wrong = Worst(12.0, "columns[1]", (3,), 12.0, 1.0)
+    found = [
+        failure(wrong, case="hot"),
+        # what follows in the same case is a consequence
+        failure(Worst(2.0, "loss", (), 2.0, 1.0), case="hot", property="tiles"),
+        failure(replace(wrong, field="columns[0]", ratio=99.0), case="ragged"),
+        failure(Worst(2.0, "loss", (), 2.0, 1.0), case="wide"),
+        failure(wrong, case="hot", backend="torch"),
+    ]
+    assert [[found.index(each) for each in group] for group in causes(found)] == [[0, 1, 2], [3], [4]]
+
+
+def test_a_cause_is_shown_once_with_how_many_follow(capsys):
+    found = [failure(Worst(12.0, "loss", (), 12.0, 1.0), case=name) for name in ("a", "b", "c", "d", "e")]
+    show([each.row for each in found], found, quiet=True)
+    out = capsys.readouterr().out
+    assert out.count("FAILED") == 1
+    assert "and 4 more, likely of the same cause: value; 4 cases; float32" in out
 
 
 @pytest.mark.parametrize("quiet", [True, False])
@@ -69,5 +121,5 @@ def test_a_failure_shows_element_bound_and_command(capsys, quiet):
     out = capsys.readouterr().out
     for text in ("loss: error 12, bound 1", "error / bound = 12", "rerun: contrastile verify --case ragged", "FAIL: 1"):
         assert text in out
-    assert ("property" in out) is not quiet
-    assert ("no cupy" in out) is not quiet
+    assert ("others" in out) is not quiet
+    assert "not tested: cupy (no cupy)" in out

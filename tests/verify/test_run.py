@@ -39,6 +39,21 @@ def test_worst_element_is_located():
     assert str(worst) == "rows[2, 1]: error 0.5, bound 1"
 
 
+@pytest.mark.parametrize(("got", "excess"), [(1.0 + 2**-9, 0.0), (1.0 + 2**-9 + 2**-12, 0.25), (1.25, 1.0)])
+def test_the_rounding_of_a_stored_result_is_left_out_of_the_excess(got, excess):
+    # half a spacing of 2^-8 at 1, and 2^-10 for the arithmetic
+    bound = replace(BOUND, rows=np.full((3, 2), 2**-9 + 2**-10), rounding=(2.0**-9, 0.0))
+    worst = compare(changed("rows", (2, 1), got), ONES, bound)
+    assert worst.ratio == (got - 1.0) / (2**-9 + 2**-10)
+    assert worst.excess == (excess if worst.ratio < 1 else worst.ratio)
+
+
+def test_only_gradients_of_features_are_rounded_to_their_dtype():
+    bound = replace(BOUND, rounding=(2.0**-9, 0.0))
+    worst = compare(replace(ONES, loss=np.asarray(1.125)), ONES, bound)
+    assert (worst.ratio, worst.excess) == (0.25, 0.25)
+
+
 def test_column_blocks_are_told_apart():
     blocks = (*ONES.columns[:2], np.full((4, 2), 4.0))
     worst = compare(replace(ONES, columns=blocks), ONES, BOUND)

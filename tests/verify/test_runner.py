@@ -15,7 +15,7 @@ from contrastile.verify.trial import Subject
 from contrastile.verify.truth import masks, truth
 
 NUMPY = load("numpy")
-FIELDS = {"backend", "property", "case", "dtype", "world", "ratio", "status", "reason"}
+FIELDS = {"backend", "property", "case", "dtype", "device", "world", "ratio", "excess", "status", "reason"}
 RECIPE = Recipe(5, 7, 3, "softmax", "normal", 14.0, 0.0, "signed", True, "drop", 2, 0, 1, 11)
 
 
@@ -25,8 +25,11 @@ def rows_of(**selection):
 
 def test_there_is_one_row_for_each_combination():
     found = rows_of(cases=["smoke", "one-row", "batch-doubling"], properties=["value", "tiles", "saved-bytes"])
-    expected = {(p, c, d) for p in ("value", "tiles") for c in ("smoke", "one-row") for d in DTYPES}
-    expected |= {("saved-bytes", "batch-doubling", d) for d in DTYPES}
+    taken = [dtype for dtype in DTYPES if dtype in NUMPY.dtypes]
+    expected = {(p, c, d) for p in ("value", "tiles") for c in ("smoke", "one-row") for d in taken}
+    expected |= {("saved-bytes", "batch-doubling", d) for d in taken}
+    # one row for a dtype that it does not take
+    expected |= {("all", "all", "bfloat16")}
     assert {(row["property"], row["case"], row["dtype"]) for row in found} == expected
     assert len(found) == len(expected)
     assert all(set(row) == FIELDS and row["world"] == 1 and row["backend"] == "numpy" for row in found)
@@ -39,6 +42,7 @@ def test_everything_is_selected_by_default():
     assert [selection.own_cases(each) for each in selection.chosen() if each.case] == [
         ["batch-doubling"],
         ["peak-memory"],
+        ["growth"],
         ["drawn"],
     ]
 
@@ -55,6 +59,49 @@ def test_what_a_backend_does_not_take_is_skipped_with_the_reason():
     assert skipped == {"bfloat16": "takes float16, float32, float64 only"}
     (row,) = rows_of(cases=["smoke"], properties=["value"], dtypes=["float32"], device="cuda")
     assert (row["status"], row["ratio"], row["reason"]) == ("skip", None, "runs on cpu only")
+
+
+def test_shares_are_disjoint_and_keep_a_case_together():
+    selection = Selection({"numpy": NUMPY}, ["smoke", "one-row", "one-column", "batch-doubling"], ["value", "shift"])
+    everything = list(Run(selection).numbered())
+    shares = [list(Run(selection, share=(k, 2)).numbered()) for k in range(2)]
+    assert sorted((number, row["case"]) for share in shares for number, row in share) == [
+        (number, row["case"]) for number, row in everything
+    ]
+    places = [{(row["dtype"], row["case"]) for _, row in share} for share in shares]
+    assert all(places)
+    assert not places[0] & places[1]
+
+
+@pytest.mark.parametrize(
+    ("device", "gpu", "places"),
+    [("auto", True, ["cuda", "cpu"]), ("auto", False, ["cpu", "cpu"]), ("cpu", True, ["cpu", "cpu"])],
+)
+def test_auto_is_the_gpu_for_what_runs_on_one(device, gpu, places):
+    both = replace(NUMPY, devices=frozenset({"cpu", "cuda"}))
+    selection = Selection({"both": both, "host": NUMPY}, device=device, gpu=gpu)
+    assert [subject.device for subject in selection.subjects("float32")] == places
+    # a rerun on the same machine must land on the same device
+    command = selection.command(selection.subjects("float32")[0], PROPERTIES["value"], "smoke")
+    assert ("--device" in command) == (device != "auto")
+
+
+def test_the_rounding_of_a_result_is_no_near_miss():
+    found = {}
+    for dtype in ("float16", "float64"):
+        (row,) = Run(Selection({"numpy": NUMPY}, ["wide"], ["gradients"], [dtype])).rows()
+        found[dtype] = row
+    assert found["float16"]["ratio"] > 0.9
+    assert found["float16"]["excess"] < 0.1
+    assert found["float64"]["excess"] == found["float64"]["ratio"]
+
+
+def test_what_raises_is_off_by_any_bound():
+    def lse(block, columns, options):
+        raise KeyError("ill")
+
+    (row,) = Run(Selection({"ill": replace(NUMPY, lse=lse)}, ["smoke"], ["value"], ["float64"])).rows()
+    assert (row["status"], row["ratio"], row["excess"]) == ("fail", np.inf, np.inf)
 
 
 def test_a_refused_problem_has_the_reason():

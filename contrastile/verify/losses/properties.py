@@ -169,7 +169,7 @@ def plain(trial: LossTrial) -> Checks:
     trial.only_right(["loss", *_gradient_fields(claims)])
     view, facts = partial(_claimed_part, claims), allowed.rounded_once(case)
     got = view(outcome(case, trial.result), joined=True)
-    yield "", named(compare_with_plain(case.problem, case.oracle, got, facts, case.dtype, view), case)
+    yield "", named(compare_with_plain(case.problem, case.oracle, got, facts, case.dtype, trial.device, view), case)
 
 
 def _claimed_part(claims: Claims, x: Outcome, *, joined: bool = False) -> Outcome:

@@ -77,7 +77,8 @@ class LossSelection:
                 yield _unclaimed(loss, str(missing), dtype, case=name)
                 continue
             for each in own:
-                yield LossCheck(loss, each.name, name, dtype, partial(_held, each, loss, name, dtype, self.device))
+                held_by = partial(_held, each, loss, name, dtype, self.device)
+                yield LossCheck(loss, each.name, name, dtype, held_by, device=self.device)
 
     def _of_ranks(self, loss: Loss) -> Iterator[LossCheck]:
         names = [name for name in ranks.SHARDS if self.cases is None or name in self.cases]
@@ -119,6 +120,7 @@ class LossCheck:
         check: makes the comparisons; None for what is not claimed.
         reason: what is not claimed.
         world: the number of ranks.
+        device: kind of device.
     """
 
     loss: Loss
@@ -128,15 +130,18 @@ class LossCheck:
     check: Callable[[], Checks] | None = None
     reason: str = ""
     world: int = 1
+    device: str = "cpu"
 
-    def row(self, status: str, ratio: float | None = None, reason: str = "") -> Row:
+    def row(self, status: str, ratio: float | None = None, reason: str = "", excess: float | None = None) -> Row:
         return Row(
             backend=self.loss.name,
             property=self.property,
             case=self.case,
             dtype=self.dtype,
+            device=self.device,
             world=self.world,
             ratio=ratio,
+            excess=excess,
             status=status,
             reason=reason,
         )
@@ -174,13 +179,17 @@ class LossRun:
         return sum(1 for _ in self.selection.checks())
 
     def rows(self) -> Iterator[Row]:
+        for _, row in self.numbered():
+            yield row
+
+    def numbered(self) -> Iterator[tuple[int, Row]]:
         total = self.total
         for number, check in enumerate(self.selection.checks()):
             if number < self.start:
                 continue
             row = self._row(number, total, check)
             self.progress(number + 1, total, f"{row['backend']} {row['dtype']} {row['case']} {row['property']}")
-            yield row
+            yield number, row
 
     def _row(self, number: int, total: int, check: LossCheck) -> Row:
         if check.check is None:
@@ -193,10 +202,10 @@ class LossRun:
         printed = self.printed()
         if printed and found.status != "fail":
             found = CheckResult("fail", worst=wrong(f"printed to stdout: {printed!r}"))
-        ratio = found.worst.ratio if found.status in ("pass", "fail") else None
+        ratio, excess = (found.worst.ratio, found.excess) if found.status in ("pass", "fail") else (None, None)
         if found.status != "fail":
-            return check.row(found.status, ratio, found.reason)
-        failed = check.row("fail", ratio, ": ".join(filter(None, (found.label, str(found.worst)))))
+            return check.row(found.status, ratio, found.reason, excess)
+        failed = check.row("fail", ratio, ": ".join(filter(None, (found.label, str(found.worst)))), excess)
         self.failures.append(Failure(failed, found.worst, found.label, command))
         return failed
 

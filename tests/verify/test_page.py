@@ -1,0 +1,159 @@
+"""The report of ``contrastile verify --report``: what it holds, that it escapes and loads nothing, and how it looks."""
+
+from __future__ import annotations
+
+import html
+import json
+import re
+import shutil
+import subprocess
+from pathlib import Path
+from typing import Any
+from xml.etree import ElementTree
+
+import pytest
+
+from contrastile.cli import main
+from contrastile.verify import plots
+from contrastile.verify.growth import AXES
+from contrastile.verify.page import page
+from contrastile.verify.run import Point, Worst
+from contrastile.verify.runner import Failure, Row
+
+CHROMIUM = shutil.which("chromium") or shutil.which("chromium-browser")
+HOSTILE = "<script>alert('x')</script>&\""
+
+
+def row(**changes: Any) -> Row:
+    base = {"backend": "numpy", "property": "value", "case": "smoke", "dtype": "float32", "device": "cpu", "world": 1}
+    found = base | {"ratio": 0.25, "status": "pass", "reason": ""} | changes
+    return Row(**({"excess": found["ratio"]} | found))  # type: ignore[typeddict-item]
+
+
+def points(**changes: float) -> list[Point]:
+    lines = {"error": 1e-7, "plain": 2e-7, "probable": 1e-6, "bound": 1e-5} | changes
+    return [Point(axis=axis, x=x, **lines) for axis, values in AXES.items() for x in values]  # type: ignore[typeddict-item]
+
+
+def report(*more: Row, failures: tuple[Failure, ...] = ()) -> str:
+    rows = [row(), row(property="growth", case="growth", points=points()), row(property="tiles", ratio=1e-9), *more]
+    return page(rows, failures, ["contrastile", "verify", "--case", HOSTILE], 71.8, ["3 cases (--quick)"])
+
+
+def failure(**changes: Any) -> Failure:
+    failed = row(ratio=12.0, status="fail", reason=f"raised {HOSTILE}", **changes)
+    return Failure(failed, Worst(12.0, "loss", (), 12.0, 1.0), "", f"contrastile verify --backend '{HOSTILE}'")
+
+
+def test_it_holds_the_verdict_what_was_not_tested_the_cells_and_the_command() -> None:
+    absent = row(backend="cupy", property="all", case="all", ratio=None, status="skip", reason="no cupy")
+    text = report(absent)
+    for said in (
+        "PASS",
+        "in 72 s",
+        "3 cases (--quick)",
+        "cupy: no cupy",
+        "numpy on cpu: 3 passed, 0 failed",
+        "<th>python",
+    ):
+        assert said in text
+    assert text.count('<svg class="plot"') == 1 + len(AXES)
+    cells = dict(re.findall(r'<td style="--h:([\d.]+)">([^<]*)</td>', text))
+    # log scale: nothing at 1e-4 and below, all of 0.75 at 1
+    assert cells["0.00"] == "1e-09"
+    assert cells["0.64"] == "0.25"
+
+
+def test_a_failure_is_in_its_cell_and_in_the_list() -> None:
+    found = failure(case="hot")
+    text = report(found.row, failures=(found,))
+    assert '<td class="failed">12</td>' in text
+    assert "numpy value hot float32" in text
+    assert '<div class="verdict fail">' in text
+
+
+def test_whatever_others_wrote_is_escaped_and_nothing_is_loaded() -> None:
+    found = failure(backend=HOSTILE, case=HOSTILE, dtype=HOSTILE)
+    absent = row(backend=f"{HOSTILE}2", property="all", case="all", ratio=None, status="skip", reason=HOSTILE)
+    text = report(found.row, absent, failures=(found,))
+    assert HOSTILE not in text
+    assert "<script" not in text
+    assert html.escape(HOSTILE) in text
+    # the namespace of SVG is a name, and no address
+    assert "://" not in text.replace('xmlns="http://www.w3.org/2000/svg"', "")
+
+
+@pytest.mark.parametrize("changes", [{}, {"error": 0.0}, {"bound": float("inf")}, {"plain": float("nan")}])
+def test_a_plot_draws_every_line_inside_its_frame(changes: dict[str, float]) -> None:
+    root = ElementTree.fromstring(plots.plot("float32", "d", points(**changes)))
+    lines = root.findall("{*}polyline")
+    assert [line.get("class") for line in lines] == list(plots.LINES)
+    _, _, width, height = map(float, str(root.get("viewBox")).split())
+    for line in lines:
+        places = [tuple(map(float, pair.split(","))) for pair in str(line.get("points")).split()]
+        assert len(places) == len(AXES["d"])
+        assert all(0 <= x <= width and 0 <= y <= height for x, y in places)
+
+
+def test_lines_lie_in_the_order_of_their_values() -> None:
+    root = ElementTree.fromstring(plots.plot("float32", "b", points()))
+    first = [float(str(line.get("points")).split()[0].split(",")[1]) for line in root.findall("{*}polyline")]
+    # downwards on the screen: bound, probabilistic bound, plain, error
+    assert first == sorted(first)
+    assert len(set(first)) == 4
+
+
+def test_a_plot_of_nothing_says_so_and_a_figure_is_xml() -> None:
+    assert "nothing was measured" in plots.plot("<x>", "d", [])
+    assert "nothing was measured" in plots.plot("x", "d", points(**dict.fromkeys(plots.LINES, 0.0)))
+    root = ElementTree.fromstring(plots.figure([("<float32>", points()), ("float16", points())], list(AXES)))
+    assert len(root.findall(".//{*}circle")) == 2 * sum(map(len, AXES.values()))
+
+
+def test_the_command_writes_it(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    path = tmp_path / "report.html"
+    words = ["verify", "--backend", "numpy", "--case", "one-row", "--property", "value", "--dtype", "float64"]
+    assert main([*words, "--quiet", "--report", str(path)]) == 0
+    text = path.read_text(encoding="utf-8")
+    assert "contrastile verify --backend numpy --case one-row" in text
+    assert "the property growth did not run" in text
+    assert main([*words, "--report", str(tmp_path / "no" / "report.html")]) == 2
+    assert "cannot write" in capsys.readouterr().err
+
+
+LOOK = """<script>
+const seen = [...document.querySelectorAll("svg polyline")].filter(x => x.getBoundingClientRect().width > 10).length;
+const found = {inner: innerWidth, scroll: document.documentElement.scrollWidth, seen: seen};
+found.paper = getComputedStyle(document.body).backgroundColor;
+parent.document.body.setAttribute("data-found", JSON.stringify(found));
+</script>"""
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(CHROMIUM is None, reason="needs Chromium: apt-get install chromium")
+@pytest.mark.parametrize(("width", "dark"), [(390, False), (1200, True)])
+def test_a_browser_shows_the_plots_without_errors_or_sideways_scroll(width: int, dark: bool, tmp_path: Path) -> None:
+    found = failure(backend="a_module_of_somebody.with_a_long_name:backend", case="hot")
+    many = [
+        row(dtype=dtype, property=name)
+        for dtype in ("float32/split", "bfloat16")
+        for name in ("poisoned-memory", "plain")
+    ]
+    # the page itself has no script: the copy's one looks, and an error of the page's would be printed
+    text = report(found.row, *many, failures=(found,)).replace("</body>", f"{LOOK}</body>")
+    # a window has a smallest width, and a frame none
+    frame = f'<iframe srcdoc="{html.escape(text)}" style="border: 0; width: {width}px; height: 800px"></iframe>'
+    path = tmp_path / "page.html"
+    path.write_text(f"<!doctype html><title>frame</title><body>{frame}</body>", encoding="utf-8")
+    command = [str(CHROMIUM), "--headless=new", "--no-sandbox", "--disable-gpu", "--window-size=1300,900"]
+    command += [f"--user-data-dir={tmp_path / 'profile'}", "--enable-logging=stderr", "--dump-dom", path.as_uri()]
+    command += ["--blink-settings=preferredColorScheme=0"] if dark else []
+    ended = subprocess.run(command, capture_output=True, text=True, timeout=120, check=False)
+    assert "CONSOLE" not in ended.stderr
+    (told,) = re.findall(r'<body data-found="([^"]*)"', ended.stdout)
+    looked = json.loads(html.unescape(told))
+    assert looked["inner"] == width
+    assert looked["scroll"] <= width
+    # the legend's lines and every plot's
+    assert looked["seen"] == len(plots.LINES) * (1 + len(AXES))
+    assert (looked["paper"] == "rgb(255, 255, 255)") is not dark
