@@ -3,7 +3,7 @@
     apt-get install fonts-noto-color-emoji unicode-cldr-core   # without root: apt-get download, dpkg -x, --share FOLDER
     pip install 'contrastile[torch,triton,verify]'
     python examples/emoji.py --batch 16384
-    python examples/emoji.py --batch 512 --locales en --size 32 --width 32     # on a CPU
+    python examples/emoji.py --batch 1024 --samples 262144 --locales en --size 32 --width 16    # on a CPU
 
 The same command again goes on where it was interrupted. docs/examples.md shows what comes out.
 """
@@ -279,7 +279,7 @@ def main() -> None:
     parser.add_argument("--dim", type=int, default=256, help="width of the embeddings")
     parser.add_argument("--chunk", type=int, default=2048, help="pairs encoded at a time")
     parser.add_argument("--words", nargs="+", default=WORDS, help="what to look for, for the page of pictures")
-    options = arguments(parser, out="out/emoji", batch=16384, samples=2**24, lr=1e-3)
+    options = arguments(parser, out="out/emoji", batch=16384, samples=2**23, lr=5e-4)
     for path in (options.share / FONT, options.share / CLDR):
         if not path.exists():
             raise SystemExit(f"{path} is missing: apt-get install fonts-noto-color-emoji unicode-cldr-core, or --share")

@@ -23,7 +23,6 @@ from contrastile.environment import measurement_environment
 from contrastile.reporting import progress
 
 LARGEST_SCALE = 100.0  # of the logits, as in CLIP
-RESUMED = ("samples", "batch", "seed", "lr", "evaluations")  # what a checkpoint must have in common with its command
 
 
 class Task(ABC):
@@ -67,6 +66,8 @@ def arguments(parser: ArgumentParser, *, out: str, batch: int, samples: int, lr:
     options.device = torch.device(
         options.device if options.device != "auto" else "cuda" if torch.cuda.is_available() else "cpu"
     )
+    if options.device.type == "cuda":
+        torch.cuda.set_device(options.device)
     options.record = options.record or options.out / "record"
     return options
 
@@ -77,7 +78,7 @@ def autocast(device: torch.device) -> Any:
 
 
 def step(task: Task, rows: Tensor, device: torch.device) -> tuple[Tensor, list[Any]]:
-    """Add the gradients of one batch; returns its loss, and marks on the clock around the loss and the step."""
+    """Add the gradients of one batch; returns its loss, and marks on the clock: at the start, and around the loss."""
     marks = [mark(device)]
     inputs, ids = task.batch(rows)
     with autocast(device):
@@ -87,7 +88,6 @@ def step(task: Task, rows: Tensor, device: torch.device) -> tuple[Tensor, list[A
     loss.backward()  # the gradients by the embeddings, and by the scale
     marks.append(mark(device))
     replay()  # every chunk again, with a graph: the gradients by the encoders' parameters
-    marks.append(mark(device))
     return loss.detach(), marks
 
 
@@ -121,8 +121,16 @@ def rows_of(position: int, batch: int, pairs: int, seed: int) -> Tensor:
     return rows[start : start + batch]
 
 
-def train(task: Task, options: Namespace, batch: int, seed: int) -> dict[str, Any]:
-    """One run, from its checkpoint where there is one; returns its record."""
+def train(task: Task, options: Namespace, batch: int, seed: int, about: dict[str, Any]) -> dict[str, Any]:
+    """One run, from its checkpoint where there is one; returns its record.
+
+    Args:
+        task: its model is made anew.
+        options: see ``arguments``.
+        batch: pairs in a step.
+        seed: of the model, of the order of the pairs, of dropout and augmentation.
+        about: further settings, which the checkpoint must have in common with this run.
+    """
     torch.manual_seed(seed)
     task.reset()
     device = options.device
@@ -133,7 +141,7 @@ def train(task: Task, options: Namespace, batch: int, seed: int) -> dict[str, An
     )
     steps = max(1, options.samples // batch)
     reports = {round(steps * (i + 1) / options.evaluations) for i in range(options.evaluations)} | {steps}
-    settings = {name: vars(options).get(name) for name in RESUMED} | {"batch": batch, "seed": seed}
+    settings = {**about, "batch": batch, "seed": seed}
     path = options.out / f"b{batch}-seed{seed}.pt"
     if path.exists():
         done, curve = _resume(path, settings, task, optimiser, device)
@@ -153,7 +161,7 @@ def train(task: Task, options: Namespace, batch: int, seed: int) -> dict[str, An
             with torch.no_grad():
                 task.model.log_scale.clamp_(max=math.log(LARGEST_SCALE))
             losses.append(loss)
-            marks.append(times)
+            marks.append([*times, mark(device)])
             report(i + 1, steps, title)
             if i + 1 not in reports:
                 continue
@@ -214,14 +222,14 @@ def _resume(
     path: Path, settings: dict[str, Any], task: Task, optimiser: torch.optim.Optimizer, device: torch.device
 ) -> tuple[int, list[dict[str, Any]]]:
     """Take up a checkpoint: the steps that are done, and their curve."""
-    state = torch.load(path, map_location=device, weights_only=True)
+    state = torch.load(path, map_location="cpu", weights_only=True)
     if state["settings"] != settings:
         raise SystemExit(f"{path} is of a run with {state['settings']}, got {settings}; give another --out")
     task.model.load_state_dict(state["model"])
     optimiser.load_state_dict(state["optimiser"])
-    torch.set_rng_state(state["generators"][0].cpu())
+    torch.set_rng_state(state["generators"][0])
     if device.type == "cuda":
-        torch.cuda.set_rng_state(state["generators"][1].cpu(), device)
+        torch.cuda.set_rng_state(state["generators"][1], device)
     return state["done"], state["curve"]
 
 
@@ -246,13 +254,13 @@ def recall(query: Tensor, key: Tensor, own: Tensor, name: str = "recall", tile: 
 
 def runs(task: Task, options: Namespace, title: str, about: dict[str, Any]) -> None:
     """Every batch with every seed; writes the record and its figure after each. The task keeps the last model."""
+    about = {**about, "samples": options.samples, "lr": options.lr, "evaluations": options.evaluations}
     facts = measurement_environment(options.device.type)
-    record: dict[str, Any] = {"title": title, "environment": facts, **about, "note": options.note, "runs": []}
-    record |= {"samples": options.samples, "lr": options.lr}
+    record: dict[str, Any] = {"title": title, "environment": facts, "settings": about, "note": options.note, "runs": []}
     options.record.parent.mkdir(parents=True, exist_ok=True)
     for batch in options.batch:
         for seed in options.seed:
-            record["runs"].append(train(task, options, batch, seed))
+            record["runs"].append(train(task, options, batch, seed, about))
             options.record.with_suffix(".json").write_text(json.dumps(record, indent=1) + "\n", encoding="utf-8")
             figure(record, options.record.with_suffix(".svg"))
 
@@ -276,22 +284,22 @@ def figure(record: dict[str, Any], path: Path) -> None:
                 if name.partition("@")[0] != panel:
                     continue
                 points = [(point["samples"], point[name]) for point in run["curve"] if name in point]
-                # one colour for a batch; one label for all its seeds
-                label = f"b = {run['batch']:,}" if run is _first_of(run["batch"], found) and "@10" not in name else None
-                style = {"color": f"C{batches.index(run['batch'])}", "linestyle": "--" if "@10" in name else "-"}
-                axis.plot(*zip(*points, strict=True), label=label, **style)
-            axis.set(xlabel="pairs seen", ylabel=f"{panel}@1, dashed @10" if panel != "loss" else "loss")
-            axis.legend(fontsize="small")
+                colour, dashed = f"C{batches.index(run['batch'])}", name.endswith("@10")
+                label = None if dashed else f"b = {run['batch']:,}"
+                axis.plot(*zip(*points, strict=True), "--" if dashed else "-", color=colour, label=label)
+            axis.set(xlabel="pairs seen", ylabel="loss" if panel == "loss" else f"{panel}@1, dashed @10")
+            handles, labels = axis.get_legend_handles_labels()
+            once = dict(zip(labels, handles, strict=True))  # the seeds of a batch share a colour
+            axis.legend(once.values(), once.keys(), fontsize="small")
         if len(batches) > 1:
+            last = axes[0][-1]
             for name in names:
                 points = [(run["batch"], run["curve"][-1][name]) for run in found]
-                axes[0][-1].plot(*zip(*points, strict=True), "o" if "@1" in name else "s", label=name)
-            axes[0][-1].set(xlabel="batch b", ylabel="at the end, each seed", xscale="log")
-            axes[0][-1].legend(fontsize="small")
+                last.plot(*zip(*points, strict=True), "s" if name.endswith("@10") else "o", label=name)
+            last.set(xlabel="batch b", ylabel="recall at the end, each seed", xscale="log")
+            last.set_xticks(batches, [f"{b:,}" for b in batches])
+            last.minorticks_off()
+            last.legend(fontsize="small")
         shown.suptitle(f"{record['title']}, {record['environment']['device']}")
         shown.savefig(path, metadata={"Date": None})
         plt.close(shown)
-
-
-def _first_of(batch: int, found: list[dict[str, Any]]) -> dict[str, Any]:
-    return next(run for run in found if run["batch"] == batch)

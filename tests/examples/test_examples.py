@@ -13,6 +13,8 @@ import numpy as np
 import pytest
 import torch
 
+import contrastile
+
 ROOT = Path(__file__).resolve().parents[2]
 SHARE = Path(__file__).parent / "share"
 TIMES = ("pairs_per_second", "loss_share")
@@ -195,6 +197,45 @@ def test_a_checkpoint_of_another_run_is_refused(tmp_path: Path, monkeypatch: pyt
     run("emoji", tmp_path, monkeypatch, "--samples", "32", "--evaluations", "1")
     with pytest.raises(SystemExit, match=r"b32-seed0\.pt is of a run with .*; give another --out"):
         run("emoji", tmp_path, monkeypatch, "--samples", "64", "--evaluations", "1")
+
+
+def test_several_runs_are_one_record_and_are_not_made_again(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    several = ["--batch", "16", "32", "--seed", "0", "1", "--samples", "32", "--evaluations", "1"]
+    first = run("emoji", tmp_path, monkeypatch, *several)
+    figure = (tmp_path / "out" / "record.svg").read_bytes()
+    assert [(x["batch"], x["seed"], x["curve"][-1]["samples"]) for x in first["runs"]] == [
+        *((16, 0, 32), (16, 1, 32)),
+        *((32, 0, 32), (32, 1, 32)),
+    ]
+    assert len({x["curve"][-1]["loss"] for x in first["runs"]}) == 4
+    monkeypatch.setattr(module("shared"), "step", None)
+    assert run("emoji", tmp_path, monkeypatch, *several)["runs"] == first["runs"]
+    assert (tmp_path / "out" / "record.svg").read_bytes() == figure
+
+
+@pytest.mark.parametrize("name", COMMANDS)
+def test_the_pairs_of_one_picture_or_gloss_share_an_id(
+    name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    seen = []
+
+    def loss(first: Any, second: Any, scale: Any, *, ids: torch.Tensor) -> torch.Tensor:
+        seen.append(ids)
+        raise KeyboardInterrupt
+
+    tasks = []
+    evaluate = module("shared").evaluate
+    monkeypatch.setattr(module("shared"), "evaluate", lambda task: tasks.append(task) or evaluate(task))
+    monkeypatch.setattr(contrastile, "clip_loss", loss)
+    with pytest.raises(KeyboardInterrupt):
+        run(name, tmp_path, monkeypatch)
+    task = tasks[0]
+    assert torch.equal(seen[0], task.batch(module("shared").rows_of(0, BATCH[name], task.pairs, seed=0))[1])
+    inputs, ids = task.batch(torch.arange(task.pairs))
+    shown = torch.cat([chunk for chunk, _ in inputs[{"wordnet": 1, "emoji": 0}[name]]]).flatten(1)
+    same = (shown[:, None] == shown).all(dim=2)
+    assert same.sum() > 2 * task.pairs
+    assert torch.equal(same, ids[:, None] == ids)
 
 
 @pytest.mark.parametrize("name", COMMANDS)
