@@ -1,4 +1,4 @@
-"""Train a small CLIP from scratch on emoji: pictures and their names in many languages.
+"""Train a small CLIP from scratch on emoji: pictures, their names and their keywords in many languages.
 
     apt-get install fonts-noto-color-emoji unicode-cldr-core   # without root: apt-get download, dpkg -x, --share FOLDER
     pip install 'contrastile[torch,triton,verify]'
@@ -19,14 +19,15 @@ import zlib
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 from xml.etree import ElementTree
 
+import matplotlib
 import numpy as np
 import torch
 from fontTools.ttLib import TTFont
 from numpy.typing import NDArray
-from PIL import Image
+from PIL import Image, ImageDraw, ImageFont
 from shared import Task, arguments, autocast, recall, runs
 from torch import Tensor, nn
 from torch.nn.functional import affine_grid, gelu, grid_sample, normalize
@@ -53,29 +54,39 @@ WORDS = [
 ]
 
 
+class Text(NamedTuple):
+    """What a picture is called in a locale: its name, or its keywords."""
+
+    text: str
+    picture: int
+    locale: str
+    is_name: bool
+
+
 @dataclass(frozen=True)
 class Emoji:
-    """n pictures and their names.
+    """n pictures and their texts.
 
     Attributes:
         sequences: the characters of each picture.
         bitmaps: each picture as a PNG file.
-        names: of each name its text, its picture's number and its locale.
+        texts: the numbers of their pictures are below n.
     """
 
     sequences: list[str]
     bitmaps: list[bytes]
-    names: list[tuple[str, int, str]]
+    texts: list[Text]
 
 
-def read_names(folder: Path, locales: list[str]) -> Iterator[tuple[str, str, str]]:
-    """Characters, name and locale: every short name in CLDR's annotations."""
+def read_annotations(folder: Path, locales: list[str]) -> Iterator[tuple[str, str, str, bool]]:
+    """Characters, text, locale and whether it is a name: all of CLDR's annotations."""
     for path in sorted(folder.glob("annotations*/*.xml")):
         if locales and path.stem not in locales:
             continue
         for entry in ElementTree.parse(path).iter("annotation"):
-            if entry.get("type") == "tts" and entry.text and "↑" not in entry.text:  # ↑↑↑: as in the parent locale
-                yield entry.attrib["cp"], entry.text, path.stem
+            if entry.text and "↑" not in entry.text:  # ↑↑↑: as in the parent locale
+                text = entry.text.replace(" | ", ", ")
+                yield entry.attrib["cp"], text, path.stem, entry.get("type") == "tts"
 
 
 def glyphs(font: Any) -> tuple[dict[str, Any], dict[int, str], dict[tuple[str, ...], str]]:
@@ -89,19 +100,20 @@ def glyphs(font: Any) -> tuple[dict[str, Any], dict[int, str], dict[tuple[str, .
 
 
 def read_emoji(share: Path, locales: list[str]) -> Emoji:
-    """Every picture of the font that has a name in one of the locales; in any, where none is given."""
+    """Every picture of the font that has a text in one of the locales; in any, where none is given."""
     bitmaps, characters, ligatures = glyphs(TTFont(share / FONT))
-    found: dict[str, str] = {}
-    names = []
-    for sequence, name, locale in read_names(share / CLDR, locales):
+    numbers: dict[str, int] = {}
+    sequences, texts = [], []
+    for sequence, text, locale, is_name in read_annotations(share / CLDR, locales):
         parts = tuple(characters.get(ord(x), "") for x in sequence if x != VARIATION)
         glyph = parts[0] if len(parts) == 1 else ligatures.get(parts, "")
-        if glyph in bitmaps:
-            found.setdefault(glyph, sequence)
-            names.append((name, glyph, locale))
-    numbers = {glyph: i for i, glyph in enumerate(found)}
-    blobs = [bitmaps[glyph].imageData for glyph in found]
-    return Emoji(list(found.values()), blobs, [(name, numbers[glyph], locale) for name, glyph, locale in names])
+        if glyph not in bitmaps:
+            continue
+        if glyph not in numbers:
+            numbers[glyph] = len(numbers)
+            sequences.append(sequence)
+        texts.append(Text(text, numbers[glyph], locale, is_name))
+    return Emoji(sequences, [bitmaps[glyph].imageData for glyph in numbers], texts)
 
 
 def pixels(bitmap: bytes, size: int) -> NDArray[np.uint8]:
@@ -114,7 +126,7 @@ def pixels(bitmap: bytes, size: int) -> NDArray[np.uint8]:
 
 
 def split(sequence: str, locale: str) -> int:
-    """Of a name: 0 to train on; 1 of a picture that is held out, in every skin tone; 2 held out of a known picture."""
+    """Of a text: 0 to train on; 1 of a picture that is held out, in every skin tone; 2 held out of a known picture."""
     family = re.sub(f"[{SKIN_TONES}{VARIATION}]", "", sequence)
     if zlib.crc32(family.encode()) % 10 == 0:
         return 1
@@ -168,6 +180,8 @@ class Towers(nn.Module):
 
     def encode_texts(self, x: Tensor) -> Tensor:
         """(samples, GRAMS) -> (samples, d) of unit length."""
+        if self.training:
+            x = x * (torch.rand(x.shape, device=x.device) > 0.3)  # a typed word is less than a list of keywords
         words = self.bag(x)
         return normalize(words + self.text(words), dim=1)
 
@@ -183,20 +197,23 @@ def augmented(x: Tensor) -> Tensor:
 
 
 class Pictures(Task):
-    """Picture and name."""
+    """Picture and text."""
 
     def __init__(self, options: argparse.Namespace) -> None:
         self.device, self.chunk = options.device, options.chunk
         self.widths: tuple[int, int] = options.width, options.dim
         self.emoji = read_emoji(options.share, options.locales)
-        several = len({locale for _, _, locale in self.emoji.names}) > 1
-        kinds = [split(self.emoji.sequences[number], locale) for _, number, locale in self.emoji.names]
+        texts = self.emoji.texts
+        several = len({text.locale for text in texts}) > 1
+        kinds = [split(self.emoji.sequences[text.picture], text.locale) for text in texts]
         # with one locale nothing would be known of a picture whose name is held out
         kind = torch.tensor(kinds if several else [k % 2 for k in kinds])
-        self.training, self.new_pictures, self.new_names = ((kind == k).nonzero()[:, 0] for k in range(3))
+        is_name = torch.tensor([text.is_name for text in texts])
+        self.training = (kind == 0).nonzero()[:, 0]
+        self.new_pictures, self.new_names = ((is_name & (kind == k)).nonzero()[:, 0] for k in (1, 2))
         self.pairs = len(self.training)
-        self.picture_of = torch.tensor([number for _, number, _ in self.emoji.names])
-        self.texts = grams([text for text, _, _ in self.emoji.names])
+        self.picture_of = torch.tensor([text.picture for text in texts])
+        self.texts = grams([text.text for text in texts])
         shown = np.stack([pixels(bitmap, options.size) for bitmap in self.emoji.bitmaps])
         self.pictures = torch.from_numpy(shown).permute(0, 3, 1, 2).contiguous()
 
@@ -206,7 +223,7 @@ class Pictures(Task):
         self.encode = self.model.encode_pictures, self.model.encode_texts
 
     def batch(self, rows: Tensor) -> tuple[tuple[training.Stream, training.Stream], Tensor]:
-        """See ``Task``. The names of one picture have one id: they are no negatives of each other."""
+        """See ``Task``. The texts of one picture have one id: they are no negatives of each other."""
         rows = self.training[rows]
         ids = self.picture_of[rows]
         pictures, texts = self.pictures[ids], self.texts[rows]
@@ -240,33 +257,21 @@ class Pictures(Task):
         return (self.embed(self.model.encode_texts, grams(words)) @ pictures.T).topk(count).indices.tolist()
 
 
-def draw_page(task: Pictures, words: list[str], path: Path, count: int = 10, size: int = 72) -> None:
-    """The pictures nearest to each of some words, as one PNG; those that were held out have a frame."""
-    import matplotlib
-
-    matplotlib.use("Agg")
-    import matplotlib.pyplot as plt
-
+def draw_page(task: Pictures, words: list[str], path: Path, count: int = 10, side: int = 72, margin: int = 180) -> None:
+    """The pictures nearest to each text, as one PNG; those that were held out have a frame."""
+    font = ImageFont.truetype(str(Path(matplotlib.get_data_path(), "fonts", "ttf", "DejaVuSans.ttf")), 18)
     held_out = set(task.picture_of[task.new_pictures].tolist())
-    rows = []
-    for found in task.nearest(words, count):
-        tiles = [
-            np.pad(pixels(task.emoji.bitmaps[i], size), ((6, 6), (6, 6), (0, 0)), constant_values=255) for i in found
-        ]
-        for i, tile in zip(found, tiles, strict=True):
-            if i in held_out:
-                frame = np.pad(np.zeros((size + 6, size + 6), bool), 3, constant_values=True)
-                tile[frame] = (220, 60, 40)
-        rows.append(np.concatenate(tiles, axis=1))
-    page = np.concatenate(rows)
-    figure, axes = plt.subplots(figsize=(page.shape[1] / 100 + 2, page.shape[0] / 100), layout="constrained")
-    axes.imshow(page)
-    axes.set_yticks([(i + 0.5) * (size + 12) for i in range(len(words))], words, fontsize=12)
-    axes.set_xticks([])
-    axes.spines[:].set_visible(False)
-    axes.tick_params(length=0)
-    figure.savefig(path, dpi=100, metadata={"Software": None})
-    plt.close(figure)
+    step = side + 12
+    page = Image.new("RGB", (margin + count * step, len(words) * step), "white")
+    pen = ImageDraw.Draw(page)
+    for row, (word, found) in enumerate(zip(words, task.nearest(words, count), strict=True)):
+        pen.text((margin - 12, row * step + step // 2), word, "black", font, anchor="rm")
+        for column, number in enumerate(found):
+            x, y = margin + column * step, row * step
+            page.paste(Image.fromarray(pixels(task.emoji.bitmaps[number], side)), (x + 6, y + 6))
+            if number in held_out:
+                pen.rectangle((x + 2, y + 2, x + step - 3, y + step - 3), outline="red", width=2)
+    page.quantize(128).save(path)
 
 
 def main() -> None:

@@ -21,7 +21,7 @@ from PIL import Image
 
 ROOT = Path(__file__).resolve().parents[1]
 sys.path.insert(0, str(ROOT / "examples"))
-from emoji import CLDR, FONT, glyphs, read_names  # noqa: E402
+from emoji import CLDR, FONT, VARIATION, glyphs, read_annotations  # noqa: E402
 
 OUTPUT = ROOT / "tests" / "examples" / "share"
 SEQUENCES = [*"😀😂🤖👻👍🐶🐱🐻🐧🐙🐠🍎🍌🍇🍕🎂🍺⚽🎸🚀🚗🚲🏠🌙⭐🔥🌈🎁💧🔑", "❤️", "👍🏿", "👍🏻", "👩‍🚀", "🇯🇵", "🇩🇪"]
@@ -56,15 +56,16 @@ def make_font(source: Path, target: Path) -> None:
     font.save(target)
 
 
-def make_names(source: Path, target: Path) -> None:
-    """Their names, a file per locale."""
-    found = list(read_names(source, LOCALES))
+def make_annotations(source: Path, target: Path) -> None:
+    """Their names and keywords, a file per locale."""
+    found = list(read_annotations(source, LOCALES))
     for locale in LOCALES:
         root = ElementTree.Element("ldml")
-        names = ElementTree.SubElement(root, "annotations")
-        for sequence, name, where in found:
-            if where == locale and sequence in {*SEQUENCES, *(x.replace("\ufe0f", "") for x in SEQUENCES)}:
-                ElementTree.SubElement(names, "annotation", cp=sequence, type="tts").text = name
+        entries = ElementTree.SubElement(root, "annotations")
+        for sequence, text, where, is_name in found:
+            if where == locale and sequence in {*SEQUENCES, *(x.replace(VARIATION, "") for x in SEQUENCES)}:
+                entry = ElementTree.SubElement(entries, "annotation", cp=sequence, **{"type": "tts"} if is_name else {})
+                entry.text = text if is_name else text.replace(", ", " | ")
         ElementTree.indent(root)
         (target / "annotations").mkdir(parents=True, exist_ok=True)
         ElementTree.ElementTree(root).write(target / "annotations" / f"{locale}.xml", "utf-8", xml_declaration=True)
@@ -75,7 +76,7 @@ def main() -> None:
     parser.add_argument("--share", type=Path, default=Path("/usr/share"), help="where the two packages' files are")
     options = parser.parse_args()
     make_font(options.share / FONT, OUTPUT / FONT)
-    make_names(options.share / CLDR, OUTPUT / CLDR)
+    make_annotations(options.share / CLDR, OUTPUT / CLDR)
 
 
 if __name__ == "__main__":

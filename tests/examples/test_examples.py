@@ -284,12 +284,14 @@ def test_texts_that_are_too_long_keep_their_end_mark(tmp_path: Path) -> None:
 def test_pictures_of_one_and_of_several_characters_have_their_names() -> None:
     emoji = module("emoji")
     found = emoji.read_emoji(SHARE, [])
-    named = {(found.sequences[number], locale): name for name, number, locale in found.names}
+    named = {(found.sequences[x.picture], x.locale): x.text for x in found.texts if x.is_name}
+    keywords = {(found.sequences[x.picture], x.locale): x.text for x in found.texts if not x.is_name}
     assert len(found.sequences) == len(set(found.bitmaps)) == 36
-    assert len(named) == len(found.names) == 108
+    assert len(named) == len(keywords) == len(found.texts) / 2 == 108
     assert named["❤", "de"] == "rotes Herz"
     assert named["👍🏿", "en"] == "thumbs up: dark skin tone"
     assert named["🇯🇵", "en"] == "flag: Japan"
+    assert keywords["🎂", "en"] == "birthday, cake, celebration, dessert, pastry, sweet"
     assert len({emoji.split(x, "en") for x in ("👍", "👍🏻", "👍🏿")}) == 1
     red, green, blue = emoji.pixels(found.bitmaps[found.sequences.index("❤")], 16)[8, 8].tolist()
     assert red > 2 * max(green, blue)
