@@ -11,6 +11,7 @@ The same command again goes on where it was interrupted. docs/examples.md shows 
 from __future__ import annotations
 
 import argparse
+import functools
 import io
 import itertools
 import math
@@ -133,16 +134,22 @@ def split(sequence: str, locale: str) -> int:
     return 2 if zlib.crc32((family + locale).encode()) % 20 == 0 else 0
 
 
+@functools.cache
+def word_grams(word: str) -> tuple[list[int], ...]:
+    """A word, its parts of 3 and its parts of 2 characters, hashed to 1 .. BUCKETS - 1."""
+    marked = f"<{word}>"
+    parts = [marked], *([marked[i : i + n] for i in range(len(marked) - n + 1)] for n in (3, 2))
+    return tuple([1 + zlib.crc32(part.encode()) % (BUCKETS - 1) for part in each] for each in parts)
+
+
 def grams(texts: list[str]) -> Tensor:
-    """Each text's words and their parts of 2 to 4 characters, hashed, padded with 0: (len(texts), GRAMS) int32."""
-    found = torch.zeros(len(texts), GRAMS, dtype=torch.int32)
+    """Each text's words, then their parts, as many as fit, padded with 0: (len(texts), GRAMS) int32."""
+    found = np.zeros((len(texts), GRAMS), np.int32)
     for row, text in zip(found, texts, strict=True):
-        words = re.findall(r"\w+", text.casefold()) or [text]
-        marked = [f"<{word}>" for word in words]
-        parts = marked + [x[i : i + n] for n in (3, 4, 2) for x in marked for i in range(len(x) - n + 1)]
-        hashed = [1 + zlib.crc32(part.encode()) % (BUCKETS - 1) for part in dict.fromkeys(parts)][:GRAMS]
-        row[: len(hashed)] = torch.tensor(hashed, dtype=torch.int32)
-    return found
+        words = [word_grams(word) for word in re.findall(r"\w+", text.casefold()) or [text]]
+        hashed = list(dict.fromkeys(gram for kind in range(3) for word in words for gram in word[kind]))[:GRAMS]
+        row[: len(hashed)] = hashed
+    return torch.from_numpy(found)
 
 
 class Residual(nn.Module):
