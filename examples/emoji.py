@@ -241,9 +241,9 @@ class Pictures(Task):
         return training.stream(x, self.chunk, self.device)
 
     def embed(self, encode: Callable[[Tensor], Tensor], x: Tensor) -> Tensor:
-        """Embeddings, chunk by chunk."""
+        """Embeddings in float32, chunk by chunk."""
         with autocast(self.device):
-            return torch.cat([encode(chunk) for chunk, _ in self.stream(x)])
+            return torch.cat([encode(chunk).float() for chunk, _ in self.stream(x)])
 
     def evaluate(self) -> dict[str, float]:
         """Recall of pictures by name: the new pictures among themselves, and all pictures by new names."""

@@ -7,6 +7,7 @@ import itertools
 import json
 import math
 import os
+import sys
 import time
 from abc import ABC, abstractmethod
 from argparse import ArgumentParser, Namespace
@@ -80,8 +81,8 @@ def autocast(device: torch.device) -> Any:
 def step(task: Task, rows: Tensor, device: torch.device) -> tuple[Tensor, list[Any]]:
     """Add the gradients of one batch; returns its loss, and marks on the clock: at the start, and around the loss."""
     marks = [mark(device)]
-    inputs, ids = task.batch(rows)
-    with autocast(device):
+    inputs, ids = task.batch(rows)  # of the two towers, each a training.stream
+    with autocast(device):  # bfloat16 on a GPU
         (first, second), replay = training.embed(task.encode, inputs)  # every chunk, without a graph
         marks.append(mark(device))
         loss = contrastile.clip_loss(first, second, task.model.log_scale.exp(), ids=ids)
@@ -151,7 +152,7 @@ def train(task: Task, options: Namespace, batch: int, seed: int, about: dict[str
         torch.cuda.reset_peak_memory_stats(device)
     title = f"b = {batch:,}, seed {seed}"
     losses, marks = [], []
-    with progress(lines=False) as report:
+    with progress(shown=sys.stdout.isatty()) as report:
         for i in range(done, steps):
             for group in optimiser.param_groups:
                 group["lr"] = lr * min((i + 1) / max(1, steps // 10), 1 - i / steps)  # up for a tenth, then down to 0

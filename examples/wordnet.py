@@ -150,9 +150,9 @@ class WordNet(Task):
         return training.stream(x, self.chunk, self.device)
 
     def embed(self, x: Tensor) -> Tensor:
-        """Embeddings, chunk by chunk."""
+        """Embeddings in float32, chunk by chunk."""
         with autocast(self.device):
-            return torch.cat([self.model(chunk) for chunk, _ in self.stream(x)])
+            return torch.cat([self.model(chunk).float() for chunk, _ in self.stream(x)])
 
     def evaluate(self) -> dict[str, float]:
         """Recall of the held-out glosses, among themselves."""

@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import importlib
+import inspect
 import json
 import random
+import re
 import sys
 from pathlib import Path
 from typing import Any
@@ -17,6 +19,7 @@ import contrastile
 
 ROOT = Path(__file__).resolve().parents[2]
 SHARE = Path(__file__).parent / "share"
+PAGE = (ROOT / "docs" / "examples.md").read_text(encoding="utf-8")
 TIMES = ("pairs_per_second", "loss_share")
 COLOURS = ["red", "blue", "green", "black", "white", "brown", "grey", "pink", "gold", "violet", "azure", "beige"]
 THINGS = ["cat", "dog", "cup", "car", "hat", "key", "map", "pen", "box", "fan", "jar", "net"]
@@ -315,3 +318,22 @@ def test_recall_counts_ties_against_the_query() -> None:
     own = torch.tensor([0, 5, 2, 3])  # right; as far as all others; tied; tied
     for tile in (1, 3, 4):
         assert module("shared").recall(query, key, own, tile=tile) == {"recall@1": 0.25, "recall@10": 0.75}
+
+
+def test_the_page_shows_the_step_of_the_examples() -> None:
+    (shown,) = re.findall(r"^```python\n(.*?)^```", PAGE, re.M | re.S)
+    _, *body = shown.splitlines()
+    source = inspect.getsource(module("shared").step).splitlines()
+    assert len(body) > 6
+    assert [line for line in source if line in body] == [line for line in body if line != "    return loss.detach()"]
+
+
+RECORDS = [x for name in COMMANDS for x in sorted((ROOT / "docs" / "results").glob(f"{name}_*.json"))]
+
+
+@pytest.mark.parametrize("record", RECORDS, ids=lambda x: x.stem)
+def test_the_page_has_the_recall_of_the_records(record: Path) -> None:
+    for run in json.loads(record.read_text())["runs"]:
+        for point in (run["curve"][0], run["curve"][-1]):
+            shares = " | ".join(f"{value:.3f}" for name, value in point.items() if "@" in name)
+            assert f"| {point['samples']:,} | {shares} |" in PAGE
