@@ -123,15 +123,7 @@ def rows_of(position: int, batch: int, pairs: int, seed: int) -> Tensor:
 
 
 def train(task: Task, options: Namespace, batch: int, seed: int, about: dict[str, Any]) -> dict[str, Any]:
-    """One run, from its checkpoint where there is one; returns its record.
-
-    Args:
-        task: its model is made anew.
-        options: see ``arguments``.
-        batch: pairs in a step.
-        seed: of the model, of the order of the pairs, of dropout and augmentation.
-        about: further settings, which the checkpoint must have in common with this run.
-    """
+    """One run, from its checkpoint where there is one of the same settings (``about``); returns its record."""
     torch.manual_seed(seed)
     task.reset()
     device = options.device
@@ -289,6 +281,8 @@ def figure(record: dict[str, Any], path: Path) -> None:
                 label = None if dashed else f"b = {run['batch']:,}"
                 axis.plot(*zip(*points, strict=True), "--" if dashed else "-", color=colour, label=label)
             axis.set(xlabel="pairs seen", ylabel="loss" if panel == "loss" else f"{panel}@1, dashed @10")
+            axis.set_ylim(bottom=0)
+            axis.locator_params(axis="x", nbins=5)
             handles, labels = axis.get_legend_handles_labels()
             once = dict(zip(labels, handles, strict=True))  # the seeds of a batch share a colour
             axis.legend(once.values(), once.keys(), fontsize="small")
@@ -300,6 +294,7 @@ def figure(record: dict[str, Any], path: Path) -> None:
             last.set(xlabel="batch b", ylabel="recall at the end, each seed", xscale="log")
             last.set_xticks(batches, [f"{b:,}" for b in batches])
             last.minorticks_off()
+            last.set_ylim(bottom=0)
             last.legend(fontsize="small")
         shown.suptitle(f"{record['title']}, {record['environment']['device']}")
         shown.savefig(path, metadata={"Date": None})

@@ -29,7 +29,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "scripts"))
 from make_wordnet_pairs import FILES, QUOTED, model_folder
 from minilm import WordPiece, read_safetensors
 
-QUERY_TOKENS, GLOSS_TOKENS = 16, 32  # longer texts are cut: 1 example in 10, 1 gloss in 20
+QUERY_TOKENS, GLOSS_TOKENS = 16, 32  # longer texts are cut: 1 query in 100, 3 glosses in 100
 
 
 def read_pairs(folder: Path) -> tuple[list[tuple[str, int]], list[str]]:
@@ -75,15 +75,8 @@ class MiniLM(nn.Module):
         self.position = nn.Embedding(config["max_position_embeddings"], width)
         self.norm = nn.LayerNorm(width, epsilon)
         self.dropout = nn.Dropout(dropout)
-        layer = nn.TransformerEncoderLayer(
-            width,
-            config["num_attention_heads"],
-            config["intermediate_size"],
-            dropout,
-            "gelu",
-            epsilon,
-            batch_first=True,
-        )
+        heads, wide = config["num_attention_heads"], config["intermediate_size"]
+        layer = nn.TransformerEncoderLayer(width, heads, wide, dropout, "gelu", epsilon, batch_first=True)
         self.layers = nn.TransformerEncoder(layer, config["num_hidden_layers"], enable_nested_tensor=False)
         self.log_scale = nn.Parameter(torch.tensor(math.log(20.0)))
         self.load(read_safetensors(folder / "model.safetensors"))
