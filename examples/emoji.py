@@ -177,6 +177,7 @@ class Towers(nn.Module):
             stages += [nn.Conv2d(here, there, 4, stride=2, padding=1), Residual(there)]
         self.vision = nn.Sequential(*stages, nn.AdaptiveAvgPool2d(2), nn.Flatten(), nn.Linear(16 * width, d))
         self.bag = nn.EmbeddingBag(BUCKETS, d, mode="mean", padding_idx=0)
+        nn.init.normal_(self.bag.weight, std=0.1)
         self.text = nn.Sequential(nn.LayerNorm(d), nn.Linear(d, 2 * d), nn.GELU(), nn.Dropout(0.1), nn.Linear(2 * d, d))
         self.log_scale = nn.Parameter(torch.tensor(math.log(1 / 0.07)))
 
@@ -264,7 +265,7 @@ class Pictures(Task):
         return (self.embed(self.model.encode_texts, grams(words)) @ pictures.T).topk(count).indices.tolist()
 
 
-def draw_page(task: Pictures, words: list[str], path: Path, count: int = 10, side: int = 72, margin: int = 180) -> None:
+def draw_page(task: Pictures, words: list[str], path: Path, count: int = 10, side: int = 72, margin: int = 200) -> None:
     """The pictures nearest to each text, as one PNG; those that were held out have a frame."""
     font = ImageFont.truetype(str(Path(matplotlib.get_data_path(), "fonts", "ttf", "DejaVuSans.ttf")), 18)
     held_out = set(task.picture_of[task.new_pictures].tolist())
