@@ -102,7 +102,7 @@ def tiny_minilm(folder: Path, layers: int = 1, width: int = 32) -> Path:
 
 COMMANDS = {
     "wordnet": "--held-out 20 --chunk 800 --batch 48 --lr 3e-2 --samples 2400 --evaluations 5",
-    "emoji": "--size 16 --width 8 --dim 64 --chunk 20 --batch 32 --lr 2e-2 --samples 960 --evaluations 5 --words dog",
+    "emoji": "--size 16 --width 8 --dim 64 --chunk 20 --batch 32 --lr 8e-3 --samples 1920 --evaluations 5 --words dog",
 }
 BATCH = {"wordnet": 48, "emoji": 32}
 
