@@ -1,0 +1,339 @@
+"""The examples in a tiny setting: they read their data, learn, and go on bit for bit where they were interrupted."""
+
+from __future__ import annotations
+
+import importlib
+import inspect
+import json
+import random
+import re
+import sys
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+
+import contrastile
+
+ROOT = Path(__file__).resolve().parents[2]
+SHARE = Path(__file__).parent / "share"
+PAGE = (ROOT / "docs" / "examples.md").read_text(encoding="utf-8")
+TIMES = ("pairs_per_second", "loss_share")
+COLOURS = ["red", "blue", "green", "black", "white", "brown", "grey", "pink", "gold", "violet", "azure", "beige"]
+THINGS = ["cat", "dog", "cup", "car", "hat", "key", "map", "pen", "box", "fan", "jar", "net"]
+PARTS = [*COLOURS, *THINGS]
+
+
+@pytest.fixture(autouse=True)
+def scripts_that_import_each_other(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.syspath_prepend(ROOT / "scripts")
+    monkeypatch.syspath_prepend(ROOT / "examples")
+
+
+def module(name: str) -> Any:
+    return importlib.import_module(name)
+
+
+def tiny_dictionary(folder: Path) -> Path:
+    """WordNet's files, with words of two parts each of which is translated: what is held out can be inferred."""
+    folder.mkdir()
+    lines = ["  1 a licence"]
+    for i, colour in enumerate(COLOURS):
+        for j, thing in enumerate(THINGS):
+            gloss = f'a {thing[::-1]} that is {colour[::-1]}; "see the {colour} {thing}"'
+            lines.append(f"{i * 100 + j:08d} 05 n 02 {colour}_{thing} 0 {thing}_{colour}(p) 0 000 | {gloss}  ")
+    (folder / "data.noun").write_text("\n".join(lines))
+    for name in ("data.verb", "data.adj", "data.adv"):
+        (folder / name).write_text("  1 a licence\n")
+    return folder
+
+
+def tiny_minilm(folder: Path, layers: int = 1, width: int = 32) -> Path:
+    """A BERT with random weights in the files of the real one."""
+    folder.mkdir()
+    words = [
+        "[PAD]",
+        "[UNK]",
+        "[CLS]",
+        "[SEP]",
+        "a",
+        "that",
+        "is",
+        "see",
+        "the",
+        *PARTS,
+        *(part[::-1] for part in PARTS),
+    ]
+    (folder / "vocab.txt").write_text("\n".join(words))
+    sizes = {"vocab_size": len(words), "hidden_size": width, "intermediate_size": 2 * width, "num_attention_heads": 4}
+    more = {"num_hidden_layers": layers, "max_position_embeddings": 40}
+    config = {**sizes, **more, "layer_norm_eps": 1e-12, "hidden_dropout_prob": 0.1}
+    (folder / "config.json").write_text(json.dumps(config))
+    shapes = {
+        "embeddings.word_embeddings.weight": (len(words), width),
+        "embeddings.token_type_embeddings.weight": (2, width),
+        "embeddings.position_embeddings.weight": (40, width),
+        "embeddings.LayerNorm.weight": (width,),
+        "embeddings.LayerNorm.bias": (width,),
+    }
+    for i in range(layers):
+        for name, out, into in (
+            *((f"attention.self.{part}", width, width) for part in ("query", "key", "value")),
+            ("attention.output.dense", width, width),
+            ("attention.output.LayerNorm", width, 0),
+            ("intermediate.dense", 2 * width, width),
+            ("output.dense", width, 2 * width),
+            ("output.LayerNorm", width, 0),
+        ):
+            shapes[f"encoder.layer.{i}.{name}.weight"] = (out, into) if into else (out,)
+            shapes[f"encoder.layer.{i}.{name}.bias"] = (out,)
+    rng, header, blob = np.random.default_rng(5), {}, b""
+    for name, shape in shapes.items():
+        spread = 1.0 if "word" in name else 0.1
+        values = (rng.standard_normal(shape) * spread + ("LayerNorm.weight" in name)).astype("<f4").tobytes()
+        header[name] = {"dtype": "F32", "shape": shape, "data_offsets": [len(blob), len(blob) + len(values)]}
+        blob += values
+    text = json.dumps(header).encode()
+    (folder / "model.safetensors").write_bytes(len(text).to_bytes(8, "little") + text + blob)
+    return folder
+
+
+COMMANDS = {
+    "wordnet": "--held-out 20 --chunk 800 --batch 48 --lr 3e-2 --samples 2400 --evaluations 5",
+    "emoji": "--size 16 --width 8 --dim 64 --chunk 20 --batch 32 --lr 8e-3 --samples 1920 --evaluations 5 --words dog",
+}
+BATCH = {"wordnet": 48, "emoji": 32}
+
+
+def run(name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, *more: str) -> dict[str, Any]:
+    """One command in this process; returns its record."""
+    data = {
+        "wordnet": ["--wordnet", str(tmp_path / "dictionary"), "--model", str(tmp_path / "model")],
+        "emoji": ["--share", str(SHARE)],
+    }
+    if name == "wordnet" and not (tmp_path / "model").exists():
+        tiny_dictionary(tmp_path / "dictionary")
+        tiny_minilm(tmp_path / "model")
+    argv = [
+        f"{name}.py",
+        *data[name],
+        *COMMANDS[name].split(),
+        "--device",
+        "cpu",
+        "--out",
+        str(tmp_path / "out"),
+        *more,
+    ]
+    monkeypatch.setattr(sys, "argv", argv)
+    module(name).main()
+    record: dict[str, Any] = json.loads((tmp_path / "out" / "record.json").read_text())
+    return record
+
+
+@pytest.mark.slow
+def test_wordnet_learns(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+    record = run("wordnet", tmp_path, monkeypatch)
+    first, *_, last = record["runs"][0]["curve"]
+    # of 20 glosses that share no training pair with it
+    assert first["recall@1"] < 0.2
+    assert last["recall@1"] > 0.8
+    assert "pairs/s, the loss" in capsys.readouterr().out
+    assert (tmp_path / "out" / "record.svg").read_text().startswith("<?xml")
+
+
+@pytest.mark.slow
+def test_emoji_learns_and_draws_a_page(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    record = run("emoji", tmp_path, monkeypatch)
+    first, *_, last = record["runs"][0]["curve"][1:]
+    assert last["loss"] < first["loss"] / 2
+    with module("PIL.Image").open(tmp_path / "out" / "record.png") as page:
+        assert page.size[0] > 72
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", COMMANDS)
+def test_an_interrupted_run_goes_on_bit_for_bit(name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    short = "--samples", "480"
+    whole = run(name, tmp_path, monkeypatch, *short)
+    checkpoint = tmp_path / "out" / f"b{BATCH[name]}-seed0.pt"
+    straight = torch.load(checkpoint, weights_only=True)
+    checkpoint.unlink()
+    shared, saved = module("shared"), []
+    save = shared.save
+
+    def interrupted(path: Path, state: dict[str, Any]) -> None:
+        save(path, state)
+        saved.append(path)
+        if len(saved) == 2:
+            raise KeyboardInterrupt
+
+    with monkeypatch.context() as patch:
+        patch.setattr(shared, "save", interrupted)
+        with pytest.raises(KeyboardInterrupt):
+            run(name, tmp_path, patch, *short)
+    torch.manual_seed(random.randrange(2**31))
+    again = run(name, tmp_path, monkeypatch, *short)
+    resumed = torch.load(checkpoint, weights_only=True)
+    assert resumed["done"] == straight["done"]
+    for part in ("model", "optimiser"):
+        same = _flat(straight[part])
+        assert len(same) > 10
+        for key, value in _flat(resumed[part]).items():
+            assert torch.equal(torch.as_tensor(value), torch.as_tensor(same[key])), key
+    assert _without_times(again) == _without_times(whole)
+
+
+def _flat(x: Any, name: str = "") -> dict[str, Any]:
+    if isinstance(x, dict | list):
+        items = x.items() if isinstance(x, dict) else enumerate(x)
+        return {key: value for k, each in items for key, value in _flat(each, f"{name}/{k}").items()}
+    return {} if x is None else {name: x}
+
+
+def _without_times(record: dict[str, Any]) -> Any:
+    return [[{k: v for k, v in point.items() if k not in TIMES} for point in run["curve"]] for run in record["runs"]]
+
+
+def test_a_checkpoint_of_another_run_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    run("emoji", tmp_path, monkeypatch, "--samples", "32", "--evaluations", "1")
+    with pytest.raises(SystemExit, match=r"b32-seed0\.pt is of a run with .*; give another --out"):
+        run("emoji", tmp_path, monkeypatch, "--samples", "64", "--evaluations", "1")
+
+
+def test_several_runs_are_one_record_and_are_not_made_again(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    several = ["--batch", "16", "32", "--seed", "0", "1", "--samples", "32", "--evaluations", "1"]
+    first = run("emoji", tmp_path, monkeypatch, *several)
+    figure = (tmp_path / "out" / "record.svg").read_bytes()
+    assert [(x["batch"], x["seed"], x["curve"][-1]["samples"]) for x in first["runs"]] == [
+        *((16, 0, 32), (16, 1, 32)),
+        *((32, 0, 32), (32, 1, 32)),
+    ]
+    assert len({x["curve"][-1]["loss"] for x in first["runs"]}) == 4
+    monkeypatch.setattr(module("shared"), "step", None)
+    assert run("emoji", tmp_path, monkeypatch, *several)["runs"] == first["runs"]
+    assert (tmp_path / "out" / "record.svg").read_bytes() == figure
+
+
+@pytest.mark.parametrize("name", COMMANDS)
+def test_the_pairs_of_one_picture_or_gloss_share_an_id(
+    name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    seen = []
+
+    def loss(first: Any, second: Any, scale: Any, *, ids: torch.Tensor) -> torch.Tensor:
+        seen.append(ids)
+        raise KeyboardInterrupt
+
+    tasks = []
+    evaluate = module("shared").evaluate
+    monkeypatch.setattr(module("shared"), "evaluate", lambda task: tasks.append(task) or evaluate(task))
+    monkeypatch.setattr(contrastile, "clip_loss", loss)
+    with pytest.raises(KeyboardInterrupt):
+        run(name, tmp_path, monkeypatch)
+    task = tasks[0]
+    assert torch.equal(seen[0], task.batch(module("shared").rows_of(0, BATCH[name], task.pairs, seed=0))[1])
+    inputs, ids = task.batch(torch.arange(task.pairs))
+    shown = torch.cat([chunk for chunk, _ in inputs[{"wordnet": 1, "emoji": 0}[name]]]).flatten(1)
+    same = (shown[:, None] == shown).all(dim=2)
+    assert same.sum() > 2 * task.pairs
+    assert torch.equal(same, ids[:, None] == ids)
+
+
+@pytest.mark.parametrize("name", COMMANDS)
+def test_missing_data_are_named(name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    option = {"wordnet": "--wordnet", "emoji": "--share"}[name]
+    with pytest.raises(SystemExit, match="apt-get install"):
+        run(name, tmp_path, monkeypatch, option, str(tmp_path / "nowhere"))
+
+
+def test_the_encoder_is_that_of_the_scripts(tmp_path: Path) -> None:
+    """Two statements of BERT, padded and not, agree to the last bit of float16."""
+    folder = tiny_minilm(tmp_path / "model", layers=3)
+    texts = ["a red cat", "see the dog that is gold", "blue", "a a a a a a a a box"]
+    wordnet, minilm = module("wordnet"), module("minilm")
+    ids = wordnet.tokens(texts, 16, minilm.WordPiece(folder / "vocab.txt"))
+    torch.set_default_dtype(torch.float64)
+    try:
+        model = wordnet.MiniLM(folder)
+    finally:
+        torch.set_default_dtype(torch.float32)
+    for part in model.modules():  # no dropout, also on the path that is trained
+        if isinstance(part, torch.nn.MultiheadAttention):
+            part.dropout = 0.0
+        elif isinstance(part, torch.nn.Dropout):
+            part.p = 0.0
+    for training in (False, True):
+        found = model.train(training)(ids).detach()
+        assert torch.equal(found.half(), minilm.Encoder(folder)(texts).half())
+
+
+def test_lemmas_and_examples_lead_to_their_gloss(tmp_path: Path) -> None:
+    pairs, glosses = module("wordnet").read_pairs(tiny_dictionary(tmp_path / "dictionary"))
+    assert len(glosses) == len(COLOURS) * len(THINGS)
+    assert [(query, glosses[number]) for query, number in pairs[:3]] == [
+        ("red cat", "a tac that is der"),
+        ("cat red", "a tac that is der"),
+        ("see the red cat", "a tac that is der"),
+    ]
+
+
+def test_texts_that_are_too_long_keep_their_end_mark(tmp_path: Path) -> None:
+    tokenizer = module("minilm").WordPiece(tiny_minilm(tmp_path / "model") / "vocab.txt")
+    assert module("wordnet").tokens(["a red cat", "is"], 4, tokenizer).tolist() == [[2, 4, 9, 3], [2, 6, 3, 0]]
+
+
+def test_pictures_of_one_and_of_several_characters_have_their_names() -> None:
+    emoji = module("emoji")
+    found = emoji.read_emoji(SHARE, [])
+    named = {(found.sequences[x.picture], x.locale): x.text for x in found.texts if x.is_name}
+    keywords = {(found.sequences[x.picture], x.locale): x.text for x in found.texts if not x.is_name}
+    assert len(found.sequences) == len(set(found.bitmaps)) == 36
+    assert len(named) == len(keywords) == len(found.texts) / 2 == 108
+    assert named["❤", "de"] == "rotes Herz"
+    assert named["👍🏿", "en"] == "thumbs up: dark skin tone"
+    assert named["🇯🇵", "en"] == "flag: Japan"
+    assert keywords["🎂", "en"] == "birthday, cake, celebration, dessert, pastry, sweet"
+    assert len({emoji.split(x, "en") for x in ("👍", "👍🏻", "👍🏿")}) == 1
+    red, green, blue = emoji.pixels(found.bitmaps[found.sequences.index("❤")], 16)[8, 8].tolist()
+    assert red > 2 * max(green, blue)
+
+
+def test_batches_of_any_size_read_the_same_shuffled_epochs() -> None:
+    rows_of = module("shared").rows_of
+    pairs, samples = 30, 120
+    orders = [torch.cat([rows_of(i, b, pairs, seed=3) for i in range(0, samples, b)]) for b in (1, 8, 40, 120)]
+    assert all(torch.equal(order, orders[0]) for order in orders)
+    epochs = orders[0].view(-1, pairs)
+    assert torch.equal(epochs.sort(dim=1).values, torch.arange(pairs).expand(4, -1))
+    assert len({tuple(epoch.tolist()) for epoch in epochs}) == 4
+    assert not torch.equal(orders[0], torch.cat([rows_of(0, samples, pairs, seed=4)]))
+
+
+def test_recall_counts_ties_against_the_query() -> None:
+    key = torch.eye(12)
+    key[3] = key[2]
+    query = key[[0, 1, 2, 3]]
+    own = torch.tensor([0, 5, 2, 3])  # right; as far as all others; tied; tied
+    for tile in (1, 3, 4):
+        assert module("shared").recall(query, key, own, tile=tile) == {"recall@1": 0.25, "recall@10": 0.75}
+
+
+def test_the_page_shows_the_step_of_the_examples() -> None:
+    (shown,) = re.findall(r"^```python\n(.*?)^```", PAGE, re.M | re.S)
+    _, *body = shown.splitlines()
+    source = inspect.getsource(module("shared").step).splitlines()
+    assert len(body) > 6
+    assert [line for line in source if line in body] == [line for line in body if line != "    return loss.detach()"]
+
+
+RECORDS = [x for name in COMMANDS for x in sorted((ROOT / "docs" / "results").glob(f"{name}_*.json"))]
+
+
+@pytest.mark.parametrize("record", RECORDS, ids=lambda x: x.stem)
+def test_the_page_has_the_recall_of_the_records(record: Path) -> None:
+    for run in json.loads(record.read_text())["runs"]:
+        for point in (run["curve"][0], run["curve"][-1]):
+            shares = " | ".join(f"{value:.3f}" for name, value in point.items() if "@" in name)
+            assert f"| {point['samples']:,} | {shares} |" in PAGE
