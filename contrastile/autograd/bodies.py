@@ -121,8 +121,8 @@ def sigmoid_gradients(
     whole, *matrices = sums
     # the backend's arrays have passes over a whole matrix fused
     with working_for(library, backend.arrays, rows if walk is None else upstream):
-        by = scale if walk is None else scale.to(walk.device)
-        factor, by, total = (transfer(x, library, backend.arrays) for x in (upstream, by, whole))
+        number = scale if walk is None else scale.to(walk.device)
+        factor, by, total = (transfer(x, library, backend.arrays) for x in (upstream, number, whole))
         # of a walk they stay where they are kept
         given = [x if walk is not None else transfer(x, library, backend.arrays) for x in (rows, *matrices)]
         features, row_sum, *column_sums = given
