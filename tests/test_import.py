@@ -32,7 +32,7 @@ LAYERS = [
     {""},  # contrastile/__init__.py
     {"nn", "data", "training", "environment", "reporting"},
     {"verify"},
-    {"bench", "doctor", "mutate"},
+    {"bench", "capacity", "doctor", "mutate"},
     {"cli"},
     {"__main__"},
 ]
