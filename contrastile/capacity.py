@@ -127,11 +127,11 @@ def capacity(wanted: Wanted) -> Capacity:
     """
     name = choose("torch", wanted.device, wanted.dtype) if wanted.backend == "auto" else wanted.backend
     backend = load(name)
-    exchange, reason = "local", "one GPU: nothing is exchanged"
+    exchange, reason = "local", "one GPU exchanges nothing"
     if wanted.gpus > 1:
         shards = Shards((wanted.rows,) * wanted.gpus, ((wanted.rows,),) * wanted.gpus)
         choice = choose_exchange(shards, wanted.dim, _ITEMSIZE[wanted.dtype])
-        exchange, reason = choice.exchange, choice.reason
+        exchange, reason = choice.exchange, f"exchange {choice.exchange}: {choice.reason}"
     loss = loss_items(wanted, backend, exchange)
     return Capacity(name, exchange, reason, loss, tuple(_ways(wanted, backend, loss)))
 
@@ -143,8 +143,8 @@ def loss_items(wanted: Wanted, backend: Backend, exchange: str) -> tuple[Item, .
     # rows of this rank against the columns of all, or of one rank after the other
     n = b * g if exchange == "gather" else b
     taken = _footprint(wanted, backend, b, n)
-    numbers = Item("numbers of rows", _NUMBERS * (b + n), "log-sum-exps, weights, targets")
-    alive = [numbers]
+    numbers = Item("log-sum-exps", _NUMBERS * (b + n), "and weights and targets")
+    alive: list[Item] = []
     arriving: list[Item] = []
     if exchange == "ring":
         alive += [
@@ -170,8 +170,8 @@ def loss_items(wanted: Wanted, backend: Backend, exchange: str) -> tuple[Item, .
             [Item("products", taken.inner, "for the scale's gradient")],
             [*arriving, *casts],
         ]
-    forward = [numbers, Item("workspace", taken.lse, f"of {backend.name}, forward")]
-    at_once = [forward, *([*alive, *moment] for moment in moments)]
+    forward = [Item("workspace", taken.lse, f"of {backend.name}, forward"), numbers]
+    at_once: list[Sequence[Item]] = [forward, *([*alive, *moment, numbers] for moment in moments)]
     return tuple(max(at_once, key=total))
 
 
@@ -197,7 +197,7 @@ def offloaded_items(wanted: Wanted, backend: Backend, block: int = BLOCK) -> tup
         Item("their sums", 3 * block * d * state, "of one block of rows, two of columns"),
         *on_the_way,
         Item("workspace", max(taken.lse, taken.gradients, taken.inner), f"of {backend.name}"),
-        Item("numbers of rows", 2 * b * _NUMBERS, "log-sum-exps, weights, targets"),
+        Item("log-sum-exps", 2 * b * _NUMBERS, "and weights and targets"),
     )
 
 
@@ -309,7 +309,7 @@ def report(wanted: Wanted, found: Capacity) -> str:
     each = "" if wanted.gpus == 1 else f", {wanted.rows:,} on each of {wanted.gpus} GPUs"
     lines = [
         f"{wanted.batch:,} pairs of {wanted.dim} {wanted.dtype}{each}, {PLANNED:.0%} of {wanted.memory_gib:,.1f} GiB",
-        *textwrap.wrap(f"backend {found.backend}; exchange {found.exchange}: {found.reason}", 80),
+        *textwrap.wrap(f"backend {found.backend}; {found.reason}", 80),
         "",
         _table("The loss, beyond the embeddings", found.loss),
     ]
