@@ -172,7 +172,8 @@ def loss_items(wanted: Wanted, backend: Backend, exchange: str) -> tuple[Item, .
         ]
     forward = [Item("workspace", taken.lse, f"of {backend.name}, forward"), numbers]
     at_once: list[Sequence[Item]] = [forward, *([*alive, *moment, numbers] for moment in moments)]
-    return tuple(max(at_once, key=total))
+    peak = max(at_once, key=total)
+    return tuple(peak)
 
 
 def _footprint(wanted: Wanted, backend: Backend, m: int, n: int) -> Footprint:
