@@ -228,6 +228,10 @@ def log_sums(ranks: Ranks, backend: str, part: Part, text: torch.Tensor) -> tupl
     return rows.to(text.device), columns.to(text.device)
 
 
+_TURNS = 2
+"""Timed turns of ``offload``: one call at the largest batch takes seconds."""
+
+
 def offload(bench: Bench) -> None:
     """Steps with features on the host, in turns with the same walk on the device and one call: time, peak, bits."""
     ranks = bench.ranks
@@ -238,8 +242,13 @@ def offload(bench: Bench) -> None:
         for name in bench.backends:
             bench.tidy()
             row: dict[str, Any] = {"name": f"contrastile {name}", **point.row(1), "block": block}
+            # three ways in each turn, the first of them untimed, and two for their bits; a little under the usual rate
+            calls, slow = 3 * (1 + _TURNS) + 2, 2e-12 if ranks.kind == "cuda" else 0.0
+            needed = calls * bench.ms_per_flop.get(f"contrastile {name}", slow) * point.flops(1) / 1e3
+            reason = NO_TIME if bench.left() < needed else ""
             try:
-                row |= {"status": "measured"} | _offload(bench, name, point, block)
+                found = {"status": "skip", "reason": reason} if reason else _offload(bench, name, point, block)
+                row |= {"status": "measured"} | found
             except torch.OutOfMemoryError as error:
                 row |= {"status": "skip", "reason": said(error)}
             bench.record.add("offload", row, ("name", "b", "d", "block"))
@@ -265,7 +274,7 @@ def _offload(bench: Bench, name: str, point: Point, block: int) -> dict[str, Any
         value = clip_loss(*leaves, backend=name, **how)
         results[way] = value.detach(), *torch.autograd.grad(value, leaves)
 
-    for turn in range(1 + bench.rounds):
+    for turn in range(1 + _TURNS):
         for way in ways:
             results.clear()
             if cuda:
