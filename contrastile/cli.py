@@ -17,6 +17,7 @@ COMMANDS = {
     "verify": ("contrastile.verify.command", "compare every backend with the float64 oracle, within derived bounds"),
     "mutate": ("contrastile.mutate.command", "plant known defects one at a time and say which of them verify catches"),
     "doctor": ("contrastile.doctor", "say what is available here, what is missing and how to install or repair it"),
+    "plan": ("contrastile.capacity", "say what memory a batch takes, loss and encoders apart, and which way fits"),
     "bench": ("contrastile.bench.command", "measure time and peak memory against a plain full-logits loss"),
 }
 

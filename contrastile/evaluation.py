@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import inspect
 from collections.abc import Callable
+from dataclasses import replace
 from functools import partial
 from typing import Any, Unpack
 
@@ -34,8 +35,9 @@ def evaluate(build: Builder, settings: Given, *args: Any, **kwargs: Any) -> Arra
     Raises:
         BackendUnavailableError, UnsupportedProblemError, MismatchError, ExchangeError: see ``contrastile.clip_loss``.
     """
-    # ranks talk to each other, which no graph can hold
-    chosen = _evaluate if settings.get("group") is None else outside_of_graphs(_evaluate)
+    # ranks talk to each other, and blocks are copied to a device: no graph can hold either
+    given = (settings.get(name) for name in ("group", "device", "block"))
+    chosen = _evaluate if all(x is None for x in given) else outside_of_graphs(_evaluate)
     return chosen(build, settings, args, kwargs)
 
 
@@ -66,8 +68,13 @@ def make(build: Builder, settings: Given, args: Any, kwargs: Any) -> tuple[Plan,
     backend, options, loss = here.build(_stated, build, given, args, kwargs)
     problem = loss.problem
     library = library_of(problem.rows)
+    blocks = validation.blocks(given["device"], given["block"], group)
+    walk = validation.walk(blocks, library, problem.rows, problem.columns)
+    if walk is not None:
+        problem = replace(problem, walk=walk)
     if backend == "auto":
-        backend = choose(library.name, library.device(problem.rows), library.dtype(problem.rows))
+        device = library.device(problem.rows) if walk is None else walk.device.type
+        backend = choose(library.name, device, library.dtype(problem.rows))
     return Plan(problem, backend, options, library), loss
 
 
@@ -84,6 +91,7 @@ def _checked(given: dict[str, Any]) -> tuple[str, Options]:
     Raises:
         TypeError, ValueError: one of them is wrong.
     """
+    validation.blocks(given["device"], given["block"], given["group"])
     return checked(given["backend"]), validation.options(
         given["tile"], given["precision"], given["workspace"], given["keep"]
     )
@@ -180,11 +188,13 @@ def forward_and_backward(plan: Plan) -> tuple[Array, local.Gradients]:
         if sigmoid:
             value, sums = schedule.sigmoid(inside, wanted, backend, options)
             assert sums is not None
-            found = schedule.finish(inside.rows, inside.scale, inside.placement, sums, None, wanted, backend.arrays)
+            found = schedule.finish(
+                inside.rows, inside.scale, inside.placement, sums, None, wanted, backend.arrays, inside.walk
+            )
         else:
             saved = schedule.forward(inside, backend, options, keep=True)
             value = saved.loss
-            one = backend.arrays.full((), 1.0, backend.arrays.dtype(inside.scale), inside.rows)
+            one = backend.arrays.full((), 1.0, backend.arrays.dtype(inside.scale), inside.scale)
             found = schedule.backward(inside, saved, one, wanted, backend, options)
         features, scalar = library.dtype(problem.rows), library.dtype(problem.scale)
 

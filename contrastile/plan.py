@@ -32,6 +32,10 @@ class Settings(TypedDict, total=False):
             "auto" chooses by their sizes; all give the same loss.
         parameter_reduction: what becomes of the parameters' gradients over the ranks, "mean" (what DDP and FSDP do) or
             "sum". Either way the reduced gradient is that of the global loss, for the encoders, scale and bias.
+        device: where torch features that are kept on the host are computed, e.g. "cuda": block by block, each copied
+            while the one before it is computed. Gradients of features come back to the host. None is where they are.
+        block: most rows, and most columns, on the device at a time, whether features come from the host or are there;
+            None for all at once, or 65,536 where they come from the host. It decides the order of the sums.
     """
 
     backend: str
@@ -42,6 +46,8 @@ class Settings(TypedDict, total=False):
     group: Any
     exchange: str
     parameter_reduction: str
+    device: Any
+    block: int | None
 
 
 DEFAULTS: Settings = {
@@ -53,6 +59,8 @@ DEFAULTS: Settings = {
     "group": None,
     "exchange": "auto",
     "parameter_reduction": "mean",
+    "device": None,
+    "block": None,
 }
 
 

@@ -9,13 +9,14 @@ from __future__ import annotations
 
 import math
 import sys
-from collections.abc import Collection
+from collections.abc import Collection, Sequence
 from numbers import Integral, Real
 from typing import Any
 
 from contrastile.backends import eager
 from contrastile.backends.arrays import FLOATS, ArrayLibrary, library_of
 from contrastile.backends.contract import PRECISIONS, Options
+from contrastile.schedules.problem import BLOCK, Walk
 
 Array = Any
 INTEGERS = ("int8", "int16", "int32", "int64", "uint8", "uint16", "uint32")
@@ -246,6 +247,68 @@ def options(tile: Any, precision: Any = "ieee", workspace: Any = None, keep: Any
             f"precision must be one of {', '.join(PRECISIONS)}, got {precision!r}; pass 'ieee' for float32 itself"
         )
     return Options(_tile(tile), precision, _mebibytes("workspace", workspace), _mebibytes("keep", keep))
+
+
+def blocks(device: Any, block: Any, group: Any) -> tuple[Any, int | None] | None:
+    """The settings of these names: torch's device, None where the features are, and the size of a block.
+
+    Raises:
+        TypeError: block is no integer.
+        ValueError: block is too small, there is no such device, or there is a group.
+    """
+    if device is None and block is None:
+        return None
+    if block is not None and (not isinstance(block, Integral) or isinstance(block, bool)):
+        raise TypeError(f"block must be an integer, got {block!r}; pass e.g. block=65536, or None")
+    if block is not None and block < 1:
+        raise ValueError(f"block must be at least 1, got {block!r}; pass e.g. block=65536, or None")
+    if group is not None:
+        raise ValueError(
+            f"device and block must be left out with a group, got device={device!r} and block={block!r}; each rank "
+            "computes where its features are"
+        )
+    return None if device is None else _device(device), None if block is None else int(block)
+
+
+def walk(
+    given: tuple[Any, int | None] | None, arrays: ArrayLibrary, rows: Array, columns: Sequence[Array]
+) -> Walk | None:
+    """How these features are walked, from ``blocks``; None where they are one block on their own device.
+
+    Raises:
+        TypeError: the features are no torch tensors.
+        ValueError: the features are on another device.
+    """
+    if given is None:
+        return None
+    if arrays.name != "torch":
+        raise TypeError(
+            f"features must be torch tensors with device= or block=, got {arrays.name} arrays; convert them"
+        )
+    device, block = given
+    device = rows.device if device is None else device
+    if rows.device.type != "cpu" and rows.device != device:
+        raise ValueError(f"features must be on the host or on {device}, got {arrays.place(rows)}; leave device= out")
+    if rows.device == device and (block is None or max(x.shape[0] for x in (rows, *columns)) <= block):
+        return None
+    return Walk(BLOCK if block is None else block, device)
+
+
+def _device(given: Any) -> Any:
+    """A device of torch's that there is, with its index."""
+    import torch
+
+    try:
+        found = torch.device(given)
+    except (RuntimeError, TypeError):
+        raise ValueError(f"device must be a CPU or a GPU, got {given!r}; pass e.g. device='cuda', or None") from None
+    if found.type not in ("cpu", "cuda"):
+        raise ValueError(f"device must be a CPU or a GPU, got {given!r}; pass e.g. device='cuda', or None")
+    if found.type == "cpu":
+        return torch.device("cpu")
+    if not torch.cuda.is_available() or (found.index or 0) >= torch.cuda.device_count():
+        raise ValueError(f"device must be a GPU that torch sees, got {given!r}; run contrastile doctor")
+    return found if found.index is not None else torch.device("cuda", torch.cuda.current_device())
 
 
 def _mebibytes(name: str, x: Any) -> int | None:

@@ -1,7 +1,7 @@
 """Invalid input, call by call: each expression must raise. The tests run them, and docs/errors.md is made from them.
 
-Expressions see ``contrastile``, ``torch``, ``np`` and, from one array library, ``image`` and ``text`` (6, 5), ``key``
-(11, 5) and ``labels`` (6,).
+Expressions see ``contrastile``, ``torch``, ``np``, ``InProcessGroup`` and, from one array library, ``image`` and
+``text`` (6, 5), ``key`` (11, 5) and ``labels`` (6,).
 """
 
 from __future__ import annotations
@@ -21,6 +21,7 @@ import torch
 import contrastile
 from contrastile.backends import registry
 from contrastile.backends.contract import BackendUnavailableError, UnsupportedProblemError
+from contrastile.comm.inprocess import InProcessGroup
 
 LIBRARIES = ("torch", "numpy")
 
@@ -57,7 +58,7 @@ def namespace(library: str) -> dict[str, Any]:
     arrays["labels"] = np.array([0, 1, 0, 2, 2, 7])
     if library == "torch":
         arrays = {name: torch.from_numpy(x) for name, x in arrays.items()}
-    return {"contrastile": contrastile, "torch": torch, "np": np, **arrays}
+    return {"contrastile": contrastile, "InProcessGroup": InProcessGroup, "torch": torch, "np": np, **arrays}
 
 
 @contextlib.contextmanager
@@ -267,6 +268,23 @@ PROVOCATIONS: dict[str, list[Provocation]] = {
             libraries=LIBRARIES,
         ),
     ],
+    "Device and block": [
+        *_each(
+            ValueError,
+            "contrastile.clip_loss(image, text, 14.0, device='tpu')",
+            "contrastile.clip_loss(image, text, 14.0, device='meta')",
+            "contrastile.clip_loss(image, text, 14.0, device='cuda:99')",
+            "contrastile.value_and_grad(contrastile.clip_loss, block=0)",
+            libraries=LIBRARIES,
+        ),
+        *_each(
+            ValueError,
+            "contrastile.clip_loss(image.to('meta'), text.to('meta'), 14.0, device='cpu')",
+            "InProcessGroup(1).run(lambda rank: contrastile.clip_loss(image, text, 14.0, group=rank, block=4))",
+        ),
+        *_each(TypeError, "contrastile.clip_loss(image, text, 14.0, block='4')", libraries=LIBRARIES),
+        *_each(TypeError, "contrastile.clip_loss(image, text, 14.0, block=4)", libraries=("numpy",)),
+    ],
     "Backend": [
         *_each(
             ValueError,
@@ -331,6 +349,7 @@ PROVOCATIONS: dict[str, list[Provocation]] = {
             "contrastile.training.cached_step(torch.add, (image, torch.cat([text, text])), torch.sum, chunk=2)",
             "contrastile.training.cached_step(abs, {'image': image, 'key': key}, torch.sum, chunk=2)",
             "contrastile.training.cached_step(abs, image, torch.sum, chunk=2, metrics=('recall',))",
+            "contrastile.training.cached_step(abs, image, torch.sum, chunk=2, offload=True, metrics=('rank@1',))",
             "contrastile.training.Budget(0)",
             "contrastile.training.stream(image, 2, 'cpu', total=0)",
             "contrastile.training.rank_at_1(key, text)",

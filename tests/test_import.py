@@ -18,7 +18,7 @@ MODULES = sorted(PACKAGE.rglob("*.py"))
 LAYERS = [
     {"backends.contract"},
     {"backends.crossing", "backends.passes", "backends.settings"},
-    {"backends.arrays", "backends.eager", "backends.replay"},
+    {"backends.arrays", "backends.eager", "backends.replay", "backends.staging"},
     {"backends.registry"},
     {"backends"},
     {"comm"},
@@ -32,7 +32,7 @@ LAYERS = [
     {""},  # contrastile/__init__.py
     {"nn", "data", "training", "environment", "reporting"},
     {"verify"},
-    {"bench", "doctor", "mutate"},
+    {"bench", "capacity", "doctor", "mutate"},
     {"cli"},
     {"__main__"},
 ]
@@ -45,6 +45,7 @@ FRAMES = (
     "backends.arrays",
     "backends.eager",
     "backends.replay",
+    "backends.staging",
     "validation",
     "verify",
     "bench",

@@ -14,6 +14,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
+from contrastile import clip_loss
 from contrastile.backends.arrays import library_of, transfer, working_for
 from contrastile.backends.contract import Block, Options, Pairs
 from contrastile.backends.registry import load
@@ -227,5 +228,74 @@ def log_sums(ranks: Ranks, backend: str, part: Part, text: torch.Tensor) -> tupl
     return rows.to(text.device), columns.to(text.device)
 
 
-PARTS: dict[str, Callable[[Bench], None]] = {"steps": steps, "errors": errors, "peers": peers, "big": big}
+_TURNS = 2
+"""Timed turns of ``offload``: one call at the largest batch takes seconds."""
+
+
+def offload(bench: Bench) -> None:
+    """Steps with features on the host, in turns with the same walk on the device and one call: time, peak, bits."""
+    ranks = bench.ranks
+    if ranks.size > 1:
+        return
+    for pairs, block in bench.plan.offload:
+        point = Point(pairs, bench.plan.peers[0].d)
+        for name in bench.backends:
+            bench.tidy()
+            row: dict[str, Any] = {"name": f"contrastile {name}", **point.row(1), "block": block}
+            # three ways in each turn, the first of them untimed, and two for their bits; a little under the usual rate
+            calls, slow = 3 * (1 + _TURNS) + 2, 2e-12 if ranks.kind == "cuda" else 0.0
+            needed = calls * bench.ms_per_flop.get(f"contrastile {name}", slow) * point.flops(1) / 1e3
+            reason = NO_TIME if bench.left() < needed else ""
+            try:
+                found = {"status": "skip", "reason": reason} if reason else _offload(bench, name, point, block)
+                row |= {"status": "measured"} | found
+            except torch.OutOfMemoryError as error:
+                row |= {"status": "skip", "reason": said(error)}
+            bench.record.add("offload", row, ("name", "b", "d", "block"))
+            ranks.say(f"offload: {row}")
+
+
+def _offload(bench: Bench, name: str, point: Point, block: int) -> dict[str, Any]:
+    ranks, cuda = bench.ranks, bench.ranks.kind == "cuda"
+    part = bench.part(point, 1)
+    there = part.image, part.text
+    home = [x.detach().cpu().pin_memory() if cuda else x.detach().clone() for x in there]
+    ways: dict[str, tuple[Any, dict[str, Any]]] = {
+        "one call": (there, {}),
+        "blocks": (there, {"block": block}),
+        "offload": ([x.requires_grad_() for x in home], {"device": str(ranks.device), "block": block}),
+    }
+    found: dict[str, dict[str, Any]] = {way: {"milliseconds": [], "peak_bytes": 0} for way in ways}
+    results: dict[str, Any] = {}
+
+    def step(way: str) -> None:
+        (image, text), how = ways[way]
+        leaves = image, text, part.scale
+        value = clip_loss(*leaves, backend=name, **how)
+        results[way] = value.detach(), *torch.autograd.grad(value, leaves)
+
+    for turn in range(1 + _TURNS):
+        for way in ways:
+            results.clear()
+            if cuda:
+                torch.cuda.reset_peak_memory_stats()
+            base = torch.cuda.memory_allocated() if cuda else 0
+            taken = own_time(ranks, partial(step, way), 1)[0]
+            # the first turn compiles kernels and locks memory
+            if turn:
+                found[way]["milliseconds"].append(taken)
+            found[way]["peak_bytes"] = torch.cuda.max_memory_allocated() - base if cuda else None
+    for way in ("blocks", "offload"):
+        step(way)
+    same = all(torch.equal(x.cpu(), y.cpu()) for x, y in zip(results["blocks"], results["offload"], strict=True))
+    return {"ways": found, "same_bits": same}
+
+
+PARTS: dict[str, Callable[[Bench], None]] = {
+    "steps": steps,
+    "errors": errors,
+    "peers": peers,
+    "big": big,
+    "offload": offload,
+}
 """By name, in the order in which they run by default."""

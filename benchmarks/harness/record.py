@@ -9,7 +9,7 @@ import time
 from pathlib import Path
 from typing import Any
 
-PARTS = ("verify", "times", "errors", "big")
+PARTS = ("verify", "times", "errors", "big", "offload")
 SAME = ("device", "commit", "torch", "triton")
 
 
@@ -41,7 +41,7 @@ class Record:
             old = json.loads(path.read_text(encoding="utf-8"))
             if any(old["environment"].get(name) != environment.get(name) for name in SAME):
                 raise ValueError(f"{path} is of another {', '.join(SAME)}; write elsewhere, or leave out --resume")
-            self.data |= {part: old[part] for part in PARTS}
+            self.data |= {part: old.get(part, []) for part in PARTS}
 
     def left(self) -> float:
         """Seconds of the budget that are left."""

@@ -41,8 +41,7 @@ def evaluate(plan: Plan) -> Tensor:
     if functions.direct(arrays):
         # asked here: inside a function's forward gradients are always off
         return functions.eager_loss(bodies.replaying(plan), grad=grad)
-    if problem.placement is not None:
-        # what ranks say to each other is no part of any graph
+    if not problem.traceable:
         return functions.eager_loss(plan, grad=grad)
     settings, columns, vectors = operators.settings_of(plan), problem.columns, arrays[3:11]
     if problem.kind == "softmax":

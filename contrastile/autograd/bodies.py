@@ -117,13 +117,17 @@ def sigmoid_gradients(
         upstream: 0-d.
         wanted: which gradients to give.
     """
-    backend, library = plan.backend, plan.library
+    backend, library, walk = plan.backend, plan.library, plan.problem.walk
+    whole, *matrices = sums
     # the backend's arrays have passes over a whole matrix fused
-    with working_for(library, backend.arrays, rows):
-        given = (transfer(x, library, backend.arrays) for x in (upstream, rows, scale, *sums))
-        factor, features, by, total, row_sum, *column_sums = given
+    with working_for(library, backend.arrays, rows if walk is None else upstream):
+        number = scale if walk is None else scale.to(walk.device)
+        factor, by, total = (transfer(x, library, backend.arrays) for x in (upstream, number, whole))
+        # of a walk they stay where they are kept
+        given = [x if walk is not None else transfer(x, library, backend.arrays) for x in (rows, *matrices)]
+        features, row_sum, *column_sums = given
         parts = local.Sums(row_sum, tuple(column_sums), total)
-        found = schedule.finish(features, by, plan.problem.placement, parts, factor, wanted, backend.arrays)
+        found = schedule.finish(features, by, plan.problem.placement, parts, factor, wanted, backend.arrays, walk)
         return _outside(plan, (found.rows, found.scale, found.bias), found.columns, rows, scale)
 
 
@@ -140,7 +144,7 @@ def _outside(plan: Plan, first: Found, columns: Found, rows: Tensor, scale: Tens
 def _replayed(plan: Plan) -> bool:
     """Whether the whole of it may come from a graph; of several processes only what lies between their messages."""
     problem = plan.problem
-    if not plan.options.replay or problem.placement is not None or not plan.backend.replayable:
+    if not plan.options.replay or not problem.traceable or not plan.backend.replayable:
         return False
     return fits(problem.rows, sum([x.shape[0] for x in problem.columns or (problem.rows,)]))
 

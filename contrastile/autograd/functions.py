@@ -129,9 +129,9 @@ def _only(wants: Sequence[bool], given: Sequence[Tensor]) -> list[Tensor | None]
 
 
 def _softmax_loss(plan: Plan) -> Sequence[Tensor]:
-    """All that the operator gives, which ranks of a group do without: nobody traces what they say to each other."""
+    """All that the operator gives; what is in no graph does without it."""
     problem = plan.problem
-    if problem.placement is not None:
+    if not problem.traceable:
         return operators.filled(bodies.softmax_loss(plan)[: bodies.STATE], problem.scale)
     vectors = problem.arrays()[3:11]
     found: Sequence[Tensor] = operators.softmax_loss(
@@ -144,7 +144,7 @@ def _softmax_gradients(
     plan: Plan, wanted: local.Wanted, upstream: Tensor, state: Sequence[Tensor | None]
 ) -> Sequence[Tensor]:
     problem = plan.problem
-    if problem.placement is not None:
+    if not problem.traceable:
         found = bodies.softmax_gradients(plan, operators.emptied(state), upstream, wanted)
         return operators.filled(found, problem.scale)
     vectors, wants = problem.arrays()[3:11], [wanted.rows, *wanted.columns, wanted.scale]
@@ -163,7 +163,7 @@ def _softmax_gradients(
 
 def _sigmoid_loss(plan: Plan, wanted: local.Wanted) -> Sequence[Tensor]:
     problem = plan.problem
-    if problem.placement is not None:
+    if not problem.traceable:
         return operators.filled(bodies.sigmoid_loss(plan, wanted), problem.scale)
     vectors, wants = problem.arrays()[3:11], [wanted.rows, *wanted.columns, wanted.scale, wanted.bias]
     loss, total, rows, columns = operators.sigmoid_loss(
@@ -175,7 +175,7 @@ def _sigmoid_loss(plan: Plan, wanted: local.Wanted) -> Sequence[Tensor]:
 def _sigmoid_gradients(
     plan: Plan, wanted: local.Wanted, upstream: Tensor, rows: Tensor, scale: Tensor, sums: Sequence[Tensor | None]
 ) -> Sequence[Tensor]:
-    if plan.problem.placement is not None:
+    if not plan.problem.traceable:
         return operators.filled(bodies.sigmoid_gradients(plan, rows, scale, sums, upstream, wanted), scale)
     total, row_sum, *column_sums = operators.filled(sums, scale)
     wants = [wanted.rows, *wanted.columns, wanted.scale, wanted.bias]

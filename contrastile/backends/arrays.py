@@ -402,11 +402,11 @@ def library_of(x: Any) -> ArrayLibrary:
 
 
 def transfer(x: Array | None, source: ArrayLibrary, target: ArrayLibrary, dtype: str | None = None) -> Array | None:
-    """X in another library, in ``dtype`` when given; x itself within one library, None for None.
+    """X in another library, in ``dtype`` when given; x itself where the target owns it already, None for None.
 
     Between torch and CuPy it is the same memory on the GPU; between others it is a copy on the host.
     """
-    if x is None or source.name == target.name:
+    if x is None or source.name == target.name or target.owns(x):
         return x
     if modules := _on_one_gpu(source, target, x):
         moved = (crossing.to_cupy if target.name == "cupy" else crossing.to_torch)(x, *modules)

@@ -244,10 +244,30 @@ class Finished:
     inner: Array
 
 
+@dataclass(frozen=True, slots=True)
+class Footprint:
+    """Bytes that the primitives hold at once over a block, beyond what they are given, their results, and sums.
+
+    Attributes:
+        lse: of ``lse`` with columns.
+        gradients: of ``gradients`` of both sides.
+        finished: of ``finished`` until the columns' sums become their gradient; 0 where there is none.
+        inner: of ``ArrayLibrary.inner`` of the rows and their sums.
+    """
+
+    lse: int
+    gradients: int
+    finished: int = 0
+    inner: int = 0
+
+
 LseFunction = Callable[[Block, bool, Options], Statistics]
 GradientsFunction = Callable[[Block, Weights, "Array | None", "Array | None", Options], None]
 SigmoidFunction = Callable[[Block, Array, "Array | None", "Array | None", Options], tuple[Array, Array]]
 FinishedFunction = Callable[[Block, Weights, "Array | None", "ColumnForm | None", Options], Finished]
+
+
+FootprintFunction = Callable[[int, int, int, str, str, Options], Footprint]
 
 
 def supports_everything(block: Block) -> str | None:
@@ -293,6 +313,8 @@ class Backend:
         replayable: whether the primitives only queue work on the current stream of their arrays' GPU: nothing waits for
             it, and nothing on the host depends on values or on earlier calls. Then small problems of torch's eager
             calls are captured in CUDA graphs and replayed.
+        footprint: None, or ``footprint(m, n, width, dtype, device, options)``, the memory that a block of m rows and n
+            columns takes: what ``contrastile plan`` adds up.
     """
 
     name: str
@@ -309,6 +331,7 @@ class Backend:
     finished: FinishedFunction | None = None
     keeping: LseFunction | None = None
     replayable: bool = False
+    footprint: FootprintFunction | None = None
 
     def check(self, block: Block, options: Options | None = None) -> None:
         """Raise UnsupportedProblemError with the reason, if this backend refuses the block or the options.

@@ -23,15 +23,16 @@ def native(problem: Problem, source: ArrayLibrary, backend: Backend) -> Iterator
     Raises:
         UnsupportedProblemError: the backend does not run where the features are.
     """
-    device = source.device(problem.rows)
+    walk = problem.walk
+    device = source.device(problem.rows) if walk is None else walk.device.type
     backend.check_device(device)
     torch = sys.modules["torch"] if source.name == "torch" else None
     # the features have the dtype that they are to be multiplied in: no product is narrowed
     narrowing = torch is not None and torch.is_autocast_enabled(device)
     if source.name == backend.arrays.name != "cupy" and not narrowing:
-        yield problem
+        yield convert(problem, source, backend.arrays)
         return
-    with working_for(source, backend.arrays, problem.rows):
+    with working_for(source, backend.arrays, problem.rows if walk is None else problem.scale.to(walk.device)):
         if torch is None or not narrowing:
             yield convert(problem, source, backend.arrays)
             return

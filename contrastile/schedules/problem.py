@@ -14,6 +14,23 @@ from contrastile.backends.arrays import ArrayLibrary, transfer
 from contrastile.backends.contract import Array, Block, Match, Pairs
 from contrastile.schedules.placement import Placement
 
+BLOCK = 65536
+"""Rows and columns of a block that a device holds at a time, where nobody says how many: they fill a large GPU for
+several times as long as they travel."""
+
+
+@dataclass(frozen=True, slots=True)
+class Walk:
+    """How a process walks a problem whose features are not, or not all at once, on the device that computes it.
+
+    Attributes:
+        block: most rows, and most columns, on the device at a time.
+        device: torch's, with its index.
+    """
+
+    block: int
+    device: Any
+
 
 @dataclass(frozen=True, slots=True)
 class Problem:
@@ -39,6 +56,7 @@ class Problem:
         match: what equal ids mean: see ``Pairs``.
         placement: where this rank's part lies in a problem of several ranks, None for a process alone. Rows, columns,
             weights and ids are then this rank's, and positives and excluded count over the columns of all ranks.
+        walk: None where the features are on the device and make one block.
     """
 
     rows: Array
@@ -56,6 +74,12 @@ class Problem:
     column_ids: Array | None = None
     match: Match = "drop"
     placement: Placement | None = None
+    walk: Walk | None = None
+
+    @property
+    def traceable(self) -> bool:
+        """Whether an operator may stand for it: what ranks say to each other, and a walk's copies, are in no graph."""
+        return self.placement is None and self.walk is None
 
     def arrays(self) -> tuple[Array | None, ...]:
         """All arrays, None for what is absent: rows, scale, bias, the vectors in their order, the column blocks."""
@@ -93,12 +117,29 @@ class Problem:
             column_ids,
             self.match,
             self.placement,
+            self.walk,
         )
 
     def weighted(self, factor: Array) -> Problem:
         """The problem with every weight times a factor, 0-d."""
         rows, scale, bias, u, t, v, *rest = self.arrays()
         return self.with_arrays((rows, scale, bias, u * factor, t, None if v is None else v * factor, *rest))
+
+    def of_rows(self, where: slice) -> Problem:
+        """The problem of some of the rows."""
+
+        def cut(x: Array | None) -> Array | None:
+            return None if x is None else x[where]
+
+        return replace(
+            self,
+            rows=self.rows[where],
+            row_weight=self.row_weight[where],
+            row_target=self.row_target[where],
+            positives=cut(self.positives),
+            excluded=cut(self.excluded),
+            row_ids=cut(self.row_ids),
+        )
 
     def blocks(self) -> Iterator[tuple[slice, Block]]:
         """Each column block with its place among the joined columns; indices become local to the block."""
@@ -127,13 +168,20 @@ class Problem:
 
 
 def convert(problem: Problem, source: ArrayLibrary, target: ArrayLibrary) -> Problem:
-    """The problem with its arrays in another library; bfloat16 arrives as float32 where the target lacks it."""
-    if source.name == target.name:
+    """The problem with its arrays in another library; bfloat16 arrives as float32 where the target lacks it.
+
+    Of one that is walked, the features stay where they are, and everything else goes to the device.
+    """
+    if source.name == target.name and problem.walk is None:
         return problem
+    features = () if problem.walk is None else ("rows", "columns")
 
     def move(x: Any) -> Any:
         if isinstance(x, tuple):
             return tuple(move(each) for each in x)
-        return transfer(x, source, target) if source.owns(x) else x
+        if not source.owns(x):
+            return x
+        return transfer(x if problem.walk is None else x.to(problem.walk.device), source, target)
 
-    return replace(problem, **{f.name: move(getattr(problem, f.name)) for f in fields(problem)})
+    names = (f.name for f in fields(problem) if f.name not in features)
+    return replace(problem, **{name: move(getattr(problem, name)) for name in names})

@@ -8,7 +8,7 @@ computed, and it returns to its owner after n hops. Memory is O(b d / n) per ran
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 
 from contrastile.backends.arrays import ArrayLibrary
 from contrastile.backends.contract import Array, Backend, Block, Options, Statistics, Weights
@@ -181,7 +181,7 @@ def backward(
     row_sum = local.accumulator(backend, problem.rows, wanted.rows or wanted.scale)
 
     def compute(rows: slice, visit: _Visit, into: Sequence[Array | None]) -> None:
-        part = _some_rows(weighted, rows)
+        part = weighted.of_rows(rows)
         for (where, block), target in zip(_blocks(part, placement, visit), into, strict=True):
             lses = saved.row_negative_lse[rows], saved.row_positive_lse[rows]
             weights = Weights(*lses, part.row_weight, part.row_target, *(x[where] for x in visit.vectors))
@@ -203,7 +203,7 @@ def sigmoid(
     slopes: list[Array] = []
 
     def compute(rows: slice, visit: _Visit, into: Sequence[Array | None]) -> None:
-        part = _some_rows(problem, rows)
+        part = problem.of_rows(rows)
         for (_, block), target in zip(_blocks(part, placement, visit), into, strict=True):
             backend.check(block, options)
             rows_into = None if row_sum is None else row_sum[rows]
@@ -260,20 +260,3 @@ def _added(x: Array, y: Array | None) -> Array:
     if y is not None:
         x += y
     return x
-
-
-def _some_rows(problem: Problem, rows: slice) -> Problem:
-    """The problem of some of the rows."""
-
-    def cut(x: Array | None) -> Array | None:
-        return None if x is None else x[rows]
-
-    return replace(
-        problem,
-        rows=problem.rows[rows],
-        row_weight=problem.row_weight[rows],
-        row_target=problem.row_target[rows],
-        positives=cut(problem.positives),
-        excluded=cut(problem.excluded),
-        row_ids=cut(problem.row_ids),
-    )

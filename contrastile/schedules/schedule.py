@@ -1,4 +1,4 @@
-"""The schedule of a problem: ``local``, ``ring`` or ``gather``. All three have the same functions."""
+"""The schedule of a problem: ``local``, ``blocked``, ``ring`` or ``gather``. All have the same functions."""
 
 from __future__ import annotations
 
@@ -8,14 +8,15 @@ from types import ModuleType
 
 from contrastile.backends.arrays import ArrayLibrary
 from contrastile.backends.contract import Array, Backend, Options
-from contrastile.schedules import gather, local, ring
+from contrastile.schedules import blocked, gather, local, ring
 from contrastile.schedules.placement import Placement
-from contrastile.schedules.problem import Problem
+from contrastile.schedules.problem import Problem, Walk
 from contrastile.schedules.sums import gradients_over_ranks
 
 
 def _module(problem: Problem) -> ModuleType:
-    assert problem.placement is not None
+    if problem.placement is None:
+        return local if problem.walk is None else blocked
     return {"ring": ring, "gather": gather}[problem.placement.exchange]
 
 
@@ -38,7 +39,8 @@ def _phase(placement: Placement, wanted: local.Wanted | None = None) -> Iterator
 def forward(problem: Problem, backend: Backend, options: Options, *, keep: bool = False) -> local.Forward:
     """The softmax loss and its log-sum-exps: see ``local.forward``. A ring's blocks are too many to keep anything."""
     if problem.placement is None:
-        return local.forward(problem, backend, options, keep=keep)
+        alone: local.Forward = _module(problem).forward(problem, backend, options, keep=keep)
+        return alone
     module = _module(problem)
     with _phase(problem.placement):
         if module is ring:
@@ -52,7 +54,8 @@ def backward(
 ) -> local.Gradients:
     """Gradients of ``upstream * loss`` for the softmax loss: see ``local.backward``."""
     if problem.placement is None:
-        return local.backward(problem, saved, upstream, wanted, backend, options)
+        alone: local.Gradients = _module(problem).backward(problem, saved, upstream, wanted, backend, options)
+        return alone
     with _phase(problem.placement, wanted):
         found: local.Gradients = _module(problem).backward(problem, saved, upstream, wanted, backend, options)
         return found
@@ -63,7 +66,8 @@ def sigmoid(
 ) -> tuple[Array, local.Sums | None]:
     """The sigmoid loss and the sums behind its gradients: see ``local.sigmoid``."""
     if problem.placement is None:
-        return local.sigmoid(problem, wanted, backend, options)
+        alone: tuple[Array, local.Sums | None] = _module(problem).sigmoid(problem, wanted, backend, options)
+        return alone
     with _phase(problem.placement):
         found: tuple[Array, local.Sums | None] = _module(problem).sigmoid(problem, wanted, backend, options)
         return found
@@ -77,14 +81,18 @@ def finish(
     upstream: Array | None,
     wanted: local.Wanted,
     arrays: ArrayLibrary,
+    walk: Walk | None = None,
 ) -> local.Gradients:
     """The sigmoid loss's gradients from its sums, which carry neither ``upstream`` nor ``Placement.factor``.
 
     With ``upstream`` None it is 1, and the sums are consumed where no factor is left to apply.
     """
-    if placement is None:
+    if placement is None and walk is None:
         return local.gradients_from_sums(rows, scale, sums, upstream, wanted, arrays)
-    one = arrays.full((), 1.0, arrays.dtype(scale), rows)
-    factor = (one if upstream is None else upstream) * placement.factor
+    one = arrays.full((), 1.0, arrays.dtype(scale), scale) if upstream is None else upstream
+    if walk is not None:
+        return blocked.finish(rows, scale, walk, sums, one, wanted, arrays)
+    assert placement is not None
+    factor = one * placement.factor
     with _phase(placement, wanted):
         return gradients_over_ranks(rows, scale, placement, sums, factor, wanted, arrays)

@@ -32,6 +32,7 @@ def cached_step(
     split: Splitter | None = None,
     backward: Callable[[Tensor], Any] | None = None,
     sync: Sync = "auto",
+    offload: bool = False,
     metrics: Sequence[str] = (),
 ) -> Any:
     """Forward and backward of one batch in chunks: adds to every parameter's ``.grad`` and returns the loss.
@@ -54,7 +55,10 @@ def cached_step(
             ``accelerator.backward`` or ``lambda x: scaler.scale(x).backward()``.
         sync: "auto" finds DDP and FSDP2 modules in ``encode`` and lets them reduce once, in the last backward; a
             module, or several, to name them; None leaves them alone. A ``no_sync`` around the call is respected.
-        metrics: "scale" (the first of ``scale``) and "rank@1" (``rank_at_1`` of the first two embeddings of this rank).
+        offload: whether embeddings and their gradients are kept on the host; the loss is then given the embeddings
+            there, and needs ``device=`` to be computed elsewhere.
+        metrics: "scale" (the first of ``scale``) and "rank@1" (``rank_at_1`` of the first two embeddings of this rank;
+            not with ``offload``).
 
     Returns:
         The loss, 0-d without a graph; the global batch's where the loss has a group. With metrics a dict of 0-d tensors
@@ -68,12 +72,14 @@ def cached_step(
     known = [name for name in metrics if name not in METRICS]
     if known:
         raise ValueError(f"metrics must be among {', '.join(METRICS)}, got {known[0]!r}; compute others from embed")
+    if offload and "rank@1" in metrics:
+        raise ValueError("metrics must be without rank@1 with offload=True, got it; take rank_at_1 of some rows")
     if not torch.is_grad_enabled():
         raise RuntimeError(
             "cached_step must be called with gradients on, got no_grad; call the loss itself to evaluate"
         )
     numbers = numbers_of(scale)
-    replay = Replay(encode, inputs, chunk, split, sync)
+    replay = Replay(encode, inputs, chunk, split, sync, offload)
     value, gradients, outside = replay.differentiate(loss, numbers)
     found = {"loss": value}
     if "scale" in metrics:
@@ -95,6 +101,7 @@ class Cached:
         chunk: see ``cached_step``.
         split: see ``cached_step``.
         sync: see ``cached_step``.
+        offload: see ``cached_step``.
     """
 
     def __init__(
@@ -105,8 +112,10 @@ class Cached:
         *,
         split: Splitter | None = None,
         sync: Sync = "auto",
+        offload: bool = False,
     ) -> None:
-        self._loss, self._encode, self._chunk, self._split, self._sync = loss, encode, chunk, split, sync
+        self._loss, self._encode = loss, encode
+        self._how = chunk, split, sync, offload
 
     def __call__(self, *inputs: Any, scale: Any = None) -> Tensor:
         """The loss, 0-d; ``backward`` may be called once, and adds to every parameter's ``.grad``.
@@ -118,7 +127,7 @@ class Cached:
         Raises:
             TypeError, ValueError: see ``cached_step``.
         """
-        replay = Replay(self._encode, inputs, self._chunk, self._split, self._sync)
+        replay = Replay(self._encode, inputs, *self._how)
         if not torch.is_grad_enabled():
             return self._loss(*replay.outputs, *numbers_of(scale)).detach()
         value, gradients, outside = replay.differentiate(self._loss, numbers_of(scale))
@@ -155,6 +164,7 @@ def embed(
     *,
     split: Splitter | None = None,
     sync: Sync = "auto",
+    offload: bool = False,
 ) -> tuple[Any, Replay]:
     """The two passes apart, for other people's loops: the embeddings, and what sends their gradients into the encoders.
 
@@ -164,6 +174,7 @@ def embed(
         chunk: see ``cached_step``.
         split: see ``cached_step``.
         sync: see ``cached_step``.
+        offload: see ``cached_step``.
 
     Returns:
         The outputs, leaves that require gradients (one tensor, or a tuple in the order of ``encode``), and ``replay``:
@@ -172,7 +183,7 @@ def embed(
     Raises:
         TypeError, ValueError: see ``cached_step``.
     """
-    replay = Replay(encode, inputs, chunk, split, sync)
+    replay = Replay(encode, inputs, chunk, split, sync, offload)
     outputs = tuple(replay.outputs)
     return (outputs[0] if len(outputs) == 1 else outputs), replay
 

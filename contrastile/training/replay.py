@@ -12,6 +12,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn.modules.batchnorm import _BatchNorm
 
+from contrastile.backends.staging import Staging
 from contrastile.training.chunks import Chunks, Size, Splitter, Zipped, cut, tensors
 from contrastile.training.random_state import Autocast, RandomState, accelerators, float32_at_least
 from contrastile.training.stream import Stream
@@ -47,7 +48,9 @@ class Replay:
             gradients of a mean over b samples would underflow.
     """
 
-    def __init__(self, encode: Encode, inputs: Any, chunk: Chunk, split: Splitter | None, sync: Sync) -> None:
+    def __init__(
+        self, encode: Encode, inputs: Any, chunk: Chunk, split: Splitter | None, sync: Sync, offload: bool
+    ) -> None:
         encoders = [encode] if callable(encode) else list(encode)
         self._towers = _towers(encode, inputs, chunk, split)
         self._reduction = Reduction(sync, encoders)
@@ -59,7 +62,7 @@ class Replay:
         _warn_of_batch_norm(modules)
         self._devices = accelerators([*seen, *(p for module in modules for p in module.parameters())])
         self._autocast = Autocast(self._devices)
-        self._used = False
+        self._used, self._offload = False, offload
         counts = self._reduction.agree([tower.chunks.count for tower in self._towers])
         for tower, count in zip(self._towers, counts, strict=True):
             tower.chunks.extend(count)
@@ -73,11 +76,13 @@ class Replay:
     def _first(self, index: int, tower: _Tower) -> list[Tensor]:
         """Step 1: the outputs of a tower, joined over its chunks."""
         parts: list[list[Tensor]] = []
+        home = _Home() if self._offload else None
         with self._reduction.watch(index, tower.encode):
             for chunk in tower.chunks:
                 tower.states.append(RandomState(self._devices))
                 with self._autocast.again():
-                    parts.append(_outputs(tower.encode(*chunk)))
+                    found = _outputs(tower.encode(*chunk))
+                parts.append(found if home is None else [home.fetch(x) for x in found])
                 tower.rows.append([len(x) if x.ndim > 1 else None for x in parts[-1]])
         shapes = {tuple(None if x.ndim < 2 else (x.shape[1:], x.dtype) for x in part) for part in parts}
         if len(shapes) > 1:
@@ -85,10 +90,12 @@ class Replay:
                 f"encode must return outputs of the same width and dtype for every chunk, got "
                 f"{sorted(map(str, shapes))}; pad them"
             )
-        joined = [torch.cat(x) if x[0].ndim > 1 else _same(x) for x in zip(*parts, strict=True)]
+        if home is not None:
+            home.finish()
+        joined = [_joined(x) if x[0].ndim > 1 else _same(x) for x in zip(*parts, strict=True)]
         return [_leaf(x) for x in joined]
 
-    def differentiate(self, loss: Loss, numbers: Sequence[Any]) -> tuple[Tensor, list[Tensor], list[_Outside]]:
+    def differentiate(self, loss: Loss, numbers: Sequence[Any]) -> tuple[Tensor, list[Tensor | None], list[_Outside]]:
         """Step 2: the loss, its gradients by the outputs, and by what else it depends on.
 
         Raises:
@@ -107,7 +114,7 @@ class Replay:
         found = torch.autograd.grad(value, [*wanted, *outside], allow_unused=True)
         by = {id(x): gradient for x, gradient in zip(wanted, found, strict=False)}
         rest = [_Outside(x, g) for x, g in zip(outside, found[len(wanted) :], strict=True) if g is not None]
-        return value.detach(), [_wide(x, by.get(id(x))) for x in self.outputs], rest
+        return value.detach(), [by.get(id(x)) for x in self.outputs], rest
 
     def __call__(self, gradients: Sequence[Tensor | None] | None = None, *, backward: Any = None) -> None:
         """Step 3: encode each chunk again and send its gradient into the encoder.
@@ -131,11 +138,11 @@ class Replay:
                 raise ValueError(
                     f"a gradient must have its output's shape {tuple(x.shape)}, got {tuple(gradient.shape)}"
                 )
-        self.run([_wide(x, g) for x, g in zip(self.outputs, given, strict=True)], [], backward=backward)
+        self.run([None if x is None else x.detach() for x in given], [], backward=backward)
 
     def run(
         self,
-        gradients: Sequence[Tensor],
+        gradients: Sequence[Tensor | None],
         outside: Sequence[_Outside],
         upstream: Tensor | None = None,
         backward: Callable[[Tensor], Any] | None = None,
@@ -179,19 +186,22 @@ class Replay:
         if not ran:
             raise RuntimeError("something must require a gradient, got none from encode or loss; unfreeze a parameter")
 
-    def _again(self, tower: _Tower, j: int, chunk: Any, gradients: Sequence[Tensor], at: list[int]) -> list[Tensor]:
+    def _again(
+        self, tower: _Tower, j: int, chunk: Any, gradients: Sequence[Tensor | None], at: list[int]
+    ) -> list[Tensor]:
         """One chunk's terms <output, gradient>, with the random numbers and the autocast of the first pass."""
         tower.states[j].restore()
         with self._autocast.again():
             outputs = _outputs(tower.encode(*chunk))
         terms = []
         for k, (x, rows, gradient) in enumerate(zip(outputs, tower.rows[j], gradients, strict=True)):
-            if rows is None:
-                part = gradient if j == tower.chunks.count - 1 else None
-            else:
-                part, at[k] = gradient[at[k] : at[k] + rows], at[k] + rows
-            if x.requires_grad and part is not None:
-                terms.append(_term(x, part))
+            part = gradient
+            if rows is not None:
+                part = None if gradient is None else gradient[at[k] : at[k] + rows]
+                at[k] += rows
+            # a number's gradient enters once
+            if x.requires_grad and (rows is not None or j == tower.chunks.count - 1):
+                terms.append(_term(x, _wide(x, part)))
         return terms
 
 
@@ -214,7 +224,42 @@ def _term(x: Tensor, gradient: Tensor) -> Tensor:
 
 def _wide(x: Tensor, gradient: Tensor | None) -> Tensor:
     dtype = float32_at_least(x.dtype)
-    return torch.zeros_like(x, dtype=dtype) if gradient is None else gradient.detach().to(dtype)
+    if gradient is None:
+        return torch.zeros_like(x, dtype=dtype)
+    # first the copy, from page-locked memory, which a conversion on the host would leave
+    return gradient.to(x.device, non_blocking=True).to(dtype)
+
+
+class _Home:
+    """Fetches embeddings to the host while the next chunk is encoded."""
+
+    def __init__(self) -> None:
+        self._stagings: dict[torch.device, Staging] = {}
+
+    def fetch(self, x: Tensor) -> Tensor:
+        """Start to copy an embedding to the host; a number stays where it is."""
+        if x.ndim < 2:
+            return x
+        if x.device not in self._stagings:
+            self._stagings[x.device] = Staging(x.device, torch.device("cpu"))
+        staging = self._stagings[x.device]
+        kept = staging.kept(x, str(x.dtype).removeprefix("torch."))
+        staging.store(x.detach(), kept)
+        return kept
+
+    def finish(self) -> None:
+        """Wait until all are there."""
+        for staging in self._stagings.values():
+            staging.finish()
+
+
+def _joined(parts: Sequence[Tensor]) -> Tensor:
+    """The chunks' rows in one tensor, page-locked where they are."""
+    first = parts[0]
+    if not (first.device.type == "cpu" and first.is_pinned()):
+        return torch.cat(list(parts))
+    whole = torch.empty((sum(map(len, parts)), *first.shape[1:]), dtype=first.dtype, pin_memory=True)
+    return torch.cat(list(parts), out=whole)
 
 
 def _same(numbers: Sequence[Tensor]) -> Tensor:

@@ -9,6 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from contrastile.backends.staging import Pinned
 from contrastile.training.chunks import Size, Sliced, apply, tensors
 
 
@@ -48,11 +49,11 @@ class Loaded(Sliced):
 
     def _ahead(self) -> Iterator[Any]:
         copies: Any = torch.cuda.Stream(self._device)  # type: ignore[no-untyped-call]
-        pinned = [_Pinned(), _Pinned()]
+        pinned: tuple[list[Pinned], list[Pinned]] = ([], [])
         coming: deque[Any] = deque()
         for j in range(self.count + 1):
             if j < self.count:
-                coming.append(pinned[j % 2].send(self[j], self._device, copies))
+                coming.append(_sent(self[j], self._device, copies, pinned[j % 2]))
             if j > 0:
                 chunk, arrived = coming.popleft()
                 work = torch.cuda.current_stream(self._device)
@@ -63,33 +64,22 @@ class Loaded(Sliced):
                 yield chunk
 
 
-class _Pinned:
-    """Page-locked memory of one chunk, used again once its copy is done."""
+def _sent(chunk: Any, device: torch.device, copies: Any, pinned: list[Pinned]) -> tuple[Any, Any]:
+    """Start to copy a chunk, through page-locked memory for each of its tensors; with the event of its arrival."""
+    place = iter(range(len(tensors(chunk))))
 
-    def __init__(self) -> None:
-        self._buffers: list[Tensor] = []
-        self._sent: Any = None
+    def copied(x: Tensor) -> Tensor:
+        i = next(place)
+        if i == len(pinned):
+            pinned.append(Pinned())
+        return pinned[i].hold(x).to(device, non_blocking=True)
 
-    def send(self, chunk: Any, device: torch.device, copies: Any) -> tuple[Any, Any]:
-        """Start to copy a chunk; returns it with the event of its arrival."""
-        if self._sent is not None:
-            self._sent.synchronize()
-        place = iter(range(len(tensors(chunk))))
-
-        def copied(x: Tensor) -> Tensor:
-            i = next(place)
-            if x.device.type == "cpu" and not x.is_pinned():
-                if i == len(self._buffers):
-                    self._buffers.append(torch.empty(x.shape, dtype=x.dtype, pin_memory=True))
-                x = self._buffers[i][: len(x)].copy_(x)
-            elif i == len(self._buffers):
-                self._buffers.append(x)
-            return x.to(device, non_blocking=True)
-
-        with torch.cuda.stream(copies):
-            moved = apply(copied, chunk)
-            self._sent = copies.record_event()
-        return moved, self._sent
+    with torch.cuda.stream(copies):
+        moved = apply(copied, chunk)
+        event = copies.record_event()
+    for each in pinned:
+        each.sent(event)
+    return moved, event
 
 
 def stream(batch: Any, size: Size, device: Any = None, *, total: float | None = None) -> Stream:

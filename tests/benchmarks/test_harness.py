@@ -121,6 +121,9 @@ def test_every_part_measures_something(tmp_path: Path) -> None:
     assert all(row[name] < most(b, d, scale)[name] for name in ("loss", "d_image", "d_text", "d_scale"))
     assert {row["b"] for row in found["big"] if row["status"] == "measured"} == {257}
     assert [row["verdict"] for row in found["verify"]] == ["pass"]
+    (row,) = found["offload"]
+    assert row["same_bits"]
+    assert all(len(way["milliseconds"]) == 2 for way in row["ways"].values())
 
 
 @pytest.mark.slow

@@ -1,8 +1,10 @@
-"""Training on CUDA: streamed copies, a device's random numbers, float16 with a GradScaler."""
+"""Training on CUDA: streamed copies, features on the host, a device's random numbers, float16 with a GradScaler."""
 
 from __future__ import annotations
 
 import functools
+import time
+from typing import Any
 
 import pytest
 import torch
@@ -76,3 +78,83 @@ def test_a_grad_scaler_by_backward_and_by_the_loss() -> None:
         found.append(taken(parameters))
     assert all(torch.equal(x, y) for x, y in zip(*found, strict=True))
     assert all(x.abs().max() > 0 for x in found[0])
+
+
+def host_pairs(b: int, d: int, dtype: torch.dtype, pinned: bool) -> list[Tensor]:
+    torch.manual_seed(b)
+    pair = [nn.functional.normalize(torch.randn(b, d), dim=1).to(dtype) for _ in range(2)]
+    return [(x.pin_memory() if pinned else x).requires_grad_() for x in pair]
+
+
+def step(loss: Any, pair: list[Tensor], **how: Any) -> list[Tensor]:
+    scale = torch.tensor(20.0, device="cuda", requires_grad=True)
+    value = loss(*pair, scale, **how)
+    assert value.device.type == "cuda"
+    gradients = torch.autograd.grad(3 * value, [*pair, scale])
+    assert all(x.device == y.device for x, y in zip(gradients, pair, strict=False))
+    return [x.detach().cpu() for x in (value, *gradients)]
+
+
+@pytest.mark.parametrize("backend", ["torch", "triton", "cupy"])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("loss", [contrastile.clip_loss, contrastile.nt_xent, contrastile.sigmoid_loss])
+def test_features_on_the_host_change_no_bit(loss: Any, dtype: torch.dtype, backend: str) -> None:
+    if contrastile.backends.available()[backend] is not None:
+        pytest.skip(f"{backend} is not here")
+    for b, block in ((1000, 300), (1000, 999), (1000, 1000), (700, 4096)):
+        here = [x.detach().cuda().requires_grad_() for x in host_pairs(b, 72, dtype, pinned=False)]
+        # of one block it is the plain call
+        expected = step(loss, here, backend=backend, **({"block": block} if block < b else {}))
+        for pinned in (False, True):
+            found = step(loss, host_pairs(b, 72, dtype, pinned), device="cuda", block=block, backend=backend)
+            assert all(torch.equal(x, y) for x, y in zip(found, expected, strict=True)), (b, block, pinned)
+
+
+def test_device_memory_of_features_on_the_host_does_not_grow() -> None:
+    block, d = 2048, 512
+
+    def peak(b: int) -> int:
+        pair = host_pairs(b, d, torch.bfloat16, pinned=True)
+        torch.cuda.synchronize()
+        torch.cuda.empty_cache()
+        torch.cuda.reset_peak_memory_stats()
+        base = torch.cuda.memory_allocated()
+        step(contrastile.clip_loss, pair, device="cuda", block=block, workspace=16)
+        return torch.cuda.max_memory_allocated() - base
+
+    peak(2 * block)
+    one, two = peak(4 * block), peak(16 * block)
+    # numbers of each row and column, while a row of features alone is 1024 bytes
+    assert two - one <= 12 * block * 2 * 192 + 2**20
+    assert one <= 9 * block * d * 4 + 2**25 + 4 * block * 2 * 192 + 64 * 2**20
+
+
+def test_copies_run_beside_the_work() -> None:
+    """The host queues a walk over pinned features and is done long before the device: nothing waits block by block."""
+    pair = host_pairs(1 << 18, 512, torch.bfloat16, pinned=True)
+    with torch.no_grad():
+        contrastile.clip_loss(*pair, 20.0, device="cuda")
+    begin, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+    torch.cuda.synchronize()
+    start = time.perf_counter()
+    begin.record()
+    with torch.no_grad():
+        contrastile.clip_loss(*pair, 20.0, device="cuda")
+    end.record()
+    host = time.perf_counter() - start
+    end.synchronize()
+    # 16 visits: a wait for each would keep the host until the last of them
+    assert 1e3 * host < 0.9 * begin.elapsed_time(end)
+
+
+def test_an_offloaded_step_has_the_bits_of_one_that_is_not() -> None:
+    found = []
+    for offload in (False, True):
+        nets, inputs = setting(torch.float32)
+        parameters = [p for net in nets for p in net.parameters()]
+        loss = functools.partial(contrastile.clip_loss, block=300, **({"device": "cuda"} if offload else {}))
+        torch.manual_seed(0)
+        feeds = tuple(training.stream(x, 64) for x in inputs)
+        value = training.cached_step(nets, feeds, loss, scale=3.0, offload=offload)
+        found.append([value.cpu(), *(x.cpu() for x in taken(parameters))])
+    assert all(torch.equal(x, y) for x, y in zip(*found, strict=True))

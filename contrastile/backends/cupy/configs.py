@@ -8,10 +8,13 @@ from __future__ import annotations
 import os
 from dataclasses import dataclass, replace
 
-from contrastile.backends.contract import Options
+from contrastile.backends.contract import Footprint, Options
 from contrastile.backends.settings import CUPY_KERNELS, workspace_bytes
 
 _PARTIALS_MIB = 64
+
+CUBLAS_BYTES = 32 * 2**20
+"""Workspace that cuBLAS is given for a pass: what NVIDIA recommends for Hopper."""
 
 _UNIT = 8192
 """Rows or columns of a chunk of G come in multiples of this where there are more: the products that follow then fill a
@@ -142,6 +145,28 @@ def backward_chunk(m: int, n: int, size: int, family: Family, options: Options) 
     most = max(int(area**0.5), area // max(n, 16 // size))
     height = _whole(m, most, family.bm * family.cluster)
     return height, _whole(n, max(1, area // height), 64)
+
+
+def footprint(m: int, n: int, width: int, dtype: str, capability: int, options: Options) -> Footprint:
+    """What a block takes: tiles' partial results; the workspace for G, sums of its rows, and vectors.
+
+    Kept exponentials are not in it.
+
+    Args:
+        m: rows of the block.
+        n: its columns.
+        width: features of each.
+        dtype: name of the features' dtype.
+        capability: compute capability times 10.
+        options: tile and workspace.
+    """
+    family = kernel_family(dtype, capability, hopper=uses_hopper_kernels())
+    high, wide = forward_chunk(m, n, family, options.tile, 2)
+    partials = 8 * (-(-wide // family.bn) * high + -(-high // family.bm) * wide)
+    itemsize = 4 if dtype == "float32" else 2
+    high, wide = backward_chunk(m, n, itemsize, family, options)
+    space = high * wide * itemsize + CUBLAS_BYTES + 20 * (m + n)
+    return Footprint(partials + 8 * (m + n), space, space + 4 * high * width)
 
 
 def _whole(length: int, most: int, step: int) -> int:

@@ -13,10 +13,8 @@ from typing import Any
 
 import cupy
 
+from contrastile.backends.cupy.configs import CUBLAS_BYTES
 from contrastile.backends.cupy.launch import row_stride
-
-WORKSPACE_BYTES = 32 * 2**20
-"""What NVIDIA recommends for Hopper."""
 
 _KINDS = {"float32": 0, "float16": 2, "bfloat16": 14}
 # compute in float32 without tf32, choose the algorithm by the shape
@@ -34,7 +32,7 @@ class Products:
     """cuBLAS for one pass: its workspace comes from the caller's memory pool and goes back with the pass."""
 
     def __init__(self) -> None:
-        self.space = cupy.empty(WORKSPACE_BYTES, dtype="uint8")
+        self.space = cupy.empty(CUBLAS_BYTES, dtype="uint8")
 
     def accumulate(self, out: Any, g: Any, features: Any, *, transposed: bool = False, fresh: bool = False) -> None:
         """``out += g @ features``, or ``g.T @ features`` with ``transposed``; with ``fresh`` out is only written.

@@ -6,12 +6,13 @@ from functools import partial
 
 import cupy
 
-from contrastile.backends.contract import Accuracy, Backend, BackendUnavailableError, Options
+from contrastile.backends.contract import Accuracy, Backend, BackendUnavailableError, Footprint, Options
 from contrastile.backends.cupy.arrays import FusedArrays
 from contrastile.backends.cupy.backward_pass import finished, gradients
-from contrastile.backends.cupy.configs import uses_hopper_kernels
+from contrastile.backends.cupy.configs import footprint, uses_hopper_kernels
 from contrastile.backends.cupy.forward_pass import lse
 from contrastile.backends.cupy.instances import ARITHMETICS, KEPT_DTYPE
+from contrastile.backends.cupy.launch import capability
 from contrastile.backends.cupy.sigmoid_pass import sigmoid_loss
 from contrastile.backends.passes import supports
 from contrastile.backends.settings import kept_bytes
@@ -63,6 +64,11 @@ def accuracy(dtype: str, device: str, options: Options = Options()) -> Accuracy:
     )
 
 
+def _footprint(m: int, n: int, width: int, dtype: str, device: str, options: Options) -> Footprint:
+    """See ``contract.Backend``: of the current GPU."""
+    return footprint(m, n, width, dtype, capability(cupy.cuda.get_device_id()), options)
+
+
 require_gpu()
 backend = Backend(
     name="cupy",
@@ -78,4 +84,5 @@ backend = Backend(
     finished=finished,
     keeping=partial(lse, keep=True),
     replayable=True,
+    footprint=_footprint,
 )

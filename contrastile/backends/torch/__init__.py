@@ -13,6 +13,7 @@ from contrastile.backends.arrays import TorchArrays
 from contrastile.backends.contract import Accuracy, Backend
 from contrastile.backends.torch import gradients, sigmoid, statistics
 from contrastile.backends.torch.products import has_mixed_product
+from contrastile.backends.torch.tiles import footprint
 
 __all__ = ["backend"]
 
@@ -58,4 +59,5 @@ backend = Backend(
     gradients=gradients.gradients,
     sigmoid=sigmoid.sigmoid,
     replayable=True,
+    footprint=footprint,
 )

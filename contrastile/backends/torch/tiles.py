@@ -7,9 +7,9 @@ from typing import NamedTuple, ParamSpec, TypeVar
 
 import torch
 
-from contrastile.backends.contract import Block, Options
+from contrastile.backends.contract import Block, Footprint, Options
 from contrastile.backends.torch.pairs import TilePairs
-from contrastile.backends.torch.products import Products
+from contrastile.backends.torch.products import Products, has_mixed_product
 
 # 4 MiB of float32: the tile, its spare, a chunk of columns and their gradient stay in a shared cache of 16 MiB or more
 CPU_TILE = (512, 2048)
@@ -19,6 +19,9 @@ DEVICE_TILE = (4096, 8192)
 CPU_TRIANGLE_TILE, DEVICE_TRIANGLE_TILE = 512, 2048
 # float32 elements of a cache line
 LINE = 16
+
+# bytes of each row and column: statistics in float64; log-sum-exps, weights and targets of ``gradients``, both dtypes
+_FORWARD_VECTORS, _BACKWARD_VECTORS = 28, 72
 
 P = ParamSpec("P")
 R = TypeVar("R")
@@ -89,6 +92,29 @@ def tile_shape(m: int, n: int, options: Options, cpu: bool, symmetric: bool = Fa
         return max(1, min(options.tile[0], m)), max(1, min(options.tile[1], n))
     most = CPU_TILE if cpu else DEVICE_TILE
     return _even(m, most[0]), _even(n, most[1])
+
+
+def footprint(m: int, n: int, width: int, dtype: str, device: str, options: Options) -> Footprint:
+    """See ``contract.Backend``: a tile and its spare, operands in the dtype of the products, and vectors."""
+    host, state, item = device == "cpu", 8 if dtype == "float64" else 4, getattr(torch, dtype).itemsize
+    tr, tc = tile_shape(m, n, options, host)
+    mixed = item < state and not host and has_mixed_product()
+    tile = 2 * tr * tc * state
+    if item < state and not mixed:
+        # of the rows and the columns, and those of the tile before while the next ones are made
+        tile += (tr * (1 + (m > tr)) + tc * (1 + (n > tc))) * width * state
+    logits = tr * tc * state if mixed else 0
+    # G in the features' dtype and a product before it is added; on a host, ragged columns' chunk of sums
+    product = tr * tc * item + max(tr, tc) * width * state if mixed else 0
+    if host and width % LINE:
+        product += tc * -(-width // LINE) * LINE * state
+    numbers = m + n
+    return Footprint(
+        tile + logits + _FORWARD_VECTORS * numbers,
+        tile + max(logits, product) + _BACKWARD_VECTORS * numbers,
+        # products of a chunk of rows, and as float64
+        inner=min(m, 4096) * width * (state + (8 if state == 4 else 0) + (4 if item < state else 0)),
+    )
 
 
 def _even(count: int, most: int) -> int:

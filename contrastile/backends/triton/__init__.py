@@ -13,6 +13,7 @@ from contrastile.backends.triton.arrays import TritonArrays
 from contrastile.backends.triton.backward_pass import finished, gradients
 from contrastile.backends.triton.configs import INTERPRETED
 from contrastile.backends.triton.forward_pass import lse
+from contrastile.backends.triton.operands import footprint
 from contrastile.backends.triton.sigmoid_pass import sigmoid_loss
 
 
@@ -53,4 +54,5 @@ backend = Backend(
     precisions=frozenset(PRECISIONS),
     finished=finished,
     replayable=True,
+    footprint=footprint,
 )

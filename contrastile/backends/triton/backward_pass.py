@@ -16,9 +16,9 @@ from contrastile.backends.passes import Chunk, ceil_div, chunks, gradient_scalin
 from contrastile.backends.triton import backward, positives, precheck, sums
 from contrastile.backends.triton.arrays import multiplied
 from contrastile.backends.triton.common import BLOCK, LANES, LINES, empty, step, weight_vectors
-from contrastile.backends.triton.configs import UNIT, Config, backward_chunk
+from contrastile.backends.triton.configs import Config, backward_chunk
 from contrastile.backends.triton.launch import descriptor, grid, on_device, workspace
-from contrastile.backends.triton.operands import BlockPass, Scheme, Side
+from contrastile.backends.triton.operands import BlockPass, Scheme, Side, row_bytes
 from contrastile.backends.triton.products import accumulate
 from contrastile.backends.triton.tiles import GRADIENT_SCALE, VECTORS, VECTORS_OF_IDS
 
@@ -171,8 +171,7 @@ class _Pass(BlockPass):
         Rows are finalized as soon as their sums are complete, while a cache may still hold them.
         """
         rows, d = self.rows, self.rows.shape[1]
-        # their sums in float32 and they themselves
-        others = 4 * min(self.m, 2 * UNIT) * d + out.numel() * out.itemsize
+        others = row_bytes(self.m, d, out.itemsize)
         walk = Chunks(self.sides, self.scheme, self.gradient, self.options, others)
         sums_of_rows = workspace(walk.height, d, torch.float32, rows)
         lines = LINES // 2

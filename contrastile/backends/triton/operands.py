@@ -11,13 +11,24 @@ from typing import Any
 
 import torch
 
-from contrastile.backends.contract import Block, Options
+from contrastile.backends.contract import Block, Footprint, Options
 from contrastile.backends.passes import ceil_div
 from contrastile.backends.triton import parts, positives
 from contrastile.backends.triton.common import LINES, Masks, empty, step
-from contrastile.backends.triton.configs import INTERPRETED, PAD, Config, tile_config
+from contrastile.backends.triton.configs import (
+    INTERPRETED,
+    PAD,
+    UNIT,
+    Config,
+    backward_chunk,
+    forward_chunk,
+    tile_config,
+)
 from contrastile.backends.triton.launch import aligned, architecture, workspace
 from contrastile.backends.triton.tiles import PLAN_SIZE
+
+_FORWARD_VECTORS, _BACKWARD_VECTORS = 8, 20
+"""Bytes of each row and column: a running sum in float64; scales of the epilogue, weights and G at the positives."""
 
 # as parts.PART
 PART = torch.float32 if INTERPRETED else torch.bfloat16
@@ -58,6 +69,42 @@ class Scheme:
     def g_dtype(self, features: Any) -> Any:
         """The dtype of G, or of its parts."""
         return features.dtype if self.parts == 1 else PART
+
+
+def footprint(m: int, n: int, width: int, dtype: str, device: str, options: Options) -> Footprint:
+    """See ``contract.Backend``: tiles' partial results; the workspace for G, sums of its rows, and vectors.
+
+    Where torch sees no GPU it is that of a Hopper.
+    """
+    like = torch.empty(0, dtype=getattr(torch, dtype))
+    scheme = Scheme.of(like, options)
+    place = torch.empty(0, device="cuda") if torch.cuda.is_available() else None
+    here = 90 if place is None else architecture(place)
+
+    def config(kernel: str) -> Config:
+        return tile_config(kernel, scheme.dtype, here, width, scheme.precision)
+
+    partials = 0
+    for kernel, numbers in (("lse", 1), ("safe", 2)):
+        c = config(kernel)
+        high, wide = forward_chunk(m, n, c, options.tile, numbers)
+        partials = max(partials, 4 * numbers * (ceil_div(wide, c.bn) * high + ceil_div(high, c.bm) * wide))
+    itemsize = int(scheme.g_dtype(like).itemsize) * scheme.parts
+    # of the rows' and the columns' chunk: what the products read, and what the second ones multiply with
+    factors = 0 if scheme.how == parts.PLAIN.value else 2 * width * (scheme.parts + (0 if scheme.divided else 2))
+
+    def space(others: int, sums: int) -> int:
+        high, wide = backward_chunk(m, n, itemsize, config("gradient"), options, others)
+        return high * wide * itemsize + sums * high + factors * (high + wide) + _BACKWARD_VECTORS * (m + n)
+
+    return Footprint(
+        partials + _FORWARD_VECTORS * (m + n), space(0, 0), space(row_bytes(m, width, like.itemsize), 4 * width)
+    )
+
+
+def row_bytes(m: int, width: int, itemsize: int) -> int:
+    """What the rows' own gradient takes of the workspace: sums of one chunk in float32, and all of them finished."""
+    return 4 * min(m, 2 * UNIT) * width + m * width * itemsize
 
 
 class Side:

@@ -1,0 +1,170 @@
+"""Staging: copies of features between where they are kept and the device that computes with them, beside its work.
+
+On CUDA each direction has a stream of its own and page-locked memory, and nothing waits on the host until the end of a
+pass. Where features are kept on the device itself, or the device is the CPU, the same copies are made there.
+"""
+
+from __future__ import annotations
+
+from typing import Any, Protocol
+
+import torch
+from torch import Tensor
+
+
+class Queue(Protocol):
+    """Work in the order in which it was queued: a CUDA stream, or the host itself."""
+
+    def copy(self, source: Tensor, target: Tensor) -> None:
+        """Queue a copy; neither tensor's memory goes to anybody else before it is done."""
+        ...
+
+    def wait(self, event: Any) -> None:
+        """Queue nothing more before the event; None has happened already."""
+        ...
+
+    def record(self) -> Any:
+        """The event that all work queued until now is done."""
+        ...
+
+
+class _Stream:
+    """A CUDA stream."""
+
+    def __init__(self, stream: Any) -> None:
+        self._stream = stream
+
+    def copy(self, source: Tensor, target: Tensor) -> None:
+        with torch.cuda.stream(self._stream):
+            target.copy_(source, non_blocking=True)
+        for x in (source, target):
+            # the pool of another stream would give its memory away as soon as nobody holds it; torch's pool of
+            # page-locked memory knows of the copy by itself
+            if x.is_cuda:
+                x.record_stream(self._stream)
+
+    def wait(self, event: Any) -> None:
+        if event is not None:
+            self._stream.wait_event(event)
+
+    def record(self) -> Any:
+        return self._stream.record_event()
+
+
+class _Host:
+    """The host, which does everything at once."""
+
+    def copy(self, source: Tensor, target: Tensor) -> None:
+        target.copy_(source)
+
+    def wait(self, event: Any) -> None:
+        pass
+
+    def record(self) -> Any:
+        return None
+
+
+def queues(device: torch.device) -> tuple[Queue, Queue, Queue]:
+    """The work of a device as it is now, the copies to it, and the copies from it."""
+    if device.type != "cuda":
+        return _Host(), _Host(), _Host()
+    copies: Any = torch.cuda.Stream
+    return _Stream(torch.cuda.current_stream(device)), _Stream(copies(device)), _Stream(copies(device))
+
+
+class Pinned:
+    """Page-locked memory for one tensor at a time, used again once it has been copied."""
+
+    def __init__(self) -> None:
+        self._memory: Tensor | None = None
+        self._sent: Any = None
+
+    def hold(self, x: Tensor) -> Tensor:
+        """X itself, if a device can fetch it without the host; else its values in page-locked memory.
+
+        The host waits until what was held before has been copied.
+        """
+        if x.device.type != "cpu" or (x.is_contiguous() and x.is_pinned()):
+            return x
+        if self._sent is not None:
+            self._sent.synchronize()
+        if self._memory is None or len(self._memory) < len(x):
+            self._memory = torch.empty(x.shape, dtype=x.dtype, pin_memory=True)
+        return self._memory[: len(x)].copy_(x)
+
+    def sent(self, event: Any) -> None:
+        """Say what event ends the copy of what is held."""
+        self._sent = event
+
+
+class Buffer:
+    """Room for some rows of a matrix on the device.
+
+    Attributes:
+        memory: all of it.
+        rows: how many of its rows are in use.
+        loaded: the event of their arrival.
+        stored: the event after which the rows last stored from it may be written over.
+        pinned: where they pass through on their way from memory that is not page-locked.
+    """
+
+    def __init__(self, memory: Tensor) -> None:
+        self.memory, self.rows = memory, 0
+        self.loaded: Any = None
+        self.stored: Any = None
+        self.pinned = Pinned()
+
+
+class Staging:
+    """The copies of one pass between ``home`` and ``device``; the work is that of the device's current stream.
+
+    A load waits for the work and the stores queued before it, so that a buffer that they use may be loaded again;
+    a store waits for the work queued before it.
+    """
+
+    def __init__(self, device: torch.device, home: torch.device) -> None:
+        self.device, self.home = device, home
+        self._work, self._loads, self._stores = queues(device)
+
+    def buffer(self, rows: int, width: int, dtype: str) -> Buffer:
+        """A buffer on the device."""
+        return Buffer(torch.empty((rows, width), dtype=getattr(torch, dtype), device=self.device))
+
+    def kept(self, like: Tensor, dtype: str) -> Tensor:
+        """Unwritten memory of a matrix's shape at home, from and to which a device copies without the host."""
+        pinned = self.device.type == "cuda" and self.home.type == "cpu"
+        return torch.empty(like.shape, dtype=getattr(torch, dtype), device=self.home, pin_memory=pinned)
+
+    def load(self, source: Tensor, buffer: Buffer) -> None:
+        """Start to copy rows from home into a buffer."""
+        self._loads.wait(self._work.record())
+        self._loads.wait(self._stores.record())
+        held = buffer.pinned.hold(source) if self.device.type == "cuda" else source
+        self._loads.copy(held, buffer.memory[: len(source)])
+        buffer.rows, buffer.loaded = len(source), self._loads.record()
+        buffer.pinned.sent(buffer.loaded)
+
+    def arrived(self, buffer: Buffer) -> Tensor:
+        """The rows in a buffer; the work that is queued from now on finds them there."""
+        self._work.wait(buffer.loaded)
+        return buffer.memory[: buffer.rows]
+
+    def zeros(self, rows: int, buffer: Buffer) -> Tensor:
+        """Rows of zeros in a buffer, for the work."""
+        self._work.wait(buffer.stored)
+        buffer.rows = rows
+        return buffer.memory[:rows].zero_()
+
+    def store(self, x: Tensor, target: Tensor, buffer: Buffer | None = None) -> None:
+        """Start to copy x home; it is, or may be, in the memory of the buffer."""
+        self._stores.wait(self._work.record())
+        self._stores.copy(x, target)
+        if buffer is not None:
+            buffer.stored = self._stores.record()
+
+    def finish(self) -> None:
+        """Have everybody who reads what was stored find it there: the work, and the host if that is its home."""
+        done = self._stores.record()
+        self._work.wait(done)
+        if self.home != self.device and done is not None:
+            done.synchronize()

@@ -1,0 +1,327 @@
+"""``contrastile plan``: what a batch takes on each GPU, the loss and the encoders apart, and how to make it fit.
+
+Nothing is computed and nothing is allocated. The backend, the exchange and the sizes of chunks and blocks are those
+that a call would take: the functions that decide then are asked here. Bytes are added up from the schedules' matrices
+and the backends' own ``footprint``.
+"""
+
+from __future__ import annotations
+
+import argparse
+import textwrap
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+from contrastile.backends.contract import Backend, BackendUnavailableError, Footprint, Options, state_dtype
+from contrastile.backends.registry import choose, load
+from contrastile.reporting import CannotRunError, at_least, cannot_run, plain_table, write_json
+from contrastile.schedules.placement import Shards, choose_exchange
+from contrastile.schedules.problem import BLOCK
+
+MIB = 2**20
+_ITEMSIZE = {"float16": 2, "bfloat16": 2, "float32": 4, "float64": 8}
+PLANNED = 0.9
+"""The share of a device's memory that is planned with: the rest is for what its libraries and its allocator keep."""
+
+_NUMBERS = 28
+"""Bytes of each row and column: N and P in float64, a weight, a target and a positive."""
+
+
+@dataclass(frozen=True, slots=True)
+class Wanted:
+    """What is to be trained.
+
+    Attributes:
+        batch: pairs, of all GPUs together.
+        dim: width of the embeddings.
+        gpus: ranks, one GPU each.
+        dtype: of the embeddings.
+        encoder_mib_per_sample: what the encoders hold of one pair between their forward and backward.
+        model_gib: weights, their gradients and the optimizer's state, on each GPU.
+        memory_gib: of each GPU.
+        backend: see ``plan.Settings``.
+        device: "cuda" or "cpu".
+    """
+
+    batch: int
+    dim: int
+    gpus: int = 1
+    dtype: str = "bfloat16"
+    encoder_mib_per_sample: float = 0.0
+    model_gib: float = 0.0
+    memory_gib: float = 80.0
+    backend: str = "auto"
+    device: str = "cuda"
+
+    @property
+    def rows(self) -> int:
+        """Pairs of the GPU that has most."""
+        return -(-self.batch // self.gpus)
+
+
+@dataclass(frozen=True, slots=True)
+class Item:
+    """Some memory: what it is for, its bytes on each GPU, and how they come about."""
+
+    what: str
+    bytes: int
+    why: str
+
+
+@dataclass(frozen=True, slots=True)
+class Way:
+    """One way to make the step.
+
+    Attributes:
+        name: how it is called.
+        bytes: its peak on each GPU.
+        fits: whether that is within the memory.
+        chunk: samples that are encoded at a time.
+        items: what is alive at the peak.
+    """
+
+    name: str
+    bytes: int
+    fits: bool
+    chunk: int
+    items: tuple[Item, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class Capacity:
+    """The answer.
+
+    Attributes:
+        backend: the one that would compute the loss.
+        exchange: "local", "ring" or "gather".
+        reason: for the exchange.
+        loss: what the loss takes beyond the embeddings, gradients included.
+        ways: the step with all activations, in chunks, and in chunks with the embeddings on the host.
+    """
+
+    backend: str
+    exchange: str
+    reason: str
+    loss: tuple[Item, ...]
+    ways: tuple[Way, ...]
+
+    @property
+    def best(self) -> Way | None:
+        """The first way that fits."""
+        return next((way for way in self.ways if way.fits), None)
+
+
+def total(items: Sequence[Item]) -> int:
+    """Bytes of all of them."""
+    return sum(each.bytes for each in items)
+
+
+def capacity(wanted: Wanted) -> Capacity:
+    """What fits, and why.
+
+    Raises:
+        ValueError, BackendUnavailableError, TypeError: see ``registry.load``.
+        CannotRunError: the backend does not say what it takes.
+    """
+    name = choose("torch", wanted.device, wanted.dtype) if wanted.backend == "auto" else wanted.backend
+    backend = load(name)
+    exchange, reason = "local", "one GPU exchanges nothing"
+    if wanted.gpus > 1:
+        shards = Shards((wanted.rows,) * wanted.gpus, ((wanted.rows,),) * wanted.gpus)
+        choice = choose_exchange(shards, wanted.dim, _ITEMSIZE[wanted.dtype])
+        exchange, reason = choice.exchange, f"exchange {choice.exchange}: {choice.reason}"
+    loss = loss_items(wanted, backend, exchange)
+    return Capacity(name, exchange, reason, loss, tuple(_ways(wanted, backend, loss)))
+
+
+def loss_items(wanted: Wanted, backend: Backend, exchange: str) -> tuple[Item, ...]:
+    """What the symmetric loss and its gradients hold at their peak, beyond the embeddings."""
+    dtype, d, b, g = wanted.dtype, wanted.dim, wanted.rows, wanted.gpus
+    item, state = _ITEMSIZE[dtype], _ITEMSIZE[state_dtype(dtype)]
+    # rows of this rank against the columns of all, or of one rank after the other
+    n = b * g if exchange == "gather" else b
+    taken = _footprint(wanted, backend, b, n)
+    numbers = Item("log-sum-exps", _NUMBERS * (b + n), "and weights and targets")
+    alive: list[Item] = []
+    arriving: list[Item] = []
+    if exchange == "ring":
+        alive += [
+            Item("shards", min(2, g - 1) * b * d * item, "columns of other ranks, here and arriving"),
+            Item("columns' sums", 3 * b * d * state, "here, arriving, and sent"),
+        ]
+    else:
+        alive.append(Item("columns' sums", n * d * state, f"{n:,} x {d}, {state_dtype(dtype)}"))
+    if exchange == "gather":
+        alive.append(Item("gathered columns", n * d * item, f"of all {g} ranks"))
+        arriving.append(Item("arriving sums", b * (g - 1) * d * state, "of this rank's columns"))
+    gradients = [Item(f"{side} gradient", b * d * item, f"{b:,} x {d}, {dtype}") for side in ("rows'", "columns'")]
+    # sums in the features' own dtype become gradients in place
+    casts = gradients if item < state else []
+    if backend.finished is not None and exchange != "ring":
+        alive.insert(0, gradients[0])
+        # the columns' gradient takes the place of the workspace
+        moments = [[Item("workspace", taken.finished, f"of {backend.name}")], [*arriving, *casts[1:]]]
+    else:
+        alive.insert(0, Item("rows' sums", b * d * state, f"{b:,} x {d}, {state_dtype(dtype)}"))
+        moments = [
+            [Item("workspace", taken.gradients, f"of {backend.name}")],
+            [Item("products", taken.inner, "for the scale's gradient")],
+            [*arriving, *casts],
+        ]
+    forward = [Item("workspace", taken.lse, f"of {backend.name}, forward"), numbers]
+    at_once: list[Sequence[Item]] = [forward, *([*alive, *moment, numbers] for moment in moments)]
+    peak = max(at_once, key=total)
+    return tuple(peak)
+
+
+def _footprint(wanted: Wanted, backend: Backend, m: int, n: int) -> Footprint:
+    if backend.footprint is None:
+        raise CannotRunError(f"the {backend.name} backend does not say what memory it takes; name another one")
+    return backend.footprint(m, n, wanted.dim, wanted.dtype, wanted.device, Options())
+
+
+def offloaded_items(wanted: Wanted, backend: Backend, block: int = BLOCK) -> tuple[Item, ...]:
+    """What ``device=`` holds on the device for embeddings on the host: see ``schedules/blocked.py``."""
+    dtype, d, b = wanted.dtype, wanted.dim, wanted.batch
+    item, state = _ITEMSIZE[dtype], _ITEMSIZE[state_dtype(dtype)]
+    if b <= block:
+        # one block: the plain loss, on a copy
+        return Item("embeddings", 2 * b * d * item, "copied for the loss"), *loss_items(wanted, backend, "local")
+    taken = _footprint(wanted, backend, block, block)
+    # of the features' own dtype they are made in place, and a CPU is home
+    copied = item < state and wanted.device == "cuda"
+    on_the_way = [Item("gradients", 2 * block * d * item, "on their way to the host")] if copied else []
+    return (
+        Item("blocks of features", 4 * block * d * item, f"two of rows, two of columns, {block:,} each"),
+        Item("their sums", 3 * block * d * state, "of one block of rows, two of columns"),
+        *on_the_way,
+        Item("workspace", max(taken.lse, taken.gradients, taken.inner), f"of {backend.name}"),
+        Item("log-sum-exps", 2 * b * _NUMBERS, "and weights and targets"),
+    )
+
+
+def _ways(wanted: Wanted, backend: Backend, loss: Sequence[Item]) -> list[Way]:
+    rows, memory = wanted.rows, int(wanted.memory_gib * 2**30 * PLANNED)
+    sample = int(wanted.encoder_mib_per_sample * MIB)
+    width = rows * wanted.dim * _ITEMSIZE[wanted.dtype]
+    model = Item("model", int(wanted.model_gib * 2**30), "weights, gradients, optimizer")
+    embeddings = Item("embeddings", 2 * width, f"2 x {rows:,} x {wanted.dim}, {wanted.dtype}")
+    gradients = Item("their gradients", 2 * width, "kept for the second pass")
+
+    def encoder(chunk: int) -> Item:
+        return Item("encoder", chunk * sample, f"{chunk:,} samples x {wanted.encoder_mib_per_sample:g} MiB")
+
+    def chunk_beside(items: Sequence[Item]) -> int:
+        """The largest power of two whose activations fit beside these, at most all rows; 1 where not one fits."""
+        room = (memory - total(items)) // max(1, sample)
+        return rows if room >= rows else 1 << (max(1, room).bit_length() - 1)
+
+    def way(name: str, chunk: int, *moments: Sequence[Item]) -> Way:
+        items = tuple(x for x in max(moments, key=total) if x.bytes)
+        return Way(name, total(items), total(items) <= memory, chunk, items)
+
+    def cached(chunk: int, *more: str) -> str:
+        return f"cached_step({', '.join((f'chunk={chunk}', *more))})"
+
+    found = [way("a step with all activations", rows, [model, embeddings, *loss, encoder(rows)])]
+    held = [model, embeddings, gradients]
+    chunk = chunk_beside(held)
+    found.append(way(cached(chunk), chunk, [model, embeddings, *loss], [*held, encoder(chunk)]))
+    if wanted.gpus == 1:
+        there = offloaded_items(wanted, backend)
+        chunk = chunk_beside([model])
+        found.append(way(cached(chunk, "offload=True"), chunk, [model, *there], [model, encoder(chunk)]))
+    return found
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """Add the options of ``contrastile plan``."""
+    add = parser.add_argument
+    add("--batch", type=int, required=True, metavar="B", help="pairs, of all GPUs together")
+    add("--dim", type=int, required=True, metavar="D", help="width of the embeddings")
+    add("--gpus", type=int, default=1, metavar="N", help="ranks, one GPU each (%(default)s)")
+    add("--dtype", choices=sorted(_ITEMSIZE), default="bfloat16", help="of the embeddings (%(default)s)")
+    add(
+        "--encoder-mib-per-sample",
+        type=float,
+        default=0.0,
+        metavar="MIB",
+        help="what the encoders keep of one pair between forward and backward (%(default)s)",
+    )
+    add("--model-gib", type=float, default=0.0, metavar="GIB", help="weights, gradients, optimizer (%(default)s)")
+    add("--memory-gib", type=float, metavar="GIB", help="of each GPU (what this machine's has)")
+    add("--backend", default="auto", metavar="NAME", help="see contrastile.plan.Settings (%(default)s)")
+    add("--device", choices=("cuda", "cpu"), default="cuda", help="where the loss is computed (%(default)s)")
+    add("--json", type=Path, metavar="FILE", help="write the answer")
+
+
+def main(args: argparse.Namespace) -> int:
+    """Run ``contrastile plan``.
+
+    Returns:
+        0 when some way fits, 1 when none does, 2 when an option is wrong or the backend cannot be asked.
+    """
+    try:
+        for option in ("batch", "dim", "gpus"):
+            at_least(option, getattr(args, option), 1)
+        for option in ("encoder_mib_per_sample", "model_gib", "memory_gib"):
+            at_least(option.replace("_", "-"), getattr(args, option) or 0.0, 0)
+        memory = _memory(args.device) if args.memory_gib is None else args.memory_gib
+        names = ("batch", "dim", "gpus", "dtype", "encoder_mib_per_sample", "model_gib", "backend", "device")
+        wanted = Wanted(memory_gib=memory, **{name: getattr(args, name) for name in names})
+        found = capacity(wanted)
+        if args.json:
+            write_json(args.json, as_json(wanted, found))
+    except (CannotRunError, BackendUnavailableError, ValueError, TypeError) as error:
+        return cannot_run("plan", error)
+    print(report(wanted, found))
+    return 0 if found.best else 1
+
+
+def _memory(device: str) -> float:
+    """GiB of this machine's device."""
+    from contrastile.bench.memory import available_bytes
+    from contrastile.environment import torch_sees_a_gpu
+
+    if device == "cuda" and not torch_sees_a_gpu():
+        raise CannotRunError("torch sees no GPU to read the memory from; give --memory-gib, e.g. --memory-gib 80")
+    found = available_bytes(device)
+    if found is None:
+        raise CannotRunError("the memory cannot be read here; give --memory-gib")
+    return found / 2**30
+
+
+def as_json(wanted: Wanted, found: Capacity) -> dict[str, Any]:
+    """Everything, for ``--json``."""
+    best = found.best
+    return {
+        "wanted": asdict(wanted),
+        **asdict(found),
+        "loss_bytes": total(found.loss),
+        "fits": best is not None,
+        "best": None if best is None else best.name,
+    }
+
+
+def report(wanted: Wanted, found: Capacity) -> str:
+    """The answer in words and tables, 80 columns wide."""
+    each = "" if wanted.gpus == 1 else f", {wanted.rows:,} on each of {wanted.gpus} GPUs"
+    lines = [
+        f"{wanted.batch:,} pairs of {wanted.dim} {wanted.dtype}{each}, {PLANNED:.0%} of {wanted.memory_gib:,.1f} GiB",
+        *textwrap.wrap(f"backend {found.backend}; {found.reason}", 80),
+        "",
+        _table("The loss, beyond the embeddings", found.loss),
+    ]
+    for way in found.ways:
+        lines += ["", _table(f"{way.name}: {'fits' if way.fits else 'does not fit'}", way.items)]
+    best = found.best
+    said = "nothing fits: use more GPUs, a smaller batch or a smaller model" if best is None else f"take {best.name}"
+    return "\n".join([*lines, "", said])
+
+
+def _table(title: str, items: Sequence[Item]) -> str:
+    rows = [(each.what, f"{each.bytes / MIB:,.1f}", each.why) for each in items]
+    rows.append(("in all", f"{total(items) / MIB:,.1f}", ""))
+    return plain_table(title, ("on each GPU", "MiB", "what it is"), rows, right=(1,))

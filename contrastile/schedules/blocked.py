@@ -1,0 +1,403 @@
+"""The blocked schedule: features stay where they are kept, as a rule on the host, and come to the device in blocks.
+
+A block of rows stays while all blocks of columns pass, each copied while the block before it is computed. The rows'
+gradient sums stay with them; those of the columns go home and come back, in the state dtype, so that they add up as
+they would on the device. The device holds two blocks of rows, two of columns, three of sums, and O(m + n) numbers.
+
+``Walk.block`` decides which numbers are added in which order, and ``Walk.device`` does not: every block is copied to
+the same buffers wherever its features are, so that the bits are those of the same walk over features on the device. A
+problem of one block is computed there as ``local`` computes it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, replace
+from typing import Any
+
+from contrastile.backends.arrays import ArrayLibrary, library_of, transfer
+from contrastile.backends.contract import Array, Backend, Block, Options, Statistics, Weights
+from contrastile.schedules import local
+from contrastile.schedules.problem import Problem, Walk
+
+
+@dataclass(frozen=True, slots=True)
+class _Part:
+    """A block of one side.
+
+    Attributes:
+        matrix: the number of the matrix that it is cut from.
+        here: which of that matrix's rows.
+        side: their place among all rows, or all columns, of the problem.
+    """
+
+    matrix: int
+    here: slice
+    side: slice
+
+    @property
+    def length(self) -> int:
+        return int(self.here.stop - self.here.start)
+
+
+def _parts(matrices: Sequence[Array], most: int) -> list[_Part]:
+    found, start = [], 0
+    for number, x in enumerate(matrices):
+        for first in range(0, x.shape[0], most):
+            here = slice(first, min(first + most, x.shape[0]))
+            found.append(_Part(number, here, slice(start + here.start, start + here.stop)))
+        start += x.shape[0]
+    return found
+
+
+@dataclass(frozen=True, slots=True)
+class _Visit:
+    """A block of rows against a block of columns, on the device.
+
+    Attributes:
+        row: the number of the rows' part.
+        column: the number of the columns' part.
+        slot: which of two buffers the columns, and their sums, are in.
+        rows: the rows' place among all.
+        columns: the columns' place among all.
+        block: both.
+    """
+
+    row: int
+    column: int
+    slot: int
+    rows: slice
+    columns: slice
+    block: Block
+
+
+class _Pass:
+    """One pass over blocks of matrices.
+
+    Attributes:
+        rows: the rows' parts.
+        columns: the columns'.
+        source: the caller's array library.
+        arrays: the backend's.
+        staging: makes the copies.
+    """
+
+    def __init__(self, rows: Array, columns: Sequence[Array], walk: Walk, arrays: ArrayLibrary) -> None:
+        # imported when called: ``import contrastile`` imports nothing but the standard library
+        from contrastile.backends.staging import Staging
+
+        self.rows, self.columns = _parts([rows], walk.block), _parts(columns, walk.block)
+        self.source, self.arrays, self.most = library_of(rows), arrays, walk.block
+        self.staging = Staging(walk.device, rows.device)
+
+    def inside(self, x: Any) -> Array:
+        """A tensor on the device in the backend's library: the same memory."""
+        return transfer(x, self.source, self.arrays)
+
+    def outside(self, x: Array, dtype: str) -> Any:
+        """An array of the backend's in the caller's library, rounded to a dtype."""
+        return self.source.cast(transfer(x, self.arrays, self.source), dtype)
+
+    def buffer(self, parts: Sequence[_Part], width: int, dtype: str) -> Any:
+        """A buffer for any of these parts."""
+        return self.staging.buffer(max((x.length for x in parts), default=0), width, dtype)
+
+    def visits(self, problem: Problem, sums: _Sums | None = None) -> Iterator[_Visit]:
+        """Every block of rows against every block of columns, while the next one's features are on their way."""
+        stay, width, dtype = len(self.columns) == 1, problem.rows.shape[1], self.source.dtype(problem.rows)
+        order = [(i, j) for i in range(len(self.rows)) for j in range(len(self.columns))]
+        rows = [self.buffer(self.rows, width, dtype) for _ in self.rows[:2]]
+        columns = [self.buffer(self.columns, width, dtype) for _ in self.columns[:2]]
+
+        def load(k: int) -> None:
+            i, j = order[k]
+            row, column = self.rows[i], self.columns[j]
+            if j == 0:
+                self.staging.load(problem.rows[row.here], rows[i % 2])
+            if i == 0 or not stay:
+                self.staging.load(problem.columns[column.matrix][column.here], columns[k % len(columns)])
+            if i > 0 and sums is not None:
+                sums.load(column, k % len(columns))
+
+        load(0)
+        part = problem
+        for k, (i, j) in enumerate(order):
+            if k + 1 < len(order):
+                # into the buffers of the visit before this one, whose work is queued
+                load(k + 1)
+            row, column, slot = self.rows[i], self.columns[j], k % len(columns)
+            if j == 0:
+                features = self.inside(self.staging.arrived(rows[i % 2]))
+                part = replace(problem.of_rows(row.side), rows=features)
+            ids = None if problem.column_ids is None else problem.column_ids[column.side]
+            features = self.inside(self.staging.arrived(columns[slot]))
+            yield _Visit(i, j, slot, row.side, column.side, part.block(features, column.side.start, ids))
+
+    def parts(self, *matrices: Any) -> Iterator[tuple[slice, Any, list[Array]]]:
+        """Each block of some matrices, on the device, while the next one is on its way.
+
+        Gives its place, the first matrix's buffer, which may be written to, and the blocks.
+        """
+        places = [x.here for x in _parts(matrices[:1], self.most)]
+        buffers = [
+            [self.staging.buffer(min(self.most, len(x)), x.shape[1], self.source.dtype(x)) for x in matrices]
+            for _ in places[:2]
+        ]
+
+        def load(k: int) -> None:
+            for x, buffer in zip(matrices, buffers[k % 2], strict=True):
+                self.staging.load(x[places[k]], buffer)
+
+        for k, where in enumerate(places):
+            if k == 0:
+                load(0)
+            if k + 1 < len(places):
+                load(k + 1)
+            yield where, buffers[k % 2][0], [self.inside(self.staging.arrived(x)) for x in buffers[k % 2]]
+
+
+def _pass(problem: Problem, backend: Backend) -> _Pass:
+    """The pass over a problem, of which the features are the caller's and all else is the backend's."""
+    assert problem.walk is not None
+    return _Pass(problem.rows, problem.columns, problem.walk, backend.arrays)
+
+
+class _Sums:
+    """The sums behind the gradients: on the device while they grow, at home when they are complete.
+
+    Attributes:
+        rows: the rows' gradient, or their sums, at home; None where not wanted.
+        columns: the columns' likewise.
+        inner: ``sum_i <row_i, (G K)_i>``, 0-d float64; None where not wanted.
+    """
+
+    def __init__(self, walk: _Pass, problem: Problem, wanted: local.Wanted, state: str, factor: Array | None) -> None:
+        """Sums times ``factor``, 0-d, are gradients, and are kept in the features' dtype; with None sums are kept."""
+        self._walk, self._staging, self._factor, self._wanted = walk, walk.staging, factor, wanted
+        features, width = walk.source.dtype(problem.rows), problem.rows.shape[1]
+        self._dtype = state if factor is None else features
+        # without gradients the scale's is made of the sums
+        keep_rows = wanted.rows or (wanted.scale and factor is None)
+        self.rows = self._staging.kept(problem.rows, self._dtype) if keep_rows else None
+        self.columns = tuple(
+            self._staging.kept(x, self._dtype) if want else None
+            for x, want in zip(problem.columns, wanted.columns, strict=True)
+        )
+        # sums of a lone block of columns never leave the device
+        self._travel = len(walk.rows) > 1 and len(walk.columns) > 1
+        self._partial = tuple(
+            self._staging.kept(x, state) if x is not None and self._travel and self._dtype != state else x
+            for x in self.columns
+        )
+        self._row_buffer = walk.buffer(walk.rows, width, state) if wanted.rows or wanted.scale else None
+        count = min(2, len(walk.columns)) if any(wanted.columns) else 0
+        self._column_buffers = [walk.buffer(walk.columns, width, state) for _ in range(count)]
+        self._into: Array | None = None
+        self.inner: Array | None = None
+
+    def load(self, column: _Part, slot: int) -> None:
+        """Start to fetch what earlier rows have added up for a block of columns."""
+        partial = self._partial[column.matrix]
+        if self._travel and partial is not None:
+            self._staging.load(partial[column.here], self._column_buffers[slot])
+
+    def of(self, visit: _Visit) -> tuple[Array | None, Array | None]:
+        """Where a visit's rows and columns add theirs."""
+        staging, walk = self._staging, self._walk
+        if self._row_buffer is not None and visit.column == 0:
+            self._into = walk.inside(staging.zeros(walk.rows[visit.row].length, self._row_buffer))
+        column = walk.columns[visit.column]
+        if self.columns[column.matrix] is None:
+            return self._into, None
+        buffer = self._column_buffers[visit.slot]
+        return self._into, walk.inside(
+            staging.zeros(column.length, buffer) if visit.row == 0 else staging.arrived(buffer)
+        )
+
+    def done(self, visit: _Visit, columns: Array | None) -> None:
+        """Send home what a visit has completed, and what its columns are to add to later."""
+        row, column = self._walk.rows[visit.row], self._walk.columns[visit.column]
+        if self._into is not None and visit.column == len(self._walk.columns) - 1:
+            if self._wanted.scale and self._factor is not None:
+                inner = self._walk.arrays.inner(visit.block.rows, self._into)
+                self.inner = inner if self.inner is None else self.inner + inner
+            if self.rows is not None:
+                self._send(self._into, self.rows[row.here], self._row_buffer)
+        out, partial = self.columns[column.matrix], self._partial[column.matrix]
+        if columns is None or out is None or partial is None:
+            return
+        buffer = self._column_buffers[visit.slot]
+        if visit.row == len(self._walk.rows) - 1:
+            self._send(columns, out[column.here], buffer)
+        elif self._travel:
+            self._staging.store(buffer.memory[: column.length], partial[column.here], buffer)
+
+    def _send(self, sums: Array, home: Any, buffer: Any) -> None:
+        arrays, factor = self._walk.arrays, self._factor
+        found = sums if factor is None else arrays.scaled(sums, factor, arrays.dtype(sums), consume=True)
+        self._staging.store(self._walk.outside(found, self._dtype), home, buffer)
+
+
+@local.ieee
+def forward(problem: Problem, backend: Backend, options: Options, *, keep: bool = False) -> local.Forward:
+    """The softmax loss and its log-sum-exps, on the device: see ``local.forward``."""
+    walk, options = _pass(problem, backend), replace(options, replay=False)
+    if _single(problem):
+        return local.forward(_fetched(walk, problem), backend, options, keep=keep)
+    arrays, two_sided = backend.arrays, problem.column_weight is not None
+    rows: list[local.Triple] = []
+    columns: list[local.Triple] = []
+    for visit in walk.visits(problem):
+        backend.check(visit.block, options)
+        found = backend.lse(visit.block, two_sided, options)
+        mine = found.row_negative_lse, found.row_positive_lse, found.row_positive_sum
+        _merge(arrays, rows, visit.row, mine)
+        if two_sided:
+            _merge(arrays, columns, visit.column, local.column_statistics(arrays, [found]))
+    n, p, s = _joined(arrays, rows)
+    loss = arrays.weighted_nll(n, p, s, problem.row_weight, problem.row_target)
+    over: local.Triple = (None, None, None)
+    if two_sided:
+        over = _joined(arrays, columns)
+        loss = loss + arrays.weighted_nll(*over, problem.column_weight, problem.column_target)
+    return local.Forward(arrays.cast(loss, arrays.dtype(problem.scale)), n, p, over[0], over[1])
+
+
+def _merge(arrays: ArrayLibrary, into: list[local.Triple], number: int, found: local.Triple) -> None:
+    """Merge what a visit found of its part of a side; parts come in order the first time."""
+    if number == len(into):
+        into.append(found)
+    else:
+        into[number] = local.row_statistics(arrays, [Statistics(*into[number]), Statistics(*found)])
+
+
+def _joined(arrays: ArrayLibrary, parts: Sequence[local.Triple]) -> local.Triple:
+    n, p, s = (arrays.concat(list(x)) for x in zip(*parts, strict=True))
+    return n, p, s
+
+
+@local.ieee
+def backward(
+    problem: Problem,
+    saved: local.Forward,
+    upstream: Array,
+    wanted: local.Wanted,
+    backend: Backend,
+    options: Options,
+) -> local.Gradients:
+    """Gradients of ``upstream * loss`` for the softmax loss: see ``local.backward``."""
+    walk, arrays, options = _pass(problem, backend), backend.arrays, replace(options, replay=False)
+    if _single(problem):
+        found = local.backward(_fetched(walk, problem), saved, upstream, wanted, backend, options)
+        return _kept(walk, problem, found)
+    weighted, state = problem.weighted(upstream), backend.state(walk.source.dtype(problem.rows))
+    sums = _Sums(walk, problem, wanted, state, problem.scale)
+    for visit in walk.visits(weighted, sums):
+        into, columns = sums.of(visit)
+        backend.gradients(visit.block, _weights(weighted, saved, visit), into, columns, options)
+        sums.done(visit, columns)
+    walk.staging.finish()
+    scale = None if sums.inner is None else arrays.cast(sums.inner, arrays.dtype(problem.scale))
+    return local.Gradients(sums.rows if wanted.rows else None, sums.columns, scale, None)
+
+
+def _weights(problem: Problem, saved: local.Forward, visit: _Visit) -> Weights:
+    """The whole loss's, for the rows and columns of a visit."""
+    rows = saved.row_negative_lse, saved.row_positive_lse, problem.row_weight, problem.row_target
+    columns: tuple[Array, ...] = ()
+    if problem.column_weight is not None:
+        columns = saved.column_negative_lse, saved.column_positive_lse, problem.column_weight, problem.column_target
+    return Weights(*(x[visit.rows] for x in rows), *(x[visit.columns] for x in columns))
+
+
+def _single(problem: Problem) -> bool:
+    """Whether no matrix of the problem is cut: then ``local`` computes it."""
+    assert problem.walk is not None
+    return all(x.shape[0] <= problem.walk.block for x in (problem.rows, *problem.columns))
+
+
+def _fetched(walk: _Pass, problem: Problem) -> Problem:
+    """The problem with all its features on the device."""
+    found = []
+    for x in (problem.rows, *problem.columns):
+        buffer = walk.staging.buffer(x.shape[0], x.shape[1], walk.source.dtype(x))
+        walk.staging.load(x, buffer)
+        found.append(walk.inside(walk.staging.arrived(buffer)))
+    return replace(problem, rows=found[0], columns=tuple(found[1:]), walk=None)
+
+
+def _kept(walk: _Pass, problem: Problem, found: local.Gradients) -> local.Gradients:
+    """The gradients of what was fetched, at home."""
+    kept = []
+    for gradient, x in zip((found.rows, *found.columns), (problem.rows, *problem.columns), strict=True):
+        home, dtype = None, walk.source.dtype(x)
+        if gradient is not None:
+            home = walk.staging.kept(x, dtype)
+            walk.staging.store(walk.outside(gradient, dtype), home)
+        kept.append(home)
+    walk.staging.finish()
+    return replace(found, rows=kept[0], columns=tuple(kept[1:]))
+
+
+@local.ieee
+def sigmoid(
+    problem: Problem, wanted: local.Wanted | None, backend: Backend, options: Options
+) -> tuple[Array, local.Sums | None]:
+    """The sigmoid loss, on the device, and the sums behind its gradients, at home: see ``local.sigmoid``."""
+    walk, arrays = _pass(problem, backend), backend.arrays
+    state, options = backend.state(walk.source.dtype(problem.rows)), replace(options, replay=False)
+    sums = None if wanted is None else _Sums(walk, problem, wanted, state, None)
+    loss = total = None
+    for visit in walk.visits(problem, sums):
+        backend.check(visit.block, options)
+        into, columns = (None, None) if sums is None else sums.of(visit)
+        weight = problem.row_weight[visit.rows]
+        row_loss, slope = backend.sigmoid(visit.block, weight, into, columns, options)
+        part = local.weighted_total(arrays, weight, row_loss), arrays.total(slope)
+        loss, total = part if loss is None else (loss + part[0], total + part[1])
+        if sums is not None:
+            sums.done(visit, columns)
+    value = arrays.cast(loss, arrays.dtype(problem.scale))
+    if sums is None:
+        return value, None
+    walk.staging.finish()
+    return value, local.Sums(sums.rows, sums.columns, total)
+
+
+@local.ieee
+def finish(
+    rows: Array,
+    scale: Array,
+    setting: Walk,
+    sums: local.Sums,
+    upstream: Array,
+    wanted: local.Wanted,
+    arrays: ArrayLibrary,
+) -> local.Gradients:
+    """The sigmoid loss's gradients from its sums: see ``local.gradients_from_sums``."""
+    walk = _Pass(rows, (), setting, arrays)
+    staging, dtype, number = walk.staging, walk.source.dtype(rows), arrays.dtype(scale)
+    d_rows = staging.kept(rows, dtype) if wanted.rows else None
+    d_scale: Array | None = None
+    if wanted.rows or wanted.scale:
+        for where, buffer, (x, features) in walk.parts(sums.rows, rows):
+            only = local.Wanted(wanted.rows, (), wanted.scale)
+            part = local.gradients_from_sums(
+                features, scale, local.Sums(x, (), None), upstream, only, arrays, "float64"
+            )
+            if wanted.scale:
+                d_scale = part.scale if d_scale is None else d_scale + part.scale
+            if d_rows is not None:
+                staging.store(walk.outside(part.rows, dtype), d_rows[where], buffer)
+    columns: list[Any] = []
+    for matrix, want in zip(sums.columns, wanted.columns, strict=True):
+        if matrix is None or not want:
+            columns.append(None)
+            continue
+        columns.append(staging.kept(matrix, dtype))
+        for where, buffer, (x,) in walk.parts(matrix):
+            found = arrays.scaled(x, scale * upstream, arrays.dtype(x), consume=True)
+            staging.store(walk.outside(found, dtype), columns[-1][where], buffer)
+    staging.finish()
+    bias = arrays.cast(sums.total * upstream, number) if wanted.bias else None
+    return local.Gradients(d_rows, tuple(columns), None if d_scale is None else arrays.cast(d_scale, number), bias)

@@ -1,0 +1,270 @@
+"""The blocked schedule: its numbers, its bits wherever features are kept, its memory, and its copies."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import replace
+from typing import Any
+from unittest import mock
+
+import pytest
+import torch
+from copy_races import late_copies
+from torch import Tensor
+
+import contrastile
+from contrastile import evaluation
+from contrastile.backends import staging
+from contrastile.backends.contract import STATISTICS, Options
+from contrastile.backends.registry import load
+from contrastile.bench.memory import torch_peak
+from contrastile.problems import BUILDERS
+from contrastile.schedules import local, schedule
+from contrastile.schedules.problem import Problem, Walk
+from contrastile.verify import cases
+from contrastile.verify.bounds import bounds
+from contrastile.verify.run import GRADIENT, compare, every_gradient, materialise
+from contrastile.verify.truth import Outcome, truth
+
+TORCH, CPU = load("torch"), torch.device("cpu")
+FIELDS = ("loss", *(name for name in STATISTICS if "sum" not in name), *GRADIENT)
+CASES = (
+    "ragged", "staircase", "exact", "one-row", "one-column", "ids-drop", "ids-target@far", "labels", "self-excluded",
+    "blocks", "rectangular", "signed-zero-weights", "sigmoid", "sigmoid-ids", "certain", "certain-labels",
+    "certain-shared", "one-direction", "norm-300", "sigmoid-certain", "nan", "inf",
+)  # fmt: skip
+LOSSES = (contrastile.clip_loss, contrastile.nt_xent, contrastile.sigmoid_loss)
+
+
+def evaluated(
+    problem: Problem, backend: Any = TORCH, wanted: local.Wanted | None = None
+) -> tuple[Tensor, local.Gradients, Any]:
+    """The loss, its gradients, and for softmax what the gradients came from."""
+    wanted, options = wanted or every_gradient(problem), Options()
+    one = torch.ones((), dtype=problem.scale.dtype)
+    if problem.kind == "sigmoid":
+        value, sums = schedule.sigmoid(problem, wanted, backend, options)
+        assert sums is not None
+        found = schedule.finish(problem.rows, problem.scale, None, sums, one, wanted, backend.arrays, walk=problem.walk)
+        return value, found, None
+    saved = schedule.forward(problem, backend, options, keep=True)
+    return saved.loss, schedule.backward(problem, saved, one, wanted, backend, options), saved
+
+
+def features_of(found: tuple[Tensor, local.Gradients, Any]) -> Sequence[Tensor | None]:
+    value, g, _ = found
+    return value, g.rows, *g.columns, g.scale, g.bias
+
+
+def same(a: Sequence[Tensor | None], b: Sequence[Tensor | None]) -> bool:
+    pairs = list(zip(a, b, strict=True))
+    return all((x is None) == (y is None) for x, y in pairs) and all(
+        torch.equal(x, y) for x, y in pairs if x is not None and y is not None
+    )
+
+
+def walked(problem: Problem, block: int) -> Problem:
+    return replace(problem, walk=Walk(block, CPU))
+
+
+@pytest.mark.parametrize("block", [7, 16])
+@pytest.mark.parametrize("name", CASES)
+def test_a_walk_is_within_the_bounds(name: str, block: int) -> None:
+    case = cases.build(name, "float32")
+    problem = walked(materialise(case.problem, TORCH, "float32"), block)
+    value, gradients, saved = evaluated(problem)
+
+    def take(x: Any) -> Any:
+        return None if x is None else x.double().numpy()
+
+    lses = {} if saved is None else {each: take(getattr(saved, each)) for each in FIELDS if "lse" in each}
+    got = Outcome(
+        take(value),
+        take(gradients.rows),
+        tuple(take(x) for x in gradients.columns),
+        take(gradients.scale),
+        take(gradients.bias),
+        **lses,
+    )
+    accuracy = TORCH.accuracy("float32", "cpu")
+    exact = truth(case.problem)
+    worst = compare(got, exact.outcome, bounds(case.problem, exact, accuracy, "float32"), FIELDS)
+    assert worst.ratio < 1, worst
+
+
+@pytest.mark.parametrize("loss", LOSSES)
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_a_batch_of_one_block_has_the_bits_of_a_plain_call(loss: Any, dtype: torch.dtype) -> None:
+    problem = made(loss, 50, dtype)
+    assert same(features_of(evaluated(walked(problem, 100))), features_of(evaluated(problem)))
+
+
+def made(loss: Any, b: int, dtype: torch.dtype = torch.float32, width: int = 9) -> Problem:
+    """A problem of the front door's."""
+    random = torch.Generator().manual_seed(b)
+    image, text = (torch.randn(b, width, generator=random).to(dtype) for _ in range(2))
+    return stated(loss, image, text, 0.7)
+
+
+def stated(loss: Any, *given: Any) -> Problem:
+    return evaluation.make(BUILDERS[loss.__name__], {}, given, {})[0].problem
+
+
+@pytest.mark.parametrize(
+    ("loss", "b", "block", "dtype"),
+    [
+        (contrastile.clip_loss, 41, 16, torch.float32),
+        (contrastile.clip_loss, 20, 15, torch.bfloat16),
+        (contrastile.nt_xent, 20, 20, torch.float32),
+        (contrastile.sigmoid_loss, 40, 15, torch.bfloat16),
+        (contrastile.sigmoid_loss, 20, 15, torch.float32),
+        (contrastile.sigmoid_loss, 20, 20, torch.float32),
+    ],
+)
+def test_late_copies_change_no_bit_and_race_with_nothing(loss: Any, b: int, block: int, dtype: torch.dtype) -> None:
+    problem = walked(made(loss, b, dtype), block)
+    expected = features_of(evaluated(problem))
+    with late_copies() as world:
+        found = features_of(evaluated(problem))
+    assert same(found, expected)
+    assert world.races == set()
+    assert not world.pending
+
+
+@pytest.mark.parametrize("rows", [9, 41])
+def test_one_part_of_one_side(rows: int) -> None:
+    """A lone block of columns keeps its sums on the device, and a lone block of rows sends none home unfinished."""
+    case = made(contrastile.clip_loss, 41)
+    index = torch.arange(rows)
+    problem = replace(
+        walked(case, 16),
+        rows=case.rows[:rows],
+        columns=(case.rows[: 50 - rows],),
+        row_weight=case.row_weight[:rows],
+        row_target=torch.where(index < 50 - rows, case.row_target[:rows], 0.0),
+        positives=index,
+        column_weight=None,
+        column_target=None,
+    )
+    with late_copies() as world:
+        found = features_of(evaluated(problem))
+    assert same(found, features_of(evaluated(problem)))
+    assert world.races == set()
+
+
+def forgetful(which: str) -> Any:
+    """``Staging`` without one of its waits."""
+
+    class Forgetful(staging.Staging):
+        def load(self, source: Tensor, buffer: staging.Buffer) -> None:
+            if which in ("work", "stores"):
+                kept = getattr(self, f"_{which}")
+                setattr(self, f"_{which}", staging._Host())
+                super().load(source, buffer)
+                setattr(self, f"_{which}", kept)
+            else:
+                super().load(source, buffer)
+
+        def arrived(self, buffer: staging.Buffer) -> Tensor:
+            buffer.loaded = None if which == "arrival" else buffer.loaded
+            return super().arrived(buffer)
+
+        def zeros(self, rows: int, buffer: staging.Buffer) -> Tensor:
+            buffer.stored = None if which == "stored" else buffer.stored
+            return super().zeros(rows, buffer)
+
+        def store(self, x: Tensor, target: Tensor, buffer: staging.Buffer | None = None) -> None:
+            kept = self._work
+            self._work = staging._Host() if which == "finished" else kept
+            super().store(x, target, buffer)
+            self._work = kept
+
+        def finish(self) -> None:
+            if which != "end":
+                super().finish()
+
+    return Forgetful
+
+
+@pytest.mark.parametrize("which", ["work", "stores", "arrival", "stored", "finished", "end"])
+def test_a_forgotten_wait_is_found(which: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(staging, "Staging", forgetful(which))
+    problem = walked(made(contrastile.clip_loss, 50), 16)
+    with late_copies() as world:
+        evaluated(problem)
+    assert world.races or world.pending
+
+
+def test_the_next_block_is_on_its_way_before_a_block_is_computed() -> None:
+    problem = walked(made(contrastile.clip_loss, 48), 16)
+    with late_copies() as world:
+
+        def lse(*call: Any) -> Any:
+            world.log.append("compute")
+            return TORCH.lse(*call)
+
+        schedule.forward(problem, replace(TORCH, lse=lse), Options())
+    at = [i for i, each in enumerate(world.log) if each == "compute"]
+    loads = [world.log[:i].count("loads 16") for i in at]
+    # rows with the first columns; then one block of columns ahead, and rows too where the next ones begin
+    assert loads == [3, 4, 6, 7, 8, 10, 11, 12, 12]
+
+
+def test_what_is_not_wanted_is_neither_kept_nor_moved() -> None:
+    problem = walked(made(contrastile.clip_loss, 50), 16)
+    whole = evaluated(problem)[1]
+    for wanted in (
+        local.Wanted(False, (True,), False),
+        local.Wanted(True, (False,), False),
+        local.Wanted(False, (False,), True),
+    ):
+        value, found, _ = evaluated(problem, wanted=wanted)
+        assert (found.rows is not None, found.columns[0] is not None) == (wanted.rows, wanted.columns[0])
+        for name in ("rows", "scale"):
+            if getattr(found, name) is not None:
+                assert torch.equal(getattr(found, name), getattr(whole, name))
+        if found.columns[0] is not None:
+            assert torch.equal(found.columns[0], whole.columns[0])
+        assert torch.equal(value, evaluated(problem)[0])
+
+
+def home_bytes(b: int, width: int, item: int) -> int:
+    """What a step leaves where the features are kept: both gradients, and float32 sums of the columns'."""
+    return 2 * b * width * item + b * width * 4
+
+
+def test_device_memory_grows_by_numbers_alone() -> None:
+    """On a CPU the device's memory and the host's are one: what is not kept at home is the device's."""
+    width, block, dtype = 128, 64, torch.bfloat16
+
+    def device_bytes(b: int) -> int:
+        problem = walked(made(contrastile.clip_loss, b, dtype, width), block)
+        return torch_peak(lambda: evaluated(problem)) - home_bytes(b, width, dtype.itemsize)
+
+    one, two = map(device_bytes, (128, 256))
+    # numbers of each row and column, and no feature: a row of features alone would be 256 bytes
+    numbers = 128
+    assert two - one <= 128 * 2 * numbers
+    # four blocks of features, three of sums, one of a gradient, in at most 4 bytes each, a tile and its spare
+    assert one <= 8 * block * width * 4 + 2 * block * block * 4 + 128 * 2 * numbers
+
+
+@pytest.mark.parametrize("loss", LOSSES)
+def test_the_front_door_walks(loss: Any) -> None:
+    given = *(torch.randn(50, 8, requires_grad=True) for _ in range(2)), torch.tensor(2.0, requires_grad=True)
+    with mock.patch.object(schedule.blocked, "_pass", side_effect=schedule.blocked._pass) as walks:
+        value = loss(*given, block=16, device="cpu")
+        found = value, *torch.autograd.grad(value, given)
+        assert walks.called
+        value, gradients = contrastile.value_and_grad(loss, block=16)(*given)
+    assert same((value, *gradients[:3]), found)
+    assert torch.equal(value, evaluated(walked(stated(loss, *(x.detach() for x in given)), 16))[0])
+
+
+def test_a_transform_takes_a_walk() -> None:
+    image, text = torch.randn(40, 8), torch.randn(40, 8)
+    plain = torch.func.grad(lambda x: contrastile.clip_loss(x, text, 3.0, block=16))(image)
+    leaf = image.clone().requires_grad_()
+    contrastile.clip_loss(leaf, text, 3.0, block=16).backward()
+    assert leaf.grad is not None
+    assert torch.equal(plain, leaf.grad)

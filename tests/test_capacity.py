@@ -1,0 +1,190 @@
+"""``contrastile plan``: what it says a step takes is what a step takes."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+import contrastile
+from contrastile import capacity, cli, training
+from contrastile.backends import registry
+from contrastile.backends.contract import Backend, Options
+from contrastile.backends.cupy import configs
+from contrastile.backends.registry import load
+from contrastile.bench.memory import cuda_peak, torch_peak
+from contrastile.capacity import Wanted, loss_items, offloaded_items, total
+
+RESULTS = Path(__file__).parent.parent / "docs" / "results"
+RECORDS = ("gpu_nvidia_h100_80gb_hbm3.json", "gpu_nvidia_h200_x4.json")
+WITHIN = 0.1
+"""What the command promises."""
+
+
+def features(b: int, d: int, dtype: torch.dtype, device: str = "cpu") -> list[Tensor]:
+    return [torch.randn(b, d, device=device).to(dtype).requires_grad_() for _ in range(2)]
+
+
+def step(pair: list[Tensor], **how: Any) -> Any:
+    leaves = [*pair, torch.tensor(0.1, requires_grad=True)]
+    value = contrastile.clip_loss(*leaves, **how)
+    return value, torch.autograd.grad(value, leaves)
+
+
+def close(said: float, measured: float) -> bool:
+    return abs(said / measured - 1) <= WITHIN
+
+
+@pytest.mark.parametrize(
+    ("b", "d", "dtype"),
+    [(1024, 512, "float32"), (1000, 256, "bfloat16"), (1500, 100, "float64")],
+)
+def test_the_loss_on_a_cpu(b: int, d: int, dtype: str) -> None:
+    pair = features(b, d, getattr(torch, dtype))
+    step(pair)
+    wanted = Wanted(batch=b, dim=d, dtype=dtype, device="cpu")
+    assert close(total(loss_items(wanted, load("torch"), "local")), torch_peak(lambda: step(pair)))
+
+
+def test_features_on_the_host() -> None:
+    b, d, block, dtype = 600, 256, 256, torch.bfloat16
+    pair = features(b, d, dtype)
+    step(pair, block=block)
+    # on a CPU what is kept at home counts too: both gradients, and the columns' sums
+    home = 2 * b * d * 2 + b * d * 4
+    wanted = Wanted(batch=b, dim=d, dtype="bfloat16", device="cpu")
+    said = total(offloaded_items(wanted, load("torch"), block))
+    assert close(said + home, torch_peak(lambda: step(pair, block=block)))
+
+
+def test_a_cached_step() -> None:
+    b, d, chunk = 1024, 128, 128
+    torch.manual_seed(0)
+    net = nn.Sequential(nn.Linear(16, 1024), nn.Tanh(), nn.Linear(1024, d))
+    inputs = [torch.randn(b, 16) for _ in range(2)]
+    for p in net.parameters():
+        p.grad = torch.zeros_like(p)
+
+    def alone(rows: int) -> int:
+        return torch_peak(lambda: net(inputs[0][:rows]).sum().backward())
+
+    sample = (alone(2 * chunk) - alone(chunk)) / chunk
+    # embeddings and gradients, and the activations of somewhat more than a chunk
+    memory = (4 * b * d * 4 + 1.5 * chunk * sample) / capacity.PLANNED
+    wanted = Wanted(b, d, 1, "float32", sample / 2**20, memory_gib=memory / 2**30, device="cpu")
+    cached = capacity.capacity(wanted).ways[1]
+    assert cached.chunk == chunk
+
+    def measured() -> Any:
+        return training.cached_step((net, net), tuple(inputs), contrastile.clip_loss, scale=1.0, chunk=chunk)
+
+    measured()
+    assert close(cached.bytes, torch_peak(measured))
+
+
+def backend_of(name: str) -> Backend:
+    """A backend's record; of cupy, which needs a GPU to be loaded, what is asked of it here."""
+    if name != "cupy":
+        return load(name)
+
+    def footprint(m: int, n: int, width: int, dtype: str, device: str, options: Options) -> Any:
+        return configs.footprint(m, n, width, dtype, 90, options)
+
+    return replace(load("torch"), name="cupy", finished=lambda *_: None, footprint=footprint)  # type: ignore[arg-type,return-value]
+
+
+def recorded() -> list[tuple[str, int, str, int, int, int]]:
+    """Peaks on GPUs: backend, ranks, exchange, batch, width, bytes. Those of small problems, in graphs, are others."""
+    found = {}
+    for name in RECORDS:
+        for row in json.loads((RESULTS / name).read_text(encoding="utf-8"))["times"]:
+            backend = row["name"].removeprefix("contrastile ")
+            large = row.get("peak_bytes") and row["what"] == "both" and row["b"] // row["n"] >= 16384
+            # the records of a gather are of an older schedule
+            if large and backend in ("torch", "triton", "cupy") and row["exchange"] in ("local", "ring"):
+                found[backend, row["n"], row["exchange"], row["b"], row["d"]] = row["peak_bytes"]
+    return [(*key, peak) for key, peak in found.items()]
+
+
+@pytest.mark.parametrize(("name", "n", "exchange", "b", "d", "peak"), recorded())
+def test_the_loss_on_recorded_gpus(name: str, n: int, exchange: str, b: int, d: int, peak: int) -> None:
+    wanted = Wanted(batch=b, dim=d, gpus=n, dtype="bfloat16")
+    assert close(total(loss_items(wanted, backend_of(name), exchange)), peak)
+
+
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
+@pytest.mark.parametrize("name", ["torch", "triton", "cupy"])
+def test_the_loss_on_a_gpu(name: str) -> None:
+    if registry.available()[name] is not None:
+        pytest.skip(f"{name} is not here")
+    for b, d, dtype in ((32768, 512, "bfloat16"), (40000, 384, "float32"), (65536, 256, "float16")):
+        pair = features(b, d, getattr(torch, dtype), "cuda")
+        step(pair, backend=name)
+        wanted = Wanted(batch=b, dim=d, dtype=dtype)
+        measured = cuda_peak(lambda pair=pair: step(pair, backend=name))  # type: ignore[misc]
+        assert close(total(loss_items(wanted, load(name), "local")), measured), (b, d, dtype)
+
+
+def test_it_asks_those_who_decide(monkeypatch: pytest.MonkeyPatch) -> None:
+    wanted = Wanted(batch=262144, dim=512, gpus=4)
+    monkeypatch.setattr(capacity, "choose", lambda library, device, dtype: "torch")
+    assert capacity.capacity(wanted).backend == "torch"
+    assert capacity.capacity(wanted).exchange == "gather"
+    assert capacity.capacity(replace(wanted, batch=4 * 262144)).exchange == "ring"
+    assert capacity.capacity(replace(wanted, gpus=1)).exchange == "local"
+
+
+def asked(capsys: pytest.CaptureFixture[str], *words: str) -> tuple[int, str]:
+    code = cli.main(["plan", "--backend", "torch", *words])
+    said = capsys.readouterr()
+    return code, said.out + said.err
+
+
+def test_the_first_way_that_fits_is_taken(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
+    given = ("--batch", "65536", "--dim", "512", "--encoder-mib-per-sample", "10", "--json", str(tmp_path / "x"))
+    for memory, way in (
+        ("1000", "take a step with all activations"),
+        ("80", "take cached_step(chunk=4096)"),
+        ("1", "take cached_step(chunk=64)"),
+    ):
+        code, said = asked(capsys, *given, "--memory-gib", memory)
+        assert code == 0
+        assert said.endswith(f"{way}\n")
+        assert max(map(len, said.splitlines())) <= 80
+    found = json.loads((tmp_path / "x").read_text(encoding="utf-8"))
+    assert found["best"] == "cached_step(chunk=64)"
+    assert found["fits"]
+    assert all(way["bytes"] == sum(x["bytes"] for x in way["items"]) for way in found["ways"])
+    # embeddings alone are 2 GiB
+    code, said = asked(capsys, "--batch", "1048576", "--dim", "512", "--memory-gib", "2")
+    assert (code, said.splitlines()[-1]) == (0, "take cached_step(chunk=1048576, offload=True)")
+    code, said = asked(capsys, *given, "--memory-gib", "0.1")
+    assert (code, said.splitlines()[-1][:13]) == (1, "nothing fits:")
+
+
+@pytest.mark.parametrize(
+    ("words", "said"),
+    [
+        (("--batch", "0", "--dim", "5", "--memory-gib", "1"), "--batch must be at least 1, got 0"),
+        (("--batch", "9", "--dim", "5", "--memory-gib", "-1"), "--memory-gib must be at least 0, got -1"),
+        (("--batch", "9", "--dim", "5", "--memory-gib", "1", "--backend", "numpy"), "numpy backend does not say"),
+        (("--batch", "9", "--dim", "5", "--memory-gib", "1", "--backend", "tpu"), "backend must be one of"),
+    ],
+)
+def test_what_it_cannot_say(words: tuple[str, ...], said: str, capsys: pytest.CaptureFixture[str]) -> None:
+    code, text = asked(capsys, *words)
+    assert code == 2
+    assert said in text
+
+
+def test_the_memory_is_that_of_the_device(capsys: pytest.CaptureFixture[str]) -> None:
+    code, text = asked(capsys, "--batch", "9", "--dim", "5", "--device", "cpu")
+    assert code == 0
+    if not torch.cuda.is_available():
+        code, text = asked(capsys, "--batch", "9", "--dim", "5")
+        assert (code, "give --memory-gib" in text) == (2, True)
