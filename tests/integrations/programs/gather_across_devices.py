@@ -1,0 +1,62 @@
+"""Losses of sentence-transformers and of this package on several ranks, under DDP, with ``gather_across_devices``."""
+
+from __future__ import annotations
+
+import sys
+from pathlib import Path
+from typing import Any
+
+sys.path.append(str(Path(__file__).resolve().parents[1]))
+sys.path.append(str(Path(__file__).resolve().parents[2] / "comm" / "programs"))
+
+import torch.distributed as dist
+from engines import say
+from sentence_tables import ROWS, Table, allowed, columns
+from sentence_transformers import SentenceTransformer
+from sentence_transformers.sentence_transformer import losses
+from torch import Tensor
+from torch.nn.parallel import DistributedDataParallel
+
+from contrastile.integrations import sentence_transformers as ours
+
+SCALE, STRENGTH, MANY = 5.0, 3.0, 3
+CHOICES: dict[str, dict[str, Any]] = {
+    "one direction": {},
+    "both": {"directions": ("query_to_doc", "doc_to_query"), "partition_mode": "per_direction"},
+    "all": {"directions": ("query_to_doc", "query_to_query", "doc_to_query", "doc_to_doc")},
+    **{
+        mode: {"hardness_mode": mode, "hardness_strength": STRENGTH}
+        for mode in ("in_batch_negatives", "hard_negatives", "all_negatives")
+    },
+}
+
+
+def reduced(kind: Any, **choice: Any) -> tuple[Tensor, Tensor]:
+    """The mean of the ranks' losses, and the gradient after DDP."""
+    model = SentenceTransformer(modules=[Table(dist.get_world_size() * MANY * ROWS)], device="cpu")
+    loss = kind(model, scale=SCALE, gather_across_devices=True, **choice)
+    # as the library's trainer does
+    loss.model = DistributedDataParallel(model)
+    value = loss(columns(MANY, start=dist.get_rank() * MANY * ROWS), None)
+    value.backward()
+    mean = value.detach().clone()
+    dist.all_reduce(mean)
+    gradient = model[0].embeddings.grad
+    assert gradient is not None
+    return mean / dist.get_world_size(), gradient
+
+
+def main() -> None:
+    dist.init_process_group("gloo")
+    rows = dist.get_world_size() * ROWS
+    trials = {name: ("MultipleNegativesRankingLoss", choice) for name, choice in CHOICES.items()}
+    trials["cached"] = "CachedMultipleNegativesRankingLoss", {"mini_batch_size": 3, **CHOICES["all"]}
+    for name, (kind, choice) in trials.items():
+        (theirs, expected), (found, gradient) = (reduced(getattr(x, kind), **choice) for x in (losses, ours))
+        far = max(abs(theirs - found).item(), (expected - gradient).abs().max().item())
+        say(dist.get_rank(), f"{name}: {far / allowed((2 * MANY + 1) * rows, SCALE + STRENGTH)}")
+    dist.destroy_process_group()
+
+
+if __name__ == "__main__":
+    main()
