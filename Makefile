@@ -17,7 +17,8 @@ ARGS ?=
 BIN := $(VENV)/bin
 PINS := constraints.txt
 STAMPS := $(VENV)/.installed
-INSTALL = $(BIN)/python -m pip install --quiet --disable-pip-version-check -c $(PINS) $(PIP_FLAGS)
+# only what is imported is compiled, and then
+INSTALL = $(BIN)/python -m pip install --quiet --disable-pip-version-check --no-compile -c $(PINS) $(PIP_FLAGS)
 
 .DELETE_ON_ERROR:
 .PHONY: verify test test-slow test-gpu lint types pytest docs errors clean

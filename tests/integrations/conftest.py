@@ -1,6 +1,7 @@
-"""Launching of the ranks' tests is used here too."""
+"""Launching of the ranks' tests and bounds of the gradient cache's are used here too."""
 
 import sys
 from pathlib import Path
 
-sys.path.append(str(Path(__file__).resolve().parents[1] / "comm"))
+for room in ("comm", "training"):
+    sys.path.append(str(Path(__file__).resolve().parents[1] / room))

@@ -4,12 +4,10 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Callable, Iterator
-from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
-from launching import launch
 from sentence_tables import DIMENSION, ROWS, Table, allowed, columns, differentiated
 from torch import Tensor, nn
 
@@ -17,7 +15,6 @@ pytestmark = pytest.mark.slow
 SCALE, STRENGTH = 5.0, 3.0
 FURTHER = "query_to_query", "doc_to_query", "doc_to_doc"
 MODES = None, "in_batch_negatives", "hard_negatives", "all_negatives"
-PROGRAM = str(Path(__file__).parent / "programs" / "gather_across_devices.py")
 
 
 def settings() -> Iterator[dict[str, Any]]:
@@ -156,14 +153,3 @@ def test_what_it_cannot_compute_is_refused() -> None:
         MultipleNegativesRankingLoss(model, settings={"tiles": 8})
     with pytest.raises(ValueError, match=r"^embeddings must be those of queries and documents, got 1; give both"):
         MultipleNegativesRankingLoss(model).compute_loss_from_embeddings([torch.ones(2, 3)])
-
-
-def test_across_devices_the_reduced_gradient_is_the_library_s() -> None:
-    ended = launch("torch", PROGRAM, ranks=2, seconds=180)
-    assert ended.code == 0, ended.output
-    for rank in range(2):
-        found = dict(line.split(": ", 1) for line in ended.said(rank))
-        assert len(found) == 7
-        for name, ratio in found.items():
-            assert float(ratio) < 1, (name, ratio)
-    assert ended.orphans == 0

@@ -1,16 +1,11 @@
-"""Losses of sentence-transformers and of this package on several ranks, under DDP, with ``gather_across_devices``."""
+"""sentence-transformers' losses and ours on several ranks, under DDP, with ``gather_across_devices``."""
 
 from __future__ import annotations
 
-import sys
-from pathlib import Path
+from collections.abc import Iterator
 from typing import Any
 
-sys.path.append(str(Path(__file__).resolve().parents[1]))
-sys.path.append(str(Path(__file__).resolve().parents[2] / "comm" / "programs"))
-
 import torch.distributed as dist
-from engines import say
 from sentence_tables import ROWS, Table, allowed, columns
 from sentence_transformers import SentenceTransformer
 from sentence_transformers.sentence_transformer import losses
@@ -46,17 +41,12 @@ def reduced(kind: Any, **choice: Any) -> tuple[Tensor, Tensor]:
     return mean / dist.get_world_size(), gradient
 
 
-def main() -> None:
-    dist.init_process_group("gloo")
+def trials() -> Iterator[tuple[str, float]]:
+    """How far the library's result and ours are apart, in bounds."""
     rows = dist.get_world_size() * ROWS
-    trials = {name: ("MultipleNegativesRankingLoss", choice) for name, choice in CHOICES.items()}
-    trials["cached"] = "CachedMultipleNegativesRankingLoss", {"mini_batch_size": 3, **CHOICES["all"]}
-    for name, (kind, choice) in trials.items():
+    given = {name: ("MultipleNegativesRankingLoss", choice) for name, choice in CHOICES.items()}
+    given["cached"] = "CachedMultipleNegativesRankingLoss", {"mini_batch_size": 3, **CHOICES["all"]}
+    for name, (kind, choice) in given.items():
         (theirs, expected), (found, gradient) = (reduced(getattr(x, kind), **choice) for x in (losses, ours))
         far = max(abs(theirs - found).item(), (expected - gradient).abs().max().item())
-        say(dist.get_rank(), f"{name}: {far / allowed((2 * MANY + 1) * rows, SCALE + STRENGTH)}")
-    dist.destroy_process_group()
-
-
-if __name__ == "__main__":
-    main()
+        yield name, far / allowed((2 * MANY + 1) * rows, SCALE + STRENGTH)
