@@ -10,8 +10,9 @@ from collections.abc import Mapping, Sequence
 from typing import Any, cast
 
 import torch
+import torch.distributed as dist
 from sentence_transformers.sentence_transformer import losses
-from sentence_transformers.util import cos_sim, dot_score, get_rank, is_dist_initialized
+from sentence_transformers.util import cos_sim, dot_score
 from torch import Tensor
 from torch.nn.functional import normalize
 
@@ -84,7 +85,7 @@ class MultipleNegativesRankingLoss(losses.MultipleNegativesRankingLoss):  # type
 
     @property
     def _shared(self) -> bool:
-        return bool(self.gather_across_devices and is_dist_initialized())
+        return bool(self.gather_across_devices and dist.is_available() and dist.is_initialized())
 
     @property
     def _hardness(self) -> float:
@@ -102,7 +103,7 @@ class MultipleNegativesRankingLoss(losses.MultipleNegativesRankingLoss):  # type
             documents: (b, d) each.
             directions: those beside "query_to_doc".
         """
-        rank = get_rank() if self._shared else 0
+        rank = dist.get_rank() if self._shared else 0
         own = torch.arange(len(queries), device=queries.device) + (rank << 32)
         nobody = torch.full_like(own, _NOBODY)
         strength = self._hardness / self.scale

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from typing import Any
 
+import torch
 import torch.distributed as dist
 from sentence_tables import ROWS, Table, allowed, columns
 from sentence_transformers import SentenceTransformer
@@ -41,6 +42,23 @@ def reduced(kind: Any, **choice: Any) -> tuple[Tensor, Tensor]:
     return mean / dist.get_world_size(), gradient
 
 
+def uneven(**choice: Any) -> float:
+    """Ours with other numbers of rows on each rank, beside the library's loss of the whole batch in one process."""
+    counts = [ROWS + 2 * rank for rank in range(dist.get_world_size())]
+    starts = [MANY * sum(counts[:rank]) for rank in range(len(counts))]
+    parts = [columns(MANY, count, start) for count, start in zip(counts, starts, strict=True)]
+    whole = [{name: torch.cat([x[name] for x in column]) for name in column[0]} for column in zip(*parts, strict=True)]
+    one, other = (SentenceTransformer(modules=[Table(MANY * sum(counts))], device="cpu") for _ in range(2))
+    expected = losses.MultipleNegativesRankingLoss(one, scale=SCALE, **choice)(whole, None)
+    expected.backward()
+    loss = ours.MultipleNegativesRankingLoss(other, scale=SCALE, gather_across_devices=True, **choice)
+    loss.model = DistributedDataParallel(other)
+    found = loss(parts[dist.get_rank()], None)
+    found.backward()
+    far = max(abs(expected - found).item(), (one[0].embeddings.grad - other[0].embeddings.grad).abs().max().item())
+    return far / allowed((2 * MANY + 1) * sum(counts), SCALE + STRENGTH)
+
+
 def trials() -> Iterator[tuple[str, float]]:
     """How far the library's result and ours are apart, in bounds."""
     rows = dist.get_world_size() * ROWS
@@ -50,3 +68,5 @@ def trials() -> Iterator[tuple[str, float]]:
         (theirs, expected), (found, gradient) = (reduced(getattr(x, kind), **choice) for x in (losses, ours))
         far = max(abs(theirs - found).item(), (expected - gradient).abs().max().item())
         yield name, far / allowed((2 * MANY + 1) * rows, SCALE + STRENGTH)
+    for mode in ("in_batch_negatives", "hard_negatives"):
+        yield f"uneven, {mode}", uneven(**CHOICES["all"], **CHOICES[mode])
