@@ -1,4 +1,4 @@
-"""The recipes of docs/integrations.md for loops that are nobody's or everybody's."""
+"""The recipes of docs/integrations.md for Lightning, accelerate and a loop of one's own, and all trainers under DDP."""
 
 from __future__ import annotations
 

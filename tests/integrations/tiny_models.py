@@ -1,7 +1,9 @@
-"""Image-text models of transformers with random weights, and their inputs; float64."""
+"""Models of transformers with random weights, and their inputs; float64."""
 
 from __future__ import annotations
 
+import string
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -20,6 +22,21 @@ def siglip(dropout: float = 0.0) -> Any:
     from transformers import SiglipConfig, SiglipModel
 
     return _made(SiglipModel, SiglipConfig, dropout)
+
+
+def sentences(folder: Path) -> Any:
+    """A SentenceTransformer with a tokenizer of letters; without dropout."""
+    from sentence_transformers import SentenceTransformer
+    from sentence_transformers.sentence_transformer.modules import Pooling, Transformer
+    from transformers import BertConfig, BertModel, BertTokenizer
+
+    words = "[PAD]", "[UNK]", "[CLS]", "[SEP]", "[MASK]", *string.ascii_lowercase
+    (folder / "vocab.txt").write_text("\n".join(words))
+    BertTokenizer(vocab=str(folder / "vocab.txt")).save_pretrained(folder)
+    sizes = {"hidden_size": 8, "intermediate_size": 12, "num_hidden_layers": 1, "num_attention_heads": 2}
+    torch.manual_seed(0)
+    BertModel(BertConfig(vocab_size=len(words), max_position_embeddings=12, **sizes)).save_pretrained(folder)
+    return SentenceTransformer(modules=[Transformer(str(folder)), Pooling(8)], device="cpu").double().eval()
 
 
 def _made(kind: Any, config: Any, dropout: float, **settings: Any) -> Any:

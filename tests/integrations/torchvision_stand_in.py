@@ -20,6 +20,9 @@ TRANSFORMS = (
 
 def open_clip() -> tuple[Any, Any]:
     """The packages ``open_clip`` and ``open_clip_train.train``."""
+    # it asks whether there is a torchvision, once
+    import transformers  # noqa: F401
+
     if importlib.util.find_spec("torchvision") is None:
         names = "torchvision", "torchvision.transforms", "torchvision.transforms.functional"
         made = {name: ModuleType(name) for name in (*names, "torchvision.ops", "torchvision.ops.misc")}
@@ -31,7 +34,7 @@ def open_clip() -> tuple[Any, Any]:
         import open_clip
         from open_clip_train import train
     finally:
-        # others ask whether there is a torchvision
+        # others ask too
         for name in [x for x in sys.modules if x.partition(".")[0] == "torchvision"]:
             if sys.modules[name].__spec__ is None:
                 del sys.modules[name]
