@@ -45,7 +45,8 @@ def test_every_choice_of_directions_partition_and_hardness_is_the_library_s() ->
     drawn = torch.randn(4 * ROWS, DIMENSION, dtype=torch.float64, generator=torch.Generator().manual_seed(7))
     given = list((1.5 * nn.functional.normalize(drawn, dim=1)).split(ROWS))
     tried = 0
-    for choice, documents, similarity in itertools.product(settings(), (1, 2, 3), (util.cos_sim, util.dot_score)):
+    similarities = {1: util.cos_sim, 2: util.dot_score, 3: util.cos_sim}
+    for choice, (documents, similarity) in itertools.product(settings(), similarities.items()):
         both = [
             library.MultipleNegativesRankingLoss(nn.Identity(), SCALE, similarity, **choice)
             for library in (losses, ours)
@@ -56,7 +57,7 @@ def test_every_choice_of_directions_partition_and_hardness_is_the_library_s() ->
         for x, y in zip(expected, gradients, strict=True):
             assert (x - y).abs().max().item() <= limit, choice
         tried += 1
-    assert tried == 10 * 4 * 3 * 2
+    assert tried == 10 * 4 * 3
 
 
 def encoder(kind: Any, many: int) -> Any:
