@@ -1,6 +1,6 @@
 # make verify     every backend on this machine against the float64 oracle, real embeddings included
 # make test       lint, types and tests with coverage
-# make test-slow  the tests that take longer: every kernel compiled, ranks that die, mutants
+# make test-slow  the tests that take longer: every kernel compiled, ranks that die, mutants, other libraries
 # make test-gpu   the tests that need a CUDA GPU, with whatever Python has torch for it: PYTHON=...
 # make docs       the site, into site/
 # make package    sdist and wheel in dist/, checked, and each installed in an empty environment where verify runs
@@ -19,6 +19,8 @@ ARGS ?=
 BIN := $(VENV)/bin
 PINS := constraints.txt
 STAMPS := $(VENV)/.installed
+# only what is imported is compiled, and then
+INSTALL = $(BIN)/python -m pip install --quiet --disable-pip-version-check --no-compile -c $(PINS) $(PIP_FLAGS)
 
 .DELETE_ON_ERROR:
 .PHONY: verify test test-slow test-gpu test-versions lint types pytest docs package errors clean
@@ -41,7 +43,7 @@ pytest: $(STAMPS)-test
 	$(BIN)/python -m pytest -n auto -m "not slow" --cov=contrastile.oracle --cov=contrastile.verify.bounds \
 	  --cov-report=term-missing:skip-covered --cov-fail-under=100 $(ARGS)
 
-test-slow: $(STAMPS)-test
+test-slow: $(STAMPS)-test-slow
 	$(BIN)/python -m pytest -n auto -m slow $(ARGS)
 
 # on a machine with a GPU, in an environment that has torch, triton and CuPy for it; elsewhere they are skipped
@@ -80,10 +82,14 @@ errors: $(STAMPS)-test
 
 $(STAMPS)-verify: EXTRAS = torch,verify
 $(STAMPS)-test: EXTRAS = test
+$(STAMPS)-test-slow: EXTRAS = test-slow
+# without torchvision, whose wheels need the torch of the same CUDA; tests/integrations has what stands in for it
+$(STAMPS)-test-slow: BESIDE = open_clip_torch
 $(STAMPS)-docs: EXTRAS = docs
 
 $(STAMPS)-%: pyproject.toml $(PINS) | $(BIN)/python
-	$(BIN)/python -m pip install --quiet --disable-pip-version-check -c $(PINS) $(PIP_FLAGS) -e '.[$(EXTRAS)]'
+	$(INSTALL) -e '.[$(EXTRAS)]'
+	$(if $(BESIDE),$(INSTALL) --no-deps $(BESIDE))
 	touch $@
 
 # some systems ship Python without ensurepip: then the system's own pip fills the environment

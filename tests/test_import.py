@@ -31,17 +31,22 @@ LAYERS = [
     {"losses"},
     {""},  # contrastile/__init__.py
     {"nn", "data", "training", "environment", "reporting"},
+    {"integrations"},
     {"verify"},
     {"bench", "capacity", "doctor", "mutate"},
     {"cli"},
     {"__main__"},
 ]
-OPTIONAL = {"torch", "triton", "cupy", "cuda", "ml_dtypes", "mpi4py", "hypothesis", "rich", "matplotlib", "pytest"}
+OPTIONAL = {
+    *("torch", "triton", "cupy", "cuda", "ml_dtypes", "mpi4py", "hypothesis", "rich", "matplotlib", "pytest"),
+    *("sentence_transformers", "transformers", "open_clip", "lightning", "accelerate"),
+}
 # the packages that each optional import is confined to
 FRAMES = (
     "autograd",
     "nn",
     "training",
+    "integrations",
     "backends.arrays",
     "backends.eager",
     "backends.replay",
@@ -62,6 +67,8 @@ HOMES = {
     "pytest": ("verify",),
     "rich": ("reporting",),
     "matplotlib": ("verify", "bench"),
+    "sentence_transformers": ("integrations.sentence_transformers",),
+    "transformers": ("integrations.transformers",),
 }
 
 

@@ -48,10 +48,17 @@ def number(value: float) -> torch.Tensor:
 ARGUMENTS: dict[str, Callable[[], list[Any]]] = {
     "CLIP": lambda: [*features(M, M), number(SCALE)],
     "sentence-transformers": lambda: [*features(M, M, 2 * M + 1), number(SCALE)],
-    "GradCache, Tevatron, DPR": lambda: [*features(M, K * M), number(SCALE)],
+    "GradCache, Tevatron, FlagEmbedding, DPR": lambda: [*features(M, K * M), number(SCALE)],
     "MoCo": lambda: [*features(M, M, QUEUE), number(SCALE)],
+    "MoCo v3": lambda: [*features(M, M), *(x.detach() for x in features(M, M, M)[1:]), number(1 / SCALE)],
     "SimCLR": lambda: [*features(M, M), number(1 / SCALE)],
     "SupCon": lambda: [*features(M), torch.tensor([5, 1, 1, 0, 5, 2, 5, 1, 3, 4, 4, 0, 6]), number(1 / SCALE)],
+    # ten pairs: no more rows than M
+    "NTXentLoss with labels": lambda: [
+        *features(M),
+        torch.tensor([5, 1, 1, 0, 5, 2, 5, 3, 3, 4, 6, 7, 8]),
+        number(1 / SCALE),
+    ],
     "SigLIP": lambda: [*features(M, M), number(SCALE), number(BIAS)],
 }
 
@@ -73,15 +80,3 @@ def test_ours_is_theirs(section: str) -> None:
 def test_every_section_with_both_sides_is_held_to_it() -> None:
     sections = re.findall(r"^## (.+)$", PAGE, re.M)
     assert [name for name in sections if "ours" in functions(name)] == list(ARGUMENTS)
-
-
-def test_the_trainer_s_loss_takes_pairs_triplets_and_more() -> None:
-    scope = functions("sentence-transformers")
-    criterion = scope["InBatchNegatives"](lambda x: {"sentence_embedding": x}, SCALE)
-    texts = features(M, M, M, M)
-    for many in (2, 3, 4):
-        hard = torch.cat(texts[2:many]) if many > 2 else texts[0][:0]
-        expected = scope["theirs"](*texts[:2], hard, SCALE)
-        n = many * M
-        allowed = n * gamma(UNIT["float64"] * (D + M + n + 16)) * (2 + 4 * SCALE)
-        assert abs(criterion(texts[:many]).item() - expected.item()) <= allowed

@@ -244,6 +244,8 @@ def forward(problem: Problem, backend: Backend, options: Options, *, keep: bool 
     walk, options = _pass(problem, backend), replace(options, replay=False)
     if _single(problem):
         return local.forward(_fetched(walk, problem), backend, options, keep=keep)
+    if not problem.columns:
+        return forward(replace(problem, columns=(problem.rows,)), backend, options)
     arrays, two_sided = backend.arrays, problem.column_weight is not None
     rows: list[local.Triple] = []
     columns: list[local.Triple] = []
@@ -290,6 +292,17 @@ def backward(
     if _single(problem):
         found = local.backward(_fetched(walk, problem), saved, upstream, wanted, backend, options)
         return _kept(walk, problem, found)
+    if not problem.columns:
+        # cut in blocks, rows against themselves are rows against equal columns
+        both = backward(
+            replace(problem, columns=(problem.rows,)),
+            saved,
+            upstream,
+            replace(wanted, columns=(wanted.rows,)),
+            backend,
+            options,
+        )
+        return replace(both, rows=both.rows + both.columns[0] if wanted.rows else None, columns=())
     weighted, state = problem.weighted(upstream), backend.state(walk.source.dtype(problem.rows))
     sums = _Sums(walk, problem, wanted, state, problem.scale)
     for visit in walk.visits(weighted, sums):

@@ -1,0 +1,92 @@
+"""open_clip's training loop, as it is, at a batch whose activations do not fit.
+
+Its loss classes are in ``contrastile.nn``: ``ClipLoss`` and ``SigLipLoss``.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.autograd.function import once_differentiable
+
+from contrastile.training import Replay, embed
+
+
+class ChunkedModel(nn.Module):
+    """A model that encodes a batch in chunks, without a graph, and again in the backward pass.
+
+    For loops that call ``model(images, texts)``, a loss and ``loss.backward()``, such as open_clip's
+    ``train_one_epoch``. The second pass draws the first one's random numbers, and DDP reduces once.
+
+    Args:
+        model: a model of open_clip, or DDP of one; its outputs have a row for each sample, or are numbers such as
+            ``logit_scale``.
+        chunk: pairs per chunk.
+    """
+
+    def __init__(self, model: nn.Module, chunk: int) -> None:
+        super().__init__()
+        self.model = model
+        self.chunk = chunk
+
+    @property
+    def module(self) -> nn.Module:
+        """The model itself, without DDP: open_clip's loop clamps its ``logit_scale``."""
+        inner: Any = self.model
+        while isinstance(inner, nn.parallel.DistributedDataParallel):
+            inner = inner.module
+        return inner  # type: ignore[no-any-return]
+
+    def forward(self, *inputs: Any) -> Any:
+        """What the model returns, a dict or a tuple; ``backward`` may go through it once.
+
+        Args:
+            *inputs: the images and texts of the whole batch, tensors or what ``training.cached_step`` takes.
+
+        Raises:
+            TypeError, ValueError: see ``contrastile.training.cached_step``.
+        """
+        if not torch.is_grad_enabled():
+            return self.model(*inputs)
+        names: list[str] = []
+
+        def encode(*chunk: Any) -> Any:
+            found = self.model(*chunk)
+            if not isinstance(found, Mapping):
+                return found
+            names[:] = found
+            return tuple(found.values())
+
+        _, replay = embed(encode, inputs, self.chunk)
+        outputs = _joined(replay)
+        return dict(zip(names, outputs, strict=True)) if names else outputs
+
+
+def _joined(replay: Replay) -> tuple[Tensor, ...]:
+    """The outputs of the first pass, whose backward is the second."""
+    anchor = torch.zeros((), device=replay.outputs[0].device, requires_grad=True)
+    apply: Any = _Outputs.apply
+    found: tuple[Tensor, ...] = apply(anchor, replay)
+    return found
+
+
+class _Outputs(torch.autograd.Function):
+    """Outputs of a first pass; the gradients of all of them start the second."""
+
+    @staticmethod
+    def forward(ctx: Any, anchor: Tensor, replay: Replay) -> tuple[Tensor, ...]:
+        ctx.replay = replay
+        ctx.set_materialize_grads(False)
+        outputs = tuple(x.detach() for x in replay.outputs)
+        ctx.mark_non_differentiable(*(x for x in outputs if not x.is_floating_point()))
+        return outputs
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, *gradients: Tensor | None) -> Any:  # pyright: ignore[reportIncompatibleMethodOverride]
+        with torch.enable_grad():
+            ctx.replay(gradients)
+        return None, None

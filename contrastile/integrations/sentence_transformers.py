@@ -1,0 +1,207 @@
+"""sentence-transformers' losses with in-batch negatives, without their matrices of similarities.
+
+Both classes are subclasses of the library's own, with its arguments, so that its trainers, ``MatryoshkaLoss``,
+``SpladeLoss`` and ``CachedSpladeLoss`` take them. Whatever the library puts under one softmax is one ``info_nce`` here.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any, cast
+
+import torch
+import torch.distributed as dist
+from sentence_transformers.sentence_transformer import losses
+from sentence_transformers.util import cos_sim, dot_score
+from torch import Tensor
+from torch.nn.functional import normalize
+
+from contrastile.losses import clip_loss, info_nce
+from contrastile.plan import Settings, complete
+
+_SHARED = (
+    "scale",
+    "similarity_fct",
+    "gather_across_devices",
+    "directions",
+    "partition_mode",
+    "hardness_mode",
+    "hardness_strength",
+)
+_NOBODY = -1
+
+
+class MultipleNegativesRankingLoss(losses.MultipleNegativesRankingLoss):  # type: ignore[misc]
+    """The library's ``MultipleNegativesRankingLoss`` in memory that is linear in the batch.
+
+    With ``gather_across_devices`` the value is the loss of the global batch on every rank, where the library's is the
+    mean over a rank's own rows; the gradients after DDP's mean are the same. Ranks may have different numbers of rows.
+
+    Args:
+        *args: the library's own.
+        settings: how to compute it, such as ``{"backend": "triton"}``: see ``contrastile.plan.Settings``. The group is
+            that of ``gather_across_devices``.
+        **kwargs: the library's own. ``similarity_fct`` must be ``util.cos_sim`` or ``util.dot_score``.
+
+    Raises:
+        TypeError: a setting is unknown.
+        ValueError: the similarity is another one, or the settings have a group.
+    """
+
+    def __init__(self, *args: Any, settings: Settings | None = None, **kwargs: Any) -> None:
+        super().__init__(*args, **kwargs)
+        self.settings: Settings = settings or {}
+        if complete(self.settings)["group"] is not None:
+            raise ValueError("settings must have no group, got one; give gather_across_devices=True instead")
+        if self.similarity_fct not in (cos_sim, dot_score):
+            raise ValueError(
+                "similarity_fct must be util.cos_sim or util.dot_score, got "
+                f"{getattr(self.similarity_fct, '__name__', self.similarity_fct)!r}; use the library's own loss"
+            )
+
+    def compute_loss_from_embeddings(self, embeddings: Sequence[Tensor], labels: Tensor | None = None) -> Tensor:
+        """The loss, 0-d.
+
+        Args:
+            embeddings: (b, d) of the queries, of their documents, and of each column of hard negatives.
+            labels: not used.
+
+        Raises:
+            ValueError: there are fewer than two, or they do not fit together.
+        """
+        if len(embeddings) < 2:
+            raise ValueError(f"embeddings must be those of queries and documents, got {len(embeddings)}; give both")
+        queries, *documents = (normalize(x, dim=-1) if self.similarity_fct is cos_sim else x for x in embeddings)
+        if self.partition_mode == "joint" or "doc_to_query" not in self.directions:
+            return self._softmax(queries, documents, self.directions)
+        if len(documents) == 1 and not self._hardness:
+            return cast(Tensor, clip_loss(queries, documents[0], self.scale, **self._settings))
+        back = info_nce(documents[0], queries, self.scale, **self._settings)
+        return cast(Tensor, (self._softmax(queries, documents) + back) / 2)
+
+    @property
+    def _settings(self) -> Settings:
+        return {**self.settings, "group": "world" if self._shared else None}
+
+    @property
+    def _shared(self) -> bool:
+        return bool(self.gather_across_devices and dist.is_available() and dist.is_initialized())
+
+    @property
+    def _hardness(self) -> float:
+        return float(self.hardness_strength) if self.hardness_mode else 0.0
+
+    def _softmax(self, queries: Tensor, documents: Sequence[Tensor], directions: Sequence[str] = ()) -> Tensor:
+        """All directions under one softmax for each query, as one ``info_nce`` of wider features.
+
+        A row has dimensions for everything that its logits are made of: the query; its document, for the directions
+        that start there; the query without gradient, for what hardness adds to a logit; and the logits of its own pairs
+        that hardness treats unlike those of other queries. A column is 0 in all dimensions but its own.
+
+        Args:
+            queries: (b, d).
+            documents: (b, d) each.
+            directions: those beside "query_to_doc".
+        """
+        rank = dist.get_rank() if self._shared else 0
+        own = torch.arange(len(queries), device=queries.device) + (rank << 32)
+        nobody = torch.full_like(own, _NOBODY)
+        strength = self._hardness / self.scale
+        apart = _apart(self.hardness_mode, len(documents)) if strength else range(0)
+        everywhere = bool(strength) and self.hardness_mode != "hard_negatives"
+
+        rows = {"query": queries}
+        if "doc_to_query" in directions or "doc_to_doc" in directions:
+            rows["document"] = documents[0]
+        if everywhere:
+            rows["hardness"] = strength * queries.detach()
+        if apart:
+            rows["pairs"] = _pairs(queries, [documents[i] for i in apart], 0.0 if everywhere else strength)
+
+        # columns with the id of a query are left out for it
+        columns = [
+            ({"query": x, "hardness": x.detach()}, own if i in apart else nobody) for i, x in enumerate(documents)
+        ]
+        if "query_to_query" in directions:
+            columns.append(({"query": queries}, own))
+        if "doc_to_query" in directions:
+            columns.append(({"document": queries}, nobody))
+        if "doc_to_doc" in directions:
+            columns += [({"document": x}, own) for x in documents]
+        found = [(_beside(rows, parts), ids) for parts, ids in columns]
+        if apart and rank == 0:
+            # the same columns for all ranks, so one rank has them
+            ones = torch.eye(len(apart), rows["pairs"].shape[1], dtype=queries.dtype, device=queries.device)
+            more = _beside(rows, {"pairs": ones}), nobody.new_full((len(apart),), _NOBODY)
+            where, joined = (0, [more, found[0]]) if 0 in apart else (-1, [found[-1], more])
+            found[where] = (torch.cat([x for x, _ in joined]), torch.cat([x for _, x in joined]))
+        matched = bool(apart) or "query_to_query" in directions or "doc_to_doc" in directions
+        key, *negatives = (x for x, _ in found)
+        value = info_nce(
+            _beside(rows, rows),
+            key,
+            self.scale,
+            negatives=negatives,
+            # the pairs' first column is the first of all
+            positives=torch.zeros_like(own) if 0 in apart else None,
+            row_ids=own if matched else None,
+            column_ids=torch.cat([ids for _, ids in found]) if matched else None,
+            **self._settings,
+        )
+        return cast(Tensor, value)
+
+
+class CachedMultipleNegativesRankingLoss(losses.CachedMultipleNegativesRankingLoss):  # type: ignore[misc]
+    """The library's ``CachedMultipleNegativesRankingLoss``, whose gradient cache is kept, with the loss in one call.
+
+    ``mini_batch_size`` bounds the encoder's memory; the loss does not need it.
+
+    Args:
+        *args: the library's own.
+        settings: see ``MultipleNegativesRankingLoss``.
+        **kwargs: the library's own.
+
+    Raises:
+        TypeError, ValueError: see ``MultipleNegativesRankingLoss``.
+    """
+
+    def __init__(self, *args: Any, settings: Settings | None = None, **kwargs: Any) -> None:
+        super().__init__(*args, **kwargs)
+        shared = {name: getattr(self, name) for name in _SHARED}
+        self.loss = MultipleNegativesRankingLoss(self.model, settings=settings, **shared)
+
+    def calculate_loss(
+        self, reps: Sequence[Sequence[Tensor]], labels: Tensor | None = None, *, with_backward: bool = False
+    ) -> Tensor:
+        """The loss of all chunks, 0-d; with ``with_backward`` it is detached, after its backward pass.
+
+        Args:
+            reps: the chunks' embeddings, (., d) each, of each column.
+            labels: not used.
+            with_backward: whether to fill the embeddings' ``.grad``.
+        """
+        loss: Tensor = self.loss.compute_loss_from_embeddings([torch.cat(list(chunks)) for chunks in reps], labels)
+        if not with_backward:
+            return loss
+        torch.autograd.backward(loss)
+        return loss.detach()
+
+
+def _apart(mode: str | None, documents: int) -> range:
+    """Which of a query's own documents hardness treats unlike those of other queries."""
+    return {"hard_negatives": range(1, documents), "all_negatives": range(1)}.get(str(mode), range(documents))
+
+
+def _pairs(queries: Tensor, documents: Sequence[Tensor], strength: float) -> Tensor:
+    """(b, a multiple of 8) similarities of queries with their own documents, hardness added, zeros at the end."""
+    wide = torch.float64 if queries.dtype == torch.float64 else torch.float32
+    found = torch.stack([(queries.to(wide) * x.to(wide)).sum(1) for x in documents], dim=1)
+    found = (found + strength * found.detach()).to(queries.dtype)
+    return torch.nn.functional.pad(found, (0, -len(documents) % 8))
+
+
+def _beside(rows: Mapping[str, Tensor], parts: Mapping[str, Tensor]) -> Tensor:
+    """Features whose dimensions are those of the rows, 0 where there is no part."""
+    n = len(next(iter(parts.values())))
+    wide = [parts[name] if name in parts else x.new_zeros(n, x.shape[1]) for name, x in rows.items()]
+    return wide[0] if len(wide) == 1 else torch.cat(wide, dim=1)

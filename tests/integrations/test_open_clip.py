@@ -1,0 +1,136 @@
+"""open_clip's own training loop with a chunked model and the losses of this package."""
+
+from __future__ import annotations
+
+import argparse
+from typing import Any
+
+import pytest
+import torch
+from chunked_graphs import Step, graphs_kept, taken, worst
+from recipes import recipe
+from sentence_tables import ROWS, allowed
+from torch import Tensor, nn
+from torchvision_stand_in import open_clip
+
+import contrastile
+from contrastile.integrations.open_clip import ChunkedModel
+
+pytestmark = pytest.mark.slow
+B, DOUBLE = 13, torch.float64
+
+
+def model(**settings: Any) -> Any:
+    """A CLIP of open_clip, tiny, with dropout of patches."""
+    library, _ = open_clip()
+    vision = library.CLIPVisionCfg(layers=1, width=16, head_width=8, patch_size=4, image_size=8, patch_dropout=0.5)
+    text = library.CLIPTextCfg(context_length=6, vocab_size=20, width=16, heads=2, layers=1)
+    torch.manual_seed(0)
+    return library.CLIP(8, vision, text, output_dict=True, **settings).double()
+
+
+def batch(rows: int = B) -> tuple[Tensor, Tensor]:
+    draw = torch.Generator().manual_seed(1)
+    images = torch.randn(rows, 3, 8, 8, dtype=DOUBLE, generator=draw)
+    return images, torch.randint(1, 20, (rows, 6), generator=draw)
+
+
+def epoch(model: nn.Module, loss: Any, *batches: tuple[Tensor, Tensor], accumulate: int = 1) -> list[Tensor]:
+    """The gradients of the last step of ``train_one_epoch``, whose optimiser leaves the parameters alone."""
+    _, train = open_clip()
+
+    class Loader(list[tuple[Tensor, Tensor]]):
+        num_batches, num_samples = len(batches), sum(len(x) for x, _ in batches)
+
+    class Data:
+        dataloader = Loader(batches)
+
+        def set_epoch(self, epoch: int) -> None:
+            pass
+
+    args = argparse.Namespace(
+        device="cpu",
+        precision="fp32",
+        accum_freq=accumulate,
+        batch_size=B,
+        world_size=1,
+        rank=0,
+        distill=False,
+        skip_scheduler=True,
+        horovod=False,
+        grad_clip_norm=None,
+        wandb=False,
+        log_every_n_steps=1,
+        log_local=False,
+    )
+    torch.manual_seed(2)
+    optimiser = torch.optim.SGD(model.parameters(), lr=0.0)
+    train.train_one_epoch(model, {"train": Data()}, loss, 0, optimiser, None, None, None, args)
+    return taken(list(model.parameters()))
+
+
+def without_numbers(found: list[Tensor], model: nn.Module) -> tuple[list[Tensor], list[Tensor]]:
+    """The encoders' gradients, and those of the scale and bias."""
+    numbers = [name.startswith("logit_") for name, _ in model.named_parameters()]
+    return (
+        [x for x, number in zip(found, numbers, strict=True) if not number],
+        [x for x, number in zip(found, numbers, strict=True) if number],
+    )
+
+
+@pytest.mark.parametrize("bias", [False, True])
+def test_one_chunk_has_the_bits_of_the_model_itself(bias: bool) -> None:
+    settings = {"init_logit_bias": -3.0} if bias else {}
+    loss = contrastile.nn.SigLipLoss() if bias else contrastile.nn.ClipLoss()
+    # of 256 pairs
+    expected, found = (
+        epoch(model(**settings), loss, batch()),
+        epoch(recipe("open_clip")["chunked"](model(**settings)), loss, batch()),
+    )
+    assert all(x.abs().max() > 0 for x in expected)
+    assert all(torch.equal(x, y) for x, y in zip(expected, found, strict=True))
+
+
+def test_chunks_have_the_gradients_of_their_graphs_kept() -> None:
+    clip, chunk = model(), 4
+    # patches dropped at random are drawn once for each chunk, image by image
+    towers = [lambda x: clip.encode_image(x, normalize=True), lambda x: clip.encode_text(x, normalize=True)]
+    encoders = [x for name, x in clip.named_parameters() if name != "logit_scale"]
+    images, texts = batch()
+    kept = graphs_kept(
+        towers,
+        [images.split(chunk), texts.split(chunk)],
+        contrastile.clip_loss,
+        [clip.logit_scale.exp],
+        [*encoders, clip.logit_scale],
+        seed=2,
+    )
+    found, (scale,) = without_numbers(
+        epoch(ChunkedModel(clip, chunk), contrastile.nn.ClipLoss(), (images, texts)), clip
+    )
+    assert torch.equal(scale, kept.gradients[-1])
+    assert worst(found, Step(kept.loss, kept.gradients[:-1], kept.bounds[:-1])) <= 1
+
+
+def test_its_own_accumulation_adds_the_scale_s_gradient_once_for_each_batch() -> None:
+    """Twice too much with --accum-freq 2; a chunked batch of the same pairs has the same features."""
+    images, texts = batch(2 * ROWS)
+    clip = model()
+    clip.visual.patch_dropout = nn.Identity()
+    library, _ = open_clip()
+    halves = zip(images.split(ROWS), texts.split(ROWS), strict=True)
+    _, (theirs,) = without_numbers(epoch(clip, library.ClipLoss(), *halves, accumulate=2), clip)
+    chunked = epoch(ChunkedModel(clip, ROWS), contrastile.nn.ClipLoss(), (images, texts))
+    _, (found,) = without_numbers(chunked, clip)
+    scale = clip.logit_scale.exp().item()
+    # of each of two backward passes, and of ours twice; by the scale's logarithm
+    assert abs(theirs - 2 * found).item() <= 4 * scale * allowed(4 * ROWS, scale)
+    assert abs(found).item() > 4 * scale * allowed(4 * ROWS, scale)
+
+
+def test_without_gradients_the_model_is_called_once() -> None:
+    clip = ChunkedModel(model().eval(), 4)
+    with torch.no_grad():
+        found, expected = clip(*batch()), clip.model(*batch())
+    assert all(torch.equal(found[name], expected[name]) for name in expected)
+    assert clip.module is clip.model

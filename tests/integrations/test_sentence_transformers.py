@@ -1,0 +1,193 @@
+"""The losses of ``contrastile.integrations.sentence_transformers`` beside the library's own, in its own wrappers."""
+
+from __future__ import annotations
+
+import itertools
+import string
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import tiny_models
+import torch
+from recipes import recipe
+from sentence_tables import DIMENSION, ROWS, Table, allowed, columns, differentiated
+from torch import Tensor, nn
+
+pytestmark = pytest.mark.slow
+SCALE, STRENGTH = 5.0, 3.0
+FURTHER = "query_to_query", "doc_to_query", "doc_to_doc"
+MODES = None, "in_batch_negatives", "hard_negatives", "all_negatives"
+
+
+def settings() -> Iterator[dict[str, Any]]:
+    """Every choice that the library offers beside the similarity."""
+    for many in range(len(FURTHER) + 1):
+        for further in itertools.combinations(FURTHER, many):
+            for partition in ("joint", "per_direction"):
+                if partition == "joint" or not {"query_to_query", "doc_to_doc"} & set(further):
+                    for mode in MODES:
+                        yield {
+                            "directions": ("query_to_doc", *further),
+                            "partition_mode": partition,
+                            "hardness_mode": mode,
+                            "hardness_strength": STRENGTH if mode else 0.0,
+                        }
+
+
+def test_every_choice_of_directions_partition_and_hardness_is_the_library_s() -> None:
+    from sentence_transformers import util
+    from sentence_transformers.sentence_transformer import losses
+
+    from contrastile.integrations import sentence_transformers as ours
+
+    drawn = torch.randn(4 * ROWS, DIMENSION, dtype=torch.float64, generator=torch.Generator().manual_seed(7))
+    given = list((1.5 * nn.functional.normalize(drawn, dim=1)).split(ROWS))
+    tried = 0
+    similarities = {1: util.cos_sim, 2: util.dot_score, 3: util.cos_sim}
+    for choice, (documents, similarity) in itertools.product(settings(), similarities.items()):
+        both = [
+            library.MultipleNegativesRankingLoss(nn.Identity(), SCALE, similarity, **choice)
+            for library in (losses, ours)
+        ]
+        (theirs, expected), (found, gradients) = (differentiated(x, given[: documents + 1]) for x in both)
+        limit = allowed((2 * documents + 3) * ROWS, SCALE + STRENGTH)
+        assert abs(theirs - found).item() <= limit, choice
+        for x, y in zip(expected, gradients, strict=True):
+            assert (x - y).abs().max().item() <= limit, choice
+        tried += 1
+    assert tried == 10 * 4 * 3
+
+
+def encoder(kind: Any, many: int) -> Any:
+    return kind(modules=[Table(many * ROWS)], device="cpu")
+
+
+def gradient_of(model: Any, loss: Any, many: int = 3) -> tuple[Tensor, Tensor]:
+    found = loss(columns(many), None)
+    value = sum(found.values()) if isinstance(found, dict) else found
+    (2.0 * value).backward()
+    return value.detach(), model[0].embeddings.grad / 2.0
+
+
+def wrappers() -> dict[str, Callable[[Any, Any], Any]]:
+    from sentence_transformers.sentence_transformer.losses import MatryoshkaLoss
+
+    def matryoshka(model: Any, loss: Any) -> Any:
+        return MatryoshkaLoss(model, loss, [DIMENSION, 5, 3], [1.0, 0.5, 0.25])
+
+    return {
+        "itself": lambda model, library: library.MultipleNegativesRankingLoss(model),
+        "cached": lambda model, library: library.CachedMultipleNegativesRankingLoss(model, mini_batch_size=3),
+        "Matryoshka": lambda model, library: matryoshka(model, library.MultipleNegativesRankingLoss(model)),
+        "cached Matryoshka": lambda model, library: matryoshka(
+            model, library.CachedMultipleNegativesRankingLoss(model, mini_batch_size=3, scale=SCALE)
+        ),
+    }
+
+
+def test_they_work_where_the_library_s_own_do() -> None:
+    from sentence_transformers import SentenceTransformer
+    from sentence_transformers.sentence_transformer import losses
+
+    from contrastile.integrations import sentence_transformers as ours
+
+    for name, make in wrappers().items():
+        models = [encoder(SentenceTransformer, 3) for _ in range(2)]
+        (theirs, expected), (found, gradient) = (
+            gradient_of(model, make(model, library)) for model, library in zip(models, (losses, ours), strict=True)
+        )
+        limit = allowed(4 * ROWS, 3 * 20.0)
+        assert abs(theirs - found).item() <= limit, name
+        assert (expected - gradient).abs().max().item() <= limit, name
+
+
+def test_the_recipe_trains_a_transformer_as_the_library_does(tmp_path: Path) -> None:
+    from sentence_transformers.sentence_transformer import losses
+
+    model = tiny_models.sentences(tmp_path)
+    letters = [" ".join(string.ascii_lowercase[i : i + 1 + i % 3]) for i in range(3 * ROWS)]
+    texts = [model.preprocess(letters[i * ROWS : (i + 1) * ROWS]) for i in range(3)]
+    # a key's bias adds the same to every score of a softmax, and has no gradient but roundings
+    idle = "pooler", "key.bias"
+    parameters = [x for name, x in model.named_parameters() if not any(each in name for each in idle)]
+    # an embedding's error reaches a parameter by their derivative
+    embeddings = torch.cat([model(dict(x))["sentence_embedding"] for x in texts])
+    reach = [torch.zeros_like(x) for x in parameters]
+    for x in embeddings.flatten():
+        for total, each in zip(reach, torch.autograd.grad(x, parameters, retain_graph=True), strict=True):
+            total += each.abs()
+    assert embeddings.norm(dim=1).min() > 1
+
+    def step(loss: Any) -> tuple[Tensor, list[Tensor]]:
+        model.zero_grad()
+        value = loss([dict(x) for x in texts], None)
+        value.backward()
+        return value.detach(), [x.grad for x in parameters]
+
+    theirs = losses.MultipleNegativesRankingLoss(model), losses.CachedMultipleNegativesRankingLoss(model)
+    limit = allowed(4 * ROWS, 20.0)
+    for ours, reference in zip(recipe("sentence-transformers")["losses"](model), theirs, strict=True):
+        (value, found), (expected, gradients) = step(ours), step(reference)
+        assert abs(value - expected).item() <= limit
+        for x, y, by in zip(found, gradients, reach, strict=True):
+            assert x.abs().max() > 0
+            assert bool(((x - y).abs() <= limit * by).all())
+
+
+def test_splade_takes_it() -> None:
+    from sentence_transformers import SparseEncoder, util
+    from sentence_transformers.sparse_encoder import losses
+
+    from contrastile.integrations import sentence_transformers as ours
+
+    for outer in (losses.SpladeLoss, lambda *x: losses.CachedSpladeLoss(*x, mini_batch_size=3)):
+        models = [encoder(SparseEncoder, 3) for _ in range(2)]
+        inner = (
+            losses.SparseMultipleNegativesRankingLoss(models[0]),
+            ours.MultipleNegativesRankingLoss(models[1], scale=1.0, similarity_fct=util.dot_score),
+        )
+        (theirs, expected), (found, gradient) = (
+            gradient_of(model, outer(model, loss, 0.1, 0.2)) for model, loss in zip(models, inner, strict=True)
+        )
+        limit = allowed(4 * ROWS, 1.0)
+        assert abs(theirs - found).item() <= limit
+        assert (expected - gradient).abs().max().item() <= limit
+
+
+def test_what_the_cached_loss_was_given_reaches_the_loss() -> None:
+    from sentence_transformers import SentenceTransformer, util
+
+    from contrastile.integrations.sentence_transformers import CachedMultipleNegativesRankingLoss
+
+    given = {
+        "scale": 7.0,
+        "similarity_fct": util.dot_score,
+        "gather_across_devices": True,
+        "directions": ("query_to_doc", "doc_to_query"),
+        "partition_mode": "per_direction",
+        "hardness_mode": "all_negatives",
+        "hardness_strength": 2.0,
+    }
+    loss = CachedMultipleNegativesRankingLoss(encoder(SentenceTransformer, 2), settings={"tile": 8}, **given)
+    assert {name: getattr(loss.loss, name) for name in given} == given
+    assert loss.loss.settings == {"tile": 8}
+
+
+def test_what_it_cannot_compute_is_refused() -> None:
+    from sentence_transformers import util
+
+    from contrastile.integrations.sentence_transformers import MultipleNegativesRankingLoss
+
+    model = nn.Identity()
+    with pytest.raises(
+        ValueError, match=r"^similarity_fct must be util\.cos_sim or util\.dot_score, got 'euclidean_sim'"
+    ):
+        MultipleNegativesRankingLoss(model, similarity_fct=util.euclidean_sim)
+    with pytest.raises(ValueError, match=r"^settings must have no group, got one; give gather_across_devices=True"):
+        MultipleNegativesRankingLoss(model, settings={"group": "world"})
+    with pytest.raises(TypeError, match="got 'tiles'; check its spelling"):
+        MultipleNegativesRankingLoss(model, settings={"tiles": 8})
+    with pytest.raises(ValueError, match=r"^embeddings must be those of queries and documents, got 1; give both"):
+        MultipleNegativesRankingLoss(model).compute_loss_from_embeddings([torch.ones(2, 3)])

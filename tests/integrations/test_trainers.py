@@ -1,0 +1,102 @@
+"""The recipes of docs/integrations.md for Lightning, accelerate and a loop of one's own, and all trainers under DDP."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from launching import launch
+from recipes import PAGE, Batches, recipe
+from torch import Tensor, nn
+
+import contrastile
+from contrastile import training
+
+pytestmark = pytest.mark.slow
+PROGRAM = str(Path(__file__).parent / "programs" / "train_by_others.py")
+DOUBLE = torch.float64
+
+
+class Towers(nn.Module):
+    """Two towers with dropout, and a scale."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.image, self.text = (nn.Sequential(nn.Linear(4, 6), nn.Dropout(0.5)).to(DOUBLE) for _ in range(2))
+        self.log_scale = nn.Parameter(torch.tensor(0.7, dtype=DOUBLE))
+
+    def forward(self, images: Tensor, texts: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        return self.image(images), self.text(texts), self.log_scale.exp()
+
+
+def inputs() -> tuple[Tensor, Tensor]:
+    return tuple(torch.randn(2, 13, 4, dtype=DOUBLE, generator=torch.Generator().manual_seed(1)))
+
+
+def cached(chunk: int) -> list[Any]:
+    model = Towers()
+    torch.manual_seed(2)
+    training.cached_step(model, inputs(), contrastile.clip_loss, chunk=chunk)
+    return [p.grad for p in model.parameters()]
+
+
+@pytest.mark.filterwarnings("ignore::FutureWarning")
+@pytest.mark.parametrize("manual", [False, True])
+def test_lightning_steps_with_cached_gradients(manual: bool) -> None:
+    import lightning
+
+    model, found = Towers(), []
+    module = recipe("Lightning")["CachedOnSeveral" if manual else "Cached"](model, 4)
+
+    class Keep(torch.optim.SGD):
+        def step(self, closure: Any = None) -> None:  # type: ignore[override]
+            if closure is not None:
+                closure()
+            found.extend(p.grad.clone() for p in model.parameters())
+
+    class Seed(lightning.Callback):
+        def on_train_batch_start(self, *args: Any) -> None:
+            torch.manual_seed(2)
+
+    module.configure_optimizers = lambda: Keep(model.parameters(), lr=0.0)
+    quiet = ("logger", "enable_checkpointing", "enable_progress_bar", "enable_model_summary")
+    trainer = lightning.Trainer(accelerator="cpu", max_epochs=1, callbacks=[Seed()], **dict.fromkeys(quiet, False))
+    trainer.fit(module, Batches([inputs()]))
+    expected = cached(4)
+    assert len(found) == len(expected)
+    assert all(torch.equal(x, y) for x, y in zip(found, expected, strict=True))
+
+
+def test_open_clip_s_loop_in_the_open() -> None:
+    class Named(Towers):
+        def forward(self, *inputs: Tensor) -> dict[str, Tensor]:  # type: ignore[override]
+            return dict(zip(("image_features", "text_features", "logit_scale"), super().forward(*inputs), strict=True))
+
+    model = Named()
+    torch.manual_seed(2)
+    recipe("open_clip")["step"](model, *inputs(), contrastile.nn.ClipLoss())
+    # a chunk of 256 is the whole batch
+    assert all(torch.equal(p.grad, x) for p, x in zip(model.parameters(), cached(13), strict=True))
+
+
+def test_under_ddp_gradients_are_those_of_the_global_loss_and_reduced_once() -> None:
+    ended = launch("torch", PROGRAM, ranks=2, seconds=300)
+    assert ended.code == 0, ended.output
+    for rank in range(2):
+        found = dict(line.split(": ", 1) for line in ended.said(rank))
+        # with the number of reductions; then what sentence-transformers gathers across devices
+        assert list(found)[:3] == ["lightning 1", "accelerate 1", "open_clip 1"]
+        assert len(found) == 3 + 9
+        for trial, ratio in found.items():
+            assert float(ratio) < 1, (trial, ratio)
+    assert ended.orphans == 0
+
+
+def test_every_recipe_runs_somewhere() -> None:
+    """A section with Python blocks is one of those that the tests beside this one call."""
+    page = PAGE.read_text(encoding="utf-8")
+    sections = {x.partition("\n")[0] for x in page.split("\n## ")[1:] if "```python" in x}
+    assert sections == {"sentence-transformers", "transformers", "open_clip", "Lightning", "accelerate"}

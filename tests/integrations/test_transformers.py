@@ -1,0 +1,99 @@
+"""Features of transformers' image-text models, and the recipes for them in docs/integrations.md."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import tiny_models
+import torch
+from recipes import recipe
+from torch import Tensor
+
+import contrastile
+from contrastile import training
+from contrastile.integrations.transformers import ImageTextFeatures
+from contrastile.verify.arithmetic import gamma
+from contrastile.verify.rounding import UNIT
+
+pytestmark = pytest.mark.slow
+N, D = tiny_models.PAIRS, 8
+LOSSES = [(tiny_models.clip, contrastile.clip_loss), (tiny_models.siglip, contrastile.sigmoid_loss)]
+
+
+@pytest.mark.parametrize(("make", "loss"), LOSSES, ids=["CLIP", "SigLIP"])
+def test_loss_and_gradients_are_those_of_the_model_s_own_forward(make: Any, loss: Any) -> None:
+    model, given = make(), tiny_models.inputs()
+    theirs = model(**given, return_loss=True)
+    found = ImageTextFeatures(model)(**given)
+    unit = UNIT["float64"]
+    # a length by another order of operations
+    for x, y in zip(found, (theirs.image_embeds, theirs.text_embeds), strict=False):
+        assert (x - y).abs().max().item() <= gamma(2 * (D + 4) * unit)
+    value = loss(*found)
+    scale = found[2].item()
+    largest = scale + (abs(found[3].item()) if len(found) > 3 else 0.0)
+    # as in tests/test_switching.py, with the features' own error
+    allowed = 2 * N * gamma(unit * (3 * D + 2 * N + 24)) * (2 + 4 * largest) * (1 + scale)
+    assert abs(value - theirs.loss).item() <= allowed
+    numbers = [x for name, x in model.named_parameters() if name.startswith("logit_")]
+    expected = torch.autograd.grad(theirs.loss, [theirs.image_embeds, theirs.text_embeds, *numbers], retain_graph=True)
+    gradients = torch.autograd.grad(value, [*found[:2], *numbers], retain_graph=True)
+    assert len(gradients) == len(found)
+    for x, y in zip(expected, gradients, strict=True):
+        assert x.abs().max() > allowed
+        # a logarithm of the scale is learnt
+        assert (x - y).abs().max().item() <= allowed * max(1.0, scale)
+    every = torch.autograd.grad(value, list(model.parameters()))
+    assert all(x.abs().max() > 0 for x in every)
+
+
+def gradients(model: Any) -> list[Tensor]:
+    found = [p.grad.clone() for p in model.parameters()]
+    model.zero_grad()
+    return found
+
+
+def test_the_recipes_are_one_step_with_and_without_chunks() -> None:
+    steps, given, model = recipe("transformers"), tiny_models.inputs(), tiny_models.clip(dropout=0.5)
+    torch.manual_seed(4)
+    value = steps["step"](model, given)
+    expected = gradients(model)
+    torch.manual_seed(4)
+    cached = steps["cached_step"](ImageTextFeatures(model), given, N)
+    assert torch.equal(value, cached)
+    assert all(torch.equal(x, y) for x, y in zip(expected, gradients(model), strict=True))
+
+
+def test_the_trainer_recipe_steps_with_cached_gradients(tmp_path: Path) -> None:
+    from transformers import TrainerCallback, TrainingArguments, default_data_collator
+
+    model, kind = ImageTextFeatures(tiny_models.clip(dropout=0.5)), recipe("transformers")["Trainer"]
+    before: list[Any] = []
+    after: list[Tensor] = []
+
+    class Recorded(kind):  # type: ignore[misc, valid-type]
+        chunk = 4
+
+        def compute_loss(self, model: Any, inputs: Any, *args: Any, **settings: Any) -> Tensor:
+            before.extend((dict(inputs), torch.get_rng_state()))
+            found: Tensor = super().compute_loss(model, inputs, *args, **settings)
+            return found
+
+    class Keep(TrainerCallback):
+        def on_pre_optimizer_step(self, *args: Any, **settings: Any) -> None:
+            after.extend(p.grad.clone() for p in model.parameters() if p.grad is not None)
+
+    settings = {"use_cpu": True, "report_to": [], "save_strategy": "no", "disable_tqdm": True, "max_grad_norm": 0.0}
+    sizes = {"per_device_train_batch_size": N, "max_steps": 1, "learning_rate": 0.0}
+    arguments = TrainingArguments(str(tmp_path), remove_unused_columns=False, **settings, **sizes)
+    rows = [dict(zip(tiny_models.inputs(), x, strict=True)) for x in zip(*tiny_models.inputs().values(), strict=True)]
+    Recorded(model, arguments, train_dataset=rows, data_collator=default_data_collator, callbacks=[Keep()]).train()
+
+    given, state = before
+    model.zero_grad()
+    torch.set_rng_state(state)
+    training.cached_step(lambda chunk: model(**chunk), given, contrastile.clip_loss, chunk=4)
+    assert len(given["input_ids"]) == N
+    assert all(torch.equal(p.grad, x) for p, x in zip(model.parameters(), after, strict=True))

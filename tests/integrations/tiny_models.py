@@ -1,0 +1,69 @@
+"""Models of transformers with random weights, and their inputs; float64."""
+
+from __future__ import annotations
+
+import string
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+PAIRS = 11
+
+
+def clip(dropout: float = 0.0) -> Any:
+    from transformers import CLIPConfig, CLIPModel
+
+    return _made(CLIPModel, CLIPConfig, dropout, projection_dim=8)
+
+
+def siglip(dropout: float = 0.0) -> Any:
+    from transformers import SiglipConfig, SiglipModel
+
+    return _made(SiglipModel, SiglipConfig, dropout)
+
+
+def sentences(folder: Path) -> Any:
+    """A SentenceTransformer with a tokenizer of letters; without dropout."""
+    from sentence_transformers import SentenceTransformer
+    from sentence_transformers.sentence_transformer.modules import Pooling, Transformer
+    from transformers import BertConfig, BertModel, BertTokenizer
+
+    words = "[PAD]", "[UNK]", "[CLS]", "[SEP]", "[MASK]", *string.ascii_lowercase
+    (folder / "vocab.txt").write_text("\n".join(words))
+    BertTokenizer(vocab=str(folder / "vocab.txt")).save_pretrained(folder)
+    sizes = {"hidden_size": 8, "intermediate_size": 12, "num_hidden_layers": 1, "num_attention_heads": 2}
+    torch.manual_seed(0)
+    BertModel(BertConfig(vocab_size=len(words), max_position_embeddings=12, **sizes)).save_pretrained(folder)
+    return SentenceTransformer(modules=[Transformer(str(folder)), Pooling(8)], device="cpu").double().eval()
+
+
+def _made(kind: Any, config: Any, dropout: float, **settings: Any) -> Any:
+    tower = {
+        "hidden_size": 8,
+        "intermediate_size": 12,
+        "num_hidden_layers": 1,
+        "num_attention_heads": 2,
+        "attention_dropout": dropout,
+    }
+    text = {**tower, "vocab_size": 20, "max_position_embeddings": 6, "eos_token_id": 1, "bos_token_id": 0}
+    torch.manual_seed(0)
+    made = kind(config(text_config=text, vision_config={**tower, "image_size": 8, "patch_size": 4}, **settings))
+    with torch.no_grad():
+        for name, number in made.named_parameters():
+            if name.startswith("logit_"):
+                number.fill_({"logit_scale": 2.1, "logit_bias": -3.3}[name])
+    return made.double().train()
+
+
+def inputs(pairs: int = PAIRS) -> dict[str, Tensor]:
+    draw = torch.Generator().manual_seed(1)
+    tokens = torch.randint(2, 20, (pairs, 6), generator=draw)
+    tokens[:, -1] = 1
+    lengths = torch.randint(2, 6, (pairs, 1), generator=draw)
+    return {
+        "pixel_values": torch.randn(pairs, 3, 8, 8, dtype=torch.float64, generator=draw),
+        "input_ids": tokens,
+        "attention_mask": ((torch.arange(6) < lengths) | (torch.arange(6) == 5)).long(),
+    }
