@@ -16,7 +16,7 @@ from contrastile.backends import eager
 from contrastile.backends.arrays import ArrayLibrary
 from contrastile.backends.contract import state_dtype
 from contrastile.schedules.handshake import ALONE, Handshake
-from contrastile.schedules.local import Gradients
+from contrastile.schedules.local import Gradients, both_sides
 from contrastile.schedules.problem import Problem
 
 Array = Any
@@ -142,7 +142,7 @@ def nt_xent(view_a: Array, view_b: Array, scale: Any, *, world: Handshake = ALON
     )
 
     def pull_back(g: Gradients) -> tuple[Array, ...]:
-        sides = _both_sides(g)
+        sides = both_sides(g)
         return *_like(arrays, (view_a, view_b), (sides[:m], sides[m:])), g.scale
 
     return Loss(problem, pull_back)
@@ -171,7 +171,7 @@ def sup_con(features: Array, labels: Array, scale: Any, *, world: Handshake = AL
         match="target",
         placement=met.placement,
     )
-    return Loss(problem, lambda g: (*_like(arrays, (features,), (_both_sides(g),)), g.scale))
+    return Loss(problem, lambda g: (*_like(arrays, (features,), (both_sides(g),)), g.scale))
 
 
 def sigmoid(
@@ -235,9 +235,3 @@ def _like(arrays: ArrayLibrary, given: Sequence[Array], gradients: Sequence[Arra
 def _themselves(rows: Array, world: Handshake) -> tuple[Array, ...]:
     """The columns of rows against themselves; ranks have rows of others too."""
     return () if world.alone else (rows,)
-
-
-def _both_sides(g: Gradients) -> Array:
-    """The gradient of features that are rows and columns at once."""
-    rows: Array = g.rows
-    return rows + g.columns[0] if g.columns else rows

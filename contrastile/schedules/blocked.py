@@ -302,7 +302,7 @@ def backward(
             backend,
             options,
         )
-        return replace(both, rows=both.rows + both.columns[0] if wanted.rows else None, columns=())
+        return replace(both, rows=local.both_sides(both) if wanted.rows else None, columns=())
     weighted, state = problem.weighted(upstream), backend.state(walk.source.dtype(problem.rows))
     sums = _Sums(walk, problem, wanted, state, problem.scale)
     for visit in walk.visits(weighted, sums):
