@@ -64,9 +64,10 @@ def install() -> tuple[str, ...]:
     Returns:
         the names of the packages that are stood in for.
     """
-    missing = tuple(name for name in UNUSED if importlib.util.find_spec(name) is None)
-    if missing:
-        sys.meta_path.append(_Finder(missing))
+    found = {name: importlib.util.find_spec(name) for name in UNUSED}
+    missing = tuple(name for name, spec in found.items() if spec is None or isinstance(spec.loader, _Finder))
+    if missing and not any(isinstance(each, _Finder) for each in sys.meta_path):
+        sys.meta_path.append(_Finder(missing))  # type: ignore[arg-type]
     if interpreted():
         import torch
 
