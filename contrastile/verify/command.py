@@ -201,7 +201,9 @@ def _task(args: argparse.Namespace, world: World | None) -> Task:
 
 def _verdict(args: argparse.Namespace, rows: list[Row], failures: list[Failure], *, leads: bool = True) -> int:
     if all(row["status"] in ("skip", "refused", "unclaimed") for row in rows):
-        raise CannotRunError(f"nothing ran: {rows[0]['reason'] if rows else 'no property has such a case'}")
+        why = rows[0]["reason"] if rows else "no property has such a case"
+        unclaimed = bool(rows) and rows[0]["status"] == "unclaimed"
+        raise CannotRunError(f"nothing ran: {'the loss does not claim ' if unclaimed else ''}{why}")
     if leads and args.json is not None:
         write_json(args.json, report.as_json(rows))
     if leads:

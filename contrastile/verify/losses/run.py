@@ -51,7 +51,7 @@ class LossSelection:
         """All checks, in a fixed order."""
         for loss in self.losses:
             if self.device not in loss.claims.devices:
-                yield _unclaimed(loss, f"runs on {self.device}", "all")
+                yield _unclaimed(loss, f"the device {self.device}", "all")
                 continue
             for dtype in self.dtypes:
                 if dtype not in loss.claims.dtypes:

@@ -99,7 +99,7 @@ def test_the_objective_says_what_is_computed(here):
         (["--loss", "my_kernels:right", "--backend", "numpy"], "without --backend"),
         (["--objective", "info_nce"], "must be given with --loss"),
         (["--loss", "my_kernels:right", "--case", "drawn"], "case must be one of"),
-        (["--loss", "my_kernels:right", "--dtype", "float64"], "nothing ran"),
+        (["--loss", "my_kernels:right", "--dtype", "float64"], "nothing ran: the loss does not claim float64 features"),
     ],
 )
 def test_what_cannot_run_exits_2_with_one_line(here, capsys, words, says):
