@@ -172,7 +172,8 @@ def measured(data: Record) -> str:
         about,
         f"[![Largest error over its bound]({picture})]({picture})",
         "### Above the bound",
-        "What follows `contrastile verify --loss peers.adapters:`, in the folder `benchmarks`, shows the cell again. "
+        "What follows `contrastile verify --loss peers.adapters:`, in the folder `benchmarks`, shows the cell again; "
+        "`TRITON_INTERPRET=1` stands before it for what runs in the interpreter. "
         "A bound is an element's own: an error of 1e-24 counts where the exact gradient is as small.",
         above(data),
         "### Facts",
