@@ -1,0 +1,281 @@
+"""Published losses as ``contrastile verify --loss`` takes them: functions of a rank that give a loss.
+
+Each imports its package when it is called, so that this module needs torch alone. What a loss takes is what is claimed
+for it: a temperature is a number, so there is no gradient of the scale; cosines are of features that it normalises
+itself.
+"""
+
+from __future__ import annotations
+
+import importlib
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch.nn.functional import cross_entropy
+
+from contrastile.verify.losses import Claims
+from contrastile.verify.losses.cases import BATCHES, MEMORY
+from peers import stubs
+
+Loss = Callable[..., Any]
+Factory = Callable[..., Loss]
+
+KERNEL, INTERPRETED = "needs a GPU", "runs in Triton's interpreter"
+TEMPERATURE = ("scale-0", "negative-scale")
+"""Cases that no temperature states."""
+ALONE = (*BATCHES, MEMORY)
+"""The cases of one process."""
+
+
+@dataclass(frozen=True, slots=True)
+class Peer:
+    """One way to call a published loss.
+
+    Attributes:
+        name: of the function below, for the command line.
+        package: on PyPI.
+        about: the call, in a few words.
+        make: gives the loss of a rank; it carries ``claims``.
+        needs: "", ``INTERPRETED`` (a GPU, or Triton's interpreter) or ``KERNEL``.
+        without: cases that are left out: its arguments cannot state them.
+    """
+
+    name: str
+    package: str
+    about: str
+    make: Factory
+    needs: str = ""
+    without: tuple[str, ...] = ()
+
+    @property
+    def claims(self) -> Claims:
+        """What is claimed for it."""
+        return self.make.claims  # type: ignore[attr-defined, no-any-return]
+
+
+PEERS: dict[str, Peer] = {}
+"""All of them, in the order of the table."""
+
+
+def peer(package: str, needs: str = "", without: tuple[str, ...] = (), **claims: Any) -> Any:
+    """Register a function of ``(rank, world_size)`` that gives a loss, and whose docstring names it.
+
+    ``claims`` are those of ``verify``.
+    """
+
+    def register(make: Factory) -> Factory:
+        make.claims = Claims.of(claims)  # type: ignore[attr-defined]
+        about = (make.__doc__ or "").removesuffix(".")
+        PEERS[make.__name__] = Peer(make.__name__, package, about, make, needs, without)
+        return make
+
+    return register
+
+
+def module(name: str) -> Any:
+    """A published module, with stand-ins for what it imports and no loss uses."""
+    stubs.install()
+    return importlib.import_module(name)
+
+
+def symmetric(logits: Any) -> Any:
+    """The mean of both directions' cross entropies."""
+    own = torch.arange(len(logits), device=logits.device)
+    return (cross_entropy(logits, own) + cross_entropy(logits.T, own)) / 2
+
+
+def two_sided(one_direction: Loss) -> Loss:
+    """``(rows, weight, target) -> loss``, a linear cross entropy, called for each direction."""
+
+    def loss(image: Any, text: Any, scale: Any) -> Any:
+        own = torch.arange(len(image), device=image.device)
+        return (one_direction(scale * image, text, own) + one_direction(scale * text, image, own)) / 2
+
+    return loss
+
+
+def symmetric_of(image: Any, text: Any, scale: Any) -> Any:
+    """The symmetric loss of full logits."""
+    return symmetric(scale * image @ text.T)
+
+
+@peer("contrastile", ids=True, ranks=(2, 3))
+def contrastile_torch(rank: int = 0, world_size: int = 1) -> Loss:
+    """`clip_loss`, backend `torch`."""
+    from contrastile import clip_loss
+
+    group = "world" if world_size > 1 else None
+    return lambda image, text, scale, ids=None: clip_loss(image, text, scale, ids=ids, backend="torch", group=group)
+
+
+@peer("torch")
+def torch_float32(rank: int = 0, world_size: int = 1) -> Loss:
+    """`cross_entropy` of all logits, float32."""
+    return symmetric_of
+
+
+@peer("torch", dtypes="bfloat16", state="bfloat16")
+def torch_bfloat16(rank: int = 0, world_size: int = 1) -> Loss:
+    """`cross_entropy` of all logits, bfloat16."""
+    return symmetric_of
+
+
+@peer("torch", KERNEL, devices="cuda", precision="tf32")
+def torch_tf32(rank: int = 0, world_size: int = 1) -> Loss:
+    """`cross_entropy` of all logits, tf32."""
+    torch.backends.cuda.matmul.allow_tf32 = True
+    return symmetric_of
+
+
+def _open_clip(rank: int, world_size: int, **options: bool) -> Loss:
+    loss: Loss = module("open_clip").ClipLoss(rank=rank, world_size=world_size, **options)
+    return loss
+
+
+@peer("open_clip_torch", ranks=(2, 3), equal_shards=True)
+def open_clip_default(rank: int = 0, world_size: int = 1) -> Loss:
+    """`ClipLoss`, defaults."""
+    return _open_clip(rank, world_size)
+
+
+@peer("open_clip_torch", ranks=(2, 3), equal_shards=True)
+def open_clip_local(rank: int = 0, world_size: int = 1) -> Loss:
+    """`ClipLoss`, `local_loss`."""
+    return _open_clip(rank, world_size, local_loss=True)
+
+
+@peer("open_clip_torch", ranks=(2, 3), equal_shards=True)
+def open_clip_gather_with_grad(rank: int = 0, world_size: int = 1) -> Loss:
+    """`ClipLoss`, `local_loss`, `gather_with_grad`."""
+    return _open_clip(rank, world_size, local_loss=True, gather_with_grad=True)
+
+
+@peer("open_clip_torch", objective="sigmoid_loss", ranks=(2, 3), equal_shards=True)
+def open_clip_siglip(rank: int = 0, world_size: int = 1) -> Loss:
+    """`SigLipLoss`."""
+    loss: Loss = module("open_clip.loss").SigLipLoss(rank=rank, world_size=world_size)
+    return loss
+
+
+_COSINES: dict[str, Any] = {"normalises": True, "scale_gradient": False, "ranks": (2, 3), "equal_shards": True}
+
+
+def _sentence_losses() -> Any:
+    return module("sentence_transformers.sentence_transformer.losses")
+
+
+@peer("sentence-transformers", "", TEMPERATURE, objective="info_nce", **_COSINES)
+def sentence_transformers_ranking(rank: int = 0, world_size: int = 1) -> Loss:
+    """`MultipleNegativesRankingLoss`."""
+    make, gather = _sentence_losses().MultipleNegativesRankingLoss, world_size > 1
+    return lambda query, key, scale: make(
+        torch.nn.Identity(), scale=scale, gather_across_devices=gather
+    ).compute_loss_from_embeddings([query, key], None)
+
+
+@peer("sentence-transformers", "", TEMPERATURE, **_COSINES)
+def sentence_transformers_symmetric(rank: int = 0, world_size: int = 1) -> Loss:
+    """`MultipleNegativesSymmetricRankingLoss`."""
+    make, gather = _sentence_losses().MultipleNegativesSymmetricRankingLoss, world_size > 1
+    return lambda image, text, scale: make(
+        torch.nn.Identity(), scale=scale, gather_across_devices=gather
+    ).compute_loss_from_embeddings([image, text], None)
+
+
+@peer("sentence-transformers", "", TEMPERATURE, objective="info_nce", **_COSINES)
+def sentence_transformers_cached(rank: int = 0, world_size: int = 1) -> Loss:
+    """`CachedMultipleNegativesRankingLoss`."""
+    # its loss alone: there is no encoder whose passes it could split
+    make, gather = _sentence_losses().CachedMultipleNegativesRankingLoss, world_size > 1
+    model = torch.nn.Sequential(torch.nn.Identity())
+    return lambda query, key, scale: make(
+        model, scale=scale, mini_batch_size=16, gather_across_devices=gather
+    ).calculate_loss([[query], [key]])
+
+
+@peer("GradCache", objective="info_nce", ranks=(2, 3), equal_shards=True)
+def gradcache(rank: int = 0, world_size: int = 1) -> Loss:
+    """`gradcache.loss`."""
+    losses = module("gradcache.loss")
+    loss = losses.DistributedContrastiveLoss() if world_size > 1 else losses.SimpleContrastiveLoss()
+    return lambda query, key, scale: loss(scale * query, key)
+
+
+def _metric_learning(name: str, scale: float, world_size: int) -> Loss:
+    one = getattr(module("pytorch_metric_learning.losses"), name)(temperature=1 / scale)
+    wrapper = module("pytorch_metric_learning.utils.distributed").DistributedLossWrapper
+    several: Loss = wrapper(one) if world_size > 1 else one
+    return several
+
+
+# memory grows with the cube of the batch
+@peer("pytorch-metric-learning", "", TEMPERATURE, objective="info_nce", largest_batch=256, **_COSINES)
+def pytorch_metric_learning_towers(rank: int = 0, world_size: int = 1) -> Loss:
+    """`NTXentLoss` of two towers."""
+
+    def loss(query: Any, key: Any, scale: float) -> Any:
+        # labels that no other rank has; two tensors, because one tensor as both drops every positive
+        label = torch.arange(len(query), device=query.device) + rank * 2**20
+        return _metric_learning("NTXentLoss", scale, world_size)(query, label, ref_emb=key, ref_labels=label.clone())
+
+    return loss
+
+
+@peer("pytorch-metric-learning", "", TEMPERATURE, objective="sup_con", **_COSINES)
+def pytorch_metric_learning_supcon(rank: int = 0, world_size: int = 1) -> Loss:
+    """`SupConLoss`."""
+    return lambda features, labels, scale: _metric_learning("SupConLoss", scale, world_size)(features, labels)
+
+
+@peer("lightly", "", TEMPERATURE, objective="nt_xent", **_COSINES)
+def lightly(rank: int = 0, world_size: int = 1) -> Loss:
+    """`NTXentLoss`."""
+    make, gather = module("lightly.loss").NTXentLoss, world_size > 1
+    return lambda view_a, view_b, scale: make(temperature=1 / scale, gather_distributed=gather)(view_a, view_b)
+
+
+# in one process it is the function below
+@peer("inf-cl", "", ALONE, objective="info_nce", width_multiple=16, ranks=(2, 3), equal_shards=True)
+def inf_cl_ring(rank: int = 0, world_size: int = 1) -> Loss:
+    """`cal_ring_loss`, on ranks."""
+    one = module("inf_cl").cal_ring_loss
+    return lambda query, key, scale: one(query, key, scale=scale, head_dim=16)
+
+
+@peer("inf-cl", INTERPRETED, objective="info_nce", width_multiple=16, feature_gradients=False, scale_gradient=False)
+def inf_cl(rank: int = 0, world_size: int = 1) -> Loss:
+    """`cal_inf_loss`, value only."""
+    # not by its own ``scale``, whose backward needs a process group; its backward kernel has inline assembly, which no
+    # interpreter runs
+    one = module("inf_cl").cal_inf_loss
+    return lambda query, key, scale: one(scale * query, key, head_dim=16)
+
+
+@peer("memeff", INTERPRETED, TEMPERATURE, normalises=True, scale_gradient=False, smallest_width=64)
+def memeff(rank: int = 0, world_size: int = 1) -> Loss:
+    """`MemoryEfficientCLIPLoss`, `stable=False`."""
+    make = module("memeff").MemoryEfficientCLIPLoss
+    return lambda image, text, scale: make(temperature=1 / scale, stable=False)(image, text)
+
+
+# the interpreter runs a program for every row
+@peer("liger-kernel", INTERPRETED, largest_batch=128)
+def liger(rank: int = 0, world_size: int = 1) -> Loss:
+    """`LigerFusedLinearCrossEntropyLoss`, twice."""
+    one = module("liger_kernel.transformers").LigerFusedLinearCrossEntropyLoss()
+    return two_sided(lambda rows, weight, target: one(weight, rows, target))
+
+
+@peer("cut-cross-entropy", KERNEL, devices="cuda")
+def cut_cross_entropy(rank: int = 0, world_size: int = 1) -> Loss:
+    """`linear_cross_entropy`, `filter_eps=None`, twice."""
+    one = module("cut_cross_entropy").linear_cross_entropy
+    return two_sided(lambda rows, weight, target: one(rows, weight, target, filter_eps=None))
+
+
+@peer("quack-kernels", KERNEL, devices="cuda", dtypes="bfloat16")
+def quack(rank: int = 0, world_size: int = 1) -> Loss:
+    """`chunked_linear_cross_entropy`, twice."""
+    return two_sided(module("quack.linear_cross_entropy").chunked_linear_cross_entropy)

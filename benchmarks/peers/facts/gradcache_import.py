@@ -1,0 +1,10 @@
+"""The class `GradCache` of the package on PyPI cannot be imported: it imports `grad_cache`, the package is `gradcache`.
+
+package: GradCache
+case: value
+"""
+
+import importlib
+
+found = hasattr(importlib.import_module("gradcache"), "GradCache")
+print(f"gradcache has GradCache = {found}, right True")

@@ -1,0 +1,95 @@
+"""Lets published packages run where torchvision or a GPU is missing: ``python benchmarks/peers/stubs.py FILE``.
+
+``open_clip`` and ``lightly`` import torchvision, timm and ftfy at their top, for parts that no loss calls. Where one of
+them is not installed, an empty module stands in for it, whose every attribute is an empty class. Under Triton's
+interpreter (``TRITON_INTERPRET=1``) tensors say that they are on a GPU of compute capability 9.0, for packages that
+check it before they launch a kernel; the kernels themselves are unchanged.
+"""
+
+from __future__ import annotations
+
+import importlib.util
+import os
+import runpy
+import sys
+import types
+from collections.abc import Sequence
+from importlib.machinery import ModuleSpec
+from typing import Any
+
+UNUSED = ("torchvision", "timm", "ftfy")
+"""What the packages import at their top and no loss uses."""
+
+
+class _Empty(type):
+    """A class whose every attribute is another such class."""
+
+    def __getattr__(cls, name: str) -> Any:
+        if name.startswith("__"):
+            raise AttributeError(name)
+        return _empty(name)
+
+
+def _empty(name: str) -> type:
+    return _Empty(name, (), {})
+
+
+def _attribute(name: str) -> type:
+    if name.startswith("__"):
+        raise AttributeError(name)
+    return _empty(name)
+
+
+class _Finder:
+    """Finds empty modules under these names."""
+
+    def __init__(self, names: Sequence[str]) -> None:
+        self.names = names
+
+    def find_spec(self, name: str, path: Any = None, target: Any = None) -> ModuleSpec | None:
+        return ModuleSpec(name, self, is_package=True) if name.partition(".")[0] in self.names else None  # type: ignore[arg-type]
+
+    def create_module(self, spec: ModuleSpec) -> types.ModuleType:
+        module = types.ModuleType(spec.name)
+        vars(module).update(__version__="0", __getattr__=_attribute)
+        return module
+
+    def exec_module(self, module: types.ModuleType) -> None:
+        """There is nothing to run."""
+
+
+def install() -> tuple[str, ...]:
+    """Put the stand-ins in place.
+
+    Returns:
+        the names of the packages that are stood in for.
+    """
+    found = {name: importlib.util.find_spec(name) for name in UNUSED}
+    missing = tuple(name for name, spec in found.items() if spec is None or isinstance(spec.loader, _Finder))
+    if missing and not any(isinstance(each, _Finder) for each in sys.meta_path):
+        sys.meta_path.append(_Finder(missing))  # type: ignore[arg-type]
+    if interpreted():
+        import torch
+
+        torch.Tensor.is_cuda = property(lambda self: True)  # type: ignore[assignment, method-assign]
+        torch.cuda.get_device_capability = lambda device=None: (9, 0)
+    return missing
+
+
+def interpreted() -> bool:
+    """Whether Triton's kernels run in its interpreter."""
+    return os.environ.get("TRITON_INTERPRET") == "1"
+
+
+def run(path: str) -> None:
+    """Run a file with the stand-ins in place; if it made a process group, all ranks leave it together."""
+    install()
+    runpy.run_path(path, run_name="__main__")
+    dist = sys.modules.get("torch.distributed")
+    if dist is not None and dist.is_initialized():
+        dist.barrier()
+        dist.destroy_process_group()
+
+
+if __name__ == "__main__":
+    run(sys.argv[1])
