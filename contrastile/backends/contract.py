@@ -151,7 +151,7 @@ class Weights:
         row_negative_lse: (m,) float64, N of the whole loss, not of the block.
         row_positive_lse: (m,) float64, P of the whole loss.
         row_weight: (m,) u, any sign, state dtype.
-        row_target: (m,) t, the target weight of each positive of the row, state dtype.
+        row_target: (m,) t, the target weight of each positive of the row, state dtype: 1 of a lone one.
         column_negative_lse: (n,) float64.
         column_positive_lse: (n,) float64.
         column_weight: (n,) v, state dtype.

@@ -81,9 +81,10 @@ def reduction(trial: Trial) -> Checks:
     for exchange in EXCHANGES:
         ways: Sequence[tuple[Reduction, float]] = ("sum", 1.0), ("mean", world.size)
         for way, factor in ways:
-            parts = run(trial.subject, cut, exchange, reduction=way, upstream=-2.5)
-            judge = partial(_compared, trial, cut, parts, factor, -2.5, spread=cut.spread(exchange))
-            yield f"{exchange}, {label}, {way}, upstream -2.5", judged(world, judge)
+            # below 1: times the number of ranks, gradients of float16 may overflow
+            parts = run(trial.subject, cut, exchange, reduction=way, upstream=-0.5)
+            judge = partial(_compared, trial, cut, parts, factor, -0.5, spread=cut.spread(exchange))
+            yield f"{exchange}, {label}, {way}, upstream -0.5", judged(world, judge)
 
 
 def agreement(trial: Trial) -> Checks:

@@ -63,6 +63,12 @@ def test_every_case_holds_in_a_world_of_three() -> None:
     passed(rows_of(3, "numpy", cases=quick, properties=["ring", "gather"], dtypes=["float32"]))
 
 
+def test_certain_pairs_hold_where_a_ring_cuts_a_block_in_halves() -> None:
+    certain = [name for name in cases.names() if name.startswith("certain")]
+    for backend in ("numpy", "torch"):
+        passed(rows_of(4, backend, cases=certain, properties=["ring"], dtypes=["float32"]))
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize("n", WORLDS)
 @pytest.mark.parametrize(("backend", "dtype"), [("numpy", "float32"), ("torch", "float32")])

@@ -74,7 +74,8 @@ def gradients(
         g = np.zeros_like(x)
         for at, side in zip(((t.rows, None), t.columns), sides, strict=False):
             n, p, weight, target = (vector[at] for vector in side)
-            certain = np.exp(x - p)
+            # the target of a lone positive is 1: x is P, whatever a product of another shape has made of it
+            certain = np.where(target == 1, 1.0, np.exp(x - p))
             g += np.where(
                 weight == 0,
                 0.0,

@@ -95,9 +95,8 @@ class _Side:
 
     def entries(self, x: torch.Tensor, at: tuple[slice | torch.Tensor | None, ...]) -> torch.Tensor:
         """This side's part of G at positives of base-2 logits x, float64: ``w ((q - t) - q negative_share)``."""
-        above = x - self.positive[at]
-        # of one positive x and P are equal but for the rounding of P into another unit and back
-        q = torch.exp2(torch.where(above.abs() <= 2.0**-50 * x.abs(), 0.0, above))
+        # the target of a lone positive is 1: x is P, whatever a product of another shape has made of it
+        q = torch.exp2(torch.where(self.target[at] == 1.0, 0.0, x - self.positive[at]))
         part = self.exact_weight[at] * ((q - self.target[at]) - q * self.negative_share[at])
         return torch.where(self.silent[at], 0.0, part)
 
