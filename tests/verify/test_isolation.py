@@ -139,6 +139,8 @@ def test_ctrl_c_shows_what_was_found(folder: Path) -> None:
         stdout=subprocess.PIPE,
         stderr=subprocess.PIPE,
         text=True,
+        # where the tests themselves run in the background, they and their children ignore Ctrl-C
+        preexec_fn=lambda: signal.signal(signal.SIGINT, signal.default_int_handler),
     )
     hanging = folder / "hanging"
     for _ in range(600):
