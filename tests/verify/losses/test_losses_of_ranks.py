@@ -24,9 +24,9 @@ def test_a_wrong_ddp_factor_is_found_by_the_command(tmp_path, capsys, monkeypatc
     assert main(["verify", "--loss", "gathering:Loss", *words]) == 1
     out = capsys.readouterr().out
     found = [line for line in out.splitlines() if "FAILED" in line]
-    assert found == ["FAILED gathering:Loss ddp-gradients shards float32"] * 2
+    assert found == ["FAILED gathering:Loss ddp-gradients shards float32"]
     assert "2 ranks: 0.5 times what it should be: d" in out
-    assert "3 ranks: 0.333 times what it should be: d" in out
+    assert "and 1 more, likely of the same cause" in out
 
 
 @pytest.mark.slow
