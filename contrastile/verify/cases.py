@@ -381,6 +381,13 @@ def _sigmoid_ids(draw: Draw) -> Problem:
     return _sigmoid(_problem(rows, blocks, 4.0, positives=positives, ids=ids, row_weight=weight), 1.5)
 
 
+@_case("sigmoid-labels", "the sigmoid loss of labels: equal ids are positive, several to a row")
+def _sigmoid_labels(draw: Draw) -> Problem:
+    rows, columns = (unit(draw.standard_normal((size, 24))) for size in (23, 31))
+    ids = draw.integers(0, 5, 23), draw.integers(0, 5, 31)
+    return _sigmoid(_problem(rows, columns, 10.0, ids=ids, match="target"), -2.5)
+
+
 @_case("sigmoid-ids@far", "SigLIP with false negatives whose ids are beyond 32 bits or below 0")
 def _sigmoid_ids_far(draw: Draw) -> Problem:
     rows, columns = unit(draw.standard_normal((22, 23))), unit(draw.standard_normal((33, 23)))
