@@ -65,10 +65,9 @@ def make(build: Builder, settings: Given, args: Any, kwargs: Any) -> tuple[Plan,
         # what must be the same on every rank, as text: it is compared before anything is checked
         agreed = {"backend": str(given["backend"]), "tile": str(given["tile"]), "precision": str(given["precision"])}
     here = Handshake.of(group, given["exchange"], given["parameter_reduction"], **agreed)
-    backend, options, loss = here.build(_stated, build, given, args, kwargs)
+    (backend, options, blocks), loss = here.build(_stated, build, given, args, kwargs)
     problem = loss.problem
     library = library_of(problem.rows)
-    blocks = validation.blocks(given["device"], given["block"], group)
     walk = validation.walk(blocks, library, problem.rows, problem.columns)
     if walk is not None:
         problem = replace(problem, walk=walk)
@@ -80,21 +79,19 @@ def make(build: Builder, settings: Given, args: Any, kwargs: Any) -> tuple[Plan,
 
 def _stated(
     build: Builder, given: dict[str, Any], args: Any, kwargs: Any, here: Handshake
-) -> tuple[str, Options, problems.Loss]:
-    backend, options = _checked(given)
-    return backend, options, build(*args, **kwargs, world=here)
+) -> tuple[tuple[str, Options, Any], problems.Loss]:
+    return _checked(given), build(*args, **kwargs, world=here)
 
 
-def _checked(given: dict[str, Any]) -> tuple[str, Options]:
-    """The backend's name, which may be "auto", and the options.
+def _checked(given: dict[str, Any]) -> tuple[str, Options, Any]:
+    """The backend's name, which may be "auto", the options, and what ``validation.blocks`` makes of device and block.
 
     Raises:
         TypeError, ValueError: one of them is wrong.
     """
-    validation.blocks(given["device"], given["block"], given["group"])
-    return checked(given["backend"]), validation.options(
-        given["tile"], given["precision"], given["workspace"], given["keep"]
-    )
+    blocks = validation.blocks(given["device"], given["block"], given["group"])
+    backend = checked(given["backend"])
+    return backend, validation.options(given["tile"], given["precision"], given["workspace"], given["keep"]), blocks
 
 
 def value_and_grad(

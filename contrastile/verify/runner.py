@@ -239,10 +239,7 @@ class Run:
         self.begin(number, total, row(None, "untested", "the check did not return"), command)
         if subject.world is not None:
             subject.world.begin()
-        found = worst_of(check)
-        printed = self.printed()
-        if printed and found.status != "fail":
-            found = CheckResult("fail", worst=wrong(f"printed to stdout: {printed!r}"))
+        found = silent_worst_of(check, self.printed)
         if found.status != "fail":
             passed = found.status == "pass"
             ratio, excess = (found.worst.ratio, found.excess) if passed else (None, None)
@@ -329,6 +326,15 @@ def worst_of(check: Callable[[], Checks]) -> CheckResult:
     except (Exception, SystemExit) as error:
         text = " ".join(str(error).split())
         return CheckResult("fail", worst=wrong(f"raised {type(error).__name__}: {text}"))
+    return found
+
+
+def silent_worst_of(check: Callable[[], Checks], printed: Callable[[], str]) -> CheckResult:
+    """The worst of a property's comparisons; whoever prints to stdout meanwhile has failed."""
+    found = worst_of(check)
+    said = printed()
+    if said and found.status != "fail":
+        return CheckResult("fail", worst=wrong(f"printed to stdout: {said!r}"))
     return found
 
 

@@ -15,8 +15,7 @@ from contrastile.verify.losses.claims import Claims
 from contrastile.verify.losses.properties import PROPERTIES, Checks, LossProperty, LossTrial
 from contrastile.verify.losses.subject import Loss
 from contrastile.verify.memory import one_thread
-from contrastile.verify.run import wrong
-from contrastile.verify.runner import DTYPES, CheckResult, Failure, Row, worst_of
+from contrastile.verify.runner import DTYPES, Failure, Row, silent_worst_of
 
 UNCLAIMED = "unclaimed"
 """The status of what is not tested because the loss does not claim it."""
@@ -198,10 +197,7 @@ class LossRun:
             return check.row("untested", reason=self.excluded[check.loss.name])
         command = self.selection.command(check)
         self.begin(number, total, check.row("untested", reason="the check did not return"), command)
-        found = worst_of(check.check)
-        printed = self.printed()
-        if printed and found.status != "fail":
-            found = CheckResult("fail", worst=wrong(f"printed to stdout: {printed!r}"))
+        found = silent_worst_of(check.check, self.printed)
         ratio, excess = (found.worst.ratio, found.excess) if found.status in ("pass", "fail") else (None, None)
         if found.status != "fail":
             return check.row(found.status, ratio, found.reason, excess)
