@@ -11,7 +11,7 @@ from typing import Any, Unpack
 from contrastile import problems, validation
 from contrastile.backends.arrays import library_of, transfer
 from contrastile.backends.contract import Options
-from contrastile.backends.eager import outside_of_graphs
+from contrastile.backends.eager import imported, outside_of_graphs
 from contrastile.backends.registry import checked, choose, require
 from contrastile.plan import Given, Plan, Settings, complete
 from contrastile.schedules import local, schedule
@@ -36,9 +36,17 @@ def evaluate(build: Builder, settings: Given, *args: Any, **kwargs: Any) -> Arra
         BackendUnavailableError, UnsupportedProblemError, MismatchError, ExchangeError: see ``contrastile.clip_loss``.
     """
     # ranks talk to each other, and blocks are copied to a device: no graph can hold either
-    given = (settings.get(name) for name in ("group", "device", "block"))
-    chosen = _evaluate if all(x is None for x in given) else outside_of_graphs(_evaluate)
-    return chosen(build, settings, args, kwargs)
+    if any(settings.get(name) is not None for name in ("group", "device", "block")):
+        return outside_of_graphs(_evaluate)(build, settings, args, kwargs)
+    # the first call of torch tensors imports it
+    if imported("contrastile.autograd"):
+        from contrastile.autograd.steps import STEPS
+
+        what = build, *settings.items()
+        loss = STEPS.loss(what, args, kwargs, partial(make, build, settings), partial(_evaluate, build, settings))
+        if loss is not None:
+            return loss
+    return _evaluate(build, settings, args, kwargs)
 
 
 def _evaluate(build: Builder, settings: Given, args: Any, kwargs: Any) -> Array:

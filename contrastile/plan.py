@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, TypedDict
 
 from contrastile.backends.arrays import ArrayLibrary
@@ -92,12 +92,14 @@ class Plan:
         name: the backend's, known to the registry.
         options: how.
         library: the caller's array library.
+        replay: whether the backend may launch small blocks from CUDA graphs that it captured in earlier calls.
     """
 
     problem: Problem
     name: str
     options: Options
     library: ArrayLibrary
+    replay: bool = False
 
     @property
     def backend(self) -> Backend:
@@ -106,11 +108,22 @@ class Plan:
         Raises:
             ValueError, BackendUnavailableError, TypeError: see ``registry.load``.
         """
-        return load(self.name)
+        found = load(self.name)
+        if not self.replay:
+            return found
+        from contrastile.backends.replay import replayed
+
+        return replayed(found)
+
+    def replaying(self) -> Plan:
+        """The plan of an eager call of torch tensors; of a process alone it is whole steps that are replayed."""
+        backend = self.backend
+        replay = self.problem.placement is not None and backend.replayable and backend.arrays.name == "torch"
+        return replace(self, replay=replay) if replay else self
 
     def with_arrays(self, arrays: Sequence[Any]) -> Plan:
         """The plan for other arrays, in the order of ``Problem.arrays``."""
-        return Plan(self.problem.with_arrays(arrays), self.name, self.options, self.library)
+        return Plan(self.problem.with_arrays(arrays), self.name, self.options, self.library, self.replay)
 
     def without_arrays(self) -> Plan:
         """The plan with None for each array: what outlives a call without holding memory."""

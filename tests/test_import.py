@@ -155,7 +155,7 @@ def test_optional_packages_stay_in_the_modules_that_need_them(path: Path) -> Non
 def test_a_backend_knows_no_other_backend_no_autograd_and_no_loss(path: Path) -> None:
     own = ".".join(name_of(path).split(".")[:2])
     for imported in inside(imports(path)):
-        shared = {f"backends.{name}" for name in ("contract", "arrays", "passes", "settings", "replay")}
+        shared = {f"backends.{name}" for name in ("contract", "arrays", "passes", "settings")}
         assert within(imported, own) or imported in shared or within(imported, "oracle"), imported
 
 

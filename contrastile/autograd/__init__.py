@@ -2,6 +2,7 @@
 
 ``bodies`` say what is computed of a plan. ``functions`` are autograd functions over the bodies, for eager calls and
 for torch.func; ``operators`` are the bodies as ``torch.library`` operators, which compilers, tracers and modes can see.
+``steps`` are whole small steps from CUDA graphs.
 Saved for the backward: the features as they came, O(m + n) vectors, for the sigmoid loss its gradients (they come with
 the value, in one pass), and of an eager call what a backend was told to keep.
 
@@ -15,7 +16,7 @@ from typing import cast
 import torch
 from torch import Tensor
 
-from contrastile.autograd import bodies, functions, operators
+from contrastile.autograd import functions, operators
 from contrastile.plan import Plan
 
 
@@ -40,7 +41,7 @@ def evaluate(plan: Plan) -> Tensor:
     grad = torch.is_grad_enabled()
     if functions.direct(arrays):
         # asked here: inside a function's forward gradients are always off
-        return functions.eager_loss(bodies.replaying(plan), grad=grad)
+        return functions.eager_loss(plan.replaying(), grad=grad)
     if not problem.traceable:
         return functions.eager_loss(plan, grad=grad)
     settings, columns, vectors = operators.settings_of(plan), problem.columns, arrays[3:11]

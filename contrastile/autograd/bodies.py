@@ -5,15 +5,13 @@ Of what is not wanted, or is none, there is None.
 
 from __future__ import annotations
 
-from collections.abc import Hashable, Sequence
-from dataclasses import replace
-from functools import cache
+from collections.abc import Sequence
 
 from torch import Tensor
 
 from contrastile.backends.arrays import transfer, working_for
-from contrastile.backends.contract import Options
-from contrastile.backends.replay import GRAPHS, fits
+from contrastile.backends.replay import fits
+from contrastile.backends.settings import kept_bytes
 from contrastile.plan import Plan
 from contrastile.schedules import local, schedule
 from contrastile.schedules.native import native
@@ -34,19 +32,6 @@ def softmax_loss(plan: Plan, *, keep: bool = False) -> Found:
         plan: over tensors.
         keep: see ``local.forward``.
     """
-    if not _replayed(plan):
-        return _softmax_loss(plan, keep)
-    whole = _within_a_graph(plan)
-    # what was kept would be copied, and held, in each of the graphs
-    return GRAPHS.call(
-        ("softmax_loss", *_key(plan), keep),
-        plan.problem.arrays(),
-        lambda given: _softmax_loss(whole.with_arrays(given), keep),
-        lambda found: found[STATE] is not None,
-    )
-
-
-def _softmax_loss(plan: Plan, keep: bool) -> Found:
     problem, backend, library = plan.problem, plan.backend, plan.library
     with native(problem, library, backend) as inside:
         saved = schedule.forward(inside, backend, plan.options, keep=keep)
@@ -68,18 +53,6 @@ def softmax_gradients(plan: Plan, state: Found, upstream: Tensor, wanted: local.
         upstream: 0-d.
         wanted: which gradients to give.
     """
-    kept = state[-1]
-    if kept is not None or not _replayed(plan):
-        return _softmax_gradients(plan, state, upstream, wanted)
-    whole, lses = _within_a_graph(plan), state[:4]
-    return GRAPHS.call(
-        ("softmax_gradients", *_key(plan), wanted),
-        (upstream, *lses, *plan.problem.arrays()),
-        lambda given: _softmax_gradients(whole.with_arrays(given[5:]), (*given[1:5], None, None), given[0], wanted),
-    )
-
-
-def _softmax_gradients(plan: Plan, state: Found, upstream: Tensor, wanted: local.Wanted) -> Found:
     problem, backend, library = plan.problem, plan.backend, plan.library
     with native(problem, library, backend) as inside:
         *given, kept = state
@@ -141,29 +114,12 @@ def _outside(plan: Plan, first: Found, columns: Found, rows: Tensor, scale: Tens
     return [transfer(x, source, target, dtype) for x, dtype in zip(found, dtypes, strict=True)]
 
 
-def _replayed(plan: Plan) -> bool:
-    """Whether the whole of it may come from a graph; of several processes only what lies between their messages."""
-    problem = plan.problem
-    if not plan.options.replay or not problem.traceable or not plan.backend.replayable:
+def may_be_replayed(plan: Plan) -> bool:
+    """Whether a whole step may come from graphs: small, of a process alone, and nothing is kept of its forward.
+
+    What is kept would be held in the graphs' memory.
+    """
+    problem, backend = plan.problem, plan.backend
+    if not problem.traceable or not backend.replayable or (backend.keeping is not None and kept_bytes(plan.options)):
         return False
     return fits(problem.rows, sum([x.shape[0] for x in problem.columns or (problem.rows,)]))
-
-
-def _key(plan: Plan) -> tuple[Hashable, ...]:
-    """All that the result depends on besides arrays."""
-    return plan.name, plan.options, plan.problem.match
-
-
-def replaying(plan: Plan) -> Plan:
-    """The plan of an eager call, whose kernels may come from CUDA graphs."""
-    return Plan(plan.problem, plan.name, _with_replay(plan.options, True), plan.library)
-
-
-def _within_a_graph(plan: Plan) -> Plan:
-    """The plan, of which the backend replays no part."""
-    return Plan(plan.problem, plan.name, _with_replay(plan.options, False), plan.library)
-
-
-@cache
-def _with_replay(options: Options, replay: bool) -> Options:
-    return replace(options, replay=replay)

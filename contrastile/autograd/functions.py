@@ -84,7 +84,7 @@ class SoftmaxLoss(torch.autograd.Function):
         state, arrays = saved[: bodies.STATE], saved[bodies.STATE :]
         _, _, rows, scale, *columns = ctx.needs_input_grad
         wanted = local.Wanted(rows, tuple(columns), scale)
-        if _is_seen(arriving):
+        if is_seen(arriving):
             function: Any = SoftmaxGradients
             given = function.apply(ctx.plan, wanted, arriving, *state[:-1], *arrays)
             return None, None, *_only((rows, scale, *columns), given)
@@ -112,14 +112,14 @@ class SigmoidLoss(torch.autograd.Function):
         (arriving,) = upstream
         arriving, wanted = arriving.resolve_neg(), ctx.wanted
         rows, scale, *sums = ctx.saved_tensors
-        if _is_seen(arriving):
+        if is_seen(arriving):
             function: Any = SigmoidGradients
             given = function.apply(ctx.plan, wanted, arriving, rows, scale, *sums)
             return None, None, *_only((wanted.rows, wanted.scale, wanted.bias, *wanted.columns), given)
         return None, None, *bodies.sigmoid_gradients(ctx.plan, rows, scale, sums, arriving, wanted)
 
 
-def _is_seen(upstream: Tensor) -> bool:
+def is_seen(upstream: Tensor) -> bool:
     """Whether somebody must see the gradients' function: a derivative of them is asked for, or a mode is on."""
     return torch.is_grad_enabled() or not direct((upstream,))
 
@@ -204,7 +204,7 @@ class _Loss(torch.autograd.Function):
         )
 
 
-class _Gradients(torch.autograd.Function):
+class Gradients(torch.autograd.Function):
     """Gradients, which have none themselves."""
 
     operator: ClassVar[str]
@@ -264,7 +264,7 @@ class FunctionalSoftmaxLoss(_Loss):
         return None, d_rows, d_scale, *[None] * 9, *d_columns
 
 
-class SoftmaxGradients(_Gradients):
+class SoftmaxGradients(Gradients):
     """The gradients of the softmax loss, where a transform or a mode sees them or a derivative is asked for."""
 
     operator = "softmax_gradients"
@@ -303,7 +303,7 @@ class FunctionalSigmoidLoss(_Loss):
         return None, d_rows, d_scale, d_bias, *[None] * 8, *d_columns
 
 
-class SigmoidGradients(_Gradients):
+class SigmoidGradients(Gradients):
     """The gradients of the sigmoid loss, where a transform or a mode sees them or a derivative is asked for."""
 
     operator = "sigmoid_gradients"

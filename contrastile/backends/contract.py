@@ -187,14 +187,12 @@ class Options:
             (``settings.workspace_bytes``).
         keep: MiB of exponentials that ``Backend.keeping`` may keep for the backward pass; None for the deployment's
             default (``settings.kept_bytes``).
-        replay: whether a backend may launch its kernels from a CUDA graph that it has captured in an earlier call.
     """
 
     tile: tuple[int, int] | None = None
     precision: str = "ieee"
     workspace: int | None = None
     keep: int | None = None
-    replay: bool = False
 
 
 @dataclass(frozen=True, slots=True)

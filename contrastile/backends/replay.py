@@ -3,10 +3,11 @@
 
 A call signature (shapes, dtypes, settings, stream) that repeats is captured, and replayed from then on: inputs are
 copied to where the graph reads them, outputs to the caller's memory. The kernels and their order are the same, and so
-are the bits.
+are the bits. ``replayed`` does so for the primitives of a backend, which ranks call between their messages;
+``contrastile.autograd.steps`` for the whole steps of a process alone.
 
 Graphs of one stream share the memory between their kernels; it stays reserved, as do the inputs and outputs of each
-graph: O(b d) bytes. At most ``MOST`` graphs are held, and CONTRASTILE_GRAPHS=0 has none made.
+graph: O(b d) bytes. At most ``MOST`` signatures are held, and CONTRASTILE_GRAPHS=0 has none captured.
 """
 
 from __future__ import annotations
@@ -15,17 +16,33 @@ import logging
 import os
 import threading
 from collections.abc import Callable, Hashable, Sequence
-from dataclasses import dataclass, field
-from typing import Any
+from dataclasses import replace
+from functools import cache
+from typing import Any, Generic, Protocol, TypeVar
 
 import torch
 
 from contrastile.backends import eager
-from contrastile.backends.contract import Block, Pairs
+from contrastile.backends.contract import (
+    STATISTICS,
+    WEIGHTS,
+    Array,
+    Backend,
+    Block,
+    ColumnForm,
+    Finished,
+    Options,
+    Pairs,
+    Statistics,
+    Weights,
+)
 from contrastile.backends.settings import VARIABLES
 
 Tensors = Sequence[Any]
 """Tensors on one GPU; None stays None."""
+
+Where = tuple[int, int]
+"""A device and a stream."""
 
 WORK, FEATURES = 1 << 38, 1 << 26
 """Rows x columns x width, and the numbers of the features, up to which a problem is replayed."""
@@ -34,11 +51,11 @@ SETTING = "CONTRASTILE_GRAPHS"
 """The environment variable that turns graphs off: 0."""
 
 MOST = 8
-"""Graphs held; the least recently used goes first."""
+"""Signatures held; the least recently used goes first."""
 
 WORTH = 4
 """Replays that pay for a capture: what goes with fewer of them is launched from then on, or more call
-signatures than graphs are held, one after the other, would be captured for ever."""
+signatures than are held, one after the other, would be captured for ever."""
 
 _BEFORE = 2
 """Calls before the one that is captured."""
@@ -47,55 +64,26 @@ _KNOWN = 64
 """Call signatures that are counted."""
 
 _log = logging.getLogger(__name__)
+_sides: dict[int, Any] = {}
 
 
-def fits(rows: Any, columns: int) -> bool:
-    """Whether so many columns against these rows may be replayed: few, and nobody captures or infers around them."""
-    m, d = rows.shape
+def may_be_captured() -> bool:
+    """Whether nobody captures or infers around this call, and graphs are not turned off."""
     return (
-        rows.is_cuda
-        and m * columns * d <= WORK
-        and (m + columns) * d <= FEATURES
-        and hasattr(torch._C, "_cuda_getCurrentRawStream")
-        and not torch.is_inference_mode_enabled()
+        not torch.is_inference_mode_enabled()
         and not torch.cuda.is_current_stream_capturing()
+        and hasattr(torch._C, "_cuda_getCurrentRawStream")
         and os.environ.get(SETTING, "1") != "0"
     )
 
 
-def arrays_of(block: Block) -> list[Any]:
-    """The arrays of a block, which ``rebuilt`` puts together."""
-    pairs = block.pairs
-    return [
-        *(block.rows, block.columns, block.scale, block.bias),
-        *(pairs.positives, pairs.excluded, pairs.row_ids, pairs.column_ids),
-    ]
+def fits(rows: Any, columns: int) -> bool:
+    """Whether so many columns against these rows are few enough to be replayed."""
+    m, d = rows.shape
+    return bool(rows.is_cuda) and 0 < m * columns * d <= WORK and (m + columns) * d <= FEATURES
 
 
-def rebuilt(arrays: Tensors, block: Block) -> Block:
-    """The block with other arrays."""
-    rows, columns, scale, bias, positives, excluded, row_ids, column_ids = arrays[:8]
-    pairs = Pairs(positives, excluded, row_ids, column_ids, block.pairs.match)
-    return Block(rows, columns, scale, bias, pairs, block.symmetric)
-
-
-class _Packed:
-    """Vectors of one dtype that lie side by side, each where 16 bytes begin, so that one copy takes them all."""
-
-    def __init__(self, vectors: Sequence[Any]) -> None:
-        self.lengths = [x.shape[0] for x in vectors]
-        step = 16 // vectors[0].itemsize
-        self.sizes = [-(-length // step) * step for length in self.lengths]
-        self.whole = vectors[0].new_empty(sum(self.sizes))
-        torch._foreach_copy_(self.parts(self.whole), list(vectors))
-
-    def parts(self, whole: Any) -> list[Any]:
-        """The vectors, as views."""
-        parts = whole.split(self.sizes)
-        return [x if x.shape[0] == length else x[:length] for x, length in zip(parts, self.lengths, strict=True)]
-
-
-class _Copy:
+class Copies:
     """Copies into tensors, those of one dtype in one launch: of several dtypes each tensor would take one."""
 
     def __init__(self, into: Sequence[Any]) -> None:
@@ -103,89 +91,177 @@ class _Copy:
         for i, x in enumerate(into):
             if x.numel():
                 kinds.setdefault(x.dtype, []).append(i)
-        self._places = list(kinds.values())
+        self._groups = list(kinds.values())
         self.into = into
 
     def __call__(self, sources: Sequence[Any], into: Sequence[Any] | None = None) -> None:
         """Copy ``sources`` into the tensors, or into others like them."""
         targets = self.into if into is None else into
-        for places in self._places:
-            torch._foreach_copy_([targets[i] for i in places], [sources[i] for i in places])
+        for group in self._groups:
+            torch._foreach_copy_([targets[i] for i in group], [sources[i] for i in group])
 
 
-class _Captured:
-    """A graph, the places that its inputs are copied to, and what it finds.
+def record(where: Where, actions: Sequence[Callable[[], Tensors]], pool: Any = None) -> tuple[list[Any], list[Tensors]]:
+    """Capture what each action queues, in a graph of its own that shares its memory with the others.
+
+    Every action runs once before: what a first launch loads is loaded before anything is captured.
+
+    Args:
+        where: device and stream; graphs of one stream run one after the other: what one leaves between its kernels
+            the next may overwrite.
+        actions: each queues kernels on the current stream and gives tensors, which stay where they are.
+        pool: a graph's of the same stream that shares its memory too, or None.
+
+    Returns:
+        The graphs, and what the captured actions gave.
+
+    Raises:
+        RuntimeError: something that was queued cannot be captured.
+    """
+    device, _ = where
+    side = _sides.get(device)
+    if side is None:
+        side = _sides[device] = torch.cuda.Stream(device)  # type: ignore[no-untyped-call]
+    graphs: list[Any] = []
+    found: list[Tensors] = []
+    current = torch.cuda.current_stream(device)
+    side.wait_stream(current)
+    try:
+        with torch.cuda.stream(side):
+            for action in actions:
+                action()
+            for action in actions:
+                graph: Any = torch.cuda.CUDAGraph()
+                shared = {} if pool is None else {"pool": pool}
+                # other threads may go on allocating and synchronising
+                graph.capture_begin(**shared, capture_error_mode="thread_local")
+                try:
+                    found.append(action())
+                finally:
+                    graph.capture_end()
+                graphs.append(graph)
+                pool = graph.pool()
+    finally:
+        current.wait_stream(side)
+    return graphs, found
+
+
+class Captured(Protocol):
+    """What is captured of a call signature.
 
     Attributes:
         where: the device and the stream on which it is replayed.
-        places: copies to where the inputs are read, in their order.
-        constants: what the graph reads where it lies.
-        graph: of the kernels.
+        pool: of its graphs' memory.
         replays: how many there were.
     """
 
-    def __init__(self, where: tuple[int, int], places: _Copy, constants: list[Any]) -> None:
-        self.where, self.places, self.constants = where, places, constants
-        self.graph: Any = torch.cuda.CUDAGraph()
-        self.replays = 0
+    where: Where
+    pool: Any
+    replays: int
 
-    def hold(self, found: Tensors) -> None:
-        """Take what the graph's kernels find; called while they are captured."""
-        self._found, self._packed = list(found), None
-        packed = [x is not None and x.ndim == 1 and x.numel() > 0 for x in found]
-        vectors = [x for x, pack in zip(found, packed, strict=True) if pack]
-        if len(vectors) > 1 and len({x.dtype for x in vectors}) == 1:
-            self._packed = _Packed(vectors)
-            self._found = [self._packed if pack else x for x, pack in zip(found, packed, strict=True)]
-        self._there: list[Any] = [x for x in self._found if x is not None and x is not self._packed]
-        if self._packed is not None:
-            self._there.append(self._packed.whole)
-        self._out = _Copy(self._there)
+
+C = TypeVar("C", bound=Captured)
+
+
+class Signatures(Generic[C]):
+    """Call signatures that have come.
+
+    Attributes:
+        seen: how often each has come, until it is captured; None where that failed or was not worth it.
+        captured: by call signature, the one that was asked for last at the end.
+    """
+
+    def __init__(self) -> None:
+        self.seen: dict[Hashable, int | None] = {}
+        self.captured: dict[Hashable, C] = {}
+        self._counts = threading.Lock()
+
+    def find(self, key: Hashable) -> tuple[C | None, bool]:
+        """What was captured of it, else None and whether it has come often enough to be; counts this call."""
+        with self._counts:
+            found = self.captured.pop(key, None)
+            if found is not None:
+                self.captured[key] = found
+                return found, False
+            count = self.seen.pop(key, 0)
+            if count is not None and count >= _BEFORE:
+                return None, True
+            self.seen[key] = None if count is None else count + 1
+            if len(self.seen) > _KNOWN:
+                del self.seen[next(iter(self.seen))]
+            return None, False
+
+    def refuse(self, key: Hashable) -> None:
+        """Have it launched from now on."""
+        with self._counts:
+            self.seen[key] = None
+
+    def capture(self, key: Hashable, where: Where, make: Callable[[Any], C]) -> C | None:
+        """What ``make``, which is given a pool or None, captures of it; None where it cannot be captured."""
+        with self._counts:
+            if len(self.captured) >= MOST:
+                oldest = next(iter(self.captured))
+                if self.captured.pop(oldest).replays < WORTH:
+                    self.seen[oldest] = None
+            # a pool is gone with the last graph that has it
+            beside = next((x for x in self.captured.values() if x.where == where), None)
+        try:
+            found = make(None if beside is None else beside.pool)
+        except RuntimeError as error:
+            _log.debug("a call is not replayed: %s", error)
+            self.refuse(key)
+            return None
+        with self._counts:
+            self.captured[key] = found
+        return found
+
+
+class _Computation:
+    """A graph of a function of some tensors."""
+
+    def __init__(
+        self, where: Where, pool: Any, kinds: list[Any], arrays: Tensors, given: list[Any], compute: Any
+    ) -> None:
+        # what the graph reads where it lies
+        self.constants = [x for kind, x in zip(kinds, arrays, strict=True) if isinstance(kind, int)]
+        self.places = Copies([torch.empty(x.shape, dtype=x.dtype, device=x.device) for x in given])
+        self.places(given)
+        into = self.places.into
+        inputs = [into[kind[0]] if isinstance(kind, tuple) else x for kind, x in zip(kinds, arrays, strict=True)]
+        self.where, self.replays = where, 0
+        (self.graph,), (self._found,) = record(where, [lambda: compute(inputs)], pool)
+        self.pool = self.graph.pool()
+        self._there = [x for x in self._found if x is not None]
+        self._out = Copies(self._there)
 
     def replay(self, given: list[Any]) -> list[Any]:
         """What it finds of these, in memory of the caller's."""
         self.places(given)
         self.graph.replay()
         self.replays += 1
-        # an empty tensor has nothing that a later replay could change
-        mine = [torch.empty_like(x) if x.numel() else x for x in self._there]
+        mine = [torch.empty_like(x) for x in self._there]
         self._out(self._there, mine)
-        vectors = iter([] if self._packed is None else self._packed.parts(mine.pop()))
-        others = iter(mine)
-        return [None if x is None else next(vectors if x is self._packed else others) for x in self._found]
+        each = iter(mine)
+        return [None if x is None else next(each) for x in self._found]
 
 
-@dataclass(slots=True)
-class Graphs:
-    """The graphs of this process.
+class Graphs(Signatures[_Computation]):
+    """Functions of tensors, captured."""
 
-    Attributes:
-        seen: how often each call signature has come, until it is captured; None where that failed or was not worth it.
-        captured: by call signature, the one that was asked for last at the end.
-    """
+    def __init__(self) -> None:
+        super().__init__()
+        self._lock = threading.Lock()
 
-    seen: dict[Hashable, int | None] = field(default_factory=dict)
-    captured: dict[Hashable, _Captured] = field(default_factory=dict)
-    _lock: threading.RLock = field(default_factory=threading.RLock)
-    _sides: dict[int, Any] = field(default_factory=dict)
-
-    def call(
-        self,
-        what: Hashable,
-        arrays: Tensors,
-        compute: Callable[[Tensors], Tensors],
-        unless: Callable[[Tensors], bool] = lambda found: False,
-    ) -> Tensors:
+    def call(self, what: Hashable, arrays: Tensors, compute: Callable[[Tensors], Tensors]) -> Tensors:
         """``compute(arrays)``.
 
         Args:
             what: all else that the result depends on.
             arrays: what it is computed from, the first one on the current device.
             compute: queues kernels on the current stream, reads nothing else, and gives tensors of its own.
-            unless: whether what it gave says that such a call is not to be replayed.
         """
         device = arrays[0].get_device()
-        stream = torch._C._cuda_getCurrentRawStream(device)
+        where = device, torch._C._cuda_getCurrentRawStream(device)
         places: dict[int, int] = {}
         kinds: list[Any] = []
         given: list[Any] = []
@@ -200,77 +276,76 @@ class Graphs:
                 if place == len(given):
                     given.append(x)
                 kinds.append((place, x.dtype, x.shape))
-        key = what, device, stream, *map(os.environ.get, VARIABLES), *kinds
+        key = what, *where, *map(os.environ.get, VARIABLES), *kinds
         # the copies and the replay of one call follow each other on the stream
         with self._lock:
-            captured = self.captured.pop(key, None)
+            captured, due = self.find(key)
+            if due:
+                captured = self.capture(
+                    key, where, lambda pool: _Computation(where, pool, kinds, arrays, given, compute)
+                )
             if captured is not None:
-                self.captured[key] = captured
                 return captured.replay(given)
-            count = self.seen.pop(key, 0)
-            if count is not None and count >= _BEFORE:
-                return self._capture(key, (device, stream), kinds, arrays, given, compute)
-            self.seen[key] = None if count is None else count + 1
-            if len(self.seen) > _KNOWN:
-                del self.seen[next(iter(self.seen))]
-        found = compute(arrays)
-        if unless(found):
-            self.seen[key] = None
-        return found
-
-    def _capture(
-        self,
-        key: Hashable,
-        where: tuple[int, int],
-        kinds: list[Any],
-        arrays: Tensors,
-        given: list[Any],
-        compute: Callable[[Tensors], Tensors],
-    ) -> Tensors:
-        """This call's result; from the next one on it is replayed."""
-        constants = [x for kind, x in zip(kinds, arrays, strict=True) if isinstance(kind, int)]
-        places = [torch.empty(x.shape, dtype=x.dtype, device=x.device) for x in given]
-        copy = _Copy(places)
-        captured = _Captured(where, copy, constants)
-        copy(given)
-        inputs = [places[kind[0]] if isinstance(kind, tuple) else x for kind, x in zip(kinds, arrays, strict=True)]
-        # whatever a first launch loads is loaded before anything is captured
-        result = compute(inputs)
-        if len(self.captured) >= MOST:
-            oldest = next(iter(self.captured))
-            if self.captured.pop(oldest).replays < WORTH:
-                self.seen[oldest] = None
-        try:
-            self._record(captured, lambda: compute(inputs))
-        except RuntimeError as error:
-            _log.debug("a block is not replayed: %s", error)
-            self.seen[key] = None
-        else:
-            self.captured[key] = captured
-        return result
-
-    def _record(self, captured: _Captured, action: Callable[[], Tensors]) -> None:
-        """Capture what ``action`` queues."""
-        device, _ = captured.where
-        side: Any = self._sides.get(device)
-        if side is None:
-            side = self._sides[device] = torch.cuda.Stream(device)  # type: ignore[no-untyped-call]
-        # graphs of one stream run one after the other: what one leaves in between, the next may overwrite.
-        # A pool is gone with the last graph that has it
-        beside = (x for x in self.captured.values() if x.where == captured.where)
-        shared: dict[str, Any] = next(({"pool": x.graph.pool()} for x in beside), {})
-        current = torch.cuda.current_stream(device)
-        side.wait_stream(current)
-        try:
-            with torch.cuda.stream(side):
-                # other threads may go on allocating and synchronising
-                captured.graph.capture_begin(**shared, capture_error_mode="thread_local")
-                try:
-                    captured.hold(action())
-                finally:
-                    captured.graph.capture_end()
-        finally:
-            current.wait_stream(side)
+        return compute(arrays)
 
 
 GRAPHS = Graphs()
+
+
+def _arrays_of(block: Block) -> list[Any]:
+    """The arrays of a block, which ``_rebuilt`` puts together."""
+    pairs = block.pairs
+    return [
+        *(block.rows, block.columns, block.scale, block.bias),
+        *(pairs.positives, pairs.excluded, pairs.row_ids, pairs.column_ids),
+    ]
+
+
+def _rebuilt(arrays: Tensors, block: Block) -> Block:
+    """The block with other arrays."""
+    rows, columns, scale, bias, positives, excluded, row_ids, column_ids = arrays[:8]
+    pairs = Pairs(positives, excluded, row_ids, column_ids, block.pairs.match)
+    return Block(rows, columns, scale, bias, pairs, block.symmetric)
+
+
+@cache
+def replayed(backend: Backend) -> Backend:
+    """The backend, of torch tensors, whose ``lse`` and ``finished`` of small blocks come from graphs."""
+
+    def small(block: Block) -> bool:
+        rows = block.rows
+        return fits(rows, block.columns.shape[0]) and may_be_captured() and rows.get_device() == _current_device()
+
+    def lse(block: Block, columns: bool, options: Options) -> Statistics:
+        if not small(block):
+            return backend.lse(block, columns, options)
+
+        def compute(arrays: Tensors) -> Tensors:
+            found = backend.lse(_rebuilt(arrays, block), columns, options)
+            return [getattr(found, name) for name in STATISTICS]
+
+        what = backend.name, "lse", columns, options, block.pairs.match, block.symmetric
+        return Statistics(*GRAPHS.call(what, _arrays_of(block), compute))
+
+    def finished(
+        block: Block, weights: Weights, upstream: Array | None, columns: ColumnForm | None, options: Options
+    ) -> Finished:
+        assert backend.finished is not None
+        if weights.kept is not None or not small(block):
+            return backend.finished(block, weights, upstream, columns, options)
+
+        def compute(arrays: Tensors) -> Tensors:
+            assert backend.finished is not None
+            known = Weights(*arrays[9:])
+            found = backend.finished(_rebuilt(arrays, block), known, arrays[8], columns, options)
+            return [found.rows, found.columns, found.inner]
+
+        what = backend.name, "finished", columns, options, block.pairs.match, block.symmetric
+        arrays = *_arrays_of(block), upstream, *(getattr(weights, name) for name in WEIGHTS)
+        return Finished(*GRAPHS.call(what, arrays, compute))
+
+    return replace(backend, lse=lse, finished=None if backend.finished is None else finished)
+
+
+def _current_device() -> int:
+    return int(torch.cuda.current_device())

@@ -241,7 +241,7 @@ class _Sums:
 @local.ieee
 def forward(problem: Problem, backend: Backend, options: Options, *, keep: bool = False) -> local.Forward:
     """The softmax loss and its log-sum-exps, on the device: see ``local.forward``."""
-    walk, options = _pass(problem, backend), replace(options, replay=False)
+    walk = _pass(problem, backend)
     if _single(problem):
         return local.forward(_fetched(walk, problem), backend, options, keep=keep)
     if not problem.columns:
@@ -288,7 +288,7 @@ def backward(
     options: Options,
 ) -> local.Gradients:
     """Gradients of ``upstream * loss`` for the softmax loss: see ``local.backward``."""
-    walk, arrays, options = _pass(problem, backend), backend.arrays, replace(options, replay=False)
+    walk, arrays = _pass(problem, backend), backend.arrays
     if _single(problem):
         found = local.backward(_fetched(walk, problem), saved, upstream, wanted, backend, options)
         return _kept(walk, problem, found)
@@ -358,7 +358,7 @@ def sigmoid(
 ) -> tuple[Array, local.Sums | None]:
     """The sigmoid loss, on the device, and the sums behind its gradients, at home: see ``local.sigmoid``."""
     walk, arrays = _pass(problem, backend), backend.arrays
-    state, options = backend.state(walk.source.dtype(problem.rows)), replace(options, replay=False)
+    state = backend.state(walk.source.dtype(problem.rows))
     sums = None if wanted is None else _Sums(walk, problem, wanted, state, None)
     loss = total = None
     for visit in walk.visits(problem, sums):

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import replace
+from functools import partial
 from typing import Any
 
 import pytest
@@ -11,9 +12,18 @@ import torch
 
 import contrastile
 from contrastile import plan
-from contrastile.autograd import bodies
+from contrastile.autograd import bodies, steps
+from contrastile.autograd.steps import Steps
 from contrastile.backends import eager, replay, settings
-from contrastile.backends.contract import PRECISIONS
+from contrastile.backends.contract import (
+    PRECISIONS,
+    STATISTICS,
+    Block,
+    Finished,
+    Options,
+    Pairs,
+    Weights,
+)
 from contrastile.backends.registry import load
 from contrastile.backends.replay import Graphs
 
@@ -28,6 +38,9 @@ class Repeating:
         self.action: Callable[[], None] = lambda: None
         self.replays = 0
 
+    def pool(self) -> int:
+        return 5
+
     def replay(self) -> None:
         self.replays += 1
         self.action()
@@ -36,22 +49,28 @@ class Repeating:
 @pytest.fixture
 def graphs(monkeypatch: pytest.MonkeyPatch) -> Graphs:
     monkeypatch.setattr(torch._C, "_cuda_getCurrentRawStream", lambda device: 7, raising=False)
-    monkeypatch.setattr(torch.cuda, "CUDAGraph", Repeating)
-
-    def record(self: Graphs, captured: Any, action: Callable[[], Sequence[Any]]) -> None:
-        captured.hold(action())
-        there = captured._there
-
-        def again() -> None:
-            captured.hold(action())
-            for place, x in zip(there, captured._there, strict=True):
-                place.copy_(x)
-            captured._there = there
-
-        captured.graph.action = again
-
-    monkeypatch.setattr(Graphs, "_record", record)
+    for module in (replay, steps):
+        monkeypatch.setattr(module, "record", recorded)
     return Graphs()
+
+
+def recorded(where: Any, actions: Sequence[Callable[[], Sequence[Any]]], pool: Any) -> tuple[list[Any], list[Any]]:
+    graphs, results, grad = [], [], torch.is_grad_enabled()
+    for action in actions:
+        graph = Repeating()
+        found = action()
+
+        def again(action: Any = action, found: Any = found) -> None:
+            with torch.set_grad_enabled(grad):
+                results = action()
+            for place, x in zip(found, results, strict=True):
+                if place is not None:
+                    place.copy_(x)
+
+        graph.action = again
+        graphs.append(graph)
+        results.append(found)
+    return graphs, results
 
 
 def compute(arrays: Sequence[Any]) -> list[Any]:
@@ -79,7 +98,7 @@ def test_a_call_that_has_come_before_is_replayed_with_what_it_is_given(graphs: G
         results.append((found, compute(arrays)))
         assert len(graphs.captured) == (seed + 1 >= BEFORE)
     (captured,) = graphs.captured.values()
-    assert captured.graph.replays == 3
+    assert captured.graph.replays == 4
     # later replays leave what earlier ones gave
     assert all(same(*each) for each in results)
     assert len({x.data_ptr() for found, _ in results for x in found if x is not None and x.ndim == 2}) == len(results)
@@ -140,12 +159,11 @@ def test_more_call_signatures_in_turn_than_graphs_are_not_captured_for_ever(
 ) -> None:
     made, kinds = [], replay.MOST + 3
 
-    class Counted(Repeating):
-        def __init__(self) -> None:
-            super().__init__()
-            made.append(self)
+    def counted(*given: Any) -> Any:
+        made.append(1)
+        return recorded(*given)
 
-    monkeypatch.setattr(torch.cuda, "CUDAGraph", Counted)
+    monkeypatch.setattr(replay, "record", counted)
     counts = []
     for _ in range(20):
         for what in range(kinds):
@@ -173,11 +191,11 @@ def test_what_cannot_be_captured_is_computed_and_not_tried_again(
 ) -> None:
     tried: list[int] = []
 
-    def failing(self: Graphs, *_: Any) -> None:
+    def failing(*_: Any) -> None:
         tried.append(1)
         raise RuntimeError("operation not permitted when stream is capturing")
 
-    monkeypatch.setattr(Graphs, "_record", failing)
+    monkeypatch.setattr(replay, "record", failing)
     for seed in range(2 * BEFORE):
         arrays = drawn(seed)
         assert same(graphs.call("what", arrays, compute), compute(arrays))
@@ -185,85 +203,184 @@ def test_what_cannot_be_captured_is_computed_and_not_tried_again(
     assert not graphs.captured
 
 
-def test_packed_vectors_begin_where_16_bytes_do() -> None:
-    vectors = [torch.arange(float(k)) for k in (5, 4, 0, 1)]
-    packed = replay._Packed(vectors)
-    parts = packed.parts(packed.whole.clone())
-    assert all(map(torch.equal, parts, vectors))
-    assert all((x.data_ptr() - parts[0].data_ptr()) % 16 == 0 for x in parts)
+class OnGpu:
+    """The host's tensors pass for a GPU's."""
+
+    def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        self.steps, self.small = Steps(), True
+        patch = monkeypatch.setattr
+        patch(steps, "STEPS", self.steps)
+        patch(steps, "may_be_captured", lambda: True)
+        patch(steps.Call, "device", lambda call: -1)
+        patch(bodies, "fits", lambda rows, columns: self.small)
 
 
-@pytest.mark.parametrize("frozen", [(), (0,), (1,), (2,), (0, 1, 2)])
-def test_a_loss_and_its_gradients_are_replayed_whole(
-    frozen: tuple[int, ...], graphs: Graphs, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(bodies, "GRAPHS", graphs)
-
-    def step(seed: int, small: bool) -> list[Any]:
-        monkeypatch.setattr(bodies, "fits", lambda rows, columns: small)
-        leaves = [*drawn(seed, 5, 5), torch.tensor(3.0 + seed)]
-        for i, x in enumerate(leaves):
-            x.requires_grad_(i not in frozen)
-        loss = contrastile.clip_loss(*leaves, backend="torch")
-        if loss.requires_grad:
-            (-2.5 * loss).backward()
-        return [loss.detach(), *(x.grad for x in leaves)]
-
-    found = [(step(seed, True), step(seed, False)) for seed in range(BEFORE + 2)]
-    assert all(same(*each) for each in found)
-    assert len(graphs.captured) == 1 + (len(frozen) < 3)
-    assert all(each.graph.replays == 2 for each in graphs.captured.values())
+@pytest.fixture
+def gpu(graphs: Graphs, monkeypatch: pytest.MonkeyPatch) -> OnGpu:
+    return OnGpu(monkeypatch)
 
 
-def test_other_options_are_another_graph(graphs: Graphs, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(bodies, "GRAPHS", graphs)
-    monkeypatch.setattr(bodies, "fits", lambda rows, columns: True)
+LABELS = torch.tensor([0, 1, 0, 2, 1])
+Loss = Callable[..., Any]
+LOSSES: dict[str, tuple[Loss, int]] = {
+    "clip_loss": (contrastile.clip_loss, 2),
+    "ids": (partial(contrastile.clip_loss, ids=LABELS), 2),
+    "info_nce": (contrastile.info_nce, 2),
+    "negatives": (lambda a, b, c, scale, **more: contrastile.info_nce(a, b, scale, negatives=[c, c * 2], **more), 3),
+    "nt_xent": (contrastile.nt_xent, 2),
+    "sup_con": (lambda a, scale, **more: contrastile.sup_con(a, LABELS, scale, **more), 1),
+    "sigmoid_loss": (lambda a, b, scale, **more: contrastile.sigmoid_loss(a, b, scale, -scale, **more), 2),
+}
+
+
+def leaves(seed: int, towers: int, frozen: Sequence[int] = ()) -> list[Any]:
+    found = [*drawn(seed, 5, 5), torch.flip(drawn(seed, 5, 5)[0], (0,))][:towers]
+    return [x.requires_grad_(i not in frozen) for i, x in enumerate([*found, torch.tensor(3.0 + seed)])]
+
+
+def gradients(loss: Any, given: Sequence[Any]) -> list[Any]:
+    wanted = [x for x in given if x.requires_grad]
+    return [loss.detach(), *(torch.autograd.grad(-2.5 * loss, wanted) if wanted else ())]
+
+
+@pytest.mark.parametrize(
+    ("name", "frozen"), [*((name, ()) for name in LOSSES), *(("clip_loss", x) for x in ((0,), (1,), (2,), (0, 1, 2)))]
+)
+def test_a_whole_step_is_replayed(name: str, frozen: tuple[int, ...], gpu: OnGpu) -> None:
+    loss, towers = LOSSES[name]
+    for seed in range(BEFORE + 2):
+        results = []
+        for gpu.small in (True, False):
+            given = leaves(seed, towers, frozen)
+            results.append(gradients(loss(*given, backend="torch" if gpu.small else "auto"), given))
+        assert same(*results)
+    (step,) = gpu.steps.captured.values()
+    assert step.replays == 3
+    assert (step._backward is step._forward) == (len(frozen) == 3)
+
+
+def test_another_call_between_a_step_and_its_gradients_changes_nothing(gpu: OnGpu) -> None:
+    for seed in range(BEFORE + 2):
+        first, second = leaves(seed, 2), leaves(seed + 7, 2)
+        expected = [gradients(plain(*x), x) for x in (first, second)]
+        losses = [contrastile.clip_loss(*x, backend="torch") for x in (first, second)]
+        for index in (0, 1, 0):
+            wanted = torch.autograd.grad(-2.5 * losses[index], [*(first, second)[index]], retain_graph=True)
+            assert same([losses[index].detach(), *wanted], expected[index])
+    assert len(gpu.steps.captured) == 1
+
+
+def plain(*given: Any) -> Any:
+    """The loss, of arguments that nothing else was called with."""
+    return contrastile.clip_loss(*given, backend="torch", workspace=int(torch.randint(1, 1 << 30, ())))
+
+
+def test_what_a_replayed_step_saved_is_checked_as_ever(gpu: OnGpu) -> None:
+    for _ in range(BEFORE + 1):
+        given = leaves(0, 2)
+        loss = contrastile.clip_loss(*given, backend="torch")
+    assert loss.grad_fn.name() == "ReplayedBackward"
+    again = contrastile.clip_loss(*given, backend="torch")
+    with pytest.raises(RuntimeError, match="must not be differentiated itself"):
+        torch.autograd.grad(torch.autograd.grad(again, given[0], create_graph=True)[0].sum(), given[1])
+    loss.backward()
+    with pytest.raises(RuntimeError, match="second time"):
+        loss.backward()
+    changed = contrastile.clip_loss(*given, backend="torch")
+    with torch.no_grad():
+        given[0].mul_(2)
+    with pytest.raises(RuntimeError, match="inplace"):
+        changed.backward()
+
+
+def test_other_settings_are_another_step(gpu: OnGpu, monkeypatch: pytest.MonkeyPatch) -> None:
     given: list[dict[str, Any]] = [{}, {"tile": 2}, {"workspace": 3}, {"keep": 3}, {"precision": "split"}]
     image, text = drawn(0, 5, 5)[:2]
     backend = replace(load("torch"), precisions=frozenset(PRECISIONS))
     monkeypatch.setattr(plan, "load", lambda name: backend)
-    for options in given:
+    for more in given:
         for _ in range(BEFORE):
-            contrastile.clip_loss(image, text, 3.0, backend="torch", **options)
-    assert len(graphs.captured) == len(given)
+            contrastile.clip_loss(image, text, 3.0, backend="torch", **more)
+    # another number, another rule for autograd, autocast: each is another call
+    for _ in range(BEFORE):
+        contrastile.clip_loss(image, text, 4.0, backend="torch")
+        contrastile.clip_loss(image.requires_grad_(), text, 3.0, backend="torch")
+        image.requires_grad_(False)
+    assert len(gpu.steps.captured) == len(given) + 2
 
 
-def test_a_backend_that_does_not_say_it_may_be_is_not_replayed(graphs: Graphs, monkeypatch: pytest.MonkeyPatch) -> None:
-    somebody_s = replace(load("torch"), replayable=False)
-    monkeypatch.setattr(bodies, "GRAPHS", graphs)
-    monkeypatch.setattr(bodies, "fits", lambda rows, columns: True)
-    monkeypatch.setattr(plan, "load", lambda name: somebody_s)
+@pytest.mark.parametrize("why", ["large", "not replayable", "kept", "list", "subclass", "negative", "compiled"])
+def test_what_is_not_replayed(why: str, gpu: OnGpu, monkeypatch: pytest.MonkeyPatch) -> None:
+    backend = load("torch")
+    if why == "not replayable":
+        backend = replace(backend, replayable=False)
+    if why == "kept":
+        backend = replace(backend, keeping=backend.lse)
+    monkeypatch.setattr(plan, "load", lambda name: backend)
+    monkeypatch.setattr(torch.compiler, "is_compiling", lambda: why == "compiled")
+    gpu.small = why != "large"
+    more: dict[str, Any] = {"tile": [2, 2]} if why == "list" else {"keep": 3}
     for seed in range(2 * BEFORE):
-        leaves = [x.requires_grad_() for x in (*drawn(seed, 5, 5), torch.tensor(3.0))]
-        contrastile.clip_loss(*leaves, backend="torch").backward()
-    assert not graphs.captured
-    assert not graphs.seen
+        given = leaves(seed, 2)
+        image = given[0]
+        if why == "subclass":
+            image = image.as_subclass(type("Mine", (torch.Tensor,), {}))
+        if why == "negative":
+            image = torch._neg_view(image)
+        contrastile.clip_loss(image, *given[1:], backend="torch", **more)
+    assert not gpu.steps.captured
+    counted = why in ("large", "not replayable", "kept")
+    assert list(gpu.steps.seen.values()) == ([None] if counted else [])
 
 
-def test_a_problem_of_which_something_is_kept_is_not_replayed(graphs: Graphs, monkeypatch: pytest.MonkeyPatch) -> None:
-    def keeping(arrays: Sequence[Any]) -> list[Any]:
-        return [*compute(arrays), torch.ones(1)]
+def test_primitives_between_messages_are_replayed(graphs: Graphs, monkeypatch: pytest.MonkeyPatch) -> None:
+    torch_backend = load("torch")
+    finished_blocks: list[Any] = []
 
-    for seed in range(2 * BEFORE):
-        graphs.call("what", drawn(seed), keeping, lambda found: found[-1].numel() > 0)
-    assert not graphs.captured
-    assert list(graphs.seen.values()) == [None]
+    def finished(block: Any, weights: Any, upstream: Any, columns: Any, options: Any) -> Any:
+        finished_blocks.append(block)
+        return Finished(block.rows * upstream, block.columns * 2, weights.row_weight.double().sum())
+
+    backend = replay.replayed(replace(torch_backend, finished=finished))
+    monkeypatch.setattr(replay, "GRAPHS", graphs)
+    monkeypatch.setattr(replay, "fits", lambda rows, columns: True)
+    monkeypatch.setattr(replay, "may_be_captured", lambda: True)
+    monkeypatch.setattr(replay, "_current_device", lambda: -1)
+    for seed in range(BEFORE + 2):
+        rows, columns = drawn(seed)[:2]
+        block = Block(rows, columns, torch.tensor(2.0), pairs=Pairs(positives=torch.arange(5) % 3))
+        found = backend.lse(block, True, Options())
+        expected = torch_backend.lse(block, True, Options())
+        assert same(*([getattr(x, name) for name in STATISTICS] for x in (found, expected)))
+        weights = Weights(found.row_negative_lse, found.row_positive_lse, rows[:, 0], rows[:, 1])
+        assert backend.finished is not None
+        done = backend.finished(block, weights, torch.tensor(3.0), "gradient", Options())
+        assert same([done.rows, done.columns, done.inner], [rows * 3, columns * 2, rows[:, 0].double().sum()])
+    assert [x.replays for x in graphs.captured.values()] == [3, 3]
+    before = len(finished_blocks)
+    backend.finished(block, replace(weights, kept=rows), torch.tensor(3.0), "gradient", Options())
+    assert finished_blocks[before:] == [block]
 
 
-class OnGpu(torch.Tensor):
+class Cuda(torch.Tensor):
     """Says that it is on a GPU."""
 
     is_cuda = True
 
 
-@pytest.mark.parametrize("why", ["", "on the host", "large", "wide", "inference", "captured", "setting"])
-def test_a_problem_is_replayed_where_it_is_small_and_eager(why: str, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize("why", ["", "on the host", "large", "wide", "empty"])
+def test_a_problem_fits_where_it_is_small(why: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    if why in ("large", "wide"):
+        monkeypatch.setattr(replay, "WORK" if why == "large" else "FEATURES", 59 if why == "large" else 31)
+    rows = torch.ones(0 if why == "empty" else 5, 4)
+    assert replay.fits(rows if why == "on the host" else rows.as_subclass(Cuda), 3) == (not why)
+
+
+@pytest.mark.parametrize("why", ["", "inference", "captured", "setting"])
+def test_nobody_captures_or_infers_around_a_call(why: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(torch._C, "_cuda_getCurrentRawStream", lambda device: 7, raising=False)
     monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: why == "captured")
     if why == "setting":
         monkeypatch.setenv(replay.SETTING, "0")
-    if why in ("large", "wide"):
-        monkeypatch.setattr(replay, "WORK" if why == "large" else "FEATURES", 59 if why == "large" else 31)
-    rows = torch.ones(5, 4)
     with torch.inference_mode(why == "inference"):
-        assert replay.fits(rows if why == "on the host" else rows.as_subclass(OnGpu), 3) == (not why)
+        assert replay.may_be_captured() == (not why)

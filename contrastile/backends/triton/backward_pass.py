@@ -10,8 +10,7 @@ from typing import Any
 
 import torch
 
-from contrastile.backends import replay
-from contrastile.backends.contract import WEIGHTS, Array, Block, ColumnForm, Finished, Options, Weights
+from contrastile.backends.contract import Array, Block, ColumnForm, Finished, Options, Weights
 from contrastile.backends.passes import Chunk, ceil_div, chunks, gradient_scaling
 from contrastile.backends.triton import backward, positives, precheck, sums
 from contrastile.backends.triton.arrays import multiplied
@@ -40,17 +39,7 @@ def finished(
     rows = block.rows
     with on_device(rows):
         if rows.shape[0] and block.columns.shape[0]:
-            if not options.replay or not replay.fits(rows, block.columns.shape[0]):
-                return _Pass(block, _times(weights, upstream), options).final_gradients(columns)
-
-            def compute(arrays: replay.Tensors) -> replay.Tensors:
-                known = _times(Weights(*arrays[9:]), arrays[8])
-                done = _Pass(replay.rebuilt(arrays, block), known, options).final_gradients(columns)
-                return done.rows, done.columns, done.inner
-
-            arrays = *replay.arrays_of(block), upstream, *(getattr(weights, name) for name in WEIGHTS)
-            what = "finished", columns, options, block.pairs.match
-            return Finished(*replay.GRAPHS.call(what, arrays, compute))
+            return _Pass(block, _times(weights, upstream), options).final_gradients(columns)
 
         def zeros(shape: Any, dtype: Any) -> Any:
             return torch.zeros(shape, dtype=dtype, device=rows.device)

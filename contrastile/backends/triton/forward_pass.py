@@ -8,8 +8,7 @@ from typing import Any
 
 import torch
 
-from contrastile.backends import replay
-from contrastile.backends.contract import STATISTICS, Block, Options, Statistics
+from contrastile.backends.contract import Block, Options, Statistics
 from contrastile.backends.passes import Chunk, ceil_div, chunks
 from contrastile.backends.triton import forward, positives, precheck
 from contrastile.backends.triton.common import BLOCK, DEPTH, LANES, LINES, empty, step
@@ -24,15 +23,7 @@ def lse(block: Block, columns: bool, options: Options) -> Statistics:
     with on_device(block.rows):
         if m == 0 or n == 0:
             return _nothing(block.rows, m, n if columns else None)
-        if not options.replay or not replay.fits(block.rows, n):
-            return _Pass(block, columns, options).run()
-
-        def compute(arrays: replay.Tensors) -> replay.Tensors:
-            found = _Pass(replay.rebuilt(arrays, block), columns, options).run()
-            return tuple(getattr(found, name) for name in STATISTICS)
-
-        what = "lse", columns, options, block.pairs.match
-        return Statistics(*replay.GRAPHS.call(what, replay.arrays_of(block), compute))
+        return _Pass(block, columns, options).run()
 
 
 def _nothing(like: Any, m: int, n: int | None) -> Statistics:

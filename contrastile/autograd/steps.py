@@ -1,0 +1,253 @@
+# pyright: reportPrivateImportUsage=false, reportArgumentType=false
+"""Small steps of a process alone, from CUDA graphs: launching their kernels takes longer than running them.
+
+A call signature (loss, shapes, dtypes, settings, stream) that repeats is captured, from the arguments as they came to
+the loss in one graph, and on to their gradients in a second one. From then on a step copies its arguments to where the
+graphs read them, replays, and copies what it finds to memory of the caller's. Nothing is validated again: a call of a
+known signature can differ only in values that are on the GPU. The kernels and their order are those of a launched step,
+and so are the bits.
+"""
+
+from __future__ import annotations
+
+import itertools
+import os
+import threading
+from collections.abc import Callable, Hashable, Sequence
+from typing import Any, cast
+
+import torch
+from torch import Tensor
+
+from contrastile.autograd import bodies, functions, operators
+from contrastile.backends import eager
+from contrastile.backends.replay import FEATURES, Copies, Signatures, Where, may_be_captured, record
+from contrastile.backends.settings import VARIABLES
+from contrastile.plan import Plan
+
+_TENSORS = (Tensor, torch.nn.Parameter)
+_CONSTANTS = (int, float, bool, type(None))
+_replay_numbers = itertools.count(1)
+
+
+class Call:
+    """A call of a loss whose arguments are numbers, None, tensors of one GPU or sequences of these.
+
+    Attributes:
+        tensors: those among the arguments, in their order.
+        kinds: what the result depends on besides their values.
+    """
+
+    def __init__(self, args: Sequence[Any], kwargs: dict[str, Any], grad: bool) -> None:
+        self.args, self.kwargs, self.grad = args, kwargs, grad
+        self.tensors: list[Tensor] = []
+        self.kinds: list[Hashable] = []
+        self.known = all(map(self._take, (*args, *kwargs.values())))
+
+    def _take(self, x: Any) -> bool:
+        kind = type(x)
+        if kind in _TENSORS:
+            self.tensors.append(x)
+            self.kinds.append((x.dtype, x.layout, x.shape, self.grad and x.requires_grad))
+            return not (x.is_nested or x.is_neg())
+        if kind in _CONSTANTS:
+            self.kinds.append((kind, x))
+            return True
+        if kind in (list, tuple):
+            self.kinds.append(len(x))
+            return all(map(self._take, x))
+        return False
+
+    def device(self) -> int | None:
+        """The GPU of all tensors, few numbers and on the current one, or None."""
+        tensors = self.tensors
+        if not tensors or not tensors[0].is_cuda or sum(x.numel() for x in tensors) > FEATURES:
+            return None
+        device = torch.cuda.current_device()
+        return device if all(x.get_device() == device for x in tensors) else None
+
+    def with_tensors(self, tensors: Sequence[Tensor]) -> tuple[list[Any], dict[str, Any]]:
+        """The arguments, with other tensors."""
+        each = iter(tensors)
+
+        def put(x: Any) -> Any:
+            if type(x) in _TENSORS:
+                return next(each)
+            return [put(y) for y in x] if type(x) in (list, tuple) else x
+
+        return [put(x) for x in self.args], {name: put(x) for name, x in self.kwargs.items()}
+
+
+class Step:
+    """The graphs of one call signature.
+
+    Attributes:
+        where: the device and the stream on which they are replayed.
+        pool: of their memory.
+        replays: how many there were.
+    """
+
+    def __init__(self, where: Where, pool: Any, call: Call, launch: Callable[..., Tensor]) -> None:
+        self.where, self.replays, self._latest = where, 0, 0
+        # taken by backward passes, which have a thread of their own: nobody may hold it and wait for one
+        self._lock = threading.Lock()
+        self._places = [torch.empty_like(x, memory_format=torch.contiguous_format) for x in call.tensors]
+        self._copies = Copies(self._places)
+        self._copies([x.detach() for x in call.tensors])
+        for place, x in zip(self._places, call.tensors, strict=True):
+            place.requires_grad_(call.grad and x.requires_grad)
+        self.wants = [x.requires_grad for x in self._places]
+        wanted = [x for x in self._places if x.requires_grad]
+        args, kwargs = call.with_tensors(self._places)
+        self._loss: Any = None
+        self._upstream: Any = None
+
+        def forward() -> list[Tensor]:
+            # held: the second graph reads what the first one leaves
+            self._loss = launch(args, kwargs)
+            if self._upstream is None:
+                self._upstream = torch.ones_like(self._loss)
+            return [self._loss.detach()]
+
+        def backward() -> list[Tensor]:
+            found = torch.autograd.grad(self._loss, wanted, self._upstream, retain_graph=True)
+            return [x.detach() for x in found]
+
+        graphs, found = record(where, [forward, backward] if wanted else [forward], pool)
+        self.pool = graphs[0].pool()
+        self._forward, self._backward = graphs[0], graphs[-1]
+        (self._value,), self._found = found[0], found[-1]
+        self._out = Copies(self._found)
+
+    def loss(self, tensors: Sequence[Tensor]) -> tuple[Tensor, int]:
+        """The loss of these tensors, and the number of the replay that gave it."""
+        with self._lock:
+            self._latest = self._replayed(tensors)
+            return self._value.clone(), self._latest
+
+    def _replayed(self, tensors: Sequence[Tensor]) -> int:
+        self._copies([x.detach() for x in tensors])
+        self._forward.replay()
+        self.replays += 1
+        return next(_replay_numbers)
+
+    def gradients(self, number: int, tensors: Sequence[Tensor], upstream: Tensor) -> list[Tensor | None]:
+        """Gradients of ``upstream * loss`` for each tensor, None for one that wants none.
+
+        Args:
+            number: of the replay that gave the loss.
+            tensors: what it was given.
+            upstream: 0-d.
+        """
+        with self._lock:
+            if number != self._latest:
+                # another call of this signature came in between
+                self._replayed(tensors)
+                self._latest = number
+            self._upstream.copy_(upstream)
+            self._backward.replay()
+            mine = [torch.empty_like(x) for x in self._found]
+            self._out(self._found, mine)
+        found = iter(mine)
+        return [next(found) if want else None for want in self.wants]
+
+
+class Replayed(torch.autograd.Function):
+    """A step."""
+
+    @staticmethod
+    def forward(ctx: Any, step: Step, *tensors: Tensor) -> Tensor:
+        """The loss."""
+        ctx.step = step
+        ctx.save_for_backward(*tensors)
+        loss, ctx.number = step.loss(tensors)
+        return loss
+
+    @staticmethod
+    def backward(ctx: Any, *upstream: Tensor) -> tuple[Any, ...]:
+        """The gradients, in the order of forward's arguments."""
+        arriving = operators.one_upstream("gradients", *upstream).resolve_neg()
+        # asked for in any case: what was written to since, or is freed, has no gradients
+        tensors = ctx.saved_tensors
+        if functions.is_seen(arriving):
+            function: Any = ReplayedGradients
+            return None, *operators.only(ctx.step.wants, function.apply(ctx.step, ctx.number, arriving, *tensors))
+        return None, *ctx.step.gradients(ctx.number, tensors, arriving)
+
+
+class ReplayedGradients(functions.Gradients):
+    """The gradients of a step, where a transform or a mode sees them or a derivative is asked for."""
+
+    operator = "gradients"
+
+    @staticmethod
+    def forward(step: Step, number: int, upstream: Tensor, *tensors: Tensor) -> tuple[Tensor, ...]:
+        """A gradient for each tensor, an empty one where none is wanted."""
+        return tuple(operators.filled(step.gradients(number, tensors, upstream), upstream))
+
+
+class Steps(Signatures[Step]):
+    """The steps of this process."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self._capturing = threading.Lock()
+
+    def loss(
+        self,
+        what: Hashable,
+        args: Sequence[Any],
+        kwargs: dict[str, Any],
+        make: Callable[..., tuple[Plan, Any]],
+        launch: Callable[..., Tensor],
+    ) -> Tensor | None:
+        """The loss of a small call that has come before, differentiable; None where it is to be launched.
+
+        Args:
+            what: all that the result depends on besides the arguments.
+            args: of the loss.
+            kwargs: of the loss.
+            make: gives the plan, first of what it gives, of such ``args`` and ``kwargs``.
+            launch: gives the loss of such ``args`` and ``kwargs``.
+        """
+        if torch.compiler.is_compiling():
+            return None
+        call = Call(args, kwargs, torch.is_grad_enabled())
+        device, tensors = call.device() if call.known else None, call.tensors
+        if device is None or not may_be_captured() or not eager.direct(torch, tensors) or functions.tangents(tensors):
+            return None
+        where = device, torch._C._cuda_getCurrentRawStream(device)
+        cast_to = torch.get_autocast_dtype("cuda") if torch.is_autocast_enabled("cuda") else None
+        key = what, where, call.grad, cast_to, *map(os.environ.get, VARIABLES), *call.kinds
+        try:
+            hash(key)
+        except TypeError:  # of a setting that is a list, say
+            return None
+        step, due = self.find(key)
+        if due and self._capturing.acquire(blocking=False):
+            try:
+                step = self._captured(key, where, call, make, launch)
+            finally:
+                self._capturing.release()
+        if step is None:
+            return None
+        if not any(step.wants):
+            return step.loss(tensors)[0]
+        function: Any = Replayed
+        return cast("Tensor", function.apply(step, *tensors))
+
+    def _captured(
+        self,
+        key: Hashable,
+        where: Where,
+        call: Call,
+        make: Callable[..., tuple[Plan, Any]],
+        launch: Callable[..., Tensor],
+    ) -> Step | None:
+        if not bodies.may_be_replayed(make(call.args, call.kwargs)[0]):
+            self.refuse(key)
+            return None
+        return self.capture(key, where, lambda pool: Step(where, pool, call, launch))
+
+
+STEPS = Steps()
