@@ -17,6 +17,7 @@ from contrastile.plan import Given, Plan, Settings, complete
 from contrastile.schedules import local, schedule
 from contrastile.schedules.handshake import Handshake
 from contrastile.schedules.native import native
+from contrastile.schedules.replicate import ReplicateError
 
 Array = Any
 Builder = Callable[..., problems.Loss]
@@ -50,7 +51,15 @@ def evaluate(build: Builder, settings: Given, *args: Any, **kwargs: Any) -> Arra
 
 
 def _evaluate(build: Builder, settings: Given, args: Any, kwargs: Any) -> Array:
-    plan, _ = make(build, settings, args, kwargs)
+    try:
+        plan, _ = make(build, settings, args, kwargs, replicates=hasattr(args[0], "requires_grad"))
+    except ReplicateError as agreed:
+        from contrastile.autograd import replicate
+
+        placement = agreed.placement
+        given, named = replicate.collected(placement, args, kwargs)
+        alone = {name: x for name, x in settings.items() if name not in ("group", "exchange", "parameter_reduction")}
+        return replicate.amplified(placement, evaluate(build, alone, *given, **named))
     if plan.library.name == "torch":
         from contrastile import autograd
 
@@ -58,8 +67,12 @@ def _evaluate(build: Builder, settings: Given, args: Any, kwargs: Any) -> Array:
     return forward(plan)
 
 
-def make(build: Builder, settings: Given, args: Any, kwargs: Any) -> tuple[Plan, problems.Loss]:
+def make(
+    build: Builder, settings: Given, args: Any, kwargs: Any, *, replicates: bool = False
+) -> tuple[Plan, problems.Loss]:
     """The plan of a loss, and the loss, which knows how its gradients become those of the arguments.
+
+    ``replicates`` says that the caller catches a ReplicateError: see ``Handshake.meet``.
 
     Raises:
         TypeError, ValueError: an argument is wrong; in a group, on every rank.
@@ -73,6 +86,7 @@ def make(build: Builder, settings: Given, args: Any, kwargs: Any) -> tuple[Plan,
         # what must be the same on every rank, as text: it is compared before anything is checked
         agreed = {"backend": str(given["backend"]), "tile": str(given["tile"]), "precision": str(given["precision"])}
     here = Handshake.of(group, given["exchange"], given["parameter_reduction"], **agreed)
+    here = replace(here, replicates=replicates) if group is not None else here
     (backend, options, blocks), loss = here.build(_stated, build, given, args, kwargs)
     problem = loss.problem
     library = library_of(problem.rows)

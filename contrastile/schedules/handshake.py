@@ -17,6 +17,7 @@ from contrastile.comm.calls import Label
 from contrastile.comm.communicator import Communicator, ExchangeError, MismatchError
 from contrastile.comm.connect import connect
 from contrastile.schedules.placement import Exchange, Placement, Reduction, Shards, choose_exchange
+from contrastile.schedules.replicate import ReplicateError
 from contrastile.schedules.sums import summed
 
 T = TypeVar("T")
@@ -52,6 +53,7 @@ class Handshake:
         exchange: what was asked for.
         reduction: see ``Placement``.
         settings: what must be the same on every rank, by name.
+        replicates: whether the caller can compute the whole loss from all ranks' arguments.
         placement: where this rank's part lies, once the ranks have met; None in a process alone.
     """
 
@@ -59,6 +61,7 @@ class Handshake:
     exchange: Exchange = "auto"
     reduction: Reduction = "mean"
     settings: dict[str, Any] = field(default_factory=dict)
+    replicates: bool = False
     placement: Placement | None = None
     _met: bool = False
     _serial: int = 0
@@ -73,7 +76,7 @@ class Handshake:
         """
         if group is None:
             _check_settings(exchange, reduction)
-            if exchange in ("ring", "gather"):
+            if exchange in ("ring", "gather", "replicate"):
                 raise ValueError(
                     f"group must be given with exchange={exchange!r}, got None; pass group='world', or drop exchange="
                 )
@@ -102,6 +105,7 @@ class Handshake:
         Raises:
             MismatchError: the ranks differ, or there is no row or column at all; on every rank, with the same message.
             ExchangeError: a rank did not answer within the deadline.
+            ReplicateError: every rank is to compute the whole loss, and the caller can.
         """
         own = rows.shape[0], tuple(int(x.shape[0]) for x in columns)
         if self.communicator is None:
@@ -116,6 +120,8 @@ class Handshake:
         # if only some ranks wanted a gradient, the others would wait for its messages
         wants = tuple(bool(getattr(x, "requires_grad", False)) for x in (rows, *columns, *scalars))
         agreed = {"width": int(rows.shape[1]), "dtype": dtype, "device": device, "column blocks": len(columns)}
+        if self.exchange == "replicate" or (self.exchange == "auto" and device == "cuda"):
+            agreed["interface"] = "autograd" if self.replicates else "value_and_grad"
         agreed |= settings | self.settings | {"gradients wanted": wants if gradients_are_on(arrays) else ()}
         record = self._record(agreed, _WELL, [own[0], *own[1]])
         label = self._label(str(settings.get("loss", "")))
@@ -124,19 +130,27 @@ class Handshake:
         if (everyone[:, 1] != _WELL).any() or (everyone[:, 0] != everyone[0, 0]).any():
             self._explain(json.dumps(agreed))
         shards = _shards(everyone.tobytes(), len(everyone), len(columns))
-        chosen = self._chosen(shards, int(rows.shape[1]), dtype)
+        chosen = self._chosen(shards, int(rows.shape[1]), dtype, device)
         self.placement = Placement(comm, chosen, self.reduction, shards, label.serial, label.loss)
+        if chosen == "replicate" and self.replicates:
+            raise ReplicateError(self.placement)
         return Met(sum(shards.rows), sum(shards.widths), self.placement.start, self.placement)
 
-    def _chosen(self, shards: Shards, width: int, dtype: str) -> Any:
+    def _chosen(self, shards: Shards, width: int, dtype: str, device: str) -> Any:
         if self.exchange == "local" and len(shards.rows) > 1:
             raise MismatchError(
                 f"exchange='local' is for a world of one, got {len(shards.rows)} ranks; drop group= for a loss of each "
                 "rank's own part, or use 'auto'"
             )
-        if self.exchange in ("ring", "gather"):
+        if self.exchange == "replicate" and len(shards.columns[0]) > 1:
+            raise MismatchError(
+                f"exchange='replicate' takes one block of columns, got {len(shards.columns[0])}; use 'gather' with "
+                "negatives"
+            )
+        if self.exchange in ("ring", "gather", "replicate"):
             return self.exchange
-        choice = choose_exchange(shards, width, {"float64": 8, "float32": 4}.get(dtype, 2))
+        itemsize = {"float64": 8, "float32": 4}.get(dtype, 2)
+        choice = choose_exchange(shards, width, itemsize, may_replicate=self.replicates and device == "cuda")
         _log.debug("exchange='auto' is %s: %s", choice.exchange, choice.reason)
         return choice.exchange
 
@@ -277,7 +291,7 @@ def gradients_are_on(arrays: ArrayLibrary) -> bool:
 
 def _check_settings(exchange: Any, reduction: Any) -> None:
     for name, value, known in (
-        ("exchange", exchange, ("auto", "ring", "gather", "local")),
+        ("exchange", exchange, ("auto", "ring", "gather", "replicate", "local")),
         ("parameter_reduction", reduction, ("mean", "sum")),
     ):
         if value not in known:

@@ -11,7 +11,8 @@ from typing import Literal
 from contrastile.comm.calls import Label, Phase
 from contrastile.comm.communicator import Communicator
 
-Exchange = Literal["auto", "ring", "gather", "local"]
+Schedule = Literal["ring", "gather", "replicate"]
+Exchange = Literal["auto", "ring", "gather", "replicate", "local"]
 Reduction = Literal["mean", "sum"]
 
 GATHERED_MIB = 2048
@@ -19,6 +20,13 @@ GATHERED_MIB = 2048
 
 Gathering is at least as fast as the ring wherever it was measured (``docs/scaling.md``): its messages are fewer. The
 ring is for batches of which no rank is to hold all columns.
+"""
+
+
+REPLICATED = {True: 1 << 37, False: 1 << 33}
+"""Rows x columns x width of the whole loss that each rank computes with ``auto``, of 16-bit features or others.
+
+2^37 takes an H200 two milliseconds: 16,384 pairs of width 512.
 """
 
 
@@ -55,20 +63,24 @@ class Shards:
 class Choice:
     """A schedule, and the reason for it."""
 
-    exchange: Literal["ring", "gather"]
+    exchange: Schedule
     reason: str
 
 
 @lru_cache(maxsize=64)
-def choose_exchange(shards: Shards, width: int, itemsize: int) -> Choice:
-    """The choice of ``exchange="auto"``. It depends on the sizes alone, so that every rank makes the same.
+def choose_exchange(shards: Shards, width: int, itemsize: int, *, may_replicate: bool = False) -> Choice:
+    """The choice of ``exchange="auto"``. It depends on what the ranks have in common: every rank makes the same.
 
     Args:
         shards: of every rank.
         width: features of a column.
         itemsize: bytes of one.
+        may_replicate: whether the whole loss may be computed on each rank: torch tensors on GPUs.
     """
     total = sum(shards.widths)
+    work, most = sum(shards.rows) * total * width, REPLICATED[itemsize <= 2]
+    if may_replicate and len(shards.columns[0]) == 1 and work <= most:
+        return Choice("replicate", f"all {total:,} columns take a GPU less time than the messages of a gather")
     # features; and in the state dtype their gradient, and what the other ranks found of it
     mib = total * width * (itemsize + 2 * max(4, itemsize)) / 2**20
     what = f"all {total:,} columns and their gradients take {mib:,.0f} MiB on each rank"
@@ -83,7 +95,7 @@ class Placement:
 
     Attributes:
         communicator: of all ranks.
-        exchange: the schedule, "ring" or "gather".
+        exchange: the schedule.
         reduction: what the trainer does with the parameters' gradients over the ranks, "mean" or "sum".
         shards: of every rank.
         serial: the number of the call: see ``Label``.
@@ -91,7 +103,7 @@ class Placement:
     """
 
     communicator: Communicator
-    exchange: Literal["ring", "gather"]
+    exchange: Schedule
     reduction: Reduction
     shards: Shards
     serial: int = 0

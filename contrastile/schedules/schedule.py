@@ -1,4 +1,7 @@
-"""The schedule of a problem: ``local``, ``blocked``, ``ring`` or ``gather``. All have the same functions."""
+"""The schedule of a problem: ``local``, ``blocked``, ``ring`` or ``gather``. All have the same functions.
+
+Where the front door has not replicated a problem that may be, its parts are gathered.
+"""
 
 from __future__ import annotations
 
@@ -17,11 +20,11 @@ from contrastile.schedules.sums import gradients_over_ranks
 def _module(problem: Problem) -> ModuleType:
     if problem.placement is None:
         return local if problem.walk is None else blocked
-    return {"ring": ring, "gather": gather}[problem.placement.exchange]
+    return {"ring": ring, "gather": gather, "replicate": gather}[problem.placement.exchange]
 
 
 @contextmanager
-def _phase(placement: Placement, wanted: local.Wanted | None = None) -> Iterator[None]:
+def phase(placement: Placement, wanted: local.Wanted | None = None) -> Iterator[None]:
     """While open, a phase of the call: with ``wanted`` its backward, else its forward, which the handshake has begun.
 
     Raises:
@@ -42,7 +45,7 @@ def forward(problem: Problem, backend: Backend, options: Options, *, keep: bool 
         alone: local.Forward = _module(problem).forward(problem, backend, options, keep=keep)
         return alone
     module = _module(problem)
-    with _phase(problem.placement):
+    with phase(problem.placement):
         if module is ring:
             return ring.forward(problem, backend, options)
         found: local.Forward = module.forward(problem, backend, options, keep=keep)
@@ -56,7 +59,7 @@ def backward(
     if problem.placement is None:
         alone: local.Gradients = _module(problem).backward(problem, saved, upstream, wanted, backend, options)
         return alone
-    with _phase(problem.placement, wanted):
+    with phase(problem.placement, wanted):
         found: local.Gradients = _module(problem).backward(problem, saved, upstream, wanted, backend, options)
         return found
 
@@ -68,7 +71,7 @@ def sigmoid(
     if problem.placement is None:
         alone: tuple[Array, local.Sums | None] = _module(problem).sigmoid(problem, wanted, backend, options)
         return alone
-    with _phase(problem.placement):
+    with phase(problem.placement):
         found: tuple[Array, local.Sums | None] = _module(problem).sigmoid(problem, wanted, backend, options)
         return found
 
@@ -94,5 +97,5 @@ def finish(
         return blocked.finish(rows, scale, walk, sums, one, wanted, arrays)
     assert placement is not None
     factor = one * placement.factor
-    with _phase(placement, wanted):
+    with phase(placement, wanted):
         return gradients_over_ranks(rows, scale, placement, sums, factor, wanted, arrays)

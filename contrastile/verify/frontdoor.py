@@ -162,14 +162,15 @@ def _sup_con(draw: Draw, sizes: Sizes, dtype: str) -> Iterator[Call]:
 
 
 def check(forms: Callable[[Draw, Sizes, str], Iterator[Call]], subject: Subject, case: str) -> Checks:
-    """Compare the ranks' calls with the oracle, over ring and gather, with uneven parts."""
+    """Compare the ranks' calls with the oracle, over every exchange, with uneven parts."""
     world = subject.ranks
     random = np.random.default_rng([subject.seed, zlib.crc32(forms.__name__.encode())])
     weights = random.integers(0, 5, world.size).tolist()
     few = [1] + [0] * (world.size - 2) + [_BATCH - 1] * (world.size > 1)
     for how, given in (("uneven", weights), ("one row", few)):
         for call in forms(random, shares(_BATCH, given), subject.dtype):
-            for exchange in ("ring", "gather"):
+            one_block = len(call.cut.problem.columns) == 1
+            for exchange in ("ring", "gather", *["replicate"] * one_block):
                 for interface in _interfaces(subject):
                     label = ", ".join(filter(None, (call.label, exchange, how, interface)))
                     yield label, _compare(call, subject, exchange, autograd=interface == "autograd")

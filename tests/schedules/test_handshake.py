@@ -174,7 +174,7 @@ WRONG: list[Any] = [
     ),
     pytest.param(
         lambda rank, comm: clip(rank, comm, exchange="star" if rank == 1 else "ring"),
-        "rank 1: exchange must be one of auto, ring, gather, local, got 'star'",
+        "rank 1: exchange must be one of auto, ring, gather, replicate, local, got 'star'",
         id="no exchange",
     ),
     pytest.param(
@@ -257,7 +257,7 @@ def test_a_rank_that_makes_no_call_is_missed() -> None:
 @pytest.mark.parametrize(
     ("more", "words"),
     [
-        ({"exchange": "star"}, "exchange must be one of auto, ring, gather, local, got 'star'"),
+        ({"exchange": "star"}, "exchange must be one of auto, ring, gather, replicate, local, got 'star'"),
         ({"parameter_reduction": "max"}, "parameter_reduction must be one of mean, sum, got 'max'"),
         ({"exchange": "ring", "group": None}, "group must be given with exchange='ring', got None"),
     ],

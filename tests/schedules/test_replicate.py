@@ -1,0 +1,130 @@
+"""The whole loss on every rank: gradients of features and scale as a process alone has them, with one message."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+
+import contrastile
+from contrastile.comm.communicator import MismatchError
+from contrastile.comm.inprocess import InProcess, InProcessGroup
+from contrastile.schedules.placement import REPLICATED, Shards, choose_exchange
+
+COUNTS = 4, 0, 7
+IDS = torch.tensor([0, 1, 2, 0, 4, 5, 2, 7, 8, 9, 1])
+Loss = Callable[..., Any]
+
+
+def drawn(frozen: bool = False) -> list[Any]:
+    """Features of all ranks and a scale."""
+    draw = torch.Generator().manual_seed(0)
+    image, text = (torch.randn(sum(COUNTS), 6, generator=draw) for _ in range(2))
+    return [image.requires_grad_(not frozen), text.requires_grad_(), torch.tensor(1.5, requires_grad=True)]
+
+
+def whole(loss: Loss, frozen: bool = False, **named: Any) -> list[Any]:
+    leaves = drawn(frozen)
+    value = loss(*leaves, backend="torch", **named)
+    value.backward()
+    return [value.detach(), *(x.grad for x in leaves)]
+
+
+def ranks(loss: Loss, frozen: bool = False, reduction: str = "mean", **named: Any) -> list[list[Any]]:
+    """Each rank's loss and gradients."""
+
+    def program(comm: InProcess) -> list[Any]:
+        def own(x: Any) -> Any:
+            return x if x.ndim == 0 else x.split(COUNTS)[comm.rank]
+
+        leaves = [own(x.detach()).clone().requires_grad_(x.requires_grad) for x in drawn(frozen)]
+        settings = {"group": comm, "exchange": "replicate", "parameter_reduction": reduction, "backend": "torch"}
+        before = comm.calls.messages
+        value = loss(*leaves, **settings, **{name: own(x) for name, x in named.items()})
+        assert comm.calls.messages == before + 1
+        value.backward()
+        assert comm.calls.messages == before + 1
+        return [value.detach(), *(x.grad for x in leaves)]
+
+    return InProcessGroup[list[Any]](len(COUNTS)).run(program)
+
+
+@pytest.mark.parametrize("reduction", ["mean", "sum"])
+@pytest.mark.parametrize("frozen", [False, True])
+@pytest.mark.parametrize("named", [{}, {"ids": IDS}], ids=["plain", "ids"])
+def test_each_rank_has_its_rows_of_the_whole_gradient(named: dict[str, Any], frozen: bool, reduction: str) -> None:
+    expected, found = (
+        whole(contrastile.clip_loss, frozen, **named),
+        ranks(contrastile.clip_loss, frozen, reduction, **named),
+    )
+    n = len(COUNTS)
+    features, scale = (n, 1) if reduction == "mean" else (1, n)
+    for rank, (value, d_image, d_text, d_scale) in enumerate(found):
+        assert torch.equal(value, expected[0])
+        torch.testing.assert_close(d_scale * scale, expected[3], rtol=1e-6, atol=0)
+        for got, want in ((d_image, expected[1]), (d_text, expected[2])):
+            if want is None:
+                assert got is None
+            else:
+                torch.testing.assert_close(got / features, want.split(COUNTS)[rank])
+
+
+def test_positives_count_over_all_ranks() -> None:
+    positives = torch.arange(sum(COUNTS)).flip(0)
+    expected = whole(contrastile.info_nce, positives=positives)
+    for rank, (value, d_query, *_) in enumerate(ranks(contrastile.info_nce, positives=positives)):
+        assert torch.equal(value, expected[0])
+        torch.testing.assert_close(d_query / len(COUNTS), expected[1].split(COUNTS)[rank])
+
+
+def test_no_gradients_and_a_number_for_a_scale() -> None:
+    def program(comm: InProcess) -> float:
+        image, text, _ = drawn()
+        with torch.no_grad():
+            return float(contrastile.clip_loss(image, text, 1.5, group=comm, exchange="replicate"))
+
+    assert len(set(InProcessGroup[float](2).run(program))) == 1
+
+
+def raised(program: Callable[[InProcess], Any]) -> set[str]:
+    """What every rank's MismatchError says."""
+
+    def caught(comm: InProcess) -> str:
+        with pytest.raises(MismatchError) as error:
+            program(comm)
+        return str(error.value)
+
+    return set(InProcessGroup[str](2).run(caught))
+
+
+def test_what_cannot_be_replicated_is_refused_on_every_rank() -> None:
+    image, text, scale = drawn()
+
+    def with_negatives(comm: InProcess) -> None:
+        contrastile.info_nce(image, text, scale, negatives=text, group=comm, exchange="replicate")
+
+    def by_another_interface(comm: InProcess) -> None:
+        settings: dict[str, Any] = {"group": comm, "exchange": "replicate"}
+        with torch.no_grad():
+            if comm.rank:
+                contrastile.value_and_grad(contrastile.clip_loss, **settings)(image, text, 1.5)
+            contrastile.clip_loss(image, text, 1.5, **settings)
+
+    (text_of_negatives,) = raised(with_negatives)
+    assert "one block of columns, got 2" in text_of_negatives
+    (text_of_interface,) = raised(by_another_interface)
+    assert "interface must be the same on every rank" in text_of_interface
+
+
+def test_small_problems_of_gpus_are_replicated_by_auto() -> None:
+    def chosen(rows: int, blocks: int = 1, itemsize: int = 2, **how: Any) -> str:
+        shards = Shards((rows, rows), (((rows // blocks,) * blocks,)) * 2)
+        return choose_exchange(shards, 512, itemsize, **how).exchange
+
+    assert chosen(8192, may_replicate=True) == "replicate"
+    assert chosen(8200, may_replicate=True) == chosen(64) == chosen(64, blocks=2, may_replicate=True) == "gather"
+    assert chosen(2048, itemsize=4, may_replicate=True) == "replicate"
+    assert chosen(2056, itemsize=4, may_replicate=True) == "gather"
+    assert REPLICATED[True] == 16384**2 * 512
