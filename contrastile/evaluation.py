@@ -10,13 +10,15 @@ from typing import Any, Unpack
 
 from contrastile import problems, validation
 from contrastile.backends.arrays import library_of, transfer
+from contrastile.backends.choice import RANKS, SIGMOID, SOFTMAX, SYMMETRIC, choose, settled
 from contrastile.backends.contract import Options
 from contrastile.backends.eager import outside_of_graphs
-from contrastile.backends.registry import checked, choose, require
+from contrastile.backends.registry import checked, require
 from contrastile.plan import Given, Plan, Settings, complete
 from contrastile.schedules import local, schedule
 from contrastile.schedules.handshake import Handshake
 from contrastile.schedules.native import native
+from contrastile.schedules.problem import Problem
 
 Array = Any
 Builder = Callable[..., problems.Loss]
@@ -71,10 +73,20 @@ def make(build: Builder, settings: Given, args: Any, kwargs: Any) -> tuple[Plan,
     walk = validation.walk(blocks, library, problem.rows, problem.columns)
     if walk is not None:
         problem = replace(problem, walk=walk)
+    dtype = library.dtype(problem.rows)
     if backend == "auto":
-        device = library.device(problem.rows) if walk is None else walk.device.type
-        backend = choose(library.name, device, library.dtype(problem.rows))
-    return Plan(problem, backend, options, library), loss
+        place = library.place(problem.rows) if walk is None else str(walk.device)
+        backend = choose(library.name, place, dtype, options.precision, _form(problem))
+    return Plan(problem, backend, settled(options, backend, dtype), library), loss
+
+
+def _form(problem: Problem) -> str:
+    """The form of a problem's loss, one of ``choice.FORMS``."""
+    if problem.placement is not None:
+        return RANKS
+    if problem.kind == "sigmoid":
+        return SIGMOID
+    return SOFTMAX if problem.columns else SYMMETRIC
 
 
 def _stated(

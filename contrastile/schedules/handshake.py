@@ -12,6 +12,7 @@ from functools import lru_cache
 from typing import Any, TypeVar, cast
 
 from contrastile.backends.arrays import ArrayLibrary
+from contrastile.backends.choice import RANKS, choose
 from contrastile.backends.contract import Array
 from contrastile.comm.calls import Label
 from contrastile.comm.communicator import Communicator, ExchangeError, MismatchError
@@ -117,6 +118,10 @@ class Handshake:
         wants = tuple(bool(getattr(x, "requires_grad", False)) for x in (rows, *columns, *scalars))
         agreed = {"width": int(rows.shape[1]), "dtype": dtype, "device": device, "column blocks": len(columns)}
         agreed |= settings | self.settings | {"gradients wanted": wants if gradients_are_on(arrays) else ()}
+        if self.settings.get("backend") == "auto":
+            # what is installed may differ
+            chosen = choose(arrays.name, arrays.place(rows), dtype, self.settings["precision"], RANKS)
+            agreed["the backend that 'auto' takes (name one that every rank has)"] = chosen
         record = self._record(agreed, _WELL, [own[0], *own[1]])
         label = self._label(str(settings.get("loss", "")))
         everyone = comm.agree(record, label)
@@ -124,8 +129,8 @@ class Handshake:
         if (everyone[:, 1] != _WELL).any() or (everyone[:, 0] != everyone[0, 0]).any():
             self._explain(json.dumps(agreed))
         shards = _shards(everyone.tobytes(), len(everyone), len(columns))
-        chosen = self._chosen(shards, int(rows.shape[1]), dtype)
-        self.placement = Placement(comm, chosen, self.reduction, shards, label.serial, label.loss)
+        exchange = self._chosen(shards, int(rows.shape[1]), dtype)
+        self.placement = Placement(comm, exchange, self.reduction, shards, label.serial, label.loss)
         return Met(sum(shards.rows), sum(shards.widths), self.placement.start, self.placement)
 
     def _chosen(self, shards: Shards, width: int, dtype: str) -> Any:
