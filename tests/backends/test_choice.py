@@ -140,6 +140,16 @@ def test_a_backend_that_is_installed_and_does_not_load_is_no_error(
     assert "\n" not in str(choice.unusable("cupy", "cuda"))
 
 
+def test_nothing_is_loaded_behind_what_is_taken(monkeypatch: pytest.MonkeyPatch) -> None:
+    asked = []
+    monkeypatch.setattr(choice, "unusable", lambda name, device: asked.append(name))
+    monkeypatch.setattr(choice, "capability", lambda place: 90)
+    assert choose("torch", "cuda", "float32") == "triton"
+    assert choose("torch", "cuda", "bfloat16") == "cupy"
+    assert choose("torch", "cuda", "float64") == "torch"
+    assert asked == ["triton", "cupy"]
+
+
 def test_a_backend_that_computes_elsewhere_is_not_taken(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(choice, "load", lambda name: replace(registry.load("torch"), devices=frozenset({"cpu"})))
     monkeypatch.setattr(registry, "_is_there", lambda name: True)
