@@ -14,8 +14,9 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
+from contrastile.backends.choice import RANKS, SOFTMAX, choose
 from contrastile.backends.contract import Backend, BackendUnavailableError, Footprint, Options, state_dtype
-from contrastile.backends.registry import choose, load
+from contrastile.backends.registry import load
 from contrastile.reporting import CannotRunError, at_least, cannot_run, plain_table, write_json
 from contrastile.schedules.placement import Shards, choose_exchange
 from contrastile.schedules.problem import BLOCK
@@ -125,7 +126,9 @@ def capacity(wanted: Wanted) -> Capacity:
         ValueError, BackendUnavailableError, TypeError: see ``registry.load``.
         CannotRunError: the backend does not say what it takes.
     """
-    name = choose("torch", wanted.device, wanted.dtype) if wanted.backend == "auto" else wanted.backend
+    name = wanted.backend
+    if name == "auto":
+        name = choose("torch", wanted.device, wanted.dtype, form=SOFTMAX if wanted.gpus == 1 else RANKS)
     backend = load(name)
     exchange, reason = "local", "one GPU exchanges nothing"
     if wanted.gpus > 1:
@@ -179,7 +182,8 @@ def loss_items(wanted: Wanted, backend: Backend, exchange: str) -> tuple[Item, .
 def _footprint(wanted: Wanted, backend: Backend, m: int, n: int) -> Footprint:
     if backend.footprint is None:
         raise CannotRunError(f"the {backend.name} backend does not say what memory it takes; name another one")
-    return backend.footprint(m, n, wanted.dim, wanted.dtype, wanted.device, Options())
+    options = Options(precision=backend.auto_precision)
+    return backend.footprint(m, n, wanted.dim, wanted.dtype, wanted.device, options)
 
 
 def offloaded_items(wanted: Wanted, backend: Backend, block: int = BLOCK) -> tuple[Item, ...]:

@@ -16,6 +16,7 @@ from importlib.util import find_spec
 from pathlib import Path
 from typing import Any, Literal
 
+from contrastile.backends import choice
 from contrastile.backends.contract import BackendUnavailableError
 from contrastile.backends.cupy.devices import gpus
 from contrastile.backends.registry import Known, available, known
@@ -38,6 +39,13 @@ EXTRAS = {
 
 SCALE = 100.0
 
+_LOSSES = {
+    choice.SOFTMAX: "clip_loss, info_nce",
+    choice.SYMMETRIC: "nt_xent, sup_con",
+    choice.SIGMOID: "sigmoid_loss",
+    choice.RANKS: "any loss with a group",
+}
+
 _NEEDS_CUDA_TORCH = "on a machine with an NVIDIA GPU: install a CUDA build of torch"
 
 
@@ -46,8 +54,8 @@ class Finding:
     """One line of the report.
 
     Attributes:
-        kind: "backend", "package" or "gpu".
-        name: of the backend, package or device.
+        kind: "backend", "auto", "package" or "gpu".
+        name: of the backend, package or device; of "auto", whose choice it is.
         state: "ok"; "missing", not installed; "broken", does not load or run; "wrong", disagrees with the oracle.
         detail: version, error / bound and time, or what went wrong.
         remedy: the command or action that helps, or "".
@@ -99,10 +107,11 @@ def _as_json(finding: Finding) -> dict[str, str]:
 
 
 def examine() -> Iterator[Finding]:
-    """Every known backend, every optional package, and every GPU that torch sees, in this order."""
+    """Every known backend, what "auto" takes, every optional package, and every GPU that torch sees, in this order."""
     missing = available()
     for name, entry in known().items():
         yield _backend(name, entry, missing.get(name))
+    yield from _choices()
     yield from map(_package, EXTRAS)
     yield from _gpus()
 
@@ -143,6 +152,24 @@ def _backend(name: str, entry: Known, missing: str | None) -> Finding:
     if found.agrees:
         return Finding("backend", name, "ok", detail)
     return Finding("backend", name, "wrong", f"{detail}; {found.reason}", f"contrastile verify --backend {name}")
+
+
+def _choices() -> Iterator[Finding]:
+    """What "auto" takes for torch tensors of the usual dtypes, on a GPU for each form of a loss; and why."""
+    if find_spec("torch") is None:
+        return
+    try:
+        place = "cuda" if torch_sees_a_gpu() else "cpu"
+    except (ImportError, OSError):
+        return
+    for dtype in ("float32", "bfloat16"):
+        taken: dict[choice.Choice, list[str]] = {}
+        for form, losses in _LOSSES.items():
+            taken.setdefault(choice.explained("torch", place, dtype, "auto", form), []).append(losses)
+        for found, served in taken.items():
+            name = f"{dtype} on {place}" + (f": {', '.join(served)}" if len(taken) > 1 else "")
+            how = f" with precision={choice.auto_precision(found.name)!r}" if dtype == "float32" else ""
+            yield Finding("auto", name, "ok", f"{found.name}{how} ({found.why})")
 
 
 def _place(implementation: peers.Implementation) -> tuple[str, str]:

@@ -10,13 +10,15 @@ from typing import Any, Unpack
 
 from contrastile import problems, validation
 from contrastile.backends.arrays import library_of, transfer
+from contrastile.backends.choice import RANKS, SIGMOID, SOFTMAX, SYMMETRIC, choose, settled
 from contrastile.backends.contract import Options
 from contrastile.backends.eager import imported, outside_of_graphs
-from contrastile.backends.registry import checked, choose, require
+from contrastile.backends.registry import checked, require
 from contrastile.plan import Given, Plan, Settings, complete
 from contrastile.schedules import local, schedule
 from contrastile.schedules.handshake import Handshake
 from contrastile.schedules.native import native
+from contrastile.schedules.problem import Problem
 from contrastile.schedules.replicate import ReplicateError
 
 Array = Any
@@ -59,6 +61,7 @@ def _evaluate(build: Builder, settings: Given, args: Any, kwargs: Any) -> Array:
         placement = agreed.placement
         given, named = replicate.collected(placement, args, kwargs)
         alone = {name: x for name, x in settings.items() if name not in ("group", "exchange", "parameter_reduction")}
+        alone["backend"] = agreed.backend
         return replicate.amplified(placement, evaluate(build, alone, *given, **named))
     if plan.library.name == "torch":
         from contrastile import autograd
@@ -93,10 +96,20 @@ def make(
     walk = validation.walk(blocks, library, problem.rows, problem.columns)
     if walk is not None:
         problem = replace(problem, walk=walk)
+    dtype = library.dtype(problem.rows)
     if backend == "auto":
-        device = library.device(problem.rows) if walk is None else walk.device.type
-        backend = choose(library.name, device, library.dtype(problem.rows))
-    return Plan(problem, backend, options, library), loss
+        place = library.place(problem.rows) if walk is None else str(walk.device)
+        backend = choose(library.name, place, dtype, options.precision, _form(problem))
+    return Plan(problem, backend, settled(options, backend, dtype), library), loss
+
+
+def _form(problem: Problem) -> str:
+    """The form of a problem's loss, one of ``choice.FORMS``."""
+    if problem.placement is not None:
+        return RANKS
+    if problem.kind == "sigmoid":
+        return SIGMOID
+    return SOFTMAX if problem.columns else SYMMETRIC
 
 
 def _stated(

@@ -20,8 +20,9 @@ class Settings(TypedDict, total=False):
     Attributes:
         backend: "auto", a name from ``contrastile.backends.names()``, or "module:attribute" of anybody's.
         tile: largest tile of logits to hold, a number or (rows, columns); None lets the backend choose.
-        precision: how float32 features are multiplied: "ieee" in float32; "tf32" with factors rounded to nearest tf32;
-            "split" as high and low parts on tensor cores, with float32's accuracy. Where a backend has it.
+        precision: how float32 features are multiplied: "auto" in the fastest way of the backend that rounds no more
+            than float32 does; "ieee" in float32; "tf32" with factors rounded to nearest tf32; "split" as parts on
+            tensor cores. Where a backend has it.
         workspace: MiB in which triton and cupy form the logits' gradient, chunk by chunk; None for
             CONTRASTILE_WORKSPACE_MIB, or 512. Other backends ignore it.
         keep: MiB of exponentials that cupy keeps from the forward pass and need not compute again in the backward;
@@ -54,7 +55,7 @@ class Settings(TypedDict, total=False):
 DEFAULTS: Settings = {
     "backend": "auto",
     "tile": None,
-    "precision": "ieee",
+    "precision": "auto",
     "workspace": None,
     "keep": None,
     "group": None,

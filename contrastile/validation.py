@@ -230,21 +230,23 @@ def positives(x: Array, columns: int) -> str | None:
     return None
 
 
-_DEFAULT = Options()
+_DEFAULT = Options(precision="auto")
 
 
-def options(tile: Any, precision: Any = "ieee", workspace: Any = None, keep: Any = None) -> Options:
+def options(tile: Any, precision: Any = "auto", workspace: Any = None, keep: Any = None) -> Options:
     """How to compute, from the keyword arguments of these names: see ``contrastile.plan.Settings``.
+
+    A precision of "auto" is still to be settled: see ``choice.settled``.
 
     Raises:
         TypeError: a size is no integer.
         ValueError: a size is too small, the tile has not two sides, or the precision is unknown.
     """
-    if tile is None and workspace is None and keep is None and precision == "ieee":
+    if tile is None and workspace is None and keep is None and precision == "auto":
         return _DEFAULT
-    if precision not in PRECISIONS:
+    if precision not in ("auto", *PRECISIONS):
         raise ValueError(
-            f"precision must be one of {', '.join(PRECISIONS)}, got {precision!r}; pass 'ieee' for float32 itself"
+            f"precision must be one of auto, {', '.join(PRECISIONS)}, got {precision!r}; leave it out for float32's own"
         )
     return Options(_tile(tile), precision, _mebibytes("workspace", workspace), _mebibytes("keep", keep))
 

@@ -132,7 +132,7 @@ def test_the_loss_on_a_gpu(name: str) -> None:
 
 def test_it_asks_those_who_decide(monkeypatch: pytest.MonkeyPatch) -> None:
     wanted = Wanted(batch=262144, dim=512, gpus=4)
-    monkeypatch.setattr(capacity, "choose", lambda library, device, dtype: "torch")
+    monkeypatch.setattr(capacity, "choose", lambda *call, form: "torch")
     assert capacity.capacity(wanted).backend == "torch"
     assert capacity.capacity(wanted).exchange == "gather"
     assert capacity.capacity(replace(wanted, batch=4 * 262144)).exchange == "ring"

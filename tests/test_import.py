@@ -48,6 +48,7 @@ FRAMES = (
     "training",
     "integrations",
     "backends.arrays",
+    "backends.choice",
     "backends.eager",
     "backends.replay",
     "backends.staging",

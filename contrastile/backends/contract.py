@@ -182,7 +182,8 @@ class Options:
 
     Attributes:
         tile: rows x columns of logits alive at a time, at most; None lets the backend choose.
-        precision: how float32 features are multiplied, one of ``PRECISIONS``; it says nothing to other dtypes.
+        precision: how float32 features are multiplied, one of ``PRECISIONS``; it says nothing to other dtypes. "auto"
+            is replaced when a plan is made (``choice.settled``): no backend is given it.
         workspace: MiB of memory that a backend may form G in, chunk by chunk; None for the deployment's default
             (``settings.workspace_bytes``).
         keep: MiB of exponentials that ``Backend.keeping`` may keep for the backward pass; None for the deployment's
@@ -301,6 +302,8 @@ class Backend:
         supports: a reason for refusing a block, or None.
         state: name of the state dtype, given the features' dtype.
         precisions: those of ``PRECISIONS`` that it computes float32 features in; every other is refused.
+        auto_precision: the one that ``precision="auto"`` stands for: the fastest whose facts are within those of a
+            plain float32 computation (``verify.facts.limits`` of "ieee").
         finished: None, or a form of ``gradients`` for a block that is all of its rows' problem, which adds to nothing
             that was there before: ``finished(block, weights, upstream, columns, options)`` starts every sum afresh, so
             that nobody fills accumulators with zeros, and holds no (m, d) sums. ``upstream``, 0-d in the state dtype
@@ -326,6 +329,7 @@ class Backend:
     supports: Callable[[Block], str | None] = supports_everything
     state: Callable[[str], str] = state_dtype
     precisions: frozenset[str] = frozenset({"ieee"})
+    auto_precision: str = "ieee"
     finished: FinishedFunction | None = None
     keeping: LseFunction | None = None
     replayable: bool = False

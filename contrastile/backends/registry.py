@@ -14,7 +14,6 @@ from functools import cache
 from typing import Any
 
 from contrastile.backends.contract import Backend, BackendUnavailableError
-from contrastile.backends.eager import asked_while_tracing
 
 ENTRY_POINT_GROUP = "contrastile.backends"
 INSTALL = "pip install 'contrastile[{}]'"
@@ -61,9 +60,6 @@ BUILT_IN = {
         INSTALL.format("cupy"),
     ),
 }
-
-# asked once: a compiled graph cannot ask
-_FUSED = BUILT_IN["triton"].missing() is None
 
 
 def known() -> dict[str, Known]:
@@ -155,12 +151,3 @@ def _elsewhere(name: str) -> Known | None:
     """Where "module:attribute" leads to."""
     module, colon, _ = name.partition(":")
     return Known(name) if colon and module and not module.startswith(".") else None
-
-
-@asked_while_tracing
-def choose(library: str, device: str, dtype: str = "float32") -> str:
-    """The name that ``backend="auto"`` stands for, given the features' array library, kind of device and dtype."""
-    if library in ("numpy", "cupy"):
-        return library
-    # tensor cores have no float64
-    return "triton" if device == "cuda" and dtype != "float64" and _FUSED else "torch"

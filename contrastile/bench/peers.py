@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from importlib.util import find_spec
 from typing import Any
 
-from contrastile.backends.contract import Accuracy
+from contrastile.backends.contract import Accuracy, Options
 from contrastile.backends.registry import load
 from contrastile.bench.workloads import Arguments, Workload
 from contrastile.verify.rounding import UNDERFLOW, UNIT
@@ -88,13 +88,17 @@ def ours(name: str) -> Implementation:
             return f"runs on {' or '.join(sorted(backend.devices))} only"
         return None if dtype in backend.dtypes else f"takes {', '.join(sorted(backend.dtypes))} only"
 
+    def accuracy(dtype: str, device: str) -> Accuracy:
+        options = Options(precision=backend.auto_precision)
+        return backend.accuracy(dtype, device, *(() if options == Options() else (options,)))
+
     def predicted(workload: Workload, itemsize: int) -> int:
         b, d = workload.shape
         # both gradients, and their accumulators in the state dtype
         return 2 * b * d * (itemsize + 8)
 
     step = with_autograd(loss) if library == "torch" else without_autograd
-    return Implementation(name, library, step, backend.accuracy, predicted, refuses)
+    return Implementation(name, library, step, accuracy, predicted, refuses)
 
 
 def plain() -> Implementation:

@@ -12,6 +12,7 @@ from functools import lru_cache
 from typing import Any, TypeVar, cast
 
 from contrastile.backends.arrays import ArrayLibrary
+from contrastile.backends.choice import RANKS, choose
 from contrastile.backends.contract import Array
 from contrastile.comm.calls import Label
 from contrastile.comm.communicator import Communicator, ExchangeError, MismatchError
@@ -123,6 +124,11 @@ class Handshake:
         if self.exchange == "replicate" or (self.exchange == "auto" and device == "cuda"):
             agreed["interface"] = "autograd" if self.replicates else "value_and_grad"
         agreed |= settings | self.settings | {"gradients wanted": wants if gradients_are_on(arrays) else ()}
+        backend = self.settings.get("backend", "auto")
+        if backend == "auto":
+            # what is installed may differ
+            backend = choose(arrays.name, arrays.place(rows), dtype, self.settings.get("precision", "auto"), RANKS)
+            agreed["the backend that 'auto' takes (name one that every rank has)"] = backend
         record = self._record(agreed, _WELL, [own[0], *own[1]])
         label = self._label(str(settings.get("loss", "")))
         everyone = comm.agree(record, label)
@@ -130,10 +136,10 @@ class Handshake:
         if (everyone[:, 1] != _WELL).any() or (everyone[:, 0] != everyone[0, 0]).any():
             self._explain(json.dumps(agreed))
         shards = _shards(everyone.tobytes(), len(everyone), len(columns))
-        chosen = self._chosen(shards, int(rows.shape[1]), dtype, device)
-        self.placement = Placement(comm, chosen, self.reduction, shards, label.serial, label.loss)
-        if chosen == "replicate" and self.replicates:
-            raise ReplicateError(self.placement)
+        exchange = self._chosen(shards, int(rows.shape[1]), dtype, device)
+        self.placement = Placement(comm, exchange, self.reduction, shards, label.serial, label.loss)
+        if exchange == "replicate" and self.replicates:
+            raise ReplicateError(self.placement, backend)
         return Met(sum(shards.rows), sum(shards.widths), self.placement.start, self.placement)
 
     def _chosen(self, shards: Shards, width: int, dtype: str, device: str) -> Any:

@@ -21,11 +21,12 @@ class ReplicateError(Exception):
 
     Attributes:
         placement: of this rank's part.
+        backend: its name, the same on every rank.
     """
 
-    def __init__(self, placement: Placement) -> None:
+    def __init__(self, placement: Placement, backend: str) -> None:
         super().__init__("the ranks are to compute the whole loss")
-        self.placement = placement
+        self.placement, self.backend = placement, backend
 
 
 def sizes(placement: Placement, count: int, names: Sequence[str]) -> list[tuple[int, ...]]:

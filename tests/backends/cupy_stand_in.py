@@ -88,6 +88,7 @@ def cupy_modules(*names: str) -> Iterator[list[Any]]:
     driver = SimpleNamespace(CUtensorMapDataType=None)
     bindings: Any = ModuleType("cuda.bindings")
     bindings.driver = driver
+    bindings.nvrtc = SimpleNamespace(nvrtcVersion=lambda: (0, 13, 0))
     replaced: dict[str, Any] = {"cupy": stand_in(), "cuda": ModuleType("cuda")}
     replaced |= {"cuda.bindings": bindings, "cuda.bindings.driver": driver}
     for name in kept:

@@ -13,7 +13,8 @@ import pytest
 from capturing import captured
 
 import contrastile
-from contrastile.backends.contract import Accuracy, Block, Options, Pairs, Weights
+from contrastile.backends import choice
+from contrastile.backends.contract import Accuracy, Block, Options, Pairs, UnsupportedProblemError, Weights
 from contrastile.backends.registry import load
 
 cupy = pytest.importorskip("cupy")
@@ -81,12 +82,24 @@ def test_torch_tensors_and_cupy_arrays_give_the_same_bits(record: str, dtype: st
     assert bits([loss(as_cupy(image), as_cupy(text), *numbers, backend=record)]) == bits([value])
 
 
-def test_auto_is_cupy_for_cupy_and_triton_for_torch() -> None:
+def test_auto_is_cupy_for_cupy_and_what_the_table_says_for_torch() -> None:
     image, text = towers("bfloat16")
-    assert contrastile.backends.registry.choose("cupy", "cuda", "bfloat16") == "cupy"
-    assert contrastile.backends.registry.choose("torch", "cuda", "bfloat16") == "triton"
-    auto, named = (contrastile.clip_loss(as_cupy(image), as_cupy(text), 14.0, backend=x) for x in ("auto", "cupy"))
-    assert bits([auto]) == bits([named])
+    assert choice.choose("cupy", "cuda", "bfloat16") == "cupy"
+    hopper = torch.cuda.get_device_capability() == (9, 0)
+    by_table = choice.choose("torch", "cuda", "bfloat16")
+    assert by_table == ("cupy" if hopper else "triton")
+    for put, name in ((as_cupy, "cupy"), (lambda x: x, by_table)):
+        auto, named = (contrastile.clip_loss(put(image), put(text), 14.0, backend=x) for x in ("auto", name))
+        assert bits([auto]) == bits([named])
+
+
+def test_float32_goes_to_triton_in_parts() -> None:
+    image, text = towers("float32")
+    plain = contrastile.clip_loss(image, text, 14.0)
+    assert bits([plain]) == bits([contrastile.clip_loss(image, text, 14.0, backend="triton", precision="split")])
+    assert bits([plain]) != bits([contrastile.clip_loss(image, text, 14.0, backend="triton", precision="tf32")])
+    with pytest.raises(UnsupportedProblemError, match="precision must be split or tf32 here, got ieee"):
+        contrastile.clip_loss(image, text, 14.0, backend="triton", precision="ieee")
 
 
 def test_cupy_arrays_go_through_a_torch_backend_too() -> None:

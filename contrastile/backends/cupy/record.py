@@ -9,6 +9,7 @@ import cupy
 from contrastile.backends.contract import Accuracy, Backend, BackendUnavailableError, Footprint, Options
 from contrastile.backends.cupy.arrays import FusedArrays
 from contrastile.backends.cupy.backward_pass import finished, gradients
+from contrastile.backends.cupy.build import nvrtc_version
 from contrastile.backends.cupy.configs import footprint, uses_hopper_kernels
 from contrastile.backends.cupy.forward_pass import lse
 from contrastile.backends.cupy.instances import ARITHMETICS, KEPT_DTYPE
@@ -32,6 +33,14 @@ def require_gpu() -> None:
         raise BackendUnavailableError(
             f"backend 'cupy' is not available: {reason}; use a machine with such a GPU and its driver"
         )
+
+
+def require_nvrtc() -> None:
+    """Raise ImportError where NVRTC cannot be loaded: every kernel's cubin is known by its version."""
+    try:
+        nvrtc_version()
+    except RuntimeError as error:
+        raise ImportError(f"NVRTC cannot be loaded: {error}") from error
 
 
 def accuracy(dtype: str, device: str, options: Options = Options()) -> Accuracy:  # noqa: B008 (frozen)
@@ -70,6 +79,7 @@ def _footprint(m: int, n: int, width: int, dtype: str, device: str, options: Opt
 
 
 require_gpu()
+require_nvrtc()
 backend = Backend(
     name="cupy",
     arrays=FusedArrays(),

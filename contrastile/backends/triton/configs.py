@@ -73,35 +73,29 @@ class Config:
         return given if self.registers is None else given | {"maxnreg": self.registers}
 
 
-# kernel -> dtype -> architecture at least -> configuration
-_HALF = ("float16", "bfloat16", "split")  # split: parts in bfloat16, where it has no entry of its own
+# kernel -> dtype -> architecture at least -> configuration; what has no entry of its own is of 16 bits, or parts of 16
 _TABLE: dict[str, dict[str, dict[int, Config]]] = {
     "lse": {
         "half": {80: Config(128, 128, 32, 4, 3, 2), 90: Config(128, 128, 64, 4, 3, 2)},
         "tf32": {80: Config(128, 128, 16, 8, 3, 1), 90: Config(128, 128, 32, 4, 3, 2)},
-        "float32": {80: Config(64, 64, 32, 4, 2, 3)},
     },
     "safe": {
         "half": {80: Config(128, 128, 32, 4, 3, 2), 90: Config(128, 128, 64, 4, 3, 2)},
         "tf32": {80: Config(128, 128, 16, 8, 3, 1), 90: Config(128, 128, 32, 4, 3, 2)},
-        "float32": {80: Config(64, 64, 32, 4, 2, 3)},
     },
     # ids or exclusions: 64-bit comparisons take registers
     "masked": {
         "half": {80: Config(128, 64, 32, 4, 3, 2), 90: Config(128, 64, 64, 4, 3, 2)},
         "tf32": {80: Config(64, 64, 32, 4, 3, 2)},
-        "float32": {80: Config(64, 64, 32, 4, 2, 3)},
     },
     # positives by ids: their sums and counts besides
     "matched": {
         "half": {80: Config(64, 64, 32, 4, 3, 2), 90: Config(64, 64, 64, 4, 3, 3)},
         "tf32": {80: Config(64, 64, 32, 4, 3, 2)},
-        "float32": {80: Config(64, 64, 32, 4, 2, 3)},
     },
     "gradient": {
         "half": {80: Config(128, 128, 32, 4, 3, 2), 90: Config(128, 128, 64, 4, 3, 2, parts=2)},
         "tf32": {80: Config(128, 128, 16, 8, 3, 1), 90: Config(128, 128, 32, 4, 3, 2, parts=2)},
-        "float32": {80: Config(64, 64, 32, 4, 2, 3)},
     },
     # where positives lie on the diagonal, bands of 4 would leave nearly all of their tiles to four programs of 264
     "sigmoid": {
@@ -120,11 +114,10 @@ _TABLE: dict[str, dict[str, dict[int, Config]]] = {
             90: Config(128, 128, 64, 4, 3, 2, group=8, parts=2),
             100: Config(128, 128, 64, 8, 3, 1),
         },
-        "float32": {80: Config(64, 64, 32, 4, 2, 3)},
     },
     "product": {
         "half": {80: Config(128, 128, 32, 4, 3, 1), 90: Config(128, 128, 64, 4, 3, 1)},
-        "float32": {80: Config(64, 64, 32, 4, 2, 3)},
+        "tf32": {80: Config(64, 64, 32, 4, 2, 3)},
     },
 }
 # small and unequal, so that small problems have many tiles and ragged last ones
@@ -146,7 +139,7 @@ def tile_config(kernel: str, dtype: str, architecture: int, width: int, precisio
     """
     if architecture == 0:
         return replace(_INTERPRETED, precision=precision)
-    fitting = _TABLE[kernel].get(dtype) or _TABLE[kernel]["half" if dtype in _HALF else "float32"]
+    fitting = _TABLE[kernel].get(dtype) or _TABLE[kernel]["half"]
     config = fitting[max(least for least in fitting if least <= max(architecture, 80))]
     high = kernel in ("lse", "safe") and width <= 512
     return replace(config, precision=precision, group=2 * config.group if high else config.group)

@@ -33,7 +33,8 @@ from contrastile.backends.triton.forward_pass import lse
 from contrastile.backends.triton.sigmoid_pass import sigmoid_loss
 
 ARCHITECTURES = (80, 90, 100)
-DTYPES = ("float16", "bfloat16", "float32")
+VARIANTS = (("float16", "ieee"), ("bfloat16", "ieee"), ("float32", "tf32"), ("float32", "split"))
+"""Dtypes of features, each with a precision that the backend has on a GPU."""
 
 
 @dataclass(frozen=True, slots=True, order=True)
@@ -192,9 +193,7 @@ def _usage(cubin: bytes) -> tuple[int, int]:
 def main() -> None:
     """Write the table as JSON to the file named on the command line; ``--plain`` for bfloat16 and run_all's plain."""
     plain = "--plain" in sys.argv
-    variants = (
-        [("bfloat16", "ieee")] if plain else [*((x, "ieee") for x in DTYPES), ("float32", "tf32"), ("float32", "split")]
-    )
+    variants = [("bfloat16", "ieee")] if plain else VARIANTS
     jobs = [(each, dtype, plain, precision) for each in ARCHITECTURES for dtype, precision in variants]
     table = [asdict(x) for job in jobs for x in resources(*job)]
     Path(sys.argv[1]).write_text(json.dumps({"triton": triton.__version__, "kernels": table}, indent=1) + "\n")

@@ -26,8 +26,8 @@ import numpy as np
 
 import contrastile
 from contrastile import problems
-from contrastile.backends import load
 from contrastile.backends.arrays import library_of
+from contrastile.bench.peers import ours
 from contrastile.comm.connect import connect
 from contrastile.verify.bounds import bounds
 from contrastile.verify.run import compare
@@ -167,7 +167,7 @@ def schedules(comm: Any, put: Callable[[Any, str], Any], dtype: str, backend: st
     whole = [x / np.linalg.norm(x, axis=1, keepdims=True) for x in draw.standard_normal((2, PAIRS, WIDTH))]
     whole = [host(put(x, dtype)) for x in whole]
     problem = problems.clip(*whole, 14.25).problem
-    exact, facts = truth(problem), load(backend).accuracy(dtype, "cuda")
+    exact, facts = truth(problem), ours(backend).accuracy(dtype, "cuda")
     sizes = shares(PAIRS, (WEIGHTS * n)[:n])
     cut = Cut.of(problem, (WEIGHTS * n)[:n], (WEIGHTS * n)[:n])
     start = sum(sizes[:rank])

@@ -1,0 +1,186 @@
+"""What "auto" stands for: a backend, by a table of measurements, and a precision, by the backend's own record.
+
+Both are found once, when a call's plan is made: kernels and operators know names alone.
+"""
+
+from __future__ import annotations
+
+import logging
+from dataclasses import dataclass
+from functools import cache
+
+from contrastile.backends.contract import Options
+from contrastile.backends.eager import asked_while_tracing
+from contrastile.backends.registry import BUILT_IN, load
+
+_log = logging.getLogger(__name__)
+
+SOFTMAX, SYMMETRIC, SIGMOID, RANKS = FORMS = ("softmax", "symmetric", "sigmoid", "ranks")
+"""Forms of a loss, among which the choice may differ: rows against columns, rows against themselves, additive, and any
+loss of a group."""
+
+_HALF = ("float16", "bfloat16")
+_HOPPER = 90
+
+
+@dataclass(frozen=True, slots=True)
+class Row:
+    """Which backend is the fastest for some calls with torch tensors on a GPU.
+
+    Attributes:
+        capability: the GPU's compute capability times 10; None for any.
+        forms: of ``FORMS``.
+        dtypes: of the features; float32 with a precision that the caller named is "float32/tf32" and the like.
+        order: backends, the fastest first. The first that can be used is taken.
+        measured: the measurement behind the order.
+    """
+
+    capability: int | None
+    forms: tuple[str, ...]
+    dtypes: tuple[str, ...]
+    order: tuple[str, ...]
+    measured: str
+
+
+# the first row that fits counts. Sizes are no part of it: a compiled graph may serve several
+TABLE = (
+    Row(
+        _HOPPER,
+        (SOFTMAX,),
+        _HALF,
+        ("cupy", "triton", "torch"),
+        "clip_loss, bfloat16, b = 65,536, d = 512, H100: cupy 27.5 ms, triton 31.7",
+    ),
+    Row(
+        _HOPPER,
+        (SYMMETRIC,),
+        _HALF,
+        ("cupy", "triton", "torch"),
+        "nt_xent, bfloat16, 2 x 16,384, d = 128, H200: cupy 3.0 ms, triton 4.4",
+    ),
+    # triton has no "ieee" on a GPU
+    Row(
+        _HOPPER,
+        (SOFTMAX, SYMMETRIC, SIGMOID),
+        ("float32/ieee",),
+        ("cupy", "torch"),
+        "clip_loss, float32, b = 16,384, d = 512, H200: cupy 23.5 ms, full logits in plain torch 36.8",
+    ),
+    Row(None, FORMS, ("float32/ieee",), ("torch", "cupy"), "not measured"),
+    Row(
+        None,
+        FORMS,
+        ("float32", "float32/split", "float32/tf32"),
+        ("triton", "cupy", "torch"),
+        "clip_loss, float32, b = 16,384, d = 512, H200: triton 11.6 ms by split, cupy 19.2; 5.1 by tf32, cupy 14.4",
+    ),
+    Row(
+        None,
+        (RANKS,),
+        _HALF,
+        ("triton", "cupy", "torch"),
+        "clip_loss, bfloat16, 256 to 8,192 pairs on each of two H200: triton 2.4 to 2.7 ms, cupy 4.0",
+    ),
+    Row(
+        None,
+        (SIGMOID,),
+        _HALF,
+        ("triton", "cupy", "torch"),
+        "sigmoid_loss, bfloat16, b = 4,096, d = 768, H200: triton 1.85 ms, cupy 2.4",
+    ),
+    Row(None, FORMS, _HALF, ("triton", "cupy", "torch"), "not measured on this GPU"),
+)
+
+
+@dataclass(frozen=True, slots=True)
+class Choice:
+    """A backend's name, and why it is taken."""
+
+    name: str
+    why: str
+
+
+@asked_while_tracing
+def choose(library: str, place: str, dtype: str = "float32", precision: str = "auto", form: str = SOFTMAX) -> str:
+    """The name that ``backend="auto"`` stands for.
+
+    Args:
+        library: the features' array library.
+        place: their device: "cpu", "cuda:1"; "cuda" for torch's current one.
+        dtype: theirs.
+        precision: that the caller asks for.
+        form: of ``FORMS``.
+    """
+    return explained(library, place, dtype, precision, form).name
+
+
+@cache
+def explained(library: str, place: str, dtype: str, precision: str, form: str) -> Choice:
+    """What ``choose`` gives, and why."""
+    found = _found(library, place, dtype, precision, form)
+    _log.debug("backend='auto' is %s for %s %s arrays on %s: %s", found.name, library, dtype, place, found.why)
+    return found
+
+
+def _found(library: str, place: str, dtype: str, precision: str, form: str) -> Choice:
+    if library in ("numpy", "cupy"):
+        return Choice(library, f"it computes {library} arrays where they are")
+    device = place.partition(":")[0]
+    if device != "cuda" or dtype == "float64":
+        return Choice("torch", "the others run on NVIDIA GPUs" if device != "cuda" else "tensor cores have no float64")
+    wanted = dtype if dtype != "float32" or precision == "auto" else f"{dtype}/{precision}"
+    own = capability(place)
+    row = next(
+        x for x in TABLE if form in x.forms and wanted in x.dtypes and (x.capability is None or x.capability == own)
+    )
+    why = row.measured
+    # none behind the one that is taken is loaded: CuPy alone takes a while to import
+    for name in row.order:
+        reason = unusable(name, device)
+        if reason is None:
+            return Choice(name, why)
+        why += f"; {name} cannot be used: {reason}"
+    return Choice("torch", why)
+
+
+@cache
+def capability(place: str) -> int:
+    """Compute capability, times 10, of a GPU of torch's; 0 where torch sees none of NVIDIA's."""
+    if BUILT_IN["torch"].missing() is not None:
+        return 0
+    import torch
+
+    if torch.version.cuda is None or not torch.cuda.is_available():
+        return 0
+    major, minor = torch.cuda.get_device_capability(place)
+    return 10 * int(major) + int(minor)
+
+
+@cache
+def unusable(name: str, device: str) -> str | None:
+    """Why a backend cannot compute here, or None. It is loaded to find out, so that "auto" never takes one in vain."""
+    missing = BUILT_IN[name].missing()
+    if missing is not None:
+        return missing
+    try:
+        backend = load(name)
+    except Exception as error:  # a package that does not fit the machine may raise anything
+        return " ".join(str(error).split())
+    return None if device in backend.devices else f"it runs on {' and '.join(sorted(backend.devices))} here"
+
+
+def settled(options: Options, name: str, dtype: str) -> Options:
+    """The options with a precision that a backend knows."""
+    if options.precision != "auto":
+        return options
+    chosen = auto_precision(name) if dtype == "float32" else "ieee"
+    return Options(options.tile, chosen, options.workspace, options.keep)
+
+
+@asked_while_tracing
+def auto_precision(name: str) -> str:
+    """The precision that "auto" stands for in the backend of this name."""
+    try:
+        return load(name).auto_precision
+    except Exception:  # whoever computes with it loads it again, and raises
+        return "ieee"

@@ -1,0 +1,285 @@
+"""What "auto" takes: the fastest backend that can be used, and of it the fastest precision that is float32's own."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable, Iterator
+from dataclasses import replace
+from itertools import product
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from cupy_hosted import hosted
+from cupy_stand_in import cupy_modules
+
+import contrastile
+from contrastile import evaluation, plan, problems
+from contrastile.backends import choice, registry
+from contrastile.backends.choice import FORMS, RANKS, SIGMOID, SOFTMAX, SYMMETRIC, TABLE, Row, choose
+from contrastile.backends.contract import PRECISIONS, Backend, BackendUnavailableError, Options
+from contrastile.comm.communicator import MismatchError
+from contrastile.comm.inprocess import InProcess, InProcessGroup
+from contrastile.schedules import handshake
+from contrastile.verify.facts import limits
+
+DTYPES = ("float16", "bfloat16", "float32")
+CACHES = choice.explained, choice.unusable, choice.capability, registry.load
+
+
+@pytest.fixture(autouse=True)
+def asked_anew() -> Iterator[None]:
+    for each in CACHES:
+        each.cache_clear()
+    yield
+    for each in CACHES:
+        each.cache_clear()
+
+
+Machine = Callable[..., None]
+
+
+@pytest.fixture
+def machine(monkeypatch: pytest.MonkeyPatch) -> Machine:
+    """A machine with a GPU of some compute capability, on which these backends can be used, and torch."""
+
+    def made(capability: int, *usable: str) -> None:
+        there = {"torch", *usable}
+        monkeypatch.setattr(choice, "capability", lambda place: capability)
+        monkeypatch.setattr(choice, "unusable", lambda name, device: None if name in there else f"no {name}")
+        choice.explained.cache_clear()
+
+    return made
+
+
+def test_on_hopper_cupy_is_taken_where_it_is_faster(machine: Machine) -> None:
+    machine(90, "triton", "cupy")
+    for dtype in ("float16", "bfloat16"):
+        found = {form: choose("torch", "cuda:0", dtype, form=form) for form in FORMS}
+        assert found == {SOFTMAX: "cupy", SYMMETRIC: "cupy", SIGMOID: "triton", RANKS: "triton"}
+    for form, precision in product(FORMS, ("auto", "split", "tf32")):
+        assert choose("torch", "cuda:0", "float32", precision, form) == "triton"
+
+
+@pytest.mark.parametrize("capability", [0, 80, 100])
+def test_elsewhere_triton_is_taken(capability: int, machine: Machine) -> None:
+    machine(capability, "triton", "cupy")
+    assert {choose("torch", "cuda", dtype, form=form) for dtype, form in product(DTYPES, FORMS)} == {"triton"}
+
+
+def test_float32_without_tensor_cores_never_goes_to_triton(machine: Machine) -> None:
+    for capability, form in product((80, 90), FORMS):
+        machine(capability, "triton")
+        assert choose("torch", "cuda", "float32", "ieee", form) == "torch"
+    machine(90, "triton", "cupy")
+    assert choose("torch", "cuda", "float32", "ieee") == "cupy"
+    # the precision says nothing to other dtypes
+    assert choose("torch", "cuda", "bfloat16", "ieee", SIGMOID) == "triton"
+
+
+def test_what_cannot_be_used_is_passed_over_and_the_reason_is_told_once(
+    machine: Machine, caplog: pytest.LogCaptureFixture
+) -> None:
+    caplog.set_level(logging.DEBUG, "contrastile")
+    machine(90, "triton")
+    for _ in range(2):
+        assert choose("torch", "cuda:0", "bfloat16") == "triton"
+    (said,) = caplog.messages
+    assert said.startswith("backend='auto' is triton for torch bfloat16 arrays on cuda:0: ")
+    assert said.endswith("; cupy cannot be used: no cupy")
+    machine(90)
+    assert choose("torch", "cuda:0", "bfloat16") == "torch"
+
+
+def test_arrays_of_other_libraries_and_other_devices_have_one_backend(machine: Machine) -> None:
+    machine(90, "triton", "cupy")
+    assert choose("numpy", "cpu") == "numpy"
+    assert choose("cupy", "cuda:1", "bfloat16", form=SIGMOID) == "cupy"
+    assert {choose("torch", place, dtype) for place in ("cpu", "meta") for dtype in DTYPES} == {"torch"}
+    assert choose("torch", "cuda", "float64") == "torch"
+
+
+def test_the_table_has_a_row_for_every_call_and_says_what_was_measured() -> None:
+    wanted = [*DTYPES, *(f"float32/{precision}" for precision in PRECISIONS)]
+    for form, dtype in product(FORMS, wanted):
+        assert any(form in row.forms and dtype in row.dtypes and row.capability is None for row in TABLE)
+    for row in TABLE:
+        assert "torch" in row.order
+        assert set(row.order) <= set(registry.BUILT_IN)
+        assert row.measured
+
+
+def test_every_row_of_the_table_is_the_first_that_fits_some_call() -> None:
+    def serves(row: Row, form: str, dtype: str, capability: int | None) -> bool:
+        return form in row.forms and dtype in row.dtypes and row.capability in (None, capability)
+
+    for row in TABLE:
+        calls = list(product(row.forms, row.dtypes))
+        assert any(next(x for x in TABLE if serves(x, *call, row.capability)) is row for call in calls), row
+
+
+@pytest.mark.parametrize("raised", [BackendUnavailableError("no driver"), RuntimeError("no\n  NVRTC")])
+def test_a_backend_that_is_installed_and_does_not_load_is_no_error(
+    raised: Exception, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    asked = []
+
+    def load(name: str) -> Backend:
+        asked.append(name)
+        raise raised
+
+    monkeypatch.setattr(registry, "_is_there", lambda name: True)
+    monkeypatch.setattr(choice, "load", load)
+    monkeypatch.setattr(choice, "capability", lambda place: 90)
+    assert choose("torch", "cuda", "bfloat16") == "torch"
+    assert choose("torch", "cuda", "float16") == "torch"
+    # it is tried once, not in every call
+    assert sorted(asked) == ["cupy", "torch", "triton"]
+    assert "no" in str(choice.unusable("cupy", "cuda"))
+    assert "\n" not in str(choice.unusable("cupy", "cuda"))
+
+
+def test_nothing_is_loaded_behind_what_is_taken(monkeypatch: pytest.MonkeyPatch) -> None:
+    asked = []
+    monkeypatch.setattr(choice, "unusable", lambda name, device: asked.append(name))
+    monkeypatch.setattr(choice, "capability", lambda place: 90)
+    assert choose("torch", "cuda", "float32") == "triton"
+    assert choose("torch", "cuda", "bfloat16") == "cupy"
+    assert choose("torch", "cuda", "float64") == "torch"
+    assert asked == ["triton", "cupy"]
+
+
+def test_a_backend_that_computes_elsewhere_is_not_taken(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(choice, "load", lambda name: replace(registry.load("torch"), devices=frozenset({"cpu"})))
+    monkeypatch.setattr(registry, "_is_there", lambda name: True)
+    assert choice.unusable("triton", "cuda") == "it runs on cpu here"
+    assert choice.unusable("triton", "cpu") is None
+
+
+def test_cupy_without_nvrtc_does_not_load_and_says_why(monkeypatch: pytest.MonkeyPatch) -> None:
+    def missing() -> Any:
+        raise RuntimeError("no libnvrtc")
+
+    monkeypatch.setattr(registry, "_is_there", lambda name: True)
+    with cupy_modules("build") as (build,):
+        monkeypatch.setattr(build, "nvrtc_version", missing)
+        expected = r"cannot be imported \(NVRTC cannot be loaded: no libnvrtc\); .* run: .* --force-reinstall$"
+        with pytest.raises(BackendUnavailableError, match=expected):
+            registry.load("cupy")
+
+
+def records() -> Iterator[Backend]:
+    for name in ("numpy", "torch"):
+        yield registry.load(name)
+    pytest.importorskip("triton")
+    yield registry.load("triton")
+    with hosted() as host:
+        yield host.record.backend
+
+
+def test_the_precision_of_auto_rounds_no_more_than_float32_does() -> None:
+    for backend in records():
+        assert backend.auto_precision in backend.precisions
+        options = () if backend.auto_precision == "ieee" else (Options(precision=backend.auto_precision),)
+        found = backend.accuracy("float32", min(backend.devices), *options)
+        for name, limit in limits(backend.state("float32"), "float32", "ieee").items():
+            assert getattr(found, name) <= limit, (backend.name, name)
+
+
+def test_of_the_precisions_on_tensor_cores_only_triton_s_split_is_float32_s_own() -> None:
+    from contrastile.backends import triton
+
+    coarser = []
+    with hosted() as host:
+        for name, accuracy in (("triton", triton.accuracy), ("cupy", host.record.accuracy)):
+            for precision in PRECISIONS:
+                found = accuracy("float32", "cuda", Options(precision=precision))
+                allowed = limits("float32", "float32", "ieee").items()
+                if any(getattr(found, fact) > limit for fact, limit in allowed):
+                    coarser.append((name, precision))
+    assert coarser == [("triton", "tf32"), ("cupy", "tf32"), ("cupy", "split")]
+
+
+@pytest.fixture
+def seen(monkeypatch: pytest.MonkeyPatch) -> list[str]:
+    """The precisions that a backend is given that takes "auto" for "split"."""
+    found: list[str] = []
+    torch_s = registry.load("torch")
+
+    def lse(block: Any, columns: bool, options: Options) -> Any:
+        found.append(options.precision)
+        return torch_s.lse(block, columns, options)
+
+    backend = replace(torch_s, precisions=frozenset(PRECISIONS), auto_precision="split", lse=lse)
+    for module in (plan, choice):
+        monkeypatch.setattr(module, "load", lambda name: backend)
+    return found
+
+
+def eager(image: Any, text: Any, **asked: Any) -> None:
+    contrastile.clip_loss(image, text, 3.0, **asked)
+
+
+def over_ranks(image: Any, text: Any, **asked: Any) -> None:
+    InProcessGroup[None](1).run(lambda comm: eager(image, text, group=comm, **asked))
+
+
+@pytest.mark.parametrize("call", [eager, over_ranks])
+def test_auto_is_settled_before_a_backend_is_called(call: Any, seen: list[str]) -> None:
+    image, text = torch.randn(2, 7, 5)
+    for precision in ("auto", "ieee", "tf32"):
+        call(image, text, precision=precision)
+    call(image, text)
+    # it says nothing to other dtypes
+    call(image.half(), text.half())
+    assert seen == ["split", "ieee", "tf32", "split", "ieee"]
+
+
+def test_a_compiled_graph_holds_what_auto_stood_for(seen: list[str]) -> None:
+    torch.compiler.reset()
+    image, text = torch.randn(2, 7, 5)
+    torch.compile(contrastile.clip_loss, fullgraph=True, backend="aot_eager")(image, text, 3.0)
+    assert seen == ["split"]
+
+
+def test_a_compiled_call_asks_for_the_backend_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    asked: list[Any] = []
+
+    def choose(*what: str) -> str:
+        asked.append(what)
+        return "torch"
+
+    monkeypatch.setattr(evaluation, "choose", choice.asked_while_tracing(choose))
+    torch.compiler.reset()
+    call = torch.compile(contrastile.nt_xent, fullgraph=True, dynamic=True, backend="aot_eager")
+    for rows in (5, 9, 13):
+        call(torch.randn(rows, 4), torch.randn(rows, 4), 3.0)
+    assert asked[0] == ("torch", "cpu", "float32", "auto", SYMMETRIC)
+    assert len(asked) < 3
+
+
+@pytest.mark.parametrize(
+    ("name", "expected"), [("clip_loss", SOFTMAX), ("nt_xent", SYMMETRIC), ("sigmoid_loss", SIGMOID)]
+)
+def test_losses_have_the_form_that_the_table_knows(name: str, expected: str) -> None:
+    x, y = np.ones((2, 4, 3), np.float32)
+    assert evaluation._form(problems.BUILDERS[name](x, y, 1.0).problem) == expected
+
+
+def test_ranks_that_would_take_different_backends_hear_of_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    said: list[str] = []
+    names = iter(("numpy", "torch"))
+    x = np.ones((3, 2), np.float32)
+
+    def program(comm: InProcess) -> None:
+        with pytest.raises(MismatchError) as error:
+            contrastile.clip_loss(x, x, 1.0, group=comm)
+        said.append(str(error.value))
+
+    # each rank asks once
+    monkeypatch.setattr(handshake, "choose", lambda *call: next(names) if call[-1] == RANKS else "")
+    InProcessGroup[None](2).run(program)
+    assert len(said) == 2
+    assert len(set(said)) == 1
+    assert "the backend that 'auto' takes (name one that every rank has) must be the same on every rank" in said[0]
