@@ -75,8 +75,7 @@ def arrays_of(block: Block) -> list[Any]:
 def rebuilt(arrays: Tensors, block: Block) -> Block:
     """The block with other arrays."""
     rows, columns, scale, bias, positives, excluded, row_ids, column_ids = arrays[:8]
-    pairs = Pairs(positives, excluded, row_ids, column_ids, block.pairs.match)
-    return Block(rows, columns, scale, bias, pairs, block.symmetric)
+    return Block(rows, columns, scale, bias, Pairs(positives, excluded, row_ids, column_ids, block.pairs.match))
 
 
 class _Packed:
