@@ -85,10 +85,6 @@ class Block:
         scale: 0-d array in the state dtype on the same device.
         bias: 0-d array likewise, or None for 0.
         pairs: which pairs count; indices are local to this block's columns.
-        symmetric: the columns are the rows, and the pairs are the same either way round: where row i's positive is j,
-            that of j is i. ``lse`` is then asked for the rows alone, and ``gradients`` and ``finished`` for the rows'
-            gradient alone, with the same weights on both sides: G is symmetric too. A backend may compute the tiles of
-            one triangle and use each twice; one that does not is right as well.
     """
 
     rows: Array
@@ -96,7 +92,6 @@ class Block:
     scale: Array
     bias: Array | None = None
     pairs: Pairs = field(default_factory=Pairs)
-    symmetric: bool = False
 
 
 @dataclass(frozen=True, slots=True)

@@ -17,7 +17,7 @@ from typing import Any
 
 from contrastile.backends.arrays import ArrayLibrary, library_of, transfer
 from contrastile.backends.contract import Array, Backend, Block, Options, Statistics, Weights
-from contrastile.schedules import local
+from contrastile.schedules import local, triangle
 from contrastile.schedules.problem import Problem, Walk
 
 
@@ -243,7 +243,8 @@ def forward(problem: Problem, backend: Backend, options: Options, *, keep: bool 
     """The softmax loss and its log-sum-exps, on the device: see ``local.forward``."""
     walk = _pass(problem, backend)
     if _single(problem):
-        return local.forward(_fetched(walk, problem), backend, options, keep=keep)
+        alone = local.forward if problem.columns else triangle.forward
+        return alone(_fetched(walk, problem), backend, options, keep=keep)
     if not problem.columns:
         return forward(replace(problem, columns=(problem.rows,)), backend, options)
     arrays, two_sided = backend.arrays, problem.column_weight is not None
@@ -290,7 +291,8 @@ def backward(
     """Gradients of ``upstream * loss`` for the softmax loss: see ``local.backward``."""
     walk, arrays = _pass(problem, backend), backend.arrays
     if _single(problem):
-        found = local.backward(_fetched(walk, problem), saved, upstream, wanted, backend, options)
+        alone = local.backward if problem.columns else triangle.backward
+        found = alone(_fetched(walk, problem), saved, upstream, wanted, backend, options)
         return _kept(walk, problem, found)
     if not problem.columns:
         # cut in blocks, rows against themselves are rows against equal columns

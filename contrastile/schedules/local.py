@@ -157,37 +157,28 @@ def backward(
     problem: Problem, saved: Forward, upstream: Array, wanted: Wanted, backend: Backend, options: Options
 ) -> Gradients:
     """Gradients of ``upstream * loss`` for the softmax loss; ``upstream`` is 0-d, state dtype."""
-    arrays, itself = backend.arrays, not problem.columns
-    if backend.finished is not None and wanted.rows and len(problem.columns) <= 1:
+    arrays = backend.arrays
+    if backend.finished is not None and wanted.rows and len(problem.columns) == 1:
         ((where, block),) = problem.blocks()
         form: ColumnForm | None = "gradient" if any(wanted.columns) else None
         weights = replace(_weights(problem, saved, where), kept=saved.kept)
         found = backend.finished(block, weights, upstream, form, options)
         scale = arrays.cast(found.inner, arrays.dtype(problem.scale)) if wanted.scale else None
-        return _once(Gradients(found.rows, () if itself else (found.columns,), scale, None), itself)
+        return Gradients(found.rows, (found.columns,), scale, None)
     weighted = problem.weighted(upstream)
     row_sum = accumulator(backend, problem.rows, wanted.rows or wanted.scale)
     column_sums = []
-    for (where, block), want in zip(weighted.blocks(), wanted.columns or (False,), strict=True):
+    for (where, block), want in zip(weighted.blocks(), wanted.columns, strict=True):
         column_sums.append(accumulator(backend, block.columns, want))
         backend.gradients(block, _weights(weighted, saved, where), row_sum, column_sums[-1], options)
     # the upstream gradient is in the weights already, and a softmax does not depend on a bias
-    sums = Sums(row_sum, () if itself else tuple(column_sums), None)
-    return _once(gradients_from_sums(problem.rows, problem.scale, sums, None, wanted, arrays), itself)
-
-
-def _once(found: Gradients, itself: bool) -> Gradients:
-    """Of rows against themselves, the rows' gradient holds both sides' parts, and the scale's has counted both."""
-    return replace(found, scale=found.scale / 2) if itself and found.scale is not None else found
+    sums = Sums(row_sum, tuple(column_sums), None)
+    return gradients_from_sums(problem.rows, problem.scale, sums, None, wanted, arrays)
 
 
 def _weights(problem: Problem, saved: Forward, where: slice) -> Weights:
     columns: tuple[Array | None, ...] = ()
-    if not problem.columns:
-        # one logit, whichever of the two has it: that of row i is read at (i, j), its column's must be the same number
-        positive = saved.row_positive_lse if problem.positives is None else saved.row_positive_lse[problem.positives]
-        columns = saved.row_negative_lse, positive, problem.row_weight, problem.row_target
-    elif problem.column_weight is not None:
+    if problem.column_weight is not None:
         lses = saved.column_negative_lse, saved.column_positive_lse
         columns = tuple(x if x is None else x[where] for x in (*lses, problem.column_weight, problem.column_target))
     rows = saved.row_negative_lse, saved.row_positive_lse, problem.row_weight, problem.row_target

@@ -38,9 +38,9 @@ class Problem:
 
     Attributes:
         rows: (m, d) features.
-        columns: tuple of (n_c, d) features; n = sum n_c. Empty for rows against themselves, where positives, excluded
-            and ids are the same either way round, as in NT-Xent: n = m, each index names a row, and the rows' gradient
-            is the features'.
+        columns: tuple of (n_c, d) features; n = sum n_c. Empty for rows against themselves, where positives and ids
+            are the same either way round, as in NT-Xent: n = m, each index names a row, excluded are none or each row
+            from itself, and the rows' gradient is the features'.
         scale: 0-d, state dtype.
         row_weight: (m,) u, state dtype.
         row_target: (m,) t, 1 / |P(i)|, or 0 where the row has no positive or its positives are not to count: each row
@@ -143,8 +143,6 @@ class Problem:
 
     def blocks(self) -> Iterator[tuple[slice, Block]]:
         """Each column block with its place among the joined columns; indices become local to the block."""
-        if not self.columns:
-            yield slice(None), replace(self.block(self.rows, 0, self.column_ids), symmetric=True)
         start = 0
         for columns in self.columns:
             where = slice(start, start + columns.shape[0])

@@ -1,4 +1,4 @@
-"""The schedule of a problem: ``local``, ``blocked``, ``ring`` or ``gather``. All have the same functions.
+"""The schedule of a problem: ``local``, ``triangle``, ``blocked``, ``ring`` or ``gather``, of like functions.
 
 Where the front door has not replicated a problem that may be, its parts are gathered.
 """
@@ -11,7 +11,7 @@ from types import ModuleType
 
 from contrastile.backends.arrays import ArrayLibrary
 from contrastile.backends.contract import Array, Backend, Options
-from contrastile.schedules import blocked, gather, local, ring
+from contrastile.schedules import blocked, gather, local, ring, triangle
 from contrastile.schedules.placement import Placement
 from contrastile.schedules.problem import Problem, Walk
 from contrastile.schedules.sums import gradients_over_ranks
@@ -19,7 +19,8 @@ from contrastile.schedules.sums import gradients_over_ranks
 
 def _module(problem: Problem) -> ModuleType:
     if problem.placement is None:
-        return local if problem.walk is None else blocked
+        alone = local if problem.columns else triangle
+        return alone if problem.walk is None else blocked
     return {"ring": ring, "gather": gather, "replicate": gather}[problem.placement.exchange]
 
 

@@ -111,6 +111,8 @@ def is_symmetric(problem: Problem) -> bool:
     """Whether a problem of one direction compares rows with themselves, by the same pairs either way round."""
     if problem.column_weight is not None or problem.kind == "sigmoid" or len(problem.columns) != 1:
         return False
+    if problem.excluded is not None and not np.array_equal(problem.excluded, np.arange(len(problem.rows))):
+        return False
     return np.array_equal(problem.rows, problem.columns[0]) and all(np.array_equal(x, x.T) for x in masks(problem))
 
 

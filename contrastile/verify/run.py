@@ -11,7 +11,7 @@ import numpy as np
 from contrastile.backends.arrays import ArrayLibrary
 from contrastile.backends.contract import STATISTICS, Array, Backend, Block, LseFunction, Options, Statistics
 from contrastile.oracle.arrays import FloatArray, float64
-from contrastile.schedules import local, schedule
+from contrastile.schedules import local, schedule, triangle
 from contrastile.schedules.problem import Problem
 from contrastile.verify.truth import Outcome
 
@@ -182,7 +182,15 @@ def outcome(
         return None if x is None else np.array(arrays.to_numpy(x), dtype=np.float64)
 
     found: dict[str, Any] = dict.fromkeys(STATISTICS) | {name: take(x) for name, x in lses.items()}
-    if parts:
+    if parts and not native.columns:
+        every = slice(0, native.rows.shape[0])
+        found["row_positive_sum"] = total = np.zeros(every.stop)
+        blocks = triangle.places(every, triangle.whole_up_to(native, arrays, options))
+        for (rows, columns), part in zip(blocks, parts, strict=True):
+            total[rows] += take(part.row_positive_sum)
+            if rows != columns:
+                total[columns] += take(part.column_positive_sum)
+    elif parts:
         found["row_positive_sum"] = np.sum([take(part.row_positive_sum) for part in parts], axis=0)
         if found["column_negative_lse"] is not None:
             found["column_positive_sum"] = np.concatenate([take(part.column_positive_sum) for part in parts])

@@ -80,10 +80,11 @@ def test_within_the_derived_bound(name: str, dtype: str) -> None:
     assert worst.ratio <= 1, str(worst)
 
 
+@pytest.mark.parametrize("tile", [None, (11, 13)])
 @pytest.mark.parametrize("name", ["self-excluded", "labels", "certain-views", "certain-labels"])
-def test_rows_against_themselves_within_the_derived_bound(name: str) -> None:
+def test_rows_against_themselves_within_the_derived_bound(name: str, tile: tuple[int, int] | None) -> None:
     held = trial(name, "float32")
-    got = held.run(replace(held.problem, columns=()))
+    got = held.run(replace(held.problem, columns=()), options=Options(tile=tile))
     worst = compare(got, folded(held.oracle.outcome), folded(held.bound))
     assert worst.ratio <= 1, str(worst)
 

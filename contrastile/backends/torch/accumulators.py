@@ -9,15 +9,10 @@ from contrastile.backends.torch.tiles import LINE, Tile
 
 
 class Accumulators:
-    """The two gradients of a block, in the state dtype; either may be None. Of a symmetric block there is the rows'."""
+    """The two gradients of a block, in the state dtype; either may be None."""
 
-    def __init__(
-        self, products: Products, rows: torch.Tensor | None, columns: torch.Tensor | None, symmetric: bool = False
-    ) -> None:
-        assert columns is None or not symmetric
-        if symmetric:
-            columns = rows
-        self._products, self._rows, self._columns, self._symmetric = products, rows, columns, symmetric
+    def __init__(self, products: Products, rows: torch.Tensor | None, columns: torch.Tensor | None) -> None:
+        self._products, self._rows, self._columns = products, rows, columns
         self._chunk: torch.Tensor | None = None
         # BLAS takes half as long again to add to many rows that begin anywhere in a cache line
         self._staged = products.sync and columns is not None and columns.stride(0) % LINE != 0
@@ -29,16 +24,14 @@ class Accumulators:
         if self._columns is None:
             return
         total = self._columns[tile.columns]
-        # a tile on the diagonal is its own transpose
-        if tile.mirrored or not self._symmetric:
-            if not self._staged:
-                self._products.add(total, g.t(), tile.q)
-                return
-            if self._chunk is None:
-                width = -(-total.shape[1] // LINE) * LINE
-                self._chunk = total.new_zeros(total.shape[0], width)[:, : total.shape[1]]
-            self._products.add(self._chunk, g.t(), tile.q)
+        if not self._staged:
+            self._products.add(total, g.t(), tile.q)
+            return
+        if self._chunk is None:
+            width = -(-total.shape[1] // LINE) * LINE
+            self._chunk = total.new_zeros(total.shape[0], width)[:, : total.shape[1]]
+        self._products.add(self._chunk, g.t(), tile.q)
         # rows are the inner loop: these columns are complete
-        if tile.last_rows and self._chunk is not None:
+        if tile.last_rows:
             total.add_(self._chunk)
             self._chunk = None

@@ -33,15 +33,13 @@ def gradients(
     products = Products(block, unit=LOG2_E)
     w, state = weights, products.state
     sides = [_Side(w.row_negative_lse, w.row_positive_lse, w.row_weight, w.row_target, state)]
-    if block.symmetric:
-        sides *= 2
-    elif w.column_weight is not None:
+    if w.column_weight is not None:
         sides.append(_Side(w.column_negative_lse, w.column_positive_lse, w.column_weight, w.column_target, state))
     products.bound_gradient(*(side.weight for side in sides), *(side.term for side in sides))
     shared = _shared(sides, state) if products.sync else None
     named = _named_entries(block, sides, state)
     certain = block.pairs.match == "target" and (not products.sync or any(bool(s.certain.any()) for s in sides))
-    accumulators = Accumulators(products, row_gradient, column_gradient, block.symmetric)
+    accumulators = Accumulators(products, row_gradient, column_gradient)
     for tile in tiles(block, products, options):
         matched = tile.pairs.matched
         exact = _matched_entries(tile, sides) if certain and matched is not None else None

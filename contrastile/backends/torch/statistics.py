@@ -15,7 +15,6 @@ import math
 import torch
 
 from contrastile.backends.contract import Block, Options, Statistics
-from contrastile.backends.torch.pairs import TilePairs
 from contrastile.backends.torch.products import LOG2_E, Products
 from contrastile.backends.torch.tiles import Tile, primitive, tiles
 
@@ -27,10 +26,8 @@ ROOM = 40.0
 def lse(block: Block, columns: bool, options: Options) -> Statistics:
     """Row and column LSE over the admitted pairs, and the sums of positive logits (Inf-CL Eq. 3-5, both directions).
 
-    See ``contract.Backend.lse``. Memory beyond the result: one tile and its spare, and O(m + n) in float64. Half the
-    tiles of a symmetric block give all its rows.
+    See ``contract.Backend.lse``. Memory beyond the result: one tile and its spare, and O(m + n) in float64.
     """
-    assert not (block.symmetric and columns)
     products = Products(block, unit=LOG2_E)
     found = _shared(block, columns, options, products) if products.sync else None
     if found is None:
@@ -48,7 +45,7 @@ class _Side:
     """Base-2 statistics of the rows, or of the columns, in float64: they are O(m + n), so the accuracy is free.
 
     Attributes:
-        dim: along which a tile is reduced, unless it stands for its transpose.
+        dim: along which a tile is reduced.
         negative: sums, or log-sum-exps, over negatives.
         positive: likewise over the positives.
         total: sums of positive logits.
@@ -66,14 +63,12 @@ class _Side:
     def add_matched(self, tile: Tile, x: torch.Tensor) -> None:
         """Count the tile's pairs of equal ids and add their logits. x: (tr, tc), 0 at all other pairs."""
         if self.count is not None and tile.pairs.matched is not None:
-            for where, dim in self.places(tile):
-                self.total[where] += x.sum(dim)
-                self.count[where] += tile.pairs.matched.sum(dim)
+            self.total[self.of(tile)] += x.sum(self.dim)
+            self.count[self.of(tile)] += tile.pairs.matched.sum(self.dim)
 
-    def places(self, tile: Tile) -> list[tuple[slice, int]]:
-        """Where the tile lies on this side, and the dimension to reduce: a mirrored tile lies there twice."""
-        own = (tile.rows, 1) if self.dim == 1 else (tile.columns, 0)
-        return [own, (tile.columns, 0)] if tile.mirrored else [own]
+    def of(self, tile: Tile) -> slice:
+        """Where the tile lies on this side."""
+        return tile.rows if self.dim == 1 else tile.columns
 
     def vectors(self) -> tuple[torch.Tensor, ...]:
         """In the order of ``contract.Statistics``. Of one positive the log-sum-exp is its logit, to the last bit."""
@@ -96,20 +91,12 @@ class _Found:
         named = tile.pairs.named(tile.x)
         if named is not None:
             inside, logit = named
-            self._note(tile.rows, inside, logit)
-            if tile.mirrored:
-                # the tile's columns are rows, of which some have their positive among these rows
-                back = TilePairs(self.block.pairs, tile.columns, tile.rows, tile.x.t(), sync=False).named(tile.x.t())
-                assert back is not None
-                self._note(tile.columns, *back)
+            self.logits[tile.rows] = torch.where(inside, logit.double(), self.logits[tile.rows])
+            self.named[tile.rows] |= inside
         if tile.pairs.matched is not None:
             tile.spare.copy_(tile.x).masked_fill_(~tile.pairs.matched, 0.0)
             for side in self.sides:
                 side.add_matched(tile, tile.spare)
-
-    def _note(self, rows: slice, inside: torch.Tensor, logit: torch.Tensor) -> None:
-        self.logits[rows] = torch.where(inside, logit.double(), self.logits[rows])
-        self.named[rows] |= inside
 
     def finish_named(self) -> None:
         """The positives' statistics, where indices name them: a column's positives are summed over its rows."""
@@ -148,12 +135,10 @@ def _shared(block: Block, columns: bool, options: Options, products: Products) -
         if tile.pairs.matched is not None:
             tile.spare.copy_(tile.x).masked_fill_(~tile.pairs.matched, 0.0)
             for side in found.sides:
-                for where, dim in side.places(tile):
-                    side.positive[where] += tile.spare.sum(dim)
+                side.positive[side.of(tile)] += tile.spare.sum(side.dim)
             tile.pairs.hide_positives(tile.x, 0.0)
         for side, count in zip(found.sides, counts, strict=False):
-            for where, dim in side.places(tile):
-                side.negative[where] += tile.x.sum(dim)
+            side.negative[side.of(tile)] += tile.x.sum(side.dim)
             # the last rows complete these columns: failing here, not at the end, wastes least
             if side.dim == 0 and tile.last_rows and not _exact(side.negative[tile.columns], count, products.state):
                 return None
@@ -191,14 +176,12 @@ def _own(block: Block, columns: bool, options: Options, products: Products) -> _
         if matched is not None:
             tile.spare.copy_(tile.x).masked_fill_(~matched, -math.inf)
             for side in found.sides:
-                for where, dim in side.places(tile):
-                    merge(side.positive[where], _tile_lse(tile.spare, dim))
+                merge(side.positive[side.of(tile)], _tile_lse(tile.spare, side.dim))
         # -inf before the maximum: a pair that is not a negative must never be the reference
         tile.pairs.silence(tile.x, -math.inf)
         tile.pairs.hide_positives(tile.x, -math.inf)
         for side in found.sides:
-            for where, dim in side.places(tile):
-                merge(side.negative[where], _tile_lse(tile.x, dim, out=tile.spare))
+            merge(side.negative[side.of(tile)], _tile_lse(tile.x, side.dim, out=tile.spare))
     found.finish_named()
     return found
 

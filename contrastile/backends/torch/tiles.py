@@ -15,8 +15,6 @@ from contrastile.backends.torch.products import Products, has_mixed_product
 CPU_TILE = (512, 2048)
 # large enough to fill an accelerator, and a small share of its memory
 DEVICE_TILE = (4096, 8192)
-# of one triangle: tiles on the diagonal are computed whole, so that small ones waste less
-CPU_TRIANGLE_TILE, DEVICE_TRIANGLE_TILE = 512, 2048
 # float32 elements of a cache line
 LINE = 16
 
@@ -30,14 +28,12 @@ R = TypeVar("R")
 class Tile(NamedTuple):
     """One tile: its place, its operands (tr, d) and (tc, d), its logits and a spare of their shape, its pairs.
 
-    ``last_rows``: no tile after this one has the same columns. ``mirrored``: the tile stands for its transpose too,
-    whose rows are these columns.
+    ``last_rows``: no tile after this one has the same columns.
     """
 
     rows: slice
     columns: slice
     last_rows: bool
-    mirrored: bool
     q: torch.Tensor
     k: torch.Tensor
     x: torch.Tensor
@@ -49,45 +45,26 @@ def tiles(block: Block, products: Products, options: Options) -> Iterator[Tile]:
     """The block's tiles, logits computed; the next tile reuses the memory of the last.
 
     Columns are the outer loop: a chunk of columns is wide and its gradient with it, so they are the ones to stay in
-    the cache while the narrow chunks of rows pass. Of a symmetric block the rows end where the columns do: the tiles
-    of the upper triangle.
+    the cache while the narrow chunks of rows pass.
     """
     m, n = block.rows.shape[0], block.columns.shape[0]
-    tr, tc = tile_shape(m, n, options, products.sync, block.symmetric)
+    tr, tc = tile_shape(m, n, options, products.sync)
     x, spare = (block.rows.new_empty(tr * tc, dtype=products.state) for _ in range(2))
     for c in range(0, n, tc):
         columns = slice(c, min(c + tc, n))
         k = products.operand(block.columns[columns])
-        end = columns.stop if block.symmetric else m
-        for r in range(0, end, tr):
-            rows = slice(r, min(r + tr, end))
+        for r in range(0, m, tr):
+            rows = slice(r, min(r + tr, m))
             q = products.operand(block.rows[rows])
             shape = q.shape[0], k.shape[0]
             size = shape[0] * shape[1]
             logits = products.logits(q, k, x[:size].view(shape))
             pairs = TilePairs(block.pairs, rows, columns, logits, products.sync)
-            mirrored = block.symmetric and r < c
-            beside = spare[:size].view(shape)
-            if block.symmetric and r == c:
-                _mirror(logits, beside)
-            yield Tile(rows, columns, rows.stop == end, mirrored, q, k, logits, beside, pairs)
+            yield Tile(rows, columns, rows.stop == m, q, k, logits, spare[:size].view(shape), pairs)
 
 
-def _mirror(x: torch.Tensor, spare: torch.Tensor) -> None:
-    """Write the upper triangle over the lower: a product may round x_ij and x_ji in two ways. x: (t, t)."""
-    torch.triu(x, out=spare)
-    x.copy_(spare).add_(spare.triu(1).t())
-
-
-def tile_shape(m: int, n: int, options: Options, cpu: bool, symmetric: bool = False) -> tuple[int, int]:
-    """Rows and columns of a tile: as asked for, or chosen so that the last tile is not a sliver; square of a triangle.
-
-    A symmetric block's tiles are square, so that none but those on the diagonal meets its own transpose.
-    """
-    if symmetric:
-        longest = CPU_TRIANGLE_TILE if cpu else DEVICE_TRIANGLE_TILE
-        side = _even(n, longest) if options.tile is None else max(1, min(*options.tile, n))
-        return side, side
+def tile_shape(m: int, n: int, options: Options, cpu: bool) -> tuple[int, int]:
+    """Rows and columns of a tile: as asked for, or chosen so that the last tile is not a sliver."""
     if options.tile is not None:
         return max(1, min(options.tile[0], m)), max(1, min(options.tile[1], n))
     most = CPU_TILE if cpu else DEVICE_TILE

@@ -1,0 +1,133 @@
+"""Rows against themselves, as in NT-Xent: the logits are symmetric, and each pair of rows is computed once.
+
+The first half of the rows against the second half is a block of two directions: one pass over it gives statistics of
+both halves, and gradients of both. What is left are the pairs within either half, which are halved in turn, down to
+blocks on the diagonal, which are computed whole. With the gradient of the logits G + G^T, formed once, that is
+``4 n^2 d`` FLOPs and ``2 n d`` for each row of a block on the diagonal.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator
+from dataclasses import replace
+
+from contrastile.backends.arrays import ArrayLibrary
+from contrastile.backends.contract import WEIGHTS, Array, Backend, Block, Options, Statistics, Weights
+from contrastile.schedules import local
+from contrastile.schedules.problem import Problem
+
+WORK, CPU_ROWS = 1 << 33, 512
+"""Rows x rows x width, and on a CPU rows, up to which a block on the diagonal is computed whole: to compute half of it
+takes less time, and to launch three blocks instead takes more."""
+
+ALIGNED = 128
+"""Halves begin at multiples of this: whole tiles of every kernel, and vectors that begin where 16 bytes do."""
+
+
+def whole_up_to(problem: Problem, arrays: ArrayLibrary, options: Options) -> int:
+    """The most rows of a block on the diagonal; where a tile was asked for, it is such a block."""
+    if options.tile is not None:
+        return max(1, min(options.tile))
+    if arrays.device(problem.rows) == "cpu":
+        return CPU_ROWS
+    return max(ALIGNED, math.isqrt(WORK // max(1, problem.rows.shape[1])))
+
+
+def halves(rows: slice, most: int) -> tuple[slice, slice] | None:
+    """The first and the second half of some rows; None where they are no more than ``most``."""
+    length = rows.stop - rows.start
+    if length <= most:
+        return None
+    step = min(most, ALIGNED)
+    middle = rows.start + -(-length // (2 * step)) * step
+    return slice(rows.start, middle), slice(middle, rows.stop)
+
+
+def places(rows: slice, most: int) -> Iterator[tuple[slice, slice]]:
+    """The rows and the columns of every block."""
+    parts = halves(rows, most)
+    if parts is None:
+        yield rows, rows
+        return
+    yield parts
+    for part in parts:
+        yield from places(part, most)
+
+
+def block(problem: Problem, rows: slice, columns: slice) -> Block:
+    """Some of the rows against others, or against themselves."""
+    part = problem.of_rows(rows)
+    if rows != columns:
+        # a row is excluded from itself alone
+        part = replace(part, excluded=None)
+    ids = None if problem.column_ids is None else problem.column_ids[columns]
+    return part.block(problem.rows[columns], columns.start, ids)
+
+
+@local.ieee
+def forward(problem: Problem, backend: Backend, options: Options, *, keep: bool = False) -> local.Forward:
+    """The softmax loss and its log-sum-exps: see ``local.forward``. Nothing is kept."""
+    arrays, rows = backend.arrays, slice(0, problem.rows.shape[0])
+    most = whole_up_to(problem, arrays, options)
+    found = _statistics(problem, rows, most, backend, options)
+    n, p, s = local.row_statistics(arrays, [found])
+    loss = arrays.weighted_nll(n, p, s, problem.row_weight, problem.row_target)
+    return local.Forward(arrays.cast(loss, arrays.dtype(problem.scale)), n, p)
+
+
+def _statistics(problem: Problem, rows: slice, most: int, backend: Backend, options: Options) -> Statistics:
+    """Of some rows over each other; the blocks are computed in the order of ``places``."""
+    arrays, parts = backend.arrays, halves(rows, most)
+    here = block(problem, *(parts or (rows, rows)))
+    backend.check(here, options)
+    found = backend.lse(here, parts is not None, options)
+    if parts is None:
+        return found
+    first, second = (_statistics(problem, part, most, backend, options) for part in parts)
+    across = Statistics(*local.column_statistics(arrays, [found]))
+    merged = local.row_statistics(arrays, [found, first]), local.row_statistics(arrays, [across, second])
+    return Statistics(*(arrays.concat(list(x)) for x in zip(*merged, strict=True)))
+
+
+@local.ieee
+def backward(
+    problem: Problem,
+    saved: local.Forward,
+    upstream: Array,
+    wanted: local.Wanted,
+    backend: Backend,
+    options: Options,
+) -> local.Gradients:
+    """Gradients of ``upstream * loss`` for the softmax loss; that of the rows is the features', as rows and columns."""
+    arrays, rows = backend.arrays, slice(0, problem.rows.shape[0])
+    most = whole_up_to(problem, arrays, options)
+    if backend.finished is not None and wanted.rows and halves(rows, most) is None:
+        weights = _weights(problem, saved)
+        done = backend.finished(block(problem, rows, rows), weights, upstream, None, options)
+        inner = arrays.cast(done.inner, arrays.dtype(problem.scale)) if wanted.scale else None
+        found = local.Gradients(done.rows, (), inner, None)
+    else:
+        problem = problem.weighted(upstream)
+        weights, sums = _weights(problem, saved), local.accumulator(backend, problem.rows, wanted.rows or wanted.scale)
+        for mine, others in places(rows, most):
+            into = None if sums is None else sums[mine]
+            across = None if sums is None or mine == others else sums[others]
+            backend.gradients(block(problem, mine, others), _cut(weights, mine, others), into, across, options)
+        whole = local.Sums(sums, (), None)
+        found = local.gradients_from_sums(problem.rows, problem.scale, whole, None, wanted, arrays)
+    # each pair has counted twice, as rows and as columns
+    return replace(found, scale=None if found.scale is None else found.scale / 2)
+
+
+def _weights(problem: Problem, saved: local.Forward) -> Weights:
+    """Of the whole loss, the same on both sides."""
+    n, p, weight, target = saved.row_negative_lse, saved.row_positive_lse, problem.row_weight, problem.row_target
+    # one logit, whichever of the two has it: that of row i is read at (i, j), its column's must be the same number
+    positive = p if problem.positives is None else p[problem.positives]
+    return Weights(n, p, weight, target, n, positive, weight, target)
+
+
+def _cut(weights: Weights, rows: slice, columns: slice) -> Weights:
+    """The weights of some rows and some columns."""
+    return Weights(**{name: getattr(weights, name)[rows if name.startswith("row") else columns] for name in WEIGHTS})

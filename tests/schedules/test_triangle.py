@@ -1,0 +1,147 @@
+"""Rows against themselves: each pair once, within the bounds, at half of the operations."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+
+import contrastile
+from contrastile.backends.contract import Block, Options, Statistics, Weights
+from contrastile.backends.registry import load
+from contrastile.evaluation import make
+from contrastile.problems import BUILDERS
+from contrastile.schedules import schedule, triangle
+from contrastile.schedules.local import Wanted
+from contrastile.schedules.problem import Problem
+from contrastile.verify import cases
+from contrastile.verify.rearrange import folded
+from contrastile.verify.run import compare
+from contrastile.verify.trial import Subject, Trial
+from contrastile.verify.truth import truth
+
+TORCH = load("torch")
+CASES = ("self-excluded", "views", "labels", "certain-views", "certain-labels")
+
+
+@pytest.mark.parametrize("most", [1, 2, 5, 8, 128, 200])
+@pytest.mark.parametrize("start", [0, 3])
+def test_each_pair_is_in_one_block(start: int, most: int) -> None:
+    for length in (0, 1, 2, 7, 33, 129, 300, 401):
+        counts = np.zeros((start + length, start + length), int)
+        for rows, columns in triangle.places(slice(start, start + length), most):
+            if rows == columns:
+                assert rows.stop - rows.start <= most
+                counts[rows, rows] += 1
+            else:
+                assert rows.stop == columns.start < columns.stop
+                counts[rows, columns] += 1
+                counts[columns, rows] += 1
+        assert (counts[start:, start:] == 1).all()
+        assert not counts[:start].any()
+
+
+def test_halves_begin_where_tiles_do() -> None:
+    rows, columns = next(triangle.places(slice(0, 10_000), 4096))
+    assert (rows.stop, columns) == (5120, slice(5120, 10_000))
+    assert all(rows.start % triangle.ALIGNED == 0 for rows, _ in triangle.places(slice(0, 10_000), 300))
+
+
+@pytest.mark.parametrize("dtype", ["float32", "float64"])
+@pytest.mark.parametrize("name", CASES)
+@pytest.mark.parametrize("most", [1, 4, 11])
+def test_any_cut_is_within_the_bounds(most: int, name: str, dtype: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(triangle, "CPU_ROWS", most)
+    case = cases.build(name, dtype)
+    held = Trial(Subject("torch", TORCH, dtype), case, lambda: truth(case.problem))
+    worst = compare(held.run(replace(case.problem, columns=())), folded(held.oracle.outcome), folded(held.bound))
+    assert worst.ratio < 1, worst
+
+
+def stated(loss: str, n: int, width: int = 8) -> Problem:
+    """A problem of the front door's, of n rows."""
+    random = torch.Generator().manual_seed(n)
+    features = torch.randn(n, width, generator=random)
+    second = torch.randint(0, n // 3, (n,), generator=random) if loss == "sup_con" else None
+    given = (features, second) if second is not None else (features[: n // 2], features[n // 2 :])
+    return make(BUILDERS[loss], {}, (*given, torch.tensor(0.7)), {})[0].problem
+
+
+@pytest.mark.parametrize("loss", ["nt_xent", "sup_con"])
+@pytest.mark.parametrize("n", [1024, 1000, 1022])
+def test_half_of_the_logits_are_computed(loss: str, n: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """What it says of FLOPs: n^2 / 2 logits and n / 2 more for each row of a block on the diagonal, in either pass."""
+    monkeypatch.setattr(triangle, "CPU_ROWS", most := 128)
+    areas: dict[str, int] = {"lse": 0, "gradients": 0, "products": 0}
+
+    def lse(block: Block, columns: bool, options: Options) -> Statistics:
+        areas["lse"] += block.rows.shape[0] * block.columns.shape[0]
+        return TORCH.lse(block, columns, options)
+
+    def gradients(block: Block, weights: Weights, rows: Any, columns: Any, options: Options) -> None:
+        area = block.rows.shape[0] * block.columns.shape[0]
+        areas["gradients"] += area
+        areas["products"] += area * ((rows is not None) + (columns is not None))
+        TORCH.gradients(block, weights, rows, columns, options)
+
+    backend, problem = replace(TORCH, lse=lse, gradients=gradients), stated(loss, n)
+    saved = schedule.forward(problem, backend, Options(), keep=True)
+    schedule.backward(problem, saved, torch.ones(()), Wanted(True, ()), backend, Options())
+    assert areas["lse"] == areas["gradients"] <= n * n / 2 + most * n / 2
+    assert areas["products"] == n * n
+
+
+@pytest.mark.parametrize("name", ["self-excluded", "views", "certain-views"])
+def test_the_logit_of_a_pair_is_one_number_on_both_sides(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(triangle, "CPU_ROWS", 9)
+    case, seen = cases.build(name, "float32"), 0
+
+    def gradients(block: Block, weights: Weights, *rest: Any) -> None:
+        nonlocal seen
+        for i, j in enumerate(block.pairs.positives.tolist()):
+            if 0 <= j < block.columns.shape[0]:
+                assert weights.row_positive_lse[i] == weights.column_positive_lse[j]
+                seen += 1
+        TORCH.gradients(block, weights, *rest)
+
+    Subject("torch", TORCH, "float32").run(
+        replace(case.problem, columns=()), Options(), backend=replace(TORCH, gradients=gradients)
+    )
+    # either way round within a block on the diagonal
+    assert seen >= len(case.problem.rows) // 2
+
+
+def test_what_asks_for_nothing_computes_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(triangle, "CPU_ROWS", 9)
+    problem = stated("nt_xent", 40)
+    saved = schedule.forward(problem, TORCH, Options())
+    whole = schedule.backward(problem, saved, torch.ones(()), Wanted(True, ()), TORCH, Options())
+    for rows, scale in ((True, False), (False, True), (False, False)):
+        found = schedule.backward(problem, saved, torch.ones(()), Wanted(rows, (), scale), TORCH, Options())
+        assert (found.rows is not None, found.scale is not None) == (rows, scale)
+        assert found.rows is None or torch.equal(found.rows, whole.rows)
+        assert found.scale is None or torch.equal(found.scale, whole.scale)
+
+
+def test_repeats_are_bit_equal(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(triangle, "CPU_ROWS", 9)
+    views = torch.randn(2, 33, 7)
+    both = [contrastile.value_and_grad(contrastile.nt_xent)(*views, 5.0) for _ in range(2)]
+    assert all(torch.equal(a, b) for a, b in zip(*([x, *g] for x, g in both), strict=True))
+
+
+def test_wide_rows_are_cut_smaller_on_a_gpu() -> None:
+    class OnGpu:
+        def device(self, x: Any) -> str:
+            return "cuda"
+
+    def most(width: int, tile: tuple[int, int] | None = None) -> int:
+        problem = replace(stated("nt_xent", 8), rows=torch.empty(0, width))
+        return triangle.whole_up_to(problem, OnGpu(), Options(tile=tile))  # type: ignore[arg-type]
+
+    assert [most(d) ** 2 * d for d in (128, 512, 2048)] == [triangle.WORK] * 3
+    assert most(0) > most(1 << 30) == triangle.ALIGNED
+    assert most(512, (300, 200)) == 200
