@@ -2,10 +2,11 @@
 # make test       lint, types and tests with coverage
 # make test-slow  the tests that take longer: every kernel compiled, ranks that die, mutants, other libraries
 # make test-gpu   the tests that need a CUDA GPU, with whatever Python has torch for it: PYTHON=...
+# make verify-gpu all that holds the GPU backends to the oracle: verify, mutants, sanitizers, repeats, drawn problems
 # make docs       the site, into site/
 # make package    sdist and wheel in dist/, checked, and each installed in an empty environment where verify runs
 # make test-versions  the tests of the front door with the newest packages, or with VERSIONS="numpy==1.26.* torch==2.6.*"
-# Each but test-gpu needs Python 3.11+ with pip, and nothing else: a virtual environment in $(VENV) holds the rest.
+# Each but test-gpu and verify-gpu needs Python 3.11+ with pip, and nothing else: a virtual environment in $(VENV) holds the rest.
 #
 #   VENV=DIR          where the virtual environment goes
 #   PYTHON=python3.12 the interpreter it is made from
@@ -23,7 +24,7 @@ STAMPS := $(VENV)/.installed
 INSTALL = $(BIN)/python -m pip install --quiet --disable-pip-version-check --no-compile -c $(PINS) $(PIP_FLAGS)
 
 .DELETE_ON_ERROR:
-.PHONY: verify test test-slow test-gpu test-versions lint types pytest docs package errors clean
+.PHONY: verify test test-slow test-gpu verify-gpu test-versions lint types pytest docs package errors clean
 
 verify: $(STAMPS)-verify
 	$(BIN)/contrastile verify $(ARGS)
@@ -49,6 +50,10 @@ test-slow: $(STAMPS)-test-slow
 # on a machine with a GPU, in an environment that has torch, triton and CuPy for it; elsewhere they are skipped
 test-gpu:
 	TRITON_INTERPRET=0 $(PYTHON) -m pytest tests/gpu $(ARGS)
+
+# there, too; ARGS="--steps verify drawn" takes some of its steps, ARGS=--help lists them
+verify-gpu:
+	$(PYTHON) scripts/verify_gpu.py $(ARGS)
 
 docs: $(STAMPS)-docs
 	NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build --strict --quiet
