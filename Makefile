@@ -42,7 +42,7 @@ types: $(STAMPS)-test
 # the oracle and the bounds are what everything else is held to: not one line goes untested by their own tests; a tracer
 # takes as long as what it traces, so that the other tests run without one
 COVERING := tests/oracle tests/verify/test_bounds.py
-PYTEST = $(BIN)/python -m pytest -n auto
+PYTEST = $(BIN)/python -m pytest -n auto --dist worksteal
 coverage: $(STAMPS)-test
 	$(PYTEST) -m "not slow" $(COVERING) --cov=contrastile.oracle --cov=contrastile.verify.bounds \
 	  --cov-report=term-missing:skip-covered --cov-fail-under=100
