@@ -210,8 +210,10 @@ def test_positives_at_random_reach_their_columns() -> None:
         assert float(found.row_positive_sum[i]) == 0.0
 
 
-@pytest.mark.parametrize("tile", [None, (16, 32), (13, 9)])
-@pytest.mark.parametrize("scale", [33.3, 99.9, 5e8])
+# one chunk and several of each path; whole tiles of 16 by 32, and ragged ones
+@pytest.mark.parametrize(
+    ("scale", "tile"), [(33.3, None), (99.9, (16, 32)), (33.3, (13, 9)), (5e8, None), (5e8, (16, 32)), (5e8, (13, 9))]
+)
 @pytest.mark.parametrize("shift", [0, 11, -5, None])
 def test_positives_stay_out_of_the_sums_wherever_they_lie(
     shift: int | None, scale: float, tile: tuple[int, int] | None
