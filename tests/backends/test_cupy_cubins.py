@@ -100,9 +100,9 @@ def test_every_source_holds_a_kernel_of_the_table() -> None:
 
 @pytest.mark.slow
 @pytest.mark.skipif(shutil.which("nvcc") is None, reason="needs nvcc")
-@pytest.mark.parametrize("capability", instances.CAPABILITIES)
-def test_nvcc_takes_the_sources_too(capability: int, tmp_path: Path) -> None:
+def test_nvcc_takes_the_sources_too(tmp_path: Path) -> None:
     """Front end and code generator, of two instances of each template; a warning is an error. NVRTC has them all."""
+    capability = 90  # whose GPUs run every template
     templates: dict[tuple[str, str], list[str]] = {}
     for each in instances.every(capability):
         templates.setdefault((each.file, each.kernel.partition("<")[0]), []).append(each.kernel)

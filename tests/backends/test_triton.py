@@ -248,7 +248,7 @@ def test_a_logit_is_the_same_number_in_the_forward_and_in_the_backward(
 ) -> None:
     """With no probability left to the others, G at a row's only positive is q - 1, and q is 1 to the last bit."""
     given, one, none = block(d=40, scale=scale), torch.ones(1), torch.full((1,), -float("inf"), dtype=torch.float64)
-    for i in range(37):
+    for i in range(0, 37, 3):
         pairs = Pairs(row_ids=torch.tensor([7]), column_ids=torch.tensor([7]), match="target")
         pair = replace(given, rows=given.rows[i : i + 1], columns=given.columns[i : i + 1], pairs=pairs)
         pair = replace(pair, bias=None if bias is None else torch.tensor(bias))
