@@ -1,6 +1,6 @@
 # make verify     every backend on this machine against the float64 oracle, real embeddings included
 # make test       lint, types and tests with coverage
-# make test-slow  the tests that take longer: every kernel compiled, ranks that die, mutants, other libraries
+# make test-slow  the tests that take longer: kernels compiled, ranks that die, mutants, other libraries
 # make test-gpu   the tests that need a CUDA GPU, with whatever Python has torch for it: PYTHON=...
 # make verify-gpu all that holds the GPU backends to the oracle: verify, mutants, sanitizers, repeats, drawn problems
 # make docs       the site, into site/

@@ -4,6 +4,7 @@
     python scripts/verify_gpu.py --steps verify sanitizers    # some of them
     python scripts/verify_gpu.py --steps drawn --examples 5000 --seed 7
 
+``kernels``     CuPy's kernels are compiled once, before anything else runs, so that no two jobs compile the same one
 ``verify``      contrastile verify, triton and cupy, every dtype and precision
 ``mutants``     contrastile mutate, the defects of their kernels
 ``sanitizers``  compute-sanitizer: four tools over CuPy's kernels, memcheck over Triton's
@@ -37,7 +38,7 @@ sys.path[:0] = [str(ROOT)]
 from contrastile.environment import measurement_environment  # noqa: E402
 from contrastile.reporting import write_json  # noqa: E402
 
-LIMITS = {"mutants": 500.0, "sanitizers": 480.0, "verify": 480.0, "repeats": 480.0, "drawn": 520.0}
+LIMITS = {"kernels": 150.0, "mutants": 500.0, "sanitizers": 480.0, "verify": 480.0, "repeats": 480.0, "drawn": 520.0}
 """Seconds from the start of the run within which a step must end; jobs begin in this order, the longest first."""
 
 BACKENDS = ("triton", "cupy")
@@ -137,6 +138,7 @@ def verify(backend: str, dtype: str, precision: str, *more: str) -> list[str]:
 def jobs(steps: Sequence[str], examples: int, seed: int, cores: int, out: Path) -> list[Job]:
     """All jobs of the steps, in the order in which they begin."""
     made: dict[str, Callable[[], list[Job]]] = {
+        "kernels": lambda: [kernels(cores)],
         "mutants": lambda: [mutants(max(1, cores // 2), out)],
         "sanitizers": sanitized,
         "verify": lambda: verified(seed, out),
@@ -144,6 +146,21 @@ def jobs(steps: Sequence[str], examples: int, seed: int, cores: int, out: Path) 
         "drawn": lambda: drawn(examples, seed, out),
     }
     return [job for step in LIMITS if step in steps for job in made[step]()]
+
+
+def kernels(cores: int) -> Job:
+    command = [sys.executable, "-m", "contrastile.backends.cupy.resources", "--capability", capability()]
+    return Job("kernels", "cupy", [*command, "--jobs", str(cores), "--keep"], slots=cores)
+
+
+def capability() -> str:
+    """The GPU's compute capability, times 10; Hopper's where there is none to ask."""
+    ask = ["nvidia-smi", "--query-gpu=compute_cap", "--format=csv,noheader"]
+    try:
+        said = subprocess.run(ask, capture_output=True, text=True, timeout=60, check=False).stdout.split()
+    except OSError:
+        said = []
+    return said[0].replace(".", "") if said else "90"
 
 
 def sanitized() -> list[Job]:
