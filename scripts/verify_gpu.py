@@ -188,7 +188,10 @@ def verified(seed: int, out: Path) -> list[Job]:
         Job(
             "verify",
             name := f"{backend}-{dtype}-{precision}",
-            verify(backend, dtype, precision, "--seed", str(seed), "--json", f"{out}/verify-{name}.json"),
+            verify(
+                backend, dtype, precision, "--jobs", "2", "--seed", str(seed), "--json", f"{out}/verify-{name}.json"
+            ),
+            slots=2,
             facts={"seed": seed},
         )
         for backend in BACKENDS
