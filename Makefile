@@ -1,11 +1,12 @@
 # make verify     every backend on this machine against the float64 oracle, real embeddings included
 # make test       lint, types and tests with coverage
-# make test-slow  the tests that take longer: every kernel compiled, ranks that die, mutants, other libraries
+# make test-slow  the tests that take longer: kernels compiled, ranks that die, mutants, other libraries
 # make test-gpu   the tests that need a CUDA GPU, with whatever Python has torch for it: PYTHON=...
+# make verify-gpu all that holds the GPU backends to the oracle: verify, mutants, sanitizers, repeats, drawn problems
 # make docs       the site, into site/
 # make package    sdist and wheel in dist/, checked, and each installed in an empty environment where verify runs
 # make test-versions  the tests of the front door with the newest packages, or with VERSIONS="numpy==1.26.* torch==2.6.*"
-# Each but test-gpu needs Python 3.11+ with pip, and nothing else: a virtual environment in $(VENV) holds the rest.
+# Each but test-gpu and verify-gpu needs Python 3.11+ with pip, and nothing else: a virtual environment in $(VENV) holds the rest.
 #
 #   VENV=DIR          where the virtual environment goes
 #   PYTHON=python3.12 the interpreter it is made from
@@ -23,32 +24,43 @@ STAMPS := $(VENV)/.installed
 INSTALL = $(BIN)/python -m pip install --quiet --disable-pip-version-check --no-compile -c $(PINS) $(PIP_FLAGS)
 
 .DELETE_ON_ERROR:
-.PHONY: verify test test-slow test-gpu test-versions lint types pytest docs package errors clean
+.PHONY: verify test test-slow test-gpu verify-gpu test-versions lint types coverage pytest docs package errors clean
 
 verify: $(STAMPS)-verify
 	$(BIN)/contrastile verify $(ARGS)
 
-test: lint types pytest
+test: lint types coverage pytest
 
 lint: $(STAMPS)-test
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
 
+# both at once, on a core each
 types: $(STAMPS)-test
-	$(BIN)/mypy
-	$(BIN)/pyright --pythonpath $(BIN)/python
+	$(BIN)/pyright --pythonpath $(BIN)/python & $(BIN)/mypy; found=$$?; wait $$! && exit $$found
 
-# a process for each core; the oracle and the bounds are what everything else is held to: not one line goes untested
+# the oracle and the bounds are what everything else is held to: not one line goes untested by their own tests; a tracer
+# takes as long as what it traces, so that the other tests run without one
+COVERING := tests/oracle tests/verify/test_bounds.py
+PYTEST = $(BIN)/python -m pytest -n auto --dist worksteal
+coverage: $(STAMPS)-test
+	$(PYTEST) -m "not slow" $(COVERING) --cov=contrastile.oracle --cov=contrastile.verify.bounds \
+	  --cov-report=term-missing:skip-covered --cov-fail-under=100
+
+# a process for each core
 pytest: $(STAMPS)-test
-	$(BIN)/python -m pytest -n auto -m "not slow" --cov=contrastile.oracle --cov=contrastile.verify.bounds \
-	  --cov-report=term-missing:skip-covered --cov-fail-under=100 $(ARGS)
+	$(PYTEST) -m "not slow" $(COVERING:%=--ignore=%) $(ARGS)
 
 test-slow: $(STAMPS)-test-slow
-	$(BIN)/python -m pytest -n auto -m slow $(ARGS)
+	$(PYTEST) -m slow $(ARGS)
 
 # on a machine with a GPU, in an environment that has torch, triton and CuPy for it; elsewhere they are skipped
 test-gpu:
 	TRITON_INTERPRET=0 $(PYTHON) -m pytest tests/gpu $(ARGS)
+
+# there, too; ARGS="--steps verify drawn" takes some of its steps, ARGS=--help lists them
+verify-gpu:
+	$(PYTHON) scripts/verify_gpu.py $(ARGS)
 
 docs: $(STAMPS)-docs
 	NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build --strict --quiet

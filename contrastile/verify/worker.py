@@ -219,7 +219,9 @@ def _run(
         said = output()
         if said and first:
             say(printed=said, backend=name)
-    selection = task.selection(found, gpu=task.device != "cpu" and finds_a_gpu())
+    # looking for a GPU imports torch, which takes longer than many a check
+    may = task.device != "cpu" and any("cuda" in backend.devices for backend in found.values())
+    selection = task.selection(found, gpu=may and finds_a_gpu())
     _report(Run(selection, share=share, **how), say)
 
 

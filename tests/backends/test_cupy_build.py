@@ -5,6 +5,7 @@ from __future__ import annotations
 import ctypes
 import stat
 from pathlib import Path
+from tempfile import TemporaryDirectory
 
 import pytest
 
@@ -26,16 +27,22 @@ ADD = Instance("add.cu", "add<3>")
 
 @pytest.fixture
 def sources(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """A folder of sources and an empty cache."""
+    """A folder of sources and an empty cache; a folder of the process's own goes with the test."""
     folder = tmp_path / "sources"
     folder.mkdir()
     (folder / "shift.cuh").write_text("constexpr int SHIFT = 7;\n")
     (folder / "add.cu").write_text(SOURCE)
     monkeypatch.setattr(build, "SOURCES", folder)
     monkeypatch.setenv(cache.VARIABLE, str(tmp_path / "cache"))
-    build._sources.cache_clear()
+    held: list[TemporaryDirectory[str]] = []
+    monkeypatch.setattr(cache, "_held", held)
+    for remembered in (build._sources, cache._scratch):
+        remembered.cache_clear()
     yield folder
-    build._sources.cache_clear()
+    for remembered in (build._sources, cache._scratch):
+        remembered.cache_clear()
+    for each in held:
+        each.cleanup()
 
 
 @pytest.fixture

@@ -64,7 +64,7 @@ def test_only_what_is_in_the_table_is_launched(dtype: str, kind: str, monkeypatc
                 monkeypatch.setenv("CONTRASTILE_CUPY_KERNELS", kernels)
             backend, given = host.record.backend, block(host, dtype, kind)
             for two_sided in (True, False):
-                for tile in (None, (7, 5)):
+                for tile in (None, (20, 30)):
                     options = Options(tile=tile)
                     backend.check(given, options)
                     backend.lse(given, two_sided, options)

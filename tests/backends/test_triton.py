@@ -63,7 +63,6 @@ CASES = (
     "sigmoid",
     "sigmoid-ids",
     "large-logits",
-    *CERTAIN,
 )
 
 
@@ -91,10 +90,14 @@ def test_rows_against_themselves_within_the_derived_bound(name: str, tile: tuple
 
 @pytest.mark.parametrize("dtype", ["float32", "float16"])
 @pytest.mark.parametrize("name", CERTAIN)
-def test_no_noisier_than_a_plain_computation_where_pairs_are_certain(name: str, dtype: str) -> None:
+def test_where_pairs_are_certain_within_the_bound_and_no_noisier_than_a_plain_computation(
+    name: str, dtype: str
+) -> None:
     held = trial(name, dtype)
-    worst = compare_with_plain(held.problem, held.oracle, held.outcome, held.subject.accuracy, dtype)
+    worst = compare(held.outcome, held.oracle.outcome, held.bound)
     assert worst.ratio <= 1, str(worst)
+    worst = compare_with_plain(held.problem, held.oracle, held.outcome, held.subject.accuracy, dtype)
+    assert worst.ratio <= 1, f"a plain computation's noise: {worst}"
 
 
 @pytest.mark.parametrize("name", ["nan", "inf"])
@@ -208,8 +211,10 @@ def test_positives_at_random_reach_their_columns() -> None:
         assert float(found.row_positive_sum[i]) == 0.0
 
 
-@pytest.mark.parametrize("tile", [None, (16, 32), (13, 9)])
-@pytest.mark.parametrize("scale", [33.3, 99.9, 5e8])
+# one chunk and several of each path; whole tiles of 16 by 32, and ragged ones
+@pytest.mark.parametrize(
+    ("scale", "tile"), [(33.3, None), (99.9, (16, 32)), (33.3, (13, 9)), (5e8, None), (5e8, (16, 32)), (5e8, (13, 9))]
+)
 @pytest.mark.parametrize("shift", [0, 11, -5, None])
 def test_positives_stay_out_of_the_sums_wherever_they_lie(
     shift: int | None, scale: float, tile: tuple[int, int] | None
@@ -244,7 +249,7 @@ def test_a_logit_is_the_same_number_in_the_forward_and_in_the_backward(
 ) -> None:
     """With no probability left to the others, G at a row's only positive is q - 1, and q is 1 to the last bit."""
     given, one, none = block(d=40, scale=scale), torch.ones(1), torch.full((1,), -float("inf"), dtype=torch.float64)
-    for i in range(37):
+    for i in range(0, 37, 3):
         pairs = Pairs(row_ids=torch.tensor([7]), column_ids=torch.tensor([7]), match="target")
         pair = replace(given, rows=given.rows[i : i + 1], columns=given.columns[i : i + 1], pairs=pairs)
         pair = replace(pair, bias=None if bias is None else torch.tensor(bias))

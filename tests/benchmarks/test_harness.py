@@ -146,10 +146,16 @@ def test_two_ranks_run_the_same_code(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("ranks", [1, 2])
-def test_nothing_is_timed_that_failed(tmp_path: Path, ranks: int) -> None:
+def test_nothing_is_timed_that_failed(tmp_path: Path, ranks: int, monkeypatch: pytest.MonkeyPatch) -> None:
     (tmp_path / "wrong.py").write_text(WRONG, encoding="utf-8")
-    done, found = launched(ranks, tmp_path, "--backends", "wrong:backend", "--parts", "steps", "big")
-    assert done.returncode != 0
+    given = "--backends", "wrong:backend", "--parts", "steps", "big"
+    if ranks == 1:
+        monkeypatch.syspath_prepend(tmp_path)
+        code, found = ran(tmp_path, *given)
+    else:
+        done, found = launched(ranks, tmp_path, *given)
+        code = done.returncode
+    assert code != 0
     assert [row["verdict"] for row in found["verify"]] == ["fail"]
     assert not found["times"]
     assert not found["big"]

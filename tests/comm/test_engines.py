@@ -10,18 +10,6 @@ from launching import ENGINES, launch
 RANKS = range(4)
 
 
-@pytest.mark.parametrize("engine", ENGINES)
-def test_every_primitive_gives_what_it_must_in_worlds_and_subgroups(engine: str) -> None:
-    ended = launch(engine, "primitives.py")
-    assert ended.code == 0, ended.output
-    everyone = [ended.said(rank) for rank in RANKS]
-    assert [said[-1] for said in everyone] == ["done"] * 4
-    assert [said[:8] for said in everyone] == [everyone[0][:8]] * 4
-    assert "gathers in a world of 4" in everyone[0]
-    assert [f"a world of {size} beside it" in said for size, said in zip((1, 3, 3, 3), everyone, strict=True)]
-    assert ended.orphans == 0
-
-
 MESSAGES = {
     "deadline soon": "rank 3: deadline must be a positive number of seconds, got 'soon'",
     "deadline -3": "rank 3: deadline must be a positive number of seconds, got '-3'",
@@ -39,17 +27,25 @@ MESSAGES = {
 
 
 @pytest.mark.parametrize("engine", ENGINES)
-def test_losses_have_the_bits_of_one_process_and_mismatches_one_message_on_every_rank(engine: str) -> None:
+def test_losses_have_the_bits_of_one_process_and_every_primitive_gives_what_it_must(engine: str) -> None:
     ended = launch(engine, "agreement.py")
     assert ended.code == 0, ended.output
-    told = [[json.loads(line) for line in ended.said(rank) if line.startswith("[")] for rank in RANKS]
+    everyone = [ended.said(rank) for rank in RANKS]
+    told = [[json.loads(line) for line in said if line.startswith("[")] for said in everyone]
     assert told == [told[0]] * 4
     assert [name for name, _ in told[0]] == list(MESSAGES)
     for name, text in told[0]:
         assert text.startswith(MESSAGES[name]), text
-    for rank in RANKS:
+    for said in everyone:
         # before the mismatches and after them: the group is as good as before
-        assert ended.said(rank).count("as in one process") == 2, ended.output
+        assert said.count("as in one process") == 2, ended.output
+    checks = [[line for line in said if line.endswith("in a world of 4")] for said in everyone]
+    assert checks == [checks[0]] * 4
+    assert len(checks[0]) == 8
+    assert "gathers in a world of 4" in checks[0]
+    assert [f"a world of {size} beside it" in said for size, said in zip((1, 3, 3, 3), everyone, strict=True)]
+    assert [said[-2:] for said in everyone] == [["groups do not meet", "done"]] * 4
+    assert ended.orphans == 0
 
 
 @pytest.mark.slow

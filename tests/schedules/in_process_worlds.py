@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
+from typing import Any
 
 from contrastile.backends.registry import load
 from contrastile.comm.inprocess import InProcess, InProcessGroup
@@ -15,7 +16,7 @@ from contrastile.verify.worlds import Threads
 WORLDS = (1, 2, 3, 4, 5, 8)
 
 
-def rows(
+def found_one_by_one(
     n: int,
     properties: Sequence[str],
     case_names: Sequence[str],
@@ -23,12 +24,15 @@ def rows(
     backend: str = "numpy",
     dtypes: Sequence[str] = ("float64",),
     examples: int = 20,
-) -> list[Row]:
-    """What ``contrastile verify --world n`` says."""
-    world = Threads(n)
-    return list(
-        Run(Selection({backend: load(backend)}, case_names, properties, dtypes, examples=examples, world=world)).rows()
-    )
+) -> Iterator[Row]:
+    """What ``contrastile verify --world n`` says, row by row."""
+    chosen = Selection({backend: load(backend)}, case_names, properties, dtypes, examples=examples, world=Threads(n))
+    return Run(chosen).rows()
+
+
+def rows(n: int, properties: Sequence[str], case_names: Sequence[str], **more: Any) -> list[Row]:
+    """All that ``contrastile verify --world n`` says."""
+    return list(found_one_by_one(n, properties, case_names, **more))
 
 
 def failing(found: Iterable[Row]) -> set[str]:

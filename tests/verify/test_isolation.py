@@ -114,6 +114,11 @@ def test_what_an_import_may_do(
     assert said in (err if code == 2 else out)
 
 
+def test_torch_is_not_loaded_to_look_for_a_gpu_that_no_backend_would_use(folder: Path) -> None:
+    (folder / "torch.py").write_text("raise SystemExit('torch was imported')\n", encoding="utf-8")
+    assert main(["verify", "--backend", "numpy", "--case", "one-row", "--property", "value", *QUICK]) == 0
+
+
 def test_a_backend_in_the_current_folder_is_found(folder: Path) -> None:
     words = ["--backend", "ill_module:ends", "--case", "one-row", "--property", "value", *QUICK]
     ended = subprocess.run(

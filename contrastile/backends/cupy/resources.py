@@ -7,6 +7,7 @@ the cubins go to the cache on disk as well: a first call on such a GPU then comp
 from __future__ import annotations
 
 import argparse
+import hashlib
 import json
 import os
 import re
@@ -18,6 +19,8 @@ from pathlib import Path
 
 from contrastile.backends.cupy import cubins
 from contrastile.backends.cupy.build import (
+    OPTIONS,
+    SOURCES,
     Compiled,
     Instance,
     architecture_name,
@@ -97,6 +100,15 @@ def table(instances: Sequence[Instance], capability: int, jobs: int, *, cached: 
         yield from pool.map(partial(resources, capability=capability, cached=cached), instances)
 
 
+def sources() -> str:
+    """A digest of what the compilers see: the options and all sources, without comments and empty lines."""
+    digest = hashlib.sha256("\0".join(OPTIONS).encode())
+    for path in sorted(SOURCES.glob("*.cu*")):
+        lines = (line.partition("//")[0].rstrip() for line in path.read_text(encoding="utf-8").splitlines())
+        digest.update("\n".join([f"\0{path.name}", *filter(None, lines)]).encode())
+    return digest.hexdigest()
+
+
 def main(arguments: Sequence[str] | None = None) -> None:
     """Run the command."""
     parser = argparse.ArgumentParser(description=__doc__)
@@ -113,7 +125,8 @@ def main(arguments: Sequence[str] | None = None) -> None:
             print(row, flush=True)
             rows.append(row)
     if given.file is not None:
-        found = {"nvrtc": "{}.{}".format(*nvrtc_version()), "kernels": [asdict(row) for row in sorted(rows)]}
+        how = {"nvrtc": "{}.{}".format(*nvrtc_version()), "sources": sources()}
+        found = {**how, "kernels": [asdict(row) for row in sorted(rows)]}
         given.file.write_text(json.dumps(found, indent=1) + "\n", encoding="utf-8")
 
 

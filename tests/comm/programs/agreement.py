@@ -1,6 +1,7 @@
 """Losses over an engine against the same ranks in one process, bit for bit, and what ranks raise that do not agree.
 
-Started by test_engines; mismatches are printed for the test to compare over the ranks.
+Started by test_engines; mismatches are printed for the test to compare over the ranks. Then come the primitives: ranks
+take longer to start than either takes.
 """
 
 from __future__ import annotations
@@ -11,6 +12,7 @@ import warnings
 from typing import Any
 
 import numpy as np
+import primitives
 import torch
 from engines import say, started
 
@@ -80,8 +82,7 @@ def refused(ranks: Any, name: str, inputs: Any, **settings: Any) -> None:
         raise AssertionError(f"{name}: got {value}")
 
 
-def main() -> None:
-    ranks = started()
+def main(ranks: Any) -> None:
     inputs, _ = mismatches(ranks.rank)["exchange"]
     for deadline in ("soon", "-3"):
         # of a group that is not connected yet
@@ -98,9 +99,11 @@ def main() -> None:
     beside = evaluated(own, ranks.rank, "ring", "numpy") if SHARDS[ranks.rank] else []
     # the same blocks, merged by another schedule
     assert [x.shape for x in alone] == [x.shape for x in beside]
-    ranks.finish()
-    say(ranks.rank, "done")
 
 
-warnings.simplefilter("error")
-main()
+if __name__ == "__main__":
+    warnings.simplefilter("error")
+    world = started()
+    main(world)
+    # what it has left does not disturb these, which close the world
+    primitives.main(world)

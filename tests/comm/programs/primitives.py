@@ -1,10 +1,9 @@
-"""Every primitive of a communicator against what it must give, bit for bit; started by test_engines."""
+"""Every primitive of a communicator against what it must give, bit for bit; run after agreement.py."""
 
 from __future__ import annotations
 
 import gc
 import random
-import warnings
 import weakref
 import zlib
 from collections.abc import Callable
@@ -12,7 +11,7 @@ from typing import Any
 
 import numpy as np
 import torch
-from engines import say, started
+from engines import say
 
 from contrastile.comm import buffers
 from contrastile.comm.communicator import ExchangeError
@@ -186,8 +185,7 @@ EVERY = (
 )
 
 
-def main() -> None:
-    ranks = started()
+def main(ranks: Any) -> None:
     world = connect(ranks.world, deadline=20)
     assert (world.rank, world.size, world.deadline) == (ranks.rank, ranks.size, 20)
     assert connect(ranks.world) is world, "one communicator for each group"
@@ -233,7 +231,3 @@ def forgotten(group: Any, communicator: Any) -> None:
         assert "closed" in refusal(ExchangeError, lambda: beside.tell(""))
     communicator.close()
     assert "closed" in refusal(ExchangeError, lambda: communicator.tell(""))
-
-
-warnings.simplefilter("error")
-main()

@@ -1,0 +1,119 @@
+"""``make verify-gpu`` without a GPU: its commands can be given, and what a job must do to pass."""
+
+from __future__ import annotations
+
+import argparse
+import importlib
+import json
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from contrastile.backends.cupy import resources
+from contrastile.cli import main
+from contrastile.mutate import command as mutate
+from contrastile.verify import cases
+from contrastile.verify import command as verify
+from contrastile.verify.properties import PROPERTIES
+
+ROOT = Path(__file__).parent.parent
+
+
+@pytest.fixture
+def script(monkeypatch: pytest.MonkeyPatch) -> Any:
+    monkeypatch.syspath_prepend(str(ROOT / "scripts"))
+    return importlib.import_module("verify_gpu")
+
+
+def test_every_command_can_be_given(script: Any, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    seen = set()
+    parser = {"verify": argparse.ArgumentParser(), "mutate": argparse.ArgumentParser()}
+    verify.add_arguments(parser["verify"])
+    mutate.add_arguments(parser["mutate"])
+    for job in script.jobs(script.LIMITS, 100, 3, 16, tmp_path):
+        words = job.command[job.command.index(sys.executable) + 1 :]
+        if job.step == "kernels":
+            resources.main([*words[2:], "--match", "no such kernel"])
+            continue
+        if words[1] == "contrastile":
+            seen.add(words[2])
+            parser[words[2]].parse_args(words[3:])
+            continue
+        seen.add("pytest")
+        files = [ROOT / word for word in words if word.startswith("tests/")]
+        chosen = words[words.index("-k") + 1] if "-k" in words else "test_"
+        assert files
+        assert all(chosen in file.read_text(encoding="utf-8") for file in files)
+    assert seen == {"verify", "mutate", "pytest"}
+    assert {*script.SMALL_CASES, "drawn"} <= {*cases.names(), *(each.case for each in PROPERTIES.values())}
+    assert main([*script.mutants(8, tmp_path).command[3:], "--list"]) == 0
+    listed = capsys.readouterr().out
+    assert "triton:zero-pad-counted" in listed
+    assert "cupy:plain-log" in listed
+
+
+def test_so_many_problems_are_drawn(script: Any, tmp_path: Path) -> None:
+    drawn = script.drawn(100_000, 5, tmp_path)
+    assert sum(job.facts["problems"] for job in drawn) == 100_000
+    of_one = {job.facts["seed"] for job in drawn if job.name.startswith("cupy-float16")}
+    assert of_one == {5, 6, 7, 8, 9}
+    assert sum(job.facts["problems"] for job in script.drawn(7, 0, tmp_path)) >= 7
+
+
+def test_a_job_passes_only_if_it_has_shown_something(
+    script: Any, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    programs = {
+        "sound": "print('PASS: 3 passed')",
+        "wrong": "print('FAIL: 1 failed'); raise SystemExit(1)",
+        "skipped": "print('4 skipped')",
+        "endless": "import time; time.sleep(60)",
+    }
+    queue = [
+        script.Job(name, "all", [sys.executable, "-S", "-c", text], judge=script.ran) for name, text in programs.items()
+    ]
+    queue += [script.Job("missing", "all", ["no-such-program"]), script.Job("late", "all", ["no-such-program"])]
+    limits = dict.fromkeys([*programs, "missing"], 300.0) | {"endless": 1.0, "late": -1.0}
+    script.run(queue, len(queue), tmp_path, limits)
+    found = script.summary(queue, 1.0)["steps"]
+    assert {name: step["status"] for name, step in found.items()} == {
+        name: "pass" if name == "sound" else "fail" for name in limits
+    }
+    why = {name: step["jobs"]["all"]["why"] for name, step in found.items()}
+    assert why["wrong"] == "exit code 1"
+    assert why["skipped"] == "nothing ran"
+    assert why["endless"] == "not done within 1 s"
+    assert why["late"] == "not begun within -1 s"
+    assert why["missing"].startswith("no-such-program: ")
+    assert json.loads(json.dumps(found))["sound"]["jobs"]["all"]["said"] == "PASS: 3 passed"
+    assert (tmp_path / "wrong-all.log").read_text() == "FAIL: 1 failed\n"
+    assert "FAIL" in capsys.readouterr().out
+
+
+SAID = """========= COMPUTE-SANITIZER
+28 passed in 3.1s
+========= Uninitialized __global__ memory read of size 16 bytes
+=========     at void cutlass::Kernel2<a_nt_align8>(T1::Params)+0xc10
+=========     by thread (0,0,0) in block (0,0,4)
+========= Uninitialized __global__ memory read of size 4 bytes
+=========     at void contrastile::measure<float>(MeasureArguments)+0x50 in measure.cu:12
+=========     by thread (1,0,0) in block (0,0,0)
+=========
+========= ERROR SUMMARY: 2 errors
+"""
+
+
+def test_what_a_sanitizer_finds_is_counted_by_kernel(script: Any) -> None:
+    cublas, ours = "void cutlass::Kernel2<a_nt_align8>", "void contrastile::measure<float>"
+    assert script.findings(SAID) == {cublas: 1, ours: 1}
+    assert script.judged("memcheck")(SAID) == f"1 x {ours}; 1 x {cublas}"
+    assert script.judged("initcheck")(SAID) == f"1 x {ours}"
+    of_cublas = SAID.replace("contrastile", "cutlass")
+    assert script.judged("initcheck")(of_cublas) == ""
+    assert script.judged("initcheck")(of_cublas.replace("28 passed", "28 skipped")) == "nothing ran"
+    assert script.judged("initcheck")("========= COMPUTE-SANITIZER\n1 passed\n") == "the sanitizer did not end"
+    race = "========= Error: Race reported between Write access at fold(A)+0x1f0 and Read access at fold(A)+0x2f0\n"
+    assert script.judged("racecheck")(race + SAID.splitlines()[-1]) == "1 x fold"
+    assert script.judged("initcheck")("========= Host API memory access error\n" + of_cublas).startswith("1 x outside")
