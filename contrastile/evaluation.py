@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import inspect
+import sys
 from collections.abc import Callable
 from dataclasses import replace
 from functools import partial
@@ -12,7 +13,7 @@ from contrastile import problems, validation
 from contrastile.backends.arrays import library_of, transfer
 from contrastile.backends.choice import RANKS, SIGMOID, SOFTMAX, SYMMETRIC, choose, settled
 from contrastile.backends.contract import Options
-from contrastile.backends.eager import imported, outside_of_graphs
+from contrastile.backends.eager import direct, imported, outside_of_graphs
 from contrastile.backends.registry import checked, require
 from contrastile.plan import Given, Plan, Settings, complete
 from contrastile.schedules import local, schedule
@@ -54,7 +55,7 @@ def evaluate(build: Builder, settings: Given, *args: Any, **kwargs: Any) -> Arra
 
 def _evaluate(build: Builder, settings: Given, args: Any, kwargs: Any) -> Array:
     try:
-        plan, _ = make(build, settings, args, kwargs, replicates=hasattr(args[0], "requires_grad"))
+        plan, _ = make(build, settings, args, kwargs, replicates=_is_plain(args[0]))
     except ReplicateError as agreed:
         from contrastile.autograd import replicate
 
@@ -68,6 +69,11 @@ def _evaluate(build: Builder, settings: Given, args: Any, kwargs: Any) -> Array:
 
         return autograd.evaluate(plan)
     return forward(plan)
+
+
+def _is_plain(x: Any) -> bool:
+    """Whether it is a torch tensor, and autograd all that sees the call."""
+    return hasattr(x, "requires_grad") and direct(sys.modules["torch"], ())
 
 
 def make(

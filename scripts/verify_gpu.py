@@ -41,8 +41,11 @@ from contrastile.reporting import write_json  # noqa: E402
 LIMITS = {"kernels": 150.0, "mutants": 500.0, "sanitizers": 480.0, "verify": 480.0, "repeats": 480.0, "drawn": 520.0}
 """Seconds from the start of the run within which a step must end; jobs begin in this order, the longest first."""
 
-BACKENDS = ("triton", "cupy")
-DTYPES = (("float32", "split"), ("float32", "tf32"), ("float32", "ieee"), ("bfloat16", "ieee"), ("float16", "ieee"))
+KINDS = {
+    "triton": (("float32", "split"), ("float32", "tf32"), ("bfloat16", ""), ("float16", "")),
+    "cupy": (("float32", "ieee"), ("float32", "tf32"), ("bfloat16", ""), ("float16", "")),
+}
+"""The dtypes of each backend, float32 with each of its precisions."""
 TOOLS = ("racecheck", "memcheck", "initcheck", "synccheck")
 SMALL_CASES = ("ragged", "large-logits", "labels", "self-excluded", "blocks", "sigmoid-ids")
 """Both paths of a kernel, every kind of positives, several column blocks, the sigmoid loss."""
@@ -132,7 +135,7 @@ def all_ran(text: str) -> str:
 
 def verify(backend: str, dtype: str, precision: str, *more: str) -> list[str]:
     command = [sys.executable, "-m", "contrastile", "verify", "--backend", backend, "--device", "cuda", "--quiet"]
-    return [*command, "--dtype", dtype, "--precision", precision, *more]
+    return [*command, "--dtype", dtype, *(["--precision", precision] if precision else []), *more]
 
 
 def jobs(steps: Sequence[str], examples: int, seed: int, cores: int, out: Path) -> list[Job]:
@@ -175,7 +178,7 @@ def sanitized() -> list[Job]:
         programs = {name: ["-c", UNPOOLED, *PYTEST, *which] for name, which in tests.items()}
         if tool == "memcheck":
             small = ["--case", *SMALL_CASES, "--property", "value", "gradients"]
-            programs["triton"] = verify("triton", "bfloat16", "ieee", *small)[1:]
+            programs["triton"] = verify("triton", "bfloat16", "", *small)[1:]
         found += [
             Job("sanitizers", f"{tool}-{name}", [*under, sys.executable, *words], judge=judged(tool))
             for name, words in programs.items()
@@ -187,20 +190,20 @@ def verified(seed: int, out: Path) -> list[Job]:
     return [
         Job(
             "verify",
-            name := f"{backend}-{dtype}-{precision}",
+            name := "-".join(filter(None, (backend, dtype, precision))),
             verify(
                 backend, dtype, precision, "--jobs", "2", "--seed", str(seed), "--json", f"{out}/verify-{name}.json"
             ),
             slots=2,
             facts={"seed": seed},
         )
-        for backend in BACKENDS
-        for dtype, precision in DTYPES
+        for backend, kinds in KINDS.items()
+        for dtype, precision in kinds
     ]
 
 
 def mutants(workers: int, out: Path) -> Job:
-    command = [sys.executable, "-m", "contrastile", "mutate", "--device", "cuda", "--room", *BACKENDS]
+    command = [sys.executable, "-m", "contrastile", "mutate", "--device", "cuda", "--room", *KINDS]
     command += ["--jobs", str(workers), "--json", f"{out}/mutants.json", "--quiet"]
     return Job("mutants", "all", command, slots=workers, judge=all_ran)
 
@@ -212,13 +215,13 @@ def repeats() -> list[Job]:
 
 def drawn(examples: int, seed: int, out: Path) -> list[Job]:
     """At least so many problems in all, in parts, each with a seed of its own."""
-    each = -(-examples // (len(BACKENDS) * len(DTYPES)))
+    each = -(-examples // sum(map(len, KINDS.values())))
     found = []
     for part, start in enumerate(range(0, each, PART)):
         size = min(PART, each - start)
-        for backend in BACKENDS:
-            for dtype, precision in DTYPES:
-                name = f"{backend}-{dtype}-{precision}-{part}"
+        for backend, kinds in KINDS.items():
+            for dtype, precision in kinds:
+                name = "-".join(filter(None, (backend, dtype, precision, str(part))))
                 words = ["--case", "drawn", "--property", "drawn", "--examples", str(size), "--seed", str(seed + part)]
                 command = verify(backend, dtype, precision, *words, "--json", f"{out}/drawn-{name}.json")
                 found.append(Job("drawn", name, command, facts={"seed": seed + part, "problems": size}))

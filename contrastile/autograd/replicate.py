@@ -21,43 +21,34 @@ class Collected(torch.autograd.Function):
     """Every rank's rows of some tensors, and numbers that every rank holds."""
 
     @staticmethod
-    def forward(
-        placement: Placement, counts: Sequence[Sequence[int]], wanted: Sequence[bool], *tensors: Tensor
-    ) -> tuple[Tensor, ...]:
+    def forward(ctx: Any, placement: Placement, counts: Sequence[Sequence[int]], *tensors: Tensor) -> Any:
         """The tensors of all ranks, as many as there are counts, then the numbers."""
         own, numbers = tensors[: len(counts)], tensors[len(counts) :]
-        return *replicate.collect(placement, [x.detach() for x in own], counts), *(x.view_as(x) for x in numbers)
-
-    @staticmethod
-    def setup_context(ctx: Any, inputs: Any, output: Any) -> None:
-        """Where this rank's rows lie."""
-        placement, counts, wanted, *_ = inputs
+        found = *replicate.collect(placement, [x.detach() for x in own], counts), *(x.view_as(x) for x in numbers)
         ctx.size = placement.size
         ctx.places = [slice(sum(c[: placement.rank]), sum(c[: placement.rank + 1])) for c in counts]
         # a frozen tower costs no gradient of all ranks' rows
-        ctx.mark_non_differentiable(*(x for x, want in zip(output, wanted, strict=True) if not want))
+        wanted = ctx.needs_input_grad[2:]
+        ctx.mark_non_differentiable(*(x for x, want in zip(found, wanted, strict=True) if not want))
         ctx.set_materialize_grads(False)
+        return found
 
     @staticmethod
     def backward(ctx: Any, *upstream: Tensor | None) -> tuple[Any, ...]:
         """This rank's rows, and the numbers' gradients, which every rank holds whole."""
         count = len(ctx.places)
         rows = [None if g is None else g[where] for g, where in zip(upstream, ctx.places, strict=False)]
-        return None, None, None, *rows, *(None if g is None else g / ctx.size for g in upstream[count:])
+        return None, None, *rows, *(None if g is None else g / ctx.size for g in upstream[count:])
 
 
 class Amplified(torch.autograd.Function):
     """A loss whose gradients are multiplied by a factor."""
 
     @staticmethod
-    def forward(loss: Tensor, factor: float) -> Tensor:
+    def forward(ctx: Any, loss: Tensor, factor: float) -> Tensor:
         """The loss."""
+        ctx.factor = factor
         return loss.view_as(loss)
-
-    @staticmethod
-    def setup_context(ctx: Any, inputs: Any, output: Any) -> None:
-        """The factor."""
-        _, ctx.factor = inputs
 
     @staticmethod
     def backward(ctx: Any, *upstream: Tensor) -> tuple[Any, ...]:
@@ -75,10 +66,8 @@ def collected(placement: Placement, args: Sequence[Any], named: dict[str, Any]) 
     own = [*args[:2], *(named[name] for name in names)]
     counts = replicate.sizes(placement, 2, names)
     numbers = [x for x in args[2:] if isinstance(x, Tensor)]
-    grad = torch.is_grad_enabled()
-    wanted = [grad and x.requires_grad for x in (*own, *numbers)]
     function: Any = Collected
-    wholes = iter(function.apply(placement, counts, wanted, *own, *numbers))
+    wholes = iter(function.apply(placement, counts, *own, *numbers))
     given = [next(wholes) for _ in args[:2]]
     vectors = {name: next(wholes) for name in names}
     return [*given, *(next(wholes) if isinstance(x, Tensor) else x for x in args[2:])], {**named, **vectors}

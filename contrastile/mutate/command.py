@@ -12,7 +12,7 @@ from contrastile.backends import registry as backends
 from contrastile.backends.contract import BackendUnavailableError
 from contrastile.mutate import report
 from contrastile.mutate.registry import CONTRACT, ROOMS, Mutant, PatchError, every
-from contrastile.mutate.run import MutationRun, Target
+from contrastile.mutate.run import MutationRun, Result, Target
 from contrastile.reporting import (
     CannotRunError,
     at_least,
@@ -73,13 +73,18 @@ def _run(args: argparse.Namespace) -> int:
             run.all()
         except KeyboardInterrupt:
             report.show(run.results, quiet=True)
+            _record(args.json, run.results)
             raise CannotRunError(f"interrupted after {len(run.results)} of {len(mutants)} mutants") from None
     if all(result["status"] == "not run" for result in run.results):
         raise CannotRunError(f"nothing ran: {run.results[0]['reason'] if run.results else 'no mutant is selected'}")
-    if args.json is not None:
-        write_json(args.json, report.as_json(run.results))
+    _record(args.json, run.results)
     report.show(run.results, quiet=args.quiet)
     return PASS if report.passed(run.results) else FAIL
+
+
+def _record(path: Path | None, results: Sequence[Result]) -> None:
+    if path is not None:
+        write_json(path, report.as_json(results))
 
 
 def _selected(args: argparse.Namespace, mutants: Sequence[Mutant]) -> list[Mutant]:

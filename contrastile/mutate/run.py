@@ -97,19 +97,21 @@ class Target:
     def on_gpu(self, base: str) -> bool:
         return self.device == "cuda" and base != "numpy"
 
-    def arguments(self, mutant: Mutant) -> list[str]:
-        """The arguments of ``contrastile verify`` for a mutant: all checks, except under the interpreter."""
+    def arguments(self, mutant: Mutant) -> list[list[str]]:
+        """The arguments of ``contrastile verify`` for a mutant: all checks, except under the interpreter.
+
+        On a GPU a few checks come first: what all of them need is compiled for each mutant anew.
+        """
         base = self.base(mutant)
         words = ["--world", str(WORLD)] if mutant.room == EXCHANGE else []
         words += ["--device", "cuda" if self.on_gpu(base) else "cpu"]
         if self.on_gpu(base):
-            return words
-        if base != "triton":
-            return words
-        words += mutant.interpreted
-        for option, values in INTERPRETED.items():
-            words += [] if option in words else [option, *values]
-        return words
+            return [[*words, "--quick"], words]
+        if base == "triton":
+            words += mutant.interpreted
+            for option, values in INTERPRETED.items():
+                words += [] if option in words else [option, *values]
+        return [words]
 
     def environment(self, base: str, *paths: str) -> dict[str, str]:
         """The environment variables of a run, which imports the package from the first path."""
@@ -181,14 +183,19 @@ class MutationRun:
 
     def _verified(self, mutant: Mutant, base: str) -> Result:
         name = base if mutant.patch else f"contrastile.mutate.wrappers:{mutant.defect}@{base}"
+        named = ["--backend", name, "--fail-fast"]
         with TemporaryDirectory() as folder:
             try:
                 if mutant.patch is not None:
                     plant(mutant.patch, Path(folder))
             except PatchError as error:
                 return _result(mutant, base, "broken", reason=str(error))
-            done = self._verify(Path(folder), base, ["--backend", name, "--fail-fast", *self.target.arguments(mutant)])
-        return verdict(mutant, base, done)
+            *first, everything = self.target.arguments(mutant)
+            for words in first:
+                found = verdict(mutant, base, self._verify(Path(folder), base, [*named, *words]))
+                if found["status"] == "caught":
+                    return found
+            return verdict(mutant, base, self._verify(Path(folder), base, [*named, *everything]))
 
     def _verify(self, folder: Path, base: str, words: Sequence[str]) -> Done:
         """Run ``contrastile verify`` on the package in a folder, or on this one if the folder has none."""
@@ -236,8 +243,8 @@ class MutationRun:
         mutant, caught = group
         base = self.target.base(mutant)
         dtype, _, precision = caught[0]["dtype"].partition("/")
-        words = ["--backend", base, "--property", caught[0]["property"]]
-        words += ["--dtype", dtype, "--precision", precision or "ieee"]
+        words = ["--backend", base, "--property", caught[0]["property"], "--dtype", dtype]
+        words += ["--precision", precision or "ieee"] if dtype == "float32" else []
         words += ["--case", *dict.fromkeys(result["case"] for result in caught)]
         words += ["--world", str(WORLD)] if mutant.room == EXCHANGE else []
         words += ["--device", "cuda" if self.target.on_gpu(base) else "cpu"]

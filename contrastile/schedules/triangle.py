@@ -21,6 +21,9 @@ WORK, CPU_ROWS = 1 << 33, 512
 """Rows x rows x width, and on a CPU rows, up to which a block on the diagonal is computed whole: to compute half of it
 takes less time, and to launch three blocks instead takes more."""
 
+HALVINGS = 2
+"""On a GPU at most: they leave 4.5 n^2 d, a third one 4.25 n^2 d, in fifteen blocks instead of seven."""
+
 ALIGNED = 128
 """Halves begin at multiples of this: whole tiles of every kernel, and vectors that begin where 16 bytes do."""
 
@@ -31,7 +34,10 @@ def whole_up_to(problem: Problem, arrays: ArrayLibrary, options: Options) -> int
         return max(1, min(options.tile))
     if arrays.device(problem.rows) == "cpu":
         return CPU_ROWS
-    return max(ALIGNED, math.isqrt(WORK // max(1, problem.rows.shape[1])))
+    n, width = int(problem.rows.shape[0]), int(problem.rows.shape[1])
+    # half of a half, as ``halves`` aligns them
+    quarter = -(-n // (ALIGNED << HALVINGS)) * ALIGNED
+    return max(ALIGNED, quarter, math.isqrt(WORK // max(1, width)))
 
 
 def halves(rows: slice, most: int) -> tuple[slice, slice] | None:

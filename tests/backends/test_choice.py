@@ -198,7 +198,7 @@ def test_of_the_precisions_on_tensor_cores_only_triton_s_split_is_float32_s_own(
                 allowed = limits("float32", "float32", "ieee").items()
                 if any(getattr(found, fact) > limit for fact, limit in allowed):
                     coarser.append((name, precision))
-    assert coarser == [("triton", "tf32"), ("cupy", "tf32"), ("cupy", "split")]
+    assert coarser == [("triton", "tf32"), ("cupy", "tf32")]
 
 
 @pytest.fixture

@@ -87,7 +87,6 @@ def test_only_what_is_in_the_table_is_launched(dtype: str, kind: str, monkeypatc
         ("float16", "ieee", "Half<contrastile::float16>"),
         ("float32", "ieee", "Ieee"),
         ("float32", "tf32", "Tf32"),
-        ("float32", "split", "Split"),
     ],
 )
 def test_positives_by_index_are_multiplied_as_the_tiles_are(

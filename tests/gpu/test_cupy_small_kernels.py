@@ -79,8 +79,8 @@ def positives(dtype: str, precision: str, d: int) -> Iterator[tuple[str, float]]
     held = features(m, d, dtype, False), features(n, d, dtype, False)
     (_, rows, q), (_, columns, k) = held
     exact = precision == "ieee" and dtype == "float32"
-    chain = (3 if precision == "split" else 1) * (d + 8) * (U if exact else 2 * U)
-    error = (1 + {"tf32": 2.0**-11, "split": 2.0**-21}.get(precision, 0.0)) ** 2 * (1 + chain) - 1
+    chain = (d + 8) * (U if exact else 2 * U)
+    error = (1 + (2.0**-11 if precision == "tf32" else 0.0)) ** 2 * (1 + chain) - 1
     alpha = float(np.float32(np.float32(scale) * LOG2E))
     for named, excluded in drawn_pairs(m, n):
         j = seen(named, excluded, n)

@@ -33,7 +33,7 @@ SHORT = {"--case": ["ragged"], "--property": ["value"], "--dtype": ["float32"]}
 def short(monkeypatch: pytest.MonkeyPatch) -> None:
     """Verify is one case, for mutants that it cannot catch."""
     words = [word for option, values in SHORT.items() for word in (option, *values)]
-    monkeypatch.setattr(Target, "arguments", lambda self, mutant: words)
+    monkeypatch.setattr(Target, "arguments", lambda self, mutant: [words])
 
 
 def run_one(mutant: Mutant) -> Result:

@@ -10,6 +10,7 @@ import pytest
 import torch
 
 import contrastile
+from contrastile.backends.arrays import library_of
 from contrastile.backends.contract import Block, Options, Statistics, Weights
 from contrastile.backends.registry import load
 from contrastile.evaluation import make
@@ -145,3 +146,13 @@ def test_wide_rows_are_cut_smaller_on_a_gpu() -> None:
     assert [most(d) ** 2 * d for d in (128, 512, 2048)] == [triangle.WORK] * 3
     assert most(0) > most(1 << 30) == triangle.ALIGNED
     assert most(512, (300, 200)) == 200
+
+
+def test_a_gpu_computes_few_blocks() -> None:
+    for n in (1000, 8192, 20001, 65000, 65536, 1 << 20):
+        rows = torch.empty(n, 512, device="meta")
+        problem = Problem(rows, (), rows, rows, rows)
+        most = triangle.whole_up_to(problem, library_of(rows), Options())
+        blocks = list(triangle.places(slice(0, n), most))
+        assert len(blocks) == (1 if n <= 4096 else 3 if n <= 8192 else 7)
+        assert n <= 4096 or max(rows.stop - rows.start for rows, columns in blocks if rows == columns) <= n / 2 + 128

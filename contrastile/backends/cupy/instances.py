@@ -15,7 +15,7 @@ PLAIN, EXCLUSIONS, DROP, TARGET = MASKS = range(4)
 ELEMENTS = {"float16": "contrastile::float16", "bfloat16": "contrastile::bfloat16", "float32": "float"}
 """What the kernels call a dtype."""
 
-ARITHMETICS = {"ieee": "contrastile::Ieee", "tf32": "contrastile::Tf32", "split": "contrastile::Split"}
+ARITHMETICS = {"ieee": "contrastile::Ieee", "tf32": "contrastile::Tf32"}
 """What the sm_80 tile kernels call a precision of float32 products."""
 
 KEPT_DTYPE = "bfloat16"

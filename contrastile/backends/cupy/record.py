@@ -50,9 +50,7 @@ def accuracy(dtype: str, device: str, options: Options = Options()) -> Accuracy:
     under its subnormals is less than 2^-32 of that weight for targets up to 31. A lane adds at most 48 numbers of a
     tile in float32, and shuffles two more; tiles are added in float64.
 
-    float32: tf32 rounds the features to nearest; split multiplies two tf32 parts of each and leaves out the product of
-    the lesser two, so that three terms are added for one. Either is of the tile kernels alone: the second products are
-    in float32.
+    float32: tf32 rounds the features to nearest in the tile kernels alone: the second products are in float32.
 
     bfloat16, where exponentials may be kept: they are rounded as they are kept, and G, their product with its factors,
     once more, ``(1 + 2^-8)^2 - 1`` together.
@@ -64,11 +62,10 @@ def accuracy(dtype: str, device: str, options: Options = Options()) -> Accuracy:
     return Accuracy(
         unit=2.0**-24,
         accumulate_unit=2.0**-24 if exact else 2.0**-23,
-        input_rounding={"tf32": 2.0**-11, "split": 2.0**-21}.get(precision, 0.0) if dtype == "float32" else 0.0,
+        input_rounding=2.0**-11 if dtype == "float32" and precision == "tf32" else 0.0,
         gradient_rounding=rounding,
         gradient_underflow=2.0**-32 if dtype == "float16" else 0.0,
         shared_reference=True,
-        depth=(lambda terms: 3 * terms) if dtype == "float32" and precision == "split" else int,
         tile=lambda size: min(size, 64),
     )
 

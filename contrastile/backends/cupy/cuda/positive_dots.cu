@@ -40,12 +40,11 @@ struct SliceOf<Half<T>> {
     }
 };
 
-template <bool THREE>
-struct SliceOf<TensorFloat<THREE>> {
-    static __device__ __forceinline__ void add(float (&to)[4], unsigned (&x)[2], unsigned (&y)[2]) {
-        const unsigned rest[4] = {split(x[0]), 0u, split(x[1]), 0u}, rest_y[2] = {split(y[0]), split(y[1])};
-        const unsigned rows[4] = {x[0], 0u, x[1], 0u};
-        TensorFloat<THREE>::add(to, rows, rest, y, rest_y);
+template <>
+struct SliceOf<Tf32> {
+    static __device__ __forceinline__ void add(float (&to)[4], const unsigned (&x)[2], const unsigned (&y)[2]) {
+        const unsigned rows[4] = {tf32(__uint_as_float(x[0])), 0u, tf32(__uint_as_float(x[1])), 0u};
+        add_tf32(to, rows, tf32(__uint_as_float(y[0])), tf32(__uint_as_float(y[1])));
     }
 };
 

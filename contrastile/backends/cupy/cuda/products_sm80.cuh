@@ -2,7 +2,7 @@
 // in the layout of pairs.cuh.
 //
 // Half<T>: bfloat16 or float16 on tensor cores. Float32 features: Ieee by fused multiply-adds, Tf32 rounded to nearest
-// on tensor cores, Split as three tensor-core products of a rounded part and a rest.
+// on tensor cores.
 #pragma once
 
 #include "numbers.cuh"
@@ -172,25 +172,9 @@ __device__ __forceinline__ void add_tf32(float* to, const unsigned (&a)[4], unsi
         : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "r"(b0), "r"(b1));
 }
 
-// x (bits of a float32) becomes its rounded part; the rest of it, rounded too, is returned.
-__device__ __forceinline__ unsigned split(unsigned& x) {
-    const float whole = __uint_as_float(x);
-    x = tf32(whole);
-    return tf32(whole - __uint_as_float(x));
-}
-
-// THREE: the products of rounded parts, and of each with the other's rest; what is left out is under 2^-22 of a product.
-template <bool THREE>
-struct TensorFloat {
+// Products of float32 rounded to nearest tf32.
+struct Tf32 {
     using Type = float;
-
-    // Of rounded parts and their rests, the small products first.
-    static __device__ __forceinline__ void add(float* to, const unsigned (&a)[4], const unsigned (&rest_a)[4],
-                                               const unsigned (&b)[2], const unsigned (&rest_b)[2]) {
-        if (THREE) add_tf32(to, rest_a, b[0], b[1]);
-        if (THREE) add_tf32(to, a, rest_b[0], rest_b[1]);
-        add_tf32(to, a, b[0], b[1]);
-    }
 
     template <int STAGES>
     static __device__ __forceinline__ void multiply(Stream<STAGES>& stream, int row_line, int column_line, int lane,
@@ -201,28 +185,21 @@ struct TensorFloat {
             Fragments fragments;
             lines.load(fragments, slice);
             stream.copy(slice);
-            unsigned rest[STRIPS][4];
 #pragma unroll
             for (int s = 0; s < STRIPS; ++s)
 #pragma unroll
-                for (int i = 0; i < 4; ++i) rest[s][i] = split(fragments.row[s][i]);
+                for (int i = 0; i < 4; ++i) fragments.row[s][i] = tf32(__uint_as_float(fragments.row[s][i]));
 #pragma unroll
             for (int g = 0; g < GROUPS; ++g) {
-                unsigned b[2], rest_b[2];
+                unsigned b[2];
 #pragma unroll
-                for (int i = 0; i < 2; ++i) {
-                    b[i] = fragments.column[g / 2][g % 2 * 2 + i];
-                    rest_b[i] = split(b[i]);
-                }
+                for (int i = 0; i < 2; ++i) b[i] = tf32(__uint_as_float(fragments.column[g / 2][g % 2 * 2 + i]));
 #pragma unroll
-                for (int s = 0; s < STRIPS; ++s) add(to[s] + 4 * g, fragments.row[s], rest[s], b, rest_b);
+                for (int s = 0; s < STRIPS; ++s) add_tf32(to[s] + 4 * g, fragments.row[s], b[0], b[1]);
             }
         }
     }
 };
-
-using Tf32 = TensorFloat<false>;
-using Split = TensorFloat<true>;
 
 // A warp's part of the next tile.
 template <class P, int STAGES>
