@@ -104,6 +104,22 @@ def weights_of(problem: Problem, negative_lse: Array, positive_lse: Array) -> We
     return Weights(n, p, weight, target, n, positive, weight, target)
 
 
+def within(problem: Problem, start: int) -> Problem:
+    """Rows of a larger problem, the first of which has the number ``start``, against themselves."""
+    positives, excluded = (None if x is None else x - start for x in (problem.positives, problem.excluded))
+    ids = problem.row_ids
+    return replace(problem, positives=positives, excluded=excluded, column_ids=ids, placement=None, walk=None)
+
+
+def weights_within(problem: Problem, negative_lse: Array, positive_lse: Array, arrays: ArrayLibrary) -> Weights:
+    """``weights_of`` rows of a larger problem; a positive that is none of them is in no block here."""
+    m, positives = problem.rows.shape[0], problem.positives
+    if positives is not None:
+        inside = (positives >= 0) & (positives < m)
+        problem = replace(problem, positives=arrays.where(inside, positives, arrays.arange(0, m, problem.rows)))
+    return weights_of(problem, negative_lse, positive_lse)
+
+
 @local.ieee
 def forward(problem: Problem, backend: Backend, options: Options, *, keep: bool = False) -> local.Forward:
     """The softmax loss and its log-sum-exps: see ``local.forward``. Nothing is kept."""

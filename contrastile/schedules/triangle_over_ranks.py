@@ -137,13 +137,6 @@ class _Walk:
         self._pending, self._home = None, []
 
 
-def _within(problem: Problem) -> Problem:
-    """This rank's rows against themselves, as a problem of one process."""
-    start = placed(problem).start
-    positives, excluded = (None if x is None else x - start for x in (problem.positives, problem.excluded))
-    return replace(problem, positives=positives, excluded=excluded, placement=None)
-
-
 @local.ieee
 def forward(problem: Problem, backend: Backend, options: Options, *, keep: bool = False) -> local.Forward:
     """The global softmax loss, the same on every rank, and the log-sum-exps of this rank's rows. Nothing is kept.
@@ -163,7 +156,7 @@ def forward(problem: Problem, backend: Backend, options: Options, *, keep: bool 
     walk = _Walk(problem, arrays, (), take)
     for visit in walk:
         if visit.owner == walk.placement.rank:
-            own = _within(problem)
+            own = triangle.within(problem, walk.placement.start)
             most = triangle.whole_up_to(own, arrays, options)
             mine = local.row_statistics(arrays, [triangle.statistics(own, whole, most, backend, options)])
             continue
@@ -206,20 +199,11 @@ def _add_gradients(problem: Problem, saved: local.Forward, sums: Array, backend:
     walk = _Walk(problem, arrays, own, take, saved.gathered)
     for visit in walk:
         if visit.owner == walk.placement.rank:
-            triangle.add_gradients(*_own(problem, own, arrays), sums, backend, options)
+            mine = triangle.within(problem, walk.placement.start)
+            weights = triangle.weights_within(mine, *own[:2], arrays)
+            triangle.add_gradients(mine, weights, sums, backend, options)
             continue
         there = local.accumulator(backend, visit.features[visit.columns], True)
         weights = Weights(*(x[visit.rows] for x in own), *(x[visit.columns] for x in visit.vectors))
         backend.gradients(walk.block(visit), weights, sums[visit.rows], there, options)
         walk.send_home(visit, [there])
-
-
-def _own(problem: Problem, own: Sequence[Array], arrays: ArrayLibrary) -> tuple[Problem, Weights]:
-    """This rank's rows against themselves, and their weights."""
-    mine, m = _within(problem), problem.rows.shape[0]
-    named = mine
-    if mine.positives is not None:
-        # a partner on another rank is in no block here
-        inside = (mine.positives >= 0) & (mine.positives < m)
-        named = replace(mine, positives=arrays.where(inside, mine.positives, arrays.arange(0, m, mine.rows)))
-    return mine, triangle.weights_of(named, own[0], own[1])
