@@ -75,7 +75,7 @@ def gather(trial: Trial) -> Checks:
     yield from _schedule(trial, "gather")
 
 
-def symmetric(trial: Trial) -> Checks:
+def themselves(trial: Trial) -> Checks:
     """Rows against themselves, each pair computed by one rank: both sides' gradients, and the same bits twice."""
     if not rearrange.is_symmetric(trial.problem):
         raise SkipError("its rows are not its columns, or its pairs are not the same either way round")
@@ -142,10 +142,8 @@ def tiles(trial: Trial) -> Checks:
 DISTRIBUTED = {
     each.name: each
     for each in (
-        *(
-            Property(check.__name__, check)
-            for check in (ring, gather, symmetric, reduction, agreement, delivery, tiles)
-        ),
+        *(Property(check.__name__, check) for check in (ring, gather, themselves)),
+        *(Property(check.__name__, check) for check in (reduction, agreement, delivery, tiles)),
         *frontdoor.PROPERTIES,
         Property("skipped-backward", frontdoor.skipped_backward, frontdoor.MISTAKES),
         Property("sharded", sharded.sharded, sharded.CASE),
