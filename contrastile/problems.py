@@ -132,7 +132,7 @@ def nt_xent(view_a: Array, view_b: Array, scale: Any, *, world: Handshake = ALON
     itself = arrays.arange(met.start, met.start + 2 * m, views)
     problem = Problem(
         rows=views,
-        columns=_themselves(views, world),
+        columns=(),
         scale=factor,
         row_weight=weight,
         row_target=target,
@@ -161,7 +161,7 @@ def sup_con(features: Array, labels: Array, scale: Any, *, world: Handshake = AL
     sharing = arrays.maximum(arrays.cast(world.total(arrays, arrays.total(counted)), state), 1.0)
     problem = Problem(
         rows=rows,
-        columns=_themselves(rows, world),
+        columns=(),
         scale=factor,
         row_weight=counted / sharing,
         row_target=counted / arrays.maximum(partners, 1.0),
@@ -230,8 +230,3 @@ def _number(x: Any) -> float | None:
 def _like(arrays: ArrayLibrary, given: Sequence[Array], gradients: Sequence[Array]) -> Iterator[Array]:
     """The gradients in the dtypes of what was given: autocast may have had the loss take it in another."""
     return (arrays.cast(gradient, arrays.dtype(x)) for x, gradient in zip(given, gradients, strict=True))
-
-
-def _themselves(rows: Array, world: Handshake) -> tuple[Array, ...]:
-    """The columns of rows against themselves; ranks have rows of others too."""
-    return () if world.alone else (rows,)

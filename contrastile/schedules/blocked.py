@@ -4,6 +4,9 @@ A block of rows stays while all blocks of columns pass, each copied while the bl
 gradient sums stay with them; those of the columns go home and come back, in the state dtype, so that they add up as
 they would on the device. The device holds two blocks of rows, two of columns, three of sums, and O(m + n) numbers.
 
+Rows against themselves are cut once, and each pair of blocks is computed once. What earlier blocks have added up for a
+block of rows, as their columns, comes to the device with the last visit, that of the block to itself.
+
 ``Walk.block`` decides which numbers are added in which order, and ``Walk.device`` does not: every block is copied to
 the same buffers wherever its features are, so that the bits are those of the same walk over features on the device. A
 problem of one block is computed there as ``local`` computes it.
@@ -61,6 +64,9 @@ class _Visit:
         rows: the rows' place among all.
         columns: the columns' place among all.
         block: both.
+        first: whether it is the first of these rows.
+        last: whether it is the last of these rows.
+        within: of a block of rows against itself, the problem; None for any other.
     """
 
     row: int
@@ -69,6 +75,9 @@ class _Visit:
     rows: slice
     columns: slice
     block: Block
+    first: bool
+    last: bool
+    within: Problem | None
 
 
 class _Pass:
@@ -76,7 +85,7 @@ class _Pass:
 
     Attributes:
         rows: the rows' parts.
-        columns: the columns'.
+        columns: the columns'; of rows against themselves the same.
         source: the caller's array library.
         arrays: the backend's.
         staging: makes the copies.
@@ -105,17 +114,19 @@ class _Pass:
     def visits(self, problem: Problem, sums: _Sums | None = None) -> Iterator[_Visit]:
         """Every block of rows against every block of columns, while the next one's features are on their way."""
         stay, width, dtype = len(self.columns) == 1, problem.rows.shape[1], self.source.dtype(problem.rows)
-        order = [(i, j) for i in range(len(self.rows)) for j in range(len(self.columns))]
+        matrices, every = problem.columns or (problem.rows,), range(len(self.columns))
+        order = [(i, j) for i in range(len(self.rows)) for j in (every if problem.columns else (*every[i + 1 :], i))]
+        starts = [k == 0 or order[k - 1][0] != i for k, (i, _) in enumerate(order)]
         rows = [self.buffer(self.rows, width, dtype) for _ in self.rows[:2]]
         columns = [self.buffer(self.columns, width, dtype) for _ in self.columns[:2]]
 
         def load(k: int) -> None:
             i, j = order[k]
             row, column = self.rows[i], self.columns[j]
-            if j == 0:
+            if starts[k]:
                 self.staging.load(problem.rows[row.here], rows[i % 2])
-            if i == 0 or not stay:
-                self.staging.load(problem.columns[column.matrix][column.here], columns[k % len(columns)])
+            if (i == 0 or not stay) and (problem.columns or i != j):
+                self.staging.load(matrices[column.matrix][column.here], columns[k % len(columns)])
             if i > 0 and sums is not None:
                 sums.load(column, k % len(columns))
 
@@ -126,12 +137,20 @@ class _Pass:
                 # into the buffers of the visit before this one, whose work is queued
                 load(k + 1)
             row, column, slot = self.rows[i], self.columns[j], k % len(columns)
-            if j == 0:
+            if starts[k]:
                 features = self.inside(self.staging.arrived(rows[i % 2]))
                 part = replace(problem.of_rows(row.side), rows=features)
+            ends = k + 1 == len(order) or starts[k + 1]
+            place = i, j, slot, row.side, column.side
+            if not problem.columns and i == j:
+                own, whole = triangle.within(part, row.side.start), slice(0, row.length)
+                yield _Visit(*place, triangle.block(own, whole, whole), starts[k], ends, own)
+                continue
             ids = None if problem.column_ids is None else problem.column_ids[column.side]
             features = self.inside(self.staging.arrived(columns[slot]))
-            yield _Visit(i, j, slot, row.side, column.side, part.block(features, column.side.start, ids))
+            # a row is excluded from itself alone
+            other = part if problem.columns else replace(part, excluded=None)
+            yield _Visit(*place, other.block(features, column.side.start, ids), starts[k], ends, None)
 
     def parts(self, *matrices: Any) -> Iterator[tuple[slice, Any, list[Array]]]:
         """Each block of some matrices, on the device, while the next one is on its way.
@@ -159,7 +178,7 @@ class _Pass:
 def _pass(problem: Problem, backend: Backend) -> _Pass:
     """The pass over a problem, of which the features are the caller's and all else is the backend's."""
     assert problem.walk is not None
-    return _Pass(problem.rows, problem.columns, problem.walk, backend.arrays)
+    return _Pass(problem.rows, problem.columns or (problem.rows,), problem.walk, backend.arrays)
 
 
 class _Sums:
@@ -185,12 +204,17 @@ class _Sums:
         )
         # sums of a lone block of columns never leave the device
         self._travel = len(walk.rows) > 1 and len(walk.columns) > 1
+        # where sums are kept that are not complete: of rows against themselves they are the rows' own
+        growing = self.columns if problem.columns else (problem.rows if wanted.rows or wanted.scale else None,)
+        homes = self.columns if problem.columns else (self.rows,)
         self._partial = tuple(
-            self._staging.kept(x, state) if x is not None and self._travel and self._dtype != state else x
-            for x in self.columns
+            self._staging.kept(x, state)
+            if x is not None and self._travel and (home is None or self._dtype != state)
+            else home
+            for x, home in zip(growing, homes, strict=True)
         )
         self._row_buffer = walk.buffer(walk.rows, width, state) if wanted.rows or wanted.scale else None
-        count = min(2, len(walk.columns)) if any(wanted.columns) else 0
+        count = min(2, len(walk.columns)) if any(x is not None for x in growing) else 0
         self._column_buffers = [walk.buffer(walk.columns, width, state) for _ in range(count)]
         self._into: Array | None = None
         self.inner: Array | None = None
@@ -204,12 +228,16 @@ class _Sums:
     def of(self, visit: _Visit) -> tuple[Array | None, Array | None]:
         """Where a visit's rows and columns add theirs."""
         staging, walk = self._staging, self._walk
-        if self._row_buffer is not None and visit.column == 0:
+        if self._row_buffer is not None and visit.first:
             self._into = walk.inside(staging.zeros(walk.rows[visit.row].length, self._row_buffer))
         column = walk.columns[visit.column]
-        if self.columns[column.matrix] is None:
+        if self._partial[column.matrix] is None:
             return self._into, None
         buffer = self._column_buffers[visit.slot]
+        if visit.within is not None:
+            if visit.row > 0:
+                walk.arrays.add(self._into, walk.inside(staging.arrived(buffer)), self._into)
+            return self._into, None
         return self._into, walk.inside(
             staging.zeros(column.length, buffer) if visit.row == 0 else staging.arrived(buffer)
         )
@@ -217,17 +245,18 @@ class _Sums:
     def done(self, visit: _Visit, columns: Array | None) -> None:
         """Send home what a visit has completed, and what its columns are to add to later."""
         row, column = self._walk.rows[visit.row], self._walk.columns[visit.column]
-        if self._into is not None and visit.column == len(self._walk.columns) - 1:
+        if self._into is not None and visit.last:
             if self._wanted.scale and self._factor is not None:
                 inner = self._walk.arrays.inner(visit.block.rows, self._into)
                 self.inner = inner if self.inner is None else self.inner + inner
             if self.rows is not None:
                 self._send(self._into, self.rows[row.here], self._row_buffer)
-        out, partial = self.columns[column.matrix], self._partial[column.matrix]
-        if columns is None or out is None or partial is None:
+        partial = self._partial[column.matrix]
+        if columns is None or partial is None:
             return
         buffer = self._column_buffers[visit.slot]
         if visit.row == len(self._walk.rows) - 1:
+            out: Any = self.columns[column.matrix]
             self._send(columns, out[column.here], buffer)
         elif self._travel:
             self._staging.store(buffer.memory[: column.length], partial[column.here], buffer)
@@ -245,17 +274,19 @@ def forward(problem: Problem, backend: Backend, options: Options, *, keep: bool 
     if _single(problem):
         alone = local.forward if problem.columns else triangle.forward
         return alone(_fetched(walk, problem), backend, options, keep=keep)
-    if not problem.columns:
-        return forward(replace(problem, columns=(problem.rows,)), backend, options)
-    arrays, two_sided = backend.arrays, problem.column_weight is not None
-    rows: list[local.Triple] = []
-    columns: list[local.Triple] = []
+    arrays, two_sided, itself = backend.arrays, problem.column_weight is not None, not problem.columns
+    rows: dict[int, local.Triple] = {}
+    columns: dict[int, local.Triple] = rows if itself else {}
     for visit in walk.visits(problem):
+        if visit.within is not None:
+            whole, most = slice(0, visit.block.rows.shape[0]), triangle.whole_up_to(visit.within, arrays, options)
+            found = triangle.statistics(visit.within, whole, most, backend, options)
+            _merge(arrays, rows, visit.row, local.row_statistics(arrays, [found]))
+            continue
         backend.check(visit.block, options)
-        found = backend.lse(visit.block, two_sided, options)
-        mine = found.row_negative_lse, found.row_positive_lse, found.row_positive_sum
-        _merge(arrays, rows, visit.row, mine)
-        if two_sided:
+        found = backend.lse(visit.block, two_sided or itself, options)
+        _merge(arrays, rows, visit.row, local.row_statistics(arrays, [found]))
+        if two_sided or itself:
             _merge(arrays, columns, visit.column, local.column_statistics(arrays, [found]))
     n, p, s = _joined(arrays, rows)
     loss = arrays.weighted_nll(n, p, s, problem.row_weight, problem.row_target)
@@ -266,16 +297,14 @@ def forward(problem: Problem, backend: Backend, options: Options, *, keep: bool 
     return local.Forward(arrays.cast(loss, arrays.dtype(problem.scale)), n, p, over[0], over[1])
 
 
-def _merge(arrays: ArrayLibrary, into: list[local.Triple], number: int, found: local.Triple) -> None:
-    """Merge what a visit found of its part of a side; parts come in order the first time."""
-    if number == len(into):
-        into.append(found)
-    else:
-        into[number] = local.row_statistics(arrays, [Statistics(*into[number]), Statistics(*found)])
+def _merge(arrays: ArrayLibrary, into: dict[int, local.Triple], number: int, found: local.Triple) -> None:
+    """Merge what a visit found of its part of a side."""
+    known = [Statistics(*into[number])] if number in into else []
+    into[number] = local.row_statistics(arrays, [*known, Statistics(*found)])
 
 
-def _joined(arrays: ArrayLibrary, parts: Sequence[local.Triple]) -> local.Triple:
-    n, p, s = (arrays.concat(list(x)) for x in zip(*parts, strict=True))
+def _joined(arrays: ArrayLibrary, parts: dict[int, local.Triple]) -> local.Triple:
+    n, p, s = (arrays.concat(list(x)) for x in zip(*(parts[k] for k in sorted(parts)), strict=True))
     return n, p, s
 
 
@@ -294,33 +323,30 @@ def backward(
         alone = local.backward if problem.columns else triangle.backward
         found = alone(_fetched(walk, problem), saved, upstream, wanted, backend, options)
         return _kept(walk, problem, found)
-    if not problem.columns:
-        # cut in blocks, rows against themselves are rows against equal columns
-        both = backward(
-            replace(problem, columns=(problem.rows,)),
-            saved,
-            upstream,
-            replace(wanted, columns=(wanted.rows,)),
-            backend,
-            options,
-        )
-        return replace(both, rows=local.both_sides(both) if wanted.rows else None, columns=())
     weighted, state = problem.weighted(upstream), backend.state(walk.source.dtype(problem.rows))
     sums = _Sums(walk, problem, wanted, state, problem.scale)
     for visit in walk.visits(weighted, sums):
         into, columns = sums.of(visit)
-        backend.gradients(visit.block, _weights(weighted, saved, visit), into, columns, options)
+        if visit.within is None:
+            backend.gradients(visit.block, _weights(weighted, saved, visit), into, columns, options)
+        elif into is not None:
+            lses = saved.row_negative_lse[visit.rows], saved.row_positive_lse[visit.rows]
+            weights = triangle.weights_within(visit.within, *lses, arrays)
+            triangle.add_gradients(visit.within, weights, into, backend, options)
         sums.done(visit, columns)
     walk.staging.finish()
     scale = None if sums.inner is None else arrays.cast(sums.inner, arrays.dtype(problem.scale))
-    return local.Gradients(sums.rows if wanted.rows else None, sums.columns, scale, None)
+    found = local.Gradients(sums.rows if wanted.rows else None, sums.columns, scale, None)
+    return found if problem.columns else triangle.counted_once(found)
 
 
 def _weights(problem: Problem, saved: local.Forward, visit: _Visit) -> Weights:
     """The whole loss's, for the rows and columns of a visit."""
     rows = saved.row_negative_lse, saved.row_positive_lse, problem.row_weight, problem.row_target
     columns: tuple[Array, ...] = ()
-    if problem.column_weight is not None:
+    if not problem.columns:
+        columns = rows
+    elif problem.column_weight is not None:
         columns = saved.column_negative_lse, saved.column_positive_lse, problem.column_weight, problem.column_target
     return Weights(*(x[visit.rows] for x in rows), *(x[visit.columns] for x in columns))
 

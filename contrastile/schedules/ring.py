@@ -20,7 +20,11 @@ from contrastile.schedules.sums import finalize_loss, gradients_over_ranks, plac
 
 
 def visits(
-    placement: Placement, arrays: ArrayLibrary, own: Sequence[Array], sizes: Callable[[int], Sequence[int]]
+    placement: Placement,
+    arrays: ArrayLibrary,
+    own: Sequence[Array],
+    sizes: Callable[[int], Sequence[int]],
+    count: int | None = None,
 ) -> Iterator[tuple[int, Sequence[Array]]]:
     """Each rank's arrays, with the rank that owns them: this rank's first, then its predecessor's, and so on.
 
@@ -29,12 +33,14 @@ def visits(
         arrays: their library.
         own: this rank's arrays, contiguous; not to be changed before the second step.
         sizes: a rank's number -> the leading sizes of its arrays.
+        count: of how many ranks; None for all.
     """
     held, n = list(own), placement.size
-    for step in range(n):
+    count = n if count is None else count
+    for step in range(count):
         owner = (placement.rank - step) % n
         pending, following = None, held
-        if step + 1 < n:
+        if step + 1 < count:
             following = _buffers(arrays, own, sizes((owner - 1) % n))
             pending = placement.communicator.shift(held, following)
         yield owner, held

@@ -1,4 +1,4 @@
-"""The schedule of a problem: ``local``, ``triangle``, ``blocked``, ``ring`` or ``gather``, of like functions.
+"""The schedule of a problem: a module that has these functions too.
 
 Where the front door has not replicated a problem that may be, its parts are gathered.
 """
@@ -11,7 +11,7 @@ from types import ModuleType
 
 from contrastile.backends.arrays import ArrayLibrary
 from contrastile.backends.contract import Array, Backend, Options
-from contrastile.schedules import blocked, gather, local, ring, triangle
+from contrastile.schedules import blocked, gather, local, ring, triangle, triangle_over_ranks
 from contrastile.schedules.placement import Placement
 from contrastile.schedules.problem import Problem, Walk
 from contrastile.schedules.sums import gradients_over_ranks
@@ -21,6 +21,8 @@ def _module(problem: Problem) -> ModuleType:
     if problem.placement is None:
         alone = local if problem.columns else triangle
         return alone if problem.walk is None else blocked
+    if not problem.columns:
+        return triangle_over_ranks
     return {"ring": ring, "gather": gather, "replicate": gather}[problem.placement.exchange]
 
 

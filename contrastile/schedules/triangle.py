@@ -45,9 +45,13 @@ def halves(rows: slice, most: int) -> tuple[slice, slice] | None:
     length = rows.stop - rows.start
     if length <= most:
         return None
-    step = min(most, ALIGNED)
-    middle = rows.start + -(-length // (2 * step)) * step
-    return slice(rows.start, middle), slice(middle, rows.stop)
+    end = rows.start + middle(length, min(most, ALIGNED))
+    return slice(rows.start, end), slice(end, rows.stop)
+
+
+def middle(length: int, step: int) -> int:
+    """The multiple of ``step`` from the middle on."""
+    return -(-length // (2 * step)) * step
 
 
 def places(rows: slice, most: int) -> Iterator[tuple[slice, slice]]:
@@ -71,18 +75,7 @@ def block(problem: Problem, rows: slice, columns: slice) -> Block:
     return part.block(problem.rows[columns], columns.start, ids)
 
 
-@local.ieee
-def forward(problem: Problem, backend: Backend, options: Options, *, keep: bool = False) -> local.Forward:
-    """The softmax loss and its log-sum-exps: see ``local.forward``. Nothing is kept."""
-    arrays, rows = backend.arrays, slice(0, problem.rows.shape[0])
-    most = whole_up_to(problem, arrays, options)
-    found = _statistics(problem, rows, most, backend, options)
-    n, p, s = local.row_statistics(arrays, [found])
-    loss = arrays.weighted_nll(n, p, s, problem.row_weight, problem.row_target)
-    return local.Forward(arrays.cast(loss, arrays.dtype(problem.scale)), n, p)
-
-
-def _statistics(problem: Problem, rows: slice, most: int, backend: Backend, options: Options) -> Statistics:
+def statistics(problem: Problem, rows: slice, most: int, backend: Backend, options: Options) -> Statistics:
     """Of some rows over each other; the blocks are computed in the order of ``places``."""
     arrays, parts = backend.arrays, halves(rows, most)
     here = block(problem, *(parts or (rows, rows)))
@@ -90,10 +83,57 @@ def _statistics(problem: Problem, rows: slice, most: int, backend: Backend, opti
     found = backend.lse(here, parts is not None, options)
     if parts is None:
         return found
-    first, second = (_statistics(problem, part, most, backend, options) for part in parts)
+    first, second = (statistics(problem, part, most, backend, options) for part in parts)
     across = Statistics(*local.column_statistics(arrays, [found]))
     merged = local.row_statistics(arrays, [found, first]), local.row_statistics(arrays, [across, second])
     return Statistics(*(arrays.concat(list(x)) for x in zip(*merged, strict=True)))
+
+
+def add_gradients(problem: Problem, weights: Weights, sums: Array, backend: Backend, options: Options) -> None:
+    """Add ``(G + G^T) F`` to sums, (n, d), where F are the rows and the weights are the same on both sides."""
+    for mine, others in places(slice(0, problem.rows.shape[0]), whole_up_to(problem, backend.arrays, options)):
+        across = None if mine == others else sums[others]
+        here = cut(weights, mine, others)
+        backend.gradients(block(problem, mine, others), here, sums[mine], across, options)
+
+
+def cut(weights: Weights, rows: slice, columns: slice) -> Weights:
+    """The weights of some rows and some columns."""
+    return Weights(**{name: getattr(weights, name)[rows if name.startswith("row") else columns] for name in WEIGHTS})
+
+
+def weights_of(problem: Problem, negative_lse: Array, positive_lse: Array) -> Weights:
+    """Of the whole loss, the same on both sides."""
+    n, p, weight, target = negative_lse, positive_lse, problem.row_weight, problem.row_target
+    # one logit, whichever of the two has it: that of row i is read at (i, j), its column's must be the same number
+    positive = p if problem.positives is None else p[problem.positives]
+    return Weights(n, p, weight, target, n, positive, weight, target)
+
+
+def within(problem: Problem, start: int) -> Problem:
+    """Rows of a larger problem, the first of which has the number ``start``, against themselves."""
+    positives, excluded = (None if x is None else x - start for x in (problem.positives, problem.excluded))
+    ids = problem.row_ids
+    return replace(problem, positives=positives, excluded=excluded, column_ids=ids, placement=None, walk=None)
+
+
+def weights_within(problem: Problem, negative_lse: Array, positive_lse: Array, arrays: ArrayLibrary) -> Weights:
+    """``weights_of`` rows of a larger problem; a positive that is none of them is in no block here."""
+    m, positives = problem.rows.shape[0], problem.positives
+    if positives is not None:
+        inside = (positives >= 0) & (positives < m)
+        problem = replace(problem, positives=arrays.where(inside, positives, arrays.arange(0, m, problem.rows)))
+    return weights_of(problem, negative_lse, positive_lse)
+
+
+@local.ieee
+def forward(problem: Problem, backend: Backend, options: Options, *, keep: bool = False) -> local.Forward:
+    """The softmax loss and its log-sum-exps: see ``local.forward``. Nothing is kept."""
+    arrays, rows = backend.arrays, slice(0, problem.rows.shape[0])
+    found = statistics(problem, rows, whole_up_to(problem, arrays, options), backend, options)
+    n, p, s = local.row_statistics(arrays, [found])
+    loss = arrays.weighted_nll(n, p, s, problem.row_weight, problem.row_target)
+    return local.Forward(arrays.cast(loss, arrays.dtype(problem.scale)), n, p)
 
 
 @local.ieee
@@ -107,33 +147,20 @@ def backward(
 ) -> local.Gradients:
     """Gradients of ``upstream * loss`` for the softmax loss; that of the rows is the features', as rows and columns."""
     arrays, rows = backend.arrays, slice(0, problem.rows.shape[0])
-    most = whole_up_to(problem, arrays, options)
-    if backend.finished is not None and wanted.rows and halves(rows, most) is None:
-        weights = _weights(problem, saved)
+    if backend.finished is not None and wanted.rows and halves(rows, whole_up_to(problem, arrays, options)) is None:
+        weights = weights_of(problem, saved.row_negative_lse, saved.row_positive_lse)
         done = backend.finished(block(problem, rows, rows), weights, upstream, None, options)
         inner = arrays.cast(done.inner, arrays.dtype(problem.scale)) if wanted.scale else None
-        found = local.Gradients(done.rows, (), inner, None)
-    else:
-        problem = problem.weighted(upstream)
-        weights, sums = _weights(problem, saved), local.accumulator(backend, problem.rows, wanted.rows or wanted.scale)
-        for mine, others in places(rows, most):
-            into = None if sums is None else sums[mine]
-            across = None if sums is None or mine == others else sums[others]
-            backend.gradients(block(problem, mine, others), _cut(weights, mine, others), into, across, options)
-        whole = local.Sums(sums, (), None)
-        found = local.gradients_from_sums(problem.rows, problem.scale, whole, None, wanted, arrays)
-    # each pair has counted twice, as rows and as columns
+        return counted_once(local.Gradients(done.rows, (), inner, None))
+    problem = problem.weighted(upstream)
+    sums = local.accumulator(backend, problem.rows, wanted.rows or wanted.scale)
+    if sums is not None:
+        weights = weights_of(problem, saved.row_negative_lse, saved.row_positive_lse)
+        add_gradients(problem, weights, sums, backend, options)
+    whole = local.Sums(sums, (), None)
+    return counted_once(local.gradients_from_sums(problem.rows, problem.scale, whole, None, wanted, arrays))
+
+
+def counted_once(found: local.Gradients) -> local.Gradients:
+    """The gradient of the scale halved: in the rows' sums each pair has counted twice."""
     return replace(found, scale=None if found.scale is None else found.scale / 2)
-
-
-def _weights(problem: Problem, saved: local.Forward) -> Weights:
-    """Of the whole loss, the same on both sides."""
-    n, p, weight, target = saved.row_negative_lse, saved.row_positive_lse, problem.row_weight, problem.row_target
-    # one logit, whichever of the two has it: that of row i is read at (i, j), its column's must be the same number
-    positive = p if problem.positives is None else p[problem.positives]
-    return Weights(n, p, weight, target, n, positive, weight, target)
-
-
-def _cut(weights: Weights, rows: slice, columns: slice) -> Weights:
-    """The weights of some rows and some columns."""
-    return Weights(**{name: getattr(weights, name)[rows if name.startswith("row") else columns] for name in WEIGHTS})

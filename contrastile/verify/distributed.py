@@ -13,12 +13,12 @@ from typing import Any
 
 from contrastile.backends.contract import Options
 from contrastile.schedules.placement import Reduction
-from contrastile.verify import frontdoor, sharded
+from contrastile.verify import frontdoor, rearrange, sharded
 from contrastile.verify.properties import Checks, Property, identical
 from contrastile.verify.run import Worst, compare
 from contrastile.verify.sharded import run
 from contrastile.verify.shards import FIELDS, Cut
-from contrastile.verify.trial import Trial
+from contrastile.verify.trial import SkipError, Trial
 from contrastile.verify.truth import Outcome, truth
 from contrastile.verify.worlds import judged
 
@@ -59,8 +59,10 @@ def _schedule(trial: Trial, exchange: str) -> Checks:
 
 def _compared(trial: Trial, cut: Cut, parts: list[Outcome], factor: float, upstream: float = 1.0, **how: Any) -> Worst:
     oracle = trial.oracle if upstream == 1.0 else truth(trial.problem, upstream)
-    bound = trial.bounds(trial.problem, oracle, upstream, **how)
-    return compare(cut.joined(parts, factor), oracle.outcome, bound, FIELDS)
+    bound, expected = trial.bounds(trial.problem, oracle, upstream, **how), oracle.outcome
+    if cut.itself:
+        bound, expected = rearrange.folded(bound), rearrange.folded(expected)
+    return compare(cut.joined(parts, factor), expected, bound, FIELDS)
 
 
 def ring(trial: Trial) -> Checks:
@@ -71,6 +73,22 @@ def ring(trial: Trial) -> Checks:
 def gather(trial: Trial) -> Checks:
     """Loss, log-sum-exps and gradients with gathered columns are the oracle's of the whole problem."""
     yield from _schedule(trial, "gather")
+
+
+def themselves(trial: Trial) -> Checks:
+    """Rows against themselves, each pair computed by one rank: both sides' gradients, and the same bits twice."""
+    if not rearrange.is_symmetric(trial.problem):
+        raise SkipError("its rows are not its columns, or its pairs are not the same either way round")
+    world, weights = trial.subject.ranks, trial.random().integers(0, 7, trial.subject.ranks.size).tolist()
+    for how, given in (("uneven", weights), ("even", [1] * world.size)):
+        cut = Cut.of_itself(trial.problem, given)
+        for exchange in EXCHANGES:
+            parts = run(trial.subject, cut, exchange)
+            judge = partial(_compared, trial, cut, parts, len(parts), spread=cut.spread(exchange))
+            yield f"{exchange}, {how}", judged(world, judge)
+            again = run(trial.subject, cut, exchange, late=world.can_be_late)
+            for rank, (a, b) in enumerate(zip(again, parts, strict=True)):
+                yield f"{exchange}, {how}, late, rank {rank}", identical(a, b, FIELDS)
 
 
 def reduction(trial: Trial) -> Checks:
@@ -124,7 +142,8 @@ def tiles(trial: Trial) -> Checks:
 DISTRIBUTED = {
     each.name: each
     for each in (
-        *(Property(check.__name__, check) for check in (ring, gather, reduction, agreement, delivery, tiles)),
+        *(Property(check.__name__, check) for check in (ring, gather, themselves)),
+        *(Property(check.__name__, check) for check in (reduction, agreement, delivery, tiles)),
         *frontdoor.PROPERTIES,
         Property("skipped-backward", frontdoor.skipped_backward, frontdoor.MISTAKES),
         Property("sharded", sharded.sharded, sharded.CASE),

@@ -11,7 +11,7 @@ import numpy as np
 from contrastile.backends.contract import Options
 from contrastile.comm.communicator import Communicator
 from contrastile.schedules.placement import Placement, Reduction
-from contrastile.verify import strategies
+from contrastile.verify import rearrange, strategies
 from contrastile.verify.bounds import bounds
 from contrastile.verify.run import Worst, compare
 from contrastile.verify.shards import FIELDS, Cut
@@ -32,7 +32,7 @@ class Shared:
 
     Attributes:
         rows: weights of the ranks' rows; all 0 stands for equal ones.
-        columns: weights of their columns.
+        columns: weights of their columns; of rows against themselves they say nothing.
         exchange: "ring" or "gather".
         reduction: "mean" or "sum".
         late: whether messages arrive at the last moment, where the world can do that.
@@ -86,7 +86,7 @@ def shared(ranks: int) -> SearchStrategy[Shared]:
         exchange=st.sampled_from(["ring", "gather"]),
         reduction=st.sampled_from(["mean", "sum"]),
         late=st.booleans(),
-        recipe=strategies.recipes(themselves=False),
+        recipe=strategies.recipes(),
     )
 
 
@@ -148,7 +148,8 @@ def run(
 def _computed(drawn: Shared, subject: Subject) -> tuple[Cut, list[Outcome]]:
     """The problem in its parts, and what the ranks make of them."""
     whole = strategies.problem(drawn.recipe, subject.dtype)
-    cut, options = Cut.of(whole, drawn.rows, drawn.columns), drawn.recipe.options
+    itself, options = drawn.recipe.blocks == 0, drawn.recipe.options
+    cut = Cut.of_itself(whole, drawn.rows) if itself else Cut.of(whole, drawn.rows, drawn.columns)
     late = drawn.late and subject.ranks.can_be_late
     return cut, run(subject, cut, drawn.exchange, reduction=drawn.reduction, late=late, options=options)
 
@@ -159,7 +160,10 @@ def _judge(cut: Cut, parts: list[Outcome], drawn: Shared, subject: Subject) -> W
     oracle = truth(whole)
     spread = cut.spread(drawn.exchange)
     bound = bounds(whole, oracle, subject.accuracy, subject.dtype, options=options, spread=spread)
-    worst = compare(cut.joined(parts, factor), oracle.outcome, bound, FIELDS)
+    expected = oracle.outcome
+    if cut.itself:
+        expected, bound = rearrange.folded(expected), rearrange.folded(bound)
+    worst = compare(cut.joined(parts, factor), expected, bound, FIELDS)
     for part in parts[1:]:
         if part.loss.tobytes() != parts[0].loss.tobytes() or part.scale.tobytes() != parts[0].scale.tobytes():
             return Worst(np.inf, "loss or scale differs between ranks", (), np.inf, 0.0)

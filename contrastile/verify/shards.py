@@ -44,10 +44,12 @@ class Cut:
     Attributes:
         problem: the whole, NumPy.
         shards: the ranks' rows, which follow each other, and their share of each column block, likewise.
+        itself: whether the ranks have the rows alone, which are the columns.
     """
 
     problem: Problem
     shards: Shards
+    itself: bool = False
 
     @staticmethod
     def of(problem: Problem, rows: Sequence[int], columns: Sequence[int]) -> Cut:
@@ -55,6 +57,11 @@ class Cut:
         blocks = [shares(size, columns) for size in rearrange.sizes(problem)]
         each = tuple(tuple(block[rank] for block in blocks) for rank in range(len(rows)))
         return Cut(problem, Shards(tuple(shares(len(problem.rows), rows)), each))
+
+    @staticmethod
+    def of_itself(problem: Problem, rows: Sequence[int]) -> Cut:
+        """A cut of rows against themselves, which the problem has as its one block of columns too."""
+        return replace(Cut.of(problem, rows, rows), itself=True)
 
     def rows(self, rank: int) -> slice:
         """The place of a rank's rows."""
@@ -99,7 +106,7 @@ class Cut:
         return replace(
             p,
             rows=p.rows[rows],
-            columns=tuple(x[self.columns(rank, block)] for block, x in enumerate(p.columns)),
+            columns=() if self.itself else tuple(x[self.columns(rank, block)] for block, x in enumerate(p.columns)),
             positives=take(self.pointers(p.positives), rows),
             excluded=take(self.pointers(p.excluded), rows),
             placement=placement,

@@ -103,7 +103,7 @@ class Recipe:
         return Options(tile=(self.tile_rows, self.tile_columns) if self.tile_rows else None)
 
 
-def recipes(themselves: bool = True) -> SearchStrategy[Recipe]:
+def recipes() -> SearchStrategy[Recipe]:
     """All recipes of small problems, rows against themselves among them; shrinks to a square softmax of few rows."""
     from hypothesis import strategies as st
 
@@ -120,7 +120,7 @@ def recipes(themselves: bool = True) -> SearchStrategy[Recipe]:
         weights=st.sampled_from(WEIGHTS),
         two_sided=st.booleans(),
         pairs=st.sampled_from(PAIRS),
-        blocks=st.integers(1, 3) | st.just(0) if themselves else st.integers(1, 3),
+        blocks=st.integers(1, 3) | st.just(0),
         tile_rows=st.just(0) | st.integers(1, 19),
         tile_columns=st.integers(1, 19),
         seed=st.integers(0, 2**32 - 1),

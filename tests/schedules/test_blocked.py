@@ -23,6 +23,7 @@ from contrastile.schedules import local, schedule
 from contrastile.schedules.problem import Problem, Walk
 from contrastile.verify import cases
 from contrastile.verify.bounds import bounds
+from contrastile.verify.rearrange import folded
 from contrastile.verify.run import GRADIENT, compare, every_gradient, materialise
 from contrastile.verify.truth import Outcome, truth
 
@@ -71,7 +72,22 @@ def walked(problem: Problem, block: int) -> Problem:
 @pytest.mark.parametrize("name", CASES)
 def test_a_walk_is_within_the_bounds(name: str, block: int) -> None:
     case = cases.build(name, "float32")
-    problem = walked(materialise(case.problem, TORCH, "float32"), block)
+    exact = truth(case.problem)
+    bound = bounds(case.problem, exact, TORCH.accuracy("float32", "cpu"), "float32")
+    assert_within(case.problem, block, exact.outcome, bound)
+
+
+@pytest.mark.parametrize("block", [4, 7, 13, 75])
+@pytest.mark.parametrize("name", ["self-excluded", "views", "labels", "certain-views", "certain-labels"])
+def test_a_walk_of_rows_against_themselves_is_within_the_bounds(name: str, block: int) -> None:
+    case = cases.build(name, "float32")
+    exact = truth(case.problem)
+    bound = bounds(case.problem, exact, TORCH.accuracy("float32", "cpu"), "float32")
+    assert_within(replace(case.problem, columns=()), block, folded(exact.outcome), folded(bound))
+
+
+def assert_within(given: Problem, block: int, exact: Outcome, bound: Outcome) -> None:
+    problem = walked(materialise(given, TORCH, "float32"), block)
     value, gradients, saved = evaluated(problem)
 
     def take(x: Any) -> Any:
@@ -86,10 +102,24 @@ def test_a_walk_is_within_the_bounds(name: str, block: int) -> None:
         take(gradients.bias),
         **lses,
     )
-    accuracy = TORCH.accuracy("float32", "cpu")
-    exact = truth(case.problem)
-    worst = compare(got, exact.outcome, bounds(case.problem, exact, accuracy, "float32"), FIELDS)
+    worst = compare(got, exact, bound, FIELDS)
     assert worst.ratio < 1, worst
+
+
+def test_a_walk_of_rows_against_themselves_computes_each_pair_once() -> None:
+    areas = [0, 0]
+
+    def counted(which: int, primitive: Any) -> Any:
+        def function(block: Any, *rest: Any) -> Any:
+            areas[which] += block.rows.shape[0] * block.columns.shape[0]
+            return primitive(block, *rest)
+
+        return function
+
+    backend = replace(TORCH, lse=counted(0, TORCH.lse), gradients=counted(1, TORCH.gradients))
+    evaluated(walked(made(contrastile.nt_xent, 75), 20), backend)
+    # and what lies below the diagonal of each block of a block to itself
+    assert areas == [150 * 150 / 2 + (7 * 20 * 20 + 10 * 10) / 2] * 2
 
 
 @pytest.mark.parametrize("loss", LOSSES)
@@ -116,6 +146,8 @@ def stated(loss: Any, *given: Any) -> Problem:
         (contrastile.clip_loss, 41, 16, torch.float32),
         (contrastile.clip_loss, 20, 15, torch.bfloat16),
         (contrastile.nt_xent, 20, 20, torch.float32),
+        (contrastile.nt_xent, 27, 15, torch.float32),
+        (contrastile.nt_xent, 30, 16, torch.bfloat16),
         (contrastile.sigmoid_loss, 40, 15, torch.bfloat16),
         (contrastile.sigmoid_loss, 20, 15, torch.float32),
         (contrastile.sigmoid_loss, 20, 20, torch.float32),
@@ -186,10 +218,11 @@ def forgetful(which: str) -> Any:
     return Forgetful
 
 
+@pytest.mark.parametrize("loss", [contrastile.clip_loss, contrastile.nt_xent])
 @pytest.mark.parametrize("which", ["work", "stores", "arrival", "stored", "finished", "end"])
-def test_a_forgotten_wait_is_found(which: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_forgotten_wait_is_found(which: str, loss: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(staging, "Staging", forgetful(which))
-    problem = walked(made(contrastile.clip_loss, 50), 16)
+    problem = walked(made(loss, 50), 16)
     with late_copies() as world:
         evaluated(problem)
     assert world.races or world.pending
@@ -211,20 +244,22 @@ def test_the_next_block_is_on_its_way_before_a_block_is_computed() -> None:
 
 
 def test_what_is_not_wanted_is_neither_kept_nor_moved() -> None:
-    problem = walked(made(contrastile.clip_loss, 50), 16)
-    whole = evaluated(problem)[1]
-    for wanted in (
-        local.Wanted(False, (True,), False),
-        local.Wanted(True, (False,), False),
-        local.Wanted(False, (False,), True),
+    clip, views = (walked(made(loss, 50), 16) for loss in (contrastile.clip_loss, contrastile.nt_xent))
+    for problem, wanted in (
+        (clip, local.Wanted(False, (True,), False)),
+        (clip, local.Wanted(True, (False,), False)),
+        (clip, local.Wanted(False, (False,), True)),
+        (views, local.Wanted(True, (), False)),
+        (views, local.Wanted(False, (), True)),
+        (views, local.Wanted(False, (), False)),
     ):
+        whole = evaluated(problem)[1]
         value, found, _ = evaluated(problem, wanted=wanted)
-        assert (found.rows is not None, found.columns[0] is not None) == (wanted.rows, wanted.columns[0])
+        assert (found.rows is not None, *(x is not None for x in found.columns)) == (wanted.rows, *wanted.columns)
         for name in ("rows", "scale"):
             if getattr(found, name) is not None:
                 assert torch.equal(getattr(found, name), getattr(whole, name))
-        if found.columns[0] is not None:
-            assert torch.equal(found.columns[0], whole.columns[0])
+        assert all(x is None or torch.equal(x, y) for x, y in zip(found.columns, whole.columns, strict=True))
         assert torch.equal(value, evaluated(problem)[0])
 
 

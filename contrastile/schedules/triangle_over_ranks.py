@@ -1,0 +1,209 @@
+"""Rows against themselves over ranks: each pair of shards is computed once, by one of the two ranks.
+
+Rank i computes its rows against its own, as ``triangle`` does, and against those of the ranks i - 1, ..., i - n // 2,
+which come around the ring or are gathered. What it finds of another rank's rows goes straight home. With an even number
+of ranks two that lie opposite each other meet twice, and each computes half of their block.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, replace
+
+from contrastile.backends.arrays import ArrayLibrary
+from contrastile.backends.contract import Array, Backend, Block, Options, Statistics, Weights
+from contrastile.comm import buffers
+from contrastile.comm.communicator import Pending
+from contrastile.schedules import local, triangle
+from contrastile.schedules.placement import Placement
+from contrastile.schedules.problem import Problem
+from contrastile.schedules.ring import visits
+from contrastile.schedules.sums import finalize_loss, gradients_over_ranks, placed, scaled_weights
+
+
+def shares(placement: Placement, rank: int, owner: int) -> tuple[slice, slice]:
+    """Which of its own rows a rank computes against which of the owner's, one of the n // 2 ranks behind it."""
+    n, sizes = placement.size, placement.shards.rows
+    rows, columns = slice(0, sizes[rank]), slice(0, sizes[owner])
+    if 2 * ((rank - owner) % n) != n:
+        return rows, columns
+    # the half of the lower one's rows that it computes itself
+    size = sizes[min(rank, owner)]
+    half = triangle.middle(size, max(1, min(triangle.ALIGNED, size // 16)))
+    return (slice(0, half), columns) if rank < owner else (rows, slice(half, columns.stop))
+
+
+@dataclass(frozen=True, slots=True)
+class _Visit:
+    """Another rank's shard: whose, its features, ids and vectors, and what is computed of it, as ``shares`` says."""
+
+    owner: int
+    features: Array
+    ids: Array | None
+    vectors: Sequence[Array]
+    rows: slice
+    columns: slice
+
+
+class _Walk:
+    """The shards that a rank meets, and the results that go home.
+
+    Attributes:
+        gathered: the features of all ranks; None on a ring.
+    """
+
+    def __init__(
+        self,
+        problem: Problem,
+        arrays: ArrayLibrary,
+        vectors: Sequence[Array],
+        take: Callable[[slice, Sequence[Array]], None],
+        gathered: Array | None = None,
+    ) -> None:
+        """``take(rows, found)`` is called with what other ranks have found of some of this rank's rows."""
+        self.problem, self.placement, self.arrays, self.take = problem, placed(problem), arrays, take
+        ids = [] if problem.column_ids is None else [problem.column_ids]
+        self._ids, self._own = len(ids), [arrays.contiguous(x) for x in (problem.rows, *ids, *vectors)]
+        self.gathered, self._sizes = gathered, self.placement.shards.rows
+        # with one rank nothing is gathered
+        self._ring = self.placement.exchange == "ring" or self.placement.size == 1
+        # to whom, what, and from whom, of which rows, where; kept until the wait: the message owns it
+        self._home: list[tuple[int, Sequence[Array], int, slice, Sequence[Array]]] = []
+        self._pending: Pending | None = None
+
+    def __iter__(self) -> Iterator[_Visit]:
+        """This rank's own shard first."""
+        me, n = self.placement.rank, self.placement.size
+        for owner, (features, *rest) in self._shards(1 + n // 2):
+            places = shares(self.placement, me, owner)
+            yield _Visit(owner, features, rest[0] if self._ids else None, rest[self._ids :], *places)
+        self._settle()
+
+    def _shards(self, count: int) -> Iterator[tuple[int, Sequence[Array]]]:
+        place, own = self.placement, self._own
+        if self._ring:
+            yield from visits(place, self.arrays, own, lambda rank: [self._sizes[rank]] * len(own), count)
+            return
+        held = [] if self.gathered is None else [self.gathered]
+        held += [self._room(sum(self._sizes), x) for x in own[len(held) :]]
+        parts = [buffers.split(x, self._sizes) for x in held]
+        new = 0 if self.gathered is None else 1
+        incoming = {rank: [part[rank] for part in parts[new:]] for rank in range(place.size)}
+        if own[new:]:
+            place.communicator.exchange(dict.fromkeys(range(place.size), own[new:]), incoming).wait()
+        self.gathered = held[0]
+        for step in range(count):
+            owner = (place.rank - step) % place.size
+            yield owner, [part[owner] for part in parts]
+
+    def _room(self, length: int, like: Array) -> Array:
+        return self.arrays.empty((length, *like.shape[1:]), self.arrays.dtype(like), like)
+
+    def block(self, visit: _Visit) -> Block:
+        """Rows of this rank against rows of another."""
+        # a row is excluded from itself alone
+        part = replace(self.problem.of_rows(visit.rows), excluded=None)
+        start = self.placement.shards.start(visit.owner) + visit.columns.start
+        return part.block(visit.features[visit.columns], start, None if visit.ids is None else visit.ids[visit.columns])
+
+    def send_home(self, visit: _Visit, found: Sequence[Array]) -> None:
+        """Send what was found of another's rows to it, and take what the rank as far ahead has found of this one's.
+
+        On a ring at once; of gathered shards all in one message, at the end.
+        """
+        if self._ring:
+            self._settle()
+        me, n = self.placement.rank, self.placement.size
+        ahead = (me + (me - visit.owner)) % n
+        mine = shares(self.placement, ahead, me)[1]
+        arriving = [self._room(mine.stop - mine.start, x) for x in found]
+        self._home.append((visit.owner, found, ahead, mine, arriving))
+        if self._ring:
+            self._post()
+
+    def _post(self) -> None:
+        outgoing = {owner: found for owner, found, *_ in self._home}
+        incoming = {ahead: arriving for *_, ahead, _, arriving in self._home}
+        self._pending = self.placement.communicator.exchange(outgoing, incoming)
+
+    def _settle(self) -> None:
+        """Take what has been found elsewhere, in the order of the ranks' distance."""
+        if self._home and not self._ring:
+            self._post()
+        if self._pending is not None:
+            self._pending.wait()
+            for *_, mine, arriving in self._home:
+                self.take(mine, arriving)
+        self._pending, self._home = None, []
+
+
+@local.ieee
+def forward(problem: Problem, backend: Backend, options: Options, *, keep: bool = False) -> local.Forward:
+    """The global softmax loss, the same on every rank, and the log-sum-exps of this rank's rows. Nothing is kept.
+
+    Raises:
+        UnsupportedProblemError: the backend refuses one of the blocks.
+        ExchangeError: a rank did not answer within the deadline.
+    """
+    arrays, whole = backend.arrays, slice(0, problem.rows.shape[0])
+    mine: local.Triple = (None, None, None)
+
+    def take(rows: slice, found: Sequence[Array]) -> None:
+        merged = local.row_statistics(arrays, [Statistics(*(x[rows] for x in mine)), Statistics(*found)])
+        for x, part in zip(mine, merged, strict=True):
+            x[rows] = part
+
+    walk = _Walk(problem, arrays, (), take)
+    for visit in walk:
+        if visit.owner == walk.placement.rank:
+            own = triangle.within(problem, walk.placement.start)
+            most = triangle.whole_up_to(own, arrays, options)
+            mine = local.row_statistics(arrays, [triangle.statistics(own, whole, most, backend, options)])
+            continue
+        block = walk.block(visit)
+        backend.check(block, options)
+        found = backend.lse(block, True, options)
+        take(visit.rows, local.row_statistics(arrays, [found]))
+        walk.send_home(visit, local.column_statistics(arrays, [found]))
+    loss = arrays.weighted_nll(*mine, problem.row_weight, problem.row_target)
+    return replace(finalize_loss(problem, loss, *mine[:2], arrays=arrays), gathered=walk.gathered)
+
+
+@local.ieee
+def backward(
+    problem: Problem,
+    saved: local.Forward,
+    upstream: Array,
+    wanted: local.Wanted,
+    backend: Backend,
+    options: Options,
+) -> local.Gradients:
+    """Gradients of ``upstream * loss`` for this rank's rows and for the scale: see ``Placement.factor``."""
+    arrays, weighted = backend.arrays, scaled_weights(problem, upstream)
+    sums = local.accumulator(backend, problem.rows, wanted.rows or wanted.scale)
+    if sums is not None:
+        _add_gradients(weighted, saved, sums, backend, options)
+    whole = local.Sums(sums, (), None)
+    found = gradients_over_ranks(problem.rows, problem.scale, placed(problem), whole, None, wanted, arrays)
+    return triangle.counted_once(found)
+
+
+def _add_gradients(problem: Problem, saved: local.Forward, sums: Array, backend: Backend, options: Options) -> None:
+    """Add the rows' part of ``(G + G^T) F`` over all ranks to sums, (m, d)."""
+    arrays = backend.arrays
+    own = saved.row_negative_lse, saved.row_positive_lse, problem.row_weight, problem.row_target
+
+    def take(rows: slice, found: Sequence[Array]) -> None:
+        sums[rows] += found[0]
+
+    walk = _Walk(problem, arrays, own, take, saved.gathered)
+    for visit in walk:
+        if visit.owner == walk.placement.rank:
+            mine = triangle.within(problem, walk.placement.start)
+            weights = triangle.weights_within(mine, *own[:2], arrays)
+            triangle.add_gradients(mine, weights, sums, backend, options)
+            continue
+        there = local.accumulator(backend, visit.features[visit.columns], True)
+        weights = Weights(*(x[visit.rows] for x in own), *(x[visit.columns] for x in visit.vectors))
+        backend.gradients(walk.block(visit), weights, sums[visit.rows], there, options)
+        walk.send_home(visit, [there])
