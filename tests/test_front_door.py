@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import ast
+import gc
 import inspect
 import re
 import runpy
 import subprocess
 import sys
+import weakref
 from collections import deque
 from fractions import Fraction
 from pathlib import Path
@@ -298,3 +300,20 @@ def test_numpy_s_booleans_are_scales_beside_torch_tensors_too() -> None:
     assert call("contrastile.clip_loss(image, text, np.bool_(True))", "torch") == call(
         "contrastile.clip_loss(image, text, True)", "torch"
     )
+
+
+def test_what_a_call_was_given_is_freed_with_its_results() -> None:
+    """Without the help of the garbage collector: features of a GPU would fill its memory before that comes round."""
+    torch = pytest.importorskip("torch")
+    held = []
+    gc.collect()
+    gc.disable()
+    try:
+        for library in ("torch", "numpy"):
+            leaf = torch.randn(9, 4, requires_grad=True)
+            loss = contrastile.clip_loss(leaf, torch.randn(9, 4), 2.0, backend=library)
+            held += [weakref.ref(leaf), weakref.ref(torch.autograd.grad(loss, leaf)[0])]
+            del leaf, loss
+        assert [x() for x in held] == [None] * 4
+    finally:
+        gc.enable()

@@ -13,7 +13,7 @@ from __future__ import annotations
 import itertools
 import os
 import threading
-from collections.abc import Callable, Hashable, Sequence
+from collections.abc import Callable, Hashable, Iterator, Sequence
 from typing import Any, cast
 
 import torch
@@ -69,13 +69,14 @@ class Call:
     def with_tensors(self, tensors: Sequence[Tensor]) -> tuple[list[Any], dict[str, Any]]:
         """The arguments, with other tensors."""
         each = iter(tensors)
+        return [_put(x, each) for x in self.args], {name: _put(x, each) for name, x in self.kwargs.items()}
 
-        def put(x: Any) -> Any:
-            if type(x) in _TENSORS:
-                return next(each)
-            return [put(y) for y in x] if type(x) in (list, tuple) else x
 
-        return [put(x) for x in self.args], {name: put(x) for name, x in self.kwargs.items()}
+def _put(x: Any, tensors: Iterator[Tensor]) -> Any:
+    """An argument with the next of other tensors for each of its own."""
+    if type(x) in _TENSORS:
+        return next(tensors)
+    return [_put(y, tensors) for y in x] if type(x) in (list, tuple) else x
 
 
 class Step:

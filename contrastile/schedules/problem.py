@@ -172,14 +172,15 @@ def convert(problem: Problem, source: ArrayLibrary, target: ArrayLibrary) -> Pro
     """
     if source.name == target.name and problem.walk is None:
         return problem
-    features = () if problem.walk is None else ("rows", "columns")
+    walk = problem.walk
+    features = () if walk is None else ("rows", "columns")
 
+    # not recursive: a function that refers to itself is a cycle, and would hold the arrays until it is collected
     def move(x: Any) -> Any:
-        if isinstance(x, tuple):
-            return tuple(move(each) for each in x)
-        if not source.owns(x):
-            return x
-        return transfer(x if problem.walk is None else x.to(problem.walk.device), source, target)
+        return transfer(x if walk is None else x.to(walk.device), source, target) if source.owns(x) else x
 
-    names = (f.name for f in fields(problem) if f.name not in features)
-    return replace(problem, **{name: move(getattr(problem, name)) for name in names})
+    moved: dict[str, Any] = {}
+    for name in (f.name for f in fields(problem) if f.name not in features):
+        x = getattr(problem, name)
+        moved[name] = tuple(map(move, x)) if isinstance(x, tuple) else move(x)
+    return replace(problem, **moved)

@@ -17,12 +17,9 @@ from contrastile.backends.contract import WEIGHTS, Array, Backend, Block, Option
 from contrastile.schedules import local
 from contrastile.schedules.problem import Problem
 
-WORK, CPU_ROWS = 1 << 33, 512
-"""Rows x rows x width, and on a CPU rows, up to which a block on the diagonal is computed whole: to compute half of it
-takes less time, and to launch three blocks instead takes more."""
-
-HALVINGS = 2
-"""On a GPU at most: they leave 4.5 n^2 d, a third one 4.25 n^2 d, in fifteen blocks instead of seven."""
+WORK, TWICE, CPU_ROWS = 1 << 34, 1 << 41, 512
+"""On a GPU rows x rows x width up to which nothing is halved, and from which halves are halved again: to compute half
+of a block takes less time, and to launch three blocks instead takes more. On a CPU the rows of a whole block."""
 
 ALIGNED = 128
 """Halves begin at multiples of this: whole tiles of every kernel, and vectors that begin where 16 bytes do."""
@@ -35,9 +32,10 @@ def whole_up_to(problem: Problem, arrays: ArrayLibrary, options: Options) -> int
     if arrays.device(problem.rows) == "cpu":
         return CPU_ROWS
     n, width = int(problem.rows.shape[0]), int(problem.rows.shape[1])
-    # half of a half, as ``halves`` aligns them
-    quarter = -(-n // (ALIGNED << HALVINGS)) * ALIGNED
-    return max(ALIGNED, quarter, math.isqrt(WORK // max(1, width)))
+    halvings = 2 if n * n * width >= TWICE else 1
+    # as ``halves`` aligns them
+    smallest = -(-n // (ALIGNED << halvings)) * ALIGNED
+    return max(ALIGNED, smallest, math.isqrt(WORK // max(1, width)))
 
 
 def halves(rows: slice, most: int) -> tuple[slice, slice] | None:

@@ -344,6 +344,6 @@ def _refusal(subject: Subject) -> str | None:
         return f"takes {', '.join(sorted(subject.backend.dtypes))} only"
     if subject.device not in subject.backend.devices:
         return f"runs on {', '.join(sorted(subject.backend.devices))} only"
-    if subject.precision not in subject.backend.precisions:
+    if subject.dtype == "float32" and subject.precision not in subject.backend.precisions:
         return f"computes float32 in {', '.join(sorted(subject.backend.precisions))} only"
     return None

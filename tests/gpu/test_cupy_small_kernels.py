@@ -342,10 +342,11 @@ def backward(half: bool, by_ids: bool, certain: bool) -> Iterator[tuple[str, flo
         with np.errstate(all="ignore"):
             q = np.exp(logit - positive[at])
             found = weight[at] * ((q - target[at]) - q * share(negative[at], positive[at]))
+            # what is subtracted may be far larger than what is left
+            parts = abs(weight[at]) * (q + target[at] + q * share(negative[at], positive[at]))
         silent = (weight[at] == 0) | (j < 0)
         want += np.where(silent, 0.0, found)
-        # what is subtracted may be far larger than what is left
-        size += np.where(silent, 0.0, abs(weight[at]) * (q + target[at] + q * share(negative[at], positive[at])))
+        size += np.where(silent, 0.0, parts)
     yield (
         f"scales: entries, {case}",
         ratio(entries, factor * want, factor * (2 * U * abs(want) + 2.0**-44 * size) + 1e-300),

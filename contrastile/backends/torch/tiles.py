@@ -81,8 +81,10 @@ def footprint(m: int, n: int, width: int, dtype: str, device: str, options: Opti
         # of the rows and the columns, and those of the tile before while the next ones are made
         tile += (tr * (1 + (m > tr)) + tc * (1 + (n > tc))) * width * state
     logits = tr * tc * state if mixed else 0
-    # G in the features' dtype and a product before it is added; on a host, ragged columns' chunk of sums
-    product = tr * tc * item + max(tr, tc) * width * state if mixed else 0
+    # G in the features' dtype, made of G times its gain for float16, and a product before it is added; on a host,
+    # ragged columns' chunk of sums
+    gained = tr * tc * state if dtype == "float16" else 0
+    product = tr * tc * item + max(max(tr, tc) * width * state, gained) if mixed else 0
     if host and width % LINE:
         product += tc * -(-width // LINE) * LINE * state
     numbers = m + n

@@ -201,7 +201,7 @@ def _gathered(comm: Any, x: Any, sizes: list[int]) -> Any:
 
 def _outcome(value: Any, image: Any, text: Any, scale: Any) -> Outcome:
     value, image, text, scale = (x if isinstance(x, np.ndarray) else host(x) for x in (value, image, text, scale))
-    return Outcome(value, None, None, None, None, image, (text,), scale, None)
+    return Outcome(value, image, (text,), scale)
 
 
 def _sum(one: Outcome, other: Outcome) -> Outcome:
