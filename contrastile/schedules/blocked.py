@@ -148,9 +148,9 @@ class _Pass:
                 continue
             ids = None if problem.column_ids is None else problem.column_ids[column.side]
             features = self.inside(self.staging.arrived(columns[slot]))
-            # a row is excluded from itself alone
-            other = part if problem.columns else replace(part, excluded=None)
-            yield _Visit(*place, other.block(features, column.side.start, ids), starts[k], ends, None)
+            given = features, column.side.start, ids
+            block = part.block(*given) if problem.columns else triangle.across(part, *given)
+            yield _Visit(*place, block, starts[k], ends, None)
 
     def parts(self, *matrices: Any) -> Iterator[tuple[slice, Any, list[Array]]]:
         """Each block of some matrices, on the device, while the next one is on its way.

@@ -65,12 +65,16 @@ def places(rows: slice, most: int) -> Iterator[tuple[slice, slice]]:
 
 def block(problem: Problem, rows: slice, columns: slice) -> Block:
     """Some of the rows against others, or against themselves."""
-    part = problem.of_rows(rows)
-    if rows != columns:
-        # a row is excluded from itself alone
-        part = replace(part, excluded=None)
+    part, features = problem.of_rows(rows), problem.rows[columns]
     ids = None if problem.column_ids is None else problem.column_ids[columns]
-    return part.block(problem.rows[columns], columns.start, ids)
+    if rows != columns:
+        return across(part, features, columns.start, ids)
+    return part.block(features, columns.start, ids)
+
+
+def across(problem: Problem, others: Array, start: int, ids: Array | None) -> Block:
+    """The rows against others, of which the first has the number ``start``: a row is excluded from itself alone."""
+    return replace(problem, excluded=None).block(others, start, ids)
 
 
 def statistics(problem: Problem, rows: slice, most: int, backend: Backend, options: Options) -> Statistics:
@@ -82,17 +86,17 @@ def statistics(problem: Problem, rows: slice, most: int, backend: Backend, optio
     if parts is None:
         return found
     first, second = (statistics(problem, part, most, backend, options) for part in parts)
-    across = Statistics(*local.column_statistics(arrays, [found]))
-    merged = local.row_statistics(arrays, [found, first]), local.row_statistics(arrays, [across, second])
+    below = Statistics(*local.column_statistics(arrays, [found]))
+    merged = local.row_statistics(arrays, [found, first]), local.row_statistics(arrays, [below, second])
     return Statistics(*(arrays.concat(list(x)) for x in zip(*merged, strict=True)))
 
 
 def add_gradients(problem: Problem, weights: Weights, sums: Array, backend: Backend, options: Options) -> None:
     """Add ``(G + G^T) F`` to sums, (n, d), where F are the rows and the weights are the same on both sides."""
     for mine, others in places(slice(0, problem.rows.shape[0]), whole_up_to(problem, backend.arrays, options)):
-        across = None if mine == others else sums[others]
+        below = None if mine == others else sums[others]
         here = cut(weights, mine, others)
-        backend.gradients(block(problem, mine, others), here, sums[mine], across, options)
+        backend.gradients(block(problem, mine, others), here, sums[mine], below, options)
 
 
 def cut(weights: Weights, rows: slice, columns: slice) -> Weights:

@@ -101,10 +101,9 @@ class _Walk:
 
     def block(self, visit: _Visit) -> Block:
         """Rows of this rank against rows of another."""
-        # a row is excluded from itself alone
-        part = replace(self.problem.of_rows(visit.rows), excluded=None)
+        part, features = self.problem.of_rows(visit.rows), visit.features[visit.columns]
         start = self.placement.shards.start(visit.owner) + visit.columns.start
-        return part.block(visit.features[visit.columns], start, None if visit.ids is None else visit.ids[visit.columns])
+        return triangle.across(part, features, start, None if visit.ids is None else visit.ids[visit.columns])
 
     def send_home(self, visit: _Visit, found: Sequence[Array]) -> None:
         """Send what was found of another's rows to it, and take what the rank as far ahead has found of this one's.

@@ -77,7 +77,7 @@ def test_a_walk_is_within_the_bounds(name: str, block: int) -> None:
     assert_within(case.problem, block, exact.outcome, bound)
 
 
-@pytest.mark.parametrize("block", [4, 7, 13, 75])
+@pytest.mark.parametrize("block", [7, 75])
 @pytest.mark.parametrize("name", ["self-excluded", "views", "labels", "certain-views", "certain-labels"])
 def test_a_walk_of_rows_against_themselves_is_within_the_bounds(name: str, block: int) -> None:
     case = cases.build(name, "float32")

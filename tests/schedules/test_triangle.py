@@ -53,7 +53,7 @@ def test_halves_begin_where_tiles_do() -> None:
 
 @pytest.mark.parametrize("dtype", ["float32", "float64"])
 @pytest.mark.parametrize("name", CASES)
-@pytest.mark.parametrize("most", [1, 4, 11])
+@pytest.mark.parametrize("most", [3, 11])
 def test_any_cut_is_within_the_bounds(most: int, name: str, dtype: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(triangle, "CPU_ROWS", most)
     case = cases.build(name, dtype)
@@ -72,10 +72,10 @@ def stated(loss: str, n: int, width: int = 8) -> Problem:
 
 
 @pytest.mark.parametrize("loss", ["nt_xent", "sup_con"])
-@pytest.mark.parametrize("n", [1024, 1000, 1022])
+@pytest.mark.parametrize("n", [512, 500])
 def test_half_of_the_logits_are_computed(loss: str, n: int, monkeypatch: pytest.MonkeyPatch) -> None:
     """What it says of FLOPs: n^2 / 2 logits and n / 2 more for each row of a block on the diagonal, in either pass."""
-    monkeypatch.setattr(triangle, "CPU_ROWS", most := 128)
+    monkeypatch.setattr(triangle, "CPU_ROWS", most := 64)
     areas: dict[str, int] = {"lse": 0, "gradients": 0, "products": 0}
 
     def lse(block: Block, columns: bool, options: Options) -> Statistics:
