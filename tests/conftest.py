@@ -1,6 +1,9 @@
 """What every test starts from; read before any test file imports torch or Triton."""
 
 import os
+import shutil
+
+import pytest
 
 # Triton fixes at its import whether kernels are interpreted; make test-gpu sets 0
 os.environ.setdefault("TRITON_INTERPRET", "1")
@@ -8,3 +11,12 @@ os.environ.setdefault("TRITON_INTERPRET", "1")
 # one process a core: threads that wait for each other on a busy machine cost more than small problems do
 if "PYTEST_XDIST_WORKER" in os.environ:
     os.environ.setdefault("OMP_NUM_THREADS", "1")
+
+
+@pytest.fixture(scope="session")
+def chromium() -> str:
+    """The browser that pages are looked at with."""
+    found = shutil.which("chromium") or shutil.which("chromium-browser")
+    if found is None:
+        pytest.skip("needs Chromium: apt-get install chromium")
+    return found
