@@ -1,19 +1,23 @@
-"""The site in a browser, on a laptop and on a phone: nothing scrolls sideways, breaks or is missing."""
+"""The site in a browser, on a laptop and on a phone: nothing scrolls sideways, breaks or is missing; its captures."""
 
 from __future__ import annotations
 
 import http.server
+import importlib
 import importlib.util
 import json
 import os
+import re
 import subprocess
 import sys
 import threading
 from collections.abc import Iterator
 from functools import partial
 from pathlib import Path
+from types import ModuleType
 from typing import Any
 from urllib.parse import unquote, urlsplit
+from xml.etree import ElementTree
 
 import pytest
 
@@ -48,6 +52,14 @@ function look(page, frame) {
 }
 visit(...PAGES);
 </script>"""
+
+
+@pytest.fixture
+def make_captures(monkeypatch: pytest.MonkeyPatch) -> ModuleType:
+    """The script of the captures."""
+    pytest.importorskip("rich")
+    monkeypatch.syspath_prepend(str(ROOT / "scripts"))
+    return importlib.import_module("make_captures")
 
 
 class Server(http.server.ThreadingHTTPServer):
@@ -141,6 +153,36 @@ def complaints(entry: dict[str, Any], ids: dict[str, set[str]], site: Path, orig
         path, fragment = unquote(at.path), unquote(at.fragment)
         if not (site / path.strip("/")).exists() or (fragment and path in ids and fragment not in ids[path]):
             yield f"a link leads nowhere: {path}{'#' if fragment else ''}{fragment}"
+
+
+def test_a_capture_is_of_a_terminal_in_its_colours_and_fetches_nothing(make_captures: ModuleType) -> None:
+    help_ = make_captures.run("contrastile --help", columns=60)
+    assert max(map(len, help_.splitlines())) <= 60
+    assert "verify" in help_
+    text = make_captures.draw("x", "contrastile plan --batch 8 --dim 4", "a \033[1;32mfits\033[0m <b>\n")
+    root = ElementTree.fromstring(text)
+    words = [(element.text, element.get("class")) for element in root.findall(".//{*}text")]
+    (green,) = (kind for word, kind in words if word == "fits")
+    assert f".{green} {{ fill: #69db7c;font-weight: bold }}" in text
+    assert "://" not in text.replace("http://www.w3.org/2000/svg", "")
+    with pytest.raises(RuntimeError, match=r"ended with 2: [^$]*nope"):
+        make_captures.run("contrastile nope")
+
+
+def test_a_capture_that_names_this_machine_is_refused(make_captures: ModuleType) -> None:
+    make_captures.refuse("torch 2.13.0, /absolute/path")
+    with pytest.raises(ValueError, match="must not name this machine"):
+        make_captures.refuse(f"found in {sys.prefix}/lib")
+
+
+def test_the_committed_captures_are_of_today_s_commands_and_name_no_machine(make_captures: ModuleType) -> None:
+    found = {path.stem.removeprefix("terminal-"): path for path in make_captures.ASSETS.glob("terminal-*.svg")}
+    assert {"verify", "doctor", "plan"} <= set(found) <= set(make_captures.CAPTURES)
+    for name, path in found.items():
+        root = ElementTree.parse(path).getroot()
+        text = " ".join(element.text or "" for element in root.findall(".//{*}text")).replace("\xa0", " ")
+        assert set(make_captures.CAPTURES[name].split()) <= set(text.split())
+        assert not re.search(r"/(home|root|tmp|Users|opt|usr)\b", text)
 
 
 PLANTED = """<!doctype html><title>x</title><link rel="icon" href="data:,"><style>body { margin: 0 }</style>
