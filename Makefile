@@ -3,6 +3,7 @@
 # make test-slow  the tests that take longer: every kernel compiled, ranks that die, mutants, other libraries
 # make test-gpu   the tests that need a CUDA GPU, with whatever Python has torch for it: PYTHON=...
 # make docs       the site, into site/
+# make pictures   the charts of the records, the captures of the commands (on an idle machine) and the site's screenshots
 # make package    sdist and wheel in dist/, checked, and each installed in an empty environment where verify runs
 # make test-versions  the tests of the front door with the newest packages, or with VERSIONS="numpy==1.26.* torch==2.6.*"
 # Each but test-gpu needs Python 3.11+ with pip, and nothing else: a virtual environment in $(VENV) holds the rest.
@@ -23,7 +24,7 @@ STAMPS := $(VENV)/.installed
 INSTALL = $(BIN)/python -m pip install --quiet --disable-pip-version-check --no-compile -c $(PINS) $(PIP_FLAGS)
 
 .DELETE_ON_ERROR:
-.PHONY: verify test test-slow test-gpu test-versions lint types pytest docs package errors clean
+.PHONY: verify test test-slow test-gpu test-versions lint types pytest docs pictures package errors clean
 
 verify: $(STAMPS)-verify
 	$(BIN)/contrastile verify $(ARGS)
@@ -52,6 +53,11 @@ test-gpu:
 
 docs: $(STAMPS)-docs
 	NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build --strict --quiet
+
+pictures: $(STAMPS)-docs $(STAMPS)-verify
+	$(BIN)/python benchmarks/pages.py
+	$(BIN)/python scripts/make_captures.py $(ARGS)
+	$(BIN)/python scripts/make_screenshots.py
 
 # a wheel and an sdist are what they should be when a stranger's empty environment can use them
 package:

@@ -28,6 +28,8 @@ KERNELS = ("liger-kernel", "quack-kernels", "cut-cross-entropy", "inf_cl")
 """How the names of public kernels begin; the home page shows the fastest two."""
 _OTHERS = (("#0f766e", "#5eead4", "D"), ("#a21caf", "#f0abfc", "P"))
 _INK = {"light": ("#1b1f24", "#d6dae0"), "dark": ("#e6e8eb", "#454d58")}
+_THEMES = "svg { color: #1b1f24 } @media (prefers-color-scheme: dark) { svg { color: #e6e8eb } }"
+_SVG = {"svg.hashsalt": "contrastile", "svg.fonttype": "none"}
 
 
 def drawn(data: Data) -> bool:
@@ -47,15 +49,18 @@ def draw(data: Data, path: Path) -> None:
     matplotlib.use("Agg")
     import matplotlib.pyplot as plt
 
-    with matplotlib.rc_context({"svg.hashsalt": "contrastile", "font.size": 9}):
+    ink, _ = _INK["light"]
+    colors = dict.fromkeys(("text.color", "axes.edgecolor", "axes.labelcolor", "xtick.color", "ytick.color"), ink)
+    with matplotlib.rc_context({"font.size": 9, "legend.framealpha": 0.0, **_SVG, **colors}):
         figure, axes = plt.subplots(1, 2, figsize=(11, 4.6), layout="constrained")
         (_over_ranks if _families(data) else _over_batches)(axes[0], axes[1], data)
         e = data["environment"]
         title = e["device"] if e.get("ranks", 1) == 1 else f"{e['ranks']} x {e['device']}"
         figure.suptitle(f"{title}, forward and backward")
-        path.parent.mkdir(parents=True, exist_ok=True)
-        figure.savefig(path, metadata={"Date": None})
+        text = _saved(figure)
         plt.close(figure)
+    path.parent.mkdir(parents=True, exist_ok=True)
+    path.write_text(text.replace(ink, "currentColor").replace("<defs>", f"<style>{_THEMES}</style><defs>", 1), "utf-8")
 
 
 def told(data: Data) -> str:
@@ -99,21 +104,26 @@ def _home(data: Data, theme: str, *, phone: bool) -> str:
     import matplotlib.pyplot as plt
 
     ink, faint = _INK[theme]
-    style = {"svg.hashsalt": "contrastile", "svg.fonttype": "none", "font.size": 11, "text.color": ink}
+    style = {**_SVG, "font.size": 11, "text.color": ink}
     style |= {"axes.spines.top": False, "axes.spines.right": False, "axes.titlesize": 12, "axes.titleweight": "bold"}
     style |= {"axes.edgecolor": faint, "grid.color": faint, "xtick.color": faint, "ytick.color": faint}
     style |= {"axes.labelcolor": ink, "xtick.labelcolor": ink, "ytick.labelcolor": ink}
     with matplotlib.rc_context(style):
-        shape, size = ((2, 1), (4.9, 8.2)) if phone else ((1, 2), (9.8, 4.4))
+        shape, size = ((2, 1), (4.9, 7.4)) if phone else ((1, 2), (9.8, 4.4))
         figure, axes = plt.subplots(*shape, figsize=size, layout="constrained")
         _home_lines(axes[0], axes[1], _chosen(data), theme)
         handles, labels = axes[0].get_legend_handles_labels()
         look = {"ncols": 2, "fontsize": 10} if phone else {"ncols": 3}
         look |= {"frameon": False, "title": told(data), "title_fontsize": 9, "loc": "outside lower center"}
         figure.legend(handles, labels, **look)
-        file = io.StringIO()
-        figure.savefig(file, format="svg", transparent=True, metadata={"Date": None, "Creator": None})
+        text = _saved(figure)
         plt.close(figure)
+    return text
+
+
+def _saved(figure: Any) -> str:
+    file = io.StringIO()
+    figure.savefig(file, format="svg", transparent=True, metadata={"Date": None, "Creator": None})
     # the reader's own font: the one it was laid out with is wider, and rarely installed
     return re.sub(r"'DejaVu Sans'[^;\"]*", "system-ui, sans-serif", file.getvalue())
 
@@ -161,7 +171,14 @@ def _over_batches(time: Any, memory: Any, data: Data) -> None:
         time.plot([row["b"] for row in own], [median(row) for row in own], label=label, **style)
         known = [row for row in own if row.get("peak_bytes")]
         memory.plot([row["b"] for row in known], [row["peak_bytes"] / MIB for row in known], label=label, **style)
-    time.plot(sizes, [limit(rows, b) for b in sizes], "k--", linewidth=1, label="limit: 8 b² d / ceiling")
+    time.plot(
+        sizes,
+        [limit(rows, b) for b in sizes],
+        "--",
+        color=_INK["light"][0],
+        linewidth=1,
+        label="limit: 8 b² d / ceiling",
+    )
     _finish(time, "batch b", "forward and backward, ms", sizes)
     _finish(memory, "batch b", "peak extra memory, MiB", sizes)
     for axes in (time, memory):
