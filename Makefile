@@ -3,6 +3,7 @@
 # make test-slow  the tests that take longer: every kernel compiled, ranks that die, mutants, other libraries
 # make test-gpu   the tests that need a CUDA GPU, with whatever Python has torch for it: PYTHON=...
 # make docs       the site, into site/
+# make docs-version VERSION=0.1  the site as one version beside the others, committed to the branch gh-pages
 # make pictures   the charts of the records, the captures of the commands (on an idle machine) and the site's screenshots
 # make package    sdist and wheel in dist/, checked, and each installed in an empty environment where verify runs
 # make test-versions  the tests of the front door with the newest packages, or with VERSIONS="numpy==1.26.* torch==2.6.*"
@@ -24,7 +25,7 @@ STAMPS := $(VENV)/.installed
 INSTALL = $(BIN)/python -m pip install --quiet --disable-pip-version-check --no-compile -c $(PINS) $(PIP_FLAGS)
 
 .DELETE_ON_ERROR:
-.PHONY: verify test test-slow test-gpu test-versions lint types pytest docs pictures package errors clean
+.PHONY: verify test test-slow test-gpu test-versions lint types pytest docs docs-version pictures package errors clean
 
 verify: $(STAMPS)-verify
 	$(BIN)/contrastile verify $(ARGS)
@@ -53,6 +54,10 @@ test-gpu:
 
 docs: $(STAMPS)-docs
 	NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build --strict --quiet
+
+docs-version: $(STAMPS)-docs
+	VERSIONS=mike NO_MKDOCS_2_WARNING=1 $(BIN)/mike deploy --update-aliases $(VERSION) latest
+	$(BIN)/mike set-default latest
 
 pictures: $(STAMPS)-docs $(STAMPS)-verify
 	$(BIN)/python benchmarks/pages.py
