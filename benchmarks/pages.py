@@ -1,7 +1,7 @@
 """Writes the measured parts of the pages, and their figures, from the records in docs/results.
 
 python benchmarks/pages.py            writes docs/performance.md, docs/scaling.md, README.md and the figures
-python benchmarks/pages.py --check    exits 1 if a page, or the home page's chart, is not what the records say
+python benchmarks/pages.py --check    exits 1 if a page is not what the records say
 """
 
 from __future__ import annotations
