@@ -116,7 +116,7 @@ def refuse(text: str) -> None:
     """Raise ValueError where a text names this machine."""
     places = {str(Path.home()), str(Path.cwd()), str(ROOT), sys.prefix, tempfile.gettempdir(), socket.gethostname()}
     for place in places - {"/", "", "localhost"}:
-        if place in text:
+        if re.search(rf"(?<!\w){re.escape(place)}", text):
             raise ValueError(f"a capture must not name this machine, got {place!r}; change what the command prints")
 
 

@@ -65,7 +65,8 @@ def draw(data: Data, path: Path) -> None:
 
 def told(data: Data) -> str:
     """Where and when a record was measured, as the chart of the home page says it."""
-    return f"{data['environment']['device']}, bfloat16, commit {(data['environment']['commit'] or 'unknown')[:12]}"
+    e = data["environment"]
+    return f"{e['device']}, bfloat16, d = 512, commit {(e['commit'] or 'unknown')[:12]}"
 
 
 def newest(records: Mapping[str, Data]) -> Data | None:
