@@ -4,6 +4,8 @@
 # make test-gpu   the tests that need a CUDA GPU, with whatever Python has torch for it: PYTHON=...
 # make verify-gpu all that holds the GPU backends to the oracle: verify, mutants, sanitizers, repeats, drawn problems
 # make docs       the site, into site/
+# make docs-version VERSION=0.1  the site as one version beside the others, committed to the branch gh-pages
+# make pictures   the charts of the records, the captures of the commands (on an idle machine) and the site's screenshots
 # make package    sdist and wheel in dist/, checked, and each installed in an empty environment where verify runs
 # make test-versions  the tests of the front door with the newest packages, or with VERSIONS="numpy==1.26.* torch==2.6.*"
 # Each but test-gpu and verify-gpu needs Python 3.11+ with pip, and nothing else: a virtual environment in $(VENV) holds the rest.
@@ -24,7 +26,7 @@ STAMPS := $(VENV)/.installed
 INSTALL = $(BIN)/python -m pip install --quiet --disable-pip-version-check --no-compile -c $(PINS) $(PIP_FLAGS)
 
 .DELETE_ON_ERROR:
-.PHONY: verify test test-slow test-gpu verify-gpu test-versions lint types coverage pytest docs package errors clean
+.PHONY: verify test test-slow test-gpu verify-gpu test-versions lint types coverage pytest docs docs-version pictures package errors clean
 
 verify: $(STAMPS)-verify
 	$(BIN)/contrastile verify $(ARGS)
@@ -64,6 +66,15 @@ verify-gpu:
 
 docs: $(STAMPS)-docs
 	NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build --strict --quiet
+
+docs-version: $(STAMPS)-docs
+	VERSIONS=mike NO_MKDOCS_2_WARNING=1 $(BIN)/mike deploy --update-aliases $(VERSION) latest
+	$(BIN)/mike set-default latest
+
+pictures: $(STAMPS)-docs $(STAMPS)-verify
+	$(BIN)/python benchmarks/pages.py
+	$(BIN)/python scripts/make_captures.py $(ARGS)
+	$(BIN)/python scripts/make_screenshots.py
 
 # a wheel and an sdist are what they should be when a stranger's empty environment can use them
 package:

@@ -116,6 +116,12 @@ def main(arguments: list[str] | None = None) -> int:
             wrong = 1
         if not given.check:
             path.write_text(new, encoding="utf-8")
+    latest, assets = figures.newest(records), given.root / "docs" / "assets"
+    if latest and not given.check:
+        figures.home(latest, assets)
+    elif latest and not figures.is_home(latest, assets):
+        print("the home page's chart is not of the newest record; run: python benchmarks/pages.py", file=sys.stderr)
+        wrong = 1
     for stem, data in records.items():
         if not given.check and figures.drawn(data):
             figures.draw(data, given.results / f"{stem}.svg")

@@ -17,7 +17,7 @@ from typing import Any
 from contrastile.backends.choice import RANKS, SOFTMAX, choose
 from contrastile.backends.contract import Backend, BackendUnavailableError, Footprint, Options, state_dtype
 from contrastile.backends.registry import load
-from contrastile.reporting import CannotRunError, at_least, cannot_run, plain_table, write_json
+from contrastile.reporting import CannotRunError, at_least, cannot_run, colored, plain_table, write_json
 from contrastile.schedules.placement import Shards, choose_exchange
 from contrastile.schedules.problem import BLOCK
 
@@ -319,7 +319,8 @@ def report(wanted: Wanted, found: Capacity) -> str:
         _table("The loss, beyond the embeddings", found.loss),
     ]
     for way in found.ways:
-        lines += ["", _table(f"{way.name}: {'fits' if way.fits else 'does not fit'}", way.items)]
+        fits = colored("fits", "green") if way.fits else colored("does not fit", "red")
+        lines += ["", _table(f"{way.name}: {fits}", way.items)]
     best = found.best
     said = "nothing fits: use more GPUs, a smaller batch or a smaller model" if best is None else f"take {best.name}"
     return "\n".join([*lines, "", said])

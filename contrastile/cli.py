@@ -46,7 +46,7 @@ def main(argv: Sequence[str] | None = None) -> int:
 def _run(words: list[str]) -> int:
     parser = argparse.ArgumentParser(prog="contrastile", description="Contrastive losses at any batch size.")
     parser.add_argument("--version", action="version", version=f"%(prog)s {__version__}")
-    commands = parser.add_subparsers(dest="command", metavar="COMMAND", required=True)
+    commands = parser.add_subparsers(dest="command", metavar="COMMAND")
     for name, (module, about) in COMMANDS.items():
         command = commands.add_parser(name, help=about, description=f"{about[0].upper()}{about[1:]}.")
         if name in words[:1]:
@@ -58,6 +58,9 @@ def _run(words: list[str]) -> int:
             chosen.add_arguments(command)
             command.set_defaults(run=chosen.main, words=words)
     args = parser.parse_args(words)
+    if args.command is None:
+        parser.print_help()
+        return 2
     code = int(args.run(args))
     # flush here: at exit nothing catches the error of a closed pipe
     sys.stdout.flush()

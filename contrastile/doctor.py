@@ -2,7 +2,7 @@
 
 Optional packages are looked for and not imported, except those that a backend needs: each available backend computes a
 small loss, and its result is compared with the oracle's. A backend that breaks on import is reported as broken; the
-report goes on.
+report goes on. Packages that need an NVIDIA GPU are recommended only where there is one.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from contrastile.backends.cupy.devices import gpus
 from contrastile.backends.registry import Known, available, known
 from contrastile.bench import agreement, peers
 from contrastile.environment import measurement_environment, torch_sees_a_gpu, version
-from contrastile.reporting import CannotRunError, cannot_run, show_table, why_not_writable, write_json
+from contrastile.reporting import CannotRunError, cannot_run, colored, show_table, why_not_writable, write_json
 
 State = Literal["ok", "missing", "broken", "wrong"]
 
@@ -46,7 +46,10 @@ _LOSSES = {
     choice.RANKS: "any loss with a group",
 }
 
-_NEEDS_CUDA_TORCH = "on a machine with an NVIDIA GPU: install a CUDA build of torch"
+_NVIDIA = ("triton", "cupy")
+"""Backends, and packages, that are of use with an NVIDIA GPU alone."""
+
+_STYLES = {"ok": "green", "missing": "yellow", "broken": "bold red", "wrong": "bold red"}
 
 
 @dataclass(frozen=True, slots=True)
@@ -83,7 +86,7 @@ def main(args: argparse.Namespace) -> int:
     reason = why_not_writable(args.json)
     if reason is not None:
         return cannot_run("doctor", reason)
-    facts = measurement_environment()
+    facts = measurement_environment("cuda" if _torch_gpus() else "cpu")
     findings: list[Finding] = []
     try:
         for finding in examine():
@@ -118,24 +121,32 @@ def examine() -> Iterator[Finding]:
 
 def show(facts: dict[str, Any], findings: list[Finding], works: bool, *, complete: bool = True) -> None:
     """Print the environment, the findings, and the verdict unless nothing works in an incomplete report."""
-    show_table("Environment", ("fact", "value"), [(name, str(value)) for name, value in facts.items()])
-    rows = [(each.kind, each.name, each.state, each.detail, each.remedy) for each in findings]
-    show_table("Findings", ("what", "name", "state", "detail", "remedy"), rows)
+    known_facts = [(name, str(value)) for name, value in facts.items() if value is not None]
+    show_table("Environment", ("fact", "value"), known_facts)
+    for kind, title in (("backend", "Backends"), ("package", "Packages"), ("gpu", "GPUs")):
+        rows = [(each.name, each.state, each.detail) for each in findings if each.kind == kind]
+        if rows:
+            show_table(title, ("name", "state", "detail"), rows, style=lambda cell: _STYLES.get(cell, ""))
+    remedies = dict.fromkeys(f"{each.name}: {each.remedy}" for each in findings if each.remedy)
+    if remedies:
+        print("to install or repair", *remedies, sep="\n  ", end="\n\n")
     good = [each.name for each in findings if each.kind == "backend" and each.state == "ok"]
     if works or complete:
-        print(f"works here: {', '.join(good)}" if works else "no backend works here")
+        print(colored("works here", "green") + f": {', '.join(good)}" if works else "no backend works here")
 
 
 def _backend(name: str, entry: Known, missing: str | None) -> Finding:
     """Load a backend and compare a small loss and its gradients with the oracle's."""
     if missing is not None:
-        return Finding("backend", name, "missing", missing.partition("; run:")[0], entry.install)
+        detail, remedy = missing.partition("; run:")[0], entry.install
+        if name in _NVIDIA and not _nvidia():
+            detail, remedy = "needs an NVIDIA GPU, and none is found here", ""
+        return Finding("backend", name, "missing", detail, remedy)
     try:
         implementation = peers.ours(name)
         device, dtype = _place(implementation)
         if device == "cuda" and implementation.library == "torch" and not torch_sees_a_gpu():
-            detail = "runs on cuda, and torch sees no GPU here"
-            return Finding("backend", name, "missing", detail, _NEEDS_CUDA_TORCH)
+            return Finding("backend", name, "missing", "runs on cuda, and torch sees no GPU here", _cuda_torch())
         start = time.perf_counter()
         found = agreement.check(implementation, dtype, device, SCALE, rows=agreement.FEW_ROWS)
         taken = time.perf_counter() - start
@@ -185,7 +196,8 @@ def _package(name: str) -> Finding:
     extra, purpose = EXTRAS[name]
     found = version(name)
     if found is None:
-        return Finding("package", name, "missing", purpose, f"pip install 'contrastile[{extra}]'")
+        remedy = "" if name in _NVIDIA and not _nvidia() else f"pip install 'contrastile[{extra}]'"
+        return Finding("package", name, "missing", purpose, remedy)
     return Finding("package", name, "ok", f"{found}: {purpose}")
 
 
@@ -196,14 +208,32 @@ def _gpus() -> list[Finding]:
             return [Finding("gpu", gpu, "ok", f"{size / 2**30:.0f} GiB") for gpu, size in gpus()]
         except (ImportError, OSError):
             return []
-    try:
-        import torch
+    count = _torch_gpus()
+    if not count:
+        if not (_nvidia() and find_spec("torch")):
+            return []
+        return [Finding("gpu", "NVIDIA", "missing", "a driver is installed, but torch sees no GPU", _cuda_torch())]
+    import torch
 
-        count = torch.cuda.device_count() if torch_sees_a_gpu() else 0
-    except (ImportError, OSError):
-        return []
-    if not count and shutil.which("nvidia-smi"):
-        detail = f"a driver is installed, but torch {torch.__version__} sees no GPU"
-        return [Finding("gpu", "NVIDIA", "missing", detail, _NEEDS_CUDA_TORCH)]
     devices = (torch.cuda.get_device_properties(i) for i in range(count))
     return [Finding("gpu", each.name, "ok", f"{each.total_memory / 2**30:.0f} GiB") for each in devices]
+
+
+def _torch_gpus() -> int:
+    """How many GPUs torch sees; 0 where it is missing or broken."""
+    try:
+        if not torch_sees_a_gpu():
+            return 0
+        import torch
+    except (ImportError, OSError):
+        return 0
+    return torch.cuda.device_count()
+
+
+def _nvidia() -> bool:
+    """Whether this machine has an NVIDIA GPU: its driver is here."""
+    return shutil.which("nvidia-smi") is not None or Path("/proc/driver/nvidia/version").exists()
+
+
+def _cuda_torch() -> str:
+    return "install a CUDA build of torch" if _nvidia() else ""

@@ -97,12 +97,17 @@ def colored(text: str, color: str) -> str:
     return f"\033[1;{_ANSI[color]}m{text}\033[0m"
 
 
-def wrapped(line: str) -> str:
-    """A line broken at words where stdout is a terminal; else as it is, for what reads it."""
+def wrapped(line: str, indent: str = "  ") -> str:
+    """A line broken at words where stdout is a terminal; else as it is, for what reads it.
+
+    Args:
+        line: the line.
+        indent: before its second part and the next.
+    """
     if not sys.stdout.isatty():
         return line
     width = shutil.get_terminal_size().columns
-    return textwrap.fill(line, width, subsequent_indent="  ", break_on_hyphens=False)
+    return textwrap.fill(line, width, subsequent_indent=indent, break_on_hyphens=False)
 
 
 def _has_rich() -> bool:

@@ -1,8 +1,10 @@
 """What every test starts from; read before any test file imports torch or Triton."""
 
 import os
+import shutil
 import sys
 
+import pytest
 from interpreting import patch_once
 
 # Triton fixes at its import whether kernels are interpreted; make test-gpu sets 0
@@ -18,3 +20,12 @@ def pytest_collection_finish() -> None:
     interpreter = sys.modules.get("triton.runtime.interpreter")
     if interpreter is not None:
         patch_once(interpreter)
+
+
+@pytest.fixture(scope="session")
+def chromium() -> str:
+    """The browser that pages are looked at with."""
+    found = shutil.which("chromium") or shutil.which("chromium-browser")
+    if found is None:
+        pytest.skip("needs Chromium: apt-get install chromium")
+    return found

@@ -2,6 +2,7 @@ import argparse
 import json
 from collections.abc import Iterator
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -163,6 +164,7 @@ def test_a_backend_that_is_wrong_is_said_to_be(monkeypatch: pytest.MonkeyPatch) 
 @pytest.mark.slow
 def test_a_missing_package_is_no_failure(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(doctor, "version", lambda name: None)
+    monkeypatch.setattr(doctor, "_nvidia", lambda: True)
     packages = [each for each in doctor.examine() if each.kind == "package"]
     assert {each.state for each in packages} == {"missing"}
     assert all(each.remedy.startswith("pip install 'contrastile[") for each in packages)
@@ -187,7 +189,40 @@ def test_a_version_is_found_without_importing(monkeypatch: pytest.MonkeyPatch, t
 def test_a_backend_for_gpus_alone_is_missing_not_broken_where_there_is_none(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(doctor, "_place", lambda implementation: ("cuda", "float32"))
     monkeypatch.setattr(doctor, "torch_sees_a_gpu", lambda: False)
-    found = {each.name: each for each in doctor.examine() if each.kind == "backend"}
-    assert found["torch"].state == "missing"
-    assert found["torch"].detail == "runs on cuda, and torch sees no GPU here"
-    assert "CUDA build of torch" in found["torch"].remedy
+    for nvidia in (True, False):
+        monkeypatch.setattr(doctor, "_nvidia", lambda there=nvidia: there)
+        found = {each.name: each for each in doctor.examine() if each.kind == "backend"}
+        assert found["torch"].state == "missing"
+        assert found["torch"].detail == "runs on cuda, and torch sees no GPU here"
+        assert found["torch"].remedy == ("install a CUDA build of torch" if nvidia else "")
+
+
+def test_packages_for_nvidia_gpus_are_recommended_only_where_there_is_one(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    cupy = "pip install 'contrastile[cupy]'"
+    monkeypatch.setattr(doctor, "known", lambda: {"cupy": BUILT_IN["cupy"]})
+    monkeypatch.setattr(doctor, "available", lambda: {"cupy": f"cupy cannot be imported; run: {cupy}"})
+    monkeypatch.setattr(doctor, "version", lambda name: None)
+    for nvidia in (True, False):
+        monkeypatch.setattr(doctor, "_nvidia", lambda there=nvidia: there)
+        found = list(doctor.examine())
+        assert {each.state for each in found} == {"missing"}
+        assert found[0].remedy == (cupy if nvidia else "")
+        remedies = {each.name: each.remedy for each in found if each.kind == "package"}
+        assert [name for name, remedy in remedies.items() if not remedy] == ([] if nvidia else ["triton", "cupy"])
+        assert remedies["torch"] == "pip install 'contrastile[torch]'"
+        doctor.show({}, found, works=False)
+        assert capsys.readouterr().out.count(cupy) == nvidia
+
+
+def test_a_gpu_is_named(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+    torch = pytest.importorskip("torch")
+    card = SimpleNamespace(name="NVIDIA H200", total_memory=141 << 30)
+    monkeypatch.setattr(doctor, "torch_sees_a_gpu", lambda: True)
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 1)
+    monkeypatch.setattr(torch.cuda, "get_device_properties", lambda i: card)
+    found = doctor._gpus()
+    assert found == [doctor.Finding("gpu", "NVIDIA H200", "ok", "141 GiB")]
+    doctor.show({}, found, works=False)
+    assert "NVIDIA H200" in capsys.readouterr().out

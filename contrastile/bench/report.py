@@ -14,7 +14,7 @@ from contrastile.bench.agreement import Agreement
 from contrastile.bench.peers import PLAIN
 from contrastile.bench.results import Measurement, Sweep, quartiles
 from contrastile.bench.workloads import Workload
-from contrastile.reporting import show_table
+from contrastile.reporting import colored, show_table
 
 COUNTED = {
     "torch-cpu": "every allocation and release of torch's CPU allocator, replayed; without BLAS workspace",
@@ -149,7 +149,7 @@ def _times(ratio: float, below: str, above: str, same: str) -> str:
     """A ratio of ours to another in words: "1.6 x faster"."""
     if 0.95 < ratio < 1.05:
         return same
-    return f"{1 / ratio:.2g} x {below}" if ratio < 1 else f"{ratio:.2g} x {above}"
+    return colored(f"{1 / ratio:.2g} x {below}", "green") if ratio < 1 else colored(f"{ratio:.2g} x {above}", "yellow")
 
 
 def _wide(found: Sweep) -> None:

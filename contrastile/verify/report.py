@@ -240,4 +240,4 @@ def _show_table(rows: Sequence[Row]) -> None:
     )
     for title, lines in (("skipped", skips(rows)), ("not claimed, not tested", unclaimed(rows))):
         if lines:
-            print(title, *lines, sep="\n  ")
+            print(title, *(wrapped(f"  {line}", "    ") for line in lines), sep="\n")

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 from pathlib import Path
 from typing import Any
 
@@ -98,6 +99,10 @@ def test_a_page_that_says_something_else_is_found_out(
     assert (results / "gpu_some_x4.svg").exists()
     (tmp_path / name).write_text(text.replace("4,194,304", "4,194,305"), encoding="utf-8")
     assert pages.main([*how, "--check"]) == 1
+    assert pages.main(how) == 0
+    chart = tmp_path / "docs" / "assets" / "home-light.svg"
+    chart.write_text(chart.read_text(encoding="utf-8").replace("Some GPU", "Old GPU"), encoding="utf-8")
+    assert pages.main([*how, "--check"]) == 1
 
 
 def test_a_page_without_markers_or_records(tmp_path: Path) -> None:
@@ -156,6 +161,38 @@ def test_the_figure_is_drawn_alike_each_time(tmp_path: Path, which: str, request
 def test_a_record_without_comparisons_has_no_figure(one: dict[str, Any]) -> None:
     one["times"] = [row for row in one["times"] if row["part"] == "steps"]
     assert not figures.drawn(one)
+
+
+def test_the_chart_of_the_home_page_is_of_the_newest_record_of_one_gpu(
+    one: dict[str, Any], four: dict[str, Any]
+) -> None:
+    old = one | {"environment": one["environment"] | {"date": "2025-01-02T03:04:05"}}
+    ours_alone = made_up([timed("peers", OURS, Point(8192), 2.0)])
+    ours_alone["environment"]["date"] = "2027-01-02T03:04:05"
+    records = {"old": old, "one": one, "four": four, "ours": ours_alone}
+    assert figures.newest(records) is one
+    assert figures.newest({"four": four}) is None
+
+
+def test_the_chart_of_the_home_page_shows_ours_the_formula_and_the_two_fastest_kernels(
+    tmp_path: Path, one: dict[str, Any]
+) -> None:
+    for name, ms in (("liger-kernel x2", 75.0), (INF_CL, 900.0), ("cut-cross-entropy x2, exact", 180.0)):
+        one["times"].append(timed("peers", name, Point(65536), ms, peak_bytes=400 * MIB))
+    # faster, but replayed
+    one["times"].append(timed("peers", "chunked PyTorch, compiled", Point(65536, graph=True), 1.0))
+    figures.home(one, tmp_path)
+    names = [f"home{which}-{theme}.svg" for which in ("", "-phone") for theme in ("light", "dark")]
+    assert sorted(path.name for path in tmp_path.iterdir()) == sorted(names)
+    first = {name: (tmp_path / name).read_text(encoding="utf-8") for name in names}
+    for text in first.values():
+        words = re.findall(r"<text[^>]*>([^<]*)</text>", text)
+        wanted = {OURS, OPEN_CLIP, "liger-kernel x2", "cut-cross-entropy x2, exact", "8k", "64k", figures.told(one)}
+        assert wanted <= set(words)
+        assert not {INF_CL, "chunked PyTorch, compiled"} & set(words)
+        assert "DejaVu" not in text
+    figures.home(one, tmp_path)
+    assert first == {name: (tmp_path / name).read_text(encoding="utf-8") for name in names}
 
 
 def test_the_page_of_exact_losses_is_what_its_record_says(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -5,7 +5,6 @@ from __future__ import annotations
 import html
 import json
 import re
-import shutil
 import subprocess
 from pathlib import Path
 from typing import Any
@@ -20,7 +19,6 @@ from contrastile.verify.page import page
 from contrastile.verify.run import Point, Worst
 from contrastile.verify.runner import Failure, Row
 
-CHROMIUM = shutil.which("chromium") or shutil.which("chromium-browser")
 HOSTILE = "<script>alert('x')</script>&\""
 
 
@@ -130,9 +128,10 @@ parent.document.body.setAttribute("data-found", JSON.stringify(found));
 
 
 @pytest.mark.slow
-@pytest.mark.skipif(CHROMIUM is None, reason="needs Chromium: apt-get install chromium")
 @pytest.mark.parametrize(("width", "dark"), [(390, False), (1200, True)])
-def test_a_browser_shows_the_plots_without_errors_or_sideways_scroll(width: int, dark: bool, tmp_path: Path) -> None:
+def test_a_browser_shows_the_plots_without_errors_or_sideways_scroll(
+    width: int, dark: bool, tmp_path: Path, chromium: str
+) -> None:
     found = failure(backend="a_module_of_somebody.with_a_long_name:backend", case="hot")
     many = [
         row(dtype=dtype, property=name)
@@ -145,7 +144,7 @@ def test_a_browser_shows_the_plots_without_errors_or_sideways_scroll(width: int,
     frame = f'<iframe srcdoc="{html.escape(text)}" style="border: 0; width: {width}px; height: 800px"></iframe>'
     path = tmp_path / "page.html"
     path.write_text(f"<!doctype html><title>frame</title><body>{frame}</body>", encoding="utf-8")
-    command = [str(CHROMIUM), "--headless=new", "--no-sandbox", "--disable-gpu", "--window-size=1300,900"]
+    command = [chromium, "--headless=new", "--no-sandbox", "--disable-gpu", "--window-size=1300,900"]
     command += [f"--user-data-dir={tmp_path / 'profile'}", "--enable-logging=stderr", "--dump-dom", path.as_uri()]
     command += ["--blink-settings=preferredColorScheme=0"] if dark else []
     ended = subprocess.run(command, capture_output=True, text=True, timeout=120, check=False)
