@@ -1,6 +1,6 @@
 """Writes the measured parts of the pages, and their figures, from the records in docs/results.
 
-python benchmarks/pages.py            writes docs/performance.md, docs/scaling.md, README.md and the figures
+python benchmarks/pages.py            writes the pages of PAGES, README.md and the figures
 python benchmarks/pages.py --check    exits 1 if a page is not what the records say
 """
 
@@ -37,8 +37,9 @@ def section(stem: str, data: Data) -> str:
     versions = [f"{name} {e[name]}" for name in PACKAGES if e.get(name)]
     power = [f"power limit {e['power.limit']}"] if e.get("power.limit") else []
     about = ", ".join([e["date"][:10], f"commit `{commit}`", *versions, *links, *power])
-    told = [f"{about}. [The record](results/{stem}.json) has every sample.", e.get("note", ""), tables.verified(data)]
-    figure = f"![Measured on {e['device']}](results/{stem}.svg)" if figures.drawn(data) else ""
+    about += f". [The record](../results/{stem}.json) has every sample."
+    told = [about, e.get("note", ""), tables.verified(data)]
+    figure = f"![Measured on {e['device']}](../results/{stem}.svg)" if figures.drawn(data) else ""
     keeping = any(row["name"] == KEPT[1] for row in tables.measured(data, "steps"))
     alone = tables.steps(data, KEPT, least=2) if keeping else tables.steps(data)
     ours = tables.scaling(data) if several else alone
@@ -75,8 +76,8 @@ def readme(records: dict[str, Data]) -> str:
 
 
 PAGES: dict[Path, Callable[[dict[str, Data]], str]] = {
-    Path("docs/performance.md"): performance,
-    Path("docs/scaling.md"): scaling,
+    Path("docs/benchmarks/gpu.md"): performance,
+    Path("docs/benchmarks/many-gpus.md"): scaling,
     Path("README.md"): readme,
 }
 

@@ -1,4 +1,4 @@
-"""Measures what becomes of all ranks when one fails, and writes the tables of docs/faults.md.
+"""Measures what becomes of all ranks when one fails, and writes the tables of docs/how-to/faults.md.
 
 ``python scripts/make_faults_page.py`` writes the page from docs/results; with ``--measure`` it runs every fault under
 every launcher first, on the CPU of this machine, and with ``--measure-gpus`` in the middle of a ring between its GPUs,
@@ -18,7 +18,7 @@ from pathlib import Path
 from typing import Any
 
 ROOT = Path(__file__).resolve().parent.parent
-PAGE = ROOT / "docs" / "faults.md"
+PAGE = ROOT / "docs" / "how-to" / "faults.md"
 DATA = ROOT / "docs" / "results" / "faults.json"
 GPU_DATA = ROOT / "docs" / "results" / "faults_gpus.json"
 MISTAKES_DATA = ROOT / "docs" / "results" / "mistakes.json"

@@ -29,8 +29,9 @@ def code_blocks(page: Path, language: str) -> list[str]:
 
 @pytest.fixture
 def tiled(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> str:
-    """The file that docs/backend.md shows, as a third-party module."""
-    (shown,) = re.findall(r'^--8<-- "(.*)"$', (ROOT / "docs" / "backend.md").read_text(encoding="utf-8"), re.M)
+    """The file that docs/how-to/write-backend.md shows, as a third-party module."""
+    page = (ROOT / "docs" / "how-to" / "write-backend.md").read_text(encoding="utf-8")
+    (shown,) = re.findall(r'^--8<-- "(.*)"$', page, re.M)
     name = "tiled_from_the_page"
     (tmp_path / f"{name}.py").write_text((ROOT / shown).read_text(encoding="utf-8"))
     monkeypatch.syspath_prepend(tmp_path)

@@ -42,7 +42,7 @@ def test_the_example_runs_as_written_and_is_short() -> None:
     assert re.fullmatch(r"loss \d+\.\d+, dscale -?\d+\.\d+, dimage \(1000, 64\)\n", run(example))
 
 
-@pytest.mark.parametrize("page", ["docs/quickstart.md", "docs/data.md", "docs/training.md"])
+@pytest.mark.parametrize("page", ["docs/how-to/graphs.md", "docs/reference/data.md", "docs/how-to/training.md"])
 def test_the_pages_examples_run_from_top_to_bottom(page: str) -> None:
     blocks = python_blocks((ROOT / page).read_text(encoding="utf-8"))
     assert blocks
@@ -74,7 +74,7 @@ def test_every_command_explains_itself(command: str) -> None:
     assert f"contrastile {command}" in done.stdout
 
 
-@pytest.mark.parametrize("page", ["README.md", "docs/verify.md", "docs/bench.md"])
+@pytest.mark.parametrize("page", ["README.md", "docs/how-to/verify.md", "docs/how-to/benchmark.md"])
 def test_every_option_on_a_page_is_the_command_s(page: str, capsys: pytest.CaptureFixture[str]) -> None:
     text = (ROOT / page).read_text(encoding="utf-8")
     # a command on a line of its own, or at the start of a table row

@@ -1,4 +1,4 @@
-"""docs/switching.md: the loss that replaces another library's has its value and its gradients.
+"""docs/how-to/switching.md: the loss that replaces another library's has its value and its gradients.
 
 Both sides are computed in float64, so they may differ by their roundings and no more. With X the largest possible
 logit, a logit is off by at most ``gamma(d + 3) X``, a sum over n columns of exponentials of it by ``gamma(n + 4)``
@@ -20,14 +20,14 @@ import contrastile
 from contrastile.verify.arithmetic import gamma
 from contrastile.verify.rounding import UNIT
 
-PAGE = (Path(__file__).parent.parent / "docs" / "switching.md").read_text(encoding="utf-8")
+PAGE = (Path(__file__).parent.parent / "docs" / "how-to" / "switching.md").read_text(encoding="utf-8")
 M, D, K, QUEUE, SCALE, BIAS = 13, 7, 3, 29, 9.5, -4.25
 
 
 def functions(section: str) -> dict[str, Any]:
     """What the Python blocks of a section define."""
     text = PAGE.partition(f"\n## {section}\n")[2].partition("\n## ")[0]
-    assert text, f"docs/switching.md has no section {section}"
+    assert text, f"docs/how-to/switching.md has no section {section}"
     scope: dict[str, Any] = {"torch": torch, "F": torch.nn.functional, "contrastile": contrastile}
     for block in re.findall(r"^```python\n(.*?)^```", text, re.M | re.S):
         exec(block, scope)

@@ -1,4 +1,4 @@
-"""The two programs of docs/many-gpus.md run as printed, and say what one process says."""
+"""The two programs of docs/how-to/many-gpus.md run as printed, and say what one process says."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from contrastile.verify.arithmetic import Spread
 from contrastile.verify.bounds import bounds
 from contrastile.verify.truth import truth
 
-PAGE = Path(__file__).parents[2] / "docs" / "many-gpus.md"
+PAGE = Path(__file__).parents[2] / "docs" / "how-to" / "many-gpus.md"
 RANKS = 3
 
 
