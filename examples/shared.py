@@ -88,7 +88,7 @@ def step(task: Task, rows: Tensor, device: torch.device) -> tuple[Tensor, list[A
         loss = contrastile.clip_loss(first, second, task.model.log_scale.exp(), ids=ids)
     loss.backward()  # the gradients by the embeddings, and by the scale
     marks.append(mark(device))
-    replay()  # every chunk again, with a graph: the gradients by the encoders' parameters
+    replay()  # every chunk again, with a graph: the encoders' gradients
     return loss.detach(), marks
 
 

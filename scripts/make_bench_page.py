@@ -5,7 +5,7 @@ from pathlib import Path
 from typing import Any
 
 ROOT = Path(__file__).resolve().parent.parent
-PAGE = ROOT / "docs" / "how-to" / "benchmark.md"
+PAGE = ROOT / "docs" / "benchmarks" / "cpu.md"
 BEGIN = "<!-- measured: written by scripts/make_bench_page.py from docs/results/cpu_*.json -->"
 END = "<!-- end of measured -->"
 HEAD = (

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import contextlib
 import importlib
+import io
 import re
 from dataclasses import replace
 from pathlib import Path
@@ -19,6 +21,17 @@ from contrastile.verify.truth import masks, truth
 
 ROOT = Path(__file__).parent.parent
 PAGES = [ROOT / "README.md", ROOT / "CONTRIBUTING.md", *sorted((ROOT / "docs").rglob("*.md"))]
+WIDTH, LONGEST = 88, 2500
+# pages whose blocks need more than a namespace
+RUN_ELSEWHERE = {
+    "README.md": "tests/test_readme.py",
+    "docs/how-to/integrations.md": "tests/integrations/recipes.py",
+    "docs/how-to/many-gpus.md": "tests/comm/test_many_gpus_page.py",
+    "docs/how-to/switching.md": "tests/test_switching.py",
+    "docs/how-to/verify-loss.md": "tests/verify/losses/test_losses_page.py",
+    "docs/tutorials/examples.md": "tests/examples/test_examples.py",
+    "docs/tutorials/tiny-clip.md": "tests/test_tutorials.py",
+}
 M, N, D = 19, 23, 7
 rng = np.random.default_rng(29)
 
@@ -99,9 +112,31 @@ def named(page: Path) -> str:
 
 
 @pytest.mark.parametrize("page", [page for page in PAGES if code_blocks(page, "python")], ids=named)
-def test_every_python_block_of_a_page_compiles(page: Path) -> None:
-    for block in code_blocks(page, "python"):
-        compile(block, str(page), "exec")
+def test_the_python_blocks_of_a_page_run_from_top_to_bottom(page: Path, tiled: str) -> None:
+    if named(page) in RUN_ELSEWHERE:
+        assert page.name in (ROOT / RUN_ELSEWHERE[named(page)]).read_text(encoding="utf-8")
+        return
+    source = "\n".join(code_blocks(page, "python")).replace("my_module:backend", tiled)
+    with contextlib.redirect_stdout(io.StringIO()):
+        exec(compile(source, str(page), "exec"), {"__name__": "__main__"})
+
+
+@pytest.mark.parametrize("page", [page for page in PAGES if page.name != "CONTRIBUTING.md"], ids=named)
+def test_code_of_a_page_is_read_without_scrolling(page: Path) -> None:
+    for block in re.findall(r"^```[^\n]*\n(.*?)^```", page.read_text(encoding="utf-8"), re.M | re.S):
+        for line in block.splitlines():
+            assert len(line) <= WIDTH or line.startswith("--8<--"), line
+
+
+@pytest.mark.parametrize("page", [page for page in PAGES if "reference" not in page.parts], ids=named)
+def test_a_page_is_read_in_one_sitting(page: Path) -> None:
+    assert len(page.read_text(encoding="utf-8").split()) <= LONGEST
+
+
+def test_the_page_of_the_command_line_is_what_the_commands_say(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.syspath_prepend(ROOT / "scripts")
+    page = importlib.import_module("make_command_page")
+    assert page.PAGE.read_text(encoding="utf-8") == page.page()
 
 
 @pytest.mark.parametrize("page", [page for page in PAGES if links(page)], ids=named)

@@ -77,6 +77,12 @@ def test_ours_is_theirs(section: str) -> None:
         assert (x - y).abs().max().item() <= allowed * (1 if leaf.ndim else 1 + SCALE**2), section
 
 
+def test_the_module_that_replaces_open_clip_s() -> None:
+    image, text = features(M, M)
+    found = functions("open_clip")["loss"](image, text, number(SCALE))
+    assert torch.equal(found, contrastile.clip_loss(image, text, number(SCALE)))
+
+
 def test_every_section_with_both_sides_is_held_to_it() -> None:
     sections = re.findall(r"^## (.+)$", PAGE, re.M)
     assert [name for name in sections if "ours" in functions(name)] == list(ARGUMENTS)
