@@ -51,7 +51,7 @@ for step in range(101):
     image, text, scale, bias = model(pictures[own], words[own])
     loss = contrastile.sigmoid_loss(image, text, scale, bias, ids=batch[own], group="world")
     if step in (0, 100) and rank == 0:
-        print(f"step {step:3}: loss {loss.item():.3f}, recall@1 {recall:.2f}, {size} processes")
+        print(f"step {step:3}: loss {loss.item():.3f}, recall@1 {recall:.2f}, world size {size}")
     optimiser.zero_grad()
     loss.backward()
     optimiser.step()

@@ -49,6 +49,6 @@ def test_the_tiny_clip_learns_and_prints_what_the_page_says(monkeypatch: pytest.
 
 def test_two_processes_print_what_one_prints() -> None:
     page = (TUTORIALS / "two-processes.md").read_text(encoding="utf-8")
-    runs = re.findall(r"^```text\n(.*?) \d processes\n(.*?) \d processes\n```", page, re.M | re.S)
+    runs = re.findall(r"^```text\n(.*?), world size \d\n(.*?), world size \d\n```", page, re.M | re.S)
     assert len(runs) == 2
     assert runs[0] == runs[1]
