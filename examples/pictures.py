@@ -1,6 +1,7 @@
-"""Pictures to learn from: a coloured shape on a noisy ground, and the caption that tells it.
+"""Pictures to learn from: a coloured shape on a noisy ground, and its caption.
 
-``KINDS`` has every size, colour, shape and place. Two pictures of one kind differ in their noise and by a shift.
+``KINDS`` has every size, colour, shape and place. Two pictures of one kind differ in
+their noise and by a shift.
 """
 
 from __future__ import annotations
@@ -19,7 +20,13 @@ COLOURS = {
     "white": (1, 1, 1),
 }
 SHAPES = ("circle", "square", "diamond", "ring", "cross")
-PLACES = {"left": (0, -6), "right": (0, 6), "top": (-6, 0), "bottom": (6, 0), "centre": (0, 0)}
+PLACES = {
+    "left": (0, -6),
+    "right": (0, 6),
+    "top": (-6, 0),
+    "bottom": (6, 0),
+    "centre": (0, 0),
+}
 KINDS = list(itertools.product(SIZES, COLOURS, SHAPES, PLACES))
 WORDS = sorted({word for kind in KINDS for word in kind})
 SIDE = 24
@@ -41,16 +48,14 @@ def draw(kinds: Tensor) -> Tensor:
     """A picture of each kind, by torch's random numbers: (n,) -> (n, 3, 24, 24)."""
     told = [KINDS[kind] for kind in kinds.tolist()]
     radius = torch.tensor([SIZES[size] for size, *_ in told])[:, None, None]
-    colour = torch.tensor([COLOURS[colour] for _, colour, *_ in told], dtype=torch.float32)
+    colour = torch.tensor([COLOURS[colour] for _, colour, *_ in told]).float()
     middle = torch.tensor([PLACES[place] for *_, place in told])
     middle = middle + torch.randint(-2, 3, (len(told), 2))
     axis = torch.arange(SIDE) - (SIDE - 1) / 2
-    y, x = axis[None, :, None] - middle[:, :1, None], axis[None, None, :] - middle[:, 1:, None]
-    far, square, diamond = (
-        (x * x + y * y).sqrt(),
-        torch.maximum(x.abs(), y.abs()),
-        x.abs() + y.abs(),
-    )
+    y = axis[None, :, None] - middle[:, :1, None]
+    x = axis[None, None, :] - middle[:, 1:, None]
+    far, diamond = (x * x + y * y).sqrt(), x.abs() + y.abs()
+    square = torch.maximum(x.abs(), y.abs())
     forms = {
         "circle": far <= radius,
         "square": square <= radius,

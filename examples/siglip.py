@@ -1,6 +1,7 @@
-"""SigLIP on two processes, which share every batch: the loss is that of one process with all of it.
+"""SigLIP on two processes: the loss is that of one process with the whole batch.
 
-``torchrun --nproc-per-node 2 siglip.py`` takes some seconds on a CPU; any number of processes prints the same.
+``torchrun --nproc-per-node 2 siglip.py`` takes some seconds on a CPU. Any number of
+processes prints the same.
 """
 
 import torch
@@ -23,8 +24,9 @@ class Towers(torch.nn.Module):
 
     def forward(self, pictures, words):
         """The normalised features, scale and bias."""
-        features = normalize(self.image(pictures), dim=1), normalize(self.text(words), dim=1)
-        return *features, self.log_scale.exp(), self.bias
+        image = normalize(self.image(pictures), dim=1)
+        text = normalize(self.text(words), dim=1)
+        return image, text, self.log_scale.exp(), self.bias
 
 
 def inputs(kinds):
@@ -44,14 +46,14 @@ for step in range(101):
     if step in (0, 100):
         with torch.no_grad():
             image, text, *_ = towers(*inputs(new))
-        recall = (image @ text.T).argmax(1).eq(torch.arange(len(new))).float().mean().item()
+        nearest = (image @ text.T).argmax(1)
+        recall = nearest.eq(torch.arange(len(new))).float().mean().item()
     batch = seen[torch.randint(len(seen), (256,))]
-    pictures, words = inputs(batch)
     own = slice(rank, None, size)  # the pairs of this rank
-    image, text, scale, bias = model(pictures[own], words[own])
-    loss = contrastile.sigmoid_loss(image, text, scale, bias, ids=batch[own], group="world")
+    features = model(*(x[own] for x in inputs(batch)))  # and the scale and the bias
+    loss = contrastile.sigmoid_loss(*features, ids=batch[own], group="world")
     if step in (0, 100) and rank == 0:
-        print(f"step {step:3}: loss {loss.item():.3f}, recall@1 {recall:.2f}, world size {size}")
+        print(f"step {step:3}: loss {loss:.3f}, recall@1 {recall:.2f}, world size {size}")
     optimiser.zero_grad()
     loss.backward()
     optimiser.step()
