@@ -53,7 +53,7 @@ for step in range(101):
     features = model(*(x[own] for x in inputs(batch)))  # and the scale and the bias
     loss = contrastile.sigmoid_loss(*features, ids=batch[own], group="world")
     if step in (0, 100) and rank == 0:
-        print(f"step {step:3}: loss {loss:.3f}, recall@1 {recall:.2f}, world size {size}")
+        print(f"step {step}: loss {loss:.3f}, recall@1 {recall:.2f}, world size {size}")
     optimiser.zero_grad()
     loss.backward()
     optimiser.step()
