@@ -188,10 +188,11 @@ def faults(cpu: dict[str, Any], gpus: dict[str, Any]) -> str:
         about.append(f"{facts['ranks']} ranks on {facts.get('device', 'a CPU')} ({versions})")
     deadline = cpu["environment"]["deadline"]
     text = f"{' and '.join(about)}. The deadline is {deadline} s. Seconds until the last rank has exited:"
-    head = ["one rank ...", *(f"{name}, {where}" for where in ("CPU", "GPUs") for name in LAUNCHERS.values())]
+    head = ["one rank ...", "started by", "CPU", "GPUs"]
     lines = [
-        [name, *(_longest(data["rows"], fault=fault, launcher=by) for data in (cpu, gpus) for by in LAUNCHERS)]
+        [name, launcher, *(_longest(data["rows"], fault=fault, launcher=by) for data in (cpu, gpus))]
         for fault, name in FAULTS.items()
+        for by, launcher in LAUNCHERS.items()
     ]
     return f"{text}\n\n{_table(head, lines)}"
 
@@ -230,7 +231,7 @@ def _longest(rows: list[dict[str, Any]], **wanted: str) -> str:
 
 
 def _table(head: list[str], lines: list[list[str]]) -> str:
-    marks = ["---"] + ["---:"] * (len(head) - 1)
+    marks = ["---:" if name.endswith(("CPU", "GPUs")) else "---" for name in head]
     return "\n".join(f"| {' | '.join(line)} |" for line in (head, marks, *lines))
 
 
