@@ -99,9 +99,10 @@ test-versions:
 	  tests/test_nn.py tests/backends/test_torch.py
 	$(VENV)-versions/bin/contrastile verify --backend numpy torch --case smoke ragged hot certain
 
-# the table of errors in docs/ is what the code says, not what somebody wrote down
+# the errors and the commands' options in docs/reference are what the code says, not what somebody wrote down
 errors: $(STAMPS)-test
 	$(BIN)/python scripts/make_errors_page.py
+	$(BIN)/python scripts/make_command_page.py
 
 $(STAMPS)-verify: EXTRAS = torch,verify
 $(STAMPS)-test: EXTRAS = test

@@ -1,7 +1,7 @@
 """A pytest plugin: where a conftest.py names losses, each of their cases and properties is a test.
 
-``docs/losses.md`` shows how. pytest loads every installed plugin in every project, so this module stands outside of the
-package, which it imports only where a conftest.py names losses.
+``docs/how-to/verify-loss.md`` shows how. pytest loads every installed plugin in every project, so this module
+stands outside of the package, which it imports only where a conftest.py names losses.
 """
 
 from __future__ import annotations

@@ -1,6 +1,6 @@
 """Writes the measured parts of the pages, and their figures, from the records in docs/results.
 
-python benchmarks/pages.py            writes docs/performance.md, docs/scaling.md, README.md and the figures
+python benchmarks/pages.py            writes the pages of PAGES, README.md and the figures
 python benchmarks/pages.py --check    exits 1 if a page is not what the records say
 """
 
@@ -23,6 +23,7 @@ RESULTS = ROOT / "docs" / "results"
 BEGIN = "<!-- measured: written by benchmarks/pages.py from docs/results -->"
 END = "<!-- end of measured -->"
 PACKAGES = ("torch", "triton", "cupy-cuda13x", "nccl", "inf-cl", "cut-cross-entropy", "liger-kernel", "quack-kernels")
+OURS = ("contrastile triton", "contrastile cupy")
 KEPT = ("contrastile cupy", "contrastile cupy, keeping 2 GiB", "contrastile cupy, keeping 8 GiB")
 Data = dict[str, Any]
 
@@ -37,10 +38,11 @@ def section(stem: str, data: Data) -> str:
     versions = [f"{name} {e[name]}" for name in PACKAGES if e.get(name)]
     power = [f"power limit {e['power.limit']}"] if e.get("power.limit") else []
     about = ", ".join([e["date"][:10], f"commit `{commit}`", *versions, *links, *power])
-    told = [f"{about}. [The record](results/{stem}.json) has every sample.", e.get("note", ""), tables.verified(data)]
-    figure = f"![Measured on {e['device']}](results/{stem}.svg)" if figures.drawn(data) else ""
+    about += f". [The record](../results/{stem}.json) has every sample."
+    told = [about, e.get("note", ""), tables.verified(data)]
+    figure = f"![Measured on {e['device']}](../results/{stem}.svg)" if figures.drawn(data) else ""
     keeping = any(row["name"] == KEPT[1] for row in tables.measured(data, "steps"))
-    alone = tables.steps(data, KEPT, least=2) if keeping else tables.steps(data)
+    alone = tables.steps(data, KEPT, least=2) if keeping else tables.steps(data, OURS)
     ours = tables.scaling(data) if several else alone
     parts = [f"{title}, {commit}", " ".join(filter(None, told)), ours, tables.peers(data), tables.big(data), figure]
     return "\n\n".join(filter(None, parts))
@@ -75,8 +77,8 @@ def readme(records: dict[str, Data]) -> str:
 
 
 PAGES: dict[Path, Callable[[dict[str, Data]], str]] = {
-    Path("docs/performance.md"): performance,
-    Path("docs/scaling.md"): scaling,
+    Path("docs/benchmarks/gpu.md"): performance,
+    Path("docs/benchmarks/many-gpus.md"): scaling,
     Path("README.md"): readme,
 }
 

@@ -1,10 +1,12 @@
 """A communicator over multiprocessing queues: the ranks are processes of one host.
 
-``python queues.py`` starts three of them, each with its own part of a batch, and prints the loss of the whole batch.
+``python queues.py`` starts three of them, each with its own part of a batch, and prints
+the loss of the whole batch.
 """
 
 from __future__ import annotations
 
+import itertools
 import multiprocessing
 import queue
 import time
@@ -28,18 +30,26 @@ class Queues(Communicator):
     name = "queues"
     devices = ("cpu",)
 
-    def __init__(self, rank: int, size: int, queues: Mapping[tuple[int, int], Any], deadline: float = 60.0) -> None:
+    def __init__(
+        self,
+        rank: int,
+        size: int,
+        queues: Mapping[tuple[int, int], Any],
+        deadline: float = 60.0,
+    ) -> None:
         """Join the ranks that share these queues."""
         super().__init__(rank, size, deadline)
         self.queues = queues
-        # by sender: the arrays that still wait for their bytes, in the order of posting, and how many have got theirs
+        # by sender: the arrays that still wait for their bytes, as they were posted,
+        # and how many have got theirs
         self.expected = [deque[Any]() for _ in range(size)]
         self.received = [0] * size
 
     def gather_bytes(self, own: bytes) -> list[bytes]:
         """See ``Communicator``."""
         arrived = [np.frombuffer(bytearray(own), np.uint8) for _ in range(self.size)]
-        self.post({r: [arrived[self.rank]] for r in range(self.size)}, {r: [x] for r, x in enumerate(arrived)}).wait()
+        outgoing = {r: [arrived[self.rank]] for r in range(self.size)}
+        self.post(outgoing, {r: [x] for r, x in enumerate(arrived)}).wait()
         return [x.tobytes() for x in arrived]
 
     def post(self, outgoing: Parts, incoming: Parts) -> Message:
@@ -63,15 +73,17 @@ class Queues(Communicator):
         x = raw(self.expected[source].popleft())
         self.received[source] += 1
         if len(content) != x.size:
-            raise Conflict(
-                f"rank {source} sent {len(content)} bytes instead of {x.size}; make the same calls everywhere"
-            )
+            told = f"rank {source} sent {len(content)} bytes instead of {x.size}"
+            raise Conflict(f"{told}; make the same calls everywhere")
         x[:] = np.frombuffer(content, np.uint8)
 
 
 @dataclass
 class Message:
-    """What ``post`` returns. ``until`` counts the arrays of each sender, up to the last one of this message."""
+    """What ``post`` returns.
+
+    ``until`` counts the arrays of each sender, up to the last one of this message.
+    """
 
     communicator: Queues
     until: dict[int, int]
@@ -87,7 +99,8 @@ class Message:
 def train(rank: int, size: int, queues: Mapping[tuple[int, int], Any]) -> None:
     """What each process runs."""
     communicator = Queues(rank, size, queues)
-    image, text = np.random.default_rng(rank).standard_normal((2, 100 + rank, 32)).astype("float32")
+    draw = np.random.default_rng(rank)
+    image, text = draw.standard_normal((2, 100 + rank, 32)).astype("float32")
     loss = contrastile.clip_loss(image, text, 0.5, group=communicator)
     if rank == 0:
         print(f"loss {loss:.4f} of the whole batch", flush=True)
@@ -96,8 +109,10 @@ def train(rank: int, size: int, queues: Mapping[tuple[int, int], Any]) -> None:
 def main(size: int = 3) -> None:
     """Start the processes, and wait for them."""
     context = multiprocessing.get_context("spawn")
-    queues = {(i, j): context.Queue() for i in range(size) for j in range(size) if i != j}
-    processes = [context.Process(target=train, args=(rank, size, queues)) for rank in range(size)]
+    pairs = itertools.permutations(range(size), 2)
+    queues = {pair: context.Queue() for pair in pairs}
+    ranks = [(rank, size, queues) for rank in range(size)]
+    processes = [context.Process(target=train, args=each) for each in ranks]
     for process in processes:
         process.start()
     for process in processes:

@@ -83,12 +83,13 @@ def step(task: Task, rows: Tensor, device: torch.device) -> tuple[Tensor, list[A
     marks = [mark(device)]
     inputs, ids = task.batch(rows)  # of the two towers, each a training.stream
     with autocast(device):  # bfloat16 on a GPU
-        (first, second), replay = training.embed(task.encode, inputs)  # every chunk, without a graph
+        # every chunk, without a graph
+        (first, second), replay = training.embed(task.encode, inputs)
         marks.append(mark(device))
         loss = contrastile.clip_loss(first, second, task.model.log_scale.exp(), ids=ids)
     loss.backward()  # the gradients by the embeddings, and by the scale
     marks.append(mark(device))
-    replay()  # every chunk again, with a graph: the gradients by the encoders' parameters
+    replay()  # every chunk again, with a graph: the encoders' gradients
     return loss.detach(), marks
 
 

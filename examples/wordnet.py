@@ -5,7 +5,7 @@
     pip install 'contrastile[torch,triton,verify]'
     python examples/wordnet.py --batch 65536
 
-The same command again goes on where it was interrupted. docs/examples.md shows what comes out.
+The same command again goes on where it was interrupted. docs/tutorials/examples.md shows what comes out.
 """
 
 from __future__ import annotations

@@ -1,11 +1,11 @@
-"""Writes the measured part of docs/bench.md from docs/results/cpu_*.json, as ``contrastile bench --json`` left them."""
+"""Writes the measured part of docs/benchmarks/cpu.md from docs/results/cpu_*.json (``contrastile bench --json``)."""
 
 import json
 from pathlib import Path
 from typing import Any
 
 ROOT = Path(__file__).resolve().parent.parent
-PAGE = ROOT / "docs" / "bench.md"
+PAGE = ROOT / "docs" / "benchmarks" / "cpu.md"
 BEGIN = "<!-- measured: written by scripts/make_bench_page.py from docs/results/cpu_*.json -->"
 END = "<!-- end of measured -->"
 HEAD = (

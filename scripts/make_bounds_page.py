@@ -1,4 +1,4 @@
-"""Writes the measured part of docs/bounds.md, and its figure, from docs/results/growth_cpu.json.
+"""Writes the measured part of docs/explanation/bounds.md, and its figure, from docs/results/growth_cpu.json.
 
 contrastile verify --property growth --json docs/results/growth_cpu.json    measures
 python scripts/make_bounds_page.py                                          writes the page, growth_cpu.svg
@@ -12,7 +12,7 @@ from contrastile.verify import plots
 from contrastile.verify.growth import AXES
 
 ROOT = Path(__file__).resolve().parent.parent
-PAGE = ROOT / "docs" / "bounds.md"
+PAGE = ROOT / "docs" / "explanation" / "bounds.md"
 DATA = ROOT / "docs" / "results" / "growth_cpu.json"
 FIGURE = DATA.with_suffix(".svg")
 BEGIN = "<!-- measured: written by scripts/make_bounds_page.py from docs/results/growth_cpu.json -->"
@@ -36,7 +36,7 @@ def measured() -> str:
     lines = [
         BEGIN,
         "",
-        f"![Error of the gradients against d, b and scale, by dtype, with its bounds](results/{FIGURE.name})",
+        f"![Error of the gradients against d, b and scale, by dtype, with its bounds](../results/{FIGURE.name})",
         "",
         f"{facts['cpu']}, torch {facts['torch']}, numpy {facts['numpy']}. The largest ratio of any point:",
         "",

@@ -1,4 +1,4 @@
-"""Writes the measured part of docs/conformance.md and its heat map from docs/results/conformance.json."""
+"""Writes the measured part of docs/benchmarks/conformance.md and its heat map from docs/results/conformance.json."""
 
 import json
 from html import escape
@@ -6,7 +6,7 @@ from pathlib import Path
 from typing import Any
 
 ROOT = Path(__file__).resolve().parent.parent
-PAGE = ROOT / "docs" / "conformance.md"
+PAGE = ROOT / "docs" / "benchmarks" / "conformance.md"
 DATA = ROOT / "docs" / "results" / "conformance.json"
 FIGURE = DATA.with_suffix(".svg")
 BEGIN = "<!-- measured: written by scripts/make_conformance_page.py from docs/results/conformance.json -->"
@@ -164,9 +164,9 @@ def measured(data: Record) -> str:
     versions = f"torch {e['torch']}, triton {e['packages']['triton']}, NumPy {e['numpy']}, Python {e['python']}"
     about = (
         f"{e['date'][:10]}; {versions}; on a CPU, and in Triton's interpreter: {interpreted}. "
-        "[The record](results/conformance.json) has every cell."
+        "[The record](../results/conformance.json) has every cell."
     )
-    picture = f"{FIGURE.parent.name}/{FIGURE.name}"
+    picture = f"../{FIGURE.parent.name}/{FIGURE.name}"
     parts = [
         BEGIN,
         about,

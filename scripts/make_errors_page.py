@@ -1,4 +1,4 @@
-"""Writes docs/errors.md: every error that the public functions raise on invalid input (tests/provocations.py).
+"""Writes docs/reference/errors.md: the errors that the public functions raise on invalid input (tests/provocations.py).
 
 python scripts/make_errors_page.py            writes the page
 python scripts/make_errors_page.py --check    exits 1 if the page is out of date
@@ -10,7 +10,7 @@ import sys
 from pathlib import Path
 
 ROOT = Path(__file__).resolve().parent.parent
-PAGE = ROOT / "docs" / "errors.md"
+PAGE = ROOT / "docs" / "reference" / "errors.md"
 
 INTRODUCTION = """\
 # Errors

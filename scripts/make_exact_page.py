@@ -1,4 +1,4 @@
-"""Writes the tables of docs/exact.md from the record that benchmarks/certain_pairs.py measured."""
+"""Writes the tables of docs/explanation/exact.md from the record that benchmarks/certain_pairs.py measured."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Any
 
 ROOT = Path(__file__).parent.parent
-PAGE, DATA = ROOT / "docs" / "exact.md", ROOT / "docs" / "results" / "certain_nvidia_h200.json"
+PAGE, DATA = ROOT / "docs" / "explanation" / "exact.md", ROOT / "docs" / "results" / "certain_nvidia_h200.json"
 START, END = "<!-- measured: written by scripts/make_exact_page.py -->", "<!-- end of measured -->"
 
 SHOWN = {

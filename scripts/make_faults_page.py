@@ -1,4 +1,4 @@
-"""Measures what becomes of all ranks when one fails, and writes the tables of docs/faults.md.
+"""Measures what becomes of all ranks when one fails, and writes the tables of docs/how-to/faults.md.
 
 ``python scripts/make_faults_page.py`` writes the page from docs/results; with ``--measure`` it runs every fault under
 every launcher first, on the CPU of this machine, and with ``--measure-gpus`` in the middle of a ring between its GPUs,
@@ -18,7 +18,7 @@ from pathlib import Path
 from typing import Any
 
 ROOT = Path(__file__).resolve().parent.parent
-PAGE = ROOT / "docs" / "faults.md"
+PAGE = ROOT / "docs" / "how-to" / "faults.md"
 DATA = ROOT / "docs" / "results" / "faults.json"
 GPU_DATA = ROOT / "docs" / "results" / "faults_gpus.json"
 MISTAKES_DATA = ROOT / "docs" / "results" / "mistakes.json"
@@ -43,7 +43,7 @@ MISTAKES = {
     "two models": "trains two models over one group, as all ranks do",
     "two models in another order": "takes two models, a group for each, in the other order",
 }
-CARRIERS = {"mpi": "MPI", "torch": "torchrun, one host", "torch apart": "torchrun, as on several hosts"}
+CARRIERS = "mpi", "torch", "torch apart"  # the last as on several hosts
 PLACES = {"before": "between two calls", "inside": "in the middle of a ring"}
 LAUNCHERS = {
     "mpi": "`mpirun python -m mpi4py`",
@@ -178,114 +178,75 @@ def _ending(ended: Any, faulty: int) -> dict[str, Any]:
     return {"seconds": round(ended.finished - failed, 2), "code": ended.code, "orphans": ended.orphans}
 
 
-def measured(data: dict[str, Any]) -> str:
-    """What is said of the faults on a CPU: both places in one row."""
-    facts = data["environment"]
-    about = (
-        f"{facts['ranks']} ranks on a CPU, deadline {facts['deadline']} s, rank {facts['faulty']} fails "
-        f"{' and '.join(PLACES.values())}; torch {facts['torch']} (gloo), mpi4py {facts['mpi4py']}, "
-        f"MPICH {facts['mpich']}, Python {facts['python']}."
+def faults(cpu: dict[str, Any], gpus: dict[str, Any]) -> str:
+    """What is said of the faults: for each, the longest time until the last rank has exited, by launcher."""
+    about = []
+    for facts in (cpu["environment"], gpus["environment"]):
+        nccl = f"NCCL {facts['nccl']}, " if "nccl" in facts else "gloo, "
+        mpi = facts["mpirun"] if "mpirun" in facts else f"MPICH {facts['mpich']}"
+        versions = f"{nccl}torch {facts['torch']}, mpi4py {facts['mpi4py']}, {mpi}"
+        about.append(f"{facts['ranks']} ranks on {facts.get('device', 'a CPU')} ({versions})")
+    deadline = cpu["environment"]["deadline"]
+    text = f"{' and '.join(about)}. The deadline is {deadline} s. Seconds until the last rank has exited:"
+    head = ["one rank ...", "started by", "CPU", "GPUs"]
+    lines = [
+        [name, launcher, *(_longest(data["rows"], fault=fault, launcher=by) for data in (cpu, gpus))]
+        for fault, name in FAULTS.items()
+        for by, launcher in LAUNCHERS.items()
+    ]
+    return f"{text}\n\n{_table(head, lines)}"
+
+
+def mistakes(cpu: dict[str, Any], gpus: dict[str, Any]) -> str:
+    """What is said of mistakes: what became of the ranks, and when the last of them raised."""
+    facts = cpu["environment"], gpus["environment"]
+    text = (
+        f"Five steps, ring and gather, 2 and 3 ranks on a CPU (torch {facts[0]['torch']}) and 2 on "
+        f"{facts[1]['device']} (NCCL {facts[1]['nccl']}). The deadline is {facts[0]['deadline']} s:"
     )
-    head = f"rank {facts['faulty']} ...", "started by", *_HEAD, "`ExchangeError`"
+    head = ["one rank ...", *(f"{what}, {where}" for where in ("CPU", "GPUs") for what in ("ranks", "last error"))]
     lines = []
-    for rows in _groups(data["rows"], "fault", "launcher"):
-        told = _told(_sum(rows, "raised"), _sum(rows, "named"), len(rows) * (facts["ranks"] - 1))
-        lines.append([FAULTS[rows[0]["fault"]], LAUNCHERS[rows[0]["launcher"]], *_ended(rows), told])
-    return f"{about}\n\n{_table(head, lines)}"
+    for mistake, name in MISTAKES.items():
+        cells = []
+        for data in (cpu, gpus):
+            rows = [row for row in data["rows"] if row["mistake"] == mistake]
+            told = [f"{_sum(rows, key)} {kind}" for key, kind in OUTCOMES.items() if _sum(rows, key)]
+            ended = _sum(rows, "ranks") - sum(_sum(rows, key) for key in OUTCOMES)
+            late = [row["heard"] for row in rows if row["heard"] is not None]
+            cells += [", ".join([*told, *([f"{ended} ended by the launcher"] if ended else [])])]
+            cells += [f"{max(late):.1f} s" if late else "-"]
+        lines.append([name, *cells])
+    return f"{text}\n\n{_table(head, lines)}"
 
 
-def measured_gpus(data: dict[str, Any]) -> str:
-    """What is said of the faults on GPUs."""
-    facts = data["environment"]
-    about = (
-        f"{facts['ranks']} ranks on {facts['device']}, deadline {facts['deadline']} s, rank {facts['faulty']} fails "
-        f"in the middle of a ring of messages of 4 MiB; NCCL {facts['nccl']}, torch {facts['torch']}, "
-        f"mpi4py {facts['mpi4py']}, {facts['mpirun']}; {facts['at a time']} launches at a time."
-    )
-    head = f"rank {facts['faulty']} ...", "started by", *_HEAD, "ended themselves"
-    lines = []
-    for rows in _groups(data["rows"], "fault", "launcher"):
-        told = _told(_sum(rows, "raised") + _sum(rows, "ended"), _sum(rows, "named"), len(rows) * (facts["ranks"] - 1))
-        lines.append([FAULTS[rows[0]["fault"]], LAUNCHERS[rows[0]["launcher"]], *_ended(rows), told])
-    return f"{about}\n\n{_table(head, lines)}"
-
-
-def mistakes(data: dict[str, Any]) -> str:
-    """What is said of mistakes, on a CPU or on GPUs: both exchanges and all numbers of ranks in one row."""
-    facts = data["environment"]
-    sizes = " and ".join(str(n) for n in sorted({row["ranks"] for row in data["rows"]}))
-    where = f"{facts['device']}, NCCL {facts['nccl']}" if "device" in facts else "a CPU"
-    about = (
-        f"{sizes} ranks on {where}, ring and gather, deadline {facts['deadline']} s, rank {facts['mistaken']} makes "
-        f"the mistake; torch {facts['torch']}, mpi4py {facts['mpi4py']}; {facts['at a time']} launches at a time."
-    )
-    head = f"rank {facts['mistaken']} ...", "messages by", "last error", *_HEAD, "right numbers", "outcome"
-    lines = []
-    for rows in _groups(data["rows"], "mistake", "by"):
-        ranks = _sum(rows, "ranks")
-        said = [f"{kind} {_sum(rows, name)} of {ranks}" for name, kind in OUTCOMES.items() if _sum(rows, name)]
-        late = [row["heard"] for row in rows if row["heard"] is not None]
-        heard = f"{max(late):.2f} s" if late else ""
-        names = MISTAKES[rows[0]["mistake"]], CARRIERS[rows[0]["by"]]
-        outcome = ", ".join(said) or "ended by the launcher"
-        lines.append([*names, heard, *_ended(rows), str(_sum(rows, "right")), outcome])
-    return f"{about}\n\n{_table(head, lines)}"
-
-
-_HEAD = "last rank exited", "exit code", "left"
-OUTCOMES = {
-    "raised": "`ExchangeError` on",
-    "gave up": "the process ended itself on",
-    "all right": "right to the end on",
-}
-
-
-def _groups(rows: list[dict[str, Any]], *names: str) -> list[list[dict[str, Any]]]:
-    """Rows that have these in common, in the order of the first of each."""
-    found: dict[tuple[Any, ...], list[dict[str, Any]]] = {}
-    for row in rows:
-        found.setdefault(tuple(row[name] for name in names), []).append(row)
-    return list(found.values())
+OUTCOMES = {"raised": "raised", "gave up": "ended themselves", "all right": "right to the end"}
 
 
 def _sum(rows: list[dict[str, Any]], name: str) -> int:
     return sum(row[name] for row in rows)
 
 
-def _told(number: int, named: int, ranks: int) -> str:
-    return f"{number} of {ranks}" + (f", {named} name the rank" if number else "")
+def _longest(rows: list[dict[str, Any]], **wanted: str) -> str:
+    return f"{max(row['seconds'] for row in rows if wanted.items() <= row.items()):.1f}"
 
 
-def _ended(rows: list[dict[str, Any]]) -> list[str]:
-    """The longest time, the exit codes, and the processes that were left."""
-    codes = ", ".join(map(str, sorted({row["code"] for row in rows})))
-    return [f"{max(row['seconds'] for row in rows):.2f} s", codes, str(_sum(rows, "orphans"))]
-
-
-def _table(head: tuple[str, ...], lines: list[list[str]]) -> str:
-    """With all but the names on the right."""
-    names = next(i for i, name in enumerate(head) if name.startswith("last "))
-    marks = ["---"] * names + ["---:"] * (len(head) - names - 1) + ["---"]
+def _table(head: list[str], lines: list[list[str]]) -> str:
+    marks = ["---:" if name.endswith(("CPU", "GPUs")) else "---" for name in head]
     return "\n".join(f"| {' | '.join(line)} |" for line in (head, marks, *lines))
 
 
-SECTIONS = {DATA: measured, GPU_DATA: measured_gpus, MISTAKES_DATA: mistakes, MISTAKES_GPU_DATA: mistakes}
+SECTIONS = {"faults": (faults, DATA, GPU_DATA), "mistakes": (mistakes, MISTAKES_DATA, MISTAKES_GPU_DATA)}
+END = "<!-- end of measured -->"
 
 
 def page() -> str:
     """The page as it should be."""
     text = PAGE.read_text(encoding="utf-8")
-    for path, section in SECTIONS.items():
-        if not path.exists():
-            continue
-        name = path.relative_to(ROOT).as_posix()
-        begin, end = (
-            f"<!-- measured: written by scripts/make_faults_page.py from {name} -->",
-            "<!-- end of measured -->",
-        )
+    for name, (section, *paths) in SECTIONS.items():
+        begin = f"<!-- measured: {name}, written by scripts/make_faults_page.py -->"
         before, _, rest = text.partition(begin)
-        body = section(json.loads(path.read_text(encoding="utf-8")))
-        text = f"{before}{begin}\n\n{body}\n\n{end}{rest.partition(end)[2]}"
+        body = section(*(json.loads(path.read_text(encoding="utf-8")) for path in paths))
+        text = f"{before}{begin}\n\n{body}\n\n{END}{rest.partition(END)[2]}"
     return text
 
 

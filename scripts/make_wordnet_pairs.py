@@ -4,7 +4,7 @@
     apt-get install wordnet-base                  # the texts
     python scripts/make_wordnet_pairs.py          # --check compares with the shipped file instead of writing
 
-Needs torch and NumPy. docs/data.md says what the file is.
+Needs torch and NumPy. docs/reference/data.md says what the file is.
 """
 
 from __future__ import annotations

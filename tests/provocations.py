@@ -1,5 +1,6 @@
-"""Invalid input, call by call: each expression must raise. The tests run them, and docs/errors.md is made from them.
+"""Invalid input, call by call: each expression must raise. The tests run them.
 
+docs/reference/errors.md is made from them.
 Expressions see ``contrastile``, ``torch``, ``np``, ``InProcessGroup`` and, from one array library, ``image`` and
 ``text`` (6, 5), ``key`` (11, 5) and ``labels`` (6,).
 """

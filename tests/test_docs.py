@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import contextlib
 import importlib
+import io
 import re
 from dataclasses import replace
 from pathlib import Path
@@ -19,6 +21,19 @@ from contrastile.verify.truth import masks, truth
 
 ROOT = Path(__file__).parent.parent
 PAGES = [ROOT / "README.md", ROOT / "CONTRIBUTING.md", *sorted((ROOT / "docs").rglob("*.md"))]
+WIDTH, LONGEST = 88, 2500
+# pages whose blocks need more than a namespace
+RUN_ELSEWHERE = {
+    "README.md": "tests/test_readme.py",
+    "docs/how-to/integrations.md": "tests/integrations/recipes.py",
+    "docs/how-to/many-gpus.md": "tests/comm/test_many_gpus_page.py",
+    "docs/how-to/switching.md": "tests/test_switching.py",
+    "docs/how-to/verify-loss.md": "tests/verify/losses/test_losses_page.py",
+    "docs/tutorials/examples.md": "tests/examples/test_examples.py",
+    "docs/tutorials/tiny-clip.md": "tests/test_tutorials.py",
+}
+# the module that the page shows; a compiler's backend that needs no C++ compiler
+STANDING_IN = {"my_module:backend": None, "compile(fullgraph=True)": 'compile(fullgraph=True, backend="eager")'}
 M, N, D = 19, 23, 7
 rng = np.random.default_rng(29)
 
@@ -29,8 +44,9 @@ def code_blocks(page: Path, language: str) -> list[str]:
 
 @pytest.fixture
 def tiled(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> str:
-    """The file that docs/backend.md shows, as a third-party module."""
-    (shown,) = re.findall(r'^--8<-- "(.*)"$', (ROOT / "docs" / "backend.md").read_text(encoding="utf-8"), re.M)
+    """The file that docs/how-to/write-backend.md shows, as a third-party module."""
+    page = (ROOT / "docs" / "how-to" / "write-backend.md").read_text(encoding="utf-8")
+    (shown,) = re.findall(r'^--8<-- "(.*)"$', page, re.M)
     name = "tiled_from_the_page"
     (tmp_path / f"{name}.py").write_text((ROOT / shown).read_text(encoding="utf-8"))
     monkeypatch.syspath_prepend(tmp_path)
@@ -98,9 +114,44 @@ def named(page: Path) -> str:
 
 
 @pytest.mark.parametrize("page", [page for page in PAGES if code_blocks(page, "python")], ids=named)
-def test_every_python_block_of_a_page_compiles(page: Path) -> None:
-    for block in code_blocks(page, "python"):
-        compile(block, str(page), "exec")
+def test_the_python_blocks_of_a_page_run_from_top_to_bottom(page: Path, tiled: str) -> None:
+    if named(page) in RUN_ELSEWHERE:
+        assert page.name in (ROOT / RUN_ELSEWHERE[named(page)]).read_text(encoding="utf-8")
+        return
+    scope = {"__name__": "__main__"}
+    block_and_output = r"^```python\n(.*?)^```\n(?:\n```text\n(.*?)^```)?"
+    for source, output in re.findall(block_and_output, page.read_text(encoding="utf-8"), re.M | re.S):
+        for shown_name, name in STANDING_IN.items():
+            source = source.replace(shown_name, name or tiled)
+        said = io.StringIO()
+        with contextlib.redirect_stdout(said):
+            exec(compile(source, str(page), "exec"), scope)
+        # the last digits differ between machines
+        assert not output or re.sub(r"\d+\.\d+", "#", said.getvalue()) == re.sub(r"\d+\.\d+", "#", output)
+
+
+def shown(block: str) -> str:
+    """A block, or the file that it includes."""
+    found = re.fullmatch(r'--8<-- "(.*)"\n', block)
+    return (ROOT / found[1]).read_text(encoding="utf-8") if found else block
+
+
+@pytest.mark.parametrize("page", [page for page in PAGES if page.name != "CONTRIBUTING.md"], ids=named)
+def test_code_of_a_page_is_read_without_scrolling(page: Path) -> None:
+    for block in re.findall(r"^```[^\n]*\n(.*?)^```", page.read_text(encoding="utf-8"), re.M | re.S):
+        for line in shown(block).splitlines():
+            assert len(line) <= WIDTH, line
+
+
+@pytest.mark.parametrize("page", [page for page in PAGES if "reference" not in page.parts], ids=named)
+def test_a_page_is_read_in_one_sitting(page: Path) -> None:
+    assert len(page.read_text(encoding="utf-8").split()) <= LONGEST
+
+
+def test_the_page_of_the_command_line_is_what_the_commands_say(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.syspath_prepend(ROOT / "scripts")
+    page = importlib.import_module("make_command_page")
+    assert page.PAGE.read_text(encoding="utf-8") == page.page()
 
 
 @pytest.mark.parametrize("page", [page for page in PAGES if links(page)], ids=named)

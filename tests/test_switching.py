@@ -1,4 +1,4 @@
-"""docs/switching.md: the loss that replaces another library's has its value and its gradients.
+"""docs/how-to/switching.md: the loss that replaces another library's has its value and its gradients.
 
 Both sides are computed in float64, so they may differ by their roundings and no more. With X the largest possible
 logit, a logit is off by at most ``gamma(d + 3) X``, a sum over n columns of exponentials of it by ``gamma(n + 4)``
@@ -20,14 +20,14 @@ import contrastile
 from contrastile.verify.arithmetic import gamma
 from contrastile.verify.rounding import UNIT
 
-PAGE = (Path(__file__).parent.parent / "docs" / "switching.md").read_text(encoding="utf-8")
+PAGE = (Path(__file__).parent.parent / "docs" / "how-to" / "switching.md").read_text(encoding="utf-8")
 M, D, K, QUEUE, SCALE, BIAS = 13, 7, 3, 29, 9.5, -4.25
 
 
 def functions(section: str) -> dict[str, Any]:
     """What the Python blocks of a section define."""
     text = PAGE.partition(f"\n## {section}\n")[2].partition("\n## ")[0]
-    assert text, f"docs/switching.md has no section {section}"
+    assert text, f"docs/how-to/switching.md has no section {section}"
     scope: dict[str, Any] = {"torch": torch, "F": torch.nn.functional, "contrastile": contrastile}
     for block in re.findall(r"^```python\n(.*?)^```", text, re.M | re.S):
         exec(block, scope)
@@ -75,6 +75,12 @@ def test_ours_is_theirs(section: str) -> None:
     for leaf, x, y in zip(leaves, expected, found, strict=True):
         # a temperature's gradient is the scale's, times the scale squared
         assert (x - y).abs().max().item() <= allowed * (1 if leaf.ndim else 1 + SCALE**2), section
+
+
+def test_the_module_that_replaces_open_clip_s() -> None:
+    image, text = features(M, M)
+    found = functions("open_clip")["loss"](image, text, number(SCALE))
+    assert torch.equal(found, contrastile.clip_loss(image, text, number(SCALE)))
 
 
 def test_every_section_with_both_sides_is_held_to_it() -> None:

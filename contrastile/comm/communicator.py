@@ -1,5 +1,6 @@
-"""What carries a schedule's messages between ranks: ``Communicator``. ``docs/communicator.md`` shows how to write one.
+"""What carries a schedule's messages between ranks: ``Communicator``.
 
+``docs/how-to/write-communicator.md`` shows how to write one.
 Implementations: ``inprocess`` (threads of one process, for tests and teaching), and over ``point_to_point`` ``mpi``
 (mpi4py) and ``torch_group`` (torch.distributed), which send arrays on GPUs by ``nccl``.
 

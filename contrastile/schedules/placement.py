@@ -18,8 +18,8 @@ Reduction = Literal["mean", "sum"]
 GATHERED_MIB = 2048
 """What the gathered columns, their gradient and the other ranks' parts of it may take on each rank with ``auto``.
 
-Gathering is at least as fast as the ring wherever it was measured (``docs/scaling.md``): its messages are fewer. The
-ring is for batches of which no rank is to hold all columns.
+Gathering is at least as fast as the ring wherever it was measured (``docs/benchmarks/many-gpus.md``):
+its messages are fewer. The ring is for batches of which no rank is to hold all columns.
 """
 
 

@@ -65,8 +65,8 @@ def cached_step(
         with "loss" and each metric.
 
     Raises:
-        TypeError, ValueError: an argument is none that there is, or a rule of docs/training.md is broken; before any
-            forward where that can be known, and always before any gradient is added.
+        TypeError, ValueError: an argument is none that there is, or a rule of docs/how-to/training.md is broken;
+            before any forward where that can be known, and always before any gradient is added.
         RuntimeError: gradients are off, or nothing requires one.
     """
     known = [name for name in metrics if name not in METRICS]

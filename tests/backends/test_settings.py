@@ -14,7 +14,7 @@ from contrastile.backends.settings import kept_bytes, mebibytes, workspace_bytes
 
 ROOT = Path(__file__).parent.parent.parent
 PACKAGE = ROOT / "contrastile"
-PAGE = ROOT / "docs" / "reference.md"
+PAGE = ROOT / "docs" / "reference" / "environment.md"
 
 
 @pytest.mark.parametrize("given", ["", "two", "-1", "1.5", "1e3", "0x10", "²"])

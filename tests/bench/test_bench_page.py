@@ -1,4 +1,4 @@
-"""The measured numbers in docs/bench.md are those of the files beside it."""
+"""The measured numbers in docs/benchmarks/cpu.md are those of the files beside it."""
 
 import sys
 from pathlib import Path

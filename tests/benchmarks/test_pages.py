@@ -80,12 +80,12 @@ def test_no_table_of_a_page_is_longer_than_a_screen() -> None:
 def test_a_page_that_says_something_else_is_found_out(
     tmp_path: Path, one: dict[str, Any], four: dict[str, Any]
 ) -> None:
-    results, name = tmp_path / "results", "docs/performance.md"
-    (tmp_path / "docs").mkdir()
+    results, name = tmp_path / "results", "docs/benchmarks/gpu.md"
     results.mkdir()
     for path, data in (("gpu_some", one), ("gpu_some_x4", four)):
         (results / f"{path}.json").write_text(json.dumps(data), encoding="utf-8")
     for page in pages.PAGES:
+        (tmp_path / page).parent.mkdir(parents=True, exist_ok=True)
         (tmp_path / page).write_text(f"before\n{pages.BEGIN}\nstale\n{pages.END}\nafter\n", encoding="utf-8")
     how = ["--results", str(results), "--root", str(tmp_path)]
     assert pages.main([*how, "--check"]) == 1
@@ -94,7 +94,7 @@ def test_a_page_that_says_something_else_is_found_out(
     text = (tmp_path / name).read_text(encoding="utf-8")
     assert "stale" not in text
     assert "### Some GPU" in text
-    assert "### 4 x Some GPU" in (tmp_path / "docs/scaling.md").read_text(encoding="utf-8")
+    assert "### 4 x Some GPU" in (tmp_path / "docs/benchmarks/many-gpus.md").read_text(encoding="utf-8")
     assert (results / "gpu_some.svg").exists()
     assert (results / "gpu_some_x4.svg").exists()
     (tmp_path / name).write_text(text.replace("4,194,304", "4,194,305"), encoding="utf-8")

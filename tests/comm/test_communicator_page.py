@@ -1,4 +1,4 @@
-"""The communicator that docs/communicator.md shows: every primitive, and ring and gather over it against the oracle."""
+"""The communicator of docs/how-to/write-communicator.md: its primitives, ring and gather against the oracle."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ from contrastile.verify.truth import truth
 from contrastile.verify.worlds import Threads
 
 ROOT = Path(__file__).parents[2]
-PAGE = ROOT / "docs" / "communicator.md"
+PAGE = ROOT / "docs" / "how-to" / "write-communicator.md"
 T = TypeVar("T")
 
 

@@ -1,4 +1,4 @@
-"""docs/faults.md says what was measured, and what was measured is within the deadline."""
+"""docs/how-to/faults.md says what was measured, and what was measured is within the deadline."""
 
 from __future__ import annotations
 

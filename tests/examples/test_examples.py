@@ -19,7 +19,7 @@ import contrastile
 
 ROOT = Path(__file__).resolve().parents[2]
 SHARE = Path(__file__).parent / "share"
-PAGE = (ROOT / "docs" / "examples.md").read_text(encoding="utf-8")
+PAGE = (ROOT / "docs" / "tutorials" / "examples.md").read_text(encoding="utf-8")
 TIMES = ("pairs_per_second", "loss_share")
 COLOURS = ["red", "blue", "green", "black", "white", "brown", "grey", "pink", "gold", "violet", "azure", "beige"]
 THINGS = ["cat", "dog", "cup", "car", "hat", "key", "map", "pen", "box", "fan", "jar", "net"]

@@ -1,4 +1,4 @@
-"""The recipes of docs/integrations.md for Lightning, accelerate and a loop of one's own, and all trainers under DDP."""
+"""The recipes of docs/how-to/integrations.md for Lightning, accelerate and a plain loop, and all trainers under DDP."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Features of transformers' image-text models, and the recipes for them in docs/integrations.md."""
+"""Features of transformers' image-text models, and the recipes for them in docs/how-to/integrations.md."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""DisCo as printed against DisCo as corrected: each pair differs by what docs/errata/disco.md says."""
+"""DisCo as printed against DisCo as corrected: each pair differs by what docs/explanation/errata/disco.md says."""
 
 import numpy as np
 import pytest

@@ -1,4 +1,4 @@
-"""GradCache as printed against GradCache as corrected: each pair differs by what docs/errata/gradcache.md says."""
+"""GradCache as printed against GradCache as corrected: docs/explanation/errata/gradcache.md says how."""
 
 from dataclasses import replace
 

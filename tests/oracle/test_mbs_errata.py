@@ -1,4 +1,4 @@
-"""MBS as printed against MBS as corrected: each pair differs by what docs/errata/mbs.md says."""
+"""MBS as printed against MBS as corrected: each pair differs by what docs/explanation/errata/mbs.md says."""
 
 import numpy as np
 import pytest

@@ -1,6 +1,6 @@
 """Which tile kernels run where, their tiles, and how large a chunk of X is held at once.
 
-Chosen ahead, by measurement (``docs/performance.md``): the same shapes give the same bits everywhere.
+Chosen ahead, by measurement (``docs/benchmarks/gpu.md``): the same shapes give the same bits everywhere.
 """
 
 from __future__ import annotations

@@ -1,6 +1,6 @@
 """Tile shapes, chosen ahead for each kernel, architecture and dtype, and how large a chunk of X is held at once.
 
-Chosen by measurement (``docs/performance.md``), not tuned at the first call: the same shapes give the same bits
+Chosen by measurement (``docs/benchmarks/gpu.md``), not tuned at the first call: the same shapes give the same bits
 everywhere, and a first call compiles a handful of kernels instead of dozens.
 """
 

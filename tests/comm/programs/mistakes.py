@@ -1,4 +1,4 @@
-"""A training loop in which one rank makes another call than the others; see test_mistakes and docs/faults.md.
+"""A training loop in which one rank makes another call than the others; see test_mistakes and docs/how-to/faults.md.
 
 Arguments: engine, mistake, exchange, rank; then in any order ``cuda`` for GPUs and ``apart`` for ranks that have no
 sockets between them, as on several hosts. Every rank holds every loss and gradient to the oracle of what the ranks

@@ -1,4 +1,4 @@
-"""docs/losses.md: its kernel is wrong as the page says, its diff mends it, its claims and its conftest are real."""
+"""docs/how-to/verify-loss.md: its kernel is wrong as it says, its diff mends it, its claims and conftest are real."""
 
 import importlib
 import re
@@ -9,7 +9,7 @@ import pytest
 
 from contrastile.verify.losses import Claims, check
 
-PAGE = (Path(__file__).parents[3] / "docs" / "losses.md").read_text(encoding="utf-8")
+PAGE = (Path(__file__).parents[3] / "docs" / "how-to" / "verify-loss.md").read_text(encoding="utf-8")
 CASES = ("smoke", "ragged", "hot", "opposite", "staircase", "scale-0", "nan", "memory")
 CLAIMS, CONFTEST, KERNEL = re.findall(r"^```python\n(.*?)^```", PAGE, re.M | re.S)
 (DIFF,) = re.findall(r"^```diff\n(.*?)^```", PAGE, re.M | re.S)

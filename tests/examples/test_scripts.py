@@ -1,0 +1,77 @@
+"""The short examples learn what they say they learn, and stay short."""
+
+from __future__ import annotations
+
+import contextlib
+import io
+import re
+import runpy
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+import torch
+
+EXAMPLES = Path(__file__).resolve().parents[2] / "examples"
+NUMBER = r"(\d\.\d\d)"
+
+
+def printed(name: str) -> str:
+    """What an example prints."""
+    said = io.StringIO()
+    with contextlib.redirect_stdout(said):
+        runpy.run_path(str(EXAMPLES / f"{name}.py"), run_name="__main__")
+    return said.getvalue()
+
+
+@pytest.fixture(autouse=True)
+def examples_that_import_each_other_on_one_thread(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    monkeypatch.syspath_prepend(EXAMPLES)
+    monkeypatch.setenv("OMP_NUM_THREADS", "1")
+    threads = torch.get_num_threads()
+    torch.set_num_threads(1)
+    yield
+    torch.set_num_threads(threads)
+
+
+# clip.py runs as the tutorial: tests/test_tutorials.py
+@pytest.mark.parametrize(
+    ("name", "gain"),
+    [
+        ("sup_con", 0.1),
+        pytest.param("simclr", 0.05, marks=pytest.mark.slow),
+        pytest.param("retrieval", 0.3, marks=pytest.mark.slow),
+    ],
+)
+def test_after_is_better_than_before(name: str, gain: float) -> None:
+    said = printed(name)
+    before, after = (
+        [float(x) for x in re.findall(rf"^{when}:.*? {NUMBER}", said, re.M)] for when in ("before", "after")
+    )
+    assert len(before) == len(after) > 0
+    assert all(last > first + gain for first, last in zip(before, after, strict=True)), said
+
+
+@pytest.mark.slow
+def test_siglip_learns_the_same_on_one_process_and_on_two() -> None:
+    found = []
+    for processes in (1, 2):
+        command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(processes)]
+        done = subprocess.run([*command, EXAMPLES / "siglip.py"], capture_output=True, text=True, timeout=300)
+        assert done.returncode == 0, done.stderr
+        rows = re.findall(rf"^step +\d+: loss (\S+), recall@1 {NUMBER}, world size {processes}$", done.stdout, re.M)
+        found.append([(float(loss), float(recall)) for loss, recall in rows])
+    alone, shared = found
+    assert len(alone) == len(shared) == 2
+    # float32 of one step, before training can carry the roundings on
+    assert f"{alone[0][0]:.2f}" == f"{shared[0][0]:.2f}"
+    for first, last in found:
+        assert last[1] > first[1] + 0.5
+        assert last[0] < first[0] / 2
+
+
+@pytest.mark.parametrize("name", ["clip", "simclr", "sup_con", "retrieval", "siglip"])
+def test_an_example_is_short(name: str) -> None:
+    assert len((EXAMPLES / f"{name}.py").read_text(encoding="utf-8").splitlines()) <= 60

@@ -1,0 +1,54 @@
+"""The tutorials print what they say they print, and the program of the first is the example that it names."""
+
+from __future__ import annotations
+
+import contextlib
+import io
+import re
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).parent.parent
+TUTORIALS = ROOT / "docs" / "tutorials"
+PAGE = (TUTORIALS / "tiny-clip.md").read_text(encoding="utf-8")
+BLOCKS = re.findall(r"^```python\n(.*?)^```", PAGE, re.M | re.S)
+BEST = 0.8
+
+
+def masked(text: str) -> list[str]:
+    """The lines of a text, with # for each number: the last digits differ between machines."""
+    return [re.sub(r"\d+\.\d+", "#", line) for line in text.splitlines()]
+
+
+def test_the_tiny_clip_is_the_example() -> None:
+    program = (ROOT / "examples" / "clip.py").read_text(encoding="utf-8")
+    for block in BLOCKS[:5]:
+        assert program.count(block.strip("\n")) == 1, block
+        program = program.replace(block.strip("\n"), "")
+    about, rest = re.fullmatch(r'(""".*?""")(.*)', program, re.S).groups()  # type: ignore[union-attr]
+    assert not rest.strip()
+    assert "docs/tutorials/tiny-clip.md" in about
+
+
+def test_the_tiny_clip_learns_and_prints_what_the_page_says(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.syspath_prepend(ROOT / "examples")
+    said = io.StringIO()
+    with contextlib.redirect_stdout(said):
+        exec(compile("\n".join(BLOCKS), "tiny-clip.md", "exec"), {"__name__": "__main__"})
+    found, shown = said.getvalue(), "".join(re.findall(r"^```text\n(.*?)^```", PAGE, re.M | re.S))
+    before, after = (float(re.findall(rf"^{when}: +recall@1 (\S+)$", found, re.M)[0]) for when in ("before", "after"))
+    assert before < 0.2 < BEST < after
+    torch, numpy = re.findall(r"^(?:torch|numpy): (\S+)$", found, re.M)
+    assert torch == numpy
+    # what is nearest in third place may differ
+    third = r"^  a .*\n?"
+    assert masked(re.sub(third, "", found, flags=re.M)) == masked(re.sub(third, "", shown, flags=re.M))
+    assert re.search(r"top:\n  a (large blue|\w+ blue ring|large \w+ ring)", found)
+
+
+def test_two_processes_print_what_one_prints() -> None:
+    page = (TUTORIALS / "two-processes.md").read_text(encoding="utf-8")
+    runs = re.findall(r"^```text\n(.*?), world size \d\n(.*?), world size \d\n```", page, re.M | re.S)
+    assert len(runs) == 2
+    assert runs[0] == runs[1]
