@@ -140,8 +140,8 @@ class TilePairs:
             for decided in (positive, excluded):
                 if decided is not None:
                     decided.write(equal, False)
-            # most tiles hold no equal ids
-            if not sync or bool(equal.any()):
+            # most tiles hold no equal ids; of bytes the maximum is found many times as fast as of truth values
+            if not sync or bool(equal.view(torch.uint8).max()):
                 self._dropped = equal if pairs.match == "drop" else None
                 self._matched = equal if pairs.match == "target" else None
 

@@ -11,6 +11,7 @@ Named positives never enter a sum. Their logits are picked out of the tiles; ``_
 from __future__ import annotations
 
 import math
+from collections.abc import Callable
 
 import torch
 
@@ -67,12 +68,10 @@ class _Side:
         if block.pairs.match == "target":
             self.positive, self.total, self.count = full(identity), full(0.0), full(0.0)
 
-    def add_matched(self, tile: Tile, x: torch.Tensor) -> None:
-        """Count the tile's pairs of equal ids and add their logits. x: (tr, tc), 0 at all other pairs."""
-        if self.count is not None and tile.pairs.matched is not None:
-            for where, dim in self.places(tile):
-                cut(self.total, where).add_(x.sum(dim))
-                cut(self.count, where).add_(tile.pairs.matched.sum(dim))
+    def add(self, total: torch.Tensor, tile: Tile, x: torch.Tensor) -> None:
+        """Add a tile's sums to one of the vectors. x: (tr, tc)."""
+        for where, dim in self.places(tile):
+            cut(total, where).add_(x.sum(dim))
 
     def places(self, tile: Tile) -> list[tuple[slice, int]]:
         """Where the tile lies on this side, and the dimension to reduce: a mirrored tile lies there twice."""
@@ -85,6 +84,19 @@ class _Side:
         return self.negative, positive, self.total
 
 
+_Among = Callable[[torch.Tensor, torch.Tensor, torch.Tensor], torch.Tensor]
+
+
+def _selection(x: torch.Tensor, matched: torch.Tensor, out: torch.Tensor) -> torch.Tensor:
+    """X at the matched pairs and 0 at all others."""
+    return out.copy_(x).masked_fill_(~matched, 0.0)
+
+
+def _product(x: torch.Tensor, matched: torch.Tensor, out: torch.Tensor) -> torch.Tensor:
+    """The same in a fraction of the time, but NaN where x is not finite at another pair."""
+    return out.copy_(matched).mul_(x)
+
+
 class _Found:
     """What is known of both sides, and of each row's named positive."""
 
@@ -94,16 +106,17 @@ class _Found:
         self.sides = [_Side(m, 1, block, identity)] + ([_Side(n, 0, block, identity)] if columns else [])
         self.logits = torch.full((m,), -math.inf, dtype=torch.float64, device=block.rows.device)
 
-    def take_positives(self, tile: Tile) -> None:
+    def take_positives(self, tile: Tile, among: _Among) -> None:
         """Note the tile's positive logits; the tile must not have been silenced or shifted yet."""
         tile.pairs.note_named(tile.x, cut(self.logits, tile.rows))
         if tile.mirrored and self.pairs.positives is not None:
             # the tile's columns are rows, of which some have their positive among these rows
             self.pairs.tile(tile.columns, tile.rows).note_named(tile.x.t(), cut(self.logits, tile.columns))
-        if tile.pairs.matched is not None:
-            tile.spare.copy_(tile.x).masked_fill_(~tile.pairs.matched, 0.0)
-            for side in self.sides:
-                side.add_matched(tile, tile.spare)
+        matched = tile.pairs.matched
+        for side in self.sides:
+            if matched is not None and side.count is not None:
+                side.add(side.count, tile, tile.spare.copy_(matched))
+                side.add(side.total, tile, among(tile.x, matched, tile.spare))
 
     def finish_named(self) -> None:
         """The positives' statistics, where indices name them: a column's positives are summed over its rows."""
@@ -137,7 +150,7 @@ def _shared(block: Block, columns: bool, options: Options, products: Products) -
     counts = block.columns.shape[0], block.rows.shape[0]
     reference: float | None = None
     for tile in tiles(block, found.pairs, products, options):
-        found.take_positives(tile)
+        found.take_positives(tile, _product)
         tile.pairs.silence(tile.x, -math.inf)
         if tile.pairs.matched is None:
             tile.pairs.hide_positives(tile.x, -math.inf)
@@ -147,14 +160,13 @@ def _shared(block: Block, columns: bool, options: Options, products: Products) -
             tile.x.sub_(reference)
         tile.x.exp2_()
         if tile.pairs.matched is not None:
-            tile.spare.copy_(tile.x).masked_fill_(~tile.pairs.matched, 0.0)
+            positives = _product(tile.x, tile.pairs.matched, tile.spare)
             for side in found.sides:
-                for where, dim in side.places(tile):
-                    cut(side.positive, where).add_(tile.spare.sum(dim))
-            tile.pairs.hide_positives(tile.x, 0.0)
+                side.add(side.positive, tile, positives)
+            # what was infinite is NaN now, and its sum is not exact
+            tile.x.sub_(positives)
         for side, count in zip(found.sides, counts, strict=False):
-            for where, dim in side.places(tile):
-                cut(side.negative, where).add_(tile.x.sum(dim))
+            side.add(side.negative, tile, tile.x)
             # the last rows complete these columns: failing here, not at the end, wastes least
             complete = side.dim == 0 and tile.last_rows
             if complete and not _exact(cut(side.negative, tile.columns), count, products.state):
@@ -165,6 +177,8 @@ def _shared(block: Block, columns: bool, options: Options, products: Products) -
         # the columns' were looked at when their last tile was done
         sums = several if side.dim == 0 else [side.negative, *several]
         if not all(_exact(x, count, products.state) for x in sums):
+            return None
+        if side.count is not None and not math.isfinite(float(side.total.sum())):
             return None
         for x in [side.negative] if side.count is None else [side.negative, side.positive]:
             x.log2_()
@@ -196,7 +210,7 @@ def _own(block: Block, columns: bool, options: Options, products: Products) -> _
     """Every row and every column of a tile against its own maximum, merged over the tiles."""
     found = _Found(block, columns, -math.inf)
     for tile in tiles(block, found.pairs, products, options):
-        found.take_positives(tile)
+        found.take_positives(tile, _selection)
         matched = tile.pairs.matched
         if matched is not None:
             tile.spare.copy_(tile.x).masked_fill_(~matched, -math.inf)

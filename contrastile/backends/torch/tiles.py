@@ -113,7 +113,8 @@ def footprint(m: int, n: int, width: int, dtype: str, device: str, options: Opti
         tile + logits + _FORWARD_VECTORS * numbers,
         tile + max(logits, product) + _BACKWARD_VECTORS * numbers,
         # products of a chunk of rows, of features that are widened first, and their sums
-        inner=min(m, TorchArrays(torch).inner_rows(width, host)) * width * (state + (4 if item < state else 0)) + m * state,
+        inner=min(m, TorchArrays(torch).inner_rows(width, host)) * width * (state + (4 if item < state else 0))
+        + m * state,
     )
 
 
