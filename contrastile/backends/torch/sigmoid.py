@@ -9,7 +9,7 @@ import torch
 from contrastile.backends.contract import Array, Block, Options
 from contrastile.backends.torch.accumulators import Accumulators
 from contrastile.backends.torch.pairs import BlockPairs, cut
-from contrastile.backends.torch.products import LOG2_E, Products
+from contrastile.backends.torch.products import Products
 from contrastile.backends.torch.tiles import primitive, tiles
 
 
@@ -29,15 +29,16 @@ def sigmoid(
         products.bound_gradient(weight)
     m, device = block.rows.shape[0], block.rows.device
     row_loss, row_sum = (torch.zeros(m, dtype=torch.float64, device=device) for _ in range(2))
+    threshold = 40.0 if products.state == torch.float64 else 20.0
     accumulators = Accumulators(products, row_gradient, column_gradient)
     for tile in tiles(block, BlockPairs(block, products.sync), products, options):
         y, spare = tile.x, tile.spare
         # y = -z x: a pair costs softplus(y), and one that is not admitted softplus(-inf) = 0
         tile.pairs.negate_positives(y, spare)
         tile.pairs.silence(y, -math.inf)
-        # softplus(y) = max(y, 0) + log1p(exp(-|y|)), which neither overflows nor cancels
-        cost = cut(row_loss, tile.rows).add_(torch.abs(y, out=spare).mul_(-LOG2_E).exp2_().log1p_().sum(1))
-        cost.add_(torch.clamp_min(y, 0.0, out=spare).sum(1))
+        # beyond the threshold the logarithm is below half an ulp of y
+        cost = torch.ops.aten.softplus.out(y, 1.0, threshold, out=spare)
+        cut(row_loss, tile.rows).add_(cost.sum(1))
         g = y.sigmoid_().mul_(cut(weight, tile.rows)[:, None])
         if silent is not None:
             g.masked_fill_(silent[tile.rows, None], 0.0)

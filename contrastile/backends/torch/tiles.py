@@ -65,9 +65,10 @@ def tiles(block: Block, pairs: BlockPairs, products: Products, options: Options)
             q = products.operand(cut(block.rows, rows))
             shape = q.shape[0], k.shape[0]
             size = shape[0] * shape[1]
-            logits = products.logits(q, k, x[:size].view(shape))
+            whole = slice(0, size)
+            logits = products.logits(q, k, cut(x, whole).view(shape))
             mirrored = block.symmetric and r < c
-            beside = spare[:size].view(shape)
+            beside = cut(spare, whole).view(shape)
             if block.symmetric and r == c:
                 _mirror(logits, beside)
             yield Tile(rows, columns, rows.stop == end, mirrored, q, k, logits, beside, pairs.tile(rows, columns))
@@ -132,7 +133,11 @@ def primitive(function: Callable[P, R]) -> Callable[P, R]:
     def run(*args: P.args, **kwargs: P.kwargs) -> R:
         block = args[0]
         assert isinstance(block, Block)
-        with torch.no_grad(), torch.autocast(block.rows.device.type, enabled=False):
+        kind = block.rows.device.type
+        # as a rule it is so already, and to say it again takes a small batch's time
+        if not (torch.is_grad_enabled() or torch.is_autocast_enabled(kind)):
+            return function(*args, **kwargs)
+        with torch.no_grad(), torch.autocast(kind, enabled=False):
             return function(*args, **kwargs)
 
     run.__name__, run.__doc__ = function.__name__, function.__doc__
