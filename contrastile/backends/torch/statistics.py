@@ -17,7 +17,7 @@ import torch
 
 from contrastile.backends.contract import Block, Options, Statistics
 from contrastile.backends.torch.pairs import BlockPairs, cut
-from contrastile.backends.torch.products import LOG2_E, Products, on_host
+from contrastile.backends.torch.products import LOG2_E, Products
 from contrastile.backends.torch.tiles import Tile, primitive, tiles
 
 # binary orders between a shared reference and the largest logit: room for others to be larger, or a sum smaller
@@ -100,9 +100,9 @@ def _product(x: torch.Tensor, matched: torch.Tensor, out: torch.Tensor) -> torch
 class _Found:
     """What is known of both sides, and of each row's named positive."""
 
-    def __init__(self, block: Block, columns: bool, identity: float) -> None:
+    def __init__(self, block: Block, columns: bool, identity: float, sync: bool) -> None:
         m, n = block.rows.shape[0], block.columns.shape[0]
-        self.block, self.pairs = block, BlockPairs(block, on_host(block.rows))
+        self.block, self.pairs = block, BlockPairs(block, sync)
         self.sides = [_Side(m, 1, block, identity)] + ([_Side(n, 0, block, identity)] if columns else [])
         self.logits = torch.full((m,), -math.inf, dtype=torch.float64, device=block.rows.device)
 
@@ -146,7 +146,7 @@ class _Found:
 
 def _shared(block: Block, columns: bool, options: Options, products: Products) -> _Found | None:
     """One exponential per element; None when the sums show that it was not exact."""
-    found = _Found(block, columns, 0.0)
+    found = _Found(block, columns, 0.0, products.sync)
     counts = block.columns.shape[0], block.rows.shape[0]
     reference: float | None = None
     for tile in tiles(block, found.pairs, products, options):
@@ -208,7 +208,7 @@ def _exact(sums: torch.Tensor, count: int, state: torch.dtype) -> bool:
 
 def _own(block: Block, columns: bool, options: Options, products: Products) -> _Found:
     """Every row and every column of a tile against its own maximum, merged over the tiles."""
-    found = _Found(block, columns, -math.inf)
+    found = _Found(block, columns, -math.inf, products.sync)
     for tile in tiles(block, found.pairs, products, options):
         found.take_positives(tile, _selection)
         matched = tile.pairs.matched
