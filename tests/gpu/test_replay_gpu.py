@@ -136,7 +136,9 @@ def test_who_captures_or_infers_is_left_alone(backend: str, graphs: Steps) -> No
 
 
 @pytest.mark.parametrize("backend", BACKENDS)
-def test_graphs_that_went_make_room_for_others(backend: str, graphs: Steps, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_graphs_that_went_make_room_for_others(
+    backend: str, graphs: Steps, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setattr(replay, "MOST", 1)
     # however few replays a graph was good for, its kind may be captured again
     monkeypatch.setattr(replay, "WORTH", 0)

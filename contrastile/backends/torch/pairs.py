@@ -60,10 +60,10 @@ class _Pointers:
         return x[self._rows, self._column]
 
     def write(self, x: torch.Tensor, value: float | torch.Tensor) -> None:
-        if isinstance(value, torch.Tensor):
-            value = value[self._rows]
         if self._inside is not None:
             value = torch.where(self._inside, value, self.read(x))
+        elif isinstance(value, torch.Tensor):
+            value = value[self._rows]
         x[self._rows, self._column] = value
 
     def negate(self, x: torch.Tensor) -> None:
@@ -72,7 +72,10 @@ class _Pointers:
 
     def note(self, x: torch.Tensor, into: torch.Tensor) -> None:
         found = self.read(x).to(into.dtype)
-        into[self._rows] = found if self._inside is None else torch.where(self._inside, found, into)
+        if self._inside is None:
+            into[self._rows] = found
+        else:
+            into.copy_(torch.where(self._inside, found, into))
 
 
 class BlockPairs:
