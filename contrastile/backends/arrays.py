@@ -313,7 +313,8 @@ class TorchArrays:
         return self.module.logaddexp(a, b)
 
     def softplus(self, x: Array) -> Array:
-        return x.clamp_min(0.0) + x.abs().neg().exp().log1p()
+        # beyond 40 the logarithm is below half an ulp of x
+        return self.module.nn.functional.softplus(x, threshold=40.0)
 
     def concat(self, xs: list[Array]) -> Array:
         return xs[0] if len(xs) == 1 else self.module.cat(xs)
@@ -330,16 +331,27 @@ class TorchArrays:
     def weighted_nll(
         self, negative_lse: Array, positive_lse: Array, positive_sum: Array, weight: Array, target: Array
     ) -> Array:
-        return weighted_nll(self, negative_lse, positive_lse, positive_sum, weight, target)
+        n, p, s, t = negative_lse, positive_lse, positive_sum, target.double()
+        if t.device.type == "cpu" and t.shape[0] and float(t.min()) > 0:
+            # every row has a target: where the sum is finite, nothing is missing and nothing is to be silenced
+            nll = (p - t * s).clamp_min_(0.0).add_(self.softplus(n - p))
+            found = nll.dot(weight.double())
+            if math.isfinite(float(found)):
+                return found
+        return weighted_nll(self, n, p, s, weight, target)
 
     def inner(self, a: Array, b: Array) -> Array:
-        # chunks bound the temporary; no bmm, which would follow a global tf32 switch
-        wide = self.module.promote_types(a.dtype, b.dtype)
-        out = self.module.zeros((), dtype=self.module.float64, device=a.device)
-        for start in range(0, a.shape[0], 4096):
-            left, right = (x[start : start + 4096].to(wide) for x in (a, b))
-            out = out + (left * right).sum(dtype=self.module.float64)
-        return out
+        # no bmm, which would follow a global tf32 switch
+        wide, (m, width) = self.module.promote_types(a.dtype, b.dtype), a.shape
+        rows, sums = self.inner_rows(width, a.device.type == "cpu"), self.module.empty(m, dtype=wide, device=a.device)
+        for start in range(0, m, rows):
+            left, right = (x[start : start + rows].to(wide) for x in (a, b))
+            self.module.sum(left * right, 1, out=sums[start : start + rows])
+        return self.total(sums)
+
+    def inner_rows(self, width: int, host: bool) -> int:
+        """Rows that ``inner`` multiplies at a time: they bound its temporary, which a host's threads keep in cache."""
+        return max(1, self.module.get_num_threads() * 2**16 // width) if host else 4096
 
     def scaled(self, x: Array, factor: Array, dtype: str, *, consume: bool) -> Array:
         return (x.mul_(factor) if consume else x * factor).to(getattr(self.module, dtype))
@@ -369,11 +381,11 @@ def weighted_nll(
     n, p = negative_lse, positive_lse
     s, weight, target = (arrays.cast(x, "float64") for x in (positive_sum, weight, target))
     # a log-sum-exp is never below a mean of its own terms: rounding that says so is projected back
-    spread = arrays.maximum(p - arrays.where(target == 0, 0.0, target * s), 0.0)
+    spread = arrays.maximum(p - target * s, 0.0)
     # a positive whose logit is -inf is no missing one
-    counted = (target != 0) & ((p != -math.inf) | (s != 0))
+    missing = (target == 0) | ((p == -math.inf) & (s == 0))
     # 0 x target: a target of NaN is how a bad positive comes through where values cannot be read
-    nll = arrays.where(counted, arrays.softplus(n - p) + spread, arrays.merge(n, p) + 0.0 * target)
+    nll = arrays.where(missing, arrays.merge(n, p) + 0.0 * target, arrays.softplus(n - p) + spread)
     # a weight of 0 silences a row that admits nothing, whose log-sum-exp is -inf
     return arrays.total(arrays.where(weight == 0, 0.0, weight * nll))
 

@@ -179,8 +179,9 @@ def backward(
 def _weights(problem: Problem, saved: Forward, where: slice) -> Weights:
     columns: tuple[Array | None, ...] = ()
     if problem.column_weight is not None:
-        lses = saved.column_negative_lse, saved.column_positive_lse
-        columns = tuple(x if x is None else x[where] for x in (*lses, problem.column_weight, problem.column_target))
+        columns = saved.column_negative_lse, saved.column_positive_lse, problem.column_weight, problem.column_target
+        if len(problem.columns) > 1:
+            columns = tuple(x if x is None else x[where] for x in columns)
     rows = saved.row_negative_lse, saved.row_positive_lse, problem.row_weight, problem.row_target
     return Weights(*rows, *columns)
 

@@ -123,7 +123,9 @@ class Problem:
     def weighted(self, factor: Array) -> Problem:
         """The problem with every weight times a factor, 0-d."""
         rows, scale, bias, u, t, v, *rest = self.arrays()
-        return self.with_arrays((rows, scale, bias, u * factor, t, None if v is None else v * factor, *rest))
+        weight = u * factor
+        both = weight if v is u else None if v is None else v * factor
+        return self.with_arrays((rows, scale, bias, weight, t, both, *rest))
 
     def of_rows(self, where: slice) -> Problem:
         """The problem of some of the rows."""

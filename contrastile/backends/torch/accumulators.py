@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import torch
 
+from contrastile.backends.torch.pairs import cut
 from contrastile.backends.torch.products import Products
 from contrastile.backends.torch.tiles import LINE, Tile
 
@@ -20,10 +21,10 @@ class Accumulators:
     def add(self, tile: Tile, g: torch.Tensor) -> None:
         """Add ``G K`` to the rows and ``G^T Q`` to the columns of the tile. g: (tr, tc)."""
         if self._rows is not None:
-            self._products.add(self._rows[tile.rows], g, tile.k)
+            self._products.add(cut(self._rows, tile.rows), g, tile.k)
         if self._columns is None:
             return
-        total = self._columns[tile.columns]
+        total = cut(self._columns, tile.columns)
         if not self._staged:
             self._products.add(total, g.t(), tile.q)
             return

@@ -9,12 +9,14 @@ lie close enough together, which is known before the first tile. The positives' 
 from __future__ import annotations
 
 import math
+from functools import cached_property
 from typing import NamedTuple
 
 import torch
 
 from contrastile.backends.contract import Array, Block, Options, Weights
 from contrastile.backends.torch.accumulators import Accumulators
+from contrastile.backends.torch.pairs import BlockPairs, cut
 from contrastile.backends.torch.products import LOG2_E, Products
 from contrastile.backends.torch.tiles import Tile, primitive, tiles
 
@@ -32,36 +34,40 @@ def gradients(
         return
     products = Products(block, unit=LOG2_E)
     w, state = weights, products.state
-    sides = [_Side(w.row_negative_lse, w.row_positive_lse, w.row_weight, w.row_target, state)]
+    sides = [_Side(w.row_negative_lse, w.row_positive_lse, w.row_weight, w.row_target, products)]
     if w.column_weight is not None:
-        sides.append(_Side(w.column_negative_lse, w.column_positive_lse, w.column_weight, w.column_target, state))
-    products.bound_gradient(*(side.weight for side in sides), *(side.term for side in sides))
+        sides.append(_Side(w.column_negative_lse, w.column_positive_lse, w.column_weight, w.column_target, products))
+    if products.bounds_gradient:
+        products.bound_gradient(*(side.weight for side in sides), *(side.term for side in sides))
     shared = _shared(sides, state) if products.sync else None
-    named = _named_entries(block, sides, state)
+    pairs = BlockPairs(block, products.sync)
+    named = _named_entries(pairs.of_positives(), sides, state)
     certain = block.pairs.match == "target" and (not products.sync or any(bool(s.certain.any()) for s in sides))
     accumulators = Accumulators(products, row_gradient, column_gradient)
-    for tile in tiles(block, products, options):
+    for tile in tiles(block, pairs, products, options):
         matched = tile.pairs.matched
         exact = _matched_entries(tile, sides) if certain and matched is not None else None
         if shared is not None:
             _from_shared(tile, shared)
         else:
-            _from_own(tile, sides, products.sync)
+            _from_own(tile, sides)
         # after the exponentials: a pair that is not admitted may have overflowed, or be NaN
         tile.pairs.silence(tile.x, 0.0)
         # before any rounding of G
         if named is not None:
-            tile.pairs.set_named(tile.x, named[tile.rows])
+            tile.pairs.set_named(tile.x, cut(named, tile.rows))
         elif matched is not None and exact is not None:
             torch.where(matched, exact, tile.x, out=tile.x)
-        else:
-            column_term = sides[1].term[tile.columns] if len(sides) == 2 else None
-            tile.pairs.subtract_matched(tile.x, sides[0].term[tile.rows], column_term, tile.spare)
+        elif matched is not None:
+            column_term = cut(sides[1].term, tile.columns) if len(sides) == 2 else None
+            tile.pairs.subtract_matched(tile.x, cut(sides[0].term, tile.rows), column_term, tile.spare)
         accumulators.add(tile, tile.x)
 
 
 class _Side:
     """The rows' or the columns' share of G.
+
+    What a path through the code does not read is not computed.
 
     Attributes:
         exact_lse: L in base 2, float64.
@@ -72,42 +78,93 @@ class _Side:
         positive: P in base 2, float64.
         negative_share: the probability of all negatives, 1 - p of the positives, to full relative accuracy; float64.
         target: t, float64.
-        term: weight x target, what a positive loses.
-        silent: where the weight is 0.
+        term: weight x target, what a positive loses; state dtype.
+        extremes: the smallest and the largest magnitude of the weights; NaN where values are not read.
+        silent: where the weight is 0; on the host None where none is.
         certain: where p - t cancels.
     """
 
-    def __init__(self, negative: Array, positive: Array, weight: Array, target: Array, state: torch.dtype) -> None:
-        self.exact_lse: torch.Tensor = torch.logaddexp(negative, positive) * LOG2_E
-        self.lse = self.exact_lse.to(state)
+    def __init__(self, negative: Array, positive: Array, weight: Array, target: Array, products: Products) -> None:
+        self._state, self._difference = products.state, negative - positive
+        self.exact_lse: torch.Tensor = torch.logaddexp(negative, positive).mul_(LOG2_E)
         self.exact_weight: torch.Tensor = weight.double()
-        self.silent = weight == 0
-        low = torch.where(self.lse.isfinite(), self.lse.double() - self.exact_lse, 0.0)
-        self.most = (-low).to(state)
-        self.weight = (self.exact_weight * torch.exp2(low)).to(state)
         self.positive: torch.Tensor = positive * LOG2_E
-        self.negative_share = torch.sigmoid(negative - positive)
         self.target: torch.Tensor = target.double()
-        self.term = torch.where(self.silent, 0.0, self.exact_weight * self.target).to(state)
-        self.certain = ~self.silent & (self.target > 0.5) & (self.negative_share < 2.0**-8)
+        self.extremes = _extremes(self.exact_weight.abs()) if products.sync else (math.nan, math.nan)
+        self.silent: torch.Tensor | None = None if self.extremes[0] > 0 else weight == 0
+        self._lone = products.sync and _extremes(self.target) == (1.0, 1.0)
 
-    def entries(self, x: torch.Tensor, at: tuple[slice | torch.Tensor | None, ...]) -> torch.Tensor:
+    @cached_property
+    def lse(self) -> torch.Tensor:
+        return self.exact_lse.to(self._state)
+
+    @cached_property
+    def most(self) -> torch.Tensor:
+        return (-self._low).to(self._state)
+
+    @cached_property
+    def weight(self) -> torch.Tensor:
+        return (self.exact_weight * torch.exp2(self._low)).to(self._state)
+
+    @cached_property
+    def _low(self) -> torch.Tensor:
+        return torch.where(self.lse.isfinite(), self.lse.double() - self.exact_lse, 0.0)
+
+    @cached_property
+    def negative_share(self) -> torch.Tensor:
+        return torch.sigmoid(self._difference)
+
+    @cached_property
+    def term(self) -> torch.Tensor:
+        return self.heard(self.exact_weight * self.target).to(self._state)
+
+    @cached_property
+    def certain(self) -> torch.Tensor:
+        found = (self.target > 0.5) & (self.negative_share < 2.0**-8)
+        return found if self.silent is None else found & ~self.silent
+
+    def heard(self, x: torch.Tensor) -> torch.Tensor:
+        """X, and 0 where the weight is 0."""
+        return x if self.silent is None else torch.where(self.silent, 0.0, x)
+
+    def counted(self, x: torch.Tensor) -> torch.Tensor:
+        """The elements of x whose weight is not 0."""
+        return x if self.silent is None else x[~self.silent]
+
+    def entries(self, x: torch.Tensor, at: tuple[slice | torch.Tensor | None, ...] | None) -> torch.Tensor:
         """This side's part of G at positives of base-2 logits x, float64: ``w ((q - t) - q negative_share)``."""
+        members = self.exact_weight, self.positive, self.target, self.negative_share
+        w, p, t, share = members if at is None else (each[at] for each in members)
         # the target of a lone positive is 1: x is P, whatever a product of another shape has made of it
-        q = torch.exp2(torch.where(self.target[at] == 1.0, 0.0, x - self.positive[at]))
-        part = self.exact_weight[at] * ((q - self.target[at]) - q * self.negative_share[at])
-        return torch.where(self.silent[at], 0.0, part)
+        if self._lone:
+            part = (w * share).neg_()
+        else:
+            q = (x - p).masked_fill_(t == 1.0, 0.0).exp2_()
+            part = w * ((q - t) - q * share)
+        return part if self.silent is None else torch.where(self.silent if at is None else self.silent[at], 0.0, part)
 
 
-def _named_entries(block: Block, sides: list[_Side], state: torch.dtype) -> torch.Tensor | None:
-    """G at each row's named positive, (m,) in the state dtype; of a row without one it is not to be read."""
-    positives, n = block.pairs.positives, block.columns.shape[0]
-    if block.pairs.match == "target" or positives is None or n == 0:
+def _extremes(x: torch.Tensor) -> tuple[float, float]:
+    """The smallest and the largest element; NaN where one is NaN, or there is none."""
+    if x.numel() == 0:
+        return math.nan, math.nan
+    least, most = torch.aminmax(x)
+    return float(least), float(most)
+
+
+def _named_entries(
+    of_positives: slice | torch.Tensor | None, sides: list[_Side], state: torch.dtype
+) -> torch.Tensor | None:
+    """G at each row's named positive, (m,) in the state dtype; of a row without one it is not to be read.
+
+    See ``BlockPairs.of_positives``.
+    """
+    if of_positives is None:
         return None
     x = sides[0].positive
-    found = sides[0].entries(x, (slice(None),))
+    found = sides[0].entries(x, None)
     if len(sides) == 2:
-        found = found + sides[1].entries(x, (positives.clamp(0, n - 1),))
+        found = found + sides[1].entries(x, None if isinstance(of_positives, slice) else (of_positives,))
     return found.to(state)
 
 
@@ -116,7 +173,7 @@ def _matched_entries(tile: Tile, sides: list[_Side]) -> torch.Tensor:
     x = tile.x.double()
     found = sides[0].entries(x, (tile.rows, None))
     if len(sides) == 2:
-        found += sides[1].entries(x, (tile.columns,))
+        found = found + sides[1].entries(x, (tile.columns,))
     return found.to(tile.x.dtype)
 
 
@@ -134,24 +191,27 @@ def _shared(sides: list[_Side], state: torch.dtype) -> _Shared | None:
     overflows. With ``r <= L + 26`` a term that is flushed costs a probability at most 2^-100. Of the r between, the one
     nearest 0 is taken for which every ``|w| 2^(r - L)`` is a normal number.
     """
-    counted = torch.cat([side.exact_lse[~side.silent] for side in sides])
+    counting = [side for side in sides if side.silent is None or not bool(side.silent.all())]
+    lses = [_extremes(side.counted(side.exact_lse)) for side in counting]
     # a side without silent members bounds all logits
-    bounds = [float(side.exact_lse.max()) for side in sides if side.lse.numel() > 0 and not bool(side.silent.any())]
-    if not bounds or not bool(counted.isfinite().all()):
+    bounds = [most for side, (_, most) in zip(counting, lses, strict=True) if side.silent is None]
+    if not bounds or not all(math.isfinite(x) for each in lses for x in each):
         return None
-    low, high, info = float(counted.min()), min(bounds), torch.finfo(state)
-    least = min(float(side.exact_weight[~side.silent].abs().min()) for side in sides if not bool(side.silent.all()))
-    reference = max(high - 120.0, float(counted.max()) - math.log2(least) + math.log2(info.tiny) + 1, min(low, 0.0))
+    low, top = min(x for x, _ in lses), max(x for _, x in lses)
+    weights = [
+        side.extremes if side.silent is None else _extremes(side.counted(side.exact_weight).abs()) for side in counting
+    ]
+    least, most = min(x for x, _ in weights), max(x for _, x in weights)
+    info = torch.finfo(state)
+    reference = max(min(bounds) - 120.0, top - math.log2(least) + math.log2(info.tiny) + 1, min(low, 0.0))
     # beyond 2^24 it would be rounded where it is subtracted
     if reference > low + 26.0 or abs(reference) > 2.0**24:
         return None
     reference = float(math.ceil(reference))
-    exact = [side.exact_weight * torch.exp2(reference - side.exact_lse) for side in sides]
-    if any(bool((x[~side.silent].abs() > info.max).any()) for x, side in zip(exact, sides, strict=True)):
+    if most * 2.0 ** (reference - low) > info.max:
         return None
-    return _Shared(
-        reference, [torch.where(side.silent, 0.0, x).to(state) for x, side in zip(exact, sides, strict=True)]
-    )
+    exact = [torch.exp2(reference - side.exact_lse).mul_(side.exact_weight) for side in sides]
+    return _Shared(reference, [side.heard(x).to(state) for x, side in zip(exact, sides, strict=True)])
 
 
 def _from_shared(tile: Tile, shared: _Shared) -> None:
@@ -159,25 +219,23 @@ def _from_shared(tile: Tile, shared: _Shared) -> None:
     if shared.reference != 0.0:
         tile.x.sub_(shared.reference)
     tile.x.exp2_()
-    row = shared.coefficients[0][tile.rows, None]
+    row = cut(shared.coefficients[0], tile.rows)[:, None]
     if len(shared.coefficients) == 1:
         tile.x.mul_(row)
     else:
-        tile.x.mul_(torch.add(row, shared.coefficients[1][tile.columns], out=tile.spare))
+        tile.x.mul_(torch.add(row, cut(shared.coefficients[1], tile.columns), out=tile.spare))
 
 
-def _from_own(tile: Tile, sides: list[_Side], sync: bool) -> None:
+def _from_own(tile: Tile, sides: list[_Side]) -> None:
     """Turn the tile's logits into probabilities times weights, one exponential per element and side."""
     if len(sides) == 2:
-        _probabilities(tile.x, tile.spare, sides[1], (None, tile.columns), sync)
-    _probabilities(tile.x, tile.x, sides[0], (tile.rows, None), sync)
+        _probabilities(tile.x, tile.spare, sides[1], (None, tile.columns))
+    _probabilities(tile.x, tile.x, sides[0], (tile.rows, None))
     if len(sides) == 2:
         tile.x.add_(tile.spare)
 
 
-def _probabilities(
-    x: torch.Tensor, out: torch.Tensor, side: _Side, at: tuple[slice | None, slice | None], sync: bool
-) -> None:
+def _probabilities(x: torch.Tensor, out: torch.Tensor, side: _Side, at: tuple[slice | None, slice | None]) -> None:
     """``out = weight 2^(x - lse)``, and 0 wherever the weight is 0: whatever the exponential gave there.
 
     A product of other shape rounds logits in another way: recomputed in a part of the block, one of 1e8 may exceed its
@@ -185,6 +243,5 @@ def _probabilities(
     """
     torch.sub(x, side.lse[at], out=out)
     torch.minimum(out, side.most[at], out=out).exp2_().mul_(side.weight[at])
-    silent = side.silent[at]
-    if not sync or bool(silent.any()):
-        out.masked_fill_(silent, 0.0)
+    if side.silent is not None:
+        out.masked_fill_(side.silent[at], 0.0)

@@ -1,45 +1,150 @@
-"""Positives and masks of one tile, from the block's vectors: by index where a row has one, dense for equal ids."""
+"""Positives and masks of a block and of one tile, from vectors: by index where a row has one, dense for equal ids."""
 
 from __future__ import annotations
 
 import torch
 
-from contrastile.backends.contract import Pairs
+from contrastile.backends.contract import Block
+
+
+def cut(x: torch.Tensor, where: slice) -> torch.Tensor:
+    """Some rows of x; x itself where these are all."""
+    return x if where.stop - where.start == x.shape[0] else x[where]
+
+
+class _Diagonal:
+    """The pairs (i, i) of a block that lie in a tile.
+
+    Attributes:
+        rows: those of the tile that have theirs in it.
+    """
+
+    def __init__(self, rows: slice, columns: slice) -> None:
+        self._offset = rows.start - columns.start
+        start, stop = max(rows.start, columns.start), min(rows.stop, columns.stop)
+        self.rows = slice(start - rows.start, max(start, stop) - rows.start)
+
+    def read(self, x: torch.Tensor) -> torch.Tensor:
+        """The pairs' elements, which share x's memory. x: (tr, tc)."""
+        return x.diagonal(self._offset)
+
+    def write(self, x: torch.Tensor, value: float | torch.Tensor) -> None:
+        """Write a value, or that of each row of the tile, (tr,), to the pairs. x: (tr, tc)."""
+        if isinstance(value, torch.Tensor):
+            self.read(x).copy_(cut(value, self.rows))
+        else:
+            self.read(x).fill_(value)
+
+    def negate(self, x: torch.Tensor) -> None:
+        """Change the sign of the pairs' elements. x: (tr, tc)."""
+        self.read(x).neg_()
+
+    def note(self, x: torch.Tensor, into: torch.Tensor) -> None:
+        """Copy the pairs' elements to their rows' places. x: (tr, tc), into: (tr,)."""
+        cut(into, self.rows).copy_(self.read(x))
 
 
 class _Pointers:
-    """For each row of the tile, at most one of its columns.
+    """For each row of a tile, at most one of its columns."""
 
-    Attributes:
-        column: (tr,) int64, clamped into the tile so that it may always be used as an index.
-        inside: (tr,) bool, whether the row really points into this tile.
-    """
+    def __init__(self, column: torch.Tensor, columns: slice, sync: bool) -> None:
+        inside = (column >= columns.start) & (column < columns.stop)
+        # on the host only rows that point into this tile; elsewhere all, clamped, and which of them really do
+        self._rows, self._inside = torch.arange(len(column), device=column.device), None if sync else inside
+        if sync and not bool(inside.all()):
+            self._rows = inside.nonzero().squeeze(1)
+            column = column[self._rows]
+        self._column = (column - columns.start).clamp_(0, columns.stop - columns.start - 1)
 
-    def __init__(self, column: torch.Tensor, columns: slice) -> None:
-        self.column = (column - columns.start).clamp(0, columns.stop - columns.start - 1)
-        self.inside = (column >= columns.start) & (column < columns.stop)
+    def read(self, x: torch.Tensor) -> torch.Tensor:
+        return x[self._rows, self._column]
+
+    def write(self, x: torch.Tensor, value: float | torch.Tensor) -> None:
+        if self._inside is not None:
+            value = torch.where(self._inside, value, self.read(x))
+        elif isinstance(value, torch.Tensor):
+            value = value[self._rows]
+        x[self._rows, self._column] = value
+
+    def negate(self, x: torch.Tensor) -> None:
+        found = self.read(x)
+        x[self._rows, self._column] = -found if self._inside is None else torch.where(self._inside, -found, found)
+
+    def note(self, x: torch.Tensor, into: torch.Tensor) -> None:
+        found = self.read(x).to(into.dtype)
+        if self._inside is None:
+            into[self._rows] = found
+        else:
+            into.copy_(torch.where(self._inside, found, into))
+
+
+class BlockPairs:
+    """The pairs of a block: what of them its tiles have in common."""
+
+    def __init__(self, block: Block, sync: bool) -> None:
+        self._block, self._sync = block, sync
+        self.positives, self._excluded = block.pairs.positives, block.pairs.excluded
+        if self.positives is not None and self._excluded is not None:
+            # an excluded pair is no positive, whatever else is said of it
+            self.positives = self.positives.masked_fill(self.positives == self._excluded, -1)
+        self._own = self._is_own(self.positives)
+        self._excludes_own = self._is_own(self._excluded)
+
+    def _is_own(self, columns: torch.Tensor | None) -> bool:
+        """Whether row i's column is i, as in most losses: then nothing needs an index."""
+        return self._sync and columns is not None and torch.equal(columns, torch.arange(len(columns)))
+
+    def of_positives(self) -> slice | torch.Tensor | None:
+        """An index into vectors over the columns that gives each row its positive's; of a row without one, any.
+
+        None where no row has one; a slice, of all, where row i has column i and there are no others.
+        """
+        m, n = self._block.rows.shape[0], self._block.columns.shape[0]
+        if self.positives is None or n == 0:
+            return None
+        return slice(0, n) if self._own and m == n else self.positives.clamp(0, n - 1)
+
+    def tile(self, rows: slice, columns: slice) -> TilePairs:
+        """Those of a tile."""
+        return TilePairs(
+            self._block,
+            rows,
+            columns,
+            self._located(self.positives, self._own, rows, columns),
+            self._located(self._excluded, self._excludes_own, rows, columns),
+            self._sync,
+        )
+
+    def _located(
+        self, column: torch.Tensor | None, own: bool, rows: slice, columns: slice
+    ) -> _Diagonal | _Pointers | None:
+        if column is None:
+            return None
+        return _Diagonal(rows, columns) if own else _Pointers(cut(column, rows), columns, self._sync)
 
 
 class TilePairs:
     """Which pairs of a tile count. Equal ids are never read where an index already decides the pair."""
 
-    def __init__(self, pairs: Pairs, rows: slice, columns: slice, like: torch.Tensor, sync: bool) -> None:
-        self._sync = sync
-        self._every_row = torch.arange(like.shape[0], device=like.device)
-        self._positive = None if pairs.positives is None else _Pointers(pairs.positives[rows], columns)
-        self._excluded = None if pairs.excluded is None else _Pointers(pairs.excluded[rows], columns)
+    def __init__(
+        self,
+        block: Block,
+        rows: slice,
+        columns: slice,
+        positive: _Diagonal | _Pointers | None,
+        excluded: _Diagonal | _Pointers | None,
+        sync: bool,
+    ) -> None:
+        self._positive, self._excluded, pairs = positive, excluded, block.pairs
         self._dropped: torch.Tensor | None = None
         self._matched: torch.Tensor | None = None
-        if self._positive is not None and pairs.excluded is not None:
-            # an excluded pair is no positive, whatever else is said of it
-            self._positive.inside &= pairs.positives[rows] != pairs.excluded[rows]  # type: ignore[index]
         if pairs.row_ids is not None and pairs.column_ids is not None:
-            equal = pairs.row_ids[rows, None] == pairs.column_ids[None, columns]
-            for decided in (self._positive, self._excluded):
+            equal = cut(pairs.row_ids, rows)[:, None] == cut(pairs.column_ids, columns)
+            for decided in (positive, excluded):
                 if decided is not None:
-                    equal[self._every_row, decided.column] &= ~decided.inside
-            # most tiles hold no equal ids
-            if not sync or bool(equal.any()):
+                    decided.write(equal, False)
+            # most tiles hold no equal ids; of bytes the maximum is found many times as fast as of truth values
+            if not sync or bool(equal.view(torch.uint8).max()):
                 self._dropped = equal if pairs.match == "drop" else None
                 self._matched = equal if pairs.match == "target" else None
 
@@ -48,14 +153,12 @@ class TilePairs:
         if self._dropped is not None:
             x.masked_fill_(self._dropped, value)
         if self._excluded is not None:
-            at = self._every_row, self._excluded.column
-            x[at] = torch.where(self._excluded.inside, value, x[at])
+            self._excluded.write(x, value)
 
     def hide_positives(self, x: torch.Tensor, value: float) -> None:
         """Write ``value`` over every positive pair. x: (tr, tc)."""
         if self._positive is not None:
-            at = self._every_row, self._positive.column
-            x[at] = torch.where(self._positive.inside, value, x[at])
+            self._positive.write(x, value)
         if self._matched is not None:
             x.masked_fill_(self._matched, value)
 
@@ -64,17 +167,15 @@ class TilePairs:
         """The positive pairs that equal ids name, (tr, tc) bool; None where the tile has none."""
         return self._matched
 
-    def named(self, x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor] | None:
-        """Of each row, whether an index names its positive in this tile, and that pair's element of x; (tr,) both."""
-        if self._positive is None:
-            return None
-        return self._positive.inside, x[self._every_row, self._positive.column]
+    def note_named(self, x: torch.Tensor, logits: torch.Tensor) -> None:
+        """Write to each row whose positive an index names in this tile that pair's element of x. logits: (tr,)."""
+        if self._positive is not None:
+            self._positive.note(x, logits)
 
     def negate_positives(self, x: torch.Tensor, spare: torch.Tensor) -> None:
         """Change the sign of every positive pair. x: (tr, tc)."""
         if self._positive is not None:
-            at = self._every_row, self._positive.column
-            x[at] = torch.where(self._positive.inside, -x[at], x[at])
+            self._positive.negate(x)
         if self._matched is not None:
             torch.neg(x, out=spare)
             torch.where(self._matched, spare, x, out=x)
@@ -82,8 +183,7 @@ class TilePairs:
     def set_named(self, g: torch.Tensor, value: torch.Tensor) -> None:
         """Write each row's value at the pair that an index names. g: (tr, tc); value: (tr,)."""
         if self._positive is not None:
-            at = self._every_row, self._positive.column
-            g[at] = torch.where(self._positive.inside, value, g[at])
+            self._positive.write(g, value)
 
     def subtract_matched(
         self, g: torch.Tensor, row_term: torch.Tensor, column_term: torch.Tensor | None, spare: torch.Tensor

@@ -38,17 +38,23 @@ class Products:
         self.sync = on_host(rows)
         self._narrow = rows.dtype if rows.dtype != self.state else None
         self._mixed = self._narrow is not None and not self.sync and has_mixed_product()
-        # rounded once: the constant joins the scale in float64
-        self._scale = (block.scale.double() * unit).to(self.state).reshape(())
-        self._bias = None if block.bias is None else (block.bias.double() * unit).to(self.state).reshape(())
-        alpha = float(self._scale) if self.sync else 0.0
+        # rounded once, where they are used: the constant joins them in float64
+        self._scale = self._number(block.scale, unit)
+        self._bias = None if block.bias is None else self._number(block.bias, unit)
         # BLAS skips the product when alpha is 0, and would lose a NaN in the features
-        self._alpha = alpha if alpha != 0.0 and math.isfinite(alpha) else None
+        info = torch.finfo(self.state)
+        self._alpha: float | None = None
+        if isinstance(self._scale, float) and info.tiny <= abs(self._scale) <= info.max:
+            self._alpha = self._scale
         self._gain: torch.Tensor | None = None
+
+    def _number(self, x: torch.Tensor, unit: float) -> torch.Tensor | float:
+        """A number times the unit, in float64 on the host, in the state dtype elsewhere."""
+        return float(x) * unit if self.sync else (x.double() * unit).to(self.state).reshape(())
 
     def operand(self, features: torch.Tensor) -> torch.Tensor:
         """A chunk of features as the products want it: as it is, or in the state dtype. (t, d)."""
-        return features if self._mixed else features.to(self.state)
+        return features if self._mixed or features.dtype == self.state else features.to(self.state)
 
     def logits(self, q: torch.Tensor, k: torch.Tensor, out: torch.Tensor) -> torch.Tensor:
         """``x_ij = scale <q_i, k_j> + bias`` into ``out`` (rows, columns), from operands (rows, d) and (columns, d)."""
@@ -62,10 +68,13 @@ class Products:
             out.mul_(self._scale)
         return out if self._bias is None else out.add_(self._bias)
 
+    @property
+    def bounds_gradient(self) -> bool:
+        """Whether ``bound_gradient`` has an effect."""
+        return self._mixed and self._narrow == torch.float16
+
     def bound_gradient(self, *weights: torch.Tensor | None) -> None:
         """Say how large G can get, so that rounding it to float16 neither overflows nor underflows."""
-        if not (self._mixed and self._narrow == torch.float16):
-            return
         peaks = [w.abs().amax() for w in weights if w is not None and w.numel()]
         if peaks:
             peak = torch.stack(peaks).amax()

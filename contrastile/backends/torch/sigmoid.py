@@ -8,7 +8,8 @@ import torch
 
 from contrastile.backends.contract import Array, Block, Options
 from contrastile.backends.torch.accumulators import Accumulators
-from contrastile.backends.torch.products import LOG2_E, Products
+from contrastile.backends.torch.pairs import BlockPairs, cut
+from contrastile.backends.torch.products import Products
 from contrastile.backends.torch.tiles import primitive, tiles
 
 
@@ -23,23 +24,25 @@ def sigmoid(
     """
     products = Products(block, unit=1.0)
     weight = row_weight.to(products.state)
-    silent = weight == 0
-    products.bound_gradient(weight)
+    silent = None if products.sync and bool(weight.all()) else weight == 0
+    if products.bounds_gradient:
+        products.bound_gradient(weight)
     m, device = block.rows.shape[0], block.rows.device
     row_loss, row_sum = (torch.zeros(m, dtype=torch.float64, device=device) for _ in range(2))
+    threshold = 40.0 if products.state == torch.float64 else 20.0
     accumulators = Accumulators(products, row_gradient, column_gradient)
-    for tile in tiles(block, products, options):
+    for tile in tiles(block, BlockPairs(block, products.sync), products, options):
         y, spare = tile.x, tile.spare
         # y = -z x: a pair costs softplus(y), and one that is not admitted softplus(-inf) = 0
         tile.pairs.negate_positives(y, spare)
         tile.pairs.silence(y, -math.inf)
-        # softplus(y) = max(y, 0) + log1p(exp(-|y|)), which neither overflows nor cancels
-        row_loss[tile.rows] += torch.abs(y, out=spare).mul_(-LOG2_E).exp2_().log1p_().sum(1)
-        row_loss[tile.rows] += torch.clamp_min(y, 0.0, out=spare).sum(1)
-        g = y.sigmoid_().mul_(weight[tile.rows, None])
-        if not products.sync or bool(silent[tile.rows].any()):
+        # beyond the threshold the logarithm is below half an ulp of y
+        cost = torch.ops.aten.softplus.out(y, 1.0, threshold, out=spare)
+        cut(row_loss, tile.rows).add_(cost.sum(1))
+        g = y.sigmoid_().mul_(cut(weight, tile.rows)[:, None])
+        if silent is not None:
             g.masked_fill_(silent[tile.rows, None], 0.0)
         tile.pairs.negate_positives(g, spare)
-        row_sum[tile.rows] += g.sum(1)
+        cut(row_sum, tile.rows).add_(g.sum(1))
         accumulators.add(tile, g)
     return row_loss.to(products.state), row_sum.to(products.state)

@@ -11,10 +11,12 @@ Named positives never enter a sum. Their logits are picked out of the tiles; ``_
 from __future__ import annotations
 
 import math
+from collections.abc import Callable
 
 import torch
 
 from contrastile.backends.contract import Block, Options, Statistics
+from contrastile.backends.torch.pairs import BlockPairs, cut
 from contrastile.backends.torch.products import LOG2_E, Products
 from contrastile.backends.torch.tiles import Tile, primitive, tiles
 
@@ -47,24 +49,26 @@ class _Side:
     Attributes:
         dim: along which a tile is reduced.
         negative: sums, or log-sum-exps, over negatives.
-        positive: likewise over the positives.
-        total: sums of positive logits.
+        positive: likewise over the positives; where indices name them, only ``_Found.finish_named`` has it.
+        total: sums of positive logits; likewise.
         count: of positives; None where indices name them.
     """
+
+    positive: torch.Tensor
+    total: torch.Tensor
 
     def __init__(self, size: int, dim: int, block: Block, identity: float) -> None:
         def full(value: float) -> torch.Tensor:
             return torch.full((size,), value, dtype=torch.float64, device=block.rows.device)
 
-        self.dim = dim
-        self.negative, self.positive, self.total = full(identity), full(identity), full(0.0)
-        self.count = full(0.0) if block.pairs.match == "target" else None
+        self.dim, self.negative = dim, full(identity)
+        self.count: torch.Tensor | None = None
+        if block.pairs.match == "target":
+            self.positive, self.total, self.count = full(identity), full(0.0), full(0.0)
 
-    def add_matched(self, tile: Tile, x: torch.Tensor) -> None:
-        """Count the tile's pairs of equal ids and add their logits. x: (tr, tc), 0 at all other pairs."""
-        if self.count is not None and tile.pairs.matched is not None:
-            self.total[self.of(tile)] += x.sum(self.dim)
-            self.count[self.of(tile)] += tile.pairs.matched.sum(self.dim)
+    def add(self, total: torch.Tensor, tile: Tile, x: torch.Tensor) -> None:
+        """Add a tile's sums to one of the vectors. x: (tr, tc)."""
+        cut(total, self.of(tile)).add_(x.sum(self.dim))
 
     def of(self, tile: Tile) -> slice:
         """Where the tile lies on this side."""
@@ -76,54 +80,70 @@ class _Side:
         return self.negative, positive, self.total
 
 
+_Among = Callable[[torch.Tensor, torch.Tensor, torch.Tensor], torch.Tensor]
+
+
+def _selection(x: torch.Tensor, matched: torch.Tensor, out: torch.Tensor) -> torch.Tensor:
+    """X at the matched pairs and 0 at all others."""
+    return out.copy_(x).masked_fill_(~matched, 0.0)
+
+
+def _product(x: torch.Tensor, matched: torch.Tensor, out: torch.Tensor) -> torch.Tensor:
+    """The same in a fraction of the time, but NaN where x is not finite at another pair."""
+    return out.copy_(matched).mul_(x)
+
+
 class _Found:
     """What is known of both sides, and of each row's named positive."""
 
-    def __init__(self, block: Block, columns: bool, identity: float) -> None:
+    def __init__(self, block: Block, columns: bool, identity: float, sync: bool) -> None:
         m, n = block.rows.shape[0], block.columns.shape[0]
-        self.block = block
+        self.block, self.pairs = block, BlockPairs(block, sync)
         self.sides = [_Side(m, 1, block, identity)] + ([_Side(n, 0, block, identity)] if columns else [])
         self.logits = torch.full((m,), -math.inf, dtype=torch.float64, device=block.rows.device)
-        self.named = torch.zeros(m, dtype=torch.bool, device=block.rows.device)
 
-    def take_positives(self, tile: Tile) -> None:
+    def take_positives(self, tile: Tile, among: _Among) -> None:
         """Note the tile's positive logits; the tile must not have been silenced or shifted yet."""
-        named = tile.pairs.named(tile.x)
-        if named is not None:
-            inside, logit = named
-            self.logits[tile.rows] = torch.where(inside, logit.double(), self.logits[tile.rows])
-            self.named[tile.rows] |= inside
-        if tile.pairs.matched is not None:
-            tile.spare.copy_(tile.x).masked_fill_(~tile.pairs.matched, 0.0)
-            for side in self.sides:
-                side.add_matched(tile, tile.spare)
+        tile.pairs.note_named(tile.x, cut(self.logits, tile.rows))
+        matched = tile.pairs.matched
+        for side in self.sides:
+            if matched is not None and side.count is not None:
+                side.add(side.count, tile, tile.spare.copy_(matched))
+                side.add(side.total, tile, among(tile.x, matched, tile.spare))
 
     def finish_named(self) -> None:
         """The positives' statistics, where indices name them: a column's positives are summed over its rows."""
         if self.block.pairs.match == "target":
             return
         rows, *columns = self.sides
-        rows.positive, rows.total = self.logits, torch.where(self.named, self.logits, 0.0)
-        positives = self.block.pairs.positives
-        if positives is None or not self.block.columns.shape[0]:
-            return
+        own, positives, n = self.pairs.of_positives(), self.pairs.positives, self.block.columns.shape[0]
+        rows.positive = rows.total = self.logits
+        if positives is None:
+            rows.total = torch.zeros_like(self.logits)
+        elif not isinstance(own, slice):
+            rows.total = torch.where((positives >= 0) & (positives < n), self.logits, 0.0)
         for side in columns:
-            # a row without a positive adds 0 to the first column
-            at = torch.where(self.named, positives, 0)
-            side.total.index_put_((at,), rows.total, accumulate=True)
-            side.positive.fill_(-math.inf).scatter_reduce_(0, at, self.logits, "amax")
+            if isinstance(own, slice):
+                side.positive, side.total = rows.positive, rows.total
+                continue
+            side.positive, side.total = torch.full_like(side.negative, -math.inf), torch.zeros_like(side.negative)
+            if own is None:
+                continue
+            # a row without a positive adds 0 to some column
+            side.total.index_put_((own,), rows.total, accumulate=True)
+            side.positive.scatter_reduce_(0, own, self.logits, "amax")
             top = torch.where(side.positive.isfinite(), side.positive, 0.0)
-            terms = torch.exp2(self.logits - top[at])
-            side.positive = torch.zeros_like(top).index_put_((at,), terms, accumulate=True).log2_().add_(top)
+            terms = torch.exp2(self.logits - top[own])
+            side.positive = torch.zeros_like(top).index_put_((own,), terms, accumulate=True).log2_().add_(top)
 
 
 def _shared(block: Block, columns: bool, options: Options, products: Products) -> _Found | None:
     """One exponential per element; None when the sums show that it was not exact."""
-    found = _Found(block, columns, 0.0)
+    found = _Found(block, columns, 0.0, products.sync)
     counts = block.columns.shape[0], block.rows.shape[0]
     reference: float | None = None
-    for tile in tiles(block, products, options):
-        found.take_positives(tile)
+    for tile in tiles(block, found.pairs, products, options):
+        found.take_positives(tile, _product)
         tile.pairs.silence(tile.x, -math.inf)
         if tile.pairs.matched is None:
             tile.pairs.hide_positives(tile.x, -math.inf)
@@ -133,21 +153,30 @@ def _shared(block: Block, columns: bool, options: Options, products: Products) -
             tile.x.sub_(reference)
         tile.x.exp2_()
         if tile.pairs.matched is not None:
-            tile.spare.copy_(tile.x).masked_fill_(~tile.pairs.matched, 0.0)
+            positives = _product(tile.x, tile.pairs.matched, tile.spare)
             for side in found.sides:
-                side.positive[side.of(tile)] += tile.spare.sum(side.dim)
-            tile.pairs.hide_positives(tile.x, 0.0)
+                side.add(side.positive, tile, positives)
+            # what was infinite is NaN now, and its sum is not exact
+            tile.x.sub_(positives)
         for side, count in zip(found.sides, counts, strict=False):
-            side.negative[side.of(tile)] += tile.x.sum(side.dim)
+            side.add(side.negative, tile, tile.x)
             # the last rows complete these columns: failing here, not at the end, wastes least
-            if side.dim == 0 and tile.last_rows and not _exact(side.negative[tile.columns], count, products.state):
+            complete = side.dim == 0 and tile.last_rows
+            if complete and not _exact(cut(side.negative, tile.columns), count, products.state):
                 return None
     for side, count in zip(found.sides, counts, strict=False):
-        several = side.positive[side.count > 1] if side.count is not None else side.positive[:0]
-        if not _exact(side.negative, count, products.state) or not _exact(several, count, products.state):
+        # a lone positive's is its logit
+        several = [] if side.count is None else [side.positive[side.count > 1]]
+        # the columns' were looked at when their last tile was done
+        sums = several if side.dim == 0 else [side.negative, *several]
+        if not all(_exact(x, count, products.state) for x in sums):
             return None
-        for sums in (side.negative, side.positive):
-            sums.log2_().add_(reference or 0.0)
+        if side.count is not None and not math.isfinite(float(side.total.sum())):
+            return None
+        for x in [side.negative] if side.count is None else [side.negative, side.positive]:
+            x.log2_()
+            if reference:
+                x.add_(reference)
     found.finish_named()
     return found
 
@@ -164,14 +193,17 @@ def shared_reference(largest: float) -> float:
 
 def _exact(sums: torch.Tensor, count: int, state: torch.dtype) -> bool:
     """Whether no sum of ``count`` exponentials overflowed or may have lost a term that matters; NaN is not exact."""
-    return bool(((sums >= smallest_sum(count, state)) & (sums < math.inf)).all())
+    if sums.shape[0] == 0:
+        return True
+    least, most = map(float, torch.aminmax(sums))
+    return least >= smallest_sum(count, state) and most < math.inf
 
 
 def _own(block: Block, columns: bool, options: Options, products: Products) -> _Found:
     """Every row and every column of a tile against its own maximum, merged over the tiles."""
-    found = _Found(block, columns, -math.inf)
-    for tile in tiles(block, products, options):
-        found.take_positives(tile)
+    found = _Found(block, columns, -math.inf, products.sync)
+    for tile in tiles(block, found.pairs, products, options):
+        found.take_positives(tile, _selection)
         matched = tile.pairs.matched
         if matched is not None:
             tile.spare.copy_(tile.x).masked_fill_(~matched, -math.inf)

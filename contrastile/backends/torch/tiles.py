@@ -7,8 +7,9 @@ from typing import NamedTuple, ParamSpec, TypeVar
 
 import torch
 
+from contrastile.backends.arrays import TorchArrays
 from contrastile.backends.contract import Block, Footprint, Options
-from contrastile.backends.torch.pairs import TilePairs
+from contrastile.backends.torch.pairs import BlockPairs, TilePairs, cut
 from contrastile.backends.torch.products import Products, has_mixed_product
 
 # 4 MiB of float32: the tile, its spare, a chunk of columns and their gradient stay in a shared cache of 16 MiB or more
@@ -41,7 +42,7 @@ class Tile(NamedTuple):
     pairs: TilePairs
 
 
-def tiles(block: Block, products: Products, options: Options) -> Iterator[Tile]:
+def tiles(block: Block, pairs: BlockPairs, products: Products, options: Options) -> Iterator[Tile]:
     """The block's tiles, logits computed; the next tile reuses the memory of the last.
 
     Columns are the outer loop: a chunk of columns is wide and its gradient with it, so they are the ones to stay in
@@ -52,15 +53,16 @@ def tiles(block: Block, products: Products, options: Options) -> Iterator[Tile]:
     x, spare = (block.rows.new_empty(tr * tc, dtype=products.state) for _ in range(2))
     for c in range(0, n, tc):
         columns = slice(c, min(c + tc, n))
-        k = products.operand(block.columns[columns])
+        k = products.operand(cut(block.columns, columns))
         for r in range(0, m, tr):
             rows = slice(r, min(r + tr, m))
-            q = products.operand(block.rows[rows])
+            q = products.operand(cut(block.rows, rows))
             shape = q.shape[0], k.shape[0]
             size = shape[0] * shape[1]
-            logits = products.logits(q, k, x[:size].view(shape))
-            pairs = TilePairs(block.pairs, rows, columns, logits, products.sync)
-            yield Tile(rows, columns, rows.stop == m, q, k, logits, spare[:size].view(shape), pairs)
+            whole = slice(0, size)
+            logits = products.logits(q, k, cut(x, whole).view(shape))
+            beside = cut(spare, whole).view(shape)
+            yield Tile(rows, columns, rows.stop == m, q, k, logits, beside, pairs.tile(rows, columns))
 
 
 def tile_shape(m: int, n: int, options: Options, cpu: bool) -> tuple[int, int]:
@@ -91,8 +93,9 @@ def footprint(m: int, n: int, width: int, dtype: str, device: str, options: Opti
     return Footprint(
         tile + logits + _FORWARD_VECTORS * numbers,
         tile + max(logits, product) + _BACKWARD_VECTORS * numbers,
-        # products of a chunk of rows, and as float64
-        inner=min(m, 4096) * width * (state + (8 if state == 4 else 0) + (4 if item < state else 0)),
+        # products of a chunk of rows, of features that are widened first, and their sums
+        inner=min(m, TorchArrays(torch).inner_rows(width, host)) * width * (state + (4 if item < state else 0))
+        + m * state,
     )
 
 
@@ -110,7 +113,11 @@ def primitive(function: Callable[P, R]) -> Callable[P, R]:
     def run(*args: P.args, **kwargs: P.kwargs) -> R:
         block = args[0]
         assert isinstance(block, Block)
-        with torch.no_grad(), torch.autocast(block.rows.device.type, enabled=False):
+        kind = block.rows.device.type
+        # as a rule it is so already, and to say it again takes a small batch's time
+        if not (torch.is_grad_enabled() or torch.is_autocast_enabled(kind)):
+            return function(*args, **kwargs)
+        with torch.no_grad(), torch.autocast(kind, enabled=False):
             return function(*args, **kwargs)
 
     run.__name__, run.__doc__ = function.__name__, function.__doc__
