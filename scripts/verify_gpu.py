@@ -58,7 +58,7 @@ GRACE = 10.0
 
 # a pool of memory would hide a step beyond one of its blocks: each array is an allocation of its own
 UNPOOLED = "import sys, cupy, pytest; cupy.cuda.set_allocator(None); sys.exit(pytest.main(sys.argv[1:]))"
-PYTEST = ("-q", "-p", "no:cacheprovider")
+PYTEST = ("-p", "no:cacheprovider")
 
 
 @dataclass
