@@ -58,7 +58,7 @@ def everyday_section(stem: str, data: Data, root: Path) -> str:
     device = e["device"] if e["ranks"] == 1 else f"{e['ranks']} x {e['device']}"
     versions = [f"{name} {e[name]}" for name in PACKAGES if e.get(name)]
     about = f"{', '.join([*versions, measured_at(e, root)])} [The record](../results/{stem}.json) has every sample."
-    return "\n\n".join([f"### Everyday calls, {device}", about, tables.everyday(data)])
+    return "\n\n".join([f"### {device}", about, tables.everyday(data)])
 
 
 def measured_at(environment: Data, root: Path) -> str:
@@ -84,17 +84,17 @@ def of_ranks(records: dict[str, Data], several: bool) -> dict[str, Data]:
 
 def performance(records: dict[str, Data], everyday: dict[str, Data], root: Path) -> str:
     """The records of one GPU."""
-    return _sections(of_ranks(records, several=False), of_ranks(everyday, several=False), root)
+    return "\n\n".join(section(stem, x) for stem, x in of_ranks(records, several=False).items())
 
 
 def scaling(records: dict[str, Data], everyday: dict[str, Data], root: Path) -> str:
     """The records of several GPUs."""
-    return _sections(of_ranks(records, several=True), of_ranks(everyday, several=True), root)
+    return "\n\n".join(section(stem, x) for stem, x in of_ranks(records, several=True).items())
 
 
-def _sections(records: dict[str, Data], everyday: dict[str, Data], root: Path) -> str:
-    first = [everyday_section(stem, x, root) for stem, x in everyday.items()]
-    return "\n\n".join([*first, *(section(stem, x) for stem, x in records.items())])
+def all_calls(records: dict[str, Data], everyday: dict[str, Data], root: Path) -> str:
+    """The records of ``everyday.py``."""
+    return "\n\n".join(everyday_section(stem, x, root) for stem, x in everyday.items())
 
 
 def readme(records: dict[str, Data], everyday: dict[str, Data], root: Path) -> str:
@@ -113,6 +113,7 @@ def readme(records: dict[str, Data], everyday: dict[str, Data], root: Path) -> s
 
 
 PAGES: dict[Path, Callable[[dict[str, Data], dict[str, Data], Path], str]] = {
+    Path("docs/benchmarks/everyday.md"): all_calls,
     Path("docs/benchmarks/gpu.md"): performance,
     Path("docs/benchmarks/many-gpus.md"): scaling,
     Path("README.md"): readme,

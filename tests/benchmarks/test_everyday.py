@@ -86,10 +86,9 @@ def test_the_page_has_every_call(alone: dict[str, Any], two: dict[str, Any]) -> 
     assert "| `clip_loss`, ids, bfloat16, b = 4,096, d = 512 | - | - | 1.00 | - | - |" in clip
     assert "`nt_xent`" in others
     assert "`clip_loss`" not in others
-    of_two = pages.scaling({}, {"everyday_x2": two}, pages.ROOT)
-    assert "### Everyday calls, 2 x Some GPU" in of_two
-    assert "| 1.00 | 2.00 | 1.50 | 1.5 x |" in of_two
-    assert not pages.performance({}, {"everyday_x2": two}, pages.ROOT)
+    page = pages.all_calls({}, {"one": alone, "two": two}, pages.ROOT)
+    assert clip in page.partition("### 2 x Some GPU")[0]
+    assert "| 1.00 | 2.00 | 1.50 | 1.5 x |" in page.partition("### 2 x Some GPU")[2]
 
 
 def test_the_readme_is_of_the_newest_record(alone: dict[str, Any], two: dict[str, Any]) -> None:
@@ -108,7 +107,7 @@ def test_a_page_says_where_the_kernels_have_changed_since(
     tmp_path: Path, alone: dict[str, Any], capsys: pytest.CaptureFixture[str]
 ) -> None:
     root, results = tmp_path / "root", tmp_path / "results"
-    kernel, other = root / pages.KERNELS[0] / "kernel.py", root / "docs" / "benchmarks" / "gpu.md"
+    kernel, other = root / pages.KERNELS[0] / "kernel.py", root / "docs" / "benchmarks" / "everyday.md"
     results.mkdir()
     for path in (kernel, *(root / page for page in pages.PAGES)):
         path.parent.mkdir(parents=True, exist_ok=True)
