@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import argparse
 import json
+import subprocess
 import sys
 from collections.abc import Callable
 from pathlib import Path
@@ -24,6 +25,9 @@ BEGIN = "<!-- measured: written by benchmarks/pages.py from docs/results -->"
 END = "<!-- end of measured -->"
 PACKAGES = ("torch", "triton", "cupy-cuda13x", "nccl", "inf-cl", "cut-cross-entropy", "liger-kernel", "quack-kernels")
 OURS = ("contrastile triton", "contrastile cupy")
+KERNELS = tuple(f"contrastile/{x}" for x in ("backends/triton", "backends/cupy", "autograd", "schedules"))
+"""What the times of ``everyday.py`` depend on."""
+CHANGED = "The kernels have changed since."
 KEPT = ("contrastile cupy", "contrastile cupy, keeping 2 GiB", "contrastile cupy, keeping 8 GiB")
 Data = dict[str, Any]
 
@@ -48,35 +52,68 @@ def section(stem: str, data: Data) -> str:
     return "\n\n".join(filter(None, parts))
 
 
-def performance(records: dict[str, Data]) -> str:
+def everyday_section(stem: str, data: Data, root: Path) -> str:
+    """All calls of a record of ``everyday.py``."""
+    e = data["environment"]
+    device = e["device"] if e["ranks"] == 1 else f"{e['ranks']} x {e['device']}"
+    versions = [f"{name} {e[name]}" for name in PACKAGES if e.get(name)]
+    about = f"{', '.join([*versions, measured_at(e, root)])} [The record](../results/{stem}.json) has every sample."
+    return "\n\n".join([f"### {device}", about, tables.everyday(data)])
+
+
+def measured_at(environment: Data, root: Path) -> str:
+    """The commit and the date of a record, and whether the kernels have changed since."""
+    commit = environment["commit"] or "unknown"
+    said = f"commit `{commit[:12]}`, {environment['date'][:10]}."
+    return f"{said} {CHANGED}" if changed_since(commit, root) else said
+
+
+def changed_since(commit: str, root: Path) -> bool:
+    """Whether the kernels, or what launches them, differ from a commit's; False where nobody can tell."""
+    command = ["git", "-C", str(root), "diff", "--quiet", commit, "--", *KERNELS]
+    try:
+        return subprocess.run(command, capture_output=True, check=False).returncode == 1
+    except OSError:
+        return False
+
+
+def of_ranks(records: dict[str, Data], several: bool) -> dict[str, Data]:
+    """The records of several GPUs, or of one."""
+    return {stem: x for stem, x in records.items() if (x["environment"].get("ranks", 1) > 1) == several}
+
+
+def performance(records: dict[str, Data], everyday: dict[str, Data], root: Path) -> str:
     """The records of one GPU."""
-    return "\n\n".join(section(stem, x) for stem, x in records.items() if x["environment"].get("ranks", 1) == 1)
+    return "\n\n".join(section(stem, x) for stem, x in of_ranks(records, several=False).items())
 
 
-def scaling(records: dict[str, Data]) -> str:
+def scaling(records: dict[str, Data], everyday: dict[str, Data], root: Path) -> str:
     """The records of several GPUs."""
-    return "\n\n".join(section(stem, x) for stem, x in records.items() if x["environment"].get("ranks", 1) > 1)
+    return "\n\n".join(section(stem, x) for stem, x in of_ranks(records, several=True).items())
 
 
-def readme(records: dict[str, Data]) -> str:
-    """The comparison with the alternatives on one GPU, and what memory to spare buys."""
-    parts = []
-    for data in records.values():
-        e = data["environment"]
-        if e.get("ranks", 1) == 1 and tables.measured(data, "peers"):
-            parts += [f"One {e['device']}, bfloat16, d = 512, the loss with all its gradients, medians of one run:"]
-            parts += [tables.peers(data, shares=False)]
-        kept = tables.steps(data, KEPT, least=2)
-        if any(row["name"] == KEPT[1] for row in tables.measured(data, "steps")):
-            parts += [
-                f"One {e['device']} with memory to spare, in a run of its own: exponentials kept from forward "
-                "spare the backward pass a product. Time, share of cuBLAS' rate for four products, peak extra memory:",
-                kept,
-            ]
-    return "\n\n".join(parts)
+def all_calls(records: dict[str, Data], everyday: dict[str, Data], root: Path) -> str:
+    """The records of ``everyday.py``."""
+    return "\n\n".join(everyday_section(stem, x, root) for stem, x in everyday.items())
 
 
-PAGES: dict[Path, Callable[[dict[str, Data]], str]] = {
+def readme(records: dict[str, Data], everyday: dict[str, Data], root: Path) -> str:
+    """Everyday calls on the GPU that was measured last, and on several of its kind."""
+    alone = of_ranks(everyday, several=False)
+    if not alone:
+        return ""
+    latest = max(alone.values(), key=lambda x: str(x["environment"]["date"]))
+    e = latest["environment"]
+    several = [x for x in of_ranks(everyday, several=True).values() if x["environment"]["device"] == e["device"]]
+    fewest = min(several, key=lambda x: int(x["environment"]["ranks"]), default=None)
+    about = f"{e['device']}, torch {e['torch']}, {measured_at(e, root)}"
+    if fewest and fewest["environment"]["commit"] != e["commit"]:
+        about += f" Several GPUs: {measured_at(fewest['environment'], root)}"
+    return f"{about}\n\n{tables.everyday_calls(latest, fewest)}"
+
+
+PAGES: dict[Path, Callable[[dict[str, Data], dict[str, Data], Path], str]] = {
+    Path("docs/benchmarks/everyday.md"): all_calls,
     Path("docs/benchmarks/gpu.md"): performance,
     Path("docs/benchmarks/many-gpus.md"): scaling,
     Path("README.md"): readme,
@@ -91,8 +128,13 @@ def spliced(page: str, text: str) -> str:
     """
     if BEGIN not in page or END not in page:
         raise ValueError(f"the page must hold {BEGIN!r} and {END!r}")
-    text = text or "Nothing has been measured yet: `benchmarks/run.py` writes the record."
+    text = text or "Nothing has been measured yet: `benchmarks/run.py` and `benchmarks/everyday.py` write the records."
     return f"{page.partition(BEGIN)[0]}{BEGIN}\n\n{text}\n\n{END}{page.partition(END)[2]}"
+
+
+def read(folder: Path, pattern: str) -> dict[str, Data]:
+    """Records by the stems of their names."""
+    return {path.stem: json.loads(path.read_text(encoding="utf-8")) for path in sorted(folder.glob(pattern))}
 
 
 def main(arguments: list[str] | None = None) -> int:
@@ -106,14 +148,16 @@ def main(arguments: list[str] | None = None) -> int:
     parser.add_argument("--root", type=Path, default=ROOT, metavar="DIR", help="where the pages are")
     parser.add_argument("--check", action="store_true", help="exit 1 if a page is not what the records say")
     given = parser.parse_args(arguments)
-    paths = sorted(given.results.glob("gpu_*.json"))
-    records = {path.stem: json.loads(path.read_text(encoding="utf-8")) for path in paths}
+    records, everyday = read(given.results, "gpu_*.json"), read(given.results, "everyday_*.json")
     wrong = 0
     for name, made in PAGES.items():
         path = given.root / name
         old = path.read_text(encoding="utf-8")
-        new = spliced(old, made(records))
-        if new != old and given.check:
+        new = spliced(old, made(records, everyday, given.root))
+        if given.check and CHANGED in new:
+            print(f"{name}: {CHANGED[:-1].lower()} the record; measure again", file=sys.stderr)
+        # a record cannot hold the commit that adds it, or what comes behind: that makes no page wrong
+        if given.check and new.replace(f" {CHANGED}", "") != old.replace(f" {CHANGED}", ""):
             print(f"{name} is not what the records say; run: python benchmarks/pages.py", file=sys.stderr)
             wrong = 1
         if not given.check:

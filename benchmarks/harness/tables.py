@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import re
 import statistics
 from collections.abc import Iterable, Sequence
 from typing import Any
@@ -11,6 +12,30 @@ MIB, GIB = 2**20, 2**30
 Data = dict[str, Any]
 Row = dict[str, Any]
 ANCHOR = 65536
+
+CALL = re.compile(
+    r"(?P<loss>\w+)(?P<ids> ids)? (?P<dtype>\w+) b=(?P<b>\d+) d=(?P<d>\d+)(?: precision=(?P<precision>\w+))?"
+)
+"""The label of a row of ``everyday.py``."""
+HEADS = {
+    "auto": "contrastile",
+    "plain": "plain PyTorch",
+    "compiled": "compiled",
+    "open_clip formula": "plain PyTorch",
+    "open_clip formula, compiled": "compiled",
+}
+"""What the pages call those that ``everyday.py`` compares; over ranks plain PyTorch is open_clip's local loss."""
+CALLS = (
+    *(f"clip_loss bfloat16 b={b} d=512" for b in (256, 4096, 16384, 65536)),
+    *(f"clip_loss float32 b={b} d=512" for b in (4096, 16384)),
+    *(f"sigmoid_loss bfloat16 b={b} d=768" for b in (4096, 32768)),
+    *(f"nt_xent bfloat16 b={size}" for size in ("4096 d=128", "32768 d=512")),
+    *("sup_con bfloat16 b=16384 d=128", "info_nce bfloat16 b=4096 d=768"),
+)
+"""The rows of the README on one GPU."""
+CALLS_OF_RANKS = tuple(f"clip_loss bfloat16 b={b} d=512" for b in (256, 8192))
+"""And on several."""
+_RATIO = "faster of plain and compiled / contrastile"
 
 
 def table(head: Sequence[str], rows: Iterable[Sequence[str]]) -> str:
@@ -108,8 +133,8 @@ def scaling(data: Data) -> str:
     return table(["pairs", "d", "ranks", "one process", "ring", "gather", "best efficiency, auto included"], lines)
 
 
-def peers(data: Data, *, shares: bool = True) -> str:
-    """All implementations at each size: milliseconds, and at the anchor memory and, if wanted, the ceiling's share."""
+def peers(data: Data) -> str:
+    """All implementations at each size: milliseconds, and at the anchor the ceiling's share and memory."""
     rows = measured(data, "peers", what="both")
     if not rows:
         return ""
@@ -118,15 +143,14 @@ def peers(data: Data, *, shares: bool = True) -> str:
     ends = [f"of the ceiling at {anchor:,}", f"peak extra MiB at {anchor:,}"]
     divided = "" if rows[0]["n"] == 1 else f" / {rows[0]['n']}"
     limits = [number(limit(rows, b)) for b in sizes]
-    told = slice(None if shares else 1, None)
-    lines = [[f"*the limit, 8 b² d{divided} / ceiling*", *limits, *["100 %", "0"][told]]]
+    lines = [[f"*the limit, 8 b² d{divided} / ceiling*", *limits, "100 %", "0"]]
     for label in dict.fromkeys(map(labelled, rows)):
         at = {row["b"]: row for row in rows if labelled(row) == label}
         here = at.get(anchor)
         share = percent(statistics.median(here["fraction"])) if here else "-"
         memory = number(here["peak_bytes"] / MIB, 4) if here and here.get("peak_bytes") else "-"
-        lines.append([label, *(number(median(at[b])) if b in at else "-" for b in sizes), *[share, memory][told]])
-    return table(["implementation", *(f"b = {b:,}, ms" for b in sizes), *ends[told]], lines)
+        lines.append([label, *(number(median(at[b])) if b in at else "-" for b in sizes), share, memory])
+    return table(["implementation", *(f"b = {b:,}, ms" for b in sizes), *ends], lines)
 
 
 def labelled(row: Row) -> str:
@@ -146,6 +170,58 @@ def big(data: Data) -> str:
         where = [row["name"], f"{row['b']:,}", str(row["d"])]
         lines.append([*where, *seconds, percent(row["fraction"]), number(peak), *found])
     return table((*head, "dQ, relative error", "dK"), lines)
+
+
+def everyday(data: Data) -> str:
+    """All calls of a record of ``everyday.py``: clip_loss, then the other losses."""
+    found = _calls(data)
+    names = list(dict.fromkeys(name for at in found.values() for name in at))
+    head = ["call", *(f"{HEADS[name]}, ms" if name in HEADS else f"`{name}`, ms" for name in names), _RATIO]
+    tables = []
+    for clip in (True, False):
+        here = {label: at for label, at in found.items() if label.startswith("clip_loss") == clip}
+        lines = [[in_words(x), *(number(at.get(name)) for name in names), _ratio(x, at)] for x, at in here.items()]
+        tables.append(table(head, lines))
+    return "\n\n".join(filter(None, tables))
+
+
+def everyday_calls(alone: Data, several: Data | None) -> str:
+    """The calls of the README, of a record of one GPU and of one of several."""
+    lines, heads = [], list(dict.fromkeys(HEADS.values()))
+    for data, wanted in ((alone, CALLS), (several, CALLS_OF_RANKS)):
+        if data is None:
+            continue
+        found, n = _calls(data), data["environment"]["ranks"]
+        for label in (x for x in wanted if x in found):
+            times = {HEADS[name]: ms for name, ms in found[label].items() if name in HEADS}
+            call = in_words(label) + (f", on each of {n} GPUs" if n > 1 else "")
+            lines.append([call, *(number(times.get(head)) for head in heads), _ratio(label, found[label])])
+    return table(["call", *(f"{head}, ms" for head in heads), _RATIO], lines)
+
+
+def in_words(label: str) -> str:
+    """A row of ``everyday.py``, for people."""
+    found = CALL.fullmatch(label)
+    if found is None:
+        return label
+    settings = ["ids"] if found["ids"] else []
+    settings += [found["precision"]] if found["precision"] else []
+    return ", ".join([f"`{found['loss']}`", *settings, found["dtype"], f"b = {int(found['b']):,}", f"d = {found['d']}"])
+
+
+def _calls(data: Data) -> dict[str, dict[str, float]]:
+    """Milliseconds of each call by the names of those who computed it."""
+    found: dict[str, dict[str, float]] = {}
+    for row in data["rows"]:
+        if row["status"] == "measured":
+            found.setdefault(row["row"], {})[row["name"]] = row["median_ms"]
+    return found
+
+
+def _ratio(label: str, at: dict[str, float]) -> str:
+    """Time of the faster of the others over ours; "-" by tf32, in which they do not multiply."""
+    others = [ms for name, ms in at.items() if name in HEADS and name != "auto" and "tf32" not in label]
+    return f"{min(others) / at['auto']:.1f} x" if others and "auto" in at else "-"
 
 
 def verified(data: Data) -> str:

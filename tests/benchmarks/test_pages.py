@@ -108,7 +108,8 @@ def test_a_page_that_says_something_else_is_found_out(
 def test_a_page_without_markers_or_records(tmp_path: Path) -> None:
     with pytest.raises(ValueError, match="must hold"):
         pages.spliced("no markers", "text")
-    assert "Nothing has been measured yet" in pages.spliced(f"{pages.BEGIN}{pages.END}", pages.performance({}))
+    empty = pages.performance({}, {}, pages.ROOT)
+    assert "Nothing has been measured yet" in pages.spliced(f"{pages.BEGIN}{pages.END}", empty)
 
 
 def test_steps_stand_beside_each_other(one: dict[str, Any]) -> None:

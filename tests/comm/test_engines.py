@@ -17,7 +17,7 @@ MESSAGES = {
     "dtype": 'dtype must be the same on every rank, got "float32" on ranks 0, 1, 2, "float64" on rank 3',
     "exchange": 'exchange must be the same on every rank, got "ring" on ranks 0, 1, 2, "gather" on rank 3',
     "reduction": 'parameter_reduction must be the same on every rank, got "mean" on ranks 0, 1, 2, "sum" on rank 3',
-    "no exchange": "rank 3: exchange must be one of auto, ring, gather, local, got 'star'",
+    "no exchange": "rank 3: exchange must be one of auto, ring, gather, replicate, local, got 'star'",
     "no reduction": "rank 3: parameter_reduction must be one of mean, sum, got 'max'",
     "tile": "tile must be the same on every rank",
     "empty": "the ranks must hold at least one row together, got none",
