@@ -26,7 +26,7 @@ import torch.nn.functional as F  # noqa: E402, N812
 from harness.machine import facts  # noqa: E402
 from harness.peers import PEERS, refusal, said  # noqa: E402
 from harness.ranks import Ranks  # noqa: E402
-from harness.record import compact  # noqa: E402
+from harness.record import compact, rounded  # noqa: E402
 from harness.timing import attempt, elapsed  # noqa: E402
 
 import contrastile  # noqa: E402
@@ -240,7 +240,7 @@ def main() -> int:
                 ranks.say(f"  {x['name']}: {x['reason']}")
         if given.out and ranks.rank == 0:
             given.out.parent.mkdir(parents=True, exist_ok=True)
-            given.out.write_text(compact(data), encoding="utf-8")
+            given.out.write_text(compact(rounded(data)), encoding="utf-8")
     ranks.leave()
     return 0
 

@@ -55,7 +55,9 @@ def evaluate(build: Builder, settings: Given, *args: Any, **kwargs: Any) -> Arra
 
 def _evaluate(build: Builder, settings: Given, args: Any, kwargs: Any) -> Array:
     try:
-        plan, _ = make(build, settings, args, kwargs, replicates=settings.get("group") is not None and _is_plain(args[0]))
+        plan, _ = make(
+            build, settings, args, kwargs, replicates=settings.get("group") is not None and _is_plain(args[0])
+        )
     except ReplicateError as agreed:
         from contrastile.autograd import replicate
 

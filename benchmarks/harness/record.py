@@ -58,7 +58,7 @@ class Record:
                 others.append(old)
             elif row.get("status") == "skip" and old.get("status") == "measured":
                 return
-        self.data[part] = [*others, _plain(row)]
+        self.data[part] = [*others, rounded(row)]
         if self.path is not None:
             self.path.parent.mkdir(parents=True, exist_ok=True)
             self.path.write_text(compact(self.data), encoding="utf-8")
@@ -76,12 +76,12 @@ def compact(data: dict[str, Any]) -> str:
     return "{\n" + ",\n".join(lines) + "\n}\n"
 
 
-def _plain(value: Any) -> Any:
+def rounded(value: Any) -> Any:
     """Numbers that JSON lacks become null; floats keep six digits."""
     if isinstance(value, dict):
-        return {name: _plain(each) for name, each in value.items()}
+        return {name: rounded(each) for name, each in value.items()}
     if isinstance(value, list | tuple):
-        return [_plain(each) for each in value]
+        return [rounded(each) for each in value]
     if isinstance(value, float):
         return float(f"{value:.6g}") if math.isfinite(value) else None
     return value
