@@ -61,7 +61,7 @@ def test_every_loss_is_timed(tmp_path: Path) -> None:
 
 
 def test_every_row_is_one_that_the_pages_can_say() -> None:
-    for row in (*everyday.ROWS, *everyday.SEVERAL, *everyday.SMOKE):
+    for row in (*everyday.ROWS, *everyday.SEVERAL, *everyday.CPU_ROWS):
         assert tables.in_words(row.label).startswith(f"`{row.loss.split()[0]}`, "), row.label
     assert set(tables.CALLS) <= {row.label for row in everyday.ROWS}
     assert set(tables.CALLS_OF_RANKS) <= {row.label for row in everyday.SEVERAL}
