@@ -49,7 +49,7 @@ def two() -> dict[str, Any]:
 @pytest.mark.slow
 def test_every_loss_is_timed(tmp_path: Path) -> None:
     out = tmp_path / "everyday.json"
-    words = "--device cpu --backends torch --without compiled --slot 0.002 --rounds 1 --out"
+    words = "--device cpu --backends torch --without compiled --only b=64 --slot 0.002 --rounds 1 --out"
     command = [sys.executable, str(everyday.__file__), *words.split(), str(out)]
     done = subprocess.run(command, capture_output=True, text=True, timeout=600)
     assert done.returncode == 0, done.stdout + done.stderr
