@@ -45,10 +45,14 @@ def torch_peak(call: Callable[[], Any]) -> int:
 
 
 def replay(sizes: Iterable[int]) -> int:
-    """The largest running sum of allocations (positive) and releases (negative), at least 0."""
+    """The largest running sum of allocations (positive) and releases (negative), which is never below 0.
+
+    The profiler knows blocks by their address alone, and forgets none that were released while it was off: the release
+    of an earlier allocation at such an address is given the size of another.
+    """
     live = peak = 0
     for size in sizes:
-        live += size
+        live = max(0, live + size)
         peak = max(peak, live)
     return peak
 

@@ -152,3 +152,7 @@ def test_a_process_of_its_own_counts_the_same_bytes() -> None:
 def test_a_process_that_fails_says_why() -> None:
     with pytest.raises(MemoryMeasurementError, match="'nobody'"):
         measure_in_a_child(request(implementation="nobody"), timeout=300)
+
+
+def test_a_release_that_was_never_an_allocation_pays_for_nothing() -> None:
+    assert memory.replay([-8192, MIB, -MIB, 4]) == MIB
