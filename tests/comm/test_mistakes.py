@@ -54,7 +54,8 @@ def test_no_number_is_wrong_and_every_rank_is_told(
         seconds=600,
         CONTRASTILE_DEADLINE=str(DEADLINE),
     )
-    assert ended.code == (0 if mistake == "two models" else 1), ended.output
+    # mpirun may give the signal by which it ended another rank
+    assert (ended.code == 0) == (mistake == "two models"), ended.output
     assert ended.orphans == 0
     assert "WrongError" not in ended.output
     said = [[line.partition(" ")[2] for line in ended.said(rank) if not line.startswith("fails")] for rank in range(3)]
