@@ -59,9 +59,9 @@ class Call:
         return False
 
     def device(self) -> int | None:
-        """The GPU of all tensors, few numbers and on the current one, or None."""
+        """The GPU of all tensors, few numbers and on the current one, or None. One of them is on a GPU."""
         tensors = self.tensors
-        if not tensors or not tensors[0].is_cuda or sum(x.numel() for x in tensors) > FEATURES:
+        if sum(x.numel() for x in tensors) > FEATURES:
             return None
         device = torch.cuda.current_device()
         return device if all(x.get_device() == device for x in tensors) else None
@@ -77,6 +77,11 @@ def _put(x: Any, tensors: Iterator[Tensor]) -> Any:
     if type(x) in _TENSORS:
         return next(tensors)
     return [_put(y, tensors) for y in x] if type(x) in (list, tuple) else x
+
+
+def on_gpu(features: Any) -> bool:
+    """Whether they are a tensor on a GPU: of others nothing more is asked."""
+    return bool(getattr(features, "is_cuda", False))
 
 
 class Step:
@@ -206,12 +211,12 @@ class Steps(Signatures[Step]):
 
         Args:
             what: all that the result depends on besides the arguments.
-            args: of the loss.
+            args: of the loss, the features first.
             kwargs: of the loss.
             make: gives the plan, first of what it gives, of such ``args`` and ``kwargs``.
             launch: gives the loss of such ``args`` and ``kwargs``.
         """
-        if torch.compiler.is_compiling():
+        if torch.compiler.is_compiling() or not on_gpu(args[0]):
             return None
         call = Call(args, kwargs, torch.is_grad_enabled())
         device, tensors = call.device() if call.known else None, call.tensors

@@ -211,6 +211,7 @@ class OnGpu:
         patch = monkeypatch.setattr
         patch(steps, "STEPS", self.steps)
         patch(steps, "may_be_captured", lambda: True)
+        patch(steps, "on_gpu", lambda features: isinstance(features, torch.Tensor))
         patch(steps.Call, "device", lambda call: -1)
         patch(bodies, "fits", lambda rows, columns: self.small)
 
