@@ -1,7 +1,8 @@
-"""Steps in CUDA graphs, for tests on a GPU."""
+"""Steps in CUDA graphs, and the memory that steps leave, for tests on a GPU."""
 
 from __future__ import annotations
 
+import time
 from collections.abc import Callable
 from typing import Any
 
@@ -20,3 +21,13 @@ def captured(call: Callable[[], list[Any]]) -> tuple[Any, list[Any]]:
     with torch.cuda.graph(graph):
         found = call()
     return graph, found
+
+
+def comes_down_to(allocated: int, seconds: float = 10.0) -> bool:
+    """Whether torch's memory does: the thread of a backward pass may let go of it after its caller went on."""
+    import torch
+
+    end = time.monotonic() + seconds
+    while torch.cuda.memory_allocated() > allocated and time.monotonic() < end:
+        time.sleep(0.01)
+    return torch.cuda.memory_allocated() <= allocated
