@@ -57,7 +57,7 @@ def test_on_hopper_cupy_is_taken_where_it_is_faster(machine: Machine) -> None:
     machine(90, "triton", "cupy")
     for dtype in ("float16", "bfloat16"):
         found = {form: choose("torch", "cuda:0", dtype, form=form) for form in FORMS}
-        assert found == {SOFTMAX: "cupy", SYMMETRIC: "cupy", SIGMOID: "triton", RANKS: "triton"}
+        assert found == {SOFTMAX: "cupy", SYMMETRIC: "cupy", SIGMOID: "cupy", RANKS: "triton"}
     for form, precision in product(FORMS, ("auto", "split", "tf32")):
         assert choose("torch", "cuda:0", "float32", precision, form) == "triton"
 
@@ -75,7 +75,7 @@ def test_float32_without_tensor_cores_never_goes_to_triton(machine: Machine) -> 
     machine(90, "triton", "cupy")
     assert choose("torch", "cuda", "float32", "ieee") == "cupy"
     # the precision says nothing to other dtypes
-    assert choose("torch", "cuda", "bfloat16", "ieee", SIGMOID) == "triton"
+    assert choose("torch", "cuda", "bfloat16", "ieee", RANKS) == "triton"
 
 
 def test_what_cannot_be_used_is_passed_over_and_the_reason_is_told_once(
