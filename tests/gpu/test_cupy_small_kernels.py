@@ -380,6 +380,14 @@ def losses() -> Iterator[tuple[str, float]]:
         launch(instance("weighted_nll", "weighted_nll"), parts.size, ONE_BLOCK, arguments)
         want = np.sum(terms[:stop])
         yield "weighted_nll", ratio(float(parts.sum()), want, 2.0**-44 * np.sum(abs(terms[:stop])) + 1e-300)
+    first, second = (np.concatenate([x, [-np.inf, -np.inf, np.inf, np.nan]]) for x in (negative, positive))
+    second[-4:] = -np.inf, 1.0, 1.0, 1.0
+    merged, given = cupy.empty(len(first)), [cupy.asarray(x) for x in (first, second)]
+    arguments = struct("MergeLseArguments")(*map(pointer, (*given, merged)), length=len(first))
+    launch(instance("weighted_nll", "merge_lse"), ceil_div(len(first), THREADS), THREADS, arguments)
+    with np.errstate(all="ignore"):
+        want = np.logaddexp(first, second)
+    yield "merge_lse", ratio(merged, want, 2.0**-50 * (1 + abs(first) + abs(second)))
 
 
 def passes(dtype: str, strided: bool) -> Iterator[tuple[str, float]]:

@@ -79,6 +79,7 @@ def small_kernels() -> Iterator[Instance]:
         yield instance("plan", name)
     for name in ("sum_positives", "weight_bounds", "epilogue_scales", "weighted_nll"):
         yield instance(name, name)
+    yield instance("weighted_nll", "merge_lse")
     yield instance("fold", "fold_sigmoid")
     for name, safe in product(("fold", "fold_positives"), ("false", "true")):
         yield instance("fold", name, safe)

@@ -224,6 +224,14 @@ struct AddDoublesArguments {
     double* out;  // 0-d
 };
 
+// merge_lse: blocks ceil(length / THREADS), THREADS threads.
+struct MergeLseArguments {
+    const double* first;  // (length,) each
+    const double* second;
+    double* out;
+    long long length;
+};
+
 // Terms that one block of weighted_nll takes.
 constexpr int TERMS = 1024;
 

@@ -1,9 +1,20 @@
-// The loss of one direction from its log-sum-exps, in double: sum_i w_i loss_i.
+// Log-sum-exps merged, and the loss of one direction from them, sum_i w_i loss_i: all in double.
 #include "arguments_small.cuh"
 #include "elements.cuh"
 #include "reduce.cuh"
 
 namespace contrastile {
+
+// log(e^a + e^b); -inf for two -inf, inf for +inf, NaN for NaN.
+__device__ __forceinline__ double merged(double a, double b) {
+    const double shift = finite_or_zero(fmax(a, b));
+    return shift + log(exp(a - shift) + exp(b - shift));
+}
+
+extern "C" __global__ void __launch_bounds__(256) merge_lse(const __grid_constant__ MergeLseArguments a) {
+    const long long i = static_cast<long long>(blockIdx.x) * THREADS + threadIdx.x;
+    if (i < a.length) a.out[i] = merged(a.first[i], a.second[i]);
+}
 
 // The loss of one row: log(1 + e^(N - P)), what its log-sum-exp is above that of its positives, and what that is above t
 // times the sum of their logits, never less than 0: rounding that says so is projected back. Without a positive or a
@@ -15,8 +26,7 @@ __device__ __forceinline__ double loss_of(double negatives, double positives, do
         // fmax passes over a NaN, which the other term brings
         return fmax(gap, 0.0) + log1p(exp(-fabs(gap))) + (above < 0.0 ? 0.0 : above);
     }
-    const double shift = finite_or_zero(fmax(negatives, positives));
-    return shift + log(exp(negatives - shift) + exp(positives - shift)) + 0.0 * t;
+    return merged(negatives, positives) + 0.0 * t;
 }
 
 // A weight of 0 silences a row whatever its log-sum-exps are.
