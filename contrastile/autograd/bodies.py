@@ -122,4 +122,6 @@ def may_be_replayed(plan: Plan) -> bool:
     problem, backend = plan.problem, plan.backend
     if not problem.traceable or not backend.replayable or (backend.keeping is not None and kept_bytes(plan.options)):
         return False
-    return fits(problem.rows, sum([x.shape[0] for x in problem.columns or (problem.rows,)]))
+    # rows against themselves: each pair is computed once
+    columns = sum([x.shape[0] for x in problem.columns]) if problem.columns else (problem.rows.shape[0] + 1) // 2
+    return fits(problem.rows, columns)

@@ -17,7 +17,7 @@ from contrastile.backends.contract import WEIGHTS, Array, Backend, Block, Option
 from contrastile.schedules import local
 from contrastile.schedules.problem import Problem
 
-WORK, TWICE, CPU_ROWS = 1 << 34, 1 << 41, 512
+WORK, TWICE, CPU_ROWS = 1 << 35, 1 << 41, 512
 """On a GPU rows x rows x width up to which nothing is halved, and from which halves are halved again: to compute half
 of a block takes less time, and to launch three blocks instead takes more. On a CPU the rows of a whole block."""
 
