@@ -149,10 +149,14 @@ def nt_xent(view_a: Array, view_b: Array, scale: Any, *, world: Handshake = ALON
 
 
 def sup_con(features: Array, labels: Array, scale: Any, *, world: Handshake = ALONE) -> Loss:
-    """Samples against themselves, self excluded, t = 1 / |P(i)|; u = 1 / (samples that have a positive)."""
+    """Samples against themselves, self excluded, t = 1 / |P(i)|; u = 1 / (samples that have a positive).
+
+    Samples are taken in the order of their labels: few tiles then hold a positive, and the others look for none.
+    """
     arrays, (rows,) = validation.features(world.alone, features=features)
     m, state = rows.shape[0], state_dtype(arrays.dtype(rows))
-    labels = validation.integers("labels", labels, m, "sample", arrays, rows)
+    labels, order = arrays.sorted(validation.integers("labels", labels, m, "sample", arrays, rows))
+    rows = arrays.take(rows, order)
     factor = validation.scalar("scale", scale, arrays, state, rows)
     met = world.meet(arrays, rows, (rows,), factor, loss="sup_con", scale=_number(scale))
     partners = arrays.cast(world.count_in(arrays, labels) - 1, state)
@@ -171,7 +175,12 @@ def sup_con(features: Array, labels: Array, scale: Any, *, world: Handshake = AL
         match="target",
         placement=met.placement,
     )
-    return Loss(problem, lambda g: (*_like(arrays, (features,), (both_sides(g),)), g.scale))
+
+    def pull_back(g: Gradients) -> tuple[Array, ...]:
+        _, place = arrays.sorted(order)
+        return *_like(arrays, (features,), (arrays.take(both_sides(g), place),)), g.scale
+
+    return Loss(problem, pull_back)
 
 
 def sigmoid(

@@ -108,8 +108,16 @@ class ArrayLibrary(Protocol):
         """``x * factor`` rounded once to ``dtype``; with ``consume``, x may be overwritten to save memory."""
         ...
 
+    def sorted(self, x: Array) -> tuple[Array, Array]:
+        """The elements in rising order, and where each was; equal ones stay in their order."""
+        ...
+
+    def take(self, x: Array, rows: Array) -> Array:
+        """These rows of x, a copy."""
+        ...
+
     def count_in(self, needles: Array, haystack: Array) -> Array:
-        """How many elements of ``haystack`` equal each needle, int64; O((m + n) log n)."""
+        """How many elements of ``haystack``, which are in rising order, equal each needle, int64; O(m log n)."""
         ...
 
     def to_numpy(self, x: Array) -> Any:
@@ -190,10 +198,16 @@ class NumpyArrays:
     def scaled(self, x: Array, factor: Array, dtype: str, *, consume: bool) -> Array:
         return self.module.multiply(x, factor, out=x if consume else None).astype(dtype, copy=False)
 
+    def sorted(self, x: Array) -> tuple[Array, Array]:
+        order = self.module.argsort(x, kind="stable")
+        return x[order], order
+
+    def take(self, x: Array, rows: Array) -> Array:
+        return x[rows]
+
     def count_in(self, needles: Array, haystack: Array) -> Array:
-        ordered = self.module.sort(haystack)
-        right = self.module.searchsorted(ordered, needles, side="right")
-        return right - self.module.searchsorted(ordered, needles, side="left")
+        right = self.module.searchsorted(haystack, needles, side="right")
+        return right - self.module.searchsorted(haystack, needles, side="left")
 
     def to_numpy(self, x: Array) -> Any:
         # NumPy turns 0-d results into scalars, which are not arrays
@@ -356,10 +370,16 @@ class TorchArrays:
     def scaled(self, x: Array, factor: Array, dtype: str, *, consume: bool) -> Array:
         return (x.mul_(factor) if consume else x * factor).to(getattr(self.module, dtype))
 
+    def sorted(self, x: Array) -> tuple[Array, Array]:
+        values, order = x.sort(stable=True)
+        return values, order
+
+    def take(self, x: Array, rows: Array) -> Array:
+        return x.index_select(0, rows)
+
     def count_in(self, needles: Array, haystack: Array) -> Array:
-        ordered = haystack.sort().values
-        right = self.module.searchsorted(ordered, needles, right=True)
-        return right - self.module.searchsorted(ordered, needles)
+        right = self.module.searchsorted(haystack, needles, right=True)
+        return right - self.module.searchsorted(haystack, needles)
 
     def to_numpy(self, x: Array) -> Any:
         x = x.detach().cpu().resolve_neg()

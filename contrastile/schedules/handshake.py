@@ -193,7 +193,10 @@ class Handshake:
             self._explain(json.dumps({"error": reason} if reason else {}))
 
     def count_in(self, arrays: ArrayLibrary, needles: Array) -> Array:
-        """How many elements of all ranks' vectors equal each of this rank's; the vectors go around the ring."""
+        """How many elements of all ranks' vectors equal each of this rank's; the vectors go around the ring.
+
+        Each rank's are in rising order.
+        """
         if self.placement is None:
             return arrays.count_in(needles, needles)
         from contrastile.schedules.ring import visits

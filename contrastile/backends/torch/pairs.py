@@ -123,6 +123,12 @@ class BlockPairs:
         return _Diagonal(rows, columns) if own else _Pointers(cut(column, rows), columns, self._sync)
 
 
+def _overlap(a: torch.Tensor, b: torch.Tensor) -> bool:
+    """Whether the ranges of two vectors overlap: of ids in rising order those of most tiles do not."""
+    (least, most), (lower, upper) = a.aminmax(), b.aminmax()
+    return bool((least <= upper) & (lower <= most))
+
+
 class TilePairs:
     """Which pairs of a tile count. Equal ids are never read where an index already decides the pair."""
 
@@ -138,8 +144,11 @@ class TilePairs:
         self._positive, self._excluded, pairs = positive, excluded, block.pairs
         self._dropped: torch.Tensor | None = None
         self._matched: torch.Tensor | None = None
-        if pairs.row_ids is not None and pairs.column_ids is not None:
-            equal = cut(pairs.row_ids, rows)[:, None] == cut(pairs.column_ids, columns)
+        if pairs.row_ids is None or pairs.column_ids is None:
+            return
+        mine, theirs = cut(pairs.row_ids, rows), cut(pairs.column_ids, columns)
+        if not sync or _overlap(mine, theirs):
+            equal = mine[:, None] == theirs
             for decided in (positive, excluded):
                 if decided is not None:
                     decided.write(equal, False)

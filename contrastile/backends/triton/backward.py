@@ -32,6 +32,7 @@ from contrastile.backends.triton.tiles import (
     dots,
     pairs,
     place,
+    touched,
 )
 
 _PLAIN = ["m", "n", "row0", "column0", "height", "width", "depth"]
@@ -90,23 +91,24 @@ def _epilogue(
         value = _direction(x, row_vectors, i, m, RAGGED, 1)
         if TWO_SIDED:
             value += _direction(x, column_vectors, j, n, RAGGED, 0)
-    if EXCLUDED or IDS != NO_IDS:
-        positive, admitted = pairs(i, j, m, n, masks, False, EXCLUDED, IDS)
-        value = tl.where(admitted, value, 0.0)
-        if IDS == TARGET:
-            if certain:
-                x = rounded(acc, alpha)
-                exact = _at_positive(x, row_vectors, i, m, RAGGED, 1)
-                if TWO_SIDED:
-                    exact += _at_positive(x, column_vectors, j, n, RAGGED, 0)
-                value = tl.where(positive, exact, value)
-            else:
-                t = _vector(row_vectors, TAKEN, i, m, RAGGED)
-                if TWO_SIDED:
-                    s = _vector(column_vectors, TAKEN, j, n, RAGGED)
-                    value -= tl.where(positive, t[:, None] + s[None, :], 0.0)
+    if EXCLUDED or IDS != NO_IDS:  # noqa: SIM102 (decided as it is compiled)
+        if touched(i, j, column0 + column, m, n, masks, False, EXCLUDED, IDS):
+            positive, admitted = pairs(i, j, m, n, masks, False, EXCLUDED, IDS)
+            value = tl.where(admitted, value, 0.0)
+            if IDS == TARGET:
+                if certain:
+                    x = rounded(acc, alpha)
+                    exact = _at_positive(x, row_vectors, i, m, RAGGED, 1)
+                    if TWO_SIDED:
+                        exact += _at_positive(x, column_vectors, j, n, RAGGED, 0)
+                    value = tl.where(positive, exact, value)
                 else:
-                    value -= tl.where(positive, t[:, None], 0.0)
+                    t = _vector(row_vectors, TAKEN, i, m, RAGGED)
+                    if TWO_SIDED:
+                        s = _vector(column_vectors, TAKEN, j, n, RAGGED)
+                        value -= tl.where(positive, t[:, None] + s[None, :], 0.0)
+                    else:
+                        value -= tl.where(positive, t[:, None], 0.0)
     store_parts(to, row, column, value)
 
 

@@ -31,6 +31,7 @@ from contrastile.backends.triton.tiles import (
     dots,
     pairs,
     place,
+    touched,
     within,
 )
 
@@ -95,21 +96,25 @@ def lse_tiles(
                 x = tl.where(named[:, None] == tl.arange(0, BN)[None, :], EMPTY, x)
         if MASKED:
             masks = positives, excluded, row_ids, column_ids
-            positive, admitted = pairs(row0 + i, column0 + j, m, n, masks, POSITIVES, EXCLUDED, IDS)
-            x = tl.where(admitted & (positive == 0), x, EMPTY)
+            NEXT: tl.constexpr = 2 if SAFE else 1
+            row_to, column_to = row_parts + NEXT * row_size + row_at, column_parts + NEXT * column_size + column_at
+            if touched(row0 + i, column0 + j, column0 + c * BN, m, n, masks, POSITIVES, EXCLUDED, IDS):
+                positive, admitted = pairs(row0 + i, column0 + j, m, n, masks, POSITIVES, EXCLUDED, IDS)
+                x = tl.where(admitted & (positive == 0), x, EMPTY)
+                if IDS == TARGET:
+                    positive = positive & (i < height)[:, None] & (j < width)[None, :]
+                    logit = tl.where(positive, rounded(acc, alpha), 0.0)
+                    term = tl.where(positive, logit if SAFE else tl.math.exp2(acc * alpha - reference), EMPTY)
+                    _leave_positives(term, logit, positive, row_to, row_size, i < height, SAFE, 1)
+                    if COLUMNS:
+                        _leave_positives(term, logit, positive, column_to, column_size, j < width, SAFE, 0)
+            elif IDS == TARGET:
+                _leave_nothing(row_to, row_size, i < height, SAFE)
+                if COLUMNS:
+                    _leave_nothing(column_to, column_size, j < width, SAFE)
         _leave(x, row_parts + row_at, row_size, i < height, SAFE, 1)
         if COLUMNS:
             _leave(x, column_parts + column_at, column_size, j < width, SAFE, 0)
-        if IDS == TARGET:
-            NEXT: tl.constexpr = 2 if SAFE else 1
-            positive = positive & (i < height)[:, None] & (j < width)[None, :]
-            logit = tl.where(positive, rounded(acc, alpha), 0.0)
-            term = tl.where(positive, logit if SAFE else tl.math.exp2(acc * alpha - reference), EMPTY)
-            row_to = row_parts + NEXT * row_size + row_at
-            _leave_positives(term, logit, positive, row_to, row_size, i < height, SAFE, 1)
-            if COLUMNS:
-                column_to = column_parts + NEXT * column_size + column_at
-                _leave_positives(term, logit, positive, column_to, column_size, j < width, SAFE, 0)
 
 
 @triton.jit
@@ -132,6 +137,13 @@ def _leave_positives(term, logit, positive, to, size, inside, SAFE: tl.constexpr
     to += (2 if SAFE else 1) * size
     tl.store(to, tl.sum(logit, AXIS), mask=inside)
     tl.store(to + size, tl.sum(positive.to(tl.float32), AXIS), mask=inside)
+
+
+@triton.jit
+def _leave_nothing(to, size, inside, SAFE: tl.constexpr):
+    """What ``_leave_positives`` leaves of a tile without positives."""
+    for quantity in range(4 if SAFE else 3):
+        tl.store(to + quantity * size, 0.0, mask=inside)
 
 
 @kernel

@@ -84,6 +84,25 @@ def within(named, i, inside, start, length, DTYPE: tl.constexpr):
 
 
 @triton.jit
+def touched(i, j, start, m, n, masks, POSITIVES: tl.constexpr, EXCLUDED: tl.constexpr, IDS: tl.constexpr):
+    """Whether ``pairs`` may say more of rows i and of the columns j, from ``start`` on, than what lies inside.
+
+    Ids are asked for their ranges alone, which overlap in few tiles where rows and columns are in the order of their
+    ids.
+    """
+    positives, excluded, row_ids, column_ids = masks
+    found = m < 0
+    if IDS != NO_IDS:
+        mine, theirs = tl.load(row_ids + tl.minimum(i, m - 1)), tl.load(column_ids + tl.minimum(j, n - 1))
+        found = (tl.min(mine, 0) <= tl.max(theirs, 0)) & (tl.min(theirs, 0) <= tl.max(mine, 0))
+    if POSITIVES:
+        found = found | (tl.max(within(positives, i, i < m, start, j.shape[0], tl.int32), 0) >= 0)
+    if EXCLUDED:
+        found = found | (tl.max(within(excluded, i, i < m, start, j.shape[0], tl.int32), 0) >= 0)
+    return found
+
+
+@triton.jit
 def pairs(i, j, m, n, masks, POSITIVES: tl.constexpr, EXCLUDED: tl.constexpr, IDS: tl.constexpr):
     """Which pairs of rows i (BM,) and columns j (BN,) are positive and which are admitted, (BM, BN) booleans each.
 

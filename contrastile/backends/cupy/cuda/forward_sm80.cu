@@ -133,6 +133,20 @@ __device__ __forceinline__ void add_positives(const Accumulators& dots, ForwardS
     __syncthreads();
 }
 
+// What add_positives writes of a tile without positives.
+template <int SAFE>
+__device__ __forceinline__ void leave_no_positives(const ForwardArguments& a, Tile at) {
+    write_row(a.rows.dots, a, at, 0.0f);
+    write_row(a.rows.counts, a, at, 0.0f);
+    write_row(a.rows.positive_sums, a, at, 0.0f);
+    if (SAFE) write_row(a.rows.positive_references, a, at, 0.0f);
+    if (a.columns.sums == nullptr) return;
+    write_column(a.columns.dots, a, at, 0.0f);
+    write_column(a.columns.counts, a, at, 0.0f);
+    write_column(a.columns.positive_sums, a, at, 0.0f);
+    if (SAFE) write_column(a.columns.positive_references, a, at, 0.0f);
+}
+
 // Whether the tile's named columns are in shared memory.
 template <int MASK>
 __device__ __forceinline__ bool named(const ForwardArguments& a, Tile at) {
@@ -155,8 +169,10 @@ __global__ void __launch_bounds__(BLOCK, 2) forward_sm80(const __grid_constant__
         if (named<MASK>(a, at)) store_pairs<MASK>(storage.pairs, a.pairs, a.chunk, at);
         Accumulators dots;
         tile_of_dots<P>(stream, thread, dots);
-        if (MASK == TARGET) add_positives<SAFE, MASK>(dots, storage, a, at, thread, alpha, shift);
-        if (MASK != PLAIN || at.row + SIDE > a.chunk.height || at.column + SIDE > a.chunk.width)
+        const bool masked = MASK != PLAIN && touched<MASK>(storage.pairs);
+        if (MASK == TARGET && masked) add_positives<SAFE, MASK>(dots, storage, a, at, thread, alpha, shift);
+        if (MASK == TARGET && !masked) leave_no_positives<SAFE>(a, at);
+        if (masked || at.row + SIDE > a.chunk.height || at.column + SIDE > a.chunk.width)
             admit_tile<MASK>(dots, storage, a, at, thread, alpha);
         if (MASK != TARGET && named<MASK>(a, at) && holds_positives(storage, thread))
             hide_positives(dots, storage, thread, alpha);

@@ -62,14 +62,18 @@ struct ForwardEpilogue {
     // Read anew each time, as consumer_thread is.
     static __device__ __forceinline__ int lane() { return consumer_thread() % 32; }
 
-    // Takes what is not to be summed out of a tile, and with TARGET writes the sums over positives.
+    // Takes what is not to be summed out of a tile, and with TARGET writes the sums over positives, together with the
+    // other warps: all of them, or none.
     __device__ __forceinline__ void leave_negatives(float (&acc)[STRIPS][PRODUCT_VALUES], const Place& tile) {
         const Chunk& chunk = arguments.chunk;
         const int lane = this->lane();
         const bool edge = tile.row + BM > chunk.height || tile.column + BN > chunk.width;
-        const bool touched =
-            MASK == TARGET || (named(tile) && storage.pairs.touched(arguments.pairs, chunk, tile, warp, lane, true));
-        if (edge || (MASK != PLAIN && touched)) admit_tile(acc, tile);
+        bool touched = named(tile) && storage.pairs.touched(arguments.pairs, chunk, tile, warp, lane, true);
+        if (MASK == TARGET) {
+            touched = consumer_any(consumer, touched);
+            if (!touched) leave_no_positives(tile);
+        }
+        if (edge || (MASK != PLAIN && touched)) admit_tile(acc, tile, touched);
         if (MASK != TARGET && touched) hide_positives(acc, tile, lane);
     }
 
@@ -118,7 +122,7 @@ struct ForwardEpilogue {
         });
     }
 
-    __device__ __forceinline__ void admit_tile(float (&acc)[STRIPS][PRODUCT_VALUES], const Place& tile) {
+    __device__ __forceinline__ void admit_tile(float (&acc)[STRIPS][PRODUCT_VALUES], const Place& tile, bool touched) {
         const Chunk& chunk = arguments.chunk;
         const int lane = this->lane();
         PairRow rows[STRIPS][2];
@@ -134,7 +138,7 @@ struct ForwardEpilogue {
                 if (MASK != PLAIN) rows[s][q] = storage.pairs.row(storage.pairs.named(arguments.pairs, chunk, tile, row), row, first);
             }
         const long long* ids = storage.pairs.ids(first);
-        if (MASK == TARGET) add_positives(acc, rows, inside, ids, columns, tile);
+        if (MASK == TARGET && touched) add_positives(acc, rows, inside, ids, columns, tile);
 #pragma unroll
         for (int s = 0; s < STRIPS; ++s)
             admit<MASK, GROUPS, true>(acc[s], rows[s], ids, inside[s][0], inside[s][1], columns, nothing(alpha));
@@ -161,6 +165,21 @@ struct ForwardEpilogue {
         write_side(dots, counts, tile, arguments.rows.positive_sums, arguments.rows.positive_references,
                    arguments.columns.positive_sums, arguments.columns.positive_references);
         consumer_sync(consumer);
+    }
+
+    // What add_positives writes of a tile without positives.
+    __device__ __forceinline__ void leave_no_positives(const Place& tile) const {
+        const float none[STRIPS][2] = {};
+        const Partials &rows = arguments.rows, &columns = arguments.columns;
+        write_rows(none, rows.dots, tile);
+        write_rows(none, rows.counts, tile);
+        write_rows(none, rows.positive_sums, tile);
+        if (SAFE) write_rows(none, rows.positive_references, tile);
+        if (columns.sums == nullptr) return;
+        each_column(tile, [&](int, long long at) {
+            columns.dots[at] = columns.counts[at] = columns.positive_sums[at] = 0.0f;
+            if (SAFE) columns.positive_references[at] = 0.0f;
+        });
     }
 
     static __device__ __forceinline__ float joined(const float (&parts)[CONSUMER_WARPS][BN], int column) {

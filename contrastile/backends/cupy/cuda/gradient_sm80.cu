@@ -27,11 +27,12 @@ static_assert(sizeof(GradientStorage) <= STORAGE_BYTES);
 
 __device__ __forceinline__ float2 two(const float* list, int at) { return *reinterpret_cast<const float2*>(list + at); }
 
-// Turns the dots of strip s into G, but for positives by index. CERTAIN: where the plan says so.
+// Turns the dots of strip s into G, but for positives by index. CERTAIN: where the plan says so. `masked`: whether some
+// pair of the tile is touched by MASK.
 template <int EXPONENT, int MASK, bool CERTAIN>
 __device__ __forceinline__ void strip_of_g(float (&value)[4 * GROUPS], int s, const GradientStorage& storage,
                                            const GradientArguments& a, Tile at, const Thread& thread, float alpha,
-                                           float reference) {
+                                           float reference, bool masked) {
     float first[2], weight[2], taken[2];
     PairRow rows[2];
 #pragma unroll
@@ -55,7 +56,7 @@ __device__ __forceinline__ void strip_of_g(float (&value)[4 * GROUPS], int s, co
             const float dot = value[4 * g + e];
             float x = attraction<EXPONENT>(dot, alpha, reference, first[q], weight[q],
                                            c ? column_first.y : column_first.x, c ? column_weight.y : column_weight.x);
-            if (MASK != PLAIN) {
+            if (MASK != PLAIN && masked) {
                 const Standing pair = standing<MASK>(rows[q], 8 * g + c, c ? id.y : id.x);
                 if (!pair.admitted) x = 0.0f;
                 if (MASK == TARGET && !CERTAIN && pair.positive) x -= taken[q] + (c ? column_taken.y : column_taken.x);
@@ -90,9 +91,11 @@ __device__ __forceinline__ void put_positives(float (&value)[4 * GROUPS], int s,
 template <int EXPONENT, int MASK, bool CERTAIN, class T>
 __device__ __forceinline__ void write_g(Accumulators& dots, const GradientStorage& storage, const GradientArguments& a,
                                         Tile at, const Thread& thread) {
+    const bool masked = MASK != PLAIN && touched<MASK>(storage.pairs);
 #pragma unroll
     for (int s = 0; s < STRIPS; ++s) {
-        strip_of_g<EXPONENT, MASK, CERTAIN>(dots[s], s, storage, a, at, thread, a.plan->alpha, a.plan->reference);
+        strip_of_g<EXPONENT, MASK, CERTAIN>(dots[s], s, storage, a, at, thread, a.plan->alpha, a.plan->reference,
+                                            masked);
         if (MASK != TARGET) put_positives(dots[s], s, storage, thread);
         store_strip(dots[s], s, static_cast<T*>(a.g), a.g_stride, a.chunk, at, thread);
         // nothing waits here: but the next strip reads its columns anew, where keeping them in registers would spill

@@ -65,6 +65,22 @@ __device__ __forceinline__ void named_sync(int name, int threads) {
     asm volatile("bar.sync %0, %1;" ::"r"(name), "r"(threads) : "memory");
 }
 
+// Whether it is true of any thread; all wait as in named_sync.
+__device__ __forceinline__ bool named_any(int name, int threads, bool mine) {
+    int found;
+    asm volatile(
+        "{\n"
+        ".reg .pred mine, any;\n"
+        "setp.ne.s32 mine, %3, 0;\n"
+        "bar.red.or.pred any, %1, %2, mine;\n"
+        "selp.s32 %0, 1, 0, any;\n"
+        "}"
+        : "=r"(found)
+        : "r"(name), "r"(threads), "r"(static_cast<int>(mine))
+        : "memory");
+    return found != 0;
+}
+
 __device__ __forceinline__ void named_arrive(int name, int threads) {
     asm volatile("bar.arrive %0, %1;" ::"r"(name), "r"(threads) : "memory");
 }

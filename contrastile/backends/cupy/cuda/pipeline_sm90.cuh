@@ -35,6 +35,10 @@ constexpr int TURN = 1, CONSUMER = 3;  // each of two, by consumer
 
 __device__ __forceinline__ void consumer_sync(int consumer) { named_sync(CONSUMER + consumer, WARPGROUP); }
 
+__device__ __forceinline__ bool consumer_any(int consumer, bool mine) {
+    return named_any(CONSUMER + consumer, WARPGROUP, mine);
+}
+
 // This thread of its consumer. Read anew each time: held over the products, what follows from it spills.
 __device__ __forceinline__ int consumer_thread() {
     int thread;

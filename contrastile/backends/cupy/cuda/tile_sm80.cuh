@@ -13,7 +13,7 @@ template <int STAGES>
 constexpr int SHARED_BYTES = STAGES * 2 * STEP_SIDE + STORAGE_BYTES;
 
 // What the pairs of a tile are judged by; written before its products, read after them.
-struct PairStorage {
+struct alignas(16) PairStorage {
     long long row_ids[SIDE], column_ids[SIDE];
     int2 named[SIDE];
 };
@@ -30,6 +30,22 @@ __device__ __forceinline__ void store_pairs(PairStorage& storage, const PairVect
     }
     storage.named[line] = named;
     if (MASK >= DROP) storage.column_ids[line] = at.column + line < chunk.width ? pairs.column_ids[column] : 0;
+}
+
+// Whether a row of the tile has an exclusion in it, or an id that a column has too: asked by all threads, which mostly are
+// told no. A false alarm where rows or columns lie outside the chunk.
+template <int MASK>
+__device__ __forceinline__ bool touched(const PairStorage& storage) {
+    bool found = storage.named[threadIdx.x].y >= 0;
+    if (MASK >= DROP) {
+        const long long mine = storage.row_ids[threadIdx.x];
+#pragma unroll 16
+        for (int column = 0; column < SIDE; column += 2) {
+            const longlong2 two = *reinterpret_cast<const longlong2*>(storage.column_ids + column);
+            found = found || two.x == mine || two.y == mine;
+        }
+    }
+    return __syncthreads_or(found);
 }
 
 // A thread's row, its columns counted from the thread's first: negative numbers match none.
