@@ -216,10 +216,11 @@ def _aligned(draw: Draw) -> Problem:
 
 
 @_case("long@sigmoid", "the sigmoid loss of 128 x 1153 x 512", sigmoid=True)
-@_case("long", "128 x 1153 x 512: row tiles are full, columns are many and no column tile divides them", sigmoid=False)
-def _long(draw: Draw, sigmoid: bool) -> Problem:
-    rows, columns = (unit(draw.standard_normal((size, 512))) for size in (128, 1153))
-    weights = _signed(draw, 128, 1153)
+@_case("long", "128 x 1153 x 512: row tiles are full, columns are many and no column tile divides them")
+@_case("long@rows", "1153 x 128 x 512: columns have positives in rows that lie a thousand apart", m=1153, n=128)
+def _long(draw: Draw, m: int = 128, n: int = 1153, sigmoid: bool = False) -> Problem:
+    rows, columns = (unit(draw.standard_normal((size, 512))) for size in (m, n))
+    weights = _signed(draw, m, n)
     if not sigmoid:
         return _problem(rows, columns, 14.3, **weights)
     del weights["column_weight"]
@@ -283,6 +284,22 @@ def _labels(draw: Draw) -> Problem:
         ids=(labels, labels),
         match="target",
         excluded=np.arange(29),
+    )
+
+
+@_case("sorted-labels", "SupCon in the order of the labels: tiles of one label, of some in common, of none")
+def _sorted_labels(draw: Draw) -> Problem:
+    labels = np.repeat(np.arange(6), [200, 60, 3, 1, 128, 18])
+    features = unit(draw.standard_normal((410, 24)))
+    weight = (labels != 3) / 409
+    return _problem(
+        features,
+        features.copy(),
+        10.0,
+        row_weight=weight,
+        ids=(labels, labels),
+        match="target",
+        excluded=np.arange(410),
     )
 
 
@@ -388,11 +405,15 @@ def _sigmoid_labels(draw: Draw) -> Problem:
     return _sigmoid(_problem(rows, columns, 10.0, ids=ids, match="target"), -2.5)
 
 
-@_case("sigmoid-ids@far", "SigLIP with false negatives whose ids are beyond 32 bits or below 0")
+@_case(
+    "sigmoid-ids@far", "SigLIP with false negatives whose ids are beyond 32 bits or below 0; some positives excluded"
+)
 def _sigmoid_ids_far(draw: Draw) -> Problem:
     rows, columns = unit(draw.standard_normal((22, 23))), unit(draw.standard_normal((33, 23)))
     ids = _far(np.arange(22)), _far(draw.integers(0, 11, 33))
-    return _sigmoid(_problem(rows, columns, 10.0, positives=_mostly_diagonal(22), ids=ids), -2.5)
+    positives = _mostly_diagonal(22)
+    excluded = np.where(np.arange(22) % 4 == 1, positives, -1)
+    return _sigmoid(_problem(rows, columns, 10.0, positives=positives, ids=ids, excluded=excluded), -2.5)
 
 
 @_case("certain@300", "every pair is certain, scale 300", scale=300.0)

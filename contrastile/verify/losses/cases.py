@@ -186,7 +186,13 @@ def stated(objective: str, given: Arguments) -> Problem:
     named = {} if given.ids is None else {"ids": given.ids}
     if objective == "info_nce" and given.ids is not None:
         named = {"row_ids": given.ids, "column_ids": given.ids}
-    return apart(BUILDERS[objective](*given.features, *labels, *numbers, **named).problem)
+    problem = BUILDERS[objective](*given.features, *labels, *numbers, **named).problem
+    if given.labels is not None:
+        # it has the samples in the order of their labels
+        place = np.argsort(np.argsort(given.labels, kind="stable"))
+        ordered = problem.of_rows(place)
+        problem = replace(ordered, excluded=problem.excluded, column_ids=ordered.row_ids)
+    return apart(problem)
 
 
 def concerns(name: str, prop: str, own: str | None, objective: str) -> bool:
