@@ -23,8 +23,8 @@ from contrastile.backends.contract import Backend  # noqa: E402
 from contrastile.environment import measurement_environment  # noqa: E402
 from contrastile.verify import strategies  # noqa: E402
 from contrastile.verify.bounds import bounds  # noqa: E402
+from contrastile.verify.comparison import Worst, compare  # noqa: E402
 from contrastile.verify.rearrange import combined  # noqa: E402
-from contrastile.verify.run import Worst, compare  # noqa: E402
 from contrastile.verify.runner import DTYPES  # noqa: E402
 from contrastile.verify.trial import Subject  # noqa: E402
 from contrastile.verify.truth import truth  # noqa: E402

@@ -13,8 +13,8 @@ from contrastile.backends.contract import state_dtype
 from contrastile.bench.peers import CHECK_ROWS, Implementation
 from contrastile.bench.workloads import Features, Workload, arguments, features
 from contrastile.verify.bounds import bounds
+from contrastile.verify.comparison import compare, parts
 from contrastile.verify.rounding import UNIT, round_to
-from contrastile.verify.run import compare, parts
 from contrastile.verify.truth import Outcome, truth
 
 CHECK_WIDTH = 43

@@ -14,8 +14,8 @@ from typing import Any
 from contrastile.backends.contract import Options
 from contrastile.schedules.placement import Reduction
 from contrastile.verify import frontdoor, rearrange, sharded
-from contrastile.verify.properties import Checks, Property, identical
-from contrastile.verify.run import Worst, compare
+from contrastile.verify.comparison import Checks, Worst, compare
+from contrastile.verify.properties import Property, identical
 from contrastile.verify.sharded import run
 from contrastile.verify.shards import FIELDS, Cut
 from contrastile.verify.trial import SkipError, Trial

@@ -17,10 +17,11 @@ from contrastile.oracle.arrays import FloatArray
 from contrastile.schedules.placement import Shards
 from contrastile.schedules.problem import Problem
 from contrastile.verify.bounds import bounds
-from contrastile.verify.properties import Checks, Property
+from contrastile.verify.comparison import NOTHING, Checks, Worst, compare, wrong
+from contrastile.verify.execution import on_device
+from contrastile.verify.properties import Property
 from contrastile.verify.rearrange import folded
 from contrastile.verify.rounding import UNDERFLOW, UNIT, round_to
-from contrastile.verify.run import NOTHING, Worst, compare, on_device, wrong
 from contrastile.verify.shards import Cut, shares
 from contrastile.verify.trial import SkipError, Subject
 from contrastile.verify.truth import Outcome, masks, truth

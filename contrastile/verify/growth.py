@@ -9,9 +9,8 @@ Mary, 2019). It is shown, and nothing is compared with it.
 from __future__ import annotations
 
 import zlib
-from collections.abc import Iterator
 from dataclasses import fields, replace
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import numpy as np
 
@@ -19,14 +18,11 @@ from contrastile.backends.contract import Accuracy, Options
 from contrastile.oracle.arrays import FloatArray
 from contrastile.schedules.problem import Problem
 from contrastile.verify.bounds import bounds
+from contrastile.verify.comparison import Checks, Measured, Point, Worst, compare
 from contrastile.verify.plain import compare_with_plain, plain_outcome
 from contrastile.verify.rounding import round_to
-from contrastile.verify.run import Measured, Point, Worst, compare
 from contrastile.verify.trial import SkipError, Subject
 from contrastile.verify.truth import Outcome, truth
-
-if TYPE_CHECKING:
-    from contrastile.verify.properties import Checks
 
 CASE = "growth"
 CONFIDENCE = 5.0
@@ -49,7 +45,7 @@ def growth(subject: Subject, case: str) -> Checks:
             yield from _measured(subject, axis, x)
 
 
-def _measured(subject: Subject, axis: str, x: float) -> Iterator[tuple[str, Worst]]:
+def _measured(subject: Subject, axis: str, x: float) -> Checks:
     problem = _problem(**(_USUAL | {axis: x}), dtype=subject.dtype)
     oracle = truth(problem)
     exact, accuracy, label = oracle.outcome, subject.accuracy, f"{axis} = {x:g}"

@@ -6,23 +6,20 @@ import importlib
 import warnings
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from typing import TYPE_CHECKING, Any
+from typing import Any
 from unittest import mock
 
 import numpy as np
 
 from contrastile.backends.arrays import ArrayLibrary
-from contrastile.verify.run import Worst
-from contrastile.verify.trial import SkipError
-
-if TYPE_CHECKING:
-    from contrastile.verify.trial import Subject
+from contrastile.verify.comparison import Checks, Worst
+from contrastile.verify.trial import SkipError, Subject
 
 # many rows of few features: b^2 outweighs b d
 _BATCH, _WIDTH = 251, 8
 
 
-def saved_bytes(subject: Subject, case: str) -> Iterator[tuple[str, Worst]]:
+def saved_bytes(subject: Subject, case: str) -> Checks:
     """A batch twice as large saves at most twice the bytes for the backward pass, not four times."""
     if subject.backend.arrays.name != "torch":
         raise SkipError(f"autograd is torch's, and its arrays are {subject.backend.arrays.name}'s")

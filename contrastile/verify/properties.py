@@ -6,7 +6,7 @@ Results are compared with the oracle's within derived bounds, or bit for bit whe
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any
@@ -18,13 +18,11 @@ from contrastile.oracle.general import merge
 from contrastile.schedules.local import Wanted
 from contrastile.schedules.problem import Problem
 from contrastile.verify import growth, layouts, memory, peak, rearrange, strategies
+from contrastile.verify.comparison import GRADIENT, VALUE, Checks, Worst, compare, parts, wrong
 from contrastile.verify.plain import compare_with_plain
 from contrastile.verify.rounding import round_to
-from contrastile.verify.run import GRADIENT, VALUE, Worst, compare, parts, wrong
 from contrastile.verify.trial import SkipError, Trial
 from contrastile.verify.truth import Outcome, masks, truth
-
-Checks = Iterator[tuple[str, Worst]]
 
 
 @dataclass(frozen=True, slots=True)

@@ -17,11 +17,11 @@ from contrastile.backends.contract import PRECISIONS, Backend, UnsupportedProble
 from contrastile.reporting import ProgressCallback
 from contrastile.verify import cases, sharded, strategies
 from contrastile.verify.cases import Case
+from contrastile.verify.comparison import NOTHING, Checks, Measured, Point, Worst, wrong
 from contrastile.verify.distributed import DISTRIBUTED
 from contrastile.verify.facts import FactsError
 from contrastile.verify.memory import one_thread
-from contrastile.verify.properties import PROPERTIES, Checks, Property
-from contrastile.verify.run import NOTHING, Measured, Point, Worst, wrong
+from contrastile.verify.properties import PROPERTIES, Property
 from contrastile.verify.trial import SkipError, Subject, Trial
 from contrastile.verify.truth import Truth, truth
 from contrastile.verify.worlds import World
@@ -35,8 +35,8 @@ class Row(TypedDict):
     ``status`` is "pass", "fail", "skip" (the property does not apply to this case, or the backend does not claim this
     dtype or device: then one row, of property and case "all"), "refused" (the backend refused a problem of a dtype and
     device that it claims) or "untested". ``ratio`` is max error / bound; inf where it is wrong by any bound, None where
-    nothing was compared; ``excess`` the same without the rounding of the stored result: see ``run.Worst.beyond``.
-    ``points`` are the measurements of "growth".
+    nothing was compared; ``excess`` the same without the rounding of the stored result: see
+    ``comparison.Worst.beyond``. ``points`` are the measurements of "growth".
     """
 
     backend: str

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, cast
 
@@ -13,7 +12,7 @@ from contrastile.comm.communicator import Communicator
 from contrastile.schedules.placement import Placement, Reduction
 from contrastile.verify import rearrange, strategies
 from contrastile.verify.bounds import bounds
-from contrastile.verify.run import Worst, compare
+from contrastile.verify.comparison import Checks, Worst, compare
 from contrastile.verify.shards import FIELDS, Cut
 from contrastile.verify.strategies import Recipe
 from contrastile.verify.trial import SkipError, Subject
@@ -90,7 +89,7 @@ def shared(ranks: int) -> SearchStrategy[Shared]:
     )
 
 
-def sharded(subject: Subject, case: str) -> Iterator[tuple[str, Worst]]:
+def sharded(subject: Subject, case: str) -> Checks:
     """Problems and parts drawn by hypothesis give the oracle's value and gradients; the label is the shrunk recipe.
 
     A case "sharded:..." is one recipe, and nothing is drawn. The leader draws, and the others hear from it.

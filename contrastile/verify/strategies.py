@@ -14,8 +14,8 @@ from contrastile.backends.contract import Options, UnsupportedProblemError
 from contrastile.oracle.arrays import FloatArray, IntArray
 from contrastile.schedules.problem import Problem
 from contrastile.verify import rearrange
+from contrastile.verify.comparison import NOTHING, Checks, Worst, compare, wrong
 from contrastile.verify.rounding import round_to
-from contrastile.verify.run import NOTHING, Worst, compare, wrong
 from contrastile.verify.truth import masks, truth
 
 if TYPE_CHECKING:
@@ -201,7 +201,7 @@ def _features(recipe: Recipe, random: np.random.Generator) -> tuple[FloatArray, 
     return rows, columns
 
 
-def drawn(subject: Subject, case: str) -> Iterator[tuple[str, Worst]]:
+def drawn(subject: Subject, case: str) -> Checks:
     """Problems drawn by hypothesis give the oracle's value and gradients; the label is the shrunk recipe.
 
     A case "drawn:..." is one recipe, and nothing is drawn.

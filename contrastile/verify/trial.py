@@ -16,7 +16,8 @@ from contrastile.verify import facts
 from contrastile.verify.arithmetic import Spread
 from contrastile.verify.bounds import bounds
 from contrastile.verify.cases import Case
-from contrastile.verify.run import GRADIENT, VALUE, Want, Worst, compare, every_gradient, outcome
+from contrastile.verify.comparison import GRADIENT, VALUE, Worst, compare
+from contrastile.verify.execution import Want, every_gradient, outcome
 from contrastile.verify.truth import Outcome, Truth, truth
 from contrastile.verify.worlds import World
 
@@ -97,7 +98,7 @@ class Subject:
         upstream: float = 1.0,
         want: Want = every_gradient,
     ) -> Outcome:
-        """``run.outcome`` of this subject with its options, or of another backend that wraps it."""
+        """``execution.outcome`` of this subject with its options, or of another backend that wraps it."""
         options = replace(options, **self.settings)
         return outcome(problem, backend or self.backend, self.dtype, self.device, options, upstream, want)
 

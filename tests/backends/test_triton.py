@@ -27,9 +27,9 @@ from contrastile.backends.triton import tiles as words  # noqa: E402
 from contrastile.backends.triton.forward_pass import _Pass as Forward  # noqa: E402
 from contrastile.backends.triton.launch import aligned  # noqa: E402
 from contrastile.verify import cases  # noqa: E402
+from contrastile.verify.comparison import compare  # noqa: E402
 from contrastile.verify.plain import compare_with_plain  # noqa: E402
 from contrastile.verify.rearrange import folded  # noqa: E402
-from contrastile.verify.run import compare  # noqa: E402
 from contrastile.verify.trial import Subject, Trial  # noqa: E402
 from contrastile.verify.truth import truth  # noqa: E402
 

@@ -19,8 +19,8 @@ from contrastile.schedules import schedule, triangle
 from contrastile.schedules.local import Wanted
 from contrastile.schedules.problem import Problem
 from contrastile.verify import cases
+from contrastile.verify.comparison import compare
 from contrastile.verify.rearrange import folded
-from contrastile.verify.run import compare
 from contrastile.verify.trial import Subject, Trial
 from contrastile.verify.truth import truth
 

@@ -16,7 +16,7 @@ from contrastile.backends.registry import load
 from contrastile.mutate.wrappers import WRAPPERS
 from contrastile.mutate.wrapping import around, doubled, seeing
 from contrastile.verify import cases, report
-from contrastile.verify.run import Worst
+from contrastile.verify.comparison import Worst
 from contrastile.verify.runner import Run, Selection
 
 SOUND = load("numpy")

@@ -193,7 +193,7 @@ def test_a_refusal_halfway_does_not_hide_a_failure():
 
 
 def test_nan_ratio_is_a_failure(monkeypatch):
-    from contrastile.verify.run import Worst
+    from contrastile.verify.comparison import Worst
 
     vague = replace(PROPERTIES["value"], check=lambda trial: iter([("", Worst(float("nan"), "loss", (), 0.0, 0.0))]))
     monkeypatch.setitem(PROPERTIES, "value", vague)

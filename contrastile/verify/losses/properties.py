@@ -12,16 +12,15 @@ import numpy as np
 from contrastile.backends.contract import Array
 from contrastile.oracle.arrays import FloatArray
 from contrastile.verify import peak
+from contrastile.verify.comparison import NOTHING, Checks, Worst, compare, wrong
 from contrastile.verify.losses import allowed
 from contrastile.verify.losses.cases import MEMORY, SELF, LossCase, of_arguments, sized
 from contrastile.verify.losses.claims import Claims
 from contrastile.verify.losses.subject import Loss, Result, prepare
 from contrastile.verify.plain import compare_with_plain
-from contrastile.verify.run import NOTHING, Worst, compare, wrong
 from contrastile.verify.trial import SkipError
 from contrastile.verify.truth import Outcome
 
-Checks = Iterator[tuple[str, Worst]]
 UPSTREAM = -2.5
 
 

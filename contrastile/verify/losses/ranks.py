@@ -26,12 +26,12 @@ import numpy as np
 
 from contrastile.backends.contract import state_dtype
 from contrastile.oracle.arrays import FloatArray
+from contrastile.verify.comparison import Checks, Worst
 from contrastile.verify.losses import allowed
 from contrastile.verify.losses.cases import LossCase, sized
 from contrastile.verify.losses.claims import Claims
-from contrastile.verify.losses.properties import Checks, compared, outcome
+from contrastile.verify.losses.properties import compared, outcome
 from contrastile.verify.losses.subject import Loss, Result, load
-from contrastile.verify.run import Worst
 from contrastile.verify.trial import SkipError
 from contrastile.verify.truth import Outcome
 

@@ -9,10 +9,11 @@ from functools import lru_cache, partial
 from typing import Any
 
 from contrastile.reporting import ProgressCallback
+from contrastile.verify.comparison import Checks
 from contrastile.verify.losses import cases, ranks
 from contrastile.verify.losses.cases import BATCHES, MEMORY
 from contrastile.verify.losses.claims import Claims
-from contrastile.verify.losses.properties import PROPERTIES, Checks, LossProperty, LossTrial
+from contrastile.verify.losses.properties import PROPERTIES, LossProperty, LossTrial
 from contrastile.verify.losses.subject import Loss
 from contrastile.verify.memory import one_thread
 from contrastile.verify.runner import DTYPES, Failure, Row, silent_worst_of

@@ -15,8 +15,8 @@ from contrastile.backends.arrays import ArrayLibrary, CupyArrays, NumpyArrays, T
 from contrastile.backends.contract import Array, state_dtype
 from contrastile.oracle.arrays import FloatArray, IntArray
 from contrastile.reporting import CannotRunError
+from contrastile.verify.execution import on_device
 from contrastile.verify.losses.claims import Claims
-from contrastile.verify.run import on_device
 
 _ARRAYS: dict[str, Callable[[Any], ArrayLibrary]] = {"numpy": NumpyArrays, "cupy": CupyArrays, "torch": TorchArrays}
 
