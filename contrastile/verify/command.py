@@ -215,7 +215,9 @@ def _in_this_process(args: argparse.Namespace, world: World) -> int:
     task = _task(args, world)
     worker.require_device(task.device)
     loaded = dict(worker.load(task.backends))
-    rows = [worker.absent(name, reason, world.size) for name, reason in loaded.items() if isinstance(reason, str)]
+    rows = [
+        worker.whole(name, "skip", reason, world.size) for name, reason in loaded.items() if isinstance(reason, str)
+    ]
     backends = {name: backend for name, backend in loaded.items() if not isinstance(backend, str)}
     with progress(shown=world.leads and not args.quiet) as advance:
         run = Run(

@@ -5,10 +5,10 @@ from __future__ import annotations
 import math
 import shlex
 import warnings
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cache, partial
-from typing import NotRequired, TypedDict
+from typing import NotRequired, Protocol, TypedDict
 
 import numpy as np
 
@@ -29,14 +29,18 @@ from contrastile.verify.worlds import World
 DTYPES = ("float32", *(dtype for dtype in FLOATS if dtype != "float32"))
 
 
+UNCLAIMED = "unclaimed"
+"""The status of what is not tested because a loss does not claim it."""
+
+
 class Row(TypedDict):
     """One line of the report.
 
     ``status`` is "pass", "fail", "skip" (the property does not apply to this case, or the backend does not claim this
     dtype or device: then one row, of property and case "all"), "refused" (the backend refused a problem of a dtype and
-    device that it claims) or "untested". ``ratio`` is max error / bound; inf where it is wrong by any bound, None where
-    nothing was compared; ``excess`` the same without the rounding of the stored result: see
-    ``comparison.Worst.beyond``. ``points`` are the measurements of "growth".
+    device that it claims), "untested", or of a loss ``UNCLAIMED``. ``ratio`` is max error / bound; inf where it is
+    wrong by any bound, None where nothing was compared; ``excess`` the same without the rounding of the stored result:
+    see ``comparison.Worst.beyond``. ``points`` are the measurements of "growth".
     """
 
     backend: str
@@ -60,6 +64,57 @@ class Failure:
     worst: Worst
     label: str
     command: str
+
+
+@dataclass(frozen=True, slots=True)
+class Check:
+    """One check, which yields one row.
+
+    Attributes:
+        backend: its name, or a loss's.
+        property: its name.
+        case: its name.
+        dtype: of the features, and how they are multiplied.
+        compare: makes the comparisons; None for what a loss does not claim.
+        rerun: the command that makes it again, on a case.
+        reason: what is not claimed.
+        device: kind of device.
+        world: the number of ranks.
+        together: equal for checks that share what one of them computes.
+    """
+
+    backend: str
+    property: str
+    case: str
+    dtype: str
+    compare: Callable[[], Checks] | None
+    rerun: Callable[[str], str]
+    reason: str = ""
+    device: str = "cpu"
+    world: int = 1
+    together: Hashable = None
+
+    def row(self, status: str, ratio: float | None = None, reason: str = "", excess: float | None = None) -> Row:
+        return Row(
+            backend=self.backend,
+            property=self.property,
+            case=self.case,
+            dtype=self.dtype,
+            device=self.device,
+            world=self.world,
+            ratio=ratio,
+            excess=excess,
+            status=status,
+            reason=reason,
+        )
+
+
+class Checked(Protocol):
+    """What a run takes its checks from."""
+
+    def checks(self) -> Iterator[Check]:
+        """All checks, in a fixed order."""
+        ...
 
 
 @dataclass(frozen=True, slots=True)
@@ -142,6 +197,44 @@ class Selection:
             words += ["--device", self.device]
         return shlex.join(words)
 
+    def checks(self) -> Iterator[Check]:
+        """All checks, in a fixed order; a case's truth is held only from its first check to its last."""
+        every_case, own_case = [p for p in self.chosen() if p.case is None], [p for p in self.chosen() if p.case]
+        if not (every_case and self.case_names()) and not any(map(self.own_cases, own_case)):
+            return
+        for dtype in self.dtypes:
+            subjects = []
+            for subject in self.subjects(dtype):
+                refusal = _refusal(subject)
+                if refusal is None:
+                    subjects.append(subject)
+                else:
+                    yield self._check(subject, _WHOLE, "all", partial(_skipped, refusal))
+            for name in self.case_names() if every_case else ():
+                case = cache(partial(cases.build, name, dtype))
+                oracle = cache(partial(_truth, case))
+                for subject in subjects:
+                    trial = cache(partial(_trial, subject, case, oracle))
+                    for each in every_case:
+                        yield self._check(subject, each, name, partial(_of_a_trial, each, trial))
+            for subject in subjects:
+                for each in own_case:
+                    for name in self.own_cases(each):
+                        yield self._check(subject, each, name, partial(_of_a_subject, each, subject, name))
+
+    def _check(self, subject: Subject, each: Property, case: str, compare: Callable[[], Checks]) -> Check:
+        return Check(
+            backend=subject.name,
+            property=each.name,
+            case=case,
+            dtype=subject.label,
+            compare=compare,
+            rerun=partial(self.command, subject, each),
+            device=subject.device,
+            world=1 if subject.world is None else subject.world.size,
+            together=(subject.dtype, case, each.name if each.case is not None else ""),
+        )
+
 
 @dataclass(slots=True)
 class Run:
@@ -157,9 +250,10 @@ class Run:
         start: the number of the first row.
         share: (k, n) runs every n-th case from the k-th on.
         excluded: backends that are not run any more, and why.
+        total: rows in all, known from the first on.
     """
 
-    selection: Selection
+    selection: Checked
     progress: ProgressCallback = lambda done, total, what: None
     failures: list[Failure] = field(default_factory=list)
     begin: Callable[[int, int, Row, str], None] = lambda number, total, row, command: None
@@ -167,6 +261,7 @@ class Run:
     start: int = 0
     share: tuple[int, int] = (0, 1)
     excluded: Mapping[str, str] = field(default_factory=dict)
+    total: int = 0
 
     def rows(self) -> Iterator[Row]:
         for _, row in self.numbered():
@@ -174,85 +269,37 @@ class Run:
 
     def numbered(self) -> Iterator[tuple[int, Row]]:
         """The rows of this share, each with its number among all."""
-        total, before, place = self.total, None, -1
-        for number, (subject, each, case, check) in enumerate(self._checks()):
-            # a case's checks stay together: they share its truth
-            here = subject.dtype, case, each.name if each.case is not None else ""
-            place += here != before
-            before = here
+        self.total = sum(1 for _ in self.selection.checks())
+        before, place = None, -1
+        for number, check in enumerate(self.selection.checks()):
+            place += number == 0 or check.together != before
+            before = check.together
             if number < self.start or place % self.share[1] != self.share[0]:
                 continue
-            row = self._row(number, total, subject, each, case, check)
-            self.progress(number + 1, total, f"{row['backend']} {row['dtype']} {row['case']} {row['property']}")
+            row = self._row(number, check)
+            self.progress(number + 1, self.total, f"{row['backend']} {row['dtype']} {row['case']} {row['property']}")
             yield number, row
 
-    @property
-    def total(self) -> int:
-        return sum(1 for _ in self._checks())
-
-    def _checks(self) -> Iterator[tuple[Subject, Property, str, Callable[[], Checks]]]:
-        """All checks, in a fixed order; a case's truth is held only from its first check to its last."""
-        s = self.selection
-        every_case, own_case = [p for p in s.chosen() if p.case is None], [p for p in s.chosen() if p.case is not None]
-        if not (every_case and s.case_names()) and not any(map(s.own_cases, own_case)):
-            return
-        for dtype in s.dtypes:
-            subjects = []
-            for subject in s.subjects(dtype):
-                refusal = _refusal(subject)
-                if refusal is None:
-                    subjects.append(subject)
-                else:
-                    yield subject, _WHOLE, "all", partial(_skipped, refusal)
-            for name in s.case_names() if every_case else ():
-                case = cache(partial(cases.build, name, dtype))
-                oracle = cache(partial(_truth, case))
-                for subject in subjects:
-                    trial = cache(partial(_trial, subject, case, oracle))
-                    for each in every_case:
-                        yield subject, each, name, partial(_of_a_trial, each, trial)
-            for subject in subjects:
-                for each in own_case:
-                    for name in s.own_cases(each):
-                        yield subject, each, name, partial(_of_a_subject, each, subject, name)
-
-    def _row(
-        self, number: int, total: int, subject: Subject, each: Property, case: str, check: Callable[[], Checks]
-    ) -> Row:
-        def row(ratio: float | None, status: str, reason: str, excess: float | None = None) -> Row:
-            return Row(
-                backend=subject.name,
-                property=each.name,
-                case=case,
-                dtype=subject.label,
-                device=subject.device,
-                world=1 if subject.world is None else subject.world.size,
-                ratio=ratio,
-                excess=excess,
-                status=status,
-                reason=reason,
-            )
-
-        if subject.name in self.excluded:
-            return row(None, "untested", self.excluded[subject.name])
-        command = self.selection.command(subject, each, case)
-        self.begin(number, total, row(None, "untested", "the check did not return"), command)
-        if subject.world is not None:
-            subject.world.begin()
-        found = silent_worst_of(check, self.printed)
-        if found.status != "fail":
-            passed = found.status == "pass"
-            ratio, excess = (found.worst.ratio, found.excess) if passed else (None, None)
-            done = row(ratio, found.status, found.reason, excess)
-            if found.points:
-                done["points"] = list(found.points)
-            return done
-        said, excess = ": ".join(filter(None, (found.label, str(found.worst)))), max(found.excess, found.worst.excess)
-        failed = row(found.worst.ratio, "fail", said, excess)
-        if each.case is not None and found.label.startswith(f"{each.case}:"):
-            command = self.selection.command(subject, each, found.label)
-        self.failures.append(Failure(failed, found.worst, found.label, command))
-        return failed
+    def _row(self, number: int, check: Check) -> Row:
+        if check.compare is None:
+            return check.row(UNCLAIMED, reason=check.reason)
+        if check.backend in self.excluded:
+            return check.row("untested", reason=self.excluded[check.backend])
+        command = check.rerun(check.case)
+        self.begin(number, self.total, check.row("untested", reason="the check did not return"), command)
+        found = silent_worst_of(check.compare, self.printed)
+        if found.status == "fail":
+            if found.label.startswith(f"{check.case.partition(':')[0]}:"):
+                # a problem that was drawn is a case of its own
+                command = check.rerun(found.label)
+            failed = check.row("fail", found.worst.ratio, found.said, found.excess)
+            self.failures.append(Failure(failed, found.worst, found.label, command))
+            return failed
+        ratio, excess = (found.worst.ratio, found.excess) if found.status == "pass" else (None, None)
+        row = check.row(found.status, ratio, found.reason, excess)
+        if found.points:
+            row["points"] = list(found.points)
+        return row
 
 
 def _truth(case: Callable[[], Case]) -> Truth:
@@ -265,13 +312,20 @@ def _trial(subject: Subject, case: Callable[[], Case], oracle: Callable[[], Trut
 
 def _of_a_trial(each: Property, trial: Callable[[], Trial]) -> Checks:
     given = trial()
+    _begin(given.subject)
     with one_thread(given.subject.backend.arrays, given.small):
         yield from each.check(given)
 
 
 def _of_a_subject(each: Property, subject: Subject, case: str) -> Checks:
+    _begin(subject)
     with one_thread(subject.backend.arrays, True):
         yield from each.check(subject, case)
+
+
+def _begin(subject: Subject) -> None:
+    if subject.world is not None:
+        subject.world.begin()
 
 
 @dataclass(frozen=True, slots=True)
@@ -285,6 +339,11 @@ class CheckResult:
     excess: float = 0.0
     points: tuple[Point, ...] = ()
 
+    @property
+    def said(self) -> str:
+        """The label and the worst comparison, in words."""
+        return ": ".join(filter(None, (self.label, str(self.worst))))
+
 
 def _skipped(reason: str) -> Checks:
     raise SkipError(reason)
@@ -293,6 +352,10 @@ def _skipped(reason: str) -> Checks:
 
 _WHOLE = Property("all", _skipped)
 """Stands for every property of a backend that does not run with this dtype, device or precision."""
+
+
+def _failed(reason: str) -> CheckResult:
+    return CheckResult("fail", worst=wrong(reason), excess=math.inf)
 
 
 def worst_of(check: Callable[[], Checks]) -> CheckResult:
@@ -322,10 +385,10 @@ def worst_of(check: Callable[[], Checks]) -> CheckResult:
     except UnsupportedProblemError as reason:
         return found if found.status == "fail" else CheckResult("refused", str(reason))
     except FactsError as error:
-        return CheckResult("fail", worst=wrong(str(error)))
+        return _failed(str(error))
     except (Exception, SystemExit) as error:
         text = " ".join(str(error).split())
-        return CheckResult("fail", worst=wrong(f"raised {type(error).__name__}: {text}"))
+        return _failed(f"raised {type(error).__name__}: {text}")
     return found
 
 
@@ -334,7 +397,7 @@ def silent_worst_of(check: Callable[[], Checks], printed: Callable[[], str]) -> 
     found = worst_of(check)
     said = printed()
     if said and found.status != "fail":
-        return CheckResult("fail", worst=wrong(f"printed to stdout: {said!r}"))
+        return _failed(f"printed to stdout: {said!r}")
     return found
 
 

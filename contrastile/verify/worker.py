@@ -21,9 +21,9 @@ from contrastile.backends import registry
 from contrastile.backends.contract import Backend, BackendUnavailableError
 from contrastile.environment import finds_a_gpu
 from contrastile.reporting import CannotRunError
-from contrastile.verify.losses.run import LossRun, LossSelection
+from contrastile.verify.losses.selection import LossSelection
 from contrastile.verify.losses.subject import Loss
-from contrastile.verify.runner import Row, Run, Selection
+from contrastile.verify.runner import Check, Row, Run, Selection
 from contrastile.verify.worlds import Threads
 
 
@@ -118,25 +118,9 @@ def load(named: list[str] | None) -> Iterator[tuple[str, Backend | str]]:
             raise CannotRunError(text if ours else f"backend {name!r} raised {type(error).__name__}: {text}") from error
 
 
-def absent(name: str, reason: str, ranks: int) -> Row:
-    """The row of a backend that is not available."""
-    return whole(name, "skip", reason, ranks)
-
-
 def whole(name: str, status: str, reason: str, ranks: int = 1) -> Row:
     """A row about all of a backend."""
-    return Row(
-        backend=name,
-        property="all",
-        case="all",
-        dtype="all",
-        device="all",
-        world=ranks,
-        ratio=None,
-        excess=None,
-        status=status,
-        reason=reason,
-    )
+    return Check(name, "all", "all", "all", None, str, device="all", world=ranks).row(status, reason=reason)
 
 
 def require_device(name: str) -> None:
@@ -199,21 +183,21 @@ def _run(
 ) -> None:
     ranks = task.ranks or 1
     require_device(task.device)
-    how: dict[str, Any] = {"printed": output, "start": start, "excluded": lost}
+    how: dict[str, Any] = {"printed": output, "start": start, "share": share, "excluded": lost}
     how["begin"] = lambda number, total, row, command: say(begin=row, number=number, total=total, command=command)
     if task.losses is not None:
         say(loading=task.losses)
         losses = task.of_losses()
         # what a module prints when it is imported is no check's
         output()
-        _report(LossRun(losses, **how), say)
+        _report(Run(losses, **how), say)
         return
     found: dict[str, Backend] = {}
     say(loading=task.backends or "the backends")
     for name, backend in load(task.backends):
         if isinstance(backend, str):
             if first:
-                say(row=absent(name, backend, ranks))
+                say(row=whole(name, "skip", backend, ranks))
             continue
         found[name] = backend
         said = output()
@@ -222,15 +206,14 @@ def _run(
     # looking for a GPU imports torch, which takes longer than many a check
     may = task.device != "cpu" and any("cuda" in backend.devices for backend in found.values())
     selection = task.selection(found, gpu=may and finds_a_gpu())
-    _report(Run(selection, share=share, **how), say)
+    _report(Run(selection, **how), say)
 
 
-def _report(run: Run | LossRun, say: Any) -> None:
-    total = run.total
+def _report(run: Run, say: Any) -> None:
     for number, row in run.numbered():
         failure = None
         if run.failures:
             last = run.failures.pop()
             failure = {"worst": asdict(last.worst), "label": last.label, "command": last.command}
-        say(row=row, failure=failure, number=number, total=total)
+        say(row=row, failure=failure, number=number, total=run.total)
     say(done=True)
