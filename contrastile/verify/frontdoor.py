@@ -18,6 +18,7 @@ from contrastile.schedules.placement import Shards
 from contrastile.schedules.problem import Problem
 from contrastile.verify.bounds import bounds
 from contrastile.verify.comparison import NOTHING, Checks, Worst, compare, wrong
+from contrastile.verify.draws import Draw, unit
 from contrastile.verify.execution import on_device
 from contrastile.verify.properties import Property
 from contrastile.verify.rearrange import folded
@@ -54,13 +55,11 @@ class Call:
     frozen: int = 99
 
 
-Draw = np.random.Generator
 Sizes = Sequence[int]
 
 
 def _features(draw: Draw, size: int, dtype: str) -> FloatArray:
-    x = draw.standard_normal((size, _WIDTH))
-    return round_to(x / np.linalg.norm(x, axis=1, keepdims=True), dtype)
+    return round_to(unit(draw.standard_normal((size, _WIDTH))), dtype)
 
 
 def _whole(rows: FloatArray, columns: Sequence[FloatArray], dtype: str, weight: FloatArray, **more: Any) -> Problem:

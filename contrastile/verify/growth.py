@@ -10,7 +10,6 @@ from __future__ import annotations
 
 import zlib
 from dataclasses import fields, replace
-from typing import Any
 
 import numpy as np
 
@@ -19,6 +18,7 @@ from contrastile.oracle.arrays import FloatArray
 from contrastile.schedules.problem import Problem
 from contrastile.verify.bounds import bounds
 from contrastile.verify.comparison import Checks, Measured, Point, Worst, compare
+from contrastile.verify.draws import unit
 from contrastile.verify.plain import compare_with_plain, plain_outcome
 from contrastile.verify.rounding import round_to
 from contrastile.verify.trial import SkipError, Subject
@@ -89,10 +89,6 @@ def _problem(d: float, b: float, scale: float, dtype: str) -> Problem:
     """The symmetric loss of b unit pairs of cosine ``_COSINE`` on average, of which a model is not certain."""
     b, d = int(b), int(d)
     draw = np.random.default_rng([b, d, zlib.crc32(CASE.encode())])
-
-    def unit(x: Any) -> Any:
-        return x / np.linalg.norm(x, axis=1, keepdims=True)
-
     rows = unit(draw.standard_normal((b, d)))
     columns = unit(_COSINE * rows + np.sqrt(1 - _COSINE**2) * unit(draw.standard_normal((b, d))))
     half, one = np.full(b, round_to(0.5 / b, "float32")), np.ones(b)

@@ -72,10 +72,17 @@ def peak_memory(subject: Subject, case: str) -> Checks:
         # first calls fill caches and compile
         step(size.batch // 4)()
         half, one, two = (peak_bytes(arrays, subject.device, step(size.batch // k)) for k in (4, 2, 1))
-        # with memory c + a b + q b^2, the second doubling adds twice as much as the first if q is 0, else more
-        allowed = one + 2 * max(0.0, one - half) * (1 + 1 / 4) + _SLACK[subject.device]
+        allowed = linear_limit(half, one, 2, subject.device)
         yield f"{kind}, twice the batch", Worst(two / allowed, "bytes", (), two, allowed)
         yield f"{kind}, tile {size.tile} x {size.tile}", Worst(two / size.budget, "bytes", (), two, size.budget)
+
+
+def linear_limit(half: float, one: float, times: float, device: str) -> float:
+    """The most bytes of a batch that is larger than the second by ``times`` as much as that is than the first.
+
+    With memory c + a b + q b^2 it takes ``times`` as much more if q is 0, else more; a quarter is granted.
+    """
+    return one + times * max(0.0, one - half) * 1.25 + _SLACK[device]
 
 
 def _problem(kind: str, batch: int, width: int, dtype: str, seed: int) -> Problem:

@@ -18,7 +18,7 @@ from contrastile.oracle.general import merge
 from contrastile.schedules.local import Wanted
 from contrastile.schedules.problem import Problem
 from contrastile.verify import growth, layouts, memory, peak, rearrange, strategies
-from contrastile.verify.comparison import GRADIENT, VALUE, Checks, Worst, compare, parts, wrong
+from contrastile.verify.comparison import GRADIENT, NOTHING, VALUE, Checks, Worst, compare, parts, wrong
 from contrastile.verify.plain import compare_with_plain
 from contrastile.verify.rounding import round_to
 from contrastile.verify.trial import SkipError, Trial
@@ -311,7 +311,7 @@ def identical(got: Outcome, expected: Outcome, fields: Sequence[str] = VALUE + G
         if differ.size:
             index = np.unravel_index(differ[0], np.shape(a))
             return Worst(np.inf, name, tuple(map(int, index)), float(abs(a[index] - b[index])), 0.0)
-    return Worst(0.0, "all", (), 0.0, 0.0)
+    return NOTHING
 
 
 def _registered(every_case: Sequence[Callable[[Trial], Checks]], own_case: Sequence[Property]) -> dict[str, Property]:

@@ -3,20 +3,18 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, cast
-
-import numpy as np
+from typing import TYPE_CHECKING, Any, cast
 
 from contrastile.backends.contract import Options
 from contrastile.comm.communicator import Communicator
 from contrastile.schedules.placement import Placement, Reduction
 from contrastile.verify import rearrange, strategies
 from contrastile.verify.bounds import bounds
-from contrastile.verify.comparison import Checks, Worst, compare
+from contrastile.verify.comparison import Checks, Worst, compare, wrong
 from contrastile.verify.shards import FIELDS, Cut
 from contrastile.verify.strategies import Recipe
 from contrastile.verify.trial import SkipError, Subject
-from contrastile.verify.truth import Outcome, truth
+from contrastile.verify.truth import Outcome, Truth, truth
 from contrastile.verify.worlds import judged
 
 if TYPE_CHECKING:
@@ -120,7 +118,7 @@ def sharded(subject: Subject, case: str) -> Checks:
         found = strategies.search(shared(world.size), hold, subject)
     except Exception as error:
         # the others wait for a verdict, whatever it is
-        found = CASE, Worst(np.inf, f"{type(error).__name__}: {error}", (), np.inf, 0.0)
+        found = CASE, wrong(f"{type(error).__name__}: {error}")
     world.share(None)
     yield world.share(found)
 
@@ -154,16 +152,27 @@ def _computed(drawn: Shared, subject: Subject) -> tuple[Cut, list[Outcome]]:
 
 
 def _judge(cut: Cut, parts: list[Outcome], drawn: Shared, subject: Subject) -> Worst:
-    whole, options = cut.problem, drawn.recipe.options
-    factor = float(len(parts)) if drawn.reduction == "mean" else 1.0
-    oracle = truth(whole)
-    spread = cut.spread(drawn.exchange)
-    bound = bounds(whole, oracle, subject.accuracy, subject.dtype, options=options, spread=spread)
-    expected = oracle.outcome
-    if cut.itself:
-        expected, bound = rearrange.folded(expected), rearrange.folded(bound)
-    worst = compare(cut.joined(parts, factor), expected, bound, FIELDS)
     for part in parts[1:]:
         if part.loss.tobytes() != parts[0].loss.tobytes() or part.scale.tobytes() != parts[0].scale.tobytes():
-            return Worst(np.inf, "loss or scale differs between ranks", (), np.inf, 0.0)
-    return worst
+            return wrong("loss or scale differs between ranks")
+    how: dict[str, Any] = {"reduction": drawn.reduction, "options": drawn.recipe.options}
+    return compared(subject, cut, parts, drawn.exchange, truth(cut.problem), **how)
+
+
+def compared(
+    subject: Subject,
+    cut: Cut,
+    parts: list[Outcome],
+    exchange: str,
+    oracle: Truth,
+    *,
+    reduction: str = "mean",
+    upstream: float = 1.0,
+    options: Options | None = None,
+) -> Worst:
+    """The ranks' outcomes, joined, compared with the oracle's of the whole."""
+    spread, expected = cut.spread(exchange), oracle.outcome
+    bound = bounds(cut.problem, oracle, subject.accuracy, subject.dtype, upstream, options, spread)
+    if cut.itself:
+        expected, bound = rearrange.folded(expected), rearrange.folded(bound)
+    return compare(cut.joined(parts, len(parts) if reduction == "mean" else 1.0), expected, bound, FIELDS)

@@ -13,7 +13,6 @@ import numpy as np
 from contrastile.backends.contract import Accuracy, Backend, Options
 from contrastile.schedules.problem import Problem
 from contrastile.verify import facts
-from contrastile.verify.arithmetic import Spread
 from contrastile.verify.bounds import bounds
 from contrastile.verify.cases import Case
 from contrastile.verify.comparison import GRADIENT, VALUE, Worst, compare
@@ -58,8 +57,8 @@ class Subject:
 
     @property
     def ranks(self) -> World:
-        if self.world is None:
-            raise SkipError("needs several ranks: give --world")
+        """The world of a distributed property."""
+        assert self.world is not None
         return self.world
 
     @property
@@ -157,10 +156,9 @@ class Trial:
         oracle: Truth,
         upstream: float = 1.0,
         options: Options | None = None,
-        spread: Spread | None = None,
     ) -> Outcome:
-        """The bounds of any problem, computed with these options, or by several ranks."""
-        return bounds(problem, oracle, self.subject.accuracy, self.subject.dtype, upstream, options, spread)
+        """The bounds of any problem, computed with these options."""
+        return bounds(problem, oracle, self.subject.accuracy, self.subject.dtype, upstream, options)
 
     def compare(
         self,

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 from functools import cached_property, partial
 from typing import Any
 
@@ -58,7 +58,6 @@ class LossTrial:
     loss: Loss
     case: LossCase
     device: str = "cpu"
-    cache: dict[str, Any] = field(default_factory=dict, repr=False)
 
     @cached_property
     def result(self) -> Result:
@@ -260,7 +259,6 @@ def _every_other(arrays: Any, x: Array) -> Array:
 
 
 _LARGEST = {"cpu": 1024, "cuda": 8192}
-_SLACK = {"cpu": 1 << 14, "cuda": 1 << 20}
 
 
 def linear_memory(trial: LossTrial) -> Checks:
@@ -278,8 +276,7 @@ def linear_memory(trial: LossTrial) -> Checks:
     # first calls fill caches and compile
     measured(sizes[0])
     half, one, two = (measured(b) for b in sizes)
-    # with memory c + a b + q b^2, the second doubling adds twice as much as the first if q is 0, else more
-    limit = one + (sizes[2] - sizes[1]) / (sizes[1] - sizes[0]) * max(0.0, one - half) * 1.25 + _SLACK[device]
+    limit = peak.linear_limit(half, one, (sizes[2] - sizes[1]) / (sizes[1] - sizes[0]), device)
     yield f"b = {sizes[1]} and {sizes[2]}", Worst(two / limit, "bytes", (), two, limit)
 
 

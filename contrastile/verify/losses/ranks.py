@@ -55,7 +55,7 @@ _PROGRAM = "import sys; sys.path[:] = {path!r}; from contrastile.verify.losses.r
 
 
 @dataclass(frozen=True, slots=True)
-class Shared:
+class SharedCase:
     """A case shared by ranks.
 
     Attributes:
@@ -67,7 +67,7 @@ class Shared:
     shards: tuple[int, ...]
 
 
-def shared(name: str, claims: Claims, ranks: int) -> Shared:
+def shared(name: str, claims: Claims, ranks: int) -> SharedCase:
     """The case of this name for so many ranks.
 
     Raises:
@@ -83,7 +83,7 @@ def shared(name: str, claims: Claims, ranks: int) -> Shared:
     if name != "shards" and len(set(shards)) == 1:
         raise ValueError("batches of different sizes")
     sizes = tuple(rows for rows in shards if rows is not None)
-    return Shared(sized(claims, sum(sizes), width, dtype_of(claims)), sizes)
+    return SharedCase(sized(claims, sum(sizes), width, dtype_of(claims)), sizes)
 
 
 def dtype_of(claims: Claims) -> str:
@@ -100,7 +100,7 @@ def missing(claims: Claims) -> str:
 
 
 @dataclass
-class World:
+class Ranks:
     """The ranks of a loss, which are started once, when the first result is asked for.
 
     Attributes:
@@ -276,7 +276,7 @@ def _as_rank(loss: Loss, rank: int, size: int, folder: Path) -> dict[str, Result
     return found
 
 
-def _under_ddp(loss: Loss, call: Any, given: Shared, rank: int) -> Result:
+def _under_ddp(loss: Loss, call: Any, given: SharedCase, rank: int) -> Result:
     """The mean of the ranks' values, and the parameters' gradients after DDP's mean."""
     import torch
     import torch.distributed as dist

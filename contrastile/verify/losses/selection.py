@@ -97,7 +97,7 @@ class LossSelection:
         if missing:
             yield self._unclaimed(loss, missing, "all", case="shards")
             return
-        dtype, world = ranks.dtype_of(loss.claims), ranks.World(loss)
+        dtype, started = ranks.dtype_of(loss.claims), ranks.Ranks(loss)
         if dtype not in self.dtypes:
             return
         for size in loss.claims.ranks:
@@ -112,7 +112,7 @@ class LossSelection:
                     if what:
                         yield self._unclaimed(loss, what, dtype, name, case, size)
                         continue
-                    compare = partial(world.check, case, size, ranks.DISTRIBUTED[name][0])
+                    compare = partial(started.check, case, size, ranks.DISTRIBUTED[name][0])
                     yield self._check(loss, name, case, dtype, compare, world=size)
 
 
