@@ -7,7 +7,7 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 from contrastile.backends.arrays import ArrayLibrary
-from contrastile.backends.contract import Backend, Block
+from contrastile.backends.contract import Array, Backend, Block
 
 PRIMITIVES = ("lse", "keeping", "gradients", "finished", "sigmoid")
 
@@ -63,6 +63,11 @@ def around(backend: Backend, call: Callable[..., Any], *names: str) -> Backend:
 def seeing(backend: Backend, change: Callable[[ArrayLibrary, Block], Block]) -> Backend:
     """Every primitive receives a changed block."""
     return around(backend, lambda primitive, block, *rest: primitive(change(backend.arrays, block), *rest))
+
+
+def features_seen(backend: Backend, change: Callable[[Array], Array]) -> Backend:
+    """Every primitive receives changed rows and columns."""
+    return seeing(backend, lambda arrays, b: replace(b, rows=change(b.rows), columns=change(b.columns)))
 
 
 def doubled(backend: Backend, where: Callable[[Block], bool]) -> Backend:

@@ -117,7 +117,8 @@ def _counts(positive: Any) -> tuple[FloatArray, FloatArray]:
 
 
 def _sigmoid(problem: Problem, bias: float) -> Problem:
-    return replace(problem, kind="sigmoid", bias=round_to(bias, "float32"), row_target=np.zeros(len(problem.rows)))
+    bare = replace(problem, column_weight=None, column_target=None, row_target=np.zeros(len(problem.rows)))
+    return replace(bare, kind="sigmoid", bias=round_to(bias, "float32"))
 
 
 def _halves(b: int) -> dict[str, Any]:
@@ -211,11 +212,8 @@ def _aligned(draw: Draw) -> Problem:
 @_case("long", "128 x 1153 x 512: row tiles are full, columns are many and no column tile divides them", sigmoid=False)
 def _long(draw: Draw, sigmoid: bool) -> Problem:
     rows, columns = (unit(draw.standard_normal((size, 512))) for size in (128, 1153))
-    weights = _signed(draw, 128, 1153)
-    if not sigmoid:
-        return _problem(rows, columns, 14.3, **weights)
-    del weights["column_weight"]
-    return _sigmoid(_problem(rows, columns, 14.3, **weights), -2.5)
+    softmax = _problem(rows, columns, 14.3, **_signed(draw, 128, 1153))
+    return _sigmoid(softmax, -2.5) if sigmoid else softmax
 
 
 @_case("exact", "entries in {-1, 0, 1}: every product is exact in every dtype")
@@ -326,10 +324,8 @@ def _tiny_weights(draw: Draw, sigmoid: bool) -> Problem:
     weights = _signed(draw, 19, 31)
     weights["row_weight"] *= 10.0 ** np.linspace(-7, -12, 19)
     weights["column_weight"] *= 10.0 ** np.linspace(-12, -7, 31)
-    if not sigmoid:
-        return _problem(rows, columns, 14.3, **weights)
-    del weights["column_weight"]
-    return _sigmoid(_problem(rows, columns, 14.3, **weights), -2.5)
+    softmax = _problem(rows, columns, 14.3, **weights)
+    return _sigmoid(softmax, -2.5) if sigmoid else softmax
 
 
 @_case("negative-scale@sigmoid", "the sigmoid loss at scale -14.3", sigmoid=True)

@@ -131,7 +131,7 @@ def main(args: argparse.Namespace) -> int:
 
 
 def _select(args: argparse.Namespace) -> list[str]:
-    """Choose what the command leaves open; what is left out by ``--quick``, or by ranks of a launcher."""
+    """Fill in what the command leaves open; what ``--quick``, or the ranks of a launcher, leave out thereby."""
     ranks = args.world in ("mpi", "torch")
     every = list(names.CASES) if args.loss else _case_names(PROPERTIES if args.world is None else DISTRIBUTED)
     left_out = []

@@ -14,6 +14,7 @@ from contrastile.backends.contract import Options, UnsupportedProblemError
 from contrastile.oracle.arrays import FloatArray, IntArray
 from contrastile.schedules.problem import Problem
 from contrastile.verify import rearrange
+from contrastile.verify.bounds import bounds
 from contrastile.verify.comparison import NOTHING, Checks, Worst, compare, wrong
 from contrastile.verify.rounding import round_to
 from contrastile.verify.truth import masks, truth
@@ -282,8 +283,6 @@ def _temporary_home() -> Iterator[None]:
 
 
 def _compare(recipe: Recipe, subject: Subject) -> Worst:
-    from contrastile.verify.bounds import bounds
-
     drawn_problem = problem(recipe, subject.dtype)
     oracle = truth(drawn_problem)
     expected = oracle.outcome
