@@ -15,14 +15,14 @@ from pathlib import Path
 from typing import Any
 
 HERE = Path(__file__).resolve().parent
-sys.path[:0] = [str(HERE), str(HERE.parent)]
+sys.path[:0] = [str(HERE), str(HERE.parent), str(HERE.parent / "scripts")]
 
+import page_writing  # noqa: E402
 from harness import figures, tables  # noqa: E402
 
 ROOT = HERE.parent
 RESULTS = ROOT / "docs" / "results"
 BEGIN = "<!-- measured: written by benchmarks/pages.py from docs/results -->"
-END = "<!-- end of measured -->"
 PACKAGES = ("torch", "triton", "cupy-cuda13x", "nccl", "inf-cl", "cut-cross-entropy", "liger-kernel", "quack-kernels")
 OURS = ("contrastile triton", "contrastile cupy")
 KERNELS = tuple(f"contrastile/{x}" for x in ("backends/triton", "backends/cupy", "autograd", "schedules"))
@@ -121,15 +121,9 @@ PAGES: dict[Path, Callable[[dict[str, Data], dict[str, Data], Path], str]] = {
 
 
 def spliced(page: str, text: str) -> str:
-    """The page with the part between its markers replaced.
-
-    Raises:
-        ValueError: the page lacks a marker.
-    """
-    if BEGIN not in page or END not in page:
-        raise ValueError(f"the page must hold {BEGIN!r} and {END!r}")
+    """The page with its measured part replaced: see ``page_writing``."""
     text = text or "Nothing has been measured yet: `benchmarks/run.py` and `benchmarks/everyday.py` write the records."
-    return f"{page.partition(BEGIN)[0]}{BEGIN}\n\n{text}\n\n{END}{page.partition(END)[2]}"
+    return page_writing.spliced(page, BEGIN, text)
 
 
 def read(folder: Path, pattern: str) -> dict[str, Data]:
