@@ -58,7 +58,8 @@ class Subject:
     @property
     def ranks(self) -> World:
         """The world of a distributed property."""
-        assert self.world is not None
+        if self.world is None:
+            raise SkipError("needs several ranks: give --world")
         return self.world
 
     @property
