@@ -2,7 +2,8 @@
 
 ``python benchmarks/certain_pairs.py --backend torch --device cpu`` prints one line a problem: relative errors, as
 norms, of the loss and of its gradients for both sides and the scale, against float64 on the same rounded features; and
-the same of a plain computation: full logits in float32 and autograd. With ``--json`` the rows go to a file.
+the same of a plain computation: full logits in float32 and autograd. With ``--json`` the rows go to a file, from which
+``scripts/make_exact_page.py`` makes a page.
 
 Saturated features are ``i`` and ``i + noise / 8``, normalised; large ones are independent, of the norm they are named
 after. Nothing but the package's front door is called.
@@ -11,20 +12,25 @@ after. Nothing but the package's front door is called.
 from __future__ import annotations
 
 import argparse
-import json
-import platform
+import sys
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-import torch
-from torch.nn.functional import normalize, softplus
+HERE = Path(__file__).resolve().parent
+sys.path[:0] = [str(HERE), str(HERE.parent)]
 
-import contrastile
-from contrastile.backends.contract import PRECISIONS, UnsupportedProblemError
+import torch  # noqa: E402
+from harness.record import compact, rounded  # noqa: E402
+from torch.nn.functional import normalize, softplus  # noqa: E402
+
+import contrastile  # noqa: E402
+from contrastile.backends.contract import PRECISIONS, UnsupportedProblemError  # noqa: E402
+from contrastile.environment import measurement_environment  # noqa: E402
 
 PARTS = ("loss", "first", "second", "scale")
+COLUMNS = ("problem", "b", "dtype", "backend", "precision", *PARTS)
 DTYPES = ("float32", "bfloat16", "float16")
 WIDTH = 64
 Ours = Callable[..., Any]
@@ -195,7 +201,7 @@ def measure(
     rounded = [x.to(kind).float() for x in (problem.one, problem.two)]
     given = Problem(**(vars(problem) | {"one": rounded[0], "two": rounded[1]}))
     exact = outcome(lambda *x: exact_loss(problem, *x), given, torch.float64, torch.float64, device)
-    row = {"problem": problem.name, "b": len(problem.one), "d": WIDTH, "dtype": dtype}
+    row = {"problem": problem.name, "b": len(problem.one), "dtype": dtype}
 
     def plain(one: Any, two: Any, scale: Any) -> Any:
         return plain_loss(problem, one.float(), two.float(), scale)
@@ -219,7 +225,7 @@ def measure(
             yield row | {"backend": name, "precision": precision} | errors(found, exact)
 
 
-def main() -> None:
+def main(arguments: list[str] | None = None) -> None:
     """The table of all problems."""
     parser = argparse.ArgumentParser(description=str(__doc__).partition("\n")[0])
     parser.add_argument("--backend", nargs="+", default=["torch"], metavar="NAME")
@@ -228,7 +234,7 @@ def main() -> None:
     parser.add_argument("--precision", nargs="+", choices=PRECISIONS, default=PRECISIONS)
     parser.add_argument("--batch", nargs="+", type=int, default=[256, 4096])
     parser.add_argument("--json", type=Path, metavar="FILE")
-    options = parser.parse_args()
+    options = parser.parse_args(arguments)
     # the plain computation's products are those of float32
     torch.backends.cuda.matmul.allow_tf32 = False
     rows = []
@@ -242,9 +248,9 @@ def main() -> None:
                         what = f"{row['dtype']:8} {row['backend']:8} {row['precision']:5}"
                         print(f"{row['problem']:42} {b:5} {what}", *(f"{row[part]:8.1e}" for part in PARTS), flush=True)
     if options.json is not None:
-        device = torch.cuda.get_device_name() if options.device == "cuda" else platform.machine()
-        about = {"device": device, "torch": torch.__version__, "contrastile": contrastile.__version__}
-        options.json.write_text(json.dumps(about | {"rows": rows}, indent=1) + "\n")
+        told = [[row[name] for name in COLUMNS] for row in rows if "refused" not in row]
+        found = {"environment": measurement_environment(options.device), "columns": COLUMNS, "rows": rounded(told)}
+        options.json.write_text(compact(found), encoding="utf-8")
 
 
 if __name__ == "__main__":

@@ -40,10 +40,15 @@ def errors(rows: list[dict[str, Any]], dtype: str, batch: int) -> str:
     return table(["features", *BACKENDS], lines)
 
 
+def rows_of(data: dict[str, Any]) -> list[dict[str, Any]]:
+    """The rows of a record by the names of their columns."""
+    return [dict(zip(data["columns"], row, strict=True)) for row in data["rows"]]
+
+
 def measured() -> str:
     """What stands between the markers."""
     data = json.loads(DATA.read_text(encoding="utf-8"))
-    rows = [dict(zip(data["columns"], row, strict=True)) for row in data["rows"]]
+    rows = rows_of(data)
     device = data["environment"]["device"]
     parts = [
         f"One {device}, d = 64: relative error of the gradient and, in brackets, of the loss.\n",

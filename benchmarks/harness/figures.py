@@ -12,7 +12,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from harness.tables import GIB, MIB, labelled, limit, measured, median, rate
+from harness.tables import GIB, MIB, labelled, limit, machine, measured, median, rate
 
 Data = dict[str, Any]
 
@@ -54,9 +54,7 @@ def draw(data: Data, path: Path) -> None:
     with matplotlib.rc_context({"font.size": 9, "legend.framealpha": 0.0, **_SVG, **colors}):
         figure, axes = plt.subplots(1, 2, figsize=(11, 4.6), layout="constrained")
         (_over_ranks if _families(data) else _over_batches)(axes[0], axes[1], data)
-        e = data["environment"]
-        title = e["device"] if e.get("ranks", 1) == 1 else f"{e['ranks']} x {e['device']}"
-        figure.suptitle(f"{title}, forward and backward")
+        figure.suptitle(f"{machine(data['environment'])}, forward and backward")
         text = _saved(figure)
         plt.close(figure)
     path.parent.mkdir(parents=True, exist_ok=True)

@@ -76,6 +76,11 @@ def compact(data: dict[str, Any]) -> str:
     return "{\n" + ",\n".join(lines) + "\n}\n"
 
 
+def said(error: BaseException) -> str:
+    """An error in one line, the reason of what was skipped."""
+    return f"{type(error).__name__}: {' '.join(str(error).split())[:200]}"
+
+
 def rounded(value: Any) -> Any:
     """Numbers that JSON lacks become null; floats keep six digits."""
     if isinstance(value, dict):

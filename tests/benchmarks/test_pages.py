@@ -203,3 +203,17 @@ def test_the_page_of_exact_losses_is_what_its_record_says(monkeypatch: pytest.Mo
     import make_exact_page
 
     assert make_exact_page.PAGE.read_text(encoding="utf-8") == make_exact_page.page()
+
+
+def test_a_new_record_of_certain_pairs_is_one_that_the_page_can_read(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    monkeypatch.syspath_prepend(str(pages.ROOT / "scripts"))
+    import certain_pairs
+    import make_exact_page
+
+    words = ["--batch", "16", "--dtype", "float32", "--precision", "ieee", "--json", str(tmp_path / "x.json")]
+    certain_pairs.main(words)
+    monkeypatch.setattr(make_exact_page, "BACKENDS", ("plain", "torch"))
+    rows = make_exact_page.rows_of(json.loads((tmp_path / "x.json").read_text(encoding="utf-8")))
+    assert "| CLIP, norm 3,000 |" in make_exact_page.errors(rows, "float32", 16)
