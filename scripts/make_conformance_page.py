@@ -12,7 +12,6 @@ PAGE = ROOT / "docs" / "benchmarks" / "conformance.md"
 DATA = ROOT / "docs" / "results" / "conformance.json"
 FIGURE = DATA.with_suffix(".svg")
 BEGIN = "<!-- measured: written by scripts/make_conformance_page.py from docs/results/conformance.json -->"
-GROWTH = "memory growth"
 POWERS = {0: "b⁰", 1: "b", 2: "b²", 3: "b³"}
 
 CELL, ROW, LABEL, HEAD, MARGIN = 58, 24, 440, 132, 12

@@ -9,6 +9,8 @@ import time
 from pathlib import Path
 from typing import Any
 
+from contrastile.reporting import one_line
+
 PARTS = ("verify", "times", "errors", "big", "offload")
 SAME = ("device", "commit", "torch", "triton")
 
@@ -78,7 +80,7 @@ def compact(data: dict[str, Any]) -> str:
 
 def said(error: BaseException) -> str:
     """An error in one line, the reason of what was skipped."""
-    return f"{type(error).__name__}: {' '.join(str(error).split())[:200]}"
+    return one_line(error)[:200]
 
 
 def rounded(value: Any) -> Any:

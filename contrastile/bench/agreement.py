@@ -97,10 +97,4 @@ def _outcome(loss: Any, gradients: tuple[Any, Any, Any]) -> Outcome:
         return np.array(library_of(x).to_numpy(x) if hasattr(x, "shape") else x, dtype=np.float64)
 
     d_image, d_text, d_scale = (widened(x) for x in gradients)
-    return Outcome(
-        loss=widened(loss),
-        rows=d_image,
-        columns=(d_text,),
-        scale=d_scale,
-        bias=None,
-    )
+    return Outcome(loss=widened(loss), rows=d_image, columns=(d_text,), scale=d_scale)

@@ -17,6 +17,17 @@ GRADIENT = ("rows", "columns", "scale", "bias")
 _STORED = "rows", "columns"
 
 
+class Point(TypedDict):
+    """An error measured at one size, beside what it is compared with: see ``growth``."""
+
+    axis: str
+    x: float
+    error: float
+    plain: float
+    probable: float
+    bound: float
+
+
 @dataclass(frozen=True, slots=True)
 class Worst:
     """The element with the largest error / bound.
@@ -30,6 +41,7 @@ class Worst:
         beyond: the largest (error - r) / (bound - r) of all elements, r the unavoidable rounding of the stored result;
             below 1 where the ratio is. None where nothing is stored in a dtype coarser than the state: then the ratio
             says as much.
+        point: where it was measured, for the report's plots.
     """
 
     ratio: float
@@ -38,6 +50,7 @@ class Worst:
     error: float
     bound: float
     beyond: float | None = None
+    point: Point | None = None
 
     @property
     def excess(self) -> float:
@@ -47,24 +60,6 @@ class Worst:
     def __str__(self) -> str:
         where = f"[{', '.join(map(str, self.index))}]" if self.index else ""
         return f"{self.field}{where}: error {self.error:.3g}, bound {self.bound:.3g}"
-
-
-class Point(TypedDict):
-    """An error measured at one size, beside what it is compared with: see ``growth``."""
-
-    axis: str
-    x: float
-    error: float
-    plain: float
-    probable: float
-    bound: float
-
-
-@dataclass(frozen=True, slots=True)
-class Measured(Worst):
-    """A comparison whose point goes to the report."""
-
-    point: Point | None = None
 
 
 NOTHING = Worst(0.0, "nothing", (), 0.0, 0.0)

@@ -2,9 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from dataclasses import replace
-from typing import Any
+from typing import Any, Literal
 
 import numpy as np
 
@@ -14,7 +13,8 @@ from contrastile.schedules import local, schedule, triangle
 from contrastile.schedules.problem import Problem
 from contrastile.verify.truth import Outcome
 
-Want = Callable[[Problem], local.Wanted | None]
+Want = local.Wanted | Literal["every"] | None
+"""The gradients to ask for; None for the value alone."""
 
 
 def on_device(arrays: ArrayLibrary, device: str) -> Array:
@@ -59,7 +59,7 @@ def outcome(
     device: str = "cpu",
     options: Options = Options(),  # noqa: B008 (frozen)
     upstream: float = 1.0,
-    want: Want = every_gradient,
+    want: Want = "every",
 ) -> Outcome:
     """The backend's loss, statistics and gradients of ``upstream * loss``.
 
@@ -70,7 +70,7 @@ def outcome(
         device: kind of device.
         options: passed to the backend.
         upstream: gradient with respect to the loss.
-        want: the problem -> the gradients to ask for, or None for the value alone.
+        want: the gradients to ask for.
 
     Returns:
         The results, converted to NumPy float64; None for what was not asked for. Of a problem with a placement, this
@@ -82,7 +82,7 @@ def outcome(
     arrays = backend.arrays
     native = materialise(problem, backend, dtype, device)
     upstream_gradient = arrays.asarray(upstream, backend.state(dtype), native.scale)
-    wanted = want(native)
+    wanted = every_gradient(native) if want == "every" else want
     parts: list[Statistics] = []
     lses: dict[str, Array | None] = {}
 

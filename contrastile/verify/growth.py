@@ -9,7 +9,7 @@ Mary, 2019). It is shown, and nothing is compared with it.
 from __future__ import annotations
 
 import zlib
-from dataclasses import fields, replace
+from dataclasses import replace
 
 import numpy as np
 
@@ -17,7 +17,7 @@ from contrastile.backends.contract import Accuracy, Options
 from contrastile.oracle.arrays import FloatArray
 from contrastile.schedules.problem import Problem
 from contrastile.verify.bounds import bounds
-from contrastile.verify.comparison import Checks, Measured, Point, Worst, compare
+from contrastile.verify.comparison import Checks, Point, compare
 from contrastile.verify.draws import unit
 from contrastile.verify.plain import compare_with_plain, plain_outcome
 from contrastile.verify.rounding import round_to
@@ -61,8 +61,7 @@ def _measured(subject: Subject, axis: str, x: float) -> Checks:
         probable=_norm(probable) / size,
         bound=_norm(bound) / size,
     )
-    worst = compare(got, exact, bound)
-    yield label, Measured(**{f.name: getattr(worst, f.name) for f in fields(Worst)}, point=point)
+    yield label, replace(compare(got, exact, bound), point=point)
     beside = compare_with_plain(problem, oracle, got, accuracy, subject.dtype, subject.device)
     yield f"{label}, beside a plain computation", beside
 

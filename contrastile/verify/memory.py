@@ -1,4 +1,4 @@
-"""Bytes saved for the backward pass, uninitialised memory, and torch's threads."""
+"""Bytes saved for the backward pass, and uninitialised memory."""
 
 from __future__ import annotations
 
@@ -116,22 +116,3 @@ def _poisoned_torch() -> Iterator[None]:
     finally:
         deterministic.fill_uninitialized_memory = fill
         torch.use_deterministic_algorithms(strict, warn_only=warn)
-
-
-@contextmanager
-def one_thread(arrays: ArrayLibrary, wanted: bool) -> Iterator[None]:
-    """In this context, and if ``wanted``, torch uses one thread: tiny products gain nothing from several.
-
-    On busy cores, waiting for other threads would make them many times slower.
-    """
-    if arrays.name != "torch" or not wanted:
-        yield
-        return
-    import torch
-
-    threads = torch.get_num_threads()
-    torch.set_num_threads(1)
-    try:
-        yield
-    finally:
-        torch.set_num_threads(threads)

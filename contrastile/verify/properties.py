@@ -8,7 +8,6 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
-from functools import partial
 from typing import Any
 
 import numpy as np
@@ -16,7 +15,6 @@ import numpy as np
 from contrastile.backends.contract import STATISTICS, Options
 from contrastile.oracle.general import merge
 from contrastile.schedules.local import Wanted
-from contrastile.schedules.problem import Problem
 from contrastile.verify import growth, layouts, memory, peak, rearrange, strategies
 from contrastile.verify.comparison import GRADIENT, NOTHING, VALUE, Checks, Worst, compare, parts, wrong
 from contrastile.verify.plain import compare_with_plain
@@ -215,16 +213,12 @@ def frozen(trial: Trial) -> Checks:
     if count > 1:
         requests["every other block frozen"] = Wanted(True, others, True, bias)
     for label, wanted in requests.items():
-        got = trial.run(trial.problem, want=partial(_constant, wanted))
+        got = trial.run(trial.problem, want=wanted)
         w = wanted or Wanted(False, none, False)
         columns = tuple(x if want else None for x, want in zip(exact.columns, w.columns, strict=True))
         expected: dict[str, Any] = {"columns": columns}
         expected |= {name: None for name in ("rows", "scale", "bias") if not getattr(w, name)}
         yield label, compare(got, replace(exact, **expected), trial.bound)
-
-
-def _constant(wanted: Wanted | None, problem: Problem) -> Wanted | None:
-    return wanted
 
 
 def accumulation(trial: Trial) -> Checks:

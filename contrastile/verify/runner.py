@@ -6,21 +6,21 @@ import math
 import shlex
 import warnings
 from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from functools import cache, partial
 from typing import NotRequired, Protocol, TypedDict
 
 import numpy as np
 
-from contrastile.backends.arrays import FLOATS
+from contrastile.backends.arrays import FLOATS, ArrayLibrary
 from contrastile.backends.contract import PRECISIONS, Backend, UnsupportedProblemError
-from contrastile.reporting import ProgressCallback
+from contrastile.reporting import ProgressCallback, one_line
 from contrastile.verify import cases, sharded, strategies
 from contrastile.verify.cases import Case
-from contrastile.verify.comparison import NOTHING, Checks, Measured, Point, Worst, wrong
+from contrastile.verify.comparison import NOTHING, Checks, Point, Worst, wrong
 from contrastile.verify.distributed import DISTRIBUTED
 from contrastile.verify.facts import FactsError
-from contrastile.verify.memory import one_thread
 from contrastile.verify.properties import PROPERTIES, Property
 from contrastile.verify.trial import SkipError, Subject, Trial
 from contrastile.verify.truth import Truth, truth
@@ -323,6 +323,25 @@ def _of_a_subject(each: Property, subject: Subject, case: str) -> Checks:
         yield from each.check(subject, case)
 
 
+@contextmanager
+def one_thread(arrays: ArrayLibrary, wanted: bool) -> Iterator[None]:
+    """In this context, and if ``wanted``, torch uses one thread: tiny products gain nothing from several.
+
+    On busy cores, waiting for other threads would make them many times slower.
+    """
+    if arrays.name != "torch" or not wanted:
+        yield
+        return
+    import torch
+
+    threads = torch.get_num_threads()
+    torch.set_num_threads(1)
+    try:
+        yield
+    finally:
+        torch.set_num_threads(threads)
+
+
 def _begin(subject: Subject) -> None:
     if subject.world is not None:
         subject.world.begin()
@@ -371,7 +390,7 @@ def worst_of(check: Callable[[], Checks]) -> CheckResult:
             warnings.simplefilter("ignore", RuntimeWarning)
             points: list[Point] = []
             for label, worst in check():
-                if isinstance(worst, Measured) and worst.point is not None:
+                if worst.point is not None:
                     points.append(worst.point)
                 ratio = math.inf if math.isnan(worst.ratio) else worst.ratio
                 excess = max(found.excess, ratio if math.isnan(worst.excess) else worst.excess)
@@ -387,8 +406,7 @@ def worst_of(check: Callable[[], Checks]) -> CheckResult:
     except FactsError as error:
         return _failed(str(error))
     except (Exception, SystemExit) as error:
-        text = " ".join(str(error).split())
-        return _failed(f"raised {type(error).__name__}: {text}")
+        return _failed(f"raised {one_line(error)}")
     return found
 
 

@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING, Any, cast
 
 from contrastile.backends.contract import Options
 from contrastile.comm.communicator import Communicator
+from contrastile.reporting import one_line
 from contrastile.schedules.placement import Placement, Reduction
 from contrastile.verify import rearrange, strategies
 from contrastile.verify.bounds import bounds
@@ -118,7 +119,7 @@ def sharded(subject: Subject, case: str) -> Checks:
         found = strategies.search(shared(world.size), hold, subject)
     except Exception as error:
         # the others wait for a verdict, whatever it is
-        found = CASE, wrong(f"{type(error).__name__}: {error}")
+        found = CASE, wrong(one_line(error))
     world.share(None)
     yield world.share(found)
 

@@ -12,6 +12,7 @@ import numpy as np
 
 from contrastile.backends.contract import Options, UnsupportedProblemError
 from contrastile.oracle.arrays import FloatArray, IntArray
+from contrastile.reporting import one_line
 from contrastile.schedules.problem import Problem
 from contrastile.verify import rearrange
 from contrastile.verify.bounds import bounds
@@ -241,7 +242,7 @@ def search(recipes: SearchStrategy[T], compare: Callable[[T], Worst], subject: S
             refusals.append(str(reason))
             return
         except Exception as error:
-            found = str(recipe), wrong(f"{type(error).__name__}: {error}")
+            found = str(recipe), wrong(one_line(error))
         worst = max(worst, found, key=lambda each: each[1].ratio)
         if not found[1].ratio < 1:
             failed.append(found)

@@ -16,7 +16,7 @@ from contrastile.verify import facts
 from contrastile.verify.bounds import bounds
 from contrastile.verify.cases import Case
 from contrastile.verify.comparison import GRADIENT, VALUE, Worst, compare
-from contrastile.verify.execution import Want, every_gradient, outcome
+from contrastile.verify.execution import Want, outcome
 from contrastile.verify.truth import Outcome, Truth, truth
 from contrastile.verify.worlds import World
 
@@ -96,7 +96,7 @@ class Subject:
         *,
         backend: Backend | None = None,
         upstream: float = 1.0,
-        want: Want = every_gradient,
+        want: Want = "every",
     ) -> Outcome:
         """``execution.outcome`` of this subject with its options, or of another backend that wraps it."""
         options = replace(options, **self.settings)
@@ -146,7 +146,7 @@ class Trial:
         backend: Backend | None = None,
         options: Options | None = None,
         upstream: float = 1.0,
-        want: Want = every_gradient,
+        want: Want = "every",
     ) -> Outcome:
         """``Subject.run`` on another problem."""
         return self.subject.run(problem, options or Options(), backend=backend, upstream=upstream, want=want)

@@ -20,7 +20,7 @@ from typing import Any
 from contrastile.backends import registry
 from contrastile.backends.contract import Backend, BackendUnavailableError
 from contrastile.environment import finds_a_gpu
-from contrastile.reporting import CannotRunError
+from contrastile.reporting import CannotRunError, one_line
 from contrastile.verify.losses.selection import LossSelection
 from contrastile.verify.losses.subject import Loss
 from contrastile.verify.runner import Check, Row, Run, Selection
@@ -113,9 +113,8 @@ def load(named: list[str] | None) -> Iterator[tuple[str, Backend | str]]:
             yield name, str(error)
         except (Exception, SystemExit) as error:
             # importing other people's code may raise anything
-            text = " ".join(str(error).split())
             ours = isinstance(error, ValueError | TypeError)
-            raise CannotRunError(text if ours else f"backend {name!r} raised {type(error).__name__}: {text}") from error
+            raise CannotRunError(str(error) if ours else f"backend {name!r} raised {one_line(error)}") from error
 
 
 def whole(name: str, status: str, reason: str, ranks: int = 1) -> Row:

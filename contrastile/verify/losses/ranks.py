@@ -26,6 +26,7 @@ import numpy as np
 
 from contrastile.backends.contract import state_dtype
 from contrastile.oracle.arrays import FloatArray
+from contrastile.reporting import one_line
 from contrastile.verify.comparison import Checks, Worst
 from contrastile.verify.losses import allowed
 from contrastile.verify.losses.cases import LossCase, sized
@@ -250,9 +251,8 @@ def _rank(pickled: bytes | None, name: str, claims: Claims, rank: int, size: int
             (folder / "found").write_bytes(pickle.dumps(found))
         code = 0
     except BaseException as error:
-        text = " ".join(str(error).split())
         draft = folder / f"draft{rank}"
-        draft.write_text(f"rank {rank} raised {type(error).__name__}: {text}")
+        draft.write_text(f"rank {rank} raised {one_line(error)}")
         draft.rename(folder / f"error{rank}")
     finally:
         # no finaliser may wait for a rank that is gone

@@ -14,7 +14,7 @@ import numpy as np
 from contrastile.backends.arrays import ArrayLibrary, CupyArrays, NumpyArrays, TorchArrays
 from contrastile.backends.contract import Array, state_dtype
 from contrastile.oracle.arrays import FloatArray, IntArray
-from contrastile.reporting import CannotRunError
+from contrastile.reporting import CannotRunError, one_line
 from contrastile.verify.execution import on_device
 from contrastile.verify.losses.claims import Claims
 
@@ -261,8 +261,7 @@ def load(name: str) -> Any:
             found = getattr(found, part)
     except (Exception, SystemExit) as error:
         # importing other people's code may raise anything
-        text = " ".join(str(error).split())
-        raise CannotRunError(f"loss {name!r} cannot be imported: {type(error).__name__}: {text}") from error
+        raise CannotRunError(f"loss {name!r} cannot be imported: {one_line(error)}") from error
     return found
 
 
