@@ -25,7 +25,7 @@ from contrastile.verify import strategies  # noqa: E402
 from contrastile.verify.bounds import bounds  # noqa: E402
 from contrastile.verify.comparison import Worst, compare  # noqa: E402
 from contrastile.verify.rearrange import combined  # noqa: E402
-from contrastile.verify.runner import DTYPES  # noqa: E402
+from contrastile.verify.selection import DTYPES  # noqa: E402
 from contrastile.verify.trial import Subject  # noqa: E402
 from contrastile.verify.truth import truth  # noqa: E402
 

@@ -20,7 +20,8 @@ from contrastile.backends.contract import Block, Options, Pairs
 from contrastile.backends.registry import load
 from contrastile.verify.launched import Launched
 from contrastile.verify.report import verdict
-from contrastile.verify.runner import DTYPES, Row, Run, Selection
+from contrastile.verify.runner import Row, Run
+from contrastile.verify.selection import DTYPES, Selection
 from harness import float64
 from harness.bench import NO_TIME, Bench, Job, Part
 from harness.peers import LOCAL, OPEN_CLIP, Loss, loads

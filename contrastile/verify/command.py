@@ -32,7 +32,8 @@ from contrastile.verify.isolation import Isolated
 from contrastile.verify.losses import names
 from contrastile.verify.losses.claims import OBJECTIVES
 from contrastile.verify.properties import PROPERTIES, Property
-from contrastile.verify.runner import DTYPES, Failure, Row, Run
+from contrastile.verify.runner import Failure, Row, Run
+from contrastile.verify.selection import DTYPES
 from contrastile.verify.worker import Task
 from contrastile.verify.worlds import Threads, World, WorldError
 

@@ -23,13 +23,14 @@ from contrastile.environment import finds_a_gpu
 from contrastile.reporting import CannotRunError, one_line
 from contrastile.verify.losses.selection import LossSelection
 from contrastile.verify.losses.subject import Loss
-from contrastile.verify.runner import Check, Row, Run, Selection
+from contrastile.verify.runner import Check, Row, Run
+from contrastile.verify.selection import Selection
 from contrastile.verify.worlds import Threads
 
 
 @dataclass(frozen=True, slots=True)
 class Task:
-    """What to run: ``runner.Selection`` in what JSON can hold.
+    """What to run: ``selection.Selection`` in what JSON can hold.
 
     Attributes:
         backends: names; None for all that are available.

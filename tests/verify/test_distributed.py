@@ -19,7 +19,8 @@ from contrastile.verify.comparison import compare
 from contrastile.verify.distributed import DISTRIBUTED
 from contrastile.verify.launched import opened
 from contrastile.verify.properties import PROPERTIES
-from contrastile.verify.runner import Run, Selection
+from contrastile.verify.runner import Run
+from contrastile.verify.selection import Selection
 from contrastile.verify.sharded import Shared
 from contrastile.verify.shards import FIELDS, Cut, shares
 from contrastile.verify.trial import SkipError, Subject

@@ -17,7 +17,8 @@ from contrastile.mutate.wrappers import WRAPPERS
 from contrastile.mutate.wrapping import around, doubled, seeing
 from contrastile.verify import cases, report
 from contrastile.verify.comparison import Worst
-from contrastile.verify.runner import Run, Selection
+from contrastile.verify.runner import Run
+from contrastile.verify.selection import Selection
 
 SOUND = load("numpy")
 

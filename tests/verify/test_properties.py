@@ -13,7 +13,8 @@ from contrastile.backends.registry import load
 from contrastile.mutate.wrappers import WRAPPERS
 from contrastile.mutate.wrapping import around, seeing
 from contrastile.verify.properties import PROPERTIES
-from contrastile.verify.runner import Run, Selection
+from contrastile.verify.runner import Run
+from contrastile.verify.selection import Selection
 
 NUMPY = load("numpy")
 

@@ -9,7 +9,8 @@ from contrastile.backends.contract import Options, UnsupportedProblemError
 from contrastile.backends.registry import load
 from contrastile.verify import cases, strategies
 from contrastile.verify.properties import PROPERTIES
-from contrastile.verify.runner import DTYPES, Run, Selection
+from contrastile.verify.runner import Run
+from contrastile.verify.selection import DTYPES, Selection
 from contrastile.verify.strategies import Recipe, problem, recipes
 from contrastile.verify.trial import Subject
 from contrastile.verify.truth import masks, truth

@@ -14,7 +14,8 @@ from contrastile.verify.losses.cases import BATCHES, MEMORY
 from contrastile.verify.losses.claims import Claims
 from contrastile.verify.losses.properties import PROPERTIES, LossProperty, LossTrial
 from contrastile.verify.losses.subject import Loss
-from contrastile.verify.runner import DTYPES, Check, Row, Run, one_thread
+from contrastile.verify.runner import Check, Row, Run
+from contrastile.verify.selection import DTYPES, one_thread
 
 
 @dataclass(frozen=True, slots=True)
