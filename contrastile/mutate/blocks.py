@@ -8,57 +8,30 @@ from typing import Any
 
 from contrastile.backends.arrays import ArrayLibrary
 from contrastile.backends.contract import STATISTICS, Array, Backend, Block
-from contrastile.mutate.wrapping import around, doubled, features_seen, only_in, seeing, wrapper
+from contrastile.mutate.wrapping import doubled, features_seen, only_in, seeing, wrapper
+from contrastile.verify.wrapped import around
 
 # logits that are wrong at some sizes
 
 
-@wrapper
-def doubled_at_m_64(backend: Backend) -> Backend:
-    """Logits are doubled where m is a multiple of 64."""
-    return doubled(backend, lambda b: b.rows.shape[0] % 64 == 0)
+def _doubled(sizes: str, about: str, where: Callable[[Block], bool]) -> None:
+    """Register a defect whose logits are doubled at some sizes."""
+
+    def plant(backend: Backend) -> Backend:
+        return doubled(backend, where)
+
+    plant.__name__, plant.__doc__ = f"doubled_{sizes}", f"Logits are doubled {about}."
+    wrapper(plant)
 
 
-@wrapper
-def doubled_at_m_128(backend: Backend) -> Backend:
-    """Logits are doubled where m is a multiple of 128."""
-    return doubled(backend, lambda b: b.rows.shape[0] % 128 == 0)
-
-
-@wrapper
-def doubled_at_n_64(backend: Backend) -> Backend:
-    """Logits are doubled where n is a multiple of 64."""
-    return doubled(backend, lambda b: b.columns.shape[0] % 64 == 0)
-
-
-@wrapper
-def doubled_at_d_512(backend: Backend) -> Backend:
-    """Logits are doubled at d = 512."""
-    return doubled(backend, lambda b: b.rows.shape[1] == 512)
-
-
-@wrapper
-def doubled_beyond_d_1024(backend: Backend) -> Backend:
-    """Logits are doubled where d > 1024."""
-    return doubled(backend, lambda b: b.rows.shape[1] > 1024)
-
-
-@wrapper
-def doubled_beyond_n_1000(backend: Backend) -> Backend:
-    """Logits are doubled where n > 1000."""
-    return doubled(backend, lambda b: b.columns.shape[0] > 1000)
-
-
-@wrapper
-def doubled_beyond_n_1100(backend: Backend) -> Backend:
-    """Logits are doubled where n > 1100."""
-    return doubled(backend, lambda b: b.columns.shape[0] > 1100)
-
-
-@wrapper
-def doubled_at_one_row(backend: Backend) -> Backend:
-    """Logits are doubled where m = 1."""
-    return doubled(backend, lambda b: b.rows.shape[0] == 1)
+_doubled("at_m_64", "where m is a multiple of 64", lambda b: b.rows.shape[0] % 64 == 0)
+_doubled("at_m_128", "where m is a multiple of 128", lambda b: b.rows.shape[0] % 128 == 0)
+_doubled("at_n_64", "where n is a multiple of 64", lambda b: b.columns.shape[0] % 64 == 0)
+_doubled("at_d_512", "at d = 512", lambda b: b.rows.shape[1] == 512)
+_doubled("beyond_d_1024", "where d > 1024", lambda b: b.rows.shape[1] > 1024)
+_doubled("beyond_n_1000", "where n > 1000", lambda b: b.columns.shape[0] > 1000)
+_doubled("beyond_n_1100", "where n > 1100", lambda b: b.columns.shape[0] > 1100)
+_doubled("at_one_row", "where m = 1", lambda b: b.rows.shape[0] == 1)
 
 
 @wrapper

@@ -13,7 +13,8 @@ from typing import Any
 
 from contrastile.backends.arrays import ArrayLibrary
 from contrastile.backends.contract import Accuracy, Backend, Block, Options
-from contrastile.mutate.wrapping import adding, around, features_seen, only_in, seeing, wrapper
+from contrastile.mutate.wrapping import adding, features_seen, only_in, seeing, wrapper
+from contrastile.verify.wrapped import around
 
 # gradients and their accumulators
 

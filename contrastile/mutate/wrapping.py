@@ -4,12 +4,10 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass, replace
-from typing import Any
 
 from contrastile.backends.arrays import ArrayLibrary
 from contrastile.backends.contract import Array, Backend, Block
-
-PRIMITIVES = ("lse", "keeping", "gradients", "finished", "sigmoid")
+from contrastile.verify.wrapped import around
 
 
 @dataclass(frozen=True, slots=True)
@@ -47,17 +45,6 @@ def only_in(library: str | None) -> Callable[[Callable[[Backend], Backend]], Cal
 
 wrapper = only_in(None)
 """Register a defect for backends of any array library."""
-
-
-def around(backend: Backend, call: Callable[..., Any], *names: str) -> Backend:
-    """Replace these primitives, or all, by ``call(primitive, block, *rest)``."""
-
-    def wrapped(primitive: Callable[..., Any]) -> Callable[..., Any]:
-        return lambda block, *rest: call(primitive, block, *rest)
-
-    found = {name: getattr(backend, name) for name in names or PRIMITIVES}
-    changed: dict[str, Any] = {name: wrapped(x) for name, x in found.items() if x is not None}
-    return replace(backend, **changed)
 
 
 def seeing(backend: Backend, change: Callable[[ArrayLibrary, Block], Block]) -> Backend:

@@ -8,10 +8,11 @@ from typing import Any, Literal
 import numpy as np
 
 from contrastile.backends.arrays import ArrayLibrary
-from contrastile.backends.contract import STATISTICS, Array, Backend, Block, LseFunction, Options, Statistics
+from contrastile.backends.contract import STATISTICS, Array, Backend, LseFunction, Options, Statistics
 from contrastile.schedules import local, schedule, triangle
 from contrastile.schedules.problem import Problem
 from contrastile.verify.truth import Outcome
+from contrastile.verify.wrapped import around
 
 Want = local.Wanted | Literal["every"] | None
 """The gradients to ask for; None for the value alone."""
@@ -86,12 +87,9 @@ def outcome(
     parts: list[Statistics] = []
     lses: dict[str, Array | None] = {}
 
-    def recorded(lse: LseFunction) -> LseFunction:
-        def function(block: Block, columns: bool, how: Options) -> Statistics:
-            parts.append(lse(block, columns, how))
-            return parts[-1]
-
-        return function
+    def recorded(lse: LseFunction, *call: Any) -> Statistics:
+        parts.append(lse(*call))
+        return parts[-1]
 
     if native.kind == "sigmoid":
         loss, sums = schedule.sigmoid(native, wanted, backend, options)
@@ -101,8 +99,7 @@ def outcome(
             place = native.placement
             gradients = schedule.finish(native.rows, native.scale, place, sums, upstream_gradient, wanted, arrays)
     else:
-        keeping = None if backend.keeping is None else recorded(backend.keeping)
-        recording = replace(backend, lse=recorded(backend.lse), keeping=keeping)
+        recording = around(backend, recorded, "lse", "keeping")
         keep = wanted is not None and wanted.rows and all(wanted.columns)
         saved = schedule.forward(native, recording, options, keep=keep)
         gradients = _NO_GRADIENTS

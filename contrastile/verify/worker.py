@@ -14,7 +14,7 @@ import sys
 import tempfile
 import threading
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, fields
 from typing import Any
 
 from contrastile.backends import registry
@@ -30,19 +30,10 @@ from contrastile.verify.worlds import Threads
 
 @dataclass(frozen=True, slots=True)
 class Task:
-    """What to run: ``selection.Selection`` in what JSON can hold.
+    """What to run: ``selection.Selection`` in what JSON can hold, whose attributes are not repeated here.
 
     Attributes:
         backends: names; None for all that are available.
-        cases: see ``Selection``.
-        properties: see ``Selection``.
-        dtypes: see ``Selection``.
-        device: see ``Selection``.
-        examples: see ``Selection``.
-        seed: see ``Selection``.
-        precisions: see ``Selection``.
-        workspace: see ``Selection``.
-        keep: see ``Selection``.
         ranks: how many threads a world has; None for a process alone.
         losses: "module:attribute" of losses that are run instead of backends; None for backends.
         objective: what these losses compute; None for what they claim.
@@ -83,20 +74,9 @@ class Task:
 
     def selection(self, backends: dict[str, Backend], *, gpu: bool = False) -> Selection:
         """The selection, of these backends, on a machine with a GPU or without one."""
-        return Selection(
-            backends=backends,
-            cases=self.cases,
-            properties=self.properties,
-            dtypes=self.dtypes,
-            device=self.device,
-            gpu=gpu,
-            examples=self.examples,
-            seed=self.seed,
-            precisions=self.precisions,
-            workspace=self.workspace,
-            keep=self.keep,
-            world=None if self.ranks is None else Threads(self.ranks),
-        )
+        here: dict[str, Any] = {"backends": backends, "gpu": gpu}
+        here["world"] = None if self.ranks is None else Threads(self.ranks)
+        return Selection(**here, **{x.name: getattr(self, x.name) for x in fields(Selection) if x.name not in here})
 
 
 def load(named: list[str] | None) -> Iterator[tuple[str, Backend | str]]:

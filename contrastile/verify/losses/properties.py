@@ -289,8 +289,11 @@ def _claimed(name: str, what: str) -> Callable[[Claims], str]:
 
 
 def _by_autograd(claims: Claims) -> str:
-    by_autograd = claims.library == "torch" and not claims.returns_gradients
-    return "" if by_autograd and (claims.feature_gradients or claims.scale_gradient) else "gradients through autograd"
+    return (
+        ""
+        if claims.by_autograd and (claims.feature_gradients or claims.scale_gradient)
+        else "gradients through autograd"
+    )
 
 
 def _of_features_by_autograd(claims: Claims) -> str:

@@ -96,8 +96,11 @@ def missing(claims: Claims) -> str:
     """Why a loss with these claims is not tested on ranks, "" where it is."""
     if not claims.ranks:
         return "several ranks"
-    by_autograd = claims.library == "torch" and not claims.returns_gradients and claims.feature_gradients
-    return "" if by_autograd else "several ranks, whose gradients DDP takes from autograd"
+    return (
+        ""
+        if claims.by_autograd and claims.feature_gradients
+        else "several ranks, whose gradients DDP takes from autograd"
+    )
 
 
 @dataclass

@@ -175,7 +175,7 @@ class Call:
         by_autograd = not gradients
         if gradients:
             gradients += [None] * (len(self.features) + 2 - len(gradients))
-        elif self.loss.claims.library != "torch" or self.loss.claims.returns_gradients:
+        elif not self.loss.claims.by_autograd:
             raise TypeError(
                 f"a loss that returns its gradients must return (loss, gradients...), got {type(returned).__name__}"
             )
@@ -213,7 +213,6 @@ def prepare(
 ) -> Call:
     """The arrays of a call: see ``Loss.evaluate``."""
     arrays, claims, like = loss.arrays, loss.claims, on_device(loss.arrays, device)
-    differentiable = claims.library == "torch" and not claims.returns_gradients
 
     def put(x: Any, kind: str) -> Array:
         return arrays.asarray(np.array(x, order="C"), kind, like)
@@ -223,7 +222,7 @@ def prepare(
     trained: list[Array] = []
     if claims.scale_gradient and claims.library == "torch":
         trained = [put(x, state_dtype(dtype)) for x in numbers]
-    if differentiable:
+    if claims.by_autograd:
         wanted = train if train is not None else [claims.feature_gradients] * len(features)
         features = [x.requires_grad_(want) for x, want in zip(features, wanted, strict=True)]
         trained = [x.requires_grad_(train is None) for x in trained]
