@@ -132,7 +132,7 @@ def main(args: argparse.Namespace) -> int:
 
 
 def _select(args: argparse.Namespace) -> list[str]:
-    """Fill in what the command leaves open; what ``--quick``, or the ranks of a launcher, leave out thereby."""
+    """Fill in what the command leaves open. Returns what ``--quick``, or a launcher's ranks, leave untested."""
     ranks = args.world in ("mpi", "torch")
     every = list(names.CASES) if args.loss else _case_names(PROPERTIES if args.world is None else DISTRIBUTED)
     left_out = []

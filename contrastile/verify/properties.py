@@ -299,8 +299,10 @@ def non_finite(trial: Trial) -> Checks:
 def identical(got: Outcome, expected: Outcome, fields: Sequence[str] = VALUE + GRADIENT) -> Worst:
     """Ratio 0 when all of the fields have equal bits, inf otherwise."""
     for (name, a), (_, b) in zip(parts(got, fields), parts(expected, fields), strict=True):
-        if a is None or b is None:
+        if a is None and b is None:
             continue
+        if a is None or b is None:
+            return wrong(f"{name} is missing")
         differ = np.flatnonzero(np.asarray(a).view(np.int64).ravel() != np.asarray(b).view(np.int64).ravel())
         if differ.size:
             index = np.unravel_index(differ[0], np.shape(a))

@@ -18,6 +18,7 @@ from contrastile.verify.losses.cases import MEMORY, SELF, LossCase, of_arguments
 from contrastile.verify.losses.claims import Claims
 from contrastile.verify.losses.subject import Loss, Result, prepare
 from contrastile.verify.plain import compare_with_plain
+from contrastile.verify.properties import Property
 from contrastile.verify.trial import SkipError
 from contrastile.verify.truth import Outcome
 
@@ -25,24 +26,14 @@ UPSTREAM = -2.5
 
 
 @dataclass(frozen=True, slots=True)
-class LossProperty:
-    """A named property of a loss.
+class LossProperty(Property):
+    """A named property of a loss, whose check takes a ``LossTrial``, of its own case too.
 
     Attributes:
-        name: what ``--property`` calls it.
-        check: a trial -> its comparisons.
         claim: why a loss with these claims is not held to it, "" where it is.
-        case: the name of its own case, None for a property of every case.
     """
 
-    name: str
-    check: Callable[[LossTrial], Checks]
-    claim: Callable[[Claims], str]
-    case: str | None = None
-
-    @property
-    def about(self) -> str:
-        return (self.check.__doc__ or "").strip().partition("\n")[0]
+    claim: Callable[[Claims], str] = lambda claims: ""
 
 
 @dataclass(frozen=True)
@@ -212,7 +203,7 @@ def determinism(trial: LossTrial) -> Checks:
     again = trial.run()
     for name, a, b in zip(("loss", "features", "scale", "bias"), _values(again), _values(trial.result), strict=True):
         for x, y in zip(a, b, strict=True):
-            if x is not None and y is not None and np.asarray(x).tobytes() != np.asarray(y).tobytes():
+            if (x is None) != (y is None) or np.asarray(x).tobytes() != np.asarray(y).tobytes():
                 yield "second run", wrong(f"other bits in {'the gradient of ' * (name != 'loss')}{name}")
     yield "second run", NOTHING
 
@@ -280,10 +271,6 @@ def linear_memory(trial: LossTrial) -> Checks:
     yield f"b = {sizes[1]} and {sizes[2]}", Worst(two / limit, "bytes", (), two, limit)
 
 
-def _always(claims: Claims) -> str:
-    return ""
-
-
 def _claimed(name: str, what: str) -> Callable[[Claims], str]:
     return lambda claims: "" if getattr(claims, name) else what
 
@@ -303,16 +290,18 @@ def _of_features_by_autograd(claims: Claims) -> str:
 PROPERTIES = {
     each.name: each
     for each in (
-        LossProperty("value", value, _always),
-        LossProperty("gradients", gradients, _claimed("feature_gradients", "gradients of the features")),
-        LossProperty("scale-gradient", scale_gradient, _claimed("scale_gradient", "the gradient of the scale")),
-        LossProperty("plain", plain, _always),
-        LossProperty("upstream", upstream, _by_autograd),
-        LossProperty("frozen", frozen, _of_features_by_autograd),
-        LossProperty("determinism", determinism, _claimed("deterministic", "the same bits for the same inputs")),
-        LossProperty("inputs-kept", inputs_kept, _always),
-        LossProperty("strided", strided, _claimed("strided", "features that are not contiguous")),
-        LossProperty("linear-memory", linear_memory, _claimed("linear_memory", "memory linear in the batch"), MEMORY),
+        LossProperty("value", value),
+        LossProperty("gradients", gradients, claim=_claimed("feature_gradients", "gradients of the features")),
+        LossProperty("scale-gradient", scale_gradient, claim=_claimed("scale_gradient", "the gradient of the scale")),
+        LossProperty("plain", plain),
+        LossProperty("upstream", upstream, claim=_by_autograd),
+        LossProperty("frozen", frozen, claim=_of_features_by_autograd),
+        LossProperty("determinism", determinism, claim=_claimed("deterministic", "the same bits for the same inputs")),
+        LossProperty("inputs-kept", inputs_kept),
+        LossProperty("strided", strided, claim=_claimed("strided", "features that are not contiguous")),
+        LossProperty(
+            "linear-memory", linear_memory, MEMORY, claim=_claimed("linear_memory", "memory linear in the batch")
+        ),
     )
 }
 """All properties on one process, by name."""

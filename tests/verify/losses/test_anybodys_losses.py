@@ -340,3 +340,15 @@ def test_a_loss_that_raises_is_wrong_by_any_bound():
 
     (row,) = check(raising, cases=["smoke"], properties=["value"], dtypes=["float32"])
     assert (row["status"], row["ratio"], row["excess"]) == ("fail", np.inf, np.inf)
+
+
+def test_a_gradient_that_comes_once_is_not_the_same_twice():
+    calls = []
+
+    def once(image, text, scale):
+        value, gradients = both(image, text, scale)
+        calls.append(value)
+        return value, *gradients[:2], gradients[2] if len(calls) == 1 else None
+
+    claims = {"library": "numpy", "dtypes": "float64"}
+    assert failed(once, claims, cases=["smoke"], properties=["determinism"]) == {"determinism"}
