@@ -15,6 +15,7 @@ import argparse
 import sys
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -147,29 +148,25 @@ def problems(b: int) -> Iterator[Problem]:
             yield among_themselves(b, scale, samples)
 
 
-def plain_loss(problem: Problem, one: Any, two: Any, scale: Any) -> Any:
-    """From full logits: the log-sum-exp less the mean of the positives' logits, as it is written in papers."""
+def full_logits(problem: Problem, terms: Callable[..., Any], one: Any, two: Any, scale: Any) -> Any:
+    """The mean of the terms of each direction, ``terms(logits, positive, admitted, axis)``."""
     left, right = problem.sides(one, two)
     x = scale * (left @ right.T)
-    positive, admitted = problem.positive.to(x.device), problem.admitted.to(x.device)
-    found = [
-        (torch.where(admitted, x, -torch.inf).logsumexp(axis) - _mean(x, positive, axis)).mean()
-        for axis in ((1, 0) if problem.both else (1,))
-    ]
+    masks = problem.positive.to(x.device), problem.admitted.to(x.device)
+    found = [terms(x, *masks, axis).mean() for axis in ((1, 0) if problem.both else (1,))]
     return sum(found) / len(found)
 
 
-def exact_loss(problem: Problem, one: Any, two: Any, scale: Any) -> Any:
+def plain_terms(x: Any, positive: Any, admitted: Any, axis: int) -> Any:
+    """The log-sum-exp less the mean of the positives' logits, as it is written in papers."""
+    return torch.where(admitted, x, -torch.inf).logsumexp(axis) - _mean(x, positive, axis)
+
+
+def exact_terms(x: Any, positive: Any, admitted: Any, axis: int) -> Any:
     """The same with the positives out of the sum, where nothing cancels."""
-    left, right = problem.sides(one, two)
-    x = scale * (left @ right.T)
-    positive, admitted = problem.positive.to(x.device), problem.admitted.to(x.device)
-    found = []
-    for axis in (1, 0) if problem.both else (1,):
-        negative = torch.where(admitted & ~positive, x, -torch.inf).logsumexp(axis)
-        own = torch.where(positive, x, -torch.inf).logsumexp(axis)
-        found.append((softplus(negative - own) + (own - _mean(x, positive, axis))).mean())
-    return sum(found) / len(found)
+    negative = torch.where(admitted & ~positive, x, -torch.inf).logsumexp(axis)
+    own = torch.where(positive, x, -torch.inf).logsumexp(axis)
+    return softplus(negative - own) + (own - _mean(x, positive, axis))
 
 
 def _mean(x: Any, positive: Any, axis: int) -> Any:
@@ -200,11 +197,11 @@ def measure(
     kind = getattr(torch, dtype)
     rounded = [x.to(kind).float() for x in (problem.one, problem.two)]
     given = Problem(**(vars(problem) | {"one": rounded[0], "two": rounded[1]}))
-    exact = outcome(lambda *x: exact_loss(problem, *x), given, torch.float64, torch.float64, device)
+    exact = outcome(partial(full_logits, problem, exact_terms), given, torch.float64, torch.float64, device)
     row = {"problem": problem.name, "b": len(problem.one), "dtype": dtype}
 
     def plain(one: Any, two: Any, scale: Any) -> Any:
-        return plain_loss(problem, one.float(), two.float(), scale)
+        return full_logits(problem, plain_terms, one.float(), two.float(), scale)
 
     yield (
         row
