@@ -36,7 +36,7 @@ def difference(recipe: strategies.Recipe, subjects: tuple[Subject, Subject]) -> 
     """The element in which two backends differ most, as a share of the sum of their bounds."""
     problem = strategies.problem(recipe, subjects[0].dtype)
     oracle = truth(problem)
-    found = [subject.run(problem, recipe.options) for subject in subjects]
+    found = [subject.run(problem, options=recipe.options) for subject in subjects]
     allowed = [bounds(problem, oracle, each.accuracy, each.dtype, options=recipe.options) for each in subjects]
     return compare(found[0], found[1], combined(lambda a, b: a + b, *allowed))
 

@@ -13,7 +13,7 @@ from dataclasses import replace
 
 import numpy as np
 
-from contrastile.backends.contract import Accuracy, Options
+from contrastile.backends.contract import Accuracy
 from contrastile.oracle.arrays import FloatArray
 from contrastile.schedules.problem import Problem
 from contrastile.verify.bounds import bounds
@@ -49,7 +49,7 @@ def _measured(subject: Subject, axis: str, x: float) -> Checks:
     problem = _problem(**(_USUAL | {axis: x}), dtype=subject.dtype)
     oracle = truth(problem)
     exact, accuracy, label = oracle.outcome, subject.accuracy, f"{axis} = {x:g}"
-    got = subject.run(problem, Options())
+    got = subject.run(problem)
     bound, probable = (bounds(problem, oracle, each, subject.dtype) for each in (accuracy, _probable(accuracy)))
     plain = plain_outcome(problem, oracle, accuracy, subject.dtype)
     size = _norm(exact)

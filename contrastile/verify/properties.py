@@ -68,10 +68,8 @@ def tiles(trial: Trial) -> Checks:
     sizes = [(7, 5), (m // 2 + 1, n + 3), (2 * m + 1, n // 2 + 1)] + [(1, 1)] * (m * n <= 64)
     for tile in sizes:
         options = Options(tile=tile)
-        got, bound = (
-            trial.run(trial.problem, options=options),
-            trial.bounds(trial.problem, trial.oracle, options=options),
-        )
+        got = trial.subject.run(trial.problem, options=options)
+        bound = trial.bounds(trial.problem, trial.oracle, options=options)
         yield f"tile {tile[0]} x {tile[1]}", compare(got, trial.oracle.outcome, bound)
 
 
@@ -81,7 +79,7 @@ def permutation(trial: Trial) -> Checks:
     random = trial.random()
     rows = random.permutation(len(trial.problem.rows))
     columns = random.permutation(sum(rearrange.sizes(trial.problem)))
-    got = trial.run(rearrange.permuted(trial.problem, rows, columns))
+    got = trial.subject.run(rearrange.permuted(trial.problem, rows, columns))
     yield "", compare(rearrange.unpermuted(got, rows, columns), trial.oracle.outcome, trial.bound)
 
 
@@ -92,7 +90,7 @@ def shift(trial: Trial) -> Checks:
         raise SkipError("the sigmoid loss is not invariant to a shift")
     problem, by = rearrange.shifted(trial.problem, 4.0)
     oracle = truth(problem)
-    got, old = trial.run(problem), trial.oracle.outcome
+    got, old = trial.subject.run(problem), trial.oracle.outcome
     moved = rearrange.combined(lambda new, one: new - one, oracle.outcome, old)
     lses: dict[str, Any] = {name: _raised(getattr(moved, name), by) for name in STATISTICS if name.endswith("lse")}
     raised = replace(
@@ -122,7 +120,7 @@ def split_merge(trial: Trial) -> Checks:
     found, allowed = [], []
     for label, problem in (("in one block", whole), ("in three blocks", pieces)):
         oracle = truth(problem)
-        found.append(trial.run(problem))
+        found.append(trial.subject.run(problem))
         allowed.append(trial.bounds(problem, oracle))
         yield label, compare(found[-1], oracle.outcome, allowed[-1])
     one, three = (rearrange.regrouped_outcome(x, [n]) for x in found)
@@ -138,7 +136,7 @@ def duplicates(trial: Trial) -> Checks:
     row_target, column_target = (None if x is None else round_to(x, "float32") for x in targets)
     problem = replace(problem, row_target=row_target, column_target=column_target)
     oracle = truth(problem)
-    got, bound = trial.run(problem), trial.bounds(problem, oracle)
+    got, bound = trial.subject.run(problem), trial.bounds(problem, oracle)
     yield "doubled", compare(got, oracle.outcome, bound)
     admitted, _ = masks(trial.problem)
     if trial.problem.kind == "softmax" and admitted.all():
@@ -183,7 +181,7 @@ def symmetric(trial: Trial) -> Checks:
     problem = replace(trial.problem, columns=())
     for tile, factor in ((None, 1.0), ((5, 7), -2.5), ((16, 16), 1.0)):
         options, oracle = Options(tile=tile), truth(trial.problem, factor)
-        got = trial.run(problem, options=options, upstream=factor)
+        got = trial.subject.run(problem, options=options, upstream=factor)
         bound = rearrange.folded(trial.bounds(trial.problem, oracle, factor, options))
         yield f"tile {tile}, upstream {factor}", compare(got, rearrange.folded(oracle.outcome), bound)
 
@@ -194,7 +192,7 @@ def upstream(trial: Trial) -> Checks:
     for factor in (-2.5, 4.0):
         yield f"upstream {factor}", trial.compare(trial.problem, upstream=factor)
     trial.only_finite()
-    got = trial.run(trial.problem, upstream=0.0)
+    got = trial.subject.run(trial.problem, upstream=0.0)
     nothing = rearrange.scaled(trial.oracle.outcome, 0.0, GRADIENT)
     yield "upstream 0", compare(got, nothing, rearrange.scaled(nothing, 0.0, VALUE), GRADIENT)
 
@@ -213,7 +211,7 @@ def frozen(trial: Trial) -> Checks:
     if count > 1:
         requests["every other block frozen"] = Wanted(True, others, True, bias)
     for label, wanted in requests.items():
-        got = trial.run(trial.problem, want=wanted)
+        got = trial.subject.run(trial.problem, want=wanted)
         w = wanted or Wanted(False, none, False)
         columns = tuple(x if want else None for x, want in zip(exact.columns, w.columns, strict=True))
         expected: dict[str, Any] = {"columns": columns}
@@ -224,7 +222,7 @@ def frozen(trial: Trial) -> Checks:
 def accumulation(trial: Trial) -> Checks:
     """Gradients are added to the accumulators: a second call doubles them."""
     trial.only_small()
-    got = trial.run(trial.problem, layouts.called_twice(trial.subject.backend))
+    got = trial.subject.run(trial.problem, layouts.called_twice(trial.subject.backend))
     twice = rearrange.scaled(trial.oracle.outcome, 2.0, ("rows", "columns", "scale"))
     # the second pass adds to the first, so its partial sums are up to twice as large: three bounds, not two
     bound = rearrange.scaled(trial.bound, 3.0, GRADIENT)
@@ -234,7 +232,7 @@ def accumulation(trial: Trial) -> Checks:
 def determinism(trial: Trial) -> Checks:
     """The same inputs give the same bits."""
     for label in ("second run", "third run") if trial.small else ("second run",):
-        yield label, identical(trial.run(trial.problem), trial.outcome)
+        yield label, identical(trial.subject.run(trial.problem), trial.outcome)
 
 
 def guard_bands(trial: Trial) -> Checks:
@@ -257,7 +255,7 @@ def _relocated(trial: Trial, places: dict[str, layouts.Layout]) -> Checks:
     trial.only_small()
     for label, layout in places.items():
         violations: list[str] = []
-        got = trial.run(trial.problem, layouts.relocated(trial.subject.backend, layout, violations))
+        got = trial.subject.run(trial.problem, layouts.relocated(trial.subject.backend, layout, violations))
         yield label, compare(got, trial.oracle.outcome, trial.bound)
         for violation in violations[:1]:
             yield label, wrong(violation)
@@ -267,7 +265,7 @@ def poisoned_memory(trial: Trial) -> Checks:
     """No result depends on the contents of uninitialised memory."""
     trial.only_small()
     with memory.poisoned(trial.subject.backend.arrays):
-        got = trial.run(trial.problem)
+        got = trial.subject.run(trial.problem)
     yield "", compare(got, trial.oracle.outcome, trial.bound)
 
 
@@ -292,7 +290,7 @@ def non_finite(trial: Trial) -> Checks:
         yield "NaN in a column", trial.compare(replace(problem, columns=columns))
     infinite = replace(problem, rows=planted(problem.rows, row, np.inf))
     if not np.isfinite(truth(infinite).outcome.loss):
-        loss = float(trial.run(infinite).loss)
+        loss = float(trial.subject.run(infinite).loss)
         yield "inf in a row", Worst(np.inf if np.isfinite(loss) else 0.0, "loss", (), abs(loss), 0.0)
 
 

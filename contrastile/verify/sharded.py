@@ -132,13 +132,13 @@ def run(
     reduction: str = "mean",
     upstream: float = 1.0,
     late: bool = False,
-    options: Options = Options(),  # noqa: B008 (frozen)
+    options: Options | None = None,
 ) -> list[Outcome]:
     """What each rank makes of its part."""
 
     def program(communicator: Communicator) -> Outcome:
         place = Placement(communicator, exchange, cast("Reduction", reduction), cut.shards)  # type: ignore[arg-type]
-        return subject.run(cut.part(communicator.rank, place), options, upstream=upstream)
+        return subject.run(cut.part(communicator.rank, place), options=options, upstream=upstream)
 
     return subject.ranks.run(program, late=late)
 

@@ -291,4 +291,4 @@ def _compare(recipe: Recipe, subject: Subject) -> Worst:
     if recipe.blocks == 0:
         drawn_problem = replace(drawn_problem, columns=())
         expected, bound = rearrange.folded(expected), rearrange.folded(bound)
-    return compare(subject.run(drawn_problem, recipe.options), expected, bound)
+    return compare(subject.run(drawn_problem, options=recipe.options), expected, bound)

@@ -92,15 +92,14 @@ class Subject:
     def run(
         self,
         problem: Problem,
-        options: Options,
-        *,
         backend: Backend | None = None,
+        options: Options | None = None,
         upstream: float = 1.0,
         want: Want = "every",
     ) -> Outcome:
         """``execution.outcome`` of this subject with its options, or of another backend that wraps it."""
-        options = replace(options, **self.settings)
-        return outcome(problem, backend or self.backend, self.dtype, self.device, options, upstream, want)
+        how = replace(options or Options(), **self.settings)
+        return outcome(problem, backend or self.backend, self.dtype, self.device, how, upstream, want)
 
 
 @dataclass(frozen=True)
@@ -134,22 +133,11 @@ class Trial:
 
     @cached_property
     def outcome(self) -> Outcome:
-        return self.run(self.problem)
+        return self.subject.run(self.problem)
 
     def random(self) -> np.random.Generator:
         """A generator that depends on the seed and the case alone."""
         return np.random.default_rng([self.subject.seed, zlib.crc32(self.case.name.encode())])
-
-    def run(
-        self,
-        problem: Problem,
-        backend: Backend | None = None,
-        options: Options | None = None,
-        upstream: float = 1.0,
-        want: Want = "every",
-    ) -> Outcome:
-        """``Subject.run`` on another problem."""
-        return self.subject.run(problem, options or Options(), backend=backend, upstream=upstream, want=want)
 
     def bounds(
         self,
@@ -172,7 +160,7 @@ class Trial:
     ) -> Worst:
         """Compare the backend's outcome of another problem with that problem's own truth and bounds."""
         oracle = truth(problem, upstream)
-        got = self.run(problem, backend, options, upstream)
+        got = self.subject.run(problem, backend, options, upstream)
         return compare(got, oracle.outcome, self.bounds(problem, oracle, upstream, options), fields)
 
     @property

@@ -85,7 +85,7 @@ def test_within_the_derived_bound(name: str, dtype: str) -> None:
 )
 def test_rows_against_themselves_within_the_derived_bound(name: str, tile: tuple[int, int] | None) -> None:
     held = trial(name, "float32")
-    got = held.run(replace(held.problem, columns=()), options=Options(tile=tile))
+    got = held.subject.run(replace(held.problem, columns=()), options=Options(tile=tile))
     worst = compare(got, folded(held.oracle.outcome), folded(held.bound))
     assert worst.ratio <= 1, str(worst)
 
