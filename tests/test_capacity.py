@@ -157,6 +157,10 @@ def test_it_asks_those_who_decide(monkeypatch: pytest.MonkeyPatch) -> None:
     assert capacity.capacity(wanted).exchange == "gather"
     small = replace(wanted, batch=16384)
     assert capacity.capacity(small).exchange == "replicate"
+    (kept,) = (
+        x for x in capacity.capacity(replace(small, encoder_mib_per_sample=10.0)).ways[1].items if "second" in x.why
+    )
+    assert kept.bytes == 2 * 16384 * 512 * 2
     # all ranks' rows count, and not those of the largest rank times their number
     assert capacity.capacity(replace(small, batch=16383, gpus=5)).exchange == "replicate"
     assert capacity.capacity(replace(small, batch=16385)).exchange == "gather"
