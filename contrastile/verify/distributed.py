@@ -14,8 +14,7 @@ from contrastile.backends.contract import Options
 from contrastile.verify import frontdoor, rearrange, sharded
 from contrastile.verify.comparison import NOTHING, Checks, Worst
 from contrastile.verify.properties import Property, identical
-from contrastile.verify.sharded import run
-from contrastile.verify.shards import FIELDS, Cut
+from contrastile.verify.shards import FIELDS, Cut, compared, outcomes
 from contrastile.verify.trial import SkipError, Trial
 from contrastile.verify.truth import Outcome, truth
 from contrastile.verify.worlds import judged
@@ -40,10 +39,10 @@ def cuts(trial: Trial) -> Iterator[tuple[str, Cut]]:
 
 
 def _first(trial: Trial, label: str, cut: Cut, exchange: str) -> list[Outcome]:
-    """``sharded.run``, once for each cut and exchange."""
+    """``shards.outcomes``, once for each cut and exchange."""
     key = label, exchange
     if key not in trial.cache:
-        trial.cache[key] = run(trial.subject, cut, exchange)
+        trial.cache[key] = outcomes(trial.subject, cut, exchange)
     found: list[Outcome] = trial.cache[key]
     return found
 
@@ -54,11 +53,11 @@ def _schedule(trial: Trial, exchange: str) -> Checks:
 
 
 def _compared(trial: Trial, cut: Cut, parts: list[Outcome], exchange: str, **how: Any) -> Worst:
-    """``sharded.compared``, by the leader alone."""
+    """``shards.compared``, by the leader alone."""
 
     def judge() -> Worst:
         oracle = truth(trial.problem, how["upstream"]) if "upstream" in how else trial.oracle
-        return sharded.compared(trial.subject, cut, parts, exchange, oracle, **how)
+        return compared(trial.subject, cut, parts, exchange, oracle, **how)
 
     return judged(trial.subject.ranks, judge)
 
@@ -87,9 +86,9 @@ def themselves(trial: Trial) -> Checks:
     for how, given in (("uneven", weights), ("even", [1] * world.size)):
         cut = Cut.of_itself(trial.problem, given)
         for exchange in EXCHANGES:
-            parts = run(trial.subject, cut, exchange)
+            parts = outcomes(trial.subject, cut, exchange)
             yield f"{exchange}, {how}", _compared(trial, cut, parts, exchange)
-            again = run(trial.subject, cut, exchange, late=world.can_be_late)
+            again = outcomes(trial.subject, cut, exchange, late=world.can_be_late)
             yield from _same(f"{exchange}, {how}, late", again, parts)
 
 
@@ -101,7 +100,7 @@ def reduction(trial: Trial) -> Checks:
         for way in ("sum", "mean"):
             # below 1: times the number of ranks, gradients of float16 may overflow
             how: dict[str, Any] = {"reduction": way, "upstream": -0.5}
-            parts = run(trial.subject, cut, exchange, **how)
+            parts = outcomes(trial.subject, cut, exchange, **how)
             yield f"{exchange}, {label}, {way}, upstream -0.5", _compared(trial, cut, parts, exchange, **how)
 
 
@@ -123,7 +122,7 @@ def delivery(trial: Trial) -> Checks:
     for exchange in EXCHANGES:
         expected = _first(trial, label, cut, exchange)
         for late in (False, True) if world.can_be_late else (False,):
-            again = run(trial.subject, cut, exchange, late=late)
+            again = outcomes(trial.subject, cut, exchange, late=late)
             yield from _same(f"{exchange}, {label}, {'late' if late else 'second run'}", again, expected)
 
 
@@ -132,7 +131,7 @@ def tiles(trial: Trial) -> Checks:
     trial.only_small()
     label, cut = next(cuts(trial))
     options = Options(tile=(5, 7))
-    parts = run(trial.subject, cut, "ring", options=options)
+    parts = outcomes(trial.subject, cut, "ring", options=options)
     yield f"ring, {label}, tile 5 x 7", _compared(trial, cut, parts, "ring", options=options)
 
 

@@ -5,17 +5,13 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, cast
 
-from contrastile.backends.contract import Options
-from contrastile.comm.communicator import Communicator
 from contrastile.reporting import one_line
-from contrastile.schedules.placement import Placement, Reduction
-from contrastile.verify import rearrange, strategies
-from contrastile.verify.bounds import bounds
-from contrastile.verify.comparison import Checks, Worst, compare, wrong
-from contrastile.verify.shards import FIELDS, Cut
+from contrastile.verify import strategies
+from contrastile.verify.comparison import Checks, Worst, wrong
+from contrastile.verify.shards import Cut, compared, outcomes
 from contrastile.verify.strategies import Recipe
 from contrastile.verify.trial import SkipError, Subject
-from contrastile.verify.truth import Outcome, Truth, truth
+from contrastile.verify.truth import Outcome, truth
 from contrastile.verify.worlds import judged
 
 if TYPE_CHECKING:
@@ -124,32 +120,13 @@ def sharded(subject: Subject, case: str) -> Checks:
     yield world.share(found)
 
 
-def run(
-    subject: Subject,
-    cut: Cut,
-    exchange: str,
-    *,
-    reduction: str = "mean",
-    upstream: float = 1.0,
-    late: bool = False,
-    options: Options | None = None,
-) -> list[Outcome]:
-    """What each rank makes of its part."""
-
-    def program(communicator: Communicator) -> Outcome:
-        place = Placement(communicator, exchange, cast("Reduction", reduction), cut.shards)  # type: ignore[arg-type]
-        return subject.run(cut.part(communicator.rank, place), options=options, upstream=upstream)
-
-    return subject.ranks.run(program, late=late)
-
-
 def _computed(drawn: Shared, subject: Subject) -> tuple[Cut, list[Outcome]]:
     """The problem in its parts, and what the ranks make of them."""
     whole = strategies.problem(drawn.recipe, subject.dtype)
     itself, options = drawn.recipe.blocks == 0, drawn.recipe.options
     cut = Cut.of_itself(whole, drawn.rows) if itself else Cut.of(whole, drawn.rows, drawn.columns)
     late = drawn.late and subject.ranks.can_be_late
-    return cut, run(subject, cut, drawn.exchange, reduction=drawn.reduction, late=late, options=options)
+    return cut, outcomes(subject, cut, drawn.exchange, reduction=drawn.reduction, late=late, options=options)
 
 
 def _judge(cut: Cut, parts: list[Outcome], drawn: Shared, subject: Subject) -> Worst:
@@ -158,22 +135,3 @@ def _judge(cut: Cut, parts: list[Outcome], drawn: Shared, subject: Subject) -> W
             return wrong("loss or scale differs between ranks")
     how: dict[str, Any] = {"reduction": drawn.reduction, "options": drawn.recipe.options}
     return compared(subject, cut, parts, drawn.exchange, truth(cut.problem), **how)
-
-
-def compared(
-    subject: Subject,
-    cut: Cut,
-    parts: list[Outcome],
-    exchange: str,
-    oracle: Truth,
-    *,
-    reduction: str = "mean",
-    upstream: float = 1.0,
-    options: Options | None = None,
-) -> Worst:
-    """The ranks' outcomes, joined, compared with the oracle's of the whole."""
-    spread, expected = cut.spread(exchange), oracle.outcome
-    bound = bounds(cut.problem, oracle, subject.accuracy, subject.dtype, upstream, options, spread)
-    if cut.itself:
-        expected, bound = rearrange.folded(expected), rearrange.folded(bound)
-    return compare(cut.joined(parts, len(parts) if reduction == "mean" else 1.0), expected, bound, FIELDS)

@@ -1,4 +1,4 @@
-"""A problem cut into the parts of several ranks, and the ranks' outcomes put together again.
+"""A problem cut into the parts of several ranks, what the ranks make of them, and the comparison with the whole.
 
 Columns are numbered rank by rank in a world, and block by block in one process: see ``Cut.order``.
 """
@@ -8,18 +8,22 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from itertools import accumulate
-from typing import Any
+from typing import Any, cast
 
 import numpy as np
 
-from contrastile.backends.contract import STATISTICS
+from contrastile.backends.contract import STATISTICS, Options
+from contrastile.comm.communicator import Communicator
 from contrastile.oracle.arrays import IntArray
-from contrastile.schedules.placement import Placement, Shards
+from contrastile.schedules.placement import Placement, Reduction, Shards
 from contrastile.schedules.problem import Problem
 from contrastile.verify import rearrange
 from contrastile.verify.arithmetic import Spread
+from contrastile.verify.bounds import bounds
+from contrastile.verify.comparison import Worst, compare
 from contrastile.verify.rearrange import COLUMN_VECTORS, POINTERS, ROW_VECTORS, redirected, take
-from contrastile.verify.truth import Outcome
+from contrastile.verify.trial import Subject
+from contrastile.verify.truth import Outcome, Truth
 
 _LSES = tuple(name for name in STATISTICS if name.endswith("lse"))
 FIELDS = ("loss", *_LSES, "rows", "columns", "scale", "bias")
@@ -130,3 +134,41 @@ class Cut:
         if exchange == "gather":
             return Spread(shards.rows, (sum(shards.widths),))
         return Spread(shards.rows, tuple(size for blocks in shards.columns for size in blocks), halved=True)
+
+
+def outcomes(
+    subject: Subject,
+    cut: Cut,
+    exchange: str,
+    *,
+    reduction: str = "mean",
+    upstream: float = 1.0,
+    late: bool = False,
+    options: Options | None = None,
+) -> list[Outcome]:
+    """What each rank makes of its part."""
+
+    def program(communicator: Communicator) -> Outcome:
+        place = Placement(communicator, exchange, cast("Reduction", reduction), cut.shards)  # type: ignore[arg-type]
+        return subject.run(cut.part(communicator.rank, place), options=options, upstream=upstream)
+
+    return subject.ranks.run(program, late=late)
+
+
+def compared(
+    subject: Subject,
+    cut: Cut,
+    parts: list[Outcome],
+    exchange: str,
+    oracle: Truth,
+    *,
+    reduction: str = "mean",
+    upstream: float = 1.0,
+    options: Options | None = None,
+) -> Worst:
+    """The ranks' outcomes, joined, compared with the oracle's of the whole."""
+    spread, expected = cut.spread(exchange), oracle.outcome
+    bound = bounds(cut.problem, oracle, subject.accuracy, subject.dtype, upstream, options, spread)
+    if cut.itself:
+        expected, bound = rearrange.folded(expected), rearrange.folded(bound)
+    return compare(cut.joined(parts, len(parts) if reduction == "mean" else 1.0), expected, bound, FIELDS)
