@@ -71,7 +71,7 @@ def wrong(reason: str) -> Worst:
     return Worst(np.inf, reason, (), np.inf, 0.0)
 
 
-Checks = Iterator[tuple[str, Worst]]
+Comparisons = Iterator[tuple[str, Worst]]
 """The comparisons of a property, each with a label."""
 
 

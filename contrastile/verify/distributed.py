@@ -12,7 +12,7 @@ from typing import Any
 
 from contrastile.backends.contract import Options
 from contrastile.verify import frontdoor, rearrange, sharded
-from contrastile.verify.comparison import NOTHING, Checks, Worst
+from contrastile.verify.comparison import NOTHING, Comparisons, Worst
 from contrastile.verify.properties import Property, identical
 from contrastile.verify.shards import FIELDS, Cut, compared, outcomes
 from contrastile.verify.trial import SkipError, Trial
@@ -47,7 +47,7 @@ def _first(trial: Trial, label: str, cut: Cut, exchange: str) -> list[Outcome]:
     return found
 
 
-def _schedule(trial: Trial, exchange: str) -> Checks:
+def _schedule(trial: Trial, exchange: str) -> Comparisons:
     for label, cut in cuts(trial):
         yield label, _compared(trial, cut, _first(trial, label, cut, exchange), exchange)
 
@@ -62,23 +62,23 @@ def _compared(trial: Trial, cut: Cut, parts: list[Outcome], exchange: str, **how
     return judged(trial.subject.ranks, judge)
 
 
-def _same(label: str, again: list[Outcome], parts: list[Outcome]) -> Checks:
+def _same(label: str, again: list[Outcome], parts: list[Outcome]) -> Comparisons:
     """Every rank's outcome has the bits of another run's."""
     for rank, (a, b) in enumerate(zip(again, parts, strict=True)):
         yield f"{label}, rank {rank}", identical(a, b, FIELDS)
 
 
-def ring(trial: Trial) -> Checks:
+def ring(trial: Trial) -> Comparisons:
     """Loss, log-sum-exps and gradients over a ring are the oracle's of the whole problem."""
     yield from _schedule(trial, "ring")
 
 
-def gather(trial: Trial) -> Checks:
+def gather(trial: Trial) -> Comparisons:
     """Loss, log-sum-exps and gradients with gathered columns are the oracle's of the whole problem."""
     yield from _schedule(trial, "gather")
 
 
-def themselves(trial: Trial) -> Checks:
+def themselves(trial: Trial) -> Comparisons:
     """Rows against themselves, each pair computed by one rank: both sides' gradients, and the same bits twice."""
     if not rearrange.is_symmetric(trial.problem):
         raise SkipError("its rows are not its columns, or its pairs are not the same either way round")
@@ -92,7 +92,7 @@ def themselves(trial: Trial) -> Checks:
             yield from _same(f"{exchange}, {how}, late", again, parts)
 
 
-def reduction(trial: Trial) -> Checks:
+def reduction(trial: Trial) -> Comparisons:
     """A sum of the parameters' gradients over the ranks is the oracle's too, with a gradient from above."""
     trial.only_small()
     label, cut = next(cuts(trial))
@@ -104,7 +104,7 @@ def reduction(trial: Trial) -> Checks:
             yield f"{exchange}, {label}, {way}, upstream -0.5", _compared(trial, cut, parts, exchange, **how)
 
 
-def agreement(trial: Trial) -> Checks:
+def agreement(trial: Trial) -> Comparisons:
     """Loss and the gradients of scale and bias have the same bits on every rank."""
     for label, cut in cuts(trial):
         for exchange in EXCHANGES:
@@ -114,7 +114,7 @@ def agreement(trial: Trial) -> Checks:
             yield f"{exchange}, {label}", NOTHING
 
 
-def delivery(trial: Trial) -> Checks:
+def delivery(trial: Trial) -> Comparisons:
     """The same bits a second time, and when every message arrives at the last moment."""
     trial.only_small()
     world = trial.subject.ranks
@@ -126,7 +126,7 @@ def delivery(trial: Trial) -> Checks:
             yield from _same(f"{exchange}, {label}, {'late' if late else 'second run'}", again, expected)
 
 
-def tiles(trial: Trial) -> Checks:
+def tiles(trial: Trial) -> Comparisons:
     """Small tiles give the same loss and gradients on every rank."""
     trial.only_small()
     label, cut = next(cuts(trial))

@@ -17,7 +17,7 @@ from contrastile.oracle.arrays import FloatArray
 from contrastile.schedules.placement import Shards
 from contrastile.schedules.problem import Problem
 from contrastile.verify.bounds import bounds
-from contrastile.verify.comparison import NOTHING, Checks, Worst, compare, wrong
+from contrastile.verify.comparison import NOTHING, Comparisons, Worst, compare, wrong
 from contrastile.verify.draws import Draw, unit
 from contrastile.verify.execution import on_device
 from contrastile.verify.properties import Property
@@ -161,7 +161,7 @@ def _sup_con(draw: Draw, sizes: Sizes, dtype: str) -> Iterator[Call]:
     yield Call("labels", losses.sup_con, _cut(whole, sizes, sizes), arguments, both=True)
 
 
-def check(forms: Callable[[Draw, Sizes, str], Iterator[Call]], subject: Subject, case: str) -> Checks:
+def check(forms: Callable[[Draw, Sizes, str], Iterator[Call]], subject: Subject, case: str) -> Comparisons:
     """Compare the ranks' calls with the oracle, over every exchange, with uneven parts."""
     world = subject.ranks
     random = np.random.default_rng([subject.seed, zlib.crc32(forms.__name__.encode())])
@@ -292,14 +292,14 @@ _FORMS = {
 
 
 def _property(name: str, forms: Callable[[Draw, Sizes, str], Iterator[Call]]) -> Property:
-    def held(subject: Subject, case: str) -> Checks:
+    def held(subject: Subject, case: str) -> Comparisons:
         yield from check(forms, subject, case)
 
     held.__doc__ = f"The public {name.replace('-', '_')} with a group gives the loss and gradients of the joined batch."
     return Property(name, held, CASE)
 
 
-def skipped_backward(subject: Subject, case: str) -> Checks:
+def skipped_backward(subject: Subject, case: str) -> Comparisons:
     """A rank that skips one backward pass raises the same ExchangeError on every rank."""
     world = subject.ranks
     if world.size < 2 or not world.can_be_late:

@@ -17,7 +17,7 @@ from contrastile.backends.contract import Accuracy
 from contrastile.oracle.arrays import FloatArray
 from contrastile.schedules.problem import Problem
 from contrastile.verify.bounds import bounds
-from contrastile.verify.comparison import Checks, Point, compare
+from contrastile.verify.comparison import Comparisons, Point, compare
 from contrastile.verify.draws import unit
 from contrastile.verify.plain import compare_with_plain, plain_outcome
 from contrastile.verify.rounding import round_to
@@ -36,7 +36,7 @@ _COSINE = 0.3
 _USUAL = {"d": 64, "b": 64, "scale": 14.3}
 
 
-def growth(subject: Subject, case: str) -> Checks:
+def growth(subject: Subject, case: str) -> Comparisons:
     """Errors of the symmetric loss stay in their bounds, and near a plain computation's, as d, b and the scale grow."""
     if subject.dtype == "float64":
         raise SkipError("the oracle is no more exact than a plain float64 computation")
@@ -45,7 +45,7 @@ def growth(subject: Subject, case: str) -> Checks:
             yield from _measured(subject, axis, x)
 
 
-def _measured(subject: Subject, axis: str, x: float) -> Checks:
+def _measured(subject: Subject, axis: str, x: float) -> Comparisons:
     problem = _problem(**(_USUAL | {axis: x}), dtype=subject.dtype)
     oracle = truth(problem)
     exact, accuracy, label = oracle.outcome, subject.accuracy, f"{axis} = {x:g}"

@@ -12,14 +12,14 @@ from unittest import mock
 import numpy as np
 
 from contrastile.backends.arrays import ArrayLibrary
-from contrastile.verify.comparison import Checks, Worst
+from contrastile.verify.comparison import Comparisons, Worst
 from contrastile.verify.trial import SkipError, Subject
 
 # many rows of few features: b^2 outweighs b d
 _BATCH, _WIDTH = 251, 8
 
 
-def saved_bytes(subject: Subject, case: str) -> Checks:
+def saved_bytes(subject: Subject, case: str) -> Comparisons:
     """A batch twice as large saves at most twice the bytes for the backward pass, not four times."""
     if subject.backend.arrays.name != "torch":
         raise SkipError(f"autograd is torch's, and its arrays are {subject.backend.arrays.name}'s")

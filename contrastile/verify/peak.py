@@ -16,7 +16,7 @@ from contrastile.backends.arrays import ArrayLibrary
 from contrastile.backends.contract import Backend, Options
 from contrastile.schedules import schedule
 from contrastile.schedules.problem import Problem
-from contrastile.verify.comparison import Checks, Worst
+from contrastile.verify.comparison import Comparisons, Worst
 from contrastile.verify.execution import every_gradient, materialise
 from contrastile.verify.rounding import round_to
 from contrastile.verify.trial import SkipError, Subject
@@ -56,7 +56,7 @@ _SIZES = {"cpu": _Size(512, 8, 32, 0), "cuda": _Size(8192, 64, 256, 40 << 20)}
 _SLACK = {"cpu": 1 << 14, "cuda": 1 << 20}
 
 
-def peak_memory(subject: Subject, case: str) -> Checks:
+def peak_memory(subject: Subject, case: str) -> Comparisons:
     """A step's memory grows with the batch, not with its square, and holds at most the tile of logits asked for."""
     size, arrays = _SIZES[subject.device], subject.backend.arrays
     options = replace(subject.options, tile=(size.tile, size.tile))

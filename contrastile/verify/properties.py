@@ -16,7 +16,7 @@ from contrastile.backends.contract import STATISTICS, Options
 from contrastile.oracle.general import merge
 from contrastile.schedules.local import Wanted
 from contrastile.verify import growth, layouts, memory, peak, rearrange, strategies
-from contrastile.verify.comparison import GRADIENT, NOTHING, VALUE, Checks, Worst, compare, parts, wrong
+from contrastile.verify.comparison import GRADIENT, NOTHING, VALUE, Comparisons, Worst, compare, parts, wrong
 from contrastile.verify.plain import compare_with_plain
 from contrastile.verify.rounding import round_to
 from contrastile.verify.trial import SkipError, Trial
@@ -34,7 +34,7 @@ class Property:
     """
 
     name: str
-    check: Callable[..., Checks]
+    check: Callable[..., Comparisons]
     case: str | None = None
 
     @property
@@ -42,17 +42,17 @@ class Property:
         return (self.check.__doc__ or "").strip().partition("\n")[0]
 
 
-def value(trial: Trial) -> Checks:
+def value(trial: Trial) -> Comparisons:
     """Loss, log-sum-exps and positive sums agree with the oracle's."""
     yield "", compare(trial.outcome, trial.oracle.outcome, trial.bound, VALUE)
 
 
-def gradients(trial: Trial) -> Checks:
+def gradients(trial: Trial) -> Comparisons:
     """The gradients of rows, columns, scale and bias agree with the oracle's."""
     yield "", compare(trial.outcome, trial.oracle.outcome, trial.bound, GRADIENT)
 
 
-def plain(trial: Trial) -> Checks:
+def plain(trial: Trial) -> Comparisons:
     """Loss and gradients have at most 2 x the error of a plain computation in the same dtype; on a GPU 3 x."""
     trial.only_finite()
     if trial.subject.dtype == "float64":
@@ -61,7 +61,7 @@ def plain(trial: Trial) -> Checks:
     yield "", compare_with_plain(problem, trial.oracle, trial.outcome, subject.accuracy, subject.dtype, subject.device)
 
 
-def tiles(trial: Trial) -> Checks:
+def tiles(trial: Trial) -> Comparisons:
     """Every tile size gives the same loss and gradients."""
     trial.only_small()
     m, n = len(trial.problem.rows), sum(rearrange.sizes(trial.problem))
@@ -73,7 +73,7 @@ def tiles(trial: Trial) -> Checks:
         yield f"tile {tile[0]} x {tile[1]}", compare(got, trial.oracle.outcome, bound)
 
 
-def permutation(trial: Trial) -> Checks:
+def permutation(trial: Trial) -> Comparisons:
     """Permuting rows and columns permutes the results and changes nothing else."""
     trial.only_small()
     random = trial.random()
@@ -83,7 +83,7 @@ def permutation(trial: Trial) -> Checks:
     yield "", compare(rearrange.unpermuted(got, rows, columns), trial.oracle.outcome, trial.bound)
 
 
-def shift(trial: Trial) -> Checks:
+def shift(trial: Trial) -> Comparisons:
     """Adding a number to every logit adds it to every log-sum-exp and leaves the gradients."""
     trial.only_small()
     if trial.problem.kind == "sigmoid":
@@ -111,7 +111,7 @@ def _raised(x: np.ndarray | None, by: float) -> np.ndarray | None:
     return None if x is None else np.full_like(x, by)
 
 
-def split_merge(trial: Trial) -> Checks:
+def split_merge(trial: Trial) -> Comparisons:
     """Columns in several blocks, one of them empty, give the same results as in one block."""
     trial.only_small()
     n = sum(rearrange.sizes(trial.problem))
@@ -128,7 +128,7 @@ def split_merge(trial: Trial) -> Checks:
     yield "three blocks against one", compare(three, one, both)
 
 
-def duplicates(trial: Trial) -> Checks:
+def duplicates(trial: Trial) -> Comparisons:
     """Doubling every column adds log 2 to each row LSE; the doubled problem agrees with the oracle, too."""
     trial.only_small()
     problem = rearrange.doubled(trial.problem)
@@ -154,7 +154,7 @@ def _whole_lse(outcome: Outcome, join: Callable[..., np.ndarray]) -> np.ndarray:
     return join(outcome.row_negative_lse, outcome.row_positive_lse)
 
 
-def non_negative(trial: Trial) -> Checks:
+def non_negative(trial: Trial) -> Comparisons:
     """A mean of negative log-probabilities of positives, or of softplus terms, is never below zero."""
     problem = trial.problem
     trial.only_finite()
@@ -173,7 +173,7 @@ def non_negative(trial: Trial) -> Checks:
     yield "", Worst(0.0 if loss >= 0.0 else np.inf, "loss", (), max(0.0, -loss), 0.0)
 
 
-def symmetric(trial: Trial) -> Checks:
+def symmetric(trial: Trial) -> Comparisons:
     """Rows against themselves, without columns of their own, give the sum of the rows' and the columns' gradients."""
     trial.only_finite()
     if not rearrange.is_symmetric(trial.problem):
@@ -186,7 +186,7 @@ def symmetric(trial: Trial) -> Checks:
         yield f"tile {tile}, upstream {factor}", compare(got, rearrange.folded(oracle.outcome), bound)
 
 
-def upstream(trial: Trial) -> Checks:
+def upstream(trial: Trial) -> Comparisons:
     """The upstream gradient multiplies every gradient; upstream 0 gives gradients of 0."""
     trial.only_small()
     for factor in (-2.5, 4.0):
@@ -197,7 +197,7 @@ def upstream(trial: Trial) -> Checks:
     yield "upstream 0", compare(got, nothing, rearrange.scaled(nothing, 0.0, VALUE), GRADIENT)
 
 
-def frozen(trial: Trial) -> Checks:
+def frozen(trial: Trial) -> Comparisons:
     """Leaving out some of the gradients (rows, columns, both, all) changes none of the others, nor the loss."""
     trial.only_small()
     count, bias, exact = len(trial.problem.columns), trial.problem.kind == "sigmoid", trial.oracle.outcome
@@ -219,7 +219,7 @@ def frozen(trial: Trial) -> Checks:
         yield label, compare(got, replace(exact, **expected), trial.bound)
 
 
-def accumulation(trial: Trial) -> Checks:
+def accumulation(trial: Trial) -> Comparisons:
     """Gradients are added to the accumulators: a second call doubles them."""
     trial.only_small()
     got = trial.subject.run(trial.problem, layouts.called_twice(trial.subject.backend))
@@ -229,18 +229,18 @@ def accumulation(trial: Trial) -> Checks:
     yield "added twice", compare(got, twice, bound, ("rows", "columns", "scale"))
 
 
-def determinism(trial: Trial) -> Checks:
+def determinism(trial: Trial) -> Comparisons:
     """The same inputs give the same bits."""
     for label in ("second run", "third run") if trial.small else ("second run",):
         yield label, identical(trial.subject.run(trial.problem), trial.outcome)
 
 
-def guard_bands(trial: Trial) -> Checks:
+def guard_bands(trial: Trial) -> Comparisons:
     """No buffer is read or written out of bounds."""
     yield from _relocated(trial, {"between guard bands": layouts.guard_bands})
 
 
-def strided(trial: Trial) -> Checks:
+def strided(trial: Trial) -> Comparisons:
     """Transposed, every-other, reversed and expanded views give the same results as contiguous arrays."""
     yield from _relocated(trial, {"transposed": layouts.transposed, "every other element": layouts.every_other})
     # torch has no negative strides
@@ -251,7 +251,7 @@ def strided(trial: Trial) -> Checks:
     yield "expanded", trial.compare(problem, backend=layouts.expanded(trial.subject.backend))
 
 
-def _relocated(trial: Trial, places: dict[str, layouts.Layout]) -> Checks:
+def _relocated(trial: Trial, places: dict[str, layouts.Layout]) -> Comparisons:
     trial.only_small()
     for label, layout in places.items():
         violations: list[str] = []
@@ -261,7 +261,7 @@ def _relocated(trial: Trial, places: dict[str, layouts.Layout]) -> Checks:
             yield label, wrong(violation)
 
 
-def poisoned_memory(trial: Trial) -> Checks:
+def poisoned_memory(trial: Trial) -> Comparisons:
     """No result depends on the contents of uninitialised memory."""
     trial.only_small()
     with memory.poisoned(trial.subject.backend.arrays):
@@ -269,7 +269,7 @@ def poisoned_memory(trial: Trial) -> Checks:
     yield "", compare(got, trial.oracle.outcome, trial.bound)
 
 
-def non_finite(trial: Trial) -> Checks:
+def non_finite(trial: Trial) -> Comparisons:
     """A NaN feature makes NaN where the oracle has NaN; an infinite one never gives a finite loss."""
     trial.only_small()
     trial.only_finite()
@@ -308,7 +308,9 @@ def identical(got: Outcome, expected: Outcome, fields: Sequence[str] = VALUE + G
     return NOTHING
 
 
-def _registered(every_case: Sequence[Callable[[Trial], Checks]], own_case: Sequence[Property]) -> dict[str, Property]:
+def _registered(
+    every_case: Sequence[Callable[[Trial], Comparisons]], own_case: Sequence[Property]
+) -> dict[str, Property]:
     named = [Property(check.__name__.replace("_", "-"), check) for check in every_case]
     return {each.name: each for each in (*named, *own_case)}
 

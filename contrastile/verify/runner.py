@@ -12,7 +12,7 @@ import numpy as np
 
 from contrastile.backends.contract import UnsupportedProblemError
 from contrastile.reporting import ProgressCallback, one_line
-from contrastile.verify.comparison import NOTHING, Checks, Point, Worst, wrong
+from contrastile.verify.comparison import NOTHING, Comparisons, Point, Worst, wrong
 from contrastile.verify.facts import FactsError
 from contrastile.verify.trial import SkipError
 
@@ -74,7 +74,7 @@ class Check:
     property: str
     case: str
     dtype: str
-    compare: Callable[[], Checks] | None
+    compare: Callable[[], Comparisons] | None
     rerun: Callable[[str], str]
     reason: str = ""
     device: str = "cpu"
@@ -96,7 +96,7 @@ class Check:
         )
 
 
-class Checked(Protocol):
+class CheckSource(Protocol):
     """What a run takes its checks from."""
 
     def checks(self) -> Iterator[Check]:
@@ -121,7 +121,7 @@ class Run:
         total: rows in all, known from the first on.
     """
 
-    selection: Checked
+    selection: CheckSource
     progress: ProgressCallback = lambda done, total, what: None
     failures: list[Failure] = field(default_factory=list)
     begin: Callable[[int, int, Row, str], None] = lambda number, total, row, command: None
@@ -191,7 +191,7 @@ def _failed(reason: str) -> CheckResult:
     return CheckResult("fail", worst=wrong(reason), excess=math.inf)
 
 
-def worst_of(check: Callable[[], Checks]) -> CheckResult:
+def worst_of(check: Callable[[], Comparisons]) -> CheckResult:
     """The worst of a property's comparisons.
 
     A backend that raises has failed. If the property skips after some comparisons, they decide; if the backend refuses
@@ -224,7 +224,7 @@ def worst_of(check: Callable[[], Checks]) -> CheckResult:
     return found
 
 
-def silent_worst_of(check: Callable[[], Checks], printed: Callable[[], str]) -> CheckResult:
+def silent_worst_of(check: Callable[[], Comparisons], printed: Callable[[], str]) -> CheckResult:
     """The worst of a property's comparisons; whoever prints to stdout meanwhile has failed."""
     found = worst_of(check)
     said = printed()

@@ -12,7 +12,7 @@ from contrastile.backends.arrays import FLOATS, ArrayLibrary
 from contrastile.backends.contract import PRECISIONS, Backend
 from contrastile.verify import cases, sharded, strategies
 from contrastile.verify.cases import Case
-from contrastile.verify.comparison import Checks
+from contrastile.verify.comparison import Comparisons
 from contrastile.verify.distributed import DISTRIBUTED
 from contrastile.verify.properties import PROPERTIES, Property
 from contrastile.verify.runner import Check
@@ -128,7 +128,7 @@ class Selection:
                     for name in self.own_cases(each):
                         yield self._check(subject, each, name, partial(_of_a_subject, each, subject, name))
 
-    def _check(self, subject: Subject, each: Property, case: str, compare: Callable[[], Checks]) -> Check:
+    def _check(self, subject: Subject, each: Property, case: str, compare: Callable[[], Comparisons]) -> Check:
         return Check(
             backend=subject.name,
             property=each.name,
@@ -150,14 +150,14 @@ def _trial(subject: Subject, case: Callable[[], Case], oracle: Callable[[], Trut
     return Trial(subject, case(), oracle)
 
 
-def _of_a_trial(each: Property, trial: Callable[[], Trial]) -> Checks:
+def _of_a_trial(each: Property, trial: Callable[[], Trial]) -> Comparisons:
     given = trial()
     _begin(given.subject)
     with one_thread(given.subject.backend.arrays, given.small):
         yield from each.check(given)
 
 
-def _of_a_subject(each: Property, subject: Subject, case: str) -> Checks:
+def _of_a_subject(each: Property, subject: Subject, case: str) -> Comparisons:
     _begin(subject)
     with one_thread(subject.backend.arrays, True):
         yield from each.check(subject, case)
@@ -187,7 +187,7 @@ def _begin(subject: Subject) -> None:
         subject.world.begin()
 
 
-def _skipped(reason: str) -> Checks:
+def _skipped(reason: str) -> Comparisons:
     raise SkipError(reason)
 
 

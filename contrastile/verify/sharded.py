@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Any, cast
 
 from contrastile.reporting import one_line
 from contrastile.verify import strategies
-from contrastile.verify.comparison import Checks, Worst, wrong
+from contrastile.verify.comparison import Comparisons, Worst, wrong
 from contrastile.verify.shards import Cut, compared, outcomes
 from contrastile.verify.strategies import Recipe
 from contrastile.verify.trial import SkipError, Subject
@@ -84,7 +84,7 @@ def shared(ranks: int) -> SearchStrategy[Shared]:
     )
 
 
-def sharded(subject: Subject, case: str) -> Checks:
+def sharded(subject: Subject, case: str) -> Comparisons:
     """Problems and parts drawn by hypothesis give the oracle's value and gradients; the label is the shrunk recipe.
 
     A case "sharded:..." is one recipe, and nothing is drawn. The leader draws, and the others hear from it.

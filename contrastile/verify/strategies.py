@@ -16,7 +16,7 @@ from contrastile.reporting import one_line
 from contrastile.schedules.problem import Problem
 from contrastile.verify import rearrange
 from contrastile.verify.bounds import bounds
-from contrastile.verify.comparison import NOTHING, Checks, Worst, compare, wrong
+from contrastile.verify.comparison import NOTHING, Comparisons, Worst, compare, wrong
 from contrastile.verify.rounding import round_to
 from contrastile.verify.truth import masks, truth
 
@@ -203,7 +203,7 @@ def _features(recipe: Recipe, random: np.random.Generator) -> tuple[FloatArray, 
     return rows, columns
 
 
-def drawn(subject: Subject, case: str) -> Checks:
+def drawn(subject: Subject, case: str) -> Comparisons:
     """Problems drawn by hypothesis give the oracle's value and gradients; the label is the shrunk recipe.
 
     A case "drawn:..." is one recipe, and nothing is drawn.

@@ -12,7 +12,7 @@ import numpy as np
 from contrastile.backends.contract import Array
 from contrastile.oracle.arrays import FloatArray
 from contrastile.verify import peak
-from contrastile.verify.comparison import NOTHING, Checks, Worst, compare, wrong
+from contrastile.verify.comparison import NOTHING, Comparisons, Worst, compare, wrong
 from contrastile.verify.losses import allowed
 from contrastile.verify.losses.cases import MEMORY, SELF, LossCase, of_arguments, sized
 from contrastile.verify.losses.claims import Claims
@@ -133,22 +133,22 @@ def _arrays(x: Outcome, fields: Sequence[str]) -> Iterator[tuple[str, FloatArray
                 yield name, each
 
 
-def value(trial: LossTrial) -> Checks:
+def value(trial: LossTrial) -> Comparisons:
     """The loss agrees with the oracle's."""
     yield "", trial.compare(trial.result, ("loss",))
 
 
-def gradients(trial: LossTrial) -> Checks:
+def gradients(trial: LossTrial) -> Comparisons:
     """The gradients of the features agree with the oracle's."""
     yield "", trial.compare(trial.result, ("rows", "columns"))
 
 
-def scale_gradient(trial: LossTrial) -> Checks:
+def scale_gradient(trial: LossTrial) -> Comparisons:
     """The gradients of the scale and of the bias agree with the oracle's."""
     yield "", trial.compare(trial.result, ("scale", "bias"))
 
 
-def plain(trial: LossTrial) -> Checks:
+def plain(trial: LossTrial) -> Comparisons:
     """Value and gradients have at most 2 x the error of a plain computation in the same dtype; on a GPU 3 x."""
     case, claims = trial.case, trial.loss.claims
     if case.dtype == "float64":
@@ -169,7 +169,7 @@ def _claimed_part(claims: Claims, x: Outcome, *, joined: bool = False) -> Outcom
     return x if claims.scale_gradient else replace(x, scale=none, bias=none)
 
 
-def upstream(trial: LossTrial) -> Checks:
+def upstream(trial: LossTrial) -> Comparisons:
     """The upstream gradient multiplies every gradient."""
     trial.only_by_autograd()
     fields = _gradient_fields(trial.loss.claims)
@@ -182,7 +182,7 @@ def _gradient_fields(claims: Claims) -> list[str]:
     return features + (["scale", "bias"] if claims.scale_gradient else [])
 
 
-def frozen(trial: LossTrial) -> Checks:
+def frozen(trial: LossTrial) -> Comparisons:
     """A gradient is right where the others are not asked for."""
     trial.only_by_autograd()
     count = len(trial.case.arguments.features)
@@ -198,7 +198,7 @@ def frozen(trial: LossTrial) -> Checks:
         yield f"{name} alone", trial.compare(found, ("loss", name))
 
 
-def determinism(trial: LossTrial) -> Checks:
+def determinism(trial: LossTrial) -> Comparisons:
     """The same inputs give the same bits."""
     again = trial.run()
     for name, a, b in zip(("loss", "features", "scale", "bias"), _values(again), _values(trial.result), strict=True):
@@ -212,7 +212,7 @@ def _values(x: Result) -> tuple[tuple[Any, ...], ...]:
     return (x.loss,), x.features, (x.scale,), (x.bias,)
 
 
-def inputs_kept(trial: LossTrial) -> Checks:
+def inputs_kept(trial: LossTrial) -> Comparisons:
     """The loss writes to none of its inputs."""
     call = prepare(trial.loss, trial.case.arguments, trial.case.dtype, trial.device)
     take = trial.loss.arrays.to_numpy
@@ -228,7 +228,7 @@ def _bare(x: Array) -> Array:
     return x.detach() if hasattr(x, "detach") else x
 
 
-def strided(trial: LossTrial) -> Checks:
+def strided(trial: LossTrial) -> Comparisons:
     """Transposed and every-other views give the same results as contiguous features."""
     fields = ["loss", *(["rows", "columns"] if trial.loss.claims.feature_gradients else [])]
     trial.only_right(fields)
@@ -252,7 +252,7 @@ def _every_other(arrays: Any, x: Array) -> Array:
 _LARGEST = {"cpu": 1024, "cuda": 8192}
 
 
-def linear_memory(trial: LossTrial) -> Checks:
+def linear_memory(trial: LossTrial) -> Comparisons:
     """Memory grows with the batch, not with its square."""
     claims, device, dtype = trial.loss.claims, trial.device, trial.case.dtype
     largest, width = _LARGEST[device], trial.case.batch.width

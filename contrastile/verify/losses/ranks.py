@@ -27,7 +27,7 @@ import numpy as np
 from contrastile.backends.contract import state_dtype
 from contrastile.oracle.arrays import FloatArray
 from contrastile.reporting import one_line
-from contrastile.verify.comparison import Checks, Worst
+from contrastile.verify.comparison import Comparisons, Worst
 from contrastile.verify.losses import allowed
 from contrastile.verify.losses.cases import LossCase, sized
 from contrastile.verify.losses.claims import Claims
@@ -115,7 +115,7 @@ class Ranks:
     loss: Loss
     seconds: float = _SECONDS
 
-    def check(self, name: str, ranks: int, fields: tuple[str, ...]) -> Checks:
+    def check(self, name: str, ranks: int, fields: tuple[str, ...]) -> Comparisons:
         """Compare the fields of one case on so many ranks."""
         given = shared(name, self.loss.claims, ranks)
         results = self._results[ranks]

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from functools import lru_cache, partial
 from typing import Any
 
-from contrastile.verify.comparison import Checks
+from contrastile.verify.comparison import Comparisons
 from contrastile.verify.losses import cases, ranks
 from contrastile.verify.losses.cases import BATCHES, MEMORY
 from contrastile.verify.losses.claims import Claims
@@ -44,7 +44,7 @@ class LossSelection:
         return shlex.join(words)
 
     def _check(
-        self, loss: Loss, name: str, case: str, dtype: str, compare: Callable[[], Checks] | None, **more: Any
+        self, loss: Loss, name: str, case: str, dtype: str, compare: Callable[[], Comparisons] | None, **more: Any
     ) -> Check:
         return Check(loss.name, name, case, dtype, compare, partial(self._command, loss, dtype, name), **more)
 
@@ -122,7 +122,7 @@ def _trial(loss: Loss, name: str, dtype: str, device: str) -> LossTrial:
     return LossTrial(loss, cases.build(name, dtype, loss.claims), device)
 
 
-def _held(each: LossProperty, loss: Loss, name: str, dtype: str, device: str) -> Checks:
+def _held(each: LossProperty, loss: Loss, name: str, dtype: str, device: str) -> Comparisons:
     with one_thread(loss.arrays, device == "cpu"):
         yield from each.check(_trial(loss, name, dtype, device))
 
