@@ -23,9 +23,9 @@ from contrastile.backends.contract import Backend  # noqa: E402
 from contrastile.environment import measurement_environment  # noqa: E402
 from contrastile.verify import strategies  # noqa: E402
 from contrastile.verify.bounds import bounds  # noqa: E402
+from contrastile.verify.comparison import Worst, compare  # noqa: E402
 from contrastile.verify.rearrange import combined  # noqa: E402
-from contrastile.verify.run import Worst, compare  # noqa: E402
-from contrastile.verify.runner import DTYPES  # noqa: E402
+from contrastile.verify.selection import DTYPES  # noqa: E402
 from contrastile.verify.trial import Subject  # noqa: E402
 from contrastile.verify.truth import truth  # noqa: E402
 
@@ -36,7 +36,7 @@ def difference(recipe: strategies.Recipe, subjects: tuple[Subject, Subject]) -> 
     """The element in which two backends differ most, as a share of the sum of their bounds."""
     problem = strategies.problem(recipe, subjects[0].dtype)
     oracle = truth(problem)
-    found = [subject.run(problem, recipe.options) for subject in subjects]
+    found = [subject.run(problem, options=recipe.options) for subject in subjects]
     allowed = [bounds(problem, oracle, each.accuracy, each.dtype, options=recipe.options) for each in subjects]
     return compare(found[0], found[1], combined(lambda a, b: a + b, *allowed))
 

@@ -18,7 +18,7 @@ import time
 from pathlib import Path
 from typing import Any
 
-HERE = Path(__file__).resolve().parent.parent
+ROOT = Path(__file__).resolve().parent.parent
 
 
 def serve() -> None:
@@ -111,7 +111,7 @@ def main() -> None:
     import torch
 
     name = torch.cuda.get_device_name() if args.device == "cuda" else platform.processor()
-    both = child(args.before.resolve()), child(HERE)
+    both = child(args.before.resolve()), child(ROOT)
     rows = []
     print(f"{name}: ms a step, medians of {args.samples} samples")
     every = ((x, t, b, p) for x in args.backend for t in args.dtype for b in args.batch for p in args.pairs)

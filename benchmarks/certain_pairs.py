@@ -2,7 +2,8 @@
 
 ``python benchmarks/certain_pairs.py --backend torch --device cpu`` prints one line a problem: relative errors, as
 norms, of the loss and of its gradients for both sides and the scale, against float64 on the same rounded features; and
-the same of a plain computation: full logits in float32 and autograd. With ``--json`` the rows go to a file.
+the same of a plain computation: full logits in float32 and autograd. With ``--json`` the rows go to a file, from which
+``scripts/make_exact_page.py`` makes a page.
 
 Saturated features are ``i`` and ``i + noise / 8``, normalised; large ones are independent, of the norm they are named
 after. Nothing but the package's front door is called.
@@ -11,20 +12,26 @@ after. Nothing but the package's front door is called.
 from __future__ import annotations
 
 import argparse
-import json
-import platform
+import sys
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any
 
-import torch
-from torch.nn.functional import normalize, softplus
+HERE = Path(__file__).resolve().parent
+sys.path[:0] = [str(HERE), str(HERE.parent)]
 
-import contrastile
-from contrastile.backends.contract import PRECISIONS, UnsupportedProblemError
+import torch  # noqa: E402
+from harness.record import compact, rounded  # noqa: E402
+from torch.nn.functional import normalize, softplus  # noqa: E402
+
+import contrastile  # noqa: E402
+from contrastile.backends.contract import PRECISIONS, UnsupportedProblemError  # noqa: E402
+from contrastile.environment import measurement_environment  # noqa: E402
 
 PARTS = ("loss", "first", "second", "scale")
+COLUMNS = ("problem", "b", "dtype", "backend", "precision", *PARTS)
 DTYPES = ("float32", "bfloat16", "float16")
 WIDTH = 64
 Ours = Callable[..., Any]
@@ -141,29 +148,25 @@ def problems(b: int) -> Iterator[Problem]:
             yield among_themselves(b, scale, samples)
 
 
-def plain_loss(problem: Problem, one: Any, two: Any, scale: Any) -> Any:
-    """From full logits: the log-sum-exp less the mean of the positives' logits, as it is written in papers."""
+def full_logits(problem: Problem, terms: Callable[..., Any], one: Any, two: Any, scale: Any) -> Any:
+    """The mean of the terms of each direction, ``terms(logits, positive, admitted, axis)``."""
     left, right = problem.sides(one, two)
     x = scale * (left @ right.T)
-    positive, admitted = problem.positive.to(x.device), problem.admitted.to(x.device)
-    found = [
-        (torch.where(admitted, x, -torch.inf).logsumexp(axis) - _mean(x, positive, axis)).mean()
-        for axis in ((1, 0) if problem.both else (1,))
-    ]
+    masks = problem.positive.to(x.device), problem.admitted.to(x.device)
+    found = [terms(x, *masks, axis).mean() for axis in ((1, 0) if problem.both else (1,))]
     return sum(found) / len(found)
 
 
-def exact_loss(problem: Problem, one: Any, two: Any, scale: Any) -> Any:
+def plain_terms(x: Any, positive: Any, admitted: Any, axis: int) -> Any:
+    """The log-sum-exp less the mean of the positives' logits, as it is written in papers."""
+    return torch.where(admitted, x, -torch.inf).logsumexp(axis) - _mean(x, positive, axis)
+
+
+def exact_terms(x: Any, positive: Any, admitted: Any, axis: int) -> Any:
     """The same with the positives out of the sum, where nothing cancels."""
-    left, right = problem.sides(one, two)
-    x = scale * (left @ right.T)
-    positive, admitted = problem.positive.to(x.device), problem.admitted.to(x.device)
-    found = []
-    for axis in (1, 0) if problem.both else (1,):
-        negative = torch.where(admitted & ~positive, x, -torch.inf).logsumexp(axis)
-        own = torch.where(positive, x, -torch.inf).logsumexp(axis)
-        found.append((softplus(negative - own) + (own - _mean(x, positive, axis))).mean())
-    return sum(found) / len(found)
+    negative = torch.where(admitted & ~positive, x, -torch.inf).logsumexp(axis)
+    own = torch.where(positive, x, -torch.inf).logsumexp(axis)
+    return softplus(negative - own) + (own - _mean(x, positive, axis))
 
 
 def _mean(x: Any, positive: Any, axis: int) -> Any:
@@ -194,11 +197,11 @@ def measure(
     kind = getattr(torch, dtype)
     rounded = [x.to(kind).float() for x in (problem.one, problem.two)]
     given = Problem(**(vars(problem) | {"one": rounded[0], "two": rounded[1]}))
-    exact = outcome(lambda *x: exact_loss(problem, *x), given, torch.float64, torch.float64, device)
-    row = {"problem": problem.name, "b": len(problem.one), "d": WIDTH, "dtype": dtype}
+    exact = outcome(partial(full_logits, problem, exact_terms), given, torch.float64, torch.float64, device)
+    row = {"problem": problem.name, "b": len(problem.one), "dtype": dtype}
 
     def plain(one: Any, two: Any, scale: Any) -> Any:
-        return plain_loss(problem, one.float(), two.float(), scale)
+        return full_logits(problem, plain_terms, one.float(), two.float(), scale)
 
     yield (
         row
@@ -219,7 +222,7 @@ def measure(
             yield row | {"backend": name, "precision": precision} | errors(found, exact)
 
 
-def main() -> None:
+def main(arguments: list[str] | None = None) -> None:
     """The table of all problems."""
     parser = argparse.ArgumentParser(description=str(__doc__).partition("\n")[0])
     parser.add_argument("--backend", nargs="+", default=["torch"], metavar="NAME")
@@ -228,7 +231,7 @@ def main() -> None:
     parser.add_argument("--precision", nargs="+", choices=PRECISIONS, default=PRECISIONS)
     parser.add_argument("--batch", nargs="+", type=int, default=[256, 4096])
     parser.add_argument("--json", type=Path, metavar="FILE")
-    options = parser.parse_args()
+    options = parser.parse_args(arguments)
     # the plain computation's products are those of float32
     torch.backends.cuda.matmul.allow_tf32 = False
     rows = []
@@ -242,9 +245,9 @@ def main() -> None:
                         what = f"{row['dtype']:8} {row['backend']:8} {row['precision']:5}"
                         print(f"{row['problem']:42} {b:5} {what}", *(f"{row[part]:8.1e}" for part in PARTS), flush=True)
     if options.json is not None:
-        device = torch.cuda.get_device_name() if options.device == "cuda" else platform.machine()
-        about = {"device": device, "torch": torch.__version__, "contrastile": contrastile.__version__}
-        options.json.write_text(json.dumps(about | {"rows": rows}, indent=1) + "\n")
+        told = [[row[name] for name in COLUMNS] for row in rows if "refused" not in row]
+        found = {"environment": measurement_environment(options.device), "columns": COLUMNS, "rows": rounded(told)}
+        options.json.write_text(compact(found), encoding="utf-8")
 
 
 if __name__ == "__main__":

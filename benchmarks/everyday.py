@@ -24,9 +24,9 @@ sys.path[:0] = [str(HERE), str(HERE.parent)]
 import torch  # noqa: E402
 import torch.nn.functional as F  # noqa: E402, N812
 from harness.machine import facts  # noqa: E402
-from harness.peers import PEERS, refusal, said  # noqa: E402
+from harness.peers import PEERS, refusal  # noqa: E402
 from harness.ranks import Ranks  # noqa: E402
-from harness.record import compact, rounded  # noqa: E402
+from harness.record import compact, rounded, said  # noqa: E402
 from harness.timing import attempt, elapsed  # noqa: E402
 
 import contrastile  # noqa: E402
@@ -165,7 +165,7 @@ def measure(row: Row, ranks: Ranks, contenders: dict[str, Loss], slot: float, ro
         def step(loss: Loss = loss) -> Any:
             return torch.autograd.grad(loss(*given, **more), leaves)
 
-        reason = ranks.failed(attempt(ranks, step))
+        reason = attempt(ranks, step)
         if reason:
             found.append({"row": row.label, "name": name, "status": "skip", "reason": reason})
             continue
@@ -214,13 +214,9 @@ def main() -> int:
     ranks = Ranks.join(given.device)
     started = time.monotonic()
     data: dict[str, Any] = {"environment": facts(ranks, given.commit), "settings": {"slot": given.slot}, "rows": []}
-    for row in (
-        CPU_ROWS[: len(CPU_ROWS) if ranks.size == 1 else 1]
-        if given.device == "cpu"
-        else SEVERAL
-        if ranks.size > 1
-        else ROWS
-    ):
+    of_cpus = CPU_ROWS if ranks.size == 1 else CPU_ROWS[:1]
+    of_gpus = ROWS if ranks.size == 1 else SEVERAL
+    for row in of_cpus if given.device == "cpu" else of_gpus:
         if given.only not in row.label or ranks.share(time.monotonic() - started)[0] > given.seconds:
             continue
         gc.collect()

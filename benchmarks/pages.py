@@ -15,16 +15,15 @@ from pathlib import Path
 from typing import Any
 
 HERE = Path(__file__).resolve().parent
-sys.path[:0] = [str(HERE), str(HERE.parent)]
+sys.path[:0] = [str(HERE), str(HERE.parent), str(HERE.parent / "scripts")]
 
+import page_writing  # noqa: E402
 from harness import figures, tables  # noqa: E402
 
 ROOT = HERE.parent
 RESULTS = ROOT / "docs" / "results"
 BEGIN = "<!-- measured: written by benchmarks/pages.py from docs/results -->"
-END = "<!-- end of measured -->"
 PACKAGES = ("torch", "triton", "cupy-cuda13x", "nccl", "inf-cl", "cut-cross-entropy", "liger-kernel", "quack-kernels")
-OURS = ("contrastile triton", "contrastile cupy")
 KERNELS = tuple(f"contrastile/{x}" for x in ("backends/triton", "backends/cupy", "autograd", "schedules"))
 """What the times of ``everyday.py`` depend on."""
 CHANGED = "The kernels have changed since."
@@ -36,29 +35,37 @@ def section(stem: str, data: Data) -> str:
     """What one record shows: the machine, what was verified, one table of ours, one of all, the largest batches."""
     e = data["environment"]
     several = e.get("ranks", 1) > 1
-    title = f"### {e['ranks']} x {e['device']}" if several else f"### {e['device']}"
     commit = (e["commit"] or "unknown")[:12]
     links = [f"links {e['links']}"] if e.get("links") else []
-    versions = [f"{name} {e[name]}" for name in PACKAGES if e.get(name)]
     power = [f"power limit {e['power.limit']}"] if e.get("power.limit") else []
-    about = ", ".join([e["date"][:10], f"commit `{commit}`", *versions, *links, *power])
+    about = ", ".join([e["date"][:10], f"commit `{commit}`", *versions(e), *links, *power])
     about += f". [The record](../results/{stem}.json) has every sample."
     told = [about, e.get("note", ""), tables.verified(data)]
     figure = f"![Measured on {e['device']}](../results/{stem}.svg)" if figures.drawn(data) else ""
     keeping = any(row["name"] == KEPT[1] for row in tables.measured(data, "steps"))
-    alone = tables.steps(data, KEPT, least=2) if keeping else tables.steps(data, OURS)
+    alone = tables.steps(data, KEPT, least=2) if keeping else tables.steps(data, figures.OURS)
     ours = tables.scaling(data) if several else alone
-    parts = [f"{title}, {commit}", " ".join(filter(None, told)), ours, tables.peers(data), tables.big(data), figure]
+    parts = [
+        f"### {tables.machine(e)}, {commit}",
+        " ".join(filter(None, told)),
+        ours,
+        tables.peers(data),
+        tables.big(data),
+        figure,
+    ]
     return "\n\n".join(filter(None, parts))
 
 
 def everyday_section(stem: str, data: Data, root: Path) -> str:
     """All calls of a record of ``everyday.py``."""
     e = data["environment"]
-    device = e["device"] if e["ranks"] == 1 else f"{e['ranks']} x {e['device']}"
-    versions = [f"{name} {e[name]}" for name in PACKAGES if e.get(name)]
-    about = f"{', '.join([*versions, measured_at(e, root)])} [The record](../results/{stem}.json) has every sample."
-    return "\n\n".join([f"### {device}", about, tables.everyday(data)])
+    about = f"{', '.join([*versions(e), measured_at(e, root)])} [The record](../results/{stem}.json) has every sample."
+    return "\n\n".join([f"### {tables.machine(e)}", about, tables.everyday(data)])
+
+
+def versions(environment: Data) -> list[str]:
+    """The packages that a record was measured with."""
+    return [f"{name} {environment[name]}" for name in PACKAGES if environment.get(name)]
 
 
 def measured_at(environment: Data, root: Path) -> str:
@@ -121,15 +128,9 @@ PAGES: dict[Path, Callable[[dict[str, Data], dict[str, Data], Path], str]] = {
 
 
 def spliced(page: str, text: str) -> str:
-    """The page with the part between its markers replaced.
-
-    Raises:
-        ValueError: the page lacks a marker.
-    """
-    if BEGIN not in page or END not in page:
-        raise ValueError(f"the page must hold {BEGIN!r} and {END!r}")
+    """The page with its measured part replaced: see ``page_writing``."""
     text = text or "Nothing has been measured yet: `benchmarks/run.py` and `benchmarks/everyday.py` write the records."
-    return f"{page.partition(BEGIN)[0]}{BEGIN}\n\n{text}\n\n{END}{page.partition(END)[2]}"
+    return page_writing.spliced(page, BEGIN, text)
 
 
 def read(folder: Path, pattern: str) -> dict[str, Data]:

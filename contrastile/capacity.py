@@ -10,7 +10,7 @@ from __future__ import annotations
 import argparse
 import textwrap
 from collections.abc import Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -96,7 +96,7 @@ class Capacity:
 
     Attributes:
         backend: the one that would compute the loss.
-        exchange: "local", "ring" or "gather".
+        exchange: "local", "ring", "gather" or "replicate".
         reason: for the exchange.
         loss: what the loss takes beyond the embeddings, gradients included.
         ways: the step with all activations, in chunks, and in chunks with the embeddings on the host.
@@ -132,17 +132,22 @@ def capacity(wanted: Wanted) -> Capacity:
     backend = load(name)
     exchange, reason = "local", "one GPU exchanges nothing"
     if wanted.gpus > 1:
-        shards = Shards((wanted.rows,) * wanted.gpus, ((wanted.rows,),) * wanted.gpus)
-        choice = choose_exchange(shards, wanted.dim, _ITEMSIZE[wanted.dtype])
+        rows = tuple(len(range(rank, wanted.batch, wanted.gpus)) for rank in range(wanted.gpus))
+        shards, on_gpus = Shards(rows, tuple((m,) for m in rows)), wanted.device == "cuda"
+        choice = choose_exchange(shards, wanted.dim, _ITEMSIZE[wanted.dtype], may_replicate=on_gpus)
         exchange, reason = choice.exchange, f"exchange {choice.exchange}: {choice.reason}"
     loss = loss_items(wanted, backend, exchange)
-    return Capacity(name, exchange, reason, loss, tuple(_ways(wanted, backend, loss)))
+    return Capacity(name, exchange, reason, loss, tuple(_ways(wanted, backend, exchange, loss)))
 
 
 def loss_items(wanted: Wanted, backend: Backend, exchange: str) -> tuple[Item, ...]:
     """What the symmetric loss and its gradients hold at their peak, beyond the embeddings."""
     dtype, d, b, g = wanted.dtype, wanted.dim, wanted.rows, wanted.gpus
     item, state = _ITEMSIZE[dtype], _ITEMSIZE[state_dtype(dtype)]
+    if exchange == "replicate":
+        # and the plain loss of them; the gradients of this rank's rows are views of its gradients
+        collected = Item("collected features", 2 * wanted.batch * d * item, f"rows and columns of all {g} ranks")
+        return collected, *loss_items(replace(wanted, gpus=1), backend, "local")
     # rows of this rank against the columns of all, or of one rank after the other
     n = b * g if exchange == "gather" else b
     taken = _footprint(wanted, backend, b, n)
@@ -206,13 +211,16 @@ def offloaded_items(wanted: Wanted, backend: Backend, block: int = BLOCK) -> tup
     )
 
 
-def _ways(wanted: Wanted, backend: Backend, loss: Sequence[Item]) -> list[Way]:
+def _ways(wanted: Wanted, backend: Backend, exchange: str, loss: Sequence[Item]) -> list[Way]:
     rows, memory = wanted.rows, int(wanted.memory_gib * 2**30 * PLANNED)
     sample = int(wanted.encoder_mib_per_sample * MIB)
     width = rows * wanted.dim * _ITEMSIZE[wanted.dtype]
     model = Item("model", int(wanted.model_gib * 2**30), "weights, gradients, optimizer")
     embeddings = Item("embeddings", 2 * width, f"2 x {rows:,} x {wanted.dim}, {wanted.dtype}")
     gradients = Item("their gradients", 2 * width, "kept for the second pass")
+    if exchange == "replicate":
+        whole = 2 * wanted.batch * wanted.dim * _ITEMSIZE[wanted.dtype]
+        gradients = Item("their gradients", whole, "views of all ranks', kept for the second pass")
 
     def encoder(chunk: int) -> Item:
         return Item("encoder", chunk * sample, f"{chunk:,} samples x {wanted.encoder_mib_per_sample:g} MiB")

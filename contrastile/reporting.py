@@ -24,6 +24,11 @@ class CannotRunError(Exception):
     """A command cannot run; the message is the one line to print."""
 
 
+def one_line(error: BaseException) -> str:
+    """An error's type and message, in one line."""
+    return f"{type(error).__name__}: {' '.join(str(error).split())}"
+
+
 def cannot_run(command: str, reason: object) -> int:
     """Print why a command could not run, as one line on stderr, and return its exit code."""
     sys.stdout.flush()

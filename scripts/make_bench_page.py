@@ -4,10 +4,11 @@ import json
 from pathlib import Path
 from typing import Any
 
+from page_writing import spliced, table
+
 ROOT = Path(__file__).resolve().parent.parent
 PAGE = ROOT / "docs" / "benchmarks" / "cpu.md"
 BEGIN = "<!-- measured: written by scripts/make_bench_page.py from docs/results/cpu_*.json -->"
-END = "<!-- end of measured -->"
 HEAD = (
     "variant",
     "b",
@@ -24,26 +25,18 @@ HEAD = (
 
 
 def measured() -> str:
-    """Everything between the markers, the markers included."""
+    """What stands between the markers."""
     runs = [
         json.loads(path.read_text(encoding="utf-8")) for path in sorted((ROOT / "docs" / "results").glob("cpu_*.json"))
     ]
     rows = [row for run in runs for row in run["rows"] if row["status"] == "measured"]
     rows.sort(key=lambda row: (row["nominal_batch"], row["variant"], row["implementation"] == "plain"))
     facts = runs[0]["environment"]
-    lines = [
-        BEGIN,
-        "",
+    about = (
         f"{facts['cpu']}, {facts['threads']} threads ({facts['cpu_capability']}), torch {facts['torch']}; "
-        "float32, symmetric loss, forward and backward, scale 100.",
-        "",
-        "| " + " | ".join(HEAD) + " |",
-        "| " + " | ".join("---" if name in ("variant", "") else "---:" for name in HEAD) + " |",
-        *("| " + " | ".join(_cells(row)) + " |" for row in rows),
-        "",
-        END,
-    ]
-    return "\n".join(lines)
+        "float32, symmetric loss, forward and backward, scale 100."
+    )
+    return f"{about}\n\n{table(HEAD, map(_cells, rows), left=(0, HEAD.index('')))}"
 
 
 def _cells(row: dict[str, Any]) -> list[str]:
@@ -69,8 +62,7 @@ def _ratio(x: float | None) -> str:
 
 def page() -> str:
     """The page as it should be."""
-    before, _, rest = PAGE.read_text(encoding="utf-8").partition(BEGIN)
-    return before + measured() + rest.partition(END)[2]
+    return spliced(PAGE.read_text(encoding="utf-8"), BEGIN, measured())
 
 
 if __name__ == "__main__":

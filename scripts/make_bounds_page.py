@@ -8,6 +8,8 @@ import json
 from pathlib import Path
 from typing import Any
 
+from page_writing import spliced, table
+
 from contrastile.verify import plots
 from contrastile.verify.growth import AXES
 
@@ -16,7 +18,6 @@ PAGE = ROOT / "docs" / "explanation" / "bounds.md"
 DATA = ROOT / "docs" / "results" / "growth_cpu.json"
 FIGURE = DATA.with_suffix(".svg")
 BEGIN = "<!-- measured: written by scripts/make_bounds_page.py from docs/results/growth_cpu.json -->"
-END = "<!-- end of measured -->"
 DRAWN = "torch"
 
 
@@ -31,28 +32,22 @@ def figure() -> str:
 
 
 def measured() -> str:
-    """Everything between the markers, the markers included."""
+    """What stands between the markers."""
     facts = json.loads(DATA.read_text(encoding="utf-8"))["environment"]
-    lines = [
-        BEGIN,
-        "",
-        f"![Error of the gradients against d, b and scale, by dtype, with its bounds](../results/{FIGURE.name})",
-        "",
-        f"{facts['cpu']}, torch {facts['torch']}, numpy {facts['numpy']}. The largest ratio of any point:",
-        "",
-        "| backend | dtype | error / a-priori bound | error / probabilistic bound | error / plain computation's |",
-        "| --- | --- | ---: | ---: | ---: |",
-    ]
+    picture = f"![Error of the gradients against d, b and scale, by dtype, with its bounds](../results/{FIGURE.name})"
+    about = f"{facts['cpu']}, torch {facts['torch']}, numpy {facts['numpy']}. The largest ratio of any point:"
+    beside = {"bound": "a-priori bound", "probable": "probabilistic bound", "plain": "plain computation's"}
+    lines = []
     for row in sorted(_measured(), key=lambda row: row["backend"]):
-        worst = (max(each["error"] / each[name] for each in row["points"]) for name in ("bound", "probable", "plain"))
-        lines.append(f"| {row['backend']} | {row['dtype']} | {' | '.join(f'{ratio:.2g}' for ratio in worst)} |")
-    return "\n".join([*lines, "", END])
+        worst = (max(each["error"] / each[name] for each in row["points"]) for name in beside)
+        lines.append([row["backend"], row["dtype"], *(f"{ratio:.2g}" for ratio in worst)])
+    head = ["backend", "dtype", *(f"error / {what}" for what in beside.values())]
+    return f"{picture}\n\n{about}\n\n{table(head, lines, left=(0, 1))}"
 
 
 def page() -> str:
     """The page as it should be."""
-    before, _, rest = PAGE.read_text(encoding="utf-8").partition(BEGIN)
-    return before + measured() + rest.partition(END)[2]
+    return spliced(PAGE.read_text(encoding="utf-8"), BEGIN, measured())
 
 
 if __name__ == "__main__":

@@ -9,6 +9,8 @@ import argparse
 import importlib
 from pathlib import Path
 
+from page_writing import escaped, spliced, table
+
 from contrastile.cli import COMMANDS
 
 PAGE = Path(__file__).resolve().parent.parent / "docs" / "reference" / "command-line.md"
@@ -20,15 +22,15 @@ def options(name: str) -> str:
     """A table of a command's options."""
     parser = argparse.ArgumentParser()
     importlib.import_module(COMMANDS[name][0]).add_arguments(parser)
-    lines = ["| option | meaning |", "| --- | --- |"]
+    lines = []
     for action in parser._actions[1:]:
         shown = " ".join([", ".join(action.option_strings), _value(action)]).strip()
         # the formatter fills in %(default)s, and argparse has no public way to ask it to
         said = argparse.HelpFormatter("")._expand_help(action) if action.help else ""
         if action.choices and len(choices := list(map(str, action.choices))) < 9:
             said += f"; one of {', '.join(choices)}"
-        lines.append(f"| `{shown}` | {_plain(said)} |")
-    return "\n".join(lines)
+        lines.append([f"`{shown}`", escaped(said)])
+    return table(["option", "meaning"], lines, left=(0, 1))
 
 
 def _value(action: argparse.Action) -> str:
@@ -38,21 +40,11 @@ def _value(action: argparse.Action) -> str:
     return f"{name if isinstance(name, str) else name[0]}{'...' if action.nargs in ('+', '*') else ''}"
 
 
-def _plain(text: str) -> str:
-    for mark in "\\`*_[]<>|":
-        text = text.replace(mark, "\\" + mark)
-    return text
-
-
 def page() -> str:
     """The page as it should be."""
     text = PAGE.read_text(encoding="utf-8")
     for name in COMMANDS:
-        begin = BEGIN.format(name=name)
-        before, found, rest = text.partition(begin)
-        if not found:
-            raise SystemExit(f"{PAGE} must hold {begin!r}")
-        text = f"{before}{begin}\n\n{options(name)}\n\n{END}{rest.partition(END)[2]}"
+        text = spliced(text, BEGIN.format(name=name), options(name), END)
     return text
 
 

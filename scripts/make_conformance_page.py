@@ -5,13 +5,13 @@ from html import escape
 from pathlib import Path
 from typing import Any
 
+from page_writing import spliced, table
+
 ROOT = Path(__file__).resolve().parent.parent
 PAGE = ROOT / "docs" / "benchmarks" / "conformance.md"
 DATA = ROOT / "docs" / "results" / "conformance.json"
 FIGURE = DATA.with_suffix(".svg")
 BEGIN = "<!-- measured: written by scripts/make_conformance_page.py from docs/results/conformance.json -->"
-END = "<!-- end of measured -->"
-GROWTH = "memory growth"
 POWERS = {0: "b⁰", 1: "b", 2: "b²", 3: "b³"}
 
 CELL, ROW, LABEL, HEAD, MARGIN = 58, 24, 440, 132, 12
@@ -116,25 +116,18 @@ def _told(cell: Record) -> str:
 
 def above(data: Record) -> str:
     """A table of the cells above their bound, with what was found and the command that shows it."""
-    lines = [
-        "| package | loss | property | checks above | error / bound | worst case, and what was found |",
-        "| --- | --- | --- | ---: | ---: | --- |",
-    ]
+    head = ["package", "loss", "property", "checks above", "error / bound", "worst case, and what was found"]
+    lines = []
     for peer in data["peers"]:
         for name, cell in peer["cells"].items():
             if cell["status"] != "fail":
                 continue
             ratio = "not finite" if cell["ratio"] == "inf" else f"{cell['ratio']:.3g}"
-            what = f"{command(peer, cell)}: {_plain(cell['reason'])}"
+            # the reason's other marks are meant
+            what = f"{command(peer, cell)}: {cell['reason'].replace('|', chr(92) + '|')}"
             share = f"{cell['failed']} of {cell['checks']}"
-            lines.append(
-                f"| {_versioned(data, peer['package'])} | {peer['about']} | {name} | {share} | {ratio} | {what} |"
-            )
-    return "\n".join(lines)
-
-
-def _plain(reason: str) -> str:
-    return reason.replace("|", "\\|")
+            lines.append([_versioned(data, peer["package"]), peer["about"], name, share, ratio, what])
+    return table(head, lines, left=(0, 1, 2, 5))
 
 
 def command(peer: Record, cell: Record) -> str:
@@ -144,19 +137,19 @@ def command(peer: Record, cell: Record) -> str:
 
 def fact_list(data: Record) -> str:
     """A table of the facts, each with the command that shows it."""
-    lines = ["| package | property | what its reproducer shows | ranks | found | right | reproducer |"]
-    lines.append("| --- | --- | --- | ---: | --- | --- | --- |")
+    head = ["package", "property", "what its reproducer shows", "ranks", "found", "right", "reproducer"]
+    lines = []
     for name in dict.fromkeys(row["fact"] for row in data["facts"]):
         rows = [row for row in data["facts"] if row["fact"] == name]
         first = rows[0]
         ranks, found = (", ".join(dict.fromkeys(str(row[key]) for row in rows)) for key in ("ranks", "found"))
         shown = [first["case"], first["says"], ranks, f"{first['what']} = {found}", first["right"], f"`{name}`"]
-        lines.append(f"| {first['package']} {first['version']} | {' | '.join(shown)} |")
-    return "\n".join(lines)
+        lines.append([f"{first['package']} {first['version']}", *shown])
+    return table(head, lines, left=(0, 1, 2, 4, 5, 6))
 
 
 def measured(data: Record) -> str:
-    """Everything between the markers, the markers included."""
+    """What stands between the markers."""
     e = data["environment"]
     interpreted = ", ".join(
         dict.fromkeys(_versioned(data, x["package"]) for x in data["peers"] if "inter" in x["where"])
@@ -168,7 +161,6 @@ def measured(data: Record) -> str:
     )
     picture = f"../{FIGURE.parent.name}/{FIGURE.name}"
     parts = [
-        BEGIN,
         about,
         f"[![Largest error over its bound]({picture})]({picture})",
         "### Above the bound",
@@ -179,15 +171,13 @@ def measured(data: Record) -> str:
         "### Facts",
         "What follows `python benchmarks/peers/reproduce.py` shows the fact again.",
         fact_list(data),
-        END,
     ]
     return "\n\n".join(parts)
 
 
 def page(data: Record) -> str:
     """The page as it should be."""
-    before, _, rest = PAGE.read_text(encoding="utf-8").partition(BEGIN)
-    return before + measured(data) + rest.partition(END)[2]
+    return spliced(PAGE.read_text(encoding="utf-8"), BEGIN, measured(data))
 
 
 if __name__ == "__main__":

@@ -9,6 +9,8 @@ from __future__ import annotations
 import sys
 from pathlib import Path
 
+from page_writing import escaped, table
+
 ROOT = Path(__file__).resolve().parent.parent
 PAGE = ROOT / "docs" / "reference" / "errors.md"
 
@@ -34,20 +36,13 @@ def page() -> str:
 
     lines = [INTRODUCTION]
     for title, provocations in PROVOCATIONS.items():
-        lines += [f"## {title}", "", "| call | raises | message |", "| --- | --- | --- |"]
+        rows = []
         for each in provocations:
             call = f"`{each.call}`" + (f", {each.without} not installed" if each.without else "")
             message = each.message(each.libraries[0])
-            lines.append(f"| {call} | `{each.error.__name__}` | {_plain(message)} |")
-        lines.append("")
+            rows.append([call, f"`{each.error.__name__}`", escaped(message)])
+        lines += [f"## {title}", "", table(["call", "raises", "message"], rows, left=(0, 1, 2)), ""]
     return "\n".join(lines)
-
-
-def _plain(message: str) -> str:
-    """A message with its Markdown characters escaped, for a table cell."""
-    for mark in "\\`*_[]<>|":
-        message = message.replace(mark, "\\" + mark)
-    return message
 
 
 if __name__ == "__main__":

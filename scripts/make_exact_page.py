@@ -6,9 +6,11 @@ import json
 from pathlib import Path
 from typing import Any
 
+from page_writing import spliced, table
+
 ROOT = Path(__file__).parent.parent
 PAGE, DATA = ROOT / "docs" / "explanation" / "exact.md", ROOT / "docs" / "results" / "certain_nvidia_h200.json"
-START, END = "<!-- measured: written by scripts/make_exact_page.py -->", "<!-- end of measured -->"
+BEGIN = "<!-- measured: written by scripts/make_exact_page.py -->"
 
 SHOWN = {
     "clip, saturated, seed 0, scale 100": "CLIP, certain pairs, scale 100",
@@ -24,9 +26,9 @@ SHOWN = {
 BACKENDS = ("plain", "torch", "triton", "cupy")
 
 
-def table(rows: list[dict[str, Any]], dtype: str, batch: int) -> str:
+def errors(rows: list[dict[str, Any]], dtype: str, batch: int) -> str:
     """Errors of the gradient of the first features and, behind it, of the loss, in each backend's own precision."""
-    lines = [f"| features | {' | '.join(BACKENDS)} |", f"| --- |{' ---: |' * len(BACKENDS)}"]
+    lines = []
     for problem, name in SHOWN.items():
         found = {
             row["backend"]: row
@@ -34,30 +36,33 @@ def table(rows: list[dict[str, Any]], dtype: str, batch: int) -> str:
             if (row["problem"], row["dtype"], row["b"]) == (problem, dtype, batch)
             and row["precision"] == ("split" if (row["backend"], dtype) == ("triton", "float32") else "ieee")
         }
-        cells = (f"{found[x]['first']:.0e} ({found[x]['loss']:.0e})" for x in BACKENDS)
-        lines.append(f"| {name} | {' | '.join(cells)} |")
-    return "\n".join(lines)
+        lines.append([name, *(f"{found[x]['first']:.0e} ({found[x]['loss']:.0e})" for x in BACKENDS)])
+    return table(["features", *BACKENDS], lines)
+
+
+def rows_of(data: dict[str, Any]) -> list[dict[str, Any]]:
+    """The rows of a record by the names of their columns."""
+    return [dict(zip(data["columns"], row, strict=True)) for row in data["rows"]]
 
 
 def measured() -> str:
-    """What stands between the marks."""
+    """What stands between the markers."""
     data = json.loads(DATA.read_text(encoding="utf-8"))
-    rows = [dict(zip(data["columns"], row, strict=True)) for row in data["rows"]]
+    rows = rows_of(data)
     device = data["environment"]["device"]
     parts = [
         f"One {device}, d = 64: relative error of the gradient and, in brackets, of the loss.\n",
         "float32, b = 256:\n",
-        table(rows, "float32", 256),
+        errors(rows, "float32", 256),
         "\nbfloat16, b = 4,096:\n",
-        table(rows, "bfloat16", 4096),
+        errors(rows, "bfloat16", 4096),
     ]
     return "\n".join(parts)
 
 
 def page() -> str:
-    """The page with its tables written anew."""
-    before, _, rest = PAGE.read_text(encoding="utf-8").partition(START)
-    return f"{before}{START}\n\n{measured()}\n\n{END}{rest.partition(END)[2]}"
+    """The page as it should be."""
+    return spliced(PAGE.read_text(encoding="utf-8"), BEGIN, measured())
 
 
 if __name__ == "__main__":

@@ -17,6 +17,8 @@ from importlib.metadata import version
 from pathlib import Path
 from typing import Any
 
+from page_writing import spliced, table
+
 ROOT = Path(__file__).resolve().parent.parent
 PAGE = ROOT / "docs" / "how-to" / "faults.md"
 DATA = ROOT / "docs" / "results" / "faults.json"
@@ -231,12 +233,10 @@ def _longest(rows: list[dict[str, Any]], **wanted: str) -> str:
 
 
 def _table(head: list[str], lines: list[list[str]]) -> str:
-    marks = ["---:" if name.endswith(("CPU", "GPUs")) else "---" for name in head]
-    return "\n".join(f"| {' | '.join(line)} |" for line in (head, marks, *lines))
+    return table(head, lines, left=[i for i, name in enumerate(head) if not name.endswith(("CPU", "GPUs"))])
 
 
 SECTIONS = {"faults": (faults, DATA, GPU_DATA), "mistakes": (mistakes, MISTAKES_DATA, MISTAKES_GPU_DATA)}
-END = "<!-- end of measured -->"
 
 
 def page() -> str:
@@ -244,9 +244,7 @@ def page() -> str:
     text = PAGE.read_text(encoding="utf-8")
     for name, (section, *paths) in SECTIONS.items():
         begin = f"<!-- measured: {name}, written by scripts/make_faults_page.py -->"
-        before, _, rest = text.partition(begin)
-        body = section(*(json.loads(path.read_text(encoding="utf-8")) for path in paths))
-        text = f"{before}{begin}\n\n{body}\n\n{END}{rest.partition(END)[2]}"
+        text = spliced(text, begin, section(*(json.loads(path.read_text(encoding="utf-8")) for path in paths)))
     return text
 
 

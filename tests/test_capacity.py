@@ -19,6 +19,7 @@ from contrastile.backends.cupy import configs
 from contrastile.backends.registry import load
 from contrastile.bench.memory import cuda_peak, torch_peak
 from contrastile.capacity import Wanted, loss_items, offloaded_items, total
+from contrastile.comm.inprocess import InProcess, InProcessGroup
 
 RESULTS = Path(__file__).parent.parent / "docs" / "results"
 RECORDS = ("gpu_nvidia_h100_80gb_hbm3.json", "gpu_nvidia_h200_x4.json")
@@ -49,6 +50,25 @@ def test_the_loss_on_a_cpu(b: int, d: int, dtype: str) -> None:
     step(pair)
     wanted = Wanted(batch=b, dim=d, dtype=dtype, device="cpu")
     assert close(total(loss_items(wanted, load("torch"), "local")), torch_peak(lambda: step(pair)))
+
+
+def test_the_whole_loss_on_every_rank() -> None:
+    counts, d = (1000, 500), 256
+    # a message of this process is a copy, which lies until the other rank takes it
+    copies = 2 * counts[0] * d * 4
+
+    def program(comm: InProcess) -> tuple[int, int]:
+        pair = features(counts[comm.rank], d, torch.float32)
+        how: dict[str, Any] = {"group": comm, "exchange": "replicate", "backend": "torch"}
+        _, (gradient, *_) = step(pair, **how)
+        peak = torch_peak(lambda: step(pair, **how)) if comm.rank == 0 else len(step(pair, **how))
+        return peak, gradient.untyped_storage().nbytes()
+
+    ((peak, held), _) = InProcessGroup[tuple[int, int]](len(counts)).run(program)
+    wanted = Wanted(batch=sum(counts), dim=d, gpus=len(counts), dtype="float32", device="cpu")
+    assert close(total(loss_items(wanted, load("torch"), "replicate")) + copies, peak)
+    # what a cached step keeps of them for the second pass
+    assert held == sum(counts) * d * 4
 
 
 def test_features_on_the_host() -> None:
@@ -135,6 +155,16 @@ def test_it_asks_those_who_decide(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(capacity, "choose", lambda *call, form: "torch")
     assert capacity.capacity(wanted).backend == "torch"
     assert capacity.capacity(wanted).exchange == "gather"
+    small = replace(wanted, batch=16384)
+    assert capacity.capacity(small).exchange == "replicate"
+    (kept,) = (
+        x for x in capacity.capacity(replace(small, encoder_mib_per_sample=10.0)).ways[1].items if "second" in x.why
+    )
+    assert kept.bytes == 2 * 16384 * 512 * 2
+    # all ranks' rows count, and not those of the largest rank times their number
+    assert capacity.capacity(replace(small, batch=16383, gpus=5)).exchange == "replicate"
+    assert capacity.capacity(replace(small, batch=16385)).exchange == "gather"
+    assert capacity.capacity(replace(small, device="cpu")).exchange == "gather"
     assert capacity.capacity(replace(wanted, batch=4 * 262144)).exchange == "ring"
     assert capacity.capacity(replace(wanted, gpus=1)).exchange == "local"
 

@@ -16,7 +16,8 @@ import contrastile
 from contrastile.backends import load
 from contrastile.schedules.problem import Problem
 from contrastile.verify.bounds import bounds
-from contrastile.verify.run import compare, outcome
+from contrastile.verify.comparison import compare
+from contrastile.verify.execution import outcome
 from contrastile.verify.truth import masks, truth
 
 ROOT = Path(__file__).parent.parent

@@ -78,7 +78,8 @@ def test_no_check_goes_unprovoked(module: ModuleType) -> None:
         assert any(error == name and re.fullmatch(pattern, message) for name, message in said), (error, pattern)
 
 
-def test_the_page_of_errors_is_what_the_code_says() -> None:
+def test_the_page_of_errors_is_what_the_code_says(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.syspath_prepend(str(PAGE.parent))
     module = SimpleNamespace(**runpy.run_path(str(PAGE)))
     assert module.PAGE.read_text(encoding="utf-8") == module.page(), "run: make errors"
 

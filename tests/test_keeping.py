@@ -20,7 +20,7 @@ from contrastile.backends.contract import Array, Backend, Block, ColumnForm, Fin
 from contrastile.backends.registry import load
 from contrastile.schedules import gather, ring, schedule
 from contrastile.verify import cases, layouts
-from contrastile.verify.run import outcome
+from contrastile.verify.execution import outcome
 
 B, D = 23, 17
 TORCH = load("torch")

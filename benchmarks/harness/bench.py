@@ -13,10 +13,10 @@ from contrastile.bench.memory import available_bytes, peak_extra
 from contrastile.bench.sweep import FITS
 from harness import float64
 from harness.machine import Watch
-from harness.peers import LOCAL, PEERS, Loss, ours, refusal, said
+from harness.peers import LOCAL, PEERS, Loss, ours, refusal
 from harness.plan import Plan, Point
 from harness.ranks import Ranks
-from harness.record import Record
+from harness.record import Record, said
 from harness.timing import Call, Captured, Ceiling, Samples, paired
 
 KEY = ("part", "name", "n", "b", "d", "scale", "what", "graph", "exchange")

@@ -12,7 +12,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from harness.tables import GIB, MIB, labelled, limit, measured, median, rate
+from harness.tables import GIB, MIB, labelled, limit, machine, measured, median, rate
 
 Data = dict[str, Any]
 
@@ -45,20 +45,16 @@ def draw(data: Data, path: Path) -> None:
         path: ends in .svg.
     """
     import matplotlib
-
-    matplotlib.use("Agg")
-    import matplotlib.pyplot as plt
+    from matplotlib.figure import Figure
 
     ink, _ = _INK["light"]
     colors = dict.fromkeys(("text.color", "axes.edgecolor", "axes.labelcolor", "xtick.color", "ytick.color"), ink)
     with matplotlib.rc_context({"font.size": 9, "legend.framealpha": 0.0, **_SVG, **colors}):
-        figure, axes = plt.subplots(1, 2, figsize=(11, 4.6), layout="constrained")
+        figure = Figure(figsize=(11, 4.6), layout="constrained")
+        axes = figure.subplots(1, 2)
         (_over_ranks if _families(data) else _over_batches)(axes[0], axes[1], data)
-        e = data["environment"]
-        title = e["device"] if e.get("ranks", 1) == 1 else f"{e['ranks']} x {e['device']}"
-        figure.suptitle(f"{title}, forward and backward")
+        figure.suptitle(f"{machine(data['environment'])}, forward and backward")
         text = _saved(figure)
-        plt.close(figure)
     path.parent.mkdir(parents=True, exist_ok=True)
     path.write_text(text.replace(ink, "currentColor").replace("<defs>", f"<style>{_THEMES}</style><defs>", 1), "utf-8")
 
@@ -100,9 +96,7 @@ def is_home(data: Data, folder: Path) -> bool:
 
 def _home(data: Data, theme: str, *, phone: bool) -> str:
     import matplotlib
-
-    matplotlib.use("Agg")
-    import matplotlib.pyplot as plt
+    from matplotlib.figure import Figure
 
     ink, faint = _INK[theme]
     style = {**_SVG, "font.size": 11, "text.color": ink}
@@ -111,15 +105,14 @@ def _home(data: Data, theme: str, *, phone: bool) -> str:
     style |= {"axes.labelcolor": ink, "xtick.labelcolor": ink, "ytick.labelcolor": ink}
     with matplotlib.rc_context(style):
         shape, size = ((2, 1), (4.9, 7.4)) if phone else ((1, 2), (9.8, 4.4))
-        figure, axes = plt.subplots(*shape, figsize=size, layout="constrained")
+        figure = Figure(figsize=size, layout="constrained")
+        axes = figure.subplots(*shape)
         _home_lines(axes[0], axes[1], _chosen(data), theme)
         handles, labels = axes[0].get_legend_handles_labels()
         look = {"ncols": 2, "fontsize": 10} if phone else {"ncols": 3}
         look |= {"frameon": False, "title": told(data), "title_fontsize": 9, "loc": "outside lower center"}
         figure.legend(handles, labels, **look)
-        text = _saved(figure)
-        plt.close(figure)
-    return text
+        return _saved(figure)
 
 
 def _saved(figure: Any) -> str:

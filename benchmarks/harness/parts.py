@@ -20,12 +20,14 @@ from contrastile.backends.contract import Block, Options, Pairs
 from contrastile.backends.registry import load
 from contrastile.verify.launched import Launched
 from contrastile.verify.report import verdict
-from contrastile.verify.runner import DTYPES, Row, Run, Selection
+from contrastile.verify.runner import Row, Run
+from contrastile.verify.selection import DTYPES, Selection
 from harness import float64
 from harness.bench import NO_TIME, Bench, Job, Part
-from harness.peers import LOCAL, OPEN_CLIP, Loss, loads, said
+from harness.peers import LOCAL, OPEN_CLIP, Loss, loads
 from harness.plan import Point
 from harness.ranks import Ranks
+from harness.record import said
 from harness.timing import own_time
 
 AUTO, RING, GATHER = "auto", "ring", "gather"
@@ -153,14 +155,22 @@ def big(bench: Bench) -> None:
             needed = (
                 1.5 * bench.ms_per_flop.get(job.name, 1e-11 if ranks.kind == "cuda" else 0.0) * point.flops(n) / 1e3
             )
-            reason = NO_TIME if bench.left() < needed else ""
-            try:
-                found = {"status": "skip", "reason": reason} if reason else _big(bench, job, backend, point, count)
-                row |= {"status": "measured"} | found
-            except torch.OutOfMemoryError as error:
-                row |= {"status": "skip", "reason": said(error)}
-            bench.record.add("big", row, ("name", "n", "b", "d"))
-            ranks.say(f"big: {row}")
+            _try(bench, "big", row, ("name", "n", "b", "d"), needed, partial(_big, bench, job, backend, point, count))
+
+
+def _try(
+    bench: Bench, part: str, row: dict[str, Any], key: tuple[str, ...], needed: float, measure: Callable[[], Any]
+) -> None:
+    """Add a row, and to it what is measured in the seconds needed; skipped without these, or without the memory."""
+    try:
+        if bench.left() < needed:
+            row |= {"status": "skip", "reason": NO_TIME}
+        else:
+            row |= {"status": "measured", **measure()}
+    except torch.OutOfMemoryError as error:
+        row |= {"status": "skip", "reason": said(error)}
+    bench.record.add(part, row, key)
+    bench.ranks.say(f"{part}: {row}")
 
 
 def _big(bench: Bench, job: Job, backend: str, point: Point, count: int) -> dict[str, Any]:
@@ -245,14 +255,8 @@ def offload(bench: Bench) -> None:
             # three ways in each turn, the first of them untimed, and two for their bits; a little under the usual rate
             calls, slow = 3 * (1 + _TURNS) + 2, 2e-12 if ranks.kind == "cuda" else 0.0
             needed = calls * bench.ms_per_flop.get(f"contrastile {name}", slow) * point.flops(1) / 1e3
-            reason = NO_TIME if bench.left() < needed else ""
-            try:
-                found = {"status": "skip", "reason": reason} if reason else _offload(bench, name, point, block)
-                row |= {"status": "measured"} | found
-            except torch.OutOfMemoryError as error:
-                row |= {"status": "skip", "reason": said(error)}
-            bench.record.add("offload", row, ("name", "b", "d", "block"))
-            ranks.say(f"offload: {row}")
+            key = "name", "b", "d", "block"
+            _try(bench, "offload", row, key, needed, partial(_offload, bench, name, point, block))
 
 
 def _offload(bench: Bench, name: str, point: Point, block: int) -> dict[str, Any]:

@@ -20,6 +20,7 @@ from contrastile import clip_loss
 from contrastile.backends import registry
 from contrastile.bench.peers import plain_loss
 from harness.chunked import chunked_loss
+from harness.record import said
 
 Loss = Callable[[Any, Any, Any], Any]
 OPEN_CLIP = "open_clip formula"
@@ -62,11 +63,6 @@ def loads(backend: str) -> str:
     except Exception as error:  # other people's modules may raise anything on import
         return said(error)
     return ""
-
-
-def said(error: BaseException) -> str:
-    """An error in one line."""
-    return f"{type(error).__name__}: {' '.join(str(error).split())[:200]}"
 
 
 def _local_loss(image: Any, text: Any, all_image: Any, all_text: Any, scale: Any, first: int) -> Any:

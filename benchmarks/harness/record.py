@@ -9,6 +9,8 @@ import time
 from pathlib import Path
 from typing import Any
 
+from contrastile.reporting import one_line
+
 PARTS = ("verify", "times", "errors", "big", "offload")
 SAME = ("device", "commit", "torch", "triton")
 
@@ -74,6 +76,11 @@ def compact(data: dict[str, Any]) -> str:
         else:
             lines.append(f" {json.dumps(name)}: {json.dumps(value, allow_nan=False)}")
     return "{\n" + ",\n".join(lines) + "\n}\n"
+
+
+def said(error: BaseException) -> str:
+    """An error in one line, the reason of what was skipped."""
+    return one_line(error)[:200]
 
 
 def rounded(value: Any) -> Any:

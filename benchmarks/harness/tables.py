@@ -84,6 +84,12 @@ def limit(rows: Sequence[Row], b: int) -> float:
     return 8.0 * here[0]["rows"] * b * here[0]["d"] / top * 1e-9
 
 
+def machine(environment: Data) -> str:
+    """What a record was measured on."""
+    n, device = environment.get("ranks", 1), str(environment["device"])
+    return device if n == 1 else f"{n} x {device}"
+
+
 def cell(row: Row | None) -> str:
     """Time, share of the ceiling, peak extra memory of a rank."""
     if row is None:

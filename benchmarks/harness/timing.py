@@ -18,6 +18,7 @@ import torch
 
 from contrastile.bench.sweep import matmul
 from harness.ranks import Ranks
+from harness.record import said
 
 Call = Callable[[], Any]
 SIDE = {"cuda": 8192, "cpu": 512}
@@ -120,7 +121,7 @@ def attempt(ranks: Ranks, call: Call) -> str:
         if ranks.kind == "cuda":
             torch.cuda.synchronize()
     except Exception as error:  # other people's code may raise anything; memory runs out on all ranks alike
-        reason = f"{type(error).__name__}: {' '.join(str(error).split())[:200]}"
+        reason = said(error)
     if reason and ranks.kind == "cuda":
         torch.cuda.empty_cache()
     return ranks.failed(reason)

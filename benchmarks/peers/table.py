@@ -19,7 +19,7 @@ from contrastile.verify.losses.cases import BATCHES, sized
 from contrastile.verify.losses.cases import MEMORY as MEMORY_CASE
 from contrastile.verify.losses.properties import prepare
 from contrastile.verify.losses.ranks import SHARDS
-from contrastile.verify.losses.run import UNCLAIMED
+from contrastile.verify.runner import UNCLAIMED
 from peers.adapters import INTERPRETED, KERNEL, PEERS, Peer
 
 Cell = dict[str, Any]

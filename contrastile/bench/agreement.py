@@ -13,8 +13,8 @@ from contrastile.backends.contract import state_dtype
 from contrastile.bench.peers import CHECK_ROWS, Implementation
 from contrastile.bench.workloads import Features, Workload, arguments, features
 from contrastile.verify.bounds import bounds
+from contrastile.verify.comparison import compare, parts
 from contrastile.verify.rounding import UNIT, round_to
-from contrastile.verify.run import compare, parts
 from contrastile.verify.truth import Outcome, truth
 
 CHECK_WIDTH = 43
@@ -97,10 +97,4 @@ def _outcome(loss: Any, gradients: tuple[Any, Any, Any]) -> Outcome:
         return np.array(library_of(x).to_numpy(x) if hasattr(x, "shape") else x, dtype=np.float64)
 
     d_image, d_text, d_scale = (widened(x) for x in gradients)
-    return Outcome(
-        loss=widened(loss),
-        rows=d_image,
-        columns=(d_text,),
-        scale=d_scale,
-        bias=None,
-    )
+    return Outcome(loss=widened(loss), rows=d_image, columns=(d_text,), scale=d_scale)

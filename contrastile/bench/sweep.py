@@ -21,6 +21,7 @@ from contrastile.bench.peers import CHECK_ROWS, PLAIN, Implementation, named, us
 from contrastile.bench.results import Measurement, Sweep, SweepSettings
 from contrastile.bench.workloads import Arguments, Workload, arguments, features
 from contrastile.environment import measurement_environment
+from contrastile.reporting import one_line
 
 PROBE_ROWS = 1024
 """Pairs of the first, short run that predicts the time of larger ones."""
@@ -107,11 +108,7 @@ def _named(name: str) -> Implementation:
         # importing a third-party backend may raise anything
         if str(error).startswith("backend "):
             raise
-        raise BackendUnavailableError(f"backend {name!r} raised {_one_line(error)}") from error
-
-
-def _one_line(error: BaseException) -> str:
-    return f"{type(error).__name__}: {' '.join(str(error).split())}"
+        raise BackendUnavailableError(f"backend {name!r} raised {one_line(error)}") from error
 
 
 def _checked(implementation: Implementation, settings: SweepSettings) -> Agreement:
@@ -119,7 +116,7 @@ def _checked(implementation: Implementation, settings: SweepSettings) -> Agreeme
     try:
         return check(implementation, settings.dtype, settings.device, settings.scale)
     except (Exception, SystemExit) as error:
-        return Agreement(implementation.name, None, CHECK_ROWS, f"raised {_one_line(error)}")
+        return Agreement(implementation.name, None, CHECK_ROWS, f"raised {one_line(error)}")
 
 
 def _reason(agreement: Agreement) -> str:

@@ -8,57 +8,30 @@ from typing import Any
 
 from contrastile.backends.arrays import ArrayLibrary
 from contrastile.backends.contract import STATISTICS, Array, Backend, Block
-from contrastile.mutate.wrapping import around, doubled, only_in, seeing, wrapper
+from contrastile.mutate.wrapping import doubled, features_seen, only_in, seeing, wrapper
+from contrastile.verify.wrapped import around
 
 # logits that are wrong at some sizes
 
 
-@wrapper
-def doubled_at_m_64(backend: Backend) -> Backend:
-    """Logits are doubled where m is a multiple of 64."""
-    return doubled(backend, lambda b: b.rows.shape[0] % 64 == 0)
+def _doubled(sizes: str, about: str, where: Callable[[Block], bool]) -> None:
+    """Register a defect whose logits are doubled at some sizes."""
+
+    def plant(backend: Backend) -> Backend:
+        return doubled(backend, where)
+
+    plant.__name__, plant.__doc__ = f"doubled_{sizes}", f"Logits are doubled {about}."
+    wrapper(plant)
 
 
-@wrapper
-def doubled_at_m_128(backend: Backend) -> Backend:
-    """Logits are doubled where m is a multiple of 128."""
-    return doubled(backend, lambda b: b.rows.shape[0] % 128 == 0)
-
-
-@wrapper
-def doubled_at_n_64(backend: Backend) -> Backend:
-    """Logits are doubled where n is a multiple of 64."""
-    return doubled(backend, lambda b: b.columns.shape[0] % 64 == 0)
-
-
-@wrapper
-def doubled_at_d_512(backend: Backend) -> Backend:
-    """Logits are doubled at d = 512."""
-    return doubled(backend, lambda b: b.rows.shape[1] == 512)
-
-
-@wrapper
-def doubled_beyond_d_1024(backend: Backend) -> Backend:
-    """Logits are doubled where d > 1024."""
-    return doubled(backend, lambda b: b.rows.shape[1] > 1024)
-
-
-@wrapper
-def doubled_beyond_n_1000(backend: Backend) -> Backend:
-    """Logits are doubled where n > 1000."""
-    return doubled(backend, lambda b: b.columns.shape[0] > 1000)
-
-
-@wrapper
-def doubled_beyond_n_1100(backend: Backend) -> Backend:
-    """Logits are doubled where n > 1100."""
-    return doubled(backend, lambda b: b.columns.shape[0] > 1100)
-
-
-@wrapper
-def doubled_at_one_row(backend: Backend) -> Backend:
-    """Logits are doubled where m = 1."""
-    return doubled(backend, lambda b: b.rows.shape[0] == 1)
+_doubled("at_m_64", "where m is a multiple of 64", lambda b: b.rows.shape[0] % 64 == 0)
+_doubled("at_m_128", "where m is a multiple of 128", lambda b: b.rows.shape[0] % 128 == 0)
+_doubled("at_n_64", "where n is a multiple of 64", lambda b: b.columns.shape[0] % 64 == 0)
+_doubled("at_d_512", "at d = 512", lambda b: b.rows.shape[1] == 512)
+_doubled("beyond_d_1024", "where d > 1024", lambda b: b.rows.shape[1] > 1024)
+_doubled("beyond_n_1000", "where n > 1000", lambda b: b.columns.shape[0] > 1000)
+_doubled("beyond_n_1100", "where n > 1100", lambda b: b.columns.shape[0] > 1100)
+_doubled("at_one_row", "where m = 1", lambda b: b.rows.shape[0] == 1)
 
 
 @wrapper
@@ -104,23 +77,14 @@ def _rounded(arrays: ArrayLibrary, x: Array, dtype: str) -> Array:
 @only_in("torch")
 def features_in_bfloat16(backend: Backend) -> Backend:
     """Features are rounded to bfloat16 before the products."""
-    return seeing(
-        backend,
-        lambda arrays, b: replace(
-            b, rows=_rounded(arrays, b.rows, "bfloat16"), columns=_rounded(arrays, b.columns, "bfloat16")
-        ),
-    )
+    return features_seen(backend, lambda x: _rounded(backend.arrays, x, "bfloat16"))
 
 
 @wrapper
 def features_in_tf32(backend: Backend) -> Backend:
     """Features are rounded to the 11 bits of tf32 before the products although tf32 was not asked for."""
-
-    def change(arrays: ArrayLibrary, b: Block) -> Block:
-        # float16 has the significand of tf32, and enough range for these features
-        return replace(b, rows=_rounded(arrays, b.rows, "float16"), columns=_rounded(arrays, b.columns, "float16"))
-
-    return seeing(backend, change)
+    # float16 has the significand of tf32, and enough range for these features
+    return features_seen(backend, lambda x: _rounded(backend.arrays, x, "float16"))
 
 
 @wrapper
@@ -182,13 +146,8 @@ def positives_log_sum_exp_in_float32(backend: Backend) -> Backend:
 @wrapper
 def float64_in_float32(backend: Backend) -> Backend:
     """Float64 features are rounded to float32 before the products."""
-
-    def change(arrays: ArrayLibrary, b: Block) -> Block:
-        if arrays.dtype(b.rows) != "float64":
-            return b
-        return replace(b, rows=_rounded(arrays, b.rows, "float32"), columns=_rounded(arrays, b.columns, "float32"))
-
-    return seeing(backend, change)
+    arrays = backend.arrays
+    return features_seen(backend, lambda x: _rounded(arrays, x, "float32") if arrays.dtype(x) == "float64" else x)
 
 
 # the scale, the bias, the weights
@@ -274,6 +233,13 @@ def _with(change: Callable[[Array], Array], **vectors: Array | None) -> dict[str
     return {name: None if x is None else change(x) for name, x in vectors.items()}
 
 
+def _changed_ids(backend: Backend, change: Callable[[Array], Array]) -> Backend:
+    """The ids of rows and columns are changed."""
+    return _changed_pairs(
+        backend, lambda arrays, b: _with(change, row_ids=b.pairs.row_ids, column_ids=b.pairs.column_ids)
+    )
+
+
 @wrapper
 def positives_off_by_one(backend: Backend) -> Backend:
     """The positive is the column before the given one."""
@@ -315,21 +281,13 @@ def target_taken_for_drop(backend: Backend) -> Backend:
 @wrapper
 def ids_cut_to_32_bits(backend: Backend) -> Backend:
     """Only the low 32 bits of an id are compared."""
-
-    def change(arrays: ArrayLibrary, b: Block) -> dict[str, Any]:
-        return _with(lambda x: x & 0xFFFFFFFF, row_ids=b.pairs.row_ids, column_ids=b.pairs.column_ids)
-
-    return _changed_pairs(backend, change)
+    return _changed_ids(backend, lambda x: x & 0xFFFFFFFF)
 
 
 @wrapper
 def ids_cut_to_16_bits(backend: Backend) -> Backend:
     """Only the low 16 bits of an id are compared."""
-
-    def change(arrays: ArrayLibrary, b: Block) -> dict[str, Any]:
-        return _with(lambda x: x & 0xFFFF, row_ids=b.pairs.row_ids, column_ids=b.pairs.column_ids)
-
-    return _changed_pairs(backend, change)
+    return _changed_ids(backend, lambda x: x & 0xFFFF)
 
 
 @wrapper
@@ -345,8 +303,4 @@ def negative_ids_never_equal(backend: Backend) -> Backend:
 @wrapper
 def sign_of_ids_lost(backend: Backend) -> Backend:
     """A negative id equals the positive one."""
-
-    def change(arrays: ArrayLibrary, b: Block) -> dict[str, Any]:
-        return _with(abs, row_ids=b.pairs.row_ids, column_ids=b.pairs.column_ids)
-
-    return _changed_pairs(backend, change)
+    return _changed_ids(backend, abs)

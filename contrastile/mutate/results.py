@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import os
 import signal
 import sys
@@ -11,8 +12,9 @@ from dataclasses import replace
 from typing import Any
 
 from contrastile.backends.arrays import ArrayLibrary
-from contrastile.backends.contract import Accuracy, Array, Backend, Block, Options
-from contrastile.mutate.wrapping import adding, around, only_in, seeing, wrapper
+from contrastile.backends.contract import Accuracy, Backend, Block, Options
+from contrastile.mutate.wrapping import adding, features_seen, only_in, seeing, wrapper
+from contrastile.verify.wrapped import around
 
 # gradients and their accumulators
 
@@ -218,7 +220,7 @@ def strides_ignored(backend: Backend) -> Backend:
     def dense(x: Any) -> Any:
         return x.as_strided(x.shape, (x.shape[1], 1), x.storage_offset()) if all(x.stride()) else x
 
-    return seeing(backend, lambda arrays, b: replace(b, rows=dense(b.rows), columns=dense(b.columns)))
+    return features_seen(backend, dense)
 
 
 @only_in("numpy")
@@ -228,7 +230,7 @@ def sign_of_strides_lost(backend: Backend) -> Backend:
     def forwards(x: Any) -> Any:
         return x[tuple(slice(None, None, -1 if stride < 0 else 1) for stride in x.strides)]
 
-    return seeing(backend, lambda arrays, b: replace(b, rows=forwards(b.rows), columns=forwards(b.columns)))
+    return features_seen(backend, forwards)
 
 
 # NaN and infinity
@@ -237,21 +239,15 @@ def sign_of_strides_lost(backend: Backend) -> Backend:
 @wrapper
 def nan_taken_for_0(backend: Backend) -> Backend:
     """A NaN in a feature is replaced by 0."""
-
-    def number(arrays: ArrayLibrary, x: Array) -> Array:
-        return arrays.cast(arrays.where(x != x, 0.0, x), arrays.dtype(x))
-
-    return seeing(backend, lambda arrays, b: replace(b, rows=number(arrays, b.rows), columns=number(arrays, b.columns)))
+    arrays = backend.arrays
+    return features_seen(backend, lambda x: arrays.cast(arrays.where(x != x, 0.0, x), arrays.dtype(x)))
 
 
 @wrapper
 def infinity_clamped(backend: Backend) -> Backend:
     """An infinite feature is replaced by 0."""
-
-    def finite(arrays: ArrayLibrary, x: Array) -> Array:
-        return arrays.cast(arrays.where(abs(x) == float("inf"), 0.0, x), arrays.dtype(x))
-
-    return seeing(backend, lambda arrays, b: replace(b, rows=finite(arrays, b.rows), columns=finite(arrays, b.columns)))
+    arrays = backend.arrays
+    return features_seen(backend, lambda x: arrays.cast(arrays.where(abs(x) == math.inf, 0.0, x), arrays.dtype(x)))
 
 
 # backends that evade verify

@@ -4,12 +4,10 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass, replace
-from typing import Any
 
 from contrastile.backends.arrays import ArrayLibrary
-from contrastile.backends.contract import Backend, Block
-
-PRIMITIVES = ("lse", "keeping", "gradients", "finished", "sigmoid")
+from contrastile.backends.contract import Array, Backend, Block
+from contrastile.verify.wrapped import around
 
 
 @dataclass(frozen=True, slots=True)
@@ -49,20 +47,14 @@ wrapper = only_in(None)
 """Register a defect for backends of any array library."""
 
 
-def around(backend: Backend, call: Callable[..., Any], *names: str) -> Backend:
-    """Replace these primitives, or all, by ``call(primitive, block, *rest)``."""
-
-    def wrapped(primitive: Callable[..., Any]) -> Callable[..., Any]:
-        return lambda block, *rest: call(primitive, block, *rest)
-
-    found = {name: getattr(backend, name) for name in names or PRIMITIVES}
-    changed: dict[str, Any] = {name: wrapped(x) for name, x in found.items() if x is not None}
-    return replace(backend, **changed)
-
-
 def seeing(backend: Backend, change: Callable[[ArrayLibrary, Block], Block]) -> Backend:
     """Every primitive receives a changed block."""
     return around(backend, lambda primitive, block, *rest: primitive(change(backend.arrays, block), *rest))
+
+
+def features_seen(backend: Backend, change: Callable[[Array], Array]) -> Backend:
+    """Every primitive receives changed rows and columns."""
+    return seeing(backend, lambda arrays, b: replace(b, rows=change(b.rows), columns=change(b.columns)))
 
 
 def doubled(backend: Backend, where: Callable[[Block], bool]) -> Backend:

@@ -160,7 +160,7 @@ def _reference(t: Truth, a: Arithmetic) -> float | None:
 
 @dataclass(frozen=True)
 class _View:
-    """One direction of the loss, view from its own side: all matrices are (own, other), E the errors of x.
+    """One direction of the loss, seen from its own side: all matrices are (own, other), E the errors of x.
 
     Attributes:
         indexed: whether column indices give the positives, rather than equal ids.

@@ -9,16 +9,14 @@ from __future__ import annotations
 import zlib
 from collections.abc import Callable
 from dataclasses import dataclass, replace
-from functools import cache
 from typing import Any
 
 import numpy as np
 
 from contrastile.backends.contract import Match
-from contrastile.data.wordnet import WordNetPairs, load_wordnet_pairs
 from contrastile.oracle.arrays import FloatArray, IntArray, float64
 from contrastile.schedules.problem import Problem
-from contrastile.verify.draws import Draw, certain_pairs, pairs, unit
+from contrastile.verify.draws import FAR, Draw, certain_pairs, pairs, unit, wordnet_pairs
 from contrastile.verify.rounding import round_to
 from contrastile.verify.truth import masks
 
@@ -119,19 +117,14 @@ def _counts(positive: Any) -> tuple[FloatArray, FloatArray]:
 
 
 def _sigmoid(problem: Problem, bias: float) -> Problem:
-    return replace(problem, kind="sigmoid", bias=round_to(bias, "float32"), row_target=np.zeros(len(problem.rows)))
+    bare = replace(problem, column_weight=None, column_target=None, row_target=np.zeros(len(problem.rows)))
+    return replace(bare, kind="sigmoid", bias=round_to(bias, "float32"))
 
 
 def _halves(b: int) -> dict[str, Any]:
     """The weights and positives of the symmetric loss."""
     half = np.full(b, 0.5 / b)
     return {"row_weight": half, "column_weight": half, "positives": np.arange(b)}
-
-
-def _far(numbers: IntArray) -> IntArray:
-    """Names for small numbers: 64 bits wide, some below 0, some alike in their low 32 bits or as a float64."""
-    far = np.array([-1, 2**32 - 1, 0, 2**32, -(2**32), -5, 2**32 - 5, 2**53, 2**53 + 1, 2**62, -(2**62)])
-    return np.asarray(far[numbers % len(far)], dtype=np.int64)
 
 
 def _mostly_diagonal(m: int) -> IntArray:
@@ -220,11 +213,8 @@ def _aligned(draw: Draw) -> Problem:
 @_case("long@rows", "1153 x 128 x 512: columns have positives in rows that lie a thousand apart", m=1153, n=128)
 def _long(draw: Draw, m: int = 128, n: int = 1153, sigmoid: bool = False) -> Problem:
     rows, columns = (unit(draw.standard_normal((size, 512))) for size in (m, n))
-    weights = _signed(draw, m, n)
-    if not sigmoid:
-        return _problem(rows, columns, 14.3, **weights)
-    del weights["column_weight"]
-    return _sigmoid(_problem(rows, columns, 14.3, **weights), -2.5)
+    softmax = _problem(rows, columns, 14.3, **_signed(draw, m, n))
+    return _sigmoid(softmax, -2.5) if sigmoid else softmax
 
 
 @_case("exact", "entries in {-1, 0, 1}: every product is exact in every dtype")
@@ -263,7 +253,7 @@ def _ids_drop(draw: Draw) -> Problem:
 @_case("ids-target@far", "labels beyond 32 bits or below 0; exclusions of no column", match="target")
 def _ids_far(draw: Draw, match: Match) -> Problem:
     rows, columns = unit(draw.standard_normal((22, 23))), unit(draw.standard_normal((33, 23)))
-    ids = _far(np.arange(22)), _far(draw.integers(0, 11, 33))
+    ids = np.resize(FAR, 22), FAR[draw.integers(0, len(FAR), 33)]
     # truncated to 32 bits, or taken as an index from the end, each of these is a column
     excluded = np.resize([2**32 + 3, -1, -33, 33, 2**33, 5], 22)
     weights: dict[str, Any] = _signed(draw, 22, 33) | {"positives": _mostly_diagonal(22) if match == "drop" else None}
@@ -351,10 +341,8 @@ def _tiny_weights(draw: Draw, sigmoid: bool) -> Problem:
     weights = _signed(draw, 19, 31)
     weights["row_weight"] *= 10.0 ** np.linspace(-7, -12, 19)
     weights["column_weight"] *= 10.0 ** np.linspace(-12, -7, 31)
-    if not sigmoid:
-        return _problem(rows, columns, 14.3, **weights)
-    del weights["column_weight"]
-    return _sigmoid(_problem(rows, columns, 14.3, **weights), -2.5)
+    softmax = _problem(rows, columns, 14.3, **weights)
+    return _sigmoid(softmax, -2.5) if sigmoid else softmax
 
 
 @_case("negative-scale@sigmoid", "the sigmoid loss at scale -14.3", sigmoid=True)
@@ -405,12 +393,10 @@ def _sigmoid_labels(draw: Draw) -> Problem:
     return _sigmoid(_problem(rows, columns, 10.0, ids=ids, match="target"), -2.5)
 
 
-@_case(
-    "sigmoid-ids@far", "SigLIP with false negatives whose ids are beyond 32 bits or below 0; some positives excluded"
-)
+@_case("sigmoid-ids@far", "SigLIP with false negatives of far ids, and excluded positives")
 def _sigmoid_ids_far(draw: Draw) -> Problem:
     rows, columns = unit(draw.standard_normal((22, 23))), unit(draw.standard_normal((33, 23)))
-    ids = _far(np.arange(22)), _far(draw.integers(0, 11, 33))
+    ids = np.resize(FAR, 22), FAR[draw.integers(0, len(FAR), 33)]
     positives = _mostly_diagonal(22)
     excluded = np.where(np.arange(22) % 4 == 1, positives, -1)
     return _sigmoid(_problem(rows, columns, 10.0, positives=positives, ids=ids, excluded=excluded), -2.5)
@@ -474,14 +460,9 @@ def _large_logits(draw: Draw) -> Problem:
 @_case("wordnet@100", "real sentence embeddings, shared glosses dropped, at CLIP's final scale", scale=100.0)
 @_case("wordnet@14.3", "real sentence embeddings, shared glosses dropped, at CLIP's initial scale", scale=14.3)
 def _wordnet(draw: Draw, scale: float) -> Problem:
-    real = _wordnet_pairs()
+    real = wordnet_pairs()
     rows, columns, ids = float64(real.examples), float64(real.glosses), real.gloss_ids
     return _problem(rows, columns, scale, ids=(ids, ids), **_halves(len(ids)))
-
-
-@cache
-def _wordnet_pairs() -> WordNetPairs:
-    return load_wordnet_pairs()
 
 
 @_case("nan", "a NaN in one row and in one column: the results are NaN, never a number and never a hang")

@@ -32,7 +32,8 @@ from contrastile.verify.isolation import Isolated
 from contrastile.verify.losses import names
 from contrastile.verify.losses.claims import OBJECTIVES
 from contrastile.verify.properties import PROPERTIES, Property
-from contrastile.verify.runner import DTYPES, Failure, Row, Run
+from contrastile.verify.runner import Failure, Row, Run
+from contrastile.verify.selection import DTYPES
 from contrastile.verify.worker import Task
 from contrastile.verify.worlds import Threads, World, WorldError
 
@@ -131,7 +132,7 @@ def main(args: argparse.Namespace) -> int:
 
 
 def _select(args: argparse.Namespace) -> list[str]:
-    """Choose what the command leaves open; what is left out by ``--quick``, or by ranks of a launcher."""
+    """Fill in what the command leaves open. Returns what ``--quick``, or a launcher's ranks, leave untested."""
     ranks = args.world in ("mpi", "torch")
     every = list(names.CASES) if args.loss else _case_names(PROPERTIES if args.world is None else DISTRIBUTED)
     left_out = []
@@ -215,7 +216,9 @@ def _in_this_process(args: argparse.Namespace, world: World) -> int:
     task = _task(args, world)
     worker.require_device(task.device)
     loaded = dict(worker.load(task.backends))
-    rows = [worker.absent(name, reason, world.size) for name, reason in loaded.items() if isinstance(reason, str)]
+    rows = [
+        worker.whole(name, "skip", reason, world.size) for name, reason in loaded.items() if isinstance(reason, str)
+    ]
     backends = {name: backend for name, backend in loaded.items() if not isinstance(backend, str)}
     with progress(shown=world.leads and not args.quiet) as advance:
         run = Run(

@@ -7,17 +7,14 @@ to the oracle of the whole: log-sum-exps and gradients of every rank's own rows 
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
-from functools import partial
+from collections.abc import Iterator
 from typing import Any
 
 from contrastile.backends.contract import Options
-from contrastile.schedules.placement import Reduction
 from contrastile.verify import frontdoor, rearrange, sharded
-from contrastile.verify.properties import Checks, Property, identical
-from contrastile.verify.run import Worst, compare
-from contrastile.verify.sharded import run
-from contrastile.verify.shards import FIELDS, Cut
+from contrastile.verify.comparison import NOTHING, Comparisons, Worst
+from contrastile.verify.properties import Property, identical
+from contrastile.verify.shards import FIELDS, Cut, compared, outcomes
 from contrastile.verify.trial import SkipError, Trial
 from contrastile.verify.truth import Outcome, truth
 from contrastile.verify.worlds import judged
@@ -42,40 +39,46 @@ def cuts(trial: Trial) -> Iterator[tuple[str, Cut]]:
 
 
 def _first(trial: Trial, label: str, cut: Cut, exchange: str) -> list[Outcome]:
-    """``sharded.run``, once for each cut and exchange."""
+    """``shards.outcomes``, once for each cut and exchange."""
     key = label, exchange
     if key not in trial.cache:
-        trial.cache[key] = run(trial.subject, cut, exchange)
+        trial.cache[key] = outcomes(trial.subject, cut, exchange)
     found: list[Outcome] = trial.cache[key]
     return found
 
 
-def _schedule(trial: Trial, exchange: str) -> Checks:
+def _schedule(trial: Trial, exchange: str) -> Comparisons:
     for label, cut in cuts(trial):
-        parts = _first(trial, label, cut, exchange)
-        spread = cut.spread(exchange)
-        yield label, judged(trial.subject.ranks, partial(_compared, trial, cut, parts, len(parts), spread=spread))
+        yield label, _compared(trial, cut, _first(trial, label, cut, exchange), exchange)
 
 
-def _compared(trial: Trial, cut: Cut, parts: list[Outcome], factor: float, upstream: float = 1.0, **how: Any) -> Worst:
-    oracle = trial.oracle if upstream == 1.0 else truth(trial.problem, upstream)
-    bound, expected = trial.bounds(trial.problem, oracle, upstream, **how), oracle.outcome
-    if cut.itself:
-        bound, expected = rearrange.folded(bound), rearrange.folded(expected)
-    return compare(cut.joined(parts, factor), expected, bound, FIELDS)
+def _compared(trial: Trial, cut: Cut, parts: list[Outcome], exchange: str, **how: Any) -> Worst:
+    """``shards.compared``, by the leader alone."""
+
+    def judge() -> Worst:
+        oracle = truth(trial.problem, how["upstream"]) if "upstream" in how else trial.oracle
+        return compared(trial.subject, cut, parts, exchange, oracle, **how)
+
+    return judged(trial.subject.ranks, judge)
 
 
-def ring(trial: Trial) -> Checks:
+def _same(label: str, again: list[Outcome], parts: list[Outcome]) -> Comparisons:
+    """Every rank's outcome has the bits of another run's."""
+    for rank, (a, b) in enumerate(zip(again, parts, strict=True)):
+        yield f"{label}, rank {rank}", identical(a, b, FIELDS)
+
+
+def ring(trial: Trial) -> Comparisons:
     """Loss, log-sum-exps and gradients over a ring are the oracle's of the whole problem."""
     yield from _schedule(trial, "ring")
 
 
-def gather(trial: Trial) -> Checks:
+def gather(trial: Trial) -> Comparisons:
     """Loss, log-sum-exps and gradients with gathered columns are the oracle's of the whole problem."""
     yield from _schedule(trial, "gather")
 
 
-def themselves(trial: Trial) -> Checks:
+def themselves(trial: Trial) -> Comparisons:
     """Rows against themselves, each pair computed by one rank: both sides' gradients, and the same bits twice."""
     if not rearrange.is_symmetric(trial.problem):
         raise SkipError("its rows are not its columns, or its pairs are not the same either way round")
@@ -83,39 +86,35 @@ def themselves(trial: Trial) -> Checks:
     for how, given in (("uneven", weights), ("even", [1] * world.size)):
         cut = Cut.of_itself(trial.problem, given)
         for exchange in EXCHANGES:
-            parts = run(trial.subject, cut, exchange)
-            judge = partial(_compared, trial, cut, parts, len(parts), spread=cut.spread(exchange))
-            yield f"{exchange}, {how}", judged(world, judge)
-            again = run(trial.subject, cut, exchange, late=world.can_be_late)
-            for rank, (a, b) in enumerate(zip(again, parts, strict=True)):
-                yield f"{exchange}, {how}, late, rank {rank}", identical(a, b, FIELDS)
+            parts = outcomes(trial.subject, cut, exchange)
+            yield f"{exchange}, {how}", _compared(trial, cut, parts, exchange)
+            again = outcomes(trial.subject, cut, exchange, late=world.can_be_late)
+            yield from _same(f"{exchange}, {how}, late", again, parts)
 
 
-def reduction(trial: Trial) -> Checks:
+def reduction(trial: Trial) -> Comparisons:
     """A sum of the parameters' gradients over the ranks is the oracle's too, with a gradient from above."""
     trial.only_small()
-    world = trial.subject.ranks
     label, cut = next(cuts(trial))
     for exchange in EXCHANGES:
-        ways: Sequence[tuple[Reduction, float]] = ("sum", 1.0), ("mean", world.size)
-        for way, factor in ways:
+        for way in ("sum", "mean"):
             # below 1: times the number of ranks, gradients of float16 may overflow
-            parts = run(trial.subject, cut, exchange, reduction=way, upstream=-0.5)
-            judge = partial(_compared, trial, cut, parts, factor, -0.5, spread=cut.spread(exchange))
-            yield f"{exchange}, {label}, {way}, upstream -0.5", judged(world, judge)
+            how: dict[str, Any] = {"reduction": way, "upstream": -0.5}
+            parts = outcomes(trial.subject, cut, exchange, **how)
+            yield f"{exchange}, {label}, {way}, upstream -0.5", _compared(trial, cut, parts, exchange, **how)
 
 
-def agreement(trial: Trial) -> Checks:
+def agreement(trial: Trial) -> Comparisons:
     """Loss and the gradients of scale and bias have the same bits on every rank."""
     for label, cut in cuts(trial):
         for exchange in EXCHANGES:
             first, *others = _first(trial, label, cut, exchange)
             for rank, other in enumerate(others, 1):
                 yield f"{exchange}, {label}, rank {rank}", identical(other, first, _EVERYWHERE)
-            yield f"{exchange}, {label}", Worst(0.0, "all", (), 0.0, 0.0)
+            yield f"{exchange}, {label}", NOTHING
 
 
-def delivery(trial: Trial) -> Checks:
+def delivery(trial: Trial) -> Comparisons:
     """The same bits a second time, and when every message arrives at the last moment."""
     trial.only_small()
     world = trial.subject.ranks
@@ -123,27 +122,26 @@ def delivery(trial: Trial) -> Checks:
     for exchange in EXCHANGES:
         expected = _first(trial, label, cut, exchange)
         for late in (False, True) if world.can_be_late else (False,):
-            again = run(trial.subject, cut, exchange, late=late)
-            how = "late" if late else "second run"
-            for rank, (a, b) in enumerate(zip(again, expected, strict=True)):
-                yield f"{exchange}, {label}, {how}, rank {rank}", identical(a, b, FIELDS)
+            again = outcomes(trial.subject, cut, exchange, late=late)
+            yield from _same(f"{exchange}, {label}, {'late' if late else 'second run'}", again, expected)
 
 
-def tiles(trial: Trial) -> Checks:
+def tiles(trial: Trial) -> Comparisons:
     """Small tiles give the same loss and gradients on every rank."""
     trial.only_small()
     label, cut = next(cuts(trial))
     options = Options(tile=(5, 7))
-    parts = run(trial.subject, cut, "ring", options=options)
-    judge = partial(_compared, trial, cut, parts, len(parts), options=options, spread=cut.spread("ring"))
-    yield f"ring, {label}, tile 5 x 7", judged(trial.subject.ranks, judge)
+    parts = outcomes(trial.subject, cut, "ring", options=options)
+    yield f"ring, {label}, tile 5 x 7", _compared(trial, cut, parts, "ring", options=options)
 
 
 DISTRIBUTED = {
     each.name: each
     for each in (
-        *(Property(check.__name__, check) for check in (ring, gather, themselves)),
-        *(Property(check.__name__, check) for check in (reduction, agreement, delivery, tiles)),
+        *(
+            Property(check.__name__, check)
+            for check in (ring, gather, themselves, reduction, agreement, delivery, tiles)
+        ),
         *frontdoor.PROPERTIES,
         Property("skipped-backward", frontdoor.skipped_backward, frontdoor.MISTAKES),
         Property("sharded", sharded.sharded, sharded.CASE),

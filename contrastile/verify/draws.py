@@ -1,12 +1,21 @@
-"""Features that cases are made of: unit vectors, and pairs as a model makes them."""
+"""What cases are made of: unit vectors, pairs as a model makes them, real embeddings, and ids."""
 
 from __future__ import annotations
 
+from functools import cache
+
 import numpy as np
 
-from contrastile.oracle.arrays import FloatArray, float64
+from contrastile.data.wordnet import load_wordnet_pairs
+from contrastile.oracle.arrays import FloatArray, IntArray, float64
 
 Draw = np.random.Generator
+
+FAR: IntArray = np.array([-1, 2**32 - 1, 0, 2**32, -(2**32), -5, 2**32 - 5, 2**53, 2**53 + 1, 2**62, -(2**62)])
+"""Ids beyond 32 bits or below 0, some alike in their low 32 bits or as a float64."""
+
+wordnet_pairs = cache(load_wordnet_pairs)
+"""The shipped embeddings, read once."""
 
 
 def unit(x: FloatArray) -> FloatArray:

@@ -65,7 +65,7 @@ def plain_accuracy(
         terms: of the longest log-sum-exp.
         bias: added to every logit.
     """
-    product = max(_torch_rounding(), {"tf32": 2.0**-10, "split": 2.0**-20}.get(precision, 0.0))
+    product = _product_rounding(precision)
     unit = UNIT["float64" if state == "float64" else "float32"]
     coarse = max((dtype, state), key=UNIT.__getitem__)
     found = Accuracy(
@@ -98,9 +98,7 @@ def limits(state: str, dtype: str, precision: str) -> dict[str, float]:
     * exp_ulps: 16; good libraries need 1 to 4.
     """
     unit, narrow = UNIT[state], dtype in ("float16", "bfloat16")
-    product = max(2 * unit, _torch_rounding())
-    if dtype == "float32":
-        product = max(product, {"tf32": 2.0**-10, "split": 2.0**-20}.get(precision, 0.0))
+    product = max(2 * unit, _product_rounding(precision if dtype == "float32" else "ieee"))
     return {
         "unit": unit,
         "accumulate_unit": 2 * unit,
@@ -111,11 +109,11 @@ def limits(state: str, dtype: str, precision: str) -> dict[str, float]:
     }
 
 
-def _torch_rounding() -> float:
-    """Relative rounding of the inputs of torch's float32 products, as torch is currently set."""
+def _product_rounding(precision: str) -> float:
+    """Relative rounding of the inputs of a float32 product: by its precision, or as torch is currently set."""
+    own = {"tf32": 2.0**-10, "split": 2.0**-20}.get(precision, 0.0)
     torch = sys.modules.get("torch")
     if torch is None:
-        return 0.0
-    precision = torch.get_float32_matmul_precision()
-    coarse = {"highest": 0.0, "high": 2.0**-10, "medium": 2.0**-8}.get(precision, 0.0)
-    return max(coarse, 2.0**-10 if torch.backends.cuda.matmul.allow_tf32 else 0.0)
+        return own
+    coarse = {"high": 2.0**-10, "medium": 2.0**-8}.get(torch.get_float32_matmul_precision(), 0.0)
+    return max(own, coarse, 2.0**-10 if torch.backends.cuda.matmul.allow_tf32 else 0.0)

@@ -17,10 +17,12 @@ from contrastile.oracle.arrays import FloatArray
 from contrastile.schedules.placement import Shards
 from contrastile.schedules.problem import Problem
 from contrastile.verify.bounds import bounds
-from contrastile.verify.properties import Checks, Property
+from contrastile.verify.comparison import NOTHING, Comparisons, Worst, compare, wrong
+from contrastile.verify.draws import Draw, unit
+from contrastile.verify.execution import on_device
+from contrastile.verify.properties import Property
 from contrastile.verify.rearrange import folded
 from contrastile.verify.rounding import UNDERFLOW, UNIT, round_to
-from contrastile.verify.run import NOTHING, Worst, compare, on_device, wrong
 from contrastile.verify.shards import Cut, shares
 from contrastile.verify.trial import SkipError, Subject
 from contrastile.verify.truth import Outcome, masks, truth
@@ -53,13 +55,11 @@ class Call:
     frozen: int = 99
 
 
-Draw = np.random.Generator
 Sizes = Sequence[int]
 
 
 def _features(draw: Draw, size: int, dtype: str) -> FloatArray:
-    x = draw.standard_normal((size, _WIDTH))
-    return round_to(x / np.linalg.norm(x, axis=1, keepdims=True), dtype)
+    return round_to(unit(draw.standard_normal((size, _WIDTH))), dtype)
 
 
 def _whole(rows: FloatArray, columns: Sequence[FloatArray], dtype: str, weight: FloatArray, **more: Any) -> Problem:
@@ -161,7 +161,7 @@ def _sup_con(draw: Draw, sizes: Sizes, dtype: str) -> Iterator[Call]:
     yield Call("labels", losses.sup_con, _cut(whole, sizes, sizes), arguments, both=True)
 
 
-def check(forms: Callable[[Draw, Sizes, str], Iterator[Call]], subject: Subject, case: str) -> Checks:
+def check(forms: Callable[[Draw, Sizes, str], Iterator[Call]], subject: Subject, case: str) -> Comparisons:
     """Compare the ranks' calls with the oracle, over every exchange, with uneven parts."""
     world = subject.ranks
     random = np.random.default_rng([subject.seed, zlib.crc32(forms.__name__.encode())])
@@ -292,14 +292,14 @@ _FORMS = {
 
 
 def _property(name: str, forms: Callable[[Draw, Sizes, str], Iterator[Call]]) -> Property:
-    def held(subject: Subject, case: str) -> Checks:
+    def held(subject: Subject, case: str) -> Comparisons:
         yield from check(forms, subject, case)
 
     held.__doc__ = f"The public {name.replace('-', '_')} with a group gives the loss and gradients of the joined batch."
     return Property(name, held, CASE)
 
 
-def skipped_backward(subject: Subject, case: str) -> Checks:
+def skipped_backward(subject: Subject, case: str) -> Comparisons:
     """A rank that skips one backward pass raises the same ExchangeError on every rank."""
     world = subject.ranks
     if world.size < 2 or not world.can_be_late:

@@ -9,24 +9,20 @@ Mary, 2019). It is shown, and nothing is compared with it.
 from __future__ import annotations
 
 import zlib
-from collections.abc import Iterator
-from dataclasses import fields, replace
-from typing import TYPE_CHECKING, Any
+from dataclasses import replace
 
 import numpy as np
 
-from contrastile.backends.contract import Accuracy, Options
+from contrastile.backends.contract import Accuracy
 from contrastile.oracle.arrays import FloatArray
 from contrastile.schedules.problem import Problem
 from contrastile.verify.bounds import bounds
+from contrastile.verify.comparison import Comparisons, Point, compare
+from contrastile.verify.draws import unit
 from contrastile.verify.plain import compare_with_plain, plain_outcome
 from contrastile.verify.rounding import round_to
-from contrastile.verify.run import Measured, Point, Worst, compare
 from contrastile.verify.trial import SkipError, Subject
 from contrastile.verify.truth import Outcome, truth
-
-if TYPE_CHECKING:
-    from contrastile.verify.properties import Checks
 
 CASE = "growth"
 CONFIDENCE = 5.0
@@ -40,7 +36,7 @@ _COSINE = 0.3
 _USUAL = {"d": 64, "b": 64, "scale": 14.3}
 
 
-def growth(subject: Subject, case: str) -> Checks:
+def growth(subject: Subject, case: str) -> Comparisons:
     """Errors of the symmetric loss stay in their bounds, and near a plain computation's, as d, b and the scale grow."""
     if subject.dtype == "float64":
         raise SkipError("the oracle is no more exact than a plain float64 computation")
@@ -49,11 +45,11 @@ def growth(subject: Subject, case: str) -> Checks:
             yield from _measured(subject, axis, x)
 
 
-def _measured(subject: Subject, axis: str, x: float) -> Iterator[tuple[str, Worst]]:
+def _measured(subject: Subject, axis: str, x: float) -> Comparisons:
     problem = _problem(**(_USUAL | {axis: x}), dtype=subject.dtype)
     oracle = truth(problem)
     exact, accuracy, label = oracle.outcome, subject.accuracy, f"{axis} = {x:g}"
-    got = subject.run(problem, Options())
+    got = subject.run(problem)
     bound, probable = (bounds(problem, oracle, each, subject.dtype) for each in (accuracy, _probable(accuracy)))
     plain = plain_outcome(problem, oracle, accuracy, subject.dtype)
     size = _norm(exact)
@@ -65,8 +61,7 @@ def _measured(subject: Subject, axis: str, x: float) -> Iterator[tuple[str, Wors
         probable=_norm(probable) / size,
         bound=_norm(bound) / size,
     )
-    worst = compare(got, exact, bound)
-    yield label, Measured(**{f.name: getattr(worst, f.name) for f in fields(Worst)}, point=point)
+    yield label, replace(compare(got, exact, bound), point=point)
     beside = compare_with_plain(problem, oracle, got, accuracy, subject.dtype, subject.device)
     yield f"{label}, beside a plain computation", beside
 
@@ -93,10 +88,6 @@ def _problem(d: float, b: float, scale: float, dtype: str) -> Problem:
     """The symmetric loss of b unit pairs of cosine ``_COSINE`` on average, of which a model is not certain."""
     b, d = int(b), int(d)
     draw = np.random.default_rng([b, d, zlib.crc32(CASE.encode())])
-
-    def unit(x: Any) -> Any:
-        return x / np.linalg.norm(x, axis=1, keepdims=True)
-
     rows = unit(draw.standard_normal((b, d)))
     columns = unit(_COSINE * rows + np.sqrt(1 - _COSINE**2) * unit(draw.standard_normal((b, d))))
     half, one = np.full(b, round_to(0.5 / b, "float32")), np.ones(b)

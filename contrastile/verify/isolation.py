@@ -22,7 +22,7 @@ from dataclasses import asdict, dataclass, field
 from typing import IO, Any
 
 from contrastile.reporting import CannotRunError, ProgressCallback
-from contrastile.verify.run import Worst, wrong
+from contrastile.verify.comparison import Worst, wrong
 from contrastile.verify.runner import Failure, Row
 from contrastile.verify.worker import Task, whole
 

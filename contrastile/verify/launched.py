@@ -1,8 +1,7 @@
 """The processes of mpirun or torchrun as a world.
 
 A test that failed leaves its communicator behind, and under MPI each has one of its own. A rank that raises tells the
-others when they are done, or have given up on it; a rank that hangs is ended by a watchdog, and by its launcher
-the others with it.
+others once they are done, or have given up on it. A watchdog ends a rank that hangs; its launcher then ends the others.
 """
 
 from __future__ import annotations

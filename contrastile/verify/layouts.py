@@ -7,22 +7,14 @@ number, so that an out-of-bounds addition shows too. After each call the surroun
 from __future__ import annotations
 
 import importlib
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from typing import Any
 
 from contrastile.backends.arrays import ArrayLibrary
-from contrastile.backends.contract import (
-    Array,
-    Backend,
-    Block,
-    ColumnForm,
-    Finished,
-    LseFunction,
-    Options,
-    Statistics,
-    Weights,
-)
+from contrastile.backends.contract import Array, Backend, Block, Options, Weights
+from contrastile.verify.wrapped import around
 
 Layout = Callable[[ArrayLibrary, Array, float], tuple[Array, Array]]
 """(arrays, x, fill) -> a buffer filled with a number, and the view of it where x's values go."""
@@ -130,70 +122,41 @@ def relocated(backend: Backend, layout: Layout, violations: list[str]) -> Backen
         violations: receives one line for each buffer that a call changed and must not have.
     """
 
-    def relocate() -> _Relocated:
-        return _Relocated(backend.arrays, layout)
-
-    def settle(moved: _Relocated) -> None:
-        violations.extend(filter(None, (check() for check in moved.checks)))
-
-    def wrapped_lse(lse: LseFunction) -> LseFunction:
-        def function(block: Block, columns: bool, options: Options) -> Statistics:
-            moved = relocate()
-            there = moved.block(block)
-            backend.check(there)
-            found = lse(there, columns, options)
-            settle(moved)
-            return found
-
-        return function
-
-    def gradients(block: Block, weights: Weights, rows: Array, columns: Array, options: Options) -> None:
-        moved = relocate()
-        to = moved.add(rows, "row_gradient"), moved.add(columns, "column_gradient")
-        backend.gradients(moved.block(block), moved.weights(weights), *to, options)
-        settle(moved)
-
-    def finished(
-        block: Block, weights: Weights, upstream: Array | None, columns: ColumnForm | None, options: Options
-    ) -> Finished:
-        assert backend.finished is not None
-        moved = relocate()
-        found = backend.finished(moved.block(block), moved.weights(weights), upstream, columns, options)
-        settle(moved)
-        return found
-
-    def sigmoid(block: Block, weight: Array, rows: Array, columns: Array, options: Options) -> tuple[Array, Array]:
-        moved = relocate()
+    @contextmanager
+    def relocation(block: Block) -> Iterator[tuple[_Relocated, Block]]:
+        moved = _Relocated(backend.arrays, layout)
         there = moved.block(block)
         backend.check(there)
-        to = moved.add(rows, "row_gradient"), moved.add(columns, "column_gradient")
-        found = backend.sigmoid(there, moved.read(weight, "row_weight"), *to, options)
-        settle(moved)
-        return found
+        yield moved, there
+        violations.extend(filter(None, (check() for check in moved.checks)))
 
-    return replace(
-        backend,
-        lse=wrapped_lse(backend.lse),
-        keeping=None if backend.keeping is None else wrapped_lse(backend.keeping),
-        gradients=gradients,
-        finished=None if backend.finished is None else finished,
-        sigmoid=sigmoid,
-    )
+    def lse(primitive: Callable[..., Any], block: Block, *rest: Any) -> Any:
+        with relocation(block) as (_, there):
+            return primitive(there, *rest)
+
+    def finished(primitive: Callable[..., Any], block: Block, weights: Weights, *rest: Any) -> Any:
+        with relocation(block) as (moved, there):
+            return primitive(there, moved.weights(weights), *rest)
+
+    def adding(primitive: Callable[..., Any], block: Block, weights: Any, rows: Any, columns: Any, how: Options) -> Any:
+        with relocation(block) as (moved, there):
+            given = moved.weights(weights) if isinstance(weights, Weights) else moved.read(weights, "row_weight")
+            to = moved.add(rows, "row_gradient"), moved.add(columns, "column_gradient")
+            return primitive(there, given, *to, how)
+
+    found = around(backend, lse, "lse", "keeping")
+    return around(around(found, finished, "finished"), adding, "gradients", "sigmoid")
 
 
 def called_twice(backend: Backend) -> Backend:
     """The backend with everything added to its accumulators twice."""
 
-    def gradients(*call: Any) -> None:
-        backend.gradients(*call)
-        backend.gradients(*call)
-
-    def sigmoid(*call: Any) -> tuple[Array, Array]:
-        backend.sigmoid(*call)
-        return backend.sigmoid(*call)
+    def twice(primitive: Callable[..., Any], *call: Any) -> Any:
+        primitive(*call)
+        return primitive(*call)
 
     # ``finished`` has no accumulators
-    return replace(backend, gradients=gradients, sigmoid=sigmoid, finished=None, keeping=None)
+    return around(replace(backend, finished=None, keeping=None), twice, "gradients", "sigmoid")
 
 
 def expanded(backend: Backend) -> Backend:
@@ -204,14 +167,9 @@ def expanded(backend: Backend) -> Backend:
     def expand(x: Array) -> Array:
         return module.broadcast_to(x[:1], tuple(x.shape)) if x.shape[0] else x
 
-    def around(primitive: Callable[..., Any] | None) -> Any:
-        def function(block: Block, *call: Any) -> Any:
-            there = replace(block, rows=expand(block.rows), columns=expand(block.columns))
-            backend.check(there)
-            assert primitive is not None
-            return primitive(there, *call)
+    def call(primitive: Callable[..., Any], block: Block, *rest: Any) -> Any:
+        there = replace(block, rows=expand(block.rows), columns=expand(block.columns))
+        backend.check(there)
+        return primitive(there, *rest)
 
-        return None if primitive is None else function
-
-    names = "lse", "keeping", "gradients", "finished", "sigmoid"
-    return replace(backend, **{name: around(getattr(backend, name)) for name in names})
+    return around(backend, call)

@@ -1,4 +1,4 @@
-"""Bytes saved for the backward pass, uninitialised memory, and torch's threads."""
+"""Bytes saved for the backward pass, and uninitialised memory."""
 
 from __future__ import annotations
 
@@ -6,23 +6,20 @@ import importlib
 import warnings
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from typing import TYPE_CHECKING, Any
+from typing import Any
 from unittest import mock
 
 import numpy as np
 
 from contrastile.backends.arrays import ArrayLibrary
-from contrastile.verify.run import Worst
-from contrastile.verify.trial import SkipError
-
-if TYPE_CHECKING:
-    from contrastile.verify.trial import Subject
+from contrastile.verify.comparison import Comparisons, Worst
+from contrastile.verify.trial import SkipError, Subject
 
 # many rows of few features: b^2 outweighs b d
 _BATCH, _WIDTH = 251, 8
 
 
-def saved_bytes(subject: Subject, case: str) -> Iterator[tuple[str, Worst]]:
+def saved_bytes(subject: Subject, case: str) -> Comparisons:
     """A batch twice as large saves at most twice the bytes for the backward pass, not four times."""
     if subject.backend.arrays.name != "torch":
         raise SkipError(f"autograd is torch's, and its arrays are {subject.backend.arrays.name}'s")
@@ -119,22 +116,3 @@ def _poisoned_torch() -> Iterator[None]:
     finally:
         deterministic.fill_uninitialized_memory = fill
         torch.use_deterministic_algorithms(strict, warn_only=warn)
-
-
-@contextmanager
-def one_thread(arrays: ArrayLibrary, wanted: bool) -> Iterator[None]:
-    """In this context, and if ``wanted``, torch uses one thread: tiny products gain nothing from several.
-
-    On busy cores, waiting for other threads would make them many times slower.
-    """
-    if arrays.name != "torch" or not wanted:
-        yield
-        return
-    import torch
-
-    threads = torch.get_num_threads()
-    torch.set_num_threads(1)
-    try:
-        yield
-    finally:
-        torch.set_num_threads(threads)

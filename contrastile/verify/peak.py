@@ -8,7 +8,7 @@ import weakref
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import numpy as np
 
@@ -16,12 +16,10 @@ from contrastile.backends.arrays import ArrayLibrary
 from contrastile.backends.contract import Backend, Options
 from contrastile.schedules import schedule
 from contrastile.schedules.problem import Problem
+from contrastile.verify.comparison import Comparisons, Worst
+from contrastile.verify.execution import every_gradient, materialise
 from contrastile.verify.rounding import round_to
-from contrastile.verify.run import Worst, every_gradient, materialise
-from contrastile.verify.trial import SkipError
-
-if TYPE_CHECKING:
-    from contrastile.verify.trial import Subject
+from contrastile.verify.trial import SkipError, Subject
 
 CASE = "peak-memory"
 
@@ -58,7 +56,7 @@ _SIZES = {"cpu": _Size(512, 8, 32, 0), "cuda": _Size(8192, 64, 256, 40 << 20)}
 _SLACK = {"cpu": 1 << 14, "cuda": 1 << 20}
 
 
-def peak_memory(subject: Subject, case: str) -> Iterator[tuple[str, Worst]]:
+def peak_memory(subject: Subject, case: str) -> Comparisons:
     """A step's memory grows with the batch, not with its square, and holds at most the tile of logits asked for."""
     size, arrays = _SIZES[subject.device], subject.backend.arrays
     options = replace(subject.options, tile=(size.tile, size.tile))
@@ -74,10 +72,17 @@ def peak_memory(subject: Subject, case: str) -> Iterator[tuple[str, Worst]]:
         # first calls fill caches and compile
         step(size.batch // 4)()
         half, one, two = (peak_bytes(arrays, subject.device, step(size.batch // k)) for k in (4, 2, 1))
-        # with memory c + a b + q b^2, the second doubling adds twice as much as the first if q is 0, else more
-        allowed = one + 2 * max(0.0, one - half) * (1 + 1 / 4) + _SLACK[subject.device]
+        allowed = linear_limit(half, one, 2, subject.device)
         yield f"{kind}, twice the batch", Worst(two / allowed, "bytes", (), two, allowed)
         yield f"{kind}, tile {size.tile} x {size.tile}", Worst(two / size.budget, "bytes", (), two, size.budget)
+
+
+def linear_limit(half: float, one: float, times: float, device: str) -> float:
+    """The most bytes of a batch that is larger than the second by ``times`` as much as that is than the first.
+
+    With memory c + a b + q b^2 it takes ``times`` as much more if q is 0, else more; a quarter is granted.
+    """
+    return one + times * max(0.0, one - half) * 1.25 + _SLACK[device]
 
 
 def _problem(kind: str, batch: int, width: int, dtype: str, seed: int) -> Problem:

@@ -16,8 +16,8 @@ import numpy.typing as npt
 from contrastile.backends.contract import Accuracy, state_dtype
 from contrastile.oracle.arrays import BoolArray, FloatArray, float64
 from contrastile.schedules.problem import Problem
+from contrastile.verify.comparison import GRADIENT, NOTHING, Worst, parts
 from contrastile.verify.rounding import UNDERFLOW, UNIT, round_to
-from contrastile.verify.run import GRADIENT, NOTHING, Worst, parts
 from contrastile.verify.truth import Direction, Outcome, Truth, column_blocks
 
 Matrix = npt.NDArray[Any]

@@ -6,7 +6,7 @@ import math
 from collections.abc import Sequence
 from html import escape
 
-from contrastile.verify.run import Point
+from contrastile.verify.comparison import Point
 
 LINES = {
     "bound": "a-priori bound",

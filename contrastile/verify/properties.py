@@ -6,9 +6,8 @@ Results are compared with the oracle's within derived bounds, or bit for bit whe
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
-from functools import partial
 from typing import Any
 
 import numpy as np
@@ -16,15 +15,12 @@ import numpy as np
 from contrastile.backends.contract import STATISTICS, Options
 from contrastile.oracle.general import merge
 from contrastile.schedules.local import Wanted
-from contrastile.schedules.problem import Problem
 from contrastile.verify import growth, layouts, memory, peak, rearrange, strategies
+from contrastile.verify.comparison import GRADIENT, NOTHING, VALUE, Comparisons, Worst, compare, parts, wrong
 from contrastile.verify.plain import compare_with_plain
 from contrastile.verify.rounding import round_to
-from contrastile.verify.run import GRADIENT, VALUE, Worst, compare, parts, wrong
 from contrastile.verify.trial import SkipError, Trial
 from contrastile.verify.truth import Outcome, masks, truth
-
-Checks = Iterator[tuple[str, Worst]]
 
 
 @dataclass(frozen=True, slots=True)
@@ -38,7 +34,7 @@ class Property:
     """
 
     name: str
-    check: Callable[..., Checks]
+    check: Callable[..., Comparisons]
     case: str | None = None
 
     @property
@@ -46,17 +42,17 @@ class Property:
         return (self.check.__doc__ or "").strip().partition("\n")[0]
 
 
-def value(trial: Trial) -> Checks:
+def value(trial: Trial) -> Comparisons:
     """Loss, log-sum-exps and positive sums agree with the oracle's."""
     yield "", compare(trial.outcome, trial.oracle.outcome, trial.bound, VALUE)
 
 
-def gradients(trial: Trial) -> Checks:
+def gradients(trial: Trial) -> Comparisons:
     """The gradients of rows, columns, scale and bias agree with the oracle's."""
     yield "", compare(trial.outcome, trial.oracle.outcome, trial.bound, GRADIENT)
 
 
-def plain(trial: Trial) -> Checks:
+def plain(trial: Trial) -> Comparisons:
     """Loss and gradients have at most 2 x the error of a plain computation in the same dtype; on a GPU 3 x."""
     trial.only_finite()
     if trial.subject.dtype == "float64":
@@ -65,38 +61,36 @@ def plain(trial: Trial) -> Checks:
     yield "", compare_with_plain(problem, trial.oracle, trial.outcome, subject.accuracy, subject.dtype, subject.device)
 
 
-def tiles(trial: Trial) -> Checks:
+def tiles(trial: Trial) -> Comparisons:
     """Every tile size gives the same loss and gradients."""
     trial.only_small()
     m, n = len(trial.problem.rows), sum(rearrange.sizes(trial.problem))
     sizes = [(7, 5), (m // 2 + 1, n + 3), (2 * m + 1, n // 2 + 1)] + [(1, 1)] * (m * n <= 64)
     for tile in sizes:
         options = Options(tile=tile)
-        got, bound = (
-            trial.run(trial.problem, options=options),
-            trial.bounds(trial.problem, trial.oracle, options=options),
-        )
+        got = trial.subject.run(trial.problem, options=options)
+        bound = trial.bounds(trial.problem, trial.oracle, options=options)
         yield f"tile {tile[0]} x {tile[1]}", compare(got, trial.oracle.outcome, bound)
 
 
-def permutation(trial: Trial) -> Checks:
+def permutation(trial: Trial) -> Comparisons:
     """Permuting rows and columns permutes the results and changes nothing else."""
     trial.only_small()
     random = trial.random()
     rows = random.permutation(len(trial.problem.rows))
     columns = random.permutation(sum(rearrange.sizes(trial.problem)))
-    got = trial.run(rearrange.permuted(trial.problem, rows, columns))
+    got = trial.subject.run(rearrange.permuted(trial.problem, rows, columns))
     yield "", compare(rearrange.unpermuted(got, rows, columns), trial.oracle.outcome, trial.bound)
 
 
-def shift(trial: Trial) -> Checks:
+def shift(trial: Trial) -> Comparisons:
     """Adding a number to every logit adds it to every log-sum-exp and leaves the gradients."""
     trial.only_small()
     if trial.problem.kind == "sigmoid":
         raise SkipError("the sigmoid loss is not invariant to a shift")
     problem, by = rearrange.shifted(trial.problem, 4.0)
     oracle = truth(problem)
-    got, old = trial.run(problem), trial.oracle.outcome
+    got, old = trial.subject.run(problem), trial.oracle.outcome
     moved = rearrange.combined(lambda new, one: new - one, oracle.outcome, old)
     lses: dict[str, Any] = {name: _raised(getattr(moved, name), by) for name in STATISTICS if name.endswith("lse")}
     raised = replace(
@@ -117,7 +111,7 @@ def _raised(x: np.ndarray | None, by: float) -> np.ndarray | None:
     return None if x is None else np.full_like(x, by)
 
 
-def split_merge(trial: Trial) -> Checks:
+def split_merge(trial: Trial) -> Comparisons:
     """Columns in several blocks, one of them empty, give the same results as in one block."""
     trial.only_small()
     n = sum(rearrange.sizes(trial.problem))
@@ -126,7 +120,7 @@ def split_merge(trial: Trial) -> Checks:
     found, allowed = [], []
     for label, problem in (("in one block", whole), ("in three blocks", pieces)):
         oracle = truth(problem)
-        found.append(trial.run(problem))
+        found.append(trial.subject.run(problem))
         allowed.append(trial.bounds(problem, oracle))
         yield label, compare(found[-1], oracle.outcome, allowed[-1])
     one, three = (rearrange.regrouped_outcome(x, [n]) for x in found)
@@ -134,7 +128,7 @@ def split_merge(trial: Trial) -> Checks:
     yield "three blocks against one", compare(three, one, both)
 
 
-def duplicates(trial: Trial) -> Checks:
+def duplicates(trial: Trial) -> Comparisons:
     """Doubling every column adds log 2 to each row LSE; the doubled problem agrees with the oracle, too."""
     trial.only_small()
     problem = rearrange.doubled(trial.problem)
@@ -142,7 +136,7 @@ def duplicates(trial: Trial) -> Checks:
     row_target, column_target = (None if x is None else round_to(x, "float32") for x in targets)
     problem = replace(problem, row_target=row_target, column_target=column_target)
     oracle = truth(problem)
-    got, bound = trial.run(problem), trial.bounds(problem, oracle)
+    got, bound = trial.subject.run(problem), trial.bounds(problem, oracle)
     yield "doubled", compare(got, oracle.outcome, bound)
     admitted, _ = masks(trial.problem)
     if trial.problem.kind == "softmax" and admitted.all():
@@ -160,7 +154,7 @@ def _whole_lse(outcome: Outcome, join: Callable[..., np.ndarray]) -> np.ndarray:
     return join(outcome.row_negative_lse, outcome.row_positive_lse)
 
 
-def non_negative(trial: Trial) -> Checks:
+def non_negative(trial: Trial) -> Comparisons:
     """A mean of negative log-probabilities of positives, or of softplus terms, is never below zero."""
     problem = trial.problem
     trial.only_finite()
@@ -179,7 +173,7 @@ def non_negative(trial: Trial) -> Checks:
     yield "", Worst(0.0 if loss >= 0.0 else np.inf, "loss", (), max(0.0, -loss), 0.0)
 
 
-def symmetric(trial: Trial) -> Checks:
+def symmetric(trial: Trial) -> Comparisons:
     """Rows against themselves, without columns of their own, give the sum of the rows' and the columns' gradients."""
     trial.only_finite()
     if not rearrange.is_symmetric(trial.problem):
@@ -187,23 +181,23 @@ def symmetric(trial: Trial) -> Checks:
     problem = replace(trial.problem, columns=())
     for tile, factor in ((None, 1.0), ((5, 7), -2.5), ((16, 16), 1.0)):
         options, oracle = Options(tile=tile), truth(trial.problem, factor)
-        got = trial.run(problem, options=options, upstream=factor)
+        got = trial.subject.run(problem, options=options, upstream=factor)
         bound = rearrange.folded(trial.bounds(trial.problem, oracle, factor, options))
         yield f"tile {tile}, upstream {factor}", compare(got, rearrange.folded(oracle.outcome), bound)
 
 
-def upstream(trial: Trial) -> Checks:
+def upstream(trial: Trial) -> Comparisons:
     """The upstream gradient multiplies every gradient; upstream 0 gives gradients of 0."""
     trial.only_small()
     for factor in (-2.5, 4.0):
         yield f"upstream {factor}", trial.compare(trial.problem, upstream=factor)
     trial.only_finite()
-    got = trial.run(trial.problem, upstream=0.0)
+    got = trial.subject.run(trial.problem, upstream=0.0)
     nothing = rearrange.scaled(trial.oracle.outcome, 0.0, GRADIENT)
     yield "upstream 0", compare(got, nothing, rearrange.scaled(nothing, 0.0, VALUE), GRADIENT)
 
 
-def frozen(trial: Trial) -> Checks:
+def frozen(trial: Trial) -> Comparisons:
     """Leaving out some of the gradients (rows, columns, both, all) changes none of the others, nor the loss."""
     trial.only_small()
     count, bias, exact = len(trial.problem.columns), trial.problem.kind == "sigmoid", trial.oracle.outcome
@@ -217,7 +211,7 @@ def frozen(trial: Trial) -> Checks:
     if count > 1:
         requests["every other block frozen"] = Wanted(True, others, True, bias)
     for label, wanted in requests.items():
-        got = trial.run(trial.problem, want=partial(_constant, wanted))
+        got = trial.subject.run(trial.problem, want=wanted)
         w = wanted or Wanted(False, none, False)
         columns = tuple(x if want else None for x, want in zip(exact.columns, w.columns, strict=True))
         expected: dict[str, Any] = {"columns": columns}
@@ -225,32 +219,28 @@ def frozen(trial: Trial) -> Checks:
         yield label, compare(got, replace(exact, **expected), trial.bound)
 
 
-def _constant(wanted: Wanted | None, problem: Problem) -> Wanted | None:
-    return wanted
-
-
-def accumulation(trial: Trial) -> Checks:
+def accumulation(trial: Trial) -> Comparisons:
     """Gradients are added to the accumulators: a second call doubles them."""
     trial.only_small()
-    got = trial.run(trial.problem, layouts.called_twice(trial.subject.backend))
+    got = trial.subject.run(trial.problem, layouts.called_twice(trial.subject.backend))
     twice = rearrange.scaled(trial.oracle.outcome, 2.0, ("rows", "columns", "scale"))
     # the second pass adds to the first, so its partial sums are up to twice as large: three bounds, not two
     bound = rearrange.scaled(trial.bound, 3.0, GRADIENT)
     yield "added twice", compare(got, twice, bound, ("rows", "columns", "scale"))
 
 
-def determinism(trial: Trial) -> Checks:
+def determinism(trial: Trial) -> Comparisons:
     """The same inputs give the same bits."""
     for label in ("second run", "third run") if trial.small else ("second run",):
-        yield label, identical(trial.run(trial.problem), trial.outcome)
+        yield label, identical(trial.subject.run(trial.problem), trial.outcome)
 
 
-def guard_bands(trial: Trial) -> Checks:
+def guard_bands(trial: Trial) -> Comparisons:
     """No buffer is read or written out of bounds."""
     yield from _relocated(trial, {"between guard bands": layouts.guard_bands})
 
 
-def strided(trial: Trial) -> Checks:
+def strided(trial: Trial) -> Comparisons:
     """Transposed, every-other, reversed and expanded views give the same results as contiguous arrays."""
     yield from _relocated(trial, {"transposed": layouts.transposed, "every other element": layouts.every_other})
     # torch has no negative strides
@@ -261,25 +251,25 @@ def strided(trial: Trial) -> Checks:
     yield "expanded", trial.compare(problem, backend=layouts.expanded(trial.subject.backend))
 
 
-def _relocated(trial: Trial, places: dict[str, layouts.Layout]) -> Checks:
+def _relocated(trial: Trial, places: dict[str, layouts.Layout]) -> Comparisons:
     trial.only_small()
     for label, layout in places.items():
         violations: list[str] = []
-        got = trial.run(trial.problem, layouts.relocated(trial.subject.backend, layout, violations))
+        got = trial.subject.run(trial.problem, layouts.relocated(trial.subject.backend, layout, violations))
         yield label, compare(got, trial.oracle.outcome, trial.bound)
         for violation in violations[:1]:
             yield label, wrong(violation)
 
 
-def poisoned_memory(trial: Trial) -> Checks:
+def poisoned_memory(trial: Trial) -> Comparisons:
     """No result depends on the contents of uninitialised memory."""
     trial.only_small()
     with memory.poisoned(trial.subject.backend.arrays):
-        got = trial.run(trial.problem)
+        got = trial.subject.run(trial.problem)
     yield "", compare(got, trial.oracle.outcome, trial.bound)
 
 
-def non_finite(trial: Trial) -> Checks:
+def non_finite(trial: Trial) -> Comparisons:
     """A NaN feature makes NaN where the oracle has NaN; an infinite one never gives a finite loss."""
     trial.only_small()
     trial.only_finite()
@@ -300,23 +290,27 @@ def non_finite(trial: Trial) -> Checks:
         yield "NaN in a column", trial.compare(replace(problem, columns=columns))
     infinite = replace(problem, rows=planted(problem.rows, row, np.inf))
     if not np.isfinite(truth(infinite).outcome.loss):
-        loss = float(trial.run(infinite).loss)
+        loss = float(trial.subject.run(infinite).loss)
         yield "inf in a row", Worst(np.inf if np.isfinite(loss) else 0.0, "loss", (), abs(loss), 0.0)
 
 
 def identical(got: Outcome, expected: Outcome, fields: Sequence[str] = VALUE + GRADIENT) -> Worst:
     """Ratio 0 when all of the fields have equal bits, inf otherwise."""
     for (name, a), (_, b) in zip(parts(got, fields), parts(expected, fields), strict=True):
-        if a is None or b is None:
+        if a is None and b is None:
             continue
+        if a is None or b is None:
+            return wrong(f"{name} is missing")
         differ = np.flatnonzero(np.asarray(a).view(np.int64).ravel() != np.asarray(b).view(np.int64).ravel())
         if differ.size:
             index = np.unravel_index(differ[0], np.shape(a))
             return Worst(np.inf, name, tuple(map(int, index)), float(abs(a[index] - b[index])), 0.0)
-    return Worst(0.0, "all", (), 0.0, 0.0)
+    return NOTHING
 
 
-def _registered(every_case: Sequence[Callable[[Trial], Checks]], own_case: Sequence[Property]) -> dict[str, Property]:
+def _registered(
+    every_case: Sequence[Callable[[Trial], Comparisons]], own_case: Sequence[Property]
+) -> dict[str, Property]:
     named = [Property(check.__name__.replace("_", "-"), check) for check in every_case]
     return {each.name: each for each in (*named, *own_case)}
 

@@ -13,9 +13,9 @@ from contrastile.oracle.arrays import IntArray
 from contrastile.schedules.problem import Problem
 from contrastile.verify.truth import Outcome, masks
 
-_ROW_VECTORS = ("row_weight", "row_target", "row_ids")
-_COLUMN_VECTORS = ("column_weight", "column_target", "column_ids")
-_POINTERS = ("positives", "excluded")
+ROW_VECTORS = ("row_weight", "row_target", "row_ids")
+COLUMN_VECTORS = ("column_weight", "column_target", "column_ids")
+POINTERS = ("positives", "excluded")
 
 
 def sizes(problem: Problem) -> list[int]:
@@ -41,24 +41,25 @@ def regrouped_outcome(outcome: Outcome, parts: Sequence[int]) -> Outcome:
 
 def permuted(problem: Problem, rows: IntArray, columns: IntArray) -> Problem:
     """The problem whose row i is row ``rows[i]`` and whose joined column j is column ``columns[j]`` of this one."""
-    place = np.argsort(columns)
-
-    def follow(pointer: Any) -> Any:
-        if pointer is None:
-            return None
-        inside = (pointer >= 0) & (pointer < len(place))
-        moved = pointer.copy()
-        moved[inside] = place[pointer[inside]]
-        return moved[rows]
-
     return replace(
         problem,
         rows=problem.rows[rows],
         columns=split(np.concatenate(problem.columns)[columns], sizes(problem)),
-        **{name: _take(getattr(problem, name), rows) for name in _ROW_VECTORS},
-        **{name: _take(getattr(problem, name), columns) for name in _COLUMN_VECTORS},
-        **{name: follow(getattr(problem, name)) for name in _POINTERS},
+        **{name: take(getattr(problem, name), rows) for name in ROW_VECTORS},
+        **{name: take(getattr(problem, name), columns) for name in COLUMN_VECTORS},
+        **{name: take(redirected(getattr(problem, name), columns), rows) for name in POINTERS},
     )
+
+
+def redirected(pointers: Any, columns: IntArray) -> Any:
+    """Column numbers, where column ``columns[j]`` is now column j; what points at no column still does."""
+    if pointers is None:
+        return None
+    place = np.argsort(columns)
+    inside = (pointers >= 0) & (pointers < len(place))
+    moved = pointers.copy()
+    moved[inside] = place[pointers[inside]]
+    return moved
 
 
 def unpermuted(outcome: Outcome, rows: IntArray, columns: IntArray) -> Outcome:
@@ -67,7 +68,7 @@ def unpermuted(outcome: Outcome, rows: IntArray, columns: IntArray) -> Outcome:
     parts = [x.shape[0] for x in outcome.columns]
     return replace(
         outcome,
-        **{name: _take(getattr(outcome, name), back if name.startswith("row") else place) for name in STATISTICS},
+        **{name: take(getattr(outcome, name), back if name.startswith("row") else place) for name in STATISTICS},
         rows=outcome.rows[back],
         columns=split(np.concatenate(outcome.columns)[place], parts),
     )
@@ -92,7 +93,7 @@ def doubled(problem: Problem) -> Problem:
         columns=(np.concatenate(problem.columns * 2),),
         positives=inside(problem.positives),
         excluded=inside(problem.excluded),
-        **{name: twice(getattr(problem, name)) for name in _COLUMN_VECTORS},
+        **{name: twice(getattr(problem, name)) for name in COLUMN_VECTORS},
     )
     (_, before), (_, after) = masks(problem), masks(twofold)
     share = before.sum(axis=1) / np.maximum(after.sum(axis=1), 1)
@@ -153,5 +154,6 @@ def scaled(outcome: Outcome, by: float, names: Sequence[str]) -> Outcome:
     return replace(outcome, **{name: times(getattr(outcome, name)) for name in names})
 
 
-def _take(x: Any, where: IntArray) -> Any:
+def take(x: Any, where: Any) -> Any:
+    """Some elements of a vector, if there is one."""
     return None if x is None else x[where]

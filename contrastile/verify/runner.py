@@ -1,32 +1,23 @@
-"""Runs backends x dtypes x cases x properties and yields one row for each."""
+"""Runs checks, of backends or of losses, and yields one row for each."""
 
 from __future__ import annotations
 
 import math
-import shlex
 import warnings
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Hashable, Iterator, Mapping
 from dataclasses import dataclass, field, replace
-from functools import cache, partial
-from typing import NotRequired, TypedDict
+from typing import NotRequired, Protocol, TypedDict
 
 import numpy as np
 
-from contrastile.backends.arrays import FLOATS
-from contrastile.backends.contract import PRECISIONS, Backend, UnsupportedProblemError
-from contrastile.reporting import ProgressCallback
-from contrastile.verify import cases, sharded, strategies
-from contrastile.verify.cases import Case
-from contrastile.verify.distributed import DISTRIBUTED
+from contrastile.backends.contract import UnsupportedProblemError
+from contrastile.reporting import ProgressCallback, one_line
+from contrastile.verify.comparison import NOTHING, Comparisons, Point, Worst, wrong
 from contrastile.verify.facts import FactsError
-from contrastile.verify.memory import one_thread
-from contrastile.verify.properties import PROPERTIES, Checks, Property
-from contrastile.verify.run import NOTHING, Measured, Point, Worst, wrong
-from contrastile.verify.trial import SkipError, Subject, Trial
-from contrastile.verify.truth import Truth, truth
-from contrastile.verify.worlds import World
+from contrastile.verify.trial import SkipError
 
-DTYPES = ("float32", *(dtype for dtype in FLOATS if dtype != "float32"))
+UNCLAIMED = "unclaimed"
+"""The status of what is not tested because a loss does not claim it."""
 
 
 class Row(TypedDict):
@@ -34,9 +25,9 @@ class Row(TypedDict):
 
     ``status`` is "pass", "fail", "skip" (the property does not apply to this case, or the backend does not claim this
     dtype or device: then one row, of property and case "all"), "refused" (the backend refused a problem of a dtype and
-    device that it claims) or "untested". ``ratio`` is max error / bound; inf where it is wrong by any bound, None where
-    nothing was compared; ``excess`` the same without the rounding of the stored result: see ``run.Worst.beyond``.
-    ``points`` are the measurements of "growth".
+    device that it claims), "untested", or of a loss ``UNCLAIMED``. ``ratio`` is max error / bound; inf where it is
+    wrong by any bound, None where nothing was compared; ``excess`` the same without the rounding of the stored result:
+    see ``comparison.Worst.beyond``. ``points`` are the measurements of "growth".
     """
 
     backend: str
@@ -63,84 +54,54 @@ class Failure:
 
 
 @dataclass(frozen=True, slots=True)
-class Selection:
-    """What to run.
+class Check:
+    """One check, which yields one row.
 
     Attributes:
-        backends: by name.
-        cases: names, also "drawn" and "drawn:..."; None for all.
-        properties: names; None for all.
-        dtypes: of the features; those that a backend does not take are skipped.
-        device: kind of device; "auto" is a GPU for the backends that run on one, if there is a GPU, else the host.
-        gpu: whether there is one; "auto" asks.
-        workspace: see ``contract.Options``.
-        keep: see ``contract.Options``.
-        examples: problems to draw for each backend and dtype.
-        seed: of everything random.
-        precisions: of float32 products; those that a backend does not have are skipped. None for all that it has.
-        world: the ranks, on which the distributed properties run and no others; None for a single process.
+        backend: its name, or a loss's.
+        property: its name.
+        case: its name.
+        dtype: of the features, and how they are multiplied.
+        compare: makes the comparisons; None for what a loss does not claim.
+        rerun: the command that makes it again, on a case.
+        reason: what is not claimed.
+        device: kind of device.
+        world: the number of ranks.
+        together: equal for checks that share what one of them computes.
     """
 
-    backends: dict[str, Backend]
-    cases: Sequence[str] | None = None
-    properties: Sequence[str] | None = None
-    dtypes: Sequence[str] = DTYPES
-    device: str = "auto"
-    gpu: bool = False
-    examples: int = 100
-    seed: int = 0
-    precisions: Sequence[str] | None = None
-    workspace: int | None = None
-    keep: int | None = None
-    world: World | None = None
+    backend: str
+    property: str
+    case: str
+    dtype: str
+    compare: Callable[[], Comparisons] | None
+    rerun: Callable[[str], str]
+    reason: str = ""
+    device: str = "cpu"
+    world: int = 1
+    together: Hashable = None
 
-    def subjects(self, dtype: str) -> list[Subject]:
-        """Each backend with this dtype, and with each precision of its float32 products."""
-        found = []
-        for name, backend in self.backends.items():
-            available = [x for x in PRECISIONS if x in backend.precisions]
-            precisions = (available if self.precisions is None else self.precisions) if dtype == "float32" else ["ieee"]
-            how = self.place(backend), self.seed, self.examples
-            sizes = self.workspace, self.keep
-            found += [Subject(name, backend, dtype, *how, precision, *sizes, self.world) for precision in precisions]
-        return found
+    def row(self, status: str, ratio: float | None = None, reason: str = "", excess: float | None = None) -> Row:
+        return Row(
+            backend=self.backend,
+            property=self.property,
+            case=self.case,
+            dtype=self.dtype,
+            device=self.device,
+            world=self.world,
+            ratio=ratio,
+            excess=excess,
+            status=status,
+            reason=reason,
+        )
 
-    def place(self, backend: Backend) -> str:
-        """The kind of device on which a backend runs."""
-        if self.device != "auto":
-            return self.device
-        return "cuda" if self.gpu and "cuda" in backend.devices else "cpu"
 
-    def chosen(self) -> list[Property]:
-        """The selected properties, in the registry's order."""
-        known = PROPERTIES if self.world is None else DISTRIBUTED
-        return [each for name, each in known.items() if self.properties is None or name in self.properties]
+class CheckSource(Protocol):
+    """What a run takes its checks from."""
 
-    def case_names(self) -> list[str]:
-        return [name for name in cases.names() if self.cases is None or name in self.cases]
-
-    def own_cases(self, each: Property) -> list[str]:
-        if each.case is None:
-            return []
-        if self.cases is None:
-            return [each.case]
-        return [name for name in self.cases if name.partition(":")[0] == each.case]
-
-    def command(self, subject: Subject, each: Property, case: str) -> str:
-        words = [*(["contrastile"] if self.world is None else self.world.launch), "verify"]
-        words += [] if self.world is None else ["--world", self.world.name]
-        words += ["--backend", subject.name, "--dtype", subject.dtype]
-        if subject.dtype == "float32" and len(subject.backend.precisions) > 1:
-            words += ["--precision", subject.precision]
-        for name in ("workspace", "keep"):
-            mib = getattr(self, name)
-            words += [] if mib is None else [f"--{name}", str(mib)]
-        words += ["--property", each.name, "--case", case, "--seed", str(self.seed)]
-        if case in (strategies.CASE, sharded.CASE):
-            words += ["--examples", str(self.examples)]
-        if self.device != "auto":
-            words += ["--device", self.device]
-        return shlex.join(words)
+    def checks(self) -> Iterator[Check]:
+        """All checks, in a fixed order."""
+        ...
 
 
 @dataclass(slots=True)
@@ -157,9 +118,10 @@ class Run:
         start: the number of the first row.
         share: (k, n) runs every n-th case from the k-th on.
         excluded: backends that are not run any more, and why.
+        total: rows in all, known from the first on.
     """
 
-    selection: Selection
+    selection: CheckSource
     progress: ProgressCallback = lambda done, total, what: None
     failures: list[Failure] = field(default_factory=list)
     begin: Callable[[int, int, Row, str], None] = lambda number, total, row, command: None
@@ -167,6 +129,7 @@ class Run:
     start: int = 0
     share: tuple[int, int] = (0, 1)
     excluded: Mapping[str, str] = field(default_factory=dict)
+    total: int = 0
 
     def rows(self) -> Iterator[Row]:
         for _, row in self.numbered():
@@ -174,104 +137,37 @@ class Run:
 
     def numbered(self) -> Iterator[tuple[int, Row]]:
         """The rows of this share, each with its number among all."""
-        total, before, place = self.total, None, -1
-        for number, (subject, each, case, check) in enumerate(self._checks()):
-            # a case's checks stay together: they share its truth
-            here = subject.dtype, case, each.name if each.case is not None else ""
-            place += here != before
-            before = here
+        self.total = sum(1 for _ in self.selection.checks())
+        before, place = None, -1
+        for number, check in enumerate(self.selection.checks()):
+            place += number == 0 or check.together != before
+            before = check.together
             if number < self.start or place % self.share[1] != self.share[0]:
                 continue
-            row = self._row(number, total, subject, each, case, check)
-            self.progress(number + 1, total, f"{row['backend']} {row['dtype']} {row['case']} {row['property']}")
+            row = self._row(number, check)
+            self.progress(number + 1, self.total, f"{row['backend']} {row['dtype']} {row['case']} {row['property']}")
             yield number, row
 
-    @property
-    def total(self) -> int:
-        return sum(1 for _ in self._checks())
-
-    def _checks(self) -> Iterator[tuple[Subject, Property, str, Callable[[], Checks]]]:
-        """All checks, in a fixed order; a case's truth is held only from its first check to its last."""
-        s = self.selection
-        every_case, own_case = [p for p in s.chosen() if p.case is None], [p for p in s.chosen() if p.case is not None]
-        if not (every_case and s.case_names()) and not any(map(s.own_cases, own_case)):
-            return
-        for dtype in s.dtypes:
-            subjects = []
-            for subject in s.subjects(dtype):
-                refusal = _refusal(subject)
-                if refusal is None:
-                    subjects.append(subject)
-                else:
-                    yield subject, _WHOLE, "all", partial(_skipped, refusal)
-            for name in s.case_names() if every_case else ():
-                case = cache(partial(cases.build, name, dtype))
-                oracle = cache(partial(_truth, case))
-                for subject in subjects:
-                    trial = cache(partial(_trial, subject, case, oracle))
-                    for each in every_case:
-                        yield subject, each, name, partial(_of_a_trial, each, trial)
-            for subject in subjects:
-                for each in own_case:
-                    for name in s.own_cases(each):
-                        yield subject, each, name, partial(_of_a_subject, each, subject, name)
-
-    def _row(
-        self, number: int, total: int, subject: Subject, each: Property, case: str, check: Callable[[], Checks]
-    ) -> Row:
-        def row(ratio: float | None, status: str, reason: str, excess: float | None = None) -> Row:
-            return Row(
-                backend=subject.name,
-                property=each.name,
-                case=case,
-                dtype=subject.label,
-                device=subject.device,
-                world=1 if subject.world is None else subject.world.size,
-                ratio=ratio,
-                excess=excess,
-                status=status,
-                reason=reason,
-            )
-
-        if subject.name in self.excluded:
-            return row(None, "untested", self.excluded[subject.name])
-        command = self.selection.command(subject, each, case)
-        self.begin(number, total, row(None, "untested", "the check did not return"), command)
-        if subject.world is not None:
-            subject.world.begin()
-        found = silent_worst_of(check, self.printed)
-        if found.status != "fail":
-            passed = found.status == "pass"
-            ratio, excess = (found.worst.ratio, found.excess) if passed else (None, None)
-            done = row(ratio, found.status, found.reason, excess)
-            if found.points:
-                done["points"] = list(found.points)
-            return done
-        said, excess = ": ".join(filter(None, (found.label, str(found.worst)))), max(found.excess, found.worst.excess)
-        failed = row(found.worst.ratio, "fail", said, excess)
-        if each.case is not None and found.label.startswith(f"{each.case}:"):
-            command = self.selection.command(subject, each, found.label)
-        self.failures.append(Failure(failed, found.worst, found.label, command))
-        return failed
-
-
-def _truth(case: Callable[[], Case]) -> Truth:
-    return truth(case().problem)
-
-
-def _trial(subject: Subject, case: Callable[[], Case], oracle: Callable[[], Truth]) -> Trial:
-    return Trial(subject, case(), oracle)
-
-
-def _of_a_trial(each: Property, trial: Callable[[], Trial]) -> Checks:
-    given = trial()
-    with one_thread(given.subject.backend.arrays, given.small):
-        yield from each.check(given)
-
-
-def _of_a_subject(each: Property, subject: Subject, case: str) -> Checks:
-    with one_thread(subject.backend.arrays, True):
-        yield from each.check(subject, case)
+    def _row(self, number: int, check: Check) -> Row:
+        if check.compare is None:
+            return check.row(UNCLAIMED, reason=check.reason)
+        if check.backend in self.excluded:
+            return check.row("untested", reason=self.excluded[check.backend])
+        command = check.rerun(check.case)
+        self.begin(number, self.total, check.row("untested", reason="the check did not return"), command)
+        found = silent_worst_of(check.compare, self.printed)
+        if found.status == "fail":
+            if found.label.startswith(f"{check.case.partition(':')[0]}:"):
+                # a problem that was drawn is a case of its own
+                command = check.rerun(found.label)
+            failed = check.row("fail", found.worst.ratio, found.said, found.excess)
+            self.failures.append(Failure(failed, found.worst, found.label, command))
+            return failed
+        ratio, excess = (found.worst.ratio, found.excess) if found.status == "pass" else (None, None)
+        row = check.row(found.status, ratio, found.reason, excess)
+        if found.points:
+            row["points"] = list(found.points)
+        return row
 
 
 @dataclass(frozen=True, slots=True)
@@ -285,17 +181,17 @@ class CheckResult:
     excess: float = 0.0
     points: tuple[Point, ...] = ()
 
-
-def _skipped(reason: str) -> Checks:
-    raise SkipError(reason)
-    yield
-
-
-_WHOLE = Property("all", _skipped)
-"""Stands for every property of a backend that does not run with this dtype, device or precision."""
+    @property
+    def said(self) -> str:
+        """The label and the worst comparison, in words."""
+        return ": ".join(filter(None, (self.label, str(self.worst))))
 
 
-def worst_of(check: Callable[[], Checks]) -> CheckResult:
+def _failed(reason: str) -> CheckResult:
+    return CheckResult("fail", worst=wrong(reason), excess=math.inf)
+
+
+def worst_of(check: Callable[[], Comparisons]) -> CheckResult:
     """The worst of a property's comparisons.
 
     A backend that raises has failed. If the property skips after some comparisons, they decide; if the backend refuses
@@ -308,7 +204,7 @@ def worst_of(check: Callable[[], Checks]) -> CheckResult:
             warnings.simplefilter("ignore", RuntimeWarning)
             points: list[Point] = []
             for label, worst in check():
-                if isinstance(worst, Measured) and worst.point is not None:
+                if worst.point is not None:
                     points.append(worst.point)
                 ratio = math.inf if math.isnan(worst.ratio) else worst.ratio
                 excess = max(found.excess, ratio if math.isnan(worst.excess) else worst.excess)
@@ -322,28 +218,16 @@ def worst_of(check: Callable[[], Checks]) -> CheckResult:
     except UnsupportedProblemError as reason:
         return found if found.status == "fail" else CheckResult("refused", str(reason))
     except FactsError as error:
-        return CheckResult("fail", worst=wrong(str(error)))
+        return _failed(str(error))
     except (Exception, SystemExit) as error:
-        text = " ".join(str(error).split())
-        return CheckResult("fail", worst=wrong(f"raised {type(error).__name__}: {text}"))
+        return _failed(f"raised {one_line(error)}")
     return found
 
 
-def silent_worst_of(check: Callable[[], Checks], printed: Callable[[], str]) -> CheckResult:
+def silent_worst_of(check: Callable[[], Comparisons], printed: Callable[[], str]) -> CheckResult:
     """The worst of a property's comparisons; whoever prints to stdout meanwhile has failed."""
     found = worst_of(check)
     said = printed()
     if said and found.status != "fail":
-        return CheckResult("fail", worst=wrong(f"printed to stdout: {said!r}"))
+        return _failed(f"printed to stdout: {said!r}")
     return found
-
-
-def _refusal(subject: Subject) -> str | None:
-    """Why the backend cannot run with this dtype, device or precision at all."""
-    if subject.dtype not in subject.backend.dtypes:
-        return f"takes {', '.join(sorted(subject.backend.dtypes))} only"
-    if subject.device not in subject.backend.devices:
-        return f"runs on {', '.join(sorted(subject.backend.devices))} only"
-    if subject.dtype == "float32" and subject.precision not in subject.backend.precisions:
-        return f"computes float32 in {', '.join(sorted(subject.backend.precisions))} only"
-    return None

@@ -2,19 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, cast
+from typing import TYPE_CHECKING, Any, cast
 
-import numpy as np
-
-from contrastile.backends.contract import Options
-from contrastile.comm.communicator import Communicator
-from contrastile.schedules.placement import Placement, Reduction
-from contrastile.verify import rearrange, strategies
-from contrastile.verify.bounds import bounds
-from contrastile.verify.run import Worst, compare
-from contrastile.verify.shards import FIELDS, Cut
+from contrastile.reporting import one_line
+from contrastile.verify import strategies
+from contrastile.verify.comparison import Comparisons, Worst, wrong
+from contrastile.verify.shards import Cut, compared, outcomes
 from contrastile.verify.strategies import Recipe
 from contrastile.verify.trial import SkipError, Subject
 from contrastile.verify.truth import Outcome, truth
@@ -90,7 +84,7 @@ def shared(ranks: int) -> SearchStrategy[Shared]:
     )
 
 
-def sharded(subject: Subject, case: str) -> Iterator[tuple[str, Worst]]:
+def sharded(subject: Subject, case: str) -> Comparisons:
     """Problems and parts drawn by hypothesis give the oracle's value and gradients; the label is the shrunk recipe.
 
     A case "sharded:..." is one recipe, and nothing is drawn. The leader draws, and the others hear from it.
@@ -121,28 +115,9 @@ def sharded(subject: Subject, case: str) -> Iterator[tuple[str, Worst]]:
         found = strategies.search(shared(world.size), hold, subject)
     except Exception as error:
         # the others wait for a verdict, whatever it is
-        found = CASE, Worst(np.inf, f"{type(error).__name__}: {error}", (), np.inf, 0.0)
+        found = CASE, wrong(one_line(error))
     world.share(None)
     yield world.share(found)
-
-
-def run(
-    subject: Subject,
-    cut: Cut,
-    exchange: str,
-    *,
-    reduction: str = "mean",
-    upstream: float = 1.0,
-    late: bool = False,
-    options: Options = Options(),  # noqa: B008 (frozen)
-) -> list[Outcome]:
-    """What each rank makes of its part."""
-
-    def program(communicator: Communicator) -> Outcome:
-        place = Placement(communicator, exchange, cast("Reduction", reduction), cut.shards)  # type: ignore[arg-type]
-        return subject.run(cut.part(communicator.rank, place), options, upstream=upstream)
-
-    return subject.ranks.run(program, late=late)
 
 
 def _computed(drawn: Shared, subject: Subject) -> tuple[Cut, list[Outcome]]:
@@ -151,20 +126,12 @@ def _computed(drawn: Shared, subject: Subject) -> tuple[Cut, list[Outcome]]:
     itself, options = drawn.recipe.blocks == 0, drawn.recipe.options
     cut = Cut.of_itself(whole, drawn.rows) if itself else Cut.of(whole, drawn.rows, drawn.columns)
     late = drawn.late and subject.ranks.can_be_late
-    return cut, run(subject, cut, drawn.exchange, reduction=drawn.reduction, late=late, options=options)
+    return cut, outcomes(subject, cut, drawn.exchange, reduction=drawn.reduction, late=late, options=options)
 
 
 def _judge(cut: Cut, parts: list[Outcome], drawn: Shared, subject: Subject) -> Worst:
-    whole, options = cut.problem, drawn.recipe.options
-    factor = float(len(parts)) if drawn.reduction == "mean" else 1.0
-    oracle = truth(whole)
-    spread = cut.spread(drawn.exchange)
-    bound = bounds(whole, oracle, subject.accuracy, subject.dtype, options=options, spread=spread)
-    expected = oracle.outcome
-    if cut.itself:
-        expected, bound = rearrange.folded(expected), rearrange.folded(bound)
-    worst = compare(cut.joined(parts, factor), expected, bound, FIELDS)
     for part in parts[1:]:
         if part.loss.tobytes() != parts[0].loss.tobytes() or part.scale.tobytes() != parts[0].scale.tobytes():
-            return Worst(np.inf, "loss or scale differs between ranks", (), np.inf, 0.0)
-    return worst
+            return wrong("loss or scale differs between ranks")
+    how: dict[str, Any] = {"reduction": drawn.reduction, "options": drawn.recipe.options}
+    return compared(subject, cut, parts, drawn.exchange, truth(cut.problem), **how)

@@ -1,6 +1,6 @@
-"""A problem cut into the parts of several ranks, and the ranks' outcomes put together again.
+"""A problem cut into the parts of several ranks, what the ranks make of them, and the comparison with the whole.
 
-Columns are numbered rank by rank in a world and block by block in one process; ``_order`` leads from one to the other.
+Columns are numbered rank by rank in a world, and block by block in one process: see ``Cut.order``.
 """
 
 from __future__ import annotations
@@ -8,26 +8,26 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from itertools import accumulate
-from typing import Any
+from typing import Any, cast
 
 import numpy as np
-import numpy.typing as npt
 
-from contrastile.backends.contract import STATISTICS
-from contrastile.schedules.placement import Placement, Shards
+from contrastile.backends.contract import STATISTICS, Options
+from contrastile.comm.communicator import Communicator
+from contrastile.oracle.arrays import IntArray
+from contrastile.schedules.placement import Placement, Reduction, Shards
 from contrastile.schedules.problem import Problem
 from contrastile.verify import rearrange
 from contrastile.verify.arithmetic import Spread
-from contrastile.verify.truth import Outcome
-
-IntArray = npt.NDArray[np.int64]
+from contrastile.verify.bounds import bounds
+from contrastile.verify.comparison import Worst, compare
+from contrastile.verify.rearrange import COLUMN_VECTORS, POINTERS, ROW_VECTORS, redirected, take
+from contrastile.verify.trial import Subject
+from contrastile.verify.truth import Outcome, Truth
 
 _LSES = tuple(name for name in STATISTICS if name.endswith("lse"))
 FIELDS = ("loss", *_LSES, "rows", "columns", "scale", "bias")
 """What is compared of a sharded outcome: all but the sums of the positive logits, which no rank has whole."""
-
-_ROWS = ("row_weight", "row_target", "row_ids")
-_COLUMNS = ("column_weight", "column_target", "column_ids")
 
 
 def shares(total: int, weights: Sequence[int]) -> list[int]:
@@ -84,34 +84,19 @@ class Cut:
         ]
         return np.concatenate(found)
 
-    def pointers(self, x: IntArray | None) -> IntArray | None:
-        """Column numbers of the whole as numbers of the world; what points nowhere still does."""
-        if x is None:
-            return None
-        place = np.argsort(self.order())
-        inside = (x >= 0) & (x < len(place))
-        moved: IntArray = x.copy()
-        moved[inside] = place[x[inside]]
-        return moved
-
     def part(self, rank: int, placement: Placement | None = None) -> Problem:
         """What a rank has of the problem."""
-        p, rows = self.problem, self.rows(rank)
+        p, rows, order = self.problem, self.rows(rank), self.order()
         start = self.shards.start(rank)
-        own = self.order()[start : start + self.shards.widths[rank]]
-
-        def take(x: Any, where: Any) -> Any:
-            return None if x is None else x[where]
-
+        own = order[start : start + self.shards.widths[rank]]
         return replace(
             p,
             rows=p.rows[rows],
             columns=() if self.itself else tuple(x[self.columns(rank, block)] for block, x in enumerate(p.columns)),
-            positives=take(self.pointers(p.positives), rows),
-            excluded=take(self.pointers(p.excluded), rows),
             placement=placement,
-            **{name: take(getattr(p, name), rows) for name in _ROWS},
-            **{name: take(getattr(p, name), own) for name in _COLUMNS},
+            **{name: take(getattr(p, name), rows) for name in ROW_VECTORS},
+            **{name: take(getattr(p, name), own) for name in COLUMN_VECTORS},
+            **{name: take(redirected(getattr(p, name), order), rows) for name in POINTERS},
         )
 
     def joined(self, parts: Sequence[Outcome], factor: float) -> Outcome:
@@ -149,3 +134,41 @@ class Cut:
         if exchange == "gather":
             return Spread(shards.rows, (sum(shards.widths),))
         return Spread(shards.rows, tuple(size for blocks in shards.columns for size in blocks), halved=True)
+
+
+def outcomes(
+    subject: Subject,
+    cut: Cut,
+    exchange: str,
+    *,
+    reduction: str = "mean",
+    upstream: float = 1.0,
+    late: bool = False,
+    options: Options | None = None,
+) -> list[Outcome]:
+    """What each rank makes of its part."""
+
+    def program(communicator: Communicator) -> Outcome:
+        place = Placement(communicator, exchange, cast("Reduction", reduction), cut.shards)  # type: ignore[arg-type]
+        return subject.run(cut.part(communicator.rank, place), options=options, upstream=upstream)
+
+    return subject.ranks.run(program, late=late)
+
+
+def compared(
+    subject: Subject,
+    cut: Cut,
+    parts: list[Outcome],
+    exchange: str,
+    oracle: Truth,
+    *,
+    reduction: str = "mean",
+    upstream: float = 1.0,
+    options: Options | None = None,
+) -> Worst:
+    """The ranks' outcomes, joined, compared with the oracle's of the whole."""
+    spread, expected = cut.spread(exchange), oracle.outcome
+    bound = bounds(cut.problem, oracle, subject.accuracy, subject.dtype, upstream, options, spread)
+    if cut.itself:
+        expected, bound = rearrange.folded(expected), rearrange.folded(bound)
+    return compare(cut.joined(parts, len(parts) if reduction == "mean" else 1.0), expected, bound, FIELDS)

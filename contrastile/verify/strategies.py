@@ -12,10 +12,12 @@ import numpy as np
 
 from contrastile.backends.contract import Options, UnsupportedProblemError
 from contrastile.oracle.arrays import FloatArray, IntArray
+from contrastile.reporting import one_line
 from contrastile.schedules.problem import Problem
 from contrastile.verify import rearrange
+from contrastile.verify.bounds import bounds
+from contrastile.verify.comparison import NOTHING, Comparisons, Worst, compare, wrong
 from contrastile.verify.rounding import round_to
-from contrastile.verify.run import NOTHING, Worst, compare, wrong
 from contrastile.verify.truth import masks, truth
 
 if TYPE_CHECKING:
@@ -201,7 +203,7 @@ def _features(recipe: Recipe, random: np.random.Generator) -> tuple[FloatArray, 
     return rows, columns
 
 
-def drawn(subject: Subject, case: str) -> Iterator[tuple[str, Worst]]:
+def drawn(subject: Subject, case: str) -> Comparisons:
     """Problems drawn by hypothesis give the oracle's value and gradients; the label is the shrunk recipe.
 
     A case "drawn:..." is one recipe, and nothing is drawn.
@@ -240,7 +242,7 @@ def search(recipes: SearchStrategy[T], compare: Callable[[T], Worst], subject: S
             refusals.append(str(reason))
             return
         except Exception as error:
-            found = str(recipe), wrong(f"{type(error).__name__}: {error}")
+            found = str(recipe), wrong(one_line(error))
         worst = max(worst, found, key=lambda each: each[1].ratio)
         if not found[1].ratio < 1:
             failed.append(found)
@@ -282,8 +284,6 @@ def _temporary_home() -> Iterator[None]:
 
 
 def _compare(recipe: Recipe, subject: Subject) -> Worst:
-    from contrastile.verify.bounds import bounds
-
     drawn_problem = problem(recipe, subject.dtype)
     oracle = truth(drawn_problem)
     expected = oracle.outcome
@@ -291,4 +291,4 @@ def _compare(recipe: Recipe, subject: Subject) -> Worst:
     if recipe.blocks == 0:
         drawn_problem = replace(drawn_problem, columns=())
         expected, bound = rearrange.folded(expected), rearrange.folded(bound)
-    return compare(subject.run(drawn_problem, recipe.options), expected, bound)
+    return compare(subject.run(drawn_problem, options=recipe.options), expected, bound)

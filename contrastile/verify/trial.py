@@ -13,10 +13,10 @@ import numpy as np
 from contrastile.backends.contract import Accuracy, Backend, Options
 from contrastile.schedules.problem import Problem
 from contrastile.verify import facts
-from contrastile.verify.arithmetic import Spread
 from contrastile.verify.bounds import bounds
 from contrastile.verify.cases import Case
-from contrastile.verify.run import GRADIENT, VALUE, Want, Worst, compare, every_gradient, outcome
+from contrastile.verify.comparison import GRADIENT, VALUE, Worst, compare
+from contrastile.verify.execution import Want, outcome
 from contrastile.verify.truth import Outcome, Truth, truth
 from contrastile.verify.worlds import World
 
@@ -57,6 +57,7 @@ class Subject:
 
     @property
     def ranks(self) -> World:
+        """The world of a distributed property."""
         if self.world is None:
             raise SkipError("needs several ranks: give --world")
         return self.world
@@ -91,15 +92,14 @@ class Subject:
     def run(
         self,
         problem: Problem,
-        options: Options,
-        *,
         backend: Backend | None = None,
+        options: Options | None = None,
         upstream: float = 1.0,
-        want: Want = every_gradient,
+        want: Want = "every",
     ) -> Outcome:
-        """``run.outcome`` of this subject with its options, or of another backend that wraps it."""
-        options = replace(options, **self.settings)
-        return outcome(problem, backend or self.backend, self.dtype, self.device, options, upstream, want)
+        """``execution.outcome`` of this subject with its options, or of another backend that wraps it."""
+        how = replace(options or Options(), **self.settings)
+        return outcome(problem, backend or self.backend, self.dtype, self.device, how, upstream, want)
 
 
 @dataclass(frozen=True)
@@ -133,22 +133,11 @@ class Trial:
 
     @cached_property
     def outcome(self) -> Outcome:
-        return self.run(self.problem)
+        return self.subject.run(self.problem)
 
     def random(self) -> np.random.Generator:
         """A generator that depends on the seed and the case alone."""
         return np.random.default_rng([self.subject.seed, zlib.crc32(self.case.name.encode())])
-
-    def run(
-        self,
-        problem: Problem,
-        backend: Backend | None = None,
-        options: Options | None = None,
-        upstream: float = 1.0,
-        want: Want = every_gradient,
-    ) -> Outcome:
-        """``Subject.run`` on another problem."""
-        return self.subject.run(problem, options or Options(), backend=backend, upstream=upstream, want=want)
 
     def bounds(
         self,
@@ -156,10 +145,9 @@ class Trial:
         oracle: Truth,
         upstream: float = 1.0,
         options: Options | None = None,
-        spread: Spread | None = None,
     ) -> Outcome:
-        """The bounds of any problem, computed with these options, or by several ranks."""
-        return bounds(problem, oracle, self.subject.accuracy, self.subject.dtype, upstream, options, spread)
+        """The bounds of any problem, computed with these options."""
+        return bounds(problem, oracle, self.subject.accuracy, self.subject.dtype, upstream, options)
 
     def compare(
         self,
@@ -172,7 +160,7 @@ class Trial:
     ) -> Worst:
         """Compare the backend's outcome of another problem with that problem's own truth and bounds."""
         oracle = truth(problem, upstream)
-        got = self.run(problem, backend, options, upstream)
+        got = self.subject.run(problem, backend, options, upstream)
         return compare(got, oracle.outcome, self.bounds(problem, oracle, upstream, options), fields)
 
     @property

@@ -170,10 +170,10 @@ def truth(problem: Problem, upstream: float = 1.0) -> Truth:
             G = np.where(u[:, None] == 0, 0.0, upstream * u[:, None] * G)
         else:
             row = _direction(x, admitted, positive, problem.row_weight, problem.row_target)
-            loss, G = _loss(row), _gradient(x, admitted, positive, row, upstream)
+            loss, G = _loss(row), _gradient(admitted, positive, row, upstream)
             if problem.column_weight is not None and problem.column_target is not None:
                 column = _direction(x.T, admitted.T, positive.T, problem.column_weight, problem.column_target)
-                loss, G = loss + _loss(column), G + _gradient(x.T, admitted.T, positive.T, column, upstream).T
+                loss, G = loss + _loss(column), G + _gradient(admitted.T, positive.T, column, upstream).T
         found = gradients(q, k, scale, G)
         outcome = Outcome(
             loss=float64(loss),
@@ -222,7 +222,7 @@ def _loss(side: Direction) -> float:
     return weighted_sum(side.weight, side.nll)
 
 
-def _gradient(x: FloatArray, admitted: BoolArray, positive: BoolArray, side: Direction, upstream: float) -> FloatArray:
+def _gradient(admitted: BoolArray, positive: BoolArray, side: Direction, upstream: float) -> FloatArray:
     target = np.where(positive, side.target[:, None], 0.0)
     # a positive whose target is 0 has no other gradient than a negative, but its logit is in P
     G = np.where(positive, (side.q - target) - side.q * side.negative_mass[:, None], side.p)

@@ -14,34 +14,26 @@ import sys
 import tempfile
 import threading
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, fields
 from typing import Any
 
 from contrastile.backends import registry
 from contrastile.backends.contract import Backend, BackendUnavailableError
 from contrastile.environment import finds_a_gpu
-from contrastile.reporting import CannotRunError
-from contrastile.verify.losses.run import LossRun, LossSelection
+from contrastile.reporting import CannotRunError, one_line
+from contrastile.verify.losses.selection import LossSelection
 from contrastile.verify.losses.subject import Loss
-from contrastile.verify.runner import Row, Run, Selection
+from contrastile.verify.runner import Check, Row, Run
+from contrastile.verify.selection import Selection
 from contrastile.verify.worlds import Threads
 
 
 @dataclass(frozen=True, slots=True)
 class Task:
-    """What to run: ``runner.Selection`` in what JSON can hold.
+    """What to run: ``selection.Selection`` in what JSON can hold, whose attributes are not repeated here.
 
     Attributes:
         backends: names; None for all that are available.
-        cases: see ``Selection``.
-        properties: see ``Selection``.
-        dtypes: see ``Selection``.
-        device: see ``Selection``.
-        examples: see ``Selection``.
-        seed: see ``Selection``.
-        precisions: see ``Selection``.
-        workspace: see ``Selection``.
-        keep: see ``Selection``.
         ranks: how many threads a world has; None for a process alone.
         losses: "module:attribute" of losses that are run instead of backends; None for backends.
         objective: what these losses compute; None for what they claim.
@@ -82,20 +74,9 @@ class Task:
 
     def selection(self, backends: dict[str, Backend], *, gpu: bool = False) -> Selection:
         """The selection, of these backends, on a machine with a GPU or without one."""
-        return Selection(
-            backends=backends,
-            cases=self.cases,
-            properties=self.properties,
-            dtypes=self.dtypes,
-            device=self.device,
-            gpu=gpu,
-            examples=self.examples,
-            seed=self.seed,
-            precisions=self.precisions,
-            workspace=self.workspace,
-            keep=self.keep,
-            world=None if self.ranks is None else Threads(self.ranks),
-        )
+        here: dict[str, Any] = {"backends": backends, "gpu": gpu}
+        here["world"] = None if self.ranks is None else Threads(self.ranks)
+        return Selection(**here, **{x.name: getattr(self, x.name) for x in fields(Selection) if x.name not in here})
 
 
 def load(named: list[str] | None) -> Iterator[tuple[str, Backend | str]]:
@@ -113,30 +94,13 @@ def load(named: list[str] | None) -> Iterator[tuple[str, Backend | str]]:
             yield name, str(error)
         except (Exception, SystemExit) as error:
             # importing other people's code may raise anything
-            text = " ".join(str(error).split())
             ours = isinstance(error, ValueError | TypeError)
-            raise CannotRunError(text if ours else f"backend {name!r} raised {type(error).__name__}: {text}") from error
-
-
-def absent(name: str, reason: str, ranks: int) -> Row:
-    """The row of a backend that is not available."""
-    return whole(name, "skip", reason, ranks)
+            raise CannotRunError(str(error) if ours else f"backend {name!r} raised {one_line(error)}") from error
 
 
 def whole(name: str, status: str, reason: str, ranks: int = 1) -> Row:
     """A row about all of a backend."""
-    return Row(
-        backend=name,
-        property="all",
-        case="all",
-        dtype="all",
-        device="all",
-        world=ranks,
-        ratio=None,
-        excess=None,
-        status=status,
-        reason=reason,
-    )
+    return Check(name, "all", "all", "all", None, str, device="all", world=ranks).row(status, reason=reason)
 
 
 def require_device(name: str) -> None:
@@ -199,21 +163,21 @@ def _run(
 ) -> None:
     ranks = task.ranks or 1
     require_device(task.device)
-    how: dict[str, Any] = {"printed": output, "start": start, "excluded": lost}
+    how: dict[str, Any] = {"printed": output, "start": start, "share": share, "excluded": lost}
     how["begin"] = lambda number, total, row, command: say(begin=row, number=number, total=total, command=command)
     if task.losses is not None:
         say(loading=task.losses)
         losses = task.of_losses()
         # what a module prints when it is imported is no check's
         output()
-        _report(LossRun(losses, **how), say)
+        _report(Run(losses, **how), say)
         return
     found: dict[str, Backend] = {}
     say(loading=task.backends or "the backends")
     for name, backend in load(task.backends):
         if isinstance(backend, str):
             if first:
-                say(row=absent(name, backend, ranks))
+                say(row=whole(name, "skip", backend, ranks))
             continue
         found[name] = backend
         said = output()
@@ -222,15 +186,14 @@ def _run(
     # looking for a GPU imports torch, which takes longer than many a check
     may = task.device != "cpu" and any("cuda" in backend.devices for backend in found.values())
     selection = task.selection(found, gpu=may and finds_a_gpu())
-    _report(Run(selection, share=share, **how), say)
+    _report(Run(selection, **how), say)
 
 
-def _report(run: Run | LossRun, say: Any) -> None:
-    total = run.total
+def _report(run: Run, say: Any) -> None:
     for number, row in run.numbered():
         failure = None
         if run.failures:
             last = run.failures.pop()
             failure = {"worst": asdict(last.worst), "label": last.label, "command": last.command}
-        say(row=row, failure=failure, number=number, total=total)
+        say(row=row, failure=failure, number=number, total=run.total)
     say(done=True)

@@ -27,9 +27,9 @@ from contrastile.backends.triton import tiles as words  # noqa: E402
 from contrastile.backends.triton.forward_pass import _Pass as Forward  # noqa: E402
 from contrastile.backends.triton.launch import aligned  # noqa: E402
 from contrastile.verify import cases  # noqa: E402
+from contrastile.verify.comparison import compare  # noqa: E402
 from contrastile.verify.plain import compare_with_plain  # noqa: E402
 from contrastile.verify.rearrange import folded  # noqa: E402
-from contrastile.verify.run import compare  # noqa: E402
 from contrastile.verify.trial import Subject, Trial  # noqa: E402
 from contrastile.verify.truth import truth  # noqa: E402
 
@@ -85,7 +85,7 @@ def test_within_the_derived_bound(name: str, dtype: str) -> None:
 )
 def test_rows_against_themselves_within_the_derived_bound(name: str, tile: tuple[int, int] | None) -> None:
     held = trial(name, "float32")
-    got = held.run(replace(held.problem, columns=()), options=Options(tile=tile))
+    got = held.subject.run(replace(held.problem, columns=()), options=Options(tile=tile))
     worst = compare(got, folded(held.oracle.outcome), folded(held.bound))
     assert worst.ratio <= 1, str(worst)
 

@@ -15,7 +15,7 @@ from contrastile.backends.numpy import backend as numpy_backend  # noqa: E402
 from contrastile.backends.triton import backend, parts  # noqa: E402
 from contrastile.backends.triton.operands import Scheme, Side  # noqa: E402
 from contrastile.verify import cases  # noqa: E402
-from contrastile.verify.run import compare  # noqa: E402
+from contrastile.verify.comparison import compare  # noqa: E402
 from contrastile.verify.trial import Subject, Trial  # noqa: E402
 from contrastile.verify.truth import truth  # noqa: E402
 

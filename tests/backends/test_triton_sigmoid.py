@@ -14,8 +14,8 @@ pytest.importorskip("triton")
 from contrastile.backends.triton import backend, sigmoid  # noqa: E402
 from contrastile.schedules.problem import Problem  # noqa: E402
 from contrastile.verify import cases  # noqa: E402
+from contrastile.verify.comparison import compare  # noqa: E402
 from contrastile.verify.rounding import round_to  # noqa: E402
-from contrastile.verify.run import compare  # noqa: E402
 from contrastile.verify.trial import Subject, Trial  # noqa: E402
 from contrastile.verify.truth import truth  # noqa: E402
 

@@ -12,7 +12,8 @@ from contrastile.backends.contract import STATISTICS, Block, Options, Pairs, Wei
 from contrastile.backends.torch import backend, products
 from contrastile.schedules.problem import Problem
 from contrastile.verify.bounds import bounds
-from contrastile.verify.run import Worst, compare, outcome
+from contrastile.verify.comparison import Worst, compare
+from contrastile.verify.execution import outcome
 from contrastile.verify.truth import Truth, truth
 
 RAGGED = Options(tile=(7, 13))

@@ -25,18 +25,11 @@ PINS = dict(re.findall(r"^([\w.-]+)==(\S+)$", (ROOT / "benchmarks/peers/requirem
 FEW = ("smoke", "ragged", "hot", "ids", "nan", "shards")
 
 
-def loaded(path: Path) -> Any:
-    spec = importlib.util.spec_from_file_location(path.stem, path)
-    assert spec is not None
-    assert spec.loader is not None
-    module = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(module)
-    return module
-
-
 @pytest.fixture(scope="module")
 def writer() -> Any:
-    return loaded(ROOT / "scripts" / "make_conformance_page.py")
+    with pytest.MonkeyPatch.context() as patch:
+        patch.syspath_prepend(str(ROOT / "scripts"))
+        return importlib.import_module("make_conformance_page")
 
 
 @pytest.fixture(scope="module")

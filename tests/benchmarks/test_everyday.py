@@ -111,7 +111,7 @@ def test_a_page_says_where_the_kernels_have_changed_since(
     results.mkdir()
     for path in (kernel, *(root / page for page in pages.PAGES)):
         path.parent.mkdir(parents=True, exist_ok=True)
-        path.write_text(f"{pages.BEGIN}\n{pages.END}\n", encoding="utf-8")
+        path.write_text(f"{pages.BEGIN}\n{pages.page_writing.END}\n", encoding="utf-8")
 
     def git(*words: str) -> str:
         who = ["-c", "user.name=A", "-c", "user.email=a@example.org", "-c", "commit.gpgsign=false"]

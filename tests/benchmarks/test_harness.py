@@ -28,7 +28,7 @@ from contrastile.backends import load
 from contrastile.backends.contract import Accuracy
 from contrastile.verify.arithmetic import Spread
 from contrastile.verify.bounds import ORACLE, bounds
-from contrastile.verify.run import compare
+from contrastile.verify.comparison import compare
 from contrastile.verify.truth import Outcome, truth
 
 ROOT = Path(__file__).resolve().parents[2]

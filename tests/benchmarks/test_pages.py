@@ -86,7 +86,9 @@ def test_a_page_that_says_something_else_is_found_out(
         (results / f"{path}.json").write_text(json.dumps(data), encoding="utf-8")
     for page in pages.PAGES:
         (tmp_path / page).parent.mkdir(parents=True, exist_ok=True)
-        (tmp_path / page).write_text(f"before\n{pages.BEGIN}\nstale\n{pages.END}\nafter\n", encoding="utf-8")
+        (tmp_path / page).write_text(
+            f"before\n{pages.BEGIN}\nstale\n{pages.page_writing.END}\nafter\n", encoding="utf-8"
+        )
     how = ["--results", str(results), "--root", str(tmp_path)]
     assert pages.main([*how, "--check"]) == 1
     assert pages.main(how) == 0
@@ -109,7 +111,7 @@ def test_a_page_without_markers_or_records(tmp_path: Path) -> None:
     with pytest.raises(ValueError, match="must hold"):
         pages.spliced("no markers", "text")
     empty = pages.performance({}, {}, pages.ROOT)
-    assert "Nothing has been measured yet" in pages.spliced(f"{pages.BEGIN}{pages.END}", empty)
+    assert "Nothing has been measured yet" in pages.spliced(f"{pages.BEGIN}{pages.page_writing.END}", empty)
 
 
 def test_steps_stand_beside_each_other(one: dict[str, Any]) -> None:
@@ -201,3 +203,17 @@ def test_the_page_of_exact_losses_is_what_its_record_says(monkeypatch: pytest.Mo
     import make_exact_page
 
     assert make_exact_page.PAGE.read_text(encoding="utf-8") == make_exact_page.page()
+
+
+def test_a_new_record_of_certain_pairs_is_one_that_the_page_can_read(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    monkeypatch.syspath_prepend(str(pages.ROOT / "scripts"))
+    import certain_pairs
+    import make_exact_page
+
+    words = ["--batch", "16", "--dtype", "float32", "--precision", "ieee", "--json", str(tmp_path / "x.json")]
+    certain_pairs.main(words)
+    monkeypatch.setattr(make_exact_page, "BACKENDS", ("plain", "torch"))
+    rows = make_exact_page.rows_of(json.loads((tmp_path / "x.json").read_text(encoding="utf-8")))
+    assert "| CLIP, norm 3,000 |" in make_exact_page.errors(rows, "float32", 16)

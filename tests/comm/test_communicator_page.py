@@ -23,7 +23,8 @@ from contrastile.backends.registry import load
 from contrastile.comm.communicator import ExchangeError
 from contrastile.verify.arithmetic import Spread
 from contrastile.verify.bounds import bounds
-from contrastile.verify.runner import Row, Run, Selection
+from contrastile.verify.runner import Row, Run
+from contrastile.verify.selection import Selection
 from contrastile.verify.truth import truth
 from contrastile.verify.worlds import Threads
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-import importlib.util
+import importlib
 from pathlib import Path
 from typing import Any
 
@@ -12,12 +12,9 @@ ROOT = Path(__file__).resolve().parents[2]
 
 
 def script() -> Any:
-    spec = importlib.util.spec_from_file_location("make_faults_page", ROOT / "scripts" / "make_faults_page.py")
-    assert spec is not None
-    assert spec.loader is not None
-    module = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(module)
-    return module
+    with pytest.MonkeyPatch.context() as patch:
+        patch.syspath_prepend(str(ROOT / "scripts"))
+        return importlib.import_module("make_faults_page")
 
 
 def test_the_page_is_made_from_the_data() -> None:

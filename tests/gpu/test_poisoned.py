@@ -21,7 +21,8 @@ if not torch.cuda.is_available():
 from contrastile.backends.arrays import TorchArrays  # noqa: E402
 from contrastile.backends.registry import available, load  # noqa: E402
 from contrastile.verify.report import verdict  # noqa: E402
-from contrastile.verify.runner import DTYPES, Run, Selection  # noqa: E402
+from contrastile.verify.runner import Run  # noqa: E402
+from contrastile.verify.selection import DTYPES, Selection  # noqa: E402
 
 BACKENDS = [name for name in ("torch", "triton", "cupy") if available()[name] is None]
 BYTE = 0xFF

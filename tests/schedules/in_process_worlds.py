@@ -9,7 +9,8 @@ from contrastile.backends.registry import load
 from contrastile.comm.inprocess import InProcess, InProcessGroup
 from contrastile.schedules.placement import Placement
 from contrastile.verify import cases
-from contrastile.verify.runner import Row, Run, Selection
+from contrastile.verify.runner import Row, Run
+from contrastile.verify.selection import Selection
 from contrastile.verify.shards import Cut
 from contrastile.verify.worlds import Threads
 

@@ -23,8 +23,9 @@ from contrastile.schedules import local, schedule
 from contrastile.schedules.problem import Problem, Walk
 from contrastile.verify import cases
 from contrastile.verify.bounds import bounds
+from contrastile.verify.comparison import GRADIENT, compare
+from contrastile.verify.execution import every_gradient, materialise
 from contrastile.verify.rearrange import folded
-from contrastile.verify.run import GRADIENT, compare, every_gradient, materialise
 from contrastile.verify.truth import Outcome, truth
 
 TORCH, CPU = load("torch"), torch.device("cpu")

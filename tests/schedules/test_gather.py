@@ -14,7 +14,7 @@ from contrastile.backends.contract import Array, Backend, Block, ColumnForm, Fin
 from contrastile.backends.registry import load
 from contrastile.comm.inprocess import InProcess
 from contrastile.schedules import gather, local
-from contrastile.verify.run import materialise
+from contrastile.verify.execution import materialise
 
 NUMPY = load("numpy")
 

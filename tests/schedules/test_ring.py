@@ -15,7 +15,7 @@ from contrastile.backends.contract import Options
 from contrastile.backends.registry import load
 from contrastile.comm.inprocess import InProcess
 from contrastile.schedules import local, ring
-from contrastile.verify.run import materialise
+from contrastile.verify.execution import materialise
 
 NUMPY = load("numpy")
 WANTED = local.Wanted(True, (True,), True)

@@ -19,8 +19,8 @@ from contrastile.schedules import schedule, triangle
 from contrastile.schedules.local import Wanted
 from contrastile.schedules.problem import Problem
 from contrastile.verify import cases
+from contrastile.verify.comparison import compare
 from contrastile.verify.rearrange import folded
-from contrastile.verify.run import compare
 from contrastile.verify.trial import Subject, Trial
 from contrastile.verify.truth import truth
 
@@ -58,7 +58,9 @@ def test_any_cut_is_within_the_bounds(most: int, name: str, dtype: str, monkeypa
     monkeypatch.setattr(triangle, "CPU_ROWS", most)
     case = cases.build(name, dtype)
     held = Trial(Subject("torch", TORCH, dtype), case, lambda: truth(case.problem))
-    worst = compare(held.run(replace(case.problem, columns=())), folded(held.oracle.outcome), folded(held.bound))
+    worst = compare(
+        held.subject.run(replace(case.problem, columns=())), folded(held.oracle.outcome), folded(held.bound)
+    )
     assert worst.ratio < 1, worst
 
 
@@ -108,9 +110,7 @@ def test_the_logit_of_a_pair_is_one_number_on_both_sides(name: str, monkeypatch:
                 seen += 1
         TORCH.gradients(block, weights, *rest)
 
-    Subject("torch", TORCH, "float32").run(
-        replace(case.problem, columns=()), Options(), backend=replace(TORCH, gradients=gradients)
-    )
+    Subject("torch", TORCH, "float32").run(replace(case.problem, columns=()), replace(TORCH, gradients=gradients))
     # either way round within a block on the diagonal
     assert seen >= len(case.problem.rows) // 2
 

@@ -19,7 +19,7 @@ from contrastile.schedules.local import Wanted
 from contrastile.schedules.placement import Placement, Shards
 from contrastile.schedules.triangle_over_ranks import shares
 from contrastile.verify import cases
-from contrastile.verify.run import materialise
+from contrastile.verify.execution import materialise
 from contrastile.verify.shards import Cut
 
 NUMPY = load("numpy")

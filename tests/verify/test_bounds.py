@@ -14,9 +14,10 @@ from contrastile.backends.contract import Accuracy, Options
 from contrastile.verify.arithmetic import gamma
 from contrastile.verify.bounds import ORACLE, bounds
 from contrastile.verify.cases import Case, build, names
+from contrastile.verify.comparison import GRADIENT, compare, parts
+from contrastile.verify.execution import outcome
 from contrastile.verify.plain import plain_outcome
 from contrastile.verify.rounding import round_to
-from contrastile.verify.run import GRADIENT, compare, outcome, parts
 from contrastile.verify.truth import Outcome, truth
 
 UPSTREAM = -0.75

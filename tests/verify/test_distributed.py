@@ -15,11 +15,12 @@ from contrastile.schedules.placement import Shards
 from contrastile.verify import cases, launched, sharded, strategies
 from contrastile.verify.arithmetic import Spread
 from contrastile.verify.bounds import ORACLE, bounds
+from contrastile.verify.comparison import compare
 from contrastile.verify.distributed import DISTRIBUTED
 from contrastile.verify.launched import opened
 from contrastile.verify.properties import PROPERTIES
-from contrastile.verify.run import compare
-from contrastile.verify.runner import Run, Selection
+from contrastile.verify.runner import Run
+from contrastile.verify.selection import Selection
 from contrastile.verify.sharded import Shared
 from contrastile.verify.shards import FIELDS, Cut, shares
 from contrastile.verify.trial import SkipError, Subject

@@ -16,8 +16,9 @@ from contrastile.backends.registry import load
 from contrastile.mutate.wrappers import WRAPPERS
 from contrastile.mutate.wrapping import around, doubled, seeing
 from contrastile.verify import cases, report
-from contrastile.verify.run import Worst
-from contrastile.verify.runner import Run, Selection
+from contrastile.verify.comparison import Worst
+from contrastile.verify.runner import Run
+from contrastile.verify.selection import Selection
 
 SOUND = load("numpy")
 

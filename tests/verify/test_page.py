@@ -14,9 +14,9 @@ import pytest
 
 from contrastile.cli import main
 from contrastile.verify import plots
+from contrastile.verify.comparison import Point, Worst
 from contrastile.verify.growth import AXES
 from contrastile.verify.page import page
-from contrastile.verify.run import Point, Worst
 from contrastile.verify.runner import Failure, Row
 
 HOSTILE = "<script>alert('x')</script>&\""

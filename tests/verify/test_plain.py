@@ -10,8 +10,8 @@ import pytest
 from contrastile.backends.contract import Accuracy
 from contrastile.backends.registry import load
 from contrastile.verify.cases import build, names
+from contrastile.verify.execution import outcome
 from contrastile.verify.plain import NOISIER, compare_with_plain, plain_outcome
-from contrastile.verify.run import outcome
 from contrastile.verify.truth import truth
 
 FLOAT32 = Accuracy(unit=2.0**-24, accumulate_unit=2.0**-24)

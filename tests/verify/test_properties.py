@@ -11,9 +11,12 @@ from test_missed import MISSED
 from contrastile.backends.contract import Options
 from contrastile.backends.registry import load
 from contrastile.mutate.wrappers import WRAPPERS
-from contrastile.mutate.wrapping import around, seeing
-from contrastile.verify.properties import PROPERTIES
-from contrastile.verify.runner import Run, Selection
+from contrastile.mutate.wrapping import seeing
+from contrastile.verify.properties import PROPERTIES, identical
+from contrastile.verify.runner import Run
+from contrastile.verify.selection import Selection
+from contrastile.verify.truth import Outcome
+from contrastile.verify.wrapped import around
 
 NUMPY = load("numpy")
 
@@ -294,3 +297,10 @@ def test_tile_options_reach_the_backend():
     assert rows[0]["status"] == "pass"
     assert Options(tile=(7, 5)) in seen
     assert Options(tile=(1, 1)) in seen
+
+
+def test_what_is_missing_the_second_time_is_not_the_same():
+    one = np.ones(())
+    whole = Outcome(loss=one, rows=np.ones((2, 3)), columns=(), scale=one)
+    assert identical(whole, whole).ratio == 0.0
+    assert "rows is missing" in str(identical(replace(whole, rows=None), whole))

@@ -6,8 +6,8 @@ from dataclasses import replace
 import pytest
 
 from contrastile.reporting import write_json
+from contrastile.verify.comparison import Worst
 from contrastile.verify.report import as_json, causes, show, skips, summary, table, verdict, worst
-from contrastile.verify.run import Worst
 from contrastile.verify.runner import Failure, Row
 
 

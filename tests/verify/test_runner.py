@@ -9,7 +9,8 @@ from contrastile.backends.contract import Options, UnsupportedProblemError
 from contrastile.backends.registry import load
 from contrastile.verify import cases, strategies
 from contrastile.verify.properties import PROPERTIES
-from contrastile.verify.runner import DTYPES, Run, Selection
+from contrastile.verify.runner import Run
+from contrastile.verify.selection import DTYPES, Selection
 from contrastile.verify.strategies import Recipe, problem, recipes
 from contrastile.verify.trial import Subject
 from contrastile.verify.truth import masks, truth
@@ -193,7 +194,7 @@ def test_a_refusal_halfway_does_not_hide_a_failure():
 
 
 def test_nan_ratio_is_a_failure(monkeypatch):
-    from contrastile.verify.run import Worst
+    from contrastile.verify.comparison import Worst
 
     vague = replace(PROPERTIES["value"], check=lambda trial: iter([("", Worst(float("nan"), "loss", (), 0.0, 0.0))]))
     monkeypatch.setitem(PROPERTIES, "value", vague)

@@ -4,7 +4,7 @@
 """
 
 from contrastile.verify.losses.claims import Claims
-from contrastile.verify.losses.run import check
+from contrastile.verify.losses.selection import check
 from contrastile.verify.losses.subject import Loss
 
 __all__ = ["Claims", "Loss", "check"]

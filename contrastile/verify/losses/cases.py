@@ -12,11 +12,10 @@ from functools import cached_property, lru_cache
 
 import numpy as np
 
-from contrastile.data.wordnet import load_wordnet_pairs
 from contrastile.oracle.arrays import FloatArray, float64
 from contrastile.problems import BUILDERS
 from contrastile.schedules.problem import Problem
-from contrastile.verify.draws import Draw, certain_pairs, pairs, unit
+from contrastile.verify.draws import FAR, Draw, certain_pairs, pairs, unit, wordnet_pairs
 from contrastile.verify.losses.claims import Claims
 from contrastile.verify.losses.subject import Arguments
 from contrastile.verify.rearrange import apart, folded
@@ -25,8 +24,8 @@ from contrastile.verify.truth import Outcome, Truth, truth
 
 Pairs = tuple[FloatArray, FloatArray]
 
-MEMORY = "memory"
-"""The case of the property that measures memory."""
+MEMORY, ABOUT_MEMORY = "memory", "batches of which each is twice as large as the last"
+"""The case of the property that measures memory, and what it is."""
 
 SELF = ("nt_xent", "sup_con")
 """The objectives whose features are rows and columns at once."""
@@ -91,7 +90,7 @@ def _repeated(draw: Draw, b: int, d: int) -> Pairs:
 
 
 def _real(draw: Draw, b: int, d: int) -> Pairs:
-    real = load_wordnet_pairs()
+    real = wordnet_pairs()
     rows, columns = (unit(float64(x)[:, :d]) for x in (real.examples, real.glosses))
     return np.resize(rows, (b, rows.shape[1])), np.resize(columns, (b, columns.shape[1]))
 
@@ -107,9 +106,7 @@ def _few(draw: Draw, b: int) -> np.ndarray:
 
 
 def _far(draw: Draw, b: int) -> np.ndarray:
-    """Ids beyond 32 bits or below 0, some alike in their low 32 bits or as a float64."""
-    far = np.array([-1, 2**32 - 1, 0, 2**32, -(2**32), -5, 2**32 - 5, 2**53, 2**53 + 1, 2**62, -(2**62)])
-    return far[draw.integers(0, len(far), b)]
+    return FAR[draw.integers(0, len(FAR), b)]
 
 
 BATCHES = {
@@ -250,7 +247,7 @@ def sized(claims: Claims, rows: int, width: int, dtype: str) -> LossCase:
     """A case of this size, to measure memory."""
     image, text = pairs(np.random.default_rng(0), rows, width)
     given = Arguments((round_to(image, dtype), round_to(text, dtype)), 8.0)
-    batch = Batch(MEMORY, "batches of which each is twice as large as the last", rows, width, 8.0)
+    batch = Batch(MEMORY, ABOUT_MEMORY, rows, width, 8.0)
     return LossCase(batch, dtype, _arguments(claims.objective, given), claims)
 
 

@@ -94,6 +94,11 @@ class Claims:
         if any(n < 2 for n in self.ranks):
             raise ValueError(f"claims: ranks must be numbers of at least 2, got {self.ranks}; leave 1 out")
 
+    @property
+    def by_autograd(self) -> bool:
+        """Whether autograd gives the gradients."""
+        return self.library == "torch" and not self.returns_gradients
+
     @staticmethod
     def of(given: Claims | Mapping[str, Any] | None, **more: Any) -> Claims:
         """Claims from what a loss has as its attribute ``claims``; ``more`` replaces what is not None.

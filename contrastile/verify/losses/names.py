@@ -4,7 +4,7 @@ from contrastile.verify.losses import cases, properties, ranks
 
 CASES = {
     **{batch.name: batch.about for batch in cases.BATCHES.values()},
-    cases.MEMORY: "batches of which each is twice as large as the last",
+    cases.MEMORY: cases.ABOUT_MEMORY,
     **ranks.SHARDS,
 }
 PROPERTIES = {

@@ -10,9 +10,9 @@ from typing import Any
 
 import pytest
 
-from contrastile.verify.losses.run import LossCheck, LossSelection
+from contrastile.verify.losses.selection import LossSelection
 from contrastile.verify.losses.subject import Loss
-from contrastile.verify.runner import worst_of
+from contrastile.verify.runner import Check, worst_of
 
 
 @dataclass(slots=True)
@@ -89,7 +89,7 @@ class LossFile(pytest.File):
 class LossTest(pytest.Item):
     """One case and property of a loss."""
 
-    def __init__(self, *, check: LossCheck, skip: str | None, **kwargs: Any) -> None:
+    def __init__(self, *, check: Check, skip: str | None, **kwargs: Any) -> None:
         super().__init__(**kwargs)
         self.check, self.skip = check, skip
 
@@ -97,18 +97,18 @@ class LossTest(pytest.Item):
         """Make the comparisons, or skip."""
         if self.skip is not None:
             pytest.skip(self.skip)
-        if self.check.check is None:
+        if self.check.compare is None:
             pytest.skip(f"not claimed: {self.check.reason}")
-        found = worst_of(self.check.check)
+        found = worst_of(self.check.compare)
         if found.status == "fail":
-            raise LossError(": ".join(filter(None, (found.label, str(found.worst)))), found.worst.ratio)
+            raise LossError(found.said, found.worst.ratio)
         if found.status != "pass":
             pytest.skip(found.reason)
 
     def repr_failure(self, excinfo: pytest.ExceptionInfo[BaseException], style: Any = None) -> Any:
         """What is wrong, without a traceback of the harness."""
         if isinstance(excinfo.value, LossError):
-            return f"{self.check.loss.name}, {self.check.property}: {excinfo.value}"
+            return f"{self.check.backend}, {self.check.property}: {excinfo.value}"
         return super().repr_failure(excinfo, style)
 
     def reportinfo(self) -> tuple[Path, None, str]:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 from functools import cached_property, partial
 from typing import Any
 
@@ -12,38 +12,28 @@ import numpy as np
 from contrastile.backends.contract import Array
 from contrastile.oracle.arrays import FloatArray
 from contrastile.verify import peak
+from contrastile.verify.comparison import NOTHING, Comparisons, Worst, compare, wrong
 from contrastile.verify.losses import allowed
 from contrastile.verify.losses.cases import MEMORY, SELF, LossCase, of_arguments, sized
 from contrastile.verify.losses.claims import Claims
 from contrastile.verify.losses.subject import Loss, Result, prepare
 from contrastile.verify.plain import compare_with_plain
-from contrastile.verify.run import NOTHING, Worst, compare, wrong
+from contrastile.verify.properties import Property
 from contrastile.verify.trial import SkipError
 from contrastile.verify.truth import Outcome
 
-Checks = Iterator[tuple[str, Worst]]
 UPSTREAM = -2.5
 
 
 @dataclass(frozen=True, slots=True)
-class LossProperty:
-    """A named property of a loss.
+class LossProperty(Property):
+    """A named property of a loss, whose check takes a ``LossTrial``, of its own case too.
 
     Attributes:
-        name: what ``--property`` calls it.
-        check: a trial -> its comparisons.
         claim: why a loss with these claims is not held to it, "" where it is.
-        case: the name of its own case, None for a property of every case.
     """
 
-    name: str
-    check: Callable[[LossTrial], Checks]
-    claim: Callable[[Claims], str]
-    case: str | None = None
-
-    @property
-    def about(self) -> str:
-        return (self.check.__doc__ or "").strip().partition("\n")[0]
+    claim: Callable[[Claims], str] = lambda claims: ""
 
 
 @dataclass(frozen=True)
@@ -59,7 +49,6 @@ class LossTrial:
     loss: Loss
     case: LossCase
     device: str = "cpu"
-    cache: dict[str, Any] = field(default_factory=dict, repr=False)
 
     @cached_property
     def result(self) -> Result:
@@ -144,22 +133,22 @@ def _arrays(x: Outcome, fields: Sequence[str]) -> Iterator[tuple[str, FloatArray
                 yield name, each
 
 
-def value(trial: LossTrial) -> Checks:
+def value(trial: LossTrial) -> Comparisons:
     """The loss agrees with the oracle's."""
     yield "", trial.compare(trial.result, ("loss",))
 
 
-def gradients(trial: LossTrial) -> Checks:
+def gradients(trial: LossTrial) -> Comparisons:
     """The gradients of the features agree with the oracle's."""
     yield "", trial.compare(trial.result, ("rows", "columns"))
 
 
-def scale_gradient(trial: LossTrial) -> Checks:
+def scale_gradient(trial: LossTrial) -> Comparisons:
     """The gradients of the scale and of the bias agree with the oracle's."""
     yield "", trial.compare(trial.result, ("scale", "bias"))
 
 
-def plain(trial: LossTrial) -> Checks:
+def plain(trial: LossTrial) -> Comparisons:
     """Value and gradients have at most 2 x the error of a plain computation in the same dtype; on a GPU 3 x."""
     case, claims = trial.case, trial.loss.claims
     if case.dtype == "float64":
@@ -180,7 +169,7 @@ def _claimed_part(claims: Claims, x: Outcome, *, joined: bool = False) -> Outcom
     return x if claims.scale_gradient else replace(x, scale=none, bias=none)
 
 
-def upstream(trial: LossTrial) -> Checks:
+def upstream(trial: LossTrial) -> Comparisons:
     """The upstream gradient multiplies every gradient."""
     trial.only_by_autograd()
     fields = _gradient_fields(trial.loss.claims)
@@ -193,7 +182,7 @@ def _gradient_fields(claims: Claims) -> list[str]:
     return features + (["scale", "bias"] if claims.scale_gradient else [])
 
 
-def frozen(trial: LossTrial) -> Checks:
+def frozen(trial: LossTrial) -> Comparisons:
     """A gradient is right where the others are not asked for."""
     trial.only_by_autograd()
     count = len(trial.case.arguments.features)
@@ -209,12 +198,12 @@ def frozen(trial: LossTrial) -> Checks:
         yield f"{name} alone", trial.compare(found, ("loss", name))
 
 
-def determinism(trial: LossTrial) -> Checks:
+def determinism(trial: LossTrial) -> Comparisons:
     """The same inputs give the same bits."""
     again = trial.run()
     for name, a, b in zip(("loss", "features", "scale", "bias"), _values(again), _values(trial.result), strict=True):
         for x, y in zip(a, b, strict=True):
-            if x is not None and y is not None and np.asarray(x).tobytes() != np.asarray(y).tobytes():
+            if (x is None) != (y is None) or np.asarray(x).tobytes() != np.asarray(y).tobytes():
                 yield "second run", wrong(f"other bits in {'the gradient of ' * (name != 'loss')}{name}")
     yield "second run", NOTHING
 
@@ -223,7 +212,7 @@ def _values(x: Result) -> tuple[tuple[Any, ...], ...]:
     return (x.loss,), x.features, (x.scale,), (x.bias,)
 
 
-def inputs_kept(trial: LossTrial) -> Checks:
+def inputs_kept(trial: LossTrial) -> Comparisons:
     """The loss writes to none of its inputs."""
     call = prepare(trial.loss, trial.case.arguments, trial.case.dtype, trial.device)
     take = trial.loss.arrays.to_numpy
@@ -239,7 +228,7 @@ def _bare(x: Array) -> Array:
     return x.detach() if hasattr(x, "detach") else x
 
 
-def strided(trial: LossTrial) -> Checks:
+def strided(trial: LossTrial) -> Comparisons:
     """Transposed and every-other views give the same results as contiguous features."""
     fields = ["loss", *(["rows", "columns"] if trial.loss.claims.feature_gradients else [])]
     trial.only_right(fields)
@@ -261,10 +250,9 @@ def _every_other(arrays: Any, x: Array) -> Array:
 
 
 _LARGEST = {"cpu": 1024, "cuda": 8192}
-_SLACK = {"cpu": 1 << 14, "cuda": 1 << 20}
 
 
-def linear_memory(trial: LossTrial) -> Checks:
+def linear_memory(trial: LossTrial) -> Comparisons:
     """Memory grows with the batch, not with its square."""
     claims, device, dtype = trial.loss.claims, trial.device, trial.case.dtype
     largest, width = _LARGEST[device], trial.case.batch.width
@@ -279,13 +267,8 @@ def linear_memory(trial: LossTrial) -> Checks:
     # first calls fill caches and compile
     measured(sizes[0])
     half, one, two = (measured(b) for b in sizes)
-    # with memory c + a b + q b^2, the second doubling adds twice as much as the first if q is 0, else more
-    limit = one + (sizes[2] - sizes[1]) / (sizes[1] - sizes[0]) * max(0.0, one - half) * 1.25 + _SLACK[device]
+    limit = peak.linear_limit(half, one, (sizes[2] - sizes[1]) / (sizes[1] - sizes[0]), device)
     yield f"b = {sizes[1]} and {sizes[2]}", Worst(two / limit, "bytes", (), two, limit)
-
-
-def _always(claims: Claims) -> str:
-    return ""
 
 
 def _claimed(name: str, what: str) -> Callable[[Claims], str]:
@@ -293,8 +276,11 @@ def _claimed(name: str, what: str) -> Callable[[Claims], str]:
 
 
 def _by_autograd(claims: Claims) -> str:
-    by_autograd = claims.library == "torch" and not claims.returns_gradients
-    return "" if by_autograd and (claims.feature_gradients or claims.scale_gradient) else "gradients through autograd"
+    return (
+        ""
+        if claims.by_autograd and (claims.feature_gradients or claims.scale_gradient)
+        else "gradients through autograd"
+    )
 
 
 def _of_features_by_autograd(claims: Claims) -> str:
@@ -304,16 +290,18 @@ def _of_features_by_autograd(claims: Claims) -> str:
 PROPERTIES = {
     each.name: each
     for each in (
-        LossProperty("value", value, _always),
-        LossProperty("gradients", gradients, _claimed("feature_gradients", "gradients of the features")),
-        LossProperty("scale-gradient", scale_gradient, _claimed("scale_gradient", "the gradient of the scale")),
-        LossProperty("plain", plain, _always),
-        LossProperty("upstream", upstream, _by_autograd),
-        LossProperty("frozen", frozen, _of_features_by_autograd),
-        LossProperty("determinism", determinism, _claimed("deterministic", "the same bits for the same inputs")),
-        LossProperty("inputs-kept", inputs_kept, _always),
-        LossProperty("strided", strided, _claimed("strided", "features that are not contiguous")),
-        LossProperty("linear-memory", linear_memory, _claimed("linear_memory", "memory linear in the batch"), MEMORY),
+        LossProperty("value", value),
+        LossProperty("gradients", gradients, claim=_claimed("feature_gradients", "gradients of the features")),
+        LossProperty("scale-gradient", scale_gradient, claim=_claimed("scale_gradient", "the gradient of the scale")),
+        LossProperty("plain", plain),
+        LossProperty("upstream", upstream, claim=_by_autograd),
+        LossProperty("frozen", frozen, claim=_of_features_by_autograd),
+        LossProperty("determinism", determinism, claim=_claimed("deterministic", "the same bits for the same inputs")),
+        LossProperty("inputs-kept", inputs_kept),
+        LossProperty("strided", strided, claim=_claimed("strided", "features that are not contiguous")),
+        LossProperty(
+            "linear-memory", linear_memory, MEMORY, claim=_claimed("linear_memory", "memory linear in the batch")
+        ),
     )
 }
 """All properties on one process, by name."""

@@ -26,12 +26,13 @@ import numpy as np
 
 from contrastile.backends.contract import state_dtype
 from contrastile.oracle.arrays import FloatArray
+from contrastile.reporting import one_line
+from contrastile.verify.comparison import Comparisons, Worst
 from contrastile.verify.losses import allowed
 from contrastile.verify.losses.cases import LossCase, sized
 from contrastile.verify.losses.claims import Claims
-from contrastile.verify.losses.properties import Checks, compared, outcome
+from contrastile.verify.losses.properties import compared, outcome
 from contrastile.verify.losses.subject import Loss, Result, load
-from contrastile.verify.run import Worst
 from contrastile.verify.trial import SkipError
 from contrastile.verify.truth import Outcome
 
@@ -55,7 +56,7 @@ _PROGRAM = "import sys; sys.path[:] = {path!r}; from contrastile.verify.losses.r
 
 
 @dataclass(frozen=True, slots=True)
-class Shared:
+class SharedCase:
     """A case shared by ranks.
 
     Attributes:
@@ -67,7 +68,7 @@ class Shared:
     shards: tuple[int, ...]
 
 
-def shared(name: str, claims: Claims, ranks: int) -> Shared:
+def shared(name: str, claims: Claims, ranks: int) -> SharedCase:
     """The case of this name for so many ranks.
 
     Raises:
@@ -83,7 +84,7 @@ def shared(name: str, claims: Claims, ranks: int) -> Shared:
     if name != "shards" and len(set(shards)) == 1:
         raise ValueError("batches of different sizes")
     sizes = tuple(rows for rows in shards if rows is not None)
-    return Shared(sized(claims, sum(sizes), width, dtype_of(claims)), sizes)
+    return SharedCase(sized(claims, sum(sizes), width, dtype_of(claims)), sizes)
 
 
 def dtype_of(claims: Claims) -> str:
@@ -95,12 +96,15 @@ def missing(claims: Claims) -> str:
     """Why a loss with these claims is not tested on ranks, "" where it is."""
     if not claims.ranks:
         return "several ranks"
-    by_autograd = claims.library == "torch" and not claims.returns_gradients and claims.feature_gradients
-    return "" if by_autograd else "several ranks, whose gradients DDP takes from autograd"
+    return (
+        ""
+        if claims.by_autograd and claims.feature_gradients
+        else "several ranks, whose gradients DDP takes from autograd"
+    )
 
 
 @dataclass
-class World:
+class Ranks:
     """The ranks of a loss, which are started once, when the first result is asked for.
 
     Attributes:
@@ -111,7 +115,7 @@ class World:
     loss: Loss
     seconds: float = _SECONDS
 
-    def check(self, name: str, ranks: int, fields: tuple[str, ...]) -> Checks:
+    def check(self, name: str, ranks: int, fields: tuple[str, ...]) -> Comparisons:
         """Compare the fields of one case on so many ranks."""
         given = shared(name, self.loss.claims, ranks)
         results = self._results[ranks]
@@ -250,9 +254,8 @@ def _rank(pickled: bytes | None, name: str, claims: Claims, rank: int, size: int
             (folder / "found").write_bytes(pickle.dumps(found))
         code = 0
     except BaseException as error:
-        text = " ".join(str(error).split())
         draft = folder / f"draft{rank}"
-        draft.write_text(f"rank {rank} raised {type(error).__name__}: {text}")
+        draft.write_text(f"rank {rank} raised {one_line(error)}")
         draft.rename(folder / f"error{rank}")
     finally:
         # no finaliser may wait for a rank that is gone
@@ -276,7 +279,7 @@ def _as_rank(loss: Loss, rank: int, size: int, folder: Path) -> dict[str, Result
     return found
 
 
-def _under_ddp(loss: Loss, call: Any, given: Shared, rank: int) -> Result:
+def _under_ddp(loss: Loss, call: Any, given: SharedCase, rank: int) -> Result:
     """The mean of the ranks' values, and the parameters' gradients after DDP's mean."""
     import torch
     import torch.distributed as dist

@@ -14,9 +14,9 @@ import numpy as np
 from contrastile.backends.arrays import ArrayLibrary, CupyArrays, NumpyArrays, TorchArrays
 from contrastile.backends.contract import Array, state_dtype
 from contrastile.oracle.arrays import FloatArray, IntArray
-from contrastile.reporting import CannotRunError
+from contrastile.reporting import CannotRunError, one_line
+from contrastile.verify.execution import on_device
 from contrastile.verify.losses.claims import Claims
-from contrastile.verify.run import on_device
 
 _ARRAYS: dict[str, Callable[[Any], ArrayLibrary]] = {"numpy": NumpyArrays, "cupy": CupyArrays, "torch": TorchArrays}
 
@@ -175,7 +175,7 @@ class Call:
         by_autograd = not gradients
         if gradients:
             gradients += [None] * (len(self.features) + 2 - len(gradients))
-        elif self.loss.claims.library != "torch" or self.loss.claims.returns_gradients:
+        elif not self.loss.claims.by_autograd:
             raise TypeError(
                 f"a loss that returns its gradients must return (loss, gradients...), got {type(returned).__name__}"
             )
@@ -213,7 +213,6 @@ def prepare(
 ) -> Call:
     """The arrays of a call: see ``Loss.evaluate``."""
     arrays, claims, like = loss.arrays, loss.claims, on_device(loss.arrays, device)
-    differentiable = claims.library == "torch" and not claims.returns_gradients
 
     def put(x: Any, kind: str) -> Array:
         return arrays.asarray(np.array(x, order="C"), kind, like)
@@ -223,7 +222,7 @@ def prepare(
     trained: list[Array] = []
     if claims.scale_gradient and claims.library == "torch":
         trained = [put(x, state_dtype(dtype)) for x in numbers]
-    if differentiable:
+    if claims.by_autograd:
         wanted = train if train is not None else [claims.feature_gradients] * len(features)
         features = [x.requires_grad_(want) for x, want in zip(features, wanted, strict=True)]
         trained = [x.requires_grad_(train is None) for x in trained]
@@ -261,8 +260,7 @@ def load(name: str) -> Any:
             found = getattr(found, part)
     except (Exception, SystemExit) as error:
         # importing other people's code may raise anything
-        text = " ".join(str(error).split())
-        raise CannotRunError(f"loss {name!r} cannot be imported: {type(error).__name__}: {text}") from error
+        raise CannotRunError(f"loss {name!r} cannot be imported: {one_line(error)}") from error
     return found
 
 

@@ -26,7 +26,7 @@ from contrastile.comm.communicator import Communicator, ExchangeError
 from contrastile.comm.connect import connect
 from contrastile.comm.watchdog import deadline_or
 from contrastile.verify.bounds import bounds
-from contrastile.verify.run import compare
+from contrastile.verify.comparison import compare
 from contrastile.verify.shards import Cut
 from contrastile.verify.truth import Outcome, truth
 

@@ -30,7 +30,7 @@ from contrastile.backends.arrays import library_of
 from contrastile.bench.peers import ours
 from contrastile.comm.connect import connect
 from contrastile.verify.bounds import bounds
-from contrastile.verify.run import compare
+from contrastile.verify.comparison import compare
 from contrastile.verify.shards import Cut, shares
 from contrastile.verify.truth import Outcome, truth
 

@@ -8,8 +8,9 @@ import pytest
 from contrastile.backends.contract import STATISTICS
 from contrastile.backends.registry import load
 from contrastile.verify import cases
+from contrastile.verify.comparison import compare
+from contrastile.verify.execution import materialise, outcome
 from contrastile.verify.rearrange import doubled, permuted, unpermuted
-from contrastile.verify.run import compare, materialise, outcome
 from contrastile.verify.truth import Outcome, masks, truth
 
 ONES = Outcome(

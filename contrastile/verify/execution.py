@@ -1,0 +1,137 @@
+"""Computes one problem with one backend."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import Any, Literal
+
+import numpy as np
+
+from contrastile.backends.arrays import ArrayLibrary
+from contrastile.backends.contract import STATISTICS, Array, Backend, LseFunction, Options, Statistics
+from contrastile.schedules import local, schedule, triangle
+from contrastile.schedules.problem import Problem
+from contrastile.verify.truth import Outcome
+from contrastile.verify.wrapped import around
+
+Want = local.Wanted | Literal["every"] | None
+"""The gradients to ask for; None for the value alone."""
+
+
+def on_device(arrays: ArrayLibrary, device: str) -> Array:
+    """An array on this device, after whose device others are made."""
+    like = arrays.from_numpy(np.zeros(1))
+    return like if arrays.device(like) == device else like.to(device)
+
+
+def materialise(problem: Problem, backend: Backend, dtype: str, device: str = "cpu") -> Problem:
+    """The NumPy float64 problem in the backend's arrays: features in ``dtype``, weights in the state dtype.
+
+    Every array is a copy, so that no backend can modify the problem that the oracle reads.
+    """
+    arrays, state, like = backend.arrays, backend.state(dtype), on_device(backend.arrays, device)
+
+    def put(x: Any, kind: str) -> Array:
+        return None if x is None else arrays.asarray(np.array(x, order="C"), kind, like)
+
+    return replace(
+        problem,
+        rows=put(problem.rows, dtype),
+        columns=tuple(put(x, dtype) for x in problem.columns),
+        **{name: put(getattr(problem, name), state) for name in _STATE},
+        **{name: put(getattr(problem, name), "int64") for name in _INDICES},
+    )
+
+
+_NO_GRADIENTS = local.Gradients(None, (), None, None)
+_STATE = ("scale", "bias", "row_weight", "row_target", "column_weight", "column_target")
+_INDICES = ("positives", "excluded", "row_ids", "column_ids")
+
+
+def every_gradient(problem: Problem) -> local.Wanted:
+    return local.Wanted(True, (True,) * len(problem.columns), True, problem.bias is not None)
+
+
+@np.errstate(all="ignore")
+def outcome(
+    problem: Problem,
+    backend: Backend,
+    dtype: str,
+    device: str = "cpu",
+    options: Options = Options(),  # noqa: B008 (frozen)
+    upstream: float = 1.0,
+    want: Want = "every",
+) -> Outcome:
+    """The backend's loss, statistics and gradients of ``upstream * loss``.
+
+    Args:
+        problem: NumPy float64, features exactly representable in ``dtype``.
+        backend: the backend's record.
+        dtype: the features' dtype.
+        device: kind of device.
+        options: passed to the backend.
+        upstream: gradient with respect to the loss.
+        want: the gradients to ask for.
+
+    Returns:
+        The results, converted to NumPy float64; None for what was not asked for. Of a problem with a placement, this
+        rank's part, without the sums of the positive logits, which are never merged over ranks.
+
+    Raises:
+        UnsupportedProblemError: the backend refuses the problem.
+    """
+    arrays = backend.arrays
+    native = materialise(problem, backend, dtype, device)
+    upstream_gradient = arrays.asarray(upstream, backend.state(dtype), native.scale)
+    wanted = every_gradient(native) if want == "every" else want
+    parts: list[Statistics] = []
+    lses: dict[str, Array | None] = {}
+
+    def recorded(lse: LseFunction, *call: Any) -> Statistics:
+        parts.append(lse(*call))
+        return parts[-1]
+
+    if native.kind == "sigmoid":
+        loss, sums = schedule.sigmoid(native, wanted, backend, options)
+        gradients = _NO_GRADIENTS
+        if wanted is not None:
+            assert sums is not None
+            place = native.placement
+            gradients = schedule.finish(native.rows, native.scale, place, sums, upstream_gradient, wanted, arrays)
+    else:
+        recording = around(backend, recorded, "lse", "keeping")
+        keep = wanted is not None and wanted.rows and all(wanted.columns)
+        saved = schedule.forward(native, recording, options, keep=keep)
+        gradients = _NO_GRADIENTS
+        if wanted is not None:
+            gradients = schedule.backward(native, saved, upstream_gradient, wanted, backend, options)
+        loss = saved.loss
+        lses = {name: getattr(saved, name) for name in STATISTICS if hasattr(saved, name)}
+
+    if native.placement is not None:
+        parts.clear()
+
+    def take(x: Array | None) -> Any:
+        return None if x is None else np.array(arrays.to_numpy(x), dtype=np.float64)
+
+    found: dict[str, Any] = dict.fromkeys(STATISTICS) | {name: take(x) for name, x in lses.items()}
+    if parts and not native.columns:
+        every = slice(0, native.rows.shape[0])
+        found["row_positive_sum"] = total = np.zeros(every.stop)
+        blocks = triangle.places(every, triangle.whole_up_to(native, arrays, options))
+        for (rows, columns), part in zip(blocks, parts, strict=True):
+            total[rows] += take(part.row_positive_sum)
+            if rows != columns:
+                total[columns] += take(part.column_positive_sum)
+    elif parts:
+        found["row_positive_sum"] = np.sum([take(part.row_positive_sum) for part in parts], axis=0)
+        if found["column_negative_lse"] is not None:
+            found["column_positive_sum"] = np.concatenate([take(part.column_positive_sum) for part in parts])
+    return Outcome(
+        loss=take(loss),
+        **found,
+        rows=take(gradients.rows),
+        columns=tuple(take(x) for x in gradients.columns),
+        scale=take(gradients.scale),
+        bias=take(gradients.bias),
+    )

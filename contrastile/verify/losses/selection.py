@@ -1,0 +1,146 @@
+"""The checks of losses: one for each case and property, and one for each thing that is not claimed."""
+
+from __future__ import annotations
+
+import shlex
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from functools import lru_cache, partial
+from typing import Any
+
+from contrastile.verify.comparison import Comparisons
+from contrastile.verify.losses import cases, ranks
+from contrastile.verify.losses.cases import BATCHES, MEMORY
+from contrastile.verify.losses.claims import Claims
+from contrastile.verify.losses.properties import PROPERTIES, LossProperty, LossTrial
+from contrastile.verify.losses.subject import Loss
+from contrastile.verify.runner import Check, Row, Run
+from contrastile.verify.selection import DTYPES, one_thread
+
+
+@dataclass(frozen=True, slots=True)
+class LossSelection:
+    """What to run.
+
+    Attributes:
+        losses: in their order.
+        cases: names; None for all.
+        properties: names; None for all.
+        dtypes: of the features; those that a loss does not claim are listed once.
+        device: kind of device.
+    """
+
+    losses: Sequence[Loss]
+    cases: Sequence[str] | None = None
+    properties: Sequence[str] | None = None
+    dtypes: Sequence[str] = DTYPES
+    device: str = "cpu"
+
+    def _command(self, loss: Loss, dtype: str, name: str, case: str) -> str:
+        """The command that makes a check again."""
+        words = ["contrastile", "verify", "--loss", loss.name, "--objective", loss.claims.objective]
+        words += ["--dtype", dtype, "--property", name, "--case", case]
+        words += [] if self.device == "cpu" else ["--device", self.device]
+        return shlex.join(words)
+
+    def _check(
+        self, loss: Loss, name: str, case: str, dtype: str, compare: Callable[[], Comparisons] | None, **more: Any
+    ) -> Check:
+        return Check(loss.name, name, case, dtype, compare, partial(self._command, loss, dtype, name), **more)
+
+    def _unclaimed(
+        self, loss: Loss, what: str, dtype: str, name: str = "all", case: str = "all", world: int = 1
+    ) -> Check:
+        return self._check(loss, name, case, dtype, None, reason=what, world=world)
+
+    def checks(self) -> Iterator[Check]:
+        """All checks, in a fixed order."""
+        for loss in self.losses:
+            if self.device not in loss.claims.devices:
+                yield self._unclaimed(loss, f"the device {self.device}", "all")
+                continue
+            for dtype in self.dtypes:
+                if dtype not in loss.claims.dtypes:
+                    yield self._unclaimed(loss, f"{dtype} features", dtype)
+                    continue
+                yield from self._of_dtype(loss, dtype)
+            yield from self._of_ranks(loss)
+
+    def _of_dtype(self, loss: Loss, dtype: str) -> Iterator[Check]:
+        chosen = [each for name, each in PROPERTIES.items() if self.properties is None or name in self.properties]
+        for each in chosen:
+            missing = each.claim(loss.claims)
+            if missing:
+                yield self._unclaimed(loss, missing, dtype, each.name)
+        held = [each for each in chosen if not each.claim(loss.claims)]
+        for name in [*BATCHES, MEMORY]:
+            own = [each for each in held if cases.concerns(name, each.name, each.case, loss.claims.objective)]
+            if not own or (self.cases is not None and name not in self.cases):
+                continue
+            try:
+                cases.build(name, dtype, loss.claims)
+            except ValueError as missing:
+                yield self._unclaimed(loss, str(missing), dtype, case=name)
+                continue
+            for each in own:
+                held_by = partial(_held, each, loss, name, dtype, self.device)
+                yield self._check(
+                    loss, each.name, name, dtype, held_by, device=self.device, together=(loss.name, dtype, name)
+                )
+
+    def _of_ranks(self, loss: Loss) -> Iterator[Check]:
+        names = [name for name in ranks.SHARDS if self.cases is None or name in self.cases]
+        chosen = [name for name in ranks.DISTRIBUTED if self.properties is None or name in self.properties]
+        if not (names and chosen) or self.device != "cpu":
+            return
+        missing = ranks.missing(loss.claims)
+        if missing:
+            yield self._unclaimed(loss, missing, "all", case="shards")
+            return
+        dtype, started = ranks.dtype_of(loss.claims), ranks.Ranks(loss)
+        if dtype not in self.dtypes:
+            return
+        for size in loss.claims.ranks:
+            for case in names:
+                try:
+                    ranks.shared(case, loss.claims, size)
+                except ValueError as reason:
+                    yield self._unclaimed(loss, str(reason), dtype, case=case, world=size)
+                    continue
+                for name in chosen:
+                    what = PROPERTIES[name.removeprefix("ddp-")].claim(loss.claims)
+                    if what:
+                        yield self._unclaimed(loss, what, dtype, name, case, size)
+                        continue
+                    compare = partial(started.check, case, size, ranks.DISTRIBUTED[name][0])
+                    yield self._check(loss, name, case, dtype, compare, world=size)
+
+
+@lru_cache(maxsize=1)
+def _trial(loss: Loss, name: str, dtype: str, device: str) -> LossTrial:
+    """The trial of the checks that follow one another; the next case takes its place."""
+    return LossTrial(loss, cases.build(name, dtype, loss.claims), device)
+
+
+def _held(each: LossProperty, loss: Loss, name: str, dtype: str, device: str) -> Comparisons:
+    with one_thread(loss.arrays, device == "cpu"):
+        yield from each.check(_trial(loss, name, dtype, device))
+
+
+def check(loss: Any, claims: Claims | Mapping[str, Any] | None = None, **chosen: Any) -> Iterator[Row]:
+    """Run the cases on a loss, in this process, and yield a row for each case and property.
+
+    Args:
+        loss: see ``Loss.of``.
+        claims: see ``Loss.of``.
+        **chosen: ``cases``, ``properties``, ``dtypes``, ``device``: see ``LossSelection``.
+
+    Returns:
+        Rows as of ``contrastile verify``: ``backend`` is the loss's name, ``ratio`` the largest error over its bound,
+        and ``status`` "pass", "fail", "skip" (the property does not apply), "untested", or "unclaimed", whose
+        ``reason`` says what is not claimed.
+
+    Raises:
+        CannotRunError, TypeError, ValueError: see ``Loss.of``.
+    """
+    return Run(LossSelection([Loss.of(loss, claims)], **chosen)).rows()

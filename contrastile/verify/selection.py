@@ -1,0 +1,206 @@
+"""The checks of backends: backends x dtypes x cases x properties, as many of them as are selected."""
+
+from __future__ import annotations
+
+import shlex
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from functools import cache, partial
+
+from contrastile.backends.arrays import FLOATS, ArrayLibrary
+from contrastile.backends.contract import PRECISIONS, Backend
+from contrastile.verify import cases, sharded, strategies
+from contrastile.verify.cases import Case
+from contrastile.verify.comparison import Comparisons
+from contrastile.verify.distributed import DISTRIBUTED
+from contrastile.verify.properties import PROPERTIES, Property
+from contrastile.verify.runner import Check
+from contrastile.verify.trial import SkipError, Subject, Trial
+from contrastile.verify.truth import Truth, truth
+from contrastile.verify.worlds import World
+
+DTYPES = ("float32", *(dtype for dtype in FLOATS if dtype != "float32"))
+
+
+@dataclass(frozen=True, slots=True)
+class Selection:
+    """What to run.
+
+    Attributes:
+        backends: by name.
+        cases: names, also "drawn" and "drawn:..."; None for all.
+        properties: names; None for all.
+        dtypes: of the features; those that a backend does not take are skipped.
+        device: kind of device; "auto" is a GPU for the backends that run on one, if there is a GPU, else the host.
+        gpu: whether there is one; "auto" asks.
+        workspace: see ``contract.Options``.
+        keep: see ``contract.Options``.
+        examples: problems to draw for each backend and dtype.
+        seed: of everything random.
+        precisions: of float32 products; those that a backend does not have are skipped. None for all that it has.
+        world: the ranks, on which the distributed properties run and no others; None for a single process.
+    """
+
+    backends: dict[str, Backend]
+    cases: Sequence[str] | None = None
+    properties: Sequence[str] | None = None
+    dtypes: Sequence[str] = DTYPES
+    device: str = "auto"
+    gpu: bool = False
+    examples: int = 100
+    seed: int = 0
+    precisions: Sequence[str] | None = None
+    workspace: int | None = None
+    keep: int | None = None
+    world: World | None = None
+
+    def subjects(self, dtype: str) -> list[Subject]:
+        """Each backend with this dtype, and with each precision of its float32 products."""
+        found = []
+        for name, backend in self.backends.items():
+            available = [x for x in PRECISIONS if x in backend.precisions]
+            precisions = (available if self.precisions is None else self.precisions) if dtype == "float32" else ["ieee"]
+            how = self.place(backend), self.seed, self.examples
+            sizes = self.workspace, self.keep
+            found += [Subject(name, backend, dtype, *how, precision, *sizes, self.world) for precision in precisions]
+        return found
+
+    def place(self, backend: Backend) -> str:
+        """The kind of device on which a backend runs."""
+        if self.device != "auto":
+            return self.device
+        return "cuda" if self.gpu and "cuda" in backend.devices else "cpu"
+
+    def chosen(self) -> list[Property]:
+        """The selected properties, in the registry's order."""
+        known = PROPERTIES if self.world is None else DISTRIBUTED
+        return [each for name, each in known.items() if self.properties is None or name in self.properties]
+
+    def case_names(self) -> list[str]:
+        return [name for name in cases.names() if self.cases is None or name in self.cases]
+
+    def own_cases(self, each: Property) -> list[str]:
+        if each.case is None:
+            return []
+        if self.cases is None:
+            return [each.case]
+        return [name for name in self.cases if name.partition(":")[0] == each.case]
+
+    def command(self, subject: Subject, each: Property, case: str) -> str:
+        words = [*(["contrastile"] if self.world is None else self.world.launch), "verify"]
+        words += [] if self.world is None else ["--world", self.world.name]
+        words += ["--backend", subject.name, "--dtype", subject.dtype]
+        if subject.dtype == "float32" and len(subject.backend.precisions) > 1:
+            words += ["--precision", subject.precision]
+        for name in ("workspace", "keep"):
+            mib = getattr(self, name)
+            words += [] if mib is None else [f"--{name}", str(mib)]
+        words += ["--property", each.name, "--case", case, "--seed", str(self.seed)]
+        if case in (strategies.CASE, sharded.CASE):
+            words += ["--examples", str(self.examples)]
+        if self.device != "auto":
+            words += ["--device", self.device]
+        return shlex.join(words)
+
+    def checks(self) -> Iterator[Check]:
+        """All checks, in a fixed order; a case's truth is held only from its first check to its last."""
+        every_case, own_case = [p for p in self.chosen() if p.case is None], [p for p in self.chosen() if p.case]
+        if not (every_case and self.case_names()) and not any(map(self.own_cases, own_case)):
+            return
+        for dtype in self.dtypes:
+            subjects = []
+            for subject in self.subjects(dtype):
+                refusal = _refusal(subject)
+                if refusal is None:
+                    subjects.append(subject)
+                else:
+                    yield self._check(subject, _WHOLE, "all", partial(_skipped, refusal))
+            for name in self.case_names() if every_case else ():
+                case = cache(partial(cases.build, name, dtype))
+                oracle = cache(partial(_truth, case))
+                for subject in subjects:
+                    trial = cache(partial(_trial, subject, case, oracle))
+                    for each in every_case:
+                        yield self._check(subject, each, name, partial(_of_a_trial, each, trial))
+            for subject in subjects:
+                for each in own_case:
+                    for name in self.own_cases(each):
+                        yield self._check(subject, each, name, partial(_of_a_subject, each, subject, name))
+
+    def _check(self, subject: Subject, each: Property, case: str, compare: Callable[[], Comparisons]) -> Check:
+        return Check(
+            backend=subject.name,
+            property=each.name,
+            case=case,
+            dtype=subject.label,
+            compare=compare,
+            rerun=partial(self.command, subject, each),
+            device=subject.device,
+            world=1 if subject.world is None else subject.world.size,
+            together=(subject.dtype, case, each.name if each.case is not None else ""),
+        )
+
+
+def _truth(case: Callable[[], Case]) -> Truth:
+    return truth(case().problem)
+
+
+def _trial(subject: Subject, case: Callable[[], Case], oracle: Callable[[], Truth]) -> Trial:
+    return Trial(subject, case(), oracle)
+
+
+def _of_a_trial(each: Property, trial: Callable[[], Trial]) -> Comparisons:
+    given = trial()
+    _begin(given.subject)
+    with one_thread(given.subject.backend.arrays, given.small):
+        yield from each.check(given)
+
+
+def _of_a_subject(each: Property, subject: Subject, case: str) -> Comparisons:
+    _begin(subject)
+    with one_thread(subject.backend.arrays, True):
+        yield from each.check(subject, case)
+
+
+@contextmanager
+def one_thread(arrays: ArrayLibrary, wanted: bool) -> Iterator[None]:
+    """In this context, and if ``wanted``, torch uses one thread: tiny products gain nothing from several.
+
+    On busy cores, waiting for other threads would make them many times slower.
+    """
+    if arrays.name != "torch" or not wanted:
+        yield
+        return
+    import torch
+
+    threads = torch.get_num_threads()
+    torch.set_num_threads(1)
+    try:
+        yield
+    finally:
+        torch.set_num_threads(threads)
+
+
+def _begin(subject: Subject) -> None:
+    if subject.world is not None:
+        subject.world.begin()
+
+
+def _skipped(reason: str) -> Comparisons:
+    raise SkipError(reason)
+
+
+_WHOLE = Property("all", _skipped)
+"""Stands for every property of a backend that does not run with this dtype, device or precision."""
+
+
+def _refusal(subject: Subject) -> str | None:
+    """Why the backend cannot run with this dtype, device or precision at all."""
+    if subject.dtype not in subject.backend.dtypes:
+        return f"takes {', '.join(sorted(subject.backend.dtypes))} only"
+    if subject.device not in subject.backend.devices:
+        return f"runs on {', '.join(sorted(subject.backend.devices))} only"
+    if subject.dtype == "float32" and subject.precision not in subject.backend.precisions:
+        return f"computes float32 in {', '.join(sorted(subject.backend.precisions))} only"
+    return None
