@@ -131,10 +131,10 @@ class Run:
         self.keep("loss", {"b": b, "d": self.encoder.width, "s": seconds})
 
     def best_chunk(self, name: str, step: Step) -> int:
-        """The smallest chunk within 2 % of the fastest, at a quarter of the batch; 0 where all fail."""
+        """The smallest chunk within 2 % of the fastest, at an eighth of the batch; 0 where all fail."""
         chunks = self.given.chunks
-        b = max(self.given.batch // 4, max(chunks))
-        self.once(step, max(chunks), min(chunks))  # compiles and loads
+        b = max(self.given.batch // 8, max(chunks))
+        self.once(step, b, max(chunks))  # compiles, loads, allocates
         rows = [self.once(step, b, chunk) for chunk in chunks]
         for row in rows:
             self.keep("chunks", {"name": name, **row})
@@ -146,21 +146,23 @@ class Run:
 
     def again(self, name: str, step: Step, chunk: int) -> None:
         """One more optimizer step of the whole batch, where there is time for it."""
-        old: Row = next((x for x in self.data["steps"] if x["name"] == name), {"samples": [], "s": 0.0})
-        if self.left() < old.get("s", 0.0) or old.get("status") == "skip":
+        old: Row | None = next((x for x in self.data["steps"] if x["name"] == name), None)
+        if old and (old["status"] == "skip" or self.left() < old["s"]):
             return
         row = self.once(step, self.given.batch, chunk)
         if row["status"] == "measured":
-            samples = [*old["samples"], row["s"]]
+            samples = [*(old["samples"] if old else []), row["s"]]
             middle = statistics.median(samples)
             row |= {"s": middle, "pairs_per_second": row["b"] / middle, "samples": samples}
+        elif old:
+            row = {**old, "then": row["reason"]}
         self.keep("steps", {"name": name, **row})
 
     def memory(self, b: int, chunk: int) -> None:
-        """Time and peak memory of ours at b, b / 2, ... one chunk, all in chunks of this size."""
+        """Time and peak memory of ours at b, b / 4, ... one chunk, all in chunks of this size."""
         while b >= chunk and self.left() > 0:
             self.keep("memory", self.once(ours(self.encoder), b, chunk))
-            b //= 2
+            b //= 4
 
     def uncached(self) -> None:
         """The plain step at the largest size that fits of ``--plain``, its half, ..."""
