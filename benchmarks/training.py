@@ -174,8 +174,14 @@ class Run:
 
     def all(self) -> None:
         """Everything, the most valuable first; competitors take turns."""
-        self.agree(min(1024, self.given.batch))
-        self.loss_alone(self.given.batch)
+        for part, measure, b in (
+            ("agreement", self.agree, min(1024, self.given.batch)),
+            ("loss", self.loss_alone, self.given.batch),
+        ):
+            try:
+                measure(b)
+            except Exception as error:  # the rest may be well
+                self.keep(part, {"b": b, "status": "skip", "reason": said(error)})
         steps: dict[str, tuple[Step, int]] = {}
         for name, make in CACHES.items():
             try:

@@ -243,7 +243,7 @@ def training(data: Data) -> str:
         f"`info_nce` alone takes {number(1e3 * row['s'])} ms forward and backward, {percent(row['s'] / ours['s'])} of "
         "contrastile's step."
         for row in data["loss"]
-        if ours.get("b") == row["b"] and "s" in ours
+        if ours.get("b") == row["b"] and "s" in ours and "s" in row
     ]
     return "\n\n".join([table(head, lines), *alone])
 
