@@ -1,6 +1,6 @@
 """Writes the measured parts of the pages, and their figures, from the records in docs/results.
 
-python benchmarks/pages.py            writes the pages of PAGES, README.md and the figures
+python benchmarks/pages.py            writes the measured parts of PAGES, and the figures
 python benchmarks/pages.py --check    exits 1 if a page is not what the records say
 """
 
@@ -24,11 +24,15 @@ ROOT = HERE.parent
 RESULTS = ROOT / "docs" / "results"
 BEGIN = "<!-- measured: written by benchmarks/pages.py from docs/results -->"
 PACKAGES = ("torch", "triton", "cupy-cuda13x", "nccl", "inf-cl", "cut-cross-entropy", "liger-kernel", "quack-kernels")
+TRAINERS = ("transformers", "sentence-transformers", "gradcache")
 KERNELS = tuple(f"contrastile/{x}" for x in ("backends/triton", "backends/cupy", "autograd", "schedules"))
 """What the times of ``everyday.py`` depend on."""
 CHANGED = "The kernels have changed since."
 KEPT = ("contrastile cupy", "contrastile cupy, keeping 2 GiB", "contrastile cupy, keeping 8 GiB")
 Data = dict[str, Any]
+Records = dict[str, dict[str, Data]]
+"""By the script that wrote them, and by the stems of their names."""
+SCRIPTS = {"run": "gpu_*.json", "everyday": "everyday_*.json", "training": "training_*.json"}
 
 
 def section(stem: str, data: Data) -> str:
@@ -63,9 +67,22 @@ def everyday_section(stem: str, data: Data, root: Path) -> str:
     return "\n\n".join([f"### {tables.machine(e)}", about, tables.everyday(data)])
 
 
-def versions(environment: Data) -> list[str]:
+def versions(environment: Data, more: tuple[str, ...] = ()) -> list[str]:
     """The packages that a record was measured with."""
-    return [f"{name} {environment[name]}" for name in PACKAGES if environment.get(name)]
+    return [f"{name} {environment[name]}" for name in (*PACKAGES, *more) if environment.get(name)]
+
+
+def training_section(stem: str, data: Data, root: Path) -> str:
+    """A record of ``training.py``: the optimizer step of each, the loss alone, and memory over the batch."""
+    e, settings = data["environment"], data["settings"]
+    facts = ", ".join([*versions(e, TRAINERS), measured_at(e, root)])
+    about = f"{tables.machine(e)}: {facts} [The record](../results/{stem}.json) has more."
+    what = (
+        f"One optimizer step of MiniLM (random weights, no dropout) on {settings['batch']:,} "
+        f"pairs of {settings['tokens']} random tokens, encoded under {settings['autocast']} autocast. Each takes the "
+        "chunk with which it is fastest."
+    )
+    return "\n\n".join(filter(None, [about, what, tables.training(data), tables.training_memory(data)]))
 
 
 def measured_at(environment: Data, root: Path) -> str:
@@ -89,23 +106,30 @@ def of_ranks(records: dict[str, Data], several: bool) -> dict[str, Data]:
     return {stem: x for stem, x in records.items() if (x["environment"].get("ranks", 1) > 1) == several}
 
 
-def performance(records: dict[str, Data], everyday: dict[str, Data], root: Path) -> str:
+def performance(records: Records, root: Path) -> str:
     """The records of one GPU."""
-    return "\n\n".join(section(stem, x) for stem, x in of_ranks(records, several=False).items())
+    return "\n\n".join(section(stem, x) for stem, x in of_ranks(records["run"], several=False).items())
 
 
-def scaling(records: dict[str, Data], everyday: dict[str, Data], root: Path) -> str:
+def scaling(records: Records, root: Path) -> str:
     """The records of several GPUs."""
-    return "\n\n".join(section(stem, x) for stem, x in of_ranks(records, several=True).items())
+    return "\n\n".join(section(stem, x) for stem, x in of_ranks(records["run"], several=True).items())
 
 
-def all_calls(records: dict[str, Data], everyday: dict[str, Data], root: Path) -> str:
+def all_calls(records: Records, root: Path) -> str:
     """The records of ``everyday.py``."""
-    return "\n\n".join(everyday_section(stem, x, root) for stem, x in everyday.items())
+    return "\n\n".join(everyday_section(stem, x, root) for stem, x in records["everyday"].items())
 
 
-def readme(records: dict[str, Data], everyday: dict[str, Data], root: Path) -> str:
+def steps(records: Records, root: Path) -> str:
+    """The records of ``training.py``; without any a comment, so that the page does not show."""
+    found = [training_section(stem, x, root) for stem, x in records["training"].items()]
+    return "\n\n".join(["## Measured", *found] if found else ["<!-- benchmarks/training.py has no record yet -->"])
+
+
+def readme(records: Records, root: Path) -> str:
     """Everyday calls on the GPU that was measured last, and on several of its kind."""
+    everyday = records["everyday"]
     alone = of_ranks(everyday, several=False)
     if not alone:
         return ""
@@ -119,10 +143,11 @@ def readme(records: dict[str, Data], everyday: dict[str, Data], root: Path) -> s
     return f"{about}\n\n{tables.everyday_calls(latest, fewest)}"
 
 
-PAGES: dict[Path, Callable[[dict[str, Data], dict[str, Data], Path], str]] = {
+PAGES: dict[Path, Callable[[Records, Path], str]] = {
     Path("docs/benchmarks/everyday.md"): all_calls,
     Path("docs/benchmarks/gpu.md"): performance,
     Path("docs/benchmarks/many-gpus.md"): scaling,
+    Path("docs/how-to/training.md"): steps,
     Path("README.md"): readme,
 }
 
@@ -149,12 +174,12 @@ def main(arguments: list[str] | None = None) -> int:
     parser.add_argument("--root", type=Path, default=ROOT, metavar="DIR", help="where the pages are")
     parser.add_argument("--check", action="store_true", help="exit 1 if a page is not what the records say")
     given = parser.parse_args(arguments)
-    records, everyday = read(given.results, "gpu_*.json"), read(given.results, "everyday_*.json")
+    records = {script: read(given.results, pattern) for script, pattern in SCRIPTS.items()}
     wrong = 0
     for name, made in PAGES.items():
         path = given.root / name
         old = path.read_text(encoding="utf-8")
-        new = spliced(old, made(records, everyday, given.root))
+        new = spliced(old, made(records, given.root))
         if given.check and CHANGED in new:
             print(f"{name}: {CHANGED[:-1].lower()} the record; measure again", file=sys.stderr)
         # a record cannot hold the commit that adds it, or what comes behind: that makes no page wrong
@@ -163,13 +188,13 @@ def main(arguments: list[str] | None = None) -> int:
             wrong = 1
         if not given.check:
             path.write_text(new, encoding="utf-8")
-    latest, assets = figures.newest(records), given.root / "docs" / "assets"
+    latest, assets = figures.newest(records["run"]), given.root / "docs" / "assets"
     if latest and not given.check:
         figures.home(latest, assets)
     elif latest and not figures.is_home(latest, assets):
         print("the home page's chart is not of the newest record; run: python benchmarks/pages.py", file=sys.stderr)
         wrong = 1
-    for stem, data in records.items():
+    for stem, data in records["run"].items():
         if not given.check and figures.drawn(data):
             figures.draw(data, given.results / f"{stem}.svg")
     return wrong

@@ -56,12 +56,11 @@ def held_out(glosses: list[str], count: int) -> set[int]:
 
 def tokens(texts: list[str], length: int, tokenizer: WordPiece) -> Tensor:
     """Token ids, padded with 0: (len(texts), length) int32."""
-    found = torch.zeros(len(texts), length, dtype=torch.int32)
-    for row, text in zip(found, texts, strict=True):
+    rows = []
+    for text in texts:
         ids = tokenizer(text)
-        ids = ids if len(ids) <= length else [*ids[: length - 1], ids[-1]]
-        row[: len(ids)] = torch.tensor(ids, dtype=torch.int32)
-    return found
+        rows.append(ids + [0] * (length - len(ids)) if len(ids) <= length else [*ids[: length - 1], ids[-1]])
+    return torch.tensor(rows, dtype=torch.int32).reshape(len(texts), length)
 
 
 class MiniLM(nn.Module):

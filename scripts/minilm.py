@@ -6,6 +6,7 @@ Float64 keeps the features the same to the last float16 bit whatever the BLAS, t
 from __future__ import annotations
 
 import json
+import re
 import unicodedata
 from typing import TYPE_CHECKING
 
@@ -20,6 +21,7 @@ if TYPE_CHECKING:
 MAX_TOKENS = 256  # the model's own max_seq_length, [CLS] and [SEP] included
 MAX_WORD = 100  # a longer word is one [UNK]
 BATCH = 64
+_ASCII = re.compile("[a-z0-9]+|[^a-z0-9 ]")
 
 
 def read_safetensors(path: Path) -> dict[str, torch.Tensor]:
@@ -50,6 +52,7 @@ class WordPiece:
         tokens = vocabulary.read_text(encoding="utf-8").splitlines()
         self.ids = {token: i for i, token in enumerate(tokens)}
         self.unknown, self.first, self.last = (self.ids[t] for t in ("[UNK]", "[CLS]", "[SEP]"))
+        self._known: dict[str, list[int]] = {}
 
     def __call__(self, text: str) -> list[int]:
         """Token ids of `text` between [CLS] and [SEP].
@@ -57,7 +60,13 @@ class WordPiece:
         Raises:
             ValueError: the text is longer than the model reads; it is never cut silently.
         """
-        pieces = [piece for word in _words(text) for piece in self._pieces(word)]
+        # text of printable ASCII is words of letters and digits, and marks
+        words = _ASCII.findall(text.lower()) if text.isascii() and text.isprintable() else _words(text)
+        pieces: list[int] = []
+        for word in words:
+            if word not in self._known:
+                self._known[word] = self._pieces(word)
+            pieces += self._known[word]
         if len(pieces) + 2 > MAX_TOKENS:
             raise ValueError(f"a text must have at most {MAX_TOKENS - 2} tokens, got {len(pieces)}: shorten it")
         return [self.first, *pieces, self.last]

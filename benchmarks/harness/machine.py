@@ -10,6 +10,7 @@ import statistics
 import subprocess
 import threading
 from collections import Counter
+from collections.abc import Iterable
 from typing import Any
 
 import torch
@@ -26,11 +27,7 @@ def facts(ranks: Ranks, commit: str | None) -> dict[str, Any]:
     """What the numbers were measured on: machine, versions, and the commit (as given where there is no checkout)."""
     found = measurement_environment(ranks.kind)
     found["commit"] = commit or found["commit"]
-    for name in PACKAGES:
-        try:
-            found[name] = importlib.metadata.version(name)
-        except importlib.metadata.PackageNotFoundError:
-            found[name] = None
+    found |= versions(PACKAGES)
     found["ranks"] = ranks.size
     if ranks.kind == "cuda":
         found["memory_bytes"] = torch.cuda.get_device_properties(ranks.device).total_memory
@@ -40,6 +37,17 @@ def facts(ranks: Ranks, commit: str | None) -> dict[str, Any]:
         found["nccl"] = ".".join(map(str, torch.cuda.nccl.version()))
         found["links"] = linked(_nvidia_smi("topo", "-m"))
         found["environment"] = {k: v for k, v in sorted(os.environ.items()) if k.startswith(("NCCL_", "TORCH_NCCL_"))}
+    return found
+
+
+def versions(names: Iterable[str]) -> dict[str, str | None]:
+    """The versions of installed packages; None for one that is not installed."""
+    found: dict[str, str | None] = {}
+    for name in names:
+        try:
+            found[name] = importlib.metadata.version(name)
+        except importlib.metadata.PackageNotFoundError:
+            found[name] = None
     return found
 
 

@@ -230,6 +230,37 @@ def _ratio(label: str, at: dict[str, float]) -> str:
     return f"{min(others) / at['auto']:.1f} x" if others and "auto" in at else "-"
 
 
+def training(data: Data) -> str:
+    """Every competitor's optimizer step, and the share of the loss in ours, of a record of ``training.py``."""
+    ours = next((row for row in data["steps"] if row["name"].startswith("contrastile")), {})
+    lines = []
+    for row in data["steps"]:
+        if row["status"] != "measured":
+            lines.append([row["name"], "-", "-", row["reason"], "-", "-", "-"])
+            continue
+        same = row["b"] == ours.get("b") and "s" in ours
+        ratio = f"{row['s'] / ours['s']:.2f} x" if same and row is not ours else "-"
+        peak = None if row["peak_bytes"] is None else row["peak_bytes"] / GIB
+        chunk = f"{row['chunk']:,}" if row["chunk"] < row["b"] else "-"
+        rate = number(row["pairs_per_second"])
+        lines.append([row["name"], f"{row['b']:,}", chunk, number(row["s"]), rate, number(peak), ratio])
+    head = ("gradient cache", "pairs", "chunk", "seconds a step", "pairs a second", "peak GiB", "time / contrastile's")
+    alone = [
+        f"`info_nce` alone takes {number(1e3 * row['s'])} ms forward and backward, {percent(row['s'] / ours['s'])} of "
+        "contrastile's step."
+        for row in data["loss"]
+        if ours.get("b") == row["b"] and "s" in ours and "s" in row
+    ]
+    return "\n\n".join([table(head, lines), *alone])
+
+
+def training_memory(data: Data) -> str:
+    """Peak memory of ours over the batch, of a record of ``training.py``."""
+    rows = [row for row in data["memory"] if row["status"] == "measured" and row["peak_bytes"] is not None]
+    lines = [[f"{row['b']:,}", number(row["peak_bytes"] / MIB, 4)] for row in sorted(rows, key=lambda row: row["b"])]
+    return table(("pairs", f"peak MiB in chunks of {rows[0]['chunk']:,}"), lines) if rows else ""
+
+
 def verified(data: Data) -> str:
     """The verdicts without which nothing is timed, in a sentence."""
     rows = [row for row in data["verify"] if row["verdict"] == "pass"]

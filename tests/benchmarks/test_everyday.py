@@ -86,21 +86,21 @@ def test_the_page_has_every_call(alone: dict[str, Any], two: dict[str, Any]) -> 
     assert "| `clip_loss`, ids, bfloat16, b = 4,096, d = 512 | - | - | 1.00 | - | - |" in clip
     assert "`nt_xent`" in others
     assert "`clip_loss`" not in others
-    page = pages.all_calls({}, {"one": alone, "two": two}, pages.ROOT)
+    page = pages.all_calls({"everyday": {"one": alone, "two": two}}, pages.ROOT)
     assert clip in page.partition("### 2 x Some GPU")[0]
     assert "| 1.00 | 2.00 | 1.50 | 1.5 x |" in page.partition("### 2 x Some GPU")[2]
 
 
 def test_the_readme_is_of_the_newest_record(alone: dict[str, Any], two: dict[str, Any]) -> None:
     old = record(timed(everyday.Row("clip_loss", "bfloat16", 256, 512), auto=7.0), device="Old GPU", date="2025")
-    text = pages.readme({}, {"old": old, "new": alone, "two": two}, pages.ROOT)
+    text = pages.readme({"everyday": {"old": old, "new": alone, "two": two}}, pages.ROOT)
     assert text.startswith("Some GPU, torch 2.11.0, commit `cccccccccccc`, 2026-01-02.\n")
     assert "on each of 2 GPUs" in text
     assert "7.00" not in text
     two["environment"]["commit"] = "d" * 40
-    text = pages.readme({}, {"new": alone, "two": two}, pages.ROOT)
+    text = pages.readme({"everyday": {"new": alone, "two": two}}, pages.ROOT)
     assert "2026-01-02. Several GPUs: commit `dddddddddddd`, 2026-01-02.\n" in text
-    assert not pages.readme({}, {"two": two}, pages.ROOT)
+    assert not pages.readme({"everyday": {"two": two}}, pages.ROOT)
 
 
 def test_a_page_says_where_the_kernels_have_changed_since(

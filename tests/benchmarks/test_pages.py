@@ -110,7 +110,7 @@ def test_a_page_that_says_something_else_is_found_out(
 def test_a_page_without_markers_or_records(tmp_path: Path) -> None:
     with pytest.raises(ValueError, match="must hold"):
         pages.spliced("no markers", "text")
-    empty = pages.performance({}, {}, pages.ROOT)
+    empty = pages.performance({"run": {}}, pages.ROOT)
     assert "Nothing has been measured yet" in pages.spliced(f"{pages.BEGIN}{pages.page_writing.END}", empty)
 
 

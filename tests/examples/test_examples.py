@@ -284,6 +284,16 @@ def test_texts_that_are_too_long_keep_their_end_mark(tmp_path: Path) -> None:
     assert module("wordnet").tokens(["a red cat", "is"], 4, tokenizer).tolist() == [[2, 4, 9, 3], [2, 6, 3, 0]]
 
 
+def test_ascii_is_split_as_other_text_is(tmp_path: Path) -> None:
+    minilm = module("minilm")
+    tokenizer = minilm.WordPiece(tiny_minilm(tmp_path / "model") / "vocab.txt")
+    numbers = random.Random(0)
+    for _ in range(500):
+        text = "".join(numbers.choice("aAtTcC see the.,-'() 1\t\x00") for _ in range(20))
+        pieces = [piece for word in minilm._words(text) for piece in tokenizer._pieces(word)]
+        assert tokenizer(text) == [tokenizer.first, *pieces, tokenizer.last], text
+
+
 def test_pictures_of_one_and_of_several_characters_have_their_names() -> None:
     emoji = module("emoji")
     found = emoji.read_emoji(SHARE, [])

@@ -1,0 +1,224 @@
+"""Times an optimizer step of a MiniLM at a large batch: ``training.cached_step`` beside the gradient caches of others.
+
+Everybody trains the same encoder on the same random tokens, and takes the same AdamW step. sentence-transformers and
+GradCache are optional: who cannot be imported, or fails, is recorded with the reason. ``--out`` is the JSON that it
+writes after every measurement.
+"""
+
+from __future__ import annotations
+
+import argparse
+import gc
+import statistics
+import sys
+import time
+from pathlib import Path
+from typing import Any
+
+HERE = Path(__file__).resolve().parent
+sys.path[:0] = [str(HERE), str(HERE.parent)]
+
+import torch  # noqa: E402
+import torch.nn.functional as F  # noqa: E402, N812
+from harness.caches import CACHES, FIRST_WORD, OURS, PLAIN, SCALE, VOCABULARY, Encoder, Step, ours, plain  # noqa: E402
+from harness.machine import facts, versions  # noqa: E402
+from harness.ranks import Ranks  # noqa: E402
+from harness.record import compact, rounded, said  # noqa: E402
+from harness.timing import elapsed  # noqa: E402
+
+import contrastile  # noqa: E402
+
+PACKAGES = ("transformers", "sentence-transformers", "gradcache")
+PARTS = ("agreement", "loss", "chunks", "steps", "memory")
+Row = dict[str, Any]
+
+
+class Run:
+    """One machine's measurements.
+
+    Attributes:
+        data: the record.
+    """
+
+    def __init__(self, given: argparse.Namespace) -> None:
+        self.given, self.started, self.ranks = given, time.monotonic(), Ranks.join(given.device)
+        self.encoder = Encoder(tiny=given.smoke).to(self.ranks.device)
+        # a rate of 0 is the same work, and leaves everybody the same weights
+        self.optimiser = torch.optim.AdamW(self.encoder.parameters(), lr=0.0)
+        shape, generator = (2, given.batch, given.tokens), torch.Generator().manual_seed(1)
+        self.ids = torch.randint(FIRST_WORD, VOCABULARY, shape, generator=generator).to(self.ranks.device)
+        names = ("batch", "tokens", "chunks", "plain", "rounds", "seconds", "smoke")
+        settings = {name: getattr(given, name) for name in names} | {"scale": SCALE, "autocast": "bfloat16"}
+        environment = facts(self.ranks, given.commit) | versions(PACKAGES)
+        self.data: dict[str, Any] = {"environment": environment, "settings": settings, **{part: [] for part in PARTS}}
+
+    def left(self) -> float:
+        """Seconds of the budget that are left."""
+        return float(self.given.seconds) - (time.monotonic() - self.started)
+
+    def keep(self, part: str, row: Row) -> None:
+        """Print a row, add it in place of one of the same name where there are steps, and write the file."""
+        words = (f"{k} {v:.5g}" if isinstance(v, float) else f"{k} {v}" for k, v in row.items())
+        print(f"{part}: {', '.join(words)}", flush=True)
+        rows = [x for x in self.data[part] if part != "steps" or x["name"] != row["name"]]
+        self.data[part] = [*rows, row]
+        if self.given.out:
+            self.given.out.parent.mkdir(parents=True, exist_ok=True)
+            self.given.out.write_text(compact(rounded(self.data)), encoding="utf-8")
+
+    def once(self, step: Step, b: int, chunk: int) -> Row:
+        """Seconds, peak memory and loss of one optimizer step of the first b pairs; or why there are none."""
+        cuda, losses = self.ranks.kind == "cuda", []
+
+        def call() -> None:
+            losses.append(step((self.ids[0, :b], self.ids[1, :b]), chunk))
+            self.optimiser.step()
+            self.optimiser.zero_grad()
+
+        row: Row = {"b": b, "chunk": chunk}
+        gc.collect()
+        if cuda:
+            torch.cuda.reset_peak_memory_stats()
+        try:
+            row |= {"status": "measured", "s": elapsed(self.ranks, call, 1)[0] / 1e3, "loss": losses[0].item()}
+            return row | {"peak_bytes": torch.cuda.max_memory_allocated() if cuda else None}
+        except Exception as error:  # other people's code may raise anything
+            row |= {"status": "skip", "reason": said(error)}
+        self.optimiser.zero_grad()
+        gc.collect()
+        if cuda:
+            torch.cuda.empty_cache()
+        return row
+
+    def agree(self, b: int) -> None:
+        """Gradients by ours, and by the plain step under autocast, held to the plain step's without autocast."""
+
+        def gradients(step: Step, *, autocast: bool) -> list[Any]:
+            self.encoder.autocast = autocast
+            self.encoder.zero_grad()
+            step((self.ids[0, :b], self.ids[1, :b]), max(1, b // 4 - 1))
+            found = [p.grad.clone() for p in self.encoder.parameters() if p.grad is not None]
+            self.encoder.zero_grad()
+            self.encoder.autocast = True
+            return found
+
+        right = gradients(plain(self.encoder), autocast=False)
+        whole = sum(x.norm() ** 2 for x in right) ** 0.5
+        for name, step, autocast in (
+            (OURS, ours(self.encoder), False),
+            (OURS, ours(self.encoder), True),
+            (PLAIN, plain(self.encoder), True),
+        ):
+            pairs = list(zip(gradients(step, autocast=autocast), right, strict=True))
+            error = sum((x - y).norm() ** 2 for x, y in pairs) ** 0.5 / whole
+            each = statistics.median(((x - y).norm() / y.norm().clamp(min=1e-30)).item() for x, y in pairs)
+            words = {"name": name, "b": b, "autocast": autocast}
+            self.keep("agreement", words | {"error": error.item(), "median_of_parameters": each})
+
+    def loss_alone(self, b: int) -> None:
+        """``info_nce`` forward and backward on features of the batch."""
+        random = torch.randn(2, b, self.encoder.width, device=self.ranks.device)
+        leaves = [F.normalize(x, dim=1).requires_grad_() for x in random]
+
+        def call() -> Any:
+            with self.encoder.cast():
+                return torch.autograd.grad(contrastile.info_nce(leaves[0], leaves[1], SCALE), leaves)
+
+        for _ in range(3):
+            call()
+        seconds = statistics.median(elapsed(self.ranks, call, 1)[0] / 1e3 for _ in range(5))
+        self.keep("loss", {"b": b, "d": self.encoder.width, "s": seconds})
+
+    def best_chunk(self, name: str, step: Step) -> int:
+        """The smallest chunk within 2 % of the fastest, at an eighth of the batch; 0 where all fail."""
+        chunks = self.given.chunks
+        b = max(self.given.batch // 8, max(chunks))
+        self.once(step, b, max(chunks))  # compiles, loads, allocates
+        rows = [self.once(step, b, chunk) for chunk in chunks]
+        for row in rows:
+            self.keep("chunks", {"name": name, **row})
+        good = [row for row in rows if row["status"] == "measured"]
+        if not good:
+            self.keep("steps", {"name": name, **rows[0]})
+        fastest = min((row["s"] for row in good), default=0.0)
+        return min((row["chunk"] for row in good if row["s"] <= 1.02 * fastest), default=0)
+
+    def again(self, name: str, step: Step, chunk: int) -> None:
+        """One more optimizer step of the whole batch, where there is time for it."""
+        old: Row | None = next((x for x in self.data["steps"] if x["name"] == name), None)
+        if old and (old["status"] == "skip" or self.left() < old["s"]):
+            return
+        row = self.once(step, self.given.batch, chunk)
+        if row["status"] == "measured":
+            samples = [*(old["samples"] if old else []), row["s"]]
+            middle = statistics.median(samples)
+            row |= {"s": middle, "pairs_per_second": row["b"] / middle, "samples": samples}
+        elif old:
+            row = {**old, "then": row["reason"]}
+        self.keep("steps", {"name": name, **row})
+
+    def memory(self, b: int, chunk: int) -> None:
+        """Time and peak memory of ours at b, b / 4, ... one chunk, all in chunks of this size."""
+        while b >= chunk and self.left() > 0:
+            self.keep("memory", self.once(ours(self.encoder), b, chunk))
+            b //= 4
+
+    def uncached(self) -> None:
+        """The plain step at the largest size that fits of ``--plain``, its half, ..."""
+        b, step = min(self.given.plain, self.given.batch), plain(self.encoder)
+        while self.once(step, b, b)["status"] == "skip" and b > 1:
+            b //= 2
+        row = self.once(step, b, b)
+        self.keep("steps", {"name": PLAIN, **row} | ({"pairs_per_second": b / row["s"]} if "s" in row else {}))
+
+    def all(self) -> None:
+        """Everything, the most valuable first; competitors take turns."""
+        for part, measure, b in (
+            ("agreement", self.agree, min(1024, self.given.batch)),
+            ("loss", self.loss_alone, self.given.batch),
+        ):
+            try:
+                measure(b)
+            except Exception as error:  # the rest may be well
+                self.keep(part, {"b": b, "status": "skip", "reason": said(error)})
+        steps: dict[str, tuple[Step, int]] = {}
+        for name, make in CACHES.items():
+            try:
+                step = make(self.encoder)
+            except Exception as error:  # other people's modules may raise anything on import
+                self.keep("steps", {"name": name, "status": "skip", "reason": said(error)})
+                continue
+            if chunk := self.best_chunk(name, step):
+                steps[name] = step, chunk
+        for number in range(self.given.rounds):
+            names = list(steps)
+            for name in names[number % len(names) :] + names[: number % len(names)]:
+                self.again(name, *steps[name])
+            if number == 0:
+                self.memory(self.given.batch, min(self.given.chunks))
+                self.uncached()
+
+
+def main() -> int:
+    """Run the command."""
+    parser = argparse.ArgumentParser(description=__doc__)
+    add = parser.add_argument
+    add("--batch", type=int, default=65536, help="pairs of the optimizer step (%(default)s)")
+    add("--tokens", type=int, default=32, help="of each text (%(default)s)")
+    add("--chunks", type=int, nargs="+", default=[1024, 2048, 4096, 8192], help="of which each takes its best")
+    add("--plain", type=int, default=8192, help="pairs without a cache, or half as many, ... (%(default)s)")
+    add("--rounds", type=int, default=3, help="optimizer steps of each (%(default)s)")
+    add("--seconds", type=float, default=300, help="begin no step after this long (%(default)s)")
+    add("--device", choices=("cuda", "cpu"), default="cuda")
+    add("--smoke", action="store_true", help="a tiny encoder, 64 pairs, chunks of 8 and 16: the numbers mean nothing")
+    add("--commit", help="what is measured, where there is no checkout")
+    add("--out", type=Path, help="the JSON that it writes")
+    given = parser.parse_args()
+    if given.smoke:
+        given.batch, given.chunks, given.rounds = 64, [8, 16], 2
+    Run(given).all()
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
