@@ -331,19 +331,27 @@ class TorchArrays:
     def weighted_nll(
         self, negative_lse: Array, positive_lse: Array, positive_sum: Array, weight: Array, target: Array
     ) -> Array:
-        n, p, s, t = negative_lse, positive_lse, positive_sum, target.double()
-        if t.device.type == "cpu" and t.shape[0] and float(t.min()) > 0:
+        n, p, s, t = negative_lse, positive_lse, positive_sum, target
+        if t.device.type == "cpu" and t.shape[0]:
+            least, most = map(float, self.module.aminmax(t))
             # every row has a target: where the sum is finite, nothing is missing and nothing is to be silenced
-            nll = (p - t * s).clamp_min_(0.0).add_(self.softplus(n - p))
-            found = nll.dot(weight.double())
-            if math.isfinite(float(found)):
-                return found
+            if least > 0:
+                nll = self.softplus(n - p)
+                # of lone positives P - t S is nothing
+                if not (least == most == 1 and p is s):
+                    nll = (p - t * s).clamp_min_(0.0).add_(nll)
+                found = nll.dot(weight.double())
+                if math.isfinite(float(found)):
+                    return found
         return weighted_nll(self, n, p, s, weight, target)
 
     def inner(self, a: Array, b: Array) -> Array:
         # no bmm, which would follow a global tf32 switch
         wide, (m, width) = self.module.promote_types(a.dtype, b.dtype), a.shape
-        rows, sums = self.inner_rows(width, a.device.type == "cpu"), self.module.empty(m, dtype=wide, device=a.device)
+        rows = self.inner_rows(width, a.device.type == "cpu")
+        if m <= rows:
+            return self.total((a.to(wide) * b.to(wide)).sum(1))
+        sums = self.module.empty(m, dtype=wide, device=a.device)
         for start in range(0, m, rows):
             left, right = (x[start : start + rows].to(wide) for x in (a, b))
             self.module.sum(left * right, 1, out=sums[start : start + rows])
@@ -351,7 +359,7 @@ class TorchArrays:
 
     def inner_rows(self, width: int, host: bool) -> int:
         """Rows that ``inner`` multiplies at a time: they bound its temporary, which a host's threads keep in cache."""
-        return max(1, self.module.get_num_threads() * 2**16 // width) if host else 4096
+        return max(1, self.module.get_num_threads() * 2**17 // width) if host else 4096
 
     def scaled(self, x: Array, factor: Array, dtype: str, *, consume: bool) -> Array:
         return (x.mul_(factor) if consume else x * factor).to(getattr(self.module, dtype))

@@ -54,6 +54,9 @@ def value(trial: Trial) -> Checks:
 def gradients(trial: Trial) -> Checks:
     """The gradients of rows, columns, scale and bias agree with the oracle's."""
     yield "", compare(trial.outcome, trial.oracle.outcome, trial.bound, GRADIENT)
+    if trial.keeps:
+        got = trial.run(trial.problem, replace(trial.subject.backend, keeping=None))
+        yield "nothing kept", compare(got, trial.oracle.outcome, trial.bound, GRADIENT)
 
 
 def plain(trial: Trial) -> Checks:

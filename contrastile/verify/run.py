@@ -167,8 +167,7 @@ def outcome(
     else:
         keeping = None if backend.keeping is None else recorded(backend.keeping)
         recording = replace(backend, lse=recorded(backend.lse), keeping=keeping)
-        keep = wanted is not None and wanted.rows and all(wanted.columns)
-        saved = schedule.forward(native, recording, options, keep=keep)
+        saved = schedule.forward(native, recording, options, wanted=wanted)
         gradients = _NO_GRADIENTS
         if wanted is not None:
             gradients = schedule.backward(native, saved, upstream_gradient, wanted, backend, options)

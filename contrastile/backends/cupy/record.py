@@ -10,7 +10,7 @@ from contrastile.backends.contract import Accuracy, Backend, BackendUnavailableE
 from contrastile.backends.cupy.arrays import FusedArrays
 from contrastile.backends.cupy.backward_pass import finished, gradients
 from contrastile.backends.cupy.build import nvrtc_version
-from contrastile.backends.cupy.configs import footprint, uses_hopper_kernels
+from contrastile.backends.cupy.configs import footprint, kept_rows, kept_stride, uses_hopper_kernels
 from contrastile.backends.cupy.forward_pass import lse
 from contrastile.backends.cupy.instances import ARITHMETICS, KEPT_DTYPE
 from contrastile.backends.cupy.launch import capability
@@ -75,6 +75,13 @@ def _footprint(m: int, n: int, width: int, dtype: str, device: str, options: Opt
     return footprint(m, n, width, dtype, capability(cupy.cuda.get_device_id()), options)
 
 
+def _keeps(m: int, n: int, dtype: str, device: str, options: Options) -> int:
+    """See ``contract.Backend``: of features that are not narrow."""
+    if not (m and n and dtype == KEPT_DTYPE and uses_hopper_kernels() and options.tile is None):
+        return 0
+    return 2 * kept_rows(m, n, kept_bytes(options)) * kept_stride(n)
+
+
 require_gpu()
 require_nvrtc()
 backend = Backend(
@@ -90,6 +97,7 @@ backend = Backend(
     precisions=frozenset(ARITHMETICS),
     finished=finished,
     keeping=partial(lse, keep=True),
+    keeps=_keeps,
     replayable=True,
     footprint=_footprint,
 )
