@@ -348,10 +348,7 @@ class TorchArrays:
     def inner(self, a: Array, b: Array) -> Array:
         # no bmm, which would follow a global tf32 switch
         wide, (m, width) = self.module.promote_types(a.dtype, b.dtype), a.shape
-        rows = self.inner_rows(width, a.device.type == "cpu")
-        if m <= rows:
-            return self.total((a.to(wide) * b.to(wide)).sum(1))
-        sums = self.module.empty(m, dtype=wide, device=a.device)
+        rows, sums = self.inner_rows(width, a.device.type == "cpu"), self.module.empty(m, dtype=wide, device=a.device)
         for start in range(0, m, rows):
             left, right = (x[start : start + rows].to(wide) for x in (a, b))
             self.module.sum(left * right, 1, out=sums[start : start + rows])
@@ -359,7 +356,7 @@ class TorchArrays:
 
     def inner_rows(self, width: int, host: bool) -> int:
         """Rows that ``inner`` multiplies at a time: they bound its temporary, which a host's threads keep in cache."""
-        return max(1, self.module.get_num_threads() * 2**17 // width) if host else 4096
+        return max(1, self.module.get_num_threads() * 2**16 // width) if host else 4096
 
     def scaled(self, x: Array, factor: Array, dtype: str, *, consume: bool) -> Array:
         return (x.mul_(factor) if consume else x * factor).to(getattr(self.module, dtype))

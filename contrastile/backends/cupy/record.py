@@ -10,6 +10,7 @@ from contrastile.backends.contract import Accuracy, Backend, BackendUnavailableE
 from contrastile.backends.cupy.arrays import FusedArrays
 from contrastile.backends.cupy.backward_pass import finished, gradients
 from contrastile.backends.cupy.build import nvrtc_version
+from contrastile.backends.cupy.common import plan_bytes
 from contrastile.backends.cupy.configs import footprint, kept_rows, kept_stride, uses_hopper_kernels
 from contrastile.backends.cupy.forward_pass import lse
 from contrastile.backends.cupy.instances import ARITHMETICS, KEPT_DTYPE
@@ -76,10 +77,11 @@ def _footprint(m: int, n: int, width: int, dtype: str, device: str, options: Opt
 
 
 def _keeps(m: int, n: int, dtype: str, device: str, options: Options) -> int:
-    """See ``contract.Backend``: of features that are not narrow."""
+    """See ``contract.Backend``: of features that are not narrow, on Hopper. See ``keeping.rows_to_keep``."""
     if not (m and n and dtype == KEPT_DTYPE and uses_hopper_kernels() and options.tile is None):
         return 0
-    return 2 * kept_rows(m, n, kept_bytes(options)) * kept_stride(n)
+    rows = kept_rows(m, n, kept_bytes(options))
+    return 2 * rows * kept_stride(n) + plan_bytes() if rows else 0
 
 
 require_gpu()
