@@ -71,13 +71,14 @@ def forward(
     found = lse(block, two_sided, options)
     mine = local.row_statistics(arrays, [found])
     loss = arrays.weighted_nll(*mine, problem.row_weight, problem.row_target)
+    kept = local.kept_by([found.kept])
     # what the backward pass need not gather again
     columns = block.columns if placement.size > 1 else None
     if not two_sided:
-        return replace(finalize_loss(problem, loss, *mine[:2], arrays=arrays), gathered=columns, kept=(found.kept,))
+        return replace(finalize_loss(problem, loss, *mine[:2], arrays=arrays), gathered=columns, kept=kept)
     total, lses, over = _over_columns(problem, arrays, loss, local.column_statistics(arrays, [found]))
     value = arrays.cast(total, arrays.dtype(problem.scale))
-    return local.Forward(value, mine[0], mine[1], lses[0], lses[1], columns, over, (found.kept,))
+    return local.Forward(value, mine[0], mine[1], lses[0], lses[1], columns, over, kept)
 
 
 def _over_columns(

@@ -62,8 +62,7 @@ class Forward:
         gathered: the columns that this rank has collected from others, or from all; None where it has none.
         over: over the columns of all ranks, of a gather of two directions: (2, N) their log-sum-exps, negatives'
             first, and (2, N) v and t'; None otherwise.
-        kept: of each block, in the order of the schedule: see ``contract.Statistics``. Empty where nothing was asked to
-            be kept.
+        kept: of each block, in the order of the schedule: see ``contract.Statistics``. Empty where nothing was kept.
     """
 
     loss: Array
@@ -154,7 +153,7 @@ def forward(problem: Problem, backend: Backend, options: Options, *, wanted: Wan
     if two_sided:
         columns = column_statistics(arrays, parts)
         loss = loss + arrays.weighted_nll(*columns, problem.column_weight, problem.column_target)
-    value, kept = arrays.cast(loss, arrays.dtype(problem.scale)), tuple(part.kept for part in parts)
+    value, kept = arrays.cast(loss, arrays.dtype(problem.scale)), kept_by([part.kept for part in parts])
     return Forward(value, rows[0], rows[1], columns[0], columns[1], kept=kept)
 
 
@@ -194,6 +193,11 @@ def backward(
     # the upstream gradient is in the weights already, and a softmax does not depend on a bias
     sums = Sums(row_sum, tuple(column_sums), None)
     return gradients_from_sums(problem.rows, problem.scale, sums, None, wanted, arrays)
+
+
+def kept_by(parts: Sequence[Array | None]) -> tuple[Array | None, ...]:
+    """What blocks have kept; empty where none has."""
+    return () if all(part is None for part in parts) else tuple(parts)
 
 
 def kept_of(saved: Forward, number: int) -> Array | None:

@@ -170,7 +170,7 @@ def forward(
     found = statistics(problem, rows, whole_up_to(problem, arrays, options), backend, options, lse, kept)
     n, p, s = local.row_statistics(arrays, [found])
     loss = arrays.weighted_nll(n, p, s, problem.row_weight, problem.row_target)
-    return local.Forward(arrays.cast(loss, arrays.dtype(problem.scale)), n, p, kept=tuple(kept))
+    return local.Forward(arrays.cast(loss, arrays.dtype(problem.scale)), n, p, kept=local.kept_by(kept))
 
 
 @local.ieee
