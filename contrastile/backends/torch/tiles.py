@@ -61,8 +61,8 @@ def tiles(
     """
     m, n = block.rows.shape[0], block.columns.shape[0]
     tr, tc = tile_shape(m, n, options, products.sync)
+    x, start = block.rows.new_empty(tr * tc, dtype=products.state) if kept is None else kept.memory, 0
     spare = block.rows.new_empty(tr * tc, dtype=products.state)
-    x, start = torch.empty_like(spare) if kept is None else kept.memory, 0
     for c in range(0, n, tc):
         columns = slice(c, min(c + tc, n))
         k = products.operand(cut(block.columns, columns))
