@@ -152,7 +152,8 @@ def loss_items(wanted: Wanted, backend: Backend, exchange: str) -> tuple[Item, .
     n = b * g if exchange == "gather" else b
     taken = _footprint(wanted, backend, b, n)
     numbers = Item("log-sum-exps", _NUMBERS * (b + n), "and weights and targets")
-    alive: list[Item] = []
+    kept = _kept(wanted, backend, b, n) if exchange != "ring" else []
+    alive: list[Item] = [*kept]
     arriving: list[Item] = []
     if exchange == "ring":
         alive += [
@@ -178,7 +179,7 @@ def loss_items(wanted: Wanted, backend: Backend, exchange: str) -> tuple[Item, .
             [Item("products", taken.inner, "for the scale's gradient")],
             [*arriving, *casts],
         ]
-    forward = [Item("workspace", taken.lse, f"of {backend.name}, forward"), numbers]
+    forward = [*kept, Item("workspace", taken.lse, f"of {backend.name}, forward"), numbers]
     at_once: list[Sequence[Item]] = [forward, *([*alive, *moment, numbers] for moment in moments)]
     peak = max(at_once, key=total)
     return tuple(peak)
@@ -189,6 +190,14 @@ def _footprint(wanted: Wanted, backend: Backend, m: int, n: int) -> Footprint:
         raise CannotRunError(f"the {backend.name} backend does not say what memory it takes; name another one")
     options = Options(precision=backend.auto_precision)
     return backend.footprint(m, n, wanted.dim, wanted.dtype, wanted.device, options)
+
+
+def _kept(wanted: Wanted, backend: Backend, m: int, n: int) -> list[Item]:
+    """What the forward pass of m rows and n columns leaves to the backward; nothing where it keeps nothing."""
+    if backend.keeps is None:
+        return []
+    most = backend.keeps(m, n, wanted.dtype, wanted.device, Options(precision=backend.auto_precision))
+    return [Item("kept exponentials", most, "see keep=")] if most else []
 
 
 def offloaded_items(wanted: Wanted, backend: Backend, block: int = BLOCK) -> tuple[Item, ...]:

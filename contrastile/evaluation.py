@@ -232,7 +232,7 @@ def forward_and_backward(plan: Plan) -> tuple[Array, local.Gradients]:
                 inside.rows, inside.scale, inside.placement, sums, None, wanted, backend.arrays, inside.walk
             )
         else:
-            saved = schedule.forward(inside, backend, options, keep=True)
+            saved = schedule.forward(inside, backend, options, wanted=wanted)
             value = saved.loss
             one = backend.arrays.full((), 1.0, backend.arrays.dtype(inside.scale), inside.scale)
             found = schedule.backward(inside, saved, one, wanted, backend, options)

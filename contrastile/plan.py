@@ -25,8 +25,9 @@ class Settings(TypedDict, total=False):
             tensor cores. Where a backend has it.
         workspace: MiB in which triton and cupy form the logits' gradient, chunk by chunk; None for
             CONTRASTILE_WORKSPACE_MIB, or 512. Other backends ignore it.
-        keep: MiB of exponentials that cupy keeps from the forward pass and need not compute again in the backward;
-            None for CONTRASTILE_KEEP_MIB, or 0. Other backends ignore it.
+        keep: MiB of exponentials that cupy, and torch on a CPU, may keep from the forward pass and need not compute
+            again in the backward; None for CONTRASTILE_KEEP_MIB, or 0 of cupy and 64 of torch, which keeps all that a
+            problem has or nothing. Other backends ignore it.
         group: the processes that share the batch: a torch.distributed group, "world" for its default group, or an
             mpi4py communicator; every rank passes its own part. None is this process alone.
         exchange: "ring" passes the columns around (O(b d / n) memory per rank), "gather" collects them (O(b d)),

@@ -312,7 +312,10 @@ def test_a_map_over_calls_is_refused_by_name(loss: Loss) -> None:
 
 
 @pytest.mark.parametrize("loss", LOSSES)
-def test_saves_features_and_vectors_but_no_matrix_of_logits(loss: Loss) -> None:
+def test_saves_features_and_vectors_but_no_matrix_of_logits(loss: Loss, monkeypatch: pytest.MonkeyPatch) -> None:
+    # of a larger problem than a test can have nothing is kept
+    monkeypatch.setenv("CONTRASTILE_KEEP_MIB", "0")
+
     def saved_bytes(b: int) -> int:
         seen: dict[int, int] = {}
 

@@ -19,6 +19,7 @@ from contrastile import autograd, plan, problems
 from contrastile.backends.contract import Array, Backend, Block, ColumnForm, Finished, Options, Statistics, Weights
 from contrastile.backends.registry import load
 from contrastile.schedules import gather, ring, schedule
+from contrastile.schedules.local import Wanted
 from contrastile.verify import cases, layouts
 from contrastile.verify.execution import outcome
 
@@ -63,7 +64,7 @@ class Keeping:
             weights.kept.fill_(OVERWRITTEN)
         factor = torch.ones(()) if upstream is None else upstream
         sums = [torch.zeros_like(x, dtype=block.scale.dtype) for x in (block.rows, block.columns)]
-        TORCH.gradients(block, weights, *sums, options)
+        TORCH.gradients(block, replace(weights, kept=None), *sums, options)
         inner = (sums[0] * block.rows).sum(dtype=torch.float64) * factor
         made = [(x * factor * block.scale).to(block.rows.dtype) for x in sums]
         return Finished(made[0], None if columns is None else made[1], inner)
@@ -206,16 +207,21 @@ def test_a_backend_that_keeps_nothing_is_asked_for_less(keeping: Keeping) -> Non
     assert (keeping.asked, keeping.seen) == (["lse"], [None])
 
 
-@pytest.mark.parametrize(("exchange", "module", "asked"), [("ring", ring, {}), ("gather", gather, {"keep": True})])
+EVERYTHING = Wanted(rows=True, columns=(True,))
+
+
+@pytest.mark.parametrize(
+    ("exchange", "module", "asked"), [("ring", ring, {}), ("gather", gather, {"wanted": EVERYTHING})]
+)
 def test_of_ranks_that_work_together_a_gather_is_asked_to_keep(
-    exchange: str, module: ModuleType, asked: dict[str, bool], keeping: Keeping, monkeypatch: pytest.MonkeyPatch
+    exchange: str, module: ModuleType, asked: dict[str, Wanted], keeping: Keeping, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     problem = problems.clip(*(x.detach() for x in towers())).problem
     communicator = SimpleNamespace(calls=SimpleNamespace(leave=lambda: None))
     shared = replace(problem, placement=SimpleNamespace(exchange=exchange, communicator=communicator))
     monkeypatch.setattr(module, "forward", lambda *given, **how: (given, how))
     given = shared, keeping.backend, Options()
-    assert schedule.forward(*given, keep=True) == (given, asked)
+    assert schedule.forward(*given, wanted=EVERYTHING) == (given, asked)
 
 
 def test_the_harness_goes_the_same_way(keeping: Keeping) -> None:

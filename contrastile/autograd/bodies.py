@@ -11,36 +11,35 @@ from torch import Tensor
 
 from contrastile.backends.arrays import transfer, working_for
 from contrastile.backends.replay import fits
-from contrastile.backends.settings import kept_bytes
 from contrastile.plan import Plan
 from contrastile.schedules import local, schedule
 from contrastile.schedules.native import native
 
 Found = Sequence[Tensor | None]
 
-STATE = 6
-"""What the softmax loss leaves for its gradients: four log-sum-exps, gathered columns, and what was kept."""
+STATE = 5
+"""What the softmax loss leaves for its gradients, beside what is kept: four log-sum-exps and gathered columns."""
 
 
-def softmax_loss(plan: Plan, *, keep: bool = False) -> Found:
+def softmax_loss(plan: Plan, *, wanted: local.Wanted | None = None) -> Found:
     """The softmax loss (0-d), and what its gradients need: see ``local.Forward``.
 
     The log-sum-exps of the rows (m,) and of the columns (n,), each over negatives and over positives, the gathered
-    columns, and what was kept. Instead of the columns' two, a gather gives ``local.Forward.over``.
+    columns, and what was kept of each block. Instead of the columns' two, a gather gives ``local.Forward.over``.
 
     Args:
         plan: over tensors.
-        keep: see ``local.forward``.
+        wanted: see ``local.forward``.
     """
     problem, backend, library = plan.problem, plan.backend, plan.library
     with native(problem, library, backend) as inside:
-        saved = schedule.forward(inside, backend, plan.options, keep=keep)
+        saved = schedule.forward(inside, backend, plan.options, wanted=wanted)
         columns = (saved.column_negative_lse, saved.column_positive_lse) if saved.over is None else saved.over
         lses = saved.row_negative_lse, saved.row_positive_lse, *columns
-        found = saved.loss, *lses, saved.gathered, saved.kept
+        found = saved.loss, *lses, saved.gathered, *saved.kept
         if library.name == backend.arrays.name:
             return found
-        dtypes = library.dtype(problem.scale), *[None] * 4, library.dtype(problem.rows), None
+        dtypes = library.dtype(problem.scale), *[None] * 4, library.dtype(problem.rows), *[None] * len(saved.kept)
         return [transfer(x, backend.arrays, library, dtype) for x, dtype in zip(found, dtypes, strict=True)]
 
 
@@ -55,14 +54,13 @@ def softmax_gradients(plan: Plan, state: Found, upstream: Tensor, wanted: local.
     """
     problem, backend, library = plan.problem, plan.backend, plan.library
     with native(problem, library, backend) as inside:
-        *given, kept = state
         # .data: the backend may write there, and autograd must not take that for a change of what it saved
-        given = [upstream, *given, None if kept is None else kept.data]
-        factor, rows_n, rows_p, first, second, gathered, kept = (transfer(x, library, backend.arrays) for x in given)
+        given = [upstream, *state[:STATE], *(None if x is None else x.data for x in state[STATE:])]
+        factor, rows_n, rows_p, first, second, gathered, *kept = (transfer(x, library, backend.arrays) for x in given)
         # a gather has what it knows of all columns there
         over_all = first is not None and first.ndim == 2
         columns_n, columns_p, over = (None, None, (first, second)) if over_all else (first, second, None)
-        forward = local.Forward(factor, rows_n, rows_p, columns_n, columns_p, gathered, over, kept)
+        forward = local.Forward(factor, rows_n, rows_p, columns_n, columns_p, gathered, over, tuple(kept))
         found = schedule.backward(inside, forward, factor, wanted, backend, plan.options)
         return _outside(plan, (found.rows, found.scale), found.columns, problem.rows, problem.scale)
 
@@ -120,8 +118,10 @@ def may_be_replayed(plan: Plan) -> bool:
     What is kept would be held in the graphs' memory.
     """
     problem, backend = plan.problem, plan.backend
-    if not problem.traceable or not backend.replayable or (backend.keeping is not None and kept_bytes(plan.options)):
+    rows, count = problem.rows, sum([x.shape[0] for x in problem.columns or (problem.rows,)])
+    if not problem.traceable or not backend.replayable:
+        return False
+    if local.keeps(rows, count, plan.library, backend, plan.options):
         return False
     # rows against themselves: each pair is computed once
-    columns = sum([x.shape[0] for x in problem.columns]) if problem.columns else (problem.rows.shape[0] + 1) // 2
-    return fits(problem.rows, columns)
+    return fits(rows, count if problem.columns else (count + 1) // 2)

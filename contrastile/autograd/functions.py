@@ -68,9 +68,10 @@ class SoftmaxLoss(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, plan: Plan, grad: bool, rows: Tensor, scale: Tensor, *columns: Tensor) -> Any:
         """The loss. What the gradients need is saved, and what was kept is freed with the graph."""
-        needs = ctx.needs_input_grad
-        loss, *state = bodies.softmax_loss(plan, keep=grad and needs[2] and all(needs[4:]))
-        if grad and any(needs):
+        _, _, rows_need, scale_needs, *columns_need = needs = ctx.needs_input_grad
+        wanted = local.Wanted(rows_need, tuple(columns_need), scale_needs) if grad and any(needs) else None
+        loss, *state = bodies.softmax_loss(plan, wanted=wanted)
+        if wanted is not None:
             # arrays are saved, and not held: autograd tells when one was written to, and frees them
             ctx.plan = plan.without_arrays()
             ctx.save_for_backward(*state, *plan.problem.arrays())
@@ -80,13 +81,13 @@ class SoftmaxLoss(torch.autograd.Function):
     def backward(ctx: Any, *upstream: Tensor) -> tuple[Any, ...]:
         """The gradients, in the order of forward's arguments."""
         arriving = operators.one_upstream("softmax_gradients", *upstream).resolve_neg()
-        saved = ctx.saved_tensors
-        state, arrays = saved[: bodies.STATE], saved[bodies.STATE :]
+        saved, count = ctx.saved_tensors, len(ctx.plan.problem.arrays())
+        state, arrays = saved[:-count], saved[-count:]
         _, _, rows, scale, *columns = ctx.needs_input_grad
         wanted = local.Wanted(rows, tuple(columns), scale)
         if is_seen(arriving):
             function: Any = SoftmaxGradients
-            given = function.apply(ctx.plan, wanted, arriving, *state[:-1], *arrays)
+            given = function.apply(ctx.plan, wanted, arriving, *state[: bodies.STATE], *arrays)
             return None, None, *_only((rows, scale, *columns), given)
         return None, None, *bodies.softmax_gradients(ctx.plan.with_arrays(arrays), state, arriving, wanted)
 
@@ -132,7 +133,7 @@ def _softmax_loss(plan: Plan) -> Sequence[Tensor]:
     """All that the operator gives; what is in no graph does without it."""
     problem = plan.problem
     if not problem.traceable:
-        return operators.filled(bodies.softmax_loss(plan)[: bodies.STATE], problem.scale)
+        return operators.filled(bodies.softmax_loss(plan), problem.scale)
     vectors = problem.arrays()[3:11]
     found: Sequence[Tensor] = operators.softmax_loss(
         problem.rows, problem.columns, problem.scale, vectors, *operators.settings_of(plan)

@@ -79,7 +79,7 @@ def filled(found: bodies.Found, like: Tensor) -> list[Tensor]:
 def emptied(state: bodies.Found) -> list[Tensor | None]:
     """The state without what only an eager call keeps, and with None where no columns were gathered."""
     *lses, gathered = state
-    return [*lses, None if gathered is None or not gathered.numel() else gathered, None]
+    return [*lses, None if gathered is None or not gathered.numel() else gathered]
 
 
 def wanted(wants: Sequence[bool], columns: int, *, bias: bool) -> local.Wanted:
@@ -107,7 +107,7 @@ def softmax_loss(
     """
     arrays = (rows, scale, None, *vectors, *columns)
     plan = _plan("softmax", arrays, match, backend, (tile_rows, tile_columns), precision, workspace)
-    loss, *state = filled(bodies.softmax_loss(plan)[: bodies.STATE], scale)
+    loss, *state = filled(bodies.softmax_loss(plan), scale)
     return loss, state[0], state[1], state[2], state[3], state[4]
 
 

@@ -345,13 +345,18 @@ class TorchArrays:
     def weighted_nll(
         self, negative_lse: Array, positive_lse: Array, positive_sum: Array, weight: Array, target: Array
     ) -> Array:
-        n, p, s, t = negative_lse, positive_lse, positive_sum, target.double()
-        if t.device.type == "cpu" and t.shape[0] and float(t.min()) > 0:
+        n, p, s, t = negative_lse, positive_lse, positive_sum, target
+        if t.device.type == "cpu" and t.shape[0]:
+            least, most = map(float, self.module.aminmax(t))
             # every row has a target: where the sum is finite, nothing is missing and nothing is to be silenced
-            nll = (p - t * s).clamp_min_(0.0).add_(self.softplus(n - p))
-            found = nll.dot(weight.double())
-            if math.isfinite(float(found)):
-                return found
+            if least > 0:
+                nll = self.softplus(n - p)
+                # of lone positives P - t S is nothing
+                if not (least == most == 1 and p is s):
+                    nll = (p - t * s).clamp_min_(0.0).add_(nll)
+                found = nll.dot(weight.double())
+                if math.isfinite(float(found)):
+                    return found
         return weighted_nll(self, n, p, s, weight, target)
 
     def inner(self, a: Array, b: Array) -> Array:

@@ -110,7 +110,7 @@ class Statistics:
         column_negative_lse: (n,) over the rows; None, as the next two, when columns were not asked for.
         column_positive_lse: (n,)
         column_positive_sum: (n,)
-        kept: what ``keeping`` has left for ``finished``, one array; None where there is nothing. Only the backend
+        kept: what ``keeping`` has left for the gradients, one array; None where there is nothing. Only the backend
             knows what it holds.
     """
 
@@ -151,7 +151,8 @@ class Weights:
         column_positive_lse: (n,) float64.
         column_weight: (n,) v, state dtype.
         column_target: (n,) t', state dtype.
-        kept: that of the block's ``Statistics``, for ``finished`` alone, which may overwrite it.
+        kept: that of the block's ``Statistics``, for ``finished`` where the backend has one, else for ``gradients``.
+            It may be overwritten there.
     """
 
     row_negative_lse: Array
@@ -182,7 +183,7 @@ class Options:
         workspace: MiB of memory that a backend may form G in, chunk by chunk; None for the deployment's default
             (``settings.workspace_bytes``).
         keep: MiB of exponentials that ``Backend.keeping`` may keep for the backward pass; None for the deployment's
-            default (``settings.kept_bytes``).
+            default, or else the backend's own (``settings.kept_bytes``).
     """
 
     tile: tuple[int, int] | None = None
@@ -262,6 +263,7 @@ FinishedFunction = Callable[[Block, Weights, "Array | None", "ColumnForm | None"
 
 
 FootprintFunction = Callable[[int, int, int, str, str, Options], Footprint]
+KeepsFunction = Callable[[int, int, str, str, Options], int]
 
 
 def supports_everything(block: Block) -> str | None:
@@ -303,9 +305,12 @@ class Backend:
             that was there before: ``finished(block, weights, upstream, columns, options)`` starts every sum afresh, so
             that nobody fills accumulators with zeros, and holds no (m, d) sums. ``upstream``, 0-d in the state dtype
             or None for 1, multiplies every weight; ``columns`` says what is to be made of the columns' side.
-        keeping: None, or a form of ``lse`` for a block that is all of its rows' problem, where gradients of rows and
-            columns will be asked for: its statistics may hold ``kept``, which goes to ``finished`` in its weights, any
-            number of times. It may be overwritten there, but the same call gives the same gradients each time.
+        keeping: None, or a form of ``lse`` where gradients will be asked for: its statistics may hold ``kept``, which
+            comes back in the weights, any number of times. It may be overwritten there, but the same call gives the
+            same gradients each time. A backend with ``finished`` is asked for a block that is all of its rows' problem,
+            where gradients of rows and columns will be asked for; any other for each block of a problem.
+        keeps: given together with ``keeping``: ``keeps(m, n, dtype, device, options)``, the most bytes that it keeps of
+            a problem of m rows and n columns. Where that is 0, ``keeping`` is not asked.
         replayable: whether the primitives only queue work on the current stream of their arrays' GPU: nothing waits for
             it, and nothing on the host depends on values or on earlier calls. Then small problems of torch's eager
             calls are captured in CUDA graphs and replayed.
@@ -327,6 +332,7 @@ class Backend:
     auto_precision: str = "ieee"
     finished: FinishedFunction | None = None
     keeping: LseFunction | None = None
+    keeps: KeepsFunction | None = None
     replayable: bool = False
     footprint: FootprintFunction | None = None
 

@@ -14,9 +14,6 @@ VARIABLES = WORKSPACE, KEEP, CUPY_KERNELS
 WORKSPACE_MIB = 512
 """The workspace for G where nobody says how large."""
 
-KEEP_MIB = 0
-"""What is kept of the exponentials where nobody says how much: nothing."""
-
 
 def workspace_bytes(options: Options) -> int:
     """Bytes of the workspace for G.
@@ -27,13 +24,13 @@ def workspace_bytes(options: Options) -> int:
     return mebibytes(WORKSPACE, WORKSPACE_MIB) if options.workspace is None else options.workspace * 2**20
 
 
-def kept_bytes(options: Options) -> int:
-    """Most bytes of exponentials that are kept for a backward pass.
+def kept_bytes(options: Options, default: int = 0) -> int:
+    """Most bytes of exponentials that are kept for a backward pass; ``default`` is in MiB.
 
     Raises:
         ValueError: see ``mebibytes``.
     """
-    return mebibytes(KEEP, KEEP_MIB) if options.keep is None else options.keep * 2**20
+    return mebibytes(KEEP, default) if options.keep is None else options.keep * 2**20
 
 
 def mebibytes(variable: str, default: int) -> int:

@@ -29,7 +29,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     add("--dtype", choices=sorted(sweep.ITEMSIZE), default="float32", help="of the features (%(default)s)")
     add("--scale", type=float, default=100.0, help="multiplies the dot products (%(default)s)")
     add("--workspace", type=whole, metavar="MIB", help="for G, of triton and cupy (CONTRASTILE_WORKSPACE_MIB)")
-    add("--keep", type=whole, metavar="MIB", help="of exponentials kept, of cupy (CONTRASTILE_KEEP_MIB)")
+    add("--keep", type=whole, metavar="MIB", help="of exponentials kept, of cupy and torch (CONTRASTILE_KEEP_MIB)")
     add("--repeat", type=positive, metavar="N", help="rounds; each times every implementation once (5)")
     add("--threads", type=positive, metavar="N", help="threads of torch (its own choice)")
     add(

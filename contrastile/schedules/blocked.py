@@ -268,12 +268,14 @@ class _Sums:
 
 
 @local.ieee
-def forward(problem: Problem, backend: Backend, options: Options, *, keep: bool = False) -> local.Forward:
+def forward(
+    problem: Problem, backend: Backend, options: Options, *, wanted: local.Wanted | None = None
+) -> local.Forward:
     """The softmax loss and its log-sum-exps, on the device: see ``local.forward``."""
     walk = _pass(problem, backend)
     if _single(problem):
         alone = local.forward if problem.columns else triangle.forward
-        return alone(_fetched(walk, problem), backend, options, keep=keep)
+        return alone(_fetched(walk, problem), backend, options, wanted=wanted)
     arrays, two_sided, itself = backend.arrays, problem.column_weight is not None, not problem.columns
     rows: dict[int, local.Triple] = {}
     columns: dict[int, local.Triple] = rows if itself else {}

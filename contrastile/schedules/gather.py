@@ -48,14 +48,16 @@ def _block(problem: Problem, arrays: ArrayLibrary, kept: Array | None = None) ->
 
 
 @local.ieee
-def forward(problem: Problem, backend: Backend, options: Options, *, keep: bool = False) -> local.Forward:
+def forward(
+    problem: Problem, backend: Backend, options: Options, *, wanted: local.Wanted | None = None
+) -> local.Forward:
     """The global softmax loss, the same on every rank, and the log-sum-exps of this rank's rows and columns.
 
     Args:
         problem: this rank's part of it.
         backend: computes its blocks.
         options: how.
-        keep: see ``local.forward``.
+        wanted: see ``local.forward``.
 
     Raises:
         UnsupportedProblemError: the backend refuses a block.
@@ -65,16 +67,18 @@ def forward(problem: Problem, backend: Backend, options: Options, *, keep: bool 
     two_sided = problem.column_weight is not None
     block = _block(problem, arrays)
     backend.check(block, options)
-    found = local.lse_function(backend, keep)(block, two_sided, options)
+    lse = local.lse_function(block.rows, block.columns.shape[0], wanted, backend, options, single=True)
+    found = lse(block, two_sided, options)
     mine = local.row_statistics(arrays, [found])
     loss = arrays.weighted_nll(*mine, problem.row_weight, problem.row_target)
+    kept = local.kept_by([found.kept])
     # what the backward pass need not gather again
     columns = block.columns if placement.size > 1 else None
     if not two_sided:
-        return replace(finalize_loss(problem, loss, *mine[:2], arrays=arrays), gathered=columns, kept=found.kept)
+        return replace(finalize_loss(problem, loss, *mine[:2], arrays=arrays), gathered=columns, kept=kept)
     total, lses, over = _over_columns(problem, arrays, loss, local.column_statistics(arrays, [found]))
     value = arrays.cast(total, arrays.dtype(problem.scale))
-    return local.Forward(value, mine[0], mine[1], lses[0], lses[1], columns, over, found.kept)
+    return local.Forward(value, mine[0], mine[1], lses[0], lses[1], columns, over, kept)
 
 
 def _over_columns(
@@ -144,16 +148,16 @@ def backward(
     weighted = problem if at_once else scaled_weights(problem, upstream)
     rows = saved.row_negative_lse, saved.row_positive_lse, weighted.row_weight, weighted.row_target
     # a loss of one direction may have saved no log-sum-exps, or empty ones
-    columns: Sequence[Array | None] = ()
+    columns: Sequence[Array | None] = (None,) * 4
     if weighted.column_weight is not None:
         columns = *lses, weighted.column_weight, weighted.column_target
-    weights = Weights(*rows, *columns)
+    weights = Weights(*[*rows, *columns, local.kept_of(saved, 0)])
     row_sum = row_gradient = None
     if at_once and backend.finished is not None:
         # this rank's rows are complete here; the columns' sums still lack the other ranks' parts
         form: ColumnForm | None = "sums" if any(wanted.columns) else None
         factor = upstream * placement.factor
-        found = backend.finished(block, replace(weights, kept=saved.kept), factor, form, options)
+        found = backend.finished(block, weights, factor, form, options)
         row_gradient, column_sum, inner = found.rows, found.columns, found.inner
     else:
         row_sum = local.accumulator(backend, problem.rows, wanted.rows or wanted.scale)

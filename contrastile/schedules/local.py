@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from functools import wraps
 from typing import ParamSpec, TypeVar
 
@@ -62,7 +62,7 @@ class Forward:
         gathered: the columns that this rank has collected from others, or from all; None where it has none.
         over: over the columns of all ranks, of a gather of two directions: (2, N) their log-sum-exps, negatives'
             first, and (2, N) v and t'; None otherwise.
-        kept: see ``contract.Statistics``; None unless it was asked for.
+        kept: of each block, in the order of the schedule: see ``contract.Statistics``. Empty where nothing was kept.
     """
 
     loss: Array
@@ -72,7 +72,7 @@ class Forward:
     column_positive_lse: Array | None = None
     gathered: Array | None = None
     over: tuple[Array, Array] | None = None
-    kept: Array | None = None
+    kept: tuple[Array | None, ...] = ()
 
 
 @dataclass(frozen=True, slots=True)
@@ -100,28 +100,49 @@ class Sums:
     total: Array | None
 
 
-def lse_function(backend: Backend, keep: bool) -> LseFunction:
-    """A backend's ``lse``, or ``keeping`` where it has one and ``finished`` will compute the gradients."""
-    keeps = keep and backend.finished is not None
-    return backend.keeping if keeps and backend.keeping is not None else backend.lse
+def lse_function(
+    rows: Array, count: int, wanted: Wanted | None, backend: Backend, options: Options, *, single: bool
+) -> LseFunction:
+    """A backend's ``lse``, or its ``keeping`` where that may keep something for the gradients.
+
+    Args:
+        rows: (m, d) features.
+        count: of the columns, of all blocks together.
+        wanted: the gradients that will be asked for; None for none.
+        backend: computes the blocks.
+        options: how.
+        single: whether there is one block, which ``finished`` may be given.
+    """
+    if wanted is None or backend.keeping is None or not keeps(rows, count, backend.arrays, backend, options):
+        return backend.lse
+    if backend.finished is not None and not (single and wanted.rows and all(wanted.columns)):
+        return backend.lse
+    return backend.keeping
+
+
+def keeps(rows: Array, count: int, arrays: ArrayLibrary, backend: Backend, options: Options) -> bool:
+    """Whether a backend may keep something of a problem of these rows, of this library, and ``count`` columns."""
+    if backend.keeps is None:
+        return False
+    return backend.keeps(rows.shape[0], count, arrays.dtype(rows), arrays.device(rows), options) > 0
 
 
 @ieee
-def forward(problem: Problem, backend: Backend, options: Options, *, keep: bool = False) -> Forward:
+def forward(problem: Problem, backend: Backend, options: Options, *, wanted: Wanted | None = None) -> Forward:
     """The softmax loss and its log-sum-exps.
 
     Args:
         problem: of one process.
         backend: computes its blocks.
         options: how.
-        keep: whether the gradients of rows and columns will be asked for, so that the backend may keep what they
-            can reuse; of a problem of one column block.
+        wanted: the gradients that will be asked for, so that the backend may keep what they can reuse; None for none.
 
     Raises:
         UnsupportedProblemError: the backend refuses one of the blocks.
     """
     arrays, two_sided = backend.arrays, problem.column_weight is not None
-    lse = lse_function(backend, keep and len(problem.columns) == 1)
+    count, single = sum(x.shape[0] for x in problem.columns), len(problem.columns) == 1
+    lse = lse_function(problem.rows, count, wanted, backend, options, single=single)
     parts = []
     for _, block in problem.blocks():
         backend.check(block, options)
@@ -132,9 +153,8 @@ def forward(problem: Problem, backend: Backend, options: Options, *, keep: bool 
     if two_sided:
         columns = column_statistics(arrays, parts)
         loss = loss + arrays.weighted_nll(*columns, problem.column_weight, problem.column_target)
-    return Forward(
-        arrays.cast(loss, arrays.dtype(problem.scale)), rows[0], rows[1], columns[0], columns[1], kept=parts[0].kept
-    )
+    value, kept = arrays.cast(loss, arrays.dtype(problem.scale)), kept_by([part.kept for part in parts])
+    return Forward(value, rows[0], rows[1], columns[0], columns[1], kept=kept)
 
 
 def row_statistics(arrays: ArrayLibrary, parts: Sequence[Statistics]) -> Triple:
@@ -161,29 +181,38 @@ def backward(
     if backend.finished is not None and wanted.rows and len(problem.columns) == 1:
         ((where, block),) = problem.blocks()
         form: ColumnForm | None = "gradient" if any(wanted.columns) else None
-        weights = replace(_weights(problem, saved, where), kept=saved.kept)
-        found = backend.finished(block, weights, upstream, form, options)
+        found = backend.finished(block, _weights(problem, saved, where, 0), upstream, form, options)
         scale = arrays.cast(found.inner, arrays.dtype(problem.scale)) if wanted.scale else None
         return Gradients(found.rows, (found.columns,), scale, None)
     weighted = problem.weighted(upstream)
     row_sum = accumulator(backend, problem.rows, wanted.rows or wanted.scale)
     column_sums = []
-    for (where, block), want in zip(weighted.blocks(), wanted.columns, strict=True):
+    for number, ((where, block), want) in enumerate(zip(weighted.blocks(), wanted.columns, strict=True)):
         column_sums.append(accumulator(backend, block.columns, want))
-        backend.gradients(block, _weights(weighted, saved, where), row_sum, column_sums[-1], options)
+        backend.gradients(block, _weights(weighted, saved, where, number), row_sum, column_sums[-1], options)
     # the upstream gradient is in the weights already, and a softmax does not depend on a bias
     sums = Sums(row_sum, tuple(column_sums), None)
     return gradients_from_sums(problem.rows, problem.scale, sums, None, wanted, arrays)
 
 
-def _weights(problem: Problem, saved: Forward, where: slice) -> Weights:
-    columns: tuple[Array | None, ...] = ()
+def kept_by(parts: Sequence[Array | None]) -> tuple[Array | None, ...]:
+    """What blocks have kept; empty where none has."""
+    return () if all(part is None for part in parts) else tuple(parts)
+
+
+def kept_of(saved: Forward, number: int) -> Array | None:
+    """What was kept of a block, by its number in the order of the schedule."""
+    return saved.kept[number] if saved.kept else None
+
+
+def _weights(problem: Problem, saved: Forward, where: slice, number: int) -> Weights:
+    columns: tuple[Array | None, ...] = (None,) * 4
     if problem.column_weight is not None:
         columns = saved.column_negative_lse, saved.column_positive_lse, problem.column_weight, problem.column_target
         if len(problem.columns) > 1:
             columns = tuple(x if x is None else x[where] for x in columns)
     rows = saved.row_negative_lse, saved.row_positive_lse, problem.row_weight, problem.row_target
-    return Weights(*rows, *columns)
+    return Weights(*[*rows, *columns, kept_of(saved, number)])
 
 
 def accumulator(backend: Backend, features: Array, want: bool) -> Array | None:

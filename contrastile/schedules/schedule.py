@@ -42,16 +42,18 @@ def phase(placement: Placement, wanted: local.Wanted | None = None) -> Iterator[
         placement.communicator.calls.leave()
 
 
-def forward(problem: Problem, backend: Backend, options: Options, *, keep: bool = False) -> local.Forward:
+def forward(
+    problem: Problem, backend: Backend, options: Options, *, wanted: local.Wanted | None = None
+) -> local.Forward:
     """The softmax loss and its log-sum-exps: see ``local.forward``. A ring's blocks are too many to keep anything."""
     if problem.placement is None:
-        alone: local.Forward = _module(problem).forward(problem, backend, options, keep=keep)
+        alone: local.Forward = _module(problem).forward(problem, backend, options, wanted=wanted)
         return alone
     module = _module(problem)
     with phase(problem.placement):
         if module is ring:
             return ring.forward(problem, backend, options)
-        found: local.Forward = module.forward(problem, backend, options, keep=keep)
+        found: local.Forward = module.forward(problem, backend, options, wanted=wanted)
         return found
 
 

@@ -9,11 +9,11 @@ blocks on the diagonal, which are computed whole. With the gradient of the logit
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import replace
 
 from contrastile.backends.arrays import ArrayLibrary
-from contrastile.backends.contract import WEIGHTS, Array, Backend, Block, Options, Statistics, Weights
+from contrastile.backends.contract import WEIGHTS, Array, Backend, Block, LseFunction, Options, Statistics, Weights
 from contrastile.schedules import local
 from contrastile.schedules.problem import Problem
 
@@ -77,25 +77,56 @@ def across(problem: Problem, others: Array, start: int, ids: Array | None) -> Bl
     return replace(problem, excluded=None).block(others, start, ids)
 
 
-def statistics(problem: Problem, rows: slice, most: int, backend: Backend, options: Options) -> Statistics:
-    """Of some rows over each other; the blocks are computed in the order of ``places``."""
+def statistics(
+    problem: Problem,
+    rows: slice,
+    most: int,
+    backend: Backend,
+    options: Options,
+    lse: LseFunction | None = None,
+    kept: list[Array | None] | None = None,
+) -> Statistics:
+    """Of some rows over each other; the blocks are computed in the order of ``places``.
+
+    Args:
+        problem: rows against themselves.
+        rows: some of them.
+        most: see ``halves``.
+        backend: computes the blocks.
+        options: how.
+        lse: the backend's ``lse`` or ``keeping``; None for the first.
+        kept: what is kept of each block is appended to it.
+    """
     arrays, parts = backend.arrays, halves(rows, most)
     here = block(problem, *(parts or (rows, rows)))
     backend.check(here, options)
-    found = backend.lse(here, parts is not None, options)
+    found = (lse or backend.lse)(here, parts is not None, options)
+    if kept is not None:
+        kept.append(found.kept)
     if parts is None:
         return found
-    first, second = (statistics(problem, part, most, backend, options) for part in parts)
+    first, second = (statistics(problem, part, most, backend, options, lse, kept) for part in parts)
     below = Statistics(*local.column_statistics(arrays, [found]))
     merged = local.row_statistics(arrays, [found, first]), local.row_statistics(arrays, [below, second])
     return Statistics(*(arrays.concat(list(x)) for x in zip(*merged, strict=True)))
 
 
-def add_gradients(problem: Problem, weights: Weights, sums: Array, backend: Backend, options: Options) -> None:
-    """Add ``(G + G^T) F`` to sums, (n, d), where F are the rows and the weights are the same on both sides."""
-    for mine, others in places(slice(0, problem.rows.shape[0]), whole_up_to(problem, backend.arrays, options)):
+def add_gradients(
+    problem: Problem,
+    weights: Weights,
+    sums: Array,
+    backend: Backend,
+    options: Options,
+    kept: Sequence[Array | None] = (),
+) -> None:
+    """Add ``(G + G^T) F`` to sums, (n, d), where F are the rows and the weights are the same on both sides.
+
+    ``kept`` is of each block, or empty.
+    """
+    every = slice(0, problem.rows.shape[0])
+    for number, (mine, others) in enumerate(places(every, whole_up_to(problem, backend.arrays, options))):
         below = None if mine == others else sums[others]
-        here = cut(weights, mine, others)
+        here = replace(cut(weights, mine, others), kept=kept[number] if kept else None)
         backend.gradients(block(problem, mine, others), here, sums[mine], below, options)
 
 
@@ -129,13 +160,17 @@ def weights_within(problem: Problem, negative_lse: Array, positive_lse: Array, a
 
 
 @local.ieee
-def forward(problem: Problem, backend: Backend, options: Options, *, keep: bool = False) -> local.Forward:
-    """The softmax loss and its log-sum-exps: see ``local.forward``. Nothing is kept."""
+def forward(
+    problem: Problem, backend: Backend, options: Options, *, wanted: local.Wanted | None = None
+) -> local.Forward:
+    """The softmax loss and its log-sum-exps: see ``local.forward``."""
     arrays, rows = backend.arrays, slice(0, problem.rows.shape[0])
-    found = statistics(problem, rows, whole_up_to(problem, arrays, options), backend, options)
+    lse = local.lse_function(problem.rows, rows.stop, wanted, backend, options, single=False)
+    kept = list[Array | None]()
+    found = statistics(problem, rows, whole_up_to(problem, arrays, options), backend, options, lse, kept)
     n, p, s = local.row_statistics(arrays, [found])
     loss = arrays.weighted_nll(n, p, s, problem.row_weight, problem.row_target)
-    return local.Forward(arrays.cast(loss, arrays.dtype(problem.scale)), n, p)
+    return local.Forward(arrays.cast(loss, arrays.dtype(problem.scale)), n, p, kept=local.kept_by(kept))
 
 
 @local.ieee
@@ -158,7 +193,7 @@ def backward(
     sums = local.accumulator(backend, problem.rows, wanted.rows or wanted.scale)
     if sums is not None:
         weights = weights_of(problem, saved.row_negative_lse, saved.row_positive_lse)
-        add_gradients(problem, weights, sums, backend, options)
+        add_gradients(problem, weights, sums, backend, options, saved.kept)
     whole = local.Sums(sums, (), None)
     return counted_once(local.gradients_from_sums(problem.rows, problem.scale, whole, None, wanted, arrays))
 

@@ -137,7 +137,9 @@ class _Walk:
 
 
 @local.ieee
-def forward(problem: Problem, backend: Backend, options: Options, *, keep: bool = False) -> local.Forward:
+def forward(
+    problem: Problem, backend: Backend, options: Options, *, wanted: local.Wanted | None = None
+) -> local.Forward:
     """The global softmax loss, the same on every rank, and the log-sum-exps of this rank's rows. Nothing is kept.
 
     Raises:

@@ -74,7 +74,12 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         help="of float32 products (default: all the backend has)",
     )
     add("--workspace", type=int, metavar="MIB", help="for G, of triton and cupy (default: CONTRASTILE_WORKSPACE_MIB)")
-    add("--keep", type=int, metavar="MIB", help="of exponentials kept, of cupy (default: CONTRASTILE_KEEP_MIB)")
+    add(
+        "--keep",
+        type=int,
+        metavar="MIB",
+        help="of exponentials kept, of cupy and torch (default: CONTRASTILE_KEEP_MIB)",
+    )
     add(
         "--device",
         default="auto",

@@ -100,8 +100,7 @@ def outcome(
             gradients = schedule.finish(native.rows, native.scale, place, sums, upstream_gradient, wanted, arrays)
     else:
         recording = around(backend, recorded, "lse", "keeping")
-        keep = wanted is not None and wanted.rows and all(wanted.columns)
-        saved = schedule.forward(native, recording, options, keep=keep)
+        saved = schedule.forward(native, recording, options, wanted=wanted)
         gradients = _NO_GRADIENTS
         if wanted is not None:
             gradients = schedule.backward(native, saved, upstream_gradient, wanted, backend, options)

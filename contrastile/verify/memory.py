@@ -23,12 +23,17 @@ def saved_bytes(subject: Subject, case: str) -> Comparisons:
     """A batch twice as large saves at most twice the bytes for the backward pass, not four times."""
     if subject.backend.arrays.name != "torch":
         raise SkipError(f"autograd is torch's, and its arrays are {subject.backend.arrays.name}'s")
-    one, two = (_saved(subject, b) for b in (_BATCH, 2 * _BATCH))
+    one, two = (_saved(subject, b, keep=0) for b in (_BATCH, 2 * _BATCH))
     # linear in b gives at most 2 one, quadratic nearly 4 one: three lies between
     yield f"b = {_BATCH} and {2 * _BATCH}", Worst(two / (3 * one), "bytes", (), two, 3 * one)
+    keeps = subject.backend.keeps
+    most = 0 if keeps is None else keeps(2 * _BATCH, 2 * _BATCH, subject.dtype, subject.device, subject.options)
+    # the bytes are counted, and all of them may be there
+    kept, allowed = _saved(subject, 2 * _BATCH, keep=subject.keep), two + most + 1
+    yield "what is kept", Worst(kept / allowed, "bytes", (), kept, allowed)
 
 
-def _saved(subject: Subject, batch: int) -> float:
+def _saved(subject: Subject, batch: int, keep: int | None) -> float:
     """Bytes that ``clip_loss`` saves for its backward pass, each storage once."""
     import torch
 
@@ -49,7 +54,7 @@ def _saved(subject: Subject, batch: int) -> float:
         return x
 
     with torch.autograd.graph.saved_tensors_hooks(pack, lambda x: x):
-        loss = clip_loss(image, text, scale.requires_grad_(), backend=subject.name)
+        loss = clip_loss(image, text, scale.requires_grad_(), backend=subject.name, keep=keep)
     total = float(sum(kept.values()))
     loss.backward()
     return total

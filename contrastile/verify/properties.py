@@ -50,6 +50,9 @@ def value(trial: Trial) -> Comparisons:
 def gradients(trial: Trial) -> Comparisons:
     """The gradients of rows, columns, scale and bias agree with the oracle's."""
     yield "", compare(trial.outcome, trial.oracle.outcome, trial.bound, GRADIENT)
+    if trial.keeps:
+        got = trial.subject.run(trial.problem, replace(trial.subject.backend, keeping=None))
+        yield "nothing kept", compare(got, trial.oracle.outcome, trial.bound, GRADIENT)
 
 
 def plain(trial: Trial) -> Comparisons:

@@ -164,6 +164,15 @@ class Trial:
         return compare(got, oracle.outcome, self.bounds(problem, oracle, upstream, options), fields)
 
     @property
+    def keeps(self) -> bool:
+        """Whether the backend may keep something of the case between its passes."""
+        problem, subject = self.problem, self.subject
+        if problem.kind == "sigmoid" or subject.backend.keeps is None:
+            return False
+        m, n = len(problem.rows), sum(map(len, problem.columns or (problem.rows,)))
+        return subject.backend.keeps(m, n, subject.dtype, subject.device, subject.options) > 0
+
+    @property
     def small(self) -> bool:
         """Whether the case is cheap enough to run repeatedly."""
         m, d = self.problem.rows.shape

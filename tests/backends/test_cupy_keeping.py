@@ -313,6 +313,21 @@ def test_room_is_an_option_or_else_the_environment_s(monkeypatch: pytest.MonkeyP
             assert statistics(backend, given, options=Options(keep=0)).kept is None
 
 
+def test_how_much_is_kept_is_said_before(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delenv("CONTRASTILE_KEEP_MIB", raising=False)
+    with hosted() as host:
+        backend, given = host.record.backend, block(host)
+        for options in (Options(keep=1), Options(keep=3)):
+            kept = statistics(backend, given, options=options).kept
+            assert backend.keeps(M, N, "bfloat16", "cuda", options) == kept.nbytes
+        for options in (Options(), Options(keep=0), Options(keep=3, tile=(1000, 1000))):
+            assert backend.keeps(M, N, "bfloat16", "cuda", options) == 0
+        assert backend.keeps(M, N, "float32", "cuda", Options(keep=3)) == 0
+        assert backend.keeps(M, 0, "bfloat16", "cuda", Options(keep=3)) == 0
+        monkeypatch.setenv("CONTRASTILE_CUPY_KERNELS", "sm80")
+        assert backend.keeps(M, N, "bfloat16", "cuda", Options(keep=3)) == 0
+
+
 def test_two_roundings_are_counted_where_exponentials_may_be_kept(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.delenv("CONTRASTILE_KEEP_MIB", raising=False)
     once, twice = 2.0**-8, 2 * 2.0**-8 + 2.0**-16

@@ -26,6 +26,7 @@ from contrastile.backends.contract import (
 )
 from contrastile.backends.registry import load
 from contrastile.backends.replay import Graphs
+from contrastile.schedules import local
 
 BEFORE = 3
 """Calls until one is replayed: the last of them is captured."""
@@ -214,6 +215,8 @@ class OnGpu:
         patch(steps, "on_gpu", lambda features: isinstance(features, torch.Tensor))
         patch(steps.Call, "device", lambda call: -1)
         patch(bodies, "fits", lambda rows, columns: self.small)
+        # as torch's backend says of a GPU
+        patch(local, "keeps", lambda *_: False)
 
 
 @pytest.fixture
@@ -316,7 +319,7 @@ def test_what_is_not_replayed(why: str, gpu: OnGpu, monkeypatch: pytest.MonkeyPa
     if why == "not replayable":
         backend = replace(backend, replayable=False)
     if why == "kept":
-        backend = replace(backend, keeping=backend.lse)
+        monkeypatch.setattr(local, "keeps", lambda *_: True)
     monkeypatch.setattr(plan, "load", lambda name: backend)
     gpu.small = why != "large"
     more: dict[str, Any] = {"tile": [2, 2]} if why == "list" else {"keep": 3}

@@ -39,7 +39,9 @@ def test_one_exponential_serves_both_sides_at_ordinary_scales(scale: float, monk
     taken = attempts_recorded(monkeypatch)
     found = worst(problem, exact, "float32")
     assert found.ratio < 1, str(found)
-    assert taken == {"statistics": [True], "gradients": [True]}
+    assert taken["statistics"] == [True]
+    # at 250 what was kept does not serve: the forward pass's reference is too large for the smallest log-sum-exps
+    assert taken["gradients"] == ([False, True] if scale == 250 else [True])
 
 
 def far_apart(low: float, high: float) -> Block:

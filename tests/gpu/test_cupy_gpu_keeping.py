@@ -103,12 +103,12 @@ def test_value_and_gradients_are_the_oracle_s(keep: int, kind: str) -> None:
 def test_one_forward_pass_serves_any_upstream_gradients_in_any_order(keep: int, kind: str) -> None:
     backend, given, options = load("cupy"), problem(kind), Options(keep=keep)
     native, arrays = materialise(given, backend, "bfloat16", "cuda"), backend.arrays
-    saved = schedule.forward(native, backend, options, keep=True)
-    assert saved.kept is not None
+    wanted = local.Wanted(True, (True,))
+    saved = schedule.forward(native, backend, options, wanted=wanted)
+    assert saved.kept[0] is not None
     # NaN has no factors: G takes the place of what was kept, and nobody may take it for that afterwards
     for upstream in (1.0, 1.0, 0.0, -2.5, float("nan"), 1.0, 4.0):
         factor = arrays.asarray(upstream, "float32", native.scale)
-        wanted = local.Wanted(True, (True,))
         found = schedule.backward(native, saved, factor, wanted, backend, options)
         if np.isnan(upstream):
             continue

@@ -49,7 +49,7 @@ def evaluated(
         assert sums is not None
         found = schedule.finish(problem.rows, problem.scale, None, sums, one, wanted, backend.arrays, walk=problem.walk)
         return value, found, None
-    saved = schedule.forward(problem, backend, options, keep=True)
+    saved = schedule.forward(problem, backend, options, wanted=wanted)
     return saved.loss, schedule.backward(problem, saved, one, wanted, backend, options), saved
 
 

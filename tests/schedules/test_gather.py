@@ -64,6 +64,11 @@ def keeping(block: Block, columns: bool, options: Options) -> Statistics:
     return replace(NUMPY.lse(block, columns, options), kept=kept)
 
 
+def room(m: int, n: int, *_: Any) -> int:
+    """What ``keeping`` keeps."""
+    return 32
+
+
 def outcome(
     n: int, case: str, backend: Backend = NUMPY, columns: bool = True, scale: bool = True, keep: bool = False
 ) -> list[tuple[Counter[str], local.Gradients]]:
@@ -74,7 +79,7 @@ def outcome(
         where = placement(counting, parts, "gather")  # type: ignore[arg-type]
         problem = materialise(parts.part(comm.rank, where), NUMPY, "float64")
         wanted = local.Wanted(True, (columns,) * len(problem.columns), scale)
-        saved = gather.forward(problem, backend, Options(), keep=keep)
+        saved = gather.forward(problem, backend, Options(), wanted=wanted if keep else None)
         return counting.count, gather.backward(problem, saved, np.asarray(-0.7), wanted, backend, Options())
 
     found: list[Any] = group(n).run(program)
@@ -122,7 +127,7 @@ def test_what_is_kept_of_all_columns_comes_back_and_changes_nothing(n: int, case
         assert given[-1] == [*block.rows.shape, *block.columns.shape]
         return finished(block, weights, *rest)
 
-    kept = outcome(n, case, replace(FINISHING, keeping=keeping, finished=noted), keep=True)
+    kept = outcome(n, case, replace(FINISHING, keeping=keeping, keeps=room, finished=noted), keep=True)
     assert len(given) == n
     for (count, found), (again, plain) in zip(kept, outcome(n, case, FINISHING), strict=True):
         assert count == again
@@ -130,13 +135,27 @@ def test_what_is_kept_of_all_columns_comes_back_and_changes_nothing(n: int, case
         assert found.scale == plain.scale
 
 
-@pytest.mark.parametrize("why", ["nobody asked", "gradients by sums"])
+@pytest.mark.parametrize("case", ["ragged", "blocks"])
+def test_gradients_by_sums_take_what_is_kept_too(case: str) -> None:
+    given: list[bool] = []
+
+    def noted(block: Block, weights: Weights, *rest: Any) -> None:
+        given.append(weights.kept.tolist() == [*block.rows.shape, *block.columns.shape])
+        NUMPY.gradients(block, weights, *rest)
+
+    backend = replace(NUMPY, keeping=keeping, keeps=room, gradients=noted)
+    outcome(3, case, backend, columns=False, keep=True)
+    assert given == [True] * 3
+
+
+@pytest.mark.parametrize("why", ["nobody asked", "a tower is frozen", "no room"])
 def test_nothing_is_kept_where(why: str) -> None:
     def asked(*_: Any) -> Statistics:
         raise AssertionError("what is kept here would never be used")
 
-    backend = replace(NUMPY if why == "gradients by sums" else FINISHING, keeping=asked)
-    assert len(outcome(3, "ragged", backend, keep=why != "nobody asked")) == 3
+    backend = replace(FINISHING, keeping=asked, keeps=room if why != "no room" else lambda *_: 0)
+    learns = why != "a tower is frozen"
+    assert len(outcome(3, "ragged", backend, columns=learns, keep=why != "nobody asked")) == 3
 
 
 def test_a_world_of_one_sends_nothing() -> None:

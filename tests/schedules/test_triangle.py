@@ -91,7 +91,7 @@ def test_half_of_the_logits_are_computed(loss: str, n: int, monkeypatch: pytest.
         TORCH.gradients(block, weights, rows, columns, options)
 
     backend, problem = replace(TORCH, lse=lse, gradients=gradients), stated(loss, n)
-    saved = schedule.forward(problem, backend, Options(), keep=True)
+    saved = schedule.forward(problem, backend, Options())
     schedule.backward(problem, saved, torch.ones(()), Wanted(True, ()), backend, Options())
     assert areas["lse"] == areas["gradients"] <= n * n / 2 + most * n / 2
     assert areas["products"] == n * n

@@ -10,16 +10,20 @@ from __future__ import annotations
 import torch
 
 from contrastile.backends.arrays import TorchArrays
-from contrastile.backends.contract import Accuracy, Backend
+from contrastile.backends.contract import Accuracy, Backend, Options
 from contrastile.backends.torch import gradients, sigmoid, statistics
+from contrastile.backends.torch.kept import keeps
 from contrastile.backends.torch.products import has_mixed_product
 from contrastile.backends.torch.tiles import footprint
 
 __all__ = ["backend"]
 
 
-def accuracy(dtype: str, device: str) -> Accuracy:
-    """The facts for the error bounds, under the matrix-product precision that torch is set to at this moment."""
+def accuracy(dtype: str, device: str, options: Options | None = None) -> Accuracy:
+    """The facts for the error bounds, under the matrix-product precision that torch is set to at this moment.
+
+    What is kept changes none of them.
+    """
     if dtype == "float64":
         return Accuracy(unit=2.0**-53, accumulate_unit=2.0**-53, shared_reference=device == "cpu")
     if device != "cpu" and dtype != "float32" and has_mixed_product():
@@ -58,6 +62,8 @@ backend = Backend(
     lse=statistics.lse,
     gradients=gradients.gradients,
     sigmoid=sigmoid.sigmoid,
+    keeping=statistics.keeping,
+    keeps=keeps,
     replayable=True,
     footprint=footprint,
 )

@@ -9,13 +9,15 @@ lie close enough together, which is known before the first tile. The positives' 
 from __future__ import annotations
 
 import math
+from dataclasses import replace
 from functools import cached_property
 from typing import NamedTuple
 
 import torch
 
-from contrastile.backends.contract import Array, Block, Options, Weights
+from contrastile.backends.contract import Array, Block, Options, Pairs, Weights
 from contrastile.backends.torch.accumulators import Accumulators
+from contrastile.backends.torch.kept import Kept
 from contrastile.backends.torch.pairs import BlockPairs, cut
 from contrastile.backends.torch.products import LOG2_E, Products
 from contrastile.backends.torch.tiles import Tile, primitive, tiles
@@ -28,31 +30,46 @@ def gradients(
     """Add ``G K`` to row_gradient and ``G^T Q`` to column_gradient (Inf-CL Eq. 6-8, both ways, without the scale).
 
     See ``contract.Backend.gradients``. Memory: one tile and its spare, at most a chunk of columns' gradient, and
-    O(m + n).
+    O(m + n). What was kept is read, and not written to.
     """
     if row_gradient is None and column_gradient is None:
         return
     products = Products(block, unit=LOG2_E)
     w, state = weights, products.state
-    sides = [_Side(w.row_negative_lse, w.row_positive_lse, w.row_weight, w.row_target, products)]
+    factors = _Factors(w.row_weight, w.row_target, products.sync)
+    sides = [_Side(w.row_negative_lse, w.row_positive_lse, factors, state)]
     if w.column_weight is not None:
-        sides.append(_Side(w.column_negative_lse, w.column_positive_lse, w.column_weight, w.column_target, products))
+        if w.column_weight is not w.row_weight or w.column_target is not w.row_target:
+            factors = _Factors(w.column_weight, w.column_target, products.sync)
+        sides.append(_Side(w.column_negative_lse, w.column_positive_lse, factors, state))
     if products.bounds_gradient:
         products.bound_gradient(*(side.weight for side in sides), *(side.term for side in sides))
-    shared = _shared(sides, state) if products.sync else None
+    certain = block.pairs.match == "target" and (not products.sync or any(bool(s.certain.any()) for s in sides))
+    kept, shared = None, None
+    # entries of certain positives are made of logits
+    if w.kept is not None and not certain:
+        kept = Kept(w.kept)
+        shared = _shared(sides, state, kept.reference)
+    if shared is None:
+        kept, shared = None, _shared(sides, state) if products.sync else None
+    if kept is not None and block.pairs.match == "drop":
+        # pairs of equal ids are 0 already
+        block = replace(block, pairs=Pairs(block.pairs.positives, block.pairs.excluded))
     pairs = BlockPairs(block, products.sync)
     named = _named_entries(pairs.of_positives(), sides, state)
-    certain = block.pairs.match == "target" and (not products.sync or any(bool(s.certain.any()) for s in sides))
     accumulators = Accumulators(products, row_gradient, column_gradient)
-    for tile in tiles(block, pairs, products, options):
+    for tile in tiles(block, pairs, products, options, kept, known=kept is not None):
         matched = tile.pairs.matched
         exact = _matched_entries(tile, sides) if certain and matched is not None else None
-        if shared is not None:
+        if kept is not None and shared is not None:
+            tile = _from_kept(tile, shared)
+        elif shared is not None:
             _from_shared(tile, shared)
         else:
             _from_own(tile, sides)
-        # after the exponentials: a pair that is not admitted may have overflowed, or be NaN
-        tile.pairs.silence(tile.x, 0.0)
+        if kept is None:
+            # after the exponentials: a pair that is not admitted may have overflowed, or be NaN
+            tile.pairs.silence(tile.x, 0.0)
         # before any rounding of G
         if named is not None:
             tile.pairs.set_named(tile.x, cut(named, tile.rows))
@@ -64,8 +81,29 @@ def gradients(
         accumulators.add(tile, tile.x)
 
 
+class _Factors:
+    """The weights and the targets of the rows, or of the columns, in the state dtype, and what is known of them.
+
+    Attributes:
+        weight: u or v.
+        target: t.
+        extremes: the smallest and the largest magnitude of the weights; NaN where values are not read.
+        silent: where the weight is 0; on the host None where none is.
+        lone: whether every target is known to be 1.
+    """
+
+    def __init__(self, weight: Array, target: Array, sync: bool) -> None:
+        self.weight: torch.Tensor = weight
+        self.target: torch.Tensor = target
+        self.extremes = _extremes(weight) if sync else (math.nan, math.nan)
+        if self.extremes[0] < 0:
+            self.extremes = _extremes(weight.abs())
+        self.silent: torch.Tensor | None = None if self.extremes[0] > 0 else weight == 0
+        self.lone = sync and _extremes(target) == (1.0, 1.0)
+
+
 class _Side:
-    """The rows' or the columns' share of G.
+    """The rows' or the columns' share of G. Numbers in the state dtype that meet those in float64 are widened.
 
     What a path through the code does not read is not computed.
 
@@ -73,26 +111,27 @@ class _Side:
         exact_lse: L in base 2, float64.
         lse: L rounded to the state dtype.
         most: the largest that a logit less ``lse`` can be, for no logit exceeds L; state dtype.
-        exact_weight: u or v, float64.
+        exact_weight: u or v.
         weight: the same times ``2^(lse - exact_lse)``, which makes good the rounding of L; state dtype.
         positive: P in base 2, float64.
         negative_share: the probability of all negatives, 1 - p of the positives, to full relative accuracy; float64.
-        target: t, float64.
+        target: t.
         term: weight x target, what a positive loses; state dtype.
-        extremes: the smallest and the largest magnitude of the weights; NaN where values are not read.
-        silent: where the weight is 0; on the host None where none is.
+        extremes: see ``_Factors``.
+        silent: see ``_Factors``.
         certain: where p - t cancels.
     """
 
-    def __init__(self, negative: Array, positive: Array, weight: Array, target: Array, products: Products) -> None:
-        self._state, self._difference = products.state, negative - positive
+    def __init__(self, negative: Array, positive: Array, factors: _Factors, state: torch.dtype) -> None:
+        self._state, self._negative, self._positive, self._lone = state, negative, positive, factors.lone
         self.exact_lse: torch.Tensor = torch.logaddexp(negative, positive).mul_(LOG2_E)
-        self.exact_weight: torch.Tensor = weight.double()
-        self.positive: torch.Tensor = positive * LOG2_E
-        self.target: torch.Tensor = target.double()
-        self.extremes = _extremes(self.exact_weight.abs()) if products.sync else (math.nan, math.nan)
-        self.silent: torch.Tensor | None = None if self.extremes[0] > 0 else weight == 0
-        self._lone = products.sync and _extremes(self.target) == (1.0, 1.0)
+        self.exact_weight: torch.Tensor = factors.weight
+        self.target: torch.Tensor = factors.target
+        self.extremes, self.silent = factors.extremes, factors.silent
+
+    @cached_property
+    def positive(self) -> torch.Tensor:
+        return torch.mul(self._positive, LOG2_E)
 
     @cached_property
     def lse(self) -> torch.Tensor:
@@ -112,11 +151,11 @@ class _Side:
 
     @cached_property
     def negative_share(self) -> torch.Tensor:
-        return torch.sigmoid(self._difference)
+        return torch.sub(self._negative, self._positive).sigmoid_()
 
     @cached_property
     def term(self) -> torch.Tensor:
-        return self.heard(self.exact_weight * self.target).to(self._state)
+        return self.heard(self.exact_weight.double() * self.target).to(self._state)
 
     @cached_property
     def certain(self) -> torch.Tensor:
@@ -133,12 +172,14 @@ class _Side:
 
     def entries(self, x: torch.Tensor, at: tuple[slice | torch.Tensor | None, ...] | None) -> torch.Tensor:
         """This side's part of G at positives of base-2 logits x, float64: ``w ((q - t) - q negative_share)``."""
-        members = self.exact_weight, self.positive, self.target, self.negative_share
-        w, p, t, share = members if at is None else (each[at] for each in members)
+        members = self.exact_weight, self.negative_share
+        w, share = members if at is None else (each[at] for each in members)
         # the target of a lone positive is 1: x is P, whatever a product of another shape has made of it
         if self._lone:
             part = (w * share).neg_()
         else:
+            others = self.positive, self.target
+            p, t = others if at is None else (each[at] for each in others)
             q = (x - p).masked_fill_(t == 1.0, 0.0).exp2_()
             part = w * ((q - t) - q * share)
         return part if self.silent is None else torch.where(self.silent if at is None else self.silent[at], 0.0, part)
@@ -184,8 +225,10 @@ class _Shared(NamedTuple):
     coefficients: list[torch.Tensor]
 
 
-def _shared(sides: list[_Side], state: torch.dtype) -> _Shared | None:
+def _shared(sides: list[_Side], state: torch.dtype, given: float | None = None) -> _Shared | None:
     """A reference against which no exponential overflows and none that matters is flushed; None if there is none.
+
+    With ``given`` that one, against which exponentials are known not to overflow, or None where it does not serve.
 
     An admitted logit is at most its row's and its column's log-sum-exp, so that with ``r >= max L - 120`` none
     overflows. With ``r <= L + 26`` a term that is flushed costs a probability at most 2^-100. Of the r between, the one
@@ -203,9 +246,10 @@ def _shared(sides: list[_Side], state: torch.dtype) -> _Shared | None:
     ]
     least, most = min(x for x, _ in weights), max(x for _, x in weights)
     info = torch.finfo(state)
-    reference = max(min(bounds) - 120.0, top - math.log2(least) + math.log2(info.tiny) + 1, min(low, 0.0))
+    normal = top - math.log2(least) + math.log2(info.tiny) + 1
+    reference = max(min(bounds) - 120.0, normal, min(low, 0.0)) if given is None else given
     # beyond 2^24 it would be rounded where it is subtracted
-    if reference > low + 26.0 or abs(reference) > 2.0**24:
+    if not normal <= reference <= low + 26.0 or abs(reference) > 2.0**24:
         return None
     reference = float(math.ceil(reference))
     if most * 2.0 ** (reference - low) > info.max:
@@ -224,6 +268,16 @@ def _from_shared(tile: Tile, shared: _Shared) -> None:
         tile.x.mul_(row)
     else:
         tile.x.mul_(torch.add(row, cut(shared.coefficients[1], tile.columns), out=tile.spare))
+
+
+def _from_kept(tile: Tile, shared: _Shared) -> Tile:
+    """The tile with probabilities times weights for x; its exponentials stay as they are."""
+    row = cut(shared.coefficients[0], tile.rows)[:, None]
+    if len(shared.coefficients) == 1:
+        torch.mul(tile.x, row, out=tile.spare)
+    else:
+        torch.add(row, cut(shared.coefficients[1], tile.columns), out=tile.spare).mul_(tile.x)
+    return tile._replace(x=tile.spare, spare=tile.x if tile.pairs.matched is None else torch.empty_like(tile.x))
 
 
 def _from_own(tile: Tile, sides: list[_Side]) -> None:

@@ -23,18 +23,23 @@ def on_host(x: torch.Tensor) -> bool:
     return x.device.type == "cpu"
 
 
+def state_of(features: torch.Tensor) -> torch.dtype:
+    """Dtype of logits, of G and of every accumulator."""
+    return torch.float64 if features.dtype == torch.float64 else torch.float32
+
+
 class Products:
     """The products of one block.
 
     Attributes:
-        state: dtype of logits, of G and of every accumulator.
+        state: see ``state_of``.
         sync: whether the code may read values: only ``on_host``.
     """
 
     def __init__(self, block: Block, unit: float) -> None:
         """For logits in units of 1 / ``unit`` nats: 1 for the natural logarithm, log2 e for base 2."""
         rows = block.rows
-        self.state = torch.float64 if rows.dtype == torch.float64 else torch.float32
+        self.state = state_of(rows)
         self.sync = on_host(rows)
         self._narrow = rows.dtype if rows.dtype != self.state else None
         self._mixed = self._narrow is not None and not self.sync and has_mixed_product()

@@ -16,8 +16,9 @@ from collections.abc import Callable
 import torch
 
 from contrastile.backends.contract import Block, Options, Statistics
+from contrastile.backends.torch.kept import Kept
 from contrastile.backends.torch.pairs import BlockPairs, cut
-from contrastile.backends.torch.products import LOG2_E, Products
+from contrastile.backends.torch.products import LOG2_E, Products, state_of
 from contrastile.backends.torch.tiles import Tile, primitive, tiles
 
 # binary orders between a shared reference and the largest logit: room for others to be larger, or a sum smaller
@@ -30,11 +31,31 @@ def lse(block: Block, columns: bool, options: Options) -> Statistics:
 
     See ``contract.Backend.lse``. Memory beyond the result: one tile and its spare, and O(m + n) in float64.
     """
+    return _statistics(block, columns, options, None)
+
+
+@primitive
+def keeping(block: Block, columns: bool, options: Options) -> Statistics:
+    """The same, and the exponentials where they have a shared reference.
+
+    See ``contract.Backend.keeping``. Memory beyond the result: a tile, and O(m + n) in float64.
+    """
+    return _statistics(block, columns, options, Kept.new(block.rows, block.columns, state_of(block.rows)))
+
+
+def _statistics(block: Block, columns: bool, options: Options, kept: Kept | None) -> Statistics:
     products = Products(block, unit=LOG2_E)
-    found = _shared(block, columns, options, products) if products.sync else None
+    found = _shared(block, columns, options, products, kept) if products.sync else None
     if found is None:
-        found = _own(block, columns, options, products)
-    return Statistics(*(x * math.log(2.0) for side in found.sides for x in side.vectors()))
+        found, kept = _own(block, columns, options, products), None
+    left = None if kept is None else kept.memory
+    vectors: list[torch.Tensor | None] = []
+    for side in found.sides:
+        negative, positive, total = side.vectors()
+        natural = positive * math.log(2.0)
+        # of named positives P is S
+        vectors += negative * math.log(2.0), natural, natural if total is positive else total * math.log(2.0)
+    return Statistics(*[*vectors, *[None] * (6 - len(vectors)), left])
 
 
 def smallest_sum(count: int, state: torch.dtype) -> float:
@@ -74,7 +95,7 @@ class _Side:
         """Where the tile lies on this side."""
         return tile.rows if self.dim == 1 else tile.columns
 
-    def vectors(self) -> tuple[torch.Tensor, ...]:
+    def vectors(self) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
         """In the order of ``contract.Statistics``. Of one positive the log-sum-exp is its logit, to the last bit."""
         positive = self.positive if self.count is None else torch.where(self.count == 1, self.total, self.positive)
         return self.negative, positive, self.total
@@ -137,29 +158,31 @@ class _Found:
             side.positive = torch.zeros_like(top).index_put_((own,), terms, accumulate=True).log2_().add_(top)
 
 
-def _shared(block: Block, columns: bool, options: Options, products: Products) -> _Found | None:
+def _shared(
+    block: Block, columns: bool, options: Options, products: Products, kept: Kept | None = None
+) -> _Found | None:
     """One exponential per element; None when the sums show that it was not exact."""
     found = _Found(block, columns, 0.0, products.sync)
     counts = block.columns.shape[0], block.rows.shape[0]
     reference: float | None = None
-    for tile in tiles(block, found.pairs, products, options):
+    for tile in tiles(block, found.pairs, products, options, kept):
         found.take_positives(tile, _product)
         tile.pairs.silence(tile.x, -math.inf)
         if tile.pairs.matched is None:
             tile.pairs.hide_positives(tile.x, -math.inf)
         if reference is None:
-            reference = shared_reference(float(tile.x.max()))
+            reference = shared_reference(float(tile.x.amax()))
         if reference != 0.0:
             tile.x.sub_(reference)
-        tile.x.exp2_()
+        negatives = tile.x.exp2_()
         if tile.pairs.matched is not None:
             positives = _product(tile.x, tile.pairs.matched, tile.spare)
             for side in found.sides:
                 side.add(side.positive, tile, positives)
             # what was infinite is NaN now, and its sum is not exact
-            tile.x.sub_(positives)
+            negatives = torch.sub(tile.x, positives, out=positives)
         for side, count in zip(found.sides, counts, strict=False):
-            side.add(side.negative, tile, tile.x)
+            side.add(side.negative, tile, negatives)
             # the last rows complete these columns: failing here, not at the end, wastes least
             complete = side.dim == 0 and tile.last_rows
             if complete and not _exact(cut(side.negative, tile.columns), count, products.state):
@@ -178,6 +201,8 @@ def _shared(block: Block, columns: bool, options: Options, products: Products) -
             if reference:
                 x.add_(reference)
     found.finish_named()
+    if kept is not None:
+        kept.reference = reference or 0.0
     return found
 
 

@@ -9,6 +9,7 @@ import torch
 
 from contrastile.backends.arrays import TorchArrays
 from contrastile.backends.contract import Block, Footprint, Options
+from contrastile.backends.torch.kept import Kept, keeps
 from contrastile.backends.torch.pairs import BlockPairs, TilePairs, cut
 from contrastile.backends.torch.products import Products, has_mixed_product
 
@@ -29,7 +30,7 @@ R = TypeVar("R")
 class Tile(NamedTuple):
     """One tile: its place, its operands (tr, d) and (tc, d), its logits and a spare of their shape, its pairs.
 
-    ``last_rows``: no tile after this one has the same columns.
+    Instead of logits it may have what was kept of them. ``last_rows``: no tile after this one has the same columns.
     """
 
     rows: slice
@@ -42,15 +43,26 @@ class Tile(NamedTuple):
     pairs: TilePairs
 
 
-def tiles(block: Block, pairs: BlockPairs, products: Products, options: Options) -> Iterator[Tile]:
+def tiles(
+    block: Block,
+    pairs: BlockPairs,
+    products: Products,
+    options: Options,
+    kept: Kept | None = None,
+    *,
+    known: bool = False,
+) -> Iterator[Tile]:
     """The block's tiles, logits computed; the next tile reuses the memory of the last.
+
+    With ``kept`` each tile has its own memory there, and where it is ``known`` what that holds is left as it is.
 
     Columns are the outer loop: a chunk of columns is wide and its gradient with it, so they are the ones to stay in
     the cache while the narrow chunks of rows pass.
     """
     m, n = block.rows.shape[0], block.columns.shape[0]
     tr, tc = tile_shape(m, n, options, products.sync)
-    x, spare = (block.rows.new_empty(tr * tc, dtype=products.state) for _ in range(2))
+    x, start = block.rows.new_empty(tr * tc, dtype=products.state) if kept is None else kept.memory, 0
+    spare = block.rows.new_empty(tr * tc, dtype=products.state)
     for c in range(0, n, tc):
         columns = slice(c, min(c + tc, n))
         k = products.operand(cut(block.columns, columns))
@@ -59,10 +71,12 @@ def tiles(block: Block, pairs: BlockPairs, products: Products, options: Options)
             q = products.operand(cut(block.rows, rows))
             shape = q.shape[0], k.shape[0]
             size = shape[0] * shape[1]
-            whole = slice(0, size)
-            logits = products.logits(q, k, cut(x, whole).view(shape))
-            beside = cut(spare, whole).view(shape)
-            yield Tile(rows, columns, rows.stop == m, q, k, logits, beside, pairs.tile(rows, columns))
+            here, beside = cut(x, slice(start, start + size)).view(shape), cut(spare, slice(0, size)).view(shape)
+            if not known:
+                products.logits(q, k, here)
+            if kept is not None:
+                start += size
+            yield Tile(rows, columns, rows.stop == m, q, k, here, beside, pairs.tile(rows, columns))
 
 
 def tile_shape(m: int, n: int, options: Options, cpu: bool) -> tuple[int, int]:
@@ -74,11 +88,14 @@ def tile_shape(m: int, n: int, options: Options, cpu: bool) -> tuple[int, int]:
 
 
 def footprint(m: int, n: int, width: int, dtype: str, device: str, options: Options) -> Footprint:
-    """See ``contract.Backend``: a tile and its spare, operands in the dtype of the products, and vectors."""
+    """See ``contract.Backend``: a tile and its spare, operands in the dtype of the products, and vectors.
+
+    Of a tile whose exponentials are kept, which ``keeps`` counts, the spare alone.
+    """
     host, state, item = device == "cpu", 8 if dtype == "float64" else 4, getattr(torch, dtype).itemsize
     tr, tc = tile_shape(m, n, options, host)
     mixed = item < state and not host and has_mixed_product()
-    tile = 2 * tr * tc * state
+    tile = (1 if keeps(m, n, dtype, device, options) else 2) * tr * tc * state
     if item < state and not mixed:
         # of the rows and the columns, and those of the tile before while the next ones are made
         tile += (tr * (1 + (m > tr)) + tc * (1 + (n > tc))) * width * state
