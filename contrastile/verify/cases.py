@@ -210,10 +210,17 @@ def _aligned(draw: Draw) -> Problem:
 
 @_case("long@sigmoid", "the sigmoid loss of 128 x 1153 x 512", sigmoid=True)
 @_case("long", "128 x 1153 x 512: row tiles are full, columns are many and no column tile divides them")
-@_case("long@rows", "1153 x 128 x 512: columns have positives in rows that lie a thousand apart", m=1153, n=128)
+@_case(
+    "long@rows",
+    "1153 x 128 x 512: a column has positives a thousand rows apart; heavy rows far down",
+    m=1153,
+    n=128,
+)
 def _long(draw: Draw, m: int = 128, n: int = 1153, sigmoid: bool = False) -> Problem:
     rows, columns = (unit(draw.standard_normal((size, 512))) for size in (m, n))
-    softmax = _problem(rows, columns, 14.3, **_signed(draw, m, n))
+    weights = _signed(draw, m, n)
+    weights["row_weight"][256:1024] *= 64.0
+    softmax = _problem(rows, columns, 14.3, **weights)
     return _sigmoid(softmax, -2.5) if sigmoid else softmax
 
 
