@@ -5,7 +5,8 @@ Measured, never estimated:
 * torch on the CPU: the profiler's record of every allocation and release that goes through torch's CPU allocator on
   the calling thread, those made inside C++ during backward included, replayed to a running peak. Exact to the byte.
   Workspace that BLAS or oneDNN takes for itself is not counted.
-* torch on CUDA: the caching allocator's own high-water mark of allocated (not reserved) bytes.
+* torch on CUDA: the caching allocator's own high-water mark of allocated (not reserved) bytes. Small losses are
+  launched for it: what a replayed CUDA graph uses was allocated when it was captured.
 * NumPy: ``tracemalloc``, to which NumPy reports its buffers. Python's own objects count too; BLAS workspace does not.
 
 ``resident_peak`` is the operating system's number and includes everything. It is rounded to pages, and memory that the
@@ -16,7 +17,9 @@ from __future__ import annotations
 
 import ctypes
 import gc
-from collections.abc import Callable, Iterable
+import os
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -79,10 +82,26 @@ def cuda_peak(call: Callable[[], Any]) -> int:
     torch.cuda.synchronize()
     torch.cuda.reset_peak_memory_stats()
     before = torch.cuda.memory_allocated()
-    kept = call()
+    with _launched():
+        kept = call()
     torch.cuda.synchronize()
     del kept
     return int(torch.cuda.max_memory_allocated() - before)
+
+
+@contextmanager
+def _launched() -> Iterator[None]:
+    """While open, no step comes from CUDA graphs."""
+    from contrastile.backends.replay import SETTING
+
+    given = os.environ.get(SETTING)
+    os.environ[SETTING] = "0"
+    try:
+        yield
+    finally:
+        os.environ.pop(SETTING)
+        if given is not None:
+            os.environ[SETTING] = given
 
 
 def numpy_peak(call: Callable[[], Any]) -> int:

@@ -1,10 +1,12 @@
 import mmap
+import os
 import sys
 
 import numpy as np
 import pytest
 import torch
 
+from contrastile.backends.replay import SETTING
 from contrastile.bench import memory
 from contrastile.bench.child import MemoryMeasurementError, Request, measure_in_a_child
 from contrastile.bench.peers import plain
@@ -152,3 +154,18 @@ def test_a_process_of_its_own_counts_the_same_bytes() -> None:
 def test_a_process_that_fails_says_why() -> None:
     with pytest.raises(MemoryMeasurementError, match="'nobody'"):
         measure_in_a_child(request(implementation="nobody"), timeout=300)
+
+
+@pytest.mark.parametrize("given", [None, "1"])
+def test_a_step_that_could_be_replayed_is_launched(given: str | None, monkeypatch: pytest.MonkeyPatch) -> None:
+    for name in ("synchronize", "reset_peak_memory_stats"):
+        monkeypatch.setattr(torch.cuda, name, lambda: None)
+    for name in ("memory_allocated", "max_memory_allocated"):
+        monkeypatch.setattr(torch.cuda, name, lambda: 0)
+    monkeypatch.delenv(SETTING, raising=False)
+    if given is not None:
+        monkeypatch.setenv(SETTING, given)
+    seen = list[str]()
+    assert memory.cuda_peak(lambda: seen.append(os.environ[SETTING])) == 0
+    assert seen == ["0"]
+    assert os.environ.get(SETTING) == given
