@@ -20,6 +20,7 @@ KERNELS = {
     "epilogue_gradient.cuh": tile_kernel("gradient", FAMILY, "float16", PLAIN),
     "epilogue_sigmoid.cuh": tile_kernel("sigmoid", FAMILY, "float16", PLAIN),
     "pairs.cuh": tile_kernel("gradient", FAMILY, "float16", TARGET),
+    "pair_storage_sm90.cuh": tile_kernel("forward", kernel_family("float16", 90), "float16", TARGET, safe=False),
     "features.cuh": instance("scale_cast", "row_dots", "float", "float"),
     "finalize_rows.cu": instance("finalize_rows", "finalize_rows", "float"),
     "fold.cu": instance("fold", "fold_sigmoid"),
@@ -39,5 +40,6 @@ def test_a_patch_compiles(mutant: Mutant, tmp_path: Path, monkeypatch: pytest.Mo
     sources = Path(shutil.copytree(build.SOURCES, tmp_path / "cuda"))
     (sources / file.name).write_text(patch.applied(), encoding="utf-8")
     monkeypatch.setattr(build, "SOURCES", sources)
-    compiled = build.compile_instance(KERNELS.get(file.name) or instance(file.stem, file.stem), "sm_80")
+    architecture = "sm_90a" if file.stem.endswith("sm90") else "sm_80"
+    compiled = build.compile_instance(KERNELS.get(file.name) or instance(file.stem, file.stem), architecture)
     assert compiled.cubin
