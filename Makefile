@@ -94,7 +94,7 @@ package:
 test-versions:
 	$(PYTHON) -m venv $(VENV)-versions
 	$(VENV)-versions/bin/python -m pip install --quiet --disable-pip-version-check $(PIP_FLAGS) -e '.[torch,verify]' \
-	  pytest mpmath $(VERSIONS)
+	  pytest mpmath ml_dtypes $(VERSIONS)
 	$(VENV)-versions/bin/python -m pytest -m "not slow" tests/oracle tests/test_losses.py tests/test_front_door.py \
 	  tests/test_nn.py tests/backends/test_torch.py
 	$(VENV)-versions/bin/contrastile verify --backend numpy torch --case smoke ragged hot certain
