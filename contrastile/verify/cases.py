@@ -267,37 +267,30 @@ def _ids_far(draw: Draw, match: Match) -> Problem:
     return _problem(rows, columns, 14.3, ids=ids, match=match, excluded=excluded, **weights)
 
 
+def _sup_con(features: FloatArray, labels: IntArray, scale: float, **weights: Any) -> Problem:
+    """Samples against themselves, each excluded from its own columns; equal labels are positive."""
+    itself = np.arange(len(labels))
+    return _problem(features, features.copy(), scale, ids=(labels, labels), match="target", excluded=itself, **weights)
+
+
+def _anchors(labels: IntArray) -> FloatArray:
+    """SupCon's weights: 1 / (samples that have a positive), and 0 of the others."""
+    repeated = (labels[:, None] == labels).sum(axis=1) > 1
+    weight: FloatArray = repeated / repeated.sum()
+    return weight
+
+
 @_case("labels", "SupCon: every other row of the label is positive, some rows have none")
 def _labels(draw: Draw) -> Problem:
     features = unit(draw.standard_normal((29, 40)))
     labels = np.concatenate([draw.integers(0, 5, 26), [50, 51, 52]])
-    anchors = (labels[:, None] == labels).sum(axis=1) > 1
-    weight = anchors / anchors.sum()
-    return _problem(
-        features,
-        features.copy(),
-        10.0,
-        row_weight=weight,
-        ids=(labels, labels),
-        match="target",
-        excluded=np.arange(29),
-    )
+    return _sup_con(features, labels, 10.0, row_weight=_anchors(labels))
 
 
 @_case("sorted-labels", "SupCon in the order of the labels: tiles of one label, of some in common, of none")
 def _sorted_labels(draw: Draw) -> Problem:
     labels = np.repeat(np.arange(6), [200, 60, 3, 1, 128, 18])
-    features = unit(draw.standard_normal((410, 24)))
-    weight = (labels != 3) / 409
-    return _problem(
-        features,
-        features.copy(),
-        10.0,
-        row_weight=weight,
-        ids=(labels, labels),
-        match="target",
-        excluded=np.arange(410),
-    )
+    return _sup_con(unit(draw.standard_normal((410, 24))), labels, 10.0, row_weight=_anchors(labels))
 
 
 @_case("self-excluded", "NT-Xent: each row excludes itself, and its positive is the other view")
@@ -420,7 +413,7 @@ def _certain(draw: Draw, scale: float) -> Problem:
 def _certain_labels(draw: Draw) -> Problem:
     views = np.concatenate(certain_pairs(draw, 15, 64))
     labels = np.concatenate([np.arange(15), np.arange(12), [0, 0, 1]])
-    return _problem(views, views.copy(), 100.0, ids=(labels, labels), match="target", excluded=np.arange(30))
+    return _sup_con(views, labels, 100.0)
 
 
 @_case("certain-views", "NT-Xent of certain pairs of views at scale 100")

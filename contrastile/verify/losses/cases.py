@@ -18,7 +18,7 @@ from contrastile.schedules.problem import Problem
 from contrastile.verify.draws import FAR, Draw, certain_pairs, pairs, unit, wordnet_pairs
 from contrastile.verify.losses.claims import Claims
 from contrastile.verify.losses.subject import Arguments
-from contrastile.verify.rearrange import apart, folded
+from contrastile.verify.rearrange import apart, folded, permuted
 from contrastile.verify.rounding import round_to
 from contrastile.verify.truth import Outcome, Truth, truth
 
@@ -187,8 +187,7 @@ def stated(objective: str, given: Arguments) -> Problem:
     if given.labels is not None:
         # it has the samples in the order of their labels
         place = np.argsort(np.argsort(given.labels, kind="stable"))
-        ordered = problem.of_rows(place)
-        problem = replace(ordered, excluded=problem.excluded, column_ids=ordered.row_ids)
+        return permuted(apart(problem), place, place)
     return apart(problem)
 
 
