@@ -24,7 +24,7 @@ sys.path[:0] = [str(HERE), str(HERE.parent)]
 import torch  # noqa: E402
 import torch.nn.functional as F  # noqa: E402, N812
 from harness.machine import facts  # noqa: E402
-from harness.peers import PEERS, refusal  # noqa: E402
+from harness.peers import PEERS, plain_info_nce, refusal  # noqa: E402
 from harness.ranks import Ranks  # noqa: E402
 from harness.record import compact, rounded, said  # noqa: E402
 from harness.timing import attempt, elapsed  # noqa: E402
@@ -58,11 +58,6 @@ def plain_sup_con(features: Any, labels: Any, scale: Any) -> Any:
     same = (labels[:, None] == labels).fill_diagonal_(False)
     count = same.sum(1)
     return -(log_p.masked_fill(~same, 0).sum(1) / count.clamp(min=1)).sum() / (count > 0).sum()
-
-
-def plain_info_nce(query: Any, key: Any, scale: Any) -> Any:
-    """One direction by the matrix of logits."""
-    return F.cross_entropy(scale * query @ key.T, torch.arange(len(query), device=query.device))
 
 
 PLAINS: dict[str, Loss] = {

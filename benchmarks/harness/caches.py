@@ -17,6 +17,7 @@ from torch import Tensor, nn
 
 import contrastile
 from contrastile import training
+from harness.peers import plain_info_nce
 
 SCALE = 20.0
 VOCABULARY, FIRST_WORD = 30522, 1000  # ids below are marks, padding among them
@@ -76,11 +77,6 @@ class Features(nn.Module):
         return {**features, "sentence_embedding": self.encoder(features["input_ids"])}
 
 
-def plain_loss(query: Tensor, key: Tensor) -> Tensor:
-    """InfoNCE by the matrix of logits."""
-    return F.cross_entropy(SCALE * query @ key.T, torch.arange(len(query), device=query.device))
-
-
 def ours(encoder: Encoder) -> Step:
     """``cached_step`` under autocast."""
 
@@ -138,7 +134,8 @@ def grad_cache(encoder: Encoder) -> Step:
 
     def loss(query: Tensor, key: Tensor) -> Tensor:
         with encoder.cast():
-            return plain_loss(query, key)
+            found: Tensor = plain_info_nce(query, key, SCALE)
+        return found
 
     return lambda inputs, chunk: package.GradCache([encoder, encoder], chunk, loss)(*inputs)
 
@@ -149,7 +146,7 @@ def plain(encoder: Encoder) -> Step:
     def step(inputs: Inputs, chunk: int) -> Tensor:
         features = [encoder(ids) for ids in inputs]
         with encoder.cast():
-            loss = plain_loss(features[0], features[1])
+            loss = plain_info_nce(features[0], features[1], SCALE)
         loss.backward()
         return loss.detach()
 

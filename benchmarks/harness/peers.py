@@ -56,6 +56,12 @@ def ours(backend: str, group: Any = None, exchange: str = LOCAL) -> Loss:
     return lambda image, text, scale: clip_loss(image, text, scale, **how)
 
 
+def plain_info_nce(query: Any, key: Any, scale: Any) -> Any:
+    """One direction by the matrix of logits."""
+    target = torch.arange(len(query), device=query.device)
+    return torch.nn.functional.cross_entropy(scale * query @ key.T, target)
+
+
 def loads(backend: str) -> str:
     """Why a backend cannot be loaded, or ""."""
     try:
