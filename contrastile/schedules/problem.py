@@ -127,7 +127,7 @@ class Problem:
         both = weight if v is u else None if v is None else v * factor
         return self.with_arrays((rows, scale, bias, weight, t, both, *rest))
 
-    def of_rows(self, where: slice) -> Problem:
+    def of_rows(self, where: slice | Array) -> Problem:
         """The problem of some of the rows."""
 
         def cut(x: Array | None) -> Array | None:
