@@ -177,8 +177,7 @@ def sup_con(features: Array, labels: Array, scale: Any, *, world: Handshake = AL
     )
 
     def pull_back(g: Gradients) -> tuple[Array, ...]:
-        _, place = arrays.sorted(order)
-        return *_like(arrays, (features,), (arrays.take(both_sides(g), place),)), g.scale
+        return *_like(arrays, (features,), (arrays.put(both_sides(g), order),)), g.scale
 
     return Loss(problem, pull_back)
 

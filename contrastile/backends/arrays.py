@@ -116,6 +116,10 @@ class ArrayLibrary(Protocol):
         """These rows of x, a copy."""
         ...
 
+    def put(self, x: Array, places: Array) -> Array:
+        """A copy of x, its rows at these places, a permutation: ``put(take(x, p), p)`` is x."""
+        ...
+
     def count_in(self, needles: Array, haystack: Array) -> Array:
         """How many elements of ``haystack``, which are in rising order, equal each needle, int64; O(m log n)."""
         ...
@@ -204,6 +208,11 @@ class NumpyArrays:
 
     def take(self, x: Array, rows: Array) -> Array:
         return x[rows]
+
+    def put(self, x: Array, places: Array) -> Array:
+        out = self.module.empty_like(x)
+        out[places] = x
+        return out
 
     def count_in(self, needles: Array, haystack: Array) -> Array:
         right = self.module.searchsorted(haystack, needles, side="right")
@@ -381,6 +390,9 @@ class TorchArrays:
 
     def take(self, x: Array, rows: Array) -> Array:
         return x.index_select(0, rows)
+
+    def put(self, x: Array, places: Array) -> Array:
+        return self.module.empty_like(x).index_copy_(0, places, x)
 
     def count_in(self, needles: Array, haystack: Array) -> Array:
         right = self.module.searchsorted(haystack, needles, right=True)

@@ -83,13 +83,20 @@ def fits(rows: Any, columns: int) -> bool:
     return bool(rows.is_cuda) and 0 < m * columns * d <= WORK and (m + columns) * d <= FEATURES
 
 
+_LARGE = 2**20
+"""Elements from which a tensor is copied by itself: one launch for several gives few blocks to each."""
+
+
 class Copies:
-    """Copies into tensors, those of one dtype in one launch: of several dtypes each tensor would take one."""
+    """Copies into tensors, small ones of one dtype in one launch: of several dtypes each tensor would take one."""
 
     def __init__(self, into: Sequence[Any]) -> None:
         kinds: dict[Any, list[int]] = {}
+        self._alone: list[int] = []
         for i, x in enumerate(into):
-            if x.numel():
+            if x.numel() >= _LARGE:
+                self._alone.append(i)
+            elif x.numel():
                 kinds.setdefault(x.dtype, []).append(i)
         self._groups = list(kinds.values())
         self.into = into
@@ -97,6 +104,8 @@ class Copies:
     def __call__(self, sources: Sequence[Any], into: Sequence[Any] | None = None) -> None:
         """Copy ``sources`` into the tensors, or into others like them."""
         targets = self.into if into is None else into
+        for i in self._alone:
+            targets[i].copy_(sources[i])
         for group in self._groups:
             torch._foreach_copy_([targets[i] for i in group], [sources[i] for i in group])
 

@@ -184,7 +184,7 @@ def backward(
 ) -> local.Gradients:
     """Gradients of ``upstream * loss`` for the softmax loss; that of the rows is the features', as rows and columns."""
     arrays, rows = backend.arrays, slice(0, problem.rows.shape[0])
-    if backend.finished is not None and wanted.rows and halves(rows, whole_up_to(problem, arrays, options)) is None:
+    if backend.finished is not None and wanted.rows and one_block(problem, backend, options):
         weights = weights_of(problem, saved.row_negative_lse, saved.row_positive_lse)
         done = backend.finished(block(problem, rows, rows), weights, upstream, None, options)
         inner = arrays.cast(done.inner, arrays.dtype(problem.scale)) if wanted.scale else None
@@ -196,6 +196,15 @@ def backward(
         add_gradients(problem, weights, sums, backend, options, saved.kept)
     whole = local.Sums(sums, (), None)
     return counted_once(local.gradients_from_sums(problem.rows, problem.scale, whole, None, wanted, arrays))
+
+
+def one_block(problem: Problem, backend: Backend, options: Options) -> bool:
+    """Whether the gradients are those of one block, which is not halved."""
+    rows = problem.rows
+    if halves(slice(0, rows.shape[0]), whole_up_to(problem, backend.arrays, options)) is None:
+        return True
+    asked = backend.rows_alone
+    return asked is not None and asked(int(rows.shape[1]), backend.arrays.dtype(rows), options)
 
 
 def counted_once(found: local.Gradients) -> local.Gradients:

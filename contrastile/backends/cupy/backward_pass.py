@@ -1,6 +1,7 @@
 """``gradients`` and ``finished``, the backward: G chunk by chunk into a fixed workspace, then two products.
 
-Rows whose exponentials the forward pass has kept come first, in one go, without G: see ``keeping``.
+Rows whose exponentials the forward pass has kept come first, in one go, without G: see ``keeping``. Where the rows'
+gradient alone is wanted, of narrow features on Hopper, one kernel makes G and multiplies it, and none is in memory.
 """
 
 from __future__ import annotations
@@ -24,7 +25,7 @@ from contrastile.backends.cupy.common import (
     new_plan,
     plan_field,
 )
-from contrastile.backends.cupy.configs import backward_chunk
+from contrastile.backends.cupy.configs import backward_chunk, fused_rows
 from contrastile.backends.cupy.instances import TARGET, instance
 from contrastile.backends.cupy.keeping import Factors, KeptExponentials
 from contrastile.backends.cupy.launch import empty, launch, on_device, pointer, row_stride, workspace
@@ -46,8 +47,11 @@ def gradients(
     """Adds G K and G^T Q: see ``contract.Backend``."""
     wanted = row_gradient is not None or column_gradient is not None
     if wanted and block.rows.shape[0] and block.columns.shape[0]:
+        # the kernel that adds to the rows' gradient writes along its rows
+        dense = row_gradient is not None and row_gradient.strides[1] == row_gradient.itemsize
         with on_device(block.rows):
-            _Pass(block, weights, options).add_gradients(row_gradient, column_gradient)
+            one = _Pass(block, weights, options, rows_alone=dense and column_gradient is None)
+            one.add_gradients(row_gradient, column_gradient)
 
 
 def finished(
@@ -61,7 +65,8 @@ def finished(
     with on_device(block.rows):
         if block.rows.shape[0] and block.columns.shape[0]:
             kept = KeptExponentials.of(weights.kept, block.columns.shape[0])
-            return _Pass(block, weights, options, upstream, kept).final_gradients(columns)
+            one = _Pass(block, weights, options, upstream, kept, rows_alone=columns is None)
+            return one.final_gradients(columns)
         dtype = block.rows.dtype if columns == "gradient" else "float32"
         none = None if columns is None else cupy.zeros(block.columns.shape, dtype)
         return Finished(cupy.zeros(block.rows.shape, block.rows.dtype), none, cupy.zeros((), "float64"))
@@ -115,6 +120,8 @@ class _Pass:
         options: Options,
         upstream: Array | None = None,
         kept: KeptExponentials | None = None,
+        *,
+        rows_alone: bool,
     ) -> None:
         self.block, self.tiles, self.plan = block, Tiles(block, options.precision), new_plan()
         self.m, self.n = block.rows.shape[0], block.columns.shape[0]
@@ -125,10 +132,14 @@ class _Pass:
         self.dtype, size = self.tiles.rows.dtype.name, self.tiles.rows.itemsize
         self.factors = None if kept is None else Factors(kept, self.m, self.n)
         self.start = 0 if kept is None else kept.rows
-        # where all is kept, no chunk is left
-        rest = max(1, self.m - self.start)
-        self.height, self.width = backward_chunk(rest, self.n, size, self.tiles.family, options)
-        self.products = Products()
+        self.fused = rows_alone and kept is None and options.tile is None and self.tiles.fuses
+        if self.fused:
+            self.height, self.width = fused_rows(self.m, options), self.n
+        else:
+            # where all is kept, no chunk is left
+            rest = max(1, self.m - self.start)
+            self.height, self.width = backward_chunk(rest, self.n, size, self.tiles.family, options)
+            self.products = Products()
         self._precheck(upstream)
 
     def _precheck(self, upstream: Array | None) -> None:
@@ -165,6 +176,9 @@ class _Pass:
     def add_gradients(self, row_gradient: Any, column_gradient: Any) -> None:
         """Add to the gradients that are wanted."""
         with gradient_scaling((row_gradient, column_gradient), self.dtype, partial(scale_gradient, self.plan)):
+            if self.fused:
+                self._add_rows(row_gradient)
+                return
             for g, (row, column, high, wide) in self._chunks():
                 if row_gradient is not None:
                     k = self.tiles.columns[column : column + wide]
@@ -179,10 +193,24 @@ class _Pass:
         rows, columns = _Rows(self, out), _Columns(self, form)
         if self.factors is not None:
             self._kept_rows(self.factors, rows, columns)
-        if self.start < self.m:
+        if self.fused:
+            self._rows_alone(rows)
+        elif self.start < self.m:
             self._other_rows(rows, columns)
         # only now: the columns' gradient takes the place of the workspace
         return Finished(out, columns.done(), rows.inner)
+
+    def _add_rows(self, out: Any) -> None:
+        """Add to the rows' gradient, without a G in memory."""
+        self.tiles.fused(self._arguments(Chunk(0, 0, self.m, self.n)), out, fresh=False)
+
+    def _rows_alone(self, rows: _Rows) -> None:
+        """The rows' gradient, without a G in memory."""
+        sums = workspace(self.height, self.tiles.rows.shape[1], "float32")
+        for chunk in chunks(self.m, self.n, self.height, self.n):
+            part = sums[: chunk.height]
+            self.tiles.fused(self._arguments(chunk), part, fresh=True)
+            rows.finalize(part, chunk.row)
 
     def _kept_rows(self, factors: Factors, rows: _Rows, columns: _Columns) -> None:
         """The rows whose exponentials are kept, which begin the columns' sums."""
@@ -215,17 +243,19 @@ class _Pass:
             yield g, chunk
 
     def _tiles(self, g: Any, chunk: Chunk, *, in_place_of_kept: bool = False) -> None:
-        arguments = struct("GradientArguments")(
+        where = {"g": pointer(g), "g_stride": row_stride(g), "in_place_of_kept": in_place_of_kept}
+        self.tiles.run("gradient", self._arguments(chunk, **where), g)
+
+    def _arguments(self, chunk: Chunk, **where: Any) -> Any:
+        """How G of a chunk is formed, and where it goes if anywhere."""
+        return struct("GradientArguments")(
             **self.tiles.common(chunk),
             plan=pointer(self.plan),
             row=self.row.epilogue(),
             column=self.column.epilogue(),
             entries=pointer(self.entries),
-            g=pointer(g),
-            g_stride=row_stride(g),
-            in_place_of_kept=in_place_of_kept,
+            **where,
         )
-        self.tiles.run("gradient", arguments, g)
 
 
 class _Rows:

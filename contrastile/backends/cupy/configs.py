@@ -9,6 +9,7 @@ import os
 from dataclasses import dataclass, replace
 
 from contrastile.backends.contract import Footprint, Options
+from contrastile.backends.cupy.arguments import constant
 from contrastile.backends.settings import CUPY_KERNELS, workspace_bytes
 
 _PARTIALS_MIB = 64
@@ -19,6 +20,9 @@ CUBLAS_BYTES = 32 * 2**20
 _UNIT = 8192
 """Rows or columns of a chunk of G come in multiples of this where there are more: the products that follow then fill a
 GPU's multiprocessors nearly a whole number of times, at widths of 512 and 1024 from one unit on, at 768 from two."""
+
+
+FUSED_SIDE = constant("FUSED_SIDE")
 
 
 @dataclass(frozen=True, slots=True)
@@ -90,6 +94,15 @@ def kernel_family(dtype: str, capability: int, *, hopper: bool = True) -> Family
     return replace(AMPERE, stages=3) if capability in _THREE_STAGES else AMPERE
 
 
+def fuses(width: int, family: Family) -> bool:
+    """Whether the rows' gradient of features of this width is made without a G in memory.
+
+    That computes the logits of a symmetric block twice, and takes the time of its products alone. Of narrower features
+    it would multiply zeros, of wider ones the sums do not fit beside the logits.
+    """
+    return family.maps and FUSED_SIDE // 2 < width <= FUSED_SIDE
+
+
 def forward_chunk(m: int, n: int, family: Family, tile: tuple[int, int] | None, numbers: int = 1) -> tuple[int, int]:
     """Rows and columns of a chunk of the forward pass: what its partial results may take bounds it.
 
@@ -145,6 +158,11 @@ def backward_chunk(m: int, n: int, size: int, family: Family, options: Options) 
     most = max(int(area**0.5), area // max(n, 16 // size))
     height = _whole(m, most, family.bm * family.cluster)
     return height, _whole(n, max(1, area // height), 64)
+
+
+def fused_rows(m: int, options: Options) -> int:
+    """Rows whose sums fit in the workspace, where G is not in memory."""
+    return min(m, max(1, workspace_bytes(options) // (4 * FUSED_SIDE)))
 
 
 def footprint(m: int, n: int, width: int, dtype: str, capability: int, options: Options) -> Footprint:

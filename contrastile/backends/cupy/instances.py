@@ -105,6 +105,20 @@ def tile_kernels(capability: int) -> Iterator[Instance]:
                 yield tile_kernel(name, family, dtype, mask, precision=precision)
 
 
+def fused_kernel(family: Family, dtype: str, mask: int) -> Instance:
+    """The rows' gradient of narrow features."""
+    return instance(f"fused_{family.name}", f"fused_{family.name}", ELEMENTS[dtype], mask)
+
+
+def fused_kernels(capability: int) -> Iterator[Instance]:
+    """The rows' gradient of narrow features, where G need not be in memory for it."""
+    for dtype in ("float16", "bfloat16"):
+        family = kernel_family(dtype, capability)
+        if family.maps:
+            yield from (fused_kernel(family, dtype, mask) for mask in MASKS)
+            yield instance(f"fused_{family.name}", "fused_join")
+
+
 def kept_kernels(capability: int) -> Iterator[Instance]:
     """What works with kept exponentials, where exponentials are kept at all."""
     family = kernel_family(KEPT_DTYPE, capability)
@@ -116,4 +130,4 @@ def kept_kernels(capability: int) -> Iterator[Instance]:
 
 def every(capability: int) -> list[Instance]:
     """All kernels for GPUs of a compute capability, each once."""
-    return sorted({*small_kernels(), *tile_kernels(capability), *kept_kernels(capability)})
+    return sorted({*small_kernels(), *tile_kernels(capability), *fused_kernels(capability), *kept_kernels(capability)})

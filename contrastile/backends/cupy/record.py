@@ -11,7 +11,14 @@ from contrastile.backends.cupy.arrays import FusedArrays
 from contrastile.backends.cupy.backward_pass import finished, gradients
 from contrastile.backends.cupy.build import nvrtc_version
 from contrastile.backends.cupy.common import plan_bytes
-from contrastile.backends.cupy.configs import footprint, kept_rows, kept_stride, uses_hopper_kernels
+from contrastile.backends.cupy.configs import (
+    footprint,
+    fuses,
+    kept_rows,
+    kept_stride,
+    kernel_family,
+    uses_hopper_kernels,
+)
 from contrastile.backends.cupy.forward_pass import lse
 from contrastile.backends.cupy.instances import ARITHMETICS, KEPT_DTYPE
 from contrastile.backends.cupy.launch import capability
@@ -84,6 +91,12 @@ def _keeps(m: int, n: int, dtype: str, device: str, options: Options) -> int:
     return 2 * rows * kept_stride(n) + plan_bytes() if rows else 0
 
 
+def _rows_alone(width: int, dtype: str, options: Options) -> bool:
+    """See ``contract.Backend``: of narrow features on Hopper, whose G need not be in memory."""
+    family = kernel_family(dtype, capability(cupy.cuda.get_device_id()), hopper=uses_hopper_kernels())
+    return options.tile is None and fuses(width, family)
+
+
 require_gpu()
 require_nvrtc()
 backend = Backend(
@@ -100,6 +113,7 @@ backend = Backend(
     finished=finished,
     keeping=partial(lse, keep=True),
     keeps=_keeps,
+    rows_alone=_rows_alone,
     replayable=True,
     footprint=_footprint,
 )

@@ -8,24 +8,28 @@ from typing import Any
 import cupy
 
 from contrastile.backends.contract import Block
-from contrastile.backends.cupy.arguments import struct
-from contrastile.backends.cupy.common import contiguous
-from contrastile.backends.cupy.configs import Family, kernel_family, uses_hopper_kernels
+from contrastile.backends.cupy.arguments import constant, struct
+from contrastile.backends.cupy.common import THREADS, contiguous
+from contrastile.backends.cupy.configs import FUSED_SIDE, Family, fuses, kernel_family, uses_hopper_kernels
 from contrastile.backends.cupy.instances import (
     DROP,
     EXCLUSIONS,
     PLAIN,
     TARGET,
+    fused_kernel,
+    instance,
     keeping_kernel,
     tile_kernel,
     weighted_kernel,
 )
-from contrastile.backends.cupy.launch import aligned, capability, launch, multiprocessors, pointer, row_stride
+from contrastile.backends.cupy.launch import aligned, capability, empty, launch, multiprocessors, pointer, row_stride
 from contrastile.backends.cupy.tensor_maps import tensor_map
 from contrastile.backends.passes import Chunk, PairVectors, ceil_div
 
 _WIDE = 64
 """Columns of a block of a tensor map: the 128 bytes that one swizzle takes."""
+
+_JOINS = constant("FUSED_JOINS")
 
 _STORED_ROWS = 16
 """Rows of a block of G that one store takes."""
@@ -94,6 +98,35 @@ class Tiles:
             else tile_kernel(name, self.family, dtype, self.mask, safe=safe, precision=self.precision)
         )
         launch(kernel, blocks, self.family.threads, *maps, arguments, shared=shared)
+
+    @property
+    def fuses(self) -> bool:
+        """Whether ``fused`` can make the rows' gradient."""
+        return fuses(self.rows.shape[1], self.family)
+
+    def fused(self, gradient: Any, out: Any, *, fresh: bool) -> None:
+        """Queue the rows' gradient of a chunk that has all columns, made without a G in memory.
+
+        Args:
+            gradient: the arguments of "gradient", without its g.
+            out: (height, d) float32, unit stride along rows; it is added to.
+            fresh: whether what out holds does not count.
+        """
+        high, wide = (ceil_div(x, FUSED_SIDE) for x in (gradient.chunk.height, gradient.chunk.width))
+        blocks = min(self.multiprocessors, high * wide)
+        parts = empty(2 * blocks, FUSED_SIDE, FUSED_SIDE)
+        arguments = struct("FusedArguments")(
+            gradient=gradient,
+            out=pointer(out),
+            out_stride=row_stride(out),
+            parts=pointer(parts),
+            blocks=blocks,
+            fresh=fresh,
+        )
+        maps = (tensor_map(x, (FUSED_SIDE, _WIDE)) for x in (self.rows, self.columns))
+        kernel = fused_kernel(self.family, self.rows.dtype.name, self.mask)
+        launch(kernel, blocks, self.family.threads, *maps, arguments, shared=f"fused_{self.family.name}_shared")
+        launch(instance(f"fused_{self.family.name}", "fused_join"), _JOINS * high, THREADS, arguments)
 
     def weighted(self, kept: Any, features: Any, *, across: bool, **arguments: Any) -> None:
         """Queue the product of kept exponentials, their factors and features.

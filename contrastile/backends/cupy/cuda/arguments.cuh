@@ -79,6 +79,19 @@ struct GradientArguments {
     int in_place_of_kept;      // sm_90a: 1 where g holds kept exponentials: nothing to do if plan->kept
 };
 
+// Rows and columns of a tile of fused_sm90, and the most features; blocks of fused_join for each tile row.
+constexpr int FUSED_SIDE = 128;
+constexpr int FUSED_JOINS = 8;
+
+// Of the rows' gradient of narrow features, G made and multiplied in one kernel.
+struct FusedArguments {
+    GradientArguments gradient;  // the chunk has all columns of the block; g is null
+    float* out;                  // (height, depth): G columns is added to it, or written where `fresh`
+    long long out_stride;
+    float* parts;                // (2 blocks of the grid, 128, 128): sums of tile rows that several blocks share
+    int blocks, fresh;           // blocks of the grid of fused_sm90
+};
+
 // Of one product of kept exponentials E, weighted: out = (E * (line_i + step_k)) features, contracted over k.
 struct WeightedArguments {
     const Plan* plan;         // kept 0: E holds G itself, and both factors count as 1/2
@@ -104,6 +117,6 @@ struct SigmoidArguments {
 
 static_assert(sizeof(TensorMap) == 128 && sizeof(Features) == 40 && sizeof(Chunk) == 24 && sizeof(PairVectors) == 32);
 static_assert(sizeof(ForwardArguments) == 216 && sizeof(GradientArguments) == 216 && sizeof(SigmoidArguments) == 152);
-static_assert(sizeof(WeightedArguments) == 56);
+static_assert(sizeof(WeightedArguments) == 56 && sizeof(FusedArguments) == 248);
 
 }  // namespace contrastile

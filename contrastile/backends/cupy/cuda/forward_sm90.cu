@@ -68,10 +68,15 @@ struct ForwardEpilogue {
         const Chunk& chunk = arguments.chunk;
         const int lane = this->lane();
         const bool edge = tile.row + BM > chunk.height || tile.column + BN > chunk.width;
-        bool touched = named(tile) && storage.pairs.touched(arguments.pairs, chunk, tile, warp, lane, true);
-        if (MASK == TARGET) {
-            touched = consumer_any(consumer, touched);
+        bool touched;
+        if constexpr (MASK == TARGET) {
+            touched = storage.pairs.near(arguments.pairs, chunk, tile, lane);
+            if (touched)
+                touched = consumer_any(consumer,
+                                       storage.pairs.touched(arguments.pairs, chunk, tile, warp, lane, true));
             if (!touched) leave_no_positives(tile);
+        } else {
+            touched = named(tile) && storage.pairs.touched(arguments.pairs, chunk, tile, warp, lane, true);
         }
         if (edge || (MASK != PLAIN && touched)) admit_tile(acc, tile, touched);
         if (MASK != TARGET && touched) hide_positives(acc, tile, lane);

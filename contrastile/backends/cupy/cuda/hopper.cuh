@@ -25,6 +25,10 @@ __device__ __forceinline__ void barrier_expect(unsigned barrier, unsigned bytes)
     asm volatile("mbarrier.arrive.expect_tx.shared::cta.b64 _, [%0], %1;" ::"r"(barrier), "r"(bytes) : "memory");
 }
 
+__device__ __forceinline__ void barrier_arrive(unsigned barrier) {
+    asm volatile("mbarrier.arrive.shared::cta.b64 _, [%0];" ::"r"(barrier) : "memory");
+}
+
 // Arrive at the barrier of the same address in another block of the cluster.
 __device__ __forceinline__ void barrier_arrive(unsigned barrier, unsigned block) {
     asm volatile(

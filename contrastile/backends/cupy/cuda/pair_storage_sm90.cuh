@@ -23,6 +23,11 @@ __device__ __forceinline__ int row_in_tile(int warp, int lane, int s, int q) {
     return 64 * s + 16 * warp + lane / 4 + 8 * q;
 }
 
+// An id as 32 bits: equal ids are equal then.
+__device__ __forceinline__ unsigned folded(long long id) {
+    return static_cast<unsigned>(id) ^ static_cast<unsigned>(static_cast<unsigned long long>(id) >> 32);
+}
+
 template <int MASK>
 struct alignas(16) PairStorage {
     static constexpr bool IDS = MASK >= DROP, EXCLUDED = MASK != PLAIN, INDEXED = MASK != TARGET;
@@ -57,6 +62,22 @@ struct alignas(16) PairStorage {
         return found;
     }
 
+    // Whether a row of the tile may have an exclusion in it, or an id that a column has too, for the range of its ids: of
+    // sorted ids few tiles. The same for every warp.
+    __device__ __forceinline__ bool near(const PairVectors& pairs, const Chunk& chunk, const Place& tile,
+                                         int lane) const {
+        bool found = false;
+        unsigned of_columns[BN / 32], of_rows[BM / 32];
+#pragma unroll
+        for (int i = 0; i < BN / 32; ++i) of_columns[i] = folded(column_ids[lane + 32 * i]);
+#pragma unroll
+        for (int i = 0; i < BM / 32; ++i) {
+            of_rows[i] = folded(row_ids[lane + 32 * i]);
+            found = found || named(pairs, chunk, tile, lane + 32 * i).y >= 0;
+        }
+        return __any_sync(WHOLE_WARP, found) || !apart(of_columns, of_rows);
+    }
+
     // Whether, of the rows of a warp, one has an exclusion or (INDEXED) a positive in the tile, or an id that a column has
     // too; asked by whole warps, which mostly are told no, and then work as if nothing were masked. It may be a false
     // alarm: ids are compared folded to 32 bits.
@@ -69,6 +90,8 @@ struct alignas(16) PairStorage {
             unsigned mine[BN / 32];
 #pragma unroll
             for (int i = 0; i < BN / 32; ++i) mine[i] = folded(column_ids[lane + 32 * i]);
+            const unsigned own[1] = {folded(row_ids[top])};
+            if (!apart(mine, own))
 #pragma unroll
             for (int s = 0; s < STRIPS; ++s)
 #pragma unroll
@@ -93,8 +116,22 @@ struct alignas(16) PairStorage {
     __device__ __forceinline__ const long long* ids(int first) const { return column_ids + (IDS ? first : 0); }
 
   private:
-    static __device__ __forceinline__ unsigned folded(long long id) {
-        return static_cast<unsigned>(id) ^ static_cast<unsigned>(static_cast<unsigned long long>(id) >> 32);
+    template <int COUNT>
+    static __device__ __forceinline__ uint2 range(const unsigned (&ids)[COUNT]) {
+        unsigned low = ids[0], high = ids[0];
+#pragma unroll
+        for (int i = 1; i < COUNT; ++i) {
+            low = min(low, ids[i]);
+            high = max(high, ids[i]);
+        }
+        return make_uint2(__reduce_min_sync(WHOLE_WARP, low), __reduce_max_sync(WHOLE_WARP, high));
+    }
+
+    // Whether folded ids, those of all lanes together, have none in common for their ranges alone.
+    template <int A, int B>
+    static __device__ __forceinline__ bool apart(const unsigned (&a)[A], const unsigned (&b)[B]) {
+        const uint2 first = range(a), second = range(b);
+        return first.x > second.y || second.x > first.y;
     }
 };
 

@@ -1,5 +1,5 @@
-// Products of a warpgroup, D in registers: D (64 x 192) += A (64 x 16) B^T (192 x 16), both operands in shared memory, and
-// D (64 x 256) += A (64 x 16) B (16 x 256), A in registers too.
+// Products of a warpgroup, D in registers: D (64 x 192) or (64 x 128) += A (64 x 16) B^T, both operands in shared memory,
+// and D (64 x 256) or (64 x 128) += A (64 x 16) B (16 x 256 or 16 x 128), A in registers too.
 #pragma once
 
 #include "elements.cuh"
@@ -66,12 +66,13 @@ __device__ __forceinline__ void product<float16>(float (&d)[PRODUCT_VALUES], uns
 constexpr int WIDE_COLUMNS = 256, WIDE_VALUES = WIDE_COLUMNS / 2;
 constexpr int BOX_BYTES = 64 * 64 * 2;  // 64 lines of 64 elements, 128 bytes each, in the 128-byte swizzle
 
-// An operand stored across the contraction: 64 of its lines a box, the next 64 in the next box, 8 steps of the
-// contraction 1024 bytes apart. 16 steps further are 128 further in the low word.
+// An operand stored across the contraction: 64 of its lines a box, the next 64 in the next box, BOX bytes on; 8 steps of
+// the contraction are 1024 bytes apart, and 16 steps further are 128 further in the low word.
 // Hazard: the address of a cluster's second block has a bit above the 18 that the field takes; it would be added to the
 // distance of the boxes. Operands along the contraction have no such distance, and do not see it.
+template <int BOX = BOX_BYTES>
 __device__ __forceinline__ unsigned operand_across(unsigned address) {
-    return (address & 0x3ffff) >> 4 | static_cast<unsigned>(BOX_BYTES >> 4) << 16;
+    return (address & 0x3ffff) >> 4 | static_cast<unsigned>(BOX >> 4) << 16;
 }
 
 // d = a b, added to d where `add`; bfloat16. a: a lane holds the pairs of steps from 2 (lane % 4) and from 8 more of its
@@ -95,6 +96,63 @@ __device__ __forceinline__ void product_wide(float (&d)[WIDE_VALUES], const unsi
         : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "l"(b), "r"(static_cast<int>(add)));
 }
 
+constexpr int NARROW_COLUMNS = 128, NARROW_VALUES = NARROW_COLUMNS / 2;
+
+#define CONTRASTILE_D64 \
+    "%0, %1, %2, %3, %4, %5, %6, %7, %8, %9, %10, %11, %12, %13, %14, %15, "         \
+    "%16, %17, %18, %19, %20, %21, %22, %23, %24, %25, %26, %27, %28, %29, %30, %31, " \
+    "%32, %33, %34, %35, %36, %37, %38, %39, %40, %41, %42, %43, %44, %45, %46, %47, " \
+    "%48, %49, %50, %51, %52, %53, %54, %55, %56, %57, %58, %59, %60, %61, %62, %63"
+#define CONTRASTILE_NARROW_PRODUCT(kind)                                                                               \
+    asm volatile("{\n.reg .pred p;\nsetp.ne.b32 p, %66, 0;\n"                                                         \
+                 "wgmma.mma_async.sync.aligned.m64n128k16.f32." kind "." kind " {" CONTRASTILE_D64                     \
+                 "}, %64, %65, p, 1, 1, 0, 0;\n}"                                                                      \
+                 : CONTRASTILE_D32(0), CONTRASTILE_D32(32)                                                             \
+                 : "l"(a), "l"(b), "r"(static_cast<int>(add)))
+#define CONTRASTILE_NARROW_PRODUCT_ACROSS(kind)                                                                        \
+    asm volatile("{\n.reg .pred p;\nsetp.ne.b32 p, %69, 0;\n"                                                         \
+                 "wgmma.mma_async.sync.aligned.m64n128k16.f32." kind "." kind " {" CONTRASTILE_D64                     \
+                 "}, {%64, %65, %66, %67}, %68, p, 1, 1, 1;\n}"                                                        \
+                 : CONTRASTILE_D32(0), CONTRASTILE_D32(32)                                                             \
+                 : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "l"(b), "r"(static_cast<int>(add)))
+
+// As product, of 128 columns.
+template <class T>
+__device__ __forceinline__ void product_narrow(float (&d)[NARROW_VALUES], unsigned long long a, unsigned long long b,
+                                               bool add);
+
+template <>
+__device__ __forceinline__ void product_narrow<bfloat16>(float (&d)[NARROW_VALUES], unsigned long long a,
+                                                         unsigned long long b, bool add) {
+    CONTRASTILE_NARROW_PRODUCT("bf16");
+}
+
+template <>
+__device__ __forceinline__ void product_narrow<float16>(float (&d)[NARROW_VALUES], unsigned long long a,
+                                                        unsigned long long b, bool add) {
+    CONTRASTILE_NARROW_PRODUCT("f16");
+}
+
+// As product_wide, of 128 columns.
+template <class T>
+__device__ __forceinline__ void product_narrow_across(float (&d)[NARROW_VALUES], const unsigned (&a)[4],
+                                                      unsigned long long b, bool add);
+
+template <>
+__device__ __forceinline__ void product_narrow_across<bfloat16>(float (&d)[NARROW_VALUES], const unsigned (&a)[4],
+                                                                unsigned long long b, bool add) {
+    CONTRASTILE_NARROW_PRODUCT_ACROSS("bf16");
+}
+
+template <>
+__device__ __forceinline__ void product_narrow_across<float16>(float (&d)[NARROW_VALUES], const unsigned (&a)[4],
+                                                               unsigned long long b, bool add) {
+    CONTRASTILE_NARROW_PRODUCT_ACROSS("f16");
+}
+
+#undef CONTRASTILE_NARROW_PRODUCT_ACROSS
+#undef CONTRASTILE_NARROW_PRODUCT
+#undef CONTRASTILE_D64
 #undef CONTRASTILE_D32
 #undef CONTRASTILE_D8
 
