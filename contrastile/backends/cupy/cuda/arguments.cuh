@@ -79,17 +79,24 @@ struct GradientArguments {
     int in_place_of_kept;      // sm_90a: 1 where g holds kept exponentials: nothing to do if plan->kept
 };
 
-// Rows and columns of a tile of fused_sm90, and the most features; blocks of fused_join for each tile row.
-constexpr int FUSED_SIDE = 128;
-constexpr int FUSED_JOINS = 8;
+// Rows and columns of a tile of the kernels of narrow features, and the most features; blocks of narrow_join for each tile row.
+constexpr int NARROW_SIDE = 128;
+constexpr int NARROW_JOINS = 8;
+
+// Of the rows' statistics of narrow features, the fast path alone. A partial for each block that has a part of the row's
+// tiles, in their order, then zeros: (parts, height) each.
+struct NarrowForwardArguments {
+    ForwardArguments forward;  // the chunk has all columns of the block; no columns' partials
+    int blocks, parts;         // blocks of the grid; the most that have a part of one tile row
+};
 
 // Of the rows' gradient of narrow features, G made and multiplied in one kernel.
-struct FusedArguments {
+struct NarrowGradientArguments {
     GradientArguments gradient;  // the chunk has all columns of the block; g is null
     float* out;                  // (height, depth): G columns is added to it, or written where `fresh`
     long long out_stride;
-    float* parts;                // (2 blocks of the grid, 128, 128): sums of tile rows that several blocks share
-    int blocks, fresh;           // blocks of the grid of fused_sm90
+    float* parts;                // (2 blocks, 128, 128): sums of tile rows that several blocks share
+    int blocks, fresh;           // blocks of the grid of narrow_gradient_sm90
 };
 
 // Of one product of kept exponentials E, weighted: out = (E * (line_i + step_k)) features, contracted over k.
@@ -117,6 +124,7 @@ struct SigmoidArguments {
 
 static_assert(sizeof(TensorMap) == 128 && sizeof(Features) == 40 && sizeof(Chunk) == 24 && sizeof(PairVectors) == 32);
 static_assert(sizeof(ForwardArguments) == 216 && sizeof(GradientArguments) == 216 && sizeof(SigmoidArguments) == 152);
-static_assert(sizeof(WeightedArguments) == 56 && sizeof(FusedArguments) == 248);
+static_assert(sizeof(WeightedArguments) == 56 && sizeof(NarrowGradientArguments) == 248 &&
+              sizeof(NarrowForwardArguments) == 224);
 
 }  // namespace contrastile

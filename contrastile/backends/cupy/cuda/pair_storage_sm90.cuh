@@ -28,6 +28,18 @@ __device__ __forceinline__ unsigned folded(long long id) {
     return static_cast<unsigned>(id) ^ static_cast<unsigned>(static_cast<unsigned long long>(id) >> 32);
 }
 
+// Least and largest of the folded ids of all lanes of a warp.
+template <int COUNT>
+__device__ __forceinline__ uint2 range_of_ids(const unsigned (&ids)[COUNT]) {
+    unsigned low = ids[0], high = ids[0];
+#pragma unroll
+    for (int i = 1; i < COUNT; ++i) {
+        low = min(low, ids[i]);
+        high = max(high, ids[i]);
+    }
+    return make_uint2(__reduce_min_sync(WHOLE_WARP, low), __reduce_max_sync(WHOLE_WARP, high));
+}
+
 template <int MASK>
 struct alignas(16) PairStorage {
     static constexpr bool IDS = MASK >= DROP, EXCLUDED = MASK != PLAIN, INDEXED = MASK != TARGET;
@@ -116,21 +128,10 @@ struct alignas(16) PairStorage {
     __device__ __forceinline__ const long long* ids(int first) const { return column_ids + (IDS ? first : 0); }
 
   private:
-    template <int COUNT>
-    static __device__ __forceinline__ uint2 range(const unsigned (&ids)[COUNT]) {
-        unsigned low = ids[0], high = ids[0];
-#pragma unroll
-        for (int i = 1; i < COUNT; ++i) {
-            low = min(low, ids[i]);
-            high = max(high, ids[i]);
-        }
-        return make_uint2(__reduce_min_sync(WHOLE_WARP, low), __reduce_max_sync(WHOLE_WARP, high));
-    }
-
     // Whether folded ids, those of all lanes together, have none in common for their ranges alone.
     template <int A, int B>
     static __device__ __forceinline__ bool apart(const unsigned (&a)[A], const unsigned (&b)[B]) {
-        const uint2 first = range(a), second = range(b);
+        const uint2 first = range_of_ids(a), second = range_of_ids(b);
         return first.x > second.y || second.x > first.y;
     }
 };

@@ -1,0 +1,167 @@
+// Statistics of the rows of narrow features over all columns, on the fast path, for sm_90a.
+//
+// narrow_forward_sm90<T, MASK>: grid of `blocks` blocks, at most one for each tile, of PIPELINE_THREADS threads,
+// narrow_forward_sm90_shared bytes of dynamic shared memory. Nothing to do where plan->status is 1. Of a tile a thread adds
+// 32 numbers of each of its rows in float32, and tiles in double: a part is rounded once.
+#include "narrow_sm90.cuh"
+
+namespace contrastile {
+namespace narrow_rows {
+
+template <class T, int MASK>
+struct ForwardConsumer : Consumer<T, MASK, Shared<ColumnIds<MASK>, RowPairs>> {
+    using L = Shared<ColumnIds<MASK>, RowPairs>;
+    using Base = Consumer<T, MASK, L>;
+    using Base::lane, Base::row_of, Base::in_chunk;
+
+    const NarrowForwardArguments& a;
+    const Shares& shares;
+    const ColumnIds<MASK>* stages;
+    RowPairs& rows;
+    const float alpha, shift;
+
+    __device__ __forceinline__ ForwardConsumer(const Base& of, const NarrowForwardArguments& a_, const Shares& shares_,
+                                               const ColumnIds<MASK>* stages_, RowPairs& rows_)
+        : Base(of),
+          a(a_),
+          shares(shares_),
+          stages(stages_),
+          rows(rows_),
+          alpha(usable_scale(a_.forward.plan->alpha)),
+          shift(-a_.forward.plan->reference) {}
+
+    __device__ __forceinline__ void run() {
+        Cursor<STAGES> at;
+        each_segment(shares, [&](const Segment& s) { part_of_row(s, at); });
+    }
+
+  private:
+    // Of the thread's share of one of its rows; by ids also sums over positives.
+    struct Sums {
+        double negatives = 0.0, positives = 0.0, dots = 0.0;
+        int count = 0;
+    };
+
+    __device__ __forceinline__ void part_of_row(const Segment& s, Cursor<STAGES>& now) {
+        const Chunk& chunk = a.forward.chunk;
+        this->fetch_rows(s, a.forward.pairs, chunk, rows, [](int, long long, bool) {});
+        Sums sums[2];
+        this->wait_for_rows(s);
+        for (int tile = s.first; tile < s.last; ++tile) {
+            float x[NARROW_VALUES];  // in here: it must not look alive between two tiles
+            this->wait_for(now);
+            products_begin();
+            this->begin_logits(this->rows_at(s), now.stage, x);
+            products_done<0>();
+            const ColumnIds<MASK>& of = stages[now.stage];
+            if (this->touched(of, rows, tile, chunk.width))
+                add_masked(x, of, tile, sums);
+            else
+                add(x, sums);
+            this->release(now.stage);
+            now.step();
+        }
+        this->release_rows(s);
+        put(sums, s);
+    }
+
+    __device__ __forceinline__ void add(const float (&x)[NARROW_VALUES], Sums (&sums)[2]) const {
+#pragma unroll
+        for (int q = 0; q < 2; ++q) {
+            float part[4] = {};  // additions wait for one another
+#pragma unroll
+            for (int i = 0; i < NARROW_VALUES / 2; ++i)
+                part[i % 4] += exp2_fast(fmaf(x[4 * (i / 2) + 2 * q + i % 2], alpha, shift));
+            sums[q].negatives += (part[0] + part[1]) + (part[2] + part[3]);
+        }
+    }
+
+    __device__ __forceinline__ void add_masked(const float (&x)[NARROW_VALUES], const ColumnIds<MASK>& of, int tile,
+                                               Sums (&sums)[2]) const {
+        const int left = a.forward.chunk.width - tile * SIDE - 2 * (lane & 3);  // columns from the thread's first on
+#pragma unroll
+        for (int q = 0; q < 2; ++q) {
+            const PairRow pair = this->pair_row(rows, q, tile);
+            float negatives = 0.0f, positives = 0.0f, dots = 0.0f;
+#pragma unroll
+            for (int group = 0; group < NARROW_COLUMNS / 8; ++group) {
+                const longlong2 id = Base::ids_of(of, lane, group);
+#pragma unroll
+                for (int c = 0; c < 2; ++c) {
+                    const int column = 8 * group + c;
+                    const float dot = x[4 * group + 2 * q + c];
+                    const Standing found = standing<MASK>(pair, column, c ? id.y : id.x);
+                    if (column >= left || !found.admitted) continue;
+                    const float power = exp2_fast(fmaf(dot, alpha, shift));
+                    if (!found.positive) {
+                        negatives += power;
+                    } else if (MASK == TARGET) {  // of one by index the precheck has taken the logit
+                        positives += power;
+                        dots += dot;
+                        ++sums[q].count;
+                    }
+                }
+            }
+            sums[q].negatives += negatives;
+            if (MASK == TARGET) {
+                sums[q].positives += positives;
+                sums[q].dots += dots;
+            }
+        }
+    }
+
+    // The sum over the four lanes of a row.
+    template <class Number>
+    static __device__ __forceinline__ Number of_row(Number x) {
+        x += __shfl_xor_sync(WHOLE_WARP, x, 1);
+        return x + __shfl_xor_sync(WHOLE_WARP, x, 2);
+    }
+
+    __device__ __forceinline__ void put(const Sums (&sums)[2], const Segment& s) const {
+        const Partials& out = a.forward.rows;
+        const long long first = shares.block_of(s.row * shares.columns);
+        const int part = static_cast<int>(blockIdx.x - first);
+        const bool ends = s.last == shares.columns;  // what no block has of this row is 0
+#pragma unroll
+        for (int q = 0; q < 2; ++q) {
+            const int row = in_chunk(s, row_of(q));
+            const double negatives = of_row(sums[q].negatives);
+            const double positives = MASK == TARGET ? of_row(sums[q].positives) : 0.0;
+            const double dots = MASK == TARGET ? of_row(sums[q].dots) : 0.0;
+            const int count = MASK == TARGET ? of_row(sums[q].count) : 0;
+            if (row >= a.forward.chunk.height || lane % 4 != 0) continue;
+            for (int p = part; p < (ends ? a.parts : part + 1); ++p) {
+                const long long at = p * out.stride + row;
+                const bool mine = p == part;
+                out.sums[at] = mine ? static_cast<float>(negatives) : 0.0f;
+                if (MASK != TARGET) continue;
+                out.positive_sums[at] = mine ? static_cast<float>(positives) : 0.0f;
+                out.dots[at] = mine ? static_cast<float>(dots) : 0.0f;
+                out.counts[at] = mine ? static_cast<float>(count) : 0.0f;
+            }
+        }
+    }
+};
+
+}  // namespace narrow_rows
+
+extern "C" __device__ const int narrow_forward_sm90_shared =
+    narrow_rows::Shared<narrow_rows::ColumnIds<TARGET>, narrow_rows::RowPairs>::BYTES;
+
+template <class T, int MASK>
+__global__ void __launch_bounds__(PIPELINE_THREADS, 1)
+    narrow_forward_sm90(const __grid_constant__ TensorMap rows, const __grid_constant__ TensorMap columns,
+                        const __grid_constant__ NarrowForwardArguments a) {
+    using Columns = narrow_rows::ColumnIds<MASK>;
+    const ForwardArguments& f = a.forward;
+    if (f.plan->status != 0) return;  // forward_sm90's work
+    const narrow_rows::Shares shares(f.chunk, a.blocks);
+    narrow_rows::run<Columns, narrow_rows::RowPairs>(
+        rows, columns, f.chunk, shares,
+        [&](Columns& to, int tile, int lane) { to.bring(f.pairs, f.chunk, tile, lane); },
+        [&](unsigned base, const Columns* stages, narrow_rows::RowPairs& of, int consumer, int warp, int lane) {
+            narrow_rows::ForwardConsumer<T, MASK>({base, consumer, warp, lane}, a, shares, stages, of).run();
+        });
+}
+
+}  // namespace contrastile

@@ -1,0 +1,289 @@
+// The rows' gradient of narrow features, without a G in memory, for sm_90a: a tile of G goes from the registers that it is
+// made in to the tensor cores.
+//
+// narrow_gradient_sm90<T, MASK>: adds G columns to out (or writes it). Grid of `blocks` blocks, at most one for each tile,
+// of PIPELINE_THREADS threads, narrow_gradient_sm90_shared bytes of dynamic shared memory. narrow_join: JOINS blocks for
+// each tile row, 256 threads; then out is complete.
+//
+// Columns are multiplied twice from where they lie: with the rows, for the logits, and with G. While the tensor cores work on
+// G columns of one tile, a consumer makes G of the next. Sums of a part of a tile row go to `parts`, and narrow_join adds
+// them in the order of the blocks.
+//
+// Hazard: a tile's G is registers that the tensor cores read: that of the next is made beside it, and takes its place only
+// when they have done.
+#include "epilogue_gradient.cuh"
+#include "narrow_sm90.cuh"
+
+namespace contrastile {
+namespace narrow_rows {
+
+constexpr int JOINS = NARROW_JOINS, JOINED_LINES = SIDE / JOINS;
+
+template <int MASK>
+struct GradientColumns : ColumnIds<MASK> {
+    float first[SIDE], weight[SIDE], taken[MASK == TARGET ? SIDE : 4];
+
+    __device__ __forceinline__ void bring(const GradientArguments& g, int exponent, int tile, int lane) {
+        if (exponent != ROWS)
+#pragma unroll
+            for (int i = 0; i < SIDE / 32; ++i) {
+                const int here = lane + 32 * i, column = tile * SIDE + here;
+                const Side side = column < g.chunk.width ? side_of<MASK>(g.column, column, exponent) : no_side();
+                first[here] = side.first;
+                weight[here] = side.weight;
+                if constexpr (MASK == TARGET) taken[here] = side.taken;
+            }
+        ColumnIds<MASK>::bring(g.pairs, g.chunk, tile, lane);
+    }
+};
+
+struct GradientRows : RowPairs {
+    float entry[CONSUMER_ROWS], taken[CONSUMER_ROWS];
+};
+
+// Where the sums of a block's part of a tile row lie.
+__device__ __forceinline__ long long slot(const Shares& shares, long long block, long long row) {
+    return 2 * block + (shares.begin(block) / shares.columns == row ? 0 : 1);
+}
+
+template <class T, int MASK>
+struct GradientConsumer : Consumer<T, MASK, Shared<GradientColumns<MASK>, GradientRows>> {
+    using L = Shared<GradientColumns<MASK>, GradientRows>;
+    using Base = Consumer<T, MASK, L>;
+    using Base::base, Base::lane, Base::row_of, Base::in_chunk;
+
+    const NarrowGradientArguments& a;
+    const Shares& shares;
+    const GradientColumns<MASK>* stages;
+    GradientRows& rows;
+    const int exponent;
+    const float alpha, reference;
+    float first[2], weight[2];  // of the thread's two rows
+
+    __device__ __forceinline__ GradientConsumer(const Base& of, const NarrowGradientArguments& a_,
+                                                const Shares& shares_, const GradientColumns<MASK>* stages_,
+                                                GradientRows& rows_)
+        : Base(of),
+          a(a_),
+          shares(shares_),
+          stages(stages_),
+          rows(rows_),
+          exponent(exponent_of(a_.gradient)),
+          alpha(a_.gradient.plan->alpha),
+          reference(a_.gradient.plan->reference) {}
+
+    __device__ __forceinline__ void run() {
+        Cursor<STAGES> at;
+        each_segment(shares, [&](const Segment& s) { part_of_row(s, at); });
+    }
+
+  private:
+    __device__ __forceinline__ void fetch(const Segment& s) {
+        const GradientArguments& g = a.gradient;
+#pragma unroll
+        for (int q = 0; q < 2; ++q) {
+            const int row = in_chunk(s, row_of(q));
+            const Side side = row < g.chunk.height ? side_of<PLAIN>(g.row, g.chunk.row + row, exponent) : no_side();
+            first[q] = side.first;
+            weight[q] = side.weight;
+        }
+        this->fetch_rows(s, g.pairs, g.chunk, rows, [&](int row, long long i, bool inside) {
+            if (MASK == TARGET)
+                rows.taken[row] = inside ? g.row.taken[i] : 0.0f;
+            else
+                rows.entry[row] = inside && g.entries != nullptr ? g.entries[i] : 0.0f;
+        });
+    }
+
+    __device__ __forceinline__ void begin_sums(const unsigned (&g)[PARTS][4], int stage, bool add,
+                                               float (&sums)[NARROW_VALUES]) const {
+        const unsigned columns = operand_across<HALF_BYTES>(base + L::COLUMNS_AT + stage * TILE_BYTES);
+#pragma unroll
+        for (int part = 0; part < PARTS; ++part)
+            product_narrow_across<T>(sums, g[part], descriptor(columns + 128 * part), part > 0 || add);
+        products_commit();
+    }
+
+    // The registers of the products that have just ended. Unless they are named here, the compiler takes them for free as
+    // soon as the products have begun, and makes the next tile's G in them.
+    static __device__ __forceinline__ void keep_until_here(unsigned (&g)[PARTS][4]) {
+#pragma unroll
+        for (int part = 0; part < PARTS; ++part)
+            asm volatile("" : "+r"(g[part][0]), "+r"(g[part][1]), "+r"(g[part][2]), "+r"(g[part][3])::"memory");
+    }
+
+    __device__ __forceinline__ void part_of_row(const Segment& s, Cursor<STAGES>& now) {
+        fetch(s);
+        float x[NARROW_VALUES], sums[NARROW_VALUES];
+        unsigned g[PARTS][4] = {}, next[PARTS][4];
+        this->wait_for_rows(s);
+        this->wait_for(now);
+        int before = now.stage;
+        // the logits of a tile beside the sums of the one before: of none at first, and at last logits that nobody reads
+        for (int tile = s.first; tile <= s.last; ++tile) {
+            products_begin();
+            this->begin_logits(this->rows_at(s), now.stage, x);
+            begin_sums(g, before, tile > s.first, sums);
+            products_done<1>();
+            if (tile < s.last) make(x, s, tile, now.stage, next);
+            products_done<0>();
+            keep_until_here(g);
+            if (tile > s.first) this->release(before);
+            if (tile == s.last) break;
+#pragma unroll
+            for (int part = 0; part < PARTS; ++part)
+#pragma unroll
+                for (int i = 0; i < 4; ++i) g[part][i] = next[part][i];
+            before = now.stage;
+            if (tile + 1 == s.last) continue;
+            now.step();
+            this->wait_for(now);
+        }
+        this->release_rows(s);
+        now.step();
+        put(sums, s);
+    }
+
+    // G of a tile from its dots, as the tensor cores take it.
+    __device__ __forceinline__ void make(const float (&x)[NARROW_VALUES], const Segment& s, int tile, int stage,
+                                         unsigned (&g)[PARTS][4]) const {
+        const GradientColumns<MASK>& of = stages[stage];
+        if (!this->touched(of, rows, tile, a.gradient.chunk.width)) {
+            if (exponent == SHARED)
+                fill<SHARED, false, false>(x, s, tile, of, g);
+            else if (exponent == ROWS)
+                fill<ROWS, false, false>(x, s, tile, of, g);
+            else
+                fill<BOTH, false, false>(x, s, tile, of, g);
+        } else if (MASK == TARGET && a.gradient.plan->certain) {
+            if (exponent == ROWS)
+                fill<ROWS, true, MASK == TARGET>(x, s, tile, of, g);
+            else
+                fill<BOTH, true, MASK == TARGET>(x, s, tile, of, g);
+        } else if (exponent == SHARED) {
+            fill<SHARED, true, false>(x, s, tile, of, g);
+        } else if (exponent == ROWS) {
+            fill<ROWS, true, false>(x, s, tile, of, g);
+        } else {
+            fill<BOTH, true, false>(x, s, tile, of, g);
+        }
+    }
+
+    template <int EXPONENT, bool MASKED, bool CERTAIN>
+    __device__ __forceinline__ void fill(const float (&x)[NARROW_VALUES], const Segment& s, int tile,
+                                         const GradientColumns<MASK>& of, unsigned (&g)[PARTS][4]) const {
+        const int own = 2 * (lane & 3);  // the thread's first column
+        PairRow pair[2];
+        if (MASKED)
+#pragma unroll
+            for (int q = 0; q < 2; ++q) pair[q] = this->pair_row(rows, q, tile);
+#pragma unroll
+        for (int part = 0; part < PARTS; ++part)
+#pragma unroll
+            for (int h = 0; h < 2; ++h) {
+                const int group = 2 * part + h;
+                const float2 none = make_float2(0.0f, 0.0f);
+                const float2 column_first = EXPONENT == ROWS ? none : pair_at(of.first, group);
+                const float2 column_weight = EXPONENT == BOTH ? pair_at(of.weight, group) : none;
+                const longlong2 id = MASKED ? Base::ids_of(of, lane, group) : make_longlong2(0, 0);
+                float value[4];
+#pragma unroll
+                for (int e = 0; e < 4; ++e) {
+                    const int q = e >> 1, c = e & 1, column = 8 * group + c;
+                    const float dot = x[4 * group + e];
+                    value[e] = attraction<EXPONENT>(dot, alpha, reference, first[q], weight[q],
+                                                    c ? column_first.y : column_first.x,
+                                                    c ? column_weight.y : column_weight.x);
+                    if (!MASKED) continue;
+                    const Standing found = standing<MASK>(pair[q], column, c ? id.y : id.x);
+                    if (!found.admitted || tile * SIDE + own + column >= a.gradient.chunk.width) {
+                        value[e] = 0.0f;
+                    } else if (found.positive) {
+                        if constexpr (CERTAIN)
+                            value[e] = certain_positive(dot, in_chunk(s, row_of(q)), tile * SIDE + own + column);
+                        else if constexpr (MASK == TARGET)
+                            value[e] -= rows.taken[row_of(q)] + (EXPONENT == ROWS ? 0.0f : of.taken[own + column]);
+                        else
+                            value[e] = rows.entry[row_of(q)];
+                    }
+                }
+                g[part][2 * h] = narrow_pair<T>(value[0], value[1]);
+                g[part][2 * h + 1] = narrow_pair<T>(value[2], value[3]);
+            }
+    }
+
+    __device__ __forceinline__ float2 pair_at(const float* list, int group) const {
+        return *reinterpret_cast<const float2*>(list + 8 * group + 2 * (lane & 3));
+    }
+
+    // What lies outside the chunk may look positive: nothing may be read for it.
+    __device__ __forceinline__ float certain_positive(float dot, int row, int column) const {
+        const GradientArguments& g = a.gradient;
+        if (row >= g.chunk.height) return 0.0f;
+        return certain_part(dot, alpha, g.row, g.chunk.row + row) + certain_part(dot, alpha, g.column, column);
+    }
+
+    __device__ __forceinline__ void put(const float (&sums)[NARROW_VALUES], const Segment& s) const {
+        const bool whole = s.first == 0 && s.last == shares.columns;
+        const int height = a.gradient.chunk.height, depth = a.gradient.features.depth;
+#pragma unroll
+        for (int q = 0; q < 2; ++q) {
+            const int row = in_chunk(s, row_of(q));
+            if (row >= height) continue;
+            float* out = whole ? a.out + row * a.out_stride
+                               : a.parts + (slot(shares, blockIdx.x, s.row) * SIDE + row % SIDE) * SIDE;
+#pragma unroll
+            for (int i = 0; i < NARROW_COLUMNS / 4; ++i) {
+                const int column = 8 * (i / 2) + 2 * (lane & 3) + i % 2;
+                const float value = sums[4 * (i / 2) + 2 * q + i % 2];
+                if (column < depth) out[column] = whole && !a.fresh ? out[column] + value : value;
+            }
+        }
+    }
+};
+
+}  // namespace narrow_rows
+
+extern "C" __device__ const int narrow_gradient_sm90_shared =
+    narrow_rows::Shared<narrow_rows::GradientColumns<TARGET>, narrow_rows::GradientRows>::BYTES;
+
+template <class T, int MASK>
+__global__ void __launch_bounds__(PIPELINE_THREADS, 1)
+    narrow_gradient_sm90(const __grid_constant__ TensorMap rows, const __grid_constant__ TensorMap columns,
+                         const __grid_constant__ NarrowGradientArguments a) {
+    using Columns = narrow_rows::GradientColumns<MASK>;
+    const GradientArguments& g = a.gradient;
+    const narrow_rows::Shares shares(g.chunk, a.blocks);
+    narrow_rows::run<Columns, narrow_rows::GradientRows>(
+        rows, columns, g.chunk, shares,
+        [&](Columns& to, int tile, int lane) { to.bring(g, exponent_of(g), tile, lane); },
+        [&](unsigned base, const Columns* stages, narrow_rows::GradientRows& of, int consumer, int warp, int lane) {
+            narrow_rows::GradientConsumer<T, MASK>({base, consumer, warp, lane}, a, shares, stages, of).run();
+        });
+}
+
+// Sums of tile rows that several blocks share, added in the order of the blocks. A thread takes one feature of a row.
+extern "C" __global__ void __launch_bounds__(256) narrow_join(const __grid_constant__ NarrowGradientArguments a) {
+    constexpr int LINES_A_TURN = 256 / narrow_rows::SIDE;
+    const narrow_rows::Shares shares(a.gradient.chunk, a.blocks);
+    const long long row = blockIdx.x / narrow_rows::JOINS, first = shares.block_of(row * shares.columns);
+    const long long last = shares.block_of((row + 1) * shares.columns - 1);
+    const int column = threadIdx.x % narrow_rows::SIDE, start = blockIdx.x % narrow_rows::JOINS * narrow_rows::JOINED_LINES;
+    if (first == last || column >= a.gradient.features.depth) return;
+    float sums[narrow_rows::JOINED_LINES / LINES_A_TURN] = {};
+    for (long long block = first; block <= last; ++block) {
+        const float* part = a.parts + narrow_rows::slot(shares, block, row) * narrow_rows::SIDE * narrow_rows::SIDE + column;
+#pragma unroll
+        for (int i = 0; i < narrow_rows::JOINED_LINES / LINES_A_TURN; ++i)
+            sums[i] += part[(start + i * LINES_A_TURN + threadIdx.x / narrow_rows::SIDE) * narrow_rows::SIDE];
+    }
+#pragma unroll
+    for (int i = 0; i < narrow_rows::JOINED_LINES / LINES_A_TURN; ++i) {
+        const long long at = row * narrow_rows::SIDE + start + i * LINES_A_TURN + threadIdx.x / narrow_rows::SIDE;
+        if (at >= a.gradient.chunk.height) continue;
+        float* out = a.out + at * a.out_stride + column;
+        *out = a.fresh ? sums[i] : *out + sums[i];
+    }
+}
+
+}  // namespace contrastile
