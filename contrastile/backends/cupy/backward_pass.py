@@ -122,7 +122,7 @@ class _Pass:
         self.row = _Side((w.row_negative_lse, w.row_positive_lse, w.row_weight, w.row_target), by_ids)
         self.column = _Side((w.column_negative_lse, w.column_positive_lse, w.column_weight, w.column_target), by_ids)
         self.entries = None if self.tiles.pairs.positives is None else empty(self.m)
-        self.dtype, size = self.tiles.rows.dtype.name, self.tiles.rows.itemsize
+        self.dtype, size = self.tiles.dtype, self.tiles.rows.itemsize
         self.factors = None if kept is None else Factors(kept, self.m, self.n)
         self.start = 0 if kept is None else kept.rows
         # where all is kept, no chunk is left

@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 from ctypes import sizeof
-from functools import cache
 from typing import Any
 
 import cupy
 
 from contrastile.backends.contract import Array, Block
+from contrastile.backends.crossing import dtype_name
 from contrastile.backends.cupy.arguments import constant, struct
 from contrastile.backends.cupy.instances import ELEMENTS
 from contrastile.backends.cupy.launch import empty, pointer, row_stride
@@ -23,13 +23,7 @@ PLAN = struct("Plan")
 
 def element(x: Array) -> str:
     """What the kernels call an array's dtype."""
-    return _named(x.dtype)
-
-
-@cache
-def _named(dtype: Any) -> str:
-    # NumPy puts a dtype's name together each time it is asked
-    return ELEMENTS[dtype.name]
+    return ELEMENTS[dtype_name(x.dtype)]
 
 
 def contiguous(x: Array | None) -> Array | None:

@@ -176,7 +176,7 @@ class _Pass:
                 **sizes,
                 **scalars(self.block),
             )
-            kernel = positives_kernel(rows.dtype.name, self.tiles.precision)
+            kernel = positives_kernel(self.tiles.dtype, self.tiles.precision)
             launch(kernel, ceil_div(most, PAIRS), THREADS, dots)
         decide = struct("PlanForwardArguments")(
             peaks=pointer(peaks), plan=pointer(self.plan), **sizes, **scalars(self.block)

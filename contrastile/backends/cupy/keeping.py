@@ -31,7 +31,7 @@ def rows_to_keep(tiles: Tiles, two_sided: bool, options: Options) -> int:
     A tile that the caller names caps what is alive at a time: then nothing is kept.
     """
     (m, width), n = tiles.rows.shape, tiles.columns.shape[0]
-    able = tiles.family.maps and tiles.rows.dtype.name == KEPT_DTYPE and tiles.mask == PLAIN
+    able = tiles.family.maps and tiles.dtype == KEPT_DTYPE and tiles.mask == PLAIN
     if not (able and two_sided and width > _NARROW and options.tile is None):
         return 0
     return kept_rows(m, n, kept_bytes(options))

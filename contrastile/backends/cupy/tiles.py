@@ -8,6 +8,7 @@ from typing import Any
 import cupy
 
 from contrastile.backends.contract import Block
+from contrastile.backends.crossing import dtype_name
 from contrastile.backends.cupy.arguments import struct
 from contrastile.backends.cupy.common import contiguous
 from contrastile.backends.cupy.configs import Family, kernel_family, uses_hopper_kernels
@@ -38,17 +39,19 @@ class Tiles:
     """A block made ready for the tile kernels: aligned features, their tensor maps, which pairs count.
 
     Attributes:
+        dtype: name of the features' dtype.
         mask: PLAIN, EXCLUSIONS, DROP or TARGET: what the pairs ask of a kernel.
     """
 
     def __init__(self, block: Block, precision: str) -> None:
         self.precision = precision
         self.rows, self.columns = aligned(block.rows), aligned(block.columns)
+        self.dtype = dtype_name(self.rows.dtype)
         self.pairs = PairVectors.of(block.pairs, contiguous)
         without_ids = PLAIN if self.pairs.excluded is None else EXCLUSIONS
         self.mask = {"drop": DROP, "target": TARGET, None: without_ids}[self.pairs.match]
         device = cupy.cuda.get_device_id()
-        self.family: Family = kernel_family(self.rows.dtype.name, capability(device), hopper=uses_hopper_kernels())
+        self.family: Family = kernel_family(self.dtype, capability(device), hopper=uses_hopper_kernels())
         self.multiprocessors = multiprocessors(device)
 
     @cached_property
@@ -58,7 +61,11 @@ class Tiles:
 
     def common(self, chunk: Chunk) -> dict[str, Any]:
         """The arguments that every tile kernel takes."""
-        features = struct("Features")(
+        return {"features": self._features, "chunk": struct("Chunk")(*chunk), "pairs": self._pairs}
+
+    @cached_property
+    def _features(self) -> Any:
+        return struct("Features")(
             rows=pointer(self.rows),
             columns=pointer(self.columns),
             row_stride=row_stride(self.rows),
@@ -66,9 +73,12 @@ class Tiles:
             depth=self.rows.shape[1],
             band=self.family.band,
         )
-        names = ("positives", "excluded", "row_ids", "column_ids")
-        pairs = struct("PairVectors")(*(pointer(getattr(self.pairs, name)) for name in names))
-        return {"features": features, "chunk": struct("Chunk")(*chunk), "pairs": pairs}
+
+    @cached_property
+    def _pairs(self) -> Any:
+        vectors = self.pairs
+        given = vectors.positives, vectors.excluded, vectors.row_ids, vectors.column_ids
+        return struct("PairVectors")(*map(pointer, given))
 
     def run(self, name: str, arguments: Any, g: Any | None = None, safe: bool | None = None) -> None:
         """Queue the kernel over the chunk that the arguments name.
@@ -87,11 +97,10 @@ class Tiles:
         chunk = arguments.chunk
         blocks = self.family.blocks(chunk.height, chunk.width, self.multiprocessors)
         shared = self.family.shared or f"{name}_{self.family.name}_shared"
-        dtype = self.rows.dtype.name
         kernel = (
             keeping_kernel(self.family)
             if name == "forward_keeping"
-            else tile_kernel(name, self.family, dtype, self.mask, safe=safe, precision=self.precision)
+            else tile_kernel(name, self.family, self.dtype, self.mask, safe=safe, precision=self.precision)
         )
         launch(kernel, blocks, self.family.threads, *maps, arguments, shared=shared)
 
