@@ -8,7 +8,6 @@ from typing import Any
 import cupy
 
 from contrastile.backends.contract import Block
-from contrastile.backends.crossing import dtype_name
 from contrastile.backends.cupy.arguments import struct
 from contrastile.backends.cupy.common import contiguous
 from contrastile.backends.cupy.configs import Family, kernel_family, uses_hopper_kernels
@@ -21,7 +20,15 @@ from contrastile.backends.cupy.instances import (
     tile_kernel,
     weighted_kernel,
 )
-from contrastile.backends.cupy.launch import aligned, capability, launch, multiprocessors, pointer, row_stride
+from contrastile.backends.cupy.launch import (
+    aligned,
+    capability,
+    dtype_name,
+    launch,
+    multiprocessors,
+    pointer,
+    row_stride,
+)
 from contrastile.backends.cupy.tensor_maps import tensor_map
 from contrastile.backends.passes import Chunk, PairVectors, ceil_div
 
