@@ -91,7 +91,7 @@ class ArrayLibrary(Protocol):
         ...
 
     def add(self, a: Array, b: Array, into: Array) -> None:
-        """``into = a + b``, elementwise; it may be one of the two."""
+        """``into = a + b``, elementwise, rounded once more where its dtype is narrower; it may be one of the two."""
         ...
 
     def weighted_nll(
