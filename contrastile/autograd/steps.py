@@ -216,11 +216,11 @@ class Steps(Signatures[Step]):
             make: gives the plan, first of what it gives, of such ``args`` and ``kwargs``.
             launch: gives the loss of such ``args`` and ``kwargs``.
         """
-        if torch.compiler.is_compiling() or not on_gpu(args[0]):
+        if torch.compiler.is_compiling() or not on_gpu(args[0]) or not may_be_captured():
             return None
         call = Call(args, kwargs, torch.is_grad_enabled())
         device, tensors = call.device() if call.known else None, call.tensors
-        if device is None or not may_be_captured() or not eager.direct(torch, tensors) or functions.tangents(tensors):
+        if device is None or not eager.direct(torch, tensors) or functions.tangents(tensors):
             return None
         where = device, torch._C._cuda_getCurrentRawStream(device)
         cast_to = torch.get_autocast_dtype("cuda") if torch.is_autocast_enabled("cuda") else None

@@ -91,7 +91,7 @@ class ArrayLibrary(Protocol):
         ...
 
     def add(self, a: Array, b: Array, into: Array) -> None:
-        """``into = a + b``, elementwise; it may be one of the two."""
+        """``into = a + b``, elementwise, rounded once more where its dtype is narrower; it may be one of the two."""
         ...
 
     def weighted_nll(
@@ -450,6 +450,9 @@ def library_of(x: Any) -> ArrayLibrary:
     )
 
 
+_CROSSINGS = {("torch", "cupy"): crossing.to_cupy, ("cupy", "torch"): crossing.to_torch}
+
+
 def transfer(x: Array | None, source: ArrayLibrary, target: ArrayLibrary, dtype: str | None = None) -> Array | None:
     """X in another library, in ``dtype`` when given; x itself where the target owns it already, None for None.
 
@@ -457,8 +460,9 @@ def transfer(x: Array | None, source: ArrayLibrary, target: ArrayLibrary, dtype:
     """
     if x is None or source.name == target.name or target.owns(x):
         return x
-    if modules := _on_one_gpu(source, target, x):
-        moved = (crossing.to_cupy if target.name == "cupy" else crossing.to_torch)(x, *modules)
+    cross = _CROSSINGS.get((source.name, target.name))
+    if cross is not None and source.device(x) == "cuda":
+        moved = cross(x, sys.modules["torch"], sys.modules["cupy"])
     else:
         moved = target.from_numpy(source.to_numpy(x))
     return moved if dtype is None or target.dtype(moved) == dtype else target.cast(moved, dtype)
@@ -479,5 +483,5 @@ def working_for(source: ArrayLibrary, target: ArrayLibrary, like: Array) -> Abst
 
 def _on_one_gpu(source: ArrayLibrary, target: ArrayLibrary, x: Array) -> tuple[Any, Any] | None:
     """The modules torch and cupy, if source and target are these two and x is on a GPU."""
-    near = {source.name, target.name} == {"torch", "cupy"} and source.device(x) == "cuda"
+    near = (source.name, target.name) in _CROSSINGS and source.device(x) == "cuda"
     return (sys.modules["torch"], sys.modules["cupy"]) if near else None

@@ -311,8 +311,8 @@ class Backend:
             where gradients of rows and columns will be asked for; any other for each block of a problem.
         keeps: given together with ``keeping``: ``keeps(m, n, dtype, device, options)``, the most bytes that it keeps of
             a problem of m rows and n columns. Where that is 0, ``keeping`` is not asked.
-        rows_alone: None, or ``rows_alone(width, dtype, options)``: whether the gradient of the rows alone takes less
-            time over all pairs of a symmetric block than over half of them, of which both gradients are made.
+        rows_alone: None, or ``rows_alone(width, dtype, options)``: whether the primitives take less time for the rows
+            alone, over all pairs of rows against themselves, than for rows and columns, over half of the pairs.
         replayable: whether the primitives only queue work on the current stream of their arrays' GPU: nothing waits for
             it, and nothing on the host depends on values or on earlier calls. Then small problems of torch's eager
             calls are captured in CUDA graphs and replayed.

@@ -5,8 +5,8 @@ Both modules are given, never imported: who holds an array has imported its libr
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from contextlib import ExitStack
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack, contextmanager
 from functools import cache
 from typing import Any
 
@@ -22,10 +22,10 @@ def to_cupy(x: Array, torch: Any, cupy: Any) -> Array:
     if x.is_conj() or x.is_neg():
         # the memory of a lazy view is not its values
         x = x.resolve_conj().resolve_neg()
-    width, dtype = x.element_size(), str(x.dtype).removeprefix("torch.")
-    memory = cupy.cuda.UnownedMemory(x.data_ptr(), x.nbytes, x, x.device.index)
-    strides = tuple([width * step for step in x.stride()])
-    return cupy.ndarray(tuple(x.shape), dtype, cupy.cuda.MemoryPointer(memory, 0), strides)
+    memory = cupy.cuda.UnownedMemory(x.data_ptr(), x.nbytes, x, x.get_device())
+    width = x.element_size()
+    strides = None if x.is_contiguous() else tuple([width * step for step in x.stride()])
+    return cupy.ndarray(tuple(x.shape), dtype_name(x.dtype), cupy.cuda.MemoryPointer(memory, 0), strides)
 
 
 def to_torch(x: Array, torch: Any, cupy: Any) -> Array:
@@ -45,20 +45,23 @@ def to_torch(x: Array, torch: Any, cupy: Any) -> Array:
 
 @cache
 def dtype_name(dtype: Any) -> str:
-    """What a NumPy dtype is called, which NumPy puts together anew each time it is asked."""
-    return str(dtype)
+    """What a dtype of NumPy's or torch's is called, which they put together anew each time they are asked."""
+    return str(dtype).removeprefix("torch.")
 
 
-def cupy_for_torch(like: Array, torch: Any, cupy: Any) -> ExitStack:
+@contextmanager
+def cupy_for_torch(like: Array, torch: Any, cupy: Any) -> Iterator[None]:
     """While open, CuPy works on the tensor's device, on torch's current stream there, with memory from torch's pool.
 
     One pool then holds everything, and what is captured into a CUDA graph is captured as torch captures it.
     """
-    held, number = ExitStack(), like.device.index
-    held.enter_context(cupy.cuda.Device(number))
-    held.enter_context(current_of_torch(like.device, torch, cupy))
-    held.enter_context(cupy.cuda.using_allocator(_torch_pool(like.device, torch, cupy)))
-    return held
+    device, allocator = like.device, _torch_pool(like.device, torch, cupy)
+    with (
+        cupy.cuda.Device(device.index),
+        current_of_torch(device, torch, cupy),
+        cupy.cuda.using_allocator(allocator),
+    ):
+        yield
 
 
 class _Stream:
@@ -76,7 +79,7 @@ class _Stream:
 
 def current_of_torch(device: Any, torch: Any, cupy: Any) -> Any:
     """The stream that torch works on now on a device, which must be CuPy's current one, as a stream of CuPy's."""
-    return cupy.cuda.Stream.from_external(_Stream(torch.cuda.current_stream(device).cuda_stream))
+    return cupy.cuda.Stream.from_external(_Stream(torch._C._cuda_getCurrentRawStream(device.index)))
 
 
 def _torch_pool(device: Any, torch: Any, cupy: Any) -> Callable[[int], Any]:

@@ -71,15 +71,17 @@ def transforms_can_be_seen(torch: Any) -> bool:
 
 def direct(torch: Any, tensors: Iterable[Array | None]) -> bool:
     """Whether a call is plain eager: no compiler, tracer, transform, mode, tensor subclass or meta tensor."""
+    if torch.compiler.is_compiling():
+        return False
     known = torch._C
-    return (
-        not torch.compiler.is_compiling()
-        and transforms_can_be_seen(torch)
-        and not known._are_functorch_transforms_active()
-        and not known._len_torch_dispatch_stack()
-        and known._get_tracing_state() is None
-        and all(x is None or (type(x) in (torch.Tensor, torch.nn.Parameter) and not x.is_meta) for x in tensors)
-    )
+    try:
+        seen = known._are_functorch_transforms_active() or known._len_torch_dispatch_stack()
+        if seen or known._get_tracing_state() is not None:
+            return False
+    except AttributeError:  # see transforms_can_be_seen
+        return False
+    kinds = torch.Tensor, torch.nn.Parameter, type(None)
+    return all(type(x) in kinds and (x is None or not x.is_meta) for x in tensors)
 
 
 def pairs(

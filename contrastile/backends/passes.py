@@ -33,6 +33,11 @@ def chunks(m: int, n: int, height: int, width: int, start: int = 0) -> Iterator[
             yield Chunk(row, column, min(height, m - row), min(width, n - column))
 
 
+def lines(x: Any, start: int, length: int) -> Any:
+    """Rows of a matrix, or elements of a vector, from ``start`` on; x itself where these are all."""
+    return x if length == x.shape[0] else x[start : start + length]
+
+
 def ceil_div(a: int, b: int) -> int:
     """Rounded up. Triton's own ``cdiv`` can be called from kernels too, and takes microseconds for it."""
     return -(-a // b)

@@ -83,7 +83,7 @@ def fits(rows: Any, columns: int) -> bool:
     return bool(rows.is_cuda) and 0 < m * columns * d <= WORK and (m + columns) * d <= FEATURES
 
 
-_LARGE = 2**20
+_LARGE = 2**18
 """Elements from which a tensor is copied by itself: one launch for several gives few blocks to each."""
 
 

@@ -281,7 +281,7 @@ def forward(
     columns: dict[int, local.Triple] = rows if itself else {}
     for visit in walk.visits(problem):
         if visit.within is not None:
-            whole, most = slice(0, visit.block.rows.shape[0]), triangle.whole_up_to(visit.within, arrays, options)
+            whole, most = slice(0, visit.block.rows.shape[0]), triangle.whole_up_to(visit.within, backend, options)
             found = triangle.statistics(visit.within, whole, most, backend, options)
             _merge(arrays, rows, visit.row, local.row_statistics(arrays, [found]))
             continue

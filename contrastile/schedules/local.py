@@ -148,12 +148,15 @@ def forward(problem: Problem, backend: Backend, options: Options, *, wanted: Wan
         backend.check(block, options)
         parts.append(lse(block, two_sided, options))
     rows = row_statistics(arrays, parts)
-    loss = arrays.weighted_nll(*rows, problem.row_weight, problem.row_target)
+    loss, dtype = arrays.weighted_nll(*rows, problem.row_weight, problem.row_target), arrays.dtype(problem.scale)
     columns: Triple = (None, None, None)
     if two_sided:
-        columns = column_statistics(arrays, parts)
-        loss = loss + arrays.weighted_nll(*columns, problem.column_weight, problem.column_target)
-    value, kept = arrays.cast(loss, arrays.dtype(problem.scale)), kept_by([part.kept for part in parts])
+        columns, value = column_statistics(arrays, parts), arrays.empty((), dtype, problem.scale)
+        # added in float64, and rounded as it is written
+        arrays.add(loss, arrays.weighted_nll(*columns, problem.column_weight, problem.column_target), value)
+    else:
+        value = arrays.cast(loss, dtype)
+    kept = kept_by([part.kept for part in parts])
     return Forward(value, rows[0], rows[1], columns[0], columns[1], kept=kept)
 
 

@@ -7,7 +7,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, fields, replace
+from dataclasses import dataclass, replace
 from typing import Any, Literal
 
 from contrastile.backends.arrays import ArrayLibrary, transfer
@@ -127,7 +127,7 @@ class Problem:
         both = weight if v is u else None if v is None else v * factor
         return self.with_arrays((rows, scale, bias, weight, t, both, *rest))
 
-    def of_rows(self, where: slice | Array) -> Problem:
+    def of_rows(self, where: slice) -> Problem:
         """The problem of some of the rows."""
 
         def cut(x: Array | None) -> Array | None:
@@ -172,17 +172,13 @@ def convert(problem: Problem, source: ArrayLibrary, target: ArrayLibrary) -> Pro
 
     Of one that is walked, the features stay where they are, and everything else goes to the device.
     """
-    if source.name == target.name and problem.walk is None:
-        return problem
     walk = problem.walk
-    features = () if walk is None else ("rows", "columns")
-
-    # not recursive: a function that refers to itself is a cycle, and would hold the arrays until it is collected
-    def move(x: Any) -> Any:
-        return transfer(x if walk is None else x.to(walk.device), source, target) if source.owns(x) else x
-
-    moved: dict[str, Any] = {}
-    for name in (f.name for f in fields(problem) if f.name not in features):
-        x = getattr(problem, name)
-        moved[name] = tuple(map(move, x)) if isinstance(x, tuple) else move(x)
-    return replace(problem, **moved)
+    if source.name == target.name and walk is None:
+        return problem
+    moved: dict[int, Array | None] = {} if walk is None else {id(x): x for x in (problem.rows, *problem.columns)}
+    # both directions may share vectors: each crosses once, and is one array there too
+    for x in problem.arrays():
+        if id(x) not in moved:
+            there = x if walk is None or x is None else x.to(walk.device)
+            moved[id(x)] = transfer(there, source, target)
+    return problem.with_arrays([moved[id(x)] for x in problem.arrays()])

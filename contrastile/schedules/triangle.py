@@ -25,13 +25,16 @@ ALIGNED = 128
 """Halves begin at multiples of this: whole tiles of every kernel, and vectors that begin where 16 bytes do."""
 
 
-def whole_up_to(problem: Problem, arrays: ArrayLibrary, options: Options) -> int:
+def whole_up_to(problem: Problem, backend: Backend, options: Options) -> int:
     """The most rows of a block on the diagonal; where a tile was asked for, it is such a block."""
     if options.tile is not None:
         return max(1, min(options.tile))
+    arrays = backend.arrays
     if arrays.device(problem.rows) == "cpu":
         return CPU_ROWS
     n, width = int(problem.rows.shape[0]), int(problem.rows.shape[1])
+    if backend.rows_alone is not None and backend.rows_alone(width, arrays.dtype(problem.rows), options):
+        return max(1, n)
     halvings = 2 if n * n * width >= TWICE else 1
     # as ``halves`` aligns them
     smallest = -(-n // (ALIGNED << halvings)) * ALIGNED
@@ -124,7 +127,7 @@ def add_gradients(
     ``kept`` is of each block, or empty.
     """
     every = slice(0, problem.rows.shape[0])
-    for number, (mine, others) in enumerate(places(every, whole_up_to(problem, backend.arrays, options))):
+    for number, (mine, others) in enumerate(places(every, whole_up_to(problem, backend, options))):
         below = None if mine == others else sums[others]
         here = replace(cut(weights, mine, others), kept=kept[number] if kept else None)
         backend.gradients(block(problem, mine, others), here, sums[mine], below, options)
@@ -167,7 +170,7 @@ def forward(
     arrays, rows = backend.arrays, slice(0, problem.rows.shape[0])
     lse = local.lse_function(problem.rows, rows.stop, wanted, backend, options, single=False)
     kept = list[Array | None]()
-    found = statistics(problem, rows, whole_up_to(problem, arrays, options), backend, options, lse, kept)
+    found = statistics(problem, rows, whole_up_to(problem, backend, options), backend, options, lse, kept)
     n, p, s = local.row_statistics(arrays, [found])
     loss = arrays.weighted_nll(n, p, s, problem.row_weight, problem.row_target)
     return local.Forward(arrays.cast(loss, arrays.dtype(problem.scale)), n, p, kept=local.kept_by(kept))
@@ -184,7 +187,7 @@ def backward(
 ) -> local.Gradients:
     """Gradients of ``upstream * loss`` for the softmax loss; that of the rows is the features', as rows and columns."""
     arrays, rows = backend.arrays, slice(0, problem.rows.shape[0])
-    if backend.finished is not None and wanted.rows and one_block(problem, backend, options):
+    if backend.finished is not None and wanted.rows and halves(rows, whole_up_to(problem, backend, options)) is None:
         weights = weights_of(problem, saved.row_negative_lse, saved.row_positive_lse)
         done = backend.finished(block(problem, rows, rows), weights, upstream, None, options)
         inner = arrays.cast(done.inner, arrays.dtype(problem.scale)) if wanted.scale else None
@@ -196,15 +199,6 @@ def backward(
         add_gradients(problem, weights, sums, backend, options, saved.kept)
     whole = local.Sums(sums, (), None)
     return counted_once(local.gradients_from_sums(problem.rows, problem.scale, whole, None, wanted, arrays))
-
-
-def one_block(problem: Problem, backend: Backend, options: Options) -> bool:
-    """Whether the gradients are those of one block, which is not halved."""
-    rows = problem.rows
-    if halves(slice(0, rows.shape[0]), whole_up_to(problem, backend.arrays, options)) is None:
-        return True
-    asked = backend.rows_alone
-    return asked is not None and asked(int(rows.shape[1]), backend.arrays.dtype(rows), options)
 
 
 def counted_once(found: local.Gradients) -> local.Gradients:

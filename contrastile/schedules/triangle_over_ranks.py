@@ -158,7 +158,7 @@ def forward(
     for visit in walk:
         if visit.owner == walk.placement.rank:
             own = triangle.within(problem, walk.placement.start)
-            most = triangle.whole_up_to(own, arrays, options)
+            most = triangle.whole_up_to(own, backend, options)
             mine = local.row_statistics(arrays, [triangle.statistics(own, whole, most, backend, options)])
             continue
         block = walk.block(visit)

@@ -117,7 +117,7 @@ def outcome(
     if parts and not native.columns:
         every = slice(0, native.rows.shape[0])
         found["row_positive_sum"] = total = np.zeros(every.stop)
-        blocks = triangle.places(every, triangle.whole_up_to(native, arrays, options))
+        blocks = triangle.places(every, triangle.whole_up_to(native, backend, options))
         for (rows, columns), part in zip(blocks, parts, strict=True):
             total[rows] += take(part.row_positive_sum)
             if rows != columns:

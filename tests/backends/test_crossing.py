@@ -57,8 +57,10 @@ class Array:
     """``cupy.ndarray`` over memory of the host."""
 
     def __init__(self, shape: Any, dtype: Any, data: Any, strides: Any) -> None:
-        self.shape, self.dtype, self.data, self.strides = shape, np.dtype(dtype), data, strides
+        self.shape, self.dtype, self.data = shape, np.dtype(dtype), data
         self.itemsize = self.dtype.itemsize
+        # as CuPy does: without strides the elements lie in row order
+        self.strides = np.empty(shape, dtype).strides if strides is None else strides
 
     def values(self) -> Any:
         reach = sum((n - 1) * step for n, step in zip(self.shape, self.strides, strict=True)) + self.itemsize

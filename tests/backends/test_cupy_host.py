@@ -323,6 +323,17 @@ def test_features_are_copied_only_where_the_copy_engine_needs_it() -> None:
             assert copy.strides[0] % 16 == 0
 
 
+def test_parts_of_one_allocation_are_apart_and_inside() -> None:
+    with hosted() as host:
+        sizes = (1, 512, 700, 0, 3)
+        memory, places = host.launch.scratch(*sizes)
+        assert len(places) == len(sizes)
+        assert places[0] == memory.data.ptr
+        after = *places[1:], memory.data.ptr + memory.nbytes
+        assert all(place + size <= end for place, size, end in zip(places, sizes, after, strict=True))
+        assert all((place - places[0]) % 512 == 0 for place in places)
+
+
 def test_refusals_give_their_reason() -> None:
     with hosted() as host:
         given = block(host, "float32")

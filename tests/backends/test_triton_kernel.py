@@ -17,17 +17,20 @@ from contrastile.backends.triton import kernel, sums
 PARAMETERS = [("x", False), ("out", False), ("m", True), ("stride", False), ("depth", False), ("BLOCK", False)]
 
 
+STREAM = 77
+
+
 class Compiled:
-    """What a launch gives back: it can be launched itself, with every parameter in the function's order."""
+    """What a launch gives back: its launcher takes every parameter in the function's order."""
 
     def __init__(self, log: list[Any]) -> None:
-        self.log = log
+        self.log, self.function, self.packed_metadata = log, object(), object()
 
-    def __getitem__(self, grid: Any) -> Any:
-        def run(*args: Any) -> None:
-            self.log.append((self, grid, args))
-
-        return run
+    def run(self, x: int, y: int, z: int, *args: Any) -> None:
+        stream, *told = args[:6]
+        assert stream == STREAM
+        assert told == [self.function, self.packed_metadata, None, None, None]
+        self.log.append((self, (x, y, z), args[6:]))
 
 
 class Function:
@@ -50,6 +53,7 @@ class Function:
 @pytest.fixture
 def function(monkeypatch: pytest.MonkeyPatch) -> Function:
     monkeypatch.setattr(torch.Tensor, "get_device", lambda x: 0)
+    monkeypatch.setattr(torch._C, "_cuda_getCurrentRawStream", lambda device: STREAM + device, raising=False)
     return Function()
 
 
@@ -136,6 +140,7 @@ def test_devices_have_their_own_kernels(function: Function, monkeypatch: pytest.
     launched = kernel.Kernel(function)
     for device in (0, 1, 0):
         monkeypatch.setattr(torch.Tensor, "get_device", lambda x, device=device: device)
+        monkeypatch.setattr(torch._C, "_cuda_getCurrentRawStream", {device: STREAM}.__getitem__)
         launched[(3,)](*ARGUMENTS, **NAMED)
     assert len(function.compiled) == 2
     assert [x[0] for x in function.launched] == function.compiled[:1]
@@ -151,6 +156,20 @@ def test_what_cannot_be_told_apart_goes_tritons_own_way(function: Function, monk
     # on the host: nothing is launched there but by stand-ins
     assert launch(function, (ARGUMENTS, NAMED), (ARGUMENTS, NAMED)) == 6
     assert not function.launched
+
+
+@pytest.mark.parametrize("name", ["launch_enter_hook", "launch_exit_hook"])
+@pytest.mark.parametrize(
+    ("hook", "watches"),
+    [(None, False), (SimpleNamespace(calls=[]), False), (SimpleNamespace(calls=[print]), True), (print, True)],
+    ids=["none", "empty chain", "chain", "function"],
+)
+def test_what_is_watched_is_launched_by_triton_itself(
+    function: Function, monkeypatch: pytest.MonkeyPatch, name: str, hook: Any, watches: bool
+) -> None:
+    monkeypatch.setattr(kernel.knobs.runtime, name, hook)
+    assert launch(function, (ARGUMENTS, NAMED), (ARGUMENTS, NAMED)) == 1 + watches
+    assert len(function.launched) == 1 - watches
 
 
 def test_the_interpreter_and_unread_versions_of_triton_get_the_function_itself(

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -139,20 +140,32 @@ def test_wide_rows_are_cut_smaller_on_a_gpu() -> None:
         def device(self, x: Any) -> str:
             return "cuda"
 
-    def most(width: int, tile: tuple[int, int] | None = None) -> int:
-        problem = replace(stated("nt_xent", 8), rows=torch.empty(0, width))
-        return triangle.whole_up_to(problem, OnGpu(), Options(tile=tile))  # type: ignore[arg-type]
+        def dtype(self, x: Any) -> str:
+            return "bfloat16"
+
+    def narrow(width: int, dtype: str, options: Options) -> bool:
+        return width <= 128 and dtype == "bfloat16"
+
+    def most(width: int, tile: tuple[int, int] | None = None, rows: int = 0, asked: Any = None) -> int:
+        problem = replace(stated("nt_xent", 8), rows=torch.empty(rows, width, device="meta"))
+        backend: Any = SimpleNamespace(arrays=OnGpu(), rows_alone=asked)
+        return triangle.whole_up_to(problem, backend, Options(tile=tile))
 
     assert [most(d) ** 2 * d for d in (32, 128, 512)] == [triangle.WORK] * 3
     assert most(0) > most(1 << 30) == triangle.ALIGNED
     assert most(512, (300, 200)) == 200
+    # where rows alone take less time, nothing is halved, unless a tile was asked for
+    assert most(128, rows=1 << 20) < 1 << 20 == most(128, rows=1 << 20, asked=narrow)
+    assert most(129, rows=1 << 20, asked=narrow) == most(129, rows=1 << 20)
+    assert most(128, (64, 64), rows=1 << 20, asked=narrow) == 64
 
 
 def test_a_gpu_computes_few_blocks() -> None:
     for n in (1000, 8192, 8200, 20001, 65000, 65536, 1 << 20):
         rows = torch.empty(n, 512, device="meta")
         problem = Problem(rows, (), rows, rows, rows)
-        most = triangle.whole_up_to(problem, library_of(rows), Options())
+        backend: Any = SimpleNamespace(arrays=library_of(rows), rows_alone=None)
+        most = triangle.whole_up_to(problem, backend, Options())
         blocks = list(triangle.places(slice(0, n), most))
         assert len(blocks) == (1 if n <= 8192 else 3 if n < 65536 else 7)
         assert n <= 8192 or max(rows.stop - rows.start for rows, columns in blocks if rows == columns) <= n / 2 + 128

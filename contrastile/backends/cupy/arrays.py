@@ -43,7 +43,7 @@ class FusedArrays(CupyArrays):
 
     def inner(self, a: Array, b: Array) -> Array:
         """``sum_ik a_ik b_ik``: products in float32, their sums in float64, 0-d."""
-        if a.size == 0 or a.dtype.name not in ELEMENTS or b.dtype.name != "float32":
+        if a.size == 0 or self.dtype(a) not in ELEMENTS or self.dtype(b) != "float32":
             return super().inner(a, b)
         with on_device(a):
             blocks = ceil_div(a.shape[0], LINES)
@@ -56,7 +56,7 @@ class FusedArrays(CupyArrays):
 
     def merge(self, a: Array, b: Array) -> Array:
         """``log(exp a + exp b)``, guarded, in one kernel in place of ten."""
-        if a.size == 0 or a.shape != b.shape or {a.dtype.name, b.dtype.name} != {"float64"}:
+        if a.size == 0 or a.shape != b.shape or {self.dtype(a), self.dtype(b)} != {"float64"}:
             return super().merge(a, b)
         given = [cupy.ascontiguousarray(x) for x in (a, b)]
         with on_device(a):
@@ -70,7 +70,7 @@ class FusedArrays(CupyArrays):
     ) -> Array:
         """``sum_i w_i loss_i``, in one pass, in float64, 0-d."""
         given = [cupy.ascontiguousarray(x) for x in (negative_lse, positive_lse, positive_sum, weight, target)]
-        if weight.size == 0 or [x.dtype.name for x in given] != _NLL_DTYPES:
+        if weight.size == 0 or [self.dtype(x) for x in given] != _NLL_DTYPES:
             return super().weighted_nll(*given)
         with on_device(weight):
             blocks = ceil_div(weight.size, TERMS)
@@ -81,9 +81,9 @@ class FusedArrays(CupyArrays):
 
     def scaled(self, x: Array, factor: Array, dtype: str, *, consume: bool) -> Array:
         """``x * factor`` rounded once, in one pass."""
-        if x.ndim != 2 or x.size == 0 or dtype not in ELEMENTS or {x.dtype.name, factor.dtype.name} != {"float32"}:
+        if x.ndim != 2 or x.size == 0 or dtype not in ELEMENTS or {self.dtype(x), self.dtype(factor)} != {"float32"}:
             return super().scaled(x, factor, dtype, consume=consume)
         with on_device(x):
-            out = x if consume and x.dtype.name == dtype else cupy.empty(x.shape, dtype=dtype)
+            out = x if consume and self.dtype(x) == dtype else cupy.empty(x.shape, dtype=dtype)
             scale_cast(x, out, pointer(factor))
         return out

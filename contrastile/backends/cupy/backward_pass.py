@@ -25,7 +25,7 @@ from contrastile.backends.cupy.common import (
     new_plan,
     plan_field,
 )
-from contrastile.backends.cupy.configs import backward_chunk, fused_rows
+from contrastile.backends.cupy.configs import backward_chunk, narrow_rows
 from contrastile.backends.cupy.instances import TARGET, instance
 from contrastile.backends.cupy.keeping import Factors, KeptExponentials
 from contrastile.backends.cupy.launch import empty, launch, on_device, pointer, row_stride, workspace
@@ -129,12 +129,12 @@ class _Pass:
         self.row = _Side((w.row_negative_lse, w.row_positive_lse, w.row_weight, w.row_target), by_ids)
         self.column = _Side((w.column_negative_lse, w.column_positive_lse, w.column_weight, w.column_target), by_ids)
         self.entries = None if self.tiles.pairs.positives is None else empty(self.m)
-        self.dtype, size = self.tiles.rows.dtype.name, self.tiles.rows.itemsize
+        self.dtype, size = self.tiles.dtype, self.tiles.rows.itemsize
         self.factors = None if kept is None else Factors(kept, self.m, self.n)
         self.start = 0 if kept is None else kept.rows
-        self.fused = rows_alone and kept is None and options.tile is None and self.tiles.fuses
-        if self.fused:
-            self.height, self.width = fused_rows(self.m, options), self.n
+        self.narrow = rows_alone and kept is None and options.tile is None and self.tiles.narrow
+        if self.narrow:
+            self.height, self.width = narrow_rows(self.m, options), self.n
         else:
             # where all is kept, no chunk is left
             rest = max(1, self.m - self.start)
@@ -176,7 +176,7 @@ class _Pass:
     def add_gradients(self, row_gradient: Any, column_gradient: Any) -> None:
         """Add to the gradients that are wanted."""
         with gradient_scaling((row_gradient, column_gradient), self.dtype, partial(scale_gradient, self.plan)):
-            if self.fused:
+            if self.narrow:
                 self._add_rows(row_gradient)
                 return
             for g, (row, column, high, wide) in self._chunks():
@@ -193,7 +193,7 @@ class _Pass:
         rows, columns = _Rows(self, out), _Columns(self, form)
         if self.factors is not None:
             self._kept_rows(self.factors, rows, columns)
-        if self.fused:
+        if self.narrow:
             self._rows_alone(rows)
         elif self.start < self.m:
             self._other_rows(rows, columns)
@@ -202,14 +202,14 @@ class _Pass:
 
     def _add_rows(self, out: Any) -> None:
         """Add to the rows' gradient, without a G in memory."""
-        self.tiles.fused(self._arguments(Chunk(0, 0, self.m, self.n)), out, fresh=False)
+        self.tiles.narrow_gradient(self._arguments(Chunk(0, 0, self.m, self.n)), out, fresh=False)
 
     def _rows_alone(self, rows: _Rows) -> None:
         """The rows' gradient, without a G in memory."""
         sums = workspace(self.height, self.tiles.rows.shape[1], "float32")
         for chunk in chunks(self.m, self.n, self.height, self.n):
             part = sums[: chunk.height]
-            self.tiles.fused(self._arguments(chunk), part, fresh=True)
+            self.tiles.narrow_gradient(self._arguments(chunk), part, fresh=True)
             rows.finalize(part, chunk.row)
 
     def _kept_rows(self, factors: Factors, rows: _Rows, columns: _Columns) -> None:

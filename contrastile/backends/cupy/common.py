@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from ctypes import sizeof
-from functools import cache
 from typing import Any
 
 import cupy
@@ -11,7 +10,7 @@ import cupy
 from contrastile.backends.contract import Array, Block
 from contrastile.backends.cupy.arguments import constant, struct
 from contrastile.backends.cupy.instances import ELEMENTS
-from contrastile.backends.cupy.launch import empty, pointer, row_stride
+from contrastile.backends.cupy.launch import dtype_name, empty, pointer, row_stride
 
 LINES, PAIRS, LANES, FOLD, THREADS, TERMS = map(constant, ("LINES", "PAIRS", "LANES", "FOLD", "THREADS", "TERMS"))
 ONE_BLOCK = 1024
@@ -23,13 +22,7 @@ PLAN = struct("Plan")
 
 def element(x: Array) -> str:
     """What the kernels call an array's dtype."""
-    return _named(x.dtype)
-
-
-@cache
-def _named(dtype: Any) -> str:
-    # NumPy puts a dtype's name together each time it is asked
-    return ELEMENTS[dtype.name]
+    return ELEMENTS[dtype_name(x.dtype)]
 
 
 def contiguous(x: Array | None) -> Array | None:

@@ -22,7 +22,7 @@ _UNIT = 8192
 GPU's multiprocessors nearly a whole number of times, at widths of 512 and 1024 from one unit on, at 768 from two."""
 
 
-FUSED_SIDE = constant("FUSED_SIDE")
+NARROW_SIDE = constant("NARROW_SIDE")
 
 
 @dataclass(frozen=True, slots=True)
@@ -94,13 +94,37 @@ def kernel_family(dtype: str, capability: int, *, hopper: bool = True) -> Family
     return replace(AMPERE, stages=3) if capability in _THREE_STAGES else AMPERE
 
 
-def fuses(width: int, family: Family) -> bool:
-    """Whether the rows' gradient of features of this width is made without a G in memory.
+def narrow(width: int, family: Family) -> bool:
+    """Whether the rows' statistics and gradient, where they alone are wanted, have kernels of their own.
 
-    That computes the logits of a symmetric block twice, and takes the time of its products alone. Of narrower features
-    it would multiply zeros, of wider ones the sums do not fit beside the logits.
+    Those compute the logits of a symmetric block twice, and take little more than the time of its products. Of
+    narrower features they would multiply zeros, of wider ones the sums do not fit beside the logits.
     """
-    return family.maps and FUSED_SIDE // 2 < width <= FUSED_SIDE
+    return family.maps and NARROW_SIDE // 2 < width <= NARROW_SIDE
+
+
+@dataclass(frozen=True, slots=True)
+class Shares:
+    """How the kernels of narrow features divide the tiles of a chunk among their blocks: as ``Shares`` in CUDA.
+
+    Attributes:
+        rows: tile rows.
+        blocks: of the grid.
+        most: no more blocks have a part of one tile row.
+    """
+
+    rows: int
+    blocks: int
+    most: int
+
+    @staticmethod
+    def of(height: int, width: int, multiprocessors: int) -> Shares:
+        """Of a chunk of (height, width), an equal share for each block."""
+        rows, columns = -(-height // NARROW_SIDE), -(-width // NARROW_SIDE)
+        blocks = min(multiprocessors, rows * columns)
+
+        # as many begin inside a tile row as fit in it, and one before
+        return Shares(rows, blocks, min(columns, -(-blocks // rows) + 1))
 
 
 def forward_chunk(m: int, n: int, family: Family, tile: tuple[int, int] | None, numbers: int = 1) -> tuple[int, int]:
@@ -160,9 +184,9 @@ def backward_chunk(m: int, n: int, size: int, family: Family, options: Options) 
     return height, _whole(n, max(1, area // height), 64)
 
 
-def fused_rows(m: int, options: Options) -> int:
+def narrow_rows(m: int, options: Options) -> int:
     """Rows whose sums fit in the workspace, where G is not in memory."""
-    return min(m, max(1, workspace_bytes(options) // (4 * FUSED_SIDE)))
+    return min(m, max(1, workspace_bytes(options) // (4 * NARROW_SIDE)))
 
 
 def footprint(m: int, n: int, width: int, dtype: str, capability: int, options: Options) -> Footprint:

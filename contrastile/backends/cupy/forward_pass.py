@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any
 
 import cupy
@@ -16,13 +17,13 @@ from contrastile.backends.cupy.common import (
     THREADS,
     element,
     matrix,
-    new_plan,
+    plan_bytes,
     scalars,
 )
 from contrastile.backends.cupy.configs import forward_chunk
 from contrastile.backends.cupy.instances import TARGET, instance, positives_kernel
 from contrastile.backends.cupy.keeping import KeptExponentials
-from contrastile.backends.cupy.launch import empty, launch, on_device, pointer
+from contrastile.backends.cupy.launch import empty, launch, on_device, pointer, scratch
 from contrastile.backends.cupy.tiles import Tiles
 from contrastile.backends.passes import Chunk, ceil_div, chunks
 
@@ -63,27 +64,25 @@ class _Side:
         negative_lse: (length,) float64.
         positive_lse: (length,) float64.
         positive_sum: (length,) float64.
-        state: (length,) float64, running sums or log-sum-exps over negatives.
-        counted: (3 length,) float64, of the positives that ids name running sums of dots, counts, and as ``state``.
-        parts: (numbers, room) float32 partials of one chunk, by ``names``.
+        sizes: bytes of ``scratch``, which is given their addresses: (length,) float64, running sums or log-sum-exps
+            over negatives; (3 length,) float64, of the positives that ids name running sums of dots, counts, and such
+            sums; (numbers, room) float32 partials of one chunk, by ``names``.
     """
 
     def __init__(self, length: int, wanted: bool, target: bool, room: int) -> None:
         self.length, self.wanted, self.room = length, wanted, room
         self.names = _SUMS + (_BY_IDS if target else ())
         size = length if wanted else 0
-        self.negative_lse, self.positive_lse, self.positive_sum, self.state = (
-            empty(size, dtype="float64") for _ in range(4)
-        )
-        self.counted = empty(3 * size if target else 0, dtype="float64")
-        self.parts = empty(len(self.names) * room if wanted else 0)
+        self.negative_lse, self.positive_lse, self.positive_sum = (empty(size, dtype="float64") for _ in range(3))
+        self.sizes = 8 * size, 24 * size if target else 0, 4 * len(self.names) * room if wanted else 0
+        self.scratch: Sequence[int] = ()
 
     def statistics(self) -> tuple[Any, Any, Any]:
         """What comes out."""
         return self.negative_lse, self.positive_lse, self.positive_sum
 
-    def _part(self, name: str) -> int | None:
-        return pointer(self.parts, self.names.index(name) * self.room)
+    def _part(self, name: str) -> int:
+        return self.scratch[2] + 4 * self.names.index(name) * self.room
 
     def partials(self, length: int) -> Any:
         """Where the tile kernel leaves a chunk's partials."""
@@ -99,7 +98,7 @@ class _Side:
             **{name: self._part(name) for name in _SUMS},
             part_stride=length,
             tiles=tiles,
-            state=pointer(self.state, start),
+            state=self.scratch[0] + 8 * start,
             lse=pointer(self.negative_lse, start),
             length=length,
             terms=terms,
@@ -115,7 +114,7 @@ class _Side:
             **{name.removeprefix("positive_"): self._part(name) for name in _BY_IDS},
             part_stride=length,
             tiles=tiles,
-            state=pointer(self.counted, start),
+            state=self.scratch[1] + 8 * start,
             state_stride=self.length,
             lse=pointer(self.positive_lse, start),
             sum=pointer(self.positive_sum, start),
@@ -132,20 +131,32 @@ class _Pass:
         self.block, self.two_sided = block, columns
         self.tiles = Tiles(block, options.precision)
         self.m, self.n = block.rows.shape[0], block.columns.shape[0]
+        self.whole = Chunk(0, 0, self.m, self.n)
         self.kept = KeptExponentials.new(self.tiles, columns, options) if keep else None
-        self.plan = new_plan() if self.kept is None else self.kept.plan
         family, target = self.tiles.family, self.tiles.mask == TARGET
         numbers = len(_SUMS) + (len(_BY_IDS) if target else 0)
         self.height, self.width = forward_chunk(self.m, self.n, family, options.tile, numbers)
-        self.rows = _Side(self.m, True, target, ceil_div(self.width, family.bn) * self.height)
+        self.narrow = self.tiles.narrow and not columns and options.tile is None
+        room = ceil_div(self.width, family.bn) * self.height
+        if self.narrow:
+            room = max(room, self.tiles.shares(self.whole).most * self.m)
+        self.rows = _Side(self.m, True, target, room)
         self.columns = _Side(self.n, columns, target, ceil_div(self.height, family.bm) * self.width)
+        # one allocation in place of many: a small batch waits for the host
+        peaks = 16 * ceil_div(max(self.m, self.n), LINES)
+        sizes = peaks, plan_bytes(), *self.rows.sizes, *self.columns.sizes
+        self.memory, (self.peaks, plan, *places) = scratch(*sizes)
+        self.rows.scratch, self.columns.scratch = places[:3], places[3:]
+        self.plan = plan if self.kept is None else pointer(self.kept.plan)
 
     def run(self) -> Statistics:
         """Launch everything."""
         self._precheck()
         # no chunk has rows whose exponentials are kept and others
         split = 0 if self.kept is None else self.kept.rows
-        for safe in (False, True):
+        if self.narrow:
+            self._narrow()
+        for safe in (True,) if self.narrow else (False, True):
             for start, stop in ((0, split), (split, self.m)):
                 for chunk in chunks(stop, self.n, self.height, self.width, start):
                     self._chunk(safe, chunk)
@@ -159,12 +170,12 @@ class _Pass:
         """Decide on the path, and take the logits of the positives that indices name."""
         rows, vectors, most = self.tiles.rows, self.tiles.pairs, max(self.m, self.n)
         blocks = ceil_div(most, LINES)
-        peaks, sizes = empty(4 * blocks), {"m": self.m, "n": self.n, "depth": self.block.rows.shape[1]}
+        sizes = {"m": self.m, "n": self.n, "depth": self.block.rows.shape[1]}
         pairs = {"rows": matrix(rows), "columns": matrix(self.tiles.columns)} | {
             "positives": pointer(vectors.positives),
             "excluded": pointer(vectors.excluded),
         }
-        arguments = struct("MeasureArguments")(peaks=pointer(peaks), **pairs, **sizes)
+        arguments = struct("MeasureArguments")(peaks=self.peaks, **pairs, **sizes)
         launch(instance("measure", "measure", element(rows)), blocks, THREADS, arguments)
         if vectors.positives is not None:
             dots = struct("PositiveDotsArguments")(
@@ -176,32 +187,42 @@ class _Pass:
                 **sizes,
                 **scalars(self.block),
             )
-            kernel = positives_kernel(rows.dtype.name, self.tiles.precision)
+            kernel = positives_kernel(self.tiles.dtype, self.tiles.precision)
             launch(kernel, ceil_div(most, PAIRS), THREADS, dots)
-        decide = struct("PlanForwardArguments")(
-            peaks=pointer(peaks), plan=pointer(self.plan), **sizes, **scalars(self.block)
-        )
+        decide = struct("PlanForwardArguments")(peaks=self.peaks, plan=self.plan, **sizes, **scalars(self.block))
         launch(instance("plan", "plan_forward"), 1, ONE_BLOCK, decide)
 
-    def _chunk(self, safe: bool, chunk: Chunk) -> None:
-        row, column, high, wide = chunk
-        arguments = struct("ForwardArguments")(
+    def _narrow(self) -> None:
+        """The fast path of the rows alone, all at once."""
+        self.tiles.narrow_forward(self._arguments(self.whole))
+        self._fold(False, self.whole, self.tiles.shares(self.whole).most, 0)
+
+    def _arguments(self, chunk: Chunk) -> Any:
+        return struct("ForwardArguments")(
             **self.tiles.common(chunk),
-            plan=pointer(self.plan),
-            rows=self.rows.partials(high),
-            columns=self.columns.partials(wide),
+            plan=self.plan,
+            rows=self.rows.partials(chunk.height),
+            columns=self.columns.partials(chunk.width),
         )
+
+    def _chunk(self, safe: bool, chunk: Chunk) -> None:
+        row, _, high, wide = chunk
+        arguments = self._arguments(chunk)
         if self.kept is not None and row < self.kept.rows and not safe:
             self.tiles.run("forward_keeping", arguments, self.kept.part(chunk))
         else:
             self.tiles.run("forward", arguments, safe=safe)
-        across, down = ceil_div(wide, self.tiles.family.bn), ceil_div(high, self.tiles.family.bm)
+        self._fold(safe, chunk, ceil_div(wide, self.tiles.family.bn), ceil_div(high, self.tiles.family.bm))
+
+    def _fold(self, safe: bool, chunk: Chunk, across: int, down: int) -> None:
+        """Add a chunk's partials up, of which there are so many ``across`` for each row, ``down`` for each column."""
+        row, column, high, wide = chunk
         ends = (column == 0, column + wide == self.n), (row == 0, row + high == self.m)
         blocks = ceil_div(high, FOLD) + (ceil_div(wide, FOLD) if self.two_sided else 0)
         fold = struct("FoldArguments")(
             rows=self.rows.fold(row, high, across, self.n, ends[0]),
             columns=self.columns.fold(column, wide, down, self.m, ends[1]),
-            plan=pointer(self.plan),
+            plan=self.plan,
         )
         path = "true" if safe else "false"
         if self.tiles.mask == TARGET:
@@ -209,7 +230,7 @@ class _Pass:
             positives = struct("FoldPositivesArguments")(
                 rows=self.rows.fold_positives(row, high, across, ends[0]),
                 columns=self.columns.fold_positives(column, wide, down, ends[1]),
-                plan=pointer(self.plan),
+                plan=self.plan,
             )
             launch(instance("fold", "fold_positives", path), blocks, THREADS, positives)
         launch(instance("fold", "fold", path), blocks, THREADS, fold)
@@ -224,7 +245,7 @@ class _Pass:
                 side.positive_lse, side.positive_sum = _no_positives(side.positive_lse.size)
         elif self.two_sided:
             arguments = struct("SumPositivesArguments")(
-                plan=pointer(self.plan),
+                plan=self.plan,
                 positives=pointer(pairs.positives),
                 excluded=pointer(pairs.excluded),
                 row_sum=pointer(self.rows.positive_sum),

@@ -105,18 +105,19 @@ def tile_kernels(capability: int) -> Iterator[Instance]:
                 yield tile_kernel(name, family, dtype, mask, precision=precision)
 
 
-def fused_kernel(family: Family, dtype: str, mask: int) -> Instance:
-    """The rows' gradient of narrow features."""
-    return instance(f"fused_{family.name}", f"fused_{family.name}", ELEMENTS[dtype], mask)
+def narrow_kernel(name: str, family: Family, dtype: str, mask: int) -> Instance:
+    """A kernel of the rows of narrow features: "forward" or "gradient"."""
+    full = f"narrow_{name}_{family.name}"
+    return instance(full, full, ELEMENTS[dtype], mask)
 
 
-def fused_kernels(capability: int) -> Iterator[Instance]:
-    """The rows' gradient of narrow features, where G need not be in memory for it."""
-    for dtype in ("float16", "bfloat16"):
+def narrow_kernels(capability: int) -> Iterator[Instance]:
+    """The kernels of the rows of narrow features, where there are such."""
+    for dtype, mask in product(("float16", "bfloat16"), MASKS):
         family = kernel_family(dtype, capability)
         if family.maps:
-            yield from (fused_kernel(family, dtype, mask) for mask in MASKS)
-            yield instance(f"fused_{family.name}", "fused_join")
+            yield from (narrow_kernel(name, family, dtype, mask) for name in ("forward", "gradient"))
+            yield instance(f"narrow_gradient_{family.name}", "narrow_join")
 
 
 def kept_kernels(capability: int) -> Iterator[Instance]:
@@ -130,4 +131,4 @@ def kept_kernels(capability: int) -> Iterator[Instance]:
 
 def every(capability: int) -> list[Instance]:
     """All kernels for GPUs of a compute capability, each once."""
-    return sorted({*small_kernels(), *tile_kernels(capability), *fused_kernels(capability), *kept_kernels(capability)})
+    return sorted({*small_kernels(), *tile_kernels(capability), *narrow_kernels(capability), *kept_kernels(capability)})

@@ -13,7 +13,7 @@ from typing import Any
 from contrastile.backends.contract import Options
 from contrastile.backends.cupy.arguments import constant, struct
 from contrastile.backends.cupy.common import THREADS, plan_bytes
-from contrastile.backends.cupy.configs import kept_rows, kept_stride
+from contrastile.backends.cupy.configs import kept_rows, kept_stride, uses_hopper_kernels
 from contrastile.backends.cupy.instances import KEPT_DTYPE, PLAIN, instance
 from contrastile.backends.cupy.launch import empty, launch, pointer, row_stride
 from contrastile.backends.cupy.tiles import Tiles
@@ -25,16 +25,26 @@ _NARROW = 128
 """Features of so few columns leave half of each tile of the products empty: more is wasted than spared."""
 
 
-def rows_to_keep(tiles: Tiles, two_sided: bool, options: Options) -> int:
-    """How many of the first rows of a block keep their exponentials: none, unless its kernels can and it would pay.
+def most_rows(m: int, n: int, dtype: str, options: Options) -> int:
+    """How many of the first rows of a block of m rows and n columns keep their exponentials on Hopper, at most.
 
     A tile that the caller names caps what is alive at a time: then nothing is kept.
     """
-    (m, width), n = tiles.rows.shape, tiles.columns.shape[0]
-    able = tiles.family.maps and tiles.rows.dtype.name == KEPT_DTYPE and tiles.mask == PLAIN
-    if not (able and two_sided and width > _NARROW and options.tile is None):
+    if not (m and n and dtype == KEPT_DTYPE and options.tile is None and uses_hopper_kernels()):
         return 0
     return kept_rows(m, n, kept_bytes(options))
+
+
+def rows_to_keep(tiles: Tiles, two_sided: bool, options: Options) -> int:
+    """How many of the first rows of a block keep their exponentials: none, unless its kernels can and it would pay."""
+    (m, width), n = tiles.rows.shape, tiles.columns.shape[0]
+    able = tiles.family.maps and tiles.mask == PLAIN and two_sided and width > _NARROW
+    return most_rows(m, n, tiles.dtype, options) if able else 0
+
+
+def size_of(rows: int, n: int) -> int:
+    """Bytes of what is kept of so many rows of a block of n columns."""
+    return 2 * rows * kept_stride(n) + plan_bytes() if rows else 0
 
 
 @dataclass(frozen=True, slots=True)
@@ -55,7 +65,7 @@ class KeptExponentials:
     def new(tiles: Tiles, two_sided: bool, options: Options) -> KeptExponentials | None:
         """Room for what is to be kept of a block; None where that is nothing."""
         rows, n = rows_to_keep(tiles, two_sided, options), tiles.columns.shape[0]
-        return KeptExponentials.of(empty(2 * rows * kept_stride(n) + plan_bytes(), dtype="uint8"), n) if rows else None
+        return KeptExponentials.of(empty(size_of(rows, n), dtype="uint8"), n) if rows else None
 
     @staticmethod
     def of(memory: Any | None, n: int) -> KeptExponentials | None:

@@ -17,7 +17,7 @@ from contrastile.backends.cupy import build
 from contrastile.backends.cupy.build import Instance
 from contrastile.backends.cupy.cubins import shared_bytes
 
-_ALIGNMENT = 16
+_ALIGNMENT, _PART = 16, 512
 
 
 def on_device(x: Any) -> AbstractContextManager[Any]:
@@ -92,12 +92,32 @@ def workspace(height: int, width: int, dtype: Any) -> Any:
 
 def empty(*shape: int, dtype: str = "float32") -> Any:
     """An unwritten array on the current device."""
-    return cupy.empty(shape, dtype=dtype)
+    return cupy.ndarray(shape, dtype)
+
+
+def scratch(*sizes: int) -> tuple[Any, list[int]]:
+    """Unwritten memory on the current device, one allocation to be held while it is used, and its parts' addresses.
+
+    Args:
+        *sizes: bytes of each part, which is aligned as an allocation of its own would be.
+    """
+    starts = [0]
+    for size in sizes:
+        starts.append(starts[-1] + size + -size % _PART)
+    memory = empty(starts.pop(), dtype="uint8")
+    first = int(memory.data.ptr)
+    return memory, [first + start for start in starts]
 
 
 def pointer(x: Any, offset: int = 0) -> int | None:
     """The address of element ``offset`` of a contiguous array; null for None."""
     return None if x is None else int(x.data.ptr) + offset * x.itemsize
+
+
+@cache
+def dtype_name(dtype: Any) -> str:
+    """What a dtype is called, which NumPy puts together anew each time it is asked."""
+    return str(dtype.name)
 
 
 def row_stride(x: Any) -> int:

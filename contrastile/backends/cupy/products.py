@@ -14,7 +14,7 @@ from typing import Any
 import cupy
 
 from contrastile.backends.cupy.configs import CUBLAS_BYTES
-from contrastile.backends.cupy.launch import row_stride
+from contrastile.backends.cupy.launch import dtype_name, row_stride
 
 _KINDS = {"float32": 0, "float16": 2, "bfloat16": 14}
 # compute in float32 without tf32, choose the algorithm by the shape
@@ -66,7 +66,7 @@ class Products:
     def _multiply(
         self, out: Any, g: Any, features: Any, transposed: bool, factors: tuple[Any, Any], where: int
     ) -> None:
-        kind = _KINDS[g.dtype.name]
+        kind = _KINDS[dtype_name(g.dtype)]
         blas, handle = _library(), _handle(cupy.cuda.get_device_id())
         with _lock:
             _check(blas.cublasSetStream_v2(handle, cupy.cuda.get_current_stream().ptr))
@@ -89,7 +89,7 @@ class Products:
                 row_stride(g),
                 factors[1],
                 out.data.ptr,
-                _KINDS[out.dtype.name],
+                _KINDS[dtype_name(out.dtype)],
                 row_stride(out),
                 _COMPUTE_FLOAT32,
                 _BY_HEURISTIC,

@@ -10,17 +10,10 @@ from contrastile.backends.contract import Accuracy, Backend, BackendUnavailableE
 from contrastile.backends.cupy.arrays import FusedArrays
 from contrastile.backends.cupy.backward_pass import finished, gradients
 from contrastile.backends.cupy.build import nvrtc_version
-from contrastile.backends.cupy.common import plan_bytes
-from contrastile.backends.cupy.configs import (
-    footprint,
-    fuses,
-    kept_rows,
-    kept_stride,
-    kernel_family,
-    uses_hopper_kernels,
-)
+from contrastile.backends.cupy.configs import footprint, kernel_family, narrow, uses_hopper_kernels
 from contrastile.backends.cupy.forward_pass import lse
 from contrastile.backends.cupy.instances import ARITHMETICS, KEPT_DTYPE
+from contrastile.backends.cupy.keeping import most_rows, size_of
 from contrastile.backends.cupy.launch import capability
 from contrastile.backends.cupy.sigmoid_pass import sigmoid_loss
 from contrastile.backends.passes import supports
@@ -85,16 +78,13 @@ def _footprint(m: int, n: int, width: int, dtype: str, device: str, options: Opt
 
 def _keeps(m: int, n: int, dtype: str, device: str, options: Options) -> int:
     """See ``contract.Backend``: of features that are not narrow, on Hopper. See ``keeping.rows_to_keep``."""
-    if not (m and n and dtype == KEPT_DTYPE and uses_hopper_kernels() and options.tile is None):
-        return 0
-    rows = kept_rows(m, n, kept_bytes(options))
-    return 2 * rows * kept_stride(n) + plan_bytes() if rows else 0
+    return size_of(most_rows(m, n, dtype, options), n)
 
 
 def _rows_alone(width: int, dtype: str, options: Options) -> bool:
-    """See ``contract.Backend``: of narrow features on Hopper, whose G need not be in memory."""
+    """See ``contract.Backend``: of narrow features on Hopper."""
     family = kernel_family(dtype, capability(cupy.cuda.get_device_id()), hopper=uses_hopper_kernels())
-    return options.tile is None and fuses(width, family)
+    return options.tile is None and narrow(width, family)
 
 
 require_gpu()

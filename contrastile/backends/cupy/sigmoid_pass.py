@@ -49,7 +49,7 @@ class _Pass:
         self.block, self.tiles, self.plan = block, Tiles(block, options.precision), new_plan()
         self.m, self.n = block.rows.shape[0], block.columns.shape[0]
         self.row_weight = contiguous(row_weight)
-        self.dtype = self.tiles.rows.dtype.name
+        self.dtype = self.tiles.dtype
         decide = struct("PlanSigmoidArguments")(
             row_weight=pointer(self.row_weight),
             plan=pointer(self.plan),

@@ -9,7 +9,7 @@ from typing import Any
 import numpy as np
 from cuda.bindings import driver
 
-from contrastile.backends.cupy.launch import row_stride
+from contrastile.backends.cupy.launch import dtype_name, row_stride
 
 
 def tensor_map(x: Any, box: tuple[int, int]) -> bytes:
@@ -19,7 +19,7 @@ def tensor_map(x: Any, box: tuple[int, int]) -> bytes:
         x: (height, width) float16 or bfloat16, rows aligned to 16 bytes, unit stride along them.
         box: rows and columns of a block; 64 columns, the 128 bytes that one swizzle takes.
     """
-    return _encoded(int(x.data.ptr), x.shape[0], x.shape[1], row_stride(x), x.dtype.name, box)
+    return _encoded(int(x.data.ptr), x.shape[0], x.shape[1], row_stride(x), dtype_name(x.dtype), box)
 
 
 @lru_cache(maxsize=4096)

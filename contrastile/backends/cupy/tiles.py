@@ -10,26 +10,35 @@ import cupy
 from contrastile.backends.contract import Block
 from contrastile.backends.cupy.arguments import constant, struct
 from contrastile.backends.cupy.common import THREADS, contiguous
-from contrastile.backends.cupy.configs import FUSED_SIDE, Family, fuses, kernel_family, uses_hopper_kernels
+from contrastile.backends.cupy.configs import NARROW_SIDE, Family, Shares, kernel_family, narrow, uses_hopper_kernels
 from contrastile.backends.cupy.instances import (
     DROP,
     EXCLUSIONS,
     PLAIN,
     TARGET,
-    fused_kernel,
     instance,
     keeping_kernel,
+    narrow_kernel,
     tile_kernel,
     weighted_kernel,
 )
-from contrastile.backends.cupy.launch import aligned, capability, empty, launch, multiprocessors, pointer, row_stride
+from contrastile.backends.cupy.launch import (
+    aligned,
+    capability,
+    dtype_name,
+    empty,
+    launch,
+    multiprocessors,
+    pointer,
+    row_stride,
+)
 from contrastile.backends.cupy.tensor_maps import tensor_map
 from contrastile.backends.passes import Chunk, PairVectors, ceil_div
 
 _WIDE = 64
 """Columns of a block of a tensor map: the 128 bytes that one swizzle takes."""
 
-_JOINS = constant("FUSED_JOINS")
+_JOINS = constant("NARROW_JOINS")
 
 _STORED_ROWS = 16
 """Rows of a block of G that one store takes."""
@@ -42,17 +51,19 @@ class Tiles:
     """A block made ready for the tile kernels: aligned features, their tensor maps, which pairs count.
 
     Attributes:
+        dtype: name of the features' dtype.
         mask: PLAIN, EXCLUSIONS, DROP or TARGET: what the pairs ask of a kernel.
     """
 
     def __init__(self, block: Block, precision: str) -> None:
         self.precision = precision
         self.rows, self.columns = aligned(block.rows), aligned(block.columns)
+        self.dtype = dtype_name(self.rows.dtype)
         self.pairs = PairVectors.of(block.pairs, contiguous)
         without_ids = PLAIN if self.pairs.excluded is None else EXCLUSIONS
         self.mask = {"drop": DROP, "target": TARGET, None: without_ids}[self.pairs.match]
         device = cupy.cuda.get_device_id()
-        self.family: Family = kernel_family(self.rows.dtype.name, capability(device), hopper=uses_hopper_kernels())
+        self.family: Family = kernel_family(self.dtype, capability(device), hopper=uses_hopper_kernels())
         self.multiprocessors = multiprocessors(device)
 
     @cached_property
@@ -62,7 +73,11 @@ class Tiles:
 
     def common(self, chunk: Chunk) -> dict[str, Any]:
         """The arguments that every tile kernel takes."""
-        features = struct("Features")(
+        return {"features": self._features, "chunk": struct("Chunk")(*chunk), "pairs": self._pairs}
+
+    @cached_property
+    def _features(self) -> Any:
+        return struct("Features")(
             rows=pointer(self.rows),
             columns=pointer(self.columns),
             row_stride=row_stride(self.rows),
@@ -70,9 +85,12 @@ class Tiles:
             depth=self.rows.shape[1],
             band=self.family.band,
         )
-        names = ("positives", "excluded", "row_ids", "column_ids")
-        pairs = struct("PairVectors")(*(pointer(getattr(self.pairs, name)) for name in names))
-        return {"features": features, "chunk": struct("Chunk")(*chunk), "pairs": pairs}
+
+    @cached_property
+    def _pairs(self) -> Any:
+        vectors = self.pairs
+        given = vectors.positives, vectors.excluded, vectors.row_ids, vectors.column_ids
+        return struct("PairVectors")(*map(pointer, given))
 
     def run(self, name: str, arguments: Any, g: Any | None = None, safe: bool | None = None) -> None:
         """Queue the kernel over the chunk that the arguments name.
@@ -91,20 +109,19 @@ class Tiles:
         chunk = arguments.chunk
         blocks = self.family.blocks(chunk.height, chunk.width, self.multiprocessors)
         shared = self.family.shared or f"{name}_{self.family.name}_shared"
-        dtype = self.rows.dtype.name
         kernel = (
             keeping_kernel(self.family)
             if name == "forward_keeping"
-            else tile_kernel(name, self.family, dtype, self.mask, safe=safe, precision=self.precision)
+            else tile_kernel(name, self.family, self.dtype, self.mask, safe=safe, precision=self.precision)
         )
         launch(kernel, blocks, self.family.threads, *maps, arguments, shared=shared)
 
     @property
-    def fuses(self) -> bool:
-        """Whether ``fused`` can make the rows' gradient."""
-        return fuses(self.rows.shape[1], self.family)
+    def narrow(self) -> bool:
+        """Whether the kernels of narrow features can take the block's rows alone."""
+        return narrow(self.rows.shape[1], self.family)
 
-    def fused(self, gradient: Any, out: Any, *, fresh: bool) -> None:
+    def narrow_gradient(self, gradient: Any, out: Any, *, fresh: bool) -> None:
         """Queue the rows' gradient of a chunk that has all columns, made without a G in memory.
 
         Args:
@@ -112,21 +129,38 @@ class Tiles:
             out: (height, d) float32, unit stride along rows; it is added to.
             fresh: whether what out holds does not count.
         """
-        high, wide = (ceil_div(x, FUSED_SIDE) for x in (gradient.chunk.height, gradient.chunk.width))
-        blocks = min(self.multiprocessors, high * wide)
-        parts = empty(2 * blocks, FUSED_SIDE, FUSED_SIDE)
-        arguments = struct("FusedArguments")(
+        shares = self.shares(gradient.chunk)
+        parts = empty(2 * shares.blocks, NARROW_SIDE, NARROW_SIDE)
+        arguments = struct("NarrowGradientArguments")(
             gradient=gradient,
             out=pointer(out),
             out_stride=row_stride(out),
             parts=pointer(parts),
-            blocks=blocks,
+            blocks=shares.blocks,
             fresh=fresh,
         )
-        maps = (tensor_map(x, (FUSED_SIDE, _WIDE)) for x in (self.rows, self.columns))
-        kernel = fused_kernel(self.family, self.rows.dtype.name, self.mask)
-        launch(kernel, blocks, self.family.threads, *maps, arguments, shared=f"fused_{self.family.name}_shared")
-        launch(instance(f"fused_{self.family.name}", "fused_join"), _JOINS * high, THREADS, arguments)
+        self._narrow("gradient", shares, arguments)
+        launch(instance(f"narrow_gradient_{self.family.name}", "narrow_join"), _JOINS * shares.rows, THREADS, arguments)
+
+    def narrow_forward(self, forward: Any) -> None:
+        """Queue the rows' statistics over a chunk that has all columns, on the fast path.
+
+        Args:
+            forward: the arguments of "forward"; ``shares(chunk).most`` partials are left of each row.
+        """
+        shares = self.shares(forward.chunk)
+        arguments = struct("NarrowForwardArguments")(forward=forward, blocks=shares.blocks, parts=shares.most)
+        self._narrow("forward", shares, arguments)
+
+    def shares(self, chunk: Any) -> Shares:
+        """How the kernels of narrow features divide a chunk among their blocks."""
+        return Shares.of(chunk.height, chunk.width, self.multiprocessors)
+
+    def _narrow(self, name: str, shares: Shares, arguments: Any) -> None:
+        maps = (tensor_map(x, (NARROW_SIDE, _WIDE)) for x in (self.rows, self.columns))
+        kernel = narrow_kernel(name, self.family, dtype_name(self.rows.dtype), self.mask)
+        shared = f"narrow_{name}_{self.family.name}_shared"
+        launch(kernel, shares.blocks, self.family.threads, *maps, arguments, shared=shared)
 
     def weighted(self, kept: Any, features: Any, *, across: bool, **arguments: Any) -> None:
         """Queue the product of kept exponentials, their factors and features.

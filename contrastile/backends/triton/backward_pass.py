@@ -11,7 +11,7 @@ from typing import Any
 import torch
 
 from contrastile.backends.contract import Array, Block, ColumnForm, Finished, Options, Weights
-from contrastile.backends.passes import Chunk, ceil_div, chunks, gradient_scaling
+from contrastile.backends.passes import Chunk, ceil_div, chunks, gradient_scaling, lines
 from contrastile.backends.triton import backward, positives, precheck, sums
 from contrastile.backends.triton.arrays import multiplied
 from contrastile.backends.triton.common import BLOCK, LANES, LINES, empty, step, weight_vectors
@@ -52,12 +52,10 @@ def finished(
 def _times(weights: Weights, upstream: Array | None) -> Weights:
     if upstream is None:
         return weights
-    column = weights.column_weight
-    return replace(
-        weights,
-        row_weight=weights.row_weight * upstream,
-        column_weight=None if column is None else column * upstream,
-    )
+    row, column = weights.row_weight, weights.column_weight
+    weight = row * upstream
+    both = weight if column is row else None if column is None else column * upstream
+    return replace(weights, row_weight=weight, column_weight=both)
 
 
 def scale_gradient(plan: Any, x: Any, divide: bool) -> None:
@@ -90,7 +88,8 @@ class Chunks:
     def __iter__(self) -> Iterator[tuple[list[Any], Chunk]]:
         """G's matrices and each chunk."""
         for chunk in chunks(self.m, self.n, self.height, self.width):
-            yield [x[: chunk.height, : chunk.width] for x in self._space], chunk
+            whole = chunk.height == self.height and chunk.width == self.width
+            yield self._space if whole else [x[: chunk.height, : chunk.width] for x in self._space], chunk
 
     def descriptors(self, g: list[Any]) -> list[Any]:
         """G's descriptors, None where it has no such part."""
@@ -163,20 +162,20 @@ class _Pass(BlockPass):
         others = row_bytes(self.m, d, out.itemsize)
         walk = Chunks(self.sides, self.scheme, self.gradient, self.options, others)
         sums_of_rows = workspace(walk.height, d, torch.float32, rows)
-        lines = LINES // 2
-        programs, starts = ceil_div(walk.height, lines), range(0, self.m, walk.height)
-        left = (len(starts) - 1) * programs + ceil_div(self.m - starts[-1], lines)
+        tall = LINES // 2
+        programs, starts = ceil_div(walk.height, tall), range(0, self.m, walk.height)
+        left = (len(starts) - 1) * programs + ceil_div(self.m - starts[-1], tall)
         inner = torch.empty(left, dtype=torch.float64, device=rows.device)
         for g, chunk in walk:
             row, column, high, wide = chunk
             self._form(walk, g, chunk)
-            k, part = self.sides[1].factors(column, wide), sums_of_rows[:high]
+            k, part = self.sides[1].factors(column, wide), lines(sums_of_rows, 0, high)
             accumulate(part, g, k, self.product, fresh=column == 0)
             if column + wide == self.n:
-                matrices = part, rows[row:], out[row:]
+                matrices = part, lines(rows, row, high), lines(out, row, high)
                 strides, mine = [x.stride(0) for x in matrices], inner[row // walk.height * programs :]
-                sums.finalize_rows[(ceil_div(high, lines),)](
-                    *matrices, mine, self.block.scale, self.plan, high, *strides, depth=d, LINES=lines, BD=step(d)
+                sums.finalize_rows[(ceil_div(high, tall),)](
+                    *matrices, mine, self.block.scale, self.plan, high, *strides, depth=d, LINES=tall, BD=step(d)
                 )
             side.add(g, chunk)
         return inner.sum()
@@ -197,7 +196,7 @@ class _Pass(BlockPass):
         backward.gradient_tiles[grid(chunk.height, chunk.width, config, self.rows)](
             *walk.features(chunk), *walk.descriptors(g), self.plan, *self.vectors, *masks.vectors(),
             self.m, self.n, *chunk, depth=self.sides[0].depth, TWO_SIDED=self.two_sided, **masks.flags(),
-            RAGGED=config.ragged(chunk), **config.constants("PARTS"), DIVIDED=self.scheme.divided, **config.options(),
+            RAGGED=config.ragged(chunk), PARTS=config.parts, DIVIDED=self.scheme.divided, **config.named,
         )  # fmt: skip
 
     def _positives(self, g: list[Any], chunk: Chunk) -> None:
@@ -218,12 +217,13 @@ class _Columns:
         """Take in a chunk of G."""
         row, column, _, wide = chunk
         if self.sums is not None:
-            self.owner.add_columns(self.sums[column : column + wide], g, chunk, fresh=row == 0)
+            self.owner.add_columns(lines(self.sums, column, wide), g, chunk, fresh=row == 0)
 
     def done(self) -> Any:
         """What was asked for."""
-        power, x, scale = self.owner.plan[GRADIENT_SCALE.value], self.owner.columns, self.owner.block.scale
+        x, scale = self.owner.columns, self.owner.block.scale
         half = x.dtype == torch.float16
+        power = self.owner.plan[GRADIENT_SCALE.value] if half else None
         if self.form == "sums" and half:
             # a power of two: exact
             self.sums.div_(power)

@@ -7,7 +7,7 @@ everywhere, and a first call compiles a handful of kernels instead of dozens.
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
-from functools import cache
+from functools import cache, cached_property
 from typing import Any
 
 from triton import knobs
@@ -28,7 +28,7 @@ UNIT = 8192
 """Rows or columns of a chunk from which on each of the products that follow fills a large GPU."""
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True)
 class Config:
     """How one tile kernel is built.
 
@@ -58,19 +58,16 @@ class Config:
     precision: str = "ieee"
     registers: int | None = None
 
-    def constants(self, *more: str) -> dict[str, Any]:
-        """The compile-time arguments that say the tile, those named besides among them."""
-        names = "BM", "BN", "BK", "GROUP", *more, "PRECISION"
-        return {name: getattr(self, name.lower()) for name in names}
+    @cached_property
+    def named(self) -> dict[str, Any]:
+        """The compile-time arguments that say the tile, and the compile options of a launch."""
+        given: dict[str, Any] = {"BM": self.bm, "BN": self.bn, "BK": self.bk, "GROUP": self.group}
+        given |= {"PRECISION": self.precision, "num_warps": self.warps, "num_stages": self.stages}
+        return given if self.registers is None else given | {"maxnreg": self.registers}
 
     def ragged(self, chunk: Chunk) -> bool:
         """Whether some tile of the chunk reaches past its edge."""
         return chunk.height % self.bm != 0 or chunk.width % self.bn != 0
-
-    def options(self) -> dict[str, Any]:
-        """The compile options of a launch."""
-        given: dict[str, Any] = {"num_warps": self.warps, "num_stages": self.stages}
-        return given if self.registers is None else given | {"maxnreg": self.registers}
 
 
 # kernel -> dtype -> architecture at least -> configuration; what has no entry of its own is of 16 bits, or parts of 16

@@ -125,8 +125,7 @@ class _Pass(BlockPass):
         forward.lse_tiles[grid(high, wide, config, self.rows)](
             *features, self.plan, self.status, self.diagonals, *parts, *masks, self.m, self.n, *chunk,
             depth=self.sides[0].depth, SAFE=safe, COLUMNS=self.two_sided, POSITIVES=masks[0] is not None,
-            **self.masks.flags(), RAGGED=config.ragged(chunk), **config.constants(), DIVIDED=self.scheme.divided,
-            **config.options(),
+            **self.masks.flags(), RAGGED=config.ragged(chunk), DIVIDED=self.scheme.divided, **config.named,
         )  # fmt: skip
 
     def _fold(self, safe: bool, config: Config, parts: Any, chunk: Chunk) -> None:

@@ -32,7 +32,8 @@ def descriptor(x: Any, block: tuple[int, int]) -> TensorDescriptor:
 def workspace(height: int, width: int, dtype: Any, like: Any) -> Any:
     """An unwritten (height, width) matrix whose rows are 16-byte aligned."""
     step = _ALIGNMENT // dtype.itemsize
-    return torch.empty((height, -(-width // step) * step), dtype=dtype, device=like.device)[:, :width]
+    whole = torch.empty((height, -(-width // step) * step), dtype=dtype, device=like.device)
+    return whole if width % step == 0 else whole[:, :width]
 
 
 def on_device(x: Any) -> AbstractContextManager[Any]:

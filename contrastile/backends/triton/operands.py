@@ -12,7 +12,7 @@ from typing import Any
 import torch
 
 from contrastile.backends.contract import Block, Footprint, Options
-from contrastile.backends.passes import ceil_div
+from contrastile.backends.passes import ceil_div, lines
 from contrastile.backends.triton import parts, positives
 from contrastile.backends.triton.common import LINES, Masks, empty, step
 from contrastile.backends.triton.configs import (
@@ -125,7 +125,7 @@ class Side:
     def tiles(self, start: int, length: int) -> Any:
         """What the tile kernels read of a chunk."""
         if self.plain:
-            return self._chunk(start, length)
+            return lines(self.x, start, length)
         if self.scheme.divided:
             return self._factors(start, length, parts.SPLIT.value, 3, PART)
         return self._factors(start, length, parts.TF32.value, 1, torch.float32)
@@ -133,25 +133,22 @@ class Side:
     def factors(self, start: int, length: int) -> list[Any]:
         """What the products that follow multiply with: one matrix (length, d), or one for each part."""
         if self.scheme.parts == 1:
-            return [self._chunk(start, length)]
+            return [lines(self.x, start, length)]
         held = self._factors(start, length, parts.SPLIT.value, self.scheme.parts, PART)
         return [held[:, which * self.span :][:, : self.x.shape[1]] for which in range(self.scheme.parts)]
-
-    def _chunk(self, start: int, length: int) -> Any:
-        return self.x if length == self.x.shape[0] else self.x[start : start + length]
 
     def _factors(self, start: int, length: int, how: int, count: int, dtype: Any) -> Any:
         """The factors of a chunk, part beside part; those of the last chunk are kept."""
         place, held = self._held.get((how, count), ((0, 0), None))
         if held is None or place != (start, length):
-            x = self._chunk(start, length)
+            x = lines(self.x, start, length)
             if held is None or held.shape[0] < length:
                 held = workspace(length, count * self.span, dtype, x)
             held = held[:length]
-            lines, width = max(1, LINES // 2), step(self.span)
+            tall, width = max(1, LINES // 2), step(self.span)
             sizes = length, x.shape[1], self.span, x.stride(0), held.stride(0)
-            programs = ceil_div(length, lines), ceil_div(self.span, width)
-            parts.divide[programs](x, held, *sizes, HOW=how, PARTS=count, LINES=lines, BD=width)
+            programs = ceil_div(length, tall), ceil_div(self.span, width)
+            parts.divide[programs](x, held, *sizes, HOW=how, PARTS=count, LINES=tall, BD=width)
             self._held[how, count] = (start, length), held
         return held
 

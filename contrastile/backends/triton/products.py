@@ -76,5 +76,5 @@ def _accumulate(out: Any, g: Any, features: Any, config: Config, transposed: boo
     m, n, terms = out.shape[0], out.shape[1], features.shape[0]
     bm, bn, bk = config.bm, config.bn, config.bk
     factors = descriptor(g, (bk, bm) if transposed else (bm, bk)), descriptor(features, (bk, bn))
-    flags = {"TRANSPOSED": transposed, **config.constants(), "FRESH": fresh}
-    add_product[grid(m, n, config, out)](*factors, out, out.stride(0), m, n, terms, **flags, **config.options())
+    flags = {"TRANSPOSED": transposed, "FRESH": fresh}
+    add_product[grid(m, n, config, out)](*factors, out, out.stride(0), m, n, terms, **flags, **config.named)

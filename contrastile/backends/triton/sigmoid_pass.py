@@ -70,6 +70,6 @@ class _Pass(BlockPass):
         sigmoid.sigmoid_tiles[grid(chunk.height, chunk.width, config, self.rows)](
             *walk.features(chunk), *walk.descriptors(g), self.plan, self.block.scale, self.row_weight, *parts,
             masks.pairs.positives, *masks.vectors(), self.m, self.n, *chunk, depth=self.sides[0].depth,
-            GRADIENTS=wanted, **masks.flags(), **config.constants("PARTS", "STRIP"), DIVIDED=self.scheme.divided,
-            **config.options(),
+            GRADIENTS=wanted, **masks.flags(), PARTS=config.parts, STRIP=config.strip, DIVIDED=self.scheme.divided,
+            **config.named,
         )  # fmt: skip
