@@ -256,6 +256,14 @@ def _ids_drop(draw: Draw) -> Problem:
     return _problem(*pairs(draw, 37, 40), 20.0, ids=(ids, ids), **_halves(37))
 
 
+@_case("ids-drop@rows", "150 x 300 x 100 of one direction: shared ids are dropped in several tiles")
+def _ids_drop_rows(draw: Draw) -> Problem:
+    rows, columns = (unit(draw.standard_normal((size, 100))) for size in (150, 300))
+    ids = draw.integers(0, 60, 150), draw.integers(0, 60, 300)
+    positives, weight = draw.integers(0, 300, 150), draw.standard_normal(150)
+    return _problem(rows, columns, 20.0, ids=ids, positives=positives, row_weight=weight)
+
+
 @_case("ids-drop@far", "shared ids beyond 32 bits or below 0; positives and exclusions of no column", match="drop")
 @_case("ids-target@far", "labels beyond 32 bits or below 0; exclusions of no column", match="target")
 def _ids_far(draw: Draw, match: Match) -> Problem:
@@ -287,10 +295,11 @@ def _labels(draw: Draw) -> Problem:
     return _sup_con(features, labels, 10.0, row_weight=_anchors(labels))
 
 
+@_case("sorted-labels@72", "the same of width 72", width=72)
 @_case("sorted-labels", "SupCon in the order of the labels: tiles of one label, of some in common, of none")
-def _sorted_labels(draw: Draw) -> Problem:
+def _sorted_labels(draw: Draw, width: int = 24) -> Problem:
     labels = np.repeat(np.arange(6), [200, 60, 3, 1, 128, 18])
-    return _sup_con(unit(draw.standard_normal((410, 24))), labels, 10.0, row_weight=_anchors(labels))
+    return _sup_con(unit(draw.standard_normal((410, width))), labels, 10.0, row_weight=_anchors(labels))
 
 
 @_case("self-excluded", "NT-Xent: each row excludes itself, and its positive is the other view")
@@ -409,9 +418,10 @@ def _certain(draw: Draw, scale: float) -> Problem:
     return _problem(*certain_pairs(draw, 43, 64), scale, **_halves(43))
 
 
+@_case("certain-labels@100", "the same of width 100", width=100)
 @_case("certain-labels", "SupCon of pairs and of larger classes, all certain, at scale 100")
-def _certain_labels(draw: Draw) -> Problem:
-    views = np.concatenate(certain_pairs(draw, 15, 64))
+def _certain_labels(draw: Draw, width: int = 64) -> Problem:
+    views = np.concatenate(certain_pairs(draw, 15, width))
     labels = np.concatenate([np.arange(15), np.arange(12), [0, 0, 1]])
     return _sup_con(views, labels, 100.0)
 

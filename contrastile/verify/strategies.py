@@ -114,7 +114,7 @@ def recipes() -> SearchStrategy[Recipe]:
         Recipe,
         m=st.integers(1, 41) | st.just(0),
         n=st.integers(1, 53),
-        d=st.integers(1, 37) | st.sampled_from((136, 200)),
+        d=st.integers(1, 37) | st.sampled_from((72, 128, 136, 200)),
         kind=st.sampled_from(["softmax", "softmax", "sigmoid"]),
         features=st.sampled_from(FEATURES),
         scale=st.sampled_from(SCALES) | log_uniform,

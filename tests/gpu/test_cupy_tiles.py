@@ -6,7 +6,7 @@
 from __future__ import annotations
 
 import ctypes
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import numpy as np
@@ -19,8 +19,16 @@ if not torch.cuda.is_available() or torch.cuda.get_device_capability() != (9, 0)
 
 from contrastile.backends.cupy import build  # noqa: E402
 from contrastile.backends.cupy.arguments import struct  # noqa: E402
-from contrastile.backends.cupy.configs import HOPPER  # noqa: E402
-from contrastile.backends.cupy.instances import DROP, EXCLUSIONS, PLAIN, TARGET, tile_kernel  # noqa: E402
+from contrastile.backends.cupy.configs import HOPPER, NARROW_SIDE, Shares  # noqa: E402
+from contrastile.backends.cupy.instances import (  # noqa: E402
+    DROP,
+    EXCLUSIONS,
+    PLAIN,
+    TARGET,
+    instance,
+    narrow_kernel,
+    tile_kernel,
+)
 from contrastile.backends.cupy.launch import launch, multiprocessors, pointer  # noqa: E402
 from contrastile.backends.cupy.tensor_maps import _encoded  # noqa: E402
 
@@ -270,32 +278,40 @@ class GradientSide:
         return struct("GradientSide")(*map(pointer, (self.high, self.weight, self.folded, self.taken, self.certain)))
 
 
-def check_gradient(p: Problem, name: str) -> None:
-    """G by the three exponents, and of certain positives by ids."""
-    row, _, height, width = p.chunk
+def exponents(p: Problem) -> Iterator[tuple[str, dict[str, Any], Any, Any, Any]]:
+    """Each exponent, and with it of certain positives by ids: arguments; G, what its error is a share of, positives."""
+    row, _, height, _ = p.chunk
     dots, positive, admitted = p.truth()
     x = float(p.alpha) * dots
     random = cupy.random.RandomState(3)
     sides = [GradientSide(p, axis, x, positive, admitted, random) for axis in (1, 0)]
     # what is put in place of G of a positive by index is any number
     entries = random.standard_normal(p.m).astype(cupy.float32)
-    space = cupy.empty((height, -(-width // 8) * 8 + PAST), cupy.uint16)
     for exponent in ("shared", "rows", "both", *(("certain rows", "certain both") if p.mask == TARGET else ())):
         certain, both = exponent.startswith("certain"), not exponent.endswith("rows")
         p.set_plan(fast=int(exponent == "shared"), certain=int(certain))
         none = struct("GradientSide")()
-        arguments = struct("GradientArguments")(
-            **p.common(), row=sides[0].argument(), column=sides[1].argument() if both else none,
-            entries=None if p.mask == TARGET else pointer(entries), g=pointer(space), g_stride=space.shape[1],
-        )  # fmt: skip
-        run = p.launcher("gradient", arguments, [*p.maps(), tensor_map(space, height, width, (16, 64), p.dtype)])
-        same = repeated(run, [space])
+        arguments = {
+            **p.common(), "row": sides[0].argument(), "column": sides[1].argument() if both else none,
+            "entries": None if p.mask == TARGET else pointer(entries),
+        }  # fmt: skip
         seen = sides[: 1 + both]
         true = sum(side.exact if certain else side.ordinary for side in seen)
         size = sum(side.exact_size if certain else side.size for side in seen)
         if p.mask != TARGET:
             entry = entries[row : row + height, None].astype(cupy.float64)
             true, size = cupy.where(positive, entry, true), cupy.where(positive, 0.0, size)
+        yield exponent, arguments, true, size, positive
+
+
+def check_gradient(p: Problem, name: str) -> None:
+    """G by the three exponents, and of certain positives by ids."""
+    _, _, height, width = p.chunk
+    space = cupy.empty((height, -(-width // 8) * 8 + PAST), cupy.uint16)
+    for exponent, given, true, size, positive in exponents(p):
+        arguments = struct("GradientArguments")(**given, g=pointer(space), g_stride=space.shape[1])
+        run = p.launcher("gradient", arguments, [*p.maps(), tensor_map(space, height, width, (16, 64), p.dtype)])
+        same = repeated(run, [space])
         error = values(space[:, :width], p.dtype) - true
         bound = ROUNDING[p.dtype] * cupy.abs(true) + SUM_ERROR * size + 2.0**-24
         for what, those in (("positives", positive), ("others", ~positive)):
@@ -335,6 +351,70 @@ def check_sigmoid(p: Problem, name: str) -> None:
             held(f"{name} sigmoid G", worst(error / bound), 1.0, same)
 
 
+def narrow_launcher(p: Problem, name: str, arguments: Any) -> Callable[[], None]:
+    """One launch of a kernel of narrow features."""
+    box = NARROW_SIDE, 64
+    maps = tensor_map(p.x, p.m, p.depth, box, p.dtype), tensor_map(p.y, p.n, p.depth, box, p.dtype)
+    kernel, shared = narrow_kernel(name, HOPPER, p.dtype, p.mask), f"narrow_{name}_sm90_shared"
+    return lambda: launch(kernel, arguments.blocks, HOPPER.threads, *maps, arguments, shared=shared)
+
+
+def check_narrow_forward(p: Problem, name: str, shares: Shares) -> None:
+    """Statistics of the rows over all columns, on the fast path."""
+    height = p.chunk[2]
+    dots, positive, admitted = p.truth()
+    x = float(p.alpha) * dots
+    p.set_plan()
+    # sums, references, dots, counts, positive sums, positive references
+    parts = cupy.zeros((6, shares.most, height), cupy.float32)
+    rows = struct("Partials")(*map(pointer, parts), stride=height)
+    forward = struct("ForwardArguments")(**p.common(), rows=rows)
+    arguments = struct("NarrowForwardArguments")(forward=forward, blocks=shares.blocks, parts=shares.most)
+    run = narrow_launcher(p, "forward", arguments)
+    same = repeated(run, [parts[i] for i in ((0, 2, 3, 4) if p.mask == TARGET else (0,))])
+    wide = parts.astype(cupy.float64).sum(1)
+    kinds = (("negatives", admitted & ~positive, 0), ("positives", positive, 4))
+    for what, those, at in kinds[: 2 if p.mask == TARGET else 1]:
+        expected = log_sum(cupy.where(those, x, -cupy.inf), 1)
+        found = cupy.log2(wide[at]) + float(p.reference)
+        error = worst(cupy.where(expected == found, 0.0, found - expected))
+        held(f"{name} narrow forward {what}", error, LOG_ERROR, same)
+    if p.mask == TARGET:
+        for what, at, value in (("dots", 2, dots), ("counts", 3, 1.0)):
+            error = worst(wide[at] - cupy.where(positive, value, 0.0).sum(1))
+            held(f"{name} narrow forward {what}", error, DOT_ERROR if at == 2 else 0.0, same)
+        p.found = [wide[2:4], *p.found[1:]]
+
+
+def check_narrow_gradient(p: Problem, name: str, shares: Shares) -> None:
+    """The rows' gradient over all columns, written and added to."""
+    height = p.chunk[2]
+    columns = values(p.y, p.dtype)
+    parts = cupy.empty((2 * shares.blocks, NARROW_SIDE, NARROW_SIDE), cupy.float32)
+    out = cupy.empty((height, p.depth + 3), cupy.float32)
+    for exponent, given, true, size, _ in exponents(p):
+        gradient = struct("GradientArguments")(**given)
+        for fresh in (1, 0):
+            arguments = struct("NarrowGradientArguments")(
+                gradient=gradient, out=pointer(out), out_stride=out.shape[1], parts=pointer(parts),
+                blocks=shares.blocks, fresh=fresh,
+            )  # fmt: skip
+            run, join = narrow_launcher(p, "gradient", arguments), instance("narrow_gradient_sm90", "narrow_join")
+
+            def both(run: Any = run, join: Any = join, arguments: Any = arguments) -> None:
+                if not arguments.fresh:
+                    out[:, : p.depth] = 0.5
+                run()
+                launch(join, 8 * shares.rows, 256, arguments)
+
+            same = repeated(both, [out, parts])
+            error = cupy.abs(out[:, : p.depth].astype(cupy.float64) - true @ columns - (0.0 if fresh else 0.5))
+            bound = (ROUNDING[p.dtype] * cupy.abs(true) + SUM_ERROR * size + 2.0**-24) @ cupy.abs(columns)
+            held(f"{name} narrow gradient {exponent}", worst(error / (bound + 2.0**-23)), 1.0, same)
+            past = out[:, p.depth :].view(cupy.uint32)
+            held(f"{name} narrow gradient {exponent} past", float((past != 0x7FC00001).sum()), 0.0, True)
+
+
 SMALL = [(200, 390, 72, (0, 0, 200, 390), 2), (300, 500, 200, (130, 77, 170, 321), 1)]
 SHAPES = [
     *SMALL,
@@ -357,3 +437,28 @@ def test_tile_kernels_are_within_their_bounds_and_repeat(shape: Any, dtype: str,
         problem = Problem(m, n, depth, chunk, mask, dtype, 14.3 if depth == 320 else 100.0, band, off_diagonal)
         for check in (check_forward, check_gradient, check_sigmoid):
             check(problem, f"{'off-diagonal' if off_diagonal else 'diagonal'} positives,")
+
+
+NARROW = [
+    ("small-200x390x72", (200, 390, 72, (0, 0, 200, 390))),
+    ("small-300x500x128", (300, 500, 128, (130, 0, 170, 500))),
+    ("1x129x100", (1, 129, 100, (0, 0, 1, 129))),
+    ("128x128x128", (128, 128, 128, (0, 0, 128, 128))),
+    ("4353x5001x96", (4353, 5001, 96, (0, 0, 4353, 5001))),
+    ("20000x700x128", (20000, 700, 128, (0, 0, 20000, 700))),
+    ("130x30000x128", (130, 30000, 128, (0, 0, 130, 30000))),
+]
+"""Rows, columns, width, chunk: all columns; one tile, several blocks to a tile row, several tile rows to a block."""
+
+
+@pytest.mark.parametrize("mask", NAMES, ids=NAMES.values())
+@pytest.mark.parametrize("dtype", ["bfloat16", "float16"])
+@pytest.mark.parametrize("shape", [x for _, x in NARROW], ids=[x for x, _ in NARROW])
+def test_kernels_of_narrow_features_are_within_their_bounds_and_repeat(shape: Any, dtype: str, mask: int) -> None:
+    m, n, depth, chunk = shape
+    problem = Problem(m, n, depth, chunk, mask, dtype, 30.0)
+    shares = Shares.of(chunk[2], chunk[3], multiprocessors(cupy.cuda.get_device_id()))
+    if mask == TARGET:
+        check_forward(problem, "first")  # P of the columns comes from their own dots
+    check_narrow_forward(problem, "all columns,", shares)
+    check_narrow_gradient(problem, "all columns,", shares)

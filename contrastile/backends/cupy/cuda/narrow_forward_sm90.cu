@@ -152,15 +152,16 @@ template <class T, int MASK>
 __global__ void __launch_bounds__(PIPELINE_THREADS, 1)
     narrow_forward_sm90(const __grid_constant__ TensorMap rows, const __grid_constant__ TensorMap columns,
                         const __grid_constant__ NarrowForwardArguments a) {
-    using Columns = narrow_rows::ColumnIds<MASK>;
+    using namespace narrow_rows;
+    using Columns = ColumnIds<MASK>;
     const ForwardArguments& f = a.forward;
     if (f.plan->status != 0) return;  // forward_sm90's work
-    const narrow_rows::Shares shares(f.chunk, a.blocks);
-    narrow_rows::run<Columns, narrow_rows::RowPairs>(
+    const Shares shares(f.chunk, a.blocks);
+    run<Columns, RowPairs>(
         rows, columns, f.chunk, shares,
         [&](Columns& to, int tile, int lane) { to.bring(f.pairs, f.chunk, tile, lane); },
-        [&](unsigned base, const Columns* stages, narrow_rows::RowPairs& of, int consumer, int warp, int lane) {
-            narrow_rows::ForwardConsumer<T, MASK>({base, consumer, warp, lane}, a, shares, stages, of).run();
+        [&](unsigned base, const Columns* stages, RowPairs& of, int consumer, int warp, int lane) {
+            ForwardConsumer<T, MASK>({base, consumer, warp, lane}, a, shares, stages, of).run();
         });
 }
 

@@ -251,37 +251,45 @@ template <class T, int MASK>
 __global__ void __launch_bounds__(PIPELINE_THREADS, 1)
     narrow_gradient_sm90(const __grid_constant__ TensorMap rows, const __grid_constant__ TensorMap columns,
                          const __grid_constant__ NarrowGradientArguments a) {
-    using Columns = narrow_rows::GradientColumns<MASK>;
+    using namespace narrow_rows;
+    using Columns = GradientColumns<MASK>;
     const GradientArguments& g = a.gradient;
-    const narrow_rows::Shares shares(g.chunk, a.blocks);
-    narrow_rows::run<Columns, narrow_rows::GradientRows>(
+    const Shares shares(g.chunk, a.blocks);
+    const int exponent = exponent_of(g);
+    run<Columns, GradientRows>(
         rows, columns, g.chunk, shares,
-        [&](Columns& to, int tile, int lane) { to.bring(g, exponent_of(g), tile, lane); },
-        [&](unsigned base, const Columns* stages, narrow_rows::GradientRows& of, int consumer, int warp, int lane) {
-            narrow_rows::GradientConsumer<T, MASK>({base, consumer, warp, lane}, a, shares, stages, of).run();
+        [&](Columns& to, int tile, int lane) { to.bring(g, exponent, tile, lane); },
+        [&](unsigned base, const Columns* stages, GradientRows& of, int consumer, int warp, int lane) {
+            GradientConsumer<T, MASK>({base, consumer, warp, lane}, a, shares, stages, of).run();
         });
 }
 
 // Sums of tile rows that several blocks share, added in the order of the blocks. A thread takes one feature of a row.
 extern "C" __global__ void __launch_bounds__(256) narrow_join(const __grid_constant__ NarrowGradientArguments a) {
-    constexpr int LINES_A_TURN = 256 / narrow_rows::SIDE;
-    const narrow_rows::Shares shares(a.gradient.chunk, a.blocks);
-    const long long row = blockIdx.x / narrow_rows::JOINS, first = shares.block_of(row * shares.columns);
+    using namespace narrow_rows;
+    constexpr int LINES_A_TURN = 256 / SIDE;
+    const Shares shares(a.gradient.chunk, a.blocks);
+    const long long row = blockIdx.x / JOINS, first = shares.block_of(row * shares.columns);
     const long long last = shares.block_of((row + 1) * shares.columns - 1);
-    const int column = threadIdx.x % narrow_rows::SIDE, start = blockIdx.x % narrow_rows::JOINS * narrow_rows::JOINED_LINES;
+    const int column = threadIdx.x % SIDE;
+    const int start = blockIdx.x % JOINS * JOINED_LINES + threadIdx.x / SIDE;
     if (first == last || column >= a.gradient.features.depth) return;
-    float sums[narrow_rows::JOINED_LINES / LINES_A_TURN] = {};
+    const int left = a.gradient.chunk.height - static_cast<int>(row) * SIDE;
+    float sums[JOINED_LINES / LINES_A_TURN] = {};
     for (long long block = first; block <= last; ++block) {
-        const float* part = a.parts + narrow_rows::slot(shares, block, row) * narrow_rows::SIDE * narrow_rows::SIDE + column;
+        const float* part =
+            a.parts + slot(shares, block, row) * SIDE * SIDE + column;
 #pragma unroll
-        for (int i = 0; i < narrow_rows::JOINED_LINES / LINES_A_TURN; ++i)
-            sums[i] += part[(start + i * LINES_A_TURN + threadIdx.x / narrow_rows::SIDE) * narrow_rows::SIDE];
+        for (int i = 0; i < JOINED_LINES / LINES_A_TURN; ++i) {
+            const int line = start + i * LINES_A_TURN;
+            if (line < left) sums[i] += part[line * SIDE];
+        }
     }
 #pragma unroll
-    for (int i = 0; i < narrow_rows::JOINED_LINES / LINES_A_TURN; ++i) {
-        const long long at = row * narrow_rows::SIDE + start + i * LINES_A_TURN + threadIdx.x / narrow_rows::SIDE;
-        if (at >= a.gradient.chunk.height) continue;
-        float* out = a.out + at * a.out_stride + column;
+    for (int i = 0; i < JOINED_LINES / LINES_A_TURN; ++i) {
+        const int line = start + i * LINES_A_TURN;
+        if (line >= left) continue;
+        float* out = a.out + (row * SIDE + line) * a.out_stride + column;
         *out = a.fresh ? sums[i] : *out + sums[i];
     }
 }

@@ -1,4 +1,4 @@
-// The pipeline that the tile kernels share on sm_90a, all but weighted_sm90; what they do with a finished tile is their Epilogue.
+// The pipeline of the tile kernels on sm_90a, all but weighted_sm90 and those of narrow features; what they do with a finished tile is their Epilogue.
 //
 // A block has three warpgroups. One thread of the first, the producer, feeds a ring of STAGES stages in shared memory,
 // each one step of 64 features: 128 rows and 192 columns. The other two, the consumers, own whole tiles of 128 x 192

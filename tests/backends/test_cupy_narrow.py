@@ -1,0 +1,129 @@
+"""The kernels of narrow features on the host: where they are used, and how a chunk is divided among their blocks."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+import pytest
+from cupy_hosted import Host, hosted
+
+pytest.importorskip("ml_dtypes")
+
+from contrastile.backends.contract import Block, Options, Pairs, Weights
+
+N = 300
+
+
+def block(host: Host, width: int = 128, dtype: str = "bfloat16") -> Block:
+    arrays = host.record.backend.arrays
+    like = arrays.full((1,), 0.0, "float32", arrays.from_numpy(np.zeros(1)))
+    rows = arrays.full((N, width), 0.0, dtype, like)
+    itself = arrays.arange(0, N, like)
+    return Block(rows, rows, arrays.asarray(3.0, "float32", like), None, Pairs(positives=itself, excluded=itself + 1))
+
+
+def weights(given: Block) -> Weights:
+    lse, one = (given.pairs.positives.astype(dtype) for dtype in ("float64", "float32"))
+    return Weights(lse, lse, one, one, lse, lse, one, one)
+
+
+def sums(width: int = 128) -> Any:
+    import cupy
+
+    return cupy.zeros((N, width), "float32")
+
+
+def names(host: Host) -> list[str]:
+    found = [call.name for call in host.calls]
+    host.calls.clear()
+    return found
+
+
+@pytest.mark.parametrize(("width", "dtype"), [(65, "float16"), (100, "bfloat16"), (128, "bfloat16")])
+def test_rows_alone_of_narrow_features_have_kernels_of_their_own(width: int, dtype: str) -> None:
+    with hosted() as host:
+        given, backend = block(host, width, dtype), host.record.backend
+        backend.lse(given, False, Options())
+        found = names(host)
+        assert found[found.index("narrow_forward_sm90") + 1] == "fold"
+        # where the fast path does not hold, the tile kernel takes the rows
+        assert found[-2:] == ["forward_sm90", "fold"]
+        assert found.count("forward_sm90") == 1
+        for run in (
+            lambda: backend.gradients(given, weights(given), sums(width), None, Options()),
+            lambda: backend.finished(given, weights(given), None, None, Options()),
+        ):
+            run()
+            found = names(host)
+            assert found[found.index("narrow_gradient_sm90") + 1] == "narrow_join"
+            assert "gradient_sm90" not in found
+            assert not host.multiplied
+
+
+@pytest.mark.parametrize(
+    ("width", "dtype", "tile"),
+    [(64, "bfloat16", None), (129, "bfloat16", None), (128, "float32", None), (128, "bfloat16", (64, 64))],
+)
+def test_other_features_and_tiles_that_are_asked_for_have_not(width: int, dtype: str, tile: Any) -> None:
+    with hosted() as host:
+        given, backend, options = block(host, width, dtype), host.record.backend, Options(tile=tile)
+        backend.lse(given, False, options)
+        backend.finished(given, weights(given), None, None, options)
+        assert not any(name.startswith("narrow") for name in names(host))
+        assert not backend.rows_alone(width, dtype, options)
+
+
+def test_both_sides_together_have_not() -> None:
+    with hosted() as host:
+        given, backend = block(host), host.record.backend
+        backend.lse(given, True, Options())
+        backend.finished(given, weights(given), None, "gradient", Options())
+        backend.gradients(given, weights(given), sums(), sums(), Options())
+        backend.gradients(given, weights(given), None, sums(), Options())
+        # its kernel writes along the rows of the sums
+        across = sums().T.copy().T
+        backend.gradients(given, weights(given), across, None, Options())
+        assert not any(name.startswith("narrow") for name in names(host))
+
+
+def test_sums_that_do_not_fit_in_the_workspace_are_made_in_parts(monkeypatch: pytest.MonkeyPatch) -> None:
+    with hosted() as host:
+        given = block(host)
+        monkeypatch.setattr(host.backward_pass, "narrow_rows", lambda m, options: 128)
+        host.record.backend.finished(given, weights(given), None, None, Options())
+        launches = [call.arguments for call in host.calls if call.name == "narrow_gradient_sm90"]
+        chunks = [(x.row, x.height, x.column, x.width) for x in (each.gradient.chunk for each in launches)]
+        assert chunks == [
+            (0, 128, 0, N),
+            (128, 128, 0, N),
+            (256, 44, 0, N),
+        ]
+        assert all(x.fresh for x in launches)
+
+
+def test_partials_are_those_that_are_folded() -> None:
+    with hosted() as host:
+        host.record.backend.lse(block(host), False, Options())
+        arguments = {call.name: call.arguments for call in reversed(host.calls)}
+        left, fold = arguments["narrow_forward_sm90"], arguments["fold"].rows
+        assert (left.forward.rows.sums, left.forward.rows.stride) == (fold.sums, fold.part_stride)
+        assert (left.parts, N, 1, 1) == (fold.tiles, fold.length, fold.first, fold.last)
+        # the next vector begins behind all partials
+        assert fold.sums + 4 * left.parts * N <= fold.references
+
+
+@pytest.mark.parametrize("multiprocessors", [1, 7, 132])
+@pytest.mark.parametrize("columns", [1, 2, 5, 131, 300])
+@pytest.mark.parametrize("rows", [1, 2, 3, 100, 131, 133, 400])
+def test_no_more_blocks_have_a_part_of_a_tile_row(rows: int, columns: int, multiprocessors: int) -> None:
+    with hosted() as host:
+        shares = host.tiles.Shares.of(128 * rows - 5, 128 * columns - 3, multiprocessors)
+        assert (shares.rows, shares.blocks) == (rows, min(multiprocessors, rows * columns))
+        # block b begins at tile b (rows columns) // blocks, as in narrow_sm90.cuh
+        starts = np.arange(shares.blocks + 1) * (rows * columns) // shares.blocks
+        assert (np.diff(starts) > 0).all()
+        ends = (np.arange(rows) + 1) * columns
+        first = np.searchsorted(starts, ends - columns, side="right")
+        last = np.searchsorted(starts, ends - 1, side="right")
+        assert (last - first + 1).max() <= shares.most <= columns
