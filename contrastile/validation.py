@@ -123,7 +123,7 @@ def _resolved(arrays: ArrayLibrary, x: Array) -> Array:
     import torch
 
     # a compiled graph resolves it by itself
-    return x if torch.compiler.is_compiling() else x.resolve_neg()
+    return x if torch.compiler.is_compiling() or not x.is_neg() else x.resolve_neg()
 
 
 def _as_multiplied(arrays: ArrayLibrary, x: Array) -> Array:

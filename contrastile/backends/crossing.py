@@ -82,6 +82,7 @@ def current_of_torch(device: Any, torch: Any, cupy: Any) -> Any:
     return cupy.cuda.Stream.from_external(_Stream(torch._C._cuda_getCurrentRawStream(device.index)))
 
 
+@cache
 def _torch_pool(device: Any, torch: Any, cupy: Any) -> Callable[[int], Any]:
     """An allocator for CuPy whose blocks are torch tensors: freed with the last array that uses them."""
     # a tensor's own method, which has no dtype and no device to look up

@@ -11,7 +11,7 @@ import hashlib
 from dataclasses import dataclass
 from functools import cache
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 from contrastile.backends.cupy import cache as disk
 
@@ -20,9 +20,8 @@ OPTIONS = ("-std=c++17", "--ptxas-options=-v")
 """``-v`` makes the log say what a kernel takes: registers, spills, shared memory."""
 
 
-@dataclass(frozen=True, slots=True, order=True)
-class Instance:
-    """One kernel to compile.
+class Instance(NamedTuple):
+    """One kernel to compile; each launch looks its own up, and a tuple is hashed at once.
 
     Attributes:
         file: its source in ``cuda/``.

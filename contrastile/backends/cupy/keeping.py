@@ -30,9 +30,9 @@ def most_rows(m: int, n: int, dtype: str, options: Options) -> int:
 
     A tile that the caller names caps what is alive at a time: then nothing is kept.
     """
-    if not (m and n and dtype == KEPT_DTYPE and options.tile is None and uses_hopper_kernels()):
-        return 0
-    return kept_rows(m, n, kept_bytes(options))
+    able = m and n and dtype == KEPT_DTYPE and options.tile is None
+    room = kept_bytes(options) if able else 0
+    return kept_rows(m, n, room) if room and uses_hopper_kernels() else 0
 
 
 def rows_to_keep(tiles: Tiles, two_sided: bool, options: Options) -> int:

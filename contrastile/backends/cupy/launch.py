@@ -111,7 +111,10 @@ def scratch(*sizes: int) -> tuple[Any, list[int]]:
 
 def pointer(x: Any, offset: int = 0) -> int | None:
     """The address of element ``offset`` of a contiguous array; null for None."""
-    return None if x is None else int(x.data.ptr) + offset * x.itemsize
+    if x is None:
+        return None
+    start: int = x.data.ptr
+    return start + offset * int(x.itemsize) if offset else start
 
 
 @cache

@@ -14,12 +14,12 @@ from contrastile.backends.contract import Array, Block, ColumnForm, Finished, Op
 from contrastile.backends.passes import Chunk, ceil_div, chunks, gradient_scaling, lines
 from contrastile.backends.triton import backward, positives, precheck, sums
 from contrastile.backends.triton.arrays import multiplied
-from contrastile.backends.triton.common import BLOCK, LANES, LINES, empty, step, weight_vectors
+from contrastile.backends.triton.common import BLOCK, LANES, LINES, empties, empty, step, weight_vectors
 from contrastile.backends.triton.configs import Config, backward_chunk
 from contrastile.backends.triton.launch import descriptor, grid, on_device, workspace
 from contrastile.backends.triton.operands import BlockPass, Scheme, Side, row_bytes
 from contrastile.backends.triton.products import accumulate
-from contrastile.backends.triton.tiles import GRADIENT_SCALE, VECTORS, VECTORS_OF_IDS
+from contrastile.backends.triton.tiles import GRADIENT_SCALE, PLAN_SIZE, VECTORS, VECTORS_OF_IDS
 
 
 def gradients(
@@ -112,16 +112,17 @@ class _Pass(BlockPass):
         super().__init__(block, options)
         self.weights, self.two_sided = weight_vectors(weights), weights.column_weight is not None
         self.gradient, self.product = self.config("masked" if self.masks.masked else "gradient"), self.config("product")
-        count = VECTORS_OF_IDS if self.masks.ids_only else VECTORS
-        self.vectors = empty(self.rows, count, self.m), empty(self.rows, count, self.n if self.two_sided else 0)
+        count, columns = VECTORS_OF_IDS if self.masks.ids_only else VECTORS, self.n if self.two_sided else 0
+        self.programs = ceil_div(self.m, LANES) + ceil_div(columns, LANES)
+        sizes = PLAN_SIZE, self.programs * precheck.PEAKS, count * self.m, count * columns
+        self.plan, self.peaks, *self.vectors = empties(self.rows, torch.float32, *sizes)
         # G at the positives that are named by index
         self.values = None if self.masks.pairs.positives is None else empty(self.rows, self.m, dtype=torch.float64)
         self._precheck()
 
     def _precheck(self) -> None:
         """Decide on the path, and prepare the vectors of the epilogue."""
-        programs = ceil_div(self.m, LANES) + (ceil_div(self.n, LANES) if self.two_sided else 0)
-        peaks = empty(self.rows, programs, precheck.PEAKS)
+        programs, peaks = self.programs, self.peaks
         scale, bias, sizes, half = self.block.scale, self.block.bias, (self.m, self.n), self.rows.dtype == torch.float16
         given = peaks, self.masks.pairs.positives, self.masks.pairs.excluded, self.values, *self.weights
         flags = {"MATCHED": self.masks.ids_only, "LANES": LANES}

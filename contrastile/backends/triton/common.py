@@ -7,7 +7,7 @@ from typing import Any
 import torch
 
 from contrastile.backends.contract import WEIGHTS, Pairs, Weights
-from contrastile.backends.passes import PairVectors
+from contrastile.backends.passes import PairVectors, ceil_div
 from contrastile.backends.triton.configs import INTERPRETED
 from contrastile.backends.triton.tiles import DROP, NO_IDS, TARGET
 
@@ -16,6 +16,9 @@ LINES = 4 if INTERPRETED else 8
 LANES = 16 if INTERPRETED else 128
 DEPTH = 4 if INTERPRETED else 32
 BLOCK = 8 if INTERPRETED else 1024
+
+_LINE = 128
+"""Bytes of a GPU's cache line."""
 
 
 class Masks:
@@ -57,3 +60,10 @@ def step(width: int) -> int:
 def empty(like: Any, *shape: int, dtype: Any = torch.float32) -> Any:
     """An unwritten tensor beside ``like``."""
     return torch.empty(shape, dtype=dtype, device=like.device)
+
+
+def empties(like: Any, dtype: Any, *lengths: int) -> Any:
+    """Unwritten vectors beside ``like``, parts of one allocation that fill cache lines: of these lengths or longer."""
+    line = _LINE // dtype.itemsize
+    sizes = [ceil_div(length, line) * line for length in lengths]
+    return torch.empty(sum(sizes), dtype=dtype, device=like.device).split_with_sizes(sizes)

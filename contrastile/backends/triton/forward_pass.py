@@ -9,12 +9,13 @@ from typing import Any
 import torch
 
 from contrastile.backends.contract import Block, Options, Statistics
-from contrastile.backends.passes import Chunk, ceil_div, chunks
+from contrastile.backends.passes import Chunk, ceil_div, chunks, lines
 from contrastile.backends.triton import forward, positives, precheck
-from contrastile.backends.triton.common import BLOCK, DEPTH, LANES, LINES, empty, step
+from contrastile.backends.triton.common import BLOCK, DEPTH, LANES, LINES, empties, empty, step
 from contrastile.backends.triton.configs import INTERPRETED, Config, forward_chunk
 from contrastile.backends.triton.launch import descriptor, grid, on_device
 from contrastile.backends.triton.operands import BlockPass
+from contrastile.backends.triton.tiles import PLAN_SIZE
 
 
 def lse(block: Block, columns: bool, options: Options) -> Statistics:
@@ -44,15 +45,22 @@ class _Pass(BlockPass):
     def __init__(self, block: Block, columns: bool, options: Options) -> None:
         super().__init__(block, options)
         self.two_sided = columns
-        self.status = torch.empty(1, dtype=torch.int32, device=self.rows.device)
-        named = self.masks.pairs.positives is not None
-        # the least and the largest j - i of the positives (i, j)
-        self.diagonals = torch.empty(2, dtype=torch.int64, device=self.rows.device) if named else None
-        sizes = self.m, self.n if columns else 0
-        # log-sum-exps of the negatives and of the positives, sums of these
-        self.found = [[_wide(self.rows, size) for _ in range(3)] for size in sizes]
+        like, sizes = self.rows, (self.m, self.n if columns else 0)
+        self.row_programs, self.programs = ceil_div(self.m, LINES), ceil_div(self.m, LINES) + ceil_div(self.n, LINES)
+        self.plan, self.squares = empties(like, torch.float32, PLAN_SIZE, self.programs)
+        # the path; of positives that are named the least and the largest j - i of all (i, j), and of each program's
+        status, self.diagonals, self.ends = empties(like, torch.int64, 1, 2, 2 * self.row_programs)
+        self.status = status.view(torch.int32)
+        if self.masks.pairs.positives is None:
+            self.diagonals = self.ends = None
         # sums; where ids name the positives, theirs besides, those of their logits, and their counts
-        self.state = [_wide(self.rows, 4 if self.masks.ids_only else 1, size) for size in sizes]
+        count = 4 if self.masks.ids_only else 1
+        *totals, row_state, column_state = empties(like, torch.float64, *sizes, *(count * size for size in sizes))
+        self.state = row_state, column_state
+        # log-sum-exps of the negatives and of the positives, which are saved each by itself, and sums of these
+        self.found = [
+            [_wide(like, size), _wide(like, size), lines(x, 0, size)] for size, x in zip(sizes, totals, strict=True)
+        ]
         # what both sweeps use: the second follows the first on the stream
         self._parts: Any = None
         self._descriptors: dict[tuple[int, ...], Any] = {}
@@ -68,13 +76,9 @@ class _Pass(BlockPass):
 
     def _precheck(self) -> None:
         """Decide on the path."""
-        row_programs = ceil_div(self.m, LINES)
-        squares = empty(self.rows, row_programs + ceil_div(self.n, LINES))
-        named, device = self.masks.pairs.positives, self.rows.device
-        ends = None if named is None else torch.empty(2, row_programs, dtype=torch.int64, device=device)
-        width = self.rows.shape[1]
-        programs, strides = squares.shape[0], (self.rows.stride(0), self.columns.stride(0))
-        features = self.rows, self.columns, *strides, self.m, self.n
+        row_programs, programs, squares, ends = self.row_programs, self.programs, self.squares, self.ends
+        named, width = self.masks.pairs.positives, self.rows.shape[1]
+        features = self.rows, self.columns, self.rows.stride(0), self.columns.stride(0), self.m, self.n
         precheck.measure[(programs,)](*features, named, squares, ends, depth=width, LINES=LINES, BD=step(width))
         # with terms up to 2^room the longer side's sum stays under 2^125
         room = float(124 - max(self.m, self.n).bit_length())

@@ -38,7 +38,8 @@ def workspace(height: int, width: int, dtype: Any, like: Any) -> Any:
 
 def on_device(x: Any) -> AbstractContextManager[Any]:
     """Launch on x's device and its current stream, whatever the current device is."""
-    here = not x.is_cuda or x.device.index == torch.cuda.current_device()
+    # what torch.cuda.current_device asks, once it has seen to it that CUDA is there
+    here = not x.is_cuda or x.get_device() == torch._C._cuda_getDevice()
     return nullcontext() if here else torch.cuda.device(x.device)
 
 

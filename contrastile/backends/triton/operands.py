@@ -14,7 +14,7 @@ import torch
 from contrastile.backends.contract import Block, Footprint, Options
 from contrastile.backends.passes import ceil_div, lines
 from contrastile.backends.triton import parts, positives
-from contrastile.backends.triton.common import LINES, Masks, empty, step
+from contrastile.backends.triton.common import LINES, Masks, step
 from contrastile.backends.triton.configs import (
     INTERPRETED,
     PAD,
@@ -25,7 +25,6 @@ from contrastile.backends.triton.configs import (
     tile_config,
 )
 from contrastile.backends.triton.launch import aligned, architecture, workspace
-from contrastile.backends.triton.tiles import PLAN_SIZE
 
 _FORWARD_VECTORS, _BACKWARD_VECTORS = 8, 20
 """Bytes of each row and column: a running sum in float64; scales of the epilogue, weights and G at the positives."""
@@ -160,8 +159,10 @@ class BlockPass:
         sides: the rows and the columns.
         rows: (m, d) features, rows 16-byte aligned.
         columns: (n, d) likewise.
-        plan: (PLAN_SIZE,) float32, which one kernel writes and later ones obey.
+        plan: (PLAN_SIZE,) float32, which one kernel writes and later ones obey; the pass makes it with other vectors.
     """
+
+    plan: Any
 
     def __init__(self, block: Block, options: Options) -> None:
         self.block, self.options = block, options
@@ -170,7 +171,6 @@ class BlockPass:
         self.rows, self.columns = (side.x for side in self.sides)
         self.m, self.n = self.rows.shape[0], self.columns.shape[0]
         self.masks = Masks(block.pairs)
-        self.plan = empty(self.rows, PLAN_SIZE)
 
     def config(self, kernel: str) -> Config:
         """The configuration of a kernel for this block."""

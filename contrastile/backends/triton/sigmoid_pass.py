@@ -17,6 +17,7 @@ from contrastile.backends.triton.configs import INTERPRETED
 from contrastile.backends.triton.launch import grid, on_device
 from contrastile.backends.triton.operands import BlockPass
 from contrastile.backends.triton.products import accumulate
+from contrastile.backends.triton.tiles import PLAN_SIZE
 
 
 def sigmoid_loss(
@@ -40,7 +41,7 @@ class _Pass(BlockPass):
 
     def __init__(self, block: Block, row_weight: Any, options: Options) -> None:
         super().__init__(block, options)
-        self.row_weight = row_weight
+        self.row_weight, self.plan = row_weight, empty(self.rows, PLAN_SIZE)
         half, lanes = self.rows.dtype == torch.float16, 8 if INTERPRETED else 1024
         sigmoid.plan_sigmoid[(1,)](row_weight, block.bias, self.plan, self.m, HALF=half, BLOCK=lanes)
 
