@@ -158,7 +158,7 @@ class Tiles:
 
     def _narrow(self, name: str, shares: Shares, arguments: Any) -> None:
         maps = (tensor_map(x, (NARROW_SIDE, _WIDE)) for x in (self.rows, self.columns))
-        kernel = narrow_kernel(name, self.family, dtype_name(self.rows.dtype), self.mask)
+        kernel = narrow_kernel(name, self.family, self.dtype, self.mask)
         shared = f"narrow_{name}_{self.family.name}_shared"
         launch(kernel, shares.blocks, self.family.threads, *maps, arguments, shared=shared)
 
