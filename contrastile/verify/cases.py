@@ -316,10 +316,11 @@ def _views(draw: Draw) -> Problem:
     return _problem(views, views.copy(), 30.0, row_weight=weight, positives=np.roll(itself, 75), excluded=itself)
 
 
+@_case("blocks@100", "the same of width 100", width=100)
 @_case("blocks", "three column blocks under one log-sum-exp, one of them empty; positives in both others")
-def _blocks(draw: Draw) -> Problem:
-    rows = unit(draw.standard_normal((23, 40)))
-    columns = tuple(unit(draw.standard_normal((size, 40))) if size else np.zeros((0, 40)) for size in (31, 0, 9))
+def _blocks(draw: Draw, width: int = 40) -> Problem:
+    rows = unit(draw.standard_normal((23, width)))
+    columns = tuple(unit(draw.standard_normal((size, width))) if size else np.zeros((0, width)) for size in (31, 0, 9))
     return _problem(rows, columns, 20.0, **_signed(draw, 23, 40))
 
 

@@ -124,8 +124,9 @@ struct GradientConsumer : Consumer<T, MASK, Shared<GradientColumns<MASK>, Gradie
             products_begin();
             this->begin_logits(this->rows_at(s), now.stage, x);
             begin_sums(g, before, tile > s.first, sums);
+            const bool masked = this->touched(stages[now.stage], rows, tile, a.gradient.chunk.width);
             products_done<1>();
-            if (tile < s.last) make(x, s, tile, now.stage, next);
+            if (tile < s.last) make(x, s, tile, now.stage, masked, next);
             products_done<0>();
             keep_until_here(g);
             if (tile > s.first) this->release(before);
@@ -146,9 +147,9 @@ struct GradientConsumer : Consumer<T, MASK, Shared<GradientColumns<MASK>, Gradie
 
     // G of a tile from its dots, as the tensor cores take it.
     __device__ __forceinline__ void make(const float (&x)[NARROW_VALUES], const Segment& s, int tile, int stage,
-                                         unsigned (&g)[PARTS][4]) const {
+                                         bool masked, unsigned (&g)[PARTS][4]) const {
         const GradientColumns<MASK>& of = stages[stage];
-        if (!this->touched(of, rows, tile, a.gradient.chunk.width)) {
+        if (!masked) {
             if (exponent == SHARED)
                 fill<SHARED, false, false>(x, s, tile, of, g);
             else if (exponent == ROWS)
