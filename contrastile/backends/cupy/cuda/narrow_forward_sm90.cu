@@ -46,46 +46,33 @@ struct ForwardConsumer : Consumer<T, MASK, Shared<ColumnIds<MASK>, RowPairs>> {
         const Chunk& chunk = a.forward.chunk;
         this->fetch_rows(s, a.forward.pairs, chunk, rows, [](int, long long, bool) {});
         Sums sums[2];
-        float x[NARROW_VALUES];
         this->wait_for_rows(s);
-        this->wait_for(now);
-        products_begin();
-        this->begin_logits(this->rows_at(s), now.stage, x);
         for (int tile = s.first; tile < s.last; ++tile) {
-            const int stage = now.stage;
-            const ColumnIds<MASK>& of = stages[stage];
+            float x[NARROW_VALUES];  // in here: it must not look alive between two tiles
+            this->wait_for(now);
+            products_begin();
+            this->begin_logits(this->rows_at(s), now.stage, x);
+            const ColumnIds<MASK>& of = stages[now.stage];
             const bool masked = this->touched(of, rows, tile, chunk.width);
             products_done<0>();
-            float exponents[NARROW_VALUES];
             if (masked)
                 add_masked(x, of, tile, sums);
             else
-#pragma unroll
-                for (int i = 0; i < NARROW_VALUES; ++i) exponents[i] = fmaf(x[i], alpha, shift);
-            // the next tile's logits while this one is added up; past the last its own are made again, and nobody reads them
-            if (tile + 1 < s.last) {
-                now.step();
-                this->wait_for(now);
-            }
-            products_begin();
-            this->begin_logits(this->rows_at(s), now.stage, x);
-            if (!masked) add(exponents, sums);
-            if (tile + 1 < s.last) this->release(stage);
+                add(x, sums);
+            this->release(now.stage);
+            now.step();
         }
-        products_done<0>();
-        this->release(now.stage);
-        now.step();
         this->release_rows(s);
         put(sums, s);
     }
 
-    static __device__ __forceinline__ void add(const float (&exponents)[NARROW_VALUES], Sums (&sums)[2]) {
+    __device__ __forceinline__ void add(const float (&x)[NARROW_VALUES], Sums (&sums)[2]) const {
 #pragma unroll
         for (int q = 0; q < 2; ++q) {
             float part[4] = {};  // additions wait for one another
 #pragma unroll
             for (int i = 0; i < NARROW_VALUES / 2; ++i)
-                part[i % 4] += exp2_fast(exponents[4 * (i / 2) + 2 * q + i % 2]);
+                part[i % 4] += exp2_fast(fmaf(x[4 * (i / 2) + 2 * q + i % 2], alpha, shift));
             sums[q].negatives += (part[0] + part[1]) + (part[2] + part[3]);
         }
     }
