@@ -51,14 +51,7 @@ def ratio(name: str, dtype: str, kernel: Kernel, options: Options = DEFAULT) -> 
     """Largest error / bound of the kernel on a case."""
     found, exact = case(name, dtype)
     held = "float32" if dtype == "bfloat16" else dtype
-    upstream = 1.0 if kernel.defect == "upstream-ignored" else UPSTREAM
-    got = outcome(found.problem, kernel.backend(), held, options=options, upstream=upstream)
-    if kernel.defect == "scale-gradient-missing":
-        got = replace(got, scale=np.zeros(()))
-    if kernel.defect == "scale-gradient-scaled":
-        got = replace(got, scale=got.scale * found.problem.scale)
-    if kernel.defect == "rows-without-scale":
-        got = replace(got, rows=got.rows / found.problem.scale)
+    got = outcome(found.problem, kernel.backend(), held, options=options, upstream=UPSTREAM)
     if dtype == "bfloat16":
         columns = tuple(round_to(block, dtype) for block in got.columns)
         got = replace(got, rows=round_to(got.rows, dtype), columns=columns)
