@@ -149,10 +149,13 @@ def test_a_page_is_read_in_one_sitting(page: Path) -> None:
     assert len(page.read_text(encoding="utf-8").split()) <= LONGEST
 
 
-def test_the_page_of_the_command_line_is_what_the_commands_say(monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize("name", sorted(path.stem for path in (ROOT / "scripts").glob("make_*_page.py")))
+def test_a_page_that_a_script_writes_is_what_it_writes(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.syspath_prepend(ROOT / "scripts")
-    page = importlib.import_module("make_command_page")
-    assert page.PAGE.read_text(encoding="utf-8") == page.page()
+    made = importlib.import_module(name)
+    assert made.PAGE.read_text(encoding="utf-8") == made.page(), f"run: python scripts/{name}.py"
+    if hasattr(made, "FIGURE"):
+        assert made.FIGURE.read_text(encoding="utf-8") == made.figure(), f"run: python scripts/{name}.py"
 
 
 @pytest.mark.parametrize("page", [page for page in PAGES if links(page)], ids=named)

@@ -6,14 +6,12 @@ import ast
 import gc
 import inspect
 import re
-import runpy
 import subprocess
 import sys
 import weakref
 from collections import deque
 from fractions import Fraction
-from pathlib import Path
-from types import ModuleType, SimpleNamespace
+from types import ModuleType
 
 import numpy as np
 import pytest
@@ -25,7 +23,6 @@ from contrastile import evaluation, plan, problems, validation
 from contrastile.backends import registry
 from contrastile.backends.arrays import library_of
 
-PAGE = Path(__file__).parent.parent / "scripts" / "make_errors_page.py"
 ALL = [each for group in PROVOCATIONS.values() for each in group]
 EVERYWHERE = [pytest.param(each, library, id=f"{library}-{each.call}") for each in ALL for library in each.libraries]
 LOSSES = [
@@ -76,12 +73,6 @@ def test_no_check_goes_unprovoked(module: ModuleType) -> None:
     assert raised
     for error, pattern in raised:
         assert any(error == name and re.fullmatch(pattern, message) for name, message in said), (error, pattern)
-
-
-def test_the_page_of_errors_is_what_the_code_says(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.syspath_prepend(str(PAGE.parent))
-    module = SimpleNamespace(**runpy.run_path(str(PAGE)))
-    assert module.PAGE.read_text(encoding="utf-8") == module.page(), "run: make errors"
 
 
 @pytest.mark.parametrize("library", LIBRARIES)

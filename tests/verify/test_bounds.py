@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from dataclasses import fields, replace
 from functools import cache
-from pathlib import Path
 
 import numpy as np
 import pytest
@@ -201,11 +200,3 @@ def test_the_upstream_gradient_scales_the_gradients_bounds_and_not_the_values() 
     assert once.loss == four.loss
     # all but the absolute underflow terms are linear, and those are far below one rounding here
     assert np.all(np.abs(four.rows - 4 * once.rows) <= 2.0**-40 * four.rows)
-
-
-def test_the_page_and_its_figure_are_what_the_measurements_say(monkeypatch):
-    monkeypatch.syspath_prepend(str(Path(__file__).resolve().parents[2] / "scripts"))
-    import make_bounds_page
-
-    assert make_bounds_page.PAGE.read_text(encoding="utf-8") == make_bounds_page.page()
-    assert make_bounds_page.FIGURE.read_text(encoding="utf-8") == make_bounds_page.figure()
