@@ -226,14 +226,6 @@ def test_gradients_have_the_dtype_of_what_they_are_of(loss: Loss, dtype: torch.d
     assert [x.dtype for x in gradients(value, *leaves, scale)] == [dtype, dtype, torch.float32]
 
 
-@pytest.mark.parametrize("loss", LOSSES)
-def test_a_second_derivative_is_refused_by_name(loss: Loss) -> None:
-    image, text, scale = features(), features(seed=1), number(14.3)
-    first = torch.autograd.grad(loss(image, text, scale, "torch"), image, create_graph=True)[0]
-    with pytest.raises(RuntimeError, match="sigmoid_gradients" if loss is sigmoid else "softmax_gradients"):
-        torch.autograd.grad(first.sum(), image)
-
-
 def step(loss: Loss, backend: str) -> list[Tensor]:
     leaves = features(), features(seed=1), number(14.3)
     value = loss(*leaves, backend)
@@ -302,13 +294,6 @@ def test_whoever_must_see_an_operator_does(monkeypatch: pytest.MonkeyPatch) -> N
         tracing.setattr(torch._C, "_get_tracing_state", object)
         ask(x)
     assert told == [False, False]
-
-
-@pytest.mark.parametrize("loss", LOSSES)
-def test_a_map_over_calls_is_refused_by_name(loss: Loss) -> None:
-    leaves = features(), features(seed=1), number(14.3)
-    with pytest.raises(RuntimeError, match="sigmoid_loss" if loss is sigmoid else "softmax_loss"):
-        torch.func.vmap(lambda each: loss(each, *leaves[1:], "torch"))(leaves[0][None])
 
 
 @pytest.mark.parametrize("loss", LOSSES)
