@@ -164,7 +164,9 @@ def test_what_torch_can_share_is_not_copied() -> None:
 @pytest.mark.parametrize("shape", [(), (1,), (1, 1)])
 def test_one_element_scales_of_any_shape_get_a_gradient_of_that_shape(shape: tuple[int, ...]) -> None:
     scale = torch.full(shape, 14.0, requires_grad=True)
-    call("contrastile.clip_loss(image, text, scale)", "torch", scale=scale).backward()
+    loss = call("contrastile.clip_loss(image, text, scale)", "torch", scale=scale)
+    assert torch.equal(loss.detach(), call("contrastile.clip_loss(image, text, 14.0)", "torch"))
+    loss.backward()
     assert scale.grad.shape == shape
 
 
