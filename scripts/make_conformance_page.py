@@ -34,6 +34,12 @@ LEGEND = (
 Record = dict[str, Any]
 
 
+def record() -> Record:
+    """What was measured."""
+    found: Record = json.loads(DATA.read_text(encoding="utf-8"))
+    return found
+
+
 def columns(data: Record) -> list[str]:
     """The table's columns."""
     return list(next(peer["cells"] for peer in data["peers"] if peer["cells"]))
@@ -63,8 +69,9 @@ def text(cell: Record) -> str:
     )
 
 
-def figure(data: Record) -> str:
+def figure() -> str:
     """The heat map as SVG; it has the colours of the reader's light or dark scheme."""
+    data = record()
     names, peers = columns(data), data["peers"]
     width, height = LABEL + CELL * len(names) + 2 * MARGIN + 60, HEAD + ROW * len(peers) + 2 * MARGIN + 34
     parts = [
@@ -175,12 +182,11 @@ def measured(data: Record) -> str:
     return "\n\n".join(parts)
 
 
-def page(data: Record) -> str:
+def page() -> str:
     """The page as it should be."""
-    return spliced(PAGE.read_text(encoding="utf-8"), BEGIN, measured(data))
+    return spliced(PAGE.read_text(encoding="utf-8"), BEGIN, measured(record()))
 
 
 if __name__ == "__main__":
-    record = json.loads(DATA.read_text(encoding="utf-8"))
-    FIGURE.write_text(figure(record), encoding="utf-8")
-    PAGE.write_text(page(record), encoding="utf-8")
+    FIGURE.write_text(figure(), encoding="utf-8")
+    PAGE.write_text(page(), encoding="utf-8")

@@ -71,25 +71,6 @@ def assert_same_but_for_the_order_of_sums(a: Tensor, b: Tensor) -> None:
 
 
 @pytest.mark.parametrize("backend", BACKENDS)
-@pytest.mark.parametrize("loss", LOSSES)
-def test_the_gradient_is_that_of_the_value(loss: Loss, backend: str) -> None:
-    image, text, scale = features(9), features(9, seed=1), number(7.5)
-    torch.autograd.gradcheck(lambda *x: loss(*x, backend), (image, text, scale))
-
-
-@pytest.mark.parametrize("backend", BACKENDS)
-def test_the_bias_and_every_block_of_negatives_have_their_gradient(backend: str) -> None:
-    image, text, scale, bias = features(7), features(7, seed=1), number(7.5), number(-2.0)
-    torch.autograd.gradcheck(lambda *x: contrastile.sigmoid_loss(*x, backend=backend), (image, text, scale, bias))
-    more = [features(4, seed=2), features(1, seed=3)]
-
-    def with_negatives(query: Tensor, key: Tensor, *negatives: Tensor) -> Tensor:
-        return contrastile.info_nce(query, key, 5.0, negatives=list(negatives), backend=backend)
-
-    torch.autograd.gradcheck(with_negatives, (image, text, *more))
-
-
-@pytest.mark.parametrize("backend", BACKENDS)
 @pytest.mark.parametrize("kind", ["clip", "info_nce", "sigmoid"])
 def test_opcheck(kind: str, backend: str) -> None:
     image, text, scale = features(6), features(6, seed=1), number(4.0)
@@ -197,15 +178,6 @@ def test_strided_and_expanded_inputs_give_the_gradient_of_their_contiguous_copie
         assert_same_but_for_the_order_of_sums(found[0], gradients(loss(copied, text, number(3.0), "torch"), copied)[0])
 
 
-def test_scale_as_number_as_0d_and_as_one_element_are_one_loss() -> None:
-    image, text = features(dtype=torch.float32), features(seed=1, dtype=torch.float32)
-    scales = [torch.tensor(14.0, requires_grad=True), torch.tensor([14.0], requires_grad=True)]
-    values = [contrastile.clip_loss(image, text, x) for x in (14.0, 14, *scales)]
-    assert len({float(v.detach()) for v in values}) == 1
-    shapes = [torch.autograd.grad(v, x)[0].shape for v, x in zip(values[2:], scales, strict=True)]
-    assert shapes == [torch.Size([]), torch.Size([1])]
-
-
 @pytest.mark.parametrize("frozen", ["image", "text", "scale"])
 def test_what_needs_no_gradient_gets_none(frozen: str) -> None:
     leaves = {"image": features(), "text": features(seed=1), "scale": number(14.3)}
@@ -214,24 +186,6 @@ def test_what_needs_no_gradient_gets_none(frozen: str) -> None:
     contrastile.clip_loss(*leaves.values()).backward()
     for (name, leaf), expected in zip(leaves.items(), full, strict=True):
         assert leaf.grad is None if name == frozen else torch.equal(leaf.grad, expected)
-
-
-@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16, torch.float32, torch.float64])
-@pytest.mark.parametrize("loss", [clip, nt_xent, sup_con, sigmoid])
-def test_gradients_have_the_dtype_of_what_they_are_of(loss: Loss, dtype: torch.dtype) -> None:
-    leaves = features(dtype=dtype).detach().requires_grad_(), features(seed=1, dtype=dtype).detach().requires_grad_()
-    scale = number(14.3, torch.float32)
-    value = loss(*leaves, scale, "torch")
-    assert value.dtype is (torch.float64 if dtype is torch.float64 else torch.float32)
-    assert [x.dtype for x in gradients(value, *leaves, scale)] == [dtype, dtype, torch.float32]
-
-
-@pytest.mark.parametrize("loss", LOSSES)
-def test_a_second_derivative_is_refused_by_name(loss: Loss) -> None:
-    image, text, scale = features(), features(seed=1), number(14.3)
-    first = torch.autograd.grad(loss(image, text, scale, "torch"), image, create_graph=True)[0]
-    with pytest.raises(RuntimeError, match="sigmoid_gradients" if loss is sigmoid else "softmax_gradients"):
-        torch.autograd.grad(first.sum(), image)
 
 
 def step(loss: Loss, backend: str) -> list[Tensor]:
@@ -302,13 +256,6 @@ def test_whoever_must_see_an_operator_does(monkeypatch: pytest.MonkeyPatch) -> N
         tracing.setattr(torch._C, "_get_tracing_state", object)
         ask(x)
     assert told == [False, False]
-
-
-@pytest.mark.parametrize("loss", LOSSES)
-def test_a_map_over_calls_is_refused_by_name(loss: Loss) -> None:
-    leaves = features(), features(seed=1), number(14.3)
-    with pytest.raises(RuntimeError, match="sigmoid_loss" if loss is sigmoid else "softmax_loss"):
-        torch.func.vmap(lambda each: loss(each, *leaves[1:], "torch"))(leaves[0][None])
 
 
 @pytest.mark.parametrize("loss", LOSSES)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import logging
 import sys
 import threading
 import time
@@ -110,21 +109,6 @@ def test_the_compiler_sees_one_operator_in_one_graph(loss: Loss) -> None:
     assert graphs.operators() == [f"contrastile.{kind}_loss.default"]
     # all else that is in the graph makes or reads tensors: nobody asks torch what is at work
     assert "_C" not in graphs.found[0].code
-
-
-@pytest.mark.parametrize("loss", LOSSES)
-def test_no_look_up_of_a_module_is_traced(loss: Loss, caplog: pytest.LogCaptureFixture) -> None:
-    torch._logging.set_logs(guards=True)
-    try:
-        log = logging.getLogger("torch._dynamo.guards.__guards")
-        log.addHandler(caplog.handler)
-        torch.compile(lambda *x: loss(*x, "torch"), backend="eager")(*leaves(torch.float64))
-    finally:
-        log.removeHandler(caplog.handler)
-        torch._logging.set_logs()
-    assert "contrastile" in caplog.text
-    assert "sys.modules" not in caplog.text
-    assert "_dot_registry'" not in caplog.text
 
 
 def test_a_module_that_is_imported_later_does_not_compile_anything_anew(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -110,14 +110,6 @@ def test_a_backend_that_raises_anything_when_it_is_imported_is_broken(
     assert (found.state, found.detail) == ("broken", f"{type(raised).__name__}: {raised}")
 
 
-def test_a_file_that_cannot_be_written_is_refused_before_the_work(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
-    monkeypatch.setattr(doctor, "examine", None)
-    assert run("--json", str(tmp_path)) == 2
-    assert capsys.readouterr() == ("", f"contrastile doctor: cannot write {tmp_path}: Is a directory\n")
-
-
 def test_what_was_found_before_an_interruption_is_shown(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:

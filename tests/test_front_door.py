@@ -6,14 +6,12 @@ import ast
 import gc
 import inspect
 import re
-import runpy
 import subprocess
 import sys
 import weakref
 from collections import deque
 from fractions import Fraction
-from pathlib import Path
-from types import ModuleType, SimpleNamespace
+from types import ModuleType
 
 import numpy as np
 import pytest
@@ -25,7 +23,6 @@ from contrastile import evaluation, plan, problems, validation
 from contrastile.backends import registry
 from contrastile.backends.arrays import library_of
 
-PAGE = Path(__file__).parent.parent / "scripts" / "make_errors_page.py"
 ALL = [each for group in PROVOCATIONS.values() for each in group]
 EVERYWHERE = [pytest.param(each, library, id=f"{library}-{each.call}") for each in ALL for library in each.libraries]
 LOSSES = [
@@ -78,31 +75,16 @@ def test_no_check_goes_unprovoked(module: ModuleType) -> None:
         assert any(error == name and re.fullmatch(pattern, message) for name, message in said), (error, pattern)
 
 
-def test_the_page_of_errors_is_what_the_code_says(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.syspath_prepend(str(PAGE.parent))
-    module = SimpleNamespace(**runpy.run_path(str(PAGE)))
-    assert module.PAGE.read_text(encoding="utf-8") == module.page(), "run: make errors"
-
-
 @pytest.mark.parametrize("library", LIBRARIES)
 @pytest.mark.parametrize("expression", [*LOSSES, "contrastile.clip_loss(image, text, 14.0, ids=labels)"])
 def test_good_input_is_not_refused(expression: str, library: str) -> None:
     assert np.isfinite(float(call(expression, library, backend="auto")))
 
 
-@pytest.mark.parametrize("backend", ["numpy", "torch"])
-@pytest.mark.parametrize("value", [np.nan, np.inf, -np.inf])
-@pytest.mark.parametrize("expression", LOSSES)
-def test_nan_and_infinite_features_follow_the_oracle_to_a_nan_loss(expression: str, value: float, backend: str) -> None:
-    spoilt = namespace("torch")["image"]
-    # a whole row: infinity meets both signs, so that the oracle's answer is NaN for it too
-    spoilt[2, :] = value
-    assert np.isnan(float(call(expression, "torch", image=spoilt, backend=backend)))
-
-
 @pytest.mark.parametrize("library", LIBRARIES)
 @pytest.mark.parametrize(
-    "number", [14, 14.0, np.float64(14), True, np.float32(14.3), np.float16(3), np.int64(14), Fraction(43, 3)]
+    "number",
+    [14, 14.0, np.float64(14), True, np.bool_(True), np.float32(14.3), np.float16(3), np.int64(14), Fraction(43, 3)],
 )
 def test_real_numbers_of_any_type_are_scales_and_biases(number: float, library: str) -> None:
     for expression in (
@@ -173,7 +155,9 @@ def test_what_torch_can_share_is_not_copied() -> None:
 @pytest.mark.parametrize("shape", [(), (1,), (1, 1)])
 def test_one_element_scales_of_any_shape_get_a_gradient_of_that_shape(shape: tuple[int, ...]) -> None:
     scale = torch.full(shape, 14.0, requires_grad=True)
-    call("contrastile.clip_loss(image, text, scale)", "torch", scale=scale).backward()
+    loss = call("contrastile.clip_loss(image, text, scale)", "torch", scale=scale)
+    assert torch.equal(loss.detach(), call("contrastile.clip_loss(image, text, 14.0)", "torch"))
+    loss.backward()
     assert scale.grad.shape == shape
 
 
@@ -210,11 +194,6 @@ def test_a_loss_of_the_same_name_from_elsewhere_is_not_one_of_ours() -> None:
 
     with pytest.raises(ValueError, match="loss must be one of"):
         contrastile.value_and_grad(clip_loss)
-
-
-def test_no_array_library_is_imported_to_find_an_owner() -> None:
-    assert library_of(np.zeros(2)).name == "numpy"
-    assert library_of(torch.zeros(2)).name == "torch"
 
 
 def test_without_torch_the_modules_say_how_to_get_it() -> None:
@@ -295,12 +274,6 @@ def test_negatives_may_be_a_queue_of_python_s_own(library: str) -> None:
 def test_a_tile_may_be_numpy_s_integer() -> None:
     for tile in (np.int64(3), np.uint8(3)):
         assert validation.options(tile) == validation.options(3)
-
-
-def test_numpy_s_booleans_are_scales_beside_torch_tensors_too() -> None:
-    assert call("contrastile.clip_loss(image, text, np.bool_(True))", "torch") == call(
-        "contrastile.clip_loss(image, text, True)", "torch"
-    )
 
 
 def test_what_a_call_was_given_is_freed_with_its_results() -> None:

@@ -2,15 +2,14 @@
 
 from __future__ import annotations
 
-import argparse
 import os
 from pathlib import Path
 
 import pytest
 
 from contrastile import reporting
+from contrastile.cli import main
 from contrastile.reporting import plain_table, progress, show_table, why_not_writable
-from contrastile.verify import command
 
 
 def test_what_can_be_written_is_left_as_it_was(tmp_path: Path) -> None:
@@ -37,15 +36,23 @@ def test_a_pipe_is_not_opened(tmp_path: Path) -> None:
     assert why_not_writable(pipe) is None
 
 
-@pytest.mark.parametrize("world", [[], ["--world", "2"]])
-def test_verify_refuses_a_file_it_cannot_write_before_it_runs_anything(
-    world: list[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+@pytest.mark.parametrize(
+    ("words", "work"),
+    [
+        ("verify --backend numpy --json", "contrastile.verify.command.Run"),
+        ("verify --backend numpy --world 2 --json", "contrastile.verify.command.Run"),
+        ("bench --json", "contrastile.bench.sweep.run"),
+        ("bench --plot", "contrastile.bench.sweep.run"),
+        ("doctor --json", "contrastile.doctor.examine"),
+    ],
+)
+def test_a_file_that_cannot_be_written_is_refused_before_the_work(
+    words: str, work: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    parser = argparse.ArgumentParser()
-    command.add_arguments(parser)
-    monkeypatch.setattr(command, "Run", None)
-    assert command.main(parser.parse_args(["--backend", "numpy", "--json", str(tmp_path), *world])) == 2
-    assert capsys.readouterr() == ("", f"contrastile verify: cannot write {tmp_path}: Is a directory\n")
+    monkeypatch.setattr(work, None)
+    command, *options = words.split()
+    assert main([command, *options, str(tmp_path)]) == 2
+    assert capsys.readouterr() == ("", f"contrastile {command}: cannot write {tmp_path}: Is a directory\n")
 
 
 @pytest.mark.parametrize("rich", [True, False])

@@ -11,7 +11,7 @@ import subprocess
 import sys
 from dataclasses import asdict, dataclass
 
-from contrastile.bench.memory import peak_extra, resident_peak
+from contrastile.bench.memory import peak_extra
 from contrastile.bench.peers import named, use_threads
 from contrastile.bench.workloads import Workload, arguments, features
 
@@ -32,20 +32,12 @@ class Request:
     threads: int | None
 
 
-@dataclass(frozen=True, slots=True)
-class MemoryUse:
-    """Peak extra bytes by allocations, and the growth of resident memory where the system tells."""
-
-    peak_bytes: int
-    resident_bytes: int | None
-
-
 class MemoryMeasurementError(RuntimeError):
     """The measuring process failed; the message says how."""
 
 
-def measure_in_a_child(request: Request, timeout: float | None = None) -> MemoryUse:
-    """Measure in a fresh process.
+def measure_in_a_child(request: Request, timeout: float | None = None) -> int:
+    """Peak extra bytes, measured in a fresh process.
 
     Raises:
         MemoryMeasurementError: it failed, was killed or took longer than ``timeout`` seconds.
@@ -61,11 +53,11 @@ def measure_in_a_child(request: Request, timeout: float | None = None) -> Memory
     if done.returncode:
         last = (done.stderr.strip().splitlines() or ["no message"])[-1]
         raise MemoryMeasurementError(f"measuring its memory failed: {last}")
-    return MemoryUse(**json.loads(done.stdout.strip().splitlines()[-1]))
+    return int(done.stdout.split()[-1])
 
 
-def measure(request: Request) -> MemoryUse:
-    """Measure in this process: resident memory first, before anything else has allocated."""
+def measure(request: Request) -> int:
+    """Peak extra bytes, measured in this process."""
     implementation = named(request.implementation)
     use_threads(request.threads)
     workload = Workload(request.variant, request.batch, request.width)
@@ -74,9 +66,8 @@ def measure(request: Request) -> MemoryUse:
     warm = workload.resized(min(workload.batch, WARM_ROWS))
     implementation.step(arguments(features(warm), *how))()
     step = implementation.step(arguments(features(workload), *how))
-    resident = resident_peak(step) if request.device == "cpu" else None
-    return MemoryUse(peak_extra(step, implementation.library, request.device), resident)
+    return peak_extra(step, implementation.library, request.device)
 
 
 if __name__ == "__main__":
-    print(json.dumps(asdict(measure(Request(**json.loads(sys.argv[1]))))))
+    print(measure(Request(**json.loads(sys.argv[1]))))

@@ -37,7 +37,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     )
     add("--budget", type=float, default=300.0, metavar="SECONDS", help="skip what is predicted to take longer in all")
     add("--no-memory", action="store_true", help="time only")
-    add("--wide", action="store_true", help="print every column: quartiles, rates, resident memory")
+    add("--wide", action="store_true", help="print every column: quartiles, rates")
     add("--quick", action="store_true", help="small sizes, to see that it works: its speeds mean little")
     add("--json", type=Path, metavar="FILE", help="write the measurements")
     add("--plot", type=Path, metavar="FILE.png", help="draw time and memory against the batch")

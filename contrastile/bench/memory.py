@@ -8,14 +8,10 @@ Measured, never estimated:
 * torch on CUDA: the caching allocator's own high-water mark of allocated (not reserved) bytes. Small losses are
   launched for it: what a replayed CUDA graph uses was allocated when it was captured.
 * NumPy: ``tracemalloc``, to which NumPy reports its buffers. Python's own objects count too; BLAS workspace does not.
-
-``resident_peak`` is the operating system's number and includes everything. It is rounded to pages, and memory that the
-process keeps for reuse hides part of it, so it is printed beside the exact number as a cross-check.
 """
 
 from __future__ import annotations
 
-import ctypes
 import gc
 import os
 from collections.abc import Callable, Iterable, Iterator
@@ -24,9 +20,6 @@ from pathlib import Path
 from typing import Any
 
 from contrastile.verify.peak import numpy_meter
-
-_PROCESS = Path("/proc/self")
-_RESET_HIGH_WATER = "5"
 
 
 def peak_extra(call: Callable[[], Any], library: str, device: str) -> int:
@@ -115,24 +108,6 @@ def numpy_peak(call: Callable[[], Any]) -> int:
     return found[0]
 
 
-def resident_peak(call: Callable[[], Any]) -> int | None:
-    """Growth of the process's resident memory to its high-water mark during one call, in bytes; None if not known.
-
-    Call it in a fresh process: memory that an earlier call freed and the process kept hides what this call takes.
-    """
-    gc.collect()
-    _trim()
-    try:
-        (_PROCESS / "clear_refs").write_text(_RESET_HIGH_WATER)
-    except OSError:
-        return None
-    before = _status("VmRSS")
-    kept = call()
-    after = _status("VmHWM")
-    del kept
-    return None if before is None or after is None else max(0, after - before)
-
-
 def available_bytes(device: str) -> int | None:
     """Bytes available to new allocations; None if not known."""
     if device == "cuda":
@@ -140,25 +115,7 @@ def available_bytes(device: str) -> int | None:
 
         return int(torch.cuda.mem_get_info()[0])
     try:
-        text = Path("/proc/meminfo").read_text()
+        lines = Path("/proc/meminfo").read_text().splitlines()
     except OSError:
         return None
-    return _kibibytes(text, "MemAvailable")
-
-
-def _status(key: str) -> int | None:
-    return _kibibytes((_PROCESS / "status").read_text(), key)
-
-
-def _kibibytes(text: str, key: str) -> int | None:
-    for line in text.splitlines():
-        if line.startswith(f"{key}:"):
-            return int(line.split()[1]) * 1024
-    return None
-
-
-def _trim() -> None:
-    """Return free heap pages to the system, where the C library can."""
-    trim = getattr(ctypes.CDLL(None), "malloc_trim", None)
-    if trim is not None:
-        trim(0)
+    return next((int(line.split()[1]) * 1024 for line in lines if line.startswith("MemAvailable:")), None)

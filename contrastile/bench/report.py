@@ -20,7 +20,6 @@ COUNTED = {
     "torch-cpu": "every allocation and release of torch's CPU allocator, replayed; without BLAS workspace",
     "torch-cuda": "high-water mark of the bytes allocated by torch's CUDA caching allocator",
     "numpy": "tracemalloc: NumPy buffers and Python objects; without BLAS workspace",
-    "resident": "growth of the process's VmHWM over its VmRSS before the call, everything included",
 }
 
 PLOT_NEEDS = "--plot needs matplotlib; run: pip install 'contrastile[verify]'"
@@ -71,7 +70,6 @@ def _row(found: Sweep, row: Measurement) -> dict[str, Any]:
         "time_over_plain": row.times_of(plain),
         "time_over_aligned": row.times_of(aligned),
         "peak_extra_bytes": row.peak_bytes,
-        "resident_bytes": row.resident_bytes,
         "memory_over_plain": row.bytes_of(plain),
     }
 
@@ -87,7 +85,6 @@ _COLUMNS = (
     "x plain",
     "x aligned",
     "peak MiB",
-    "resident MiB",
     "memory x plain",
 )
 
@@ -178,7 +175,6 @@ def _cells(found: Sweep, row: Measurement) -> list[str]:
         _number(row.times_of(plain)),
         _number(row.times_of(aligned)),
         _mebibytes(row.peak_bytes),
-        _mebibytes(row.resident_bytes),
         _number(row.bytes_of(plain)),
     ]
 

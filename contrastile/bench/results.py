@@ -59,7 +59,6 @@ class Measurement:
         matmul: FLOP/s of the matrix products before and after each sample, averaged.
         matmul_side: side of those square products.
         peak_bytes: peak extra memory by allocations.
-        resident_bytes: growth of resident memory.
     """
 
     implementation: str
@@ -69,7 +68,6 @@ class Measurement:
     matmul: list[float] = field(default_factory=list)
     matmul_side: int = 0
     peak_bytes: int | None = None
-    resident_bytes: int | None = None
 
     @property
     def rate(self) -> float:

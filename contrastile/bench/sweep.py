@@ -29,7 +29,6 @@ PROBE_ROWS = 1024
 Advance = Callable[[str, int], None]
 """Told what is being done, and how much more of ``steps`` is done."""
 
-MEMORY_RUNS = 2
 FITS = 0.8
 """Largest share of the available memory that a prediction may have."""
 
@@ -164,7 +163,7 @@ def _does_not_fit(
         step = implementation.step(_given(implementation, small, settings))
         _seconds(step, settings.device)
         seconds_per_logit[key] = _seconds(step, settings.device) / small.batch**2
-    runs = settings.repeat + (settings.repeat > 1) + MEMORY_RUNS * settings.memory
+    runs = settings.repeat + (settings.repeat > 1) + settings.memory
     predicted = seconds_per_logit[key] * workload.batch**2 * runs
     if predicted > settings.budget:
         return (
@@ -191,11 +190,9 @@ def _count_bytes(row: Measurement, settings: SweepSettings) -> None:
         settings.threads,
     )
     try:
-        measured = child.measure_in_a_child(request, timeout=60 + 2 * settings.budget)
+        row.peak_bytes = child.measure_in_a_child(request, timeout=60 + 2 * settings.budget)
     except child.MemoryMeasurementError as error:
         row.reason = str(error)
-        return
-    row.peak_bytes, row.resident_bytes = measured.peak_bytes, measured.resident_bytes
 
 
 def _time(work: list[tuple[Implementation, Measurement]], found: Sweep, advance: Advance) -> None:

@@ -221,5 +221,6 @@ def _copy(x: Array) -> Array:
 
 
 def _garbage(x: Array) -> float | int:
-    floating = "float" in str(x.dtype)
-    return float("nan") if floating else -(2**31)
+    if "float" in str(x.dtype):
+        return float("nan")
+    return 255 if "uint8" in str(x.dtype) else -(2**31)

@@ -16,7 +16,7 @@ Match: TypeAlias = Literal["drop", "target"]
 
 
 class Pairs(NamedTuple):
-    """The vectors that define positives P and admitted pairs A; the fields are `positive_pairs`' arguments.
+    """The vectors that define positives P and admitted pairs A.
 
     positives: (m,) int64, the column of each row's positive; outside 0..n-1: none among these columns.
     row_ids: (m,) int64; column_ids: (n,) int64; read only where both are given.
@@ -32,49 +32,17 @@ class Pairs(NamedTuple):
     excluded: IntArray | None = None
 
     def positive(self, m: int, n: int) -> BoolArray:
-        """P of `positive_pairs` for these vectors, (m, n) bool."""
-        return positive_pairs(m, n, *self)
+        """P_ij, (m, n) bool: column j is a positive of row i."""
+        by_ids = self.match == "target"
+        P = _equal(m, n, self.row_ids, self.column_ids) if by_ids else _pointed_at(m, n, self.positives)
+        return P & ~_pointed_at(m, n, self.excluded)
 
     def admitted(self, m: int, n: int) -> BoolArray:
-        """A of `admitted_pairs` for these vectors, (m, n) bool."""
-        return admitted_pairs(m, n, *self)
-
-
-def positive_pairs(
-    m: int,
-    n: int,
-    positives: IntArray | None = None,
-    row_ids: IntArray | None = None,
-    column_ids: IntArray | None = None,
-    match: Match = "drop",
-    excluded: IntArray | None = None,
-) -> BoolArray:
-    """P_ij: column j is a positive of row i.
-
-    The arguments are the fields of `Pairs`. Returns (m, n) bool.
-    """
-    P = _equal(m, n, row_ids, column_ids) if match == "target" else _pointed_at(m, n, positives)
-    return P & ~_pointed_at(m, n, excluded)
-
-
-def admitted_pairs(
-    m: int,
-    n: int,
-    positives: IntArray | None = None,
-    row_ids: IntArray | None = None,
-    column_ids: IntArray | None = None,
-    match: Match = "drop",
-    excluded: IntArray | None = None,
-) -> BoolArray:
-    """A_ij: whether the pair of row i and column j counts in either direction; every positive is admitted.
-
-    The arguments are the fields of `Pairs`. Returns (m, n) bool.
-    """
-    P = positive_pairs(m, n, positives, row_ids, column_ids, match, excluded)
-    unseen = _pointed_at(m, n, excluded)
-    if match == "drop":
-        unseen |= _equal(m, n, row_ids, column_ids)
-    return P | ~unseen
+        """A_ij, (m, n) bool: whether a pair counts in either direction; every positive is admitted."""
+        unseen = _pointed_at(m, n, self.excluded)
+        if self.match == "drop":
+            unseen |= _equal(m, n, self.row_ids, self.column_ids)
+        return self.positive(m, n) | ~unseen
 
 
 def target_weights(P: BoolArray) -> FloatArray:

@@ -75,7 +75,7 @@ def outcome(
 
     Returns:
         The results, converted to NumPy float64; None for what was not asked for. Of a problem with a placement, this
-        rank's part, without the sums of the positive logits, which are never merged over ranks.
+        rank's part; with a placement or a walk, without the sums of the positive logits, which are never merged.
 
     Raises:
         UnsupportedProblemError: the backend refuses the problem.
@@ -96,8 +96,8 @@ def outcome(
         gradients = _NO_GRADIENTS
         if wanted is not None:
             assert sums is not None
-            place = native.placement
-            gradients = schedule.finish(native.rows, native.scale, place, sums, upstream_gradient, wanted, arrays)
+            given = native.rows, native.scale, native.placement, sums, upstream_gradient, wanted, arrays
+            gradients = schedule.finish(*given, walk=native.walk)
     else:
         recording = around(backend, recorded, "lse", "keeping")
         saved = schedule.forward(native, recording, options, wanted=wanted)
@@ -107,7 +107,7 @@ def outcome(
         loss = saved.loss
         lses = {name: getattr(saved, name) for name in STATISTICS if hasattr(saved, name)}
 
-    if native.placement is not None:
+    if native.placement is not None or native.walk is not None:
         parts.clear()
 
     def take(x: Array | None) -> Any:

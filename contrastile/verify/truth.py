@@ -17,7 +17,7 @@ from contrastile.oracle.general import (
     split_lse,
     weighted_sum,
 )
-from contrastile.oracle.pairs import admitted_pairs, positive_pairs
+from contrastile.oracle.pairs import Pairs
 from contrastile.oracle.sigmoid import gradient_of_sigmoid_logits, sigma, sigmoid_terms
 from contrastile.schedules.problem import Problem
 
@@ -146,8 +146,8 @@ class Truth:
 def masks(problem: Problem) -> tuple[BoolArray, BoolArray]:
     """The admitted and the positive pairs as (m, n) bool, by the rules of ``backends.contract.Pairs``."""
     m, n = len(problem.rows), sum(len(block) for block in problem.columns)
-    rules = problem.positives, problem.row_ids, problem.column_ids, problem.match, problem.excluded
-    return admitted_pairs(m, n, *rules), positive_pairs(m, n, *rules)
+    pairs = Pairs(problem.positives, problem.row_ids, problem.column_ids, problem.match, problem.excluded)
+    return pairs.admitted(m, n), pairs.positive(m, n)
 
 
 def truth(problem: Problem, upstream: float = 1.0) -> Truth:

@@ -218,16 +218,6 @@ def test_a_picture_without_memory_has_times_alone(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("option", ["--json", "--plot"])
-def test_a_file_that_cannot_be_written_is_refused_before_the_work(
-    option: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
-    monkeypatch.setattr(sweep, "run", None)
-    path = tmp_path / "not there" / "file"
-    assert main(parsed(option, str(path))) == 2
-    assert capsys.readouterr() == ("", f"contrastile bench: cannot write {path}: No such file or directory\n")
-
-
-@pytest.mark.parametrize("option", ["--json", "--plot"])
 def test_a_file_that_can_no_longer_be_written_is_said_after_the_table(
     option: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], found: Sweep
 ) -> None:

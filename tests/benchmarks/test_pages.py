@@ -198,13 +198,6 @@ def test_the_chart_of_the_home_page_shows_ours_the_formula_and_the_two_fastest_k
     assert first == {name: (tmp_path / name).read_text(encoding="utf-8") for name in names}
 
 
-def test_the_page_of_exact_losses_is_what_its_record_says(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.syspath_prepend(str(pages.ROOT / "scripts"))
-    import make_exact_page
-
-    assert make_exact_page.PAGE.read_text(encoding="utf-8") == make_exact_page.page()
-
-
 def test_a_new_record_of_certain_pairs_is_one_that_the_page_can_read(
     monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:

@@ -16,6 +16,7 @@ from typing import Any, TypeVar
 import numpy as np
 import pytest
 import torch
+from launching import PROGRAMS
 
 import contrastile
 from contrastile import problems
@@ -27,6 +28,9 @@ from contrastile.verify.runner import Row, Run
 from contrastile.verify.selection import Selection
 from contrastile.verify.truth import truth
 from contrastile.verify.worlds import Threads
+
+sys.path.append(str(PROGRAMS))
+from primitives import BY_THREADS
 
 ROOT = Path(__file__).parents[2]
 PAGE = ROOT / "docs" / "how-to" / "write-communicator.md"
@@ -99,21 +103,9 @@ def test_a_communicator_that_mixes_up_its_messages_is_caught(queues: Any) -> Non
     assert {row["property"] for row in found if row["status"] == "fail"} >= {"ring", "gather"}
 
 
-def test_messages_may_be_waited_for_in_any_order_and_are_of_any_dtype(queues: Any) -> None:
-    def program(comm: Any) -> None:
-        behind = (comm.rank - 1) % comm.size
-        kinds = [torch.bfloat16, torch.int64, torch.float64]
-        sent = [torch.full((3 * i, 2), 10 * comm.rank + i).to(kind) for i, kind in enumerate(kinds)]
-        arrived = [torch.zeros_like(x) for x in sent]
-        pending = [comm.shift([x], [y]) for x, y in zip(sent, arrived, strict=True)]
-        # a phase may begin while messages are under way
-        assert comm.tell("λ" * comm.rank) == ["λ" * r for r in range(comm.size)]
-        for each in reversed(pending):
-            each.wait()
-            each.wait()
-        assert all(torch.equal(y, x - 10 * (comm.rank - behind)) for x, y in zip(sent, arrived, strict=True))
-
-    assert on_every_rank(3, queues.Queues, program) == [None] * 3
+@pytest.mark.parametrize("check", BY_THREADS)
+def test_every_primitive_gives_what_it_must(queues: Any, check: Callable[[Any], None]) -> None:
+    on_every_rank(3, queues.Queues, check)
 
 
 def test_a_rank_that_does_not_answer_is_named_and_the_group_carries_nothing_more(queues: Any) -> None:

@@ -10,18 +10,12 @@ from launching import ENGINES, launch
 RANKS = range(4)
 
 
+# the others are asked of ranks in one process: tests/schedules/test_handshake.py
 MESSAGES = {
     "deadline soon": "rank 3: deadline must be a positive number of seconds, got 'soon'",
     "deadline -3": "rank 3: deadline must be a positive number of seconds, got '-3'",
-    "width": "width must be the same on every rank, got 6 on ranks 0, 1, 2, 4 on rank 3",
     "dtype": 'dtype must be the same on every rank, got "float32" on ranks 0, 1, 2, "float64" on rank 3',
-    "exchange": 'exchange must be the same on every rank, got "ring" on ranks 0, 1, 2, "gather" on rank 3',
-    "reduction": 'parameter_reduction must be the same on every rank, got "mean" on ranks 0, 1, 2, "sum" on rank 3',
-    "no exchange": "rank 3: exchange must be one of auto, ring, gather, replicate, local, got 'star'",
-    "no reduction": "rank 3: parameter_reduction must be one of mean, sum, got 'max'",
-    "tile": "tile must be the same on every rank",
     "empty": "the ranks must hold at least one row together, got none",
-    "no text": "rank 3: image and text must be arrays of one library",
     "text too short": "rank 3: image and text must have as many rows as each other, got 5 and 4",
 }
 

@@ -2,79 +2,29 @@
 
 from __future__ import annotations
 
+import sys
 import time
+from collections.abc import Callable
 
 import numpy as np
 import pytest
+from launching import PROGRAMS
 
 from contrastile.comm.communicator import ExchangeError
 from contrastile.comm.inprocess import InProcess, InProcessGroup
 
-WORLDS = [1, 2, 3, 5, 8]
-LATE = pytest.mark.parametrize("late", [False, True], ids=["eager", "late"])
+sys.path.append(str(PROGRAMS))
+from primitives import BY_THREADS, waits_in_any_order
 
 
-def uneven(n: int) -> list[int]:
-    """Sizes that differ, one of them 0 where there are several."""
-    return [(3 * rank + 2) % 5 for rank in range(n)]
-
-
-@LATE
-@pytest.mark.parametrize("n", WORLDS)
-def test_shift_goes_to_the_next_rank(n: int, late: bool) -> None:
-    sizes = uneven(n)
-
-    def program(comm: InProcess) -> list[np.ndarray]:
-        behind = (comm.rank - 1) % n
-        outgoing = [np.full((sizes[comm.rank], 2), comm.rank), np.arange(3) + 10 * comm.rank]
-        incoming = [np.zeros((sizes[behind], 2), int), np.zeros(3, int)]
-        comm.shift(outgoing, incoming).wait()
-        return incoming
-
-    for rank, (matrix, vector) in enumerate(InProcessGroup[list[np.ndarray]](n, late=late).run(program)):
-        behind = (rank - 1) % n
-        np.testing.assert_array_equal(matrix, np.full((sizes[behind], 2), behind))
-        np.testing.assert_array_equal(vector, np.arange(3) + 10 * behind)
-
-
-@LATE
-@pytest.mark.parametrize("n", WORLDS)
-def test_all_to_all_sorts_by_sender(n: int, late: bool) -> None:
-    def program(comm: InProcess) -> np.ndarray:
-        outgoing = [np.array([10.0 * comm.rank + target]) for target in range(n)]
-        incoming = [np.zeros(1) for _ in range(n)]
-        comm.all_to_all(outgoing, incoming).wait()
-        return np.concatenate(incoming)
-
-    for rank, found in enumerate(InProcessGroup[np.ndarray](n, late=late).run(program)):
-        np.testing.assert_array_equal(found, 10.0 * np.arange(n) + rank)
-
-
-@LATE
-@pytest.mark.parametrize("n", WORLDS)
-def test_all_gather_joins_in_the_order_of_the_ranks(n: int, late: bool) -> None:
-    sizes = uneven(n)
-    whole = np.arange(2.0 * sum(sizes)).reshape(-1, 2)
-    ends = np.cumsum(sizes)
-
-    def program(comm: InProcess) -> np.ndarray:
-        found = np.zeros_like(whole)
-        own = whole[ends[comm.rank] - sizes[comm.rank] : ends[comm.rank]].copy()
-        comm.all_gather(own, found, sizes).wait()
-        return found
-
-    for found in InProcessGroup[np.ndarray](n, late=late).run(program):
-        np.testing.assert_array_equal(found, whole)
-
-
-@pytest.mark.parametrize("n", WORLDS)
-def test_agree_and_tell_reach_everybody(n: int) -> None:
-    def program(comm: InProcess) -> tuple[np.ndarray, list[str]]:
-        return comm.agree(np.array([comm.rank, 5])), comm.tell(f"rank {comm.rank}")
-
-    for records, texts in InProcessGroup[tuple[np.ndarray, list[str]]](n).run(program):
-        np.testing.assert_array_equal(records, [[rank, 5] for rank in range(n)])
-        assert texts == [f"rank {rank}" for rank in range(n)]
+# where every message is late, ranks that wait in different orders wait for each other
+@pytest.mark.parametrize(
+    ("check", "late"),
+    [(check, late) for check in BY_THREADS for late in (False, True) if not (late and check is waits_in_any_order)],
+)
+@pytest.mark.parametrize("n", [1, 2, 3, 5, 8])
+def test_every_primitive_gives_what_it_must(n: int, check: Callable[[InProcess], None], late: bool) -> None:
+    InProcessGroup[None](n, late=late).run(check)
 
 
 def exchanged(late: bool, spoil: str) -> list[np.ndarray]:
@@ -116,19 +66,7 @@ def test_after_its_wait_a_sender_may_change_its_arrays() -> None:
         np.testing.assert_array_equal(found, 10 * ((rank - 1) % 3) + np.arange(4)[:, None] * np.ones(3))
 
 
-def test_messages_are_matched_in_the_order_of_posting() -> None:
-    def program(comm: InProcess) -> tuple[float, float]:
-        first, second = [np.zeros(1)], [np.zeros(1)]
-        one = comm.shift([np.array([1.0 + comm.rank])], first)
-        two = comm.shift([np.array([100.0 + comm.rank])], second)
-        two.wait()
-        one.wait()
-        return float(first[0][0]), float(second[0][0])
-
-    assert InProcessGroup[tuple[float, float]](3).run(program) == [(3.0, 102.0), (1.0, 100.0), (2.0, 101.0)]
-
-
-@LATE
+@pytest.mark.parametrize("late", [False, True], ids=["eager", "late"])
 def test_ranks_take_turns_in_the_same_way_every_time(late: bool) -> None:
     def program(comm: InProcess) -> None:
         log.append((comm.rank, 0))

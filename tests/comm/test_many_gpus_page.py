@@ -83,8 +83,3 @@ def test_the_queue_is_shared_out() -> None:
     # another order of sums over 16 columns of logits up to 20: as in tests/test_switching.py
     allowed = gamma(UNIT["float64"] * (8 + 16 + 5 + 16)) * (2 + 4 * 20.0)
     assert abs(loss - contrastile.info_nce(query, key, 20.0, negatives=queue)) <= allowed
-
-
-@pytest.mark.parametrize("what", ["torchrun --nproc-per-node", "mpirun -n 8 python -m mpi4py"])
-def test_the_page_shows_how_to_start_them(what: str) -> None:
-    assert what in PAGE.read_text(encoding="utf-8")

@@ -7,13 +7,7 @@ from hypothesis import given, settings
 from oracle_problems import RAGGED, Problem, problems
 from second_opinions import pair_kind
 
-from contrastile.oracle.pairs import (
-    Pairs,
-    admitted_pairs,
-    column_target_weights,
-    positive_pairs,
-    target_weights,
-)
+from contrastile.oracle.pairs import Pairs, column_target_weights, target_weights
 
 
 @settings(max_examples=80, deadline=None)
@@ -22,8 +16,8 @@ def test_masks_follow_the_definition(p: Problem) -> None:
     m, n = p.x.shape
     by_words = np.array([[pair_kind(p.pairs, i, j) for j in range(n)] for i in range(m)], dtype=np.bool_)
     by_words = by_words.reshape(m, n, 2)
-    np.testing.assert_array_equal(positive_pairs(m, n, *p.pairs), by_words[..., 0])
-    np.testing.assert_array_equal(admitted_pairs(m, n, *p.pairs), by_words[..., 1])
+    np.testing.assert_array_equal(p.pairs.positive(m, n), by_words[..., 0])
+    np.testing.assert_array_equal(p.pairs.admitted(m, n), by_words[..., 1])
     assert not (p.P & ~p.A).any()
 
 

@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Sequence
-from typing import Any
+from collections.abc import Iterable, Sequence
 
 from contrastile.backends.registry import load
 from contrastile.comm.inprocess import InProcess, InProcessGroup
@@ -17,7 +16,7 @@ from contrastile.verify.worlds import Threads
 WORLDS = (1, 2, 3, 4, 5, 8)
 
 
-def found_one_by_one(
+def rows(
     n: int,
     properties: Sequence[str],
     case_names: Sequence[str],
@@ -25,15 +24,10 @@ def found_one_by_one(
     backend: str = "numpy",
     dtypes: Sequence[str] = ("float64",),
     examples: int = 20,
-) -> Iterator[Row]:
-    """What ``contrastile verify --world n`` says, row by row."""
+) -> list[Row]:
+    """What ``contrastile verify --world n`` says."""
     chosen = Selection({backend: load(backend)}, case_names, properties, dtypes, examples=examples, world=Threads(n))
-    return Run(chosen).rows()
-
-
-def rows(n: int, properties: Sequence[str], case_names: Sequence[str], **more: Any) -> list[Row]:
-    """All that ``contrastile verify --world n`` says."""
-    return list(found_one_by_one(n, properties, case_names, **more))
+    return list(Run(chosen).rows())
 
 
 def failing(found: Iterable[Row]) -> set[str]:

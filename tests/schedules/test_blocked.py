@@ -24,7 +24,7 @@ from contrastile.schedules.problem import Problem, Walk
 from contrastile.verify import cases
 from contrastile.verify.bounds import bounds
 from contrastile.verify.comparison import GRADIENT, compare
-from contrastile.verify.execution import every_gradient, materialise
+from contrastile.verify.execution import every_gradient, outcome
 from contrastile.verify.rearrange import folded
 from contrastile.verify.truth import Outcome, truth
 
@@ -88,21 +88,7 @@ def test_a_walk_of_rows_against_themselves_is_within_the_bounds(name: str, block
 
 
 def assert_within(given: Problem, block: int, exact: Outcome, bound: Outcome) -> None:
-    problem = walked(materialise(given, TORCH, "float32"), block)
-    value, gradients, saved = evaluated(problem)
-
-    def take(x: Any) -> Any:
-        return None if x is None else x.double().numpy()
-
-    lses = {} if saved is None else {each: take(getattr(saved, each)) for each in FIELDS if "lse" in each}
-    got = Outcome(
-        take(value),
-        take(gradients.rows),
-        tuple(take(x) for x in gradients.columns),
-        take(gradients.scale),
-        take(gradients.bias),
-        **lses,
-    )
+    got = outcome(walked(given, block), TORCH, "float32")
     worst = compare(got, exact, bound, FIELDS)
     assert worst.ratio < 1, worst
 

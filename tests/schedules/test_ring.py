@@ -165,9 +165,10 @@ def test_nothing_is_larger_than_a_shard(n: int, monkeypatch: pytest.MonkeyPatch)
 
 
 @pytest.mark.parametrize("n", WORLDS)
-def test_late_messages_give_the_bits_of_eager_ones(n: int) -> None:
-    found = rows(n, ["delivery", "agreement"], ["ragged", "blocks", "ids-drop", "sigmoid-ids"], dtypes=["float32"])
-    assert len(found) == 8
+def test_late_messages_give_the_bits_of_eager_ones_and_all_ranks_have_them(n: int) -> None:
+    cases = ["ragged", "blocks", "ids-drop", "labels", "sigmoid", "sigmoid-ids"]
+    found = rows(n, ["delivery", "agreement"], cases, dtypes=["float32"])
+    assert len(found) == 12
     assert not failing(found)
 
 

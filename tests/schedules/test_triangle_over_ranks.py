@@ -31,12 +31,6 @@ def test_every_case_is_within_the_bounds(n: int) -> None:
     assert [row["status"] for row in found] == ["pass"] * 5
 
 
-@pytest.mark.parametrize("n", [2, 4])
-def test_calls_of_the_front_door_are_within_the_bounds(n: int) -> None:
-    found = rows(n, ["nt-xent", "sup-con"], ["front-door"])
-    assert [row["status"] for row in found] == ["pass"] * 2
-
-
 class Numbered:
     """The part of a communicator that says who and how many there are."""
 

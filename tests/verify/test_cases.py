@@ -9,40 +9,11 @@ import numpy as np
 import pytest
 
 from contrastile.schedules.problem import Problem
-from contrastile.verify.cases import CASES, build, names
+from contrastile.verify.cases import CASES, build
 from contrastile.verify.rounding import UNIT, round_to
 from contrastile.verify.truth import Truth, truth
 
 DTYPES = list(UNIT)
-PROMISED = [
-    "smoke",
-    "ragged",
-    "square-ragged",
-    "hot",
-    "all-negative",
-    "staircase",
-    "deep",
-    "wide",
-    "exact",
-    "duplicates",
-    "one-row",
-    "one-column",
-    "zero-rows",
-    "ids-drop",
-    "labels",
-    "self-excluded",
-    "blocks",
-    "rectangular",
-    "signed-zero-weights",
-    "wide-scale",
-    "sigmoid",
-    "sigmoid-ids",
-    "large-logits",
-    "wordnet@14.3",
-    "wordnet@100",
-    "nan",
-    "inf",
-]
 
 
 def arrays(problem: Problem) -> dict[str, np.ndarray]:
@@ -54,10 +25,6 @@ def arrays(problem: Problem) -> dict[str, np.ndarray]:
 def of(name: str, dtype: str = "float32") -> tuple[Problem, Truth]:
     problem = build(name, dtype).problem
     return problem, truth(problem)
-
-
-def test_the_promised_cases_are_there() -> None:
-    assert set(PROMISED) <= set(names()) == set(CASES)
 
 
 @pytest.mark.parametrize("dtype", DTYPES)

@@ -274,47 +274,9 @@ def test_the_command_writes_the_world_into_every_row(tmp_path: Any, capsys: Any)
     assert {row["property"] for row in read["rows"]} == set(DISTRIBUTED)
 
 
-@pytest.mark.parametrize(
-    ("words", "message"),
-    [
-        (["--world", "0"], "--world must be 1..8, mpi or torch, got '0'"),
-        (["--world", "9"], "--world must be 1..8, mpi or torch, got '9'"),
-        (["--world", "ring"], "--world must be 1..8, mpi or torch, got 'ring'"),
-        (["--world", "torch"], "--world torch runs under torchrun; run: torchrun --nproc-per-node 4 -m contrastile"),
-        (["--world", "2", "--property", "permutation"], "property must be one of ring, gather,"),
-        (["--world", "2", "--case", "drawn"], "case must be one of smoke,"),
-        (["--world", "2", "--case", "sharded:rows=1"], "as a failure prints it"),
-        (["--property", "ring"], "property must be one of value,"),
-        (["--world", "2", "--backend", "numpy", "--case", str(SHARED)], "nothing ran: the case is for a world of 3"),
-    ],
-)
-def test_what_cannot_run_exits_2_with_one_line(
-    words: list[str], message: str, capsys: Any, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.delenv("RANK", raising=False)
-    assert main(["verify", *words]) == 2
-    err = capsys.readouterr().err
-    assert err.startswith("contrastile verify: ")
-    assert message in err
-    assert err.count("\n") == 1
-
-
-def test_a_missing_package_exits_2_with_the_command_that_mends_it(capsys: Any, monkeypatch: pytest.MonkeyPatch) -> None:
-    import importlib.util
-
-    find = importlib.util.find_spec
-    monkeypatch.setattr(importlib.util, "find_spec", lambda name, *a: None if name == "mpi4py" else find(name, *a))
-    assert main(["verify", "--world", "mpi"]) == 2
-    assert "--world mpi needs mpi4py; run: pip install 'contrastile[mpi]'" in capsys.readouterr().err
-
-
-def test_the_list_names_the_properties_of_a_world(capsys: Any) -> None:
-    assert main(["verify", "--list"]) == 0
-    out = capsys.readouterr().out
-    for name, each in DISTRIBUTED.items():
-        assert f"  {name:24}{each.about}" in out
-        assert each.about
+def test_properties_of_a_world_have_names_of_their_own() -> None:
     assert not set(DISTRIBUTED) & (set(PROPERTIES) - {"tiles"})
+    assert all(each.about for each in DISTRIBUTED.values())
 
 
 def test_no_world_is_opened_for_nothing() -> None:

@@ -1,4 +1,4 @@
-"""Defects that no random aligned problem shows, each caught by a case and property made for it."""
+"""Defects that no random aligned problem shows, each caught by a case made for it. Others are mutants."""
 
 from __future__ import annotations
 
@@ -14,18 +14,14 @@ from contrastile.backends.arrays import NumpyArrays
 from contrastile.backends.contract import Backend, Block
 from contrastile.backends.registry import load
 from contrastile.mutate.wrappers import WRAPPERS
-from contrastile.mutate.wrapping import around, doubled, seeing
+from contrastile.mutate.wrapping import seeing
 from contrastile.verify import cases, report
 from contrastile.verify.comparison import Worst
 from contrastile.verify.runner import Run
 from contrastile.verify.selection import Selection
+from contrastile.verify.wrapped import around
 
 SOUND = load("numpy")
-
-
-def mutant(name: str, base: Backend = SOUND) -> Backend:
-    """A defect that ``contrastile mutate`` plants."""
-    return WRAPPERS[name].plant(base)
 
 
 def on_pairs(change: Callable[[Any, Block], Any], *names: str) -> Backend:
@@ -51,18 +47,7 @@ def counted_from_the_end(name: str) -> Backend:
     return on_pairs(lambda x, block: np.where(x < 0, x + len(block.columns), x), name)
 
 
-def early_return(missing: int) -> Backend:
-    """Nothing is computed where one of the gradients (0: rows, 1: columns) is not asked for."""
-
-    def call(primitive: Callable[..., Any], block: Block, weights: Any, *rest: Any) -> Any:
-        if rest[missing] is not None:
-            return primitive(block, weights, *rest)
-        return np.zeros(len(block.rows)), np.zeros(len(block.rows))
-
-    return around(replace(SOUND, finished=None, keeping=None), call, "gradients", "sigmoid")
-
-
-def holding(make: Callable[[Block], object], base: Backend = SOUND) -> Backend:
+def holding(make: Callable[[Block], object]) -> Backend:
     """Something else is alive while a primitive works."""
 
     def call(primitive: Callable[..., Any], block: Block, *rest: Any) -> Any:
@@ -71,11 +56,7 @@ def holding(make: Callable[[Block], object], base: Backend = SOUND) -> Backend:
         del held
         return found
 
-    return around(base, call)
-
-
-def all_logits(block: Block) -> object:
-    return block.rows @ block.columns.T
+    return around(SOUND, call)
 
 
 def all_tiles(block: Block) -> object:
@@ -87,41 +68,14 @@ def whole_mask(block: Block) -> object:
     return block.pairs.row_ids[:, None] == block.pairs.column_ids
 
 
-FAR = ["ids-drop@far", "ids-target@far", "sigmoid-ids@far"]
-FROZEN = ["ragged", "blocks", "sigmoid"]
-LONG = ["long", "long@sigmoid"]
 MISSED: dict[str, tuple[str, list[str], Callable[[], Backend]]] = {
-    "m % 64 == 0": ("value", ["aligned", *LONG], partial(mutant, "doubled-at-m-64")),
-    "m % 128 == 0": ("value", ["aligned", "long"], partial(mutant, "doubled-at-m-128")),
-    "n % 128 == 0": ("value", ["aligned"], lambda: doubled(SOUND, lambda b: len(b.columns) % 128 == 0)),
-    "d == 512": ("value", LONG, partial(mutant, "doubled-at-d-512")),
-    "d > 128": ("value", ["wide"], lambda: doubled(SOUND, lambda b: b.rows.shape[1] > 128)),
-    "d > 1024": ("value", ["deep@1025"], partial(mutant, "doubled-beyond-d-1024")),
-    "odd d": ("value", ["negative-scale", "deep@1025"], lambda: doubled(SOUND, lambda b: b.rows.shape[1] % 2 == 1)),
-    "n > 1000": ("value", LONG, partial(mutant, "doubled-beyond-n-1000")),
-    "n > 1100": ("value", LONG, partial(mutant, "doubled-beyond-n-1100")),
-    "no row gradient": ("frozen", FROZEN, partial(early_return, 0)),
-    "no column gradient": ("frozen", FROZEN, partial(early_return, 1)),
-    "sigmoid's value alone": ("frozen", ["sigmoid"], partial(mutant, "sigmoid-0-without-gradients")),
-    "negative ids": ("value", FAR, partial(mutant, "negative-ids-never-equal")),
-    "ids of 32 bits": ("value", FAR, partial(mutant, "ids-cut-to-32-bits")),
-    "ids as float64": ("value", FAR, ids_as_float64),
+    "ids as float64": ("value", ["ids-drop@far", "ids-target@far", "sigmoid-ids@far"], ids_as_float64),
     "positives of 32 bits": ("value", ["ids-drop@far", "sigmoid-ids@far"], partial(cut_to_32_bits, "positives")),
     "exclusions of 32 bits": ("value", ["ids-drop@far"], partial(cut_to_32_bits, "excluded")),
     "positives from the end": ("value", ["ids-drop@far"], partial(counted_from_the_end, "positives")),
     "exclusions from the end": ("value", ["ids-drop@far"], partial(counted_from_the_end, "excluded")),
-    "negative strides": ("strided", ["ragged"], partial(mutant, "sign-of-strides-lost")),
-    "small weights": ("gradients", ["tiny-weights", "tiny-weights@sigmoid"], partial(mutant, "weights-below-1e-6")),
-    "sign of the scale": (
-        "value",
-        ["negative-scale", "negative-scale@sigmoid"],
-        partial(mutant, "sign-of-scale-lost"),
-    ),
-    "all logits": ("peak-memory", ["peak-memory"], partial(holding, all_logits)),
     "all tiles": ("peak-memory", ["peak-memory"], partial(holding, all_tiles)),
     "a whole mask": ("peak-memory", ["peak-memory"], partial(holding, whole_mask)),
-    "tile ignored": ("peak-memory", ["peak-memory"], partial(mutant, "tile-ignored")),
-    "loose facts": ("value", ["smoke"], partial(mutant, "facts-that-bound-nothing")),
 }
 EACH = [(name, case) for name, (_, named, _) in MISSED.items() for case in named]
 
@@ -145,17 +99,6 @@ def test_every_one_of_them_runs_by_default() -> None:
     selection = Selection({})
     run = {(p.name, case) for p in selection.chosen() for case in selection.own_cases(p) or selection.case_names()}
     assert {(p, case) for p, named, _ in MISSED.values() for case in named} <= run
-
-
-def test_a_torch_backend_that_ignores_the_tile_is_caught() -> None:
-    pytest.importorskip("torch")
-    assert statuses(load("torch"), "peak-memory", "peak-memory") == ["pass"]
-    assert statuses(mutant("tile-ignored", load("torch")), "peak-memory", "peak-memory") == ["fail"]
-
-
-def test_a_torch_backend_that_holds_all_logits_is_caught() -> None:
-    pytest.importorskip("torch")
-    assert statuses(holding(all_logits, load("torch")), "peak-memory", "peak-memory") == ["fail"]
 
 
 def test_a_library_whose_memory_nothing_counts_is_skipped() -> None:
@@ -190,7 +133,7 @@ def test_a_few_refusals_are_counted_and_pass() -> None:
 
 
 def test_the_worst_of_a_peak_is_in_bytes() -> None:
-    run = Run(Selection({"it": mutant("tile-ignored")}, ["peak-memory"], None, ["float32"]))
+    run = Run(Selection({"it": WRAPPERS["tile-ignored"].plant(SOUND)}, ["peak-memory"], None, ["float32"]))
     list(run.rows())
     (failure,) = run.failures
     assert isinstance(failure.worst, Worst)

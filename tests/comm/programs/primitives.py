@@ -124,6 +124,8 @@ def waits_in_any_order(comm: Any) -> None:
         posted = [comm.shift([a], [b]) for a, b in zip(sent, arrived, strict=True)]
         whole = empty(torch.cat([sent[1]] * comm.size))
         posted.append(comm.all_gather(sent[1], whole, [50] * comm.size))
+        # also while messages are under way
+        assert comm.tell("λ" * comm.rank) == ["λ" * r for r in range(comm.size)]
         # each rank in an order of its own
         random.Random(seed + comm.rank).shuffle(posted)
         for pending in posted:
@@ -174,15 +176,9 @@ def refusal(kind: type[Exception], action: Callable[[], object]) -> str:
     return "nothing"
 
 
-EVERY = (
-    shifts,
-    everybody_to_everybody,
-    several_to_some,
-    gathers,
-    waits_in_any_order,
-    long_messages,
-    records_and_texts,
-)
+# also by ranks that are threads, which share the size of a piece
+BY_THREADS = (shifts, everybody_to_everybody, several_to_some, gathers, waits_in_any_order, records_and_texts)
+EVERY = (*BY_THREADS, long_messages)
 
 
 def main(ranks: Any) -> None:

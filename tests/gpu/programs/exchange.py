@@ -294,7 +294,6 @@ def main() -> None:
         overwritten(comm, put)
         _say(comm, f"{engine} {library}: {numbers} numbers of messages that nobody waited for right", started)
         _say(comm, f"{engine} {library}: {count} messages right, by {comm.name}", started)
-        _say(comm, f"{engine} {library}: {costs(comm, put)}", started)
         for backend in BACKENDS[library]:
             if only and backend not in only:
                 continue
@@ -313,21 +312,6 @@ def main() -> None:
     leave()
     if comm.rank == 0:
         print("done", flush=True)
-
-
-def costs(comm: Any, put: Callable[[Any, str], Any]) -> str:
-    """What small messages cost the host."""
-    own, whole = (put(np.ones(k), "float32") for k in (1, comm.size))
-    agree = _milliseconds(lambda: comm.agree(np.zeros(11, dtype=np.int64)))
-    gather = _milliseconds(lambda: comm.all_gather(own, whole, [1] * comm.size).wait())
-    return f"agree {agree:.3f} ms, post and wait {gather:.3f} ms"
-
-
-def _milliseconds(action: Callable[[], object], times: int = 200) -> float:
-    start = time.perf_counter()
-    for _ in range(times):
-        action()
-    return (time.perf_counter() - start) / times * 1000
 
 
 def _say(comm: Any, text: str, started: float) -> None:

@@ -1,0 +1,123 @@
+"""Every mutant that needs neither a GPU nor a process of its own is caught by the check that caught it in the record.
+
+``contrastile mutate`` runs each on a copy of the package, for minutes in all. Here the functions of the changed file
+have the code of the changed source, for the time of one test.
+"""
+
+from __future__ import annotations
+
+import inspect
+import json
+import re
+from collections.abc import Iterator
+from importlib import import_module
+from itertools import chain
+from pathlib import Path
+from types import CodeType
+from typing import Any
+
+import pytest
+
+from contrastile.backends.contract import Backend
+from contrastile.backends.registry import load
+from contrastile.mutate.registry import EXCHANGE, PACKAGE, Mutant, Patch, every
+from contrastile.mutate.run import WORLD, Target
+from contrastile.mutate.wrappers import WRAPPERS
+from contrastile.verify.runner import Row, Run
+from contrastile.verify.selection import Selection
+from contrastile.verify.worlds import Threads
+
+RECORD = Path(__file__).resolve().parents[2] / "docs" / "results" / "mutants.json"
+ROOMS = ("contract", "schedule", EXCHANGE, "numpy", "torch")
+OF_A_PROCESS = ("hangs", "exits-with-0", "leaves-with-0", "dies-by-a-signal", "prints", "all-but-32-rows-refused")
+"""Caught by the process that started theirs, or by the verdict on all rows."""
+MUTANTS = [
+    each for each in every() if each.room in ROOMS and each.equivalent is None and each.defect not in OF_A_PROCESS
+]
+CAUGHT_BY = {each["name"]: each for each in json.loads(RECORD.read_text(encoding="utf-8"))["mutants"]}
+
+# what a defect computes may overflow
+pytestmark = pytest.mark.filterwarnings("ignore::RuntimeWarning")
+
+
+def base(mutant: Mutant) -> str:
+    missing = Target().missing(mutant)
+    if missing is not None:
+        pytest.skip(missing)
+    return Target().base(mutant)
+
+
+def plant(patch: Patch, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Give every function of the patched file its code in the patched source."""
+    name = ".".join([PACKAGE.name, *Path(patch.file).with_suffix("").parts]).removesuffix(".__init__")
+    for function, code in functions(compile(patch.applied(), patch.file, "exec"), import_module(name)):
+        monkeypatch.setattr(function, "__code__", code)
+
+
+def functions(code: CodeType, place: Any) -> Iterator[tuple[Any, CodeType]]:
+    """The functions and methods of a module or class, each with its code in a changed source."""
+    for inner in code.co_consts:
+        found = inspect.getattr_static(place, inner.co_name, None) if isinstance(inner, CodeType) else None
+        if inspect.isclass(found):
+            yield from functions(inner, found)
+        elif found is not None:
+            yield bare(found, inner.co_name), inner
+
+
+def bare(found: Any, name: str) -> Any:
+    """The function of this name in a property, a class method, or a decorator's wrapper."""
+    while getattr(found, "__code__", None) is None or found.__code__.co_name != name:
+        inside = (getattr(found, each, None) for each in ("__wrapped__", "__func__", "fget", "func"))
+        cells = (cell.cell_contents for cell in getattr(found, "__closure__", None) or ())
+        found = next(each for each in (*inside, *cells) if callable(each))
+    return found
+
+
+def recorded(backend: Backend, mutant: Mutant) -> Iterator[Row]:
+    """What verify says in the check that caught a mutant."""
+    case, prop, dtype = (CAUGHT_BY[mutant.name][key] for key in ("case", "property", "dtype"))
+    dtype, _, precision = dtype.partition("/")
+    return checked(backend, mutant, cases=[case], properties=[prop], dtypes=[dtype], precisions=[precision or "ieee"])
+
+
+def checked(backend: Backend, mutant: Mutant, **chosen: Any) -> Iterator[Row]:
+    """What verify says, in the world of a mutant's room."""
+    world = Threads(WORLD) if mutant.room == EXCHANGE else None
+    return Run(Selection({backend.name: backend}, world=world, **chosen)).rows()
+
+
+@pytest.mark.parametrize("mutant", MUTANTS, ids=lambda mutant: mutant.name)
+def test_a_mutant_is_caught(mutant: Mutant, monkeypatch: pytest.MonkeyPatch) -> None:
+    backend = load(base(mutant))
+    if mutant.patch is not None:
+        plant(mutant.patch, monkeypatch)
+    else:
+        backend = WRAPPERS[mutant.defect].plant(backend)
+    # the record may be older than the mutant, or than the check
+    first = recorded(backend, mutant) if mutant.name in CAUGHT_BY else ()
+    for row in chain(first, checked(backend, mutant, dtypes=["float32"])):
+        # a patch that no longer fits the code around it fails by itself
+        assert not re.search("raised (Type|Attribute|Name)Error", row["reason"]), row
+        if row["status"] == "fail":
+            return
+    pytest.fail("not caught")
+
+
+CHECKS = {
+    (each.room, *(CAUGHT_BY[each.name][key] for key in ("case", "property", "dtype"))): each
+    for each in MUTANTS
+    if each.name in CAUGHT_BY
+}
+
+
+@pytest.mark.parametrize("mutant", CHECKS.values(), ids=map(" ".join, CHECKS))
+def test_the_correct_code_passes_what_caught_a_mutant(mutant: Mutant) -> None:
+    assert [row["status"] for row in recorded(load(base(mutant)), mutant)] == ["pass"]
+
+
+def test_a_change_of_nothing_is_not_caught(monkeypatch: pytest.MonkeyPatch) -> None:
+    harmless = Mutant("numpy:harmless", "", Patch("backends/numpy/__init__.py", "in a fixed order", "in one order"))
+    assert harmless.patch is not None
+    plant(harmless.patch, monkeypatch)
+    rows = checked(load("numpy"), harmless, cases=["ragged"], dtypes=["float32"])
+    assert {row["status"] for row in rows} <= {"pass", "skip"}
