@@ -51,7 +51,12 @@ class Replay:
     def __init__(
         self, encode: Encode, inputs: Any, chunk: Chunk, split: Splitter | None, sync: Sync, offload: bool
     ) -> None:
-        encoders = [encode] if callable(encode) else list(encode)
+        encoders = list(encode) if isinstance(encode, Sequence) else [encode]
+        for each in encoders:
+            if not callable(each):
+                raise TypeError(
+                    f"encode must be a callable, or one per input, got {type(each).__name__}; name a module or function"
+                )
         self._towers = _towers(encode, inputs, chunk, split)
         self._reduction = Reduction(sync, encoders)
         modules = modules_of(*encoders)
@@ -114,7 +119,7 @@ class Replay:
         found = torch.autograd.grad(value, [*wanted, *outside], allow_unused=True)
         by = {id(x): gradient for x, gradient in zip(wanted, found, strict=False)}
         rest = [_Outside(x, g) for x, g in zip(outside, found[len(wanted) :], strict=True) if g is not None]
-        return value.detach(), [by.get(id(x)) for x in self.outputs], rest
+        return value.detach().reshape(()), [by.get(id(x)) for x in self.outputs], rest
 
     def __call__(self, gradients: Sequence[Tensor | None] | None = None, *, backward: Any = None) -> None:
         """Step 3: encode each chunk again and send its gradient into the encoder.
@@ -176,11 +181,13 @@ class Replay:
                     last = j == tower.chunks.count - 1
                     with self._reduction.quiet(i if last else None):
                         terms = self._again(tower, j, chunk, own, at)
+                    if j == 0 and self._reduction.ddp:
+                        self._reduction.check_reached([leaf for term in terms for leaf in _leaves(term)])
                     with self._reduction.completed(i) if last else self._reduction.quiet():
                         sent = send(terms)
                     ran = ran or sent
-                    if not sent and not self._reduction:
-                        break  # frozen
+                    if not sent and not self._reduction and None not in tower.rows[j]:
+                        break  # frozen, and without a number, which has its gradient from the last chunk
         finally:
             after.restore()
         if not ran:

@@ -80,6 +80,7 @@ class Reduction:
         self.ddp = [m for m in inside if isinstance(m, nn.parallel.DistributedDataParallel)]
         self.fsdp = [m for m in inside if hasattr(m, "set_requires_gradient_sync")]
         self._called: dict[nn.Module, set[int]] = {}
+        self._auto = sync == "auto"
         if sync == "auto" and not self and dist.is_available() and dist.is_initialized() and dist.get_world_size() > 1:
             raise ValueError(
                 f"sync='auto' must find the DDP or FSDP2 modules whose gradients are reduced, got none in encode on "
@@ -142,6 +143,23 @@ class Reduction:
                     f"encode must call the DDP module itself, got a call around its forward ({_name(module)}), after "
                     "which no gradient is reduced; pass the DDP module as encode, not its .module or a method of it"
                 )
+
+    def check_reached(self, leaves: Sequence[torch.Tensor]) -> None:
+        """Raise for parameters beside DDP's in what an encoder computed, unless ``sync`` names the modules.
+
+        Raises:
+            RuntimeError: no rank would get their gradient of the whole batch.
+        """
+        if not self._auto or self.fsdp or dist.get_world_size() == 1:
+            return
+        reduced = {id(parameter) for module in self.ddp for parameter in module.parameters()}
+        beside = [x for x in leaves if isinstance(x, nn.Parameter) and id(x) not in reduced]
+        if beside:
+            raise RuntimeError(
+                f"encode must have all its parameters in DDP, got {len(beside)} outside, such as one of shape "
+                f"{tuple(beside[0].shape)}, which each rank would update by itself; wrap them too, or name the DDP "
+                "modules by sync= and reduce the others yourself"
+            )
 
     @contextmanager
     def completed(self, tower: int) -> Iterator[None]:

@@ -332,6 +332,17 @@ def unused_parameter(inputs: Any) -> str:
     return "nothing"
 
 
+def unwrapped_tower(inputs: Any) -> str:
+    """Each rank would go its own way with what DDP does not hold."""
+    model = Towers()
+    pair = ddp(model.image), model.text
+    try:
+        training.cached_step(pair, inputs, loss("clip"), scale=numbers(model), chunk=CHUNK)
+    except RuntimeError as error:
+        return str(error)
+    return "nothing"
+
+
 def flags(*models: Any) -> list[bool]:
     ddp, fsdp = models
     groups = Reduction([fsdp], [])._groups()
@@ -384,6 +395,7 @@ def main() -> None:
     for i, message in enumerate(refusals(inputs)):
         say(rank, f"refused {i}: {message}")
     say(rank, f"unused: {unused_parameter(inputs)}")
+    say(rank, f"unwrapped: {unwrapped_tower(inputs)}")
     say(rank, f"restored: {restored(inputs)}")
     say(rank, f"rival: {rival(inputs):.3g}")
     dist.destroy_process_group()
