@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import importlib.util
 import json
+import math
 import os
 import shutil
 import sys
@@ -37,7 +38,9 @@ def cannot_run(command: str, reason: object) -> int:
 
 
 def at_least(option: str, given: float, least: int) -> None:
-    """Raise CannotRunError where an option is below its smallest value."""
+    """Raise CannotRunError where an option is below its smallest value, or no finite number."""
+    if not math.isfinite(given):
+        raise CannotRunError(f"--{option} must be finite, got {given:g}")
     if given < least:
         raise CannotRunError(f"--{option} must be at least {least}, got {given:g}")
 
