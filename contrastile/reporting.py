@@ -7,6 +7,7 @@ import json
 import math
 import os
 import shutil
+import signal
 import sys
 import textwrap
 from collections.abc import Callable, Iterator, Sequence
@@ -43,6 +44,16 @@ def at_least(option: str, given: float, least: int) -> None:
         raise CannotRunError(f"--{option} must be finite, got {given:g}")
     if given < least:
         raise CannotRunError(f"--{option} must be at least {least}, got {given:g}")
+
+
+def ending(code: int) -> str:
+    """How a process ended, by the exit code that ``subprocess`` gives it."""
+    if code >= 0:
+        return f"ended with exit code {code}"
+    try:
+        return f"died of {signal.Signals(-code).name}"
+    except ValueError:
+        return f"died of signal {-code}"
 
 
 def require_packages(*names: str) -> None:
