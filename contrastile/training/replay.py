@@ -265,7 +265,7 @@ def _joined(parts: Sequence[Tensor]) -> Tensor:
     first = parts[0]
     if not (first.device.type == "cpu" and first.is_pinned()):
         return torch.cat(list(parts))
-    whole = torch.empty((sum(map(len, parts)), *first.shape[1:]), dtype=first.dtype, pin_memory=True)
+    whole = torch.empty((sum(map(len, parts)), *first.shape[1:]), dtype=first.dtype, device="cpu", pin_memory=True)
     return torch.cat(list(parts), out=whole)
 
 
