@@ -64,6 +64,9 @@ def arguments(parser: ArgumentParser, *, out: str, batch: int, samples: int, lr:
     parser.add_argument("--record", type=Path, help="where STEM.json and STEM.svg go (default: OUT/record)")
     parser.add_argument("--note", default="", help="a remark for the record")
     options = parser.parse_args()
+    for name, given in (("batch", min(options.batch)), ("samples", options.samples), ("chunk", options.chunk)):
+        if given < 1:
+            parser.error(f"--{name} must be at least 1, got {given}")
     options.device = torch.device(
         options.device if options.device != "auto" else "cuda" if torch.cuda.is_available() else "cpu"
     )
