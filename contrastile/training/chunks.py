@@ -54,16 +54,22 @@ class Chunks(ABC):
 
 
 class Sliced(Chunks):
-    """Slices of every tensor of a batch; they are views."""
+    """Slices of every tensor of a batch; they are views.
+
+    Attributes:
+        batch: what is cut.
+        samples: its first dimension.
+        size: samples of a chunk.
+    """
 
     def __init__(self, batch: Any, size: Size) -> None:
-        self._batch = batch
+        self.batch = batch
         self.samples = samples(batch)
         self.size = _samples_in(size, batch)
         self.count = max(1, -(-self.samples // self.size))
 
     def __getitem__(self, j: int) -> Any:
-        return apply(lambda x: x[j * self.size : (j + 1) * self.size], self._batch)
+        return apply(lambda x: x[j * self.size : (j + 1) * self.size], self.batch)
 
     def __iter__(self) -> Iterator[Any]:
         return (self[j] for j in range(self.count))

@@ -60,7 +60,7 @@ class Replay:
         self._towers = _towers(encode, inputs, chunk, split)
         self._reduction = Reduction(sync, encoders)
         modules = modules_of(*encoders)
-        given = [] if split else [x for x in _given(encode, inputs) if not isinstance(x, Stream)]
+        given = [] if split else [x.chunks.batch if isinstance(x, Stream) else x for x in _given(encode, inputs)]
         seen = [x for each in given for x in tensors(each)]
         if any(x.requires_grad and not x.is_leaf for x in seen):
             raise ValueError("inputs must have no graph, which each chunk would walk again; detach them")
@@ -71,12 +71,22 @@ class Replay:
         counts = self._reduction.agree([tower.chunks.count for tower in self._towers])
         for tower, count in zip(self._towers, counts, strict=True):
             tower.chunks.extend(count)
+        self._seen = [(x, x._version) for x in seen if not x.is_inference()]  # those do not count their changes
         with torch.no_grad(), self._reduction.quiet():
             self.outputs = [x for i, tower in enumerate(self._towers) for x in self._first(i, tower)]
         # in an autocast around the call older versions of torch (pytorch issue 158232) keep copies of weights that they
         # made without a graph: the gradient would stop at them
         torch.clear_autocast_cache()
+        self._check_inputs()
         self._reduction.check_called()
+
+    def _check_inputs(self) -> None:
+        """Raise for inputs that were changed in place since the first pass began."""
+        if any(x._version != version for x, version in self._seen):
+            raise ValueError(
+                "inputs must stay as they are, since the second pass reads them again, got some that were changed in "
+                "place; change a copy, e.g. x - mean instead of x.sub_(mean)"
+            )
 
     def _first(self, index: int, tower: _Tower) -> list[Tensor]:
         """Step 1: the outputs of a tower, joined over its chunks."""
@@ -159,6 +169,7 @@ class Replay:
         if self._used:
             raise RuntimeError("a batch must be replayed once, got a second backward pass; make the step again")
         self._used = True
+        self._check_inputs()
 
         def send(terms: Sequence[Tensor]) -> bool:
             if not terms:

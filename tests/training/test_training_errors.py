@@ -114,6 +114,12 @@ AFTER: list[tuple[Callable[[Net], Any], type[Exception], str]] = [
         ValueError,
         "must be the same for every chunk, as a scale is, got 12 to 36",
     ),
+    (lambda n: step((lambda x: n(x.sub_(1)),), (X.clone(),)), ValueError, "inputs must stay as they are"),
+    (
+        lambda n: step((lambda x: n(x["x"].sub_(1)),), (training.stream({"x": X.clone()}, 2, "cpu"),), chunk=None),
+        ValueError,
+        "inputs must stay as they are",
+    ),
     (lambda n: step((n,), (X,), lambda a, s: a.sum(), metrics=("rank@1",)), ValueError, "two .b, d. embeddings, got 1"),
     (
         lambda n: step((n, n), (X, X), lambda a, b: a.sum() + b.sum(), scale=None, metrics=("scale",)),
@@ -153,6 +159,15 @@ def test_refused_before_any_gradient(call: Callable[[Net], Any], error: type[Exc
 
 def test_deepspeed_without_sharded_gradients_is_not_refused() -> None:
     step((Engine(1),), (X,), lambda a, s: a.sum())
+
+
+def test_inputs_that_change_between_the_passes_are_refused() -> None:
+    net, x = Net(), X.clone()
+    value = training.Cached(clip, (net, net), 2)(x, X, scale=2.0)
+    x.copy_(X + 1)  # a loader that fills the same memory again
+    with pytest.raises(ValueError, match="inputs must stay as they are"):
+        value.backward()
+    assert net.weight.grad is None
 
 
 def test_a_batch_is_replayed_once() -> None:
