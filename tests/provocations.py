@@ -354,6 +354,7 @@ PROVOCATIONS: dict[str, list[Provocation]] = {
             "contrastile.training.Budget(0)",
             "contrastile.training.stream(image, 2, 'cpu', total=0)",
             "contrastile.training.rank_at_1(key, text)",
+            "contrastile.training.cached_step(lambda x: x.detach().neg_(), image, torch.sum, chunk=2)",
             "contrastile.training.rank_at_1(text, key, tile=0)",
         ),
         *_each(
