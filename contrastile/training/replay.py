@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import functools
 import warnings
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -71,21 +71,24 @@ class Replay:
         counts = self._reduction.agree([tower.chunks.count for tower in self._towers])
         for tower, count in zip(self._towers, counts, strict=True):
             tower.chunks.extend(count)
-        self._seen = [(x, x._version) for x in seen if not x.is_inference()]  # those do not count their changes
+        self._kept = _versions(seen)
         with torch.no_grad(), self._reduction.quiet():
             self.outputs = [x for i, tower in enumerate(self._towers) for x in self._first(i, tower)]
         # in an autocast around the call older versions of torch (pytorch issue 158232) keep copies of weights that they
         # made without a graph: the gradient would stop at them
         torch.clear_autocast_cache()
-        self._check_inputs()
+        self._check_unchanged()
+        if not self._reduction.fsdp:  # whose parameters come and go
+            # from here on: a forward may clamp its scale
+            self._kept += _versions(p for module in modules for p in module.parameters() if p.requires_grad)
         self._reduction.check_called()
 
-    def _check_inputs(self) -> None:
-        """Raise for inputs that were changed in place since the first pass began."""
-        if any(x._version != version for x, version in self._seen):
+    def _check_unchanged(self) -> None:
+        """Raise for inputs and parameters that were changed in place before the second pass."""
+        if any(x._version != version for x, version in self._kept):
             raise ValueError(
-                "inputs must stay as they are, since the second pass reads them again, got some that were changed in "
-                "place; change a copy, e.g. x - mean instead of x.sub_(mean)"
+                "inputs and parameters must stay as they are until the second pass, which reads them again, got some "
+                "that were changed in place; write x - mean instead of x.sub_(mean), and step the optimizer afterwards"
             )
 
     def _first(self, index: int, tower: _Tower) -> list[Tensor]:
@@ -169,7 +172,7 @@ class Replay:
         if self._used:
             raise RuntimeError("a batch must be replayed once, got a second backward pass; make the step again")
         self._used = True
-        self._check_inputs()
+        self._check_unchanged()
 
         def send(terms: Sequence[Tensor]) -> bool:
             if not terms:
@@ -313,6 +316,11 @@ def _outputs(found: Any) -> list[Tensor]:
     if not outputs:
         raise TypeError("encode must return a tensor or a tuple of tensors, got none")
     return outputs
+
+
+def _versions(tensors: Iterable[Tensor]) -> list[tuple[Tensor, int]]:
+    """Tensors, and how often each has been changed in place; those of inference mode do not count it."""
+    return [(x, x._version) for x in tensors if not x.is_inference()]
 
 
 def _given(encode: Encode, inputs: Any) -> Sequence[Any]:

@@ -114,11 +114,15 @@ AFTER: list[tuple[Callable[[Net], Any], type[Exception], str]] = [
         ValueError,
         "must be the same for every chunk, as a scale is, got 12 to 36",
     ),
-    (lambda n: step((lambda x: n(x.sub_(1)),), (X.clone(),)), ValueError, "inputs must stay as they are"),
+    (
+        lambda n: step((lambda x: n(x.sub_(1)),), (X.clone(),)),
+        ValueError,
+        "inputs and parameters must stay as they are",
+    ),
     (
         lambda n: step((lambda x: n(x["x"].sub_(1)),), (training.stream({"x": X.clone()}, 2, "cpu"),), chunk=None),
         ValueError,
-        "inputs must stay as they are",
+        "inputs and parameters must stay as they are",
     ),
     (lambda n: step((n,), (X,), lambda a, s: a.sum(), metrics=("rank@1",)), ValueError, "two .b, d. embeddings, got 1"),
     (
@@ -165,9 +169,32 @@ def test_inputs_that_change_between_the_passes_are_refused() -> None:
     net, x = Net(), X.clone()
     value = training.Cached(clip, (net, net), 2)(x, X, scale=2.0)
     x.copy_(X + 1)  # a loader that fills the same memory again
-    with pytest.raises(ValueError, match="inputs must stay as they are"):
+    with pytest.raises(ValueError, match="inputs and parameters must stay as they are"):
         value.backward()
     assert net.weight.grad is None
+
+
+def test_parameters_that_change_between_the_passes_are_refused() -> None:
+    net = Net()
+    outputs, replay = training.embed((net, net), (X, X), 2)
+    clip(*outputs, 2.0).backward()
+    with torch.no_grad():
+        net.weight.add_(1.0)  # an optimizer
+    with pytest.raises(ValueError, match="inputs and parameters must stay as they are"):
+        replay()
+    assert net.weight.grad is None
+
+
+def test_a_forward_that_clamps_its_scale_is_not_refused() -> None:
+    net = Net()
+
+    def clamped(x: Tensor) -> Tensor:
+        with torch.no_grad():
+            net.weight.clamp_(max=2.0)
+        return net(x)
+
+    step((clamped, net), (X, X))
+    assert net.weight.grad is not None
 
 
 def test_a_batch_is_replayed_once() -> None:
