@@ -68,7 +68,7 @@ def cached_step(
     Raises:
         TypeError, ValueError: an argument is none that there is, or a rule of docs/how-to/training.md is broken;
             before any forward where that can be known, and always before any gradient is added.
-        RuntimeError: gradients are off, or nothing requires one.
+        RuntimeError: gradients are off, nothing requires one, or beside DDP a parameter is outside of it or unused.
     """
     metrics = [metrics] if isinstance(metrics, str) else metrics
     unknown = [name for name in metrics if name not in METRICS]
