@@ -9,7 +9,8 @@ from launching import launch
 
 PROGRAM = str(Path(__file__).parent / "programs" / "train_cached.py")
 REFUSED = [
-    r"sync='auto' must find the DDP or FSDP2 modules",
+    "sync must find the DDP or FSDP2 modules whose gradients are reduced, got none in encode",
+    "sync must find the DDP or FSDP2 modules whose gradients are reduced, got none in the modules that it names",
     "encode must call the DDP module itself",
     "scale must be a tensor, got a DTensor",
     "DDP must have static_graph=False",

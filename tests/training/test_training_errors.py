@@ -70,6 +70,7 @@ BEFORE: list[tuple[Callable[[Net], Any], type[Exception], str]] = [
     (lambda n: step((n,), ({"x": None},)), ValueError, "at least one tensor with a first dimension"),
     (lambda n: step((n,), (X * n.weight.sum(),)), ValueError, "inputs must have no graph"),
     (lambda n: step((n, n), (X, X), scale=None, sync="ddp"), ValueError, "sync must be 'auto', None, or"),
+    (lambda n: step((n, n), (X, X), sync=3), ValueError, "sync must be 'auto', None, or .*, got 3; leave it out"),
     (lambda n: step((n, n), (X, X), scale="2"), TypeError, "scale must be a number, a tensor or a callable"),
     (lambda n: step((n, n), (X, X), scale=torch.ones(2)), ValueError, r"scale must have one element, got shape \(2,\)"),
     (

@@ -301,6 +301,7 @@ def refusals(inputs: Any) -> list[str]:
 
     tries: list[Callable[[], Any]] = [
         lambda: training.cached_step((around.image, around.text), inputs, loss("clip"), chunk=CHUNK),
+        lambda: training.cached_step(towers(around), inputs, loss("clip"), chunk=CHUNK, sync=around),
         lambda: training.cached_step(towers(around), inputs, loss("clip"), chunk=CHUNK, sync=inner),
         lambda: training.cached_step(sharded, inputs, loss("clip"), scale=sharded.logit_scale.exp, chunk=CHUNK),
         lambda: training.cached_step(static, inputs, loss("clip"), chunk=CHUNK),
