@@ -273,7 +273,12 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     )
     add("--model-gib", type=float, default=0.0, metavar="GIB", help="weights, gradients, optimizer (%(default)s)")
     add("--memory-gib", type=float, metavar="GIB", help="of each GPU (what this machine's has)")
-    add("--backend", default="auto", metavar="NAME", help="see contrastile.plan.Settings (%(default)s)")
+    add(
+        "--backend",
+        default="auto",
+        metavar="NAME",
+        help="auto, numpy, torch, triton, cupy or module:attribute (%(default)s)",
+    )
     add("--device", choices=("cuda", "cpu"), default="cuda", help="where the loss is computed (%(default)s)")
     add("--json", type=Path, metavar="FILE", help="write the answer")
 

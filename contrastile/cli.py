@@ -12,6 +12,7 @@ import sys
 from collections.abc import Sequence
 
 from contrastile import __version__
+from contrastile.backends import settings
 
 COMMANDS = {
     "verify": ("contrastile.verify.command", "compare every backend with the float64 oracle, within derived bounds"),
@@ -60,6 +61,11 @@ def _run(words: list[str]) -> int:
     args = parser.parse_args(words)
     if args.command is None:
         parser.print_help()
+        return 2
+    try:
+        settings.check()
+    except ValueError as error:
+        print(f"contrastile {args.command}: {error}", file=sys.stderr)
         return 2
     code = int(args.run(args))
     # flush here: at exit nothing catches the error of a closed pipe

@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import importlib.util
 import json
+import math
 import os
 import shutil
+import signal
 import sys
 import textwrap
 from collections.abc import Callable, Iterator, Sequence
@@ -37,9 +39,21 @@ def cannot_run(command: str, reason: object) -> int:
 
 
 def at_least(option: str, given: float, least: int) -> None:
-    """Raise CannotRunError where an option is below its smallest value."""
+    """Raise CannotRunError where an option is below its smallest value, or no finite number."""
+    if not math.isfinite(given):
+        raise CannotRunError(f"--{option} must be finite, got {given:g}")
     if given < least:
         raise CannotRunError(f"--{option} must be at least {least}, got {given:g}")
+
+
+def ending(code: int) -> str:
+    """How a process ended, by the exit code that ``subprocess`` gives it."""
+    if code >= 0:
+        return f"ended with exit code {code}"
+    try:
+        return f"died of {signal.Signals(-code).name}"
+    except ValueError:
+        return f"died of signal {-code}"
 
 
 def require_packages(*names: str) -> None:

@@ -212,6 +212,8 @@ class Pictures(Task):
         self.widths: tuple[int, int] = options.width, options.dim
         self.emoji = read_emoji(options.share, options.locales)
         texts = self.emoji.texts
+        if not texts:
+            raise SystemExit(f"--locales must name files of {options.share / CLDR}/annotations, got {options.locales}")
         several = len({text.locale for text in texts}) > 1
         kinds = [split(self.emoji.sequences[text.picture], text.locale) for text in texts]
         # with one locale nothing would be known of a picture whose name is held out

@@ -64,6 +64,9 @@ def arguments(parser: ArgumentParser, *, out: str, batch: int, samples: int, lr:
     parser.add_argument("--record", type=Path, help="where STEM.json and STEM.svg go (default: OUT/record)")
     parser.add_argument("--note", default="", help="a remark for the record")
     options = parser.parse_args()
+    for name, given in (("batch", min(options.batch)), ("samples", options.samples), ("chunk", options.chunk)):
+        if given < 1:
+            parser.error(f"--{name} must be at least 1, got {given}")
     options.device = torch.device(
         options.device if options.device != "auto" else "cuda" if torch.cuda.is_available() else "cpu"
     )
@@ -78,36 +81,24 @@ def autocast(device: torch.device) -> Any:
     return torch.autocast(device.type, torch.bfloat16, enabled=device.type == "cuda")
 
 
-def step(task: Task, rows: Tensor, device: torch.device) -> tuple[Tensor, list[Any]]:
-    """Add the gradients of one batch; returns its loss, and marks on the clock: at the start, and around the loss."""
-    marks = [mark(device)]
+def step(task: Task, rows: Tensor, device: torch.device) -> Any:
+    """Add the gradients of one batch; returns a dict of its loss and the seconds that went to the loss."""
     inputs, ids = task.batch(rows)  # of the two towers, each a training.stream
     with autocast(device):  # bfloat16 on a GPU
-        # every chunk, without a graph
-        (first, second), replay = training.embed(task.encode, inputs)
-        marks.append(mark(device))
-        loss = contrastile.clip_loss(first, second, task.model.log_scale.exp(), ids=ids)
-    loss.backward()  # the gradients by the embeddings, and by the scale
-    marks.append(mark(device))
-    replay()  # every chunk again, with a graph: the encoders' gradients
-    return loss.detach(), marks
+        return training.cached_step(
+            task.encode,
+            inputs,
+            functools.partial(contrastile.clip_loss, ids=ids),
+            scale=task.model.log_scale.exp,
+            metrics=("loss_seconds",),
+        )
 
 
-def mark(device: torch.device) -> Any:
-    """Now, on the device's clock."""
-    if device.type != "cuda":
-        return time.perf_counter()
-    event: Any = torch.cuda.Event(enable_timing=True)  # type: ignore[no-untyped-call]
-    event.record()
-    return event
-
-
-def seconds(first: Any, second: Any) -> float:
-    """Between two marks; waits for the device."""
-    if isinstance(first, float):
-        return float(second - first)
-    second.synchronize()
-    return float(first.elapsed_time(second)) / 1e3
+def now(device: torch.device) -> float:
+    """Seconds on the host's clock, once the device has done its work."""
+    if device.type == "cuda":
+        torch.cuda.synchronize(device)
+    return time.perf_counter()
 
 
 @functools.lru_cache(maxsize=2)
@@ -144,25 +135,23 @@ def train(task: Task, options: Namespace, batch: int, seed: int, about: dict[str
     if device.type == "cuda":
         torch.cuda.reset_peak_memory_stats(device)
     title = f"b = {batch:,}, seed {seed}"
-    losses, marks = [], []
+    found, start = [], now(device)
     with progress(shown=sys.stdout.isatty()) as report:
         for i in range(done, steps):
             for group in optimiser.param_groups:
                 group["lr"] = lr * min((i + 1) / max(1, steps // 10), 1 - i / steps)  # up for a tenth, then down to 0
-            loss, times = step(task, rows_of(i * batch, batch, task.pairs, seed), device)
+            found.append(step(task, rows_of(i * batch, batch, task.pairs, seed), device))
             optimiser.step()
             optimiser.zero_grad()
             with torch.no_grad():
                 task.model.log_scale.clamp_(max=math.log(LARGEST_SCALE))
-            losses.append(loss)
-            marks.append([*times, mark(device)])
             report(i + 1, steps, title)
             if i + 1 not in reports:
                 continue
-            curve.append(_point((i + 1) * batch, task, losses, marks, batch))
+            curve.append(_point((i + 1) * batch, task, found, now(device) - start, batch))
             save(path, {"settings": settings, "done": i + 1, "curve": curve, **_state(task, optimiser, device)})
             print(f"{title}, step {i + 1} of {steps}: {line(curve[-1])}", flush=True)
-            losses, marks = [], []
+            found, start = [], now(device)
     return {"batch": batch, "seed": seed, "curve": curve}
 
 
@@ -175,18 +164,17 @@ def evaluate(task: Task) -> dict[str, float]:
     return {name: round(value, 5) for name, value in found.items()}
 
 
-def _point(samples: int, task: Task, losses: list[Tensor], marks: list[list[Any]], batch: int) -> dict[str, Any]:
+def _point(samples: int, task: Task, steps: list[dict[str, Tensor]], seconds: float, batch: int) -> dict[str, Any]:
     """A point of the curve: means over the steps since the last one, and recall now."""
-    total = sum(seconds(times[0], times[-1]) for times in marks)
-    own = sum(seconds(times[1], times[2]) for times in marks)
+    loss, own = (torch.stack([found[name] for found in steps]).mean().item() for name in ("loss", "loss_seconds"))
     device = task.model.log_scale.device
     return {
         "samples": samples,
-        "loss": round(torch.stack(losses).mean().item(), 5),
+        "loss": round(loss, 5),
         "scale": round(task.model.log_scale.exp().item(), 3),
         **evaluate(task),
-        "pairs_per_second": round(batch * len(marks) / total, 1),
-        "loss_share": round(own / total, 5),
+        "pairs_per_second": round(batch * len(steps) / seconds, 1),
+        "loss_share": round(own * len(steps) / seconds, 5),
         **({"peak_mib": torch.cuda.max_memory_allocated(device) // 2**20} if device.type == "cuda" else {}),
     }
 

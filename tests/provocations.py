@@ -354,10 +354,13 @@ PROVOCATIONS: dict[str, list[Provocation]] = {
             "contrastile.training.Budget(0)",
             "contrastile.training.stream(image, 2, 'cpu', total=0)",
             "contrastile.training.rank_at_1(key, text)",
+            "contrastile.training.cached_step(lambda x: x.detach().neg_(), image, torch.sum, chunk=2)",
+            "contrastile.training.rank_at_1(text, key, tile=0)",
         ),
         *_each(
             TypeError,
             "contrastile.training.cached_step(abs, image, torch.sum)",
+            "contrastile.training.cached_step((abs, None), (image, text), torch.add, chunk=2)",
             "contrastile.training.cached_step(abs, ['a dog', 'a cat'], torch.sum, chunk=2)",
             "contrastile.training.cached_step(lambda x: {'image': x}, image, torch.sum, chunk=2)",
             "contrastile.training.cached_step(abs, image, torch.abs, chunk=2)",

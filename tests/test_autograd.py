@@ -30,12 +30,14 @@ def number(x: float, dtype: torch.dtype = torch.float64) -> Tensor:
 
 
 def clip(image: Tensor, text: Tensor, scale: Tensor, backend: str) -> Tensor:
-    return contrastile.clip_loss(image, text, scale, ids=torch.arange(len(image)) // 2, backend=backend)
+    return contrastile.clip_loss(
+        image, text, scale, ids=torch.arange(len(image), device=image.device) // 2, backend=backend
+    )
 
 
 def info_nce(query: Tensor, key: Tensor, scale: Tensor, backend: str) -> Tensor:
     queue = key.flip(1)[:5]
-    positives = torch.arange(len(query)).flip(0)
+    positives = torch.arange(len(query), device=query.device).flip(0)
     return contrastile.info_nce(query, key, scale, negatives=[queue, key[:3]], positives=positives, backend=backend)
 
 
@@ -44,7 +46,7 @@ def nt_xent(a: Tensor, b: Tensor, scale: Tensor, backend: str) -> Tensor:
 
 
 def sup_con(a: Tensor, b: Tensor, scale: Tensor, backend: str) -> Tensor:
-    return contrastile.sup_con(torch.cat([a, b]), torch.arange(2 * len(a)) % 5, scale, backend=backend)
+    return contrastile.sup_con(torch.cat([a, b]), torch.arange(2 * len(a), device=a.device) % 5, scale, backend=backend)
 
 
 def sigmoid(image: Tensor, text: Tensor, scale: Tensor, backend: str) -> Tensor:
@@ -56,7 +58,9 @@ BACKENDS = ["numpy", "torch"]
 
 
 def gradients(loss: Tensor, *leaves: Tensor, upstream: float = 1.0) -> list[Tensor]:
-    return list(torch.autograd.grad(loss, leaves, grad_outputs=torch.tensor(upstream, dtype=loss.dtype)))
+    return list(
+        torch.autograd.grad(loss, leaves, grad_outputs=torch.tensor(upstream, dtype=loss.dtype, device=loss.device))
+    )
 
 
 def assert_same_but_for_the_order_of_sums(a: Tensor, b: Tensor) -> None:
@@ -186,6 +190,20 @@ def test_what_needs_no_gradient_gets_none(frozen: str) -> None:
     contrastile.clip_loss(*leaves.values()).backward()
     for (name, leaf), expected in zip(leaves.items(), full, strict=True):
         assert leaf.grad is None if name == frozen else torch.equal(leaf.grad, expected)
+
+
+@pytest.mark.parametrize("backend", BACKENDS)
+@pytest.mark.parametrize("loss", LOSSES)
+def test_the_default_device_is_not_that_of_the_features(loss: Loss, backend: str) -> None:
+    """``torch.set_default_device("cuda")``, and features on the CPU."""
+    leaves = features(), features(seed=1), number(9.0)
+    expected = loss(*leaves, backend)
+    wanted = gradients(expected, *leaves)
+    with torch.device("meta"):
+        found = loss(*leaves, backend)
+        got = gradients(found, *leaves)
+    assert torch.equal(found, expected)
+    assert all(torch.equal(x, y) for x, y in zip(got, wanted, strict=True))
 
 
 def step(loss: Loss, backend: str) -> list[Tensor]:

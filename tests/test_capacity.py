@@ -202,6 +202,11 @@ def test_the_first_way_that_fits_is_taken(capsys: pytest.CaptureFixture[str], tm
     [
         (("--batch", "0", "--dim", "5", "--memory-gib", "1"), "--batch must be at least 1, got 0"),
         (("--batch", "9", "--dim", "5", "--memory-gib", "-1"), "--memory-gib must be at least 0, got -1"),
+        (("--batch", "9", "--dim", "5", "--memory-gib", "inf"), "--memory-gib must be finite, got inf"),
+        (
+            ("--batch", "9", "--dim", "5", "--memory-gib", "1", "--encoder-mib-per-sample", "nan"),
+            "must be finite, got nan",
+        ),
         (("--batch", "9", "--dim", "5", "--memory-gib", "1", "--backend", "numpy"), "numpy backend does not say"),
         (("--batch", "9", "--dim", "5", "--memory-gib", "1", "--backend", "tpu"), "backend must be one of"),
     ],

@@ -76,6 +76,15 @@ def test_an_interruption_anywhere_is_one_line(where, monkeypatch, capsys):
     assert capsys.readouterr() == ("", "contrastile bench: interrupted\n")
 
 
+@pytest.mark.parametrize("command", cli.COMMANDS)
+def test_a_variable_of_the_environment_that_no_call_could_use_is_one_line(command, monkeypatch, capsys):
+    monkeypatch.setenv("CONTRASTILE_KEEP_MIB", "plenty")
+    assert cli.main([command, *(["--batch", "9", "--dim", "9"] if command == "plan" else [])]) == 2
+    told = capsys.readouterr()
+    assert told.out == ""
+    assert told.err.startswith(f"contrastile {command}: CONTRASTILE_KEEP_MIB must be a whole number of MiB")
+
+
 def test_module_runs_as_the_command():
     words = [
         "verify",

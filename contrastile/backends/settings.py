@@ -33,6 +33,12 @@ def kept_bytes(options: Options, default: int = 0) -> int:
     return mebibytes(KEEP, default) if options.keep is None else options.keep * 2**20
 
 
+def check() -> None:
+    """Raise ValueError for a variable of the environment that no call could use: see ``mebibytes``."""
+    for variable in (WORKSPACE, KEEP):
+        mebibytes(variable, 0)
+
+
 def mebibytes(variable: str, default: int) -> int:
     """Bytes, from an environment variable that counts MiB.
 

@@ -89,7 +89,7 @@ class Pinned:
         if self._sent is not None:
             self._sent.synchronize()
         if self._memory is None or len(self._memory) < len(x):
-            self._memory = torch.empty(x.shape, dtype=x.dtype, pin_memory=True)
+            self._memory = torch.empty(x.shape, dtype=x.dtype, device="cpu", pin_memory=True)
         return self._memory[: len(x)].copy_(x)
 
     def sent(self, event: Any) -> None:

@@ -91,7 +91,7 @@ def from_host(x: Array) -> tuple[Any, Callable[[], None]]:
 def _pinned(x: Array) -> Any:
     if library_of(x).name == "torch":
         torch = sys.modules["torch"]
-        return torch.empty(x.shape, dtype=x.dtype, pin_memory=True)
+        return torch.empty(x.shape, dtype=x.dtype, device="cpu", pin_memory=True)
     return sys.modules["cupyx"].empty_pinned(x.shape, dtype=x.dtype)
 
 

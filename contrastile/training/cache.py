@@ -15,11 +15,11 @@ from torch import Tensor
 from torch.autograd.function import once_differentiable
 
 from contrastile.training.chunks import Splitter
-from contrastile.training.metrics import rank_at_1
+from contrastile.training.metrics import mark, rank_at_1, seconds
 from contrastile.training.replay import Chunk, Encode, Loss, Replay, numbers_of
 from contrastile.training.sync import Sync
 
-METRICS = ("scale", "rank@1")
+METRICS = ("scale", "rank@1", "loss_seconds")
 
 
 def cached_step(
@@ -57,8 +57,9 @@ def cached_step(
             module, or several, to name them; None leaves them alone. A ``no_sync`` around the call is respected.
         offload: whether embeddings and their gradients are kept on the host; the loss is then given the embeddings
             there, and needs ``device=`` to be computed elsewhere.
-        metrics: "scale" (the first of ``scale``) and "rank@1" (``rank_at_1`` of the first two embeddings of this rank;
-            not with ``offload``).
+        metrics: any of "scale" (the first of ``scale``), "rank@1" (``rank_at_1`` of the first two embeddings of this
+            rank; not with ``offload``) and "loss_seconds" (what the loss and its gradient by the embeddings took; the
+            rest of the call went to the encoders. On CUDA the host waits until the loss is done).
 
     Returns:
         The loss, 0-d without a graph; the global batch's where the loss has a group. With metrics a dict of 0-d tensors
@@ -67,11 +68,12 @@ def cached_step(
     Raises:
         TypeError, ValueError: an argument is none that there is, or a rule of docs/how-to/training.md is broken;
             before any forward where that can be known, and always before any gradient is added.
-        RuntimeError: gradients are off, or nothing requires one.
+        RuntimeError: gradients are off, nothing requires one, or beside DDP a parameter is outside of it or unused.
     """
-    known = [name for name in metrics if name not in METRICS]
-    if known:
-        raise ValueError(f"metrics must be among {', '.join(METRICS)}, got {known[0]!r}; compute others from embed")
+    metrics = [metrics] if isinstance(metrics, str) else metrics
+    unknown = [name for name in metrics if name not in METRICS]
+    if unknown:
+        raise ValueError(f"metrics must be among {', '.join(METRICS)}, got {unknown[0]!r}; compute others from embed")
     if offload and "rank@1" in metrics:
         raise ValueError("metrics must be without rank@1 with offload=True, got it; take rank_at_1 of some rows")
     if not torch.is_grad_enabled():
@@ -80,13 +82,18 @@ def cached_step(
         )
     numbers = numbers_of(scale)
     replay = Replay(encode, inputs, chunk, split, sync, offload)
+    timed = "loss_seconds" in metrics
+    start = mark() if timed else None
     value, gradients, outside = replay.differentiate(loss, numbers)
+    end = mark() if timed else None
     found = {"loss": value}
     if "scale" in metrics:
         found["scale"] = _first_number(replay.outputs, numbers)
     if "rank@1" in metrics:
         found["rank@1"] = _rank(replay.outputs)
     replay.run(gradients, outside, backward=backward)
+    if timed:
+        found["loss_seconds"] = torch.tensor(seconds(start, end))
     return found if metrics else value
 
 

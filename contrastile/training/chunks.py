@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import copy
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from numbers import Integral
 from typing import Any
 
 from torch import Tensor
 
-Splitter = Callable[[Any, int], Sequence[Any]]
+Splitter = Callable[[Any, int], Iterable[Any]]
 
 
 @dataclass(frozen=True, slots=True)
@@ -28,7 +29,7 @@ class Budget:
     elements: int
 
     def __post_init__(self) -> None:
-        _positive("Budget's elements", self.elements)
+        positive("Budget's elements", self.elements)
 
 
 Size = int | Budget
@@ -53,16 +54,22 @@ class Chunks(ABC):
 
 
 class Sliced(Chunks):
-    """Slices of every tensor of a batch; they are views."""
+    """Slices of every tensor of a batch; they are views.
+
+    Attributes:
+        batch: what is cut.
+        samples: its first dimension.
+        size: samples of a chunk.
+    """
 
     def __init__(self, batch: Any, size: Size) -> None:
-        self._batch = batch
+        self.batch = batch
         self.samples = samples(batch)
         self.size = _samples_in(size, batch)
         self.count = max(1, -(-self.samples // self.size))
 
     def __getitem__(self, j: int) -> Any:
-        return apply(lambda x: x[j * self.size : (j + 1) * self.size], self._batch)
+        return apply(lambda x: x[j * self.size : (j + 1) * self.size], self.batch)
 
     def __iter__(self) -> Iterator[Any]:
         return (self[j] for j in range(self.count))
@@ -191,16 +198,21 @@ def cut(batch: Any, size: Size | None, split: Splitter | None) -> Chunks:
         return Sliced(batch, size)
     if isinstance(size, Budget):
         raise TypeError(f"with split= chunk must be a number, got {size}; the splitter counts samples as it likes")
-    return Listed(split(batch, _positive("chunk", size)))
+    return Listed(list(split(batch, positive("chunk", size))))
 
 
 def _samples_in(size: Size, batch: Any) -> int:
     if isinstance(size, Budget):
         return max(1, size.elements // max(1, *(x.shape[1:].numel() for x in tensors(batch))))
-    return _positive("chunk", size)
+    return positive("chunk", size)
 
 
-def _positive(name: str, number: Any) -> int:
-    if isinstance(number, bool) or not isinstance(number, int) or number < 1:
+def positive(name: str, number: Any) -> int:
+    """A size.
+
+    Raises:
+        ValueError: it is not a positive integer.
+    """
+    if isinstance(number, bool) or not isinstance(number, Integral) or number < 1:
         raise ValueError(f"{name} must be a positive integer, got {number!r}; try 256")
-    return number
+    return int(number)

@@ -9,6 +9,7 @@ import torch
 from torch import Tensor, nn
 from torch.autograd.function import once_differentiable
 
+from contrastile.training.chunks import positive
 from contrastile.training.random_state import Autocast, RandomState, accelerators, float32_at_least
 
 
@@ -34,9 +35,7 @@ def deep_distance(phi: nn.Module, tile: int = 256) -> Callable[..., Tensor]:
     """
     if not isinstance(phi, nn.Module):
         raise TypeError(f"phi must be a torch.nn.Module, got {type(phi).__name__}; make its parameters a module's")
-    if tile < 1:
-        raise ValueError(f"tile must be positive, got {tile}; try 256")
-    parameters = [p for p in phi.parameters() if p.requires_grad]
+    tile = positive("tile", tile)
 
     def loss(anchors: Tensor, targets: Tensor, scale: Tensor | float = 1.0) -> Tensor:
         if anchors.ndim != 2 or targets.ndim != 2 or not 0 < len(anchors) <= len(targets):
@@ -45,6 +44,8 @@ def deep_distance(phi: nn.Module, tile: int = 256) -> Callable[..., Tensor]:
                 f"{tuple(targets.shape)}; give each anchor its target in the same row"
             )
         factor = torch.as_tensor(scale, dtype=float32_at_least(anchors.dtype), device=anchors.device)
+        # now, and not when the loss was made: parameters are frozen, unfrozen and replaced
+        parameters = [p for p in phi.parameters() if p.requires_grad]
         apply: Any = _Distances.apply
         found: Tensor = apply(phi, tile, anchors, targets, factor, *parameters)
         return found

@@ -2,8 +2,14 @@
 
 from __future__ import annotations
 
+import time
+from typing import Any
+
 import torch
 from torch import Tensor
+
+from contrastile.training.chunks import positive
+from contrastile.training.random_state import float32_at_least
 
 TILE = 2048
 
@@ -24,23 +30,41 @@ def rank_at_1(query: Tensor, key: Tensor, tile: int = TILE) -> Tensor:
         0-d float32 on the features' device; NaN for no queries.
 
     Raises:
-        ValueError: the shapes do not fit.
+        ValueError: the shapes do not fit, or the tile is not positive.
     """
     if query.ndim != 2 or key.ndim != 2 or query.shape[1] != key.shape[1] or len(key) < len(query):
         raise ValueError(
             f"query and key must be (m, d) and (n, d) with n >= m, got {tuple(query.shape)} and {tuple(key.shape)}; "
             "give each query its key in the same row"
         )
+    tile, wide = positive("tile", tile), float32_at_least(query.dtype)
     hits = torch.zeros((), device=query.device)
     for low in range(0, len(query), tile):
         rows = query[low : low + tile]
         own = torch.arange(low, low + len(rows), device=query.device)
-        best, positive = (torch.full((len(rows),), -torch.inf, device=query.device) for _ in range(2))
+        best, right = (torch.full((len(rows),), -torch.inf, dtype=wide, device=query.device) for _ in range(2))
         for left in range(0, len(key), tile):
             columns = key[left : left + tile]
-            x = (rows @ columns.T).to(best.dtype)
+            x = (rows @ columns.T).to(wide)
             mine = own[:, None] == torch.arange(left, left + len(columns), device=query.device)
-            positive = torch.maximum(positive, x.masked_fill(~mine, -torch.inf).amax(dim=1))
+            right = torch.maximum(right, x.masked_fill(~mine, -torch.inf).amax(dim=1))
             best = torch.maximum(best, x.masked_fill(mine, -torch.inf).amax(dim=1))
-        hits += (positive > best).sum()
+        hits += (right > best).sum()
     return hits / len(query)
+
+
+def mark() -> Any:
+    """Now: on the clock of the current CUDA stream where CUDA is in use, else on the host's."""
+    if not torch.cuda.is_initialized():  # type: ignore[no-untyped-call]
+        return time.perf_counter()
+    event: Any = torch.cuda.Event(enable_timing=True)  # type: ignore[no-untyped-call]
+    event.record()
+    return event
+
+
+def seconds(start: Any, end: Any) -> float:
+    """Between two marks; waits until the device is at the second."""
+    if isinstance(start, float):
+        return float(end - start)
+    end.synchronize()
+    return float(start.elapsed_time(end)) / 1e3

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import functools
 import warnings
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -51,11 +51,16 @@ class Replay:
     def __init__(
         self, encode: Encode, inputs: Any, chunk: Chunk, split: Splitter | None, sync: Sync, offload: bool
     ) -> None:
-        encoders = [encode] if callable(encode) else list(encode)
+        encoders = list(encode) if isinstance(encode, Sequence) else [encode]
+        for each in encoders:
+            if not callable(each):
+                raise TypeError(
+                    f"encode must be a callable, or one per input, got {type(each).__name__}; name a module or function"
+                )
         self._towers = _towers(encode, inputs, chunk, split)
         self._reduction = Reduction(sync, encoders)
         modules = modules_of(*encoders)
-        given = [] if split else [x for x in _given(encode, inputs) if not isinstance(x, Stream)]
+        given = [] if split else [x.chunks.batch if isinstance(x, Stream) else x for x in _given(encode, inputs)]
         seen = [x for each in given for x in tensors(each)]
         if any(x.requires_grad and not x.is_leaf for x in seen):
             raise ValueError("inputs must have no graph, which each chunk would walk again; detach them")
@@ -66,12 +71,25 @@ class Replay:
         counts = self._reduction.agree([tower.chunks.count for tower in self._towers])
         for tower, count in zip(self._towers, counts, strict=True):
             tower.chunks.extend(count)
+        self._kept = _versions(seen)
         with torch.no_grad(), self._reduction.quiet():
             self.outputs = [x for i, tower in enumerate(self._towers) for x in self._first(i, tower)]
         # in an autocast around the call older versions of torch (pytorch issue 158232) keep copies of weights that they
         # made without a graph: the gradient would stop at them
         torch.clear_autocast_cache()
+        self._check_unchanged()
+        if not self._reduction.fsdp:  # whose parameters come and go
+            # from here on: a forward may clamp its scale
+            self._kept += _versions(p for module in modules for p in module.parameters() if p.requires_grad)
         self._reduction.check_called()
+
+    def _check_unchanged(self) -> None:
+        """Raise for inputs and parameters that were changed in place before the second pass."""
+        if any(x._version != version for x, version in self._kept):
+            raise ValueError(
+                "inputs and parameters must stay as they are until the second pass, which reads them again, got some "
+                "that were changed in place; write x - mean instead of x.sub_(mean), and step the optimizer afterwards"
+            )
 
     def _first(self, index: int, tower: _Tower) -> list[Tensor]:
         """Step 1: the outputs of a tower, joined over its chunks."""
@@ -114,7 +132,7 @@ class Replay:
         found = torch.autograd.grad(value, [*wanted, *outside], allow_unused=True)
         by = {id(x): gradient for x, gradient in zip(wanted, found, strict=False)}
         rest = [_Outside(x, g) for x, g in zip(outside, found[len(wanted) :], strict=True) if g is not None]
-        return value.detach(), [by.get(id(x)) for x in self.outputs], rest
+        return value.detach().reshape(()), [by.get(id(x)) for x in self.outputs], rest
 
     def __call__(self, gradients: Sequence[Tensor | None] | None = None, *, backward: Any = None) -> None:
         """Step 3: encode each chunk again and send its gradient into the encoder.
@@ -154,6 +172,7 @@ class Replay:
         if self._used:
             raise RuntimeError("a batch must be replayed once, got a second backward pass; make the step again")
         self._used = True
+        self._check_unchanged()
 
         def send(terms: Sequence[Tensor]) -> bool:
             if not terms:
@@ -176,11 +195,13 @@ class Replay:
                     last = j == tower.chunks.count - 1
                     with self._reduction.quiet(i if last else None):
                         terms = self._again(tower, j, chunk, own, at)
+                    if j == 0 and self._reduction.ddp:
+                        self._reduction.check_reached([leaf for term in terms for leaf in _leaves(term)])
                     with self._reduction.completed(i) if last else self._reduction.quiet():
                         sent = send(terms)
                     ran = ran or sent
-                    if not sent and not self._reduction:
-                        break  # frozen
+                    if not sent and not self._reduction and None not in tower.rows[j]:
+                        break  # frozen, and without a number, which has its gradient from the last chunk
         finally:
             after.restore()
         if not ran:
@@ -258,7 +279,7 @@ def _joined(parts: Sequence[Tensor]) -> Tensor:
     first = parts[0]
     if not (first.device.type == "cpu" and first.is_pinned()):
         return torch.cat(list(parts))
-    whole = torch.empty((sum(map(len, parts)), *first.shape[1:]), dtype=first.dtype, pin_memory=True)
+    whole = torch.empty((sum(map(len, parts)), *first.shape[1:]), dtype=first.dtype, device="cpu", pin_memory=True)
     return torch.cat(list(parts), out=whole)
 
 
@@ -295,6 +316,11 @@ def _outputs(found: Any) -> list[Tensor]:
     if not outputs:
         raise TypeError("encode must return a tensor or a tuple of tensors, got none")
     return outputs
+
+
+def _versions(tensors: Iterable[Tensor]) -> list[tuple[Tensor, int]]:
+    """Tensors, and how often each has been changed in place; those of inference mode do not count it."""
+    return [(x, x._version) for x in tensors if not x.is_inference()]
 
 
 def _given(encode: Encode, inputs: Any) -> Sequence[Any]:

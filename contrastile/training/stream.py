@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections import deque
 from collections.abc import Iterator
 from typing import Any
@@ -105,6 +106,8 @@ def stream(batch: Any, size: Size, device: Any = None, *, total: float | None = 
     """
     where = torch.device(("cuda" if torch.cuda.is_available() else "cpu") if device is None else device)
     chunks = Loaded(batch, size, where)
-    if total is not None and not total > 0:
-        raise ValueError(f"total must be positive, got {total}; give the samples of all ranks, divided by their number")
+    if total is not None and not 0 < total < math.inf:
+        raise ValueError(
+            f"total must be positive and finite, got {total}; give the samples of all ranks, divided by their number"
+        )
     return Stream(chunks, chunks.samples if total is None else total)

@@ -63,15 +63,20 @@ class Reduction:
             encoders: the callables to look in.
 
         Raises:
-            TypeError: ``sync`` is none that there is.
-            ValueError: nobody would reduce the gradients, or an engine does that is not known to work.
+            ValueError: ``sync`` is none that there is, nobody would reduce the gradients, or an engine does that is
+                not known to work.
         """
-        if isinstance(sync, str) and sync != "auto":
-            raise ValueError(f"sync must be 'auto', None, or the DDP or FSDP2 modules, got {sync!r}; leave it out")
-        if sync is None or isinstance(sync, str):
+        self._auto = sync == "auto"
+        if sync is None or self._auto:
             roots = modules_of(*encoders)
         else:
-            roots = [sync] if isinstance(sync, nn.Module) else list(sync)
+            named: list[Any] = list(sync) if isinstance(sync, list | tuple) else [sync]
+            for each in named:
+                if not isinstance(each, nn.Module):
+                    raise ValueError(
+                        f"sync must be 'auto', None, or the DDP or FSDP2 modules, got {each!r}; leave it out"
+                    )
+            roots = named
         inside = list(dict.fromkeys(module for root in roots for module in root.modules()))
         for module in inside:
             _refuse(module)
@@ -80,11 +85,13 @@ class Reduction:
         self.ddp = [m for m in inside if isinstance(m, nn.parallel.DistributedDataParallel)]
         self.fsdp = [m for m in inside if hasattr(m, "set_requires_gradient_sync")]
         self._called: dict[nn.Module, set[int]] = {}
-        if sync == "auto" and not self and dist.is_available() and dist.is_initialized() and dist.get_world_size() > 1:
+        alone = not (dist.is_available() and dist.is_initialized() and dist.get_world_size() > 1)
+        if sync is not None and not self and not alone:
+            where = "encode" if self._auto else "the modules that it names"
             raise ValueError(
-                f"sync='auto' must find the DDP or FSDP2 modules whose gradients are reduced, got none in encode on "
-                f"one of {dist.get_world_size()} ranks; pass the wrapped module itself as encode, name it by sync=, or "
-                "give sync=None and reduce the gradients yourself"
+                f"sync must find the DDP or FSDP2 modules whose gradients are reduced, got none in {where} on one of "
+                f"{dist.get_world_size()} ranks; pass the wrapped module itself as encode, name it by sync=, or give "
+                "sync=None and reduce the gradients yourself"
             )
 
     def __bool__(self) -> bool:
@@ -142,6 +149,23 @@ class Reduction:
                     f"encode must call the DDP module itself, got a call around its forward ({_name(module)}), after "
                     "which no gradient is reduced; pass the DDP module as encode, not its .module or a method of it"
                 )
+
+    def check_reached(self, leaves: Sequence[torch.Tensor]) -> None:
+        """Raise for parameters beside DDP's in what an encoder computed, unless ``sync`` names the modules.
+
+        Raises:
+            RuntimeError: no rank would get their gradient of the whole batch.
+        """
+        if not self._auto or self.fsdp or dist.get_world_size() == 1:
+            return
+        reduced = {id(parameter) for module in self.ddp for parameter in module.parameters()}
+        beside = [x for x in leaves if isinstance(x, nn.Parameter) and id(x) not in reduced]
+        if beside:
+            raise RuntimeError(
+                f"encode must have all its parameters in DDP, got {len(beside)} outside, such as one of shape "
+                f"{tuple(beside[0].shape)}, which each rank would update by itself; wrap them too, or name the DDP "
+                "modules by sync= and reduce the others yourself"
+            )
 
     @contextmanager
     def completed(self, tower: int) -> Iterator[None]:

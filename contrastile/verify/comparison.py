@@ -58,6 +58,8 @@ class Worst:
         return self.ratio if self.beyond is None else self.beyond
 
     def __str__(self) -> str:
+        if self.bound == 0.0 and self.error == np.inf:  # no element's error
+            return self.field
         where = f"[{', '.join(map(str, self.index))}]" if self.index else ""
         return f"{self.field}{where}: error {self.error:.3g}, bound {self.bound:.3g}"
 

@@ -21,7 +21,7 @@ from collections.abc import Generator, Iterator
 from dataclasses import asdict, dataclass, field
 from typing import IO, Any
 
-from contrastile.reporting import CannotRunError, ProgressCallback
+from contrastile.reporting import CannotRunError, ProgressCallback, ending
 from contrastile.verify.comparison import Worst, wrong
 from contrastile.verify.runner import Failure, Row
 from contrastile.verify.worker import Task, whole
@@ -256,7 +256,7 @@ class _Worker:
         except queue.Empty:
             raise _LostError(f"took longer than {seconds:g} s (--deadline)") from None
         if line is None:
-            raise _LostError(_ending(self._process.wait()))
+            raise _LostError(ending(self._process.wait()))
         message: dict[str, Any] = json.loads(line)
         return message
 
@@ -272,12 +272,3 @@ class _Worker:
             with contextlib.suppress(OSError):
                 if stream is not None:
                     stream.close()
-
-
-def _ending(code: int) -> str:
-    if code >= 0:
-        return f"ended with exit code {code}"
-    try:
-        return f"died of {signal.Signals(-code).name}"
-    except ValueError:
-        return f"died of signal {-code}"

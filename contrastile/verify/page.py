@@ -65,7 +65,8 @@ def page(
             _verdict(rows, seconds),
             _section(
                 "Not tested",
-                _list(_untested(rows, left_out)) or "<p>Nothing that is claimed.</p>",
+                _list([*_untested(rows, left_out), *(f"{each} (not claimed)" for each in report.unclaimed(rows))])
+                or "<p>Nothing.</p>",
             ),
             _section("Failures", "".join(_failure(group) for group in report.causes(failures))) if failures else "",
             _section("Error over bound", _heat(rows)),

@@ -9,7 +9,8 @@ from launching import launch
 
 PROGRAM = str(Path(__file__).parent / "programs" / "train_cached.py")
 REFUSED = [
-    r"sync='auto' must find the DDP or FSDP2 modules",
+    "sync must find the DDP or FSDP2 modules whose gradients are reduced, got none in encode",
+    "sync must find the DDP or FSDP2 modules whose gradients are reduced, got none in the modules that it names",
     "encode must call the DDP module itself",
     "scale must be a tensor, got a DTensor",
     "DDP must have static_graph=False",
@@ -28,6 +29,7 @@ def test_gradients_are_those_of_the_global_loss_and_reduced_once(ranks: int) -> 
         # of DDP, and two for each module that FSDP2 shards
         assert found.pop("restored") == "7 flags"
         assert "must find a gradient of every parameter, got none of extra; use them" in found.pop("unused")
+        assert "must have all its parameters in DDP, got 2 outside, such as one of shape" in found.pop("unwrapped")
         for i, message in enumerate(REFUSED):
             assert message in found.pop(f"refused {i}")
         assert len(found) == 2 * 14 + 4

@@ -127,6 +127,20 @@ def test_it_is_a_loss_of_the_gradient_cache() -> None:
     assert worst(found[:-1], type(kept)(kept.loss, kept.gradients[:-1], kept.bounds[:-1])) <= 1
 
 
+def test_parameters_that_are_unfrozen_or_replaced_after_the_loss_was_made_learn() -> None:
+    f, g, omega = arrays()
+    phi = Bilinear(omega).requires_grad_(False)
+    loss = training.deep_distance(phi, 3)
+    x = torch.tensor(f, requires_grad=True)
+    loss(x, torch.tensor(g)).backward()
+    phi.requires_grad_(True)
+    loss(x, torch.tensor(g)).backward()
+    (first,) = taken([phi.omega])
+    phi.omega = nn.Parameter(phi.omega.detach().clone())
+    loss(x, torch.tensor(g)).backward()
+    assert torch.equal(taken([phi.omega])[0], first)
+
+
 def test_narrow_embeddings_and_autocast() -> None:
     f, g, omega = (torch.tensor(x).float() for x in arrays())
     phi = Bilinear(omega.numpy())
@@ -155,7 +169,7 @@ class Rows(nn.Module):
     ("call", "error", "told"),
     [
         (lambda phi, f, g: training.deep_distance(lambda a, b: a @ b.T), TypeError, "phi must be a torch.nn.Module"),
-        (lambda phi, f, g: training.deep_distance(phi, 0), ValueError, "tile must be positive, got 0"),
+        (lambda phi, f, g: training.deep_distance(phi, 0), ValueError, "tile must be a positive integer, got 0"),
         (lambda phi, f, g: training.deep_distance(phi)(g, f), ValueError, "give each anchor its target"),
         (
             lambda phi, f, g: training.deep_distance(nn.Bilinear(D, D, 1).double())(f, g[: len(f)]),

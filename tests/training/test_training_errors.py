@@ -70,13 +70,21 @@ BEFORE: list[tuple[Callable[[Net], Any], type[Exception], str]] = [
     (lambda n: step((n,), ({"x": None},)), ValueError, "at least one tensor with a first dimension"),
     (lambda n: step((n,), (X * n.weight.sum(),)), ValueError, "inputs must have no graph"),
     (lambda n: step((n, n), (X, X), scale=None, sync="ddp"), ValueError, "sync must be 'auto', None, or"),
+    (lambda n: step((n, n), (X, X), sync=3), ValueError, "sync must be 'auto', None, or .*, got 3; leave it out"),
     (lambda n: step((n, n), (X, X), scale="2"), TypeError, "scale must be a number, a tensor or a callable"),
     (lambda n: step((n, n), (X, X), scale=torch.ones(2)), ValueError, r"scale must have one element, got shape \(2,\)"),
-    (lambda n: step((n, n), (X, X), metrics=("recall",)), ValueError, r"metrics must be among scale, rank@1, got 'rec"),
+    (
+        lambda n: step((n, n), (X, X), metrics=("recall",)),
+        ValueError,
+        r"metrics must be among scale, rank@1, loss_seconds, got 'rec",
+    ),
+    (lambda n: step((n, None), (X, X)), TypeError, "encode must be a callable, or one per input, got NoneType; name"),
     (lambda n: step((n,), (X,), split=lambda x, size: []), ValueError, "split must return at least one chunk"),
     (lambda n: step((n,), (X,), split=list, chunk=training.Budget(9)), TypeError, "with split= chunk must be a number"),
     (lambda n: training.Budget(0), ValueError, "Budget's elements must be a positive integer, got 0"),
-    (lambda n: training.stream(X, 2, "cpu", total=0), ValueError, "total must be positive, got 0"),
+    (lambda n: training.stream(X, 2, "cpu", total=0), ValueError, "total must be positive and finite, got 0"),
+    (lambda n: training.stream(X, 2, "cpu", total=float("inf")), ValueError, "positive and finite, got inf"),
+    (lambda n: training.rank_at_1(X, X, tile=-1), ValueError, "tile must be a positive integer, got -1"),
     (lambda n: torch.no_grad()(step)((n, n), (X, X)), RuntimeError, "with gradients on, got no_grad"),
     (lambda n: step((n, FullyShardedDataParallel()), (X, X)), ValueError, "must not be FSDP1"),
     (lambda n: step((n, Engine(2)), (X, X)), ValueError, "ZeRO stage 0 or 1, got stage 2"),
@@ -106,6 +114,16 @@ AFTER: list[tuple[Callable[[Net], Any], type[Exception], str]] = [
         lambda n: step((lambda x: (n(x), n.weight.sum() * n.calls),), (X,), lambda a, b, s: a.sum()),
         ValueError,
         "must be the same for every chunk, as a scale is, got 12 to 36",
+    ),
+    (
+        lambda n: step((lambda x: n(x.sub_(1)),), (X.clone(),)),
+        ValueError,
+        "inputs and parameters must stay as they are",
+    ),
+    (
+        lambda n: step((lambda x: n(x["x"].sub_(1)),), (training.stream({"x": X.clone()}, 2, "cpu"),), chunk=None),
+        ValueError,
+        "inputs and parameters must stay as they are",
     ),
     (lambda n: step((n,), (X,), lambda a, s: a.sum(), metrics=("rank@1",)), ValueError, "two .b, d. embeddings, got 1"),
     (
@@ -146,6 +164,38 @@ def test_refused_before_any_gradient(call: Callable[[Net], Any], error: type[Exc
 
 def test_deepspeed_without_sharded_gradients_is_not_refused() -> None:
     step((Engine(1),), (X,), lambda a, s: a.sum())
+
+
+def test_inputs_that_change_between_the_passes_are_refused() -> None:
+    net, x = Net(), X.clone()
+    value = training.Cached(clip, (net, net), 2)(x, X, scale=2.0)
+    x.copy_(X + 1)  # a loader that fills the same memory again
+    with pytest.raises(ValueError, match="inputs and parameters must stay as they are"):
+        value.backward()
+    assert net.weight.grad is None
+
+
+def test_parameters_that_change_between_the_passes_are_refused() -> None:
+    net = Net()
+    outputs, replay = training.embed((net, net), (X, X), 2)
+    clip(*outputs, 2.0).backward()
+    with torch.no_grad():
+        net.weight.add_(1.0)  # an optimizer
+    with pytest.raises(ValueError, match="inputs and parameters must stay as they are"):
+        replay()
+    assert net.weight.grad is None
+
+
+def test_a_forward_that_clamps_its_scale_is_not_refused() -> None:
+    net = Net()
+
+    def clamped(x: Tensor) -> Tensor:
+        with torch.no_grad():
+            net.weight.clamp_(max=2.0)
+        return net(x)
+
+    step((clamped, net), (X, X))
+    assert net.weight.grad is not None
 
 
 def test_a_batch_is_replayed_once() -> None:

@@ -17,13 +17,44 @@ def test_metrics() -> None:
     for net in towers:
         net.eval()
     found = training.cached_step(
-        towers, tuple(inputs), contrastile.clip_loss, scale=number.exp, chunk=5, metrics=("scale", "rank@1")
+        towers,
+        tuple(inputs),
+        contrastile.clip_loss,
+        scale=number.exp,
+        chunk=5,
+        metrics=("scale", "rank@1", "loss_seconds"),
     )
     logits = towers[0](inputs[0]) @ towers[1](inputs[1]).T
-    assert set(found) == {"loss", "scale", "rank@1"}
+    assert set(found) == {"loss", "scale", "rank@1", "loss_seconds"}
     assert torch.equal(found["scale"], number.exp().detach())
     assert found["rank@1"] == (logits.argmax(dim=1) == torch.arange(B)).float().mean()
     assert not any(x.requires_grad for x in found.values())
+
+
+def test_the_seconds_of_the_loss_are_those_between_the_two_passes(monkeypatch: pytest.MonkeyPatch) -> None:
+    """By a clock that ticks once in each encoding, and seven times in the loss."""
+    ticks = 0
+
+    def tick(count: int) -> None:
+        nonlocal ticks
+        ticks += count
+
+    def loss(a: Tensor, b: Tensor, scale: float) -> Tensor:
+        tick(7)
+        return contrastile.clip_loss(a, b, scale)
+
+    towers, inputs = setting((B, B))
+    for net in towers:
+        net.register_forward_pre_hook(lambda *_: tick(1))
+    monkeypatch.setattr("contrastile.training.metrics.time.perf_counter", lambda: float(ticks))
+    found = training.cached_step(towers, tuple(inputs), loss, scale=2.0, chunk=5, metrics="loss_seconds")
+    assert found["loss_seconds"] == 7
+    assert ticks == 7 + 2 * 8
+
+
+def test_rank_at_1_is_in_the_features_precision() -> None:
+    query, key = torch.ones(2, 1, dtype=torch.float64), torch.tensor([[1.0 + 1e-12], [1.0]], dtype=torch.float64)
+    assert training.rank_at_1(query, key) == 0.5
 
 
 @pytest.mark.parametrize("tile", [3, 5, 100])

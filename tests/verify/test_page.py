@@ -45,12 +45,14 @@ def failure(**changes: Any) -> Failure:
 
 def test_it_holds_the_verdict_what_was_not_tested_the_cells_and_the_command() -> None:
     absent = row(backend="cupy", property="all", case="all", ratio=None, status="skip", reason="no cupy")
-    text = report(absent)
+    silent = row(backend="mine:clip", property="all", case="ids", ratio=None, status="unclaimed", reason="equal ids")
+    text = report(absent, silent)
     for said in (
         "PASS",
         "in 72 s",
         "3 cases (--quick)",
         "cupy: no cupy",
+        "mine:clip: equal ids (not claimed)",
         "numpy on cpu: 3 passed, 0 failed",
         "<th>python",
     ):

@@ -146,7 +146,7 @@ def test_a_backend_that_leaves_the_program_has_failed():
         raise SystemExit(0)
 
     (row,) = Run(Selection({"leaving": replace(NUMPY, lse=lse)}, ["smoke"], ["value"], ["float64"])).rows()
-    assert (row["status"], row["reason"]) == ("fail", "raised SystemExit: 0: error inf, bound 0")
+    assert (row["status"], row["reason"]) == ("fail", "raised SystemExit: 0")
 
 
 @pytest.mark.parametrize(

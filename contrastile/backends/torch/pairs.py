@@ -92,7 +92,9 @@ class BlockPairs:
 
     def _is_own(self, columns: torch.Tensor | None) -> bool:
         """Whether row i's column is i, as in most losses: then nothing needs an index."""
-        return self._sync and columns is not None and torch.equal(columns, torch.arange(len(columns)))
+        if not self._sync or columns is None:
+            return False
+        return torch.equal(columns, torch.arange(len(columns), device=columns.device))
 
     def of_positives(self) -> slice | torch.Tensor | None:
         """An index into vectors over the columns that gives each row its positive's; of a row without one, any.

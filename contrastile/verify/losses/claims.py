@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass, fields
+from numbers import Integral
 from typing import Any
 
 from contrastile.backends.arrays import FLOATS
@@ -11,6 +12,17 @@ from contrastile.backends.contract import PRECISIONS
 
 OBJECTIVES = ("clip_loss", "info_nce", "sigmoid_loss", "nt_xent", "sup_con")
 """What a loss may compute: the losses of the front door, whose positional arguments it takes."""
+
+SIZES = (
+    "smallest_batch",
+    "batch_multiple",
+    "largest_batch",
+    "smallest_width",
+    "width_multiple",
+    "largest_width",
+)
+LARGEST = 4096
+"""The rows and features of the largest case that is made for a loss."""
 
 LIBRARIES = ("torch", "numpy", "cupy")
 DEVICES = ("cpu", "cuda")
@@ -86,9 +98,23 @@ class Claims:
         _one_of("devices", self.devices, DEVICES)
         _one_of("state", () if self.state is None else (self.state,), FLOATS)
         _one_of("precision", (self.precision,), PRECISIONS)
-        for name in ("smallest_batch", "batch_multiple", "smallest_width", "width_multiple"):
-            if getattr(self, name) < 1:
-                raise ValueError(f"claims: {name} must be at least 1, got {getattr(self, name)}")
+        for name in SIZES:
+            size = getattr(self, name)
+            if size is not None and (isinstance(size, bool) or not isinstance(size, Integral) or size < 1):
+                raise ValueError(f"claims: {name} must be a positive integer, got {size!r}")
+        for name in ("batch", "width"):
+            least, most = getattr(self, f"smallest_{name}"), getattr(self, f"largest_{name}")
+            fitted = getattr(self, name)(1)
+            if fitted is None:
+                multiple = getattr(self, f"{name}_multiple")
+                raise ValueError(
+                    f"claims: some {name} must be claimed, got multiples of {multiple} in {least} to {most}"
+                )
+            if fitted > LARGEST:
+                raise ValueError(
+                    f"claims: some {name} of at most {LARGEST:,} must be claimed, since the cases hold whole matrices, "
+                    f"got {fitted:,} at least; test a smaller instance"
+                )
         if self.ids and self.objective in ("nt_xent", "sup_con"):
             raise ValueError(f"claims: ids must be False for {self.objective}, which has no such argument")
         if any(n < 2 for n in self.ranks):

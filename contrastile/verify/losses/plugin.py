@@ -56,8 +56,9 @@ def read_skips(path: Path) -> list[Skip]:
 class LossFile(pytest.File):
     """A conftest.py that names losses.
 
-    ``contrastile_losses`` is a list of them, or a mapping of names to them: see ``Loss.of``. ``contrastile_skips``, if
-    there is one, is the path of a file of skips, relative to the conftest.py: see ``read_skips``.
+    ``contrastile_losses`` is a loss, a list of them, or a mapping of names to them: see ``Loss.of``.
+    ``contrastile_skips``, if there is one, is the path of a file of skips, relative to the conftest.py: see
+    ``read_skips``.
     """
 
     def __init__(self, *, module: Any, **kwargs: Any) -> None:
@@ -69,7 +70,8 @@ class LossFile(pytest.File):
         given = self.module.contrastile_losses
         path = getattr(self.module, "contrastile_skips", None)
         skips = [] if path is None else read_skips(self.path.parent / path)
-        named = given.items() if isinstance(given, Mapping) else ((None, loss) for loss in given)
+        losses = [given] if isinstance(given, str) or callable(given) else given
+        named = losses.items() if isinstance(losses, Mapping) else ((None, loss) for loss in losses)
         for name, target in named:
             loss = Loss.of(target)
             short = name or loss.name.rpartition(":")[2]

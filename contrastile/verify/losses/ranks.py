@@ -26,7 +26,7 @@ import numpy as np
 
 from contrastile.backends.contract import state_dtype
 from contrastile.oracle.arrays import FloatArray
-from contrastile.reporting import one_line
+from contrastile.reporting import ending, one_line
 from contrastile.verify.comparison import Comparisons, Worst
 from contrastile.verify.losses import allowed
 from contrastile.verify.losses.cases import LossCase, sized
@@ -226,15 +226,19 @@ def _world(
     end = time.monotonic() + seconds
     try:
         while running:
-            child, status = os.waitpid(-1, os.WNOHANG)
-            if child:
-                rank = running.pop(child)
-                if status:
-                    told = sorted(folder.glob("error*"), key=lambda path: path.stat().st_mtime_ns)
-                    return told[0].read_text() if told else f"rank {rank} ended with status {status}"
-            elif time.monotonic() > end:
+            # all of them: who is gone was so before those that waited for it failed
+            ended = {
+                running[child]: status for child in running for pid, status in [os.waitpid(child, os.WNOHANG)] if pid
+            }
+            running = {child: rank for child, rank in running.items() if rank not in ended}
+            for rank, status in ended.items():
+                if not (folder / f"ended{rank}").exists():
+                    return f"rank {rank} {ending(os.waitstatus_to_exitcode(status))}"
+            if any(ended.values()):
+                return min(folder.glob("error*"), key=lambda path: path.stat().st_mtime_ns).read_text()
+            if time.monotonic() > end:
                 return f"the ranks took longer than {seconds:g} s"
-            else:
+            if not ended:
                 time.sleep(0.01)
     finally:
         for child in running:
@@ -258,6 +262,7 @@ def _rank(pickled: bytes | None, name: str, claims: Claims, rank: int, size: int
         draft.write_text(f"rank {rank} raised {one_line(error)}")
         draft.rename(folder / f"error{rank}")
     finally:
+        (folder / f"ended{rank}").touch()
         # no finaliser may wait for a rank that is gone
         os._exit(code)
 

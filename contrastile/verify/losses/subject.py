@@ -187,6 +187,8 @@ class Call:
         return Result(take(value), tuple(map(take, gradients[:count])), scale, bias, by_autograd)
 
     def _differentiated(self, value: Array, upstream: float | None) -> list[Array | None]:
+        if not hasattr(value, "backward"):
+            raise TypeError(f"a loss must return a torch tensor, got {type(value).__name__}; see claims for others")
         leaves = [x for x in (*self.features, *self.numbers) if x.requires_grad]
         if leaves:
             value.backward() if upstream is None else (upstream * value).backward()

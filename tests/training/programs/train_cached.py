@@ -301,6 +301,7 @@ def refusals(inputs: Any) -> list[str]:
 
     tries: list[Callable[[], Any]] = [
         lambda: training.cached_step((around.image, around.text), inputs, loss("clip"), chunk=CHUNK),
+        lambda: training.cached_step(towers(around), inputs, loss("clip"), chunk=CHUNK, sync=around),
         lambda: training.cached_step(towers(around), inputs, loss("clip"), chunk=CHUNK, sync=inner),
         lambda: training.cached_step(sharded, inputs, loss("clip"), scale=sharded.logit_scale.exp, chunk=CHUNK),
         lambda: training.cached_step(static, inputs, loss("clip"), chunk=CHUNK),
@@ -327,6 +328,17 @@ def unused_parameter(inputs: Any) -> str:
         training.cached_step(model, inputs, loss("clip"), chunk=CHUNK)
     try:
         training.cached_step(model, inputs, loss("clip"), chunk=CHUNK)
+    except RuntimeError as error:
+        return str(error)
+    return "nothing"
+
+
+def unwrapped_tower(inputs: Any) -> str:
+    """Each rank would go its own way with what DDP does not hold."""
+    model = Towers()
+    pair = ddp(model.image), model.text
+    try:
+        training.cached_step(pair, inputs, loss("clip"), scale=numbers(model), chunk=CHUNK)
     except RuntimeError as error:
         return str(error)
     return "nothing"
@@ -384,6 +396,7 @@ def main() -> None:
     for i, message in enumerate(refusals(inputs)):
         say(rank, f"refused {i}: {message}")
     say(rank, f"unused: {unused_parameter(inputs)}")
+    say(rank, f"unwrapped: {unwrapped_tower(inputs)}")
     say(rank, f"restored: {restored(inputs)}")
     say(rank, f"rival: {rival(inputs):.3g}")
     dist.destroy_process_group()

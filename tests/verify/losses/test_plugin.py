@@ -72,6 +72,12 @@ def test_three_lines_find_a_planted_defect(tmp_path):
     assert "error / bound = " in out
 
 
+def test_one_loss_needs_no_list(tmp_path):
+    for loss in ("right", "'kernels:right'"):
+        conftest = f"from kernels import right\ncontrastile_losses = {loss}\n"
+        assert "1 passed" in run(tmp_path, "-k", "smoke and value", conftest=conftest)
+
+
 def test_what_is_known_and_not_claimed_is_skipped_with_its_reason(tmp_path):
     skips = "# known\n\ndefect/ragged/*: an odd pair is left out\n"
     conftest = CONFTEST + "contrastile_skips = 'skips.txt'\n"
