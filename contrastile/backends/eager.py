@@ -18,10 +18,13 @@ F = TypeVar("F", bound=Callable[..., Any])
 MOST = 32
 """Triples of vectors in the cache; the least recently used goes first."""
 
+HOST_ROWS = 8192
+"""The longest vectors of a host in the cache: longer ones take no time beside the loss, and memory."""
+
 _ASKED = ("_are_functorch_transforms_active", "_len_torch_dispatch_stack", "_get_tracing_state")
 
 _made: dict[Hashable, tuple[Array, Array, Array]] = {}
-_ids: set[int] = set()
+_known: dict[int, float | None] = {}
 
 
 def asked_while_tracing(function: F) -> F:
@@ -66,20 +69,28 @@ def outside_of_graphs(function: F) -> F:
 
 def transforms_can_be_seen(torch: Any) -> bool:
     """Whether this version of torch has the functions that report transforms, modes and tracers."""
-    return all(hasattr(torch._C, name) for name in _ASKED)
+    known = torch._C
+    return hasattr(known, _ASKED[0]) and hasattr(known, _ASKED[1]) and hasattr(known, _ASKED[2])
 
 
 def direct(torch: Any, tensors: Iterable[Array | None]) -> bool:
     """Whether a call is plain eager: no compiler, tracer, transform, mode, tensor subclass or meta tensor."""
     known = torch._C
-    return (
-        not torch.compiler.is_compiling()
-        and transforms_can_be_seen(torch)
-        and not known._are_functorch_transforms_active()
-        and not known._len_torch_dispatch_stack()
-        and known._get_tracing_state() is None
-        and all(x is None or (type(x) in (torch.Tensor, torch.nn.Parameter) and not x.is_meta) for x in tensors)
-    )
+    if (
+        torch.compiler.is_compiling()
+        or not transforms_can_be_seen(torch)
+        or known._are_functorch_transforms_active()
+        or known._len_torch_dispatch_stack()
+        or known._get_tracing_state() is not None
+    ):
+        return False
+    plain, parameter = torch.Tensor, torch.nn.Parameter
+    # no generator, which would take as long as all of the above
+    for x in tensors:
+        kind = type(x)
+        if x is not None and ((kind is not plain and kind is not parameter) or x.is_meta):
+            return False
+    return True
 
 
 def pairs(
@@ -104,37 +115,45 @@ def pairs(
         return make()
     import torch
 
-    if not _can_be_shared(torch, like):
+    if not _can_be_shared(torch, stop - start, like):
         return make()
-    stream = torch._C._cuda_getCurrentRawStream(like.get_device())
-    key = weight, start, stop, dtype, like.get_device(), stream
+    device = like.get_device()
+    stream = torch._C._cuda_getCurrentRawStream(device) if like.is_cuda else None
+    key = weight, start, stop, dtype, device, stream
     found = _made.pop(key, None)
     if found is None:
         found = make()
         if len(_made) >= MOST:
             for x in _made.pop(next(iter(_made))):
-                _ids.discard(id(x))
-        _ids.update(map(id, found))
+                _known.pop(id(x), None)
+        readable = device < 0 and start < stop
+        _known.update((id(x), float(x[0]) if readable else None) for x in found)
     _made[key] = found
     return found
 
 
 def constant(x: Array) -> bool:
     """Whether x is one of these vectors, whose values never change while somebody holds it."""
-    return id(x) in _ids
+    return id(x) in _known
 
 
-def _can_be_shared(torch: Any, like: Array) -> bool:
-    """Whether later calls can reuse a vector that is made now: on a GPU's current stream, in an eager call.
+def first(x: Array) -> float | None:
+    """The first element of one of these vectors on a host, of weights and targets each element; None of another."""
+    return _known.get(id(x))
+
+
+def _can_be_shared(torch: Any, rows: int, like: Array) -> bool:
+    """Whether later eager calls can reuse a vector that is made now: on a GPU's current stream, or short on a host.
 
     A graph under capture has its own memory, which is written on replay; a tensor of inference mode cannot be saved
     for a backward pass.
     """
+    if not direct(torch, (like,)) or torch.is_inference_mode_enabled():
+        return False
+    if not like.is_cuda:
+        return rows <= HOST_ROWS and like.device.type == "cpu"
     return (
-        like.is_cuda
-        and direct(torch, (like,))
-        and like.get_device() == torch.cuda.current_device()
+        like.get_device() == torch.cuda.current_device()
         and hasattr(torch._C, "_cuda_getCurrentRawStream")
-        and not torch.is_inference_mode_enabled()
         and not torch.cuda.is_current_stream_capturing()
     )
