@@ -379,7 +379,7 @@ class TorchArrays:
 
     def inner_rows(self, width: int, host: bool) -> int:
         """Rows that ``inner`` multiplies at a time: they bound its temporary, which a host's threads keep in cache."""
-        return max(1, self.module.get_num_threads() * 2**17 // width) if host else 4096
+        return max(1, self.module.get_num_threads() * 2**16 // width) if host else 4096
 
     def scaled(self, x: Array, factor: Array, dtype: str, *, consume: bool) -> Array:
         return (x.mul_(factor) if consume else x * factor).to(getattr(self.module, dtype))
