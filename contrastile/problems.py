@@ -18,6 +18,7 @@ from contrastile.backends.contract import state_dtype
 from contrastile.schedules.handshake import ALONE, Handshake
 from contrastile.schedules.local import Gradients, both_sides
 from contrastile.schedules.problem import Problem
+from contrastile.schedules.triangle import CPU_ROWS
 
 Array = Any
 
@@ -151,15 +152,20 @@ def nt_xent(view_a: Array, view_b: Array, scale: Any, *, world: Handshake = ALON
 def sup_con(features: Array, labels: Array, scale: Any, *, world: Handshake = ALONE) -> Loss:
     """Samples against themselves, self excluded, t = 1 / |P(i)|; u = 1 / (samples that have a positive).
 
-    Samples are taken in the order of their labels: few tiles then hold a positive, and the others look for none.
+    Samples are taken in the order of their labels: few tiles then hold a positive, and the others look for none. Those
+    that a host computes as one block stay as they are.
     """
     arrays, (rows,) = validation.features(world.alone, features=features)
     m, state = rows.shape[0], state_dtype(arrays.dtype(rows))
-    labels, order = arrays.sorted(validation.integers("labels", labels, m, "sample", arrays, rows))
-    rows = arrays.take(rows, order)
+    labels = validation.integers("labels", labels, m, "sample", arrays, rows)
+    ordered, order = arrays.sorted(labels)
+    stay = world.alone and m <= CPU_ROWS and arrays.device(rows) == "cpu"
+    if not stay:
+        labels, rows = ordered, arrays.take(rows, order)
     factor = validation.scalar("scale", scale, arrays, state, rows)
     met = world.meet(arrays, rows, (rows,), factor, loss="sup_con", scale=_number(scale))
-    partners = arrays.cast(world.count_in(arrays, labels) - 1, state)
+    count = arrays.count_in(labels, ordered) if stay else world.count_in(arrays, ordered)
+    partners = arrays.cast(count - 1, state)
     counted = arrays.cast(partners > 0, state)
     # a batch in which no label repeats has loss 0, not 0 / 0
     sharing = arrays.maximum(arrays.cast(world.total(arrays, arrays.total(counted)), state), 1.0)
@@ -177,8 +183,11 @@ def sup_con(features: Array, labels: Array, scale: Any, *, world: Handshake = AL
     )
 
     def pull_back(g: Gradients) -> tuple[Array, ...]:
-        _, place = arrays.sorted(order)
-        return *_like(arrays, (features,), (arrays.take(both_sides(g), place),)), g.scale
+        found = both_sides(g)
+        if not stay:
+            _, place = arrays.sorted(order)
+            found = arrays.take(found, place)
+        return *_like(arrays, (features,), (found,)), g.scale
 
     return Loss(problem, pull_back)
 
