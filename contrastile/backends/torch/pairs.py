@@ -244,7 +244,9 @@ class TilePairs:
     ) -> None:
         """Subtract ``row_term_i + column_term_j`` from every pair of equal ids. g: (tr, tc); terms: (tr,) and (tc,)."""
         if self._matched is not None:
-            spare.copy_(row_term[:, None].expand_as(g))
-            if column_term is not None:
-                spare.add_(column_term)
-            g.sub_(spare.masked_fill_(~self._matched, 0.0))
+            if column_term is None:
+                torch.sub(g, row_term[:, None], out=spare)
+            else:
+                torch.add(row_term[:, None], column_term, out=spare)
+                torch.sub(g, spare, out=spare)
+            torch.where(self._matched, spare, g, out=g)

@@ -117,14 +117,14 @@ class _Side:
 _Among = Callable[[torch.Tensor, torch.Tensor, torch.Tensor], torch.Tensor]
 
 
-def _selection(x: torch.Tensor, matched: torch.Tensor, out: torch.Tensor) -> torch.Tensor:
-    """X at the matched pairs and 0 at all others."""
-    return out.copy_(x).masked_fill_(~matched, 0.0)
+def _selection(x: torch.Tensor, matched: torch.Tensor, ones: torch.Tensor) -> torch.Tensor:
+    """X at the matched pairs and 0 at all others, in the memory of ``ones``, which has 1 at the matched pairs."""
+    return ones.copy_(x).masked_fill_(~matched, 0.0)
 
 
-def _product(x: torch.Tensor, matched: torch.Tensor, out: torch.Tensor) -> torch.Tensor:
+def _product(x: torch.Tensor, matched: torch.Tensor, ones: torch.Tensor) -> torch.Tensor:
     """The same in a fraction of the time, but NaN where x is not finite at another pair."""
-    return out.copy_(matched).mul_(x)
+    return ones.mul_(x)
 
 
 class _Found:
@@ -153,10 +153,14 @@ class _Found:
         else:
             tile.pairs.note_named(tile.x, cut(self.logits, tile.rows))
         matched = tile.pairs.matched
+        if matched is None or self.block.pairs.match == "drop":
+            return
+        count = tile.spare.copy_(matched)
         for side in self.sides:
-            if matched is not None and side.counts:
-                side.add("count", tile, tile.spare.copy_(matched))
-                side.add("total", tile, among(tile.x, matched, tile.spare))
+            side.add("count", tile, count)
+        total = among(tile.x, matched, count)
+        for side in self.sides:
+            side.add("total", tile, total)
 
     def finish_named(self) -> None:
         """The positives' statistics, where indices name them: a column's positives are summed over its rows."""
@@ -203,7 +207,7 @@ def _shared(
             tile.x.sub_(reference)
         negatives = tile.x.exp2_()
         if tile.pairs.matched is not None:
-            positives = _product(tile.x, tile.pairs.matched, tile.spare)
+            positives = _product(tile.x, tile.pairs.matched, tile.spare.copy_(tile.pairs.matched))
             for side in found.sides:
                 side.add("positive", tile, positives)
             # what was infinite is NaN now, and its sum is not exact
