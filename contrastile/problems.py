@@ -18,9 +18,11 @@ from contrastile.backends.contract import state_dtype
 from contrastile.schedules.handshake import ALONE, Handshake
 from contrastile.schedules.local import Gradients, both_sides
 from contrastile.schedules.problem import Problem
-from contrastile.schedules.triangle import CPU_ROWS
 
 Array = Any
+
+FEW = 256
+"""Samples that a host takes in any order: all are one tile, and to sort them would take longer than it saves."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -152,14 +154,14 @@ def nt_xent(view_a: Array, view_b: Array, scale: Any, *, world: Handshake = ALON
 def sup_con(features: Array, labels: Array, scale: Any, *, world: Handshake = ALONE) -> Loss:
     """Samples against themselves, self excluded, t = 1 / |P(i)|; u = 1 / (samples that have a positive).
 
-    Samples are taken in the order of their labels: few tiles then hold a positive, and the others look for none. Those
-    that a host computes as one block stay as they are.
+    Samples are taken in the order of their labels: few tiles then hold a positive, and the others look for none. A
+    few on a host stay as they are.
     """
     arrays, (rows,) = validation.features(world.alone, features=features)
     m, state = rows.shape[0], state_dtype(arrays.dtype(rows))
     labels = validation.integers("labels", labels, m, "sample", arrays, rows)
     ordered, order = arrays.sorted(labels)
-    stay = world.alone and m <= CPU_ROWS and arrays.device(rows) == "cpu"
+    stay = world.alone and m <= FEW and arrays.device(rows) == "cpu"
     if not stay:
         labels, rows = ordered, arrays.take(rows, order)
     factor = validation.scalar("scale", scale, arrays, state, rows)

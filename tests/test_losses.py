@@ -184,8 +184,7 @@ def test_autograd_gives_the_oracle_s_numbers(name: str, backend: str, tile: Any)
 def test_samples_in_the_order_of_their_labels_give_them_too(
     name: str, library: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    # as more samples than a host computes as one block are taken
-    monkeypatch.setattr(problems, "CPU_ROWS", B - 1)
+    monkeypatch.setattr(problems, "FEW", B - 1)
     test_value_and_grad_give_the_oracle_s_numbers(name, library, library, None)
     test_autograd_gives_the_oracle_s_numbers(name, library, None)
 
