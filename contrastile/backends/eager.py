@@ -6,6 +6,7 @@ Nothing here imports torch first: whoever holds a tensor has imported it.
 from __future__ import annotations
 
 import sys
+import threading
 from collections.abc import Callable, Hashable, Iterable
 from typing import TYPE_CHECKING, Any, TypeVar
 
@@ -25,6 +26,8 @@ _ASKED = ("_are_functorch_transforms_active", "_len_torch_dispatch_stack", "_get
 
 _made: dict[Hashable, tuple[Array, Array, Array]] = {}
 _known: dict[int, float | None] = {}
+# ids outlive a tensor that two threads make at once and one of them drops
+_changing = threading.Lock()
 
 
 def asked_while_tracing(function: F) -> F:
@@ -69,28 +72,20 @@ def outside_of_graphs(function: F) -> F:
 
 def transforms_can_be_seen(torch: Any) -> bool:
     """Whether this version of torch has the functions that report transforms, modes and tracers."""
-    known = torch._C
-    return hasattr(known, _ASKED[0]) and hasattr(known, _ASKED[1]) and hasattr(known, _ASKED[2])
+    return all(hasattr(torch._C, name) for name in _ASKED)
 
 
 def direct(torch: Any, tensors: Iterable[Array | None]) -> bool:
     """Whether a call is plain eager: no compiler, tracer, transform, mode, tensor subclass or meta tensor."""
     known = torch._C
-    if (
-        torch.compiler.is_compiling()
-        or not transforms_can_be_seen(torch)
-        or known._are_functorch_transforms_active()
-        or known._len_torch_dispatch_stack()
-        or known._get_tracing_state() is not None
-    ):
-        return False
-    plain, parameter = torch.Tensor, torch.nn.Parameter
-    # no generator, which would take as long as all of the above
-    for x in tensors:
-        kind = type(x)
-        if x is not None and ((kind is not plain and kind is not parameter) or x.is_meta):
-            return False
-    return True
+    return (
+        not torch.compiler.is_compiling()
+        and transforms_can_be_seen(torch)
+        and not known._are_functorch_transforms_active()
+        and not known._len_torch_dispatch_stack()
+        and known._get_tracing_state() is None
+        and all(x is None or (type(x) in (torch.Tensor, torch.nn.Parameter) and not x.is_meta) for x in tensors)
+    )
 
 
 def pairs(
@@ -120,15 +115,16 @@ def pairs(
     device = like.get_device()
     stream = torch._C._cuda_getCurrentRawStream(device) if like.is_cuda else None
     key = weight, start, stop, dtype, device, stream
-    found = _made.pop(key, None)
-    if found is None:
-        found = make()
-        if len(_made) >= MOST:
-            for x in _made.pop(next(iter(_made))):
-                _known.pop(id(x), None)
-        readable = device < 0 and start < stop
-        _known.update((id(x), float(x[0]) if readable else None) for x in found)
-    _made[key] = found
+    with _changing:
+        found = _made.pop(key, None)
+        if found is None:
+            found = make()
+            if len(_made) >= MOST:
+                for x in _made.pop(next(iter(_made))):
+                    del _known[id(x)]
+            readable = device < 0 and start < stop
+            _known.update((id(x), float(x[0]) if readable else None) for x in found)
+        _made[key] = found
     return found
 
 

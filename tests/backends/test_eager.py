@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
+import threading
+import time
 from typing import Any
 
 import pytest
 import torch
 
 from contrastile.backends import eager
-from contrastile.backends.arrays import library_of
+from contrastile.backends.arrays import TorchArrays, library_of
 
 ARRAYS = library_of(torch.zeros(0))
 
@@ -54,6 +56,27 @@ def test_a_host_shares_short_ones_and_knows_their_values() -> None:
     long = made(stop=3 + eager.HOST_ROWS)
     assert not any(map(eager.constant, long))
     assert [eager.first(x) for x in made(stop=2)] == [None] * 3
+
+
+def test_threads_that_ask_at_once_leave_no_vector_known_that_is_not_held(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(eager, "_made", {})
+    monkeypatch.setattr(eager, "_known", {})
+
+    class Slow(TorchArrays):
+        def full(self, *given: Any) -> Any:
+            # the other thread goes on
+            time.sleep(0.01)
+            return super().full(*given)
+
+    def ask() -> None:
+        eager.pairs(Slow(torch), 0.25, 2, 5, "float32", torch.zeros(3))
+
+    threads = [threading.Thread(target=ask) for _ in range(2)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert set(eager._known) == {id(x) for each in eager._made.values() for x in each}
 
 
 @pytest.mark.usefixtures("gpu")
