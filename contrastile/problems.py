@@ -131,8 +131,7 @@ def nt_xent(view_a: Array, view_b: Array, scale: Any, *, world: Handshake = ALON
     m, state = view_a.shape[0], state_dtype(arrays.dtype(views))
     factor = validation.scalar("scale", scale, arrays, state, views)
     met = world.meet(arrays, views, (views,), factor, loss="nt_xent", scale=_number(scale))
-    weight, target = (arrays.full((2 * m,), value, state, views) for value in (1.0 / met.rows, 1.0))
-    itself = arrays.arange(met.start, met.start + 2 * m, views)
+    weight, target, itself = eager.pairs(arrays, 1.0 / met.rows, met.start, met.start + 2 * m, state, views)
     problem = Problem(
         rows=views,
         columns=(),
