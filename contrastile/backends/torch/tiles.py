@@ -13,8 +13,9 @@ from contrastile.backends.torch.kept import Kept, keeps
 from contrastile.backends.torch.pairs import BlockPairs, TilePairs, cut
 from contrastile.backends.torch.products import Products, has_mixed_product
 
-# 2 MiB of float32: the tile, its spare, a chunk of columns and their gradient stay in a shared cache of 8 MiB or more
-CPU_TILE = (512, 1024)
+# 4 MiB of float32: the tile, its spare, a chunk of columns and their gradient stay in a shared cache of 16 MiB or more;
+# square, so that the least of the gradients is read and written again
+CPU_TILE = (1024, 1024)
 # large enough to fill an accelerator, and a small share of its memory
 DEVICE_TILE = (4096, 8192)
 # float32 elements of a cache line
