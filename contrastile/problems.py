@@ -21,6 +21,9 @@ from contrastile.schedules.problem import Problem
 
 Array = Any
 
+FEW = 256
+"""Samples that a host takes in any order: all are one tile, and to sort them would take longer than it saves."""
+
 
 @dataclass(frozen=True, slots=True)
 class Loss:
@@ -128,8 +131,7 @@ def nt_xent(view_a: Array, view_b: Array, scale: Any, *, world: Handshake = ALON
     m, state = view_a.shape[0], state_dtype(arrays.dtype(views))
     factor = validation.scalar("scale", scale, arrays, state, views)
     met = world.meet(arrays, views, (views,), factor, loss="nt_xent", scale=_number(scale))
-    weight, target = (arrays.full((2 * m,), value, state, views) for value in (1.0 / met.rows, 1.0))
-    itself = arrays.arange(met.start, met.start + 2 * m, views)
+    weight, target, itself = eager.pairs(arrays, 1.0 / met.rows, met.start, met.start + 2 * m, state, views)
     problem = Problem(
         rows=views,
         columns=(),
@@ -151,15 +153,20 @@ def nt_xent(view_a: Array, view_b: Array, scale: Any, *, world: Handshake = ALON
 def sup_con(features: Array, labels: Array, scale: Any, *, world: Handshake = ALONE) -> Loss:
     """Samples against themselves, self excluded, t = 1 / |P(i)|; u = 1 / (samples that have a positive).
 
-    Samples are taken in the order of their labels: few tiles then hold a positive, and the others look for none.
+    Samples are taken in the order of their labels: few tiles then hold a positive, and the others look for none. A
+    few on a host stay as they are.
     """
     arrays, (rows,) = validation.features(world.alone, features=features)
     m, state = rows.shape[0], state_dtype(arrays.dtype(rows))
-    labels, order = arrays.sorted(validation.integers("labels", labels, m, "sample", arrays, rows))
-    rows = arrays.take(rows, order)
+    labels = validation.integers("labels", labels, m, "sample", arrays, rows)
+    ordered, order = arrays.sorted(labels)
+    stay = world.alone and m <= FEW and arrays.device(rows) == "cpu"
+    if not stay:
+        labels, rows = ordered, arrays.take(rows, order)
     factor = validation.scalar("scale", scale, arrays, state, rows)
     met = world.meet(arrays, rows, (rows,), factor, loss="sup_con", scale=_number(scale))
-    partners = arrays.cast(world.count_in(arrays, labels) - 1, state)
+    count = arrays.count_in(labels, ordered) if stay else world.count_in(arrays, ordered)
+    partners = arrays.cast(count - 1, state)
     counted = arrays.cast(partners > 0, state)
     # a batch in which no label repeats has loss 0, not 0 / 0
     sharing = arrays.maximum(arrays.cast(world.total(arrays, arrays.total(counted)), state), 1.0)
@@ -177,7 +184,8 @@ def sup_con(features: Array, labels: Array, scale: Any, *, world: Handshake = AL
     )
 
     def pull_back(g: Gradients) -> tuple[Array, ...]:
-        return *_like(arrays, (features,), (arrays.put(both_sides(g), order),)), g.scale
+        found = both_sides(g)
+        return *_like(arrays, (features,), (found if stay else arrays.put(found, order),)), g.scale
 
     return Loss(problem, pull_back)
 

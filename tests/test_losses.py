@@ -179,6 +179,16 @@ def test_autograd_gives_the_oracle_s_numbers(name: str, backend: str, tile: Any)
     assert_within((loss, *gradients), case.expected(), limits(case, backend, tile))
 
 
+@pytest.mark.parametrize("library", ["numpy", "torch"])
+@pytest.mark.parametrize("name", [name for name in CASES if name.startswith("sup_con")])
+def test_samples_in_the_order_of_their_labels_give_them_too(
+    name: str, library: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(problems, "FEW", B - 1)
+    test_value_and_grad_give_the_oracle_s_numbers(name, library, library, None)
+    test_autograd_gives_the_oracle_s_numbers(name, library, None)
+
+
 @pytest.mark.parametrize("backend", ["numpy", "torch"])
 def test_negatives_get_their_gradients(backend: str) -> None:
     q, k, hard, queue = (torch.from_numpy(x.copy()).requires_grad_() for x in (I, KEYS, HARD, QUEUE))

@@ -11,7 +11,7 @@ import sys
 from contextlib import AbstractContextManager, nullcontext
 from typing import Any, Protocol
 
-from contrastile.backends import crossing
+from contrastile.backends import crossing, eager
 from contrastile.backends.eager import imported
 
 Array = Any
@@ -356,7 +356,8 @@ class TorchArrays:
     ) -> Array:
         n, p, s, t = negative_lse, positive_lse, positive_sum, target
         if t.device.type == "cpu" and t.shape[0]:
-            least, most = map(float, self.module.aminmax(t))
+            even = self.first(t)
+            least, most = map(float, self.module.aminmax(t)) if even is None else (even, even)
             # every row has a target: where the sum is finite, nothing is missing and nothing is to be silenced
             if least > 0:
                 nll = self.softplus(n - p)
@@ -370,12 +371,20 @@ class TorchArrays:
 
     def inner(self, a: Array, b: Array) -> Array:
         # no bmm, which would follow a global tf32 switch
-        wide, (m, width) = self.module.promote_types(a.dtype, b.dtype), a.shape
-        rows, sums = self.inner_rows(width, a.device.type == "cpu"), self.module.empty(m, dtype=wide, device=a.device)
+        m, width = a.shape
+        rows = self.inner_rows(width, a.device.type == "cpu")
+        if m <= rows:
+            return self.total((a * b).sum(1))
+        sums = self.module.empty(m, dtype=self.module.promote_types(a.dtype, b.dtype), device=a.device)
         for start in range(0, m, rows):
-            left, right = (x[start : start + rows].to(wide) for x in (a, b))
+            left, right = (x[start : start + rows] for x in (a, b))
             self.module.sum(left * right, 1, out=sums[start : start + rows])
         return self.total(sums)
+
+    @staticmethod
+    def first(x: Array) -> float | None:
+        """See ``eager.first``."""
+        return eager.first(x)
 
     def inner_rows(self, width: int, host: bool) -> int:
         """Rows that ``inner`` multiplies at a time: they bound its temporary, which a host's threads keep in cache."""

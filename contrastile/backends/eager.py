@@ -6,6 +6,7 @@ Nothing here imports torch first: whoever holds a tensor has imported it.
 from __future__ import annotations
 
 import sys
+import threading
 from collections.abc import Callable, Hashable, Iterable
 from typing import TYPE_CHECKING, Any, TypeVar
 
@@ -18,10 +19,15 @@ F = TypeVar("F", bound=Callable[..., Any])
 MOST = 32
 """Triples of vectors in the cache; the least recently used goes first."""
 
+HOST_ROWS = 8192
+"""The longest vectors of a host in the cache: longer ones take no time beside the loss, and memory."""
+
 _ASKED = ("_are_functorch_transforms_active", "_len_torch_dispatch_stack", "_get_tracing_state")
 
 _made: dict[Hashable, tuple[Array, Array, Array]] = {}
-_ids: set[int] = set()
+_known: dict[int, float | None] = {}
+# ids outlive a tensor that two threads make at once and one of them drops
+_changing = threading.Lock()
 
 
 def asked_while_tracing(function: F) -> F:
@@ -106,37 +112,46 @@ def pairs(
         return make()
     import torch
 
-    if not _can_be_shared(torch, like):
+    if not _can_be_shared(torch, stop - start, like):
         return make()
-    stream = torch._C._cuda_getCurrentRawStream(like.get_device())
-    key = weight, start, stop, dtype, like.get_device(), stream
-    found = _made.pop(key, None)
-    if found is None:
-        found = make()
-        if len(_made) >= MOST:
-            for x in _made.pop(next(iter(_made))):
-                _ids.discard(id(x))
-        _ids.update(map(id, found))
-    _made[key] = found
+    device = like.get_device()
+    stream = torch._C._cuda_getCurrentRawStream(device) if like.is_cuda else None
+    key = weight, start, stop, dtype, device, stream
+    with _changing:
+        found = _made.pop(key, None)
+        if found is None:
+            found = make()
+            if len(_made) >= MOST:
+                for x in _made.pop(next(iter(_made))):
+                    del _known[id(x)]
+            readable = device < 0 and start < stop
+            _known.update((id(x), float(x[0]) if readable else None) for x in found)
+        _made[key] = found
     return found
 
 
 def constant(x: Array) -> bool:
     """Whether x is one of these vectors, whose values never change while somebody holds it."""
-    return id(x) in _ids
+    return id(x) in _known
 
 
-def _can_be_shared(torch: Any, like: Array) -> bool:
-    """Whether later calls can reuse a vector that is made now: on a GPU's current stream, in an eager call.
+def first(x: Array) -> float | None:
+    """The first element of one of these vectors on a host, of weights and targets each element; None of another."""
+    return _known.get(id(x))
+
+
+def _can_be_shared(torch: Any, rows: int, like: Array) -> bool:
+    """Whether later eager calls can reuse a vector that is made now: on a GPU's current stream, or short on a host.
 
     A graph under capture has its own memory, which is written on replay; a tensor of inference mode cannot be saved
     for a backward pass.
     """
+    if not direct(torch, (like,)) or torch.is_inference_mode_enabled():
+        return False
+    if not like.is_cuda:
+        return rows <= HOST_ROWS and like.device.type == "cpu"
     return (
-        like.is_cuda
-        and direct(torch, (like,))
-        and like.get_device() == torch.cuda.current_device()
+        like.get_device() == torch.cuda.current_device()
         and hasattr(torch._C, "_cuda_getCurrentRawStream")
-        and not torch.is_inference_mode_enabled()
         and not torch.cuda.is_current_stream_capturing()
     )

@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
+import threading
+import time
 from typing import Any
 
 import pytest
 import torch
 
 from contrastile.backends import eager
-from contrastile.backends.arrays import library_of
+from contrastile.backends.arrays import TorchArrays, library_of
 
 ARRAYS = library_of(torch.zeros(0))
 
@@ -19,7 +21,7 @@ class OnGpu:
     def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
         self.stream, self.capturing = 7, False
         monkeypatch.setattr(eager, "_made", {})
-        monkeypatch.setattr(eager, "_ids", set())
+        monkeypatch.setattr(eager, "_known", {})
         monkeypatch.setattr(torch.Tensor, "is_cuda", True, raising=False)
         monkeypatch.setattr(torch.Tensor, "get_device", lambda x: 0)
         monkeypatch.setattr(torch.cuda, "current_device", lambda: 0)
@@ -43,9 +45,38 @@ def test_they_are_weights_targets_and_positives() -> None:
     assert positives.tolist() == [2, 3, 4]
     assert weight.dtype == target.dtype == torch.float32
     assert positives.dtype == torch.int64
-    # on the host they cost nothing to make
-    assert made()[0] is not weight
-    assert not eager.constant(weight)
+
+
+def test_a_host_shares_short_ones_and_knows_their_values() -> None:
+    first = made(1 / 3)
+    assert all(a is b for a, b in zip(first, made(1 / 3), strict=True))
+    # the weight as its dtype has it
+    assert [eager.first(x) for x in first] == [first[0][0].item(), 1.0, 2.0]
+    assert eager.first(torch.ones(3)) is None
+    long = made(stop=3 + eager.HOST_ROWS)
+    assert not any(map(eager.constant, long))
+    assert [eager.first(x) for x in made(stop=2)] == [None] * 3
+
+
+def test_threads_that_ask_at_once_leave_no_vector_known_that_is_not_held(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(eager, "_made", {})
+    monkeypatch.setattr(eager, "_known", {})
+
+    class Slow(TorchArrays):
+        def full(self, *given: Any) -> Any:
+            # the other thread goes on
+            time.sleep(0.01)
+            return super().full(*given)
+
+    def ask() -> None:
+        eager.pairs(Slow(torch), 0.25, 2, 5, "float32", torch.zeros(3))
+
+    threads = [threading.Thread(target=ask) for _ in range(2)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert set(eager._known) == {id(x) for each in eager._made.values() for x in each}
 
 
 @pytest.mark.usefixtures("gpu")
@@ -88,4 +119,4 @@ def test_only_so_many_are_held() -> None:
         made(stop=stop)
     assert len(eager._made) == eager.MOST
     assert not any(map(eager.constant, first))
-    assert len(eager._ids) == 3 * eager.MOST
+    assert len(eager._known) == 3 * eager.MOST

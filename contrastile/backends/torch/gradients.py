@@ -15,6 +15,7 @@ from typing import NamedTuple
 
 import torch
 
+from contrastile.backends.arrays import TorchArrays
 from contrastile.backends.contract import Array, Block, Options, Pairs, Weights
 from contrastile.backends.torch.accumulators import Accumulators
 from contrastile.backends.torch.kept import Kept
@@ -39,9 +40,14 @@ def gradients(
     factors = _Factors(w.row_weight, w.row_target, products.sync)
     sides = [_Side(w.row_negative_lse, w.row_positive_lse, factors, state)]
     if w.column_weight is not None:
-        if w.column_weight is not w.row_weight or w.column_target is not w.row_target:
+        alike = w.column_weight is w.row_weight and w.column_target is w.row_target
+        if not alike:
             factors = _Factors(w.column_weight, w.column_target, products.sync)
-        sides.append(_Side(w.column_negative_lse, w.column_positive_lse, factors, state))
+        if alike and w.column_negative_lse is w.row_negative_lse and w.column_positive_lse is w.row_positive_lse:
+            # rows against themselves: what is found of one side is known of the other
+            sides.append(sides[0])
+        else:
+            sides.append(_Side(w.column_negative_lse, w.column_positive_lse, factors, state))
     if products.bounds_gradient:
         products.bound_gradient(*(side.weight for side in sides), *(side.term for side in sides))
     certain = block.pairs.match == "target" and (not products.sync or any(bool(s.certain.any()) for s in sides))
@@ -99,7 +105,7 @@ class _Factors:
         if self.extremes[0] < 0:
             self.extremes = _extremes(weight.abs())
         self.silent: torch.Tensor | None = None if self.extremes[0] > 0 else weight == 0
-        self.lone = sync and _extremes(target) == (1.0, 1.0)
+        self.lone = sync and (TorchArrays.first(target) == 1.0 or _extremes(target) == (1.0, 1.0))
 
 
 class _Side:

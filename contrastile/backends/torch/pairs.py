@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import torch
 
+from contrastile.backends.arrays import TorchArrays
 from contrastile.backends.contract import Block
 
 
@@ -17,12 +18,14 @@ class _Diagonal:
 
     Attributes:
         rows: those of the tile that have theirs in it.
+        every: whether that is every row.
     """
 
     def __init__(self, rows: slice, columns: slice) -> None:
         self._offset = rows.start - columns.start
         start, stop = max(rows.start, columns.start), min(rows.stop, columns.stop)
         self.rows = slice(start - rows.start, max(start, stop) - rows.start)
+        self.every = start == rows.start and stop == rows.stop
 
     def read(self, x: torch.Tensor) -> torch.Tensor:
         """The pairs' elements, which share x's memory. x: (tr, tc)."""
@@ -45,21 +48,39 @@ class _Diagonal:
 
 
 class _Pointers:
-    """For each row of a tile, at most one of its columns."""
+    """For each row of a tile, at most one of its columns.
+
+    Attributes:
+        every: whether every row is known to point into the tile.
+    """
 
     def __init__(self, column: torch.Tensor, columns: slice, sync: bool) -> None:
-        inside = (column >= columns.start) & (column < columns.stop)
-        # on the host only rows that point into this tile; elsewhere all, clamped, and which of them really do
-        self._rows, self._inside = torch.arange(len(column), device=column.device), None if sync else inside
-        if sync and not bool(inside.all()):
-            self._rows = inside.nonzero().squeeze(1)
-            column = column[self._rows]
+        self.every = sync and len(column) > 0 and _lies_in(column, columns)
+        self._rows = self._inside = None
+        if not self.every:
+            inside = (column >= columns.start) & (column < columns.stop)
+            # on the host only rows that point into this tile; elsewhere all, clamped, and which of them really do
+            self._rows = torch.arange(len(column), device=column.device)
+            if sync:
+                self._rows = inside.nonzero().squeeze(1)
+                column = column[self._rows]
+            else:
+                self._inside = inside
         self._column = (column - columns.start).clamp_(0, columns.stop - columns.start - 1)
 
     def read(self, x: torch.Tensor) -> torch.Tensor:
+        if self.every:
+            return x.gather(1, self._column[:, None]).squeeze(1)
         return x[self._rows, self._column]
 
     def write(self, x: torch.Tensor, value: float | torch.Tensor) -> None:
+        if self.every:
+            # the two take unlike arguments
+            if isinstance(value, torch.Tensor):
+                x.scatter_(1, self._column[:, None], value[:, None])
+            else:
+                x.scatter_(1, self._column[:, None], value)
+            return
         if self._inside is not None:
             value = torch.where(self._inside, value, self.read(x))
         elif isinstance(value, torch.Tensor):
@@ -68,11 +89,16 @@ class _Pointers:
 
     def negate(self, x: torch.Tensor) -> None:
         found = self.read(x)
-        x[self._rows, self._column] = -found if self._inside is None else torch.where(self._inside, -found, found)
+        if self.every:
+            self.write(x, -found)
+        else:
+            x[self._rows, self._column] = -found if self._inside is None else torch.where(self._inside, -found, found)
 
     def note(self, x: torch.Tensor, into: torch.Tensor) -> None:
         found = self.read(x).to(into.dtype)
-        if self._inside is None:
+        if self.every:
+            into.copy_(found)
+        elif self._inside is None:
             into[self._rows] = found
         else:
             into.copy_(torch.where(self._inside, found, into))
@@ -94,6 +120,9 @@ class BlockPairs:
         """Whether row i's column is i, as in most losses: then nothing needs an index."""
         if not self._sync or columns is None:
             return False
+        first = TorchArrays.first(columns)
+        if first is not None:
+            return first == 0.0
         return torch.equal(columns, torch.arange(len(columns), device=columns.device))
 
     def of_positives(self) -> slice | torch.Tensor | None:
@@ -123,6 +152,12 @@ class BlockPairs:
         if column is None:
             return None
         return _Diagonal(rows, columns) if own else _Pointers(cut(column, rows), columns, self._sync)
+
+
+def _lies_in(column: torch.Tensor, columns: slice) -> bool:
+    """Whether all indices, of which there are some, lie in the range."""
+    least, most = column.aminmax()
+    return bool(columns.start <= least) and bool(most < columns.stop)
 
 
 def _overlap(a: torch.Tensor, b: torch.Tensor) -> bool:
@@ -178,6 +213,16 @@ class TilePairs:
         """The positive pairs that equal ids name, (tr, tc) bool; None where the tile has none."""
         return self._matched
 
+    @property
+    def names_every(self) -> bool:
+        """Whether an index is known to name a positive of every row in this tile."""
+        return self._positive is not None and self._positive.every
+
+    def named(self, x: torch.Tensor) -> torch.Tensor:
+        """Each row's named positive, where ``names_every``; it may share x's memory. x: (tr, tc); (tr,)."""
+        assert self._positive is not None
+        return self._positive.read(x)
+
     def note_named(self, x: torch.Tensor, logits: torch.Tensor) -> None:
         """Write to each row whose positive an index names in this tile that pair's element of x. logits: (tr,)."""
         if self._positive is not None:
@@ -201,7 +246,9 @@ class TilePairs:
     ) -> None:
         """Subtract ``row_term_i + column_term_j`` from every pair of equal ids. g: (tr, tc); terms: (tr,) and (tc,)."""
         if self._matched is not None:
-            spare.copy_(row_term[:, None].expand_as(g))
-            if column_term is not None:
-                spare.add_(column_term)
-            g.sub_(spare.masked_fill_(~self._matched, 0.0))
+            if column_term is None:
+                torch.sub(g, row_term[:, None], out=spare)
+            else:
+                torch.add(row_term[:, None], column_term, out=spare)
+                torch.sub(g, spare, out=spare)
+            torch.where(self._matched, spare, g, out=g)

@@ -67,29 +67,41 @@ def smallest_sum(count: int, state: torch.dtype) -> float:
 class _Side:
     """Base-2 statistics of the rows, or of the columns, in float64: they are O(m + n), so the accuracy is free.
 
+    Its vectors by name, which come to be when something is added to them or they are asked for:
+
+    * negative: sums, or log-sum-exps, over negatives;
+    * positive: likewise over the positives; where indices name them, ``_Found.finish_named`` sets it;
+    * total: sums of positive logits; likewise;
+    * count: of positives; only where ids name them.
+
     Attributes:
         dim: along which a tile is reduced.
-        negative: sums, or log-sum-exps, over negatives.
-        positive: likewise over the positives; where indices name them, only ``_Found.finish_named`` has it.
-        total: sums of positive logits; likewise.
-        count: of positives; None where indices name them.
+        counts: whether ids name the positives.
     """
 
-    positive: torch.Tensor
-    total: torch.Tensor
-
     def __init__(self, size: int, dim: int, block: Block, identity: float) -> None:
-        def full(value: float) -> torch.Tensor:
-            return torch.full((size,), value, dtype=torch.float64, device=block.rows.device)
+        self.dim, self.counts = dim, block.pairs.match == "target"
+        self._size, self._identity, self._like = size, identity, block.rows
+        self._vectors: dict[str, torch.Tensor] = {}
 
-        self.dim, self.negative = dim, full(identity)
-        self.count: torch.Tensor | None = None
-        if block.pairs.match == "target":
-            self.positive, self.total, self.count = full(identity), full(0.0), full(0.0)
+    def __getitem__(self, name: str) -> torch.Tensor:
+        found = self._vectors.get(name)
+        if found is None:
+            value = self._identity if name in ("negative", "positive") else 0.0
+            found = self._like.new_full((self._size,), value, dtype=torch.float64)
+            self._vectors[name] = found
+        return found
 
-    def add(self, total: torch.Tensor, tile: Tile, x: torch.Tensor) -> None:
+    def __setitem__(self, name: str, vector: torch.Tensor) -> None:
+        self._vectors[name] = vector
+
+    def add(self, name: str, tile: Tile, x: torch.Tensor) -> None:
         """Add a tile's sums to one of the vectors. x: (tr, tc)."""
-        cut(total, self.of(tile)).add_(x.sum(self.dim))
+        part, where = x.sum(self.dim), self.of(tile)
+        if name not in self._vectors and where.stop - where.start == self._size:
+            self._vectors[name] = part.double()
+        else:
+            cut(self[name], where).add_(part)
 
     def of(self, tile: Tile) -> slice:
         """Where the tile lies on this side."""
@@ -97,21 +109,22 @@ class _Side:
 
     def vectors(self) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
         """In the order of ``contract.Statistics``. Of one positive the log-sum-exp is its logit, to the last bit."""
-        positive = self.positive if self.count is None else torch.where(self.count == 1, self.total, self.positive)
-        return self.negative, positive, self.total
+        positive, total = self["positive"], self["total"]
+        positive = torch.where(self["count"] == 1, total, positive) if self.counts else positive
+        return self["negative"], positive, total
 
 
 _Among = Callable[[torch.Tensor, torch.Tensor, torch.Tensor], torch.Tensor]
 
 
-def _selection(x: torch.Tensor, matched: torch.Tensor, out: torch.Tensor) -> torch.Tensor:
-    """X at the matched pairs and 0 at all others."""
-    return out.copy_(x).masked_fill_(~matched, 0.0)
+def _selection(x: torch.Tensor, matched: torch.Tensor, ones: torch.Tensor) -> torch.Tensor:
+    """X at the matched pairs and 0 at all others, in the memory of ``ones``, which has 1 at the matched pairs."""
+    return ones.copy_(x).masked_fill_(~matched, 0.0)
 
 
-def _product(x: torch.Tensor, matched: torch.Tensor, out: torch.Tensor) -> torch.Tensor:
+def _product(x: torch.Tensor, matched: torch.Tensor, ones: torch.Tensor) -> torch.Tensor:
     """The same in a fraction of the time, but NaN where x is not finite at another pair."""
-    return out.copy_(matched).mul_(x)
+    return ones.mul_(x)
 
 
 class _Found:
@@ -121,16 +134,33 @@ class _Found:
         m, n = block.rows.shape[0], block.columns.shape[0]
         self.block, self.pairs = block, BlockPairs(block, sync)
         self.sides = [_Side(m, 1, block, identity)] + ([_Side(n, 0, block, identity)] if columns else [])
-        self.logits = torch.full((m,), -math.inf, dtype=torch.float64, device=block.rows.device)
+        self._logits: torch.Tensor | None = None
+        self._complete = False
+
+    @property
+    def logits(self) -> torch.Tensor:
+        """Those of the rows' named positives in base 2, float64; -inf of a row without one."""
+        found = self._logits
+        if found is None:
+            rows = self.block.rows
+            self._logits = found = rows.new_full((rows.shape[0],), -math.inf, dtype=torch.float64)
+        return found
 
     def take_positives(self, tile: Tile, among: _Among) -> None:
         """Note the tile's positive logits; the tile must not have been silenced or shifted yet."""
-        tile.pairs.note_named(tile.x, cut(self.logits, tile.rows))
+        if tile.rows.stop - tile.rows.start == self.block.rows.shape[0] and tile.pairs.names_every:
+            self._logits, self._complete = tile.pairs.named(tile.x).to(torch.float64, copy=True), True
+        else:
+            tile.pairs.note_named(tile.x, cut(self.logits, tile.rows))
         matched = tile.pairs.matched
+        if matched is None or self.block.pairs.match == "drop":
+            return
+        count = tile.spare.copy_(matched)
         for side in self.sides:
-            if matched is not None and side.count is not None:
-                side.add(side.count, tile, tile.spare.copy_(matched))
-                side.add(side.total, tile, among(tile.x, matched, tile.spare))
+            side.add("count", tile, count)
+        total = among(tile.x, matched, count)
+        for side in self.sides:
+            side.add("total", tile, total)
 
     def finish_named(self) -> None:
         """The positives' statistics, where indices name them: a column's positives are summed over its rows."""
@@ -138,24 +168,25 @@ class _Found:
             return
         rows, *columns = self.sides
         own, positives, n = self.pairs.of_positives(), self.pairs.positives, self.block.columns.shape[0]
-        rows.positive = rows.total = self.logits
+        rows["positive"] = rows["total"] = self.logits
         if positives is None:
-            rows.total = torch.zeros_like(self.logits)
-        elif not isinstance(own, slice):
-            rows.total = torch.where((positives >= 0) & (positives < n), self.logits, 0.0)
+            rows["total"] = torch.zeros_like(self.logits)
+        elif not (isinstance(own, slice) or self._complete):
+            rows["total"] = torch.where((positives >= 0) & (positives < n), self.logits, 0.0)
         for side in columns:
             if isinstance(own, slice):
-                side.positive, side.total = rows.positive, rows.total
+                side["positive"], side["total"] = rows["positive"], rows["total"]
                 continue
-            side.positive, side.total = torch.full_like(side.negative, -math.inf), torch.zeros_like(side.negative)
+            top, total = torch.full_like(side["negative"], -math.inf), torch.zeros_like(side["negative"])
+            side["positive"], side["total"] = top, total
             if own is None:
                 continue
             # a row without a positive adds 0 to some column
-            side.total.index_put_((own,), rows.total, accumulate=True)
-            side.positive.scatter_reduce_(0, own, self.logits, "amax")
-            top = torch.where(side.positive.isfinite(), side.positive, 0.0)
+            total.index_put_((own,), rows["total"], accumulate=True)
+            top.scatter_reduce_(0, own, self.logits, "amax")
+            top = torch.where(top.isfinite(), top, 0.0)
             terms = torch.exp2(self.logits - top[own])
-            side.positive = torch.zeros_like(top).index_put_((own,), terms, accumulate=True).log2_().add_(top)
+            side["positive"] = torch.zeros_like(top).index_put_((own,), terms, accumulate=True).log2_().add_(top)
 
 
 def _shared(
@@ -176,27 +207,27 @@ def _shared(
             tile.x.sub_(reference)
         negatives = tile.x.exp2_()
         if tile.pairs.matched is not None:
-            positives = _product(tile.x, tile.pairs.matched, tile.spare)
+            positives = _product(tile.x, tile.pairs.matched, tile.spare.copy_(tile.pairs.matched))
             for side in found.sides:
-                side.add(side.positive, tile, positives)
+                side.add("positive", tile, positives)
             # what was infinite is NaN now, and its sum is not exact
             negatives = torch.sub(tile.x, positives, out=positives)
         for side, count in zip(found.sides, counts, strict=False):
-            side.add(side.negative, tile, negatives)
+            side.add("negative", tile, negatives)
             # the last rows complete these columns: failing here, not at the end, wastes least
             complete = side.dim == 0 and tile.last_rows
-            if complete and not _exact(cut(side.negative, tile.columns), count, products.state):
+            if complete and not _exact(cut(side["negative"], tile.columns), count, products.state):
                 return None
     for side, count in zip(found.sides, counts, strict=False):
         # a lone positive's is its logit
-        several = [] if side.count is None else [side.positive[side.count > 1]]
+        several = [side["positive"][side["count"] > 1]] if side.counts else []
         # the columns' were looked at when their last tile was done
-        sums = several if side.dim == 0 else [side.negative, *several]
+        sums = several if side.dim == 0 else [side["negative"], *several]
         if not all(_exact(x, count, products.state) for x in sums):
             return None
-        if side.count is not None and not math.isfinite(float(side.total.sum())):
+        if side.counts and not math.isfinite(float(side["total"].sum())):
             return None
-        for x in [side.negative] if side.count is None else [side.negative, side.positive]:
+        for x in [side["negative"], side["positive"]] if side.counts else [side["negative"]]:
             x.log2_()
             if reference:
                 x.add_(reference)
@@ -233,12 +264,12 @@ def _own(block: Block, columns: bool, options: Options, products: Products) -> _
         if matched is not None:
             tile.spare.copy_(tile.x).masked_fill_(~matched, -math.inf)
             for side in found.sides:
-                merge(side.positive[side.of(tile)], _tile_lse(tile.spare, side.dim))
+                merge(cut(side["positive"], side.of(tile)), _tile_lse(tile.spare, side.dim))
         # -inf before the maximum: a pair that is not a negative must never be the reference
         tile.pairs.silence(tile.x, -math.inf)
         tile.pairs.hide_positives(tile.x, -math.inf)
         for side in found.sides:
-            merge(side.negative[side.of(tile)], _tile_lse(tile.x, side.dim, out=tile.spare))
+            merge(cut(side["negative"], side.of(tile)), _tile_lse(tile.x, side.dim, out=tile.spare))
     found.finish_named()
     return found
 

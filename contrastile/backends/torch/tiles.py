@@ -13,8 +13,9 @@ from contrastile.backends.torch.kept import Kept, keeps
 from contrastile.backends.torch.pairs import BlockPairs, TilePairs, cut
 from contrastile.backends.torch.products import Products, has_mixed_product
 
-# 4 MiB of float32: the tile, its spare, a chunk of columns and their gradient stay in a shared cache of 16 MiB or more
-CPU_TILE = (512, 2048)
+# 4 MiB of float32: the tile, its spare, a chunk of columns and their gradient stay in a shared cache of 16 MiB or more;
+# square, so that the least of the gradients is read and written again
+CPU_TILE = (1024, 1024)
 # large enough to fill an accelerator, and a small share of its memory
 DEVICE_TILE = (4096, 8192)
 # float32 elements of a cache line
@@ -61,21 +62,21 @@ def tiles(
     """
     m, n = block.rows.shape[0], block.columns.shape[0]
     tr, tc = tile_shape(m, n, options, products.sync)
-    x, start = block.rows.new_empty(tr * tc, dtype=products.state) if kept is None else kept.memory, 0
-    spare = block.rows.new_empty(tr * tc, dtype=products.state)
+    x = block.rows.new_empty(tr * tc, dtype=products.state) if kept is None else kept.memory
+    spare, start = block.rows.new_empty(tr * tc, dtype=products.state), x.storage_offset()
     for c in range(0, n, tc):
         columns = slice(c, min(c + tc, n))
         k = products.operand(cut(block.columns, columns))
         for r in range(0, m, tr):
             rows = slice(r, min(r + tr, m))
             q = products.operand(cut(block.rows, rows))
-            shape = q.shape[0], k.shape[0]
-            size = shape[0] * shape[1]
-            here, beside = cut(x, slice(start, start + size)).view(shape), cut(spare, slice(0, size)).view(shape)
+            shape, strides = (q.shape[0], k.shape[0]), (k.shape[0], 1)
+            # one operation each, where a slice and its view are two
+            here, beside = x.as_strided(shape, strides, start), spare.as_strided(shape, strides)
             if not known:
                 products.logits(q, k, here)
             if kept is not None:
-                start += size
+                start += here.numel()
             yield Tile(rows, columns, rows.stop == m, q, k, here, beside, pairs.tile(rows, columns))
 
 

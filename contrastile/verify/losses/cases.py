@@ -13,7 +13,7 @@ from functools import cached_property, lru_cache
 import numpy as np
 
 from contrastile.oracle.arrays import FloatArray, float64
-from contrastile.problems import BUILDERS
+from contrastile.problems import BUILDERS, FEW
 from contrastile.schedules.problem import Problem
 from contrastile.verify.draws import FAR, Draw, certain_pairs, pairs, unit, wordnet_pairs
 from contrastile.verify.losses.claims import Claims
@@ -184,7 +184,7 @@ def stated(objective: str, given: Arguments) -> Problem:
     if objective == "info_nce" and given.ids is not None:
         named = {"row_ids": given.ids, "column_ids": given.ids}
     problem = BUILDERS[objective](*given.features, *labels, *numbers, **named).problem
-    if given.labels is not None:
+    if given.labels is not None and len(given.labels) > FEW:
         # it has the samples in the order of their labels
         place = np.argsort(np.argsort(given.labels, kind="stable"))
         return permuted(apart(problem), place, place)
