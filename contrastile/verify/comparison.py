@@ -35,7 +35,7 @@ class Worst:
     Attributes:
         ratio: error / bound; inf where it is wrong by any bound.
         field: the outcome's field, with the block's number for columns: "loss", "rows", "columns[1]".
-        index: of the element in the field.
+        index: of the element in the field; None of a failure that is no element's error, which ``field`` then tells.
         error: absolute error.
         bound: absolute bound.
         beyond: the largest (error - r) / (bound - r) of all elements, r the unavoidable rounding of the stored result;
@@ -46,7 +46,7 @@ class Worst:
 
     ratio: float
     field: str
-    index: tuple[int, ...]
+    index: tuple[int, ...] | None
     error: float
     bound: float
     beyond: float | None = None
@@ -58,7 +58,7 @@ class Worst:
         return self.ratio if self.beyond is None else self.beyond
 
     def __str__(self) -> str:
-        if self.bound == 0.0 and self.error == np.inf:  # no element's error
+        if self.index is None:
             return self.field
         where = f"[{', '.join(map(str, self.index))}]" if self.index else ""
         return f"{self.field}{where}: error {self.error:.3g}, bound {self.bound:.3g}"
@@ -70,7 +70,7 @@ NOTHING = Worst(0.0, "nothing", (), 0.0, 0.0)
 
 def wrong(reason: str) -> Worst:
     """A failure that is no element's error."""
-    return Worst(np.inf, reason, (), np.inf, 0.0)
+    return Worst(np.inf, reason, None, np.inf, 0.0)
 
 
 Comparisons = Iterator[tuple[str, Worst]]

@@ -191,8 +191,9 @@ class _Lane:
             elif "row" in message:
                 row, given, failure = message["row"], message.get("failure"), None
                 if given is not None:
-                    where = {**given["worst"], "index": tuple(given["worst"]["index"])}
-                    failure = Failure(row, Worst(**where), given["label"], given["command"])
+                    index = given["worst"]["index"]
+                    worst = Worst(**{**given["worst"], "index": None if index is None else tuple(index)})
+                    failure = Failure(row, worst, given["label"], given["command"])
                 if "number" in message:
                     checking, self.total, self._next = False, message["total"], message["number"] + 1
                 yield message.get("number", -1), row, failure

@@ -8,7 +8,7 @@ import pytest
 from contrastile.backends.contract import STATISTICS
 from contrastile.backends.registry import load
 from contrastile.verify import cases
-from contrastile.verify.comparison import compare
+from contrastile.verify.comparison import Worst, compare, wrong
 from contrastile.verify.execution import materialise, outcome
 from contrastile.verify.rearrange import doubled, permuted, unpermuted
 from contrastile.verify.truth import Outcome, masks, truth
@@ -142,3 +142,9 @@ def test_doubling_keeps_the_sum_of_targets(case):
     u = np.finfo(np.float64).eps
     moved = doubled(problem).row_target * after.sum(axis=1) - problem.row_target * before.sum(axis=1)
     assert (np.abs(moved) <= 4 * u).all()
+
+
+def test_an_element_keeps_its_place_and_a_failure_of_no_element_is_its_reason() -> None:
+    assert str(Worst(np.inf, "rows", (5, 2), np.inf, 0.0)) == "rows[5, 2]: error inf, bound 0"
+    assert str(Worst(np.inf, "loss", (), np.inf, 0.0)) == "loss: error inf, bound 0"
+    assert str(wrong("ranks differ")) == "ranks differ"
