@@ -469,9 +469,8 @@ def transfer(x: Array | None, source: ArrayLibrary, target: ArrayLibrary, dtype:
     """
     if x is None or source.name == target.name or target.owns(x):
         return x
-    cross = _CROSSINGS.get((source.name, target.name))
-    if cross is not None and source.device(x) == "cuda":
-        moved = cross(x, sys.modules["torch"], sys.modules["cupy"])
+    if modules := _on_one_gpu(source, target, x):
+        moved = _CROSSINGS[source.name, target.name](x, *modules)
     else:
         moved = target.from_numpy(source.to_numpy(x))
     return moved if dtype is None or target.dtype(moved) == dtype else target.cast(moved, dtype)
