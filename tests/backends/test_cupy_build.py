@@ -30,7 +30,8 @@ def sources(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     """A folder of sources and an empty cache; a folder of the process's own goes with the test."""
     folder = tmp_path / "sources"
     folder.mkdir()
-    (folder / "shift.cuh").write_text("constexpr int SHIFT = 7;\n")
+    (folder / "seven.cuh").write_text("constexpr int SEVEN = 7;\n")
+    (folder / "shift.cuh").write_text('#include "seven.cuh"\nconstexpr int SHIFT = SEVEN;\n')
     (folder / "add.cu").write_text(SOURCE)
     monkeypatch.setattr(build, "SOURCES", folder)
     monkeypatch.setenv(cache.VARIABLE, str(tmp_path / "cache"))
@@ -80,7 +81,7 @@ def test_everything_that_matters_is_in_the_key(
 ) -> None:
     seen = {build.cubin(ADD, "sm_80")[0]}
     for change in (
-        lambda: changed(sources / "shift.cuh", "7", "8"),
+        lambda: changed(sources / "seven.cuh", "= 7", "= 8"),
         lambda: changed(sources / "add.cu", "+=", "-="),
         lambda: monkeypatch.setattr(build, "OPTIONS", (*build.OPTIONS, "-use_fast_math")),
         lambda: monkeypatch.setattr(build, "nvrtc_version", lambda: (99, 0)),
@@ -90,6 +91,14 @@ def test_everything_that_matters_is_in_the_key(
     seen.add(build.cubin(ADD, "sm_90a")[0])
     seen.add(build.cubin(Instance("add.cu", "add<4>"), "sm_90a")[0])
     assert len(seen) == len(compilations) == 7
+
+
+def test_what_a_source_does_not_include_is_not_in_the_key(sources: Path, compilations: list[str]) -> None:
+    build.cubin(ADD, "sm_80")
+    (sources / "other.cu").write_text("#error not compiled")
+    build._sources.cache_clear()
+    build.cubin(ADD, "sm_80")
+    assert compilations == ["sm_80"]
 
 
 def test_the_cache_is_the_user_s_alone(sources: Path) -> None:

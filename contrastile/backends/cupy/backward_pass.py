@@ -177,7 +177,7 @@ class _Pass:
         """Add to the gradients that are wanted."""
         with gradient_scaling((row_gradient, column_gradient), self.dtype, partial(scale_gradient, self.plan)):
             if self.narrow:
-                self._add_rows(row_gradient)
+                self.tiles.narrow_gradient(self._arguments(Chunk(0, 0, self.m, self.n)), row_gradient, fresh=False)
                 return
             for g, (row, column, high, wide) in self._chunks():
                 if row_gradient is not None:
@@ -194,17 +194,13 @@ class _Pass:
         if self.factors is not None:
             self._kept_rows(self.factors, rows, columns)
         if self.narrow:
-            self._rows_alone(rows)
+            self._narrow_rows(rows)
         elif self.start < self.m:
             self._other_rows(rows, columns)
         # only now: the columns' gradient takes the place of the workspace
         return Finished(out, columns.done(), rows.inner)
 
-    def _add_rows(self, out: Any) -> None:
-        """Add to the rows' gradient, without a G in memory."""
-        self.tiles.narrow_gradient(self._arguments(Chunk(0, 0, self.m, self.n)), out, fresh=False)
-
-    def _rows_alone(self, rows: _Rows) -> None:
+    def _narrow_rows(self, rows: _Rows) -> None:
         """The rows' gradient, without a G in memory."""
         sums = workspace(self.height, self.tiles.rows.shape[1], "float32")
         for chunk in chunks(self.m, self.n, self.height, self.n):

@@ -8,6 +8,7 @@ cubin is then loaded as a ``cupy.RawModule``. Compiling needs neither CuPy nor a
 from __future__ import annotations
 
 import hashlib
+import re
 from dataclasses import dataclass
 from functools import cache
 from pathlib import Path
@@ -121,14 +122,20 @@ def keep(instance: Instance, architecture: str, made: Compiled) -> Path:
 
 def _key(instance: Instance, architecture: str) -> str:
     """A digest of everything that the cubin depends on."""
-    parts = [_sources(), *OPTIONS, architecture, instance.file, instance.kernel, *map(str, nvrtc_version())]
+    version = map(str, nvrtc_version())
+    parts = [_sources(instance.file), *OPTIONS, architecture, instance.file, instance.kernel, *version]
     return hashlib.sha256("\0".join(parts).encode()).hexdigest()
 
 
 @cache
-def _sources() -> str:
-    """A digest of all sources: a header may reach any kernel."""
-    digest = hashlib.sha256()
-    for path in sorted(SOURCES.glob("*.cu*")):
-        digest.update(path.name.encode() + b"\0" + path.read_bytes() + b"\0")
+def _sources(file: str) -> str:
+    """A digest of a source and of all that it includes from ``cuda/``: a change elsewhere compiles nothing anew."""
+    digest, seen, waiting = hashlib.sha256(), {file}, [file]
+    while waiting:
+        name = waiting.pop()
+        text = (SOURCES / name).read_bytes()
+        digest.update(name.encode() + b"\0" + text + b"\0")
+        included = [x.decode() for x in re.findall(rb'^\s*#\s*include\s+"(.+)"', text, re.MULTILINE)]
+        waiting += [x for x in dict.fromkeys(included) if x not in seen]
+        seen.update(included)
     return digest.hexdigest()

@@ -8,9 +8,10 @@ from typing import Any
 import cupy
 
 from contrastile.backends.contract import Array, Block
+from contrastile.backends.crossing import dtype_name
 from contrastile.backends.cupy.arguments import constant, struct
 from contrastile.backends.cupy.instances import ELEMENTS
-from contrastile.backends.cupy.launch import dtype_name, empty, pointer, row_stride
+from contrastile.backends.cupy.launch import empty, pointer, row_stride
 
 LINES, PAIRS, LANES, FOLD, THREADS, TERMS = map(constant, ("LINES", "PAIRS", "LANES", "FOLD", "THREADS", "TERMS"))
 ONE_BLOCK = 1024

@@ -117,12 +117,6 @@ def pointer(x: Any, offset: int = 0) -> int | None:
     return start + offset * int(x.itemsize) if offset else start
 
 
-@cache
-def dtype_name(dtype: Any) -> str:
-    """What a dtype is called, which NumPy puts together anew each time it is asked."""
-    return str(dtype.name)
-
-
 def row_stride(x: Any) -> int:
     """Elements from one row to the next."""
     return int(x.strides[0]) // int(x.itemsize)

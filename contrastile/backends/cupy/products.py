@@ -13,8 +13,9 @@ from typing import Any
 
 import cupy
 
+from contrastile.backends.crossing import dtype_name
 from contrastile.backends.cupy.configs import CUBLAS_BYTES
-from contrastile.backends.cupy.launch import dtype_name, row_stride
+from contrastile.backends.cupy.launch import row_stride
 
 _KINDS = {"float32": 0, "float16": 2, "bfloat16": 14}
 # compute in float32 without tf32, choose the algorithm by the shape

@@ -9,7 +9,8 @@ from typing import Any
 import numpy as np
 from cuda.bindings import driver
 
-from contrastile.backends.cupy.launch import dtype_name, row_stride
+from contrastile.backends.crossing import dtype_name
+from contrastile.backends.cupy.launch import row_stride
 
 
 def tensor_map(x: Any, box: tuple[int, int]) -> bytes:

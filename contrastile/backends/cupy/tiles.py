@@ -8,6 +8,7 @@ from typing import Any
 import cupy
 
 from contrastile.backends.contract import Block
+from contrastile.backends.crossing import dtype_name
 from contrastile.backends.cupy.arguments import constant, struct
 from contrastile.backends.cupy.common import THREADS, contiguous
 from contrastile.backends.cupy.configs import NARROW_SIDE, Family, Shares, kernel_family, narrow, uses_hopper_kernels
@@ -25,7 +26,6 @@ from contrastile.backends.cupy.instances import (
 from contrastile.backends.cupy.launch import (
     aligned,
     capability,
-    dtype_name,
     empty,
     launch,
     multiprocessors,

@@ -9,8 +9,8 @@
 //
 // Hazards:
 // * Columns past the block's come as zeros, and they are masked: 2^(0 - r) is not 0, and may be infinite.
-// * A warp of vectors must not be two passes of the ring ahead, for parity tells two phases apart and no more. Each stage
-//   is complete with its vectors alone, so that it is at most VECTOR_WARPS stages ahead, less than one pass.
+// * A warp of vectors must not be two passes of the ring ahead, for parity tells two phases apart and no more. A stage is
+//   full only when its vectors are there, so a warp that fills every VECTOR_WARPS-th stage is less than a pass ahead.
 #pragma once
 
 #include "pair_storage_sm90.cuh"
