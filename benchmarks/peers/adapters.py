@@ -268,14 +268,15 @@ def liger(rank: int = 0, world_size: int = 1) -> Loss:
     return two_sided(lambda rows, weight, target: one(weight, rows, target))
 
 
-@peer("cut-cross-entropy", KERNEL, devices="cuda")
+# its backward takes no float32
+@peer("cut-cross-entropy", KERNEL, devices="cuda", dtypes="bfloat16")
 def cut_cross_entropy(rank: int = 0, world_size: int = 1) -> Loss:
     """`linear_cross_entropy`, `filter_eps=None`, twice."""
     one = module("cut_cross_entropy").linear_cross_entropy
     return two_sided(lambda rows, weight, target: one(rows, weight, target, filter_eps=None))
 
 
-@peer("quack-kernels", KERNEL, devices="cuda", dtypes="bfloat16")
+@peer("quack-kernels", KERNEL, devices="cuda", dtypes="bfloat16", batch_multiple=8, width_multiple=8)
 def quack(rank: int = 0, world_size: int = 1) -> Loss:
     """`chunked_linear_cross_entropy`, twice."""
     return two_sided(module("quack.linear_cross_entropy").chunked_linear_cross_entropy)

@@ -14,7 +14,7 @@ from contrastile.bench.agreement import Agreement
 from contrastile.bench.peers import PLAIN
 from contrastile.bench.results import Measurement, Sweep, quartiles
 from contrastile.bench.workloads import Workload
-from contrastile.reporting import colored, show_table
+from contrastile.reporting import colored, show_table, wrapped
 
 COUNTED = {
     "torch-cpu": "every allocation and release of torch's CPU allocator, replayed; without BLAS workspace",
@@ -117,7 +117,7 @@ def _lines_of(found: Sweep) -> None:
     known = [each for each in found.agreements if each.ratio is not None]
     if known:
         checked = ", ".join(f"{each.implementation} {each.ratio:.2g}" for each in known)
-        print(f"\nheld to the oracle first, error / bound: {checked}")
+        print("\n" + wrapped(f"held to the oracle first, error / bound: {checked}"))
 
 
 def _line(found: Sweep, row: Measurement) -> str:
@@ -126,8 +126,8 @@ def _line(found: Sweep, row: Measurement) -> str:
         return f"skipped: {row.reason}"
     seconds = statistics.median(row.seconds)
     scale, unit = next((each for each in ((1.0, "s"), (1e-3, "ms")) if seconds >= each[0] / 10), (1e-6, "us"))
-    line = f"{_three_digits(seconds / scale)} {unit}"
-    line += "" if row.peak_bytes is None else f", {_three_digits(row.peak_bytes / _MIB)} MiB"
+    line = f"{_digits(seconds / scale, 3)} {unit}"
+    line += "" if row.peak_bytes is None else f", {_digits(row.peak_bytes / _MIB, 2)} MiB"
     plain = found.plain_of(row)
     time, memory = row.times_of(plain), row.bytes_of(plain)
     if row.implementation == PLAIN or time is None:
@@ -138,8 +138,10 @@ def _line(found: Sweep, row: Measurement) -> str:
     return f"{line}: {', '.join(compared)} {alike} {PLAIN}"
 
 
-def _three_digits(x: float) -> str:
-    return f"{x:,.0f}" if x >= 100 else f"{x:.3g}"
+def _digits(x: float, digits: int) -> str:
+    """At least so many digits, zeros too: 1.00 beside 1.01."""
+    decimals = max(0, digits - 1 - math.floor(math.log10(x))) if x > 0 else 0
+    return f"{x:,.{decimals}f}"
 
 
 def _times(ratio: float, below: str, above: str, same: str) -> str:

@@ -120,7 +120,7 @@ def test_a_line_says_how_much_faster_and_smaller_than_plain() -> None:
         "0.325 s, 65 MiB",
     ]
     slow = Measurement("torch", workload, seconds=[0.65], peak_bytes=65 << 20)
-    assert lines(slow, plain)[0] == "0.65 s, 65 MiB: 2 x slower, as much memory as plain"
+    assert lines(slow, plain)[0] == "0.650 s, 65 MiB: 2 x slower, as much memory as plain"
     assert lines(Measurement("torch", workload, seconds=[1234.5], peak_bytes=2**31))[0] == "1,234 s, 2,048 MiB"
     # time alone, and nothing to compare it with
     assert lines(Measurement("torch", workload, seconds=[3.25e-5])) == ["32.5 us"]
