@@ -123,7 +123,12 @@ def show(facts: dict[str, Any], findings: list[Finding], works: bool, *, complet
     """Print the environment, the findings, and the verdict unless nothing works in an incomplete report."""
     known_facts = [(name, str(value)) for name, value in facts.items() if value is not None]
     show_table("Environment", ("fact", "value"), known_facts)
-    for kind, title in (("backend", "Backends"), ("package", "Packages"), ("gpu", "GPUs")):
+    for kind, title in (
+        ("backend", "Backends"),
+        ("auto", 'What "auto" takes'),
+        ("package", "Packages"),
+        ("gpu", "GPUs"),
+    ):
         rows = [(each.name, each.state, each.detail) for each in findings if each.kind == kind]
         if rows:
             show_table(title, ("name", "state", "detail"), rows, style=lambda cell: _STYLES.get(cell, ""))

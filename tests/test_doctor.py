@@ -29,7 +29,11 @@ def test_it_finds_what_works_here(tmp_path: Path, capsys: pytest.CaptureFixture[
     states = {each["name"]: each["state"] for each in found["findings"] if each["kind"] == "backend"}
     assert states["numpy"] == states["torch"] == "ok"
     assert found["environment"]["torch_blas"] != "unknown"
-    assert "works here: numpy" in capsys.readouterr().out
+    shown = capsys.readouterr().out
+    assert "works here: numpy" in shown
+    # every kind of finding is shown
+    for each in found["findings"]:
+        assert each["name"] in shown, each
 
 
 def test_it_says_what_auto_takes_on_a_gpu_and_why(monkeypatch: pytest.MonkeyPatch) -> None:
