@@ -12,7 +12,7 @@ from numbers import Real
 from typing import Any
 
 from contrastile import validation
-from contrastile.backends import eager
+from contrastile.backends import vectors
 from contrastile.backends.arrays import ArrayLibrary
 from contrastile.backends.contract import state_dtype
 from contrastile.schedules.handshake import ALONE, Handshake
@@ -41,7 +41,7 @@ def clip(image: Array, text: Array, scale: Any, *, ids: Array | None = None, wor
     same = None if ids is None else validation.integers("ids", ids, m, "pair", arrays, rows)
     factor = validation.scalar("scale", scale, arrays, state, rows)
     met = world.meet(arrays, rows, (columns,), factor, loss="clip_loss", scale=_number(scale), ids=ids is not None)
-    weight, target, positives = eager.pairs(arrays, 0.5 / met.rows, met.start, met.start + m, state, rows)
+    weight, target, positives = vectors.pairs(arrays, 0.5 / met.rows, met.start, met.start + m, state, rows)
     problem = Problem(
         rows=rows,
         columns=(columns,),
@@ -101,7 +101,7 @@ def info_nce(
         positives=where is not None,
         row_ids=row_ids is not None,
     )
-    row_weight, row_target, own = eager.pairs(arrays, 1.0 / met.rows, met.start, met.start + m, state, rows)
+    row_weight, row_target, own = vectors.pairs(arrays, 1.0 / met.rows, met.start, met.start + m, state, rows)
     if where is None:
         where = own
     else:
@@ -131,7 +131,7 @@ def nt_xent(view_a: Array, view_b: Array, scale: Any, *, world: Handshake = ALON
     m, state = view_a.shape[0], state_dtype(arrays.dtype(views))
     factor = validation.scalar("scale", scale, arrays, state, views)
     met = world.meet(arrays, views, (views,), factor, loss="nt_xent", scale=_number(scale))
-    weight, target, itself = eager.pairs(arrays, 1.0 / met.rows, met.start, met.start + 2 * m, state, views)
+    weight, target, itself = vectors.pairs(arrays, 1.0 / met.rows, met.start, met.start + 2 * m, state, views)
     problem = Problem(
         rows=views,
         columns=(),
@@ -211,7 +211,7 @@ def sigmoid(
         bias=_number(bias),
         ids=ids is not None,
     )
-    weight, target, positives = eager.pairs(arrays, 1.0 / met.rows, met.start, met.start + m, state, rows)
+    weight, target, positives = vectors.pairs(arrays, 1.0 / met.rows, met.start, met.start + m, state, rows)
     problem = Problem(
         kind="sigmoid",
         rows=rows,

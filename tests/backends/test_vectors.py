@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 import torch
 
-from contrastile.backends import eager
+from contrastile.backends import eager, vectors
 from contrastile.backends.arrays import TorchArrays, library_of
 
 ARRAYS = library_of(torch.zeros(0))
@@ -20,7 +20,7 @@ class OnGpu:
 
     def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
         self.stream, self.capturing = 7, False
-        monkeypatch.setattr(eager, "_made", {})
+        monkeypatch.setattr(vectors, "_made", {})
         monkeypatch.setattr(eager, "_known", {})
         monkeypatch.setattr(torch.Tensor, "is_cuda", True, raising=False)
         monkeypatch.setattr(torch.Tensor, "get_device", lambda x: 0)
@@ -35,7 +35,7 @@ def gpu(monkeypatch: pytest.MonkeyPatch) -> OnGpu:
 
 
 def made(weight: float = 0.25, start: int = 2, stop: int = 5, dtype: str = "float32") -> tuple[Any, Any, Any]:
-    return eager.pairs(ARRAYS, weight, start, stop, dtype, torch.zeros(3))
+    return vectors.pairs(ARRAYS, weight, start, stop, dtype, torch.zeros(3))
 
 
 def test_they_are_weights_targets_and_positives() -> None:
@@ -53,13 +53,13 @@ def test_a_host_shares_short_ones_and_knows_their_values() -> None:
     # the weight as its dtype has it
     assert [eager.first(x) for x in first] == [first[0][0].item(), 1.0, 2.0]
     assert eager.first(torch.ones(3)) is None
-    long = made(stop=3 + eager.HOST_ROWS)
+    long = made(stop=3 + vectors.HOST_ROWS)
     assert not any(map(eager.constant, long))
     assert [eager.first(x) for x in made(stop=2)] == [None] * 3
 
 
 def test_threads_that_ask_at_once_leave_no_vector_known_that_is_not_held(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(eager, "_made", {})
+    monkeypatch.setattr(vectors, "_made", {})
     monkeypatch.setattr(eager, "_known", {})
 
     class Slow(TorchArrays):
@@ -69,14 +69,14 @@ def test_threads_that_ask_at_once_leave_no_vector_known_that_is_not_held(monkeyp
             return super().full(*given)
 
     def ask() -> None:
-        eager.pairs(Slow(torch), 0.25, 2, 5, "float32", torch.zeros(3))
+        vectors.pairs(Slow(torch), 0.25, 2, 5, "float32", torch.zeros(3))
 
     threads = [threading.Thread(target=ask) for _ in range(2)]
     for thread in threads:
         thread.start()
     for thread in threads:
         thread.join()
-    assert set(eager._known) == {id(x) for each in eager._made.values() for x in each}
+    assert set(eager._known) == {id(x) for each in vectors._made.values() for x in each}
 
 
 @pytest.mark.usefixtures("gpu")
@@ -107,16 +107,16 @@ def test_what_would_not_last_is_made_anew(why: str, gpu: OnGpu, monkeypatch: pyt
 
     like = torch.zeros(3).as_subclass(Other) if why == "subclass" else torch.zeros(3)
     with torch.inference_mode(why == "inference"):
-        found = [eager.pairs(ARRAYS, 0.25, 2, 5, "float32", like)[0] for _ in range(2)]
+        found = [vectors.pairs(ARRAYS, 0.25, 2, 5, "float32", like)[0] for _ in range(2)]
     assert found[0] is not found[1]
-    assert not eager._made
+    assert not vectors._made
 
 
 @pytest.mark.usefixtures("gpu")
 def test_only_so_many_are_held() -> None:
     first = made()
-    for stop in range(6, 6 + eager.MOST):
+    for stop in range(6, 6 + vectors.MOST):
         made(stop=stop)
-    assert len(eager._made) == eager.MOST
+    assert len(vectors._made) == vectors.MOST
     assert not any(map(eager.constant, first))
-    assert len(eager._known) == 3 * eager.MOST
+    assert len(eager._known) == 3 * vectors.MOST
