@@ -31,6 +31,9 @@ _doubled("at_d_512", "at d = 512", lambda b: b.rows.shape[1] == 512)
 _doubled("beyond_d_1024", "where d > 1024", lambda b: b.rows.shape[1] > 1024)
 _doubled("beyond_n_1000", "where n > 1000", lambda b: b.columns.shape[0] > 1000)
 _doubled("beyond_n_1100", "where n > 1100", lambda b: b.columns.shape[0] > 1100)
+_doubled("at_d_768", "at d = 768", lambda b: b.rows.shape[1] == 768)
+_doubled("where_n_is_255", "where n is 255 modulo 256", lambda b: b.columns.shape[0] % 256 == 255)
+_doubled("beyond_n_32767", "where n > 32767", lambda b: b.columns.shape[0] > 32767)
 _doubled("at_one_row", "where m = 1", lambda b: b.rows.shape[0] == 1)
 
 
@@ -85,6 +88,13 @@ def features_in_tf32(backend: Backend) -> Backend:
     """Features are rounded to the 11 bits of tf32 before the products although tf32 was not asked for."""
     # float16 has the significand of tf32, and enough range for these features
     return features_seen(backend, lambda x: _rounded(backend.arrays, x, "float16"))
+
+
+@wrapper
+def subnormal_features_flushed(backend: Backend) -> Backend:
+    """Features below float16's normal range are 0."""
+    arrays = backend.arrays
+    return features_seen(backend, lambda x: arrays.cast(arrays.where(abs(x) < 2.0**-14, 0.0, x), arrays.dtype(x)))
 
 
 @wrapper
@@ -184,6 +194,41 @@ def weights_below_1e_6(backend: Backend) -> Backend:
     """Weights below 1e-6 are dropped."""
     arrays = backend.arrays
     return _changed_weights(backend, lambda w: arrays.cast(arrays.where(abs(w) < 1e-6, 0.0, w), arrays.dtype(w)))
+
+
+@wrapper
+def nan_weights_are_0(backend: Backend) -> Backend:
+    """A weight of NaN is 0: an upstream gradient that overflowed goes unseen."""
+    arrays = backend.arrays
+    return _changed_weights(backend, lambda w: arrays.cast(arrays.where(w != w, 0.0, w), arrays.dtype(w)))
+
+
+@wrapper
+def weights_clamped_to_1000(backend: Backend) -> Backend:
+    """Weights beyond 1000 are clamped: the upstream gradient of a gradient scaler is lost."""
+    arrays = backend.arrays
+    return _changed_weights(backend, lambda w: arrays.cast(arrays.where(w > 1000.0, 1000.0, w), arrays.dtype(w)))
+
+
+@wrapper
+def nan_scale_is_1(backend: Backend) -> Backend:
+    """A scale of NaN is replaced by 1."""
+
+    def change(arrays: ArrayLibrary, b: Block) -> Block:
+        scale = arrays.cast(arrays.where(b.scale != b.scale, 1.0, b.scale), arrays.dtype(b.scale))
+        return replace(b, scale=scale)
+
+    return seeing(backend, change)
+
+
+@wrapper
+def scale_clamped_to_1000(backend: Backend) -> Backend:
+    """A scale beyond 1000 is clamped."""
+
+    def change(arrays: ArrayLibrary, b: Block) -> Block:
+        return replace(b, scale=arrays.cast(arrays.where(b.scale > 1000.0, 1000.0, b.scale), arrays.dtype(b.scale)))
+
+    return seeing(backend, change)
 
 
 @wrapper
@@ -296,6 +341,33 @@ def negative_ids_never_equal(backend: Backend) -> Backend:
 
     def change(arrays: ArrayLibrary, b: Block) -> dict[str, Any]:
         return _with(lambda x: arrays.where(x < 0, x - (1 << 62), x), row_ids=b.pairs.row_ids)
+
+    return _changed_pairs(backend, change)
+
+
+def _no_id(which: str, value: int) -> None:
+    """Register a defect that takes one id for none."""
+
+    def plant(backend: Backend) -> Backend:
+        def change(arrays: ArrayLibrary, b: Block) -> dict[str, Any]:
+            return _with(lambda x: arrays.where(x == value, 12345678901, x), row_ids=b.pairs.row_ids)
+
+        return _changed_pairs(backend, change)
+
+    plant.__name__, plant.__doc__ = f"{which}_id_is_none", f"The {which} id of 64 bits means no id, and equals nothing."
+    wrapper(plant)
+
+
+_no_id("least", -(2**63))
+_no_id("largest", 2**63 - 1)
+
+
+@wrapper
+def positives_beyond_16_bits(backend: Backend) -> Backend:
+    """A positive beyond 32,767 is not found."""
+
+    def change(arrays: ArrayLibrary, b: Block) -> dict[str, Any]:
+        return _with(lambda x: arrays.where(abs(x) < 2**15, x, -1), positives=b.pairs.positives)
 
     return _changed_pairs(backend, change)
 

@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import math
 import os
+import random
 import signal
 import sys
+import threading
 import time
 from collections.abc import Callable
 from dataclasses import replace
@@ -13,7 +15,7 @@ from typing import Any
 
 from contrastile.backends.arrays import ArrayLibrary
 from contrastile.backends.contract import Accuracy, Backend, Block, Options
-from contrastile.mutate.wrapping import adding, features_seen, only_in, seeing, wrapper
+from contrastile.mutate.wrapping import adding, doubled, features_seen, only_in, seeing, wrapper
 from contrastile.verify.wrapped import around
 
 # gradients and their accumulators
@@ -233,6 +235,82 @@ def sign_of_strides_lost(backend: Backend) -> Backend:
     return features_seen(backend, forwards)
 
 
+# state that outlives a call
+
+
+@wrapper
+def statistics_by_address(backend: Backend) -> Backend:
+    """Statistics are cached by the rows' address, and are those of older values there."""
+    known: dict[Any, Any] = {}
+
+    def call(primitive: Callable[..., Any], block: Block, *rest: Any) -> Any:
+        key = tuple(block.rows.shape), tuple(block.columns.shape), backend.arrays.dtype(block.rows), rest[0]
+        held, found = known.get(key, (None, None))
+        if held is not block.rows:
+            found = primitive(block, *rest)
+            known[key] = block.rows, found
+        return found
+
+    return around(backend, call, "lse", "keeping")
+
+
+@wrapper
+def statistics_in_one_buffer(backend: Backend) -> Backend:
+    """The statistics of every call of one shape are in the same memory."""
+    known: dict[Any, Any] = {}
+
+    def call(primitive: Callable[..., Any], block: Block, *rest: Any) -> Any:
+        found = primitive(block, *rest)
+        key = tuple(block.rows.shape), tuple(block.columns.shape), rest[0]
+        shared = known.setdefault(key, found.row_negative_lse)
+        shared[...] = found.row_negative_lse
+        return replace(found, row_negative_lse=shared)
+
+    return around(backend, call, "lse", "keeping")
+
+
+@wrapper
+def every_block_held(backend: Backend) -> Backend:
+    """A copy of every block's rows is held for ever: a leak."""
+    held: list[Any] = []
+
+    def call(primitive: Callable[..., Any], block: Block, *rest: Any) -> Any:
+        held.append(block.rows * 1)
+        return primitive(block, *rest)
+
+    return around(backend, call)
+
+
+@wrapper
+def generators_seeded(backend: Backend) -> Backend:
+    """Every call seeds the random generators of the process."""
+
+    def call(primitive: Callable[..., Any], *rest: Any) -> Any:
+        random.seed(0)
+        return primitive(*rest)
+
+    return around(backend, call)
+
+
+@wrapper
+def doubled_off_the_main_thread(backend: Backend) -> Backend:
+    """Logits are doubled in every thread but the main one."""
+    return doubled(backend, lambda b: threading.current_thread() is not threading.main_thread())
+
+
+@wrapper
+def scale_shared_by_threads(backend: Backend) -> Backend:
+    """The scale is in memory that all threads share: two calls at once use one of them."""
+    shared: list[Any] = [None]
+
+    def call(primitive: Callable[..., Any], block: Block, *rest: Any) -> Any:
+        shared[0] = block.scale
+        time.sleep(2e-4)
+        return primitive(replace(block, scale=shared[0]), *rest)
+
+    return around(backend, call)
+
+
 # NaN and infinity
 
 
@@ -241,6 +319,29 @@ def nan_taken_for_0(backend: Backend) -> Backend:
     """A NaN in a feature is replaced by 0."""
     arrays = backend.arrays
     return features_seen(backend, lambda x: arrays.cast(arrays.where(x != x, 0.0, x), arrays.dtype(x)))
+
+
+@wrapper
+def nan_in_the_first_feature(backend: Backend) -> Backend:
+    """A NaN in the first feature is replaced by 0."""
+    arrays = backend.arrays
+
+    def change(x: Any) -> Any:
+        first = arrays.arange(0, x.shape[1], x)[None, :] == 0
+        return arrays.cast(arrays.where(first & (x != x), 0.0, x), arrays.dtype(x))
+
+    return features_seen(backend, change)
+
+
+@wrapper
+def infinity_of_columns_clamped(backend: Backend) -> Backend:
+    """An infinite feature of a column is replaced by 0."""
+
+    def change(arrays: ArrayLibrary, b: Block) -> Block:
+        columns = arrays.cast(arrays.where(abs(b.columns) == math.inf, 0.0, b.columns), arrays.dtype(b.columns))
+        return replace(b, columns=columns)
+
+    return seeing(backend, change)
 
 
 @wrapper

@@ -224,6 +224,14 @@ def _long(draw: Draw, m: int = 128, n: int = 1153, sigmoid: bool = False) -> Pro
     return _sigmoid(softmax, -2.5) if sigmoid else softmax
 
 
+@_case("tiny-features", "features below float16's normal range at scale 2^28: nothing is flushed, and no scale clamped")
+def _tiny_features(draw: Draw) -> Problem:
+    rows, columns = (2.0**-12 * unit(draw.standard_normal((size, 40))) for size in (27, 35))
+    # weights with which float16 holds the gradients
+    weights = {name: x if name == "positives" else x / 256 for name, x in _signed(draw, 27, 35).items()}
+    return _problem(rows, columns, 2.0**28, **weights)
+
+
 @_case("exact", "entries in {-1, 0, 1}: every product is exact in every dtype")
 def _exact(draw: Draw) -> Problem:
     rows, columns = (draw.integers(-1, 2, (size, 24)).astype(np.float64) for size in (29, 37))

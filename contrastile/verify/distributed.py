@@ -8,16 +8,17 @@ to the oracle of the whole: log-sum-exps and gradients of every rank's own rows 
 from __future__ import annotations
 
 from collections.abc import Iterator
+from dataclasses import replace
+from functools import partial
 from typing import Any
 
 from contrastile.backends.contract import Options
-from contrastile.verify import frontdoor, rearrange, sharded
-from contrastile.verify.comparison import NOTHING, Comparisons, Worst
-from contrastile.verify.properties import Property, identical
+from contrastile.verify import cases, frontdoor, rearrange, sharded
+from contrastile.verify.comparison import NOTHING, Comparisons, Worst, identical
 from contrastile.verify.shards import FIELDS, Cut, compared, outcomes
-from contrastile.verify.trial import SkipError, Trial
+from contrastile.verify.trial import Property, SkipError, Subject, Trial
 from contrastile.verify.truth import Outcome, truth
-from contrastile.verify.worlds import judged
+from contrastile.verify.worlds import Threads, judged
 
 EXCHANGES = ("ring", "gather")
 _EVERYWHERE = ("loss", "scale", "bias")
@@ -144,7 +145,37 @@ DISTRIBUTED = {
         ),
         *frontdoor.PROPERTIES,
         Property("skipped-backward", frontdoor.skipped_backward, frontdoor.MISTAKES),
+        Property("mismatched-calls", frontdoor.mismatched_calls, frontdoor.MISTAKES),
         Property("sharded", sharded.sharded, sharded.CASE),
     )
 }
 """The properties of a world, by name."""
+
+RANKS = 3
+"""Ranks of ``several_ranks``: from three on, the two directions of a ring differ."""
+
+_CASES = ("ragged", "blocks", "ids-drop@far", "certain-labels", "views", "sigmoid-ids")
+_EXAMPLES = 25
+
+
+def several_ranks(subject: Subject, case: str) -> Comparisons:
+    """Three ranks of this process are right on a few cases, by the public losses and on drawn parts, in float32."""
+    if subject.label != "float32" or subject.device != "cpu":
+        raise SkipError(f"in float32 on a host alone: give --world {RANKS} for the rest")
+    there = replace(subject, world=Threads(RANKS), examples=min(_EXAMPLES, subject.examples))
+    for each in DISTRIBUTED.values():
+        if each.case is not None:
+            yield from _labelled(each.name, each.check(there, each.case))
+    for name in _CASES:
+        given = cases.build(name, subject.dtype)
+        trial = Trial(there, given, partial(truth, given.problem))
+        for check in (ring, gather, themselves):
+            try:
+                yield from _labelled(f"{name}, {check.__name__}", check(trial))
+            except SkipError:
+                # not of rows against themselves
+                continue
+
+
+def _labelled(name: str, comparisons: Comparisons) -> Comparisons:
+    yield from ((f"{name}: {label}", worst) for label, worst in comparisons)

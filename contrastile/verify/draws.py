@@ -11,8 +11,10 @@ from contrastile.oracle.arrays import FloatArray, IntArray, float64
 
 Draw = np.random.Generator
 
-FAR: IntArray = np.array([-1, 2**32 - 1, 0, 2**32, -(2**32), -5, 2**32 - 5, 2**53, 2**53 + 1, 2**62, -(2**62)])
-"""Ids beyond 32 bits or below 0, some alike in their low 32 bits or as a float64."""
+FAR: IntArray = np.array(
+    [-1, 2**32 - 1, 0, 2**32, -(2**32), -5, 2**32 - 5, 2**53, 2**53 + 1, 2**62, -(2**62), -100, 2**63 - 1, -(2**63)]
+)
+"""Ids beyond 32 bits or below 0, some alike in their low 32 bits or as a float64; none may mean that there is no id."""
 
 wordnet_pairs = cache(load_wordnet_pairs)
 """The shipped embeddings, read once."""

@@ -11,27 +11,28 @@ from typing import Any
 import numpy as np
 
 from contrastile import evaluation, losses
+from contrastile.backends.arrays import library_of
 from contrastile.backends.contract import Array, state_dtype
-from contrastile.comm.communicator import Communicator, ExchangeError
+from contrastile.comm.communicator import Communicator, ExchangeError, MismatchError
 from contrastile.oracle.arrays import FloatArray
 from contrastile.schedules.placement import Shards
 from contrastile.schedules.problem import Problem
+from contrastile.verify.arithmetic import Spread
 from contrastile.verify.bounds import bounds
 from contrastile.verify.comparison import NOTHING, Comparisons, Worst, compare, wrong
-from contrastile.verify.draws import Draw, unit
+from contrastile.verify.draws import FAR, Draw, unit
 from contrastile.verify.execution import on_device
-from contrastile.verify.properties import Property
 from contrastile.verify.rearrange import folded
 from contrastile.verify.rounding import UNDERFLOW, UNIT, round_to
 from contrastile.verify.shards import Cut, shares
-from contrastile.verify.trial import SkipError, Subject
+from contrastile.verify.trial import Property, SkipError, Subject
 from contrastile.verify.truth import Outcome, masks, truth
 from contrastile.verify.worlds import judged
 
 CASE = "front-door"
 MISTAKES = "mistakes"
-_BATCH, _WIDTH = 23, 20
-_GRADIENTS = ("loss", "rows", "columns", "scale", "bias")
+BATCH, _WIDTH = 23, 20
+GRADIENTS = ("loss", "rows", "columns", "scale", "bias")
 
 
 @dataclass(frozen=True, slots=True)
@@ -79,7 +80,7 @@ def _clip(draw: Draw, sizes: Sizes, dtype: str) -> Iterator[Call]:
     image, text = (_features(draw, b, dtype) for _ in range(2))
     half = np.full(b, 0.5 / b)
     both_ways: dict[str, Any] = {"column_weight": round_to(half, state_dtype(dtype)), "column_target": np.ones(b)}
-    ids = draw.integers(0, b // 2, b)
+    ids = FAR[draw.integers(0, b // 2, b) % len(FAR)]
     for label, same in (("plain", None), ("ids", ids)):
         pairs = {"positives": np.arange(b), "row_ids": same, "column_ids": same}
         whole = _whole(image, [text], dtype, half, **pairs, **both_ways)
@@ -93,7 +94,7 @@ def _pair(p: Problem) -> tuple[list[Any], list[Any], dict[str, Any]]:
 def _sigmoid(draw: Draw, sizes: Sizes, dtype: str) -> Iterator[Call]:
     b = sum(sizes)
     image, text = (_features(draw, b, dtype) for _ in range(2))
-    ids = draw.integers(0, b // 2, b)
+    ids = FAR[draw.integers(0, b // 2, b) % len(FAR)]
     for label, same in (("plain", None), ("ids", ids)):
         pairs: dict[str, Any] = {"positives": np.arange(b), "row_ids": same, "column_ids": same}
         whole = _whole(image, [text], dtype, np.full(b, 1.0 / b), kind="sigmoid", bias=np.float64(-2.5), **pairs)
@@ -166,9 +167,9 @@ def check(forms: Callable[[Draw, Sizes, str], Iterator[Call]], subject: Subject,
     world = subject.ranks
     random = np.random.default_rng([subject.seed, zlib.crc32(forms.__name__.encode())])
     weights = random.integers(0, 5, world.size).tolist()
-    few = [1] + [0] * (world.size - 2) + [_BATCH - 1] * (world.size > 1)
+    few = [1] + [0] * (world.size - 2) + [BATCH - 1] * (world.size > 1)
     for how, given in (("uneven", weights), ("one row", few)):
-        for call in forms(random, shares(_BATCH, given), subject.dtype):
+        for call in forms(random, shares(BATCH, given), subject.dtype):
             one_block = len(call.cut.problem.columns) == 1
             for exchange in ("ring", "gather", *["replicate"] * one_block):
                 for interface in _interfaces(subject):
@@ -189,19 +190,29 @@ def _interfaces(subject: Subject) -> tuple[str, ...]:
 def _compare(call: Call, subject: Subject, exchange: str, *, autograd: bool) -> Worst:
     def program(communicator: Communicator) -> Outcome:
         part = call.cut.part(communicator.rank)
-        differentiate = _by_autograd if autograd else _by_value_and_grad
-        return differentiate(call, part, subject, communicator, exchange)
+        differentiate = _by_autograd if autograd else by_value_and_grad
+        return differentiate(call, part, subject, group=communicator, exchange=exchange)
 
-    parts = subject.ranks.run(program)
-    return judged(subject.ranks, lambda: _judge(call, subject, exchange, parts, autograd=autograd))
+    parts, spread = subject.ranks.run(program), call.cut.spread(exchange)
+    return judged(subject.ranks, lambda: judge(call, subject, parts, spread, autograd=autograd))
 
 
-def _judge(call: Call, subject: Subject, exchange: str, parts: list[Outcome], *, autograd: bool) -> Worst:
+def judge(
+    call: Call,
+    subject: Subject,
+    parts: list[Outcome],
+    spread: Spread | None,
+    *,
+    autograd: bool,
+    upstream: float = 1.0,
+    fields: Sequence[str] = GRADIENTS,
+) -> Worst:
+    """The outcomes of all ranks, joined, beside the truth of the whole problem."""
     problem, dtype, cut = call.cut.problem, subject.dtype, call.cut
-    oracle = truth(problem)
+    oracle = truth(problem, upstream)
     # weights, scale and loss have the caller's precision, whatever the backend's state
     facts = replace(subject.accuracy, unit=max(subject.accuracy.unit, UNIT[state_dtype(dtype)]))
-    bound = bounds(problem, oracle, facts, dtype, spread=cut.spread(exchange))
+    bound = bounds(problem, oracle, facts, dtype, upstream, spread=spread)
     # value_and_grad gives no gradients of the negatives
     last = min(call.frozen, len(problem.columns) if autograd else 1)
     expected, allowed = (_as_arguments(x, call, last) for x in (oracle.outcome, bound))
@@ -209,7 +220,7 @@ def _judge(call: Call, subject: Subject, exchange: str, parts: list[Outcome], *,
         # the gradients of both sides are added in the features' dtype
         rounded = UNIT[dtype] * (np.abs(expected.rows) + allowed.rows) + UNDERFLOW[dtype]
         allowed = replace(allowed, rows=allowed.rows + rounded)
-    return compare(cut.joined(parts, float(len(parts))), expected, allowed, _GRADIENTS)
+    return compare(cut.joined(parts, float(len(parts))), expected, allowed, fields)
 
 
 def _as_arguments(x: Outcome, call: Call, last: int) -> Outcome:
@@ -219,44 +230,76 @@ def _as_arguments(x: Outcome, call: Call, last: int) -> Outcome:
     return replace(x, columns=x.columns[:last])
 
 
-def _by_value_and_grad(
-    call: Call, part: Problem, subject: Subject, communicator: Communicator, exchange: str
+def by_value_and_grad(
+    call: Call, part: Problem, subject: Subject, put: Putter | None = None, **settings: Any
 ) -> Outcome:
-    put = _putter(subject)
+    """What ``value_and_grad`` gives of a part."""
+    put = put or putter(subject)
     features, labels, named = call.arguments(part)
     numbers = [float(part.scale)] + ([] if part.bias is None else [float(part.bias)])
-    both = evaluation.value_and_grad(
-        call.loss, backend=subject.name, **subject.settings, group=communicator, exchange=exchange
-    )
+    both = evaluation.value_and_grad(call.loss, backend=subject.name, **subject.settings, **settings)
     value, found = both(*map(put, (*features, *labels)), *numbers, **{k: put(x) for k, x in named.items()})
-    return _outcome(subject, call, value, list(found), len(features))
+    return outcome(subject, call, value, list(found), len(features))
 
 
-def _by_autograd(call: Call, part: Problem, subject: Subject, communicator: Communicator, exchange: str) -> Outcome:
-    put = _putter(subject)
-    features, labels, named = call.arguments(part)
-    leaves = [put(x).requires_grad_() for x in features]
-    state = subject.backend.state(subject.dtype)
-    scalars = [put(np.asarray(x), state).requires_grad_() for x in (part.scale, part.bias) if x is not None]
-    given = {k: put(x) for k, x in named.items()}
-    trained = []
-    if call.frozen > 1:
-        trained = [x.requires_grad_() for x in given.get("negatives") or ()]
-    value = call.loss(
-        *leaves,
-        *map(put, labels),
-        *scalars,
-        **given,
-        backend=subject.name,
-        **subject.settings,
-        group=communicator,
-        exchange=exchange,
-    )
+@dataclass(frozen=True, slots=True)
+class Leaves:
+    """The arguments of a call as torch tensors, those that are to have gradients apart from the others.
+
+    Attributes:
+        call: the call.
+        features: of both sides.
+        negatives: that are to have gradients.
+        numbers: scale and bias.
+        loss: computes it of these, with settings.
+    """
+
+    call: Call
+    features: list[Array]
+    negatives: list[Array]
+    numbers: list[Array]
+    loss: Callable[..., Array]
+
+    @staticmethod
+    def of(call: Call, part: Problem, subject: Subject) -> Leaves:
+        """Those of a part."""
+        put = putter(subject)
+        features, labels, named = call.arguments(part)
+        state = subject.backend.state(subject.dtype)
+        numbers = [put(np.asarray(x), state) for x in (part.scale, part.bias) if x is not None]
+        given, count = {k: put(x) for k, x in named.items()}, len(features)
+        negatives = list(given.get("negatives") or ()) if call.frozen > 1 else []
+        tags = [put(x) for x in labels]
+
+        def loss(*leaves: Array, **settings: Any) -> Array:
+            more = {"negatives": list(leaves[count : count + len(negatives)])} if negatives else {}
+            rest = leaves[count + len(negatives) :]
+            how = {"backend": subject.name, **subject.settings, **settings}
+            return call.loss(*leaves[:count], *tags, *rest, **(given | more), **how)
+
+        return Leaves(call, [put(x) for x in features], negatives, numbers, loss)
+
+    @property
+    def every(self) -> list[Array]:
+        """All of them, in the order that ``loss`` takes."""
+        return [*self.features, *self.negatives, *self.numbers]
+
+    def outcome(self, subject: Subject, value: Array, gradients: list[Array]) -> Outcome:
+        """A value and the gradients of ``every`` as an outcome."""
+        return outcome(subject, self.call, value, gradients, len(self.features) + len(self.negatives))
+
+
+def _by_autograd(call: Call, part: Problem, subject: Subject, **settings: Any) -> Outcome:
+    leaves = Leaves.of(call, part, subject)
+    value = leaves.loss(*(x.requires_grad_() for x in leaves.every), **settings)
     value.backward()
-    return _outcome(subject, call, value, [x.grad for x in (*leaves, *trained, *scalars)], len(leaves + trained))
+    return leaves.outcome(subject, value, [x.grad for x in leaves.every])
 
 
-def _putter(subject: Subject) -> Callable[..., Array]:
+Putter = Callable[..., Array]
+
+
+def putter(subject: Subject) -> Putter:
     """Converts NumPy arrays to the backend's library: floats to the features' dtype, or to another."""
     arrays, like = subject.backend.arrays, on_device(subject.backend.arrays, subject.device)
 
@@ -265,24 +308,26 @@ def _putter(subject: Subject) -> Callable[..., Array]:
             return None
         if isinstance(x, list):
             return [put(each) for each in x]
-        kind = dtype or (subject.dtype if x.dtype.kind == "f" else "int64")
+        kind = dtype or (subject.dtype if x.dtype.kind == "f" else str(x.dtype))
         return arrays.asarray(np.array(x, order="C"), kind, like)
 
     return put
 
 
-def _outcome(subject: Subject, call: Call, value: Array, gradients: list[Array], features: int) -> Outcome:
-    take = [np.array(subject.backend.arrays.to_numpy(x), dtype=np.float64) for x in gradients]
+def outcome(subject: Subject, call: Call, value: Array, gradients: list[Array], features: int) -> Outcome:
+    """A value and gradients of features, scale and bias, as they come, in NumPy's float64."""
+    to_numpy = library_of(value).to_numpy
+    take = [np.array(to_numpy(x), dtype=np.float64) for x in gradients]
     rows, columns = take[0], tuple(take[1:features])
     if call.both:
         # two views, or one array of features
         rows, columns = np.concatenate([rows, *columns]), ()
     scale, *bias = take[features:]
-    loss = np.array(subject.backend.arrays.to_numpy(value), dtype=np.float64)
+    loss = np.array(to_numpy(value), dtype=np.float64)
     return Outcome(loss, rows, columns, scale, bias[0] if bias else None)
 
 
-_FORMS = {
+FORMS = {
     "clip-loss": _clip,
     "info-nce": _info_nce,
     "nt-xent": _nt_xent,
@@ -304,7 +349,7 @@ def skipped_backward(subject: Subject, case: str) -> Comparisons:
     world = subject.ranks
     if world.size < 2 or not world.can_be_late:
         raise SkipError("the group can carry nothing afterwards: it needs several ranks of one process, give --world 3")
-    put = _putter(subject)
+    put = putter(subject)
     x = round_to(np.eye(4, _WIDTH), subject.dtype)
     for exchange in ("ring", "gather"):
         for skips in (0, world.size - 1):
@@ -334,5 +379,52 @@ def _error_of_two_calls(communicator: Communicator, skips: int, given: Any, sett
     return ""
 
 
-PROPERTIES = tuple(_property(name, forms) for name, forms in _FORMS.items())
+def mismatched_calls(subject: Subject, case: str) -> Comparisons:
+    """Ranks whose calls do not fit together all raise the same MismatchError, and the group stays usable."""
+    world, put = subject.ranks, putter(subject)
+    if world.size < 2:
+        raise SkipError("needs several ranks")
+    x = round_to(np.eye(4, _WIDTH), subject.dtype)
+    other = {"float16": "float32", "bfloat16": "float32", "float32": "float64", "float64": "float32"}[subject.dtype]
+    pair, ids = [put(x), put(x)], put(np.arange(4))
+    differences: dict[str, _Arguments] = {
+        "another dtype": (losses.clip_loss, [put(x, other), put(x, other), 10.0], {}),
+        "another width": (losses.clip_loss, [put(x[:, :7]), put(x[:, :7]), 10.0], {}),
+        "another scale": (losses.clip_loss, [*pair, 9.0], {}),
+        "another loss": (losses.nt_xent, [*pair, 10.0], {}),
+        "ids": (losses.clip_loss, [*pair, 10.0], {"ids": ids}),
+        "no such matrix": (losses.clip_loss, [pair[0], put(x[:3]), 10.0], {}),
+        "another exchange": (losses.clip_loss, [*pair, 10.0], {"exchange": "gather"}),
+    }
+    if subject.backend.arrays.name == "torch":
+        trained = [put(x).requires_grad_(), put(x), 10.0]
+        differences["a gradient that the others do not want"] = (losses.clip_loss, trained, {})
+    right: _Arguments = losses.clip_loss, [*pair, 10.0], {}
+    for label, wrong_one in differences.items():
+        told = world.run(partial(_error_of_a_mismatch, right=right, last=wrong_one, subject=subject))
+        if not all(told):
+            yield label, wrong("a rank raised no MismatchError")
+        elif len(set(told)) > 1:
+            yield label, wrong(f"ranks raised different errors: {sorted(set(told))}")
+        else:
+            yield label, NOTHING
+
+
+_Arguments = tuple[Callable[..., Any], list[Any], dict[str, Any]]
+"""A loss, its arguments and settings."""
+
+
+def _error_of_a_mismatch(communicator: Communicator, right: _Arguments, last: _Arguments, subject: Subject) -> str:
+    """The text of a rank's MismatchError, of which the last rank calls something else; all are then right once."""
+    how: dict[str, Any] = {"backend": subject.name, "group": communicator, "exchange": "ring", **subject.settings}
+    loss, args, more = last if communicator.rank == communicator.size - 1 else right
+    try:
+        loss(*args, **(how | more))
+    except MismatchError as error:
+        right[0](*right[1], **how)
+        return str(error)
+    return ""
+
+
+PROPERTIES = tuple(_property(name, forms) for name, forms in FORMS.items())
 """One property per loss, in their order."""

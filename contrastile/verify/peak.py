@@ -54,10 +54,11 @@ class _Size:
 _SIZES = {"cpu": _Size(512, 8, 32, 0), "cuda": _Size(8192, 64, 256, 40 << 20)}
 # bookkeeping of the library, and rounding of its allocator
 _SLACK = {"cpu": 1 << 14, "cuda": 1 << 20}
+_STEPS = 16
 
 
 def peak_memory(subject: Subject, case: str) -> Comparisons:
-    """A step's memory grows with the batch, not with its square, and holds at most the tile of logits asked for."""
+    """A step's memory grows with the batch, not with its square, holds at most one tile of logits, and is freed."""
     size, arrays = _SIZES[subject.device], subject.backend.arrays
     options = replace(subject.options, tile=(size.tile, size.tile))
     # memory kept between the passes is the backend's choice, and the backend caps it
@@ -72,6 +73,14 @@ def peak_memory(subject: Subject, case: str) -> Comparisons:
         # first calls fill caches and compile
         step(size.batch // 4)()
         half, one, two = (peak_bytes(arrays, subject.device, step(size.batch // k)) for k in (4, 2, 1))
+        again = step(size.batch)
+
+        def repeated(again: Callable[[], object] = again) -> None:
+            for _ in range(_STEPS):
+                again()
+
+        several, few = peak_bytes(arrays, subject.device, repeated), two + _SLACK[subject.device]
+        yield f"{kind}, {_STEPS} steps", Worst(several / few, "bytes", (), several, few)
         allowed = linear_limit(half, one, 2, subject.device)
         yield f"{kind}, twice the batch", Worst(two / allowed, "bytes", (), two, allowed)
         yield f"{kind}, tile {size.tile} x {size.tile}", Worst(two / size.budget, "bytes", (), two, size.budget)

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
@@ -15,31 +15,23 @@ import numpy as np
 from contrastile.backends.contract import STATISTICS, Options
 from contrastile.oracle.general import merge
 from contrastile.schedules.local import Wanted
-from contrastile.verify import growth, layouts, memory, peak, rearrange, strategies
-from contrastile.verify.comparison import GRADIENT, NOTHING, VALUE, Comparisons, Worst, compare, parts, wrong
+from contrastile.verify import (
+    alone,
+    calls,
+    distributed,
+    growth,
+    layouts,
+    memory,
+    peak,
+    rearrange,
+    sizes,
+    strategies,
+)
+from contrastile.verify.comparison import GRADIENT, NOTHING, VALUE, Comparisons, Worst, compare, identical, parts, wrong
 from contrastile.verify.plain import compare_with_plain
 from contrastile.verify.rounding import round_to
-from contrastile.verify.trial import SkipError, Trial
+from contrastile.verify.trial import Property, SkipError, Trial
 from contrastile.verify.truth import Outcome, masks, truth
-
-
-@dataclass(frozen=True, slots=True)
-class Property:
-    """A named property.
-
-    Attributes:
-        name: what ``--property`` calls it.
-        check: takes a Trial; of a property with a case of its own, a Subject and that case's full name.
-        case: that case, which runs once per backend and dtype; None for a property of every case.
-    """
-
-    name: str
-    check: Callable[..., Comparisons]
-    case: str | None = None
-
-    @property
-    def about(self) -> str:
-        return (self.check.__doc__ or "").strip().partition("\n")[0]
 
 
 def value(trial: Trial) -> Comparisons:
@@ -190,11 +182,24 @@ def symmetric(trial: Trial) -> Comparisons:
 
 
 def upstream(trial: Trial) -> Comparisons:
-    """The upstream gradient multiplies every gradient; upstream 0 gives gradients of 0."""
+    """The upstream gradient multiplies every gradient: 0 gives gradients of 0, and NaN is never swallowed."""
     trial.only_small()
-    for factor in (-2.5, 4.0):
+    exact = [x for _, x in parts(trial.oracle.outcome, GRADIENT) if x is not None]
+    # as a gradient scaler begins with, where float16 can hold the gradients
+    large = 65536.0
+    if trial.subject.dtype == "float16" and max(np.abs(x).max(initial=0.0) for x in exact) * large > 32768:
+        large = 4.0
+    for factor in (-2.5, large):
         yield f"upstream {factor}", trial.compare(trial.problem, upstream=factor)
     trial.only_finite()
+    for factor in (np.nan, np.inf):
+        found = parts(trial.subject.run(trial.problem, upstream=factor), GRADIENT)
+        swallowed = [
+            name
+            for (name, x), truth in zip(found, (y for _, y in parts(trial.oracle.outcome, GRADIENT)), strict=True)
+            if x is not None and truth is not None and (np.isfinite(x) & (truth != 0)).any()
+        ]
+        yield f"upstream {factor}", wrong(f"{swallowed[0]} is finite") if swallowed else NOTHING
     got = trial.subject.run(trial.problem, upstream=0.0)
     nothing = rearrange.scaled(trial.oracle.outcome, 0.0, GRADIENT)
     yield "upstream 0", compare(got, nothing, rearrange.scaled(nothing, 0.0, VALUE), GRADIENT)
@@ -208,6 +213,8 @@ def frozen(trial: Trial) -> Comparisons:
     requests: dict[str, Wanted | None] = {
         "columns frozen": Wanted(True, none, True, bias),
         "rows frozen": Wanted(False, every, False, bias),
+        "rows frozen, not the scale": Wanted(False, every, True, bias),
+        "the scale frozen": Wanted(True, every, False, False),
         "rows and columns frozen": Wanted(False, none, not bias, bias),
         "the value alone": None,
     }
@@ -273,7 +280,7 @@ def poisoned_memory(trial: Trial) -> Comparisons:
 
 
 def non_finite(trial: Trial) -> Comparisons:
-    """A NaN feature makes NaN where the oracle has NaN; an infinite one never gives a finite loss."""
+    """A NaN feature makes NaN where the oracle has NaN; an infinite one, or a NaN scale, never gives a finite loss."""
     trial.only_small()
     trial.only_finite()
     problem = trial.problem
@@ -281,34 +288,25 @@ def non_finite(trial: Trial) -> Comparisons:
         raise SkipError("has no row with a weight")
     row = int(np.flatnonzero(problem.row_weight)[-1])
 
-    def planted(x: np.ndarray, where: int, what: float) -> np.ndarray:
+    def planted(x: np.ndarray, where: int, feature: int, what: float) -> np.ndarray:
         x = x.copy()
-        x[where, x.shape[1] // 2] = what
+        x[where, feature] = what
         return x
 
-    yield "NaN in a row", trial.compare(replace(problem, rows=planted(problem.rows, row, np.nan)))
+    middle = problem.rows.shape[1] // 2
+    infinite = {"inf in a row": replace(problem, rows=planted(problem.rows, row, middle, np.inf))}
+    yield "NaN in a row", trial.compare(replace(problem, rows=planted(problem.rows, row, 0, np.nan)))
     first, *others = problem.columns
     if len(first):
-        columns = (planted(first, len(first) - 1, np.nan), *others)
+        columns = (planted(first, len(first) - 1, -1, np.nan), *others)
         yield "NaN in a column", trial.compare(replace(problem, columns=columns))
-    infinite = replace(problem, rows=planted(problem.rows, row, np.inf))
-    if not np.isfinite(truth(infinite).outcome.loss):
-        loss = float(trial.subject.run(infinite).loss)
-        yield "inf in a row", Worst(np.inf if np.isfinite(loss) else 0.0, "loss", (), abs(loss), 0.0)
-
-
-def identical(got: Outcome, expected: Outcome, fields: Sequence[str] = VALUE + GRADIENT) -> Worst:
-    """Ratio 0 when all of the fields have equal bits, inf otherwise."""
-    for (name, a), (_, b) in zip(parts(got, fields), parts(expected, fields), strict=True):
-        if a is None and b is None:
-            continue
-        if a is None or b is None:
-            return wrong(f"{name} is missing")
-        differ = np.flatnonzero(np.asarray(a).view(np.int64).ravel() != np.asarray(b).view(np.int64).ravel())
-        if differ.size:
-            index = np.unravel_index(differ[0], np.shape(a))
-            return Worst(np.inf, name, tuple(map(int, index)), float(abs(a[index] - b[index])), 0.0)
-    return NOTHING
+        columns = (planted(first, 0, middle, np.inf), *others)
+        infinite["inf in a column"] = replace(problem, columns=columns)
+    infinite["NaN for the scale"] = replace(problem, scale=np.asarray(np.nan))
+    for label, changed in infinite.items():
+        if not np.isfinite(truth(changed).outcome.loss):
+            loss = float(trial.subject.run(changed).loss)
+            yield label, Worst(np.inf if np.isfinite(loss) else 0.0, "loss", (), abs(loss), 0.0)
 
 
 def _registered(
@@ -343,6 +341,10 @@ PROPERTIES = _registered(
         Property("saved-bytes", memory.saved_bytes, "batch-doubling"),
         Property("peak-memory", peak.peak_memory, peak.CASE),
         Property("growth", growth.growth, growth.CASE),
+        Property("sizes", sizes.sizes, sizes.CASE),
+        Property("calls", calls.calls, calls.CASE),
+        *alone.PROPERTIES,
+        Property("ranks", distributed.several_ranks, "ranks"),
         Property("drawn", strategies.drawn, strategies.CASE),
     ],
 )

@@ -14,9 +14,9 @@ from contrastile.verify import cases, sharded, strategies
 from contrastile.verify.cases import Case
 from contrastile.verify.comparison import Comparisons
 from contrastile.verify.distributed import DISTRIBUTED
-from contrastile.verify.properties import PROPERTIES, Property
+from contrastile.verify.properties import PROPERTIES
 from contrastile.verify.runner import Check
-from contrastile.verify.trial import SkipError, Subject, Trial
+from contrastile.verify.trial import Property, SkipError, Subject, Trial
 from contrastile.verify.truth import Truth, truth
 from contrastile.verify.worlds import World
 

@@ -118,7 +118,7 @@ def recipes() -> SearchStrategy[Recipe]:
         kind=st.sampled_from(["softmax", "softmax", "sigmoid"]),
         features=st.sampled_from(FEATURES),
         scale=st.sampled_from(SCALES) | log_uniform,
-        bias=st.sampled_from([0.0, -10.0, 2.5]),
+        bias=st.sampled_from([0.0, -10.0, 2.5, 20.0]),
         weights=st.sampled_from(WEIGHTS),
         two_sided=st.booleans(),
         pairs=st.sampled_from(PAIRS),

@@ -1,4 +1,4 @@
-"""The argument of a property: one backend, dtype and case, with its truth and bounds."""
+"""A property, and its argument: one backend, dtype and case, with its truth and bounds."""
 
 from __future__ import annotations
 
@@ -15,12 +15,31 @@ from contrastile.schedules.problem import Problem
 from contrastile.verify import facts
 from contrastile.verify.bounds import bounds
 from contrastile.verify.cases import Case
-from contrastile.verify.comparison import GRADIENT, VALUE, Worst, compare
+from contrastile.verify.comparison import GRADIENT, VALUE, Comparisons, Worst, compare
 from contrastile.verify.execution import Want, outcome
 from contrastile.verify.truth import Outcome, Truth, truth
 from contrastile.verify.worlds import World
 
 _SMALL = 1 << 20
+
+
+@dataclass(frozen=True, slots=True)
+class Property:
+    """A named property.
+
+    Attributes:
+        name: what ``--property`` calls it.
+        check: takes a Trial; of a property with a case of its own, a Subject and that case's full name.
+        case: that case, which runs once per backend and dtype; None for a property of every case.
+    """
+
+    name: str
+    check: Callable[..., Comparisons]
+    case: str | None = None
+
+    @property
+    def about(self) -> str:
+        return (self.check.__doc__ or "").strip().partition("\n")[0]
 
 
 class SkipError(Exception):

@@ -16,9 +16,8 @@ from contrastile.backends.registry import load
 from contrastile.schedules import local, schedule
 from contrastile.schedules.problem import Problem
 from contrastile.verify.bounds import bounds
-from contrastile.verify.comparison import GRADIENT, compare
+from contrastile.verify.comparison import GRADIENT, compare, identical
 from contrastile.verify.execution import materialise, outcome
-from contrastile.verify.properties import identical
 from contrastile.verify.rounding import round_to
 from contrastile.verify.truth import Outcome, truth
 

@@ -11,7 +11,8 @@ from contrastile.backends.contract import Options
 from contrastile.backends.registry import load
 from contrastile.mutate.wrappers import WRAPPERS
 from contrastile.mutate.wrapping import seeing
-from contrastile.verify.properties import PROPERTIES, identical
+from contrastile.verify.comparison import identical
+from contrastile.verify.properties import PROPERTIES
 from contrastile.verify.runner import Run
 from contrastile.verify.selection import Selection
 from contrastile.verify.truth import Outcome
@@ -139,6 +140,7 @@ PLANTED = [
     ("non-negative", "sigmoid", goes_below_zero),
     ("symmetric", "self-excluded", forgets_the_columns_part),
     ("upstream", "smoke", mutant("sign-of-weights-lost")),
+    ("upstream", "smoke", mutant("nan-weights-are-0")),
     ("frozen", "ragged", mutant("nothing-without-row-gradient")),
     ("accumulation", "smoke", mutant("gradients-overwritten")),
     ("determinism", "ragged", mutant("never-the-same-twice")),
@@ -148,12 +150,26 @@ PLANTED = [
     ("strided", "ragged", mutant("strides-ignored")),
     ("poisoned-memory", "ragged", mutant("unwritten-memory-read")),
     ("non-finite", "ragged", mutant("nan-taken-for-0")),
+    ("non-finite", "ragged", mutant("nan-scale-is-1")),
     ("peak-memory", "peak-memory", mutant("tile-ignored")),
+    ("peak-memory", "peak-memory", mutant("every-block-held")),
     ("growth", "growth", mutant("rows-and-columns-swapped")),
+    ("sizes", "sizes", mutant("doubled-at-d-768")),
+    ("calls", "calls", mutant("scale-shared-by-threads")),
+    ("calls", "calls", mutant("statistics-by-address")),
+    ("calls", "calls", mutant("statistics-in-one-buffer")),
+    ("calls", "calls", mutant("generators-seeded")),
     ("drawn", "drawn", mutant("positives-off-by-one")),
     ("drawn", "drawn", mutant("rows-and-columns-swapped")),
     ("drawn", "drawn", crashes),
 ]
+
+
+BY_NAME = {
+    **{f"public-{name}": "front-door" for name in ("clip-loss", "info-nce", "nt-xent", "sup-con", "sigmoid-loss")},
+    "ranks": "ranks",
+}
+"""Properties that call the public losses, which find a backend by its name."""
 
 
 def run(backend, prop, case):
@@ -180,8 +196,17 @@ def test_sound_backend_passes_where_defects_were_caught(prop, case):
     assert not failures
 
 
+@pytest.mark.parametrize(("prop", "case"), BY_NAME.items())
+def test_a_defect_is_caught_through_the_public_losses(prop, case):
+    def rows(name):
+        return list(Run(Selection({name: load(name)}, [case], [prop], ["float32"], examples=5)).rows())
+
+    assert [row["status"] for row in rows("numpy")] == ["pass"]
+    assert [row["status"] for row in rows("contrastile.mutate.wrappers:features-in-tf32@numpy")] == ["fail"]
+
+
 def test_every_property_of_every_case_has_a_planted_defect():
-    assert set(PROPERTIES) - {prop for prop, _, _ in PLANTED} == {"saved-bytes"}
+    assert set(PROPERTIES) - {prop for prop, _, _ in PLANTED} - set(BY_NAME) == {"saved-bytes"}
 
 
 def test_every_property_says_what_it_is():

@@ -44,6 +44,10 @@ def test_everything_is_selected_by_default():
         ["batch-doubling"],
         ["peak-memory"],
         ["growth"],
+        ["sizes"],
+        ["calls"],
+        *[["front-door"]] * 5,
+        ["ranks"],
         ["drawn"],
     ]
 

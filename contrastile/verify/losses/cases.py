@@ -27,6 +27,12 @@ Pairs = tuple[FloatArray, FloatArray]
 MEMORY, ABOUT_MEMORY = "memory", "batches of which each is twice as large as the last"
 """The case of the property that measures memory, and what it is."""
 
+SIZES, ABOUT_SIZES = "sizes", "batches and widths around multiples of 8 to 256, and the widths of common models"
+"""The case of the property of the same name, and what it is."""
+
+OWN = {MEMORY: ABOUT_MEMORY, SIZES: ABOUT_SIZES}
+"""The cases that belong to one property each."""
+
 SELF = ("nt_xent", "sup_con")
 """The objectives whose features are rows and columns at once."""
 
@@ -193,7 +199,7 @@ def stated(objective: str, given: Arguments) -> Problem:
 
 def concerns(name: str, prop: str, own: str | None, objective: str) -> bool:
     """Whether a property, which may have an own case, is tested on the case of this name for this objective."""
-    if MEMORY in (name, own):
+    if own is not None or name in OWN:
         return name == own
     batch = BATCHES[name]
     # of NaN features nothing is claimed but the value
@@ -207,7 +213,7 @@ def build(name: str, dtype: str, claims: Claims) -> LossCase:
     Raises:
         ValueError: the loss claims no batch of this kind; the message says which claim is missing.
     """
-    if name == MEMORY:
+    if name in OWN:
         return sized(claims, claims.batch(1) or 1, claims.width(8) or 8, dtype)
     batch = BATCHES[name]
     draw = np.random.default_rng(zlib.crc32(name.encode()))
@@ -243,10 +249,10 @@ def build(name: str, dtype: str, claims: Claims) -> LossCase:
 
 
 def sized(claims: Claims, rows: int, width: int, dtype: str) -> LossCase:
-    """A case of this size, to measure memory."""
+    """A case of this size."""
     image, text = pairs(np.random.default_rng(0), rows, width)
     given = Arguments((round_to(image, dtype), round_to(text, dtype)), 8.0)
-    batch = Batch(MEMORY, ABOUT_MEMORY, rows, width, 8.0)
+    batch = Batch(f"{rows} x {width}", "", rows, width, 8.0)
     return LossCase(batch, dtype, _arguments(claims.objective, given), claims)
 
 

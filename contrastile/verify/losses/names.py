@@ -4,7 +4,7 @@ from contrastile.verify.losses import cases, properties, ranks
 
 CASES = {
     **{batch.name: batch.about for batch in cases.BATCHES.values()},
-    cases.MEMORY: cases.ABOUT_MEMORY,
+    **cases.OWN,
     **ranks.SHARDS,
 }
 PROPERTIES = {

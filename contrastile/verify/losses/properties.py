@@ -14,12 +14,11 @@ from contrastile.oracle.arrays import FloatArray
 from contrastile.verify import peak
 from contrastile.verify.comparison import NOTHING, Comparisons, Worst, compare, wrong
 from contrastile.verify.losses import allowed
-from contrastile.verify.losses.cases import MEMORY, SELF, LossCase, of_arguments, sized
+from contrastile.verify.losses.cases import MEMORY, SELF, SIZES, LossCase, of_arguments, sized
 from contrastile.verify.losses.claims import Claims
 from contrastile.verify.losses.subject import Loss, Result, prepare
 from contrastile.verify.plain import compare_with_plain
-from contrastile.verify.properties import Property
-from contrastile.verify.trial import SkipError
+from contrastile.verify.trial import Property, SkipError
 from contrastile.verify.truth import Outcome
 
 UPSTREAM = -2.5
@@ -249,6 +248,51 @@ def _every_other(arrays: Any, x: Array) -> Array:
     return arrays.contiguous(wide.T).reshape(b, 2 * d)[:, ::2]
 
 
+_BATCHES = (2, 3, 4, 7, 8, 9, 15, 16, 17, 31, 32, 33, 48, 63, 64, 65, 96, 127, 128, 129, 191, 192, 193, 255, 256, 257)
+_WIDTHS = (
+    1,
+    2,
+    3,
+    17,
+    31,
+    33,
+    48,
+    63,
+    65,
+    96,
+    127,
+    129,
+    160,
+    192,
+    255,
+    256,
+    257,
+    320,
+    384,
+    511,
+    512,
+    513,
+    640,
+    768,
+    1024,
+)
+
+
+def sizes(trial: LossTrial) -> Comparisons:
+    """Value and gradients are right at every size of a batch and of features."""
+    claims, dtype, fields = trial.loss.claims, trial.case.dtype, ["loss", *_gradient_fields(trial.loss.claims)]
+    wished = [*((b, 24) for b in _BATCHES), *((6, d) for d in _WIDTHS)]
+    shapes = dict.fromkeys((claims.batch(b), claims.width(d)) for b, d in wished)
+    for b, d in shapes:
+        if b is not None and d is not None:
+            here = LossTrial(trial.loss, sized(claims, b, d, dtype), trial.device)
+            try:
+                yield f"b = {b}, d = {d}", here.compare(here.result, fields)
+            except SkipError:
+                # 16 bits: no finite bound
+                continue
+
+
 _LARGEST = {"cpu": 1024, "cuda": 8192}
 
 
@@ -256,8 +300,8 @@ def linear_memory(trial: LossTrial) -> Comparisons:
     """Memory grows with the batch, not with its square."""
     claims, device, dtype = trial.loss.claims, trial.device, trial.case.dtype
     largest, width = _LARGEST[device], trial.case.batch.width
-    sizes = sorted({b for k in (4, 2, 1) if (b := claims.batch(largest // k)) is not None})
-    if len(sizes) < 3:
+    batches = sorted({b for k in (4, 2, 1) if (b := claims.batch(largest // k)) is not None})
+    if len(batches) < 3:
         raise SkipError(f"needs batches of {largest // 4} to {largest} rows")
 
     def measured(b: int) -> float:
@@ -265,10 +309,10 @@ def linear_memory(trial: LossTrial) -> Comparisons:
         return peak.peak_bytes(trial.loss.arrays, device, lambda: call.finish(call(trial.loss.call)))
 
     # first calls fill caches and compile
-    measured(sizes[0])
-    half, one, two = (measured(b) for b in sizes)
-    limit = peak.linear_limit(half, one, (sizes[2] - sizes[1]) / (sizes[1] - sizes[0]), device)
-    yield f"b = {sizes[1]} and {sizes[2]}", Worst(two / limit, "bytes", (), two, limit)
+    measured(batches[0])
+    half, one, two = (measured(b) for b in batches)
+    limit = peak.linear_limit(half, one, (batches[2] - batches[1]) / (batches[1] - batches[0]), device)
+    yield f"b = {batches[1]} and {batches[2]}", Worst(two / limit, "bytes", (), two, limit)
 
 
 def _claimed(name: str, what: str) -> Callable[[Claims], str]:
@@ -299,6 +343,7 @@ PROPERTIES = {
         LossProperty("determinism", determinism, claim=_claimed("deterministic", "the same bits for the same inputs")),
         LossProperty("inputs-kept", inputs_kept),
         LossProperty("strided", strided, claim=_claimed("strided", "features that are not contiguous")),
+        LossProperty("sizes", sizes, SIZES),
         LossProperty(
             "linear-memory", linear_memory, MEMORY, claim=_claimed("linear_memory", "memory linear in the batch")
         ),

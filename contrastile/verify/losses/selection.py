@@ -10,7 +10,7 @@ from typing import Any
 
 from contrastile.verify.comparison import Comparisons
 from contrastile.verify.losses import cases, ranks
-from contrastile.verify.losses.cases import BATCHES, MEMORY
+from contrastile.verify.losses.cases import BATCHES, OWN
 from contrastile.verify.losses.claims import Claims
 from contrastile.verify.losses.properties import PROPERTIES, LossProperty, LossTrial
 from contrastile.verify.losses.subject import Loss
@@ -73,7 +73,7 @@ class LossSelection:
             if missing:
                 yield self._unclaimed(loss, missing, dtype, each.name)
         held = [each for each in chosen if not each.claim(loss.claims)]
-        for name in [*BATCHES, MEMORY]:
+        for name in [*BATCHES, *OWN]:
             own = [each for each in held if cases.concerns(name, each.name, each.case, loss.claims.objective)]
             if not own or (self.cases is not None and name not in self.cases):
                 continue

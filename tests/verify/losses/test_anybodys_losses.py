@@ -44,7 +44,7 @@ def test_plain_losses_are_within_the_bounds_of_a_plain_computation(objective, dt
         # SupCon has one array of features and NT-Xent one gradient: nothing is frozen
         skipped = {"frozen", "plain"} if dtype == "float64" else {"frozen"}
         assert {row["status"] for row in counted if row["property"] not in skipped} == {"pass"}, counted
-        assert {row["property"] for row in counted} == set(PROPERTIES) - {"linear-memory"}
+        assert {row["property"] for row in counted} == set(PROPERTIES) - {"linear-memory", "sizes"}
 
 
 @pytest.mark.slow
@@ -53,6 +53,21 @@ def test_plain_losses_pass_every_case(objective):
     claims = {"objective": objective, "dtypes": "bfloat16"}
     rows = list(check(OBJECTIVES[objective][-1], claims, properties=["value", "gradients", "plain"]))
     assert {row["status"] for row in rows} == {"pass", "skip", "unclaimed"}
+
+
+@pytest.mark.parametrize("objective", OBJECTIVES)
+def test_a_loss_that_is_wrong_at_some_sizes_is_found(objective):
+    right, claims = OBJECTIVES[objective][0], {"objective": objective, "largest_batch": 200}
+
+    def one_row_too_many(features, *rest):
+        return right(features, *rest) * (1.01 if len(features) % 128 == 1 else 1.0)
+
+    def at_one_width(features, *rest):
+        return right(features, *rest) * (1.01 if features.shape[1] == 768 else 1.0)
+
+    assert statuses(check(right, claims, cases=["sizes"]))["pass"] == {("sizes", "sizes")}
+    for wrong in (one_row_too_many, at_one_width):
+        assert failed(wrong, claims, cases=["sizes"]) == {"sizes"}
 
 
 def test_a_doubled_gradient_is_found_in_bfloat16():

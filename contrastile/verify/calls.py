@@ -1,0 +1,176 @@
+"""Calls that follow each other or run at once: none changes another's results, or the settings of the process."""
+
+from __future__ import annotations
+
+import random
+import sys
+import threading
+from typing import Any
+
+import numpy as np
+
+from contrastile.schedules import schedule
+from contrastile.schedules.problem import Problem
+from contrastile.verify.bounds import bounds
+from contrastile.verify.comparison import GRADIENT, NOTHING, Comparisons, Worst, compare, largest, wrong
+from contrastile.verify.execution import every_gradient, materialise
+from contrastile.verify.rounding import round_to
+from contrastile.verify.trial import Subject
+from contrastile.verify.truth import Outcome, truth
+
+CASE = "calls"
+_REPEATS = 3
+
+
+def calls(subject: Subject, case: str) -> Comparisons:
+    """Calls that are interleaved, repeated, in other threads or on rewritten arrays are right, and leave no trace."""
+    # a generator that is seeded anew must not happen to be where it was
+    _advance()
+    for kind in ("softmax", "sigmoid"):
+
+        def new(seed: int, kind: str = kind) -> _Step:
+            return _Step(subject, _problem(kind, seed, subject.dtype))
+
+        first, second = new(0), new(1)
+        before = _settings()
+        for each in (first, second):
+            each.forward()
+        for each in (first, second):
+            each.backward()
+        changed = [name for name, value in _settings().items() if value != before[name]]
+        yield f"{kind}, settings", wrong(f"{changed[0]} was changed") if changed else NOTHING
+        yield f"{kind}, two forward passes, then their backward passes", largest([first.judged(), second.judged()])
+        first.backward()
+        yield f"{kind}, a second backward pass", first.judged()
+        again = new(0)
+        again.run()
+        again.rewrite(second)
+        again.run()
+        yield f"{kind}, new values in the same arrays", again.judged()
+        yield f"{kind}, in another thread", _in_threads([new(0)])
+        yield f"{kind}, in two threads at once", _in_threads([new(0), new(1)])
+
+
+class _Step:
+    """A problem in the backend's arrays, its truth, and the last results, as the backend left them."""
+
+    def __init__(self, subject: Subject, problem: Problem) -> None:
+        self.subject, self.problem = subject, problem
+        self.native = materialise(problem, subject.backend, subject.dtype, subject.device)
+        self.wanted = every_gradient(self.native)
+        arrays = subject.backend.arrays
+        self._one = arrays.full((), 1.0, arrays.dtype(self.native.scale), self.native.scale)
+        self._saved: Any = None
+        self._found: Any = None
+        self._loss: Any = None
+
+    def forward(self) -> None:
+        backend, options = self.subject.backend, self.subject.options
+        if self.problem.kind == "sigmoid":
+            self._loss, self._saved = schedule.sigmoid(self.native, self.wanted, backend, options)
+            return
+        self._saved = schedule.forward(self.native, backend, options, wanted=self.wanted)
+        self._loss = self._saved.loss
+
+    def backward(self) -> None:
+        backend, p = self.subject.backend, self.native
+        if p.kind == "sigmoid":
+            sums = self._saved
+            self._found = schedule.finish(p.rows, p.scale, None, sums, self._one, self.wanted, backend.arrays)
+            return
+        self._found = schedule.backward(p, self._saved, self._one, self.wanted, backend, self.subject.options)
+
+    def run(self) -> None:
+        self.forward()
+        self.backward()
+
+    def rewrite(self, other: _Step) -> None:
+        """Give every array the values of another step's, in place."""
+        for mine, theirs in zip(self.native.arrays(), other.native.arrays(), strict=True):
+            if mine is not None:
+                mine[...] = theirs
+        self.problem = other.problem
+
+    def judged(self) -> Worst:
+        """The last results, read now, beside the truth."""
+        take = self.subject.backend.arrays.to_numpy
+        found = self._found
+        got = Outcome(
+            loss=np.array(take(self._loss), dtype=np.float64),
+            rows=np.array(take(found.rows), dtype=np.float64),
+            columns=tuple(np.array(take(x), dtype=np.float64) for x in found.columns),
+            scale=np.array(take(found.scale), dtype=np.float64),
+            bias=None if found.bias is None else np.array(take(found.bias), dtype=np.float64),
+        )
+        subject, oracle = self.subject, truth(self.problem)
+        bound = bounds(self.problem, oracle, subject.accuracy, subject.dtype)
+        return compare(got, oracle.outcome, bound, ("loss", *GRADIENT))
+
+
+def _in_threads(steps: list[_Step]) -> Worst:
+    """The worst of several steps, each repeated in a thread of its own."""
+    found: list[Worst] = []
+    failed: list[BaseException] = []
+    start = threading.Barrier(len(steps))
+
+    def repeat(step: _Step) -> None:
+        try:
+            start.wait()
+            for _ in range(_REPEATS):
+                step.run()
+                found.append(step.judged())
+        except BaseException as error:
+            failed.append(error)
+
+    threads = [threading.Thread(target=repeat, args=(step,)) for step in steps]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    if failed:
+        raise failed[0]
+    return largest(found)
+
+
+def _advance() -> None:
+    random.random()
+    np.random.random()
+    if "torch" in sys.modules:
+        sys.modules["torch"].rand(())
+
+
+def _settings() -> dict[str, Any]:
+    """What a call could change in the process that is not its own."""
+    state: Any = np.random.get_state()
+    found: dict[str, Any] = {
+        "Python's random state": random.getstate(),
+        "NumPy's random state": (state[1].tobytes(), *state[2:]),
+        "numpy.errstate": tuple(np.geterr().items()),
+    }
+    torch = sys.modules.get("torch")
+    if torch is not None:
+        found |= {
+            "torch's random state": torch.get_rng_state().numpy().tobytes(),
+            "torch's gradient mode": torch.is_grad_enabled(),
+            "torch's default dtype": torch.get_default_dtype(),
+            "torch's number of threads": torch.get_num_threads(),
+            "torch's float32 precision": torch.get_float32_matmul_precision(),
+            "torch's deterministic mode": torch.are_deterministic_algorithms_enabled(),
+        }
+    return found
+
+
+def _problem(kind: str, seed: int, dtype: str) -> Problem:
+    """Problems of one shape and other values."""
+    m, n, d = 19, 23, 12
+    draw = np.random.default_rng([seed, m, n])
+    rows, columns = (round_to(draw.standard_normal((size, d)) / 2, dtype) for size in (m, n))
+    u, v = (round_to(draw.standard_normal(size), "float32") for size in (m, n))
+    positives = draw.permutation(n)[:m]
+    scale, one = round_to(4.0 + seed, "float32"), np.ones(m)
+    if kind == "sigmoid":
+        bias = round_to(-2.5 + seed, "float32")
+        return Problem(rows, (columns,), scale, u, one, kind="sigmoid", bias=bias, positives=positives)
+    target = np.zeros(n)
+    target[positives] = 1.0
+    return Problem(rows, (columns,), scale, u, one, column_weight=v, column_target=target, positives=positives)

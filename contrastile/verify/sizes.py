@@ -1,0 +1,64 @@
+"""Small and thin problems of many sizes: nothing may be wrong at one size, or at one remainder of it."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import numpy as np
+
+from contrastile.schedules.problem import Problem
+from contrastile.verify.bounds import bounds
+from contrastile.verify.comparison import Comparisons, compare
+from contrastile.verify.rounding import round_to
+from contrastile.verify.trial import Subject
+from contrastile.verify.truth import truth
+
+CASE = "sizes"
+
+DENSE = 130
+"""In float32 on a host every size below is tried on each side: all remainders of tiles of up to 128."""
+
+EDGES = tuple(2**k + more for k in range(6, 12) for more in (-1, 0, 1))
+COUNTS = (*EDGES, 96, 192, 384, 768, 1536, 4096, 4097)
+WIDTHS = (*EDGES, 96, 160, 192, 320, 384, 640, 768, 896, 1152, 1280, 1536, 1792, 3072, 4096)
+"""Both neighbours of powers of two, multiples of tiles, and the widths of common models."""
+
+MANY = 65537
+"""More rows, or columns, than 16 bits count."""
+
+
+def sizes(subject: Subject, case: str) -> Comparisons:
+    """Value and gradients are right at every size of rows, columns and features."""
+    for number, shape in enumerate(_shapes(subject)):
+        both = ("softmax", "sigmoid")
+        for kind in both if shape[2] in WIDTHS else both[number % 2 :][:1]:
+            problem = _problem(kind, *shape, subject.dtype)
+            oracle = truth(problem)
+            bound = bounds(problem, oracle, subject.accuracy, subject.dtype)
+            label = "{}, {} x {} x {}".format(kind, *shape)
+            yield label, compare(subject.run(problem), oracle.outcome, bound)
+
+
+def _shapes(subject: Subject) -> Iterator[tuple[int, int, int]]:
+    """Rows, columns and features; each problem has its own size of at least one of them."""
+    if subject.dtype == "float32" and subject.device == "cpu":
+        # coprime with the prime DENSE + 1: each side runs through all sizes
+        yield from ((k, 37 * k % (DENSE + 1), 53 * k % (DENSE + 1)) for k in range(1, DENSE + 1))
+        yield from ((MANY, 3, 2), (3, MANY, 2))
+    yield from ((5, 7, width) for width in WIDTHS)
+    yield from (shape for count in COUNTS for shape in ((count, 7, 3), (6, count, 3)))
+
+
+def _problem(kind: str, m: int, n: int, d: int, dtype: str) -> Problem:
+    """Signed weights, and positives at random; those of every third row lie in the last column."""
+    draw = np.random.default_rng([m, n, d])
+    rows, columns = (round_to(draw.standard_normal((size, d)) / d**0.25, dtype) for size in (m, n))
+    u, v = (round_to(draw.standard_normal(size), "float32") for size in (m, n))
+    positives = np.where(np.arange(m) % 3 == 0, n - 1, draw.integers(0, n, m))
+    scale = round_to(3.0, "float32")
+    if kind == "sigmoid":
+        bias = round_to(-1.25, "float32")
+        return Problem(rows, (columns,), scale, u, np.zeros(m), kind="sigmoid", bias=bias, positives=positives)
+    count = np.bincount(positives, minlength=n)
+    target = round_to(np.where(count > 0, 1 / np.maximum(count, 1), 0.0), "float32")
+    return Problem(rows, (columns,), scale, u, np.ones(m), column_weight=v, column_target=target, positives=positives)
