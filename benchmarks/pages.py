@@ -80,7 +80,8 @@ def training_section(stem: str, data: Data, root: Path) -> str:
     what = (
         f"One optimizer step of MiniLM (random weights, no dropout) on {settings['batch']:,} "
         f"pairs of {settings['tokens']} random tokens, encoded under {settings['autocast']} autocast. Each takes the "
-        "chunk with which it is fastest."
+        "chunk with which it is fastest. *Autocast around the call*: the encoder brings none; the call of the loss is "
+        "under it and the backward pass is not, as a trainer has it."
     )
     return "\n\n".join(filter(None, [about, what, tables.training(data), tables.training_memory(data)]))
 

@@ -1,7 +1,7 @@
 """Gradient caches: the encoder that they train, and a step of each by name. What is not torch's is imported when asked.
 
 Everybody encodes by the same encoder, whose forward brings its own autocast, and computes InfoNCE from queries to keys
-under the same autocast.
+under the same autocast. ``around`` takes the encoder's away, as trainers have it.
 """
 
 from __future__ import annotations
@@ -9,6 +9,8 @@ from __future__ import annotations
 import importlib
 import sys
 from collections.abc import Callable
+from contextlib import nullcontext
+from functools import partial
 from typing import Any
 
 import torch
@@ -39,7 +41,7 @@ class Encoder(nn.Module):
         super().__init__()
         torch.manual_seed(0)
         self.width = 16 if tiny else MINILM["hidden_size"]
-        self.autocast = True
+        self.autocast = self.brings_autocast = True
         if tiny:
             self.hidden: Any = nn.Sequential(nn.Embedding(VOCABULARY, self.width), nn.Linear(self.width, self.width))
         else:
@@ -59,7 +61,7 @@ class Encoder(nn.Module):
 
     def forward(self, ids: Tensor) -> Tensor:
         """(samples, tokens) ids -> (samples, width) float32."""
-        with self.cast():
+        with self.cast() if self.brings_autocast else nullcontext():
             found = self.hidden(ids)
         hidden = getattr(found, "last_hidden_state", found)
         return F.normalize(hidden.float().mean(dim=1), dim=1)
@@ -153,11 +155,27 @@ def plain(encoder: Encoder) -> Step:
     return step
 
 
+def around(make: Callable[[Encoder], Step], encoder: Encoder) -> Step:
+    """A step of an encoder that brings no autocast: what of the call its author has put under one alone has it."""
+    step = make(encoder)
+
+    def under(inputs: Inputs, chunk: int) -> Tensor:
+        encoder.brings_autocast = False
+        try:
+            return step(inputs, chunk)
+        finally:
+            encoder.brings_autocast = True
+
+    return under
+
+
 OURS, PLAIN = "contrastile, cached_step", "PyTorch, no cache"
 CACHES: dict[str, Callable[[Encoder], Step]] = {
     OURS: ours,
     "fifteen lines around info_nce": by_hand,
     "sentence-transformers, CachedMultipleNegativesRankingLoss": sentence_transformers,
     "GradCache": grad_cache,
+    "autocast around the call: contrastile, cached_step": partial(around, ours),
+    "autocast around the call: sentence-transformers": partial(around, sentence_transformers),
 }
 """Makes a step of an encoder; raises what the import of the package raises."""

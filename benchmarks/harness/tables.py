@@ -234,7 +234,7 @@ def training(data: Data) -> str:
     """Every competitor's optimizer step, and the share of the loss in ours, of a record of ``training.py``."""
     ours = next((row for row in data["steps"] if row["name"].startswith("contrastile")), {})
     lines = []
-    for row in data["steps"]:
+    for row in sorted(data["steps"], key=lambda row: (row["name"].startswith("autocast"), row.get("s", 0.0))):
         if row["status"] != "measured":
             lines.append([row["name"], "-", "-", row["reason"], "-", "-", "-"])
             continue
