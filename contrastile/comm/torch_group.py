@@ -91,7 +91,14 @@ def _connect(group: Any, given: float | None) -> PointToPoint:
     # an engine that connects does not name the rank that is missing
     raise_first(tell("here", error))
     patience = watchdog.patience(deadline)
-    engine: Any = dist.ProcessGroupGloo(_below(store, "gloo"), rank, len(ranks), timedelta(seconds=patience))
+    try:
+        engine: Any = dist.ProcessGroupGloo(_below(store, "gloo"), rank, len(ranks), timedelta(seconds=patience))
+    except RuntimeError as reason:
+        # they called in time, and are gone: this rank came after their deadline, or they died
+        raise ExchangeError(
+            f"the other ranks gave up before this one connected the group (deadline {deadline:g} s); look into their "
+            "logs, or raise CONTRASTILE_DEADLINE"
+        ) from reason
     has_nccl = "nccl" in str(dist.get_backend_config(group))
 
     def on_device(communicator: PointToPoint, like: Array) -> Channel | None:

@@ -145,12 +145,11 @@ def _by_autograd(call: Call, subject: Subject) -> Comparisons:
     value, whole = differentiated(leaves.every)
     yield "autograd", judged(value, whole)
     for place, leaf in enumerate(leaves.every):
-        _, found = differentiated([leaf])
         # of the others, which are frozen, what was right before
-        yield (
-            f"argument {place} alone",
-            judged(value, [x if x is not None else y for x, y in zip(found, whole, strict=True)]),
-        )
+        found = [*whole]
+        found[place] = differentiated([leaf])[1][place]
+        label = f"argument {place} alone"
+        yield label, wrong("it has no gradient") if found[place] is None else judged(value, found)
     with Seen():  # type: ignore[no-untyped-call]
         seen = differentiated(leaves.every)
     yield "autograd under a dispatch mode", judged(*seen)

@@ -12,6 +12,7 @@ import pytest
 import torch
 import torch.distributed as dist
 
+from contrastile.comm import torch_group
 from contrastile.comm.communicator import ExchangeError
 from contrastile.comm.connect import connect
 from contrastile.comm.inprocess import InProcessGroup
@@ -47,6 +48,19 @@ def test_a_world_of_one_needs_no_engine(group: Any) -> None:
 def test_without_a_default_group_it_says_what_to_call() -> None:
     with pytest.raises(ExchangeError, match=r"init_process_group\(\) first"):
         connect("world")
+
+
+def test_a_rank_that_comes_after_the_others_gave_up_says_so(monkeypatch: pytest.MonkeyPatch) -> None:
+    from torch.testing._internal.distributed import fake_pg  # noqa: F401 (registers the backend)
+
+    # all have called, and nobody connects
+    monkeypatch.setattr(torch_group, "_told", lambda *what: ["", ""])
+    dist.init_process_group("fake", store=dist.HashStore(), rank=1, world_size=2)
+    try:
+        with pytest.raises(ExchangeError, match=r"the other ranks gave up .*\(deadline 1 s\)"):
+            connect("world", deadline=1)
+    finally:
+        dist.destroy_process_group()
 
 
 @pytest.mark.parametrize("wrong", ["words", 3, object()])
