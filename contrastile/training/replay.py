@@ -6,6 +6,7 @@ import functools
 import warnings
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
+from numbers import Real
 from typing import Any
 
 import torch
@@ -119,8 +120,11 @@ class Replay:
         Raises:
             TypeError, ValueError: the loss's value is no 0-d tensor that depends on the embeddings.
         """
+        # cut, since the graph of a number is the caller's, who may use it again
+        cut = [x.detach().requires_grad_() if isinstance(x, Tensor) and x.grad_fn else x for x in numbers]
+        graphs = {id(x): number for x, number in zip(cut, numbers, strict=True) if x is not number}
         with self._autocast.wide():
-            value = loss(*self.outputs, *numbers)
+            value = loss(*self.outputs, *cut)
         if not isinstance(value, Tensor) or value.numel() != 1:
             got = f"shape {tuple(value.shape)}" if isinstance(value, Tensor) else type(value).__name__
             raise TypeError(f"loss must return a tensor of one element, got {got}; take its mean, or pick it out")
@@ -129,9 +133,11 @@ class Replay:
         own = {id(x) for x in self.outputs}
         outside = [x for x in _leaves(value) if id(x) not in own]
         wanted = [x for x in self.outputs if x.requires_grad]
-        found = torch.autograd.grad(value, [*wanted, *outside], allow_unused=True)
+        found = _gradients(value, [*wanted, *outside])
         by = {id(x): gradient for x, gradient in zip(wanted, found, strict=False)}
-        rest = [_Outside(x, g) for x, g in zip(outside, found[len(wanted) :], strict=True) if g is not None]
+        rest: list[_Outside] = []
+        for x, gradient in zip(outside, found[len(wanted) :], strict=True):
+            rest += _outside(graphs.get(id(x), x), gradient)
         return value.detach().reshape(()), [by.get(id(x)) for x in self.outputs], rest
 
     def __call__(self, gradients: Sequence[Tensor | None] | None = None, *, backward: Any = None) -> None:
@@ -232,6 +238,36 @@ class _Outside:
 
     leaf: Tensor
     gradient: Tensor
+
+
+def _outside(x: Tensor, gradient: Tensor | None) -> list[_Outside]:
+    """A leaf with its gradient, or the leaves of a number's graph, which is kept, with theirs."""
+    if gradient is None:
+        return []
+    if x.is_leaf:
+        return [_Outside(x, gradient)]
+    leaves = _leaves(x)
+    found = _gradients(x, leaves, gradient)
+    return [_Outside(leaf, part) for leaf, part in zip(leaves, found, strict=True) if part is not None]
+
+
+def _gradients(of: Tensor, by: list[Tensor], upstream: Tensor | None = None) -> Sequence[Tensor | None]:
+    """``autograd.grad`` without the hooks of leaves: they run when the gradient is sent, and must not run twice.
+
+    Args:
+        of: the loss, or a number of the caller's.
+        by: leaves.
+        upstream: the gradient by ``of``, whose graph is then kept; None for 1.
+    """
+    hooks = [x._backward_hooks for x in by if x._backward_hooks]
+    kept = [dict(each) for each in hooks]
+    try:
+        for each in hooks:
+            each.clear()
+        return torch.autograd.grad(of, by, upstream, retain_graph=upstream is not None, allow_unused=True)
+    finally:
+        for each, before in zip(hooks, kept, strict=True):
+            each.update(before)
 
 
 def _term(x: Tensor, gradient: Tensor) -> Tensor:
@@ -355,7 +391,7 @@ def numbers_of(scale: Any) -> list[Any]:
                 "scale must be a tensor, got a DTensor: a shard of a parameter of FSDP2; return it from the module's "
                 "forward, after the embeddings"
             )
-        if isinstance(value, bool) or not isinstance(value, Tensor | int | float):
+        if isinstance(value, bool) or not isinstance(value, Tensor | Real):
             raise TypeError(
                 f"scale must be a number, a tensor or a callable that makes one, got {type(value).__name__}"
             )

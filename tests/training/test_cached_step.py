@@ -431,3 +431,53 @@ def test_no_grad_gives_the_loss_alone() -> None:
     torch.manual_seed(0)
     assert torch.equal(value, wrapped(*inputs, scale=2.0).detach())
     assert not value.requires_grad
+
+
+@pytest.mark.parametrize("skin", ["cached_step", "Cached"])
+def test_the_graph_of_a_scale_may_be_shared_by_losses(skin: str) -> None:
+    """As in one sum of losses without a cache."""
+    towers, inputs = setting((B, B))
+    number = log_scale()
+    parameters = [*every_parameter(*towers), number]
+    found = []
+    for shared in (False, True):
+        scale = number.exp()
+        torch.manual_seed(0)
+        values = [
+            skins()[skin](towers, tuple(inputs), loss, scale=scale if shared else number.exp, chunk=5)
+            for loss in (contrastile.clip_loss, contrastile.nt_xent)
+        ]
+        # and by what else the caller makes of it
+        (0.1 * scale).backward()
+        found.append([*values, *taken(parameters)])
+    assert all(torch.equal(x, y) for x, y in zip(*found, strict=True))
+
+
+def test_a_scale_is_any_real_number() -> None:
+    towers, inputs = setting((B, B))
+    found = [
+        training.cached_step([net.eval() for net in towers], tuple(inputs), contrastile.clip_loss, scale=x, chunk=5)
+        for x in (2, 2.0, np.float32(2), np.int64(2), torch.tensor([2]))
+    ]
+    assert all(torch.equal(x, found[0]) for x in found)
+
+
+@pytest.mark.parametrize("skin", skins())
+def test_hooks_of_parameters_run_once(skin: str) -> None:
+    """Those of a scale and of a loss's parameters too, whose gradients are found before they are sent."""
+    towers, inputs = setting((B, B))
+    loss, number = Margin(), log_scale()
+
+    def scaled(a: Tensor, b: Tensor, scale: Tensor) -> Tensor:
+        return scale * loss(a, b)
+
+    parameters = [*every_parameter(*towers), *loss.parameters(), number]
+    found = []
+    for factor in (1.0, 4.0):
+        handles = [p.register_hook(lambda gradient, by=factor: by * gradient) for p in parameters]
+        torch.manual_seed(0)
+        skins()[skin](towers, tuple(inputs), scaled, scale=number.exp, chunk=5)
+        found.append(taken(parameters))
+        for handle in handles:
+            handle.remove()
+    assert all(torch.equal(4.0 * x, y) for x, y in zip(*found, strict=True))
