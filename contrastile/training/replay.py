@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import functools
 import warnings
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from numbers import Real
 from typing import Any
@@ -14,7 +15,7 @@ from torch import Tensor, nn
 from torch.nn.modules.batchnorm import _BatchNorm
 
 from contrastile.backends.staging import Staging
-from contrastile.training.chunks import Chunks, Size, Splitter, Zipped, cut, tensors
+from contrastile.training.chunks import Chunks, Size, Splitter, Zipped, cut, samples, tensors
 from contrastile.training.random_state import Autocast, RandomState, accelerators, float32_at_least
 from contrastile.training.stream import Stream
 from contrastile.training.sync import Reduction, Sync, modules_of
@@ -99,7 +100,7 @@ class Replay:
         with self._reduction.watch(index, tower.encode):
             for chunk in tower.chunks:
                 tower.states.append(RandomState(self._devices))
-                with self._autocast.again():
+                with self._autocast.again(), _explained(chunk):
                     found = _outputs(tower.encode(*chunk))
                 parts.append(found if home is None else [home.fetch(x) for x in found])
                 tower.rows.append([len(x) if x.ndim > 1 else None for x in parts[-1]])
@@ -334,6 +335,24 @@ def _same(numbers: Sequence[Tensor]) -> Tensor:
 def _leaf(x: Tensor) -> Tensor:
     x = x.detach().to(torch.float32 if x.dtype is torch.float16 else x.dtype)
     return x.requires_grad_() if x.is_floating_point() else x
+
+
+@contextmanager
+def _explained(chunk: tuple[Any, ...]) -> Iterator[None]:
+    """Say what an encoder that fails at a chunk without samples must do."""
+    try:
+        yield
+    except RuntimeError as error:
+        try:
+            some = any(map(samples, chunk))
+        except (TypeError, ValueError):  # of a caller's splitter
+            some = True
+        if some:
+            raise
+        raise RuntimeError(
+            "encode must take a chunk without samples, of first dimension 0, since there are none on this rank, got "
+            f"{type(error).__name__}; encode one sample of any values for it, and return its embedding[:0]"
+        ) from error
 
 
 def _outputs(found: Any) -> list[Tensor]:

@@ -116,6 +116,11 @@ AFTER: list[tuple[Callable[[Net], Any], type[Exception], str]] = [
         "must be the same for every chunk, as a scale is, got 12 to 36",
     ),
     (
+        lambda n: step((lambda x: n(x).view(len(x), 3, -1).mean(2),), (X[:0],)),
+        RuntimeError,
+        r"must take a chunk without samples, of first dimension 0, .*, got RuntimeError; encode one sample of any",
+    ),
+    (
         lambda n: step((lambda x: n(x.sub_(1)),), (X.clone(),)),
         ValueError,
         "inputs and parameters must stay as they are",
