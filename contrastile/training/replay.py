@@ -41,6 +41,10 @@ class _Tower:
     states: list[RandomState] = field(default_factory=list)
     rows: list[list[int | None]] = field(default_factory=list)
 
+    def frozen(self) -> bool:
+        """Whether nothing learns in the modules of ``encode``; one chunk may leave out what the next one needs."""
+        return not any(p.requires_grad for module in modules_of(self.encode) for p in module.parameters())
+
 
 class Replay:
     """The second pass of a batch whose first pass has been made: see ``embed``.
@@ -79,19 +83,11 @@ class Replay:
         # in an autocast around the call older versions of torch (pytorch issue 158232) keep copies of weights that they
         # made without a graph: the gradient would stop at them
         torch.clear_autocast_cache()
-        self._check_unchanged()
+        _check_unchanged(self._kept)
         if not self._reduction.fsdp:  # whose parameters come and go
             # from here on: a forward may clamp its scale
             self._kept += _versions(p for module in modules for p in module.parameters() if p.requires_grad)
         self._reduction.check_called()
-
-    def _check_unchanged(self) -> None:
-        """Raise for inputs and parameters that were changed in place before the second pass."""
-        if any(x._version != version for x, version in self._kept):
-            raise ValueError(
-                "inputs and parameters must stay as they are until the second pass, which reads them again, got some "
-                "that were changed in place; write x - mean instead of x.sub_(mean), and step the optimizer afterwards"
-            )
 
     def _first(self, index: int, tower: _Tower) -> list[Tensor]:
         """Step 1: the outputs of a tower, joined over its chunks."""
@@ -179,13 +175,16 @@ class Replay:
         if self._used:
             raise RuntimeError("a batch must be replayed once, got a second backward pass; make the step again")
         self._used = True
-        self._check_unchanged()
+        _check_unchanged(self._kept)
+
+        before: list[tuple[Tensor, int]] = []
 
         def send(terms: Sequence[Tensor]) -> bool:
             if not terms:
                 return False
             surrogate = functools.reduce(torch.add, [term.to(terms[0].device) for term in terms])
             surrogate = surrogate if upstream is None else upstream.to(surrogate.device) * surrogate
+            before[:] = _versions(x for x, _ in self._kept)
             (torch.autograd.backward if backward is None else backward)(surrogate)
             return True
 
@@ -200,6 +199,7 @@ class Replay:
                 at = [0] * len(own)
                 for j, chunk in enumerate(tower.chunks):
                     last = j == tower.chunks.count - 1
+                    _check_unchanged(before)  # a hook may step an optimizer in each backward pass
                     with self._reduction.quiet(i if last else None):
                         terms = self._again(tower, j, chunk, own, at)
                     if j == 0 and self._reduction.ddp:
@@ -207,8 +207,8 @@ class Replay:
                     with self._reduction.completed(i) if last else self._reduction.quiet():
                         sent = send(terms)
                     ran = ran or sent
-                    if not sent and not self._reduction and None not in tower.rows[j]:
-                        break  # frozen, and without a number, which has its gradient from the last chunk
+                    if j == 0 and not sent and not self._reduction and None not in tower.rows[j] and tower.frozen():
+                        break  # without a number, which has its gradient from the last chunk
         finally:
             after.restore()
         if not ran:
@@ -378,6 +378,15 @@ def _versions(tensors: Iterable[Tensor]) -> list[tuple[Tensor, int]]:
     return [(x, x._version) for x in tensors if not x.is_inference()]
 
 
+def _check_unchanged(kept: Iterable[tuple[Tensor, int]]) -> None:
+    """Raise for inputs and parameters that were changed in place since, other than by a forward."""
+    if any(x._version != version for x, version in kept):
+        raise ValueError(
+            "inputs and parameters must stay as they are until the second pass has read them again, got some that were "
+            "changed in place; write x - mean instead of x.sub_(mean), and step the optimizer afterwards, in no hook"
+        )
+
+
 def _given(encode: Encode, inputs: Any) -> Sequence[Any]:
     """The inputs, one by one: a list is one input of one callable, or the inputs of several."""
     several = isinstance(inputs, tuple) or (not callable(encode) and isinstance(inputs, list))
@@ -439,10 +448,10 @@ def _leaves(value: Tensor) -> list[Tensor]:
 def _warn_of_batch_norm(modules: Sequence[nn.Module]) -> None:
     for module in modules:
         for name, each in module.named_modules():
-            if isinstance(each, _BatchNorm) and each.training:
+            if isinstance(each, _BatchNorm) and (each.training or each.running_mean is None):
                 warnings.warn(
-                    f"{type(each).__name__} {name or 'itself'!r} is in train mode: its statistics are those of one "
-                    "chunk, not of the batch, and its running averages move in both passes; call its .eval(), or use "
-                    "LayerNorm or GroupNorm",
+                    f"{type(each).__name__} {name or 'itself'!r} takes its statistics from one chunk, not from the "
+                    "batch, and its running averages move in both passes; give it running averages and call its "
+                    ".eval(), or use LayerNorm or GroupNorm",
                     stacklevel=4,
                 )

@@ -191,6 +191,15 @@ def test_parameters_that_change_between_the_passes_are_refused() -> None:
     assert net.weight.grad is None
 
 
+def test_an_optimizer_that_steps_in_each_backward_pass_is_refused() -> None:
+    net = Net()
+    optimizer = torch.optim.SGD(net.parameters(), lr=0.1)
+    net.weight.register_post_accumulate_grad_hook(lambda p: optimizer.step())
+    with pytest.raises(ValueError, match=r"inputs and parameters must stay as they are .* afterwards, in no hook"):
+        step((net,), (X,), lambda a, s: a.sum())
+    step((net,), (X,), lambda a, s: a.sum(), chunk=6)  # in the last one it may
+
+
 def test_a_forward_that_clamps_its_scale_is_not_refused() -> None:
     net = Net()
 
