@@ -196,7 +196,7 @@ class Replay:
             for i, tower in enumerate(self._towers):
                 own = gradients[start : start + len(tower.rows[0])]
                 start += len(own)
-                at = [0] * len(own)
+                at, learnt = [0] * len(own), False
                 for j, chunk in enumerate(tower.chunks):
                     last = j == tower.chunks.count - 1
                     _check_unchanged(before)  # a hook may step an optimizer in each backward pass
@@ -206,7 +206,12 @@ class Replay:
                         self._reduction.check_reached([leaf for term in terms for leaf in _leaves(term)])
                     with self._reduction.completed(i) if last else self._reduction.quiet():
                         sent = send(terms)
-                    ran = ran or sent
+                    learnt, ran = learnt or sent, ran or sent
+                    if last and learnt and not sent and self._reduction.fsdp:
+                        raise RuntimeError(
+                            "FSDP2 must reduce in the backward pass of the last chunk, got one in which nothing learns "
+                            "after others in which something does; put it first, or use DDP"
+                        )
                     if j == 0 and not sent and not self._reduction and None not in tower.rows[j] and tower.frozen():
                         break  # without a number, which has its gradient from the last chunk
         finally:

@@ -76,7 +76,7 @@ BEFORE: list[tuple[Callable[[Net], Any], type[Exception], str]] = [
     (
         lambda n: step((n, n), (X, X), metrics=("recall",)),
         ValueError,
-        r"metrics must be among scale, rank@1, loss_seconds, got 'rec",
+        r"metrics must be among loss, scale, rank@1, loss_seconds, got 'rec",
     ),
     (lambda n: step((n, None), (X, X)), TypeError, "encode must be a callable, or one per input, got NoneType; name"),
     (lambda n: step((n,), (X,), split=lambda x, size: []), ValueError, "split must return at least one chunk"),
