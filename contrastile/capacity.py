@@ -130,6 +130,8 @@ def capacity(wanted: Wanted) -> Capacity:
     if name == "auto":
         name = choose("torch", wanted.device, wanted.dtype, form=SOFTMAX if wanted.gpus == 1 else RANKS)
     backend = load(name)
+    backend.check_device(wanted.device)
+    backend.check_dtype(wanted.dtype)
     exchange, reason = "local", "one GPU exchanges nothing"
     if wanted.gpus > 1:
         rows = tuple(len(range(rank, wanted.batch, wanted.gpus)) for rank in range(wanted.gpus))

@@ -204,13 +204,19 @@ def _resume(
     path: Path, settings: dict[str, Any], task: Task, optimiser: torch.optim.Optimizer, device: torch.device
 ) -> tuple[int, list[dict[str, Any]]]:
     """Take up a checkpoint: the steps that are done, and their curve."""
-    state = torch.load(path, map_location="cpu", weights_only=True)
-    if state["settings"] != settings:
-        raise SystemExit(f"{path} is of a run with {state['settings']}, got {settings}; give another --out")
+    try:
+        state = torch.load(path, map_location="cpu", weights_only=True)
+        made = state["settings"]
+    except Exception as error:  # whatever a damaged file makes torch raise
+        raise SystemExit(
+            f"{path} is no checkpoint of a run ({type(error).__name__}); remove it, or give another --out"
+        ) from error
+    if made != settings:
+        raise SystemExit(f"{path} is of a run with {made}, got {settings}; give another --out")
     task.model.load_state_dict(state["model"])
     optimiser.load_state_dict(state["optimiser"])
     torch.set_rng_state(state["generators"][0])
-    if device.type == "cuda":
+    if device.type == "cuda" and len(state["generators"]) > 1:  # it may have begun on a CPU
         torch.cuda.set_rng_state(state["generators"][1], device)
     return state["done"], state["curve"]
 

@@ -369,6 +369,7 @@ PROVOCATIONS: dict[str, list[Provocation]] = {
         *_each(
             RuntimeError,
             "contrastile.training.cached_step(abs, image, torch.sum, chunk=2)",
+            "contrastile.training.cached_step(lambda x: x.view(len(x), -1), image[:0], torch.sum, chunk=2)",
             "torch.no_grad()(contrastile.training.cached_step)(abs, image, torch.sum, chunk=2)",
         ),
     ],

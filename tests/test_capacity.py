@@ -197,6 +197,9 @@ def test_the_first_way_that_fits_is_taken(capsys: pytest.CaptureFixture[str], tm
     assert (code, said.splitlines()[-1][:13]) == (1, "nothing fits:")
 
 
+SMALL = "--batch", "9", "--dim", "5", "--memory-gib", "1"
+
+
 @pytest.mark.parametrize(
     ("words", "said"),
     [
@@ -204,11 +207,13 @@ def test_the_first_way_that_fits_is_taken(capsys: pytest.CaptureFixture[str], tm
         (("--batch", "9", "--dim", "5", "--memory-gib", "-1"), "--memory-gib must be at least 0, got -1"),
         (("--batch", "9", "--dim", "5", "--memory-gib", "inf"), "--memory-gib must be finite, got inf"),
         (
-            ("--batch", "9", "--dim", "5", "--memory-gib", "1", "--encoder-mib-per-sample", "nan"),
+            (*SMALL, "--encoder-mib-per-sample", "nan"),
             "must be finite, got nan",
         ),
-        (("--batch", "9", "--dim", "5", "--memory-gib", "1", "--backend", "numpy"), "numpy backend does not say"),
-        (("--batch", "9", "--dim", "5", "--memory-gib", "1", "--backend", "tpu"), "backend must be one of"),
+        ((*SMALL, "--backend", "numpy", "--device", "cpu", "--dtype", "float64"), "numpy backend does not say"),
+        ((*SMALL, "--backend", "numpy", "--device", "cpu"), "float32 or float64, got bfloat16; convert them"),
+        ((*SMALL, "--backend", "numpy"), "features must be on cpu, got cuda; move them"),
+        ((*SMALL, "--backend", "tpu"), "backend must be one of"),
     ],
 )
 def test_what_it_cannot_say(words: tuple[str, ...], said: str, capsys: pytest.CaptureFixture[str]) -> None:

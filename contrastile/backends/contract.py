@@ -345,8 +345,7 @@ class Backend:
         The device is that of the caller's features, and is checked before they are converted: see ``check_device``.
         """
         dtype = self.arrays.dtype(block.rows)
-        if dtype not in self.dtypes:
-            self._refuse(f"features must be {' or '.join(sorted(self.dtypes))}, got {dtype}; convert them")
+        self.check_dtype(dtype)
         if options is not None and dtype == "float32" and options.precision not in self.precisions:
             known = " or ".join(sorted(self.precisions))
             self._refuse(f"precision must be {known} here, got {options.precision}; or name another backend")
@@ -359,6 +358,11 @@ class Backend:
         if device not in self.devices:
             places = " or ".join(sorted(self.devices))
             self._refuse(f"features must be on {places}, got {device}; move them, or name another backend")
+
+    def check_dtype(self, dtype: str) -> None:
+        """Raise UnsupportedProblemError, if this backend does not take features of this dtype."""
+        if dtype not in self.dtypes:
+            self._refuse(f"features must be {' or '.join(sorted(self.dtypes))}, got {dtype}; convert them")
 
     def _refuse(self, reason: str) -> None:
         raise UnsupportedProblemError(f"the {self.name} backend refuses this problem: {reason}")

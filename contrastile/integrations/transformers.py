@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable, Mapping
 from typing import Any
 
 from torch import Tensor, nn
@@ -40,13 +41,19 @@ class ImageTextFeatures(nn.Module):
 
     def encode_image(self, inputs: dict[str, Tensor]) -> Tensor:
         """(b, d) features of unit length of the images' inputs, such as ``pixel_values``."""
-        return _unit(self.model.get_image_features(**inputs))
+        return _features(self.model.get_image_features, inputs)
 
     def encode_text(self, inputs: dict[str, Tensor]) -> Tensor:
         """(b, d) features of unit length of the texts' inputs, such as ``input_ids``."""
-        return _unit(self.model.get_text_features(**inputs))
+        return _features(self.model.get_text_features, inputs)
 
 
-def _unit(features: Any) -> Tensor:
+def _features(get: Callable[..., Any], inputs: Mapping[str, Any]) -> Tensor:
+    given = {name: x for name, x in inputs.items() if isinstance(x, Tensor)}
+    nothing = any(len(x) == 0 for x in given.values())
+    if nothing:  # their attention cannot reshape a batch without samples, which a rank may have
+        given = {name: x.new_full((1, *x.shape[1:]), not name.endswith("ids")) for name, x in given.items()}
+    found = get(**{**inputs, **given})
     # an output object since version 5 of transformers
-    return normalize(features if isinstance(features, Tensor) else features.pooler_output, dim=-1)
+    unit = normalize(found if isinstance(found, Tensor) else found.pooler_output, dim=-1)
+    return unit[:0] if nothing else unit

@@ -19,7 +19,7 @@ from contrastile.training.metrics import mark, rank_at_1, seconds
 from contrastile.training.replay import Chunk, Encode, Loss, Replay, numbers_of
 from contrastile.training.sync import Sync
 
-METRICS = ("scale", "rank@1", "loss_seconds")
+METRICS = ("loss", "scale", "rank@1", "loss_seconds")
 
 
 def cached_step(
@@ -57,9 +57,9 @@ def cached_step(
             module, or several, to name them; None leaves them alone. A ``no_sync`` around the call is respected.
         offload: whether embeddings and their gradients are kept on the host; the loss is then given the embeddings
             there, and needs ``device=`` to be computed elsewhere.
-        metrics: any of "scale" (the first of ``scale``), "rank@1" (``rank_at_1`` of the first two embeddings of this
-            rank; not with ``offload``) and "loss_seconds" (what the loss and its gradient by the embeddings took; the
-            rest of the call went to the encoders. On CUDA the host waits until the loss is done).
+        metrics: any of "loss" (always there), "scale" (the first of ``scale``), "rank@1" (``rank_at_1`` of the first
+            two embeddings of this rank; not with ``offload``) and "loss_seconds" (what the loss and its gradient by the
+            embeddings took; the rest of the call went to the encoders. On CUDA the host waits until the loss is done).
 
     Returns:
         The loss, 0-d without a graph; the global batch's where the loss has a group. With metrics a dict of 0-d tensors
@@ -68,7 +68,8 @@ def cached_step(
     Raises:
         TypeError, ValueError: an argument is none that there is, or a rule of docs/how-to/training.md is broken;
             before any forward where that can be known, and always before any gradient is added.
-        RuntimeError: gradients are off, nothing requires one, or beside DDP a parameter is outside of it or unused.
+        RuntimeError: gradients are off, nothing requires one (under FSDP2, in the last chunk), or beside DDP a
+            parameter is outside of it or unused.
     """
     metrics = [metrics] if isinstance(metrics, str) else metrics
     unknown = [name for name in metrics if name not in METRICS]

@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import functools
 import warnings
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, field
+from numbers import Real
 from typing import Any
 
 import torch
@@ -13,7 +15,7 @@ from torch import Tensor, nn
 from torch.nn.modules.batchnorm import _BatchNorm
 
 from contrastile.backends.staging import Staging
-from contrastile.training.chunks import Chunks, Size, Splitter, Zipped, cut, tensors
+from contrastile.training.chunks import Chunks, Size, Splitter, Zipped, cut, samples, tensors
 from contrastile.training.random_state import Autocast, RandomState, accelerators, float32_at_least
 from contrastile.training.stream import Stream
 from contrastile.training.sync import Reduction, Sync, modules_of
@@ -38,6 +40,10 @@ class _Tower:
     chunks: Chunks
     states: list[RandomState] = field(default_factory=list)
     rows: list[list[int | None]] = field(default_factory=list)
+
+    def frozen(self) -> bool:
+        """Whether nothing learns in the modules of ``encode``; one chunk may leave out what the next one needs."""
+        return not any(p.requires_grad for module in modules_of(self.encode) for p in module.parameters())
 
 
 class Replay:
@@ -77,19 +83,11 @@ class Replay:
         # in an autocast around the call older versions of torch (pytorch issue 158232) keep copies of weights that they
         # made without a graph: the gradient would stop at them
         torch.clear_autocast_cache()
-        self._check_unchanged()
+        _check_unchanged(self._kept)
         if not self._reduction.fsdp:  # whose parameters come and go
             # from here on: a forward may clamp its scale
             self._kept += _versions(p for module in modules for p in module.parameters() if p.requires_grad)
         self._reduction.check_called()
-
-    def _check_unchanged(self) -> None:
-        """Raise for inputs and parameters that were changed in place before the second pass."""
-        if any(x._version != version for x, version in self._kept):
-            raise ValueError(
-                "inputs and parameters must stay as they are until the second pass, which reads them again, got some "
-                "that were changed in place; write x - mean instead of x.sub_(mean), and step the optimizer afterwards"
-            )
 
     def _first(self, index: int, tower: _Tower) -> list[Tensor]:
         """Step 1: the outputs of a tower, joined over its chunks."""
@@ -98,7 +96,7 @@ class Replay:
         with self._reduction.watch(index, tower.encode):
             for chunk in tower.chunks:
                 tower.states.append(RandomState(self._devices))
-                with self._autocast.again():
+                with self._autocast.again(), _explained(chunk):
                     found = _outputs(tower.encode(*chunk))
                 parts.append(found if home is None else [home.fetch(x) for x in found])
                 tower.rows.append([len(x) if x.ndim > 1 else None for x in parts[-1]])
@@ -119,8 +117,11 @@ class Replay:
         Raises:
             TypeError, ValueError: the loss's value is no 0-d tensor that depends on the embeddings.
         """
+        # cut, since the graph of a number is the caller's, who may use it again
+        cut = [x.detach().requires_grad_() if isinstance(x, Tensor) and x.grad_fn else x for x in numbers]
+        graphs = {id(x): number for x, number in zip(cut, numbers, strict=True) if x is not number}
         with self._autocast.wide():
-            value = loss(*self.outputs, *numbers)
+            value = loss(*self.outputs, *cut)
         if not isinstance(value, Tensor) or value.numel() != 1:
             got = f"shape {tuple(value.shape)}" if isinstance(value, Tensor) else type(value).__name__
             raise TypeError(f"loss must return a tensor of one element, got {got}; take its mean, or pick it out")
@@ -129,9 +130,11 @@ class Replay:
         own = {id(x) for x in self.outputs}
         outside = [x for x in _leaves(value) if id(x) not in own]
         wanted = [x for x in self.outputs if x.requires_grad]
-        found = torch.autograd.grad(value, [*wanted, *outside], allow_unused=True)
+        found = _gradients(value, [*wanted, *outside])
         by = {id(x): gradient for x, gradient in zip(wanted, found, strict=False)}
-        rest = [_Outside(x, g) for x, g in zip(outside, found[len(wanted) :], strict=True) if g is not None]
+        rest: list[_Outside] = []
+        for x, gradient in zip(outside, found[len(wanted) :], strict=True):
+            rest += _outside(graphs.get(id(x), x), gradient)
         return value.detach().reshape(()), [by.get(id(x)) for x in self.outputs], rest
 
     def __call__(self, gradients: Sequence[Tensor | None] | None = None, *, backward: Any = None) -> None:
@@ -172,13 +175,16 @@ class Replay:
         if self._used:
             raise RuntimeError("a batch must be replayed once, got a second backward pass; make the step again")
         self._used = True
-        self._check_unchanged()
+        _check_unchanged(self._kept)
+
+        before: list[tuple[Tensor, int]] = []
 
         def send(terms: Sequence[Tensor]) -> bool:
             if not terms:
                 return False
             surrogate = functools.reduce(torch.add, [term.to(terms[0].device) for term in terms])
             surrogate = surrogate if upstream is None else upstream.to(surrogate.device) * surrogate
+            before[:] = _versions(x for x, _ in self._kept)
             (torch.autograd.backward if backward is None else backward)(surrogate)
             return True
 
@@ -190,18 +196,24 @@ class Replay:
             for i, tower in enumerate(self._towers):
                 own = gradients[start : start + len(tower.rows[0])]
                 start += len(own)
-                at = [0] * len(own)
+                at, learnt = [0] * len(own), False
                 for j, chunk in enumerate(tower.chunks):
                     last = j == tower.chunks.count - 1
+                    _check_unchanged(before)  # a hook may step an optimizer in each backward pass
                     with self._reduction.quiet(i if last else None):
                         terms = self._again(tower, j, chunk, own, at)
                     if j == 0 and self._reduction.ddp:
                         self._reduction.check_reached([leaf for term in terms for leaf in _leaves(term)])
                     with self._reduction.completed(i) if last else self._reduction.quiet():
                         sent = send(terms)
-                    ran = ran or sent
-                    if not sent and not self._reduction and None not in tower.rows[j]:
-                        break  # frozen, and without a number, which has its gradient from the last chunk
+                    learnt, ran = learnt or sent, ran or sent
+                    if last and learnt and not sent and self._reduction.fsdp:
+                        raise RuntimeError(
+                            "FSDP2 must reduce in the backward pass of the last chunk, got one in which nothing learns "
+                            "after others in which something does; put it first, or use DDP"
+                        )
+                    if j == 0 and not sent and not self._reduction and None not in tower.rows[j] and tower.frozen():
+                        break  # without a number, which has its gradient from the last chunk
         finally:
             after.restore()
         if not ran:
@@ -232,6 +244,36 @@ class _Outside:
 
     leaf: Tensor
     gradient: Tensor
+
+
+def _outside(x: Tensor, gradient: Tensor | None) -> list[_Outside]:
+    """A leaf with its gradient, or the leaves of a number's graph, which is kept, with theirs."""
+    if gradient is None:
+        return []
+    if x.is_leaf:
+        return [_Outside(x, gradient)]
+    leaves = _leaves(x)
+    found = _gradients(x, leaves, gradient)
+    return [_Outside(leaf, part) for leaf, part in zip(leaves, found, strict=True) if part is not None]
+
+
+def _gradients(of: Tensor, by: list[Tensor], upstream: Tensor | None = None) -> Sequence[Tensor | None]:
+    """``autograd.grad`` without the hooks of leaves: they run when the gradient is sent, and must not run twice.
+
+    Args:
+        of: the loss, or a number of the caller's.
+        by: leaves.
+        upstream: the gradient by ``of``, whose graph is then kept; None for 1.
+    """
+    hooks = [x._backward_hooks for x in by if x._backward_hooks]
+    kept = [dict(each) for each in hooks]
+    try:
+        for each in hooks:
+            each.clear()
+        return torch.autograd.grad(of, by, upstream, retain_graph=upstream is not None, allow_unused=True)
+    finally:
+        for each, before in zip(hooks, kept, strict=True):
+            each.update(before)
 
 
 def _term(x: Tensor, gradient: Tensor) -> Tensor:
@@ -300,6 +342,24 @@ def _leaf(x: Tensor) -> Tensor:
     return x.requires_grad_() if x.is_floating_point() else x
 
 
+@contextmanager
+def _explained(chunk: tuple[Any, ...]) -> Iterator[None]:
+    """Say what an encoder that fails at a chunk without samples must do."""
+    try:
+        yield
+    except RuntimeError as error:
+        try:
+            some = any(map(samples, chunk))
+        except (TypeError, ValueError):  # of a caller's splitter
+            some = True
+        if some:
+            raise
+        raise RuntimeError(
+            "encode must take a chunk without samples, of first dimension 0, since there are none on this rank, got "
+            f"{type(error).__name__}; encode one sample of any values for it, and return its embedding[:0]"
+        ) from error
+
+
 def _outputs(found: Any) -> list[Tensor]:
     outputs = list(found) if isinstance(found, tuple | list) else [found]
     for x in outputs:
@@ -321,6 +381,15 @@ def _outputs(found: Any) -> list[Tensor]:
 def _versions(tensors: Iterable[Tensor]) -> list[tuple[Tensor, int]]:
     """Tensors, and how often each has been changed in place; those of inference mode do not count it."""
     return [(x, x._version) for x in tensors if not x.is_inference()]
+
+
+def _check_unchanged(kept: Iterable[tuple[Tensor, int]]) -> None:
+    """Raise for inputs and parameters that were changed in place since, other than by a forward."""
+    if any(x._version != version for x, version in kept):
+        raise ValueError(
+            "inputs and parameters must stay as they are until the second pass has read them again, got some that were "
+            "changed in place; write x - mean instead of x.sub_(mean), and step the optimizer afterwards, in no hook"
+        )
 
 
 def _given(encode: Encode, inputs: Any) -> Sequence[Any]:
@@ -355,7 +424,7 @@ def numbers_of(scale: Any) -> list[Any]:
                 "scale must be a tensor, got a DTensor: a shard of a parameter of FSDP2; return it from the module's "
                 "forward, after the embeddings"
             )
-        if isinstance(value, bool) or not isinstance(value, Tensor | int | float):
+        if isinstance(value, bool) or not isinstance(value, Tensor | Real):
             raise TypeError(
                 f"scale must be a number, a tensor or a callable that makes one, got {type(value).__name__}"
             )
@@ -384,10 +453,10 @@ def _leaves(value: Tensor) -> list[Tensor]:
 def _warn_of_batch_norm(modules: Sequence[nn.Module]) -> None:
     for module in modules:
         for name, each in module.named_modules():
-            if isinstance(each, _BatchNorm) and each.training:
+            if isinstance(each, _BatchNorm) and (each.training or each.running_mean is None):
                 warnings.warn(
-                    f"{type(each).__name__} {name or 'itself'!r} is in train mode: its statistics are those of one "
-                    "chunk, not of the batch, and its running averages move in both passes; call its .eval(), or use "
-                    "LayerNorm or GroupNorm",
+                    f"{type(each).__name__} {name or 'itself'!r} takes its statistics from one chunk, not from the "
+                    "batch, and its running averages move in both passes; give it running averages and call its "
+                    ".eval(), or use LayerNorm or GroupNorm",
                     stacklevel=4,
                 )

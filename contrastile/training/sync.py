@@ -177,31 +177,38 @@ class Reduction:
         Raises:
             RuntimeError: a parameter has no gradient at all, where DDP was not told to look for unused ones.
         """
-        waiting = {
-            id(parameter): (name, parameter)
-            for module in self.ddp
-            if max(self._called[module]) == tower and module.require_backward_grad_sync
-            if not module.find_unused_parameters
-            for name, parameter in module.module.named_parameters()
-            if parameter.requires_grad and name not in module.parameters_to_ignore
-        }
-
-        def reached(parameter: torch.Tensor) -> None:
-            waiting.pop(id(parameter), None)
-
+        owed = [m for m in self.ddp if max(self._called[m]) == tower and m.require_backward_grad_sync]
+        waiting = [
+            {
+                name: x
+                for name, x in m.module.named_parameters()
+                if x.requires_grad and name not in m.parameters_to_ignore
+            }
+            for m in owed
+        ]
+        everything = list(map(len, waiting))
         with ExitStack() as stack:
-            for _, parameter in list(waiting.values()):
-                stack.callback(parameter.register_post_accumulate_grad_hook(reached).remove)
+            for missing in waiting:
+                for name, x in list(missing.items()):
+                    reached = functools.partial(_forget, missing, name)
+                    stack.callback(x.register_post_accumulate_grad_hook(reached).remove)
             yield
-        unused = [name for name, parameter in waiting.values() if parameter.grad is None]
-        if unused:
-            raise RuntimeError(
-                f"DDP must find a gradient of every parameter, got none of {', '.join(unused)}; use them, freeze them, "
-                "or make DDP with find_unused_parameters=True"
-            )
-        if waiting:
-            late = [parameter for _, parameter in waiting.values()]
-            torch.autograd.backward(late, [torch.zeros_like(x) for x in late])
+        for module, missing, count in zip(owed, waiting, everything, strict=True):
+            late = [x for x in missing.values() if x.grad is not None]
+            if module.find_unused_parameters:
+                if len(missing) < count:
+                    continue  # which DDP itself completes
+                # nothing learns in the last chunk: DDP is told of the parameters that earlier ones reached
+                late = [x.view_as(x) for x in late or missing.values()]
+                module.reducer.prepare_for_backward(late)
+            elif len(late) < len(missing):
+                unused = [name for name, x in missing.items() if x.grad is None]
+                raise RuntimeError(
+                    f"DDP must find a gradient of every parameter, got none of {', '.join(unused)}; use them, freeze "
+                    "them, or make DDP with find_unused_parameters=True"
+                )
+            if late:
+                torch.autograd.backward(late, [torch.zeros_like(x) for x in late])
 
     def agree(self, counts: list[int]) -> list[int]:
         """The largest numbers of chunks on any rank: FSDP2's forward gathers, so all ranks must call it as often."""
@@ -214,6 +221,11 @@ class Reduction:
             dist.all_reduce(most, dist.ReduceOp.MAX, group=group)
         found: list[int] = most.tolist()
         return found
+
+
+def _forget(missing: dict[str, Any], name: str, parameter: torch.Tensor) -> None:
+    """The hook of a parameter that was reached."""
+    missing.pop(name, None)
 
 
 def _refuse(module: nn.Module) -> None:

@@ -196,10 +196,17 @@ def _without_times(record: dict[str, Any]) -> Any:
     return [[{k: v for k, v in point.items() if k not in TIMES} for point in run["curve"]] for run in record["runs"]]
 
 
-def test_a_checkpoint_of_another_run_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_checkpoint_of_another_run_or_a_damaged_one_is_refused(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     run("emoji", tmp_path, monkeypatch, "--samples", "32", "--evaluations", "1")
     with pytest.raises(SystemExit, match=r"b32-seed0\.pt is of a run with .*; give another --out"):
         run("emoji", tmp_path, monkeypatch, "--samples", "64", "--evaluations", "1")
+    checkpoint = tmp_path / "out" / "b32-seed0.pt"
+    for damaged in (checkpoint.read_bytes()[:5000], b"", b"text"):
+        checkpoint.write_bytes(damaged)
+        with pytest.raises(SystemExit, match=r"b32-seed0\.pt is no checkpoint of a run .*; remove it, or give another"):
+            run("emoji", tmp_path, monkeypatch, "--samples", "32", "--evaluations", "1")
 
 
 def test_several_runs_are_one_record_and_are_not_made_again(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -49,6 +49,17 @@ def test_loss_and_gradients_are_those_of_the_model_s_own_forward(make: Any, loss
     assert all(x.abs().max() > 0 for x in every)
 
 
+@pytest.mark.parametrize(("make", "loss"), LOSSES, ids=["CLIP", "SigLIP"])
+def test_a_rank_without_samples_has_features_and_gradients_of_zero(make: Any, loss: Any) -> None:
+    """DDP waits for the gradient of every parameter on every rank."""
+    model = make()
+    given = {name: x[:0] for name, x in tiny_models.inputs().items()}
+    features, replay = training.embed(lambda chunk: ImageTextFeatures(model)(**chunk), given, 4)
+    assert [x.shape for x in features[:2]] == [(0, D)] * 2
+    replay([torch.zeros_like(x) for x in features])
+    assert all(p.grad is not None and not p.grad.any() for p in model.parameters())
+
+
 def gradients(model: Any) -> list[Tensor]:
     found = [p.grad.clone() for p in model.parameters()]
     model.zero_grad()

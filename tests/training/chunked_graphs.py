@@ -49,6 +49,8 @@ def graphs_kept(
     for (part, _), whole in zip(learnt, features, strict=True):
         for x, gradient in zip(part, whole.split([len(x) for x in part]), strict=True):
             units += 1
+            if not x.requires_grad:
+                continue
             sent = torch.autograd.grad(x, parameters, gradient, retain_graph=True, allow_unused=True)
             for total, each in zip(sums, sent, strict=True):
                 if each is not None:

@@ -29,10 +29,11 @@ def test_gradients_are_those_of_the_global_loss_and_reduced_once(ranks: int) -> 
         # of DDP, and two for each module that FSDP2 shards
         assert found.pop("restored") == "7 flags"
         assert "must find a gradient of every parameter, got none of extra; use them" in found.pop("unused")
+        assert "FSDP2 must reduce in the backward pass of the last chunk" in found.pop("sharded")
         assert "must have all its parameters in DDP, got 2 outside, such as one of shape" in found.pop("unwrapped")
         for i, message in enumerate(REFUSED):
             assert message in found.pop(f"refused {i}")
-        assert len(found) == 2 * 14 + 4
+        assert len(found) == 2 * 15 + 4
         for trial, ratio in found.items():
             # two DDP modules reduce once each, FSDP2 once for each of the three modules that it shards
             reductions = {"one each": "2", "fsdp": "3"}.get(trial.rsplit(" ", 2)[0], "1")

@@ -354,50 +354,6 @@ def test_steps_accumulate() -> None:
     assert all(torch.equal(x + y, z) for x, y, z in zip(*once, taken(parameters), strict=True))
 
 
-@pytest.mark.parametrize("frozen", [0, 1])
-def test_a_frozen_tower_is_encoded_once_and_gets_no_gradient(frozen: int) -> None:
-    towers, inputs = setting((B, B))
-    towers[frozen].requires_grad_(False)
-    parameters = every_parameter(towers[1 - frozen])
-    expected = graphs_kept(towers, [x.split(5) for x in inputs], contrastile.clip_loss, [lambda: 2.0], parameters)
-    calls: list[int] = []
-    towers[frozen].register_forward_pre_hook(lambda *_: calls.append(1))
-    torch.manual_seed(0)
-    training.cached_step(towers, tuple(inputs), contrastile.clip_loss, scale=2.0, chunk=5)
-    # and the one chunk that shows that it is frozen
-    assert len(calls) == 5
-    assert worst(taken(parameters), expected) <= 1
-    assert all(p.grad is None for p in towers[frozen].parameters())
-
-
-class WithScale(nn.Module):
-    """A frozen tower whose forward also returns a scale that learns."""
-
-    def __init__(self, net: nn.Module) -> None:
-        super().__init__()
-        self.net, self.log_scale = net.requires_grad_(False), log_scale()
-
-    def forward(self, x: Tensor) -> tuple[Tensor, Tensor]:
-        return self.net(x), self.log_scale.exp()
-
-
-@pytest.mark.parametrize("skin", ["cached_step", "Cached"])
-def test_a_scale_that_comes_out_of_a_frozen_tower_learns(skin: str) -> None:
-    towers, inputs = setting((B, B))
-    first = WithScale(towers[0])
-
-    def loss(a: Tensor, scale: Tensor, b: Tensor) -> Tensor:
-        return contrastile.clip_loss(a, b, scale)
-
-    parameters = [*every_parameter(towers[1]), first.log_scale]
-    expected = graphs_kept(
-        towers, [x.split(5) for x in inputs], contrastile.clip_loss, [first.log_scale.exp], parameters
-    )
-    torch.manual_seed(0)
-    skins()[skin]((first, towers[1]), tuple(inputs), loss, chunk=5, scale=None)
-    assert torch.equal(taken([first.log_scale])[0], expected.gradients[-1])
-
-
 class Margin(nn.Module):
     """A loss with parameters of its own."""
 
@@ -431,3 +387,53 @@ def test_no_grad_gives_the_loss_alone() -> None:
     torch.manual_seed(0)
     assert torch.equal(value, wrapped(*inputs, scale=2.0).detach())
     assert not value.requires_grad
+
+
+@pytest.mark.parametrize("skin", ["cached_step", "Cached"])
+def test_the_graph_of_a_scale_may_be_shared_by_losses(skin: str) -> None:
+    """As in one sum of losses without a cache."""
+    towers, inputs = setting((B, B))
+    number = log_scale()
+    parameters = [*every_parameter(*towers), number]
+    found = []
+    for shared in (False, True):
+        scale = number.exp()
+        torch.manual_seed(0)
+        values = [
+            skins()[skin](towers, tuple(inputs), loss, scale=scale if shared else number.exp, chunk=5)
+            for loss in (contrastile.clip_loss, contrastile.nt_xent)
+        ]
+        # and by what else the caller makes of it
+        (0.1 * scale).backward()
+        found.append([*values, *taken(parameters)])
+    assert all(torch.equal(x, y) for x, y in zip(*found, strict=True))
+
+
+def test_a_scale_is_any_real_number() -> None:
+    towers, inputs = setting((B, B))
+    found = [
+        training.cached_step([net.eval() for net in towers], tuple(inputs), contrastile.clip_loss, scale=x, chunk=5)
+        for x in (2, 2.0, np.float32(2), np.int64(2), torch.tensor([2]))
+    ]
+    assert all(torch.equal(x, found[0]) for x in found)
+
+
+@pytest.mark.parametrize("skin", skins())
+def test_hooks_of_parameters_run_once(skin: str) -> None:
+    """Those of a scale and of a loss's parameters too, whose gradients are found before they are sent."""
+    towers, inputs = setting((B, B))
+    loss, number = Margin(), log_scale()
+
+    def scaled(a: Tensor, b: Tensor, scale: Tensor) -> Tensor:
+        return scale * loss(a, b)
+
+    parameters = [*every_parameter(*towers), *loss.parameters(), number]
+    found = []
+    for factor in (1.0, 4.0):
+        handles = [p.register_hook(lambda gradient, by=factor: by * gradient) for p in parameters]
+        torch.manual_seed(0)
+        skins()[skin](towers, tuple(inputs), scaled, scale=number.exp, chunk=5)
+        found.append(taken(parameters))
+        for handle in handles:
+            handle.remove()
+    assert all(torch.equal(4.0 * x, y) for x, y in zip(*found, strict=True))

@@ -204,9 +204,13 @@ def test_a_device_s_generator_is_recorded_where_there_is_one(monkeypatch: pytest
 def test_batch_norm_in_train_mode_is_warned_of_by_name() -> None:
     net = nn.Sequential(nn.Linear(4, D), nn.BatchNorm1d(D))
     x = torch.randn(6, 4)
-    told = r"BatchNorm1d '1' is in train mode: its statistics are those of one chunk, not of the batch"
+    told = r"BatchNorm1d '1' takes its statistics from one chunk, not from the batch"
     with pytest.warns(UserWarning, match=told) as found:
         training.cached_step((net,), (x,), lambda a: (a * a).mean(), chunk=3)
     assert found[0].filename == __file__
     net.eval()
     training.cached_step((net,), (x,), lambda a: (a * a).mean(), chunk=3)
+    # which has no others in eval mode either
+    net[1] = nn.BatchNorm1d(D, track_running_stats=False).eval()
+    with pytest.warns(UserWarning, match=told):
+        training.cached_step((net,), (x,), lambda a: (a * a).mean(), chunk=3)

@@ -76,7 +76,7 @@ BEFORE: list[tuple[Callable[[Net], Any], type[Exception], str]] = [
     (
         lambda n: step((n, n), (X, X), metrics=("recall",)),
         ValueError,
-        r"metrics must be among scale, rank@1, loss_seconds, got 'rec",
+        r"metrics must be among loss, scale, rank@1, loss_seconds, got 'rec",
     ),
     (lambda n: step((n, None), (X, X)), TypeError, "encode must be a callable, or one per input, got NoneType; name"),
     (lambda n: step((n,), (X,), split=lambda x, size: []), ValueError, "split must return at least one chunk"),
@@ -114,6 +114,11 @@ AFTER: list[tuple[Callable[[Net], Any], type[Exception], str]] = [
         lambda n: step((lambda x: (n(x), n.weight.sum() * n.calls),), (X,), lambda a, b, s: a.sum()),
         ValueError,
         "must be the same for every chunk, as a scale is, got 12 to 36",
+    ),
+    (
+        lambda n: step((lambda x: n(x).view(len(x), 3, -1).mean(2),), (X[:0],)),
+        RuntimeError,
+        r"must take a chunk without samples, of first dimension 0, .*, got RuntimeError; encode one sample of any",
     ),
     (
         lambda n: step((lambda x: n(x.sub_(1)),), (X.clone(),)),
@@ -184,6 +189,15 @@ def test_parameters_that_change_between_the_passes_are_refused() -> None:
     with pytest.raises(ValueError, match="inputs and parameters must stay as they are"):
         replay()
     assert net.weight.grad is None
+
+
+def test_an_optimizer_that_steps_in_each_backward_pass_is_refused() -> None:
+    net = Net()
+    optimizer = torch.optim.SGD(net.parameters(), lr=0.1)
+    net.weight.register_post_accumulate_grad_hook(lambda p: optimizer.step())
+    with pytest.raises(ValueError, match=r"inputs and parameters must stay as they are .* afterwards, in no hook"):
+        step((net,), (X,), lambda a, s: a.sum())
+    step((net,), (X,), lambda a, s: a.sum(), chunk=6)  # in the last one it may
 
 
 def test_a_forward_that_clamps_its_scale_is_not_refused() -> None:

@@ -186,6 +186,31 @@ def unused_outside(name: str, inputs: Any) -> nn.Module:
     return model
 
 
+class Ending(Towers):
+    """Nothing learns in a chunk without samples."""
+
+    def forward(self, images: Tensor, texts: Tensor) -> tuple[Tensor, ...]:  # type: ignore[override]
+        found = super().forward(images, texts)[:2]
+        return found if len(images) else tuple(x.detach() for x in found)
+
+
+def last_frozen(name: str, inputs: Any) -> nn.Module:
+    """DDP looks for unused parameters, and finds none in the last chunk; a rank without samples has no other chunk."""
+    model = ddp(Ending(), find_unused_parameters=True)
+    for _ in range(2):
+        calls.clear()
+        model.zero_grad()
+        training.cached_step(
+            model,
+            inputs,
+            loss(name),
+            scale=numbers(model),
+            chunk=CHUNK,
+            split=lambda x, size: [*x.split(size), x[:0]],
+        )
+    return model
+
+
 DDP: dict[str, Callable[[str, Any], nn.Module]] = {
     "together": together,
     "apart": apart,
@@ -198,6 +223,7 @@ DDP: dict[str, Callable[[str, Any], nn.Module]] = {
     "streamed": streamed,
     "unused": unused,
     "unused outside": unused_outside,
+    "last chunk frozen": last_frozen,
     "unused apart": functools.partial(apart, find_unused_parameters=True),
     "bucket views": functools.partial(apart, gradient_as_bucket_view=True),
 }
@@ -333,6 +359,32 @@ def unused_parameter(inputs: Any) -> str:
     return "nothing"
 
 
+class Forgetful(Towers):
+    """Nothing learns in the last chunk of the second pass."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.left = -(-max(SHARDS[dist.get_world_size()]) // CHUNK)
+
+    def forward(self, images: Tensor, texts: Tensor) -> tuple[Tensor, ...]:  # type: ignore[override]
+        found = super().forward(images, texts)[:2]
+        self.left -= torch.is_grad_enabled()
+        return found if self.left else tuple(x.detach() for x in found)
+
+
+def sharded_last_frozen(inputs: Any) -> str:
+    """FSDP2 would reduce nothing."""
+    model: Any = Forgetful()
+    model.logit_scale.requires_grad_(False)
+    model.logit_bias.requires_grad_(False)
+    fully_shard(model, mesh=init_device_mesh("cpu", (dist.get_world_size(),)))
+    try:
+        training.cached_step(model, inputs, loss("clip"), scale=(SCALE, train_towers.BIAS), chunk=CHUNK)
+    except RuntimeError as error:
+        return str(error)
+    return "nothing"
+
+
 def unwrapped_tower(inputs: Any) -> str:
     """Each rank would go its own way with what DDP does not hold."""
     model = Towers()
@@ -396,6 +448,7 @@ def main() -> None:
     for i, message in enumerate(refusals(inputs)):
         say(rank, f"refused {i}: {message}")
     say(rank, f"unused: {unused_parameter(inputs)}")
+    say(rank, f"sharded: {sharded_last_frozen(inputs)}")
     say(rank, f"unwrapped: {unwrapped_tower(inputs)}")
     say(rank, f"restored: {restored(inputs)}")
     say(rank, f"rival: {rival(inputs):.3g}")
