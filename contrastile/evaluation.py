@@ -23,7 +23,7 @@ from contrastile.schedules.problem import Problem
 from contrastile.schedules.replicate import ReplicateError
 
 Array = Any
-Builder = Callable[..., problems.Loss]
+Builder = Callable[..., problems.LossProblem]
 """Makes a problem of a loss's own arguments and ``world=``: see ``problems.BUILDERS``."""
 
 
@@ -80,7 +80,7 @@ def _is_plain(x: Any) -> bool:
 
 def make(
     build: Builder, settings: Given, args: Any, kwargs: Any, *, replicates: bool = False
-) -> tuple[Plan, problems.Loss]:
+) -> tuple[Plan, problems.LossProblem]:
     """The plan of a loss, and the loss, which knows how its gradients become those of the arguments.
 
     ``replicates`` says that the caller catches a ReplicateError: see ``Handshake.meet``.
@@ -122,7 +122,7 @@ def _form(problem: Problem) -> str:
 
 def _stated(
     build: Builder, given: dict[str, Any], args: Any, kwargs: Any, here: Handshake
-) -> tuple[tuple[str, Options, Any], problems.Loss]:
+) -> tuple[tuple[str, Options, Any], problems.LossProblem]:
     return _checked(given), build(*args, **kwargs, world=here)
 
 
@@ -179,7 +179,7 @@ def value_and_grad(
     return both
 
 
-def _bound(name: str, *args: Any, **kwargs: Any) -> problems.Loss:
+def _bound(name: str, *args: Any, **kwargs: Any) -> problems.LossProblem:
     """The problem of a loss, whose own arguments these must be."""
     build = problems.BUILDERS[name]
     try:

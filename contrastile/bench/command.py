@@ -14,7 +14,14 @@ from contrastile.bench import report, sweep
 from contrastile.bench.results import Sweep, SweepSettings
 from contrastile.bench.workloads import VARIANTS
 from contrastile.environment import torch_sees_a_gpu
-from contrastile.reporting import CannotRunError, cannot_run, progress, why_not_writable, write_json
+from contrastile.reporting import (
+    CannotRunError,
+    cannot_run,
+    progress,
+    require_packages,
+    why_not_writable,
+    write_json,
+)
 
 QUICK: dict[str, Any] = {"batch": [256, 512], "width": [64], "repeat": 3}
 USUAL: dict[str, Any] = {"batch": [4096, 8192], "width": [512], "repeat": 5}
@@ -75,8 +82,8 @@ def _run(args: argparse.Namespace) -> int:
     reason = why_not_writable(args.json, args.plot)
     if reason is not None:
         raise CannotRunError(reason)
-    if args.plot and not report.can_plot():
-        raise CannotRunError(report.PLOT_NEEDS)
+    if args.plot:
+        require_packages("matplotlib")
     gpu = args.device != "cpu" and torch_sees_a_gpu()
     if args.device == "cuda" and not gpu:
         raise CannotRunError("--device cuda needs a torch that sees a GPU; run: contrastile doctor")
