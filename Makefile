@@ -64,6 +64,11 @@ test-gpu:
 verify-gpu:
 	$(PYTHON) scripts/verify_gpu.py $(ARGS)
 
+# the address of the sources that pyproject.toml has
+docs docs-version: export REPO_URL ?= $(shell $(PYTHON) -c 'import tomllib; \
+  print(tomllib.load(open("pyproject.toml", "rb"))["project"].get("urls", {}).get("Source", ""))')
+docs docs-version: export EDIT_URI ?= $(if $(REPO_URL),edit/main/docs/)
+
 docs: $(STAMPS)-docs
 	NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build --strict --quiet
 

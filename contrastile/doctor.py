@@ -27,7 +27,7 @@ from contrastile.reporting import CannotRunError, cannot_run, colored, show_tabl
 State = Literal["ok", "missing", "broken", "wrong"]
 
 EXTRAS = {
-    "torch": ("torch", "torch tensors, autograd, contrastile.nn, the fast backends"),
+    "torch": ("torch", "torch tensors, autograd, contrastile.nn"),
     "triton": ("triton", "fused GPU kernels"),
     "cupy": ("cupy", "CUDA C++ kernels without torch"),
     "mpi4py": ("mpi", "many processes over MPI"),

@@ -1,4 +1,4 @@
-"""The losses, as people call them. Each is a problem (``problems``) handed to one evaluation (``evaluation``).
+"""The losses.
 
 Features are used as given: normalise them first. ``scale`` multiplies the dot product: exp(logit_scale) of
 CLIP, 1 / temperature elsewhere.

@@ -229,7 +229,7 @@ class MutationRun:
         return Done(process.returncode, rows, lines[-1] if lines else "it printed nothing")
 
     def _controls(self) -> list[tuple[Mutant, list[Result]]]:
-        """Caught results, grouped by component, backend, dtype and property, each group with a mutant of its component."""
+        """Caught results by component, backend, dtype and property, each group with a mutant of its component."""
         groups: dict[tuple[str, ...], tuple[Mutant, list[Result]]] = {}
         for mutant, result in zip(self.mutants, self.results, strict=True):
             # a failure of the whole backend, or of the verdict, has no case to rerun
