@@ -14,6 +14,7 @@ from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
 
+from contrastile.backends.arrays import FLOATS, ITEMSIZE
 from contrastile.backends.choice import RANKS, SOFTMAX, choose
 from contrastile.backends.contract import Backend, BackendUnavailableError, Footprint, Options, state_dtype
 from contrastile.backends.registry import load
@@ -22,7 +23,6 @@ from contrastile.schedules.placement import Shards, choose_exchange
 from contrastile.schedules.problem import BLOCK
 
 MIB = 2**20
-_ITEMSIZE = {"float16": 2, "bfloat16": 2, "float32": 4, "float64": 8}
 PLANNED = 0.9
 """The share of a device's memory that is planned with: the rest is for what its libraries and its allocator keep."""
 
@@ -134,7 +134,7 @@ def capacity(setup: Setup) -> Capacity:
     if setup.gpus > 1:
         rows = tuple(len(range(rank, setup.batch, setup.gpus)) for rank in range(setup.gpus))
         shards, on_gpus = Shards(rows, tuple((m,) for m in rows)), setup.device == "cuda"
-        choice = choose_exchange(shards, setup.dim, _ITEMSIZE[setup.dtype], may_replicate=on_gpus)
+        choice = choose_exchange(shards, setup.dim, ITEMSIZE[setup.dtype], may_replicate=on_gpus)
         exchange, reason = choice.exchange, f"exchange {choice.exchange}: {choice.reason}"
     loss = loss_items(setup, backend, exchange)
     return Capacity(name, exchange, reason, loss, tuple(_ways(setup, backend, exchange, loss)))
@@ -143,7 +143,7 @@ def capacity(setup: Setup) -> Capacity:
 def loss_items(setup: Setup, backend: Backend, exchange: str) -> tuple[Item, ...]:
     """What the symmetric loss and its gradients hold at their peak, beyond the embeddings."""
     dtype, d, b, g = setup.dtype, setup.dim, setup.rows, setup.gpus
-    item, state = _ITEMSIZE[dtype], _ITEMSIZE[state_dtype(dtype)]
+    item, state = ITEMSIZE[dtype], ITEMSIZE[state_dtype(dtype)]
     if exchange == "replicate":
         # and the plain loss of them; the gradients of this rank's rows are views of its gradients
         collected = Item("collected features", 2 * setup.batch * d * item, f"rows and columns of all {g} ranks")
@@ -203,7 +203,7 @@ def _kept(setup: Setup, backend: Backend, m: int, n: int) -> list[Item]:
 def offloaded_items(setup: Setup, backend: Backend, block: int = BLOCK) -> tuple[Item, ...]:
     """What ``device=`` holds on the device for embeddings on the host: see ``schedules/blocked.py``."""
     dtype, d, b = setup.dtype, setup.dim, setup.batch
-    item, state = _ITEMSIZE[dtype], _ITEMSIZE[state_dtype(dtype)]
+    item, state = ITEMSIZE[dtype], ITEMSIZE[state_dtype(dtype)]
     if b <= block:
         # one block: the plain loss, on a copy
         return Item("embeddings", 2 * b * d * item, "copied for the loss"), *loss_items(setup, backend, "local")
@@ -223,12 +223,12 @@ def offloaded_items(setup: Setup, backend: Backend, block: int = BLOCK) -> tuple
 def _ways(setup: Setup, backend: Backend, exchange: str, loss: Sequence[Item]) -> list[Way]:
     rows, memory = setup.rows, int(setup.memory_gib * 2**30 * PLANNED)
     sample = int(setup.encoder_mib_per_sample * MIB)
-    width = rows * setup.dim * _ITEMSIZE[setup.dtype]
+    width = rows * setup.dim * ITEMSIZE[setup.dtype]
     model = Item("model", int(setup.model_gib * 2**30), "weights, gradients, optimizer")
     embeddings = Item("embeddings", 2 * width, f"2 x {rows:,} x {setup.dim}, {setup.dtype}")
     gradients = Item("their gradients", 2 * width, "kept for the second pass")
     if exchange == "replicate":
-        whole = 2 * setup.batch * setup.dim * _ITEMSIZE[setup.dtype]
+        whole = 2 * setup.batch * setup.dim * ITEMSIZE[setup.dtype]
         gradients = Item("their gradients", whole, "views of all ranks', kept for the second pass")
 
     def encoder(chunk: int) -> Item:
@@ -263,7 +263,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     add("--batch", type=int, required=True, metavar="B", help="pairs, of all GPUs together")
     add("--dim", type=int, required=True, metavar="D", help="width of the embeddings")
     add("--gpus", type=int, default=1, metavar="N", help="ranks, one GPU each (%(default)s)")
-    add("--dtype", choices=sorted(_ITEMSIZE), default="bfloat16", help="of the embeddings (%(default)s)")
+    add("--dtype", choices=sorted(FLOATS), default="bfloat16", help="of the embeddings (%(default)s)")
     add(
         "--encoder-mib-per-sample",
         type=float,

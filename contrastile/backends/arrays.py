@@ -15,7 +15,9 @@ from contrastile.backends import crossing, eager
 from contrastile.backends.eager import imported
 
 Array = Any
-FLOATS = ("float16", "bfloat16", "float32", "float64")
+ITEMSIZE = {"float16": 2, "bfloat16": 2, "float32": 4, "float64": 8}
+"""Bytes of a feature, by its dtype."""
+FLOATS = tuple(ITEMSIZE)
 
 
 class ArrayLibrary(Protocol):

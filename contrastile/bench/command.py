@@ -7,6 +7,7 @@ import os
 from pathlib import Path
 from typing import Any
 
+from contrastile.backends.arrays import FLOATS
 from contrastile.backends.contract import BackendUnavailableError
 from contrastile.backends.registry import available, load
 from contrastile.backends.settings import KEEP, WORKSPACE
@@ -33,7 +34,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     add("--batch", nargs="+", type=positive, metavar="B", help="numbers of pairs (4096 8192)")
     add("--width", nargs="+", type=positive, metavar="D", help="numbers of features (512)")
     add("--variant", nargs="+", choices=VARIANTS, default=["aligned"], help="ragged: b-1, d-3; ids: false negatives")
-    add("--dtype", choices=sorted(sweep.ITEMSIZE), default="float32", help="of the features (%(default)s)")
+    add("--dtype", choices=sorted(FLOATS), default="float32", help="of the features (%(default)s)")
     add("--scale", type=float, default=100.0, help="multiplies the dot products (%(default)s)")
     add("--workspace", type=whole, metavar="MIB", help="for G, of triton and cupy (CONTRASTILE_WORKSPACE_MIB)")
     add("--keep", type=whole, metavar="MIB", help="of exponentials kept, of cupy and torch (CONTRASTILE_KEEP_MIB)")
