@@ -10,7 +10,7 @@ from functools import partial
 from typing import Any, Unpack
 
 from contrastile import problems, validation
-from contrastile.backends.arrays import library_of, transfer
+from contrastile.backends.arrays import transfer
 from contrastile.backends.choice import RANKS, SIGMOID, SOFTMAX, SYMMETRIC, choose, settled
 from contrastile.backends.contract import Options
 from contrastile.backends.eager import direct, imported, outside_of_graphs
@@ -98,9 +98,8 @@ def make(
         agreed = {"backend": str(given["backend"]), "tile": str(given["tile"]), "precision": str(given["precision"])}
     here = Handshake.of(group, given["exchange"], given["parameter_reduction"], **agreed)
     here = replace(here, replicates=replicates) if group is not None else here
-    (backend, options, blocks), loss = here.build(_stated, build, given, args, kwargs)
-    problem = loss.problem
-    library = library_of(problem.rows)
+    (backend, options, blocks), loss = here.build(_built, build, given, args, kwargs)
+    problem, library = loss.problem, loss.library
     walk = validation.walk(blocks, library, problem.rows, problem.columns)
     if walk is not None:
         problem = replace(problem, walk=walk)
@@ -120,9 +119,10 @@ def _form(problem: Problem) -> str:
     return SOFTMAX if problem.columns else SYMMETRIC
 
 
-def _stated(
+def _built(
     build: Builder, given: dict[str, Any], args: Any, kwargs: Any, here: Handshake
 ) -> tuple[tuple[str, Options, Any], problems.LossProblem]:
+    """What ``_checked`` gives, and the loss: together, so that what either raises on one rank is raised on all."""
     return _checked(given), build(*args, **kwargs, world=here)
 
 

@@ -27,8 +27,9 @@ FEW = 256
 
 @dataclass(frozen=True, slots=True)
 class LossProblem:
-    """A problem, and how its gradients become those of the public function's positional arguments."""
+    """A problem in the caller's library, and how its gradients become those of the loss's positional arguments."""
 
+    library: ArrayLibrary
     problem: Problem
     pull_back: Callable[[Gradients], tuple[Array, ...]]
 
@@ -55,7 +56,7 @@ def clip(image: Array, text: Array, scale: Any, *, ids: Array | None = None, wor
         column_ids=same,
         placement=met.placement,
     )
-    return LossProblem(problem, lambda g: (*_like(arrays, (image, text), (g.rows, g.columns[0])), g.scale))
+    return LossProblem(arrays, problem, lambda g: (*_like(arrays, (image, text), (g.rows, g.columns[0])), g.scale))
 
 
 def info_nce(
@@ -120,7 +121,7 @@ def info_nce(
         column_ids=of_columns,
         placement=met.placement,
     )
-    return LossProblem(problem, lambda g: (*_like(arrays, (query, key), (g.rows, g.columns[0])), g.scale))
+    return LossProblem(arrays, problem, lambda g: (*_like(arrays, (query, key), (g.rows, g.columns[0])), g.scale))
 
 
 def nt_xent(view_a: Array, view_b: Array, scale: Any, *, world: Handshake = ALONE) -> LossProblem:
@@ -147,7 +148,7 @@ def nt_xent(view_a: Array, view_b: Array, scale: Any, *, world: Handshake = ALON
         sides = both_sides(g)
         return *_like(arrays, (view_a, view_b), (sides[:m], sides[m:])), g.scale
 
-    return LossProblem(problem, pull_back)
+    return LossProblem(arrays, problem, pull_back)
 
 
 def sup_con(features: Array, labels: Array, scale: Any, *, world: Handshake = ALONE) -> LossProblem:
@@ -187,7 +188,7 @@ def sup_con(features: Array, labels: Array, scale: Any, *, world: Handshake = AL
         found = both_sides(g)
         return *_like(arrays, (features,), (found if stay else arrays.put(found, order),)), g.scale
 
-    return LossProblem(problem, pull_back)
+    return LossProblem(arrays, problem, pull_back)
 
 
 def sigmoid(
@@ -225,7 +226,9 @@ def sigmoid(
         column_ids=same,
         placement=met.placement,
     )
-    return LossProblem(problem, lambda g: (*_like(arrays, (image, text), (g.rows, g.columns[0])), g.scale, g.bias))
+    return LossProblem(
+        arrays, problem, lambda g: (*_like(arrays, (image, text), (g.rows, g.columns[0])), g.scale, g.bias)
+    )
 
 
 BUILDERS: dict[str, Callable[..., LossProblem]] = {
