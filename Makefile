@@ -6,7 +6,7 @@
 # make docs       the site, into site/
 # make docs-version VERSION=0.1  the site as one version beside the others, committed to the branch gh-pages
 # make pictures   the charts of the records, the captures of the commands (on an idle machine) and the site's screenshots
-# make package    sdist and wheel in dist/, checked, and each installed in an empty environment where verify runs
+# make package    sdist and wheel in dist/, checked; each in an empty environment runs the README's code and verify
 # make test-versions  the tests of the front door with the newest packages, or with VERSIONS="numpy==1.26.* torch==2.6.*"
 # Each but test-gpu and verify-gpu needs Python 3.11+ with pip, and nothing else: a virtual environment in $(VENV) holds the rest.
 #
@@ -64,6 +64,11 @@ test-gpu:
 verify-gpu:
 	$(PYTHON) scripts/verify_gpu.py $(ARGS)
 
+# the address of the sources that pyproject.toml has
+docs docs-version: export REPO_URL ?= $(shell $(PYTHON) -c 'import tomllib; \
+  print(tomllib.load(open("pyproject.toml", "rb"))["project"].get("urls", {}).get("Source", ""))')
+docs docs-version: export EDIT_URI ?= $(if $(REPO_URL),edit/main/docs/)
+
 docs: $(STAMPS)-docs
 	NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build --strict --quiet
 
@@ -87,6 +92,7 @@ package:
 	  rm -rf $(VENV)-stranger && $(PYTHON) -m venv $(VENV)-stranger && \
 	  $(VENV)-stranger/bin/python -m pip install --quiet --disable-pip-version-check -c $(PINS) $(PIP_FLAGS) \
 	    "contrastile[torch,verify] @ file://$(CURDIR)/$$file" && \
+	  sed -n '/^```python/,/^```/{//!p}' README.md | (cd / && $(abspath $(VENV))-stranger/bin/python -) && \
 	  (cd / && $(abspath $(VENV))-stranger/bin/contrastile verify --case smoke ragged hot) || exit 1; \
 	done
 

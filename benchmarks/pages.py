@@ -41,7 +41,7 @@ def section(stem: str, data: Data) -> str:
     several = e.get("ranks", 1) > 1
     commit = (e["commit"] or "unknown")[:12]
     links = [f"links {e['links']}"] if e.get("links") else []
-    power = [f"power limit {e['power.limit']}"] if e.get("power.limit") else []
+    power = [f"power limit {e['power.limit'].replace('.00', '')}"] if e.get("power.limit") else []
     about = ", ".join([e["date"][:10], f"commit `{commit}`", *versions(e), *links, *power])
     about += f". [The record](../results/{stem}.json) has every sample."
     told = [about, e.get("note", ""), tables.verified(data)]

@@ -14,6 +14,7 @@ from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
 
+from contrastile.backends.arrays import FLOATS, ITEMSIZE
 from contrastile.backends.choice import RANKS, SOFTMAX, choose
 from contrastile.backends.contract import Backend, BackendUnavailableError, Footprint, Options, state_dtype
 from contrastile.backends.registry import load
@@ -22,7 +23,6 @@ from contrastile.schedules.placement import Shards, choose_exchange
 from contrastile.schedules.problem import BLOCK
 
 MIB = 2**20
-_ITEMSIZE = {"float16": 2, "bfloat16": 2, "float32": 4, "float64": 8}
 PLANNED = 0.9
 """The share of a device's memory that is planned with: the rest is for what its libraries and its allocator keep."""
 
@@ -31,7 +31,7 @@ _NUMBERS = 28
 
 
 @dataclass(frozen=True, slots=True)
-class Wanted:
+class Setup:
     """What is to be trained.
 
     Attributes:
@@ -119,42 +119,42 @@ def total(items: Sequence[Item]) -> int:
     return sum(each.bytes for each in items)
 
 
-def capacity(wanted: Wanted) -> Capacity:
+def capacity(setup: Setup) -> Capacity:
     """What fits, and why.
 
     Raises:
         ValueError, BackendUnavailableError, TypeError: see ``registry.load``.
         CannotRunError: the backend does not say what it takes.
     """
-    name = wanted.backend
+    name = setup.backend
     if name == "auto":
-        name = choose("torch", wanted.device, wanted.dtype, form=SOFTMAX if wanted.gpus == 1 else RANKS)
+        name = choose("torch", setup.device, setup.dtype, form=SOFTMAX if setup.gpus == 1 else RANKS)
     backend = load(name)
     backend.check_device(wanted.device)
     backend.check_dtype(wanted.dtype)
     exchange, reason = "local", "one GPU exchanges nothing"
-    if wanted.gpus > 1:
-        rows = tuple(len(range(rank, wanted.batch, wanted.gpus)) for rank in range(wanted.gpus))
-        shards, on_gpus = Shards(rows, tuple((m,) for m in rows)), wanted.device == "cuda"
-        choice = choose_exchange(shards, wanted.dim, _ITEMSIZE[wanted.dtype], may_replicate=on_gpus)
+    if setup.gpus > 1:
+        rows = tuple(len(range(rank, setup.batch, setup.gpus)) for rank in range(setup.gpus))
+        shards, on_gpus = Shards(rows, tuple((m,) for m in rows)), setup.device == "cuda"
+        choice = choose_exchange(shards, setup.dim, ITEMSIZE[setup.dtype], may_replicate=on_gpus)
         exchange, reason = choice.exchange, f"exchange {choice.exchange}: {choice.reason}"
-    loss = loss_items(wanted, backend, exchange)
-    return Capacity(name, exchange, reason, loss, tuple(_ways(wanted, backend, exchange, loss)))
+    loss = loss_items(setup, backend, exchange)
+    return Capacity(name, exchange, reason, loss, tuple(_ways(setup, backend, exchange, loss)))
 
 
-def loss_items(wanted: Wanted, backend: Backend, exchange: str) -> tuple[Item, ...]:
+def loss_items(setup: Setup, backend: Backend, exchange: str) -> tuple[Item, ...]:
     """What the symmetric loss and its gradients hold at their peak, beyond the embeddings."""
-    dtype, d, b, g = wanted.dtype, wanted.dim, wanted.rows, wanted.gpus
-    item, state = _ITEMSIZE[dtype], _ITEMSIZE[state_dtype(dtype)]
+    dtype, d, b, g = setup.dtype, setup.dim, setup.rows, setup.gpus
+    item, state = ITEMSIZE[dtype], ITEMSIZE[state_dtype(dtype)]
     if exchange == "replicate":
         # and the plain loss of them; the gradients of this rank's rows are views of its gradients
-        collected = Item("collected features", 2 * wanted.batch * d * item, f"rows and columns of all {g} ranks")
-        return collected, *loss_items(replace(wanted, gpus=1), backend, "local")
+        collected = Item("collected features", 2 * setup.batch * d * item, f"rows and columns of all {g} ranks")
+        return collected, *loss_items(replace(setup, gpus=1), backend, "local")
     # rows of this rank against the columns of all, or of one rank after the other
     n = b * g if exchange == "gather" else b
-    taken = _footprint(wanted, backend, b, n)
+    taken = _footprint(setup, backend, b, n)
     numbers = Item("log-sum-exps", _NUMBERS * (b + n), "and weights and targets")
-    kept = _kept(wanted, backend, b, n) if exchange != "ring" else []
+    kept = _kept(setup, backend, b, n) if exchange != "ring" else []
     alive: list[Item] = [*kept]
     arriving: list[Item] = []
     if exchange == "ring":
@@ -187,31 +187,31 @@ def loss_items(wanted: Wanted, backend: Backend, exchange: str) -> tuple[Item, .
     return tuple(peak)
 
 
-def _footprint(wanted: Wanted, backend: Backend, m: int, n: int) -> Footprint:
+def _footprint(setup: Setup, backend: Backend, m: int, n: int) -> Footprint:
     if backend.footprint is None:
         raise CannotRunError(f"the {backend.name} backend does not say what memory it takes; name another one")
     options = Options(precision=backend.auto_precision)
-    return backend.footprint(m, n, wanted.dim, wanted.dtype, wanted.device, options)
+    return backend.footprint(m, n, setup.dim, setup.dtype, setup.device, options)
 
 
-def _kept(wanted: Wanted, backend: Backend, m: int, n: int) -> list[Item]:
+def _kept(setup: Setup, backend: Backend, m: int, n: int) -> list[Item]:
     """What the forward pass of m rows and n columns leaves to the backward; nothing where it keeps nothing."""
     if backend.keeps is None:
         return []
-    most = backend.keeps(m, n, wanted.dtype, wanted.device, Options(precision=backend.auto_precision))
+    most = backend.keeps(m, n, setup.dtype, setup.device, Options(precision=backend.auto_precision))
     return [Item("kept exponentials", most, "see keep=")] if most else []
 
 
-def offloaded_items(wanted: Wanted, backend: Backend, block: int = BLOCK) -> tuple[Item, ...]:
+def offloaded_items(setup: Setup, backend: Backend, block: int = BLOCK) -> tuple[Item, ...]:
     """What ``device=`` holds on the device for embeddings on the host: see ``schedules/blocked.py``."""
-    dtype, d, b = wanted.dtype, wanted.dim, wanted.batch
-    item, state = _ITEMSIZE[dtype], _ITEMSIZE[state_dtype(dtype)]
+    dtype, d, b = setup.dtype, setup.dim, setup.batch
+    item, state = ITEMSIZE[dtype], ITEMSIZE[state_dtype(dtype)]
     if b <= block:
         # one block: the plain loss, on a copy
-        return Item("embeddings", 2 * b * d * item, "copied for the loss"), *loss_items(wanted, backend, "local")
-    taken = _footprint(wanted, backend, block, block)
+        return Item("embeddings", 2 * b * d * item, "copied for the loss"), *loss_items(setup, backend, "local")
+    taken = _footprint(setup, backend, block, block)
     # of the features' own dtype they are made in place, and a CPU is home
-    copied = item < state and wanted.device == "cuda"
+    copied = item < state and setup.device == "cuda"
     on_the_way = [Item("gradients", 2 * block * d * item, "on their way to the host")] if copied else []
     return (
         Item("blocks of features", 4 * block * d * item, f"two of rows, two of columns, {block:,} each"),
@@ -222,19 +222,19 @@ def offloaded_items(wanted: Wanted, backend: Backend, block: int = BLOCK) -> tup
     )
 
 
-def _ways(wanted: Wanted, backend: Backend, exchange: str, loss: Sequence[Item]) -> list[Way]:
-    rows, memory = wanted.rows, int(wanted.memory_gib * 2**30 * PLANNED)
-    sample = int(wanted.encoder_mib_per_sample * MIB)
-    width = rows * wanted.dim * _ITEMSIZE[wanted.dtype]
-    model = Item("model", int(wanted.model_gib * 2**30), "weights, gradients, optimizer")
-    embeddings = Item("embeddings", 2 * width, f"2 x {rows:,} x {wanted.dim}, {wanted.dtype}")
+def _ways(setup: Setup, backend: Backend, exchange: str, loss: Sequence[Item]) -> list[Way]:
+    rows, memory = setup.rows, int(setup.memory_gib * 2**30 * PLANNED)
+    sample = int(setup.encoder_mib_per_sample * MIB)
+    width = rows * setup.dim * ITEMSIZE[setup.dtype]
+    model = Item("model", int(setup.model_gib * 2**30), "weights, gradients, optimizer")
+    embeddings = Item("embeddings", 2 * width, f"2 x {rows:,} x {setup.dim}, {setup.dtype}")
     gradients = Item("their gradients", 2 * width, "kept for the second pass")
     if exchange == "replicate":
-        whole = 2 * wanted.batch * wanted.dim * _ITEMSIZE[wanted.dtype]
+        whole = 2 * setup.batch * setup.dim * ITEMSIZE[setup.dtype]
         gradients = Item("their gradients", whole, "views of all ranks', kept for the second pass")
 
     def encoder(chunk: int) -> Item:
-        return Item("encoder", chunk * sample, f"{chunk:,} samples x {wanted.encoder_mib_per_sample:g} MiB")
+        return Item("encoder", chunk * sample, f"{chunk:,} samples x {setup.encoder_mib_per_sample:g} MiB")
 
     def chunk_beside(items: Sequence[Item]) -> int:
         """The largest power of two whose activations fit beside these, at most all rows; 1 where not one fits."""
@@ -252,8 +252,8 @@ def _ways(wanted: Wanted, backend: Backend, exchange: str, loss: Sequence[Item])
     held = [model, embeddings, gradients]
     chunk = chunk_beside(held)
     found.append(way(cached(chunk), chunk, [model, embeddings, *loss], [*held, encoder(chunk)]))
-    if wanted.gpus == 1:
-        there = offloaded_items(wanted, backend)
+    if setup.gpus == 1:
+        there = offloaded_items(setup, backend)
         chunk = chunk_beside([model])
         found.append(way(cached(chunk, "offload=True"), chunk, [model, *there], [model, encoder(chunk)]))
     return found
@@ -265,7 +265,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     add("--batch", type=int, required=True, metavar="B", help="pairs, of all GPUs together")
     add("--dim", type=int, required=True, metavar="D", help="width of the embeddings")
     add("--gpus", type=int, default=1, metavar="N", help="ranks, one GPU each (%(default)s)")
-    add("--dtype", choices=sorted(_ITEMSIZE), default="bfloat16", help="of the embeddings (%(default)s)")
+    add("--dtype", choices=sorted(FLOATS), default="bfloat16", help="of the embeddings (%(default)s)")
     add(
         "--encoder-mib-per-sample",
         type=float,
@@ -298,13 +298,13 @@ def main(args: argparse.Namespace) -> int:
             at_least(option.replace("_", "-"), getattr(args, option) or 0.0, 0)
         memory = _memory(args.device) if args.memory_gib is None else args.memory_gib
         names = ("batch", "dim", "gpus", "dtype", "encoder_mib_per_sample", "model_gib", "backend", "device")
-        wanted = Wanted(memory_gib=memory, **{name: getattr(args, name) for name in names})
-        found = capacity(wanted)
+        setup = Setup(memory_gib=memory, **{name: getattr(args, name) for name in names})
+        found = capacity(setup)
         if args.json:
-            write_json(args.json, as_json(wanted, found))
+            write_json(args.json, as_json(setup, found))
     except (CannotRunError, BackendUnavailableError, ValueError, TypeError) as error:
         return cannot_run("plan", error)
-    print(report(wanted, found))
+    print(report(setup, found))
     return 0 if found.best else 1
 
 
@@ -321,11 +321,11 @@ def _memory(device: str) -> float:
     return found / 2**30
 
 
-def as_json(wanted: Wanted, found: Capacity) -> dict[str, Any]:
+def as_json(setup: Setup, found: Capacity) -> dict[str, Any]:
     """Everything, for ``--json``."""
     best = found.best
     return {
-        "wanted": asdict(wanted),
+        "setup": asdict(setup),
         **asdict(found),
         "loss_bytes": total(found.loss),
         "fits": best is not None,
@@ -333,11 +333,11 @@ def as_json(wanted: Wanted, found: Capacity) -> dict[str, Any]:
     }
 
 
-def report(wanted: Wanted, found: Capacity) -> str:
+def report(setup: Setup, found: Capacity) -> str:
     """The answer in words and tables, 80 columns wide."""
-    each = "" if wanted.gpus == 1 else f", {wanted.rows:,} on each of {wanted.gpus} GPUs"
+    each = "" if setup.gpus == 1 else f", {setup.rows:,} on each of {setup.gpus} GPUs"
     lines = [
-        f"{wanted.batch:,} pairs of {wanted.dim} {wanted.dtype}{each}, {PLANNED:.0%} of {wanted.memory_gib:,.1f} GiB",
+        f"{setup.batch:,} pairs of {setup.dim} {setup.dtype}{each}, {PLANNED:.0%} of {setup.memory_gib:,.1f} GiB",
         *textwrap.wrap(f"backend {found.backend}; {found.reason}", 80),
         "",
         _table("The loss, beyond the embeddings", found.loss),

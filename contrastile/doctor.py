@@ -27,7 +27,7 @@ from contrastile.reporting import CannotRunError, cannot_run, colored, show_tabl
 State = Literal["ok", "missing", "broken", "wrong"]
 
 EXTRAS = {
-    "torch": ("torch", "torch tensors, autograd, contrastile.nn, the fast backends"),
+    "torch": ("torch", "torch tensors, autograd, contrastile.nn"),
     "triton": ("triton", "fused GPU kernels"),
     "cupy": ("cupy", "CUDA C++ kernels without torch"),
     "mpi4py": ("mpi", "many processes over MPI"),
@@ -98,15 +98,10 @@ def main(args: argparse.Namespace) -> int:
     if args.json:
         verdict = "interrupted" if reason else "pass" if works else "fail"
         try:
-            write_json(args.json, {"verdict": verdict, "environment": facts, "findings": list(map(_as_json, findings))})
+            write_json(args.json, {"verdict": verdict, "environment": facts, "findings": list(map(asdict, findings))})
         except CannotRunError as error:
             reason = str(error)
     return cannot_run("doctor", reason) if reason else 0 if works else 1
-
-
-def _as_json(finding: Finding) -> dict[str, str]:
-    # the key's name is part of the file format
-    return {{"remedy": "mend"}.get(key, key): value for key, value in asdict(finding).items()}
 
 
 def examine() -> Iterator[Finding]:

@@ -10,7 +10,7 @@ from functools import partial
 from typing import Any, Unpack
 
 from contrastile import problems, validation
-from contrastile.backends.arrays import library_of, transfer
+from contrastile.backends.arrays import transfer
 from contrastile.backends.choice import RANKS, SIGMOID, SOFTMAX, SYMMETRIC, choose, settled
 from contrastile.backends.contract import Options
 from contrastile.backends.eager import direct, imported, outside_of_graphs
@@ -23,7 +23,7 @@ from contrastile.schedules.problem import Problem
 from contrastile.schedules.replicate import ReplicateError
 
 Array = Any
-Builder = Callable[..., problems.Loss]
+Builder = Callable[..., problems.LossProblem]
 """Makes a problem of a loss's own arguments and ``world=``: see ``problems.BUILDERS``."""
 
 
@@ -80,7 +80,7 @@ def _is_plain(x: Any) -> bool:
 
 def make(
     build: Builder, settings: Given, args: Any, kwargs: Any, *, replicates: bool = False
-) -> tuple[Plan, problems.Loss]:
+) -> tuple[Plan, problems.LossProblem]:
     """The plan of a loss, and the loss, which knows how its gradients become those of the arguments.
 
     ``replicates`` says that the caller catches a ReplicateError: see ``Handshake.meet``.
@@ -98,9 +98,8 @@ def make(
         agreed = {"backend": str(given["backend"]), "tile": str(given["tile"]), "precision": str(given["precision"])}
     here = Handshake.of(group, given["exchange"], given["parameter_reduction"], **agreed)
     here = replace(here, replicates=replicates) if group is not None else here
-    (backend, options, blocks), loss = here.build(_stated, build, given, args, kwargs)
-    problem = loss.problem
-    library = library_of(problem.rows)
+    (backend, options, blocks), loss = here.build(_built, build, given, args, kwargs)
+    problem, library = loss.problem, loss.library
     walk = validation.walk(blocks, library, problem.rows, problem.columns)
     if walk is not None:
         problem = replace(problem, walk=walk)
@@ -120,9 +119,10 @@ def _form(problem: Problem) -> str:
     return SOFTMAX if problem.columns else SYMMETRIC
 
 
-def _stated(
+def _built(
     build: Builder, given: dict[str, Any], args: Any, kwargs: Any, here: Handshake
-) -> tuple[tuple[str, Options, Any], problems.Loss]:
+) -> tuple[tuple[str, Options, Any], problems.LossProblem]:
+    """What ``_checked`` gives, and the loss: together, so that what either raises on one rank is raised on all."""
     return _checked(given), build(*args, **kwargs, world=here)
 
 
@@ -179,7 +179,7 @@ def value_and_grad(
     return both
 
 
-def _bound(name: str, *args: Any, **kwargs: Any) -> problems.Loss:
+def _bound(name: str, *args: Any, **kwargs: Any) -> problems.LossProblem:
     """The problem of a loss, whose own arguments these must be."""
     build = problems.BUILDERS[name]
     try:

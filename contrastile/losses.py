@@ -1,7 +1,6 @@
-"""The losses, as people call them. Each is a problem (``problems``) handed to one evaluation (``evaluation``).
+"""The losses: features are used as given, so normalise them first.
 
-Features are used as given: normalise them first. ``scale`` multiplies the dot product: exp(logit_scale) of
-CLIP, 1 / temperature elsewhere.
+``scale`` multiplies the dot product: it is exp(logit_scale) of CLIP, and 1 / temperature elsewhere.
 """
 
 from __future__ import annotations

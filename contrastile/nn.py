@@ -8,7 +8,7 @@ from typing import Any, SupportsIndex, Unpack
 from contrastile.backends.registry import require
 from contrastile.evaluation import evaluate
 from contrastile.plan import DEFAULTS, Settings, complete
-from contrastile.problems import BUILDERS, Loss
+from contrastile.problems import BUILDERS, LossProblem
 from contrastile.schedules.handshake import Handshake
 
 try:
@@ -47,7 +47,7 @@ class _Loss(torch.nn.Module):
         """The loss of this name."""
         return evaluate(self._confirmed, self.settings, BUILDERS[name], *args)
 
-    def _confirmed(self, build: Callable[..., Loss], *args: Any, world: Handshake) -> Loss:
+    def _confirmed(self, build: Callable[..., LossProblem], *args: Any, world: Handshake) -> LossProblem:
         """The problem, in a world that is the one that this module was told of."""
         self._confirm(world)
         return build(*args, world=world)
@@ -124,7 +124,7 @@ class ClipLoss(_Loss):
             image_features: (b, d), normalised by the caller.
             text_features: (b, d).
             logit_scale: the factor itself, exp of the learned parameter, as open_clip passes it.
-            logit_bias: a softmax does not feel it; its gradient is 0.
+            logit_bias: has no effect on a softmax; its gradient is 0.
             output_dict: whether to return a dict.
 
         Raises:

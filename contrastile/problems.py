@@ -26,14 +26,15 @@ FEW = 256
 
 
 @dataclass(frozen=True, slots=True)
-class Loss:
-    """A problem, and how its gradients become those of the public function's positional arguments."""
+class LossProblem:
+    """A problem in the caller's library, and how its gradients become those of the loss's positional arguments."""
 
+    library: ArrayLibrary
     problem: Problem
     pull_back: Callable[[Gradients], tuple[Array, ...]]
 
 
-def clip(image: Array, text: Array, scale: Any, *, ids: Array | None = None, world: Handshake = ALONE) -> Loss:
+def clip(image: Array, text: Array, scale: Any, *, ids: Array | None = None, world: Handshake = ALONE) -> LossProblem:
     """Both directions, halved: u = v = 1 / (2b); the positive of row i is column i."""
     arrays, (rows, columns) = validation.features(world.alone, image=image, text=text)
     validation.paired("image", image, "text", text, "use info_nce for keys without a query")
@@ -55,7 +56,7 @@ def clip(image: Array, text: Array, scale: Any, *, ids: Array | None = None, wor
         column_ids=same,
         placement=met.placement,
     )
-    return Loss(problem, lambda g: (*_like(arrays, (image, text), (g.rows, g.columns[0])), g.scale))
+    return LossProblem(arrays, problem, lambda g: (*_like(arrays, (image, text), (g.rows, g.columns[0])), g.scale))
 
 
 def info_nce(
@@ -68,7 +69,7 @@ def info_nce(
     row_ids: Array | None = None,
     column_ids: Array | None = None,
     world: Handshake = ALONE,
-) -> Loss:
+) -> LossProblem:
     """One direction: u = 1 / m, no column weights; the key and each block of negatives share one log-sum-exp."""
     more: tuple[Array, ...]
     more = () if negatives is None else tuple(negatives) if isinstance(negatives, Sequence) else (negatives,)
@@ -120,10 +121,10 @@ def info_nce(
         column_ids=of_columns,
         placement=met.placement,
     )
-    return Loss(problem, lambda g: (*_like(arrays, (query, key), (g.rows, g.columns[0])), g.scale))
+    return LossProblem(arrays, problem, lambda g: (*_like(arrays, (query, key), (g.rows, g.columns[0])), g.scale))
 
 
-def nt_xent(view_a: Array, view_b: Array, scale: Any, *, world: Handshake = ALONE) -> Loss:
+def nt_xent(view_a: Array, view_b: Array, scale: Any, *, world: Handshake = ALONE) -> LossProblem:
     """The 2b views against themselves, each excluded from its own columns: u = 1 / (2b)."""
     arrays, both = validation.features(world.alone, view_a=view_a, view_b=view_b)
     validation.paired("view_a", view_a, "view_b", view_b, "give two views of every sample")
@@ -147,10 +148,10 @@ def nt_xent(view_a: Array, view_b: Array, scale: Any, *, world: Handshake = ALON
         sides = both_sides(g)
         return *_like(arrays, (view_a, view_b), (sides[:m], sides[m:])), g.scale
 
-    return Loss(problem, pull_back)
+    return LossProblem(arrays, problem, pull_back)
 
 
-def sup_con(features: Array, labels: Array, scale: Any, *, world: Handshake = ALONE) -> Loss:
+def sup_con(features: Array, labels: Array, scale: Any, *, world: Handshake = ALONE) -> LossProblem:
     """Samples against themselves, self excluded, t = 1 / |P(i)|; u = 1 / (samples that have a positive).
 
     Samples are taken in the order of their labels: few tiles then hold a positive, and the others look for none. A
@@ -187,12 +188,12 @@ def sup_con(features: Array, labels: Array, scale: Any, *, world: Handshake = AL
         found = both_sides(g)
         return *_like(arrays, (features,), (found if stay else arrays.put(found, order),)), g.scale
 
-    return Loss(problem, pull_back)
+    return LossProblem(arrays, problem, pull_back)
 
 
 def sigmoid(
     image: Array, text: Array, scale: Any, bias: Any = 0.0, *, ids: Array | None = None, world: Handshake = ALONE
-) -> Loss:
+) -> LossProblem:
     """The additive loss over all pairs, divided by b: u = 1 / b; the positive of row i is column i."""
     arrays, (rows, columns) = validation.features(world.alone, image=image, text=text)
     validation.paired("image", image, "text", text, "every image needs its text")
@@ -225,10 +226,12 @@ def sigmoid(
         column_ids=same,
         placement=met.placement,
     )
-    return Loss(problem, lambda g: (*_like(arrays, (image, text), (g.rows, g.columns[0])), g.scale, g.bias))
+    return LossProblem(
+        arrays, problem, lambda g: (*_like(arrays, (image, text), (g.rows, g.columns[0])), g.scale, g.bias)
+    )
 
 
-BUILDERS: dict[str, Callable[..., Loss]] = {
+BUILDERS: dict[str, Callable[..., LossProblem]] = {
     "clip_loss": clip,
     "info_nce": info_nce,
     "nt_xent": nt_xent,

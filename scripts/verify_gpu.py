@@ -203,7 +203,7 @@ def verified(seed: int, out: Path) -> list[Job]:
 
 
 def mutants(workers: int, out: Path) -> Job:
-    command = [sys.executable, "-m", "contrastile", "mutate", "--device", "cuda", "--room", *KINDS]
+    command = [sys.executable, "-m", "contrastile", "mutate", "--device", "cuda", "--component", *KINDS]
     command += ["--jobs", str(workers), "--json", f"{out}/mutants.json", "--quiet"]
     return Job("mutants", "all", command, slots=workers, judge=all_ran)
 

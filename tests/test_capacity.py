@@ -18,7 +18,7 @@ from contrastile.backends.contract import Backend, Options
 from contrastile.backends.cupy import configs
 from contrastile.backends.registry import load
 from contrastile.bench.memory import cuda_peak, torch_peak
-from contrastile.capacity import Wanted, loss_items, offloaded_items, total
+from contrastile.capacity import Setup, loss_items, offloaded_items, total
 from contrastile.comm.inprocess import InProcess, InProcessGroup
 
 RESULTS = Path(__file__).parent.parent / "docs" / "results"
@@ -48,8 +48,8 @@ def close(said: float, measured: float) -> bool:
 def test_the_loss_on_a_cpu(b: int, d: int, dtype: str) -> None:
     pair = features(b, d, getattr(torch, dtype))
     step(pair)
-    wanted = Wanted(batch=b, dim=d, dtype=dtype, device="cpu")
-    assert close(total(loss_items(wanted, load("torch"), "local")), torch_peak(lambda: step(pair)))
+    setup = Setup(batch=b, dim=d, dtype=dtype, device="cpu")
+    assert close(total(loss_items(setup, load("torch"), "local")), torch_peak(lambda: step(pair)))
 
 
 def test_the_whole_loss_on_every_rank() -> None:
@@ -65,8 +65,8 @@ def test_the_whole_loss_on_every_rank() -> None:
         return peak, gradient.untyped_storage().nbytes()
 
     ((peak, held), _) = InProcessGroup[tuple[int, int]](len(counts)).run(program)
-    wanted = Wanted(batch=sum(counts), dim=d, gpus=len(counts), dtype="float32", device="cpu")
-    assert close(total(loss_items(wanted, load("torch"), "replicate")) + copies, peak)
+    setup = Setup(batch=sum(counts), dim=d, gpus=len(counts), dtype="float32", device="cpu")
+    assert close(total(loss_items(setup, load("torch"), "replicate")) + copies, peak)
     # what a cached step keeps of them for the second pass
     assert held == sum(counts) * d * 4
 
@@ -77,8 +77,8 @@ def test_features_on_the_host() -> None:
     step(pair, block=block)
     # on a CPU what is kept at home counts too: both gradients, and the columns' sums
     home = 2 * b * d * 2 + b * d * 4
-    wanted = Wanted(batch=b, dim=d, dtype="bfloat16", device="cpu")
-    said = total(offloaded_items(wanted, load("torch"), block))
+    setup = Setup(batch=b, dim=d, dtype="bfloat16", device="cpu")
+    said = total(offloaded_items(setup, load("torch"), block))
     assert close(said + home, torch_peak(lambda: step(pair, block=block)))
 
 
@@ -96,8 +96,8 @@ def test_a_cached_step() -> None:
     sample = (alone(2 * chunk) - alone(chunk)) / chunk
     # embeddings and gradients, and the activations of somewhat more than a chunk
     memory = (4 * b * d * 4 + 1.5 * chunk * sample) / capacity.PLANNED
-    wanted = Wanted(b, d, 1, "float32", sample / 2**20, memory_gib=memory / 2**30, device="cpu")
-    cached = capacity.capacity(wanted).ways[1]
+    setup = Setup(b, d, 1, "float32", sample / 2**20, memory_gib=memory / 2**30, device="cpu")
+    cached = capacity.capacity(setup).ways[1]
     assert cached.chunk == chunk
 
     def measured() -> Any:
@@ -133,8 +133,8 @@ def recorded() -> list[tuple[str, int, str, int, int, int]]:
 
 @pytest.mark.parametrize(("name", "n", "exchange", "b", "d", "peak"), recorded())
 def test_the_loss_on_recorded_gpus(name: str, n: int, exchange: str, b: int, d: int, peak: int) -> None:
-    wanted = Wanted(batch=b, dim=d, gpus=n, dtype="bfloat16")
-    assert close(total(loss_items(wanted, backend_of(name), exchange)), peak)
+    setup = Setup(batch=b, dim=d, gpus=n, dtype="bfloat16")
+    assert close(total(loss_items(setup, backend_of(name), exchange)), peak)
 
 
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
@@ -145,17 +145,17 @@ def test_the_loss_on_a_gpu(name: str) -> None:
     for b, d, dtype in ((32768, 512, "bfloat16"), (40000, 384, "float32"), (65536, 256, "float16")):
         pair = features(b, d, getattr(torch, dtype), "cuda")
         step(pair, backend=name)
-        wanted = Wanted(batch=b, dim=d, dtype=dtype)
+        setup = Setup(batch=b, dim=d, dtype=dtype)
         measured = cuda_peak(lambda pair=pair: step(pair, backend=name))  # type: ignore[misc]
-        assert close(total(loss_items(wanted, load(name), "local")), measured), (b, d, dtype)
+        assert close(total(loss_items(setup, load(name), "local")), measured), (b, d, dtype)
 
 
 def test_it_asks_those_who_decide(monkeypatch: pytest.MonkeyPatch) -> None:
-    wanted = Wanted(batch=262144, dim=512, gpus=4)
+    setup = Setup(batch=262144, dim=512, gpus=4)
     monkeypatch.setattr(capacity, "choose", lambda *call, form: "torch")
-    assert capacity.capacity(wanted).backend == "torch"
-    assert capacity.capacity(wanted).exchange == "gather"
-    small = replace(wanted, batch=16384)
+    assert capacity.capacity(setup).backend == "torch"
+    assert capacity.capacity(setup).exchange == "gather"
+    small = replace(setup, batch=16384)
     assert capacity.capacity(small).exchange == "replicate"
     (kept,) = (
         x for x in capacity.capacity(replace(small, encoder_mib_per_sample=10.0)).ways[1].items if "second" in x.why
@@ -165,8 +165,8 @@ def test_it_asks_those_who_decide(monkeypatch: pytest.MonkeyPatch) -> None:
     assert capacity.capacity(replace(small, batch=16383, gpus=5)).exchange == "replicate"
     assert capacity.capacity(replace(small, batch=16385)).exchange == "gather"
     assert capacity.capacity(replace(small, device="cpu")).exchange == "gather"
-    assert capacity.capacity(replace(wanted, batch=4 * 262144)).exchange == "ring"
-    assert capacity.capacity(replace(wanted, gpus=1)).exchange == "local"
+    assert capacity.capacity(replace(setup, batch=4 * 262144)).exchange == "ring"
+    assert capacity.capacity(replace(setup, gpus=1)).exchange == "local"
 
 
 def asked(capsys: pytest.CaptureFixture[str], *words: str) -> tuple[int, str]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ast
 import contextlib
 import importlib
 import io
@@ -122,6 +123,25 @@ def test_a_page_that_a_script_writes_is_what_it_writes(name: str, monkeypatch: p
 def test_links_between_pages_lead_somewhere(page: Path) -> None:
     for target in links(page):
         assert (page.parent / target).exists(), f"{page}: {target}"
+
+
+def test_no_equation_of_a_docstring_on_a_page_is_taken_for_html() -> None:
+    """``<q_i, k_j>`` outside of code is a tag, which a browser does not show."""
+    shown = {name for page in PAGES for name in re.findall(r"^::: ([\w.]+)", page.read_text(encoding="utf-8"), re.M)}
+    folders = {name: [ROOT.joinpath(*name.split(".")[:n]) for n in range(2, 6)] for name in shown}
+    files = {
+        file
+        for paths in folders.values()
+        for path in paths
+        for file in (path.with_suffix(".py"), path / "__init__.py")
+        if file.exists()
+    }
+    assert len(files) > 15
+    for file in files:
+        for node in ast.walk(ast.parse(file.read_text(encoding="utf-8"))):
+            if isinstance(node, ast.Module | ast.ClassDef | ast.FunctionDef):
+                text = re.sub(r"``.*?``|^    .*?$", "", ast.get_docstring(node) or "", flags=re.S | re.M)
+                assert not re.search(r"<[a-zA-Z/]", text), f"{file}: {text}"
 
 
 def test_every_page_is_in_the_site_s_navigation() -> None:

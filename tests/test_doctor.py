@@ -25,7 +25,7 @@ def test_it_finds_what_works_here(tmp_path: Path, capsys: pytest.CaptureFixture[
     assert run("--json", str(tmp_path / "doctor.json")) == 0
     found = json.loads((tmp_path / "doctor.json").read_text())
     assert found["verdict"] == "pass"
-    assert list(found["findings"][0]) == ["kind", "name", "state", "detail", "mend"]
+    assert list(found["findings"][0]) == ["kind", "name", "state", "detail", "remedy"]
     states = {each["name"]: each["state"] for each in found["findings"] if each["kind"] == "backend"}
     assert states["numpy"] == states["torch"] == "ok"
     assert found["environment"]["torch_blas"] != "unknown"

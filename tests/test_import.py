@@ -69,7 +69,7 @@ HOMES = {
     "hypothesis": ("verify",),
     "pytest": ("verify",),
     "rich": ("reporting",),
-    "matplotlib": ("verify", "bench"),
+    "matplotlib": ("bench",),
     "sentence_transformers": ("integrations.sentence_transformers",),
     "transformers": ("integrations.transformers",),
 }

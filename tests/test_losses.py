@@ -37,7 +37,7 @@ class Case:
     """A public loss, its problem's builder, its arguments, and the oracle's loss and gradients in their order."""
 
     loss: Callable[..., Any]
-    build: Callable[..., problems.Loss]
+    build: Callable[..., problems.LossProblem]
     args: tuple[Any, ...]
     expected: Callable[[], tuple[Any, ...]]
     kwargs: dict[str, Any] = field(default_factory=dict)

@@ -7,6 +7,9 @@ import importlib.util
 import inspect
 import io
 import re
+import shutil
+import subprocess
+import sys
 import tomllib
 from pathlib import Path
 
@@ -102,3 +105,22 @@ def test_every_extra_is_one_of_the_project_s() -> None:
 def test_the_changelog_knows_this_version() -> None:
     assert PROJECT["version"] == contrastile.__version__
     assert f"## {contrastile.__version__}" in (ROOT / "CHANGELOG.md").read_text(encoding="utf-8")
+
+
+def test_with_an_address_in_pyproject_the_package_s_readme_has_no_relative_link(tmp_path: Path) -> None:
+    settings = (ROOT / "pyproject.toml").read_text(encoding="utf-8")
+    with_address = re.sub(r"^# (\[project\.urls\]|Source = .*)$", r"\1", settings, flags=re.M)
+    assert "urls" in tomllib.loads(with_address)["project"]
+    links = {}
+    for name, text in (("without", settings), ("with", with_address)):
+        folder = tmp_path / name
+        folder.mkdir()
+        for file in ("README.md", "setup.py", "LICENSE"):
+            shutil.copy(ROOT / file, folder)
+        (folder / "pyproject.toml").write_text(text, encoding="utf-8")
+        subprocess.run([sys.executable, "setup.py", "--quiet", "egg_info"], cwd=folder, check=True, capture_output=True)
+        found = (folder / "contrastile.egg-info" / "PKG-INFO").read_text(encoding="utf-8")
+        links[name] = re.findall(r"\]\(([^)]+)\)|(?:src|srcset)=\"([^\"]+)\"", found)
+    assert len(links["without"]) == len(links["with"]) > 5
+    assert all(any(link.startswith("https://") for link in each) for each in links["with"])
+    assert not any(link.startswith("https://") for each in links["without"] for link in each)

@@ -49,11 +49,12 @@ def draw(data: Data, path: Path) -> None:
 
     ink, _ = _INK["light"]
     colors = dict.fromkeys(("text.color", "axes.edgecolor", "axes.labelcolor", "xtick.color", "ytick.color"), ink)
-    with matplotlib.rc_context({"font.size": 9, "legend.framealpha": 0.0, **_SVG, **colors}):
-        figure = Figure(figsize=(11, 4.6), layout="constrained")
+    with matplotlib.rc_context({"font.size": 9, **_SVG, **colors}):
+        figure = Figure(figsize=(11, 5.2), layout="constrained")
         axes = figure.subplots(1, 2)
         (_over_ranks if _families(data) else _over_batches)(axes[0], axes[1], data)
         figure.suptitle(f"{machine(data['environment'])}, forward and backward")
+        figure.legend(*axes[0].get_legend_handles_labels(), ncols=4, frameon=False, loc="outside lower center")
         text = _saved(figure)
     path.parent.mkdir(parents=True, exist_ok=True)
     path.write_text(text.replace(ink, "currentColor").replace("<defs>", f"<style>{_THEMES}</style><defs>", 1), "utf-8")
@@ -177,7 +178,6 @@ def _over_batches(time: Any, memory: Any, data: Data) -> None:
     _finish(memory, "batch b", "peak extra memory, MiB", sizes)
     for axes in (time, memory):
         axes.set(yscale="log")
-    time.legend(fontsize="small")
 
 
 def _families(data: Data) -> list[tuple[str, list[dict[str, Any]]]]:
@@ -206,7 +206,6 @@ def _over_ranks(efficiency: Any, memory: Any, data: Data) -> None:
     _finish(memory, "ranks", "peak extra memory of a rank, MiB", sizes)
     efficiency.set(ylim=(0, 110))
     memory.set(yscale="log")
-    efficiency.legend(fontsize="x-small")
 
 
 def _finish(axes: Any, label: str, what: str, sizes: list[int]) -> None:

@@ -15,7 +15,9 @@ from contrastile.backends import crossing, eager
 from contrastile.backends.eager import imported
 
 Array = Any
-FLOATS = ("float16", "bfloat16", "float32", "float64")
+ITEMSIZE = {"float16": 2, "bfloat16": 2, "float32": 4, "float64": 8}
+"""Bytes of a feature, by its dtype."""
+FLOATS = tuple(ITEMSIZE)
 
 
 class ArrayLibrary(Protocol):
@@ -437,7 +439,7 @@ def weighted_nll(
 
 
 def library_of(x: Any) -> ArrayLibrary:
-    """The array library that owns x; it is never imported for the asking.
+    """The array library that owns x; no library is imported to find out.
 
     Raises:
         TypeError: x is of no known library.
@@ -485,7 +487,8 @@ def working_for(source: ArrayLibrary, target: ArrayLibrary, like: Array) -> Abst
     if modules is not None:
         return (crossing.cupy_for_torch if target.name == "cupy" else crossing.torch_for_cupy)(like, *modules)
     if isinstance(source, CupyArrays):
-        return crossing.cupy_alone(like, source.module)
+        device: AbstractContextManager[Any] = like.device
+        return device
     return nullcontext()
 
 

@@ -24,7 +24,7 @@ _HOPPER = 90
 
 
 @dataclass(frozen=True, slots=True)
-class Row:
+class Preference:
     """Which backend is the fastest for some calls with torch tensors on a GPU.
 
     Attributes:
@@ -44,21 +44,21 @@ class Row:
 
 # the first row that fits counts. Sizes are no part of it: a compiled graph may serve several
 TABLE = (
-    Row(
+    Preference(
         _HOPPER,
         (SOFTMAX,),
         _HALF,
         ("cupy", "triton", "torch"),
         "clip_loss, bfloat16, b = 65,536, d = 512, H100: cupy 27.5 ms, triton 31.7",
     ),
-    Row(
+    Preference(
         _HOPPER,
         (SYMMETRIC,),
         _HALF,
         ("cupy", "triton", "torch"),
         "nt_xent, bfloat16, 2 x 16,384, d = 128, H200: cupy 1.9 ms, triton 2.6",
     ),
-    Row(
+    Preference(
         _HOPPER,
         (SIGMOID,),
         _HALF,
@@ -66,30 +66,30 @@ TABLE = (
         "sigmoid_loss, bfloat16, b = 16,384, d = 768, H200: cupy 2.05 ms, triton 2.26",
     ),
     # triton has no "ieee" on a GPU
-    Row(
+    Preference(
         _HOPPER,
         (SOFTMAX, SYMMETRIC, SIGMOID),
         ("float32/ieee",),
         ("cupy", "torch"),
         "clip_loss, float32, b = 16,384, d = 512, H200: cupy 23.6 ms, full logits in plain torch 36.6",
     ),
-    Row(None, FORMS, ("float32/ieee",), ("torch", "cupy"), "not measured"),
-    Row(
+    Preference(None, FORMS, ("float32/ieee",), ("torch", "cupy"), "not measured"),
+    Preference(
         None,
         FORMS,
         ("float32", "float32/tf32"),
         ("triton", "cupy", "torch"),
         "clip_loss, float32, b = 16,384, d = 512, H200: triton 10.4 ms by split, cupy 23.6; 4.5 by tf32, cupy 15.8",
     ),
-    Row(None, FORMS, ("float32/split",), ("triton", "torch"), "no other has it"),
-    Row(
+    Preference(None, FORMS, ("float32/split",), ("triton", "torch"), "no other has it"),
+    Preference(
         None,
         (RANKS,),
         _HALF,
         ("triton", "cupy", "torch"),
         "clip_loss, bfloat16, 4,096 pairs on each of two H200 by gather: triton 2.5 ms, cupy 4.0",
     ),
-    Row(None, FORMS, _HALF, ("triton", "cupy", "torch"), "not measured on this GPU"),
+    Preference(None, FORMS, _HALF, ("triton", "cupy", "torch"), "not measured on this GPU"),
 )
 
 

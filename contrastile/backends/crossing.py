@@ -105,10 +105,3 @@ def torch_for_cupy(like: Array, torch: Any, cupy: Any) -> ExitStack:
     stream = torch.cuda.ExternalStream(pointer, device=number) if pointer else torch.cuda.default_stream(number)
     held.enter_context(torch.cuda.stream(stream))
     return held
-
-
-def cupy_alone(like: Array, cupy: Any) -> ExitStack:
-    """While open, CuPy works on the array's device, on its own current stream there."""
-    held = ExitStack()
-    held.enter_context(cupy.cuda.Device(like.device.id))
-    return held

@@ -89,7 +89,7 @@ def require(what: str, package: str) -> None:
 
 
 def checked(name: Any) -> str:
-    """The name of a backend; raise TypeError if it is no string. Whether it is known is ``load``'s to say."""
+    """The name of a backend; raise TypeError if it is no string. ``load`` checks whether it is known."""
     if not isinstance(name, str):
         raise TypeError(f"backend must be a string, got {type(name).__name__}; pass e.g. backend='torch', or 'auto'")
     return name

@@ -7,6 +7,7 @@ import os
 from pathlib import Path
 from typing import Any
 
+from contrastile.backends.arrays import FLOATS
 from contrastile.backends.contract import BackendUnavailableError
 from contrastile.backends.registry import available, load
 from contrastile.backends.settings import KEEP, WORKSPACE
@@ -14,7 +15,14 @@ from contrastile.bench import report, sweep
 from contrastile.bench.results import Sweep, SweepSettings
 from contrastile.bench.workloads import VARIANTS
 from contrastile.environment import torch_sees_a_gpu
-from contrastile.reporting import CannotRunError, cannot_run, progress, why_not_writable, write_json
+from contrastile.reporting import (
+    CannotRunError,
+    cannot_run,
+    progress,
+    require_packages,
+    why_not_writable,
+    write_json,
+)
 
 QUICK: dict[str, Any] = {"batch": [256, 512], "width": [64], "repeat": 3}
 USUAL: dict[str, Any] = {"batch": [4096, 8192], "width": [512], "repeat": 5}
@@ -26,7 +34,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     add("--batch", nargs="+", type=positive, metavar="B", help="numbers of pairs (4096 8192)")
     add("--width", nargs="+", type=positive, metavar="D", help="numbers of features (512)")
     add("--variant", nargs="+", choices=VARIANTS, default=["aligned"], help="ragged: b-1, d-3; ids: false negatives")
-    add("--dtype", choices=sorted(sweep.ITEMSIZE), default="float32", help="of the features (%(default)s)")
+    add("--dtype", choices=sorted(FLOATS), default="float32", help="of the features (%(default)s)")
     add("--scale", type=float, default=100.0, help="multiplies the dot products (%(default)s)")
     add("--workspace", type=whole, metavar="MIB", help="for G, of triton and cupy (CONTRASTILE_WORKSPACE_MIB)")
     add("--keep", type=whole, metavar="MIB", help="of exponentials kept, of cupy and torch (CONTRASTILE_KEEP_MIB)")
@@ -75,8 +83,8 @@ def _run(args: argparse.Namespace) -> int:
     reason = why_not_writable(args.json, args.plot)
     if reason is not None:
         raise CannotRunError(reason)
-    if args.plot and not report.can_plot():
-        raise CannotRunError(report.PLOT_NEEDS)
+    if args.plot:
+        require_packages("matplotlib")
     gpu = args.device != "cpu" and torch_sees_a_gpu()
     if args.device == "cuda" and not gpu:
         raise CannotRunError("--device cuda needs a torch that sees a GPU; run: contrastile doctor")

@@ -11,6 +11,8 @@ from typing import Any
 from contrastile.backends.contract import Accuracy, Options
 from contrastile.backends.registry import load
 from contrastile.bench.workloads import Arguments, Workload
+from contrastile.evaluation import value_and_grad
+from contrastile.losses import clip_loss
 from contrastile.verify.rounding import UNDERFLOW, UNIT
 
 PLAIN = "plain"
@@ -68,13 +70,9 @@ def ours(name: str) -> Implementation:
     library = backend.arrays.name if backend.arrays.name == "numpy" or find_spec("torch") is None else "torch"
 
     def loss(image: Any, text: Any, scale: Any, ids: Any) -> Any:
-        from contrastile import clip_loss
-
         return clip_loss(image, text, scale, ids=ids, backend=name)
 
     def without_autograd(given: Arguments) -> Step:
-        from contrastile import clip_loss, value_and_grad
-
         both = value_and_grad(clip_loss, backend=name)
 
         def step() -> StepResult:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import importlib.util
 import math
 import statistics
 from collections.abc import Iterable
@@ -21,8 +20,6 @@ COUNTED = {
     "torch-cuda": "high-water mark of the bytes allocated by torch's CUDA caching allocator",
     "numpy": "tracemalloc: NumPy buffers and Python objects; without BLAS workspace",
 }
-
-PLOT_NEEDS = "--plot needs matplotlib; run: pip install 'contrastile[verify]'"
 
 _MIB = 2**20
 
@@ -191,10 +188,6 @@ def _number(x: float | None) -> str:
 
 def _mebibytes(x: int | None) -> str:
     return "-" if x is None else f"{x / _MIB:.2f}"
-
-
-def can_plot() -> bool:
-    return importlib.util.find_spec("matplotlib") is not None
 
 
 def plot(found: Sweep, path: Path) -> None:

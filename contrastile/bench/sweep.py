@@ -13,6 +13,7 @@ from typing import Any
 
 import numpy as np
 
+from contrastile.backends.arrays import ITEMSIZE
 from contrastile.backends.contract import BackendUnavailableError
 from contrastile.bench import child
 from contrastile.bench.agreement import Agreement, check
@@ -32,7 +33,6 @@ Advance = Callable[[str, int], None]
 FITS = 0.8
 """Largest share of the available memory that a prediction may have."""
 
-ITEMSIZE = {"float16": 2, "bfloat16": 2, "float32": 4, "float64": 8}
 SecondsPerLogit = dict[tuple[str, str, int], float]
 """Seconds per logit, b^2 of them, of the last run of each implementation, variant and width."""
 

@@ -49,11 +49,6 @@ def pieces(x: Bytes) -> list[Bytes]:
     return [x[start : start + PIECE] for start in range(0, x.size, PIECE)]
 
 
-def nbytes(x: Array) -> int:
-    """The size of an array's elements in memory."""
-    return int(x.nbytes)
-
-
 def to_host(xs: list[Array]) -> list[Any]:
     """Copies of arrays on one device in pinned host memory, complete when this returns."""
     if not xs:

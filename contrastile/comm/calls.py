@@ -24,10 +24,10 @@ _PHASES: tuple[Phase, Phase] = "forward", "backward"
 _HEAD, _LOSS, _HEADER = struct.Struct("<6q"), 32, struct.Struct("<5q")
 NUMBERS_IN_FRAME = 16
 """Numbers of a record that travel in one frame."""
-FRAME = _HEAD.size + _LOSS + 8 * NUMBERS_IN_FRAME
-"""Bytes of a frame."""
 HEADER = _HEADER.size
 """Bytes of a header."""
+
+SAME_CALLS = "every rank must make the same calls in the same order, forward and backward"
 
 
 class Conflict(Exception):  # noqa: N818 - it becomes an ExchangeError
@@ -184,7 +184,7 @@ def whereabouts(words: dict[int, str]) -> str:
     """Which ranks are at which call, in one sentence that ends with the fix."""
     groups = [(text, [r for r, each in words.items() if each == text]) for text in dict.fromkeys(words.values())]
     said = ", ".join(f"{named(ranks)} {'are' if len(ranks) > 1 else 'is'} at {text}" for text, ranks in groups)
-    return f"{said}; every rank must make the same calls in the same order, forward and backward"
+    return f"{said}; {SAME_CALLS}"
 
 
 def named(ranks: Sequence[int]) -> str:

@@ -15,14 +15,13 @@ from typing import Any, cast
 from mpi4py import MPI
 
 from contrastile.comm import buffers, nccl, watchdog
-from contrastile.comm.calls import Conflict
+from contrastile.comm.calls import SAME_CALLS, Conflict
 from contrastile.comm.communicator import Communicator, ExchangeError, MismatchError, Parts
 from contrastile.comm.point_to_point import NUMBERS, ConnectLocks, PointToPoint, raise_first
 from contrastile.comm.watchdog import AbortNotice, PeerTimeout, deadline_and_error, deadline_or
 
 _ABORT_TAG = NUMBERS + 1
 _LONGEST_NOTICE = 4096
-_SAME = "every rank must make the same calls in the same order, forward and backward"
 
 
 def of(comm: Any, deadline: float | None = None) -> Communicator:
@@ -162,14 +161,14 @@ class _Posted:
         except MPI.Exception as error:
             for rank, status in zip(self.ranks, statuses, strict=True):
                 if MPI.Get_error_class(status.Get_error()) == MPI.ERR_TRUNCATE:
-                    raise Conflict(f"rank {rank} sent more bytes than were to come; {_SAME}") from error
+                    raise Conflict(f"rank {rank} sent more bytes than were to come; {SAME_CALLS}") from error
             raise PeerTimeout(self._unanswered(), f"cannot be reached ({error.Get_error_string()})") from error
         if not arrived:
             raise PeerTimeout(self._unanswered(), "did not answer")
         for rank, size, status in zip(self.ranks, self.sizes, statuses, strict=False):
             if status.Get_count(MPI.BYTE) != size:
                 came = status.Get_count(MPI.BYTE)
-                raise Conflict(f"rank {rank} sent {came} bytes where {size} were to come; {_SAME}")
+                raise Conflict(f"rank {rank} sent {came} bytes where {size} were to come; {SAME_CALLS}")
         del self.channel._under_way[id(self)]
 
     def _unanswered(self) -> list[int]:

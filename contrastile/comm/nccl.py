@@ -19,7 +19,6 @@ from typing import Any
 
 from contrastile.backends.arrays import library_of
 from contrastile.backends.contract import Array
-from contrastile.comm.buffers import nbytes
 from contrastile.comm.communicator import Parts, Pending
 from contrastile.comm.driver import DriverError, Event, Gpu, relaxed_capture
 from contrastile.comm.point_to_point import Channel, PointToPoint
@@ -81,7 +80,7 @@ class NCCL:
         """Queue all of a message on a stream; ``at`` gives an array's address."""
         # the address of an array that goes to several ranks is asked for once
         every = {id(x): x for parts in (outgoing, incoming) for xs in parts.values() for x in xs}
-        spans = {key: (at(x), nbytes(x)) for key, x in every.items()}
+        spans = {key: (at(x), x.nbytes) for key, x in every.items()}
         self._check("ncclGroupStart", self._nccl.ncclGroupStart())
         codes = [
             call(*spans[id(x)], _BYTES, rank, communicator, stream)

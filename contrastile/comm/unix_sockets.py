@@ -1,8 +1,8 @@
 """Unix sockets between the ranks of one host, for the frames that the ranks compare before each phase of a call.
 
 An engine's messages on the host are made for arrays: threads of its own carry them, and waking these takes longer than
-a frame travels. Ranks on several hosts use the engine. They save 5 to 21 % of a gather of 256 pairs per rank on two CPU
-cores (``benchmarks/NOTES.md``, 2026-11-22).
+a frame travels. Ranks on several hosts use the engine. The sockets save 5 to 21 % of a gather of 256 pairs per rank on
+two CPU cores (``benchmarks/NOTES.md``, 2026-11-22).
 """
 
 from __future__ import annotations

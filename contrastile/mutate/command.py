@@ -11,7 +11,7 @@ from typing import Any
 from contrastile.backends import registry as backends
 from contrastile.backends.contract import BackendUnavailableError
 from contrastile.mutate import report
-from contrastile.mutate.registry import CONTRACT, ROOMS, Mutant, PatchError, every
+from contrastile.mutate.registry import COMPONENTS, CONTRACT, Mutant, PatchError, every
 from contrastile.mutate.run import MutationRun, Result, Target
 from contrastile.reporting import (
     CannotRunError,
@@ -30,7 +30,11 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     add = parser.add_argument
     several: dict[str, Any] = {"action": "extend", "nargs": "+", "metavar": "NAME"}
     add("--mutant", **several, help="a mutant's name; see --list (default: all)")
-    add("--room", **several, help=f"the part of the code that has the defect: {', '.join(ROOMS)} (default: all)")
+    add(
+        "--component",
+        **several,
+        help=f"the part of the code that has the defect: {', '.join(COMPONENTS)} (default: all)",
+    )
     add(
         "--backend",
         metavar="NAME",
@@ -88,14 +92,17 @@ def _record(path: Path | None, results: Sequence[Result]) -> None:
 
 
 def _selected(args: argparse.Namespace, mutants: Sequence[Mutant]) -> list[Mutant]:
-    rooms, names = args.room or ROOMS, args.mutant or [mutant.name for mutant in mutants]
-    for what, given, known in (("room", rooms, ROOMS), ("mutant", names, [mutant.name for mutant in mutants])):
+    components, names = args.component or COMPONENTS, args.mutant or [mutant.name for mutant in mutants]
+    for what, given, known in (
+        ("component", components, COMPONENTS),
+        ("mutant", names, [mutant.name for mutant in mutants]),
+    ):
         for name in given:
             if name not in known:
                 raise CannotRunError(f"{what} must be one that contrastile mutate --list names, got {name!r}")
-    if args.backend is not None and args.room is None:
-        rooms = [CONTRACT, args.backend]
-    return [mutant for mutant in mutants if mutant.room in rooms and mutant.name in names]
+    if args.backend is not None and args.component is None:
+        components = [CONTRACT, args.backend]
+    return [mutant for mutant in mutants if mutant.component in components and mutant.name in names]
 
 
 def _backend(name: str | None) -> str | None:

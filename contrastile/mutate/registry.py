@@ -1,4 +1,4 @@
-"""All mutants: the defects of ``wrappers``, and patches of the package's source, which ``patches/ROOM.txt`` lists.
+"""All mutants: the defects of ``wrappers``, and patches of the package's source, which ``patches/COMPONENT.txt`` lists.
 
 A patch is written like this, below the ``==`` line that names its file in the package::
 
@@ -26,7 +26,7 @@ PACKAGE = Path(__file__).parents[1]
 PATCHES = Path(__file__).parent / "patches"
 
 CONTRACT, SCHEDULE, EXCHANGE = "contract", "schedule", "exchange"
-ROOMS = (CONTRACT, SCHEDULE, EXCHANGE, "numpy", "torch", "triton", "cupy")
+COMPONENTS = (CONTRACT, SCHEDULE, EXCHANGE, "numpy", "torch", "triton", "cupy")
 """The code that has the defect: any backend behind the contract, the schedule of one process or of several ranks, or
 one backend."""
 
@@ -70,7 +70,7 @@ class Mutant:
     """A known defect.
 
     Attributes:
-        name: "ROOM:DEFECT".
+        name: "COMPONENT:DEFECT".
         about: the defect, in one line.
         patch: of a copy of the package; None for a defect of ``wrappers``.
         interpreted: arguments of ``contrastile verify`` that show it under Triton's interpreter, which takes a second
@@ -85,7 +85,7 @@ class Mutant:
     equivalent: str | None = None
 
     @property
-    def room(self) -> str:
+    def component(self) -> str:
         return self.name.partition(":")[0]
 
     @property
@@ -94,18 +94,18 @@ class Mutant:
 
 
 def every() -> Iterator[Mutant]:
-    """All mutants, room by room.
+    """All mutants, component by component.
 
     Raises:
         PatchError: a list of patches is malformed.
     """
     yield from (Mutant(f"{CONTRACT}:{name}", each.about) for name, each in WRAPPERS.items())
-    for room in ROOMS[1:]:
-        yield from read(room, (PATCHES / f"{room}.txt").read_text(encoding="utf-8"))
+    for component in COMPONENTS[1:]:
+        yield from read(component, (PATCHES / f"{component}.txt").read_text(encoding="utf-8"))
 
 
-def read(room: str, text: str) -> Iterator[Mutant]:
-    """The mutants of a room's list.
+def read(component: str, text: str) -> Iterator[Mutant]:
+    """The mutants of a component's list.
 
     Raises:
         PatchError: it is malformed.
@@ -129,5 +129,5 @@ def read(room: str, text: str) -> Iterator[Mutant]:
             raise PatchError(f"a patch must be written as in contrastile/mutate/registry.py, got {entry!r}")
         patch = Patch(file, *("\n".join(part) for part in parts.values()))
         yield Mutant(
-            f"{room}:{name}", about, patch, tuple(facts.get("interpreted", "").split()), facts.get("equivalent")
+            f"{component}:{name}", about, patch, tuple(facts.get("interpreted", "").split()), facts.get("equivalent")
         )

@@ -1,4 +1,4 @@
-"""The report of a mutation run: a table of the rooms, what was missed, the verdict, and all of it as JSON."""
+"""The report of a mutation run: a table of the components, what was missed, the verdict, and all of it as JSON."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from typing import Any
 
 from contrastile.environment import environment
-from contrastile.mutate.registry import ROOMS
+from contrastile.mutate.registry import COMPONENTS
 from contrastile.mutate.run import Result, Status
 from contrastile.reporting import show_table
 
@@ -39,7 +39,7 @@ def summary(results: Sequence[Result]) -> str:
 
 
 def show(results: Sequence[Result], *, quiet: bool) -> None:
-    """Print the table of the rooms, every mutant that was missed or does not fit, and the verdict."""
+    """Print the table of the components, every mutant that was missed or does not fit, and the verdict."""
     if not quiet:
         _table(results)
     reasons = Counter((result["backend"], result["reason"]) for result in results if result["status"] == "not run")
@@ -54,15 +54,15 @@ def show(results: Sequence[Result], *, quiet: bool) -> None:
 
 def _table(results: Sequence[Result]) -> None:
     rows = []
-    for room in ROOMS:
-        here = [result for result in results if result["name"].partition(":")[0] == room]
+    for component in COMPONENTS:
+        here = [result for result in results if result["name"].partition(":")[0] == component]
         if not here:
             continue
         count = Counter(result["status"] for result in here)
         caught = [result for result in here if result["status"] == "caught"]
         problems = max((result["problems"] for result in caught), default=0)
         seconds = max((result["seconds"] for result in caught), default=0.0)
-        rows.append([room, *(str(count[status]) for status in STATUSES), str(problems), f"{seconds:.1f}"])
-    headings = ["room", *STATUSES, "cases", "s"]
+        rows.append([component, *(str(count[status]) for status in STATUSES), str(problems), f"{seconds:.1f}"])
+    headings = ["component", *STATUSES, "cases", "s"]
     caption = "cases and s: the most until one mutant was caught"
     show_table("mutants", headings, rows, right=range(1, len(headings)), caption=caption)

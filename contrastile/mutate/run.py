@@ -75,10 +75,10 @@ class Target:
 
     def base(self, mutant: Mutant) -> str:
         """The name of the correct backend that a mutant changes."""
-        if mutant.room in (SCHEDULE, EXCHANGE):
+        if mutant.component in (SCHEDULE, EXCHANGE):
             return "numpy"
-        if mutant.room != CONTRACT:
-            return mutant.room
+        if mutant.component != CONTRACT:
+            return mutant.component
         needs = WRAPPERS[mutant.defect].needs
         return self.backend or needs or ("torch" if backends.available()["torch"] is None else "numpy")
 
@@ -90,7 +90,7 @@ class Target:
             return missing
         if base.partition(":")[0] == "cupy" and self.device == "cpu":
             return "needs a GPU: --device cuda"
-        needs = WRAPPERS[mutant.defect].needs if mutant.room == CONTRACT else None
+        needs = WRAPPERS[mutant.defect].needs if mutant.component == CONTRACT else None
         library = base if base in ("numpy", "torch") or needs is None else backends.load(base).arrays.name
         return None if needs in (None, library) else f"needs {needs}'s arrays, and the backend has {library}'s"
 
@@ -103,7 +103,7 @@ class Target:
         On a GPU a few checks come first: what all of them need is compiled for each mutant anew.
         """
         base = self.base(mutant)
-        words = ["--world", str(WORLD)] if mutant.room == EXCHANGE else []
+        words = ["--world", str(WORLD)] if mutant.component == EXCHANGE else []
         words += ["--device", "cuda" if self.on_gpu(base) else "cpu"]
         if self.on_gpu(base):
             return [[*words, "--quick"], words]
@@ -229,12 +229,12 @@ class MutationRun:
         return Done(process.returncode, rows, lines[-1] if lines else "it printed nothing")
 
     def _controls(self) -> list[tuple[Mutant, list[Result]]]:
-        """Caught results, grouped by room, backend, dtype and property, each group with a mutant of its room."""
+        """Caught results by component, backend, dtype and property, each group with a mutant of its component."""
         groups: dict[tuple[str, ...], tuple[Mutant, list[Result]]] = {}
         for mutant, result in zip(self.mutants, self.results, strict=True):
             # a failure of the whole backend, or of the verdict, has no case to rerun
             if result["status"] == "caught" and result["case"] not in ("", "all"):
-                key = mutant.room, result["backend"], result["dtype"], result["property"]
+                key = mutant.component, result["backend"], result["dtype"], result["property"]
                 groups.setdefault(key, (mutant, []))[1].append(result)
         return list(groups.values())
 
@@ -246,7 +246,7 @@ class MutationRun:
         words = ["--backend", base, "--property", caught[0]["property"], "--dtype", dtype]
         words += ["--precision", precision or "ieee"] if dtype == "float32" else []
         words += ["--case", *dict.fromkeys(result["case"] for result in caught)]
-        words += ["--world", str(WORLD)] if mutant.room == EXCHANGE else []
+        words += ["--world", str(WORLD)] if mutant.component == EXCHANGE else []
         words += ["--device", "cuda" if self.target.on_gpu(base) else "cpu"]
         with TemporaryDirectory() as folder:
             done = self._verify(Path(folder), base, words)

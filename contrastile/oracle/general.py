@@ -37,7 +37,7 @@ class Gradients(NamedTuple):
 
 @np.errstate(all="ignore")
 def logits(q: npt.ArrayLike, k: npt.ArrayLike, scale: npt.ArrayLike, bias: float = 0.0) -> FloatArray:
-    """x_ij = s <q_i, k_j> + beta.
+    """``x_ij = s <q_i, k_j> + beta``.
 
     q: (m, d); k: (n, d); scale: a number, or (m,) with one scale per row. Returns (m, n).
     """
@@ -146,7 +146,7 @@ def one_direction(
 
 @np.errstate(all="ignore")
 def gradients(q: npt.ArrayLike, k: npt.ArrayLike, scale: npt.ArrayLike, G: FloatArray) -> Gradients:
-    """The gradients: dQ = s G K, dK = G^T (s Q), ds = sum_i <q_i, (G K)_i>, dbeta = sum_ij G_ij.
+    """``dQ = s G K``, ``dK = G^T (s Q)``, ``ds = sum_i <q_i, (G K)_i>``, ``dbeta = sum_ij G_ij``.
 
     q: (m, d); k: (n, d); scale: a number or (m,), and then ds is one number per row; G: (m, n).
     """

@@ -92,7 +92,7 @@ class Listed(Chunks):
         return iter(self._chunks)
 
     def extend(self, count: int) -> None:
-        """Raise: a chunk without samples is the splitter's to make."""
+        """Raise: only the splitter can make a chunk without samples."""
         if count > self.count:
             raise ValueError(
                 f"under FSDP2 split must return as many chunks on every rank, got {self.count} where another rank has "

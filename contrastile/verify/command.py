@@ -296,7 +296,7 @@ def _case_names(known: dict[str, Property]) -> list[str]:
 
 _RECIPES: dict[str, Callable[[str], object]] = {
     strategies.CASE: strategies.Recipe.parse,
-    sharded.CASE: sharded.Shared.parse,
+    sharded.CASE: sharded.ShardedRecipe.parse,
 }
 
 

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import replace
+from functools import partial
 from typing import Any, Literal
 
 import numpy as np
@@ -107,25 +109,10 @@ def outcome(
         loss = saved.loss
         lses = {name: getattr(saved, name) for name in STATISTICS if hasattr(saved, name)}
 
-    if native.placement is not None or native.walk is not None:
-        parts.clear()
-
-    def take(x: Array | None) -> Any:
-        return None if x is None else np.array(arrays.to_numpy(x), dtype=np.float64)
-
+    take = partial(_taken, arrays)
     found: dict[str, Any] = dict.fromkeys(STATISTICS) | {name: take(x) for name, x in lses.items()}
-    if parts and not native.columns:
-        every = slice(0, native.rows.shape[0])
-        found["row_positive_sum"] = total = np.zeros(every.stop)
-        blocks = triangle.places(every, triangle.whole_up_to(native, backend, options))
-        for (rows, columns), part in zip(blocks, parts, strict=True):
-            total[rows] += take(part.row_positive_sum)
-            if rows != columns:
-                total[columns] += take(part.column_positive_sum)
-    elif parts:
-        found["row_positive_sum"] = np.sum([take(part.row_positive_sum) for part in parts], axis=0)
-        if found["column_negative_lse"] is not None:
-            found["column_positive_sum"] = np.concatenate([take(part.column_positive_sum) for part in parts])
+    if parts and native.placement is None and native.walk is None:
+        found |= _positive_sums(native, parts, backend, options)
     return Outcome(
         loss=take(loss),
         **found,
@@ -134,3 +121,24 @@ def outcome(
         scale=take(gradients.scale),
         bias=take(gradients.bias),
     )
+
+
+def _taken(arrays: ArrayLibrary, x: Array | None) -> Any:
+    return None if x is None else np.array(arrays.to_numpy(x), dtype=np.float64)
+
+
+def _positive_sums(native: Problem, parts: Sequence[Statistics], backend: Backend, options: Options) -> dict[str, Any]:
+    """The sums of the positive logits, which no schedule needs: from what ``lse`` has returned for each block."""
+    rows = [_taken(backend.arrays, part.row_positive_sum) for part in parts]
+    columns = [_taken(backend.arrays, part.column_positive_sum) for part in parts]
+    if native.columns:
+        joined = None if native.column_weight is None else np.concatenate(columns)
+        return {"row_positive_sum": np.sum(rows, axis=0), "column_positive_sum": joined}
+    every = slice(0, native.rows.shape[0])
+    total = np.zeros(every.stop)
+    blocks = triangle.places(every, triangle.whole_up_to(native, backend, options))
+    for (mine, others), row, column in zip(blocks, rows, columns, strict=True):
+        total[mine] += row
+        if mine != others:
+            total[others] += column
+    return {"row_positive_sum": total}

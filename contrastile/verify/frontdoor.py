@@ -162,7 +162,7 @@ def _sup_con(draw: Draw, sizes: Sizes, dtype: str) -> Iterator[Call]:
     yield Call("labels", losses.sup_con, _cut(whole, sizes, sizes), arguments, both=True)
 
 
-def check(forms: Callable[[Draw, Sizes, str], Iterator[Call]], subject: Subject, case: str) -> Comparisons:
+def check(forms: Callable[[Draw, Sizes, str], Iterator[Call]], subject: Subject) -> Comparisons:
     """Compare the ranks' calls with the oracle, over every exchange, with uneven parts."""
     world = subject.ranks
     random = np.random.default_rng([subject.seed, zlib.crc32(forms.__name__.encode())])
@@ -338,7 +338,7 @@ FORMS = {
 
 def _property(name: str, forms: Callable[[Draw, Sizes, str], Iterator[Call]]) -> Property:
     def held(subject: Subject, case: str) -> Comparisons:
-        yield from check(forms, subject, case)
+        yield from check(forms, subject)
 
     held.__doc__ = f"The public {name.replace('-', '_')} with a group gives the loss and gradients of the joined batch."
     return Property(name, held, CASE)

@@ -12,6 +12,7 @@ from unittest import mock
 import numpy as np
 
 from contrastile.backends.arrays import ArrayLibrary
+from contrastile.losses import clip_loss
 from contrastile.verify.comparison import Comparisons, Worst
 from contrastile.verify.trial import SkipError, Subject
 
@@ -37,7 +38,6 @@ def _saved(subject: Subject, batch: int, keep: int | None) -> float:
     """Bytes that ``clip_loss`` saves for its backward pass, each storage once."""
     import torch
 
-    clip_loss = importlib.import_module("contrastile").clip_loss
     random = np.random.default_rng(subject.seed)
     image, text = (
         torch.as_tensor(random.standard_normal((batch, _WIDTH)), device=subject.device)

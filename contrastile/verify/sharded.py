@@ -21,7 +21,7 @@ CASE = "sharded"
 
 
 @dataclass(frozen=True, slots=True)
-class Shared:
+class ShardedRecipe:
     """A recipe and how it is shared.
 
     Attributes:
@@ -46,7 +46,7 @@ class Shared:
         return f"{CASE}:{how},{str(self.recipe).removeprefix(f'{strategies.CASE}:')}"
 
     @staticmethod
-    def parse(text: str) -> Shared:
+    def parse(text: str) -> ShardedRecipe:
         """Parse what ``str`` writes.
 
         Raises:
@@ -65,16 +65,16 @@ class Shared:
             recipe = Recipe.parse(words[5])
         except (ValueError, IndexError) as error:
             raise ValueError(f"case must be {CASE}:rows=..., as a failure prints it, got {text!r}") from error
-        return Shared(weights[0], weights[1], exchange, reduction, late == "True", recipe)
+        return ShardedRecipe(weights[0], weights[1], exchange, reduction, late == "True", recipe)
 
 
-def shared(ranks: int) -> SearchStrategy[Shared]:
+def sharded_recipes(ranks: int) -> SearchStrategy[ShardedRecipe]:
     """All small problems in all their parts; shrinks towards equal parts of a small one on a ring."""
     from hypothesis import strategies as st
 
     weights = st.tuples(*[st.integers(0, 5)] * ranks)
     return st.builds(
-        Shared,
+        ShardedRecipe,
         rows=weights,
         columns=weights,
         exchange=st.sampled_from(["ring", "gather"]),
@@ -91,7 +91,7 @@ def sharded(subject: Subject, case: str) -> Comparisons:
     """
     world = subject.ranks
     if case != CASE:
-        one = Shared.parse(case)
+        one = ShardedRecipe.parse(case)
         if len(one.rows) != world.size:
             raise SkipError(f"the case is for a world of {len(one.rows)}, and this one has {world.size} ranks")
         held = _computed(one, subject)
@@ -107,12 +107,12 @@ def sharded(subject: Subject, case: str) -> Comparisons:
         yield cast("tuple[str, Worst]", world.share(None))
         return
 
-    def hold(drawn: Shared) -> Worst:
+    def hold(drawn: ShardedRecipe) -> Worst:
         world.share(drawn)
         return _judge(*_computed(drawn, subject), drawn, subject)
 
     try:
-        found = strategies.search(shared(world.size), hold, subject)
+        found = strategies.search(sharded_recipes(world.size), hold, subject)
     except Exception as error:
         # the others wait for a verdict, whatever it is
         found = CASE, wrong(one_line(error))
@@ -120,7 +120,7 @@ def sharded(subject: Subject, case: str) -> Comparisons:
     yield world.share(found)
 
 
-def _computed(drawn: Shared, subject: Subject) -> tuple[Cut, list[Outcome]]:
+def _computed(drawn: ShardedRecipe, subject: Subject) -> tuple[Cut, list[Outcome]]:
     """The problem in its parts, and what the ranks make of them."""
     whole = strategies.problem(drawn.recipe, subject.dtype)
     itself, options = drawn.recipe.blocks == 0, drawn.recipe.options
@@ -129,7 +129,7 @@ def _computed(drawn: Shared, subject: Subject) -> tuple[Cut, list[Outcome]]:
     return cut, outcomes(subject, cut, drawn.exchange, reduction=drawn.reduction, late=late, options=options)
 
 
-def _judge(cut: Cut, parts: list[Outcome], drawn: Shared, subject: Subject) -> Worst:
+def _judge(cut: Cut, parts: list[Outcome], drawn: ShardedRecipe, subject: Subject) -> Worst:
     for part in parts[1:]:
         if part.loss.tobytes() != parts[0].loss.tobytes() or part.scale.tobytes() != parts[0].scale.tobytes():
             return wrong("loss or scale differs between ranks")

@@ -17,7 +17,7 @@ from cupy_stand_in import cupy_modules
 import contrastile
 from contrastile import evaluation, plan, problems
 from contrastile.backends import choice, registry
-from contrastile.backends.choice import FORMS, RANKS, SIGMOID, SOFTMAX, SYMMETRIC, TABLE, Row, choose
+from contrastile.backends.choice import FORMS, RANKS, SIGMOID, SOFTMAX, SYMMETRIC, TABLE, Preference, choose
 from contrastile.backends.contract import PRECISIONS, Backend, BackendUnavailableError, Options
 from contrastile.comm.communicator import MismatchError
 from contrastile.comm.inprocess import InProcess, InProcessGroup
@@ -111,7 +111,7 @@ def test_the_table_has_a_row_for_every_call_and_says_what_was_measured() -> None
 
 
 def test_every_row_of_the_table_is_the_first_that_fits_some_call() -> None:
-    def serves(row: Row, form: str, dtype: str, capability: int | None) -> bool:
+    def serves(row: Preference, form: str, dtype: str, capability: int | None) -> bool:
         return form in row.forms and dtype in row.dtypes and row.capability in (None, capability)
 
     for row in TABLE:

@@ -1,4 +1,5 @@
 import argparse
+import importlib.util
 import json
 from pathlib import Path
 from typing import Any
@@ -192,7 +193,7 @@ def test_steps_reported_are_the_steps_promised() -> None:
 def test_a_picture_without_matplotlib_is_refused_at_once(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    monkeypatch.setattr(report, "can_plot", lambda: False)
+    monkeypatch.setattr(importlib.util, "find_spec", lambda name: None)
     assert main(parsed("--plot", "x.png")) == 2
     assert capsys.readouterr().err.rstrip().endswith("pip install 'contrastile[verify]'")
 

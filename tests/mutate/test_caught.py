@@ -28,11 +28,13 @@ from contrastile.verify.selection import Selection
 from contrastile.verify.worlds import Threads
 
 RECORD = Path(__file__).resolve().parents[2] / "docs" / "results" / "mutants.json"
-ROOMS = ("contract", "schedule", EXCHANGE, "numpy", "torch")
+COMPONENTS = ("contract", "schedule", EXCHANGE, "numpy", "torch")
 OF_A_PROCESS = ("hangs", "exits-with-0", "leaves-with-0", "dies-by-a-signal", "prints", "all-but-32-rows-refused")
 """Caught by the process that started theirs, or by the verdict on all rows."""
 MUTANTS = [
-    each for each in every() if each.room in ROOMS and each.equivalent is None and each.defect not in OF_A_PROCESS
+    each
+    for each in every()
+    if each.component in COMPONENTS and each.equivalent is None and each.defect not in OF_A_PROCESS
 ]
 CAUGHT_BY = {each["name"]: each for each in json.loads(RECORD.read_text(encoding="utf-8"))["mutants"]}
 
@@ -81,8 +83,8 @@ def recorded(backend: Backend, mutant: Mutant) -> Iterator[Row]:
 
 
 def checked(backend: Backend, mutant: Mutant, **chosen: Any) -> Iterator[Row]:
-    """What verify says, in the world of a mutant's room."""
-    world = Threads(WORLD) if mutant.room == EXCHANGE else None
+    """What verify says, in the world of a mutant's component."""
+    world = Threads(WORLD) if mutant.component == EXCHANGE else None
     return Run(Selection({backend.name: backend}, world=world, **chosen)).rows()
 
 
@@ -104,7 +106,7 @@ def test_a_mutant_is_caught(mutant: Mutant, monkeypatch: pytest.MonkeyPatch) -> 
 
 
 CHECKS = {
-    (each.room, *(CAUGHT_BY[each.name][key] for key in ("case", "property", "dtype"))): each
+    (each.component, *(CAUGHT_BY[each.name][key] for key in ("case", "property", "dtype"))): each
     for each in MUTANTS
     if each.name in CAUGHT_BY
 }

@@ -33,7 +33,7 @@ KERNELS = {
 
 @pytest.mark.slow
 @pytest.mark.parametrize(
-    "mutant", [mutant for mutant in every() if mutant.room == "cupy"], ids=lambda mutant: mutant.defect
+    "mutant", [mutant for mutant in every() if mutant.component == "cupy"], ids=lambda mutant: mutant.defect
 )
 def test_a_patch_compiles(mutant: Mutant, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     patch = mutant.patch

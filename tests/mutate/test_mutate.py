@@ -42,7 +42,7 @@ def run_one(mutant: Mutant) -> Result:
 
 
 @pytest.mark.slow
-def test_a_mutant_of_every_room_is_caught(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_mutant_of_every_component_is_caught(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     pytest.importorskip("triton")
     path = tmp_path / "mutants.json"
     assert main(["mutate", "--mutant", *QUICK, "--quiet", "--jobs", "2", "--json", str(path)]) == 0
@@ -137,7 +137,7 @@ def test_the_old_bytecode_is_not_taken_for_the_new_source(tmp_path: Path) -> Non
 
 
 def test_cupy_needs_a_gpu_and_numpy_s_strides_its_arrays() -> None:
-    cupy = next(mutant for mutant in MUTANTS.values() if mutant.room == "cupy")
+    cupy = next(mutant for mutant in MUTANTS.values() if mutant.component == "cupy")
     assert Target().missing(cupy)
     assert Target().missing(MUTANTS["contract:sign-of-strides-lost"]) is None
     assert "numpy's arrays" in str(Target("torch").missing(MUTANTS["contract:sign-of-strides-lost"]))
@@ -146,7 +146,7 @@ def test_cupy_needs_a_gpu_and_numpy_s_strides_its_arrays() -> None:
 def test_the_list_names_every_mutant(capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["mutate", "--list"]) == 0
     assert [line.split()[0] for line in capsys.readouterr().out.splitlines()] == list(MUTANTS)
-    assert main(["mutate", "--list", "--room", "numpy"]) == 0
+    assert main(["mutate", "--list", "--component", "numpy"]) == 0
     assert capsys.readouterr().out.startswith("numpy:")
 
 
@@ -154,12 +154,12 @@ def test_the_list_names_every_mutant(capsys: pytest.CaptureFixture[str]) -> None
     ("words", "said"),
     [
         (["--mutant", "numpy:nope"], "mutant must be one that contrastile mutate --list names, got 'numpy:nope'"),
-        (["--room", "nope"], "room must be one that contrastile mutate --list names, got 'nope'"),
+        (["--component", "nope"], "component must be one that contrastile mutate --list names, got 'nope'"),
         (["--jobs", "0"], "--jobs must be at least 1, got 0"),
         (["--deadline", "0.5"], "--deadline must be at least 1, got 0.5"),
         (["--backend", "nope"], "backend must be one of"),
         (["--json", "/nowhere/a.json"], "cannot write /nowhere/a.json: No such file or directory"),
-        (["--mutant", "numpy:tiles-overlap", "--room", "torch"], "nothing ran: no mutant is selected"),
+        (["--mutant", "numpy:tiles-overlap", "--component", "torch"], "nothing ran: no mutant is selected"),
     ],
 )
 def test_what_cannot_be_run_says_so_in_one_line(

@@ -9,15 +9,15 @@ import pytest
 
 from contrastile.backends.contract import Backend
 from contrastile.backends.registry import load
-from contrastile.mutate.registry import PACKAGE, ROOMS, Mutant, Patch, PatchError, every, read
+from contrastile.mutate.registry import COMPONENTS, PACKAGE, Mutant, Patch, PatchError, every, read
 from contrastile.mutate.wrappers import WRAPPERS
 
 ALL = list(every())
 PATCHED = [mutant for mutant in ALL if mutant.patch is not None]
 
 
-def test_there_are_mutants_in_every_room_and_no_two_of_a_name() -> None:
-    assert {mutant.room for mutant in ALL} == set(ROOMS)
+def test_there_are_mutants_in_every_component_and_no_two_of_a_name() -> None:
+    assert {mutant.component for mutant in ALL} == set(COMPONENTS)
     assert len({mutant.name for mutant in ALL}) == len(ALL)
     assert sum(mutant.equivalent is None for mutant in ALL) >= 60
 

@@ -21,7 +21,7 @@ from contrastile.verify.launched import opened
 from contrastile.verify.properties import PROPERTIES
 from contrastile.verify.runner import Run
 from contrastile.verify.selection import Selection
-from contrastile.verify.sharded import Shared
+from contrastile.verify.sharded import ShardedRecipe
 from contrastile.verify.shards import FIELDS, Cut, shares
 from contrastile.verify.trial import SkipError, Subject
 from contrastile.verify.truth import truth
@@ -29,7 +29,7 @@ from contrastile.verify.worlds import Threads, judged
 
 WORLDS = (1, 2, 3, 4, 5, 8)
 BITING = ("ragged", "hot", "blocks", "ids-drop", "labels", "zero-rows", "sigmoid-ids", "nan")
-SHARED = Shared(
+SHARED = ShardedRecipe(
     (1, 0, 3),
     (2, 1, 0),
     "gather",
@@ -185,7 +185,7 @@ def test_a_cut_knows_how_its_world_sums() -> None:
 def test_a_shared_recipe_prints_and_parses() -> None:
     text = str(SHARED)
     assert text.startswith("sharded:rows=1.0.3,columns=2.1.0,exchange=gather,reduction=sum,late=True,m=5,n=7,d=3,")
-    assert Shared.parse(text) == SHARED
+    assert ShardedRecipe.parse(text) == SHARED
 
 
 @pytest.mark.parametrize(
@@ -202,7 +202,7 @@ def test_a_shared_recipe_prints_and_parses() -> None:
 )
 def test_what_is_no_shared_recipe_says_so(old: str, new: str) -> None:
     with pytest.raises(ValueError, match="as a failure prints it"):
-        Shared.parse(str(SHARED).replace(old, new, 1))
+        ShardedRecipe.parse(str(SHARED).replace(old, new, 1))
 
 
 def test_a_recipe_of_another_world_is_skipped() -> None:
@@ -248,7 +248,7 @@ def test_a_failure_names_the_world_and_the_command_that_runs_it_again(tmp_path: 
         "contrastile verify --world 3 --backend broken --dtype float64 --property sharded"
     )
     assert f"--case {failure.label}" in failure.command
-    assert Shared.parse(failure.label).rows == (0, 0, 0)
+    assert ShardedRecipe.parse(failure.label).rows == (0, 0, 0)
 
 
 def test_the_command_writes_the_world_into_every_row(tmp_path: Any, capsys: Any) -> None:

@@ -1,5 +1,6 @@
 """The tester tested: each planted defect is caught by its property, which the sound backend passes."""
 
+import re
 from dataclasses import replace
 from functools import partial
 
@@ -11,6 +12,7 @@ from contrastile.backends.contract import Options
 from contrastile.backends.registry import load
 from contrastile.mutate.wrappers import WRAPPERS
 from contrastile.mutate.wrapping import seeing
+from contrastile.verify import memory
 from contrastile.verify.comparison import identical
 from contrastile.verify.properties import PROPERTIES
 from contrastile.verify.runner import Run
@@ -215,19 +217,19 @@ def test_every_property_says_what_it_is():
 
 def test_saved_bytes_tells_linear_from_quadratic(monkeypatch):
     torch = pytest.importorskip("torch")
-    import contrastile
 
-    def full_logits(image, text, scale, *, backend):
+    def full_logits(image, text, scale, *, backend, keep):
         return (scale * image @ text.T).logsumexp(dim=1).mean()
 
     def select(name):
         return Run(Selection({"torch": load(name)}, ["batch-doubling"], None, ["float32"]))
 
     assert [row["status"] for row in select("torch").rows()] == ["pass"]
-    monkeypatch.setattr(contrastile, "clip_loss", full_logits)
+    monkeypatch.setattr(memory, "clip_loss", full_logits)
     quadratic = select("torch")
     (row,) = quadratic.rows()
     assert row["status"] == "fail"
+    assert re.search(r"b = \d+ and \d+: bytes: error", row["reason"])
     assert torch.is_grad_enabled()
     (skipped,) = Run(Selection({"numpy": NUMPY}, ["batch-doubling"], None, ["float32"])).rows()
     assert skipped["status"] == "skip"

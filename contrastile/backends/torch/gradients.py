@@ -161,18 +161,18 @@ class _Side:
 
     @cached_property
     def term(self) -> torch.Tensor:
-        return self.heard(self.exact_weight.double() * self.target).to(self._state)
+        return self.zero_where_silent(self.exact_weight.double() * self.target).to(self._state)
 
     @cached_property
     def certain(self) -> torch.Tensor:
         found = (self.target > 0.5) & (self.negative_share < 2.0**-8)
         return found if self.silent is None else found & ~self.silent
 
-    def heard(self, x: torch.Tensor) -> torch.Tensor:
+    def zero_where_silent(self, x: torch.Tensor) -> torch.Tensor:
         """X, and 0 where the weight is 0."""
         return x if self.silent is None else torch.where(self.silent, 0.0, x)
 
-    def counted(self, x: torch.Tensor) -> torch.Tensor:
+    def not_silent(self, x: torch.Tensor) -> torch.Tensor:
         """The elements of x whose weight is not 0."""
         return x if self.silent is None else x[~self.silent]
 
@@ -241,14 +241,15 @@ def _shared(sides: list[_Side], state: torch.dtype, given: float | None = None) 
     nearest 0 is taken for which every ``|w| 2^(r - L)`` is a normal number.
     """
     counting = [side for side in sides if side.silent is None or not bool(side.silent.all())]
-    lses = [_extremes(side.counted(side.exact_lse)) for side in counting]
+    lses = [_extremes(side.not_silent(side.exact_lse)) for side in counting]
     # a side without silent members bounds all logits
     bounds = [most for side, (_, most) in zip(counting, lses, strict=True) if side.silent is None]
     if not bounds or not all(math.isfinite(x) for each in lses for x in each):
         return None
     low, top = min(x for x, _ in lses), max(x for _, x in lses)
     weights = [
-        side.extremes if side.silent is None else _extremes(side.counted(side.exact_weight).abs()) for side in counting
+        side.extremes if side.silent is None else _extremes(side.not_silent(side.exact_weight).abs())
+        for side in counting
     ]
     least, most = min(x for x, _ in weights), max(x for _, x in weights)
     info = torch.finfo(state)
@@ -261,7 +262,7 @@ def _shared(sides: list[_Side], state: torch.dtype, given: float | None = None) 
     if most * 2.0 ** (reference - low) > info.max:
         return None
     exact = [torch.exp2(reference - side.exact_lse).mul_(side.exact_weight) for side in sides]
-    return _Shared(reference, [side.heard(x).to(state) for x, side in zip(exact, sides, strict=True)])
+    return _Shared(reference, [side.zero_where_silent(x).to(state) for x, side in zip(exact, sides, strict=True)])
 
 
 def _from_shared(tile: Tile, shared: _Shared) -> None:

@@ -49,8 +49,8 @@ def sigmoid(
     """
     products = Products(block, unit=1.0)
     weight = row_weight.to(products.state)
-    heard = products.sync and (bool(TorchArrays.first(row_weight)) or bool(weight.all()))
-    silent = None if heard else weight == 0
+    none_silent = products.sync and (bool(TorchArrays.first(row_weight)) or bool(weight.all()))
+    silent = None if none_silent else weight == 0
     if products.bounds_gradient:
         products.bound_gradient(weight)
     row_loss, row_sum = (RowSums(block, products.state) for _ in range(2))

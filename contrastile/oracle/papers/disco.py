@@ -17,7 +17,7 @@ from contrastile.oracle.papers.collectives import all_gather, reduce_scatter, ro
 
 
 def cross_entropy(X: FloatArray, Y: FloatArray, r: IntArray, t: float, B: float) -> float:
-    """DisCo Eq. 1, either term: L_1(X, Y) = 1/B sum_i (log sum_j exp(t <x_i, y_j>) - t <x_i, y_{r_i}>).
+    """DisCo Eq. 1, either term: ``L_1(X, Y) = 1/B sum_i (log sum_j exp(t <x_i, y_j>) - t <x_i, y_{r_i}>)``.
 
     X: rows, (b, D): images for L_1, texts for L_2; Y: columns, (m, D); r: positive column of each row, (b,); t: the
     factor of the dot products; B: the divisor, the batch over which the mean is taken. Returns the loss, a float.
@@ -34,7 +34,7 @@ def cross_entropy_gradients(
     """Gradients of either term of DisCo Eq. 1: with H = (softmax - one-hot) / B, dX = t H Y, dY = t H' X.
 
     X: rows, (b, D); Y: columns, (m, D); r: positive column of each row, (b,); t: the factor of the dot products; B: the
-    divisor. Returns dX (b, D), dY (m, D), and dt = sum_ij H_ij <x_i, y_j>, a float.
+    divisor. Returns dX (b, D), dY (m, D), and ``dt = sum_ij H_ij <x_i, y_j>``, a float.
     """
     z = X @ Y.T
     x = t * z
