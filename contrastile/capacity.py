@@ -130,8 +130,8 @@ def capacity(setup: Setup) -> Capacity:
     if name == "auto":
         name = choose("torch", setup.device, setup.dtype, form=SOFTMAX if setup.gpus == 1 else RANKS)
     backend = load(name)
-    backend.check_device(wanted.device)
-    backend.check_dtype(wanted.dtype)
+    backend.check_device(setup.device)
+    backend.check_dtype(setup.dtype)
     exchange, reason = "local", "one GPU exchanges nothing"
     if setup.gpus > 1:
         rows = tuple(len(range(rank, setup.batch, setup.gpus)) for rank in range(setup.gpus))
