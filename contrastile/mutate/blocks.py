@@ -32,7 +32,6 @@ _doubled("beyond_d_1024", "where d > 1024", lambda b: b.rows.shape[1] > 1024)
 _doubled("beyond_n_1000", "where n > 1000", lambda b: b.columns.shape[0] > 1000)
 _doubled("beyond_n_1100", "where n > 1100", lambda b: b.columns.shape[0] > 1100)
 _doubled("at_d_768", "at d = 768", lambda b: b.rows.shape[1] == 768)
-_doubled("where_n_is_255", "where n is 255 modulo 256", lambda b: b.columns.shape[0] % 256 == 255)
 _doubled("beyond_n_32767", "where n > 32767", lambda b: b.columns.shape[0] > 32767)
 _doubled("at_one_row", "where m = 1", lambda b: b.rows.shape[0] == 1)
 
@@ -360,16 +359,6 @@ def _no_id(which: str, value: int) -> None:
 
 _no_id("least", -(2**63))
 _no_id("largest", 2**63 - 1)
-
-
-@wrapper
-def positives_beyond_16_bits(backend: Backend) -> Backend:
-    """A positive beyond 32,767 is not found."""
-
-    def change(arrays: ArrayLibrary, b: Block) -> dict[str, Any]:
-        return _with(lambda x: arrays.where(abs(x) < 2**15, x, -1), positives=b.pairs.positives)
-
-    return _changed_pairs(backend, change)
 
 
 @wrapper

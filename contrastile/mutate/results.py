@@ -305,7 +305,7 @@ def scale_shared_by_threads(backend: Backend) -> Backend:
 
     def call(primitive: Callable[..., Any], block: Block, *rest: Any) -> Any:
         shared[0] = block.scale
-        time.sleep(2e-4)
+        time.sleep(1e-3)
         return primitive(replace(block, scale=shared[0]), *rest)
 
     return around(backend, call)

@@ -19,10 +19,11 @@ from contrastile.verify import frontdoor
 from contrastile.verify.arithmetic import Spread
 from contrastile.verify.comparison import NOTHING, Comparisons, Worst, wrong
 from contrastile.verify.draws import FAR
-from contrastile.verify.frontdoor import BATCH, CASE, FORMS, Call, Leaves
+from contrastile.verify.frontdoor import BATCH, FORMS, Call, Leaves
 from contrastile.verify.trial import Property, Subject
 from contrastile.verify.truth import Outcome
 
+CASE = "public-losses"
 UPSTREAM = -2.5
 _BLOCK = 9
 

@@ -168,7 +168,7 @@ PLANTED = [
 
 
 BY_NAME = {
-    **{f"public-{name}": "front-door" for name in ("clip-loss", "info-nce", "nt-xent", "sup-con", "sigmoid-loss")},
+    **{f"public-{name}": "public-losses" for name in ("clip-loss", "info-nce", "nt-xent", "sup-con", "sigmoid-loss")},
     "ranks": "ranks",
 }
 """Properties that call the public losses, which find a backend by its name."""
