@@ -24,7 +24,9 @@ from contrastile.schedules.sums import summed
 T = TypeVar("T")
 
 _log = logging.getLogger(__name__)
-_BLOCKS = 8
+_BLOCKS, _SCALARS = 8, 2
+# a processor may round a rank's exp in another way
+_SAME = 2.0**-20
 _WELL, _FAILED = 0, 1
 
 
@@ -100,7 +102,7 @@ class Handshake:
             arrays: the features' library.
             rows: (m, d), this rank's; m may be 0.
             columns: this rank's column blocks.
-            *scalars: scale and bias. Their values are not compared: that would wait for the device.
+            *scalars: scale and bias. On a host their values are compared; elsewhere that would wait for the device.
             **settings: what else must be the same on every rank; anything that JSON can hold.
 
         Raises:
@@ -129,13 +131,15 @@ class Handshake:
             # what is installed may differ
             backend = choose(arrays.name, arrays.place(rows), dtype, self.settings.get("precision", "auto"), RANKS)
             agreed["the backend that 'auto' takes (name one that every rank has)"] = backend
-        record = self._record(agreed, _WELL, [own[0], *own[1]])
+        values = [float(x) if arrays.device(x) == "cpu" else 0.0 for x in scalars]
+        record = self._record(agreed, _WELL, [own[0], *own[1]], values)
         label = self._label(str(settings.get("loss", "")))
         everyone = comm.agree(record, label)
         self._met = True
-        if (everyone[:, 1] != _WELL).any() or (everyone[:, 0] != everyone[0, 0]).any():
-            self._explain(json.dumps(agreed))
-        shards = _shards(everyone.tobytes(), len(everyone), len(columns))
+        numbers = everyone[:, -_SCALARS:].view("float64")
+        if (everyone[:, :2] != [record[0], _WELL]).any() or not _alike(numbers):
+            self._explain(json.dumps(agreed | dict(zip(("scale", "bias"), values, strict=False))))
+        shards = _shards(everyone[:, :-_SCALARS].tobytes(), len(everyone), len(columns))
         exchange = self._chosen(shards, int(rows.shape[1]), dtype, device)
         self.placement = Placement(comm, exchange, self.reduction, shards, label.serial, label.loss)
         if exchange == "replicate" and self.replicates:
@@ -221,11 +225,13 @@ class Handshake:
         self._serial = self._serial or self.communicator.calls.begin()
         return Label(self._serial, "forward", loss)
 
-    def _record(self, agreed: dict[str, Any], state: int, sizes: Sequence[int]) -> Any:
+    def _record(self, agreed: dict[str, Any], state: int, sizes: Sequence[int], scalars: Sequence[float] = ()) -> Any:
         import numpy as np
 
-        found = _digest(tuple(agreed.items())), state, *sizes, *[0] * (1 + _BLOCKS - len(sizes))
-        return np.array(found, dtype=np.int64)
+        found = _digest(tuple(agreed.items())), state, *sizes, *[0] * (1 + _BLOCKS - len(sizes) + _SCALARS)
+        record = np.array(found, dtype=np.int64)
+        record[len(found) - _SCALARS :][: len(scalars)].view("float64")[:] = scalars
+        return record
 
     def _refuse_if(self, reason: str | None, cause: Exception | None = None) -> None:
         """Tell the other ranks that this one cannot take part, and raise what they raise."""
@@ -282,6 +288,11 @@ def _difference(parts: list[dict[str, Any]]) -> str:
             got = ", ".join(f"{value} on {_ranks(values, value)}" for value in dict.fromkeys(values))
             return f"{name} must be the same on every rank, got {got}; make the same call on every rank"
     return "the ranks differ in what they were asked to do; make the same call on every rank"
+
+
+def _alike(numbers: Any) -> bool:
+    """Whether every rank's finite numbers, (ranks, numbers), are those of the first but for a rounding."""
+    return bool((abs(numbers - numbers[0]) <= _SAME * abs(numbers[0])).all())
 
 
 def _ranks(values: list[str], value: str) -> str:

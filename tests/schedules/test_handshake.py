@@ -139,12 +139,35 @@ DIFFERENT: list[Any] = [
         "[false, false, false] on ranks 1, 2",
         id="gradients",
     ),
+    pytest.param(
+        lambda rank, comm: contrastile.clip_loss(
+            torch.tensor(IMAGE[rank]), torch.tensor(TEXT[rank]), torch.tensor(10.0 + (rank == 1)), group=comm
+        ),
+        "scale must be the same on every rank, got 10.0 on ranks 0, 2, 11.0 on rank 1",
+        id="values of scales",
+    ),
+    pytest.param(
+        lambda rank, comm: contrastile.sigmoid_loss(
+            *map(torch.tensor, (IMAGE[rank], TEXT[rank])), torch.tensor(10.0), torch.tensor(-1.0 * rank), group=comm
+        ),
+        "bias must be the same on every rank, got -0.0 on rank 0, -1.0 on rank 1, -2.0 on rank 2",
+        id="values of biases",
+    ),
 ]
 
 
 @pytest.mark.parametrize(("call", "words"), DIFFERENT)
 def test_what_differs_is_named_with_the_ranks(call: Callable[[int, Any], Any], words: str) -> None:
     assert everybody(call) == f"MismatchError: {words}; make the same call on every rank"
+
+
+def test_scales_that_differ_by_a_rounding_are_the_same() -> None:
+    def program(comm: InProcess) -> float:
+        scale = torch.tensor(10.0 * (1 + 2.0**-23 * (comm.rank == 1)))
+        image, text = (torch.tensor(x[comm.rank]) for x in (IMAGE, TEXT))
+        return float(contrastile.clip_loss(image, text, scale, group=comm))
+
+    InProcessGroup[float](N).run(program)
 
 
 WRONG: list[Any] = [
