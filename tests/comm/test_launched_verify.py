@@ -12,6 +12,7 @@ from launching import ENGINES, command
 
 from contrastile.verify.distributed import DISTRIBUTED
 
+ROOT = Path(__file__).parents[2]
 RANKS = 4
 BACKENDS = {"mpi": ["numpy", "torch"], "torch": ["torch"]}
 CASES = ["ragged", "blocks", "sigmoid-ids", "views", "front-door", "mistakes", "sharded"]
@@ -41,7 +42,8 @@ ill = replace(sound, name="ill", gradients=raising)
 
 def verify(engine: str, *words: str, folder: Path, seconds: int = 100) -> subprocess.CompletedProcess[str]:
     """Run it in a folder, with an end from outside."""
-    variables = {**os.environ, "OMP_NUM_THREADS": "1", "CONTRASTILE_DEADLINE": "5", "PYTHONPATH": str(folder)}
+    paths = os.pathsep.join([str(folder), str(ROOT)])
+    variables = {**os.environ, "OMP_NUM_THREADS": "1", "CONTRASTILE_DEADLINE": "5", "PYTHONPATH": paths}
     called = ["timeout", "--kill-after=1", str(seconds), *command(engine, RANKS)]
     return subprocess.run(
         [*called, "-m", "contrastile", "verify", "--world", engine, *words],
