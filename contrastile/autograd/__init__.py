@@ -17,6 +17,7 @@ import torch
 from torch import Tensor
 
 from contrastile.autograd import functions, operators
+from contrastile.backends import eager
 from contrastile.plan import Plan
 
 
@@ -39,7 +40,7 @@ def evaluate(plan: Plan) -> Tensor:
             )
         return functions.functional_loss(plan)
     grad = torch.is_grad_enabled()
-    if functions.direct(arrays):
+    if eager.direct(torch, arrays):
         # asked here: inside a function's forward gradients are always off
         return functions.eager_loss(plan.replaying(), grad=grad)
     if not problem.traceable:

@@ -27,11 +27,6 @@ _C: Any = torch._C
 _KNOWN = eager.transforms_can_be_seen(torch)
 
 
-def direct(tensors: Iterable[Tensor | None]) -> bool:
-    """See ``eager.direct``."""
-    return eager.direct(torch, tensors)
-
-
 @eager.asked_while_tracing
 def transformed() -> bool:
     """Whether a transform of torch.func is at work."""
@@ -88,7 +83,7 @@ class SoftmaxLoss(torch.autograd.Function):
         if is_seen(arriving):
             function: Any = SoftmaxGradients
             given = function.apply(ctx.plan, wanted, arriving, *state[: bodies.STATE], *arrays)
-            return None, None, *_only((rows, scale, *columns), given)
+            return None, None, *operators.only((rows, scale, *columns), given)
         return None, None, *bodies.softmax_gradients(ctx.plan.with_arrays(arrays), state, arriving, wanted)
 
 
@@ -116,17 +111,13 @@ class SigmoidLoss(torch.autograd.Function):
         if is_seen(arriving):
             function: Any = SigmoidGradients
             given = function.apply(ctx.plan, wanted, arriving, rows, scale, *sums)
-            return None, None, *_only((wanted.rows, wanted.scale, wanted.bias, *wanted.columns), given)
+            return None, None, *operators.only((wanted.rows, wanted.scale, wanted.bias, *wanted.columns), given)
         return None, None, *bodies.sigmoid_gradients(ctx.plan, rows, scale, sums, arriving, wanted)
 
 
 def is_seen(upstream: Tensor) -> bool:
     """Whether somebody must see the gradients' function: a derivative of them is asked for, or a mode is on."""
-    return torch.is_grad_enabled() or not direct((upstream,))
-
-
-def _only(wants: Sequence[bool], given: Sequence[Tensor]) -> list[Tensor | None]:
-    return operators.only(wants, given)
+    return torch.is_grad_enabled() or not eager.direct(torch, (upstream,))
 
 
 def _softmax_loss(plan: Plan) -> Sequence[Tensor]:
@@ -261,7 +252,7 @@ class FunctionalSoftmaxLoss(_Loss):
         _, rows, scale, *rest = ctx.needs_input_grad
         wanted, function = local.Wanted(rows, tuple(rest[9:]), scale), cast("Any", SoftmaxGradients)
         given = function.apply(ctx.plan, wanted, upstream[0], *ctx.saved_tensors)
-        d_rows, d_scale, *d_columns = _only((rows, scale, *rest[9:]), given)
+        d_rows, d_scale, *d_columns = operators.only((rows, scale, *rest[9:]), given)
         return None, d_rows, d_scale, *[None] * 9, *d_columns
 
 

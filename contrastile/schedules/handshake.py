@@ -179,7 +179,7 @@ class Handshake:
             raise
         except Exception as error:
             if not self._met:
-                self._refuse_if(str(error), error)
+                self._refuse(str(error), error)
             raise
 
     def confirm(self, reason: str | None) -> None:
@@ -233,13 +233,11 @@ class Handshake:
         record[len(found) - _SCALARS :][: len(scalars)].view("float64")[:] = scalars
         return record
 
-    def _refuse_if(self, reason: str | None, cause: Exception | None = None) -> None:
+    def _refuse(self, reason: str, cause: Exception) -> None:
         """Tell the other ranks that this one cannot take part, and raise what they raise."""
-        if reason is None:
-            return
         assert self.communicator is not None
         self._met = True
-        if self.communicator.size == 1 and cause is not None:
+        if self.communicator.size == 1:
             raise cause
         self.communicator.agree(self._record({}, _FAILED, []), self._label())
         try:

@@ -165,18 +165,22 @@ def backward_chunk(m: int, n: int, size: int, config: Config, options: Options, 
 
 
 def _capped(m: int, n: int, area: int, tile: tuple[int, int] | None, config: Config) -> tuple[int, int]:
-    """At most ``area`` elements; at most ``tile``.
+    """Rows and columns of a chunk of at most ``area`` elements; at most ``tile``.
 
-    Both products that follow want sides that fill a large GPU a whole number of times: so 2 UNIT rows, or one, by as
-    many times UNIT columns as fit. What is smaller is near a square.
+    A side of whole UNITs fills a large GPU in the products that follow. So a large chunk has one or two UNITs of rows
+    and as many columns as fit, and a small one is near a square.
     """
     if tile is not None:
         return min(m, tile[0]), min(n, tile[1])
     step = max(config.bm, config.bn)
     side = max(step, int(area**0.5) // step * step)
     rows = 2 * UNIT if area >= 2 * UNIT * UNIT else UNIT if area >= UNIT * UNIT else side
+
+    def beside(other: int) -> int:
+        """The longest side that fits beside another: whole UNITs, or whole tiles of less than one."""
+        length = max(step, area // max(other, 1) // step * step)
+        return length // UNIT * UNIT if length > UNIT else length
+
     height = min(m, rows)
-    room = max(step, area // max(height, 1) // step * step)
-    width = min(n, room // UNIT * UNIT if room > UNIT else room)
-    room = max(step, area // max(width, 1) // step * step)
-    return min(m, height if width < n else room // UNIT * UNIT if room > UNIT else room), width
+    width = min(n, beside(height))
+    return height if width < n else min(m, beside(width)), width

@@ -96,12 +96,12 @@ class _Pass(BlockPass):
         height, width = forward_chunk(self.m, self.n, config, self.options.tile, quantities)
         row_tiles, column_tiles = ceil_div(height, config.bm), ceil_div(width, config.bn)
         sizes = column_tiles * height, row_tiles * width if self.two_sided else 0
-        parts = self._room(*(quantities * size for size in sizes))
+        parts = self._partials(*(quantities * size for size in sizes))
         for chunk in chunks(self.m, self.n, height, width):
             self._tiles(safe, config, parts, chunk)
             self._fold(safe, config, parts, chunk)
 
-    def _room(self, rows: int, columns: int) -> tuple[Any, Any]:
+    def _partials(self, rows: int, columns: int) -> tuple[Any, Any]:
         """Where the tile kernels leave a chunk's partial results."""
         # both sides begin where 16 bytes do
         start = rows + -rows % 4
