@@ -131,7 +131,7 @@ class Handshake:
             # what is installed may differ
             backend = choose(arrays.name, arrays.place(rows), dtype, self.settings.get("precision", "auto"), RANKS)
             agreed["the backend that 'auto' takes (name one that every rank has)"] = backend
-        values = [float(x) if arrays.device(x) == "cpu" else 0.0 for x in scalars]
+        values = [float(x.item()) if arrays.device(x) == "cpu" else 0.0 for x in scalars]
         record = self._record(agreed, _WELL, [own[0], *own[1]], values)
         label = self._label(str(settings.get("loss", "")))
         everyone = comm.agree(record, label)

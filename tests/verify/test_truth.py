@@ -68,13 +68,17 @@ def test_the_loss_is_the_sum_written_out(name: str) -> None:
 
 @pytest.mark.parametrize("name", FINITE)
 def test_the_gradients_are_the_losss_differences(name: str) -> None:
-    """Along a random direction h of all inputs at once: (f(+e) - f(-e)) / 2e = <gradient, h>, two orders in e."""
+    """Along a random direction h of all inputs at once: (f(+e) - f(-e)) / 2e = <gradient, h>, two orders in e.
+
+    A direction is as long as what it moves.
+    """
     problem = build(name, "float32").problem
     upstream = 1.75
     exact = truth(problem, upstream)
     draw = np.random.default_rng(3)
-    rows = draw.standard_normal(problem.rows.shape)
-    columns = tuple(draw.standard_normal(block.shape) for block in problem.columns)
+    size = min(1.0, np.abs(problem.rows).max(initial=0.0) or 1.0)
+    rows = size * draw.standard_normal(problem.rows.shape)
+    columns = tuple(size * draw.standard_normal(block.shape) for block in problem.columns)
     scale, bias = draw.standard_normal(2)
     bias = bias if problem.bias is not None else 0.0
 
