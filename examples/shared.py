@@ -70,7 +70,7 @@ def arguments(parser: ArgumentParser, *, out: str, batch: int, samples: int, lr:
     options.device = torch.device(
         options.device if options.device != "auto" else "cuda" if torch.cuda.is_available() else "cpu"
     )
-    if options.device.type == "cuda":
+    if options.device.index is not None:  # plain "cuda" is the current one, and set_device takes none without a number
         torch.cuda.set_device(options.device)
     options.record = options.record or options.out / "record"
     return options

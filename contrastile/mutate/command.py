@@ -76,8 +76,8 @@ def _run(args: argparse.Namespace) -> int:
         try:
             run.all()
         except KeyboardInterrupt:
-            report.show(run.results, quiet=True)
-            _record(args.json, run.results)
+            report.show(run.results, quiet=True, complete=False)
+            _record(args.json, run.results, complete=False)
             raise CannotRunError(f"interrupted after {len(run.results)} of {len(mutants)} mutants") from None
     if all(result["status"] == "not run" for result in run.results):
         raise CannotRunError(f"nothing ran: {run.results[0]['reason'] if run.results else 'no mutant is selected'}")
@@ -86,9 +86,9 @@ def _run(args: argparse.Namespace) -> int:
     return PASS if report.passed(run.results) else FAIL
 
 
-def _record(path: Path | None, results: Sequence[Result]) -> None:
+def _record(path: Path | None, results: Sequence[Result], *, complete: bool = True) -> None:
     if path is not None:
-        write_json(path, report.as_json(results))
+        write_json(path, report.as_json(results, complete=complete))
 
 
 def _selected(args: argparse.Namespace, mutants: Sequence[Mutant]) -> list[Mutant]:

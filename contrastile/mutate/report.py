@@ -20,25 +20,30 @@ def passed(results: Sequence[Result]) -> bool:
     return count["caught"] > 0 and not count["missed"] and not count["broken"]
 
 
-def as_json(results: Sequence[Result]) -> dict[str, Any]:
+def verdict(results: Sequence[Result], *, complete: bool = True) -> str:
+    """What "pass" would hide: a run that was interrupted has not caught the others."""
+    return "fail" if not passed(results) else "pass" if complete else "interrupted"
+
+
+def as_json(results: Sequence[Result], *, complete: bool = True) -> dict[str, Any]:
     """``{"verdict", "environment", "counts", "mutants"}``."""
     count = Counter(result["status"] for result in results)
     return {
-        "verdict": "pass" if passed(results) else "fail",
+        "verdict": verdict(results, complete=complete),
         "environment": environment(),
         "counts": {status: count[status] for status in STATUSES},
         "mutants": list(results),
     }
 
 
-def summary(results: Sequence[Result]) -> str:
+def summary(results: Sequence[Result], *, complete: bool = True) -> str:
     count = Counter(result["status"] for result in results)
     words = [f"{count['caught']} of {count['caught'] + count['missed']} mutants caught"]
     words += [f"{count[status]} {status}" for status in STATUSES[2:] if count[status]]
-    return f"{'PASS' if passed(results) else 'FAIL'}: {', '.join(words)}"
+    return f"{verdict(results, complete=complete).upper()}: {', '.join(words)}"
 
 
-def show(results: Sequence[Result], *, quiet: bool) -> None:
+def show(results: Sequence[Result], *, quiet: bool, complete: bool = True) -> None:
     """Print the table of the components, every mutant that was missed or does not fit, and the verdict."""
     if not quiet:
         _table(results)
@@ -49,7 +54,7 @@ def show(results: Sequence[Result], *, quiet: bool) -> None:
         if result["status"] in ("missed", "broken"):
             print(f"{result['status'].upper()} {result['name']} ({result['backend']})")
             print(f"  {result['about']}: {result['reason']}")
-    print(summary(results), flush=True)
+    print(summary(results, complete=complete), flush=True)
 
 
 def _table(results: Sequence[Result]) -> None:

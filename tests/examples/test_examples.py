@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import argparse
 import importlib
 import inspect
 import json
@@ -363,6 +364,23 @@ def test_the_page_shows_the_step_of_the_examples() -> None:
 
 
 RECORDS = [x for name in COMMANDS for x in sorted((ROOT / "docs" / "results").glob(f"{name}_*.json"))]
+
+
+@pytest.mark.parametrize("named", [[], ["--device", "cuda"], ["--device", "cuda:1"]], ids=str)
+def test_a_gpu_without_a_number_is_the_current_one(named: list[str], monkeypatch: pytest.MonkeyPatch) -> None:
+    used: list[int] = []
+
+    def set_device(device: torch.device) -> None:
+        used.append(torch._utils._get_device_index(device))
+
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "set_device", set_device)
+    monkeypatch.setattr(sys, "argv", ["it", *named])
+    parser = argparse.ArgumentParser()
+    parser.add_argument("--chunk", type=int, default=4)
+    options = module("shared").arguments(parser, out="out", batch=4, samples=8, lr=1e-3)
+    assert options.device.type == "cuda"
+    assert used == [1] * (named[-1:] == ["cuda:1"])
 
 
 @pytest.mark.parametrize("record", RECORDS, ids=lambda x: x.stem)

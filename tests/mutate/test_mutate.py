@@ -179,5 +179,8 @@ def test_the_report_counts_what_is_counted() -> None:
     assert passed([caught, equivalent])
     assert summary([caught, equivalent]) == "PASS: 1 of 1 mutants caught, 1 equivalent"
     assert not passed([caught, missed])
+    assert summary([caught], complete=False) == "INTERRUPTED: 1 of 1 mutants caught"
+    assert as_json([caught], complete=False)["verdict"] == "interrupted"
+    assert as_json([missed], complete=False)["verdict"] == "fail"
     assert summary([caught, missed, equivalent]) == "FAIL: 1 of 2 mutants caught, 1 equivalent"
     assert as_json([caught, missed])["counts"] == {"caught": 1, "missed": 1, "equivalent": 0, "broken": 0, "not run": 0}
