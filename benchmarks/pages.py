@@ -83,7 +83,8 @@ def training_section(stem: str, data: Data, root: Path) -> str:
         "chunk with which it is fastest. *Autocast around the call*: the encoder brings none; the call of the loss is "
         "under it and the backward pass is not, as a trainer has it."
     )
-    return "\n\n".join(filter(None, [about, what, tables.training(data), tables.training_memory(data)]))
+    figure = f"![Peak memory of a step over its pairs](../results/{stem}.svg)" if data["memory"] else ""
+    return "\n\n".join(filter(None, [about, what, tables.training(data), figure, tables.training_memory(data)]))
 
 
 def measured_at(environment: Data, root: Path) -> str:
@@ -195,9 +196,13 @@ def main(arguments: list[str] | None = None) -> int:
     elif latest and not figures.is_home(latest, assets):
         print("the home page's chart is not of the newest record; run: python benchmarks/pages.py", file=sys.stderr)
         wrong = 1
-    for stem, data in records["run"].items():
-        if not given.check and figures.drawn(data):
-            figures.draw(data, given.results / f"{stem}.svg")
+    if not given.check:
+        for stem, data in records["run"].items():
+            if figures.drawn(data):
+                figures.draw(data, given.results / f"{stem}.svg")
+        for stem, data in records["training"].items():
+            if data["memory"]:
+                figures.draw_training(data, given.results / f"{stem}.svg")
     return wrong
 
 

@@ -8,7 +8,7 @@ from __future__ import annotations
 import io
 import math
 import re
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -44,17 +44,55 @@ def draw(data: Data, path: Path) -> None:
         data: the record.
         path: ends in .svg.
     """
+
+    def fill(figure: Any) -> None:
+        axes = figure.subplots(1, 2)
+        (_over_ranks if _families(data) else _over_batches)(axes[0], axes[1], data)
+        figure.suptitle(f"{machine(data['environment'])}, forward and backward")
+        figure.legend(*axes[0].get_legend_handles_labels(), ncols=4, frameon=False, loc="outside lower center")
+
+    _themed(path, (11, 5.2), fill)
+
+
+def draw_training(data: Data, path: Path) -> None:
+    """Write the figure of a record of ``training.py``: peak memory over the pairs of a step, and what grows with them.
+
+    Args:
+        data: the record.
+        path: ends in .svg.
+    """
+
+    def fill(figure: Any) -> None:
+        axes = figure.subplots()
+        rows = sorted((row for row in data["memory"] if row.get("peak_bytes")), key=lambda row: int(row["b"]))
+        pairs, chunk, width = [row["b"] for row in rows], rows[0]["chunk"], data["loss"][0]["d"]
+        style = {"marker": "o", "markersize": 4}
+        peak = [row["peak_bytes"] / MIB for row in rows]
+        axes.plot(pairs, peak, label=f"contrastile, cached_step in chunks of {chunk:,}", linewidth=2.4, **style)
+        # of both towers, and their gradients
+        held = [4 * b * width * 4 / MIB for b in pairs]
+        axes.plot(pairs, held, "--", label="of it embeddings and their gradients, float32", **style)
+        for row in data["steps"]:
+            if row["name"] == "PyTorch, no cache" and row.get("peak_bytes"):
+                axes.plot([row["b"]], [row["peak_bytes"] / MIB], "^", color=_INK["light"][0], label="PyTorch, no cache")
+        _finish(axes, "pairs of an optimizer step", "peak memory, MiB", pairs)
+        axes.set(yscale="log")
+        figure.suptitle(f"{machine(data['environment'])}, MiniLM")
+        figure.legend(*axes.get_legend_handles_labels(), ncols=2, frameon=False, loc="outside lower center")
+
+    _themed(path, (8, 4), fill)
+
+
+def _themed(path: Path, size: tuple[float, float], fill: Callable[[Any], None]) -> None:
+    """Write a figure whose ink follows the reader's theme."""
     import matplotlib
     from matplotlib.figure import Figure
 
     ink, _ = _INK["light"]
     colors = dict.fromkeys(("text.color", "axes.edgecolor", "axes.labelcolor", "xtick.color", "ytick.color"), ink)
     with matplotlib.rc_context({"font.size": 9, **_SVG, **colors}):
-        figure = Figure(figsize=(11, 5.2), layout="constrained")
-        axes = figure.subplots(1, 2)
-        (_over_ranks if _families(data) else _over_batches)(axes[0], axes[1], data)
-        figure.suptitle(f"{machine(data['environment'])}, forward and backward")
-        figure.legend(*axes[0].get_legend_handles_labels(), ncols=4, frameon=False, loc="outside lower center")
+        figure = Figure(figsize=size, layout="constrained")
+        fill(figure)
         text = _saved(figure)
     path.parent.mkdir(parents=True, exist_ok=True)
     path.write_text(text.replace(ink, "currentColor").replace("<defs>", f"<style>{_THEMES}</style><defs>", 1), "utf-8")
