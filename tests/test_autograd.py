@@ -12,6 +12,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 import contrastile
 from contrastile import autograd, problems
+from contrastile.backends import eager
 from contrastile.backends.arrays import library_of
 from contrastile.backends.contract import Options
 from contrastile.plan import Plan
@@ -226,7 +227,7 @@ def test_an_eager_call_needs_no_operator_and_has_its_bits(
     loss: Loss, backend: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     with monkeypatch.context() as through_operators:
-        through_operators.setattr(autograd.functions, "direct", lambda tensors: False)
+        through_operators.setattr(eager, "direct", lambda torch, tensors: False)
         expected = step(loss, backend)
     no_operators(monkeypatch)
     found = step(loss, backend)
@@ -260,13 +261,13 @@ def test_a_dispatch_mode_sees_the_operators(loss: Loss) -> None:
 
 def test_whoever_must_see_an_operator_does(monkeypatch: pytest.MonkeyPatch) -> None:
     x = features()
-    assert autograd.functions.direct((x, torch.nn.Parameter(x.detach()), None))
-    assert not autograd.functions.direct((x, x.detach().as_subclass(Marked)))
-    assert not autograd.functions.direct((x, torch.empty(3, device="meta")))
+    assert eager.direct(torch, (x, torch.nn.Parameter(x.detach()), None))
+    assert not eager.direct(torch, (x, x.detach().as_subclass(Marked)))
+    assert not eager.direct(torch, (x, torch.empty(3, device="meta")))
     told: list[bool] = []
 
     def ask(each: Tensor) -> Tensor:
-        told.append(autograd.functions.direct((each,)))
+        told.append(eager.direct(torch, (each,)))
         return each
 
     torch.func.vmap(ask)(x.detach())

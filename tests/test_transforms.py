@@ -13,6 +13,7 @@ from torch.autograd import forward_ad
 
 import contrastile
 from contrastile import autograd
+from contrastile.backends import eager
 from contrastile.comm.inprocess import InProcess, InProcessGroup
 
 
@@ -175,7 +176,7 @@ def test_a_transform_is_seen_and_a_tangent_only_where_there_is_one() -> None:
 def test_a_batch_of_upstream_gradients_is_refused_by_name(how: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """Autograd's own vmap, which is older than torch.func's and knows no operator of this kind."""
     if how == "operator":
-        monkeypatch.setattr(autograd.functions, "direct", lambda tensors: False)
+        monkeypatch.setattr(eager, "direct", lambda torch, tensors: False)
     leaf = features(7)
     loss = first_argument(clip)(leaf)
     with pytest.raises(RuntimeError, match="contrastile::softmax_gradients must be given one upstream gradient"):
