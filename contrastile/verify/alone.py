@@ -193,13 +193,7 @@ def _rewritten(call: Call, subject: Subject) -> Comparisons:
 def _of_numpy(call: Call, subject: Subject) -> Comparisons:
     if subject.device != "cpu" or subject.dtype == "bfloat16":
         return
-    arrays = NumpyArrays(np)
-
-    def put(x: Any) -> Any:
-        if x is None or isinstance(x, list):
-            return None if x is None else list(map(put, x))
-        return arrays.cast(x, subject.dtype if x.dtype.kind == "f" else str(x.dtype))
-
+    put = frontdoor.putter(subject, NumpyArrays(np))
     yield "NumPy arrays", _judged(call, subject, frontdoor.by_value_and_grad(call, call.cut.problem, subject, put))
 
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import random
 import sys
 import threading
+from functools import partial
 from typing import Any
 
 import numpy as np
@@ -13,7 +14,8 @@ from contrastile.schedules import schedule
 from contrastile.schedules.problem import Problem
 from contrastile.verify.bounds import bounds
 from contrastile.verify.comparison import GRADIENT, NOTHING, Comparisons, Worst, compare, largest, wrong
-from contrastile.verify.execution import every_gradient, materialise
+from contrastile.verify.draws import sigmoid_problem, softmax_problem
+from contrastile.verify.execution import every_gradient, materialise, taken
 from contrastile.verify.rounding import round_to
 from contrastile.verify.trial import Subject
 from contrastile.verify.truth import Outcome, truth
@@ -93,15 +95,9 @@ class _Step:
 
     def judged(self) -> Worst:
         """The last results, read now, beside the truth."""
-        take = self.subject.backend.arrays.to_numpy
-        found = self._found
-        got = Outcome(
-            loss=np.array(take(self._loss), dtype=np.float64),
-            rows=np.array(take(found.rows), dtype=np.float64),
-            columns=tuple(np.array(take(x), dtype=np.float64) for x in found.columns),
-            scale=np.array(take(found.scale), dtype=np.float64),
-            bias=None if found.bias is None else np.array(take(found.bias), dtype=np.float64),
-        )
+        take, found = partial(taken, self.subject.backend.arrays), self._found
+        columns = tuple(map(take, found.columns))
+        got = Outcome(take(self._loss), take(found.rows), columns, take(found.scale), take(found.bias))
         subject, oracle = self.subject, truth(self.problem)
         bound = bounds(self.problem, oracle, subject.accuracy, subject.dtype)
         return compare(got, oracle.outcome, bound, ("loss", *GRADIENT))
@@ -165,12 +161,7 @@ def _problem(kind: str, seed: int, dtype: str) -> Problem:
     m, n, d = 19, 23, 12
     draw = np.random.default_rng([seed, m, n])
     rows, columns = (round_to(draw.standard_normal((size, d)) / 2, dtype) for size in (m, n))
-    u, v = (round_to(draw.standard_normal(size), "float32") for size in (m, n))
+    u, v = (draw.standard_normal(size) for size in (m, n))
     positives = draw.permutation(n)[:m]
-    scale, one = round_to(4.0 + seed, "float32"), np.ones(m)
-    if kind == "sigmoid":
-        bias = round_to(-2.5 + seed, "float32")
-        return Problem(rows, (columns,), scale, u, one, kind="sigmoid", bias=bias, positives=positives)
-    target = np.zeros(n)
-    target[positives] = 1.0
-    return Problem(rows, (columns,), scale, u, one, column_weight=v, column_target=target, positives=positives)
+    softmax = softmax_problem(rows, columns, 4.0 + seed, row_weight=u, column_weight=v, positives=positives)
+    return softmax if kind == "softmax" else sigmoid_problem(softmax, -2.5 + seed)

@@ -1,13 +1,19 @@
-"""What cases are made of: unit vectors, pairs as a model makes them, real embeddings, and ids."""
+"""What cases are made of: unit vectors, pairs as a model makes them, real embeddings, ids, and problems of them."""
 
 from __future__ import annotations
 
+from dataclasses import replace
 from functools import cache
+from typing import Any
 
 import numpy as np
 
+from contrastile.backends.contract import Match
 from contrastile.data.wordnet import load_wordnet_pairs
 from contrastile.oracle.arrays import FloatArray, IntArray, float64
+from contrastile.schedules.problem import Problem
+from contrastile.verify.rounding import round_to
+from contrastile.verify.truth import masks
 
 Draw = np.random.Generator
 
@@ -34,3 +40,49 @@ def certain_pairs(draw: Draw, b: int, d: int) -> tuple[FloatArray, FloatArray]:
     """Unit pairs of a trained model: each column is far closer to its row than to any other."""
     rows = unit(draw.standard_normal((b, d)))
     return rows, unit(rows + draw.standard_normal((b, d)) / (2 * np.sqrt(d)))
+
+
+def softmax_problem(
+    rows: FloatArray,
+    columns: FloatArray | tuple[FloatArray, ...],
+    scale: float,
+    *,
+    row_weight: FloatArray | None = None,
+    column_weight: FloatArray | None = None,
+    positives: IntArray | None = None,
+    excluded: IntArray | None = None,
+    ids: tuple[IntArray, IntArray] | None = None,
+    match: Match = "drop",
+) -> Problem:
+    """A softmax problem with targets 1 / (positives of the row, or of the column), rounded to float32."""
+    blocks = columns if isinstance(columns, tuple) else (columns,)
+    m = len(rows)
+    row_weight = np.full(m, 1 / max(m, 1)) if row_weight is None else row_weight
+    bare = Problem(
+        rows,
+        blocks,
+        round_to(scale, "float32"),
+        round_to(row_weight, "float32"),
+        np.zeros(m),
+        positives=positives,
+        excluded=excluded,
+        row_ids=None if ids is None else ids[0],
+        column_ids=None if ids is None else ids[1],
+        match=match,
+    )
+    _, positive = masks(bare)
+    targets = [round_to(np.where(count == 0, 0.0, 1 / np.maximum(count, 1)), "float32") for count in _counts(positive)]
+    if column_weight is None:
+        return replace(bare, row_target=targets[0])
+    weight = round_to(column_weight, "float32")
+    return replace(bare, row_target=targets[0], column_weight=weight, column_target=targets[1])
+
+
+def _counts(positive: Any) -> tuple[FloatArray, FloatArray]:
+    return positive.sum(axis=1).astype(np.float64), positive.sum(axis=0).astype(np.float64)
+
+
+def sigmoid_problem(problem: Problem, bias: float) -> Problem:
+    """The sigmoid problem of a softmax problem's features, weights and pairs."""
+    bare = replace(problem, column_weight=None, column_target=None, row_target=np.zeros(len(problem.rows)))
+    return replace(bare, kind="sigmoid", bias=round_to(bias, "float32"))

@@ -109,7 +109,7 @@ def outcome(
         loss = saved.loss
         lses = {name: getattr(saved, name) for name in STATISTICS if hasattr(saved, name)}
 
-    take = partial(_taken, arrays)
+    take = partial(taken, arrays)
     found: dict[str, Any] = dict.fromkeys(STATISTICS) | {name: take(x) for name, x in lses.items()}
     if parts and native.placement is None and native.walk is None:
         found |= _positive_sums(native, parts, backend, options)
@@ -123,14 +123,15 @@ def outcome(
     )
 
 
-def _taken(arrays: ArrayLibrary, x: Array | None) -> Any:
+def taken(arrays: ArrayLibrary, x: Array | None) -> Any:
+    """A copy of an array of this library in NumPy's float64; None for None."""
     return None if x is None else np.array(arrays.to_numpy(x), dtype=np.float64)
 
 
 def _positive_sums(native: Problem, parts: Sequence[Statistics], backend: Backend, options: Options) -> dict[str, Any]:
     """The sums of the positive logits, which no schedule needs: from what ``lse`` has returned for each block."""
-    rows = [_taken(backend.arrays, part.row_positive_sum) for part in parts]
-    columns = [_taken(backend.arrays, part.column_positive_sum) for part in parts]
+    rows = [taken(backend.arrays, part.row_positive_sum) for part in parts]
+    columns = [taken(backend.arrays, part.column_positive_sum) for part in parts]
     if native.columns:
         joined = None if native.column_weight is None else np.concatenate(columns)
         return {"row_positive_sum": np.sum(rows, axis=0), "column_positive_sum": joined}

@@ -11,7 +11,7 @@ from typing import Any
 import numpy as np
 
 from contrastile import evaluation, losses
-from contrastile.backends.arrays import library_of
+from contrastile.backends.arrays import ArrayLibrary, library_of
 from contrastile.backends.contract import Array, state_dtype
 from contrastile.comm.communicator import Communicator, ExchangeError, MismatchError
 from contrastile.oracle.arrays import FloatArray
@@ -21,7 +21,7 @@ from contrastile.verify.arithmetic import Spread
 from contrastile.verify.bounds import bounds
 from contrastile.verify.comparison import NOTHING, Comparisons, Worst, compare, wrong
 from contrastile.verify.draws import FAR, Draw, unit
-from contrastile.verify.execution import on_device
+from contrastile.verify.execution import on_device, taken
 from contrastile.verify.rearrange import folded
 from contrastile.verify.rounding import UNDERFLOW, UNIT, round_to
 from contrastile.verify.shards import Cut, shares
@@ -299,9 +299,10 @@ def _by_autograd(call: Call, part: Problem, subject: Subject, **settings: Any) -
 Putter = Callable[..., Array]
 
 
-def putter(subject: Subject) -> Putter:
-    """Converts NumPy arrays to the backend's library: floats to the features' dtype, or to another."""
-    arrays, like = subject.backend.arrays, on_device(subject.backend.arrays, subject.device)
+def putter(subject: Subject, arrays: ArrayLibrary | None = None) -> Putter:
+    """Converts NumPy arrays to a library, by default the backend's: floats to the features' dtype, or to another."""
+    library = arrays or subject.backend.arrays
+    like = on_device(library, subject.device)
 
     def put(x: Any, dtype: str | None = None) -> Array:
         if x is None:
@@ -309,22 +310,21 @@ def putter(subject: Subject) -> Putter:
         if isinstance(x, list):
             return [put(each) for each in x]
         kind = dtype or (subject.dtype if x.dtype.kind == "f" else str(x.dtype))
-        return arrays.asarray(np.array(x, order="C"), kind, like)
+        return library.asarray(np.array(x, order="C"), kind, like)
 
     return put
 
 
 def outcome(subject: Subject, call: Call, value: Array, gradients: list[Array], features: int) -> Outcome:
     """A value and gradients of features, scale and bias, as they come, in NumPy's float64."""
-    to_numpy = library_of(value).to_numpy
-    take = [np.array(to_numpy(x), dtype=np.float64) for x in gradients]
-    rows, columns = take[0], tuple(take[1:features])
+    take = partial(taken, library_of(value))
+    found = list(map(take, gradients))
+    rows, columns = found[0], tuple(found[1:features])
     if call.both:
         # two views, or one array of features
         rows, columns = np.concatenate([rows, *columns]), ()
-    scale, *bias = take[features:]
-    loss = np.array(to_numpy(value), dtype=np.float64)
-    return Outcome(loss, rows, columns, scale, bias[0] if bias else None)
+    scale, *bias = found[features:]
+    return Outcome(take(value), rows, columns, scale, bias[0] if bias else None)
 
 
 FORMS = {

@@ -184,10 +184,10 @@ def symmetric(trial: Trial) -> Comparisons:
 def upstream(trial: Trial) -> Comparisons:
     """The upstream gradient multiplies every gradient: 0 gives gradients of 0, and NaN is never swallowed."""
     trial.only_small()
-    exact = [x for _, x in parts(trial.oracle.outcome, GRADIENT) if x is not None]
+    exact = [x for _, x in parts(trial.oracle.outcome, GRADIENT)]
     # as a gradient scaler begins with, where float16 can hold the gradients
-    large = 65536.0
-    if trial.subject.dtype == "float16" and max(np.abs(x).max(initial=0.0) for x in exact) * large > 32768:
+    large, most = 65536.0, max(np.abs(x).max(initial=0.0) for x in exact if x is not None)
+    if trial.subject.dtype == "float16" and most * large > 32768:
         large = 4.0
     for factor in (-2.5, large):
         yield f"upstream {factor}", trial.compare(trial.problem, upstream=factor)
@@ -196,8 +196,8 @@ def upstream(trial: Trial) -> Comparisons:
         found = parts(trial.subject.run(trial.problem, upstream=factor), GRADIENT)
         swallowed = [
             name
-            for (name, x), truth in zip(found, (y for _, y in parts(trial.oracle.outcome, GRADIENT)), strict=True)
-            if x is not None and truth is not None and (np.isfinite(x) & (truth != 0)).any()
+            for (name, x), right in zip(found, exact, strict=True)
+            if x is not None and right is not None and (np.isfinite(x) & (right != 0)).any()
         ]
         yield f"upstream {factor}", wrong(f"{swallowed[0]} is finite") if swallowed else NOTHING
     got = trial.subject.run(trial.problem, upstream=0.0)

@@ -9,6 +9,7 @@ import numpy as np
 from contrastile.schedules.problem import Problem
 from contrastile.verify.bounds import bounds
 from contrastile.verify.comparison import Comparisons, compare
+from contrastile.verify.draws import sigmoid_problem, softmax_problem
 from contrastile.verify.rounding import round_to
 from contrastile.verify.trial import Subject
 from contrastile.verify.truth import truth
@@ -53,12 +54,7 @@ def _problem(kind: str, m: int, n: int, d: int, dtype: str) -> Problem:
     """Signed weights, and positives at random; those of every third row lie in the last column."""
     draw = np.random.default_rng([m, n, d])
     rows, columns = (round_to(draw.standard_normal((size, d)) / d**0.25, dtype) for size in (m, n))
-    u, v = (round_to(draw.standard_normal(size), "float32") for size in (m, n))
+    u, v = (draw.standard_normal(size) for size in (m, n))
     positives = np.where(np.arange(m) % 3 == 0, n - 1, draw.integers(0, n, m))
-    scale = round_to(3.0, "float32")
-    if kind == "sigmoid":
-        bias = round_to(-1.25, "float32")
-        return Problem(rows, (columns,), scale, u, np.zeros(m), kind="sigmoid", bias=bias, positives=positives)
-    count = np.bincount(positives, minlength=n)
-    target = round_to(np.where(count > 0, 1 / np.maximum(count, 1), 0.0), "float32")
-    return Problem(rows, (columns,), scale, u, np.ones(m), column_weight=v, column_target=target, positives=positives)
+    softmax = softmax_problem(rows, columns, 3.0, row_weight=u, column_weight=v, positives=positives)
+    return softmax if kind == "softmax" else sigmoid_problem(softmax, -1.25)

@@ -18,6 +18,7 @@ from contrastile.verify.losses.cases import MEMORY, SELF, SIZES, LossCase, of_ar
 from contrastile.verify.losses.claims import Claims
 from contrastile.verify.losses.subject import Loss, Result, prepare
 from contrastile.verify.plain import compare_with_plain
+from contrastile.verify.sizes import COUNTS, WIDTHS
 from contrastile.verify.trial import Property, SkipError
 from contrastile.verify.truth import Outcome
 
@@ -248,34 +249,8 @@ def _every_other(arrays: Any, x: Array) -> Array:
     return arrays.contiguous(wide.T).reshape(b, 2 * d)[:, ::2]
 
 
-_BATCHES = (2, 3, 4, 7, 8, 9, 15, 16, 17, 31, 32, 33, 48, 63, 64, 65, 96, 127, 128, 129, 191, 192, 193, 255, 256, 257)
-_WIDTHS = (
-    1,
-    2,
-    3,
-    17,
-    31,
-    33,
-    48,
-    63,
-    65,
-    96,
-    127,
-    129,
-    160,
-    192,
-    255,
-    256,
-    257,
-    320,
-    384,
-    511,
-    512,
-    513,
-    640,
-    768,
-    1024,
-)
+_BATCHES = (2, 3, 4, 7, 8, 9, 15, 16, 17, 31, 32, 33, 48, 191, 193, *(b for b in COUNTS if b <= 257))
+_WIDTHS = (1, 2, 3, 17, 31, 33, 48, *(d for d in WIDTHS if d <= 1024))
 
 
 def sizes(trial: LossTrial) -> Comparisons:
