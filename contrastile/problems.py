@@ -8,7 +8,6 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
-from numbers import Real
 from typing import Any
 
 from contrastile import validation
@@ -41,7 +40,7 @@ def clip(image: Array, text: Array, scale: Any, *, ids: Array | None = None, wor
     m, state = rows.shape[0], state_dtype(arrays.dtype(rows))
     same = None if ids is None else validation.integers("ids", ids, m, "pair", arrays, rows)
     factor = validation.scalar("scale", scale, arrays, state, rows)
-    met = world.meet(arrays, rows, (columns,), factor, loss="clip_loss", scale=_number(scale), ids=ids is not None)
+    met = world.meet(arrays, rows, (columns,), (scale, factor), loss="clip_loss", ids=ids is not None)
     weight, target, positives = vectors.pairs(arrays, 0.5 / met.rows, met.start, met.start + m, state, rows)
     problem = Problem(
         rows=rows,
@@ -96,9 +95,8 @@ def info_nce(
         arrays,
         rows,
         columns,
-        factor,
+        (scale, factor),
         loss="info_nce",
-        scale=_number(scale),
         positives=where is not None,
         row_ids=row_ids is not None,
     )
@@ -131,7 +129,7 @@ def nt_xent(view_a: Array, view_b: Array, scale: Any, *, world: Handshake = ALON
     views = arrays.concat(list(both))
     m, state = view_a.shape[0], state_dtype(arrays.dtype(views))
     factor = validation.scalar("scale", scale, arrays, state, views)
-    met = world.meet(arrays, views, (views,), factor, loss="nt_xent", scale=_number(scale))
+    met = world.meet(arrays, views, (views,), (scale, factor), loss="nt_xent")
     weight, target, itself = vectors.pairs(arrays, 1.0 / met.rows, met.start, met.start + 2 * m, state, views)
     problem = Problem(
         rows=views,
@@ -165,7 +163,7 @@ def sup_con(features: Array, labels: Array, scale: Any, *, world: Handshake = AL
     if not stay:
         labels, rows = ordered, arrays.take(rows, order)
     factor = validation.scalar("scale", scale, arrays, state, rows)
-    met = world.meet(arrays, rows, (rows,), factor, loss="sup_con", scale=_number(scale))
+    met = world.meet(arrays, rows, (rows,), (scale, factor), loss="sup_con")
     count = arrays.count_in(labels, ordered) if stay else world.count_in(arrays, ordered)
     partners = arrays.cast(count - 1, state)
     counted = arrays.cast(partners > 0, state)
@@ -201,17 +199,8 @@ def sigmoid(
     same = None if ids is None else validation.integers("ids", ids, m, "pair", arrays, rows)
     factor = validation.scalar("scale", scale, arrays, state, rows)
     added = validation.scalar("bias", bias, arrays, state, rows)
-    met = world.meet(
-        arrays,
-        rows,
-        (columns,),
-        factor,
-        added,
-        loss="sigmoid_loss",
-        scale=_number(scale),
-        bias=_number(bias),
-        ids=ids is not None,
-    )
+    numbers = (scale, factor), (bias, added)
+    met = world.meet(arrays, rows, (columns,), *numbers, loss="sigmoid_loss", ids=ids is not None)
     weight, target, positives = vectors.pairs(arrays, 1.0 / met.rows, met.start, met.start + m, state, rows)
     problem = Problem(
         kind="sigmoid",
@@ -239,11 +228,6 @@ BUILDERS: dict[str, Callable[..., LossProblem]] = {
     "sigmoid_loss": sigmoid,
 }
 """What makes the problem of each loss of the front door, by the loss's name."""
-
-
-def _number(x: Any) -> float | None:
-    """What the ranks can compare of a scale or a bias without waiting for a device."""
-    return float(x) if isinstance(x, Real) else None
 
 
 def _like(arrays: ArrayLibrary, given: Sequence[Array], gradients: Sequence[Array]) -> Iterator[Array]:

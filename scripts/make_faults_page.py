@@ -44,7 +44,9 @@ MISTAKES = {
     "broken backward": "raises within a backward, and goes on",
     "two models": "trains two models over one group, as all ranks do",
     "two models in another order": "takes two models, a group for each, in the other order",
+    "another scale": "holds another scale, as a tensor",
 }
+RAISED = re.compile("(?:Exchange|Mismatch)Error: ")
 CARRIERS = "mpi", "torch", "torch apart"  # the last as on several hosts
 PLACES = {"before": "between two calls", "inside": "in the middle of a ring"}
 LAUNCHERS = {
@@ -115,7 +117,7 @@ def measure_mistakes(*, cuda: bool = False) -> dict[str, Any]:
     what = [
         (mistake, exchange, by, ranks)
         for mistake in MISTAKES
-        for exchange in ("ring", "gather")
+        for exchange in ("ring", "gather", *(("replicate",) if cuda else ()))
         for by in CARRIERS
         if not (cuda and "apart" in by)
         for ranks in ((2,) if cuda else (2, 3))
@@ -134,12 +136,10 @@ def measure_mistakes(*, cuda: bool = False) -> dict[str, Any]:
         row |= {
             "right": sum(right),
             "all right": sum(line.endswith(" right") for line in last),
-            "raised": sum("ExchangeError" in line for line in last),
+            "raised": sum(map(bool, map(RAISED.search, last))),
             "heard": _heard(ended, last),
             "gave up": ended.output.count("did not answer on the device"),
-            "message": min(
-                (line.partition("ExchangeError: ")[2] for line in last if "ExchangeError" in line), default=""
-            ),
+            "message": min((RAISED.split(line)[1] for line in last if RAISED.search(line)), default=""),
         }
         print(row, flush=True)
         return row
@@ -157,12 +157,12 @@ def measure_mistakes(*, cuda: bool = False) -> dict[str, Any]:
 
 
 def _heard(ended: Any, lines: list[str]) -> float | None:
-    """Seconds from the mistake to the last ExchangeError; None for none, or where the launch ended before it."""
+    """Seconds from the mistake to the last rank's error; None for none, or where the launch ended before it."""
     made = next((float(line.split()[1]) for line in ended.said(MISTAKEN) if line.startswith("fails")), None)
     if made is None:
         print(ended.output, flush=True)
         return None
-    return max((round(float(x.split()[0]) - made, 2) for x in lines if "ExchangeError" in x), default=None)
+    return max((round(float(x.split()[0]) - made, 2) for x in lines if RAISED.search(x)), default=None)
 
 
 def _launch(
@@ -203,8 +203,9 @@ def mistakes(cpu: dict[str, Any], gpus: dict[str, Any]) -> str:
     """What is said of mistakes: what became of the ranks, and when the last of them raised."""
     facts = cpu["environment"], gpus["environment"]
     text = (
-        f"Five steps, ring and gather, 2 and 3 ranks on a CPU (torch {facts[0]['torch']}) and 2 on "
-        f"{facts[1]['device']} (NCCL {facts[1]['nccl']}). The deadline is {facts[0]['deadline']} s:"
+        "Five steps, ring and gather, on GPUs replicate too, 2 and 3 ranks on a CPU "
+        f"(torch {facts[0]['torch']}) and 2 on {facts[1]['device']} (NCCL {facts[1]['nccl']}). "
+        f"The deadline is {facts[0]['deadline']} s:"
     )
     head = ["one rank ...", *(f"{what}, {where}" for where in ("CPU", "GPUs") for what in ("ranks", "last error"))]
     lines = []

@@ -13,7 +13,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from contrastile.schedules import replicate
+from contrastile.schedules import replicate, scalars
 from contrastile.schedules.placement import Placement
 
 
@@ -21,14 +21,18 @@ class Collected(torch.autograd.Function):
     """Every rank's rows of some tensors, and numbers that every rank holds."""
 
     @staticmethod
-    def forward(ctx: Any, placement: Placement, counts: Sequence[Sequence[int]], *tensors: Tensor) -> Any:
-        """The tensors of all ranks, as many as there are counts, then the numbers."""
-        own, numbers = tensors[: len(counts)], tensors[len(counts) :]
-        found = *replicate.collect(placement, [x.detach() for x in own], counts), *(x.view_as(x) for x in numbers)
+    def forward(
+        ctx: Any, placement: Placement, counts: Sequence[Sequence[int]], names: Sequence[str], *tensors: Tensor
+    ) -> Any:
+        """The tensors of all ranks, as many as there are counts, then the numbers of these names."""
+        own, numbers = tensors[: len(counts)], dict(zip(names, tensors[len(counts) :], strict=True))
+        there = {name: x.detach() for name, x in numbers.items() if x.device.type not in scalars.READABLE}
+        wholes, compared = replicate.collect(placement, [x.detach() for x in own], counts, there)
+        found = *wholes, *(compared.get(name, x.view_as(x)) for name, x in numbers.items())
         ctx.size = placement.size
         ctx.places = [slice(sum(c[: placement.rank]), sum(c[: placement.rank + 1])) for c in counts]
         # a frozen tower costs no gradient of all ranks' rows
-        wanted = ctx.needs_input_grad[2:]
+        wanted = ctx.needs_input_grad[3:]
         ctx.mark_non_differentiable(*(x for x, want in zip(found, wanted, strict=True) if not want))
         ctx.set_materialize_grads(False)
         return found
@@ -38,7 +42,7 @@ class Collected(torch.autograd.Function):
         """This rank's rows, and the numbers' gradients, which every rank holds whole."""
         count = len(ctx.places)
         rows = [None if g is None else g[where] for g, where in zip(upstream, ctx.places, strict=False)]
-        return None, None, *rows, *(None if g is None else g / ctx.size for g in upstream[count:])
+        return None, None, None, *rows, *(None if g is None else g / ctx.size for g in upstream[count:])
 
 
 class Amplified(torch.autograd.Function):
@@ -65,9 +69,9 @@ def collected(placement: Placement, args: Sequence[Any], named: dict[str, Any]) 
     names = [name for name, x in named.items() if x is not None]
     own = [*args[:2], *(named[name] for name in names)]
     counts = replicate.sizes(placement, 2, names)
-    numbers = [x for x in args[2:] if isinstance(x, Tensor)]
+    numbers = {name: x for name, x in zip(scalars.NAMES, args[2:], strict=False) if isinstance(x, Tensor)}
     function: Any = Collected
-    wholes = iter(function.apply(placement, counts, *own, *numbers))
+    wholes = iter(function.apply(placement, counts, [*numbers], *own, *numbers.values()))
     given = [next(wholes) for _ in args[:2]]
     vectors = {name: next(wholes) for name in names}
     return [*given, *(next(wholes) if isinstance(x, Tensor) else x for x in args[2:])], {**named, **vectors}

@@ -68,6 +68,33 @@ def to_host(xs: list[Array]) -> list[Any]:
     return copies
 
 
+def read_later(x: Array) -> Callable[[], Any | None] | None:
+    """Start to copy a small array to the host; what is returned gives it as NumPy's, or None while it is on its way.
+
+    None within a CUDA graph, of which nobody on the host sees a replay.
+    """
+    arrays = library_of(x)
+    if arrays.device(x) == "cpu":
+        values = arrays.to_numpy(x)
+        return lambda: values
+    host = _pinned(x)
+    if arrays.name == "torch":
+        cuda = sys.modules["torch"].cuda
+        if cuda.is_current_stream_capturing():
+            return None
+        host.copy_(x.detach(), non_blocking=True)
+        event = cuda.Event()
+        event.record(cuda.current_stream(x.device))
+        return lambda: host.numpy() if event.query() else None
+    cuda = sys.modules["cupy"].cuda
+    stream = cuda.get_current_stream(x.device.id)
+    if stream.is_capturing():
+        return None
+    x.get(out=host, blocking=False)
+    reached = stream.record()
+    return lambda: host if reached.done else None
+
+
 def from_host(x: Array) -> tuple[Any, Callable[[], None]]:
     """Pinned host memory for what an array on a device receives, and what copies it to the device once it is there."""
     host = _pinned(x)

@@ -10,9 +10,9 @@ from __future__ import annotations
 
 import struct
 import threading
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Literal
+from typing import TYPE_CHECKING, Any, Literal
 
 if TYPE_CHECKING:
     import numpy as np
@@ -63,10 +63,12 @@ class Calls:
     Attributes:
         label: the phase whose messages are under way, or were the last.
         messages: how many have been posted; as many on every rank.
+        unread: of earlier calls, functions that give every rank's number of a name, or None while a device has it.
     """
 
     label: Label = field(default_factory=Label)
     messages: int = 0
+    unread: list[tuple[Label, Mapping[str, Any]]] = field(default_factory=list)
     _serial: int = 0
     _agreed: int = 0
     _thread: int | None = None
@@ -185,6 +187,12 @@ def whereabouts(words: dict[int, str]) -> str:
     groups = [(text, [r for r, each in words.items() if each == text]) for text in dict.fromkeys(words.values())]
     said = ", ".join(f"{named(ranks)} {'are' if len(ranks) > 1 else 'is'} at {text}" for text, ranks in groups)
     return f"{said}; {SAME_CALLS}"
+
+
+def held(texts: Sequence[str]) -> str:
+    """What the ranks hold, each text with those that hold it."""
+    each = {text: [rank for rank, other in enumerate(texts) if other == text] for text in texts}
+    return ", ".join(f"{text} on {named(ranks)}" for text, ranks in each.items())
 
 
 def named(ranks: Sequence[int]) -> str:

@@ -11,12 +11,14 @@ from dataclasses import dataclass, field
 from functools import lru_cache
 from typing import Any, TypeVar, cast
 
-from contrastile.backends.arrays import ArrayLibrary
+from contrastile.backends.arrays import ITEMSIZE, ArrayLibrary
 from contrastile.backends.choice import RANKS, choose
 from contrastile.backends.contract import Array
+from contrastile.comm import calls
 from contrastile.comm.calls import Label
 from contrastile.comm.communicator import Communicator, ExchangeError, MismatchError
 from contrastile.comm.connect import connect
+from contrastile.schedules import scalars
 from contrastile.schedules.placement import Exchange, Placement, Reduction, Shards, choose_exchange
 from contrastile.schedules.replicate import ReplicateError
 from contrastile.schedules.sums import summed
@@ -24,9 +26,7 @@ from contrastile.schedules.sums import summed
 T = TypeVar("T")
 
 _log = logging.getLogger(__name__)
-_BLOCKS, _SCALARS = 8, 2
-# a processor may round a rank's exp in another way
-_SAME = 2.0**-20
+_BLOCKS = 8
 _WELL, _FAILED = 0, 1
 
 
@@ -94,7 +94,7 @@ class Handshake:
         return self.communicator is None
 
     def meet(
-        self, arrays: ArrayLibrary, rows: Array, columns: Sequence[Array], *scalars: Array, **settings: Any
+        self, arrays: ArrayLibrary, rows: Array, columns: Sequence[Array], *numbers: tuple[Any, Array], **settings: Any
     ) -> Met:
         """Agree with the other ranks on everything that must be the same, and learn what each of them holds.
 
@@ -102,11 +102,13 @@ class Handshake:
             arrays: the features' library.
             rows: (m, d), this rank's; m may be 0.
             columns: this rank's column blocks.
-            *scalars: scale and bias. On a host their values are compared; elsewhere that would wait for the device.
+            *numbers: scale and bias, each as the caller gave it and as a 0-d array. What lies on a device is compared
+                there, when the features travel: see ``scalars``.
             **settings: what else must be the same on every rank; anything that JSON can hold.
 
         Raises:
-            MismatchError: the ranks differ, or there is no row or column at all; on every rank, with the same message.
+            MismatchError: the ranks differ, or did in the scale or bias of an earlier call, or there is no row or
+                column at all; on every rank, with the same message.
             ExchangeError: a rank did not answer within the deadline.
             ReplicateError: every rank is to compute the whole loss, and the caller can.
         """
@@ -114,6 +116,7 @@ class Handshake:
         if self.communicator is None:
             return Met(own[0], sum(own[1]), 0, None)
         comm = self.communicator
+        scalars.check(comm)
         dtype, device = arrays.dtype(rows), arrays.device(rows)
         refusal = comm.refusal(device)
         if refusal is not None:
@@ -121,7 +124,7 @@ class Handshake:
         if len(columns) > _BLOCKS:
             raise ValueError(f"at most {_BLOCKS} blocks of columns can be exchanged, got {len(columns)}; join some")
         # if only some ranks wanted a gradient, the others would wait for its messages
-        wants = tuple(bool(getattr(x, "requires_grad", False)) for x in (rows, *columns, *scalars))
+        wants = tuple(bool(getattr(x, "requires_grad", False)) for x in (rows, *columns, *(x for _, x in numbers)))
         agreed = {"width": int(rows.shape[1]), "dtype": dtype, "device": device, "column blocks": len(columns)}
         if self.exchange == "replicate" or (self.exchange == "auto" and device == "cuda"):
             agreed["interface"] = "autograd" if self.replicates else "value_and_grad"
@@ -131,17 +134,20 @@ class Handshake:
             # what is installed may differ
             backend = choose(arrays.name, arrays.place(rows), dtype, self.settings.get("precision", "auto"), RANKS)
             agreed["the backend that 'auto' takes (name one that every rank has)"] = backend
-        values = [float(x.item()) if arrays.device(x) == "cpu" else 0.0 for x in scalars]
+        places = tuple(arrays.device(x) if arrays.owns(x) else "a number" for x, _ in numbers)
+        agreed["where scale and bias are"] = places
+        values = [_on_host(x, at) for (x, _), at in zip(numbers, places, strict=True)]
         record = self._record(agreed, _WELL, [own[0], *own[1]], values)
         label = self._label(str(settings.get("loss", "")))
         everyone = comm.agree(record, label)
         self._met = True
-        numbers = everyone[:, -_SCALARS:].view("float64")
-        if (everyone[:, :2] != [record[0], _WELL]).any() or not _alike(numbers):
-            self._explain(json.dumps(agreed | dict(zip(("scale", "bias"), values, strict=False))))
-        shards = _shards(everyone[:, :-_SCALARS].tobytes(), len(everyone), len(columns))
+        held = everyone[:, -len(scalars.NAMES) :].view("float64")
+        if (everyone[:, :2] != [record[0], _WELL]).any() or not scalars.alike(held):
+            self._explain(json.dumps(agreed | dict(zip(scalars.NAMES, values, strict=False))))
+        shards = _shards(everyone[:, : -len(scalars.NAMES)].tobytes(), len(everyone), len(columns))
         exchange = self._chosen(shards, int(rows.shape[1]), dtype, device)
-        self.placement = Placement(comm, exchange, self.reduction, shards, label.serial, label.loss)
+        unread = comm.size > 1 and not scalars.READABLE.issuperset(places)
+        self.placement = Placement(comm, exchange, self.reduction, shards, label.serial, label.loss, unread)
         if exchange == "replicate" and self.replicates:
             raise ReplicateError(self.placement, backend)
         return Met(sum(shards.rows), sum(shards.widths), self.placement.start, self.placement)
@@ -159,8 +165,7 @@ class Handshake:
             )
         if self.exchange in ("ring", "gather", "replicate"):
             return self.exchange
-        itemsize = {"float64": 8, "float32": 4}.get(dtype, 2)
-        choice = choose_exchange(shards, width, itemsize, may_replicate=self.replicates and device == "cuda")
+        choice = choose_exchange(shards, width, ITEMSIZE[dtype], may_replicate=self.replicates and device == "cuda")
         _log.debug("exchange='auto' is %s: %s", choice.exchange, choice.reason)
         return choice.exchange
 
@@ -225,12 +230,13 @@ class Handshake:
         self._serial = self._serial or self.communicator.calls.begin()
         return Label(self._serial, "forward", loss)
 
-    def _record(self, agreed: dict[str, Any], state: int, sizes: Sequence[int], scalars: Sequence[float] = ()) -> Any:
+    def _record(self, agreed: dict[str, Any], state: int, sizes: Sequence[int], numbers: Sequence[float] = ()) -> Any:
         import numpy as np
 
-        found = _digest(tuple(agreed.items())), state, *sizes, *[0] * (1 + _BLOCKS - len(sizes) + _SCALARS)
+        room = len(scalars.NAMES)
+        found = _digest(tuple(agreed.items())), state, *sizes, *[0] * (1 + _BLOCKS - len(sizes) + room)
         record = np.array(found, dtype=np.int64)
-        record[len(found) - _SCALARS :][: len(scalars)].view("float64")[:] = scalars
+        record[-room:][: len(numbers)].view("float64")[:] = numbers
         return record
 
     def _refuse(self, reason: str, cause: Exception) -> None:
@@ -241,13 +247,16 @@ class Handshake:
             raise cause
         self.communicator.agree(self._record({}, _FAILED, []), self._label())
         try:
-            self._explain(json.dumps({"error": reason}))
+            # what is no rank's alone is not said of one
+            self._explain(json.dumps({"mismatch" if isinstance(cause, MismatchError) else "error": reason}))
         except MismatchError as error:
             raise error from cause
 
     def _explain(self, text: str) -> None:
         """Raise the same MismatchError on every rank."""
         assert self.communicator is not None
+        # the ranks learn of a mismatch at different times, and hear of it now
+        self.communicator.calls.unread.clear()
         raise MismatchError(_difference([json.loads(each) for each in self.communicator.tell(text)]))
 
 
@@ -278,24 +287,22 @@ def _shards(records: bytes, ranks: int, blocks: int) -> Shards:
 def _difference(parts: list[dict[str, Any]]) -> str:
     """The first thing in which the ranks differ, in words."""
     for rank, part in enumerate(parts):
+        if "mismatch" in part:
+            return str(part["mismatch"])
         if "error" in part:
             return f"rank {rank}: {part['error']}"
     for name in dict.fromkeys(name for part in parts for name in part):
         values = [json.dumps(part.get(name)) for part in parts]
         if len(set(values)) > 1:
-            got = ", ".join(f"{value} on {_ranks(values, value)}" for value in dict.fromkeys(values))
-            return f"{name} must be the same on every rank, got {got}; make the same call on every rank"
+            return f"{name} must be the same on every rank, got {calls.held(values)}; make the same call on every rank"
     return "the ranks differ in what they were asked to do; make the same call on every rank"
 
 
-def _alike(numbers: Any) -> bool:
-    """Whether every rank's finite numbers, (ranks, numbers), are those of the first but for a rounding."""
-    return bool((abs(numbers - numbers[0]) <= _SAME * abs(numbers[0])).all())
-
-
-def _ranks(values: list[str], value: str) -> str:
-    which = [str(rank) for rank, each in enumerate(values) if each == value]
-    return f"rank{'s' if len(which) > 1 else ''} {', '.join(which)}"
+def _on_host(number: Any, place: str) -> float:
+    """What the ranks can compare of a number without waiting for a device."""
+    if place not in scalars.READABLE:
+        return 0.0
+    return float(number.item() if hasattr(number, "item") else number)
 
 
 ALONE = Handshake()

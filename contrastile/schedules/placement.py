@@ -100,6 +100,7 @@ class Placement:
         shards: of every rank.
         serial: the number of the call: see ``Label``.
         loss: its name.
+        unread: whether the scale or the bias is on a device, where the ranks have yet to compare it: see ``scalars``.
     """
 
     communicator: Communicator
@@ -108,6 +109,7 @@ class Placement:
     shards: Shards
     serial: int = 0
     loss: str = ""
+    unread: bool = False
 
     @property
     def rank(self) -> int:

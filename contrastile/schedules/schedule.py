@@ -7,11 +7,12 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from contextlib import contextmanager
+from dataclasses import replace
 from types import ModuleType
 
 from contrastile.backends.arrays import ArrayLibrary
 from contrastile.backends.contract import Array, Backend, Options
-from contrastile.schedules import blocked, gather, local, ring, triangle, triangle_over_ranks
+from contrastile.schedules import blocked, gather, local, ring, scalars, triangle, triangle_over_ranks
 from contrastile.schedules.placement import Placement
 from contrastile.schedules.problem import Problem, Walk
 from contrastile.schedules.sums import gradients_over_ranks
@@ -42,6 +43,15 @@ def phase(placement: Placement, wanted: local.Wanted | None = None) -> Iterator[
         placement.communicator.calls.leave()
 
 
+def _compared(problem: Problem, arrays: ArrayLibrary) -> Problem:
+    """The problem with the scale and the bias that all ranks hold, or with NaN: see ``scalars``."""
+    placement = problem.placement
+    if placement is None or not placement.unread:
+        return problem
+    numbers = {name: x for name in scalars.NAMES if (x := getattr(problem, name)) is not None}
+    return replace(problem, **scalars.compared(placement, arrays, numbers))
+
+
 def forward(
     problem: Problem, backend: Backend, options: Options, *, wanted: local.Wanted | None = None
 ) -> local.Forward:
@@ -51,6 +61,7 @@ def forward(
         return alone
     module = _module(problem)
     with phase(problem.placement):
+        problem = _compared(problem, backend.arrays)
         if module is ring:
             return ring.forward(problem, backend, options)
         found: local.Forward = module.forward(problem, backend, options, wanted=wanted)
@@ -77,6 +88,7 @@ def sigmoid(
         alone: tuple[Array, local.Sums | None] = _module(problem).sigmoid(problem, wanted, backend, options)
         return alone
     with phase(problem.placement):
+        problem = _compared(problem, backend.arrays)
         found: tuple[Array, local.Sums | None] = _module(problem).sigmoid(problem, wanted, backend, options)
         return found
 

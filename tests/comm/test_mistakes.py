@@ -15,6 +15,7 @@ AT = (
     "every rank must make the same calls in the same order, forward and backward"
 )
 SKIPPED, SWAPPED = AT.format(3, "forward of call 4"), AT.format(5, "backward of call 6")
+SCALES = "scale must be the same on every rank, got 14.25 on ranks 0, 2, 15.25 on rank 1; make the same call"
 # whether a rank that ends first is silent or gone when the others ask is a matter of moments
 GONE = re.compile(r"\(cannot be reached \(.*?\)\)")
 WAITING = f"ranks 0, 1, 2 wait for each other (did not answer): {SKIPPED}"
@@ -33,6 +34,8 @@ CASES = [
     ("broken backward", "ring", "torch apart", [f"2 right, then ExchangeError: {WAITING}", None, None]),
     ("two models", "ring", "mpi", ["10 right"] * 3),
     ("two models", "gather", "torch apart", ["10 right"] * 3),
+    ("another scale", "gather", "mpi", [f"2 right, then MismatchError: {SCALES}"] * 3),
+    ("another scale", "ring", "torch", [f"2 right, then MismatchError: {SCALES}"] * 3),
     ("two models in another order", "gather", "torch", ["4 right, then ExchangeError: ", None, None]),
 ]
 
@@ -64,5 +67,6 @@ def test_no_number_is_wrong_and_every_rank_is_told(
         for line in lines:
             told = GONE.sub("(did not answer)", line)
             assert told.startswith(expected or ("2 right", "4 right")), (rank, ended.output)
-            assert "ExchangeError" in line or rank == FAULTY or mistake == "two models", ended.output
+            told_of = "ExchangeError" in line or "MismatchError" in line
+            assert told_of or rank == FAULTY or mistake == "two models", ended.output
     assert any(said), ended.output

@@ -22,7 +22,7 @@ import contrastile
 from contrastile import problems
 from contrastile.backends import load
 from contrastile.comm import unix_sockets
-from contrastile.comm.communicator import Communicator, ExchangeError
+from contrastile.comm.communicator import Communicator, ExchangeError, MismatchError
 from contrastile.comm.connect import connect
 from contrastile.comm.watchdog import deadline_or
 from contrastile.verify.bounds import bounds
@@ -58,14 +58,14 @@ def features(rank: int, batch: int, model: int) -> list[Any]:
 class Call:
     """One call of the loss, of which every rank can say what it must give.
 
-    ``batches`` are those that the ranks pass, by rank.
+    ``batches`` are those that the ranks pass, by rank; ``scale`` is this rank's.
     """
 
-    def __init__(self, ranks: Any, group: Any, batches: list[int], model: int = 0) -> None:
+    def __init__(self, ranks: Any, group: Any, batches: list[int], model: int = 0, *, scale: float = SCALE) -> None:
         self.rank, self.batches, self.model = ranks.rank, batches, model
         own = features(self.rank, batches[self.rank], model)
         self.inputs = [torch.tensor(x, device=device(self.rank), requires_grad=True) for x in own]
-        self.scale = torch.tensor(SCALE, device=device(self.rank), requires_grad=True)
+        self.scale = torch.tensor(scale, device=device(self.rank), requires_grad=True)
         self.loss = contrastile.clip_loss(*self.inputs, self.scale, group=group, exchange=EXCHANGE, backend=BACKEND)
 
     def backward(self) -> None:
@@ -93,6 +93,13 @@ class Call:
         if not worst.ratio <= 1:
             raise WrongError(f"{worst.field} is off by {worst.ratio:.3g} times what it may be, by no error")
         right += 1
+
+    def nothing(self) -> None:
+        """The backward; nothing that it gave is a number."""
+        self.loss.backward()
+        for x in (self.loss, *(x.grad for x in (*self.inputs, self.scale))):
+            if not x.isnan().all():
+                raise WrongError(f"{x.flatten()[0]} of scales that differ, by no error")
 
 
 right = 0
@@ -175,6 +182,14 @@ def two_models_in_another_order(ranks: Any) -> None:
             Call(ranks, groups[model], [step] * ranks.size, model).backward()
 
 
+def another_scale(ranks: Any) -> None:
+    # on a host the call raises; on a device it gives NaN, and the next call raises
+    for step in range(STEPS):
+        scale = SCALE + fails(ranks, step)
+        call = Call(ranks, ranks.world, [step] * ranks.size, scale=scale)
+        (call.nothing if step == STEP else call.backward)()
+
+
 MISTAKES: dict[str, Callable[[Any], None]] = {
     "skipped backward": skipped_backward,
     "skipped forward": skipped_forward,
@@ -183,6 +198,7 @@ MISTAKES: dict[str, Callable[[Any], None]] = {
     "broken backward": broken_backward,
     "two models": two_models,
     "two models in another order": two_models_in_another_order,
+    "another scale": another_scale,
 }
 
 
@@ -199,7 +215,7 @@ def main() -> None:
     except BaseException as error:
         text = str(error).partition("\n")[0]
         say(ranks.rank, f"{time.time()} {right} right, then {type(error).__name__}: {text}")
-        if isinstance(error, ExchangeError):
+        if isinstance(error, (ExchangeError, MismatchError)):
             # the launcher ends all ranks when this one has ended: the others are to say first what they raise
             time.sleep(2)
         raise

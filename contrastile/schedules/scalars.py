@@ -1,0 +1,81 @@
+"""Scale and bias, which every rank must hold alike: on a device the ranks compare them there, and no host waits for it.
+
+Where ranks hold different ones, each of them takes NaN in their place: the loss and every gradient are NaN on all
+ranks. The host has the values some time later, and the next call of the group raises.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+
+from contrastile.backends.arrays import ArrayLibrary
+from contrastile.backends.contract import Array
+from contrastile.comm import buffers, calls
+from contrastile.comm.calls import Label
+from contrastile.comm.communicator import Communicator, MismatchError
+from contrastile.schedules.placement import Placement
+from contrastile.schedules.sums import scalar_gather_buffers
+
+NAMES = "scale", "bias"
+READABLE = frozenset(("cpu", "a number"))
+"""Where the host can read one at once, and the handshake compares it."""
+# a processor may round a rank's exp in another way
+_SAME = 2.0**-20
+
+
+def alike(values: Array) -> Array:
+    """Whether each rank's value, along the first axis, is the first rank's but for a rounding; NaN is like nothing."""
+    return (abs(values - values[0]) <= _SAME * abs(values[0])).all()
+
+
+def compared(placement: Placement, arrays: ArrayLibrary, numbers: Mapping[str, Array]) -> dict[str, Array]:
+    """Scale and bias, 0-d, on a device, by name: see ``checked``. One small message.
+
+    Raises:
+        ExchangeError: a rank did not answer within the deadline.
+    """
+    wide = [arrays.cast(x, "float64") for x in numbers.values()]
+    own, whole, incoming = scalar_gather_buffers(placement, arrays, wide)
+    placement.communicator.exchange(dict.fromkeys(range(placement.size), own), incoming).wait()
+    return checked(placement, arrays, numbers, whole)
+
+
+def checked(
+    placement: Placement, arrays: ArrayLibrary, numbers: Mapping[str, Array], whole: Sequence[Array]
+) -> dict[str, Array]:
+    """The numbers, or NaN for one that the ranks do not hold alike; ``check`` says so later.
+
+    Args:
+        placement: of the problem.
+        arrays: the library of all these arrays.
+        numbers: scale and bias, of one element each, by name.
+        whole: (ranks,) for each of them, every rank's.
+    """
+    reads = {name: buffers.read_later(every) for name, every in zip(numbers, whole, strict=True)}
+    if None not in reads.values():
+        placement.communicator.calls.unread.append((Label(placement.serial, "forward", placement.loss), reads))
+    pairs = zip(numbers.items(), whole, strict=True)
+    return {name: arrays.where(alike(every), x, float("nan")) for (name, x), every in pairs}
+
+
+def check(communicator: Communicator) -> None:
+    """Raise if the ranks are known by now to have held different numbers in an earlier call.
+
+    Raises:
+        MismatchError: they have; it is not said again.
+    """
+    unread = communicator.calls.unread
+    while unread:
+        label, reads = unread[0]
+        found = {name: read() for name, read in reads.items()}
+        if any(values is None for values in found.values()):
+            return
+        unread.pop(0)
+        for name, values in found.items():
+            # what is NaN everywhere is the caller's
+            if not alike(values) and not (values != values).all():
+                raise MismatchError(
+                    f"{name} must be the same on every rank, got {calls.held([*map(str, values.tolist())])} in call "
+                    f"{label.serial} ({label.loss}), whose loss and gradients are NaN for that; start every rank from "
+                    f"one {name}, and average its gradient as DDP does"
+                )

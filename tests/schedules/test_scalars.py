@@ -1,0 +1,169 @@
+"""Scale and bias that lie where the host cannot read them: the ranks compare them there."""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Callable
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+
+import contrastile
+from contrastile import validation
+from contrastile.comm import buffers
+from contrastile.comm.calls import Label
+from contrastile.comm.communicator import MismatchError
+from contrastile.comm.inprocess import InProcess, InProcessGroup
+from contrastile.schedules import scalars
+
+N, B, D = 3, 4, 5
+Step = tuple[torch.Tensor, list[torch.Tensor]]
+
+
+@pytest.fixture(autouse=True)
+def unread(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Tensors on the host are as those on a device: nobody reads them."""
+    monkeypatch.setattr(scalars, "READABLE", frozenset(["a number"]))
+    monkeypatch.setattr(validation, "values_are_readable", lambda arrays, x: False)
+
+
+def step(loss: str, comm: InProcess, exchange: str, scale: float, bias: float = -1.0) -> Step:
+    """The loss and every gradient of one rank."""
+    random = torch.Generator().manual_seed(comm.rank)
+    features = [torch.randn(B, D, generator=random, dtype=torch.float64).requires_grad_() for _ in range(2)]
+    numbers = [torch.tensor(x, dtype=torch.float64, requires_grad=True) for x in (scale, bias)]
+    settings: Any = {"group": comm, "exchange": exchange, "backend": "torch"}
+    if loss == "sup_con":
+        given = [features[0], numbers[0]]
+        value = contrastile.sup_con(features[0], torch.arange(B) // 2, numbers[0], **settings)
+    else:
+        given = [*features, *numbers[: 2 if loss == "sigmoid_loss" else 1]]
+        value = getattr(contrastile, loss)(*given, **settings)
+    return value.detach(), list(torch.autograd.grad(value, given))
+
+
+EXCHANGES = "ring", "gather", "replicate"
+LOSSES = "clip_loss", "info_nce", "nt_xent", "sup_con", "sigmoid_loss"
+
+
+@pytest.mark.parametrize("exchange", EXCHANGES)
+@pytest.mark.parametrize("loss", LOSSES)
+def test_scales_that_differ_make_everything_nan_on_every_rank(loss: str, exchange: str) -> None:
+    def program(comm: InProcess) -> Step:
+        return step(loss, comm, exchange, 10.0 + (comm.rank == 1))
+
+    for value, gradients in InProcessGroup[Step](N).run(program):
+        assert value.isnan()
+        assert all(x.isnan().all() for x in gradients)
+
+
+@pytest.mark.parametrize("exchange", EXCHANGES)
+def test_biases_that_differ_make_everything_nan_on_every_rank(exchange: str) -> None:
+    def program(comm: InProcess) -> Step:
+        return step("sigmoid_loss", comm, exchange, 10.0, -1.0 * comm.rank)
+
+    for value, gradients in InProcessGroup[Step](N).run(program):
+        assert value.isnan()
+        assert all(x.isnan().all() for x in gradients)
+
+
+@pytest.mark.parametrize("exchange", EXCHANGES)
+@pytest.mark.parametrize("loss", LOSSES)
+def test_scales_that_are_alike_change_no_bit(loss: str, exchange: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    def program(comm: InProcess) -> Step:
+        return step(loss, comm, exchange, 10.0 * (1 + 2.0**-23 * (comm.rank == 1)))
+
+    compared = InProcessGroup[Step](N).run(program)
+    monkeypatch.setattr(scalars, "READABLE", frozenset(["a number", "cpu"]))
+    read = InProcessGroup[Step](N).run(program)
+    for (a, mine), (b, theirs) in zip(compared, read, strict=True):
+        assert torch.equal(a, b)
+        assert all(map(torch.equal, mine, theirs))
+
+
+def said(calls: list[Callable[[InProcess], Any]]) -> list[list[str]]:
+    """What each rank's calls raised, one after the other; "" where nothing."""
+
+    def program(comm: InProcess) -> list[str]:
+        found = []
+        for call in calls:
+            try:
+                call(comm)
+            except MismatchError as error:
+                found.append(str(error))
+            else:
+                found.append("")
+        return found
+
+    return InProcessGroup[list[str]](N).run(program)
+
+
+def wrong(comm: InProcess) -> None:
+    step("sigmoid_loss", comm, "ring", 10.0, -1.0 - 2 * (comm.rank == 2))
+
+
+def right(comm: InProcess) -> None:
+    value, _ = step("clip_loss", comm, "ring", 10.0)
+    assert value.isfinite()
+
+
+WORDS = (
+    "bias must be the same on every rank, got -1.0 on ranks 0, 1, -3.0 on rank 2 in call 1 (sigmoid_loss), whose "
+    "loss and gradients are NaN for that; start every rank from one bias, and average its gradient as DDP does"
+)
+
+
+def test_the_next_call_names_the_numbers_once_and_the_group_stays_usable() -> None:
+    assert said([wrong, right, right]) == [["", WORDS, ""]] * N
+
+
+def test_one_rank_that_knows_is_enough(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A device brings a rank its numbers when it likes."""
+    at_once, numbers, begun = buffers.read_later, itertools.count(), list[int]()
+
+    def later(x: torch.Tensor) -> Callable[[], Any]:
+        read, place = at_once(x), next(numbers)
+        assert read is not None
+        begun.append(place)
+        # one of the three ranks' first; the others come during the second call
+        return lambda: read() if place == 1 or len(begun) > N else None
+
+    monkeypatch.setattr(buffers, "read_later", later)
+    assert said([wrong_scale, right, right]) == [["", WORDS_OF_SCALE, ""]] * N
+
+
+def wrong_scale(comm: InProcess) -> None:
+    step("clip_loss", comm, "gather", 10.0 + 60 * (comm.rank == 0))
+
+
+WORDS_OF_SCALE = (
+    "scale must be the same on every rank, got 70.0 on rank 0, 10.0 on ranks 1, 2 in call 1 (clip_loss), whose loss "
+    "and gradients are NaN for that; start every rank from one scale, and average its gradient as DDP does"
+)
+
+
+def test_a_scale_that_is_nan_on_every_rank_is_no_mismatch() -> None:
+    (comm,) = InProcessGroup[InProcess](1).run(lambda comm: comm)
+
+    def held(*values: float) -> None:
+        comm.calls.unread.append((Label(1, "forward", "clip_loss"), {"scale": lambda: np.array(values)}))
+        scalars.check(comm)
+
+    held(float("nan"), float("nan"))
+    with pytest.raises(MismatchError, match=r"got nan on rank 0, 1\.0 on rank 1"):
+        held(float("nan"), 1.0)
+
+
+def test_a_number_and_a_tensor_do_not_meet() -> None:
+    def mixed(comm: InProcess) -> None:
+        image = torch.ones(B, D)
+        contrastile.clip_loss(image, image, torch.tensor(10.0) if comm.rank else 10.0, group=comm)
+
+    (first,), *others = said([mixed])
+    assert first == (
+        'where scale and bias are must be the same on every rank, got ["a number"] on rank 0, ["cpu"] on ranks 1, 2; '
+        "make the same call on every rank"
+    )
+    assert others == [[first]] * (N - 1)
