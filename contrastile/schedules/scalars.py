@@ -52,7 +52,7 @@ def checked(
         whole: (ranks,) for each of them, every rank's.
     """
     reads = {name: buffers.read_later(every) for name, every in zip(numbers, whole, strict=True)}
-    if None not in reads.values():
+    if reads and None not in reads.values():
         placement.communicator.calls.unread.append((Label(placement.serial, "forward", placement.loss), reads))
     pairs = zip(numbers.items(), whole, strict=True)
     return {name: arrays.where(alike(every), x, float("nan")) for (name, x), every in pairs}
