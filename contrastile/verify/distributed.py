@@ -155,26 +155,29 @@ RANKS = 3
 """Ranks of ``several_ranks``: from three on, the two directions of a ring differ."""
 
 _CASES = ("ragged", "blocks", "ids-drop@far", "certain-labels", "views", "sigmoid-ids")
+# of an even number two lie opposite each other, and share a block of rows against themselves
+_EVEN, _SYMMETRIC = 4, ("certain-labels", "views")
 _EXAMPLES = 25
 
 
 def several_ranks(subject: Subject, case: str) -> Comparisons:
-    """Three ranks of this process are right on a few cases, by the public losses and on drawn parts, in float32."""
+    """Ranks of this process are right on a few cases, by the public losses and on drawn parts, in float32."""
     if subject.label != "float32" or subject.device != "cpu":
         raise SkipError(f"in float32 on a host alone: give --world {RANKS} for the rest")
     there = replace(subject, world=Threads(RANKS), examples=min(_EXAMPLES, subject.examples))
     for each in DISTRIBUTED.values():
         if each.case is not None:
             yield from _labelled(each.name, each.check(there, each.case))
-    for name in _CASES:
-        given = cases.build(name, subject.dtype)
-        trial = Trial(there, given, partial(truth, given.problem))
-        for check in (ring, gather, themselves):
-            try:
-                yield from _labelled(f"{name}, {check.__name__}", check(trial))
-            except SkipError:
-                # not of rows against themselves
-                continue
+    for ranks, names in ((RANKS, _CASES), (_EVEN, _SYMMETRIC)):
+        for name in names:
+            given = cases.build(name, subject.dtype)
+            trial = Trial(replace(there, world=Threads(ranks)), given, partial(truth, given.problem))
+            for check in (ring, gather, themselves):
+                try:
+                    yield from _labelled(f"{name}, {check.__name__}, {ranks} ranks", check(trial))
+                except SkipError:
+                    # not of rows against themselves
+                    continue
 
 
 def _labelled(name: str, comparisons: Comparisons) -> Comparisons:

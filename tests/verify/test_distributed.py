@@ -11,12 +11,13 @@ import pytest
 
 from contrastile.backends.registry import load
 from contrastile.cli import main
-from contrastile.schedules.placement import Shards
+from contrastile.schedules import triangle_over_ranks
+from contrastile.schedules.placement import Placement, Shards
 from contrastile.verify import cases, launched, sharded, strategies
 from contrastile.verify.arithmetic import Spread
 from contrastile.verify.bounds import ORACLE, bounds
 from contrastile.verify.comparison import compare
-from contrastile.verify.distributed import DISTRIBUTED
+from contrastile.verify.distributed import DISTRIBUTED, several_ranks
 from contrastile.verify.launched import opened
 from contrastile.verify.properties import PROPERTIES
 from contrastile.verify.runner import Run
@@ -103,6 +104,21 @@ def test_drawn_problems_hold_in_drawn_parts(backend: str, n: int) -> None:
     found = rows_of(n, backend, cases=["sharded"], dtypes=["float32", "float64"], examples=40, seed=n)
     assert [row["case"] for row in found] == ["sharded", "sharded"]
     passed(found)
+
+
+def test_what_is_wrong_with_an_even_number_of_ranks_alone_shows_in_a_process_alone(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    def both(placement: Placement, rank: int, owner: int) -> tuple[slice, slice]:
+        """Two ranks that lie opposite each other each compute all of their block."""
+        rows = placement.shards.rows
+        return slice(0, rows[rank]), slice(0, rows[owner])
+
+    monkeypatch.setattr(triangle_over_ranks, "shares", both)
+    subject = Subject("numpy", load("numpy"), "float32", examples=1)
+    wrong = {label for label, worst in several_ranks(subject, "ranks") if not worst.ratio <= 1}
+    assert wrong
+    assert all("4 ranks" in label for label in wrong)
 
 
 def test_shares_are_whole_and_in_proportion() -> None:
