@@ -77,22 +77,22 @@ def read_later(x: Array) -> Callable[[], Any | None] | None:
     if arrays.device(x) == "cpu":
         values = arrays.to_numpy(x)
         return lambda: values
-    host = _pinned(x)
+    # nothing may be allocated while a stream is captured
     if arrays.name == "torch":
         cuda = sys.modules["torch"].cuda
         if cuda.is_current_stream_capturing():
             return None
+        host, event = _pinned(x), cuda.Event()
         host.copy_(x.detach(), non_blocking=True)
-        event = cuda.Event()
         event.record(cuda.current_stream(x.device))
         return lambda: host.numpy() if event.query() else None
-    cuda = sys.modules["cupy"].cuda
-    stream = cuda.get_current_stream(x.device.id)
+    stream = sys.modules["cupy"].cuda.get_current_stream(x.device.id)
     if stream.is_capturing():
         return None
-    x.get(out=host, blocking=False)
+    landing = _pinned(x)
+    x.get(out=landing, blocking=False)
     reached = stream.record()
-    return lambda: host if reached.done else None
+    return lambda: landing if reached.done else None
 
 
 def from_host(x: Array) -> tuple[Any, Callable[[], None]]:
