@@ -76,12 +76,6 @@ def filled(found: bodies.Found, like: Tensor) -> list[Tensor]:
     return [like.new_empty(0) if x is None else x for x in found]
 
 
-def emptied(state: bodies.Found) -> list[Tensor | None]:
-    """The state without what only an eager call keeps, and with None where no columns were gathered."""
-    *lses, gathered = state
-    return [*lses, None if gathered is None or not gathered.numel() else gathered]
-
-
 def wanted(wants: Sequence[bool], columns: int, *, bias: bool) -> local.Wanted:
     """Which gradients are wanted, from flags in the order of rows, column blocks, scale and bias."""
     return local.Wanted(wants[0], tuple(wants[1 : 1 + columns]), wants[1 + columns], bias and wants[2 + columns])
@@ -99,8 +93,8 @@ def softmax_loss(
     tile_columns: int,
     precision: str,
     workspace: int | None,
-) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]:
-    """The softmax loss, and what its gradients need: see ``bodies.softmax_loss``.
+) -> tuple[Tensor, list[Tensor]]:
+    """The softmax loss and the log-sum-exps that its gradients need: see ``bodies.LSES``.
 
     Nothing is kept: how much that is depends on the GPU, and a graph must know every size. Nor is anything replayed:
     what calls it may have graphs and memory pools of its own.
@@ -108,17 +102,13 @@ def softmax_loss(
     arrays = (rows, scale, None, *vectors, *columns)
     plan = _plan("softmax", arrays, match, backend, (tile_rows, tile_columns), precision, workspace)
     loss, *state = filled(bodies.softmax_loss(plan), scale)
-    return loss, state[0], state[1], state[2], state[3], state[4]
+    return loss, state[: bodies.LSES]
 
 
 @torch.library.custom_op("contrastile::softmax_gradients", mutates_args=())
 def softmax_gradients(
     upstream: Tensor,
-    row_negative_lse: Tensor,
-    row_positive_lse: Tensor,
-    column_negative_lse: Tensor,
-    column_positive_lse: Tensor,
-    gathered: Tensor,
+    lses: Sequence[Tensor],
     rows: Tensor,
     columns: Sequence[Tensor],
     scale: Tensor,
@@ -134,8 +124,7 @@ def softmax_gradients(
     """Gradients of ``upstream * loss`` for the rows, each column block and the scale."""
     arrays = (rows, scale, None, *vectors, *columns)
     plan = _plan("softmax", arrays, match, backend, (tile_rows, tile_columns), precision, workspace)
-    state = emptied((row_negative_lse, row_positive_lse, column_negative_lse, column_positive_lse, gathered))
-    found = bodies.softmax_gradients(plan, state, upstream, wanted(wants, len(columns), bias=False))
+    found = bodies.softmax_gradients(plan, lses, upstream, wanted(wants, len(columns), bias=False))
     d_rows, d_scale, *d_columns = filled(found, scale)
     return d_rows, d_columns, d_scale
 
@@ -190,27 +179,20 @@ def sigmoid_gradients(
 @softmax_loss.register_fake
 def _fake_softmax_loss(
     rows: Tensor, columns: Sequence[Tensor], scale: Tensor, vectors: Sequence[Tensor | None], *settings: Any
-) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]:
+) -> tuple[Tensor, list[Tensor]]:
     def lses(count: Any) -> tuple[Tensor, Tensor]:
         return scale.new_empty(count, dtype=torch.float64), scale.new_empty(count, dtype=torch.float64)
 
     # the column weights are there
     two_sided = vectors[2] is not None
-    sides = (
-        *lses(rows.shape[0]),
-        *(lses(sum(x.shape[0] for x in columns)) if two_sided else (scale.new_empty(0), scale.new_empty(0))),
-    )
-    return torch.empty_like(scale), *sides, scale.new_empty(0)
+    of_columns = lses(sum(x.shape[0] for x in columns)) if two_sided else (scale.new_empty(0), scale.new_empty(0))
+    return torch.empty_like(scale), [*lses(rows.shape[0]), *of_columns]
 
 
 @softmax_gradients.register_fake
 def _fake_softmax_gradients(
     upstream: Tensor,
-    row_negative_lse: Tensor,
-    row_positive_lse: Tensor,
-    column_negative_lse: Tensor,
-    column_positive_lse: Tensor,
-    gathered: Tensor,
+    lses: Sequence[Tensor],
     rows: Tensor,
     columns: Sequence[Tensor],
     scale: Tensor,
@@ -264,19 +246,18 @@ def _like(x: Tensor) -> Tensor:
 
 
 def _save_softmax(ctx: Any, inputs: tuple[Any, ...], output: tuple[Any, ...]) -> None:
-    """Keep the features as they came, all outputs but the loss, O(m + n) vectors."""
+    """Keep the features as they came, and O(m + n) vectors."""
     rows, columns, scale, vectors, *ctx.settings = inputs
-    ctx.save_for_backward(*output[1:], rows, scale, *vectors, *columns)
+    _, lses = output
+    ctx.save_for_backward(*lses, rows, scale, *vectors, *columns)
 
 
 def _softmax_backward(ctx: Any, upstream: Tensor, *_: Any) -> tuple[Any, ...]:
     wants = [ctx.needs_input_grad[0], *ctx.needs_input_grad[1], ctx.needs_input_grad[2]]
-    state, (rows, scale, *rest) = ctx.saved_tensors[:5], ctx.saved_tensors[5:]
+    lses, (rows, scale, *rest) = ctx.saved_tensors[: bodies.LSES], ctx.saved_tensors[bodies.LSES :]
     vectors, columns = rest[:8], rest[8:]
     arriving = one_upstream("softmax_gradients", upstream)
-    d_rows, d_columns, d_scale = softmax_gradients(
-        arriving, *state, rows, columns, scale, vectors, *ctx.settings, wants
-    )
+    d_rows, d_columns, d_scale = softmax_gradients(arriving, lses, rows, columns, scale, vectors, *ctx.settings, wants)
     given = only(wants, [d_rows, *d_columns, d_scale])
     return given[0], given[1:-1], given[-1], *[None] * (1 + len(ctx.settings))
 
