@@ -86,7 +86,7 @@ def test_opcheck(kind: str, backend: str) -> None:
     }[kind]()
     problem = built.problem
     plan = Plan(problem, backend, Options(), library_of(image))
-    arguments = (image, list(problem.columns), scale, list(problem.arrays()[3:11]))
+    arguments = (image, list(problem.columns), scale, list(problem.vectors))
     settings = autograd.operators.settings_of(plan)
     if kind == "sigmoid":
         wants = [True] * 4

@@ -11,6 +11,7 @@ mode, gradients of gradients, a map over calls.
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
+from dataclasses import replace
 from typing import Any, ClassVar, cast
 
 import torch
@@ -131,7 +132,7 @@ def _softmax_loss(plan: Plan) -> Sequence[Tensor]:
     if not problem.traceable:
         return operators.filled(bodies.softmax_loss(plan), problem.scale)
     loss, lses = operators.softmax_loss(
-        problem.rows, problem.columns, problem.scale, problem.arrays()[3:11], *operators.settings_of(plan)
+        problem.rows, problem.columns, problem.scale, problem.vectors, *operators.settings_of(plan)
     )
     return loss, *lses
 
@@ -145,14 +146,14 @@ def _softmax_gradients(
         gathered = [x if x is not None and x.numel() else None for x in state[bodies.LSES :]]
         found = bodies.softmax_gradients(plan, (*state[: bodies.LSES], *gathered), upstream, wanted)
         return operators.filled(found, problem.scale)
-    vectors, wants = problem.arrays()[3:11], [wanted.rows, *wanted.columns, wanted.scale]
+    wants = [wanted.rows, *wanted.columns, wanted.scale]
     rows, columns, scale = operators.softmax_gradients(
         upstream,
         operators.filled(state[: bodies.LSES], problem.scale),
         problem.rows,
         problem.columns,
         problem.scale,
-        vectors,
+        problem.vectors,
         *operators.settings_of(plan),
         wants,
     )
@@ -163,10 +164,9 @@ def _sigmoid_loss(plan: Plan, wanted: local.Wanted) -> Sequence[Tensor]:
     problem = plan.problem
     if not problem.traceable:
         return operators.filled(bodies.sigmoid_loss(plan, wanted), problem.scale)
-    vectors, wants = problem.arrays()[3:11], [wanted.rows, *wanted.columns, wanted.scale, wanted.bias]
-    loss, total, rows, columns = operators.sigmoid_loss(
-        problem.rows, problem.columns, problem.scale, problem.bias, vectors, *operators.settings_of(plan), wants
-    )
+    wants = [wanted.rows, *wanted.columns, wanted.scale, wanted.bias]
+    features = problem.rows, problem.columns, problem.scale, problem.bias
+    loss, total, rows, columns = operators.sigmoid_loss(*features, problem.vectors, *operators.settings_of(plan), wants)
     return loss, total, rows, *columns
 
 
@@ -255,11 +255,14 @@ class FunctionalSoftmaxLoss(_Loss):
     @staticmethod
     def backward(ctx: Any, *upstream: Tensor) -> tuple[Any, ...]:
         """The gradients, in the order of forward's arguments."""
-        _, rows, scale, *rest = ctx.needs_input_grad
-        wanted, function = local.Wanted(rows, tuple(rest[9:]), scale), cast("Any", SoftmaxGradients)
+        _, *flags = ctx.needs_input_grad
+        # a flag in the place of each array
+        needs, function = ctx.plan.problem.with_arrays(flags), cast("Any", SoftmaxGradients)
+        wanted = local.Wanted(needs.rows, needs.columns, needs.scale)
         given = function.apply(ctx.plan, wanted, upstream[0], *ctx.saved_tensors)
-        d_rows, d_scale, *d_columns = operators.only((rows, scale, *rest[9:]), given)
-        return None, d_rows, d_scale, *[None] * 9, *d_columns
+        d_rows, d_scale, *d_columns = operators.only((wanted.rows, wanted.scale, *wanted.columns), given)
+        found = replace(ctx.plan.problem, rows=d_rows, scale=d_scale, columns=tuple(d_columns))
+        return None, *found.arrays()
 
 
 class SoftmaxGradients(Gradients):
@@ -299,7 +302,8 @@ class FunctionalSigmoidLoss(_Loss):
         wanted = local.Wanted(True, (True,) * len(ctx.plan.problem.columns), True, True)
         function: Any = SigmoidGradients
         d_rows, d_scale, d_bias, *d_columns = function.apply(ctx.plan, wanted, upstream[0], rows, scale, *sums)
-        return None, d_rows, d_scale, d_bias, *[None] * 8, *d_columns
+        found = replace(ctx.plan.problem, rows=d_rows, scale=d_scale, bias=d_bias, columns=tuple(d_columns))
+        return None, *found.arrays()
 
 
 class SigmoidGradients(Gradients):

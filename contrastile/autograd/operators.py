@@ -18,7 +18,7 @@ from contrastile.backends.arrays import library_of
 from contrastile.backends.contract import Match, Options
 from contrastile.plan import Plan
 from contrastile.schedules import local
-from contrastile.schedules.problem import Problem
+from contrastile.schedules.problem import VECTORS, Problem
 
 
 def forward_mode(operator: str) -> RuntimeError:
@@ -48,7 +48,10 @@ def one_upstream(operator: str, upstream: Tensor) -> Tensor:
     return upstream
 
 
-def settings_of(plan: Plan) -> tuple[str, str, int, int, str, int | None]:
+Settings = tuple[str, str, int, int, str, int | None]
+
+
+def settings_of(plan: Plan) -> Settings:
     """The numbers and texts of a plan, the last arguments of each operator but ``wants``; no tile is (0, 0)."""
     options = plan.options
     rows, columns = options.tile or (0, 0)
@@ -57,18 +60,18 @@ def settings_of(plan: Plan) -> tuple[str, str, int, int, str, int | None]:
 
 def _plan(
     kind: Literal["softmax", "sigmoid"],
-    arrays: Sequence[Tensor | None],
-    match: str,
-    backend: str,
-    tile: tuple[int, int],
-    precision: str,
-    workspace: int | None,
+    rows: Tensor,
+    columns: Sequence[Tensor],
+    scale: Tensor,
+    bias: Tensor | None,
+    vectors: Sequence[Tensor | None],
+    settings: Settings,
 ) -> Plan:
-    """The plan that a caller's ``settings_of`` came from; ``arrays`` as ``Problem.arrays`` has them."""
-    rows: Any = arrays[0]
-    form = Problem(rows, (), rows, rows, rows, kind=kind, match=cast("Match", match))
-    options = Options(tile if any(tile) else None, precision, workspace)
-    return Plan(form.with_arrays(arrays), backend, options, library_of(rows))
+    """The plan that a caller's ``settings_of`` came from."""
+    match, backend, tile_rows, tile_columns, precision, workspace = settings
+    form = Problem(rows, (), scale, None, None, kind=kind, match=cast("Match", match))
+    options = Options((tile_rows, tile_columns) if tile_rows else None, precision, workspace)
+    return Plan(form.with_arrays((rows, scale, bias, *vectors, *columns)), backend, options, library_of(rows))
 
 
 def filled(found: bodies.Found, like: Tensor) -> list[Tensor]:
@@ -76,9 +79,10 @@ def filled(found: bodies.Found, like: Tensor) -> list[Tensor]:
     return [like.new_empty(0) if x is None else x for x in found]
 
 
-def wanted(wants: Sequence[bool], columns: int, *, bias: bool) -> local.Wanted:
-    """Which gradients are wanted, from flags in the order of rows, column blocks, scale and bias."""
-    return local.Wanted(wants[0], tuple(wants[1 : 1 + columns]), wants[1 + columns], bias and wants[2 + columns])
+def wanted(wants: Sequence[bool], *, biased: bool) -> local.Wanted:
+    """Which gradients are wanted, from flags in the order of rows, column blocks, scale and, if ``biased``, bias."""
+    rows, *columns, scale, bias = wants if biased else (*wants, False)
+    return local.Wanted(rows, tuple(columns), scale, bias)
 
 
 @torch.library.custom_op("contrastile::softmax_loss", mutates_args=())
@@ -99,8 +103,8 @@ def softmax_loss(
     Nothing is kept: how much that is depends on the GPU, and a graph must know every size. Nor is anything replayed:
     what calls it may have graphs and memory pools of its own.
     """
-    arrays = (rows, scale, None, *vectors, *columns)
-    plan = _plan("softmax", arrays, match, backend, (tile_rows, tile_columns), precision, workspace)
+    settings = match, backend, tile_rows, tile_columns, precision, workspace
+    plan = _plan("softmax", rows, columns, scale, None, vectors, settings)
     loss, *state = filled(bodies.softmax_loss(plan), scale)
     return loss, state[: bodies.LSES]
 
@@ -122,9 +126,9 @@ def softmax_gradients(
     wants: Sequence[bool],
 ) -> tuple[Tensor, list[Tensor], Tensor]:
     """Gradients of ``upstream * loss`` for the rows, each column block and the scale."""
-    arrays = (rows, scale, None, *vectors, *columns)
-    plan = _plan("softmax", arrays, match, backend, (tile_rows, tile_columns), precision, workspace)
-    found = bodies.softmax_gradients(plan, lses, upstream, wanted(wants, len(columns), bias=False))
+    settings = match, backend, tile_rows, tile_columns, precision, workspace
+    plan = _plan("softmax", rows, columns, scale, None, vectors, settings)
+    found = bodies.softmax_gradients(plan, lses, upstream, wanted(wants, biased=False))
     d_rows, d_scale, *d_columns = filled(found, scale)
     return d_rows, d_columns, d_scale
 
@@ -145,9 +149,9 @@ def sigmoid_loss(
     wants: Sequence[bool],
 ) -> tuple[Tensor, Tensor, Tensor, list[Tensor]]:
     """The sigmoid loss and the sums behind its gradients, total, rows and columns: see ``bodies.sigmoid_loss``."""
-    arrays = (rows, scale, bias, *vectors, *columns)
-    plan = _plan("sigmoid", arrays, match, backend, (tile_rows, tile_columns), precision, workspace)
-    sums = wanted(wants, len(columns), bias=True) if any(wants) else None
+    settings = match, backend, tile_rows, tile_columns, precision, workspace
+    plan = _plan("sigmoid", rows, columns, scale, bias, vectors, settings)
+    sums = wanted(wants, biased=True) if any(wants) else None
     value, total, row_sum, *column_sums = filled(bodies.sigmoid_loss(plan, sums), scale)
     return value, total, row_sum, column_sums
 
@@ -169,8 +173,9 @@ def sigmoid_gradients(
     wants: Sequence[bool],
 ) -> tuple[Tensor, list[Tensor], Tensor, Tensor]:
     """Gradients of ``upstream * loss`` for the rows, each column block, the scale and the bias."""
-    plan = _plan("sigmoid", (rows, scale, *[None] * 9), match, backend, (tile_rows, tile_columns), precision, workspace)
-    which = wanted(wants, len(column_sums), bias=True)
+    settings = match, backend, tile_rows, tile_columns, precision, workspace
+    plan = _plan("sigmoid", rows, (), scale, None, [None] * VECTORS, settings)
+    which = wanted(wants, biased=True)
     found = bodies.sigmoid_gradients(plan, rows, scale, (total, row_sum, *column_sums), upstream, which)
     d_rows, d_scale, d_bias, *d_columns = filled(found, scale)
     return d_rows, d_columns, d_scale, d_bias
@@ -183,8 +188,8 @@ def _fake_softmax_loss(
     def lses(count: Any) -> tuple[Tensor, Tensor]:
         return scale.new_empty(count, dtype=torch.float64), scale.new_empty(count, dtype=torch.float64)
 
-    # the column weights are there
-    two_sided = vectors[2] is not None
+    _, _, column_weight, *_ = vectors
+    two_sided = column_weight is not None
     of_columns = lses(sum(x.shape[0] for x in columns)) if two_sided else (scale.new_empty(0), scale.new_empty(0))
     return torch.empty_like(scale), [*lses(rows.shape[0]), *of_columns]
 
@@ -255,7 +260,7 @@ def _save_softmax(ctx: Any, inputs: tuple[Any, ...], output: tuple[Any, ...]) ->
 def _softmax_backward(ctx: Any, upstream: Tensor, *_: Any) -> tuple[Any, ...]:
     wants = [ctx.needs_input_grad[0], *ctx.needs_input_grad[1], ctx.needs_input_grad[2]]
     lses, (rows, scale, *rest) = ctx.saved_tensors[: bodies.LSES], ctx.saved_tensors[bodies.LSES :]
-    vectors, columns = rest[:8], rest[8:]
+    vectors, columns = rest[:VECTORS], rest[VECTORS:]
     arriving = one_upstream("softmax_gradients", upstream)
     d_rows, d_columns, d_scale = softmax_gradients(arriving, lses, rows, columns, scale, vectors, *ctx.settings, wants)
     given = only(wants, [d_rows, *d_columns, d_scale])

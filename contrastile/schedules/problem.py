@@ -18,6 +18,9 @@ BLOCK = 65536
 """Rows and columns of a block that a device holds at a time, where nobody says how many: they fill a large GPU for
 several times as long as they travel."""
 
+VECTORS = 8
+"""How many ``Problem.vectors`` are."""
+
 
 @dataclass(frozen=True, slots=True)
 class Walk:
@@ -81,12 +84,10 @@ class Problem:
         """Whether an operator may stand for it: what ranks say to each other, and a walk's copies, are in no graph."""
         return self.placement is None and self.walk is None
 
-    def arrays(self) -> tuple[Array | None, ...]:
-        """All arrays, None for what is absent: rows, scale, bias, the vectors in their order, the column blocks."""
+    @property
+    def vectors(self) -> tuple[Array | None, ...]:
+        """The weights, targets and pairs, None for what is absent."""
         return (
-            self.rows,
-            self.scale,
-            self.bias,
             self.row_weight,
             self.row_target,
             self.column_weight,
@@ -95,8 +96,11 @@ class Problem:
             self.excluded,
             self.row_ids,
             self.column_ids,
-            *self.columns,
         )
+
+    def arrays(self) -> tuple[Array | None, ...]:
+        """All arrays, None for what is absent: rows, scale, bias, the vectors, the column blocks."""
+        return self.rows, self.scale, self.bias, *self.vectors, *self.columns
 
     def with_arrays(self, arrays: Sequence[Any]) -> Problem:
         """The problem with other arrays, in the order of ``arrays``."""
