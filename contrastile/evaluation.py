@@ -228,7 +228,7 @@ def forward_and_backward(plan: Plan) -> tuple[Array, local.Gradients]:
         if sigmoid:
             value, sums = schedule.sigmoid(inside, wanted, backend, options)
             assert sums is not None
-            found = schedule.finish(
+            found = schedule.sigmoid_gradients(
                 inside.rows, inside.scale, inside.placement, sums, None, wanted, backend.arrays, inside.walk
             )
         else:

@@ -95,7 +95,9 @@ def sigmoid_gradients(
         given = [x if walk is not None else transfer(x, library, backend.arrays) for x in (rows, *matrices)]
         features, row_sum, *column_sums = given
         parts = local.Sums(row_sum, tuple(column_sums), total)
-        found = schedule.finish(features, by, plan.problem.placement, parts, factor, wanted, backend.arrays, walk)
+        found = schedule.sigmoid_gradients(
+            features, by, plan.problem.placement, parts, factor, wanted, backend.arrays, walk
+        )
         return _outside(plan, (found.rows, found.scale, found.bias), found.columns, rows, scale)
 
 

@@ -336,7 +336,7 @@ def backward(
             weights = triangle.weights_within(visit.within, *lses, arrays)
             triangle.add_gradients(visit.within, weights, into, backend, options)
         sums.done(visit, columns)
-    walk.staging.finish()
+    walk.staging.synchronize()
     scale = None if sums.inner is None else arrays.cast(sums.inner, arrays.dtype(problem.scale))
     found = local.Gradients(sums.rows if wanted.rows else None, sums.columns, scale, None)
     return found if problem.columns else triangle.counted_once(found)
@@ -378,7 +378,7 @@ def _kept(walk: _Pass, problem: Problem, found: local.Gradients) -> local.Gradie
             home = walk.staging.kept(x, dtype)
             walk.staging.store(walk.outside(gradient, dtype), home)
         kept.append(home)
-    walk.staging.finish()
+    walk.staging.synchronize()
     return replace(found, rows=kept[0], columns=tuple(kept[1:]))
 
 
@@ -403,12 +403,12 @@ def sigmoid(
     value = arrays.cast(loss, arrays.dtype(problem.scale))
     if sums is None:
         return value, None
-    walk.staging.finish()
+    walk.staging.synchronize()
     return value, local.Sums(sums.rows, sums.columns, total)
 
 
 @local.ieee
-def finish(
+def sigmoid_gradients(
     rows: Array,
     scale: Array,
     setting: Walk,
@@ -441,6 +441,6 @@ def finish(
         for where, buffer, (x,) in walk.parts(matrix):
             found = arrays.scaled(x, scale * upstream, arrays.dtype(x), consume=True)
             staging.store(walk.outside(found, dtype), columns[-1][where], buffer)
-    staging.finish()
+    staging.synchronize()
     bias = arrays.cast(sums.total * upstream, number) if wanted.bias else None
     return local.Gradients(d_rows, tuple(columns), None if d_scale is None else arrays.cast(d_scale, number), bias)

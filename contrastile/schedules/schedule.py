@@ -81,7 +81,7 @@ def sigmoid(
         return found
 
 
-def finish(
+def sigmoid_gradients(
     rows: Array,
     scale: Array,
     placement: Placement | None,
@@ -99,7 +99,7 @@ def finish(
         return local.gradients_from_sums(rows, scale, sums, upstream, wanted, arrays)
     one = arrays.full((), 1.0, arrays.dtype(scale), scale) if upstream is None else upstream
     if walk is not None:
-        return blocked.finish(rows, scale, walk, sums, one, wanted, arrays)
+        return blocked.sigmoid_gradients(rows, scale, walk, sums, one, wanted, arrays)
     assert placement is not None
     factor = one * placement.factor
     with phase(placement, wanted):

@@ -107,7 +107,7 @@ class Replay:
                 f"{sorted(map(str, shapes))}; pad them"
             )
         if home is not None:
-            home.finish()
+            home.synchronize()
         joined = [_joined(x) if x[0].ndim > 1 else _same(x) for x in zip(*parts, strict=True)]
         return [_leaf(x) for x in joined]
 
@@ -310,10 +310,10 @@ class _Home:
         staging.store(x.detach(), kept)
         return kept
 
-    def finish(self) -> None:
+    def synchronize(self) -> None:
         """Wait until all are there."""
         for staging in self._stagings.values():
-            staging.finish()
+            staging.synchronize()
 
 
 def _joined(parts: Sequence[Tensor]) -> Tensor:

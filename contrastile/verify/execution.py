@@ -99,7 +99,7 @@ def outcome(
         if wanted is not None:
             assert sums is not None
             given = native.rows, native.scale, native.placement, sums, upstream_gradient, wanted, arrays
-            gradients = schedule.finish(*given, walk=native.walk)
+            gradients = schedule.sigmoid_gradients(*given, walk=native.walk)
     else:
         recording = around(backend, recorded, "lse", "keeping")
         saved = schedule.forward(native, recording, options, wanted=wanted)

@@ -47,7 +47,9 @@ def evaluated(
     if problem.kind == "sigmoid":
         value, sums = schedule.sigmoid(problem, wanted, backend, options)
         assert sums is not None
-        found = schedule.finish(problem.rows, problem.scale, None, sums, one, wanted, backend.arrays, walk=problem.walk)
+        found = schedule.sigmoid_gradients(
+            problem.rows, problem.scale, None, sums, one, wanted, backend.arrays, walk=problem.walk
+        )
         return value, found, None
     saved = schedule.forward(problem, backend, options, wanted=wanted)
     return saved.loss, schedule.backward(problem, saved, one, wanted, backend, options), saved
@@ -198,9 +200,9 @@ def forgetful(which: str) -> Any:
             super().store(x, target, buffer)
             self._work = kept
 
-        def finish(self) -> None:
+        def synchronize(self) -> None:
             if which != "end":
-                super().finish()
+                super().synchronize()
 
     return Forgetful
 

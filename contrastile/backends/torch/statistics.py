@@ -70,7 +70,7 @@ class _Side:
     Its vectors by name, which come to be when something is added to them or they are asked for:
 
     * negative: sums, or log-sum-exps, over negatives;
-    * positive: likewise over the positives; where indices name them, ``_Found.finish_named`` sets it;
+    * positive: likewise over the positives; where indices name them, ``_Found.reduce_named`` sets it;
     * total: sums of positive logits; likewise;
     * count: of positives; only where ids name them.
 
@@ -162,7 +162,7 @@ class _Found:
         for side in self.sides:
             side.add("total", tile, total)
 
-    def finish_named(self) -> None:
+    def reduce_named(self) -> None:
         """The positives' statistics, where indices name them: a column's positives are summed over its rows."""
         if self.block.pairs.match == "target":
             return
@@ -231,7 +231,7 @@ def _shared(
             x.log2_()
             if reference:
                 x.add_(reference)
-    found.finish_named()
+    found.reduce_named()
     if kept is not None:
         kept.reference = reference or 0.0
     return found
@@ -270,7 +270,7 @@ def _own(block: Block, columns: bool, options: Options, products: Products) -> _
         tile.pairs.hide_positives(tile.x, -math.inf)
         for side in found.sides:
             merge(cut(side["negative"], side.of(tile)), _tile_lse(tile.x, side.dim, out=tile.spare))
-    found.finish_named()
+    found.reduce_named()
     return found
 
 
