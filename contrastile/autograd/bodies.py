@@ -85,18 +85,18 @@ def sigmoid_gradients(
         upstream: 0-d.
         wanted: which gradients to give.
     """
-    backend, library, walk = plan.backend, plan.library, plan.problem.walk
+    backend, library, blocking = plan.backend, plan.library, plan.problem.blocking
     whole, *matrices = sums
     # the backend's arrays have passes over a whole matrix fused
-    with working_for(library, backend.arrays, rows if walk is None else upstream):
-        number = scale if walk is None else scale.to(walk.device)
+    with working_for(library, backend.arrays, rows if blocking is None else upstream):
+        number = scale if blocking is None else scale.to(blocking.device)
         factor, by, total = (transfer(x, library, backend.arrays) for x in (upstream, number, whole))
-        # of a walk they stay where they are kept
-        given = [x if walk is not None else transfer(x, library, backend.arrays) for x in (rows, *matrices)]
+        # of a problem in blocks they stay where they are kept
+        given = [x if blocking is not None else transfer(x, library, backend.arrays) for x in (rows, *matrices)]
         features, row_sum, *column_sums = given
         parts = local.Sums(row_sum, tuple(column_sums), total)
         found = schedule.sigmoid_gradients(
-            features, by, plan.problem.placement, parts, factor, wanted, backend.arrays, walk
+            features, by, plan.problem.placement, parts, factor, wanted, backend.arrays, blocking
         )
         return _outside(plan, (found.rows, found.scale, found.bias), found.columns, rows, scale)
 

@@ -64,7 +64,7 @@ def smallest_sum(count: int, state: torch.dtype) -> float:
     return count * info.tiny / (info.eps / 2)
 
 
-class _Side:
+class _SideStatistics:
     """Base-2 statistics of the rows, or of the columns, in float64: they are O(m + n), so the accuracy is free.
 
     Its vectors by name, which come to be when something is added to them or they are asked for:
@@ -133,7 +133,9 @@ class _Found:
     def __init__(self, block: Block, columns: bool, identity: float, sync: bool) -> None:
         m, n = block.rows.shape[0], block.columns.shape[0]
         self.block, self.pairs = block, BlockPairs(block, sync)
-        self.sides = [_Side(m, 1, block, identity)] + ([_Side(n, 0, block, identity)] if columns else [])
+        self.sides = [_SideStatistics(m, 1, block, identity)] + (
+            [_SideStatistics(n, 0, block, identity)] if columns else []
+        )
         self._logits: torch.Tensor | None = None
         self._complete = False
 
