@@ -14,6 +14,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn.modules.batchnorm import _BatchNorm
 
+from contrastile.backends.crossing import dtype_name
 from contrastile.backends.staging import Staging
 from contrastile.training.chunks import Chunks, Size, Splitter, Zipped, cut, samples, tensors
 from contrastile.training.random_state import Autocast, RandomState, accelerators, float32_at_least
@@ -306,7 +307,7 @@ class _Home:
         if x.device not in self._stagings:
             self._stagings[x.device] = Staging(x.device, torch.device("cpu"))
         staging = self._stagings[x.device]
-        kept = staging.kept(x, str(x.dtype).removeprefix("torch."))
+        kept = staging.kept(x, dtype_name(x.dtype))
         staging.store(x.detach(), kept)
         return kept
 

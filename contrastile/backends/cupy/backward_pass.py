@@ -50,7 +50,7 @@ def gradients(
         # the kernel that adds to the rows' gradient writes along its rows
         dense = row_gradient is not None and row_gradient.strides[1] == row_gradient.itemsize
         with on_device(block.rows):
-            one = _BackwardPass(block, weights, options, rows_alone=dense and column_gradient is None)
+            one = _BackwardPass(block, weights, options, only_rows=dense and column_gradient is None)
             one.add_gradients(row_gradient, column_gradient)
 
 
@@ -65,7 +65,7 @@ def finished(
     with on_device(block.rows):
         if block.rows.shape[0] and block.columns.shape[0]:
             kept = KeptExponentials.of(weights.kept, block.columns.shape[0])
-            one = _BackwardPass(block, weights, options, upstream, kept, rows_alone=columns is None)
+            one = _BackwardPass(block, weights, options, upstream, kept, only_rows=columns is None)
             return one.final_gradients(columns)
         dtype = block.rows.dtype if columns == "gradient" else "float32"
         none = None if columns is None else cupy.zeros(block.columns.shape, dtype)
@@ -121,7 +121,7 @@ class _BackwardPass:
         upstream: Array | None = None,
         kept: KeptExponentials | None = None,
         *,
-        rows_alone: bool,
+        only_rows: bool,
     ) -> None:
         self.block, self.tiles, self.plan = block, Tiles(block, options.precision), new_plan()
         self.m, self.n = block.rows.shape[0], block.columns.shape[0]
@@ -134,7 +134,7 @@ class _BackwardPass:
         self.dtype, size = self.tiles.dtype, self.tiles.rows.itemsize
         self.factors = None if kept is None else Factors(kept, self.m, self.n)
         self.start = 0 if kept is None else kept.rows
-        self.narrow = rows_alone and kept is None and options.tile is None and self.tiles.narrow
+        self.narrow = only_rows and kept is None and options.tile is None and self.tiles.narrow
         if self.narrow:
             self.height, self.width = narrow_rows(self.m, options), self.n
         else:
