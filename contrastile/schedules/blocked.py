@@ -5,7 +5,7 @@ gradient sums stay with them; those of the columns go home and come back, in the
 they would on the device. The device holds two blocks of rows, two of columns, three of sums, and O(m + n) numbers.
 
 Rows against themselves are cut once, and each pair of blocks is computed once. What earlier blocks have added up for a
-block of rows, as their columns, comes to the device for the last of its own: against itself.
+block of rows, as their columns, comes to the device with its last block, that against itself.
 
 ``Blocking.block`` decides which numbers are added in which order, and ``Blocking.device`` does not: every block is
 copied to the same buffers wherever its features are, so that the bits are those of the same blocks of features on the

@@ -19,7 +19,7 @@ BLOCK = 65536
 several times as long as they travel."""
 
 VECTORS = 8
-"""How many ``Problem.vectors`` are."""
+"""How many ``Problem.vectors`` there are."""
 
 
 @dataclass(frozen=True, slots=True)
