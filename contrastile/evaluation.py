@@ -100,12 +100,12 @@ def make(
     here = replace(here, replicates=replicates) if group is not None else here
     (backend, options, blocks), loss = here.build(_built, build, given, args, kwargs)
     problem, library = loss.problem, loss.library
-    walk = validation.walk(blocks, library, problem.rows, problem.columns)
-    if walk is not None:
-        problem = replace(problem, walk=walk)
+    blocking = validation.blocking(blocks, library, problem.rows, problem.columns)
+    if blocking is not None:
+        problem = replace(problem, blocking=blocking)
     dtype = library.dtype(problem.rows)
     if backend == "auto":
-        place = library.place(problem.rows) if walk is None else str(walk.device)
+        place = library.place(problem.rows) if blocking is None else str(blocking.device)
         backend = choose(library.name, place, dtype, options.precision, _form(problem))
     return Plan(problem, backend, settled(options, backend, dtype), library), loss
 
@@ -228,8 +228,8 @@ def forward_and_backward(plan: Plan) -> tuple[Array, local.Gradients]:
         if sigmoid:
             value, sums = schedule.sigmoid(inside, wanted, backend, options)
             assert sums is not None
-            found = schedule.finish(
-                inside.rows, inside.scale, inside.placement, sums, None, wanted, backend.arrays, inside.walk
+            found = schedule.sigmoid_gradients(
+                inside.rows, inside.scale, inside.placement, sums, None, wanted, backend.arrays, inside.blocking
             )
         else:
             saved = schedule.forward(inside, backend, options, wanted=wanted)

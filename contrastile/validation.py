@@ -16,7 +16,7 @@ from typing import Any
 from contrastile.backends import eager
 from contrastile.backends.arrays import FLOATS, ArrayLibrary, library_of
 from contrastile.backends.contract import PRECISIONS, Options
-from contrastile.schedules.problem import BLOCK, Walk
+from contrastile.schedules.problem import BLOCK, Blocking
 
 Array = Any
 INTEGERS = ("int8", "int16", "int32", "int64", "uint8", "uint16", "uint32")
@@ -272,10 +272,10 @@ def blocks(device: Any, block: Any, group: Any) -> tuple[Any, int | None] | None
     return None if device is None else _device(device), None if block is None else int(block)
 
 
-def walk(
+def blocking(
     given: tuple[Any, int | None] | None, arrays: ArrayLibrary, rows: Array, columns: Sequence[Array]
-) -> Walk | None:
-    """How these features are walked, from ``blocks``; None where they are one block on their own device.
+) -> Blocking | None:
+    """How these features are cut, from ``blocks``; None where they are one block on their own device.
 
     Raises:
         TypeError: the features are no torch tensors.
@@ -293,7 +293,7 @@ def walk(
         raise ValueError(f"features must be on the host or on {device}, got {arrays.place(rows)}; leave device= out")
     if rows.device == device and (block is None or max(x.shape[0] for x in (rows, *columns)) <= block):
         return None
-    return Walk(BLOCK if block is None else block, device)
+    return Blocking(BLOCK if block is None else block, device)
 
 
 def _device(given: Any) -> Any:

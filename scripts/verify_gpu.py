@@ -152,7 +152,7 @@ def jobs(steps: Sequence[str], examples: int, seed: int, cores: int, out: Path) 
 
 
 def kernels(cores: int) -> Job:
-    command = [sys.executable, "-m", "contrastile.backends.cupy.resources", "--capability", capability()]
+    command = [sys.executable, str(ROOT / "scripts" / "cupy_resources.py"), "--capability", capability()]
     return Job("kernels", "cupy", [*command, "--jobs", str(cores), "--keep"], slots=cores)
 
 

@@ -45,7 +45,7 @@ def evaluate(plan: Plan) -> Tensor:
         return functions.eager_loss(plan.replaying(), grad=grad)
     if not problem.traceable:
         return functions.eager_loss(plan, grad=grad)
-    settings, columns, vectors = operators.settings_of(plan), problem.columns, arrays[3:11]
+    settings, columns, vectors = operators.settings_of(plan), problem.columns, problem.vectors
     if problem.kind == "softmax":
         loss, *_ = operators.softmax_loss(problem.rows, columns, problem.scale, vectors, *settings)
         return cast("Tensor", loss)

@@ -17,15 +17,15 @@ from contrastile.schedules.native import native
 
 Found = Sequence[Tensor | None]
 
-STATE = 5
-"""What the softmax loss leaves for its gradients, beside what is kept: four log-sum-exps and gathered columns."""
+LSES = 4
+"""What the softmax loss of a process alone leaves for its gradients, beside what is kept: log-sum-exps."""
+
+STATE = LSES + 3
+"""And of several ranks: the fields of ``local.Forward`` between ``loss`` and ``kept``."""
 
 
 def softmax_loss(plan: Plan, *, wanted: local.Wanted | None = None) -> Found:
-    """The softmax loss (0-d), and what its gradients need: see ``local.Forward``.
-
-    The log-sum-exps of the rows (m,) and of the columns (n,), each over negatives and over positives, the gathered
-    columns, and what was kept of each block. Instead of the columns' two, a gather gives ``local.Forward.over``.
+    """The softmax loss (0-d), and what its gradients need: the other fields of ``local.Forward``, in their order.
 
     Args:
         plan: over tensors.
@@ -34,12 +34,12 @@ def softmax_loss(plan: Plan, *, wanted: local.Wanted | None = None) -> Found:
     problem, backend, library = plan.problem, plan.backend, plan.library
     with native(problem, library, backend) as inside:
         saved = schedule.forward(inside, backend, plan.options, wanted=wanted)
-        columns = (saved.column_negative_lse, saved.column_positive_lse) if saved.over is None else saved.over
-        lses = saved.row_negative_lse, saved.row_positive_lse, *columns
-        found = saved.loss, *lses, saved.gathered, *saved.kept
+        lses = saved.row_negative_lse, saved.row_positive_lse, saved.column_negative_lse, saved.column_positive_lse
+        others = saved.global_lses, saved.global_weights, *saved.kept
+        found = saved.loss, *lses, saved.gathered, *others
         if library.name == backend.arrays.name:
             return found
-        dtypes = library.dtype(problem.scale), *[None] * 4, library.dtype(problem.rows), *[None] * len(saved.kept)
+        dtypes = library.dtype(problem.scale), *[None] * LSES, library.dtype(problem.rows), *[None] * len(others)
         return [transfer(x, backend.arrays, library, dtype) for x, dtype in zip(found, dtypes, strict=True)]
 
 
@@ -48,7 +48,7 @@ def softmax_gradients(plan: Plan, state: Found, upstream: Tensor, wanted: local.
 
     Args:
         plan: over tensors.
-        state: what ``softmax_loss`` gave beside the loss.
+        state: what ``softmax_loss`` gave beside the loss; of a process alone the first ``LSES`` will do.
         upstream: 0-d.
         wanted: which gradients to give.
     """
@@ -56,11 +56,8 @@ def softmax_gradients(plan: Plan, state: Found, upstream: Tensor, wanted: local.
     with native(problem, library, backend) as inside:
         # .data: the backend may write there, and autograd must not take that for a change of what it saved
         given = [upstream, *state[:STATE], *(None if x is None else x.data for x in state[STATE:])]
-        factor, rows_n, rows_p, first, second, gathered, *kept = (transfer(x, library, backend.arrays) for x in given)
-        # a gather has what it knows of all columns there
-        over_all = first is not None and first.ndim == 2
-        columns_n, columns_p, over = (None, None, (first, second)) if over_all else (first, second, None)
-        forward = local.Forward(factor, rows_n, rows_p, columns_n, columns_p, gathered, over, tuple(kept))
+        factor, *moved = (transfer(x, library, backend.arrays) for x in given)
+        forward = local.Forward(factor, *moved[:STATE], kept=tuple(moved[STATE:]))
         found = schedule.backward(inside, forward, factor, wanted, backend, plan.options)
         return _outside(plan, (found.rows, found.scale), found.columns, problem.rows, problem.scale)
 
@@ -88,17 +85,19 @@ def sigmoid_gradients(
         upstream: 0-d.
         wanted: which gradients to give.
     """
-    backend, library, walk = plan.backend, plan.library, plan.problem.walk
+    backend, library, blocking = plan.backend, plan.library, plan.problem.blocking
     whole, *matrices = sums
     # the backend's arrays have passes over a whole matrix fused
-    with working_for(library, backend.arrays, rows if walk is None else upstream):
-        number = scale if walk is None else scale.to(walk.device)
+    with working_for(library, backend.arrays, rows if blocking is None else upstream):
+        number = scale if blocking is None else scale.to(blocking.device)
         factor, by, total = (transfer(x, library, backend.arrays) for x in (upstream, number, whole))
-        # of a walk they stay where they are kept
-        given = [x if walk is not None else transfer(x, library, backend.arrays) for x in (rows, *matrices)]
+        # of a problem in blocks they stay where they are kept
+        given = [x if blocking is not None else transfer(x, library, backend.arrays) for x in (rows, *matrices)]
         features, row_sum, *column_sums = given
         parts = local.Sums(row_sum, tuple(column_sums), total)
-        found = schedule.finish(features, by, plan.problem.placement, parts, factor, wanted, backend.arrays, walk)
+        found = schedule.sigmoid_gradients(
+            features, by, plan.problem.placement, parts, factor, wanted, backend.arrays, blocking
+        )
         return _outside(plan, (found.rows, found.scale, found.bias), found.columns, rows, scale)
 
 

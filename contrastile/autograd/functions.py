@@ -11,6 +11,7 @@ mode, gradients of gradients, a map over calls.
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
+from dataclasses import replace
 from typing import Any, ClassVar, cast
 
 import torch
@@ -76,8 +77,7 @@ class SoftmaxLoss(torch.autograd.Function):
     def backward(ctx: Any, *upstream: Tensor) -> tuple[Any, ...]:
         """The gradients, in the order of forward's arguments."""
         arriving = operators.one_upstream("softmax_gradients", *upstream).resolve_neg()
-        saved, count = ctx.saved_tensors, len(ctx.plan.problem.arrays())
-        state, arrays = saved[:-count], saved[-count:]
+        state, arrays = _parted(ctx.plan, ctx.saved_tensors)
         _, _, rows, scale, *columns = ctx.needs_input_grad
         wanted = local.Wanted(rows, tuple(columns), scale)
         if is_seen(arriving):
@@ -115,6 +115,12 @@ class SigmoidLoss(torch.autograd.Function):
         return None, None, *bodies.sigmoid_gradients(ctx.plan, rows, scale, sums, arriving, wanted)
 
 
+def _parted(plan: Plan, tensors: Sequence[Any]) -> tuple[Sequence[Any], Sequence[Any]]:
+    """What the loss has left for its gradients, and the plan's arrays, from both in one row."""
+    first = len(tensors) - len(plan.problem.arrays())
+    return tensors[:first], tensors[first:]
+
+
 def is_seen(upstream: Tensor) -> bool:
     """Whether somebody must see the gradients' function: a derivative of them is asked for, or a mode is on."""
     return torch.is_grad_enabled() or not eager.direct(torch, (upstream,))
@@ -125,11 +131,10 @@ def _softmax_loss(plan: Plan) -> Sequence[Tensor]:
     problem = plan.problem
     if not problem.traceable:
         return operators.filled(bodies.softmax_loss(plan), problem.scale)
-    vectors = problem.arrays()[3:11]
-    found: Sequence[Tensor] = operators.softmax_loss(
-        problem.rows, problem.columns, problem.scale, vectors, *operators.settings_of(plan)
+    loss, lses = operators.softmax_loss(
+        problem.rows, problem.columns, problem.scale, problem.vectors, *operators.settings_of(plan)
     )
-    return found
+    return loss, *lses
 
 
 def _softmax_gradients(
@@ -137,16 +142,18 @@ def _softmax_gradients(
 ) -> Sequence[Tensor]:
     problem = plan.problem
     if not problem.traceable:
-        found = bodies.softmax_gradients(plan, operators.emptied(state), upstream, wanted)
+        # of what is gathered an empty tensor stands for None
+        gathered = [x if x is not None and x.numel() else None for x in state[bodies.LSES :]]
+        found = bodies.softmax_gradients(plan, (*state[: bodies.LSES], *gathered), upstream, wanted)
         return operators.filled(found, problem.scale)
-    vectors, wants = problem.arrays()[3:11], [wanted.rows, *wanted.columns, wanted.scale]
+    wants = [wanted.rows, *wanted.columns, wanted.scale]
     rows, columns, scale = operators.softmax_gradients(
         upstream,
-        *operators.filled(state, problem.scale),
+        operators.filled(state[: bodies.LSES], problem.scale),
         problem.rows,
         problem.columns,
         problem.scale,
-        vectors,
+        problem.vectors,
         *operators.settings_of(plan),
         wants,
     )
@@ -157,10 +164,9 @@ def _sigmoid_loss(plan: Plan, wanted: local.Wanted) -> Sequence[Tensor]:
     problem = plan.problem
     if not problem.traceable:
         return operators.filled(bodies.sigmoid_loss(plan, wanted), problem.scale)
-    vectors, wants = problem.arrays()[3:11], [wanted.rows, *wanted.columns, wanted.scale, wanted.bias]
-    loss, total, rows, columns = operators.sigmoid_loss(
-        problem.rows, problem.columns, problem.scale, problem.bias, vectors, *operators.settings_of(plan), wants
-    )
+    wants = [wanted.rows, *wanted.columns, wanted.scale, wanted.bias]
+    features = problem.rows, problem.columns, problem.scale, problem.bias
+    loss, total, rows, columns = operators.sigmoid_loss(*features, problem.vectors, *operators.settings_of(plan), wants)
     return loss, total, rows, *columns
 
 
@@ -249,11 +255,14 @@ class FunctionalSoftmaxLoss(_Loss):
     @staticmethod
     def backward(ctx: Any, *upstream: Tensor) -> tuple[Any, ...]:
         """The gradients, in the order of forward's arguments."""
-        _, rows, scale, *rest = ctx.needs_input_grad
-        wanted, function = local.Wanted(rows, tuple(rest[9:]), scale), cast("Any", SoftmaxGradients)
+        _, *flags = ctx.needs_input_grad
+        # a flag in the place of each array
+        needs, function = ctx.plan.problem.with_arrays(flags), cast("Any", SoftmaxGradients)
+        wanted = local.Wanted(needs.rows, needs.columns, needs.scale)
         given = function.apply(ctx.plan, wanted, upstream[0], *ctx.saved_tensors)
-        d_rows, d_scale, *d_columns = operators.only((rows, scale, *rest[9:]), given)
-        return None, d_rows, d_scale, *[None] * 9, *d_columns
+        d_rows, d_scale, *d_columns = operators.only((wanted.rows, wanted.scale, *wanted.columns), given)
+        found = replace(ctx.plan.problem, rows=d_rows, scale=d_scale, columns=tuple(d_columns))
+        return None, *found.arrays()
 
 
 class SoftmaxGradients(Gradients):
@@ -264,7 +273,8 @@ class SoftmaxGradients(Gradients):
     @staticmethod
     def forward(plan: Plan, wanted: local.Wanted, upstream: Tensor, *tensors: Any) -> tuple[Tensor, ...]:
         """The gradients of the rows, the scale and the column blocks; ``tensors`` are what was saved."""
-        return tuple(_softmax_gradients(plan.with_arrays(tensors[5:]), wanted, upstream, tensors[:5]))
+        state, arrays = _parted(plan, tensors)
+        return tuple(_softmax_gradients(plan.with_arrays(arrays), wanted, upstream, state))
 
 
 class FunctionalSigmoidLoss(_Loss):
@@ -292,7 +302,8 @@ class FunctionalSigmoidLoss(_Loss):
         wanted = local.Wanted(True, (True,) * len(ctx.plan.problem.columns), True, True)
         function: Any = SigmoidGradients
         d_rows, d_scale, d_bias, *d_columns = function.apply(ctx.plan, wanted, upstream[0], rows, scale, *sums)
-        return None, d_rows, d_scale, d_bias, *[None] * 8, *d_columns
+        found = replace(ctx.plan.problem, rows=d_rows, scale=d_scale, bias=d_bias, columns=tuple(d_columns))
+        return None, *found.arrays()
 
 
 class SigmoidGradients(Gradients):

@@ -18,7 +18,7 @@ from contrastile.backends.arrays import library_of
 from contrastile.backends.contract import Match, Options
 from contrastile.plan import Plan
 from contrastile.schedules import local
-from contrastile.schedules.problem import Problem
+from contrastile.schedules.problem import VECTORS, Problem
 
 
 def forward_mode(operator: str) -> RuntimeError:
@@ -48,7 +48,10 @@ def one_upstream(operator: str, upstream: Tensor) -> Tensor:
     return upstream
 
 
-def settings_of(plan: Plan) -> tuple[str, str, int, int, str, int | None]:
+Settings = tuple[str, str, int, int, str, int | None]
+
+
+def settings_of(plan: Plan) -> Settings:
     """The numbers and texts of a plan, the last arguments of each operator but ``wants``; no tile is (0, 0)."""
     options = plan.options
     rows, columns = options.tile or (0, 0)
@@ -57,18 +60,18 @@ def settings_of(plan: Plan) -> tuple[str, str, int, int, str, int | None]:
 
 def _plan(
     kind: Literal["softmax", "sigmoid"],
-    arrays: Sequence[Tensor | None],
-    match: str,
-    backend: str,
-    tile: tuple[int, int],
-    precision: str,
-    workspace: int | None,
+    rows: Tensor,
+    columns: Sequence[Tensor],
+    scale: Tensor,
+    bias: Tensor | None,
+    vectors: Sequence[Tensor | None],
+    settings: Settings,
 ) -> Plan:
-    """The plan that a caller's ``settings_of`` came from; ``arrays`` as ``Problem.arrays`` has them."""
-    rows: Any = arrays[0]
-    form = Problem(rows, (), rows, rows, rows, kind=kind, match=cast("Match", match))
-    options = Options(tile if any(tile) else None, precision, workspace)
-    return Plan(form.with_arrays(arrays), backend, options, library_of(rows))
+    """The plan that a caller's ``settings_of`` came from."""
+    match, backend, tile_rows, tile_columns, precision, workspace = settings
+    form = Problem(rows, (), scale, None, None, kind=kind, match=cast("Match", match))
+    options = Options((tile_rows, tile_columns) if tile_rows else None, precision, workspace)
+    return Plan(form.with_arrays((rows, scale, bias, *vectors, *columns)), backend, options, library_of(rows))
 
 
 def filled(found: bodies.Found, like: Tensor) -> list[Tensor]:
@@ -76,15 +79,10 @@ def filled(found: bodies.Found, like: Tensor) -> list[Tensor]:
     return [like.new_empty(0) if x is None else x for x in found]
 
 
-def emptied(state: bodies.Found) -> list[Tensor | None]:
-    """The state without what only an eager call keeps, and with None where no columns were gathered."""
-    *lses, gathered = state
-    return [*lses, None if gathered is None or not gathered.numel() else gathered]
-
-
-def wanted(wants: Sequence[bool], columns: int, *, bias: bool) -> local.Wanted:
-    """Which gradients are wanted, from flags in the order of rows, column blocks, scale and bias."""
-    return local.Wanted(wants[0], tuple(wants[1 : 1 + columns]), wants[1 + columns], bias and wants[2 + columns])
+def wanted(wants: Sequence[bool], *, biased: bool) -> local.Wanted:
+    """Which gradients are wanted, from flags in the order of rows, column blocks, scale and, if ``biased``, bias."""
+    rows, *columns, scale, bias = wants if biased else (*wants, False)
+    return local.Wanted(rows, tuple(columns), scale, bias)
 
 
 @torch.library.custom_op("contrastile::softmax_loss", mutates_args=())
@@ -99,26 +97,22 @@ def softmax_loss(
     tile_columns: int,
     precision: str,
     workspace: int | None,
-) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]:
-    """The softmax loss, and what its gradients need: see ``bodies.softmax_loss``.
+) -> tuple[Tensor, list[Tensor]]:
+    """The softmax loss and the log-sum-exps that its gradients need: see ``bodies.LSES``.
 
     Nothing is kept: how much that is depends on the GPU, and a graph must know every size. Nor is anything replayed:
     what calls it may have graphs and memory pools of its own.
     """
-    arrays = (rows, scale, None, *vectors, *columns)
-    plan = _plan("softmax", arrays, match, backend, (tile_rows, tile_columns), precision, workspace)
+    settings = match, backend, tile_rows, tile_columns, precision, workspace
+    plan = _plan("softmax", rows, columns, scale, None, vectors, settings)
     loss, *state = filled(bodies.softmax_loss(plan), scale)
-    return loss, state[0], state[1], state[2], state[3], state[4]
+    return loss, state[: bodies.LSES]
 
 
 @torch.library.custom_op("contrastile::softmax_gradients", mutates_args=())
 def softmax_gradients(
     upstream: Tensor,
-    row_negative_lse: Tensor,
-    row_positive_lse: Tensor,
-    column_negative_lse: Tensor,
-    column_positive_lse: Tensor,
-    gathered: Tensor,
+    lses: Sequence[Tensor],
     rows: Tensor,
     columns: Sequence[Tensor],
     scale: Tensor,
@@ -132,10 +126,9 @@ def softmax_gradients(
     wants: Sequence[bool],
 ) -> tuple[Tensor, list[Tensor], Tensor]:
     """Gradients of ``upstream * loss`` for the rows, each column block and the scale."""
-    arrays = (rows, scale, None, *vectors, *columns)
-    plan = _plan("softmax", arrays, match, backend, (tile_rows, tile_columns), precision, workspace)
-    state = emptied((row_negative_lse, row_positive_lse, column_negative_lse, column_positive_lse, gathered))
-    found = bodies.softmax_gradients(plan, state, upstream, wanted(wants, len(columns), bias=False))
+    settings = match, backend, tile_rows, tile_columns, precision, workspace
+    plan = _plan("softmax", rows, columns, scale, None, vectors, settings)
+    found = bodies.softmax_gradients(plan, lses, upstream, wanted(wants, biased=False))
     d_rows, d_scale, *d_columns = filled(found, scale)
     return d_rows, d_columns, d_scale
 
@@ -156,9 +149,9 @@ def sigmoid_loss(
     wants: Sequence[bool],
 ) -> tuple[Tensor, Tensor, Tensor, list[Tensor]]:
     """The sigmoid loss and the sums behind its gradients, total, rows and columns: see ``bodies.sigmoid_loss``."""
-    arrays = (rows, scale, bias, *vectors, *columns)
-    plan = _plan("sigmoid", arrays, match, backend, (tile_rows, tile_columns), precision, workspace)
-    sums = wanted(wants, len(columns), bias=True) if any(wants) else None
+    settings = match, backend, tile_rows, tile_columns, precision, workspace
+    plan = _plan("sigmoid", rows, columns, scale, bias, vectors, settings)
+    sums = wanted(wants, biased=True) if any(wants) else None
     value, total, row_sum, *column_sums = filled(bodies.sigmoid_loss(plan, sums), scale)
     return value, total, row_sum, column_sums
 
@@ -180,8 +173,9 @@ def sigmoid_gradients(
     wants: Sequence[bool],
 ) -> tuple[Tensor, list[Tensor], Tensor, Tensor]:
     """Gradients of ``upstream * loss`` for the rows, each column block, the scale and the bias."""
-    plan = _plan("sigmoid", (rows, scale, *[None] * 9), match, backend, (tile_rows, tile_columns), precision, workspace)
-    which = wanted(wants, len(column_sums), bias=True)
+    settings = match, backend, tile_rows, tile_columns, precision, workspace
+    plan = _plan("sigmoid", rows, (), scale, None, [None] * VECTORS, settings)
+    which = wanted(wants, biased=True)
     found = bodies.sigmoid_gradients(plan, rows, scale, (total, row_sum, *column_sums), upstream, which)
     d_rows, d_scale, d_bias, *d_columns = filled(found, scale)
     return d_rows, d_columns, d_scale, d_bias
@@ -190,27 +184,20 @@ def sigmoid_gradients(
 @softmax_loss.register_fake
 def _fake_softmax_loss(
     rows: Tensor, columns: Sequence[Tensor], scale: Tensor, vectors: Sequence[Tensor | None], *settings: Any
-) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]:
+) -> tuple[Tensor, list[Tensor]]:
     def lses(count: Any) -> tuple[Tensor, Tensor]:
         return scale.new_empty(count, dtype=torch.float64), scale.new_empty(count, dtype=torch.float64)
 
-    # the column weights are there
-    two_sided = vectors[2] is not None
-    sides = (
-        *lses(rows.shape[0]),
-        *(lses(sum(x.shape[0] for x in columns)) if two_sided else (scale.new_empty(0), scale.new_empty(0))),
-    )
-    return torch.empty_like(scale), *sides, scale.new_empty(0)
+    _, _, column_weight, *_ = vectors
+    two_sided = column_weight is not None
+    of_columns = lses(sum(x.shape[0] for x in columns)) if two_sided else (scale.new_empty(0), scale.new_empty(0))
+    return torch.empty_like(scale), [*lses(rows.shape[0]), *of_columns]
 
 
 @softmax_gradients.register_fake
 def _fake_softmax_gradients(
     upstream: Tensor,
-    row_negative_lse: Tensor,
-    row_positive_lse: Tensor,
-    column_negative_lse: Tensor,
-    column_positive_lse: Tensor,
-    gathered: Tensor,
+    lses: Sequence[Tensor],
     rows: Tensor,
     columns: Sequence[Tensor],
     scale: Tensor,
@@ -264,19 +251,18 @@ def _like(x: Tensor) -> Tensor:
 
 
 def _save_softmax(ctx: Any, inputs: tuple[Any, ...], output: tuple[Any, ...]) -> None:
-    """Keep the features as they came, all outputs but the loss, O(m + n) vectors."""
+    """Keep the features as they came, and O(m + n) vectors."""
     rows, columns, scale, vectors, *ctx.settings = inputs
-    ctx.save_for_backward(*output[1:], rows, scale, *vectors, *columns)
+    _, lses = output
+    ctx.save_for_backward(*lses, rows, scale, *vectors, *columns)
 
 
 def _softmax_backward(ctx: Any, upstream: Tensor, *_: Any) -> tuple[Any, ...]:
     wants = [ctx.needs_input_grad[0], *ctx.needs_input_grad[1], ctx.needs_input_grad[2]]
-    state, (rows, scale, *rest) = ctx.saved_tensors[:5], ctx.saved_tensors[5:]
-    vectors, columns = rest[:8], rest[8:]
+    lses, (rows, scale, *rest) = ctx.saved_tensors[: bodies.LSES], ctx.saved_tensors[bodies.LSES :]
+    vectors, columns = rest[:VECTORS], rest[VECTORS:]
     arriving = one_upstream("softmax_gradients", upstream)
-    d_rows, d_columns, d_scale = softmax_gradients(
-        arriving, *state, rows, columns, scale, vectors, *ctx.settings, wants
-    )
+    d_rows, d_columns, d_scale = softmax_gradients(arriving, lses, rows, columns, scale, vectors, *ctx.settings, wants)
     given = only(wants, [d_rows, *d_columns, d_scale])
     return given[0], given[1:-1], given[-1], *[None] * (1 + len(ctx.settings))
 

@@ -162,7 +162,7 @@ class Staging:
         if buffer is not None:
             buffer.stored = self._stores.record()
 
-    def finish(self) -> None:
+    def synchronize(self) -> None:
         """Have everybody who reads what was stored find it there: the work, and the host if that is its home."""
         done = self._stores.record()
         self._work.wait(done)

@@ -5,11 +5,11 @@ gradient sums stay with them; those of the columns go home and come back, in the
 they would on the device. The device holds two blocks of rows, two of columns, three of sums, and O(m + n) numbers.
 
 Rows against themselves are cut once, and each pair of blocks is computed once. What earlier blocks have added up for a
-block of rows, as their columns, comes to the device with the last visit, that of the block to itself.
+block of rows, as their columns, comes to the device with its last block, that against itself.
 
-``Walk.block`` decides which numbers are added in which order, and ``Walk.device`` does not: every block is copied to
-the same buffers wherever its features are, so that the bits are those of the same walk over features on the device. A
-problem of one block is computed there as ``local`` computes it.
+``Blocking.block`` decides which numbers are added in which order, and ``Blocking.device`` does not: every block is
+copied to the same buffers wherever its features are, so that the bits are those of the same blocks of features on the
+device. A problem of one block is computed there as ``local`` computes it.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from typing import Any
 from contrastile.backends.arrays import ArrayLibrary, library_of, transfer
 from contrastile.backends.contract import Array, Backend, Block, Options, Statistics, Weights
 from contrastile.schedules import local, triangle
-from contrastile.schedules.problem import Problem, Walk
+from contrastile.schedules.problem import Blocking, Problem
 
 
 @dataclass(frozen=True, slots=True)
@@ -54,7 +54,7 @@ def _parts(matrices: Sequence[Array], most: int) -> list[_Part]:
 
 
 @dataclass(frozen=True, slots=True)
-class _Visit:
+class _StagedBlock:
     """A block of rows against a block of columns, on the device.
 
     Attributes:
@@ -80,8 +80,8 @@ class _Visit:
     within: Problem | None
 
 
-class _Pass:
-    """One pass over blocks of matrices.
+class _Blocks:
+    """The blocks of some matrices, and the copies that stage them on the device, for one pass.
 
     Attributes:
         rows: the rows' parts.
@@ -91,13 +91,13 @@ class _Pass:
         staging: makes the copies.
     """
 
-    def __init__(self, rows: Array, columns: Sequence[Array], walk: Walk, arrays: ArrayLibrary) -> None:
+    def __init__(self, rows: Array, columns: Sequence[Array], blocking: Blocking, arrays: ArrayLibrary) -> None:
         # imported when called: ``import contrastile`` imports nothing but the standard library
         from contrastile.backends.staging import Staging
 
-        self.rows, self.columns = _parts([rows], walk.block), _parts(columns, walk.block)
-        self.source, self.arrays, self.most = library_of(rows), arrays, walk.block
-        self.staging = Staging(walk.device, rows.device)
+        self.rows, self.columns = _parts([rows], blocking.block), _parts(columns, blocking.block)
+        self.source, self.arrays, self.most = library_of(rows), arrays, blocking.block
+        self.staging = Staging(blocking.device, rows.device)
 
     def inside(self, x: Any) -> Array:
         """A tensor on the device in the backend's library: the same memory."""
@@ -111,7 +111,7 @@ class _Pass:
         """A buffer for any of these parts."""
         return self.staging.buffer(max((x.length for x in parts), default=0), width, dtype)
 
-    def visits(self, problem: Problem, sums: _Sums | None = None) -> Iterator[_Visit]:
+    def staged(self, problem: Problem, sums: _Sums | None = None) -> Iterator[_StagedBlock]:
         """Every block of rows against every block of columns, while the next one's features are on their way."""
         stay, width, dtype = len(self.columns) == 1, problem.rows.shape[1], self.source.dtype(problem.rows)
         matrices, every = problem.columns or (problem.rows,), range(len(self.columns))
@@ -134,7 +134,7 @@ class _Pass:
         part = problem
         for k, (i, j) in enumerate(order):
             if k + 1 < len(order):
-                # into the buffers of the visit before this one, whose work is queued
+                # into the buffers of the block before this one, whose work is queued
                 load(k + 1)
             row, column, slot = self.rows[i], self.columns[j], k % len(columns)
             if starts[k]:
@@ -144,13 +144,13 @@ class _Pass:
             place = i, j, slot, row.side, column.side
             if not problem.columns and i == j:
                 own, whole = triangle.within(part, row.side.start), slice(0, row.length)
-                yield _Visit(*place, triangle.block(own, whole, whole), starts[k], ends, own)
+                yield _StagedBlock(*place, triangle.block(own, whole, whole), starts[k], ends, own)
                 continue
             ids = None if problem.column_ids is None else problem.column_ids[column.side]
             features = self.inside(self.staging.arrived(columns[slot]))
             given = features, column.side.start, ids
             block = part.block(*given) if problem.columns else triangle.across(part, *given)
-            yield _Visit(*place, block, starts[k], ends, None)
+            yield _StagedBlock(*place, block, starts[k], ends, None)
 
     def parts(self, *matrices: Any) -> Iterator[tuple[slice, Any, list[Array]]]:
         """Each block of some matrices, on the device, while the next one is on its way.
@@ -175,10 +175,10 @@ class _Pass:
             yield where, buffers[k % 2][0], [self.inside(self.staging.arrived(x)) for x in buffers[k % 2]]
 
 
-def _pass(problem: Problem, backend: Backend) -> _Pass:
-    """The pass over a problem, of which the features are the caller's and all else is the backend's."""
-    assert problem.walk is not None
-    return _Pass(problem.rows, problem.columns or (problem.rows,), problem.walk, backend.arrays)
+def _blocks(problem: Problem, backend: Backend) -> _Blocks:
+    """The blocks of a problem, of which the features are the caller's and all else is the backend's."""
+    assert problem.blocking is not None
+    return _Blocks(problem.rows, problem.columns or (problem.rows,), problem.blocking, backend.arrays)
 
 
 class _Sums:
@@ -190,10 +190,12 @@ class _Sums:
         inner: ``sum_i <row_i, (G K)_i>``, 0-d float64; None where not wanted.
     """
 
-    def __init__(self, walk: _Pass, problem: Problem, wanted: local.Wanted, state: str, factor: Array | None) -> None:
+    def __init__(
+        self, blocks: _Blocks, problem: Problem, wanted: local.Wanted, state: str, factor: Array | None
+    ) -> None:
         """Sums times ``factor``, 0-d, are gradients, and are kept in the features' dtype; with None sums are kept."""
-        self._walk, self._staging, self._factor, self._wanted = walk, walk.staging, factor, wanted
-        features, width = walk.source.dtype(problem.rows), problem.rows.shape[1]
+        self._blocks, self._staging, self._factor, self._wanted = blocks, blocks.staging, factor, wanted
+        features, width = blocks.source.dtype(problem.rows), problem.rows.shape[1]
         self._dtype = state if factor is None else features
         # without gradients the scale's is made of the sums
         keep_rows = wanted.rows or (wanted.scale and factor is None)
@@ -203,7 +205,7 @@ class _Sums:
             for x, want in zip(problem.columns, wanted.columns, strict=True)
         )
         # sums of a lone block of columns never leave the device
-        self._travel = len(walk.rows) > 1 and len(walk.columns) > 1
+        self._travel = len(blocks.rows) > 1 and len(blocks.columns) > 1
         # where sums are kept that are not complete: of rows against themselves they are the rows' own
         growing = self.columns if problem.columns else (problem.rows if wanted.rows or wanted.scale else None,)
         homes = self.columns if problem.columns else (self.rows,)
@@ -213,9 +215,9 @@ class _Sums:
             else home
             for x, home in zip(growing, homes, strict=True)
         )
-        self._row_buffer = walk.buffer(walk.rows, width, state) if wanted.rows or wanted.scale else None
-        count = min(2, len(walk.columns)) if any(x is not None for x in growing) else 0
-        self._column_buffers = [walk.buffer(walk.columns, width, state) for _ in range(count)]
+        self._row_buffer = blocks.buffer(blocks.rows, width, state) if wanted.rows or wanted.scale else None
+        count = min(2, len(blocks.columns)) if any(x is not None for x in growing) else 0
+        self._column_buffers = [blocks.buffer(blocks.columns, width, state) for _ in range(count)]
         self._into: Array | None = None
         self.inner: Array | None = None
 
@@ -225,46 +227,46 @@ class _Sums:
         if self._travel and partial is not None:
             self._staging.load(partial[column.here], self._column_buffers[slot])
 
-    def of(self, visit: _Visit) -> tuple[Array | None, Array | None]:
-        """Where a visit's rows and columns add theirs."""
-        staging, walk = self._staging, self._walk
-        if self._row_buffer is not None and visit.first:
-            self._into = walk.inside(staging.zeros(walk.rows[visit.row].length, self._row_buffer))
-        column = walk.columns[visit.column]
+    def of(self, staged: _StagedBlock) -> tuple[Array | None, Array | None]:
+        """Where a block's rows and columns add theirs."""
+        staging, blocks = self._staging, self._blocks
+        if self._row_buffer is not None and staged.first:
+            self._into = blocks.inside(staging.zeros(blocks.rows[staged.row].length, self._row_buffer))
+        column = blocks.columns[staged.column]
         if self._partial[column.matrix] is None:
             return self._into, None
-        buffer = self._column_buffers[visit.slot]
-        if visit.within is not None:
-            if visit.row > 0:
-                walk.arrays.add(self._into, walk.inside(staging.arrived(buffer)), self._into)
+        buffer = self._column_buffers[staged.slot]
+        if staged.within is not None:
+            if staged.row > 0:
+                blocks.arrays.add(self._into, blocks.inside(staging.arrived(buffer)), self._into)
             return self._into, None
-        return self._into, walk.inside(
-            staging.zeros(column.length, buffer) if visit.row == 0 else staging.arrived(buffer)
+        return self._into, blocks.inside(
+            staging.zeros(column.length, buffer) if staged.row == 0 else staging.arrived(buffer)
         )
 
-    def done(self, visit: _Visit, columns: Array | None) -> None:
-        """Send home what a visit has completed, and what its columns are to add to later."""
-        row, column = self._walk.rows[visit.row], self._walk.columns[visit.column]
-        if self._into is not None and visit.last:
+    def done(self, staged: _StagedBlock, columns: Array | None) -> None:
+        """Send home what a block has completed, and what its columns are to add to later."""
+        row, column = self._blocks.rows[staged.row], self._blocks.columns[staged.column]
+        if self._into is not None and staged.last:
             if self._wanted.scale and self._factor is not None:
-                inner = self._walk.arrays.inner(visit.block.rows, self._into)
+                inner = self._blocks.arrays.inner(staged.block.rows, self._into)
                 self.inner = inner if self.inner is None else self.inner + inner
             if self.rows is not None:
                 self._send(self._into, self.rows[row.here], self._row_buffer)
         partial = self._partial[column.matrix]
         if columns is None or partial is None:
             return
-        buffer = self._column_buffers[visit.slot]
-        if visit.row == len(self._walk.rows) - 1:
+        buffer = self._column_buffers[staged.slot]
+        if staged.row == len(self._blocks.rows) - 1:
             out: Any = self.columns[column.matrix]
             self._send(columns, out[column.here], buffer)
         elif self._travel:
             self._staging.store(buffer.memory[: column.length], partial[column.here], buffer)
 
     def _send(self, sums: Array, home: Any, buffer: Any) -> None:
-        arrays, factor = self._walk.arrays, self._factor
+        arrays, factor = self._blocks.arrays, self._factor
         found = sums if factor is None else arrays.scaled(sums, factor, arrays.dtype(sums), consume=True)
-        self._staging.store(self._walk.outside(found, self._dtype), home, buffer)
+        self._staging.store(self._blocks.outside(found, self._dtype), home, buffer)
 
 
 @local.ieee
@@ -272,24 +274,24 @@ def forward(
     problem: Problem, backend: Backend, options: Options, *, wanted: local.Wanted | None = None
 ) -> local.Forward:
     """The softmax loss and its log-sum-exps, on the device: see ``local.forward``."""
-    walk = _pass(problem, backend)
+    blocks = _blocks(problem, backend)
     if _single(problem):
         alone = local.forward if problem.columns else triangle.forward
-        return alone(_fetched(walk, problem), backend, options, wanted=wanted)
+        return alone(_fetched(blocks, problem), backend, options, wanted=wanted)
     arrays, two_sided, itself = backend.arrays, problem.column_weight is not None, not problem.columns
     rows: dict[int, local.Triple] = {}
     columns: dict[int, local.Triple] = rows if itself else {}
-    for visit in walk.visits(problem):
-        if visit.within is not None:
-            whole, most = slice(0, visit.block.rows.shape[0]), triangle.whole_up_to(visit.within, backend, options)
-            found = triangle.statistics(visit.within, whole, most, backend, options)
-            _merge(arrays, rows, visit.row, local.row_statistics(arrays, [found]))
+    for staged in blocks.staged(problem):
+        if staged.within is not None:
+            whole, most = slice(0, staged.block.rows.shape[0]), triangle.whole_up_to(staged.within, backend, options)
+            found = triangle.statistics(staged.within, whole, most, backend, options)
+            _merge(arrays, rows, staged.row, local.row_statistics(arrays, [found]))
             continue
-        backend.check(visit.block, options)
-        found = backend.lse(visit.block, two_sided or itself, options)
-        _merge(arrays, rows, visit.row, local.row_statistics(arrays, [found]))
+        backend.check(staged.block, options)
+        found = backend.lse(staged.block, two_sided or itself, options)
+        _merge(arrays, rows, staged.row, local.row_statistics(arrays, [found]))
         if two_sided or itself:
-            _merge(arrays, columns, visit.column, local.column_statistics(arrays, [found]))
+            _merge(arrays, columns, staged.column, local.column_statistics(arrays, [found]))
     n, p, s = _joined(arrays, rows)
     loss = arrays.weighted_nll(n, p, s, problem.row_weight, problem.row_target)
     over: local.Triple = (None, None, None)
@@ -300,7 +302,7 @@ def forward(
 
 
 def _merge(arrays: ArrayLibrary, into: dict[int, local.Triple], number: int, found: local.Triple) -> None:
-    """Merge what a visit found of its part of a side."""
+    """Merge what a block gave of its part of a side."""
     known = [Statistics(*into[number])] if number in into else []
     into[number] = local.row_statistics(arrays, [*known, Statistics(*found)])
 
@@ -320,65 +322,65 @@ def backward(
     options: Options,
 ) -> local.Gradients:
     """Gradients of ``upstream * loss`` for the softmax loss: see ``local.backward``."""
-    walk, arrays = _pass(problem, backend), backend.arrays
+    blocks, arrays = _blocks(problem, backend), backend.arrays
     if _single(problem):
         alone = local.backward if problem.columns else triangle.backward
-        found = alone(_fetched(walk, problem), saved, upstream, wanted, backend, options)
-        return _kept(walk, problem, found)
-    weighted, state = problem.weighted(upstream), backend.state(walk.source.dtype(problem.rows))
-    sums = _Sums(walk, problem, wanted, state, problem.scale)
-    for visit in walk.visits(weighted, sums):
-        into, columns = sums.of(visit)
-        if visit.within is None:
-            backend.gradients(visit.block, _weights(weighted, saved, visit), into, columns, options)
+        found = alone(_fetched(blocks, problem), saved, upstream, wanted, backend, options)
+        return _kept(blocks, problem, found)
+    weighted, state = problem.weighted(upstream), backend.state(blocks.source.dtype(problem.rows))
+    sums = _Sums(blocks, problem, wanted, state, problem.scale)
+    for staged in blocks.staged(weighted, sums):
+        into, columns = sums.of(staged)
+        if staged.within is None:
+            backend.gradients(staged.block, _weights(weighted, saved, staged), into, columns, options)
         elif into is not None:
-            lses = saved.row_negative_lse[visit.rows], saved.row_positive_lse[visit.rows]
-            weights = triangle.weights_within(visit.within, *lses, arrays)
-            triangle.add_gradients(visit.within, weights, into, backend, options)
-        sums.done(visit, columns)
-    walk.staging.finish()
+            lses = saved.row_negative_lse[staged.rows], saved.row_positive_lse[staged.rows]
+            weights = triangle.weights_within(staged.within, *lses, arrays)
+            triangle.add_gradients(staged.within, weights, into, backend, options)
+        sums.done(staged, columns)
+    blocks.staging.synchronize()
     scale = None if sums.inner is None else arrays.cast(sums.inner, arrays.dtype(problem.scale))
     found = local.Gradients(sums.rows if wanted.rows else None, sums.columns, scale, None)
     return found if problem.columns else triangle.counted_once(found)
 
 
-def _weights(problem: Problem, saved: local.Forward, visit: _Visit) -> Weights:
-    """The whole loss's, for the rows and columns of a visit."""
+def _weights(problem: Problem, saved: local.Forward, staged: _StagedBlock) -> Weights:
+    """The whole loss's, for the rows and columns of a block."""
     rows = saved.row_negative_lse, saved.row_positive_lse, problem.row_weight, problem.row_target
     columns: tuple[Array, ...] = ()
     if not problem.columns:
         columns = rows
     elif problem.column_weight is not None:
         columns = saved.column_negative_lse, saved.column_positive_lse, problem.column_weight, problem.column_target
-    return Weights(*(x[visit.rows] for x in rows), *(x[visit.columns] for x in columns))
+    return Weights(*(x[staged.rows] for x in rows), *(x[staged.columns] for x in columns))
 
 
 def _single(problem: Problem) -> bool:
     """Whether no matrix of the problem is cut: then ``local`` computes it."""
-    assert problem.walk is not None
-    return all(x.shape[0] <= problem.walk.block for x in (problem.rows, *problem.columns))
+    assert problem.blocking is not None
+    return all(x.shape[0] <= problem.blocking.block for x in (problem.rows, *problem.columns))
 
 
-def _fetched(walk: _Pass, problem: Problem) -> Problem:
+def _fetched(blocks: _Blocks, problem: Problem) -> Problem:
     """The problem with all its features on the device."""
     found = []
     for x in (problem.rows, *problem.columns):
-        buffer = walk.staging.buffer(x.shape[0], x.shape[1], walk.source.dtype(x))
-        walk.staging.load(x, buffer)
-        found.append(walk.inside(walk.staging.arrived(buffer)))
-    return replace(problem, rows=found[0], columns=tuple(found[1:]), walk=None)
+        buffer = blocks.staging.buffer(x.shape[0], x.shape[1], blocks.source.dtype(x))
+        blocks.staging.load(x, buffer)
+        found.append(blocks.inside(blocks.staging.arrived(buffer)))
+    return replace(problem, rows=found[0], columns=tuple(found[1:]), blocking=None)
 
 
-def _kept(walk: _Pass, problem: Problem, found: local.Gradients) -> local.Gradients:
+def _kept(blocks: _Blocks, problem: Problem, found: local.Gradients) -> local.Gradients:
     """The gradients of what was fetched, at home."""
     kept = []
     for gradient, x in zip((found.rows, *found.columns), (problem.rows, *problem.columns), strict=True):
-        home, dtype = None, walk.source.dtype(x)
+        home, dtype = None, blocks.source.dtype(x)
         if gradient is not None:
-            home = walk.staging.kept(x, dtype)
-            walk.staging.store(walk.outside(gradient, dtype), home)
+            home = blocks.staging.kept(x, dtype)
+            blocks.staging.store(blocks.outside(gradient, dtype), home)
         kept.append(home)
-    walk.staging.finish()
+    blocks.staging.synchronize()
     return replace(found, rows=kept[0], columns=tuple(kept[1:]))
 
 
@@ -387,43 +389,43 @@ def sigmoid(
     problem: Problem, wanted: local.Wanted | None, backend: Backend, options: Options
 ) -> tuple[Array, local.Sums | None]:
     """The sigmoid loss, on the device, and the sums behind its gradients, at home: see ``local.sigmoid``."""
-    walk, arrays = _pass(problem, backend), backend.arrays
-    state = backend.state(walk.source.dtype(problem.rows))
-    sums = None if wanted is None else _Sums(walk, problem, wanted, state, None)
+    blocks, arrays = _blocks(problem, backend), backend.arrays
+    state = backend.state(blocks.source.dtype(problem.rows))
+    sums = None if wanted is None else _Sums(blocks, problem, wanted, state, None)
     loss = total = None
-    for visit in walk.visits(problem, sums):
-        backend.check(visit.block, options)
-        into, columns = (None, None) if sums is None else sums.of(visit)
-        weight = problem.row_weight[visit.rows]
-        row_loss, slope = backend.sigmoid(visit.block, weight, into, columns, options)
+    for staged in blocks.staged(problem, sums):
+        backend.check(staged.block, options)
+        into, columns = (None, None) if sums is None else sums.of(staged)
+        weight = problem.row_weight[staged.rows]
+        row_loss, slope = backend.sigmoid(staged.block, weight, into, columns, options)
         part = local.weighted_total(arrays, weight, row_loss), arrays.total(slope)
         loss, total = part if loss is None else (loss + part[0], total + part[1])
         if sums is not None:
-            sums.done(visit, columns)
+            sums.done(staged, columns)
     value = arrays.cast(loss, arrays.dtype(problem.scale))
     if sums is None:
         return value, None
-    walk.staging.finish()
+    blocks.staging.synchronize()
     return value, local.Sums(sums.rows, sums.columns, total)
 
 
 @local.ieee
-def finish(
+def sigmoid_gradients(
     rows: Array,
     scale: Array,
-    setting: Walk,
+    blocking: Blocking,
     sums: local.Sums,
     upstream: Array,
     wanted: local.Wanted,
     arrays: ArrayLibrary,
 ) -> local.Gradients:
     """The sigmoid loss's gradients from its sums: see ``local.gradients_from_sums``."""
-    walk = _Pass(rows, (), setting, arrays)
-    staging, dtype, number = walk.staging, walk.source.dtype(rows), arrays.dtype(scale)
+    blocks = _Blocks(rows, (), blocking, arrays)
+    staging, dtype, number = blocks.staging, blocks.source.dtype(rows), arrays.dtype(scale)
     d_rows = staging.kept(rows, dtype) if wanted.rows else None
     d_scale: Array | None = None
     if wanted.rows or wanted.scale:
-        for where, buffer, (x, features) in walk.parts(sums.rows, rows):
+        for where, buffer, (x, features) in blocks.parts(sums.rows, rows):
             only = local.Wanted(wanted.rows, (), wanted.scale)
             part = local.gradients_from_sums(
                 features, scale, local.Sums(x, (), None), upstream, only, arrays, "float64"
@@ -431,16 +433,16 @@ def finish(
             if wanted.scale:
                 d_scale = part.scale if d_scale is None else d_scale + part.scale
             if d_rows is not None:
-                staging.store(walk.outside(part.rows, dtype), d_rows[where], buffer)
+                staging.store(blocks.outside(part.rows, dtype), d_rows[where], buffer)
     columns: list[Any] = []
     for matrix, want in zip(sums.columns, wanted.columns, strict=True):
         if matrix is None or not want:
             columns.append(None)
             continue
         columns.append(staging.kept(matrix, dtype))
-        for where, buffer, (x,) in walk.parts(matrix):
+        for where, buffer, (x,) in blocks.parts(matrix):
             found = arrays.scaled(x, scale * upstream, arrays.dtype(x), consume=True)
-            staging.store(walk.outside(found, dtype), columns[-1][where], buffer)
-    staging.finish()
+            staging.store(blocks.outside(found, dtype), columns[-1][where], buffer)
+    staging.synchronize()
     bias = arrays.cast(sums.total * upstream, number) if wanted.bias else None
     return local.Gradients(d_rows, tuple(columns), None if d_scale is None else arrays.cast(d_scale, number), bias)

@@ -76,15 +76,15 @@ def forward(
     columns = block.columns if placement.size > 1 else None
     if not two_sided:
         return replace(finalize_loss(problem, loss, *mine[:2], arrays=arrays), gathered=columns, kept=kept)
-    total, lses, over = _over_columns(problem, arrays, loss, local.column_statistics(arrays, [found]))
+    total, own, known = _over_columns(problem, arrays, loss, local.column_statistics(arrays, [found]))
     value = arrays.cast(total, arrays.dtype(problem.scale))
-    return local.Forward(value, mine[0], mine[1], lses[0], lses[1], columns, over, kept)
+    return local.Forward(value, mine[0], mine[1], own[0], own[1], columns, *known, kept=kept)
 
 
 def _over_columns(
     problem: Problem, arrays: ArrayLibrary, loss: Array, state: local.Triple
-) -> tuple[Array, Sequence[Array], tuple[Array, Array] | None]:
-    """The loss of all ranks, N and P of this rank's columns, and what backward needs to know of all (``Forward.over``).
+) -> tuple[Array, Sequence[Array], tuple[Array | None, Array | None]]:
+    """The loss of all ranks, N and P of this rank's columns, and ``local.Forward``'s global log-sum-exps and weights.
 
     Every rank receives what every rank's rows give every column, and merges it itself: few bytes beside the columns'
     features, and one message fewer than if each column's owner merged its own and sent the result.
@@ -99,7 +99,7 @@ def _over_columns(
     n, widths = placement.size, placement.shards.widths
     weight, target = problem.column_weight, problem.column_target
     if n == 1:
-        return loss + arrays.weighted_nll(*state, weight, target), state[:2], None
+        return loss + arrays.weighted_nll(*state, weight, target), state[:2], (None, None)
     own, (losses,), incoming = scalar_gather_buffers(placement, arrays, [loss])
     # rows aligned to 16 bytes: kernels are compiled again for others, and read them more slowly
     total = sum(widths)
@@ -117,7 +117,7 @@ def _over_columns(
         buffers.copy(x, into)
     start, stop = placement.start, placement.start + widths[placement.rank]
     value = arrays.total(losses) + arrays.weighted_nll(*merged, weights[0], weights[1])
-    return value, [x[start:stop] for x in merged[:2]], (lses, weights)
+    return value, [x[start:stop] for x in lses], (lses, weights)
 
 
 def _merged(arrays: ArrayLibrary, parts: Sequence[Sequence[Array]]) -> local.Triple:
@@ -138,8 +138,8 @@ def backward(
     """Gradients of ``upstream * loss`` for this rank's rows and columns and for the scale: see ``Placement.factor``."""
     placement, arrays = placed(problem), backend.arrays
     lses = saved.column_negative_lse, saved.column_positive_lse
-    if saved.over is not None:
-        (negative, positive), (column_weight, column_target) = saved.over
+    if saved.global_lses is not None and saved.global_weights is not None:
+        (negative, positive), (column_weight, column_target) = saved.global_lses, saved.global_weights
         lses = negative, positive
         problem = replace(problem, column_weight=column_weight, column_target=column_target)
     block = _block(problem, arrays, saved.gathered)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import wraps
 from typing import ParamSpec, TypeVar
 
@@ -60,8 +60,9 @@ class Forward:
         column_negative_lse: (n,) float64, over the joined columns; None, as the next, for a loss of one direction.
         column_positive_lse: (n,) float64.
         gathered: the columns that this rank has collected from others, or from all; None where it has none.
-        over: over the columns of all ranks, of a gather of two directions: (2, N) their log-sum-exps, negatives'
-            first, and (2, N) v and t'; None otherwise.
+        global_lses: (2, N) log-sum-exps of the columns of all ranks, negatives' first, of a gather of two directions;
+            None otherwise.
+        global_weights: (2, N) likewise, their v and t'.
         kept: of each block, in the order of the schedule: see ``contract.Statistics``. Empty where nothing was kept.
     """
 
@@ -71,8 +72,9 @@ class Forward:
     column_negative_lse: Array | None = None
     column_positive_lse: Array | None = None
     gathered: Array | None = None
-    over: tuple[Array, Array] | None = None
-    kept: tuple[Array | None, ...] = ()
+    global_lses: Array | None = None
+    global_weights: Array | None = None
+    kept: tuple[Array | None, ...] = field(default=(), kw_only=True)
 
 
 @dataclass(frozen=True, slots=True)

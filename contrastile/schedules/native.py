@@ -23,8 +23,8 @@ def native(problem: Problem, source: ArrayLibrary, backend: Backend) -> Iterator
     Raises:
         UnsupportedProblemError: the backend does not run where the features are.
     """
-    walk = problem.walk
-    device = source.device(problem.rows) if walk is None else walk.device.type
+    blocking = problem.blocking
+    device = source.device(problem.rows) if blocking is None else blocking.device.type
     backend.check_device(device)
     torch = sys.modules["torch"] if source.name == "torch" else None
     # the features have the dtype that they are to be multiplied in: no product is narrowed
@@ -32,7 +32,7 @@ def native(problem: Problem, source: ArrayLibrary, backend: Backend) -> Iterator
     if source.name == backend.arrays.name != "cupy" and not narrowing:
         yield convert(problem, source, backend.arrays)
         return
-    with working_for(source, backend.arrays, problem.rows if walk is None else problem.scale.to(walk.device)):
+    with working_for(source, backend.arrays, problem.rows if blocking is None else problem.scale.to(blocking.device)):
         if torch is None or not narrowing:
             yield convert(problem, source, backend.arrays)
             return

@@ -18,10 +18,13 @@ BLOCK = 65536
 """Rows and columns of a block that a device holds at a time, where nobody says how many: they fill a large GPU for
 several times as long as they travel."""
 
+VECTORS = 8
+"""How many ``Problem.vectors`` there are."""
+
 
 @dataclass(frozen=True, slots=True)
-class Walk:
-    """How a process walks a problem whose features are not, or not all at once, on the device that computes it.
+class Blocking:
+    """How a process cuts a problem whose features are not, or not all at once, on the device that computes it.
 
     Attributes:
         block: most rows, and most columns, on the device at a time.
@@ -56,7 +59,7 @@ class Problem:
         match: what equal ids mean: see ``Pairs``.
         placement: where this rank's part lies in a problem of several ranks, None for a process alone. Rows, columns,
             weights and ids are then this rank's, and positives and excluded count over the columns of all ranks.
-        walk: None where the features are on the device and make one block.
+        blocking: None where the features are on the device and make one block.
     """
 
     rows: Array
@@ -74,19 +77,17 @@ class Problem:
     column_ids: Array | None = None
     match: Match = "drop"
     placement: Placement | None = None
-    walk: Walk | None = None
+    blocking: Blocking | None = None
 
     @property
     def traceable(self) -> bool:
-        """Whether an operator may stand for it: what ranks say to each other, and a walk's copies, are in no graph."""
-        return self.placement is None and self.walk is None
+        """Whether an operator may stand for it: what ranks say to each other, and copies of blocks, are in no graph."""
+        return self.placement is None and self.blocking is None
 
-    def arrays(self) -> tuple[Array | None, ...]:
-        """All arrays, None for what is absent: rows, scale, bias, the vectors in their order, the column blocks."""
+    @property
+    def vectors(self) -> tuple[Array | None, ...]:
+        """The weights, targets and pairs, None for what is absent."""
         return (
-            self.rows,
-            self.scale,
-            self.bias,
             self.row_weight,
             self.row_target,
             self.column_weight,
@@ -95,8 +96,11 @@ class Problem:
             self.excluded,
             self.row_ids,
             self.column_ids,
-            *self.columns,
         )
+
+    def arrays(self) -> tuple[Array | None, ...]:
+        """All arrays, None for what is absent: rows, scale, bias, the vectors, the column blocks."""
+        return self.rows, self.scale, self.bias, *self.vectors, *self.columns
 
     def with_arrays(self, arrays: Sequence[Any]) -> Problem:
         """The problem with other arrays, in the order of ``arrays``."""
@@ -117,7 +121,7 @@ class Problem:
             column_ids,
             self.match,
             self.placement,
-            self.walk,
+            self.blocking,
         )
 
     def weighted(self, factor: Array) -> Problem:
@@ -170,15 +174,15 @@ class Problem:
 def convert(problem: Problem, source: ArrayLibrary, target: ArrayLibrary) -> Problem:
     """The problem with its arrays in another library; bfloat16 arrives as float32 where the target lacks it.
 
-    Of one that is walked, the features stay where they are, and everything else goes to the device.
+    Of one in blocks, the features stay where they are, and everything else goes to the device.
     """
-    walk = problem.walk
-    if source.name == target.name and walk is None:
+    blocking = problem.blocking
+    if source.name == target.name and blocking is None:
         return problem
-    moved: dict[int, Array | None] = {} if walk is None else {id(x): x for x in (problem.rows, *problem.columns)}
+    moved: dict[int, Array | None] = {} if blocking is None else {id(x): x for x in (problem.rows, *problem.columns)}
     # both directions may share vectors: each crosses once, and is one array there too
     for x in problem.arrays():
         if id(x) not in moved:
-            there = x if walk is None or x is None else x.to(walk.device)
+            there = x if blocking is None or x is None else x.to(blocking.device)
             moved[id(x)] = transfer(there, source, target)
     return problem.with_arrays([moved[id(x)] for x in problem.arrays()])

@@ -94,7 +94,7 @@ class RingAccumulator:
 
 
 @dataclass(frozen=True, slots=True)
-class _Visit:
+class _Shard:
     """The shard that a rank holds now: its column blocks, the ids of its columns, and vectors over them."""
 
     owner: int
@@ -103,7 +103,7 @@ class _Visit:
     vectors: Sequence[Array]
 
 
-class _Shards:
+class _Ring:
     """What travels around the ring, and how much of it each rank has."""
 
     def __init__(self, problem: Problem, arrays: ArrayLibrary, vectors: Sequence[Array]) -> None:
@@ -117,18 +117,18 @@ class _Shards:
         shards = self.placement.shards
         return [*shards.columns[rank], *[shards.widths[rank]] * (self.ids + self.vectors)]
 
-    def __iter__(self) -> Iterator[_Visit]:
+    def __iter__(self) -> Iterator[_Shard]:
         first = self.blocks + self.ids
         for owner, held in visits(self.placement, self.arrays, self.own, self.sizes):
             ids = held[self.blocks] if self.ids else None
-            yield _Visit(owner, held[: self.blocks], ids, held[first:])
+            yield _Shard(owner, held[: self.blocks], ids, held[first:])
 
 
-def _blocks(problem: Problem, placement: Placement, visit: _Visit) -> Iterator[tuple[slice, Block]]:
-    """The problem's rows against each block of the visited shard, with the block's place in that shard."""
-    for where, columns in zip(placement.shards.blocks(visit.owner), visit.columns, strict=True):
-        start = placement.shards.start(visit.owner) + where.start
-        yield where, problem.block(columns, start, None if visit.ids is None else visit.ids[where])
+def _blocks(problem: Problem, placement: Placement, shard: _Shard) -> Iterator[tuple[slice, Block]]:
+    """The problem's rows against each block of a shard, with the block's place in that shard."""
+    for where, columns in zip(placement.shards.blocks(shard.owner), shard.columns, strict=True):
+        start = placement.shards.start(shard.owner) + where.start
+        yield where, problem.block(columns, start, None if shard.ids is None else shard.ids[where])
 
 
 @local.ieee
@@ -147,14 +147,14 @@ def forward(problem: Problem, backend: Backend, options: Options) -> local.Forwa
     def widths(rank: int) -> list[int]:
         return [placement.shards.widths[rank]] * 3
 
-    for visit in _Shards(problem, arrays, ()):
+    for shard in _Ring(problem, arrays, ()):
         parts = []
-        for _, block in _blocks(problem, placement, visit):
+        for _, block in _blocks(problem, placement, shard):
             backend.check(block, options)
             parts.append(backend.lse(block, two_sided, options))
         rows = [Statistics(*local.row_statistics(arrays, [*rows, *parts]))]
         if two_sided:
-            accumulator.send_on(visit.owner, local.column_statistics(arrays, parts), widths)
+            accumulator.send_on(shard.owner, local.column_statistics(arrays, parts), widths)
     mine = local.row_statistics(arrays, rows)
     loss = arrays.weighted_nll(*mine, problem.row_weight, problem.row_target)
     if not two_sided:
@@ -177,7 +177,7 @@ def backward(
     placement, arrays = placed(problem), backend.arrays
     weighted = scaled_weights(problem, upstream)
     two_sided = weighted.column_weight is not None
-    shards = _Shards(
+    ring = _Ring(
         weighted,
         arrays,
         (saved.column_negative_lse, saved.column_positive_lse, weighted.column_weight, weighted.column_target)
@@ -186,14 +186,14 @@ def backward(
     )
     row_sum = local.accumulator(backend, problem.rows, wanted.rows or wanted.scale)
 
-    def compute(rows: slice, visit: _Visit, into: Sequence[Array | None]) -> None:
+    def compute(rows: slice, shard: _Shard, into: Sequence[Array | None]) -> None:
         part = weighted.of_rows(rows)
-        for (where, block), target in zip(_blocks(part, placement, visit), into, strict=True):
+        for (where, block), target in zip(_blocks(part, placement, shard), into, strict=True):
             lses = saved.row_negative_lse[rows], saved.row_positive_lse[rows]
-            weights = Weights(*lses, part.row_weight, part.row_target, *(x[where] for x in visit.vectors))
+            weights = Weights(*lses, part.row_weight, part.row_target, *(x[where] for x in shard.vectors))
             backend.gradients(block, weights, None if row_sum is None else row_sum[rows], target, options)
 
-    sums = local.Sums(row_sum, _walk(shards, wanted.columns, backend, compute), None)
+    sums = local.Sums(row_sum, _gradient_sums(ring, wanted.columns, backend, compute), None)
     return gradients_over_ranks(problem.rows, problem.scale, placement, sums, None, wanted, arrays)
 
 
@@ -203,14 +203,14 @@ def sigmoid(
 ) -> tuple[Array, local.Sums | None]:
     """The global sigmoid loss and, in the same pass, the sums behind this rank's gradients."""
     placement, arrays = placed(problem), backend.arrays
-    shards = _Shards(problem, arrays, ())
+    ring = _Ring(problem, arrays, ())
     row_sum = local.accumulator(backend, problem.rows, wanted is not None and (wanted.rows or wanted.scale))
     losses: list[Array] = []
     slopes: list[Array] = []
 
-    def compute(rows: slice, visit: _Visit, into: Sequence[Array | None]) -> None:
+    def compute(rows: slice, shard: _Shard, into: Sequence[Array | None]) -> None:
         part = problem.of_rows(rows)
-        for (_, block), target in zip(_blocks(part, placement, visit), into, strict=True):
+        for (_, block), target in zip(_blocks(part, placement, shard), into, strict=True):
             backend.check(block, options)
             rows_into = None if row_sum is None else row_sum[rows]
             row_loss, slope = backend.sigmoid(block, part.row_weight, rows_into, target, options)
@@ -218,41 +218,41 @@ def sigmoid(
             slopes.append(arrays.total(slope))
 
     wants = (False,) * len(problem.columns) if wanted is None else wanted.columns
-    columns = _walk(shards, wants, backend, compute)
+    columns = _gradient_sums(ring, wants, backend, compute)
     (total,) = summed(placement, arrays, sum(losses[1:], losses[0]))
     loss = arrays.cast(total, arrays.dtype(problem.scale))
     return loss, None if wanted is None else local.Sums(row_sum, columns, sum(slopes[1:], slopes[0]))
 
 
-def _walk(
-    shards: _Shards,
+def _gradient_sums(
+    ring: _Ring,
     wants: Sequence[bool],
     backend: Backend,
-    compute: Callable[[slice, _Visit, Sequence[Array | None]], None],
+    compute: Callable[[slice, _Shard, Sequence[Array | None]], None],
 ) -> tuple[Array | None, ...]:
-    """Gradient sums of this rank's columns, over all ranks' rows; ``compute(rows, visit, into)`` adds one rank's part.
+    """Gradient sums of this rank's columns, over all ranks' rows; ``compute(rows, shard, into)`` adds one rank's part.
 
     This rank computes its own block half at the start, while the first message travels, and half at the end, while the
     last one returns its sums.
     """
-    placement, m = shards.placement, shards.problem.rows.shape[0]
+    placement, m = ring.placement, ring.problem.rows.shape[0]
     half = (m + 1) // 2 if placement.size > 1 and any(wants) else m
     accumulator = RingAccumulator(placement, backend.arrays, _added)
 
     def sizes(rank: int) -> list[int]:
         return [k for k, want in zip(placement.shards.columns[rank], wants, strict=True) if want]
 
-    def part(rows: slice, visit: _Visit) -> list[Array]:
-        into = [local.accumulator(backend, x, want) for x, want in zip(visit.columns, wants, strict=True)]
-        compute(rows, visit, into)
+    def part(rows: slice, shard: _Shard) -> list[Array]:
+        into = [local.accumulator(backend, x, want) for x, want in zip(shard.columns, wants, strict=True)]
+        compute(rows, shard, into)
         return [x for x in into if x is not None]
 
     own = None
-    for visit in shards:
-        first = visit.owner == placement.rank
-        own = visit if first else own
+    for shard in ring:
+        first = shard.owner == placement.rank
+        own = shard if first else own
         # no name keeps what is sent: its memory is the message's
-        accumulator.send_on(visit.owner, part(slice(0, half if first else m), visit), sizes)
+        accumulator.send_on(shard.owner, part(slice(0, half if first else m), shard), sizes)
     rest: Sequence[Array | None] = [None] * sum(wants)
     if half < m:
         assert own is not None

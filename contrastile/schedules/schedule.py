@@ -14,14 +14,14 @@ from contrastile.backends.arrays import ArrayLibrary
 from contrastile.backends.contract import Array, Backend, Options
 from contrastile.schedules import blocked, gather, local, ring, scalars, triangle, triangle_over_ranks
 from contrastile.schedules.placement import Placement
-from contrastile.schedules.problem import Problem, Walk
+from contrastile.schedules.problem import Blocking, Problem
 from contrastile.schedules.sums import gradients_over_ranks
 
 
 def _module(problem: Problem) -> ModuleType:
     if problem.placement is None:
         alone = local if problem.columns else triangle
-        return alone if problem.walk is None else blocked
+        return alone if problem.blocking is None else blocked
     if not problem.columns:
         return triangle_over_ranks
     return {"ring": ring, "gather": gather, "replicate": gather}[problem.placement.exchange]
@@ -93,7 +93,7 @@ def sigmoid(
         return found
 
 
-def finish(
+def sigmoid_gradients(
     rows: Array,
     scale: Array,
     placement: Placement | None,
@@ -101,17 +101,17 @@ def finish(
     upstream: Array | None,
     wanted: local.Wanted,
     arrays: ArrayLibrary,
-    walk: Walk | None = None,
+    blocking: Blocking | None = None,
 ) -> local.Gradients:
     """The sigmoid loss's gradients from its sums, which carry neither ``upstream`` nor ``Placement.factor``.
 
     With ``upstream`` None it is 1, and the sums are consumed where no factor is left to apply.
     """
-    if placement is None and walk is None:
+    if placement is None and blocking is None:
         return local.gradients_from_sums(rows, scale, sums, upstream, wanted, arrays)
     one = arrays.full((), 1.0, arrays.dtype(scale), scale) if upstream is None else upstream
-    if walk is not None:
-        return blocked.finish(rows, scale, walk, sums, one, wanted, arrays)
+    if blocking is not None:
+        return blocked.sigmoid_gradients(rows, scale, blocking, sums, one, wanted, arrays)
     assert placement is not None
     factor = one * placement.factor
     with phase(placement, wanted):

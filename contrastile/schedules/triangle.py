@@ -150,7 +150,7 @@ def within(problem: Problem, start: int) -> Problem:
     """Rows of a larger problem, the first of which has the number ``start``, against themselves."""
     positives, excluded = (None if x is None else x - start for x in (problem.positives, problem.excluded))
     ids = problem.row_ids
-    return replace(problem, positives=positives, excluded=excluded, column_ids=ids, placement=None, walk=None)
+    return replace(problem, positives=positives, excluded=excluded, column_ids=ids, placement=None, blocking=None)
 
 
 def weights_within(problem: Problem, negative_lse: Array, positive_lse: Array, arrays: ArrayLibrary) -> Weights:

@@ -34,8 +34,8 @@ def shares(placement: Placement, rank: int, owner: int) -> tuple[slice, slice]:
 
 
 @dataclass(frozen=True, slots=True)
-class _Visit:
-    """Another rank's shard: whose, its features, ids and vectors, and what is computed of it, as ``shares`` says."""
+class _PeerBlock:
+    """What this rank computes with a rank's shard: whose, its arrays, and which rows meet which, as ``shares`` says."""
 
     owner: int
     features: Array
@@ -45,8 +45,8 @@ class _Visit:
     columns: slice
 
 
-class _Walk:
-    """The shards that a rank meets, and the results that go home.
+class _ShardExchange:
+    """The shards that a rank is sent, block by block, and the results that return to their owners.
 
     Attributes:
         gathered: the features of all ranks; None on a ring.
@@ -71,12 +71,12 @@ class _Walk:
         self._home: list[tuple[int, Sequence[Array], int, slice, Sequence[Array]]] = []
         self._pending: Pending | None = None
 
-    def __iter__(self) -> Iterator[_Visit]:
+    def __iter__(self) -> Iterator[_PeerBlock]:
         """This rank's own shard first."""
         me, n = self.placement.rank, self.placement.size
         for owner, (features, *rest) in self._shards(1 + n // 2):
             places = shares(self.placement, me, owner)
-            yield _Visit(owner, features, rest[0] if self._ids else None, rest[self._ids :], *places)
+            yield _PeerBlock(owner, features, rest[0] if self._ids else None, rest[self._ids :], *places)
         self._settle()
 
     def _shards(self, count: int) -> Iterator[tuple[int, Sequence[Array]]]:
@@ -99,13 +99,13 @@ class _Walk:
     def _room(self, length: int, like: Array) -> Array:
         return self.arrays.empty((length, *like.shape[1:]), self.arrays.dtype(like), like)
 
-    def block(self, visit: _Visit) -> Block:
+    def block(self, peer: _PeerBlock) -> Block:
         """Rows of this rank against rows of another."""
-        part, features = self.problem.of_rows(visit.rows), visit.features[visit.columns]
-        start = self.placement.shards.start(visit.owner) + visit.columns.start
-        return triangle.across(part, features, start, None if visit.ids is None else visit.ids[visit.columns])
+        part, features = self.problem.of_rows(peer.rows), peer.features[peer.columns]
+        start = self.placement.shards.start(peer.owner) + peer.columns.start
+        return triangle.across(part, features, start, None if peer.ids is None else peer.ids[peer.columns])
 
-    def send_home(self, visit: _Visit, found: Sequence[Array]) -> None:
+    def send_home(self, peer: _PeerBlock, found: Sequence[Array]) -> None:
         """Send what was found of another's rows to it, and take what the rank as far ahead has found of this one's.
 
         On a ring at once; of gathered shards all in one message, at the end.
@@ -113,10 +113,10 @@ class _Walk:
         if self._ring:
             self._settle()
         me, n = self.placement.rank, self.placement.size
-        ahead = (me + (me - visit.owner)) % n
+        ahead = (me + (me - peer.owner)) % n
         mine = shares(self.placement, ahead, me)[1]
         arriving = [self._room(mine.stop - mine.start, x) for x in found]
-        self._home.append((visit.owner, found, ahead, mine, arriving))
+        self._home.append((peer.owner, found, ahead, mine, arriving))
         if self._ring:
             self._post()
 
@@ -154,20 +154,20 @@ def forward(
         for x, part in zip(mine, merged, strict=True):
             x[rows] = part
 
-    walk = _Walk(problem, arrays, (), take)
-    for visit in walk:
-        if visit.owner == walk.placement.rank:
-            own = triangle.within(problem, walk.placement.start)
+    exchange = _ShardExchange(problem, arrays, (), take)
+    for peer in exchange:
+        if peer.owner == exchange.placement.rank:
+            own = triangle.within(problem, exchange.placement.start)
             most = triangle.whole_up_to(own, backend, options)
             mine = local.row_statistics(arrays, [triangle.statistics(own, whole, most, backend, options)])
             continue
-        block = walk.block(visit)
+        block = exchange.block(peer)
         backend.check(block, options)
         found = backend.lse(block, True, options)
-        take(visit.rows, local.row_statistics(arrays, [found]))
-        walk.send_home(visit, local.column_statistics(arrays, [found]))
+        take(peer.rows, local.row_statistics(arrays, [found]))
+        exchange.send_home(peer, local.column_statistics(arrays, [found]))
     loss = arrays.weighted_nll(*mine, problem.row_weight, problem.row_target)
-    return replace(finalize_loss(problem, loss, *mine[:2], arrays=arrays), gathered=walk.gathered)
+    return replace(finalize_loss(problem, loss, *mine[:2], arrays=arrays), gathered=exchange.gathered)
 
 
 @local.ieee
@@ -197,14 +197,14 @@ def _add_gradients(problem: Problem, saved: local.Forward, sums: Array, backend:
     def take(rows: slice, found: Sequence[Array]) -> None:
         sums[rows] += found[0]
 
-    walk = _Walk(problem, arrays, own, take, saved.gathered)
-    for visit in walk:
-        if visit.owner == walk.placement.rank:
-            mine = triangle.within(problem, walk.placement.start)
+    exchange = _ShardExchange(problem, arrays, own, take, saved.gathered)
+    for peer in exchange:
+        if peer.owner == exchange.placement.rank:
+            mine = triangle.within(problem, exchange.placement.start)
             weights = triangle.weights_within(mine, *own[:2], arrays)
             triangle.add_gradients(mine, weights, sums, backend, options)
             continue
-        there = local.accumulator(backend, visit.features[visit.columns], True)
-        weights = Weights(*(x[visit.rows] for x in own), *(x[visit.columns] for x in visit.vectors))
-        backend.gradients(walk.block(visit), weights, sums[visit.rows], there, options)
-        walk.send_home(visit, [there])
+        there = local.accumulator(backend, peer.features[peer.columns], True)
+        weights = Weights(*(x[peer.rows] for x in own), *(x[peer.columns] for x in peer.vectors))
+        backend.gradients(exchange.block(peer), weights, sums[peer.rows], there, options)
+        exchange.send_home(peer, [there])

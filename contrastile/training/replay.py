@@ -14,6 +14,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn.modules.batchnorm import _BatchNorm
 
+from contrastile.backends.crossing import dtype_name
 from contrastile.backends.staging import Staging
 from contrastile.training.chunks import Chunks, Size, Splitter, Zipped, cut, samples, tensors
 from contrastile.training.random_state import Autocast, RandomState, accelerators, float32_at_least
@@ -107,7 +108,7 @@ class Replay:
                 f"{sorted(map(str, shapes))}; pad them"
             )
         if home is not None:
-            home.finish()
+            home.synchronize()
         joined = [_joined(x) if x[0].ndim > 1 else _same(x) for x in zip(*parts, strict=True)]
         return [_leaf(x) for x in joined]
 
@@ -306,14 +307,14 @@ class _Home:
         if x.device not in self._stagings:
             self._stagings[x.device] = Staging(x.device, torch.device("cpu"))
         staging = self._stagings[x.device]
-        kept = staging.kept(x, str(x.dtype).removeprefix("torch."))
+        kept = staging.kept(x, dtype_name(x.dtype))
         staging.store(x.detach(), kept)
         return kept
 
-    def finish(self) -> None:
+    def synchronize(self) -> None:
         """Wait until all are there."""
         for staging in self._stagings.values():
-            staging.finish()
+            staging.synchronize()
 
 
 def _joined(parts: Sequence[Tensor]) -> Tensor:

@@ -78,7 +78,9 @@ class _Step:
         backend, p = self.subject.backend, self.native
         if p.kind == "sigmoid":
             sums = self._saved
-            self._found = schedule.finish(p.rows, p.scale, None, sums, self._one, self.wanted, backend.arrays)
+            self._found = schedule.sigmoid_gradients(
+                p.rows, p.scale, None, sums, self._one, self.wanted, backend.arrays
+            )
             return
         self._found = schedule.backward(p, self._saved, self._one, self.wanted, backend, self.subject.options)
 

@@ -77,7 +77,7 @@ def outcome(
 
     Returns:
         The results, converted to NumPy float64; None for what was not asked for. Of a problem with a placement, this
-        rank's part; with a placement or a walk, without the sums of the positive logits, which are never merged.
+        rank's part; with a placement or in blocks, without the sums of the positive logits, which are never merged.
 
     Raises:
         UnsupportedProblemError: the backend refuses the problem.
@@ -99,7 +99,7 @@ def outcome(
         if wanted is not None:
             assert sums is not None
             given = native.rows, native.scale, native.placement, sums, upstream_gradient, wanted, arrays
-            gradients = schedule.finish(*given, walk=native.walk)
+            gradients = schedule.sigmoid_gradients(*given, blocking=native.blocking)
     else:
         recording = around(backend, recorded, "lse", "keeping")
         saved = schedule.forward(native, recording, options, wanted=wanted)
@@ -111,7 +111,7 @@ def outcome(
 
     take = partial(taken, arrays)
     found: dict[str, Any] = dict.fromkeys(STATISTICS) | {name: take(x) for name, x in lses.items()}
-    if parts and native.placement is None and native.walk is None:
+    if parts and native.placement is None and native.blocking is None:
         found |= _positive_sums(native, parts, backend, options)
     return Outcome(
         loss=take(loss),

@@ -114,7 +114,7 @@ def _step(native: Problem, backend: Backend, options: Options) -> object:
     if native.kind == "sigmoid":
         value, sums = schedule.sigmoid(native, wanted, backend, options)
         assert sums is not None
-        return value, schedule.finish(native.rows, native.scale, None, sums, None, wanted, arrays)
+        return value, schedule.sigmoid_gradients(native.rows, native.scale, None, sums, None, wanted, arrays)
     saved = schedule.forward(native, backend, options)
     one = arrays.full((), 1.0, arrays.dtype(native.scale), native.rows)
     return saved.loss, schedule.backward(native, saved, one, wanted, backend, options)

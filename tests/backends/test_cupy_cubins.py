@@ -1,10 +1,11 @@
 """What every instance of every CUDA kernel costs on sm_80, sm_90a and sm_100, recorded, and compiled with no GPU.
 
-``python -m contrastile.backends.cupy.resources docs/results/cupy_resources.json`` writes the table anew.
+``python scripts/cupy_resources.py docs/results/cupy_resources.json`` writes the table anew.
 """
 
 from __future__ import annotations
 
+import importlib
 import json
 import os
 import re
@@ -20,10 +21,11 @@ import pytest
 pytest.importorskip("cuda.bindings.nvrtc")
 
 from contrastile.backends.contract import Options
-from contrastile.backends.cupy import build, instances, resources
+from contrastile.backends.cupy import build, instances
 from contrastile.backends.cupy.configs import AMPERE, HOPPER, backward_chunk, forward_chunk, kernel_family
 
-TABLE = Path(__file__).parents[2] / "docs" / "results" / "cupy_resources.json"
+ROOT = Path(__file__).parents[2]
+TABLE = ROOT / "docs" / "results" / "cupy_resources.json"
 JOBS = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
 # bytes of shared memory that one block may have, and that a multiprocessor has
 BLOCK = {80: 166_912, 90: 232_448, 100: 232_448}
@@ -36,10 +38,16 @@ def recorded() -> dict[str, Any]:
     return found
 
 
-def test_the_table_is_of_these_sources_and_has_every_instance() -> None:
+@pytest.fixture
+def script(monkeypatch: pytest.MonkeyPatch) -> Any:
+    monkeypatch.syspath_prepend(str(ROOT / "scripts"))
+    return importlib.import_module("cupy_resources")
+
+
+def test_the_table_is_of_these_sources_and_has_every_instance(script: Any) -> None:
     found = recorded()
     why = "kernels changed: write the table anew, as this file's first lines say, and look at what it says"
-    assert found["sources"] == resources.sources(), why
+    assert found["sources"] == script.sources(), why
     rows = {(row["kernel"], row["architecture"]): row for row in found["kernels"]}
     wanted = [
         (each.kernel, capability) for capability in instances.CAPABILITIES for each in instances.every(capability)
@@ -53,12 +61,12 @@ def test_the_table_is_of_these_sources_and_has_every_instance() -> None:
 
 @pytest.mark.slow
 @pytest.mark.parametrize("capability", instances.CAPABILITIES)
-def test_an_instance_of_every_template_compiles_as_recorded(capability: int) -> None:
+def test_an_instance_of_every_template_compiles_as_recorded(capability: int, script: Any) -> None:
     """All were compiled when the table was written, and it says of which sources."""
     table = {(row["kernel"], row["architecture"]): row for row in recorded()["kernels"]}
     same = recorded()["nvrtc"] == "{}.{}".format(*build.nvrtc_version())
     wanted = {each.kernel.partition("<")[0]: each for each in reversed(instances.every(capability))}
-    for row in resources.table(list(wanted.values()), capability, JOBS):
+    for row in script.table(list(wanted.values()), capability, JOBS):
         assert row.warnings == 0, row
         if same:
             assert asdict(row) == table[row.kernel, row.architecture]

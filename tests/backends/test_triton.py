@@ -24,7 +24,7 @@ from contrastile.backends.contract import (  # noqa: E402
 )
 from contrastile.backends.triton import backend, backward_pass, configs  # noqa: E402
 from contrastile.backends.triton import tiles as words  # noqa: E402
-from contrastile.backends.triton.forward_pass import _Pass as Forward  # noqa: E402
+from contrastile.backends.triton.forward_pass import _ForwardPass as Forward  # noqa: E402
 from contrastile.backends.triton.launch import aligned  # noqa: E402
 from contrastile.verify import cases  # noqa: E402
 from contrastile.verify.comparison import compare  # noqa: E402
@@ -270,7 +270,7 @@ def test_rows_that_are_certain_of_positives_by_ids_are_seen() -> None:
         rows = torch.eye(20, 24)[ids]
         pairs = Pairs(row_ids=ids, column_ids=ids, excluded=torch.arange(40), match="target")
         given = Block(rows, rows, torch.tensor(scale), None, pairs)
-        found = backward_pass._Pass(given, weights_of(given), Options())
+        found = backward_pass._BackwardPass(given, weights_of(given), Options())
         assert float(found.plan[words.CERTAIN.value]) == expected
 
 
@@ -278,7 +278,7 @@ def test_rows_that_are_certain_of_positives_by_ids_are_seen() -> None:
 def test_the_fast_backward_is_taken_where_all_rows_are_certain(scale: float, fast: int) -> None:
     image = torch.eye(40, 48)
     given = Block(image, image, torch.tensor(scale), None, Pairs(positives=torch.arange(40)))
-    found = backward_pass._Pass(given, weights_of(given), Options())
+    found = backward_pass._BackwardPass(given, weights_of(given), Options())
     assert float(found.plan[words.FAST.value]) == fast
 
 

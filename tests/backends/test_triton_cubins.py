@@ -1,6 +1,6 @@
 """Triton's kernels compiled for sm_80, sm_90 and sm_100 with no GPU, and the recorded table of what they cost.
 
-``python -m contrastile.backends.triton.resources docs/results/triton_resources.json`` writes the table anew.
+``python scripts/triton_resources.py docs/results/triton_resources.json`` writes the table anew.
 """
 
 from __future__ import annotations
@@ -17,7 +17,8 @@ import pytest
 pytest.importorskip("torch")
 triton = pytest.importorskip("triton")
 
-TABLE = Path(__file__).parents[2] / "docs" / "results" / "triton_resources.json"
+ROOT = Path(__file__).parents[2]
+TABLE = ROOT / "docs" / "results" / "triton_resources.json"
 # bytes of shared memory that one program may have, and that a multiprocessor has
 PROGRAM = {80: 166_912, 90: 232_448, 100: 232_448}
 MULTIPROCESSOR = {80: 167_936, 90: 233_472, 100: 233_472}
@@ -34,7 +35,7 @@ def compiled(tmp_path: Path) -> list[dict[str, Any]]:
     # another process: this one may have Triton interpreting
     out = tmp_path / "table.json"
     environment = {key: value for key, value in os.environ.items() if key != "TRITON_INTERPRET"}
-    command = [sys.executable, "-m", "contrastile.backends.triton.resources", str(out), "--plain"]
+    command = [sys.executable, str(ROOT / "scripts" / "triton_resources.py"), str(out), "--plain"]
     subprocess.run(command, env=environment, check=True, capture_output=True, timeout=600)
     kernels: list[dict[str, Any]] = json.loads(out.read_text())["kernels"]
     return kernels

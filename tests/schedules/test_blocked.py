@@ -20,7 +20,7 @@ from contrastile.backends.registry import load
 from contrastile.bench.memory import torch_peak
 from contrastile.problems import BUILDERS
 from contrastile.schedules import local, schedule
-from contrastile.schedules.problem import Problem, Walk
+from contrastile.schedules.problem import Blocking, Problem
 from contrastile.verify import cases
 from contrastile.verify.bounds import bounds
 from contrastile.verify.comparison import GRADIENT, compare
@@ -47,7 +47,9 @@ def evaluated(
     if problem.kind == "sigmoid":
         value, sums = schedule.sigmoid(problem, wanted, backend, options)
         assert sums is not None
-        found = schedule.finish(problem.rows, problem.scale, None, sums, one, wanted, backend.arrays, walk=problem.walk)
+        found = schedule.sigmoid_gradients(
+            problem.rows, problem.scale, None, sums, one, wanted, backend.arrays, blocking=problem.blocking
+        )
         return value, found, None
     saved = schedule.forward(problem, backend, options, wanted=wanted)
     return saved.loss, schedule.backward(problem, saved, one, wanted, backend, options), saved
@@ -65,13 +67,13 @@ def same(a: Sequence[Tensor | None], b: Sequence[Tensor | None]) -> bool:
     )
 
 
-def walked(problem: Problem, block: int) -> Problem:
-    return replace(problem, walk=Walk(block, CPU))
+def in_blocks(problem: Problem, block: int) -> Problem:
+    return replace(problem, blocking=Blocking(block, CPU))
 
 
 @pytest.mark.parametrize("block", [7, 16])
 @pytest.mark.parametrize("name", CASES)
-def test_a_walk_is_within_the_bounds(name: str, block: int) -> None:
+def test_blocks_are_within_the_bounds(name: str, block: int) -> None:
     case = cases.build(name, "float32")
     exact = truth(case.problem)
     bound = bounds(case.problem, exact, TORCH.accuracy("float32", "cpu"), "float32")
@@ -80,7 +82,7 @@ def test_a_walk_is_within_the_bounds(name: str, block: int) -> None:
 
 @pytest.mark.parametrize("block", [7, 75])
 @pytest.mark.parametrize("name", ["self-excluded", "views", "labels", "certain-views", "certain-labels"])
-def test_a_walk_of_rows_against_themselves_is_within_the_bounds(name: str, block: int) -> None:
+def test_blocks_of_rows_against_themselves_are_within_the_bounds(name: str, block: int) -> None:
     case = cases.build(name, "float32")
     exact = truth(case.problem)
     bound = bounds(case.problem, exact, TORCH.accuracy("float32", "cpu"), "float32")
@@ -88,12 +90,12 @@ def test_a_walk_of_rows_against_themselves_is_within_the_bounds(name: str, block
 
 
 def assert_within(given: Problem, block: int, exact: Outcome, bound: Outcome) -> None:
-    got = outcome(walked(given, block), TORCH, "float32")
+    got = outcome(in_blocks(given, block), TORCH, "float32")
     worst = compare(got, exact, bound, FIELDS)
     assert worst.ratio < 1, worst
 
 
-def test_a_walk_of_rows_against_themselves_computes_each_pair_once() -> None:
+def test_blocks_of_rows_against_themselves_compute_each_pair_once() -> None:
     areas = [0, 0]
 
     def counted(which: int, primitive: Any) -> Any:
@@ -104,7 +106,7 @@ def test_a_walk_of_rows_against_themselves_computes_each_pair_once() -> None:
         return function
 
     backend = replace(TORCH, lse=counted(0, TORCH.lse), gradients=counted(1, TORCH.gradients))
-    evaluated(walked(made(contrastile.nt_xent, 75), 20), backend)
+    evaluated(in_blocks(made(contrastile.nt_xent, 75), 20), backend)
     # and what lies below the diagonal of each block of a block to itself
     assert areas == [150 * 150 / 2 + (7 * 20 * 20 + 10 * 10) / 2] * 2
 
@@ -113,7 +115,7 @@ def test_a_walk_of_rows_against_themselves_computes_each_pair_once() -> None:
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_a_batch_of_one_block_has_the_bits_of_a_plain_call(loss: Any, dtype: torch.dtype) -> None:
     problem = made(loss, 50, dtype)
-    assert same(features_of(evaluated(walked(problem, 100))), features_of(evaluated(problem)))
+    assert same(features_of(evaluated(in_blocks(problem, 100))), features_of(evaluated(problem)))
 
 
 def made(loss: Any, b: int, dtype: torch.dtype = torch.float32, width: int = 9) -> Problem:
@@ -141,7 +143,7 @@ def stated(loss: Any, *given: Any) -> Problem:
     ],
 )
 def test_late_copies_change_no_bit_and_race_with_nothing(loss: Any, b: int, block: int, dtype: torch.dtype) -> None:
-    problem = walked(made(loss, b, dtype), block)
+    problem = in_blocks(made(loss, b, dtype), block)
     expected = features_of(evaluated(problem))
     with late_copies() as world:
         found = features_of(evaluated(problem))
@@ -156,7 +158,7 @@ def test_one_part_of_one_side(rows: int) -> None:
     case = made(contrastile.clip_loss, 41)
     index = torch.arange(rows)
     problem = replace(
-        walked(case, 16),
+        in_blocks(case, 16),
         rows=case.rows[:rows],
         columns=(case.rows[: 50 - rows],),
         row_weight=case.row_weight[:rows],
@@ -198,9 +200,9 @@ def forgetful(which: str) -> Any:
             super().store(x, target, buffer)
             self._work = kept
 
-        def finish(self) -> None:
+        def synchronize(self) -> None:
             if which != "end":
-                super().finish()
+                super().synchronize()
 
     return Forgetful
 
@@ -209,14 +211,14 @@ def forgetful(which: str) -> Any:
 @pytest.mark.parametrize("which", ["work", "stores", "arrival", "stored", "finished", "end"])
 def test_a_forgotten_wait_is_found(which: str, loss: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(staging, "Staging", forgetful(which))
-    problem = walked(made(loss, 50), 16)
+    problem = in_blocks(made(loss, 50), 16)
     with late_copies() as world:
         evaluated(problem)
     assert world.races or world.pending
 
 
 def test_the_next_block_is_on_its_way_before_a_block_is_computed() -> None:
-    problem = walked(made(contrastile.clip_loss, 48), 16)
+    problem = in_blocks(made(contrastile.clip_loss, 48), 16)
     with late_copies() as world:
 
         def lse(*call: Any) -> Any:
@@ -231,7 +233,7 @@ def test_the_next_block_is_on_its_way_before_a_block_is_computed() -> None:
 
 
 def test_what_is_not_wanted_is_neither_kept_nor_moved() -> None:
-    clip, views = (walked(made(loss, 50), 16) for loss in (contrastile.clip_loss, contrastile.nt_xent))
+    clip, views = (in_blocks(made(loss, 50), 16) for loss in (contrastile.clip_loss, contrastile.nt_xent))
     for problem, wanted in (
         (clip, local.Wanted(False, (True,), False)),
         (clip, local.Wanted(True, (False,), False)),
@@ -260,7 +262,7 @@ def test_device_memory_grows_by_numbers_alone() -> None:
     width, block, dtype = 128, 64, torch.bfloat16
 
     def device_bytes(b: int) -> int:
-        problem = walked(made(contrastile.clip_loss, b, dtype, width), block)
+        problem = in_blocks(made(contrastile.clip_loss, b, dtype, width), block)
         return torch_peak(lambda: evaluated(problem)) - home_bytes(b, width, dtype.itemsize)
 
     one, two = map(device_bytes, (128, 256))
@@ -272,18 +274,18 @@ def test_device_memory_grows_by_numbers_alone() -> None:
 
 
 @pytest.mark.parametrize("loss", LOSSES)
-def test_the_front_door_walks(loss: Any) -> None:
+def test_the_front_door_cuts_blocks(loss: Any) -> None:
     given = *(torch.randn(50, 8, requires_grad=True) for _ in range(2)), torch.tensor(2.0, requires_grad=True)
-    with mock.patch.object(schedule.blocked, "_pass", side_effect=schedule.blocked._pass) as walks:
+    with mock.patch.object(schedule.blocked, "_blocks", side_effect=schedule.blocked._blocks) as made_blocks:
         value = loss(*given, block=16, device="cpu")
         found = value, *torch.autograd.grad(value, given)
-        assert walks.called
+        assert made_blocks.called
         value, gradients = contrastile.value_and_grad(loss, block=16)(*given)
     assert same((value, *gradients[:3]), found)
-    assert torch.equal(value, evaluated(walked(stated(loss, *(x.detach() for x in given)), 16))[0])
+    assert torch.equal(value, evaluated(in_blocks(stated(loss, *(x.detach() for x in given)), 16))[0])
 
 
-def test_a_transform_takes_a_walk() -> None:
+def test_a_transform_takes_blocks() -> None:
     image, text = torch.randn(40, 8), torch.randn(40, 8)
     plain = torch.func.grad(lambda x: contrastile.clip_loss(x, text, 3.0, block=16))(image)
     leaf = image.clone().requires_grad_()

@@ -50,7 +50,7 @@ def gradients(
         # the kernel that adds to the rows' gradient writes along its rows
         dense = row_gradient is not None and row_gradient.strides[1] == row_gradient.itemsize
         with on_device(block.rows):
-            one = _Pass(block, weights, options, rows_alone=dense and column_gradient is None)
+            one = _BackwardPass(block, weights, options, only_rows=dense and column_gradient is None)
             one.add_gradients(row_gradient, column_gradient)
 
 
@@ -65,7 +65,7 @@ def finished(
     with on_device(block.rows):
         if block.rows.shape[0] and block.columns.shape[0]:
             kept = KeptExponentials.of(weights.kept, block.columns.shape[0])
-            one = _Pass(block, weights, options, upstream, kept, rows_alone=columns is None)
+            one = _BackwardPass(block, weights, options, upstream, kept, only_rows=columns is None)
             return one.final_gradients(columns)
         dtype = block.rows.dtype if columns == "gradient" else "float32"
         none = None if columns is None else cupy.zeros(block.columns.shape, dtype)
@@ -86,7 +86,7 @@ def scale_gradient(plan: Any, x: Any, divide: bool) -> None:
     launch(instance("scale_cast", "scale_gradient"), min(x.shape[0], _SCALING_BLOCKS), THREADS, arguments)
 
 
-class _Side:
+class _SideWeights:
     """One side's log-sum-exps, weights and targets, and the vectors of the epilogue that come of them.
 
     Attributes:
@@ -110,7 +110,7 @@ class _Side:
         return struct("GradientSide")(*(pointer(self.vectors, k * self.length) for k in range(5 if self.by_ids else 3)))
 
 
-class _Pass:
+class _BackwardPass:
     """One backward pass over one block."""
 
     def __init__(
@@ -121,18 +121,20 @@ class _Pass:
         upstream: Array | None = None,
         kept: KeptExponentials | None = None,
         *,
-        rows_alone: bool,
+        only_rows: bool,
     ) -> None:
         self.block, self.tiles, self.plan = block, Tiles(block, options.precision), new_plan()
         self.m, self.n = block.rows.shape[0], block.columns.shape[0]
         w, by_ids = weights, self.tiles.mask == TARGET
-        self.row = _Side((w.row_negative_lse, w.row_positive_lse, w.row_weight, w.row_target), by_ids)
-        self.column = _Side((w.column_negative_lse, w.column_positive_lse, w.column_weight, w.column_target), by_ids)
+        self.row = _SideWeights((w.row_negative_lse, w.row_positive_lse, w.row_weight, w.row_target), by_ids)
+        self.column = _SideWeights(
+            (w.column_negative_lse, w.column_positive_lse, w.column_weight, w.column_target), by_ids
+        )
         self.entries = None if self.tiles.pairs.positives is None else empty(self.m)
         self.dtype, size = self.tiles.dtype, self.tiles.rows.itemsize
         self.factors = None if kept is None else Factors(kept, self.m, self.n)
         self.start = 0 if kept is None else kept.rows
-        self.narrow = rows_alone and kept is None and options.tile is None and self.tiles.narrow
+        self.narrow = only_rows and kept is None and options.tile is None and self.tiles.narrow
         if self.narrow:
             self.height, self.width = narrow_rows(self.m, options), self.n
         else:
@@ -257,7 +259,7 @@ class _Pass:
 class _Rows:
     """The rows' side of ``final_gradients``: their gradient, and their part of the scale's."""
 
-    def __init__(self, owner: _Pass, out: Any) -> None:
+    def __init__(self, owner: _BackwardPass, out: Any) -> None:
         self.owner, self.out = owner, out
         # of each launch below: of the rows that are kept, and of each chunk of the others
         heights = [
@@ -296,7 +298,7 @@ class _Columns:
     cuBLAS would show in it.
     """
 
-    def __init__(self, owner: _Pass, form: ColumnForm | None) -> None:
+    def __init__(self, owner: _BackwardPass, form: ColumnForm | None) -> None:
         self.owner, self.form = owner, form
         shape, wide = (owner.n, owner.tiles.columns.shape[1]), owner.dtype == "float32"
         alone = owner.start == 0 and owner.height >= owner.m

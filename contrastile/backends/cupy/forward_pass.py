@@ -34,7 +34,7 @@ def lse(block: Block, columns: bool, options: Options, *, keep: bool = False) ->
     with on_device(block.rows):
         if m == 0 or n == 0:
             return _nothing(m, n if columns else None)
-        return _Pass(block, columns, options, keep).run()
+        return _ForwardPass(block, columns, options, keep).run()
 
 
 def _nothing(m: int, n: int | None) -> Statistics:
@@ -55,7 +55,7 @@ _SUMS, _BY_IDS = ("sums", "references"), ("dots", "counts", "positive_sums", "po
 """What a tile leaves of each row and column, always and where ids name positives."""
 
 
-class _Side:
+class _SideStatistics:
     """What is kept of the rows, or of the columns, from chunk to chunk.
 
     Attributes:
@@ -124,7 +124,7 @@ class _Side:
         )
 
 
-class _Pass:
+class _ForwardPass:
     """One forward pass over one block: the fast kernels, then the safe ones, of which one kind returns at once."""
 
     def __init__(self, block: Block, columns: bool, options: Options, keep: bool) -> None:
@@ -140,8 +140,8 @@ class _Pass:
         room = ceil_div(self.width, family.bn) * self.height
         if self.narrow:
             room = max(room, self.tiles.shares(self.whole).most * self.m)
-        self.rows = _Side(self.m, True, target, room)
-        self.columns = _Side(self.n, columns, target, ceil_div(self.height, family.bm) * self.width)
+        self.rows = _SideStatistics(self.m, True, target, room)
+        self.columns = _SideStatistics(self.n, columns, target, ceil_div(self.height, family.bm) * self.width)
         # one allocation in place of many: a small batch waits for the host
         peaks = 16 * ceil_div(max(self.m, self.n), LINES)
         sizes = peaks, plan_bytes(), *self.rows.sizes, *self.columns.sizes

@@ -38,10 +38,10 @@ def sigmoid_loss(
     with on_device(block.rows):
         if m == 0 or n == 0:
             return cupy.zeros(m, "float32"), cupy.zeros(m, "float32")
-        return _Pass(block, row_weight, options).run(row_gradient, column_gradient)
+        return _SigmoidPass(block, row_weight, options).run(row_gradient, column_gradient)
 
 
-class _Pass:
+class _SigmoidPass:
     """One pass over one block."""
 
     def __init__(self, block: Block, row_weight: Any, options: Options) -> None:

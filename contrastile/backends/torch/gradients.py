@@ -38,7 +38,7 @@ def gradients(
     products = Products(block, unit=LOG2_E)
     w, state = weights, products.state
     factors = _Factors(w.row_weight, w.row_target, products.sync)
-    sides = [_Side(w.row_negative_lse, w.row_positive_lse, factors, state)]
+    sides = [_SideWeights(w.row_negative_lse, w.row_positive_lse, factors, state)]
     if w.column_weight is not None:
         alike = w.column_weight is w.row_weight and w.column_target is w.row_target
         if not alike:
@@ -47,7 +47,7 @@ def gradients(
             # rows against themselves: what is found of one side is known of the other
             sides.append(sides[0])
         else:
-            sides.append(_Side(w.column_negative_lse, w.column_positive_lse, factors, state))
+            sides.append(_SideWeights(w.column_negative_lse, w.column_positive_lse, factors, state))
     if products.bounds_gradient:
         products.bound_gradient(*(side.weight for side in sides), *(side.term for side in sides))
     certain = block.pairs.match == "target" and (not products.sync or any(bool(s.certain.any()) for s in sides))
@@ -108,7 +108,7 @@ class _Factors:
         self.lone = sync and (TorchArrays.first(target) == 1.0 or _extremes(target) == (1.0, 1.0))
 
 
-class _Side:
+class _SideWeights:
     """The rows' or the columns' share of G. Numbers in the state dtype that meet those in float64 are widened.
 
     What a path through the code does not read is not computed.
@@ -200,7 +200,7 @@ def _extremes(x: torch.Tensor) -> tuple[float, float]:
 
 
 def _named_entries(
-    of_positives: slice | torch.Tensor | None, sides: list[_Side], state: torch.dtype
+    of_positives: slice | torch.Tensor | None, sides: list[_SideWeights], state: torch.dtype
 ) -> torch.Tensor | None:
     """G at each row's named positive, (m,) in the state dtype; of a row without one it is not to be read.
 
@@ -215,7 +215,7 @@ def _named_entries(
     return found.to(state)
 
 
-def _matched_entries(tile: Tile, sides: list[_Side]) -> torch.Tensor:
+def _matched_entries(tile: Tile, sides: list[_SideWeights]) -> torch.Tensor:
     """G at every pair of the tile as if it were positive, where rows may be certain of theirs; (tr, tc)."""
     x = tile.x.double()
     found = sides[0].entries(x, (tile.rows, None))
@@ -231,7 +231,7 @@ class _Shared(NamedTuple):
     coefficients: list[torch.Tensor]
 
 
-def _shared(sides: list[_Side], state: torch.dtype, given: float | None = None) -> _Shared | None:
+def _shared(sides: list[_SideWeights], state: torch.dtype, given: float | None = None) -> _Shared | None:
     """A reference against which no exponential overflows and none that matters is flushed; None if there is none.
 
     With ``given`` that one, against which exponentials are known not to overflow, or None where it does not serve.
@@ -287,7 +287,7 @@ def _from_kept(tile: Tile, shared: _Shared) -> Tile:
     return tile._replace(x=tile.spare, spare=tile.x if tile.pairs.matched is None else torch.empty_like(tile.x))
 
 
-def _from_own(tile: Tile, sides: list[_Side]) -> None:
+def _from_own(tile: Tile, sides: list[_SideWeights]) -> None:
     """Turn the tile's logits into probabilities times weights, one exponential per element and side."""
     if len(sides) == 2:
         _probabilities(tile.x, tile.spare, sides[1], (None, tile.columns))
@@ -296,7 +296,9 @@ def _from_own(tile: Tile, sides: list[_Side]) -> None:
         tile.x.add_(tile.spare)
 
 
-def _probabilities(x: torch.Tensor, out: torch.Tensor, side: _Side, at: tuple[slice | None, slice | None]) -> None:
+def _probabilities(
+    x: torch.Tensor, out: torch.Tensor, side: _SideWeights, at: tuple[slice | None, slice | None]
+) -> None:
     """``out = weight 2^(x - lse)``, and 0 wherever the weight is 0: whatever the exponential gave there.
 
     A product of other shape rounds logits in another way: recomputed in a part of the block, one of 1e8 may exceed its

@@ -64,13 +64,13 @@ def smallest_sum(count: int, state: torch.dtype) -> float:
     return count * info.tiny / (info.eps / 2)
 
 
-class _Side:
+class _SideStatistics:
     """Base-2 statistics of the rows, or of the columns, in float64: they are O(m + n), so the accuracy is free.
 
     Its vectors by name, which come to be when something is added to them or they are asked for:
 
     * negative: sums, or log-sum-exps, over negatives;
-    * positive: likewise over the positives; where indices name them, ``_Found.finish_named`` sets it;
+    * positive: likewise over the positives; where indices name them, ``_Found.reduce_named`` sets it;
     * total: sums of positive logits; likewise;
     * count: of positives; only where ids name them.
 
@@ -133,7 +133,9 @@ class _Found:
     def __init__(self, block: Block, columns: bool, identity: float, sync: bool) -> None:
         m, n = block.rows.shape[0], block.columns.shape[0]
         self.block, self.pairs = block, BlockPairs(block, sync)
-        self.sides = [_Side(m, 1, block, identity)] + ([_Side(n, 0, block, identity)] if columns else [])
+        self.sides = [_SideStatistics(m, 1, block, identity)] + (
+            [_SideStatistics(n, 0, block, identity)] if columns else []
+        )
         self._logits: torch.Tensor | None = None
         self._complete = False
 
@@ -162,7 +164,7 @@ class _Found:
         for side in self.sides:
             side.add("total", tile, total)
 
-    def finish_named(self) -> None:
+    def reduce_named(self) -> None:
         """The positives' statistics, where indices name them: a column's positives are summed over its rows."""
         if self.block.pairs.match == "target":
             return
@@ -231,7 +233,7 @@ def _shared(
             x.log2_()
             if reference:
                 x.add_(reference)
-    found.finish_named()
+    found.reduce_named()
     if kept is not None:
         kept.reference = reference or 0.0
     return found
@@ -270,7 +272,7 @@ def _own(block: Block, columns: bool, options: Options, products: Products) -> _
         tile.pairs.hide_positives(tile.x, -math.inf)
         for side in found.sides:
             merge(cut(side["negative"], side.of(tile)), _tile_lse(tile.x, side.dim, out=tile.spare))
-    found.finish_named()
+    found.reduce_named()
     return found
 
 

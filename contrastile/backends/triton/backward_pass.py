@@ -29,7 +29,7 @@ def gradients(
     wanted = row_gradient is not None or column_gradient is not None
     if wanted and block.rows.shape[0] and block.columns.shape[0]:
         with on_device(block.rows):
-            _Pass(block, weights, options).add_gradients(row_gradient, column_gradient)
+            _BackwardPass(block, weights, options).add_gradients(row_gradient, column_gradient)
 
 
 def finished(
@@ -39,7 +39,7 @@ def finished(
     rows = block.rows
     with on_device(rows):
         if rows.shape[0] and block.columns.shape[0]:
-            return _Pass(block, _times(weights, upstream), options).final_gradients(columns)
+            return _BackwardPass(block, _times(weights, upstream), options).final_gradients(columns)
 
         def zeros(shape: Any, dtype: Any) -> Any:
             return torch.zeros(shape, dtype=dtype, device=rows.device)
@@ -105,7 +105,7 @@ class Chunks:
         ]
 
 
-class _Pass(BlockPass):
+class _BackwardPass(BlockPass):
     """One backward pass over one block."""
 
     def __init__(self, block: Block, weights: Weights, options: Options) -> None:
@@ -210,7 +210,7 @@ class _Pass(BlockPass):
 class _Columns:
     """The columns' side of ``final_gradients``: sums in float32."""
 
-    def __init__(self, owner: _Pass, form: ColumnForm | None) -> None:
+    def __init__(self, owner: _BackwardPass, form: ColumnForm | None) -> None:
         self.owner, self.form, x = owner, form, owner.columns
         self.sums: Any = None if form is None else torch.empty(x.shape, dtype=torch.float32, device=x.device)
 

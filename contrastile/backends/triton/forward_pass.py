@@ -24,7 +24,7 @@ def lse(block: Block, columns: bool, options: Options) -> Statistics:
     with on_device(block.rows):
         if m == 0 or n == 0:
             return _nothing(block.rows, m, n if columns else None)
-        return _Pass(block, columns, options).run()
+        return _ForwardPass(block, columns, options).run()
 
 
 def _nothing(like: Any, m: int, n: int | None) -> Statistics:
@@ -39,7 +39,7 @@ def _wide(like: Any, *shape: int) -> Any:
     return empty(like, *shape, dtype=torch.float64)
 
 
-class _Pass(BlockPass):
+class _ForwardPass(BlockPass):
     """One forward pass over one block: the fast kernels, then the safe ones, of which one kind returns at once."""
 
     def __init__(self, block: Block, columns: bool, options: Options) -> None:

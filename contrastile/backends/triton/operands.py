@@ -12,6 +12,7 @@ from typing import Any
 import torch
 
 from contrastile.backends.contract import Block, Footprint, Options
+from contrastile.backends.crossing import dtype_name
 from contrastile.backends.passes import ceil_div, lines
 from contrastile.backends.triton import parts, positives
 from contrastile.backends.triton.common import LINES, Masks, step
@@ -52,7 +53,7 @@ class Scheme:
     @staticmethod
     def of(features: Any, options: Options) -> Scheme:
         """The scheme for features of this dtype; the precision says nothing to 16-bit ones."""
-        dtype = str(features.dtype).removeprefix("torch.")
+        dtype = dtype_name(features.dtype)
         if dtype != "float32" or options.precision == "ieee":
             return Scheme(parts.PLAIN.value, 1, dtype)
         if options.precision == "tf32":

@@ -32,11 +32,11 @@ def sigmoid_loss(
     with on_device(block.rows):
         loss, slope = (empty(block.rows, m).zero_() for _ in range(2))
         if m and n:
-            _Pass(block, row_weight.contiguous(), options).run(loss, slope, row_gradient, column_gradient)
+            _SigmoidPass(block, row_weight.contiguous(), options).run(loss, slope, row_gradient, column_gradient)
     return loss, slope
 
 
-class _Pass(BlockPass):
+class _SigmoidPass(BlockPass):
     """One pass over one block."""
 
     def __init__(self, block: Block, row_weight: Any, options: Options) -> None:

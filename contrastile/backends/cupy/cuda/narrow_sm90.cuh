@@ -9,8 +9,10 @@
 //
 // Hazards:
 // * Columns past the block's come as zeros, and they are masked: 2^(0 - r) is not 0, and may be infinite.
-// * A warp of vectors must not be two passes of the ring ahead, for parity tells two phases apart and no more. A stage is
-//   full only when its vectors are there, so a warp that fills every VECTOR_WARPS-th stage is less than a pass ahead.
+// * A warp of vectors must not be two passes of the ring ahead of the consumers, for parity tells two phases apart and no
+//   more. Of stages numbered through all passes, a warp waits for stage c after it has filled stage c - VECTOR_WARPS, and
+//   before that it saw stage c - VECTOR_WARPS - STAGES emptied. Stages are emptied in order, so c - 2 STAGES is empty too,
+//   as long as VECTOR_WARPS <= STAGES.
 #pragma once
 
 #include "pair_storage_sm90.cuh"

@@ -1,7 +1,7 @@
 # pyright: reportArgumentType=false, reportCallIssue=false, reportGeneralTypeIssues=false
 """What the kernels cost, without a GPU: every variant compiled for an architecture, its registers, spills and memory.
 
-``python -m contrastile.backends.triton.resources FILE`` writes the table for sm_80, sm_90 and sm_100. The primitives
+``python scripts/triton_resources.py FILE`` writes the table for sm_80, sm_90 and sm_100. The primitives
 themselves are run, with launches replaced by compilation: what is compiled is what would be launched.
 """
 

@@ -1,6 +1,6 @@
 """What the kernels cost, without a GPU: every instance compiled for an architecture, its registers, spills and memory.
 
-``python -m contrastile.backends.cupy.resources FILE`` writes the table for sm_80, sm_90a and sm_100. With ``--keep``
+``python scripts/cupy_resources.py FILE`` writes the table for sm_80, sm_90a and sm_100. With ``--keep``
 the cubins go to the cache on disk as well: a first call on such a GPU then compiles nothing.
 """
 
