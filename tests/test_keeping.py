@@ -219,7 +219,7 @@ def test_of_ranks_that_work_together_a_gather_is_asked_to_keep(
 ) -> None:
     problem = problems.clip(*(x.detach() for x in towers())).problem
     communicator = SimpleNamespace(calls=SimpleNamespace(leave=lambda: None))
-    shared = replace(problem, placement=SimpleNamespace(exchange=exchange, communicator=communicator))
+    shared = replace(problem, placement=SimpleNamespace(exchange=exchange, communicator=communicator, unread=False))
     monkeypatch.setattr(module, "forward", lambda *given, **how: (given, how))
     given = shared, keeping.backend, Options()
     assert schedule.forward(*given, wanted=EVERYTHING) == (given, asked)
