@@ -13,6 +13,8 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 from torch.nn.modules.batchnorm import _BatchNorm
+from torch.nn.utils.parametrizations import _SpectralNorm
+from torch.nn.utils.spectral_norm import SpectralNorm
 
 from contrastile.backends.staging import Staging
 from contrastile.training.chunks import Chunks, Size, Splitter, Zipped, cut, samples, tensors
@@ -70,7 +72,7 @@ class Replay:
         seen = [x for each in given for x in tensors(each)]
         if any(x.requires_grad and not x.is_leaf for x in seen):
             raise ValueError("inputs must have no graph, which each chunk would walk again; detach them")
-        _warn_of_batch_norm(modules)
+        _warn_of_coupled(modules)
         self._devices = accelerators([*seen, *(p for module in modules for p in module.parameters())])
         self._autocast = Autocast(self._devices)
         self._used, self._offload = False, offload
@@ -450,13 +452,22 @@ def _leaves(value: Tensor) -> list[Tensor]:
     return list(found.values())
 
 
-def _warn_of_batch_norm(modules: Sequence[nn.Module]) -> None:
+def _warn_of_coupled(modules: Sequence[nn.Module]) -> None:
+    """Warn of layers whose result depends on other samples, or on how many forwards there have been."""
     for module in modules:
         for name, each in module.named_modules():
             if isinstance(each, _BatchNorm) and (each.training or each.running_mean is None):
-                warnings.warn(
-                    f"{type(each).__name__} {name or 'itself'!r} takes its statistics from one chunk, not from the "
-                    "batch, and its running averages move in both passes; give it running averages and call its "
-                    ".eval(), or use LayerNorm or GroupNorm",
-                    stacklevel=4,
-                )
+                kind = type(each).__name__
+            elif each.training and (
+                (isinstance(each, _SpectralNorm) and any(True for _ in each.buffers()))
+                or any(isinstance(hook, SpectralNorm) for hook in each._forward_pre_hooks.values())
+            ):
+                kind, name = "spectral_norm", f".{name}".partition(".parametrizations.")[0][1:]
+            else:
+                continue
+            warnings.warn(
+                f"{kind} {name or 'itself'!r} computes a chunk otherwise than the whole batch, and its buffers, if any, "
+                "move in both passes: the gradients are not those of the batch; call its .eval(), for which BatchNorm needs "
+                "running averages, or use LayerNorm, GroupNorm or weight_norm",
+                stacklevel=4,
+            )
