@@ -198,13 +198,23 @@ def cut(batch: Any, size: Size | None, split: Splitter | None) -> Chunks:
         return Sliced(batch, size)
     if isinstance(size, Budget):
         raise TypeError(f"with split= chunk must be a number, got {size}; the splitter counts samples as it likes")
-    return Listed(list(split(batch, positive("chunk", size))))
+    check_callable("split", split, "give a function (input, size) -> chunks")
+    found = split(batch, positive("chunk", size))
+    if not isinstance(found, Iterable):
+        raise TypeError(f"split must return the chunks, got {type(found).__name__}; return a list of them")
+    return Listed(list(found))
 
 
 def _samples_in(size: Size, batch: Any) -> int:
     if isinstance(size, Budget):
         return max(1, size.elements // max(1, *(x.shape[1:].numel() for x in tensors(batch))))
     return positive("chunk", size)
+
+
+def check_callable(name: str, given: Any, remedy: str) -> None:
+    """Raise TypeError, which ends in the remedy, for an argument that cannot be called."""
+    if not callable(given):
+        raise TypeError(f"{name} must be a callable, got {type(given).__name__}; {remedy}")
 
 
 def positive(name: str, number: Any) -> int:
