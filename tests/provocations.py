@@ -345,6 +345,7 @@ PROVOCATIONS: dict[str, list[Provocation]] = {
         *_each(
             ValueError,
             "contrastile.training.cached_step((abs, abs), (image,), contrastile.clip_loss, scale=14.0, chunk=2)",
+            "contrastile.training.cached_step(abs, (), torch.sum, chunk=2)",
             "contrastile.training.cached_step((abs, abs), (image, text), contrastile.clip_loss, scale=14.0, chunk=0)",
             "contrastile.training.cached_step((abs, abs), (image, text), torch.add, scale=torch.ones(2), chunk=2)",
             "contrastile.training.cached_step(torch.add, (image, torch.cat([text, text])), torch.sum, chunk=2)",
@@ -361,6 +362,15 @@ PROVOCATIONS: dict[str, list[Provocation]] = {
             TypeError,
             "contrastile.training.cached_step(abs, image, torch.sum)",
             "contrastile.training.cached_step((abs, None), (image, text), torch.add, chunk=2)",
+            "contrastile.training.cached_step((), (), torch.sum, chunk=2)",
+            "contrastile.training.cached_step(torch.nn.ModuleList([torch.nn.Identity()]), image, torch.sum, chunk=2)",
+            "contrastile.training.cached_step(abs, image, None, chunk=2)",
+            "contrastile.training.Cached((abs, abs), contrastile.clip_loss, 2)",
+            "contrastile.training.cached_step(abs, image, torch.sum, chunk=2, backward=1)",
+            "contrastile.training.cached_step(abs, image, torch.sum, chunk=2, split='words')",
+            "contrastile.training.cached_step(abs, image, torch.sum, chunk=2, split=lambda x, size: None)",
+            "contrastile.training.cached_step(abs, image, torch.sum, chunk=2, metrics=None)",
+            "contrastile.training.embed(abs, image, 2)[1](3)",
             "contrastile.training.cached_step(abs, ['a dog', 'a cat'], torch.sum, chunk=2)",
             "contrastile.training.cached_step(lambda x: {'image': x}, image, torch.sum, chunk=2)",
             "contrastile.training.cached_step(abs, image, torch.abs, chunk=2)",
@@ -369,6 +379,8 @@ PROVOCATIONS: dict[str, list[Provocation]] = {
         *_each(
             RuntimeError,
             "contrastile.training.cached_step(abs, image, torch.sum, chunk=2)",
+            "contrastile.training.Cached(contrastile.clip_loss, (abs, abs), 2)(image, text, scale=14.0)"
+            ".backward(create_graph=True)",
             "contrastile.training.cached_step(lambda x: x.view(len(x), -1), image[:0], torch.sum, chunk=2)",
             "torch.no_grad()(contrastile.training.cached_step)(abs, image, torch.sum, chunk=2)",
         ),

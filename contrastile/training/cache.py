@@ -7,16 +7,25 @@ those of the whole batch, if an embedding depends on its own sample alone.
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
 import torch
 from torch import Tensor
-from torch.autograd.function import once_differentiable
 
 from contrastile.training.chunks import Splitter
 from contrastile.training.metrics import mark, rank_at_1, seconds
-from contrastile.training.replay import Chunk, Encode, Loss, Replay, check_backward, check_loss, evaluate, numbers_of
+from contrastile.training.replay import (
+    Chunk,
+    Encode,
+    Loss,
+    Replay,
+    check_backward,
+    check_loss,
+    evaluate,
+    numbers_of,
+)
 from contrastile.training.sync import Sync
 
 METRICS = ("loss", "scale", "rank@1", "loss_seconds")
@@ -160,6 +169,25 @@ class Cached:
         return found
 
 
+def first_order(backward: Callable[..., Any]) -> Callable[..., Any]:
+    """The backward of an autograd function that runs the second pass, whose gradients have no graph.
+
+    Args:
+        backward: takes the context and the upstream gradients.
+    """
+
+    @functools.wraps(backward)
+    def checked(ctx: Any, *gradients: Tensor | None) -> Any:
+        if torch.is_grad_enabled():
+            raise RuntimeError(
+                "backward must be called without create_graph, got create_graph=True; the second pass gives first "
+                "derivatives: take others of the loss without the gradient cache"
+            )
+        return backward(ctx, *gradients)
+
+    return checked
+
+
 class _Surrogate(torch.autograd.Function):
     """A loss whose backward runs the second pass, with the upstream gradient."""
 
@@ -169,10 +197,9 @@ class _Surrogate(torch.autograd.Function):
         return value.clone()
 
     @staticmethod
-    @once_differentiable
+    @first_order
     def backward(ctx: Any, *gradients: Tensor) -> Any:  # pyright: ignore[reportIncompatibleMethodOverride]
-        with torch.enable_grad():
-            ctx.run(gradients[0].detach())
+        ctx.run(gradients[0].detach())
         return None, None, None
 
 

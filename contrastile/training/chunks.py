@@ -80,7 +80,7 @@ class Sliced(Chunks):
 
 
 class Listed(Chunks):
-    """The chunks that a caller's splitter made."""
+    """The chunks that a caller's splitter made; dicts and lists are copied, since an encoder may pop from its chunk."""
 
     def __init__(self, chunks: Sequence[Any]) -> None:
         if len(chunks) == 0:
@@ -89,7 +89,7 @@ class Listed(Chunks):
         self.count = len(chunks)
 
     def __iter__(self) -> Iterator[Any]:
-        return iter(self._chunks)
+        return (copy.copy(x) if isinstance(x, Mapping | list) else x for x in self._chunks)
 
     def extend(self, count: int) -> None:
         """Raise: only the splitter can make a chunk without samples."""

@@ -173,6 +173,7 @@ class Replay:
                 )
         self.run([None if x is None else x.detach() for x in given], [], backward=backward)
 
+    @torch.enable_grad()
     def run(
         self,
         gradients: Sequence[Tensor | None],

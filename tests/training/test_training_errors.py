@@ -251,6 +251,14 @@ def test_a_batch_is_replayed_once() -> None:
     assert torch.equal(net.weight.grad, before)
 
 
+def test_second_derivatives_are_refused() -> None:
+    net = Net()
+    value = training.Cached(clip, (net, net), 2)(X, X, scale=2.0)
+    with pytest.raises(RuntimeError, match="backward must be called without create_graph, got create_graph=True; "):
+        value.backward(create_graph=True)
+    assert net.weight.grad is None
+
+
 def test_shapes_that_change_between_the_passes() -> None:
     net = Net()
 
