@@ -357,6 +357,7 @@ PROVOCATIONS: dict[str, list[Provocation]] = {
             "contrastile.training.rank_at_1(key, text)",
             "contrastile.training.cached_step(lambda x: x.detach().neg_(), image, torch.sum, chunk=2)",
             "contrastile.training.rank_at_1(text, key, tile=0)",
+            "contrastile.training.deep_distance(torch.nn.Bilinear(5, 5, 1))(image, text, torch.ones(2))",
         ),
         *_each(
             TypeError,
@@ -375,6 +376,8 @@ PROVOCATIONS: dict[str, list[Provocation]] = {
             "contrastile.training.cached_step(lambda x: {'image': x}, image, torch.sum, chunk=2)",
             "contrastile.training.cached_step(abs, image, torch.abs, chunk=2)",
             "contrastile.training.deep_distance(torch.mm)",
+            "contrastile.training.deep_distance(torch.nn.Bilinear(5, 5, 1))(image, text, '14')",
+            "contrastile.training.rank_at_1(image, text.double())",
         ),
         *_each(
             RuntimeError,
