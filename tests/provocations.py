@@ -371,7 +371,7 @@ PROVOCATIONS: dict[str, list[Provocation]] = {
             "contrastile.training.cached_step(abs, image, torch.sum, chunk=2, split='words')",
             "contrastile.training.cached_step(abs, image, torch.sum, chunk=2, split=lambda x, size: None)",
             "contrastile.training.cached_step(abs, image, torch.sum, chunk=2, metrics=None)",
-            "contrastile.training.embed(abs, image, 2)[1](3)",
+            "(lambda outputs, replay: replay(3))(*contrastile.training.embed(abs, image, 2))",
             "contrastile.training.cached_step(abs, ['a dog', 'a cat'], torch.sum, chunk=2)",
             "contrastile.training.cached_step(lambda x: {'image': x}, image, torch.sum, chunk=2)",
             "contrastile.training.cached_step(abs, image, torch.abs, chunk=2)",
