@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from numbers import Integral
 from typing import Any
@@ -48,6 +49,10 @@ class Chunks(ABC):
     def __iter__(self) -> Iterator[Any]:
         """The chunks, ``count`` of them."""
 
+    @abstractmethod
+    def tensors(self) -> list[Tensor]:
+        """What the chunks are cut from, or hold, as far as it can be known."""
+
     def extend(self, count: int) -> None:
         """Add chunks without samples until there are ``count``."""
         self.count = count
@@ -74,6 +79,10 @@ class Sliced(Chunks):
     def __iter__(self) -> Iterator[Any]:
         return (self[j] for j in range(self.count))
 
+    def tensors(self) -> list[Tensor]:
+        """Those of the batch."""
+        return tensors(self.batch)
+
     def samples_in(self, j: int) -> int:
         """Samples of chunk j."""
         return max(0, min(self.size, self.samples - j * self.size))
@@ -90,6 +99,14 @@ class Listed(Chunks):
 
     def __iter__(self) -> Iterator[Any]:
         return (copy.copy(x) if isinstance(x, Mapping | list) else x for x in self._chunks)
+
+    def tensors(self) -> list[Tensor]:
+        """Those of the chunks that are made of tensors, dicts, tuples and lists."""
+        found: list[Tensor] = []
+        for chunk in self._chunks:
+            with suppress(TypeError):
+                found += tensors(chunk)
+        return found
 
     def extend(self, count: int) -> None:
         """Raise: only the splitter can make a chunk without samples."""
@@ -115,6 +132,10 @@ class Zipped(Chunks):
 
     def __iter__(self) -> Iterator[Any]:
         return zip(*self._parts, strict=True)
+
+    def tensors(self) -> list[Tensor]:
+        """Those of every part."""
+        return [x for part in self._parts for x in part.tensors()]
 
     def extend(self, count: int) -> None:
         """Extend every part."""

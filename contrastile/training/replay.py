@@ -13,10 +13,9 @@ import torch
 from torch import Tensor, nn
 
 from contrastile.backends.staging import Staging
-from contrastile.training.chunks import Chunks, Size, Splitter, Zipped, check_callable, cut, samples, tensors
+from contrastile.training.chunks import Chunks, Size, Splitter, Zipped, check_callable, cut, samples
 from contrastile.training.coupled import warn_of_coupled
 from contrastile.training.random_state import Autocast, RandomState, accelerators, float32_at_least
-from contrastile.training.stream import Stream
 from contrastile.training.sync import Reduction, Sync, modules_of
 
 Encode = Callable[..., Any] | Sequence[Callable[..., Any]]
@@ -64,9 +63,9 @@ class Replay:
         self._towers = _towers(encode, inputs, chunk, split)
         self._reduction = Reduction(sync, encoders)
         modules = modules_of(*encoders)
-        given = [] if split else [x.chunks.batch if isinstance(x, Stream) else x for x in _given(encode, inputs)]
-        seen = [x for each in given for x in tensors(each)]
-        if any(x.requires_grad and not x.is_leaf for x in seen):
+        seen = [x for tower in self._towers for x in tower.chunks.tensors()]
+        # chunks that a splitter cut from a leaf are views of it
+        if any(x.requires_grad and not (x if x._base is None else x._base).is_leaf for x in seen):
             raise ValueError("inputs must have no graph, which each chunk would walk again; detach them")
         warn_of_coupled(modules)
         self._devices = accelerators([*seen, *(p for module in modules for p in module.parameters())])
@@ -405,14 +404,10 @@ def _check_unchanged(kept: Iterable[tuple[Tensor, int]]) -> None:
         )
 
 
-def _given(encode: Encode, inputs: Any) -> Sequence[Any]:
-    """The inputs, one by one: a list is one input of one callable, or the inputs of several."""
-    several = isinstance(inputs, tuple) or (not callable(encode) and isinstance(inputs, list))
-    return inputs if several else (inputs,)
-
-
 def _towers(encode: Encode, inputs: Any, chunk: Chunk, split: Splitter | None) -> list[_Tower]:
-    given = _given(encode, inputs)
+    # a list is one input of one callable, or the inputs of several
+    several = isinstance(inputs, tuple) or (not callable(encode) and isinstance(inputs, list))
+    given = inputs if several else (inputs,)
     if not callable(encode) and len(encode) != len(given):
         raise ValueError(
             f"encode must have one callable per input, got {len(encode)} for {len(given)} inputs; name a shared one "

@@ -69,6 +69,7 @@ BEFORE: list[tuple[Callable[[Net], Any], type[Exception], str]] = [
     (lambda n: step((n,), ({"x": X, "y": X[:5]},)), ValueError, r"same first dimension, got \[6, 5\]"),
     (lambda n: step((n,), ({"x": None},)), ValueError, "at least one tensor with a first dimension"),
     (lambda n: step((n,), (X * n.weight.sum(),)), ValueError, "inputs must have no graph"),
+    (lambda n: step(n, X * n.weight.sum(), split=torch.split), ValueError, "inputs must have no graph"),
     (lambda n: step((n, n), (X, X), scale=None, sync="ddp"), ValueError, "sync must be 'auto', None, or"),
     (lambda n: step((n, n), (X, X), sync=3), ValueError, "sync must be 'auto', None, or .*, got 3; leave it out"),
     (lambda n: step((n, n), (X, X), scale="2"), TypeError, "scale must be a number, a tensor or a callable"),
@@ -172,6 +173,11 @@ AFTER: list[tuple[Callable[[Net], Any], type[Exception], str]] = [
         ValueError,
         "inputs and parameters must stay as they are",
     ),
+    (
+        lambda n: step(lambda x: n(x.sub_(1)), X.clone(), lambda a, s: a.sum(), split=torch.split),
+        ValueError,
+        "inputs and parameters must stay as they are",
+    ),
     (lambda n: step((n,), (X,), lambda a, s: a.sum(), metrics=("rank@1",)), ValueError, "two .b, d. embeddings, got 1"),
     (
         lambda n: step((n, n), (X, X), lambda a, b: a.sum() + b.sum(), scale=None, metrics=("scale",)),
@@ -224,6 +230,13 @@ def test_inputs_that_change_between_the_passes_are_refused() -> None:
     with pytest.raises(ValueError, match="inputs and parameters must stay as they are"):
         value.backward()
     assert net.weight.grad is None
+
+
+@pytest.mark.parametrize("split", [None, torch.split])
+def test_inputs_that_learn_are_not_refused(split: Any) -> None:
+    x = X.clone().requires_grad_()
+    step(Net(), x, lambda a, s: a.sum(), split=split)
+    assert torch.equal(x.grad, torch.full_like(x, 3.0))
 
 
 def test_parameters_that_change_between_the_passes_are_refused() -> None:
