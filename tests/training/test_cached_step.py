@@ -407,6 +407,19 @@ def test_no_grad_gives_the_loss_alone() -> None:
     assert not value.requires_grad
 
 
+def test_one_output_takes_one_gradient() -> None:
+    (net,), (x,) = setting((B,))
+    gradient, found = rows(B, D), []
+    for given in (gradient, [gradient], None):
+        torch.manual_seed(0)
+        output, replay = training.embed(net, x, 5)
+        output.grad = gradient
+        replay(given)
+        found.append(taken(every_parameter(net)))
+    assert all(map(torch.equal, found[0], found[1]))
+    assert all(map(torch.equal, found[1], found[2]))
+
+
 def test_the_second_pass_has_a_graph_whoever_calls_it() -> None:
     towers, inputs = setting((B, B))
     parameters = every_parameter(*towers)
