@@ -18,13 +18,23 @@ from contrastile.backends.arrays import FLOATS, ITEMSIZE
 from contrastile.backends.choice import RANKS, SOFTMAX, choose
 from contrastile.backends.contract import Backend, BackendUnavailableError, Footprint, Options, state_dtype
 from contrastile.backends.registry import load
-from contrastile.reporting import CannotRunError, at_least, cannot_run, colored, plain_table, write_json
+from contrastile.reporting import CannotRunError, at_least, at_most, cannot_run, colored, plain_table, write_json
 from contrastile.schedules.placement import Shards, choose_exchange
 from contrastile.schedules.problem import BLOCK
 
 MIB = 2**20
 PLANNED = 0.9
 """The share of a device's memory that is planned with: the rest is for what its libraries and its allocator keep."""
+
+_RANGES: dict[str, tuple[float, float]] = {
+    "batch": (1, 2**40),
+    "dim": (1, 2**40),
+    "gpus": (1, 2**20),
+    "encoder_mib_per_sample": (0, 1e9),
+    "model_gib": (0, 1e9),
+    "memory_gib": (0.001, 1e9),
+}
+"""The smallest and the largest value of each option: nobody has more, and every sum of bytes can be printed."""
 
 _NUMBERS = 28
 """Bytes of each row and column: N and P in float64, a weight, a target and a positive."""
@@ -292,10 +302,11 @@ def main(args: argparse.Namespace) -> int:
         0 when some way fits, 1 when none does, 2 when an option is wrong or the backend cannot be asked.
     """
     try:
-        for option in ("batch", "dim", "gpus"):
-            at_least(option, getattr(args, option), 1)
-        for option in ("encoder_mib_per_sample", "model_gib", "memory_gib"):
-            at_least(option.replace("_", "-"), getattr(args, option) or 0.0, 0)
+        for option, (least, most) in _RANGES.items():
+            given = getattr(args, option)
+            if given is not None:
+                at_least(option.replace("_", "-"), given, least)
+                at_most(option.replace("_", "-"), given, most)
         memory = _memory(args.device) if args.memory_gib is None else args.memory_gib
         names = ("batch", "dim", "gpus", "dtype", "encoder_mib_per_sample", "model_gib", "backend", "device")
         setup = Setup(memory_gib=memory, **{name: getattr(args, name) for name in names})

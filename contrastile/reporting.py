@@ -38,12 +38,23 @@ def cannot_run(command: str, reason: object) -> int:
     return COULD_NOT_RUN
 
 
-def at_least(option: str, given: float, least: int) -> None:
+def at_least(option: str, given: float, least: float) -> None:
     """Raise CannotRunError where an option is below its smallest value, or no finite number."""
-    if not math.isfinite(given):
+    if isinstance(given, float) and not math.isfinite(given):
         raise CannotRunError(f"--{option} must be finite, got {given:g}")
     if given < least:
-        raise CannotRunError(f"--{option} must be at least {least}, got {given:g}")
+        raise CannotRunError(f"--{option} must be at least {least}, got {_number(given)}")
+
+
+def at_most(option: str, given: float, most: float) -> None:
+    """Raise CannotRunError where an option is above its largest value."""
+    if given > most:
+        raise CannotRunError(f"--{option} must be at most {_number(most)}, got {_number(given)}")
+
+
+def _number(x: float) -> str:
+    # an int may be too large for a float
+    return f"{x:g}" if isinstance(x, float) else str(x)
 
 
 def ending(code: int) -> str:

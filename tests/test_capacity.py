@@ -204,7 +204,15 @@ SMALL = "--batch", "9", "--dim", "5", "--memory-gib", "1"
     ("words", "said"),
     [
         (("--batch", "0", "--dim", "5", "--memory-gib", "1"), "--batch must be at least 1, got 0"),
-        (("--batch", "9", "--dim", "5", "--memory-gib", "-1"), "--memory-gib must be at least 0, got -1"),
+        (("--batch", "9", "--dim", "5", "--memory-gib", "-1"), "--memory-gib must be at least 0.001, got -1"),
+        (("--batch", "9", "--dim", "5", "--memory-gib", "0"), "--memory-gib must be at least 0.001, got 0"),
+        (("--batch", "9", "--dim", "5", "--memory-gib", "1e300"), "--memory-gib must be at most 1e+09, got 1e+300"),
+        ((*SMALL, "--model-gib", "1e300"), "--model-gib must be at most 1e+09, got 1e+300"),
+        ((*SMALL, "--model-gib=-inf"), "--model-gib must be finite, got -inf"),
+        ((*SMALL, "--encoder-mib-per-sample", "1e300"), "--encoder-mib-per-sample must be at most 1e+09, got 1e+300"),
+        ((*SMALL, "--batch", "9" * 400), f"--batch must be at most 1099511627776, got {'9' * 400}"),
+        ((*SMALL, "--dim", "-" + "9" * 400), f"--dim must be at least 1, got -{'9' * 400}"),
+        ((*SMALL, "--gpus", "9" * 12), f"--gpus must be at most 1048576, got {'9' * 12}"),
         (("--batch", "9", "--dim", "5", "--memory-gib", "inf"), "--memory-gib must be finite, got inf"),
         (
             (*SMALL, "--encoder-mib-per-sample", "nan"),

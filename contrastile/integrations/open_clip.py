@@ -10,9 +10,9 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.autograd.function import once_differentiable
 
 from contrastile.training import Replay, embed
+from contrastile.training.cache import first_order
 
 
 class ChunkedModel(nn.Module):
@@ -85,8 +85,7 @@ class _Outputs(torch.autograd.Function):
         return outputs
 
     @staticmethod
-    @once_differentiable
+    @first_order
     def backward(ctx: Any, *gradients: Tensor | None) -> Any:  # pyright: ignore[reportIncompatibleMethodOverride]
-        with torch.enable_grad():
-            ctx.replay(gradients)
+        ctx.replay(gradients)
         return None, None

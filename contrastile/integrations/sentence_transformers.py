@@ -44,12 +44,17 @@ class MultipleNegativesRankingLoss(losses.MultipleNegativesRankingLoss):  # type
         **kwargs: the library's own. ``similarity_fct`` must be ``util.cos_sim`` or ``util.dot_score``.
 
     Raises:
-        TypeError: a setting is unknown.
+        TypeError: the settings are no dict, or one is unknown.
         ValueError: the similarity is another one, or the settings have a group.
     """
 
     def __init__(self, *args: Any, settings: Settings | None = None, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
+        if not isinstance(settings, Mapping | None):
+            raise TypeError(
+                f"settings must be a dict, got {type(settings).__name__}; give the loss's own, such as "
+                "settings={'backend': 'triton'}"
+            )
         self.settings: Settings = settings or {}
         if complete(self.settings)["group"] is not None:
             raise ValueError("settings must have no group, got one; give gather_across_devices=True instead")

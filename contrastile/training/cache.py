@@ -7,16 +7,25 @@ those of the whole batch, if an embedding depends on its own sample alone.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+import functools
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
 import torch
 from torch import Tensor
-from torch.autograd.function import once_differentiable
 
 from contrastile.training.chunks import Splitter
 from contrastile.training.metrics import mark, rank_at_1, seconds
-from contrastile.training.replay import Chunk, Encode, Loss, Replay, numbers_of
+from contrastile.training.replay import (
+    Chunk,
+    Encode,
+    Loss,
+    Replay,
+    check_backward,
+    check_loss,
+    evaluate,
+    numbers_of,
+)
 from contrastile.training.sync import Sync
 
 METRICS = ("loss", "scale", "rank@1", "loss_seconds")
@@ -71,7 +80,11 @@ def cached_step(
         RuntimeError: gradients are off, nothing requires one (under FSDP2, in the last chunk), or beside DDP a
             parameter is outside of it or unused.
     """
-    metrics = [metrics] if isinstance(metrics, str) else metrics
+    if not isinstance(metrics, Iterable):
+        raise TypeError(
+            f"metrics must be names among {', '.join(METRICS)}, got {type(metrics).__name__}; leave it out for none"
+        )
+    metrics = [metrics] if isinstance(metrics, str) else list(metrics)
     unknown = [name for name in metrics if name not in METRICS]
     if unknown:
         raise ValueError(f"metrics must be among {', '.join(METRICS)}, got {unknown[0]!r}; compute others from embed")
@@ -81,6 +94,9 @@ def cached_step(
         raise RuntimeError(
             "cached_step must be called with gradients on, got no_grad; call the loss itself to evaluate"
         )
+    check_loss(loss)
+    if backward is not None:
+        check_backward(backward)
     numbers = numbers_of(scale)
     replay = Replay(encode, inputs, chunk, split, sync, offload)
     timed = "loss_seconds" in metrics
@@ -110,6 +126,9 @@ class Cached:
         split: see ``cached_step``.
         sync: see ``cached_step``.
         offload: see ``cached_step``.
+
+    Raises:
+        TypeError: the loss is no callable.
     """
 
     def __init__(
@@ -122,6 +141,7 @@ class Cached:
         sync: Sync = "auto",
         offload: bool = False,
     ) -> None:
+        check_loss(loss)
         self._loss, self._encode = loss, encode
         self._how = chunk, split, sync, offload
 
@@ -137,7 +157,7 @@ class Cached:
         """
         replay = Replay(self._encode, inputs, *self._how)
         if not torch.is_grad_enabled():
-            return self._loss(*replay.outputs, *numbers_of(scale)).detach()
+            return evaluate(self._loss, *replay.outputs, *numbers_of(scale)).detach().reshape(())
         value, gradients, outside = replay.differentiate(self._loss, numbers_of(scale))
 
         def run(upstream: Tensor) -> None:
@@ -149,6 +169,25 @@ class Cached:
         return found
 
 
+def first_order(backward: Callable[..., Any]) -> Callable[..., Any]:
+    """The backward of an autograd function that runs the second pass, whose gradients have no graph.
+
+    Args:
+        backward: takes the context and the upstream gradients.
+    """
+
+    @functools.wraps(backward)
+    def checked(ctx: Any, *gradients: Tensor | None) -> Any:
+        if torch.is_grad_enabled():
+            raise RuntimeError(
+                "backward must be called without create_graph, got create_graph=True; the second pass gives first "
+                "derivatives: take others of the loss without the gradient cache"
+            )
+        return backward(ctx, *gradients)
+
+    return checked
+
+
 class _Surrogate(torch.autograd.Function):
     """A loss whose backward runs the second pass, with the upstream gradient."""
 
@@ -158,10 +197,9 @@ class _Surrogate(torch.autograd.Function):
         return value.clone()
 
     @staticmethod
-    @once_differentiable
+    @first_order
     def backward(ctx: Any, *gradients: Tensor) -> Any:  # pyright: ignore[reportIncompatibleMethodOverride]
-        with torch.enable_grad():
-            ctx.run(gradients[0].detach())
+        ctx.run(gradients[0].detach())
         return None, None, None
 
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from numbers import Integral
 from typing import Any
@@ -48,6 +49,10 @@ class Chunks(ABC):
     def __iter__(self) -> Iterator[Any]:
         """The chunks, ``count`` of them."""
 
+    @abstractmethod
+    def tensors(self) -> list[Tensor]:
+        """What the chunks are cut from, or hold, as far as it can be known."""
+
     def extend(self, count: int) -> None:
         """Add chunks without samples until there are ``count``."""
         self.count = count
@@ -74,13 +79,17 @@ class Sliced(Chunks):
     def __iter__(self) -> Iterator[Any]:
         return (self[j] for j in range(self.count))
 
+    def tensors(self) -> list[Tensor]:
+        """Those of the batch."""
+        return tensors(self.batch)
+
     def samples_in(self, j: int) -> int:
         """Samples of chunk j."""
         return max(0, min(self.size, self.samples - j * self.size))
 
 
 class Listed(Chunks):
-    """The chunks that a caller's splitter made."""
+    """The chunks that a caller's splitter made; dicts and lists are copied, since an encoder may pop from its chunk."""
 
     def __init__(self, chunks: Sequence[Any]) -> None:
         if len(chunks) == 0:
@@ -89,7 +98,15 @@ class Listed(Chunks):
         self.count = len(chunks)
 
     def __iter__(self) -> Iterator[Any]:
-        return iter(self._chunks)
+        return (copy.copy(x) if isinstance(x, Mapping | list) else x for x in self._chunks)
+
+    def tensors(self) -> list[Tensor]:
+        """Those of the chunks that are made of tensors, dicts, tuples and lists."""
+        found: list[Tensor] = []
+        for chunk in self._chunks:
+            with suppress(TypeError):
+                found += tensors(chunk)
+        return found
 
     def extend(self, count: int) -> None:
         """Raise: only the splitter can make a chunk without samples."""
@@ -115,6 +132,10 @@ class Zipped(Chunks):
 
     def __iter__(self) -> Iterator[Any]:
         return zip(*self._parts, strict=True)
+
+    def tensors(self) -> list[Tensor]:
+        """Those of every part."""
+        return [x for part in self._parts for x in part.tensors()]
 
     def extend(self, count: int) -> None:
         """Extend every part."""
@@ -198,13 +219,23 @@ def cut(batch: Any, size: Size | None, split: Splitter | None) -> Chunks:
         return Sliced(batch, size)
     if isinstance(size, Budget):
         raise TypeError(f"with split= chunk must be a number, got {size}; the splitter counts samples as it likes")
-    return Listed(list(split(batch, positive("chunk", size))))
+    check_callable("split", split, "give a function (input, size) -> chunks")
+    found = split(batch, positive("chunk", size))
+    if not isinstance(found, Iterable):
+        raise TypeError(f"split must return the chunks, got {type(found).__name__}; return a list of them")
+    return Listed(list(found))
 
 
 def _samples_in(size: Size, batch: Any) -> int:
     if isinstance(size, Budget):
         return max(1, size.elements // max(1, *(x.shape[1:].numel() for x in tensors(batch))))
     return positive("chunk", size)
+
+
+def check_callable(name: str, given: Any, remedy: str) -> None:
+    """Raise TypeError, which ends in the remedy, for an argument that cannot be called."""
+    if not callable(given):
+        raise TypeError(f"{name} must be a callable, got {type(given).__name__}; {remedy}")
 
 
 def positive(name: str, number: Any) -> int:

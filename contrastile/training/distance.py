@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
+from numbers import Real
 from typing import Any
 
 import torch
@@ -30,7 +31,8 @@ def deep_distance(phi: nn.Module, tile: int = 256) -> Callable[..., Tensor]:
         float32 or wider; differentiable in all three and in phi's parameters. Its pairs are those of this process.
 
     Raises:
-        TypeError: phi is not a module: gradients of parameters in closures would be lost.
+        TypeError: phi is not a module: gradients of parameters in closures would be lost. In the loss, the scale is
+            no number and no tensor.
         ValueError: the tile is not positive; in the loss, the shapes do not fit.
     """
     if not isinstance(phi, nn.Module):
@@ -38,6 +40,10 @@ def deep_distance(phi: nn.Module, tile: int = 256) -> Callable[..., Tensor]:
     tile = positive("tile", tile)
 
     def loss(anchors: Tensor, targets: Tensor, scale: Tensor | float = 1.0) -> Tensor:
+        if not isinstance(scale, Tensor | Real):
+            raise TypeError(f"scale must be a number or a tensor, got {type(scale).__name__}; convert it")
+        if isinstance(scale, Tensor) and scale.numel() != 1:
+            raise ValueError(f"scale must have one element, got shape {tuple(scale.shape)}; give one for all pairs")
         if anchors.ndim != 2 or targets.ndim != 2 or not 0 < len(anchors) <= len(targets):
             raise ValueError(
                 f"anchors and targets must be (m, d) and (n, d) with n >= m > 0, got {tuple(anchors.shape)} and "

@@ -30,8 +30,12 @@ def rank_at_1(query: Tensor, key: Tensor, tile: int = TILE) -> Tensor:
         0-d float32 on the features' device; NaN for no queries.
 
     Raises:
+        TypeError: they are no tensors, or of two dtypes.
         ValueError: the shapes do not fit, or the tile is not positive.
     """
+    found = [str(x.dtype) if isinstance(x, Tensor) else type(x).__name__ for x in (query, key)]
+    if not isinstance(query, Tensor) or found[0] != found[1]:
+        raise TypeError(f"query and key must be torch tensors of one dtype, got {' and '.join(found)}; convert them")
     if query.ndim != 2 or key.ndim != 2 or query.shape[1] != key.shape[1] or len(key) < len(query):
         raise ValueError(
             f"query and key must be (m, d) and (n, d) with n >= m, got {tuple(query.shape)} and {tuple(key.shape)}; "

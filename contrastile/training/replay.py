@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import functools
-import warnings
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
@@ -12,13 +11,12 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.nn.modules.batchnorm import _BatchNorm
 
 from contrastile.backends.crossing import dtype_name
 from contrastile.backends.staging import Staging
-from contrastile.training.chunks import Chunks, Size, Splitter, Zipped, cut, samples, tensors
+from contrastile.training.chunks import Chunks, Size, Splitter, Zipped, check_callable, cut, samples
+from contrastile.training.coupled import warn_of_coupled
 from contrastile.training.random_state import Autocast, RandomState, accelerators, float32_at_least
-from contrastile.training.stream import Stream
 from contrastile.training.sync import Reduction, Sync, modules_of
 
 Encode = Callable[..., Any] | Sequence[Callable[..., Any]]
@@ -59,19 +57,18 @@ class Replay:
         self, encode: Encode, inputs: Any, chunk: Chunk, split: Splitter | None, sync: Sync, offload: bool
     ) -> None:
         encoders = list(encode) if isinstance(encode, Sequence) else [encode]
-        for each in encoders:
-            if not callable(each):
-                raise TypeError(
-                    f"encode must be a callable, or one per input, got {type(each).__name__}; name a module or function"
-                )
+        wrong = [type(x).__name__ for x in encoders if not callable(x) or isinstance(x, nn.ModuleList | nn.ModuleDict)]
+        if wrong or not encoders:
+            got = wrong[0] if wrong else "none"
+            raise TypeError(f"encode must be a callable, or one per input, got {got}; name a module or function")
         self._towers = _towers(encode, inputs, chunk, split)
         self._reduction = Reduction(sync, encoders)
         modules = modules_of(*encoders)
-        given = [] if split else [x.chunks.batch if isinstance(x, Stream) else x for x in _given(encode, inputs)]
-        seen = [x for each in given for x in tensors(each)]
-        if any(x.requires_grad and not x.is_leaf for x in seen):
+        seen = [x for tower in self._towers for x in tower.chunks.tensors()]
+        # chunks that a splitter cut from a leaf are views of it
+        if any(x.requires_grad and not (x if x._base is None else x._base).is_leaf for x in seen):
             raise ValueError("inputs must have no graph, which each chunk would walk again; detach them")
-        _warn_of_batch_norm(modules)
+        warn_of_coupled(modules)
         self._devices = accelerators([*seen, *(p for module in modules for p in module.parameters())])
         self._autocast = Autocast(self._devices)
         self._used, self._offload = False, offload
@@ -122,10 +119,7 @@ class Replay:
         cut = [x.detach().requires_grad_() if isinstance(x, Tensor) and x.grad_fn else x for x in numbers]
         graphs = {id(x): number for x, number in zip(cut, numbers, strict=True) if x is not number}
         with self._autocast.wide():
-            value = loss(*self.outputs, *cut)
-        if not isinstance(value, Tensor) or value.numel() != 1:
-            got = f"shape {tuple(value.shape)}" if isinstance(value, Tensor) else type(value).__name__
-            raise TypeError(f"loss must return a tensor of one element, got {got}; take its mean, or pick it out")
+            value = evaluate(loss, *self.outputs, *cut)
         if not value.requires_grad:
             raise ValueError("loss must depend on the embeddings, got a value without a graph; do not detach them")
         own = {id(x) for x in self.outputs}
@@ -138,18 +132,35 @@ class Replay:
             rest += _outside(graphs.get(id(x), x), gradient)
         return value.detach().reshape(()), [by.get(id(x)) for x in self.outputs], rest
 
-    def __call__(self, gradients: Sequence[Tensor | None] | None = None, *, backward: Any = None) -> None:
+    def __call__(
+        self,
+        gradients: Tensor | Sequence[Tensor | None] | None = None,
+        *,
+        backward: Callable[[Tensor], Any] | None = None,
+    ) -> None:
         """Step 3: encode each chunk again and send its gradient into the encoder.
 
         Args:
-            gradients: of each output, of its shape, None for zeros; by default the outputs' ``.grad``.
+            gradients: of each output, of its shape, None for zeros; a tensor where there is one output. By default the
+                outputs' ``.grad``.
             backward: see ``cached_step``.
 
         Raises:
+            TypeError: the gradients are no tensors, or ``backward`` is no callable.
             ValueError: there are no gradients, or not as many as outputs, or of other shapes.
             RuntimeError: called a second time, or nothing requires a gradient.
         """
-        given = [x.grad for x in self.outputs] if gradients is None else list(gradients)
+        if backward is not None:
+            check_backward(backward)
+        if isinstance(gradients, Tensor):
+            gradients = [gradients]
+        given = [x.grad for x in self.outputs] if gradients is None else gradients
+        wrong = [x for x in given if not isinstance(x, Tensor | None)] if isinstance(given, Sequence) else [given]
+        if wrong:
+            raise TypeError(
+                f"gradients of outputs must be tensors or None, got {type(wrong[0]).__name__}; give one for each "
+                "output, or none at all for their .grad"
+            )
         if len(given) != len(self.outputs) or all(x is None for x in given):
             raise ValueError(
                 f"replay must have gradients of the {len(self.outputs)} outputs, got "
@@ -162,6 +173,7 @@ class Replay:
                 )
         self.run([None if x is None else x.detach() for x in given], [], backward=backward)
 
+    @torch.enable_grad()
     def run(
         self,
         gradients: Sequence[Tensor | None],
@@ -393,26 +405,47 @@ def _check_unchanged(kept: Iterable[tuple[Tensor, int]]) -> None:
         )
 
 
-def _given(encode: Encode, inputs: Any) -> Sequence[Any]:
-    """The inputs, one by one: a list is one input of one callable, or the inputs of several."""
-    several = isinstance(inputs, tuple) or (not callable(encode) and isinstance(inputs, list))
-    return inputs if several else (inputs,)
-
-
 def _towers(encode: Encode, inputs: Any, chunk: Chunk, split: Splitter | None) -> list[_Tower]:
-    given = _given(encode, inputs)
+    # a list is one input of one callable, or the inputs of several
+    several = isinstance(inputs, tuple) or (not callable(encode) and isinstance(inputs, list))
+    given = inputs if several else (inputs,)
     if not callable(encode) and len(encode) != len(given):
         raise ValueError(
-            f"encode must have one callable per input, got {len(encode)} for {len(given)} inputs; name a "
-            "shared one twice"
+            f"encode must have one callable per input, got {len(encode)} for {len(given)} inputs; name a shared one "
+            "twice, and give a tuple of inputs"
         )
+    if not given:
+        raise ValueError("inputs must be one per tower, got none; give the batch")
     sizes = list(chunk) if isinstance(chunk, Sequence) else [chunk] * len(given)
-    if len(sizes) != len(given) or not given:
+    if len(sizes) != len(given):
         raise ValueError(f"chunk must be one size, or one per input, got {len(sizes)} for {len(given)} inputs")
     cuts = [cut(x, size, split) for x, size in zip(given, sizes, strict=True)]
     if callable(encode):
         return [_Tower(encode, Zipped(cuts))]
     return [_Tower(each, Zipped([chunks])) for each, chunks in zip(encode, cuts, strict=True)]
+
+
+def check_loss(loss: Any) -> None:
+    """Raise TypeError for a loss that cannot be called."""
+    check_callable("loss", loss, "give the function itself, such as contrastile.clip_loss")
+
+
+def check_backward(backward: Any) -> None:
+    """Raise TypeError for a backward that cannot be called."""
+    check_callable("backward", backward, "give a function of a tensor, such as accelerator.backward")
+
+
+def evaluate(loss: Loss, *arguments: Any) -> Tensor:
+    """The value of a loss.
+
+    Raises:
+        TypeError: it is no tensor of one element.
+    """
+    value = loss(*arguments)
+    if not isinstance(value, Tensor) or value.numel() != 1:
+        got = f"shape {tuple(value.shape)}" if isinstance(value, Tensor) else type(value).__name__
+        raise TypeError(f"loss must return a tensor of one element, got {got}; take its mean, or pick it out")
+    return value
 
 
 def numbers_of(scale: Any) -> list[Any]:
@@ -449,15 +482,3 @@ def _leaves(value: Tensor) -> list[Tensor]:
             found[id(leaf)] = leaf
         todo += [each for each, _ in node.next_functions]
     return list(found.values())
-
-
-def _warn_of_batch_norm(modules: Sequence[nn.Module]) -> None:
-    for module in modules:
-        for name, each in module.named_modules():
-            if isinstance(each, _BatchNorm) and (each.training or each.running_mean is None):
-                warnings.warn(
-                    f"{type(each).__name__} {name or 'itself'!r} takes its statistics from one chunk, not from the "
-                    "batch, and its running averages move in both passes; give it running averages and call its "
-                    ".eval(), or use LayerNorm or GroupNorm",
-                    stacklevel=4,
-                )

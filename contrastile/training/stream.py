@@ -5,13 +5,14 @@ from __future__ import annotations
 import math
 from collections import deque
 from collections.abc import Iterator
+from numbers import Real
 from typing import Any
 
 import torch
 from torch import Tensor
 
 from contrastile.backends.staging import Pinned
-from contrastile.training.chunks import Size, Sliced, apply, tensors
+from contrastile.training.chunks import Budget, Size, Sliced, apply, positive, tensors
 
 
 class Stream:
@@ -105,8 +106,8 @@ def stream(batch: Any, size: Size, device: Any = None, *, total: float | None = 
         ValueError: the tensors' first dimensions differ, or the size or total is not positive.
     """
     where = torch.device(("cuda" if torch.cuda.is_available() else "cpu") if device is None else device)
-    chunks = Loaded(batch, size, where)
-    if total is not None and not 0 < total < math.inf:
+    chunks = Loaded(batch, size if isinstance(size, Budget) else positive("size", size), where)
+    if total is not None and not (isinstance(total, Real | Tensor) and 0 < total < math.inf):
         raise ValueError(
             f"total must be positive and finite, got {total}; give the samples of all ranks, divided by their number"
         )

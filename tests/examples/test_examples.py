@@ -387,5 +387,35 @@ def test_a_gpu_without_a_number_is_the_current_one(named: list[str], monkeypatch
 def test_the_page_has_the_recall_of_the_records(record: Path) -> None:
     for run in json.loads(record.read_text())["runs"]:
         for point in (run["curve"][0], run["curve"][-1]):
-            shares = " | ".join(f"{value:.3f}" for name, value in point.items() if "@" in name)
-            assert f"| {point['samples']:,} | {shares} |" in PAGE
+            assert f"| {point['samples']:,} | {_recall(point)} |" in PAGE
+
+
+def test_every_row_of_the_page_is_a_point_of_a_record() -> None:
+    rows = set()
+    for record in RECORDS:
+        for run in json.loads(record.read_text())["runs"]:
+            for point in run["curve"]:
+                samples, recall = point["samples"], _recall(point)
+                rate, share = "-", "-"
+                if samples:
+                    rate, share = f"{point['pairs_per_second']:,.0f}", f"{100 * point['loss_share']:.1f} %"
+                whose = f"{run['batch']:,} | {run['seed']}" if samples else "- | -"
+                steps = f"{samples // run['batch']:,}"
+                rows |= {
+                    f"| {samples:,} | {recall} |",
+                    f"| {samples:,} | {recall} | {rate} | {share} |",
+                    f"| {whose} | {steps} | {samples:,} | {recall} | {share} |",
+                }
+    shown = [line for line in PAGE.splitlines() if re.search(r"\| \d\.\d{3} \|", line)]
+    assert len(shown) > 20
+    assert [line for line in shown if line not in rows] == []
+
+
+def _recall(point: dict[str, Any]) -> str:
+    return " | ".join(f"{value:.3f}" for name, value in point.items() if "@" in name)
+
+
+def test_the_page_has_the_peak_of_the_record_of_emoji() -> None:
+    (run,) = json.loads((ROOT / "docs" / "results" / "emoji_nvidia_h200.json").read_text())["runs"]
+    peak = max(point.get("peak_mib", 0) for point in run["curve"])
+    assert f"The peak was {peak:,} MiB" in PAGE

@@ -187,6 +187,8 @@ def test_what_it_cannot_compute_is_refused() -> None:
         MultipleNegativesRankingLoss(model, similarity_fct=util.euclidean_sim)
     with pytest.raises(ValueError, match=r"^settings must have no group, got one; give gather_across_devices=True"):
         MultipleNegativesRankingLoss(model, settings={"group": "world"})
+    with pytest.raises(TypeError, match=r"^settings must be a dict, got str; give the loss's own, such as settings="):
+        MultipleNegativesRankingLoss(model, settings="triton")
     with pytest.raises(TypeError, match="got 'tiles'; check its spelling"):
         MultipleNegativesRankingLoss(model, settings={"tiles": 8})
     with pytest.raises(ValueError, match=r"^embeddings must be those of queries and documents, got 1; give both"):

@@ -216,6 +216,24 @@ def test_a_splitter_of_the_callers() -> None:
     assert worst(taken(parameters), expected) <= 1
 
 
+def test_an_encoder_may_take_its_chunk_to_pieces() -> None:
+    towers, inputs = setting((B, B))
+    parameters = every_parameter(*towers)
+    expected = graphs_kept(towers, [x.split(5) for x in inputs], contrastile.clip_loss, [lambda: 3.0], parameters)
+
+    def split(x: Tensor, size: int) -> list[dict[str, Tensor]]:
+        return [{"x": part} for part in x.split(size)]
+
+    def reader(net: nn.Module) -> Callable[[dict[str, Tensor]], Tensor]:
+        return lambda chunk: net(chunk.pop("x"))
+
+    torch.manual_seed(0)
+    training.cached_step(
+        list(map(reader, towers)), tuple(inputs), contrastile.clip_loss, scale=3.0, chunk=5, split=split
+    )
+    assert worst(taken(parameters), expected) <= 1
+
+
 def test_gradient_checkpointing_inside_an_encoder() -> None:
     towers, inputs = setting((B, B))
     parameters = every_parameter(*towers)
@@ -387,6 +405,33 @@ def test_no_grad_gives_the_loss_alone() -> None:
     torch.manual_seed(0)
     assert torch.equal(value, wrapped(*inputs, scale=2.0).detach())
     assert not value.requires_grad
+
+
+def test_one_output_takes_one_gradient() -> None:
+    (net,), (x,) = setting((B,))
+    gradient, found = rows(B, D), []
+    for given in (gradient, [gradient], None):
+        torch.manual_seed(0)
+        output, replay = training.embed(net, x, 5)
+        output.grad = gradient
+        replay(given)
+        found.append(taken(every_parameter(net)))
+    assert all(map(torch.equal, found[0], found[1]))
+    assert all(map(torch.equal, found[1], found[2]))
+
+
+def test_the_second_pass_has_a_graph_whoever_calls_it() -> None:
+    towers, inputs = setting((B, B))
+    parameters = every_parameter(*towers)
+    found = []
+    for mode in (torch.enable_grad(), torch.no_grad()):
+        torch.manual_seed(0)
+        outputs, replay = training.embed(towers, inputs, 5)
+        gradients = torch.autograd.grad(contrastile.clip_loss(*outputs, 2.0), outputs)
+        with mode:
+            replay(gradients)
+        found.append(taken(parameters))
+    assert all(map(torch.equal, *found))
 
 
 @pytest.mark.parametrize("skin", ["cached_step", "Cached"])

@@ -10,6 +10,7 @@ import pytest
 import torch
 from chunked_graphs import gamma, graphs_kept, taken, worst
 from torch import Tensor, nn
+from torch.nn.utils import parametrizations, spectral_norm
 
 import contrastile
 from contrastile import training
@@ -201,16 +202,33 @@ def test_a_device_s_generator_is_recorded_where_there_is_one(monkeypatch: pytest
     assert [int(x) for x in states.values()] == [1, 2]
 
 
-def test_batch_norm_in_train_mode_is_warned_of_by_name() -> None:
-    net = nn.Sequential(nn.Linear(4, D), nn.BatchNorm1d(D))
+@pytest.mark.parametrize(
+    ("layer", "named"),
+    [
+        (nn.BatchNorm1d(D), "BatchNorm1d '1' computes"),
+        (parametrizations.spectral_norm(nn.Linear(D, D)), "spectral_norm '1' computes"),
+        (spectral_norm(nn.Linear(D, D)), "spectral_norm '1' computes"),
+        (nn.Sequential(parametrizations.spectral_norm(nn.Linear(D, D))), "spectral_norm '1.0' computes"),
+    ],
+)
+def test_layers_of_which_a_chunk_makes_another_function_are_warned_of_by_name(layer: nn.Module, named: str) -> None:
+    net = nn.Sequential(nn.Linear(4, D), layer)
     x = torch.randn(6, 4)
-    told = r"BatchNorm1d '1' takes its statistics from one chunk, not from the batch"
+    told = f"^{named} a chunk otherwise than the whole batch, .* the gradients are not those of the batch; call its"
     with pytest.warns(UserWarning, match=told) as found:
         training.cached_step((net,), (x,), lambda a: (a * a).mean(), chunk=3)
-    assert found[0].filename == __file__
+    assert [each.filename for each in found] == [__file__]
     net.eval()
     training.cached_step((net,), (x,), lambda a: (a * a).mean(), chunk=3)
-    # which has no others in eval mode either
-    net[1] = nn.BatchNorm1d(D, track_running_stats=False).eval()
-    with pytest.warns(UserWarning, match=told):
-        training.cached_step((net,), (x,), lambda a: (a * a).mean(), chunk=3)
+
+
+def test_a_tower_of_one_layer_is_named_too() -> None:
+    net = parametrizations.spectral_norm(nn.Linear(4, D))
+    with pytest.warns(UserWarning, match="^spectral_norm 'itself' computes"):
+        training.cached_step((net,), (torch.randn(6, 4),), lambda a: (a * a).mean(), chunk=3)
+
+
+def test_batch_norm_without_running_averages_is_warned_of_in_eval_mode_too() -> None:
+    net = nn.Sequential(nn.Linear(4, D), nn.BatchNorm1d(D, track_running_stats=False)).eval()
+    with pytest.warns(UserWarning, match=r"^BatchNorm1d '1' computes a chunk otherwise .* needs running averages"):
+        training.cached_step((net,), (torch.randn(6, 4),), lambda a: (a * a).mean(), chunk=3)

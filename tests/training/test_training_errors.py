@@ -69,6 +69,7 @@ BEFORE: list[tuple[Callable[[Net], Any], type[Exception], str]] = [
     (lambda n: step((n,), ({"x": X, "y": X[:5]},)), ValueError, r"same first dimension, got \[6, 5\]"),
     (lambda n: step((n,), ({"x": None},)), ValueError, "at least one tensor with a first dimension"),
     (lambda n: step((n,), (X * n.weight.sum(),)), ValueError, "inputs must have no graph"),
+    (lambda n: step(n, X * n.weight.sum(), split=torch.split), ValueError, "inputs must have no graph"),
     (lambda n: step((n, n), (X, X), scale=None, sync="ddp"), ValueError, "sync must be 'auto', None, or"),
     (lambda n: step((n, n), (X, X), sync=3), ValueError, "sync must be 'auto', None, or .*, got 3; leave it out"),
     (lambda n: step((n, n), (X, X), scale="2"), TypeError, "scale must be a number, a tensor or a callable"),
@@ -78,12 +79,54 @@ BEFORE: list[tuple[Callable[[Net], Any], type[Exception], str]] = [
         ValueError,
         r"metrics must be among loss, scale, rank@1, loss_seconds, got 'rec",
     ),
+    (
+        lambda n: step((n, n), (X, X), metrics=None),
+        TypeError,
+        "names among loss, .* got NoneType; leave it out for none",
+    ),
+    (
+        lambda n: step((n, n), (X, X), None),
+        TypeError,
+        "loss must be a callable, got NoneType; give the function itself",
+    ),
+    (lambda n: step((n, n), (X, X), torch.ones(())), TypeError, "loss must be a callable, got Tensor; give the functi"),
+    (lambda n: training.Cached((n, n), clip, 2), TypeError, "loss must be a callable, got tuple; give the function"),
+    (
+        lambda n: step((n, n), (X, X), backward=1),
+        TypeError,
+        "backward must be a callable, got int; give a function of a",
+    ),
+    (lambda n: training.embed(n, X, 2, split="words"), TypeError, "split must be a callable, got str; give a function"),
+    (lambda n: step(n, X, split=lambda x, size: None), TypeError, "split must return the chunks, got NoneType; return"),
+    (lambda n: step((), ()), TypeError, "encode must be a callable, or one per input, got none; name a module"),
+    (lambda n: training.Cached(clip, [], 2)(X), TypeError, "encode must be a callable, or one per input, got none"),
+    (lambda n: step(n, ()), ValueError, "inputs must be one per tower, got none; give the batch"),
+    (lambda n: step((n, n), X), ValueError, "got 2 for 1 inputs; name a shared one twice, and give a tuple of inputs"),
+    (lambda n: step(nn.ModuleList([n, n]), (X, X)), TypeError, "got ModuleList; name a module or function"),
     (lambda n: step((n, None), (X, X)), TypeError, "encode must be a callable, or one per input, got NoneType; name"),
     (lambda n: step((n,), (X,), split=lambda x, size: []), ValueError, "split must return at least one chunk"),
     (lambda n: step((n,), (X,), split=list, chunk=training.Budget(9)), TypeError, "with split= chunk must be a number"),
     (lambda n: training.Budget(0), ValueError, "Budget's elements must be a positive integer, got 0"),
     (lambda n: training.stream(X, 2, "cpu", total=0), ValueError, "total must be positive and finite, got 0"),
     (lambda n: training.stream(X, 2, "cpu", total=float("inf")), ValueError, "positive and finite, got inf"),
+    (lambda n: training.stream(X, 2, "cpu", total="6"), ValueError, "total must be positive and finite, got 6"),
+    (lambda n: training.stream(X, None, "cpu"), ValueError, "^size must be a positive integer, got None"),
+    (
+        lambda n: training.rank_at_1(X, X.double()),
+        TypeError,
+        "tensors of one dtype, got torch.float32 and torch.float64",
+    ),
+    (
+        lambda n: training.rank_at_1(X.numpy(), X.numpy()),
+        TypeError,
+        "torch tensors of one dtype, got ndarray and ndarr",
+    ),
+    (
+        lambda n: training.deep_distance(n)(X, X, torch.ones(2)),
+        ValueError,
+        r"scale must have one element, got shape \(2",
+    ),
+    (lambda n: training.deep_distance(n)(X, X, "2"), TypeError, "scale must be a number or a tensor, got str; conv"),
     (lambda n: training.rank_at_1(X, X, tile=-1), ValueError, "tile must be a positive integer, got -1"),
     (lambda n: torch.no_grad()(step)((n, n), (X, X)), RuntimeError, "with gradients on, got no_grad"),
     (lambda n: step((n, FullyShardedDataParallel()), (X, X)), ValueError, "must not be FSDP1"),
@@ -130,12 +173,21 @@ AFTER: list[tuple[Callable[[Net], Any], type[Exception], str]] = [
         ValueError,
         "inputs and parameters must stay as they are",
     ),
+    (
+        lambda n: step(lambda x: n(x.sub_(1)), X.clone(), lambda a, s: a.sum(), split=torch.split),
+        ValueError,
+        "inputs and parameters must stay as they are",
+    ),
     (lambda n: step((n,), (X,), lambda a, s: a.sum(), metrics=("rank@1",)), ValueError, "two .b, d. embeddings, got 1"),
     (
         lambda n: step((n, n), (X, X), lambda a, b: a.sum() + b.sum(), scale=None, metrics=("scale",)),
         ValueError,
         "must have a scale to show, got none",
     ),
+    (lambda n: training.embed(n, X, 2)[1](3), TypeError, "gradients of outputs must be tensors or None, got int; give"),
+    (lambda n: training.embed(n, X, 2)[1]([3]), TypeError, "gradients of outputs must be tensors or None, got int; gi"),
+    (lambda n: torch.no_grad()(training.Cached(lambda a: 3.0, n, 2))(X), TypeError, "one element, got float; take its"),
+    (lambda n: torch.no_grad()(training.Cached(lambda a: a, n, 2))(X), TypeError, r"got shape \(6, 3\); take its mean"),
     (lambda n: training.embed((n,), (X,), 2)[1](), ValueError, "gradients of the 1 outputs, got 0; call loss.backward"),
     (
         lambda n: training.embed((n,), (X,), 2)[1]([torch.ones(3, 6)]),
@@ -180,6 +232,13 @@ def test_inputs_that_change_between_the_passes_are_refused() -> None:
     assert net.weight.grad is None
 
 
+@pytest.mark.parametrize("split", [None, torch.split])
+def test_inputs_that_learn_are_not_refused(split: Any) -> None:
+    x = X.clone().requires_grad_()
+    step(Net(), x, lambda a, s: a.sum(), split=split)
+    assert torch.equal(x.grad, torch.full_like(x, 3.0))
+
+
 def test_parameters_that_change_between_the_passes_are_refused() -> None:
     net = Net()
     outputs, replay = training.embed((net, net), (X, X), 2)
@@ -221,6 +280,14 @@ def test_a_batch_is_replayed_once() -> None:
     with pytest.raises(RuntimeError, match="replayed once, got a second backward pass"):
         value.backward()
     assert torch.equal(net.weight.grad, before)
+
+
+def test_second_derivatives_are_refused() -> None:
+    net = Net()
+    value = training.Cached(clip, (net, net), 2)(X, X, scale=2.0)
+    with pytest.raises(RuntimeError, match="backward must be called without create_graph, got create_graph=True; "):
+        value.backward(create_graph=True)
+    assert net.weight.grad is None
 
 
 def test_shapes_that_change_between_the_passes() -> None:

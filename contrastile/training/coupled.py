@@ -1,0 +1,32 @@
+"""Layers that break the rule of the gradient cache: an embedding depends on its own sample alone."""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Sequence
+
+from torch import nn
+from torch.nn.modules.batchnorm import _BatchNorm
+from torch.nn.utils.parametrizations import _SpectralNorm
+from torch.nn.utils.spectral_norm import SpectralNorm
+
+
+def warn_of_coupled(modules: Sequence[nn.Module]) -> None:
+    """Warn of layers whose result depends on other samples, or on how many forwards there have been."""
+    for module in modules:
+        for name, each in module.named_modules():
+            if isinstance(each, _BatchNorm) and (each.training or each.running_mean is None):
+                kind = type(each).__name__
+            elif each.training and (
+                (isinstance(each, _SpectralNorm) and any(True for _ in each.buffers()))
+                or any(isinstance(hook, SpectralNorm) for hook in each._forward_pre_hooks.values())
+            ):
+                kind, name = "spectral_norm", f".{name}".partition(".parametrizations.")[0][1:]
+            else:
+                continue
+            warnings.warn(
+                f"{kind} {name or 'itself'!r} computes a chunk otherwise than the whole batch, and its buffers, if "
+                "any, move in both passes: the gradients are not those of the batch; call its .eval(), for which "
+                "BatchNorm needs running averages, or use LayerNorm, GroupNorm or weight_norm",
+                stacklevel=4,
+            )
