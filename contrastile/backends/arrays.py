@@ -365,7 +365,7 @@ class TorchArrays:
                 nll = self.softplus(n - p)
                 # of lone positives P - t S is nothing
                 if not (least == most == 1 and p is s):
-                    nll = (p - t * s).clamp_min_(0.0).add_(nll)
+                    nll = (p - reciprocal_of_count(self, t) * s).clamp_min_(0.0).add_(nll)
                 found = nll.dot(weight.double())
                 if math.isfinite(float(found)):
                     return found
@@ -427,7 +427,9 @@ def weighted_nll(
     target it is L. A row that is certain of its one positive has P = S, and the first term to full relative accuracy.
     """
     n, p = negative_lse, positive_lse
-    s, weight, target = (arrays.cast(x, "float64") for x in (positive_sum, weight, target))
+    s, weight = arrays.cast(positive_sum, "float64"), arrays.cast(weight, "float64")
+    # of lone positives P - t S is nothing
+    target = arrays.cast(target, "float64") if p is positive_sum else reciprocal_of_count(arrays, target)
     # a log-sum-exp is never below a mean of its own terms: rounding that says so is projected back
     spread = arrays.maximum(p - target * s, 0.0)
     # a positive whose logit is -inf is no missing one
@@ -436,6 +438,14 @@ def weighted_nll(
     nll = arrays.where(missing, arrays.merge(n, p) + 0.0 * target, arrays.softplus(n - p) + spread)
     # a weight of 0 silences a row that admits nothing, whose log-sum-exp is -inf
     return arrays.total(arrays.where(weight == 0, 0.0, weight * nll))
+
+
+def reciprocal_of_count(arrays: ArrayLibrary, target: Array) -> Array:
+    """Targets 1 / n as they were before they were rounded, in float64; 0 stays 0, and NaN stays NaN.
+
+    ``P - t S`` is small beside P where positives have large logits: what t has lost there would be lost at P's size.
+    """
+    return 1.0 / (1.0 / arrays.cast(target, "float64")).round()
 
 
 def library_of(x: Any) -> ArrayLibrary:

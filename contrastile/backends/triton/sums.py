@@ -71,6 +71,8 @@ def sum_nll(negative, positive, positive_sum, weight, target, out, m, BLOCK: tl.
     less = tl.load(negative + i, mask=inside, other=0.0)
     more = tl.load(positive + i, mask=inside, other=0.0)
     s = tl.load(positive_sum + i, mask=inside, other=0.0)
+    # 1 / n as it was before it was rounded: see ``arrays.reciprocal_of_count``
+    t = tl.where(t == 0.0, 0.0, 1.0 / tl.floor(1.0 / tl.where(t == 0.0, 1.0, t) + 0.5))
     # NaN stays: the comparison is false for it
     spread = more - t * s
     spread = tl.where(spread <= 0.0, 0.0, spread)
