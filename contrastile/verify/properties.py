@@ -165,16 +165,22 @@ def non_negative(trial: Trial) -> Comparisons:
 
 
 def symmetric(trial: Trial) -> Comparisons:
-    """Rows against themselves, without columns of their own, give the sum of the rows' and the columns' gradients."""
+    """Rows against themselves, without columns of their own, give the sum of the rows' and the columns' gradients.
+
+    Their errors are at most those that ``plain`` allows.
+    """
     trial.only_finite()
     if not rearrange.is_symmetric(trial.problem):
         raise SkipError("its rows are not its columns, or its pairs are not the same either way round")
-    problem = replace(trial.problem, columns=())
+    problem, subject = replace(trial.problem, columns=()), trial.subject
     for tile, factor in ((None, 1.0), ((5, 7), -2.5), ((16, 16), 1.0)):
         options, oracle = Options(tile=tile), truth(trial.problem, factor)
-        got = trial.subject.run(problem, options=options, upstream=factor)
+        got = subject.run(problem, options=options, upstream=factor)
         bound = rearrange.folded(trial.bounds(trial.problem, oracle, factor, options))
         yield f"tile {tile}, upstream {factor}", compare(got, rearrange.folded(oracle.outcome), bound)
+        if tile is None and subject.dtype != "float64":
+            how = subject.accuracy, subject.dtype, subject.device, rearrange.folded
+            yield "beside a plain computation", compare_with_plain(trial.problem, oracle, got, *how)
 
 
 def upstream(trial: Trial) -> Comparisons:
