@@ -13,6 +13,7 @@ from typing import Any, Protocol
 
 from contrastile.backends import crossing, eager
 from contrastile.backends.eager import imported
+from contrastile.backends.nll import reciprocal_of_count, weighted_nll
 
 Array = Any
 ITEMSIZE = {"float16": 2, "bfloat16": 2, "float32": 4, "float64": 8}
@@ -99,7 +100,7 @@ class ArrayLibrary(Protocol):
     def weighted_nll(
         self, negative_lse: Array, positive_lse: Array, positive_sum: Array, weight: Array, target: Array
     ) -> Array:
-        """``sum_i w_i nll_i`` in float64, 0-d: see ``weighted_nll``."""
+        """``sum_i w_i nll_i`` in float64, 0-d: see ``nll.weighted_nll``."""
         ...
 
     def inner(self, a: Array, b: Array) -> Array:
@@ -416,36 +417,6 @@ class TorchArrays:
     def from_numpy(self, x: Any) -> Array:
         # torch takes no read-only memory and no steps backwards
         return self.module.from_numpy(x if x.flags.writeable and min(x.strides, default=0) >= 0 else x.copy())
-
-
-def weighted_nll(
-    arrays: ArrayLibrary, negative_lse: Array, positive_lse: Array, positive_sum: Array, weight: Array, target: Array
-) -> Array:
-    """``sum_i w_i nll_i`` from the library's elementwise operations, in float64, 0-d.
-
-    ``nll = L - t S = softplus(N - P) + (P - t S)``, with N, P and S of ``contract.Statistics``; of a row without a
-    target it is L. A row that is certain of its one positive has P = S, and the first term to full relative accuracy.
-    """
-    n, p = negative_lse, positive_lse
-    s, weight = arrays.cast(positive_sum, "float64"), arrays.cast(weight, "float64")
-    # of lone positives P - t S is nothing
-    target = arrays.cast(target, "float64") if p is positive_sum else reciprocal_of_count(arrays, target)
-    # a log-sum-exp is never below a mean of its own terms: rounding that says so is projected back
-    spread = arrays.maximum(p - target * s, 0.0)
-    # a positive whose logit is -inf is no missing one
-    missing = (target == 0) | ((p == -math.inf) & (s == 0))
-    # 0 x target: a target of NaN is how a bad positive comes through where values cannot be read
-    nll = arrays.where(missing, arrays.merge(n, p) + 0.0 * target, arrays.softplus(n - p) + spread)
-    # a weight of 0 silences a row that admits nothing, whose log-sum-exp is -inf
-    return arrays.total(arrays.where(weight == 0, 0.0, weight * nll))
-
-
-def reciprocal_of_count(arrays: ArrayLibrary, target: Array) -> Array:
-    """Targets 1 / n as they were before they were rounded, in float64; 0 stays 0, and NaN stays NaN.
-
-    ``P - t S`` is small beside P where positives have large logits: what t has lost there would be lost at P's size.
-    """
-    return 1.0 / (1.0 / arrays.cast(target, "float64")).round()
 
 
 def library_of(x: Any) -> ArrayLibrary:
