@@ -13,6 +13,7 @@ from typing import Any, Protocol
 
 from contrastile.backends import crossing, eager
 from contrastile.backends.eager import imported
+from contrastile.backends.nll import reciprocal_of_count, weighted_nll
 
 Array = Any
 ITEMSIZE = {"float16": 2, "bfloat16": 2, "float32": 4, "float64": 8}
@@ -99,7 +100,7 @@ class ArrayLibrary(Protocol):
     def weighted_nll(
         self, negative_lse: Array, positive_lse: Array, positive_sum: Array, weight: Array, target: Array
     ) -> Array:
-        """``sum_i w_i nll_i`` in float64, 0-d: see ``weighted_nll``."""
+        """``sum_i w_i nll_i`` in float64, 0-d: see ``nll.weighted_nll``."""
         ...
 
     def inner(self, a: Array, b: Array) -> Array:
@@ -365,7 +366,7 @@ class TorchArrays:
                 nll = self.softplus(n - p)
                 # of lone positives P - t S is nothing
                 if not (least == most == 1 and p is s):
-                    nll = (p - t * s).clamp_min_(0.0).add_(nll)
+                    nll = (p - reciprocal_of_count(self, t) * s).clamp_min_(0.0).add_(nll)
                 found = nll.dot(weight.double())
                 if math.isfinite(float(found)):
                     return found
@@ -416,26 +417,6 @@ class TorchArrays:
     def from_numpy(self, x: Any) -> Array:
         # torch takes no read-only memory and no steps backwards
         return self.module.from_numpy(x if x.flags.writeable and min(x.strides, default=0) >= 0 else x.copy())
-
-
-def weighted_nll(
-    arrays: ArrayLibrary, negative_lse: Array, positive_lse: Array, positive_sum: Array, weight: Array, target: Array
-) -> Array:
-    """``sum_i w_i nll_i`` from the library's elementwise operations, in float64, 0-d.
-
-    ``nll = L - t S = softplus(N - P) + (P - t S)``, with N, P and S of ``contract.Statistics``; of a row without a
-    target it is L. A row that is certain of its one positive has P = S, and the first term to full relative accuracy.
-    """
-    n, p = negative_lse, positive_lse
-    s, weight, target = (arrays.cast(x, "float64") for x in (positive_sum, weight, target))
-    # a log-sum-exp is never below a mean of its own terms: rounding that says so is projected back
-    spread = arrays.maximum(p - target * s, 0.0)
-    # a positive whose logit is -inf is no missing one
-    missing = (target == 0) | ((p == -math.inf) & (s == 0))
-    # 0 x target: a target of NaN is how a bad positive comes through where values cannot be read
-    nll = arrays.where(missing, arrays.merge(n, p) + 0.0 * target, arrays.softplus(n - p) + spread)
-    # a weight of 0 silences a row that admits nothing, whose log-sum-exp is -inf
-    return arrays.total(arrays.where(weight == 0, 0.0, weight * nll))
 
 
 def library_of(x: Any) -> ArrayLibrary:

@@ -284,13 +284,13 @@ def _softmax_gradient_error(
     * A positive, G = w ((q - t) - q s): s = sigma(N - P) changes by at most ``min(s, 1 - s) expm1(dN + dP)``;
       q = exp(x - P) is 1 for one positive and otherwise has an error like p's. Where equal ids give the positives, rows
       that are not certain of them may use w (p - t) instead, p as above.
-    * At most six roundings, relative to the terms: the weight times the upstream gradient, that times the rest, and
-      four additions of the terms of both directions; a seventh where the upstream gradient is first multiplied by the
-      number of ranks.
+    * At most seven roundings, relative to the terms: the target's, the weight times the upstream gradient, that times
+      the rest, and four additions of the terms of both directions; one more where the upstream gradient is first
+      multiplied by the number of ranks.
     """
     u, c, side = a.accuracy.unit, a.accuracy.exp_ulps, view.side
     weight = upstream * np.abs(side.weight)[:, None]
-    roundings = gamma((6 + a.shared) * u)
+    roundings = gamma((7 + a.shared) * u)
     E_L = _merged_error(side, negative, positive)[:, None]
 
     def probability(p: FloatArray, distance: FloatArray, error: FloatArray) -> FloatArray:

@@ -1,7 +1,7 @@
 """The named cases: small problems, one per edge case. Random aligned input catches half of the known defects.
 
 Features are rounded to the case's dtype and all other numbers to float32 before the truth is computed, so that every
-backend and the oracle see the same values. Each case has a fixed seed of its own.
+backend and the oracle see the same values; targets are 1 / n in float64. Each case has a fixed seed of its own.
 """
 
 from __future__ import annotations
@@ -277,6 +277,12 @@ def _sorted_labels(draw: Draw, width: int = 24) -> Problem:
     return _sup_con(unit(draw.standard_normal((410, width))), labels, 10.0, row_weight=_anchors(labels))
 
 
+@_case("alike-labels", "samples of a label are alike, logits near 10^6: a mean of positives is the largest logit")
+def _alike_labels(draw: Draw) -> Problem:
+    labels = np.repeat(np.arange(5), [11, 7, 4, 12, 3])
+    return _sup_con(100.0 * unit(draw.standard_normal((5, 40)))[labels], labels, 100.0, row_weight=_anchors(labels))
+
+
 @_case("self-excluded", "NT-Xent: each row excludes itself, and its positive is the other view")
 def _self_excluded(draw: Draw) -> Problem:
     views = np.concatenate(pairs(draw, 13, 40))
@@ -284,9 +290,10 @@ def _self_excluded(draw: Draw) -> Problem:
     return softmax_problem(views, views.copy(), 14.3, positives=np.roll(itself, 13), excluded=itself)
 
 
+@_case("views@norm", "the same of norm 300: x_ij must be x_ji, though either is rounded by a tenth", norm=300.0)
 @_case("views", "NT-Xent of 75 samples, signed weights: several tiles on either side of the diagonal")
-def _views(draw: Draw) -> Problem:
-    views, itself = np.concatenate(pairs(draw, 75, 72, 0.2, 3.0)), np.arange(150)
+def _views(draw: Draw, norm: float = 1.0) -> Problem:
+    views, itself = norm * np.concatenate(pairs(draw, 75, 72, 0.2, 3.0)), np.arange(150)
     weight = draw.standard_normal(150)
     return softmax_problem(views, views.copy(), 30.0, row_weight=weight, positives=np.roll(itself, 75), excluded=itself)
 

@@ -54,7 +54,7 @@ def softmax_problem(
     ids: tuple[IntArray, IntArray] | None = None,
     match: Match = "drop",
 ) -> Problem:
-    """A softmax problem with targets 1 / (positives of the row, or of the column), rounded to float32."""
+    """A softmax problem with targets 1 / (positives of the row, or of the column)."""
     blocks = columns if isinstance(columns, tuple) else (columns,)
     m = len(rows)
     row_weight = np.full(m, 1 / max(m, 1)) if row_weight is None else row_weight
@@ -71,7 +71,7 @@ def softmax_problem(
         match=match,
     )
     _, positive = masks(bare)
-    targets = [round_to(np.where(count == 0, 0.0, 1 / np.maximum(count, 1)), "float32") for count in _counts(positive)]
+    targets = [np.where(count == 0, 0.0, 1 / np.maximum(count, 1)) for count in _counts(positive)]
     if column_weight is None:
         return replace(bare, row_target=targets[0])
     weight = round_to(column_weight, "float32")

@@ -154,7 +154,7 @@ def _sup_con(draw: Draw, sizes: Sizes, dtype: str) -> Iterator[Call]:
     counted = partners > 0
     weight, target = counted / max(1, counted.sum()), counted / np.maximum(partners, 1)
     state = state_dtype(dtype)
-    whole = replace(bare, row_weight=round_to(weight, state), row_target=round_to(target, state))
+    whole = replace(bare, row_weight=round_to(weight, state), row_target=target)
 
     def arguments(p: Problem) -> tuple[list[Any], list[Any], dict[str, Any]]:
         return [p.rows], [p.row_ids], {}

@@ -120,10 +120,12 @@ def _direction(x: Matrix, admitted: BoolArray, positive: BoolArray, side: Direct
 def _floor(problem: Problem, t: Truth, accuracy: Accuracy, dtype: str) -> Outcome:
     """Norms of unavoidable errors: one rounding of each input of a product, of each logit, of G and of the result.
 
-    A logit's rounding, relative to the size of its terms, changes the logarithm of its probability by as much, and an
-    exponential adds an error of its own. Both may have one sign everywhere, so in a sum to one number they add up. So
-    do roundings of G at positives, whose entries are nearly equal where a model is not certain of them. Elsewhere
-    roundings of G are independent, and their squares add up.
+    A logit's rounding e, relative to the size of its terms, moves probabilities: ``dp_j = p_j (e_j - sum_k p_k e_k)``,
+    which is nothing where a row has one column. An exponential adds an error of its own, relative to p. Both may have
+    one sign everywhere, so in a sum to one number they add up. So do roundings of G at positives, whose entries are
+    nearly equal where a model is not certain of them. Elsewhere roundings of G are independent, and their squares add
+    up. Of several positives G is the difference of p and t, each of which is rounded. The scale's gradient is a sum
+    of G times products, which are rounded at the size of their terms.
     """
     u, a = max(accuracy.unit, accuracy.accumulate_unit), accuracy
     terms = abs(t.scale) * t.magnitudes + abs(t.bias)
@@ -131,9 +133,18 @@ def _floor(problem: Problem, t: Truth, accuracy: Accuracy, dtype: str) -> Outcom
     rounded_features = np.sqrt(2.0 * (t.q**2 @ (t.k**2).T)) * a.input_rounding
     logit = u * (terms + a.exp_ulps) + abs(t.scale) * rounded_features
     G = np.where(np.isfinite(t.G), t.G, 0.0)
-    moved = np.abs(G) * (logit + logit.max(initial=0.0))
-    rounded = (a.gradient_rounding + a.unit) * np.abs(G) + np.where(
-        G != 0, a.gradient_underflow * np.abs(problem.row_weight).max(initial=0.0), 0.0
+    if t.row is None:
+        moved, differences = np.abs(G) * (logit + logit.max(initial=0.0)), np.zeros(G.shape)
+    else:
+        moved, differences = u * a.exp_ulps * np.abs(G), np.zeros(G.shape)
+        for side, swap in ((t.row, np.asarray), (t.column, np.transpose)):
+            if side is not None:
+                moved = moved + swap(_moved(side, swap(logit)) + _kept_rounding(side)[:, None] * np.abs(swap(G)))
+                differences = differences + swap(_differences(side, swap(t.positive)))
+    rounded = (
+        (a.gradient_rounding + a.unit) * np.abs(G)
+        + a.unit * differences
+        + np.where(G != 0, a.gradient_underflow * np.abs(problem.row_weight).max(initial=0.0), 0.0)
     )
     entry = np.sqrt(moved**2 + rounded**2)
 
@@ -146,21 +157,49 @@ def _floor(problem: Problem, t: Truth, accuracy: Accuracy, dtype: str) -> Outcom
     columns = [features(entry.T[where], t.q, exact) for where, exact in zip(places, t.outcome.columns, strict=True)]
     loss = np.abs(G * logit).sum() + (0.0 if t.row is None else _excess_rounding(t, a))
 
-    def number(factor: FloatArray | float) -> float:
+    def number(factor: FloatArray | float, inexact: FloatArray | float) -> float:
         alike = np.where(t.positive, rounded * np.abs(factor), 0.0).sum()
-        other = np.sqrt((np.where(t.positive, 0.0, rounded * factor) ** 2).sum())
+        other = np.sqrt((np.where(t.positive, 0.0, rounded * factor) ** 2 + (G * inexact) ** 2).sum())
         return float((moved * np.abs(factor)).sum() + alike + other)
 
     return Outcome(
         loss=float64(loss + a.unit * abs(t.outcome.loss) + UNDERFLOW["float32"]),
         rows=float64(rows),
         columns=tuple(float64(each) for each in columns),
-        scale=float64(number(t.products) + a.unit * abs(t.outcome.scale) + UNDERFLOW["float32"]),
-        bias=None if t.outcome.bias is None else float64(number(1.0) + a.unit * abs(t.outcome.bias)),
+        scale=float64(number(t.products, u * t.magnitudes) + a.unit * abs(t.outcome.scale) + UNDERFLOW["float32"]),
+        bias=None if t.outcome.bias is None else float64(number(1.0, 0.0) + a.unit * abs(t.outcome.bias)),
     )
 
 
+def _moved(side: Direction, e: FloatArray) -> FloatArray:
+    """How far relative errors e of the exponentials move one direction's part of G, w p; (own, other)."""
+    weight, p, e = np.abs(side.weight)[:, None], np.nan_to_num(side.p), np.expm1(np.minimum(e, 50.0))
+    top = p == p.max(axis=1, initial=0.0, keepdims=True)
+    mean = (p * e).sum(axis=1, keepdims=True)
+    # of the likeliest the others are added up: 1 - p would be rounded at the size of 1
+    lone = top & (top.sum(axis=1, keepdims=True) == 1)
+    others = np.where(lone, np.where(lone, 0.0, p).sum(axis=1, keepdims=True), 1 - p)
+    theirs = np.where(lone, np.where(lone, 0.0, p * e).sum(axis=1, keepdims=True), mean - p * e)
+    return float64(weight * np.minimum(p * (others * e + theirs), 1.0))
+
+
+def _kept_rounding(side: Direction) -> FloatArray:
+    """One rounding of the log-sum-exps N and P, which are kept in float64; (own,)."""
+    sizes = [np.where(np.isfinite(x), np.abs(x), 0.0) for x in (side.negative_lse, side.positive_lse)]
+    return float64(UNIT["float64"] * (sizes[0] + sizes[1]))
+
+
+def _differences(side: Direction, positive: BoolArray) -> FloatArray:
+    """The sizes of w p and w t at pairs of several positives, whose part of G is the difference; (own, other)."""
+    several = positive & (positive.sum(axis=1) > 1)[:, None]
+    terms = np.abs(side.weight)[:, None] * (np.nan_to_num(side.p) + np.abs(side.target)[:, None])
+    return float64(np.where(several, terms, 0.0))
+
+
 def _excess_rounding(t: Truth, a: Accuracy) -> float:
-    """One rounding of every row's and column's term of the loss."""
+    """One rounding of every row's and column's term of the loss, and of the log-sum-exps that it is made of."""
     sides = [side for side in (t.row, t.column) if side is not None]
-    return float(sum(a.unit * np.abs(np.where(s.weight == 0, 0.0, s.weight * s.nll)).sum() for s in sides))
+    terms = [a.unit * np.abs(s.nll) + _kept_rounding(s) for s in sides]
+    return float(
+        sum(np.where(s.weight == 0, 0.0, np.abs(s.weight) * x).sum() for s, x in zip(sides, terms, strict=True))
+    )

@@ -174,7 +174,7 @@ def problem(recipe: Recipe, dtype: str) -> Problem:
         if recipe.weights == "signed":
             weight[:] = random.standard_normal(size) * (random.random(size) < 0.75)
         target = np.where(count > 0, 1.0 / np.maximum(count, 1), 0.0)
-        return round_to(np.where(admitted.any(axis=axis), weight, 0.0), "float32"), round_to(target, "float32")
+        return round_to(np.where(admitted.any(axis=axis), weight, 0.0), "float32"), target
 
     weights: dict[str, Any] = dict(zip(("row_weight", "row_target"), side(1), strict=True))
     if two_sided:

@@ -12,7 +12,6 @@ import pytest
 torch = pytest.importorskip("torch")
 pytest.importorskip("triton")
 
-from contrastile.backends.arrays import weighted_nll  # noqa: E402
 from contrastile.backends.contract import (  # noqa: E402
     STATISTICS,
     Block,
@@ -22,6 +21,7 @@ from contrastile.backends.contract import (  # noqa: E402
     UnsupportedProblemError,
     Weights,
 )
+from contrastile.backends.nll import weighted_nll  # noqa: E402
 from contrastile.backends.triton import backend, backward_pass, configs  # noqa: E402
 from contrastile.backends.triton import tiles as words  # noqa: E402
 from contrastile.backends.triton.forward_pass import _ForwardPass as Forward  # noqa: E402
@@ -328,7 +328,8 @@ def test_the_fused_array_operations_agree_with_the_plain_ones() -> None:
 def test_the_weighted_nll_is_the_plain_one() -> None:
     random = np.random.default_rng(1)
     negative, positive, total = (torch.tensor(random.standard_normal(53)) for _ in range(3))
-    weight, target = (torch.tensor(random.standard_normal(53), dtype=torch.float32) for _ in range(2))
+    weight = torch.tensor(random.standard_normal(53), dtype=torch.float32)
+    target = torch.tensor(1 / random.integers(1, 50, 53), dtype=torch.float32)
     infinite = float("inf")
     # silenced whatever it holds; no target; projected to 0; certain; no positive; one whose logit is -inf
     weight[3], negative[3] = 0.0, -infinite

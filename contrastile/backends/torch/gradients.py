@@ -186,7 +186,8 @@ class _SideWeights:
         else:
             others = self.positive, self.target
             p, t = others if at is None else (each[at] for each in others)
-            q = (x - p).masked_fill_(t == 1.0, 0.0).exp2_()
+            # no logit exceeds a log-sum-exp that it is in, but one computed again in another shape may seem to
+            q = (x - p).masked_fill_(t == 1.0, 0.0).clamp_max_(0.0).exp2_()
             part = w * ((q - t) - q * share)
         return part if self.silent is None else torch.where(self.silent if at is None else self.silent[at], 0.0, part)
 
@@ -238,7 +239,8 @@ def _shared(sides: list[_SideWeights], state: torch.dtype, given: float | None =
 
     An admitted logit is at most its row's and its column's log-sum-exp, so that with ``r >= max L - 120`` none
     overflows. With ``r <= L + 26`` a term that is flushed costs a probability at most 2^-100. Of the r between, the one
-    nearest 0 is taken for which every ``|w| 2^(r - L)`` is a normal number.
+    nearest 0 is taken for which every ``|w| 2^(r - L)`` is a normal number: a difference ``x - r`` that is larger than
+    x is rounded.
     """
     counting = [side for side in sides if side.silent is None or not bool(side.silent.all())]
     lses = [_extremes(side.not_silent(side.exact_lse)) for side in counting]
@@ -254,7 +256,7 @@ def _shared(sides: list[_SideWeights], state: torch.dtype, given: float | None =
     least, most = min(x for x, _ in weights), max(x for _, x in weights)
     info = torch.finfo(state)
     normal = top - math.log2(least) + math.log2(info.tiny) + 1
-    reference = max(min(bounds) - 120.0, normal, min(low, 0.0)) if given is None else given
+    reference = max(min(bounds) - 120.0, normal, min(math.floor(low) + 26.0, 0.0)) if given is None else given
     # beyond 2^24 it would be rounded where it is subtracted
     if not normal <= reference <= low + 26.0 or abs(reference) > 2.0**24:
         return None

@@ -11,6 +11,8 @@ from contrastile.backends.contract import Block
 LOG2_E = 1.0 / math.log(2.0)
 # |G| stays below 4 largest weights, so 2^12 leaves it below the largest float16 and lifts it off the smallest
 _FLOAT16_HEADROOM = 2.0**12
+# from this many rows on a product with their own transpose has come out symmetric, of any width
+_MIRRORED = 4
 
 
 def has_mixed_product() -> bool:
@@ -49,7 +51,13 @@ class Products:
         # BLAS skips the product when alpha is 0, and would lose a NaN in the features
         info = torch.finfo(self.state)
         self._alpha: float | None = None
-        if isinstance(self._scale, float) and info.tiny <= abs(self._scale) <= info.max:
+        # of rows against themselves x_ij must be x_ji: a row's log-sum-exp is of the one, and its probabilities as a
+        # column are of the other. BLAS may round alpha times one of the factors
+        themselves = self.sync and rows.untyped_storage().data_ptr() == block.columns.untyped_storage().data_ptr()
+        # and has products of its own for the fewest rows
+        same = rows.shape == block.columns.shape and rows.data_ptr() == block.columns.data_ptr()
+        self._mirrored = themselves and same and rows.shape[0] < _MIRRORED
+        if isinstance(self._scale, float) and info.tiny <= abs(self._scale) <= info.max and not themselves:
             self._alpha = self._scale
         self._gain: torch.Tensor | None = None
 
@@ -70,6 +78,8 @@ class Products:
                 out.copy_(torch.mm(q, k.t(), out_dtype=self.state))
             else:
                 torch.mm(q, k.t(), out=out)
+            if self._mirrored and out.shape[0] == out.shape[1]:
+                out.copy_(torch.maximum(out, out.t()))
             out.mul_(self._scale)
         return out if self._bias is None else out.add_(self._bias)
 

@@ -95,9 +95,9 @@ class _SideStatistics:
     def __setitem__(self, name: str, vector: torch.Tensor) -> None:
         self._vectors[name] = vector
 
-    def add(self, name: str, tile: Tile, x: torch.Tensor) -> None:
-        """Add a tile's sums to one of the vectors. x: (tr, tc)."""
-        part, where = x.sum(self.dim), self.of(tile)
+    def add(self, name: str, tile: Tile, x: torch.Tensor, dtype: torch.dtype | None = None) -> None:
+        """Add a tile's sums to one of the vectors. x: (tr, tc), summed in ``dtype``, or in its own."""
+        part, where = x.sum(self.dim, dtype=dtype), self.of(tile)
         if name not in self._vectors and where.stop - where.start == self._size:
             self._vectors[name] = part.double()
         else:
@@ -148,21 +148,29 @@ class _Found:
             self._logits = found = rows.new_full((rows.shape[0],), -math.inf, dtype=torch.float64)
         return found
 
-    def take_positives(self, tile: Tile, among: _Among) -> None:
-        """Note the tile's positive logits; the tile must not have been silenced or shifted yet."""
+    def take_named(self, tile: Tile) -> None:
+        """Note the tile's logits of named positives; the tile must not have been silenced or shifted yet."""
         if tile.rows.stop - tile.rows.start == self.block.rows.shape[0] and tile.pairs.names_every:
             self._logits, self._complete = tile.pairs.named(tile.x).to(torch.float64, copy=True), True
         else:
             tile.pairs.note_named(tile.x, cut(self.logits, tile.rows))
+
+    def take_matched(self, tile: Tile, among: _Among, dtype: torch.dtype | None) -> None:
+        """Add up the tile's logits of positives that ids name, in ``dtype``; the tile must not have been shifted yet.
+
+        A row's loss is ``P - t S`` and little more: of logits near 1e7 a sum in float32 would leave nothing of it.
+        """
         matched = tile.pairs.matched
-        if matched is None or self.block.pairs.match == "drop":
+        if matched is None:
             return
         count = tile.spare.copy_(matched)
         for side in self.sides:
             side.add("count", tile, count)
         total = among(tile.x, matched, count)
+        # where the tile has been silenced, -inf x 0 is NaN
+        tile.pairs.silence(total, 0.0)
         for side in self.sides:
-            side.add("total", tile, total)
+            side.add("total", tile, total, dtype)
 
     def reduce_named(self) -> None:
         """The positives' statistics, where indices name them: a column's positives are summed over its rows."""
@@ -199,12 +207,14 @@ def _shared(
     counts = block.columns.shape[0], block.rows.shape[0]
     reference: float | None = None
     for tile in tiles(block, found.pairs, products, options, kept):
-        found.take_positives(tile, _product)
+        found.take_named(tile)
         tile.pairs.silence(tile.x, -math.inf)
         if tile.pairs.matched is None:
             tile.pairs.hide_positives(tile.x, -math.inf)
         if reference is None:
             reference = shared_reference(float(tile.x.amax()))
+        # without a reference no logit exceeds ROOM by much, and float32 will do
+        found.take_matched(tile, _product, torch.float64 if reference != 0.0 else None)
         if reference != 0.0:
             tile.x.sub_(reference)
         negatives = tile.x.exp2_()
@@ -261,7 +271,8 @@ def _own(block: Block, columns: bool, options: Options, products: Products) -> _
     """Every row and every column of a tile against its own maximum, merged over the tiles."""
     found = _Found(block, columns, -math.inf, products.sync)
     for tile in tiles(block, found.pairs, products, options):
-        found.take_positives(tile, _selection)
+        found.take_named(tile)
+        found.take_matched(tile, _selection, torch.float64)
         matched = tile.pairs.matched
         if matched is not None:
             tile.spare.copy_(tile.x).masked_fill_(~matched, -math.inf)

@@ -63,7 +63,7 @@ def finalize_rows(
 @kernel
 @triton.jit(do_not_specialize=["m"])
 def sum_nll(negative, positive, positive_sum, weight, target, out, m, BLOCK: tl.constexpr):
-    """``sum of w_i loss_i`` over BLOCK rows to out (programs,), float64: see ``arrays.weighted_nll``."""
+    """``sum of w_i loss_i`` over BLOCK rows to out (programs,), float64: see ``nll.weighted_nll``."""
     i = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
     inside = i < m
     w = tl.load(weight + i, mask=inside, other=0.0).to(tl.float64)
@@ -71,6 +71,8 @@ def sum_nll(negative, positive, positive_sum, weight, target, out, m, BLOCK: tl.
     less = tl.load(negative + i, mask=inside, other=0.0)
     more = tl.load(positive + i, mask=inside, other=0.0)
     s = tl.load(positive_sum + i, mask=inside, other=0.0)
+    # 1 / n as it was before it was rounded: see ``nll.reciprocal_of_count``
+    t = tl.where(t == 0.0, 0.0, 1.0 / tl.floor(1.0 / tl.where(t == 0.0, 1.0, t) + 0.5))
     # NaN stays: the comparison is false for it
     spread = more - t * s
     spread = tl.where(spread <= 0.0, 0.0, spread)

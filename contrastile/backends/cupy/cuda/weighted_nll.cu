@@ -17,12 +17,12 @@ extern "C" __global__ void __launch_bounds__(256) merge_lse(const __grid_constan
 }
 
 // The loss of one row: log(1 + e^(N - P)), what its log-sum-exp is above that of its positives, and what that is above t
-// times the sum of their logits, never less than 0: rounding that says so is projected back. Without a positive or a
-// target it is the log-sum-exp; a positive whose logit is -inf is no missing one. NaN compares false and stays, also
-// that of a target.
+// times the sum of their logits, never less than 0: rounding that says so is projected back. t is 1 / n rounded, and the
+// difference small beside P: rint gives n back. Without a positive or a target it is the log-sum-exp; a positive whose
+// logit is -inf is no missing one. NaN compares false and stays, also that of a target.
 __device__ __forceinline__ double loss_of(double negatives, double positives, double sum, double t) {
     if (t != 0.0 && (positives != -infinity() || sum != 0.0)) {
-        const double gap = negatives - positives, above = positives - t * sum;
+        const double gap = negatives - positives, above = positives - sum / rint(1.0 / t);
         // fmax passes over a NaN, which the other term brings
         return fmax(gap, 0.0) + log1p(exp(-fabs(gap))) + (above < 0.0 ? 0.0 : above);
     }
