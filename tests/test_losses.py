@@ -242,3 +242,16 @@ def test_tensors_that_require_gradients_may_be_given_to_value_and_grad_by_name()
     for found, expected in zip((by_name[0], *by_name[1]), (by_place[0], *by_place[1]), strict=True):
         assert torch.equal(found, expected)
         assert not found.requires_grad
+
+
+@pytest.mark.parametrize("backend", ["numpy", "torch"])
+def test_sup_con_of_samples_that_are_alike_keeps_its_digits_where_logits_are_large(backend: str) -> None:
+    """The mean of the positives' logits is near 10^6, and so is their log-sum-exp; the loss is what lies between."""
+    rng = np.random.default_rng(5)
+    labels = np.repeat(np.arange(5), [11, 7, 4, 12, 3])
+    features = rng.standard_normal((5, 40))[labels]
+    features = (100 * features / np.linalg.norm(features, axis=1, keepdims=True)).astype(np.float32)
+    # each sample's positives share the whole probability
+    counts = np.bincount(labels)[labels] - 1
+    found = float(contrastile.sup_con(features, labels, 100.0, backend=backend))
+    assert found == pytest.approx(np.log(counts).mean(), rel=2.0**-22)

@@ -277,12 +277,6 @@ def _sorted_labels(draw: Draw, width: int = 24) -> Problem:
     return _sup_con(unit(draw.standard_normal((410, width))), labels, 10.0, row_weight=_anchors(labels))
 
 
-@_case("alike-labels", "samples of a label are alike, logits near 10^6: a mean of positives is the largest logit")
-def _alike_labels(draw: Draw) -> Problem:
-    labels = np.repeat(np.arange(5), [11, 7, 4, 12, 3])
-    return _sup_con(100.0 * unit(draw.standard_normal((5, 40)))[labels], labels, 100.0, row_weight=_anchors(labels))
-
-
 @_case("self-excluded", "NT-Xent: each row excludes itself, and its positive is the other view")
 def _self_excluded(draw: Draw) -> Problem:
     views = np.concatenate(pairs(draw, 13, 40))
