@@ -26,8 +26,10 @@ class Collected(torch.autograd.Function):
     ) -> Any:
         """The tensors of all ranks, as many as there are counts, then the numbers of these names."""
         own, numbers = tensors[: len(counts)], dict(zip(names, tensors[len(counts) :], strict=True))
-        there = {name: x.detach() for name, x in numbers.items() if x.device.type not in scalars.READABLE}
-        wholes, compared = replicate.collect(placement, [x.detach() for x in own], counts, there)
+        unread = [name for name, x in numbers.items() if placement.unread and x.device.type not in scalars.READABLE]
+        wholes, compared = replicate.collect(
+            placement, [x.detach() for x in own], counts, {name: numbers[name].detach() for name in unread}
+        )
         found = *wholes, *(compared.get(name, x.view_as(x)) for name, x in numbers.items())
         ctx.size = placement.size
         ctx.places = [slice(sum(c[: placement.rank]), sum(c[: placement.rank + 1])) for c in counts]

@@ -71,7 +71,7 @@ def to_host(xs: list[Array]) -> list[Any]:
 def read_later(x: Array) -> Callable[[], Any | None] | None:
     """Start to copy a small array to the host; what is returned gives it as NumPy's, or None while it is on its way.
 
-    None within a CUDA graph, of which nobody on the host sees a replay.
+    None while a CUDA graph is captured: nobody on the host sees its replays, and to ask for an event would end it.
     """
     arrays = library_of(x)
     if arrays.device(x) == "cpu":
@@ -85,14 +85,14 @@ def read_later(x: Array) -> Callable[[], Any | None] | None:
         host, event = _pinned(x), cuda.Event()
         host.copy_(x.detach(), non_blocking=True)
         event.record(cuda.current_stream(x.device))
-        return lambda: host.numpy() if event.query() else None
-    stream = sys.modules["cupy"].cuda.get_current_stream(x.device.id)
-    if stream.is_capturing():
+        return lambda: host.numpy() if not cuda.is_current_stream_capturing() and event.query() else None
+    current, number = sys.modules["cupy"].cuda.get_current_stream, x.device.id
+    if current(number).is_capturing():
         return None
     landing = _pinned(x)
     x.get(out=landing, blocking=False)
-    reached = stream.record()
-    return lambda: landing if reached.done else None
+    reached = current(number).record()
+    return lambda: landing if not current(number).is_capturing() and reached.done else None
 
 
 def from_host(x: Array) -> tuple[Any, Callable[[], None]]:

@@ -146,7 +146,7 @@ class Handshake:
             self._explain(json.dumps(agreed | dict(zip(scalars.NAMES, values, strict=False))))
         shards = _shards(everyone[:, : -len(scalars.NAMES)].tobytes(), len(everyone), len(columns))
         exchange = self._chosen(shards, int(rows.shape[1]), dtype, device)
-        unread = comm.size > 1 and not scalars.READABLE.issuperset(places)
+        unread = not scalars.READABLE.issuperset(places) and scalars.due(label.serial, exchange) and comm.size > 1
         self.placement = Placement(comm, exchange, self.reduction, shards, label.serial, label.loss, unread)
         if exchange == "replicate" and self.replicates:
             raise ReplicateError(self.placement, backend)

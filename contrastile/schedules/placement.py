@@ -100,7 +100,7 @@ class Placement:
         shards: of every rank.
         serial: the number of the call: see ``Label``.
         loss: its name.
-        unread: whether the scale or the bias is on a device, where the ranks have yet to compare it: see ``scalars``.
+        unread: whether the scale or the bias is on a device, where this call is to compare it: see ``scalars``.
     """
 
     communicator: Communicator

@@ -22,6 +22,9 @@ from contrastile.verify.truth import Direction, Outcome, Truth, column_blocks
 
 Matrix = npt.NDArray[Any]
 
+_EXPONENT = 126
+"""Largest exponent of a term against a reference that a whole block shares: beyond it would overflow, or be flushed."""
+
 NOISIER = {"cpu": 2.0, "cuda": 3.0}
 """Largest ratio of a backend's error to the plain computation's, or to the floor where that is larger, by device.
 
@@ -124,8 +127,8 @@ def _floor(problem: Problem, t: Truth, accuracy: Accuracy, dtype: str) -> Outcom
     which is nothing where a row has one column. An exponential adds an error of its own, relative to p. Both may have
     one sign everywhere, so in a sum to one number they add up. So do roundings of G at positives, whose entries are
     nearly equal where a model is not certain of them. Elsewhere roundings of G are independent, and their squares add
-    up. Of several positives G is the difference of p and t, each of which is rounded. The scale's gradient is a sum
-    of G times products, which are rounded at the size of their terms.
+    up. Of several positives G is the difference of p and t, each with an error of its own. The scale's gradient is a
+    sum of G times products, which are rounded at the size of their terms.
     """
     u, a = max(accuracy.unit, accuracy.accumulate_unit), accuracy
     terms = abs(t.scale) * t.magnitudes + abs(t.bias)
@@ -140,7 +143,7 @@ def _floor(problem: Problem, t: Truth, accuracy: Accuracy, dtype: str) -> Outcom
         for side, swap in ((t.row, np.asarray), (t.column, np.transpose)):
             if side is not None:
                 moved = moved + swap(_moved(side, swap(logit)) + _kept_rounding(side)[:, None] * np.abs(swap(G)))
-                differences = differences + swap(_differences(side, swap(t.positive)))
+                differences = differences + swap(_differences(side, swap(t.positive), a))
     rounded = (
         (a.gradient_rounding + a.unit) * np.abs(G)
         + a.unit * differences
@@ -189,10 +192,15 @@ def _kept_rounding(side: Direction) -> FloatArray:
     return float64(UNIT["float64"] * (sizes[0] + sizes[1]))
 
 
-def _differences(side: Direction, positive: BoolArray) -> FloatArray:
-    """The sizes of w p and w t at pairs of several positives, whose part of G is the difference; (own, other)."""
+def _differences(side: Direction, positive: BoolArray, a: Accuracy) -> FloatArray:
+    """The errors of w p and w t at pairs of several positives, in units; (own, other). G is their difference there.
+
+    Each is rounded once. An exponential has an error of its own, and with a reference that a whole block shares its
+    exponent is rounded at its own size.
+    """
     several = positive & (positive.sum(axis=1) > 1)[:, None]
-    terms = np.abs(side.weight)[:, None] * (np.nan_to_num(side.p) + np.abs(side.target)[:, None])
+    of_p = 1 + a.exp_ulps + (_EXPONENT if a.shared_reference else 0)
+    terms = np.abs(side.weight)[:, None] * (of_p * np.nan_to_num(side.p) + np.abs(side.target)[:, None])
     return float64(np.where(several, terms, 0.0))
 
 

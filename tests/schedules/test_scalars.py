@@ -156,6 +156,18 @@ def test_a_scale_that_is_nan_on_every_rank_is_no_mismatch() -> None:
         held(float("nan"), 1.0)
 
 
+def test_the_first_replicated_calls_compare_and_then_one_of_sixteen() -> None:
+    def call(comm: InProcess) -> None:
+        made = comm.calls.label.serial
+        step("clip_loss", comm, "replicate", 10.0 + (made >= 16) * comm.rank)
+
+    words = said([call] * 33)
+    # calls 17 to 31 do not compare; the 32nd does, and the next one says so
+    assert [bool(text) for text in words[0]] == [False] * 32 + [True]
+    assert "in call 32 (clip_loss)" in words[0][-1]
+    assert words[1:] == words[:1] * (N - 1)
+
+
 def test_a_number_and_a_tensor_do_not_meet() -> None:
     def mixed(comm: InProcess) -> None:
         image = torch.ones(B, D)
