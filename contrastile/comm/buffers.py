@@ -87,12 +87,20 @@ def read_later(x: Array) -> Callable[[], Any | None] | None:
         event.record(cuda.current_stream(x.device))
         return lambda: host.numpy() if not cuda.is_current_stream_capturing() and event.query() else None
     current, number = sys.modules["cupy"].cuda.get_current_stream, x.device.id
-    if current(number).is_capturing():
+    if _captured(number):
         return None
     landing = _pinned(x)
     x.get(out=landing, blocking=False)
     reached = current(number).record()
-    return lambda: landing if not current(number).is_capturing() and reached.done else None
+    return lambda: landing if not _captured(number) and reached.done else None
+
+
+def _captured(number: int) -> bool:
+    """Whether CuPy's current stream on this GPU, or torch's, is captured."""
+    torch = sys.modules.get("torch")
+    if torch is not None and torch.cuda.is_available() and torch.cuda.is_current_stream_capturing():
+        return True
+    return bool(sys.modules["cupy"].cuda.get_current_stream(number).is_capturing())
 
 
 def from_host(x: Array) -> tuple[Any, Callable[[], None]]:
