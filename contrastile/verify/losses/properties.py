@@ -23,6 +23,8 @@ from contrastile.verify.trial import Property, SkipError
 from contrastile.verify.truth import Outcome
 
 UPSTREAM = -2.5
+_NOISIER = 3.0
+"""Largest ratio of a loss's error to a plain computation's. This package's own are held to 2 on a CPU."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -149,7 +151,7 @@ def scale_gradient(trial: LossTrial) -> Comparisons:
 
 
 def plain(trial: LossTrial) -> Comparisons:
-    """Value and gradients have at most 2 x the error of a plain computation in the same dtype; on a GPU 3 x."""
+    """Value and gradients have at most 3 x the error of a plain computation in the same dtype."""
     case, claims = trial.case, trial.loss.claims
     if case.dtype == "float64":
         raise SkipError("the oracle is no more exact than a plain float64 computation")
@@ -158,7 +160,8 @@ def plain(trial: LossTrial) -> Comparisons:
     trial.only_right(["loss", *_gradient_fields(claims)])
     view, facts = partial(_claimed_part, claims), allowed.rounded_once(case)
     got = view(outcome(case, trial.result), joined=True)
-    yield "", named(compare_with_plain(case.problem, case.oracle, got, facts, case.dtype, trial.device, view), case)
+    beside = compare_with_plain(case.problem, case.oracle, got, facts, case.dtype, view=view, times=_NOISIER)
+    yield "", named(beside, case)
 
 
 def _claimed_part(claims: Claims, x: Outcome, *, joined: bool = False) -> Outcome:
