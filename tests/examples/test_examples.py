@@ -416,6 +416,6 @@ def _recall(point: dict[str, Any]) -> str:
 
 
 def test_the_page_has_the_peak_of_the_record_of_emoji() -> None:
-    (run,) = json.loads((ROOT / "docs" / "results" / "emoji_nvidia_h200.json").read_text())["runs"]
-    peak = max(point.get("peak_mib", 0) for point in run["curve"])
-    assert f"The peak was {peak:,} MiB" in PAGE
+    for run in json.loads((ROOT / "docs" / "results" / "emoji_nvidia_h200.json").read_text())["runs"]:
+        peak = max(point.get("peak_mib", 0) for point in run["curve"])
+        assert f"{peak:,} MiB" in PAGE
