@@ -57,7 +57,7 @@ def tiles(block: Block, options: Options) -> Iterator[Tile]:
 def merge(state: Array, x: Array, axis: int) -> None:
     """Merge log-sum-exps along an axis into the state: -inf changes nothing."""
     top = x.max(axis, keepdims=True, initial=-np.inf)
-    # an infinite maximum cannot be subtracted; against 0 it gives log 0 or log inf, and NaN stays NaN
+    # an infinite maximum cannot be subtracted; against 0 it gives log 0 or log inf
     shift = np.where(np.isfinite(top), top, 0.0)
     state[:] = np.logaddexp(state, np.log(np.exp(x - shift).sum(axis)) + shift.squeeze(axis))
 
