@@ -59,7 +59,8 @@ def merge(state: Array, x: Array, axis: int) -> None:
     top = x.max(axis, keepdims=True, initial=-np.inf)
     # an infinite maximum cannot be subtracted; against 0 it gives log 0 or log inf
     shift = np.where(np.isfinite(top), top, 0.0)
-    state[:] = np.logaddexp(state, np.log(np.exp(x - shift).sum(axis)) + shift.squeeze(axis))
+    part = np.log(np.exp(x - shift).sum(axis)) + shift.squeeze(axis)
+    state[:] = np.logaddexp(state, part)
 
 
 @np.errstate(all="ignore")
