@@ -397,11 +397,15 @@ def _certain(draw: Draw, scale: float) -> Problem:
     return softmax_problem(*certain_pairs(draw, 43, 64), scale, **_halves(43))
 
 
+@_case("certain-labels@alike", "the same, and samples that are nearly alike: positives share the row", noise=0.01)
 @_case("certain-labels@100", "the same of width 100", width=100)
 @_case("certain-labels", "SupCon of pairs and of larger classes, all certain, at scale 100")
-def _certain_labels(draw: Draw, width: int = 64) -> Problem:
+def _certain_labels(draw: Draw, width: int = 64, noise: float | None = None) -> Problem:
     views = np.concatenate(certain_pairs(draw, 15, width))
     labels = np.concatenate([np.arange(15), np.arange(12), [0, 0, 1]])
+    if noise is not None:
+        more = unit(views[[0, 0, 1]] + noise * draw.standard_normal((3, width)))
+        views, labels = np.concatenate([views, more]), np.concatenate([labels, [0, 0, 1]])
     return _sup_con(views, labels, 100.0)
 
 
