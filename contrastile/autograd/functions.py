@@ -256,7 +256,7 @@ class FunctionalSoftmaxLoss(_Loss):
     def backward(ctx: Any, *upstream: Tensor) -> tuple[Any, ...]:
         """The gradients, in the order of forward's arguments."""
         _, *flags = ctx.needs_input_grad
-        # a flag in the place of each array
+        # each array's flag, where the array would stand
         needs, function = ctx.plan.problem.with_arrays(flags), cast("Any", SoftmaxGradients)
         wanted = local.Wanted(needs.rows, needs.columns, needs.scale)
         given = function.apply(ctx.plan, wanted, upstream[0], *ctx.saved_tensors)

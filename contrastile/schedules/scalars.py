@@ -14,7 +14,7 @@ from contrastile.comm import buffers, calls
 from contrastile.comm.calls import Label
 from contrastile.comm.communicator import Communicator, MismatchError
 from contrastile.schedules.placement import Placement, Schedule
-from contrastile.schedules.sums import scalar_gather_buffers
+from contrastile.schedules.sums import gathered_scalars
 
 NAMES = "scale", "bias"
 READABLE = frozenset(("cpu", "a number"))
@@ -43,9 +43,7 @@ def compared(placement: Placement, arrays: ArrayLibrary, numbers: Mapping[str, A
         ExchangeError: a rank did not answer within the deadline.
     """
     wide = [arrays.cast(x, "float64") for x in numbers.values()]
-    own, whole, incoming = scalar_gather_buffers(placement, arrays, wide)
-    placement.communicator.exchange(dict.fromkeys(range(placement.size), own), incoming).wait()
-    return checked(placement, arrays, numbers, whole)
+    return checked(placement, arrays, numbers, gathered_scalars(placement, arrays, wide))
 
 
 def checked(

@@ -20,12 +20,16 @@ def placed(problem: Problem) -> Placement:
 
 def summed(placement: Placement, arrays: ArrayLibrary, *numbers: Array) -> Sequence[Array]:
     """The sum of each number, 0-d in float64, over the ranks: the same bits on each of them. One message for all."""
-    n = placement.size
-    if n == 1 or not numbers:
+    if placement.size == 1 or not numbers:
         return numbers
+    return [arrays.total(x) for x in gathered_scalars(placement, arrays, numbers)]
+
+
+def gathered_scalars(placement: Placement, arrays: ArrayLibrary, numbers: Sequence[Array]) -> list[Array]:
+    """Every rank's number, (n,), for each of this rank's, 0-d. One message for all."""
     own, whole, incoming = scalar_gather_buffers(placement, arrays, numbers)
-    placement.communicator.exchange(dict.fromkeys(range(n), own), incoming).wait()
-    return [arrays.total(x) for x in whole]
+    placement.communicator.exchange(dict.fromkeys(range(placement.size), own), incoming).wait()
+    return whole
 
 
 def scalar_gather_buffers(

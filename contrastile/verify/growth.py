@@ -19,7 +19,7 @@ from contrastile.schedules.problem import Problem
 from contrastile.verify.bounds import bounds
 from contrastile.verify.comparison import Comparisons, Point, compare
 from contrastile.verify.draws import unit
-from contrastile.verify.plain import compare_with_plain, plain_outcome
+from contrastile.verify.plain import NOISIER, compare_with_plain, plain_outcome
 from contrastile.verify.rounding import round_to
 from contrastile.verify.trial import SkipError, Subject
 from contrastile.verify.truth import Outcome, truth
@@ -62,7 +62,7 @@ def _measured(subject: Subject, axis: str, x: float) -> Comparisons:
         bound=_norm(bound) / size,
     )
     yield label, replace(compare(got, exact, bound), point=point)
-    beside = compare_with_plain(problem, oracle, got, accuracy, subject.dtype, subject.device)
+    beside = compare_with_plain(problem, oracle, got, accuracy, subject.dtype, NOISIER[subject.device])
     yield f"{label}, beside a plain computation", beside
 
 

@@ -38,20 +38,18 @@ def compare_with_plain(
     got: Outcome,
     accuracy: Accuracy,
     dtype: str,
-    device: str = "cpu",
+    times: float = NOISIER["cpu"],
     view: Callable[[Outcome], Outcome] = lambda outcome: outcome,
-    times: float | None = None,
 ) -> Worst:
     """The field with the largest norm of errors, relative to so many times that of the plain computation, or the floor.
 
-    ``times`` is ``NOISIER`` where it is not given.
     ``view`` makes of an outcome of the problem one in the fields of ``got``.
     """
     with np.errstate(all="ignore"):
         plain, floor = plain_outcome(problem, t, accuracy, dtype), _floor(problem, t, accuracy, dtype)
-    worst, most = NOTHING, NOISIER[device] if times is None else times
+    worst = NOTHING
     for name, found, exact, other, least in _fields(got, *map(view, (t.outcome, plain, floor))):
-        error, allowed = np.linalg.norm(found - exact), most * max(np.linalg.norm(other - exact), least)
+        error, allowed = np.linalg.norm(found - exact), times * max(np.linalg.norm(other - exact), least)
         # written so that NaN fails
         ratio = 0.0 if error == 0 else float(error / allowed) if allowed > 0 and error < np.inf else np.inf
         if ratio > worst.ratio or worst is NOTHING:

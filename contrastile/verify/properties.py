@@ -28,7 +28,7 @@ from contrastile.verify import (
     strategies,
 )
 from contrastile.verify.comparison import GRADIENT, NOTHING, VALUE, Comparisons, Worst, compare, identical, parts, wrong
-from contrastile.verify.plain import compare_with_plain
+from contrastile.verify.plain import NOISIER, compare_with_plain
 from contrastile.verify.trial import Property, SkipError, Trial
 from contrastile.verify.truth import Outcome, masks, truth
 
@@ -52,7 +52,12 @@ def plain(trial: Trial) -> Comparisons:
     if trial.subject.dtype == "float64":
         raise SkipError("the oracle is no more exact than a plain float64 computation")
     problem, subject = trial.problem, trial.subject
-    yield "", compare_with_plain(problem, trial.oracle, trial.outcome, subject.accuracy, subject.dtype, subject.device)
+    yield (
+        "",
+        compare_with_plain(
+            problem, trial.oracle, trial.outcome, subject.accuracy, subject.dtype, NOISIER[subject.device]
+        ),
+    )
 
 
 def tiles(trial: Trial) -> Comparisons:
@@ -179,7 +184,7 @@ def symmetric(trial: Trial) -> Comparisons:
         bound = rearrange.folded(trial.bounds(trial.problem, oracle, factor, options))
         yield f"tile {tile}, upstream {factor}", compare(got, rearrange.folded(oracle.outcome), bound)
         if tile is None and subject.dtype != "float64":
-            how = subject.accuracy, subject.dtype, subject.device, rearrange.folded
+            how = subject.accuracy, subject.dtype, NOISIER[subject.device], rearrange.folded
             yield "beside a plain computation", compare_with_plain(trial.problem, oracle, got, *how)
 
 

@@ -160,7 +160,7 @@ def plain(trial: LossTrial) -> Comparisons:
     trial.only_right(["loss", *_gradient_fields(claims)])
     view, facts = partial(_claimed_part, claims), allowed.rounded_once(case)
     got = view(outcome(case, trial.result), joined=True)
-    beside = compare_with_plain(case.problem, case.oracle, got, facts, case.dtype, view=view, times=_NOISIER)
+    beside = compare_with_plain(case.problem, case.oracle, got, facts, case.dtype, _NOISIER, view)
     yield "", named(beside, case)
 
 
