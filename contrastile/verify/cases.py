@@ -390,11 +390,13 @@ def _sigmoid_ids_far(draw: Draw) -> Problem:
     return sigmoid_problem(softmax_problem(rows, columns, 10.0, positives=positives, ids=ids, excluded=excluded), -2.5)
 
 
+@_case("certain@wrong", "every row is certain of a column that is not its own, at scale 100", scale=100.0, turned=1)
 @_case("certain@300", "every pair is certain, scale 300", scale=300.0)
 @_case("certain@30", "every pair is certain, scale 30", scale=30.0)
 @_case("certain", "every pair is certain, scale 100: loss and gradient are as small as 1 - p", scale=100.0)
-def _certain(draw: Draw, scale: float) -> Problem:
-    return softmax_problem(*certain_pairs(draw, 43, 64), scale, **_halves(43))
+def _certain(draw: Draw, scale: float, turned: int = 0) -> Problem:
+    rows, columns = certain_pairs(draw, 43, 64)
+    return softmax_problem(rows, np.roll(columns, turned, axis=0), scale, **_halves(43))
 
 
 @_case("certain-labels@alike", "the same, and samples that are nearly alike: positives share the row", noise=0.01)
@@ -407,6 +409,12 @@ def _certain_labels(draw: Draw, width: int = 64, noise: float | None = None) -> 
         more = unit(views[[0, 0, 1]] + noise * draw.standard_normal((3, width)))
         views, labels = np.concatenate([views, more]), np.concatenate([labels, [0, 0, 1]])
     return _sup_con(views, labels, 100.0)
+
+
+@_case("copies", "SupCon of two classes of copies: the loss is the logarithm of their number")
+def _copies(draw: Draw) -> Problem:
+    labels = draw.integers(0, 2, 71)
+    return _sup_con(unit(draw.standard_normal((2, 64)))[labels], labels, 100.0)
 
 
 @_case("certain-views", "NT-Xent of certain pairs of views at scale 100")

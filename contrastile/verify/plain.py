@@ -22,9 +22,6 @@ from contrastile.verify.truth import Direction, Outcome, Truth, column_blocks
 
 Matrix = npt.NDArray[Any]
 
-_EXPONENT = 126
-"""Largest exponent of a term against a reference that a whole block shares: beyond it would overflow, or be flushed."""
-
 NOISIER = {"cpu": 2.0, "cuda": 3.0}
 """Largest ratio of a backend's error to the plain computation's, or to the floor where that is larger, by device.
 
@@ -195,12 +192,10 @@ def _kept_rounding(side: Direction) -> FloatArray:
 def _differences(side: Direction, positive: BoolArray, a: Accuracy) -> FloatArray:
     """The errors of w p and w t at pairs of several positives, in units; (own, other). G is their difference there.
 
-    Each is rounded once. An exponential has an error of its own, and with a reference that a whole block shares its
-    exponent is rounded at its own size.
+    Each is rounded once, and an exponential has an error of its own.
     """
     several = positive & (positive.sum(axis=1) > 1)[:, None]
-    of_p = 1 + a.exp_ulps + (_EXPONENT if a.shared_reference else 0)
-    terms = np.abs(side.weight)[:, None] * (of_p * np.nan_to_num(side.p) + np.abs(side.target)[:, None])
+    terms = np.abs(side.weight)[:, None] * ((1 + a.exp_ulps) * np.nan_to_num(side.p) + np.abs(side.target)[:, None])
     return float64(np.where(several, terms, 0.0))
 
 

@@ -40,6 +40,9 @@ CERTAIN = (
     "certain",
     "certain@300",
     "certain-labels",
+    "certain-labels@alike",
+    "certain@wrong",
+    "copies",
     "certain-views",
     "certain-shared",
     "norm-30",
@@ -133,15 +136,17 @@ def status(given: Block) -> int:
 
 def test_the_fast_path_is_taken_where_the_norms_prove_it_safe() -> None:
     given = block()
-    unit = replace(
-        given, rows=torch.nn.functional.normalize(given.rows), columns=torch.nn.functional.normalize(given.columns)
-    )
-    assert status(unit) == 0
-    assert status(replace(unit, scale=torch.tensor(100.0))) == 0
+    unit = [torch.nn.functional.normalize(x) for x in (given.rows, given.columns)]
+    half = replace(given, rows=unit[0].half(), columns=unit[1].half())
+    assert status(half) == 0
+    assert status(replace(half, scale=torch.tensor(100.0))) == 0
+    # of float32 features every row has a reference of its own
+    assert status(replace(given, rows=unit[0], columns=unit[1])) == 1
 
 
 def test_the_safe_path_is_taken_where_nothing_proves_the_fast_one() -> None:
-    given = block()
+    given = block(scale=1.0, dtype=torch.float16)
+    assert status(given) == 0
     assert status(replace(given, scale=torch.tensor(1e6))) == 1
     broken = given.rows.clone()
     broken[3, 2] = float("nan")
@@ -151,7 +156,7 @@ def test_the_safe_path_is_taken_where_nothing_proves_the_fast_one() -> None:
 def test_sums_that_underflow_set_the_status_word_after_the_fact() -> None:
     """The bound allows the fast path, but one row's logits all lie where terms are flushed."""
     d = 16
-    rows, columns = torch.zeros(20, d), torch.zeros(33, d)
+    rows, columns = torch.zeros(20, d).half(), torch.zeros(33, d).half()
     rows[:, 0], columns[:, 0] = 1.0, 1.0
     rows[4, 0] = -1.0
     given = Block(rows, columns, torch.tensor(100.0))
@@ -276,7 +281,7 @@ def test_rows_that_are_certain_of_positives_by_ids_are_seen() -> None:
 
 @pytest.mark.parametrize(("scale", "fast"), [(20.0, 1), (100.0, 1), (300.0, 1), (1000.0, 0)])
 def test_the_fast_backward_is_taken_where_all_rows_are_certain(scale: float, fast: int) -> None:
-    image = torch.eye(40, 48)
+    image = torch.eye(40, 48).half()
     given = Block(image, image, torch.tensor(scale), None, Pairs(positives=torch.arange(40)))
     found = backward_pass._BackwardPass(given, weights_of(given), Options())
     assert float(found.plan[words.FAST.value]) == fast

@@ -179,7 +179,8 @@ def fold_by_ids(safe: bool) -> Iterator[tuple[str, float]]:
     references = np.round(float(alpha) * dots) if safe else np.zeros_like(dots)
     reference = 0.0 if safe else 2.0
     sums = np.where(counts, np.exp2(float(alpha) * dots.astype("f8") - references - reference), 0.0)
-    held = [cupy.asarray(np.asarray(x, "f4")) for x in (dots, counts, sums, references)]
+    low = np.where(counts, dots * 2.0**-26, 0.0).astype("f4")
+    held = [cupy.asarray(np.asarray(x, "f4")) for x in (dots, low, counts, sums, references)]
     state, total, out = cupy.empty(3 * m), cupy.full(m, np.nan), cupy.full(m, np.nan)
     decided = plan(alpha=alpha, bias=bias, reference=reference, status=int(safe), threshold=2.0**-100)
 
@@ -193,7 +194,7 @@ def fold_by_ids(safe: bool) -> Iterator[tuple[str, float]]:
             launch(name, ceil_div(m, FOLD), THREADS, arguments)
 
     run(decided)
-    x = float(alpha) / LOG2E * dots.astype("f8") + np.float32(bias)
+    x = float(alpha) / LOG2E * (dots.astype("f8") + low) + np.float32(bias)
     want = np.where(counts, x, 0.0).sum(0)
     yield f"fold_positives<{safe}>: sum", ratio(total, want, 2.0**-44)
     several = np.array([lse(x[counts[:, i] > 0, i]) for i in range(m)])
@@ -202,7 +203,7 @@ def fold_by_ids(safe: bool) -> Iterator[tuple[str, float]]:
     yield f"fold_positives<{safe}>: lse", ratio(out, want, np.where(count == 1, 1e-300, 8 * U))
     yield f"fold_positives<{safe}>: status", float(read(decided)["status"] != int(safe))
     if not safe:
-        held[2] = cupy.where(held[1] > 0, np.float32(2.0**-110), np.float32(0))
+        held[3] = cupy.where(held[2] > 0, np.float32(2.0**-110), np.float32(0))
         doubted = plan(threshold=2.0**-100)
         run(doubted)
         yield "fold_positives<False>: doubt", float(read(doubted)["status"] != 1)

@@ -38,6 +38,9 @@ BM, BN = HOPPER.bm, HOPPER.bn
 PAST = 64  # columns of G past the chunk that must stay as they are, behind what fills its last 16 bytes
 POISON = 0x7FC1
 
+# places among the fields of Partials; a reference follows its sums
+REFERENCES, POSITIVE_SUMS = 1, 5
+
 # float32 sums of exponentials of dots that tensor cores truncate; G is rounded to 8 bits (bfloat16) or 11
 SUM_ERROR, LOG_ERROR, DOT_ERROR = 3e-4, 4e-4, 3e-4
 ROUNDING = {"bfloat16": 2.0**-8, "float16": 2.0**-11}
@@ -190,6 +193,12 @@ def repeated(run: Callable[[], None], outs: list[Any]) -> bool:
     return True
 
 
+def dots_and_counts(parts: Any) -> list[Any]:
+    """Of each row or column, from all tiles' partials: the sum of its positives' dots, and how many there are."""
+    _, _, dots, low, counts, *_ = parts.astype(cupy.float64).sum(1)
+    return [dots + low, counts]
+
+
 def check_forward(p: Problem, name: str) -> None:
     """Fast and safe statistics of negatives, and of positives by ids."""
     height, width = p.chunk[2:]
@@ -199,31 +208,32 @@ def check_forward(p: Problem, name: str) -> None:
     negatives, positives = (cupy.where(those, x, -cupy.inf) for those in (admitted & ~positive, positive))
     for safe in (False, True):
         p.set_plan(status=int(safe))
-        count = 6 if p.mask == TARGET else 2
-        # sums, references, dots, counts, positive sums, positive references
+        count = 7 if p.mask == TARGET else 2
         rows, columns = (cupy.zeros((count, t, s), cupy.float32) for t, s in zip(tiles, (height, width), strict=True))
         sides = (
-            struct("Partials")(*(pointer(z[i]) if i < count else None for i in range(6)), stride=z.shape[2])
+            struct("Partials")(*(pointer(z[i]) if i < count else None for i in range(7)), stride=z.shape[2])
             for z in (rows, columns)
         )
         arguments = struct("ForwardArguments")(**p.common(), **dict(zip(("rows", "columns"), sides, strict=True)))
         run = p.launcher("forward", arguments, p.maps(), safe)
-        written = [i for i in range(count) if safe or i not in (1, 5)]
+        written = [i for i in range(count) if safe or i not in (REFERENCES, POSITIVE_SUMS + 1)]
         same = repeated(run, [z[i] for z in (rows, columns) for i in written])
         for side, parts, axis in (("rows", rows, 1), ("columns", columns, 0)):
             path = f"{name} forward {'safe' if safe else 'fast'} {side}"
-            for what, true, at in (("negatives", negatives, 0), ("positives", positives, 4))[: count // 2 - 1 or 1]:
+            for what, true, at in (("negatives", negatives, 0), ("positives", positives, POSITIVE_SUMS)):
+                if at >= count:
+                    continue
                 sums, reference = parts[at].astype(cupy.float64), parts[at + 1].astype(cupy.float64)
                 found = log_sum(cupy.log2(sums) + (reference if safe else float(p.reference)), 0)
                 expected = log_sum(true, axis)
                 error = worst(cupy.where(expected == found, 0.0, found - expected))
                 held(f"{path} {what}", error, LOG_ERROR, same)
             if p.mask == TARGET:
-                for what, at, value in (("dots", 2, dots), ("counts", 3, 1.0)):
-                    error = worst(parts[at].astype(cupy.float64).sum(0) - cupy.where(positive, value, 0.0).sum(axis))
-                    held(f"{path} {what} of positives", error, DOT_ERROR if at == 2 else 0.0, same)
+                for what, found, value in zip(("dots", "counts"), dots_and_counts(parts), (dots, 1.0), strict=True):
+                    error = worst(found - cupy.where(positive, value, 0.0).sum(axis))
+                    held(f"{path} {what} of positives", error, DOT_ERROR if what == "dots" else 0.0, same)
         if p.mask == TARGET:
-            p.found = [parts[2:4].astype(cupy.float64).sum(1) for parts in (rows, columns)]
+            p.found = [dots_and_counts(parts) for parts in (rows, columns)]
 
 
 class GradientSide:
@@ -365,25 +375,24 @@ def check_narrow_forward(p: Problem, name: str, shares: Shares) -> None:
     dots, positive, admitted = p.truth()
     x = float(p.alpha) * dots
     p.set_plan()
-    # sums, references, dots, counts, positive sums, positive references
-    parts = cupy.zeros((6, shares.most, height), cupy.float32)
+    parts = cupy.zeros((7, shares.most, height), cupy.float32)
     rows = struct("Partials")(*map(pointer, parts), stride=height)
     forward = struct("ForwardArguments")(**p.common(), rows=rows)
     arguments = struct("NarrowForwardArguments")(forward=forward, blocks=shares.blocks, parts=shares.most)
     run = narrow_launcher(p, "forward", arguments)
-    same = repeated(run, [parts[i] for i in ((0, 2, 3, 4) if p.mask == TARGET else (0,))])
+    same = repeated(run, [parts[i] for i in ((0, *range(2, POSITIVE_SUMS + 1)) if p.mask == TARGET else (0,))])
     wide = parts.astype(cupy.float64).sum(1)
-    kinds = (("negatives", admitted & ~positive, 0), ("positives", positive, 4))
+    kinds = (("negatives", admitted & ~positive, 0), ("positives", positive, POSITIVE_SUMS))
     for what, those, at in kinds[: 2 if p.mask == TARGET else 1]:
         expected = log_sum(cupy.where(those, x, -cupy.inf), 1)
         found = cupy.log2(wide[at]) + float(p.reference)
         error = worst(cupy.where(expected == found, 0.0, found - expected))
         held(f"{name} narrow forward {what}", error, LOG_ERROR, same)
     if p.mask == TARGET:
-        for what, at, value in (("dots", 2, dots), ("counts", 3, 1.0)):
-            error = worst(wide[at] - cupy.where(positive, value, 0.0).sum(1))
-            held(f"{name} narrow forward {what}", error, DOT_ERROR if at == 2 else 0.0, same)
-        p.found = [wide[2:4], *p.found[1:]]
+        for what, found, value in zip(("dots", "counts"), dots_and_counts(parts), (dots, 1.0), strict=True):
+            error = worst(found - cupy.where(positive, value, 0.0).sum(1))
+            held(f"{name} narrow forward {what}", error, DOT_ERROR if what == "dots" else 0.0, same)
+        p.found = [dots_and_counts(parts), *p.found[1:]]
 
 
 def check_narrow_gradient(p: Problem, name: str, shares: Shares) -> None:

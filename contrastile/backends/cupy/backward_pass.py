@@ -168,6 +168,7 @@ class _BackwardPass:
             two_sided=self.column.vectors is not None,
             by_ids=self.row.by_ids,
             half=self.dtype == "float16",
+            exact=self.tiles.exact,
             **given,
             **({} if self.factors is None else self.factors.epilogue_arguments()),
         )

@@ -59,7 +59,7 @@ class Family:
     @property
     def shared(self) -> int | None:
         """Bytes of dynamic shared memory; None where a constant in the cubin says it."""
-        return None if self.stages is None else self.stages * 32768 + 8192
+        return None if self.stages is None else self.stages * 32768 + 9216
 
 
 HOPPER = Family("sm90", bm=128, bn=192, threads=384, cluster=2, maps=True)

@@ -51,7 +51,8 @@ def _no_positives(length: int) -> tuple[Any, Any]:
     return _full(length, -cupy.inf), cupy.zeros(length, "float64")
 
 
-_SUMS, _BY_IDS = ("sums", "references"), ("dots", "counts", "positive_sums", "positive_references")
+_SUMS = "sums", "references"
+_BY_IDS = "dots", "dots_low", "counts", "positive_sums", "positive_references"
 """What a tile leaves of each row and column, always and where ids name positives."""
 
 
@@ -125,7 +126,10 @@ class _SideStatistics:
 
 
 class _ForwardPass:
-    """One forward pass over one block: the fast kernels, then the safe ones, of which one kind returns at once."""
+    """One forward pass over one block: the fast kernels, then the safe ones, of which one kind returns at once.
+
+    Of float32 features the safe ones alone: see ``passes.own_references``.
+    """
 
     def __init__(self, block: Block, columns: bool, options: Options, keep: bool) -> None:
         self.block, self.two_sided = block, columns
@@ -156,7 +160,7 @@ class _ForwardPass:
         split = 0 if self.kept is None else self.kept.rows
         if self.narrow:
             self._narrow()
-        for safe in (True,) if self.narrow else (False, True):
+        for safe in (True,) if self.narrow or self.tiles.exact else (False, True):
             for start, stop in ((0, split), (split, self.m)):
                 for chunk in chunks(stop, self.n, self.height, self.width, start):
                     self._chunk(safe, chunk)
@@ -189,7 +193,9 @@ class _ForwardPass:
             )
             kernel = positives_kernel(self.tiles.dtype, self.tiles.precision)
             launch(kernel, ceil_div(most, PAIRS), THREADS, dots)
-        decide = struct("PlanForwardArguments")(peaks=self.peaks, plan=self.plan, **sizes, **scalars(self.block))
+        decide = struct("PlanForwardArguments")(
+            peaks=self.peaks, plan=self.plan, exact=self.tiles.exact, **sizes, **scalars(self.block)
+        )
         launch(instance("plan", "plan_forward"), 1, ONE_BLOCK, decide)
 
     def _narrow(self) -> None:

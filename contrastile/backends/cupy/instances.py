@@ -8,6 +8,7 @@ from itertools import product
 
 from contrastile.backends.cupy.build import Instance
 from contrastile.backends.cupy.configs import Family, kernel_family
+from contrastile.backends.passes import own_references
 
 PLAIN, EXCLUSIONS, DROP, TARGET = MASKS = range(4)
 """Which pairs may not count: none; excluded ones; equal ids too; all but equal ids."""
@@ -99,7 +100,7 @@ def tile_kernels(capability: int) -> Iterator[Instance]:
     for dtype, mask, hopper in product(ELEMENTS, MASKS, (True, False)):
         family = kernel_family(dtype, capability, hopper=hopper)
         for precision in ARITHMETICS if dtype == "float32" else ("ieee",):
-            for safe in (False, True):
+            for safe in (True,) if own_references(dtype) else (False, True):
                 yield tile_kernel("forward", family, dtype, mask, safe=safe, precision=precision)
             for name in ("gradient", "sigmoid"):
                 yield tile_kernel(name, family, dtype, mask, precision=precision)

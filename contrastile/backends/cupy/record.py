@@ -16,7 +16,7 @@ from contrastile.backends.cupy.instances import ARITHMETICS, KEPT_DTYPE
 from contrastile.backends.cupy.keeping import most_rows, size_of
 from contrastile.backends.cupy.launch import capability
 from contrastile.backends.cupy.sigmoid_pass import sigmoid_loss
-from contrastile.backends.passes import supports
+from contrastile.backends.passes import own_references, supports
 from contrastile.backends.settings import kept_bytes
 
 
@@ -66,7 +66,7 @@ def accuracy(dtype: str, device: str, options: Options = Options()) -> Accuracy:
         input_rounding=2.0**-11 if dtype == "float32" and precision == "tf32" else 0.0,
         gradient_rounding=rounding,
         gradient_underflow=2.0**-32 if dtype == "float16" else 0.0,
-        shared_reference=True,
+        shared_reference=not own_references(dtype),
         tile=lambda size: min(size, 64),
     )
 

@@ -11,7 +11,14 @@ from contrastile.backends.contract import Block
 from contrastile.backends.crossing import dtype_name
 from contrastile.backends.cupy.arguments import constant, struct
 from contrastile.backends.cupy.common import THREADS, contiguous
-from contrastile.backends.cupy.configs import NARROW_SIDE, Family, Shares, kernel_family, narrow, uses_hopper_kernels
+from contrastile.backends.cupy.configs import (
+    NARROW_SIDE,
+    Family,
+    Shares,
+    kernel_family,
+    narrow,
+    uses_hopper_kernels,
+)
 from contrastile.backends.cupy.instances import (
     DROP,
     EXCLUSIONS,
@@ -33,7 +40,7 @@ from contrastile.backends.cupy.launch import (
     row_stride,
 )
 from contrastile.backends.cupy.tensor_maps import tensor_map
-from contrastile.backends.passes import Chunk, PairVectors, ceil_div
+from contrastile.backends.passes import Chunk, PairVectors, ceil_div, own_references
 
 _WIDE = 64
 """Columns of a block of a tensor map: the 128 bytes that one swizzle takes."""
@@ -53,12 +60,14 @@ class Tiles:
     Attributes:
         dtype: name of the features' dtype.
         mask: PLAIN, EXCLUSIONS, DROP or TARGET: what the pairs ask of a kernel.
+        exact: see ``passes.own_references``.
     """
 
     def __init__(self, block: Block, precision: str) -> None:
         self.precision = precision
         self.rows, self.columns = aligned(block.rows), aligned(block.columns)
         self.dtype = dtype_name(self.rows.dtype)
+        self.exact = own_references(self.dtype)
         self.pairs = PairVectors.of(block.pairs, contiguous)
         without_ids = PLAIN if self.pairs.excluded is None else EXCLUSIONS
         self.mask = {"drop": DROP, "target": TARGET, None: without_ids}[self.pairs.match]

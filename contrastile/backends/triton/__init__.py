@@ -8,7 +8,7 @@ the device. Under Triton's interpreter (TRITON_INTERPRET=1) the same kernels run
 from __future__ import annotations
 
 from contrastile.backends.contract import PRECISIONS, Accuracy, Backend, Options
-from contrastile.backends.passes import supports
+from contrastile.backends.passes import own_references, supports
 from contrastile.backends.triton.arrays import TritonArrays
 from contrastile.backends.triton.backward_pass import finished, gradients
 from contrastile.backends.triton.configs import INTERPRETED
@@ -34,7 +34,7 @@ def accuracy(dtype: str, device: str, options: Options = Options()) -> Accuracy:
         input_rounding={"tf32": 2.0**-11, "split": 2.0**-24}.get(precision, 0.0),
         gradient_rounding={"float16": 2.0**-11, "bfloat16": 2.0**-8}.get(dtype, 2.0**-17 if precision == "tf32" else 0),
         gradient_underflow=2.0**-32 if dtype == "float16" else 0.0,
-        shared_reference=True,
+        shared_reference=not own_references(dtype),
         depth=int if precision == "ieee" else lambda terms: 3 * terms,
         tile=lambda size: min(size, 16 if INTERPRETED else 64),
     )

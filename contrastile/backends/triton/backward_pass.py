@@ -128,7 +128,7 @@ class _BackwardPass(BlockPass):
         flags = {"MATCHED": self.masks.ids_only, "LANES": LANES}
         precheck.weight_bounds[(programs,)](*sizes, scale, bias, *given, **flags)
         precheck.plan_backward[(1,)](
-            peaks, scale, self.plan, programs, TWO_SIDED=self.two_sided, HALF=half, BLOCK=BLOCK
+            peaks, scale, self.plan, programs, TWO_SIDED=self.two_sided, HALF=half, EXACT=self.exact, BLOCK=BLOCK
         )
         precheck.epilogue_scales[(programs,)](self.plan, scale, bias, *sizes, *self.weights, *self.vectors, **flags)
 

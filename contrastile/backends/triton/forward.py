@@ -41,8 +41,7 @@ _PLAIN = ["m", "n", "row0", "column0", "height", "width", "depth"]
 
 def quantities(safe: bool, matched: bool) -> int:
     """Partial results that a tile leaves of a row or column: see ``lse_tiles``."""
-    one = 2 if safe else 1
-    return 2 * one + 2 if matched else one
+    return (2 if safe else 1) + (4 if matched else 0)
 
 
 @kernel
@@ -60,8 +59,8 @@ def lse_tiles(
     diagonals: the least and the largest j - i of the block's positives (i, j): no other tile holds one.
 
     What a tile leaves of its negatives is the sum of E (fast), or the maximum x and the sum of 2^(X - x) (safe), for
-    the sum of the two would be rounded at the size of a logit. With IDS = TARGET there follow the same of the
-    positives, the sum of their logits in powers of two, and their count.
+    the sum of the two would be rounded at the size of a logit. With IDS = TARGET there follow, of the positives and on
+    both paths, the maximum x, the sums of 2^(X - x) and of X - x, and their count.
     """
     row_tiles, column_tiles = tl.cdiv(height, BM), tl.cdiv(width, BN)
     tiles = row_tiles * column_tiles
@@ -103,15 +102,14 @@ def lse_tiles(
                 x = tl.where(admitted & (positive == 0), x, EMPTY)
                 if IDS == TARGET:
                     positive = positive & (i < height)[:, None] & (j < width)[None, :]
-                    logit = tl.where(positive, rounded(acc, alpha), 0.0)
-                    term = tl.where(positive, logit if SAFE else tl.math.exp2(acc * alpha - reference), EMPTY)
-                    _leave_positives(term, logit, positive, row_to, row_size, i < height, SAFE, 1)
+                    logit = tl.where(positive, rounded(acc, alpha), float("-inf"))
+                    _leave_positives(logit, positive, row_to, row_size, i < height, 1)
                     if COLUMNS:
-                        _leave_positives(term, logit, positive, column_to, column_size, j < width, SAFE, 0)
+                        _leave_positives(logit, positive, column_to, column_size, j < width, 0)
             elif IDS == TARGET:
-                _leave_nothing(row_to, row_size, i < height, SAFE)
+                _leave_nothing(row_to, row_size, i < height)
                 if COLUMNS:
-                    _leave_nothing(column_to, column_size, j < width, SAFE)
+                    _leave_nothing(column_to, column_size, j < width)
         _leave(x, row_parts + row_at, row_size, i < height, SAFE, 1)
         if COLUMNS:
             _leave(x, column_parts + column_at, column_size, j < width, SAFE, 0)
@@ -121,9 +119,7 @@ def lse_tiles(
 def _leave(x, to, size, inside, SAFE: tl.constexpr, AXIS: tl.constexpr):
     """What a tile leaves along an axis of terms of a sum (fast) or of logits (safe)."""
     if SAFE:
-        top = tl.max(x, AXIS)
-        # an infinite maximum cannot be subtracted: inf - inf is NaN
-        top = tl.where((top > float("-inf")) & (top < float("inf")), top, 0.0)
+        top = _finite(tl.max(x, AXIS))
         tl.store(to, top, mask=inside)
         tl.store(to + size, tl.sum(tl.math.exp2(x - tl.expand_dims(top, AXIS)), AXIS), mask=inside)
     else:
@@ -131,19 +127,31 @@ def _leave(x, to, size, inside, SAFE: tl.constexpr, AXIS: tl.constexpr):
 
 
 @triton.jit
-def _leave_positives(term, logit, positive, to, size, inside, SAFE: tl.constexpr, AXIS: tl.constexpr):
-    """The same of the positives, the sum of their logits, and their count."""
-    _leave(term, to, size, inside, SAFE, AXIS)
-    to += (2 if SAFE else 1) * size
-    tl.store(to, tl.sum(logit, AXIS), mask=inside)
-    tl.store(to + size, tl.sum(positive.to(tl.float32), AXIS), mask=inside)
+def _leave_positives(x, positive, to, size, inside, AXIS: tl.constexpr):
+    """What a tile leaves of logits of positives; elsewhere x is -inf.
+
+    Against their own maximum on the fast path, too: of a positive that is likelier than all others nothing is rounded,
+    nor of the sum of logits that are alike.
+    """
+    top = _finite(tl.max(x, AXIS))
+    less = x - tl.expand_dims(top, AXIS)
+    tl.store(to, top, mask=inside)
+    tl.store(to + size, tl.sum(tl.math.exp2(less), AXIS), mask=inside)
+    tl.store(to + 2 * size, tl.sum(tl.where(positive, less, 0.0), AXIS), mask=inside)
+    tl.store(to + 3 * size, tl.sum(positive.to(tl.float32), AXIS), mask=inside)
 
 
 @triton.jit
-def _leave_nothing(to, size, inside, SAFE: tl.constexpr):
+def _leave_nothing(to, size, inside):
     """What ``_leave_positives`` leaves of a tile without positives."""
-    for quantity in range(4 if SAFE else 3):
+    for quantity in range(4):
         tl.store(to + quantity * size, 0.0, mask=inside)
+
+
+@triton.jit
+def _finite(top):
+    """A maximum that can be subtracted, 0 for one that cannot: inf - inf is NaN."""
+    return tl.where((top > float("-inf")) & (top < float("inf")), top, 0.0)
 
 
 @kernel
@@ -160,10 +168,10 @@ def fold(
     """Fold one chunk's partials into the running state; after the last chunk, give the statistics in nats.
 
     row_parts: (.., column_tiles, height); column_parts: (.., row_tiles, width), as ``lse_tiles`` leaves them; states:
-    (1 or 4, m) and (.., n) float64: sums or log2-sum-exp2 of the negatives and, if MATCHED, of the positives, their
-    sums of logits, their counts; first_*, last_*: whether this is the state's first or last chunk. To row_* (m,) and
-    column_* (n,), float64: the log-sum-exp of the negatives and, if MATCHED, that of the positives, and their sum.
-    The fast path is checked here: a sum so small that what underflowed could matter sets the status word.
+    (1 or 4, m) and (.., n) float64: sums (fast) or log2-sum-exp2 of the negatives and, if MATCHED, log2-sum-exp2 of the
+    positives, their sums of logits, their counts; first_*, last_*: whether this is the state's first or last chunk. To
+    row_* (m,) and column_* (n,), float64: the log-sum-exp of the negatives and, if MATCHED, that of the positives, and
+    their sum. The fast path is checked here: a sum so small that what underflowed could matter sets the status word.
     """
     program = tl.program_id(0)
     row_programs = tl.cdiv(height, LANES)
@@ -201,32 +209,20 @@ def _fold_side(
     negative = _fold_sum(parts, state + at, chunk, SAFE, DEPTH)
     if MATCHED:
         parts += NEXT * size
-        positive = _fold_sum(parts, state + step + at, chunk, SAFE, DEPTH)
-        parts += NEXT * size
-        logits = _add(parts, state + 2 * step + at, chunk, DEPTH)
-        count = _add(parts + size, state + 3 * step + at, chunk, DEPTH)
+        positive = _fold_sum(parts, state + step + at, chunk, True, DEPTH)
+        logits, count = _fold_logits(parts, state + 2 * step + at, step, chunk, DEPTH)
     if last != 0:
         orders, shift = binary_orders(tl.load(scale)), bias_of(bias)
         least = tl.load(plan + THRESHOLD).to(tl.float64)
         trusted = negative >= least * terms
-        if MATCHED:
-            trusted = trusted & ((count < 2.0) | (positive >= least * count))
         # or-ing a bit gives the same word in any order; a NaN sum is not trusted
         if not SAFE and tl.max(tl.where(trusted | (lanes >= length), 0, 1), 0) != 0:
             tl.atomic_or(status, 1)
-        tl.store(to[0] + at, _log2(negative, plan, SAFE) / orders + shift, mask=inside)
+        log2 = negative if SAFE else tl.log2(negative) + tl.load(plan + REFERENCE).to(tl.float64)
+        tl.store(to[0] + at, log2 / orders + shift, mask=inside)
         if MATCHED:
-            total_logit = tl.where(count > 0.0, logits / orders + count * shift, 0.0)
-            log = tl.where(count > 0.0, _log2(positive, plan, SAFE) / orders + shift, float("-inf"))
-            # of one positive its logit, as the backward has it
-            tl.store(to[1] + at, tl.where(count == 1.0, total_logit, log), mask=inside)
-            tl.store(to[2] + at, total_logit, mask=inside)
-
-
-@triton.jit
-def _log2(state, plan, SAFE: tl.constexpr):
-    """The log2-sum-exp2 that a state stands for."""
-    return state if SAFE else tl.log2(state) + tl.load(plan + REFERENCE).to(tl.float64)
+            tl.store(to[1] + at, tl.where(count > 0.0, positive / orders + shift, float("-inf")), mask=inside)
+            tl.store(to[2] + at, tl.where(count > 0.0, logits / orders + count * shift, 0.0), mask=inside)
 
 
 @triton.jit
@@ -261,17 +257,30 @@ def _fold_sum(parts, state, chunk, SAFE: tl.constexpr, DEPTH: tl.constexpr):
         top = _part(parts, chunk, start, DEPTH)
         part = _log2_sum(top + tl.log2(_part(parts + size, chunk, start, DEPTH)), 0)
         high = tl.maximum(total, part)
-        shift = tl.where((high > float("-inf")) & (high < float("inf")), high, 0.0)
+        shift = _finite(high)
         total = shift + tl.log2(tl.math.exp2(total - shift) + tl.math.exp2(part - shift))
     tl.store(state, total, mask=inside)
     return total
 
 
 @triton.jit
+def _fold_logits(parts, state, step, chunk, DEPTH: tl.constexpr):
+    """The sums of the positives' logits and, ``step`` behind them, their counts: see ``_leave_positives``."""
+    _lanes, inside, length, tiles, first = chunk
+    size = tiles.to(tl.int64) * length
+    total = tl.load(state, mask=inside & (first == 0), other=0.0)
+    for start in range(0, tiles, DEPTH):
+        count = _part(parts + 3 * size, chunk, start, DEPTH)
+        total += tl.sum(_part(parts, chunk, start, DEPTH) * count + _part(parts + 2 * size, chunk, start, DEPTH), 0)
+    tl.store(state, total, mask=inside)
+    return total, _add(parts + 3 * size, state + step, chunk, DEPTH)
+
+
+@triton.jit
 def _log2_sum(x, AXIS: tl.constexpr):
     """log2 sum 2^x along an axis; -inf for nothing, inf for +inf, NaN for NaN."""
     top = tl.max(x, AXIS)
-    shift = tl.where((top > float("-inf")) & (top < float("inf")), top, 0.0)
+    shift = _finite(top)
     return shift + tl.log2(tl.sum(tl.math.exp2(x - tl.expand_dims(shift, AXIS)), AXIS))
 
 

@@ -40,7 +40,10 @@ def _wide(like: Any, *shape: int) -> Any:
 
 
 class _ForwardPass(BlockPass):
-    """One forward pass over one block: the fast kernels, then the safe ones, of which one kind returns at once."""
+    """One forward pass over one block: the fast kernels, then the safe ones, of which one kind returns at once.
+
+    Of float32 features the safe ones alone: see ``passes.own_references``.
+    """
 
     def __init__(self, block: Block, columns: bool, options: Options) -> None:
         super().__init__(block, options)
@@ -68,7 +71,7 @@ class _ForwardPass(BlockPass):
     def run(self) -> Statistics:
         """Launch everything."""
         self._precheck()
-        for safe in (False, True):
+        for safe in (True,) if self.exact else (False, True):
             self._sweep(safe)
         if not self.masks.ids_only:
             self._positives()
@@ -81,7 +84,7 @@ class _ForwardPass(BlockPass):
         features = self.rows, self.columns, self.rows.stride(0), self.columns.stride(0), self.m, self.n
         precheck.measure[(programs,)](*features, named, squares, ends, depth=width, LINES=LINES, BD=step(width))
         # with terms up to 2^room the longer side's sum stays under 2^125
-        room = float(124 - max(self.m, self.n).bit_length())
+        room = -math.inf if self.exact else float(124 - max(self.m, self.n).bit_length())
         decided = self.plan, self.status, self.diagonals
         precheck.plan_forward[(1,)](
             squares, ends, self.block.scale, *decided, row_programs, programs, room, depth=width, BLOCK=BLOCK

@@ -13,7 +13,7 @@ import torch
 
 from contrastile.backends.contract import Block, Footprint, Options
 from contrastile.backends.crossing import dtype_name
-from contrastile.backends.passes import ceil_div, lines
+from contrastile.backends.passes import ceil_div, lines, own_references
 from contrastile.backends.triton import parts, positives
 from contrastile.backends.triton.common import LINES, Masks, step
 from contrastile.backends.triton.configs import (
@@ -161,6 +161,7 @@ class BlockPass:
         rows: (m, d) features, rows 16-byte aligned.
         columns: (n, d) likewise.
         plan: (PLAN_SIZE,) float32, which one kernel writes and later ones obey; the pass makes it with other vectors.
+        exact: see ``passes.own_references``.
     """
 
     plan: Any
@@ -172,6 +173,7 @@ class BlockPass:
         self.rows, self.columns = (side.x for side in self.sides)
         self.m, self.n = self.rows.shape[0], self.columns.shape[0]
         self.masks = Masks(block.pairs)
+        self.exact = own_references(dtype_name(self.rows.dtype))
 
     def config(self, kernel: str) -> Config:
         """The configuration of a kernel for this block."""

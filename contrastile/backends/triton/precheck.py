@@ -209,7 +209,8 @@ def plan_forward(
     ``room``: the exponent that one term may have so that the sum over the longer side stays finite. With
     ``B >= |alpha dot|`` and ``r = max(0, B - room)`` nothing overflows. Terms under 2^-126 are flushed, at most one a
     column: with ``B + r <= 125`` there are none; else a sum of at least 2^-100 a term loses less than 2^-26 of itself,
-    and ``fold`` checks that it is so. A reference that no likely sum would survive is not tried.
+    and ``fold`` checks that it is so. A reference that no likely sum would survive is not tried, nor any where room is
+    -inf.
     """
     alpha = tl.load(scale) * LOG2E
     bound = _largest_logit(squares, alpha, row_programs, programs, depth, BLOCK)
@@ -227,7 +228,10 @@ def plan_forward(
 
 @kernel
 @triton.jit(do_not_specialize=["programs"])
-def plan_backward(peaks, scale, plan, programs, TWO_SIDED: tl.constexpr, HALF: tl.constexpr, BLOCK: tl.constexpr):
+def plan_backward(
+    peaks, scale, plan, programs,
+    TWO_SIDED: tl.constexpr, HALF: tl.constexpr, EXACT: tl.constexpr, BLOCK: tl.constexpr,
+):  # fmt: skip
     """Whether G may be formed as ``2^(x - r) (u_i 2^(r - L_i) + v_j 2^(r - M_j))``, and with which r.
 
     An admitted logit is at most its row's and its column's log-sum-exp, so with ``r >= max L - 120`` nothing admitted
@@ -235,7 +239,7 @@ def plan_backward(peaks, scale, plan, programs, TWO_SIDED: tl.constexpr, HALF: t
     A factor that counts is not flushed while ``log2 |u| - (L - r) >= -125``. Of the r that these allow, the largest is
     taken, for the differences that matter are then the smallest; where there is none, the exact path is. So it is
     beyond 512: a logit is not rounded here before r leaves it, as in the forward, and the difference, half an ulp of
-    the logit, shall be no more than a rounding of a difference.
+    the logit, shall be no more than a rounding of a difference. EXACT: no r is taken.
 
     GRADIENT_SCALE brings a float16 G near the top of its range. CERTAIN: see ``gradient_tiles``.
     """
@@ -253,6 +257,7 @@ def plan_backward(peaks, scale, plan, programs, TWO_SIDED: tl.constexpr, HALF: t
     reference = tl.minimum(low, high)
     # the comparisons fail for NaN and for infinities
     fast = (low >= -512.0) & (high <= 512.0) & (reference >= tl.maximum(high - 120.0, high - 125.0 - least))
+    fast = fast & (not EXACT)
     tl.store(plan + ALPHA, tl.load(scale) * LOG2E)
     tl.store(plan + REFERENCE, tl.where(fast, reference, 0.0))
     tl.store(plan + FAST, fast.to(tl.float32))

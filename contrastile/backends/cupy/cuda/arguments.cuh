@@ -41,6 +41,7 @@ struct Partials {
     float* sums;                 // over negatives; null: this side is not wanted
     float* references;           // safe alone: of the sums
     float* dots;                 // TARGET alone: sums of dots over positive pairs, without scale and bias
+    float* dots_low;             // TARGET alone: what these have lost by rounding
     float* counts;               // TARGET alone: how many there were
     float* positive_sums;        // TARGET alone: as sums, over positive pairs
     float* positive_references;  // TARGET alone: as references
@@ -123,8 +124,8 @@ struct SigmoidArguments {
 };
 
 static_assert(sizeof(TensorMap) == 128 && sizeof(Features) == 40 && sizeof(Chunk) == 24 && sizeof(PairVectors) == 32);
-static_assert(sizeof(ForwardArguments) == 216 && sizeof(GradientArguments) == 216 && sizeof(SigmoidArguments) == 152);
+static_assert(sizeof(ForwardArguments) == 232 && sizeof(GradientArguments) == 216 && sizeof(SigmoidArguments) == 152);
 static_assert(sizeof(WeightedArguments) == 56 && sizeof(NarrowGradientArguments) == 248 &&
-              sizeof(NarrowForwardArguments) == 224);
+              sizeof(NarrowForwardArguments) == 240);
 
 }  // namespace contrastile

@@ -58,6 +58,7 @@ struct PlanForwardArguments {
     const float* bias;   // or null
     Plan* plan;
     long long m, n, depth;
+    int exact;           // whether no reference is shared
 };
 
 // sum_positives: blocks ceil(n / 256), 256 threads. Nothing to do unless plan->off_diagonal.
@@ -93,6 +94,7 @@ struct FoldArguments {
 // One side of the fold of positives that ids name.
 struct PositiveSide {
     const float* dots;        // (tiles, part_stride): sums of dots over positive pairs, without scale and bias
+    const float* dots_low;    // likewise, what these have lost by rounding
     const float* counts;      // likewise, how many there were
     const float* sums;        // as of FoldSide, over positive pairs
     const float* references;
@@ -166,6 +168,7 @@ struct EpilogueScalesArguments {
     int two_sided;
     int by_ids;             // whether ids name the positives
     int half;               // whether G is float16 and needs a gradient_scale
+    int exact;              // whether no reference is shared
 };
 
 // What the vectors that go with kept exponentials are a multiple of.

@@ -20,6 +20,12 @@ __device__ __forceinline__ float row_total(float x) {
     return x + across(x, 2);
 }
 
+__device__ __forceinline__ TwoPart row_total(TwoPart x) {
+    x.add(across(x, 1));
+    x.add(across(x, 2));
+    return x;
+}
+
 // One step of summing lists across lanes: lanes that differ in `bit` trade halves, so that each keeps HALF sums of two.
 // The upper lane keeps the upper half.
 template <int HALF, int SIZE>
@@ -313,6 +319,12 @@ __device__ __forceinline__ float column_total(float x) {
     return x;
 }
 
+__device__ __forceinline__ TwoPart column_total(TwoPart x) {
+#pragma unroll
+    for (int bit = 16; bit > 2; bit /= 2) x.add(across(x, bit));
+    return x;
+}
+
 // How many bits of each of four pairs of bits are set, a byte for each pair.
 __device__ __forceinline__ unsigned set_of_pairs(unsigned bits) {
     unsigned pairs = (bits & 0x55) + (bits >> 1 & 0x55);
@@ -322,21 +334,22 @@ __device__ __forceinline__ unsigned set_of_pairs(unsigned bits) {
 
 // Sums of the dots of positive pairs, and their counts (TARGET).
 //
-// row_dot, row_count: [strip][q]. column_dot, column_count: shared, of this warp. `columns` as in admit.
+// row_*: [strip][q]. column_*: shared, of this warp. `columns` as in admit. The loss is the log-sum-exp less
+// the mean of the logits: where these are large and alike, a sum in one float would be all of its error.
 // Counts are added up as integers, of four rows or of two columns in one register: a row has 8 GROUPS pairs at most.
 template <int MASK, int STRIPS, int GROUPS>
 __device__ __forceinline__ void positive_sums(const float (&dot)[STRIPS][4 * GROUPS], const PairRow (&rows)[STRIPS][2],
                                               const bool (&inside)[STRIPS][2], const long long* ids, int columns,
-                                              int lane, float (&row_dot)[STRIPS][2], float (&row_count)[STRIPS][2],
-                                              float* column_dot, float* column_count) {
+                                              int lane, float (&row_dot)[STRIPS][2], float (&row_dot_low)[STRIPS][2],
+                                              float (&row_count)[STRIPS][2], float* column_dot, float* column_dot_low,
+                                              float* column_count) {
     static_assert(8 * GROUPS < 256, "a count is a byte");
+    TwoPart row[STRIPS][2];
     unsigned row_counts[STRIPS / 2] = {};
-#pragma unroll
-    for (int s = 0; s < STRIPS; ++s) row_dot[s][0] = row_dot[s][1] = 0.0f;
 #pragma unroll
     for (int g = 0; g < GROUPS; ++g) {
         const unsigned those = positives_of<MASK, STRIPS>(rows, inside, ids, g, columns);
-        float sum[2] = {0.0f, 0.0f};
+        TwoPart sum[2];
         unsigned count = 0;
         if (__any_sync(WHOLE_WARP, those != 0)) {
 #pragma unroll
@@ -344,8 +357,8 @@ __device__ __forceinline__ void positive_sums(const float (&dot)[STRIPS][4 * GRO
 #pragma unroll
                 for (int e = 0; e < 4; ++e)
                     if (those & 1u << (4 * s + e)) {
-                        row_dot[s][e >> 1] += dot[s][4 * g + e];
-                        sum[e & 1] += dot[s][4 * g + e];
+                        row[s][e >> 1].add(dot[s][4 * g + e]);
+                        sum[e & 1].add(dot[s][4 * g + e]);
                     }
 #pragma unroll
             for (int s = 0; s < STRIPS; s += 2) row_counts[s / 2] += set_of_pairs(those >> 4 * s);
@@ -356,7 +369,8 @@ __device__ __forceinline__ void positive_sums(const float (&dot)[STRIPS][4 * GRO
             sum[1] = column_total(sum[1]);
         }
         if (lane < 4) {
-            *reinterpret_cast<float2*>(column_dot + 8 * g + 2 * lane) = make_float2(sum[0], sum[1]);
+            *reinterpret_cast<float2*>(column_dot + 8 * g + 2 * lane) = make_float2(sum[0].high, sum[1].high);
+            *reinterpret_cast<float2*>(column_dot_low + 8 * g + 2 * lane) = make_float2(sum[0].low, sum[1].low);
             *reinterpret_cast<float2*>(column_count + 8 * g + 2 * lane) = make_float2(count & 0xffff, count >> 16);
         }
     }
@@ -368,7 +382,9 @@ __device__ __forceinline__ void positive_sums(const float (&dot)[STRIPS][4 * GRO
     for (int s = 0; s < STRIPS; ++s)
 #pragma unroll
         for (int q = 0; q < 2; ++q) {
-            row_dot[s][q] = row_total(row_dot[s][q]);
+            row[s][q] = row_total(row[s][q]);
+            row_dot[s][q] = row[s][q].high;
+            row_dot_low[s][q] = row[s][q].low;
             row_count[s][q] = static_cast<float>(row_counts[s / 2] >> 8 * (2 * (s % 2) + q) & 0xff);
         }
 }
@@ -434,7 +450,8 @@ __device__ __forceinline__ void positive_powers(const float (&dot)[STRIPS][4 * G
                 for (int e = 0; e < 4; ++e)
                     if (those & 1u << (4 * s + e)) {
                         const float x = dot[s][4 * g + e];
-                        const float power = exp2_fast(fmaf(x, scale, -row_reference[s][e >> 1]));
+                        const float power = SAFE ? exp2_fast(fmaf(x, scale, -row_reference[s][e >> 1]))
+                                                 : exact_power(x, scale, shift);
                         row[s][e >> 1] += power;
                         sum[e & 1] += SAFE ? exp2_fast(fmaf(x, scale, -top[e & 1])) : power;
                     }

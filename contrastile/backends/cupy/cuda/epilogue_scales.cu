@@ -23,7 +23,7 @@ __device__ __forceinline__ Plan plan_of(const float (&peaks)[5], const EpilogueS
     const bool finite = low > -infinity() && high < infinity() && room > -infinity();
     // beyond 2^20 a step of float is too large a part of the 8 powers of two that are left to overflow
     const bool fine = fabsf(reference) < 0x1p20f;
-    plan.fast = a.two_sided && finite && fine && reference <= low && !plan.certain;
+    plan.fast = a.two_sided && finite && fine && reference <= low && !plan.certain && !a.exact;
     plan.reference = plan.fast ? reference : 0.0f;
     // exact but where it is so small that nothing it multiplies would show in float16
     plan.output_scale = *a.scale / plan.gradient_scale;

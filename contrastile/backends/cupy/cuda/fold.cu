@@ -105,6 +105,7 @@ __device__ __forceinline__ void fold_side(const PositiveSide& side, long long bl
     const long long i = block * FOLD + threadIdx.x % 32;
     const bool there = i < side.length;
     double dots = fold_sum(side.dots, side.part_stride, side.tiles, i, there, buffer);
+    dots += fold_sum(side.dots_low, side.part_stride, side.tiles, i, there, buffer);
     double count = fold_sum(side.counts, side.part_stride, side.tiles, i, there, buffer);
     double total = fold_terms<SAFE>(side, i, there, buffer);
     if (threadIdx.x >= 32 || !there) return;

@@ -10,8 +10,8 @@ namespace contrastile {
 
 struct ForwardStorage {
     PairStorage pairs;
-    float sums[4][WARP_SIDE], others[4][WARP_SIDE];  // of each warp's columns, one or two numbers
-    float rows[2][2][SIDE];                          // likewise of the tile's rows, of left and right warps
+    float sums[4][WARP_SIDE], others[4][WARP_SIDE], lows[4][WARP_SIDE];  // of each warp's columns, one to three numbers
+    float rows[3][2][SIDE];  // likewise of the tile's rows, of left and right warps
 };
 
 static_assert(sizeof(ForwardStorage) <= STORAGE_BYTES);
@@ -83,6 +83,20 @@ __device__ __forceinline__ void write_sums(const ForwardStorage& storage, const 
     if (a.columns.sums != nullptr) write_column(columns, a, at, parts[side][column] + parts[2 + side][column]);
 }
 
+// The same of sums in two parts.
+__device__ __forceinline__ void write_dots(const ForwardStorage& storage, const ForwardArguments& a, Tile at) {
+    const int line = threadIdx.x, side = line / WARP_SIDE, column = line % WARP_SIDE;
+    TwoPart row = {storage.rows[0][0][line], storage.rows[2][0][line]};
+    row.add(TwoPart{storage.rows[0][1][line], storage.rows[2][1][line]});
+    write_row(a.rows.dots, a, at, row.high);
+    write_row(a.rows.dots_low, a, at, row.rest());
+    if (a.columns.sums == nullptr) return;
+    TwoPart found = {storage.sums[side][column], storage.lows[side][column]};
+    found.add(TwoPart{storage.sums[2 + side][column], storage.lows[2 + side][column]});
+    write_column(a.columns.dots, a, at, found.high);
+    write_column(a.columns.dots_low, a, at, found.rest());
+}
+
 // The same of sums that have references of their own.
 __device__ __forceinline__ void write_guarded(const ForwardStorage& storage, const ForwardArguments& a, Tile at, float* rows,
                                               float* row_references, float* columns, float* column_references) {
@@ -109,15 +123,17 @@ __device__ __forceinline__ void add_positives(const Accumulators& dots, ForwardS
             rows[s][q] = pair_row<MASK>(storage.pairs, thread, s, q);
             inside[s][q] = at.row + thread.row(s, q) < a.chunk.height;
         }
-    float row[STRIPS][2], count[STRIPS][2];
+    float row[STRIPS][2], low[STRIPS][2], count[STRIPS][2];
     const long long* ids = storage.pairs.column_ids + thread.column();
     const int columns = a.chunk.width - at.column - thread.column();
-    positive_sums<MASK, STRIPS, GROUPS>(dots, rows, inside, ids, columns, thread.lane, row, count,
-                                        storage.sums[thread.warp], storage.others[thread.warp]);
+    positive_sums<MASK, STRIPS, GROUPS>(dots, rows, inside, ids, columns, thread.lane, row, low, count,
+                                        storage.sums[thread.warp], storage.lows[thread.warp],
+                                        storage.others[thread.warp]);
     store_rows(storage.rows[0][thread.warp % 2], row, thread);
     store_rows(storage.rows[1][thread.warp % 2], count, thread);
+    store_rows(storage.rows[2][thread.warp % 2], low, thread);
     __syncthreads();
-    write_sums(storage, a, at, 0, a.rows.dots, a.columns.dots);
+    write_dots(storage, a, at);
     write_sums(storage, a, at, 1, a.rows.counts, a.columns.counts);
     __syncthreads();  // the same memory serves what comes next, here and below
     positive_powers<SAFE, MASK, STRIPS, GROUPS>(dots, rows, inside, ids, columns, alpha, shift, thread.lane, row, count,
@@ -137,11 +153,13 @@ __device__ __forceinline__ void add_positives(const Accumulators& dots, ForwardS
 template <int SAFE>
 __device__ __forceinline__ void leave_no_positives(const ForwardArguments& a, Tile at) {
     write_row(a.rows.dots, a, at, 0.0f);
+    write_row(a.rows.dots_low, a, at, 0.0f);
     write_row(a.rows.counts, a, at, 0.0f);
     write_row(a.rows.positive_sums, a, at, 0.0f);
     if (SAFE) write_row(a.rows.positive_references, a, at, 0.0f);
     if (a.columns.sums == nullptr) return;
     write_column(a.columns.dots, a, at, 0.0f);
+    write_column(a.columns.dots_low, a, at, 0.0f);
     write_column(a.columns.counts, a, at, 0.0f);
     write_column(a.columns.positive_sums, a, at, 0.0f);
     if (SAFE) write_column(a.columns.positive_references, a, at, 0.0f);

@@ -15,10 +15,10 @@ namespace contrastile {
 
 template <int SAFE, int MASK>
 struct ForwardEpilogue {
-    // of one consumer: its tile's pairs, and two numbers a column of each warp
+    // of one consumer: its tile's pairs, and two or three numbers a column of each warp
     struct Storage {
         PairStorage<MASK> pairs;
-        float sums[CONSUMER_WARPS][BN], others[CONSUMER_WARPS][BN];
+        float sums[CONSUMER_WARPS][BN], others[CONSUMER_WARPS][BN], lows[MASK == TARGET ? CONSUMER_WARPS : 1][BN];
         int off_diagonal;  // the plan's
     };
     static constexpr int STORAGE_BYTES = 2 * sizeof(Storage), STAGES = 5;
@@ -153,15 +153,21 @@ struct ForwardEpilogue {
                                                   const PairRow (&rows)[STRIPS][2], const bool (&inside)[STRIPS][2],
                                                   const long long* ids, int columns, const Place& tile) {
         const int lane = this->lane();
-        float dots[STRIPS][2], counts[STRIPS][2];
-        positive_sums<MASK, STRIPS, GROUPS>(acc, rows, inside, ids, columns, lane, dots, counts, storage.sums[warp],
-                                            storage.others[warp]);
+        float dots[STRIPS][2], lows[STRIPS][2], counts[STRIPS][2];
+        positive_sums<MASK, STRIPS, GROUPS>(acc, rows, inside, ids, columns, lane, dots, lows, counts,
+                                            storage.sums[warp], storage.lows[warp], storage.others[warp]);
         write_rows(dots, arguments.rows.dots, tile);
+        write_rows(lows, arguments.rows.dots_low, tile);
         write_rows(counts, arguments.rows.counts, tile);
         consumer_sync(consumer);
         if (arguments.columns.sums != nullptr)
             each_column(tile, [&](int column, long long at) {
-                arguments.columns.dots[at] = joined(storage.sums, column);
+                TwoPart sum;
+#pragma unroll
+                for (int w = 0; w < CONSUMER_WARPS; ++w)
+                    sum.add(TwoPart{storage.sums[w][column], storage.lows[w][column]});
+                arguments.columns.dots[at] = sum.high;
+                arguments.columns.dots_low[at] = sum.rest();
                 arguments.columns.counts[at] = joined(storage.others, column);
             });
         consumer_sync(consumer);  // the same memory serves what comes next, here and below
@@ -177,12 +183,13 @@ struct ForwardEpilogue {
         const float none[STRIPS][2] = {};
         const Partials &rows = arguments.rows, &columns = arguments.columns;
         write_rows(none, rows.dots, tile);
+        write_rows(none, rows.dots_low, tile);
         write_rows(none, rows.counts, tile);
         write_rows(none, rows.positive_sums, tile);
         if (SAFE) write_rows(none, rows.positive_references, tile);
         if (columns.sums == nullptr) return;
         each_column(tile, [&](int, long long at) {
-            columns.dots[at] = columns.counts[at] = columns.positive_sums[at] = 0.0f;
+            columns.dots[at] = columns.dots_low[at] = columns.counts[at] = columns.positive_sums[at] = 0.0f;
             if (SAFE) columns.positive_references[at] = 0.0f;
         });
     }
@@ -248,7 +255,7 @@ struct KeepingEpilogue : ForwardEpilogue<0, PLAIN> {
 };
 
 extern "C" __device__ const int forward_sm90_shared =
-    Layout<ForwardEpilogue<1, DROP>::STAGES, ForwardEpilogue<1, DROP>::STORAGE_BYTES>::BYTES;
+    Layout<ForwardEpilogue<1, TARGET>::STAGES, ForwardEpilogue<1, TARGET>::STORAGE_BYTES>::BYTES;
 
 extern "C" __device__ const int forward_keeping_sm90_shared =
     Layout<KeepingEpilogue<bfloat16>::STAGES, KeepingEpilogue<bfloat16>::STORAGE_BYTES>::BYTES;

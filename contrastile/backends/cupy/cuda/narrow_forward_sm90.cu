@@ -83,7 +83,7 @@ struct ForwardConsumer : Consumer<T, MASK, Shared<ColumnIds<MASK>, RowPairs>> {
 #pragma unroll
         for (int q = 0; q < 2; ++q) {
             const PairRow pair = this->pair_row(rows, q, tile);
-            float negatives = 0.0f, positives = 0.0f, dots = 0.0f;
+            float negatives = 0.0f, positives = 0.0f;
 #pragma unroll
             for (int group = 0; group < NARROW_COLUMNS / 8; ++group) {
                 const longlong2 id = Base::ids_of(of, lane, group);
@@ -93,21 +93,17 @@ struct ForwardConsumer : Consumer<T, MASK, Shared<ColumnIds<MASK>, RowPairs>> {
                     const float dot = x[4 * group + 2 * q + c];
                     const Standing found = standing<MASK>(pair, column, c ? id.y : id.x);
                     if (column >= left || !found.admitted) continue;
-                    const float power = exp2_fast(fmaf(dot, alpha, shift));
                     if (!found.positive) {
-                        negatives += power;
+                        negatives += exp2_fast(fmaf(dot, alpha, shift));
                     } else if (MASK == TARGET) {  // of one by index the precheck has taken the logit
-                        positives += power;
-                        dots += dot;
+                        positives += exact_power(dot, alpha, shift);
+                        sums[q].dots += dot;
                         ++sums[q].count;
                     }
                 }
             }
             sums[q].negatives += negatives;
-            if (MASK == TARGET) {
-                sums[q].positives += positives;
-                sums[q].dots += dots;
-            }
+            if (MASK == TARGET) sums[q].positives += positives;
         }
     }
 
@@ -137,7 +133,9 @@ struct ForwardConsumer : Consumer<T, MASK, Shared<ColumnIds<MASK>, RowPairs>> {
                 out.sums[at] = mine ? static_cast<float>(negatives) : 0.0f;
                 if (MASK != TARGET) continue;
                 out.positive_sums[at] = mine ? static_cast<float>(positives) : 0.0f;
-                out.dots[at] = mine ? static_cast<float>(dots) : 0.0f;
+                const float high = static_cast<float>(dots);
+                out.dots[at] = mine ? high : 0.0f;
+                out.dots_low[at] = mine ? static_cast<float>(dots - high) : 0.0f;
                 out.counts[at] = mine ? static_cast<float>(count) : 0.0f;
             }
         }

@@ -21,8 +21,38 @@ __device__ __forceinline__ float reciprocal_fast(float x) {
     return y;
 }
 
+// A sum in two parts: high is rounded, low is what it has lost.
+struct TwoPart {
+    float high = 0.0f, low = 0.0f;
+
+    // Knuth's two-sum. An infinite sum loses nothing that is a number.
+    __device__ __forceinline__ void add(float x) {
+        const float sum = high + x, seen = sum - high;
+        low += (high - (sum - seen)) + (x - seen);
+        high = sum;
+    }
+
+    __device__ __forceinline__ void add(TwoPart x) {
+        low += x.low;
+        add(x.high);
+    }
+
+    __device__ __forceinline__ float rest() const { return fabsf(high) < infinity() ? low : 0.0f; }
+};
+
+// 2^(dot scale + shift); what the exponent loses by rounding goes in as a factor.
+__device__ __forceinline__ float exact_power(float dot, float scale, float shift) {
+    TwoPart exponent;
+    exponent.high = __fmul_rn(dot, scale);
+    exponent.low = fmaf(dot, scale, -exponent.high);
+    exponent.add(shift);
+    return exp2_fast(exponent.high) * fmaf(exponent.low, static_cast<float>(LN2), 1.0f);
+}
+
 // The value of the lane that differs in `bit`.
 __device__ __forceinline__ float across(float x, int bit) { return __shfl_xor_sync(WHOLE_WARP, x, bit); }
+
+__device__ __forceinline__ TwoPart across(TwoPart x, int bit) { return {across(x.high, bit), across(x.low, bit)}; }
 
 // What may be subtracted from logits: an infinite maximum may not, inf - inf is NaN.
 __device__ __forceinline__ float finite_or_zero(float top) { return fabsf(top) < infinity() ? top : 0.0f; }

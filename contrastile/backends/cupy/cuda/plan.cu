@@ -10,7 +10,7 @@ namespace contrastile {
 // (Cauchy and Schwarz, with room for rounding and for squares that vanish) and r = max(0, B - room) nothing overflows.
 // Terms under 2^-126 are flushed, at most one a column: with B + r <= 125 there are none; else a sum of at least
 // 2^-100 a term loses less than 2^-26 of itself, and fold checks that it is so. A reference that no likely sum would
-// survive is not tried.
+// survive is not tried, nor any where an exact result is asked for.
 extern "C" __global__ void __launch_bounds__(1024) plan_forward(const __grid_constant__ PlanForwardArguments a) {
     const float alpha = in_powers_of_two(*a.scale), bias = a.bias == nullptr ? 0.0f : *a.bias;
     // largest squared norm of the rows, of the columns, and whether a positive is off the diagonal
@@ -29,7 +29,7 @@ extern "C" __global__ void __launch_bounds__(1024) plan_forward(const __grid_con
     const float room = 124.0f - (64 - __clzll(max(a.m, a.n)));
     const float reference = fmaxf(bound - room, 0.0f);
     // false for NaN
-    const bool fast = bound <= room + 100.0f;
+    const bool fast = !a.exact && bound <= room + 100.0f;
     Plan plan{};
     plan.alpha = alpha;
     plan.reference = fast ? reference : 0.0f;

@@ -7,7 +7,7 @@
 namespace contrastile {
 
 // Dynamic shared memory: the stages of the stream, and STORAGE_BYTES behind them for what an epilogue keeps.
-constexpr int STORAGE_BYTES = 8192;
+constexpr int STORAGE_BYTES = 9216;
 
 template <int STAGES>
 constexpr int SHARED_BYTES = STAGES * 2 * STEP_SIDE + STORAGE_BYTES;
