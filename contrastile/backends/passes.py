@@ -18,7 +18,7 @@ def supports(block: Block) -> str | None:
 
 
 def own_references(dtype: str) -> bool:
-    """Whether each row and each column takes the reference of its exponentials for itself, and a block shares none.
+    """Whether tiles take references of their own for their exponentials, and a block shares none.
 
     Beside a reference that a block shares exponents reach 120, and their rounding is 3e-6 of a probability. Gradients
     of 16 bits hide that. In float32 it is 50 times the error of plain PyTorch, wherever one probability of a row is

@@ -140,7 +140,7 @@ def test_the_fast_path_is_taken_where_the_norms_prove_it_safe() -> None:
     half = replace(given, rows=unit[0].half(), columns=unit[1].half())
     assert status(half) == 0
     assert status(replace(half, scale=torch.tensor(100.0))) == 0
-    # of float32 features every row has a reference of its own
+    # tiles of float32 features have references of their own
     assert status(replace(given, rows=unit[0], columns=unit[1])) == 1
 
 

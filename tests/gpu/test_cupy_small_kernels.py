@@ -175,11 +175,10 @@ def fold_by_ids(safe: bool) -> Iterator[tuple[str, float]]:
     alpha = np.float32(np.float32(scale) * LOG2E)
     counts = rng.integers(0, 2, (tiles, m)) * (rng.random(m) < 0.7)
     counts[:, 0], counts[:, 1], counts[3, 1] = 0, 0, 1
-    dots = np.where(counts, rng.standard_normal((tiles, m)), 0.0).astype("f4")
+    dots, low = (np.where(counts, rng.normal(0, x, (tiles, m)), 0.0).astype("f4") for x in (1.0, 2.0**-26))
     references = np.round(float(alpha) * dots) if safe else np.zeros_like(dots)
     reference = 0.0 if safe else 2.0
     sums = np.where(counts, np.exp2(float(alpha) * dots.astype("f8") - references - reference), 0.0)
-    low = np.where(counts, dots * 2.0**-26, 0.0).astype("f4")
     held = [cupy.asarray(np.asarray(x, "f4")) for x in (dots, low, counts, sums, references)]
     state, total, out = cupy.empty(3 * m), cupy.full(m, np.nan), cupy.full(m, np.nan)
     decided = plan(alpha=alpha, bias=bias, reference=reference, status=int(safe), threshold=2.0**-100)

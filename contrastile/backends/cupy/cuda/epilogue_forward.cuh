@@ -384,7 +384,7 @@ __device__ __forceinline__ void positive_sums(const float (&dot)[STRIPS][4 * GRO
         for (int q = 0; q < 2; ++q) {
             row[s][q] = row_total(row[s][q]);
             row_dot[s][q] = row[s][q].high;
-            row_dot_low[s][q] = row[s][q].low;
+            row_dot_low[s][q] = row[s][q].rest();
             row_count[s][q] = static_cast<float>(row_counts[s / 2] >> 8 * (2 * (s % 2) + q) & 0xff);
         }
 }
