@@ -9,7 +9,8 @@ does not depend on which program ran first, and the partials of one chunk are al
 * fast: ``E = 2^(alpha dot - r)`` against one reference for all, one exponential an element for rows and columns;
 * safe: each tile's row and column maxima, two exponentials.
 
-Both are launched; the status word decides on the device which one works and which one returns at once.
+Both are launched, of float32 features the safe one alone; the status word decides on the device which one works and
+which one returns at once.
 
 The sums are over the negatives. Positives named by index leave them in the tiles that they lie in, and
 ``positive_dots`` has their logits; positives named by ids have sums of their own.
@@ -221,8 +222,11 @@ def _fold_side(
         log2 = negative if SAFE else tl.log2(negative) + tl.load(plan + REFERENCE).to(tl.float64)
         tl.store(to[0] + at, log2 / orders + shift, mask=inside)
         if MATCHED:
-            tl.store(to[1] + at, tl.where(count > 0.0, positive / orders + shift, float("-inf")), mask=inside)
-            tl.store(to[2] + at, tl.where(count > 0.0, logits / orders + count * shift, 0.0), mask=inside)
+            total_logit = tl.where(count > 0.0, logits / orders + count * shift, 0.0)
+            log = tl.where(count > 0.0, positive / orders + shift, float("-inf"))
+            # of one positive its logit, as the backward has it
+            tl.store(to[1] + at, tl.where(count == 1.0, total_logit, log), mask=inside)
+            tl.store(to[2] + at, total_logit, mask=inside)
 
 
 @triton.jit
@@ -257,7 +261,7 @@ def _fold_sum(parts, state, chunk, SAFE: tl.constexpr, DEPTH: tl.constexpr):
         top = _part(parts, chunk, start, DEPTH)
         part = _log2_sum(top + tl.log2(_part(parts + size, chunk, start, DEPTH)), 0)
         high = tl.maximum(total, part)
-        shift = _finite(high)
+        shift = tl.where((high > float("-inf")) & (high < float("inf")), high, 0.0)
         total = shift + tl.log2(tl.math.exp2(total - shift) + tl.math.exp2(part - shift))
     tl.store(state, total, mask=inside)
     return total
@@ -280,7 +284,7 @@ def _fold_logits(parts, state, step, chunk, DEPTH: tl.constexpr):
 def _log2_sum(x, AXIS: tl.constexpr):
     """log2 sum 2^x along an axis; -inf for nothing, inf for +inf, NaN for NaN."""
     top = tl.max(x, AXIS)
-    shift = _finite(top)
+    shift = tl.where((top > float("-inf")) & (top < float("inf")), top, 0.0)
     return shift + tl.log2(tl.sum(tl.math.exp2(x - tl.expand_dims(shift, AXIS)), AXIS))
 
 
