@@ -52,12 +52,8 @@ def plain(trial: Trial) -> Comparisons:
     if trial.subject.dtype == "float64":
         raise SkipError("the oracle is no more exact than a plain float64 computation")
     problem, subject = trial.problem, trial.subject
-    yield (
-        "",
-        compare_with_plain(
-            problem, trial.oracle, trial.outcome, subject.accuracy, subject.dtype, NOISIER[subject.device]
-        ),
-    )
+    how = subject.accuracy, subject.dtype, NOISIER[subject.device]
+    yield "", compare_with_plain(problem, trial.oracle, trial.outcome, *how)
 
 
 def tiles(trial: Trial) -> Comparisons:

@@ -11,14 +11,7 @@ from contrastile.backends.contract import Block
 from contrastile.backends.crossing import dtype_name
 from contrastile.backends.cupy.arguments import constant, struct
 from contrastile.backends.cupy.common import THREADS, contiguous
-from contrastile.backends.cupy.configs import (
-    NARROW_SIDE,
-    Family,
-    Shares,
-    kernel_family,
-    narrow,
-    uses_hopper_kernels,
-)
+from contrastile.backends.cupy.configs import NARROW_SIDE, Family, Shares, kernel_family, narrow, uses_hopper_kernels
 from contrastile.backends.cupy.instances import (
     DROP,
     EXCLUSIONS,
