@@ -21,8 +21,8 @@ def own_references(dtype: str) -> bool:
     """Whether tiles take references of their own for their exponentials, and a block shares none.
 
     Beside a reference that a block shares exponents reach 120, and their rounding is 3e-6 of a probability. Gradients
-    of 16 bits hide that. In float32 it was 20 to 100 times the error of plain PyTorch, where one probability of a row is
-    nearly 1; and products of float32 take so long that the second exponential costs little beside them.
+    of 16 bits hide that. In float32 it was 20 to 100 times the error of plain PyTorch where one probability of a row
+    is nearly 1; and products of float32 take so long that the second exponential costs little beside them.
     """
     return dtype == "float32"
 
