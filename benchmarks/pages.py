@@ -10,7 +10,7 @@ import argparse
 import json
 import subprocess
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -25,8 +25,8 @@ RESULTS = ROOT / "docs" / "results"
 BEGIN = "<!-- measured: written by benchmarks/pages.py from docs/results -->"
 PACKAGES = ("torch", "triton", "cupy-cuda13x", "nccl", "inf-cl", "cut-cross-entropy", "liger-kernel", "quack-kernels")
 TRAINERS = ("transformers", "sentence-transformers", "gradcache")
-KERNELS = tuple(f"contrastile/{x}" for x in ("backends/triton", "backends/cupy", "autograd", "schedules"))
-"""What the times of ``everyday.py`` depend on."""
+KERNELS = {"cpu": ("torch",), "cuda": ("triton", "cupy")}
+"""The backends that the times of ``everyday.py`` depend on."""
 CHANGED = "The kernels have changed since."
 KEPT = ("contrastile cupy", "contrastile cupy, keeping 2 GiB", "contrastile cupy, keeping 8 GiB")
 Data = dict[str, Any]
@@ -63,7 +63,8 @@ def section(stem: str, data: Data) -> str:
 def everyday_section(stem: str, data: Data, root: Path) -> str:
     """All calls of a record of ``everyday.py``."""
     e = data["environment"]
-    about = f"{', '.join([*versions(e), measured_at(e, root)])} [The record](../results/{stem}.json) has every sample."
+    found = [f"torch {e['torch']}"] if on_cpu(data) else versions(e)
+    about = f"{', '.join([*found, measured_at(e, root)])} [The record](../results/{stem}.json) has every sample."
     return "\n\n".join([f"### {tables.machine(e)}", about, tables.everyday(data)])
 
 
@@ -91,16 +92,23 @@ def measured_at(environment: Data, root: Path) -> str:
     """The commit and the date of a record, and whether the kernels have changed since."""
     commit = environment["commit"] or "unknown"
     said = f"commit `{commit[:12]}`, {environment['date'][:10]}."
-    return f"{said} {CHANGED}" if changed_since(commit, root) else said
+    kernels = KERNELS["cpu" if environment["device"] == "cpu" else "cuda"]
+    return f"{said} {CHANGED}" if changed_since(commit, root, kernels) else said
 
 
-def changed_since(commit: str, root: Path) -> bool:
-    """Whether the kernels, or what launches them, differ from a commit's; False where nobody can tell."""
-    command = ["git", "-C", str(root), "diff", "--quiet", commit, "--", *KERNELS]
+def changed_since(commit: str, root: Path, kernels: Sequence[str]) -> bool:
+    """Whether these backends, or what calls them, differ from a commit's; False where nobody can tell."""
+    rooms = "autograd", "schedules", *(f"backends/{name}" for name in kernels)
+    command = ["git", "-C", str(root), "diff", "--quiet", commit, "--", *(f"contrastile/{room}" for room in rooms)]
     try:
         return subprocess.run(command, capture_output=True, check=False).returncode == 1
     except OSError:
         return False
+
+
+def on_cpu(data: Data) -> bool:
+    """Whether a record is a host's."""
+    return bool(data["environment"]["device"] == "cpu")
 
 
 def of_ranks(records: dict[str, Data], several: bool) -> dict[str, Data]:
@@ -119,8 +127,9 @@ def scaling(records: Records, root: Path) -> str:
 
 
 def all_calls(records: Records, root: Path) -> str:
-    """The records of ``everyday.py``."""
-    return "\n\n".join(everyday_section(stem, x, root) for stem, x in records["everyday"].items())
+    """The records of ``everyday.py``, GPUs first."""
+    found = sorted(records["everyday"].items(), key=lambda each: on_cpu(each[1]))
+    return "\n\n".join(everyday_section(stem, x, root) for stem, x in found)
 
 
 def steps(records: Records, root: Path) -> str:
@@ -131,7 +140,7 @@ def steps(records: Records, root: Path) -> str:
 
 def readme(records: Records, root: Path) -> str:
     """Everyday calls on the GPU that was measured last, and on several of its kind."""
-    everyday = records["everyday"]
+    everyday = {stem: x for stem, x in records["everyday"].items() if not on_cpu(x)}
     alone = of_ranks(everyday, several=False)
     if not alone:
         return ""

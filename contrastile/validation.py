@@ -158,7 +158,8 @@ def scalar(name: str, x: Any, arrays: ArrayLibrary, dtype: str, like: Array) -> 
     if isinstance(x, Real) or _is_numpy_bool(x):
         return scalar(name, _double(x), arrays, dtype, like)
     if not arrays.owns(x):
-        raise TypeError(f"{name} must be a number or a one-element array, got {type(x).__name__}; pass a float")
+        rule = f"{name} must be a number, or a one-element array like the features"
+        raise TypeError(f"{rule}, got {type(x).__name__}; pass a float")
     _dense(name, x, "number", arrays)
     if arrays.dtype(x).startswith("complex"):
         raise TypeError(f"{name} must be a real number, got {arrays.dtype(x)}; pass its real part")

@@ -87,6 +87,8 @@ def limit(rows: Sequence[Row], b: int) -> float:
 def machine(environment: Data) -> str:
     """What a record was measured on."""
     n, device = environment.get("ranks", 1), str(environment["device"])
+    if device == "cpu":
+        device = f"{environment['cpu']}, {environment['threads']} threads"
     return device if n == 1 else f"{n} x {device}"
 
 

@@ -103,11 +103,21 @@ def test_the_readme_is_of_the_newest_record(alone: dict[str, Any], two: dict[str
     assert not pages.readme({"everyday": {"two": two}}, pages.ROOT)
 
 
+def test_a_hosts_record_is_on_the_page_alone_and_behind_those_of_gpus(alone: dict[str, Any]) -> None:
+    host = record(timed(everyday.Row("clip_loss", "float32", 64, 512), auto=2.0, plain=1.0), device="cpu", date="2027")
+    host["environment"] |= {"cpu": "Some CPU", "threads": 2}
+    records = {"everyday": {"cpu": host, "one": alone}}
+    before, _, page = pages.all_calls(records, pages.ROOT).partition("### Some CPU, 2 threads\n\ntorch 2.11.0, commit")
+    assert "### Some GPU" in before
+    assert "| `clip_loss`, float32, b = 64, d = 512 | 2.00 | 1.00 | 0.5 x |" in page
+    assert pages.readme(records, pages.ROOT) == pages.readme({"everyday": {"one": alone}}, pages.ROOT)
+
+
 def test_a_page_says_where_the_kernels_have_changed_since(
     tmp_path: Path, alone: dict[str, Any], capsys: pytest.CaptureFixture[str]
 ) -> None:
     root, results = tmp_path / "root", tmp_path / "results"
-    kernel, other = root / pages.KERNELS[0] / "kernel.py", root / "docs" / "benchmarks" / "everyday.md"
+    kernel, other = root / "contrastile" / "backends" / "triton" / "kernel.py", root / "docs/benchmarks/everyday.md"
     results.mkdir()
     for path in (kernel, *(root / page for page in pages.PAGES)):
         path.parent.mkdir(parents=True, exist_ok=True)
@@ -134,6 +144,7 @@ def test_a_page_says_where_the_kernels_have_changed_since(
     assert pages.main(how) == 0
     assert pages.CHANGED in other.read_text(encoding="utf-8")
     assert pages.main([*how, "--check"]) == 0
+    assert not pages.changed_since(alone["environment"]["commit"], root, pages.KERNELS["cpu"])
     # nobody can tell
-    assert not pages.changed_since("c" * 40, root)
-    assert not pages.changed_since("c" * 40, tmp_path)
+    assert not pages.changed_since("c" * 40, root, ["triton"])
+    assert not pages.changed_since("c" * 40, tmp_path, ["triton"])
