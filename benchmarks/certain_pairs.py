@@ -51,6 +51,7 @@ class Problem:
         positive: (m, n) bool.
         admitted: (m, n) bool.
         both: whether columns have a loss too.
+        bias: of the sigmoid loss; None for the others.
     """
 
     name: str
@@ -62,6 +63,7 @@ class Problem:
     positive: Any
     admitted: Any
     both: bool = False
+    bias: float | None = None
 
 
 def features(b: int, seed: int, kind: str) -> tuple[Any, Any]:
@@ -80,14 +82,16 @@ def clip(name: str, b: int, seed: int, kind: str, scale: float) -> Problem:
     one, two = features(b, seed, kind)
     two = two if scale >= 0 else -two
     own = torch.eye(b, dtype=torch.bool)
-    return Problem(name, one, two, scale, contrastile.clip_loss, _as_given, own, own | True, both=True)
+    return Problem(name, one, two, scale, contrastile.clip_loss, as_given, own, own | True, both=True)
 
 
-def _as_given(one: Any, two: Any) -> tuple[Any, Any]:
+def as_given(one: Any, two: Any) -> tuple[Any, Any]:
+    """Rows and columns of a loss of pairs."""
     return one, two
 
 
-def _joined(one: Any, two: Any) -> tuple[Any, Any]:
+def joined(one: Any, two: Any) -> tuple[Any, Any]:
+    """And of samples against themselves."""
     both = torch.cat([one, two])
     return both, both
 
@@ -109,7 +113,7 @@ def info_nce(b: int, scale: float, *, dropped: bool) -> Problem:
         return contrastile.info_nce(one, two, scale, positives=where.to(device), **how)
 
     name = f"info_nce, {'ids dropped' if dropped else 'positives anywhere'}, scale {scale:g}"
-    return Problem(name, one, two, scale, ours, _as_given, positive, positive | ~equal if dropped else positive | True)
+    return Problem(name, one, two, scale, ours, as_given, positive, positive | ~equal if dropped else positive | True)
 
 
 def among_themselves(b: int, scale: float, samples: int) -> Problem:
@@ -130,7 +134,7 @@ def among_themselves(b: int, scale: float, samples: int) -> Problem:
 
     name = f"sup_con, classes of {samples}" if samples else "nt_xent"
     positive = (labels[:, None] == labels) & ~itself
-    return Problem(f"{name}, scale {scale:g}", one, two, scale, ours, _joined, positive, ~itself)
+    return Problem(f"{name}, scale {scale:g}", one, two, scale, ours, joined, positive, ~itself)
 
 
 def problems(b: int) -> Iterator[Problem]:
@@ -149,10 +153,12 @@ def problems(b: int) -> Iterator[Problem]:
 
 
 def full_logits(problem: Problem, terms: Callable[..., Any], one: Any, two: Any, scale: Any) -> Any:
-    """The mean of the terms of each direction, ``terms(logits, positive, admitted, axis)``."""
+    """The mean of the terms of each direction, ``terms(logits, positive, admitted, axis)``, or the sigmoid loss."""
     left, right = problem.sides(one, two)
     x = scale * (left @ right.T)
     masks = problem.positive.to(x.device), problem.admitted.to(x.device)
+    if problem.bias is not None:
+        return softplus(torch.where(masks[0], -1, 1) * (x + problem.bias), threshold=1000).sum() / len(x)
     found = [terms(x, *masks, axis).mean() for axis in ((1, 0) if problem.both else (1,))]
     return sum(found) / len(found)
 
@@ -163,10 +169,11 @@ def plain_terms(x: Any, positive: Any, admitted: Any, axis: int) -> Any:
 
 
 def exact_terms(x: Any, positive: Any, admitted: Any, axis: int) -> Any:
-    """The same with the positives out of the sum, where nothing cancels."""
+    """The same with the positives out of the sum: neither the loss nor, of a lone positive, its derivative cancels."""
     negative = torch.where(admitted & ~positive, x, -torch.inf).logsumexp(axis)
     own = torch.where(positive, x, -torch.inf).logsumexp(axis)
-    return softplus(negative - own) + (own - _mean(x, positive, axis))
+    spread = torch.where(positive.sum(axis) == 1, 0.0, own - _mean(x, positive, axis))
+    return softplus(negative - own) + spread
 
 
 def _mean(x: Any, positive: Any, axis: int) -> Any:
