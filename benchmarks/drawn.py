@@ -37,6 +37,7 @@ KINDS = (
     "certain",
     "certain of others",
     "half certain",
+    "half certain of others",
     "one direction",
     "copies",
     "few",
@@ -69,9 +70,9 @@ def features(kind: str, b: int, width: int, random: Generator) -> tuple[Any, Any
     if kind == "independent":
         return one, two
     near = normalize(one + noise / math.sqrt(width), dim=1)
-    if kind == "half certain":
-        return one, torch.cat([near[: b // 2], two[b // 2 :]])
-    return one, near.roll(1, 0) if kind == "certain of others" else near
+    if kind.endswith("of others"):
+        near = near.roll(1, 0)
+    return one, torch.cat([near[: b // 2], two[b // 2 :]]) if kind.startswith("half") else near
 
 
 def problem(number: int, random: Generator) -> Problem:
@@ -143,7 +144,7 @@ def main(arguments: list[str] | None = None) -> None:
     parser.add_argument("--backend", nargs="+", default=["torch"], metavar="NAME")
     parser.add_argument("--device", choices=("cpu", "cuda"), default="cpu")
     parser.add_argument("--dtype", nargs="+", choices=DTYPES, default=DTYPES)
-    parser.add_argument("--precision", nargs="+", choices=PRECISIONS, default=("auto",))
+    parser.add_argument("--precision", nargs="+", choices=("auto", *PRECISIONS), default=("auto",))
     parser.add_argument("--count", type=int, default=500, help="problems (500)")
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--json", type=Path, metavar="FILE")
@@ -158,13 +159,13 @@ def main(arguments: list[str] | None = None) -> None:
     found = counts(results)
     for each in found:
         what = f"{each['backend']:8} {each['dtype']:8} {each['precision']:5} {each['of']:8}"
-        print(
-            f"{what} {each['beyond']:4} of {each['results']:5} beyond, worst {each['worst']:8.1f} x  {each['problem']}"
-        )
+        told = f"{each['beyond']:4} of {each['results']:5} beyond, worst {each['worst']:8.1f} x  {each['problem']}"
+        print(f"{what} {told}")
     if given.json is not None:
         beyond = [each for each in results if not each["times"] <= MORE]
         facts = measurement_environment(given.device) | {"count": given.count, "seed": given.seed}
-        given.json.write_text(compact({"environment": facts, "counts": rounded(found), "beyond": rounded(beyond)}))
+        record = {"environment": facts, "counts": rounded(found), "beyond": rounded(beyond)}
+        given.json.write_text(compact(record), encoding="utf-8")
 
 
 if __name__ == "__main__":

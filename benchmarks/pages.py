@@ -63,7 +63,7 @@ def section(stem: str, data: Data) -> str:
 def everyday_section(stem: str, data: Data, root: Path) -> str:
     """All calls of a record of ``everyday.py``."""
     e = data["environment"]
-    found = [f"torch {e['torch']}"] if on_cpu(data) else versions(e)
+    found = [f"torch {e['torch']}"] if on_cpu(e) else versions(e)
     about = f"{', '.join([*found, measured_at(e, root)])} [The record](../results/{stem}.json) has every sample."
     return "\n\n".join([f"### {tables.machine(e)}", about, tables.everyday(data)])
 
@@ -92,7 +92,7 @@ def measured_at(environment: Data, root: Path) -> str:
     """The commit and the date of a record, and whether the kernels have changed since."""
     commit = environment["commit"] or "unknown"
     said = f"commit `{commit[:12]}`, {environment['date'][:10]}."
-    kernels = KERNELS["cpu" if environment["device"] == "cpu" else "cuda"]
+    kernels = KERNELS["cpu" if on_cpu(environment) else "cuda"]
     return f"{said} {CHANGED}" if changed_since(commit, root, kernels) else said
 
 
@@ -106,9 +106,9 @@ def changed_since(commit: str, root: Path, kernels: Sequence[str]) -> bool:
         return False
 
 
-def on_cpu(data: Data) -> bool:
+def on_cpu(environment: Data) -> bool:
     """Whether a record is a host's."""
-    return bool(data["environment"]["device"] == "cpu")
+    return bool(environment["device"] == "cpu")
 
 
 def of_ranks(records: dict[str, Data], several: bool) -> dict[str, Data]:
@@ -128,7 +128,7 @@ def scaling(records: Records, root: Path) -> str:
 
 def all_calls(records: Records, root: Path) -> str:
     """The records of ``everyday.py``, GPUs first."""
-    found = sorted(records["everyday"].items(), key=lambda each: on_cpu(each[1]))
+    found = sorted(records["everyday"].items(), key=lambda each: on_cpu(each[1]["environment"]))
     return "\n\n".join(everyday_section(stem, x, root) for stem, x in found)
 
 
@@ -140,7 +140,7 @@ def steps(records: Records, root: Path) -> str:
 
 def readme(records: Records, root: Path) -> str:
     """Everyday calls on the GPU that was measured last, and on several of its kind."""
-    everyday = {stem: x for stem, x in records["everyday"].items() if not on_cpu(x)}
+    everyday = {stem: x for stem, x in records["everyday"].items() if not on_cpu(x["environment"])}
     alone = of_ranks(everyday, several=False)
     if not alone:
         return ""

@@ -175,3 +175,31 @@ def test_sigmoid_memory_is_a_tile_and_its_spare(wanted: bool) -> None:
     totals = [torch.zeros(b, d) if wanted else None for _ in range(2)]
     peak = torch_peak(lambda: sigmoid.sigmoid(block, weight, *totals, Options(tile=TILE)))
     assert peak <= 3 * 4 * TILE[0] * TILE[1] + 20 * 8 * b
+
+
+@pytest.mark.parametrize("rows", [1, 2, 3, 5, 11, 32, 33, 70])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
+def test_rows_against_themselves_have_symmetric_logits_whatever_blas_does(
+    rows: int, dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    plain = torch.mm
+
+    def uneven(a: torch.Tensor, b: torch.Tensor, **out: torch.Tensor) -> torch.Tensor:
+        found = plain(a, b, **out)
+        # another order of the sum above the diagonal
+        return found.mul_(1 + torch.finfo(dtype).eps * torch.ones_like(found).triu(1))
+
+    monkeypatch.setattr(products.torch, "mm", uneven)
+    products._symmetric.cache_clear()
+    x = torch.randn(rows, 13, dtype=dtype, generator=torch.Generator().manual_seed(0))
+    block = Block(x, x, torch.tensor(100.0, dtype=dtype))
+    found = products.Products(block, products.LOG2_E).logits(x, x, torch.empty(rows, rows, dtype=dtype))
+    monkeypatch.undo()
+    products._symmetric.cache_clear()
+    assert torch.equal(found, found.t())
+    assert found.isfinite().all()
+
+
+def test_a_symmetric_product_is_left_as_it_is() -> None:
+    assert products._symmetric(300, 64, torch.float32, torch.get_num_threads())
+    assert not products._symmetric(7, 64, torch.float32, torch.get_num_threads())

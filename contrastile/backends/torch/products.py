@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from functools import cache
 
 import torch
 
@@ -11,13 +12,23 @@ from contrastile.backends.contract import Block
 LOG2_E = 1.0 / math.log(2.0)
 # |G| stays below 4 largest weights, so 2^12 leaves it below the largest float16 and lifts it off the smallest
 _FLOAT16_HEADROOM = 2.0**12
-# from this many rows on a product with their own transpose has come out symmetric, of any width
-_MIRRORED = 4
+_FEW = 32
 
 
 def has_mixed_product() -> bool:
     """Whether this torch multiplies 16-bit matrices into a float32 result (on CUDA)."""
     return hasattr(torch.ops.aten.mm, "dtype")
+
+
+@cache
+def _symmetric(rows: int, width: int, state: torch.dtype, threads: int) -> bool:
+    """Whether a product of so many rows with their own transpose is symmetric here: no BLAS promises it."""
+    # too few numbers to see it
+    if rows <= _FEW:
+        return False
+    x = torch.randn(rows, width, dtype=state, device="cpu", generator=torch.Generator("cpu").manual_seed(0))
+    found = torch.mm(x, x.t())
+    return torch.equal(found, found.t())
 
 
 def on_host(x: torch.Tensor) -> bool:
@@ -54,9 +65,9 @@ class Products:
         # of rows against themselves x_ij must be x_ji: a row's log-sum-exp is of the one, and its probabilities as a
         # column are of the other. BLAS may round alpha times one of the factors
         themselves = self.sync and rows.untyped_storage().data_ptr() == block.columns.untyped_storage().data_ptr()
-        # and has products of its own for the fewest rows
-        same = rows.shape == block.columns.shape and rows.data_ptr() == block.columns.data_ptr()
-        self._mirrored = themselves and same and rows.shape[0] < _MIRRORED
+        # and the kernels for few rows add in another order beside the diagonal
+        same = themselves and rows.shape == block.columns.shape and rows.data_ptr() == block.columns.data_ptr()
+        self._mirrored = same and not _symmetric(*rows.shape, self.state, torch.get_num_threads())
         if isinstance(self._scale, float) and info.tiny <= abs(self._scale) <= info.max and not themselves:
             self._alpha = self._scale
         self._gain: torch.Tensor | None = None
