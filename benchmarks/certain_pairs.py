@@ -90,8 +90,7 @@ def as_given(one: Any, two: Any) -> tuple[Any, Any]:
     return one, two
 
 
-def joined(one: Any, two: Any) -> tuple[Any, Any]:
-    """And of samples against themselves."""
+def _joined(one: Any, two: Any) -> tuple[Any, Any]:
     both = torch.cat([one, two])
     return both, both
 
@@ -124,17 +123,22 @@ def among_themselves(b: int, scale: float, samples: int) -> Problem:
         # classes that lie together
         one = normalize(one[torch.arange(b) * 2 // count] + (one + two) / 16, dim=1)
         two = normalize(one + two / 16, dim=1)
-    labels = torch.cat([torch.arange(b) * 2 // count] * 2)
-    itself = torch.eye(2 * b, dtype=torch.bool)
+    name = f"sup_con, classes of {samples}" if samples else "nt_xent"
+    labels = torch.arange(b) * 2 // count if samples else None
+    return of_labels(f"{name}, scale {scale:g}", one, two, scale, labels)
+
+
+def of_labels(name: str, one: Any, two: Any, scale: float, labels: Any) -> Problem:
+    """SupCon of these labels, one for both of a pair; NT-Xent for None."""
+    each = torch.cat([torch.arange(len(one)) if labels is None else labels] * 2)
+    itself = torch.eye(len(each), dtype=torch.bool)
 
     def ours(one: Any, two: Any, scale: Any, **how: Any) -> Any:
-        if samples == 0:
+        if labels is None:
             return contrastile.nt_xent(one, two, scale, **how)
-        return contrastile.sup_con(torch.cat([one, two]), labels.to(one.device), scale, **how)
+        return contrastile.sup_con(torch.cat([one, two]), each.to(one.device), scale, **how)
 
-    name = f"sup_con, classes of {samples}" if samples else "nt_xent"
-    positive = (labels[:, None] == labels) & ~itself
-    return Problem(f"{name}, scale {scale:g}", one, two, scale, ours, joined, positive, ~itself)
+    return Problem(name, one, two, scale, ours, _joined, (each[:, None] == each) & ~itself, ~itself)
 
 
 def problems(b: int) -> Iterator[Problem]:

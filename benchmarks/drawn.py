@@ -22,7 +22,7 @@ HERE = Path(__file__).resolve().parent
 sys.path[:0] = [str(HERE), str(HERE.parent)]
 
 import torch  # noqa: E402
-from certain_pairs import DTYPES, PARTS, Problem, as_given, joined, measure  # noqa: E402
+from certain_pairs import DTYPES, PARTS, Problem, as_given, measure, of_labels  # noqa: E402
 from harness.record import compact, rounded  # noqa: E402
 from torch.nn.functional import normalize  # noqa: E402
 
@@ -97,17 +97,8 @@ def problem(number: int, random: Generator) -> Problem:
             return ours(*given, bias, **how)
 
         return Problem(name, one, two, scale, with_bias, as_given, own, own | True, bias=bias)
-    itself = torch.eye(2 * b, dtype=torch.bool)
-    classes = b if loss == "nt_xent" else max(2, b // 4)
-    labels = torch.arange(b) if loss == "nt_xent" else torch.randint(0, classes, (b,), generator=random)
-    labels = torch.cat([labels, labels])
-    positive = (labels[:, None] == labels) & ~itself
-
-    def of_labels(one: Any, two: Any, scale: Any, **how: Any) -> Any:
-        return contrastile.sup_con(torch.cat([one, two]), labels.to(one.device), scale, **how)
-
-    ours = contrastile.nt_xent if loss == "nt_xent" else of_labels
-    return Problem(name, one, two, scale, ours, joined, positive, ~itself)
+    labels = torch.randint(0, max(2, b // 4), (b,), generator=random) if loss == "sup_con" else None
+    return of_labels(name, one, two, scale, labels)
 
 
 def compared(rows: list[dict[str, Any]]) -> Iterator[dict[str, Any]]:
@@ -122,6 +113,11 @@ def compared(rows: list[dict[str, Any]]) -> Iterator[dict[str, Any]]:
                 yield keys | {"of": part, "plain": plain[part], "error": row[part], "times": times}
 
 
+def is_beyond(result: dict[str, Any]) -> bool:
+    """Whether it is noisier than ``MORE`` times; NaN is."""
+    return not result["times"] <= MORE
+
+
 def counts(results: list[dict[str, Any]]) -> list[dict[str, Any]]:
     """How many are beyond ``MORE`` times, by backend, dtype, precision and result."""
     groups: dict[tuple[str, ...], list[dict[str, Any]]] = {}
@@ -130,10 +126,13 @@ def counts(results: list[dict[str, Any]]) -> list[dict[str, Any]]:
         groups.setdefault((each["backend"], each["dtype"], each["precision"], of), []).append(each)
     found = []
     for (backend, dtype, precision, of), mine in groups.items():
-        # NaN is beyond
-        beyond = [each for each in mine if not each["times"] <= MORE]
         worst = max(mine, key=lambda each: math.inf if math.isnan(each["times"]) else each["times"])
-        told = {"results": len(mine), "beyond": len(beyond), "worst": worst["times"], "problem": worst["problem"]}
+        told = {
+            "results": len(mine),
+            "beyond": sum(map(is_beyond, mine)),
+            "worst": worst["times"],
+            "problem": worst["problem"],
+        }
         found.append({"backend": backend, "dtype": dtype, "precision": precision, "of": of} | told)
     return found
 
@@ -162,7 +161,7 @@ def main(arguments: list[str] | None = None) -> None:
         told = f"{each['beyond']:4} of {each['results']:5} beyond, worst {each['worst']:8.1f} x  {each['problem']}"
         print(f"{what} {told}")
     if given.json is not None:
-        beyond = [each for each in results if not each["times"] <= MORE]
+        beyond = list(filter(is_beyond, results))
         facts = measurement_environment(given.device) | {"count": given.count, "seed": given.seed}
         record = {"environment": facts, "counts": rounded(found), "beyond": rounded(beyond)}
         given.json.write_text(compact(record), encoding="utf-8")

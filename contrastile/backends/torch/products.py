@@ -12,6 +12,7 @@ from contrastile.backends.contract import Block
 LOG2_E = 1.0 / math.log(2.0)
 # |G| stays below 4 largest weights, so 2^12 leaves it below the largest float16 and lifts it off the smallest
 _FLOAT16_HEADROOM = 2.0**12
+# rows whose products are too few numbers to show that some are not symmetric
 _FEW = 32
 
 
@@ -23,7 +24,6 @@ def has_mixed_product() -> bool:
 @cache
 def _symmetric(rows: int, width: int, state: torch.dtype, threads: int) -> bool:
     """Whether a product of so many rows with their own transpose is symmetric here: no BLAS promises it."""
-    # too few numbers to see it
     if rows <= _FEW:
         return False
     x = torch.randn(rows, width, dtype=state, device="cpu", generator=torch.Generator("cpu").manual_seed(0))
