@@ -249,6 +249,27 @@ def test_drawn_problems_keep_the_contract(dtype, pairs, kind):
     assert np.isfinite(truth(made).outcome.loss)
 
 
+def test_a_drawn_problem_is_held_to_a_plain_computation_too():
+    torch_backend = pytest.importorskip("contrastile.backends.torch").backend
+
+    def gradients(block, weights, rows, columns, options):
+        torch_backend.gradients(block, weights, rows, columns, options)
+        # far inside the bound that is derived: logits near 14 may be off by several roundings
+        if rows is not None:
+            rows *= 1 + 8e-6
+
+    recipe = Recipe(30, 40, 128, "softmax", "normal", 14.0, 0.0, "mean", False, "diagonal", 1, 0, 1, 11)
+    found = []
+    for subject in (
+        Subject("torch", torch_backend, "float32"),
+        Subject("off", replace(torch_backend, gradients=gradients), "float32"),
+    ):
+        ((_, worst),) = PROPERTIES["drawn"].check(subject, str(recipe))
+        found.append(worst)
+    assert found[0].ratio < 1 < found[1].ratio, found
+    assert "as a norm" in str(found[1])
+
+
 def test_drawing_is_determined_by_the_seed():
     seen: dict[str, list[str]] = {}
     for label, seed in (("first", 3), ("again", 3), ("other", 4)):

@@ -21,6 +21,7 @@ from contrastile.backends.torch.accumulators import Accumulators
 from contrastile.backends.torch.kept import Kept
 from contrastile.backends.torch.pairs import BlockPairs, cut
 from contrastile.backends.torch.products import LOG2_E, Products
+from contrastile.backends.torch.statistics import farthest, shared_reference
 from contrastile.backends.torch.tiles import Tile, primitive, tiles
 
 
@@ -37,32 +38,38 @@ def gradients(
         return
     products = Products(block, unit=LOG2_E)
     w, state = weights, products.state
-    factors = _Factors(w.row_weight, w.row_target, products.sync)
-    sides = [_SideWeights(w.row_negative_lse, w.row_positive_lse, factors, state)]
+    factors = [_Factors(w.row_weight, w.row_target, products.sync)]
     if w.column_weight is not None:
         alike = w.column_weight is w.row_weight and w.column_target is w.row_target
-        if not alike:
-            factors = _Factors(w.column_weight, w.column_target, products.sync)
-        if alike and w.column_negative_lse is w.row_negative_lse and w.column_positive_lse is w.row_positive_lse:
+        factors.append(factors[0] if alike else _Factors(w.column_weight, w.column_target, products.sync))
+    if products.sync:
+        products.gain = _gain([each.extremes for each in factors])
+    sides = [_SideWeights(w.row_negative_lse, w.row_positive_lse, factors[0], products.gain, state)]
+    if len(factors) == 2:
+        if (
+            factors[1] is factors[0]
+            and w.column_negative_lse is w.row_negative_lse
+            and w.column_positive_lse is w.row_positive_lse
+        ):
             # rows against themselves: what is found of one side is known of the other
             sides.append(sides[0])
         else:
-            sides.append(_SideWeights(w.column_negative_lse, w.column_positive_lse, factors, state))
+            sides.append(_SideWeights(w.column_negative_lse, w.column_positive_lse, factors[1], products.gain, state))
     if products.bounds_gradient:
         products.bound_gradient(*(side.weight for side in sides), *(side.term for side in sides))
     certain = block.pairs.match == "target" and (not products.sync or any(bool(s.certain.any()) for s in sides))
-    kept, shared = None, None
+    kept, shared, named = None, None, block.pairs.match != "target"
     # entries of certain positives are made of logits
     if w.kept is not None and not certain:
         kept = Kept(w.kept)
-        shared = _shared(sides, state, kept.reference)
+        shared = _shared(sides, named, state, kept.reference)
     if shared is None:
-        kept, shared = None, _shared(sides, state) if products.sync else None
+        kept, shared = None, _shared(sides, named, state, None) if products.sync else None
     if kept is not None and block.pairs.match == "drop":
         # pairs of equal ids are 0 already
         block = replace(block, pairs=Pairs(block.pairs.positives, block.pairs.excluded))
     pairs = BlockPairs(block, products.sync)
-    named = _named_entries(pairs.of_positives(), sides, state)
+    entries = _named_entries(pairs.of_positives(), sides, state)
     accumulators = Accumulators(products, row_gradient, column_gradient)
     for tile in tiles(block, pairs, products, options, kept, known=kept is not None):
         matched = tile.pairs.matched
@@ -77,8 +84,8 @@ def gradients(
             # after the exponentials: a pair that is not admitted may have overflowed, or be NaN
             tile.pairs.silence(tile.x, 0.0)
         # before any rounding of G
-        if named is not None:
-            tile.pairs.set_named(tile.x, cut(named, tile.rows))
+        if entries is not None:
+            tile.pairs.set_named(tile.x, cut(entries, tile.rows))
         elif matched is not None and exact is not None:
             torch.where(matched, exact, tile.x, out=tile.x)
         elif matched is not None:
@@ -117,23 +124,26 @@ class _SideWeights:
         exact_lse: L in base 2, float64.
         lse: L rounded to the state dtype.
         most: the largest that a logit less ``lse`` can be, for no logit exceeds L; state dtype.
-        exact_weight: u or v.
+        negative: N in nats, float64.
+        exact_weight: u or v, times the products' gain.
         weight: the same times ``2^(lse - exact_lse)``, which makes good the rounding of L; state dtype.
         positive: P in base 2, float64.
         negative_share: the probability of all negatives, 1 - p of the positives, to full relative accuracy; float64.
         target: t.
         term: weight x target, what a positive loses; state dtype.
-        extremes: see ``_Factors``.
+        extremes: see ``_Factors``; times the gain.
         silent: see ``_Factors``.
         certain: where p - t cancels.
     """
 
-    def __init__(self, negative: Array, positive: Array, factors: _Factors, state: torch.dtype) -> None:
-        self._state, self._negative, self._positive, self._lone = state, negative, positive, factors.lone
+    def __init__(self, negative: Array, positive: Array, factors: _Factors, gain: float, state: torch.dtype) -> None:
+        self._state, self._positive, self._lone = state, positive, factors.lone
+        self.negative: torch.Tensor = negative
         self.exact_lse: torch.Tensor = torch.logaddexp(negative, positive).mul_(LOG2_E)
-        self.exact_weight: torch.Tensor = factors.weight
+        self.exact_weight: torch.Tensor = factors.weight if gain == 1.0 else factors.weight * gain
         self.target: torch.Tensor = factors.target
-        self.extremes, self.silent = factors.extremes, factors.silent
+        self.extremes = factors.extremes[0] * gain, factors.extremes[1] * gain
+        self.silent = factors.silent
 
     @cached_property
     def positive(self) -> torch.Tensor:
@@ -157,7 +167,7 @@ class _SideWeights:
 
     @cached_property
     def negative_share(self) -> torch.Tensor:
-        return torch.sub(self._negative, self._positive).sigmoid_()
+        return torch.sub(self.negative, self._positive).sigmoid_()
 
     @cached_property
     def term(self) -> torch.Tensor:
@@ -190,6 +200,15 @@ class _SideWeights:
             q = (x - p).masked_fill_(t == 1.0, 0.0).clamp_max_(0.0).exp2_()
             part = w * ((q - t) - q * share)
         return part if self.silent is None else torch.where(self.silent if at is None else self.silent[at], 0.0, part)
+
+
+def _gain(weights: list[tuple[float, float]]) -> float:
+    """A power of two that lifts the largest weight to 2^40: G may then be as small, relative to it, as 2^-166.
+
+    It leaves room for sums of a million entries times features of 2^60.
+    """
+    peak = max(most for _, most in weights)
+    return 2.0 ** min(max(40 - math.frexp(peak)[1], 0), 120) if 0 < peak < math.inf else 1.0
 
 
 def _extremes(x: torch.Tensor) -> tuple[float, float]:
@@ -232,39 +251,45 @@ class _Shared(NamedTuple):
     coefficients: list[torch.Tensor]
 
 
-def _shared(sides: list[_SideWeights], state: torch.dtype, given: float | None = None) -> _Shared | None:
-    """A reference against which no exponential overflows and none that matters is flushed; None if there is none.
+def _shared(sides: list[_SideWeights], named: bool, state: torch.dtype, kept: float | None) -> _Shared | None:
+    """The reference of ``kept`` exponentials, or that of the largest logit; None where it does not serve.
 
-    With ``given`` that one, against which exponentials are known not to overflow, or None where it does not serve.
-
-    An admitted logit is at most its row's and its column's log-sum-exp, so that with ``r >= max L - 120`` none
-    overflows. With ``r <= L + 26`` a term that is flushed costs a probability at most 2^-100. Of the r between, the one
-    nearest 0 is taken for which every ``|w| 2^(r - L)`` is a normal number: a difference ``x - r`` that is larger than
-    x is rounded.
+    It does while every ``w 2^(r - L)`` is a normal number; while no exponential overflows, a logit being at most the
+    log-sum-exp of its row and of its column, where entries that are ``named`` are not made of one; while a term that is
+    flushed costs a probability at most 2^-100; and while ``x - r`` is not rounded far above its x.
     """
     counting = [side for side in sides if side.silent is None or not bool(side.silent.all())]
     lses = [_extremes(side.not_silent(side.exact_lse)) for side in counting]
+    low, top = min((x for x, _ in lses), default=math.nan), max((x for _, x in lses), default=math.nan)
     # a side without silent members bounds all logits
-    bounds = [most for side, (_, most) in zip(counting, lses, strict=True) if side.silent is None]
-    if not bounds or not all(math.isfinite(x) for each in lses for x in each):
+    bounding = [side for side in counting if side.silent is None]
+    if not bounding or not math.isfinite(low) or not math.isfinite(top):
         return None
-    low, top = min(x for x, _ in lses), max(x for _, x in lses)
+    largest = min(_extremes(x.negative)[1] * LOG2_E if named else _extremes(x.exact_lse)[1] for x in bounding)
+    reference = shared_reference(largest) if kept is None else kept
     weights = [
         side.extremes if side.silent is None else _extremes(side.not_silent(side.exact_weight).abs())
         for side in counting
     ]
     least, most = min(x for x, _ in weights), max(x for _, x in weights)
     info = torch.finfo(state)
-    normal = top - math.log2(least) + math.log2(info.tiny) + 1
-    reference = max(min(bounds) - 120.0, normal, min(math.floor(low) + 26.0, 0.0)) if given is None else given
-    # beyond 2^24 it would be rounded where it is subtracted
-    if not normal <= reference <= low + 26.0 or abs(reference) > 2.0**24:
-        return None
-    reference = float(math.ceil(reference))
-    if most * 2.0 ** (reference - low) > info.max:
+    room = math.log2(info.max)
+    normal = reference - top + math.log2(least) > math.log2(info.tiny) + 1
+    finite = (kept is not None or largest - reference < room - 8) and reference - low + math.log2(most) < room - 1
+    if not (normal and finite and reference - low <= 26.0 and _near(counting, reference)):
         return None
     exact = [torch.exp2(reference - side.exact_lse).mul_(side.exact_weight) for side in sides]
     return _Shared(reference, [side.zero_where_silent(x).to(state) for x, side in zip(exact, sides, strict=True)])
+
+
+def _near(sides: list[_SideWeights], reference: float) -> bool:
+    """Whether no log-sum-exp over negatives lies so far below the reference that terms' rounding would show."""
+    least = (reference - farthest(reference)) / LOG2_E
+    if least == -math.inf:
+        return True
+    negatives = [side.not_silent(side.negative) for side in sides]
+    # there may be no negatives
+    return all(bool(((x >= least) | (x == -math.inf)).all()) for x in negatives)
 
 
 def _from_shared(tile: Tile, shared: _Shared) -> None:

@@ -47,6 +47,7 @@ class Products:
     Attributes:
         state: see ``state_of``.
         sync: whether the code may read values: only ``on_host``.
+        gain: a power of two that G is multiplied by, and sums of it are not.
     """
 
     def __init__(self, block: Block, unit: float) -> None:
@@ -70,7 +71,8 @@ class Products:
         self._mirrored = same and not _symmetric(*rows.shape, self.state, torch.get_num_threads())
         if isinstance(self._scale, float) and info.tiny <= abs(self._scale) <= info.max and not themselves:
             self._alpha = self._scale
-        self._gain: torch.Tensor | None = None
+        self.gain = 1.0
+        self._float16_gain: torch.Tensor | None = None
 
     def _number(self, x: torch.Tensor, unit: float) -> torch.Tensor | float:
         """A number times the unit, in float64 on the host, in the state dtype elsewhere."""
@@ -106,13 +108,13 @@ class Products:
             peak = torch.stack(peaks).amax()
             # mantissa / peak is a power of two, exactly, and takes no trip to the host
             power = torch.frexp(peak).mantissa / peak
-            self._gain = torch.where(peak > 0, power, 1.0) * _FLOAT16_HEADROOM
+            self._float16_gain = torch.where(peak > 0, power, 1.0) * _FLOAT16_HEADROOM
 
     def add(self, total: torch.Tensor, g: torch.Tensor, x: torch.Tensor) -> None:
         """``total += g @ x``: total (a, d) and g (a, b) in the state dtype, x (b, d) an operand."""
         if not self._mixed:
-            total.addmm_(g, x)
-        elif self._gain is None:
+            total.addmm_(g, x, alpha=1.0 / self.gain)
+        elif self._float16_gain is None:
             total.add_(torch.mm(g.to(x.dtype), x, out_dtype=self.state))
         else:
-            total.add_(torch.mm((g * self._gain).to(x.dtype), x, out_dtype=self.state).div_(self._gain))
+            total.add_(torch.mm((g * self._float16_gain).to(x.dtype), x, out_dtype=self.state).div_(self._float16_gain))

@@ -21,8 +21,10 @@ from contrastile.backends.torch.pairs import BlockPairs, cut
 from contrastile.backends.torch.products import LOG2_E, Products, state_of
 from contrastile.backends.torch.tiles import Tile, primitive, tiles
 
-# binary orders between a shared reference and the largest logit: room for others to be larger, or a sum smaller
-ROOM = 40.0
+# binary orders between 1 and an exponential that needs no reference, which leaves room for larger ones in later tiles
+ROOM = 80.0
+# apart so far, references are the same going forward and backward as a rule, and their roundings cancel
+_STEP = 64.0
 
 
 @primitive
@@ -58,10 +60,19 @@ def _statistics(block: Block, columns: bool, options: Options, kept: Kept | None
     return Statistics(*[*vectors, *[None] * (6 - len(vectors)), left])
 
 
-def smallest_sum(count: int, state: torch.dtype) -> float:
-    """A sum of ``count`` terms from here up loses less than one rounding to terms flushed below the normal range."""
+def smallest_sum(count: int, state: torch.dtype, reference: float = 0.0) -> float:
+    """A sum of ``count`` terms from here up, times 2^-reference, is as exact as one against its own largest term.
+
+    It loses less than one rounding to terms flushed below the normal range, and its terms' x - r, which are rounded at
+    their own size, are not far above x.
+    """
     info = torch.finfo(state)
-    return count * info.tiny / (info.eps / 2)
+    return max(count * info.tiny / (info.eps / 2), math.pow(2.0, -farthest(reference)))
+
+
+def farthest(reference: float) -> float:
+    """How far below a reference, in binary orders, a sum may be: 16 and two times its own size; nearer 0, anything."""
+    return (16.0 + 2.0 * reference) / 3.0 if reference > 16.0 else math.inf
 
 
 class _SideStatistics:
@@ -228,14 +239,14 @@ def _shared(
             side.add("negative", tile, negatives)
             # the last rows complete these columns: failing here, not at the end, wastes least
             complete = side.dim == 0 and tile.last_rows
-            if complete and not _exact(cut(side["negative"], tile.columns), count, products.state):
+            if complete and not _exact(cut(side["negative"], tile.columns), count, products.state, reference):
                 return None
     for side, count in zip(found.sides, counts, strict=False):
-        # a lone positive's is its logit
-        several = [side["positive"][side["count"] > 1]] if side.counts else []
         # the columns' were looked at when their last tile was done
-        sums = several if side.dim == 0 else [side["negative"], *several]
-        if not all(_exact(x, count, products.state) for x in sums):
+        if side.dim == 1 and not _exact(side["negative"], count, products.state, reference or 0.0):
+            return None
+        # a lone positive's is its logit; digits of others matter only where P exceeds N
+        if side.counts and not _exact(side["positive"][side["count"] > 1], count, products.state, 0.0):
             return None
         if side.counts and not math.isfinite(float(side["total"].sum())):
             return None
@@ -254,17 +265,17 @@ def shared_reference(largest: float) -> float:
 
     It is an integer, which float32 holds: subtracted there and added back in float64 it is the same number.
     """
-    if not math.isfinite(largest) or abs(largest) > 2.0**24:
+    if abs(largest) <= ROOM or not abs(largest) <= 2.0**24:
         return 0.0
-    return float(round(largest - min(max(largest, -ROOM), ROOM)))
+    return math.copysign(_STEP * round((abs(largest) - ROOM + _STEP / 2) / _STEP), largest)
 
 
-def _exact(sums: torch.Tensor, count: int, state: torch.dtype) -> bool:
-    """Whether no sum of ``count`` exponentials overflowed or may have lost a term that matters; NaN is not exact."""
+def _exact(sums: torch.Tensor, count: int, state: torch.dtype, reference: float) -> bool:
+    """Whether no sum of ``count`` exponentials overflowed or may have lost what matters; NaN is not exact."""
     if sums.shape[0] == 0:
         return True
     least, most = map(float, torch.aminmax(sums))
-    return least >= smallest_sum(count, state) and most < math.inf
+    return least >= smallest_sum(count, state, reference) and most < math.inf
 
 
 def _own(block: Block, columns: bool, options: Options, products: Products) -> _Found:
