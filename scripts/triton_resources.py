@@ -132,7 +132,10 @@ def run_all(dtype: str, plain: bool = False, precision: str = "ieee") -> None:
     arrays.inner(torch.ones(300, 512, dtype=kind), torch.ones(300, 512))
     arrays.scaled(torch.ones(300, 512), scalar, dtype, consume=False)
     wide = vector.double()
-    arrays.weighted_nll(wide, wide, wide, vector, vector)
+    side = wide, wide, wide, vector, vector
+    for length in (1, 9):
+        # one program, and several
+        arrays.loss("float32", *[[x.repeat(length) for x in side]] * 2)
     problems = [(every[0], 256, True)]
     if not plain:
         problems += [(pairs, 300, True) for pairs in every] + [(every[0], 256, False)]

@@ -13,7 +13,7 @@ from typing import Any, Protocol
 
 from contrastile.backends import crossing, eager
 from contrastile.backends.eager import imported
-from contrastile.backends.nll import reciprocal_of_count, weighted_nll
+from contrastile.backends.nll import Side, added, reciprocal_of_count, weighted_nll
 
 Array = Any
 ITEMSIZE = {"float16": 2, "bfloat16": 2, "float32": 4, "float64": 8}
@@ -97,10 +97,8 @@ class ArrayLibrary(Protocol):
         """``into = a + b``, elementwise, rounded once more where its dtype is narrower; it may be one of the two."""
         ...
 
-    def weighted_nll(
-        self, negative_lse: Array, positive_lse: Array, positive_sum: Array, weight: Array, target: Array
-    ) -> Array:
-        """``sum_i w_i nll_i`` in float64, 0-d: see ``nll.weighted_nll``."""
+    def loss(self, dtype: str, *sides: Side) -> Array:
+        """``sum_i w_i nll_i`` over one or two sides in float64, 0-d, rounded to ``dtype``: see ``nll.weighted_nll``."""
         ...
 
     def inner(self, a: Array, b: Array) -> Array:
@@ -194,10 +192,8 @@ class NumpyArrays:
     def add(self, a: Array, b: Array, into: Array) -> None:
         self.module.add(a, b, out=into)
 
-    def weighted_nll(
-        self, negative_lse: Array, positive_lse: Array, positive_sum: Array, weight: Array, target: Array
-    ) -> Array:
-        return weighted_nll(self, negative_lse, positive_lse, positive_sum, weight, target)
+    def loss(self, dtype: str, *sides: Side) -> Array:
+        return added(self, [weighted_nll(self, *side) for side in sides], dtype)
 
     def inner(self, a: Array, b: Array) -> Array:
         return self.total(self.module.einsum("ik,ik->i", a, b, dtype=self.module.result_type(a, b)))
@@ -354,10 +350,10 @@ class TorchArrays:
     def add(self, a: Array, b: Array, into: Array) -> None:
         self.module.add(a, b, out=into)
 
-    def weighted_nll(
-        self, negative_lse: Array, positive_lse: Array, positive_sum: Array, weight: Array, target: Array
-    ) -> Array:
-        n, p, s, t = negative_lse, positive_lse, positive_sum, target
+    def loss(self, dtype: str, *sides: Side) -> Array:
+        return added(self, [self._nll(*side) for side in sides], dtype)
+
+    def _nll(self, n: Array, p: Array, s: Array, weight: Array, t: Array) -> Array:
         if t.device.type == "cpu" and t.shape[0]:
             even = self.first(t)
             least, most = map(float, self.module.aminmax(t)) if even is None else (even, even)
@@ -370,7 +366,7 @@ class TorchArrays:
                 found = nll.dot(weight.double())
                 if math.isfinite(float(found)):
                     return found
-        return weighted_nll(self, n, p, s, weight, target)
+        return weighted_nll(self, n, p, s, weight, t)
 
     def inner(self, a: Array, b: Array) -> Array:
         # no bmm, which would follow a global tf32 switch

@@ -3,9 +3,13 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
 from typing import Any
 
 Array = Any
+
+Side = Sequence[Array]
+"""N, P and S of ``contract.Statistics``, (l,) float64 each, weights and targets, (l,) in the state dtype."""
 
 
 def weighted_nll(
@@ -28,6 +32,15 @@ def weighted_nll(
     nll = arrays.where(missing, arrays.merge(n, p) + 0.0 * target, arrays.softplus(n - p) + spread)
     # a weight of 0 silences a row that admits nothing, whose log-sum-exp is -inf
     return arrays.total(arrays.where(weight == 0, 0.0, weight * nll))
+
+
+def added(arrays: Any, losses: Sequence[Array], dtype: str) -> Array:
+    """The sum of one or two losses in float64, rounded once to ``dtype``."""
+    if len(losses) == 1:
+        return arrays.cast(losses[0], dtype)
+    out = arrays.empty((), dtype, losses[0])
+    arrays.add(*losses, out)
+    return out
 
 
 def reciprocal_of_count(arrays: Any, target: Array) -> Array:

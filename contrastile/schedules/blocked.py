@@ -293,12 +293,11 @@ def forward(
         if two_sided or itself:
             _merge(arrays, columns, staged.column, local.column_statistics(arrays, [found]))
     n, p, s = _joined(arrays, rows)
-    loss = arrays.weighted_nll(n, p, s, problem.row_weight, problem.row_target)
-    over: local.Triple = (None, None, None)
+    sides, over = [(n, p, s, problem.row_weight, problem.row_target)], (None, None, None)
     if two_sided:
         over = _joined(arrays, columns)
-        loss = loss + arrays.weighted_nll(*over, problem.column_weight, problem.column_target)
-    return local.Forward(arrays.cast(loss, arrays.dtype(problem.scale)), n, p, over[0], over[1])
+        sides.append((*over, problem.column_weight, problem.column_target))
+    return local.Forward(arrays.loss(arrays.dtype(problem.scale), *sides), n, p, over[0], over[1])
 
 
 def _merge(arrays: ArrayLibrary, into: dict[int, local.Triple], number: int, found: local.Triple) -> None:

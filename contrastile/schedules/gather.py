@@ -70,7 +70,7 @@ def forward(
     lse = local.lse_function(block.rows, block.columns.shape[0], wanted, backend, options, single=True)
     found = lse(block, two_sided, options)
     mine = local.row_statistics(arrays, [found])
-    loss = arrays.weighted_nll(*mine, problem.row_weight, problem.row_target)
+    loss = arrays.loss("float64", (*mine, problem.row_weight, problem.row_target))
     kept = local.kept_by([found.kept])
     # what the backward pass need not gather again
     columns = block.columns if placement.size > 1 else None
@@ -99,7 +99,7 @@ def _over_columns(
     n, widths = placement.size, placement.shards.widths
     weight, target = problem.column_weight, problem.column_target
     if n == 1:
-        return loss + arrays.weighted_nll(*state, weight, target), state[:2], (None, None)
+        return loss + arrays.loss("float64", (*state, weight, target)), state[:2], (None, None)
     own, (losses,), incoming = scalar_gather_buffers(placement, arrays, [loss])
     # rows aligned to 16 bytes: kernels are compiled again for others, and read them more slowly
     total = sum(widths)
@@ -116,7 +116,7 @@ def _over_columns(
     for x, into in zip(merged, lses, strict=False):
         buffers.copy(x, into)
     start, stop = placement.start, placement.start + widths[placement.rank]
-    value = arrays.total(losses) + arrays.weighted_nll(*merged, weights[0], weights[1])
+    value = arrays.total(losses) + arrays.loss("float64", (*merged, weights[0], weights[1]))
     return value, [x[start:stop] for x in lses], (lses, weights)
 
 

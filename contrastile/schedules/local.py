@@ -149,17 +149,13 @@ def forward(problem: Problem, backend: Backend, options: Options, *, wanted: Wan
     for _, block in problem.blocks():
         backend.check(block, options)
         parts.append(lse(block, two_sided, options))
-    rows = row_statistics(arrays, parts)
-    loss, dtype = arrays.weighted_nll(*rows, problem.row_weight, problem.row_target), arrays.dtype(problem.scale)
-    columns: Triple = (None, None, None)
+    rows, columns, dtype = row_statistics(arrays, parts), (None, None, None), arrays.dtype(problem.scale)
+    sides = [(*rows, problem.row_weight, problem.row_target)]
     if two_sided:
-        columns, value = column_statistics(arrays, parts), arrays.empty((), dtype, problem.scale)
-        # added in float64, and rounded as it is written
-        arrays.add(loss, arrays.weighted_nll(*columns, problem.column_weight, problem.column_target), value)
-    else:
-        value = arrays.cast(loss, dtype)
+        columns = column_statistics(arrays, parts)
+        sides.append((*columns, problem.column_weight, problem.column_target))
     kept = kept_by([part.kept for part in parts])
-    return Forward(value, rows[0], rows[1], columns[0], columns[1], kept=kept)
+    return Forward(arrays.loss(dtype, *sides), rows[0], rows[1], columns[0], columns[1], kept=kept)
 
 
 def row_statistics(arrays: ArrayLibrary, parts: Sequence[Statistics]) -> Triple:

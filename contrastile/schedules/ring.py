@@ -156,12 +156,12 @@ def forward(problem: Problem, backend: Backend, options: Options) -> local.Forwa
         if two_sided:
             accumulator.send_on(shard.owner, local.column_statistics(arrays, parts), widths)
     mine = local.row_statistics(arrays, rows)
-    loss = arrays.weighted_nll(*mine, problem.row_weight, problem.row_target)
-    if not two_sided:
-        return finalize_loss(problem, loss, *mine[:2], arrays=arrays)
-    n, p, s = accumulator.result()
-    loss = loss + arrays.weighted_nll(n, p, s, problem.column_weight, problem.column_target)
-    return finalize_loss(problem, loss, *mine[:2], n, p, arrays=arrays)
+    sides, lses = [(*mine, problem.row_weight, problem.row_target)], [*mine[:2]]
+    if two_sided:
+        over = accumulator.result()
+        sides.append((*over, problem.column_weight, problem.column_target))
+        lses += over[:2]
+    return finalize_loss(problem, arrays.loss("float64", *sides), *lses, arrays=arrays)
 
 
 @local.ieee

@@ -172,8 +172,8 @@ def forward(
     kept = list[Array | None]()
     found = statistics(problem, rows, whole_up_to(problem, backend, options), backend, options, lse, kept)
     n, p, s = local.row_statistics(arrays, [found])
-    loss = arrays.weighted_nll(n, p, s, problem.row_weight, problem.row_target)
-    return local.Forward(arrays.cast(loss, arrays.dtype(problem.scale)), n, p, kept=local.kept_by(kept))
+    loss = arrays.loss(arrays.dtype(problem.scale), (n, p, s, problem.row_weight, problem.row_target))
+    return local.Forward(loss, n, p, kept=local.kept_by(kept))
 
 
 @local.ieee

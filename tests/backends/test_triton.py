@@ -345,19 +345,25 @@ def test_the_weighted_nll_is_the_plain_one() -> None:
     given = negative, positive, total, weight, target
     plain = float(weighted_nll(backend.arrays, *given))
     # 53 float64 terms, each below 2^6 but for one below 2^20
-    assert abs(float(backend.arrays.weighted_nll(*given)) - plain) <= 53 * 2.0**20 * 2.0**-53
+    assert abs(float(backend.arrays.loss("float64", given)) - plain) <= 53 * 2.0**20 * 2.0**-53
+    for shorter in (0, 1, 17, 53):
+        # two sides, of which the blocks of one follow those of the other
+        column = [x[:shorter].flip(0) for x in given]
+        both = plain + float(weighted_nll(backend.arrays, *column))
+        assert abs(float(backend.arrays.loss("float64", given, column)) - both) <= 106 * 2.0**20 * 2.0**-53
+        assert backend.arrays.loss("float32", given, column) == torch.tensor(both, dtype=torch.float32)
     for value in range(53):
         one = torch.zeros(53).index_fill(0, torch.tensor([value]), 1.0)
         found, expected = (
             float(f(negative, positive, total, one, target))
-            for f in (backend.arrays.weighted_nll, lambda *x: weighted_nll(backend.arrays, *x))
+            for f in (lambda *x: backend.arrays.loss("float64", x), lambda *x: weighted_nll(backend.arrays, *x))
         )
         # an exponential, a logarithm, a product and a sum
         assert found == expected or abs(found - expected) <= 16 * 2.0**-53 * abs(expected), value
     positive[8], total[8], target[8] = -infinite, -infinite, 1.0
-    assert not np.isfinite(float(backend.arrays.weighted_nll(*given)))
+    assert not np.isfinite(float(backend.arrays.loss("float64", given)))
     negative[9] = float("nan")
-    assert np.isnan(float(backend.arrays.weighted_nll(*given)))
+    assert np.isnan(float(backend.arrays.loss("float64", given)))
 
 
 def weighted(found: Statistics, *weights: Any) -> Weights:

@@ -375,11 +375,14 @@ def losses() -> Iterator[tuple[str, float]]:
     arrays = [cupy.asarray(x) for x in (negative, positive, total, weight, target)]
     for stop in (1, TERMS, m):
         given = [x[:stop] for x in arrays]
-        parts = cupy.full(ceil_div(stop, TERMS), np.nan)
-        arguments = struct("WeightedNllArguments")(*map(pointer, given), length=stop, out=pointer(parts))
-        launch(instance("weighted_nll", "weighted_nll"), parts.size, ONE_BLOCK, arguments)
-        want = np.sum(terms[:stop])
-        yield "weighted_nll", ratio(float(parts.sum()), want, 2.0**-44 * np.sum(abs(terms[:stop])) + 1e-300)
+        one = struct("LossSide")(*map(pointer, given), length=stop)
+        for sides in (1, 2):
+            # rows, and the same once more as columns
+            parts = cupy.full(sides * ceil_div(stop, TERMS), np.nan)
+            arguments = struct("WeightedNllArguments")(*[one] * sides, out=pointer(parts))
+            launch(instance("weighted_nll", "weighted_nll"), parts.size, ONE_BLOCK, arguments)
+            want, size = sides * np.sum(terms[:stop]), sides * np.sum(abs(terms[:stop]))
+            yield "weighted_nll", ratio(float(parts.sum()), want, 2.0**-44 * size + 1e-300)
     merged, given = cupy.empty(m), [cupy.asarray(x) for x in (negative, positive)]
     arguments = struct("MergeLseArguments")(*map(pointer, (*given, merged)), length=m)
     launch(instance("weighted_nll", "merge_lse"), ceil_div(m, THREADS), THREADS, arguments)
@@ -395,6 +398,10 @@ def passes(dtype: str, strided: bool) -> Iterator[tuple[str, float]]:
     launch(instance("scale_cast", "row_dots", ELEMENTS[dtype], "float"), len(parts), THREADS, dots)
     added = struct("AddDoublesArguments")(parts=pointer(parts), length=len(parts), out=pointer(total))
     launch(instance("scale_cast", "add_doubles"), 1, ONE_BLOCK, added)
+    rounded = cupy.empty((), "f4")
+    added = struct("AddDoublesArguments")(parts=pointer(parts), length=len(parts), rounded=pointer(rounded))
+    launch(instance("scale_cast", "add_doubles"), 1, ONE_BLOCK, added)
+    yield "add_doubles, rounded", float(float(rounded) != float(np.float32(float(total))))
     yield "row_dots, add_doubles", ratio(total, np.sum(x * y), 8 * U * np.sum(abs(x * y)))
     out, by = cupy.zeros((m, d), "u2" if dtype == "bfloat16" else dtype), scalar(factor)
     where = struct("Matrix")(data=pointer(out), row_stride=d, column_stride=1)

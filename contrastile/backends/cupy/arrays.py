@@ -11,6 +11,7 @@ from contrastile.backends.cupy.arguments import struct
 from contrastile.backends.cupy.common import LINES, ONE_BLOCK, TERMS, THREADS, element, matrix
 from contrastile.backends.cupy.instances import ELEMENTS, instance
 from contrastile.backends.cupy.launch import empty, launch, multiprocessors, on_device, pointer
+from contrastile.backends.nll import Side
 from contrastile.backends.passes import ceil_div
 
 Array = Any
@@ -18,10 +19,11 @@ Array = Any
 _NLL_DTYPES = ["float64"] * 3 + ["float32"] * 2
 
 
-def added(parts: Array) -> Array:
-    """The sum of a list of float64, 0-d, on the current device."""
-    out = empty(dtype="float64")
-    arguments = struct("AddDoublesArguments")(parts=pointer(parts), length=parts.size, out=pointer(out))
+def added(parts: Array, dtype: str = "float64") -> Array:
+    """The sum of a list of float64, 0-d, rounded once to ``dtype``, float64 or float32; on the current device."""
+    out = empty(dtype=dtype)
+    into = {"out" if dtype == "float64" else "rounded": pointer(out)}
+    arguments = struct("AddDoublesArguments")(parts=pointer(parts), length=parts.size, **into)
     launch(instance("scale_cast", "add_doubles"), 1, ONE_BLOCK, arguments)
     return out
 
@@ -65,19 +67,22 @@ class FusedArrays(CupyArrays):
             launch(instance("weighted_nll", "merge_lse"), ceil_div(a.size, THREADS), THREADS, arguments)
         return out
 
-    def weighted_nll(
-        self, negative_lse: Array, positive_lse: Array, positive_sum: Array, weight: Array, target: Array
-    ) -> Array:
-        """``sum_i w_i loss_i``, in one pass, in float64, 0-d."""
-        given = [cupy.ascontiguousarray(x) for x in (negative_lse, positive_lse, positive_sum, weight, target)]
-        if weight.size == 0 or [self.dtype(x) for x in given] != _NLL_DTYPES:
-            return super().weighted_nll(*given)
-        with on_device(weight):
-            blocks = ceil_div(weight.size, TERMS)
+    def loss(self, dtype: str, *sides: Side) -> Array:
+        """``sum_i w_i nll_i`` over one or two sides: sums of a few rows, and theirs."""
+        given = [[cupy.ascontiguousarray(x) for x in side] for side in sides]
+        lengths = [side[0].size for side in given]
+        if 0 in lengths or any([self.dtype(x) for x in side] != _NLL_DTYPES for side in given):
+            return super().loss(dtype, *given)
+        with on_device(given[0][0]):
+            blocks = sum(ceil_div(length, TERMS) for length in lengths)
             parts = empty(blocks, dtype="float64")
-            arguments = struct("WeightedNllArguments")(*map(pointer, given), length=weight.size, out=pointer(parts))
+            structs = [
+                struct("LossSide")(*map(pointer, side), length=length)
+                for side, length in zip(given, lengths, strict=True)
+            ]
+            arguments = struct("WeightedNllArguments")(*structs, out=pointer(parts))
             launch(instance("weighted_nll", "weighted_nll"), blocks, ONE_BLOCK, arguments)
-            return added(parts) if blocks > 1 else parts.reshape(())
+            return added(parts, dtype)
 
     def scaled(self, x: Array, factor: Array, dtype: str, *, consume: bool) -> Array:
         """``x * factor`` rounded once, in one pass."""

@@ -8,13 +8,17 @@ from typing import Any
 import torch
 
 from contrastile.backends.arrays import TorchArrays
+from contrastile.backends.nll import Side
 from contrastile.backends.passes import ceil_div
 from contrastile.backends.triton import sums
-from contrastile.backends.triton.common import LANES, LINES, step
+from contrastile.backends.triton.common import LINES, step
 from contrastile.backends.triton.configs import INTERPRETED
 from contrastile.backends.triton.launch import on_device
 
 Array = Any
+
+# rows that a program takes the loss of at once, and how often: rows and columns of a small problem are one program's
+ROWS, TIMES = 16 if INTERPRETED else 512, 2
 
 
 def multiplied(x: Array, factor: Array, out: Array) -> None:
@@ -29,17 +33,20 @@ class TritonArrays(TorchArrays):
     def __init__(self) -> None:
         super().__init__(torch)
 
-    def weighted_nll(
-        self, negative_lse: Array, positive_lse: Array, positive_sum: Array, weight: Array, target: Array
-    ) -> Array:
-        """``sum_i w_i loss_i`` in float64, 0-d: sums of a few rows, and theirs."""
-        vectors = [x.contiguous() for x in (negative_lse, positive_lse, positive_sum, weight, target)]
-        with on_device(negative_lse):
-            programs = ceil_div(negative_lse.shape[0], LANES)
-            out = torch.empty(programs, dtype=torch.float64, device=negative_lse.device)
-            if programs:
-                sums.sum_nll[(programs,)](*vectors, out, negative_lse.shape[0], BLOCK=LANES)
-            return out.sum()
+    def loss(self, dtype: str, *sides: Side) -> Array:
+        """``sum_i w_i nll_i`` over one or two sides: sums of a few rows, and theirs."""
+        row, *others = [[x.contiguous() for x in side] for side in sides]
+        column: list[Any] = others[0] if others else [None] * len(row)
+        m, n = row[0].shape[0], column[0].shape[0] if others else 0
+        with on_device(row[0]):
+            out = torch.empty((), dtype=getattr(torch, dtype), device=row[0].device)
+            programs = ceil_div(ceil_div(m, ROWS) + ceil_div(n, ROWS), TIMES)
+            single = programs <= 1
+            parts = out if single else torch.empty(programs, dtype=torch.float64, device=out.device)
+            sums.sum_nll[(max(1, programs),)](*row, *column, parts, m, n, BLOCK=ROWS, TIMES=TIMES)
+            if not single:
+                sums.add_up[(1,)](parts, out, programs, BLOCK=ROWS)
+            return out
 
     def inner(self, a: Array, b: Array) -> Array:
         """``sum_ik a_ik b_ik``: dots of rows in float32, their sum in float64, 0-d."""

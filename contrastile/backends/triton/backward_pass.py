@@ -4,7 +4,6 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from dataclasses import replace
 from functools import partial
 from typing import Any
 
@@ -39,7 +38,7 @@ def finished(
     rows = block.rows
     with on_device(rows):
         if rows.shape[0] and block.columns.shape[0]:
-            return _BackwardPass(block, _times(weights, upstream), options).final_gradients(columns)
+            return _BackwardPass(block, weights, options, upstream).final_gradients(columns)
 
         def zeros(shape: Any, dtype: Any) -> Any:
             return torch.zeros(shape, dtype=dtype, device=rows.device)
@@ -47,15 +46,6 @@ def finished(
         dtype = rows.dtype if columns == "gradient" else torch.float32
         none = None if columns is None else zeros(block.columns.shape, dtype)
         return Finished(zeros(rows.shape, rows.dtype), none, zeros((), torch.float64))
-
-
-def _times(weights: Weights, upstream: Array | None) -> Weights:
-    if upstream is None:
-        return weights
-    row, column = weights.row_weight, weights.column_weight
-    weight = row * upstream
-    both = weight if column is row else None if column is None else column * upstream
-    return replace(weights, row_weight=weight, column_weight=both)
 
 
 def scale_gradient(plan: Any, x: Any, divide: bool) -> None:
@@ -108,7 +98,7 @@ class Chunks:
 class _BackwardPass(BlockPass):
     """One backward pass over one block."""
 
-    def __init__(self, block: Block, weights: Weights, options: Options) -> None:
+    def __init__(self, block: Block, weights: Weights, options: Options, upstream: Array | None = None) -> None:
         super().__init__(block, options)
         self.weights, self.two_sided = weight_vectors(weights), weights.column_weight is not None
         self.gradient, self.product = self.config("masked" if self.masks.masked else "gradient"), self.config("product")
@@ -118,19 +108,19 @@ class _BackwardPass(BlockPass):
         self.plan, self.peaks, *self.vectors = empties(self.rows, torch.float32, *sizes)
         # G at the positives that are named by index
         self.values = None if self.masks.pairs.positives is None else empty(self.rows, self.m, dtype=torch.float64)
-        self._precheck()
+        self._precheck(upstream)
 
-    def _precheck(self) -> None:
+    def _precheck(self, upstream: Array | None) -> None:
         """Decide on the path, and prepare the vectors of the epilogue."""
         programs, peaks = self.programs, self.peaks
-        scale, bias, sizes, half = self.block.scale, self.block.bias, (self.m, self.n), self.rows.dtype == torch.float16
+        scalars, half = (self.block.scale, self.block.bias, upstream), self.rows.dtype == torch.float16
         given = peaks, self.masks.pairs.positives, self.masks.pairs.excluded, self.values, *self.weights
         flags = {"MATCHED": self.masks.ids_only, "LANES": LANES}
-        precheck.weight_bounds[(programs,)](*sizes, scale, bias, *given, **flags)
-        precheck.plan_backward[(1,)](
-            peaks, scale, self.plan, programs, TWO_SIDED=self.two_sided, HALF=half, EXACT=self.exact, BLOCK=BLOCK
-        )
-        precheck.epilogue_scales[(programs,)](self.plan, scale, bias, *sizes, *self.weights, *self.vectors, **flags)
+        precheck.weight_bounds[(programs,)](self.m, self.n, *scalars, *given, **flags)
+        precheck.epilogue_scales[(programs,)](
+            peaks, self.plan, *scalars, self.m, self.n, programs, *self.weights, *self.vectors,
+            **flags, HALF=half, EXACT=self.exact, BLOCK=BLOCK,
+        )  # fmt: skip
 
     def add_gradients(self, row_gradient: Any, column_gradient: Any) -> None:
         """Add to the gradients that are wanted."""

@@ -1,9 +1,10 @@
 # mypy: disable-error-code="no-untyped-def,untyped-decorator,no-untyped-call"
+# pyright: reportGeneralTypeIssues=false
 """The prechecks, small kernels of cost O((m + n) d): what the tile kernels need to know of a block before they run.
 
-``measure`` reads the features, ``weight_bounds`` the weights; ``plan_forward`` and ``plan_backward`` turn their peaks
-into the plan that the tile kernels obey, and ``epilogue_scales`` prepares the vectors of the backward's epilogue. The
-device decides here between the fast and the safe path, and the host does not wait for it.
+``measure`` reads the features, ``weight_bounds`` the weights; ``plan_forward`` and ``epilogue_scales`` turn their peaks
+into the plan that the tile kernels obey, and the latter prepares the vectors of the backward's epilogue. The device
+decides here between the fast and the safe path, and the host does not wait for it.
 """
 
 from __future__ import annotations
@@ -97,7 +98,7 @@ def load_features(base, i, stride, start, inside, depth, BD: tl.constexpr):
 @kernel
 @triton.jit(do_not_specialize=["m", "n"])
 def weight_bounds(
-    m, n, scale, bias, peaks, positives, excluded, values,
+    m, n, scale, bias, upstream, peaks, positives, excluded, values,
     row_negative, row_positive, row_weight, row_target,
     column_negative, column_positive, column_weight, column_target,
     MATCHED: tl.constexpr, LANES: tl.constexpr,
@@ -106,9 +107,10 @@ def weight_bounds(
 
     row_*: (m,), column_*: (n,), or None for a loss of one direction: log-sum-exps in float64, weights and targets in
     float32. positives: (m,) or None; with them, G at row i's positive to values (m,), float64. MATCHED: ids name them.
+    upstream: 0-d, multiplies every weight, or None.
     """
-    row = row_negative, row_positive, row_weight, row_target
-    column = column_negative, column_positive, column_weight, column_target
+    row = row_negative, row_positive, row_weight, row_target, upstream
+    column = column_negative, column_positive, column_weight, column_target, upstream
     program = tl.program_id(0)
     row_programs = tl.cdiv(m, LANES)
     at = peaks + program.to(tl.int64) * 6
@@ -140,8 +142,8 @@ def weight_bounds(
 @triton.jit
 def _at_positive(x, side, i, inside):
     """One direction's ``w ((q - t) - q sigmoid(N - P))`` with ``q = exp(x - P)``, float64; 0 where the weight is 0."""
-    negative, positive, weight, target = side
-    w = tl.load(weight + i, mask=inside, other=0.0).to(tl.float64)
+    negative, positive, weight, target, upstream = side
+    w = _weights(weight, upstream, i, inside).to(tl.float64)
     t = tl.load(target + i, mask=inside, other=0.0).to(tl.float64)
     p = tl.load(positive + i, mask=inside, other=0.0)
     q = tl.exp(x - p)
@@ -149,9 +151,16 @@ def _at_positive(x, side, i, inside):
 
 
 @triton.jit
+def _weights(weight, upstream, i, inside):
+    """Weights times the gradient that arrives from above, rounded once."""
+    w = tl.load(weight + i, mask=inside, other=0.0)
+    return w if upstream is None else w * tl.load(upstream)
+
+
+@triton.jit
 def _store_peaks(at, side, i, inside, scale, bias, MATCHED: tl.constexpr):
-    negative, positive, weight, target = side
-    w = tl.abs(tl.load(weight + i, mask=inside, other=0.0))
+    negative, positive, weight, target, upstream = side
+    w = tl.abs(_weights(weight, upstream, i, inside))
     t = tl.abs(tl.load(target + i, mask=inside, other=0.0))
     less = tl.load(negative + i, mask=inside, other=float("-inf"))
     more = tl.load(positive + i, mask=inside, other=float("-inf"))
@@ -226,13 +235,9 @@ def plan_forward(
         tl.store(diagonals + 1, _reduce(ends + row_programs, 0, row_programs, 1, -_FAR, False, BLOCK))
 
 
-@kernel
-@triton.jit(do_not_specialize=["programs"])
-def plan_backward(
-    peaks, scale, plan, programs,
-    TWO_SIDED: tl.constexpr, HALF: tl.constexpr, EXACT: tl.constexpr, BLOCK: tl.constexpr,
-):  # fmt: skip
-    """Whether G may be formed as ``2^(x - r) (u_i 2^(r - L_i) + v_j 2^(r - M_j))``, and with which r.
+@triton.jit
+def _plan(peaks, programs, TWO_SIDED: tl.constexpr, HALF: tl.constexpr, EXACT: tl.constexpr, BLOCK: tl.constexpr):
+    """Whether G may be formed as ``2^(x - r) (u_i 2^(r - L_i) + v_j 2^(r - M_j))``, r or else 0, and GRADIENT_SCALE.
 
     An admitted logit is at most its row's and its column's log-sum-exp, so with ``r >= max L - 120`` nothing admitted
     overflows. With ``r <= L`` wherever a weight counts, a term that is flushed costs at most 2^-126 in a probability.
@@ -241,7 +246,7 @@ def plan_backward(
     beyond 512: a logit is not rounded here before r leaves it, as in the forward, and the difference, half an ulp of
     the logit, shall be no more than a rounding of a difference. EXACT: no r is taken.
 
-    GRADIENT_SCALE brings a float16 G near the top of its range. CERTAIN: see ``gradient_tiles``.
+    GRADIENT_SCALE brings a float16 G near the top of its range.
     """
     factor = 1.0
     if HALF:
@@ -258,11 +263,7 @@ def plan_backward(
     # the comparisons fail for NaN and for infinities
     fast = (low >= -512.0) & (high <= 512.0) & (reference >= tl.maximum(high - 120.0, high - 125.0 - least))
     fast = fast & (not EXACT)
-    tl.store(plan + ALPHA, tl.load(scale) * LOG2E)
-    tl.store(plan + REFERENCE, tl.where(fast, reference, 0.0))
-    tl.store(plan + FAST, fast.to(tl.float32))
-    tl.store(plan + GRADIENT_SCALE, factor)
-    tl.store(plan + CERTAIN, _peak(peaks, programs, _SURE, False, BLOCK))
+    return fast, tl.where(fast, reference, 0.0), factor
 
 
 @triton.jit
@@ -276,38 +277,50 @@ def near_top(most):
 
 
 @kernel
-@triton.jit(do_not_specialize=["m", "n"])
+@triton.jit(do_not_specialize=["m", "n", "programs"])
 def epilogue_scales(
-    plan, scale, bias, m, n,
+    peaks, plan, scale, bias, upstream, m, n, programs,
     row_negative, row_positive, row_weight, row_target,
     column_negative, column_positive, column_weight, column_target,
     row_vectors, column_vectors,
-    MATCHED: tl.constexpr, LANES: tl.constexpr,
+    MATCHED: tl.constexpr, HALF: tl.constexpr, EXACT: tl.constexpr, LANES: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
-    """Vectors for G's epilogue to row_vectors (VECTORS, m) and column_vectors (VECTORS, n), float32: see ``tiles``.
+    """The backward's plan, from the peaks of all programs of ``weight_bounds``, and the vectors for G's epilogue.
 
-    row_*, column_*: as in ``weight_bounds``. What a log-sum-exp in powers of two has beyond float32 goes with the
-    weight. A weight of 0 gets L = 0, so that nothing that is not finite comes near it.
+    The vectors to row_vectors (VECTORS, m) and column_vectors (VECTORS, n), float32: see ``tiles``. row_*, column_*,
+    upstream: as in ``weight_bounds``. What a log-sum-exp in powers of two has beyond float32 goes with the weight. A
+    weight of 0 gets L = 0, so that nothing that is not finite comes near it.
     """
+    # each program finds the plan by itself: one launch fewer, and the peaks are few
+    fast, reference, factor = _plan(peaks, programs, column_negative is not None, HALF, EXACT, BLOCK)
     program = tl.program_id(0)
+    if program == 0:
+        tl.store(plan + ALPHA, tl.load(scale) * LOG2E)
+        tl.store(plan + REFERENCE, reference)
+        tl.store(plan + FAST, fast.to(tl.float32))
+        tl.store(plan + GRADIENT_SCALE, factor)
+        # see ``gradient_tiles``
+        tl.store(plan + CERTAIN, _peak(peaks, programs, _SURE, False, BLOCK))
     row_programs = tl.cdiv(m, LANES)
     if program < row_programs:
-        row = row_negative, row_positive, row_weight, row_target
-        _scale_side(plan, scale, bias, program, m, row, row_vectors, MATCHED, LANES)
+        row = row_negative, row_positive, row_weight, row_target, upstream
+        _scale_side(reference, factor, scale, bias, program, m, row, row_vectors, MATCHED, LANES)
     elif column_negative is not None:
         program -= row_programs
-        column = column_negative, column_positive, column_weight, column_target
-        _scale_side(plan, scale, bias, program, n, column, column_vectors, MATCHED, LANES)
+        column = column_negative, column_positive, column_weight, column_target, upstream
+        _scale_side(reference, factor, scale, bias, program, n, column, column_vectors, MATCHED, LANES)
 
 
 @triton.jit
-def _scale_side(plan, scale, bias, program, length, side, vectors, MATCHED: tl.constexpr, LANES: tl.constexpr):
-    negative, positive, weight, target = side
+def _scale_side(
+    reference, factor, scale, bias, program, length, side, vectors, MATCHED: tl.constexpr, LANES: tl.constexpr
+):
+    negative, positive, weight, target, upstream = side
     i = program.to(tl.int64) * LANES + tl.arange(0, LANES)
     inside = i < length
     to, step = vectors + i, length.to(tl.int64)
     orders, shift = binary_orders(tl.load(scale)), bias_of(bias)
-    w = (tl.load(weight + i, mask=inside, other=0.0) * tl.load(plan + GRADIENT_SCALE)).to(tl.float64)
+    w = (_weights(weight, upstream, i, inside) * factor).to(tl.float64)
     silent = w == 0.0
     less = tl.load(negative + i, mask=inside, other=0.0)
     more = tl.load(positive + i, mask=inside, other=0.0)
@@ -315,7 +328,7 @@ def _scale_side(plan, scale, bias, program, length, side, vectors, MATCHED: tl.c
     high, low = split(log)
     tl.store(to + LOG * step, high, mask=inside)
     tl.store(to + WEIGHT * step, (w * tl.math.exp2(-low)).to(tl.float32), mask=inside)
-    folded = w * tl.math.exp2(tl.load(plan + REFERENCE).to(tl.float64) - log)
+    folded = w * tl.math.exp2(reference.to(tl.float64) - log)
     tl.store(to + FOLDED * step, tl.where(silent, 0.0, folded).to(tl.float32), mask=inside)
     if MATCHED:
         t = tl.load(target + i, mask=inside, other=0.0).to(tl.float64)

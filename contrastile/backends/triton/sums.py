@@ -61,11 +61,33 @@ def finalize_rows(
 
 
 @kernel
-@triton.jit(do_not_specialize=["m"])
-def sum_nll(negative, positive, positive_sum, weight, target, out, m, BLOCK: tl.constexpr):
-    """``sum of w_i loss_i`` over BLOCK rows to out (programs,), float64: see ``nll.weighted_nll``."""
-    i = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
-    inside = i < m
+@triton.jit(do_not_specialize=["m", "n"])
+def sum_nll(
+    row_negative, row_positive, row_sum, row_weight, row_target,
+    column_negative, column_positive, column_sum, column_weight, column_target,
+    out, m, n, BLOCK: tl.constexpr, TIMES: tl.constexpr,
+):  # fmt: skip
+    """``sum of w_i loss_i`` over TIMES times BLOCK rows, and columns after them, to out (programs,).
+
+    The sum is float64, and rounded as it is written: see ``nll.weighted_nll``. column_*: (n,), or None with n = 0.
+    """
+    row = row_negative, row_positive, row_sum, row_weight, row_target
+    column = column_negative, column_positive, column_sum, column_weight, column_target
+    rows = tl.cdiv(m, BLOCK)
+    start = tl.program_id(0) * TIMES
+    total = tl.zeros((BLOCK,), tl.float64)
+    for block in range(start, min(start + TIMES, rows + tl.cdiv(n, BLOCK))):
+        if block < rows:
+            total += _weighted_nll(row, block * BLOCK + tl.arange(0, BLOCK), m)
+        elif column_negative is not None:
+            total += _weighted_nll(column, (block - rows) * BLOCK + tl.arange(0, BLOCK), n)
+    tl.store(out + tl.program_id(0), tl.sum(total, 0).to(out.dtype.element_ty))
+
+
+@triton.jit
+def _weighted_nll(side, i, length):
+    negative, positive, positive_sum, weight, target = side
+    inside = i < length
     w = tl.load(weight + i, mask=inside, other=0.0).to(tl.float64)
     t = tl.load(target + i, mask=inside, other=0.0).to(tl.float64)
     less = tl.load(negative + i, mask=inside, other=0.0)
@@ -79,4 +101,15 @@ def sum_nll(negative, positive, positive_sum, weight, target, out, m, BLOCK: tl.
     # a positive whose logit is -inf is no missing one
     counted = (t != 0.0) & ((more != float("-inf")) | (s != 0.0))
     loss = tl.where(counted, softplus(less - more) + spread, log_add(less, more))
-    tl.store(out + tl.program_id(0), tl.sum(tl.where(w == 0.0, 0.0, w * loss), 0))
+    return tl.where(w == 0.0, 0.0, w * loss)
+
+
+@kernel
+@triton.jit(do_not_specialize=["count"])
+def add_up(parts, out, count, BLOCK: tl.constexpr):
+    """The sum of parts (count,), float64, to out, rounded as it is written."""
+    total = tl.zeros((BLOCK,), tl.float64)
+    for at in range(0, count, BLOCK):
+        i = at + tl.arange(0, BLOCK)
+        total += tl.load(parts + i, mask=i < count, other=0.0)
+    tl.store(out, tl.sum(total, 0).to(out.dtype.element_ty))

@@ -224,7 +224,8 @@ struct RowDotsArguments {
 struct AddDoublesArguments {
     const double* parts;
     long long length;
-    double* out;  // 0-d
+    double* out;     // 0-d, or null
+    float* rounded;  // 0-d, given where out is not
 };
 
 // merge_lse: blocks ceil(length / THREADS), THREADS threads.
@@ -238,15 +239,20 @@ struct MergeLseArguments {
 // Terms that one block of weighted_nll takes.
 constexpr int TERMS = 1024;
 
-// weighted_nll: blocks ceil(length / TERMS), 1024 threads; then add_doubles, unless one block was enough.
-struct WeightedNllArguments {
-    const double* negative_lse;  // (length,) each
+// Of rows or columns, (length,) each.
+struct LossSide {
+    const double* negative_lse;
     const double* positive_lse;
     const double* positive_sum;
     const float* weight;
     const float* target;
     long long length;
-    double* out;                 // (blocks,)
+};
+
+// weighted_nll: blocks ceil(length / TERMS) of the rows and then of the columns, 1024 threads; then add_doubles.
+struct WeightedNllArguments {
+    LossSide row, column;  // column: length 0 for a loss of one direction
+    double* out;           // (blocks,)
 };
 
 // finalize_rows<T>: blocks ceil(m / LINES), 256 threads. One launch for each chunk of rows; the last block adds.

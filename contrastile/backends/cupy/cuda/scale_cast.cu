@@ -67,7 +67,7 @@ __global__ void __launch_bounds__(256) row_dots(const __grid_constant__ RowDotsA
     a.out[blockIdx.x] = sum;
 }
 
-// The sum of a list, 0-d.
+// The sum of a list, 0-d, rounded once where that is asked for.
 extern "C" __global__ void __launch_bounds__(1024) add_doubles(const __grid_constant__ AddDoublesArguments a) {
     __shared__ double sums[32];
     double sum = 0.0;
@@ -78,7 +78,11 @@ extern "C" __global__ void __launch_bounds__(1024) add_doubles(const __grid_cons
     __syncthreads();
     if (threadIdx.x >= 32) return;
     sum = warp_sum(sums[threadIdx.x]);
-    if (threadIdx.x == 0) *a.out = sum;
+    if (threadIdx.x != 0) return;
+    if (a.out != nullptr)
+        *a.out = sum;
+    else
+        *a.rounded = static_cast<float>(sum);
 }
 
 }  // namespace contrastile

@@ -1,4 +1,4 @@
-// Log-sum-exps merged, and the loss of one direction from them, sum_i w_i loss_i: all in double.
+// Log-sum-exps merged, and the loss from them, sum_i w_i loss_i over rows and columns: all in double.
 #include "arguments_small.cuh"
 #include "elements.cuh"
 #include "reduce.cuh"
@@ -32,9 +32,12 @@ __device__ __forceinline__ double loss_of(double negatives, double positives, do
 // A weight of 0 silences a row whatever its log-sum-exps are.
 extern "C" __global__ void __launch_bounds__(1024) weighted_nll(const __grid_constant__ WeightedNllArguments a) {
     __shared__ double sums[32];
-    const long long i = static_cast<long long>(blockIdx.x) * TERMS + threadIdx.x;
-    const double w = i < a.length ? a.weight[i] : 0.0;
-    const double term = w == 0.0 ? 0.0 : w * loss_of(a.negative_lse[i], a.positive_lse[i], a.positive_sum[i], a.target[i]);
+    const long long rows = ceil_div(a.row.length, TERMS);
+    const bool of_rows = blockIdx.x < rows;
+    const LossSide& x = of_rows ? a.row : a.column;
+    const long long i = (blockIdx.x - (of_rows ? 0 : rows)) * TERMS + threadIdx.x;
+    const double w = i < x.length ? x.weight[i] : 0.0;
+    const double term = w == 0.0 ? 0.0 : w * loss_of(x.negative_lse[i], x.positive_lse[i], x.positive_sum[i], x.target[i]);
     double sum = warp_sum(term);
     if (threadIdx.x % 32 == 0) sums[threadIdx.x / 32] = sum;
     __syncthreads();
