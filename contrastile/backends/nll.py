@@ -8,9 +8,6 @@ from typing import Any
 
 Array = Any
 
-Side = Sequence[Array]
-"""N, P and S of ``contract.Statistics``, (l,) float64 each, weights and targets, (l,) in the state dtype."""
-
 
 def weighted_nll(
     arrays: Any, negative_lse: Array, positive_lse: Array, positive_sum: Array, weight: Array, target: Array

@@ -307,6 +307,12 @@ def _rectangular(draw: Draw) -> Problem:
     return softmax_problem(rows, np.concatenate([columns, queue]), 20.0, positives=np.arange(19))
 
 
+@_case("long-sums", "600 columns of nearly the same probability, features of one sign: sums of many like terms")
+def _long_sums(draw: Draw) -> Problem:
+    rows, columns = (unit(np.abs(draw.standard_normal((size, 24)))) for size in (13, 600))
+    return softmax_problem(rows, columns, 1.0, positives=np.arange(13))
+
+
 @_case("signed-zero-weights", "weight 0 removes rows that admit nothing; other weights are negative")
 def _signed_zero_weights(draw: Draw) -> Problem:
     rows, columns = (unit(draw.standard_normal((size, 24))) for size in (27, 35))

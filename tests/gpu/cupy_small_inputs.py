@@ -80,3 +80,26 @@ def drawn_pairs(m: int, n: int) -> Iterator[tuple[np.ndarray, np.ndarray]]:
 def seen(positives: np.ndarray, excluded: np.ndarray, n: int) -> np.ndarray:
     """The column of each row's positive, -1 for none."""
     return np.where((positives >= 0) & (positives < n) & (positives != excluded), positives, -1)
+
+
+def nlls(m: int) -> tuple[list[Any], Any, Any]:
+    """N, P, S, weights and targets on the GPU, the terms of their loss, and log-sum-exps of N and P.
+
+    Certain, doubtful, without negatives, positives or target; silent rows.
+    """
+    negative, positive = rng.uniform(-80, 80, m), rng.uniform(-80, 80, m)
+    weight, target = rng.random(m).astype("f4"), np.where(rng.random(m) < 0.3, 0, 1).astype("f4")
+    total = positive.copy()
+    negative[::7], positive[1::7], positive[0], total[1::7] = -np.inf, -np.inf, -np.inf, 0.0
+    weight[::5] = 0.0
+    weight[:35:7] = 0.0
+    negative[3], weight[3] = np.nan, 0.0
+    with np.errstate(all="ignore"):
+        whole = np.logaddexp(negative, positive)
+        excess = np.logaddexp(0.0, negative - positive)
+        there = (target != 0) & ((positive != -np.inf) | (total != 0))
+        nll = np.where(there, excess + np.maximum(positive - target * total, 0.0), whole)
+        terms = np.where(weight == 0, 0.0, weight.astype("f8") * nll)
+    finite = np.isfinite(terms)
+    weight[~finite], terms[~finite] = 0.0, 0.0
+    return [cupy.asarray(x) for x in (negative, positive, total, weight, target)], terms, whole

@@ -16,7 +16,21 @@ torch = pytest.importorskip("torch")
 if not torch.cuda.is_available():
     pytest.skip("needs a GPU", allow_module_level=True)
 
-from cupy_small_inputs import LOG2E, U, drawn_pairs, features, plan, ratio, read, restart, rng, scalar, seen, stored  # noqa: E402  # noqa: E402
+from cupy_small_inputs import (  # noqa: E402
+    LOG2E,
+    U,
+    drawn_pairs,
+    features,
+    nlls,
+    plan,
+    ratio,
+    read,
+    restart,
+    rng,
+    scalar,
+    seen,
+    stored,
+)
 
 from contrastile.backends.cupy.arguments import struct  # noqa: E402
 from contrastile.backends.cupy.common import (  # noqa: E402
@@ -354,37 +368,18 @@ def backward(half: bool, by_ids: bool, certain: bool) -> Iterator[tuple[str, flo
 
 
 def losses() -> Iterator[tuple[str, float]]:
-    """The loss of one direction: certain, doubtful, without negatives, positives or target; silent rows."""
-    m = 2 * TERMS + 77
-    negative, positive = rng.uniform(-80, 80, m), rng.uniform(-80, 80, m)
-    weight, target = rng.random(m).astype("f4"), np.where(rng.random(m) < 0.3, 0, 1).astype("f4")
-    total = positive.copy()
-    negative[::7], positive[1::7], positive[0], total[1::7] = -np.inf, -np.inf, -np.inf, 0.0
-    weight[::5] = 0.0
-    weight[:35:7] = 0.0
-    negative[3], weight[3] = np.nan, 0.0
-    with np.errstate(all="ignore"):
-        whole = np.logaddexp(negative, positive)
-        excess = np.logaddexp(0.0, negative - positive)
-        there = (target != 0) & ((positive != -np.inf) | (total != 0))
-        nll = np.where(there, excess + np.maximum(positive - target * total, 0.0), whole)
-        terms = np.where(weight == 0, 0.0, weight.astype("f8") * nll)
-    finite = np.isfinite(terms)
-    weight[~finite] = 0.0
-    terms = np.where(finite, terms, 0.0)
-    arrays = [cupy.asarray(x) for x in (negative, positive, total, weight, target)]
-    for stop in (1, TERMS, m):
-        given = [x[:stop] for x in arrays]
-        one = struct("LossSide")(*map(pointer, given), length=stop)
-        for sides in (1, 2):
-            # rows, and the same once more as columns
-            parts = cupy.full(sides * ceil_div(stop, TERMS), np.nan)
-            arguments = struct("WeightedNllArguments")(*[one] * sides, out=pointer(parts))
-            launch(instance("weighted_nll", "weighted_nll"), parts.size, ONE_BLOCK, arguments)
-            want, size = sides * np.sum(terms[:stop]), sides * np.sum(abs(terms[:stop]))
-            yield "weighted_nll", ratio(float(parts.sum()), want, 2.0**-44 * size + 1e-300)
-    merged, given = cupy.empty(m), [cupy.asarray(x) for x in (negative, positive)]
-    arguments = struct("MergeLseArguments")(*map(pointer, (*given, merged)), length=m)
+    """The loss of one direction and of two, and its log-sum-exps."""
+    arrays, terms, whole = nlls(m := 2 * TERMS + 77)
+    # rows, and the same once more as columns
+    for stop, sides in product((1, TERMS, m), (1, 2)):
+        one = struct("LossSide")(*map(pointer, arrays), length=stop)
+        parts = cupy.full(sides * ceil_div(stop, TERMS), np.nan)
+        arguments = struct("WeightedNllArguments")(*[one] * sides, out=pointer(parts))
+        launch(instance("weighted_nll", "weighted_nll"), parts.size, ONE_BLOCK, arguments)
+        want, size = (sides * np.sum(x[:stop]) for x in (terms, abs(terms)))
+        yield "weighted_nll", ratio(float(parts.sum()), want, 2.0**-44 * size + 1e-300)
+    merged = cupy.empty(m)
+    arguments = struct("MergeLseArguments")(*map(pointer, (*arrays[:2], merged)), length=m)
     launch(instance("weighted_nll", "merge_lse"), ceil_div(m, THREADS), THREADS, arguments)
     yield "merge_lse", ratio(merged, whole, 2.0**-50 * (1 + abs(whole)))
 
@@ -393,15 +388,13 @@ def passes(dtype: str, strided: bool) -> Iterator[tuple[str, float]]:
     """Inner products, casts, and the gradient scale applied and taken away."""
     m, d, factor = 133, 77 if strided else 88, 0.37
     (_, a, x), (_, b, y) = keep = features(m, d, dtype, strided), features(m, d, "float32", strided)
-    parts, total = cupy.empty(ceil_div(m, LINES)), cupy.empty(())
+    parts, total, rounded = cupy.empty(ceil_div(m, LINES)), cupy.empty(()), cupy.empty((), "f4")
     dots = struct("RowDotsArguments")(a=a, b=b, m=m, depth=d, out=pointer(parts))
     launch(instance("scale_cast", "row_dots", ELEMENTS[dtype], "float"), len(parts), THREADS, dots)
-    added = struct("AddDoublesArguments")(parts=pointer(parts), length=len(parts), out=pointer(total))
-    launch(instance("scale_cast", "add_doubles"), 1, ONE_BLOCK, added)
-    rounded = cupy.empty((), "f4")
-    added = struct("AddDoublesArguments")(parts=pointer(parts), length=len(parts), rounded=pointer(rounded))
-    launch(instance("scale_cast", "add_doubles"), 1, ONE_BLOCK, added)
-    yield "add_doubles, rounded", float(float(rounded) != float(np.float32(float(total))))
+    for out in ({"out": pointer(total)}, {"rounded": pointer(rounded)}):
+        added = struct("AddDoublesArguments")(parts=pointer(parts), length=len(parts), **out)
+        launch(instance("scale_cast", "add_doubles"), 1, ONE_BLOCK, added)
+    yield "add_doubles, rounded", float(rounded.get() != np.float32(total.get()))
     yield "row_dots, add_doubles", ratio(total, np.sum(x * y), 8 * U * np.sum(abs(x * y)))
     out, by = cupy.zeros((m, d), "u2" if dtype == "bfloat16" else dtype), scalar(factor)
     where = struct("Matrix")(data=pointer(out), row_stride=d, column_stride=1)

@@ -7,8 +7,7 @@ from typing import Any
 
 import torch
 
-from contrastile.backends.arrays import TorchArrays
-from contrastile.backends.nll import Side
+from contrastile.backends.arrays import LossSide, TorchArrays
 from contrastile.backends.passes import ceil_div
 from contrastile.backends.triton import sums
 from contrastile.backends.triton.common import LINES, step
@@ -33,7 +32,7 @@ class TritonArrays(TorchArrays):
     def __init__(self) -> None:
         super().__init__(torch)
 
-    def loss(self, dtype: str, *sides: Side) -> Array:
+    def loss(self, dtype: str, *sides: LossSide) -> Array:
         """``sum_i w_i nll_i`` over one or two sides: sums of a few rows, and theirs."""
         row, *others = [[x.contiguous() for x in side] for side in sides]
         column: list[Any] = others[0] if others else [None] * len(row)

@@ -115,6 +115,8 @@ _TABLE: dict[str, dict[str, dict[int, Config]]] = {
     "product": {
         "half": {80: Config(128, 128, 32, 4, 3, 1), 90: Config(128, 128, 64, 4, 3, 1)},
         "tf32": {80: Config(64, 64, 32, 4, 2, 3)},
+        # two sums are alive
+        "split": {80: Config(64, 128, 32, 4, 3, 2), 90: Config(128, 128, 128, 8, 3, 1)},
     },
 }
 # small and unequal, so that small problems have many tiles and ragged last ones

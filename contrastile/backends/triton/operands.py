@@ -183,8 +183,8 @@ class BlockPass:
     def positive_dots(self, logits: Any, sums: Any) -> None:
         """Each row's positive logit to logits and sums, (m,) float64; -inf and 0 where it has none."""
         q, k, scheme = self.rows, self.columns, self.scheme
-        wide = scheme.how == parts.PLAIN.value and q.itemsize == 2
-        size, depth = (16, 16) if INTERPRETED else (64, 64 if wide else 32)
+        narrow = scheme.divided or q.itemsize == 2
+        size, depth = (16, 16) if INTERPRETED else (64, 64 if narrow else 32)
         features = q, k, q.stride(0), k.stride(0), self.m, self.n
         scalars = self.block.scale, self.block.bias
         positives.positive_dots[(ceil_div(self.m, size),)](

@@ -3,8 +3,8 @@
 """The second products of the backward: ``out += G K`` and ``out += G^T Q``, accumulated in float32.
 
 On a GPU float16 and bfloat16 go to cuBLAS, whose kernels are the fastest there are for a plain product, parts of
-float32 among them. Everything else goes to the kernel here: float32, which cuBLAS would round to tf32 wherever a global
-switch says so, and the CPU.
+float32 among them. Everything else goes to the kernel here: the product of the first of three parts, whose sum shall be
+as good as one in float32; float32, which cuBLAS would round to tf32 wherever a global switch says so; and the CPU.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ import triton.language as tl
 from contrastile.backends.triton.configs import INTERPRETED, Config
 from contrastile.backends.triton.kernel import kernel
 from contrastile.backends.triton.launch import descriptor, grid
-from contrastile.backends.triton.parts import PRODUCTS
+from contrastile.backends.triton.parts import PRODUCTS, add
 from contrastile.backends.triton.tiles import place
 
 
@@ -27,16 +27,23 @@ from contrastile.backends.triton.tiles import place
 @triton.jit(do_not_specialize=["m", "n", "terms", "out_stride"])
 def add_product(
     g, features, out, out_stride, m, n, terms, TRANSPOSED: tl.constexpr, BM: tl.constexpr, BN: tl.constexpr,
-    BK: tl.constexpr, GROUP: tl.constexpr, PRECISION: tl.constexpr, FRESH: tl.constexpr,
+    BK: tl.constexpr, GROUP: tl.constexpr, PRECISION: tl.constexpr, FRESH: tl.constexpr, EXACT: tl.constexpr,
 ):  # fmt: skip
-    """``out (m, n) += G F``, or ``= G F`` if FRESH, with F (terms, n), G (m, terms) or its transpose (terms, m)."""
+    """``out (m, n) += G F``, or ``= G F`` if FRESH, with F (terms, n), G (m, terms) or its transpose (terms, m).
+
+    EXACT: each step's products are added to the sum of those before as ``parts.add`` adds.
+    """
     row_tiles, column_tiles = tl.cdiv(m, BM), tl.cdiv(n, BN)
     for tile in tl.range(tl.program_id(0), row_tiles * column_tiles, tl.num_programs(0)):
         r, c = place(tile, row_tiles, column_tiles, GROUP)
         acc = tl.zeros((BM, BN), tl.float32)
         for k in range(0, terms, BK):
             left = g.load([k, r * BM]).T if TRANSPOSED else g.load([r * BM, k])
-            acc = tl.dot(left, features.load([k, c * BN]), acc, input_precision=PRECISION)
+            right = features.load([k, c * BN])
+            if EXACT:
+                acc = add(acc, tl.dot(left, right, input_precision=PRECISION))
+            else:
+                acc = tl.dot(left, right, acc, input_precision=PRECISION)
         i, j = r * BM + tl.arange(0, BM), c * BN + tl.arange(0, BN)
         at = out + i.to(tl.int64)[:, None] * out_stride + j[None, :]
         inside = (i < m)[:, None] & (j < n)[None, :]
@@ -65,16 +72,18 @@ def accumulate(
         fresh: out is overwritten, whatever it holds.
     """
     for number, (left, right) in enumerate(PRODUCTS[len(g)]):
-        _accumulate(out, g[left], features[right], config, transposed, fresh and number == 0)
+        # of three parts the first are all but 2^-8 of the whole
+        exact = len(g) == 3 and left == right == 0
+        _accumulate(out, g[left], features[right], config, transposed, fresh and number == 0, exact)
 
 
-def _accumulate(out: Any, g: Any, features: Any, config: Config, transposed: bool, fresh: bool) -> None:
-    if not INTERPRETED and g.dtype != torch.float32 and _has_out_dtype():
+def _accumulate(out: Any, g: Any, features: Any, config: Config, transposed: bool, fresh: bool, exact: bool) -> None:
+    if not INTERPRETED and g.dtype != torch.float32 and not exact and _has_out_dtype():
         left = g.T if transposed else g
         torch.addmm(out, left, features, out_dtype=torch.float32, beta=0 if fresh else 1, out=out)
         return
     m, n, terms = out.shape[0], out.shape[1], features.shape[0]
     bm, bn, bk = config.bm, config.bn, config.bk
     factors = descriptor(g, (bk, bm) if transposed else (bm, bk)), descriptor(features, (bk, bn))
-    flags = {"TRANSPOSED": transposed, "FRESH": fresh}
+    flags = {"TRANSPOSED": transposed, "FRESH": fresh, "EXACT": exact}
     add_product[grid(m, n, config, out)](*factors, out, out.stride(0), m, n, terms, **flags, **config.named)
