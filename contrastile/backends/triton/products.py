@@ -72,7 +72,7 @@ def accumulate(
         fresh: out is overwritten, whatever it holds.
     """
     for number, (left, right) in enumerate(PRODUCTS[len(g)]):
-        # of three parts the first are all but 2^-8 of the whole
+        # the product of the first of three parts is all but 2^-8 of the whole
         exact = len(g) == 3 and left == right == 0
         _accumulate(out, g[left], features[right], config, transposed, fresh and number == 0, exact)
 
