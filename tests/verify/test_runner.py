@@ -270,6 +270,19 @@ def test_a_drawn_problem_is_held_to_a_plain_computation_too():
     assert "as a norm" in str(found[1])
 
 
+@pytest.mark.parametrize(("lost", "status"), [(0.0, "pass"), (6e-6, "fail")])
+def test_long_sums_that_lose_digits_are_seen_by_the_second_gate(lost, status):
+    def gradients(block, weights, rows, columns, options):
+        mine = np.zeros_like(rows)
+        NUMPY.gradients(block, weights, mine, columns, options)
+        # of 2,000 terms tensor cores lose as much, which truncate as they add: on a GPU the derived bound knows
+        rows += mine * (1 - lost)
+
+    backends = {"numpy": replace(NUMPY, gradients=gradients)}
+    chosen = Selection(backends, cases=["long-sums"], properties=["plain"], dtypes=["float32"])
+    assert [row["status"] for row in Run(chosen).rows()] == [status]
+
+
 def test_drawing_is_determined_by_the_seed():
     seen: dict[str, list[str]] = {}
     for label, seed in (("first", 3), ("again", 3), ("other", 4)):
