@@ -58,7 +58,7 @@ test-slow: $(STAMPS)-test-slow
 
 # on a machine with a GPU, in an environment that has torch, triton and CuPy for it; elsewhere they are skipped
 test-gpu:
-	TRITON_INTERPRET=0 $(PYTHON) -m pytest tests/gpu $(ARGS)
+	TRITON_INTERPRET=0 $(PYTHON) -m pytest tests/gpu tests/training/test_training_gpu.py tests/test_capacity.py $(ARGS)
 
 # there, too; ARGS="--steps verify drawn" takes some of its steps, ARGS=--help lists them
 verify-gpu:

@@ -292,12 +292,9 @@ def forward(
         _merge(arrays, rows, staged.row, local.row_statistics(arrays, [found]))
         if two_sided or itself:
             _merge(arrays, columns, staged.column, local.column_statistics(arrays, [found]))
-    n, p, s = _joined(arrays, rows)
-    sides, over = [(n, p, s, problem.row_weight, problem.row_target)], (None, None, None)
-    if two_sided:
-        over = _joined(arrays, columns)
-        sides.append((*over, problem.column_weight, problem.column_target))
-    return local.Forward(arrays.loss(arrays.dtype(problem.scale), *sides), n, p, over[0], over[1])
+    mine, over = _joined(arrays, rows), _joined(arrays, columns) if two_sided else local.NO_COLUMNS
+    loss = local.loss(problem, arrays, arrays.dtype(problem.scale), mine, over)
+    return local.Forward(loss, mine[0], mine[1], over[0], over[1])
 
 
 def _merge(arrays: ArrayLibrary, into: dict[int, local.Triple], number: int, found: local.Triple) -> None:

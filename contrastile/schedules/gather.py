@@ -70,7 +70,7 @@ def forward(
     lse = local.lse_function(block.rows, block.columns.shape[0], wanted, backend, options, single=True)
     found = lse(block, two_sided, options)
     mine = local.row_statistics(arrays, [found])
-    loss = arrays.loss("float64", (*mine, problem.row_weight, problem.row_target))
+    loss = local.loss(problem, arrays, "float64", mine)
     kept = local.kept_by([found.kept])
     # what the backward pass need not gather again
     columns = block.columns if placement.size > 1 else None

@@ -17,6 +17,9 @@ R = TypeVar("R")
 Triple = tuple[Array, Array, Array]
 """N, P and S of one side: see ``contract.Statistics``."""
 
+NO_COLUMNS: Triple = (None, None, None)
+"""Of a loss of one direction."""
+
 
 def ieee(function: Callable[P, R]) -> Callable[P, R]:
     """Silence NumPy's warnings of NaN and infinity: here they are results."""
@@ -149,13 +152,20 @@ def forward(problem: Problem, backend: Backend, options: Options, *, wanted: Wan
     for _, block in problem.blocks():
         backend.check(block, options)
         parts.append(lse(block, two_sided, options))
-    rows, columns, dtype = row_statistics(arrays, parts), (None, None, None), arrays.dtype(problem.scale)
-    sides = [(*rows, problem.row_weight, problem.row_target)]
-    if two_sided:
-        columns = column_statistics(arrays, parts)
-        sides.append((*columns, problem.column_weight, problem.column_target))
+    rows, columns = row_statistics(arrays, parts), column_statistics(arrays, parts) if two_sided else NO_COLUMNS
+    value = loss(problem, arrays, arrays.dtype(problem.scale), rows, columns)
     kept = kept_by([part.kept for part in parts])
-    return Forward(arrays.loss(dtype, *sides), rows[0], rows[1], columns[0], columns[1], kept=kept)
+    return Forward(value, rows[0], rows[1], columns[0], columns[1], kept=kept)
+
+
+def loss(
+    problem: Problem, arrays: ArrayLibrary, dtype: str, rows: Triple, columns: Sequence[Array] = NO_COLUMNS
+) -> Array:
+    """The loss of the rows and, where they are given, of the columns, 0-d, rounded once to ``dtype``."""
+    sides = [(*rows, problem.row_weight, problem.row_target)]
+    if columns is not NO_COLUMNS:
+        sides.append((*columns, problem.column_weight, problem.column_target))
+    return arrays.loss(dtype, *sides)
 
 
 def row_statistics(arrays: ArrayLibrary, parts: Sequence[Statistics]) -> Triple:

@@ -156,12 +156,10 @@ def forward(problem: Problem, backend: Backend, options: Options) -> local.Forwa
         if two_sided:
             accumulator.send_on(shard.owner, local.column_statistics(arrays, parts), widths)
     mine = local.row_statistics(arrays, rows)
-    sides, lses = [(*mine, problem.row_weight, problem.row_target)], [*mine[:2]]
-    if two_sided:
-        over = accumulator.result()
-        sides.append((*over, problem.column_weight, problem.column_target))
-        lses += over[:2]
-    return finalize_loss(problem, arrays.loss("float64", *sides), *lses, arrays=arrays)
+    over = accumulator.result() if two_sided else local.NO_COLUMNS
+    return finalize_loss(
+        problem, local.loss(problem, arrays, "float64", mine, over), *mine[:2], *over[:2], arrays=arrays
+    )
 
 
 @local.ieee

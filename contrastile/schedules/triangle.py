@@ -171,9 +171,9 @@ def forward(
     lse = local.lse_function(problem.rows, rows.stop, wanted, backend, options, single=False)
     kept = list[Array | None]()
     found = statistics(problem, rows, whole_up_to(problem, backend, options), backend, options, lse, kept)
-    n, p, s = local.row_statistics(arrays, [found])
-    loss = arrays.loss(arrays.dtype(problem.scale), (n, p, s, problem.row_weight, problem.row_target))
-    return local.Forward(loss, n, p, kept=local.kept_by(kept))
+    mine = local.row_statistics(arrays, [found])
+    loss = local.loss(problem, arrays, arrays.dtype(problem.scale), mine)
+    return local.Forward(loss, mine[0], mine[1], kept=local.kept_by(kept))
 
 
 @local.ieee

@@ -166,7 +166,7 @@ def forward(
         found = backend.lse(block, True, options)
         take(peer.rows, local.row_statistics(arrays, [found]))
         exchange.send_home(peer, local.column_statistics(arrays, [found]))
-    loss = arrays.loss("float64", (*mine, problem.row_weight, problem.row_target))
+    loss = local.loss(problem, arrays, "float64", mine)
     return replace(finalize_loss(problem, loss, *mine[:2], arrays=arrays), gathered=exchange.gathered)
 
 

@@ -39,11 +39,10 @@ class TritonArrays(TorchArrays):
         m, n = row[0].shape[0], column[0].shape[0] if others else 0
         with on_device(row[0]):
             out = torch.empty((), dtype=getattr(torch, dtype), device=row[0].device)
-            programs = ceil_div(ceil_div(m, ROWS) + ceil_div(n, ROWS), TIMES)
-            single = programs <= 1
-            parts = out if single else torch.empty(programs, dtype=torch.float64, device=out.device)
-            sums.sum_nll[(max(1, programs),)](*row, *column, parts, m, n, BLOCK=ROWS, TIMES=TIMES)
-            if not single:
+            programs = max(1, ceil_div(ceil_div(m, ROWS) + ceil_div(n, ROWS), TIMES))
+            parts = out if programs == 1 else torch.empty(programs, dtype=torch.float64, device=out.device)
+            sums.sum_nll[(programs,)](*row, *column, parts, m, n, BLOCK=ROWS, TIMES=TIMES)
+            if programs > 1:
                 sums.add_up[(1,)](parts, out, programs, BLOCK=ROWS)
             return out
 
