@@ -9,9 +9,10 @@ A patch is written like this, below the ``==`` line that names its file in the p
     + for step in range(max(1, n - 1)):
     interpreted: --case hot --dtype float32
     equivalent: why no check can see it
+    device: cuda
 
 The text after ``-`` occurs exactly once in the file; it may begin and end anywhere in a line. The text after ``+``
-replaces it. The last two lines are optional.
+replaces it. The last three lines are optional.
 """
 
 from __future__ import annotations
@@ -76,6 +77,7 @@ class Mutant:
         interpreted: arguments of ``contrastile verify`` that show it under Triton's interpreter, which takes a second
             for a small problem; ``run.INTERPRETED`` has the defaults.
         equivalent: why no check can catch it, if none can.
+        device: the only kind of device on which it changes anything; "" for any.
     """
 
     name: str
@@ -83,6 +85,7 @@ class Mutant:
     patch: Patch | None = None
     interpreted: tuple[str, ...] = ()
     equivalent: str | None = None
+    device: str = ""
 
     @property
     def component(self) -> str:
@@ -125,9 +128,8 @@ def read(component: str, text: str) -> Iterator[Mutant]:
                 continue
             key, _, value = line.partition(": ")
             facts[key] = value
-        if not (file and colon and all(parts.values()) and facts.keys() <= {"interpreted", "equivalent"}):
+        if not (file and colon and all(parts.values()) and facts.keys() <= {"interpreted", "equivalent", "device"}):
             raise PatchError(f"a patch must be written as in contrastile/mutate/registry.py, got {entry!r}")
         patch = Patch(file, *("\n".join(part) for part in parts.values()))
-        yield Mutant(
-            f"{component}:{name}", about, patch, tuple(facts.get("interpreted", "").split()), facts.get("equivalent")
-        )
+        interpreted = tuple(facts.pop("interpreted", "").split())
+        yield Mutant(f"{component}:{name}", about, patch, interpreted, **facts)

@@ -88,8 +88,9 @@ class Target:
         missing = backends.available().get(base)
         if missing is not None:
             return missing
-        if base.partition(":")[0] == "cupy" and self.device == "cpu":
-            return "needs a GPU: --device cuda"
+        needed = mutant.device or ("cuda" if base.partition(":")[0] == "cupy" else self.device)
+        if needed != self.device:
+            return f"needs a GPU: --device {needed}"
         needs = WRAPPERS[mutant.defect].needs if mutant.component == CONTRACT else None
         library = base if base in ("numpy", "torch") or needs is None else backends.load(base).arrays.name
         return None if needs in (None, library) else f"needs {needs}'s arrays, and the backend has {library}'s"

@@ -61,13 +61,14 @@ first: what is wrong
 + one
 interpreted: --case hot
 equivalent: no test reads it
+device: cuda
 """
 
 
 def test_a_list_is_read_as_it_is_written(tmp_path: Path) -> None:
     (mutant,) = read("numpy", LIST)
     patch = Patch("a.py", "one two\ntwo", "one")
-    assert mutant == Mutant("numpy:first", "what is wrong", patch, ("--case", "hot"), "no test reads it")
+    assert mutant == Mutant("numpy:first", "what is wrong", patch, ("--case", "hot"), "no test reads it", "cuda")
     (tmp_path / "a.py").write_text("one two\ntwo\n", encoding="utf-8")
     assert patch.applied(tmp_path) == "one\n"
 
