@@ -1,7 +1,8 @@
 """How exact losses and gradients are on problems at random, beside plain PyTorch: what is noisier, and by how much.
 
 ``python benchmarks/drawn.py --backend torch --count 500`` draws problems of every loss and prints, for each backend,
-dtype and precision, how many results have more than ``MORE`` times the error of a plain computation, and the worst.
+dtype and precision, how many results have more than ``MORE`` times the error of a plain computation, and the worst; and
+in how many the plain computation has more than ``MORE`` times theirs: single numbers can be exact by luck, either way.
 ``--json`` writes these counts and all such results.
 
 Errors are those of ``certain_pairs.py``. A plain computation can be exact by luck: its error counts as one rounding of
@@ -108,9 +109,10 @@ def compared(rows: list[dict[str, Any]]) -> Iterator[dict[str, Any]]:
         for part in PARTS:
             unit = UNIT[row["dtype"] if part in ("first", "second") else "float32"]
             if math.isfinite(plain[part]) and plain[part] < 0.1:
-                times = row[part] / max(plain[part], unit)
                 keys = {key: row[key] for key in ("backend", "dtype", "precision", "problem")}
-                yield keys | {"of": part, "plain": plain[part], "error": row[part], "times": times}
+                facts = {"of": part, "plain": plain[part], "error": row[part]}
+                times, inverse = row[part] / max(plain[part], unit), plain[part] / max(row[part], unit)
+                yield keys | facts | {"times": times, "inverse": inverse}
 
 
 def is_beyond(result: dict[str, Any]) -> bool:
@@ -130,6 +132,7 @@ def counts(results: list[dict[str, Any]]) -> list[dict[str, Any]]:
         told = {
             "results": len(mine),
             "beyond": sum(map(is_beyond, mine)),
+            "plain_beyond": sum(each["inverse"] > MORE for each in mine),
             "worst": worst["times"],
             "problem": worst["problem"],
         }
@@ -158,8 +161,8 @@ def main(arguments: list[str] | None = None) -> None:
     found = counts(results)
     for each in found:
         what = f"{each['backend']:8} {each['dtype']:8} {each['precision']:5} {each['of']:8}"
-        told = f"{each['beyond']:4} of {each['results']:5} beyond, worst {each['worst']:8.1f} x  {each['problem']}"
-        print(f"{what} {told}")
+        told = f"{each['beyond']:4} of {each['results']:5} beyond, plain {each['plain_beyond']:4},"
+        print(f"{what} {told} worst {each['worst']:8.1f} x  {each['problem']}")
     if given.json is not None:
         beyond = list(filter(is_beyond, results))
         facts = measurement_environment(given.device) | {"count": given.count, "seed": given.seed}

@@ -28,8 +28,18 @@ def test_a_result_is_compared_with_the_plain_one_or_with_one_rounding() -> None:
     assert (loss["of"], loss["times"]) == ("loss", 2.0)
     assert (first["of"], first["times"]) == ("first", 4.0)
     assert (scale["of"], math.isnan(scale["times"])) == ("scale", True)
-    found = {each["of"]: (each["results"], each["beyond"]) for each in drawn.counts([loss, first, scale])}
-    assert found == {"loss": (1, 0), "features": (1, 1), "scale": (1, 1)}
+    counted = drawn.counts([loss, first, scale])
+    found = {each["of"]: (each["results"], each["beyond"], each["plain_beyond"]) for each in counted}
+    assert found == {"loss": (1, 0, 0), "features": (1, 1, 0), "scale": (1, 1, 0)}
+
+
+def test_the_plain_computation_can_be_the_noisier_one() -> None:
+    plain = row("plain", loss=1e-3, first=1e-3, second=1e-3, scale=2.0**-22)
+    mine = row("torch", loss=1e-4, first=1e-3, second=1e-9, scale=0.0)
+    counted = drawn.counts(list(drawn.compared([plain, mine])))
+    # gradients in bfloat16 have roundings of 2^-9
+    found = {each["of"]: (each["beyond"], each["plain_beyond"]) for each in counted}
+    assert found == {"loss": (0, 1), "features": (0, 0), "scale": (0, 1)}
 
 
 def test_every_loss_and_kind_is_drawn_and_the_same_again() -> None:
