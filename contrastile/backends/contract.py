@@ -83,7 +83,7 @@ class Block:
         rows: (m, d) features, any strides, m may be 0.
         columns: (n, d) features of the same dtype and device, n may be 0.
         scale: 0-d array in the state dtype on the same device.
-        bias: 0-d array likewise, or None for 0.
+        bias: 0-d array likewise, or None for 0; of a sigmoid loss always an array.
         pairs: which pairs count; indices are local to this block's columns.
     """
 

@@ -33,6 +33,7 @@ _doubled("beyond_n_1000", "where n > 1000", lambda b: b.columns.shape[0] > 1000)
 _doubled("beyond_n_1100", "where n > 1100", lambda b: b.columns.shape[0] > 1100)
 _doubled("at_d_768", "at d = 768", lambda b: b.rows.shape[1] == 768)
 _doubled("beyond_n_32767", "where n > 32767", lambda b: b.columns.shape[0] > 32767)
+_doubled("beyond_2_21_pairs", "where m n > 2^21", lambda b: b.rows.shape[0] * b.columns.shape[0] > 2**21)
 _doubled("at_one_row", "where m = 1", lambda b: b.rows.shape[0] == 1)
 
 

@@ -292,6 +292,19 @@ def generators_seeded(backend: Backend) -> Backend:
     return around(backend, call)
 
 
+@only_in("torch")
+def float32_products_in_tf32(backend: Backend) -> Backend:
+    """Every call allows tf32 in all of the process, plain computations included."""
+
+    def call(primitive: Callable[..., Any], *rest: Any) -> Any:
+        import torch
+
+        torch.set_float32_matmul_precision("high")
+        return primitive(*rest)
+
+    return around(backend, call)
+
+
 @wrapper
 def doubled_off_the_main_thread(backend: Backend) -> Backend:
     """Logits are doubled in every thread but the main one."""

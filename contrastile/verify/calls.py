@@ -12,6 +12,7 @@ import numpy as np
 
 from contrastile.schedules import schedule
 from contrastile.schedules.problem import Problem
+from contrastile.verify import process
 from contrastile.verify.bounds import bounds
 from contrastile.verify.comparison import GRADIENT, NOTHING, Comparisons, Worst, compare, largest, wrong
 from contrastile.verify.draws import sigmoid_problem, softmax_problem
@@ -34,13 +35,13 @@ def calls(subject: Subject, case: str) -> Comparisons:
             return _Step(subject, _problem(kind, seed, subject.dtype))
 
         first, second = new(0), new(1)
-        before = _settings()
+        before = process.state()
         for each in (first, second):
             each.forward()
         for each in (first, second):
             each.backward()
-        changed = [name for name, value in _settings().items() if value != before[name]]
-        yield f"{kind}, settings", wrong(f"{changed[0]} was changed") if changed else NOTHING
+        changed = process.changed(before, process.state())
+        yield f"{kind}, settings", NOTHING if changed is None else wrong(changed)
         yield f"{kind}, two forward passes, then their backward passes", largest([first.judged(), second.judged()])
         first.backward()
         yield f"{kind}, a second backward pass", first.judged()
@@ -135,27 +136,6 @@ def _advance() -> None:
     np.random.random()
     if "torch" in sys.modules:
         sys.modules["torch"].rand(())
-
-
-def _settings() -> dict[str, Any]:
-    """What a call could change in the process that is not its own."""
-    state: Any = np.random.get_state()
-    found: dict[str, Any] = {
-        "Python's random state": random.getstate(),
-        "NumPy's random state": (state[1].tobytes(), *state[2:]),
-        "numpy.errstate": tuple(np.geterr().items()),
-    }
-    torch = sys.modules.get("torch")
-    if torch is not None:
-        found |= {
-            "torch's random state": torch.get_rng_state().numpy().tobytes(),
-            "torch's gradient mode": torch.is_grad_enabled(),
-            "torch's default dtype": torch.get_default_dtype(),
-            "torch's number of threads": torch.get_num_threads(),
-            "torch's float32 precision": torch.get_float32_matmul_precision(),
-            "torch's deterministic mode": torch.are_deterministic_algorithms_enabled(),
-        }
-    return found
 
 
 def _problem(kind: str, seed: int, dtype: str) -> Problem:

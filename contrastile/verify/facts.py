@@ -112,8 +112,8 @@ def limits(state: str, dtype: str, precision: str) -> dict[str, float]:
 def _product_rounding(precision: str) -> float:
     """Relative rounding of the inputs of a float32 product: by its precision, or as torch is currently set."""
     own = {"tf32": 2.0**-10, "split": 2.0**-20}.get(precision, 0.0)
-    torch = sys.modules.get("torch")
-    if torch is None:
+    if "torch" not in sys.modules:
         return own
-    coarse = {"high": 2.0**-10, "medium": 2.0**-8}.get(torch.get_float32_matmul_precision(), 0.0)
-    return max(own, coarse, 2.0**-10 if torch.backends.cuda.matmul.allow_tf32 else 0.0)
+    from contrastile.backends.torch.products import product_rounding
+
+    return max(own, product_rounding("cpu"), product_rounding("cuda"))

@@ -12,6 +12,7 @@ import numpy as np
 
 from contrastile.backends.contract import UnsupportedProblemError
 from contrastile.reporting import ProgressCallback, one_line
+from contrastile.verify import process
 from contrastile.verify.comparison import NOTHING, Comparisons, Point, Worst, wrong
 from contrastile.verify.facts import FactsError
 from contrastile.verify.trial import SkipError
@@ -192,11 +193,18 @@ def _failed(reason: str) -> CheckResult:
 
 
 def worst_of(check: Callable[[], Comparisons]) -> CheckResult:
-    """The worst of a property's comparisons.
+    """The worst of a property's comparisons; whoever changes the process's modes meanwhile has failed.
 
     A backend that raises has failed. If the property skips after some comparisons, they decide; if the backend refuses
     a problem after some comparisons, only a failure among them does.
     """
+    before = process.modes()
+    found = _worst_of(check)
+    changed = process.changed(before, process.modes())
+    return found if changed is None or found.status == "fail" else _failed(changed)
+
+
+def _worst_of(check: Callable[[], Comparisons]) -> CheckResult:
     found = CheckResult("untested", "the property compared nothing")
     try:
         # a backend may warn, and the oracle warns of NaN

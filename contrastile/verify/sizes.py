@@ -27,6 +27,9 @@ WIDTHS = (*EDGES, 96, 160, 192, 320, 384, 640, 768, 896, 1152, 1280, 1536, 1792,
 MANY = 65537
 """More rows, or columns, than 16 bits count."""
 
+PAIRS = {"cpu": (1451, 1449, 2), "cuda": (3001, 2903, 8)}
+"""More pairs than 21 bits count; on a GPU more tiles than it computes at a time, so that each program has several."""
+
 
 def sizes(subject: Subject, case: str) -> Comparisons:
     """Value and gradients are right at every size of rows, columns and features."""
@@ -46,6 +49,9 @@ def _shapes(subject: Subject) -> Iterator[tuple[int, int, int]]:
         # coprime with the prime DENSE + 1: each side runs through all sizes
         yield from ((k, 37 * k % (DENSE + 1), 53 * k % (DENSE + 1)) for k in range(1, DENSE + 1))
         yield from ((MANY, 3, 2), (3, MANY, 2))
+    if subject.dtype == "float32" or subject.device == "cuda":
+        # of either loss
+        yield from [PAIRS[subject.device]] * 2
     yield from ((5, 7, width) for width in WIDTHS)
     yield from (shape for count in COUNTS for shape in ((count, 7, 3), (6, count, 3)))
 

@@ -3,7 +3,10 @@
 from __future__ import annotations
 
 import math
+import subprocess
+import sys
 from dataclasses import replace
+from textwrap import dedent
 from typing import Any
 
 import pytest
@@ -179,6 +182,23 @@ def test_accuracy_follows_the_precision_of_products() -> None:
             assert backend.accuracy("float64", "cuda").input_rounding == 0.0
     finally:
         torch.set_float32_matmul_precision(before)
+
+
+@pytest.mark.skipif(not hasattr(torch.backends.cuda.matmul, "fp32_precision"), reason="of torch 2.9 and later")
+def test_accuracy_follows_the_newer_way_to_set_it() -> None:
+    code = """
+        import torch
+        torch.backends.cuda.matmul.fp32_precision = "tf32"
+        torch.backends.mkldnn.matmul.fp32_precision = "bf16"
+        from contrastile.backends.torch import backend
+        from contrastile.verify.facts import limits
+        from contrastile.verify.process import modes
+        facts = [backend.accuracy("float32", place).input_rounding for place in ("cpu", "cuda")]
+        print(*facts, limits("float32", "float32", "ieee")["input_rounding"], *modes()["torch's float32 precision"])
+    """
+    # what was set in the one way cannot be asked for in the other any more
+    done = subprocess.run([sys.executable, "-c", dedent(code)], capture_output=True, text=True, check=True)
+    assert [float(x) for x in done.stdout.split()] == [2.0**-8, 2.0**-10, 2.0**-8, 2.0**-8, 2.0**-10]
 
 
 @pytest.mark.parametrize("largest", [3e-9, 1.0, 65504.0, 0.0])

@@ -9,6 +9,7 @@ from __future__ import annotations
 import inspect
 import json
 import re
+import sys
 from collections.abc import Iterator
 from importlib import import_module
 from itertools import chain
@@ -40,6 +41,14 @@ CAUGHT_BY = {each["name"]: each for each in json.loads(RECORD.read_text(encoding
 
 # what a defect computes may overflow
 pytestmark = pytest.mark.filterwarnings("ignore::RuntimeWarning")
+
+
+@pytest.fixture(autouse=True)
+def precision_put_back() -> Iterator[None]:
+    """A defect that sets it leaves it so."""
+    yield
+    if (torch := sys.modules.get("torch")) is not None:
+        torch.set_float32_matmul_precision("highest")
 
 
 def base(mutant: Mutant) -> str:

@@ -52,6 +52,35 @@ def test_everything_is_selected_by_default():
     ]
 
 
+@pytest.mark.parametrize(
+    ("change", "name"),
+    [
+        (lambda torch: torch.set_grad_enabled(False), "gradient mode"),
+        (lambda torch: torch.set_default_dtype(torch.float64), "default dtype"),
+        (lambda torch: torch.set_float32_matmul_precision("high"), "float32 precision"),
+        (lambda torch: torch.use_deterministic_algorithms(True), "deterministic mode"),
+    ],
+)
+def test_a_backend_that_changes_a_mode_of_the_process_has_failed(change, name):
+    torch = pytest.importorskip("torch")
+
+    def lse(*given):
+        change(torch)
+        return NUMPY.lse(*given)
+
+    try:
+        selection = Selection({"changing": replace(NUMPY, lse=lse)}, ["smoke", "one-row"], ["value"], ["float64"])
+        first, second = Run(selection).rows()
+    finally:
+        torch.set_grad_enabled(True)
+        torch.set_default_dtype(torch.float32)
+        torch.set_float32_matmul_precision("highest")
+        torch.use_deterministic_algorithms(False)
+    # the second check found it as the first one left it
+    assert (first["status"], second["status"]) == ("fail", "pass")
+    assert first["reason"] == f"torch's {name} was changed"
+
+
 def test_progress_counts_every_row():
     seen = []
     run = Run(Selection({"numpy": NUMPY}, ["one-row"], ["value", "shift"], DTYPES), lambda *step: seen.append(step))

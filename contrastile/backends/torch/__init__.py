@@ -13,7 +13,7 @@ from contrastile.backends.arrays import TorchArrays
 from contrastile.backends.contract import Accuracy, Backend, Options
 from contrastile.backends.torch import gradients, sigmoid, statistics
 from contrastile.backends.torch.kept import keeps
-from contrastile.backends.torch.products import has_mixed_product
+from contrastile.backends.torch.products import has_mixed_product, product_rounding
 from contrastile.backends.torch.tiles import footprint
 
 __all__ = ["backend"]
@@ -33,7 +33,7 @@ def accuracy(dtype: str, device: str, options: Options | None = None) -> Accurac
             gradient_rounding=2.0**-8 if dtype == "bfloat16" else 2.0**-11,
             gradient_underflow=0.0 if dtype == "bfloat16" else 2.0**-36,
         )
-    rounding = _product_rounding(device)
+    rounding = product_rounding(device)
     return Accuracy(
         unit=2.0**-24,
         accumulate_unit=2.0**-24 if rounding == 0.0 else 2.0**-23,
@@ -42,15 +42,6 @@ def accuracy(dtype: str, device: str, options: Options | None = None) -> Accurac
         gradient_rounding=rounding,
         shared_reference=device == "cpu",
     )
-
-
-def _product_rounding(device: str) -> float:
-    """Relative rounding of what enters a float32 product: tf32 or bfloat16 where the user has allowed them."""
-    precision = torch.get_float32_matmul_precision()
-    if device == "cpu" and precision == "medium":
-        return 2.0**-8
-    tf32 = precision != "highest" or (device == "cuda" and torch.backends.cuda.matmul.allow_tf32)
-    return 2.0**-10 if tf32 else 0.0
 
 
 backend = Backend(

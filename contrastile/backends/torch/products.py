@@ -21,6 +21,20 @@ def has_mixed_product() -> bool:
     return hasattr(torch.ops.aten.mm, "dtype")
 
 
+def product_rounding(device: str) -> float:
+    """Relative rounding of what enters a float32 product, tf32 or bfloat16 where the user has allowed them.
+
+    Newer versions of torch say it for each kind of device, and refuse to say it in the older way once it was set so.
+    """
+    matmul = getattr(torch.backends.cuda if device == "cuda" else torch.backends.mkldnn, "matmul", None)
+    name = getattr(matmul, "fp32_precision", None)
+    if name is None:
+        name = {"highest": "ieee", "high": "tf32", "medium": "bf16"}[torch.get_float32_matmul_precision()]
+        if device == "cuda" and (name == "bf16" or torch.backends.cuda.matmul.allow_tf32):
+            name = "tf32"
+    return {"tf32": 2.0**-10, "bf16": 2.0**-8}.get(name, 0.0)
+
+
 @cache
 def _symmetric(rows: int, width: int, state: torch.dtype, threads: int) -> bool:
     """Whether a product of so many rows with their own transpose is symmetric here: no BLAS promises it."""
