@@ -27,7 +27,10 @@ Pairs = tuple[FloatArray, FloatArray]
 MEMORY, ABOUT_MEMORY = "memory", "batches of which each is twice as large as the last"
 """The case of the property that measures memory, and what it is."""
 
-SIZES, ABOUT_SIZES = "sizes", "batches and widths around multiples of 8 to 256, and the widths of common models"
+SIZES, ABOUT_SIZES = (
+    "sizes",
+    "batches of up to 1,025 pairs around multiples of 8 to 1,024, and the widths of common models",
+)
 """The case of the property of the same name, and what it is."""
 
 OWN = {MEMORY: ABOUT_MEMORY, SIZES: ABOUT_SIZES}

@@ -68,6 +68,13 @@ class LossTrial:
         """``Loss.evaluate`` on this case."""
         return self.loss.evaluate(self.case.arguments, self.case.dtype, self.device, **how)
 
+    def evaluated(self) -> Result:
+        """The value alone, of a loss through autograd, where nothing needs a gradient and none is recorded."""
+        import torch
+
+        with torch.no_grad():
+            return self.run(train=[False] * len(self.case.arguments.features))
+
     def only_by_autograd(self) -> None:
         if not self.result.by_autograd:
             raise SkipError("it returns its gradients: autograd takes none")
@@ -136,8 +143,10 @@ def _arrays(x: Outcome, fields: Sequence[str]) -> Iterator[tuple[str, FloatArray
 
 
 def value(trial: LossTrial) -> Comparisons:
-    """The loss agrees with the oracle's."""
+    """The loss agrees with the oracle's, in training as in evaluation."""
     yield "", trial.compare(trial.result, ("loss",))
+    if trial.result.by_autograd:
+        yield "without gradients", trial.compare(trial.evaluated(), ("loss",))
 
 
 def gradients(trial: LossTrial) -> Comparisons:
@@ -252,7 +261,7 @@ def _every_other(arrays: Any, x: Array) -> Array:
     return arrays.contiguous(wide.T).reshape(b, 2 * d)[:, ::2]
 
 
-_BATCHES = (2, 3, 4, 7, 8, 9, 15, 16, 17, 31, 32, 33, 48, 191, 193, *(b for b in COUNTS if b <= 257))
+_BATCHES = (2, 3, 4, 7, 8, 9, 15, 16, 17, 31, 32, 33, 48, 191, 193, *(b for b in COUNTS if b <= 1025))
 _WIDTHS = (1, 2, 3, 17, 31, 33, 48, *(d for d in WIDTHS if d <= 1024))
 
 

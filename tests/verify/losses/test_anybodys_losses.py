@@ -196,6 +196,14 @@ def half_detached(image, text, scale):
     return clip(image, text if image.requires_grad else text.detach(), scale)
 
 
+def untrained(image, text, scale):
+    return clip(image, text, scale) if torch.is_grad_enabled() else clip(image, text, scale) * 0
+
+
+def wrong_from_1024_on(image, text, scale):
+    return clip(image, text, scale * 1.01 if len(image) >= 1024 else scale)
+
+
 def cleaned(image, text, scale):
     return clip(torch.nan_to_num(image), text, scale)
 
@@ -208,6 +216,8 @@ DEFECTS = {
     "large-logits value": overflowing,
     "ragged value": one_direction,
     "wide value": tail_dropped,
+    "smoke value": untrained,
+    "sizes sizes": wrong_from_1024_on,
     "ragged scale-gradient": constant_scale,
     "smoke upstream": Scaled.apply,
     "ragged determinism": noisy,
