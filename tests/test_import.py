@@ -56,6 +56,7 @@ FRAMES = (
     "backends.vectors",
     "validation",
     "verify",
+    "mutate",
     "bench",
     "doctor",
     "environment",
