@@ -152,7 +152,7 @@ def scalar(name: str, x: Any, arrays: ArrayLibrary, dtype: str, like: Array) -> 
         TypeError: not a number.
         ValueError: more than one element, without a value, or not finite in the state dtype.
     """
-    if isinstance(x, int | float):
+    if isinstance(x, (int, float)):
         _finite(name, x, dtype)
         return arrays.asarray(float(x), dtype, like)
     if isinstance(x, Real) or _is_numpy_bool(x):
@@ -329,7 +329,7 @@ def _tile(tile: Any) -> tuple[int, int] | None:
         tile = int(tile)
     if tile is None:
         return None
-    sides = (tile, tile) if isinstance(tile, int) else tuple(tile) if isinstance(tile, tuple | list) else (None,)
+    sides = (tile, tile) if isinstance(tile, int) else tuple(tile) if isinstance(tile, (tuple, list)) else (None,)
     if not all(isinstance(side, int) and not isinstance(side, bool) for side in sides):
         raise TypeError(f"tile must be an integer or (rows, columns), got {tile!r}; pass e.g. tile=512, or None")
     if len(sides) != 2 or min(sides) < 1:

@@ -5,10 +5,12 @@ operators of their own, so that differentiating twice is refused instead of taki
 operator takes typed numbers and texts, of which it makes the plan, and always gives tensors: an empty one for None.
 """
 
+# ruff: noqa: UP006, UP035
+# torch 2.6 reads an operator's schema from its annotations, and knows List there, not list
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from typing import Any, Literal, cast
+from typing import Any, List, Literal, cast
 
 import torch
 from torch import Tensor
@@ -97,7 +99,7 @@ def softmax_loss(
     tile_columns: int,
     precision: str,
     workspace: int | None,
-) -> tuple[Tensor, list[Tensor]]:
+) -> tuple[Tensor, List[Tensor]]:
     """The softmax loss and the log-sum-exps that its gradients need: see ``bodies.LSES``.
 
     Nothing is kept: how much that is depends on the GPU, and a graph must know every size. Nor is anything replayed:
@@ -124,7 +126,7 @@ def softmax_gradients(
     precision: str,
     workspace: int | None,
     wants: Sequence[bool],
-) -> tuple[Tensor, list[Tensor], Tensor]:
+) -> tuple[Tensor, List[Tensor], Tensor]:
     """Gradients of ``upstream * loss`` for the rows, each column block and the scale."""
     settings = match, backend, tile_rows, tile_columns, precision, workspace
     plan = _plan("softmax", rows, columns, scale, None, vectors, settings)
@@ -147,7 +149,7 @@ def sigmoid_loss(
     precision: str,
     workspace: int | None,
     wants: Sequence[bool],
-) -> tuple[Tensor, Tensor, Tensor, list[Tensor]]:
+) -> tuple[Tensor, Tensor, Tensor, List[Tensor]]:
     """The sigmoid loss and the sums behind its gradients, total, rows and columns: see ``bodies.sigmoid_loss``."""
     settings = match, backend, tile_rows, tile_columns, precision, workspace
     plan = _plan("sigmoid", rows, columns, scale, bias, vectors, settings)
@@ -171,7 +173,7 @@ def sigmoid_gradients(
     precision: str,
     workspace: int | None,
     wants: Sequence[bool],
-) -> tuple[Tensor, list[Tensor], Tensor, Tensor]:
+) -> tuple[Tensor, List[Tensor], Tensor, Tensor]:
     """Gradients of ``upstream * loss`` for the rows, each column block, the scale and the bias."""
     settings = match, backend, tile_rows, tile_columns, precision, workspace
     plan = _plan("sigmoid", rows, (), scale, None, [None] * VECTORS, settings)
@@ -184,7 +186,7 @@ def sigmoid_gradients(
 @softmax_loss.register_fake
 def _fake_softmax_loss(
     rows: Tensor, columns: Sequence[Tensor], scale: Tensor, vectors: Sequence[Tensor | None], *settings: Any
-) -> tuple[Tensor, list[Tensor]]:
+) -> tuple[Tensor, List[Tensor]]:
     def lses(count: Any) -> tuple[Tensor, Tensor]:
         return scale.new_empty(count, dtype=torch.float64), scale.new_empty(count, dtype=torch.float64)
 
@@ -203,7 +205,7 @@ def _fake_softmax_gradients(
     scale: Tensor,
     vectors: Sequence[Tensor | None],
     *settings: Any,
-) -> tuple[Tensor, list[Tensor], Tensor]:
+) -> tuple[Tensor, List[Tensor], Tensor]:
     wants = settings[-1]
     given = [_like(x) if want else scale.new_empty(0) for x, want in zip([rows, *columns, scale], wants, strict=True)]
     return given[0], given[1:-1], given[-1]
@@ -217,7 +219,7 @@ def _fake_sigmoid_loss(
     bias: Tensor,
     vectors: Sequence[Tensor | None],
     *settings: Any,
-) -> tuple[Tensor, Tensor, Tensor, list[Tensor]]:
+) -> tuple[Tensor, Tensor, Tensor, List[Tensor]]:
     wants = settings[-1]
 
     def sums(x: Tensor, want: bool) -> Tensor:
@@ -236,7 +238,7 @@ def _fake_sigmoid_gradients(
     rows: Tensor,
     scale: Tensor,
     *settings: Any,
-) -> tuple[Tensor, list[Tensor], Tensor, Tensor]:
+) -> tuple[Tensor, List[Tensor], Tensor, Tensor]:
     wants = settings[-1]
     given = [
         rows.new_empty(x.shape if want else 0) for x, want in zip([row_sum, *column_sums], wants[:-2], strict=True)

@@ -321,7 +321,7 @@ class TorchArrays:
         return self.module.arange(start, stop, device=like.device)
 
     def asarray(self, x: Any, dtype: str, like: Array) -> Array:
-        if isinstance(x, int | float):
+        if isinstance(x, (int, float)):
             return self.full((), x, dtype, like)
         return self.module.as_tensor(x, dtype=getattr(self.module, dtype), device=like.device)
 

@@ -9,6 +9,7 @@ import importlib
 import importlib.machinery
 import importlib.metadata
 import importlib.util
+import re
 from dataclasses import dataclass
 from functools import cache
 from typing import Any
@@ -17,6 +18,7 @@ from contrastile.backends.contract import Backend, BackendUnavailableError
 
 ENTRY_POINT_GROUP = "contrastile.backends"
 INSTALL = "pip install 'contrastile[{}]'"
+TORCH = "torch>=2.6"
 
 
 @dataclass(frozen=True, slots=True)
@@ -25,7 +27,7 @@ class Known:
 
     Attributes:
         target: "module:attribute" of its Backend record.
-        requires: import names of the packages that it needs.
+        requires: import names of the packages that it needs; of one that may be too old "name>=version".
         install: the command that brings them.
     """
 
@@ -35,10 +37,15 @@ class Known:
 
     def missing(self) -> str | None:
         """What is missing and the command that installs it, or None."""
-        lacking = [name for name in self.requires if not _is_there(name)]
-        if not lacking:
-            return None
-        return f"{' and '.join(lacking)} cannot be imported; run: {self.install}"
+        needed = [requirement.partition(">=") for requirement in self.requires]
+        lacking = [name for name, _, _ in needed if not _is_there(name)]
+        if lacking:
+            return f"{' and '.join(lacking)} cannot be imported; run: {self.install}"
+        for name, _, least in needed:
+            found = _version(name) if least else None
+            if found is not None and _numbers(found) < _numbers(least):
+                return f"{name} must be {least} or newer, got {found}; run: {self.install}"
+        return None
 
 
 def _is_there(name: str) -> bool:
@@ -50,10 +57,23 @@ def _is_there(name: str) -> bool:
     return importlib.machinery.PathFinder.find_spec(inner, found.submodule_search_locations) is not None
 
 
+def _version(name: str) -> str | None:
+    """The version of a package; None where it was installed under another name."""
+    try:
+        return importlib.metadata.version(name)
+    except importlib.metadata.PackageNotFoundError:
+        return None
+
+
+def _numbers(version: str) -> list[int]:
+    """Of a version's first two parts: [2, 6] for "2.6.0a0+git"."""
+    return [int(number) for number in re.findall(r"\d+", version)[:2]]
+
+
 BUILT_IN = {
     "numpy": Known("contrastile.backends.numpy:backend"),
-    "torch": Known("contrastile.backends.torch:backend", ("torch",), INSTALL.format("torch")),
-    "triton": Known("contrastile.backends.triton:backend", ("torch", "triton"), INSTALL.format("triton")),
+    "torch": Known("contrastile.backends.torch:backend", (TORCH,), INSTALL.format("torch")),
+    "triton": Known("contrastile.backends.triton:backend", (TORCH, "triton>=3.4"), INSTALL.format("triton")),
     "cupy": Known(
         "contrastile.backends.cupy:backend",
         ("cupy", "cuda.bindings", "ml_dtypes"),

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import importlib
 import sys
+import tomllib
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -11,6 +12,8 @@ import pytest
 
 from contrastile.backends import registry
 from contrastile.backends.contract import BackendUnavailableError
+
+ROOT = Path(__file__).parents[2]
 
 
 @pytest.fixture(autouse=True)
@@ -43,6 +46,33 @@ def test_what_is_installed_and_does_not_load_is_unavailable_with_a_reason_and_a_
     )
     with pytest.raises(BackendUnavailableError, match=expected):
         registry.load("cupy")
+
+
+@pytest.mark.parametrize(
+    ("version", "said"),
+    [
+        ("3.3.1", "triton must be 3.4 or newer, got 3.3.1; run: pip install 'contrastile[triton]'"),
+        ("3.4.0a0+git1", None),
+        ("3.10", None),
+        ("4", None),
+        (None, None),
+    ],
+)
+def test_a_package_that_is_too_old_is_said_to_be(
+    version: str | None, said: str | None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(registry, "_is_there", lambda name: True)
+    monkeypatch.setattr(registry, "_version", {"torch": "2.6.0", "triton": version}.get)
+    assert registry.available()["triton"] == said
+    if said:
+        with pytest.raises(BackendUnavailableError, match=r"^backend 'triton' is not available: triton must be 3\.4"):
+            registry.load("triton")
+
+
+def test_packages_may_be_as_old_as_pyproject_lets_them() -> None:
+    extras = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))["project"]["optional-dependencies"]
+    needed = {each.partition(";")[0] for extra in ("torch", "triton") for each in extras[extra]}
+    assert needed - {"contrastile[torch]"} == set(registry.BUILT_IN["triton"].requires)
 
 
 @pytest.mark.parametrize("name", [":", ":backend", ".numpy:backend", ""])

@@ -8,6 +8,7 @@ import numpy as np
 import pytest
 import torch
 
+import contrastile.backends.torch
 from contrastile.backends.contract import STATISTICS, Block, Options, Pairs, Weights
 from contrastile.backends.torch import backend, products
 from contrastile.schedules.problem import Problem
@@ -76,5 +77,6 @@ def pretend_device(monkeypatch: pytest.MonkeyPatch) -> None:
         return plain_mm(a.to(out_dtype), b.to(out_dtype), **how)
 
     monkeypatch.setattr(products, "on_host", lambda _: False)
-    monkeypatch.setattr(products, "has_mixed_product", lambda: True)
+    for module in (products, contrastile.backends.torch):
+        monkeypatch.setattr(module, "has_mixed_product", lambda: True)
     monkeypatch.setattr(torch, "mm", mm)
