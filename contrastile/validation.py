@@ -152,6 +152,7 @@ def scalar(name: str, x: Any, arrays: ArrayLibrary, dtype: str, like: Array) -> 
         TypeError: not a number.
         ValueError: more than one element, without a value, or not finite in the state dtype.
     """
+    # a tuple of types: torch 2.6 compiles no union of them
     if isinstance(x, (int, float)):
         _finite(name, x, dtype)
         return arrays.asarray(float(x), dtype, like)

@@ -97,7 +97,7 @@ def dual(f: Callable[[Tensor], Tensor], x: Tensor) -> Any:
         return forward_ad.unpack_dual(f(forward_ad.make_dual(x, torch.ones_like(x))))
 
 
-UNTRACED = "^missing: WITH_EXCEPT_START"
+UNTRACED = "^(missing: WITH_EXCEPT_START|Observed exception)"
 """What older versions of torch say in place of any error that leaves a ``with`` in a whole graph."""
 
 

@@ -321,6 +321,7 @@ class TorchArrays:
         return self.module.arange(start, stop, device=like.device)
 
     def asarray(self, x: Any, dtype: str, like: Array) -> Array:
+        # a tuple of types: torch 2.6 compiles no union of them
         if isinstance(x, (int, float)):
             return self.full((), x, dtype, like)
         return self.module.as_tensor(x, dtype=getattr(self.module, dtype), device=like.device)

@@ -73,7 +73,7 @@ def _numbers(version: str) -> list[int]:
 BUILT_IN = {
     "numpy": Known("contrastile.backends.numpy:backend"),
     "torch": Known("contrastile.backends.torch:backend", (TORCH,), INSTALL.format("torch")),
-    "triton": Known("contrastile.backends.triton:backend", (TORCH, "triton>=3.4"), INSTALL.format("triton")),
+    "triton": Known("contrastile.backends.triton:backend", (TORCH, "triton>=3.5"), INSTALL.format("triton")),
     "cupy": Known(
         "contrastile.backends.cupy:backend",
         ("cupy", "cuda.bindings", "ml_dtypes"),

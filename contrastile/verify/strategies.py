@@ -253,7 +253,6 @@ def search(recipes: SearchStrategy[T], compare: Callable[[T], Worst], subject: S
             failed.append(found)
             raise _FoundError
 
-    quick = hypothesis.HealthCheck
     settings = hypothesis.settings(
         max_examples=subject.examples,
         deadline=None,
@@ -262,7 +261,7 @@ def search(recipes: SearchStrategy[T], compare: Callable[[T], Worst], subject: S
         print_blob=False,
         verbosity=hypothesis.Verbosity.quiet,
         phases=(hypothesis.Phase.generate, hypothesis.Phase.shrink),
-        suppress_health_check=[quick.too_slow, quick.data_too_large, quick.filter_too_much, quick.nested_given],
+        suppress_health_check=list(hypothesis.HealthCheck),
     )
     try:
         with _temporary_home():

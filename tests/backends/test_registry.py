@@ -51,8 +51,8 @@ def test_what_is_installed_and_does_not_load_is_unavailable_with_a_reason_and_a_
 @pytest.mark.parametrize(
     ("version", "said"),
     [
-        ("3.3.1", "triton must be 3.4 or newer, got 3.3.1; run: pip install 'contrastile[triton]'"),
-        ("3.4.0a0+git1", None),
+        ("3.4.0", "triton must be 3.5 or newer, got 3.4.0; run: pip install 'contrastile[triton]'"),
+        ("3.5.0a0+git1", None),
         ("3.10", None),
         ("4", None),
         (None, None),
@@ -65,7 +65,7 @@ def test_a_package_that_is_too_old_is_said_to_be(
     monkeypatch.setattr(registry, "_version", {"torch": "2.6.0", "triton": version}.get)
     assert registry.available()["triton"] == said
     if said:
-        with pytest.raises(BackendUnavailableError, match=r"^backend 'triton' is not available: triton must be 3\.4"):
+        with pytest.raises(BackendUnavailableError, match=r"^backend 'triton' is not available: triton must be 3\.5"):
             registry.load("triton")
 
 
