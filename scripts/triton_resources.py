@@ -169,7 +169,7 @@ def resources(architecture: int, dtype: str, plain: bool = False, precision: str
         flags = "".join(
             f" {key}={value}"
             for key, value in arguments.items()
-            if isinstance(value, bool) or key in ("IDS", "BM", "BN", "BK", "PARTS")
+            if (isinstance(value, bool) and key.isupper()) or key in ("IDS", "BM", "BN", "BK", "PARTS")
         )
         variant = (dtype if precision == "ieee" else f"{dtype}/{precision}") + flags
         if (name, variant) not in table:

@@ -167,6 +167,7 @@ def test_a_map_over_gradients_is_refused_by_name(loss: Loss) -> None:
 
 # torch's own, of what it imports for the first dual tensor of a process
 @pytest.mark.filterwarnings("ignore:.*torch.jit.script:DeprecationWarning")
+@pytest.mark.filterwarnings("ignore:`torch.jit.script` is deprecated")  # by torch 2.15 itself
 def test_a_transform_is_seen_and_a_tangent_only_where_there_is_one() -> None:
     x = features().detach()
     assert not autograd.functions.transformed()

@@ -40,10 +40,12 @@ class Function:
         self.params = [SimpleNamespace(name=name, do_not_specialize=plain, default=None) for name, plain in PARAMETERS]
         self.pre_run_hooks: list[Any] = []
         self.compiled: list[Compiled] = []
+        self.options: list[dict[str, Any]] = []
         self.launched: list[Any] = []
 
     def __getitem__(self, grid: Any) -> Any:
         def run(*args: Any, **named: Any) -> Compiled:
+            self.options.append({name: x for name, x in named.items() if name not in dict(PARAMETERS)})
             self.compiled.append(Compiled(self.launched))
             return self.compiled[-1]
 
@@ -172,11 +174,22 @@ def test_what_is_watched_is_launched_by_triton_itself(
     assert len(function.launched) == 1 - watches
 
 
-def test_the_interpreter_and_unread_versions_of_triton_get_the_function_itself(
-    function: Function, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_the_interpreter_gets_the_function_itself(function: Function, monkeypatch: pytest.MonkeyPatch) -> None:
     assert not isinstance(sums.row_dots, kernel.Kernel)
     monkeypatch.setattr(kernel, "INTERPRETED", False)
-    for version, known in (("3.6.0", True), ("3.7.1", True), ("3.5.1", False), ("3.8.0", False), ("4.0.0", False)):
-        monkeypatch.setattr(kernel.triton, "__version__", version)
-        assert isinstance(kernel.kernel(function), kernel.Kernel) == known
+    assert isinstance(kernel.kernel(function), kernel.Kernel)
+
+
+@pytest.mark.parametrize(
+    ("version", "known"), [("3.6.0", True), ("3.7.1", True), ("3.5.1", False), ("3.9.0", False), ("4.0.0", False)]
+)
+def test_unread_versions_of_triton_launch_every_kernel_themselves(
+    function: Function, monkeypatch: pytest.MonkeyPatch, version: str, known: bool
+) -> None:
+    monkeypatch.setattr(kernel.triton, "__version__", version)
+    assert launch(function, (ARGUMENTS, NAMED), (ARGUMENTS, NAMED)) == 2 - known
+
+
+def test_multiplications_are_fused_with_additions_whatever_the_version_would_do(function: Function) -> None:
+    launch(function, (ARGUMENTS, NAMED))
+    assert function.options == [{"num_warps": 4, "enable_fp_fusion": True}]

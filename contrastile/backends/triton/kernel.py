@@ -27,8 +27,7 @@ _KNOWN = ("3.6.", "3.7.")
 
 def kernel(function: Any) -> Any:
     """A kernel that is launched as before, ``kernel[grid](...)``: for what is launched, not for what kernels call."""
-    known = triton.__version__.startswith(_KNOWN) and torch.version.hip is None
-    return Kernel(function) if known and not INTERPRETED else function
+    return function if INTERPRETED else Kernel(function)
 
 
 class Kernel:
@@ -36,12 +35,14 @@ class Kernel:
 
     Attributes:
         function: what ``triton.jit`` made.
+        known: whether this version of Triton is.
         compiled: by ``key``, of each kernel its launcher, what that is told of it, and the values of the compile-time
             arguments that follow the positional ones.
     """
 
     def __init__(self, function: Any) -> None:
         self.function = function
+        self.known = triton.__version__.startswith(_KNOWN) and torch.version.hip is None
         self.compiled: dict[tuple[Any, ...], tuple[Any, Any, Any, tuple[Any, ...]]] = {}
         self._specialised = [not x.do_not_specialize for x in function.params]
 
@@ -56,14 +57,16 @@ class Kernel:
             *args: the first parameters.
             **named: the others, and compile options.
         """
-        key = None if self.function.pre_run_hooks or watched() else self.key(args, named)
+        own_way = not self.known or self.function.pre_run_hooks or watched()
+        key = None if own_way else self.key(args, named)
         if key is not None and (found := self.compiled.get(key)) is not None:
             run, function, metadata, others = found
             # a device's own stream, and neither hooks nor anything to tell them
             stream = torch._C._cuda_getCurrentRawStream(key[0])
             run(*(*grid, 1, 1)[:3], stream, function, metadata, None, None, None, *args, *others)
             return
-        compiled = self.function[grid](*args, **named)
+        # in every version alike: after 3.9 no multiplication is fused with an addition unless a launch says so
+        compiled = self.function[grid](*args, enable_fp_fusion=True, **named)
         if key is not None and compiled is not None:
             others = tuple(named.get(x.name, x.default) for x in self.function.params[len(args) :])
             self.compiled[key] = compiled.run, compiled.function, compiled.packed_metadata, others
