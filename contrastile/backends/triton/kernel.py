@@ -35,7 +35,7 @@ class Kernel:
 
     Attributes:
         function: what ``triton.jit`` made.
-        known: whether this version of Triton is.
+        known: whether how this version of Triton specialises was read.
         compiled: by ``key``, of each kernel its launcher, what that is told of it, and the values of the compile-time
             arguments that follow the positional ones.
     """
