@@ -253,6 +253,8 @@ def search(recipes: SearchStrategy[T], compare: Callable[[T], Worst], subject: S
             failed.append(found)
             raise _FoundError
 
+    # versions differ in which there are
+    checks: list[Any] = list(hypothesis.HealthCheck)
     settings = hypothesis.settings(
         max_examples=subject.examples,
         deadline=None,
@@ -261,7 +263,7 @@ def search(recipes: SearchStrategy[T], compare: Callable[[T], Worst], subject: S
         print_blob=False,
         verbosity=hypothesis.Verbosity.quiet,
         phases=(hypothesis.Phase.generate, hypothesis.Phase.shrink),
-        suppress_health_check=list(hypothesis.HealthCheck),
+        suppress_health_check=checks,
     )
     try:
         with _temporary_home():
