@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 import re
 from collections.abc import Callable
 from dataclasses import FrozenInstanceError, replace
@@ -112,5 +113,5 @@ def test_a_backend_is_loaded_when_it_is_asked_for(monkeypatch: pytest.MonkeyPatc
 
 
 def test_each_setting_has_a_default_and_is_documented_once() -> None:
-    documented = re.findall(r"^        (\w+): ", Settings.__doc__ or "", re.MULTILINE)
+    documented = re.findall(r"^    (\w+): ", inspect.getdoc(Settings) or "", re.MULTILINE)
     assert documented == list(Settings.__annotations__) == list(DEFAULTS)
