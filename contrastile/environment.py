@@ -14,14 +14,16 @@ from typing import Any
 
 import numpy as np
 
+from contrastile.backends.registry import installed_version
+
 
 def environment() -> dict[str, Any]:
     """The facts that every JSON report holds; None for what is not installed."""
     return {
-        "contrastile": _distribution_version("contrastile"),
+        "contrastile": installed_version("contrastile"),
         "python": platform.python_version(),
         "numpy": np.__version__,
-        "torch": _distribution_version("torch"),
+        "torch": installed_version("torch"),
         "platform": f"{platform.system()} {platform.machine()}",
         "cpu": _processor(),
         "cores": _cores(),
@@ -84,13 +86,6 @@ def version(module: str) -> str | None:
     for distribution in importlib.metadata.packages_distributions().get(module, []):
         return importlib.metadata.version(distribution)
     return "of unknown version"
-
-
-def _distribution_version(name: str) -> str | None:
-    try:
-        return importlib.metadata.version(name)
-    except importlib.metadata.PackageNotFoundError:
-        return None
 
 
 def _torch_facts(torch: Any) -> dict[str, Any]:

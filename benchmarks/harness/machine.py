@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import importlib.metadata
 import os
 import re
 import shutil
@@ -15,6 +14,7 @@ from typing import Any
 
 import torch
 
+from contrastile.backends.registry import installed_version
 from contrastile.environment import measurement_environment
 from harness.ranks import Ranks
 
@@ -42,13 +42,7 @@ def facts(ranks: Ranks, commit: str | None) -> dict[str, Any]:
 
 def versions(names: Iterable[str]) -> dict[str, str | None]:
     """The versions of installed packages; None for one that is not installed."""
-    found: dict[str, str | None] = {}
-    for name in names:
-        try:
-            found[name] = importlib.metadata.version(name)
-        except importlib.metadata.PackageNotFoundError:
-            found[name] = None
-    return found
+    return {name: installed_version(name) for name in names}
 
 
 def _nvidia_smi(*arguments: str) -> str:

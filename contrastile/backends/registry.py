@@ -42,7 +42,7 @@ class Known:
         if lacking:
             return f"{' and '.join(lacking)} cannot be imported; run: {self.install}"
         for name, _, least in needed:
-            found = _version(name) if least else None
+            found = installed_version(name) if least else None
             if found is not None and _numbers(found) < _numbers(least):
                 return f"{name} must be {least} or newer, got {found}; run: {self.install}"
         return None
@@ -57,8 +57,8 @@ def _is_there(name: str) -> bool:
     return importlib.machinery.PathFinder.find_spec(inner, found.submodule_search_locations) is not None
 
 
-def _version(name: str) -> str | None:
-    """The version of a package; None where it was installed under another name."""
+def installed_version(name: str) -> str | None:
+    """The version of a distribution; None where none of this name is installed."""
     try:
         return importlib.metadata.version(name)
     except importlib.metadata.PackageNotFoundError:

@@ -62,7 +62,7 @@ def test_a_package_that_is_too_old_is_said_to_be(
     version: str | None, said: str | None, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(registry, "_is_there", lambda name: True)
-    monkeypatch.setattr(registry, "_version", {"torch": "2.6.0", "triton": version}.get)
+    monkeypatch.setattr(registry, "installed_version", {"torch": "2.6.0", "triton": version}.get)
     assert registry.available()["triton"] == said
     if said:
         with pytest.raises(BackendUnavailableError, match=r"^backend 'triton' is not available: triton must be 3\.5"):
