@@ -97,8 +97,8 @@ def dual(f: Callable[[Tensor], Tensor], x: Tensor) -> Any:
         return forward_ad.unpack_dual(f(forward_ad.make_dual(x, torch.ones_like(x))))
 
 
-UNTRACED = "^(missing: WITH_EXCEPT_START|Observed exception)"
-"""What older versions of torch say in place of any error that leaves a ``with`` in a whole graph."""
+# older versions put their own words in place of any error that leaves a ``with`` in a whole graph
+UNTRACED = "|^(missing: WITH_EXCEPT_START|Observed exception)" if torch.__version__ < (2, 9) else ""
 
 
 class Marked(Tensor):
@@ -133,7 +133,7 @@ def test_forward_mode_is_refused_and_never_a_silent_zero(loss: Loss, mode: str) 
     torch.compiler.reset()
     kind = operator(loss).removesuffix("_loss")
     named = rf"contrastile::{kind}_(loss must be differentiated in reverse|gradients must)"
-    with pytest.raises(RuntimeError, match=f"{named}|{UNTRACED}"):
+    with pytest.raises(RuntimeError, match=f"{named}{UNTRACED}"):
         FORWARD[mode](first_argument(loss), features(7).detach())
 
 
@@ -142,7 +142,7 @@ def test_a_transform_inside_one_graph_is_refused_by_name(loss: Loss) -> None:
     torch.compiler.reset()
     f, x = first_argument(loss), features(7).detach()
     named = f"contrastile::{operator(loss)} must be called outside of torch.compile"
-    with pytest.raises(Exception, match=f"{named}|{UNTRACED}"):
+    with pytest.raises(Exception, match=f"{named}{UNTRACED}"):
         torch.compile(torch.func.grad(f), backend="eager", fullgraph=True)(x)
 
 
