@@ -85,6 +85,8 @@ class Block:
         scale: 0-d array in the state dtype on the same device.
         bias: 0-d array likewise, or None for 0; of a sigmoid loss always an array.
         pairs: which pairs count; indices are local to this block's columns.
+        symmetric: whether the columns are the rows, and a column's log-sum-exp is its row's: then x_ij should be x_ji
+            to the last bit. Equal or shared memory says nothing of the kind.
     """
 
     rows: Array
@@ -92,6 +94,7 @@ class Block:
     scale: Array
     bias: Array | None = None
     pairs: Pairs = field(default_factory=Pairs)
+    symmetric: bool = False
 
 
 @dataclass(frozen=True, slots=True)

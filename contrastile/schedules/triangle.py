@@ -72,7 +72,7 @@ def block(problem: Problem, rows: slice, columns: slice) -> Block:
     ids = None if problem.column_ids is None else problem.column_ids[columns]
     if rows != columns:
         return across(part, features, columns.start, ids)
-    return part.block(features, columns.start, ids)
+    return replace(part.block(features, columns.start, ids), symmetric=True)
 
 
 def across(problem: Problem, others: Array, start: int, ids: Array | None) -> Block:

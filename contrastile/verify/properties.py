@@ -297,7 +297,9 @@ def non_finite(trial: Trial) -> Comparisons:
         return x
 
     middle = problem.rows.shape[1] // 2
-    infinite = {"inf in a row": replace(problem, rows=planted(problem.rows, row, middle, np.inf))}
+    infinite = {
+        f"{what} in a row": replace(problem, rows=planted(problem.rows, row, middle, what)) for what in (np.inf, -np.inf)
+    }
     yield "NaN in a row", trial.compare(replace(problem, rows=planted(problem.rows, row, 0, np.nan)))
     first, *others = problem.columns
     if len(first):
@@ -305,11 +307,22 @@ def non_finite(trial: Trial) -> Comparisons:
         yield "NaN in a column", trial.compare(replace(problem, columns=columns))
         columns = (planted(first, 0, middle, np.inf), *others)
         infinite["inf in a column"] = replace(problem, columns=columns)
+        own = -1 if problem.positives is None else int(problem.positives[row])
+        if 0 <= own < len(first):
+            # its positive's logit alone is +inf
+            columns = first.copy()
+            columns[:, middle], columns[own, middle] = -1.0, 1.0
+            rows = planted(problem.rows, row, middle, np.copysign(np.inf, problem.scale))
+            infinite["an infinite positive"] = replace(problem, rows=rows, columns=(columns, *others))
     infinite["NaN for the scale"] = replace(problem, scale=np.asarray(np.nan))
     for label, changed in infinite.items():
-        if not np.isfinite(truth(changed).outcome.loss):
-            loss = float(trial.subject.run(changed).loss)
-            yield label, Worst(np.inf if np.isfinite(loss) else 0.0, "loss", (), abs(loss), 0.0)
+        exact, found = truth(changed).outcome, trial.subject.run(changed)
+        if np.isfinite(exact.loss):
+            continue
+        number = np.isfinite(found.loss)
+        if label == "an infinite positive":
+            number |= bool((np.isfinite(found.rows[row]) & np.isnan(exact.rows[row])).any())
+        yield label, wrong("a number where the oracle has NaN") if number else NOTHING
 
 
 def _registered(

@@ -57,8 +57,8 @@ def tiles(block: Block, options: Options) -> Iterator[Tile]:
 def merge(state: Array, x: Array, axis: int) -> None:
     """Merge log-sum-exps along an axis into the state: -inf changes nothing."""
     top = x.max(axis, keepdims=True, initial=-np.inf)
-    # an infinite maximum cannot be subtracted; against 0 it gives log 0 or log inf
-    shift = np.where(np.isfinite(top), top, 0.0)
+    # -inf less -inf would be NaN; of +inf, which has no softmax, it is to be NaN
+    shift = np.where(top == -np.inf, 0.0, top)
     part = np.log(np.exp(x - shift).sum(axis)) + shift.squeeze(axis)
     state[:] = np.logaddexp(state, part)
 

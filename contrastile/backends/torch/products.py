@@ -77,13 +77,10 @@ class Products:
         # BLAS skips the product when alpha is 0, and would lose a NaN in the features
         info = torch.finfo(self.state)
         self._alpha: float | None = None
-        # of rows against themselves x_ij must be x_ji: a row's log-sum-exp is of the one, and its probabilities as a
-        # column are of the other. BLAS may round alpha times one of the factors
-        themselves = self.sync and rows.untyped_storage().data_ptr() == block.columns.untyped_storage().data_ptr()
-        # and the kernels for few rows add in another order beside the diagonal
-        same = themselves and rows.shape == block.columns.shape and rows.data_ptr() == block.columns.data_ptr()
-        self._mirrored = same and not _symmetric(*rows.shape, self.state, torch.get_num_threads())
-        if isinstance(self._scale, float) and info.tiny <= abs(self._scale) <= info.max and not themselves:
+        # kernels for few rows add in another order beside the diagonal; and BLAS may round alpha times one of the factors
+        uneven = block.symmetric and self.sync
+        self._mirrors = uneven and not _symmetric(*rows.shape, self.state, torch.get_num_threads())
+        if isinstance(self._scale, float) and info.tiny <= abs(self._scale) <= info.max and not uneven:
             self._alpha = self._scale
         self.gain = 1.0
         self._float16_gain: torch.Tensor | None = None
@@ -96,8 +93,11 @@ class Products:
         """A chunk of features as the products want it: as it is, or in the state dtype. (t, d)."""
         return features if self._mixed or features.dtype == self.state else features.to(self.state)
 
-    def logits(self, q: torch.Tensor, k: torch.Tensor, out: torch.Tensor) -> torch.Tensor:
-        """``x_ij = scale <q_i, k_j> + bias`` into ``out`` (rows, columns), from operands (rows, d) and (columns, d)."""
+    def logits(self, q: torch.Tensor, k: torch.Tensor, out: torch.Tensor, *, diagonal: bool) -> torch.Tensor:
+        """``x_ij = scale <q_i, k_j> + bias`` into ``out`` (rows, columns), from operands (rows, d) and (columns, d).
+
+        ``diagonal``: the rows and the columns of the block have the same numbers here.
+        """
         if self._alpha is not None:
             torch.addmm(out, q, k.t(), beta=0, alpha=self._alpha, out=out)
         else:
@@ -105,7 +105,7 @@ class Products:
                 out.copy_(torch.mm(q, k.t(), out_dtype=self.state))
             else:
                 torch.mm(q, k.t(), out=out)
-            if self._mirrored and out.shape[0] == out.shape[1]:
+            if self._mirrors and diagonal:
                 out.copy_(torch.maximum(out, out.t()))
             out.mul_(self._scale)
         return out if self._bias is None else out.add_(self._bias)

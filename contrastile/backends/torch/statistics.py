@@ -183,6 +183,11 @@ class _Found:
         for side in self.sides:
             side.add("total", tile, total, dtype)
 
+    def has_infinite_positive(self) -> bool:
+        """Whether a named positive's logit is +inf or NaN."""
+        found = self._logits
+        return found is not None and found.shape[0] > 0 and not float(found.amax()) < math.inf
+
     def reduce_named(self) -> None:
         """The positives' statistics, where indices name them: a column's positives are summed over its rows."""
         if self.block.pairs.match == "target":
@@ -254,6 +259,8 @@ def _shared(
             x.log2_()
             if reference:
                 x.add_(reference)
+    if found.has_infinite_positive():
+        return None
     found.reduce_named()
     if kept is not None:
         kept.reference = reference or 0.0
@@ -294,19 +301,22 @@ def _own(block: Block, columns: bool, options: Options, products: Products) -> _
         tile.pairs.hide_positives(tile.x, -math.inf)
         for side in found.sides:
             merge(cut(side["negative"], side.of(tile)), _tile_lse(tile.x, side.dim, out=tile.spare))
+    if block.pairs.match != "target":
+        # +inf has no softmax
+        found.logits.masked_fill_(found.logits == math.inf, math.nan)
     found.reduce_named()
     return found
 
 
 def _tile_lse(x: torch.Tensor, dim: int, out: torch.Tensor | None = None) -> torch.Tensor:
-    """Base-2 log-sum-exp of a tile along a dimension, float64; -inf where nothing is admitted, NaN where a logit is."""
+    """Base-2 log-sum-exp of a tile along a dimension, float64: -inf where nothing is admitted, NaN of NaN or +inf."""
     largest = x.amax(dim, keepdim=True)
-    # an infinite maximum cannot be subtracted; against 0 it gives log 0 or log inf, and NaN stays NaN
-    reference = torch.where(largest.isfinite(), largest, 0.0)
+    # -inf less -inf would be NaN; of +inf, which has no softmax, it is to be NaN, and NaN stays NaN
+    reference = torch.where(largest > -math.inf, largest, 0.0)
     sums = torch.sub(x, reference, out=out).exp2_().sum(dim)
     return sums.double().log2_().add_(reference.squeeze(dim))
 
 
 def merge(total: torch.Tensor, part: torch.Tensor) -> None:
-    """``total = log2(2^total + 2^part)`` in place, guarded: (-inf, -inf) gives -inf, +inf stays +inf (Inf-CL Eq. 4)."""
+    """``total = log2(2^total + 2^part)`` in place, guarded: (-inf, -inf) gives -inf (Inf-CL Eq. 4)."""
     total.copy_(torch.logaddexp2(total, part))

@@ -74,7 +74,7 @@ def tiles(
             # one operation each, where a slice and its view are two
             here, beside = x.as_strided(shape, strides, start), spare.as_strided(shape, strides)
             if not known:
-                products.logits(q, k, here)
+                products.logits(q, k, here, diagonal=rows == columns)
             if kept is not None:
                 start += here.numel()
             yield Tile(rows, columns, rows.stop == m, q, k, here, beside, pairs.tile(rows, columns))

@@ -324,7 +324,9 @@ def _scale_side(
     silent = w == 0.0
     less = tl.load(negative + i, mask=inside, other=0.0)
     more = tl.load(positive + i, mask=inside, other=0.0)
-    log = tl.where(silent, 0.0, (log_add(less, more) - shift) * orders)
+    log = (log_add(less, more) - shift) * orders
+    # infinite logits have no softmax
+    log = tl.where(silent, 0.0, tl.where(log < float("inf"), log, float("nan")))
     high, low = split(log)
     tl.store(to + LOG * step, high, mask=inside)
     tl.store(to + WEIGHT * step, (w * tl.math.exp2(-low)).to(tl.float32), mask=inside)

@@ -59,7 +59,8 @@ __device__ __forceinline__ void write_scales(const Plan& plan, const EpilogueSca
     const double exact = merge(negatives, positives);
     // whatever the logit, 2^(x - inf) is 0: a silent row, or one that admits nothing, gives nothing
     const bool silent = scaled == 0.0f || exact == -infinity();
-    const float log = silent ? infinity() : static_cast<float>(exact);
+    // infinite logits have no softmax
+    const float log = silent ? infinity() : exact < infinity() ? static_cast<float>(exact) : nanf("");
     out[i] = log;
     out[length + i] = scaled * exp2f(-low_part(exact, log));
     out[2 * length + i] = silent || !plan.fast ? 0.0f : static_cast<float>(scaled * exp2(plan.reference - exact));
