@@ -106,8 +106,10 @@ def info_nce(
     else:
         if validation.values_are_readable(arrays, where):
             world.confirm(validation.positives(where, met.columns))
-        # where values cannot be read, a positive that is out of range makes the loss NaN
-        row_target = arrays.where((where >= 0) & (where < met.columns), row_target, float("nan"))
+        else:
+            # a positive that is out of range makes the loss and all gradients NaN, as a scale of NaN does
+            outside = ((where < 0) | (where >= met.columns)).any()
+            factor = factor * arrays.where(outside, arrays.full((), float("nan"), state, rows), 1.0)
     problem = Problem(
         rows=rows,
         columns=tuple(columns),

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ast
+import functools
 import gc
 import inspect
 import re
@@ -181,6 +182,9 @@ def test_a_bad_value_that_cannot_be_read_makes_the_loss_nan_and_waits_for_no_dev
         assert contrastile.clip_loss(image, text, torch.tensor(torch.nan)).isnan()
         assert contrastile.info_nce(image, text, 14.0, positives=labels).isnan()
         assert contrastile.info_nce(image, text, 14.0, positives=labels.clamp_max(5)).isfinite()
+        leaf = image.clone().requires_grad_()
+        contrastile.info_nce(leaf, text, 14.0, positives=labels).backward()
+        assert leaf.grad.isnan().all()
 
 
 def test_meta_tensors_give_the_shape_of_the_loss() -> None:
@@ -246,6 +250,11 @@ def test_bad_values_under_a_transform_make_the_loss_nan() -> None:
     image, text = (namespace("torch")[name] for name in ("image", "text"))
     found = torch.func.grad(contrastile.clip_loss, argnums=2)(image, text, torch.tensor(torch.inf))
     assert found.isnan()
+    for outside in (6, -1):
+        positives = torch.tensor([0, 1, 2, 3, 4, outside])
+        loss = functools.partial(contrastile.info_nce, positives=positives)
+        found = torch.func.grad(loss, argnums=(0, 1, 2))(image, text, torch.tensor(14.0))
+        assert all(x.isnan().all() for x in found)
 
 
 @pytest.mark.parametrize("backend", ["numpy", "torch"])

@@ -314,7 +314,7 @@ def _rebuilt(arrays: Tensors, block: Block) -> Block:
     """The block with other arrays."""
     rows, columns, scale, bias, positives, excluded, row_ids, column_ids = arrays[:8]
     pairs = Pairs(positives, excluded, row_ids, column_ids, block.pairs.match)
-    return Block(rows, columns, scale, bias, pairs)
+    return replace(block, rows=rows, columns=columns, scale=scale, bias=bias, pairs=pairs)
 
 
 @cache
@@ -333,7 +333,7 @@ def replayed(backend: Backend) -> Backend:
             found = backend.lse(_rebuilt(arrays, block), columns, options)
             return [getattr(found, name) for name in STATISTICS]
 
-        what = backend.name, "lse", columns, options, block.pairs.match
+        what = backend.name, "lse", columns, options, block.pairs.match, block.symmetric
         return Statistics(*GRAPHS.call(what, _arrays_of(block), compute))
 
     def finished(
@@ -349,7 +349,7 @@ def replayed(backend: Backend) -> Backend:
             found = backend.finished(_rebuilt(arrays, block), known, arrays[8], columns, options)
             return [found.rows, found.columns, found.inner]
 
-        what = backend.name, "finished", columns, options, block.pairs.match
+        what = backend.name, "finished", columns, options, block.pairs.match, block.symmetric
         arrays = *_arrays_of(block), upstream, *(getattr(weights, name) for name in WEIGHTS)
         return Finished(*GRAPHS.call(what, arrays, compute))
 

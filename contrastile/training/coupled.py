@@ -11,8 +11,9 @@ from torch.nn.utils.parametrizations import _SpectralNorm
 from torch.nn.utils.spectral_norm import SpectralNorm
 
 
-def warn_of_coupled(modules: Sequence[nn.Module]) -> None:
-    """Warn of layers whose result depends on other samples, or on how many forwards there have been."""
+def warn_of_coupled(modules: Sequence[nn.Module]) -> bool:
+    """Warn of layers whose result depends on other samples, or on how many forwards there have been; whether any do."""
+    found = False
     for module in modules:
         for name, each in module.named_modules():
             if isinstance(each, _BatchNorm) and (each.training or each.running_mean is None):
@@ -24,9 +25,11 @@ def warn_of_coupled(modules: Sequence[nn.Module]) -> None:
                 kind, name = "spectral_norm", f".{name}".partition(".parametrizations.")[0][1:]
             else:
                 continue
+            found = True
             warnings.warn(
                 f"{kind} {name or 'itself'!r} computes a chunk otherwise than the whole batch, and its buffers, if "
                 "any, move in both passes: the gradients are not those of the batch; call its .eval(), for which "
                 "BatchNorm needs running averages, or use LayerNorm, GroupNorm or weight_norm",
                 stacklevel=4,
             )
+    return found

@@ -65,6 +65,11 @@ class Autocast:
         types = {"cpu", *(device.type for device in devices)}
         self._states = [(x, torch.get_autocast_dtype(x), torch.is_autocast_enabled(x)) for x in sorted(types)]
 
+    @property
+    def epsilon(self) -> float:
+        """The coarsest rounding of what is on; 0 where nothing is."""
+        return max((torch.finfo(dtype).eps for _, dtype, enabled in self._states if enabled), default=0.0)
+
     def again(self) -> ExitStack:
         """A context in which autocast is as it was recorded."""
         stack = ExitStack()

@@ -16,8 +16,11 @@ from contrastile.backends.crossing import dtype_name
 from contrastile.backends.staging import Staging
 from contrastile.training.chunks import Chunks, Size, Splitter, Zipped, check_callable, cut, samples
 from contrastile.training.coupled import warn_of_coupled
+from contrastile.training.graphs import Outside, leaves
+from contrastile.training.graphs import gradients as gradients_of
+from contrastile.training.graphs import outside as outside_of
 from contrastile.training.random_state import Autocast, RandomState, accelerators, float32_at_least
-from contrastile.training.sync import Reduction, Sync, modules_of
+from contrastile.training.sync import Reduction, Sync, modules_of, refuse
 
 Encode = Callable[..., Any] | Sequence[Callable[..., Any]]
 Loss = Callable[..., Tensor]
@@ -33,15 +36,17 @@ class _Tower:
         chunks: tuples of these.
         states: of the random generators, before each chunk.
         rows: of each output, for each chunk; None for a number.
+        learns: whether something may learn in each chunk.
     """
 
     encode: Callable[..., Any]
     chunks: Chunks
     states: list[RandomState] = field(default_factory=list)
     rows: list[list[int | None]] = field(default_factory=list)
+    learns: list[bool] = field(default_factory=list)
 
-    def frozen(self) -> bool:
-        """Whether nothing learns in the modules of ``encode``; one chunk may leave out what the next one needs."""
+    def seems_frozen(self) -> bool:
+        """Whether nothing learns in the modules of ``encode``; a parameter outside of them may."""
         return not any(p.requires_grad for module in modules_of(self.encode) for p in module.parameters())
 
 
@@ -68,7 +73,7 @@ class Replay:
         # chunks that a splitter cut from a leaf are views of it
         if any(x.requires_grad and not (x if x._base is None else x._base).is_leaf for x in seen):
             raise ValueError("inputs must have no graph, which each chunk would walk again; detach them")
-        warn_of_coupled(modules)
+        self._repeatable = not warn_of_coupled(modules)
         self._devices = accelerators([*seen, *(p for module in modules for p in module.parameters())])
         self._autocast = Autocast(self._devices)
         self._used, self._offload = False, offload
@@ -91,11 +96,15 @@ class Replay:
         """Step 1: the outputs of a tower, joined over its chunks."""
         parts: list[list[Tensor]] = []
         home = _Home() if self._offload else None
-        with self._reduction.watch(index, tower.encode):
+        # with gradients on, a chunk in which nothing learns records no graph, and says so
+        seems_frozen = not self._reduction and tower.seems_frozen()
+        with self._reduction.watch(index, tower.encode), torch.set_grad_enabled(seems_frozen):
             for chunk in tower.chunks:
                 tower.states.append(RandomState(self._devices))
                 with self._autocast.again(), _explained(chunk):
                     found = _outputs(tower.encode(*chunk))
+                tower.learns.append(not seems_frozen or any(x.requires_grad for x in found))
+                found = [x.detach() for x in found]
                 parts.append(found if home is None else [home.fetch(x) for x in found])
                 tower.rows.append([len(x) if x.ndim > 1 else None for x in parts[-1]])
         shapes = {tuple(None if x.ndim < 2 else (x.shape[1:], x.dtype) for x in part) for part in parts}
@@ -109,7 +118,7 @@ class Replay:
         joined = [_joined(x) if x[0].ndim > 1 else _same(x) for x in zip(*parts, strict=True)]
         return [_leaf(x) for x in joined]
 
-    def differentiate(self, loss: Loss, numbers: Sequence[Any]) -> tuple[Tensor, list[Tensor | None], list[_Outside]]:
+    def differentiate(self, loss: Loss, numbers: Sequence[Any]) -> tuple[Tensor, list[Tensor | None], list[Outside]]:
         """Step 2: the loss, its gradients by the outputs, and by what else it depends on.
 
         Raises:
@@ -123,13 +132,13 @@ class Replay:
         if not value.requires_grad:
             raise ValueError("loss must depend on the embeddings, got a value without a graph; do not detach them")
         own = {id(x) for x in self.outputs}
-        outside = [x for x in _leaves(value) if id(x) not in own]
+        outside = [x for x in leaves(value) if id(x) not in own]
         wanted = [x for x in self.outputs if x.requires_grad]
-        found = _gradients(value, [*wanted, *outside])
+        found = gradients_of(value, [*wanted, *outside])
         by = {id(x): gradient for x, gradient in zip(wanted, found, strict=False)}
-        rest: list[_Outside] = []
+        rest: list[Outside] = []
         for x, gradient in zip(outside, found[len(wanted) :], strict=True):
-            rest += _outside(graphs.get(id(x), x), gradient)
+            rest += outside_of(graphs.get(id(x), x), gradient)
         return value.detach().reshape(()), [by.get(id(x)) for x in self.outputs], rest
 
     def __call__(
@@ -177,7 +186,7 @@ class Replay:
     def run(
         self,
         gradients: Sequence[Tensor | None],
-        outside: Sequence[_Outside],
+        outside: Sequence[Outside],
         upstream: Tensor | None = None,
         backward: Callable[[Tensor], Any] | None = None,
     ) -> None:
@@ -207,16 +216,19 @@ class Replay:
             ran = send([_term(x.leaf, x.gradient) for x in outside])
         try:
             for i, tower in enumerate(self._towers):
-                own = gradients[start : start + len(tower.rows[0])]
-                start += len(own)
+                mine = slice(start, start + len(tower.rows[0]))
+                own, embeddings, start = gradients[mine], self.outputs[mine], mine.stop
                 at, learnt = [0] * len(own), False
                 for j, chunk in enumerate(tower.chunks):
+                    if not tower.learns[j]:
+                        at = [x + (rows or 0) for x, rows in zip(at, tower.rows[j], strict=True)]
+                        continue
                     last = j == tower.chunks.count - 1
                     _check_unchanged(before)  # a hook may step an optimizer in each backward pass
                     with self._reduction.quiet(i if last else None):
-                        terms = self._again(tower, j, chunk, own, at)
+                        terms = self._again(tower, j, chunk, own, embeddings, at)
                     if j == 0 and self._reduction.ddp:
-                        self._reduction.check_reached([leaf for term in terms for leaf in _leaves(term)])
+                        self._reduction.check_reached([leaf for term in terms for leaf in leaves(term)])
                     with self._reduction.completed(i) if last else self._reduction.quiet():
                         sent = send(terms)
                     learnt, ran = learnt or sent, ran or sent
@@ -225,20 +237,31 @@ class Replay:
                             "FSDP2 must reduce in the backward pass of the last chunk, got one in which nothing learns "
                             "after others in which something does; put it first, or use DDP"
                         )
-                    if j == 0 and not sent and not self._reduction and None not in tower.rows[j] and tower.frozen():
-                        break  # without a number, which has its gradient from the last chunk
         finally:
             after.restore()
         if not ran:
             raise RuntimeError("something must require a gradient, got none from encode or loss; unfreeze a parameter")
 
     def _again(
-        self, tower: _Tower, j: int, chunk: Any, gradients: Sequence[Tensor | None], at: list[int]
+        self,
+        tower: _Tower,
+        j: int,
+        chunk: Any,
+        gradients: Sequence[Tensor | None],
+        embeddings: Sequence[Tensor],
+        at: list[int],
     ) -> list[Tensor]:
-        """One chunk's terms <output, gradient>, with the random numbers and the autocast of the first pass."""
+        """One chunk's terms <output, gradient>, with the random numbers and the autocast of the first pass.
+
+        Raises:
+            ValueError: the first chunk's embeddings are not those of the first pass.
+        """
         tower.states[j].restore()
         with self._autocast.again():
             outputs = _outputs(tower.encode(*chunk))
+        if self._repeatable and j == tower.learns.index(True):
+            for x, before, rows, start in zip(outputs, embeddings, tower.rows[j], at, strict=True):
+                _check_repeated(x, before if rows is None else before[start : start + rows], self._autocast.epsilon)
         terms = []
         for k, (x, rows, gradient) in enumerate(zip(outputs, tower.rows[j], gradients, strict=True)):
             part = gradient
@@ -251,44 +274,6 @@ class Replay:
         return terms
 
 
-@dataclass(frozen=True)
-class _Outside:
-    """Something that the loss depends on beside the outputs, and its gradient."""
-
-    leaf: Tensor
-    gradient: Tensor
-
-
-def _outside(x: Tensor, gradient: Tensor | None) -> list[_Outside]:
-    """A leaf with its gradient, or the leaves of a number's graph, which is kept, with theirs."""
-    if gradient is None:
-        return []
-    if x.is_leaf:
-        return [_Outside(x, gradient)]
-    leaves = _leaves(x)
-    found = _gradients(x, leaves, gradient)
-    return [_Outside(leaf, part) for leaf, part in zip(leaves, found, strict=True) if part is not None]
-
-
-def _gradients(of: Tensor, by: list[Tensor], upstream: Tensor | None = None) -> Sequence[Tensor | None]:
-    """``autograd.grad`` without the hooks of leaves: they run when the gradient is sent, and must not run twice.
-
-    Args:
-        of: the loss, or a number of the caller's.
-        by: leaves.
-        upstream: the gradient by ``of``, whose graph is then kept; None for 1.
-    """
-    hooks = [x._backward_hooks for x in by if x._backward_hooks]
-    kept = [dict(each) for each in hooks]
-    try:
-        for each in hooks:
-            each.clear()
-        return torch.autograd.grad(of, by, upstream, retain_graph=upstream is not None, allow_unused=True)
-    finally:
-        for each, before in zip(hooks, kept, strict=True):
-            each.update(before)
-
-
 def _term(x: Tensor, gradient: Tensor) -> Tensor:
     if x.shape != gradient.shape:
         raise ValueError(
@@ -296,6 +281,25 @@ def _term(x: Tensor, gradient: Tensor) -> Tensor:
         )
     # the product is in the gradient's dtype, at least float32: an upstream factor meets it before it is narrowed
     return (x.to(gradient.dtype) * gradient).sum()
+
+
+def _check_repeated(x: Tensor, before: Tensor, epsilon: float) -> None:
+    """Raise ValueError where an encoder returns other numbers than before: their gradient is not the loss's.
+
+    Kernels that add in any order change roundings; the square root of a rounding is far above that, and far below what
+    another dropout mask changes. NaN is the caller's.
+    """
+    if x.shape != before.shape or not x.is_floating_point():
+        return
+    now = x.detach().to(before.device, before.dtype)
+    limit = max(epsilon, torch.finfo(x.dtype).eps) ** 0.5
+    difference, size = torch.stack([(now - before.detach()).norm(), before.detach().norm()]).tolist()
+    if difference > limit * size:
+        raise ValueError(
+            f"encode must return the same embeddings both times, got a chunk that differs by {difference / size:.2g} "
+            "of its norm; draw from torch's, NumPy's or Python's own generators, which are put back, or reset yours "
+            "in encode"
+        )
 
 
 def _wide(x: Tensor, gradient: Tensor | None) -> Tensor:
@@ -433,6 +437,9 @@ def check_loss(loss: Any) -> None:
 def check_backward(backward: Any) -> None:
     """Raise TypeError for a backward that cannot be called."""
     check_callable("backward", backward, "give a function of a tensor, such as accelerator.backward")
+    engine = getattr(backward, "__self__", None)
+    if isinstance(engine, nn.Module):
+        refuse(engine)
 
 
 def evaluate(loss: Loss, *arguments: Any) -> Tensor:
@@ -466,19 +473,3 @@ def numbers_of(scale: Any) -> list[Any]:
             raise ValueError(f"scale must have one element, got shape {tuple(value.shape)}; give several in a tuple")
         found.append(value)
     return found
-
-
-def _leaves(value: Tensor) -> list[Tensor]:
-    """The leaves of a tensor's graph."""
-    found: dict[int, Tensor] = {id(value): value} if value.is_leaf else {}
-    seen, todo = set(), [value.grad_fn]
-    while todo:
-        node: Any = todo.pop()
-        if node is None or node in seen:
-            continue
-        seen.add(node)
-        leaf = getattr(node, "variable", None)
-        if isinstance(leaf, Tensor):
-            found[id(leaf)] = leaf
-        todo += [each for each, _ in node.next_functions]
-    return list(found.values())

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 import inspect
+import itertools
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager, suppress
 from typing import Any
@@ -16,7 +17,7 @@ Sync = str | nn.Module | Sequence[nn.Module] | None
 
 
 def modules_of(*callables: Any) -> list[nn.Module]:
-    """The modules that callables are, are bound to, or name: methods, partials, functions and their closures."""
+    """The modules that callables are, are bound to, or name, also in lists and dicts: methods, partials, closures."""
     found: dict[int, nn.Module] = {}
     seen: set[int] = set()
 
@@ -37,9 +38,13 @@ def modules_of(*callables: Any) -> list[nn.Module]:
                 names = inspect.getclosurevars(x)
                 for each in (*names.nonlocals.values(), *names.globals.values()):
                     visit(each, depth - 1)
+        elif isinstance(x, dict | list | tuple | set):
+            # a table of data is no list of modules
+            for each in itertools.islice(x.values() if isinstance(x, dict) else x, 100):
+                visit(each, depth)
         elif not inspect.isclass(x) and not inspect.ismodule(x) and hasattr(x, "__dict__"):
             for each in vars(x).values():
-                if isinstance(each, nn.Module):
+                if isinstance(each, nn.Module | dict | list | tuple):
                     visit(each, depth - 1)
 
     for each in callables:
@@ -79,7 +84,7 @@ class Reduction:
             roots = named
         inside = list(dict.fromkeys(module for root in roots for module in root.modules()))
         for module in inside:
-            _refuse(module)
+            refuse(module)
         if sync is None or not dist.is_available():
             inside = []
         self.ddp = [m for m in inside if isinstance(m, nn.parallel.DistributedDataParallel)]
@@ -228,7 +233,7 @@ def _forget(missing: dict[str, Any], name: str, parameter: torch.Tensor) -> None
     missing.pop(name, None)
 
 
-def _refuse(module: nn.Module) -> None:
+def refuse(module: nn.Module) -> None:
     """Raise for engines that reduce in ways that are not known to work here."""
     kind = type(module).__name__
     if kind == "FullyShardedDataParallel":
@@ -239,10 +244,10 @@ def _refuse(module: nn.Module) -> None:
             f"DDP must have static_graph=False, got True ({_name(module)}), which counts the chunks' backward passes "
             "that reduce nothing; drop it"
         )
-    if kind == "DeepSpeedEngine" and stage is not None and stage() >= 2:
+    if any(each.__name__ == "DeepSpeedEngine" for each in type(module).__mro__) and stage is not None and stage() >= 1:
         raise ValueError(
-            f"DeepSpeed must be at ZeRO stage 0 or 1, got stage {stage()}, which reduces in every backward pass; "
-            "set it to 1, or use FSDP2"
+            f"DeepSpeed must be at ZeRO stage 0, got stage {stage()}, which takes each chunk's backward pass for a "
+            "whole step's; use FSDP2, or DDP"
         )
 
 

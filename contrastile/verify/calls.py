@@ -10,6 +10,7 @@ from typing import Any
 
 import numpy as np
 
+from contrastile.backends.contract import Options
 from contrastile.schedules import schedule
 from contrastile.schedules.problem import Problem
 from contrastile.verify import process
@@ -31,8 +32,8 @@ def calls(subject: Subject, case: str) -> Comparisons:
     _advance()
     for kind in ("softmax", "sigmoid"):
 
-        def new(seed: int, kind: str = kind) -> _Step:
-            return _Step(subject, _problem(kind, seed, subject.dtype))
+        def new(seed: int, kind: str = kind) -> Step:
+            return Step(subject, _problem(kind, seed, subject.dtype))
 
         first, second = new(0), new(1)
         before = process.state()
@@ -54,11 +55,11 @@ def calls(subject: Subject, case: str) -> Comparisons:
         yield f"{kind}, in two threads at once", _in_threads([new(0), new(1)])
 
 
-class _Step:
+class Step:
     """A problem in the backend's arrays, its truth, and the last results, as the backend left them."""
 
-    def __init__(self, subject: Subject, problem: Problem) -> None:
-        self.subject, self.problem = subject, problem
+    def __init__(self, subject: Subject, problem: Problem, options: Options | None = None) -> None:
+        self.subject, self.problem, self.options = subject, problem, options or subject.options
         self.native = materialise(problem, subject.backend, subject.dtype, subject.device)
         self.wanted = every_gradient(self.native)
         arrays = subject.backend.arrays
@@ -68,7 +69,7 @@ class _Step:
         self._loss: Any = None
 
     def forward(self) -> None:
-        backend, options = self.subject.backend, self.subject.options
+        backend, options = self.subject.backend, self.options
         if self.problem.kind == "sigmoid":
             self._loss, self._saved = schedule.sigmoid(self.native, self.wanted, backend, options)
             return
@@ -83,13 +84,13 @@ class _Step:
                 p.rows, p.scale, None, sums, self._one, self.wanted, backend.arrays
             )
             return
-        self._found = schedule.backward(p, self._saved, self._one, self.wanted, backend, self.subject.options)
+        self._found = schedule.backward(p, self._saved, self._one, self.wanted, backend, self.options)
 
     def run(self) -> None:
         self.forward()
         self.backward()
 
-    def rewrite(self, other: _Step) -> None:
+    def rewrite(self, other: Step) -> None:
         """Give every array the values of another step's, in place."""
         for mine, theirs in zip(self.native.arrays(), other.native.arrays(), strict=True):
             if mine is not None:
@@ -102,17 +103,17 @@ class _Step:
         columns = tuple(map(take, found.columns))
         got = Outcome(take(self._loss), take(found.rows), columns, take(found.scale), take(found.bias))
         subject, oracle = self.subject, truth(self.problem)
-        bound = bounds(self.problem, oracle, subject.accuracy, subject.dtype)
+        bound = bounds(self.problem, oracle, subject.accuracy, subject.dtype, options=self.options)
         return compare(got, oracle.outcome, bound, ("loss", *GRADIENT))
 
 
-def _in_threads(steps: list[_Step]) -> Worst:
+def _in_threads(steps: list[Step]) -> Worst:
     """The worst of several steps, each repeated in a thread of its own."""
     found: list[Worst] = []
     failed: list[BaseException] = []
     start = threading.Barrier(len(steps))
 
-    def repeat(step: _Step) -> None:
+    def repeat(step: Step) -> None:
         try:
             start.wait()
             for _ in range(_REPEATS):

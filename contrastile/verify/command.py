@@ -42,7 +42,7 @@ PASS, FAIL, INTERRUPTED = 0, 1, 130
 
 QUICK_CASES = (
     *("smoke", "ragged", "hot", "all-negative", "ids-drop@far", "labels", "blocks", "sigmoid-ids"),
-    *("batch-doubling", "peak-memory", "drawn", "front-door", "mistakes", "sharded"),
+    *("aliases", "batch-doubling", "peak-memory", "drawn", "front-door", "mistakes", "sharded"),
 )
 QUICK_DTYPES = ("float32", "bfloat16")
 QUICK_EXAMPLES = 20

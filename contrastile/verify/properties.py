@@ -16,6 +16,7 @@ from contrastile.backends.contract import STATISTICS, Options
 from contrastile.oracle.general import merge
 from contrastile.schedules.local import Wanted
 from contrastile.verify import (
+    aliases,
     alone,
     calls,
     distributed,
@@ -298,7 +299,8 @@ def non_finite(trial: Trial) -> Comparisons:
 
     middle = problem.rows.shape[1] // 2
     infinite = {
-        f"{what} in a row": replace(problem, rows=planted(problem.rows, row, middle, what)) for what in (np.inf, -np.inf)
+        f"{what} in a row": replace(problem, rows=planted(problem.rows, row, middle, what))
+        for what in (np.inf, -np.inf)
     }
     yield "NaN in a row", trial.compare(replace(problem, rows=planted(problem.rows, row, 0, np.nan)))
     first, *others = problem.columns
@@ -359,6 +361,7 @@ PROPERTIES = _registered(
         Property("growth", growth.growth, growth.CASE),
         Property("sizes", sizes.sizes, sizes.CASE),
         Property("calls", calls.calls, calls.CASE),
+        Property("aliases", aliases.aliases, aliases.CASE),
         *alone.PROPERTIES,
         Property("ranks", distributed.several_ranks, "ranks"),
         Property("drawn", strategies.drawn, strategies.CASE),

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import random
+from collections.abc import Callable
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -220,6 +222,42 @@ def test_layers_of_which_a_chunk_makes_another_function_are_warned_of_by_name(la
     assert [each.filename for each in found] == [__file__]
     net.eval()
     training.cached_step((net,), (x,), lambda a: (a * a).mean(), chunk=3)
+
+
+@pytest.mark.parametrize(
+    "made", [lambda net: [net], lambda net: {"image": net}, lambda net: SimpleNamespace(nets=[net])]
+)
+def test_layers_are_found_wherever_encode_keeps_them(made: Callable[[nn.Module], Any]) -> None:
+    kept = made(nn.BatchNorm1d(4))
+
+    def encode(x: Tensor) -> Tensor:
+        (net,) = kept if isinstance(kept, list) else kept.values() if isinstance(kept, dict) else kept.nets
+        return net(x)
+
+    with pytest.warns(UserWarning, match="^BatchNorm1d 'itself' computes"):
+        training.cached_step((encode,), (torch.randn(6, 4),), lambda a: (a * a).mean(), chunk=3)
+
+
+@pytest.mark.parametrize(
+    "generator", [torch.Generator().manual_seed(0), np.random.default_rng(0), None], ids=["torch", "NumPy", "none"]
+)
+def test_an_encoder_with_a_generator_of_its_own_is_refused(generator: Any) -> None:
+    net = nn.Linear(4, D)
+
+    def encode(x: Tensor) -> Tensor:
+        if isinstance(generator, np.random.Generator):
+            return net(x) * torch.from_numpy(generator.random((len(x), D)) > 0.1)
+        return net(x) * (torch.rand(len(x), D, generator=generator) > 0.1)
+
+    def run() -> None:
+        training.cached_step((encode,), (torch.randn(6, 4),), lambda a: (a * a).mean(), chunk=3)
+
+    if generator is None:
+        run()
+        return
+    with pytest.raises(ValueError, match=r"same embeddings both times, got a chunk that differs by .* in encode$"):
+        run()
+    assert net.weight.grad is None
 
 
 def test_a_tower_of_one_layer_is_named_too() -> None:

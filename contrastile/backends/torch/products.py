@@ -77,10 +77,9 @@ class Products:
         # BLAS skips the product when alpha is 0, and would lose a NaN in the features
         info = torch.finfo(self.state)
         self._alpha: float | None = None
-        # kernels for few rows add in another order beside the diagonal; and BLAS may round alpha times one of the factors
-        uneven = block.symmetric and self.sync
-        self._mirrors = uneven and not _symmetric(*rows.shape, self.state, torch.get_num_threads())
-        if isinstance(self._scale, float) and info.tiny <= abs(self._scale) <= info.max and not uneven:
+        # BLAS may round alpha times one of the factors
+        self._symmetric = block.symmetric and self.sync
+        if isinstance(self._scale, float) and info.tiny <= abs(self._scale) <= info.max and not self._symmetric:
             self._alpha = self._scale
         self.gain = 1.0
         self._float16_gain: torch.Tensor | None = None
@@ -105,7 +104,8 @@ class Products:
                 out.copy_(torch.mm(q, k.t(), out_dtype=self.state))
             else:
                 torch.mm(q, k.t(), out=out)
-            if self._mirrors and diagonal:
+            # kernels for few rows add in another order beside the diagonal
+            if self._symmetric and diagonal and not _symmetric(*q.shape, self.state, torch.get_num_threads()):
                 out.copy_(torch.maximum(out, out.t()))
             out.mul_(self._scale)
         return out if self._bias is None else out.add_(self._bias)
