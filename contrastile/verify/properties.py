@@ -16,13 +16,13 @@ from contrastile.backends.contract import STATISTICS, Options
 from contrastile.oracle.general import merge
 from contrastile.schedules.local import Wanted
 from contrastile.verify import (
-    alone,
     calls,
     distributed,
     growth,
     layouts,
     memory,
     peak,
+    public,
     rearrange,
     sizes,
     strategies,
@@ -346,7 +346,7 @@ PROPERTIES = _registered(
         Property("growth", growth.growth, growth.CASE),
         Property("sizes", sizes.sizes, sizes.CASE),
         Property("calls", calls.calls, calls.CASE),
-        *alone.PROPERTIES,
+        *public.PROPERTIES,
         Property("ranks", distributed.several_ranks, "ranks"),
         Property("drawn", strategies.drawn, strategies.CASE),
     ],

@@ -141,6 +141,11 @@ def _blocks(draw: Draw, given: Arguments) -> Arguments:
     return replace(_with(given, positives=positives), negatives=more)
 
 
+def moved(draw: Draw, given: Arguments) -> Arguments:
+    """Positives anywhere among the keys."""
+    return _with(given, positives=draw.permutation(len(given.features[0])))
+
+
 def _queue(draw: Draw, given: Arguments) -> Arguments:
     """Equal ids of queries and of keys in a queue."""
     b, d = given.features[0].shape
@@ -295,7 +300,6 @@ def build(name: str, dtype: str, claims: Claims, facts: Accuracy | None = None) 
     if name in OWN:
         return sized(claims, claims.batch(1) or 1, claims.width(8) or 8, dtype, facts)
     batch = BATCHES[name]
-    draw = np.random.default_rng(zlib.crc32(name.encode()))
     b, d = claims.batch(batch.rows), claims.width(batch.width)
     if b is None or (batch.rows == 1 < b):
         raise ValueError(f"a batch of {batch.rows} rows")
@@ -309,20 +313,25 @@ def build(name: str, dtype: str, claims: Claims, facts: Accuracy | None = None) 
         raise ValueError({"ids": "equal ids"}.get(missing[0], missing[0]))
     if batch.draw is _not_a_number and not claims.non_finite:
         raise ValueError("NaN features")
-    rows, columns = batch.draw(draw, b, d)
-    if rows.shape[1] != d:
-        # zeros change no dot product
-        rows, columns = (np.pad(x, ((0, 0), (0, d - x.shape[1]))) for x in (rows, columns))
-    features = tuple(batch.norm * x for x in (rows, columns))
-    scale = float(round_to(batch.scale, "float32"))
+    case = formed(batch, b, d, dtype, claims, facts)
+    features = case.arguments.features[0], case.arguments.features[-1]
     longest = [np.nanmax(np.linalg.norm(x, axis=1)) for x in features]
-    largest = abs(scale) * longest[0] * longest[1]
+    largest = abs(case.arguments.scale) * longest[0] * longest[1]
     if claims.largest_logit is not None and largest > claims.largest_logit:
         raise ValueError(f"logits of {largest:.3g}")
-    limit = {"float16": 65504.0}.get(claims.state or dtype, np.inf)
+    limit = {"float16": 65504.0}.get(case.state, np.inf)
     if largest > limit / 2:
-        raise ValueError(f"logits of {largest:.3g}, which overflow in {claims.state or dtype}")
-    given = batch.make(draw, _arguments(claims.objective, Arguments(features, scale)))
+        raise ValueError(f"logits of {largest:.3g}, which overflow in {case.state}")
+    return case
+
+
+def formed(batch: Batch, rows: int, width: int, dtype: str, claims: Claims, facts: Accuracy | None = None) -> LossCase:
+    """The case of a batch in another size."""
+    draw = np.random.default_rng(zlib.crc32(batch.name.encode()))
+    features = batch.draw(draw, rows, width)
+    # zeros change no dot product
+    features = tuple(batch.norm * np.pad(x, ((0, 0), (0, width - x.shape[1]))) for x in features)
+    given = batch.make(draw, _arguments(claims.objective, Arguments(features, batch.scale)))
     if claims.objective == "info_nce" and "ids" in given.keywords:
         given = _with(given, row_ids=given.keywords["ids"], column_ids=given.keywords["ids"])
     return LossCase(batch, dtype, rounded(given, dtype), claims, facts)
@@ -340,7 +349,8 @@ def sized(
     claims: Claims, rows: int, width: int, dtype: str, facts: Accuracy | None = None, *, seed: int = 0
 ) -> LossCase:
     """A case of this size."""
-    given = Arguments(pairs(np.random.default_rng(seed), rows, width), SCALE)
+    # with as much noise as row, one feature may be 0
+    given = Arguments(pairs(np.random.default_rng(seed), rows, width, 1.5, 1.5), SCALE)
     given = _arguments(claims.objective, given)
     batch = Batch(f"{rows} x {width}", "", rows, width, SCALE)
     return LossCase(batch, dtype, rounded(given, dtype), claims, facts)

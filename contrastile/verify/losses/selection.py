@@ -9,6 +9,7 @@ from functools import lru_cache, partial
 from typing import Any
 
 from contrastile.verify.comparison import Comparisons
+from contrastile.verify.execution import DTYPES, one_thread
 from contrastile.verify.losses import cases, ranks
 from contrastile.verify.losses.calling import PROPERTIES
 from contrastile.verify.losses.cases import BATCHES, OWN
@@ -16,7 +17,6 @@ from contrastile.verify.losses.claims import Claims
 from contrastile.verify.losses.properties import LossProperty, LossTrial
 from contrastile.verify.losses.subject import Loss
 from contrastile.verify.runner import Check, Row, Run
-from contrastile.verify.selection import DTYPES, one_thread
 
 
 @dataclass(frozen=True, slots=True)

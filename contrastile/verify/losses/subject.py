@@ -53,12 +53,14 @@ class Loss:
         claims: what is tested.
         facts: of the backend that computes it, where it is one of this package's; else its bounds are a plain
             computation's.
+        block: rows and columns that it takes at a time; None for all.
     """
 
     name: str
     target: Any
     claims: Claims
     facts: Accuracy | None = None
+    block: int | None = None
 
     @staticmethod
     def of(target: Any, claims: Claims | Mapping[str, Any] | None = None, name: str | None = None, **more: Any) -> Loss:
