@@ -1,7 +1,7 @@
 """The losses by name: each chooses weights, targets and admitted pairs for the general form.
 
-Features are used as given: normalise them first. `scale` is 1 / temperature. ``clip.form`` and its like state the choice
-of the same arguments as data, from which loss and gradients are computed here, and error bounds elsewhere.
+Features are used as given: normalise them first. `scale` is 1 / temperature. ``clip.form`` and its like give the choice
+as data: loss and gradients are computed of it here, and error bounds elsewhere.
 """
 
 from __future__ import annotations
@@ -62,6 +62,7 @@ class Named(Generic[P]):
         self.__doc__ = form.__doc__
 
     def __call__(self, *args: P.args, **kwargs: P.kwargs) -> LossAndGradients:
+        """The loss and its gradients."""
         return evaluated(self.form(*args, **kwargs))
 
 

@@ -81,11 +81,16 @@ def numbers(trial: LossTrial) -> Comparisons:
             fields = trial.fields if wanted else [x for x in trial.fields if x not in ("scale", "bias")]
             found = here.run(number=make, train=train)
             yield f"scale {scale:g} as {label}", here.compare(found, fields)
-    if trial.case.arguments.bias is not None and _has_default(trial.loss.call):
+    if trial.case.arguments.bias is None:
+        return
+    name, has_default = _fourth(trial.loss.call)
+    if name == "bias":
+        call = _prepared(trial)
+        named = call.finish(call(lambda *args, **more: trial.loss.call(*args[:-1], bias=args[-1], **more)))
+        yield "the bias by its name", trial.compare(named, trial.fields)
+    if has_default:
         here = trial.other(replace(trial.case, arguments=replace(trial.case.arguments, bias=None)))
-        found = here.run()
-        fields = [x for x in trial.fields if x != "bias"]
-        yield "the bias left out", here.compare(found, fields)
+        yield "the bias left out", here.compare(here.run(), [x for x in trial.fields if x != "bias"])
 
 
 def _numbered(case: LossCase, scale: float, bias: float) -> LossCase:
@@ -125,12 +130,13 @@ def _ways(trial: LossTrial, *, whole: bool) -> Iterator[tuple[str, Callable[[flo
             yield f"a frozen array of shape {shape}", make, False
 
 
-def _has_default(call: Callable[..., Any]) -> bool:
-    """Whether the fourth argument may be left out."""
+def _fourth(call: Callable[..., Any]) -> tuple[str, bool]:
+    """The name of the fourth parameter, and whether it has a default."""
     try:
-        return [*inspect.signature(call).parameters.values()][3].default is not inspect.Parameter.empty
+        parameter = [*inspect.signature(call).parameters.values()][3]
     except (IndexError, TypeError, ValueError):
-        return False
+        return "", False
+    return parameter.name, parameter.default is not inspect.Parameter.empty
 
 
 def interleaved(trial: LossTrial) -> Comparisons:

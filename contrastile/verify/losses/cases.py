@@ -28,7 +28,7 @@ MEMORY, ABOUT_MEMORY = "memory", "batches of which each is twice as large as the
 
 SIZES, ABOUT_SIZES = (
     "sizes",
-    "batches of up to 1,193 pairs: round numbers, around multiples of 8 to 1,024; the widths of common models",
+    "batches of up to 1,103 pairs: round numbers, around multiples of 8 to 1,024; the widths of common models",
 )
 """The case of the property of the same name, and what it is."""
 
@@ -127,15 +127,20 @@ def _far(draw: Draw, given: Arguments) -> Arguments:
     return _with(given, ids=FAR[draw.integers(0, len(FAR), len(given.features[0]))])
 
 
+def _hard(draw: Draw, given: Arguments, count: int) -> FloatArray:
+    """Negatives as near to a query as its key: without any one of them the loss is another."""
+    rows = np.resize(given.features[0], (count, given.features[0].shape[1]))
+    return unit(rows + unit(draw.standard_normal(rows.shape)))
+
+
 def _one_tensor(draw: Draw, given: Arguments) -> Arguments:
-    b, d = given.features[0].shape
-    return replace(given, negatives=(unit(draw.standard_normal((b + 3, d))),), joined=True)
+    return replace(given, negatives=(_hard(draw, given, len(given.features[0]) + 3),), joined=True)
 
 
 def _blocks(draw: Draw, given: Arguments) -> Arguments:
     """Positives in each of three blocks, the last row of the last among them."""
-    b, d = given.features[0].shape
-    more = tuple(unit(draw.standard_normal((n, d))) for n in (b - 1, b + 2))
+    b = len(given.features[0])
+    more = tuple(_hard(draw, given, n) for n in (b - 1, b + 2))
     positives = draw.permutation(3 * b + 1)[:b]
     positives[b // 2] = 3 * b
     return replace(_with(given, positives=positives), negatives=more)
@@ -148,8 +153,8 @@ def moved(draw: Draw, given: Arguments) -> Arguments:
 
 def _queue(draw: Draw, given: Arguments) -> Arguments:
     """Equal ids of queries and of keys in a queue."""
-    b, d = given.features[0].shape
-    given = replace(given, negatives=(unit(draw.standard_normal((b + 5, d))),))
+    b = len(given.features[0])
+    given = replace(given, negatives=(_hard(draw, given, b + 5),))
     ids = draw.integers(0, b, 3 * b + 5)
     return _with(given, row_ids=ids[:b], column_ids=ids[b:])
 

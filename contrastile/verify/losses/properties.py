@@ -280,19 +280,19 @@ def _every_other(arrays: Any, x: Array) -> Array:
     return arrays.contiguous(wide.T).reshape(b, 2 * d)[:, ::2]
 
 
-_BATCHES = (2, 3, 4, 7, 8, 9, 10, 15, 16, 17, 31, 32, 33, 48, 191, 193, 1193, *(b for b in COUNTS if b <= 1025))
+_BATCHES = (2, 3, 4, 7, 8, 9, 10, 15, 16, 17, 31, 32, 33, 48, 191, 193, 1103, *(b for b in COUNTS if b <= 1025))
 _BATCHES += (100, 200, 500, 1000)
 _WIDTHS = (1, 2, 3, 17, 31, 33, 48, 100, 1000, *(d for d in WIDTHS if d <= 2049))
 # of a backend, of which "sizes" tries all: what lies between its caller and it
 _FEW_BATCHES, _FEW_WIDTHS = (1, 2, 10, 100, 257), (1, 1537)
-_LARGEST_BATCH = 1193
+_LARGEST_BATCH = 1103
 
 
 def sizes(trial: LossTrial) -> Comparisons:
     """Value and gradients are right at every size of a batch and of features."""
     claims, case = trial.loss.claims, trial.case
     batches, widths = (_BATCHES, _WIDTHS) if case.facts is None else (_FEW_BATCHES, _FEW_WIDTHS)
-    if case.facts is not None and case.dtype == "float32":
+    if case.facts is not None and case.dtype == "float32" and claims.by_autograd:
         # of two views there are twice as many rows
         batches = *batches, _LARGEST_BATCH // (1 + (claims.objective == "nt_xent"))
     wished = [*((b, 24 if b < 1000 else 3) for b in batches), *((6, d) for d in widths)]
