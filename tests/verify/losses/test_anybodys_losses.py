@@ -13,7 +13,10 @@ from torch.nn import functional
 import contrastile
 from contrastile.reporting import CannotRunError
 from contrastile.verify.losses import Claims, Loss, check
-from contrastile.verify.losses.cases import BATCHES, build
+from contrastile.verify.losses.cases import BATCHES, build, concerns
+from contrastile.verify.losses.claims import KEYWORDS
+from contrastile.verify.losses.claims import OBJECTIVES as OBJECTIVE_NAMES
+from contrastile.verify.losses.properties import ONE_CALL
 from contrastile.verify.losses.selection import LossSelection
 from contrastile.verify.runner import Run
 
@@ -65,8 +68,8 @@ def test_a_loss_that_is_wrong_at_some_sizes_is_found(objective):
         return right(features, *rest) * (1.01 if features.shape[1] == 768 else 1.0)
 
     assert statuses(check(right, claims, cases=["sizes"]))["pass"] == {("sizes", "sizes")}
-    for wrong in (one_row_too_many, at_one_width):
-        assert failed(wrong, claims, cases=["sizes"]) == {"sizes"}
+    for planted in (one_row_too_many, at_one_width):
+        assert failed(planted, claims, cases=["sizes"]) == {"sizes"}
 
 
 def test_a_doubled_gradient_is_found_in_bfloat16():
@@ -124,11 +127,11 @@ def test_a_tuple_holds_gradients_whether_that_is_said_or_not():
     assert ("hot", "gradients") in found["pass"]
     assert found["skip"] >= {("hot", "upstream")}
 
-    def wrong(image, text, scale):
+    def twofold(image, text, scale):
         value, image_gradient, *others = undeclared(image, text, scale)
         return value, 2 * image_gradient, *others
 
-    assert failed(wrong, cases=["hot"]) == {"gradients"}
+    assert failed(twofold, cases=["hot"]) == {"gradients"}
 
 
 def overflowing(image, text, scale):
@@ -312,7 +315,9 @@ def test_a_loss_that_is_not_there_is_one_line(name, says):
 def test_every_case_says_what_it_catches_and_is_drawn_the_same_way_twice():
     for name, batch in BATCHES.items():
         assert batch.about
-        first, second = (build.__wrapped__(name, "float32", Claims(ids=True)) for _ in range(2))
+        objective = next(x for x in OBJECTIVE_NAMES if concerns(name, "value", None, x))
+        claims = Claims(objective=objective, **{key: objective in of for key, of in KEYWORDS.items()})
+        first, second = (build.__wrapped__(name, "float32", claims) for _ in range(2))
         for a, b in zip(first.arguments.features, second.arguments.features, strict=True):
             np.testing.assert_array_equal(a, b)
             assert a.shape == (batch.rows, batch.width)
