@@ -66,10 +66,10 @@ class Share:
     """The arguments of a loss, and what each rank has of them.
 
     Attributes:
+        label: which arguments they are.
         case: the joined batch.
         rows: rows of each rank.
         blocks: of info_nce, the sizes of each block of columns, by rank.
-        implied: whether positives are left to their default.
     """
 
     label: str
@@ -115,8 +115,8 @@ class Share:
             for xs in zip(*(part.features for part in parts), strict=True)
         )
         first = parts[0]
-        numbers = [None if x is None else x * (n / factor) for x in (first.scale, first.bias)]
-        return Result(first.loss, features, *numbers, first.by_autograd)
+        scale, bias = (None if x is None else x * (n / factor) for x in (first.scale, first.bias))
+        return Result(first.loss, features, scale, bias, first.by_autograd)
 
     def spread(self, exchange: str) -> Spread:
         """How this world takes its sums."""

@@ -333,9 +333,9 @@ def build(name: str, dtype: str, claims: Claims, facts: Accuracy | None = None) 
 def formed(batch: Batch, rows: int, width: int, dtype: str, claims: Claims, facts: Accuracy | None = None) -> LossCase:
     """The case of a batch in another size."""
     draw = np.random.default_rng(zlib.crc32(batch.name.encode()))
-    features = batch.draw(draw, rows, width)
+    drawn = batch.draw(draw, rows, width)
     # zeros change no dot product
-    features = tuple(batch.norm * np.pad(x, ((0, 0), (0, width - x.shape[1]))) for x in features)
+    features = tuple(batch.norm * np.pad(x, ((0, 0), (0, width - x.shape[1]))) for x in drawn)
     given = batch.make(draw, _arguments(claims.objective, Arguments(features, batch.scale)))
     if claims.objective == "info_nce" and "ids" in given.keywords:
         given = _with(given, row_ids=given.keywords["ids"], column_ids=given.keywords["ids"])

@@ -241,13 +241,14 @@ def interfaces(subject: Subject, objective: str) -> Iterator[tuple[Interface, Lo
         groups.append(("numpy", OF_ARRAYS))
     if library == "torch":
         groups.append((library, (*OF_TENSORS, *(OF_TRAINING if whole else ()))))
-    once = _ONCE
+    once: tuple[str, ...] = _ONCE
     for of, group in reversed(groups):
         for each in group:
             if each.objectives is not None and objective not in each.objectives:
                 continue
             # the function by autograd has what is costly, or value_and_grad where there is no autograd
-            more, once = (once, ()) if each.properties else ((), once)
+            more: tuple[str, ...] = once if each.properties else ()
+            once = () if each.properties else once
             more = more if whole else tuple(x for x in more if x == "sizes")
             name = each.name if of == library else f"{each.name} of NumPy arrays"
             yield each, of_interface(each, objective, subject, of, name), (*each.properties, *more)
