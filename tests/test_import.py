@@ -146,6 +146,19 @@ def test_the_oracle_imports_numpy_and_itself_alone(path: Path) -> None:
         assert root in sys.stdlib_module_names or root == "numpy" or within(name, "contrastile.oracle"), name
 
 
+@pytest.mark.parametrize("judge", ["verify.truth", "verify.bounds", "verify.losses.arguments", "verify.losses.allowed"])
+def test_truth_and_bounds_come_from_nothing_that_they_judge(judge: str) -> None:
+    """Of the schedules they know the record of a problem alone, and of what stands above nothing."""
+    known = {name_of(path): inside(imports(path)) for path in MODULES}
+    seen, left = set[str](), {judge}
+    while left:
+        seen |= left
+        left = {name for module in left for name in known[module]} - seen
+    judged = ("problems", "validation", "plan", "evaluation", "autograd", "losses", "nn", "training", "schedules")
+    found = {name for name in seen if any(within(name, package) for package in judged)}
+    assert found == {"schedules.problem", "schedules.placement"}
+
+
 @pytest.mark.parametrize("path", MODULES, ids=name_of)
 def test_optional_packages_stay_in_the_modules_that_need_them(path: Path) -> None:
     module = name_of(path)

@@ -7,13 +7,13 @@ from typing import Any
 
 import numpy as np
 
-from contrastile import problems
 from contrastile.backends.arrays import library_of
 from contrastile.backends.contract import state_dtype
 from contrastile.bench.peers import CHECK_ROWS, Implementation
 from contrastile.bench.workloads import Features, Workload, arguments, features
 from contrastile.verify.bounds import bounds
 from contrastile.verify.comparison import compare, parts
+from contrastile.verify.losses.arguments import Arguments, stated
 from contrastile.verify.rounding import UNIT, round_to
 from contrastile.verify.truth import Outcome, truth
 
@@ -76,7 +76,8 @@ def _compare(
     """The worst element's ratio and description; None where the bounds are not finite."""
     drawn = features(workload)
     image, text = (round_to(x, dtype) for x in (drawn.image, drawn.text))
-    problem = problems.clip(image, text, scale, ids=drawn.ids).problem
+    keywords = {} if drawn.ids is None else {"ids": drawn.ids}
+    problem = stated("clip_loss", Arguments((image, text), scale, keywords=keywords))
     exact = truth(problem)
     accuracy = implementation.accuracy(dtype, device)
     # the loss is returned in the state dtype, however exact the backend is

@@ -1,11 +1,13 @@
 """The losses by name: each chooses weights, targets and admitted pairs for the general form.
 
-Features are used as given: normalise them first. `scale` is 1 / temperature.
+Features are used as given: normalise them first. `scale` is 1 / temperature. ``clip.form`` and its like give the choice
+as data: loss and gradients are computed of it here, and error bounds elsewhere.
 """
 
 from __future__ import annotations
 
-from typing import NamedTuple
+from collections.abc import Callable
+from typing import Generic, NamedTuple, ParamSpec
 
 import numpy as np
 import numpy.typing as npt
@@ -14,6 +16,8 @@ from contrastile.oracle.arrays import FloatArray, IntArray, float64
 from contrastile.oracle.general import gradient_of_logits, gradients, logits, loss
 from contrastile.oracle.pairs import Match, Pairs, column_target_weights, target_weights
 from contrastile.oracle.sigmoid import gradient_of_sigmoid_logits, sigmoid_loss
+
+P = ParamSpec("P")
 
 
 class LossAndGradients(NamedTuple):
@@ -30,6 +34,39 @@ class LossAndGradients(NamedTuple):
     d_bias: float
 
 
+class Form(NamedTuple):
+    """What a loss chooses of the general form.
+
+    q: (m, d); k: (n, d); scale: a number or (m,); bias: a number; pairs: which are positive and admitted.
+    u: (m,) row weights; v: (n,) column weights, or None for one direction.
+    additive: whether it is the sigmoid loss, whose u is one number for all rows.
+    first: where rows and columns are the same features, how many of them the first argument has; else None.
+    """
+
+    q: FloatArray
+    k: FloatArray
+    scale: npt.ArrayLike
+    bias: float
+    pairs: Pairs
+    u: FloatArray
+    v: FloatArray | None = None
+    additive: bool = False
+    first: int | None = None
+
+
+class Named(Generic[P]):
+    """A loss by name: called it gives a ``LossAndGradients``, and ``form`` what it chooses."""
+
+    def __init__(self, form: Callable[P, Form]) -> None:
+        self.form = form
+        self.__doc__ = form.__doc__
+
+    def __call__(self, *args: P.args, **kwargs: P.kwargs) -> LossAndGradients:
+        """The loss and its gradients."""
+        return evaluated(self.form(*args, **kwargs))
+
+
+@Named
 def info_nce(
     q: npt.ArrayLike,
     k: npt.ArrayLike,
@@ -40,7 +77,7 @@ def info_nce(
     row_ids: IntArray | None = None,
     column_ids: IntArray | None = None,
     match: Match = "drop",
-) -> LossAndGradients:
+) -> Form:
     """mean_i (L_i - sum_j y_ij x_ij): one direction, rows to columns (Inf-CL Eq. 1).
 
     q: (m, d); k: (n, d), more columns than rows are hard negatives or a queue; scale: a number or (m,).
@@ -50,10 +87,10 @@ def info_nce(
     m = len(q)
     if positives is None:
         positives = np.arange(m)
-    pairs = Pairs(positives, row_ids, column_ids, match)
-    return _softmax_loss(q, k, scale, bias, pairs, u=np.ones(m) / m, v=None)
+    return Form(q, k, scale, bias, Pairs(positives, row_ids, column_ids, match), u=np.ones(m) / m)
 
 
+@Named
 def clip(
     I: npt.ArrayLike,
     T: npt.ArrayLike,
@@ -63,7 +100,7 @@ def clip(
     row_ids: IntArray | None = None,
     column_ids: IntArray | None = None,
     match: Match = "drop",
-) -> LossAndGradients:
+) -> Form:
     """The symmetric loss, half of image-to-text plus half of text-to-image (DisCo Eq. 1, halved as in its Alg. 1).
 
     I, T: (b, d), row i of each is a pair; scale: a number or (b,). Ids and `match` as in `Pairs`.
@@ -71,10 +108,11 @@ def clip(
     I, T = float64(I), float64(T)
     b = len(I)
     half = np.ones(b) / (2 * b)
-    return _softmax_loss(I, T, scale, bias, Pairs(np.arange(b), row_ids, column_ids, match), u=half, v=half)
+    return Form(I, T, scale, bias, Pairs(np.arange(b), row_ids, column_ids, match), u=half, v=half)
 
 
-def nt_xent(view_a: npt.ArrayLike, view_b: npt.ArrayLike, scale: npt.ArrayLike) -> LossAndGradients:
+@Named
+def nt_xent(view_a: npt.ArrayLike, view_b: npt.ArrayLike, scale: npt.ArrayLike) -> Form:
     """SimCLR's NT-Xent: 2b rows against the same 2b columns, each except itself; the other view is its positive.
 
     view_a, view_b: (b, d); scale: a number or (2b,). d_rows is view_a's gradient, d_columns view_b's.
@@ -84,12 +122,11 @@ def nt_xent(view_a: npt.ArrayLike, view_b: npt.ArrayLike, scale: npt.ArrayLike) 
     z = np.concatenate([view_a, view_b])
     itself = np.arange(2 * b)
     pairs = Pairs(positives=np.roll(itself, -b), excluded=itself)
-    found = _softmax_loss(z, z, scale, 0.0, pairs, u=np.ones(2 * b) / (2 * b), v=None)
-    dz = found.d_rows + found.d_columns
-    return found._replace(d_rows=dz[:b], d_columns=dz[b:])
+    return Form(z, z, scale, 0.0, pairs, u=np.ones(2 * b) / (2 * b), first=b)
 
 
-def sup_con(features: npt.ArrayLike, labels: IntArray, scale: npt.ArrayLike) -> LossAndGradients:
+@Named
+def sup_con(features: npt.ArrayLike, labels: IntArray, scale: npt.ArrayLike) -> Form:
     """SupCon's L_out: every other row of the same label is a positive, of weight 1/|P(i)|.
 
     features: (m, d); labels: (m,); scale: a number or (m,). The mean is over the rows that have a positive; the
@@ -99,11 +136,10 @@ def sup_con(features: npt.ArrayLike, labels: IntArray, scale: npt.ArrayLike) -> 
     m = len(z)
     pairs = Pairs(row_ids=labels, column_ids=labels, match="target", excluded=np.arange(m))
     anchors = pairs.positive(m, m).any(axis=1)
-    u = float64(anchors / max(int(anchors.sum()), 1))
-    found = _softmax_loss(z, z, scale, 0.0, pairs, u=u, v=None)
-    return found._replace(d_rows=found.d_rows + found.d_columns, d_columns=z[:0])
+    return Form(z, z, scale, 0.0, pairs, u=float64(anchors / max(int(anchors.sum()), 1)), first=m)
 
 
+@Named
 def siglip(
     I: npt.ArrayLike,
     T: npt.ArrayLike,
@@ -113,7 +149,7 @@ def siglip(
     row_ids: IntArray | None = None,
     column_ids: IntArray | None = None,
     match: Match = "drop",
-) -> LossAndGradients:
+) -> Form:
     """SigLIP: sum over all admitted pairs of softplus(-z_ij x_ij), over the batch size.
 
     I, T: (b, d), row i of each is a pair; scale: a number or (b,). Ids and `match` as in `Pairs`.
@@ -121,24 +157,21 @@ def siglip(
     I, T = float64(I), float64(T)
     b = len(I)
     pairs = Pairs(np.arange(b), row_ids, column_ids, match)
-    x, P, A = logits(I, T, scale, bias), pairs.positive(b, b), pairs.admitted(b, b)
-    divisor = max(b, 1)
-    G = gradient_of_sigmoid_logits(x, P, divisor, A)
-    return LossAndGradients(sigmoid_loss(x, P, divisor, A), *gradients(I, T, scale, G))
+    return Form(I, T, scale, bias, pairs, u=np.full(b, 1 / max(b, 1)), additive=True)
 
 
-def _softmax_loss(
-    q: FloatArray,
-    k: FloatArray,
-    scale: npt.ArrayLike,
-    bias: float,
-    pairs: Pairs,
-    u: FloatArray,
-    v: FloatArray | None,
-) -> LossAndGradients:
-    """The general loss on these weights and pairs; v None for one direction."""
+def evaluated(form: Form) -> LossAndGradients:
+    """The loss and the gradients of a form."""
+    q, k, scale, bias, pairs, u, v, additive, first = form
     m, n = len(q), len(k)
     x, P, A = logits(q, k, scale, bias), pairs.positive(m, n), pairs.admitted(m, n)
+    if additive:
+        G = gradient_of_sigmoid_logits(x, P, max(m, 1), A)
+        return LossAndGradients(sigmoid_loss(x, P, max(m, 1), A), *gradients(q, k, scale, G))
     y, y_c = target_weights(P), column_target_weights(P)
     G = gradient_of_logits(x, A, u, v, y, y_c)
-    return LossAndGradients(loss(x, A, u, v, y, y_c), *gradients(q, k, scale, G))
+    d = gradients(q, k, scale, G)
+    if first is not None:
+        dz = d.d_rows + d.d_columns
+        d = d._replace(d_rows=dz[:first], d_columns=dz[first:])
+    return LossAndGradients(loss(x, A, u, v, y, y_c), *d)

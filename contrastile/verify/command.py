@@ -28,12 +28,12 @@ from contrastile.reporting import (
 )
 from contrastile.verify import cases, launched, page, report, sharded, strategies, worker
 from contrastile.verify.distributed import DISTRIBUTED
+from contrastile.verify.execution import DTYPES
 from contrastile.verify.isolation import Isolated
 from contrastile.verify.losses import names
 from contrastile.verify.losses.claims import OBJECTIVES
 from contrastile.verify.properties import PROPERTIES
 from contrastile.verify.runner import Failure, Row, Run
-from contrastile.verify.selection import DTYPES
 from contrastile.verify.trial import Property
 from contrastile.verify.worker import Task
 from contrastile.verify.worlds import Threads, World, WorldError

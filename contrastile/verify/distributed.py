@@ -13,7 +13,7 @@ from functools import partial
 from typing import Any
 
 from contrastile.backends.contract import Options
-from contrastile.verify import cases, frontdoor, rearrange, sharded
+from contrastile.verify import cases, mistakes, public, rearrange, sharded
 from contrastile.verify.comparison import NOTHING, Comparisons, Worst, identical
 from contrastile.verify.shards import FIELDS, Cut, compared, outcomes
 from contrastile.verify.trial import Property, SkipError, Subject, Trial
@@ -143,9 +143,9 @@ DISTRIBUTED = {
             Property(check.__name__, check)
             for check in (ring, gather, themselves, reduction, agreement, delivery, tiles)
         ),
-        *frontdoor.PROPERTIES,
-        Property("skipped-backward", frontdoor.skipped_backward, frontdoor.MISTAKES),
-        Property("mismatched-calls", frontdoor.mismatched_calls, frontdoor.MISTAKES),
+        *public.OVER_RANKS,
+        Property("skipped-backward", mistakes.skipped_backward, mistakes.CASE),
+        Property("mismatched-calls", mistakes.mismatched_calls, mistakes.CASE),
         Property("sharded", sharded.sharded, sharded.CASE),
     )
 }

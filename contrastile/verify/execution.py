@@ -2,19 +2,23 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import replace
 from functools import partial
 from typing import Any, Literal
 
 import numpy as np
 
-from contrastile.backends.arrays import ArrayLibrary
+from contrastile.backends.arrays import FLOATS, ArrayLibrary
 from contrastile.backends.contract import STATISTICS, Array, Backend, LseFunction, Options, Statistics
 from contrastile.schedules import local, schedule, triangle
 from contrastile.schedules.problem import Problem
 from contrastile.verify.truth import Outcome
 from contrastile.verify.wrapped import around
+
+DTYPES = ("float32", *(dtype for dtype in FLOATS if dtype != "float32"))
+"""Of features, in the order in which they are tested."""
 
 Want = local.Wanted | Literal["every"] | None
 """The gradients to ask for; None for the value alone."""
@@ -143,3 +147,22 @@ def _positive_sums(native: Problem, parts: Sequence[Statistics], backend: Backen
         if mine != others:
             total[others] += column
     return {"row_positive_sum": total}
+
+
+@contextmanager
+def one_thread(arrays: ArrayLibrary, wanted: bool) -> Iterator[None]:
+    """In this context, and if ``wanted``, torch uses one thread: tiny products gain nothing from several.
+
+    On busy cores, waiting for other threads would make them many times slower.
+    """
+    if arrays.name != "torch" or not wanted:
+        yield
+        return
+    import torch
+
+    threads = torch.get_num_threads()
+    torch.set_num_threads(1)
+    try:
+        yield
+    finally:
+        torch.set_num_threads(threads)

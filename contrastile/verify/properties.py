@@ -17,13 +17,13 @@ from contrastile.oracle.general import merge
 from contrastile.schedules.local import Wanted
 from contrastile.verify import (
     aliases,
-    alone,
     calls,
     distributed,
     growth,
     layouts,
     memory,
     peak,
+    public,
     rearrange,
     sizes,
     strategies,
@@ -362,7 +362,7 @@ PROPERTIES = _registered(
         Property("sizes", sizes.sizes, sizes.CASE),
         Property("calls", calls.calls, calls.CASE),
         Property("aliases", aliases.aliases, aliases.CASE),
-        *alone.PROPERTIES,
+        *public.PROPERTIES,
         Property("ranks", distributed.several_ranks, "ranks"),
         Property("drawn", strategies.drawn, strategies.CASE),
     ],

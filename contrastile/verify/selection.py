@@ -4,23 +4,20 @@ from __future__ import annotations
 
 import shlex
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import cache, partial
 
-from contrastile.backends.arrays import FLOATS, ArrayLibrary
 from contrastile.backends.contract import PRECISIONS, Backend
 from contrastile.verify import cases, sharded, strategies
 from contrastile.verify.cases import Case
 from contrastile.verify.comparison import Comparisons
 from contrastile.verify.distributed import DISTRIBUTED
+from contrastile.verify.execution import DTYPES, one_thread
 from contrastile.verify.properties import PROPERTIES
 from contrastile.verify.runner import Check
 from contrastile.verify.trial import Property, SkipError, Subject, Trial
 from contrastile.verify.truth import Truth, truth
 from contrastile.verify.worlds import World
-
-DTYPES = ("float32", *(dtype for dtype in FLOATS if dtype != "float32"))
 
 
 @dataclass(frozen=True, slots=True)
@@ -161,25 +158,6 @@ def _of_a_subject(each: Property, subject: Subject, case: str) -> Comparisons:
     _begin(subject)
     with one_thread(subject.backend.arrays, True):
         yield from each.check(subject, case)
-
-
-@contextmanager
-def one_thread(arrays: ArrayLibrary, wanted: bool) -> Iterator[None]:
-    """In this context, and if ``wanted``, torch uses one thread: tiny products gain nothing from several.
-
-    On busy cores, waiting for other threads would make them many times slower.
-    """
-    if arrays.name != "torch" or not wanted:
-        yield
-        return
-    import torch
-
-    threads = torch.get_num_threads()
-    torch.set_num_threads(1)
-    try:
-        yield
-    finally:
-        torch.set_num_threads(threads)
 
 
 def _begin(subject: Subject) -> None:

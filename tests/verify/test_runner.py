@@ -46,7 +46,7 @@ def test_everything_is_selected_by_default():
         ["growth"],
         ["sizes"],
         ["calls"],
-        *[["public-losses"]] * 5,
+        *[["public-losses"]] * 6,
         ["ranks"],
         ["drawn"],
     ]

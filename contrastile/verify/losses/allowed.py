@@ -18,15 +18,16 @@ from typing import Any
 
 import numpy as np
 
-from contrastile.backends.contract import Accuracy
+from contrastile.backends.contract import Accuracy, state_dtype
 from contrastile.oracle.arrays import FloatArray, float64
 from contrastile.schedules.problem import Problem
 from contrastile.verify.arithmetic import Spread, gamma
 from contrastile.verify.bounds import bounds
 from contrastile.verify.facts import plain_accuracy
-from contrastile.verify.losses.cases import SELF, LossCase, of_arguments
+from contrastile.verify.losses.arguments import SELF, of_arguments
+from contrastile.verify.losses.cases import LossCase
 from contrastile.verify.rounding import UNDERFLOW, UNIT
-from contrastile.verify.truth import Outcome, Truth
+from contrastile.verify.truth import Outcome, Truth, truth
 
 
 def expected(case: LossCase, upstream: float = 1.0) -> Outcome:
@@ -35,34 +36,53 @@ def expected(case: LossCase, upstream: float = 1.0) -> Outcome:
     return _through_norms(case, found) if case.claims.normalises else found
 
 
-def allowed(case: LossCase, upstream: float = 1.0, shards: tuple[int, ...] = ()) -> Outcome:
-    """Absolute error bounds of ``expected``, of one process or of ranks with shards of these sizes."""
-    claims, dtype, problem, t = case.claims, case.dtype, case.problem, case.oracle
-    width = problem.rows.shape[1]
-    u = UNIT[claims.state or dtype]
+def allowed(case: LossCase, upstream: float = 1.0, spread: Spread | None = None) -> Outcome:
+    """Absolute error bounds of ``expected``, of one process or of ranks that share the batch.
+
+    Of a backend, whose facts the case has, they are those of ``verify.bounds``; else a plain computation's.
+    """
+    allowed = _plain(case, spread) if case.facts is None else _stated(case, case.facts, upstream, spread)
+    if case.claims.objective in SELF:
+        # the gradients of both sides are added in the features' dtype
+        exact = _scaled(of_arguments(case.oracle.outcome, case.claims.objective), upstream if case.facts else 1.0)
+        more = [_rounded(*both, case.dtype) for both in zip(_sides(exact), _sides(allowed), strict=True)]
+        rows, *columns = (x + y for x, y in zip(_sides(allowed), more, strict=True))
+        allowed = replace(allowed, rows=rows, columns=tuple(columns))
+    if case.claims.normalises:
+        allowed = _through_norms(case, allowed, gamma((2 * case.oracle.q.shape[1] + 8) * UNIT[case.state]))
+    if case.facts is None and upstream != 1.0:
+        allowed = _with_upstream(case, allowed, upstream, UNIT[case.state])
+    return allowed
+
+
+def _stated(case: LossCase, facts: Accuracy, upstream: float, spread: Spread | None) -> Outcome:
+    # weights, scale and loss have the caller's precision, whatever the backend's state
+    facts = replace(facts, unit=max(facts.unit, UNIT[state_dtype(case.dtype)]))
+    t = case.oracle if upstream == 1.0 else truth(case.problem, upstream)
+    return of_arguments(bounds(case.problem, t, facts, case.dtype, upstream, spread=spread), case.claims.objective)
+
+
+def _plain(case: LossCase, spread: Spread | None) -> Outcome:
+    claims, t, dtype = case.claims, case.oracle, case.dtype
+    u = UNIT[case.state]
     accuracy = plain_accuracy(
-        dtype, claims.state or dtype, claims.precision, _largest_weight(problem), max(t.x.shape), t.bias
+        dtype, case.state, claims.precision, _largest_weight(case.problem), max(t.x.shape), t.bias
     )
     if claims.normalises:
-        accuracy = replace(accuracy, input_rounding=accuracy.input_rounding + gamma((width / 2 + 4) * u))
-    spread = Spread(shards, shards) if shards else None
-    found = bounds(problem, t, accuracy, dtype, spread=spread, separate_positives=False)
-    found = _with_plain_sums(found, t, u, accuracy.unit, dtype, max(1, len(shards)))
-    allowed = of_arguments(found, claims.objective)
-    if claims.objective in SELF:
-        # the gradients of both sides are added in the features' dtype
-        exact = of_arguments(t.outcome, claims.objective)
-        allowed = replace(allowed, rows=allowed.rows + _rounded(exact.rows, allowed.rows, dtype))
-    if claims.normalises:
-        allowed = _through_norms(case, allowed, gamma((2 * width + 8) * u))
-    if upstream != 1.0:
-        allowed = _with_upstream(case, allowed, upstream, u)
-    return allowed
+        rounding = accuracy.input_rounding + gamma((t.q.shape[1] / 2 + 4) * u)
+        accuracy = replace(accuracy, input_rounding=rounding)
+    found = bounds(case.problem, t, accuracy, dtype, spread=spread, separate_positives=False)
+    found = _with_plain_sums(found, t, u, accuracy.unit, dtype, 1 if spread is None else len(spread.rows))
+    return of_arguments(found, claims.objective)
+
+
+def _sides(x: Outcome) -> tuple[FloatArray, ...]:
+    return x.rows, *x.columns
 
 
 def rounded_once(case: LossCase) -> Accuracy:
     """The facts of a computation that rounds each result once to the state it claims."""
-    state = case.claims.state or case.dtype
+    state = case.state
     facts = plain_accuracy(case.dtype, state, case.claims.precision, _largest_weight(case.problem))
     narrow = state in ("float16", "bfloat16")
     return Accuracy(
@@ -139,9 +159,8 @@ def _with_upstream(case: LossCase, bound: Outcome, upstream: float, u: float) ->
 
 def _through_norms(case: LossCase, x: Outcome, rounding: float | None = None) -> Outcome:
     """Gradients of normalised features as those of the features; with ``rounding``, errors of them likewise."""
-    given, sides = case.arguments.features, (x.rows, *x.columns)
-    exact = of_arguments(case.oracle.outcome, case.claims.objective)
-    joined = [np.concatenate(given)] if case.claims.objective in SELF else list(given)
+    sides = _sides(x)
+    exact = _sides(of_arguments(case.oracle.outcome, case.claims.objective))
 
     def back(features: FloatArray, g: FloatArray, value: FloatArray) -> FloatArray:
         length = np.linalg.norm(features, axis=1, keepdims=True)
@@ -151,5 +170,5 @@ def _through_norms(case: LossCase, x: Outcome, rounding: float | None = None) ->
         size = g + rounding * (np.abs(np.nan_to_num(value)) + g)
         return float64((size + np.abs(y) * (size * np.abs(y)).sum(axis=1, keepdims=True)) / length)
 
-    rows, *columns = map(back, joined, sides, (exact.rows, *exact.columns))
+    rows, *columns = map(back, (*case.arguments.features, *case.arguments.negatives), sides, exact)
     return replace(x, rows=rows, columns=tuple(columns))

@@ -1,6 +1,6 @@
-"""The cases of a public loss: a batch of pairs each, as large as is claimed, made into the arguments of an objective.
+"""The cases of a loss: a batch of pairs each, as large as is claimed, made into the arguments of an objective.
 
-The public losses have one weight for all pairs, so these cases vary what a caller varies: features, scale, sizes, ids.
+A loss has one weight for all pairs, so these cases vary what a caller varies: features, scale, sizes, ids and the like.
 """
 
 from __future__ import annotations
@@ -12,15 +12,14 @@ from functools import cached_property, lru_cache
 
 import numpy as np
 
+from contrastile.backends.contract import Accuracy, state_dtype
 from contrastile.oracle.arrays import FloatArray, float64
-from contrastile.problems import BUILDERS, FEW
 from contrastile.schedules.problem import Problem
 from contrastile.verify.draws import FAR, Draw, certain_pairs, pairs, unit, wordnet_pairs
-from contrastile.verify.losses.claims import Claims
-from contrastile.verify.losses.subject import Arguments
-from contrastile.verify.rearrange import apart, folded, permuted
+from contrastile.verify.losses.arguments import Arguments, stated
+from contrastile.verify.losses.claims import KEYWORDS, Claims
 from contrastile.verify.rounding import round_to
-from contrastile.verify.truth import Outcome, Truth, truth
+from contrastile.verify.truth import Truth, truth
 
 Pairs = tuple[FloatArray, FloatArray]
 
@@ -29,15 +28,18 @@ MEMORY, ABOUT_MEMORY = "memory", "batches of which each is twice as large as the
 
 SIZES, ABOUT_SIZES = (
     "sizes",
-    "batches of up to 1,025 pairs around multiples of 8 to 1,024, and the widths of common models",
+    "batches of up to 1,103 pairs: round numbers, around multiples of 8 to 1,024; the widths of common models",
 )
 """The case of the property of the same name, and what it is."""
 
-OWN = {MEMORY: ABOUT_MEMORY, SIZES: ABOUT_SIZES}
-"""The cases that belong to one property each."""
+CALLS, ABOUT_CALLS = "calls", "a few pairs called in every way there is"
+"""The case of the properties that call a loss more than once, or in other ways, and what it is."""
 
-SELF = ("nt_xent", "sup_con")
-"""The objectives whose features are rows and columns at once."""
+OWN = {MEMORY: ABOUT_MEMORY, SIZES: ABOUT_SIZES, CALLS: ABOUT_CALLS}
+"""The cases that belong to some properties each."""
+
+SCALE, HIGH = 8.3, 37.3
+"""Scales that no 16 bits hold, one of them beyond 20."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -52,7 +54,8 @@ class Batch:
         scale: that multiplies the dot products.
         draw: makes unit pairs of a size.
         norm: the features' norm.
-        ids: makes ids of a number of rows; None for a case without.
+        keyword: the argument that makes it a case: a name in ``KEYWORDS``, "labels" or "bias"; "" for none.
+        make: gives the arguments that keyword.
     """
 
     name: str
@@ -62,7 +65,8 @@ class Batch:
     scale: float
     draw: Callable[[Draw, int, int], Pairs] = pairs
     norm: float = 1.0
-    ids: Callable[[Draw, int], np.ndarray] | None = None
+    keyword: str = ""
+    make: Callable[[Draw, Arguments], Arguments] = lambda draw, given: given
 
 
 def _trained(draw: Draw, b: int, d: int) -> Pairs:
@@ -110,12 +114,72 @@ def _not_a_number(draw: Draw, b: int, d: int) -> Pairs:
     return rows, columns
 
 
-def _few(draw: Draw, b: int) -> np.ndarray:
-    return draw.integers(0, max(1, b // 3), b)
+def _with(given: Arguments, **integers: np.ndarray) -> Arguments:
+    return replace(given, keywords={name: np.asarray(x, np.int64) for name, x in integers.items()})
 
 
-def _far(draw: Draw, b: int) -> np.ndarray:
-    return FAR[draw.integers(0, len(FAR), b)]
+def _few(draw: Draw, given: Arguments) -> Arguments:
+    b = len(given.features[0])
+    return _with(given, ids=draw.integers(0, max(1, b // 3), b))
+
+
+def _far(draw: Draw, given: Arguments) -> Arguments:
+    return _with(given, ids=FAR[draw.integers(0, len(FAR), len(given.features[0]))])
+
+
+def _hard(draw: Draw, given: Arguments, count: int) -> FloatArray:
+    """Negatives as near to a query as its key: without any one of them the loss is another."""
+    rows = np.resize(given.features[0], (count, given.features[0].shape[1]))
+    return unit(rows + unit(draw.standard_normal(rows.shape)))
+
+
+def _one_tensor(draw: Draw, given: Arguments) -> Arguments:
+    return replace(given, negatives=(_hard(draw, given, len(given.features[0]) + 3),), joined=True)
+
+
+def _blocks(draw: Draw, given: Arguments) -> Arguments:
+    """Positives in each of three blocks, the last row of the last among them."""
+    b = len(given.features[0])
+    more = tuple(_hard(draw, given, n) for n in (b - 1, b + 2))
+    positives = draw.permutation(3 * b + 1)[:b]
+    positives[b // 2] = 3 * b
+    return replace(_with(given, positives=positives), negatives=more)
+
+
+def moved(draw: Draw, given: Arguments) -> Arguments:
+    """Positives anywhere among the keys."""
+    return _with(given, positives=draw.permutation(len(given.features[0])))
+
+
+def _queue(draw: Draw, given: Arguments) -> Arguments:
+    """Equal ids of queries and of keys in a queue."""
+    b = len(given.features[0])
+    given = replace(given, negatives=(_hard(draw, given, b + 5),))
+    ids = draw.integers(0, b, 3 * b + 5)
+    return _with(given, row_ids=ids[:b], column_ids=ids[b:])
+
+
+def _labels(names: Callable[[Draw, int], np.ndarray]) -> Callable[[Draw, Arguments], Arguments]:
+    """Labels of one, two and many samples, in no order."""
+
+    def make(draw: Draw, given: Arguments) -> Arguments:
+        b = len(given.features[0])
+        groups = np.minimum(np.arange(b) // 2, b // 3)
+        groups[: b // 4] = b + np.arange(b // 4)
+        _, place = np.unique(draw.permutation(groups), return_inverse=True)
+        return replace(given, labels=np.asarray(names(draw, place.max() + 1)[place], np.int64))
+
+    return make
+
+
+def _names(draw: Draw, count: int) -> np.ndarray:
+    """Different labels: those of ``FAR``, and then negative ones and such as floats do not tell apart."""
+    more = np.concatenate([2**60 + np.arange(count), -np.arange(2, count + 2) * 2**32])
+    return draw.permutation(np.unique(np.concatenate([FAR, more])))[:count]
+
+
+def _attracting(draw: Draw, given: Arguments) -> Arguments:
+    return replace(given, bias=2.7)
 
 
 BATCHES = {
@@ -144,8 +208,28 @@ BATCHES = {
         Batch("norm-30", "features of norm 30 at scale 100", 37, 64, 100.0, _unpaired, norm=30.0),
         Batch("scale-0", "scale 0: its gradient must not come from a division by the scale", 31, 24, 0.0),
         Batch("negative-scale", "scale -14.25: a maximum taken before scaling is a minimum after it", 33, 41, -14.25),
-        Batch("ids", "shared ids: false negatives are left out, the positive stays", 37, 40, 20.0, ids=_few),
-        Batch("ids@far", "shared ids beyond 32 bits or below 0", 37, 40, 20.0, ids=_far),
+        Batch("huge-logits", "logits of thousands: nothing may clamp them", 37, 40, 20000.0, _unpaired),
+        Batch("ids", "shared ids: false negatives are left out, positives stay", 37, 40, 20.0, pairs, 1.0, "ids", _few),
+        Batch("ids@far", "shared ids beyond 32 bits or below 0", 37, 40, 20.0, pairs, 1.0, "ids", _far),
+        Batch(
+            "ids@cold",
+            "logits near -20,000: what is left out must weigh nothing, not as much as a finite logit",
+            *(37, 40, 20000.0, _apart, 1.0, "ids", _few),
+        ),
+        Batch("negatives", "hard negatives as one tensor", 37, 40, HIGH, pairs, 1.0, "negatives", _one_tensor),
+        Batch("positives", "positives in three blocks of columns", 37, 40, HIGH, pairs, 1.0, "positives", _blocks),
+        Batch("queue", "equal ids of queries and of a queue", 37, 40, 20.0, pairs, 1.0, "negatives", _queue),
+        Batch(
+            "labels",
+            "labels of one, two and many samples, in no order: those without a partner are negatives alone",
+            *(41, 40, HIGH, _unpaired, 1.0, "labels", _labels(lambda draw, count: draw.permutation(count))),
+        ),
+        Batch(
+            "labels@far",
+            "300 labels beyond 32 bits, below 0 or equal as floats",
+            *(301, 24, HIGH, _unpaired, 1.0, "labels", _labels(_names)),
+        ),
+        Batch("bias", "a positive bias", 37, 40, HIGH, pairs, 1.0, "bias", _attracting),
         Batch("wordnet", "real sentence embeddings at CLIP's final scale", 1021, 384, 100.0, _real),
         Batch(
             "nan", "a NaN in one feature: the loss is NaN, never a number and never a hang", 19, 24, 10.0, _not_a_number
@@ -164,20 +248,32 @@ class LossCase:
         dtype: the features'.
         arguments: what the loss is called with.
         claims: the loss's.
+        facts: the backend's, see ``Loss.facts``.
     """
 
     batch: Batch
     dtype: str
     arguments: Arguments
     claims: Claims
+    facts: Accuracy | None = None
+
+    @property
+    def state(self) -> str:
+        """The dtype of a plain computation's logits and sums."""
+        return self.claims.state or self.dtype
 
     @cached_property
     def problem(self) -> Problem:
-        """The whole problem in float64, of the features as they are, or after the loss's own normalisation."""
+        """The whole problem in float64, of the features as they are, or after the loss's own normalisation.
+
+        A backend is given weights, so those are rounded as it is given them.
+        """
         given = self.arguments
         if self.claims.normalises:
-            given = replace(given, features=tuple(unit(x) for x in given.features))
-        return stated(self.claims.objective, given)
+            features, negatives = (tuple(map(unit, x)) for x in (given.features, given.negatives))
+            given = replace(given, features=features, negatives=negatives)
+        weights = "float64" if self.facts is None else state_dtype(self.dtype)
+        return stated(self.claims.objective, given, weights)
 
     @cached_property
     def oracle(self) -> Truth:
@@ -185,41 +281,30 @@ class LossCase:
         return truth(self.problem)
 
 
-def stated(objective: str, given: Arguments) -> Problem:
-    """The problem that an objective states of these arguments."""
-    numbers = [x for x in (given.scale, given.bias) if x is not None]
-    labels = [] if given.labels is None else [given.labels]
-    named = {} if given.ids is None else {"ids": given.ids}
-    if objective == "info_nce" and given.ids is not None:
-        named = {"row_ids": given.ids, "column_ids": given.ids}
-    problem = BUILDERS[objective](*given.features, *labels, *numbers, **named).problem
-    if given.labels is not None and len(given.labels) > FEW:
-        # it has the samples in the order of their labels
-        place = np.argsort(np.argsort(given.labels, kind="stable"))
-        return permuted(apart(problem), place, place)
-    return apart(problem)
-
-
 def concerns(name: str, prop: str, own: str | None, objective: str) -> bool:
     """Whether a property, which may have an own case, is tested on the case of this name for this objective."""
     if own is not None or name in OWN:
         return name == own
     batch = BATCHES[name]
+    takes = {**KEYWORDS, "labels": ("sup_con",), "bias": ("sigmoid_loss",)}.get(batch.keyword, (objective,))
+    if batch.make is _queue:
+        takes = ("info_nce",)
     # of NaN features nothing is claimed but the value
-    return (prop == "value" or batch.draw is not _not_a_number) and not (batch.ids and objective in SELF)
+    return (prop == "value" or batch.draw is not _not_a_number) and objective in takes
 
 
 @lru_cache(maxsize=1)
-def build(name: str, dtype: str, claims: Claims) -> LossCase:
+def build(name: str, dtype: str, claims: Claims, facts: Accuracy | None = None) -> LossCase:
     """The case of this name for a loss with these claims, its features rounded to this dtype.
 
     Raises:
         ValueError: the loss claims no batch of this kind; the message says which claim is missing.
     """
+    if name == CALLS:
+        return sized(claims, claims.batch(23) or 1, claims.width(20) or 8, dtype, facts)
     if name in OWN:
-        return sized(claims, claims.batch(1) or 1, claims.width(8) or 8, dtype)
+        return sized(claims, claims.batch(1) or 1, claims.width(8) or 8, dtype, facts)
     batch = BATCHES[name]
-    draw = np.random.default_rng(zlib.crc32(name.encode()))
     b, d = claims.batch(batch.rows), claims.width(batch.width)
     if b is None or (batch.rows == 1 < b):
         raise ValueError(f"a batch of {batch.rows} rows")
@@ -227,36 +312,53 @@ def build(name: str, dtype: str, claims: Claims) -> LossCase:
         raise ValueError(f"features of width {batch.width}")
     if batch.norm != 1.0 and claims.normalises:
         raise ValueError("features that are not normalised")
-    if batch.ids is not None and not claims.ids:
-        raise ValueError("equal ids")
+    needed = [batch.keyword, *(["negatives"] if batch.make is _blocks else ["ids"] if batch.make is _queue else [])]
+    missing = [x for x in needed if x in KEYWORDS and not getattr(claims, x)]
+    if missing:
+        raise ValueError({"ids": "equal ids"}.get(missing[0], missing[0]))
     if batch.draw is _not_a_number and not claims.non_finite:
         raise ValueError("NaN features")
-    rows, columns = batch.draw(draw, b, d)
-    if rows.shape[1] != d:
-        # zeros change no dot product
-        rows, columns = (np.pad(x, ((0, 0), (0, d - x.shape[1]))) for x in (rows, columns))
-    features = tuple(round_to(batch.norm * x, dtype) for x in (rows, columns))
-    scale = float(round_to(batch.scale, "float32"))
-    largest = (
-        abs(scale) * np.nanmax(np.linalg.norm(features[0], axis=1)) * np.nanmax(np.linalg.norm(features[1], axis=1))
-    )
+    case = formed(batch, b, d, dtype, claims, facts)
+    features = case.arguments.features[0], case.arguments.features[-1]
+    longest = [np.nanmax(np.linalg.norm(x, axis=1)) for x in features]
+    largest = abs(case.arguments.scale) * longest[0] * longest[1]
     if claims.largest_logit is not None and largest > claims.largest_logit:
         raise ValueError(f"logits of {largest:.3g}")
-    limit = {"float16": 65504.0}.get(claims.state or dtype, np.inf)
+    limit = {"float16": 65504.0}.get(case.state, np.inf)
     if largest > limit / 2:
-        raise ValueError(f"logits of {largest:.3g}, which overflow in {claims.state or dtype}")
-    given = Arguments(features, scale)
-    if batch.ids is not None:
-        given = replace(given, ids=np.asarray(batch.ids(draw, b), dtype=np.int64))
-    return LossCase(batch, dtype, _arguments(claims.objective, given), claims)
+        raise ValueError(f"logits of {largest:.3g}, which overflow in {case.state}")
+    return case
 
 
-def sized(claims: Claims, rows: int, width: int, dtype: str) -> LossCase:
+def formed(batch: Batch, rows: int, width: int, dtype: str, claims: Claims, facts: Accuracy | None = None) -> LossCase:
+    """The case of a batch in another size."""
+    draw = np.random.default_rng(zlib.crc32(batch.name.encode()))
+    drawn = batch.draw(draw, rows, width)
+    # zeros change no dot product
+    features = tuple(batch.norm * np.pad(x, ((0, 0), (0, width - x.shape[1]))) for x in drawn)
+    given = batch.make(draw, _arguments(claims.objective, Arguments(features, batch.scale)))
+    if claims.objective == "info_nce" and "ids" in given.keywords:
+        given = _with(given, row_ids=given.keywords["ids"], column_ids=given.keywords["ids"])
+    return LossCase(batch, dtype, rounded(given, dtype), claims, facts)
+
+
+def rounded(given: Arguments, dtype: str) -> Arguments:
+    """The arguments in numbers that features of this dtype, and float32 numbers, hold."""
+    features, negatives = (tuple(round_to(x, dtype) for x in xs) for xs in (given.features, given.negatives))
+    bias = None if given.bias is None else float(round_to(given.bias, "float32"))
+    scale = float(round_to(given.scale, "float32"))
+    return replace(given, features=features, negatives=negatives, scale=scale, bias=bias)
+
+
+def sized(
+    claims: Claims, rows: int, width: int, dtype: str, facts: Accuracy | None = None, *, seed: int = 0
+) -> LossCase:
     """A case of this size."""
-    image, text = pairs(np.random.default_rng(0), rows, width)
-    given = Arguments((round_to(image, dtype), round_to(text, dtype)), 8.0)
-    batch = Batch(f"{rows} x {width}", "", rows, width, 8.0)
-    return LossCase(batch, dtype, _arguments(claims.objective, given), claims)
+    # with as much noise as row, one feature may be 0
+    given = Arguments(pairs(np.random.default_rng(seed), rows, width, 1.5, 1.5), SCALE)
+    given = _arguments(claims.objective, given)
+    batch = Batch(f"{rows} x {width}", "", rows, width, SCALE)
+    return LossCase(batch, dtype, rounded(given, dtype), claims, facts)
 
 
 def _arguments(objective: str, given: Arguments) -> Arguments:
@@ -272,8 +374,3 @@ def _arguments(objective: str, given: Arguments) -> Arguments:
         label = np.arange(half) % max(1, 3 * half // 4)
         return replace(given, features=(features,), labels=np.concatenate([label, label])[:b])
     return given
-
-
-def of_arguments(x: Outcome, objective: str) -> Outcome:
-    """An outcome in terms of the arguments: where features are rows and columns at once, their gradients are added."""
-    return folded(x) if objective in SELF else x

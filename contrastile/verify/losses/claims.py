@@ -21,9 +21,17 @@ SIZES = (
     "width_multiple",
     "largest_width",
 )
+KEYWORDS = {
+    "ids": ("clip_loss", "info_nce", "sigmoid_loss"),
+    "negatives": ("info_nce",),
+    "positives": ("info_nce",),
+}
+"""The claims of keyword arguments, and the objectives that have them."""
+
 LARGEST = 4096
 """The rows and features of the largest case that is made for a loss."""
 
+INTEGERS = ("int64", "int32", "int16", "int8", "uint8", "uint16", "uint32")
 LIBRARIES = ("torch", "numpy", "cupy")
 DEVICES = ("cpu", "cuda")
 
@@ -45,10 +53,17 @@ class Claims:
         precision: how float32 products are computed, one of ``contract.PRECISIONS``.
         feature_gradients: whether the gradients of the features are claimed.
         scale_gradient: whether those of the scale, and of the sigmoid loss's bias, are. Otherwise both are numbers.
-        ids: whether it has a keyword ``ids``, (b,) int64, and leaves out pairs of different rows with equal ids.
+        numbers: whether the scale, and the bias, may be Python's or NumPy's numbers and tensors of shape (1,) too.
+        ids: whether it leaves out pairs of different rows with equal ids: a keyword ``ids``, (b,); of info_nce
+            ``row_ids`` and ``column_ids``.
+        negatives: whether info_nce has a keyword ``negatives``, a tensor or a sequence of them.
+        positives: whether info_nce has a keyword ``positives``, (b,), each among the columns of key and negatives.
+        integers: dtypes of ids, positives and labels.
         normalises: whether it divides the features by their norms first. They are given with norms near 1.
         strided: whether it takes features that are not contiguous.
         deterministic: whether the same inputs give the same bits.
+        retains: whether a graph that is retained may be differentiated twice.
+        autocast: whether the caller's ``torch.autocast`` makes it a computation in autocast's dtype, and no other.
         linear_memory: whether its memory grows with the batch, not with its square.
         non_finite: whether a NaN feature makes the loss NaN.
         largest_logit: the largest |logit| that it is made for.
@@ -72,10 +87,16 @@ class Claims:
     precision: str = "ieee"
     feature_gradients: bool = True
     scale_gradient: bool = True
+    numbers: bool = True
     ids: bool = False
+    negatives: bool = False
+    positives: bool = False
+    integers: tuple[str, ...] = ("int64",)
     normalises: bool = False
     strided: bool = True
     deterministic: bool = True
+    retains: bool = True
+    autocast: bool = True
     linear_memory: bool = False
     non_finite: bool = True
     largest_logit: float | None = None
@@ -89,13 +110,14 @@ class Claims:
     equal_shards: bool = False
 
     def __post_init__(self) -> None:
-        for name in ("dtypes", "devices", "ranks"):
+        for name in ("dtypes", "devices", "ranks", "integers"):
             given = getattr(self, name)
             object.__setattr__(self, name, (given,) if isinstance(given, str | int) else tuple(given))
         _one_of("objective", (self.objective,), OBJECTIVES)
         _one_of("library", (self.library,), LIBRARIES)
         _one_of("dtypes", self.dtypes, FLOATS)
         _one_of("devices", self.devices, DEVICES)
+        _one_of("integers", self.integers, INTEGERS)
         _one_of("state", () if self.state is None else (self.state,), FLOATS)
         _one_of("precision", (self.precision,), PRECISIONS)
         for name in SIZES:
@@ -115,8 +137,9 @@ class Claims:
                     f"claims: some {name} of at most {LARGEST:,} must be claimed, since the cases hold whole matrices, "
                     f"got {fitted:,} at least; test a smaller instance"
                 )
-        if self.ids and self.objective in ("nt_xent", "sup_con"):
-            raise ValueError(f"claims: ids must be False for {self.objective}, which has no such argument")
+        for name, objectives in KEYWORDS.items():
+            if getattr(self, name) and self.objective not in objectives:
+                raise ValueError(f"claims: {name} must be False for {self.objective}, which has no such argument")
         if any(n < 2 for n in self.ranks):
             raise ValueError(f"claims: ranks must be numbers of at least 2, got {self.ranks}; leave 1 out")
 

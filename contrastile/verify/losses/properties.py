@@ -12,17 +12,21 @@ import numpy as np
 from contrastile.backends.contract import Array
 from contrastile.oracle.arrays import FloatArray
 from contrastile.verify import peak
+from contrastile.verify.arithmetic import Spread
 from contrastile.verify.comparison import NOTHING, Comparisons, Worst, compare, wrong
 from contrastile.verify.losses import allowed
-from contrastile.verify.losses.cases import MEMORY, SELF, SIZES, LossCase, of_arguments, sized
+from contrastile.verify.losses.arguments import SELF
+from contrastile.verify.losses.cases import MEMORY, SIZES, LossCase, sized
 from contrastile.verify.losses.claims import Claims
 from contrastile.verify.losses.subject import Loss, Result, prepare
 from contrastile.verify.plain import compare_with_plain
+from contrastile.verify.rearrange import folded
 from contrastile.verify.sizes import COUNTS, WIDTHS
 from contrastile.verify.trial import Property, SkipError
 from contrastile.verify.truth import Outcome
 
-UPSTREAM = -2.5
+UPSTREAM = float(np.float32(-2.718281828))
+"""Exact in no 16 bits, and beyond 1."""
 _NOISIER = 3.0
 """Largest ratio of a loss's error to a plain computation's. This package's own are held to 2 on a CPU."""
 
@@ -62,18 +66,33 @@ class LossTrial:
 
     @cached_property
     def bound(self) -> Outcome:
-        return allowed.allowed(self.case)
+        return self._bound()
+
+    def _bound(self, upstream: float = 1.0) -> Outcome:
+        block = self.loss.block
+        if block is None:
+            return allowed.allowed(self.case, upstream)
+        m = len(self.case.problem.rows)
+        pieces = tuple(min(block, m - start) for start in range(0, m, block))
+        return allowed.allowed(self.case, upstream, Spread(pieces, pieces * len(self.case.problem.columns)))
 
     def run(self, **how: Any) -> Result:
         """``Loss.evaluate`` on this case."""
         return self.loss.evaluate(self.case.arguments, self.case.dtype, self.device, **how)
 
-    def evaluated(self) -> Result:
+    def evaluated(self, *, inference: bool = False) -> Result:
         """The value alone, of a loss through autograd, where nothing needs a gradient and none is recorded."""
         import torch
 
-        with torch.no_grad():
-            return self.run(train=[False] * len(self.case.arguments.features))
+        with torch.inference_mode() if inference else torch.no_grad():
+            call = prepare(self.loss, self.case.arguments, self.case.dtype, self.device, train=self.train([]))
+            return call.finish(call())
+
+    def train(self, leaves: Sequence[int]) -> list[bool]:
+        """Which of features, negatives, scale and bias need a gradient."""
+        given = self.case.arguments
+        count = len(given.features) + len(given.negatives) + 1 + (given.bias is not None)
+        return [place in leaves for place in range(count)]
 
     def only_by_autograd(self) -> None:
         if not self.result.by_autograd:
@@ -92,8 +111,17 @@ class LossTrial:
     def compare(self, found: Result, fields: Sequence[str], upstream: float = 1.0) -> Worst:
         """The worst element, with the names that the caller knows."""
         exact = self.expected if upstream == 1.0 else allowed.expected(self.case, upstream)
-        bound = self.bound if upstream == 1.0 else allowed.allowed(self.case, upstream)
+        bound = self.bound if upstream == 1.0 else self._bound(upstream)
         return compared(self.case, found, exact, bound, fields)
+
+    def other(self, case: LossCase) -> LossTrial:
+        """The same loss on another case."""
+        return LossTrial(self.loss, case, self.device)
+
+    @property
+    def fields(self) -> list[str]:
+        """The value and the gradients that are claimed."""
+        return ["loss", *gradient_fields(self.loss.claims)]
 
 
 def compared(case: LossCase, found: Result, exact: Outcome, bound: Outcome, fields: Sequence[str]) -> Worst:
@@ -104,29 +132,30 @@ def compared(case: LossCase, found: Result, exact: Outcome, bound: Outcome, fiel
     """
     unbounded = [name for name, x in _arrays(bound, fields) if np.isinf(x).any()]
     if unbounded:
-        raise SkipError(f"a plain {case.claims.state or case.dtype} computation has no finite error bound here")
-    return named(compare(outcome(case, found), exact, bound, fields), case)
+        raise SkipError(f"a plain {case.state} computation has no finite error bound here")
+    if not found.by_autograd:
+        # of the negatives no gradient is returned
+        last = len(case.arguments.features) - 1
+        exact, bound = (replace(x, columns=x.columns[:last]) for x in (exact, bound))
+    return named(compare(outcome(found), exact, bound, fields), case)
 
 
-def outcome(case: LossCase, found: Result) -> Outcome:
+def outcome(found: Result) -> Outcome:
     """A result in the fields of the truth; one that is None is missing."""
-    given = found.features
-    if case.claims.objective in SELF and all(x is not None for x in given):
-        given = (np.concatenate([x for x in given if x is not None]),)
-    rows, *columns = given
+    rows, *columns = found.features
     missing: Any = None
     return Outcome(
         loss=found.loss,
         rows=missing if rows is None else rows,
         columns=tuple(missing if x is None else x for x in columns),
-        scale=missing if found.scale is None else found.scale,
-        bias=found.bias,
+        scale=missing if found.scale is None else found.scale.reshape(()),
+        bias=None if found.bias is None else found.bias.reshape(()),
     )
 
 
 def named(worst: Worst, case: LossCase) -> Worst:
     """With the names of gradients for those of the truth's fields."""
-    first, second = {"nt_xent": ("views", ""), "sup_con": ("features", ""), "info_nce": ("query", "key")}.get(
+    first, second = {"nt_xent": ("view_a", "view_b"), "sup_con": ("features", ""), "info_nce": ("query", "key")}.get(
         case.claims.objective, ("image", "text")
     )
     words = {"rows": f"d{first}", "columns[0]": f"d{second}", "scale": "dscale", "bias": "dbias"}
@@ -147,6 +176,7 @@ def value(trial: LossTrial) -> Comparisons:
     yield "", trial.compare(trial.result, ("loss",))
     if trial.result.by_autograd:
         yield "without gradients", trial.compare(trial.evaluated(), ("loss",))
+        yield "in inference mode", trial.compare(trial.evaluated(inference=True), ("loss",))
 
 
 def gradients(trial: LossTrial) -> Comparisons:
@@ -166,9 +196,13 @@ def plain(trial: LossTrial) -> Comparisons:
         raise SkipError("the oracle is no more exact than a plain float64 computation")
     if claims.normalises:
         raise SkipError("the plain computation does not normalise")
-    trial.only_right(["loss", *_gradient_fields(claims)])
+    trial.only_right(["loss", *gradient_fields(claims)])
     view, facts = partial(_claimed_part, claims), allowed.rounded_once(case)
-    got = view(outcome(case, trial.result), joined=True)
+    got = outcome(trial.result)
+    if claims.objective in SELF and claims.feature_gradients:
+        # norms are of both views
+        got = replace(got, rows=np.concatenate([got.rows, *got.columns]), columns=())
+    got = view(got, joined=True)
     beside = compare_with_plain(case.problem, case.oracle, got, facts, case.dtype, _NOISIER, view)
     yield "", named(beside, case)
 
@@ -176,7 +210,7 @@ def plain(trial: LossTrial) -> Comparisons:
 def _claimed_part(claims: Claims, x: Outcome, *, joined: bool = False) -> Outcome:
     """An outcome in terms of the arguments, without the gradients that are not claimed."""
     none: Any = None
-    x = x if joined else of_arguments(x, claims.objective)
+    x = folded(x) if claims.objective in SELF and not joined else x
     x = x if claims.feature_gradients else replace(x, rows=none, columns=())
     return x if claims.scale_gradient else replace(x, scale=none, bias=none)
 
@@ -184,30 +218,14 @@ def _claimed_part(claims: Claims, x: Outcome, *, joined: bool = False) -> Outcom
 def upstream(trial: LossTrial) -> Comparisons:
     """The upstream gradient multiplies every gradient."""
     trial.only_by_autograd()
-    fields = _gradient_fields(trial.loss.claims)
+    fields = gradient_fields(trial.loss.claims)
     trial.only_right(fields)
     yield f"upstream {UPSTREAM}", trial.compare(trial.run(upstream=UPSTREAM), fields, UPSTREAM)
 
 
-def _gradient_fields(claims: Claims) -> list[str]:
+def gradient_fields(claims: Claims) -> list[str]:
     features = ["rows", "columns"] if claims.feature_gradients else []
     return features + (["scale", "bias"] if claims.scale_gradient else [])
-
-
-def frozen(trial: LossTrial) -> Comparisons:
-    """A gradient is right where the others are not asked for."""
-    trial.only_by_autograd()
-    count = len(trial.case.arguments.features)
-    if count == 1:
-        raise SkipError("has one array of features")
-    if trial.case.claims.objective in SELF:
-        raise SkipError("both views belong to one gradient")
-    trial.only_right(("loss", "rows", "columns"))
-    for one in range(count):
-        train = [place == one for place in range(count)]
-        found = trial.run(train=train)
-        name = ("rows", "columns")[one]
-        yield f"{name} alone", trial.compare(found, ("loss", name))
 
 
 def determinism(trial: LossTrial) -> Comparisons:
@@ -228,11 +246,12 @@ def inputs_kept(trial: LossTrial) -> Comparisons:
     """The loss writes to none of its inputs."""
     call = prepare(trial.loss, trial.case.arguments, trial.case.dtype, trial.device)
     take = trial.loss.arrays.to_numpy
-    before = [np.array(take(_bare(x))) for x in call.features]
-    call.finish(call(trial.loss.call))
-    for place, (x, old) in enumerate(zip(call.features, before, strict=True)):
-        if np.array(take(_bare(x))).tobytes() != old.tobytes():
-            yield "", wrong(f"features[{place}] were changed")
+    given = [*call.leaves, *call.labels, *call.keywords.values()]
+    before = [np.array(take(_bare(x))).tobytes() for x in given]
+    call.finish(call())
+    for place, (x, old) in enumerate(zip(given, before, strict=True)):
+        if np.array(take(_bare(x))).tobytes() != old:
+            yield "", wrong(f"array {place} of the arguments was changed")
     yield "", NOTHING
 
 
@@ -261,20 +280,28 @@ def _every_other(arrays: Any, x: Array) -> Array:
     return arrays.contiguous(wide.T).reshape(b, 2 * d)[:, ::2]
 
 
-_BATCHES = (2, 3, 4, 7, 8, 9, 15, 16, 17, 31, 32, 33, 48, 191, 193, *(b for b in COUNTS if b <= 1025))
-_WIDTHS = (1, 2, 3, 17, 31, 33, 48, *(d for d in WIDTHS if d <= 1024))
+_BATCHES = (2, 3, 4, 7, 8, 9, 10, 15, 16, 17, 31, 32, 33, 48, 191, 193, 1103, *(b for b in COUNTS if b <= 1025))
+_BATCHES += (100, 200, 500, 1000)
+_WIDTHS = (1, 2, 3, 17, 31, 33, 48, 100, 1000, *(d for d in WIDTHS if d <= 2049))
+# of a backend, of which "sizes" tries all: what lies between its caller and it
+_FEW_BATCHES, _FEW_WIDTHS = (1, 2, 10, 100, 257), (1, 1537)
+_LARGEST_BATCH = 1103
 
 
 def sizes(trial: LossTrial) -> Comparisons:
     """Value and gradients are right at every size of a batch and of features."""
-    claims, dtype, fields = trial.loss.claims, trial.case.dtype, ["loss", *_gradient_fields(trial.loss.claims)]
-    wished = [*((b, 24) for b in _BATCHES), *((6, d) for d in _WIDTHS)]
+    claims, case = trial.loss.claims, trial.case
+    batches, widths = (_BATCHES, _WIDTHS) if case.facts is None else (_FEW_BATCHES, _FEW_WIDTHS)
+    if case.facts is not None and case.dtype == "float32" and claims.by_autograd:
+        # of two views there are twice as many rows
+        batches = *batches, _LARGEST_BATCH // (1 + (claims.objective == "nt_xent"))
+    wished = [*((b, 24 if b < 1000 else 3) for b in batches), *((6, d) for d in widths)]
     shapes = dict.fromkeys((claims.batch(b), claims.width(d)) for b, d in wished)
     for b, d in shapes:
         if b is not None and d is not None:
-            here = LossTrial(trial.loss, sized(claims, b, d, dtype), trial.device)
+            here = trial.other(sized(claims, b, d, case.dtype, case.facts))
             try:
-                yield f"b = {b}, d = {d}", here.compare(here.result, fields)
+                yield f"b = {b}, d = {d}", here.compare(here.result, trial.fields)
             except SkipError:
                 # 16 bits: no finite bound
                 continue
@@ -293,7 +320,7 @@ def linear_memory(trial: LossTrial) -> Comparisons:
 
     def measured(b: int) -> float:
         call = prepare(trial.loss, sized(claims, b, width, dtype).arguments, dtype, device)
-        return peak.peak_bytes(trial.loss.arrays, device, lambda: call.finish(call(trial.loss.call)))
+        return peak.peak_bytes(trial.loss.arrays, device, lambda: call.finish(call()))
 
     # first calls fill caches and compile
     measured(batches[0])
@@ -302,11 +329,11 @@ def linear_memory(trial: LossTrial) -> Comparisons:
     yield f"b = {batches[1]} and {batches[2]}", Worst(two / limit, "bytes", (), two, limit)
 
 
-def _claimed(name: str, what: str) -> Callable[[Claims], str]:
+def claimed(name: str, what: str) -> Callable[[Claims], str]:
     return lambda claims: "" if getattr(claims, name) else what
 
 
-def _by_autograd(claims: Claims) -> str:
+def by_autograd(claims: Claims) -> str:
     return (
         ""
         if claims.by_autograd and (claims.feature_gradients or claims.scale_gradient)
@@ -314,26 +341,21 @@ def _by_autograd(claims: Claims) -> str:
     )
 
 
-def _of_features_by_autograd(claims: Claims) -> str:
-    return _by_autograd(claims) or _claimed("feature_gradients", "gradients of the features")(claims)
-
-
-PROPERTIES = {
+ONE_CALL = {
     each.name: each
     for each in (
         LossProperty("value", value),
-        LossProperty("gradients", gradients, claim=_claimed("feature_gradients", "gradients of the features")),
-        LossProperty("scale-gradient", scale_gradient, claim=_claimed("scale_gradient", "the gradient of the scale")),
+        LossProperty("gradients", gradients, claim=claimed("feature_gradients", "gradients of the features")),
+        LossProperty("scale-gradient", scale_gradient, claim=claimed("scale_gradient", "the gradient of the scale")),
         LossProperty("plain", plain),
-        LossProperty("upstream", upstream, claim=_by_autograd),
-        LossProperty("frozen", frozen, claim=_of_features_by_autograd),
-        LossProperty("determinism", determinism, claim=_claimed("deterministic", "the same bits for the same inputs")),
+        LossProperty("upstream", upstream, claim=by_autograd),
+        LossProperty("determinism", determinism, claim=claimed("deterministic", "the same bits for the same inputs")),
         LossProperty("inputs-kept", inputs_kept),
-        LossProperty("strided", strided, claim=_claimed("strided", "features that are not contiguous")),
+        LossProperty("strided", strided, claim=claimed("strided", "features that are not contiguous")),
         LossProperty("sizes", sizes, SIZES),
         LossProperty(
-            "linear-memory", linear_memory, MEMORY, claim=_claimed("linear_memory", "memory linear in the batch")
+            "linear-memory", linear_memory, MEMORY, claim=claimed("linear_memory", "memory linear in the batch")
         ),
     )
 }
-"""All properties on one process, by name."""
+"""The properties of one call, by name."""

@@ -27,6 +27,7 @@ import numpy as np
 from contrastile.backends.contract import state_dtype
 from contrastile.oracle.arrays import FloatArray
 from contrastile.reporting import ending, one_line
+from contrastile.verify.arithmetic import Spread
 from contrastile.verify.comparison import Comparisons, Worst
 from contrastile.verify.losses import allowed
 from contrastile.verify.losses.cases import LossCase, sized
@@ -122,9 +123,10 @@ class Ranks:
         if isinstance(results, str):
             raise RuntimeError(results)
         found = results[name]
-        exact, bound = allowed.expected(given.case), allowed.allowed(given.case, shards=given.shards)
+        exact = allowed.expected(given.case)
+        bound = allowed.allowed(given.case, spread=Spread(given.shards, given.shards))
         worst = compared(given.case, found, exact, bound, fields)
-        yield _label(ranks, worst, outcome(given.case, found), exact, fields), worst
+        yield _label(ranks, worst, outcome(found), exact, fields), worst
 
     @cached_property
     def _results(self) -> Results:

@@ -9,13 +9,14 @@ from functools import lru_cache, partial
 from typing import Any
 
 from contrastile.verify.comparison import Comparisons
+from contrastile.verify.execution import DTYPES, one_thread
 from contrastile.verify.losses import cases, ranks
+from contrastile.verify.losses.calling import PROPERTIES
 from contrastile.verify.losses.cases import BATCHES, OWN
 from contrastile.verify.losses.claims import Claims
-from contrastile.verify.losses.properties import PROPERTIES, LossProperty, LossTrial
+from contrastile.verify.losses.properties import LossProperty, LossTrial
 from contrastile.verify.losses.subject import Loss
 from contrastile.verify.runner import Check, Row, Run
-from contrastile.verify.selection import DTYPES, one_thread
 
 
 @dataclass(frozen=True, slots=True)
@@ -78,7 +79,7 @@ class LossSelection:
             if not own or (self.cases is not None and name not in self.cases):
                 continue
             try:
-                cases.build(name, dtype, loss.claims)
+                cases.build(name, dtype, loss.claims, loss.facts)
             except ValueError as missing:
                 yield self._unclaimed(loss, str(missing), dtype, case=name)
                 continue
@@ -119,7 +120,7 @@ class LossSelection:
 @lru_cache(maxsize=1)
 def _trial(loss: Loss, name: str, dtype: str, device: str) -> LossTrial:
     """The trial of the checks that follow one another; the next case takes its place."""
-    return LossTrial(loss, cases.build(name, dtype, loss.claims), device)
+    return LossTrial(loss, cases.build(name, dtype, loss.claims, loss.facts), device)
 
 
 def _held(each: LossProperty, loss: Loss, name: str, dtype: str, device: str) -> Comparisons:

@@ -12,32 +12,14 @@ from typing import Any
 import numpy as np
 
 from contrastile.backends.arrays import ArrayLibrary, CupyArrays, NumpyArrays, TorchArrays
-from contrastile.backends.contract import Array, state_dtype
-from contrastile.oracle.arrays import FloatArray, IntArray
+from contrastile.backends.contract import Accuracy, Array, state_dtype
+from contrastile.oracle.arrays import FloatArray
 from contrastile.reporting import CannotRunError, one_line
 from contrastile.verify.execution import on_device
+from contrastile.verify.losses.arguments import Arguments
 from contrastile.verify.losses.claims import Claims
 
 _ARRAYS: dict[str, Callable[[Any], ArrayLibrary]] = {"numpy": NumpyArrays, "cupy": CupyArrays, "torch": TorchArrays}
-
-
-@dataclass(frozen=True, slots=True)
-class Arguments:
-    """What a loss is called with, as NumPy arrays in float64.
-
-    Attributes:
-        features: (image, text), (query, key), (view_a, view_b), each (b, d); or SupCon's (features,).
-        scale: a number that multiplies the dot products.
-        labels: (b,) of SupCon, None elsewhere.
-        bias: of the sigmoid loss, None elsewhere.
-        ids: (b,) or None.
-    """
-
-    features: tuple[FloatArray, ...]
-    scale: float
-    labels: IntArray | None = None
-    bias: float | None = None
-    ids: IntArray | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -46,7 +28,7 @@ class Result:
 
     Attributes:
         loss: 0-d.
-        features: one gradient for each of ``Arguments.features``.
+        features: one gradient for each of ``Arguments.features``, and for each of the negatives.
         scale: 0-d.
         bias: 0-d.
         by_autograd: whether autograd gave the gradients; otherwise the loss returned them.
@@ -67,13 +49,18 @@ class Loss:
         name: what the report calls it: "module:attribute" where it can be imported.
         target: a callable, a torch module, or a class of torch modules or other factory of losses that takes ``rank``
             and ``world_size``, as open_clip's ``ClipLoss`` does. It is called as ``target(*features, scale)``;
-            with labels before the scale, the bias after it, and the keyword ``ids``, where its objective has them.
+            with labels before the scale, the bias after it, and keywords, where its objective and claims have them.
         claims: what is tested.
+        facts: of the backend that computes it, where it is one of this package's; else its bounds are a plain
+            computation's.
+        block: rows and columns that it takes at a time; None for all.
     """
 
     name: str
     target: Any
     claims: Claims
+    facts: Accuracy | None = None
+    block: int | None = None
 
     @staticmethod
     def of(target: Any, claims: Claims | Mapping[str, Any] | None = None, name: str | None = None, **more: Any) -> Loss:
@@ -120,28 +107,18 @@ class Loss:
             made = self.target()
         return made
 
-    def evaluate(
-        self,
-        given: Arguments,
-        dtype: str,
-        device: str = "cpu",
-        *,
-        upstream: float | None = None,
-        train: Sequence[bool] | None = None,
-        layout: Callable[[Array], Array] | None = None,
-    ) -> Result:
+    def evaluate(self, given: Arguments, dtype: str, device: str = "cpu", **how: Any) -> Result:
         """Value and gradients.
 
         Args:
             given: the arguments, exactly representable in ``dtype`` (features) and in float32 (numbers).
             dtype: of the features.
             device: kind of device.
-            upstream: gradient with respect to the loss, through autograd; None for ``loss.backward()`` itself.
-            train: which of the features need a gradient; None for all, where that is claimed.
-            layout: makes of each array of features an equal one in another memory layout.
+            **how: ``upstream``, the gradient with respect to the loss, through autograd; the others as of ``prepare``.
         """
-        call = prepare(self, given, dtype, device, train=train, layout=layout)
-        return call.finish(call(self.call), upstream)
+        upstream = how.pop("upstream", None)
+        call = prepare(self, given, dtype, device, **how)
+        return call.finish(call(), upstream)
 
 
 @dataclass(slots=True)
@@ -150,51 +127,63 @@ class Call:
 
     Attributes:
         loss: whose call it is.
-        features: arrays of the loss's library; torch tensors are leaves where a gradient is wanted.
-        others: labels, scale and bias, in the order in which they are passed.
-        keywords: the keyword arguments.
-        numbers: the scale and the bias that a gradient is wanted of.
+        leaves: features and negatives, arrays of the loss's library, of which torch tensors may want gradients.
+        count: how many of them are positional.
+        passed: what is passed of them: equal values.
+        labels: SupCon's, as a list.
+        numbers: the scale and the bias, as they are passed.
+        keywords: the keyword arguments without the negatives.
+        joined: see ``Arguments``.
+        returned: what the loss returned last.
     """
 
     loss: Loss
-    features: list[Array]
+    leaves: list[Array]
+    count: int
     passed: list[Array]
-    others: list[Any]
+    labels: list[Array]
+    numbers: list[Any]
     keywords: dict[str, Any]
-    numbers: list[Array]
+    joined: bool
+    returned: Any = None
 
-    def __call__(self, function: Callable[..., Any]) -> Any:
-        """What the function returns."""
-        return function(*self.passed, *self.others, **self.keywords)
+    def __call__(self, function: Callable[..., Any] | None = None) -> Any:
+        """What the loss, or another function, returns."""
+        more = self.passed[self.count :]
+        negatives = {"negatives": more[0] if self.joined else more} if more else {}
+        given = *self.passed[: self.count], *self.labels, *self.numbers
+        self.returned = (function or self.loss.call)(*given, **self.keywords, **negatives)
+        return self.returned
 
-    def finish(self, returned: Any, upstream: float | None = None) -> Result:
-        """The value and the gradients: those that were returned, or autograd's."""
+    def finish(self, returned: Any, upstream: float | None = None, *, retain: bool = False) -> Result:
+        """The value and the gradients: those that were returned, or autograd's, which adds to those before."""
         returned = list(returned.values()) if isinstance(returned, dict) else returned
-        several = isinstance(returned, tuple | list)
-        value, *gradients = returned if several else (returned,)
-        by_autograd = not gradients
-        if gradients:
-            gradients += [None] * (len(self.features) + 2 - len(gradients))
-        elif not self.loss.claims.by_autograd:
+        value, *gradients = returned if isinstance(returned, tuple | list) else (returned,)
+        claims, leaves = self.loss.claims, len(self.leaves)
+        by_autograd = not gradients and claims.by_autograd
+        if by_autograd:
+            if not hasattr(value, "backward"):
+                raise TypeError(f"a loss must return a torch tensor, got {type(value).__name__}; see claims for others")
+            if any(getattr(x, "requires_grad", False) for x in (*self.leaves, *self.numbers)):
+                (value if upstream is None else upstream * value).backward(retain_graph=retain)
+            gradients = [getattr(x, "grad", None) for x in (*self.leaves, *self.numbers)]
+        elif gradients:
+            # of the negatives none is returned
+            gradients = [*gradients[: self.count], *[None] * (leaves - self.count), *gradients[self.count :]]
+        elif claims.feature_gradients or claims.scale_gradient:
             raise TypeError(
                 f"a loss that returns its gradients must return (loss, gradients...), got {type(returned).__name__}"
             )
-        else:
-            gradients = self._differentiated(value, upstream)
-        take = self._take
-        count = len(self.features)
-        scale, bias = map(take, gradients[count : count + 2])
-        return Result(take(value), tuple(map(take, gradients[:count])), scale, bias, by_autograd)
+        gradients += [None] * (leaves + 2 - len(gradients))
+        scale, bias = map(self._take, gradients[leaves : leaves + 2])
+        return Result(self._take(value), tuple(map(self._take, gradients[:leaves])), scale, bias, by_autograd)
 
-    def _differentiated(self, value: Array, upstream: float | None) -> list[Array | None]:
-        if not hasattr(value, "backward"):
-            raise TypeError(f"a loss must return a torch tensor, got {type(value).__name__}; see claims for others")
-        leaves = [x for x in (*self.features, *self.numbers) if x.requires_grad]
-        if leaves:
-            value.backward() if upstream is None else (upstream * value).backward()
-        found = [x.grad for x in self.features]
-        numbers = [x.grad for x in self.numbers]
-        return [*found, *numbers, *[None] * (2 - len(numbers))]
+    def bits(self) -> list[bytes]:
+        """Of everything that the last call gave: what it returned, and autograd's gradients."""
+        returned = list(self.returned.values()) if isinstance(self.returned, dict) else self.returned
+        given = list(returned) if isinstance(returned, tuple | list) else [returned]
+        given += [getattr(x, "grad", None) for x in (*self.leaves, *self.numbers)]
+        return [self._take(x).tobytes() for x in given if x is not None]
 
     def _take(self, x: Any) -> Any:
         if x is None:
@@ -202,6 +191,9 @@ class Call:
         if isinstance(x, int | float | np.generic | np.ndarray):
             return np.array(x, dtype=np.float64).reshape(np.shape(x))
         return np.array(self.loss.arrays.to_numpy(x), dtype=np.float64)
+
+
+Numbers = Callable[[float], Any]
 
 
 def prepare(
@@ -212,26 +204,40 @@ def prepare(
     *,
     train: Sequence[bool] | None = None,
     layout: Callable[[Array], Array] | None = None,
+    number: Numbers | None = None,
+    integers: str = "int64",
 ) -> Call:
-    """The arrays of a call: see ``Loss.evaluate``."""
+    """The arrays of a call.
+
+    Args:
+        loss: whose call it is.
+        given: see ``Loss.evaluate``.
+        dtype: see ``Loss.evaluate``.
+        device: see ``Loss.evaluate``.
+        train: which of features, negatives, scale and bias need a gradient; None for all that is claimed.
+        layout: makes of each array of features an equal one in another memory layout.
+        number: makes what is passed as scale and as bias; None for 0-d tensors where their gradients are claimed.
+        integers: dtype of ids, positives and labels.
+    """
     arrays, claims, like = loss.arrays, loss.claims, on_device(loss.arrays, device)
 
     def put(x: Any, kind: str) -> Array:
         return arrays.asarray(np.array(x, order="C"), kind, like)
 
-    features = [put(x, dtype) for x in given.features]
-    numbers = [x for x in (given.scale, given.bias) if x is not None]
-    trained: list[Array] = []
-    if claims.scale_gradient and claims.library == "torch":
-        trained = [put(x, state_dtype(dtype)) for x in numbers]
+    leaves = [put(x, dtype) for x in (*given.features, *given.negatives)]
+    values = [x for x in (given.scale, given.bias) if x is not None]
+    tensors = claims.scale_gradient and claims.library == "torch"
+    make = number or (lambda x: put(x, state_dtype(dtype)) if tensors else x)
+    numbers = [make(x) for x in values]
     if claims.by_autograd:
-        wanted = train if train is not None else [claims.feature_gradients] * len(features)
-        features = [x.requires_grad_(want) for x, want in zip(features, wanted, strict=True)]
-        trained = [x.requires_grad_(train is None) for x in trained]
-    labels = [] if given.labels is None else [put(given.labels, "int64")]
-    keywords = {} if given.ids is None else {"ids": put(given.ids, "int64")}
-    passed = features if layout is None else [layout(x) for x in features]
-    return Call(loss, features, passed, [*labels, *(trained or numbers)], keywords, trained)
+        every = [claims.feature_gradients] * len(leaves) + [claims.scale_gradient] * len(numbers)
+        for x, wanted in zip((*leaves, *numbers), every if train is None else train, strict=True):
+            if wanted and hasattr(x, "requires_grad_"):
+                x.requires_grad_()
+    labels = [] if given.labels is None else [put(given.labels, integers)]
+    keywords = {name: put(x, integers) for name, x in given.keywords.items()}
+    passed = leaves if layout is None else [layout(x) for x in leaves]
+    return Call(loss, leaves, len(given.features), passed, labels, numbers, keywords, given.joined)
 
 
 def takes_rank(target: Any) -> bool:

@@ -1,0 +1,92 @@
+"""The arguments of a loss, and the problem that the oracle states of them: truth and bounds come from nothing else."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field, replace
+from typing import Any
+
+import numpy as np
+
+from contrastile.oracle import named
+from contrastile.oracle.arrays import FloatArray, IntArray, float64
+from contrastile.oracle.pairs import target_weights
+from contrastile.schedules.problem import Problem
+from contrastile.verify.rearrange import folded, split
+from contrastile.verify.rounding import round_to
+from contrastile.verify.truth import Outcome
+
+FORMS: dict[str, named.Named[Any]] = {
+    "clip_loss": named.clip,
+    "info_nce": named.info_nce,
+    "sigmoid_loss": named.siglip,
+    "nt_xent": named.nt_xent,
+    "sup_con": named.sup_con,
+}
+"""What the oracle calls each objective."""
+
+SELF = ("nt_xent", "sup_con")
+"""The objectives whose features are rows and columns at once."""
+
+
+@dataclass(frozen=True, slots=True)
+class Arguments:
+    """What a loss is called with, as NumPy arrays in float64.
+
+    Attributes:
+        features: (image, text), (query, key), (view_a, view_b), each (b, d); or SupCon's (features,).
+        scale: a number that multiplies the dot products.
+        labels: (b,) of SupCon, None elsewhere.
+        bias: of the sigmoid loss; None elsewhere, and for its default.
+        keywords: of integers: ids, positives, row_ids, column_ids.
+        negatives: of info_nce.
+        joined: whether the negatives are given as one tensor, and not as a sequence.
+    """
+
+    features: tuple[FloatArray, ...]
+    scale: float
+    labels: IntArray | None = None
+    bias: float | None = None
+    keywords: Mapping[str, IntArray] = field(default_factory=dict)
+    negatives: tuple[FloatArray, ...] = ()
+    joined: bool = False
+
+
+def stated(objective: str, given: Arguments, weights: str = "float64") -> Problem:
+    """The problem that an objective states of these arguments, with weights rounded to a dtype."""
+    features, keywords = given.features, dict(given.keywords)
+    blocks = [len(x) for x in (*features[1:2], *given.negatives)]
+    if objective == "info_nce":
+        features = features[0], np.concatenate([features[1], *given.negatives])
+    if "ids" in keywords:
+        same = keywords.pop("ids")
+        keywords |= {"row_ids": same, "column_ids": same}
+    labels = [] if given.labels is None else [given.labels]
+    bias = [given.bias or 0.0] if objective == "sigmoid_loss" else []
+    form = FORMS[objective].form(*features, *labels, given.scale, *bias, **keywords)
+    m, n = len(form.q), len(form.k)
+    positive = form.pairs.positive(m, n)
+    v = form.v
+    return Problem(
+        rows=form.q,
+        columns=split(form.k, blocks) if form.first is None else (form.k.copy(),),
+        scale=float64(form.scale),
+        row_weight=round_to(form.u, weights),
+        row_target=target_weights(positive).max(axis=1, initial=0.0),
+        kind="sigmoid" if form.additive else "softmax",
+        bias=float64(form.bias) if form.additive else None,
+        column_weight=None if v is None else round_to(v, weights),
+        column_target=None if v is None else target_weights(positive.T).max(axis=1, initial=0.0),
+        **form.pairs._asdict(),
+    )
+
+
+def of_arguments(x: Outcome, objective: str) -> Outcome:
+    """An outcome in terms of the arguments: ``rows`` of the first features, ``columns`` of the others."""
+    if objective not in SELF:
+        return x
+    both = folded(x)
+    if objective == "sup_con":
+        return both
+    b = len(both.rows) // 2
+    return replace(both, rows=both.rows[:b], columns=(both.rows[b:],))

@@ -1,0 +1,115 @@
+"""Mistakes of ranks that share a public loss: each is one error, the same on every rank, and never a wait."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from functools import partial
+from typing import Any
+
+import numpy as np
+
+from contrastile import evaluation, losses
+from contrastile.backends.contract import Array
+from contrastile.comm.communicator import Communicator, ExchangeError, MismatchError
+from contrastile.verify.comparison import NOTHING, Comparisons, wrong
+from contrastile.verify.execution import on_device
+from contrastile.verify.rounding import round_to
+from contrastile.verify.trial import SkipError, Subject
+
+CASE = "mistakes"
+_WIDTH = 20
+
+
+def _putter(subject: Subject) -> Callable[..., Array]:
+    """Converts NumPy arrays to the backend's: floats to the features' dtype, or to another."""
+    arrays = subject.backend.arrays
+    like = on_device(arrays, subject.device)
+
+    def put(x: Any, dtype: str | None = None) -> Array:
+        return arrays.asarray(
+            np.array(x, order="C"), dtype or (subject.dtype if x.dtype.kind == "f" else "int64"), like
+        )
+
+    return put
+
+
+def skipped_backward(subject: Subject, case: str) -> Comparisons:
+    """A rank that skips one backward pass raises the same ExchangeError on every rank."""
+    world = subject.ranks
+    if world.size < 2 or not world.can_be_late:
+        raise SkipError("the group can carry nothing afterwards: it needs several ranks of one process, give --world 3")
+    put = _putter(subject)
+    x = round_to(np.eye(4, _WIDTH), subject.dtype)
+    for exchange in ("ring", "gather"):
+        for skips in (0, world.size - 1):
+            settings: dict[str, Any] = {"backend": subject.name, **subject.settings, "exchange": exchange}
+            program = partial(_error_of_two_calls, skips=skips, given=(put(x), put(x), 10.0), settings=settings)
+            told = world.run(program)
+            label = f"{exchange}, rank {skips}"
+            if not told[0]:
+                yield label, wrong("no rank raised an ExchangeError")
+            elif len(set(told)) > 1:
+                yield label, wrong(f"ranks raised different errors: {sorted(set(told))}")
+            else:
+                yield label, NOTHING
+
+
+def _error_of_two_calls(communicator: Communicator, skips: int, given: Any, settings: dict[str, Any]) -> str:
+    """The text of a rank's ExchangeError; rank ``skips`` has no backward pass in the first of its calls."""
+    both = evaluation.value_and_grad(losses.clip_loss, group=communicator, **settings)
+    try:
+        if communicator.rank == skips:
+            losses.clip_loss(*given, group=communicator, **settings)
+        else:
+            both(*given)
+        both(*given)
+    except ExchangeError as error:
+        return str(error)
+    return ""
+
+
+def mismatched_calls(subject: Subject, case: str) -> Comparisons:
+    """Ranks whose calls do not fit together all raise the same MismatchError, and the group stays usable."""
+    world, put = subject.ranks, _putter(subject)
+    if world.size < 2:
+        raise SkipError("needs several ranks")
+    x = round_to(np.eye(4, _WIDTH), subject.dtype)
+    other = {"float16": "float32", "bfloat16": "float32", "float32": "float64", "float64": "float32"}[subject.dtype]
+    pair, ids = [put(x), put(x)], put(np.arange(4))
+    differences: dict[str, _Arguments] = {
+        "another dtype": (losses.clip_loss, [put(x, other), put(x, other), 10.0], {}),
+        "another width": (losses.clip_loss, [put(x[:, :7]), put(x[:, :7]), 10.0], {}),
+        "another scale": (losses.clip_loss, [*pair, 9.0], {}),
+        "another loss": (losses.nt_xent, [*pair, 10.0], {}),
+        "ids": (losses.clip_loss, [*pair, 10.0], {"ids": ids}),
+        "no such matrix": (losses.clip_loss, [pair[0], put(x[:3]), 10.0], {}),
+        "another exchange": (losses.clip_loss, [*pair, 10.0], {"exchange": "gather"}),
+    }
+    if subject.backend.arrays.name == "torch":
+        trained = [put(x).requires_grad_(), put(x), 10.0]
+        differences["a gradient that the others do not want"] = (losses.clip_loss, trained, {})
+    right: _Arguments = losses.clip_loss, [*pair, 10.0], {}
+    for label, wrong_one in differences.items():
+        told = world.run(partial(_error_of_a_mismatch, right=right, last=wrong_one, subject=subject))
+        if not all(told):
+            yield label, wrong("a rank raised no MismatchError")
+        elif len(set(told)) > 1:
+            yield label, wrong(f"ranks raised different errors: {sorted(set(told))}")
+        else:
+            yield label, NOTHING
+
+
+_Arguments = tuple[Callable[..., Any], list[Any], dict[str, Any]]
+"""A loss, its arguments and settings."""
+
+
+def _error_of_a_mismatch(communicator: Communicator, right: _Arguments, last: _Arguments, subject: Subject) -> str:
+    """The text of a rank's MismatchError, of which the last rank calls something else; all are then right once."""
+    how: dict[str, Any] = {"backend": subject.name, "group": communicator, "exchange": "ring", **subject.settings}
+    loss, args, more = last if communicator.rank == communicator.size - 1 else right
+    try:
+        loss(*args, **(how | more))
+    except MismatchError as error:
+        right[0](*right[1], **how)
+        return str(error)
+    return ""

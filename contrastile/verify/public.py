@@ -1,0 +1,272 @@
+"""Every public loss by each of its interfaces, with the backend under test: alone, and over ranks."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, replace
+from functools import partial
+from typing import Any
+
+import numpy as np
+
+from contrastile.comm.communicator import Communicator
+from contrastile.oracle.arrays import IntArray
+from contrastile.verify.arithmetic import Spread
+from contrastile.verify.comparison import NOTHING, Comparisons, Worst, wrong
+from contrastile.verify.losses import allowed
+from contrastile.verify.losses.arguments import Arguments
+from contrastile.verify.losses.calling import PROPERTIES as OF_A_LOSS
+from contrastile.verify.losses.cases import BATCHES, CALLS, Batch, LossCase, build, concerns, formed, moved
+from contrastile.verify.losses.claims import OBJECTIVES
+from contrastile.verify.losses.ours import OF_ARRAYS, OF_TENSORS, Interface, interfaces, of_interface
+from contrastile.verify.losses.properties import UPSTREAM, LossTrial, compared
+from contrastile.verify.losses.subject import Loss, Result
+from contrastile.verify.rearrange import redirected
+from contrastile.verify.shards import shares
+from contrastile.verify.trial import Property, SkipError, Subject
+from contrastile.verify.worlds import judged
+
+CASE, RANKS_CASE = "public-losses", "front-door"
+_CASES = ("ids", "ids@far", "negatives", "positives", "queue", "labels", "labels@far", "bias", "nan", "one-pair")
+_ROWS, _WIDTH = 23, 20
+
+
+def alone(objective: str, subject: Subject, case: str) -> Comparisons:
+    """Every interface: the value and each gradient of the arguments that vary, and the properties of calls."""
+    for each, loss, names in interfaces(subject, objective):
+
+        def trial(name: str, loss: Loss = loss) -> LossTrial:
+            return LossTrial(loss, build(name, subject.dtype, loss.claims, loss.facts), subject.device)
+
+        for name in (CALLS, *_CASES):
+            if name != CALLS and not concerns(name, "value", None, objective):
+                continue
+            try:
+                here = trial(name)
+            except ValueError:
+                # an interface without this argument
+                continue
+            if each.plain and name in ("nan", "one-pair"):
+                continue
+            fields = here.fields if name != "nan" else ["loss"]
+            yield f"{loss.name}, {name}", here.compare(here.result, fields)
+        for name in names:
+            held = OF_A_LOSS[name]
+            if held.claim(loss.claims):
+                continue
+            try:
+                yield from ((f"{loss.name}, {name}: {what}", worst) for what, worst in held.check(trial(CALLS)))
+            except SkipError:
+                # of arguments that this loss has not, or a dtype of 16 bits
+                continue
+
+
+@dataclass(frozen=True, slots=True)
+class Share:
+    """The arguments of a loss, and what each rank has of them.
+
+    Attributes:
+        label: which arguments they are.
+        case: the joined batch.
+        rows: rows of each rank.
+        blocks: of info_nce, the sizes of each block of columns, by rank.
+    """
+
+    label: str
+    case: LossCase
+    rows: Sequence[int]
+    blocks: Sequence[Sequence[int]]
+
+    def _slices(self, sizes: Sequence[int], rank: int) -> slice:
+        start = sum(sizes[:rank])
+        return slice(start, start + sizes[rank])
+
+    def order(self) -> IntArray:
+        """(n,) the column of the whole that stands at each number of the world, which counts rank by rank."""
+        starts = np.cumsum([0, *map(sum, self.blocks)])
+        numbers = np.arange(starts[-1])
+        ranks = range(len(self.rows))
+        return np.concatenate(
+            [numbers[start:][self._slices(b, r)] for r in ranks for start, b in zip(starts, self.blocks, strict=False)]
+        )
+
+    def part(self, rank: int) -> Arguments:
+        """What a rank passes."""
+        given, own = self.case.arguments, self._slices(self.rows, rank)
+        order, widths = self.order(), [sum(x) for x in zip(*self.blocks, strict=True)]
+        keywords: dict[str, Any] = {}
+        for name, x in given.keywords.items():
+            if name == "column_ids":
+                keywords[name] = x[order][self._slices(widths, rank)]
+            else:
+                keywords[name] = (redirected(x, order) if name == "positives" else x)[own]
+        features = [x[own] for x in given.features[:1]]
+        features += [x[self._slices(self.blocks[0], rank)] for x in given.features[1:]]
+        negatives = [x[self._slices(b, rank)] for x, b in zip(given.negatives, self.blocks[1:], strict=True)]
+        labels = None if given.labels is None else given.labels[own]
+        return replace(given, features=tuple(features), negatives=tuple(negatives), labels=labels, keywords=keywords)
+
+    def joined(self, parts: Sequence[Result], reduction: str) -> Result:
+        """The ranks' results as the whole's: a mean over ranks divides by their number, a sum does not."""
+        n = len(parts)
+        factor = n if reduction == "mean" else 1.0
+        features = tuple(
+            None if any(x is None for x in xs) else np.concatenate(xs) / factor
+            for xs in zip(*(part.features for part in parts), strict=True)
+        )
+        first = parts[0]
+        scale, bias = (None if x is None else x * (n / factor) for x in (first.scale, first.bias))
+        return Result(first.loss, features, scale, bias, first.by_autograd)
+
+    def spread(self, exchange: str) -> Spread:
+        """How this world takes its sums."""
+        times = 2 if self.case.claims.objective == "nt_xent" else 1
+        rows = tuple(times * x for x in self.rows)
+        blocks = tuple(times * x for block in zip(*self.blocks, strict=True) for x in block)
+        return Spread(rows, (sum(blocks),)) if exchange == "gather" else Spread(rows, blocks, halved=True)
+
+
+def _shared(objective: str, rows: Sequence[int], subject: Subject) -> Iterator[Share]:
+    """The arguments that ranks share, in parts of these rows."""
+    (interface, *_) = OF_ARRAYS
+    loss = of_interface(interface, objective, subject, subject.backend.arrays.name, "")
+    names = {
+        "clip_loss": (CALLS, "ids@far"),
+        "sigmoid_loss": (CALLS, "ids@far", "bias"),
+        "info_nce": (CALLS, "positives", "queue"),
+        "nt_xent": (CALLS,),
+        "sup_con": ("labels",),
+    }
+    b, world = sum(rows), len(rows)
+
+    def case(batch: Batch) -> LossCase:
+        return formed(batch, b, _WIDTH, subject.dtype, loss.claims, loss.facts)
+
+    for name in names[objective]:
+        here = case(replace(BATCHES.get(name, BATCHES["smoke"]), scale=12.5 if name == CALLS else 37.3))
+        more = [shares(len(x), [(3 * rank + 1) % 4 for rank in range(world)]) for x in here.arguments.negatives]
+        # of negatives some lie beside their rows, and a queue's parts match no rank's rows
+        more = [list(rows) if len(x) == b else y for x, y in zip(here.arguments.negatives, more, strict=True)]
+        yield Share(name, here, rows, [rows, *more])
+    if objective == "info_nce":
+        elsewhere = case(replace(BATCHES["smoke"], make=moved))
+        yield Share("keys apart from their queries", elsewhere, rows, [list(reversed(rows))])
+
+
+def over_ranks(objective: str, subject: Subject, case: str) -> Comparisons:
+    """Each rank calls the public loss with its part, over every exchange, by each interface and reduction."""
+    world = subject.ranks
+    few = [1] + [0] * (world.size - 2) + [_ROWS - 1] * (world.size > 1)
+    for turn, (how, weights) in enumerate((("uneven", [(2 * r + 3) % 5 for r in range(world.size)]), ("one row", few))):
+        for share in _shared(objective, shares(_ROWS, weights), subject):
+            exchanges = ("ring", "gather", *(["replicate"] if len(share.blocks) == 1 else []))
+            for exchange in exchanges:
+                for place, interface in enumerate(_interfaces(subject, share)):
+                    reduction = ("mean", "sum")[(turn + place) % 2]
+                    label = ", ".join((share.label, exchange, how, interface.name, reduction))
+                    yield label, _of_ranks(share, subject, interface, exchange, reduction)
+
+
+def _interfaces(subject: Subject, share: Share) -> list[Interface]:
+    both, *_ = OF_ARRAYS
+    world = subject.ranks
+    late = subject.device == "cuda" and world.can_be_late and world.size > 1
+    if subject.backend.arrays.name != "torch" or late:
+        # autograd runs one thread per GPU, in which ranks that are threads of one process would wait for each other
+        return [both]
+    chosen = [each for each in OF_TENSORS if each.name in ("autograd", "nn")]
+    objective, keywords = share.case.claims.objective, share.case.arguments.keywords
+    return [both, *(x for x in chosen if x.objectives is None or (objective in x.objectives and not keywords))]
+
+
+def _of_ranks(share: Share, subject: Subject, interface: Interface, exchange: str, reduction: str) -> Worst:
+    upstream = None if interface.claims and interface.name == OF_ARRAYS[0].name else UPSTREAM
+
+    def program(communicator: Communicator) -> Result:
+        how = {"group": communicator, "exchange": exchange, "parameter_reduction": reduction}
+        objective = share.case.claims.objective
+        loss = of_interface(interface, objective, subject, subject.backend.arrays.name, interface.name, **how)
+        return loss.evaluate(share.part(communicator.rank), subject.dtype, subject.device, upstream=upstream)
+
+    parts = subject.ranks.run(program)
+
+    def judge() -> Worst:
+        if len({part.loss.tobytes() for part in parts}) > 1:
+            return wrong("the ranks have different losses")
+        case, times = share.case, upstream or 1.0
+        exact, bound = allowed.expected(case, times), allowed.allowed(case, times, share.spread(exchange))
+        fields = ("loss", "rows", "columns", "scale", "bias")
+        return compared(case, share.joined(parts, reduction), exact, bound, fields)
+
+    return judged(subject.ranks, judge)
+
+
+def training(subject: Subject, case: str) -> Comparisons:
+    """The gradient cache replays every generator's numbers and leaves them as one pass would; weights add to 1."""
+    if subject.backend.arrays.name != "torch" or subject.label != "float32":
+        raise SkipError("in float32 of torch tensors alone")
+    import random
+
+    import torch
+
+    from contrastile import losses
+    from contrastile.training import cached_step, stream
+
+    generators: dict[str, Callable[[], float]] = {
+        "Python": random.random,
+        "NumPy": lambda: float(np.random.random()),
+        "torch": lambda: float(torch.rand(())),
+    }
+    table = torch.randn(_ROWS, _WIDTH, device=subject.device, requires_grad=True)
+    index = torch.arange(_ROWS, device=subject.device)
+    loss = partial(losses.clip_loss, backend=subject.name, **subject.settings)
+    for name, draw in generators.items():
+        drawn: list[float] = []
+
+        def encode(chunk: Any, draw: Any = draw, drawn: Any = drawn) -> Any:
+            drawn.append(draw())
+            return table[chunk] * drawn[-1]
+
+        cached_step((encode, lambda chunk: table[chunk]), (index, index), loss, scale=10.0, chunk=5)
+        first, second = drawn[: len(drawn) // 2], drawn[len(drawn) // 2 :]
+        yield f"numbers of {name}, replayed", NOTHING if first == second else wrong("other numbers")
+        fresh = len(set(first)) == len(first) and draw() not in first
+        yield f"numbers of {name}, after it", NOTHING if fresh else wrong("the same numbers again")
+    for size in (5, _ROWS):
+        shares_of = [(len(chunk), weight) for chunk, weight in stream(index, size, subject.device)]
+        right = [float(n / _ROWS) == weight for n, weight in shares_of]
+        yield f"weights of stream, chunks of {size}", NOTHING if all(right) else wrong(f"they are {shares_of}")
+
+
+def _property(name: str, held: Callable[..., Comparisons], case: str, about: str) -> Property:
+    def check(subject: Subject, own: str) -> Comparisons:
+        yield from held(subject, own)
+
+    check.__doc__ = about
+    return Property(name, check, case)
+
+
+PROPERTIES = (
+    *(
+        _property(
+            f"public-{name.replace('_', '-')}",
+            partial(alone, name),
+            CASE,
+            f"The public {name} is right by each interface, however it is called, and its results are the caller's.",
+        )
+        for name in OBJECTIVES
+    ),
+    Property("public-training", training, CASE),
+)
+"""One property per loss, and one of what only training has."""
+
+OVER_RANKS = tuple(
+    _property(
+        name.replace("_", "-"),
+        partial(over_ranks, name),
+        RANKS_CASE,
+        f"The public {name} with a group gives the loss and gradients of the joined batch.",
+    )
+    for name in OBJECTIVES
+)
+"""The same of ranks."""
