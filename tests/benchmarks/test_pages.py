@@ -196,17 +196,3 @@ def test_the_chart_of_the_home_page_shows_ours_the_formula_and_the_two_fastest_k
         assert "DejaVu" not in text
     figures.home(one, tmp_path)
     assert first == {name: (tmp_path / name).read_text(encoding="utf-8") for name in names}
-
-
-def test_a_new_record_of_certain_pairs_is_one_that_the_page_can_read(
-    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
-) -> None:
-    monkeypatch.syspath_prepend(str(pages.ROOT / "scripts"))
-    import certain_pairs
-    import make_exact_page
-
-    words = ["--batch", "16", "--dtype", "float32", "--precision", "ieee", "--json", str(tmp_path / "x.json")]
-    certain_pairs.main(words)
-    monkeypatch.setattr(make_exact_page, "BACKENDS", ("plain", "torch"))
-    rows = make_exact_page.rows_of(json.loads((tmp_path / "x.json").read_text(encoding="utf-8")))
-    assert "| CLIP, norm 3,000 |" in make_exact_page.errors(rows, "float32", 16)
