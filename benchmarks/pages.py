@@ -45,7 +45,6 @@ def section(stem: str, data: Data) -> str:
     about = ", ".join([e["date"][:10], f"commit `{commit}`", *versions(e), *links, *power])
     about += f". [The record](../results/{stem}.json) has every sample."
     told = [about, e.get("note", ""), tables.verified(data)]
-    figure = f"![Measured on {e['device']}](../results/{stem}.svg)" if figures.drawn(data) else ""
     keeping = any(row["name"] == KEPT[1] for row in tables.measured(data, "steps"))
     alone = tables.steps(data, KEPT, least=2) if keeping else tables.steps(data, figures.OURS)
     ours = tables.scaling(data) if several else alone
@@ -55,7 +54,6 @@ def section(stem: str, data: Data) -> str:
         ours,
         tables.peers(data),
         tables.big(data),
-        figure,
     ]
     return "\n\n".join(filter(None, parts))
 
@@ -84,8 +82,7 @@ def training_section(stem: str, data: Data, root: Path) -> str:
         "chunk with which it is fastest. *Autocast around the call*: the encoder brings none; the call of the loss is "
         "under it and the backward pass is not, as a trainer has it."
     )
-    figure = f"![Peak memory of a step over its pairs](../results/{stem}.svg)" if data["memory"] else ""
-    return "\n\n".join(filter(None, [about, what, tables.training(data), figure, tables.training_memory(data)]))
+    return "\n\n".join(filter(None, [about, what, tables.training(data), tables.training_memory(data)]))
 
 
 def measured_at(environment: Data, root: Path) -> str:
@@ -205,13 +202,6 @@ def main(arguments: list[str] | None = None) -> int:
     elif latest and not figures.is_home(latest, assets):
         print("the home page's chart is not of the newest record; run: python benchmarks/pages.py", file=sys.stderr)
         wrong = 1
-    if not given.check:
-        for stem, data in records["run"].items():
-            if figures.drawn(data):
-                figures.draw(data, given.results / f"{stem}.svg")
-        for stem, data in records["training"].items():
-            if data["memory"]:
-                figures.draw_training(data, given.results / f"{stem}.svg")
     return wrong
 
 

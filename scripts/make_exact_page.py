@@ -1,4 +1,4 @@
-"""Writes the tables of docs/explanation/exact.md from the record that benchmarks/certain_pairs.py measured."""
+"""Writes the tables of docs/explanation/exact.md from the records of errors beside plain PyTorch's."""
 
 from __future__ import annotations
 
@@ -11,6 +11,7 @@ from page_writing import spliced, table
 ROOT = Path(__file__).parent.parent
 PAGE, DATA = ROOT / "docs" / "explanation" / "exact.md", ROOT / "docs" / "results" / "certain_nvidia_h200.json"
 BEGIN = "<!-- measured: written by scripts/make_exact_page.py -->"
+DRAWN = "<!-- measured: drawn, written by scripts/make_exact_page.py -->"
 
 SHOWN = {
     "clip, saturated, seed 0, scale 100": "CLIP, certain pairs, scale 100",
@@ -60,9 +61,22 @@ def measured() -> str:
     return "\n".join(parts)
 
 
+def drawn() -> str:
+    """Of problems at random: how many results were noisier than the plain computation's, and the other way round."""
+    lines = []
+    for stem, where in (("cpu", "a CPU"), ("nvidia_h200", "an H200")):
+        data = json.loads((ROOT / "docs" / "results" / f"drawn_{stem}.json").read_text(encoding="utf-8"))
+        for backend in dict.fromkeys(row["backend"] for row in data["counts"]):
+            for part in ("loss", "features", "scale"):
+                rows = [row for row in data["counts"] if (row["backend"], row["of"]) == (backend, part)]
+                totals = [f"{sum(row[key] for row in rows):,}" for key in ("results", "beyond", "plain_beyond")]
+                lines.append([f"`{backend}` on {where}", part if part == "loss" else f"gradient of {part}", *totals])
+    return table(["backend", "of", "results", "ours noisier", "plain noisier"], lines, left=(0, 1))
+
+
 def page() -> str:
     """The page as it should be."""
-    return spliced(PAGE.read_text(encoding="utf-8"), BEGIN, measured())
+    return spliced(spliced(PAGE.read_text(encoding="utf-8"), BEGIN, measured()), DRAWN, drawn())
 
 
 if __name__ == "__main__":

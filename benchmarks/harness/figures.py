@@ -1,18 +1,15 @@
-"""The figure of a record: time and memory against the batch, or efficiency and memory against the number of ranks.
-
-``home`` draws the chart of the home page: a choice of the implementations, in four files for light, dark and phones.
-"""
+"""The chart of the home page: time and memory of a choice of the implementations, for light, dark and phones."""
 
 from __future__ import annotations
 
 import io
 import math
 import re
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from harness.tables import GIB, MIB, labelled, limit, machine, measured, median, rate
+from harness.tables import GIB, measured, median
 
 Data = dict[str, Any]
 
@@ -28,74 +25,7 @@ KERNELS = ("liger-kernel", "quack-kernels", "cut-cross-entropy", "inf_cl")
 """How the names of public kernels begin; the home page shows the fastest two."""
 _OTHERS = (("#0f766e", "#5eead4", "D"), ("#a21caf", "#f0abfc", "P"))
 _INK = {"light": ("#1b1f24", "#d6dae0"), "dark": ("#e6e8eb", "#454d58")}
-_THEMES = "svg { color: #1b1f24 } @media (prefers-color-scheme: dark) { svg { color: #e6e8eb } }"
 _SVG = {"svg.hashsalt": "contrastile", "svg.fonttype": "none"}
-
-
-def drawn(data: Data) -> bool:
-    """Whether a record has a figure."""
-    return bool(measured(data, "peers")) or bool(_families(data))
-
-
-def draw(data: Data, path: Path) -> None:
-    """Write the figure of one record as SVG; the same data give the same file.
-
-    Args:
-        data: the record.
-        path: ends in .svg.
-    """
-
-    def fill(figure: Any) -> None:
-        axes = figure.subplots(1, 2)
-        (_over_ranks if _families(data) else _over_batches)(axes[0], axes[1], data)
-        figure.suptitle(f"{machine(data['environment'])}, forward and backward")
-        figure.legend(*axes[0].get_legend_handles_labels(), ncols=4, frameon=False, loc="outside lower center")
-
-    _themed(path, (11, 5.2), fill)
-
-
-def draw_training(data: Data, path: Path) -> None:
-    """Write the figure of a record of ``training.py``: peak memory over the pairs of a step, and what grows with them.
-
-    Args:
-        data: the record.
-        path: ends in .svg.
-    """
-
-    def fill(figure: Any) -> None:
-        axes = figure.subplots()
-        rows = sorted((row for row in data["memory"] if row.get("peak_bytes")), key=lambda row: int(row["b"]))
-        pairs, chunk, width = [row["b"] for row in rows], rows[0]["chunk"], data["loss"][0]["d"]
-        style = {"marker": "o", "markersize": 4}
-        peak = [row["peak_bytes"] / MIB for row in rows]
-        axes.plot(pairs, peak, label=f"contrastile, cached_step in chunks of {chunk:,}", linewidth=2.4, **style)
-        # of both towers, and their gradients
-        held = [4 * b * width * 4 / MIB for b in pairs]
-        axes.plot(pairs, held, "--", label="of it embeddings and their gradients, float32", **style)
-        for row in data["steps"]:
-            if row["name"] == "PyTorch, no cache" and row.get("peak_bytes"):
-                axes.plot([row["b"]], [row["peak_bytes"] / MIB], "^", color=_INK["light"][0], label="PyTorch, no cache")
-        _finish(axes, "pairs of an optimizer step", "peak memory, MiB", pairs)
-        axes.set(yscale="log")
-        figure.suptitle(f"{machine(data['environment'])}, MiniLM")
-        figure.legend(*axes.get_legend_handles_labels(), ncols=2, frameon=False, loc="outside lower center")
-
-    _themed(path, (8, 4), fill)
-
-
-def _themed(path: Path, size: tuple[float, float], fill: Callable[[Any], None]) -> None:
-    """Write a figure whose ink follows the reader's theme."""
-    import matplotlib
-    from matplotlib.figure import Figure
-
-    ink, _ = _INK["light"]
-    colors = dict.fromkeys(("text.color", "axes.edgecolor", "axes.labelcolor", "xtick.color", "ytick.color"), ink)
-    with matplotlib.rc_context({"font.size": 9, **_SVG, **colors}):
-        figure = Figure(figsize=size, layout="constrained")
-        fill(figure)
-        text = _saved(figure)
-    path.parent.mkdir(parents=True, exist_ok=True)
-    path.write_text(text.replace(ink, "currentColor").replace("<defs>", f"<style>{_THEMES}</style><defs>", 1), "utf-8")
 
 
 def told(data: Data) -> str:
@@ -193,61 +123,3 @@ def _chosen(data: Data) -> dict[str, list[dict[str, Any]]]:
     best = sorted(largest, key=lambda name: largest[name])[: len(_OTHERS)]
     found = {name: [row for row in rows if row["name"] == name] for name in (*HOME, *best)}
     return {name: own for name, own in found.items() if own}
-
-
-def _over_batches(time: Any, memory: Any, data: Data) -> None:
-    rows = measured(data, "peers", what="both")
-    sizes = sorted({row["b"] for row in rows})
-    for label in dict.fromkeys(map(labelled, rows)):
-        own = sorted((row for row in rows if labelled(row) == label), key=lambda row: row["b"])
-        style: dict[str, Any] = {"marker": "o", "markersize": 4, "linewidth": 2.4 if "contrastile" in label else 1.1}
-        time.plot([row["b"] for row in own], [median(row) for row in own], label=label, **style)
-        known = [row for row in own if row.get("peak_bytes")]
-        memory.plot([row["b"] for row in known], [row["peak_bytes"] / MIB for row in known], label=label, **style)
-    time.plot(
-        sizes,
-        [limit(rows, b) for b in sizes],
-        "--",
-        color=_INK["light"][0],
-        linewidth=1,
-        label="limit: 8 b² d / ceiling",
-    )
-    _finish(time, "batch b", "forward and backward, ms", sizes)
-    _finish(memory, "batch b", "peak extra memory, MiB", sizes)
-    for axes in (time, memory):
-        axes.set(yscale="log")
-
-
-def _families(data: Data) -> list[tuple[str, list[dict[str, Any]]]]:
-    """Rows of one batch, or of as many pairs on every rank, from one rank on."""
-    rows = [row for row in measured(data, "steps", what="both", graph=False) if row["exchange"] != "auto"]
-    found = []
-    for each, key, words in ((True, "rows", "a rank"), (False, "b", "in all")):
-        wanted = dict.fromkeys((row[key], row["d"]) for row in rows if row["each"] == each and row["n"] == 1)
-        for size, d in sorted(wanted):
-            for how in ("ring", "gather"):
-                here = [r for r in rows if (r[key], r["d"]) == (size, d) and r["exchange"] in (how, "local")]
-                if len({row["n"] for row in here}) > 1:
-                    found.append((f"{how}, {size:,} {words}, d = {d}", sorted(here, key=lambda row: int(row["n"]))))
-    return found
-
-
-def _over_ranks(efficiency: Any, memory: Any, data: Data) -> None:
-    sizes = sorted({row["n"] for _, rows in _families(data) for row in rows})
-    for i, (label, rows) in enumerate(_families(data)):
-        style = {"marker": "o", "markersize": 4, "linestyle": "-" if "a rank" in label else "--", "color": f"C{i % 10}"}
-        n = [row["n"] for row in rows]
-        efficiency.plot(n, [100 * rate(row) / rate(rows[0]) for row in rows], label=label, **style)
-        known = [row for row in rows if row.get("peak_bytes")]
-        memory.plot([row["n"] for row in known], [row["peak_bytes"] / MIB for row in known], label=label, **style)
-    _finish(efficiency, "ranks", "efficiency, % of the rate of a rank alone", sizes)
-    _finish(memory, "ranks", "peak extra memory of a rank, MiB", sizes)
-    efficiency.set(ylim=(0, 110))
-    memory.set(yscale="log")
-
-
-def _finish(axes: Any, label: str, what: str, sizes: list[int]) -> None:
-    axes.set(xscale="log", xlabel=label, ylabel=what)
-    axes.set_xticks(sizes, [f"{x:,}" for x in sizes], minor=False)
-    axes.minorticks_off()
-    axes.grid(alpha=0.3)

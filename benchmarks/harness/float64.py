@@ -8,7 +8,6 @@ takes too long, those of one more forward pass of the backend are taken, and the
 from __future__ import annotations
 
 from collections.abc import Iterator
-from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -67,39 +66,6 @@ def _checked(scale: float) -> float:
     if not abs(scale) <= LARGEST_LOGIT:
         raise ValueError(f"scale must be at most {LARGEST_LOGIT} for sums without a maximum, got {scale}")
     return scale
-
-
-@dataclass(frozen=True, slots=True)
-class Whole:
-    """The loss over all pairs: (b,) log-sum-exps of rows and columns, the loss and its derivative by the scale."""
-
-    row_lse: Tensor
-    column_lse: Tensor
-    loss: Tensor
-    d_scale: Tensor
-
-
-@torch.no_grad()
-def whole(image: Tensor, text: Tensor, scale: float) -> Whole:
-    """Everything but the features' gradients, from one pass over the dot products z.
-
-    ``dscale = sum_i u (E_p[z_i] + E_p'[z_i] - 2 z_ii)``, ``u = 1 / (2b)``: sums of ``exp(s z)``, ``z exp(s z)``.
-    """
-    q, k, s, b = image, text.double(), _checked(scale), image.shape[0]
-    row, row_z = (torch.empty(b, device=q.device, dtype=torch.float64) for _ in range(2))
-    column, column_z = (torch.zeros(b, device=q.device, dtype=torch.float64) for _ in range(2))
-    for part in _chunks(b, b):
-        z = q[part].double() @ k.T
-        e = torch.exp(s * z)
-        row[part], at = e.sum(1), e.sum(0)
-        column += at
-        z *= e
-        row_z[part] = z.sum(1)
-        column_z += z.sum(0)
-    own = torch.cat([(q[part].double() * k[part]).sum(1) for part in _chunks(b, k.shape[1])])
-    loss = (row.log() - s * own).mean() / 2 + (column.log() - s * own).mean() / 2
-    d_scale = ((row_z / row + column_z / column) / 2 - own).mean()
-    return Whole(row.log(), column.log(), loss, d_scale)
 
 
 @torch.no_grad()

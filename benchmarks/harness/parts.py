@@ -14,7 +14,6 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from contrastile import clip_loss
 from contrastile.backends.arrays import library_of, transfer, working_for
 from contrastile.backends.contract import Block, Options, Pairs
 from contrastile.backends.registry import load
@@ -92,55 +91,11 @@ def peers(bench: Bench) -> None:
         bench.times("peers", point, jobs, patience=5.0)
 
 
-def errors(bench: Bench) -> None:
-    """Loss and gradients against float64 on the same rounded features; on several ranks, of our own alone."""
-    n, ranks = bench.ranks.size, bench.ranks
-    for b, scale, count in bench.plan.errors:
-        point = Point(b, bench.plan.peers[0].d, scale)
-        part = bench.part(point, n)
-        image, text = float64.pairs(0, b, point.d, ranks.device, part.image.dtype)
-        exact = float64.whole(image, text, scale)
-        own = float64.sample(point.rows(n), max(2, count // n), ranks.device)
-        index = own + part.first
-        sides = (
-            (image, text, exact.row_lse, exact.column_lse),
-            (text, image, exact.column_lse, exact.row_lse),
-        )
-        wanted = [float64.gradient_rows(x, y, index, scale, lse[index], other) for x, y, lse, other in sides]
-        for job in [*bench.own([n], (AUTO,)), *(bench.others() if n == 1 else [])]:
-            bench.tidy()
-            row = {"name": job.name, "exchange": job.exchange, **point.row(n), "samples": len(index) * n}
-            reason = bench.unfit(job, point, 30.0)
-            found: Any = None
-            try:
-                found = None if reason else bench.call(job, point, part)()
-            except Exception as error:
-                reason = said(error)
-            reason = ranks.failed(reason)
-            if reason:
-                row |= {"status": "skip", "reason": reason}
-            else:
-                loss, (d_image, d_text, d_scale) = found
-                row |= {"status": "measured", "loss": _of_all(ranks, loss, exact.loss)}
-                for name, got, want in zip(("d_image", "d_text"), (d_image, d_text), wanted, strict=True):
-                    # times n, for the mean over the ranks that a trainer takes
-                    row[name] = _relative(ranks, got[own] / n, want)
-                row["d_scale"] = _of_all(ranks, d_scale, exact.d_scale)
-            bench.record.add("errors", row, ("name", "exchange", "n", "b", "d", "scale"))
-            ranks.say(f"errors: {row}")
-
-
 def _relative(ranks: Ranks, got: torch.Tensor, want: torch.Tensor) -> float:
     """``|got - want| / |want|`` in the Frobenius norm over all ranks."""
     got, want = (x.detach().double() for x in (got, want))
     wrong, size = zip(*ranks.share((float((got - want).square().sum()), float(want.square().sum()))), strict=True)
     return math.sqrt(sum(wrong) / sum(size))
-
-
-def _of_all(ranks: Ranks, got: torch.Tensor, want: torch.Tensor) -> float:
-    """Relative error of a number, of which the ranks' mean is taken."""
-    values = ranks.share(float(got.detach()))
-    return abs(sum(values) / len(values) - float(want)) / abs(float(want))
 
 
 def big(bench: Bench) -> None:
@@ -155,22 +110,15 @@ def big(bench: Bench) -> None:
             needed = (
                 1.5 * bench.ms_per_flop.get(job.name, 1e-11 if ranks.kind == "cuda" else 0.0) * point.flops(n) / 1e3
             )
-            _try(bench, "big", row, ("name", "n", "b", "d"), needed, partial(_big, bench, job, backend, point, count))
-
-
-def _try(
-    bench: Bench, part: str, row: dict[str, Any], key: tuple[str, ...], needed: float, measure: Callable[[], Any]
-) -> None:
-    """Add a row, and to it what is measured in the seconds needed; skipped without these, or without the memory."""
-    try:
-        if bench.left() < needed:
-            row |= {"status": "skip", "reason": NO_TIME}
-        else:
-            row |= {"status": "measured", **measure()}
-    except torch.OutOfMemoryError as error:
-        row |= {"status": "skip", "reason": said(error)}
-    bench.record.add(part, row, key)
-    bench.ranks.say(f"{part}: {row}")
+            try:
+                if bench.left() < needed:
+                    row |= {"status": "skip", "reason": NO_TIME}
+                else:
+                    row |= {"status": "measured", **_big(bench, job, backend, point, count)}
+            except torch.OutOfMemoryError as error:
+                row |= {"status": "skip", "reason": said(error)}
+            bench.record.add("big", row, ("name", "n", "b", "d"))
+            ranks.say(f"big: {row}")
 
 
 def _big(bench: Bench, job: Job, backend: str, point: Point, count: int) -> dict[str, Any]:
@@ -238,68 +186,9 @@ def log_sums(ranks: Ranks, backend: str, part: Part, text: torch.Tensor) -> tupl
     return rows.to(text.device), columns.to(text.device)
 
 
-_TURNS = 2
-"""Timed turns of ``offload``: one call at the largest batch takes seconds."""
-
-
-def offload(bench: Bench) -> None:
-    """Steps with features on the host, in turns with the same walk on the device and one call: time, peak, bits."""
-    ranks = bench.ranks
-    if ranks.size > 1:
-        return
-    for pairs, block in bench.plan.offload:
-        point = Point(pairs, bench.plan.peers[0].d)
-        for name in bench.backends:
-            bench.tidy()
-            row: dict[str, Any] = {"name": f"contrastile {name}", **point.row(1), "block": block}
-            # three ways in each turn, the first of them untimed, and two for their bits; a little under the usual rate
-            calls, slow = 3 * (1 + _TURNS) + 2, 2e-12 if ranks.kind == "cuda" else 0.0
-            needed = calls * bench.ms_per_flop.get(f"contrastile {name}", slow) * point.flops(1) / 1e3
-            key = "name", "b", "d", "block"
-            _try(bench, "offload", row, key, needed, partial(_offload, bench, name, point, block))
-
-
-def _offload(bench: Bench, name: str, point: Point, block: int) -> dict[str, Any]:
-    ranks, cuda = bench.ranks, bench.ranks.kind == "cuda"
-    part = bench.part(point, 1)
-    there = part.image, part.text
-    home = [x.detach().cpu().pin_memory() if cuda else x.detach().clone() for x in there]
-    ways: dict[str, tuple[Any, dict[str, Any]]] = {
-        "one call": (there, {}),
-        "blocks": (there, {"block": block}),
-        "offload": ([x.requires_grad_() for x in home], {"device": str(ranks.device), "block": block}),
-    }
-    found: dict[str, dict[str, Any]] = {way: {"milliseconds": [], "peak_bytes": 0} for way in ways}
-    results: dict[str, Any] = {}
-
-    def step(way: str) -> None:
-        (image, text), how = ways[way]
-        leaves = image, text, part.scale
-        value = clip_loss(*leaves, backend=name, **how)
-        results[way] = value.detach(), *torch.autograd.grad(value, leaves)
-
-    for turn in range(1 + _TURNS):
-        for way in ways:
-            results.clear()
-            if cuda:
-                torch.cuda.reset_peak_memory_stats()
-            base = torch.cuda.memory_allocated() if cuda else 0
-            taken = own_time(ranks, partial(step, way), 1)[0]
-            # the first turn compiles kernels and locks memory
-            if turn:
-                found[way]["milliseconds"].append(taken)
-            found[way]["peak_bytes"] = torch.cuda.max_memory_allocated() - base if cuda else None
-    for way in ("blocks", "offload"):
-        step(way)
-    same = all(torch.equal(x.cpu(), y.cpu()) for x, y in zip(results["blocks"], results["offload"], strict=True))
-    return {"ways": found, "same_bits": same}
-
-
 PARTS: dict[str, Callable[[Bench], None]] = {
     "steps": steps,
-    "errors": errors,
     "peers": peers,
     "big": big,
-    "offload": offload,
 }
 """By name, in the order in which they run by default."""

@@ -54,17 +54,13 @@ class Plan:
         steps: points of our own, on one process.
         scaling: points of our own on every number of ranks, by every exchange.
         peers: points at which all implementations are timed.
-        errors: (b, scale, sampled rows) at which all are held to float64; b of them are every row.
         big: (pairs, sampled rows) of single calls, by the number of ranks: of one, of several.
-        offload: (pairs, block) of steps with features on the host, on one process.
     """
 
     steps: tuple[Point, ...]
     scaling: tuple[Point, ...]
     peers: tuple[Point, ...]
-    errors: tuple[tuple[int, float, int], ...]
     big: tuple[tuple[tuple[int, int], ...], tuple[tuple[int, int], ...]]
-    offload: tuple[tuple[int, int], ...]
 
 
 GPU = Plan(
@@ -85,16 +81,12 @@ GPU = Plan(
         Point(8192, each=True, graph=True),
     ),
     peers=(Point(65536), Point(32768), Point(8192), Point(8192, graph=True), Point(131072), Point(262144)),
-    errors=((4096, 100.0, 4096), (4096, 14.3, 4096), (65536, 14.3, 512), (65536, 100.0, 512)),
     big=(((1_048_576, 256), (4_194_304, 128)), ((12_582_912, 128),)),
-    offload=((262_144, 65_536), (1_048_576, 65_536)),
 )
 SMOKE = Plan(
     steps=(Point(96, 24), Point(96, 24, what="forward"), Point(96, 24, what="backward"), Point(160, 24, 400.0)),
     scaling=(Point(32, 24, each=True), Point(96, 24)),
     peers=(Point(96, 24), Point(160, 24)),
-    errors=((68, 14.3, 68), (160, 100.0, 31)),
     big=(((257, 19),), ((512, 14),)),
-    offload=((160, 64),),
 )
 """Sizes that only show that everything runs."""

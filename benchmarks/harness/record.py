@@ -11,7 +11,7 @@ from typing import Any
 
 from contrastile.reporting import one_line
 
-PARTS = ("verify", "times", "errors", "big", "offload")
+PARTS = ("verify", "times", "big")
 SAME = ("device", "commit", "torch", "triton")
 
 

@@ -24,7 +24,7 @@ def timed(part: str, name: str, point: Point, ms: float, n: int = 1, exchange: s
 
 def made_up(times: list[dict[str, Any]], ranks: int = 1, **more: Any) -> dict[str, Any]:
     environment = {"device": "Some GPU", "date": "2026-01-02T03:04:05", "commit": "c" * 40, "torch": "2.11.0"}
-    parts = {"verify": [], "times": times, "errors": [], "big": []}
+    parts = {"verify": [], "times": times, "big": []}
     return {"environment": environment | {"ranks": ranks}, "settings": {"slot": 0.5, "smoke": False}} | parts | more
 
 
@@ -97,8 +97,6 @@ def test_a_page_that_says_something_else_is_found_out(
     assert "stale" not in text
     assert "### Some GPU" in text
     assert "### 4 x Some GPU" in (tmp_path / "docs/benchmarks/many-gpus.md").read_text(encoding="utf-8")
-    assert (results / "gpu_some.svg").exists()
-    assert (results / "gpu_some_x4.svg").exists()
     (tmp_path / name).write_text(text.replace("4,194,304", "4,194,305"), encoding="utf-8")
     assert pages.main([*how, "--check"]) == 1
     assert pages.main(how) == 0
@@ -152,20 +150,6 @@ def test_the_largest_batch_and_the_verdicts(one: dict[str, Any]) -> None:
     assert tables.verified(one) == f"Verified first, 26 checks of {OURS}: the largest error is 0.762 of its bound."
 
 
-@pytest.mark.parametrize("which", ["one", "four"])
-def test_the_figure_is_drawn_alike_each_time(tmp_path: Path, which: str, request: pytest.FixtureRequest) -> None:
-    data, paths = request.getfixturevalue(which), [tmp_path / f"{name}.svg" for name in "ab"]
-    assert figures.drawn(data)
-    for path in paths:
-        figures.draw(data, path)
-    assert paths[0].read_bytes() == paths[1].read_bytes()
-
-
-def test_a_record_without_comparisons_has_no_figure(one: dict[str, Any]) -> None:
-    one["times"] = [row for row in one["times"] if row["part"] == "steps"]
-    assert not figures.drawn(one)
-
-
 def test_the_chart_of_the_home_page_is_of_the_newest_record_of_one_gpu(
     one: dict[str, Any], four: dict[str, Any]
 ) -> None:
@@ -196,17 +180,3 @@ def test_the_chart_of_the_home_page_shows_ours_the_formula_and_the_two_fastest_k
         assert "DejaVu" not in text
     figures.home(one, tmp_path)
     assert first == {name: (tmp_path / name).read_text(encoding="utf-8") for name in names}
-
-
-def test_a_new_record_of_certain_pairs_is_one_that_the_page_can_read(
-    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
-) -> None:
-    monkeypatch.syspath_prepend(str(pages.ROOT / "scripts"))
-    import certain_pairs
-    import make_exact_page
-
-    words = ["--batch", "16", "--dtype", "float32", "--precision", "ieee", "--json", str(tmp_path / "x.json")]
-    certain_pairs.main(words)
-    monkeypatch.setattr(make_exact_page, "BACKENDS", ("plain", "torch"))
-    rows = make_exact_page.rows_of(json.loads((tmp_path / "x.json").read_text(encoding="utf-8")))
-    assert "| CLIP, norm 3,000 |" in make_exact_page.errors(rows, "float32", 16)
