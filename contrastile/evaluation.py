@@ -13,7 +13,7 @@ from contrastile import problems, validation
 from contrastile.backends.arrays import transfer
 from contrastile.backends.choice import RANKS, SIGMOID, SOFTMAX, SYMMETRIC, choose, settled
 from contrastile.backends.contract import Options
-from contrastile.backends.eager import direct, imported, outside_of_graphs
+from contrastile.backends.eager import direct, outside_of_graphs
 from contrastile.backends.registry import checked, require
 from contrastile.plan import Given, Plan, Settings, complete
 from contrastile.schedules import local, schedule
@@ -42,8 +42,8 @@ def evaluate(build: Builder, settings: Given, *args: Any, **kwargs: Any) -> Arra
     # ranks talk to each other, and blocks are copied to a device: no graph can hold either
     if any(settings.get(name) is not None for name in ("group", "device", "block")):
         return outside_of_graphs(_evaluate)(build, settings, args, kwargs)
-    # the first call of torch tensors imports it
-    if imported("contrastile.autograd"):
+    # a compiler must take the same way each time it traces this: nothing here may ask what has been imported
+    if hasattr(args[0], "requires_grad"):
         from contrastile.autograd.steps import STEPS
 
         what = build, *settings.items()

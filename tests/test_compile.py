@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import subprocess
 import sys
 import threading
 import time
@@ -135,3 +136,18 @@ def test_value_and_grad_and_a_group_stay_outside_of_graphs() -> None:
 
     assert torch.equal(InProcessGroup[Tensor](1).run(rank)[0], 2 * value)
     assert graphs.operators() == []
+
+
+def test_the_first_call_of_a_process_may_be_compiled_code_with_a_graph_break() -> None:
+    code = """
+import torch, contrastile
+w = torch.nn.Linear(8, 8)
+def step(x):
+    loss = contrastile.clip_loss(w(x), x, 1.5)
+    loss.backward()
+    print("broken")
+    return loss
+print(torch.compile(step, backend="eager")(torch.randn(16, 8)).isfinite().item())
+"""
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    assert done.stdout.split() == ["broken", "True"]

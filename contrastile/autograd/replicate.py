@@ -52,9 +52,9 @@ class Amplified(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx: Any, loss: Tensor, factor: float) -> Tensor:
-        """The loss."""
+        """The loss, which the caller may change in place: a view could not be."""
         ctx.factor = factor
-        return loss.view_as(loss)
+        return loss.clone()
 
     @staticmethod
     def backward(ctx: Any, *upstream: Tensor) -> tuple[Any, ...]:
@@ -68,7 +68,8 @@ def collected(placement: Placement, args: Sequence[Any], named: dict[str, Any]) 
     Raises:
         ExchangeError: a rank did not answer within the deadline.
     """
-    names = [name for name, x in named.items() if x is not None]
+    # one block of columns has no negatives but an empty sequence
+    names = [name for name, x in named.items() if isinstance(x, Tensor)]
     own = [*args[:2], *(named[name] for name in names)]
     counts = replicate.sizes(placement, 2, names)
     numbers = {name: x for name, x in zip(scalars.NAMES, args[2:], strict=False) if isinstance(x, Tensor)}

@@ -27,7 +27,8 @@ T = TypeVar("T")
 
 _log = logging.getLogger(__name__)
 _BLOCKS = 8
-_WELL, _FAILED = 0, 1
+_WELL, _FAILED, _WELL_APART = 0, 1, 2
+"""The last: well, but the caller cannot compute the whole loss; then all ranks gather."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -126,8 +127,6 @@ class Handshake:
         # if only some ranks wanted a gradient, the others would wait for its messages
         wants = tuple(bool(getattr(x, "requires_grad", False)) for x in (rows, *columns, *(x for _, x in numbers)))
         agreed = {"width": int(rows.shape[1]), "dtype": dtype, "device": device, "column blocks": len(columns)}
-        if self.exchange == "replicate" or (self.exchange == "auto" and device == "cuda"):
-            agreed["interface"] = "autograd" if self.replicates else "value_and_grad"
         agreed |= settings | self.settings | {"gradients wanted": wants if gradients_are_on(arrays) else ()}
         backend = self.settings.get("backend", "auto")
         if backend == "auto":
@@ -137,22 +136,25 @@ class Handshake:
         places = tuple(arrays.device(x) if arrays.owns(x) else "a number" for x, _ in numbers)
         agreed["where scale and bias are"] = places
         values = [_on_host(x, at) for (x, _), at in zip(numbers, places, strict=True)]
-        record = self._record(agreed, _WELL, [own[0], *own[1]], values)
+        record = self._record(agreed, _WELL if self.replicates else _WELL_APART, [own[0], *own[1]], values)
         label = self._label(str(settings.get("loss", "")))
         everyone = comm.agree(record, label)
         self._met = True
         held = everyone[:, -len(scalars.NAMES) :].view("float64")
-        if (everyone[:, :2] != [record[0], _WELL]).any() or not scalars.alike(held):
+        states = everyone[:, 1]
+        if (everyone[:, 0] != record[0]).any() or (states == _FAILED).any() or not scalars.alike(held):
             self._explain(json.dumps(agreed | dict(zip(scalars.NAMES, values, strict=False))))
         shards = _shards(everyone[:, : -len(scalars.NAMES)].tobytes(), len(everyone), len(columns))
-        exchange = self._chosen(shards, int(rows.shape[1]), dtype, device)
+        # a rank under a dispatch mode, or of value_and_grad, may be alone in that
+        replicates = bool((states == _WELL).all())
+        exchange = self._chosen(shards, int(rows.shape[1]), dtype, device, replicates)
         unread = not scalars.READABLE.issuperset(places) and scalars.due(label.serial, exchange) and comm.size > 1
         self.placement = Placement(comm, exchange, self.reduction, shards, label.serial, label.loss, unread)
-        if exchange == "replicate" and self.replicates:
+        if exchange == "replicate" and replicates:
             raise ReplicateError(self.placement, backend)
         return Met(sum(shards.rows), sum(shards.widths), self.placement.start, self.placement)
 
-    def _chosen(self, shards: Shards, width: int, dtype: str, device: str) -> Any:
+    def _chosen(self, shards: Shards, width: int, dtype: str, device: str, replicates: bool) -> Any:
         if self.exchange == "local" and len(shards.rows) > 1:
             raise MismatchError(
                 f"exchange='local' is for a world of one, got {len(shards.rows)} ranks; drop group= for a loss of each "
@@ -165,7 +167,7 @@ class Handshake:
             )
         if self.exchange in ("ring", "gather", "replicate"):
             return self.exchange
-        choice = choose_exchange(shards, width, ITEMSIZE[dtype], may_replicate=self.replicates and device == "cuda")
+        choice = choose_exchange(shards, width, ITEMSIZE[dtype], may_replicate=replicates and device == "cuda")
         _log.debug("exchange='auto' is %s: %s", choice.exchange, choice.reason)
         return choice.exchange
 

@@ -3,10 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from contextlib import nullcontext
 from typing import Any
 
 import pytest
 import torch
+from torch import Tensor
+from torch.utils.flop_counter import FlopCounterMode
 
 import contrastile
 from contrastile.comm.communicator import MismatchError
@@ -100,17 +103,43 @@ def test_what_cannot_be_replicated_is_refused_on_every_rank() -> None:
     def with_negatives(comm: InProcess) -> None:
         contrastile.info_nce(image, text, scale, negatives=text, group=comm, exchange="replicate")
 
-    def by_another_interface(comm: InProcess) -> None:
-        settings: dict[str, Any] = {"group": comm, "exchange": "replicate"}
-        with torch.no_grad():
-            if comm.rank:
-                contrastile.value_and_grad(contrastile.clip_loss, **settings)(image, text, 1.5)
-            contrastile.clip_loss(image, text, 1.5, **settings)
-
     (text_of_negatives,) = raised(with_negatives)
     assert "one block of columns, got 2" in text_of_negatives
-    (text_of_interface,) = raised(by_another_interface)
-    assert "interface must be the same on every rank" in text_of_interface
+
+
+def test_a_rank_under_a_dispatch_mode_has_all_ranks_gather() -> None:
+    expected = whole(contrastile.clip_loss, upstream=len(COUNTS))
+
+    def program(comm: InProcess) -> list[Tensor]:
+        def own(x: Tensor) -> Tensor:
+            return (x.split(COUNTS)[comm.rank] if x.ndim else x).detach().double().clone().requires_grad_()
+
+        image, text, scale = map(own, drawn())
+        with FlopCounterMode(display=False) if comm.rank == 2 else nullcontext():
+            loss = contrastile.clip_loss(image, text, scale, group=comm, exchange="replicate")
+            loss.backward()
+        return [loss.detach().float(), image.grad.float()]
+
+    for rank, (value, d_image) in enumerate(InProcessGroup[list[Tensor]](len(COUNTS)).run(program)):
+        torch.testing.assert_close(value, expected[0])
+        torch.testing.assert_close(d_image, expected[1].split(COUNTS)[rank])
+
+
+@pytest.mark.parametrize("negatives", [[], ()])
+def test_no_negatives_are_replicated_and_the_loss_can_be_divided_in_place(negatives: Any) -> None:
+    def program(comm: InProcess) -> tuple[Tensor, Tensor]:
+        image, text, scale = drawn()
+        image.requires_grad_()
+        loss = contrastile.info_nce(image, text, scale, negatives=negatives, group=comm, exchange="replicate")
+        loss /= 4
+        loss.backward()
+        return loss.detach(), image.grad
+
+    image, text, scale = drawn()
+    expected = contrastile.info_nce(torch.cat([image] * 2), torch.cat([text] * 2), scale)
+    for value, gradient in InProcessGroup[tuple[Tensor, Tensor]](2).run(program):
+        assert torch.equal(value, expected / 4)
+        assert gradient.any()
 
 
 def test_small_problems_of_gpus_are_replicated_by_auto() -> None:
