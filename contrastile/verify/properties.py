@@ -72,7 +72,8 @@ def tiles(trial: Trial) -> Comparisons:
 def options(trial: Trial) -> Comparisons:
     """No memory for G, a little of it, and no kept exponentials give the same loss and gradients."""
     trial.only_small()
-    for settings in ({"workspace": 0}, {"workspace": 1}, {"keep": 0}, {"keep": 1}):
+    each: tuple[dict[str, Any], ...] = ({"workspace": 0}, {"workspace": 1}, {"keep": 0}, {"keep": 1})
+    for settings in each:
         subject = replace(trial.subject, **settings)
         got = subject.run(trial.problem)
         bound = bounds(trial.problem, trial.oracle, subject.accuracy, subject.dtype)
