@@ -6,6 +6,7 @@ Exit codes: 0 success, 1 failure, 2 the command could not run, or not to its end
 from __future__ import annotations
 
 import argparse
+import errno
 import importlib
 import os
 import sys
@@ -33,14 +34,22 @@ def main(argv: Sequence[str] | None = None) -> int:
     if not {"", os.getcwd()} & set(sys.path):
         # as python -m does, and a console script does not: "module:attribute" may be a file of the current directory
         sys.path.insert(0, os.getcwd())
+    name = f"contrastile {words[0] if words else ''}".rstrip()
+    if sys.stdout is None:
+        print(f"{name}: the standard output must be open, got a closed one; send it to a file", file=sys.stderr)
+        return 2
     try:
         return _run(words)
-    except BrokenPipeError:
-        # the reader of stdout is gone; the interpreter must not fail again when it flushes at exit
+    except OSError as error:
+        if error.filename is not None or error.errno not in (errno.EPIPE, errno.ENOSPC, errno.EDQUOT, errno.EIO):
+            raise
+        # what was written last fails again at exit, where nothing catches it
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        if error.errno != errno.EPIPE:
+            print(f"{name}: the standard output cannot be written: {error.strerror}", file=sys.stderr)
         return 2
     except KeyboardInterrupt:
-        print(f"contrastile {words[0] if words else ''}: interrupted", file=sys.stderr)
+        print(f"{name}: interrupted", file=sys.stderr)
         return 2
 
 

@@ -2,6 +2,7 @@
 
 import subprocess
 import sys
+from pathlib import Path
 
 import pytest
 
@@ -115,3 +116,22 @@ def test_a_reader_that_leaves_causes_no_traceback():
     with listing.stderr:
         said = listing.stderr.read()
     assert (listing.wait(), said) == (2, b"")
+
+
+@pytest.mark.skipif(not Path("/dev/full").exists(), reason="a device of Linux's")
+@pytest.mark.parametrize("words", [["doctor"], ["verify", "--list"]])
+def test_an_output_that_cannot_be_written_is_said_in_one_line(words: list[str]) -> None:
+    command = [sys.executable, "-m", "contrastile", *words]
+    with open("/dev/full", "w") as full:
+        done = subprocess.run(command, stdout=full, stderr=subprocess.PIPE, text=True, check=False)
+    assert (done.returncode, len(done.stderr.splitlines())) == (2, 1), done.stderr
+    assert "the standard output cannot be written: No space left" in done.stderr
+    closed = subprocess.run(["sh", "-c", '"$@" >&-', "sh", *command], stderr=subprocess.PIPE, text=True, check=False)
+    assert (closed.returncode, len(closed.stderr.splitlines())) == (2, 1), closed.stderr
+
+
+def test_more_processes_than_a_machine_can_run_are_refused() -> None:
+    command = [sys.executable, "-m", "contrastile", "verify", "--jobs", "1000000", "--case", "smoke"]
+    done = subprocess.run(command, capture_output=True, text=True, check=False)
+    assert done.returncode == 2
+    assert "--jobs must be at most" in done.stderr

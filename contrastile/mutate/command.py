@@ -16,6 +16,7 @@ from contrastile.mutate.run import MutationRun, Result, Target
 from contrastile.reporting import (
     CannotRunError,
     at_least,
+    at_most,
     cannot_run,
     progress,
     require_packages,
@@ -64,6 +65,7 @@ def main(args: argparse.Namespace) -> int:
 def _run(args: argparse.Namespace) -> int:
     at_least("deadline", args.deadline, 1)
     at_least("jobs", args.jobs, 1)
+    at_most("jobs", args.jobs, 4 * (os.cpu_count() or 1))
     target = Target(_backend(args.backend), args.device, args.deadline)
     mutants = _selected(args, list(every()))
     if args.list:

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import gc
 import random
 import sys
 import threading
+from dataclasses import replace
 from functools import partial
 from typing import Any
 
@@ -24,6 +26,8 @@ from contrastile.verify.truth import Outcome, truth
 
 CASE = "calls"
 _REPEATS = 3
+_MANY = 64
+"""Calls after which a leak of one object a call is told from what a process takes once."""
 
 
 def calls(subject: Subject, case: str) -> Comparisons:
@@ -51,6 +55,9 @@ def calls(subject: Subject, case: str) -> Comparisons:
         again.rewrite(second)
         again.run()
         yield f"{kind}, new values in the same arrays", again.judged()
+        yield f"{kind}, the same memory by other strides", _turned(new(0))
+        held = _held(again)
+        yield f"{kind}, objects left by {_MANY} calls", Worst(held / _MANY, "objects", (), held, _MANY)
         yield f"{kind}, in another thread", _in_threads([new(0)])
         yield f"{kind}, in two threads at once", _in_threads([new(0), new(1)])
 
@@ -105,6 +112,37 @@ class Step:
         subject, oracle = self.subject, truth(self.problem)
         bound = bounds(self.problem, oracle, subject.accuracy, subject.dtype, options=self.options)
         return compare(got, oracle.outcome, bound, ("loss", *GRADIENT))
+
+
+def _turned(step: Step) -> Worst:
+    """The worse of a step whose rows are square, and of that step with those rows transposed where they lie."""
+    rows, (columns, *_) = step.native.rows, step.native.columns
+    size = min(len(step.problem.rows), rows.shape[1])
+    square, found = rows[:size, :size], []
+    kept = slice(0, size)
+    vectors = ("row_weight", "row_target", "positives")
+    for turned in (False, True):
+        x = step.problem.rows[kept, kept]
+        cut: dict[str, Any] = {name: getattr(step.problem, name)[kept] for name in vectors}
+        problem = replace(step.problem, rows=x.T if turned else x, columns=(step.problem.columns[0][:, kept],), **cut)
+        again = Step(step.subject, problem)
+        again.native = replace(again.native, rows=square.T if turned else square, columns=(columns[:, kept],))
+        again.run()
+        found.append(again.judged())
+    return largest(found)
+
+
+def _held(step: Step) -> int:
+    """The objects that are more after some calls: the fewest of several rounds, for what leaks does so in each."""
+    found = []
+    for _ in range(1 + _REPEATS):
+        gc.collect()
+        before = sys.getallocatedblocks()
+        for _ in range(_MANY):
+            step.run()
+        gc.collect()
+        found.append(max(0, sys.getallocatedblocks() - before))
+    return min(found)
 
 
 def _in_threads(steps: list[Step]) -> Worst:

@@ -28,6 +28,7 @@ from contrastile.verify import (
     sizes,
     strategies,
 )
+from contrastile.verify.bounds import bounds
 from contrastile.verify.comparison import GRADIENT, NOTHING, VALUE, Comparisons, Worst, compare, identical, parts, wrong
 from contrastile.verify.plain import NOISIER, compare_with_plain
 from contrastile.verify.trial import Property, SkipError, Trial
@@ -61,12 +62,23 @@ def tiles(trial: Trial) -> Comparisons:
     """Every tile size gives the same loss and gradients."""
     trial.only_small()
     m, n = len(trial.problem.rows), sum(rearrange.sizes(trial.problem))
-    sizes = [(7, 5), (m // 2 + 1, n + 3), (2 * m + 1, n // 2 + 1)] + [(1, 1)] * (m * n <= 64)
+    sizes = [(7, 5), (m // 2 + 1, n + 3), (2 * m + 1, n // 2 + 1), (64, 64), (128, 32)] + [(1, 1)] * (m * n <= 64)
     for tile in sizes:
-        options = Options(tile=tile)
-        got = trial.subject.run(trial.problem, options=options)
-        bound = trial.bounds(trial.problem, trial.oracle, options=options)
+        how = Options(tile=tile)
+        got = trial.subject.run(trial.problem, options=how)
+        bound = trial.bounds(trial.problem, trial.oracle, options=how)
         yield f"tile {tile[0]} x {tile[1]}", compare(got, trial.oracle.outcome, bound)
+
+
+def options(trial: Trial) -> Comparisons:
+    """No memory for G, a little of it, and no kept exponentials give the same loss and gradients."""
+    trial.only_small()
+    each: tuple[dict[str, Any], ...] = ({"workspace": 0}, {"workspace": 1}, {"keep": 0}, {"keep": 1})
+    for settings in each:
+        subject = replace(trial.subject, **settings)
+        got = subject.run(trial.problem)
+        bound = bounds(trial.problem, trial.oracle, subject.accuracy, subject.dtype)
+        yield ", ".join(f"{name} {x}" for name, x in settings.items()), compare(got, trial.oracle.outcome, bound)
 
 
 def permutation(trial: Trial) -> Comparisons:
@@ -340,6 +352,7 @@ PROPERTIES = _registered(
         gradients,
         plain,
         tiles,
+        options,
         permutation,
         shift,
         split_merge,

@@ -21,11 +21,14 @@ DENSE = 130
 
 EDGES = tuple(2**k + more for k in range(6, 12) for more in (-1, 0, 1))
 COUNTS = (*EDGES, 96, 192, 384, 768, 1536, 4096, 4097)
-WIDTHS = (*EDGES, 96, 160, 192, 320, 384, 640, 768, 896, 1152, 1280, 1536, 1792, 3072, 4096)
+WIDTHS = (*EDGES, 96, 160, 192, 320, 384, 640, 768, 896, 1152, 1280, 1536, 1792, 3072, 4096, 4101, 8192, 8193)
 """Both neighbours of powers of two, multiples of tiles, and the widths of common models."""
 
 MANY = 65537
 """More rows, or columns, than 16 bits count."""
+
+LARGE = ((10007, 5, 129), (5, 10007, 129))
+"""Many rows, or columns, of many features each."""
 
 PAIRS = {"cpu": (1451, 1449, 2), "cuda": (3001, 2903, 8)}
 """More pairs than 21 bits count; on a GPU more tiles than it computes at a time, so that each program has several."""
@@ -33,9 +36,8 @@ PAIRS = {"cpu": (1451, 1449, 2), "cuda": (3001, 2903, 8)}
 
 def sizes(subject: Subject, case: str) -> Comparisons:
     """Value and gradients are right at every size of rows, columns and features."""
-    for number, shape in enumerate(_shapes(subject)):
-        both = ("softmax", "sigmoid")
-        for kind in both if shape[2] in WIDTHS else both[number % 2 :][:1]:
+    for shape in _shapes(subject):
+        for kind in ("softmax", "sigmoid"):
             problem = _problem(kind, *shape, subject.dtype)
             oracle = truth(problem)
             bound = bounds(problem, oracle, subject.accuracy, subject.dtype)
@@ -48,10 +50,9 @@ def _shapes(subject: Subject) -> Iterator[tuple[int, int, int]]:
     if subject.dtype == "float32" and subject.device == "cpu":
         # coprime with the prime DENSE + 1: each side runs through all sizes
         yield from ((k, 37 * k % (DENSE + 1), 53 * k % (DENSE + 1)) for k in range(1, DENSE + 1))
-        yield from ((MANY, 3, 2), (3, MANY, 2))
+        yield from ((MANY, 3, 2), (3, MANY, 2), *LARGE)
     if subject.dtype == "float32" or subject.device == "cuda":
-        # of either loss
-        yield from [PAIRS[subject.device]] * 2
+        yield PAIRS[subject.device]
     yield from ((5, 7, width) for width in WIDTHS)
     yield from (shape for count in COUNTS for shape in ((count, 7, 3), (6, count, 3)))
 

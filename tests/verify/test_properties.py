@@ -46,6 +46,50 @@ def drops_the_last_tile_asked_for():
     return on_lse(lse)
 
 
+def gives_no_gradient_without_a_workspace():
+    def gradients(block, weights, rows, columns, options):
+        if options.workspace != 0:
+            NUMPY.gradients(block, weights, rows, columns, options)
+
+    return replace(NUMPY, gradients=gradients)
+
+
+def doubled(where):
+    return seeing(NUMPY, lambda arrays, block: replace(block, scale=block.scale * (1 + where(block.rows))))
+
+
+def doubled_at_100_rows():
+    return doubled(lambda x: len(x) == 100)
+
+
+def doubled_where_many_rows_are_wide():
+    return doubled(lambda x: len(x) > 5000 and x.shape[1] > 8)
+
+
+def doubled_beyond_4100_features():
+    return doubled(lambda x: x.shape[1] > 4100)
+
+
+def holds_a_vector_of_each_call():
+    held = []
+
+    def lse(block, columns, options):
+        held.append(block.rows[:, 0].copy())
+        return NUMPY.lse(block, columns, options)
+
+    return on_lse(lse)
+
+
+def strides_are_those_of_the_first_at_an_address():
+    first = {}
+
+    def rows(x):
+        strides, _ = first.setdefault((x.ctypes.data, x.shape), (x.strides, x))
+        return np.lib.stride_tricks.as_strided(x, x.shape, strides)
+
+    return seeing(NUMPY, lambda arrays, block: replace(block, rows=rows(block.rows)))
+
+
 def mutant(name):
     """A defect that ``contrastile mutate`` plants."""
     plant = partial(WRAPPERS[name].plant, NUMPY)
@@ -128,6 +172,12 @@ def forgets_the_columns_part():
 
 
 PLANTED = [
+    ("options", "ragged", gives_no_gradient_without_a_workspace),
+    ("sizes", "sizes", doubled_at_100_rows),
+    ("sizes", "sizes", doubled_where_many_rows_are_wide),
+    ("sizes", "sizes", doubled_beyond_4100_features),
+    ("calls", "calls", holds_a_vector_of_each_call),
+    ("calls", "calls", strides_are_those_of_the_first_at_an_address),
     ("value", "ragged", mutant("positives-off-by-one")),
     ("value", "nan", mutant("nan-taken-for-0")),
     ("value", "ragged", crashes),
@@ -175,8 +225,8 @@ BY_NAME = {
 
 
 def run(backend, prop, case):
-    # the oracle is no more exact than a plain float64 computation
-    dtype = "float32" if prop in ("plain", "growth") else "float64"
+    # the oracle is no more exact than a plain float64 computation, and most sizes are tried in float32 alone
+    dtype = "float32" if prop in ("plain", "growth", "sizes") else "float64"
     found = Run(Selection({"planted": backend}, [case], [prop], [dtype], examples=30))
     return list(found.rows()), found.failures
 
