@@ -5,7 +5,7 @@
     python examples/emoji.py --batch 16384
     python examples/emoji.py --batch 1024 --samples 262144 --locales en --size 32 --width 16    # on a CPU
 
-The same command again goes on where it was interrupted. docs/tutorials/examples.md shows what comes out.
+docs/tutorials/examples.md shows what comes out.
 """
 
 from __future__ import annotations

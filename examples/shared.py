@@ -1,4 +1,4 @@
-"""What the examples share: the training step, and around it progress, checkpoints, recall, records and figures."""
+"""What the examples share: the training step, and around it progress, recall, records and figures."""
 
 from __future__ import annotations
 
@@ -6,7 +6,6 @@ import functools
 import itertools
 import json
 import math
-import os
 import sys
 import time
 from abc import ABC, abstractmethod
@@ -58,10 +57,11 @@ def arguments(parser: ArgumentParser, *, out: str, batch: int, samples: int, lr:
     parser.add_argument("--seed", type=int, nargs="+", default=[0], help="several: several runs for each batch")
     parser.add_argument("--samples", type=int, default=samples, help="pairs seen in a run, whatever its batch")
     parser.add_argument("--lr", type=float, default=lr, help="learning rate at a batch of 512, times sqrt(batch / 512)")
-    parser.add_argument("--evaluations", type=int, default=16, help="checkpoints, log lines and points of a curve")
+    parser.add_argument("--evaluations", type=int, default=16, help="log lines and points of a curve")
     parser.add_argument("--device", default="auto", help="auto, cpu, cuda, cuda:1")
-    parser.add_argument("--out", type=Path, default=Path(out), help="folder of the checkpoints")
-    parser.add_argument("--record", type=Path, help="where STEM.json and STEM.svg go (default: OUT/record)")
+    parser.add_argument(
+        "--record", type=Path, default=Path(out), metavar="STEM", help="where STEM.json and STEM.svg go"
+    )
     parser.add_argument("--note", default="", help="a remark for the record")
     options = parser.parse_args()
     for name, given in (("batch", min(options.batch)), ("samples", options.samples), ("chunk", options.chunk)):
@@ -72,7 +72,6 @@ def arguments(parser: ArgumentParser, *, out: str, batch: int, samples: int, lr:
     )
     if options.device.index is not None:  # plain "cuda" is the current one, and set_device takes none without a number
         torch.cuda.set_device(options.device)
-    options.record = options.record or options.out / "record"
     return options
 
 
@@ -114,8 +113,8 @@ def rows_of(position: int, batch: int, pairs: int, seed: int) -> Tensor:
     return rows[start : start + batch]
 
 
-def train(task: Task, options: Namespace, batch: int, seed: int, about: dict[str, Any]) -> dict[str, Any]:
-    """One run, from its checkpoint where there is one of the same settings (``about``); returns its record."""
+def train(task: Task, options: Namespace, batch: int, seed: int) -> dict[str, Any]:
+    """One run; returns its record."""
     torch.manual_seed(seed)
     task.reset()
     device = options.device
@@ -126,18 +125,13 @@ def train(task: Task, options: Namespace, batch: int, seed: int, about: dict[str
     )
     steps = max(1, options.samples // batch)
     reports = {round(steps * (i + 1) / options.evaluations) for i in range(options.evaluations)} | {steps}
-    settings = {**about, "batch": batch, "seed": seed}
-    path = options.out / f"b{batch}-seed{seed}.pt"
-    if path.exists():
-        done, curve = _resume(path, settings, task, optimiser, device)
-    else:
-        done, curve = 0, [{"samples": 0, **evaluate(task)}]
+    curve = [{"samples": 0, **evaluate(task)}]
     if device.type == "cuda":
         torch.cuda.reset_peak_memory_stats(device)
     title = f"b = {batch:,}, seed {seed}"
     found, start = [], now(device)
     with progress(shown=sys.stdout.isatty()) as report:
-        for i in range(done, steps):
+        for i in range(steps):
             for group in optimiser.param_groups:
                 group["lr"] = lr * min((i + 1) / max(1, steps // 10), 1 - i / steps)  # up for a tenth, then down to 0
             found.append(step(task, rows_of(i * batch, batch, task.pairs, seed), device))
@@ -149,7 +143,6 @@ def train(task: Task, options: Namespace, batch: int, seed: int, about: dict[str
             if i + 1 not in reports:
                 continue
             curve.append(_point((i + 1) * batch, task, found, now(device) - start, batch))
-            save(path, {"settings": settings, "done": i + 1, "curve": curve, **_state(task, optimiser, device)})
             print(f"{title}, step {i + 1} of {steps}: {line(curve[-1])}", flush=True)
             found, start = [], now(device)
     return {"batch": batch, "seed": seed, "curve": curve}
@@ -188,39 +181,6 @@ def line(point: dict[str, Any]) -> str:
     )
 
 
-def _state(task: Task, optimiser: torch.optim.Optimizer, device: torch.device) -> dict[str, Any]:
-    generators = [torch.get_rng_state()] + ([torch.cuda.get_rng_state(device)] if device.type == "cuda" else [])
-    return {"model": task.model.state_dict(), "optimiser": optimiser.state_dict(), "generators": generators}
-
-
-def save(path: Path, state: dict[str, Any]) -> None:
-    """Write a checkpoint; whoever is interrupted keeps the one before."""
-    path.parent.mkdir(parents=True, exist_ok=True)
-    torch.save(state, path.with_suffix(".new"))
-    os.replace(path.with_suffix(".new"), path)
-
-
-def _resume(
-    path: Path, settings: dict[str, Any], task: Task, optimiser: torch.optim.Optimizer, device: torch.device
-) -> tuple[int, list[dict[str, Any]]]:
-    """Take up a checkpoint: the steps that are done, and their curve."""
-    try:
-        state = torch.load(path, map_location="cpu", weights_only=True)
-        made = state["settings"]
-    except Exception as error:  # whatever a damaged file makes torch raise
-        raise SystemExit(
-            f"{path} is no checkpoint of a run ({type(error).__name__}); remove it, or give another --out"
-        ) from error
-    if made != settings:
-        raise SystemExit(f"{path} is of a run with {made}, got {settings}; give another --out")
-    task.model.load_state_dict(state["model"])
-    optimiser.load_state_dict(state["optimiser"])
-    torch.set_rng_state(state["generators"][0])
-    if device.type == "cuda" and len(state["generators"]) > 1:  # it may have begun on a CPU
-        torch.cuda.set_rng_state(state["generators"][1], device)
-    return state["done"], state["curve"]
-
-
 def recall(query: Tensor, key: Tensor, own: Tensor, name: str = "recall", tile: int = 4096) -> dict[str, float]:
     """Share of queries whose own key is among the nearest 1 and 10; a tie counts against it.
 
@@ -248,7 +208,7 @@ def runs(task: Task, options: Namespace, title: str, about: dict[str, Any]) -> N
     options.record.parent.mkdir(parents=True, exist_ok=True)
     for batch in options.batch:
         for seed in options.seed:
-            record["runs"].append(train(task, options, batch, seed, about))
+            record["runs"].append(train(task, options, batch, seed))
             options.record.with_suffix(".json").write_text(json.dumps(record, indent=1) + "\n", encoding="utf-8")
             figure(record, options.record.with_suffix(".svg"))
 

