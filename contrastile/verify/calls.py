@@ -56,7 +56,7 @@ def calls(subject: Subject, case: str) -> Comparisons:
         again.run()
         yield f"{kind}, new values in the same arrays", again.judged()
         yield f"{kind}, the same memory by other strides", _turned(new(0))
-        if subject.dtype == "float32":
+        if subject.dtype in ("float32", "float64"):
             held = _held(again)
             yield f"{kind}, objects left by {_MANY} calls", Worst(held / _MANY, "objects", (), held, _MANY)
         yield f"{kind}, in another thread", _in_threads([new(0)])

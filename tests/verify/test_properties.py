@@ -80,6 +80,14 @@ def holds_a_vector_of_each_call():
     return on_lse(lse)
 
 
+def shared_memory_is_equal_features():
+    def lse(block, columns, options):
+        same = np.shares_memory(block.rows, block.columns) and block.rows.shape == block.columns.shape
+        return NUMPY.lse(replace(block, columns=block.rows) if same else block, columns, options)
+
+    return on_lse(lse)
+
+
 def strides_are_those_of_the_first_at_an_address():
     first = {}
 
@@ -177,6 +185,7 @@ PLANTED = [
     ("sizes", "sizes", doubled_where_many_rows_are_wide),
     ("sizes", "sizes", doubled_beyond_4100_features),
     ("calls", "calls", holds_a_vector_of_each_call),
+    ("aliases", "aliases", shared_memory_is_equal_features),
     ("calls", "calls", strides_are_those_of_the_first_at_an_address),
     ("value", "ragged", mutant("positives-off-by-one")),
     ("value", "nan", mutant("nan-taken-for-0")),

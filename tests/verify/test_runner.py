@@ -46,6 +46,7 @@ def test_everything_is_selected_by_default():
         ["growth"],
         ["sizes"],
         ["calls"],
+        ["aliases"],
         *[["public-losses"]] * 6,
         ["ranks"],
         ["drawn"],

@@ -266,7 +266,9 @@ def test_a_defect_of_the_public_face_is_caught(defect, monkeypatch):
 @pytest.mark.parametrize("what", OF_TRAINING)
 def test_a_defect_of_training_alone_is_caught(what, monkeypatch):
     OF_TRAINING[what](monkeypatch)
-    assert what in first_failure(public.training(subject(), public.CASE))
+    failure = first_failure(public.training(subject(), public.CASE))
+    # other random numbers are refused before a gradient can be wrong
+    assert ("same embeddings both times" if what.startswith("numbers") else what) in failure
 
 
 @pytest.mark.parametrize(
