@@ -16,7 +16,7 @@ from contrastile.verify.rearrange import folded, split
 from contrastile.verify.rounding import round_to
 from contrastile.verify.truth import Outcome
 
-FORMS: dict[str, named.Named[Any]] = {
+FORMS: dict[str, Any] = {
     "clip_loss": named.clip,
     "info_nce": named.info_nce,
     "sigmoid_loss": named.siglip,

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import partial
 from typing import Any
@@ -236,7 +236,7 @@ OF_TRAINING = (
 def interfaces(subject: Subject, objective: str) -> Iterator[tuple[Interface, Loss, tuple[str, ...]]]:
     """The interfaces of a public loss, as losses with the properties that each is held to."""
     library, whole = subject.backend.arrays.name, subject.dtype == "float32" and subject.precision == "ieee"
-    groups = [(library, OF_ARRAYS)]
+    groups: list[tuple[str, Sequence[Interface]]] = [(library, OF_ARRAYS)]
     if library != "numpy" and subject.device == "cpu" and subject.dtype != "bfloat16":
         groups.append(("numpy", OF_ARRAYS))
     if library == "torch":
