@@ -85,6 +85,8 @@ def stand_in() -> ModuleType:
 def cupy_modules(*names: str) -> Iterator[list[Any]]:
     """The backend's modules of these names, imported while ``cupy`` is the stand-in."""
     kept = {name: module for name, module in sys.modules.items() if name.startswith(f"{PACKAGE}.")}
+    package = importlib.import_module(PACKAGE)
+    attributes = dict(vars(package))
     driver = SimpleNamespace(CUtensorMapDataType=None)
     bindings: Any = ModuleType("cuda.bindings")
     bindings.driver = driver
@@ -100,3 +102,7 @@ def cupy_modules(*names: str) -> Iterator[list[Any]]:
         for name in [x for x in sys.modules if x.startswith(f"{PACKAGE}.")]:
             del sys.modules[name]
         sys.modules.update(kept)
+        # an import leaves a submodule in its package too, where the next one would find it
+        for name in vars(package).keys() - attributes.keys():
+            delattr(package, name)
+        vars(package).update(attributes)

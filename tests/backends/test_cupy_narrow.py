@@ -6,56 +6,32 @@ from typing import Any
 
 import numpy as np
 import pytest
-from cupy_hosted import Host, hosted
+from cupy_hosted import block, hosted, sums, weights
 
 pytest.importorskip("ml_dtypes")
 
-from contrastile.backends.contract import Block, Options, Pairs, Weights
+from contrastile.backends.contract import Options
 
 N = 300
-
-
-def block(host: Host, width: int = 128, dtype: str = "bfloat16") -> Block:
-    arrays = host.record.backend.arrays
-    like = arrays.full((1,), 0.0, "float32", arrays.from_numpy(np.zeros(1)))
-    rows = arrays.full((N, width), 0.0, dtype, like)
-    itself = arrays.arange(0, N, like)
-    return Block(rows, rows, arrays.asarray(3.0, "float32", like), None, Pairs(positives=itself, excluded=itself + 1))
-
-
-def weights(given: Block) -> Weights:
-    lse, one = (given.pairs.positives.astype(dtype) for dtype in ("float64", "float32"))
-    return Weights(lse, lse, one, one, lse, lse, one, one)
-
-
-def sums(width: int = 128) -> Any:
-    import cupy
-
-    return cupy.zeros((N, width), "float32")
-
-
-def names(host: Host) -> list[str]:
-    found = [call.name for call in host.calls]
-    host.calls.clear()
-    return found
 
 
 @pytest.mark.parametrize(("width", "dtype"), [(65, "float16"), (100, "bfloat16"), (128, "bfloat16")])
 def test_rows_alone_of_narrow_features_have_kernels_of_their_own(width: int, dtype: str) -> None:
     with hosted() as host:
-        given, backend = block(host, width, dtype), host.record.backend
+        given, backend = block(host, (N, N, width), dtype, "excluded"), host.record.backend
         backend.lse(given, False, Options())
-        found = names(host)
+        found = host.names()
         assert found[found.index("narrow_forward_sm90") + 1] == "fold"
         # where the fast path does not hold, the tile kernel takes the rows
         assert found[-2:] == ["forward_sm90", "fold"]
         assert found.count("forward_sm90") == 1
-        for run in (
-            lambda: backend.gradients(given, weights(given), sums(width), None, Options()),
-            lambda: backend.finished(given, weights(given), None, None, Options()),
+        w = weights(host, given)
+        for primitive, arguments in (
+            (backend.gradients, (w, sums(host, given)[0], None)),
+            (backend.finished, (w, None, None)),
         ):
-            run()
-            found = names(host)
+            primitive(given, *arguments, Options())
+            found = host.names()
             assert found[found.index("narrow_gradient_sm90") + 1] == "narrow_join"
             assert "gradient_sm90" not in found
             assert not host.multiplied
@@ -67,44 +43,40 @@ def test_rows_alone_of_narrow_features_have_kernels_of_their_own(width: int, dty
 )
 def test_other_features_and_tiles_that_are_asked_for_have_not(width: int, dtype: str, tile: Any) -> None:
     with hosted() as host:
-        given, backend, options = block(host, width, dtype), host.record.backend, Options(tile=tile)
+        given, backend, options = block(host, (N, N, width), dtype, "excluded"), host.record.backend, Options(tile=tile)
         backend.lse(given, False, options)
-        backend.finished(given, weights(given), None, None, options)
-        assert not any(name.startswith("narrow") for name in names(host))
+        backend.finished(given, weights(host, given), None, None, options)
+        assert not any(name.startswith("narrow") for name in host.names())
         assert not backend.rows_alone(width, dtype, options)
 
 
 def test_both_sides_together_have_not() -> None:
     with hosted() as host:
-        given, backend = block(host), host.record.backend
+        given, backend = block(host, (N, N, 128), kind="excluded"), host.record.backend
         backend.lse(given, True, Options())
-        backend.finished(given, weights(given), None, "gradient", Options())
-        backend.gradients(given, weights(given), sums(), sums(), Options())
-        backend.gradients(given, weights(given), None, sums(), Options())
+        backend.finished(given, weights(host, given), None, "gradient", Options())
+        backend.gradients(given, weights(host, given), *sums(host, given), Options())
+        backend.gradients(given, weights(host, given), None, sums(host, given)[1], Options())
         # its kernel writes along the rows of the sums
-        across = sums().T.copy().T
-        backend.gradients(given, weights(given), across, None, Options())
-        assert not any(name.startswith("narrow") for name in names(host))
+        across = sums(host, given)[0].T.copy().T
+        backend.gradients(given, weights(host, given), across, None, Options())
+        assert not any(name.startswith("narrow") for name in host.names())
 
 
-def test_sums_that_do_not_fit_in_the_workspace_are_made_in_parts(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_sums_that_do_not_fit_in_the_workspace_are_made_in_parts() -> None:
     with hosted() as host:
-        given = block(host)
-        monkeypatch.setattr(host.backward_pass, "narrow_rows", lambda m, options: 128)
-        host.record.backend.finished(given, weights(given), None, None, Options())
+        given = block(host, (3000, N, 128))
+        host.record.backend.finished(given, weights(host, given), None, None, Options(workspace=1))
         launches = [call.arguments for call in host.calls if call.name == "narrow_gradient_sm90"]
         chunks = [(x.row, x.height, x.column, x.width) for x in (each.gradient.chunk for each in launches)]
-        assert chunks == [
-            (0, 128, 0, N),
-            (128, 128, 0, N),
-            (256, 44, 0, N),
-        ]
+        # 1 MiB holds 2,048 rows of 128 float32
+        assert chunks == [(0, 2048, 0, N), (2048, 952, 0, N)]
         assert all(x.fresh for x in launches)
 
 
 def test_partials_are_those_that_are_folded() -> None:
     with hosted() as host:
-        host.record.backend.lse(block(host), False, Options())
+        host.record.backend.lse(block(host, (N, N, 128), kind="excluded"), False, Options())
         arguments = {call.name: call.arguments for call in reversed(host.calls)}
         left, fold = arguments["narrow_forward_sm90"], arguments["fold"].rows
         assert (left.forward.rows.sums, left.forward.rows.stride) == (fold.sums, fold.part_stride)
