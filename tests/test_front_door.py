@@ -300,3 +300,17 @@ def test_what_a_call_was_given_is_freed_with_its_results() -> None:
         assert [x() for x in held] == [None] * 4
     finally:
         gc.enable()
+
+
+@pytest.mark.parametrize("dtype", ["bfloat16", "float16"])
+def test_numpy_arrays_of_16_bits_are_what_torch_s_tensors_of_them_are(dtype: str) -> None:
+    kind = getattr(pytest.importorskip("ml_dtypes"), dtype, None) or np.dtype(dtype)
+    given = [namespace("numpy")[name].astype(kind) for name in ("image", "text")]
+    both = contrastile.value_and_grad(contrastile.clip_loss, backend="torch")
+    value, gradients = both(*given, 3.0)
+    tensors = [torch.from_numpy(x.astype(np.float32)).to(getattr(torch, dtype)) for x in given]
+    expected, theirs = both(*tensors, 3.0)
+    assert float(value) == float(expected)
+    for got, right in zip(gradients[:2], theirs[:2], strict=True):
+        assert got.dtype == kind
+        assert np.array_equal(got.astype(np.float32), right.float().numpy())

@@ -416,7 +416,10 @@ class TorchArrays:
 
     def from_numpy(self, x: Any) -> Array:
         # torch takes no read-only memory and no steps backwards
-        return self.module.from_numpy(x if x.flags.writeable and min(x.strides, default=0) >= 0 else x.copy())
+        x = x if x.flags.writeable and min(x.strides, default=0) >= 0 else x.copy()
+        # nor ml_dtypes' bfloat16
+        wide = str(x.dtype) != "bfloat16"
+        return self.module.from_numpy(x) if wide else self.module.from_numpy(x.view("i2")).view(self.module.bfloat16)
 
 
 def library_of(x: Any) -> ArrayLibrary:
