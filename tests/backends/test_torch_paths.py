@@ -13,6 +13,7 @@ import pytest
 import torch
 from torch_blocks import RAGGED, block_of, pretend_device, statistics_and_gradients, symmetric, worst
 
+import contrastile
 from contrastile.backends.contract import Block, Options
 from contrastile.backends.torch import backend, gradients, products, sigmoid, statistics
 from contrastile.bench.memory import torch_peak
@@ -261,3 +262,15 @@ def test_rows_against_themselves_have_symmetric_logits_whatever_blas_does(
 def test_a_symmetric_product_is_left_as_it_is() -> None:
     assert products._symmetric(300, 64, torch.float32, torch.get_num_threads())
     assert not products._symmetric(7, 64, torch.float32, torch.get_num_threads())
+
+
+def test_a_scale_near_the_largest_leaves_finite_gradients() -> None:
+    draw = torch.Generator().manual_seed(0)
+    image, text = (torch.nn.functional.normalize(torch.randn(16, 8, generator=draw), dim=1) for _ in range(2))
+    found = []
+    for dtype in (torch.float32, torch.float64):
+        leaf = image.to(dtype, copy=True).requires_grad_()
+        contrastile.clip_loss(leaf, text.to(dtype), 1e30, backend="torch").backward()
+        found.append(leaf.grad.double())
+    # every probability is 0 or 1 here: what is left is the rounding of the features' sums
+    assert (found[0] - found[1]).abs().max() <= 64 * 2.0**-24 * found[1].abs().max()

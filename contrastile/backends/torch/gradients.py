@@ -163,7 +163,9 @@ class _SideWeights:
 
     @cached_property
     def _low(self) -> torch.Tensor:
-        return torch.where(self.lse.isfinite(), self.lse.double() - self.exact_lse, 0.0)
+        low = self.lse.double() - self.exact_lse
+        # beyond 2^24 logits are integers, and what is left of L is the rounding of its units; of infinities it is NaN
+        return torch.where(low.abs() <= 1.0, low, 0.0)
 
     @cached_property
     def negative_share(self) -> torch.Tensor:
