@@ -136,8 +136,8 @@ def test_two_ranks_run_the_same_code(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("ranks", [1, 2])
 def test_nothing_is_timed_that_failed(tmp_path: Path, ranks: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    (tmp_path / "wrong.py").write_text(WRONG, encoding="utf-8")
-    given = "--backends", "wrong:backend", "--parts", "steps", "big"
+    (tmp_path / "noisy_backend.py").write_text(WRONG, encoding="utf-8")
+    given = "--backends", "noisy_backend:backend", "--parts", "steps", "big"
     if ranks == 1:
         monkeypatch.syspath_prepend(tmp_path)
         code, found = ran(tmp_path, *given)
