@@ -1,6 +1,6 @@
 """What is computed for torch tensors, forward and backward, from a plan: no autograd and no operator here.
 
-Of what is not wanted, or is none, there is None.
+Unrequested gradients are None.
 """
 
 from __future__ import annotations

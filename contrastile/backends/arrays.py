@@ -417,9 +417,10 @@ class TorchArrays:
     def from_numpy(self, x: Any) -> Array:
         # torch takes no read-only memory and no steps backwards
         x = x if x.flags.writeable and min(x.strides, default=0) >= 0 else x.copy()
-        # nor ml_dtypes' bfloat16
-        wide = str(x.dtype) != "bfloat16"
-        return self.module.from_numpy(x) if wide else self.module.from_numpy(x.view("i2")).view(self.module.bfloat16)
+        if str(x.dtype) == "bfloat16":
+            # that of ml_dtypes, which torch does not know
+            return self.module.from_numpy(x.view("i2")).view(self.module.bfloat16)
+        return self.module.from_numpy(x)
 
 
 def library_of(x: Any) -> ArrayLibrary:

@@ -75,7 +75,7 @@ def cached_step(
         with "loss" and each metric.
 
     Raises:
-        TypeError, ValueError: an argument is none that there is, or a rule of docs/how-to/training.md is broken;
+        TypeError, ValueError: an argument is invalid, or a rule of docs/how-to/training.md is broken;
             before any forward where that can be known, and always before any gradient is added.
         RuntimeError: gradients are off, nothing requires one (under FSDP2, in the last chunk), or beside DDP a
             parameter is outside of it or unused.

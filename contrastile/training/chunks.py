@@ -206,7 +206,7 @@ def cut(batch: Any, size: Size | None, split: Splitter | None) -> Chunks:
     """The chunks of one input.
 
     Raises:
-        TypeError, ValueError: the size or the input is none that there is.
+        TypeError, ValueError: the size or the input is invalid.
     """
     streamed = getattr(batch, "chunks", None)
     if isinstance(streamed, Sliced):

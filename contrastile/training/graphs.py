@@ -18,18 +18,18 @@ class Outside:
     gradient: Tensor
 
 
-def outside(x: Tensor, gradient: Tensor | None) -> list[Outside]:
+def outside_of(x: Tensor, gradient: Tensor | None) -> list[Outside]:
     """A leaf with its gradient, or the leaves of a number's graph, which is kept, with theirs."""
     if gradient is None:
         return []
     if x.is_leaf:
         return [Outside(x, gradient)]
     by = leaves(x)
-    found = gradients(x, by, gradient)
+    found = gradients_of(x, by, gradient)
     return [Outside(leaf, part) for leaf, part in zip(by, found, strict=True) if part is not None]
 
 
-def gradients(of: Tensor, by: list[Tensor], upstream: Tensor | None = None) -> Sequence[Tensor | None]:
+def gradients_of(of: Tensor, by: list[Tensor], upstream: Tensor | None = None) -> Sequence[Tensor | None]:
     """``autograd.grad`` without the hooks of leaves: they run when the gradient is sent, and must not run twice.
 
     Args:

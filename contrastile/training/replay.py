@@ -16,9 +16,7 @@ from contrastile.backends.crossing import dtype_name
 from contrastile.backends.staging import Staging
 from contrastile.training.chunks import Chunks, Size, Splitter, Zipped, check_callable, cut, samples
 from contrastile.training.coupled import warn_of_coupled
-from contrastile.training.graphs import Outside, leaves
-from contrastile.training.graphs import gradients as gradients_of
-from contrastile.training.graphs import outside as outside_of
+from contrastile.training.graphs import Outside, gradients_of, leaves, outside_of
 from contrastile.training.random_state import Autocast, RandomState, accelerators, float32_at_least
 from contrastile.training.sync import Reduction, Sync, modules_of, refuse
 

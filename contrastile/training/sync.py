@@ -68,7 +68,7 @@ class Reduction:
             encoders: the callables to look in.
 
         Raises:
-            ValueError: ``sync`` is none that there is, nobody would reduce the gradients, or an engine does that is
+            ValueError: ``sync`` is invalid, nobody would reduce the gradients, or an engine does that is
                 not known to work.
         """
         self._auto = sync == "auto"

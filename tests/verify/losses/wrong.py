@@ -63,8 +63,8 @@ def one_element_is_1(loss):
     return wrong
 
 
-def second_backward_doubled(loss):
-    """The second backward pass of a graph has twice the gradient."""
+def each_backward(factor):
+    """The n-th backward pass of a graph has factor(n) times the gradient."""
 
     class Counted(torch.autograd.Function):
         @staticmethod
@@ -75,26 +75,9 @@ def second_backward_doubled(loss):
         @staticmethod
         def backward(ctx, upstream):
             ctx.passes += 1
-            return upstream * ctx.passes
+            return upstream * factor(ctx.passes)
 
-    return lambda *args, **more: Counted.apply(loss(*args, **more))
-
-
-def consumed(loss):
-    """The second backward pass of a graph finds nothing."""
-
-    class Consumed(torch.autograd.Function):
-        @staticmethod
-        def forward(ctx, value):
-            ctx.left = 1.0
-            return value.clone()
-
-        @staticmethod
-        def backward(ctx, upstream):
-            left, ctx.left = ctx.left, 0.0
-            return upstream * left
-
-    return lambda *args, **more: Consumed.apply(loss(*args, **more))
+    return lambda loss: lambda *args, **more: Counted.apply(loss(*args, **more))
 
 
 def shared_from_40000(loss):
@@ -230,8 +213,8 @@ OF_ANY = {
     "the upstream gradient in bfloat16": ("upstream", gradient(bfloat16_upstream)),
     "the upstream gradient clamped": ("upstream", gradient(clamped_upstream)),
     "the upstream gradient ignored": ("upstream", gradient(torch.ones_like)),
-    "a second backward pass doubled": ("retained", second_backward_doubled),
-    "gradients consumed by the backward pass": ("retained", consumed),
+    "a second backward pass doubled": ("retained", each_backward(lambda n: n)),
+    "gradients consumed by the backward pass": ("retained", each_backward(lambda n: float(n == 1))),
     "buffers shared from 40,000 logits": ("interleaved", shared_from_40000),
     "a result that the next call overwrites": ("interleaved", static_result),
     "drift after 500 calls": ("repeats", drifting),
