@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import inspect
-import sys
 from collections.abc import Callable
 from dataclasses import replace
 from functools import partial
@@ -13,14 +12,13 @@ from contrastile import problems, validation
 from contrastile.backends.arrays import transfer
 from contrastile.backends.choice import RANKS, SIGMOID, SOFTMAX, SYMMETRIC, choose, settled
 from contrastile.backends.contract import Options
-from contrastile.backends.eager import direct, outside_of_graphs
+from contrastile.backends.eager import outside_of_graphs
 from contrastile.backends.registry import checked, require
 from contrastile.plan import Given, Plan, Settings, complete
 from contrastile.schedules import local, schedule
 from contrastile.schedules.handshake import Handshake
-from contrastile.schedules.native import native
+from contrastile.schedules.native import native, returned
 from contrastile.schedules.problem import Problem
-from contrastile.schedules.replicate import ReplicateError
 
 Array = Any
 Builder = Callable[..., problems.LossProblem]
@@ -54,18 +52,7 @@ def evaluate(build: Builder, settings: Given, *args: Any, **kwargs: Any) -> Arra
 
 
 def _evaluate(build: Builder, settings: Given, args: Any, kwargs: Any) -> Array:
-    try:
-        plan, _ = make(
-            build, settings, args, kwargs, replicates=settings.get("group") is not None and _is_plain(args[0])
-        )
-    except ReplicateError as agreed:
-        from contrastile.autograd import replicate
-
-        placement = agreed.placement
-        given, named = replicate.collected(placement, args, kwargs)
-        alone = {name: x for name, x in settings.items() if name not in ("group", "exchange", "parameter_reduction")}
-        alone["backend"] = agreed.backend
-        return replicate.amplified(placement, evaluate(build, alone, *given, **named))
+    plan, _ = make(build, settings, args, kwargs)
     if plan.library.name == "torch":
         from contrastile import autograd
 
@@ -73,17 +60,8 @@ def _evaluate(build: Builder, settings: Given, args: Any, kwargs: Any) -> Array:
     return forward(plan)
 
 
-def _is_plain(x: Any) -> bool:
-    """Whether it is a torch tensor, and autograd all that sees the call."""
-    return hasattr(x, "requires_grad") and direct(sys.modules["torch"], ())
-
-
-def make(
-    build: Builder, settings: Given, args: Any, kwargs: Any, *, replicates: bool = False
-) -> tuple[Plan, problems.LossProblem]:
+def make(build: Builder, settings: Given, args: Any, kwargs: Any) -> tuple[Plan, problems.LossProblem]:
     """The plan of a loss, and the loss, which knows how its gradients become those of the arguments.
-
-    ``replicates`` says that the caller catches a ReplicateError: see ``Handshake.meet``.
 
     Raises:
         TypeError, ValueError: an argument is wrong; in a group, on every rank.
@@ -97,7 +75,6 @@ def make(
         # what must be the same on every rank, as text: it is compared before anything is checked
         agreed = {"backend": str(given["backend"]), "tile": str(given["tile"]), "precision": str(given["precision"])}
     here = Handshake.of(group, given["exchange"], given["parameter_reduction"], **agreed)
-    here = replace(here, replicates=replicates) if group is not None else here
     (backend, options, blocks), loss = here.build(_built, build, given, args, kwargs)
     problem, library = loss.problem, loss.library
     blocking = validation.blocking(blocks, library, problem.rows, problem.columns)
@@ -210,40 +187,18 @@ def _detached(x: Any) -> Any:
 
 def forward(plan: Plan) -> Array:
     """The value in the caller's library."""
-    problem, backend, options, library = plan.problem, plan.backend, plan.options, plan.library
+    problem, backend, library = plan.problem, plan.backend, plan.library
     with native(problem, library, backend) as inside:
-        if problem.kind == "sigmoid":
-            value = schedule.sigmoid(inside, None, backend, options)[0]
-        else:
-            value = schedule.forward(inside, backend, options).loss
+        value, _ = schedule.loss(inside, backend, plan.options)
         return transfer(value, backend.arrays, library, library.dtype(problem.scale))
 
 
 def forward_and_backward(plan: Plan) -> tuple[Array, local.Gradients]:
     """The value and all gradients, in the caller's library."""
-    problem, backend, options, library = plan.problem, plan.backend, plan.options, plan.library
-    sigmoid = problem.kind == "sigmoid"
-    wanted = local.Wanted(True, (True,) * len(problem.columns), True, sigmoid)
+    problem, backend, library = plan.problem, plan.backend, plan.library
+    wanted = local.Wanted(True, (True,) * len(problem.columns), True, problem.kind == "sigmoid")
     with native(problem, library, backend) as inside:
-        if sigmoid:
-            value, sums = schedule.sigmoid(inside, wanted, backend, options)
-            assert sums is not None
-            found = schedule.sigmoid_gradients(
-                inside.rows, inside.scale, inside.placement, sums, None, wanted, backend.arrays, inside.blocking
-            )
-        else:
-            saved = schedule.forward(inside, backend, options, wanted=wanted)
-            value = saved.loss
-            one = backend.arrays.full((), 1.0, backend.arrays.dtype(inside.scale), inside.scale)
-            found = schedule.backward(inside, saved, one, wanted, backend, options)
-        features, scalar = library.dtype(problem.rows), library.dtype(problem.scale)
-
-        def outside(x: Array | None, dtype: str) -> Array | None:
-            return transfer(x, backend.arrays, library, dtype)
-
-        return outside(value, scalar), local.Gradients(
-            outside(found.rows, features),
-            tuple(outside(x, features) for x in found.columns),
-            outside(found.scale, scalar),
-            outside(found.bias, scalar),
-        )
+        value, state = schedule.loss(inside, backend, plan.options, wanted)
+        found = schedule.gradients(inside, state, None, wanted, backend, plan.options)
+        value = transfer(value, backend.arrays, library, library.dtype(problem.scale))
+        return value, returned(found, problem, backend.arrays, library)

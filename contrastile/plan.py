@@ -31,8 +31,8 @@ class Settings(TypedDict, total=False):
         group: the processes that share the batch: a torch.distributed group, "world" for its default group, or an
             mpi4py communicator; every rank passes its own part. None is this process alone.
         exchange: "ring" passes the columns around (O(b d / n) memory per rank), "gather" collects them (O(b d)),
-            "replicate" collects rows too and computes the whole loss on each rank, with one message (torch tensors;
-            elsewhere it is "gather"), "auto" chooses by sizes and device; all give the same loss.
+            "replicate" collects rows too and computes the whole loss on each rank, with one message, "auto"
+            chooses by sizes and device; all give the same loss.
         parameter_reduction: what becomes of the parameters' gradients over the ranks, "mean" (what DDP and FSDP do) or
             "sum". Either way the reduced gradient is that of the global loss, for the encoders, scale and bias.
         device: where torch features that are kept on the host are computed, e.g. "cuda": block by block, each copied

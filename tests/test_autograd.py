@@ -87,21 +87,13 @@ def test_opcheck(kind: str, backend: str) -> None:
     }[kind]()
     problem = built.problem
     plan = Plan(problem, backend, Options(), library_of(image))
-    arguments = (image, list(problem.columns), scale, list(problem.vectors))
-    settings = autograd.operators.settings_of(plan)
-    if kind == "sigmoid":
-        wants = [True] * 4
-        arguments = (*arguments[:3], number(-1.0), *arguments[3:], *settings, wants)
-        torch.library.opcheck(autograd.operators.sigmoid_loss, arguments)
-        return
-    arguments = (*arguments, *settings)
-    torch.library.opcheck(autograd.operators.softmax_loss, arguments)
-    value, lses = autograd.operators.softmax_loss(*arguments)
-    wants = [True] * (len(problem.columns) + 2)
-    torch.library.opcheck(
-        autograd.operators.softmax_gradients,
-        (torch.ones_like(value), detached(lses), *(detached(x) for x in arguments), wants),
-    )
+    features_and_scale, vectors = (image, list(problem.columns), scale), list(problem.vectors)
+    settings = *autograd.operators.settings_of(plan), autograd.operators.every(problem)
+    arguments = *features_and_scale, problem.bias, vectors, *settings
+    torch.library.opcheck(autograd.operators.loss, arguments)
+    value, state = autograd.operators.loss(*arguments)
+    arguments = torch.ones_like(value), state, *features_and_scale, vectors, *settings
+    torch.library.opcheck(autograd.operators.gradients, tuple(detached(x) for x in arguments))
 
 
 def detached(x: object) -> object:
@@ -218,7 +210,7 @@ def no_operators(monkeypatch: pytest.MonkeyPatch) -> None:
     def refuse(*_: object) -> None:
         raise AssertionError("an operator was called")
 
-    for name in ("softmax_loss", "softmax_gradients", "sigmoid_loss", "sigmoid_gradients"):
+    for name in ("loss", "gradients"):
         monkeypatch.setattr(autograd.operators, name, refuse)
 
 
@@ -256,8 +248,7 @@ class Marked(Tensor):
 def test_a_dispatch_mode_sees_the_operators(loss: Loss) -> None:
     with Seen() as seen:
         step(loss, "torch")
-    kind = "sigmoid" if loss is sigmoid else "softmax"
-    assert seen.names == [f"{kind}_loss.default", f"{kind}_gradients.default"]
+    assert seen.names == ["loss.default", "gradients.default"]
 
 
 def test_whoever_must_see_an_operator_does(monkeypatch: pytest.MonkeyPatch) -> None:

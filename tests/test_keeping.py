@@ -6,7 +6,6 @@ import gc
 import weakref
 from collections.abc import Callable
 from dataclasses import replace
-from types import ModuleType, SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -15,12 +14,10 @@ import torch
 from torch import Tensor
 
 import contrastile
-from contrastile import plan, problems
+from contrastile import plan
 from contrastile.backends import eager
 from contrastile.backends.contract import Array, Backend, Block, ColumnForm, Finished, Options, Statistics, Weights
 from contrastile.backends.registry import load
-from contrastile.schedules import gather, ring, schedule
-from contrastile.schedules.local import Wanted
 from contrastile.verify import cases, layouts
 from contrastile.verify.execution import outcome
 
@@ -206,23 +203,6 @@ def test_a_backend_that_keeps_nothing_is_asked_for_less(keeping: Keeping) -> Non
     leaves = towers()
     torch.autograd.grad(clip(*leaves), leaves)
     assert (keeping.asked, keeping.seen) == (["lse"], [None])
-
-
-EVERYTHING = Wanted(rows=True, columns=(True,))
-
-
-@pytest.mark.parametrize(
-    ("exchange", "module", "asked"), [("ring", ring, {}), ("gather", gather, {"wanted": EVERYTHING})]
-)
-def test_of_ranks_that_work_together_a_gather_is_asked_to_keep(
-    exchange: str, module: ModuleType, asked: dict[str, Wanted], keeping: Keeping, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    problem = problems.clip(*(x.detach() for x in towers())).problem
-    communicator = SimpleNamespace(calls=SimpleNamespace(leave=lambda: None))
-    shared = replace(problem, placement=SimpleNamespace(exchange=exchange, communicator=communicator, unread=False))
-    monkeypatch.setattr(module, "forward", lambda *given, **how: (given, how))
-    given = shared, keeping.backend, Options()
-    assert schedule.forward(*given, wanted=EVERYTHING) == (given, asked)
 
 
 def test_the_harness_goes_the_same_way(keeping: Keeping) -> None:

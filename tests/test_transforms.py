@@ -22,10 +22,6 @@ def first_argument(loss: Loss) -> Callable[[Tensor], Tensor]:
     return lambda x: loss(x, other, scale, "torch")
 
 
-def operator(loss: Loss) -> str:
-    return "sigmoid_loss" if loss is sigmoid else "softmax_loss"
-
-
 @pytest.mark.parametrize("backend", ["torch", "numpy"])
 @pytest.mark.parametrize("loss", LOSSES)
 def test_func_grad_has_the_bits_of_backward(loss: Loss, backend: str) -> None:
@@ -131,8 +127,7 @@ FORWARD: dict[str, Callable[[Any, Tensor], Any]] = {
 @pytest.mark.parametrize("loss", [clip, nt_xent, sigmoid])
 def test_forward_mode_is_refused_and_never_a_silent_zero(loss: Loss, mode: str) -> None:
     torch.compiler.reset()
-    kind = operator(loss).removesuffix("_loss")
-    named = rf"contrastile::{kind}_(loss must be differentiated in reverse|gradients must)"
+    named = "contrastile::(loss must be differentiated in reverse|gradients must)"
     with pytest.raises(RuntimeError, match=f"{named}{UNTRACED}"):
         FORWARD[mode](first_argument(loss), features(7).detach())
 
@@ -141,7 +136,7 @@ def test_forward_mode_is_refused_and_never_a_silent_zero(loss: Loss, mode: str) 
 def test_a_transform_inside_one_graph_is_refused_by_name(loss: Loss) -> None:
     torch.compiler.reset()
     f, x = first_argument(loss), features(7).detach()
-    named = f"contrastile::{operator(loss)} must be called outside of torch.compile"
+    named = "contrastile::loss must be called outside of torch.compile"
     with pytest.raises(Exception, match=f"{named}{UNTRACED}"):
         torch.compile(torch.func.grad(f), backend="eager", fullgraph=True)(x)
 
@@ -149,19 +144,18 @@ def test_a_transform_inside_one_graph_is_refused_by_name(loss: Loss) -> None:
 @pytest.mark.parametrize("loss", LOSSES)
 def test_a_gradient_of_a_gradient_is_refused_by_name(loss: Loss) -> None:
     f, x = first_argument(loss), features(7).detach()
-    name = operator(loss).replace("loss", "gradients")
     for twice in (
         lambda: torch.func.grad(lambda y: torch.func.grad(f)(y).sum())(x),
         lambda: torch.func.jacrev(torch.func.jacrev(f))(x),
         lambda: torch.autograd.functional.hessian(f, x),
     ):
-        with pytest.raises(RuntimeError, match=f"contrastile::{name} must not be differentiated itself"):
+        with pytest.raises(RuntimeError, match="contrastile::gradients must not be differentiated itself"):
             twice()
 
 
 @pytest.mark.parametrize("loss", LOSSES)
 def test_a_map_over_gradients_is_refused_by_name(loss: Loss) -> None:
-    with pytest.raises(RuntimeError, match=f"contrastile::{operator(loss)} must be called with one batch at a time"):
+    with pytest.raises(RuntimeError, match="contrastile::loss must be called with one batch at a time"):
         torch.func.vmap(torch.func.grad(first_argument(loss)))(features(7).detach()[None])
 
 
@@ -184,13 +178,5 @@ def test_a_batch_of_upstream_gradients_is_refused_by_name(how: str, monkeypatch:
         monkeypatch.setattr(eager, "direct", lambda torch, tensors: False)
     leaf = features(7)
     loss = first_argument(clip)(leaf)
-    with pytest.raises(RuntimeError, match="contrastile::softmax_gradients must be given one upstream gradient"):
+    with pytest.raises(RuntimeError, match="contrastile::gradients must be given one upstream gradient"):
         torch.autograd.grad(loss, leaf, torch.ones(4, dtype=torch.float64), is_grads_batched=True)
-
-
-def test_a_batch_of_upstream_gradients_of_the_sigmoid_loss_are_those_one_by_one() -> None:
-    leaf, upstream = features(7), torch.tensor([1.0, -2.5, 0.0], dtype=torch.float64)
-    loss = first_argument(sigmoid)(leaf)
-    (found,) = torch.autograd.grad(loss, leaf, upstream, is_grads_batched=True, retain_graph=True)
-    for each, u in zip(found, upstream, strict=True):
-        assert torch.equal(each, torch.autograd.grad(loss, leaf, u, retain_graph=True)[0])

@@ -1,15 +1,15 @@
-"""The four ``torch.library`` operators, for those who must see one: compilers, tracers, modes, ``opcheck``.
+"""The two ``torch.library`` operators, for those who must see one: compilers, tracers, modes, ``opcheck``.
 
-``contrastile::softmax_loss`` and ``sigmoid_loss``, and the gradients of each, of a process alone. The gradients are
-operators of their own, so that differentiating twice is refused instead of taking what was saved for constants. An
-operator takes typed numbers and texts, of which it makes the plan, and always gives tensors: an empty one for None.
+``contrastile::loss`` and ``contrastile::gradients``, of a process alone. The gradients are an operator of their own, so
+that differentiating twice is refused instead of taking what was saved for constants. An operator takes typed numbers
+and texts, of which it makes the plan, and always gives tensors: an empty one of three dimensions for None.
 """
 
 # ruff: noqa: UP006, UP035
 # torch 2.6 reads an operator's schema from its annotations, and knows List there, not list
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from typing import Any, List, Literal, cast
 
 import torch
@@ -22,150 +22,143 @@ from contrastile.plan import Plan
 from contrastile.schedules import local
 from contrastile.schedules.problem import VECTORS, Problem
 
+LSES = 4
+"""What a softmax loss of a process alone leaves for its gradients, beside what is kept: log-sum-exps."""
 
-def forward_mode(operator: str) -> RuntimeError:
+
+def forward_mode() -> RuntimeError:
     """The error for a tangent, which torch would take for 0."""
     return RuntimeError(
-        f"contrastile::{operator} must be differentiated in reverse mode, got forward mode (torch.func.jvp, jacfwd, "
+        "contrastile::loss must be differentiated in reverse mode, got forward mode (torch.func.jvp, jacfwd, "
         "linearize, torch.autograd.forward_ad); use backward(), torch.func.grad or vjp"
     )
 
 
-def second_derivative(operator: str) -> RuntimeError:
+def second_derivative() -> RuntimeError:
     """The error for a derivative of a gradient."""
     return RuntimeError(
-        f"contrastile::{operator} must not be differentiated itself, got a derivative of a gradient; take gradients "
+        "contrastile::gradients must not be differentiated itself, got a derivative of a gradient; take gradients "
         "without create_graph, and Hessians of a loss with full logits"
     )
 
 
-def one_upstream(operator: str, upstream: Tensor) -> Tensor:
+def one_upstream(upstream: Tensor) -> Tensor:
     """The upstream gradient; raise RuntimeError if it is a batch of them under torch's older, autograd's own vmap."""
     known = getattr(torch._C, "_functorch", None)
     if known is not None and known.is_legacy_batchedtensor(upstream):
         raise RuntimeError(
-            f"contrastile::{operator} must be given one upstream gradient at a time, got a batch of them "
+            "contrastile::gradients must be given one upstream gradient at a time, got a batch of them "
             "(is_grads_batched, vectorize=True); call autograd.grad in a loop, or torch.func.jacrev"
         )
     return upstream
 
 
-Settings = tuple[str, str, int, int, str, int | None]
+def filled(found: bodies.Found, like: Tensor) -> list[Tensor]:
+    """What was found, with an empty tensor of three dimensions for None: nothing else has so many."""
+    return [like.new_empty(0, 0, 0) if x is None else x for x in found]
 
 
-def settings_of(plan: Plan) -> Settings:
-    """The numbers and texts of a plan, the last arguments of each operator but ``wants``; no tile is (0, 0)."""
-    options = plan.options
-    rows, columns = options.tile or (0, 0)
-    return plan.problem.match, plan.name, rows, columns, options.precision, options.workspace
+def restored(found: bodies.Found) -> list[Tensor | None]:
+    """What ``filled`` was given."""
+    return [None if x is None or x.ndim == 3 else x for x in found]
+
+
+def only(wants: Sequence[bool], given: Sequence[Tensor]) -> list[Tensor | None]:
+    """What autograd is to have of the gradients: None for the empty ones."""
+    return [x if want else None for x, want in zip(given, wants, strict=True)]
+
+
+def wants_of(problem: Problem, *, grad: bool) -> list[bool]:
+    """Whether gradients of the rows, each column block, the scale and the bias will be asked for."""
+    given = problem.rows, *problem.columns, problem.scale, problem.bias
+    return [grad and x is not None and x.requires_grad for x in given]
+
+
+def every(problem: Problem) -> list[bool]:
+    """The same where all will be."""
+    return [*[True] * (2 + len(problem.columns)), problem.kind == "sigmoid"]
+
+
+def called(plan: Plan, wants: Sequence[bool]) -> tuple[Tensor, List[Tensor]]:
+    """The first operator of a plan."""
+    problem = plan.problem
+    given = problem.rows, problem.columns, problem.scale, problem.bias, problem.vectors
+    return cast("tuple[Tensor, list[Tensor]]", loss(*given, *settings_of(plan), wants))
+
+
+def gradients_called(plan: Plan, state: bodies.Found, upstream: Tensor, wanted: local.Wanted) -> list[Tensor]:
+    """The second one: gradients of the rows, the scale, the bias and each column block."""
+    problem = plan.problem
+    needed = filled(state[:LSES] if problem.kind == "softmax" else state, problem.scale)
+    given = problem.rows, problem.columns, problem.scale, problem.vectors
+    wants = [wanted.rows, *wanted.columns, wanted.scale, wanted.bias]
+    rows, columns, scale, bias = gradients(upstream, needed, *given, *settings_of(plan), wants)
+    return [rows, scale, bias, *columns]
+
+
+def settings_of(plan: Plan) -> tuple[Any, ...]:
+    """The numbers and texts of a plan, in the operators' order; no tile is (0, 0)."""
+    options, problem = plan.options, plan.problem
+    return problem.kind, problem.match, plan.name, *(options.tile or (0, 0)), options.precision, options.workspace
 
 
 def _plan(
-    kind: Literal["softmax", "sigmoid"],
     rows: Tensor,
     columns: Sequence[Tensor],
     scale: Tensor,
     bias: Tensor | None,
     vectors: Sequence[Tensor | None],
-    settings: Settings,
+    settings: Sequence[Any],
 ) -> Plan:
     """The plan that a caller's ``settings_of`` came from."""
-    match, backend, tile_rows, tile_columns, precision, workspace = settings
-    form = Problem(rows, (), scale, None, None, kind=kind, match=cast("Match", match))
+    kind, match, backend, tile_rows, tile_columns, precision, workspace = settings
+    form = Problem(rows, (), scale, None, None, cast("Literal['softmax', 'sigmoid']", kind), match=cast("Match", match))
     options = Options((tile_rows, tile_columns) if tile_rows else None, precision, workspace)
     return Plan(form.with_arrays((rows, scale, bias, *vectors, *columns)), backend, options, library_of(rows))
 
 
-def filled(found: bodies.Found, like: Tensor) -> list[Tensor]:
-    """What was found, with an empty tensor for None."""
-    return [like.new_empty(0) if x is None else x for x in found]
-
-
-def wanted(wants: Sequence[bool], *, biased: bool) -> local.Wanted:
-    """Which gradients are wanted, from flags in the order of rows, column blocks, scale and, if ``biased``, bias."""
-    rows, *columns, scale, bias = wants if biased else (*wants, False)
+def _wanted(wants: Sequence[bool]) -> local.Wanted:
+    rows, *columns, scale, bias = wants
     return local.Wanted(rows, tuple(columns), scale, bias)
 
 
-@torch.library.custom_op("contrastile::softmax_loss", mutates_args=())
-def softmax_loss(
+@torch.library.custom_op("contrastile::loss", mutates_args=())
+def loss(
     rows: Tensor,
     columns: Sequence[Tensor],
     scale: Tensor,
+    bias: Tensor | None,
     vectors: Sequence[Tensor | None],
+    kind: str,
     match: str,
     backend: str,
     tile_rows: int,
     tile_columns: int,
     precision: str,
     workspace: int | None,
+    wants: Sequence[bool],
 ) -> tuple[Tensor, List[Tensor]]:
-    """The softmax loss and the log-sum-exps that its gradients need: see ``bodies.LSES``.
+    """The loss and what its gradients need: ``LSES``, or of a sigmoid loss the sums of those that are wanted.
 
     Nothing is kept: how much that is depends on the GPU, and a graph must know every size. Nor is anything replayed:
     what calls it may have graphs and memory pools of its own.
     """
-    settings = match, backend, tile_rows, tile_columns, precision, workspace
-    plan = _plan("softmax", rows, columns, scale, None, vectors, settings)
-    loss, *state = filled(bodies.softmax_loss(plan), scale)
-    return loss, state[: bodies.LSES]
+    settings = kind, match, backend, tile_rows, tile_columns, precision, workspace
+    plan = _plan(rows, columns, scale, bias, vectors, settings)
+    sums = kind == "sigmoid" and any(wants)
+    value, *state = filled(bodies.loss(plan, _wanted(wants) if sums else None), scale)
+    return value, state[:LSES] if kind == "softmax" else state
 
 
-@torch.library.custom_op("contrastile::softmax_gradients", mutates_args=())
-def softmax_gradients(
+@torch.library.custom_op("contrastile::gradients", mutates_args=())
+def gradients(
     upstream: Tensor,
-    lses: Sequence[Tensor],
+    state: Sequence[Tensor],
     rows: Tensor,
     columns: Sequence[Tensor],
     scale: Tensor,
     vectors: Sequence[Tensor | None],
-    match: str,
-    backend: str,
-    tile_rows: int,
-    tile_columns: int,
-    precision: str,
-    workspace: int | None,
-    wants: Sequence[bool],
-) -> tuple[Tensor, List[Tensor], Tensor]:
-    """Gradients of ``upstream * loss`` for the rows, each column block and the scale."""
-    settings = match, backend, tile_rows, tile_columns, precision, workspace
-    plan = _plan("softmax", rows, columns, scale, None, vectors, settings)
-    found = bodies.softmax_gradients(plan, lses, upstream, wanted(wants, biased=False))
-    d_rows, d_scale, *d_columns = filled(found, scale)
-    return d_rows, d_columns, d_scale
-
-
-@torch.library.custom_op("contrastile::sigmoid_loss", mutates_args=())
-def sigmoid_loss(
-    rows: Tensor,
-    columns: Sequence[Tensor],
-    scale: Tensor,
-    bias: Tensor,
-    vectors: Sequence[Tensor | None],
-    match: str,
-    backend: str,
-    tile_rows: int,
-    tile_columns: int,
-    precision: str,
-    workspace: int | None,
-    wants: Sequence[bool],
-) -> tuple[Tensor, Tensor, Tensor, List[Tensor]]:
-    """The sigmoid loss and the sums behind its gradients, total, rows and columns: see ``bodies.sigmoid_loss``."""
-    settings = match, backend, tile_rows, tile_columns, precision, workspace
-    plan = _plan("sigmoid", rows, columns, scale, bias, vectors, settings)
-    sums = wanted(wants, biased=True) if any(wants) else None
-    value, total, row_sum, *column_sums = filled(bodies.sigmoid_loss(plan, sums), scale)
-    return value, total, row_sum, column_sums
-
-
-@torch.library.custom_op("contrastile::sigmoid_gradients", mutates_args=())
-def sigmoid_gradients(
-    upstream: Tensor,
-    total: Tensor,
-    row_sum: Tensor,
-    column_sums: Sequence[Tensor],
-    rows: Tensor,
-    scale: Tensor,
+    kind: str,
     match: str,
     backend: str,
     tile_rows: int,
@@ -175,128 +168,78 @@ def sigmoid_gradients(
     wants: Sequence[bool],
 ) -> tuple[Tensor, List[Tensor], Tensor, Tensor]:
     """Gradients of ``upstream * loss`` for the rows, each column block, the scale and the bias."""
-    settings = match, backend, tile_rows, tile_columns, precision, workspace
-    plan = _plan("sigmoid", rows, (), scale, None, [None] * VECTORS, settings)
-    which = wanted(wants, biased=True)
-    found = bodies.sigmoid_gradients(plan, rows, scale, (total, row_sum, *column_sums), upstream, which)
+    settings = kind, match, backend, tile_rows, tile_columns, precision, workspace
+    plan = _plan(rows, columns, scale, None, vectors, settings)
+    found = bodies.gradients(plan, restored(state), upstream, _wanted(wants))
     d_rows, d_scale, d_bias, *d_columns = filled(found, scale)
     return d_rows, d_columns, d_scale, d_bias
 
 
-@softmax_loss.register_fake
-def _fake_softmax_loss(
-    rows: Tensor, columns: Sequence[Tensor], scale: Tensor, vectors: Sequence[Tensor | None], *settings: Any
+@loss.register_fake
+def _fake_loss(
+    rows: Tensor,
+    columns: Sequence[Tensor],
+    scale: Tensor,
+    bias: Tensor | None,
+    vectors: Sequence[Tensor | None],
+    kind: str,
+    *settings: Any,
 ) -> tuple[Tensor, List[Tensor]]:
-    def lses(count: Any) -> tuple[Tensor, Tensor]:
-        return scale.new_empty(count, dtype=torch.float64), scale.new_empty(count, dtype=torch.float64)
+    wants = settings[-1]
+    state: list[Tensor | None] = []
+    if kind == "softmax":
+        two_sided = vectors[2] is not None
+        of_columns = sum(x.shape[0] for x in columns) if two_sided else None
+        for count in (rows.shape[0], rows.shape[0], of_columns, of_columns):
+            state.append(None if count is None else scale.new_empty(count, dtype=torch.float64))
+    elif any(wants):
+        first, *others, of_scale, _ = wants
+        state = [torch.empty_like(scale), scale.new_empty(rows.shape) if first or of_scale else None]
+        state += [scale.new_empty(x.shape) if want else None for x, want in zip(columns, others, strict=True)]
+    return torch.empty_like(scale), filled(state, scale)
 
-    _, _, column_weight, *_ = vectors
-    two_sided = column_weight is not None
-    of_columns = lses(sum(x.shape[0] for x in columns)) if two_sided else (scale.new_empty(0), scale.new_empty(0))
-    return torch.empty_like(scale), [*lses(rows.shape[0]), *of_columns]
 
-
-@softmax_gradients.register_fake
-def _fake_softmax_gradients(
+@gradients.register_fake
+def _fake_gradients(
     upstream: Tensor,
-    lses: Sequence[Tensor],
+    state: Sequence[Tensor],
     rows: Tensor,
     columns: Sequence[Tensor],
     scale: Tensor,
     vectors: Sequence[Tensor | None],
-    *settings: Any,
-) -> tuple[Tensor, List[Tensor], Tensor]:
-    wants = settings[-1]
-    given = [_like(x) if want else scale.new_empty(0) for x, want in zip([rows, *columns, scale], wants, strict=True)]
-    return given[0], given[1:-1], given[-1]
-
-
-@sigmoid_loss.register_fake
-def _fake_sigmoid_loss(
-    rows: Tensor,
-    columns: Sequence[Tensor],
-    scale: Tensor,
-    bias: Tensor,
-    vectors: Sequence[Tensor | None],
-    *settings: Any,
-) -> tuple[Tensor, Tensor, Tensor, List[Tensor]]:
-    wants = settings[-1]
-
-    def sums(x: Tensor, want: bool) -> Tensor:
-        return scale.new_empty(x.shape if want else 0)
-
-    blocks = [sums(x, want) for x, want in zip(columns, wants[1:], strict=False)]
-    return scale.new_empty(()), sums(scale, any(wants)), sums(rows, wants[0] or wants[-2]), blocks
-
-
-@sigmoid_gradients.register_fake
-def _fake_sigmoid_gradients(
-    upstream: Tensor,
-    total: Tensor,
-    row_sum: Tensor,
-    column_sums: Sequence[Tensor],
-    rows: Tensor,
-    scale: Tensor,
+    kind: str,
     *settings: Any,
 ) -> tuple[Tensor, List[Tensor], Tensor, Tensor]:
-    wants = settings[-1]
-    given = [
-        rows.new_empty(x.shape if want else 0) for x, want in zip([row_sum, *column_sums], wants[:-2], strict=True)
-    ]
-    d_scale, d_bias = (scale.new_empty(() if want else 0) for want in wants[-2:])
-    return given[0], given[1:], d_scale, d_bias
+    # contiguous, whatever the features' strides are
+    shapes = [x.shape for x in (rows, *(columns if kind == "softmax" else state[2:]))]
+    *features, of_scale, of_bias = settings[-1]
+    found = [rows.new_empty(shape) if want else None for shape, want in zip(shapes, features, strict=True)]
+    numbers = [torch.empty_like(scale) if want else None for want in (of_scale, of_bias)]
+    d_rows, *d_columns, d_scale, d_bias = filled([*found, *numbers], scale)
+    return d_rows, d_columns, d_scale, d_bias
 
 
-def _like(x: Tensor) -> Tensor:
-    """What a gradient of x looks like: contiguous, whatever x's strides."""
-    return x.new_empty(x.shape)
+def _save(ctx: Any, inputs: tuple[Any, ...], output: tuple[Any, ...]) -> None:
+    """Keep the state, and what the gradients read of the problem as it came."""
+    rows, columns, scale, bias, vectors, *ctx.settings, _ = inputs
+    needed = _plan(rows, columns, scale, bias, vectors, ctx.settings).problem.for_gradients()
+    ctx.save_for_backward(*output[1], *needed.arrays())
+    ctx.count = len(output[1])
 
 
-def _save_softmax(ctx: Any, inputs: tuple[Any, ...], output: tuple[Any, ...]) -> None:
-    """Keep the features as they came, and O(m + n) vectors."""
-    rows, columns, scale, vectors, *ctx.settings = inputs
-    _, lses = output
-    ctx.save_for_backward(*lses, rows, scale, *vectors, *columns)
+def _backward(ctx: Any, upstream: Tensor, *_: Any) -> tuple[Any, ...]:
+    wants = [ctx.needs_input_grad[0], *ctx.needs_input_grad[1], ctx.needs_input_grad[2], ctx.needs_input_grad[3]]
+    state, (rows, scale, _, *others) = ctx.saved_tensors[: ctx.count], ctx.saved_tensors[ctx.count :]
+    vectors, columns = others[:VECTORS], others[VECTORS:]
+    given = one_upstream(upstream), state, rows, columns, scale, vectors
+    d_rows, d_columns, *numbers = gradients(*given, *ctx.settings, wants)
+    of_rows, *of_columns, of_scale, of_bias = only(wants, [d_rows, *d_columns, *numbers])
+    return of_rows, of_columns, of_scale, of_bias, *[None] * (2 + len(ctx.settings))
 
 
-def _softmax_backward(ctx: Any, upstream: Tensor, *_: Any) -> tuple[Any, ...]:
-    wants = [ctx.needs_input_grad[0], *ctx.needs_input_grad[1], ctx.needs_input_grad[2]]
-    lses, (rows, scale, *rest) = ctx.saved_tensors[: bodies.LSES], ctx.saved_tensors[bodies.LSES :]
-    vectors, columns = rest[:VECTORS], rest[VECTORS:]
-    arriving = one_upstream("softmax_gradients", upstream)
-    d_rows, d_columns, d_scale = softmax_gradients(arriving, lses, rows, columns, scale, vectors, *ctx.settings, wants)
-    given = only(wants, [d_rows, *d_columns, d_scale])
-    return given[0], given[1:-1], given[-1], *[None] * (1 + len(ctx.settings))
+def _refused(ctx: Any, *upstream: Any) -> Any:
+    raise second_derivative()
 
 
-def _save_sigmoid(ctx: Any, inputs: tuple[Any, ...], output: tuple[Any, ...]) -> None:
-    """Keep the rows and the sums, which come with the value."""
-    rows, _, scale, _, _, *ctx.settings = inputs
-    _, total, row_sum, column_sums = output
-    ctx.save_for_backward(rows, scale, total, row_sum, *column_sums)
-
-
-def _sigmoid_backward(ctx: Any, upstream: Tensor, *_: Any) -> tuple[Any, ...]:
-    rows, scale, total, row_sum, *column_sums = ctx.saved_tensors
-    arriving = one_upstream("sigmoid_gradients", upstream)
-    d_rows, d_columns, *numbers = sigmoid_gradients(arriving, total, row_sum, column_sums, rows, scale, *ctx.settings)
-    given = only(ctx.settings[-1], [d_rows, *d_columns, *numbers])
-    return given[0], given[1:-2], given[-2], given[-1], *[None] * (1 + len(ctx.settings))
-
-
-def only(wants: Sequence[bool], given: Sequence[Tensor]) -> list[Tensor | None]:
-    """What autograd is to have of the gradients: None for the empty ones."""
-    return [x if want else None for x, want in zip(given, wants, strict=True)]
-
-
-def _refusing(operator: str) -> Callable[..., Any]:
-    def backward(ctx: Any, *upstream: Any) -> Any:
-        raise second_derivative(operator)
-
-    return backward
-
-
-softmax_loss.register_autograd(_softmax_backward, setup_context=_save_softmax)
-sigmoid_loss.register_autograd(_sigmoid_backward, setup_context=_save_sigmoid)
-softmax_gradients.register_autograd(_refusing("softmax_gradients"))
-sigmoid_gradients.register_autograd(_refusing("sigmoid_gradients"))
+loss.register_autograd(_backward, setup_context=_save)
+gradients.register_autograd(_refused)

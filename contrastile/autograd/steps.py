@@ -172,7 +172,7 @@ class Replayed(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, *upstream: Tensor) -> tuple[Any, ...]:
         """The gradients, in the order of forward's arguments."""
-        arriving = operators.one_upstream("gradients", *upstream).resolve_neg()
+        arriving = operators.one_upstream(*upstream).resolve_neg()
         # asked for in any case: what was written to since, or is freed, has no gradients
         tensors = ctx.saved_tensors
         if functions.is_seen(arriving):
@@ -182,9 +182,7 @@ class Replayed(torch.autograd.Function):
 
 
 class ReplayedGradients(functions.Gradients):
-    """The gradients of a step, where a transform or a mode sees them or a derivative is asked for."""
-
-    operator = "gradients"
+    """The gradients of a step."""
 
     @staticmethod
     def forward(step: Step, number: int, upstream: Tensor, *tensors: Tensor) -> tuple[Tensor, ...]:

@@ -190,10 +190,9 @@ def _returned(
     numbers: Sequence[Array],
 ) -> tuple[tuple[Array | None, ...], Sequence[Array]]:
     """The gradient sums of this rank's column blocks, and the sums of numbers, over all ranks: one message for both."""
-    nothing: tuple[Array | None, ...] = (None,) * len(wants)
     n, me, widths = placement.size, placement.rank, placement.shards.widths
     if n == 1 or whole is None:
-        found = nothing if whole is None else _by_block(placement, arrays, whole, wants)
+        found = by_block(placement, arrays, whole, wants)
         return found, summed(placement, arrays, *numbers)
     parts = buffers.split(whole, widths)
     others = [r for r in range(n) if r != me]
@@ -203,14 +202,16 @@ def _returned(
     for r in others:
         incoming[r].insert(0, arriving[r])
     placement.communicator.exchange(outgoing, incoming).wait()
-    sums = _by_block(placement, arrays, _added_up(arriving, me, parts[me]), wants)
+    sums = by_block(placement, arrays, _added_up(arriving, me, parts[me]), wants)
     return sums, [arrays.total(x) for x in totals]
 
 
-def _by_block(
-    placement: Placement, arrays: ArrayLibrary, own: Array, wants: tuple[bool, ...]
+def by_block(
+    placement: Placement, arrays: ArrayLibrary, own: Array | None, wants: tuple[bool, ...]
 ) -> tuple[Array | None, ...]:
-    """The wanted gradient sums of this rank's columns, block by block."""
+    """The wanted gradients, or their sums, of this rank's columns, block by block; None where there are none."""
+    if own is None:
+        return (None,) * len(wants)
     places = placement.shards.blocks(placement.rank)
     parts = [own[where] if want else None for where, want in zip(places, wants, strict=True)]
     # gradients of several blocks must not share memory: an operator's results may not

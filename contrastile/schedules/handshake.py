@@ -20,15 +20,13 @@ from contrastile.comm.communicator import Communicator, ExchangeError, MismatchE
 from contrastile.comm.connect import connect
 from contrastile.schedules import scalars
 from contrastile.schedules.placement import Exchange, Placement, Reduction, Shards, choose_exchange
-from contrastile.schedules.replicate import ReplicateError
 from contrastile.schedules.sums import summed
 
 T = TypeVar("T")
 
 _log = logging.getLogger(__name__)
 _BLOCKS = 8
-_WELL, _FAILED, _WELL_APART = 0, 1, 2
-"""The last: well, but the caller cannot compute the whole loss; then all ranks gather."""
+_WELL, _FAILED = 0, 1
 
 
 @dataclass(frozen=True, slots=True)
@@ -57,7 +55,6 @@ class Handshake:
         exchange: what was asked for.
         reduction: see ``Placement``.
         settings: what must be the same on every rank, by name.
-        replicates: whether the caller can compute the whole loss from all ranks' arguments.
         placement: where this rank's part lies, once the ranks have met; None in a process alone.
     """
 
@@ -65,7 +62,6 @@ class Handshake:
     exchange: Exchange = "auto"
     reduction: Reduction = "mean"
     settings: dict[str, Any] = field(default_factory=dict)
-    replicates: bool = False
     placement: Placement | None = None
     _met: bool = False
     _serial: int = 0
@@ -111,7 +107,6 @@ class Handshake:
             MismatchError: the ranks differ, or did in the scale or bias of an earlier call, or there is no row or
                 column at all; on every rank, with the same message.
             ExchangeError: a rank did not answer within the deadline.
-            ReplicateError: every rank is to compute the whole loss, and the caller can.
         """
         own = rows.shape[0], tuple(int(x.shape[0]) for x in columns)
         if self.communicator is None:
@@ -136,38 +131,28 @@ class Handshake:
         places = tuple(arrays.device(x) if arrays.owns(x) else "a number" for x, _ in numbers)
         agreed["where scale and bias are"] = places
         values = [_on_host(x, at) for (x, _), at in zip(numbers, places, strict=True)]
-        record = self._record(agreed, _WELL if self.replicates else _WELL_APART, [own[0], *own[1]], values)
+        record = self._record(agreed, _WELL, [own[0], *own[1]], values)
         label = self._label(str(settings.get("loss", "")))
         everyone = comm.agree(record, label)
         self._met = True
         held = everyone[:, -len(scalars.NAMES) :].view("float64")
-        states = everyone[:, 1]
-        if (everyone[:, 0] != record[0]).any() or (states == _FAILED).any() or not scalars.alike(held):
+        if (everyone[:, :2] != record[:2]).any() or not scalars.alike(held):
             self._explain(json.dumps(agreed | dict(zip(scalars.NAMES, values, strict=False))))
         shards = _shards(everyone[:, : -len(scalars.NAMES)].tobytes(), len(everyone), len(columns))
-        # a rank under a dispatch mode, or of value_and_grad, may be alone in that
-        replicates = bool((states == _WELL).all())
-        exchange = self._chosen(shards, int(rows.shape[1]), dtype, device, replicates)
+        exchange = self._chosen(shards, int(rows.shape[1]), dtype, device)
         unread = not scalars.READABLE.issuperset(places) and scalars.due(label.serial, exchange) and comm.size > 1
         self.placement = Placement(comm, exchange, self.reduction, shards, label.serial, label.loss, unread)
-        if exchange == "replicate" and replicates:
-            raise ReplicateError(self.placement, backend)
         return Met(sum(shards.rows), sum(shards.widths), self.placement.start, self.placement)
 
-    def _chosen(self, shards: Shards, width: int, dtype: str, device: str, replicates: bool) -> Any:
+    def _chosen(self, shards: Shards, width: int, dtype: str, device: str) -> Any:
         if self.exchange == "local" and len(shards.rows) > 1:
             raise MismatchError(
                 f"exchange='local' is for a world of one, got {len(shards.rows)} ranks; drop group= for a loss of each "
                 "rank's own part, or use 'auto'"
             )
-        if self.exchange == "replicate" and len(shards.columns[0]) > 1:
-            raise MismatchError(
-                f"exchange='replicate' takes one block of columns, got {len(shards.columns[0])}; use 'gather' with "
-                "negatives"
-            )
         if self.exchange in ("ring", "gather", "replicate"):
             return self.exchange
-        choice = choose_exchange(shards, width, ITEMSIZE[dtype], may_replicate=replicates and device == "cuda")
+        choice = choose_exchange(shards, width, ITEMSIZE[dtype], may_replicate=device == "cuda")
         _log.debug("exchange='auto' is %s: %s", choice.exchange, choice.reason)
         return choice.exchange
 

@@ -17,6 +17,9 @@ R = TypeVar("R")
 Triple = tuple[Array, Array, Array]
 """N, P and S of one side: see ``contract.Statistics``."""
 
+State = Sequence[Array | None]
+"""What a loss leaves for its gradients, in one row. Only the schedule knows what each array is."""
+
 NO_COLUMNS: Triple = (None, None, None)
 """Of a loss of one direction."""
 
@@ -79,6 +82,17 @@ class Forward:
     global_weights: Array | None = None
     kept: tuple[Array | None, ...] = field(default=(), kw_only=True)
 
+    @property
+    def state(self) -> State:
+        """All but the loss, as ``Forward.of`` takes it."""
+        lses = self.row_negative_lse, self.row_positive_lse, self.column_negative_lse, self.column_positive_lse
+        return *lses, self.gathered, self.global_lses, self.global_weights, *self.kept
+
+    @staticmethod
+    def of(state: State) -> Forward:
+        """Of a state. Its first four, the log-sum-exps, are all that a process alone needs."""
+        return Forward(None, *state[:7], kept=tuple(state[7:]))
+
 
 @dataclass(frozen=True, slots=True)
 class Gradients:
@@ -103,6 +117,17 @@ class Sums:
     rows: Array | None
     columns: tuple[Array | None, ...]
     total: Array | None
+
+    @property
+    def state(self) -> State:
+        """As ``Sums.of`` takes it."""
+        return self.total, self.rows, *self.columns
+
+    @staticmethod
+    def of(state: State) -> Sums:
+        """Of a state."""
+        total, rows, *columns = state
+        return Sums(rows, tuple(columns), total)
 
 
 def lse_function(

@@ -6,8 +6,9 @@ import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
 
-from contrastile.backends.arrays import ArrayLibrary, working_for
-from contrastile.backends.contract import Backend
+from contrastile.backends.arrays import ArrayLibrary, transfer, working_for
+from contrastile.backends.contract import Array, Backend
+from contrastile.schedules.local import Gradients
 from contrastile.schedules.problem import Problem, convert
 
 
@@ -38,3 +39,23 @@ def native(problem: Problem, source: ArrayLibrary, backend: Backend) -> Iterator
             return
         with torch.autocast(device, enabled=False):
             yield convert(problem, source, backend.arrays)
+
+
+def returned(found: Gradients, problem: Problem, source: ArrayLibrary, target: ArrayLibrary) -> Gradients:
+    """Gradients in the caller's library.
+
+    Args:
+        found: in the backend's.
+        problem: in the caller's, whose dtypes they get.
+        source: the backend's library.
+        target: the caller's.
+    """
+    if source.name == target.name:
+        return found
+    features, number = target.dtype(problem.rows), target.dtype(problem.scale)
+
+    def moved(x: Array | None, dtype: str) -> Array | None:
+        return transfer(x, source, target, dtype)
+
+    columns = tuple(moved(x, features) for x in found.columns)
+    return Gradients(moved(found.rows, features), columns, moved(found.scale, number), moved(found.bias, number))

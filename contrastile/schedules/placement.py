@@ -75,11 +75,11 @@ def choose_exchange(shards: Shards, width: int, itemsize: int, *, may_replicate:
         shards: of every rank.
         width: features of a column.
         itemsize: bytes of one.
-        may_replicate: whether the whole loss may be computed on each rank: torch tensors on GPUs.
+        may_replicate: whether the whole loss may be computed on each rank: of features on GPUs.
     """
     total = sum(shards.widths)
     work, most = sum(shards.rows) * total * width, REPLICATED[itemsize <= 2]
-    if may_replicate and len(shards.columns[0]) == 1 and work <= most:
+    if may_replicate and work <= most:
         return Choice("replicate", f"all {total:,} columns take a GPU less time than the messages of a gather")
     # features; and in the state dtype their gradient, and what the other ranks found of it
     mib = total * width * (itemsize + 2 * max(4, itemsize)) / 2**20

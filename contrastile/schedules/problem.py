@@ -124,6 +124,14 @@ class Problem:
             self.blocking,
         )
 
+    def for_gradients(self) -> Problem:
+        """What the gradients read of it: of a sigmoid loss, whose sums came with the value, the rows and the scale."""
+        if self.kind == "softmax":
+            return self
+        return Problem(
+            self.rows, (), self.scale, None, None, self.kind, placement=self.placement, blocking=self.blocking
+        )
+
     def weighted(self, factor: Array) -> Problem:
         """The problem with every weight times a factor, 0-d."""
         rows, scale, bias, u, t, v, *rest = self.arrays()

@@ -1,4 +1,4 @@
-"""The replicated schedule: every rank gathers all features and computes the whole loss, as a process alone does.
+"""The replicated schedule: every rank gathers the whole problem and computes all of it, as a process alone does.
 
 One message in the forward pass, none in the backward pass: each rank takes its own rows of the whole gradient. Every
 rank computes all pairs, so it is for problems that take less time than the messages of a gather or a ring.
@@ -6,69 +6,63 @@ rank computes all pairs, so it is for problems that take less time than the mess
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
-from typing import Any
+from dataclasses import replace
 
-from contrastile.backends.arrays import library_of
-from contrastile.backends.contract import Array
+from contrastile.backends.arrays import ArrayLibrary
 from contrastile.comm import buffers
 from contrastile.schedules import scalars
-from contrastile.schedules.placement import Placement
-from contrastile.schedules.schedule import phase
+from contrastile.schedules.gather import by_block
+from contrastile.schedules.local import Gradients, Wanted
+from contrastile.schedules.problem import Problem
+from contrastile.schedules.sums import mean, placed
 
 
-class ReplicateError(Exception):
-    """No error: the ranks have met, and what they compute is the whole loss, of arguments that ``collect`` gives.
+def gathered(problem: Problem, arrays: ArrayLibrary) -> Problem:
+    """The whole problem, of a process alone: every rank's part, joined in the order of the ranks, in one message.
 
-    Attributes:
-        placement: of this rank's part.
-        backend: its name, the same on every rank.
-    """
-
-    def __init__(self, placement: Placement, backend: str) -> None:
-        super().__init__("the ranks are to compute the whole loss")
-        self.placement, self.backend = placement, backend
-
-
-def sizes(placement: Placement, count: int, names: Sequence[str]) -> list[tuple[int, ...]]:
-    """How many rows of each per-sample argument each rank holds.
+    The scale and the bias, where they lie on a device, are compared: see ``scalars.checked``.
 
     Args:
-        placement: of a loss of one block of columns.
-        count: how many positional ones there are.
-        names: of those given by name.
-    """
-    rows, widths = placement.shards.rows, placement.shards.widths
-    if placement.loss == "nt_xent":
-        # a rank's rows are both views of its samples
-        rows = widths = tuple(m // 2 for m in rows)
-    return [*(rows, widths)[:count], *(widths if name == "column_ids" else rows for name in names)]
-
-
-def collect(
-    placement: Placement, own: Sequence[Array], counts: Sequence[Sequence[int]], numbers: Mapping[str, Array]
-) -> tuple[list[Array], dict[str, Array]]:
-    """All ranks' arrays, each joined in the order of the ranks, and the numbers, compared: see ``scalars.checked``.
-
-    One message for all.
-
-    Args:
-        placement: of the problem.
-        own: this rank's arrays of one library.
-        counts: for each of them, its rows on each rank.
-        numbers: scale and bias where they lie on a device, of one element each, by name.
+        problem: this rank's part.
+        arrays: the library of its arrays.
 
     Raises:
         ExchangeError: a rank did not answer within the deadline.
     """
-    arrays, n = library_of(own[0]), placement.size
-    own = [*own, *(arrays.cast(x, "float64").reshape((1,)) for x in numbers.values())]
-    counts = [*counts, *[(1,) * n] * len(numbers)]
-    wholes = [arrays.empty((sum(each), *x.shape[1:]), arrays.dtype(x), x) for x, each in zip(own, counts, strict=True)]
-    parts = [buffers.split(whole, each) for whole, each in zip(wholes, counts, strict=True)]
-    leaving = [arrays.contiguous(x) for x in own]
-    arriving: dict[int, list[Any]] = {r: [part[r] for part in parts] for r in range(n)}
-    with phase(placement):
-        placement.communicator.exchange(dict.fromkeys(range(n), leaving), arriving).wait()
-    count = len(own) - len(numbers)
-    return wholes[:count], scalars.checked(placement, arrays, numbers, wholes[count:])
+    placement = placed(problem)
+    n, rows, columns = placement.size, placement.shards.rows, placement.shards.widths
+    # pairs are numbered over the joined columns already
+    joined = (arrays.concat(list(problem.columns)),) if problem.columns else ()
+    own = problem.rows, None, None, *problem.vectors, *joined
+    counts = rows, (), (), rows, rows, columns, columns, rows, rows, rows, columns, *[columns] * len(joined)
+    # both directions may share vectors: each travels once
+    parts = {id(x): (x, each) for x, each in zip(own, counts, strict=True) if x is not None}
+    numbers = scalars.of(problem)
+    wide = {name: (arrays.cast(x, "float64").reshape((1,)), (1,) * n) for name, x in numbers.items()}
+    sent = [*parts.values(), *wide.values()]
+    wholes = [arrays.empty((sum(each), *x.shape[1:]), arrays.dtype(x), x) for x, each in sent]
+    split = [buffers.split(whole, each) for whole, (_, each) in zip(wholes, sent, strict=True)]
+    leaving = [arrays.contiguous(x) for x, _ in sent]
+    arriving = {r: [part[r] for part in split] for r in range(n)}
+    placement.communicator.exchange(dict.fromkeys(range(n), leaving), arriving).wait()
+    found = dict(zip(parts, wholes, strict=False))
+    whole = problem.with_arrays([found.get(id(x)) for x in own])
+    compared = scalars.checked(placement, arrays, numbers, wholes[len(parts) :])
+    return replace(whole, placement=None, **{"scale": problem.scale, "bias": problem.bias, **compared})
+
+
+def wanted_of_whole(wanted: Wanted) -> Wanted:
+    """Which gradients of the whole problem this rank needs for those that it wants."""
+    return replace(wanted, columns=(any(wanted.columns),) if wanted.columns else ())
+
+
+def own_part(problem: Problem, found: Gradients, wanted: Wanted, arrays: ArrayLibrary) -> Gradients:
+    """This rank's rows and columns of the whole problem's gradients, which carry ``Placement.factor``."""
+    placement = placed(problem)
+    first, width = sum(placement.shards.rows[: placement.rank]), placement.shards.widths[placement.rank]
+    rows = None if found.rows is None else found.rows[first : first + placement.shards.rows[placement.rank]]
+    columns = tuple(None if x is None else x[placement.start : placement.start + width] for x in found.columns)
+    if len(wanted.columns) > 1:
+        columns = by_block(placement, arrays, columns[0], wanted.columns)
+    scale, bias = (None if x is None else mean(placement, arrays, x, problem.scale) for x in (found.scale, found.bias))
+    return Gradients(rows, columns, scale, bias)

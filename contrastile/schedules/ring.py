@@ -132,7 +132,9 @@ def _blocks(problem: Problem, placement: Placement, shard: _Shard) -> Iterator[t
 
 
 @local.ieee
-def forward(problem: Problem, backend: Backend, options: Options) -> local.Forward:
+def forward(
+    problem: Problem, backend: Backend, options: Options, *, wanted: local.Wanted | None = None
+) -> local.Forward:
     """The global softmax loss, the same on every rank, and the log-sum-exps of this rank's rows and columns.
 
     Raises:

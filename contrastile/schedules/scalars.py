@@ -7,6 +7,7 @@ ranks. The host has the values some time later, and the next call of the group r
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
 
 from contrastile.backends.arrays import ArrayLibrary
 from contrastile.backends.contract import Array
@@ -14,6 +15,7 @@ from contrastile.comm import buffers, calls
 from contrastile.comm.calls import Label
 from contrastile.comm.communicator import Communicator, MismatchError
 from contrastile.schedules.placement import Placement, Schedule
+from contrastile.schedules.problem import Problem
 from contrastile.schedules.sums import gathered_scalars
 
 NAMES = "scale", "bias"
@@ -36,14 +38,24 @@ def due(serial: int, exchange: Schedule) -> bool:
     return exchange != "replicate" or serial <= OFTEN or serial % OFTEN == 0
 
 
-def compared(placement: Placement, arrays: ArrayLibrary, numbers: Mapping[str, Array]) -> dict[str, Array]:
-    """Scale and bias, 0-d, on a device, by name: see ``checked``. One small message.
+def of(problem: Problem) -> dict[str, Array]:
+    """The scale and the bias of a problem, by name, where they lie on a device and this call is to compare them."""
+    if problem.placement is None or not problem.placement.unread:
+        return {}
+    return {name: x for name in NAMES if (x := getattr(problem, name)) is not None}
+
+
+def compared(problem: Problem, arrays: ArrayLibrary) -> Problem:
+    """The problem with the scale and the bias that all ranks hold: see ``checked``. One small message.
 
     Raises:
         ExchangeError: a rank did not answer within the deadline.
     """
+    numbers, placement = of(problem), problem.placement
+    if placement is None or not numbers:
+        return problem
     wide = [arrays.cast(x, "float64") for x in numbers.values()]
-    return checked(placement, arrays, numbers, gathered_scalars(placement, arrays, wide))
+    return replace(problem, **checked(placement, arrays, numbers, gathered_scalars(placement, arrays, wide)))
 
 
 def checked(

@@ -1,6 +1,7 @@
-"""The schedule of a problem: a module that has these functions too.
+"""A loss and its gradients by the schedule of a problem.
 
-Where the front door has not replicated a problem that may be, its parts are gathered.
+A softmax loss leaves its statistics, and its gradients walk the blocks again; a sigmoid loss leaves the sums behind its
+gradients. A replicated problem leaves the whole problem before that.
 """
 
 from __future__ import annotations
@@ -10,11 +11,10 @@ from contextlib import contextmanager
 from dataclasses import replace
 from types import ModuleType
 
-from contrastile.backends.arrays import ArrayLibrary
 from contrastile.backends.contract import Array, Backend, Options
-from contrastile.schedules import blocked, gather, local, ring, scalars, triangle, triangle_over_ranks
+from contrastile.schedules import blocked, gather, local, replicate, ring, scalars, triangle, triangle_over_ranks
 from contrastile.schedules.placement import Placement
-from contrastile.schedules.problem import Blocking, Problem
+from contrastile.schedules.problem import Problem
 from contrastile.schedules.sums import gradients_over_ranks
 
 
@@ -24,7 +24,7 @@ def _module(problem: Problem) -> ModuleType:
         return alone if problem.blocking is None else blocked
     if not problem.columns:
         return triangle_over_ranks
-    return {"ring": ring, "gather": gather, "replicate": gather}[problem.placement.exchange]
+    return {"ring": ring, "gather": gather}[problem.placement.exchange]
 
 
 @contextmanager
@@ -43,76 +43,99 @@ def phase(placement: Placement, wanted: local.Wanted | None = None) -> Iterator[
         placement.communicator.calls.leave()
 
 
-def _compared(problem: Problem, arrays: ArrayLibrary) -> Problem:
-    """The problem with the scale and the bias that all ranks hold, or with NaN: see ``scalars``."""
+def loss(
+    problem: Problem, backend: Backend, options: Options, wanted: local.Wanted | None = None
+) -> tuple[Array, local.State]:
+    """The loss, 0-d, and what its gradients need.
+
+    Args:
+        problem: in the backend's library.
+        backend: computes its blocks.
+        options: how.
+        wanted: the gradients that will be asked for, None for none: then a sigmoid loss leaves nothing for them, and no
+            backend keeps anything.
+
+    Raises:
+        UnsupportedProblemError: the backend refuses one of the blocks.
+        ExchangeError: a rank did not answer within the deadline.
+    """
     placement = problem.placement
-    if placement is None or not placement.unread:
-        return problem
-    numbers = {name: x for name in scalars.NAMES if (x := getattr(problem, name)) is not None}
-    return replace(problem, **scalars.compared(placement, arrays, numbers))
+    if placement is None:
+        return _loss(problem, backend, options, wanted)
+    with phase(placement):
+        if placement.exchange != "replicate":
+            return _loss(scalars.compared(problem, backend.arrays), backend, options, wanted)
+        whole = replicate.gathered(problem, backend.arrays)
+    value, state = _loss(whole, backend, options, None if wanted is None else replicate.wanted_of_whole(wanted))
+    return value, (*whole.for_gradients().arrays(), *state)
 
 
-def forward(
-    problem: Problem, backend: Backend, options: Options, *, wanted: local.Wanted | None = None
-) -> local.Forward:
-    """The softmax loss and its log-sum-exps: see ``local.forward``. A ring's blocks are too many to keep anything."""
-    if problem.placement is None:
-        alone: local.Forward = _module(problem).forward(problem, backend, options, wanted=wanted)
-        return alone
+def _loss(
+    problem: Problem, backend: Backend, options: Options, wanted: local.Wanted | None
+) -> tuple[Array, local.State]:
     module = _module(problem)
-    with phase(problem.placement):
-        problem = _compared(problem, backend.arrays)
-        if module is ring:
-            return ring.forward(problem, backend, options)
+    if problem.kind == "softmax":
         found: local.Forward = module.forward(problem, backend, options, wanted=wanted)
-        return found
+        return found.loss, found.state
+    value, sums = module.sigmoid(problem, wanted, backend, options)
+    return value, () if sums is None else sums.state
 
 
-def backward(
-    problem: Problem, saved: local.Forward, upstream: Array, wanted: local.Wanted, backend: Backend, options: Options
-) -> local.Gradients:
-    """Gradients of ``upstream * loss`` for the softmax loss: see ``local.backward``."""
-    if problem.placement is None:
-        alone: local.Gradients = _module(problem).backward(problem, saved, upstream, wanted, backend, options)
-        return alone
-    with phase(problem.placement, wanted):
-        found: local.Gradients = _module(problem).backward(problem, saved, upstream, wanted, backend, options)
-        return found
-
-
-def sigmoid(
-    problem: Problem, wanted: local.Wanted | None, backend: Backend, options: Options
-) -> tuple[Array, local.Sums | None]:
-    """The sigmoid loss and the sums behind its gradients: see ``local.sigmoid``."""
-    if problem.placement is None:
-        alone: tuple[Array, local.Sums | None] = _module(problem).sigmoid(problem, wanted, backend, options)
-        return alone
-    with phase(problem.placement):
-        problem = _compared(problem, backend.arrays)
-        found: tuple[Array, local.Sums | None] = _module(problem).sigmoid(problem, wanted, backend, options)
-        return found
-
-
-def sigmoid_gradients(
-    rows: Array,
-    scale: Array,
-    placement: Placement | None,
-    sums: local.Sums,
+def gradients(
+    problem: Problem,
+    state: local.State,
     upstream: Array | None,
     wanted: local.Wanted,
-    arrays: ArrayLibrary,
-    blocking: Blocking | None = None,
+    backend: Backend,
+    options: Options,
 ) -> local.Gradients:
-    """The sigmoid loss's gradients from its sums, which carry neither ``upstream`` nor ``Placement.factor``.
+    """Gradients of ``upstream * loss``.
 
-    With ``upstream`` None it is 1, and the sums are consumed where no factor is left to apply.
+    Args:
+        problem: as it was given to ``loss``, or that ``for_gradients``.
+        state: what ``loss`` left.
+        upstream: 0-d, state dtype. None is 1, and lets the state be consumed.
+        wanted: which gradients to give; of a sigmoid loss at most those that ``loss`` was told.
+        backend: computed the loss.
+        options: how.
+
+    Raises:
+        ExchangeError: a rank did not answer within the deadline.
     """
-    if placement is None and blocking is None:
-        return local.gradients_from_sums(rows, scale, sums, upstream, wanted, arrays)
+    placement, arrays = problem.placement, backend.arrays
+    if placement is None:
+        return _gradients(problem, state, upstream, wanted, backend, options)
+    if placement.exchange != "replicate":
+        with phase(placement, wanted):
+            return _gradients(problem, state, upstream, wanted, backend, options)
+    mine = problem.for_gradients()
+    joined = replace(mine, placement=None, columns=mine.columns[:1])
+    count = len(joined.arrays())
+    whole = joined.with_arrays(state[:count])
+    factor = arrays.full((), 1.0, arrays.dtype(problem.scale), problem.scale) if upstream is None else upstream
+    of_whole = replicate.wanted_of_whole(wanted)
+    found = _gradients(whole, state[count:], factor * placement.factor, of_whole, backend, options)
+    return replicate.own_part(problem, found, wanted, arrays)
+
+
+def _gradients(
+    problem: Problem,
+    state: local.State,
+    upstream: Array | None,
+    wanted: local.Wanted,
+    backend: Backend,
+    options: Options,
+) -> local.Gradients:
+    placement, arrays, rows, scale = problem.placement, backend.arrays, problem.rows, problem.scale
+    if problem.kind == "sigmoid" and placement is None and problem.blocking is None:
+        return local.gradients_from_sums(rows, scale, local.Sums.of(state), upstream, wanted, arrays)
     one = arrays.full((), 1.0, arrays.dtype(scale), scale) if upstream is None else upstream
-    if blocking is not None:
-        return blocked.sigmoid_gradients(rows, scale, blocking, sums, one, wanted, arrays)
-    assert placement is not None
-    factor = one * placement.factor
-    with phase(placement, wanted):
-        return gradients_over_ranks(rows, scale, placement, sums, factor, wanted, arrays)
+    if problem.kind == "softmax":
+        saved = local.Forward.of(state)
+        found: local.Gradients = _module(problem).backward(problem, saved, one, wanted, backend, options)
+        return found
+    sums = local.Sums.of(state)
+    if placement is not None:
+        return gradients_over_ranks(rows, scale, placement, sums, one * placement.factor, wanted, arrays)
+    assert problem.blocking is not None
+    return blocked.sigmoid_gradients(rows, scale, problem.blocking, sums, one, wanted, arrays)

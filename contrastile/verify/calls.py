@@ -72,27 +72,16 @@ class Step:
         self.wanted = every_gradient(self.native)
         arrays = subject.backend.arrays
         self._one = arrays.full((), 1.0, arrays.dtype(self.native.scale), self.native.scale)
-        self._saved: Any = None
+        self._state: Any = None
         self._found: Any = None
         self._loss: Any = None
 
     def forward(self) -> None:
-        backend, options = self.subject.backend, self.options
-        if self.problem.kind == "sigmoid":
-            self._loss, self._saved = schedule.sigmoid(self.native, self.wanted, backend, options)
-            return
-        self._saved = schedule.forward(self.native, backend, options, wanted=self.wanted)
-        self._loss = self._saved.loss
+        self._loss, self._state = schedule.loss(self.native, self.subject.backend, self.options, self.wanted)
 
     def backward(self) -> None:
-        backend, p = self.subject.backend, self.native
-        if p.kind == "sigmoid":
-            sums = self._saved
-            self._found = schedule.sigmoid_gradients(
-                p.rows, p.scale, None, sums, self._one, self.wanted, backend.arrays
-            )
-            return
-        self._found = schedule.backward(p, self._saved, self._one, self.wanted, backend, self.options)
+        given = self.native, self._state, self._one, self.wanted
+        self._found = schedule.gradients(*given, self.subject.backend, self.options)
 
     def run(self) -> None:
         self.forward()

@@ -97,20 +97,13 @@ def outcome(
         parts.append(lse(*call))
         return parts[-1]
 
-    if native.kind == "sigmoid":
-        loss, sums = schedule.sigmoid(native, wanted, backend, options)
-        gradients = _NO_GRADIENTS
-        if wanted is not None:
-            assert sums is not None
-            given = native.rows, native.scale, native.placement, sums, upstream_gradient, wanted, arrays
-            gradients = schedule.sigmoid_gradients(*given, blocking=native.blocking)
-    else:
-        recording = around(backend, recorded, "lse", "keeping")
-        saved = schedule.forward(native, recording, options, wanted=wanted)
-        gradients = _NO_GRADIENTS
-        if wanted is not None:
-            gradients = schedule.backward(native, saved, upstream_gradient, wanted, backend, options)
-        loss = saved.loss
+    recording = around(backend, recorded, "lse", "keeping")
+    loss, state = schedule.loss(native, recording, options, wanted)
+    gradients = _NO_GRADIENTS
+    if wanted is not None:
+        gradients = schedule.gradients(native, state, upstream_gradient, wanted, backend, options)
+    if native.kind == "softmax":
+        saved = local.Forward.of(state)
         lses = {name: getattr(saved, name) for name in STATISTICS if hasattr(saved, name)}
 
     take = partial(taken, arrays)

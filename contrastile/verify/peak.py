@@ -110,14 +110,11 @@ def _problem(kind: str, batch: int, width: int, dtype: str, seed: int) -> Proble
 @np.errstate(all="ignore")
 def _step(native: Problem, backend: Backend, options: Options) -> object:
     """Value and all gradients, by the calls that the public functions make."""
-    wanted, arrays = every_gradient(native), backend.arrays
-    if native.kind == "sigmoid":
-        value, sums = schedule.sigmoid(native, wanted, backend, options)
-        assert sums is not None
-        return value, schedule.sigmoid_gradients(native.rows, native.scale, None, sums, None, wanted, arrays)
-    saved = schedule.forward(native, backend, options)
-    one = arrays.full((), 1.0, arrays.dtype(native.scale), native.rows)
-    return saved.loss, schedule.backward(native, saved, one, wanted, backend, options)
+    wanted = every_gradient(native)
+    # what is kept has a measurement of its own
+    told = wanted if native.kind == "sigmoid" else None
+    value, state = schedule.loss(native, backend, options, told)
+    return value, schedule.gradients(native, state, None, wanted, backend, options)
 
 
 def peak_bytes(arrays: ArrayLibrary, device: str, step: Callable[[], object]) -> float:

@@ -159,8 +159,7 @@ def over_ranks(objective: str, subject: Subject, case: str) -> Comparisons:
     few = [1] + [0] * (world.size - 2) + [_ROWS - 1] * (world.size > 1)
     for turn, (how, weights) in enumerate((("uneven", [(2 * r + 3) % 5 for r in range(world.size)]), ("one row", few))):
         for share in _shared(objective, shares(_ROWS, weights), subject):
-            exchanges = ("ring", "gather", *(["replicate"] if len(share.blocks) == 1 else []))
-            for exchange in exchanges:
+            for exchange in ("ring", "gather", "replicate"):
                 for place, interface in enumerate(_interfaces(subject, share)):
                     reduction = ("mean", "sum")[(turn + place) % 2]
                     label = ", ".join((share.label, exchange, how, interface.name, reduction))

@@ -103,12 +103,12 @@ def test_one_forward_pass_serves_any_upstream_gradients_in_any_order(keep: int, 
     backend, given, options = load("cupy"), problem(kind), Options(keep=keep)
     native, arrays = materialise(given, backend, "bfloat16", "cuda"), backend.arrays
     wanted = local.Wanted(True, (True,))
-    saved = schedule.forward(native, backend, options, wanted=wanted)
-    assert saved.kept[0] is not None
+    _, state = schedule.loss(native, backend, options, wanted)
+    assert local.Forward.of(state).kept[0] is not None
     # NaN has no factors: G takes the place of what was kept, and nobody may take it for that afterwards
     for upstream in (1.0, 1.0, 0.0, -2.5, float("nan"), 1.0, 4.0):
         factor = arrays.asarray(upstream, "float32", native.scale)
-        found = schedule.backward(native, saved, factor, wanted, backend, options)
+        found = schedule.gradients(native, state, factor, wanted, backend, options)
         if np.isnan(upstream):
             continue
         values = [np.array(arrays.to_numpy(x), np.float64) for x in (found.rows, found.columns[0], found.scale)]

@@ -44,15 +44,9 @@ def evaluated(
     """The loss, its gradients, and for softmax what the gradients came from."""
     wanted, options = wanted or every_gradient(problem), Options()
     one = torch.ones((), dtype=problem.scale.dtype)
-    if problem.kind == "sigmoid":
-        value, sums = schedule.sigmoid(problem, wanted, backend, options)
-        assert sums is not None
-        found = schedule.sigmoid_gradients(
-            problem.rows, problem.scale, None, sums, one, wanted, backend.arrays, blocking=problem.blocking
-        )
-        return value, found, None
-    saved = schedule.forward(problem, backend, options, wanted=wanted)
-    return saved.loss, schedule.backward(problem, saved, one, wanted, backend, options), saved
+    value, state = schedule.loss(problem, backend, options, wanted)
+    found = schedule.gradients(problem, state, one, wanted, backend, options)
+    return value, found, local.Forward.of(state) if problem.kind == "softmax" else None
 
 
 def features_of(found: tuple[Tensor, local.Gradients, Any]) -> Sequence[Tensor | None]:
@@ -225,7 +219,7 @@ def test_the_next_block_is_on_its_way_before_a_block_is_computed() -> None:
             world.log.append("compute")
             return TORCH.lse(*call)
 
-        schedule.forward(problem, replace(TORCH, lse=lse), Options())
+        schedule.loss(problem, replace(TORCH, lse=lse), Options())
     at = [i for i, each in enumerate(world.log) if each == "compute"]
     loads = [world.log[:i].count("loads 16") for i in at]
     # rows with the first columns; then one block of columns ahead, and rows too where the next ones begin

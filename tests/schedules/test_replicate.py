@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from contextlib import nullcontext
+from functools import partial
 from typing import Any
 
 import pytest
@@ -12,7 +13,6 @@ from torch import Tensor
 from torch.utils.flop_counter import FlopCounterMode
 
 import contrastile
-from contrastile.comm.communicator import MismatchError
 from contrastile.comm.inprocess import InProcess, InProcessGroup
 from contrastile.schedules.placement import REPLICATED, Shards, choose_exchange
 
@@ -86,28 +86,36 @@ def test_no_gradients_and_a_number_for_a_scale() -> None:
     assert len(set(InProcessGroup[float](2).run(program))) == 1
 
 
-def raised(program: Callable[[InProcess], Any]) -> set[str]:
-    """What every rank's MismatchError says."""
-
-    def caught(comm: InProcess) -> str:
-        with pytest.raises(MismatchError) as error:
-            program(comm)
-        return str(error.value)
-
-    return set(InProcessGroup[str](2).run(caught))
-
-
-def test_what_cannot_be_replicated_is_refused_on_every_rank() -> None:
+def test_negatives_of_all_ranks_are_columns_of_each() -> None:
     image, text, scale = drawn()
 
-    def with_negatives(comm: InProcess) -> None:
-        contrastile.info_nce(image, text, scale, negatives=text, group=comm, exchange="replicate")
+    def program(comm: InProcess, exchange: str) -> list[Tensor]:
+        queue = torch.randn(2 + comm.rank, 6, generator=torch.Generator().manual_seed(comm.rank)).requires_grad_()
+        leaves = [x.detach().clone().requires_grad_() for x in (image, text)]
+        found = contrastile.info_nce(*leaves, scale, negatives=queue, group=comm, exchange=exchange)
+        found.backward()
+        return [found.detach(), *(x.grad for x in (*leaves, queue))]
 
-    (text_of_negatives,) = raised(with_negatives)
-    assert "one block of columns, got 2" in text_of_negatives
+    both = [InProcessGroup[list[Tensor]](2).run(partial(program, exchange=x)) for x in ("replicate", "gather")]
+    for replicated, gathered in zip(*both, strict=True):
+        for got, want in zip(replicated, gathered, strict=True):
+            torch.testing.assert_close(got, want)
 
 
-def test_a_rank_under_a_dispatch_mode_has_all_ranks_gather() -> None:
+def test_gradients_without_autograd() -> None:
+    expected = whole(contrastile.clip_loss, upstream=len(COUNTS))
+
+    def program(comm: InProcess) -> Any:
+        image, text, scale = (x.detach() for x in drawn())
+        own = image.split(COUNTS)[comm.rank], text.split(COUNTS)[comm.rank], scale
+        return contrastile.value_and_grad(contrastile.clip_loss, group=comm, exchange="replicate")(*own)
+
+    for rank, (value, (d_image, *_)) in enumerate(InProcessGroup[Any](len(COUNTS)).run(program)):
+        assert torch.equal(value, expected[0])
+        assert torch.equal(d_image, expected[1].split(COUNTS)[rank])
+
+
+def test_a_rank_may_be_under_a_dispatch_mode() -> None:
     expected = whole(contrastile.clip_loss, upstream=len(COUNTS))
 
     def program(comm: InProcess) -> list[Tensor]:
@@ -148,7 +156,8 @@ def test_small_problems_of_gpus_are_replicated_by_auto() -> None:
         return choose_exchange(shards, 512, itemsize, **how).exchange
 
     assert chosen(8192, may_replicate=True) == "replicate"
-    assert chosen(8200, may_replicate=True) == chosen(64) == chosen(64, blocks=2, may_replicate=True) == "gather"
+    assert chosen(8200, may_replicate=True) == chosen(64) == "gather"
+    assert chosen(64, blocks=2, may_replicate=True) == "replicate"
     assert chosen(2048, itemsize=4, may_replicate=True) == "replicate"
     assert chosen(2056, itemsize=4, may_replicate=True) == "gather"
     assert REPLICATED[True] == 16384**2 * 512

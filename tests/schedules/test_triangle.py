@@ -85,8 +85,8 @@ def test_half_of_the_logits_are_computed(loss: str, n: int, monkeypatch: pytest.
         TORCH.gradients(block, weights, rows, columns, options)
 
     backend, problem = replace(TORCH, lse=lse, gradients=gradients), stated(loss, n)
-    saved = schedule.forward(problem, backend, Options())
-    schedule.backward(problem, saved, torch.ones(()), Wanted(True, ()), backend, Options())
+    _, state = schedule.loss(problem, backend, Options())
+    schedule.gradients(problem, state, torch.ones(()), Wanted(True, ()), backend, Options())
     assert areas["lse"] == areas["gradients"] <= n * n / 2 + most * n / 2
     assert areas["products"] == n * n
 
@@ -112,10 +112,10 @@ def test_the_logit_of_a_pair_is_one_number_on_both_sides(name: str, monkeypatch:
 def test_what_asks_for_nothing_computes_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(triangle, "CPU_ROWS", 9)
     problem = stated("nt_xent", 40)
-    saved = schedule.forward(problem, TORCH, Options())
-    whole = schedule.backward(problem, saved, torch.ones(()), Wanted(True, ()), TORCH, Options())
+    _, state = schedule.loss(problem, TORCH, Options())
+    whole = schedule.gradients(problem, state, torch.ones(()), Wanted(True, ()), TORCH, Options())
     for rows, scale in ((True, False), (False, True), (False, False)):
-        found = schedule.backward(problem, saved, torch.ones(()), Wanted(rows, (), scale), TORCH, Options())
+        found = schedule.gradients(problem, state, torch.ones(()), Wanted(rows, (), scale), TORCH, Options())
         assert (found.rows is not None, found.scale is not None) == (rows, scale)
         assert found.rows is None or torch.equal(found.rows, whole.rows)
         assert found.scale is None or torch.equal(found.scale, whole.scale)

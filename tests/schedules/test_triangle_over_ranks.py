@@ -74,8 +74,8 @@ def computed(n: int, exchange: str, case: str = "views") -> list[tuple[list[int]
 
         backend, counting = replace(NUMPY, lse=lse, gradients=gradients), Counting(comm)
         problem = materialise(parts.part(comm.rank, placement(counting, parts, exchange)), NUMPY, "float64")  # type: ignore[arg-type]
-        saved = schedule.forward(problem, backend, Options())
-        schedule.backward(problem, saved, np.asarray(1.0), Wanted(True, ()), backend, Options())
+        _, state = schedule.loss(problem, backend, Options())
+        schedule.gradients(problem, state, np.asarray(1.0), Wanted(True, ()), backend, Options())
         return areas, counting.count
 
     found: list[Any] = group(n).run(program)
@@ -123,11 +123,11 @@ def test_what_asks_for_nothing_sends_nothing() -> None:
 
     def program(comm: InProcess) -> Any:
         problem = materialise(parts.part(comm.rank, placement(comm, parts)), NUMPY, "float64")
-        saved = schedule.forward(problem, NUMPY, Options())
+        _, state = schedule.loss(problem, NUMPY, Options())
         wanted = (
             Wanted(*each) for each in ((True, (), True), (True, (), False), (False, (), True), (False, (), False))
         )
-        return [schedule.backward(problem, saved, np.asarray(2.0), each, NUMPY, Options()) for each in wanted]
+        return [schedule.gradients(problem, state, np.asarray(2.0), each, NUMPY, Options()) for each in wanted]
 
     for both, features, number, nothing in group(3).run(program):
         assert np.array_equal(both.rows, features.rows)
