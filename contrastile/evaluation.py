@@ -15,7 +15,7 @@ from contrastile.backends.contract import Options
 from contrastile.backends.eager import outside_of_graphs
 from contrastile.backends.registry import checked, require
 from contrastile.plan import Given, Plan, Settings, complete
-from contrastile.schedules import local, schedule
+from contrastile.schedules import local, replicate, schedule
 from contrastile.schedules.handshake import Handshake
 from contrastile.schedules.native import native, returned
 from contrastile.schedules.problem import Problem
@@ -187,7 +187,8 @@ def _detached(x: Any) -> Any:
 
 def forward(plan: Plan) -> Array:
     """The value in the caller's library."""
-    problem, backend, library = plan.problem, plan.backend, plan.library
+    backend, library = plan.backend, plan.library
+    problem = replicate.gathered(plan.problem, library) if replicate.applies(plan.problem) else plan.problem
     with native(problem, library, backend) as inside:
         value, _ = schedule.loss(inside, backend, plan.options)
         return transfer(value, backend.arrays, library, library.dtype(problem.scale))
@@ -195,10 +196,22 @@ def forward(plan: Plan) -> Array:
 
 def forward_and_backward(plan: Plan) -> tuple[Array, local.Gradients]:
     """The value and all gradients, in the caller's library."""
-    problem, backend, library = plan.problem, plan.backend, plan.library
+    problem, placement = plan.problem, plan.problem.placement
     wanted = local.Wanted(True, (True,) * len(problem.columns), True, problem.kind == "sigmoid")
+    if placement is None or not replicate.applies(problem):
+        return _both(plan, wanted)
+    whole = replace(plan, problem=replicate.gathered(problem, plan.library))
+    value, found = _both(whole, replicate.wanted_of_whole(wanted), placement.factor)
+    return value, replicate.own_part(problem, found, wanted, plan.library)
+
+
+def _both(plan: Plan, wanted: local.Wanted, upstream: float = 1.0) -> tuple[Array, local.Gradients]:
+    problem, backend, library = plan.problem, plan.backend, plan.library
     with native(problem, library, backend) as inside:
         value, state = schedule.loss(inside, backend, plan.options, wanted)
-        found = schedule.gradients(inside, state, None, wanted, backend, plan.options)
+        # None lets the state be consumed
+        arrays, scale = backend.arrays, inside.scale
+        factor = None if upstream == 1.0 else arrays.full((), upstream, arrays.dtype(scale), scale)
+        found = schedule.gradients(inside, state, factor, wanted, backend, plan.options)
         value = transfer(value, backend.arrays, library, library.dtype(problem.scale))
         return value, returned(found, problem, backend.arrays, library)

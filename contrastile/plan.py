@@ -121,8 +121,12 @@ class Plan:
     def replaying(self) -> Plan:
         """The plan of an eager call of torch tensors; of a process alone it is whole steps that are replayed."""
         backend = self.backend
-        replay = self.problem.placement is not None and backend.replayable and backend.arrays.name == "torch"
-        return replace(self, replay=replay) if replay else self
+        placement = self.problem.placement
+        if placement is None or not backend.replayable:
+            return self
+        # between messages it is primitives that are replayed, which take torch's tensors
+        due = placement.exchange == "replicate" or backend.arrays.name == "torch"
+        return replace(self, replay=due) if due else self
 
     def with_arrays(self, arrays: Sequence[Any]) -> Plan:
         """The plan for other arrays, in the order of ``Problem.arrays``."""

@@ -1,20 +1,27 @@
 """The replicated schedule: every rank gathers the whole problem and computes all of it, as a process alone does.
 
 One message in the forward pass, none in the backward pass: each rank takes its own rows of the whole gradient. Every
-rank computes all pairs, so it is for problems that take less time than the messages of a gather or a ring.
+rank computes all pairs, so it is for problems that take less time than the messages of a gather or a ring. What travels
+are arrays of the caller's library: what follows is a call of a process alone, whose kernels may come from CUDA graphs.
 """
 
 from __future__ import annotations
 
 from dataclasses import replace
 
-from contrastile.backends.arrays import ArrayLibrary
+from contrastile.backends.arrays import ArrayLibrary, working_for
 from contrastile.comm import buffers
 from contrastile.schedules import scalars
 from contrastile.schedules.gather import by_block
-from contrastile.schedules.local import Gradients, Wanted
+from contrastile.schedules.local import Gradients, State, Wanted
 from contrastile.schedules.problem import Problem
+from contrastile.schedules.schedule import phase
 from contrastile.schedules.sums import mean, placed
+
+
+def applies(problem: Problem) -> bool:
+    """Whether a problem is to be replicated."""
+    return problem.placement is not None and problem.placement.exchange == "replicate"
 
 
 def gathered(problem: Problem, arrays: ArrayLibrary) -> Problem:
@@ -44,7 +51,8 @@ def gathered(problem: Problem, arrays: ArrayLibrary) -> Problem:
     split = [buffers.split(whole, each) for whole, (_, each) in zip(wholes, sent, strict=True)]
     leaving = [arrays.contiguous(x) for x, _ in sent]
     arriving = {r: [part[r] for part in split] for r in range(n)}
-    placement.communicator.exchange(dict.fromkeys(range(n), leaving), arriving).wait()
+    with working_for(arrays, arrays, problem.rows), phase(placement):
+        placement.communicator.exchange(dict.fromkeys(range(n), leaving), arriving).wait()
     found = dict(zip(parts, wholes, strict=False))
     whole = problem.with_arrays([found.get(id(x)) for x in own])
     compared = scalars.checked(placement, arrays, numbers, wholes[len(parts) :])
@@ -54,6 +62,19 @@ def gathered(problem: Problem, arrays: ArrayLibrary) -> Problem:
 def wanted_of_whole(wanted: Wanted) -> Wanted:
     """Which gradients of the whole problem this rank needs for those that it wants."""
     return replace(wanted, columns=(any(wanted.columns),) if wanted.columns else ())
+
+
+def parted(problem: Problem, state: State) -> tuple[Problem, State]:
+    """The whole problem of a rank's part, and the state of its loss, from both in one row.
+
+    Args:
+        problem: this rank's part.
+        state: ``Problem.for_gradients().arrays()`` of the whole, and what its loss left.
+    """
+    mine = problem.for_gradients()
+    joined = replace(mine, placement=None, columns=mine.columns[:1])
+    count = len(joined.arrays())
+    return joined.with_arrays(state[:count]), state[count:]
 
 
 def own_part(problem: Problem, found: Gradients, wanted: Wanted, arrays: ArrayLibrary) -> Gradients:

@@ -1,18 +1,17 @@
 """A loss and its gradients by the schedule of a problem.
 
 A softmax loss leaves its statistics, and its gradients walk the blocks again; a sigmoid loss leaves the sums behind its
-gradients. A replicated problem leaves the whole problem before that.
+gradients. A problem that is to be replicated comes here as the whole: see ``replicate``.
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterator
 from contextlib import contextmanager
-from dataclasses import replace
 from types import ModuleType
 
 from contrastile.backends.contract import Array, Backend, Options
-from contrastile.schedules import blocked, gather, local, replicate, ring, scalars, triangle, triangle_over_ranks
+from contrastile.schedules import blocked, gather, local, ring, scalars, triangle, triangle_over_ranks
 from contrastile.schedules.placement import Placement
 from contrastile.schedules.problem import Problem
 from contrastile.schedules.sums import gradients_over_ranks
@@ -63,11 +62,7 @@ def loss(
     if placement is None:
         return _loss(problem, backend, options, wanted)
     with phase(placement):
-        if placement.exchange != "replicate":
-            return _loss(scalars.compared(problem, backend.arrays), backend, options, wanted)
-        whole = replicate.gathered(problem, backend.arrays)
-    value, state = _loss(whole, backend, options, None if wanted is None else replicate.wanted_of_whole(wanted))
-    return value, (*whole.for_gradients().arrays(), *state)
+        return _loss(scalars.compared(problem, backend.arrays), backend, options, wanted)
 
 
 def _loss(
@@ -102,20 +97,10 @@ def gradients(
     Raises:
         ExchangeError: a rank did not answer within the deadline.
     """
-    placement, arrays = problem.placement, backend.arrays
-    if placement is None:
+    if problem.placement is None:
         return _gradients(problem, state, upstream, wanted, backend, options)
-    if placement.exchange != "replicate":
-        with phase(placement, wanted):
-            return _gradients(problem, state, upstream, wanted, backend, options)
-    mine = problem.for_gradients()
-    joined = replace(mine, placement=None, columns=mine.columns[:1])
-    count = len(joined.arrays())
-    whole = joined.with_arrays(state[:count])
-    factor = arrays.full((), 1.0, arrays.dtype(problem.scale), problem.scale) if upstream is None else upstream
-    of_whole = replicate.wanted_of_whole(wanted)
-    found = _gradients(whole, state[count:], factor * placement.factor, of_whole, backend, options)
-    return replicate.own_part(problem, found, wanted, arrays)
+    with phase(problem.placement, wanted):
+        return _gradients(problem, state, upstream, wanted, backend, options)
 
 
 def _gradients(
