@@ -70,7 +70,7 @@ def _run(args: argparse.Namespace) -> int:
     mutants = _selected(args, list(every()))
     if args.list:
         for mutant in mutants:
-            print(f"{mutant.name:50}{mutant.about}{'' if mutant.equivalent is None else ' (equivalent)'}")
+            print(f"{mutant.name:55} {mutant.about}{'' if mutant.equivalent is None else ' (equivalent)'}")
         return PASS
     _require(args)
     with progress(shown=not args.quiet) as advance:

@@ -7,16 +7,18 @@ A patch is written like this, below the ``==`` line that names its file in the p
     last-shard-skipped: a rank never sees its successor's shard
     - for step in range(n):
     + for step in range(max(1, n - 1)):
-    interpreted: --case hot --dtype float32
+    checks: --case hot --dtype float32
     equivalent: why no check can see it
     device: cuda
 
 The text after ``-`` occurs exactly once in the file; it may begin and end anywhere in a line. The text after ``+``
-replaces it. The last three lines are optional.
+replaces it. The last three lines are optional; ``checks`` below the ``==`` line are those of every patch of the file
+that has none of its own.
 """
 
 from __future__ import annotations
 
+import shlex
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
@@ -27,9 +29,10 @@ PACKAGE = Path(__file__).parents[1]
 PATCHES = Path(__file__).parent / "patches"
 
 CONTRACT, SCHEDULE, EXCHANGE = "contract", "schedule", "exchange"
-COMPONENTS = (CONTRACT, SCHEDULE, EXCHANGE, "numpy", "torch", "triton", "cupy")
-"""The code that has the defect: any backend behind the contract, the schedule of one process or of several ranks, or
-one backend."""
+FACE = "front-door", "training", "integrations"
+COMPONENTS = (CONTRACT, *FACE, SCHEDULE, EXCHANGE, "numpy", "torch", "triton", "cupy")
+"""The code that has the defect: any backend behind the contract, what people call, the schedule of one process or of
+several ranks, or one backend."""
 
 
 class PatchError(ValueError):
@@ -74,8 +77,8 @@ class Mutant:
         name: "COMPONENT:DEFECT".
         about: the defect, in one line.
         patch: of a copy of the package; None for a defect of ``wrappers``.
-        interpreted: arguments of ``contrastile verify`` that show it under Triton's interpreter, which takes a second
-            for a small problem; ``run.INTERPRETED`` has the defaults.
+        checks: arguments of ``contrastile verify`` that select the checks; none for all. Under Triton's interpreter,
+            which takes a second for a small problem, ``run.INTERPRETED`` has the defaults.
         equivalent: why no check can catch it, if none can.
         device: the only kind of device on which it changes anything; "" for any.
     """
@@ -83,7 +86,7 @@ class Mutant:
     name: str
     about: str
     patch: Patch | None = None
-    interpreted: tuple[str, ...] = ()
+    checks: tuple[str, ...] = ()
     equivalent: str | None = None
     device: str = ""
 
@@ -113,10 +116,10 @@ def read(component: str, text: str) -> Iterator[Mutant]:
     Raises:
         PatchError: it is malformed.
     """
-    file = ""
+    file = of_file = ""
     for entry in filter(None, (each.strip("\n") for each in text.split("\n\n"))):
         if entry.startswith("== "):
-            file = entry.removeprefix("== ")
+            file, _, of_file = entry.removeprefix("== ").partition("\nchecks: ")
             continue
         first, *lines = entry.splitlines()
         name, colon, about = first.partition(": ")
@@ -128,8 +131,8 @@ def read(component: str, text: str) -> Iterator[Mutant]:
                 continue
             key, _, value = line.partition(": ")
             facts[key] = value
-        if not (file and colon and all(parts.values()) and facts.keys() <= {"interpreted", "equivalent", "device"}):
+        if not (file and colon and all(parts.values()) and facts.keys() <= {"checks", "equivalent", "device"}):
             raise PatchError(f"a patch must be written as in contrastile/mutate/registry.py, got {entry!r}")
         patch = Patch(file, *("\n".join(part) for part in parts.values()))
-        interpreted = tuple(facts.pop("interpreted", "").split())
-        yield Mutant(f"{component}:{name}", about, patch, interpreted, **facts)
+        checks = tuple(shlex.split(facts.pop("checks", of_file)))
+        yield Mutant(f"{component}:{name}", about, patch, checks, **facts)

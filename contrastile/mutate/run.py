@@ -19,7 +19,7 @@ from tempfile import TemporaryDirectory
 from typing import Any, Literal, TypedDict
 
 from contrastile.backends import registry as backends
-from contrastile.mutate.registry import CONTRACT, EXCHANGE, PACKAGE, SCHEDULE, Mutant, Patch, PatchError
+from contrastile.mutate.registry import CONTRACT, EXCHANGE, FACE, PACKAGE, SCHEDULE, Mutant, Patch, PatchError
 from contrastile.mutate.wrappers import WRAPPERS
 from contrastile.reporting import ProgressCallback
 
@@ -78,7 +78,7 @@ class Target:
         if mutant.component in (SCHEDULE, EXCHANGE):
             return "numpy"
         if mutant.component != CONTRACT:
-            return mutant.component
+            return "torch" if mutant.component in FACE else mutant.component
         needs = WRAPPERS[mutant.defect].needs
         return self.backend or needs or ("torch" if backends.available()["torch"] is None else "numpy")
 
@@ -98,21 +98,32 @@ class Target:
     def on_gpu(self, base: str) -> bool:
         return self.device == "cuda" and base != "numpy"
 
+    def place(self, mutant: Mutant) -> str:
+        """The kind of device on which a mutant runs: above the backends, the CPU."""
+        return "cuda" if self.on_gpu(self.base(mutant)) and mutant.component not in FACE else "cpu"
+
     def arguments(self, mutant: Mutant) -> list[list[str]]:
-        """The arguments of ``contrastile verify`` for a mutant: all checks, except under the interpreter.
+        """The arguments of ``contrastile verify`` for a mutant: its checks, else all, except under the interpreter.
 
         On a GPU a few checks come first: what all of them need is compiled for each mutant anew.
         """
         base = self.base(mutant)
-        words = ["--world", str(WORLD)] if mutant.component == EXCHANGE else []
-        words += ["--device", "cuda" if self.on_gpu(base) else "cpu"]
-        if self.on_gpu(base):
+        words = self.world(mutant)
+        words += ["--device", self.place(mutant)]
+        if self.place(mutant) == "cuda":
             return [[*words, "--quick"], words]
-        if base == "triton":
-            words += mutant.interpreted
-            for option, values in INTERPRETED.items():
-                words += [] if option in words else [option, *values]
+        words += mutant.checks
+        words += ["--dtype", "float32"] if mutant.component in FACE and "--dtype" not in mutant.checks else []
+        for option, values in INTERPRETED.items() if base == "triton" else ():
+            words += [] if option in words else [option, *values]
         return [words]
+
+    def world(self, mutant: Mutant) -> list[str]:
+        """The option that gives a mutant its ranks."""
+        if "--world" in mutant.checks:
+            at = mutant.checks.index("--world")
+            return [*mutant.checks[at : at + 2]]
+        return ["--world", str(WORLD)] if mutant.component == EXCHANGE else []
 
     def environment(self, base: str, *paths: str) -> dict[str, str]:
         """The environment variables of a run, which imports the package from the first path."""
@@ -230,12 +241,12 @@ class MutationRun:
         return Done(process.returncode, rows, lines[-1] if lines else "it printed nothing")
 
     def _controls(self) -> list[tuple[Mutant, list[Result]]]:
-        """Caught results by component, backend, dtype and property, each group with a mutant of its component."""
+        """Caught results by ranks, backend, dtype and property, each group with one of its mutants."""
         groups: dict[tuple[str, ...], tuple[Mutant, list[Result]]] = {}
         for mutant, result in zip(self.mutants, self.results, strict=True):
             # a failure of the whole backend, or of the verdict, has no case to rerun
             if result["status"] == "caught" and result["case"] not in ("", "all"):
-                key = mutant.component, result["backend"], result["dtype"], result["property"]
+                key = *self.target.world(mutant), result["backend"], result["dtype"], result["property"]
                 groups.setdefault(key, (mutant, []))[1].append(result)
         return list(groups.values())
 
@@ -247,8 +258,8 @@ class MutationRun:
         words = ["--backend", base, "--property", caught[0]["property"], "--dtype", dtype]
         words += ["--precision", precision or "ieee"] if dtype == "float32" else []
         words += ["--case", *dict.fromkeys(result["case"] for result in caught)]
-        words += ["--world", str(WORLD)] if mutant.component == EXCHANGE else []
-        words += ["--device", "cuda" if self.target.on_gpu(base) else "cpu"]
+        words += self.target.world(mutant)
+        words += ["--device", self.target.place(mutant)]
         with TemporaryDirectory() as folder:
             done = self._verify(Path(folder), base, words)
         failed = {_check(row): str(row["reason"]) for row in done.rows if row["status"] == "fail"}
@@ -298,7 +309,7 @@ def verdict(mutant: Mutant, base: str, done: Done) -> Result:
         status: Status = "broken" if _MISFIT.search(first["reason"]) else "caught"
         found = _result(mutant, base, status, reason=first["reason"], problems=problems)
         return {**found, **{key: first[key] for key in ("case", "property", "dtype")}}  # type: ignore[typeddict-item]
-    if done.rows and done.code:
+    if done.rows and done.code and problems:
         return _result(mutant, base, "caught", reason=done.last_line, problems=problems)
     if done.code is None:
         return _result(mutant, base, "missed", reason=done.last_line)

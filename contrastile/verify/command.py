@@ -27,7 +27,7 @@ from contrastile.reporting import (
     write_json,
     write_text,
 )
-from contrastile.verify import cases, launched, page, report, sharded, strategies, worker
+from contrastile.verify import cases, launched, page, public, report, sharded, strategies, worker
 from contrastile.verify.distributed import DISTRIBUTED
 from contrastile.verify.execution import DTYPES
 from contrastile.verify.isolation import Isolated
@@ -299,11 +299,15 @@ def _case_names(known: dict[str, Property]) -> list[str]:
 _RECIPES: dict[str, Callable[[str], object]] = {
     strategies.CASE: strategies.Recipe.parse,
     sharded.CASE: sharded.ShardedRecipe.parse,
+    **dict.fromkeys((public.CASE, public.RANKS_CASE, "ranks"), str),
 }
 
 
 def _known(what: str, given: list[str] | None, names: list[str]) -> list[str] | None:
-    """The given names, checked. A case "drawn:..." is a recipe; "wordnet" selects every "wordnet@..."."""
+    """The given names, checked. A case "drawn:..." is a recipe; "wordnet" selects every "wordnet@...".
+
+    What "public-losses:", "front-door:" and "ranks:" are followed by selects the labels that begin with it.
+    """
     if given is None:
         return None
     chosen: list[str] = []

@@ -165,9 +165,12 @@ def several_ranks(subject: Subject, case: str) -> Comparisons:
     if subject.label != "float32" or subject.device != "cpu":
         raise SkipError(f"in float32 on a host alone: give --world {RANKS} for the rest")
     there = replace(subject, world=Threads(RANKS), examples=min(_EXAMPLES, subject.examples))
+    name, _, part = case.partition(":")[2].partition(": ")
     for each in DISTRIBUTED.values():
-        if each.case is not None:
-            yield from _labelled(each.name, each.check(there, each.case))
+        if each.case is not None and each.name.startswith(name):
+            yield from _labelled(each.name, each.check(there, f"{each.case}:{part}" if part else each.case))
+    if name:
+        return
     for ranks, names in ((RANKS, _CASES), (_EVEN, _SYMMETRIC)):
         for name in names:
             given = cases.build(name, subject.dtype)

@@ -18,6 +18,7 @@ from contrastile.verify.trial import SkipError, Subject
 
 CASE = "mistakes"
 _WIDTH = 20
+_UNWANTED = "a gradient that the others do not want"
 
 
 def _putter(subject: Subject) -> Callable[..., Array]:
@@ -87,7 +88,7 @@ def mismatched_calls(subject: Subject, case: str) -> Comparisons:
     }
     if subject.backend.arrays.name == "torch":
         trained = [put(x).requires_grad_(), put(x), 10.0]
-        differences["a gradient that the others do not want"] = (losses.clip_loss, trained, {})
+        differences[_UNWANTED] = (losses.clip_loss, trained, {})
     right: _Arguments = losses.clip_loss, [*pair, 10.0], {}
     for label, wrong_one in differences.items():
         told = world.run(partial(_error_of_a_mismatch, right=right, last=wrong_one, subject=subject))
@@ -97,6 +98,10 @@ def mismatched_calls(subject: Subject, case: str) -> Comparisons:
             yield label, wrong(f"ranks raised different errors: {sorted(set(told))}")
         else:
             yield label, NOTHING
+    unlike = differences.get(_UNWANTED)
+    if unlike is not None:
+        told = world.run(partial(_error_without_gradients, right=right, last=unlike, subject=subject))
+        yield "a gradient that nobody records", wrong(told[0]) if any(told) else NOTHING
 
 
 _Arguments = tuple[Callable[..., Any], list[Any], dict[str, Any]]
@@ -113,3 +118,11 @@ def _error_of_a_mismatch(communicator: Communicator, right: _Arguments, last: _A
         right[0](*right[1], **how)
         return str(error)
     return ""
+
+
+def _error_without_gradients(communicator: Communicator, right: _Arguments, last: _Arguments, subject: Subject) -> str:
+    """``_error_of_a_mismatch`` where no gradients are recorded."""
+    import torch
+
+    with torch.no_grad():
+        return _error_of_a_mismatch(communicator, right, last, subject)

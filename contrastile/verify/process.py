@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import gc
+import os
 import random
 import sys
+import warnings
 from typing import Any
 
 import numpy as np
@@ -31,11 +34,16 @@ def state() -> dict[str, Any]:
         "Python's random state": random.getstate(),
         "NumPy's random state": (numbers[1].tobytes(), *numbers[2:]),
         "numpy.errstate": tuple(np.geterr().items()),
+        "Python's warnings": tuple(warnings.filters),
+        "an environment variable": dict(os.environ),
+        "garbage collection": gc.isenabled(),
+        "the flushing of subnormal numbers": float(np.float32(2.0**-149) * np.float32(1.0)),
     }
     torch = sys.modules.get("torch")
     if torch is not None:
         found["torch's random state"] = torch.get_rng_state().numpy().tobytes()
         found["torch's number of threads"] = torch.get_num_threads()
+        found["torch's autocast"] = torch.is_autocast_enabled("cpu")
     return found
 
 

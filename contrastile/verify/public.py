@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
@@ -20,15 +21,34 @@ from contrastile.verify.losses.cases import BATCHES, CALLS, Batch, LossCase, bui
 from contrastile.verify.losses.claims import OBJECTIVES
 from contrastile.verify.losses.ours import OF_ARRAYS, OF_TENSORS, Interface, interfaces, of_interface
 from contrastile.verify.losses.properties import UPSTREAM, LossTrial, compared
-from contrastile.verify.losses.subject import Loss, Result
+from contrastile.verify.losses.subject import Loss, Result, prepare
 from contrastile.verify.rearrange import redirected
 from contrastile.verify.shards import shares
+from contrastile.verify.trained import training
 from contrastile.verify.trial import Property, SkipError, Subject
 from contrastile.verify.worlds import judged
+from contrastile.verify.wrapped import RECORDED
 
 CASE, RANKS_CASE = "public-losses", "front-door"
-_CASES = ("ids", "ids@far", "negatives", "positives", "queue", "labels", "labels@far", "bias", "nan", "one-pair")
+_CASES = (
+    "ids",
+    "ids@far",
+    "negatives",
+    "positives",
+    "queue",
+    "labels",
+    "labels@far",
+    "bias",
+    "nan",
+    "one-pair",
+    "large-logits",
+)
 _ROWS, _WIDTH = 23, 20
+
+
+def asked(case: str, label: str) -> bool:
+    """Whether a comparison is asked for: all are, or those whose labels begin with what the case has after a colon."""
+    return label.startswith(case.partition(":")[2])
 
 
 def alone(objective: str, subject: Subject, case: str) -> Comparisons:
@@ -41,6 +61,8 @@ def alone(objective: str, subject: Subject, case: str) -> Comparisons:
         for name in (CALLS, *_CASES):
             if name != CALLS and not concerns(name, "value", None, objective):
                 continue
+            if not asked(case, f"{loss.name}, {name}"):
+                continue
             try:
                 here = trial(name)
             except ValueError:
@@ -52,13 +74,15 @@ def alone(objective: str, subject: Subject, case: str) -> Comparisons:
             yield f"{loss.name}, {name}", here.compare(here.result, fields)
         for name in names:
             held = OF_A_LOSS[name]
-            if held.claim(loss.claims):
+            if held.claim(loss.claims) or not asked(case, f"{loss.name}, {name}"):
                 continue
             try:
                 yield from ((f"{loss.name}, {name}: {what}", worst) for what, worst in held.check(trial(CALLS)))
             except SkipError:
                 # of arguments that this loss has not, or a dtype of 16 bits
                 continue
+    if asked(case, "options"):
+        yield from options(objective, subject)
 
 
 @dataclass(frozen=True, slots=True)
@@ -163,7 +187,8 @@ def over_ranks(objective: str, subject: Subject, case: str) -> Comparisons:
                 for place, interface in enumerate(_interfaces(subject, share)):
                     reduction = ("mean", "sum")[(turn + place) % 2]
                     label = ", ".join((share.label, exchange, how, interface.name, reduction))
-                    yield label, _of_ranks(share, subject, interface, exchange, reduction)
+                    if asked(case, label):
+                        yield label, _of_ranks(share, subject, interface, exchange, reduction)
 
 
 def _interfaces(subject: Subject, share: Share) -> list[Interface]:
@@ -185,7 +210,16 @@ def _of_ranks(share: Share, subject: Subject, interface: Interface, exchange: st
         how = {"group": communicator, "exchange": exchange, "parameter_reduction": reduction}
         objective = share.case.claims.objective
         loss = of_interface(interface, objective, subject, subject.backend.arrays.name, interface.name, **how)
-        return loss.evaluate(share.part(communicator.rank), subject.dtype, subject.device, upstream=upstream)
+        own = share.part(communicator.rank)
+        call = prepare(loss, own, subject.dtype, subject.device)
+        value = call()
+        if upstream is None:
+            return call.finish(value)
+        # another forward pass of these sizes, and a backward pass of this one, come before
+        prepare(loss, replace(own, features=tuple(-x for x in own.features)), subject.dtype, subject.device)()
+        call.finish(value, retain=True)
+        call.forget()
+        return call.finish(value, upstream, retain=True)
 
     parts = subject.ranks.run(program)
 
@@ -200,41 +234,28 @@ def _of_ranks(share: Share, subject: Subject, interface: Interface, exchange: st
     return judged(subject.ranks, judge)
 
 
-def training(subject: Subject, case: str) -> Comparisons:
-    """The gradient cache replays every generator's numbers and leaves them as one pass would; weights add to 1."""
-    if subject.backend.arrays.name != "torch" or subject.label != "float32":
-        raise SkipError("in float32 of torch tensors alone")
-    import random
+def options(objective: str, subject: Subject) -> Comparisons:
+    """What is asked for reaches the backend that was asked for."""
+    settings: dict[str, Any] = {"precision": subject.precision, "tile": (7, 5), "workspace": 3, "keep": 1}
+    if subject.backend.arrays.name == "torch":
+        settings["block"] = 9
+    (interface, *_) = OF_ARRAYS
+    recorded = replace(subject, name=f"contrastile.verify.wrapped:recorded@{subject.name}")
+    # another call first: nothing of it is asked for again
+    plain = of_interface(interface, objective, recorded, subject.backend.arrays.name, "")
+    plain.call(*_numbers(plain, subject))
+    loss = of_interface(interface, objective, recorded, subject.backend.arrays.name, "", **settings)
+    RECORDED.clear()
+    loss.call(*_numbers(loss, subject))
+    most = settings.pop("block", math.inf)
+    asked_for = all(getattr(how, name) == x for _, how in RECORDED for name, x in settings.items())
+    cut = all(max(block.rows.shape[0], block.columns.shape[0]) <= most for block, _ in RECORDED)
+    yield "options", NOTHING if RECORDED and asked_for and cut else wrong("the backend was not told of them")
 
-    import torch
 
-    from contrastile import losses
-    from contrastile.training import cached_step, stream
-
-    generators: dict[str, Callable[[], float]] = {
-        "Python": random.random,
-        "NumPy": lambda: float(np.random.random()),
-        "torch": lambda: float(torch.rand(())),
-    }
-    table = torch.randn(_ROWS, _WIDTH, device=subject.device, requires_grad=True)
-    index = torch.arange(_ROWS, device=subject.device)
-    loss = partial(losses.clip_loss, backend=subject.name, **subject.settings)
-    for name, draw in generators.items():
-        drawn: list[float] = []
-
-        def encode(chunk: Any, draw: Any = draw, drawn: Any = drawn) -> Any:
-            drawn.append(draw())
-            return table[chunk] * drawn[-1]
-
-        cached_step((encode, lambda chunk: table[chunk]), (index, index), loss, scale=10.0, chunk=5)
-        first, second = drawn[: len(drawn) // 2], drawn[len(drawn) // 2 :]
-        yield f"numbers of {name}, replayed", NOTHING if first == second else wrong("other numbers")
-        fresh = len(set(first)) == len(first) and draw() not in first
-        yield f"numbers of {name}, after it", NOTHING if fresh else wrong("the same numbers again")
-    for size in (5, _ROWS):
-        shares_of = [(len(chunk), weight) for chunk, weight in stream(index, size, subject.device)]
-        right = [float(n / _ROWS) == weight for n, weight in shares_of]
-        yield f"weights of stream, chunks of {size}", NOTHING if all(right) else wrong(f"they are {shares_of}")
+def _numbers(loss: Loss, subject: Subject) -> Sequence[Any]:
+    call = prepare(loss, build(CALLS, subject.dtype, loss.claims, loss.facts).arguments, subject.dtype, subject.device)
+    return *call.leaves, *call.labels, *call.numbers
 
 
 def _property(name: str, held: Callable[..., Comparisons], case: str, about: str) -> Property:

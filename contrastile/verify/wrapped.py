@@ -6,9 +6,13 @@ from collections.abc import Callable
 from dataclasses import replace
 from typing import Any
 
-from contrastile.backends.contract import Backend
+from contrastile.backends import registry
+from contrastile.backends.contract import Backend, Block, Options
 
 PRIMITIVES = ("lse", "keeping", "gradients", "finished", "sigmoid")
+
+RECORDED: list[tuple[Block, Options]] = []
+"""What the primitives of a backend of the name ``contrastile.verify.wrapped:recorded@BACKEND`` were given."""
 
 
 def around(backend: Backend, call: Callable[..., Any], *names: str) -> Backend:
@@ -20,3 +24,16 @@ def around(backend: Backend, call: Callable[..., Any], *names: str) -> Backend:
     found = {name: getattr(backend, name) for name in names or PRIMITIVES}
     changed: dict[str, Any] = {name: wrapped(x) for name, x in found.items() if x is not None}
     return replace(backend, **changed)
+
+
+def __getattr__(name: str) -> Backend:
+    """The backend that ``recorded@BACKEND`` names."""
+    what, at, backend = name.partition("@")
+    if what != "recorded" or not at:
+        raise AttributeError(name)
+
+    def call(primitive: Callable[..., Any], block: Block, *rest: Any) -> Any:
+        RECORDED.append((block, rest[-1]))
+        return primitive(block, *rest)
+
+    return around(registry.load(backend), call)

@@ -59,7 +59,7 @@ first: what is wrong
 - one two
 - two
 + one
-interpreted: --case hot
+checks: --case hot
 equivalent: no test reads it
 device: cuda
 """
@@ -73,7 +73,7 @@ def test_a_list_is_read_as_it_is_written(tmp_path: Path) -> None:
     assert patch.applied(tmp_path) == "one\n"
 
 
-@pytest.mark.parametrize("old", ["== a.py", "first: what is wrong\n", "+ one\n", "interpreted"])
+@pytest.mark.parametrize("old", ["== a.py", "first: what is wrong\n", "+ one\n", "checks"])
 def test_a_list_that_is_not_written_so_is_refused(old: str) -> None:
     with pytest.raises(PatchError, match="a patch must be written as in"):
-        list(read("numpy", LIST.replace(old, "else" if old == "interpreted" else "")))
+        list(read("numpy", LIST.replace(old, "else" if old == "checks" else "")))

@@ -1,40 +1,48 @@
-"""The properties of calls: whatever is passed, whichever gradients are wanted, whatever else is called meanwhile."""
+"""The properties of calls: whatever is passed, whichever gradients are wanted."""
 
 from __future__ import annotations
 
 import inspect
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
+from fractions import Fraction
 from itertools import combinations
 from typing import Any
 
 import numpy as np
 
 from contrastile.backends.contract import Array, state_dtype
-from contrastile.verify import peak, process
 from contrastile.verify.comparison import NOTHING, Comparisons, Worst, wrong
 from contrastile.verify.draws import FAR
-from contrastile.verify.losses.cases import CALLS, HIGH, LossCase, rounded, sized
+from contrastile.verify.losses.cases import CALLS, HIGH, LossCase, build, rounded
 from contrastile.verify.losses.claims import Claims
 from contrastile.verify.losses.properties import (
     ONE_CALL,
-    UPSTREAM,
     LossProperty,
     LossTrial,
     by_autograd,
     claimed,
-    gradient_fields,
 )
-from contrastile.verify.losses.subject import Call, Result, prepare
-from contrastile.verify.rounding import UNIT
+from contrastile.verify.losses.repeating import (
+    everything,
+    gradients_of,
+    interleaved,
+    leaks,
+    numbered,
+    prepared,
+    repeats,
+    retained,
+    rewritten,
+    settings,
+    threads,
+)
+from contrastile.verify.losses.subject import prepare
+from contrastile.verify.rounding import UNIT, round_to
 from contrastile.verify.trial import SkipError
 from contrastile.verify.truth import Outcome
 
-_SCALES = HIGH, 3.0, 0.07, -14.3
-_BIASES = -2.7, 2.0, 0.3, -40.1
-_MANY = 520
-_LARGE = 211, 8
-"""More than 40,000 logits, and more than 200 rows."""
+_SCALES = HIGH, HIGH - 0.4, 3.0, 0.07, -14.3
+_BIASES = -2.7, -3.1, 2.0, 0.3, -40.1
 
 
 def leaves(trial: LossTrial) -> Comparisons:
@@ -61,20 +69,38 @@ def leaves(trial: LossTrial) -> Comparisons:
             if any(x is not None for place, x in enumerate(gradients) if place not in wanted):
                 yield label, wrong("a frozen argument has a gradient")
             # in place of those that are frozen, what was right before
-            *features, scale, bias = (y if x is None else x for x, y in zip(gradients, _gradients(whole), strict=True))
+            *features, scale, bias = (
+                y if x is None else x for x, y in zip(gradients, gradients_of(whole), strict=True)
+            )
             full = replace(whole, loss=got.loss, features=tuple(features), scale=scale, bias=bias)
             yield label, trial.compare(full, trial.fields)
+    for label, made in _of_other_types().items():
+        call = prepared(trial)
+        for each in (call.leaves, call.numbers):
+            each[:] = [made(x.detach()).requires_grad_(x.requires_grad) if hasattr(x, "detach") else x for x in each]
+        call.passed = call.leaves
+        yield label, trial.compare(call.finish(call()), trial.fields)
 
 
-def _gradients(x: Result) -> list[Any]:
-    return [*x.features, x.scale, x.bias]
+def _of_other_types() -> dict[str, Callable[[Array], Array]]:
+    """What makes tensors of other types of a tensor, by name."""
+    import torch
+
+    class Derived(torch.Tensor):
+        """A tensor of another type."""
+
+    return {
+        "parameters": torch.nn.Parameter,
+        "a subclass of tensors": lambda x: x.as_subclass(Derived),
+        "tensors with a lazy sign": lambda x: torch.ops.aten._neg_view(-x),
+    }
 
 
 def numbers(trial: LossTrial) -> Comparisons:
     """Scale and bias may be numbers of Python and NumPy and tensors of any shape with one element."""
     claims = trial.loss.claims
     for scale, bias in zip(_SCALES, _BIASES, strict=True):
-        here = trial.other(_numbered(trial.case, scale, bias))
+        here = trial.other(numbered(trial.case, scale, bias))
         for label, make, learns in _ways(trial, whole=scale == int(scale)):
             wanted = claims.scale_gradient and learns
             train = None if wanted else [*[claims.feature_gradients] * _arrays(trial.case), *[False] * _scalars(here)]
@@ -85,17 +111,12 @@ def numbers(trial: LossTrial) -> Comparisons:
         return
     name, has_default = _fourth(trial.loss.call)
     if name == "bias":
-        call = _prepared(trial)
+        call = prepared(trial)
         named = call.finish(call(lambda *args, **more: trial.loss.call(*args[:-1], bias=args[-1], **more)))
         yield "the bias by its name", trial.compare(named, trial.fields)
     if has_default:
         here = trial.other(replace(trial.case, arguments=replace(trial.case.arguments, bias=None)))
         yield "the bias left out", here.compare(here.run(), [x for x in trial.fields if x != "bias"])
-
-
-def _numbered(case: LossCase, scale: float, bias: float) -> LossCase:
-    given = replace(case.arguments, scale=scale, bias=None if case.arguments.bias is None else bias)
-    return replace(case, arguments=rounded(given, case.dtype))
 
 
 def _arrays(case: LossCase) -> int:
@@ -116,18 +137,23 @@ def _ways(trial: LossTrial, *, whole: bool) -> Iterator[tuple[str, Callable[[flo
     arrays, case = trial.loss.arrays, trial.case
     state = state_dtype(case.dtype)
     like = prepare(trial.loss, case.arguments, case.dtype, trial.device).leaves[0]
+    kinds: list[tuple[tuple[int, ...], str]] = [((), state)]
     # beside a tensor of 16 bits a plain computation takes the dtype of one of shape (1,), not of one of shape ()
-    shapes = ((), (1,)) if state == case.dtype or case.facts is not None else ((),)
-    for shape in shapes:
+    if state == case.dtype or case.facts is not None:
+        kinds.append(((1,), state))
+    if case.facts is not None:
+        yield "a fraction", Fraction, False
+        kinds += [((1, 1), state), ((), "float64")]
+    for shape, dtype in kinds:
 
-        def make(x: float, shape: Any = shape) -> Array:
-            return arrays.asarray(np.full(shape, x), state, like)
+        def make(x: float, shape: Any = shape, dtype: str = dtype) -> Array:
+            return arrays.asarray(np.full(shape, x), dtype, like)
 
         # torch would take no gradient of what returns its own, and gives these for every number
         learns = trial.loss.claims.library == "torch"
-        yield f"an array of shape {shape}", make, learns
+        yield f"an array of shape {shape} in {dtype}", make, learns
         if learns and by_autograd(trial.loss.claims) == "":
-            yield f"a frozen array of shape {shape}", make, False
+            yield f"a frozen array of shape {shape} in {dtype}", make, False
 
 
 def _fourth(call: Callable[..., Any]) -> tuple[str, bool]:
@@ -139,98 +165,6 @@ def _fourth(call: Callable[..., Any]) -> tuple[str, bool]:
     return parameter.name, parameter.default is not inspect.Parameter.empty
 
 
-def interleaved(trial: LossTrial) -> Comparisons:
-    """Neither another call, nor its backward pass, nor who writes to its results changes those of a call."""
-    case, claims = trial.case, trial.loss.claims
-    b, d = claims.batch(_LARGE[0]), claims.width(_LARGE[1])
-    rows, width = case.arguments.features[0].shape
-    sizes = [(rows, width)]
-    if b is not None and d is not None and case.dtype == "float32":
-        sizes.append((b, d))
-    for rows, width in sizes:
-        two = [trial.other(sized(claims, rows, width, case.dtype, case.facts, seed=seed)) for seed in (1, 2)]
-        calls = [_prepared(each) for each in two]
-        returned = [call() for call in calls]
-        label = f"b = {rows}, d = {width}: "
-        before = [call.bits() for call in calls]
-        found = [call.finish(x) for call, x in zip(calls, returned, strict=True)]
-        for name, each, result in zip(("first", "second"), two, found, strict=True):
-            yield f"{label}the {name} of two calls, then their backward passes", each.compare(result, trial.fields)
-        after = [call.bits() for call in calls]
-        again = _prepared(two[1])
-        again.finish(again())
-        same = all(x[: len(y)] == y for x, y in zip(after, before, strict=True)) and [c.bits() for c in calls] == after
-        yield f"{label}results after another call", NOTHING if same else wrong("they were changed")
-        for x in _arrays_of(calls[0]):
-            x[...] = 7
-        yield f"{label}after results were written to", two[1].compare(two[1].run(), trial.fields)
-
-
-def _prepared(trial: LossTrial) -> Call:
-    return prepare(trial.loss, trial.case.arguments, trial.case.dtype, trial.device)
-
-
-def _arrays_of(call: Call) -> list[Array]:
-    """Gradients, as they were returned or as autograd has left them."""
-    returned = list(call.returned[1:]) if isinstance(call.returned, tuple | list) else []
-    gradients = [*returned, *(getattr(x, "grad", None) for x in call.leaves)]
-    return [x for x in gradients if getattr(x, "shape", ())]
-
-
-def rewritten(trial: LossTrial) -> Comparisons:
-    """New values in the same arrays count; written between the passes they are an error, or their old ones count."""
-    case = trial.case
-    rows, width = case.arguments.features[0].shape
-    other = trial.other(sized(trial.loss.claims, rows, width, case.dtype, case.facts, seed=3))
-    call, new = _prepared(trial), _prepared(other)
-    call.finish(call())
-    for x, y in zip([*call.leaves, *call.labels], [*new.leaves, *new.labels], strict=True):
-        _written(x, y)
-    _forget(call)
-    yield "new values in the same arrays", other.compare(call.finish(call()), trial.fields)
-    if not trial.loss.claims.by_autograd:
-        return
-    call = _prepared(trial)
-    value = call()
-    _written(call.leaves[0], new.leaves[0])
-    try:
-        found = call.finish(value)
-    except RuntimeError:
-        yield "written between the passes", NOTHING
-        return
-    yield "written between the passes", trial.compare(found, gradient_fields(trial.loss.claims))
-
-
-def _written(x: Array, y: Array) -> None:
-    if hasattr(x, "detach"):
-        import torch
-
-        with torch.no_grad():
-            x.copy_(y)
-        return
-    x[...] = y
-
-
-def _forget(call: Call) -> None:
-    """Gradients of the backward passes so far, to which the next would add."""
-    for x in (*call.leaves, *call.numbers):
-        if hasattr(x, "grad"):
-            x.grad = None
-
-
-def retained(trial: LossTrial) -> Comparisons:
-    """A graph that is retained gives the same gradients a second time, with another upstream gradient too."""
-    trial.only_by_autograd()
-    call = _prepared(trial)
-    value = call()
-    call.finish(value, retain=True)
-    fields = gradient_fields(trial.loss.claims)
-    for label, upstream in (("a second backward pass", UPSTREAM), ("a third, upstream 1 / 30", 1.0)):
-        _forget(call)
-        found = call.finish(value, upstream, retain=True)
-        yield label, trial.compare(found, fields, upstream)
-
-
 def aliases(trial: LossTrial) -> Comparisons:
     """Features that are one tensor, or share a storage, have the loss and the gradients of equal ones apart."""
     case = trial.case
@@ -238,7 +172,7 @@ def aliases(trial: LossTrial) -> Comparisons:
     if len(given.features) != 2:
         raise SkipError("has one array of features")
     same = trial.other(replace(case, arguments=replace(given, features=(given.features[0],) * 2)))
-    call = _prepared(same)
+    call = prepared(same)
     call.passed = [call.leaves[0]] * 2
     found = call.finish(call())
     if not found.by_autograd:
@@ -250,12 +184,12 @@ def aliases(trial: LossTrial) -> Comparisons:
             error = np.abs(found.features[0] - both) if found.features[0] is not None else np.full(both.shape, np.inf)
             size = bound + UNIT[case.dtype] * (np.abs(both) + bound)
             yield "one tensor twice", Worst(float((error / size).max()), "the gradient", (), float(error.max()), 0.0)
-        call = _prepared(same)
+        call = prepared(same)
         call.passed = [call.leaves[0], call.leaves[0].detach()]
         found = call.finish(call())
         found = replace(found, features=(found.features[0], same.result.features[1]))
         yield "a tensor and itself detached", same.compare(found, trial.fields)
-    call = _prepared(trial)
+    call = prepared(trial)
     joined = trial.loss.arrays.concat([x.detach() if hasattr(x, "detach") else x for x in call.leaves])
     b = len(given.features[0])
     if claims.by_autograd and claims.feature_gradients:
@@ -285,6 +219,15 @@ def autocast(trial: LossTrial) -> Comparisons:
             return
         narrow = trial.other(_narrow(case))
         found = narrow.run()
+        if not torch.is_autocast_enabled(trial.device):
+            yield "", wrong("the caller's autocast is off")
+    if case.facts is not None:
+        given = [x for x in found.features if x is not None]
+        same = all(np.array_equal(x, round_to(x, "bfloat16"), equal_nan=True) for x in given)
+        yield (
+            "",
+            NOTHING if same else wrong("a gradient has bits that bfloat16 has not: the features were not narrowed"),
+        )
     fields = trial.fields
     as_bfloat16 = replace(narrow.case, dtype="bfloat16", facts=None, claims=replace(case.claims, state=None))
     try:
@@ -298,80 +241,13 @@ def _narrow(case: LossCase) -> LossCase:
     return replace(case, arguments=replace(rounded(case.arguments, "bfloat16"), scale=2.0))
 
 
-def settings(trial: LossTrial) -> Comparisons:
-    """A call moves no generator, and changes no setting of the process."""
-    import random
-
-    # a generator that is seeded anew must not happen to be where it was
-    random.random()
-    np.random.random()
-    if trial.loss.claims.library == "torch":
-        import torch
-
-        torch.rand(())
-    before = process.state()
-    trial.run()
-    changed = process.changed(before, process.state())
-    yield "", NOTHING if changed is None else wrong(changed)
-
-
-def repeats(trial: LossTrial) -> Comparisons:
-    """After 520 calls a call gives what the first gave."""
-    small = trial.other(sized(trial.loss.claims, *_few(trial), trial.case.dtype, trial.case.facts))
-    call = _prepared(small)
-    first = call.finish(call())
-    for _ in range(_MANY):
-        call()
-    again = small.run()
-    yield f"call {_MANY}", small.compare(again, trial.fields)
-    if trial.loss.claims.deterministic:
-        same = all(np.array_equal(x, y, equal_nan=True) for x, y in zip(_all(first), _all(again), strict=True))
-        yield f"call {_MANY}", NOTHING if same else wrong("it has other bits than the first")
-
-
-def _few(trial: LossTrial) -> tuple[int, int]:
-    claims = trial.loss.claims
-    return claims.batch(4) or 1, claims.width(3) or 1
-
-
-def _all(x: Result) -> list[Any]:
-    return [y for y in (x.loss, *_gradients(x)) if y is not None]
-
-
-def leaks(trial: LossTrial) -> Comparisons:
-    """What a call allocates is freed with its results."""
-    claims, case = trial.loss.claims, trial.case
-    b = claims.batch(64)
-    if b is None:
-        raise SkipError("needs a batch of 64 rows")
-    arguments = sized(claims, b, case.batch.width, case.dtype, case.facts).arguments
-
-    def step() -> None:
-        call = prepare(trial.loss, arguments, case.dtype, trial.device)
-        call.finish(call())
-
-    def steps(times: int) -> Callable[[], object]:
-        def several() -> None:
-            for _ in range(times):
-                step()
-
-        return several
-
-    # first calls fill caches
-    steps(2)()
-    few, many = (peak.peak_bytes(trial.loss.arrays, trial.device, steps(times)) for times in (1, 5))
-    # less than the logits of one of them
-    limit = few + 2 * b * b
-    yield "5 calls", Worst(many / limit, "bytes", (), many, limit)
-
-
 def integers(trial: LossTrial) -> Comparisons:
     """Ids, positives and labels of each dtype, with its least and its largest numbers, are what they are in int64."""
     case, claims = trial.case, trial.loss.claims
     given = case.arguments
     for dtype in claims.integers:
         try:
-            trial.loss.arrays.asarray(np.zeros(1, np.int64), dtype, _prepared(trial).leaves[0])
+            trial.loss.arrays.asarray(np.zeros(1, np.int64), dtype, prepared(trial).leaves[0])
         except (AttributeError, TypeError):
             # this version of the library has none
             continue
@@ -386,8 +262,11 @@ def integers(trial: LossTrial) -> Comparisons:
         else:
             keys = ("row_ids", "column_ids") if claims.objective == "info_nce" else ("ids",)
             changed = replace(given, keywords=dict.fromkeys(keys, names))
+            if claims.positives:
+                changed = replace(changed, keywords={**changed.keywords, "positives": np.arange(b)[::-1].copy()})
         here = trial.other(replace(case, arguments=changed))
         yield dtype, here.compare(here.run(integers=dtype), trial.fields)
+        yield f"{dtype}, every other element", here.compare(here.run(integers=dtype, step=2), trial.fields)
 
 
 def refusals(trial: LossTrial) -> Comparisons:
@@ -404,8 +283,39 @@ def refusals(trial: LossTrial) -> Comparisons:
         except (ValueError, IndexError, RuntimeError):
             yield label, NOTHING
             continue
-        numbers = [np.asarray(x) for x in _all(found)]
+        numbers = [np.asarray(x) for x in everything(found)]
         yield label, NOTHING if all(np.isnan(x).any() for x in numbers) else wrong("a number, where nothing is right")
+
+
+def queues(trial: LossTrial) -> Comparisons:
+    """Negatives may be a tuple, one array twice, the key again, or empty, and learn whatever the query does."""
+    case = trial.case
+    rows, width = case.arguments.features[0].shape
+    hard = build("negatives", case.dtype, case.claims, case.facts).arguments.negatives[0]
+    first, second = (hard[at : at + rows, :width] for at in (0, 2))
+    key, nothing = case.arguments.features[1], np.zeros((0, width))
+    ways: dict[str, tuple[Any, Sequence[int]]] = {
+        "a tuple": ((first, second), (0, 1)),
+        "one array twice": ((first, first), (0, 0)),
+        "the key again": ((key,), (-1,)),
+        "an empty sequence": ((), ()),
+        "a queue that is empty": ((nothing,), (0,)),
+    }
+    for label, (negatives, which) in ways.items():
+        here = trial.other(replace(case, arguments=replace(case.arguments, negatives=negatives)))
+        call = prepared(here)
+        own = call.leaves[call.count :]
+        call.passed = [*call.leaves[: call.count], *(own[i] if i >= 0 else call.leaves[1] for i in which)]
+        call.sequence = tuple
+        found = call.finish(call())
+        if len(set(which)) < len(which) or -1 in which:
+            # its gradients are sums
+            yield label, here.compare(found, ("loss", "rows", "scale"))
+            continue
+        yield label, here.compare(found, trial.fields)
+        if found.by_autograd and which:
+            frozen = here.run(train=here.train([2]))
+            yield f"{label}, the query frozen", NOTHING if frozen.features[2] is not None else wrong("no gradient")
 
 
 def _takes_integers(claims: Claims) -> str:
@@ -434,6 +344,8 @@ REPEATED = {
         LossProperty("repeats", repeats, CALLS),
         LossProperty("leaks", leaks, CALLS),
         LossProperty("integers", integers, CALLS, claim=_takes_integers),
+        LossProperty("queues", queues, CALLS, claim=claimed("negatives", "negatives")),
+        LossProperty("threads", threads, CALLS),
         LossProperty("refusals", refusals, CALLS, claim=claimed("positives", "positives")),
     )
 }

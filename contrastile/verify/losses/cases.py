@@ -353,10 +353,16 @@ def rounded(given: Arguments, dtype: str) -> Arguments:
 def sized(
     claims: Claims, rows: int, width: int, dtype: str, facts: Accuracy | None = None, *, seed: int = 0
 ) -> LossCase:
-    """A case of this size."""
+    """A case of this size; of another seed, with other features, labels and numbers."""
+    draw = np.random.default_rng(seed)
     # with as much noise as row, one feature may be 0
-    given = Arguments(pairs(np.random.default_rng(seed), rows, width, 1.5, 1.5), SCALE)
-    given = _arguments(claims.objective, given)
+    features = pairs(draw, rows, width, 1.5, 1.5)
+    if width < 3 and not claims.normalises:
+        # of unit length, one feature is 1 or -1, and every pair is certain
+        features = features[0] * draw.uniform(0.05, 0.3, (rows, 1)), features[1] * draw.uniform(0.05, 0.3, (rows, 1))
+    given = _arguments(claims.objective, Arguments(features, SCALE + seed))
+    if seed and given.labels is not None:
+        given = replace(given, labels=draw.permutation(given.labels))
     batch = Batch(f"{rows} x {width}", "", rows, width, SCALE)
     return LossCase(batch, dtype, rounded(given, dtype), claims, facts)
 

@@ -56,7 +56,8 @@ class Claims:
         numbers: whether the scale, and the bias, may be Python's or NumPy's numbers and tensors of shape (1,) too.
         ids: whether it leaves out pairs of different rows with equal ids: a keyword ``ids``, (b,); of info_nce
             ``row_ids`` and ``column_ids``.
-        negatives: whether info_nce has a keyword ``negatives``, a tensor or a sequence of them.
+        negatives: whether info_nce has a keyword ``negatives``, a tensor or a sequence of them, either of which may be
+            empty.
         positives: whether info_nce has a keyword ``positives``, (b,), each among the columns of key and negatives.
         integers: dtypes of ids, positives and labels.
         normalises: whether it divides the features by their norms first. They are given with norms near 1.

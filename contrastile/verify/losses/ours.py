@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import importlib.util
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import partial
@@ -17,9 +18,12 @@ from contrastile.verify.trial import Subject
 Target = Callable[..., Any]
 _BLOCK, _CHUNK = 9, 5
 
-_ARRAYS = ("numbers", "interleaved", "rewritten", "aliases", "inputs-kept", "strided", "integers", "refusals")
-_AUTOGRAD = ("upstream", "leaves", "retained", "autocast")
-_ONCE = ("settings", "repeats", "leaks", "sizes")
+_ARRAYS = (
+    *("numbers", "interleaved", "rewritten", "aliases", "inputs-kept", "strided", "integers", "refusals"),
+    *("settings", "queues", "threads"),
+)
+_AUTOGRAD = ("value", "upstream", "leaves", "retained", "autocast", "settings")
+_ONCE = ("repeats", "leaks", "sizes")
 
 
 @dataclass(frozen=True, slots=True)
@@ -62,25 +66,41 @@ def both(loss: Target, settings: dict[str, Any]) -> Target:
     return target
 
 
-def module(loss: Target, settings: dict[str, Any]) -> Target:
-    """The modules of ``contrastile.nn``."""
+def module(loss: Target, settings: dict[str, Any], *, trains: bool = True) -> Target:
+    """The modules of ``contrastile.nn``, which return a dict in training and a tensor in evaluation."""
+    import torch
+
     from contrastile import nn
 
+    made = (nn.ClipLoss if loss is losses.clip_loss else nn.SigLipLoss)(**settings).train(trains)
     if loss is losses.clip_loss:
-        made: Any = nn.ClipLoss(**settings)
-        # a bias that shifts every logit changes nothing
-        return lambda image, text, scale: made(image, text, scale, image.new_zeros(1).requires_grad_(), True)
-    made = nn.SigLipLoss(**settings)
+
+        def with_bias(image: Array, text: Array, scale: Any) -> Any:
+            # it shifts every logit, and changes nothing; DDP waits for its gradient
+            bias = image.new_zeros(1).requires_grad_(trains)
+            found = _kind(made(image, text, scale, bias, trains), dict if trains else torch.Tensor)
+            if trains and torch.is_grad_enabled():
+                (gradient,) = torch.autograd.grad([*found.values()], bias, retain_graph=True, allow_unused=True)
+                assert gradient is not None
+            return found
+
+        return with_bias
 
     def target(image: Array, text: Array, scale: Any, bias: Any = None) -> Any:
-        return made(image, text, scale, bias)
+        return _kind(made(image, text, scale, bias, trains), dict if trains else torch.Tensor)
 
     return target
 
 
-def blocked(loss: Target, settings: dict[str, Any]) -> Target:
-    """In blocks."""
-    return partial(loss, block=_BLOCK, **settings)
+def _kind(found: Any, kind: type) -> Any:
+    if not isinstance(found, kind):
+        raise ValueError(f"a module must return a {kind.__name__}, got {type(found).__name__}")
+    return found
+
+
+def blocked(way: Callable[..., Target], loss: Target, settings: dict[str, Any]) -> Target:
+    """Another way, in blocks."""
+    return way(loss, {**settings, "block": _BLOCK})
 
 
 def functional(loss: Target, settings: dict[str, Any]) -> Target:
@@ -128,8 +148,9 @@ def _chunked(
 
     count = 1 if loss is losses.sup_con else 2
     labels = [x for x in args[count : count + 1] if count == 1]
-    towers = tuple(lambda index, x=x: x[index] for x in args[:count])
-    inputs = tuple(torch.arange(len(x), device=x.device) for x in args[:count])
+    # no tower can take another's input
+    towers = tuple(lambda index, x=x, n=n: x[index - n * len(x)] for n, x in enumerate(args[:count]))
+    inputs = tuple(torch.arange(n * len(x), (n + 1) * len(x), device=x.device) for n, x in enumerate(args[:count]))
 
     def of_embeddings(*given: Array) -> Array:
         found: Array = loss(*given[:count], *labels, *given[count:], **settings, **keywords)
@@ -139,16 +160,53 @@ def _chunked(
 
 
 def _cached_step(towers: Any, inputs: Any, loss: Target, numbers: Any) -> Any:
+    """Of numbers that have a graph."""
     from contrastile import training
 
-    return training.cached_step(towers, inputs, loss, scale=numbers, chunk=_CHUNK)
+    return training.cached_step(towers, inputs, loss, scale=tuple(x.clone() for x in numbers), chunk=_CHUNK)
 
 
 def _streamed(towers: Any, inputs: Any, loss: Target, numbers: Any) -> Any:
+    """Of dicts of tensors, by a budget of their elements."""
     from contrastile import training
 
-    chunks = tuple(training.stream(x, _CHUNK, x.device) for x in inputs)
-    return training.cached_step(towers, chunks, loss, scale=numbers, offload=True)
+    budget = training.Budget(3 * _CHUNK)
+    batches = [{"index": x, "nested": (None, x[:, None].expand(-1, 3).clone())} for x in inputs]
+    chunks = tuple(training.stream(x, budget, inputs[0].device) for x in batches)
+    taken = tuple(lambda chunk, tower=tower: tower(chunk["nested"][1][:, 0]) for tower in towers)
+    return training.cached_step(taken, chunks, loss, scale=numbers, offload=True)
+
+
+def _embedded(towers: Any, inputs: Any, loss: Target, numbers: Any) -> Any:
+    """Of one callable for all inputs, which returns the numbers, too."""
+    from contrastile import training
+
+    def encode(*chunks: Array) -> tuple[Array, ...]:
+        return *(tower(chunk) for tower, chunk in zip(towers, chunks, strict=True)), *numbers
+
+    outputs, replay = training.embed(encode, inputs, _CHUNK)
+    value = loss(*outputs)
+    value.backward()
+    replay([x.grad for x in outputs])
+    return value.detach()
+
+
+def _chunked_model(towers: Any, inputs: Any, loss: Target, numbers: Any) -> Any:
+    """The model of open_clip's loop."""
+    import torch
+
+    from contrastile.integrations.open_clip import ChunkedModel
+
+    class Model(torch.nn.Module):
+        def forward(self, *chunks: Array) -> dict[str, Array]:
+            features = [tower(chunk) for tower, chunk in zip(towers, chunks, strict=True)]
+            return dict(zip("dcba", (*features, *map(torch.as_tensor, numbers)), strict=False))
+
+    model = ChunkedModel(Model(), _CHUNK)
+    # another batch first
+    model(*inputs[:-1], inputs[-1].flip(0))
+    outputs = model(*inputs)
+    return loss(*(outputs[name] for name in "dcba"[: len(outputs)]))
 
 
 def stepped(step: Callable[..., Array], loss: Target, settings: dict[str, Any]) -> Target:
@@ -158,14 +216,75 @@ def stepped(step: Callable[..., Array], loss: Target, settings: dict[str, Any]) 
     )
 
 
-def cached(loss: Target, settings: dict[str, Any]) -> Target:
-    """``training.Cached``."""
+def cached(step: Callable[..., Array], loss: Target, settings: dict[str, Any]) -> Target:
+    """A step whose backward pass is the caller's."""
+    return lambda *args, **keywords: _chunked(step, loss, settings, args, keywords)
+
+
+def _cached(towers: Any, inputs: Any, loss: Target, numbers: Any) -> Any:
+    """``training.Cached``, which has had another batch before."""
     from contrastile import training
 
-    def step(towers: Any, inputs: Any, loss: Target, numbers: Any) -> Any:
-        return training.Cached(loss, towers, _CHUNK)(*inputs, scale=numbers)
+    made = training.Cached(loss, towers, _CHUNK)
+    made(*inputs[:-1], inputs[-1].flip(0), scale=numbers)
+    return made(*inputs, scale=numbers)
 
-    return lambda *args, **keywords: _chunked(step, loss, settings, args, keywords)
+
+def features(loss: Target, settings: dict[str, Any]) -> Target:
+    """The features of transformers' models, whose parameters they are; the scale is the exponential of one."""
+    import torch
+
+    from contrastile.integrations.transformers import ImageTextFeatures
+
+    def target(image: Array, text: Array, scale: Array, *bias: Array) -> Any:
+        model = torch.nn.Module()
+        model.get_image_features = lambda pixel_values: image[pixel_values]  # type: ignore[assignment]
+        model.get_text_features = lambda input_ids: text[input_ids]  # type: ignore[assignment]
+        # views: what has a graph is no parameter
+        model.logit_scale = torch.as_tensor(scale).log()
+        if bias:
+            model.logit_bias = torch.as_tensor(bias[0])
+        index = torch.arange(len(image), device=image.device)
+        made = ImageTextFeatures(model)
+        return loss(*made(pixel_values=index, input_ids=index), **settings)
+
+    return target
+
+
+def ranking(loss: Target, settings: Any) -> Target:
+    """sentence-transformers' loss, of one direction, or of both."""
+    how: dict[str, Any] = {}
+    if loss is losses.clip_loss:
+        how = {"directions": ("query_to_doc", "doc_to_query"), "partition_mode": "per_direction"}
+
+    def target(query: Array, key: Array, scale: Any, *, negatives: Any = ()) -> Any:
+        import torch
+
+        # when it is called, for that takes seconds
+        from contrastile.integrations.sentence_transformers import MultipleNegativesRankingLoss
+
+        made = MultipleNegativesRankingLoss(torch.nn.Module(), scale=float(scale), settings=settings, **how)
+        more = list(negatives) if isinstance(negatives, list | tuple) else [negatives]
+        return made.compute_loss_from_embeddings([query, key, *more])
+
+    return target
+
+
+def cached_ranking(loss: Target, settings: Any) -> Target:
+    """Its cached one, which goes back itself."""
+
+    def target(query: Array, key: Array, scale: Any) -> Any:
+        import torch
+
+        from contrastile.integrations.sentence_transformers import CachedMultipleNegativesRankingLoss
+
+        model = torch.nn.Sequential(torch.nn.Identity())
+        made = CachedMultipleNegativesRankingLoss(model, scale=float(scale), settings=settings)
+        return _with_gradients(
+            lambda *leaves: made.calculate_loss([x.split(_CHUNK) for x in leaves], with_backward=True), (query, key)
+        )
+
+    return target
 
 
 def _distance(factor: Any) -> Target:
@@ -188,7 +307,13 @@ def _distance(factor: Any) -> Target:
 
 def distance(loss: Target, settings: dict[str, Any]) -> Target:
     """A deep distance that is the dot product, in ragged tiles."""
-    return lambda query, key, scale: _distance(query.new_ones(()))(query, key, scale)[0]
+    import torch
+
+    def target(query: Array, key: Array, scale: Any, *, negatives: Any = ()) -> Any:
+        more = negatives if isinstance(negatives, list | tuple) else (negatives,)
+        return _distance(query.new_ones(()))(query, torch.cat([key, *more]), scale)[0]
+
+    return target
 
 
 def learnt_distance(loss: Target, settings: dict[str, Any]) -> Target:
@@ -203,6 +328,7 @@ def learnt_distance(loss: Target, settings: dict[str, Any]) -> Target:
     return target
 
 
+_STEP = ("value", "upstream", "leaves", "interleaved", "threads", "settings")
 _VALUE = (("feature_gradients", False), ("scale_gradient", False))
 _RETURNED = (("returns_gradients", True),)
 _NO_COLUMNS = (("negatives", False), ("positives", False))
@@ -216,31 +342,65 @@ OF_ARRAYS = (
 
 OF_TENSORS = (
     Interface("autograd", function, (*_AUTOGRAD, *_ARRAYS)),
-    Interface(f"blocks of {_BLOCK}", blocked, _AUTOGRAD, block=_BLOCK),
-    Interface("torch.func.grad", functional, (), (*_RETURNED, *_NO_COLUMNS)),
+    Interface(f"values in blocks of {_BLOCK}", partial(blocked, both), ("interleaved",), _RETURNED, block=_BLOCK),
+    Interface(f"blocks of {_BLOCK}", partial(blocked, function), (*_AUTOGRAD, "interleaved", "sizes"), block=_BLOCK),
+    Interface("torch.func.grad", functional, ("refusals",), (*_RETURNED, ("negatives", False))),
     Interface("a dispatch mode", dispatched, (), _RETURNED),
-    Interface("nn", module, (*_AUTOGRAD, "numbers"), (("ids", False),), _PAIRS),
+    Interface("nn", module, (*_AUTOGRAD, "numbers", "interleaved", "threads"), (("ids", False),), _PAIRS),
+    Interface("nn in evaluation", partial(module, trains=False), ("leaves",), (("ids", False),), _PAIRS),
 )
 """Of torch tensors alone."""
 
 OF_TRAINING = (
     Interface("cached_step", partial(stepped, _cached_step), (), (*_RETURNED, *_NO_COLUMNS), plain=True),
     Interface("stream", partial(stepped, _streamed), (), (*_RETURNED, *_NO_COLUMNS), plain=True),
-    Interface("Cached", cached, ("upstream", "leaves", "interleaved"), (("retains", False), *_NO_COLUMNS), plain=True),
-    Interface("deep_distance", distance, ("upstream", "leaves"), _NO_COLUMNS, ("info_nce",), plain=True),
+    Interface("embed", partial(stepped, _embedded), (), (*_RETURNED, *_NO_COLUMNS), plain=True),
+    Interface("Cached", partial(cached, _cached), _STEP, (("retains", False), *_NO_COLUMNS), plain=True),
+    Interface("deep_distance", distance, (*_STEP, "numbers"), (("positives", False),), ("info_nce",), plain=True),
     Interface("deep_distance that learns", learnt_distance, (), (*_RETURNED, *_NO_COLUMNS), ("info_nce",), plain=True),
 )
 """Of ``contrastile.training``."""
 
+OF_INTEGRATIONS = (
+    Interface(
+        "ChunkedModel", partial(cached, _chunked_model), _STEP, (("retains", False), *_NO_COLUMNS), _PAIRS, plain=True
+    ),
+    Interface("ImageTextFeatures", features, ("leaves",), (("normalises", True), ("ids", False)), _PAIRS, plain=True),
+    Interface(
+        "MultipleNegativesRankingLoss",
+        ranking,
+        (),
+        (("normalises", True), ("scale_gradient", False), ("ids", False), ("positives", False)),
+        ("clip_loss", "info_nce"),
+        plain=True,
+    ),
+    Interface(
+        "CachedMultipleNegativesRankingLoss",
+        cached_ranking,
+        (),
+        (("normalises", True), ("scale_gradient", False), ("ids", False), *_RETURNED, *_NO_COLUMNS),
+        ("info_nce",),
+        plain=True,
+    ),
+)
+"""Of ``contrastile.integrations``."""
+
+
+def installed(each: Interface) -> bool:
+    """Whether the library of an integration is."""
+    return each.make not in (ranking, cached_ranking) or importlib.util.find_spec("sentence_transformers") is not None
+
 
 def interfaces(subject: Subject, objective: str) -> Iterator[tuple[Interface, Loss, tuple[str, ...]]]:
     """The interfaces of a public loss, as losses with the properties that each is held to."""
-    library, whole = subject.backend.arrays.name, subject.dtype == "float32" and subject.precision == "ieee"
+    library, whole = subject.backend.arrays.name, subject.label == "float32"
     groups: list[tuple[str, Sequence[Interface]]] = [(library, OF_ARRAYS)]
     if library != "numpy" and subject.device == "cpu" and subject.dtype != "bfloat16":
         groups.append(("numpy", OF_ARRAYS))
     if library == "torch":
-        groups.append((library, (*OF_TENSORS, *(OF_TRAINING if whole else ()))))
+        groups.append((library, OF_TENSORS))
+        if subject.label in ("float32", "float64"):
+            groups.insert(0, (library, (*OF_TRAINING, *(x for x in OF_INTEGRATIONS if installed(x)))))
     once: tuple[str, ...] = _ONCE
     for of, group in reversed(groups):
         for each in group:

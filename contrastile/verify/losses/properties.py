@@ -27,6 +27,7 @@ from contrastile.verify.truth import Outcome
 
 UPSTREAM = float(np.float32(-2.718281828))
 """Exact in no 16 bits, and beyond 1."""
+_LARGE = 65536.0
 _NOISIER = 3.0
 """Largest ratio of a loss's error to a plain computation's. This package's own are held to 2 on a CPU."""
 
@@ -221,6 +222,12 @@ def upstream(trial: LossTrial) -> Comparisons:
     fields = gradient_fields(trial.loss.claims)
     trial.only_right(fields)
     yield f"upstream {UPSTREAM}", trial.compare(trial.run(upstream=UPSTREAM), fields, UPSTREAM)
+    if trial.case.state in ("float32", "float64") and trial.case.dtype != "float16":
+        # as a gradient scaler begins with
+        yield f"upstream {_LARGE}", trial.compare(trial.run(upstream=_LARGE), fields, _LARGE)
+    found = trial.run(upstream=np.nan)
+    swallowed = any(x is not None and x.size and np.isfinite(x).all() for x in (*found.features, found.scale))
+    yield "upstream NaN", wrong("a gradient is finite") if swallowed else NOTHING
 
 
 def gradient_fields(claims: Claims) -> list[str]:
@@ -263,14 +270,22 @@ def strided(trial: LossTrial) -> Comparisons:
     """Transposed and every-other views give the same results as contiguous features."""
     fields = ["loss", *(["rows", "columns"] if trial.loss.claims.feature_gradients else [])]
     trial.only_right(fields)
-    ways: dict[str, Callable[[Any, Array], Array]] = {"transposed": _transposed, "every other column": _every_other}
+    ways: dict[str, Callable[[Any, Array], Array]] = {"transposed": transposed, "every other column": _every_other}
+    if trial.loss.claims.library != "torch":
+        # torch has no negative strides
+        ways["backwards"] = _backwards
     for label, layout in ways.items():
         yield label, trial.compare(trial.run(layout=partial(layout, trial.loss.arrays)), fields)
 
 
-def _transposed(arrays: Any, x: Array) -> Array:
+def transposed(arrays: Any, x: Array) -> Array:
     """Equal to x, with its columns one after the other in memory."""
     return arrays.contiguous(x.T).T
+
+
+def _backwards(arrays: Any, x: Array) -> Array:
+    """Equal to x, with its last element first in memory."""
+    return arrays.contiguous(x[::-1, ::-1])[::-1, ::-1]
 
 
 def _every_other(arrays: Any, x: Array) -> Array:
@@ -284,7 +299,7 @@ _BATCHES = (2, 3, 4, 7, 8, 9, 10, 15, 16, 17, 31, 32, 33, 48, 191, 193, 1103, *(
 _BATCHES += (100, 200, 500, 1000)
 _WIDTHS = (1, 2, 3, 17, 31, 33, 48, 100, 1000, *(d for d in WIDTHS if d <= 2049))
 # of a backend, of which "sizes" tries all: what lies between its caller and it
-_FEW_BATCHES, _FEW_WIDTHS = (1, 2, 10, 100, 257), (1, 1537)
+_FEW_BATCHES, _FEW_WIDTHS = (1, 2, 10, 45, 100, 257), (1, 1537)
 _LARGEST_BATCH = 1103
 
 
@@ -295,7 +310,12 @@ def sizes(trial: LossTrial) -> Comparisons:
     if case.facts is not None and case.dtype == "float32" and claims.by_autograd:
         # of two views there are twice as many rows
         batches = *batches, _LARGEST_BATCH // (1 + (claims.objective == "nt_xent"))
-    wished = [*((b, 24 if b < 1000 else 3) for b in batches), *((6, d) for d in widths)]
+    if trial.loss.block is not None:
+        batches = tuple(b for b in batches if b <= 5 * trial.loss.block)
+    wished = [
+        *((b, 24 if b < 1000 else 3) for b in batches),
+        *((6 if trial.loss.block is None else trial.loss.block + 2, d) for d in widths),
+    ]
     shapes = dict.fromkeys((claims.batch(b), claims.width(d)) for b, d in wished)
     for b, d in shapes:
         if b is not None and d is not None:

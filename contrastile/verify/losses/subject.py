@@ -134,6 +134,7 @@ class Call:
         numbers: the scale and the bias, as they are passed.
         keywords: the keyword arguments without the negatives.
         joined: see ``Arguments``.
+        sequence: of several negatives.
         returned: what the loss returned last.
     """
 
@@ -145,14 +146,20 @@ class Call:
     numbers: list[Any]
     keywords: dict[str, Any]
     joined: bool
+    sequence: Callable[..., Any] = list
     returned: Any = None
 
     def __call__(self, function: Callable[..., Any] | None = None) -> Any:
         """What the loss, or another function, returns."""
         more = self.passed[self.count :]
-        negatives = {"negatives": more[0] if self.joined else more} if more else {}
+        given_none = self.sequence is list and not more
+        negatives = {} if given_none else {"negatives": more[0] if self.joined else self.sequence(more)}
         given = *self.passed[: self.count], *self.labels, *self.numbers
+        integers = [*self.labels, *self.keywords.values()]
+        before = [self._take(x).tobytes() for x in integers]
         self.returned = (function or self.loss.call)(*given, **self.keywords, **negatives)
+        if [self._take(x).tobytes() for x in integers] != before:
+            raise AssertionError("labels, ids or positives must be left as they are, got other ones after the call")
         return self.returned
 
     def finish(self, returned: Any, upstream: float | None = None, *, retain: bool = False) -> Result:
@@ -177,6 +184,12 @@ class Call:
         gradients += [None] * (leaves + 2 - len(gradients))
         scale, bias = map(self._take, gradients[leaves : leaves + 2])
         return Result(self._take(value), tuple(map(self._take, gradients[:leaves])), scale, bias, by_autograd)
+
+    def forget(self) -> None:
+        """Drop the gradients of the backward passes so far, to which the next would add."""
+        for x in (*self.leaves, *self.numbers):
+            if hasattr(x, "grad"):
+                x.grad = None
 
     def bits(self) -> list[bytes]:
         """Of everything that the last call gave: what it returned, and autograd's gradients."""
@@ -206,6 +219,7 @@ def prepare(
     layout: Callable[[Array], Array] | None = None,
     number: Numbers | None = None,
     integers: str = "int64",
+    step: int = 1,
 ) -> Call:
     """The arrays of a call.
 
@@ -218,6 +232,7 @@ def prepare(
         layout: makes of each array of features an equal one in another memory layout.
         number: makes what is passed as scale and as bias; None for 0-d tensors where their gradients are claimed.
         integers: dtype of ids, positives and labels.
+        step: of these in memory.
     """
     arrays, claims, like = loss.arrays, loss.claims, on_device(loss.arrays, device)
 
@@ -234,8 +249,8 @@ def prepare(
         for x, wanted in zip((*leaves, *numbers), every if train is None else train, strict=True):
             if wanted and hasattr(x, "requires_grad_"):
                 x.requires_grad_()
-    labels = [] if given.labels is None else [put(given.labels, integers)]
-    keywords = {name: put(x, integers) for name, x in given.keywords.items()}
+    labels = [] if given.labels is None else [put(np.repeat(given.labels, step), integers)[::step]]
+    keywords = {name: put(np.repeat(x, step), integers)[::step] for name, x in given.keywords.items()}
     passed = leaves if layout is None else [layout(x) for x in leaves]
     return Call(loss, leaves, len(given.features), passed, labels, numbers, keywords, given.joined)
 

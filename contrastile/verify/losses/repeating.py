@@ -1,0 +1,221 @@
+"""The properties of calls that follow each other or run at once: none changes another's results, or the process."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import replace
+from functools import partial
+from typing import Any
+
+import numpy as np
+
+from contrastile.backends.contract import Array
+from contrastile.verify import peak, process
+from contrastile.verify.comparison import NOTHING, Comparisons, Worst, largest, wrong
+from contrastile.verify.losses.cases import LossCase, rounded, sized
+from contrastile.verify.losses.properties import UPSTREAM, LossTrial, by_autograd, gradient_fields, transposed
+from contrastile.verify.losses.subject import Call, Result, prepare
+from contrastile.verify.trial import SkipError
+
+_MANY = 520
+_LARGE = 263, 8
+"""More than 40,000 logits, and more than 256 rows."""
+
+
+def prepared(trial: LossTrial) -> Call:
+    """A call of a trial's arguments."""
+    return prepare(trial.loss, trial.case.arguments, trial.case.dtype, trial.device)
+
+
+def numbered(case: LossCase, scale: float, bias: float) -> LossCase:
+    """The case with another scale and bias, where it has one."""
+    given = replace(case.arguments, scale=scale, bias=None if case.arguments.bias is None else bias)
+    return replace(case, arguments=rounded(given, case.dtype))
+
+
+def gradients_of(x: Result) -> list[Any]:
+    """In the order of the arguments."""
+    return [*x.features, x.scale, x.bias]
+
+
+def everything(x: Result) -> list[Any]:
+    """What there is of value and gradients."""
+    return [y for y in (x.loss, *gradients_of(x)) if y is not None]
+
+
+def interleaved(trial: LossTrial) -> Comparisons:
+    """Neither another call, nor its backward pass, nor who writes to its results changes those of a call."""
+    case, claims = trial.case, trial.loss.claims
+    b, d = claims.batch(_LARGE[0]), claims.width(_LARGE[1])
+    rows, width = case.arguments.features[0].shape
+    sizes = [(rows, width)]
+    if b is not None and d is not None and case.dtype == "float32" and trial.loss.block is None:
+        sizes.append((b, d))
+    for rows, width in sizes:
+        two = [trial.other(sized(claims, rows, width, case.dtype, case.facts, seed=seed)) for seed in (1, 2)]
+        calls = [prepared(each) for each in two]
+        returned = [call() for call in calls]
+        label = f"b = {rows}, d = {width}: "
+        before = [call.bits() for call in calls]
+        found = [call.finish(x) for call, x in zip(calls, returned, strict=True)]
+        for name, each, result in zip(("first", "second"), two, found, strict=True):
+            yield f"{label}the {name} of two calls, then their backward passes", each.compare(result, trial.fields)
+        after = [call.bits() for call in calls]
+        again = prepared(two[1])
+        again.finish(again())
+        same = all(x[: len(y)] == y for x, y in zip(after, before, strict=True)) and [c.bits() for c in calls] == after
+        yield f"{label}results after another call", NOTHING if same else wrong("they were changed")
+        for x in _arrays_of(calls[0]):
+            x[...] = 7
+        yield f"{label}after results were written to", two[1].compare(two[1].run(), trial.fields)
+
+
+def _arrays_of(call: Call) -> list[Array]:
+    """Gradients, as they were returned or as autograd has left them."""
+    returned = list(call.returned[1:]) if isinstance(call.returned, tuple | list) else []
+    gradients = [*returned, *(getattr(x, "grad", None) for x in call.leaves)]
+    return [x for x in gradients if getattr(x, "shape", ())]
+
+
+def rewritten(trial: LossTrial) -> Comparisons:
+    """New values in the same arrays count; written between the passes they are an error, or their old ones count."""
+    case = trial.case
+    rows, width = case.arguments.features[0].shape
+    new_case = sized(trial.loss.claims, rows, width, case.dtype, case.facts, seed=3)
+    other = trial.other(numbered(new_case, case.arguments.scale, case.arguments.bias or 0.0))
+    call, new = prepared(trial), prepared(other)
+    call.finish(call())
+    for x, y in zip([*call.leaves, *call.labels], [*new.leaves, *new.labels], strict=True):
+        _written(x, y)
+    call.forget()
+    yield "new values in the same arrays", other.compare(call.finish(call()), trial.fields)
+    if not trial.loss.claims.by_autograd:
+        return
+    call = prepared(trial)
+    value = call()
+    _written(call.leaves[0], new.leaves[0])
+    try:
+        found = call.finish(value)
+    except RuntimeError:
+        yield "written between the passes", NOTHING
+        return
+    yield "written between the passes", trial.compare(found, gradient_fields(trial.loss.claims))
+
+
+def _written(x: Array, y: Array) -> None:
+    if hasattr(x, "detach"):
+        import torch
+
+        with torch.no_grad():
+            x.copy_(y)
+        return
+    x[...] = y
+
+
+def retained(trial: LossTrial) -> Comparisons:
+    """A graph that is retained gives the same gradients a second time, with another upstream gradient too."""
+    trial.only_by_autograd()
+    call = prepared(trial)
+    value = call()
+    call.finish(value, retain=True)
+    fields = gradient_fields(trial.loss.claims)
+    for label, upstream in (("a second backward pass", UPSTREAM), ("a third, upstream 1 / 30", 1.0)):
+        call.forget()
+        found = call.finish(value, upstream, retain=True)
+        yield label, trial.compare(found, fields, upstream)
+
+
+def settings(trial: LossTrial) -> Comparisons:
+    """A call moves no generator, and changes no setting of the process."""
+    import random
+
+    # a generator that is seeded anew must not happen to be where it was
+    random.random()
+    np.random.random()
+    threads = 0
+    if trial.loss.claims.library == "torch":
+        import torch
+
+        torch.rand(())
+        threads = torch.get_num_threads()
+        # not the number that verify itself sets
+        torch.set_num_threads(threads + 1)
+    with np.errstate(all="warn"):
+        before = process.state()
+        trial.run()
+        if trial.loss.claims.strided:
+            trial.run(layout=partial(transposed, trial.loss.arrays))
+        changed = process.changed(before, process.state())
+    if threads:
+        sys.modules["torch"].set_num_threads(threads)
+    yield "", NOTHING if changed is None else wrong(changed)
+
+
+def threads(trial: LossTrial) -> Comparisons:
+    """Calls are right in another thread, in two threads at once, and if one thread goes back what another went."""
+    case = trial.case
+    rows, width = case.arguments.features[0].shape
+    two = [trial.other(sized(trial.loss.claims, rows, width, case.dtype, case.facts, seed=seed)) for seed in (4, 5)]
+
+    def judged(each: LossTrial) -> Worst:
+        return each.compare(each.run(), trial.fields)
+
+    for label, some in (("in another thread", two[:1]), ("in two threads at once", two)):
+        with ThreadPoolExecutor(len(some)) as pool:
+            yield label, largest(list(pool.map(judged, some * 3)))
+    if by_autograd(trial.loss.claims) == "":
+        call = prepared(trial)
+        value = call()
+        with ThreadPoolExecutor(1) as pool:
+            found = pool.submit(call.finish, value).result()
+        yield "backwards in another thread", trial.compare(found, trial.fields)
+
+
+def repeats(trial: LossTrial) -> Comparisons:
+    """After 520 calls a call gives what the first gave."""
+    small = trial.other(sized(trial.loss.claims, *_few(trial), trial.case.dtype, trial.case.facts))
+    call = prepared(small)
+    first = call.finish(call())
+    for _ in range(_MANY):
+        call()
+    again = small.run()
+    yield f"call {_MANY}", small.compare(again, trial.fields)
+    if trial.loss.claims.deterministic:
+        same = all(
+            np.array_equal(x, y, equal_nan=True) for x, y in zip(everything(first), everything(again), strict=True)
+        )
+        yield f"call {_MANY}", NOTHING if same else wrong("it has other bits than the first")
+
+
+def _few(trial: LossTrial) -> tuple[int, int]:
+    claims = trial.loss.claims
+    return claims.batch(4) or 1, claims.width(3) or 1
+
+
+def leaks(trial: LossTrial) -> Comparisons:
+    """What a call allocates is freed with its results."""
+    claims, case = trial.loss.claims, trial.case
+    b = claims.batch(64)
+    if b is None:
+        raise SkipError("needs a batch of 64 rows")
+    arguments = sized(claims, b, case.batch.width, case.dtype, case.facts).arguments
+
+    def step() -> None:
+        call = prepare(trial.loss, arguments, case.dtype, trial.device)
+        call.finish(call())
+
+    def steps(times: int) -> Callable[[], object]:
+        def several() -> None:
+            for _ in range(times):
+                step()
+
+        return several
+
+    # first calls fill caches
+    steps(2)()
+    few, many = (peak.peak_bytes(trial.loss.arrays, trial.device, steps(times)) for times in (1, 5))
+    # less than the logits of one of them
+    limit = few + 2 * b * b
+    yield "5 calls", Worst(many / limit, "bytes", (), many, limit)

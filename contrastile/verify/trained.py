@@ -1,0 +1,219 @@
+"""What only ``contrastile.training`` has: chunks, random numbers that come again, weights, metrics and refusals."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Callable
+from functools import partial
+from typing import Any
+
+import numpy as np
+
+from contrastile import losses
+from contrastile.verify.comparison import NOTHING, Comparisons, Worst, wrong
+from contrastile.verify.trial import SkipError, Subject
+
+_ROWS, _WIDTH, _CHUNK = 23, 20, 5
+_COUNTS = [_CHUNK] * (_ROWS // _CHUNK) + [_ROWS % _CHUNK]
+
+
+def training(subject: Subject, case: str) -> Comparisons:
+    """Chunks, replayed generators, added gradients, weights and metrics are right, and what cannot be is refused."""
+    if subject.backend.arrays.name != "torch" or subject.label != "float32":
+        raise SkipError("in float32 of torch tensors alone")
+    for check in (_numbers, _distances, _steps, _learning, _refusals, _weights, _metrics):
+        yield from ((f"{check.__name__.strip('_')}: {label}", _held(right)) for label, right in check(Batch(subject)))
+
+
+def _held(right: Any) -> Worst:
+    return NOTHING if right else wrong("it does not hold")
+
+
+class Batch:
+    """Rows of a parameter, which are the embeddings, and of a constant table; and a loss of both."""
+
+    def __init__(self, subject: Subject) -> None:
+        import torch
+
+        draw = torch.Generator().manual_seed(0)
+        first, second = (torch.randn(_ROWS, _WIDTH, generator=draw).to(subject.device) for _ in range(2))
+        self.table: Any = first.requires_grad_()
+        self.fixed: Any = second
+        self.index: Any = torch.arange(_ROWS, device=subject.device)
+        self.settings: dict[str, Any] = {"backend": subject.name, **subject.settings}
+        self.loss: Any = partial(losses.clip_loss, **self.settings)
+        self.seen: list[int] = []
+
+    def encode(self, chunk: Any) -> Any:
+        """Rows of the parameter; how many is noted."""
+        self.seen.append(len(chunk))
+        return self.table[chunk]
+
+    def step(self, *towers: Callable[..., Any], **how: Any) -> Any:
+        """A cached step of towers; of the batch's own where none is given."""
+        from contrastile.training import cached_step
+
+        how = {"scale": 10.0, "chunk": _CHUNK, "loss": self.loss, **how}
+        given = towers or (self.encode, lambda chunk: self.fixed[chunk])
+        return cached_step(given, (self.index.clone(), self.index.clone()), **how)
+
+
+_Held = Any
+
+
+def _generators() -> dict[str, Callable[[], float]]:
+    import torch
+
+    return {
+        "Python": random.random,
+        "NumPy": lambda: float(np.random.random()),
+        "torch": lambda: float(torch.rand(())),
+    }
+
+
+def _numbers(batch: Batch) -> _Held:
+    for name, draw in _generators().items():
+        towers, every = [], []
+        for x in (batch.table, batch.fixed):
+            drawn: list[float] = []
+
+            def encode(chunk: Any, x: Any = x, draw: Any = draw, drawn: Any = drawn) -> Any:
+                drawn.append(draw())
+                return x[chunk] * drawn[-1]
+
+            towers.append(encode)
+            every.append(drawn)
+        batch.fixed.requires_grad_()
+        batch.step(*towers)
+        for tower, drawn in enumerate(every):
+            first, second = drawn[: len(_COUNTS)], drawn[len(_COUNTS) :]
+            yield f"of {name}, replayed in tower {tower}", first == second
+        yield f"of {name}, after it", len(set(sum(every, [draw()]))) == 1 + 2 * len(_COUNTS)
+
+
+def _distances(batch: Batch) -> _Held:
+    import torch
+
+    from contrastile.training import deep_distance
+
+    drawn: list[float] = []
+
+    class Phi(torch.nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.factor = torch.nn.Parameter(torch.ones(()))
+
+        def forward(self, f: Any, g: Any) -> Any:
+            drawn.append(float(torch.rand(())))
+            return drawn[-1] * self.factor * (f @ g.T)
+
+    phi = Phi()
+    loss: Any = deep_distance(phi, 9)
+    loss(batch.table, batch.fixed).backward()
+    half = len(drawn) // 2
+    yield "random numbers, replayed", drawn[:half] == drawn[half:]
+    yield "random numbers, after it", float(torch.rand(())) not in drawn
+    phi.factor = torch.nn.Parameter(torch.ones(()))
+    loss(batch.table, batch.fixed).backward()
+    yield "a parameter that was replaced", phi.factor.grad is not None
+
+
+def _steps(batch: Batch) -> _Held:
+    import torch
+
+    from contrastile.training import embed
+
+    scale: Any = torch.tensor(10.0, requires_grad=True)
+    value = batch.step(scale=scale)
+    yield "a loss without a graph", not value.requires_grad
+    yield "rows of the chunks", batch.seen == 2 * _COUNTS
+    first, of_scale = batch.table.grad.clone(), scale.grad.clone()
+    called = []
+    batch.step(scale=scale, backward=lambda x: called.append(x.backward()))
+    # a sum of two equal numbers is exact
+    yield "gradients are added", torch.equal(batch.table.grad, 2 * first) and torch.equal(scale.grad, 2 * of_scale)
+    # the scale's gradient enters by itself
+    yield "calls of backward", len(called) == len(_COUNTS) + 1
+    batch.seen.clear()
+
+    def popped(chunk: Any) -> Any:
+        return chunk.pop("i") if isinstance(chunk, dict) else chunk
+
+    towers = (lambda chunk: batch.encode(popped(chunk))), (lambda chunk: batch.fixed[popped(chunk)])
+    batch.step(*towers, split=lambda x, size: [{"i": y} for y in x.split(7)])
+    yield "chunks of a splitter", batch.seen == 2 * [7, 7, 7, 2]
+    outputs, _ = embed(batch.encode, batch.index[:0], _CHUNK)
+    yield "a batch without samples", getattr(outputs, "shape", None) == (0, _WIDTH)
+
+
+def _learning(batch: Batch) -> _Held:
+    import torch
+
+    late: Any = torch.nn.Parameter(torch.ones(_WIDTH))
+
+    def encode(chunk: Any) -> Any:
+        found = batch.fixed[chunk]
+        return found * late if chunk[0] >= 2 * _CHUNK else found
+
+    batch.step(encode, lambda chunk: batch.fixed[chunk])
+    cached = late.grad.clone()
+    late.grad.zero_()
+    batch.loss(torch.cat([*map(encode, batch.index.split(_CHUNK))]), batch.fixed, 10.0).backward()
+    yield "what later chunks use", torch.allclose(cached, late.grad, rtol=2.0**-12, atol=2.0**-12)
+    dropout = torch.nn.Dropout(0.5)
+    batch.step(lambda chunk: dropout(batch.table[chunk]), lambda chunk: batch.fixed[chunk])
+    yield "a module's mode", dropout.training
+
+
+def _refusals(batch: Batch) -> _Held:
+    from contrastile.training import embed
+
+    index = batch.index.clone()
+    ones = [batch.fixed]
+    _, replay = embed(batch.encode, index, _CHUNK)
+    replay(ones)
+    yield "a second replay", _refused(lambda: replay(ones))
+    _, replay = embed(batch.encode, index, _CHUNK)
+    index.add_(0)
+    yield "inputs changed between the passes", _refused(lambda: replay(ones))
+
+
+def _refused(call: Callable[[], object]) -> bool:
+    try:
+        call()
+    except (RuntimeError, ValueError):
+        return True
+    return False
+
+
+def _weights(batch: Batch) -> _Held:
+    from contrastile.training import Budget, stream
+
+    wide = batch.index[:, None].expand(-1, 3).clone()
+    yield "rows by a budget", [len(x) for x, _ in stream(wide, Budget(3 * _CHUNK), wide.device)] == _COUNTS
+    for size, total in ((_CHUNK, None), (_ROWS, None), (_CHUNK, 2.0 * _ROWS)):
+        chunks = stream(batch.index, size, batch.index.device, total=total)
+        for label in ("", ", a second time"):
+            found = [(len(chunk), weight) for chunk, weight in chunks]
+            right = all(n / (total or _ROWS) == weight for n, weight in found) and sum(n for n, _ in found) == _ROWS
+            yield f"of chunks of {size}, total {total}{label}", right
+
+
+def _metrics(batch: Batch) -> _Held:
+    import torch
+
+    from contrastile.training import rank_at_1
+
+    draw = np.random.default_rng(0)
+    # integers: every product is exact, and some are equal
+    query, key = (draw.integers(-1, 2, (size, 4)).astype(np.float32) for size in (_ROWS, _ROWS + 6))
+    key[:_ROWS] += 2 * query
+    products = query @ key.T
+    own = products[np.arange(_ROWS), np.arange(_ROWS)].copy()
+    products[np.arange(_ROWS), np.arange(_ROWS)] = -np.inf
+    right = float(np.float32((own > products.max(axis=1)).sum()) / np.float32(_ROWS))
+    yield "rank at 1", float(rank_at_1(torch.from_numpy(query), torch.from_numpy(key), 7)) == right
+    loss = partial(losses.sigmoid_loss, **batch.settings)
+    found = batch.step(loss=loss, scale=(10.0, -3.0), metrics=("scale", "rank@1"))
+    yield "the scale", float(found["scale"]) == 10.0
+    yield "rank at 1 of a step", float(found["rank@1"]) == float(rank_at_1(batch.table.detach(), batch.fixed))
