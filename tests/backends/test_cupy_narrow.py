@@ -74,17 +74,6 @@ def test_sums_that_do_not_fit_in_the_workspace_are_made_in_parts() -> None:
         assert all(x.fresh for x in launches)
 
 
-def test_partials_are_those_that_are_folded() -> None:
-    with hosted() as host:
-        host.record.backend.lse(block(host, (N, N, 128), kind="excluded"), False, Options())
-        arguments = {call.name: call.arguments for call in reversed(host.calls)}
-        left, fold = arguments["narrow_forward_sm90"], arguments["fold"].rows
-        assert (left.forward.rows.sums, left.forward.rows.stride) == (fold.sums, fold.part_stride)
-        assert (left.parts, N, 1, 1) == (fold.tiles, fold.length, fold.first, fold.last)
-        # the next vector begins behind all partials
-        assert fold.sums + 4 * left.parts * N <= fold.references
-
-
 @pytest.mark.parametrize("multiprocessors", [1, 7, 132])
 @pytest.mark.parametrize("columns", [1, 2, 5, 131, 300])
 @pytest.mark.parametrize("rows", [1, 2, 3, 100, 131, 133, 400])
