@@ -180,16 +180,6 @@ def test_a_logit_is_the_same_number_in_the_forward_and_in_the_backward(
         assert not sums[1].any()
 
 
-def test_rows_that_are_certain_of_positives_by_ids_are_seen() -> None:
-    ids = torch.arange(40) // 2
-    for scale, expected in ((60.0, 1.0), (0.5, 0.0)):
-        rows = torch.eye(20, 24)[ids]
-        pairs = Pairs(row_ids=ids, column_ids=ids, excluded=torch.arange(40), match="target")
-        given = Block(rows, rows, torch.tensor(scale), None, pairs)
-        found = backward_pass._BackwardPass(given, weights_of(given), Options())
-        assert float(found.plan[words.CERTAIN.value]) == expected
-
-
 @pytest.mark.parametrize(("scale", "fast"), [(20.0, 1), (100.0, 1), (300.0, 1), (1000.0, 0)])
 def test_the_fast_backward_is_taken_where_all_rows_are_certain(scale: float, fast: int) -> None:
     image = torch.eye(40, 48).half()
@@ -276,44 +266,6 @@ def weights_of(given: Block, two_sided: bool = True) -> Weights:
     found = backend.lse(given, two_sided, Options())
     columns = (torch.full((n,), 0.5 / n), torch.ones(n)) if two_sided else ()
     return weighted(found, torch.full((m,), 0.5 / m), torch.ones(m), *columns)
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("dtype", ["float32", "float16"])
-@pytest.mark.parametrize("tile", [None, (16, 32), (13, 45), (50, 9)])
-def test_what_is_finished_has_the_bits_of_sums_finished_later(tile: tuple[int, int] | None, dtype: str) -> None:
-    given = block(dtype=getattr(torch, dtype))
-    weights, options = weights_of(given), Options(tile)
-    sums = torch.zeros(given.rows.shape), torch.zeros(given.columns.shape)
-    backend.gradients(given, weights, *sums, options)
-    assert backend.finished is not None
-    found = {form: backend.finished(given, weights, None, form, options) for form in (None, "sums", "gradient")}
-    rows, columns = (backend.arrays.scaled(x, given.scale, dtype, consume=False) for x in sums)
-    assert found[None].columns is None
-    assert torch.equal(found["sums"].columns, sums[1])
-    assert torch.equal(found["gradient"].columns, columns)
-    size = float((given.rows.double() * sums[0].double()).abs().sum())
-    exact = float((given.rows.double() * sums[0].double()).sum())
-    for each in found.values():
-        assert torch.equal(each.rows, rows)
-        assert abs(float(each.inner) - exact) <= 24 * 2.0**-24 * size
-
-
-@pytest.mark.parametrize("two_sided", [True, False])
-def test_upstream_multiplies_every_weight(two_sided: bool) -> None:
-    given = block(dtype=torch.float16)
-    weights, upstream = weights_of(given, two_sided), torch.tensor(-0.37)
-    column = weights.column_weight
-    by_hand = replace(
-        weights,
-        row_weight=weights.row_weight * upstream,
-        column_weight=None if column is None else column * upstream,
-    )
-    assert backend.finished is not None
-    found = backend.finished(given, weights, upstream, "gradient", Options())
-    expected = backend.finished(given, by_hand, None, "gradient", Options())
-    for name in ("rows", "columns", "inner"):
-        assert torch.equal(getattr(found, name), getattr(expected, name)), name
 
 
 @pytest.mark.parametrize("shape", [(0, 45), (50, 0), (0, 0)])

@@ -23,7 +23,7 @@ def captured(call: Callable[[], list[Any]]) -> tuple[Any, list[Any]]:
     return graph, found
 
 
-def comes_down_to(allocated: int, seconds: float = 10.0) -> bool:
+def comes_down_to(allocated: int, seconds: float = 600.0) -> bool:
     """Whether torch's memory does: the thread of a backward pass may let go of it after its caller went on."""
     import torch
 
