@@ -9,6 +9,7 @@ import importlib
 import sys
 from dataclasses import replace
 
+import numpy as np
 import pytest
 from cupy_hosted import KINDS, block, hosted, sums, weights
 
@@ -17,7 +18,8 @@ pytest.importorskip("ml_dtypes")
 from contrastile.backends import registry
 from contrastile.backends.contract import BackendUnavailableError, Options, UnsupportedProblemError
 
-SHAPE = M, N, D = 33, 47, 40
+SHAPE = ROWS, COLUMNS, WIDTH = 33, 47, 40
+N = 300
 
 
 @pytest.mark.parametrize("kind", KINDS)
@@ -38,14 +40,15 @@ def test_only_what_is_in_the_table_is_launched(dtype: str, kind: str, monkeypatc
                     vectors = [getattr(found, f"row_{name}") for name in names]
                     vectors += [getattr(found, f"column_{name}") for name in names if two_sided]
                     assert [x.dtype.name for x in vectors] == ["float64"] * len(vectors)
-                    assert [x.size for x in vectors] == [M] * 3 + [N] * 3 * two_sided
+                    assert [x.size for x in vectors] == [ROWS] * 3 + [COLUMNS] * 3 * two_sided
                     assert len({x.data.ptr for x in vectors}) == len(vectors)
                     backend.gradients(given, w, *sums(host, given), options)
                     for form in (None, "sums", "gradient"):
                         done = backend.finished(given, w, None, form, options)
-                        assert (done.rows.dtype, done.rows.shape) == (dtype, (M, D))
-                        columns = None if form is None else (dtype if form == "gradient" else "float32", (N, D))
-                        assert columns == (done.columns if form is None else (done.columns.dtype, done.columns.shape))
+                        assert (done.rows.dtype, done.rows.shape) == (dtype, (ROWS, WIDTH))
+                        of = {None: None, "sums": "float32", "gradient": dtype}[form]
+                        columns = None if done.columns is None else (done.columns.dtype, done.columns.shape)
+                        assert columns == (None if of is None else (of, (COLUMNS, WIDTH)))
                     backend.sigmoid(given, w.row_weight, *sums(host, given), options)
             families.update(name for name in host.names() if name.startswith("forward"))
         assert families == ({"forward_sm80"} if dtype == "float32" else {"forward_sm80", "forward_sm90"})
@@ -54,7 +57,7 @@ def test_only_what_is_in_the_table_is_launched(dtype: str, kind: str, monkeypatc
 def test_one_chunk_of_rows_needs_no_sums_of_the_columns() -> None:
     with hosted() as host:
         given = block(host, SHAPE, "float16")
-        host.record.backend.finished(given, weights(host, given), None, "gradient", Options(tile=(M, 20)))
+        host.record.backend.finished(given, weights(host, given), None, "gradient", Options(tile=(ROWS, 20)))
         assert host.multiplied == ["added", "written"] * 3
         assert not {"scale_cast", "scale_gradient"} & {*host.names()}
 
@@ -126,3 +129,71 @@ def test_without_a_gpu_the_error_says_so() -> None:
         host.record.cupy.cuda.runtime.getDeviceCount = none
         with pytest.raises(BackendUnavailableError, match=r"reaches no NVIDIA GPU \(no driver\); use a machine"):
             host.record.require_gpu()
+
+
+# rows alone of bfloat16 or float16 features of 65 to 128 columns, no tile asked for
+NARROW = [
+    *((width, dtype, None, True) for width, dtype in ((65, "float16"), (100, "bfloat16"), (128, "bfloat16"))),
+    *((width, "bfloat16", None, False) for width in (64, 129)),
+    (128, "float32", None, False),
+    (128, "bfloat16", (64, 64), False),
+]
+
+
+@pytest.mark.parametrize(("width", "dtype", "tile", "narrow"), NARROW)
+def test_rows_alone_of_narrow_features_have_kernels_of_their_own(
+    width: int, dtype: str, tile: tuple[int, int] | None, narrow: bool
+) -> None:
+    with hosted() as host:
+        given, backend, options = block(host, (N, N, width), dtype, "excluded"), host.record.backend, Options(tile=tile)
+        w = weights(host, given)
+        assert backend.rows_alone(width, dtype, options) == narrow
+        backend.lse(given, False, options)
+        assert ("narrow_forward_sm90" in host.names()) == narrow
+        for primitive, arguments in (
+            (backend.gradients, (w, sums(host, given)[0], None)),
+            (backend.finished, (w, None, None)),
+        ):
+            primitive(given, *arguments, options)
+            assert {"narrow_gradient_sm90", "narrow_join"} <= {*(found := host.names())} or not narrow
+            assert any(name.startswith("gradient_") for name in found) == (not narrow)
+
+
+def test_both_sides_together_have_not() -> None:
+    with hosted() as host:
+        given, backend = block(host, (N, N, 128), kind="excluded"), host.record.backend
+        w = weights(host, given)
+        backend.lse(given, True, Options())
+        backend.finished(given, w, None, "gradient", Options())
+        # the kernel writes along the rows of the sums
+        rows, columns = sums(host, given)
+        for outs in ((rows, columns), (None, columns), (rows.T.copy().T, None)):
+            backend.gradients(given, w, *outs, Options())
+        assert not any(name.startswith("narrow") for name in host.names())
+
+
+def test_sums_that_do_not_fit_in_the_workspace_are_made_in_parts() -> None:
+    with hosted() as host:
+        given = block(host, (3000, N, 128))
+        host.record.backend.finished(given, weights(host, given), None, None, Options(workspace=1))
+        launches = [call.arguments for call in host.calls if call.name == "narrow_gradient_sm90"]
+        chunks = [(x.row, x.height, x.column, x.width) for x in (each.gradient.chunk for each in launches)]
+        # 1 MiB holds 2,048 rows of 128 float32
+        assert chunks == [(0, 2048, 0, N), (2048, 952, 0, N)]
+        assert all(x.fresh for x in launches)
+
+
+@pytest.mark.parametrize("multiprocessors", [1, 7, 132])
+@pytest.mark.parametrize("columns", [1, 2, 5, 131, 300])
+@pytest.mark.parametrize("rows", [1, 2, 3, 100, 131, 133, 400])
+def test_no_more_blocks_have_a_part_of_a_tile_row(rows: int, columns: int, multiprocessors: int) -> None:
+    with hosted() as host:
+        shares = host.tiles.Shares.of(128 * rows - 5, 128 * columns - 3, multiprocessors)
+        assert (shares.rows, shares.blocks) == (rows, min(multiprocessors, rows * columns))
+        # block b begins at tile b (rows columns) // blocks, as in narrow_sm90.cuh
+        starts = np.arange(shares.blocks + 1) * (rows * columns) // shares.blocks
+        assert (np.diff(starts) > 0).all()
+        ends = (np.arange(rows) + 1) * columns
+        first = np.searchsorted(starts, ends - columns, side="right")
+        last = np.searchsorted(starts, ends - 1, side="right")
+        assert (last - first + 1).max() <= shares.most <= columns

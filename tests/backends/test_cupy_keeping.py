@@ -46,6 +46,20 @@ def test_nothing_is_kept_where_it_cannot_be(why: str, monkeypatch: pytest.Monkey
         assert not [name for name in host.names() if "keeping" in name]
 
 
+@pytest.mark.parametrize("form", [None, "sums", "gradient"])
+@pytest.mark.parametrize("kind", ["plain", "none"])
+@pytest.mark.parametrize("keep", KEPT)
+def test_the_backward_multiplies_what_was_kept(keep: int, kind: str, form: Any) -> None:
+    with hosted() as host:
+        backend, given = host.record.backend, block(host, SHAPE, kind=kind)
+        memory = backend.keeping(given, True, Options(keep=keep)).kept
+        assert "forward_keeping_sm90" in host.names()
+        backend.finished(given, weights(host, given, kept=memory), None, form, Options())
+        found = host.names()
+        assert found.count("weighted_sm90") == 1 + bool(form)
+        assert ("kept_positives" in found) == (kind == "plain")
+
+
 def test_only_keeping_keeps_and_only_finished_uses_it() -> None:
     with hosted() as host:
         backend, given = host.record.backend, block(host, SHAPE)

@@ -44,7 +44,7 @@ def verify(engine: str, *words: str, folder: Path) -> subprocess.CompletedProces
     """Run it with the modules of a folder."""
     paths = os.pathsep.join([str(folder), str(ROOT)])
     words = "-m", "contrastile", "verify", "--world", engine, *words
-    return run(engine, RANKS, *words, CONTRASTILE_DEADLINE="60", PYTHONPATH=paths)
+    return run(engine, RANKS, *words, CONTRASTILE_DEADLINE="20", PYTHONPATH=paths)
 
 
 @pytest.mark.slow
