@@ -1,40 +1,129 @@
-"""The cupy backend's modules over NumPy in CuPy's place, a record of what they launch and multiply, and blocks."""
+"""NumPy in CuPy's place, so that the cupy backend's host code runs without a GPU, and blocks for it.
+
+``cupy_modules`` imports the backend's modules over it. ``hosted`` replaces launches and products, too: kernels compute
+nothing here; what they compute is held to the oracle on a GPU.
+"""
 
 from __future__ import annotations
 
 import ctypes
+import importlib
+import sys
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass
-from types import SimpleNamespace
+from types import ModuleType, SimpleNamespace
 from typing import Any
+from unittest import mock
 
 import numpy as np
 import pytest
-from cupy_stand_in import cupy_modules
 
 from contrastile.backends.contract import Block, Pairs, Weights
 
+PACKAGE = "contrastile.backends.cupy"
+CAPABILITY = "90"
 LAUNCHING = ("tiles", "forward_pass", "backward_pass", "keeping", "sigmoid_pass", "arrays")
+
+
+class Device:
+    """A GPU that is not there."""
+
+    def __init__(self, number: int = 0) -> None:
+        self.id = number
+        self.compute_capability = CAPABILITY
+        self.attributes = {"MultiProcessorCount": 132}
+
+    def __enter__(self) -> Device:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        pass
+
+
+class Array(np.ndarray):
+    """A NumPy array with what CuPy's have more, or otherwise."""
+
+    @property
+    def device(self) -> Any:
+        return Device()
+
+    @property
+    def data(self) -> Any:
+        return SimpleNamespace(ptr=self.ctypes.data)
+
+    def get(self) -> Any:
+        return np.asarray(self).view(np.ndarray)
+
+
+class _Module(ModuleType):
+    """``cupy``: NumPy's functions, what they return being arrays of this file."""
+
+    ndarray = Array
+    generic = np.generic
+
+    def __getattr__(self, name: str) -> Any:
+        found = getattr(np, name)
+        if not callable(found) or isinstance(found, type):
+            return found
+
+        def call(*args: Any, **kwargs: Any) -> Any:
+            result = found(*args, **kwargs)
+            return np.asarray(result).view(Array) if isinstance(result, np.ndarray | np.generic) else result
+
+        return call
+
+
+def stand_in() -> ModuleType:
+    """The module."""
+    module: Any = _Module("cupy")
+    module.cuda = SimpleNamespace(
+        Device=Device,
+        get_device_id=lambda: 0,
+        get_current_stream=lambda *_: SimpleNamespace(ptr=0),
+        using_allocator=lambda *_: nullcontext(),
+        runtime=SimpleNamespace(getDeviceCount=lambda: 1, CUDARuntimeError=RuntimeError),
+    )
+    return module
+
+
+@contextmanager
+def cupy_modules(*names: str) -> Iterator[list[Any]]:
+    """The backend's modules of these names, imported while ``cupy`` is the stand-in."""
+    kept = {name: module for name, module in sys.modules.items() if name.startswith(f"{PACKAGE}.")}
+    package = importlib.import_module(PACKAGE)
+    attributes = dict(vars(package))
+    driver = SimpleNamespace(CUtensorMapDataType=None)
+    bindings: Any = ModuleType("cuda.bindings")
+    bindings.driver = driver
+    bindings.nvrtc = SimpleNamespace(nvrtcVersion=lambda: (0, 13, 0))
+    replaced: dict[str, Any] = {"cupy": stand_in(), "cuda": ModuleType("cuda")}
+    replaced |= {"cuda.bindings": bindings, "cuda.bindings.driver": driver}
+    for name in kept:
+        del sys.modules[name]
+    try:
+        with mock.patch.dict(sys.modules, replaced):
+            yield [importlib.import_module(f"{PACKAGE}.{name}") for name in names]
+    finally:
+        for name in [x for x in sys.modules if x.startswith(f"{PACKAGE}.")]:
+            del sys.modules[name]
+        sys.modules.update(kept)
+        # an import leaves a submodule in its package too, where the next one would find it
+        for name in vars(package).keys() - attributes.keys():
+            delattr(package, name)
+        vars(package).update(attributes)
 
 
 @dataclass(frozen=True, eq=False)
 class Call:
-    """One launch: tensor maps are given as the matrices and boxes that they are of."""
+    """One launch: the kernel's name without its template arguments, and its argument struct."""
 
-    kernel: str
-    blocks: int
-    maps: list[tuple[Any, tuple[int, int]]]
+    name: str
     arguments: Any
-
-    @property
-    def name(self) -> str:
-        """The kernel's name without its template arguments."""
-        return self.kernel.partition("<")[0]
 
 
 class Host(SimpleNamespace):
-    """The backend's modules over the stand-in, and what it did: launches and products."""
+    """The backend's modules over the stand-in, what they launched, and how products were asked for."""
 
     def names(self) -> list[str]:
         """The kernels launched until now, which are then forgotten."""
@@ -48,11 +137,6 @@ def hosted() -> Iterator[Host]:
     names = ("record", "launch", "products", "instances", *LAUNCHING)
     with cupy_modules(*names) as modules, pytest.MonkeyPatch.context() as patch:
         host = Host(**dict(zip(names, modules, strict=True)), calls=[], multiplied=[])
-        mapped: list[tuple[Any, tuple[int, int]]] = []
-
-        def tensor_map(x: Any, box: tuple[int, int]) -> bytes:
-            mapped.append((x, box))
-            return (len(mapped) - 1).to_bytes(128, "little")
 
         def launch(instance: Any, blocks: int, threads: int, *parameters: Any, shared: int | str = 0) -> None:
             assert instance in host.instances.every(90), f"{instance} is not in the table"
@@ -60,28 +144,20 @@ def hosted() -> Iterator[Host]:
             for each in parameters:
                 size = len(each) if isinstance(each, bytes) else ctypes.sizeof(each)
                 assert host.launch._by_value(each).nbytes == size
-            *maps, arguments = parameters
-            given = [mapped[int.from_bytes(each, "little")] for each in maps]
-            host.calls.append(Call(instance.kernel, blocks, given, arguments))
+            host.calls.append(Call(instance.kernel.partition("<")[0], parameters[-1]))
 
-        def accumulate(self: Any, out: Any, g: Any, features: Any, **how: Any) -> None:
-            inner = g.T if how.get("transposed") else g
+        def product(self: Any, out: Any, g: Any, features: Any, *how: Any, **named: Any) -> None:
+            inner = g.T if how or named.get("transposed") else g
             assert out.shape == (inner.shape[0], features.shape[1])
             assert inner.shape[1] == features.shape[0]
-            host.multiplied.append((out.shape, how))
-
-        def write(self: Any, out: Any, g: Any, features: Any, factors: tuple[int, int]) -> None:
-            assert out.dtype == g.dtype
-            assert out.shape == (g.shape[1], features.shape[1])
-            assert g.shape[0] == features.shape[0]
-            host.multiplied.append((out.shape, {"factors": factors}))
+            host.multiplied.append("written" if how else "added")
 
         for name in LAUNCHING:
             patch.setattr(getattr(host, name), "launch", launch)
-        patch.setattr(host.tiles, "tensor_map", tensor_map)
+        patch.setattr(host.tiles, "tensor_map", lambda x, box: bytes(128))
         patch.setattr(host.products.Products, "__init__", lambda self: None)
-        patch.setattr(host.products.Products, "accumulate", accumulate)
-        patch.setattr(host.products.Products, "write", write)
+        for name in ("accumulate", "write"):
+            patch.setattr(host.products.Products, name, product)
         yield host
 
 
@@ -119,12 +195,3 @@ def sums(host: Host, given: Block) -> tuple[Any, Any]:
     arrays = host.record.backend.arrays
     rows, columns = (arrays.full(x.shape, 0.0, "float32", given.scale) for x in (given.rows, given.columns))
     return rows, columns
-
-
-def covered(calls: list[Call], shape: tuple[int, ...]) -> np.ndarray:
-    """How often each pair of a block was in a chunk of these launches."""
-    count = np.zeros(shape[:2], int)
-    for call in calls:
-        chunk = call.arguments.chunk
-        count[chunk.row : chunk.row + chunk.height, chunk.column : chunk.column + chunk.width] += 1
-    return count

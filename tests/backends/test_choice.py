@@ -11,8 +11,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from cupy_hosted import hosted
-from cupy_stand_in import cupy_modules
+from cupy_hosted import cupy_modules, hosted
 
 import contrastile
 from contrastile import evaluation, plan, problems

@@ -8,18 +8,18 @@ from __future__ import annotations
 import importlib
 import sys
 from dataclasses import replace
-from typing import Any
 
 import numpy as np
 import pytest
-from cupy_hosted import KINDS, block, covered, hosted, sums, weights
+from cupy_hosted import KINDS, block, hosted, sums, weights
 
 pytest.importorskip("ml_dtypes")
 
 from contrastile.backends import registry
 from contrastile.backends.contract import BackendUnavailableError, Options, UnsupportedProblemError
 
-SHAPE = M, N, D = 33, 47, 40
+SHAPE = ROWS, COLUMNS, WIDTH = 33, 47, 40
+N = 300
 
 
 @pytest.mark.parametrize("kind", KINDS)
@@ -40,99 +40,25 @@ def test_only_what_is_in_the_table_is_launched(dtype: str, kind: str, monkeypatc
                     vectors = [getattr(found, f"row_{name}") for name in names]
                     vectors += [getattr(found, f"column_{name}") for name in names if two_sided]
                     assert [x.dtype.name for x in vectors] == ["float64"] * len(vectors)
-                    assert [x.size for x in vectors] == [M] * 3 + [N] * 3 * two_sided
+                    assert [x.size for x in vectors] == [ROWS] * 3 + [COLUMNS] * 3 * two_sided
                     assert len({x.data.ptr for x in vectors}) == len(vectors)
                     backend.gradients(given, w, *sums(host, given), options)
                     for form in (None, "sums", "gradient"):
                         done = backend.finished(given, w, None, form, options)
-                        assert (done.rows.dtype, done.rows.shape) == (dtype, (M, D))
-                        columns = None if form is None else (dtype if form == "gradient" else "float32", (N, D))
-                        assert columns == (done.columns if form is None else (done.columns.dtype, done.columns.shape))
+                        assert (done.rows.dtype, done.rows.shape) == (dtype, (ROWS, WIDTH))
+                        of = {None: None, "sums": "float32", "gradient": dtype}[form]
+                        columns = None if done.columns is None else (done.columns.dtype, done.columns.shape)
+                        assert columns == (None if of is None else (of, (COLUMNS, WIDTH)))
                     backend.sigmoid(given, w.row_weight, *sums(host, given), options)
             families.update(name for name in host.names() if name.startswith("forward"))
         assert families == ({"forward_sm80"} if dtype == "float32" else {"forward_sm80", "forward_sm90"})
 
 
-@pytest.mark.parametrize("kind", ["plain", "target"])
-@pytest.mark.parametrize("tile", [(7, 5), (33, 47), (1, 100), (40, 3)])
-def test_chunks_cover_the_block_once_and_partials_stay_in_their_own_memory(tile: tuple[int, int], kind: str) -> None:
-    with hosted() as host:
-        given = block(host, SHAPE, kind=kind)
-        host.record.backend.lse(given, True, Options(tile=tile))
-        tiles = [call for call in host.calls if call.name.startswith("forward")]
-        # the fast kernels and the safe ones
-        assert (covered(tiles, SHAPE) == 2).all()
-        folds = [call.arguments for call in host.calls if call.name == "fold"]
-        by_ids = [call.arguments for call in host.calls if call.name == "fold_positives"]
-        assert len(by_ids) == (len(folds) if kind == "target" else 0)
-        for side, size in (("rows", M), ("columns", N)):
-            ends, start = np.zeros((2, size), int), min(getattr(x, side).state for x in folds)
-            for call, fold, positives in zip(tiles, folds, by_ids or folds, strict=True):
-                left, one, other = (getattr(x, side) for x in (call.arguments, fold, positives))
-                here = slice((one.state - start) // 8, (one.state - start) // 8 + one.length)
-                ends[0, here] += one.first
-                ends[1, here] += one.last
-                assert (left.sums, left.references, left.stride) == (one.sums, one.references, one.part_stride)
-                places = [one.sums, one.references]
-                if by_ids:
-                    own = left.dots, left.dots_low, left.counts, left.positive_sums, left.positive_references
-                    assert own == (other.dots, other.dots_low, other.counts, other.sums, other.references)
-                    places += own
-                    assert (other.part_stride, other.state_stride) == (left.stride, size)
-                    state = other.state - 8 * here.start
-                    assert start + 8 * size <= state <= one.sums - 24 * size
-                assert min(np.diff(places)) >= 4 * one.tiles * one.part_stride
-                assert one.part_stride >= one.length
-            # of each path
-            assert (ends == 2).all()
-        host.calls.clear()
-        host.record.backend.gradients(given, weights(host, given), *sums(host, given), Options(tile=tile))
-        assert (covered([call for call in host.calls if call.name == "gradient_sm90"], SHAPE) == 1).all()
-
-
-@pytest.mark.parametrize("shape", [(2000, 1500, 136), (300, 9000, 64)])
-def test_g_stays_within_the_workspace_that_is_asked_for(
-    shape: tuple[int, int, int], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setenv("CONTRASTILE_WORKSPACE_MIB", "2")
-    with hosted() as host:
-        given, backend = block(host, shape), host.record.backend
-        w, outs = weights(host, given), sums(host, given)
-        for options, mib in ((Options(workspace=1), 1), (Options(), 2)):
-            for primitive, arguments in (
-                (backend.gradients, (w, *outs)),
-                (backend.finished, (w, None, "gradient")),
-                (backend.sigmoid, (w.row_weight, *outs)),
-            ):
-                primitive(given, *arguments, options)
-                tiles = [call for call in host.calls if call.name in ("gradient_sm90", "sigmoid_sm90")]
-                assert (covered(tiles, shape) == 1).all()
-                sizes = [2 * call.arguments.g_stride * call.arguments.chunk.height for call in tiles]
-                assert mib * 2**19 < max(sizes) <= mib * 2**20
-                host.calls.clear()
-
-
-@pytest.mark.parametrize("form", [None, "sums", "gradient"])
-def test_sums_are_begun_afresh_and_parts_of_the_inner_product_written_once(form: Any) -> None:
-    with hosted() as host:
-        given = block(host, SHAPE)
-        host.record.backend.finished(given, weights(host, given), None, form, Options(tile=(11, 20)))
-        rows = [how["fresh"] for _, how in host.multiplied if not how.get("transposed")]
-        assert rows == [True, False, False] * 3
-        columns = [how["fresh"] for _, how in host.multiplied if how.get("transposed")]
-        assert columns == ([True] * 3 + [False] * 6 if form else [])
-        launches = [call.arguments for call in host.calls if call.name == "finalize_rows"]
-        lines = host.backward_pass.LINES
-        written = [part for x in launches for part in range(x.first, x.first + -(-x.m // lines))]
-        assert written == list(range(launches[0].all_blocks))
-
-
 def test_one_chunk_of_rows_needs_no_sums_of_the_columns() -> None:
     with hosted() as host:
         given = block(host, SHAPE, "float16")
-        host.record.backend.finished(given, weights(host, given), None, "gradient", Options(tile=(M, 20)))
-        assert [shape for shape, how in host.multiplied if "factors" in how] == [(20, D), (20, D), (7, D)]
-        assert not any(how.get("transposed") for _, how in host.multiplied)
+        host.record.backend.finished(given, weights(host, given), None, "gradient", Options(tile=(ROWS, 20)))
+        assert host.multiplied == ["added", "written"] * 3
         assert not {"scale_cast", "scale_gradient"} & {*host.names()}
 
 
@@ -205,13 +131,69 @@ def test_without_a_gpu_the_error_says_so() -> None:
             host.record.require_gpu()
 
 
-def test_the_guarded_merge_has_no_nan() -> None:
+# rows alone of bfloat16 or float16 features of 65 to 128 columns, no tile asked for
+NARROW = [
+    *((width, dtype, None, True) for width, dtype in ((65, "float16"), (100, "bfloat16"), (128, "bfloat16"))),
+    *((width, "bfloat16", None, False) for width in (64, 129)),
+    (128, "float32", None, False),
+    (128, "bfloat16", (64, 64), False),
+]
+
+
+@pytest.mark.parametrize(("width", "dtype", "tile", "narrow"), NARROW)
+def test_rows_alone_of_narrow_features_have_kernels_of_their_own(
+    width: int, dtype: str, tile: tuple[int, int] | None, narrow: bool
+) -> None:
     with hosted() as host:
-        arrays, inf = host.record.backend.arrays, np.inf
-        a, b = (
-            arrays.from_numpy(np.array(x, dtype="float32")) for x in ([-inf, -inf, inf, 1.0], [-inf, 2.0, 0.0, 1.0])
-        )
-        with np.errstate(all="ignore"):
-            found = arrays.to_numpy(arrays.merge(a, b))
-        assert found[:3].tolist() == [-inf, 2.0, inf]
-        assert abs(found[3] - (1 + np.log(2.0))) <= 4 * 2.0**-24
+        given, backend, options = block(host, (N, N, width), dtype, "excluded"), host.record.backend, Options(tile=tile)
+        w = weights(host, given)
+        assert backend.rows_alone(width, dtype, options) == narrow
+        backend.lse(given, False, options)
+        assert ("narrow_forward_sm90" in host.names()) == narrow
+        for primitive, arguments in (
+            (backend.gradients, (w, sums(host, given)[0], None)),
+            (backend.finished, (w, None, None)),
+        ):
+            primitive(given, *arguments, options)
+            assert {"narrow_gradient_sm90", "narrow_join"} <= {*(found := host.names())} or not narrow
+            assert any(name.startswith("gradient_") for name in found) == (not narrow)
+
+
+def test_both_sides_together_have_not() -> None:
+    with hosted() as host:
+        given, backend = block(host, (N, N, 128), kind="excluded"), host.record.backend
+        w = weights(host, given)
+        backend.lse(given, True, Options())
+        backend.finished(given, w, None, "gradient", Options())
+        # the kernel writes along the rows of the sums
+        rows, columns = sums(host, given)
+        for outs in ((rows, columns), (None, columns), (rows.T.copy().T, None)):
+            backend.gradients(given, w, *outs, Options())
+        assert not any(name.startswith("narrow") for name in host.names())
+
+
+def test_sums_that_do_not_fit_in_the_workspace_are_made_in_parts() -> None:
+    with hosted() as host:
+        given = block(host, (3000, N, 128))
+        host.record.backend.finished(given, weights(host, given), None, None, Options(workspace=1))
+        launches = [call.arguments for call in host.calls if call.name == "narrow_gradient_sm90"]
+        chunks = [(x.row, x.height, x.column, x.width) for x in (each.gradient.chunk for each in launches)]
+        # 1 MiB holds 2,048 rows of 128 float32
+        assert chunks == [(0, 2048, 0, N), (2048, 952, 0, N)]
+        assert all(x.fresh for x in launches)
+
+
+@pytest.mark.parametrize("multiprocessors", [1, 7, 132])
+@pytest.mark.parametrize("columns", [1, 2, 5, 131, 300])
+@pytest.mark.parametrize("rows", [1, 2, 3, 100, 131, 133, 400])
+def test_no_more_blocks_have_a_part_of_a_tile_row(rows: int, columns: int, multiprocessors: int) -> None:
+    with hosted() as host:
+        shares = host.tiles.Shares.of(128 * rows - 5, 128 * columns - 3, multiprocessors)
+        assert (shares.rows, shares.blocks) == (rows, min(multiprocessors, rows * columns))
+        # block b begins at tile b (rows columns) // blocks, as in narrow_sm90.cuh
+        starts = np.arange(shares.blocks + 1) * (rows * columns) // shares.blocks
+        assert (np.diff(starts) > 0).all()
+        ends = (np.arange(rows) + 1) * columns
+        first = np.searchsorted(starts, ends - columns, side="right")
+        last = np.searchsorted(starts, ends - 1, side="right")
+        assert (last - first + 1).max() <= shares.most <= columns

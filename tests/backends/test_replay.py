@@ -263,22 +263,6 @@ def test_a_whole_step_is_replayed(name: str, frozen: tuple[int, ...], gpu: OnGpu
     assert (step._backward is step._forward) == (len(frozen) == 3)
 
 
-def test_another_call_between_a_step_and_its_gradients_changes_nothing(gpu: OnGpu) -> None:
-    for seed in range(BEFORE + 2):
-        first, second = leaves(seed, 2), leaves(seed + 7, 2)
-        expected = [gradients(plain(*x), x) for x in (first, second)]
-        losses = [contrastile.clip_loss(*x, backend="torch") for x in (first, second)]
-        for index in (0, 1, 0):
-            wanted = torch.autograd.grad(-2.5 * losses[index], [*(first, second)[index]], retain_graph=True)
-            assert same([losses[index].detach(), *wanted], expected[index])
-    assert len(gpu.steps.captured) == 1
-
-
-def plain(*given: Any) -> Any:
-    """The loss, of arguments that nothing else was called with."""
-    return contrastile.clip_loss(*given, backend="torch", workspace=int(torch.randint(1, 1 << 30, ())))
-
-
 def test_what_a_replayed_step_saved_is_checked_as_ever(gpu: OnGpu) -> None:
     for _ in range(BEFORE + 1):
         given = leaves(0, 2)

@@ -1,4 +1,4 @@
-"""The torch backend's two methods for the same numbers, when it takes which, what it promises and what it holds."""
+"""The torch backend's two methods for the same numbers, when it takes which, and what it promises."""
 
 from __future__ import annotations
 
@@ -11,19 +11,16 @@ from typing import Any
 
 import pytest
 import torch
-from torch_blocks import RAGGED, block_of, pretend_device, statistics_and_gradients, symmetric, worst
+from torch_blocks import RAGGED, block_of, pretend_device, symmetric, worst
 
 import contrastile
-from contrastile.backends.contract import Block, Options
-from contrastile.backends.torch import backend, gradients, products, sigmoid, statistics
-from contrastile.bench.memory import torch_peak
+from contrastile.backends.contract import Block
+from contrastile.backends.torch import backend, gradients, products, statistics
 from contrastile.verify.plain import compare_with_plain
 from contrastile.verify.strategies import CASE, Recipe
 from contrastile.verify.strategies import problem as drawn_problem
 from contrastile.verify.trial import Subject
 from contrastile.verify.truth import truth
-
-TILE = 64, 128
 
 
 def attempts_recorded(monkeypatch: pytest.MonkeyPatch) -> dict[str, list[bool]]:
@@ -41,16 +38,6 @@ def attempts_recorded(monkeypatch: pytest.MonkeyPatch) -> dict[str, list[bool]]:
     return taken
 
 
-@pytest.mark.parametrize("scale", [1.0, 14.3, 100.0, -100.0])
-def test_one_exponential_serves_both_sides_at_ordinary_scales(scale: float, monkeypatch: pytest.MonkeyPatch) -> None:
-    problem, exact = symmetric(block_of(1, 33, 47, 64, scale))
-    taken = attempts_recorded(monkeypatch)
-    found = worst(problem, exact, "float32")
-    assert found.ratio < 1, str(found)
-    # and what was kept serves
-    assert taken == {"statistics": [True], "gradients": [True]}
-
-
 def far_apart(low: float, high: float) -> Block:
     """A block whose rows' log-sum-exps lie near ``low`` and ``high``, in nats."""
     block = block_of(2, 21, 29, 8, 1.0)
@@ -61,15 +48,24 @@ def far_apart(low: float, high: float) -> Block:
     return replace(block, rows=rows, columns=columns)
 
 
-@pytest.mark.parametrize(("low", "high"), [(-100.0, 60.0), (-60.0, 100.0), (0.0, 200.0), (-500.0, -300.0)])
-def test_sums_that_lie_too_far_apart_take_their_own_references(
-    low: float, high: float, monkeypatch: pytest.MonkeyPatch
+ORDINARY = (1.0, 14.3, 100.0, -100.0)
+APART = ((-100.0, 60.0), (-60.0, 100.0), (0.0, 200.0), (-500.0, -300.0))
+
+
+@pytest.mark.parametrize(
+    ("block", "shared"),
+    [*((block_of(1, 33, 47, 64, scale), True) for scale in ORDINARY), *((far_apart(*x), False) for x in APART)],
+    ids=[*map(str, ORDINARY), *map(str, APART)],
+)
+def test_one_exponential_serves_both_sides_unless_sums_lie_too_far_apart(
+    block: Block, shared: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    problem, exact = symmetric(far_apart(low, high))
+    problem, exact = symmetric(block)
     taken = attempts_recorded(monkeypatch)
     found = worst(problem, exact, "float32")
     assert found.ratio < 1, str(found)
-    assert taken == {"statistics": [False], "gradients": [False]}
+    # and what was kept serves
+    assert taken == {"statistics": [shared], "gradients": [shared]}
 
 
 @pytest.mark.parametrize(
@@ -151,22 +147,6 @@ def test_weights_beyond_the_coefficients_range_are_still_right(factor: float) ->
     assert found.ratio < 1, str(found)
 
 
-def test_a_nan_is_not_lost_to_a_scale_of_zero() -> None:
-    block = block_of(5, 5, 7, 3, scale=0.0)
-    block.rows[2, 1] = math.nan
-    found = backend.lse(block, True, Options())
-    assert found.row_negative_lse.isnan().tolist() == [i == 2 for i in range(5)]
-    assert found.column_negative_lse.isnan().all()
-
-
-def test_rows_and_columns_with_an_infinite_logit_have_no_softmax() -> None:
-    rows, columns = torch.tensor([[1.0], [math.inf], [2.0]]), torch.tensor([[1.0], [2.0], [-1.0], [-3.0]])
-    for options in (Options(), Options(tile=(1, 1))):
-        found = backend.lse(Block(rows, columns, torch.tensor(1.0)), True, options)
-        assert found.row_negative_lse.isnan().tolist() == [False, True, False]
-        assert found.column_negative_lse.isnan().tolist() == [True, True, False, False]
-
-
 def test_accuracy_follows_the_precision_of_products() -> None:
     before = torch.get_float32_matmul_precision()
     try:
@@ -213,28 +193,6 @@ def test_float16_is_lifted_by_an_exact_power_of_two(largest: float, monkeypatch:
     assert largest == 0.0 or largest * gain >= products._FLOAT16_HEADROOM / 2
 
 
-@pytest.mark.slow
-def test_memory_is_a_tile_and_its_spare_and_vectors() -> None:
-    b, d = 2048, 64
-    ids = torch.arange(b) // 2
-    block = block_of(15, b, b, d, positives=torch.arange(b), row_ids=ids, column_ids=ids)
-    peak = torch_peak(lambda: statistics_and_gradients(block, Options(tile=TILE)))
-    tile, vector, accumulators = 4 * TILE[0] * TILE[1], 8 * b, 2 * 4 * b * d
-    # two tiles of logits, a mask and the ids' comparison; some forty vectors in float64
-    assert peak <= accumulators + 4 * tile + 40 * vector
-    assert peak < 4 * b * b / 4
-
-
-@pytest.mark.parametrize("wanted", [True, False])
-def test_sigmoid_memory_is_a_tile_and_its_spare(wanted: bool) -> None:
-    b, d = 2048, 64
-    block = block_of(16, b, b, d, positives=torch.arange(b))
-    weight = torch.full((b,), 1 / b)
-    totals = [torch.zeros(b, d) if wanted else None for _ in range(2)]
-    peak = torch_peak(lambda: sigmoid.sigmoid(block, weight, *totals, Options(tile=TILE)))
-    assert peak <= 3 * 4 * TILE[0] * TILE[1] + 20 * 8 * b
-
-
 @pytest.mark.parametrize("rows", [1, 2, 3, 5, 11, 32, 33, 70])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
 def test_rows_against_themselves_have_symmetric_logits_whatever_blas_does(
@@ -257,11 +215,6 @@ def test_rows_against_themselves_have_symmetric_logits_whatever_blas_does(
     products._symmetric.cache_clear()
     assert torch.equal(found, found.t())
     assert found.isfinite().all()
-
-
-def test_a_symmetric_product_is_left_as_it_is() -> None:
-    assert products._symmetric(300, 64, torch.float32, torch.get_num_threads())
-    assert not products._symmetric(7, 64, torch.float32, torch.get_num_threads())
 
 
 def test_a_scale_near_the_largest_leaves_finite_gradients() -> None:

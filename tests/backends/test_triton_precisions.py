@@ -14,51 +14,8 @@ from contrastile.backends.contract import Block, Options, Pairs, UnsupportedProb
 from contrastile.backends.numpy import backend as numpy_backend  # noqa: E402
 from contrastile.backends.triton import backend, parts  # noqa: E402
 from contrastile.backends.triton.operands import Scheme, Side  # noqa: E402
-from contrastile.verify import cases  # noqa: E402
-from contrastile.verify.comparison import compare  # noqa: E402
-from contrastile.verify.trial import Subject, Trial  # noqa: E402
-from contrastile.verify.truth import truth  # noqa: E402
 
 pytestmark = pytest.mark.filterwarnings("ignore::RuntimeWarning")
-
-CASES = (
-    "ragged",
-    "hot",
-    "staircase",
-    "exact",
-    "labels",
-    "self-excluded",
-    "blocks",
-    "sigmoid-ids",
-    "large-logits",
-    "certain",
-    "certain-labels",
-    "norm-3000",
-    "nan",
-    "inf",
-)
-
-
-def trial(name: str, precision: str) -> Trial:
-    case = cases.build(name, "float32")
-    return Trial(Subject("triton", backend, "float32", precision=precision), case, lambda: truth(case.problem))
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("precision", ["tf32", "split"])
-@pytest.mark.parametrize("name", CASES)
-def test_within_the_bound_of_its_precision(name: str, precision: str) -> None:
-    held = trial(name, precision)
-    worst = compare(held.outcome, held.oracle.outcome, held.bound)
-    assert worst.ratio <= 1, str(worst)
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("tile", [(7, 5), (40, 9)])
-def test_any_tile_is_within_the_bound_of_split(tile: tuple[int, int]) -> None:
-    held = trial("signed-zero-weights", "split")
-    worst = held.compare(held.problem, options=Options(tile))
-    assert worst.ratio <= 1, str(worst)
 
 
 def held(x: Any, how: int, count: int) -> Any:

@@ -16,6 +16,8 @@ from pathlib import Path
 
 PROGRAMS = Path(__file__).parent / "programs"
 ENGINES = ("mpi", "torch")
+PATIENCE = 600
+"""Seconds after which a test ends what hangs: a busy machine may be slow, and a deadline under test is another one."""
 
 
 @dataclass(frozen=True)
@@ -48,7 +50,16 @@ def command(engine: str, ranks: int) -> list[str]:
     return [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(ranks)]
 
 
-def launch(engine: str, program: str, *args: str, ranks: int = 4, seconds: float = 60, **environment: str) -> Ended:
+def run(engine: str, ranks: int, *words: str, **environment: str) -> subprocess.CompletedProcess[str]:
+    """What a program prints on several ranks, which are to end by themselves."""
+    called = ["timeout", "--kill-after=1", str(PATIENCE), *command(engine, ranks), *words]
+    variables = {**os.environ, "OMP_NUM_THREADS": "1", **environment}
+    return subprocess.run(called, capture_output=True, text=True, check=False, env=variables)
+
+
+def launch(
+    engine: str, program: str, *args: str, ranks: int = 4, seconds: float = PATIENCE, **environment: str
+) -> Ended:
     """Run a program of ``programs`` on several ranks; it is ended after so many seconds."""
     name, value = "CONTRASTILE_LAUNCH", uuid.uuid4().hex
     variables = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONUNBUFFERED": "1", name: value, **environment}

@@ -12,6 +12,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from launching import PATIENCE
 from mpi4py import MPI
 
 import contrastile
@@ -182,7 +183,7 @@ def pair(program: Callable[[PointToPoint], Any]) -> list[Any]:
 
     def one(rank: int) -> None:
         try:
-            found[rank] = program(PointToPoint(rank, 2, 20.0, Host(rank, sent)))
+            found[rank] = program(PointToPoint(rank, 2, PATIENCE, Host(rank, sent)))
         except ExchangeError as error:
             found[rank] = str(error)
 
@@ -257,7 +258,7 @@ def test_mpi_takes_no_message_of_another_length(sent: int, expected: int, words:
     comm = MPI.COMM_SELF.Dup()
     comm.Set_errhandler(MPI.ERRORS_RETURN)
     outgoing, incoming = np.ones(sent, np.uint8), np.zeros(expected, np.uint8)
-    pending = MPIChannel(comm).post({0: [outgoing]}, {0: [incoming]}, 5, lambda: 20.0)
+    pending = MPIChannel(comm).post({0: [outgoing]}, {0: [incoming]}, 5, lambda: PATIENCE)
     with pytest.raises(Conflict, match=words):
         pending.wait()
     comm.Free()
@@ -269,13 +270,13 @@ def test_mpi_takes_frames_and_messages_by_numbers_of_their_own() -> None:
     channel = MPIChannel(comm)
     frame, data = np.full(4, 1, np.uint8), np.full(4, 2, np.uint8)
     got = np.zeros(4, np.uint8)
-    channel.post({0: [data]}, {}, 1, lambda: 20.0)
-    pending = channel.post({0: [frame]}, {0: [got]}, 2, lambda: 20.0)
+    channel.post({0: [data]}, {}, 1, lambda: PATIENCE)
+    pending = channel.post({0: [frame]}, {0: [got]}, 2, lambda: PATIENCE)
     pending.wait()
     assert got.tolist() == [1] * 4
     with pytest.raises(PeerTimeout):
         channel.post({}, {0: [got]}, 3, lambda: 0.1).wait()
-    channel.post({}, {0: [got]}, 1, lambda: 20.0).wait()
+    channel.post({}, {0: [got]}, 1, lambda: PATIENCE).wait()
     assert got.tolist() == [2] * 4
 
 

@@ -16,7 +16,7 @@ from typing import Any, TypeVar
 import numpy as np
 import pytest
 import torch
-from launching import PROGRAMS
+from launching import PATIENCE, PROGRAMS
 
 import contrastile
 from contrastile import problems
@@ -55,7 +55,9 @@ def queues() -> Any:
     return module
 
 
-def on_every_rank(size: int, make: Callable[..., Any], program: Callable[[Any], T], deadline: float = 30.0) -> list[T]:
+def on_every_rank(
+    size: int, make: Callable[..., Any], program: Callable[[Any], T], deadline: float = PATIENCE
+) -> list[T]:
     """What a program returns on each rank; a rank is a thread, and what it raises ends the test."""
     between = {(i, j): queue.SimpleQueue[bytes]() for i in range(size) for j in range(size) if i != j}
     with ThreadPoolExecutor(size) as pool:
@@ -89,18 +91,6 @@ def test_ring_and_gather_over_it_are_within_their_bounds(queues: Any, size: int)
     assert {row["property"] for row in found} == {"ring", "gather", "reduction", "agreement"}
     assert [row for row in found if row["status"] == "fail"] == []
     assert sum(row["status"] == "pass" for row in found) > 30
-
-
-def test_a_communicator_that_mixes_up_its_messages_is_caught(queues: Any) -> None:
-    class Wrong(queues.Queues):  # type: ignore[misc, name-defined]
-        def receive(self, source: int, seconds: float) -> None:
-            x = self.expected[source][0]
-            super().receive(source, seconds)
-            if x.ndim == 2:
-                x[...] = x[::-1].copy()
-
-    found = rows(2, Wrong, ["ragged"], ["float64"])
-    assert {row["property"] for row in found if row["status"] == "fail"} >= {"ring", "gather"}
 
 
 @pytest.mark.parametrize("check", BY_THREADS)
@@ -146,7 +136,9 @@ def test_a_kind_of_device_that_it_does_not_name_is_refused(queues: Any) -> None:
 
 
 def test_the_page_s_file_runs_as_a_program_of_several_processes() -> None:
-    ended = subprocess.run([sys.executable, str(shown())], capture_output=True, text=True, timeout=120, check=False)
+    ended = subprocess.run(
+        [sys.executable, str(shown())], capture_output=True, text=True, timeout=PATIENCE, check=False
+    )
     assert ended.returncode == 0, ended.stdout + ended.stderr
     (value,) = re.findall(r"^loss (\S+) of the whole batch$", ended.stdout, re.M)
     sizes = 100, 101, 102

@@ -46,6 +46,21 @@ def test_losses_have_the_bits_of_one_process_and_every_primitive_gives_what_it_m
 @pytest.mark.parametrize("words", [["mpi"], ["torch"], ["torch", "no clones"]], ids=" ".join)
 def test_several_threads_may_use_groups_of_their_own_for_the_first_time_at_once(words: list[str]) -> None:
     engine, *more = words
-    ended = launch(engine, "threads.py", *more, ranks=3, seconds=200)
+    ended = launch(engine, "threads.py", *more, ranks=3)
     assert ended.code == 0, ended.output
     assert [ended.said(rank) for rank in range(3)] == [["as in one process", "one for each group", "done"]] * 3
+
+
+@pytest.mark.slow
+def test_real_trainers_have_the_gradients_of_the_global_loss() -> None:
+    """DDP, FSDP2 and a sum by hand, with uneven parts of the batch."""
+    ended = launch("torch", "train_towers.py")
+    assert ended.code == 0, ended.output
+    for rank in RANKS:
+        found = dict(line.rsplit(": ", 1) for line in ended.said(rank))
+        wrong = float(found.pop("wrong"))
+        assert len(found) == 18
+        assert all(float(ratio) < 1 for ratio in found.values()), found
+        # 1 / n of the gradient
+        assert wrong > 1000
+    assert ended.orphans == 0

@@ -8,6 +8,9 @@ import pytest
 from launching import ENGINES, launch
 
 DEADLINE = 4
+"""Seconds of what only ends."""
+TIMED = 20
+"""Seconds where it is measured that all have ended by then: the more, the less a busy machine matters."""
 FAULTY = 2
 OTHERS = (0, 1, 3)
 
@@ -19,7 +22,7 @@ FAULTS = [("killed", "inside"), ("raises", "before"), ("leaves", "before"), ("st
 @pytest.mark.parametrize("engine", ENGINES)
 @pytest.mark.parametrize(("fault", "where"), FAULTS, ids=[fault for fault, _ in FAULTS])
 def test_every_other_rank_ends_within_the_deadline(engine: str, fault: str, where: str) -> None:
-    ended = launch(engine, "faults.py", fault, where, str(FAULTY), CONTRASTILE_DEADLINE=str(DEADLINE))
+    ended = launch(engine, "faults.py", fault, where, str(FAULTY), CONTRASTILE_DEADLINE=str(TIMED))
     assert ended.code not in (0, 124), ended.output
     assert ended.orphans == 0
     failed = next(float(line.split()[1]) for line in ended.said(FAULTY) if line.startswith("fails"))
@@ -28,7 +31,7 @@ def test_every_other_rank_ends_within_the_deadline(engine: str, fault: str, wher
             when, kind, text = re.fullmatch(r"(\S+) (\w+): (.*)", line).groups()  # type: ignore[union-attr]
             assert kind == "ExchangeError"
             assert re.match(rf"rank {FAULTY} (did not answer|cannot be reached)", text), ended.output
-            assert float(when) - failed < DEADLINE
+            assert float(when) - failed < TIMED
     if fault == "stalls":
         # nobody else ends them; the first that gives up may end the rest
         assert any(ended.said(rank) for rank in OTHERS), ended.output
@@ -47,9 +50,9 @@ def test_ranks_out_of_step_meet_no_message_that_is_not_theirs() -> None:
 
 @pytest.mark.slow
 def test_a_rank_that_never_connects_is_named() -> None:
-    ended = launch("torch", "absent.py", CONTRASTILE_DEADLINE=str(DEADLINE))
+    ended = launch("torch", "absent.py", CONTRASTILE_DEADLINE=str(TIMED))
     for rank in OTHERS:
-        assert "rank(s) 2 did not connect the group within 4 s" in ended.said(rank)[0], ended.output
+        assert "rank(s) 2 did not connect the group within 20 s" in ended.said(rank)[0], ended.output
 
 
 def test_without_mpi4py_as_the_main_module_ranks_end_too() -> None:

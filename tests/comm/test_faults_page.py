@@ -67,9 +67,6 @@ def test_no_mistake_gives_a_wrong_number(cuda: bool) -> None:
         told = row["raised"] + row["gave up"] + row["all right"]
         # every rank raises, unless the launcher ends it because another rank has ended
         assert told <= row["ranks"] if cuda or row["mistake"] == "raised between" else told == row["ranks"], row
-        if row["mistake"] in ("skipped backward", "swapped backwards") and not row["gave up"]:
-            assert row["raised"] > 0, row
-            assert "every rank must make the same calls" in row["message"], row
 
 
 def held(row: dict[str, Any], data: dict[str, Any]) -> None:

@@ -8,7 +8,7 @@ from collections.abc import Callable
 
 import numpy as np
 import pytest
-from launching import PROGRAMS
+from launching import PATIENCE, PROGRAMS
 
 from contrastile.comm.communicator import ExchangeError
 from contrastile.comm.inprocess import InProcess, InProcessGroup
@@ -109,7 +109,7 @@ def test_the_others_hear_who_is_gone_at_once(last: str, words: str) -> None:
 
     heard: list[str] = []
     began = time.monotonic()
-    group = InProcessGroup[str](3)
+    group = InProcessGroup[str](3, deadline=PATIENCE)
     if last == "raises":
         with pytest.raises(KeyError):
             group.run(program)
@@ -130,8 +130,8 @@ def test_ranks_that_wait_for_each_other_hear_it_at_once() -> None:
 
     began = time.monotonic()
     with pytest.raises(ExchangeError, match=r"rank \d waits for rank \d, and so does every rank for another"):
-        InProcessGroup[None](2).run(program)
-    assert time.monotonic() - began < 5
+        InProcessGroup[None](2, deadline=PATIENCE).run(program)
+    assert time.monotonic() - began < PATIENCE
 
 
 def test_it_carries_every_array_of_its_process() -> None:

@@ -8,7 +8,7 @@ import subprocess
 from pathlib import Path
 
 import pytest
-from launching import ENGINES, command
+from launching import ENGINES, run
 
 from contrastile.verify.distributed import DISTRIBUTED
 
@@ -40,19 +40,11 @@ ill = replace(sound, name="ill", gradients=raising)
 """
 
 
-def verify(engine: str, *words: str, folder: Path, seconds: int = 100) -> subprocess.CompletedProcess[str]:
-    """Run it in a folder, with an end from outside."""
+def verify(engine: str, *words: str, folder: Path) -> subprocess.CompletedProcess[str]:
+    """Run it with the modules of a folder."""
     paths = os.pathsep.join([str(folder), str(ROOT)])
-    variables = {**os.environ, "OMP_NUM_THREADS": "1", "CONTRASTILE_DEADLINE": "5", "PYTHONPATH": paths}
-    called = ["timeout", "--kill-after=1", str(seconds), *command(engine, RANKS)]
-    return subprocess.run(
-        [*called, "-m", "contrastile", "verify", "--world", engine, *words],
-        capture_output=True,
-        text=True,
-        check=False,
-        cwd=folder,
-        env=variables,
-    )
+    words = "-m", "contrastile", "verify", "--world", engine, *words
+    return run(engine, RANKS, *words, CONTRASTILE_DEADLINE="20", PYTHONPATH=paths)
 
 
 @pytest.mark.slow

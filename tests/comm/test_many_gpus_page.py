@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import os
 import re
-import subprocess
 from pathlib import Path
 from typing import Any
 
@@ -12,7 +10,7 @@ import numpy as np
 import pytest
 import torch
 import torch.distributed as dist
-from launching import command
+from launching import run
 
 import contrastile
 from contrastile import problems
@@ -31,13 +29,7 @@ def printed(engine: str, block: int, folder: Path) -> str:
     found = re.findall(r"^```python\n(.*?)^```", PAGE.read_text(encoding="utf-8"), re.M | re.S)[block]
     program = folder / "train.py"
     program.write_text(found, encoding="utf-8")
-    ended = subprocess.run(
-        ["timeout", "--kill-after=1", "60", *command(engine, RANKS), str(program)],
-        capture_output=True,
-        text=True,
-        check=False,
-        env={**os.environ, "OMP_NUM_THREADS": "1"},
-    )
+    ended = run(engine, RANKS, str(program))
     assert ended.returncode == 0, ended.stdout + ended.stderr
     return ended.stdout
 

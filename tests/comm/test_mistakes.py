@@ -54,7 +54,6 @@ def test_no_number_is_wrong_and_every_rank_is_told(
         str(FAULTY),
         *more,
         ranks=3,
-        seconds=600,
         CONTRASTILE_DEADLINE=str(DEADLINE),
     )
     # mpirun may give the signal by which it ended another rank

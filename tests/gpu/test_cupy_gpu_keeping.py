@@ -8,7 +8,7 @@ from typing import Any
 
 import numpy as np
 import pytest
-from capturing import captured, comes_down_to
+from capturing import bits, captured, comes_down_to, unit_features
 
 import contrastile
 from contrastile.backends.contract import Options
@@ -119,14 +119,8 @@ def test_one_forward_pass_serves_any_upstream_gradients_in_any_order(keep: int, 
 
 
 def towers(seed: int = 0) -> list[Any]:
-    generator = torch.Generator("cuda").manual_seed(seed)
-    drawn = (torch.randn(M, D, generator=generator, device="cuda") for _ in range(2))
-    found = [torch.nn.functional.normalize(x, dim=1).bfloat16().requires_grad_() for x in drawn]
+    found = [x.requires_grad_() for x in unit_features(2, M, D, seed=seed)]
     return [*found, torch.tensor(14.3, device="cuda", requires_grad=True)]
-
-
-def bits(xs: Any) -> list[bytes]:
-    return [np.asarray(x.detach().float().cpu()).tobytes() for x in xs]
 
 
 @pytest.mark.parametrize("keep", [WHOLLY, PARTLY])

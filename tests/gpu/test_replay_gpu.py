@@ -6,7 +6,7 @@ from collections.abc import Callable
 from typing import Any
 
 import pytest
-from capturing import captured
+from capturing import captured, unit_features
 
 import contrastile
 from contrastile.autograd.steps import STEPS, Steps
@@ -24,9 +24,7 @@ TIMES = replay._BEFORE + 4
 
 def leaves(seed: int, dtype: str = "bfloat16", towers: int = 2, m: int = M) -> list[Any]:
     """Unit features on the GPU, and a scale."""
-    draw = torch.Generator("cuda").manual_seed(seed)
-    drawn = (torch.randn(m, D, generator=draw, device="cuda") for _ in range(towers))
-    features = [torch.nn.functional.normalize(x, dim=1).to(getattr(torch, dtype)) for x in drawn]
+    features = unit_features(towers, m, D, dtype, seed)
     return [x.requires_grad_() for x in (*features, torch.tensor(14.25 + seed, device="cuda"))]
 
 

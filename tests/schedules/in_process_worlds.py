@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections import Counter
+from collections.abc import Sequence
+from typing import Any
 
 from contrastile.backends.registry import load
 from contrastile.comm.inprocess import InProcess, InProcessGroup
@@ -14,6 +16,31 @@ from contrastile.verify.shards import Cut
 from contrastile.verify.worlds import Threads
 
 WORLDS = (1, 2, 3, 4, 5, 8)
+
+
+class Counting:
+    """A communicator that counts its messages of features and vectors."""
+
+    def __init__(self, home: InProcess) -> None:
+        self.home, self.count = home, Counter[str]()
+
+    def __getattr__(self, name: str) -> Any:
+        found = getattr(self.home, name)
+        if name not in ("all_gather", "all_to_all", "exchange", "shift"):
+            return found
+
+        def counted(*call: Any) -> Any:
+            what = call[0]
+            if name == "exchange":
+                # what goes to another rank
+                what = next(xs for rank, xs in what.items() if rank != self.home.rank)
+            elif name != "shift":
+                what = [what[0] if name == "all_to_all" else what]
+            kinds = ("number" if x.shape == (1,) else str(x.ndim) for x in what)
+            self.count[f"{name} {' '.join(kinds)}"] += 1
+            return found(*call)
+
+        return counted
 
 
 def rows(
@@ -28,11 +55,6 @@ def rows(
     """What ``contrastile verify --world n`` says."""
     chosen = Selection({backend: load(backend)}, case_names, properties, dtypes, examples=examples, world=Threads(n))
     return list(Run(chosen).rows())
-
-
-def failing(found: Iterable[Row]) -> set[str]:
-    """The properties that some row of theirs fails."""
-    return {row["property"] for row in found if row["status"] == "fail"}
 
 
 def cut(case: str, row_weights: Sequence[int], column_weights: Sequence[int], dtype: str = "float64") -> Cut:

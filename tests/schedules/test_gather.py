@@ -8,7 +8,7 @@ from typing import Any
 
 import numpy as np
 import pytest
-from in_process_worlds import cut, failing, group, placement, rows
+from in_process_worlds import Counting, cut, group, placement
 
 from contrastile.backends.contract import Array, Backend, Block, ColumnForm, Finished, Options, Statistics, Weights
 from contrastile.backends.registry import load
@@ -17,31 +17,6 @@ from contrastile.schedules import gather, local
 from contrastile.verify.execution import materialise
 
 NUMPY = load("numpy")
-
-
-class Counting:
-    """A communicator that counts its messages of features and vectors."""
-
-    def __init__(self, home: InProcess) -> None:
-        self.home, self.count = home, Counter[str]()
-
-    def __getattr__(self, name: str) -> Any:
-        found = getattr(self.home, name)
-        if name not in ("all_gather", "all_to_all", "exchange", "shift"):
-            return found
-
-        def counted(*call: Any) -> Any:
-            what = call[0]
-            if name == "exchange":
-                # what goes to another rank
-                what = next(xs for rank, xs in what.items() if rank != self.home.rank)
-            elif name != "shift":
-                what = [what[0] if name == "all_to_all" else what]
-            kinds = ("number" if x.shape == (1,) else str(x.ndim) for x in what)
-            self.count[f"{name} {' '.join(kinds)}"] += 1
-            return found(*call)
-
-        return counted
 
 
 def finished(
@@ -169,13 +144,3 @@ def test_gradients_of_several_blocks_share_no_memory(n: int) -> None:
         first, _, last = found.columns
         assert not np.shares_memory(first, last)
         assert first.base is None or first.base.shape == first.shape
-
-
-DOORS = ["clip-loss", "info-nce", "nt-xent", "sup-con", "sigmoid-loss"]
-
-
-def test_every_loss_of_torch_tensors_comes_through_autograd() -> None:
-    """What crosses from forward to backward there is tensors, empty where there is nothing."""
-    found = rows(3, DOORS, ["front-door"], backend="torch", dtypes=["float64"])
-    assert len(found) == 5
-    assert not failing(found)

@@ -69,14 +69,6 @@ def test_each_rank_has_its_rows_of_the_whole_gradient(named: dict[str, Any], fro
             assert want is None or torch.equal(got, want.split(COUNTS)[rank])
 
 
-def test_positives_count_over_all_ranks() -> None:
-    positives = torch.arange(sum(COUNTS)).flip(0)
-    expected = whole(contrastile.info_nce, upstream=len(COUNTS), positives=positives)
-    for rank, (value, d_query, *_) in enumerate(ranks(contrastile.info_nce, positives=positives)):
-        assert torch.equal(value, expected[0])
-        assert torch.equal(d_query, expected[1].split(COUNTS)[rank])
-
-
 def test_no_gradients_and_a_number_for_a_scale() -> None:
     def program(comm: InProcess) -> float:
         image, text, _ = drawn()

@@ -1,4 +1,4 @@
-"""The ring: who holds what when, what is posted before what is computed, and how much memory it takes."""
+"""The ring: what is posted before what is computed, and how much memory it takes."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from typing import Any
 
 import numpy as np
 import pytest
-from in_process_worlds import WORLDS, cut, failing, group, placement, rows
+from in_process_worlds import cut, group, placement
 
 from contrastile.backends.arrays import NumpyArrays
 from contrastile.backends.contract import Options
@@ -71,23 +71,6 @@ def recorded(n: int, case: str = "ragged") -> tuple[list[list[str]], list[list[s
 
     found: list[Any] = group(n).run(program)
     return [a for a, _ in found], [b for _, b in found]
-
-
-@pytest.mark.parametrize("n", WORLDS)
-def test_every_rank_sees_every_shard_once_its_own_first_then_its_predecessor_s(n: int) -> None:
-    parts = cut("ragged", [1] * n, [1] * n)
-    here = group(n)
-
-    def program(comm: InProcess) -> None:
-        where = placement(comm, parts)
-        seen = []
-        own = [parts.part(comm.rank).columns[0]]
-        for owner, (columns,) in ring.visits(where, NUMPY.arrays, own, lambda r: [parts.shards.widths[r]]):
-            np.testing.assert_array_equal(columns, parts.part(owner).columns[0])
-            seen.append(owner)
-        assert seen == [(comm.rank - step) % n for step in range(n)]
-
-    here.run(program)
 
 
 def test_the_next_shard_is_posted_before_the_block_is_computed_and_awaited_after() -> None:
@@ -162,14 +145,6 @@ def test_nothing_is_larger_than_a_shard(n: int, monkeypatch: pytest.MonkeyPatch)
     # one number of each rank is gathered to be summed: n of them
     assert max(made) <= max(largest, n)
     assert largest < sum(parts.shards.widths)
-
-
-@pytest.mark.parametrize("n", WORLDS)
-def test_late_messages_give_the_bits_of_eager_ones_and_all_ranks_have_them(n: int) -> None:
-    cases = ["ragged", "blocks", "ids-drop", "labels", "sigmoid", "sigmoid-ids"]
-    found = rows(n, ["delivery", "agreement"], cases, dtypes=["float32"])
-    assert len(found) == 12
-    assert not failing(found)
 
 
 def test_a_ring_of_one_sends_nothing() -> None:

@@ -6,11 +6,9 @@ from dataclasses import replace
 from types import SimpleNamespace
 from typing import Any
 
-import numpy as np
 import pytest
 import torch
 
-import contrastile
 from contrastile.backends.arrays import library_of
 from contrastile.backends.contract import Block, Options, Statistics, Weights
 from contrastile.backends.registry import load
@@ -26,23 +24,6 @@ from contrastile.verify.trial import Subject
 
 TORCH = load("torch")
 CASES = ("self-excluded", "views", "labels", "certain-views", "certain-labels")
-
-
-@pytest.mark.parametrize("most", [1, 2, 5, 8, 128, 200])
-@pytest.mark.parametrize("start", [0, 3])
-def test_each_pair_is_in_one_block(start: int, most: int) -> None:
-    for length in (0, 1, 2, 7, 33, 129, 300, 401):
-        counts = np.zeros((start + length, start + length), int)
-        for rows, columns in triangle.places(slice(start, start + length), most):
-            if rows == columns:
-                assert rows.stop - rows.start <= most
-                counts[rows, rows] += 1
-            else:
-                assert rows.stop == columns.start < columns.stop
-                counts[rows, columns] += 1
-                counts[columns, rows] += 1
-        assert (counts[start:, start:] == 1).all()
-        assert not counts[:start].any()
 
 
 def test_halves_begin_where_tiles_do() -> None:
@@ -119,13 +100,6 @@ def test_what_asks_for_nothing_computes_nothing(monkeypatch: pytest.MonkeyPatch)
         assert (found.rows is not None, found.scale is not None) == (rows, scale)
         assert found.rows is None or torch.equal(found.rows, whole.rows)
         assert found.scale is None or torch.equal(found.scale, whole.scale)
-
-
-def test_repeats_are_bit_equal(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(triangle, "CPU_ROWS", 9)
-    views = torch.randn(2, 33, 7)
-    both = [contrastile.value_and_grad(contrastile.nt_xent)(*views, 5.0) for _ in range(2)]
-    assert all(torch.equal(a, b) for a, b in zip(*([x, *g] for x, g in both), strict=True))
 
 
 def test_wide_rows_are_cut_smaller_on_a_gpu() -> None:

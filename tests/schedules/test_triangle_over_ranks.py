@@ -3,21 +3,17 @@
 from __future__ import annotations
 
 from dataclasses import replace
-from itertools import pairwise
 from typing import Any
 
 import numpy as np
 import pytest
-from in_process_worlds import WORLDS, group, placement, rows
-from test_gather import Counting
+from in_process_worlds import WORLDS, Counting, group, placement, rows
 
 from contrastile.backends.contract import Block, Options, Statistics, Weights
 from contrastile.backends.registry import load
 from contrastile.comm.inprocess import InProcess
 from contrastile.schedules import schedule, triangle
 from contrastile.schedules.local import Wanted
-from contrastile.schedules.placement import Placement, Shards
-from contrastile.schedules.triangle_over_ranks import shares
 from contrastile.verify import cases
 from contrastile.verify.execution import materialise
 from contrastile.verify.shards import Cut
@@ -29,32 +25,6 @@ NUMPY = load("numpy")
 def test_every_case_is_within_the_bounds(n: int) -> None:
     found = rows(n, ["themselves"], ["self-excluded", "views", "labels", "certain-views", "certain-labels"])
     assert [row["status"] for row in found] == ["pass"] * 5
-
-
-class Numbered:
-    """The part of a communicator that says who and how many there are."""
-
-    def __init__(self, rank: int, size: int) -> None:
-        self.rank, self.size = rank, size
-
-
-@pytest.mark.parametrize("sizes", [(4,), (5, 5), (1, 1), (5, 0), (0, 7), (3, 8, 2), (6, 1, 0, 9), (300, 300, 290, 310)])
-def test_each_pair_of_two_ranks_is_computed_by_one(sizes: tuple[int, ...]) -> None:
-    n, starts = len(sizes), np.cumsum([0, *sizes])
-    counts = np.zeros((starts[-1], starts[-1]), int)
-    for rank in range(n):
-        place = Placement(Numbered(rank, n), "ring", "mean", Shards(sizes, tuple((x,) for x in sizes)))  # type: ignore[arg-type]
-        for step in range(1, 1 + n // 2):
-            owner = (rank - step) % n
-            mine, others = shares(place, rank, owner)
-            places = (starts[rank], mine), (starts[owner], others)
-            block = tuple(slice(start + where.start, start + where.stop) for start, where in places)
-            counts[block] += 1
-            counts[block[::-1]] += 1
-    within = np.zeros_like(counts)
-    for start, end in pairwise(starts):
-        within[start:end, start:end] = 1
-    assert (counts + within == 1).all()
 
 
 def computed(n: int, exchange: str, case: str = "views") -> list[tuple[list[int], Any]]:

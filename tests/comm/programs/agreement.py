@@ -14,7 +14,7 @@ from typing import Any
 import numpy as np
 import primitives
 import torch
-from engines import say, started
+from engines import PATIENCE, say, started
 
 import contrastile
 from contrastile.comm.communicator import MismatchError
@@ -79,10 +79,10 @@ def main(ranks: Any) -> None:
     inputs = [features(ranks.rank, seed, "numpy") for seed in (1, 2)]
     for deadline in ("soon", "-3"):
         # of a group that is not connected yet
-        os.environ["CONTRASTILE_DEADLINE"] = deadline if ranks.rank == 3 else "20"
+        os.environ["CONTRASTILE_DEADLINE"] = deadline if ranks.rank == 3 else str(PATIENCE)
         refused(ranks, f"deadline {deadline}", inputs)
     del os.environ["CONTRASTILE_DEADLINE"]
-    connect(ranks.world, deadline=20)
+    connect(ranks.world, deadline=PATIENCE)
     agrees(ranks.world, ranks.rank, ranks.size)
     for name, inputs in mismatches(ranks.rank).items():
         refused(ranks, name, inputs)

@@ -5,6 +5,9 @@ from __future__ import annotations
 import sys
 from typing import Any
 
+PATIENCE = 600
+"""Seconds for what is no fault: a busy machine may be slow."""
+
 
 class MPIRanks:
     """``mpirun -n N python -m mpi4py program.py mpi``."""

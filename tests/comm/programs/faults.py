@@ -12,11 +12,12 @@ import time
 from typing import Any
 
 import numpy as np
-from engines import say, started
+from engines import PATIENCE, say, started
 
 import contrastile
 from contrastile.backends import load
 from contrastile.comm.connect import connect
+from contrastile.comm.watchdog import deadline_or
 
 STEP = 3
 
@@ -45,7 +46,9 @@ def fail(group: Any, fault: str) -> None:
 def main() -> None:
     fault, where, faulty = sys.argv[2], sys.argv[3], int(sys.argv[4])
     ranks = started()
-    group = connect(ranks.world)
+    # ranks may take long to come here, which is no fault
+    connect(ranks.world, deadline=PATIENCE)
+    group = connect(ranks.world, deadline=deadline_or(None))
     draw = np.random.default_rng(ranks.rank)
     image, text = (draw.standard_normal((20 + ranks.rank, 8)) for _ in range(2))
     both = contrastile.value_and_grad(contrastile.clip_loss, backend="numpy", group=group, exchange="ring")

@@ -16,7 +16,7 @@ from typing import Any
 
 import numpy as np
 import torch
-from engines import say, started
+from engines import PATIENCE, say, started
 
 import contrastile
 from contrastile import problems
@@ -208,7 +208,7 @@ def main() -> None:
     if "apart" in sys.argv[5:]:
         unix_sockets.host = lambda: f"host {ranks.rank}"
     # ranks may take long to come here, which is no mistake
-    connect(ranks.world, deadline=600)
+    connect(ranks.world, deadline=PATIENCE)
     connect(ranks.world, deadline=deadline_or(None))
     try:
         MISTAKES[MISTAKE](ranks)

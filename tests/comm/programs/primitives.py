@@ -11,7 +11,7 @@ from typing import Any
 
 import numpy as np
 import torch
-from engines import say
+from engines import PATIENCE, say
 
 from contrastile.comm import buffers
 from contrastile.comm.communicator import ExchangeError
@@ -182,8 +182,8 @@ EVERY = (*BY_THREADS, long_messages)
 
 
 def main(ranks: Any) -> None:
-    world = connect(ranks.world, deadline=20)
-    assert (world.rank, world.size, world.deadline) == (ranks.rank, ranks.size, 20)
+    world = connect(ranks.world, deadline=PATIENCE)
+    assert (world.rank, world.size, world.deadline) == (ranks.rank, ranks.size, PATIENCE)
     assert connect(ranks.world) is world, "one communicator for each group"
     for check in (*EVERY, read_only_arrays):
         check(world)
@@ -193,7 +193,7 @@ def main(ranks: Any) -> None:
     sent, arrived = np.arange(10) + ranks.rank, np.zeros(10, dtype=np.int64)
     pending = world.shift([sent], [arrived])
     halves = [[0], list(range(1, n))]
-    half = connect(ranks.part(halves), deadline=20)
+    half = connect(ranks.part(halves), deadline=PATIENCE)
     assert half.size == len(next(h for h in halves if ranks.rank in h))
     for check in EVERY:
         check(half)
@@ -220,7 +220,7 @@ def forgotten(group: Any, communicator: Any) -> None:
     """What is freed, and what is closed, carries nothing more."""
     again = group.Dup() if hasattr(group, "Dup") else None
     if again is not None:
-        beside = connect(again, deadline=20)
+        beside = connect(again, deadline=PATIENCE)
         beside.agree(np.zeros(1, dtype=np.int64))
         again.Free()
         assert not beside.host.comm, "not freed with its group"

@@ -9,7 +9,7 @@ from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 import numpy as np
-from engines import say, started
+from engines import PATIENCE, say, started
 
 import contrastile
 from contrastile.comm import torch_group
@@ -40,11 +40,11 @@ def main() -> None:
     together = threading.Barrier(GROUPS)
 
     def first(number: int) -> list[Any]:
-        together.wait(60)
+        together.wait(PATIENCE)
         return evaluated(groups[number], ranks.rank, number)
 
     def connected(group: Any) -> Any:
-        together.wait(60)
+        together.wait(PATIENCE)
         return connect(group)
 
     with ThreadPoolExecutor(GROUPS) as pool:

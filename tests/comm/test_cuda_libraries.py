@@ -1,4 +1,7 @@
-"""NCCL's calls, made to a library that is made up: what is passed, in which order, and what an error becomes."""
+"""CUDA's driver and NCCL, made up: how an error of theirs is told, and which ranks take NCCL.
+
+What their calls do is held by ranks on GPUs.
+"""
 
 from __future__ import annotations
 
@@ -11,12 +14,48 @@ from typing import Any
 
 import numpy as np
 import pytest
-from made_libraries import Made
 
-from contrastile.comm import nccl
-from contrastile.comm.driver import Gpu
+from contrastile.comm import driver, nccl
+from contrastile.comm.driver import DriverError, Gpu
 from contrastile.comm.nccl import NCCL, NCCLChannel, NCCLError
 from contrastile.comm.watchdog import Watchdog
+
+
+class Call:
+    """One function of the library."""
+
+    def __init__(self, library: Made, name: str) -> None:
+        self.library, self.name = library, name
+
+    def __call__(self, *arguments: Any) -> Any:
+        given = [getattr(x, "value", x) for x in arguments]
+        self.library.calls.append((self.name, given))
+        if self.name == "ncclGetErrorString":
+            return b"unhandled system error"
+        if self.name == "cuStreamIsCapturing":
+            arguments[1]._obj.value = int(self.library.capturing)
+        if self.name == "cuEventCreate":
+            self.library.events += 1
+            arguments[0]._obj.value = self.library.events
+        return self.library.codes.get(self.name, 0)
+
+
+class Made:
+    """CUDA's driver and NCCL in one; every call succeeds, but for those that are told not to."""
+
+    def __init__(self, lacks: str = "", capturing: bool = False, **codes: int) -> None:
+        self.lacks, self.capturing, self.codes, self.events = lacks, capturing, codes, 100
+        self.calls: list[tuple[str, list[Any]]] = []
+        self.made: dict[str, Call] = {}
+
+    def __getattr__(self, name: str) -> Call:
+        if name == self.lacks:
+            raise AttributeError(name)
+        return self.made.setdefault(name, Call(self, name))
+
+    def named(self, *names: str) -> list[str]:
+        """These calls, in their order."""
+        return [name for name, _ in self.calls if name in names]
 
 
 @pytest.fixture
@@ -25,11 +64,64 @@ def made(monkeypatch: pytest.MonkeyPatch) -> Callable[..., Made]:
         library = Made(**facts)
         monkeypatch.setattr(ctypes, "CDLL", lambda name: library)
         monkeypatch.setattr(nccl, "find_spec", lambda name: None)
-        monkeypatch.setattr(Gpu, "current", lambda self, x: 7)
-        monkeypatch.setattr(Gpu, "address", lambda self, x: int(x.ctypes.data))
         return library
 
     return make
+
+
+def test_without_a_driver_it_says_so(monkeypatch: pytest.MonkeyPatch) -> None:
+    def missing(name: str) -> None:
+        raise OSError(f"{name}: cannot open shared object file")
+
+    monkeypatch.setattr(ctypes, "CDLL", missing)
+    with pytest.raises(DriverError, match=r"no CUDA driver: .*cannot open"):
+        Gpu(0)
+
+
+def test_an_old_driver_and_a_call_that_fails_are_named(made: Callable[..., Made]) -> None:
+    made(lacks="cuStreamIsCapturing")
+    with pytest.raises(DriverError, match="the CUDA driver has no cuStreamIsCapturing"):
+        Gpu(0).capturing(0)
+    made(cuStreamCreateWithPriority=217)
+    with pytest.raises(DriverError, match="cuStreamCreateWithPriority gave error 217"):
+        Gpu(0).stream()
+
+
+@pytest.mark.parametrize(("code", "passed"), [(0, True), (600, False)])
+def test_an_event_has_come_or_not_and_its_handle_is_used_again(
+    made: Callable[..., Made], code: int, passed: bool
+) -> None:
+    made(cuEventQuery=code)
+    gpu = Gpu(0)
+    first, second = gpu.record(0), gpu.record(0)
+    assert gpu.passed(first) is passed
+    handle = first.address
+    del first
+    # not the one that somebody may still ask for
+    assert gpu.record(0).address == handle != second.address
+
+
+def test_an_event_whose_work_failed_is_an_error(made: Callable[..., Made]) -> None:
+    made(cuEventQuery=700)
+    gpu = Gpu(0)
+    with pytest.raises(DriverError, match="cuEventQuery gave error 700"):
+        gpu.passed(gpu.record(0))
+
+
+def test_a_thread_stays_out_of_what_others_capture(made: Callable[..., Made]) -> None:
+    library = made()
+    driver.relaxed_capture()
+    assert [name for name, _ in library.calls] == ["cuThreadExchangeStreamCaptureMode"]
+    # without a driver nothing is captured either
+    made(lacks="cuThreadExchangeStreamCaptureMode")
+    driver.relaxed_capture()
+
+
+@pytest.fixture
+def host_arrays(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Arrays of NumPy pass for a GPU's."""
+    monkeypatch.setattr(Gpu, "current", lambda self, x: 7)
+    monkeypatch.setattr(Gpu, "address", lambda self, x: int(x.ctypes.data))
 
 
 def channel() -> NCCLChannel:
@@ -95,39 +187,7 @@ def test_it_is_for_ranks_that_all_have_it_and_a_gpu_each(
         channel.close()
 
 
-def test_a_message_is_one_group_behind_the_current_stream_and_receives_come_first(made: Callable[..., Made]) -> None:
-    library = made()
-    sending = channel()
-    x, y, z = np.zeros(5), np.zeros(3, dtype=np.float32), np.zeros((2, 2))
-    pending = sending.post({1: [x, y]}, {3: [z]}, 0, lambda: 1.0)
-    names = "ncclGroupStart", "ncclRecv", "ncclSend", "ncclGroupEnd", "cuEventRecord", "cuStreamWaitEvent"
-    assert library.named(*names) == [
-        "cuEventRecord",
-        "cuStreamWaitEvent",
-        "ncclGroupStart",
-        "ncclRecv",
-        "ncclSend",
-        "ncclSend",
-        "ncclGroupEnd",
-        "cuEventRecord",
-    ]
-    passed = [given for name, given in library.calls if name in ("ncclRecv", "ncclSend")]
-    assert passed == [
-        [z.ctypes.data, 32, 1, 3, 4096, 9],
-        [x.ctypes.data, 40, 1, 1, 4096, 9],
-        [y.ctypes.data, 12, 1, 1, 4096, 9],
-    ]
-    recorded = [given for name, given in library.calls if name == "cuEventRecord"]
-    assert recorded == [[101, 7], [102, 9]]
-    library.calls.clear()
-    pending.wait()
-    # the current stream waits for the end of the message, and the host for nothing
-    assert [given[:2] for name, given in library.calls if name == "cuStreamWaitEvent"] == [[7, 102]]
-    assert not library.named("cuEventQuery")
-    sending.close()
-    assert library.named("ncclCommAbort") == ["ncclCommAbort"]
-
-
+@pytest.mark.usefixtures("host_arrays")
 def test_a_message_that_fails_is_an_error_and_its_group_is_closed(made: Callable[..., Made]) -> None:
     library = made(ncclSend=2)
     sending = channel()
@@ -137,6 +197,7 @@ def test_a_message_that_fails_is_an_error_and_its_group_is_closed(made: Callable
     sending.watchdog.close()
 
 
+@pytest.mark.usefixtures("host_arrays")
 def test_a_message_is_watched_before_it_is_queued(made: Callable[..., Made], monkeypatch: pytest.MonkeyPatch) -> None:
     """Two ranks that meet for the first time wait for each other in the call itself."""
     library = made()
@@ -153,6 +214,7 @@ def test_a_message_is_watched_before_it_is_queued(made: Callable[..., Made], mon
     sending.watchdog.close()
 
 
+@pytest.mark.usefixtures("host_arrays")
 def test_a_captured_message_is_not_watched_and_its_communicator_is_left_to_the_graph(
     made: Callable[..., Made],
 ) -> None:
