@@ -6,7 +6,6 @@ Pure Python loops over the definition, mpmath at 50 digits, and torch's float64 
 
 from __future__ import annotations
 
-import math
 from typing import TYPE_CHECKING, Any
 
 import mpmath
@@ -82,11 +81,6 @@ def as_arrays(p: Problem, found: tuple[Any, ...]) -> list[Any]:
         np.array(mpmath.matrix(t).tolist() if isinstance(t, mpmath.matrix) else t, dtype=np.float64).reshape(shape)
         for t, shape in zip(found, shapes, strict=True)
     ]
-
-
-def in_python(p: Problem, b: float | None = None) -> list[Any]:
-    """By loops in Python floats; no shift, so |x| must stay below 700."""
-    return as_arrays(p, written_out(p, float, math.exp, math.log, b))
 
 
 def in_mpmath(p: Problem, b: float | None = None) -> list[Any]:

@@ -6,7 +6,6 @@ import math
 from itertools import pairwise
 
 import numpy as np
-import pytest
 from float64_bound import SoftmaxBound, assert_within
 from hypothesis import given, settings
 from hypothesis import strategies as st
@@ -106,10 +105,3 @@ def test_four_blocks_with_rows_of_their_own_share_one_lse() -> None:
     slack = h**2 / 6 * ((2 * a) ** 3 + 12 * a * c) + 2 * sum(b.loss for b in bounds) / h
     assert_within(slope, (dQ * delta).sum(), slack)
     assert slack < abs(slope) / 1000
-
-
-def test_one_block_is_the_general_loss() -> None:
-    with pytest.raises(IndexError):
-        lse_over_blocks([])
-    (block,) = cut(RAGGED, [], True)
-    assert loss_over_blocks([block], RAGGED.u) == loss(*RAGGED.general())

@@ -1,14 +1,11 @@
 """DisCo Eq. 1-7 and Alg. 1: against loops, 50 digits, autograd and central differences, over uneven shards."""
 
-import math
-
-import mpmath
 import numpy as np
 import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from paper_bounds import Ball, agrees, agrees_with_differences, contrastive, exact
+from paper_bounds import Ball, agrees, contrastive
 from paper_towers import LINEAR
 
 from contrastile.oracle.papers import collectives, disco
@@ -49,43 +46,6 @@ def torch_terms(I, T, n, t):
     return I, T, [term(I, T, [n]), term(I, T, others), term(T, I, [n]), term(T, I, others)]
 
 
-def test_loss_and_gradients_at_fifty_digits():
-    rng = np.random.default_rng(0)
-    X, Y, r, t, B = rng.standard_normal((5, 3)), rng.standard_normal((7, 3)), rng.integers(0, 7, 5), 20.0, 11
-    x, Ym = mpmath.mpf(t) * (exact(X) * exact(Y).T), exact(Y)
-    total = [mpmath.fsum(mpmath.exp(x[i, j]) for j in range(7)) for i in range(5)]
-    loss = mpmath.fsum(mpmath.log(total[i]) - x[i, int(r[i])] for i in range(5)) / B
-    dX = [
-        [
-            t * mpmath.fsum((mpmath.exp(x[i, j]) / total[i] - (j == r[i])) * Ym[j, k] for j in range(7)) / B
-            for k in range(3)
-        ]
-        for i in range(5)
-    ]
-    ball = contrastive(X, Y, r, t, B)
-    assert agrees(float(loss), ball[0])
-    assert agrees(disco.cross_entropy(X, Y, r, t, B), ball[0])
-    assert agrees(np.array(dX, dtype=np.float64), ball[1])
-    assert agrees(disco.cross_entropy_gradients(X, Y, r, t, B)[0], ball[1])
-
-
-@settings(deadline=None)
-@given(problems())
-def test_equation_1_against_loops(problem):
-    I, T, t = problem
-    I_A, T_A = np.concatenate(I), np.concatenate(T)
-    B = len(I_A)
-    terms = []
-    for X, Y in ((I_A, T_A), (T_A, I_A)):
-        for i in range(B):
-            logits = [t * math.fsum(X[i] * Y[j]) for j in range(B)]
-            top = max(logits)
-            terms.append((top - logits[i] + math.log(math.fsum(math.exp(x - top) for x in logits))) / B)
-    ball = directions(I_A, T_A, t, B)[0]
-    assert agrees(math.fsum(terms), ball)
-    assert agrees(disco.loss(I_A, T_A, t), ball)
-
-
 @settings(max_examples=40, deadline=None)
 @given(problems())
 def test_equations_2_to_7_against_autograd(problem):
@@ -100,6 +60,7 @@ def test_equations_2_to_7_against_autograd(problem):
 
         leaves_I, leaves_T, terms = torch_terms(I, T, n, t)
         assert agrees(sum(disco.decomposed_loss(I, T, n, t)), loss)
+        assert agrees(disco.loss(np.concatenate(I), np.concatenate(T), t), loss)
         for ours, theirs in zip(disco.decomposed_loss(I, T, n, t), terms, strict=True):
             assert agrees(ours, Ball(theirs.item(), loss.rad))
 
@@ -128,14 +89,6 @@ def test_equations_2_to_7_against_autograd(problem):
         sent = [disco.sent_gradients(I, T, i, n, t) for i in range(len(I)) if i != n]
         assert np.array_equal(inter[0], sum((x for x, _ in sent), np.zeros_like(I[n])))
         assert np.array_equal(inter[1], sum((x for _, x in sent), np.zeros_like(T[n])))
-
-
-def test_others_give_no_gradient_to_the_hosting_ranks_rows():
-    rng = np.random.default_rng(2)
-    I, T = shards(rng, (3, 1, 4), 5), shards(rng, (3, 1, 4), 5)
-    leaves_I, leaves_T, terms = torch_terms(I, T, 1, 3.0)
-    assert torch.autograd.grad(terms[1], leaves_I[1], retain_graph=True, allow_unused=True) == (None,)
-    assert torch.autograd.grad(terms[3], leaves_T[1], allow_unused=True) == (None,)
 
 
 @settings(deadline=None)
@@ -168,29 +121,6 @@ def test_algorithm_1_gives_the_parameters_the_gradient_of_the_global_loss(proble
     assert agrees(weights.grad.numpy(), expected)
     assert agrees(collectives.data_parallel_mean([np.asarray(g) for g in step.t_gradients]), dt)
     assert agrees(scale.grad.item(), dt)
-
-
-def test_algorithm_1_against_central_differences():
-    rng = np.random.default_rng(3)
-    sizes, t = (3, 0, 1, 3), 2.0
-    I, T = shards(rng, sizes, 5), shards(rng, sizes, 5)
-    step = disco.algorithm_1(I, T, t)
-    edges = np.cumsum(sizes)[:-1]
-    I_A, T_A = np.concatenate(I), np.concatenate(T)
-    rounding = float(directions(I_A, T_A, t, 7)[0].rad)
-
-    def by_images(x):
-        return disco.algorithm_1(np.split(x, edges), T, t).loss
-
-    def by_texts(x):
-        return disco.algorithm_1(I, np.split(x, edges), t).loss
-
-    def by_t(x):
-        return disco.algorithm_1(I, T, float(x[0])).loss
-
-    assert agrees_with_differences(by_images, I_A, np.concatenate(step.image_gradients) / 4, rounding)
-    assert agrees_with_differences(by_texts, T_A, np.concatenate(step.text_gradients) / 4, rounding)
-    assert agrees_with_differences(by_t, np.array([t]), np.mean(step.t_gradients), rounding)
 
 
 @pytest.mark.parametrize("sizes", [(4,), (2, 3), (3, 0, 5), (1, 1, 1, 1), (2, 0, 0, 7, 1)])

@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import numpy as np
-import pytest
-import torch
 from float64_bound import SoftmaxBound, assert_within
 from hypothesis import given, settings
 from hypothesis import strategies as st
@@ -48,13 +46,6 @@ def test_equations_1_and_2_are_info_nce(p: Problem) -> None:
     assert_within(
         inf_cl.contrastive_loss(cool.q, cool.k), info_nce(cool.q, cool.k, 1.0).loss, 2 * SoftmaxBound(cool).loss
     )
-
-
-def test_equation_1_is_torch_cross_entropy() -> None:
-    p = batch(3, 9, 4)
-    x = torch.tensor(p.q) @ torch.tensor(p.k).T
-    expected = torch.nn.functional.cross_entropy(x, torch.arange(9)).item()
-    assert_within(inf_cl.contrastive_loss(p.q, p.k), expected, 2 * SoftmaxBound(p).loss)
 
 
 def test_equation_1_as_printed_overflows() -> None:
@@ -117,19 +108,6 @@ def test_algorithms_1_and_3_are_the_global_loss_on_any_ring(p: Problem, edges: l
     assert [len(l_i) for l_i in l] == [len(I_i) for I_i in I]
     assert_within(np.concatenate(l), row_lse(p.x, p.A), 2 * bound.row_lse)
     dI, dT = inf_cl.ring_backward(I, T, l, t_r, t_c)
-    assert_within(np.concatenate(dI), expected.d_rows, 2 * bound.d_rows)
-    assert_within(np.concatenate(dT), expected.d_columns, 2 * bound.d_columns)
-
-
-@pytest.mark.parametrize("n", [1, 2, 3, 4, 5, 8])
-def test_every_world_size_gives_the_same_numbers(n: int) -> None:
-    p = batch(1, 19, 4, heat=5.0)
-    edges = [2 * i + i // 3 for i in range(1, n)]
-    I, T = shards(p.q, edges), shards(p.k, edges)
-    assert len(I) == n
-    l = inf_cl.ring_forward(I, T, 3, 2)
-    dI, dT = inf_cl.ring_backward(I, T, l, 3, 2)
-    bound, expected = SoftmaxBound(p), info_nce(p.q, p.k, 1.0)
     assert_within(np.concatenate(dI), expected.d_rows, 2 * bound.d_rows)
     assert_within(np.concatenate(dT), expected.d_columns, 2 * bound.d_columns)
 

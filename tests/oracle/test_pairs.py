@@ -21,31 +21,11 @@ def test_masks_follow_the_definition(p: Problem) -> None:
     assert not (p.P & ~p.A).any()
 
 
-def test_false_negatives_are_dropped_and_the_positive_is_kept() -> None:
-    ids = np.array([4, 4, 7])
-    pairs = Pairs(positives=np.arange(3), row_ids=ids, column_ids=ids)
-    np.testing.assert_array_equal(pairs.positive(3, 3), np.eye(3, dtype=np.bool_))
-    assert pairs.admitted(3, 3).tolist() == [[True, False, True], [False, True, True], [True, True, True]]
-
-
-def test_equal_ids_are_targets_but_for_the_row_itself() -> None:
-    labels = np.array([4, 4, 7])
-    pairs = Pairs(row_ids=labels, column_ids=labels, match="target", excluded=np.arange(3))
-    assert pairs.positive(3, 3).tolist() == [[False, True, False], [True, False, False], [False, False, False]]
-    np.testing.assert_array_equal(pairs.admitted(3, 3), ~np.eye(3, dtype=np.bool_))
-
-
 def test_an_index_outside_the_columns_names_none() -> None:
     far = np.iinfo(np.int64)
     pairs = Pairs(positives=np.array([-1, 3, far.max, far.min]), excluded=np.array([-1, 3, far.max, far.min]))
     assert not pairs.positive(4, 3).any()
     assert pairs.admitted(4, 3).all()
-
-
-def test_exclusion_outranks_being_the_positive() -> None:
-    pairs = Pairs(positives=np.array([0]), excluded=np.array([0]))
-    assert pairs.positive(1, 2).tolist() == [[False, False]]
-    assert pairs.admitted(1, 2).tolist() == [[False, True]]
 
 
 def test_targets_sum_to_one_or_to_zero() -> None:

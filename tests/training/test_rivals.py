@@ -10,88 +10,14 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from chunked_graphs import gamma, graphs_kept, taken, worst
 from torch import Tensor, nn
 from torch.nn.utils import parametrizations, spectral_norm
 
-import contrastile
 from contrastile import training
 from contrastile.training.random_state import RandomState
 
 B, D = 12, 6
 DOUBLE = torch.float64
-
-
-class Towers(nn.Module):
-    def __init__(self, dropout: float) -> None:
-        super().__init__()
-        torch.manual_seed(5)
-        self.image, self.text = (
-            nn.Sequential(nn.Linear(4, 9), nn.Dropout(dropout), nn.Linear(9, D)).double() for _ in range(2)
-        )
-        self.log_scale = nn.Parameter(torch.tensor(1.3, dtype=DOUBLE))
-
-    @property
-    def encoders(self) -> list[Tensor]:
-        return [*self.image.parameters(), *self.text.parameters()]
-
-
-def inputs() -> tuple[Tensor, Tensor]:
-    found = torch.randn(2, B, 4, generator=torch.Generator().manual_seed(1), dtype=DOUBLE)
-    return found[0], found[1]
-
-
-def uncached(model: Towers, chunk: int) -> Any:
-    towers = [model.image, model.text]
-    pieces = [x.split(chunk) for x in inputs()]
-    return graphs_kept(towers, pieces, contrastile.clip_loss, [model.log_scale.exp], [*model.encoders, model.log_scale])
-
-
-def accumulated(model: Towers, chunk: int) -> list[Tensor]:
-    """open_clip's loop with --accum-freq: features without a graph, then one loss and backward for each chunk."""
-    torch.manual_seed(0)
-    pieces = list(zip(*(x.split(chunk) for x in inputs()), strict=True))
-    with torch.no_grad():
-        image, text = [model.image(a) for a, _ in pieces], [model.text(b) for _, b in pieces]
-    for j, (a, b) in enumerate(pieces):
-        images = [*image[:j], model.image(a), *image[j + 1 :]]
-        texts = [*text[:j], model.text(b), *text[j + 1 :]]
-        contrastile.clip_loss(torch.cat(images), torch.cat(texts), model.log_scale.exp()).backward()
-    return taken([*model.encoders, model.log_scale])
-
-
-def ours(model: Towers, chunk: int) -> list[Tensor]:
-    torch.manual_seed(0)
-    towers = model.image, model.text
-    training.cached_step(towers, inputs(), contrastile.clip_loss, scale=model.log_scale.exp, chunk=chunk)
-    return taken([*model.encoders, model.log_scale])
-
-
-@pytest.mark.parametrize("pieces", [2, 3])
-def test_accumulation_multiplies_the_scale_s_gradient_by_the_number_of_chunks(pieces: int) -> None:
-    model = Towers(dropout=0.0)
-    expected = uncached(model, B // pieces)
-    theirs, found = accumulated(model, B // pieces), ours(model, B // pieces)
-    # the encoders' gradients are right, and the scale's is added once for each chunk
-    encoders = type(expected)(expected.loss, expected.gradients[:-1], expected.bounds[:-1])
-    assert worst(theirs[:-1], encoders) <= 1
-    right = expected.gradients[-1]
-    assert (theirs[-1] - pieces * right).abs() <= gamma(pieces, DOUBLE) * pieces * right.abs()
-    assert worst(found[:-1], encoders) <= 1
-    assert torch.equal(found[-1], right)
-
-
-def test_without_replay_dropout_differentiates_other_embeddings_than_the_loss_saw() -> None:
-    model = Towers(dropout=0.5)
-    expected = uncached(model, B // 2)
-
-    def off(gradients: list[Tensor]) -> float:
-        ours, right = (torch.cat([x.flatten() for x in each[:-1]]) for each in (gradients, expected.gradients))
-        return float((ours - right).norm() / right.norm())
-
-    assert off(accumulated(model, B // 2)) > 0.5
-    found = ours(model, B // 2)
-    assert worst(found[:-1], type(expected)(expected.loss, expected.gradients[:-1], expected.bounds[:-1])) <= 1
 
 
 def test_float16_gradients_that_are_narrowed_before_they_are_scaled_vanish() -> None:
@@ -258,12 +184,6 @@ def test_an_encoder_with_a_generator_of_its_own_is_refused(generator: Any) -> No
     with pytest.raises(ValueError, match=r"same embeddings both times, got a chunk that differs by .* in encode$"):
         run()
     assert net.weight.grad is None
-
-
-def test_a_tower_of_one_layer_is_named_too() -> None:
-    net = parametrizations.spectral_norm(nn.Linear(4, D))
-    with pytest.warns(UserWarning, match="^spectral_norm 'itself' computes"):
-        training.cached_step((net,), (torch.randn(6, 4),), lambda a: (a * a).mean(), chunk=3)
 
 
 def test_batch_norm_without_running_averages_is_warned_of_in_eval_mode_too() -> None:

@@ -39,11 +39,6 @@ def broken(tmp_path, monkeypatch):
     registry.load.cache_clear()
 
 
-def test_quiet_prints_the_verdict_alone(capsys):
-    assert main([*QUICK, "--quiet"]) == 0
-    assert capsys.readouterr().out.startswith("PASS: 1 passed, 0 failed, 0 skipped")
-
-
 def test_a_sound_backend_exits_0_and_json_holds_the_rows(tmp_path, capsys):
     path = tmp_path / "out.json"
     assert main([*QUICK, "--json", str(path)]) == 0
@@ -141,11 +136,6 @@ def test_what_cannot_run_exits_2_with_one_line(capsys, monkeypatch, words, messa
     assert message in err
     assert err.startswith("contrastile verify: ")
     assert err.count("\n") == 1
-
-
-def test_an_unwritable_report_exits_2(tmp_path, capsys):
-    assert main([*QUICK, "--quiet", "--json", str(tmp_path / "no" / "out.json")]) == 2
-    assert "cannot write" in capsys.readouterr().err
 
 
 @pytest.mark.parametrize(

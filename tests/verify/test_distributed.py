@@ -6,7 +6,6 @@ import json
 from dataclasses import replace
 from typing import Any
 
-import numpy as np
 import pytest
 
 from contrastile.backends.registry import load
@@ -16,14 +15,12 @@ from contrastile.schedules.placement import Placement, Shards
 from contrastile.verify import cases, launched, sharded, strategies
 from contrastile.verify.arithmetic import Spread
 from contrastile.verify.bounds import ORACLE, bounds
-from contrastile.verify.comparison import compare
 from contrastile.verify.distributed import DISTRIBUTED, several_ranks
 from contrastile.verify.launched import opened
-from contrastile.verify.properties import PROPERTIES
 from contrastile.verify.runner import Run
 from contrastile.verify.selection import Selection
 from contrastile.verify.sharded import ShardedRecipe
-from contrastile.verify.shards import FIELDS, Cut, shares
+from contrastile.verify.shards import Cut
 from contrastile.verify.trial import SkipError, Subject
 from contrastile.verify.truth import truth
 from contrastile.verify.worlds import Threads, judged
@@ -121,67 +118,6 @@ def test_what_is_wrong_with_an_even_number_of_ranks_alone_shows_in_a_process_alo
     assert all("4 ranks" in label for label in wrong)
 
 
-def test_shares_are_whole_and_in_proportion() -> None:
-    assert shares(10, [1, 0, 4]) == [2, 0, 8]
-    assert shares(7, [0, 0, 0]) == [2, 2, 3]
-    assert shares(2, [1, 1, 1, 1]) == [0, 1, 0, 1]
-    for total in range(9):
-        assert sum(shares(total, [3, 0, 1, 2])) == total
-
-
-@pytest.mark.parametrize("name", ["blocks", "ids-drop", "self-excluded", "sigmoid-ids"])
-def test_parts_joined_are_the_whole(name: str) -> None:
-    """A cut loses nothing, and its numbers lead to the same columns."""
-    whole = cases.build(name, "float64").problem
-    cut = Cut.of(whole, [2, 0, 1], [1, 3, 1])
-    joined = np.concatenate(whole.columns)
-    in_world = joined[cut.order()]
-    for rank in range(3):
-        part = cut.part(rank)
-        np.testing.assert_array_equal(part.rows, whole.rows[cut.rows(rank)])
-        start = cut.shards.start(rank)
-        np.testing.assert_array_equal(np.concatenate(part.columns), in_world[start : start + cut.shards.widths[rank]])
-        if whole.positives is not None:
-            before = whole.positives[cut.rows(rank)]
-            inside = (before >= 0) & (before < len(joined))
-            np.testing.assert_array_equal(in_world[part.positives[inside]], joined[before[inside]])
-            np.testing.assert_array_equal(part.positives[~inside], before[~inside])
-    np.testing.assert_array_equal(np.sort(cut.order()), np.arange(len(joined)))
-
-
-def test_outcomes_come_back_in_the_order_of_the_whole() -> None:
-    whole = cases.build("blocks", "float64").problem
-    cut = Cut.of(whole, [1, 2], [3, 1])
-    exact = truth(whole).outcome
-    order = cut.order()
-    parts = []
-    for rank in range(2):
-        start = cut.shards.start(rank)
-        lses = {name: getattr(exact, name) for name in FIELDS if name.endswith("lse")}
-        for name, x in lses.items():
-            if x is not None:
-                own = start + np.arange(cut.shards.widths[rank])
-                lses[name] = x[order][own] if name.startswith("column") else x[cut.rows(rank)]
-        columns = tuple(2.0 * x[cut.columns(rank, block)] for block, x in enumerate(exact.columns))
-        here = cut.rows(rank)
-        parts.append(replace(exact, **lses, rows=2.0 * exact.rows[here], columns=columns))
-    nothing = replace(exact, **{name: None for name in FIELDS if getattr(exact, name) is None})
-    assert compare(cut.joined(parts, 2.0), exact, nothing, FIELDS).ratio == 0.0
-
-
-@pytest.mark.parametrize("case", ["ragged", "sigmoid-ids"])
-def test_a_world_s_bounds_are_those_of_one_process_and_a_little(case: str) -> None:
-    problem = cases.build(case, "float32").problem
-    exact, facts = truth(problem), load("torch").accuracy("float32", "cpu")
-    alone = bounds(problem, exact, facts, "float32")
-    eight = bounds(problem, exact, facts, "float32", spread=Cut.of(problem, [1] * 8, [1] * 8).spread("ring"))
-    for field in ("loss", "rows", "scale", "bias"):
-        a, b = getattr(alone, field), getattr(eight, field)
-        if a is not None:
-            # shorter sums, more of them: a few roundings this way or that, not another order of magnitude
-            assert np.all((a <= 8 * b) & (b <= 8 * a))
-
-
 def test_the_gradient_of_the_scale_is_bounded_by_what_the_ranks_add() -> None:
     """Ranks' parts may be large where their sum is not: the bound knows."""
     problem = cases.build("ragged", "float64").problem
@@ -233,12 +169,6 @@ def test_a_property_of_ranks_needs_some() -> None:
         next(sharded.sharded(subject, sharded.CASE))
 
 
-def test_rows_do_not_depend_on_what_else_is_run() -> None:
-    both = rows_of(3, "numpy", cases=["ragged", "smoke"], properties=["ring", "agreement"], dtypes=["float64"])
-    (one,) = rows_of(3, "numpy", cases=["smoke"], properties=["agreement"], dtypes=["float64"])
-    assert one in both
-
-
 def test_a_failure_names_the_world_and_the_command_that_runs_it_again(tmp_path: Any, capsys: Any) -> None:
     sound = load("numpy")
 
@@ -288,11 +218,6 @@ def test_the_command_writes_the_world_into_every_row(tmp_path: Any, capsys: Any)
     assert read["verdict"] == "pass"
     assert {row["world"] for row in read["rows"]} == {3}
     assert {row["property"] for row in read["rows"]} == set(DISTRIBUTED)
-
-
-def test_properties_of_a_world_have_names_of_their_own() -> None:
-    assert not set(DISTRIBUTED) & (set(PROPERTIES) - {"tiles"})
-    assert all(each.about for each in DISTRIBUTED.values())
 
 
 def test_no_world_is_opened_for_nothing() -> None:

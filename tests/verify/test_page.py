@@ -95,14 +95,6 @@ def test_a_plot_draws_every_line_inside_its_frame(changes: dict[str, float]) -> 
         assert all(0 <= x <= width and 0 <= y <= height for x, y in places)
 
 
-def test_lines_lie_in_the_order_of_their_values() -> None:
-    root = ElementTree.fromstring(plots.plot("float32", "b", points()))
-    first = [float(str(line.get("points")).split()[0].split(",")[1]) for line in root.findall("{*}polyline")]
-    # downwards on the screen: bound, probabilistic bound, plain, error
-    assert first == sorted(first)
-    assert len(set(first)) == 4
-
-
 def test_a_plot_of_nothing_says_so_and_a_figure_is_xml() -> None:
     assert "nothing was measured" in plots.plot("<x>", "d", [])
     assert "nothing was measured" in plots.plot("x", "d", points(**dict.fromkeys(plots.LINES, 0.0)))

@@ -13,7 +13,7 @@ from contrastile.backends.registry import load
 from contrastile.mutate.wrappers import WRAPPERS
 from contrastile.mutate.wrapping import seeing
 from contrastile.verify import memory
-from contrastile.verify.comparison import identical
+from contrastile.verify.comparison import Worst, identical
 from contrastile.verify.properties import PROPERTIES
 from contrastile.verify.runner import Run
 from contrastile.verify.selection import Selection
@@ -179,7 +179,67 @@ def forgets_the_columns_part():
     return on_gradients(change)
 
 
+def on_pairs(change, name):
+    """One of the pairs' vectors is changed."""
+
+    def changed(arrays, block):
+        x = getattr(block.pairs, name)
+        return block if x is None else replace(block, pairs=replace(block.pairs, **{name: change(x, block)}))
+
+    return seeing(NUMPY, changed)
+
+
+def ids_as_float64():
+    return on_pairs(lambda x, block: x.astype(np.float64), "row_ids")
+
+
+def positives_of_32_bits():
+    return on_pairs(lambda x, block: x.astype(np.int32).astype(np.int64), "positives")
+
+
+def exclusions_of_32_bits():
+    return on_pairs(lambda x, block: x.astype(np.int32).astype(np.int64), "excluded")
+
+
+def positives_from_the_end():
+    return on_pairs(lambda x, block: np.where(x < 0, x + len(block.columns), x), "positives")
+
+
+def exclusions_from_the_end():
+    return on_pairs(lambda x, block: np.where(x < 0, x + len(block.columns), x), "excluded")
+
+
+def holding(make):
+    """Something else is alive while a primitive works."""
+
+    def call(primitive, block, *rest):
+        held = make(block)
+        found = primitive(block, *rest)
+        del held
+        return found
+
+    return around(NUMPY, call)
+
+
+def holds_all_tiles():
+    return holding(lambda block: [block.rows[i : i + 128] @ block.columns.T for i in range(0, len(block.rows), 128)])
+
+
+def holds_a_whole_mask():
+    return holding(lambda block: block.pairs.row_ids[:, None] == block.pairs.column_ids)
+
+
 PLANTED = [
+    ("value", "ids-drop@far", ids_as_float64),
+    ("value", "ids-target@far", ids_as_float64),
+    ("value", "sigmoid-ids@far", ids_as_float64),
+    ("value", "ids-drop@far", positives_of_32_bits),
+    ("value", "sigmoid-ids@far", positives_of_32_bits),
+    ("value", "ids-drop@far", exclusions_of_32_bits),
+    ("value", "ids-drop@far", positives_from_the_end),
+    ("value", "ids-drop@far", exclusions_from_the_end),
+    ("peak-memory", "peak-memory", holds_all_tiles),
+    ("peak-memory", "peak-memory", holds_a_whole_mask),
     ("options", "ragged", gives_no_gradient_without_a_workspace),
     ("sizes", "sizes", doubled_at_100_rows),
     ("sizes", "sizes", doubled_where_many_rows_are_wide),
@@ -314,3 +374,12 @@ def test_what_is_missing_the_second_time_is_not_the_same():
     whole = Outcome(loss=one, rows=np.ones((2, 3)), columns=(), scale=one)
     assert identical(whole, whole).ratio == 0.0
     assert "rows is missing" in str(identical(replace(whole, rows=None), whole))
+
+
+def test_the_worst_of_a_peak_is_in_bytes():
+    run = Run(Selection({"it": WRAPPERS["tile-ignored"].plant(NUMPY)}, ["peak-memory"], None, ["float32"]))
+    list(run.rows())
+    (failure,) = run.failures
+    assert isinstance(failure.worst, Worst)
+    assert failure.label.endswith("tile 32 x 32")
+    assert failure.worst.error > 2 * 256 * 512 * 8

@@ -9,7 +9,6 @@ import numpy as np
 import pytest
 
 from contrastile.backends.contract import STATISTICS
-from contrastile.oracle.named import clip, info_nce, nt_xent, siglip, sup_con
 from contrastile.schedules.problem import Problem
 from contrastile.verify.bounds import ORACLE, bounds
 from contrastile.verify.cases import build, names
@@ -102,39 +101,6 @@ def test_the_gradients_are_the_losss_differences(name: str) -> None:
     assert abs(fine - slope) <= abs(coarse - fine) + noise
 
 
-def test_it_is_the_named_losses() -> None:
-    smoke, labels, views, sigmoid = (build(name, "float64").problem for name in _NAMED)
-    drop, wide = build("ids-drop", "float64").problem, build("rectangular", "float64").problem
-    b = len(sigmoid.rows)
-    ids = {"row_ids": drop.row_ids, "column_ids": drop.column_ids}
-    for problem, expected in (
-        (smoke, clip(smoke.rows, smoke.columns[0], smoke.scale)),
-        (drop, clip(drop.rows, drop.columns[0], drop.scale, **ids)),
-        (wide, info_nce(wide.rows, wide.columns[0], wide.scale)),
-        (labels, sup_con(labels.rows, labels.row_ids, labels.scale)),
-        (views, nt_xent(views.rows[:13], views.rows[13:], views.scale)),
-        (replace(sigmoid, row_weight=np.full(b, 1 / b)), siglip(sigmoid.rows, sigmoid.columns[0], 10.0, -10.0)),
-    ):
-        exact = truth(problem)
-        # weights and targets were rounded to float32, each term by at most 2^-24 of itself
-        terms = float(bounds(problem, exact, ORACLE, "float64").loss) + 2.0**-24 * _magnitude(exact)
-        assert abs(exact.outcome.loss - expected.loss) <= terms
-
-
-_NAMED = ("smoke", "labels", "self-excluded", "sigmoid")
-
-
-def _magnitude(exact: object) -> float:
-    """Sum of |w| (|L| + 2 |t positive|) over both directions: weights and targets are each off by a rounding."""
-    sides = [side for side in (exact.row, exact.column) if side is not None]
-    return sum(
-        float(
-            (np.abs(s.weight) * np.where(s.weight == 0, 0, np.abs(s.lse) + 2 * np.abs(s.target * s.positive_sum))).sum()
-        )
-        for s in sides
-    )
-
-
 def test_an_excluded_pair_is_neither_positive_nor_admitted() -> None:
     """Whether an index or a label would have made it the positive."""
     one = np.ones((1, 1))
@@ -144,25 +110,6 @@ def test_an_excluded_pair_is_neither_positive_nor_admitted() -> None:
     matched = replace(bare, row_ids=zero, column_ids=zero, match="target")
     for problem in (pointed, matched):
         assert [bool(mask.any()) for mask in masks(problem)] == [False, False]
-
-
-def test_column_blocks_are_one_loss() -> None:
-    problem = build("blocks", "float64").problem
-    whole = truth(replace(problem, columns=(np.concatenate(problem.columns),)))
-    parts = truth(problem)
-    assert [len(block) for block in parts.outcome.columns] == [31, 0, 9]
-    assert np.array_equal(np.concatenate(parts.outcome.columns), whole.outcome.columns[0])
-    assert np.array_equal(parts.outcome.rows, whole.outcome.rows)
-
-
-def test_the_upstream_gradient_multiplies_the_gradients_alone() -> None:
-    for name in ("ragged", "sigmoid-ids"):
-        problem = build(name, "float32").problem
-        once, twice = truth(problem).outcome, truth(problem, 2.0).outcome
-        assert once.loss == twice.loss
-        assert np.array_equal(2 * once.rows, twice.rows)
-        assert all(np.array_equal(2 * a, b) for a, b in zip(once.columns, twice.columns, strict=True))
-        assert 2 * once.scale == twice.scale
 
 
 def test_what_a_kind_of_loss_has() -> None:

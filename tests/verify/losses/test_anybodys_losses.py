@@ -16,8 +16,6 @@ from contrastile.verify.losses.cases import BATCHES, build, concerns
 from contrastile.verify.losses.claims import KEYWORDS
 from contrastile.verify.losses.claims import OBJECTIVES as OBJECTIVE_NAMES
 from contrastile.verify.losses.properties import ONE_CALL
-from contrastile.verify.losses.selection import LossSelection
-from contrastile.verify.runner import Run
 
 FEW = ("ragged", "certain", "opposite", "scale-0", "nan")
 both = contrastile.value_and_grad(contrastile.clip_loss)
@@ -209,10 +207,6 @@ def test_a_planted_defect_is_found(where):
     assert row["ratio"] >= 1
 
 
-def test_one_defect_is_one_failure():
-    assert failed(one_direction, cases=["ragged"]) == {"value", "gradients", "scale-gradient"}
-
-
 def test_a_loss_that_normalises_has_gradients_of_its_own():
     def normalising(image, text, scale):
         return clip(functional.normalize(image, dim=1), functional.normalize(text, dim=1), scale)
@@ -323,23 +317,6 @@ def test_every_case_says_what_it_catches_and_is_drawn_the_same_way_twice():
         for a, b in zip(first.arguments.features, second.arguments.features, strict=True):
             np.testing.assert_array_equal(a, b)
             assert a.shape == (batch.rows, batch.width)
-
-
-def test_processes_share_the_checks_of_a_loss():
-    selection = LossSelection([Loss.of(clip)], ["smoke", "ragged"], ["value", "gradients"], ["float32"])
-    everything = list(Run(selection).numbered())
-    shares = [list(Run(selection, share=(k, 2)).numbered()) for k in range(2)]
-    assert [[(n, row["case"]) for n, row in share] for share in shares] == [
-        [(n, row["case"]) for n, row in everything if row["case"] == case] for case in ("smoke", "ragged")
-    ]
-
-
-def test_a_loss_that_raises_is_wrong_by_any_bound():
-    def raising(image, text, scale):
-        raise ArithmeticError("no")
-
-    (row,) = check(raising, cases=["smoke"], properties=["value"], dtypes=["float32"])
-    assert (row["status"], row["ratio"], row["excess"]) == ("fail", np.inf, np.inf)
 
 
 def test_a_gradient_that_comes_once_is_not_the_same_twice():
