@@ -2,7 +2,7 @@
 
 ``python benchmarks/run.py`` uses one GPU, ``torchrun --nproc-per-node N benchmarks/run.py`` all of one host.
 ``--smoke --device cpu`` runs everything with tiny sizes and without a GPU. The JSON record is written after every
-measurement; ``benchmarks/pages.py`` makes the pages and figures of it.
+measurement; ``scripts/make_pages.py`` makes the pages and figures of it.
 """
 
 from __future__ import annotations
