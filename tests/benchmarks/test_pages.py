@@ -4,19 +4,15 @@ from __future__ import annotations
 
 import json
 import re
-import sys
 from pathlib import Path
 from typing import Any
 
+import home_chart
+import make_pages
+import page_tables as tables
 import pytest
 
 ROOT = Path(__file__).resolve().parents[2]
-sys.path.insert(0, str(ROOT / "scripts"))
-
-import home_chart  # noqa: E402
-import make_pages  # noqa: E402
-import page_tables as tables  # noqa: E402
-
 MIB = 2**20
 OURS, OPEN_CLIP = "contrastile triton", "open_clip formula"
 
