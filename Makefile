@@ -77,7 +77,7 @@ docs-version: $(STAMPS)-docs
 	$(BIN)/mike set-default latest
 
 pictures: $(STAMPS)-docs $(STAMPS)-verify
-	$(BIN)/python benchmarks/pages.py
+	$(BIN)/python scripts/make_pages.py
 	$(BIN)/python scripts/make_captures.py $(ARGS)
 	$(BIN)/python scripts/make_screenshots.py
 
@@ -107,8 +107,7 @@ test-versions:
 
 # the errors and the commands' options in docs/reference are what the code says, not what somebody wrote down
 errors: $(STAMPS)-test
-	$(BIN)/python scripts/make_errors_page.py
-	$(BIN)/python scripts/make_command_page.py
+	$(BIN)/python scripts/make_pages.py
 
 $(STAMPS)-verify: EXTRAS = torch,verify
 $(STAMPS)-test: EXTRAS = test

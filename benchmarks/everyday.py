@@ -1,20 +1,30 @@
-"""Times what people call every day, beside plain PyTorch, eager and compiled: the losses at small and large sizes.
+"""Times the losses on this machine, each implementation in turns with the others, and writes a record.
 
-``python benchmarks/everyday.py`` uses one GPU, and with ``--device cpu`` OMP_NUM_THREADS threads of the host;
-``torchrun --nproc-per-node 2 benchmarks/everyday.py`` compares the ranks' clip_loss with open_clip's local loss. A call
-is an eager forward and backward, host time included; the calls of a row take turns. Run it after ``contrastile verify``
-passed: it checks nothing. ``--out`` is the JSON that it writes.
+    python benchmarks/everyday.py --out docs/results/everyday_h200.json               # what people call every day
+    python benchmarks/everyday.py --part steps peers --out docs/results/gpu_h200.json
+    torchrun --nproc-per-node 4 benchmarks/everyday.py --part steps peers --out ...   # the same over all GPUs of a host
+    python benchmarks/everyday.py --device cpu                                        # OMP_NUM_THREADS threads
+    python scripts/make_pages.py                                                      # the pages, from the records
+
+``everyday``   every loss beside plain PyTorch, eager and compiled; over ranks clip_loss beside open_clip's local loss
+``steps``      our own clip_loss beside the ceiling, a large matrix product; over ranks by every exchange and number
+``peers``      clip_loss beside the ceiling and public implementations; who cannot be had is recorded with the reason
+
+A call is an eager forward and backward, host time included. Our backends are held to the oracle first, on one process:
+one that fails is not timed. The record is written after every row, and keeps what an earlier run of the same commit on
+the same device found.
 """
 
 from __future__ import annotations
 
 import argparse
 import gc
+import json
 import statistics
 import sys
 import time
-from collections.abc import Callable
-from dataclasses import dataclass, field
+from collections.abc import Iterator
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
@@ -23,217 +33,329 @@ sys.path[:0] = [str(HERE), str(HERE.parent)]
 
 import torch  # noqa: E402
 import torch.nn.functional as F  # noqa: E402, N812
-from harness.machine import facts  # noqa: E402
-from harness.peers import PEERS, plain_info_nce, refusal  # noqa: E402
+from harness.peers import OPEN_CLIP, PEERS, PLAINS, Loss, compiled  # noqa: E402
 from harness.ranks import Ranks  # noqa: E402
-from harness.record import compact, rounded, said  # noqa: E402
-from harness.timing import attempt, elapsed  # noqa: E402
+from harness.record import facts, said, write  # noqa: E402
+from harness.timing import Call, Captured, Ceiling, no_ceiling, paired  # noqa: E402
 
 import contrastile  # noqa: E402
-from contrastile.bench.peers import plain_loss  # noqa: E402
+from contrastile.bench.agreement import check  # noqa: E402
+from contrastile.bench.memory import peak_extra  # noqa: E402
+from contrastile.bench.peers import ours as implementation  # noqa: E402
+from contrastile.bench.workloads import COSINE  # noqa: E402
 
-Loss = Callable[..., Any]
-PLAIN, COMPILED = "plain", "compiled"
-
-
-def plain_sigmoid(image: Any, text: Any, scale: Any) -> Any:
-    """SigLIP's loss by the matrix of logits."""
-    logits = scale * image @ text.T - 10.0
-    signs = 2 * torch.eye(len(image), device=image.device, dtype=image.dtype) - 1
-    return -F.logsigmoid(signs * logits).sum() / len(image)
-
-
-def plain_nt_xent(first: Any, second: Any, scale: Any) -> Any:
-    """SimCLR's loss by the matrix of logits."""
-    views = torch.cat((first, second))
-    logits = (scale * views @ views.T).fill_diagonal_(-torch.inf)
-    b = len(first)
-    return F.cross_entropy(logits, torch.arange(2 * b, device=views.device).roll(b))
-
-
-def plain_sup_con(features: Any, labels: Any, scale: Any) -> Any:
-    """SupCon's L_out by the matrix of logits."""
-    logits = (scale * features @ features.T).fill_diagonal_(-torch.inf)
-    log_p = F.log_softmax(logits, dim=1)
-    same = (labels[:, None] == labels).fill_diagonal_(False)
-    count = same.sum(1)
-    return -(log_p.masked_fill(~same, 0).sum(1) / count.clamp(min=1)).sum() / (count > 0).sum()
-
-
-PLAINS: dict[str, Loss] = {
-    "clip_loss": plain_loss,
-    "clip_loss ids": plain_loss,
-    "info_nce": plain_info_nce,
-    "sigmoid_loss": plain_sigmoid,
-    "nt_xent": plain_nt_xent,
-    "sup_con": plain_sup_con,
-}
+SAME = ("device", "commit", "torch", "ranks")
+KEY = ("part", "row", "name", "n", "exchange")
+Row = dict[str, Any]
 
 
 @dataclass(frozen=True, slots=True)
-class Row:
-    """One call: features of ``b`` rows (of each view; per rank) and width ``d``."""
+class Case:
+    """One call to time.
+
+    Attributes:
+        loss: of ``PLAINS``.
+        dtype: of the features.
+        b: rows of features of each view, of each rank.
+        d: width.
+        settings: of the call.
+        scale: multiplies the dot products.
+        what: "both", "forward" or "backward".
+        graph: replayed as a CUDA graph.
+        each: False where b counts the rows of all ranks.
+    """
 
     loss: str
     dtype: str
     b: int
-    d: int
+    d: int = 512
     settings: dict[str, Any] = field(default_factory=dict)
+    scale: float = 100.0
+    what: str = "both"
+    graph: bool = False
+    each: bool = True
 
     @property
     def label(self) -> str:
-        """The row in words."""
+        """The case in words."""
         more = "".join(f" {name}={value}" for name, value in self.settings.items())
+        more += "" if self.what == "both" else f" {self.what}"
+        more += f"{' graph' if self.graph else ''}{'' if self.each else ' in all'}"
+        more += f" scale={self.scale:g}" if self.scale > 100.0 else ""
         return f"{self.loss} {self.dtype} b={self.b} d={self.d}{more}"
+
+    def rows(self, n: int) -> int:
+        """Rows of one of n ranks."""
+        return self.b if self.each else self.b // n
+
+    def flops(self, n: int) -> float:
+        """Of each rank, for the products of clip_loss: one forward, three backward (X again, dQ, dK)."""
+        return {"both": 8.0, "forward": 2.0, "backward": 6.0}[self.what] * self.rows(n) ** 2 * n * self.d
+
+
+def _clip(b: int, d: int = 512, **more: Any) -> Case:
+    return Case("clip_loss", "bfloat16", b, d, **more)
 
 
 SMALL = (256, 1024, 4096)
-ROWS = (
-    *(Row("clip_loss", "bfloat16", b, 512) for b in (*SMALL, 8192, 16384, 32768, 65536)),
-    *(Row("clip_loss", "float32", b, 512) for b in (*SMALL, 8192, 16384)),
-    *(Row("clip_loss", "float32", b, 512, {"precision": p}) for b in (8192, 16384) for p in ("ieee", "split", "tf32")),
-    *(Row("sigmoid_loss", "bfloat16", b, 768) for b in (256, 1024, 4096, 16384, 32768)),
-    *(Row("nt_xent", "bfloat16", b, 128) for b in (256, 1024, 4096, 16384)),
-    Row("nt_xent", "bfloat16", 32768, 512),
-    *(Row("sup_con", "bfloat16", b, 128) for b in (256, 1024, 4096, 16384)),
-    *(Row("info_nce", "bfloat16", b, 768) for b in (256, 4096, 16384)),
-    *(Row("clip_loss ids", "bfloat16", b, 512) for b in (256, 4096, 16384)),
+EVERYDAY = (
+    *(_clip(b) for b in (*SMALL, 8192, 16384, 32768, 65536)),
+    *(Case("clip_loss", "float32", b) for b in (*SMALL, 8192, 16384)),
+    *(
+        Case("clip_loss", "float32", b, settings={"precision": p})
+        for b in (8192, 16384)
+        for p in ("ieee", "split", "tf32")
+    ),
+    *(Case("sigmoid_loss", "bfloat16", b, 768, scale=10.0) for b in (256, 1024, 4096, 16384, 32768)),
+    *(Case("nt_xent", "bfloat16", b, 128, scale=10.0) for b in (256, 1024, 4096, 16384)),
+    Case("nt_xent", "bfloat16", 32768, scale=10.0),
+    *(Case("sup_con", "bfloat16", b, 128, scale=10.0) for b in (256, 1024, 4096, 16384)),
+    *(Case("info_nce", "bfloat16", b, 768) for b in (256, 4096, 16384)),
+    *(Case("clip_loss ids", "bfloat16", b) for b in (256, 4096, 16384)),
 )
-SEVERAL = tuple(Row("clip_loss", "bfloat16", b, 512) for b in (*SMALL, 8192, 16384, 32768))
-CPU_ROWS = tuple(Row(name, "float32", b, 512) for name in PLAINS for b in (64, 256, 1024, 4096))
+OF_RANKS = tuple(_clip(b) for b in (*SMALL, 8192, 16384, 32768))
+OF_CPUS = tuple(Case(name, "float32", b) for name in PLAINS for b in (64, 256, 1024, 4096))
+STEPS = (
+    *(_clip(b, d) for b in (65536, 32768, 262144) for d in (512, 768, 1024)),
+    *(_clip(8192, d, graph=True) for d in (512, 1024)),
+    _clip(8192),
+    _clip(65536, scale=400.0),
+    *(_clip(b, what=what) for b in (65536, 32768, 8192) for what in ("forward", "backward")),
+)
+SCALING = (
+    *(_clip(32768), _clip(65536, each=False), _clip(262144, each=False), _clip(32768, 1024), _clip(131072, each=False)),
+    *(_clip(b) for b in (2048, 4096, 8192, 16384, 65536)),
+    _clip(8192, graph=True),
+)
+BESIDE_PEERS = (
+    *(_clip(65536, each=False), _clip(32768, each=False), _clip(8192, each=False), _clip(8192, each=False, graph=True)),
+    *(_clip(131072, each=False), _clip(262144, each=False)),
+)
+PARTS = ("everyday", "steps", "peers")
 
 
-def inputs(row: Row, ranks: Ranks) -> tuple[list[Any], dict[str, Any]]:
-    """What a row's loss takes, features and scale being leaves, and further arguments."""
-    generator = torch.Generator(ranks.device).manual_seed(ranks.rank)
-
-    def unit() -> Any:
-        x = torch.randn(row.b, row.d, generator=generator, device=ranks.device)
-        return F.normalize(x, dim=1).to(getattr(torch, row.dtype)).requires_grad_()
-
-    scale = torch.tensor(10.0 if row.loss in ("nt_xent", "sup_con", "sigmoid_loss") else 100.0, device=ranks.device)
-    labels = torch.randint(0, max(2, row.b // 16), (row.b,), generator=generator, device=ranks.device)
-    scale.requires_grad_()
-    if row.loss == "sup_con":
-        return [unit(), labels, scale], {}
-    return [unit(), unit(), scale], {"ids": labels} if row.loss == "clip_loss ids" else {}
+def cases(part: str, kind: str, size: int) -> tuple[Case, ...]:
+    """The cases of a part, the most telling first."""
+    if part == "everyday":
+        if size > 1:
+            return OF_RANKS if kind == "cuda" else OF_CPUS[:1]
+        return EVERYDAY if kind == "cuda" else OF_CPUS
+    found = BESIDE_PEERS if part == "peers" else STEPS if size == 1 else SCALING
+    return found if kind == "cuda" else tuple(replace(case, dtype="float32") for case in found if not case.graph)
 
 
-def ours(row: Row, backend: str, group: Any = None) -> Loss:
-    """A row's loss by the front door."""
-    function = getattr(contrastile, row.loss.split()[0])
-    settings = {"backend": backend, **row.settings, **({} if group is None else {"group": group})}
-    if row.loss == "sigmoid_loss":
+def smoke(found: tuple[Case, ...]) -> tuple[Case, ...]:
+    """The same cases with a few rows, none twice."""
+    small = [replace(case, b=case.b // 1024 + 32, d=24) for case in found]
+    return tuple({case.label: case for case in small}.values())
+
+
+@dataclass(frozen=True, slots=True)
+class Job:
+    """One implementation on n ranks; where ``loss`` is None, the reason why it is not to be had."""
+
+    name: str
+    loss: Loss | None
+    n: int
+    exchange: str = "local"
+    reason: str = ""
+
+
+def ours(case: Case, backend: str, **how: Any) -> Loss:
+    """A case's loss by the front door."""
+    function = getattr(contrastile, case.loss.split()[0])
+    settings = {"backend": backend, **case.settings, **how}
+    if case.loss == "sigmoid_loss":
         return lambda *given, **more: function(*given, -10.0, **more, **settings)
     return lambda *given, **more: function(*given, **more, **settings)
 
 
-def compiled(function: Loss) -> Loss:
-    """Compiled for each size alone, as fast as the compiler can."""
-    torch._dynamo.reset()
-    return torch.compile(function, dynamic=False)
+def jobs(part: str, case: Case, ranks: Ranks, backends: list[str]) -> Iterator[Job]:
+    """Everybody who computes a case."""
+    size = ranks.size
+    if part == "everyday":
+        how = {} if size == 1 else {"group": ranks.groups[size]}
+        for name in backends:
+            yield Job(name, ours(case, name, **how), size)
+        if size == 1:
+            torch._dynamo.reset()
+            yield Job("plain", PLAINS[case.loss], 1)
+            yield Job("compiled", compiled(PLAINS[case.loss]), 1)
+    else:
+        numbers = list(ranks.groups) if part == "steps" else [size]
+        ways = ("ring", "gather") if part == "steps" else ("auto", "ring", "gather")
+        for name in backends:
+            for n in numbers:
+                for way in ways if n > 1 else ("local",):
+                    how = {} if n == 1 else {"group": ranks.groups[n], "exchange": way}
+                    yield Job(f"contrastile {name}", ours(case, name, **how), n, way)
+            if part == "steps" and size > 1:
+                yield Job(f"contrastile {name}", ours(case, name, group=ranks.groups[size]), size, "auto")
+    for name, peer in PEERS.items():
+        # a capture that fails in other people's kernels can take the process with it
+        here = part == "peers" and (name == OPEN_CLIP or not case.graph) and (size == 1 or peer.several)
+        if here or (part == "everyday" and size > 1 and name.startswith(OPEN_CLIP)):
+            loss, reason = peer.loaded(several=size > 1, kind=ranks.kind)
+            yield Job(name, loss, size, "" if size > 1 else "local", reason)
 
 
-def implementations(row: Row, ranks: Ranks, backends: list[str]) -> dict[str, Loss]:
-    """Everybody who computes a row, by name."""
-    if ranks.size > 1:
-        world = ranks.groups[ranks.size]
-        found = {name: ours(row, name, world) for name in backends}
-        for name, peer in PEERS.items():
-            if name.startswith("open_clip"):
-                loss, _ = refusal(peer, several=True, kind=ranks.kind)
-                if loss is not None:
-                    found[name] = loss
-        return found
-    plain = PLAINS[row.loss]
-    return {**{name: ours(row, name) for name in backends}, PLAIN: plain, COMPILED: compiled(plain)}
+def inputs(case: Case, ranks: Ranks, n: int) -> tuple[list[Any], dict[str, Any]]:
+    """What a case's loss takes, features and scale being leaves, and further arguments."""
+    generator, b = torch.Generator(ranks.device).manual_seed(ranks.rank), case.rows(n)
+
+    def unit() -> Any:
+        return F.normalize(torch.randn(b, case.d, generator=generator, device=ranks.device), dim=1)
+
+    def leaf(x: Any) -> Any:
+        return x.to(getattr(torch, case.dtype)).requires_grad_()
+
+    first = unit()
+    second = F.normalize(COSINE * first + (1 - COSINE**2) ** 0.5 * unit(), dim=1)
+    scale = torch.tensor(case.scale, device=ranks.device, requires_grad=True)
+    labels = torch.randint(0, max(2, b // 16), (b,), generator=generator, device=ranks.device)
+    if case.loss == "sup_con":
+        return [leaf(first), labels, scale], {}
+    return [leaf(first), leaf(second), scale], {"ids": labels} if case.loss == "clip_loss ids" else {}
 
 
-def measure(row: Row, ranks: Ranks, contenders: dict[str, Loss], slot: float, rounds: int) -> list[dict[str, Any]]:
-    """One record of each implementation."""
-    given, more = inputs(row, ranks)
+def called(case: Case, loss: Loss, given: list[Any], more: dict[str, Any]) -> Call:
+    """What is timed."""
     leaves = [x for x in given if x.requires_grad]
-    calls: dict[str, Callable[[], Any]] = {}
-    found = []
-    for name, loss in contenders.items():
+    if case.what == "forward":
+        return lambda: torch.no_grad()(loss)(*given, **more)
+    if case.what == "backward":
+        value = loss(*given, **more)
+        return lambda: torch.autograd.grad(value, leaves, retain_graph=True)
 
-        def step(loss: Loss = loss) -> Any:
-            return torch.autograd.grad(loss(*given, **more), leaves)
+    def step() -> Any:
+        value = loss(*given, **more)
+        return value.detach(), torch.autograd.grad(value, leaves)
 
-        reason = attempt(ranks, step)
-        if reason:
-            found.append({"row": row.label, "name": name, "status": "skip", "reason": reason})
-            continue
-        for _ in range(4):  # an eager call is captured in a graph after a few
-            step()
-        calls[name] = step
-    one = {name: elapsed(ranks, call, 2)[0] / 2e3 for name, call in calls.items()}
-    count = {name: max(2, round(slot / max(seconds, 1e-6))) for name, seconds in one.items()}
-    times: dict[str, list[tuple[float, float]]] = {name: [] for name in calls}
-    for number in range(rounds):
-        names = list(calls)
-        for name in names[number % len(names) :] + names[: number % len(names)]:
-            whole, host = elapsed(ranks, calls[name], count[name])
-            times[name].append((whole / count[name], host / count[name]))
-    about = {"loss": row.loss, "dtype": row.dtype, "b": row.b, "d": row.d, "n": ranks.size, **row.settings}
-    for name, samples in times.items():
-        whole, host = zip(*samples, strict=True)
-        found.append(
-            {
-                "row": row.label,
-                "name": name,
-                "status": "measured",
-                **about,
-                "median_ms": statistics.median(whole),
-                "host_ms": statistics.median(host),
-                "milliseconds": list(whole),
-            }
+    return Captured(step) if case.graph else step
+
+
+class Run:
+    """One machine's measurements; ``data`` is the record."""
+
+    def __init__(self, given: argparse.Namespace) -> None:
+        self.given, self.started, self.ranks = given, time.monotonic(), Ranks.join(given.device)
+        slot = given.slot or (0.06 if given.part == ["everyday"] else 0.3)
+        self.slot, self.ceiling = slot, no_ceiling if given.part == ["everyday"] else Ceiling(self.ranks, slot)
+        environment = facts(self.ranks, given.commit)
+        self.data: dict[str, Any] = {"environment": environment, "settings": {"slot": slot}, "verify": [], "times": []}
+        if given.out and given.out.exists():
+            old = json.loads(given.out.read_text(encoding="utf-8"))
+            if all(old["environment"].get(name) == environment.get(name) for name in SAME):
+                self.data["times"] = old["times"]
+
+    def verify(self) -> bool:
+        """Hold our own backends to the oracle; those that fail are not timed."""
+        dtype, sound = "bfloat16" if self.ranks.kind == "cuda" else "float32", True
+        for name in [name for name in self.given.backends if name != "auto"]:
+            row: Row = {"name": f"contrastile {name}", "dtype": dtype}
+            try:
+                found = check(implementation(name), dtype, self.ranks.kind, 100.0)
+                row |= {"verdict": "pass" if found.agrees else "fail", "worst": found.ratio, "reason": found.reason}
+            except Exception as error:  # other people's backends may raise anything
+                row |= {"verdict": "fail", "worst": None, "reason": said(error)}
+            # with ids and without
+            row["pass"] = 2 * (row["verdict"] == "pass")
+            self.data["verify"].append(row)
+            if self.ranks.failed("" if row["pass"] else row["reason"]):
+                self.given.backends.remove(name)
+                self.ranks.say(f"{name} is not timed: {row['reason']}")
+                sound = False
+        return sound
+
+    def all(self) -> int:
+        """Every part; 1 where a backend of ours failed."""
+        sound = self.verify()
+        for part in self.given.part:
+            found = cases(part, self.ranks.kind, self.ranks.size)
+            for case in smoke(found) if self.given.smoke else found:
+                late = self.ranks.share(time.monotonic() - self.started)[0] > self.given.seconds
+                if self.given.only in case.label and not late:
+                    self.keep(list(self.measured(part, case)))
+        self.ranks.leave()
+        return 0 if sound else 1
+
+    def measured(self, part: str, case: Case) -> Iterator[Row]:
+        """A row of each implementation."""
+        gc.collect()
+        if self.ranks.kind == "cuda":
+            torch.cuda.empty_cache()
+        several = [x for x in jobs(part, case, self.ranks, self.given.backends) if x.name not in self.given.without]
+        labels = {f"{job.name} {job.exchange} on {job.n}": job for job in several}
+        calls, reasons = dict[str, Call](), dict[str, str]()
+        for label, job in labels.items():
+            reason = job.reason
+            try:
+                if job.loss is not None:
+                    calls[label] = called(case, job.loss, *inputs(case, self.ranks, job.n))
+            except Exception as error:  # a peer that does not take the size
+                reason = said(error)
+            reasons[label] = self.ranks.failed(reason)
+        calls = {label: call for label, call in calls.items() if not reasons[label]}
+        found, failed = paired(self.ranks, calls, self.ceiling, self.slot, self.given.rounds, self.given.patience)
+        for label, job in labels.items():
+            reason = reasons[label] or failed.get(label, "")
+            row: Row = {"part": part, "row": case.label, "name": job.name, "exchange": job.exchange, "n": job.n}
+            rows, what = case.rows(job.n), {"scale": case.scale, "what": case.what, "graph": case.graph}
+            row |= {"loss": case.loss, "dtype": case.dtype, "rows": rows, "d": case.d, **case.settings, **what}
+            row |= {"b": rows if part == "everyday" else rows * job.n, "each": case.each}
+            if reason:
+                yield row | {"status": "skip", "reason": reason}
+                continue
+            samples = found[label]
+            row |= {"status": "measured", "milliseconds": samples.milliseconds, "calls": samples.calls}
+            row |= {"host_ms": statistics.median(samples.host), "first_seconds": samples.first_seconds}
+            if part != "everyday":
+                flops, tops = case.flops(job.n), samples.ceiling
+                shares = [flops / t * 1e-9 / top for t, top in zip(samples.milliseconds, tops, strict=True)]
+                row |= {"ceiling_tflops": tops, "fraction": shares}
+                if not case.graph:
+                    row["peak_bytes"] = int(self.ranks.most(peak_extra(calls[label], "torch", self.ranks.kind)))
+            yield row
+        for call in calls.values():
+            if isinstance(call, Captured):
+                call.release()
+
+    def keep(self, rows: list[Row]) -> None:
+        """Print rows, put them in place of those of the same key, and write the file; a skip replaces nothing."""
+        words = (
+            f"{x['name']} {x['exchange']} {statistics.median(x['milliseconds']):.3f}" for x in rows if "calls" in x
         )
-    return found
+        self.ranks.say(f"{rows[0]['row']}: {', '.join(words)}" if rows else "nobody")
+        for row in rows:
+            if row["status"] == "skip":
+                self.ranks.say(f"  {row['name']}: {row['reason']}")
+            old = [x for x in self.data["times"] if all(x.get(name) == row[name] for name in KEY)]
+            if row["status"] == "measured" or not old:
+                self.data["times"] = [*(x for x in self.data["times"] if x not in old), row]
+        write(self.given.out if self.ranks.rank == 0 else None, self.data)
 
 
-def main() -> int:
+def main(arguments: list[str] | None = None) -> int:
     """Run the command on this rank."""
-    parser = argparse.ArgumentParser(description=__doc__)
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     add = parser.add_argument
+    add("--part", nargs="+", choices=PARTS, default=["everyday"], help="what to time (%(default)s)")
     add("--backends", nargs="+", default=["auto", "triton", "cupy"], help="of the package (%(default)s)")
     add("--without", nargs="+", default=[], metavar="NAME", help="leave these out")
-    add("--only", default="", metavar="WORD", help="rows whose label has this")
-    add("--slot", type=float, default=0.06, help="seconds of a sample (%(default)s)")
+    add("--only", default="", metavar="WORD", help="cases whose label has this")
+    add("--slot", type=float, help="seconds of a sample (0.06; beside the ceiling 0.3)")
     add("--rounds", type=int, default=5, help="samples of each (%(default)s)")
-    add("--seconds", type=float, default=300, help="begin no row after this long (%(default)s)")
+    add("--patience", type=float, default=5.0, help="leave out what takes longer than so many seconds (%(default)s)")
+    add("--seconds", type=float, default=300, help="begin no case after this long (%(default)s)")
     add("--device", choices=("cuda", "cpu"), default="cuda")
+    add("--smoke", action="store_true", help="a few rows of features: it runs, and its numbers mean nothing")
     add("--commit", help="what is measured, where there is no checkout")
     add("--out", type=Path, help="the JSON that it writes")
-    given = parser.parse_args()
-    ranks = Ranks.join(given.device)
-    started = time.monotonic()
-    data: dict[str, Any] = {"environment": facts(ranks, given.commit), "settings": {"slot": given.slot}, "rows": []}
-    of_cpus = CPU_ROWS if ranks.size == 1 else CPU_ROWS[:1]
-    of_gpus = ROWS if ranks.size == 1 else SEVERAL
-    for row in of_cpus if given.device == "cpu" else of_gpus:
-        if given.only not in row.label or ranks.share(time.monotonic() - started)[0] > given.seconds:
-            continue
-        gc.collect()
-        if ranks.kind == "cuda":
-            torch.cuda.empty_cache()
-        try:
-            contenders = implementations(row, ranks, given.backends)
-            contenders = {name: loss for name, loss in contenders.items() if name not in given.without}
-            rows = measure(row, ranks, contenders, given.slot, given.rounds)
-        except torch.OutOfMemoryError as error:
-            rows = [{"row": row.label, "name": "all", "status": "skip", "reason": said(error)}]
-        data["rows"] += rows
-        words = (f"{x['name']} {x['median_ms']:.3f} ({x['host_ms']:.2f})" for x in rows if x["status"] == "measured")
-        ranks.say(f"{row.label}: {', '.join(words)}")
-        for x in rows:
-            if x["status"] == "skip":
-                ranks.say(f"  {x['name']}: {x['reason']}")
-        if given.out and ranks.rank == 0:
-            given.out.parent.mkdir(parents=True, exist_ok=True)
-            given.out.write_text(compact(rounded(data)), encoding="utf-8")
-    ranks.leave()
-    return 0
+    given = parser.parse_args(arguments)
+    if given.device == "cuda" and not torch.cuda.is_available():
+        print("benchmarks/everyday.py: torch sees no GPU; --device cpu runs without", file=sys.stderr)
+        return 2
+    return Run(given).all()
 
 
 if __name__ == "__main__":

@@ -33,12 +33,13 @@ NCU += ["--csv", "--page", "raw", "--print-units", "base", "--metrics", ",".join
 def step(given: argparse.Namespace) -> None:
     """Run one step between the profiler's start and stop."""
     import torch
-    from harness.float64 import pairs
+    from everyday import Case, inputs
+    from harness.ranks import Ranks
 
     from contrastile import clip_loss
 
-    towers = pairs(0, given.batch, given.dim, torch.device("cuda"), getattr(torch, given.dtype))
-    leaves = [x.requires_grad_() for x in (*towers, torch.tensor(given.scale, device="cuda"))]
+    case = Case("clip_loss", given.dtype, given.batch, given.dim, scale=given.scale)
+    leaves, _ = inputs(case, Ranks.join("cuda"), 1)
     cuda: Any = torch.cuda
     for turn in range(4):
         torch.cuda.synchronize()

@@ -21,9 +21,8 @@ sys.path[:0] = [str(HERE), str(HERE.parent)]
 import torch  # noqa: E402
 import torch.nn.functional as F  # noqa: E402, N812
 from harness.caches import CACHES, FIRST_WORD, OURS, PLAIN, SCALE, VOCABULARY, Encoder, Step, ours, plain  # noqa: E402
-from harness.machine import facts, versions  # noqa: E402
 from harness.ranks import Ranks  # noqa: E402
-from harness.record import compact, rounded, said  # noqa: E402
+from harness.record import facts, said, write  # noqa: E402
 from harness.timing import elapsed  # noqa: E402
 
 import contrastile  # noqa: E402
@@ -49,7 +48,7 @@ class Run:
         self.ids = torch.randint(FIRST_WORD, VOCABULARY, shape, generator=generator).to(self.ranks.device)
         names = ("batch", "tokens", "chunks", "plain", "rounds", "seconds", "smoke")
         settings = {name: getattr(given, name) for name in names} | {"scale": SCALE, "autocast": "bfloat16"}
-        environment = facts(self.ranks, given.commit) | versions(PACKAGES)
+        environment = facts(self.ranks, given.commit, PACKAGES)
         self.data: dict[str, Any] = {"environment": environment, "settings": settings, **{part: [] for part in PARTS}}
 
     def left(self) -> float:
@@ -62,9 +61,7 @@ class Run:
         print(f"{part}: {', '.join(words)}", flush=True)
         rows = [x for x in self.data[part] if part != "steps" or x["name"] != row["name"]]
         self.data[part] = [*rows, row]
-        if self.given.out:
-            self.given.out.parent.mkdir(parents=True, exist_ok=True)
-            self.given.out.write_text(compact(rounded(self.data)), encoding="utf-8")
+        write(self.given.out, self.data)
 
     def once(self, step: Step, b: int, chunk: int) -> Row:
         """Seconds, peak memory and loss of one optimizer step of the first b pairs; or why there are none."""

@@ -1,6 +1,5 @@
-"""What ``benchmarks/run.py`` is made of; nothing here is imported by the package.
+"""What the benchmarks share.
 
-Read ``plan`` (sizes), ``parts`` (verify, steps, peers, big) and ``bench`` (one point) first. They use ``ranks``
-(one process, or those of torchrun), ``timing`` (samples beside the ceiling), ``peers`` (implementations), ``float64``
-(references), ``machine`` (facts) and ``record`` (JSON). ``tables`` and ``figures`` make the pages.
+``ranks`` are one process, or those of torchrun; ``timing`` takes samples in turns, beside the ceiling; ``peers`` are
+other people's losses, ``caches`` gradient caches; ``record`` has the machine's facts, and writes JSON.
 """

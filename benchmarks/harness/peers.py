@@ -1,4 +1,4 @@
-"""The implementations that are measured: each a ``loss(image, text, scale)`` of torch tensors, imported when asked for.
+"""Other people's losses of torch tensors, imported when asked for: plain PyTorch's, open_clip's, and public kernels'.
 
 The linear cross entropies know one direction and no scale: they are called twice, and the scale is multiplied into the
 tower that stands for the hidden states, in the features' dtype, as their callers do.
@@ -15,89 +15,115 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
+import torch.nn.functional as F  # noqa: N812
+from torch.utils.checkpoint import checkpoint
 
-from contrastile import clip_loss
-from contrastile.backends import registry
 from contrastile.bench.peers import plain_loss
-from harness.chunked import chunked_loss
 from harness.record import said
 
-Loss = Callable[[Any, Any, Any], Any]
+Loss = Callable[..., Any]
 OPEN_CLIP = "open_clip formula"
-CHUNKED = "chunked PyTorch, compiled"
-LOCAL = "local"
+CHUNK = 4096
+
+
+def plain_info_nce(query: Any, key: Any, scale: Any) -> Any:
+    """One direction by the matrix of logits."""
+    return F.cross_entropy(scale * query @ key.T, torch.arange(len(query), device=query.device))
+
+
+def plain_sigmoid(image: Any, text: Any, scale: Any) -> Any:
+    """SigLIP's loss by the matrix of logits."""
+    logits = scale * image @ text.T - 10.0
+    signs = 2 * torch.eye(len(image), device=image.device, dtype=image.dtype) - 1
+    return -F.logsigmoid(signs * logits).sum() / len(image)
+
+
+def plain_nt_xent(first: Any, second: Any, scale: Any) -> Any:
+    """SimCLR's loss by the matrix of logits."""
+    views = torch.cat((first, second))
+    logits = (scale * views @ views.T).fill_diagonal_(-torch.inf)
+    b = len(first)
+    return F.cross_entropy(logits, torch.arange(2 * b, device=views.device).roll(b))
+
+
+def plain_sup_con(features: Any, labels: Any, scale: Any) -> Any:
+    """SupCon's L_out by the matrix of logits."""
+    logits = (scale * features @ features.T).fill_diagonal_(-torch.inf)
+    log_p = F.log_softmax(logits, dim=1)
+    same = (labels[:, None] == labels).fill_diagonal_(False)
+    count = same.sum(1)
+    return -(log_p.masked_fill(~same, 0).sum(1) / count.clamp(min=1)).sum() / (count > 0).sum()
+
+
+PLAINS: dict[str, Loss] = {
+    "clip_loss": plain_loss,
+    "clip_loss ids": plain_loss,
+    "info_nce": plain_info_nce,
+    "sigmoid_loss": plain_sigmoid,
+    "nt_xent": plain_nt_xent,
+    "sup_con": plain_sup_con,
+}
+
+
+def compiled(function: Any) -> Any:
+    """Compiled for each size alone, as fast as the compiler can."""
+    return torch.compile(function, dynamic=False)
 
 
 @dataclass(frozen=True, slots=True)
 class Peer:
-    """One implementation of other people.
+    """One implementation of the symmetric loss.
 
     Attributes:
-        load: gives the loss of one process (False) or of several (True); raises ImportError, or what the import
-            raises, where it is not to be had.
-        bytes_per_pair: held at the peak for each of a rank's rows times all columns, 0 where that grows as b d.
+        load: gives the loss of one process (False) or of several (True); raises what the import raises.
         package: name on PyPI of what must be installed, or "".
         several: whether it knows several processes.
         gpu: whether it needs a GPU.
     """
 
     load: Callable[[bool], Loss]
-    bytes_per_pair: int = 0
     package: str = ""
     several: bool = False
     gpu: bool = True
 
-
-def ours(backend: str, group: Any = None, exchange: str = LOCAL) -> Loss:
-    """The front door with a backend; ``exchange`` "local" takes no group."""
-    how: dict[str, Any] = {"backend": backend}
-    if exchange != LOCAL:
-        how |= {"group": group, "exchange": exchange}
-    return lambda image, text, scale: clip_loss(image, text, scale, **how)
-
-
-def plain_info_nce(query: Any, key: Any, scale: Any) -> Any:
-    """One direction by the matrix of logits."""
-    target = torch.arange(len(query), device=query.device)
-    return torch.nn.functional.cross_entropy(scale * query @ key.T, target)
-
-
-def loads(backend: str) -> str:
-    """Why a backend cannot be loaded, or ""."""
-    try:
-        registry.load(backend)
-    except Exception as error:  # other people's modules may raise anything on import
-        return said(error)
-    return ""
+    def loaded(self, *, several: bool, kind: str) -> tuple[Loss | None, str]:
+        """The loss, or None and why it is not to be had."""
+        if self.gpu and kind != "cuda":
+            return None, "needs a GPU"
+        try:
+            return self.load(several), ""
+        except Exception as error:  # other people's modules may raise anything on import
+            remedy = f"; pip install {self.package}" if self.package and isinstance(error, ImportError) else ""
+            return None, said(error) + remedy
 
 
 def _local_loss(image: Any, text: Any, all_image: Any, all_text: Any, scale: Any, first: int) -> Any:
     """Cross entropies of this rank's rows of both matrices of logits, halved."""
-    cross_entropy = torch.nn.functional.cross_entropy
     target = torch.arange(first, first + image.shape[0], device=image.device)
     per_image, per_text = scale * image @ all_text.T, scale * text @ all_image.T
-    return (cross_entropy(per_image, target) + cross_entropy(per_text, target)) / 2
+    return (F.cross_entropy(per_image, target) + F.cross_entropy(per_text, target)) / 2
 
 
-def _open_clip(several: bool, *, compiled: bool) -> Loss:
+def _open_clip(several: bool) -> Loss:
     """open_clip's ``ClipLoss``, with ``local_loss`` and ``gather_with_grad``; its formula where it is not installed."""
-    # each size is compiled for itself: shapes known in advance are the fastest that the compiler can do
-    compiler: Any = (lambda f: torch.compile(f, dynamic=False)) if compiled and torch.cuda.is_available() else None
     if not several:
-        return plain_loss if compiler is None else compiler(plain_loss)
+        return plain_loss
     found = importlib.util.find_spec("open_clip")
-    if compiler is None and found is not None and found.submodule_search_locations:
-        # the one module, which needs torch alone: the package itself brings every model along
-        place = Path(found.submodule_search_locations[0]) / "loss.py"
-        spec = importlib.util.spec_from_file_location("open_clip_loss", place)
-        assert spec is not None
-        assert spec.loader is not None
-        module = importlib.util.module_from_spec(spec)
-        spec.loader.exec_module(module)
-        world = {"rank": dist.get_rank(), "world_size": dist.get_world_size()}
-        loss: Loss = module.ClipLoss(local_loss=True, gather_with_grad=True, **world)
-        return loss
-    inner = _local_loss if compiler is None else compiler(_local_loss)
+    if found is None or not found.submodule_search_locations:
+        return _gathered(_local_loss)
+    # the one module, which needs torch alone: the package itself brings every model along
+    place = Path(found.submodule_search_locations[0]) / "loss.py"
+    spec = importlib.util.spec_from_file_location("open_clip_loss", place)
+    assert spec is not None
+    assert spec.loader is not None
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    world = {"rank": dist.get_rank(), "world_size": dist.get_world_size()}
+    loss: Loss = module.ClipLoss(local_loss=True, gather_with_grad=True, **world)
+    return loss
+
+
+def _gathered(inner: Loss) -> Loss:
     gather = importlib.import_module("torch.distributed.nn").all_gather
 
     def formula(image: Any, text: Any, scale: Any) -> Any:
@@ -105,6 +131,24 @@ def _open_clip(several: bool, *, compiled: bool) -> Loss:
         return inner(image, text, all_image, all_text, scale, dist.get_rank() * image.shape[0])
 
     return formula
+
+
+def _sums(rows: Any, columns: Any, scale: Any) -> tuple[Any, Any]:
+    """Log-sum-exps of a chunk's rows, and of the columns over this chunk."""
+    x = scale * (rows @ columns.T).float()
+    return torch.logsumexp(x, 1), torch.logsumexp(x, 0)
+
+
+def chunked_loss(image: Any, text: Any, scale: Any) -> Any:
+    """The symmetric loss, CHUNK rows of logits at a time, computed anew in backward: no kernels of one's own.
+
+    The logits of a chunk come out of the product in the features' dtype, as they do for whoever writes it this way.
+    """
+    sums = compiled(_sums) if image.is_cuda else _sums
+    found = [checkpoint(sums, part, text, scale, use_reentrant=False) for part in image.split(CHUNK)]
+    columns = torch.logsumexp(torch.stack([column for _, column in found]), 0)
+    positive = scale * (image.float() * text.float()).sum(1)
+    return (torch.cat([row for row, _ in found]) + columns - 2 * positive).mean() / 2
 
 
 def _two_sided(one_direction: Loss) -> Loss:
@@ -139,24 +183,14 @@ def _quack(several: bool) -> Loss:
 
 
 PEERS = {
-    # two matrices of logits and two of their logarithms, two bytes each
-    OPEN_CLIP: Peer(lambda several: _open_clip(several, compiled=False), 8, several=True, gpu=False),
-    f"{OPEN_CLIP}, compiled": Peer(lambda several: _open_clip(several, compiled=True), 8, several=True),
-    CHUNKED: Peer(lambda several: chunked_loss, gpu=False),
-    "liger-kernel x2": Peer(_liger, package="liger-kernel"),
-    "quack-kernels x2": Peer(_quack, package="quack-kernels"),
-    "cut-cross-entropy x2, exact": Peer(_cut_cross_entropy, package="cut-cross-entropy"),
-    "inf_cl x2": Peer(_inf_cl, package="inf-cl", several=True),
+    OPEN_CLIP: Peer(_open_clip, several=True, gpu=False),
+    f"{OPEN_CLIP}, compiled": Peer(
+        lambda several: _gathered(compiled(_local_loss)) if several else compiled(plain_loss), several=True
+    ),
+    "chunked PyTorch, compiled": Peer(lambda several: chunked_loss, gpu=False),
+    "liger-kernel x2": Peer(_liger, "liger-kernel"),
+    "quack-kernels x2": Peer(_quack, "quack-kernels"),
+    "cut-cross-entropy x2, exact": Peer(_cut_cross_entropy, "cut-cross-entropy"),
+    "inf_cl x2": Peer(_inf_cl, "inf-cl", several=True),
 }
 """From what everybody has to what must be installed."""
-
-
-def refusal(peer: Peer, *, several: bool, kind: str) -> tuple[Loss | None, str]:
-    """The peer's loss, or None and why it is not to be had."""
-    if peer.gpu and kind != "cuda":
-        return None, "needs a GPU"
-    try:
-        return peer.load(several), ""
-    except Exception as error:  # other people's modules may raise anything on import
-        remedy = f"; pip install {peer.package}" if peer.package and isinstance(error, ImportError) else ""
-        return None, said(error) + remedy

@@ -1,4 +1,4 @@
-"""Paired timing: every sample stands between two samples of the ceiling product, all of about the same length.
+"""Samples in turns: every sample stands between two samples of the ceiling product, all of about the same length.
 
 A GPU that is limited by its power runs slower the longer it works, and its clock follows the load of the last second.
 Compare only what shares one sustained stretch: quote a sample's rate over that of the two ceiling samples around it.
@@ -10,13 +10,13 @@ from __future__ import annotations
 import math
 import time
 from collections.abc import Callable
-from contextlib import AbstractContextManager
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Any
 
 import torch
 
-from contrastile.bench.sweep import matmul
+from contrastile.bench.sweep import in_turns, matmul
 from harness.ranks import Ranks
 from harness.record import said
 
@@ -31,16 +31,16 @@ class Samples:
     Attributes:
         milliseconds: of one call on the slowest rank, a mean over each sample's calls.
         host: milliseconds until the slowest rank's host had queued one call.
-        calls: how many calls each sample held.
+        calls: how many calls each sample holds.
         ceiling: TFLOP/s of the ceiling product: the mean over the ranks, and over the samples just before and after.
         first_seconds: of the first call, with all that it compiles.
     """
 
+    calls: int
+    first_seconds: float
     milliseconds: list[float] = field(default_factory=list)
     host: list[float] = field(default_factory=list)
-    calls: int = 1
     ceiling: list[float] = field(default_factory=list)
-    first_seconds: float = 0.0
 
 
 def own_time(ranks: Ranks, call: Call, count: int) -> tuple[float, float]:
@@ -100,17 +100,21 @@ class Captured:
 class Ceiling:
     """The yardstick: a square product by the vendor's library on all ranks at once, 8192^3 bfloat16 on a GPU."""
 
-    def __init__(self, ranks: Ranks) -> None:
+    def __init__(self, ranks: Ranks, slot: float) -> None:
         side, dtype = SIDE[ranks.kind], "bfloat16" if ranks.kind == "cuda" else "float32"
         self.ranks, self.call, self.flops = ranks, matmul(side, dtype, str(ranks.device)), 2 * side**3
         self.call()
-        self.one = max(elapsed(ranks, self.call, 4)[0] / 4, 1e-3)
+        self.count = max(1, math.ceil(1e3 * slot / max(elapsed(ranks, self.call, 4)[0] / 4, 1e-3)))
 
-    def rate(self, slot: float) -> float:
-        """TFLOP/s over about ``slot`` seconds, the mean over the ranks."""
-        count = max(1, math.ceil(1e3 * slot / self.one))
-        rates = self.ranks.share(self.flops * count / own_time(self.ranks, self.call, count)[0] * 1e-9)
+    def __call__(self) -> float:
+        """TFLOP/s over about a slot, the mean over the ranks."""
+        rates = self.ranks.share(self.flops * self.count / own_time(self.ranks, self.call, self.count)[0] * 1e-9)
         return float(sum(rates) / len(rates))
+
+
+def no_ceiling() -> float:
+    """The yardstick of calls that are compared with one another alone."""
+    return math.nan
 
 
 def attempt(ranks: Ranks, call: Call) -> str:
@@ -128,54 +132,41 @@ def attempt(ranks: Ranks, call: Call) -> str:
 
 
 def paired(
-    ranks: Ranks,
-    calls: dict[str, Call],
-    ceiling: Any,
-    slot: float,
-    rounds: int,
-    patience: float,
-    watch: AbstractContextManager[Any],
+    ranks: Ranks, calls: dict[str, Call], yardstick: Callable[[], float], slot: float, rounds: int, patience: float
 ) -> tuple[dict[str, Samples], dict[str, str]]:
-    """Samples of each call, taken in turns, each round starting with another one.
+    """Samples of each call, taken in turns.
 
     Args:
         ranks: all of them make the same calls.
         calls: by name.
-        ceiling: the yardstick.
+        yardstick: the ceiling's rate.
         slot: seconds of a sample; of one call where that takes longer.
         rounds: samples of each.
-        patience: seconds that all samples of one call may take: fewer rounds of a slow one, and none of one whose
-            single call takes longer.
-        watch: entered while the samples are taken.
+        patience: seconds that a call may take.
 
     Returns:
         The samples, and why there are none for the others.
     """
-    found, turns, reasons = dict[str, Samples](), dict[str, int](), dict[str, str]()
+    found, reasons = dict[str, Samples](), dict[str, str]()
     for name, call in calls.items():
         start = time.perf_counter()
-        reasons[name] = attempt(ranks, call)
+        reason = attempt(ranks, call)
         first = time.perf_counter() - start
-        if reasons[name]:
+        one = math.inf if reason else elapsed(ranks, call, 1)[0] / 1e3
+        if not reason and one > patience:
+            reason = f"one call takes {one:.3g} s, over the {patience:g} s that it may take"
+        if reason:
+            reasons[name] = reason
             continue
-        one = elapsed(ranks, call, 1)[0] / 1e3
-        if one > patience:
-            reasons[name] = f"one call takes {one:.3g} s, over the {patience:g} s that its samples may take"
-            continue
-        found[name] = Samples(calls=max(1, math.ceil(slot / max(one, 1e-6))), first_seconds=first)
-        turns[name] = max(1, min(rounds, int(patience / max(one, slot))))
-    with watch:
-        # the first one warms the card up
-        before = [ceiling.rate(slot) for _ in range(2)][-1] if turns else math.nan
-        for number in range(max(turns.values(), default=0)):
-            names = [name for name, most in turns.items() if number < most]
-            start = number % len(names)
-            for name in names[start:] + names[:start]:
-                samples = found[name]
-                whole, host = elapsed(ranks, calls[name], samples.calls)
-                samples.milliseconds.append(whole / samples.calls)
-                samples.host.append(host / samples.calls)
-                after = ceiling.rate(slot)
-                samples.ceiling.append((before + after) / 2)
-                before = after
-    return found, {name: reason for name, reason in reasons.items() if reason}
+        if one < slot:
+            # an eager call is replayed from a graph after a few
+            one = min(elapsed(ranks, call, 2)[0] / 2e3 for _ in range(2))
+        found[name] = Samples(max(1, math.ceil(slot / max(one, 1e-6))), first)
+    timed = {name: partial(elapsed, ranks, calls[name], samples.calls) for name, samples in found.items()}
+    for samples_of_round in in_turns(timed, yardstick, rounds) if timed else ():
+        for name, (whole, host), ceiling in samples_of_round:
+            samples = found[name]
+            samples.milliseconds.append(whole / samples.calls)
+            samples.host.append(host / samples.calls)
+            samples.ceiling.append(ceiling)
+    return found, reasons

@@ -8,8 +8,9 @@ first and after each. A sample's matrix-product rate is the mean of the two arou
 from __future__ import annotations
 
 import time
-from collections.abc import Callable
-from typing import Any
+from collections.abc import Callable, Iterator, Mapping
+from functools import partial
+from typing import Any, TypeVar
 
 import numpy as np
 
@@ -26,6 +27,8 @@ from contrastile.reporting import one_line
 
 PROBE_ROWS = 1024
 """Pairs of the first, short run that predicts the time of larger ones."""
+
+Sample = TypeVar("Sample")
 
 Advance = Callable[[str, int], None]
 """Told what is being done, and how much more of ``steps`` is done."""
@@ -197,31 +200,49 @@ def _count_bytes(row: Measurement, settings: SweepSettings) -> None:
 
 def _time(work: list[tuple[Implementation, Measurement]], found: Sweep, advance: Advance) -> None:
     """Time the rounds, after one warm-up each at full size unless there is only one round."""
-    settings = found.settings
-    jobs = [(row, implementation.step(_given(implementation, row.workload, settings))) for implementation, row in work]
-    side = matmul_side(min(row.workload.flops for row, _ in jobs), settings.device)
-    product = matmul(side, settings.dtype, settings.device)
-    _seconds(product, settings.device)
+    settings, device = found.settings, found.settings.device
+    rows = {_label(row): row for _, row in work}
+    steps = {_label(row): made.step(_given(made, row.workload, settings)) for made, row in work}
+    side = matmul_side(min(row.workload.flops for row in rows.values()), device)
+    product = matmul(side, settings.dtype, device)
+    _seconds(product, device)
     if settings.repeat > 1:
-        for row, step in jobs:
-            advance(f"{_label(row)}: warm-up", 0)
-            _seconds(step, settings.device)
-    for number in range(settings.repeat):
-        start = number % len(jobs)
-        before = _seconds(product, settings.device)
-        samples = []
-        for row, step in jobs[start:] + jobs[:start]:
-            advance(f"{_label(row)}: round {number + 1}", row.workload.flops)
-            taken = _seconds(step, settings.device)
-            after = _seconds(product, settings.device)
-            samples.append((row, taken, 2 * 2 * side**3 / (before + after)))
-            before = after
-        # complete rounds only: ratios compare samples of the same round
-        for row, taken, rate in samples:
+        for label, step in steps.items():
+            advance(f"{label}: warm-up", 0)
+            _seconds(step, device)
+
+    def timed(label: str) -> float:
+        advance(f"{label}: round {len(rows[label].seconds) + 1}", rows[label].workload.flops)
+        return _seconds(steps[label], device)
+
+    calls = {label: partial(timed, label) for label in steps}
+    # complete rounds only: ratios compare samples of the same round
+    for samples in in_turns(calls, lambda: 2 * side**3 / _seconds(product, device), settings.repeat):
+        for label, taken, rate in samples:
+            row = rows[label]
             row.seconds.append(taken)
             row.matmul.append(rate)
             row.matmul_side = side
-            found.order.append(_label(row))
+            found.order.append(label)
+
+
+def in_turns(
+    calls: Mapping[str, Callable[[], Sample]], yardstick: Callable[[], float], rounds: int
+) -> Iterator[list[tuple[str, Sample, float]]]:
+    """The samples of each round by name, each with the mean of the yardstick before and after it.
+
+    Every round starts with the next call, so that a drift of the machine's speed affects all alike.
+    """
+    names = list(calls)
+    before = yardstick()
+    for number in range(rounds):
+        start, samples = number % len(names), []
+        for name in names[start:] + names[:start]:
+            sample = calls[name]()
+            after = yardstick()
+            samples.append((name, sample, (before + after) / 2))
+            before = after
+        yield samples
 
 
 def _given(implementation: Implementation, workload: Workload, settings: SweepSettings) -> Arguments:

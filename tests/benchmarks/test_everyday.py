@@ -1,150 +1,176 @@
-"""Everyday calls: what the script records, and what the pages make of its records."""
+"""The measurements as far as processes on a CPU can run them: a record is made, and nothing is timed that failed."""
 
 from __future__ import annotations
 
 import json
+import os
 import subprocess
 import sys
 from pathlib import Path
 from typing import Any
 
 import everyday
-import pages
+import page_tables as tables
 import pytest
-from harness import tables
+import torch
+from everyday import Case
+from harness import timing
+from harness.peers import PLAINS, chunked_loss
+from harness.ranks import Ranks
+from harness.record import linked
+from harness.timing import paired
+
+from contrastile import problems
+from contrastile.backends.contract import Accuracy
+from contrastile.verify.bounds import bounds
+from contrastile.verify.comparison import compare
+from contrastile.verify.truth import Outcome, truth
+
+ROOT = Path(__file__).resolve().parents[2]
+ALONE = Ranks(torch.device("cpu"), {1: None})
+QUICK = (
+    *("--device", "cpu", "--backends", "torch", "--without", "compiled", "--slot", "0.002", "--rounds", "2"),
+    *("--commit", "one", "--smoke"),
+)
+
+WRONG = """
+from dataclasses import replace
+from contrastile.backends.torch import backend as right
+
+def lse(block, columns, options):
+    found = right.lse(block, columns, options)
+    return replace(found, row_negative_lse=found.row_negative_lse + 0.01)
+
+backend = replace(right, name="wrong", lse=lse, keeping=None, keeps=None)
+"""
 
 
-def timed(row: everyday.Row, **times: float) -> list[dict[str, Any]]:
-    return [{"row": row.label, "name": name, "status": "measured", "median_ms": ms} for name, ms in times.items()]
+def launched(ranks: int, folder: Path, *more: str) -> tuple[subprocess.CompletedProcess[str], dict[str, Any]]:
+    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(ranks)]
+    command += [everyday.__file__, *QUICK, "--out", str(folder / "record.json"), *more]
+    environment = os.environ | {"OMP_NUM_THREADS": "1", "PYTHONPATH": f"{folder}{os.pathsep}{ROOT}"}
+    done = subprocess.run(command, capture_output=True, text=True, timeout=600, env=environment, check=False)
+    return done, json.loads((folder / "record.json").read_text(encoding="utf-8"))
 
 
-def record(rows: list[dict[str, Any]], ranks: int = 1, **more: Any) -> dict[str, Any]:
-    about = {"device": "Some GPU", "date": "2026-01-02T03:04:05", "commit": "c" * 40, "torch": "2.11.0"}
-    return {"environment": {**about, "ranks": ranks, **more}, "settings": {"slot": 0.06}, "rows": rows}
-
-
-@pytest.fixture
-def alone() -> dict[str, Any]:
-    """A made-up run on one GPU."""
-    skipped = {"row": everyday.Row("clip_loss", "bfloat16", 65536, 512).label, "name": "compiled", "status": "skip"}
-    return record(
-        [
-            *timed(everyday.Row("clip_loss", "bfloat16", 4096, 512), auto=2.0, triton=2.5, plain=9.0, compiled=5.0),
-            *timed(everyday.Row("clip_loss", "bfloat16", 65536, 512), auto=30.0, plain=90.0),
-            skipped,
-            *timed(everyday.Row("clip_loss", "float32", 8192, 512, {"precision": "tf32"}), auto=1.0, plain=9.0),
-            *timed(everyday.Row("clip_loss ids", "bfloat16", 4096, 512), plain=1.0),
-            *timed(everyday.Row("nt_xent", "bfloat16", 4096, 128), auto=4.0, plain=3.0),
-        ]
-    )
-
-
-@pytest.fixture
-def two() -> dict[str, Any]:
-    """A made-up run on two GPUs."""
-    times = {"auto": 1.0, "open_clip formula": 2.0, "open_clip formula, compiled": 1.5}
-    return record(timed(everyday.Row("clip_loss", "bfloat16", 256, 512), **times), 2)
+def measured(found: dict[str, Any]) -> list[dict[str, Any]]:
+    assert all(row["reason"] for row in found["times"] if row["status"] == "skip")
+    return [row for row in found["times"] if row["status"] == "measured"]
 
 
 @pytest.mark.slow
 def test_every_loss_is_timed(tmp_path: Path) -> None:
-    out = tmp_path / "everyday.json"
-    words = "--device cpu --backends torch --without compiled --only b=64 --slot 0.002 --rounds 1 --out"
-    command = [sys.executable, str(everyday.__file__), *words.split(), str(out)]
-    done = subprocess.run(command, capture_output=True, text=True, timeout=600)
-    assert done.returncode == 0, done.stdout + done.stderr
-    found = json.loads(out.read_text(encoding="utf-8"))["rows"]
-    assert {(x["row"].partition(" float32")[0], x["name"]) for x in found if x["status"] == "measured"} == {
-        (loss, name) for loss in everyday.PLAINS for name in ("torch", "plain")
+    out = tmp_path / "new" / "record.json"
+    assert everyday.main([*QUICK, "--out", str(out)]) == 0
+    rows = measured(json.loads(out.read_text(encoding="utf-8")))
+    assert {(row["loss"], row["name"]) for row in rows} == {
+        (loss, name) for loss in PLAINS for name in ("torch", "plain")
     }
-    assert all(x["median_ms"] > 0 for x in found)
+    assert all(min(row["milliseconds"]) > 0 for row in rows)
 
 
-def test_every_row_is_one_that_the_pages_can_say() -> None:
-    for row in (*everyday.ROWS, *everyday.SEVERAL, *everyday.CPU_ROWS):
-        assert tables.in_words(row.label).startswith(f"`{row.loss.split()[0]}`, "), row.label
-    assert set(tables.CALLS) <= {row.label for row in everyday.ROWS}
-    assert set(tables.CALLS_OF_RANKS) <= {row.label for row in everyday.SEVERAL}
+def test_a_record_has_shares_of_the_ceiling_and_grows(tmp_path: Path) -> None:
+    out = tmp_path / "record.json"
+    for part in ("steps", "peers"):
+        words = ["--part", part, "--only", "b=40 d=24", "--out", str(out)]
+        assert everyday.main([*QUICK, *words]) == 0
+    found = json.loads(out.read_text(encoding="utf-8"))
+    rows = measured(found)
+    assert {(row["part"], row["what"]) for row in rows} == {
+        *(("steps", what) for what in ("both", "forward", "backward")),
+        ("peers", "both"),
+    }
+    assert {row["name"] for row in rows} == {"contrastile torch", "open_clip formula", "chunked PyTorch, compiled"}
+    for row in rows:
+        assert len(row["milliseconds"]) == len(row["ceiling_tflops"]) == len(row["fraction"]) == 2
+        assert row["peak_bytes"] > 0
+    assert [row["verdict"] for row in found["verify"]] == ["pass"]
+    # the pages read it
+    text = tables.gpu_section("record", found)
+    assert "| open_clip formula | " in text
+    assert "Verified first, 2 checks of contrastile torch" in text
 
 
-def test_the_ratio_is_to_the_faster_of_the_others(alone: dict[str, Any], two: dict[str, Any]) -> None:
-    text = tables.everyday_calls(alone, two).splitlines()
-    assert text[2:] == [
-        "| `clip_loss`, bfloat16, b = 4,096, d = 512 | 2.00 | 9.00 | 5.00 | 2.5 x |",
-        "| `clip_loss`, bfloat16, b = 65,536, d = 512 | 30.0 | 90.0 | - | 3.0 x |",
-        "| `nt_xent`, bfloat16, b = 4,096, d = 128 | 4.00 | 3.00 | - | 0.8 x |",
-        "| `clip_loss`, bfloat16, b = 256, d = 512, on each of 2 GPUs | 1.00 | 2.00 | 1.50 | 1.5 x |",
-    ]
-    assert tables.everyday_calls(alone, None).splitlines() == text[:-1]
+@pytest.mark.slow
+def test_two_ranks_run_the_same_code(tmp_path: Path) -> None:
+    done, found = launched(2, tmp_path, "--part", "steps", "peers", "--only", "b=64 d=24")
+    assert done.returncode == 0, done.stdout + done.stderr
+    rows = measured(found)
+    scaled = {(row["n"], row["exchange"]) for row in rows if row["part"] == "steps"}
+    assert scaled == {(1, "local"), (2, "ring"), (2, "gather"), (2, "auto")}
+    assert {row["name"] for row in rows if row["part"] == "peers"} == {"contrastile torch", "open_clip formula"}
 
 
-def test_the_page_has_every_call(alone: dict[str, Any], two: dict[str, Any]) -> None:
-    clip, others = tables.everyday(alone).split("\n\n")
-    assert "| `clip_loss`, bfloat16, b = 4,096, d = 512 | 2.00 | 2.50 | 9.00 | 5.00 | 2.5 x |" in clip
-    # in tf32 the others do not multiply
-    assert "| `clip_loss`, tf32, float32, b = 8,192, d = 512 | 1.00 | - | 9.00 | - | - |" in clip
-    assert "| `clip_loss`, ids, bfloat16, b = 4,096, d = 512 | - | - | 1.00 | - | - |" in clip
-    assert "`nt_xent`" in others
-    assert "`clip_loss`" not in others
-    page = pages.all_calls({"everyday": {"one": alone, "two": two}}, pages.ROOT)
-    assert clip in page.partition("### 2 x Some GPU")[0]
-    assert "| 1.00 | 2.00 | 1.50 | 1.5 x |" in page.partition("### 2 x Some GPU")[2]
+def test_nothing_is_timed_that_failed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / "noisy_backend.py").write_text(WRONG, encoding="utf-8")
+    monkeypatch.syspath_prepend(tmp_path)
+    out = tmp_path / "record.json"
+    words = ["--part", "steps", "--only", "b=40 d=24", "--backends", "noisy_backend:backend", "torch"]
+    assert everyday.main([*QUICK, *words, "--out", str(out)]) == 1
+    found = json.loads(out.read_text(encoding="utf-8"))
+    assert [row["verdict"] for row in found["verify"]] == ["fail", "pass"]
+    assert {row["name"] for row in found["times"]} == {"contrastile torch"}
 
 
-def test_the_readme_is_of_the_newest_record(alone: dict[str, Any], two: dict[str, Any]) -> None:
-    old = record(timed(everyday.Row("clip_loss", "bfloat16", 256, 512), auto=7.0), device="Old GPU", date="2025")
-    text = pages.readme({"everyday": {"old": old, "new": alone, "two": two}}, pages.ROOT)
-    assert text.startswith("Some GPU, torch 2.11.0, commit `cccccccccccc`, 2026-01-02.\n")
-    assert "on each of 2 GPUs" in text
-    assert "7.00" not in text
-    two["environment"]["commit"] = "d" * 40
-    text = pages.readme({"everyday": {"new": alone, "two": two}}, pages.ROOT)
-    assert "2026-01-02. Several GPUs: commit `dddddddddddd`, 2026-01-02.\n" in text
-    assert not pages.readme({"everyday": {"two": two}}, pages.ROOT)
+def test_without_a_gpu_it_says_so(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+    assert everyday.main([]) == 2
+    assert "--device cpu" in capsys.readouterr().err
 
 
-def test_a_hosts_record_is_on_the_page_alone_and_behind_those_of_gpus(alone: dict[str, Any]) -> None:
-    host = record(timed(everyday.Row("clip_loss", "float32", 64, 512), auto=2.0, plain=1.0), device="cpu", date="2027")
-    host["environment"] |= {"cpu": "Some CPU", "threads": 2}
-    records = {"everyday": {"cpu": host, "one": alone}}
-    before, _, page = pages.all_calls(records, pages.ROOT).partition("### Some CPU, 2 threads\n\ntorch 2.11.0, commit")
-    assert "### Some GPU" in before
-    assert "| `clip_loss`, float32, b = 64, d = 512 | 2.00 | 1.00 | 0.5 x |" in page
-    assert pages.readme(records, pages.ROOT) == pages.readme({"everyday": {"one": alone}}, pages.ROOT)
+def test_every_call_is_one_that_the_pages_can_say() -> None:
+    for case in (*everyday.EVERYDAY, *everyday.OF_RANKS, *everyday.OF_CPUS):
+        assert tables.in_words(case.label).startswith(f"`{case.loss.split()[0]}`, "), case
+    for wanted, there in ((tables.CALLS, everyday.EVERYDAY), (tables.CALLS_OF_RANKS, everyday.OF_RANKS)):
+        assert set(wanted) <= {case.label for case in there}
 
 
-def test_a_page_says_where_the_kernels_have_changed_since(
-    tmp_path: Path, alone: dict[str, Any], capsys: pytest.CaptureFixture[str]
-) -> None:
-    root, results = tmp_path / "root", tmp_path / "results"
-    kernel, other = root / "contrastile" / "backends" / "triton" / "kernel.py", root / "docs/benchmarks/everyday.md"
-    results.mkdir()
-    for path in (kernel, *(root / page for page in pages.PAGES)):
-        path.parent.mkdir(parents=True, exist_ok=True)
-        path.write_text(f"{pages.BEGIN}\n{pages.page_writing.END}\n", encoding="utf-8")
+def test_flops_of_the_directions_add_up_and_ranks_share_them() -> None:
+    def flops(n: int = 1, **more: Any) -> float:
+        return Case("clip_loss", "float32", 96, 40, each=False, **more).flops(n)
 
-    def git(*words: str) -> str:
-        who = ["-c", "user.name=A", "-c", "user.email=a@example.org", "-c", "commit.gpgsign=false"]
-        command = ["git", "-C", str(root), *who, *words]
-        return subprocess.run(command, capture_output=True, text=True, check=True).stdout.strip()
+    assert flops(what="forward") + flops(what="backward") == flops() == 8 * 96 * 96 * 40
+    assert flops(4) == flops() / 4
+    assert Case("clip_loss", "float32", 24, 40).flops(4) == flops() / 4
 
-    git("init", "--quiet")
-    git("add", ".")
-    git("commit", "--quiet", "--message", "measured")
-    alone["environment"]["commit"] = git("rev-parse", "HEAD")
-    (results / "everyday_some.json").write_text(json.dumps(alone), encoding="utf-8")
-    how = ["--results", str(results), "--root", str(root)]
-    assert pages.main(how) == 0
-    assert pages.CHANGED not in other.read_text(encoding="utf-8")
-    kernel.write_text("changed", encoding="utf-8")
-    git("commit", "--quiet", "--all", "--message", "kernels")
-    # the pages are still what the records say
-    assert pages.main([*how, "--check"]) == 0
-    assert "README.md: the kernels have changed since" in capsys.readouterr().err
-    assert pages.main(how) == 0
-    assert pages.CHANGED in other.read_text(encoding="utf-8")
-    assert pages.main([*how, "--check"]) == 0
-    assert not pages.changed_since(alone["environment"]["commit"], root, pages.KERNELS["cpu"])
-    # nobody can tell
-    assert not pages.changed_since("c" * 40, root, ["triton"])
-    assert not pages.changed_since("c" * 40, tmp_path, ["triton"])
+
+def test_the_chunked_loss_is_within_its_bounds(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("harness.peers.CHUNK", 16)
+    (image, text, scale), _ = everyday.inputs(Case("clip_loss", "float32", 61, 23, scale=14.25), ALONE, 1)
+    loss = chunked_loss(image, text, scale)
+    values = [x.detach().double().numpy() for x in (loss, *torch.autograd.grad(loss, (image, text, scale)))]
+    problem = problems.clip(*(x.detach().double().numpy() for x in (image, text)), 14.25).problem
+    true = truth(problem)
+    allowed = bounds(problem, true, Accuracy(unit=2.0**-24, accumulate_unit=2.0**-24), "float32")
+    found = Outcome(values[0], values[1], (values[2],), values[3])
+    worst = compare(found, true.outcome, allowed, ("loss", "rows", "columns", "scale"))
+    assert worst.ratio < 1, worst
+
+
+def test_a_sample_is_paired_with_the_ceiling_before_and_after_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    order, readings = list[str](), iter(range(100, 0, -1))
+    calls = {name: lambda name=name: order.append(name) for name in ("one", "two")}
+    monkeypatch.setattr(timing, "elapsed", lambda ranks, call, count: (call(), 1e3, 1e3)[1:])
+    found, reasons = paired(ALONE, calls, lambda: float(next(readings)), 0.5, 2, 2.0)
+    assert not reasons
+    # two calls of each to begin with; each round begins with another one
+    assert order == ["one", "one", "two", "two", "one", "two", "two", "one"]
+    assert found["one"].ceiling == [99.5, 96.5]
+    assert found["two"].ceiling == [98.5, 97.5]
+
+
+def test_what_raises_or_is_too_slow_is_left_out_and_says_why(monkeypatch: pytest.MonkeyPatch) -> None:
+    def broken() -> None:
+        raise RuntimeError("no kernel image")
+
+    monkeypatch.setattr(timing, "elapsed", lambda ranks, call, count: (2e3, 2e3))
+    found, reasons = paired(ALONE, {"broken": broken, "slow": lambda: None}, timing.no_ceiling, 0.1, 1, 1.0)
+    assert reasons["broken"] == "RuntimeError: no kernel image"
+    assert "one call takes 2 s" in reasons["slow"]
+    assert not found
+
+
+def test_links_are_told_in_words() -> None:
+    table = "\x1b[4m\tGPU0\tGPU1\tGPU2\tCPU Affinity\x1b[0m\nGPU0\t X \tNV18\tSYS\t0-31\nGPU1\tNV18\t X \tNV18\t0-31\n"
+    assert linked(table + "GPU2\tSYS\tNV18\t X \t0-31\n") == "NV18 between 2 pairs, SYS between 1 pairs"
+    assert linked(table) == "NV18 between all 1 pairs"

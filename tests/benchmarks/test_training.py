@@ -7,10 +7,9 @@ import json
 import sys
 from typing import Any
 
-import pages
 import pytest
 import torch
-from harness import caches, tables
+from harness import caches
 
 # tests/training is a folder of the same name
 training: Any = importlib.import_module("training")
@@ -54,48 +53,3 @@ def test_the_gradients_agree_with_those_of_the_plain_step(record: dict[str, Any]
     # sums of 64 terms in float32
     assert errors[training.OURS, False] < 64 * torch.finfo(torch.float32).eps
     assert errors[training.OURS, False] < errors[training.OURS, True] < 1
-
-
-def test_the_page_shows_every_step_and_every_failure(record: dict[str, Any]) -> None:
-    ours = {"name": training.OURS, "b": 65536, "chunk": 4096, "status": "measured", "s": 3.0, "peak_bytes": 3 << 30}
-    ours |= {"pairs_per_second": 65536 / 3}
-    other = ours | {"name": "other", "s": 8.5, "chunk": 2048, "pairs_per_second": 65536 / 8.5}
-    plain = ours | {"name": training.PLAIN, "b": 8192, "chunk": 8192, "s": 0.5}
-    skipped = {"name": "GradCache", "b": 65536, "chunk": 1024, "status": "skip", "reason": "OutOfMemoryError: so"}
-    memory = [{"b": b, "chunk": 1024, "status": "measured", "peak_bytes": b << 14} for b in (65536, 1024)]
-    loss = [{"b": 65536, "d": 384, "s": 0.03}]
-    found = record | {"steps": [ours, other, plain, skipped], "memory": memory, "loss": loss}
-    text = tables.training(found)
-    assert "| contrastile, cached_step | 65,536 | 4,096 | 3.00 | 21,845 | 3.00 | - |" in text
-    assert "| other | 65,536 | 2,048 | 8.50 | 7,710 | 3.00 | 2.83 x |" in text
-    assert "| PyTorch, no cache | 8,192 | - | 0.500 | 21,845 | 3.00 | - |" in text
-    assert "| GradCache | - | - | OutOfMemoryError: so | - | - | - |" in text
-    assert "`info_nce` alone takes 30.0 ms forward and backward, 1.0 % of contrastile's step." in text
-    assert tables.training_memory(found).splitlines()[2:] == ["| 1,024 | 16.00 |", "| 65,536 | 1,024 |"]
-    page = pages.steps({"training": {"training_some": found}}, pages.ROOT)
-    assert page.startswith("## Measured")
-    assert text in page
-    assert "[The record](../results/training_some.json)" in page
-    # a record of a CPU knows no peaks
-    assert not tables.training_memory(record)
-    assert tables.training(record)
-    assert pages.steps({"training": {}}, pages.ROOT).startswith("<!--")
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("package", ["sentence_transformers", "gradcache"])
-def test_an_installed_competitor_takes_the_same_step(package: str) -> None:
-    pytest.importorskip(package)
-    (name,) = (name for name in caches.CACHES if name.lower().replace("-", "_").startswith(package))
-    encoder = caches.Encoder(tiny=True)
-    encoder.autocast = False
-    ids = torch.randint(caches.VOCABULARY, (2, 24, 6))
-
-    def gradients(step: caches.Step) -> list[torch.Tensor]:
-        encoder.zero_grad()
-        step((ids[0], ids[1]), 7)
-        return [p.grad.clone() for p in encoder.parameters() if p.grad is not None]
-
-    right = gradients(caches.plain(encoder))
-    for found, wanted in zip(gradients(caches.CACHES[name](encoder)), right, strict=True):
-        torch.testing.assert_close(found, wanted)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib
+import json
 from pathlib import Path
 from typing import Any
 
@@ -14,12 +15,17 @@ ROOT = Path(__file__).resolve().parents[2]
 def script() -> Any:
     with pytest.MonkeyPatch.context() as patch:
         patch.syspath_prepend(str(ROOT / "scripts"))
-        return importlib.import_module("make_faults_page")
+        return importlib.import_module("measure_faults")
+
+
+def record(name: str) -> dict[str, Any]:
+    found: dict[str, Any] = json.loads((ROOT / "docs" / "results" / f"{name}.json").read_text(encoding="utf-8"))
+    return found
 
 
 def test_every_fault_ends_every_rank_within_the_deadline() -> None:
     made = script()
-    data = made.json.loads(made.DATA.read_text(encoding="utf-8"))
+    data = record("faults")
     rows = data["rows"]
     expected = {(f, p, launcher) for f in made.FAULTS for p in made.PLACES for launcher in made.LAUNCHERS}
     assert {(row["fault"], row["where"], row["launcher"]) for row in rows} == expected
@@ -30,7 +36,7 @@ def test_every_fault_ends_every_rank_within_the_deadline() -> None:
 
 def test_every_fault_on_gpus_ends_every_rank_within_the_deadline() -> None:
     made = script()
-    data = made.json.loads(made.GPU_DATA.read_text(encoding="utf-8"))
+    data = record("faults_gpus")
     rows = data["rows"]
     expected = [("nccl", f, by) for f in made.FAULTS for by in made.LAUNCHERS]
     assert [(row["carried by"], row["fault"], row["launcher"]) for row in rows] == expected
@@ -42,8 +48,7 @@ def test_every_fault_on_gpus_ends_every_rank_within_the_deadline() -> None:
 @pytest.mark.parametrize("cuda", [False, True], ids=["CPU", "GPUs"])
 def test_no_mistake_gives_a_wrong_number(cuda: bool) -> None:
     made = script()
-    path = made.MISTAKES_GPU_DATA if cuda else made.MISTAKES_DATA
-    data = made.json.loads(path.read_text(encoding="utf-8"))
+    data = record("mistakes_gpus" if cuda else "mistakes")
     rows = data["rows"]
     sizes, carriers = ((2,), ("mpi", "torch")) if cuda else ((2, 3), tuple(made.CARRIERS))
     exchanges = ("ring", "gather", "replicate") if cuda else ("ring", "gather")

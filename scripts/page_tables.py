@@ -1,22 +1,27 @@
-"""The tables of the pages, each from the data of one record."""
+"""The tables of the benchmarks' pages, each from the records of ``benchmarks/everyday.py`` and ``training.py``."""
 
 from __future__ import annotations
 
 import math
 import re
 import statistics
-from collections.abc import Iterable, Sequence
+from collections.abc import Collection, Iterable, Sequence
 from typing import Any
 
 MIB, GIB = 2**20, 2**30
 Data = dict[str, Any]
 Row = dict[str, Any]
+
+OURS = ("contrastile triton", "contrastile cupy")
+KEPT = (OURS[1], "contrastile cupy, keeping 2 GiB", "contrastile cupy, keeping 8 GiB")
+PACKAGES = ("torch", "triton", "cupy-cuda13x", "nccl", "inf-cl", "cut-cross-entropy", "liger-kernel", "quack-kernels")
+TRAINERS = ("transformers", "sentence-transformers", "gradcache")
 ANCHOR = 65536
 
 CALL = re.compile(
     r"(?P<loss>\w+)(?P<ids> ids)? (?P<dtype>\w+) b=(?P<b>\d+) d=(?P<d>\d+)(?: precision=(?P<precision>\w+))?"
 )
-"""The label of a row of ``everyday.py``."""
+"""The label of an everyday call."""
 HEADS = {
     "auto": "contrastile",
     "plain": "plain PyTorch",
@@ -24,7 +29,7 @@ HEADS = {
     "open_clip formula": "plain PyTorch",
     "open_clip formula, compiled": "compiled",
 }
-"""What the pages call those that ``everyday.py`` compares; over ranks plain PyTorch is open_clip's local loss."""
+"""What the pages call the implementations of an everyday call; over ranks plain PyTorch is open_clip's local loss."""
 CALLS = (
     *(f"clip_loss bfloat16 b={b} d=512" for b in (256, 4096, 16384, 65536)),
     *(f"clip_loss float32 b={b} d=512" for b in (4096, 16384)),
@@ -32,17 +37,22 @@ CALLS = (
     *(f"nt_xent bfloat16 b={size}" for size in ("4096 d=128", "32768 d=512")),
     *("sup_con bfloat16 b=16384 d=128", "info_nce bfloat16 b=4096 d=768"),
 )
-"""The rows of the README on one GPU."""
+"""The calls of the README on one GPU."""
 CALLS_OF_RANKS = tuple(f"clip_loss bfloat16 b={b} d=512" for b in (256, 8192))
 """And on several."""
 _RATIO = "faster of plain and compiled / contrastile"
 
 
-def table(head: Sequence[str], rows: Iterable[Sequence[str]]) -> str:
-    """A Markdown table, or "" without rows; numbers to the right."""
-    body = [f"| {' | '.join(row)} |" for row in rows]
-    rule = " | ".join("---" if i == 0 else "---:" for i in range(len(head)))
-    return "\n".join([f"| {' | '.join(head)} |", f"| {rule} |", *body]) if body else ""
+def table(head: Sequence[str], rows: Iterable[Sequence[str]], left: Collection[int] = (0,)) -> str:
+    """A Markdown table, or "" without rows: these columns to the left, the others, which are numbers, to the right."""
+    body = list(rows)
+    rule = ["---" if i in left else "---:" for i in range(len(head))]
+    return "\n".join(f"| {' | '.join(line)} |" for line in (head, rule, *body)) if body else ""
+
+
+def escaped(text: str) -> str:
+    """A text as it stands, in a cell of a table."""
+    return re.sub(r"([\\`*_\[\]<>|])", r"\\\1", text)
 
 
 def number(value: float | None, digits: int = 3) -> str:
@@ -57,7 +67,6 @@ def number(value: float | None, digits: int = 3) -> str:
 
 
 def percent(value: float) -> str:
-    """A share as a percentage with one decimal."""
     return f"{100 * value:.1f} %"
 
 
@@ -72,16 +81,8 @@ def median(row: Row) -> float:
     return float(statistics.median(row["milliseconds"]))
 
 
-def rate(row: Row) -> float:
-    """TFLOP/s of each GPU, of the ``8 b^2 d / n`` that a whole step asks of it."""
-    return 8.0 * row["rows"] * row["b"] * row["d"] / median(row) * 1e-9
-
-
-def limit(rows: Sequence[Row], b: int) -> float:
-    """Milliseconds of ``8 b^2 d / n`` at the ceiling beside these rows."""
-    here = [row for row in rows if row["b"] == b]
-    top = statistics.median(x for row in here for x in row["ceiling_tflops"])
-    return 8.0 * here[0]["rows"] * b * here[0]["d"] / top * 1e-9
+def ranks(data: Data) -> int:
+    return int(data["environment"].get("ranks", 1))
 
 
 def machine(environment: Data) -> str:
@@ -92,6 +93,44 @@ def machine(environment: Data) -> str:
     return device if n == 1 else f"{n} x {device}"
 
 
+def versions(environment: Data, more: tuple[str, ...] = ()) -> list[str]:
+    """The packages that a record was measured with."""
+    return [f"{name} {environment[name]}" for name in (*PACKAGES, *more) if environment.get(name)]
+
+
+def commit(environment: Data) -> str:
+    return (environment["commit"] or "unknown")[:12]
+
+
+def measured_at(environment: Data) -> str:
+    return f"commit `{commit(environment)}`, {environment['date'][:10]}."
+
+
+def gpu_section(stem: str, data: Data) -> str:
+    """A record of ``steps`` and ``peers``: the machine, what was verified, our own, everybody, the largest batches."""
+    e = data["environment"]
+    about = [e["date"][:10], f"commit `{commit(e)}`", *versions(e)]
+    about += [f"links {e['links']}"] if e.get("links") else []
+    about += [f"power limit {e['power.limit'].replace('.00', '')}"] if e.get("power.limit") else []
+    told = [f"{', '.join(about)}. [The record](../results/{stem}.json) has every sample.", e.get("note", "")]
+    told += [verified(data)]
+    keeping = any(row["name"] == KEPT[1] for row in measured(data, "steps"))
+    alone = steps(data, KEPT, least=2) if keeping else steps(data, OURS)
+    ours = scaling(data) if ranks(data) > 1 else alone
+    parts = [f"### {machine(e)}, {commit(e)}", " ".join(filter(None, told)), ours, peers(data), big(data)]
+    return "\n\n".join(filter(None, parts))
+
+
+def verified(data: Data) -> str:
+    """The verdicts without which nothing is timed, in a sentence."""
+    rows = [row for row in data["verify"] if row["verdict"] == "pass"]
+    if not rows:
+        return ""
+    worst = max(row["worst"] for row in rows)
+    names, count = ", ".join(row["name"] for row in rows), sum(row["pass"] for row in rows)
+    return f"Verified first, {count} checks of {names}: the largest error is {number(worst)} of its bound."
+
+
 def cell(row: Row | None) -> str:
     """Time, share of the ceiling, peak extra memory of a rank."""
     if row is None:
@@ -100,26 +139,25 @@ def cell(row: Row | None) -> str:
     return ", ".join([*told, *([f"{number(row['peak_bytes'] / MIB, 4)} MiB"] if row.get("peak_bytes") else [])])
 
 
-def steps(data: Data, names: Sequence[str] = (), least: int = 1) -> str:
-    """Our own on one process, one line a point and one column an implementation.
-
-    Args:
-        data: the record.
-        names: of the implementations; all by default.
-        least: implementations that a line must have.
-    """
-    rows = [row for row in measured(data, "steps", n=1, what="both") if not names or row["name"] in names]
+def steps(data: Data, names: Sequence[str], least: int = 1) -> str:
+    """Our own on one process: a line for each size that at least so many of these implementations were timed at."""
+    rows = [row for row in measured(data, "steps", n=1, what="both") if row["name"] in names]
     several = list(dict.fromkeys(row["name"] for row in rows))
     found: dict[tuple[int, int, float, bool], dict[str, Row]] = {}
     for row in rows:
         found.setdefault((row["b"], row["d"], row["scale"], row["graph"]), {})[row["name"]] = row
-    told = {point: at for point, at in found.items() if len(at) >= least}
+    told = {size: at for size, at in found.items() if len(at) >= least}
     plain = all((scale, graph) == (100.0, False) for _, _, scale, graph in told)
     lines = []
     for (b, d, scale, graph), at in sorted(told.items()):
         where = [number(b, 1), str(d), *([] if plain else [f"{scale:g}", "yes" if graph else "no"])]
         lines.append([*where, *(cell(at.get(name)) for name in several)])
     return table(["b", "d", *([] if plain else ["scale", "graph"]), *several], lines)
+
+
+def rate(row: Row) -> float:
+    """TFLOP/s of each GPU, of the ``8 b^2 d / n`` that a whole step asks of it."""
+    return 8.0 * row["rows"] * row["b"] * row["d"] / median(row) * 1e-9
 
 
 def scaling(data: Data) -> str:
@@ -149,11 +187,15 @@ def peers(data: Data) -> str:
     sizes = sorted({row["b"] for row in rows})
     anchor = ANCHOR if ANCHOR in sizes else max(sizes)
     ends = [f"of the ceiling at {anchor:,}", f"peak extra MiB at {anchor:,}"]
+    limits = []
+    for b in sizes:
+        here = [row for row in rows if row["b"] == b]
+        top = statistics.median(x for row in here for x in row["ceiling_tflops"])
+        limits.append(number(8.0 * here[0]["rows"] * b * here[0]["d"] / top * 1e-9))
     divided = "" if rows[0]["n"] == 1 else f" / {rows[0]['n']}"
-    limits = [number(limit(rows, b)) for b in sizes]
     lines = [[f"*the limit, 8 b² d{divided} / ceiling*", *limits, "100 %", "0"]]
-    for label in dict.fromkeys(map(labelled, rows)):
-        at = {row["b"]: row for row in rows if labelled(row) == label}
+    for label in dict.fromkeys(map(_labelled, rows)):
+        at = {row["b"]: row for row in rows if _labelled(row) == label}
         here = at.get(anchor)
         share = percent(statistics.median(here["fraction"])) if here else "-"
         memory = number(here["peak_bytes"] / MIB, 4) if here and here.get("peak_bytes") else "-"
@@ -161,8 +203,7 @@ def peers(data: Data) -> str:
     return table(["implementation", *(f"b = {b:,}, ms" for b in sizes), *ends], lines)
 
 
-def labelled(row: Row) -> str:
-    """The implementation, how its ranks exchange, and whether it is replayed."""
+def _labelled(row: Row) -> str:
     exchange = f", {row['exchange']}" if row["exchange"] not in ("local", "") else ""
     return f"{row['name']}{exchange}{', in a CUDA graph' if row['graph'] else ''}"
 
@@ -171,7 +212,7 @@ def big(data: Data) -> str:
     """Single calls at the largest batches, sampled rows and columns against float64."""
     head = ("implementation", "b", "d", "forward, s", "backward, s", "of the ceiling", "peak extra GiB a rank")
     lines = []
-    for row in (row for row in data["big"] if row["status"] == "measured"):
+    for row in (row for row in data.get("big", []) if row["status"] == "measured"):
         peak = None if row["peak_bytes"] is None else row["peak_bytes"] / GIB
         seconds = [number(row[name] / 1e3) for name in ("forward_ms", "backward_ms")]
         found = [number(row.get(name), 2) for name in ("d_image", "d_text")]
@@ -180,35 +221,46 @@ def big(data: Data) -> str:
     return table((*head, "dQ, relative error", "dK"), lines)
 
 
-def everyday(data: Data) -> str:
-    """All calls of a record of ``everyday.py``: clip_loss, then the other losses."""
-    found = _calls(data)
+def everyday_section(stem: str, data: Data) -> str:
+    """All calls of a record: clip_loss, then the other losses."""
+    e, found = data["environment"], calls(data)
+    packages = [f"torch {e['torch']}"] if e["device"] == "cpu" else versions(e)
+    about = f"{', '.join([*packages, measured_at(e)])} [The record](../results/{stem}.json) has every sample."
     names = list(dict.fromkeys(name for at in found.values() for name in at))
     head = ["call", *(f"{HEADS[name]}, ms" if name in HEADS else f"`{name}`, ms" for name in names), _RATIO]
-    tables = []
+    parts = [f"### {machine(e)}", about]
     for clip in (True, False):
         here = {label: at for label, at in found.items() if label.startswith("clip_loss") == clip}
         lines = [[in_words(x), *(number(at.get(name)) for name in names), _ratio(x, at)] for x, at in here.items()]
-        tables.append(table(head, lines))
-    return "\n\n".join(filter(None, tables))
+        parts.append(table(head, lines))
+    return "\n\n".join(filter(None, parts))
 
 
-def everyday_calls(alone: Data, several: Data | None) -> str:
-    """The calls of the README, of a record of one GPU and of one of several."""
+def readme(found: Iterable[Data]) -> str:
+    """Everyday calls on the GPU that was measured last, and on the fewest of its kind that were measured together."""
+    on_gpus = [data for data in found if data["environment"]["device"] != "cpu"]
+    alone = [data for data in on_gpus if ranks(data) == 1]
+    if not alone:
+        return ""
+    latest = max(alone, key=lambda data: str(data["environment"]["date"]))
+    e = latest["environment"]
+    several = [data for data in on_gpus if ranks(data) > 1 and data["environment"]["device"] == e["device"]]
+    fewest = min(several, key=ranks, default=None)
+    about = f"{e['device']}, torch {e['torch']}, {measured_at(e)}"
+    if fewest and fewest["environment"]["commit"] != e["commit"]:
+        about += f" Several GPUs: {measured_at(fewest['environment'])}"
     lines, heads = [], list(dict.fromkeys(HEADS.values()))
-    for data, wanted in ((alone, CALLS), (several, CALLS_OF_RANKS)):
-        if data is None:
-            continue
-        found, n = _calls(data), data["environment"]["ranks"]
-        for label in (x for x in wanted if x in found):
-            times = {HEADS[name]: ms for name, ms in found[label].items() if name in HEADS}
-            call = in_words(label) + (f", on each of {n} GPUs" if n > 1 else "")
-            lines.append([call, *(number(times.get(head)) for head in heads), _ratio(label, found[label])])
-    return table(["call", *(f"{head}, ms" for head in heads), _RATIO], lines)
+    for data, wanted in ((latest, CALLS), (fewest, CALLS_OF_RANKS)):
+        timed = {} if data is None else calls(data)
+        for label in (x for x in wanted if x in timed):
+            times = {HEADS[name]: ms for name, ms in timed[label].items() if name in HEADS}
+            call = in_words(label) + (f", on each of {ranks(data)} GPUs" if data is fewest and data else "")
+            lines.append([call, *(number(times.get(head)) for head in heads), _ratio(label, timed[label])])
+    return f"{about}\n\n{table(['call', *(f'{head}, ms' for head in heads), _RATIO], lines)}"
 
 
 def in_words(label: str) -> str:
-    """A row of ``everyday.py``, for people."""
+    """An everyday call, for people."""
     found = CALL.fullmatch(label)
     if found is None:
         return label
@@ -217,12 +269,11 @@ def in_words(label: str) -> str:
     return ", ".join([f"`{found['loss']}`", *settings, found["dtype"], f"b = {int(found['b']):,}", f"d = {found['d']}"])
 
 
-def _calls(data: Data) -> dict[str, dict[str, float]]:
-    """Milliseconds of each call by the names of those who computed it."""
+def calls(data: Data) -> dict[str, dict[str, float]]:
+    """Milliseconds of each everyday call by implementation."""
     found: dict[str, dict[str, float]] = {}
-    for row in data["rows"]:
-        if row["status"] == "measured":
-            found.setdefault(row["row"], {})[row["name"]] = row["median_ms"]
+    for row in measured(data, "everyday"):
+        found.setdefault(row["row"], {})[row["name"]] = median(row)
     return found
 
 
@@ -232,8 +283,17 @@ def _ratio(label: str, at: dict[str, float]) -> str:
     return f"{min(others) / at['auto']:.1f} x" if others and "auto" in at else "-"
 
 
-def training(data: Data) -> str:
-    """Every competitor's optimizer step, and the share of the loss in ours, of a record of ``training.py``."""
+def training_section(stem: str, data: Data) -> str:
+    """A record of ``training.py``: the optimizer step of each, the loss alone, and memory over the batch."""
+    e, settings = data["environment"], data["settings"]
+    facts = ", ".join([*versions(e, TRAINERS), measured_at(e)])
+    about = f"{machine(e)}: {facts} [The record](../results/{stem}.json) has more."
+    what = (
+        f"One optimizer step of MiniLM (random weights, no dropout) on {settings['batch']:,} "
+        f"pairs of {settings['tokens']} random tokens, encoded under {settings['autocast']} autocast. Each takes the "
+        "chunk with which it is fastest. *Autocast around the call*: the encoder brings none; the call of the loss is "
+        "under it and the backward pass is not, as a trainer has it."
+    )
     ours = next((row for row in data["steps"] if row["name"].startswith("contrastile")), {})
     lines = []
     for row in sorted(data["steps"], key=lambda row: (row["name"].startswith("autocast"), row.get("s", 0.0))):
@@ -244,8 +304,8 @@ def training(data: Data) -> str:
         ratio = f"{row['s'] / ours['s']:.2f} x" if same and row is not ours else "-"
         peak = None if row["peak_bytes"] is None else row["peak_bytes"] / GIB
         chunk = f"{row['chunk']:,}" if row["chunk"] < row["b"] else "-"
-        rate = number(row["pairs_per_second"])
-        lines.append([row["name"], f"{row['b']:,}", chunk, number(row["s"]), rate, number(peak), ratio])
+        speed = number(row["pairs_per_second"])
+        lines.append([row["name"], f"{row['b']:,}", chunk, number(row["s"]), speed, number(peak), ratio])
     head = ("gradient cache", "pairs", "chunk", "seconds a step", "pairs a second", "peak GiB", "time / contrastile's")
     alone = [
         f"`info_nce` alone takes {number(1e3 * row['s'])} ms forward and backward, {percent(row['s'] / ours['s'])} of "
@@ -253,21 +313,7 @@ def training(data: Data) -> str:
         for row in data["loss"]
         if ours.get("b") == row["b"] and "s" in ours and "s" in row
     ]
-    return "\n\n".join([table(head, lines), *alone])
-
-
-def training_memory(data: Data) -> str:
-    """Peak memory of ours over the batch, of a record of ``training.py``."""
-    rows = [row for row in data["memory"] if row["status"] == "measured" and row["peak_bytes"] is not None]
-    lines = [[f"{row['b']:,}", number(row["peak_bytes"] / MIB, 4)] for row in sorted(rows, key=lambda row: row["b"])]
-    return table(("pairs", f"peak MiB in chunks of {rows[0]['chunk']:,}"), lines) if rows else ""
-
-
-def verified(data: Data) -> str:
-    """The verdicts without which nothing is timed, in a sentence."""
-    rows = [row for row in data["verify"] if row["verdict"] == "pass"]
-    if not rows:
-        return ""
-    worst = max(row["worst"] for row in rows)
-    names, count = ", ".join(row["name"] for row in rows), sum(row["pass"] for row in rows)
-    return f"Verified first, {count} checks of {names}: the largest error is {number(worst)} of its bound."
+    held = [row for row in data["memory"] if row["status"] == "measured" and row["peak_bytes"] is not None]
+    peaks = [[f"{row['b']:,}", number(row["peak_bytes"] / MIB, 4)] for row in sorted(held, key=lambda row: row["b"])]
+    memory = table(("pairs", f"peak MiB in chunks of {held[0]['chunk']:,}"), peaks) if held else ""
+    return "\n\n".join(filter(None, [about, what, table(head, lines), *alone, memory]))

@@ -1,0 +1,367 @@
+"""Writes the parts of the pages that are made of records, of the code and of its errors, and the charts.
+
+    python scripts/make_pages.py            every page of docs and README.md, and the charts
+    python scripts/make_pages.py --check    writes nothing; exit code 1 where a page or a chart is not what it should be
+
+A made part of a page stands between ``<!-- made by scripts/make_pages.py: NAME -->`` and ``<!-- end -->``. ``PARTS``
+has the function of each name, which takes the folder of records.
+"""
+
+from __future__ import annotations
+
+import argparse
+import importlib
+import json
+import re
+import sys
+from collections.abc import Callable, Iterator
+from functools import partial
+from pathlib import Path
+
+ROOT = Path(__file__).resolve().parent.parent
+sys.path[:0] = [str(ROOT), str(ROOT / "scripts"), str(ROOT / "tests")]
+
+import home_chart  # noqa: E402
+import measure_faults  # noqa: E402
+import page_tables as tables  # noqa: E402
+from page_tables import Data, Row, escaped, table  # noqa: E402
+
+from contrastile.cli import COMMANDS  # noqa: E402
+from contrastile.verify import plots  # noqa: E402
+from contrastile.verify.growth import AXES  # noqa: E402
+
+MADE = re.compile(r"(<!-- made by scripts/make_pages\.py: ([^\n]+) -->\n).*?(?=<!-- end -->)", re.DOTALL)
+
+
+def read(results: Path, name: str) -> Data:
+    """A record."""
+    found: Data = json.loads((results / f"{name}.json").read_text(encoding="utf-8"))
+    return found
+
+
+def timed(results: Path, parts: set[str]) -> Iterator[tuple[str, Data]]:
+    """Names and records of ``benchmarks/everyday.py`` that hold one of these parts."""
+    for path in sorted(results.glob("*.json")):
+        data = read(results, path.stem)
+        if isinstance(data, dict) and parts & {row.get("part") for row in data.get("times", [])}:
+            yield path.stem, data
+
+
+def everyday(results: Path) -> str:
+    found = sorted(timed(results, {"everyday"}), key=lambda each: each[1]["environment"]["device"] == "cpu")
+    return "\n\n".join(tables.everyday_section(*each) for each in found)
+
+
+def readme(results: Path) -> str:
+    return tables.readme(data for _, data in timed(results, {"everyday"}))
+
+
+def gpus(results: Path, *, several: bool) -> str:
+    found = timed(results, {"steps", "peers"})
+    return "\n\n".join(tables.gpu_section(stem, x) for stem, x in found if (tables.ranks(x) > 1) == several)
+
+
+def training(results: Path) -> str:
+    records = [(path.stem, read(results, path.stem)) for path in sorted(results.glob("training_*.json"))]
+    return "\n\n".join(tables.training_section(*each) for each in records)
+
+
+def cpu(results: Path) -> str:
+    """The records of ``contrastile bench`` on a CPU."""
+    runs = [read(results, path.stem) for path in sorted(results.glob("cpu_*.json"))]
+    rows = [row for run in runs for row in run["rows"] if row["status"] == "measured"]
+    rows.sort(key=lambda row: (row["nominal_batch"], row["variant"], row["implementation"] == "plain"))
+    facts = runs[0]["environment"]
+    about = (
+        f"{facts['cpu']}, {facts['threads']} threads ({facts['cpu_capability']}), torch {facts['torch']}; "
+        "float32, symmetric loss, forward and backward, scale 100."
+    )
+    head = ["variant", "b", "d", "", "time, s", "of matmul", "x plain", "x aligned", "peak extra MiB"]
+
+    def ratio(x: float | None) -> str:
+        return "-" if x is None else f"{x:.3g}"
+
+    def cells(row: Row) -> list[str]:
+        seconds = row["seconds"]
+        size = [row["variant"], f"{row['batch']:,}", str(row["width"]), row["implementation"]]
+        time = f"{seconds['median']:.3g} ({seconds['lower']:.3g} to {seconds['upper']:.3g})"
+        memory = [f"{row['peak_extra_bytes'] / 2**20:,.0f}", ratio(row["memory_over_plain"])]
+        ratios = [ratio(row["time_over_plain"]), ratio(row["time_over_aligned"])]
+        return [*size, time, f"{row['share_of_matmul']:.0%}", *ratios, *memory, str(len(seconds["samples"]))]
+
+    return f"{about}\n\n{table([*head, 'memory x plain', 'rounds'], map(cells, rows), left=(0, 3))}"
+
+
+def _growth(results: Path) -> list[Row]:
+    rows = [row for row in read(results, "growth_cpu")["rows"] if row.get("points")]
+    return sorted(rows, key=lambda row: str(row["backend"]))
+
+
+def growth_chart(results: Path) -> str:
+    """The figure of docs/explanation/bounds.md: a row for each dtype of torch."""
+    rows = [(f"torch {row['dtype']}", row["points"]) for row in _growth(results) if row["backend"] == "torch"]
+    return plots.figure(rows, list(AXES))
+
+
+def bounds(results: Path) -> str:
+    """The record of ``contrastile verify --property growth --json docs/results/growth_cpu.json``."""
+    facts = read(results, "growth_cpu")["environment"]
+    picture = "![Error of the gradients against d, b and scale, by dtype, with its bounds](../results/growth_cpu.svg)"
+    about = f"{facts['cpu']}, torch {facts['torch']}, numpy {facts['numpy']}. The largest ratio of any point:"
+    beside = {"bound": "a-priori bound", "probable": "probabilistic bound", "plain": "plain computation's"}
+    lines = []
+    for row in _growth(results):
+        worst = (max(each["error"] / each[name] for each in row["points"]) for name in beside)
+        lines.append([row["backend"], row["dtype"], *(f"{ratio:.2g}" for ratio in worst)])
+    head = ["backend", "dtype", *(f"error / {what}" for what in beside.values())]
+    return f"{picture}\n\n{about}\n\n{table(head, lines, left=(0, 1))}"
+
+
+CERTAIN = {
+    "clip, saturated, seed 0, scale 100": "CLIP, certain pairs, scale 100",
+    "clip, saturated, seed 1, scale 100": "the same, another seed",
+    "clip, saturated, scale 300": "the same, scale 300",
+    "info_nce, ids dropped, scale 100": "InfoNCE with ids, scale 100",
+    "nt_xent, scale 100": "NT-Xent, scale 100",
+    "sup_con, classes of 2, scale 100": "SupCon, classes of 2",
+    "sup_con, classes of 8, scale 100": "SupCon, classes of 8",
+    "clip, norm 30, scale 100": "CLIP, norm 30",
+    "clip, norm 3000, scale 100": "CLIP, norm 3,000",
+}
+
+
+def exact(results: Path) -> str:
+    """Errors of the gradient of the first features and, behind it, of the loss, in each backend's own precision."""
+    data = read(results, "certain_nvidia_h200")
+    rows = [dict(zip(data["columns"], row, strict=True)) for row in data["rows"]]
+    backends = ("plain", "torch", "triton", "cupy")
+
+    def errors(dtype: str, batch: int) -> str:
+        own = {name: "split" if (name, dtype) == ("triton", "float32") else "ieee" for name in backends}
+        lines = []
+        for problem, name in CERTAIN.items():
+            here = [row for row in rows if (row["problem"], row["dtype"], row["b"]) == (problem, dtype, batch)]
+            found = {row["backend"]: row for row in here if row["precision"] == own[row["backend"]]}
+            lines.append([name, *(f"{found[x]['first']:.0e} ({found[x]['loss']:.0e})" for x in backends)])
+        return table(["features", *backends], lines)
+
+    about = (
+        f"One {data['environment']['device']}, d = 64: relative error of the gradient and, in brackets, of the loss."
+    )
+    several = ["float32, b = 256:", errors("float32", 256), "bfloat16, b = 4,096:", errors("bfloat16", 4096)]
+    return "\n\n".join([about, *several])
+
+
+def drawn(results: Path) -> str:
+    """Of problems at random: how many results were noisier than the plain computation's, and the other way round."""
+    lines = []
+    for stem, where in (("cpu", "a CPU"), ("nvidia_h200", "an H200")):
+        counts = read(results, f"drawn_{stem}")["counts"]
+        for backend in dict.fromkeys(row["backend"] for row in counts):
+            for part in ("loss", "features", "scale"):
+                rows = [row for row in counts if (row["backend"], row["of"]) == (backend, part)]
+                totals = [f"{sum(row[key] for row in rows):,}" for key in ("results", "beyond", "plain_beyond")]
+                lines.append([f"`{backend}` on {where}", part if part == "loss" else f"gradient of {part}", *totals])
+    return table(["backend", "of", "results", "ours noisier", "plain noisier"], lines, left=(0, 1))
+
+
+def faults(results: Path) -> str:
+    """For each fault, the longest time until the last rank has exited, by launcher."""
+    records, about = (read(results, "faults"), read(results, "faults_gpus")), []
+    for facts in (data["environment"] for data in records):
+        nccl = f"NCCL {facts['nccl']}, " if "nccl" in facts else "gloo, "
+        mpi = facts["mpirun"] if "mpirun" in facts else f"MPICH {facts['mpich']}"
+        versions = f"{nccl}torch {facts['torch']}, mpi4py {facts['mpi4py']}, {mpi}"
+        about.append(f"{facts['ranks']} ranks on {facts.get('device', 'a CPU')} ({versions})")
+    deadline = records[0]["environment"]["deadline"]
+    lines = []
+    for fault, name in measure_faults.FAULTS.items():
+        for by, launcher in measure_faults.LAUNCHERS.items():
+            rows = [[x for x in data["rows"] if (x["fault"], x["launcher"]) == (fault, by)] for data in records]
+            lines.append([name, launcher, *(f"{max(x['seconds'] for x in here):.1f}" for here in rows)])
+    text = f"{' and '.join(about)}. The deadline is {deadline} s. Seconds until the last rank has exited:"
+    return f"{text}\n\n{table(['one rank ...', 'started by', 'CPU', 'GPUs'], lines, left=(0, 1))}"
+
+
+def mistakes(results: Path) -> str:
+    """Of each mistake, what became of the ranks, and when the last of them raised."""
+    records = read(results, "mistakes"), read(results, "mistakes_gpus")
+    facts = [data["environment"] for data in records]
+    text = (
+        "Five steps, ring and gather, on GPUs replicate too, 2 and 3 ranks on a CPU "
+        f"(torch {facts[0]['torch']}) and 2 on {facts[1]['device']} (NCCL {facts[1]['nccl']}). "
+        f"The deadline is {facts[0]['deadline']} s:"
+    )
+    head = ["one rank ...", *(f"{what}, {where}" for where in ("CPU", "GPUs") for what in ("ranks", "last error"))]
+    outcomes = {"raised": "raised", "gave up": "ended themselves", "all right": "right to the end"}
+    lines = []
+    for mistake, name in measure_faults.MISTAKES.items():
+        cells = [name]
+        for data in records:
+            rows = [row for row in data["rows"] if row["mistake"] == mistake]
+            count = {key: sum(row[key] for row in rows) for key in ("ranks", *outcomes)}
+            ended = count["ranks"] - sum(count[key] for key in outcomes)
+            told = [f"{count[key]} {kind}" for key, kind in outcomes.items() if count[key]]
+            late = [row["heard"] for row in rows if row["heard"] is not None]
+            cells += [", ".join([*told, *([f"{ended} ended by the launcher"] if ended else [])])]
+            cells += [f"{max(late):.1f} s" if late else "-"]
+        lines.append(cells)
+    return f"{text}\n\n{table(head, lines, left=(0,))}"
+
+
+def options(results: Path, command: str) -> str:
+    """What a command of ``contrastile`` says of its own arguments."""
+    parser = argparse.ArgumentParser()
+    importlib.import_module(COMMANDS[command][0]).add_arguments(parser)
+    lines = []
+    for action in parser._actions[1:]:
+        metavar = action.metavar or action.dest.upper()
+        name = metavar if isinstance(metavar, str) else metavar[0]
+        value = "" if action.nargs == 0 else f"{name}{'...' if action.nargs in ('+', '*') else ''}"
+        # the formatter fills in %(default)s, and argparse has no public way to ask it to
+        said = argparse.HelpFormatter("")._expand_help(action) if action.help else ""
+        if action.choices and len(choices := list(map(str, action.choices))) < 9:
+            said += f"; one of {', '.join(choices)}"
+        shown = " ".join(filter(None, [", ".join(action.option_strings), value]))
+        lines.append([f"`{shown}`", escaped(said)])
+    return table(["option", "meaning"], lines, left=(0, 1))
+
+
+def errors(results: Path) -> str:
+    """The errors that the public functions raise on invalid input."""
+    lines = []
+    for title, provocations in importlib.import_module("provocations").PROVOCATIONS.items():
+        rows = []
+        for each in provocations:
+            call = f"`{each.call}`" + (f", {each.without} not installed" if each.without else "")
+            rows.append([call, f"`{each.error.__name__}`", escaped(each.message(each.libraries[0]))])
+        lines += [f"## {title}", table(["call", "raises", "message"], rows, left=(0, 1, 2))]
+    return "\n\n".join(lines)
+
+
+def conformance(results: Path) -> str:
+    """Published losses: every cell, those above their bound with the command that shows them, and the facts."""
+    data = read(results, "conformance")
+    e, known = data["environment"], data["environment"] | data["environment"]["packages"]
+
+    def versioned(package: str) -> str:
+        return f"{package} {(known[package] or '').partition('+')[0]}"
+
+    interpreted = ", ".join(dict.fromkeys(versioned(x["package"]) for x in data["peers"] if "inter" in x["where"]))
+    versions = f"torch {e['torch']}, triton {e['packages']['triton']}, NumPy {e['numpy']}, Python {e['python']}"
+    about = (
+        f"{e['date'][:10]}; {versions}; on a CPU, and in Triton's interpreter: {interpreted}. "
+        "[The record](../results/conformance.json) has more of every cell."
+    )
+    ran = [peer for peer in data["peers"] if peer["cells"]]
+    columns = list(ran[0]["cells"])
+    cells = [
+        [f"{versioned(peer['package'])}: {peer['about']}", *(_ratio(peer["cells"][name]) for name in columns)]
+        for peer in ran
+    ]
+    left_out = [f"{versioned(peer['package'])}: {peer['about']}" for peer in data["peers"] if not peer["cells"]]
+    head = ["package", "loss", "property", "checks above", "error / bound", "worst case, and what was found"]
+    above = []
+    for peer in ran:
+        for name, cell in peer["cells"].items():
+            if cell["status"] != "fail":
+                continue
+            ratio = "not finite" if cell["ratio"] == "inf" else f"{cell['ratio']:.3g}"
+            # the reason's other marks are meant
+            what = cell["reason"].replace("|", "\\|")
+            what = f"`{peer['name']} --property {cell['property']} --case {cell['case']}`: {what}"
+            share = f"{cell['failed']} of {cell['checks']}"
+            above.append([versioned(peer["package"]), peer["about"], name, share, ratio, what])
+    facts = []
+    for name in dict.fromkeys(row["fact"] for row in data["facts"]):
+        rows = [row for row in data["facts"] if row["fact"] == name]
+        first = rows[0]
+        ranks, found = (", ".join(dict.fromkeys(str(row[key]) for row in rows)) for key in ("ranks", "found"))
+        shown = [first["case"], first["says"], ranks, f"{first['what']} = {found}", first["right"], f"`{name}`"]
+        facts.append([f"{first['package']} {first['version']}", *shown])
+    of_facts = ["package", "property", "what its reproducer shows", "ranks", "found", "right", "reproducer"]
+    parts = [
+        about,
+        "### Error over bound",
+        "Above 1 in bold. A dash: not claimed, or not tested. The last column is the power of the batch.",
+        table(["loss", *columns], cells),
+        f"Not run, for want of a GPU: {'; '.join(left_out)}." if left_out else "",
+        "### Above the bound",
+        "What follows `contrastile verify --loss peers.adapters:`, in the folder `benchmarks`, shows the cell again; "
+        "`TRITON_INTERPRET=1` stands before it for what runs in the interpreter. "
+        "A bound is an element's own: an error of 1e-24 counts where the exact gradient is as small.",
+        table(head, above, left=(0, 1, 2, 5)),
+        "### Facts",
+        "What follows `python benchmarks/conformance.py --fact` shows the fact again.",
+        table(of_facts, facts, left=(0, 1, 2, 4, 5, 6)),
+    ]
+    return "\n\n".join(filter(None, parts))
+
+
+def _ratio(cell: Row) -> str:
+    """What stands in a cell of the conformance table."""
+    if "power" in cell:
+        return {0: "b⁰", 1: "b", 2: "b²", 3: "b³"}.get(cell["power"], f"b^{cell['power']}")
+    if cell["status"] not in ("pass", "fail"):
+        return "-"
+    ratio = float(cell["ratio"])
+    said = f"{ratio:.1g}".replace("e+0", "e").replace("e-0", "e-").replace("inf", "∞")
+    return f"**{said}**" if cell["status"] == "fail" else said
+
+
+PARTS: dict[str, Callable[[Path], str]] = {
+    "everyday calls": everyday,
+    "everyday calls of the README": readme,
+    "one GPU": partial(gpus, several=False),
+    "several GPUs": partial(gpus, several=True),
+    "training": training,
+    "contrastile bench on a CPU": cpu,
+    "growth": bounds,
+    "certain pairs": exact,
+    "drawn problems": drawn,
+    "faults": faults,
+    "mistakes": mistakes,
+    "conformance": conformance,
+    "errors": errors,
+    **{f"options of {name}": partial(options, command=name) for name in COMMANDS},
+}
+
+
+def page(text: str, results: Path) -> str:
+    """A page with its made parts as they should be; a name of no part raises KeyError."""
+    return MADE.sub(lambda found: f"{found[1]}\n{PARTS[found[2]](results)}\n\n", text)
+
+
+def made(root: Path, results: Path) -> Iterator[tuple[Path, str]]:
+    """Every file with a made part, and all charts: where, and what it should hold."""
+    for path in (root / "README.md", *sorted((root / "docs").rglob("*.md"))):
+        text = path.read_text(encoding="utf-8")
+        if MADE.search(text):
+            yield path, page(text, results)
+    if (results / "growth_cpu.json").exists():
+        yield results / "growth_cpu.svg", growth_chart(results)
+    newest = home_chart.newest(dict(timed(results, {"peers"})))
+    for name, text in home_chart.charts(newest) if newest else ():
+        yield root / "docs" / "assets" / name, text
+
+
+def main(arguments: list[str] | None = None) -> int:
+    """Write, or with --check compare; 1 where something is not what it should be."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--check", action="store_true", help="write nothing; exit code 1 if something is stale")
+    parser.add_argument("--root", type=Path, default=ROOT, metavar="DIR", help="where README.md and docs are")
+    given = parser.parse_args(arguments)
+    stale = 0
+    for path, text in made(given.root, given.root / "docs" / "results"):
+        if path.exists() and path.read_text(encoding="utf-8") == text:
+            continue
+        stale = 1
+        print(f"{path.relative_to(given.root)} {'is stale; run: python scripts/make_pages.py' if given.check else ''}")
+        if not given.check:
+            path.parent.mkdir(parents=True, exist_ok=True)
+            path.write_text(text, encoding="utf-8")
+    return stale if given.check else 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
