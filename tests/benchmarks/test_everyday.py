@@ -85,6 +85,9 @@ def test_a_record_has_shares_of_the_ceiling_and_grows(tmp_path: Path) -> None:
         assert len(row["milliseconds"]) == len(row["ceiling_tflops"]) == len(row["fraction"]) == 2
         assert row["peak_bytes"] > 0
     assert [row["verdict"] for row in found["verify"]] == ["pass"]
+    # what another commit found, or one that is not known, is not kept
+    assert everyday.main([*QUICK, *words, "--commit", "two"]) == 0
+    assert {row["part"] for row in json.loads(out.read_text(encoding="utf-8"))["times"]} == {"peers"}
     # the pages read it
     text = tables.gpu_section("record", found)
     assert "| open_clip formula | " in text
