@@ -8,6 +8,7 @@ backward, eager, host time included. Printed are the medians in ms and the media
 from __future__ import annotations
 
 import argparse
+import itertools
 import json
 import os
 import platform
@@ -22,45 +23,41 @@ ROOT = Path(__file__).resolve().parent.parent
 
 
 def serve() -> None:
-    """The process of one checkout: a line with a step in, a line with its time out."""
+    """The process of one checkout: a line with a step in, a line with the milliseconds of one out."""
     import torch
-
-    import contrastile
 
     steps: dict[str, Any] = {}
     for line in sys.stdin:
         what = json.loads(line)
         if line not in steps:
-            steps.clear()
-            steps[line] = step(torch, contrastile, what)
-        run, cuda = steps[line], what["device"] == "cuda"
+            steps = {line: step(**what)}
+        run, wait = steps[line], torch.cuda.synchronize if what["device"] == "cuda" else lambda: None
         count, begin = 0, time.perf_counter()
-        while True:
+        while time.perf_counter() - begin < what["seconds"]:
             run()
             count += 1
-            if cuda:
+            if count % 8 == 0:
                 # few enough steps between that the queue never runs dry
-                count % 8 or torch.cuda.synchronize()
-            if time.perf_counter() - begin > what["seconds"]:
-                break
-        if cuda:
-            torch.cuda.synchronize()
+                wait()
+        wait()
         print(json.dumps(1e3 * (time.perf_counter() - begin) / count), flush=True)
 
 
-def step(torch: Any, contrastile: Any, what: dict[str, Any]) -> Any:
+def step(backend: str, batch: int, dim: int, dtype: str, pairs: str, scale: float, device: str, **_: Any) -> Any:
     """One step, warmed up."""
+    import torch
+
+    import contrastile
+
     generator = torch.Generator().manual_seed(0)
-    features = [torch.randn(what["batch"], what["dim"], generator=generator) for _ in range(2)]
-    if what["pairs"] == "certain":
-        features[1] = features[0] + features[1] / 2
-    dtype = getattr(torch, what["dtype"])
-    features = [torch.nn.functional.normalize(x, dim=1).to(what["device"], dtype).requires_grad_() for x in features]
-    scale = torch.tensor(what["scale"], device=what["device"], requires_grad=True)
+    image, text = (torch.randn(batch, dim, generator=generator) for _ in range(2))
+    drawn = image, image + text / 2 if pairs == "certain" else text
+    features = [torch.nn.functional.normalize(x, dim=1).to(device, getattr(torch, dtype)) for x in drawn]
+    leaves = [x.requires_grad_() for x in (*features, torch.tensor(scale, device=device))]
 
     def run() -> None:
-        contrastile.clip_loss(*features, scale, backend=what["backend"]).backward()
-        for x in (*features, scale):
+        contrastile.clip_loss(*leaves, backend=backend).backward()
+        for x in leaves:
             x.grad = None
 
     for _ in range(3):
@@ -70,11 +67,9 @@ def step(torch: Any, contrastile: Any, what: dict[str, Any]) -> Any:
 
 def child(root: Path) -> subprocess.Popen[str]:
     """The process of one checkout."""
+    pipes: dict[str, Any] = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE, "text": True}
     environment = {**os.environ, "PYTHONPATH": str(root)}
-    command = [sys.executable, __file__, "--serve"]
-    return subprocess.Popen(
-        command, cwd=root, env=environment, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True
-    )
+    return subprocess.Popen([sys.executable, __file__, "--serve"], cwd=root, env=environment, **pipes)
 
 
 def timed(process: subprocess.Popen[str], what: dict[str, Any]) -> float:
@@ -114,23 +109,20 @@ def main() -> None:
     both = child(args.before.resolve()), child(ROOT)
     rows = []
     print(f"{name}: ms a step, medians of {args.samples} samples")
-    every = ((x, t, b, p) for x in args.backend for t in args.dtype for b in args.batch for p in args.pairs)
-    for backend, dtype, batch, pairs in every:
+    for backend, dtype, batch, pairs in itertools.product(args.backend, args.dtype, args.batch, args.pairs):
         what = {"backend": backend, "batch": batch, "dim": args.dim, "dtype": dtype, "pairs": pairs}
         asked = {**what, "scale": args.scale, "device": args.device, "seconds": args.seconds}
         samples = [[timed(each, asked) for each in both] for _ in range(args.samples)]
         before, after = (statistics.median(each) for each in zip(*samples, strict=True))
         ratio = statistics.median(b / a for a, b in samples)
         rows.append({**what, "before_ms": before, "after_ms": after, "ratio": ratio})
-        print(
-            f"{backend:8} {dtype:9} b = {batch:7,} {pairs:8} {before:9.3f} -> {after:9.3f}  x {ratio:.3f}", flush=True
-        )
+        label = f"{backend:8} {dtype:9} b = {batch:7,} {pairs:8}"
+        print(f"{label} {before:9.3f} -> {after:9.3f}  x {ratio:.3f}", flush=True)
         if args.json is not None:
             found = {"device": name, "torch": torch.__version__, "scale": args.scale, "rows": rows}
             args.json.write_text(json.dumps(found, indent=1) + "\n")
     for each in both:
-        assert each.stdin is not None
-        each.stdin.close()
+        each.terminate()
         each.wait()
     return None
 

@@ -245,7 +245,7 @@ class Run:
         self.data: dict[str, Any] = {"environment": environment, "settings": {"slot": slot}, "verify": [], "times": []}
         if given.out and given.out.exists():
             old = json.loads(given.out.read_text(encoding="utf-8"))
-            if all(old["environment"].get(name) == environment.get(name) for name in SAME):
+            if environment["commit"] and all(old["environment"].get(name) == environment.get(name) for name in SAME):
                 self.data["times"] = old["times"]
 
     def verify(self) -> bool:
@@ -274,8 +274,12 @@ class Run:
             found = cases(part, self.ranks.kind, self.ranks.size)
             for case in smoke(found) if self.given.smoke else found:
                 late = self.ranks.share(time.monotonic() - self.started)[0] > self.given.seconds
-                if self.given.only in case.label and not late:
+                if self.given.only not in case.label or late:
+                    continue
+                try:
                     self.keep(list(self.measured(part, case)))
+                except torch.OutOfMemoryError as error:
+                    self.ranks.say(f"{case.label}: {said(error)}")
         self.ranks.leave()
         return 0 if sound else 1
 

@@ -9,9 +9,11 @@ from __future__ import annotations
 
 import argparse
 import gc
+import math
 import statistics
 import sys
 import time
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -20,24 +22,21 @@ sys.path[:0] = [str(HERE), str(HERE.parent)]
 
 import torch  # noqa: E402
 import torch.nn.functional as F  # noqa: E402, N812
-from harness.caches import CACHES, FIRST_WORD, OURS, PLAIN, SCALE, VOCABULARY, Encoder, Step, ours, plain  # noqa: E402
+from harness.caches import CACHES, FIRST_WORD, PLAIN, SCALE, VOCABULARY, Encoder, Step, ours, plain  # noqa: E402
 from harness.ranks import Ranks  # noqa: E402
 from harness.record import facts, said, write  # noqa: E402
-from harness.timing import elapsed  # noqa: E402
+from harness.timing import elapsed, no_ceiling  # noqa: E402
 
 import contrastile  # noqa: E402
+from contrastile.bench.sweep import in_turns  # noqa: E402
 
 PACKAGES = ("transformers", "sentence-transformers", "gradcache")
-PARTS = ("agreement", "loss", "chunks", "steps", "memory")
+PARTS = ("loss", "chunks", "steps", "memory")
 Row = dict[str, Any]
 
 
 class Run:
-    """One machine's measurements.
-
-    Attributes:
-        data: the record.
-    """
+    """One machine's measurements; ``data`` is the record."""
 
     def __init__(self, given: argparse.Namespace) -> None:
         self.given, self.started, self.ranks = given, time.monotonic(), Ranks.join(given.device)
@@ -87,31 +86,6 @@ class Run:
             torch.cuda.empty_cache()
         return row
 
-    def agree(self, b: int) -> None:
-        """Gradients by ours, and by the plain step under autocast, held to the plain step's without autocast."""
-
-        def gradients(step: Step, *, autocast: bool) -> list[Any]:
-            self.encoder.autocast = autocast
-            self.encoder.zero_grad()
-            step((self.ids[0, :b], self.ids[1, :b]), max(1, b // 4 - 1))
-            found = [p.grad.clone() for p in self.encoder.parameters() if p.grad is not None]
-            self.encoder.zero_grad()
-            self.encoder.autocast = True
-            return found
-
-        right = gradients(plain(self.encoder), autocast=False)
-        whole = sum(x.norm() ** 2 for x in right) ** 0.5
-        for name, step, autocast in (
-            (OURS, ours(self.encoder), False),
-            (OURS, ours(self.encoder), True),
-            (PLAIN, plain(self.encoder), True),
-        ):
-            pairs = list(zip(gradients(step, autocast=autocast), right, strict=True))
-            error = sum((x - y).norm() ** 2 for x, y in pairs) ** 0.5 / whole
-            each = statistics.median(((x - y).norm() / y.norm().clamp(min=1e-30)).item() for x, y in pairs)
-            words = {"name": name, "b": b, "autocast": autocast}
-            self.keep("agreement", words | {"error": error.item(), "median_of_parameters": each})
-
     def loss_alone(self, b: int) -> None:
         """``info_nce`` forward and backward on features of the batch."""
         random = torch.randn(2, b, self.encoder.width, device=self.ranks.device)
@@ -121,10 +95,9 @@ class Run:
             with self.encoder.cast():
                 return torch.autograd.grad(contrastile.info_nce(leaves[0], leaves[1], SCALE), leaves)
 
-        for _ in range(3):
-            call()
-        seconds = statistics.median(elapsed(self.ranks, call, 1)[0] / 1e3 for _ in range(5))
-        self.keep("loss", {"b": b, "d": self.encoder.width, "s": seconds})
+        seconds = [elapsed(self.ranks, call, 1)[0] / 1e3 for _ in range(8)]
+        # the first ones compile, and are captured in a graph
+        self.keep("loss", {"b": b, "d": self.encoder.width, "s": statistics.median(seconds[3:])})
 
     def best_chunk(self, name: str, step: Step) -> int:
         """The smallest chunk within 2 % of the fastest, at an eighth of the batch; 0 where all fail."""
@@ -154,31 +127,11 @@ class Run:
             row = {**old, "then": row["reason"]}
         self.keep("steps", {"name": name, **row})
 
-    def memory(self, b: int, chunk: int) -> None:
-        """Time and peak memory of ours at b, b / 4, ... one chunk, all in chunks of this size."""
-        while b >= chunk and self.left() > 0:
-            self.keep("memory", self.once(ours(self.encoder), b, chunk))
-            b //= 4
-
-    def uncached(self) -> None:
-        """The plain step at the largest size that fits of ``--plain``, its half, ..."""
-        b, step = min(self.given.plain, self.given.batch), plain(self.encoder)
-        while self.once(step, b, b)["status"] == "skip" and b > 1:
-            b //= 2
-        row = self.once(step, b, b)
-        self.keep("steps", {"name": PLAIN, **row} | ({"pairs_per_second": b / row["s"]} if "s" in row else {}))
-
     def all(self) -> None:
         """Everything, the most valuable first; competitors take turns."""
-        for part, measure, b in (
-            ("agreement", self.agree, min(1024, self.given.batch)),
-            ("loss", self.loss_alone, self.given.batch),
-        ):
-            try:
-                measure(b)
-            except Exception as error:  # the rest may be well
-                self.keep(part, {"b": b, "status": "skip", "reason": said(error)})
-        steps: dict[str, tuple[Step, int]] = {}
+        batch, smallest = self.given.batch, min(self.given.chunks)
+        self.loss_alone(batch)
+        steps: dict[str, Any] = {}
         for name, make in CACHES.items():
             try:
                 step = make(self.encoder)
@@ -186,14 +139,20 @@ class Run:
                 self.keep("steps", {"name": name, "status": "skip", "reason": said(error)})
                 continue
             if chunk := self.best_chunk(name, step):
-                steps[name] = step, chunk
-        for number in range(self.given.rounds):
-            names = list(steps)
-            for name in names[number % len(names) :] + names[: number % len(names)]:
-                self.again(name, *steps[name])
-            if number == 0:
-                self.memory(self.given.batch, min(self.given.chunks))
-                self.uncached()
+                steps[name] = partial(self.again, name, step, chunk)
+        for _ in in_turns(steps, no_ceiling, self.given.rounds) if steps else ():
+            pass
+        # ours over the batch, all in chunks of one size
+        b = batch
+        while b >= smallest and self.left() > 0:
+            self.keep("memory", self.once(ours(self.encoder), b, smallest))
+            b //= 4
+        # without a cache, at the largest size that fits
+        b, step = min(self.given.plain, batch), plain(self.encoder)
+        while self.once(step, b, b)["status"] == "skip" and b > 1:
+            b //= 2
+        row = self.once(step, b, b)
+        self.keep("steps", {"name": PLAIN, **row, "pairs_per_second": b / row.get("s", math.inf)})
 
 
 def main() -> int:

@@ -17,7 +17,7 @@ import itertools
 import math
 import re
 import zlib
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -29,7 +29,7 @@ import torch
 from fontTools.ttLib import TTFont
 from numpy.typing import NDArray
 from PIL import Image, ImageDraw, ImageFont
-from shared import Task, arguments, autocast, recall, runs
+from shared import Task, arguments, recall, runs
 from torch import Tensor, nn
 from torch.nn.functional import affine_grid, gelu, grid_sample, normalize
 
@@ -238,15 +238,6 @@ class Pictures(Task):
         ids = self.picture_of[rows]
         pictures, texts = self.pictures[ids], self.texts[rows]
         return (self.stream(pictures), self.stream(texts)), ids.to(self.device)
-
-    def stream(self, x: Tensor) -> training.Stream:
-        """Chunks on the device."""
-        return training.stream(x, self.chunk, self.device)
-
-    def embed(self, encode: Callable[[Tensor], Tensor], x: Tensor) -> Tensor:
-        """Embeddings in float32, chunk by chunk."""
-        with autocast(self.device):
-            return torch.cat([encode(chunk).float() for chunk, _ in self.stream(x)])
 
     def evaluate(self) -> dict[str, float]:
         """Recall of pictures by name: the new pictures among themselves, and all pictures by new names."""

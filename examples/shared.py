@@ -29,11 +29,15 @@ class Task(ABC):
     """A model with its data.
 
     Attributes:
+        device: where it is trained.
+        chunk: what is encoded at a time.
         pairs: how many there are to train on.
         model: has a parameter ``log_scale``.
         encode: one callable per tower: a chunk of its input -> (samples, d) of unit length.
     """
 
+    device: torch.device
+    chunk: int | training.Budget
     pairs: int
     model: Any
     encode: Sequence[Callable[[Any], Tensor]]
@@ -49,6 +53,15 @@ class Task(ABC):
     @abstractmethod
     def evaluate(self) -> dict[str, float]:
         """Recall on what was held out; the model is in eval mode."""
+
+    def stream(self, x: Tensor) -> training.Stream:
+        """Chunks on the device."""
+        return training.stream(x, self.chunk, self.device)
+
+    def embed(self, encode: Callable[[Tensor], Tensor], x: Tensor) -> Tensor:
+        """Embeddings in float32, chunk by chunk."""
+        with autocast(self.device):
+            return torch.cat([encode(chunk).float() for chunk, _ in self.stream(x)])
 
 
 def arguments(parser: ArgumentParser, *, out: str, batch: int, samples: int, lr: float) -> Namespace:

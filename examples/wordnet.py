@@ -19,7 +19,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from shared import Task, arguments, autocast, recall, runs
+from shared import Task, arguments, recall, runs
 from torch import Tensor, nn
 from torch.nn.functional import normalize
 from transformers import AutoModel, AutoTokenizer
@@ -102,19 +102,11 @@ class WordNet(Task):
         ids = self.gloss_of[rows]
         return (self.stream(self.queries[rows]), self.stream(self.glosses[ids])), ids.to(self.device)
 
-    def stream(self, x: Tensor) -> training.Stream:
-        """Chunks on the device."""
-        return training.stream(x, self.chunk, self.device)
-
-    def embed(self, x: Tensor) -> Tensor:
-        """Embeddings in float32, chunk by chunk."""
-        with autocast(self.device):
-            return torch.cat([self.model(chunk).float() for chunk, _ in self.stream(x)])
-
     def evaluate(self) -> dict[str, float]:
         """Recall of the held-out glosses, among themselves."""
         numbers, own = torch.unique(self.gloss_of[self.testing], return_inverse=True)
-        queries, glosses = self.embed(self.queries[self.testing]), self.embed(self.glosses[numbers])
+        texts = self.queries[self.testing], self.glosses[numbers]
+        queries, glosses = (self.embed(self.model, x) for x in texts)
         return recall(queries, glosses, own.to(self.device))
 
 

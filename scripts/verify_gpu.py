@@ -19,6 +19,7 @@ only where every job passed.
 from __future__ import annotations
 
 import argparse
+import contextlib
 import os
 import re
 import shutil
@@ -27,7 +28,7 @@ import subprocess
 import sys
 import time
 from collections import Counter
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -186,19 +187,18 @@ def sanitized() -> list[Job]:
     return found
 
 
+def kinds() -> Iterator[tuple[str, str, str, str]]:
+    """Name, backend, dtype and precision of everything that is verified."""
+    for backend, of_it in KINDS.items():
+        for dtype, precision in of_it:
+            yield "-".join(filter(None, (backend, dtype, precision))), backend, dtype, precision
+
+
 def verified(seed: int, out: Path) -> list[Job]:
+    more = ("--jobs", "2", "--seed", str(seed))
     return [
-        Job(
-            "verify",
-            name := "-".join(filter(None, (backend, dtype, precision))),
-            verify(
-                backend, dtype, precision, "--jobs", "2", "--seed", str(seed), "--json", f"{out}/verify-{name}.json"
-            ),
-            slots=2,
-            facts={"seed": seed},
-        )
-        for backend, kinds in KINDS.items()
-        for dtype, precision in kinds
+        Job("verify", name, verify(*kind, *more, "--json", f"{out}/verify-{name}.json"), slots=2, facts={"seed": seed})
+        for name, *kind in kinds()
     ]
 
 
@@ -219,19 +219,16 @@ def drawn(examples: int, seed: int, out: Path) -> list[Job]:
     found = []
     for part, start in enumerate(range(0, each, PART)):
         size = min(PART, each - start)
-        for backend, kinds in KINDS.items():
-            for dtype, precision in kinds:
-                name = "-".join(filter(None, (backend, dtype, precision, str(part))))
-                words = ["--case", "drawn", "--property", "drawn", "--examples", str(size), "--seed", str(seed + part)]
-                command = verify(backend, dtype, precision, *words, "--json", f"{out}/drawn-{name}.json")
-                found.append(Job("drawn", name, command, facts={"seed": seed + part, "problems": size}))
+        for kind_name, *kind in kinds():
+            name = f"{kind_name}-{part}"
+            words = ["--case", "drawn", "--property", "drawn", "--examples", str(size), "--seed", str(seed + part)]
+            command = verify(*kind, *words, "--json", f"{out}/drawn-{name}.json")
+            found.append(Job("drawn", name, command, facts={"seed": seed + part, "problems": size}))
     return found
 
 
 def run(queue: Sequence[Job], cores: int, out: Path, limits: dict[str, float]) -> None:
     """Run all jobs, as many at a time as there are cores for; their facts say what became of them."""
-    environment = dict(os.environ, PYTHONPATH=os.pathsep.join([str(ROOT), os.environ.get("PYTHONPATH", "")]))
-    environment |= {"TRITON_INTERPRET": "0", "OMP_NUM_THREADS": "1", "PYTHONUNBUFFERED": "1"}
     waiting, running = list(queue), list[tuple[Job, subprocess.Popen[bytes], float]]()
     start = time.monotonic()
     try:
@@ -243,9 +240,10 @@ def run(queue: Sequence[Job], cores: int, out: Path, limits: dict[str, float]) -
             while waiting and (waiting[0].slots <= free or not running):
                 job = waiting.pop(0)
                 free -= job.slots
-                process = begin(job, out, environment)
-                if process is not None:
-                    running.append((job, process, now))
+                try:
+                    running.append((job, begin(job, out), now))
+                except OSError as error:
+                    ended(job, "", 0.0, f"{job.command[0]}: {error.strerror}")
             for each in list(running):
                 job, process, since = each
                 late = now - start > limits[job.step]
@@ -263,35 +261,24 @@ def run(queue: Sequence[Job], cores: int, out: Path, limits: dict[str, float]) -
             stop(process)
 
 
-def begin(job: Job, out: Path, environment: dict[str, str]) -> subprocess.Popen[bytes] | None:
-    """Its process, or None where there is no such program."""
+def begin(job: Job, out: Path) -> subprocess.Popen[bytes]:
+    """A job's process, which prints to its log."""
+    path = os.pathsep.join([str(ROOT), os.environ.get("PYTHONPATH", "")])
+    more = {"PYTHONPATH": path, "TRITON_INTERPRET": "0", "OMP_NUM_THREADS": "1", "PYTHONUNBUFFERED": "1"}
     # what PyTorch keeps to itself hides a step beyond an array from a sanitizer, too
-    alone = {"PYTORCH_NO_CUDA_MEMORY_CACHING": "1"} if job.step == "sanitizers" else {}
+    more |= {"PYTORCH_NO_CUDA_MEMORY_CACHING": "1"} if job.step == "sanitizers" else {}
+    how: dict[str, Any] = {"cwd": ROOT, "env": os.environ | more, "stdin": subprocess.DEVNULL}
     with log(job, out).open("wb") as file:
-        try:
-            return subprocess.Popen(
-                job.command,
-                cwd=ROOT,
-                env=environment | alone,
-                stdin=subprocess.DEVNULL,
-                stdout=file,
-                stderr=subprocess.STDOUT,
-                start_new_session=True,
-            )
-        except OSError as error:
-            ended(job, "", 0.0, f"{job.command[0]}: {error.strerror}")
-    return None
+        return subprocess.Popen(job.command, stdout=file, stderr=subprocess.STDOUT, start_new_session=True, **how)
 
 
 def stop(process: subprocess.Popen[bytes]) -> None:
     """Interrupt a job, so that it ends what it has started; then kill what is left."""
-    for how, patience in ((signal.SIGINT, GRACE), (signal.SIGKILL, GRACE)):
+    for how in (signal.SIGINT, signal.SIGKILL):
         if process.poll() is None:
             os.killpg(process.pid, how)
-            try:
-                process.wait(patience)
-            except subprocess.TimeoutExpired:
-                continue
+            with contextlib.suppress(subprocess.TimeoutExpired):
+                process.wait(GRACE)
 
 
 def ended(job: Job, text: str, seconds: float, why: str) -> None:

@@ -151,7 +151,9 @@ def chunked_loss(image: Any, text: Any, scale: Any) -> Any:
     return (torch.cat([row for row, _ in found]) + columns - 2 * positive).mean() / 2
 
 
-def _two_sided(one_direction: Loss) -> Loss:
+def two_sided(one_direction: Loss) -> Loss:
+    """``(rows, weight, target) -> loss``, a linear cross entropy, called for each direction."""
+
     def loss(image: Any, text: Any, scale: Any) -> Any:
         target = torch.arange(image.shape[0], device=image.device)
         return (one_direction(scale * image, text, target) + one_direction(scale * text, image, target)) / 2
@@ -170,16 +172,16 @@ def _inf_cl(several: bool) -> Loss:
 def _cut_cross_entropy(several: bool) -> Loss:
     one = importlib.import_module("cut_cross_entropy").linear_cross_entropy
     # by default it leaves out small gradients
-    return _two_sided(lambda x, weight, target: one(x, weight, target, filter_eps=None))
+    return two_sided(lambda x, weight, target: one(x, weight, target, filter_eps=None))
 
 
 def _liger(several: bool) -> Loss:
     one = importlib.import_module("liger_kernel.transformers").LigerFusedLinearCrossEntropyLoss()
-    return _two_sided(lambda x, weight, target: one(weight, x, target))
+    return two_sided(lambda x, weight, target: one(weight, x, target))
 
 
 def _quack(several: bool) -> Loss:
-    return _two_sided(importlib.import_module("quack.linear_cross_entropy").chunked_linear_cross_entropy)
+    return two_sided(importlib.import_module("quack.linear_cross_entropy").chunked_linear_cross_entropy)
 
 
 PEERS = {

@@ -13,6 +13,7 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
+from harness.peers import two_sided
 from torch.nn.functional import cross_entropy
 
 from contrastile.verify.losses import Claims
@@ -84,16 +85,6 @@ def symmetric(logits: Any) -> Any:
     """The mean of both directions' cross entropies."""
     own = torch.arange(len(logits), device=logits.device)
     return (cross_entropy(logits, own) + cross_entropy(logits.T, own)) / 2
-
-
-def two_sided(one_direction: Loss) -> Loss:
-    """``(rows, weight, target) -> loss``, a linear cross entropy, called for each direction."""
-
-    def loss(image: Any, text: Any, scale: Any) -> Any:
-        own = torch.arange(len(image), device=image.device)
-        return (one_direction(scale * image, text, own) + one_direction(scale * text, image, own)) / 2
-
-    return loss
 
 
 def symmetric_of(image: Any, text: Any, scale: Any) -> Any:

@@ -10,7 +10,7 @@ import numpy as np
 from contrastile.backends.arrays import library_of
 from contrastile.backends.contract import state_dtype
 from contrastile.bench.peers import CHECK_ROWS, Implementation
-from contrastile.bench.workloads import Features, Workload, arguments, features
+from contrastile.bench.workloads import Workload, arguments, features
 from contrastile.verify.bounds import bounds
 from contrastile.verify.comparison import compare, parts
 from contrastile.verify.losses.arguments import Arguments, stated
@@ -87,7 +87,7 @@ def _compare(
     if not all(bound is None or np.isfinite(bound).all() for _, bound in parts(allowed, FIELDS)):
         return None
     # exact: the features were drawn in float32
-    given = Features(image.astype(np.float32), text.astype(np.float32), drawn.ids)
+    given = replace(drawn, image=image.astype(np.float32), text=text.astype(np.float32))
     loss, gradients = implementation.step(arguments(given, implementation.library, dtype, device, scale))()
     worst = compare(_outcome(loss, gradients), exact.outcome, allowed, FIELDS)
     return worst.ratio, f"{worst} ({workload.variant}, b = {workload.batch}, d = {workload.width})"

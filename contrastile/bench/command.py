@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import os
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -29,17 +30,17 @@ USUAL: dict[str, Any] = {"batch": [4096, 8192], "width": [512], "repeat": 5}
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    add = parser.add_argument
+    add, count, mib = parser.add_argument, at_least(1), at_least(0)
     add("--backend", nargs="+", metavar="NAME", help="backends, or module:attribute (the fast ones that run here)")
-    add("--batch", nargs="+", type=positive, metavar="B", help="numbers of pairs (4096 8192)")
-    add("--width", nargs="+", type=positive, metavar="D", help="numbers of features (512)")
+    add("--batch", nargs="+", type=count, metavar="B", help="numbers of pairs (4096 8192)")
+    add("--width", nargs="+", type=count, metavar="D", help="numbers of features (512)")
     add("--variant", nargs="+", choices=VARIANTS, default=["aligned"], help="ragged: b-1, d-3; ids: false negatives")
     add("--dtype", choices=sorted(FLOATS), default="float32", help="of the features (%(default)s)")
     add("--scale", type=float, default=100.0, help="multiplies the dot products (%(default)s)")
-    add("--workspace", type=whole, metavar="MIB", help="for G, of triton and cupy (CONTRASTILE_WORKSPACE_MIB)")
-    add("--keep", type=whole, metavar="MIB", help="of exponentials kept, of cupy and torch (CONTRASTILE_KEEP_MIB)")
-    add("--repeat", type=positive, metavar="N", help="rounds; each times every implementation once (5)")
-    add("--threads", type=positive, metavar="N", help="threads of torch (its own choice)")
+    add("--workspace", type=mib, metavar="MIB", help="for G, of triton and cupy (CONTRASTILE_WORKSPACE_MIB)")
+    add("--keep", type=mib, metavar="MIB", help="of exponentials kept, of cupy and torch (CONTRASTILE_KEEP_MIB)")
+    add("--repeat", type=count, metavar="N", help="rounds; each times every implementation once (5)")
+    add("--threads", type=count, metavar="N", help="threads of torch (its own choice)")
     add(
         "--device", choices=("auto", "cpu", "cuda"), default="auto", help="where to measure (the GPU if torch sees one)"
     )
@@ -51,19 +52,16 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     add("--plot", type=Path, metavar="FILE.png", help="draw time and memory against the batch")
 
 
-def positive(text: str) -> int:
-    value = int(text)
-    if value < 1:
-        raise argparse.ArgumentTypeError(f"must be at least 1, got {value}")
-    return value
+def at_least(least: int) -> Callable[[str], int]:
+    """An integer of at least this, for argparse."""
 
+    def integer(text: str) -> int:
+        value = int(text)
+        if value < least:
+            raise argparse.ArgumentTypeError(f"must be at least {least}, got {value}")
+        return value
 
-def whole(text: str) -> int:
-    """An integer of at least 0, for argparse."""
-    value = int(text)
-    if value < 0:
-        raise argparse.ArgumentTypeError(f"must be at least 0, got {value}")
-    return value
+    return integer
 
 
 def main(args: argparse.Namespace) -> int:

@@ -181,19 +181,11 @@ def _key(implementation: Implementation, workload: Workload) -> tuple[str, str, 
 
 
 def _count_bytes(row: Measurement, settings: SweepSettings) -> None:
-    workload = row.workload
-    request = child.Request(
-        row.implementation,
-        workload.variant,
-        workload.batch,
-        workload.width,
-        settings.dtype,
-        settings.device,
-        settings.scale,
-        settings.threads,
-    )
+    how = {name: getattr(settings, name) for name in ("dtype", "device", "scale", "threads")}
+    size = row.workload.variant, row.workload.batch, row.workload.width
+    timeout = 60 + 2 * settings.budget
     try:
-        row.peak_bytes = child.measure_in_a_child(request, timeout=60 + 2 * settings.budget)
+        row.peak_bytes = child.measure_in_a_child(timeout, implementation=row.implementation, workload=size, **how)
     except child.MemoryMeasurementError as error:
         row.reason = str(error)
 

@@ -50,26 +50,17 @@ class Workload:
 
 
 @dataclass(frozen=True, slots=True)
-class Features:
-    """A workload's features: image and text (b, d) float32 of unit length, ids (b,) int64 or None."""
-
-    image: npt.NDArray[np.float32]
-    text: npt.NDArray[np.float32]
-    ids: npt.NDArray[np.int64] | None
-
-
-@dataclass(frozen=True, slots=True)
 class Arguments:
-    """The arguments of an implementation: the features in its library's arrays, and the scale."""
+    """A workload's arguments: image and text (b, d) of unit length, ids (b,) int64 or None, and the scale."""
 
     image: Any
     text: Any
-    scale: Any
     ids: Any
+    scale: Any = None
 
 
-def features(workload: Workload) -> Features:
-    """The workload's features: equal on every call, and for all variants of one shape."""
+def features(workload: Workload) -> Arguments:
+    """The workload's features in NumPy's float32: equal on every call, and for all variants of one shape."""
     b, d = workload.shape
     random = np.random.default_rng([b, d])
     image, noise = (random.standard_normal((b, d), dtype=np.float32) for _ in range(2))
@@ -77,17 +68,15 @@ def features(workload: Workload) -> Features:
         x /= np.linalg.norm(x, axis=1, keepdims=True)
     noise *= np.float32(np.sqrt(1 - COSINE**2))
     noise += np.float32(COSINE) * image
-    return Features(image, noise, _ids(b, random) if workload.variant == "ids" else None)
-
-
-def _ids(b: int, random: np.random.Generator) -> npt.NDArray[np.int64]:
+    if workload.variant != "ids":
+        return Arguments(image, noise, None)
     ids = np.arange(b, dtype=np.int64)
     couples = random.permutation(b)[: 2 * int(b * SHARED / 2)].reshape(-1, 2)
     ids[couples[:, 1]] = ids[couples[:, 0]]
-    return ids
+    return Arguments(image, noise, ids)
 
 
-def arguments(given: Features, library: str, dtype: str, device: str, scale: float) -> Arguments:
+def arguments(given: Arguments, library: str, dtype: str, device: str, scale: float) -> Arguments:
     """The features in one library's arrays; torch tensors require gradients, and share NumPy's memory where they can.
 
     Args:
@@ -100,10 +89,10 @@ def arguments(given: Features, library: str, dtype: str, device: str, scale: flo
     if library == "cupy":
         cupy: Any = importlib.import_module("cupy")
         same = None if given.ids is None else cupy.asarray(given.ids)
-        return Arguments(cupy.asarray(given.image, dtype), cupy.asarray(given.text, dtype), scale, same)
+        return Arguments(cupy.asarray(given.image, dtype), cupy.asarray(given.text, dtype), same, scale)
     if library == "numpy":
-        kind = np.dtype(dtype)
-        return Arguments(given.image.astype(kind, copy=False), given.text.astype(kind, copy=False), scale, given.ids)
+        image, text = (x.astype(np.dtype(dtype), copy=False) for x in (given.image, given.text))
+        return Arguments(image, text, given.ids, scale)
     import torch
 
     def put(x: npt.NDArray[np.float32]) -> Any:
@@ -111,6 +100,5 @@ def arguments(given: Features, library: str, dtype: str, device: str, scale: flo
 
     state = torch.float64 if dtype == "float64" else torch.float32
     ids = None if given.ids is None else torch.from_numpy(given.ids).to(device)
-    return Arguments(
-        put(given.image), put(given.text), torch.tensor(scale, dtype=state, device=device, requires_grad=True), ids
-    )
+    factor = torch.tensor(scale, dtype=state, device=device, requires_grad=True)
+    return Arguments(put(given.image), put(given.text), ids, factor)

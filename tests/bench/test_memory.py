@@ -7,7 +7,7 @@ import torch
 
 from contrastile.backends.replay import SETTING
 from contrastile.bench import memory
-from contrastile.bench.child import MemoryMeasurementError, Request, measure_in_a_child
+from contrastile.bench.child import MemoryMeasurementError, measure_in_a_child
 from contrastile.bench.peers import plain
 from contrastile.bench.workloads import Workload, arguments, features
 
@@ -81,12 +81,6 @@ def test_the_plain_loss_holds_four_matrices_of_logits() -> None:
     assert 4 * matrix <= peak <= 4 * matrix + 8 * tower
 
 
-def test_the_same_call_gives_the_same_bytes() -> None:
-    workload = Workload("ragged", 200, 32)
-    step = plain().step(arguments(features(workload), "torch", "float32", "cpu", 100.0))
-    assert memory.torch_peak(step) == memory.torch_peak(step)
-
-
 @pytest.mark.parametrize(
     ("sizes", "peak"), [((), 0), ((-5,), 0), ((3, -3, 4, -4), 4), ((3, 4, -7, 6), 7), ((-5, 3, 4), 7)]
 )
@@ -107,28 +101,19 @@ def test_numpy_buffers_are_counted_and_little_else() -> None:
     assert 4 * MIB <= peak < 4 * MIB + mmap.PAGESIZE
 
 
-def request(**changes: object) -> Request:
-    values = {
-        "implementation": "plain",
-        "variant": "ids",
-        "batch": 129,
-        "width": 8,
-        "dtype": "float32",
-        "device": "cpu",
-        "scale": 100.0,
-        "threads": 1,
-    }
-    return Request(**{**values, **changes})  # type: ignore[arg-type]
+def in_a_child(implementation: str) -> int:
+    how = {"dtype": "float32", "device": "cpu", "scale": 100.0, "threads": 1}
+    return measure_in_a_child(300, implementation=implementation, workload=("ids", 129, 8), **how)
 
 
 def test_a_process_of_its_own_counts_the_same_bytes() -> None:
     step = plain().step(arguments(features(Workload("ids", 129, 8)), "torch", "float32", "cpu", 100.0))
-    assert measure_in_a_child(request(), timeout=300) == memory.torch_peak(step)
+    assert in_a_child("plain") == memory.torch_peak(step)
 
 
 def test_a_process_that_fails_says_why() -> None:
     with pytest.raises(MemoryMeasurementError, match="'nobody'"):
-        measure_in_a_child(request(implementation="nobody"), timeout=300)
+        in_a_child("nobody")
 
 
 @pytest.mark.parametrize("given", [None, "1"])
