@@ -41,7 +41,7 @@ CASES = (
     "labels", "self-excluded", "blocks", "signed-zero-weights", "wide-scale", "sigmoid", "sigmoid-ids", "large-logits",
     "nan", "inf",
 )  # fmt: skip
-PROPERTIES = ("tiles", "frozen", "accumulation", "determinism", "strided", "poisoned-memory")
+PROPERTIES = ("tiles", "upstream", "frozen", "accumulation", "determinism", "strided", "poisoned-memory")
 TENSOR_CORES = (
     "ragged", "hot", "staircase", "exact", "labels", "self-excluded", "blocks", "sigmoid-ids", "large-logits",
     "certain", "certain-labels", "norm-3000", "nan", "inf",
