@@ -185,7 +185,7 @@ def loaded_by(statement: str) -> set[str]:
     """The top-level modules that a fresh interpreter holds after a statement."""
     code = f"{statement}\nimport sys\nprint(*(name for name in sys.modules))"
     run = subprocess.run(
-        [sys.executable, "-W", "error", "-c", code], capture_output=True, text=True, timeout=120, check=True
+        [sys.executable, "-W", "error", "-c", code], capture_output=True, text=True, timeout=1200, check=True
     )
     return set(run.stdout.split())
 

@@ -107,7 +107,7 @@ class Handler(http.server.SimpleHTTPRequestHandler):
 def build(config: Path, site: Path) -> None:
     command = [sys.executable, "-m", "mkdocs", "build", "--strict", "--quiet", "-f", str(config), "-d", str(site)]
     environment = os.environ | {"NO_MKDOCS_2_WARNING": "1"}
-    ended = subprocess.run(command, capture_output=True, text=True, timeout=300, check=False, env=environment)
+    ended = subprocess.run(command, capture_output=True, text=True, timeout=1200, check=False, env=environment)
     assert ended.returncode == 0, ended.stderr
 
 
@@ -123,9 +123,9 @@ def browse(chromium: str, site: Path, profile: Path) -> list[str]:
         command += [f"{origin}/driver"]
         with (profile.parent / "log").open("w+", encoding="utf-8") as log:
             browser = subprocess.Popen(command, stdout=subprocess.DEVNULL, stderr=log)
-            ended = server.done.wait(240)
+            ended = server.done.wait(1200)
             browser.terminate()
-            browser.wait(60)
+            browser.wait(1200)
             log.seek(0)
             said = log.read()
         server.shutdown()

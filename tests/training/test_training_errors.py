@@ -306,6 +306,6 @@ def test_shapes_that_change_between_the_passes() -> None:
 
 def test_training_without_torch_says_what_to_install() -> None:
     code = "import sys; sys.modules['torch'] = None; import contrastile; contrastile.training"
-    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=120)
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=1200)
     assert done.returncode == 1
     assert "pip install 'contrastile[torch]'" in done.stderr

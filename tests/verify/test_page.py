@@ -141,7 +141,7 @@ def test_a_browser_shows_the_plots_without_errors_or_sideways_scroll(
     command = [chromium, "--headless=new", "--no-sandbox", "--disable-gpu", "--window-size=1300,900"]
     command += [f"--user-data-dir={tmp_path / 'profile'}", "--enable-logging=stderr", "--dump-dom", path.as_uri()]
     command += ["--blink-settings=preferredColorScheme=0"] if dark else []
-    ended = subprocess.run(command, capture_output=True, text=True, timeout=120, check=False)
+    ended = subprocess.run(command, capture_output=True, text=True, timeout=1200, check=False)
     assert "CONSOLE" not in ended.stderr
     (told,) = re.findall(r'<body data-found="([^"]*)"', ended.stdout)
     looked = json.loads(html.unescape(told))
@@ -150,3 +150,11 @@ def test_a_browser_shows_the_plots_without_errors_or_sideways_scroll(
     # the legend's lines and every plot's
     assert looked["seen"] == len(plots.LINES) * (1 + len(AXES))
     assert (looked["paper"] == "rgb(255, 255, 255)") is not dark
+
+
+def test_lines_lie_in_the_order_of_their_values() -> None:
+    root = ElementTree.fromstring(plots.plot("float32", "b", points()))
+    first = [float(str(line.get("points")).split()[0].split(",")[1]) for line in root.findall("{*}polyline")]
+    # downwards on the screen: bound, probabilistic bound, plain, error
+    assert first == sorted(first)
+    assert len(set(first)) == 4

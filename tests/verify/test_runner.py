@@ -396,3 +396,34 @@ def test_a_few_refusals_are_counted_and_pass():
     )
     assert report.verdict(rows) == "pass"
     assert report.summary(rows).startswith("PASS: 4 passed, 0 failed, 1 refused, 0 skipped")
+
+
+def test_progress_counts_every_row():
+    seen = []
+    run = Run(Selection({"numpy": NUMPY}, ["one-row"], ["value", "shift"], DTYPES), lambda *step: seen.append(step))
+    rows = list(run.rows())
+    assert [step[:2] for step in seen] == [(i + 1, len(rows)) for i in range(len(rows))]
+
+
+def test_what_raises_is_off_by_any_bound():
+    def lse(block, columns, options):
+        raise KeyError("ill")
+
+    (row,) = Run(Selection({"ill": replace(NUMPY, lse=lse)}, ["smoke"], ["value"], ["float64"])).rows()
+    assert (row["status"], row["ratio"], row["excess"]) == ("fail", np.inf, np.inf)
+
+
+def test_few_refusals_among_what_is_drawn_do_not_hide_the_rest():
+    refusing = replace(NUMPY, supports=lambda block: "too narrow" if block.rows.shape[1] == 1 else None)
+    (row,) = Run(Selection({"refusing": refusing}, ["drawn"], ["drawn"], ["float64"], examples=40)).rows()
+    assert row["status"] == "pass"
+
+
+def test_the_command_that_reruns_a_row_names_its_precision():
+    several = replace(NUMPY, precisions=frozenset({"ieee", "tf32"}))
+    selection = Selection({"several": several})
+    subjects = selection.subjects("float32")
+    commands = [selection.command(subject, PROPERTIES["value"], "hot") for subject in subjects]
+    assert [command.partition(" --precision ")[2].split()[0] for command in commands] == ["ieee", "tf32"]
+    (half,) = selection.subjects("float16")
+    assert "--precision" not in selection.command(half, PROPERTIES["value"], "hot")

@@ -57,8 +57,13 @@ def _softplus(t: float) -> float:
     return max(t, 0.0) + math.log1p(math.exp(-abs(t)))
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize("name", FINITE)
+LARGE = ("aligned", "copies", "deep", "ids-drop@rows", "long", "sorted-labels", "views", "wide")
+"""Cases whose pairs take Python seconds and more."""
+
+
+@pytest.mark.parametrize(
+    "name", [pytest.param(name, marks=[pytest.mark.slow] * name.startswith(LARGE)) for name in FINITE]
+)
 def test_the_loss_is_the_sum_written_out(name: str) -> None:
     problem = build(name, "float32").problem
     exact = truth(problem)

@@ -117,6 +117,6 @@ def test_a_backend_of_the_current_directory_is_found_by_a_console_script(here):
     package = str(Path(__file__).parents[3])
     environment = {**os.environ, "PYTHONPATH": package}
     done = subprocess.run(
-        [sys.executable, "-c", script, *words], env=environment, capture_output=True, text=True, timeout=120
+        [sys.executable, "-c", script, *words], env=environment, capture_output=True, text=True, timeout=1200
     )
     assert done.returncode == 0, done.stderr

@@ -58,7 +58,7 @@ def run(folder, *words, code=0, **files):
         "no:cacheprovider",
         *words,
     ]
-    done = subprocess.run(command, cwd=folder, env=environment, capture_output=True, text=True, timeout=300)
+    done = subprocess.run(command, cwd=folder, env=environment, capture_output=True, text=True, timeout=1200)
     assert done.returncode == code, done.stdout + done.stderr
     return done.stdout
 
