@@ -407,6 +407,8 @@ class TorchArrays:
         return self.module.empty_like(x).index_copy_(0, places, x)
 
     def count_in(self, needles: Array, haystack: Array) -> Array:
+        # torch warns of strided ones
+        haystack, needles = haystack.contiguous(), needles.contiguous()
         right = self.module.searchsorted(haystack, needles, right=True)
         return right - self.module.searchsorted(haystack, needles)
 
