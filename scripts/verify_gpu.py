@@ -175,7 +175,7 @@ def sanitized() -> list[Job]:
         # libraries ask the driver for entry points that it may lack
         under += ["--report-api-errors", "no"] if tool == "memcheck" else []
         tests = {"cupy-tiles": ["tests/gpu/test_cupy_tiles.py", "-k", "small"]}
-        tests["cupy-small-kernels"] = ["tests/gpu/test_cupy_small_kernels.py"]
+        tests["cupy-steps"] = ["tests/gpu/test_cupy_gpu.py", "-k", "give_the_same_bits"]
         programs = {name: ["-c", UNPOOLED, *PYTEST, *which] for name, which in tests.items()}
         if tool == "memcheck":
             small = ["--case", *SMALL_CASES, "--property", "value", "gradients"]

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from contextlib import nullcontext
-from functools import partial
 from typing import Any
 
 import pytest
@@ -52,59 +51,6 @@ def ranks(loss: Loss, frozen: bool = False, reduction: str = "mean", **named: An
         return [value.detach(), *(x.grad for x in leaves)]
 
     return InProcessGroup[list[Any]](len(COUNTS)).run(program)
-
-
-@pytest.mark.parametrize("reduction", ["mean", "sum"])
-@pytest.mark.parametrize("frozen", [False, True])
-@pytest.mark.parametrize("named", [{}, {"ids": IDS}], ids=["plain", "ids"])
-def test_each_rank_has_its_rows_of_the_whole_gradient(named: dict[str, Any], frozen: bool, reduction: str) -> None:
-    n = len(COUNTS)
-    expected = whole(contrastile.clip_loss, frozen, n if reduction == "mean" else 1, **named)
-    found = ranks(contrastile.clip_loss, frozen, reduction, **named)
-    for rank, (value, d_image, d_text, d_scale) in enumerate(found):
-        assert torch.equal(value, expected[0])
-        assert torch.equal(d_scale, expected[3] / n)
-        for got, want in ((d_image, expected[1]), (d_text, expected[2])):
-            assert (got is None) == (want is None)
-            assert want is None or torch.equal(got, want.split(COUNTS)[rank])
-
-
-def test_no_gradients_and_a_number_for_a_scale() -> None:
-    def program(comm: InProcess) -> float:
-        image, text, _ = drawn()
-        with torch.no_grad():
-            return float(contrastile.clip_loss(image, text, 1.5, group=comm, exchange="replicate"))
-
-    assert len(set(InProcessGroup[float](2).run(program))) == 1
-
-
-def test_negatives_of_all_ranks_are_columns_of_each() -> None:
-    image, text, scale = drawn()
-
-    def program(comm: InProcess, exchange: str) -> list[Tensor]:
-        queue = torch.randn(2 + comm.rank, 6, generator=torch.Generator().manual_seed(comm.rank)).requires_grad_()
-        leaves = [x.detach().clone().requires_grad_() for x in (image, text)]
-        found = contrastile.info_nce(*leaves, scale, negatives=queue, group=comm, exchange=exchange)
-        found.backward()
-        return [found.detach(), *(x.grad for x in (*leaves, queue))]
-
-    both = [InProcessGroup[list[Tensor]](2).run(partial(program, exchange=x)) for x in ("replicate", "gather")]
-    for replicated, gathered in zip(*both, strict=True):
-        for got, want in zip(replicated, gathered, strict=True):
-            torch.testing.assert_close(got, want)
-
-
-def test_gradients_without_autograd() -> None:
-    expected = whole(contrastile.clip_loss, upstream=len(COUNTS))
-
-    def program(comm: InProcess) -> Any:
-        image, text, scale = (x.detach() for x in drawn())
-        own = image.split(COUNTS)[comm.rank], text.split(COUNTS)[comm.rank], scale
-        return contrastile.value_and_grad(contrastile.clip_loss, group=comm, exchange="replicate")(*own)
-
-    for rank, (value, (d_image, *_)) in enumerate(InProcessGroup[Any](len(COUNTS)).run(program)):
-        assert torch.equal(value, expected[0])
-        assert torch.equal(d_image, expected[1].split(COUNTS)[rank])
 
 
 def test_a_rank_may_be_under_a_dispatch_mode() -> None:
