@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from contextlib import nullcontext
 from typing import Any
 
@@ -16,8 +15,6 @@ from contrastile.comm.inprocess import InProcess, InProcessGroup
 from contrastile.schedules.placement import REPLICATED, Shards, choose_exchange
 
 COUNTS = 4, 0, 7
-IDS = torch.tensor([0, 1, 2, 0, 4, 5, 2, 7, 8, 9, 1])
-Loss = Callable[..., Any]
 
 
 def drawn(frozen: bool = False) -> list[Any]:
@@ -27,34 +24,29 @@ def drawn(frozen: bool = False) -> list[Any]:
     return [image.requires_grad_(not frozen), text.requires_grad_(), torch.tensor(1.5, requires_grad=True)]
 
 
-def whole(loss: Loss, frozen: bool = False, upstream: int = 1, **named: Any) -> list[Any]:
-    leaves = drawn(frozen)
-    value = loss(*leaves, backend="torch", **named)
+def whole(upstream: int = 1) -> list[Any]:
+    leaves = drawn()
+    value = contrastile.clip_loss(*leaves, backend="torch")
     value.backward(torch.tensor(float(upstream)))
     return [value.detach(), *(x.grad for x in leaves)]
 
 
-def ranks(loss: Loss, frozen: bool = False, reduction: str = "mean", **named: Any) -> list[list[Any]]:
-    """Each rank's loss and gradients."""
-
-    def program(comm: InProcess) -> list[Any]:
-        def own(x: Any) -> Any:
-            return x if x.ndim == 0 else x.split(COUNTS)[comm.rank]
-
-        leaves = [own(x.detach()).clone().requires_grad_(x.requires_grad) for x in drawn(frozen)]
-        settings = {"group": comm, "exchange": "replicate", "parameter_reduction": reduction, "backend": "torch"}
+@pytest.mark.parametrize("frozen", [False, True])
+def test_a_step_is_one_message(frozen: bool) -> None:
+    def program(comm: InProcess) -> None:
+        image, text, scale = drawn(frozen)
+        leaves = [x.detach().split(COUNTS)[comm.rank].requires_grad_(x.requires_grad) for x in (image, text)]
         before = comm.calls.messages
-        value = loss(*leaves, **settings, **{name: own(x) for name, x in named.items()})
+        value = contrastile.clip_loss(*leaves, scale, group=comm, exchange="replicate", backend="torch")
         assert comm.calls.messages == before + 1
         value.backward()
         assert comm.calls.messages == before + 1
-        return [value.detach(), *(x.grad for x in leaves)]
 
-    return InProcessGroup[list[Any]](len(COUNTS)).run(program)
+    InProcessGroup[None](len(COUNTS)).run(program)
 
 
 def test_a_rank_may_be_under_a_dispatch_mode() -> None:
-    expected = whole(contrastile.clip_loss, upstream=len(COUNTS))
+    expected = whole(upstream=len(COUNTS))
 
     def program(comm: InProcess) -> list[Tensor]:
         def own(x: Tensor) -> Tensor:
