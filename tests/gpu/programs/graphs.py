@@ -11,16 +11,18 @@ import faulthandler
 import sys
 import time
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
+
+sys.path.append(str(Path(__file__).resolve().parents[1]))
 
 import numpy as np
 import torch
+from capturing import captured
 from exchange import BACKENDS, SECONDS, WIDTH, join
 
 import contrastile
 from contrastile.comm.connect import connect
-
-Step = Callable[[], list[Any]]
 
 
 def features(comm: Any, seed: int) -> list[Any]:
@@ -28,18 +30,6 @@ def features(comm: Any, seed: int) -> list[Any]:
     draw = torch.Generator("cuda").manual_seed(100 * seed + comm.rank)
     x = torch.randn((2, 300 + 17 * comm.rank, WIDTH), device="cuda", generator=draw)
     return [each.bfloat16() for each in torch.nn.functional.normalize(x, dim=2)]
-
-
-def captured(step: Step) -> tuple[Any, list[Any]]:
-    """A graph of the step, and what it writes; kernels are compiled and connections made before."""
-    side, graph = torch.cuda.Stream(), torch.cuda.CUDAGraph()
-    side.wait_stream(torch.cuda.current_stream())
-    with torch.cuda.stream(side):
-        step()
-    torch.cuda.current_stream().wait_stream(side)
-    with torch.cuda.graph(graph):
-        found = step()
-    return graph, found
 
 
 def replayed(graph: Any, found: list[Any], expected: list[Any]) -> bool:
