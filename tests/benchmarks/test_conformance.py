@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import re
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -107,16 +106,6 @@ def test_memory_is_measured_as_a_power_of_the_batch() -> None:
     assert power(adapters.symmetric_of) == 2
     assert power(PEERS["contrastile_torch"].make) == 1
     assert power(lambda image, text, scale: (image[:, 0, None, None] * text[:, :1] * text[:, 0]).sum() * scale, 64) == 3
-
-
-def test_an_adapter_that_calls_wrongly_ends_the_run(monkeypatch: pytest.MonkeyPatch) -> None:
-    def make(rank: int = 0, world_size: int = 1) -> Any:
-        return lambda image, text, scale: image.no_such_thing()
-
-    make.claims = Claims()  # type: ignore[attr-defined]
-    monkeypatch.setattr(conformance, "BATCHES", {"smoke": conformance.BATCHES["smoke"]})
-    with pytest.raises(RuntimeError, match="wrong: the adapter is wrong: raised AttributeError"):
-        conformance.measured(replace(PEERS["torch_float32"], make=make, name="wrong"))
 
 
 def test_what_needs_a_gpu_is_not_run_without_one(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -24,11 +24,6 @@ def timed(part: str, name: str, b: int, ms: float, n: int = 1, exchange: str = "
     return row | {"ceiling_tflops": [700.0], "fraction": [share]} | more
 
 
-def called(label: str, **times: float) -> list[dict[str, Any]]:
-    about = {"part": "everyday", "row": label, "status": "measured"}
-    return [about | {"name": name, "milliseconds": [ms]} for name, ms in times.items()]
-
-
 def record(times: list[dict[str, Any]], ranks: int = 1, **more: Any) -> dict[str, Any]:
     environment = {"device": "Some GPU", "date": "2026-01-02T03:04:05", "commit": "c" * 40, "torch": "2.11.0"}
     verified = [{"name": OURS, "pass": 26, "worst": 0.762, "verdict": "pass"}]
@@ -52,14 +47,6 @@ FOUR = record(
         timed("steps", OURS, 131072, 30.0, 4, "gather", each=True, peak_bytes=900 * MIB),
     ],
     4,
-)
-CLIP = "clip_loss bfloat16 b=4096 d=512"
-CALLS = record(
-    [
-        *called(CLIP, auto=2.0, triton=2.5, plain=9.0, compiled=5.0),
-        *called("clip_loss float32 b=8192 d=512 precision=tf32", auto=1.0, plain=9.0),
-        *called("nt_xent bfloat16 b=4096 d=128", auto=4.0, plain=3.0),
-    ]
 )
 
 
@@ -100,44 +87,6 @@ def test_perfect_scaling_is_the_rate_of_a_rank_alone() -> None:
     # as many pairs on every rank: 4 x 6 / 25
     assert rows[1].endswith("| 96.0 % |")
     assert "900.0 MiB" in rows[1]
-
-
-def test_an_everyday_call_is_compared_with_the_faster_of_the_others() -> None:
-    text = tables.everyday_section("everyday_some", CALLS)
-    assert "| `clip_loss`, bfloat16, b = 4,096, d = 512 | 2.00 | 2.50 | 9.00 | 5.00 | 2.5 x |" in text
-    # in tf32 the others do not multiply
-    assert "| `clip_loss`, tf32, float32, b = 8,192, d = 512 | 1.00 | - | 9.00 | - | - |" in text
-    assert "| `nt_xent`, bfloat16, b = 4,096, d = 128 | 4.00 | - | 3.00 | - | 0.8 x |" in text
-
-
-def test_the_readme_is_of_the_newest_gpu_and_of_several_of_its_kind() -> None:
-    two = record(called("clip_loss bfloat16 b=256 d=512", auto=1.0, **{OPEN_CLIP: 2.0}), 2, commit="d" * 40)
-    old = record(called(CLIP, auto=7.0), device="Old GPU", date="2025")
-    host = record(called(CLIP, auto=8.0), device="cpu", date="2027")
-    text = tables.readme([old, CALLS, two, host])
-    assert text.startswith(
-        "Some GPU, torch 2.11.0, commit `cccccccccccc`, 2026-01-02. Several GPUs: commit `dddddddddddd`"
-    )
-    assert "| `clip_loss`, bfloat16, b = 256, d = 512, on each of 2 GPUs | 1.00 | 2.00 | - | 2.0 x |" in text
-    assert "7.00" not in text
-    assert "8.00" not in text
-    assert tables.readme([two]) == ""
-
-
-def test_a_step_of_training_is_compared_with_ours() -> None:
-    ours = {"name": "contrastile, cached_step", "b": 65536, "chunk": 4096, "status": "measured", "s": 3.0}
-    ours |= {"pairs_per_second": 65536 / 3, "peak_bytes": 3 << 30}
-    other = ours | {"name": "other", "s": 8.5, "chunk": 2048, "pairs_per_second": 65536 / 8.5}
-    skipped = {"name": "GradCache", "b": 65536, "chunk": 1024, "status": "skip", "reason": "OutOfMemoryError: so"}
-    memory = [{"b": b, "chunk": 1024, "status": "measured", "peak_bytes": b << 14} for b in (65536, 1024)]
-    data = record([]) | {"steps": [ours, other, skipped], "loss": [{"b": 65536, "d": 384, "s": 0.03}], "memory": memory}
-    data["settings"] = {"batch": 65536, "tokens": 32, "autocast": "bfloat16"}
-    text = tables.training_section("training_some", data)
-    assert "| contrastile, cached_step | 65,536 | 4,096 | 3.00 | 21,845 | 3.00 | - |" in text
-    assert "| other | 65,536 | 2,048 | 8.50 | 7,710 | 3.00 | 2.83 x |" in text
-    assert "| GradCache | - | - | OutOfMemoryError: so | - | - | - |" in text
-    assert "`info_nce` alone takes 30.0 ms forward and backward, 1.0 % of contrastile's step." in text
-    assert "| 1,024 | 16.00 |\n| 65,536 | 1,024 |" in text
 
 
 def test_the_chart_shows_ours_the_formula_and_the_two_fastest_kernels() -> None:
