@@ -2,7 +2,6 @@ import argparse
 import json
 from collections.abc import Iterator
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -210,15 +209,3 @@ def test_packages_for_nvidia_gpus_are_recommended_only_where_there_is_one(
         assert remedies["torch"] == "pip install 'contrastile[torch]'"
         doctor.show({}, found, works=False)
         assert capsys.readouterr().out.count(cupy) == nvidia
-
-
-def test_a_gpu_is_named(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
-    torch = pytest.importorskip("torch")
-    card = SimpleNamespace(name="NVIDIA H200", total_memory=141 << 30)
-    monkeypatch.setattr(doctor, "torch_sees_a_gpu", lambda: True)
-    monkeypatch.setattr(torch.cuda, "device_count", lambda: 1)
-    monkeypatch.setattr(torch.cuda, "get_device_properties", lambda i: card)
-    found = doctor._gpus()
-    assert found == [doctor.Finding("gpu", "NVIDIA H200", "ok", "141 GiB")]
-    doctor.show({}, found, works=False)
-    assert "NVIDIA H200" in capsys.readouterr().out

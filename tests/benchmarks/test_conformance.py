@@ -63,23 +63,6 @@ def test_a_fact_that_a_version_no_longer_shows_is_told_from_one_that_fails(tmp_p
         assert status != "fail" or "no room" in row["reason"]
 
 
-# a package may deprecate what it is measured by
-@pytest.mark.filterwarnings("ignore::DeprecationWarning")
-def test_an_adapter_states_the_arguments_as_its_loss_means_them() -> None:
-    """Ordinary pairs come out right, of what is installed and needs no GPU."""
-    tried = set()
-    for peer in PEERS.values():
-        if peer.needs or "smoke" in peer.without:
-            continue
-        if peer.package != "torch" and conformance.installed_version(peer.package) is None:
-            continue
-        dtypes = peer.claims.dtypes
-        found = list(check(peer.make, dtypes=dtypes, cases=("smoke",), properties=("value", "gradients")))
-        assert [row["status"] for row in found if row["case"] == "smoke"] == ["pass", "pass"], found
-        tried.add(peer.name)
-    assert {"contrastile_torch", "torch_float32", "torch_bfloat16"} <= tried
-
-
 def test_a_cell_has_the_worst_of_its_checks() -> None:
     def halved(image: torch.Tensor, text: torch.Tensor, scale: torch.Tensor) -> torch.Tensor:
         loss = adapters.symmetric_of(image, text, scale)
@@ -96,16 +79,6 @@ def test_a_cell_has_the_worst_of_its_checks() -> None:
     assert all(cell["ratio"] > 100 and cell["checks"] >= cell["failed"] >= 1 for cell in failed.values())
     assert wrong["equal ids"] == {"status": "-", "reason": "equal ids"}
     assert not any(cell["status"] == "fail" for cell in right.values())
-
-
-def test_memory_is_measured_as_a_power_of_the_batch() -> None:
-    def power(loss: Any, largest_batch: int = 256) -> Any:
-        claimed = conformance.Loss.of(loss, Claims(largest_batch=largest_batch))
-        return conformance.memory_growth(claimed, "float32", "cpu")["power"]
-
-    assert power(adapters.symmetric_of) == 2
-    assert power(PEERS["contrastile_torch"].make) == 1
-    assert power(lambda image, text, scale: (image[:, 0, None, None] * text[:, :1] * text[:, 0]).sum() * scale, 64) == 3
 
 
 def test_what_needs_a_gpu_is_not_run_without_one(monkeypatch: pytest.MonkeyPatch) -> None:

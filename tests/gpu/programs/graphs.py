@@ -19,10 +19,12 @@ sys.path.append(str(Path(__file__).resolve().parents[1]))
 import numpy as np
 import torch
 from capturing import captured
-from exchange import BACKENDS, SECONDS, WIDTH, join
+from exchange import SECONDS, join
 
 import contrastile
 from contrastile.comm.connect import connect
+
+BACKENDS, WIDTH = ["triton", "torch", "cupy"], 72
 
 
 def features(comm: Any, seed: int) -> list[Any]:
@@ -73,7 +75,7 @@ def main() -> None:
     torch.cuda.set_device(number % torch.cuda.device_count())
     comm = connect(group)
     # the first word is an engine, which may have a backend's name
-    backends = [name for name in BACKENDS["torch"] if name in sys.argv[2:]] or BACKENDS["torch"]
+    backends = [name for name in BACKENDS if name in sys.argv[2:]] or BACKENDS
     checks = {f"{b} {how}": check(comm, b, how) for b in backends for how in ("ring", "gather")}
     for when in ("at once", "after more than a deadline"):
         for name, again in checks.items():
