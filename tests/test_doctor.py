@@ -8,7 +8,6 @@ import numpy as np
 import pytest
 
 from contrastile import doctor, environment
-from contrastile.backends import choice
 from contrastile.backends.contract import BackendUnavailableError
 from contrastile.backends.registry import BUILT_IN, Known
 from contrastile.bench.agreement import Agreement
@@ -33,24 +32,6 @@ def test_it_finds_what_works_here(tmp_path: Path, capsys: pytest.CaptureFixture[
     # every kind of finding is shown
     for each in found["findings"]:
         assert each["name"] in shown, each
-
-
-def test_it_says_what_auto_takes_on_a_gpu_and_why(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(doctor, "torch_sees_a_gpu", lambda: True)
-    monkeypatch.setattr(choice, "capability", lambda place: 90)
-    monkeypatch.setattr(choice, "unusable", lambda name, device: None if name == "triton" else "it is not here")
-    monkeypatch.setattr(choice, "auto_precision", {"triton": "split"}.get)
-    choice.explained.cache_clear()
-    found = list(doctor._choices())
-    choice.explained.cache_clear()
-    assert {each.kind for each in found} == {"auto"}
-    (float32,) = (each for each in found if each.name == "float32 on cuda")
-    assert float32.detail.startswith("triton with precision='split' (clip_loss, float32, ")
-    (clip,) = (each for each in found if each.name == "bfloat16 on cuda: clip_loss, info_nce")
-    assert clip.detail.startswith("triton (clip_loss, bfloat16, ")
-    assert clip.detail.endswith("; cupy cannot be used: it is not here)")
-    # float32 has one line for all losses
-    assert ", ".join(each.name for each in found).count("sigmoid_loss") == 1
 
 
 def only(monkeypatch: pytest.MonkeyPatch, entry: Known, missing: str | None = None) -> doctor.Finding:

@@ -7,7 +7,6 @@ import re
 from pathlib import Path
 from typing import Any
 
-import home_chart
 import make_pages
 import page_tables as tables
 import pytest
@@ -87,21 +86,6 @@ def test_perfect_scaling_is_the_rate_of_a_rank_alone() -> None:
     # as many pairs on every rank: 4 x 6 / 25
     assert rows[1].endswith("| 96.0 % |")
     assert "900.0 MiB" in rows[1]
-
-
-def test_the_chart_shows_ours_the_formula_and_the_two_fastest_kernels() -> None:
-    kernels = (("liger-kernel x2", 75.0), ("inf_cl x2", 900.0), ("cut-cross-entropy x2, exact", 180.0))
-    more = [timed("peers", name, 65536, ms, peak_bytes=400 * MIB) for name, ms in kernels]
-    data = ONE | {"times": [*ONE["times"], *more]}
-    assert home_chart.newest({"one": data, "four": FOUR}) is data
-    drawn = dict(home_chart.charts(data))
-    names = {f"home{which}-{theme}.svg" for which in ("", "-phone") for theme in ("light", "dark")}
-    assert set(drawn) == names
-    for text in drawn.values():
-        words = set(re.findall(r"<text[^>]*>([^<]*)</text>", text))
-        assert {OURS, OPEN_CLIP, "liger-kernel x2", "cut-cross-entropy x2, exact", "8k", "64k"} <= words
-        assert "inf_cl x2" not in words
-    assert dict(home_chart.charts(data)) == drawn
 
 
 def test_no_table_of_a_page_is_longer_than_a_screen() -> None:

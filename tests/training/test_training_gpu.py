@@ -50,36 +50,6 @@ def test_a_streamed_chunk_is_whole_however_slow_the_work() -> None:
     assert torch.equal(torch.cat(kept).cpu(), torch.cat([part.cuda().sum(dim=1).cpu() for part in x.split(100)]))
 
 
-def half(net: nn.Module, x: Tensor) -> Tensor:
-    with torch.autocast("cuda", dtype=torch.float16):
-        return net(x)
-
-
-def test_a_grad_scaler_by_backward_and_by_the_loss() -> None:
-    nets, inputs = setting(torch.float32)
-    parameters = [p for net in nets for p in net.parameters()]
-    encoders = [functools.partial(half, net) for net in nets]
-    scaler = torch.amp.GradScaler("cuda", init_scale=2.0**12)
-    found = []
-    batch = tuple(x.cuda() for x in inputs)
-    for way in ("backward", "loss"):
-        torch.manual_seed(0)
-        if way == "backward":
-            training.cached_step(
-                encoders,
-                batch,
-                contrastile.clip_loss,
-                scale=3.0,
-                chunk=64,
-                backward=lambda surrogate: scaler.scale(surrogate).backward(),
-            )
-        else:
-            scaler.scale(training.Cached(contrastile.clip_loss, encoders, 64)(*batch, scale=3.0)).backward()
-        found.append(taken(parameters))
-    assert all(torch.equal(x, y) for x, y in zip(*found, strict=True))
-    assert all(x.abs().max() > 0 for x in found[0])
-
-
 def host_pairs(b: int, d: int, dtype: torch.dtype, pinned: bool) -> list[Tensor]:
     torch.manual_seed(b)
     pair = [nn.functional.normalize(torch.randn(b, d), dim=1).to(dtype) for _ in range(2)]
