@@ -99,26 +99,6 @@ def test_every_block_of_every_softmax_loss_is_kept_and_gives_the_bits_of_one_tha
     assert seen.kept == [False] * 2 * blocks
 
 
-@pytest.mark.parametrize("frozen", [(0,), (1,), (2,), (0, 1), (0, 2), (1, 2)])
-def test_frozen_towers_gain_too(frozen: tuple[int, ...], seen: Seen) -> None:
-    given = leaves(M, M)
-    for i in frozen:
-        given[i].requires_grad_(False)
-    wanted = [x for x in given if x.requires_grad]
-    found = torch.autograd.grad(contrastile.clip_loss(*given), wanted)
-    # the scale's gradient alone comes from the rows' sums
-    assert seen.kept == [True]
-    assert all(map(torch.equal, found, torch.autograd.grad(contrastile.clip_loss(*given, keep=0), wanted)))
-
-
-def test_value_and_grad_keeps_and_a_value_alone_does_not(seen: Seen) -> None:
-    given = [x.detach() for x in leaves(M, M)]
-    contrastile.value_and_grad(contrastile.clip_loss)(*given)
-    assert seen.kept == [True]
-    seen.backend = replace(seen.backend, keeping=None)
-    contrastile.clip_loss(*given)
-
-
 def test_it_is_freed_with_the_graph_and_a_change_of_the_features_is_refused() -> None:
     given = leaves(M, M)
 

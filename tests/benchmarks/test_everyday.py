@@ -13,17 +13,10 @@ import everyday
 import page_tables as tables
 import pytest
 import torch
-from everyday import Case
 from harness import timing
-from harness.peers import PLAINS, chunked_loss
+from harness.peers import PLAINS
 from harness.ranks import Ranks
 from harness.timing import paired
-
-from contrastile import problems
-from contrastile.backends.contract import Accuracy
-from contrastile.verify.bounds import bounds
-from contrastile.verify.comparison import compare
-from contrastile.verify.truth import Outcome, truth
 
 ROOT = Path(__file__).resolve().parents[2]
 ALONE = Ranks(torch.device("cpu"), {1: None})
@@ -128,19 +121,6 @@ def test_every_call_is_one_that_the_pages_can_say() -> None:
         assert tables.in_words(case.label).startswith(f"`{case.loss.split()[0]}`, "), case
     for wanted, there in ((tables.CALLS, everyday.EVERYDAY), (tables.CALLS_OF_RANKS, everyday.OF_RANKS)):
         assert set(wanted) <= {case.label for case in there}
-
-
-def test_the_chunked_loss_is_within_its_bounds(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("harness.peers.CHUNK", 16)
-    (image, text, scale), _ = everyday.inputs(Case("clip_loss", "float32", 61, 23, scale=14.25), ALONE, 1)
-    loss = chunked_loss(image, text, scale)
-    values = [x.detach().double().numpy() for x in (loss, *torch.autograd.grad(loss, (image, text, scale)))]
-    problem = problems.clip(*(x.detach().double().numpy() for x in (image, text)), 14.25).problem
-    true = truth(problem)
-    allowed = bounds(problem, true, Accuracy(unit=2.0**-24, accumulate_unit=2.0**-24), "float32")
-    found = Outcome(values[0], values[1], (values[2],), values[3])
-    worst = compare(found, true.outcome, allowed, ("loss", "rows", "columns", "scale"))
-    assert worst.ratio < 1, worst
 
 
 def test_a_sample_is_paired_with_the_ceiling_before_and_after_it(monkeypatch: pytest.MonkeyPatch) -> None:
