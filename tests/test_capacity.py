@@ -224,7 +224,9 @@ SMALL = "--batch", "9", "--dim", "5", "--memory-gib", "1"
         ((*SMALL, "--backend", "tpu"), "backend must be one of"),
     ],
 )
-def test_what_cannot_be_planned_is_refused_with_the_reason(words: tuple[str, ...], said: str, capsys: pytest.CaptureFixture[str]) -> None:
+def test_what_cannot_be_planned_is_refused_with_the_reason(
+    words: tuple[str, ...], said: str, capsys: pytest.CaptureFixture[str]
+) -> None:
     code, text = asked(capsys, *words)
     assert code == 2
     assert said in text
