@@ -79,10 +79,3 @@ def test_a_cell_has_the_worst_of_its_checks() -> None:
     assert all(cell["ratio"] > 100 and cell["checks"] >= cell["failed"] >= 1 for cell in failed.values())
     assert wrong["equal ids"] == {"status": "-", "reason": "equal ids"}
     assert not any(cell["status"] == "fail" for cell in right.values())
-
-
-def test_what_needs_a_gpu_is_not_run_without_one(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
-    needed = [peer for peer in PEERS.values() if peer.needs == adapters.KERNEL]
-    assert {peer.package for peer in needed} == {"torch", "cut-cross-entropy", "quack-kernels"}
-    assert {conformance.measured(peer)["reason"] for peer in needed} == {"not run: needs a GPU"}
