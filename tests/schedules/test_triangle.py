@@ -17,6 +17,8 @@ from contrastile.problems import BUILDERS
 from contrastile.schedules import schedule, triangle
 from contrastile.schedules.local import Wanted
 from contrastile.schedules.problem import Problem
+from contrastile.verify import cases
+from contrastile.verify.trial import Subject
 
 TORCH = load("torch")
 
@@ -58,6 +60,24 @@ def test_half_of_the_logits_are_computed(loss: str, n: int, monkeypatch: pytest.
     schedule.gradients(problem, state, torch.ones(()), Wanted(True, ()), backend, Options())
     assert areas["lse"] == areas["gradients"] <= n * n / 2 + most * n / 2
     assert areas["products"] == n * n
+
+
+@pytest.mark.parametrize("name", ["self-excluded", "views", "certain-views"])
+def test_the_logit_of_a_pair_is_one_number_on_both_sides(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(triangle, "CPU_ROWS", 9)
+    case, seen = cases.build(name, "float32"), 0
+
+    def gradients(block: Block, weights: Weights, *rest: Any) -> None:
+        nonlocal seen
+        for i, j in enumerate(block.pairs.positives.tolist()):
+            if 0 <= j < block.columns.shape[0]:
+                assert weights.row_positive_lse[i] == weights.column_positive_lse[j]
+                seen += 1
+        TORCH.gradients(block, weights, *rest)
+
+    Subject("torch", TORCH, "float32").run(replace(case.problem, columns=()), replace(TORCH, gradients=gradients))
+    # either way round within a block on the diagonal
+    assert seen >= len(case.problem.rows) // 2
 
 
 def test_what_asks_for_nothing_computes_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
