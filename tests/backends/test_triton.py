@@ -128,6 +128,28 @@ def test_sums_that_underflow_set_the_status_word_after_the_fact() -> None:
     assert error <= 100 * 2.0**-20
 
 
+@pytest.mark.slow
+@pytest.mark.parametrize("scale", [0.37, 33.3, -57.1, 99.9, 1e7])
+@pytest.mark.parametrize("bias", [None, -7.7])
+@pytest.mark.parametrize("two_sided", [True, False])
+def test_a_logit_is_the_same_number_in_the_forward_and_in_the_backward(
+    scale: float, bias: float | None, two_sided: bool
+) -> None:
+    """With no probability left to the others, G at a row's only positive is q - 1, and q is 1 to the last bit."""
+    given, one, none = block(d=40, scale=scale), torch.ones(1), torch.full((1,), -float("inf"), dtype=torch.float64)
+    for i in range(0, 37, 3):
+        pairs = Pairs(row_ids=torch.tensor([7]), column_ids=torch.tensor([7]), match="target")
+        pair = replace(given, rows=given.rows[i : i + 1], columns=given.columns[i : i + 1], pairs=pairs)
+        pair = replace(pair, bias=None if bias is None else torch.tensor(bias))
+        found = backend.lse(pair, True, Options())
+        assert float(found.row_negative_lse) == float(found.column_negative_lse) == -float("inf")
+        side = (none, found.column_positive_lse, one, one) if two_sided else ()
+        sums = torch.zeros(1, 40), torch.zeros(1, 40)
+        backend.gradients(pair, Weights(none, found.row_positive_lse, one, one, *side), *sums, Options())
+        assert not sums[0].any()
+        assert not sums[1].any()
+
+
 @pytest.mark.parametrize(("scale", "fast"), [(20.0, 1), (100.0, 1), (300.0, 1), (1000.0, 0)])
 def test_the_fast_backward_is_taken_where_all_rows_are_certain(scale: float, fast: int) -> None:
     image = torch.eye(40, 48).half()
