@@ -50,6 +50,8 @@ KINDS = {
 TOOLS = ("racecheck", "memcheck", "initcheck", "synccheck")
 SMALL_CASES = ("ragged", "large-logits", "labels", "self-excluded", "blocks", "sigmoid-ids")
 """Both paths of a kernel, every kind of positives, several column blocks, the sigmoid loss."""
+KEPT_MIB, KEPT_CASES = (1, 16), ("wide", "hot", "certain", "wordnet@14.3", "wordnet@100")
+"""What may be kept between the passes: all of small problems, and of larger ones all or a part of the rows."""
 
 PART = 2000
 """Drawn problems of one process: its start is a small part of its time."""
@@ -175,7 +177,7 @@ def sanitized() -> list[Job]:
         # libraries ask the driver for entry points that it may lack
         under += ["--report-api-errors", "no"] if tool == "memcheck" else []
         tests = {"cupy-tiles": ["tests/gpu/test_cupy_tiles.py", "-k", "small"]}
-        tests["cupy-small-kernels"] = ["tests/gpu/test_cupy_small_kernels.py"]
+        tests["cupy-steps"] = ["tests/gpu/test_cupy_gpu.py", "-k", "give_the_same_bits"]
         programs = {name: ["-c", UNPOOLED, *PYTEST, *which] for name, which in tests.items()}
         if tool == "memcheck":
             small = ["--case", *SMALL_CASES, "--property", "value", "gradients"]
@@ -196,9 +198,13 @@ def kinds() -> Iterator[tuple[str, str, str, str]]:
 
 def verified(seed: int, out: Path) -> list[Job]:
     more = ("--jobs", "2", "--seed", str(seed))
+    every = [(name, verify(*kind, *more)) for name, *kind in kinds()]
+    for mib in KEPT_MIB:
+        of_kept = verify("cupy", "bfloat16", "", *more, "--keep", str(mib), "--case", *KEPT_CASES)
+        every.append((f"cupy-bfloat16-keep-{mib}", of_kept))
     return [
-        Job("verify", name, verify(*kind, *more, "--json", f"{out}/verify-{name}.json"), slots=2, facts={"seed": seed})
-        for name, *kind in kinds()
+        Job("verify", name, [*command, "--json", f"{out}/verify-{name}.json"], slots=2, facts={"seed": seed})
+        for name, command in every
     ]
 
 

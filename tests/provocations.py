@@ -64,11 +64,11 @@ def namespace(library: str) -> dict[str, Any]:
 
 @contextlib.contextmanager
 def _world(without: str) -> Iterator[None]:
-    """No backends of other packages, and none of the packages named: what is installed here must not show."""
-    find, points = importlib.util.find_spec, importlib.metadata.entry_points
+    """No backends of other packages, and no package of this name, but all others: what is installed must not show."""
+    there, points = registry._is_there, importlib.metadata.entry_points
 
-    def find_spec(name: str, package: str | None = None) -> Any:
-        return None if name == without else find(name, package)
+    def is_there(name: str) -> bool:
+        return name.partition(".")[0] != without if without else there(name)
 
     def entry_points(**which: str) -> Any:
         return () if which == {"group": registry.ENTRY_POINT_GROUP} else points(**which)
@@ -76,7 +76,7 @@ def _world(without: str) -> Iterator[None]:
     registry.load.cache_clear()
     with (
         mock.patch.object(importlib.metadata, "entry_points", entry_points),
-        mock.patch.object(importlib.util, "find_spec", find_spec),
+        mock.patch.object(registry, "_is_there", is_there),
     ):
         yield
     registry.load.cache_clear()

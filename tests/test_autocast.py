@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 import torch
-from test_autograd import LOSSES, Loss, clip, features, gradients, info_nce, number, sigmoid
+from test_autograd import LOSSES, Loss, clip, features, gradients, number, sigmoid
 from torch import Tensor
 
 import contrastile
@@ -36,23 +36,6 @@ def same(found: Step, expected: Step) -> None:
         assert torch.equal(a, b.to(a.dtype))
 
 
-# info_nce here has the keys among the negatives too, whose gradients then add in another dtype
-@pytest.mark.parametrize("backward_too", [False, True])
-@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
-@pytest.mark.parametrize("loss", [loss for loss in LOSSES if loss is not info_nce])
-def test_the_loss_is_that_of_features_in_autocast_s_dtype(loss: Loss, dtype: torch.dtype, backward_too: bool) -> None:
-    inputs, scale = [leaf(23, 0), leaf(23, 1)], number(50.0, torch.float32)
-    narrow = [x.detach().to(dtype).requires_grad_() for x in inputs]
-    expected = step(loss, narrow, scale)
-    with torch.autocast("cpu", dtype=dtype):
-        value = loss(*inputs, scale, "torch")
-        found = gradients(value, *inputs, scale) if backward_too else []
-    found = found or gradients(value, *inputs, scale)
-    assert [x.dtype for x in found] == [torch.float32] * 3
-    same((value, found), expected)
-    assert not torch.equal(value, loss(*inputs, scale, "torch"))
-
-
 @pytest.mark.parametrize("loss", LOSSES)
 def test_dtypes_that_differ_meet_in_autocast_s(loss: Loss) -> None:
     image, text, scale = leaf(23, 0), leaf(23, 1, torch.bfloat16), number(50.0, torch.float32)
@@ -65,26 +48,6 @@ def test_dtypes_that_differ_meet_in_autocast_s(loss: Loss) -> None:
     found = gradients(value, image, text, scale)
     assert [x.dtype for x in found] == [torch.float32, torch.bfloat16, torch.float32]
     same((value, found), step(loss, narrow, scale))
-
-
-def test_negatives_are_cast_too_and_get_their_gradients_back() -> None:
-    query, key, hard = leaf(9, 0), leaf(9, 1), leaf(5, 2)
-    narrow = [x.detach().bfloat16().requires_grad_() for x in (query, key, hard)]
-    expected = contrastile.info_nce(*narrow[:2], 20.0, negatives=[narrow[2]])
-    with torch.autocast("cpu", dtype=torch.bfloat16):
-        value = contrastile.info_nce(query, key, 20.0, negatives=[hard])
-    assert torch.equal(value, expected)
-    same((value, gradients(value, query, key, hard)), (expected, gradients(expected, *narrow)))
-
-
-@pytest.mark.parametrize("loss", LOSSES)
-def test_float64_stays_and_disabling_autocast_keeps_float32(loss: Loss) -> None:
-    wide, scale = [features(), features(seed=1)], number(14.3)
-    inputs, small = [leaf(23, 0), leaf(23, 1)], number(14.3, torch.float32)
-    with torch.autocast("cpu", dtype=torch.bfloat16):
-        assert torch.equal(loss(*wide, scale, "torch"), plain(loss, *wide, scale))
-        with torch.autocast("cpu", enabled=False):
-            assert torch.equal(loss(*inputs, small, "torch"), plain(loss, *inputs, small))
 
 
 def plain(loss: Loss, *inputs: Tensor) -> Tensor:
@@ -123,22 +86,6 @@ def test_one_graph_holds_the_cast_and_no_grad_gives_the_same_value(loss: Loss) -
         silent = inside(*inputs, scale)
     assert torch.equal(silent, expected)
     assert not silent.requires_grad
-
-
-@pytest.mark.parametrize(
-    "module", [contrastile.nn.ClipLoss, contrastile.nn.SigLipLoss], ids=lambda module: module.__name__
-)
-def test_a_module_after_normalize_as_open_clip_is_used(module: Any) -> None:
-    tower, x = torch.nn.Linear(6, 5), torch.randn(11, 6, generator=torch.Generator().manual_seed(3))
-    with torch.autocast("cpu", dtype=torch.bfloat16):
-        # float32 out of normalize, as on a GPU
-        image = torch.nn.functional.normalize(tower(x).float(), dim=1)
-        text = torch.nn.functional.normalize(tower(x.flip(0)), dim=1).bfloat16()
-        value = module()(image, text, torch.tensor(10.0), -10.0)
-    assert value.dtype == torch.float32
-    assert torch.equal(value, module()(image.bfloat16(), text, torch.tensor(10.0), -10.0))
-    value.backward()
-    assert tower.weight.grad.dtype == torch.float32
 
 
 @pytest.mark.parametrize("name", ["clip_loss", "info_nce", "nt_xent", "sup_con", "sigmoid_loss"])

@@ -150,7 +150,7 @@ def test_the_loss_on_a_gpu(name: str) -> None:
         assert close(total(loss_items(setup, load(name), "local")), measured), (b, d, dtype)
 
 
-def test_it_asks_those_who_decide(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_backend_and_exchange_are_those_that_calls_take(monkeypatch: pytest.MonkeyPatch) -> None:
     setup = Setup(batch=262144, dim=512, gpus=4)
     monkeypatch.setattr(capacity, "choose", lambda *call, form: "torch")
     assert capacity.capacity(setup).backend == "torch"
@@ -224,7 +224,9 @@ SMALL = "--batch", "9", "--dim", "5", "--memory-gib", "1"
         ((*SMALL, "--backend", "tpu"), "backend must be one of"),
     ],
 )
-def test_what_it_cannot_say(words: tuple[str, ...], said: str, capsys: pytest.CaptureFixture[str]) -> None:
+def test_what_cannot_be_planned_is_refused_with_the_reason(
+    words: tuple[str, ...], said: str, capsys: pytest.CaptureFixture[str]
+) -> None:
     code, text = asked(capsys, *words)
     assert code == 2
     assert said in text

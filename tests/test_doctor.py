@@ -2,14 +2,11 @@ import argparse
 import json
 from collections.abc import Iterator
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
 
-import numpy as np
 import pytest
 
 from contrastile import doctor, environment
-from contrastile.backends import choice
 from contrastile.backends.contract import BackendUnavailableError
 from contrastile.backends.registry import BUILT_IN, Known
 from contrastile.bench.agreement import Agreement
@@ -34,24 +31,6 @@ def test_it_finds_what_works_here(tmp_path: Path, capsys: pytest.CaptureFixture[
     # every kind of finding is shown
     for each in found["findings"]:
         assert each["name"] in shown, each
-
-
-def test_it_says_what_auto_takes_on_a_gpu_and_why(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(doctor, "torch_sees_a_gpu", lambda: True)
-    monkeypatch.setattr(choice, "capability", lambda place: 90)
-    monkeypatch.setattr(choice, "unusable", lambda name, device: None if name == "triton" else "it is not here")
-    monkeypatch.setattr(choice, "auto_precision", {"triton": "split"}.get)
-    choice.explained.cache_clear()
-    found = list(doctor._choices())
-    choice.explained.cache_clear()
-    assert {each.kind for each in found} == {"auto"}
-    (float32,) = (each for each in found if each.name == "float32 on cuda")
-    assert float32.detail.startswith("triton with precision='split' (clip_loss, float32, ")
-    (clip,) = (each for each in found if each.name == "bfloat16 on cuda: clip_loss, info_nce")
-    assert clip.detail.startswith("triton (clip_loss, bfloat16, ")
-    assert clip.detail.endswith("; cupy cannot be used: it is not here)")
-    # float32 has one line for all losses
-    assert ", ".join(each.name for each in found).count("sigmoid_loss") == 1
 
 
 def only(monkeypatch: pytest.MonkeyPatch, entry: Known, missing: str | None = None) -> doctor.Finding:
@@ -167,13 +146,6 @@ def test_a_missing_package_is_no_failure(monkeypatch: pytest.MonkeyPatch) -> Non
     assert run() == 0
 
 
-def test_environment_names_what_the_numbers_depend_on() -> None:
-    found = environment.environment()
-    assert set(found) == {"contrastile", "python", "numpy", "torch", "platform", "cpu", "cores"}
-    assert found["numpy"] == np.__version__
-    assert found["cpu"]
-
-
 def test_a_version_is_found_without_importing(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     (tmp_path / "explosive.py").write_text("raise RuntimeError('imported')\n")
     monkeypatch.syspath_prepend(tmp_path)
@@ -210,15 +182,3 @@ def test_packages_for_nvidia_gpus_are_recommended_only_where_there_is_one(
         assert remedies["torch"] == "pip install 'contrastile[torch]'"
         doctor.show({}, found, works=False)
         assert capsys.readouterr().out.count(cupy) == nvidia
-
-
-def test_a_gpu_is_named(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
-    torch = pytest.importorskip("torch")
-    card = SimpleNamespace(name="NVIDIA H200", total_memory=141 << 30)
-    monkeypatch.setattr(doctor, "torch_sees_a_gpu", lambda: True)
-    monkeypatch.setattr(torch.cuda, "device_count", lambda: 1)
-    monkeypatch.setattr(torch.cuda, "get_device_properties", lambda i: card)
-    found = doctor._gpus()
-    assert found == [doctor.Finding("gpu", "NVIDIA H200", "ok", "141 GiB")]
-    doctor.show({}, found, works=False)
-    assert "NVIDIA H200" in capsys.readouterr().out

@@ -22,31 +22,6 @@ def first_argument(loss: Loss) -> Callable[[Tensor], Tensor]:
     return lambda x: loss(x, other, scale, "torch")
 
 
-@pytest.mark.parametrize("backend", ["torch", "numpy"])
-@pytest.mark.parametrize("loss", LOSSES)
-def test_func_grad_has_the_bits_of_backward(loss: Loss, backend: str) -> None:
-    leaves = features(), features(seed=1), number(14.3)
-    expected = torch.autograd.grad(loss(*leaves, backend), leaves)
-    inputs = [x.detach() for x in leaves]
-    found = torch.func.grad(lambda *x: loss(*x, backend), argnums=(0, 1, 2))(*inputs)
-    value, pull = torch.func.vjp(lambda *x: loss(*x, backend), *inputs)
-    assert torch.equal(value, loss(*inputs, backend))
-    for a, b, c in zip(expected, found, pull(torch.tensor(4.0, dtype=torch.float64)), strict=True):
-        assert torch.equal(a, b)
-        assert torch.equal(4.0 * a, c)
-
-
-def test_func_grad_of_some_arguments_takes_the_others_as_they_are() -> None:
-    leaves = [features(), features(seed=1), number(14.3), number(-2.0)]
-    expected = torch.autograd.grad(contrastile.sigmoid_loss(*leaves), leaves)
-    for i, wanted in enumerate(expected):
-        found = torch.func.grad(contrastile.sigmoid_loss, argnums=i)(*(x.detach() for x in leaves))
-        assert torch.equal(found, wanted)
-    text, scale = (x.detach() for x in leaves[1:3])
-    expected = torch.autograd.grad(contrastile.clip_loss(leaves[0], text, scale), leaves[0])
-    assert torch.equal(torch.func.grad(contrastile.clip_loss)(leaves[0].detach(), text, scale), expected[0])
-
-
 def test_a_transform_inside_another_knows_whose_gradient_it_takes() -> None:
     image, text, scale = features(7).detach(), features(7, seed=1).detach(), number(14.3).detach()
 

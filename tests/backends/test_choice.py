@@ -14,7 +14,7 @@ import torch
 from cupy_hosted import cupy_modules, hosted
 
 import contrastile
-from contrastile import evaluation, plan, problems
+from contrastile import evaluation, plan
 from contrastile.backends import choice, registry
 from contrastile.backends.choice import FORMS, RANKS, SIGMOID, SOFTMAX, SYMMETRIC, TABLE, Preference, choose
 from contrastile.backends.contract import PRECISIONS, Backend, BackendUnavailableError, Options
@@ -89,14 +89,6 @@ def test_what_cannot_be_used_is_passed_over_and_the_reason_is_told_once(
     assert said.endswith("; cupy cannot be used: no cupy")
     machine(90)
     assert choose("torch", "cuda:0", "bfloat16") == "torch"
-
-
-def test_arrays_of_other_libraries_and_other_devices_have_one_backend(machine: Machine) -> None:
-    machine(90, "triton", "cupy")
-    assert choose("numpy", "cpu") == "numpy"
-    assert choose("cupy", "cuda:1", "bfloat16", form=SIGMOID) == "cupy"
-    assert {choose("torch", place, dtype) for place in ("cpu", "meta") for dtype in DTYPES} == {"torch"}
-    assert choose("torch", "cuda", "float64") == "torch"
 
 
 def test_the_table_has_a_row_for_every_call_and_says_what_was_measured() -> None:
@@ -186,20 +178,6 @@ def test_the_precision_of_auto_rounds_no_more_than_float32_does() -> None:
             assert getattr(found, name) <= limit, (backend.name, name)
 
 
-def test_of_the_precisions_on_tensor_cores_only_triton_s_split_is_float32_s_own() -> None:
-    from contrastile.backends import triton
-
-    coarser = []
-    with hosted() as host:
-        for name, accuracy in (("triton", triton.accuracy), ("cupy", host.record.accuracy)):
-            for precision in PRECISIONS:
-                found = accuracy("float32", "cuda", Options(precision=precision))
-                allowed = limits("float32", "float32", "ieee").items()
-                if any(getattr(found, fact) > limit for fact, limit in allowed):
-                    coarser.append((name, precision))
-    assert coarser == [("triton", "tf32"), ("cupy", "tf32")]
-
-
 @pytest.fixture
 def seen(monkeypatch: pytest.MonkeyPatch) -> list[str]:
     """The precisions that a backend is given that takes "auto" for "split"."""
@@ -256,14 +234,6 @@ def test_a_compiled_call_asks_for_the_backend_once(monkeypatch: pytest.MonkeyPat
         call(torch.randn(rows, 4), torch.randn(rows, 4), 3.0)
     assert asked[0] == ("torch", "cpu", "float32", "auto", SYMMETRIC)
     assert len(asked) < 3
-
-
-@pytest.mark.parametrize(
-    ("name", "expected"), [("clip_loss", SOFTMAX), ("nt_xent", SYMMETRIC), ("sigmoid_loss", SIGMOID)]
-)
-def test_losses_have_the_form_that_the_table_knows(name: str, expected: str) -> None:
-    x, y = np.ones((2, 4, 3), np.float32)
-    assert evaluation._form(problems.BUILDERS[name](x, y, 1.0).problem) == expected
 
 
 def test_ranks_that_would_take_different_backends_hear_of_it(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -54,14 +54,6 @@ def test_only_what_is_in_the_table_is_launched(dtype: str, kind: str, monkeypatc
         assert families == ({"forward_sm80"} if dtype == "float32" else {"forward_sm80", "forward_sm90"})
 
 
-def test_one_chunk_of_rows_needs_no_sums_of_the_columns() -> None:
-    with hosted() as host:
-        given = block(host, SHAPE, "float16")
-        host.record.backend.finished(given, weights(host, given), None, "gradient", Options(tile=(ROWS, 20)))
-        assert host.multiplied == ["added", "written"] * 3
-        assert not {"scale_cast", "scale_gradient"} & {*host.names()}
-
-
 def test_nothing_is_computed_that_nobody_wants() -> None:
     with hosted() as host:
         backend, given = host.record.backend, block(host, SHAPE)
@@ -157,30 +149,6 @@ def test_rows_alone_of_narrow_features_have_kernels_of_their_own(
             primitive(given, *arguments, options)
             assert {"narrow_gradient_sm90", "narrow_join"} <= {*(found := host.names())} or not narrow
             assert any(name.startswith("gradient_") for name in found) == (not narrow)
-
-
-def test_both_sides_together_have_not() -> None:
-    with hosted() as host:
-        given, backend = block(host, (N, N, 128), kind="excluded"), host.record.backend
-        w = weights(host, given)
-        backend.lse(given, True, Options())
-        backend.finished(given, w, None, "gradient", Options())
-        # the kernel writes along the rows of the sums
-        rows, columns = sums(host, given)
-        for outs in ((rows, columns), (None, columns), (rows.T.copy().T, None)):
-            backend.gradients(given, w, *outs, Options())
-        assert not any(name.startswith("narrow") for name in host.names())
-
-
-def test_sums_that_do_not_fit_in_the_workspace_are_made_in_parts() -> None:
-    with hosted() as host:
-        given = block(host, (3000, N, 128))
-        host.record.backend.finished(given, weights(host, given), None, None, Options(workspace=1))
-        launches = [call.arguments for call in host.calls if call.name == "narrow_gradient_sm90"]
-        chunks = [(x.row, x.height, x.column, x.width) for x in (each.gradient.chunk for each in launches)]
-        # 1 MiB holds 2,048 rows of 128 float32
-        assert chunks == [(0, 2048, 0, N), (2048, 952, 0, N)]
-        assert all(x.fresh for x in launches)
 
 
 @pytest.mark.parametrize("multiprocessors", [1, 7, 132])

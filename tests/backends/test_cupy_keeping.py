@@ -6,7 +6,7 @@ import importlib
 from typing import Any
 
 import pytest
-from cupy_hosted import block, hosted, sums, weights
+from cupy_hosted import block, hosted
 
 pytest.importorskip("ml_dtypes")
 
@@ -16,9 +16,6 @@ SHAPE = M, N, D = 901, 1037, 136
 STRIDE, PLAN_BYTES = 1040, 56
 # of 1 MiB 504 rows, of which whole tile rows; of 2 MiB all
 KEPT = {1: 256, 2: M}
-KEPT_KERNELS = {"weighted_sm90", "kept_positives"}
-
-
 EXCLUDED: dict[str, dict[str, Any]] = {
     "float16": {"dtype": "float16"},
     "float32": {"dtype": "float32"},
@@ -44,32 +41,6 @@ def test_nothing_is_kept_where_it_cannot_be(why: str, monkeypatch: pytest.Monkey
         options = Options(keep=1, tile=(1000, 1000) if why == "a tile" else None)
         assert host.record.backend.keeping(given, why != "one direction", options).kept is None
         assert not [name for name in host.names() if "keeping" in name]
-
-
-@pytest.mark.parametrize("form", [None, "sums", "gradient"])
-@pytest.mark.parametrize("kind", ["plain", "none"])
-@pytest.mark.parametrize("keep", KEPT)
-def test_the_backward_multiplies_what_was_kept(keep: int, kind: str, form: Any) -> None:
-    with hosted() as host:
-        backend, given = host.record.backend, block(host, SHAPE, kind=kind)
-        memory = backend.keeping(given, True, Options(keep=keep)).kept
-        assert "forward_keeping_sm90" in host.names()
-        backend.finished(given, weights(host, given, kept=memory), None, form, Options())
-        found = host.names()
-        assert found.count("weighted_sm90") == 1 + bool(form)
-        assert ("kept_positives" in found) == (kind == "plain")
-
-
-def test_only_keeping_keeps_and_only_finished_uses_it() -> None:
-    with hosted() as host:
-        backend, given = host.record.backend, block(host, SHAPE)
-        assert backend.lse(given, True, Options(keep=2)).kept is None
-        memory = backend.keeping(given, True, Options(keep=2)).kept
-        host.calls.clear()
-        backend.gradients(given, weights(host, given, kept=memory), *sums(host, given), Options())
-        backend.finished(given, weights(host, given), None, "gradient", Options())
-        assert [call.arguments.forward for call in host.calls if call.name == "epilogue_scales"] == [None] * 2
-        assert not KEPT_KERNELS & {*host.names()}
 
 
 @pytest.mark.parametrize(

@@ -73,9 +73,3 @@ def test_packages_may_be_as_old_as_pyproject_lets_them() -> None:
     extras = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))["project"]["optional-dependencies"]
     needed = {each.partition(";")[0] for extra in ("torch", "triton") for each in extras[extra]}
     assert needed - {"contrastile[torch]"} == set(registry.BUILT_IN["triton"].requires)
-
-
-@pytest.mark.parametrize("name", [":", ":backend", ".numpy:backend", ""])
-def test_a_name_without_a_module_is_none_that_is_known(name: str) -> None:
-    with pytest.raises(ValueError, match="backend must be one of numpy, "):
-        registry.load(name)

@@ -21,7 +21,6 @@ from contrastile.backends.contract import (  # noqa: E402
     UnsupportedProblemError,
     Weights,
 )
-from contrastile.backends.nll import weighted_nll  # noqa: E402
 from contrastile.backends.triton import backend, backward_pass, configs  # noqa: E402
 from contrastile.backends.triton import tiles as words  # noqa: E402
 from contrastile.backends.triton.forward_pass import _ForwardPass as Forward  # noqa: E402
@@ -129,35 +128,6 @@ def test_sums_that_underflow_set_the_status_word_after_the_fact() -> None:
     assert error <= 100 * 2.0**-20
 
 
-# one chunk and several of each path; whole tiles of 16 by 32, and ragged ones
-@pytest.mark.parametrize(
-    ("scale", "tile"), [(33.3, None), (99.9, (16, 32)), (33.3, (13, 9)), (5e8, None), (5e8, (16, 32)), (5e8, (13, 9))]
-)
-@pytest.mark.parametrize("shift", [0, 11, -5, None])
-def test_positives_stay_out_of_the_sums_wherever_they_lie(
-    shift: int | None, scale: float, tile: tuple[int, int] | None
-) -> None:
-    """The dots are 1 and 0: a positive in a sum would be all of it, and without it the sum is the number of others."""
-    m, n = 40, 44
-    columns = torch.eye(n, 48)
-    where = torch.randperm(n, generator=torch.Generator().manual_seed(5))[:m]
-    if shift is not None:
-        where = torch.arange(m) + shift
-    named = (where >= 0) & (where < n)
-    rows = torch.where(named[:, None], columns[where.clamp(0, n - 1)], torch.eye(48)[47])
-    given = Block(rows, columns, torch.tensor(scale), None, Pairs(positives=where))
-    found = backend.lse(given, True, Options(tile))
-    exact = float(given.scale)
-    taken = torch.zeros(n, dtype=torch.bool).index_fill(0, where[named], True)
-    for side, here, others in (("row", named, n), ("column", taken, m)):
-        count = torch.where(here, others - 1, others).double().log()
-        # a sum of at most 48 ones is exact; its logarithm in powers of two and back
-        assert float((getattr(found, f"{side}_negative_lse") - count).abs().max()) <= 48 * 2.0**-23
-        assert torch.equal(getattr(found, f"{side}_positive_sum"), torch.where(here, exact, 0.0).to(torch.float64))
-        log = torch.where(here, exact, -float("inf")).to(torch.float64)
-        assert torch.equal(getattr(found, f"{side}_positive_lse"), log)
-
-
 @pytest.mark.slow
 @pytest.mark.parametrize("scale", [0.37, 33.3, -57.1, 99.9, 1e7])
 @pytest.mark.parametrize("bias", [None, -7.7])
@@ -216,42 +186,6 @@ def test_chunks_stay_within_the_workspace(monkeypatch: pytest.MonkeyPatch) -> No
         # a descriptor pads a row to 16 bytes
         assert 2 * height * (-(-width // 8) * 8) <= 256 * 2**20 or width < 8
         assert configs.backward_chunk(m, n, 2, config, Options(tile=(3, 5))) == (min(m, 3), min(n, 5))
-
-
-def test_the_weighted_nll_is_the_plain_one() -> None:
-    random = np.random.default_rng(1)
-    negative, positive, total = (torch.tensor(random.standard_normal(53)) for _ in range(3))
-    weight = torch.tensor(random.standard_normal(53), dtype=torch.float32)
-    target = torch.tensor(1 / random.integers(1, 50, 53), dtype=torch.float32)
-    infinite = float("inf")
-    # silenced whatever it holds; no target; projected to 0; certain; no positive; one whose logit is -inf
-    weight[3], negative[3] = 0.0, -infinite
-    target[4], weight[4] = 0.0, 1.0
-    target[5], positive[5], total[5], weight[5] = 1.0, 2.0, 5.0, 1e6
-    target[6], negative[6], positive[6], total[6] = 1.0, -80.0, 9.0, 9.0
-    positive[7], total[7] = -infinite, 0.0
-    given = negative, positive, total, weight, target
-    plain = float(weighted_nll(backend.arrays, *given))
-    # 53 float64 terms, each below 2^6 but for one below 2^20
-    assert abs(float(backend.arrays.loss("float64", given)) - plain) <= 53 * 2.0**20 * 2.0**-53
-    for shorter in (0, 1, 17, 53):
-        # two sides, of which the blocks of one follow those of the other
-        column = [x[:shorter].flip(0) for x in given]
-        both = plain + float(weighted_nll(backend.arrays, *column))
-        assert abs(float(backend.arrays.loss("float64", given, column)) - both) <= 106 * 2.0**20 * 2.0**-53
-        assert backend.arrays.loss("float32", given, column) == torch.tensor(both, dtype=torch.float32)
-    for value in range(53):
-        one = torch.zeros(53).index_fill(0, torch.tensor([value]), 1.0)
-        found, expected = (
-            float(f(negative, positive, total, one, target))
-            for f in (lambda *x: backend.arrays.loss("float64", x), lambda *x: weighted_nll(backend.arrays, *x))
-        )
-        # an exponential, a logarithm, a product and a sum
-        assert found == expected or abs(found - expected) <= 16 * 2.0**-53 * abs(expected), value
-    positive[8], total[8], target[8] = -infinite, -infinite, 1.0
-    assert not np.isfinite(float(backend.arrays.loss("float64", given)))
-    negative[9] = float("nan")
-    assert np.isnan(float(backend.arrays.loss("float64", given)))
 
 
 def weighted(found: Statistics, *weights: Any) -> Weights:

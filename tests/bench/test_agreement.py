@@ -2,12 +2,10 @@ from collections.abc import Callable
 from dataclasses import replace
 from typing import Any
 
-import numpy as np
 import pytest
 import torch
 
 from contrastile.bench import agreement, peers
-from contrastile.bench.workloads import SHARED, Workload, features
 
 
 @pytest.mark.parametrize("name", ["numpy", "torch", "plain"])
@@ -73,21 +71,3 @@ def test_an_infinite_bound_proves_nothing() -> None:
     found = agreement.check(vague, "float32", "cpu", 10.0, rows=67)
     assert found.ratio is None
     assert "no finite bound" in found.reason
-
-
-def test_ids_are_shared_by_a_fifth_of_the_pairs() -> None:
-    ids = features(Workload("ids", 1000, 8)).ids
-    assert ids is not None
-    _, counts = np.unique(ids, return_counts=True)
-    assert counts[counts > 1].sum() == int(1000 * SHARED)
-
-
-def test_features_have_unit_length_and_pairs_the_stated_cosine() -> None:
-    drawn = features(Workload("ragged", 300, 300))
-    assert drawn.image.shape == (299, 297)
-    # 297 terms of size 1/297, each product and square rounded: a relative error below 2 * 297 units of float32
-    slack = 2 * 297 * 2.0**-24
-    assert np.abs(np.linalg.norm(drawn.image.astype(float), axis=1) - 1).max() < slack
-    cosine = np.einsum("ij,ij->i", drawn.image.astype(float), drawn.text.astype(float))
-    # the noise adds N(0, 1 / d): its mean over 299 pairs lies within five standard deviations
-    assert abs(cosine.mean() - 0.3) < 5 / np.sqrt(299 * 297)

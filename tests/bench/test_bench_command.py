@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from contrastile.bench import command, report, sweep
+from contrastile.bench import command, sweep
 from contrastile.bench.command import add_arguments, main
 from contrastile.bench.results import Measurement, Sweep, SweepSettings, quartiles
 from contrastile.bench.workloads import Workload
@@ -82,26 +82,6 @@ def test_the_command_writes_table_json_and_picture(tmp_path: Path, capsys: pytes
     # time alone, every column
     assert main(parsed(*TINY, "--wide", "--plot", str(picture))) == 0
     assert "of matmul" in capsys.readouterr().out
-
-
-def test_a_line_says_how_much_faster_and_smaller_than_plain() -> None:
-    workload = Workload("aligned", 64, 16)
-
-    def lines(*rows: Measurement) -> list[str]:
-        found = Sweep(SweepSettings(("torch",)), {}, rows=list(rows))
-        return [report._line(found, row) for row in rows]
-
-    def row(name: str, seconds: float, peak: int | None = None) -> Measurement:
-        return Measurement(name, workload, seconds=[seconds], peak_bytes=peak)
-
-    plain = row("plain", 0.325, 65 << 20)
-    faster = "0.203 s, 10 MiB: 1.6 x faster, 6.5 x less memory than plain"
-    assert lines(row("torch", 0.203, 10 << 20), plain) == [faster, "0.325 s, 65 MiB"]
-    slower = lines(row("torch", 0.65, 65 << 20), plain)[0]
-    assert slower == "0.650 s, 65 MiB: 2 x slower, as much memory as plain"
-    assert lines(row("torch", 1234.5, 2**31)) == ["1,234 s, 2,048 MiB"]
-    assert lines(row("torch", 3.25e-5)) == ["32.5 us"]
-    assert lines(Measurement("torch", workload, reason="no room")) == ["skipped: no room"]
 
 
 def test_what_is_not_given_is_filled_in(monkeypatch: pytest.MonkeyPatch) -> None:

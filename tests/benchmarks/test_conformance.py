@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import re
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -64,23 +63,6 @@ def test_a_fact_that_a_version_no_longer_shows_is_told_from_one_that_fails(tmp_p
         assert status != "fail" or "no room" in row["reason"]
 
 
-# a package may deprecate what it is measured by
-@pytest.mark.filterwarnings("ignore::DeprecationWarning")
-def test_an_adapter_states_the_arguments_as_its_loss_means_them() -> None:
-    """Ordinary pairs come out right, of what is installed and needs no GPU."""
-    tried = set()
-    for peer in PEERS.values():
-        if peer.needs or "smoke" in peer.without:
-            continue
-        if peer.package != "torch" and conformance.installed_version(peer.package) is None:
-            continue
-        dtypes = peer.claims.dtypes
-        found = list(check(peer.make, dtypes=dtypes, cases=("smoke",), properties=("value", "gradients")))
-        assert [row["status"] for row in found if row["case"] == "smoke"] == ["pass", "pass"], found
-        tried.add(peer.name)
-    assert {"contrastile_torch", "torch_float32", "torch_bfloat16"} <= tried
-
-
 def test_a_cell_has_the_worst_of_its_checks() -> None:
     def halved(image: torch.Tensor, text: torch.Tensor, scale: torch.Tensor) -> torch.Tensor:
         loss = adapters.symmetric_of(image, text, scale)
@@ -97,30 +79,3 @@ def test_a_cell_has_the_worst_of_its_checks() -> None:
     assert all(cell["ratio"] > 100 and cell["checks"] >= cell["failed"] >= 1 for cell in failed.values())
     assert wrong["equal ids"] == {"status": "-", "reason": "equal ids"}
     assert not any(cell["status"] == "fail" for cell in right.values())
-
-
-def test_memory_is_measured_as_a_power_of_the_batch() -> None:
-    def power(loss: Any, largest_batch: int = 256) -> Any:
-        claimed = conformance.Loss.of(loss, Claims(largest_batch=largest_batch))
-        return conformance.memory_growth(claimed, "float32", "cpu")["power"]
-
-    assert power(adapters.symmetric_of) == 2
-    assert power(PEERS["contrastile_torch"].make) == 1
-    assert power(lambda image, text, scale: (image[:, 0, None, None] * text[:, :1] * text[:, 0]).sum() * scale, 64) == 3
-
-
-def test_an_adapter_that_calls_wrongly_ends_the_run(monkeypatch: pytest.MonkeyPatch) -> None:
-    def make(rank: int = 0, world_size: int = 1) -> Any:
-        return lambda image, text, scale: image.no_such_thing()
-
-    make.claims = Claims()  # type: ignore[attr-defined]
-    monkeypatch.setattr(conformance, "BATCHES", {"smoke": conformance.BATCHES["smoke"]})
-    with pytest.raises(RuntimeError, match="wrong: the adapter is wrong: raised AttributeError"):
-        conformance.measured(replace(PEERS["torch_float32"], make=make, name="wrong"))
-
-
-def test_what_needs_a_gpu_is_not_run_without_one(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
-    needed = [peer for peer in PEERS.values() if peer.needs == adapters.KERNEL]
-    assert {peer.package for peer in needed} == {"torch", "cut-cross-entropy", "quack-kernels"}
-    assert {conformance.measured(peer)["reason"] for peer in needed} == {"not run: needs a GPU"}

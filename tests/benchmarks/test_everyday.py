@@ -13,18 +13,10 @@ import everyday
 import page_tables as tables
 import pytest
 import torch
-from everyday import Case
 from harness import timing
-from harness.peers import PLAINS, chunked_loss
+from harness.peers import PLAINS
 from harness.ranks import Ranks
-from harness.record import linked
 from harness.timing import paired
-
-from contrastile import problems
-from contrastile.backends.contract import Accuracy
-from contrastile.verify.bounds import bounds
-from contrastile.verify.comparison import compare
-from contrastile.verify.truth import Outcome, truth
 
 ROOT = Path(__file__).resolve().parents[2]
 ALONE = Ranks(torch.device("cpu"), {1: None})
@@ -131,28 +123,6 @@ def test_every_call_is_one_that_the_pages_can_say() -> None:
         assert set(wanted) <= {case.label for case in there}
 
 
-def test_flops_of_the_directions_add_up_and_ranks_share_them() -> None:
-    def flops(n: int = 1, **more: Any) -> float:
-        return Case("clip_loss", "float32", 96, 40, each=False, **more).flops(n)
-
-    assert flops(what="forward") + flops(what="backward") == flops() == 8 * 96 * 96 * 40
-    assert flops(4) == flops() / 4
-    assert Case("clip_loss", "float32", 24, 40).flops(4) == flops() / 4
-
-
-def test_the_chunked_loss_is_within_its_bounds(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("harness.peers.CHUNK", 16)
-    (image, text, scale), _ = everyday.inputs(Case("clip_loss", "float32", 61, 23, scale=14.25), ALONE, 1)
-    loss = chunked_loss(image, text, scale)
-    values = [x.detach().double().numpy() for x in (loss, *torch.autograd.grad(loss, (image, text, scale)))]
-    problem = problems.clip(*(x.detach().double().numpy() for x in (image, text)), 14.25).problem
-    true = truth(problem)
-    allowed = bounds(problem, true, Accuracy(unit=2.0**-24, accumulate_unit=2.0**-24), "float32")
-    found = Outcome(values[0], values[1], (values[2],), values[3])
-    worst = compare(found, true.outcome, allowed, ("loss", "rows", "columns", "scale"))
-    assert worst.ratio < 1, worst
-
-
 def test_a_sample_is_paired_with_the_ceiling_before_and_after_it(monkeypatch: pytest.MonkeyPatch) -> None:
     order, readings = list[str](), iter(range(100, 0, -1))
     calls = {name: lambda name=name: order.append(name) for name in ("one", "two")}
@@ -174,9 +144,3 @@ def test_what_raises_or_is_too_slow_is_left_out_and_says_why(monkeypatch: pytest
     assert reasons["broken"] == "RuntimeError: no kernel image"
     assert "one call takes 2 s" in reasons["slow"]
     assert not found
-
-
-def test_links_are_told_in_words() -> None:
-    table = "\x1b[4m\tGPU0\tGPU1\tGPU2\tCPU Affinity\x1b[0m\nGPU0\t X \tNV18\tSYS\t0-31\nGPU1\tNV18\t X \tNV18\t0-31\n"
-    assert linked(table + "GPU2\tSYS\tNV18\t X \t0-31\n") == "NV18 between 2 pairs, SYS between 1 pairs"
-    assert linked(table) == "NV18 between all 1 pairs"

@@ -7,7 +7,6 @@ import re
 from pathlib import Path
 from typing import Any
 
-import home_chart
 import make_pages
 import page_tables as tables
 import pytest
@@ -22,11 +21,6 @@ def timed(part: str, name: str, b: int, ms: float, n: int = 1, exchange: str = "
     row = {"part": part, "name": name, "n": n, "rows": b // n, "b": b, "d": 512, "scale": 100.0, "what": "both"}
     row |= {"graph": False, "each": False, "exchange": exchange, "status": "measured", "milliseconds": [ms]}
     return row | {"ceiling_tflops": [700.0], "fraction": [share]} | more
-
-
-def called(label: str, **times: float) -> list[dict[str, Any]]:
-    about = {"part": "everyday", "row": label, "status": "measured"}
-    return [about | {"name": name, "milliseconds": [ms]} for name, ms in times.items()]
 
 
 def record(times: list[dict[str, Any]], ranks: int = 1, **more: Any) -> dict[str, Any]:
@@ -52,14 +46,6 @@ FOUR = record(
         timed("steps", OURS, 131072, 30.0, 4, "gather", each=True, peak_bytes=900 * MIB),
     ],
     4,
-)
-CLIP = "clip_loss bfloat16 b=4096 d=512"
-CALLS = record(
-    [
-        *called(CLIP, auto=2.0, triton=2.5, plain=9.0, compiled=5.0),
-        *called("clip_loss float32 b=8192 d=512 precision=tf32", auto=1.0, plain=9.0),
-        *called("nt_xent bfloat16 b=4096 d=128", auto=4.0, plain=3.0),
-    ]
 )
 
 
@@ -100,59 +86,6 @@ def test_perfect_scaling_is_the_rate_of_a_rank_alone() -> None:
     # as many pairs on every rank: 4 x 6 / 25
     assert rows[1].endswith("| 96.0 % |")
     assert "900.0 MiB" in rows[1]
-
-
-def test_an_everyday_call_is_compared_with_the_faster_of_the_others() -> None:
-    text = tables.everyday_section("everyday_some", CALLS)
-    assert "| `clip_loss`, bfloat16, b = 4,096, d = 512 | 2.00 | 2.50 | 9.00 | 5.00 | 2.5 x |" in text
-    # in tf32 the others do not multiply
-    assert "| `clip_loss`, tf32, float32, b = 8,192, d = 512 | 1.00 | - | 9.00 | - | - |" in text
-    assert "| `nt_xent`, bfloat16, b = 4,096, d = 128 | 4.00 | - | 3.00 | - | 0.8 x |" in text
-
-
-def test_the_readme_is_of_the_newest_gpu_and_of_several_of_its_kind() -> None:
-    two = record(called("clip_loss bfloat16 b=256 d=512", auto=1.0, **{OPEN_CLIP: 2.0}), 2, commit="d" * 40)
-    old = record(called(CLIP, auto=7.0), device="Old GPU", date="2025")
-    host = record(called(CLIP, auto=8.0), device="cpu", date="2027")
-    text = tables.readme([old, CALLS, two, host])
-    assert text.startswith(
-        "Some GPU, torch 2.11.0, commit `cccccccccccc`, 2026-01-02. Several GPUs: commit `dddddddddddd`"
-    )
-    assert "| `clip_loss`, bfloat16, b = 256, d = 512, on each of 2 GPUs | 1.00 | 2.00 | - | 2.0 x |" in text
-    assert "7.00" not in text
-    assert "8.00" not in text
-    assert tables.readme([two]) == ""
-
-
-def test_a_step_of_training_is_compared_with_ours() -> None:
-    ours = {"name": "contrastile, cached_step", "b": 65536, "chunk": 4096, "status": "measured", "s": 3.0}
-    ours |= {"pairs_per_second": 65536 / 3, "peak_bytes": 3 << 30}
-    other = ours | {"name": "other", "s": 8.5, "chunk": 2048, "pairs_per_second": 65536 / 8.5}
-    skipped = {"name": "GradCache", "b": 65536, "chunk": 1024, "status": "skip", "reason": "OutOfMemoryError: so"}
-    memory = [{"b": b, "chunk": 1024, "status": "measured", "peak_bytes": b << 14} for b in (65536, 1024)]
-    data = record([]) | {"steps": [ours, other, skipped], "loss": [{"b": 65536, "d": 384, "s": 0.03}], "memory": memory}
-    data["settings"] = {"batch": 65536, "tokens": 32, "autocast": "bfloat16"}
-    text = tables.training_section("training_some", data)
-    assert "| contrastile, cached_step | 65,536 | 4,096 | 3.00 | 21,845 | 3.00 | - |" in text
-    assert "| other | 65,536 | 2,048 | 8.50 | 7,710 | 3.00 | 2.83 x |" in text
-    assert "| GradCache | - | - | OutOfMemoryError: so | - | - | - |" in text
-    assert "`info_nce` alone takes 30.0 ms forward and backward, 1.0 % of contrastile's step." in text
-    assert "| 1,024 | 16.00 |\n| 65,536 | 1,024 |" in text
-
-
-def test_the_chart_shows_ours_the_formula_and_the_two_fastest_kernels() -> None:
-    kernels = (("liger-kernel x2", 75.0), ("inf_cl x2", 900.0), ("cut-cross-entropy x2, exact", 180.0))
-    more = [timed("peers", name, 65536, ms, peak_bytes=400 * MIB) for name, ms in kernels]
-    data = ONE | {"times": [*ONE["times"], *more]}
-    assert home_chart.newest({"one": data, "four": FOUR}) is data
-    drawn = dict(home_chart.charts(data))
-    names = {f"home{which}-{theme}.svg" for which in ("", "-phone") for theme in ("light", "dark")}
-    assert set(drawn) == names
-    for text in drawn.values():
-        words = set(re.findall(r"<text[^>]*>([^<]*)</text>", text))
-        assert {OURS, OPEN_CLIP, "liger-kernel x2", "cut-cross-entropy x2, exact", "8k", "64k"} <= words
-        assert "inf_cl x2" not in words
-    assert dict(home_chart.charts(data)) == drawn
 
 
 def test_no_table_of_a_page_is_longer_than_a_screen() -> None:

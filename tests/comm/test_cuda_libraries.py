@@ -15,7 +15,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from contrastile.comm import driver, nccl
+from contrastile.comm import nccl
 from contrastile.comm.driver import DriverError, Gpu
 from contrastile.comm.nccl import NCCL, NCCLChannel, NCCLError
 from contrastile.comm.watchdog import Watchdog
@@ -85,36 +85,6 @@ def test_an_old_driver_and_a_call_that_fails_are_named(made: Callable[..., Made]
     made(cuStreamCreateWithPriority=217)
     with pytest.raises(DriverError, match="cuStreamCreateWithPriority gave error 217"):
         Gpu(0).stream()
-
-
-@pytest.mark.parametrize(("code", "passed"), [(0, True), (600, False)])
-def test_an_event_has_come_or_not_and_its_handle_is_used_again(
-    made: Callable[..., Made], code: int, passed: bool
-) -> None:
-    made(cuEventQuery=code)
-    gpu = Gpu(0)
-    first, second = gpu.record(0), gpu.record(0)
-    assert gpu.passed(first) is passed
-    handle = first.address
-    del first
-    # not the one that somebody may still ask for
-    assert gpu.record(0).address == handle != second.address
-
-
-def test_an_event_whose_work_failed_is_an_error(made: Callable[..., Made]) -> None:
-    made(cuEventQuery=700)
-    gpu = Gpu(0)
-    with pytest.raises(DriverError, match="cuEventQuery gave error 700"):
-        gpu.passed(gpu.record(0))
-
-
-def test_a_thread_stays_out_of_what_others_capture(made: Callable[..., Made]) -> None:
-    library = made()
-    driver.relaxed_capture()
-    assert [name for name, _ in library.calls] == ["cuThreadExchangeStreamCaptureMode"]
-    # without a driver nothing is captured either
-    made(lacks="cuThreadExchangeStreamCaptureMode")
-    driver.relaxed_capture()
 
 
 @pytest.fixture

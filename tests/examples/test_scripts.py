@@ -59,7 +59,7 @@ def test_siglip_learns_the_same_on_one_process_and_on_two() -> None:
     found = []
     for processes in (1, 2):
         command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(processes)]
-        done = subprocess.run([*command, EXAMPLES / "siglip.py"], capture_output=True, text=True, timeout=300)
+        done = subprocess.run([*command, EXAMPLES / "siglip.py"], capture_output=True, text=True, timeout=1200)
         assert done.returncode == 0, done.stderr
         rows = re.findall(rf"^step +\d+: loss (\S+), recall@1 {NUMBER}, world size {processes}$", done.stdout, re.M)
         found.append([(float(loss), float(recall)) for loss, recall in rows])

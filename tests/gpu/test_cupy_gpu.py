@@ -13,8 +13,7 @@ from capturing import bits, captured, comes_down_to, unit_features
 
 import contrastile
 from contrastile.backends import choice
-from contrastile.backends.contract import Accuracy, Block, Options, Pairs, UnsupportedProblemError, Weights
-from contrastile.backends.registry import load
+from contrastile.backends.contract import UnsupportedProblemError
 
 cupy = pytest.importorskip("cupy")
 torch = pytest.importorskip("torch")
@@ -100,80 +99,6 @@ def test_cupy_arrays_go_through_a_torch_backend_too() -> None:
     found = contrastile.value_and_grad(contrastile.clip_loss, backend="triton")(as_cupy(image), as_cupy(text), 14.0)
     exact = step(contrastile.clip_loss, image, text, (14.0,), "triton")
     assert bits([found[0], *found[1]]) == bits(exact)
-
-
-def test_sup_con_and_ids_work_on_cupy_arrays() -> None:
-    image, text = towers("float32")
-    labels = torch.arange(B, device="cuda") % 19
-    both = contrastile.value_and_grad(contrastile.sup_con, backend="cupy")
-    by_torch, by_cupy = both(image, labels, 5.0), both(as_cupy(image), as_cupy(labels), 5.0)
-    assert bits([by_torch[0], *by_torch[1]]) == bits([by_cupy[0], *by_cupy[1]])
-    dropped = contrastile.clip_loss(as_cupy(image), as_cupy(text), 5.0, ids=as_cupy(labels))
-    assert float(dropped) < float(contrastile.clip_loss(as_cupy(image), as_cupy(text), 5.0))
-
-
-def logit_error(facts: Accuracy, x: Any, y: Any, scale: float) -> float:
-    """The largest error of a logit; the scale in powers of two is rounded too."""
-    relative = facts.depth(x.shape[1]) * facts.accumulate_unit + 2 * facts.input_rounding + 2 * facts.unit
-    return scale * relative * float((x.double().abs() @ y.double().abs().T).max())
-
-
-@pytest.mark.parametrize("size", [(700, 512), (61, 83)])
-@pytest.mark.parametrize(("dtype", "precision"), [*((x, "ieee") for x in DTYPES), ("float32", "tf32")])
-def test_a_certain_positive_has_its_excess_to_all_digits(
-    record: str, dtype: str, precision: str, size: tuple[int, int]
-) -> None:
-    """The loss of certain pairs is log1p(exp(N - P)), far below the last digit of either."""
-    x, _ = towers(dtype, *size)
-    y = x.flip(0).contiguous()
-    at = torch.arange(len(x), device="cuda").flip(0)
-    scale = torch.tensor(150.0, device="cuda")
-    block = Block(as_cupy(x), as_cupy(y), as_cupy(scale), None, Pairs(positives=as_cupy(at)))
-    backend = load(record)
-    found = backend.lse(block, True, Options(precision=precision))
-    logits = 150.0 * (x.double() @ y.double().T)
-    error = logit_error(backend.accuracy(dtype, "cuda", Options(precision=precision)), x, y, 150.0)
-    sides = (
-        (logits, found.row_negative_lse, found.row_positive_lse, found.row_positive_sum),
-        (logits.T, found.column_negative_lse, found.column_positive_lse, found.column_positive_sum),
-    )
-    for table, n, p, s in sides:
-        assert (p == s).all(), "of one positive the log-sum-exp is its logit, to the last bit"
-        # row i's positive is column at[i], and column at[i]'s row i: at is its own inverse
-        own = table.gather(1, at[:, None])[:, 0]
-        negative = table.scatter(1, at[:, None], -torch.inf).logsumexp(1)
-        assert float(abs(torch.from_dlpack(p) - own).max()) <= error
-        ratio = torch.special.log1p(torch.exp(torch.from_dlpack(n - p))) / torch.log1p(torch.exp(negative - own))
-        assert float(abs(torch.log(ratio)).max()) <= 2 * error
-
-
-@pytest.mark.parametrize(("dtype", "precision"), [("bfloat16", "ieee"), ("float32", "ieee")])
-@pytest.mark.parametrize("by", ["index", "ids"])
-def test_gradients_of_certain_pairs_are_those_of_float64(record: str, by: str, dtype: str, precision: str) -> None:
-    """Separated pairs at scale 100: nothing of p - 1 is left to cancel."""
-    x, other = towers(dtype, 513, 64)
-    y = torch.nn.functional.normalize(x.float() + 0.1 * other.float(), dim=1).to(x.dtype)
-    index = as_cupy(torch.arange(513, device="cuda"))
-    by_ids = {"row_ids": index, "column_ids": index, "match": "target"}
-    pairs = Pairs(positives=index) if by == "index" else Pairs(**by_ids)  # type: ignore[arg-type]
-    block = Block(as_cupy(x), as_cupy(y), as_cupy(torch.tensor(100.0, device="cuda")), None, pairs)
-    backend, one, options = load(record), cupy.ones(513, "float32"), Options(precision=precision)
-    s = backend.lse(block, True, options)
-    rows, columns = (s.row_negative_lse, s.row_positive_lse), (s.column_negative_lse, s.column_positive_lse)
-    sums = [cupy.zeros((513, 64), "float32") for _ in range(2)]
-    backend.gradients(block, Weights(*rows, one, one, *columns, one, one), *sums, options)
-    leaves = [z.double().requires_grad_() for z in (x, y)]
-    logits = 100.0 * (leaves[0] @ leaves[1].T)
-    # float64 itself would cancel in L - x
-    rest = logits.masked_fill(torch.eye(513, dtype=torch.bool, device="cuda"), -torch.inf)
-    own = logits.diagonal()
-    loss = torch.nn.functional.softplus(torch.cat([rest.logsumexp(axis) - own for axis in (0, 1)])).sum()
-    facts = backend.accuracy(dtype, "cuda", Options(precision=precision))
-    # of N - P twice, and of the weights of the other pairs as much; G is rounded
-    bound = 4 * logit_error(facts, x, y, 100.0) + 2 * facts.gradient_rounding
-    for name, found, want in zip(("rows", "columns"), sums, torch.autograd.grad(loss, leaves), strict=True):
-        off = float((100.0 * torch.from_dlpack(found).double() - want).norm() / want.norm())
-        assert off <= bound, f"{record} {dtype} {precision} by {by}: {name} are off by {off:.1e} of float64's"
 
 
 def test_twenty_repeats_have_the_same_bits(record: str) -> None:

@@ -2,14 +2,11 @@
 """Whether anything that nobody wrote reaches a result: ``verify`` with all memory full of NaN before it is given out.
 
 A sanitizer reports every read of memory that nobody wrote, also where a kernel loads sixteen bytes of which it uses
-ten. Here the bytes are NaN (and -1 as integers): what is used shows in a result, and a pass says that nothing is.
+ten. Here the numbers are NaN (and large as integers): what is used shows in a result, and a pass says that nothing is.
 """
 
 from __future__ import annotations
 
-import os
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
 from typing import Any
 
 import pytest
@@ -20,60 +17,18 @@ if not torch.cuda.is_available():
 
 from contrastile.backends.arrays import TorchArrays  # noqa: E402
 from contrastile.backends.registry import available, load  # noqa: E402
+from contrastile.verify.memory import poisoned  # noqa: E402
 from contrastile.verify.report import verdict  # noqa: E402
 from contrastile.verify.runner import Run  # noqa: E402
 from contrastile.verify.selection import DTYPES, Selection  # noqa: E402
 
 BACKENDS = [name for name in ("torch", "triton", "cupy") if available()[name] is None]
-BYTE = 0xFF
-"""Bytes of it make a NaN of any float and -1 of any integer."""
-
-
-@contextmanager
-def cupy_poisoned() -> Iterator[None]:
-    """CuPy's memory, whole blocks of it: what a kernel reads past the end of an array is poisoned too."""
-    import cupy
-
-    pool = cupy.cuda.MemoryPool()
-
-    def allocate(size: int) -> Any:
-        found = pool.malloc(size)
-        if size:
-            stream = cupy.cuda.get_current_stream().ptr
-            cupy.cuda.runtime.memsetAsync(found.ptr, BYTE, found.mem.size, stream)
-        return found
-
-    before = cupy.cuda.get_allocator()
-    cupy.cuda.set_allocator(allocate)
-    try:
-        yield
-    finally:
-        cupy.cuda.set_allocator(before)
-
-
-@contextmanager
-def torch_poisoned() -> Iterator[None]:
-    """What ``torch.empty`` and its kin give, on any device, by torch's own switch."""
-    # cuBLAS is asked for this wherever algorithms must be deterministic
-    os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
-    before = torch.are_deterministic_algorithms_enabled(), torch.utils.deterministic.fill_uninitialized_memory
-    torch.use_deterministic_algorithms(True, warn_only=True)
-    torch.utils.deterministic.fill_uninitialized_memory = True
-    try:
-        yield
-    finally:
-        torch.use_deterministic_algorithms(before[0])
-        torch.utils.deterministic.fill_uninitialized_memory = before[1]
-
-
-POISONED: dict[str, Callable[[], Any]] = {"cupy": cupy_poisoned, "torch": torch_poisoned}
-"""By the array library of the backend."""
 
 
 def verify(name: str, **selection: Any) -> tuple[str, int, list[str]]:
     """Hold a backend to the oracle, its memory poisoned: the verdict, how much passed, and what failed."""
     backend = load(name)
-    with POISONED[backend.arrays.name]():
+    with poisoned(backend.arrays):
         run = Run(Selection({name: backend}, device="cuda", **selection))
         rows = list(run.rows())
     failed = [f"{x.row['property']} {x.row['case']} {x.row['dtype']}: {x.worst}" for x in run.failures]

@@ -7,13 +7,12 @@ from typing import Any
 
 import pytest
 import torch
-from chunked_graphs import Step, graphs_kept, taken, worst
+from chunked_graphs import taken
 from recipes import recipe
 from torch import Tensor, nn
 from torchvision_stand_in import open_clip
 
 import contrastile
-from contrastile.integrations.open_clip import ChunkedModel
 
 pytestmark = pytest.mark.slow
 B, DOUBLE = 13, torch.float64
@@ -68,15 +67,6 @@ def epoch(model: nn.Module, loss: Any, *batches: tuple[Tensor, Tensor]) -> list[
     return taken(list(model.parameters()))
 
 
-def without_numbers(found: list[Tensor], model: nn.Module) -> tuple[list[Tensor], list[Tensor]]:
-    """The encoders' gradients, and those of the scale and bias."""
-    numbers = [name.startswith("logit_") for name, _ in model.named_parameters()]
-    return (
-        [x for x, number in zip(found, numbers, strict=True) if not number],
-        [x for x, number in zip(found, numbers, strict=True) if number],
-    )
-
-
 @pytest.mark.parametrize("bias", [False, True])
 def test_one_chunk_has_the_bits_of_the_model_itself(bias: bool) -> None:
     settings = {"init_logit_bias": -3.0} if bias else {}
@@ -88,32 +78,3 @@ def test_one_chunk_has_the_bits_of_the_model_itself(bias: bool) -> None:
     )
     assert all(x.abs().max() > 0 for x in expected)
     assert all(torch.equal(x, y) for x, y in zip(expected, found, strict=True))
-
-
-def test_chunks_have_the_gradients_of_their_graphs_kept() -> None:
-    clip, chunk = model(), 4
-    # patches dropped at random are drawn once for each chunk, image by image
-    towers = [lambda x: clip.encode_image(x, normalize=True), lambda x: clip.encode_text(x, normalize=True)]
-    encoders = [x for name, x in clip.named_parameters() if name != "logit_scale"]
-    images, texts = batch()
-    kept = graphs_kept(
-        towers,
-        [images.split(chunk), texts.split(chunk)],
-        contrastile.clip_loss,
-        [clip.logit_scale.exp],
-        [*encoders, clip.logit_scale],
-        seed=2,
-    )
-    found, (scale,) = without_numbers(
-        epoch(ChunkedModel(clip, chunk), contrastile.nn.ClipLoss(), (images, texts)), clip
-    )
-    assert torch.equal(scale, kept.gradients[-1])
-    assert worst(found, Step(kept.loss, kept.gradients[:-1], kept.bounds[:-1])) <= 1
-
-
-def test_without_gradients_the_model_is_called_once() -> None:
-    clip = ChunkedModel(model().eval(), 4)
-    with torch.no_grad():
-        found, expected = clip(*batch()), clip.model(*batch())
-    assert all(torch.equal(found[name], expected[name]) for name in expected)
-    assert clip.module is clip.model

@@ -87,7 +87,7 @@ def wrappers() -> dict[str, Callable[[Any, Any], Any]]:
     }
 
 
-def test_they_work_where_the_library_s_own_do() -> None:
+def test_inside_the_library_s_wrappers_they_are_its_own_losses() -> None:
     from sentence_transformers import SentenceTransformer
     from sentence_transformers.sentence_transformer import losses
 

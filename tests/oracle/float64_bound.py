@@ -16,8 +16,6 @@ from typing import TYPE_CHECKING
 import numpy as np
 
 if TYPE_CHECKING:
-    from collections.abc import Sequence
-
     import numpy.typing as npt
     from oracle_problems import Problem
 
@@ -37,10 +35,6 @@ def assert_within(actual: npt.ArrayLike, expected: npt.ArrayLike, bound: npt.Arr
     with np.errstate(invalid="ignore"):
         error = np.where(actual == expected, 0.0, np.abs(actual - expected))
     assert np.all(error <= bound), f"error {error}\nbound {bound}"
-
-
-def twice(bounds: Sequence[npt.ArrayLike]) -> list[npt.NDArray[np.float64]]:
-    return [2 * np.asarray(bound) for bound in bounds]
 
 
 class SoftmaxBound:

@@ -1,6 +1,6 @@
 """Problems for the oracle's tests: ragged, with every kind of pair, drawn by hypothesis.
 
-Features, scales, biases and directions lie on a dyadic grid, so that a step of central differences is exact.
+Features, scales and biases lie on a dyadic grid.
 """
 
 from __future__ import annotations

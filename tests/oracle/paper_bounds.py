@@ -189,19 +189,3 @@ def encloses(ball, truth):
     """Whether the ball holds the 50-digit truth, entry for entry."""
     flat = zip(np.ravel(ball.mid), np.ravel(ball.rad), truth, strict=True)
     return all(abs(mpmath.mpf(float(mid)) - value) <= mpmath.mpf(float(rad)) for mid, rad, value in flat)
-
-
-def agrees_with_differences(f, x, gradient, rounding):
-    """Whether a gradient agrees with central differences of f, whose own rounding error is `rounding`.
-
-    The truncation of the halved step is, to leading order, a third of the change that halving makes.
-    """
-    h = 2.0**-10
-    difference = np.empty((2, *x.shape))
-    for index in np.ndindex(x.shape):
-        for k, step in enumerate((h, h / 2)):
-            shift = np.zeros_like(x)
-            shift[index] = step
-            difference[k][index] = (f(x + shift) - f(x - shift)) / (2 * step)
-    bound = np.abs(difference[0] - difference[1]) + 4 * rounding / h
-    return bool(np.all(np.abs(gradient - difference[1]) <= bound))

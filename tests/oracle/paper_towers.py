@@ -45,13 +45,13 @@ def dropout_vjp(Theta, x, state, u):
 
 
 def batch_norm(Theta, x, state):
-    z = x @ Theta
-    c = z - z.sum(axis=0) / len(x)
-    return c / np.sqrt((c * c).sum(axis=0) / len(x) + EPSILON)
+    z, n = x @ Theta, max(1, len(x))
+    c = z - z.sum(axis=0) / n
+    return c / np.sqrt((c * c).sum(axis=0) / n + EPSILON)
 
 
 def batch_norm_vjp(Theta, x, state, u):
-    n = len(x)
+    n = max(1, len(x))
     z = x @ Theta
     c = z - z.sum(axis=0) / n
     s = np.sqrt((c * c).sum(axis=0) / n + EPSILON)

@@ -1,7 +1,6 @@
-"""The same losses written again, three times, with nothing in common with the oracle but the definition.
+"""The same losses written again, pair by pair, with nothing in common with the oracle but the definition.
 
-Pure Python loops over the definition, mpmath at 50 digits, and torch's float64 autograd. Each returns
-(loss, d_rows, d_columns, d_scale, d_bias); `weights` are per row, per column, and targets a row and a column.
+Loops over the definition, in mpmath at 50 digits: (loss, d_rows, d_columns, d_scale, d_bias).
 """
 
 from __future__ import annotations
@@ -10,7 +9,6 @@ from typing import TYPE_CHECKING, Any
 
 import mpmath
 import numpy as np
-import torch
 
 if TYPE_CHECKING:
     from oracle_problems import Problem
@@ -86,22 +84,3 @@ def as_arrays(p: Problem, found: tuple[Any, ...]) -> list[Any]:
 def in_mpmath(p: Problem, b: float | None = None) -> list[Any]:
     with mpmath.workdps(DIGITS):
         return as_arrays(p, written_out(p, mpmath.mpf, mpmath.exp, mpmath.log, b))
-
-
-def in_torch(p: Problem, b: float | None = None) -> list[Any]:
-    """By torch's logsumexp and autograd; rows and columns of weight 0 are left out before anything is computed."""
-    leaves = [torch.tensor(np.asarray(t), requires_grad=True) for t in (p.q, p.k, p.scale, np.float64(p.bias))]
-    q, k, s, bias = leaves
-    x = (s[:, None] if s.ndim else s) * (q @ k.T) + bias
-    P, A = torch.tensor(p.P), torch.tensor(p.A)
-    if b is not None:
-        z = torch.where(P, 1.0, -1.0).double()
-        total = torch.where(A, -torch.nn.functional.logsigmoid(z * x), 0.0).sum() / b
-    else:
-        total = 0.0 * sum(leaf.sum() for leaf in leaves)
-        for w, x_w, A_w, y_w in ((p.u, x, A, p.y), (p.v, x.T, A.T, p.y_c.T)):
-            used = torch.tensor(np.flatnonzero(w))
-            lse = torch.where(A_w[used], x_w[used], -torch.inf).logsumexp(dim=1)
-            expected = (torch.tensor(np.ascontiguousarray(y_w))[used] * x_w[used]).sum(dim=1)
-            total = total + (torch.tensor(w)[used] * (lse - expected)).sum()
-    return [total.item(), *(g.numpy() for g in torch.autograd.grad(total, leaves))]

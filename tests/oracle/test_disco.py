@@ -1,4 +1,4 @@
-"""DisCo Eq. 1-7 and Alg. 1: against loops, 50 digits, autograd and central differences, over uneven shards."""
+"""DisCo Eq. 1-7 and Alg. 1: against the general loss and autograd, over uneven shards."""
 
 import numpy as np
 import pytest

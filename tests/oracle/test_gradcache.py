@@ -4,18 +4,16 @@ import math
 from itertools import pairwise
 
 import numpy as np
-import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from paper_bounds import (
     Ball,
     agrees,
-    agrees_with_differences,
     contrastive,
     one_hot,
 )
-from paper_towers import BATCH_NORM, BILINEAR, DROPOUT, LINEAR, TANH, ball_forward, ball_step, ball_vjp, mask
+from paper_towers import BATCH_NORM, BILINEAR, DROPOUT, EPSILON, LINEAR, TANH, ball_forward, ball_step, ball_vjp, mask
 
 from contrastile.oracle.papers import gradcache, gradcache_distance
 from contrastile.oracle.papers.collectives import row_slices
@@ -44,7 +42,10 @@ def torch_forward(tower, parameters):
     out = []
     for rows, state in zip(row_slices(tower.sizes), tower.states, strict=True):
         y = torch.tensor(tower.inputs[rows]) @ parameters
-        if tower.encoder is not LINEAR:
+        if tower.encoder is BATCH_NORM and len(y):
+            centred = y - y.mean(dim=0)
+            y = centred / ((centred**2).mean(dim=0) + EPSILON).sqrt()
+        elif tower.encoder is not LINEAR:
             y = torch.tanh(y)
         if tower.encoder is DROPOUT:
             y = y * torch.tensor(mask(y.shape, state))
@@ -94,7 +95,7 @@ def test_equations_1_2_and_5_to_7_against_loops(problem):
 
 
 @settings(deadline=None)
-@given(problems())
+@given(problems(encoders=(TANH, LINEAR, DROPOUT, BATCH_NORM)))
 def test_the_cached_gradient_is_the_gradient_end_to_end(problem):
     expected = ball_step(*problem)
     for ours, theirs, ball in zip(gradcache.step(*problem), torch_step(*problem), expected, strict=True):
@@ -111,25 +112,6 @@ def test_sub_batches_of_any_size_give_the_chain_rule_example_by_example(problem)
         ball = ball_vjp(tower, Ball(u))
         assert agrees(gradcache.chain_rule(tower, u), ball)
         assert agrees(gradcache.accumulate(tower, u), ball)
-
-
-@pytest.mark.parametrize("encoder", [LINEAR, TANH, DROPOUT, BATCH_NORM])
-def test_the_step_against_central_differences_of_the_chunked_run(encoder):
-    rng = np.random.default_rng(1)
-    f = Tower(encoder, rng.standard_normal((3, 4)), rng.standard_normal((7, 3)), (3, 4), (5, 6))
-    g = Tower(encoder, rng.standard_normal((3, 4)), rng.standard_normal((9, 3)), (4, 2, 3), (7, 8, 9))
-    r, tau = rng.integers(0, 9, 7), 0.5
-    _, dTheta, dLambda = gradcache.step(f, g, r, tau)
-    rounding = float(ball_step(f, g, r, tau)[0].rad)
-
-    def by_theta(Theta):
-        return gradcache.step(Tower(encoder, Theta, f.inputs, f.sizes, f.states), g, r, tau)[0]
-
-    def by_lambda(Lambda):
-        return gradcache.step(f, Tower(encoder, Lambda, g.inputs, g.sizes, g.states), r, tau)[0]
-
-    assert agrees_with_differences(by_theta, f.parameters, dTheta, rounding)
-    assert agrees_with_differences(by_lambda, g.parameters, dLambda, rounding)
 
 
 @settings(deadline=None)

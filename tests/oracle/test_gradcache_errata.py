@@ -93,7 +93,7 @@ def test_without_batch_statistics_chunks_are_the_large_batch():
 
 
 def test_batch_norm_statistics_are_per_chunk_so_chunks_are_not_the_large_batch():
-    """The chunked gradient is that of the chunked loss (proved by differences elsewhere), which is another loss."""
+    """The chunked gradient is that of the chunked loss (proved by autograd elsewhere), which is another loss."""
     f, g, r, tau = towers(BATCH_NORM)
     chunked, whole = gradcache.step(f, g, r, tau), gradcache_as_printed.large_batch_step(f, g, r, tau)
     assert abs(chunked[0] - whole[0]) > abs(whole[0]) / 64

@@ -6,16 +6,10 @@ from collections import Counter
 from collections.abc import Sequence
 from typing import Any
 
-from contrastile.backends.registry import load
 from contrastile.comm.inprocess import InProcess, InProcessGroup
 from contrastile.schedules.placement import Placement
 from contrastile.verify import cases
-from contrastile.verify.runner import Row, Run
-from contrastile.verify.selection import Selection
 from contrastile.verify.shards import Cut
-from contrastile.verify.worlds import Threads
-
-WORLDS = (1, 2, 3, 4, 5, 8)
 
 
 class Counting:
@@ -41,20 +35,6 @@ class Counting:
             return found(*call)
 
         return counted
-
-
-def rows(
-    n: int,
-    properties: Sequence[str],
-    case_names: Sequence[str],
-    *,
-    backend: str = "numpy",
-    dtypes: Sequence[str] = ("float64",),
-    examples: int = 20,
-) -> list[Row]:
-    """What ``contrastile verify --world n`` says."""
-    chosen = Selection({backend: load(backend)}, case_names, properties, dtypes, examples=examples, world=Threads(n))
-    return list(Run(chosen).rows())
 
 
 def cut(case: str, row_weights: Sequence[int], column_weights: Sequence[int], dtype: str = "float64") -> Cut:

@@ -110,19 +110,6 @@ def test_what_is_kept_of_all_columns_comes_back_and_changes_nothing(n: int, case
         assert found.scale == plain.scale
 
 
-@pytest.mark.parametrize("case", ["ragged", "blocks"])
-def test_gradients_by_sums_take_what_is_kept_too(case: str) -> None:
-    given: list[bool] = []
-
-    def noted(block: Block, weights: Weights, *rest: Any) -> None:
-        given.append(weights.kept.tolist() == [*block.rows.shape, *block.columns.shape])
-        NUMPY.gradients(block, weights, *rest)
-
-    backend = replace(NUMPY, keeping=keeping, keeps=room, gradients=noted)
-    outcome(3, case, backend, columns=False, keep=True)
-    assert given == [True] * 3
-
-
 @pytest.mark.parametrize("why", ["nobody asked", "a tower is frozen", "no room"])
 def test_nothing_is_kept_where(why: str) -> None:
     def asked(*_: Any) -> Statistics:

@@ -171,17 +171,6 @@ def test_no_row_and_no_column_anywhere(backend: str) -> None:
     assert words == "MismatchError: the ranks must hold at least one column together, got none; skip empty batches"
 
 
-def test_a_rank_with_no_rows_takes_part() -> None:
-    def call(rank: int, comm: Any) -> Any:
-        part = slice(0, 0 if rank == 1 else B)
-        return losses.append(contrastile.clip_loss(IMAGE[rank][part], TEXT[rank][part], 10.0, group=comm))
-
-    losses: list[Any] = []
-    assert said(call) == ["nothing"] * N
-    assert len(losses) == N
-    assert len({float(x) for x in losses}) == 1
-
-
 def test_local_is_for_a_world_of_one() -> None:
     words = everybody(lambda rank, comm: clip(rank, comm, exchange="local"))
     assert words.startswith("MismatchError: exchange='local' is for a world of one, got 3 ranks")

@@ -18,25 +18,15 @@ from contrastile.schedules import schedule, triangle
 from contrastile.schedules.local import Wanted
 from contrastile.schedules.problem import Problem
 from contrastile.verify import cases
-from contrastile.verify.runner import Run
-from contrastile.verify.selection import Selection
 from contrastile.verify.trial import Subject
 
 TORCH = load("torch")
-CASES = ("self-excluded", "views", "labels", "certain-views", "certain-labels")
 
 
 def test_halves_begin_where_tiles_do() -> None:
     rows, columns = next(triangle.places(slice(0, 10_000), 4096))
     assert (rows.stop, columns) == (5120, slice(5120, 10_000))
     assert all(rows.start % triangle.ALIGNED == 0 for rows, _ in triangle.places(slice(0, 10_000), 300))
-
-
-@pytest.mark.parametrize("most", [3, 11])
-def test_any_cut_is_within_the_bounds(most: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(triangle, "CPU_ROWS", most)
-    found = list(Run(Selection({"torch": TORCH}, CASES, ["symmetric"], ["float32", "float64"])).rows())
-    assert [row["status"] for row in found] == ["pass"] * 2 * len(CASES), found
 
 
 def stated(loss: str, n: int, width: int = 8) -> Problem:

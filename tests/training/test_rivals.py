@@ -69,27 +69,6 @@ def draw(x: Tensor) -> list[float]:
     return [float(torch.rand(())), random.random(), float(np.random.rand())]
 
 
-def test_every_generator_is_replayed_and_then_goes_on_where_the_first_pass_ended() -> None:
-    drawn: list[list[float]] = []
-    weight = nn.Parameter(torch.ones(4, D))
-
-    def encode(x: Tensor) -> Tensor:
-        drawn.append(draw(x))
-        return x @ weight
-
-    torch.manual_seed(0)
-    random.seed(0)
-    np.random.seed(0)
-    training.cached_step((encode,), (torch.ones(6, 4),), lambda a: a.sum(), chunk=2)
-    after = draw(weight)
-    assert len(drawn) == 6
-    assert drawn[:3] == drawn[3:]
-    torch.manual_seed(0)
-    random.seed(0)
-    np.random.seed(0)
-    assert [draw(weight) for _ in range(4)] == [*drawn[:3], after]
-
-
 def test_generators_are_put_back_after_an_error() -> None:
     calls: list[int] = []
     weight = nn.Parameter(torch.ones(4, D))

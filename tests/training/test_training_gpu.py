@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import functools
 import time
 from typing import Any
 
@@ -48,36 +47,6 @@ def test_a_streamed_chunk_is_whole_however_slow_the_work() -> None:
         kept.append(chunk.sum(dim=1))
         del chunk
     assert torch.equal(torch.cat(kept).cpu(), torch.cat([part.cuda().sum(dim=1).cpu() for part in x.split(100)]))
-
-
-def half(net: nn.Module, x: Tensor) -> Tensor:
-    with torch.autocast("cuda", dtype=torch.float16):
-        return net(x)
-
-
-def test_a_grad_scaler_by_backward_and_by_the_loss() -> None:
-    nets, inputs = setting(torch.float32)
-    parameters = [p for net in nets for p in net.parameters()]
-    encoders = [functools.partial(half, net) for net in nets]
-    scaler = torch.amp.GradScaler("cuda", init_scale=2.0**12)
-    found = []
-    batch = tuple(x.cuda() for x in inputs)
-    for way in ("backward", "loss"):
-        torch.manual_seed(0)
-        if way == "backward":
-            training.cached_step(
-                encoders,
-                batch,
-                contrastile.clip_loss,
-                scale=3.0,
-                chunk=64,
-                backward=lambda surrogate: scaler.scale(surrogate).backward(),
-            )
-        else:
-            scaler.scale(training.Cached(contrastile.clip_loss, encoders, 64)(*batch, scale=3.0)).backward()
-        found.append(taken(parameters))
-    assert all(torch.equal(x, y) for x, y in zip(*found, strict=True))
-    assert all(x.abs().max() > 0 for x in found[0])
 
 
 def host_pairs(b: int, d: int, dtype: torch.dtype, pinned: bool) -> list[Tensor]:
@@ -146,16 +115,3 @@ def test_copies_run_beside_the_work() -> None:
     end.synchronize()
     # 16 visits: a wait for each would keep the host until the last of them
     assert 1e3 * host < 0.9 * begin.elapsed_time(end)
-
-
-def test_an_offloaded_step_has_the_bits_of_one_that_is_not() -> None:
-    found = []
-    for offload in (False, True):
-        nets, inputs = setting(torch.float32)
-        parameters = [p for net in nets for p in net.parameters()]
-        loss = functools.partial(contrastile.clip_loss, block=300, **({"device": "cuda"} if offload else {}))
-        torch.manual_seed(0)
-        feeds = tuple(training.stream(x, 64) for x in inputs)
-        value = training.cached_step(nets, feeds, loss, scale=3.0, offload=offload)
-        found.append([value.cpu(), *(x.cpu() for x in taken(parameters))])
-    assert all(torch.equal(x, y) for x, y in zip(*found, strict=True))

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 import torch
-from small_towers import B, log_scale, rows, setting, skins
+from small_towers import B, log_scale, setting, skins
 from torch import Tensor
 
 import contrastile
@@ -55,19 +55,6 @@ def test_the_seconds_of_the_loss_are_those_between_the_two_passes(monkeypatch: p
 def test_rank_at_1_is_in_the_features_precision() -> None:
     query, key = torch.ones(2, 1, dtype=torch.float64), torch.tensor([[1.0 + 1e-12], [1.0]], dtype=torch.float64)
     assert training.rank_at_1(query, key) == 0.5
-
-
-@pytest.mark.parametrize("tile", [3, 5, 100])
-def test_rank_at_1_in_tiles(tile: int) -> None:
-    key = rows(23, 4, seed=5)
-    query = key[:19] + 0.8 * rows(19, 4, seed=6)
-    hits = (query @ key.T).argmax(dim=1) == torch.arange(19)
-    assert 0 < hits.sum() < 19
-    assert training.rank_at_1(query, key, tile) == hits.float().mean()
-    # collapsed embeddings are no success
-    assert training.rank_at_1(torch.ones(9, 4), torch.ones(9, 4), tile) == 0
-    with pytest.raises(ValueError, match="give each query its key"):
-        training.rank_at_1(key, query)
 
 
 class Held:

@@ -1,10 +1,10 @@
-"""Shows that the exchange runs on the GPUs of one host: every primitive bit for bit, both schedules within bounds.
+"""Shows that the exchange runs on the GPUs of one host: every primitive, bit for bit.
 
 ``torchrun --nproc-per-node N exchange.py torch`` for NCCL through torch, ``... gloo`` for GPUs through the host,
 ``mpirun -n N python -m mpi4py exchange.py mpi`` for MPI's ranks (through the host where they share a GPU), and
 ``python exchange.py alone`` for NCCL from a GPU to itself. With ``killed``, ``raises``, ``leaves`` or ``stalls`` the
-last rank does that in the middle of a ring instead, and the others must end within CONTRASTILE_DEADLINE. Names of
-backends leave out the others. One line per check.
+last rank does that in the middle of a ring instead, and the others must end within CONTRASTILE_DEADLINE. One line per
+check. The losses over these ranks are ``contrastile verify --world``'s.
 """
 
 from __future__ import annotations
@@ -16,7 +16,6 @@ import sys
 import time
 import zlib
 from collections.abc import Callable, Iterator
-from dataclasses import fields
 from pathlib import Path
 from typing import Any
 
@@ -24,15 +23,8 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[3]))
 
 import numpy as np
 
-import contrastile
-from contrastile import problems
 from contrastile.backends.arrays import library_of
-from contrastile.bench.peers import ours
 from contrastile.comm.connect import connect
-from contrastile.verify.bounds import bounds
-from contrastile.verify.comparison import compare
-from contrastile.verify.shards import Cut, shares
-from contrastile.verify.truth import Outcome, truth
 
 SECONDS = 240
 FAULTS: dict[str, Callable[[], object]] = {
@@ -41,11 +33,8 @@ FAULTS: dict[str, Callable[[], object]] = {
     "leaves": lambda: sys.exit(0),
     "stalls": lambda: time.sleep(600),
 }
-BACKENDS = {"cupy": ("cupy",), "torch": ("triton", "torch", "cupy")}
 DTYPES = ("float16", "bfloat16", "float32", "float64", "int64")
 SIZES = ([3, 0, 5, 1], [0, 0, 0, 0], [2, 2, 2, 2], [0, 0, 0, 4], [70_001, 3, 131_072, 0])
-WEIGHTS = (3, 1, 0, 2, 5, 1, 1, 4)
-PAIRS, WIDTH = 1501, 72
 
 
 def join(engine: str) -> tuple[Any, int, Callable[[], None]]:
@@ -160,60 +149,6 @@ def overwritten(comm: Any, put: Callable[[Any, str], Any]) -> None:
             assert np.array_equal(host(y), expected), (rank, turn)
 
 
-def schedules(comm: Any, put: Callable[[Any, str], Any], dtype: str, backend: str) -> Iterator[tuple[str, float]]:
-    """Loss and gradients of uneven shards against float64, and against one GPU: the largest error over its bound."""
-    n, rank = comm.size, comm.rank
-    draw = np.random.default_rng(0)
-    whole = [x / np.linalg.norm(x, axis=1, keepdims=True) for x in draw.standard_normal((2, PAIRS, WIDTH))]
-    whole = [host(put(x, dtype)) for x in whole]
-    problem = problems.clip(*whole, 14.25).problem
-    exact, facts = truth(problem), ours(backend).accuracy(dtype, "cuda")
-    sizes = shares(PAIRS, (WEIGHTS * n)[:n])
-    cut = Cut.of(problem, (WEIGHTS * n)[:n], (WEIGHTS * n)[:n])
-    start = sum(sizes[:rank])
-    mine = [put(x[start : start + sizes[rank]], dtype) for x in whole]
-    one = contrastile.value_and_grad(contrastile.clip_loss, backend=backend)
-    value, (image, text, scale) = one(*(put(x, dtype) for x in whole), 14.25)
-    alone = _outcome(value, image, text, scale)
-    alone_bound = bounds(problem, exact, facts, dtype)
-    for exchange in ("ring", "gather"):
-        both = contrastile.value_and_grad(contrastile.clip_loss, backend=backend, group=comm, exchange=exchange)
-        runs = []
-        for _ in range(2):
-            value, (image, text, scale) = both(*mine, 14.25)
-            runs.append([host(x) for x in (value, image, text, scale)])
-        repeats = all(np.array_equal(a, b) for a, b in zip(*runs, strict=True))
-        value, image, text, scale = runs[0]
-        everyone = [_gathered(comm, x, sizes) for x in (image, text)]
-        got = _outcome(value, *(x / n for x in everyone), scale)
-        bound = bounds(problem, exact, facts, dtype, spread=cut.spread(exchange))
-        names = ("loss", "rows", "columns", "scale")
-        yield f"{exchange} {dtype} float64", compare(got, exact.outcome, bound, names).ratio
-        yield f"{exchange} {dtype} one GPU", compare(got, alone, _sum(bound, alone_bound), names).ratio
-        yield f"{exchange} {dtype} repeats", 0.0 if repeats else np.inf
-
-
-def _gathered(comm: Any, x: Any, sizes: list[int]) -> Any:
-    whole = np.empty((sum(sizes), x.shape[1]))
-    comm.all_gather(np.ascontiguousarray(x), whole, sizes).wait()
-    return whole
-
-
-def _outcome(value: Any, image: Any, text: Any, scale: Any) -> Outcome:
-    value, image, text, scale = (x if isinstance(x, np.ndarray) else host(x) for x in (value, image, text, scale))
-    return Outcome(value, image, (text,), scale)
-
-
-def _sum(one: Outcome, other: Outcome) -> Outcome:
-    total: dict[str, Any] = {}
-    for name in (f.name for f in fields(Outcome)):
-        x, y = getattr(one, name), getattr(other, name)
-        total[name] = tuple(a + b for a, b in zip(x, y, strict=True)) if isinstance(x, tuple) else x
-        if isinstance(x, np.ndarray) and y is not None:
-            total[name] = x + y
-    return Outcome(**total)
-
-
 def _raise(error: Exception) -> None:
     raise error
 
@@ -280,7 +215,6 @@ def main() -> None:
     if engine == "alone":
         alone()
         return
-    only = set(sys.argv[2:]) & {backend for each in BACKENDS.values() for backend in each}
     group, number, leave = join(engine)
     comm = connect(group)
     for library, put in libraries(number):
@@ -294,20 +228,6 @@ def main() -> None:
         overwritten(comm, put)
         _say(comm, f"{engine} {library}: {numbers} numbers of messages that nobody waited for right", started)
         _say(comm, f"{engine} {library}: {count} messages right, by {comm.name}", started)
-        for backend in BACKENDS[library]:
-            if only and backend not in only:
-                continue
-            for dtype in ("float32", "bfloat16"):
-                try:
-                    found = list(schedules(comm, put, dtype, backend))
-                except ImportError as error:
-                    _say(comm, f"{backend}: {error}", started)
-                    break
-                worst = max(ratio for _, ratio in found)
-                text = ", ".join(f"{name} {ratio:.3g}" for name, ratio in found)
-                everybody = comm.agree(np.array([worst < 1], dtype=np.int64))
-                verdict = "pass" if everybody.all() else "FAIL"
-                _say(comm, f"{verdict} {engine} {library} {backend}: {text}", started)
     comm.agree(np.zeros(1, dtype=np.int64))
     leave()
     if comm.rank == 0:

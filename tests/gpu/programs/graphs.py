@@ -11,16 +11,20 @@ import faulthandler
 import sys
 import time
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
+
+sys.path.append(str(Path(__file__).resolve().parents[1]))
 
 import numpy as np
 import torch
-from exchange import BACKENDS, SECONDS, WIDTH, join
+from capturing import captured
+from exchange import SECONDS, join
 
 import contrastile
 from contrastile.comm.connect import connect
 
-Step = Callable[[], list[Any]]
+BACKENDS, WIDTH = ["triton", "torch", "cupy"], 72
 
 
 def features(comm: Any, seed: int) -> list[Any]:
@@ -28,18 +32,6 @@ def features(comm: Any, seed: int) -> list[Any]:
     draw = torch.Generator("cuda").manual_seed(100 * seed + comm.rank)
     x = torch.randn((2, 300 + 17 * comm.rank, WIDTH), device="cuda", generator=draw)
     return [each.bfloat16() for each in torch.nn.functional.normalize(x, dim=2)]
-
-
-def captured(step: Step) -> tuple[Any, list[Any]]:
-    """A graph of the step, and what it writes; kernels are compiled and connections made before."""
-    side, graph = torch.cuda.Stream(), torch.cuda.CUDAGraph()
-    side.wait_stream(torch.cuda.current_stream())
-    with torch.cuda.stream(side):
-        step()
-    torch.cuda.current_stream().wait_stream(side)
-    with torch.cuda.graph(graph):
-        found = step()
-    return graph, found
 
 
 def replayed(graph: Any, found: list[Any], expected: list[Any]) -> bool:
@@ -83,7 +75,7 @@ def main() -> None:
     torch.cuda.set_device(number % torch.cuda.device_count())
     comm = connect(group)
     # the first word is an engine, which may have a backend's name
-    backends = [name for name in BACKENDS["torch"] if name in sys.argv[2:]] or BACKENDS["torch"]
+    backends = [name for name in BACKENDS if name in sys.argv[2:]] or BACKENDS
     checks = {f"{b} {how}": check(comm, b, how) for b in backends for how in ("ring", "gather")}
     for when in ("at once", "after more than a deadline"):
         for name, again in checks.items():
