@@ -17,8 +17,6 @@ from contrastile.backends.eager import imported
 from contrastile.backends.nll import added, reciprocal_of_count, weighted_nll
 
 Array = Any
-LossSide = Sequence[Array]
-"""Of rows or columns, (l,) each: N, P and S of ``contract.Statistics``, float64, weights and targets, state dtype."""
 ITEMSIZE = {"float16": 2, "bfloat16": 2, "float32": 4, "float64": 8}
 """Bytes of a feature, by its dtype."""
 FLOATS = tuple(ITEMSIZE)
@@ -100,8 +98,11 @@ class ArrayLibrary(Protocol):
         """``into = a + b``, elementwise, rounded once more where its dtype is narrower; it may be one of the two."""
         ...
 
-    def loss(self, dtype: str, *sides: LossSide) -> Array:
-        """``sum_i w_i nll_i`` over one or two sides in float64, 0-d, rounded to ``dtype``: see ``nll.weighted_nll``."""
+    def loss(self, dtype: str, *sides: Sequence[Array]) -> Array:
+        """``sum_i w_i nll_i`` over one or two sides in float64, 0-d, rounded to ``dtype``: see ``nll.weighted_nll``.
+
+        Each side: N, P and S of ``contract.SideStatistics``, float64, and weights and targets, state dtype, (l,) each.
+        """
         ...
 
     def inner(self, a: Array, b: Array) -> Array:
@@ -195,7 +196,7 @@ class NumpyArrays:
     def add(self, a: Array, b: Array, into: Array) -> None:
         self.module.add(a, b, out=into)
 
-    def loss(self, dtype: str, *sides: LossSide) -> Array:
+    def loss(self, dtype: str, *sides: Sequence[Array]) -> Array:
         return added(self, [weighted_nll(self, *side) for side in sides], dtype)
 
     def inner(self, a: Array, b: Array) -> Array:
@@ -354,7 +355,7 @@ class TorchArrays:
     def add(self, a: Array, b: Array, into: Array) -> None:
         self.module.add(a, b, out=into)
 
-    def loss(self, dtype: str, *sides: LossSide) -> Array:
+    def loss(self, dtype: str, *sides: Sequence[Array]) -> Array:
         return added(self, [self._nll(*side) for side in sides], dtype)
 
     def _nll(self, n: Array, p: Array, s: Array, weight: Array, t: Array) -> Array:

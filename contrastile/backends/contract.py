@@ -27,8 +27,8 @@ Invariants that every backend keeps:
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass, field, fields
-from typing import TYPE_CHECKING, Any, Literal
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Any, Literal, NamedTuple
 
 if TYPE_CHECKING:
     from contrastile.backends.arrays import ArrayLibrary
@@ -41,6 +41,10 @@ ColumnForm = Literal["sums", "gradient"]
 PRECISIONS = ("ieee", "tf32", "split")
 """How products of float32 features are computed: in float32; with their factors rounded to nearest to at least the 11
 bits of tf32; or from parts of their factors that tensor cores multiply, with float32's accuracy."""
+
+
+CONTRACT = 2
+"""The version of this contract: ``docs/how-to/write-backend.md`` says what each has changed."""
 
 
 class BackendUnavailableError(ImportError):
@@ -97,42 +101,43 @@ class Block:
     symmetric: bool = False
 
 
-@dataclass(frozen=True, slots=True)
-class Statistics:
-    """What ``lse`` gives, all in float64. The identity of a log-sum-exp is -inf, that of a sum 0.
+class SideStatistics(NamedTuple):
+    """What ``lse`` finds of the rows, or of the columns, in float64. The identity of a log-sum-exp is -inf, of a sum 0.
 
     The positives stay out of the sum over the others: with ``L = log(exp N + exp P)`` the loss of a row that is certain
     of its one positive is ``L - P = log1p(exp(N - P))``, which no float32 and no float64 ``L`` could hold. Over blocks
     and ranks N and P merge as log-sum-exps, S as a sum.
 
     Attributes:
-        row_negative_lse: (m,) ``N_i``, the log-sum-exp of x_ij over admitted pairs that are not positive.
-        row_positive_lse: (m,) ``P_i``, the log-sum-exp of x_ij over positive pairs: of one positive exactly its logit,
+        negative_lse: (m,) ``N_i``, the log-sum-exp of x_ij over admitted pairs that are not positive.
+        positive_lse: (m,) ``P_i``, the log-sum-exp of x_ij over positive pairs: of one positive exactly its logit,
             whose last bit ``gradients`` finds again.
-        row_positive_sum: (m,) ``S_i``, the sum of x_ij over positive pairs.
-        column_negative_lse: (n,) over the rows; None, as the next two, when columns were not asked for.
-        column_positive_lse: (n,)
-        column_positive_sum: (n,)
+        positive_sum: (m,) ``S_i``, the sum of x_ij over positive pairs.
+    """
+
+    negative_lse: Array
+    positive_lse: Array
+    positive_sum: Array
+
+
+@dataclass(frozen=True, slots=True)
+class Statistics:
+    """What ``lse`` gives.
+
+    Attributes:
+        rows: of the rows, over the columns.
+        columns: of the columns, over the rows: (n,) each; None when they were not asked for.
         kept: what ``keeping`` has left for the gradients, one array; None where there is nothing. Only the backend
             knows what it holds.
     """
 
-    row_negative_lse: Array
-    row_positive_lse: Array
-    row_positive_sum: Array
-    column_negative_lse: Array | None = None
-    column_positive_lse: Array | None = None
-    column_positive_sum: Array | None = None
+    rows: SideStatistics
+    columns: SideStatistics | None = None
     kept: Array | None = None
 
 
-STATISTICS = tuple(each.name for each in fields(Statistics) if each.name != "kept")
-"""The names of the vectors in ``Statistics``, in their order."""
-
-
-@dataclass(frozen=True, slots=True)
-class Weights:
-    """What ``gradients`` needs to know of the whole loss.
+class SideWeights(NamedTuple):
+    """What ``gradients`` needs to know of the whole loss, of the rows or of the columns.
 
     With ``L = log(exp N + exp P)`` and the excess ``e = log1p(exp(N - P))``, the rows' part of G is
 
@@ -140,37 +145,41 @@ class Weights:
     * ``u_i (q_ij (1 + expm1(-e_i)) - t_i)`` with ``q_ij = exp(x_ij - P_i)`` where it is positive, formed as
       ``(q_ij - t_i) + q_ij expm1(-e_i)``: of one positive with t = 1 that is ``expm1(-e_i)`` with nothing cancelled,
       because q_ij is exactly 1. It must be complete before G is rounded. Where ``positives`` names a row's positive,
-      its logit *is* ``row_positive_lse[i]`` and is read there, never computed again.
+      its logit *is* the rows' ``positive_lse[i]`` and is read there, never computed again.
 
-    The columns' part, with v, M, P', t' and over rows, is added; it is None for a loss of one direction. A weight of 0
-    silences its row or column whatever its log-sum-exps are.
+    A weight of 0 silences its row or column whatever its log-sum-exps are.
 
     Attributes:
-        row_negative_lse: (m,) float64, N of the whole loss, not of the block.
-        row_positive_lse: (m,) float64, P of the whole loss.
-        row_weight: (m,) u, any sign, state dtype.
-        row_target: (m,) t, the target weight of each positive of the row, state dtype: 1 of a lone one.
-        column_negative_lse: (n,) float64.
-        column_positive_lse: (n,) float64.
-        column_weight: (n,) v, state dtype.
-        column_target: (n,) t', state dtype.
+        negative_lse: (m,) float64, N of the whole loss, not of the block.
+        positive_lse: (m,) float64, P of the whole loss.
+        weight: (m,) u, any sign, state dtype.
+        target: (m,) t, the target weight of each positive of the row, state dtype: 1 of a lone one.
+    """
+
+    negative_lse: Array
+    positive_lse: Array
+    weight: Array
+    target: Array
+
+    def part(self, where: slice) -> SideWeights:
+        """Those of some of the rows or columns."""
+        return SideWeights(*[x[where] for x in self])
+
+
+@dataclass(frozen=True, slots=True)
+class Weights:
+    """What ``gradients`` needs to know of the whole loss. G is the sum of the rows' and the columns' part.
+
+    Attributes:
+        rows: the rows'.
+        columns: the columns', with v, M, P' and t' in (n,) each; None for a loss of one direction.
         kept: that of the block's ``Statistics``, for ``finished`` where the backend has one, else for ``gradients``.
             It may be overwritten there.
     """
 
-    row_negative_lse: Array
-    row_positive_lse: Array
-    row_weight: Array
-    row_target: Array
-    column_negative_lse: Array | None = None
-    column_positive_lse: Array | None = None
-    column_weight: Array | None = None
-    column_target: Array | None = None
+    rows: SideWeights
+    columns: SideWeights | None = None
     kept: Array | None = None
-
-
-WEIGHTS = tuple(each.name for each in fields(Weights) if each.name != "kept")
-"""The names of the vectors in ``Weights``, in their order."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -321,6 +330,7 @@ class Backend:
             calls are captured in CUDA graphs and replayed.
         footprint: None, or ``footprint(m, n, width, dtype, device, options)``, the memory that a block of m rows and n
             columns takes: what ``contrastile plan`` adds up.
+        contract: the number of the contract that it is written for, 2; ``registry.load`` refuses any other.
     """
 
     name: str
@@ -341,6 +351,7 @@ class Backend:
     rows_alone: Callable[[int, str, Options], bool] | None = None
     replayable: bool = False
     footprint: FootprintFunction | None = None
+    contract: int = 1
 
     def check(self, block: Block, options: Options | None = None) -> None:
         """Raise UnsupportedProblemError with the reason, if this backend refuses the block or the options.

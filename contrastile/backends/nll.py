@@ -14,7 +14,7 @@ def weighted_nll(
 ) -> Array:
     """``sum_i w_i nll_i`` from the library's elementwise operations, in float64, 0-d.
 
-    ``nll = L - t S = softplus(N - P) + (P - t S)``, with N, P and S of ``contract.Statistics``; of a row without a
+    ``nll = L - t S = softplus(N - P) + (P - t S)``, with N, P and S of ``contract.SideStatistics``; of a row without a
     target it is L. A row that is certain of its one positive has P = S, and the first term to full relative accuracy.
     """
     n, p = negative_lse, positive_lse

@@ -36,9 +36,7 @@ def test_only_what_is_in_the_table_is_launched(dtype: str, kind: str, monkeypatc
                     w = weights(host, given, two_sided)
                     backend.check(given, options)
                     found = backend.lse(given, two_sided, options)
-                    names = ("negative_lse", "positive_lse", "positive_sum")
-                    vectors = [getattr(found, f"row_{name}") for name in names]
-                    vectors += [getattr(found, f"column_{name}") for name in names if two_sided]
+                    vectors = [*found.rows, *(found.columns or ())]
                     assert [x.dtype.name for x in vectors] == ["float64"] * len(vectors)
                     assert [x.size for x in vectors] == [ROWS] * 3 + [COLUMNS] * 3 * two_sided
                     assert len({x.data.ptr for x in vectors}) == len(vectors)
@@ -49,7 +47,7 @@ def test_only_what_is_in_the_table_is_launched(dtype: str, kind: str, monkeypatc
                         of = {None: None, "sums": "float32", "gradient": dtype}[form]
                         columns = None if done.columns is None else (done.columns.dtype, done.columns.shape)
                         assert columns == (None if of is None else (of, (COLUMNS, WIDTH)))
-                    backend.sigmoid(given, w.row_weight, *sums(host, given), options)
+                    backend.sigmoid(given, w.rows.weight, *sums(host, given), options)
             families.update(name for name in host.names() if name.startswith("forward"))
         assert families == ({"forward_sm80"} if dtype == "float32" else {"forward_sm80", "forward_sm90"})
 
@@ -67,7 +65,7 @@ def test_nothing_is_computed_that_nobody_wants() -> None:
         backend, given = host.record.backend, block(host, SHAPE)
         backend.gradients(given, weights(host, given), None, None, Options())
         assert not host.calls
-        backend.sigmoid(given, weights(host, given).row_weight, None, None, Options())
+        backend.sigmoid(given, weights(host, given).rows.weight, None, None, Options())
         (arguments,) = (call.arguments for call in host.calls if call.name == "sigmoid_sm90")
         assert arguments.g is None
         assert not host.multiplied

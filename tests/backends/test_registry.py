@@ -6,7 +6,9 @@ import importlib
 import sys
 import tomllib
 from collections.abc import Iterator
+from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 
@@ -79,3 +81,11 @@ def test_packages_may_be_as_old_as_pyproject_lets_them() -> None:
 def test_a_name_without_a_module_is_none_that_is_known(name: str) -> None:
     with pytest.raises(ValueError, match="backend must be one of numpy, "):
         registry.load(name)
+
+
+def test_a_backend_for_another_contract_is_refused_with_the_page_of_the_change(monkeypatch: pytest.MonkeyPatch) -> None:
+    older = SimpleNamespace(backend=replace(registry.load("numpy"), contract=1))
+    monkeypatch.setitem(sys.modules, "written_before", older)  # type: ignore[arg-type]
+    with pytest.raises(TypeError, match=r"contract=2, got 1; docs/how-to/write-backend\.md"):
+        registry.load("written_before:backend")
+    assert "## What has changed" in (ROOT / "docs/how-to/write-backend.md").read_text(encoding="utf-8")

@@ -17,6 +17,7 @@ from contrastile.backends.contract import (  # noqa: E402
     Block,
     Options,
     Pairs,
+    SideWeights,
     Statistics,
     UnsupportedProblemError,
     Weights,
@@ -125,7 +126,7 @@ def test_sums_that_underflow_set_the_status_word_after_the_fact() -> None:
     assert status(given) == 1
     found = backend.lse(given, True, Options())
     # every dot product is exact here: x = 100 or -100, and L = x + log n
-    error = abs(float(found.row_negative_lse[4]) - (-100 + np.log(33)))
+    error = abs(float(found.rows.negative_lse[4]) - (-100 + np.log(33)))
     assert error <= 100 * 2.0**-20
 
 
@@ -149,13 +150,14 @@ def test_positives_stay_out_of_the_sums_wherever_they_lie(
     found = backend.lse(given, True, Options(tile))
     exact = float(given.scale)
     taken = torch.zeros(n, dtype=torch.bool).index_fill(0, where[named], True)
-    for side, here, others in (("row", named, n), ("column", taken, m)):
+    assert found.columns is not None
+    for side, here, others in ((found.rows, named, n), (found.columns, taken, m)):
         count = torch.where(here, others - 1, others).double().log()
         # a sum of at most 48 ones is exact; its logarithm in powers of two and back
-        assert float((getattr(found, f"{side}_negative_lse") - count).abs().max()) <= 48 * 2.0**-23
-        assert torch.equal(getattr(found, f"{side}_positive_sum"), torch.where(here, exact, 0.0).to(torch.float64))
+        assert float((side.negative_lse - count).abs().max()) <= 48 * 2.0**-23
+        assert torch.equal(side.positive_sum, torch.where(here, exact, 0.0).to(torch.float64))
         log = torch.where(here, exact, -float("inf")).to(torch.float64)
-        assert torch.equal(getattr(found, f"{side}_positive_lse"), log)
+        assert torch.equal(side.positive_lse, log)
 
 
 @pytest.mark.slow
@@ -172,10 +174,11 @@ def test_a_logit_is_the_same_number_in_the_forward_and_in_the_backward(
         pair = replace(given, rows=given.rows[i : i + 1], columns=given.columns[i : i + 1], pairs=pairs)
         pair = replace(pair, bias=None if bias is None else torch.tensor(bias))
         found = backend.lse(pair, True, Options())
-        assert float(found.row_negative_lse) == float(found.column_negative_lse) == -float("inf")
-        side = (none, found.column_positive_lse, one, one) if two_sided else ()
+        assert found.columns is not None
+        assert float(found.rows.negative_lse) == float(found.columns.negative_lse) == -float("inf")
+        sides = [SideWeights(none, x.positive_lse, one, one) for x in (found.rows, found.columns)[: 1 + two_sided]]
         sums = torch.zeros(1, 40), torch.zeros(1, 40)
-        backend.gradients(pair, Weights(none, found.row_positive_lse, one, one, *side), *sums, Options())
+        backend.gradients(pair, Weights(*sides), *sums, Options())
         assert not sums[0].any()
         assert not sums[1].any()
 
@@ -256,8 +259,8 @@ def test_the_weighted_nll_is_the_plain_one() -> None:
 
 def weighted(found: Statistics, *weights: Any) -> Weights:
     """These weights and targets with what ``lse`` has found."""
-    rows = found.row_negative_lse, found.row_positive_lse, *weights[:2]
-    return Weights(*rows, found.column_negative_lse, found.column_positive_lse, *weights[2:])
+    columns = None if found.columns is None else SideWeights(*found.columns[:2], *weights[2:])
+    return Weights(SideWeights(*found.rows[:2], *weights[:2]), columns)
 
 
 def weights_of(given: Block, two_sided: bool = True) -> Weights:
@@ -271,10 +274,10 @@ def weights_of(given: Block, two_sided: bool = True) -> Weights:
 @pytest.mark.parametrize("shape", [(0, 45), (50, 0), (0, 0)])
 def test_a_block_without_pairs_is_finished_with_zeros(shape: tuple[int, int]) -> None:
     given = block(m=shape[0], n=shape[1], dtype=torch.float16)
-    rows, columns = ([torch.ones(size, dtype=torch.float64)] * 2 + [torch.ones(size)] * 2 for size in shape)
+    sides = [SideWeights(*[torch.ones(k, dtype=torch.float64)] * 2, *[torch.ones(k)] * 2) for k in shape]
     assert backend.finished is not None
     for form, dtype in (("sums", torch.float32), ("gradient", torch.float16)):
-        found = backend.finished(given, Weights(*rows, *columns), None, form, Options())
+        found = backend.finished(given, Weights(*sides), None, form, Options())
         assert (found.rows.shape, found.rows.dtype) == (given.rows.shape, torch.float16)
         assert (found.columns.shape, found.columns.dtype) == (given.columns.shape, dtype)
         assert not any(x.any() for x in (found.rows, found.columns, found.inner))

@@ -13,7 +13,7 @@ from capturing import bits, captured, comes_down_to, unit_features
 
 import contrastile
 from contrastile.backends import choice
-from contrastile.backends.contract import Accuracy, Block, Options, Pairs, UnsupportedProblemError, Weights
+from contrastile.backends.contract import Accuracy, Block, Options, Pairs, SideWeights, UnsupportedProblemError, Weights
 from contrastile.backends.registry import load
 
 cupy = pytest.importorskip("cupy")
@@ -133,11 +133,8 @@ def test_a_certain_positive_has_its_excess_to_all_digits(
     found = backend.lse(block, True, Options(precision=precision))
     logits = 150.0 * (x.double() @ y.double().T)
     error = logit_error(backend.accuracy(dtype, "cuda", Options(precision=precision)), x, y, 150.0)
-    sides = (
-        (logits, found.row_negative_lse, found.row_positive_lse, found.row_positive_sum),
-        (logits.T, found.column_negative_lse, found.column_positive_lse, found.column_positive_sum),
-    )
-    for table, n, p, s in sides:
+    assert found.columns is not None
+    for table, (n, p, s) in ((logits, found.rows), (logits.T, found.columns)):
         assert (p == s).all(), "of one positive the log-sum-exp is its logit, to the last bit"
         # row i's positive is column at[i], and column at[i]'s row i: at is its own inverse
         own = table.gather(1, at[:, None])[:, 0]
@@ -159,9 +156,9 @@ def test_gradients_of_certain_pairs_are_those_of_float64(record: str, by: str, d
     block = Block(as_cupy(x), as_cupy(y), as_cupy(torch.tensor(100.0, device="cuda")), None, pairs)
     backend, one, options = load(record), cupy.ones(513, "float32"), Options(precision=precision)
     s = backend.lse(block, True, options)
-    rows, columns = (s.row_negative_lse, s.row_positive_lse), (s.column_negative_lse, s.column_positive_lse)
+    sides = [SideWeights(*side[:2], one, one) for side in (s.rows, s.columns)]
     sums = [cupy.zeros((513, 64), "float32") for _ in range(2)]
-    backend.gradients(block, Weights(*rows, one, one, *columns, one, one), *sums, options)
+    backend.gradients(block, Weights(*sides), *sums, options)
     leaves = [z.double().requires_grad_() for z in (x, y)]
     logits = 100.0 * (leaves[0] @ leaves[1].T)
     # float64 itself would cancel in L - x

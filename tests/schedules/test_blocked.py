@@ -15,7 +15,7 @@ from torch import Tensor
 import contrastile
 from contrastile import evaluation
 from contrastile.backends import staging
-from contrastile.backends.contract import STATISTICS, Options
+from contrastile.backends.contract import Options
 from contrastile.backends.registry import load
 from contrastile.bench.memory import torch_peak
 from contrastile.problems import BUILDERS
@@ -26,7 +26,7 @@ from contrastile.verify.bounds import bounds
 from contrastile.verify.comparison import GRADIENT, compare
 from contrastile.verify.execution import every_gradient, outcome
 from contrastile.verify.rearrange import folded
-from contrastile.verify.truth import truth
+from contrastile.verify.truth import STATISTICS, truth
 
 TORCH, CPU = load("torch"), torch.device("cpu")
 FIELDS = ("loss", *(name for name in STATISTICS if "sum" not in name), *GRADIENT)

@@ -106,4 +106,5 @@ backend = Backend(
     rows_alone=_rows_alone,
     replayable=True,
     footprint=_footprint,
+    contract=2,
 )

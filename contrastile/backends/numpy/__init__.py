@@ -17,6 +17,7 @@ from contrastile.backends.contract import (
     Backend,
     Block,
     Options,
+    SideStatistics,
     Statistics,
     Weights,
 )
@@ -65,7 +66,7 @@ def merge(state: Array, x: Array, axis: int) -> None:
 
 @np.errstate(all="ignore")
 def lse(block: Block, columns: bool, options: Options) -> Statistics:
-    """Log-sum-exps over negatives and over positives: see ``contract.Statistics``."""
+    """Log-sum-exps over negatives and over positives: see ``contract.SideStatistics``."""
     start = -np.inf, -np.inf, 0.0
     sides = [[np.full(len(x), s) for s in start] for x in (block.rows, block.columns)]
     for t in tiles(block, options):
@@ -75,7 +76,7 @@ def lse(block: Block, columns: bool, options: Options) -> Statistics:
             merge(negatives[where], others, axis)
             merge(positives[where], np.where(t.positive, t.x, -np.inf), axis)
             sums[where] += np.where(t.positive, t.x, 0.0).sum(axis)
-    return Statistics(*sides[0], *sides[1]) if columns else Statistics(*sides[0])
+    return Statistics(SideStatistics(*sides[0]), SideStatistics(*sides[1]) if columns else None)
 
 
 @np.errstate(all="ignore")
@@ -86,17 +87,13 @@ def gradients(
     column_gradient: Array | None,
     options: Options,
 ) -> None:
-    """Adds G K and G^T Q: see ``contract.Weights``."""
-    w = weights
-    sides = [(w.row_negative_lse, w.row_positive_lse, w.row_weight, w.row_target)]
-    if w.column_weight is not None:
-        statistics = w.column_negative_lse, w.column_positive_lse
-        sides.append((*statistics, w.column_weight, w.column_target))
+    """Adds G K and G^T Q: see ``contract.SideWeights``."""
+    sides = [side for side in (weights.rows, weights.columns) if side is not None]
     for t in tiles(block, options):
         x = t.x
         if block.pairs.match == "drop":
             # a named positive's logit is the one that the loss has, to the last bit
-            x = np.where(t.positive, w.row_positive_lse[t.rows, None], x)
+            x = np.where(t.positive, weights.rows.positive_lse[t.rows, None], x)
         g = np.zeros_like(x)
         for at, side in zip(((t.rows, None), t.columns), sides, strict=False):
             n, p, weight, target = (vector[at] for vector in side)
@@ -157,4 +154,5 @@ backend = Backend(
     gradients=gradients,
     sigmoid=sigmoid,
     state=lambda dtype: "float64",
+    contract=2,
 )

@@ -57,4 +57,5 @@ backend = Backend(
     finished=finished,
     replayable=True,
     footprint=footprint,
+    contract=2,
 )

@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from typing import Any
 
 import torch
 
-from contrastile.backends.contract import WEIGHTS, Pairs, Weights
+from contrastile.backends.contract import Pairs, Weights
 from contrastile.backends.passes import PairVectors, ceil_div
 from contrastile.backends.triton.configs import INTERPRETED
 from contrastile.backends.triton.tiles import DROP, NO_IDS, TARGET
@@ -48,8 +49,8 @@ class Masks:
 
 def weight_vectors(weights: Weights) -> list[Any]:
     """The vectors of the weights, contiguous, rows first; None where there is no column side."""
-    given = [getattr(weights, name) for name in WEIGHTS]
-    return [None if x is None else x.contiguous() for x in given]
+    columns: Iterable[Any] = [None] * len(weights.rows) if weights.columns is None else weights.columns
+    return [None if x is None else x.contiguous() for x in (*weights.rows, *columns)]
 
 
 def step(width: int) -> int:
