@@ -18,7 +18,7 @@ MODULES = sorted(PACKAGE.rglob("*.py"))
 # each layer may import itself and what stands below it
 LAYERS = [
     {"backends.contract"},
-    {"backends.crossing", "backends.eager", "backends.nll", "backends.passes", "backends.settings"},
+    {"backends.crossing", "backends.eager", "backends.objectives", "backends.passes", "backends.settings"},
     {"backends.arrays", "backends.replay", "backends.staging", "backends.vectors"},
     {"backends.registry"},
     {"backends"},

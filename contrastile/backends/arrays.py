@@ -14,7 +14,7 @@ from typing import Any, Protocol
 
 from contrastile.backends import crossing, eager
 from contrastile.backends.eager import imported
-from contrastile.backends.nll import added, reciprocal_of_count, weighted_nll
+from contrastile.backends.objectives import SOFTMAX, added, reciprocal_of_count
 
 Array = Any
 ITEMSIZE = {"float16": 2, "bfloat16": 2, "float32": 4, "float64": 8}
@@ -99,7 +99,7 @@ class ArrayLibrary(Protocol):
         ...
 
     def loss(self, dtype: str, *sides: Sequence[Array]) -> Array:
-        """``sum_i w_i nll_i`` over one or two sides in float64, 0-d, rounded to ``dtype``: see ``nll.weighted_nll``.
+        """``sum_i w_i nll_i`` over one or two sides in float64, 0-d, rounded to ``dtype``: ``objectives.SOFTMAX``.
 
         Each side: N, P and S of ``contract.SideStatistics``, float64, and weights and targets, state dtype, (l,) each.
         """
@@ -197,7 +197,7 @@ class NumpyArrays:
         self.module.add(a, b, out=into)
 
     def loss(self, dtype: str, *sides: Sequence[Array]) -> Array:
-        return added(self, [weighted_nll(self, *side) for side in sides], dtype)
+        return added(self, [SOFTMAX.total(self, *side) for side in sides], dtype)
 
     def inner(self, a: Array, b: Array) -> Array:
         return self.total(self.module.einsum("ik,ik->i", a, b, dtype=self.module.result_type(a, b)))
@@ -371,7 +371,7 @@ class TorchArrays:
                 found = nll.dot(weight.double())
                 if math.isfinite(float(found)):
                     return found
-        return weighted_nll(self, n, p, s, weight, t)
+        return SOFTMAX.total(self, n, p, s, weight, t)
 
     def inner(self, a: Array, b: Array) -> Array:
         # no bmm, which would follow a global tf32 switch

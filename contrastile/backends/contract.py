@@ -136,34 +136,57 @@ class Statistics:
     kept: Array | None = None
 
 
+class Bars(NamedTuple):
+    """Derivatives of the whole loss by the statistics of its rows, or of its columns, float64, (m,) each, any sign.
+
+    S travels, because it merges as a sum; a loss is a function of ``D = P - t S``, what P is above the mean of the
+    positive logits, formed in float64: of lone positives it is exactly 0. A bar of 0 silences its term whatever the
+    log-sum-exps are.
+
+    Attributes:
+        negative: by N.
+        positive: by P, where D stays.
+        spread: by D.
+    """
+
+    negative: Array
+    positive: Array
+    spread: Array
+
+
 class SideWeights(NamedTuple):
     """What ``gradients`` needs to know of the whole loss, of the rows or of the columns.
 
-    With ``L = log(exp N + exp P)`` and the excess ``e = log1p(exp(N - P))``, the rows' part of G is
+    The rows' part of G, with ``q_ij = exp(x_ij - P_i)``, is
 
-    * ``u_i exp(x_ij - L_i)`` where the pair is admitted and not positive;
-    * ``u_i (q_ij (1 + expm1(-e_i)) - t_i)`` with ``q_ij = exp(x_ij - P_i)`` where it is positive, formed as
-      ``(q_ij - t_i) + q_ij expm1(-e_i)``: of one positive with t = 1 that is ``expm1(-e_i)`` with nothing cancelled,
-      because q_ij is exactly 1. It must be complete before G is rounded. Where ``positives`` names a row's positive,
-      its logit *is* the rows' ``positive_lse[i]`` and is read there, never computed again.
+    * ``Nbar_i exp(x_ij - N_i)`` where the pair is admitted and not positive;
+    * ``Pbar_i q_ij + Dbar_i (q_ij - t_i)`` where it is positive. Of one positive q_ij is exactly 1, and nothing
+      cancels. It must be complete before G is rounded. Where ``positives`` names a row's positive, its logit *is* the
+      rows' ``positive_lse[i]`` and is read there, never computed again.
 
-    A weight of 0 silences its row or column whatever its log-sum-exps are.
+    Most losses are ``sum_i u_i (softplus(N_i - P_i) + D_i)``: ``Nbar = u sigmoid(N - P)``, ``Pbar = -Nbar`` and
+    ``Dbar = u``. Their bars are not passed but u, and kernels form them: then G of a pair that is not positive is
+    ``u_i exp(x_ij - L_i)`` with ``L = log(exp N + exp P)``. A weight of 0 silences its row or column whatever its
+    log-sum-exps are.
 
     Attributes:
         negative_lse: (m,) float64, N of the whole loss, not of the block.
         positive_lse: (m,) float64, P of the whole loss.
-        weight: (m,) u, any sign, state dtype.
+        weight: (m,) u, any sign, state dtype; not read where there are bars.
         target: (m,) t, the target weight of each positive of the row, state dtype: 1 of a lone one.
+        bars: of any other loss; None of those above.
     """
 
     negative_lse: Array
     positive_lse: Array
     weight: Array
     target: Array
+    bars: Bars | None = None
 
     def part(self, where: slice) -> SideWeights:
         """Those of some of the rows or columns."""
-        return SideWeights(*[x[where] for x in self])
+        n, p, weight, target = (x[where] for x in self[:4])
+        return SideWeights(n, p, weight, target, None if self.bars is None else Bars(*(x[where] for x in self.bars)))
 
 
 @dataclass(frozen=True, slots=True)

@@ -341,7 +341,8 @@ def replayed(backend: Backend) -> Backend:
         block: Block, weights: Weights, upstream: Array | None, columns: ColumnForm | None, options: Options
     ) -> Finished:
         assert backend.finished is not None
-        if weights.kept is not None or not small(block):
+        # a loss with bars is launched
+        if weights.kept is not None or weights.rows.bars is not None or not small(block):
             return backend.finished(block, weights, upstream, columns, options)
 
         def compute(arrays: Tensors) -> Tensors:
@@ -352,7 +353,7 @@ def replayed(backend: Backend) -> Backend:
             return [found.rows, found.columns, found.inner]
 
         what = backend.name, "finished", columns, options, block.pairs.match, block.symmetric
-        arrays = *_arrays_of(block), upstream, *weights.rows, *(weights.columns or ())
+        arrays = *_arrays_of(block), upstream, *weights.rows[:4], *(weights.columns or ())[:4]
         return Finished(*GRAPHS.call(what, arrays, compute))
 
     return replace(backend, lse=lse, finished=None if backend.finished is None else finished)

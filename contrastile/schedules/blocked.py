@@ -326,7 +326,7 @@ def backward(
     for staged in blocks.staged(weighted, sums):
         into, columns = sums.of(staged)
         if staged.within is None:
-            backend.gradients(staged.block, _weights(weighted, saved, staged), into, columns, options)
+            backend.gradients(staged.block, _weights(weighted, saved, staged, arrays), into, columns, options)
         elif into is not None:
             n, p = saved.rows
             weights = triangle.weights_within(staged.within, (n[staged.rows], p[staged.rows]), arrays)
@@ -338,9 +338,9 @@ def backward(
     return found if problem.columns else triangle.counted_once(found)
 
 
-def _weights(problem: Problem, saved: local.Forward, staged: _StagedBlock) -> Weights:
+def _weights(problem: Problem, saved: local.Forward, staged: _StagedBlock, arrays: ArrayLibrary) -> Weights:
     """The whole loss's, for the rows and columns of a block."""
-    rows, columns = local.side_weights(problem, saved)
+    rows, columns = local.side_weights(problem, saved, arrays)
     columns = columns if problem.columns else rows
     return Weights(rows.part(staged.rows), None if columns is None else columns.part(staged.columns))
 

@@ -10,6 +10,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
 
+from contrastile.backends import objectives
 from contrastile.backends.arrays import ArrayLibrary
 from contrastile.backends.contract import Array, Backend, Block, ColumnForm, Options, SideStatistics, Weights
 from contrastile.comm import buffers
@@ -98,7 +99,8 @@ def _over_columns(
     n, widths = placement.size, placement.shards.widths
     weight, target = problem.column_weight, problem.column_target
     if n == 1:
-        return loss + arrays.loss("float64", (*state, weight, target)), state[:2], (None, None)
+        whole = objectives.loss(problem.kind, arrays, "float64", [(*state, weight, target)])
+        return loss + whole, state[:2], (None, None)
     own, (losses,), incoming = scalar_gather_buffers(placement, arrays, [loss])
     # rows aligned to 16 bytes: kernels are compiled again for others, and read them more slowly
     total = sum(widths)
@@ -115,7 +117,8 @@ def _over_columns(
     for x, into in zip(merged, lses, strict=False):
         buffers.copy(x, into)
     start, stop = placement.start, placement.start + widths[placement.rank]
-    value = arrays.total(losses) + arrays.loss("float64", (*merged, weights[0], weights[1]))
+    of_columns = objectives.loss(problem.kind, arrays, "float64", [(*merged, weights[0], weights[1])])
+    value = arrays.total(losses) + of_columns
     return value, (lses[0][start:stop], lses[1][start:stop]), (lses, weights)
 
 
@@ -138,7 +141,7 @@ def backward(
     at_once = backend.finished is not None and wanted.rows
     # the weights carry the factor unless the backend multiplies by it
     weighted = problem if at_once else scaled_weights(problem, upstream)
-    weights = Weights(*local.side_weights(weighted, saved), local.kept_of(saved, 0))
+    weights = Weights(*local.side_weights(weighted, saved, arrays), local.kept_of(saved, 0))
     row_sum = row_gradient = None
     if at_once and backend.finished is not None:
         # this rank's rows are complete here; the columns' sums still lack the other ranks' parts

@@ -7,6 +7,7 @@ from dataclasses import dataclass, field
 from functools import wraps
 from typing import ParamSpec, TypeVar
 
+from contrastile.backends import objectives
 from contrastile.backends.arrays import ArrayLibrary
 from contrastile.backends.contract import (
     Array,
@@ -196,7 +197,7 @@ def loss(
     sides = [(*rows, problem.row_weight, problem.row_target)]
     if columns is not None:
         sides.append((*columns, problem.column_weight, problem.column_target))
-    return arrays.loss(dtype, *sides)
+    return objectives.loss(problem.kind, arrays, dtype, sides)
 
 
 def merged(arrays: ArrayLibrary, parts: Sequence[SideStatistics]) -> SideStatistics:
@@ -222,7 +223,7 @@ def backward(
     if backend.finished is not None and wanted.rows and len(problem.columns) == 1:
         ((where, block),) = problem.blocks()
         form: ColumnForm | None = "gradient" if any(wanted.columns) else None
-        found = backend.finished(block, _weights(problem, saved, where, 0), upstream, form, options)
+        found = backend.finished(block, _weights(problem, saved, where, 0, arrays), upstream, form, options)
         scale = arrays.cast(found.inner, arrays.dtype(problem.scale)) if wanted.scale else None
         return Gradients(found.rows, (found.columns,), scale, None)
     weighted = problem.weighted(upstream)
@@ -230,7 +231,7 @@ def backward(
     column_sums = []
     for number, ((where, block), want) in enumerate(zip(weighted.blocks(), wanted.columns, strict=True)):
         column_sums.append(accumulator(backend, block.columns, want))
-        backend.gradients(block, _weights(weighted, saved, where, number), row_sum, column_sums[-1], options)
+        backend.gradients(block, _weights(weighted, saved, where, number, arrays), row_sum, column_sums[-1], options)
     # the upstream gradient is in the weights already, and a softmax does not depend on a bias
     sums = Sums(row_sum, tuple(column_sums), None)
     return gradients_from_sums(problem.rows, problem.scale, sums, None, wanted, arrays)
@@ -246,19 +247,21 @@ def kept_of(saved: Forward, number: int) -> Array | None:
     return saved.kept[number] if saved.kept else None
 
 
-def _weights(problem: Problem, saved: Forward, where: slice, number: int) -> Weights:
-    rows, columns = side_weights(problem, saved)
+def _weights(problem: Problem, saved: Forward, where: slice, number: int, arrays: ArrayLibrary) -> Weights:
+    rows, columns = side_weights(problem, saved, arrays)
     if columns is not None and len(problem.columns) > 1:
         columns = columns.part(where)
     return Weights(rows, columns, kept_of(saved, number))
 
 
-def side_weights(problem: Problem, saved: Forward) -> tuple[SideWeights, SideWeights | None]:
+def side_weights(problem: Problem, saved: Forward, arrays: ArrayLibrary) -> tuple[SideWeights, SideWeights | None]:
     """Of all rows, and of all columns where the loss has two directions."""
-    rows = SideWeights(*saved.rows, problem.row_weight, problem.row_target)
+    kind = problem.kind
+    rows = objectives.side_weights(kind, arrays, saved.rows, problem.row_weight, problem.row_target)
     if problem.column_weight is None or saved.columns is None:
         return rows, None
-    return rows, SideWeights(*saved.columns, problem.column_weight, problem.column_target)
+    given = saved.columns, problem.column_weight, problem.column_target
+    return rows, objectives.side_weights(kind, arrays, *given)
 
 
 def accumulator(backend: Backend, features: Array, want: bool) -> Array | None:

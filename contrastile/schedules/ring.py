@@ -10,8 +10,9 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 
+from contrastile.backends import objectives
 from contrastile.backends.arrays import ArrayLibrary
-from contrastile.backends.contract import Array, Backend, Block, Options, SideStatistics, SideWeights, Weights
+from contrastile.backends.contract import Array, Backend, Block, Options, SideStatistics, Weights
 from contrastile.comm.communicator import Pending
 from contrastile.schedules import local
 from contrastile.schedules.placement import Placement
@@ -175,14 +176,18 @@ def backward(
     """Gradients of ``upstream * loss`` for this rank's rows and columns and for the scale: see ``Placement.factor``."""
     placement, arrays = placed(problem), backend.arrays
     weighted = scaled_weights(problem, upstream)
-    mine, over = local.side_weights(weighted, saved)
-    ring = _Ring(weighted, arrays, over or ())
+    mine, over = local.side_weights(weighted, saved, arrays)
+    # bars are formed again where they arrive
+    ring = _Ring(weighted, arrays, over[:4] if over else ())
     row_sum = local.accumulator(backend, problem.rows, wanted.rows or wanted.scale)
 
     def compute(rows: slice, shard: _Shard, into: Sequence[Array | None]) -> None:
         part = weighted.of_rows(rows)
         for (where, block), target in zip(_blocks(part, placement, shard), into, strict=True):
-            columns = SideWeights(*shard.vectors).part(where) if shard.vectors else None
+            columns = None
+            if shard.vectors:
+                n, p, weight, goal = shard.vectors
+                columns = objectives.side_weights(problem.kind, arrays, (n, p), weight, goal).part(where)
             backend.gradients(
                 block, Weights(mine.part(rows), columns), None if row_sum is None else row_sum[rows], target, options
             )

@@ -12,6 +12,7 @@ import math
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
 
+from contrastile.backends import objectives
 from contrastile.backends.arrays import ArrayLibrary
 from contrastile.backends.contract import (
     Array,
@@ -142,9 +143,10 @@ def add_gradients(
         backend.gradients(block(problem, mine, others), here, sums[mine], below, options)
 
 
-def weights_of(problem: Problem, lses: local.Lses) -> tuple[SideWeights, SideWeights]:
+def weights_of(problem: Problem, lses: local.Lses, arrays: ArrayLibrary) -> tuple[SideWeights, SideWeights]:
     """Of the whole loss, the same on both sides."""
-    rows, p = SideWeights(*lses, problem.row_weight, problem.row_target), lses[1]
+    rows = objectives.side_weights(problem.kind, arrays, lses, problem.row_weight, problem.row_target)
+    p = rows.positive_lse
     # one logit, whichever of the two has it: that of row i is read at (i, j), its column's must be the same number
     return rows, rows._replace(positive_lse=p if problem.positives is None else p[problem.positives])
 
@@ -162,7 +164,7 @@ def weights_within(problem: Problem, lses: local.Lses, arrays: ArrayLibrary) -> 
     if positives is not None:
         inside = (positives >= 0) & (positives < m)
         problem = replace(problem, positives=arrays.where(inside, positives, arrays.arange(0, m, problem.rows)))
-    return weights_of(problem, lses)
+    return weights_of(problem, lses, arrays)
 
 
 @local.ieee
@@ -190,14 +192,14 @@ def backward(
     """Gradients of ``upstream * loss`` for the softmax loss; that of the rows is the features', as rows and columns."""
     arrays, rows = backend.arrays, slice(0, problem.rows.shape[0])
     if backend.finished is not None and wanted.rows and halves(rows, whole_up_to(problem, backend, options)) is None:
-        weights = Weights(*weights_of(problem, saved.rows))
+        weights = Weights(*weights_of(problem, saved.rows, arrays))
         done = backend.finished(block(problem, rows, rows), weights, upstream, None, options)
         inner = arrays.cast(done.inner, arrays.dtype(problem.scale)) if wanted.scale else None
         return counted_once(local.Gradients(done.rows, (), inner, None))
     problem = problem.weighted(upstream)
     sums = local.accumulator(backend, problem.rows, wanted.rows or wanted.scale)
     if sums is not None:
-        add_gradients(problem, *weights_of(problem, saved.rows), sums, backend, options, saved.kept)
+        add_gradients(problem, *weights_of(problem, saved.rows, arrays), sums, backend, options, saved.kept)
     whole = local.Sums(sums, (), None)
     return counted_once(local.gradients_from_sums(problem.rows, problem.scale, whole, None, wanted, arrays))
 

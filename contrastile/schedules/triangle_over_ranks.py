@@ -10,6 +10,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 
+from contrastile.backends import objectives
 from contrastile.backends.arrays import ArrayLibrary
 from contrastile.backends.contract import Array, Backend, Block, Options, SideStatistics, SideWeights, Weights
 from contrastile.comm import buffers
@@ -193,12 +194,18 @@ def backward(
 def _add_gradients(problem: Problem, saved: local.Forward, sums: Array, backend: Backend, options: Options) -> None:
     """Add the rows' part of ``(G + G^T) F`` over all ranks to sums, (m, d)."""
     arrays = backend.arrays
-    own = SideWeights(*saved.rows, problem.row_weight, problem.row_target)
+
+    def weighed(vectors: Sequence[Array]) -> SideWeights:
+        n, p, weight, target = vectors
+        return objectives.side_weights(problem.kind, arrays, (n, p), weight, target)
+
+    vectors = *saved.rows, problem.row_weight, problem.row_target
+    own = weighed(vectors)
 
     def take(rows: slice, found: Sequence[Array]) -> None:
         sums[rows] += found[0]
 
-    exchange = _ShardExchange(problem, arrays, own, take, saved.gathered)
+    exchange = _ShardExchange(problem, arrays, vectors, take, saved.gathered)
     for peer in exchange:
         if peer.owner == exchange.placement.rank:
             mine = triangle.within(problem, exchange.placement.start)
@@ -206,7 +213,7 @@ def _add_gradients(problem: Problem, saved: local.Forward, sums: Array, backend:
             triangle.add_gradients(mine, *weights, sums, backend, options)
             continue
         there = local.accumulator(backend, peer.features[peer.columns], True)
-        there_weights = SideWeights(*peer.vectors).part(peer.columns)
+        there_weights = weighed(peer.vectors).part(peer.columns)
         backend.gradients(
             exchange.block(peer), Weights(own.part(peer.rows), there_weights), sums[peer.rows], there, options
         )

@@ -102,7 +102,7 @@ def outcome(
     gradients = _NO_GRADIENTS
     if wanted is not None:
         gradients = schedule.gradients(native, state, upstream_gradient, wanted, backend, options)
-    if native.kind == "softmax":
+    if native.kind != "sigmoid":
         saved = local.Forward.of(state)
         lses = [x for side in (saved.rows, saved.columns or (None, None)) for x in (*side, None)]
 

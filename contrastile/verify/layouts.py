@@ -110,7 +110,10 @@ class _Relocated:
         return replace(weights, rows=self._side(weights.rows, "row"), columns=columns)
 
     def _side(self, side: SideWeights, name: str) -> SideWeights:
-        return SideWeights(*(self.read(x, f"{name}_{field}") for field, x in zip(side._fields, side, strict=True)))
+        n, p, weight, target = (
+            self.read(x, f"{name}_{field}") for field, x in zip(side._fields, side[:4], strict=False)
+        )
+        return SideWeights(n, p, weight, target, side.bars)
 
     def _bits(self, x: Array) -> bytes:
         return bytes(self.arrays.to_numpy(x).tobytes())

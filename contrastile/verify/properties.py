@@ -17,6 +17,7 @@ from contrastile.oracle.general import merge
 from contrastile.schedules.local import Wanted
 from contrastile.verify import (
     aliases,
+    bars,
     calls,
     distributed,
     growth,
@@ -350,6 +351,7 @@ PROPERTIES = _registered(
     [
         value,
         gradients,
+        bars.bars,
         plain,
         tiles,
         options,

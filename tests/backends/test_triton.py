@@ -22,7 +22,7 @@ from contrastile.backends.contract import (  # noqa: E402
     UnsupportedProblemError,
     Weights,
 )
-from contrastile.backends.nll import weighted_nll  # noqa: E402
+from contrastile.backends.objectives import SOFTMAX  # noqa: E402
 from contrastile.backends.triton import backend, backward_pass, configs  # noqa: E402
 from contrastile.backends.triton import tiles as words  # noqa: E402
 from contrastile.backends.triton.forward_pass import _ForwardPass as Forward  # noqa: E402
@@ -234,20 +234,20 @@ def test_the_weighted_nll_is_the_plain_one() -> None:
     target[6], negative[6], positive[6], total[6] = 1.0, -80.0, 9.0, 9.0
     positive[7], total[7] = -infinite, 0.0
     given = negative, positive, total, weight, target
-    plain = float(weighted_nll(backend.arrays, *given))
+    plain = float(SOFTMAX.total(backend.arrays, *given))
     # 53 float64 terms, each below 2^6 but for one below 2^20
     assert abs(float(backend.arrays.loss("float64", given)) - plain) <= 53 * 2.0**20 * 2.0**-53
     for shorter in (0, 1, 17, 53):
         # two sides, of which the blocks of one follow those of the other
         column = [x[:shorter].flip(0) for x in given]
-        both = plain + float(weighted_nll(backend.arrays, *column))
+        both = plain + float(SOFTMAX.total(backend.arrays, *column))
         assert abs(float(backend.arrays.loss("float64", given, column)) - both) <= 106 * 2.0**20 * 2.0**-53
         assert backend.arrays.loss("float32", given, column) == torch.tensor(both, dtype=torch.float32)
     for value in range(53):
         one = torch.zeros(53).index_fill(0, torch.tensor([value]), 1.0)
         found, expected = (
             float(f(negative, positive, total, one, target))
-            for f in (lambda *x: backend.arrays.loss("float64", x), lambda *x: weighted_nll(backend.arrays, *x))
+            for f in (lambda *x: backend.arrays.loss("float64", x), lambda *x: SOFTMAX.total(backend.arrays, *x))
         )
         # an exponential, a logarithm, a product and a sum
         assert found == expected or abs(found - expected) <= 16 * 2.0**-53 * abs(expected), value

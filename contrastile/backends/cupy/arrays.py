@@ -92,3 +92,6 @@ class FusedArrays(CupyArrays):
             out = x if consume and self.dtype(x) == dtype else cupy.empty(x.shape, dtype=dtype)
             scale_cast(x, out, pointer(factor))
         return out
+
+
+ARRAYS = FusedArrays()

@@ -14,7 +14,7 @@ import cupy
 
 from contrastile.backends.contract import Array, Block, ColumnForm, Finished, Options, SideWeights, Weights
 from contrastile.backends.cupy.arguments import struct
-from contrastile.backends.cupy.arrays import scale_cast
+from contrastile.backends.cupy.arrays import ARRAYS, scale_cast
 from contrastile.backends.cupy.common import (
     LANES,
     LINES,
@@ -31,6 +31,7 @@ from contrastile.backends.cupy.keeping import Factors, KeptExponentials
 from contrastile.backends.cupy.launch import empty, launch, on_device, pointer, row_stride, workspace
 from contrastile.backends.cupy.products import Products
 from contrastile.backends.cupy.tiles import Tiles
+from contrastile.backends.objectives import normalised
 from contrastile.backends.passes import Chunk, ceil_div, chunks, gradient_scaling
 
 _SCALING_BLOCKS = 1024
@@ -64,7 +65,9 @@ def finished(
     """Both gradients with every sum begun afresh, and their part of the scale's: see ``contract.Backend``."""
     with on_device(block.rows):
         if block.rows.shape[0] and block.columns.shape[0]:
-            kept = KeptExponentials.of(weights.kept, block.columns.shape[0])
+            # what stands for a positive among them is a quotient by factors that bars may make as small as they like
+            usable = weights.kept if weights.rows.bars is None else None
+            kept = KeptExponentials.of(usable, block.columns.shape[0])
             one = _BackwardPass(block, weights, options, upstream, kept, only_rows=columns is None)
             return one.final_gradients(columns)
         dtype = block.rows.dtype if columns == "gradient" else "float32"
@@ -96,7 +99,11 @@ class _SideVectors:
     """
 
     def __init__(self, given: SideWeights | None, by_ids: bool) -> None:
-        self.given, self.by_ids = [] if given is None else [contiguous(x) for x in given], by_ids
+        share: Any = None
+        if given is not None and given.bars is not None:
+            given, share = normalised(ARRAYS, given, "float32")
+        vectors: tuple[Any, ...] = () if given is None else (*given[:4], share)
+        self.given, self.by_ids = [contiguous(x) for x in vectors], by_ids
         self.length = 0 if given is None else given.weight.shape[0]
         self.vectors = None if given is None else empty((8 if by_ids else 3) * self.length)
 

@@ -21,6 +21,7 @@ from contrastile.backends.contract import (
     Statistics,
     Weights,
 )
+from contrastile.backends.objectives import bars_of
 
 
 class Tile(NamedTuple):
@@ -89,21 +90,26 @@ def gradients(
 ) -> None:
     """Adds G K and G^T Q: see ``contract.SideWeights``."""
     sides = [side for side in (weights.rows, weights.columns) if side is not None]
+    bars = [bars_of(backend.arrays, side) for side in sides]
     for t in tiles(block, options):
         x = t.x
         if block.pairs.match == "drop":
             # a named positive's logit is the one that the loss has, to the last bit
             x = np.where(t.positive, weights.rows.positive_lse[t.rows, None], x)
         g = np.zeros_like(x)
-        for at, side in zip(((t.rows, None), t.columns), sides, strict=False):
-            n, p, weight, target = (vector[at] for vector in side)
+        for at, side, each in zip(((t.rows, None), t.columns), sides, bars, strict=False):
+            n, p, target = side.negative_lse[at], side.positive_lse[at], side.target[at]
+            by_n, by_p, by_d = (bar[at] for bar in each)
             # a lone positive has the target 1: x is P, whatever a product made of it
-            certain = np.where(target == 1, 1.0, np.exp(x - p))
-            # sigma(n - p) is the probability of all negatives: nothing cancels
-            positive = (certain - target) - certain / (1 + np.exp(p - n))
-            entry = np.where(t.positive, positive, np.exp(x - np.logaddexp(n, p)))
-            g += np.where(weight == 0, 0.0, entry * weight)
+            q = np.where(target == 1, 1.0, np.exp(x - p))
+            positive = _product(by_p, q) + _product(by_d, q - target)
+            g += np.where(t.positive, positive, _product(by_n, np.exp(x - n)))
         _add(np.where(t.admitted, g, 0.0), t, row_gradient, column_gradient)
+
+
+def _product(bar: Array, x: Array) -> Array:
+    """``bar x``, and 0 where the bar is 0, whatever x is."""
+    return np.where(bar == 0, 0.0, bar * x)
 
 
 @np.errstate(all="ignore")

@@ -16,7 +16,7 @@ from typing import NamedTuple
 import torch
 
 from contrastile.backends.arrays import TorchArrays
-from contrastile.backends.contract import Array, Block, Options, Pairs, SideWeights, Weights
+from contrastile.backends.contract import Array, Bars, Block, Options, Pairs, SideWeights, Weights
 from contrastile.backends.torch.accumulators import Accumulators
 from contrastile.backends.torch.kept import Kept
 from contrastile.backends.torch.pairs import BlockPairs, cut
@@ -38,10 +38,10 @@ def gradients(
         return
     products = Products(block, unit=LOG2_E)
     rows, columns, state = weights.rows, weights.columns, products.state
-    factors = [_Factors(rows.weight, rows.target, products.sync)]
+    factors = [_Factors(rows, products.sync)]
     if columns is not None:
-        alike = columns.weight is rows.weight and columns.target is rows.target
-        factors.append(factors[0] if alike else _Factors(columns.weight, columns.target, products.sync))
+        alike = columns.weight is rows.weight and columns.target is rows.target and columns.bars is rows.bars
+        factors.append(factors[0] if alike else _Factors(columns, products.sync))
     if products.sync:
         products.gain = _gain([each.extremes for each in factors])
     sides = [_SideShare(rows, factors[0], products.gain, state)]
@@ -51,7 +51,7 @@ def gradients(
         sides.append(sides[0] if itself else _SideShare(columns, factors[1], products.gain, state))
     if products.bounds_gradient:
         products.bound_gradient(*(side.weight for side in sides), *(side.term for side in sides))
-    certain = block.pairs.match == "target" and (not products.sync or any(bool(s.certain.any()) for s in sides))
+    certain = block.pairs.match == "target" and any(not products.sync or s.needs_entries for s in sides)
     kept, shared, named = None, None, block.pairs.match != "target"
     # entries of certain positives are made of logits
     if weights.kept is not None and not certain:
@@ -89,19 +89,20 @@ def gradients(
 
 
 class _Factors:
-    """The weights and the targets of the rows, or of the columns, in the state dtype, and what is known of them.
+    """The weights and the targets of the rows, or of the columns, and what is known of them.
 
     Attributes:
-        weight: u or v.
-        target: t.
+        weight: u or v, state dtype; of a loss with bars that by N.
+        target: t, state dtype.
         extremes: the smallest and the largest magnitude of the weights; NaN where values are not read.
         silent: where the weight is 0; on the host None where none is.
         lone: whether every target is known to be 1.
     """
 
-    def __init__(self, weight: Array, target: Array, sync: bool) -> None:
-        self.weight: torch.Tensor = weight
-        self.target: torch.Tensor = target
+    def __init__(self, given: SideWeights, sync: bool) -> None:
+        self.weight: torch.Tensor = given.weight if given.bars is None else given.bars.negative
+        self.target: torch.Tensor = given.target
+        weight, target = self.weight, self.target
         self.extremes = _extremes(weight) if sync else (math.nan, math.nan)
         if self.extremes[0] < 0:
             self.extremes = _extremes(weight.abs())
@@ -115,7 +116,7 @@ class _SideShare:
     What a path through the code does not read is not computed.
 
     Attributes:
-        exact_lse: L in base 2, float64.
+        exact_lse: L in base 2, float64; of a loss with bars N.
         lse: L rounded to the state dtype.
         most: the largest that a logit less ``lse`` can be, for no logit exceeds L; state dtype.
         negative: N in nats, float64.
@@ -133,7 +134,11 @@ class _SideShare:
     def __init__(self, given: SideWeights, factors: _Factors, gain: float, state: torch.dtype) -> None:
         self._state, self._positive, self._lone = state, given.positive_lse, factors.lone
         self.negative: torch.Tensor = given.negative_lse
-        self.exact_lse: torch.Tensor = torch.logaddexp(self.negative, self._positive).mul_(LOG2_E)
+        self._bars, self._gain = given.bars, gain
+        if given.bars is None:
+            self.exact_lse: torch.Tensor = torch.logaddexp(self.negative, self._positive).mul_(LOG2_E)
+        else:
+            self.exact_lse = self.negative * LOG2_E
         self.exact_weight: torch.Tensor = factors.weight if gain == 1.0 else factors.weight * gain
         self.target: torch.Tensor = factors.target
         self.extremes = factors.extremes[0] * gain, factors.extremes[1] * gain
@@ -174,6 +179,11 @@ class _SideShare:
         found = (self.target > 0.5) & (self.negative_share < 2.0**-8)
         return found if self.silent is None else found & ~self.silent
 
+    @property
+    def needs_entries(self) -> bool:
+        """Whether positives that ids name may not be made of p and t."""
+        return self._bars is not None or bool(self.certain.any())
+
     def zero_where_silent(self, x: torch.Tensor) -> torch.Tensor:
         """X, and 0 where the weight is 0."""
         return x if self.silent is None else torch.where(self.silent, 0.0, x)
@@ -184,6 +194,8 @@ class _SideShare:
 
     def entries(self, x: torch.Tensor, at: tuple[slice | torch.Tensor | None, ...] | None) -> torch.Tensor:
         """This side's part of G at positives of base-2 logits x, float64: ``w ((q - t) - q negative_share)``."""
+        if self._bars is not None:
+            return self._entries_of_bars(self._bars, x, at)
         members = self.exact_weight, self.negative_share
         w, share = members if at is None else (each[at] for each in members)
         # the target of a lone positive is 1: x is P, whatever a product of another shape has made of it
@@ -196,6 +208,16 @@ class _SideShare:
             q = (x - p).masked_fill_(t == 1.0, 0.0).clamp_max_(0.0).exp2_()
             part = w * ((q - t) - q * share)
         return part if self.silent is None else torch.where(self.silent if at is None else self.silent[at], 0.0, part)
+
+    def _entries_of_bars(
+        self, bars: Bars, x: torch.Tensor, at: tuple[slice | torch.Tensor | None, ...] | None
+    ) -> torch.Tensor:
+        """The same of a loss with bars: ``Pbar q + Dbar (q - t)``."""
+        vectors = bars.positive, bars.spread, self.positive, self.target
+        by_p, by_d, p, t = vectors if at is None else (each[at] for each in vectors)
+        q = (x - p).masked_fill_(t == 1.0, 0.0).clamp_max_(0.0).exp2_()
+        part = torch.where(by_p == 0, 0.0, by_p * q) + torch.where(by_d == 0, 0.0, by_d * (q - t))
+        return part.mul_(self._gain)
 
 
 def _gain(weights: list[tuple[float, float]]) -> float:

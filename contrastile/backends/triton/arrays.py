@@ -71,3 +71,6 @@ class TritonArrays(TorchArrays):
         with on_device(x):
             multiplied(x, factor, out)
         return out
+
+
+ARRAYS = TritonArrays()

@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
 from typing import Any
 
 import torch
 
+from contrastile.backends.arrays import TorchArrays
 from contrastile.backends.contract import Pairs, Weights
+from contrastile.backends.objectives import normalised
 from contrastile.backends.passes import PairVectors, ceil_div
 from contrastile.backends.triton.configs import INTERPRETED
 from contrastile.backends.triton.tiles import DROP, NO_IDS, TARGET
@@ -47,10 +48,18 @@ class Masks:
         return {"EXCLUDED": self.pairs.excluded is not None, "IDS": self.ids}
 
 
-def weight_vectors(weights: Weights) -> list[Any]:
-    """The vectors of the weights, contiguous, rows first; None where there is no column side."""
-    columns: Iterable[Any] = [None] * len(weights.rows) if weights.columns is None else weights.columns
-    return [None if x is None else x.contiguous() for x in (*weights.rows, *columns)]
+def weight_vectors(weights: Weights, arrays: TorchArrays) -> list[Any]:
+    """The vectors of a side as ``precheck`` takes them, contiguous, rows first; None where there is no column side.
+
+    N or L, P, weights, targets, and r with L: see ``objectives.normalised``.
+    """
+    given: list[Any] = []
+    for side in (weights.rows, weights.columns):
+        share = None
+        if side is not None and side.bars is not None:
+            side, share = normalised(arrays, side, "float32")
+        given += [None] * 5 if side is None else [*side[:4], share]
+    return [None if x is None else x.contiguous() for x in given]
 
 
 def step(width: int) -> int:
