@@ -339,7 +339,7 @@ class Backend:
         finished: None, or a form of ``gradients`` for a block that is all of its rows' problem, which adds to nothing
             that was there before: ``finished(block, weights, upstream, columns, options)`` starts every sum afresh, so
             that nobody fills accumulators with zeros, and holds no (m, d) sums. ``upstream``, 0-d in the state dtype
-            or None for 1, multiplies every weight; ``columns`` says what is to be made of the columns' side.
+            or None for 1, multiplies every weight and bar; ``columns`` says what is to be made of the columns' side.
         keeping: None, or a form of ``lse`` where gradients will be asked for: its statistics may hold ``kept``, which
             comes back in the weights, any number of times. It may be overwritten there, but the same call gives the
             same gradients each time. A backend with ``finished`` is asked for a block that is all of its rows' problem,

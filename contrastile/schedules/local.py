@@ -7,7 +7,7 @@ from dataclasses import dataclass, field
 from functools import wraps
 from typing import ParamSpec, TypeVar
 
-from contrastile.backends import objectives
+from contrastile.backends import bars, objectives
 from contrastile.backends.arrays import ArrayLibrary
 from contrastile.backends.contract import (
     Array,
@@ -257,11 +257,11 @@ def _weights(problem: Problem, saved: Forward, where: slice, number: int, arrays
 def side_weights(problem: Problem, saved: Forward, arrays: ArrayLibrary) -> tuple[SideWeights, SideWeights | None]:
     """Of all rows, and of all columns where the loss has two directions."""
     kind = problem.kind
-    rows = objectives.side_weights(kind, arrays, saved.rows, problem.row_weight, problem.row_target)
+    rows = bars.side_weights(kind, arrays, saved.rows, problem.row_weight, problem.row_target)
     if problem.column_weight is None or saved.columns is None:
         return rows, None
     given = saved.columns, problem.column_weight, problem.column_target
-    return rows, objectives.side_weights(kind, arrays, *given)
+    return rows, bars.side_weights(kind, arrays, *given)
 
 
 def accumulator(backend: Backend, features: Array, want: bool) -> Array | None:

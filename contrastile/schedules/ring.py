@@ -10,7 +10,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 
-from contrastile.backends import objectives
+from contrastile.backends import bars
 from contrastile.backends.arrays import ArrayLibrary
 from contrastile.backends.contract import Array, Backend, Block, Options, SideStatistics, Weights
 from contrastile.comm.communicator import Pending
@@ -187,7 +187,7 @@ def backward(
             columns = None
             if shard.vectors:
                 n, p, weight, goal = shard.vectors
-                columns = objectives.side_weights(problem.kind, arrays, (n, p), weight, goal).part(where)
+                columns = bars.side_weights(problem.kind, arrays, (n, p), weight, goal).part(where)
             backend.gradients(
                 block, Weights(mine.part(rows), columns), None if row_sum is None else row_sum[rows], target, options
             )

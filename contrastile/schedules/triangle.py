@@ -12,7 +12,7 @@ import math
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
 
-from contrastile.backends import objectives
+from contrastile.backends import bars
 from contrastile.backends.arrays import ArrayLibrary
 from contrastile.backends.contract import (
     Array,
@@ -145,7 +145,7 @@ def add_gradients(
 
 def weights_of(problem: Problem, lses: local.Lses, arrays: ArrayLibrary) -> tuple[SideWeights, SideWeights]:
     """Of the whole loss, the same on both sides."""
-    rows = objectives.side_weights(problem.kind, arrays, lses, problem.row_weight, problem.row_target)
+    rows = bars.side_weights(problem.kind, arrays, lses, problem.row_weight, problem.row_target)
     p = rows.positive_lse
     # one logit, whichever of the two has it: that of row i is read at (i, j), its column's must be the same number
     return rows, rows._replace(positive_lse=p if problem.positives is None else p[problem.positives])

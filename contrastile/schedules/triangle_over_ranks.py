@@ -10,7 +10,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 
-from contrastile.backends import objectives
+from contrastile.backends import bars
 from contrastile.backends.arrays import ArrayLibrary
 from contrastile.backends.contract import Array, Backend, Block, Options, SideStatistics, SideWeights, Weights
 from contrastile.comm import buffers
@@ -197,7 +197,7 @@ def _add_gradients(problem: Problem, saved: local.Forward, sums: Array, backend:
 
     def weighed(vectors: Sequence[Array]) -> SideWeights:
         n, p, weight, target = vectors
-        return objectives.side_weights(problem.kind, arrays, (n, p), weight, target)
+        return bars.side_weights(problem.kind, arrays, (n, p), weight, target)
 
     vectors = *saved.rows, problem.row_weight, problem.row_target
     own = weighed(vectors)

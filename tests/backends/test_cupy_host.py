@@ -16,7 +16,7 @@ from cupy_hosted import KINDS, block, hosted, sums, weights
 pytest.importorskip("ml_dtypes")
 
 from contrastile.backends import registry
-from contrastile.backends.contract import BackendUnavailableError, Options, UnsupportedProblemError
+from contrastile.backends.contract import BackendUnavailableError, Bars, Options, UnsupportedProblemError, Weights
 
 SHAPE = ROWS, COLUMNS, WIDTH = 33, 47, 40
 N = 300
@@ -195,3 +195,20 @@ def test_no_more_blocks_have_a_part_of_a_tile_row(rows: int, columns: int, multi
         first = np.searchsorted(starts, ends - columns, side="right")
         last = np.searchsorted(starts, ends - 1, side="right")
         assert (last - first + 1).max() <= shares.most <= columns
+
+
+@pytest.mark.parametrize("two_sided", [True, False])
+def test_bars_come_as_a_log_sum_exp_and_a_share_and_nothing_kept_is_used(two_sided: bool) -> None:
+    with hosted() as host:
+        backend, given = host.record.backend, block(host, (901, 1037, 136))
+        memory = backend.keeping(given, True, Options(keep=1)).kept
+        plain = weights(host, given, two_sided, kept=memory)
+        sides = [side and side._replace(bars=Bars(*[side.negative_lse] * 3)) for side in (plain.rows, plain.columns)]
+        for w in (plain, Weights(*sides, memory)):
+            before = len(host.calls)
+            backend.finished(given, w, None, "gradient", Options())
+            asked = {call.name: call.arguments for call in host.calls[before:]}
+            assert ("weighted_sm90" in asked) == (w is plain)
+            for name in ("weight_bounds", "epilogue_scales"):
+                shares = [bool(getattr(asked[name], side).share) for side in ("row", "column")]
+                assert shares == ([False] * 2 if w is plain else [True, two_sided])

@@ -10,9 +10,9 @@ import numpy as np
 import pytest
 from in_process_worlds import group
 
-from contrastile.backends import objectives
 from contrastile.backends.arrays import NumpyArrays
-from contrastile.backends.contract import Bars
+from contrastile.backends.bars import normalised
+from contrastile.backends.contract import Bars, SideWeights
 from contrastile.backends.objectives import OBJECTIVES, Objective
 from contrastile.backends.registry import load
 from contrastile.comm.inprocess import InProcess
@@ -123,7 +123,7 @@ def test_a_side_normalised_has_the_bars_that_it_was_made_of() -> None:
     n, p = random.standard_normal((2, size)) * 20
     given = Bars(*(random.standard_normal((3, size)) * 10.0 ** random.uniform(-6, 6, (3, size))))
     target = np.float32(1 / random.integers(1, 4, size))
-    side, share = objectives.normalised(arrays, replace_bars(n, p, target, given), "float32")
+    side, share = normalised(arrays, SideWeights(n, p, None, target, given), "float32")
     w, t = np.float64(side.weight), np.float64(side.target)
     largest = np.max(np.abs(given), axis=0)
     assert (abs(w) <= largest * (1 + unit)).all()
@@ -138,8 +138,3 @@ def test_a_side_normalised_has_the_bars_that_it_was_made_of() -> None:
     found = w * ((1 - t) - share)
     assert (abs(found - given.positive)[alone] <= 2.0**-50 * largest[alone]).all()
     assert (abs(w * t - given.spread * target) <= unit * 2 * abs(given.spread)).all()
-
-
-def replace_bars(n: Any, p: Any, target: Any, given: Bars) -> Any:
-    """A side of these."""
-    return objectives.SideWeights(n, p, None, target, given)

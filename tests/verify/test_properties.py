@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 from numpy.lib.stride_tricks import as_strided
 
-from contrastile.backends.contract import Options
+from contrastile.backends.contract import Options, Weights
 from contrastile.backends.registry import load
 from contrastile.mutate.wrappers import WRAPPERS
 from contrastile.mutate.wrapping import seeing
@@ -171,6 +171,23 @@ def rounds_the_weight_of_a_certain_pair():
     return on_gradients(change)
 
 
+def takes_every_loss_for_the_cross_entropy():
+    def change(run, block, w, rows, columns):
+        run(Weights(*(side and side._replace(bars=None) for side in (w.rows, w.columns))), rows, columns)
+
+    return on_gradients(change)
+
+
+def forgets_the_spread():
+    def less(side):
+        return side and side._replace(bars=side.bars and side.bars._replace(spread=0 * side.bars.spread))
+
+    def change(run, block, w, rows, columns):
+        run(Weights(less(w.rows), less(w.columns)), rows, columns)
+
+    return on_gradients(change)
+
+
 def forgets_the_columns_part():
     def change(run, block, w, rows, columns):
         run(replace(w, columns=None), rows, columns)
@@ -250,6 +267,8 @@ PLANTED = [
     ("value", "nan", mutant("nan-taken-for-0")),
     ("value", "ragged", crashes),
     ("gradients", "square-ragged", mutant("weights-squared")),
+    ("bars", "smoke", takes_every_loss_for_the_cross_entropy),
+    ("bars", "labels", forgets_the_spread),
     ("plain", "certain", rounds_the_weight_of_a_certain_pair),
     ("tiles", "ragged", drops_the_last_tile_asked_for),
     ("permutation", "ids-drop", assumes_the_diagonal),

@@ -12,6 +12,7 @@ from typing import Any
 
 import cupy
 
+from contrastile.backends.bars import normalised
 from contrastile.backends.contract import Array, Block, ColumnForm, Finished, Options, SideWeights, Weights
 from contrastile.backends.cupy.arguments import struct
 from contrastile.backends.cupy.arrays import ARRAYS, scale_cast
@@ -31,7 +32,6 @@ from contrastile.backends.cupy.keeping import Factors, KeptExponentials
 from contrastile.backends.cupy.launch import empty, launch, on_device, pointer, row_stride, workspace
 from contrastile.backends.cupy.products import Products
 from contrastile.backends.cupy.tiles import Tiles
-from contrastile.backends.objectives import normalised
 from contrastile.backends.passes import Chunk, ceil_div, chunks, gradient_scaling
 
 _SCALING_BLOCKS = 1024

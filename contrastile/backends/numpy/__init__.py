@@ -11,6 +11,7 @@ from typing import NamedTuple
 import numpy as np
 
 from contrastile.backends.arrays import NumpyArrays
+from contrastile.backends.bars import bars_of
 from contrastile.backends.contract import (
     Accuracy,
     Array,
@@ -21,7 +22,6 @@ from contrastile.backends.contract import (
     Statistics,
     Weights,
 )
-from contrastile.backends.objectives import bars_of
 
 
 class Tile(NamedTuple):

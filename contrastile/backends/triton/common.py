@@ -7,8 +7,8 @@ from typing import Any
 import torch
 
 from contrastile.backends.arrays import TorchArrays
+from contrastile.backends.bars import normalised
 from contrastile.backends.contract import Pairs, Weights
-from contrastile.backends.objectives import normalised
 from contrastile.backends.passes import PairVectors, ceil_div
 from contrastile.backends.triton.configs import INTERPRETED
 from contrastile.backends.triton.tiles import DROP, NO_IDS, TARGET
@@ -51,7 +51,7 @@ class Masks:
 def weight_vectors(weights: Weights, arrays: TorchArrays) -> list[Any]:
     """The vectors of a side as ``precheck`` takes them, contiguous, rows first; None where there is no column side.
 
-    N or L, P, weights, targets, and r with L: see ``objectives.normalised``.
+    N or L, P, weights, targets, and r with L: see ``bars.normalised``.
     """
     given: list[Any] = []
     for side in (weights.rows, weights.columns):

@@ -106,7 +106,7 @@ def weight_bounds(
     """For the backward: peaks of the weights and log-sum-exps of LANES rows or columns to peaks (programs, PEAKS).
 
     row_*: (m,), column_*: (n,), or None for a loss of one direction: log-sum-exps in float64, weights and targets in
-    float32; with a share r, float64, the others are those of ``objectives.normalised``. positives: (m,) or None; with
+    float32; with a share r, float64, the others are those of ``bars.normalised``. positives: (m,) or None; with
     them, G at row i's positive to values (m,), float64. MATCHED: ids name them. upstream: 0-d, multiplies every weight,
     or None.
     """
@@ -157,7 +157,7 @@ def _at_positive(x, side, i, inside):
 
 @triton.jit
 def _share(negative, positive, share, i, inside):
-    """``sigmoid(N - P)``, float64; or what comes instead: see ``objectives.normalised``."""
+    """``sigmoid(N - P)``, float64; or what comes instead: see ``bars.normalised``."""
     return sigmoid(negative - positive) if share is None else tl.load(share + i, mask=inside, other=0.0)
 
 

@@ -131,7 +131,7 @@ struct FoldSigmoidArguments {
 
 // The weights of one side of the loss; all null for a loss of one direction. Log-sum-exps in nats, with the bias.
 //
-// Of a loss with bars, `share` stands for e^N / (e^N + e^P), and negative_lse is L: see objectives.normalised.
+// Of a loss with bars, `share` stands for e^N / (e^N + e^P), and negative_lse is L: see bars.normalised.
 struct WeightSide {
     const double* negative_lse;
     const double* positive_lse;
