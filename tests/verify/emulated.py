@@ -152,7 +152,7 @@ class Kernel:
         own: SideWeights,
         block: Block,
     ) -> np.ndarray:
-        negative, positives, weight, target = (each[:, None] for each in own)
+        negative, positives, weight, target = (each[:, None] for each in own[:4])
         lse = np.logaddexp(negative, positives)
         if self.shared and reference(block) < SAFE:
             r = reference(block)
