@@ -66,7 +66,7 @@ def merge(state: Array, x: Array, axis: int) -> None:
 
 @np.errstate(all="ignore")
 def lse(block: Block, columns: bool, options: Options) -> Statistics:
-    """Log-sum-exps over negatives and over positives: see ``contract.SideStatistics``."""
+    """Log-sum-exps of negatives and of positives: see ``contract.SideStatistics``."""
     start = -np.inf, -np.inf, 0.0
     sides = [[np.full(len(x), s) for s in start] for x in (block.rows, block.columns)]
     for t in tiles(block, options):
