@@ -77,7 +77,8 @@ def lse(block: Block, columns: bool, options: Options) -> Statistics:
             merge(negatives[where], others, axis)
             merge(positives[where], np.where(t.positive, t.x, -np.inf), axis)
             sums[where] += np.where(t.positive, t.x, 0.0).sum(axis)
-    return Statistics(SideStatistics(*sides[0]), SideStatistics(*sides[1]) if columns else None)
+    rows, over = (SideStatistics(*side) for side in sides)
+    return Statistics(rows, over if columns else None)
 
 
 @np.errstate(all="ignore")
