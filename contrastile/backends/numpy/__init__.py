@@ -98,7 +98,8 @@ def gradients(
             # a named positive's logit is the one that the loss has, to the last bit
             x = np.where(t.positive, weights.rows.positive_lse[t.rows, None], x)
         g = np.zeros_like(x)
-        for at, side, each in zip(((t.rows, None), t.columns), sides, bars, strict=False):
+        places = (t.rows, None), t.columns
+        for at, side, each in zip(places, sides, bars, strict=False):
             n, p, target = side.negative_lse[at], side.positive_lse[at], side.target[at]
             by_n, by_p, by_d = (bar[at] for bar in each)
             # a lone positive has the target 1: x is P, whatever a product made of it
