@@ -25,7 +25,7 @@ from triton.backends.compiler import GPUTarget
 from triton.runtime import driver
 from triton.runtime.jit import JITFunction
 
-from contrastile.backends.contract import Block, Options, Pairs, Weights
+from contrastile.backends.contract import Block, Options, Pairs, SideWeights, Weights
 from contrastile.backends.triton import backward, forward, launch, parts, positives, precheck, products, sigmoid, sums
 from contrastile.backends.triton.arrays import TritonArrays
 from contrastile.backends.triton.backward_pass import finished, gradients
@@ -144,8 +144,8 @@ def run_all(dtype: str, plain: bool = False, precision: str = "ieee") -> None:
         x = vector[:size]
         block = Block(features, features, scalar, scalar, _cut(pairs, size))
         lse(block, two_sided, options)
-        lses = wide[:size], wide[:size]
-        weights = Weights(*lses, x, x, *((*lses, x, x) if two_sided else ()))
+        side = SideWeights(wide[:size], wide[:size], x, x)
+        weights = Weights(side, side if two_sided else None)
         with mock.patch.object(products, "_has_out_dtype", return_value=False):
             gradients(block, weights, out, out, options)
             finished(block, weights, None, "gradient", options)

@@ -157,7 +157,7 @@ class FunctionalLoss(torch.autograd.Function):
         _, *flags = ctx.needs_input_grad
         # each array's flag, where the array would stand
         needs, wanted = ctx.empty.with_arrays(flags), ctx.wanted
-        if needs.kind == "softmax":
+        if needs.kind != "sigmoid":
             wanted = local.Wanted(needs.rows, needs.columns, needs.scale)
         function: Any = LossGradients
         given = function.apply(ctx.plan, wanted, upstream[0], *ctx.saved_tensors)

@@ -89,7 +89,7 @@ def called(plan: Plan, wants: Sequence[bool]) -> tuple[Tensor, List[Tensor]]:
 def gradients_called(plan: Plan, state: bodies.Found, upstream: Tensor, wanted: local.Wanted) -> list[Tensor]:
     """The second one: gradients of the rows, the scale, the bias and each column block."""
     problem = plan.problem
-    needed = filled(state[:LSES] if problem.kind == "softmax" else state, problem.scale)
+    needed = filled(state[:LSES] if problem.kind != "sigmoid" else state, problem.scale)
     given = problem.rows, problem.columns, problem.scale, problem.vectors
     wants = [wanted.rows, *wanted.columns, wanted.scale, wanted.bias]
     rows, columns, scale, bias = gradients(upstream, needed, *given, *settings_of(plan), wants)
@@ -147,7 +147,7 @@ def loss(
     plan = _plan(rows, columns, scale, bias, vectors, settings)
     sums = kind == "sigmoid" and any(wants)
     value, *state = filled(bodies.loss(plan, _wanted(wants) if sums else None), scale)
-    return value, state[:LSES] if kind == "softmax" else state
+    return value, state[:LSES] if kind != "sigmoid" else state
 
 
 @torch.library.custom_op("contrastile::gradients", mutates_args=())
@@ -187,7 +187,7 @@ def _fake_loss(
 ) -> tuple[Tensor, List[Tensor]]:
     wants = settings[-1]
     state: list[Tensor | None] = []
-    if kind == "softmax":
+    if kind != "sigmoid":
         two_sided = vectors[2] is not None
         of_columns = sum(x.shape[0] for x in columns) if two_sided else None
         for count in (rows.shape[0], rows.shape[0], of_columns, of_columns):
@@ -211,7 +211,7 @@ def _fake_gradients(
     *settings: Any,
 ) -> tuple[Tensor, List[Tensor], Tensor, Tensor]:
     # contiguous, whatever the features' strides are
-    shapes = [x.shape for x in (rows, *(columns if kind == "softmax" else state[2:]))]
+    shapes = [x.shape for x in (rows, *(columns if kind != "sigmoid" else state[2:]))]
     *features, of_scale, of_bias = settings[-1]
     found = [rows.new_empty(shape) if want else None for shape, want in zip(shapes, features, strict=True)]
     numbers = [torch.empty_like(scale) if want else None for want in (of_scale, of_bias)]

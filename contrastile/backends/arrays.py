@@ -14,11 +14,9 @@ from typing import Any, Protocol
 
 from contrastile.backends import crossing, eager
 from contrastile.backends.eager import imported
-from contrastile.backends.nll import added, reciprocal_of_count, weighted_nll
+from contrastile.backends.objectives import SOFTMAX, added, reciprocal_of_count
 
 Array = Any
-LossSide = Sequence[Array]
-"""Of rows or columns, (l,) each: N, P and S of ``contract.Statistics``, float64, weights and targets, state dtype."""
 ITEMSIZE = {"float16": 2, "bfloat16": 2, "float32": 4, "float64": 8}
 """Bytes of a feature, by its dtype."""
 FLOATS = tuple(ITEMSIZE)
@@ -100,8 +98,11 @@ class ArrayLibrary(Protocol):
         """``into = a + b``, elementwise, rounded once more where its dtype is narrower; it may be one of the two."""
         ...
 
-    def loss(self, dtype: str, *sides: LossSide) -> Array:
-        """``sum_i w_i nll_i`` over one or two sides in float64, 0-d, rounded to ``dtype``: see ``nll.weighted_nll``."""
+    def loss(self, dtype: str, *sides: Sequence[Array]) -> Array:
+        """``sum_i w_i nll_i`` over one or two sides in float64, 0-d, rounded to ``dtype``: ``objectives.SOFTMAX``.
+
+        Each side: N, P and S of ``contract.SideStatistics``, float64, and weights and targets, state dtype, (l,) each.
+        """
         ...
 
     def inner(self, a: Array, b: Array) -> Array:
@@ -195,8 +196,8 @@ class NumpyArrays:
     def add(self, a: Array, b: Array, into: Array) -> None:
         self.module.add(a, b, out=into)
 
-    def loss(self, dtype: str, *sides: LossSide) -> Array:
-        return added(self, [weighted_nll(self, *side) for side in sides], dtype)
+    def loss(self, dtype: str, *sides: Sequence[Array]) -> Array:
+        return added(self, [SOFTMAX.total(self, *side) for side in sides], dtype)
 
     def inner(self, a: Array, b: Array) -> Array:
         return self.total(self.module.einsum("ik,ik->i", a, b, dtype=self.module.result_type(a, b)))
@@ -354,7 +355,7 @@ class TorchArrays:
     def add(self, a: Array, b: Array, into: Array) -> None:
         self.module.add(a, b, out=into)
 
-    def loss(self, dtype: str, *sides: LossSide) -> Array:
+    def loss(self, dtype: str, *sides: Sequence[Array]) -> Array:
         return added(self, [self._nll(*side) for side in sides], dtype)
 
     def _nll(self, n: Array, p: Array, s: Array, weight: Array, t: Array) -> Array:
@@ -370,7 +371,7 @@ class TorchArrays:
                 found = nll.dot(weight.double())
                 if math.isfinite(float(found)):
                     return found
-        return weighted_nll(self, n, p, s, weight, t)
+        return SOFTMAX.total(self, n, p, s, weight, t)
 
     def inner(self, a: Array, b: Array) -> Array:
         # no bmm, which would follow a global tf32 switch

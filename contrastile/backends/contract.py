@@ -27,8 +27,8 @@ Invariants that every backend keeps:
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass, field, fields
-from typing import TYPE_CHECKING, Any, Literal
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Any, Literal, NamedTuple
 
 if TYPE_CHECKING:
     from contrastile.backends.arrays import ArrayLibrary
@@ -41,6 +41,10 @@ ColumnForm = Literal["sums", "gradient"]
 PRECISIONS = ("ieee", "tf32", "split")
 """How products of float32 features are computed: in float32; with their factors rounded to nearest to at least the 11
 bits of tf32; or from parts of their factors that tensor cores multiply, with float32's accuracy."""
+
+
+CONTRACT = 2
+"""The version of this contract: ``docs/how-to/write-backend.md`` says what each has changed."""
 
 
 class BackendUnavailableError(ImportError):
@@ -97,80 +101,108 @@ class Block:
     symmetric: bool = False
 
 
-@dataclass(frozen=True, slots=True)
-class Statistics:
-    """What ``lse`` gives, all in float64. The identity of a log-sum-exp is -inf, that of a sum 0.
+class SideStatistics(NamedTuple):
+    """What ``lse`` finds of the rows, or of the columns, in float64. The identity of a log-sum-exp is -inf, of a sum 0.
 
     The positives stay out of the sum over the others: with ``L = log(exp N + exp P)`` the loss of a row that is certain
     of its one positive is ``L - P = log1p(exp(N - P))``, which no float32 and no float64 ``L`` could hold. Over blocks
     and ranks N and P merge as log-sum-exps, S as a sum.
 
     Attributes:
-        row_negative_lse: (m,) ``N_i``, the log-sum-exp of x_ij over admitted pairs that are not positive.
-        row_positive_lse: (m,) ``P_i``, the log-sum-exp of x_ij over positive pairs: of one positive exactly its logit,
+        negative_lse: (m,) ``N_i``, the log-sum-exp of x_ij over admitted pairs that are not positive.
+        positive_lse: (m,) ``P_i``, the log-sum-exp of x_ij over positive pairs: of one positive exactly its logit,
             whose last bit ``gradients`` finds again.
-        row_positive_sum: (m,) ``S_i``, the sum of x_ij over positive pairs.
-        column_negative_lse: (n,) over the rows; None, as the next two, when columns were not asked for.
-        column_positive_lse: (n,)
-        column_positive_sum: (n,)
+        positive_sum: (m,) ``S_i``, the sum of x_ij over positive pairs.
+    """
+
+    negative_lse: Array
+    positive_lse: Array
+    positive_sum: Array
+
+
+@dataclass(frozen=True, slots=True)
+class Statistics:
+    """What ``lse`` gives.
+
+    Attributes:
+        rows: of the rows, over the columns.
+        columns: of the columns, over the rows: (n,) each; None when they were not asked for.
         kept: what ``keeping`` has left for the gradients, one array; None where there is nothing. Only the backend
             knows what it holds.
     """
 
-    row_negative_lse: Array
-    row_positive_lse: Array
-    row_positive_sum: Array
-    column_negative_lse: Array | None = None
-    column_positive_lse: Array | None = None
-    column_positive_sum: Array | None = None
+    rows: SideStatistics
+    columns: SideStatistics | None = None
     kept: Array | None = None
 
 
-STATISTICS = tuple(each.name for each in fields(Statistics) if each.name != "kept")
-"""The names of the vectors in ``Statistics``, in their order."""
+class Bars(NamedTuple):
+    """Derivatives of the whole loss by the statistics of its rows, or of its columns, float64, (m,) each, any sign.
+
+    S travels, because it merges as a sum; a loss is a function of ``D = P - t S``, what P is above the mean of the
+    positive logits, formed in float64: of lone positives it is exactly 0. A bar of 0 silences its term whatever the
+    log-sum-exps are.
+
+    Attributes:
+        negative: by N.
+        positive: by P, where D stays.
+        spread: by D.
+    """
+
+    negative: Array
+    positive: Array
+    spread: Array
+
+
+class SideWeights(NamedTuple):
+    """What ``gradients`` needs to know of the whole loss, of the rows or of the columns.
+
+    The rows' part of G, with ``q_ij = exp(x_ij - P_i)``, is
+
+    * ``Nbar_i exp(x_ij - N_i)`` where the pair is admitted and not positive;
+    * ``Pbar_i q_ij + Dbar_i (q_ij - t_i)`` where it is positive. Of one positive q_ij is exactly 1, and nothing
+      cancels. It must be complete before G is rounded. Where ``positives`` names a row's positive, its logit *is* the
+      rows' ``positive_lse[i]`` and is read there, never computed again.
+
+    Most losses are ``sum_i u_i (softplus(N_i - P_i) + D_i)``: ``Nbar = u sigmoid(N - P)``, ``Pbar = -Nbar`` and
+    ``Dbar = u``. Their bars are not passed but u, and kernels form them: then G of a pair that is not positive is
+    ``u_i exp(x_ij - L_i)`` with ``L = log(exp N + exp P)``. A weight of 0 silences its row or column whatever its
+    log-sum-exps are.
+
+    Attributes:
+        negative_lse: (m,) float64, N of the whole loss, not of the block.
+        positive_lse: (m,) float64, P of the whole loss.
+        weight: (m,) u, any sign, state dtype; not read where there are bars.
+        target: (m,) t, the target weight of each positive of the row, state dtype: 1 of a lone one.
+        bars: of any other loss; None of those above.
+    """
+
+    negative_lse: Array
+    positive_lse: Array
+    weight: Array
+    target: Array
+    bars: Bars | None = None
+
+    def part(self, where: slice) -> SideWeights:
+        """Those of some of the rows or columns."""
+        n, p, weight, target = (x[where] for x in self[:4])
+        return SideWeights(n, p, weight, target, None if self.bars is None else Bars(*(x[where] for x in self.bars)))
 
 
 @dataclass(frozen=True, slots=True)
 class Weights:
-    """What ``gradients`` needs to know of the whole loss.
-
-    With ``L = log(exp N + exp P)`` and the excess ``e = log1p(exp(N - P))``, the rows' part of G is
-
-    * ``u_i exp(x_ij - L_i)`` where the pair is admitted and not positive;
-    * ``u_i (q_ij (1 + expm1(-e_i)) - t_i)`` with ``q_ij = exp(x_ij - P_i)`` where it is positive, formed as
-      ``(q_ij - t_i) + q_ij expm1(-e_i)``: of one positive with t = 1 that is ``expm1(-e_i)`` with nothing cancelled,
-      because q_ij is exactly 1. It must be complete before G is rounded. Where ``positives`` names a row's positive,
-      its logit *is* ``row_positive_lse[i]`` and is read there, never computed again.
-
-    The columns' part, with v, M, P', t' and over rows, is added; it is None for a loss of one direction. A weight of 0
-    silences its row or column whatever its log-sum-exps are.
+    """What ``gradients`` needs to know of the whole loss. G is the sum of the rows' and the columns' part.
 
     Attributes:
-        row_negative_lse: (m,) float64, N of the whole loss, not of the block.
-        row_positive_lse: (m,) float64, P of the whole loss.
-        row_weight: (m,) u, any sign, state dtype.
-        row_target: (m,) t, the target weight of each positive of the row, state dtype: 1 of a lone one.
-        column_negative_lse: (n,) float64.
-        column_positive_lse: (n,) float64.
-        column_weight: (n,) v, state dtype.
-        column_target: (n,) t', state dtype.
+        rows: the rows'.
+        columns: the columns', with v, M, P' and t' in (n,) each; None for a loss of one direction.
         kept: that of the block's ``Statistics``, for ``finished`` where the backend has one, else for ``gradients``.
             It may be overwritten there.
     """
 
-    row_negative_lse: Array
-    row_positive_lse: Array
-    row_weight: Array
-    row_target: Array
-    column_negative_lse: Array | None = None
-    column_positive_lse: Array | None = None
-    column_weight: Array | None = None
-    column_target: Array | None = None
+    rows: SideWeights
+    columns: SideWeights | None = None
     kept: Array | None = None
-
-
-WEIGHTS = tuple(each.name for each in fields(Weights) if each.name != "kept")
-"""The names of the vectors in ``Weights``, in their order."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -307,7 +339,7 @@ class Backend:
         finished: None, or a form of ``gradients`` for a block that is all of its rows' problem, which adds to nothing
             that was there before: ``finished(block, weights, upstream, columns, options)`` starts every sum afresh, so
             that nobody fills accumulators with zeros, and holds no (m, d) sums. ``upstream``, 0-d in the state dtype
-            or None for 1, multiplies every weight; ``columns`` says what is to be made of the columns' side.
+            or None for 1, multiplies every weight and bar; ``columns`` says what is to be made of the columns' side.
         keeping: None, or a form of ``lse`` where gradients will be asked for: its statistics may hold ``kept``, which
             comes back in the weights, any number of times. It may be overwritten there, but the same call gives the
             same gradients each time. A backend with ``finished`` is asked for a block that is all of its rows' problem,
@@ -321,6 +353,7 @@ class Backend:
             calls are captured in CUDA graphs and replayed.
         footprint: None, or ``footprint(m, n, width, dtype, device, options)``, the memory that a block of m rows and n
             columns takes: what ``contrastile plan`` adds up.
+        contract: the number of the contract that it is written for, 2; ``registry.load`` refuses any other.
     """
 
     name: str
@@ -341,6 +374,7 @@ class Backend:
     rows_alone: Callable[[int, str, Options], bool] | None = None
     replayable: bool = False
     footprint: FootprintFunction | None = None
+    contract: int = 1
 
     def check(self, block: Block, options: Options | None = None) -> None:
         """Raise UnsupportedProblemError with the reason, if this backend refuses the block or the options.

@@ -14,7 +14,7 @@ from dataclasses import dataclass
 from functools import cache
 from typing import Any
 
-from contrastile.backends.contract import Backend, BackendUnavailableError
+from contrastile.backends.contract import CONTRACT, Backend, BackendUnavailableError
 
 ENTRY_POINT_GROUP = "contrastile.backends"
 INSTALL = "pip install 'contrastile[{}]'"
@@ -125,7 +125,7 @@ def load(name: str) -> Backend:
     Raises:
         ValueError: no backend has this name.
         BackendUnavailableError: what it needs cannot be imported.
-        TypeError: what the name leads to is not a Backend, or the name is no string.
+        TypeError: what the name leads to is not a Backend, or one for another contract, or the name is no string.
     """
     backends = known()
     entry = backends.get(checked(name)) or _elsewhere(name)
@@ -145,6 +145,11 @@ def load(name: str) -> Backend:
         raise TypeError(
             f"backend {name!r} must be a contrastile.backends.contract.Backend, got {type(backend).__name__}; "
             f"name it as module:attribute"
+        )
+    if backend.contract != CONTRACT:
+        raise TypeError(
+            f"backend {name!r} must be written for contract={CONTRACT}, got {backend.contract}; "
+            "docs/how-to/write-backend.md says what has changed"
         )
     if missing:
         raise BackendUnavailableError(f"backend {name!r} is not available: {missing}")

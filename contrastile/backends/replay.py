@@ -24,8 +24,6 @@ import torch
 
 from contrastile.backends import eager
 from contrastile.backends.contract import (
-    STATISTICS,
-    WEIGHTS,
     Array,
     Backend,
     Block,
@@ -33,6 +31,8 @@ from contrastile.backends.contract import (
     Finished,
     Options,
     Pairs,
+    SideStatistics,
+    SideWeights,
     Statistics,
     Weights,
 )
@@ -331,26 +331,29 @@ def replayed(backend: Backend) -> Backend:
 
         def compute(arrays: Tensors) -> Tensors:
             found = backend.lse(_rebuilt(arrays, block), columns, options)
-            return [getattr(found, name) for name in STATISTICS]
+            return [*found.rows, *(found.columns or ())]
 
         what = backend.name, "lse", columns, options, block.pairs.match, block.symmetric
-        return Statistics(*GRAPHS.call(what, _arrays_of(block), compute))
+        n, p, s, *of_columns = GRAPHS.call(what, _arrays_of(block), compute)
+        return Statistics(SideStatistics(n, p, s), SideStatistics(*of_columns) if of_columns else None)
 
     def finished(
         block: Block, weights: Weights, upstream: Array | None, columns: ColumnForm | None, options: Options
     ) -> Finished:
         assert backend.finished is not None
-        if weights.kept is not None or not small(block):
+        # a loss with bars is launched
+        if weights.kept is not None or weights.rows.bars is not None or not small(block):
             return backend.finished(block, weights, upstream, columns, options)
 
         def compute(arrays: Tensors) -> Tensors:
             assert backend.finished is not None
-            known = Weights(*arrays[9:])
+            of_rows, of_columns = arrays[9:13], arrays[13:]
+            known = Weights(SideWeights(*of_rows), SideWeights(*of_columns) if of_columns else None)
             found = backend.finished(_rebuilt(arrays, block), known, arrays[8], columns, options)
             return [found.rows, found.columns, found.inner]
 
         what = backend.name, "finished", columns, options, block.pairs.match, block.symmetric
-        arrays = *_arrays_of(block), upstream, *(getattr(weights, name) for name in WEIGHTS)
+        arrays = *_arrays_of(block), upstream, *weights.rows[:4], *(weights.columns or ())[:4]
         return Finished(*GRAPHS.call(what, arrays, compute))
 
     return replace(backend, lse=lse, finished=None if backend.finished is None else finished)

@@ -7,7 +7,7 @@ from dataclasses import replace
 from typing import Any
 
 from contrastile.backends.arrays import ArrayLibrary
-from contrastile.backends.contract import STATISTICS, Array, Backend, Block
+from contrastile.backends.contract import Array, Backend, Block, SideStatistics
 from contrastile.mutate.wrapping import doubled, features_seen, only_in, seeing, wrapper
 from contrastile.verify.wrapped import around
 
@@ -120,9 +120,8 @@ def _changed_statistics(backend: Backend, change: Callable[[Array], Array]) -> B
 
     def call(primitive: Callable[..., Any], block: Block, *rest: Any) -> Any:
         found = primitive(block, *rest)
-        given = {name: getattr(found, name) for name in STATISTICS}
-        vectors = {name: x for name, x in given.items() if x is not None}
-        return replace(found, **{name: change(x) for name, x in vectors.items()})
+        columns = None if found.columns is None else SideStatistics(*map(change, found.columns))
+        return replace(found, rows=SideStatistics(*map(change, found.rows)), columns=columns)
 
     return around(backend, call, "lse", "keeping")
 
@@ -132,12 +131,12 @@ def positives_among_negatives(backend: Backend) -> Backend:
     """Positives are counted among the negatives, too."""
 
     def call(primitive: Callable[..., Any], block: Block, *rest: Any) -> Any:
-        found, merge = primitive(block, *rest), backend.arrays.merge
-        rows = merge(found.row_negative_lse, found.row_positive_lse)
-        columns = found.column_negative_lse
-        if columns is not None:
-            columns = merge(columns, found.column_positive_lse)
-        return replace(found, row_negative_lse=rows, column_negative_lse=columns)
+        found = primitive(block, *rest)
+        rows, columns = (
+            side and side._replace(negative_lse=backend.arrays.merge(side.negative_lse, side.positive_lse))
+            for side in (found.rows, found.columns)
+        )
+        return replace(found, rows=rows, columns=columns)
 
     return around(backend, call, "lse", "keeping")
 
@@ -147,8 +146,8 @@ def positives_log_sum_exp_in_float32(backend: Backend) -> Backend:
     """The log-sum-exp of each row's positives is rounded to float32 before the backward."""
 
     def call(primitive: Callable[..., Any], block: Block, weights: Any, *rest: Any) -> Any:
-        rows = _rounded(backend.arrays, weights.row_positive_lse, "float32")
-        return primitive(block, replace(weights, row_positive_lse=rows), *rest)
+        rows = weights.rows._replace(positive_lse=_rounded(backend.arrays, weights.rows.positive_lse, "float32"))
+        return primitive(block, replace(weights, rows=rows), *rest)
 
     return around(backend, call, "gradients", "finished")
 
@@ -179,9 +178,8 @@ def _changed_weights(backend: Backend, change: Callable[[Array], Array]) -> Back
     """The weights of rows and columns are changed."""
 
     def softmax(primitive: Callable[..., Any], block: Block, weights: Any, *rest: Any) -> Any:
-        column = weights.column_weight
-        column = None if column is None else change(column)
-        return primitive(block, replace(weights, row_weight=change(weights.row_weight), column_weight=column), *rest)
+        rows, columns = (side and side._replace(weight=change(side.weight)) for side in (weights.rows, weights.columns))
+        return primitive(block, replace(weights, rows=rows, columns=columns), *rest)
 
     def sigmoid(primitive: Callable[..., Any], block: Block, row_weight: Array, *rest: Any) -> Any:
         return primitive(block, change(row_weight), *rest)
@@ -257,9 +255,10 @@ def sides_of_weights_swapped(backend: Backend) -> Backend:
     """Where m = n the columns' weights are applied to the rows, and the rows' to the columns."""
 
     def call(primitive: Callable[..., Any], block: Block, weights: Any, *rest: Any) -> Any:
-        if weights.column_weight is not None and block.rows.shape[0] == block.columns.shape[0]:
-            row, column = weights.row_weight, weights.column_weight
-            weights = replace(weights, row_weight=column, column_weight=row)
+        rows, columns = weights.rows, weights.columns
+        if columns is not None and block.rows.shape[0] == block.columns.shape[0]:
+            swapped = rows._replace(weight=columns.weight), columns._replace(weight=rows.weight)
+            weights = replace(weights, rows=swapped[0], columns=swapped[1])
         return primitive(block, weights, *rest)
 
     return around(backend, call, "gradients", "finished")

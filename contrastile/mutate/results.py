@@ -181,9 +181,9 @@ def unwritten_memory_read(backend: Backend) -> Backend:
 
     def call(primitive: Callable[..., Any], block: Block, *rest: Any) -> Any:
         found = primitive(block, *rest)
-        x = found.row_negative_lse
+        x = found.rows.negative_lse
         unwritten = backend.arrays.empty(tuple(x.shape), backend.arrays.dtype(x), x)
-        return replace(found, row_negative_lse=x + unwritten * 0)
+        return replace(found, rows=found.rows._replace(negative_lse=x + unwritten * 0))
 
     return around(backend, call, "lse", "keeping")
 
@@ -262,9 +262,9 @@ def statistics_in_one_buffer(backend: Backend) -> Backend:
     def call(primitive: Callable[..., Any], block: Block, *rest: Any) -> Any:
         found = primitive(block, *rest)
         key = tuple(block.rows.shape), tuple(block.columns.shape), rest[0]
-        shared = known.setdefault(key, found.row_negative_lse)
-        shared[...] = found.row_negative_lse
-        return replace(found, row_negative_lse=shared)
+        shared = known.setdefault(key, found.rows.negative_lse)
+        shared[...] = found.rows.negative_lse
+        return replace(found, rows=found.rows._replace(negative_lse=shared))
 
     return around(backend, call, "lse", "keeping")
 

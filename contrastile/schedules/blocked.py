@@ -19,7 +19,7 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 from contrastile.backends.arrays import ArrayLibrary, library_of, transfer
-from contrastile.backends.contract import Array, Backend, Block, Options, Statistics, Weights
+from contrastile.backends.contract import Array, Backend, Block, Options, SideStatistics, Weights
 from contrastile.schedules import local, triangle
 from contrastile.schedules.problem import Blocking, Problem
 
@@ -279,33 +279,31 @@ def forward(
         alone = local.forward if problem.columns else triangle.forward
         return alone(_fetched(blocks, problem), backend, options, wanted=wanted)
     arrays, two_sided, itself = backend.arrays, problem.column_weight is not None, not problem.columns
-    rows: dict[int, local.Triple] = {}
-    columns: dict[int, local.Triple] = rows if itself else {}
+    rows: dict[int, SideStatistics] = {}
+    columns: dict[int, SideStatistics] = rows if itself else {}
     for staged in blocks.staged(problem):
         if staged.within is not None:
             whole, most = slice(0, staged.block.rows.shape[0]), triangle.whole_up_to(staged.within, backend, options)
-            found = triangle.statistics(staged.within, whole, most, backend, options)
-            _merge(arrays, rows, staged.row, local.row_statistics(arrays, [found]))
+            _merge(arrays, rows, staged.row, triangle.statistics(staged.within, whole, most, backend, options))
             continue
         backend.check(staged.block, options)
         found = backend.lse(staged.block, two_sided or itself, options)
-        _merge(arrays, rows, staged.row, local.row_statistics(arrays, [found]))
-        if two_sided or itself:
-            _merge(arrays, columns, staged.column, local.column_statistics(arrays, [found]))
-    mine, over = _joined(arrays, rows), _joined(arrays, columns) if two_sided else local.NO_COLUMNS
-    loss = local.loss(problem, arrays, arrays.dtype(problem.scale), mine, over)
-    return local.Forward(loss, mine[0], mine[1], over[0], over[1])
+        _merge(arrays, rows, staged.row, found.rows)
+        if found.columns is not None:
+            _merge(arrays, columns, staged.column, found.columns)
+    mine, *over = (_joined(arrays, side) for side in ((rows, columns) if two_sided else (rows,)))
+    loss = local.loss(problem, arrays, arrays.dtype(problem.scale), mine, *over)
+    return local.Forward(loss, mine[:2], over[0][:2] if over else None)
 
 
-def _merge(arrays: ArrayLibrary, into: dict[int, local.Triple], number: int, found: local.Triple) -> None:
+def _merge(arrays: ArrayLibrary, into: dict[int, SideStatistics], number: int, found: SideStatistics) -> None:
     """Merge what a block gave of its part of a side."""
-    known = [Statistics(*into[number])] if number in into else []
-    into[number] = local.row_statistics(arrays, [*known, Statistics(*found)])
+    known = [into[number]] if number in into else []
+    into[number] = local.merged(arrays, [*known, found])
 
 
-def _joined(arrays: ArrayLibrary, parts: dict[int, local.Triple]) -> local.Triple:
-    n, p, s = (arrays.concat(list(x)) for x in zip(*(parts[k] for k in sorted(parts)), strict=True))
-    return n, p, s
+def _joined(arrays: ArrayLibrary, parts: dict[int, SideStatistics]) -> SideStatistics:
+    return local.joined(arrays, [parts[k] for k in sorted(parts)])
 
 
 @local.ieee
@@ -328,11 +326,11 @@ def backward(
     for staged in blocks.staged(weighted, sums):
         into, columns = sums.of(staged)
         if staged.within is None:
-            backend.gradients(staged.block, _weights(weighted, saved, staged), into, columns, options)
+            backend.gradients(staged.block, _weights(weighted, saved, staged, arrays), into, columns, options)
         elif into is not None:
-            lses = saved.row_negative_lse[staged.rows], saved.row_positive_lse[staged.rows]
-            weights = triangle.weights_within(staged.within, *lses, arrays)
-            triangle.add_gradients(staged.within, weights, into, backend, options)
+            n, p = saved.rows
+            weights = triangle.weights_within(staged.within, (n[staged.rows], p[staged.rows]), arrays)
+            triangle.add_gradients(staged.within, *weights, into, backend, options)
         sums.done(staged, columns)
     blocks.staging.synchronize()
     scale = None if sums.inner is None else arrays.cast(sums.inner, arrays.dtype(problem.scale))
@@ -340,15 +338,11 @@ def backward(
     return found if problem.columns else triangle.counted_once(found)
 
 
-def _weights(problem: Problem, saved: local.Forward, staged: _StagedBlock) -> Weights:
+def _weights(problem: Problem, saved: local.Forward, staged: _StagedBlock, arrays: ArrayLibrary) -> Weights:
     """The whole loss's, for the rows and columns of a block."""
-    rows = saved.row_negative_lse, saved.row_positive_lse, problem.row_weight, problem.row_target
-    columns: tuple[Array, ...] = ()
-    if not problem.columns:
-        columns = rows
-    elif problem.column_weight is not None:
-        columns = saved.column_negative_lse, saved.column_positive_lse, problem.column_weight, problem.column_target
-    return Weights(*(x[staged.rows] for x in rows), *(x[staged.columns] for x in columns))
+    rows, columns = local.side_weights(problem, saved, arrays)
+    columns = columns if problem.columns else rows
+    return Weights(rows.part(staged.rows), None if columns is None else columns.part(staged.columns))
 
 
 def _single(problem: Problem) -> bool:

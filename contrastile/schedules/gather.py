@@ -10,8 +10,9 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
 
+from contrastile.backends import objectives
 from contrastile.backends.arrays import ArrayLibrary
-from contrastile.backends.contract import Array, Backend, Block, ColumnForm, Options, Statistics, Weights
+from contrastile.backends.contract import Array, Backend, Block, ColumnForm, Options, SideStatistics, Weights
 from contrastile.comm import buffers
 from contrastile.schedules import local
 from contrastile.schedules.placement import Placement
@@ -69,21 +70,20 @@ def forward(
     backend.check(block, options)
     lse = local.lse_function(block.rows, block.columns.shape[0], wanted, backend, options, single=True)
     found = lse(block, two_sided, options)
-    mine = local.row_statistics(arrays, [found])
-    loss = local.loss(problem, arrays, "float64", mine)
+    loss = local.loss(problem, arrays, "float64", found.rows)
     kept = local.kept_by([found.kept])
     # what the backward pass need not gather again
     columns = block.columns if placement.size > 1 else None
-    if not two_sided:
-        return replace(finalize_loss(problem, loss, *mine[:2], arrays=arrays), gathered=columns, kept=kept)
-    total, own, known = _over_columns(problem, arrays, loss, local.column_statistics(arrays, [found]))
+    if found.columns is None:
+        return replace(finalize_loss(problem, loss, found.rows, arrays), gathered=columns, kept=kept)
+    total, own, known = _over_columns(problem, arrays, loss, found.columns)
     value = arrays.cast(total, arrays.dtype(problem.scale))
-    return local.Forward(value, mine[0], mine[1], own[0], own[1], columns, *known, kept=kept)
+    return local.Forward(value, found.rows[:2], own, columns, *known, kept=kept)
 
 
 def _over_columns(
-    problem: Problem, arrays: ArrayLibrary, loss: Array, state: local.Triple
-) -> tuple[Array, Sequence[Array], tuple[Array | None, Array | None]]:
+    problem: Problem, arrays: ArrayLibrary, loss: Array, state: SideStatistics
+) -> tuple[Array, local.Lses, tuple[Array | None, Array | None]]:
     """The loss of all ranks, N and P of this rank's columns, and ``local.Forward``'s global log-sum-exps and weights.
 
     Every rank receives what every rank's rows give every column, and merges it itself: few bytes beside the columns'
@@ -99,7 +99,8 @@ def _over_columns(
     n, widths = placement.size, placement.shards.widths
     weight, target = problem.column_weight, problem.column_target
     if n == 1:
-        return loss + arrays.loss("float64", (*state, weight, target)), state[:2], (None, None)
+        whole = objectives.loss(problem.kind, arrays, "float64", [(*state, weight, target)])
+        return loss + whole, state[:2], (None, None)
     own, (losses,), incoming = scalar_gather_buffers(placement, arrays, [loss])
     # rows aligned to 16 bytes: kernels are compiled again for others, and read them more slowly
     total = sum(widths)
@@ -112,18 +113,13 @@ def _over_columns(
         incoming[r] += [*(arriving[r] for arriving in found), *(part[r] for part in parts)]
     outgoing = [*own, *state, arrays.contiguous(weight), arrays.contiguous(target)]
     placement.communicator.exchange(dict.fromkeys(range(n), outgoing), incoming).wait()
-    merged = _merged(arrays, found)
+    merged = local.merged(arrays, list(map(SideStatistics, *found)))
     for x, into in zip(merged, lses, strict=False):
         buffers.copy(x, into)
     start, stop = placement.start, placement.start + widths[placement.rank]
-    value = arrays.total(losses) + arrays.loss("float64", (*merged, weights[0], weights[1]))
-    return value, [x[start:stop] for x in lses], (lses, weights)
-
-
-def _merged(arrays: ArrayLibrary, parts: Sequence[Sequence[Array]]) -> local.Triple:
-    """N, P and S over all ranks' rows, from each rank's, in the order of the ranks."""
-    negatives, positives, sums = parts
-    return local.row_statistics(arrays, list(map(Statistics, negatives, positives, sums)))
+    of_columns = objectives.loss(problem.kind, arrays, "float64", [(*merged, weights[0], weights[1])])
+    value = arrays.total(losses) + of_columns
+    return value, (lses[0][start:stop], lses[1][start:stop]), (lses, weights)
 
 
 @local.ieee
@@ -137,21 +133,15 @@ def backward(
 ) -> local.Gradients:
     """Gradients of ``upstream * loss`` for this rank's rows and columns and for the scale: see ``Placement.factor``."""
     placement, arrays = placed(problem), backend.arrays
-    lses = saved.column_negative_lse, saved.column_positive_lse
     if saved.global_lses is not None and saved.global_weights is not None:
         (negative, positive), (column_weight, column_target) = saved.global_lses, saved.global_weights
-        lses = negative, positive
+        saved = replace(saved, columns=(negative, positive))
         problem = replace(problem, column_weight=column_weight, column_target=column_target)
     block = _block(problem, arrays, saved.gathered)
     at_once = backend.finished is not None and wanted.rows
     # the weights carry the factor unless the backend multiplies by it
     weighted = problem if at_once else scaled_weights(problem, upstream)
-    rows = saved.row_negative_lse, saved.row_positive_lse, weighted.row_weight, weighted.row_target
-    # a loss of one direction may have saved no log-sum-exps, or empty ones
-    columns: Sequence[Array | None] = (None,) * 4
-    if weighted.column_weight is not None:
-        columns = *lses, weighted.column_weight, weighted.column_target
-    weights = Weights(*[*rows, *columns, local.kept_of(saved, 0)])
+    weights = Weights(*local.side_weights(weighted, saved, arrays), local.kept_of(saved, 0))
     row_sum = row_gradient = None
     if at_once and backend.finished is not None:
         # this rank's rows are complete here; the columns' sums still lack the other ranks' parts

@@ -7,21 +7,28 @@ from dataclasses import dataclass, field
 from functools import wraps
 from typing import ParamSpec, TypeVar
 
+from contrastile.backends import bars, objectives
 from contrastile.backends.arrays import ArrayLibrary
-from contrastile.backends.contract import Array, Backend, ColumnForm, LseFunction, Options, Statistics, Weights
+from contrastile.backends.contract import (
+    Array,
+    Backend,
+    ColumnForm,
+    LseFunction,
+    Options,
+    SideStatistics,
+    SideWeights,
+    Weights,
+)
 from contrastile.schedules.problem import Problem
 
 P = ParamSpec("P")
 R = TypeVar("R")
 
-Triple = tuple[Array, Array, Array]
-"""N, P and S of one side: see ``contract.Statistics``."""
+Lses = tuple[Array, Array]
+"""N and P of one side: see ``contract.SideStatistics``."""
 
 State = Sequence[Array | None]
 """What a loss leaves for its gradients, in one row. Only the schedule knows what each array is."""
-
-NO_COLUMNS: Triple = (None, None, None)
-"""Of a loss of one direction."""
 
 
 def ieee(function: Callable[P, R]) -> Callable[P, R]:
@@ -61,10 +68,8 @@ class Forward:
 
     Attributes:
         loss: 0-d, state dtype.
-        row_negative_lse: (m,) float64, over all column blocks: see ``contract.Statistics``.
-        row_positive_lse: (m,) float64.
-        column_negative_lse: (n,) float64, over the joined columns; None, as the next, for a loss of one direction.
-        column_positive_lse: (n,) float64.
+        rows: (m,) float64 each, over all column blocks.
+        columns: (n,) float64 each, over the joined columns; None for a loss of one direction.
         gathered: the columns that this rank has collected from others, or from all; None where it has none.
         global_lses: (2, N) log-sum-exps of the columns of all ranks, negatives' first, of a gather of two directions;
             None otherwise.
@@ -73,10 +78,8 @@ class Forward:
     """
 
     loss: Array
-    row_negative_lse: Array
-    row_positive_lse: Array
-    column_negative_lse: Array | None = None
-    column_positive_lse: Array | None = None
+    rows: Lses
+    columns: Lses | None = None
     gathered: Array | None = None
     global_lses: Array | None = None
     global_weights: Array | None = None
@@ -85,13 +88,16 @@ class Forward:
     @property
     def state(self) -> State:
         """All but the loss, as ``Forward.of`` takes it."""
-        lses = self.row_negative_lse, self.row_positive_lse, self.column_negative_lse, self.column_positive_lse
-        return *lses, self.gathered, self.global_lses, self.global_weights, *self.kept
+        columns = self.columns or (None, None)
+        return *self.rows, *columns, self.gathered, self.global_lses, self.global_weights, *self.kept
 
     @staticmethod
     def of(state: State) -> Forward:
         """Of a state. Its first four, the log-sum-exps, are all that a process alone needs."""
-        return Forward(None, *state[:7], kept=tuple(state[7:]))
+        n, p, *columns = state[:4]
+        return Forward(
+            None, (n, p), None if columns[0] is None else (columns[0], columns[1]), *state[4:7], kept=tuple(state[7:])
+        )
 
 
 @dataclass(frozen=True, slots=True)
@@ -177,35 +183,35 @@ def forward(problem: Problem, backend: Backend, options: Options, *, wanted: Wan
     for _, block in problem.blocks():
         backend.check(block, options)
         parts.append(lse(block, two_sided, options))
-    rows, columns = row_statistics(arrays, parts), column_statistics(arrays, parts) if two_sided else NO_COLUMNS
+    rows = merged(arrays, [part.rows for part in parts])
+    columns = joined(arrays, [part.columns for part in parts if part.columns is not None]) if two_sided else None
     value = loss(problem, arrays, arrays.dtype(problem.scale), rows, columns)
     kept = kept_by([part.kept for part in parts])
-    return Forward(value, rows[0], rows[1], columns[0], columns[1], kept=kept)
+    return Forward(value, rows[:2], None if columns is None else columns[:2], kept=kept)
 
 
 def loss(
-    problem: Problem, arrays: ArrayLibrary, dtype: str, rows: Triple, columns: Sequence[Array] = NO_COLUMNS
+    problem: Problem, arrays: ArrayLibrary, dtype: str, rows: SideStatistics, columns: SideStatistics | None = None
 ) -> Array:
     """The loss of the rows and, where they are given, of the columns, 0-d, rounded once to ``dtype``."""
     sides = [(*rows, problem.row_weight, problem.row_target)]
-    if columns is not NO_COLUMNS:
+    if columns is not None:
         sides.append((*columns, problem.column_weight, problem.column_target))
-    return arrays.loss(dtype, *sides)
+    return objectives.loss(problem.kind, arrays, dtype, sides)
 
 
-def row_statistics(arrays: ArrayLibrary, parts: Sequence[Statistics]) -> Triple:
-    """N, P and S of the rows over several blocks of columns."""
-    n, p, s = parts[0].row_negative_lse, parts[0].row_positive_lse, parts[0].row_positive_sum
+def merged(arrays: ArrayLibrary, parts: Sequence[SideStatistics]) -> SideStatistics:
+    """Those of the same rows, or columns, over several blocks."""
+    n, p, s = parts[0]
     for part in parts[1:]:
-        n, p = arrays.merge(n, part.row_negative_lse), arrays.merge(p, part.row_positive_lse)
-        s = s + part.row_positive_sum
-    return n, p, s
+        n, p = arrays.merge(n, part.negative_lse), arrays.merge(p, part.positive_lse)
+        s = s + part.positive_sum
+    return SideStatistics(n, p, s)
 
 
-def column_statistics(arrays: ArrayLibrary, parts: Sequence[Statistics]) -> Triple:
-    """N, P and S of the joined columns."""
-    n, p = (arrays.concat([getattr(x, f"column_{side}_lse") for x in parts]) for side in ("negative", "positive"))
-    return n, p, arrays.concat([x.column_positive_sum for x in parts])
+def joined(arrays: ArrayLibrary, parts: Sequence[SideStatistics]) -> SideStatistics:
+    """Those of several rows, or columns, in one."""
+    return SideStatistics(*(arrays.concat(list(x)) for x in zip(*parts, strict=True)))
 
 
 @ieee
@@ -217,7 +223,7 @@ def backward(
     if backend.finished is not None and wanted.rows and len(problem.columns) == 1:
         ((where, block),) = problem.blocks()
         form: ColumnForm | None = "gradient" if any(wanted.columns) else None
-        found = backend.finished(block, _weights(problem, saved, where, 0), upstream, form, options)
+        found = backend.finished(block, _weights(problem, saved, where, 0, arrays), upstream, form, options)
         scale = arrays.cast(found.inner, arrays.dtype(problem.scale)) if wanted.scale else None
         return Gradients(found.rows, (found.columns,), scale, None)
     weighted = problem.weighted(upstream)
@@ -225,7 +231,7 @@ def backward(
     column_sums = []
     for number, ((where, block), want) in enumerate(zip(weighted.blocks(), wanted.columns, strict=True)):
         column_sums.append(accumulator(backend, block.columns, want))
-        backend.gradients(block, _weights(weighted, saved, where, number), row_sum, column_sums[-1], options)
+        backend.gradients(block, _weights(weighted, saved, where, number, arrays), row_sum, column_sums[-1], options)
     # the upstream gradient is in the weights already, and a softmax does not depend on a bias
     sums = Sums(row_sum, tuple(column_sums), None)
     return gradients_from_sums(problem.rows, problem.scale, sums, None, wanted, arrays)
@@ -241,14 +247,21 @@ def kept_of(saved: Forward, number: int) -> Array | None:
     return saved.kept[number] if saved.kept else None
 
 
-def _weights(problem: Problem, saved: Forward, where: slice, number: int) -> Weights:
-    columns: tuple[Array | None, ...] = (None,) * 4
-    if problem.column_weight is not None:
-        columns = saved.column_negative_lse, saved.column_positive_lse, problem.column_weight, problem.column_target
-        if len(problem.columns) > 1:
-            columns = tuple(x if x is None else x[where] for x in columns)
-    rows = saved.row_negative_lse, saved.row_positive_lse, problem.row_weight, problem.row_target
-    return Weights(*[*rows, *columns, kept_of(saved, number)])
+def _weights(problem: Problem, saved: Forward, where: slice, number: int, arrays: ArrayLibrary) -> Weights:
+    rows, columns = side_weights(problem, saved, arrays)
+    if columns is not None and len(problem.columns) > 1:
+        columns = columns.part(where)
+    return Weights(rows, columns, kept_of(saved, number))
+
+
+def side_weights(problem: Problem, saved: Forward, arrays: ArrayLibrary) -> tuple[SideWeights, SideWeights | None]:
+    """Of all rows, and of all columns where the loss has two directions."""
+    kind = problem.kind
+    rows = bars.side_weights(kind, arrays, saved.rows, problem.row_weight, problem.row_target)
+    if problem.column_weight is None or saved.columns is None:
+        return rows, None
+    given = saved.columns, problem.column_weight, problem.column_target
+    return rows, bars.side_weights(kind, arrays, *given)
 
 
 def accumulator(backend: Backend, features: Array, want: bool) -> Array | None:

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
-from typing import Any, Literal
+from typing import Any
 
 from contrastile.backends.arrays import ArrayLibrary, transfer
 from contrastile.backends.contract import Array, Block, Match, Pairs
@@ -48,7 +48,7 @@ class Problem:
         row_weight: (m,) u, state dtype.
         row_target: (m,) t, 1 / |P(i)|, or 0 where the row has no positive or its positives are not to count: each row
             of y sums to 1 or 0. Unused by the sigmoid loss.
-        kind: "softmax" or "sigmoid".
+        kind: "sigmoid", or the name of a loss of the statistics, one of ``objectives.OBJECTIVES``.
         bias: 0-d, or None for 0.
         column_weight: (n,) v, or None for a loss of one direction.
         column_target: (n,) t', given with column_weight.
@@ -67,7 +67,7 @@ class Problem:
     scale: Array
     row_weight: Array
     row_target: Array
-    kind: Literal["softmax", "sigmoid"] = "softmax"
+    kind: str = "softmax"
     bias: Array | None = None
     column_weight: Array | None = None
     column_target: Array | None = None
@@ -126,7 +126,7 @@ class Problem:
 
     def for_gradients(self) -> Problem:
         """What the gradients read of it: of a sigmoid loss, whose sums came with the value, the rows and the scale."""
-        if self.kind == "softmax":
+        if self.kind != "sigmoid":
             return self
         return Problem(
             self.rows, (), self.scale, None, None, self.kind, placement=self.placement, blocking=self.blocking

@@ -10,8 +10,9 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 
+from contrastile.backends import bars
 from contrastile.backends.arrays import ArrayLibrary
-from contrastile.backends.contract import Array, Backend, Block, Options, Statistics, Weights
+from contrastile.backends.contract import Array, Backend, Block, Options, SideStatistics, Weights
 from contrastile.comm.communicator import Pending
 from contrastile.schedules import local
 from contrastile.schedules.placement import Placement
@@ -143,7 +144,7 @@ def forward(
     """
     placement, arrays = placed(problem), backend.arrays
     two_sided = problem.column_weight is not None
-    rows: list[Statistics] = []
+    rows: list[SideStatistics] = []
     accumulator = RingAccumulator(placement, arrays, arrays.merge, arrays.merge, _added)
 
     def widths(rank: int) -> list[int]:
@@ -154,14 +155,13 @@ def forward(
         for _, block in _blocks(problem, placement, shard):
             backend.check(block, options)
             parts.append(backend.lse(block, two_sided, options))
-        rows = [Statistics(*local.row_statistics(arrays, [*rows, *parts]))]
+        rows = [local.merged(arrays, [*rows, *(part.rows for part in parts)])]
         if two_sided:
-            accumulator.send_on(shard.owner, local.column_statistics(arrays, parts), widths)
-    mine = local.row_statistics(arrays, rows)
-    over = accumulator.result() if two_sided else local.NO_COLUMNS
-    return finalize_loss(
-        problem, local.loss(problem, arrays, "float64", mine, over), *mine[:2], *over[:2], arrays=arrays
-    )
+            of_columns = local.joined(arrays, [part.columns for part in parts if part.columns is not None])
+            accumulator.send_on(shard.owner, of_columns, widths)
+    over = SideStatistics(*accumulator.result()) if two_sided else None
+    loss = local.loss(problem, arrays, "float64", rows[0], over)
+    return finalize_loss(problem, loss, rows[0], arrays, over)
 
 
 @local.ieee
@@ -176,22 +176,21 @@ def backward(
     """Gradients of ``upstream * loss`` for this rank's rows and columns and for the scale: see ``Placement.factor``."""
     placement, arrays = placed(problem), backend.arrays
     weighted = scaled_weights(problem, upstream)
-    two_sided = weighted.column_weight is not None
-    ring = _Ring(
-        weighted,
-        arrays,
-        (saved.column_negative_lse, saved.column_positive_lse, weighted.column_weight, weighted.column_target)
-        if two_sided
-        else (),
-    )
+    mine, over = local.side_weights(weighted, saved, arrays)
+    # bars are formed again where they arrive
+    ring = _Ring(weighted, arrays, over[:4] if over else ())
     row_sum = local.accumulator(backend, problem.rows, wanted.rows or wanted.scale)
 
     def compute(rows: slice, shard: _Shard, into: Sequence[Array | None]) -> None:
         part = weighted.of_rows(rows)
         for (where, block), target in zip(_blocks(part, placement, shard), into, strict=True):
-            lses = saved.row_negative_lse[rows], saved.row_positive_lse[rows]
-            weights = Weights(*lses, part.row_weight, part.row_target, *(x[where] for x in shard.vectors))
-            backend.gradients(block, weights, None if row_sum is None else row_sum[rows], target, options)
+            columns = None
+            if shard.vectors:
+                n, p, weight, goal = shard.vectors
+                columns = bars.side_weights(problem.kind, arrays, (n, p), weight, goal).part(where)
+            backend.gradients(
+                block, Weights(mine.part(rows), columns), None if row_sum is None else row_sum[rows], target, options
+            )
 
     sums = local.Sums(row_sum, _gradient_sums(ring, wanted.columns, backend, compute), None)
     return gradients_over_ranks(problem.rows, problem.scale, placement, sums, None, wanted, arrays)

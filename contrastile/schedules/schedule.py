@@ -69,7 +69,7 @@ def _loss(
     problem: Problem, backend: Backend, options: Options, wanted: local.Wanted | None
 ) -> tuple[Array, local.State]:
     module = _module(problem)
-    if problem.kind == "softmax":
+    if problem.kind != "sigmoid":
         found: local.Forward = module.forward(problem, backend, options, wanted=wanted)
         return found.loss, found.state
     value, sums = module.sigmoid(problem, wanted, backend, options)
@@ -115,7 +115,7 @@ def _gradients(
     if problem.kind == "sigmoid" and placement is None and problem.blocking is None:
         return local.gradients_from_sums(rows, scale, local.Sums.of(state), upstream, wanted, arrays)
     one = arrays.full((), 1.0, arrays.dtype(scale), scale) if upstream is None else upstream
-    if problem.kind == "softmax":
+    if problem.kind != "sigmoid":
         saved = local.Forward.of(state)
         found: local.Gradients = _module(problem).backward(problem, saved, one, wanted, backend, options)
         return found

@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from dataclasses import replace
 
 from contrastile.backends.arrays import ArrayLibrary
-from contrastile.backends.contract import Array
+from contrastile.backends.contract import Array, SideStatistics
 from contrastile.schedules import local
 from contrastile.schedules.placement import Placement
 from contrastile.schedules.problem import Problem
@@ -42,10 +42,13 @@ def scalar_gather_buffers(
     return [x.reshape((1,)) for x in numbers], whole, incoming
 
 
-def finalize_loss(problem: Problem, loss: Array, *lses: Array, arrays: ArrayLibrary) -> local.Forward:
+def finalize_loss(
+    problem: Problem, loss: Array, rows: SideStatistics, arrays: ArrayLibrary, columns: SideStatistics | None = None
+) -> local.Forward:
     """The global loss from this rank's part of it, with this rank's log-sum-exps."""
     (whole,) = summed(placed(problem), arrays, loss)
-    return local.Forward(arrays.cast(whole, arrays.dtype(problem.scale)), *lses)
+    value = arrays.cast(whole, arrays.dtype(problem.scale))
+    return local.Forward(value, rows[:2], None if columns is None else columns[:2])
 
 
 def scaled_weights(problem: Problem, upstream: Array) -> Problem:

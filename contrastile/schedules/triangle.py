@@ -12,8 +12,18 @@ import math
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
 
+from contrastile.backends import bars
 from contrastile.backends.arrays import ArrayLibrary
-from contrastile.backends.contract import WEIGHTS, Array, Backend, Block, LseFunction, Options, Statistics, Weights
+from contrastile.backends.contract import (
+    Array,
+    Backend,
+    Block,
+    LseFunction,
+    Options,
+    SideStatistics,
+    SideWeights,
+    Weights,
+)
 from contrastile.schedules import local
 from contrastile.schedules.problem import Problem
 
@@ -88,7 +98,7 @@ def statistics(
     options: Options,
     lse: LseFunction | None = None,
     kept: list[Array | None] | None = None,
-) -> Statistics:
+) -> SideStatistics:
     """Of some rows over each other; the blocks are computed in the order of ``places``.
 
     Args:
@@ -106,44 +116,39 @@ def statistics(
     found = (lse or backend.lse)(here, parts is not None, options)
     if kept is not None:
         kept.append(found.kept)
-    if parts is None:
-        return found
+    if found.columns is None or parts is None:
+        return found.rows
     first, second = (statistics(problem, part, most, backend, options, lse, kept) for part in parts)
-    below = Statistics(*local.column_statistics(arrays, [found]))
-    merged = local.row_statistics(arrays, [found, first]), local.row_statistics(arrays, [below, second])
-    return Statistics(*(arrays.concat(list(x)) for x in zip(*merged, strict=True)))
+    whole = [local.merged(arrays, x) for x in ((found.rows, first), (found.columns, second))]
+    return local.joined(arrays, whole)
 
 
 def add_gradients(
     problem: Problem,
-    weights: Weights,
+    rows: SideWeights,
+    columns: SideWeights,
     sums: Array,
     backend: Backend,
     options: Options,
     kept: Sequence[Array | None] = (),
 ) -> None:
-    """Add ``(G + G^T) F`` to sums, (n, d), where F are the rows and the weights are the same on both sides.
+    """Add ``(G + G^T) F`` to sums, (n, d), where F are the rows; the weights are those of ``weights_of``.
 
     ``kept`` is of each block, or empty.
     """
     every = slice(0, problem.rows.shape[0])
     for number, (mine, others) in enumerate(places(every, whole_up_to(problem, backend, options))):
         below = None if mine == others else sums[others]
-        here = replace(cut(weights, mine, others), kept=kept[number] if kept else None)
+        here = Weights(rows.part(mine), columns.part(others), kept[number] if kept else None)
         backend.gradients(block(problem, mine, others), here, sums[mine], below, options)
 
 
-def cut(weights: Weights, rows: slice, columns: slice) -> Weights:
-    """The weights of some rows and some columns."""
-    return Weights(**{name: getattr(weights, name)[rows if name.startswith("row") else columns] for name in WEIGHTS})
-
-
-def weights_of(problem: Problem, negative_lse: Array, positive_lse: Array) -> Weights:
+def weights_of(problem: Problem, lses: local.Lses, arrays: ArrayLibrary) -> tuple[SideWeights, SideWeights]:
     """Of the whole loss, the same on both sides."""
-    n, p, weight, target = negative_lse, positive_lse, problem.row_weight, problem.row_target
+    rows = bars.side_weights(problem.kind, arrays, lses, problem.row_weight, problem.row_target)
+    p = rows.positive_lse
     # one logit, whichever of the two has it: that of row i is read at (i, j), its column's must be the same number
-    positive = p if problem.positives is None else p[problem.positives]
-    return Weights(n, p, weight, target, n, positive, weight, target)
+    return rows, rows._replace(positive_lse=p if problem.positives is None else p[problem.positives])
 
 
 def within(problem: Problem, start: int) -> Problem:
@@ -153,13 +158,13 @@ def within(problem: Problem, start: int) -> Problem:
     return replace(problem, positives=positives, excluded=excluded, column_ids=ids, placement=None, blocking=None)
 
 
-def weights_within(problem: Problem, negative_lse: Array, positive_lse: Array, arrays: ArrayLibrary) -> Weights:
+def weights_within(problem: Problem, lses: local.Lses, arrays: ArrayLibrary) -> tuple[SideWeights, SideWeights]:
     """``weights_of`` rows of a larger problem; a positive that is none of them is in no block here."""
     m, positives = problem.rows.shape[0], problem.positives
     if positives is not None:
         inside = (positives >= 0) & (positives < m)
         problem = replace(problem, positives=arrays.where(inside, positives, arrays.arange(0, m, problem.rows)))
-    return weights_of(problem, negative_lse, positive_lse)
+    return weights_of(problem, lses, arrays)
 
 
 @local.ieee
@@ -170,10 +175,9 @@ def forward(
     arrays, rows = backend.arrays, slice(0, problem.rows.shape[0])
     lse = local.lse_function(problem.rows, rows.stop, wanted, backend, options, single=False)
     kept = list[Array | None]()
-    found = statistics(problem, rows, whole_up_to(problem, backend, options), backend, options, lse, kept)
-    mine = local.row_statistics(arrays, [found])
+    mine = statistics(problem, rows, whole_up_to(problem, backend, options), backend, options, lse, kept)
     loss = local.loss(problem, arrays, arrays.dtype(problem.scale), mine)
-    return local.Forward(loss, mine[0], mine[1], kept=local.kept_by(kept))
+    return local.Forward(loss, mine[:2], kept=local.kept_by(kept))
 
 
 @local.ieee
@@ -188,15 +192,14 @@ def backward(
     """Gradients of ``upstream * loss`` for the softmax loss; that of the rows is the features', as rows and columns."""
     arrays, rows = backend.arrays, slice(0, problem.rows.shape[0])
     if backend.finished is not None and wanted.rows and halves(rows, whole_up_to(problem, backend, options)) is None:
-        weights = weights_of(problem, saved.row_negative_lse, saved.row_positive_lse)
+        weights = Weights(*weights_of(problem, saved.rows, arrays))
         done = backend.finished(block(problem, rows, rows), weights, upstream, None, options)
         inner = arrays.cast(done.inner, arrays.dtype(problem.scale)) if wanted.scale else None
         return counted_once(local.Gradients(done.rows, (), inner, None))
     problem = problem.weighted(upstream)
     sums = local.accumulator(backend, problem.rows, wanted.rows or wanted.scale)
     if sums is not None:
-        weights = weights_of(problem, saved.row_negative_lse, saved.row_positive_lse)
-        add_gradients(problem, weights, sums, backend, options, saved.kept)
+        add_gradients(problem, *weights_of(problem, saved.rows, arrays), sums, backend, options, saved.kept)
     whole = local.Sums(sums, (), None)
     return counted_once(local.gradients_from_sums(problem.rows, problem.scale, whole, None, wanted, arrays))
 

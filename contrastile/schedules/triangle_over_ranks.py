@@ -10,8 +10,9 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 
+from contrastile.backends import bars
 from contrastile.backends.arrays import ArrayLibrary
-from contrastile.backends.contract import Array, Backend, Block, Options, Statistics, Weights
+from contrastile.backends.contract import Array, Backend, Block, Options, SideStatistics, SideWeights, Weights
 from contrastile.comm import buffers
 from contrastile.comm.communicator import Pending
 from contrastile.schedules import local, triangle
@@ -147,10 +148,10 @@ def forward(
         ExchangeError: a rank did not answer within the deadline.
     """
     arrays, whole = backend.arrays, slice(0, problem.rows.shape[0])
-    mine: local.Triple = (None, None, None)
+    mine = SideStatistics(None, None, None)
 
     def take(rows: slice, found: Sequence[Array]) -> None:
-        merged = local.row_statistics(arrays, [Statistics(*(x[rows] for x in mine)), Statistics(*found)])
+        merged = local.merged(arrays, [SideStatistics(*(x[rows] for x in mine)), SideStatistics(*found)])
         for x, part in zip(mine, merged, strict=True):
             x[rows] = part
 
@@ -159,15 +160,16 @@ def forward(
         if peer.owner == exchange.placement.rank:
             own = triangle.within(problem, exchange.placement.start)
             most = triangle.whole_up_to(own, backend, options)
-            mine = local.row_statistics(arrays, [triangle.statistics(own, whole, most, backend, options)])
+            mine = triangle.statistics(own, whole, most, backend, options)
             continue
         block = exchange.block(peer)
         backend.check(block, options)
         found = backend.lse(block, True, options)
-        take(peer.rows, local.row_statistics(arrays, [found]))
-        exchange.send_home(peer, local.column_statistics(arrays, [found]))
+        assert found.columns is not None
+        take(peer.rows, found.rows)
+        exchange.send_home(peer, found.columns)
     loss = local.loss(problem, arrays, "float64", mine)
-    return replace(finalize_loss(problem, loss, *mine[:2], arrays=arrays), gathered=exchange.gathered)
+    return replace(finalize_loss(problem, loss, mine, arrays), gathered=exchange.gathered)
 
 
 @local.ieee
@@ -192,19 +194,27 @@ def backward(
 def _add_gradients(problem: Problem, saved: local.Forward, sums: Array, backend: Backend, options: Options) -> None:
     """Add the rows' part of ``(G + G^T) F`` over all ranks to sums, (m, d)."""
     arrays = backend.arrays
-    own = saved.row_negative_lse, saved.row_positive_lse, problem.row_weight, problem.row_target
+
+    def weighed(vectors: Sequence[Array]) -> SideWeights:
+        n, p, weight, target = vectors
+        return bars.side_weights(problem.kind, arrays, (n, p), weight, target)
+
+    vectors = *saved.rows, problem.row_weight, problem.row_target
+    own = weighed(vectors)
 
     def take(rows: slice, found: Sequence[Array]) -> None:
         sums[rows] += found[0]
 
-    exchange = _ShardExchange(problem, arrays, own, take, saved.gathered)
+    exchange = _ShardExchange(problem, arrays, vectors, take, saved.gathered)
     for peer in exchange:
         if peer.owner == exchange.placement.rank:
             mine = triangle.within(problem, exchange.placement.start)
-            weights = triangle.weights_within(mine, *own[:2], arrays)
-            triangle.add_gradients(mine, weights, sums, backend, options)
+            weights = triangle.weights_within(mine, saved.rows, arrays)
+            triangle.add_gradients(mine, *weights, sums, backend, options)
             continue
         there = local.accumulator(backend, peer.features[peer.columns], True)
-        weights = Weights(*(x[peer.rows] for x in own), *(x[peer.columns] for x in peer.vectors))
-        backend.gradients(exchange.block(peer), weights, sums[peer.rows], there, options)
+        there_weights = weighed(peer.vectors).part(peer.columns)
+        backend.gradients(
+            exchange.block(peer), Weights(own.part(peer.rows), there_weights), sums[peer.rows], there, options
+        )
         exchange.send_home(peer, [there])

@@ -7,7 +7,7 @@ The features are exact: they were rounded to the backend's dtype before the trut
 
 * logit:  ``E_ij = |s| (g_d B_ij + d tiny) + tiny``, ``g_d = (1 + u_in)^2 (1 + gamma(ua depth(d) + 3u)) - 1``: inputs
   rounded, products and chain, scale twice (its product with log2 e may be rounded too); a bias adds ``u (|x| + E)``.
-* log-sum-exps, sums of positives, loss: ``_lse_error``, ``_positive_error``, ``_softmax_loss_error``. Because N and P
+* log-sum-exps, sums of positives, loss: ``lse_error``, ``_positive_error``, ``_softmax_loss_error``. Because N and P
   are separate, the loss of a row that is certain of its positive has a *relative* bound.
 * G: ``_softmax_gradient_error``; sigmoid: ``_sigmoid_errors``. Forward and backward use the same rounded logits, so a
   probability never exceeds 1, and q of a single positive is 1.
@@ -102,35 +102,32 @@ def _total(backend: Any, oracle: Any, exact: Any) -> Any:
 
 def _softmax(problem: Problem, t: Truth, a: Arithmetic, upstream: float, separate_positives: bool) -> Outcome:
     """Both directions share the logits' error; each is derived from its own side's view."""
-    assert t.row is not None
-    E, reference, how = _logit_error(t, a), _reference(t, a), (problem.match == "drop", separate_positives)
-    views = [_View(t.x, E, t.admitted, t.positive, t.row, a.over_columns, *how)]
-    if t.column is not None:
-        views.append(_View(t.x.T, E.T, t.admitted.T, t.positive.T, t.column, a.over_rows, *how))
+    E, reference = logit_error(t, a), shared_reference(t, a)
+    views = sides(problem, t, E, a, separate_positives)
     loss, dG, largest = 0.0, np.zeros(t.x.shape), 0.0
     errors: dict[str, Any] = {}
     for view, name in zip(views, ("row", "column"), strict=False):
-        negative = _lse_error(view, view.admitted & ~view.positive, view.side.negative_lse, reference, a)
-        positive = _positive_lse_error(view, reference, a)
+        negative = lse_error(view, view.admitted & ~view.positive, view.side.negative_lse, reference, a)
+        positive = positive_lse_error(view, reference, a)
         total = _positive_error(view.x, view.E, view.positive, a)
         errors |= {f"{name}_negative_lse": negative, f"{name}_positive_lse": positive, f"{name}_positive_sum": total}
         loss += _softmax_loss_error(view, negative, positive, total, a)
         part = _softmax_gradient_error(view, negative, positive, upstream, reference, a)
         dG = dG + (part if name == "row" else part.T)
         largest = max(largest, np.abs(view.side.weight).max(initial=0.0))
-    gradient = _gradients(problem, t, dG, upstream * largest, a)
+    gradient = gradient_bounds(problem, t, dG, upstream * largest, a)
     return Outcome(loss=float64(loss + a.accuracy.unit * (abs(t.outcome.loss) + loss) + a.tiny), **errors, **gradient)
 
 
 def _sigmoid(problem: Problem, t: Truth, a: Arithmetic, upstream: float) -> Outcome:
     """Value and gradients of the sigmoid loss from the same logits' error."""
     u, weight = a.accuracy.unit, np.abs(float64(problem.row_weight))
-    row_loss, dG = _sigmoid_errors(t, _logit_error(t, a), upstream * weight, a)
+    row_loss, dG = _sigmoid_errors(t, logit_error(t, a), upstream * weight, a)
     loss = float(np.where(weight == 0, 0.0, weight * row_loss).sum())
     magnitude = np.abs(t.G) + dG
     chain = gamma(u * (a.over_columns.tile + a.over_columns.parts + 2))
     bias = dG.sum() + (chain + _float64_sum(t, a)) * magnitude.sum()
-    gradient = _gradients(problem, t, dG, upstream * weight.max(initial=0.0), a)
+    gradient = gradient_bounds(problem, t, dG, upstream * weight.max(initial=0.0), a)
     return Outcome(
         loss=float64(loss + u * (abs(t.outcome.loss) + loss) + a.tiny),
         bias=_over_ranks(t.G.sum(axis=1), bias, a),
@@ -143,14 +140,14 @@ def _float64_sum(t: Truth, a: Arithmetic) -> float:
     return gamma(UNIT["float64"] * (sum(t.x.shape) + 4 + a.totals))
 
 
-def _logit_error(t: Truth, a: Arithmetic) -> FloatArray:
+def logit_error(t: Truth, a: Arithmetic) -> FloatArray:
     """E (m, n), the error of a logit: see the module's docstring."""
     width = t.q.shape[1]
     E = abs(t.scale) * (a.product(width, 2) * t.magnitudes + width * a.tiny) + a.tiny
     return float64(E + a.accuracy.unit * (np.abs(t.x) + E) if t.bias else E)
 
 
-def _reference(t: Truth, a: Arithmetic) -> float | None:
+def shared_reference(t: Truth, a: Arithmetic) -> float | None:
     """The largest shared reference, ``|s| max|q| max|k| + |bias|``, or None where each row has its own maximum."""
     if not a.accuracy.shared_reference:
         return None
@@ -159,7 +156,7 @@ def _reference(t: Truth, a: Arithmetic) -> float | None:
 
 
 @dataclass(frozen=True)
-class _View:
+class Side:
     """One direction of the loss, seen from its own side: all matrices are (own, other), E the errors of x.
 
     Attributes:
@@ -176,9 +173,17 @@ class _View:
     separate_positives: bool
 
 
-def _lse_error(
-    view: _View, counted: BoolArray, exact: FloatArray, reference: float | None, a: Arithmetic
-) -> FloatArray:
+def sides(problem: Problem, t: Truth, E: FloatArray, a: Arithmetic, separate_positives: bool = True) -> list[Side]:
+    """Each direction of the loss, of logits that are known to E (m, n)."""
+    assert t.row is not None
+    how = problem.match == "drop", separate_positives
+    found = [Side(t.x, E, t.admitted, t.positive, t.row, a.over_columns, *how)]
+    if t.column is not None:
+        found.append(Side(t.x.T, E.T, t.admitted.T, t.positive.T, t.column, a.over_rows, *how))
+    return found
+
+
+def lse_error(view: Side, counted: BoolArray, exact: FloatArray, reference: float | None, a: Arithmetic) -> FloatArray:
     """Error of ``exact = r + log sum exp(x - r)`` over the counted pairs, tiles merged in any order: (own,).
 
     * Each term carries ``e_j = (1 + 6u) E_j + u (3 |x_j - r| + c)`` in its exponent. The reference is a running maximum
@@ -217,14 +222,14 @@ def _lse_error(
     return float64(np.where(counted.any(axis=1), error, 0.0))
 
 
-def _positive_lse_error(view: _View, reference: float | None, a: Arithmetic) -> FloatArray:
-    """Error of P: ``_lse_error`` over the positives; for one positive P is its logit, with two roundings of unit."""
+def positive_lse_error(view: Side, reference: float | None, a: Arithmetic) -> FloatArray:
+    """Error of P: ``lse_error`` over the positives; for one positive P is its logit, with two roundings of unit."""
     alone = np.where(view.positive, view.E + 2 * a.accuracy.unit * (np.abs(view.x) + view.E), 0.0).sum(axis=1)
     count = view.positive.sum(axis=1)
     if (count <= 1).all():
         # of no positive it is exactly -inf
         return float64(alone)
-    several = _lse_error(view, view.positive, view.side.positive_lse, reference, a)
+    several = lse_error(view, view.positive, view.side.positive_lse, reference, a)
     return float64(np.where(count == 1, alone, several))
 
 
@@ -243,7 +248,7 @@ def _merged_error(side: Direction, negative: FloatArray, positive: FloatArray) -
 
 
 def _softmax_loss_error(
-    view: _View, negative: FloatArray, positive: FloatArray, total: FloatArray, a: Arithmetic
+    view: Side, negative: FloatArray, positive: FloatArray, total: FloatArray, a: Arithmetic
 ) -> float:
     """Error of sum_i w_i (softplus(N_i - P_i) + (P_i - t_i S_i)), taken in float64.
 
@@ -274,7 +279,7 @@ def _softmax_loss_error(
 
 
 def _softmax_gradient_error(
-    view: _View, negative: FloatArray, positive: FloatArray, upstream: float, reference: float | None, a: Arithmetic
+    view: Side, negative: FloatArray, positive: FloatArray, upstream: float, reference: float | None, a: Arithmetic
 ) -> FloatArray:
     """The error of one direction's part of G, before G is rounded.
 
@@ -342,7 +347,7 @@ def _sigmoid_errors(t: Truth, E: FloatArray, weight: FloatArray, a: Arithmetic) 
     return row_loss, dG
 
 
-def _gradients(problem: Problem, t: Truth, dG: FloatArray, largest: float, a: Arithmetic) -> dict[str, Any]:
+def gradient_bounds(problem: Problem, t: Truth, dG: FloatArray, largest: float, a: Arithmetic) -> dict[str, Any]:
     """The bounds of dQ, dK and dscale, which follow from G's error in the same way for every loss.
 
     G is rounded before the second products, with the targets already subtracted, so relative to G itself:

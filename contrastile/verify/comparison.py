@@ -8,9 +8,8 @@ from typing import TypedDict
 
 import numpy as np
 
-from contrastile.backends.contract import STATISTICS
 from contrastile.oracle.arrays import FloatArray, float64
-from contrastile.verify.truth import Outcome
+from contrastile.verify.truth import STATISTICS, Outcome
 
 VALUE = ("loss", *STATISTICS)
 GRADIENT = ("rows", "columns", "scale", "bias")

@@ -11,10 +11,10 @@ from typing import Any, Literal
 import numpy as np
 
 from contrastile.backends.arrays import FLOATS, ArrayLibrary
-from contrastile.backends.contract import STATISTICS, Array, Backend, LseFunction, Options, Statistics
+from contrastile.backends.contract import Array, Backend, LseFunction, Options, SideStatistics, Statistics
 from contrastile.schedules import local, schedule, triangle
 from contrastile.schedules.problem import Problem
-from contrastile.verify.truth import Outcome
+from contrastile.verify.truth import STATISTICS, Outcome
 from contrastile.verify.wrapped import around
 
 DTYPES = ("float32", *(dtype for dtype in FLOATS if dtype != "float32"))
@@ -91,7 +91,7 @@ def outcome(
     upstream_gradient = arrays.asarray(upstream, backend.state(dtype), native.scale)
     wanted = every_gradient(native) if want == "every" else want
     parts: list[Statistics] = []
-    lses: dict[str, Array | None] = {}
+    lses: list[Array] = []
 
     def recorded(lse: LseFunction, *call: Any) -> Statistics:
         parts.append(lse(*call))
@@ -102,12 +102,14 @@ def outcome(
     gradients = _NO_GRADIENTS
     if wanted is not None:
         gradients = schedule.gradients(native, state, upstream_gradient, wanted, backend, options)
-    if native.kind == "softmax":
+    if native.kind != "sigmoid":
         saved = local.Forward.of(state)
-        lses = {name: getattr(saved, name) for name in STATISTICS if hasattr(saved, name)}
+        lses = [x for side in (saved.rows, saved.columns or (None, None)) for x in (*side, None)]
 
     take = partial(taken, arrays)
-    found: dict[str, Any] = dict.fromkeys(STATISTICS) | {name: take(x) for name, x in lses.items()}
+    found: dict[str, Any] = dict.fromkeys(STATISTICS) | {
+        name: take(x) for name, x in zip(STATISTICS, lses, strict=False)
+    }
     if parts and native.placement is None and native.blocking is None:
         found |= _positive_sums(native, parts, backend, options)
     return Outcome(
@@ -127,8 +129,11 @@ def taken(arrays: ArrayLibrary, x: Array | None) -> Any:
 
 def _positive_sums(native: Problem, parts: Sequence[Statistics], backend: Backend, options: Options) -> dict[str, Any]:
     """The sums of the positive logits, which no schedule needs: from what ``lse`` has returned for each block."""
-    rows = [taken(backend.arrays, part.row_positive_sum) for part in parts]
-    columns = [taken(backend.arrays, part.column_positive_sum) for part in parts]
+
+    def of(side: SideStatistics | None) -> Any:
+        return None if side is None else taken(backend.arrays, side.positive_sum)
+
+    rows, columns = [of(part.rows) for part in parts], [of(part.columns) for part in parts]
     if native.columns:
         joined = None if native.column_weight is None else np.concatenate(columns)
         return {"row_positive_sum": np.sum(rows, axis=0), "column_positive_sum": joined}

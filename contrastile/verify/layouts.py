@@ -13,7 +13,7 @@ from dataclasses import dataclass, field, replace
 from typing import Any
 
 from contrastile.backends.arrays import ArrayLibrary
-from contrastile.backends.contract import Array, Backend, Block, Options, Weights
+from contrastile.backends.contract import Array, Backend, Block, Options, SideWeights, Weights
 from contrastile.verify.wrapped import around
 
 Layout = Callable[[ArrayLibrary, Array, float], tuple[Array, Array]]
@@ -106,8 +106,14 @@ class _Relocated:
 
     def weights(self, weights: Weights) -> Weights:
         # kept exponentials are the backend's own, in its own layout
-        names = [name for name in Weights.__slots__ if name != "kept"]
-        return replace(weights, **{name: self.read(getattr(weights, name), name) for name in names})
+        columns = None if weights.columns is None else self._side(weights.columns, "column")
+        return replace(weights, rows=self._side(weights.rows, "row"), columns=columns)
+
+    def _side(self, side: SideWeights, name: str) -> SideWeights:
+        n, p, weight, target = (
+            self.read(x, f"{name}_{field}") for field, x in zip(side._fields, side[:4], strict=False)
+        )
+        return SideWeights(n, p, weight, target, side.bars)
 
     def _bits(self, x: Array) -> bytes:
         return bytes(self.arrays.to_numpy(x).tobytes())

@@ -12,11 +12,12 @@ from typing import Any
 
 import numpy as np
 
-from contrastile.backends.contract import STATISTICS, Options
+from contrastile.backends.contract import Options
 from contrastile.oracle.general import merge
 from contrastile.schedules.local import Wanted
 from contrastile.verify import (
     aliases,
+    bars,
     calls,
     distributed,
     growth,
@@ -32,7 +33,7 @@ from contrastile.verify.bounds import bounds
 from contrastile.verify.comparison import GRADIENT, NOTHING, VALUE, Comparisons, Worst, compare, identical, parts, wrong
 from contrastile.verify.plain import NOISIER, compare_with_plain
 from contrastile.verify.trial import Property, SkipError, Trial
-from contrastile.verify.truth import Outcome, masks, truth
+from contrastile.verify.truth import STATISTICS, Outcome, masks, truth
 
 
 def value(trial: Trial) -> Comparisons:
@@ -350,6 +351,7 @@ PROPERTIES = _registered(
     [
         value,
         gradients,
+        bars.bars,
         plain,
         tiles,
         options,

@@ -8,10 +8,9 @@ from typing import Any
 
 import numpy as np
 
-from contrastile.backends.contract import STATISTICS
 from contrastile.oracle.arrays import IntArray
 from contrastile.schedules.problem import Problem
-from contrastile.verify.truth import Outcome, masks
+from contrastile.verify.truth import STATISTICS, Outcome, masks
 
 ROW_VECTORS = ("row_weight", "row_target", "row_ids")
 COLUMN_VECTORS = ("column_weight", "column_target", "column_ids")

@@ -12,7 +12,7 @@ from typing import Any, cast
 
 import numpy as np
 
-from contrastile.backends.contract import STATISTICS, Options
+from contrastile.backends.contract import Options
 from contrastile.comm.communicator import Communicator
 from contrastile.oracle.arrays import IntArray
 from contrastile.schedules.placement import Placement, Reduction, Shards
@@ -23,7 +23,7 @@ from contrastile.verify.bounds import bounds
 from contrastile.verify.comparison import Worst, compare
 from contrastile.verify.rearrange import COLUMN_VECTORS, POINTERS, ROW_VECTORS, redirected, take
 from contrastile.verify.trial import Subject
-from contrastile.verify.truth import Outcome, Truth
+from contrastile.verify.truth import STATISTICS, Outcome, Truth
 
 _LSES = tuple(name for name in STATISTICS if name.endswith("lse"))
 FIELDS = ("loss", *_LSES, "rows", "columns", "scale", "bias")

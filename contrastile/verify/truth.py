@@ -7,6 +7,7 @@ from functools import cached_property
 
 import numpy as np
 
+from contrastile.backends.contract import SideStatistics
 from contrastile.oracle.arrays import BoolArray, FloatArray, float64
 from contrastile.oracle.general import (
     expected_logit,
@@ -20,6 +21,9 @@ from contrastile.oracle.general import (
 from contrastile.oracle.pairs import Pairs
 from contrastile.oracle.sigmoid import gradient_of_sigmoid_logits, sigma, sigmoid_terms
 from contrastile.schedules.problem import Problem
+
+STATISTICS = tuple(f"{side}_{name}" for side in ("row", "column") for name in SideStatistics._fields)
+"""The names of an outcome's statistics."""
 
 
 @dataclass(frozen=True)

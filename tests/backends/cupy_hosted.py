@@ -19,7 +19,7 @@ from unittest import mock
 import numpy as np
 import pytest
 
-from contrastile.backends.contract import Block, Pairs, Weights
+from contrastile.backends.contract import Block, Pairs, SideWeights, Weights
 
 PACKAGE = "contrastile.backends.cupy"
 CAPABILITY = "90"
@@ -186,8 +186,9 @@ def weights(host: Host, given: Block, two_sided: bool = True, kept: Any = None) 
     """Weights for a block, of rows or of both sides."""
     lengths = [x.shape[0] for x in (given.rows, given.columns)[: 1 + two_sided]]
     arrays = host.record.backend.arrays
-    vectors = [arrays.full((size,), 1.0, x, given.scale) for size in lengths for x in ["float64"] * 2 + ["float32"] * 2]
-    return Weights(*vectors, kept=kept)
+    kinds = ["float64"] * 2 + ["float32"] * 2
+    sides = [SideWeights(*(arrays.full((size,), 1.0, x, given.scale) for x in kinds)) for size in lengths]
+    return Weights(*sides, kept=kept)
 
 
 def sums(host: Host, given: Block) -> tuple[Any, Any]:

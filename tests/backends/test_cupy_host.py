@@ -16,7 +16,7 @@ from cupy_hosted import KINDS, block, hosted, sums, weights
 pytest.importorskip("ml_dtypes")
 
 from contrastile.backends import registry
-from contrastile.backends.contract import BackendUnavailableError, Options, UnsupportedProblemError
+from contrastile.backends.contract import BackendUnavailableError, Bars, Options, UnsupportedProblemError, Weights
 
 SHAPE = ROWS, COLUMNS, WIDTH = 33, 47, 40
 N = 300
@@ -36,9 +36,7 @@ def test_only_what_is_in_the_table_is_launched(dtype: str, kind: str, monkeypatc
                     w = weights(host, given, two_sided)
                     backend.check(given, options)
                     found = backend.lse(given, two_sided, options)
-                    names = ("negative_lse", "positive_lse", "positive_sum")
-                    vectors = [getattr(found, f"row_{name}") for name in names]
-                    vectors += [getattr(found, f"column_{name}") for name in names if two_sided]
+                    vectors = [*found.rows, *(found.columns or ())]
                     assert [x.dtype.name for x in vectors] == ["float64"] * len(vectors)
                     assert [x.size for x in vectors] == [ROWS] * 3 + [COLUMNS] * 3 * two_sided
                     assert len({x.data.ptr for x in vectors}) == len(vectors)
@@ -49,7 +47,7 @@ def test_only_what_is_in_the_table_is_launched(dtype: str, kind: str, monkeypatc
                         of = {None: None, "sums": "float32", "gradient": dtype}[form]
                         columns = None if done.columns is None else (done.columns.dtype, done.columns.shape)
                         assert columns == (None if of is None else (of, (COLUMNS, WIDTH)))
-                    backend.sigmoid(given, w.row_weight, *sums(host, given), options)
+                    backend.sigmoid(given, w.rows.weight, *sums(host, given), options)
             families.update(name for name in host.names() if name.startswith("forward"))
         assert families == ({"forward_sm80"} if dtype == "float32" else {"forward_sm80", "forward_sm90"})
 
@@ -59,7 +57,7 @@ def test_nothing_is_computed_that_nobody_wants() -> None:
         backend, given = host.record.backend, block(host, SHAPE)
         backend.gradients(given, weights(host, given), None, None, Options())
         assert not host.calls
-        backend.sigmoid(given, weights(host, given).row_weight, None, None, Options())
+        backend.sigmoid(given, weights(host, given).rows.weight, None, None, Options())
         (arguments,) = (call.arguments for call in host.calls if call.name == "sigmoid_sm90")
         assert arguments.g is None
         assert not host.multiplied
@@ -165,3 +163,20 @@ def test_no_more_blocks_have_a_part_of_a_tile_row(rows: int, columns: int, multi
         first = np.searchsorted(starts, ends - columns, side="right")
         last = np.searchsorted(starts, ends - 1, side="right")
         assert (last - first + 1).max() <= shares.most <= columns
+
+
+@pytest.mark.parametrize("two_sided", [True, False])
+def test_bars_come_as_a_log_sum_exp_and_a_share_and_nothing_kept_is_used(two_sided: bool) -> None:
+    with hosted() as host:
+        backend, given = host.record.backend, block(host, (901, 1037, 136))
+        memory = backend.keeping(given, True, Options(keep=1)).kept
+        plain = weights(host, given, two_sided, kept=memory)
+        sides = [side and side._replace(bars=Bars(*[side.negative_lse] * 3)) for side in (plain.rows, plain.columns)]
+        for w in (plain, Weights(*sides, memory)):
+            before = len(host.calls)
+            backend.finished(given, w, None, "gradient", Options())
+            asked = {call.name: call.arguments for call in host.calls[before:]}
+            assert ("weighted_sm90" in asked) == (w is plain)
+            for name in ("weight_bounds", "epilogue_scales"):
+                shares = [bool(getattr(asked[name], side).share) for side in ("row", "column")]
+                assert shares == ([False] * 2 if w is plain else [True, two_sided])

@@ -17,11 +17,11 @@ from contrastile.autograd.steps import Steps
 from contrastile.backends import eager, replay, settings
 from contrastile.backends.contract import (
     PRECISIONS,
-    STATISTICS,
     Block,
     Finished,
     Options,
     Pairs,
+    SideWeights,
     Weights,
 )
 from contrastile.backends.registry import load
@@ -326,7 +326,7 @@ def test_primitives_between_messages_are_replayed(graphs: Graphs, monkeypatch: p
 
     def finished(block: Any, weights: Any, upstream: Any, columns: Any, options: Any) -> Any:
         finished_blocks.append(block)
-        return Finished(block.rows * upstream, block.columns * 2, weights.row_weight.double().sum())
+        return Finished(block.rows * upstream, block.columns * 2, weights.rows.weight.double().sum())
 
     backend = replay.replayed(replace(torch_backend, finished=finished))
     monkeypatch.setattr(replay, "GRAPHS", graphs)
@@ -338,8 +338,8 @@ def test_primitives_between_messages_are_replayed(graphs: Graphs, monkeypatch: p
         block = Block(rows, columns, torch.tensor(2.0), pairs=Pairs(positives=torch.arange(5) % 3))
         found = backend.lse(block, True, Options())
         expected = torch_backend.lse(block, True, Options())
-        assert same(*([getattr(x, name) for name in STATISTICS] for x in (found, expected)))
-        weights = Weights(found.row_negative_lse, found.row_positive_lse, rows[:, 0], rows[:, 1])
+        assert same(*([*x.rows, *(x.columns or ())] for x in (found, expected)))
+        weights = Weights(SideWeights(*found.rows[:2], rows[:, 0], rows[:, 1]))
         assert backend.finished is not None
         done = backend.finished(block, weights, torch.tensor(3.0), "gradient", Options())
         assert same([done.rows, done.columns, done.inner], [rows * 3, columns * 2, rows[:, 0].double().sum()])

@@ -11,7 +11,7 @@ import pytest
 import torch
 from torch_blocks import RAGGED, block_of, pretend_device, same_bits, statistics_and_gradients, worst
 
-from contrastile.backends.contract import Block, Options, Pairs, Weights
+from contrastile.backends.contract import Block, Options, Pairs, SideWeights, Weights
 from contrastile.backends.torch import backend, gradients, statistics, tiles
 from contrastile.verify.cases import Case, build, names
 from contrastile.verify.truth import Truth, truth
@@ -102,9 +102,9 @@ def test_no_probability_exceeds_1_where_logits_are_rounded_in_another_way(named:
     found = backend.lse(block, True, Options())
     one, zero = torch.ones(m), torch.zeros(m)
     # the most that rounding may make of a logit's error
-    lower = [x - 100.0 for x in (found.row_negative_lse, found.column_negative_lse)]
-    sides = (lower[0], found.row_positive_lse, one, zero), (lower[1], found.column_positive_lse, one, zero)
+    assert found.columns is not None
+    sides = [SideWeights(n - 100.0, p, one, zero) for n, p, _ in (found.rows, found.columns)]
     gradient = torch.zeros(m, 64)
-    backend.gradients(block, Weights(*sides[0], *sides[1]), gradient, None, Options())
+    backend.gradients(block, Weights(*sides), gradient, None, Options())
     # each of the m pairs has at most the weights of its row and its column
     assert gradient.norm(dim=1).max() <= 2 * m * 3e3

@@ -17,6 +17,7 @@ from contrastile.backends.contract import (  # noqa: E402
     Block,
     Options,
     Pairs,
+    SideWeights,
     Statistics,
     UnsupportedProblemError,
     Weights,
@@ -124,7 +125,7 @@ def test_sums_that_underflow_set_the_status_word_after_the_fact() -> None:
     assert status(given) == 1
     found = backend.lse(given, True, Options())
     # every dot product is exact here: x = 100 or -100, and L = x + log n
-    error = abs(float(found.row_negative_lse[4]) - (-100 + np.log(33)))
+    error = abs(float(found.rows.negative_lse[4]) - (-100 + np.log(33)))
     assert error <= 100 * 2.0**-20
 
 
@@ -142,10 +143,11 @@ def test_a_logit_is_the_same_number_in_the_forward_and_in_the_backward(
         pair = replace(given, rows=given.rows[i : i + 1], columns=given.columns[i : i + 1], pairs=pairs)
         pair = replace(pair, bias=None if bias is None else torch.tensor(bias))
         found = backend.lse(pair, True, Options())
-        assert float(found.row_negative_lse) == float(found.column_negative_lse) == -float("inf")
-        side = (none, found.column_positive_lse, one, one) if two_sided else ()
+        assert found.columns is not None
+        assert float(found.rows.negative_lse) == float(found.columns.negative_lse) == -float("inf")
+        sides = [SideWeights(none, x.positive_lse, one, one) for x in (found.rows, found.columns)[: 1 + two_sided]]
         sums = torch.zeros(1, 40), torch.zeros(1, 40)
-        backend.gradients(pair, Weights(none, found.row_positive_lse, one, one, *side), *sums, Options())
+        backend.gradients(pair, Weights(*sides), *sums, Options())
         assert not sums[0].any()
         assert not sums[1].any()
 
@@ -190,8 +192,8 @@ def test_chunks_stay_within_the_workspace(monkeypatch: pytest.MonkeyPatch) -> No
 
 def weighted(found: Statistics, *weights: Any) -> Weights:
     """These weights and targets with what ``lse`` has found."""
-    rows = found.row_negative_lse, found.row_positive_lse, *weights[:2]
-    return Weights(*rows, found.column_negative_lse, found.column_positive_lse, *weights[2:])
+    columns = None if found.columns is None else SideWeights(*found.columns[:2], *weights[2:])
+    return Weights(SideWeights(*found.rows[:2], *weights[:2]), columns)
 
 
 def weights_of(given: Block, two_sided: bool = True) -> Weights:
@@ -205,10 +207,10 @@ def weights_of(given: Block, two_sided: bool = True) -> Weights:
 @pytest.mark.parametrize("shape", [(0, 45), (50, 0), (0, 0)])
 def test_a_block_without_pairs_is_finished_with_zeros(shape: tuple[int, int]) -> None:
     given = block(m=shape[0], n=shape[1], dtype=torch.float16)
-    rows, columns = ([torch.ones(size, dtype=torch.float64)] * 2 + [torch.ones(size)] * 2 for size in shape)
+    sides = [SideWeights(*[torch.ones(k, dtype=torch.float64)] * 2, *[torch.ones(k)] * 2) for k in shape]
     assert backend.finished is not None
     for form, dtype in (("sums", torch.float32), ("gradient", torch.float16)):
-        found = backend.finished(given, Weights(*rows, *columns), None, form, Options())
+        found = backend.finished(given, Weights(*sides), None, form, Options())
         assert (found.rows.shape, found.rows.dtype) == (given.rows.shape, torch.float16)
         assert (found.columns.shape, found.columns.dtype) == (given.columns.shape, dtype)
         assert not any(x.any() for x in (found.rows, found.columns, found.inner))

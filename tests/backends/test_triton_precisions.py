@@ -73,11 +73,11 @@ def test_only_tf32_rounds_the_features(precision: str, expected: float) -> None:
     x[0, 0], one[0, 0] = 1 + 2.0**-12, 1.0
     block = Block(x, one, torch.tensor(1.0), None, Pairs(positives=torch.zeros(1, dtype=torch.int64)))
     found = backend.lse(block, True, Options(precision=precision))
-    for value in (found.row_positive_lse, found.column_positive_sum):
-        assert value is not None
+    assert found.columns is not None
+    for value in (found.rows.positive_lse, found.columns.positive_sum):
         assert float(x[0, 0]) - float(value) == expected
     # and nothing else is in the row
-    assert float(found.row_negative_lse) == -float("inf")
+    assert float(found.rows.negative_lse) == -float("inf")
 
 
 def test_precision_says_nothing_to_other_dtypes() -> None:

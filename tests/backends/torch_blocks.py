@@ -9,7 +9,7 @@ import pytest
 import torch
 
 import contrastile.backends.torch
-from contrastile.backends.contract import STATISTICS, Block, Options, Pairs, Weights
+from contrastile.backends.contract import Block, Options, Pairs, SideWeights, Weights
 from contrastile.backends.torch import backend, products
 from contrastile.schedules.problem import Problem
 from contrastile.verify.bounds import bounds
@@ -54,11 +54,13 @@ def symmetric(block: Block, seed: int = 0) -> tuple[Problem, Truth]:
 def statistics_and_gradients(block: Block, options: Options = RAGGED) -> list[torch.Tensor]:
     (m, d), n = block.rows.shape, len(block.columns)
     found = backend.lse(block, True, options)
-    vectors = [getattr(found, name) for name in STATISTICS]
+    assert found.columns is not None
+    vectors = [*found.rows, *found.columns]
     half = block.rows.new_full if block.rows.dtype == torch.float64 else block.rows.float().new_full
-    sides = [(*vectors[i : i + 2], half((k,), weight), half((k,), 1.0)) for i, k, weight in ((0, m, 0.5), (3, n, 0.25))]
+    each = (found.rows, m, 0.5), (found.columns, n, 0.25)
+    sides = [SideWeights(*side[:2], half((k,), weight), half((k,), 1.0)) for side, k, weight in each]
     row, column = (half((size, d), 0.0) for size in (m, n))
-    backend.gradients(block, Weights(*sides[0], *sides[1]), row, column, options)
+    backend.gradients(block, Weights(*sides), row, column, options)
     return [*vectors, row, column]
 
 

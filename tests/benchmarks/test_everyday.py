@@ -31,7 +31,7 @@ from contrastile.backends.torch import backend as right
 
 def lse(block, columns, options):
     found = right.lse(block, columns, options)
-    return replace(found, row_negative_lse=found.row_negative_lse + 0.01)
+    return replace(found, rows=found.rows._replace(negative_lse=found.rows.negative_lse + 0.01))
 
 backend = replace(right, name="wrong", lse=lse, keeping=None, keeps=None)
 """

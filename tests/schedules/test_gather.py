@@ -23,9 +23,9 @@ def finished(
     block: Block, weights: Weights, upstream: Array | None, columns: ColumnForm | None, options: Options
 ) -> Finished:
     """``contract.Finished`` by way of sums, which it is to save: what a schedule makes of it is the question here."""
-    rows, over, column = np.zeros(block.rows.shape), np.zeros(block.columns.shape), weights.column_weight
-    by = {"row_weight": weights.row_weight * upstream, "column_weight": None if column is None else column * upstream}
-    NUMPY.gradients(block, replace(weights, **by), rows, over, options)
+    rows, over = np.zeros(block.rows.shape), np.zeros(block.columns.shape)
+    sides = [side and side._replace(weight=side.weight * upstream) for side in (weights.rows, weights.columns)]
+    NUMPY.gradients(block, Weights(*sides, weights.kept), rows, over, options)  # type: ignore[arg-type]
     side = {None: None, "sums": over, "gradient": over * block.scale}[columns]
     return Finished(rows * block.scale, side, NUMPY.arrays.inner(block.rows, rows))
 

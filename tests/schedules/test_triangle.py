@@ -71,7 +71,8 @@ def test_the_logit_of_a_pair_is_one_number_on_both_sides(name: str, monkeypatch:
         nonlocal seen
         for i, j in enumerate(block.pairs.positives.tolist()):
             if 0 <= j < block.columns.shape[0]:
-                assert weights.row_positive_lse[i] == weights.column_positive_lse[j]
+                assert weights.columns is not None
+                assert weights.rows.positive_lse[i] == weights.columns.positive_lse[j]
                 seen += 1
         TORCH.gradients(block, weights, *rest)
 

@@ -8,7 +8,16 @@ from dataclasses import dataclass
 import numpy as np
 
 from contrastile.backends.arrays import NumpyArrays
-from contrastile.backends.contract import Accuracy, Backend, Block, Options, Statistics, Weights
+from contrastile.backends.contract import (
+    Accuracy,
+    Backend,
+    Block,
+    Options,
+    SideStatistics,
+    SideWeights,
+    Statistics,
+    Weights,
+)
 from contrastile.verify.rounding import UNIT, round_to
 
 F = np.float32
@@ -48,6 +57,7 @@ class Kernel:
             lse=self.lse,
             gradients=self.gradients,
             sigmoid=self.sigmoid,
+            contract=2,
         )
 
     def accuracy(self) -> Accuracy:
@@ -113,7 +123,7 @@ class Kernel:
             width = (options.tile or self.tile)[1]
             sides[0].add(i, x, admitted, positive, width - x.shape[1], block)
             sides[1].add(j, x.T, admitted.T, positive.T, 0, block)
-        return Statistics(*(vector for side in sides[: 1 + columns] for vector in side.statistics()))
+        return Statistics(*(SideStatistics(*side.statistics()) for side in sides[: 1 + columns]))
 
     def gradients(
         self,
@@ -127,28 +137,22 @@ class Kernel:
             x = self.logits(block, i, j)
             admitted, positive = self.pairs(block, i, j)
             if block.pairs.match == "drop":
-                x = np.where(positive, weights.row_positive_lse[i][:, None], x)
-            lses = weights.row_negative_lse[i], weights.row_positive_lse[i]
-            own = weights.row_weight[i], weights.row_target[i], *lses
-            G = self.side(x, admitted, positive, own, block)
-            if weights.column_weight is not None:
-                lses = weights.column_negative_lse[j], weights.column_positive_lse[j]
-                own = weights.column_weight[j], weights.column_target[j], *lses
-                G = G + self.side(x.T, admitted.T, positive.T, own, block).T
-            sides = (
-                [weights.row_weight] if weights.column_weight is None else [weights.row_weight, weights.column_weight]
-            )
-            self.accumulate(block, i, j, G, max(np.abs(each).max() for each in sides), row_sum, column_sum)
+                x = np.where(positive, weights.rows.positive_lse[i][:, None], x)
+            G, most = self.side(x, admitted, positive, weights.rows.part(i), block), np.abs(weights.rows.weight).max()
+            if weights.columns is not None:
+                G = G + self.side(x.T, admitted.T, positive.T, weights.columns.part(j), block).T
+                most = max(most, np.abs(weights.columns.weight).max())
+            self.accumulate(block, i, j, G, most, row_sum, column_sum)
 
     def side(
         self,
         x: np.ndarray,
         admitted: np.ndarray,
         positive: np.ndarray,
-        own: tuple[np.ndarray, ...],
+        own: SideWeights,
         block: Block,
     ) -> np.ndarray:
-        weight, target, negative, positives = (each[:, None] for each in own)
+        negative, positives, weight, target = (each[:, None] for each in own[:4])
         lse = np.logaddexp(negative, positives)
         if self.shared and reference(block) < SAFE:
             r = reference(block)

@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 from numpy.lib.stride_tricks import as_strided
 
-from contrastile.backends.contract import Options
+from contrastile.backends.contract import Options, Weights
 from contrastile.backends.registry import load
 from contrastile.mutate.wrappers import WRAPPERS
 from contrastile.mutate.wrapping import seeing
@@ -41,7 +41,7 @@ def drops_the_last_tile_asked_for():
         if not over or over == len(block.columns):
             return whole
         part = NUMPY.lse(replace(block, columns=block.columns[:-over]), False, options)
-        return replace(whole, row_negative_lse=part.row_negative_lse)
+        return replace(whole, rows=whole.rows._replace(negative_lse=part.rows.negative_lse))
 
     return on_lse(lse)
 
@@ -127,7 +127,8 @@ def merges_equal_columns():
     def lse(block, columns, options):
         found = NUMPY.lse(block, columns, options)
         once = np.unique(block.columns, axis=0)
-        return replace(found, row_negative_lse=NUMPY.lse(replace(block, columns=once), False, options).row_negative_lse)
+        part = NUMPY.lse(replace(block, columns=once), False, options)
+        return replace(found, rows=found.rows._replace(negative_lse=part.rows.negative_lse))
 
     return on_lse(lse)
 
@@ -137,11 +138,8 @@ def forgets_later_blocks():
 
     def lse(block, columns, options):
         found = NUMPY.lse(block, columns, options)
-        return (
-            replace(found, row_negative_lse=np.full_like(found.row_negative_lse, -np.inf))
-            if len(block.columns) < 17
-            else found
-        )
+        nothing = found.rows._replace(negative_lse=np.full_like(found.rows.negative_lse, -np.inf))
+        return replace(found, rows=nothing) if len(block.columns) < 17 else found
 
     return on_lse(lse)
 
@@ -165,16 +163,34 @@ def rounds_the_weight_of_a_certain_pair():
     """What the rows' log-sum-exp loses in float32: nothing beside the bound, everything beside a plain computation."""
 
     def change(run, block, w, rows, columns):
-        lse = np.logaddexp(w.row_negative_lse, w.row_positive_lse).astype(np.float32).astype(np.float64)
-        excess = np.maximum(lse - w.row_positive_lse, 0.0)
-        run(replace(w, row_negative_lse=w.row_positive_lse + np.log(np.expm1(excess))), rows, columns)
+        n, p, *_ = w.rows
+        lse = np.logaddexp(n, p).astype(np.float32).astype(np.float64)
+        excess = np.maximum(lse - p, 0.0)
+        run(replace(w, rows=w.rows._replace(negative_lse=p + np.log(np.expm1(excess)))), rows, columns)
+
+    return on_gradients(change)
+
+
+def takes_every_loss_for_the_cross_entropy():
+    def change(run, block, w, rows, columns):
+        run(Weights(*(side and side._replace(bars=None) for side in (w.rows, w.columns))), rows, columns)
+
+    return on_gradients(change)
+
+
+def forgets_the_spread():
+    def less(side):
+        return side and side._replace(bars=side.bars and side.bars._replace(spread=0 * side.bars.spread))
+
+    def change(run, block, w, rows, columns):
+        run(Weights(less(w.rows), less(w.columns)), rows, columns)
 
     return on_gradients(change)
 
 
 def forgets_the_columns_part():
     def change(run, block, w, rows, columns):
-        run(replace(w, column_negative_lse=None, column_weight=None), rows, columns)
+        run(replace(w, columns=None), rows, columns)
 
     return on_gradients(change)
 
@@ -251,6 +267,8 @@ PLANTED = [
     ("value", "nan", mutant("nan-taken-for-0")),
     ("value", "ragged", crashes),
     ("gradients", "square-ragged", mutant("weights-squared")),
+    ("bars", "smoke", takes_every_loss_for_the_cross_entropy),
+    ("bars", "labels", forgets_the_spread),
     ("plain", "certain", rounds_the_weight_of_a_certain_pair),
     ("tiles", "ragged", drops_the_last_tile_asked_for),
     ("permutation", "ids-drop", assumes_the_diagonal),

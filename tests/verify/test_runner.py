@@ -175,7 +175,7 @@ def test_a_refusal_halfway_does_not_hide_a_failure():
     def lse(block, columns, options):
         if options.tile == (7, 5):
             found = NUMPY.lse(block, columns, options)
-            return replace(found, row_negative_lse=found.row_negative_lse + 1.0)
+            return replace(found, rows=found.rows._replace(negative_lse=found.rows.negative_lse + 1.0))
         raise UnsupportedProblemError("tile must be 7 x 5")
 
     (row,) = Run(Selection({"halfway": replace(NUMPY, lse=lse)}, ["smoke"], ["tiles"], ["float64"])).rows()

@@ -8,11 +8,10 @@ from dataclasses import replace
 import numpy as np
 import pytest
 
-from contrastile.backends.contract import STATISTICS
 from contrastile.schedules.problem import Problem
 from contrastile.verify.bounds import ORACLE, bounds
 from contrastile.verify.cases import build, names
-from contrastile.verify.truth import masks, truth
+from contrastile.verify.truth import STATISTICS, masks, truth
 
 FINITE = [name for name in names() if not name.startswith("wordnet") and name not in ("nan", "inf")]
 SIDES = ("row", "column")

@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any
 
 import cupy
 
-from contrastile.backends.arrays import CupyArrays, LossSide
+from contrastile.backends.arrays import CupyArrays
 from contrastile.backends.cupy.arguments import struct
 from contrastile.backends.cupy.common import LINES, ONE_BLOCK, TERMS, THREADS, element, matrix
 from contrastile.backends.cupy.instances import ELEMENTS, instance
@@ -66,7 +67,7 @@ class FusedArrays(CupyArrays):
             launch(instance("weighted_nll", "merge_lse"), ceil_div(a.size, THREADS), THREADS, arguments)
         return out
 
-    def loss(self, dtype: str, *sides: LossSide) -> Array:
+    def loss(self, dtype: str, *sides: Sequence[Array]) -> Array:
         """``sum_i w_i nll_i`` over one or two sides: sums of a few rows, and theirs."""
         given = [[cupy.ascontiguousarray(x) for x in side] for side in sides]
         lengths = [side[0].size for side in given]
@@ -91,3 +92,6 @@ class FusedArrays(CupyArrays):
             out = x if consume and self.dtype(x) == dtype else cupy.empty(x.shape, dtype=dtype)
             scale_cast(x, out, pointer(factor))
         return out
+
+
+ARRAYS = FusedArrays()

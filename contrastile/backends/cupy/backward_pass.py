@@ -6,15 +6,16 @@ gradient alone is wanted, of narrow features on Hopper, one kernel makes G and m
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterator
 from functools import partial
 from typing import Any
 
 import cupy
 
-from contrastile.backends.contract import Array, Block, ColumnForm, Finished, Options, Weights
+from contrastile.backends.bars import normalised
+from contrastile.backends.contract import Array, Block, ColumnForm, Finished, Options, SideWeights, Weights
 from contrastile.backends.cupy.arguments import struct
-from contrastile.backends.cupy.arrays import scale_cast
+from contrastile.backends.cupy.arrays import ARRAYS, scale_cast
 from contrastile.backends.cupy.common import (
     LANES,
     LINES,
@@ -64,7 +65,9 @@ def finished(
     """Both gradients with every sum begun afresh, and their part of the scale's: see ``contract.Backend``."""
     with on_device(block.rows):
         if block.rows.shape[0] and block.columns.shape[0]:
-            kept = KeptExponentials.of(weights.kept, block.columns.shape[0])
+            # what stands for a positive among them is a quotient by factors that bars may make as small as they like
+            usable = weights.kept if weights.rows.bars is None else None
+            kept = KeptExponentials.of(usable, block.columns.shape[0])
             one = _BackwardPass(block, weights, options, upstream, kept, only_rows=columns is None)
             return one.final_gradients(columns)
         dtype = block.rows.dtype if columns == "gradient" else "float32"
@@ -86,7 +89,7 @@ def scale_gradient(plan: Any, x: Any, divide: bool) -> None:
     launch(instance("scale_cast", "scale_gradient"), min(x.shape[0], _SCALING_BLOCKS), THREADS, arguments)
 
 
-class _SideWeights:
+class _SideVectors:
     """One side's log-sum-exps, weights and targets, and the vectors of the epilogue that come of them.
 
     Attributes:
@@ -95,11 +98,14 @@ class _SideWeights:
             a loss of one direction.
     """
 
-    def __init__(self, given: Iterable[Any], by_ids: bool) -> None:
-        self.given, self.by_ids = [contiguous(x) for x in given], by_ids
-        weight = self.given[2]
-        self.length = 0 if weight is None else weight.shape[0]
-        self.vectors = None if weight is None else empty((8 if by_ids else 3) * self.length)
+    def __init__(self, given: SideWeights | None, by_ids: bool) -> None:
+        share: Any = None
+        if given is not None and given.bars is not None:
+            given, share = normalised(ARRAYS, given, "float32")
+        vectors: tuple[Any, ...] = () if given is None else (*given[:4], share)
+        self.given, self.by_ids = [contiguous(x) for x in vectors], by_ids
+        self.length = 0 if given is None else given.weight.shape[0]
+        self.vectors = None if given is None else empty((8 if by_ids else 3) * self.length)
 
     def weights(self) -> Any:
         """As the precheck takes it."""
@@ -125,11 +131,8 @@ class _BackwardPass:
     ) -> None:
         self.block, self.tiles, self.plan = block, Tiles(block, options.precision), new_plan()
         self.m, self.n = block.rows.shape[0], block.columns.shape[0]
-        w, by_ids = weights, self.tiles.mask == TARGET
-        self.row = _SideWeights((w.row_negative_lse, w.row_positive_lse, w.row_weight, w.row_target), by_ids)
-        self.column = _SideWeights(
-            (w.column_negative_lse, w.column_positive_lse, w.column_weight, w.column_target), by_ids
-        )
+        by_ids = self.tiles.mask == TARGET
+        self.row, self.column = _SideVectors(weights.rows, by_ids), _SideVectors(weights.columns, by_ids)
         self.entries = None if self.tiles.pairs.positives is None else empty(self.m)
         self.dtype, size = self.tiles.dtype, self.tiles.rows.itemsize
         self.factors = None if kept is None else Factors(kept, self.m, self.n)

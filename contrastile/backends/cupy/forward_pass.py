@@ -7,7 +7,7 @@ from typing import Any
 
 import cupy
 
-from contrastile.backends.contract import Block, Options, Statistics
+from contrastile.backends.contract import Block, Options, SideStatistics, Statistics
 from contrastile.backends.cupy.arguments import struct
 from contrastile.backends.cupy.common import (
     FOLD,
@@ -39,8 +39,11 @@ def lse(block: Block, columns: bool, options: Options, *, keep: bool = False) ->
 
 def _nothing(m: int, n: int | None) -> Statistics:
     """The statistics of a block without pairs."""
-    found = [x for size in (m, n) if size is not None for x in (_full(size, -cupy.inf), *_no_positives(size))]
-    return Statistics(*found)
+    rows, columns = (
+        None if size is None else SideStatistics(_full(size, -cupy.inf), *_no_positives(size)) for size in (m, n)
+    )
+    assert rows is not None
+    return Statistics(rows, columns)
 
 
 def _full(length: int, value: float) -> Any:
@@ -56,7 +59,7 @@ _BY_IDS = "dots", "dots_low", "counts", "positive_sums", "positive_references"
 """What a tile leaves of each row and column, always and where ids name positives."""
 
 
-class _SideStatistics:
+class _SideState:
     """What is kept of the rows, or of the columns, from chunk to chunk.
 
     Attributes:
@@ -78,9 +81,9 @@ class _SideStatistics:
         self.sizes = 8 * size, 24 * size if target else 0, 4 * len(self.names) * room if wanted else 0
         self.scratch: Sequence[int] = ()
 
-    def statistics(self) -> tuple[Any, Any, Any]:
+    def statistics(self) -> SideStatistics:
         """What comes out."""
-        return self.negative_lse, self.positive_lse, self.positive_sum
+        return SideStatistics(self.negative_lse, self.positive_lse, self.positive_sum)
 
     def _part(self, name: str) -> int:
         return self.scratch[2] + 4 * self.names.index(name) * self.room
@@ -144,8 +147,8 @@ class _ForwardPass:
         room = ceil_div(self.width, family.bn) * self.height
         if self.narrow:
             room = max(room, self.tiles.shares(self.whole).most * self.m)
-        self.rows = _SideStatistics(self.m, True, target, room)
-        self.columns = _SideStatistics(self.n, columns, target, ceil_div(self.height, family.bm) * self.width)
+        self.rows = _SideState(self.m, True, target, room)
+        self.columns = _SideState(self.n, columns, target, ceil_div(self.height, family.bm) * self.width)
         # one allocation in place of many: a small batch waits for the host
         peaks = 16 * ceil_div(max(self.m, self.n), LINES)
         sizes = peaks, plan_bytes(), *self.rows.sizes, *self.columns.sizes
@@ -166,9 +169,9 @@ class _ForwardPass:
                     self._chunk(safe, chunk)
         self._positives()
         if not self.two_sided:
-            return Statistics(*self.rows.statistics())
+            return Statistics(self.rows.statistics())
         kept = None if self.kept is None else self.kept.memory
-        return Statistics(*self.rows.statistics(), *self.columns.statistics(), kept)
+        return Statistics(self.rows.statistics(), self.columns.statistics(), kept)
 
     def _precheck(self) -> None:
         """Decide on the path, and take the logits of the positives that indices name."""

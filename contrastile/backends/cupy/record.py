@@ -7,7 +7,7 @@ from functools import partial
 import cupy
 
 from contrastile.backends.contract import Accuracy, Backend, BackendUnavailableError, Footprint, Options
-from contrastile.backends.cupy.arrays import FusedArrays
+from contrastile.backends.cupy.arrays import ARRAYS
 from contrastile.backends.cupy.backward_pass import finished, gradients
 from contrastile.backends.cupy.build import nvrtc_version
 from contrastile.backends.cupy.configs import footprint, kernel_family, narrow, uses_hopper_kernels
@@ -91,7 +91,7 @@ require_gpu()
 require_nvrtc()
 backend = Backend(
     name="cupy",
-    arrays=FusedArrays(),
+    arrays=ARRAYS,
     dtypes=frozenset({"float16", "bfloat16", "float32"}),
     devices=frozenset({"cuda"}),
     accuracy=accuracy,
@@ -106,4 +106,5 @@ backend = Backend(
     rows_alone=_rows_alone,
     replayable=True,
     footprint=_footprint,
+    contract=2,
 )

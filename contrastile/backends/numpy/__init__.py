@@ -11,12 +11,14 @@ from typing import NamedTuple
 import numpy as np
 
 from contrastile.backends.arrays import NumpyArrays
+from contrastile.backends.bars import bars_of
 from contrastile.backends.contract import (
     Accuracy,
     Array,
     Backend,
     Block,
     Options,
+    SideStatistics,
     Statistics,
     Weights,
 )
@@ -65,7 +67,7 @@ def merge(state: Array, x: Array, axis: int) -> None:
 
 @np.errstate(all="ignore")
 def lse(block: Block, columns: bool, options: Options) -> Statistics:
-    """Log-sum-exps over negatives and over positives: see ``contract.Statistics``."""
+    """Log-sum-exps of negatives and of positives: see ``contract.SideStatistics``."""
     start = -np.inf, -np.inf, 0.0
     sides = [[np.full(len(x), s) for s in start] for x in (block.rows, block.columns)]
     for t in tiles(block, options):
@@ -75,7 +77,8 @@ def lse(block: Block, columns: bool, options: Options) -> Statistics:
             merge(negatives[where], others, axis)
             merge(positives[where], np.where(t.positive, t.x, -np.inf), axis)
             sums[where] += np.where(t.positive, t.x, 0.0).sum(axis)
-    return Statistics(*sides[0], *sides[1]) if columns else Statistics(*sides[0])
+    rows, over = (SideStatistics(*side) for side in sides)
+    return Statistics(rows, over if columns else None)
 
 
 @np.errstate(all="ignore")
@@ -86,27 +89,29 @@ def gradients(
     column_gradient: Array | None,
     options: Options,
 ) -> None:
-    """Adds G K and G^T Q: see ``contract.Weights``."""
-    w = weights
-    sides = [(w.row_negative_lse, w.row_positive_lse, w.row_weight, w.row_target)]
-    if w.column_weight is not None:
-        statistics = w.column_negative_lse, w.column_positive_lse
-        sides.append((*statistics, w.column_weight, w.column_target))
+    """Adds G K and G^T Q: see ``contract.SideWeights``."""
+    sides = [side for side in (weights.rows, weights.columns) if side is not None]
+    bars = [bars_of(backend.arrays, side) for side in sides]
     for t in tiles(block, options):
         x = t.x
         if block.pairs.match == "drop":
             # a named positive's logit is the one that the loss has, to the last bit
-            x = np.where(t.positive, w.row_positive_lse[t.rows, None], x)
+            x = np.where(t.positive, weights.rows.positive_lse[t.rows, None], x)
         g = np.zeros_like(x)
-        for at, side in zip(((t.rows, None), t.columns), sides, strict=False):
-            n, p, weight, target = (vector[at] for vector in side)
+        places = (t.rows, None), t.columns
+        for at, side, each in zip(places, sides, bars, strict=False):
+            n, p, target = side.negative_lse[at], side.positive_lse[at], side.target[at]
+            by_n, by_p, by_d = (bar[at] for bar in each)
             # a lone positive has the target 1: x is P, whatever a product made of it
-            certain = np.where(target == 1, 1.0, np.exp(x - p))
-            # sigma(n - p) is the probability of all negatives: nothing cancels
-            positive = (certain - target) - certain / (1 + np.exp(p - n))
-            entry = np.where(t.positive, positive, np.exp(x - np.logaddexp(n, p)))
-            g += np.where(weight == 0, 0.0, entry * weight)
+            q = np.where(target == 1, 1.0, np.exp(x - p))
+            positive = _product(by_p, q) + _product(by_d, q - target)
+            g += np.where(t.positive, positive, _product(by_n, np.exp(x - n)))
         _add(np.where(t.admitted, g, 0.0), t, row_gradient, column_gradient)
+
+
+def _product(bar: Array, x: Array) -> Array:
+    """``bar x``, and 0 where the bar is 0, whatever x is."""
+    return np.where(bar == 0, 0.0, bar * x)
 
 
 @np.errstate(all="ignore")
@@ -157,4 +162,5 @@ backend = Backend(
     gradients=gradients,
     sigmoid=sigmoid,
     state=lambda dtype: "float64",
+    contract=2,
 )

@@ -57,4 +57,5 @@ backend = Backend(
     keeps=keeps,
     replayable=True,
     footprint=footprint,
+    contract=2,
 )

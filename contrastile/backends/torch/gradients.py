@@ -3,7 +3,7 @@
 A pair that is no positive has ``G_ij = u_i 2^(x_ij - L_i) + v_j 2^(x_ij - M_j)``, in base 2. With a shared reference r
 that is ``2^(x_ij - r) (u_i 2^(r - L_i) + v_j 2^(r - M_j))``: one exponential per element, exact while the log-sum-exps
 lie close enough together, which is known before the first tile. The positives' entries are formed apart: see
-``contract.Weights``.
+``contract.SideWeights``.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from typing import NamedTuple
 import torch
 
 from contrastile.backends.arrays import TorchArrays
-from contrastile.backends.contract import Array, Block, Options, Pairs, Weights
+from contrastile.backends.contract import Array, Bars, Block, Options, Pairs, SideWeights, Weights
 from contrastile.backends.torch.accumulators import Accumulators
 from contrastile.backends.torch.kept import Kept
 from contrastile.backends.torch.pairs import BlockPairs, cut
@@ -37,31 +37,25 @@ def gradients(
     if row_gradient is None and column_gradient is None:
         return
     products = Products(block, unit=LOG2_E)
-    w, state = weights, products.state
-    factors = [_Factors(w.row_weight, w.row_target, products.sync)]
-    if w.column_weight is not None:
-        alike = w.column_weight is w.row_weight and w.column_target is w.row_target
-        factors.append(factors[0] if alike else _Factors(w.column_weight, w.column_target, products.sync))
+    rows, columns, state = weights.rows, weights.columns, products.state
+    factors = [_Factors(rows, products.sync)]
+    if columns is not None:
+        alike = columns.weight is rows.weight and columns.target is rows.target and columns.bars is rows.bars
+        factors.append(factors[0] if alike else _Factors(columns, products.sync))
     if products.sync:
         products.gain = _gain([each.extremes for each in factors])
-    sides = [_SideWeights(w.row_negative_lse, w.row_positive_lse, factors[0], products.gain, state)]
-    if len(factors) == 2:
-        if (
-            factors[1] is factors[0]
-            and w.column_negative_lse is w.row_negative_lse
-            and w.column_positive_lse is w.row_positive_lse
-        ):
-            # rows against themselves: what is found of one side is known of the other
-            sides.append(sides[0])
-        else:
-            sides.append(_SideWeights(w.column_negative_lse, w.column_positive_lse, factors[1], products.gain, state))
+    sides = [_SideShare(rows, factors[0], products.gain, state)]
+    if columns is not None:
+        # rows against themselves: what is found of one side is known of the other
+        itself = all(x is y for x, y in zip(rows, columns, strict=True))
+        sides.append(sides[0] if itself else _SideShare(columns, factors[1], products.gain, state))
     if products.bounds_gradient:
         products.bound_gradient(*(side.weight for side in sides), *(side.term for side in sides))
-    certain = block.pairs.match == "target" and (not products.sync or any(bool(s.certain.any()) for s in sides))
+    certain = block.pairs.match == "target" and any(not products.sync or s.needs_entries for s in sides)
     kept, shared, named = None, None, block.pairs.match != "target"
     # entries of certain positives are made of logits
-    if w.kept is not None and not certain:
-        kept = Kept(w.kept)
+    if weights.kept is not None and not certain:
+        kept = Kept(weights.kept)
         shared = _shared(sides, named, state, kept.reference)
     if shared is None:
         kept, shared = None, _shared(sides, named, state, None) if products.sync else None
@@ -95,19 +89,20 @@ def gradients(
 
 
 class _Factors:
-    """The weights and the targets of the rows, or of the columns, in the state dtype, and what is known of them.
+    """The weights and the targets of the rows, or of the columns, and what is known of them.
 
     Attributes:
-        weight: u or v.
-        target: t.
+        weight: u or v, state dtype; of a loss with bars that by N.
+        target: t, state dtype.
         extremes: the smallest and the largest magnitude of the weights; NaN where values are not read.
         silent: where the weight is 0; on the host None where none is.
         lone: whether every target is known to be 1.
     """
 
-    def __init__(self, weight: Array, target: Array, sync: bool) -> None:
-        self.weight: torch.Tensor = weight
-        self.target: torch.Tensor = target
+    def __init__(self, given: SideWeights, sync: bool) -> None:
+        self.weight: torch.Tensor = given.weight if given.bars is None else given.bars.negative
+        self.target: torch.Tensor = given.target
+        weight, target = self.weight, self.target
         self.extremes = _extremes(weight) if sync else (math.nan, math.nan)
         if self.extremes[0] < 0:
             self.extremes = _extremes(weight.abs())
@@ -115,13 +110,13 @@ class _Factors:
         self.lone = sync and (TorchArrays.first(target) == 1.0 or _extremes(target) == (1.0, 1.0))
 
 
-class _SideWeights:
+class _SideShare:
     """The rows' or the columns' share of G. Numbers in the state dtype that meet those in float64 are widened.
 
     What a path through the code does not read is not computed.
 
     Attributes:
-        exact_lse: L in base 2, float64.
+        exact_lse: L in base 2, float64; of a loss with bars N.
         lse: L rounded to the state dtype.
         most: the largest that a logit less ``lse`` can be, for no logit exceeds L; state dtype.
         negative: N in nats, float64.
@@ -136,10 +131,14 @@ class _SideWeights:
         certain: where p - t cancels.
     """
 
-    def __init__(self, negative: Array, positive: Array, factors: _Factors, gain: float, state: torch.dtype) -> None:
-        self._state, self._positive, self._lone = state, positive, factors.lone
-        self.negative: torch.Tensor = negative
-        self.exact_lse: torch.Tensor = torch.logaddexp(negative, positive).mul_(LOG2_E)
+    def __init__(self, given: SideWeights, factors: _Factors, gain: float, state: torch.dtype) -> None:
+        self._state, self._positive, self._lone = state, given.positive_lse, factors.lone
+        self.negative: torch.Tensor = given.negative_lse
+        self._bars, self._gain = given.bars, gain
+        if given.bars is None:
+            self.exact_lse: torch.Tensor = torch.logaddexp(self.negative, self._positive).mul_(LOG2_E)
+        else:
+            self.exact_lse = self.negative * LOG2_E
         self.exact_weight: torch.Tensor = factors.weight if gain == 1.0 else factors.weight * gain
         self.target: torch.Tensor = factors.target
         self.extremes = factors.extremes[0] * gain, factors.extremes[1] * gain
@@ -180,6 +179,11 @@ class _SideWeights:
         found = (self.target > 0.5) & (self.negative_share < 2.0**-8)
         return found if self.silent is None else found & ~self.silent
 
+    @property
+    def needs_entries(self) -> bool:
+        """Whether positives that ids name may not be made of p and t."""
+        return self._bars is not None or bool(self.certain.any())
+
     def zero_where_silent(self, x: torch.Tensor) -> torch.Tensor:
         """X, and 0 where the weight is 0."""
         return x if self.silent is None else torch.where(self.silent, 0.0, x)
@@ -190,6 +194,8 @@ class _SideWeights:
 
     def entries(self, x: torch.Tensor, at: tuple[slice | torch.Tensor | None, ...] | None) -> torch.Tensor:
         """This side's part of G at positives of base-2 logits x, float64: ``w ((q - t) - q negative_share)``."""
+        if self._bars is not None:
+            return self._entries_of_bars(self._bars, x, at)
         members = self.exact_weight, self.negative_share
         w, share = members if at is None else (each[at] for each in members)
         # the target of a lone positive is 1: x is P, whatever a product of another shape has made of it
@@ -202,6 +208,16 @@ class _SideWeights:
             q = (x - p).masked_fill_(t == 1.0, 0.0).clamp_max_(0.0).exp2_()
             part = w * ((q - t) - q * share)
         return part if self.silent is None else torch.where(self.silent if at is None else self.silent[at], 0.0, part)
+
+    def _entries_of_bars(
+        self, bars: Bars, x: torch.Tensor, at: tuple[slice | torch.Tensor | None, ...] | None
+    ) -> torch.Tensor:
+        """The same of a loss with bars: ``Pbar q + Dbar (q - t)``."""
+        vectors = bars.positive, bars.spread, self.positive, self.target
+        by_p, by_d, p, t = vectors if at is None else (each[at] for each in vectors)
+        q = (x - p).masked_fill_(t == 1.0, 0.0).clamp_max_(0.0).exp2_()
+        part = torch.where(by_p == 0, 0.0, by_p * q) + torch.where(by_d == 0, 0.0, by_d * (q - t))
+        return part.mul_(self._gain)
 
 
 def _gain(weights: list[tuple[float, float]]) -> float:
@@ -222,7 +238,7 @@ def _extremes(x: torch.Tensor) -> tuple[float, float]:
 
 
 def _named_entries(
-    of_positives: slice | torch.Tensor | None, sides: list[_SideWeights], state: torch.dtype
+    of_positives: slice | torch.Tensor | None, sides: list[_SideShare], state: torch.dtype
 ) -> torch.Tensor | None:
     """G at each row's named positive, (m,) in the state dtype; of a row without one it is not to be read.
 
@@ -237,7 +253,7 @@ def _named_entries(
     return found.to(state)
 
 
-def _matched_entries(tile: Tile, sides: list[_SideWeights]) -> torch.Tensor:
+def _matched_entries(tile: Tile, sides: list[_SideShare]) -> torch.Tensor:
     """G at every pair of the tile as if it were positive, where rows may be certain of theirs; (tr, tc)."""
     x = tile.x.double()
     found = sides[0].entries(x, (tile.rows, None))
@@ -253,7 +269,7 @@ class _Shared(NamedTuple):
     coefficients: list[torch.Tensor]
 
 
-def _shared(sides: list[_SideWeights], named: bool, state: torch.dtype, kept: float | None) -> _Shared | None:
+def _shared(sides: list[_SideShare], named: bool, state: torch.dtype, kept: float | None) -> _Shared | None:
     """The reference of ``kept`` exponentials, or that of the largest logit; None where it does not serve.
 
     It does while every ``w 2^(r - L)`` is a normal number; while no exponential overflows, a logit being at most the
@@ -284,7 +300,7 @@ def _shared(sides: list[_SideWeights], named: bool, state: torch.dtype, kept: fl
     return _Shared(reference, [side.zero_where_silent(x).to(state) for x, side in zip(exact, sides, strict=True)])
 
 
-def _near(sides: list[_SideWeights], reference: float) -> bool:
+def _near(sides: list[_SideShare], reference: float) -> bool:
     """Whether no log-sum-exp over negatives lies so far below the reference that terms' rounding would show."""
     least = (reference - farthest(reference)) / LOG2_E
     if least == -math.inf:
@@ -316,7 +332,7 @@ def _from_kept(tile: Tile, shared: _Shared) -> Tile:
     return tile._replace(x=tile.spare, spare=tile.x if tile.pairs.matched is None else torch.empty_like(tile.x))
 
 
-def _from_own(tile: Tile, sides: list[_SideWeights]) -> None:
+def _from_own(tile: Tile, sides: list[_SideShare]) -> None:
     """Turn the tile's logits into probabilities times weights, one exponential per element and side."""
     if len(sides) == 2:
         _probabilities(tile.x, tile.spare, sides[1], (None, tile.columns))
@@ -325,9 +341,7 @@ def _from_own(tile: Tile, sides: list[_SideWeights]) -> None:
         tile.x.add_(tile.spare)
 
 
-def _probabilities(
-    x: torch.Tensor, out: torch.Tensor, side: _SideWeights, at: tuple[slice | None, slice | None]
-) -> None:
+def _probabilities(x: torch.Tensor, out: torch.Tensor, side: _SideShare, at: tuple[slice | None, slice | None]) -> None:
     """``out = weight 2^(x - lse)``, and 0 wherever the weight is 0: whatever the exponential gave there.
 
     A product of other shape rounds logits in another way: recomputed in a part of the block, one of 1e8 may exceed its

@@ -15,7 +15,7 @@ from collections.abc import Callable
 
 import torch
 
-from contrastile.backends.contract import Block, Options, Statistics
+from contrastile.backends.contract import Block, Options, SideStatistics, Statistics
 from contrastile.backends.torch.kept import Kept
 from contrastile.backends.torch.pairs import BlockPairs, cut
 from contrastile.backends.torch.products import LOG2_E, Products, state_of
@@ -51,13 +51,8 @@ def _statistics(block: Block, columns: bool, options: Options, kept: Kept | None
     if found is None:
         found, kept = _own(block, columns, options, products), None
     left = None if kept is None else kept.memory
-    vectors: list[torch.Tensor | None] = []
-    for side in found.sides:
-        negative, positive, total = side.vectors()
-        natural = positive * math.log(2.0)
-        # of named positives P is S
-        vectors += negative * math.log(2.0), natural, natural if total is positive else total * math.log(2.0)
-    return Statistics(*[*vectors, *[None] * (6 - len(vectors)), left])
+    rows, *others = [side.statistics() for side in found.sides]
+    return Statistics(rows, others[0] if others else None, left)
 
 
 def smallest_sum(count: int, state: torch.dtype, reference: float = 0.0) -> float:
@@ -75,7 +70,7 @@ def farthest(reference: float) -> float:
     return (16.0 + 2.0 * reference) / 3.0 if reference > 16.0 else math.inf
 
 
-class _SideStatistics:
+class _SideSums:
     """Base-2 statistics of the rows, or of the columns, in float64: they are O(m + n), so the accuracy is free.
 
     Its vectors by name, which come to be when something is added to them or they are asked for:
@@ -118,11 +113,14 @@ class _SideStatistics:
         """Where the tile lies on this side."""
         return tile.rows if self.dim == 1 else tile.columns
 
-    def vectors(self) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-        """In the order of ``contract.Statistics``. Of one positive the log-sum-exp is its logit, to the last bit."""
+    def statistics(self) -> SideStatistics:
+        """In nats. Of one positive the log-sum-exp is its logit, to the last bit."""
         positive, total = self["positive"], self["total"]
         positive = torch.where(self["count"] == 1, total, positive) if self.counts else positive
-        return self["negative"], positive, total
+        natural = positive * math.log(2.0)
+        # of named positives P is S
+        sums = natural if total is positive else total * math.log(2.0)
+        return SideStatistics(self["negative"] * math.log(2.0), natural, sums)
 
 
 _Among = Callable[[torch.Tensor, torch.Tensor, torch.Tensor], torch.Tensor]
@@ -144,9 +142,7 @@ class _Found:
     def __init__(self, block: Block, columns: bool, identity: float, sync: bool) -> None:
         m, n = block.rows.shape[0], block.columns.shape[0]
         self.block, self.pairs = block, BlockPairs(block, sync)
-        self.sides = [_SideStatistics(m, 1, block, identity)] + (
-            [_SideStatistics(n, 0, block, identity)] if columns else []
-        )
+        self.sides = [_SideSums(m, 1, block, identity)] + ([_SideSums(n, 0, block, identity)] if columns else [])
         self._logits: torch.Tensor | None = None
         self._complete = False
 

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from contrastile.backends.contract import PRECISIONS, Accuracy, Backend, Options
 from contrastile.backends.passes import own_references, supports
-from contrastile.backends.triton.arrays import TritonArrays
+from contrastile.backends.triton.arrays import ARRAYS
 from contrastile.backends.triton.backward_pass import finished, gradients
 from contrastile.backends.triton.configs import INTERPRETED
 from contrastile.backends.triton.forward_pass import lse
@@ -42,7 +42,7 @@ def accuracy(dtype: str, device: str, options: Options = Options()) -> Accuracy:
 
 backend = Backend(
     name="triton",
-    arrays=TritonArrays(),
+    arrays=ARRAYS,
     # the interpreter gets products of bfloat16 wrong
     dtypes=frozenset({"float16", "float32"} if INTERPRETED else {"float16", "bfloat16", "float32"}),
     devices=frozenset({"cpu"} if INTERPRETED else {"cuda"}),
@@ -57,4 +57,5 @@ backend = Backend(
     finished=finished,
     replayable=True,
     footprint=footprint,
+    contract=2,
 )

@@ -3,11 +3,12 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any
 
 import torch
 
-from contrastile.backends.arrays import LossSide, TorchArrays
+from contrastile.backends.arrays import TorchArrays
 from contrastile.backends.passes import ceil_div
 from contrastile.backends.triton import sums
 from contrastile.backends.triton.common import LINES, step
@@ -32,7 +33,7 @@ class TritonArrays(TorchArrays):
     def __init__(self) -> None:
         super().__init__(torch)
 
-    def loss(self, dtype: str, *sides: LossSide) -> Array:
+    def loss(self, dtype: str, *sides: Sequence[Array]) -> Array:
         """``sum_i w_i nll_i`` over one or two sides: sums of a few rows, and theirs."""
         row, *others = [[x.contiguous() for x in side] for side in sides]
         column: list[Any] = others[0] if others else [None] * len(row)
@@ -70,3 +71,6 @@ class TritonArrays(TorchArrays):
         with on_device(x):
             multiplied(x, factor, out)
         return out
+
+
+ARRAYS = TritonArrays()

@@ -12,7 +12,7 @@ import torch
 from contrastile.backends.contract import Array, Block, ColumnForm, Finished, Options, Weights
 from contrastile.backends.passes import Chunk, ceil_div, chunks, gradient_scaling, lines
 from contrastile.backends.triton import backward, positives, precheck, sums
-from contrastile.backends.triton.arrays import multiplied
+from contrastile.backends.triton.arrays import ARRAYS, multiplied
 from contrastile.backends.triton.common import BLOCK, LANES, LINES, empties, empty, step, weight_vectors
 from contrastile.backends.triton.configs import Config, backward_chunk
 from contrastile.backends.triton.launch import descriptor, grid, on_device, workspace
@@ -100,7 +100,7 @@ class _BackwardPass(BlockPass):
 
     def __init__(self, block: Block, weights: Weights, options: Options, upstream: Array | None = None) -> None:
         super().__init__(block, options)
-        self.weights, self.two_sided = weight_vectors(weights), weights.column_weight is not None
+        self.weights, self.two_sided = weight_vectors(weights, ARRAYS), weights.columns is not None
         self.gradient, self.product = self.config("masked" if self.masks.masked else "gradient"), self.config("product")
         count, columns = VECTORS_OF_IDS if self.masks.ids_only else VECTORS, self.n if self.two_sided else 0
         self.programs = ceil_div(self.m, LANES) + ceil_div(columns, LANES)

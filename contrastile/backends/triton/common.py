@@ -6,7 +6,9 @@ from typing import Any
 
 import torch
 
-from contrastile.backends.contract import WEIGHTS, Pairs, Weights
+from contrastile.backends.arrays import TorchArrays
+from contrastile.backends.bars import normalised
+from contrastile.backends.contract import Pairs, Weights
 from contrastile.backends.passes import PairVectors, ceil_div
 from contrastile.backends.triton.configs import INTERPRETED
 from contrastile.backends.triton.tiles import DROP, NO_IDS, TARGET
@@ -46,9 +48,17 @@ class Masks:
         return {"EXCLUDED": self.pairs.excluded is not None, "IDS": self.ids}
 
 
-def weight_vectors(weights: Weights) -> list[Any]:
-    """The vectors of the weights, contiguous, rows first; None where there is no column side."""
-    given = [getattr(weights, name) for name in WEIGHTS]
+def weight_vectors(weights: Weights, arrays: TorchArrays) -> list[Any]:
+    """The vectors of a side as ``precheck`` takes them, contiguous, rows first; None where there is no column side.
+
+    N or L, P, weights, targets, and r with L: see ``bars.normalised``.
+    """
+    given: list[Any] = []
+    for side in (weights.rows, weights.columns):
+        share = None
+        if side is not None and side.bars is not None:
+            side, share = normalised(arrays, side, "float32")
+        given += [None] * 5 if side is None else [*side[:4], share]
     return [None if x is None else x.contiguous() for x in given]
 
 

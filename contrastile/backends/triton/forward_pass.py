@@ -8,7 +8,7 @@ from typing import Any
 
 import torch
 
-from contrastile.backends.contract import Block, Options, Statistics
+from contrastile.backends.contract import Block, Options, SideStatistics, Statistics
 from contrastile.backends.passes import Chunk, ceil_div, chunks, lines
 from contrastile.backends.triton import forward, positives, precheck
 from contrastile.backends.triton.common import BLOCK, DEPTH, LANES, LINES, empties, empty, step
@@ -29,9 +29,14 @@ def lse(block: Block, columns: bool, options: Options) -> Statistics:
 
 def _nothing(like: Any, m: int, n: int | None) -> Statistics:
     """The statistics of a block without pairs."""
-    sides = [m] if n is None else [m, n]
-    found = [_wide(like, size).fill_(value) for size in sides for value in (-math.inf, -math.inf, 0.0)]
-    return Statistics(*found)
+    rows, columns = (
+        None
+        if size is None
+        else SideStatistics(*[_wide(like, size).fill_(value) for value in (-math.inf, -math.inf, 0.0)])
+        for size in (m, n)
+    )
+    assert rows is not None
+    return Statistics(rows, columns)
 
 
 def _wide(like: Any, *shape: int) -> Any:
@@ -62,7 +67,8 @@ class _ForwardPass(BlockPass):
         self.state = row_state, column_state
         # log-sum-exps of the negatives and of the positives, which are saved each by itself, and sums of these
         self.found = [
-            [_wide(like, size), _wide(like, size), lines(x, 0, size)] for size, x in zip(sizes, totals, strict=True)
+            SideStatistics(_wide(like, size), _wide(like, size), lines(x, 0, size))
+            for size, x in zip(sizes, totals, strict=True)
         ]
         # what both sweeps use: the second follows the first on the stream
         self._parts: Any = None
@@ -75,7 +81,8 @@ class _ForwardPass(BlockPass):
             self._sweep(safe)
         if not self.masks.ids_only:
             self._positives()
-        return Statistics(*(x for side in self.found[: 1 + self.two_sided] for x in side))
+        rows, columns = self.found
+        return Statistics(rows, columns if self.two_sided else None)
 
     def _precheck(self) -> None:
         """Decide on the path."""

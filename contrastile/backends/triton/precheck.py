@@ -99,18 +99,19 @@ def load_features(base, i, stride, start, inside, depth, BD: tl.constexpr):
 @triton.jit(do_not_specialize=["m", "n"])
 def weight_bounds(
     m, n, scale, bias, upstream, peaks, positives, excluded, values,
-    row_negative, row_positive, row_weight, row_target,
-    column_negative, column_positive, column_weight, column_target,
+    row_negative, row_positive, row_weight, row_target, row_share,
+    column_negative, column_positive, column_weight, column_target, column_share,
     MATCHED: tl.constexpr, LANES: tl.constexpr,
 ):  # fmt: skip
     """For the backward: peaks of the weights and log-sum-exps of LANES rows or columns to peaks (programs, PEAKS).
 
     row_*: (m,), column_*: (n,), or None for a loss of one direction: log-sum-exps in float64, weights and targets in
-    float32. positives: (m,) or None; with them, G at row i's positive to values (m,), float64. MATCHED: ids name them.
-    upstream: 0-d, multiplies every weight, or None.
+    float32; with a share r, float64, the others are those of ``bars.normalised``. positives: (m,) or None; with
+    them, G at row i's positive to values (m,), float64. MATCHED: ids name them. upstream: 0-d, multiplies every weight,
+    or None.
     """
-    row = row_negative, row_positive, row_weight, row_target, upstream
-    column = column_negative, column_positive, column_weight, column_target, upstream
+    row = row_negative, row_positive, row_weight, row_target, row_share, upstream
+    column = column_negative, column_positive, column_weight, column_target, column_share, upstream
     program = tl.program_id(0)
     row_programs = tl.cdiv(m, LANES)
     at = peaks + program.to(tl.int64) * 6
@@ -141,13 +142,29 @@ def weight_bounds(
 
 @triton.jit
 def _at_positive(x, side, i, inside):
-    """One direction's ``w ((q - t) - q sigmoid(N - P))`` with ``q = exp(x - P)``, float64; 0 where the weight is 0."""
-    negative, positive, weight, target, upstream = side
+    """One direction's ``w ((q - t) - q sigmoid(N - P))`` with ``q = exp(x - P)``, float64; 0 where the weight is 0.
+
+    With a share r, that instead of the sigmoid.
+    """
+    negative, positive, weight, target, share, upstream = side
     w = _weights(weight, upstream, i, inside).to(tl.float64)
     t = tl.load(target + i, mask=inside, other=0.0).to(tl.float64)
     p = tl.load(positive + i, mask=inside, other=0.0)
     q = tl.exp(x - p)
-    return tl.where(w != 0.0, w * ((q - t) - q * sigmoid(tl.load(negative + i, mask=inside, other=0.0) - p)), 0.0)
+    r = _share(tl.load(negative + i, mask=inside, other=0.0), p, share, i, inside)
+    return tl.where(w != 0.0, w * ((q - t) - q * r), 0.0)
+
+
+@triton.jit
+def _share(negative, positive, share, i, inside):
+    """``sigmoid(N - P)``, float64; or what comes instead: see ``bars.normalised``."""
+    return sigmoid(negative - positive) if share is None else tl.load(share + i, mask=inside, other=0.0)
+
+
+@triton.jit
+def _lse(negative, positive, share):
+    """L, float64: where r comes instead of sigmoid(N - P), L comes instead of N."""
+    return log_add(negative, positive) if share is None else negative
 
 
 @triton.jit
@@ -159,12 +176,12 @@ def _weights(weight, upstream, i, inside):
 
 @triton.jit
 def _store_peaks(at, side, i, inside, scale, bias, MATCHED: tl.constexpr):
-    negative, positive, weight, target, upstream = side
+    negative, positive, weight, target, share, upstream = side
     w = tl.abs(_weights(weight, upstream, i, inside))
     t = tl.abs(tl.load(target + i, mask=inside, other=0.0))
     less = tl.load(negative + i, mask=inside, other=float("-inf"))
     more = tl.load(positive + i, mask=inside, other=float("-inf"))
-    log = ((log_add(less, more) - bias_of(bias)) * binary_orders(tl.load(scale))).to(tl.float32)
+    log = ((_lse(less, more, share) - bias_of(bias)) * binary_orders(tl.load(scale))).to(tl.float32)
     counts = w != 0.0
     # what admits nothing has no pair that could overflow; NaN compares false and counts as infinite
     high = tl.where(log < float("inf"), log, float("inf"))
@@ -172,12 +189,16 @@ def _store_peaks(at, side, i, inside, scale, bias, MATCHED: tl.constexpr):
     tl.store(at + _LOW, tl.min(tl.where(counts, low, float("inf")), 0))
     tl.store(at + _HIGH, tl.max(high, 0))
     tl.store(at + _LEAST, tl.min(tl.where(counts, w, float("inf")), 0))
-    # all negatives of a row together have the probability sigmoid(N - P)
-    most = w * (1.0 + t if MATCHED else tl.maximum(sigmoid(less - more), 2.0**-64).to(tl.float32))
+    if share is not None:
+        # |q (1 - r) - t|, of which no bar is more than w
+        most = w * (2.0 + t)
+    else:
+        # all negatives of a row together have the probability sigmoid(N - P)
+        most = w * (1.0 + t if MATCHED else tl.maximum(sigmoid(less - more), 2.0**-64).to(tl.float32))
     most = tl.where(counts, tl.where(most < float("inf"), most, float("inf")), 0.0)
     tl.store(at + _MOST, tl.max(most, 0))
     # more - less > 5.6: the excess is under 2^-8
-    sure = counts & (t > 0.5) & (more - less > 5.6)
+    sure = counts & (t > 0.5) & (more - less > 5.6) if share is None else counts
     tl.store(at + _SURE, tl.max(tl.where(sure, 1.0, 0.0), 0))
 
 
@@ -280,8 +301,8 @@ def near_top(most):
 @triton.jit(do_not_specialize=["m", "n", "programs"])
 def epilogue_scales(
     peaks, plan, scale, bias, upstream, m, n, programs,
-    row_negative, row_positive, row_weight, row_target,
-    column_negative, column_positive, column_weight, column_target,
+    row_negative, row_positive, row_weight, row_target, row_share,
+    column_negative, column_positive, column_weight, column_target, column_share,
     row_vectors, column_vectors,
     MATCHED: tl.constexpr, HALF: tl.constexpr, EXACT: tl.constexpr, LANES: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
@@ -303,11 +324,11 @@ def epilogue_scales(
         tl.store(plan + CERTAIN, _peak(peaks, programs, _SURE, False, BLOCK))
     row_programs = tl.cdiv(m, LANES)
     if program < row_programs:
-        row = row_negative, row_positive, row_weight, row_target, upstream
+        row = row_negative, row_positive, row_weight, row_target, row_share, upstream
         _scale_side(reference, factor, scale, bias, program, m, row, row_vectors, MATCHED, LANES)
     elif column_negative is not None:
         program -= row_programs
-        column = column_negative, column_positive, column_weight, column_target, upstream
+        column = column_negative, column_positive, column_weight, column_target, column_share, upstream
         _scale_side(reference, factor, scale, bias, program, n, column, column_vectors, MATCHED, LANES)
 
 
@@ -315,7 +336,7 @@ def epilogue_scales(
 def _scale_side(
     reference, factor, scale, bias, program, length, side, vectors, MATCHED: tl.constexpr, LANES: tl.constexpr
 ):
-    negative, positive, weight, target, upstream = side
+    negative, positive, weight, target, share, upstream = side
     i = program.to(tl.int64) * LANES + tl.arange(0, LANES)
     inside = i < length
     to, step = vectors + i, length.to(tl.int64)
@@ -324,7 +345,7 @@ def _scale_side(
     silent = w == 0.0
     less = tl.load(negative + i, mask=inside, other=0.0)
     more = tl.load(positive + i, mask=inside, other=0.0)
-    log = (log_add(less, more) - shift) * orders
+    log = (_lse(less, more, share) - shift) * orders
     # infinite logits have no softmax
     log = tl.where(silent, 0.0, tl.where(log < float("inf"), log, float("nan")))
     high, low = split(log)
@@ -340,4 +361,5 @@ def _scale_side(
         tl.store(to + POSITIVE_LOG * step, high, mask=inside)
         tl.store(to + POSITIVE_WEIGHT * step, (w * rounding).to(tl.float32), mask=inside)
         tl.store(to + POSITIVE_TARGET * step, (t / rounding).to(tl.float32), mask=inside)
-        tl.store(to + NEGATIVE_WEIGHT * step, (w * rounding * sigmoid(less - more)).to(tl.float32), mask=inside)
+        r = _share(less, more, share, i, inside)
+        tl.store(to + NEGATIVE_WEIGHT * step, (w * rounding * r).to(tl.float32), mask=inside)

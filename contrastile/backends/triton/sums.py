@@ -69,7 +69,7 @@ def sum_nll(
 ):  # fmt: skip
     """``sum of w_i loss_i`` over TIMES times BLOCK rows, and columns after them, to out (programs,).
 
-    The sum is float64, and rounded as it is written: see ``nll.weighted_nll``. column_*: (n,), or None with n = 0.
+    The sum is float64, and rounded as it is written: see ``objectives.SOFTMAX``. column_*: (n,), or None, n = 0.
     """
     row = row_negative, row_positive, row_sum, row_weight, row_target
     column = column_negative, column_positive, column_sum, column_weight, column_target
@@ -93,7 +93,7 @@ def _weighted_nll(side, i, length):
     less = tl.load(negative + i, mask=inside, other=0.0)
     more = tl.load(positive + i, mask=inside, other=0.0)
     s = tl.load(positive_sum + i, mask=inside, other=0.0)
-    # 1 / n as it was before it was rounded: see ``nll.reciprocal_of_count``
+    # 1 / n as it was before it was rounded: see ``objectives.reciprocal_of_count``
     t = tl.where(t == 0.0, 0.0, 1.0 / tl.floor(1.0 / tl.where(t == 0.0, 1.0, t) + 0.5))
     # NaN stays: the comparison is false for it
     spread = more - t * s

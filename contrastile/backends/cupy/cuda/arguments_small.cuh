@@ -130,11 +130,14 @@ struct FoldSigmoidArguments {
 };
 
 // The weights of one side of the loss; all null for a loss of one direction. Log-sum-exps in nats, with the bias.
+//
+// Of a loss with bars, `share` stands for e^N / (e^N + e^P), and negative_lse is L: see bars.normalised.
 struct WeightSide {
     const double* negative_lse;
     const double* positive_lse;
     const float* weight;
     const float* target;
+    const double* share;  // or null
 };
 
 // weight_bounds: blocks ceil(m / LANES) + (two-sided ? ceil(n / LANES) : 0), 256 threads.

@@ -42,6 +42,11 @@ __device__ __forceinline__ double share_of_negatives(double gap) {
     return power / (1.0 + power);
 }
 
+// The same of element i, or what comes instead.
+__device__ __forceinline__ double share_of(const WeightSide& side, long long i, double gap) {
+    return side.share == nullptr ? share_of_negatives(gap) : side.share[i];
+}
+
 __device__ __forceinline__ float low_part(double x, float high) {
     return fabsf(high) < infinity() ? static_cast<float>(x - high) : 0.0f;
 }
@@ -56,7 +61,7 @@ __device__ __forceinline__ void write_scales(const Plan& plan, const EpilogueSca
     const float w = side.weight[i] * upstream, scaled = w * plan.gradient_scale;
     const double negatives = (side.negative_lse[i] - plan.bias) * LOG2E;
     const double positives = (side.positive_lse[i] - plan.bias) * LOG2E;
-    const double exact = merge(negatives, positives);
+    const double exact = side.share == nullptr ? merge(negatives, positives) : negatives;
     // whatever the logit, 2^(x - inf) is 0: a silent row, or one that admits nothing, gives nothing
     const bool silent = scaled == 0.0f || exact == -infinity();
     // infinite logits have no softmax
@@ -72,7 +77,7 @@ __device__ __forceinline__ void write_scales(const Plan& plan, const EpilogueSca
     const float high = static_cast<float>(positives);
     reinterpret_cast<float4*>(out + 4 * length)[i] =
         make_float4(high, low_part(positives, high), scaled,
-                    static_cast<float>(scaled * share_of_negatives(negatives - positives)));
+                    static_cast<float>(scaled * share_of(side, i, negatives - positives)));
 }
 
 // One side's part of G of a positive by index: w ((q - t) - q s) with q = e^(x - P) and s = e^N / (e^N + e^P). Of the only
@@ -81,7 +86,7 @@ __device__ __forceinline__ double entry_part(const WeightSide& side, long long i
     const float w = side.weight == nullptr ? 0.0f : side.weight[i] * upstream;
     if (w == 0.0f) return 0.0;
     const double positives = side.positive_lse[i], q = exp(logit - positives);
-    const double share = share_of_negatives((side.negative_lse[i] - positives) * LOG2E);
+    const double share = share_of(side, i, (side.negative_lse[i] - positives) * LOG2E);
     return w * ((q - side.target[i]) - q * share);
 }
 

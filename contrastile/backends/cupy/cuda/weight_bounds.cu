@@ -31,15 +31,17 @@ extern "C" __global__ void __launch_bounds__(256) weight_bounds(const __grid_con
         const float negatives = static_cast<float>((side.negative_lse[i] - bias) * LOG2E);
         const float positives = static_cast<float>((side.positive_lse[i] - bias) * LOG2E);
         const float shift = finite_or_zero(fmaxf(negatives, positives));
-        const float log = shift + log2f(exp2f(negatives - shift) + exp2f(positives - shift));
-        const float bound = w * (1.0f + fabsf(target));
+        const bool bars = side.share != nullptr;
+        const float log = bars ? negatives : shift + log2f(exp2f(negatives - shift) + exp2f(positives - shift));
+        // |q (1 - share) - t|: no bar is more than w
+        const float bound = w * ((bars ? 2.0f : 1.0f) + fabsf(target));
         // what admits nothing has no pair that could overflow; NaN compares false and counts as infinite
         peaks[1] = fmaxf(peaks[1], log < infinity() ? log : infinity());
         peaks[3] = fmaxf(peaks[3], bound < infinity() ? bound : infinity());
         if (w != 0.0f) {
             peaks[0] = fmaxf(peaks[0], log > -infinity() ? -log : infinity());
             peaks[2] = fmaxf(peaks[2], -w);
-            if (is_certain(negatives, positives, target)) peaks[4] = 1.0f;
+            if (bars || is_certain(negatives, positives, target)) peaks[4] = 1.0f;
         }
     }
     block_largest(peaks);

@@ -1,0 +1,59 @@
+"""Bars of an objective, and the forms in which backends take them, over any ``arrays.ArrayLibrary``."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from typing import Any
+
+from contrastile.backends.contract import Array, Bars, SideWeights
+from contrastile.backends.objectives import OBJECTIVES, SOFTMAX, Objective
+
+
+def _weighted(objective: Objective, arrays: Any, n: Array, p: Array, weight: Array) -> Bars:
+    """The bars of ``sum_i w_i value_i``; 0 where the weight is."""
+    weight = arrays.cast(weight, "float64")
+    return Bars(*(arrays.where(weight == 0, 0.0, weight * bar) for bar in objective.bars(arrays, n, p)))
+
+
+def side_weights(kind: str, arrays: Any, lses: Sequence[Array], weight: Array, target: Array) -> SideWeights:
+    """What ``gradients`` is to know of one side, of which these are N and P."""
+    n, p = lses
+    bars = None if kind == "softmax" else _weighted(OBJECTIVES[kind], arrays, n, p, weight)
+    return SideWeights(n, p, weight, target, bars)
+
+
+def bars_of(arrays: Any, side: SideWeights) -> Bars:
+    """The bars of a side, formed of its weights where it has none."""
+    if side.bars is not None:
+        return side.bars
+    return _weighted(SOFTMAX, arrays, *side[:3])
+
+
+FAR = 1000.0
+"""Nats below which nothing is left of an exponential, also in float64."""
+
+
+def normalised(arrays: Any, side: SideWeights, dtype: str) -> tuple[SideWeights, Array]:
+    """A side with bars in the form of kernels that take L, w and t, and the share r of negatives, float64.
+
+    ``G = w exp(x - L)`` on pairs that are not positive and ``w ((q - t) - q r)`` on positives; L comes instead of N.
+    Of "softmax" these are u, L, t and sigmoid(N - P). No bar is larger than w, so that no logit is above L; w and t are
+    what ``dtype`` holds, and L and r make good what rounding takes from them.
+    """
+    assert side.bars is not None
+    xp, (negative, positive, spread) = arrays.module, side.bars
+    size = xp.maximum(xp.maximum(abs(negative), abs(positive)), abs(spread))
+    weight = arrays.cast(xp.copysign(size, negative), dtype)
+    w = arrays.cast(weight, "float64")
+    # a silent row divides by 1
+    w = arrays.where(w == 0, 1.0, w)
+    t = arrays.cast(side.target, "float64")
+    target = arrays.cast(t * (spread / w), dtype)
+    # the bar by D that the rounded target stands for
+    whole = arrays.where(t == 0, spread / w, arrays.cast(target, "float64") / arrays.where(t == 0, 1.0, t))
+    below = xp.log(negative / w)
+    lse = side.negative_lse - arrays.where(below < -FAR, -FAR, below)
+    # where there are no negatives, any L is right that is no infinity
+    lse = arrays.where(side.negative_lse == -math.inf, side.positive_lse, lse)
+    return SideWeights(lse, side.positive_lse, weight, target), (1.0 - whole) - positive / w

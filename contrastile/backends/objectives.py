@@ -1,0 +1,90 @@
+"""Losses of one side as functions of its statistics, with their bars, over any ``arrays.ArrayLibrary``.
+
+An ``Objective`` is a value and its derivatives, each O(m) in float64; all below hands statistics up and bars down, and
+knows no loss. Another loss of this kind is one more ``Objective``. The cross entropy alone has a fused form besides:
+``ArrayLibrary.loss``, and kernels that form its bars where they need them.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+Array = Any
+
+
+@dataclass(frozen=True, slots=True)
+class Objective:
+    """A loss of one row, or column, from ``N``, ``P`` and ``D``: see ``contract.Bars``.
+
+    D enters it linearly, as it does in every loss that is known: no bar depends on it, and it need not be saved.
+
+    Attributes:
+        value: ``value(arrays, n, p, d)``, (m,).
+        unpaired: ``unpaired(arrays, n, p)``, the value of a row without a positive, or with a target of 0.
+        bars: ``bars(arrays, n, p)``, its derivatives, (m,) each; one may be a number.
+    """
+
+    value: Callable[[Any, Array, Array, Array], Array]
+    unpaired: Callable[[Any, Array, Array], Array]
+    bars: Callable[[Any, Array, Array], Sequence[Any]]
+
+    def total(
+        self, arrays: Any, negative_lse: Array, positive_lse: Array, positive_sum: Array, weight: Array, target: Array
+    ) -> Array:
+        """``sum_i w_i value_i`` in float64, 0-d: N, P and S of ``contract.SideStatistics``, with ``D = P - t S``."""
+        n, p = negative_lse, positive_lse
+        s, weight = arrays.cast(positive_sum, "float64"), arrays.cast(weight, "float64")
+        # of lone positives P - t S is nothing
+        target = arrays.cast(target, "float64") if p is positive_sum else reciprocal_of_count(arrays, target)
+        # a log-sum-exp is never below a mean of its own terms: rounding that says so is projected back
+        spread = arrays.maximum(p - target * s, 0.0)
+        # a positive whose logit is -inf is no missing one
+        missing = (target == 0) | ((p == -math.inf) & (s == 0))
+        # 0 x target: a target of NaN is how a bad positive comes through where values cannot be read
+        value = arrays.where(missing, self.unpaired(arrays, n, p) + 0.0 * target, self.value(arrays, n, p, spread))
+        # a weight of 0 silences a row that admits nothing, whose log-sum-exp is -inf
+        return arrays.total(arrays.where(weight == 0, 0.0, weight * value))
+
+
+def _softmax_bars(arrays: Any, n: Array, p: Array) -> Sequence[Any]:
+    # the probability of all negatives, with all its digits
+    negatives = arrays.module.exp(-arrays.softplus(p - n))
+    return negatives, -negatives, 1.0
+
+
+SOFTMAX = Objective(
+    value=lambda arrays, n, p, d: arrays.softplus(n - p) + d,
+    unpaired=lambda arrays, n, p: arrays.merge(n, p),
+    bars=_softmax_bars,
+)
+"""The cross entropy ``L - t S``, with N, P and S: a row that is certain of its one positive has it to all digits."""
+
+OBJECTIVES = {"softmax": SOFTMAX}
+"""The losses by their names, which ``Problem.kind`` gives."""
+
+
+def loss(kind: str, arrays: Any, dtype: str, sides: Sequence[Sequence[Array]]) -> Array:
+    """The loss of one or two sides, each N, P, S, weights and targets; 0-d, rounded once to ``dtype``."""
+    if kind == "softmax":
+        return arrays.loss(dtype, *sides)
+    return added(arrays, [OBJECTIVES[kind].total(arrays, *side) for side in sides], dtype)
+
+
+def added(arrays: Any, losses: Sequence[Array], dtype: str) -> Array:
+    """The sum of one or two losses in float64, rounded once to ``dtype``."""
+    if len(losses) == 1:
+        return arrays.cast(losses[0], dtype)
+    out = arrays.empty((), dtype, losses[0])
+    arrays.add(*losses, out)
+    return out
+
+
+def reciprocal_of_count(arrays: Any, target: Array) -> Array:
+    """Targets 1 / n as they were before they were rounded, in float64; 0 stays 0, and NaN stays NaN.
+
+    ``P - t S`` is small beside P where positives have large logits: what t has lost there would be lost at P's size.
+    """
+    return 1.0 / (1.0 / arrays.cast(target, "float64")).round()
