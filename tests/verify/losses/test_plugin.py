@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from contrastile.verify.losses.plugin import read_skips
+from contrastile.verify.plugin import read_skips
 
 PACKAGE = Path(__file__).parents[3]
 KERNELS = """
