@@ -26,7 +26,7 @@ from contrastile.verify.truth import Outcome, truth
 
 CASE = "calls"
 _REPEATS = 3
-_MANY = 64
+_MANY = 24
 """Calls after which a leak of one object a call is told from what a process takes once."""
 
 

@@ -29,6 +29,7 @@ from contrastile.verify.worlds import Threads, World
 QUICK_CASES = (
     *("smoke", "ragged", "hot", "all-negative", "ids-drop@far", "labels", "blocks", "sigmoid-ids"),
     *("aliases", "batch-doubling", "peak-memory", "drawn", "front-door", "mistakes", "sharded"),
+    *(f"public-losses:{interface}, calls" for interface in ("the function", "value_and_grad", "nn", "cached_step")),
 )
 QUICK_DTYPES = ("float32", "bfloat16")
 QUICK_EXAMPLES = 20
@@ -116,8 +117,8 @@ def settle(options: argparse.Namespace) -> list[str]:
         raise CannotRunError(f"--objective must be given with --loss, got {given.objective} alone")
     left_out = []
     if given.quick and given.case is None:
-        given.case = [name for name in QUICK_CASES if name in every]
-        left_out.append(f"{len(every) - len(given.case)} cases")
+        given.case = [name for name in QUICK_CASES if name.partition(":")[0] in every]
+        left_out.append(f"{len({*every} - {*given.case})} cases")
     if (given.quick or ranks) and given.dtype is None:
         given.dtype = list(QUICK_DTYPES)
         left_out += [dtype for dtype in DTYPES if dtype not in QUICK_DTYPES]

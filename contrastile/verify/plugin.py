@@ -70,13 +70,13 @@ class Checks(pytest.Directory):
         with _watched(self.config, loading_limit(options)):
             for number, check in enumerate(Selected(options, threads(options), lambda: _printed(self.config)).checks()):
                 seconds = limit(options, check.device)
-                yield CheckItem.from_parent(self, name=check.name, check=check, number=number, deadline=seconds)
+                yield CheckItem.from_parent(self, name=check.name(), check=check, number=number, deadline=seconds)
 
-    def repr_failure(self, excinfo: pytest.ExceptionInfo[BaseException], style: Any = None) -> Any:
+    def repr_failure(self, excinfo: pytest.ExceptionInfo[BaseException]) -> Any:  # type: ignore[override]
         """The one line that says why they cannot run."""
         if isinstance(excinfo.value, CannotRunError | WorldError):
             return str(excinfo.value)
-        return super().repr_failure(excinfo, style)
+        return super().repr_failure(excinfo)
 
 
 class CheckItem(pytest.Item):
@@ -251,7 +251,7 @@ class LossFile(pytest.File):
             loss = Loss.of(target)
             short = name or loss.name.rpartition(":")[2]
             for check in LossSelection([loss]).checks():
-                test = check.name.replace(loss.name, short, 1)
+                test = check.name().replace(loss.name, short, 1)
                 matching = [skip for skip in skips if fnmatchcase(test, skip.pattern)]
                 for skip in matching:
                     skip.used = True

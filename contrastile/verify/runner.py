@@ -80,7 +80,6 @@ class Check:
     device: str = "cpu"
     world: int = 1
 
-    @property
     def name(self) -> str:
         """Backend, case, property and dtype in one."""
         words = [self.backend, self.case, self.property, self.dtype.replace("/", "-")]
@@ -153,7 +152,7 @@ class Run:
         for number, check in enumerate(self.selection.checks(), 1):
             row, failure = check.run()
             self.failures += [] if failure is None else [failure]
-            self.progress(number, total, check.name)
+            self.progress(number, total, check.name())
             yield row
 
 

@@ -172,6 +172,8 @@ def _environment(jobs: int) -> Iterator[None]:
     for name in ("PYTEST_ADDOPTS", "PYTEST_PLUGINS"):
         os.environ.pop(name, None)
     os.environ["PYTEST_DISABLE_PLUGIN_AUTOLOAD"] = "1"
+    # a thread that spins while it waits takes the core from one that computes
+    os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
     for name in ("OPENBLAS_NUM_THREADS", "MKL_NUM_THREADS") if jobs > 1 else ():
         os.environ.setdefault(name, "1")
     try:

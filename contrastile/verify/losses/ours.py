@@ -24,6 +24,8 @@ _ARRAYS = (
 )
 _AUTOGRAD = ("value", "upstream", "leaves", "retained", "autocast", "settings")
 _ONCE = ("repeats", "leaks", "sizes")
+_EVERY_DTYPE = ("value", "upstream", "leaves", "autocast", "numbers", "inputs-kept", "strided")
+"""The properties that a dtype may change; the others hold in float32, and then in every dtype."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -121,6 +123,11 @@ def dispatched(loss: Target, settings: dict[str, Any]) -> Target:
     from torch.utils._python_dispatch import TorchDispatchMode
 
     class Seen(TorchDispatchMode):  # type: ignore[no-untyped-call]
+        @classmethod
+        def _should_skip_dynamo(cls) -> bool:
+            # to be skipped, torch imports its compiler, for seconds
+            return False
+
         def __torch_dispatch__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
             return function(*args, **(kwargs or {}))
 
@@ -407,11 +414,11 @@ def interfaces(subject: Subject, objective: str) -> Iterator[tuple[Interface, Lo
             if each.objectives is not None and objective not in each.objectives:
                 continue
             # the function by autograd has what is costly, or value_and_grad where there is no autograd
-            more: tuple[str, ...] = once if each.properties else ()
+            held = (*each.properties, *(once if each.properties else ()))
             once = () if each.properties else once
-            more = more if whole else tuple(x for x in more if x == "sizes")
             name = each.name if of == library else f"{each.name} of NumPy arrays"
-            yield each, of_interface(each, objective, subject, of, name), (*each.properties, *more)
+            held = held if whole else tuple(x for x in held if x in _EVERY_DTYPE)
+            yield each, of_interface(each, objective, subject, of, name), held
 
 
 def of_interface(each: Interface, objective: str, subject: Subject, library: str, name: str, **more: Any) -> Loss:
