@@ -57,11 +57,12 @@ def alone(objective: str, subject: Subject, case: str) -> Comparisons:
     Raises:
         SkipError: none is asked for.
     """
-    found = 0
-    for found, each in enumerate(_alone(objective, subject, case), 1):
-        yield each
-    if not found:
+    found = _alone(objective, subject, case)
+    first = next(found, None)
+    if first is None:
         raise SkipError(f"it has no {case.partition(':')[2]!r}")
+    yield first
+    yield from found
 
 
 def _alone(objective: str, subject: Subject, case: str) -> Comparisons:

@@ -22,7 +22,9 @@ def training(subject: Subject, case: str) -> Comparisons:
     if subject.backend.arrays.name != "torch" or subject.label != "float32":
         raise SkipError("in float32 of torch tensors alone")
     asked = case.partition(":")[2]
-    checks = [x for x in (_numbers, _distances, _steps, _learning, _refusals, _weights, _metrics) if asked in x.__name__]
+    checks = [
+        x for x in (_numbers, _distances, _steps, _learning, _refusals, _weights, _metrics) if asked in x.__name__
+    ]
     if not checks:
         raise SkipError(f"it has no {asked!r}")
     for check in checks:

@@ -24,7 +24,7 @@ _ARRAYS = (
 )
 _AUTOGRAD = ("value", "upstream", "leaves", "retained", "autocast", "settings")
 _ONCE = ("repeats", "leaks", "sizes")
-_EVERY_DTYPE = ("value", "upstream", "leaves", "autocast", "numbers", "inputs-kept", "strided")
+_EVERY_DTYPE = ("value", "upstream", "autocast", "numbers", "inputs-kept", "strided")
 """The properties that a dtype may change; the others hold in float32, and then in every dtype."""
 
 
@@ -309,7 +309,7 @@ def _distance(factor: Any) -> Target:
             return self.factor * (f @ g.T)
 
     phi = Phi()
-    return lambda *given: (training.deep_distance(phi, _CHUNK)(*given), phi.factor)
+    return lambda *given: (training.deep_distance(phi, _BLOCK)(*given), phi.factor)
 
 
 def distance(loss: Target, settings: dict[str, Any]) -> Target:
@@ -402,7 +402,7 @@ def interfaces(subject: Subject, objective: str) -> Iterator[tuple[Interface, Lo
     """The interfaces of a public loss, as losses with the properties that each is held to."""
     library, whole = subject.backend.arrays.name, subject.label == "float32"
     groups: list[tuple[str, Sequence[Interface]]] = [(library, OF_ARRAYS)]
-    if library != "numpy" and subject.device == "cpu" and subject.dtype != "bfloat16":
+    if library != "numpy" and subject.device == "cpu" and whole:
         groups.append(("numpy", OF_ARRAYS))
     if library == "torch":
         groups.append((library, OF_TENSORS))
@@ -412,6 +412,9 @@ def interfaces(subject: Subject, objective: str) -> Iterator[tuple[Interface, Lo
     for of, group in reversed(groups):
         for each in group:
             if each.objectives is not None and objective not in each.objectives:
+                continue
+            if each.make is dispatched and not whole:
+                # it passes any dtype on; at its first call torch imports its compiler, for seconds
                 continue
             # the function by autograd has what is costly, or value_and_grad where there is no autograd
             held = (*each.properties, *(once if each.properties else ()))
