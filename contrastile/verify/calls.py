@@ -26,7 +26,7 @@ from contrastile.verify.truth import Outcome, truth
 
 CASE = "calls"
 _REPEATS = 3
-_MANY = 24
+_MANY = 64
 """Calls after which a leak of one object a call is told from what a process takes once."""
 
 
@@ -125,7 +125,7 @@ def _turned(step: Step) -> Worst:
 def _held(step: Step) -> int:
     """The objects that are more after some calls: the fewest of several rounds, for what leaks does so in each."""
     found = []
-    for _ in range(1 + _REPEATS):
+    for _ in range(_REPEATS):
         gc.collect()
         before = sys.getallocatedblocks()
         for _ in range(_MANY):
