@@ -31,6 +31,8 @@ EXTRAS = {
     "triton": ("triton", "fused GPU kernels"),
     "cupy": ("cupy", "CUDA C++ kernels without torch"),
     "mpi4py": ("mpi", "many processes over MPI"),
+    "pytest": ("verify", "the checks of contrastile verify"),
+    "xdist": ("verify", "the processes of contrastile verify (pytest-xdist)"),
     "hypothesis": ("verify", "drawn problems in contrastile verify"),
     "rich": ("verify", "tables and progress bars"),
     "matplotlib": ("verify", "contrastile bench --plot"),

@@ -125,7 +125,7 @@ def _turned(step: Step) -> Worst:
 def _held(step: Step) -> int:
     """The objects that are more after some calls: the fewest of several rounds, for what leaks does so in each."""
     found = []
-    for _ in range(1 + _REPEATS):
+    for _ in range(_REPEATS):
         gc.collect()
         before = sys.getallocatedblocks()
         for _ in range(_MANY):

@@ -3,17 +3,12 @@
 from __future__ import annotations
 
 import argparse
-import math
 import sys
 import time
-from collections.abc import Callable, Iterator
-from dataclasses import replace
+from collections.abc import Iterator
 from pathlib import Path
-from typing import Any
 
 from contrastile.backends import registry
-from contrastile.backends.arrays import FLOATS
-from contrastile.backends.contract import PRECISIONS
 from contrastile.environment import environment
 from contrastile.reporting import (
     COULD_NOT_RUN,
@@ -27,83 +22,28 @@ from contrastile.reporting import (
     write_json,
     write_text,
 )
-from contrastile.verify import cases, launched, page, public, report, sharded, strategies, worker
+from contrastile.verify import cases, launched, page, report
 from contrastile.verify.distributed import DISTRIBUTED
 from contrastile.verify.execution import DTYPES
-from contrastile.verify.isolation import Isolated
 from contrastile.verify.losses import names
-from contrastile.verify.losses.claims import OBJECTIVES
+from contrastile.verify.options import OPTIONS, Selected, settle, whole
 from contrastile.verify.properties import PROPERTIES
 from contrastile.verify.runner import Failure, Row, Run
-from contrastile.verify.trial import Property
-from contrastile.verify.worker import Task
 from contrastile.verify.worlds import Threads, World, WorldError
 
 PASS, FAIL, INTERRUPTED = 0, 1, 130
 
-QUICK_CASES = (
-    *("smoke", "ragged", "hot", "all-negative", "ids-drop@far", "labels", "blocks", "sigmoid-ids"),
-    *("aliases", "batch-doubling", "peak-memory", "drawn", "front-door", "mistakes", "sharded"),
-)
-QUICK_DTYPES = ("float32", "bfloat16")
-QUICK_EXAMPLES = 20
-"""What ``--quick`` runs where the command says nothing else."""
-
-EXAMPLES, RANKS_EXAMPLES = 100, 25
-"""Problems drawn for a backend and dtype; by the ranks of a launcher, which take these dtypes where none is given."""
-
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     add = parser.add_argument
-    several: dict[str, Any] = {"action": "extend", "nargs": "+", "metavar": "NAME"}
-    add("--backend", **several, help="a backend's name, or module:attribute (default: all available)")
-    add("--loss", **several, help="a loss of yours, module:attribute, instead of a backend")
-    add("--objective", choices=OBJECTIVES, help="what --loss computes (default: what it claims, else clip_loss)")
-    add("--case", **several, help="a case's name; see --list (default: all)")
-    add("--property", **several, help="a property's name; see --list (default: all)")
-    add(
-        "--dtype",
-        action="extend",
-        nargs="+",
-        choices=FLOATS,
-        help="of the features (default: all the backend takes)",
-    )
-    add(
-        "--precision",
-        action="extend",
-        nargs="+",
-        choices=PRECISIONS,
-        help="of float32 products (default: all the backend has)",
-    )
-    add("--workspace", type=int, metavar="MIB", help="for G, of triton and cupy (default: CONTRASTILE_WORKSPACE_MIB)")
-    add(
-        "--keep",
-        type=int,
-        metavar="MIB",
-        help="of exponentials kept, of cupy and torch (default: CONTRASTILE_KEEP_MIB)",
-    )
-    add(
-        "--device",
-        default="auto",
-        choices=["auto", "cpu", "cuda"],
-        help="where to run (default: auto, the GPU for every backend that runs on one, else the CPU)",
-    )
-    add("--world", metavar="N", help="as 1..8 ranks in this process, or under a launcher as mpi or torch")
-    add(
-        "--examples",
-        type=int,
-        metavar="N",
-        help="problems to draw per backend and dtype (default: 100; mpi, torch: 25)",
-    )
-    add("--quick", action="store_true", help="a few cases in float32 and bfloat16, in seconds, where none are given")
-    add("--deadline", type=float, metavar="SECONDS", help="time limit of one check (default: 120, on a GPU 600)")
+    for name, how in OPTIONS.items():
+        add(f"--{name}", **how)
     add(
         "--jobs",
         type=int,
         metavar="N",
         help="processes at a time (default: 2 for all cases on 2 cores or more, else 1)",
     )
-    add("--seed", type=int, default=0, metavar="S", help="seed of everything random (default: 0)")
     add("--json", type=Path, metavar="FILE", help="write the verdict, the environment and every row to FILE")
     add(
         "--report",
@@ -128,30 +68,12 @@ def main(args: argparse.Namespace) -> int:
         if args.list:
             print(listing())
             return PASS
-        args.left_out = _select(args)
         with launched.opened(args.world, args.device) as world:
-            _require_writable(args, world)
-            return _isolated(args, world) if world is None or isinstance(world, Threads) else _launched(args, world)
+            return _run(args, world) if world is None or isinstance(world, Threads) else _launched(args, world)
     except (CannotRunError, WorldError) as error:
         return cannot_run("verify", error)
     except KeyboardInterrupt:
         return _interrupted("interrupted")
-
-
-def _select(args: argparse.Namespace) -> list[str]:
-    """Fill in what the command leaves open. Returns what ``--quick``, or a launcher's ranks, leave untested."""
-    ranks = args.world in ("mpi", "torch")
-    every = list(names.CASES) if args.loss else _case_names(PROPERTIES if args.world is None else DISTRIBUTED)
-    left_out = []
-    if args.quick and args.case is None:
-        args.case = [name for name in QUICK_CASES if name in every]
-        left_out.append(f"{len(every) - len(args.case)} cases")
-    if (args.quick or ranks) and args.dtype is None:
-        args.dtype = list(QUICK_DTYPES)
-        left_out += [dtype for dtype in DTYPES if dtype not in QUICK_DTYPES]
-    if args.examples is None:
-        args.examples = QUICK_EXAMPLES if args.quick else RANKS_EXAMPLES if ranks else EXAMPLES
-    return [f"{', '.join(left_out)} ({'--quick' if args.quick else 'give --dtype'})"] if left_out else []
 
 
 def _interrupted(line: str) -> int:
@@ -181,23 +103,28 @@ def _require_writable(args: argparse.Namespace, world: World | None) -> None:
         raise CannotRunError(reason)
 
 
+def _run(args: argparse.Namespace, world: World | None) -> int:
+    args.left_out = settle(args)
+    if not args.quiet:
+        require_packages("rich")
+    _require_writable(args, world)
+    return _isolated(args, world) if world is None or isinstance(world, Threads) else _in_this_process(args, world)
+
+
 def _isolated(args: argparse.Namespace, world: Threads | None) -> int:
-    """Run in a child process, so that a backend that crashes ends the child alone."""
-    task = _task(args, world)
-    if args.deadline is not None and not 0 < args.deadline < math.inf:
-        raise CannotRunError(f"--deadline must be a number of seconds above 0, got {args.deadline:g}")
-    rows: list[Row] = []
+    """Run on workers of pytest, so that a backend that crashes ends its worker alone."""
+    require_packages("pytest", "xdist")
+    from contrastile.verify.session import Session
+
     with progress(shown=not args.quiet) as advance:
-        run = Isolated(task, args.deadline, advance, _jobs(args))
-        try:
-            rows.extend(_until_failure(run.rows()) if args.fail_fast else run.rows())
-        except KeyboardInterrupt:
-            run.interrupted = True
+        run = Session(args, _jobs(args), advance)
+        rows, failures = run.run(fail_fast=args.fail_fast)
     if not run.interrupted:
-        return _verdict(args, rows, run.failures)
-    line = f"interrupted after {run.done} of {run.total or '?'} checks"
-    rows.append(worker.whole("the rest", "untested", line))
-    _verdict(args, rows, run.failures)
+        return _verdict(args, rows, failures)
+    line = f"interrupted after {len(rows)} of {run.total or '?'} checks"
+    rest = whole("the rest", lambda: iter(()), 1 if world is None else world.size)
+    rows.append(rest.row("untested", reason=line))
+    _verdict(args, rows, failures)
     return _interrupted(line)
 
 
@@ -213,7 +140,7 @@ def _jobs(args: argparse.Namespace) -> int:
 def _launched(args: argparse.Namespace, world: World) -> int:
     """Run in every process of a launcher: the leader prints, and all return its exit code."""
     try:
-        code = _in_this_process(args, world)
+        code = _run(args, world)
     except CannotRunError as error:
         code = cannot_run("verify", error) if world.leads else COULD_NOT_RUN
     # exit together: a launcher that sees one process fail may end the others in the middle of a line
@@ -221,51 +148,10 @@ def _launched(args: argparse.Namespace, world: World) -> int:
 
 
 def _in_this_process(args: argparse.Namespace, world: World) -> int:
-    task = _task(args, world)
-    worker.require_device(task.device)
-    loaded = dict(worker.load(task.backends))
-    rows = [
-        worker.whole(name, "skip", reason, world.size) for name, reason in loaded.items() if isinstance(reason, str)
-    ]
-    backends = {name: backend for name, backend in loaded.items() if not isinstance(backend, str)}
     with progress(shown=world.leads and not args.quiet) as advance:
-        run = Run(
-            replace(task.selection(backends, gpu=launched.on_gpus(args.world, args.device)), world=world), advance
-        )
-        rows += _until_failure(run.rows()) if args.fail_fast else run.rows()
+        run = Run(Selected(args, world), advance)
+        rows = list(_until_failure(run.rows()) if args.fail_fast else run.rows())
     return _verdict(args, rows, run.failures, leads=world.leads)
-
-
-def _task(args: argparse.Namespace, world: World | None) -> Task:
-    at_least("examples", args.examples, 1)
-    at_least("seed", args.seed, 0)
-    at_least("workspace", args.workspace or 0, 0)
-    at_least("keep", args.keep or 0, 0)
-    known = PROPERTIES if world is None else DISTRIBUTED
-    case_names, property_names = _case_names(known), list(known)
-    if args.loss:
-        if args.backend or world is not None:
-            raise CannotRunError("--loss must be given without --backend and --world: run them apart")
-        case_names, property_names = list(names.CASES), list(names.PROPERTIES)
-    elif args.objective:
-        raise CannotRunError(f"--objective must be given with --loss, got {args.objective} alone")
-    task = Task(
-        backends=args.backend,
-        losses=args.loss,
-        objective=args.objective,
-        cases=_known("case", args.case, case_names),
-        properties=_known("property", args.property, property_names),
-        dtypes=tuple(args.dtype or DTYPES),
-        precisions=args.precision,
-        workspace=args.workspace,
-        keep=args.keep,
-        device=args.device,
-        examples=args.examples,
-        seed=args.seed,
-        ranks=None if world is None else world.size,
-    )
-    _require(task, quiet=args.quiet)
-    return task
 
 
 def _verdict(args: argparse.Namespace, rows: list[Row], failures: list[Failure], *, leads: bool = True) -> int:
@@ -290,47 +176,3 @@ def _until_failure(rows: Iterator[Row]) -> Iterator[Row]:
         yield row
         if row["status"] == "fail":
             return
-
-
-def _case_names(known: dict[str, Property]) -> list[str]:
-    return [*cases.names(), *dict.fromkeys(p.case for p in known.values() if p.case is not None)]
-
-
-_RECIPES: dict[str, Callable[[str], object]] = {
-    strategies.CASE: strategies.Recipe.parse,
-    sharded.CASE: sharded.ShardedRecipe.parse,
-    **dict.fromkeys((public.CASE, public.RANKS_CASE, "ranks"), str),
-}
-
-
-def _known(what: str, given: list[str] | None, names: list[str]) -> list[str] | None:
-    """The given names, checked. A case "drawn:..." is a recipe; "wordnet" selects every "wordnet@...".
-
-    What "public-losses:", "front-door:" and "ranks:" are followed by selects the labels that begin with it.
-    """
-    if given is None:
-        return None
-    chosen: list[str] = []
-    for name in given:
-        family = name.partition(":")[0]
-        if what == "case" and ":" in name and family in _RECIPES:
-            try:
-                _RECIPES[family](name)
-            except ValueError as error:
-                raise CannotRunError(str(error)) from error
-            chosen.append(name)
-            continue
-        variants = [known for known in names if known.partition("@")[0] == name]
-        if name not in names and not variants:
-            raise CannotRunError(f"{what} must be one of {', '.join(names)}, got {name!r}")
-        chosen += [name] if name in names else variants
-    return chosen
-
-
-def _require(task: Task, *, quiet: bool) -> None:
-    """Raise before the work begins where it would need a missing package."""
-    needed, selection = [] if quiet else ["rich"], task.selection({})
-    drawn = strategies.CASE, sharded.CASE
-    if task.losses is None and any(case in selection.own_cases(each) for each in selection.chosen() for case in drawn):
-        needed.append("hypothesis")
-    require_packages(*needed)

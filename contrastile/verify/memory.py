@@ -112,7 +112,8 @@ def _poisoned_torch() -> Iterator[None]:
     fill = deterministic.fill_uninitialized_memory
     strict, warn = torch.are_deterministic_algorithms_enabled(), torch.is_deterministic_algorithms_warn_only_enabled()
     try:
-        torch.use_deterministic_algorithms(True, warn_only=True)
+        # the public function imports torch's compiler, for seconds
+        torch._C._set_deterministic_algorithms(True, warn_only=True)
         deterministic.fill_uninitialized_memory = True
         with warnings.catch_warnings():
             # about operations without a deterministic implementation, which do not matter here
@@ -120,4 +121,4 @@ def _poisoned_torch() -> Iterator[None]:
             yield
     finally:
         deterministic.fill_uninitialized_memory = fill
-        torch.use_deterministic_algorithms(strict, warn_only=warn)
+        torch._C._set_deterministic_algorithms(strict, warn_only=warn)

@@ -190,6 +190,11 @@ def _torch(found: list[int]) -> Iterator[None]:
         weakref.finalize(storage, forget, storage._cdata, size)
 
     class Storages(TorchDispatchMode):  # type: ignore[no-untyped-call]
+        @classmethod
+        def _should_skip_dynamo(cls) -> bool:
+            # to be skipped, torch imports its compiler, for seconds
+            return False
+
         def __torch_dispatch__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
             kwargs = kwargs or {}
             track([*args, *kwargs.values()], made=False)

@@ -52,14 +52,29 @@ def asked(case: str, label: str) -> bool:
 
 
 def alone(objective: str, subject: Subject, case: str) -> Comparisons:
-    """Every interface: the value and each gradient of the arguments that vary, and the properties of calls."""
+    """Every interface: the value and each gradient of the arguments that vary, and the properties of calls.
+
+    Raises:
+        SkipError: none is asked for.
+    """
+    found = _alone(objective, subject, case)
+    first = next(found, None)
+    if first is None:
+        raise SkipError(f"it has no {case.partition(':')[2]!r}")
+    yield first
+    yield from found
+
+
+def _alone(objective: str, subject: Subject, case: str) -> Comparisons:
     for each, loss, names in interfaces(subject, objective):
 
         def trial(name: str, loss: Loss = loss) -> LossTrial:
             return LossTrial(loss, build(name, subject.dtype, loss.claims, loss.facts), subject.device)
 
         for name in (CALLS, *_CASES):
-            if name != CALLS and not concerns(name, "value", None, objective):
+            # ids and labels beyond 32 bits are nothing to do with the features' dtype
+            elsewhere = name.endswith("@far") and subject.label != "float32"
+            if name != CALLS and (elsewhere or not concerns(name, "value", None, objective)):
                 continue
             if not asked(case, f"{loss.name}, {name}"):
                 continue

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 import warnings
-from collections.abc import Callable, Hashable, Iterator, Mapping
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field, replace
 from typing import NotRequired, Protocol, TypedDict
 
@@ -68,7 +68,6 @@ class Check:
         reason: what is not claimed.
         device: kind of device.
         world: the number of ranks.
-        together: equal for checks that share what one of them computes.
     """
 
     backend: str
@@ -80,7 +79,11 @@ class Check:
     reason: str = ""
     device: str = "cpu"
     world: int = 1
-    together: Hashable = None
+
+    def name(self) -> str:
+        """Backend, case, property and dtype in one."""
+        words = [self.backend, self.case, self.property, self.dtype.replace("/", "-")]
+        return "/".join([*words, *([f"{self.world}-ranks"] if self.world > 1 else [])])
 
     def row(self, status: str, ratio: float | None = None, reason: str = "", excess: float | None = None) -> Row:
         return Row(
@@ -96,6 +99,30 @@ class Check:
             reason=reason,
         )
 
+    def failed(self, reason: str) -> tuple[Row, Failure]:
+        """What there is to report where the check did not return."""
+        row = self.row("fail", math.inf, reason, math.inf)
+        return row, Failure(row, wrong(reason), "", self.rerun(self.case))
+
+    def run(self, printed: Callable[[], str] = str) -> tuple[Row, Failure | None]:
+        """Make the comparisons; whoever prints meanwhile, which ``printed`` returns, has failed."""
+        if self.compare is None:
+            return self.row(UNCLAIMED, reason=self.reason), None
+        found = worst_of(self.compare)
+        said = printed()
+        if said and found.status != "fail":
+            found = _failed(f"printed to stdout: {said!r}")
+        if found.status == "fail":
+            # a problem that was drawn is a case of its own
+            drawn = found.label.startswith(f"{self.case.partition(':')[0]}:")
+            row = self.row("fail", found.worst.ratio, found.said, found.excess)
+            return row, Failure(row, found.worst, found.label, self.rerun(found.label if drawn else self.case))
+        ratio, excess = (found.worst.ratio, found.excess) if found.status == "pass" else (None, None)
+        row = self.row(found.status, ratio, found.reason, excess)
+        if found.points:
+            row["points"] = list(found.points)
+        return row, None
+
 
 class CheckSource(Protocol):
     """What a run takes its checks from."""
@@ -107,68 +134,26 @@ class CheckSource(Protocol):
 
 @dataclass(slots=True)
 class Run:
-    """A run in progress: iterate over ``rows`` once; ``failures`` fills as it goes.
+    """Checks in this process, one after another: iterate over ``rows`` once; ``failures`` fills as it goes.
 
     Attributes:
         selection: what to run.
         progress: called with (rows done, rows in all, what was done).
         failures: the failures so far.
-        begin: called before a check with (number, rows in all, row, command); the row is the one to report if the check
-            never returns.
-        printed: returns what the backend has printed since the last call.
-        start: the number of the first row.
-        share: (k, n) runs every n-th case from the k-th on.
-        excluded: backends that are not run any more, and why.
-        total: rows in all, known from the first on.
     """
 
     selection: CheckSource
     progress: ProgressCallback = lambda done, total, what: None
     failures: list[Failure] = field(default_factory=list)
-    begin: Callable[[int, int, Row, str], None] = lambda number, total, row, command: None
-    printed: Callable[[], str] = str
-    start: int = 0
-    share: tuple[int, int] = (0, 1)
-    excluded: Mapping[str, str] = field(default_factory=dict)
-    total: int = 0
 
     def rows(self) -> Iterator[Row]:
-        for _, row in self.numbered():
+        """One row for each check."""
+        total = sum(1 for _ in self.selection.checks())
+        for number, check in enumerate(self.selection.checks(), 1):
+            row, failure = check.run()
+            self.failures += [] if failure is None else [failure]
+            self.progress(number, total, check.name())
             yield row
-
-    def numbered(self) -> Iterator[tuple[int, Row]]:
-        """The rows of this share, each with its number among all."""
-        self.total = sum(1 for _ in self.selection.checks())
-        before, place = None, -1
-        for number, check in enumerate(self.selection.checks()):
-            place += number == 0 or check.together != before
-            before = check.together
-            if number < self.start or place % self.share[1] != self.share[0]:
-                continue
-            row = self._row(number, check)
-            self.progress(number + 1, self.total, f"{row['backend']} {row['dtype']} {row['case']} {row['property']}")
-            yield number, row
-
-    def _row(self, number: int, check: Check) -> Row:
-        if check.compare is None:
-            return check.row(UNCLAIMED, reason=check.reason)
-        if check.backend in self.excluded:
-            return check.row("untested", reason=self.excluded[check.backend])
-        command = check.rerun(check.case)
-        self.begin(number, self.total, check.row("untested", reason="the check did not return"), command)
-        found = silent_worst_of(check.compare, self.printed)
-        if found.status == "fail":
-            if found.label.startswith(f"{check.case.partition(':')[0]}:"):
-                # a problem that was drawn is a case of its own
-                command = check.rerun(found.label)
-            failed = check.row("fail", found.worst.ratio, found.said, found.excess)
-            self.failures.append(Failure(failed, found.worst, found.label, command))
-            return failed
-        ratio, excess = (found.worst.ratio, found.excess) if found.status == "pass" else (None, None)
-        row = check.row(found.status, ratio, found.reason, excess)
-        if found.points:
-            row["points"] = list(found.points)
-        return row
 
 
 @dataclass(frozen=True, slots=True)
@@ -229,13 +214,4 @@ def _worst_of(check: Callable[[], Comparisons]) -> CheckResult:
         return _failed(str(error))
     except (Exception, SystemExit) as error:
         return _failed(f"raised {one_line(error)}")
-    return found
-
-
-def silent_worst_of(check: Callable[[], Comparisons], printed: Callable[[], str]) -> CheckResult:
-    """The worst of a property's comparisons; whoever prints to stdout meanwhile has failed."""
-    found = worst_of(check)
-    said = printed()
-    if said and found.status != "fail":
-        return _failed(f"printed to stdout: {said!r}")
     return found

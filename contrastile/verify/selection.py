@@ -5,7 +5,7 @@ from __future__ import annotations
 import shlex
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
-from functools import cache, partial
+from functools import lru_cache, partial
 
 from contrastile.backends.contract import PRECISIONS, Backend
 from contrastile.verify import cases, sharded, strategies
@@ -101,26 +101,27 @@ class Selection:
         return shlex.join(words)
 
     def checks(self) -> Iterator[Check]:
-        """All checks, in a fixed order; a case's truth is held only from its first check to its last."""
+        """All checks, in a fixed order; of cases, truths and trials the latest alone is held."""
         every_case, own_case = [p for p in self.chosen() if p.case is None], [p for p in self.chosen() if p.case]
         if not (every_case and self.case_names()) and not any(map(self.own_cases, own_case)):
             return
+        case = lru_cache(maxsize=1)(cases.build)
+        oracle = lru_cache(maxsize=1)(lambda name, dtype: truth(case(name, dtype).problem))
         for dtype in self.dtypes:
             subjects = []
             for subject in self.subjects(dtype):
                 refusal = _refusal(subject)
                 if refusal is None:
-                    subjects.append(subject)
+                    find = partial(oracle, dtype=dtype)
+                    trial = lru_cache(maxsize=1)(partial(_trial, subject, partial(case, dtype=dtype), find))
+                    subjects.append((subject, trial))
                 else:
                     yield self._check(subject, _WHOLE, "all", partial(_skipped, refusal))
             for name in self.case_names() if every_case else ():
-                case = cache(partial(cases.build, name, dtype))
-                oracle = cache(partial(_truth, case))
-                for subject in subjects:
-                    trial = cache(partial(_trial, subject, case, oracle))
+                for subject, trial in subjects:
                     for each in every_case:
-                        yield self._check(subject, each, name, partial(_of_a_trial, each, trial))
-            for subject in subjects:
+                        yield self._check(subject, each, name, partial(_of_a_trial, each, partial(trial, name)))
+            for subject, _ in subjects:
                 for each in own_case:
                     for name in self.own_cases(each):
                         yield self._check(subject, each, name, partial(_of_a_subject, each, subject, name))
@@ -135,16 +136,11 @@ class Selection:
             rerun=partial(self.command, subject, each),
             device=subject.device,
             world=1 if subject.world is None else subject.world.size,
-            together=(subject.dtype, case, each.name if each.case is not None else ""),
         )
 
 
-def _truth(case: Callable[[], Case]) -> Truth:
-    return truth(case().problem)
-
-
-def _trial(subject: Subject, case: Callable[[], Case], oracle: Callable[[], Truth]) -> Trial:
-    return Trial(subject, case(), oracle)
+def _trial(subject: Subject, case: Callable[[str], Case], oracle: Callable[[str], Truth], name: str) -> Trial:
+    return Trial(subject, case(name), partial(oracle, name))
 
 
 def _of_a_trial(each: Property, trial: Callable[[], Trial]) -> Comparisons:

@@ -21,7 +21,13 @@ def training(subject: Subject, case: str) -> Comparisons:
     """Chunks, replayed generators, added gradients, weights and metrics are right, and what cannot be is refused."""
     if subject.backend.arrays.name != "torch" or subject.label != "float32":
         raise SkipError("in float32 of torch tensors alone")
-    for check in (_numbers, _distances, _steps, _learning, _refusals, _weights, _metrics):
+    asked = case.partition(":")[2]
+    checks = [
+        x for x in (_numbers, _distances, _steps, _learning, _refusals, _weights, _metrics) if asked in x.__name__
+    ]
+    if not checks:
+        raise SkipError(f"it has no {asked!r}")
+    for check in checks:
         yield from ((f"{check.__name__.strip('_')}: {label}", _held(right)) for label, right in check(Batch(subject)))
 
 

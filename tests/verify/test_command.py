@@ -10,7 +10,7 @@ import pytest
 
 from contrastile.backends import registry
 from contrastile.cli import main
-from contrastile.verify import cases, command
+from contrastile.verify import cases, options
 from contrastile.verify.distributed import DISTRIBUTED
 from contrastile.verify.properties import PROPERTIES
 
@@ -95,7 +95,7 @@ def test_two_processes_find_what_one_finds_in_the_same_order(broken, tmp_path):
 def test_quick_leaves_out_what_nobody_asked_for_and_says_so(capsys):
     assert main(["verify", "--quick", "--backend", "numpy", "--property", "value", "--jobs", "1"]) == 0
     out = capsys.readouterr().out
-    count = len([name for name in command.QUICK_CASES if name in cases.names()])
+    count = len([name for name in options.QUICK_CASES if name in cases.names()])
     assert f"PASS: {count} passed, 0 failed, 0 skipped in " in out
     assert "cases, float16, float64 (--quick)" in out
     assert main([*QUICK, "--quick", "--examples", "3"]) == 0

@@ -73,18 +73,6 @@ def test_what_a_backend_does_not_take_is_skipped_with_the_reason():
     assert (row["status"], row["ratio"], row["reason"]) == ("skip", None, "runs on cpu only")
 
 
-def test_shares_are_disjoint_and_keep_a_case_together():
-    selection = Selection({"numpy": NUMPY}, ["smoke", "one-row", "one-column", "batch-doubling"], ["value", "shift"])
-    everything = list(Run(selection).numbered())
-    shares = [list(Run(selection, share=(k, 2)).numbered()) for k in range(2)]
-    assert sorted((number, row["case"]) for share in shares for number, row in share) == [
-        (number, row["case"]) for number, row in everything
-    ]
-    places = [{(row["dtype"], row["case"]) for _, row in share} for share in shares]
-    assert all(places)
-    assert not places[0] & places[1]
-
-
 @pytest.mark.parametrize(
     ("device", "gpu", "places"),
     [("auto", True, ["cuda", "cpu"]), ("auto", False, ["cpu", "cpu"]), ("cpu", True, ["cpu", "cpu"])],

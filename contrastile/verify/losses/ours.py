@@ -24,6 +24,8 @@ _ARRAYS = (
 )
 _AUTOGRAD = ("value", "upstream", "leaves", "retained", "autocast", "settings")
 _ONCE = ("repeats", "leaks", "sizes")
+_EVERY_DTYPE = ("value", "upstream", "autocast", "numbers", "inputs-kept", "strided")
+"""The properties that a dtype may change; the others hold in float32, and then in every dtype."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -121,6 +123,11 @@ def dispatched(loss: Target, settings: dict[str, Any]) -> Target:
     from torch.utils._python_dispatch import TorchDispatchMode
 
     class Seen(TorchDispatchMode):  # type: ignore[no-untyped-call]
+        @classmethod
+        def _should_skip_dynamo(cls) -> bool:
+            # to be skipped, torch imports its compiler, for seconds
+            return False
+
         def __torch_dispatch__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
             return function(*args, **(kwargs or {}))
 
@@ -302,7 +309,7 @@ def _distance(factor: Any) -> Target:
             return self.factor * (f @ g.T)
 
     phi = Phi()
-    return lambda *given: (training.deep_distance(phi, _CHUNK)(*given), phi.factor)
+    return lambda *given: (training.deep_distance(phi, _BLOCK)(*given), phi.factor)
 
 
 def distance(loss: Target, settings: dict[str, Any]) -> Target:
@@ -395,7 +402,7 @@ def interfaces(subject: Subject, objective: str) -> Iterator[tuple[Interface, Lo
     """The interfaces of a public loss, as losses with the properties that each is held to."""
     library, whole = subject.backend.arrays.name, subject.label == "float32"
     groups: list[tuple[str, Sequence[Interface]]] = [(library, OF_ARRAYS)]
-    if library != "numpy" and subject.device == "cpu" and subject.dtype != "bfloat16":
+    if library != "numpy" and subject.device == "cpu" and whole:
         groups.append(("numpy", OF_ARRAYS))
     if library == "torch":
         groups.append((library, OF_TENSORS))
@@ -406,12 +413,15 @@ def interfaces(subject: Subject, objective: str) -> Iterator[tuple[Interface, Lo
         for each in group:
             if each.objectives is not None and objective not in each.objectives:
                 continue
+            if each.make in (dispatched, functional) and not whole:
+                # they pass any dtype on; at their first call torch imports its compiler, for seconds
+                continue
             # the function by autograd has what is costly, or value_and_grad where there is no autograd
-            more: tuple[str, ...] = once if each.properties else ()
+            held = (*each.properties, *(once if each.properties else ()))
             once = () if each.properties else once
-            more = more if whole else tuple(x for x in more if x == "sizes")
             name = each.name if of == library else f"{each.name} of NumPy arrays"
-            yield each, of_interface(each, objective, subject, of, name), (*each.properties, *more)
+            held = held if whole else tuple(x for x in held if x in _EVERY_DTYPE)
+            yield each, of_interface(each, objective, subject, of, name), held
 
 
 def of_interface(each: Interface, objective: str, subject: Subject, library: str, name: str, **more: Any) -> Loss:

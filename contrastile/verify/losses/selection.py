@@ -85,9 +85,7 @@ class LossSelection:
                 continue
             for each in own:
                 held_by = partial(_held, each, loss, name, dtype, self.device)
-                yield self._check(
-                    loss, each.name, name, dtype, held_by, device=self.device, together=(loss.name, dtype, name)
-                )
+                yield self._check(loss, each.name, name, dtype, held_by, device=self.device)
 
     def _of_ranks(self, loss: Loss) -> Iterator[Check]:
         names = [name for name in ranks.SHARDS if self.cases is None or name in self.cases]

@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from contrastile.verify.losses.plugin import read_skips
+from contrastile.verify.plugin import read_skips
 
 PACKAGE = Path(__file__).parents[3]
 KERNELS = """
@@ -104,6 +104,42 @@ def test_a_line_of_skips_has_a_reason(tmp_path):
             read_skips(path)
     with pytest.raises(pytest.UsageError, match="cannot read"):
         read_skips(tmp_path / "absent.txt")
+
+
+ILL = """
+import os
+from dataclasses import replace
+from contrastile.backends.numpy import backend as sound
+
+def lse(block, columns, options):
+    if block.rows.shape[0] == 1:
+        os._exit(3)
+    return sound.lse(block, columns, options)
+
+backend = replace(sound, name="ill", lse=lse)
+"""
+
+
+def test_the_checks_of_a_backend_are_tests(tmp_path):
+    words = "--pyargs", "contrastile.verify", "--backend", "numpy", "kernels:right", "--dtype", "float64"
+    out = run(tmp_path, *words, "-k", "one-row and value", code=2)
+    assert "backend must be" in out or "must be a contrastile.backends.contract.Backend" in out
+    ill = {"ill": ILL}
+    words = "--pyargs", "contrastile.verify", "--backend", "numpy", "ill:backend", "--dtype", "float64"
+    out = run(tmp_path, *words, "-k", "one- and value", "-n", "1", "-p", "xdist", code=1, **ill)
+    # a crash is one failed test, and a worker takes its place
+    assert "5 passed" in out
+    assert "1 failed" in out
+    assert re.search(r"FAILED .*::ill:backend/one-row/value/float64 - worker .* crashed", out)
+
+
+def test_the_options_of_the_checks_are_nobody_else_s(tmp_path):
+    conftest = """
+def pytest_addoption(parser):
+    parser.addoption("--backend")
+"""
+    test = "def test_it(pytestconfig): assert pytestconfig.getoption('backend') == 'theirs'"
+    assert "1 passed" in run(tmp_path, "--backend", "theirs", conftest=conftest, test_it=test)
 
 
 def test_a_project_that_names_no_loss_imports_nothing_of_the_package(tmp_path):

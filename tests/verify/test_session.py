@@ -13,7 +13,7 @@ from pathlib import Path
 import pytest
 
 from contrastile.cli import main
-from contrastile.verify.isolation import MAX_LOST
+from contrastile.verify.session import MAX_LOST
 
 MODULE = """
 import os, signal, sys, time

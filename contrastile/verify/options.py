@@ -1,0 +1,274 @@
+"""What to verify: the options, of the command as of pytest, and the checks that they select."""
+
+from __future__ import annotations
+
+import argparse
+from collections.abc import Callable, Iterator
+from functools import partial
+from typing import Any
+
+from contrastile.backends import registry
+from contrastile.backends.arrays import FLOATS
+from contrastile.backends.contract import PRECISIONS, Backend, BackendUnavailableError
+from contrastile.environment import finds_a_gpu
+from contrastile.reporting import CannotRunError, at_least, one_line, require_packages
+from contrastile.verify import cases, launched, public, sharded, strategies
+from contrastile.verify.comparison import Comparisons, wrong
+from contrastile.verify.distributed import DISTRIBUTED
+from contrastile.verify.execution import DTYPES
+from contrastile.verify.losses import names
+from contrastile.verify.losses.claims import OBJECTIVES
+from contrastile.verify.losses.selection import LossSelection
+from contrastile.verify.losses.subject import Loss
+from contrastile.verify.properties import PROPERTIES
+from contrastile.verify.runner import Check, CheckSource
+from contrastile.verify.selection import Selection
+from contrastile.verify.trial import Property, SkipError
+from contrastile.verify.worlds import Threads, World
+
+QUICK_CASES = (
+    *("smoke", "ragged", "hot", "all-negative", "ids-drop@far", "labels", "blocks", "sigmoid-ids"),
+    *("aliases", "batch-doubling", "peak-memory", "drawn", "front-door", "mistakes", "sharded"),
+    *(f"public-losses:{interface}, calls" for interface in ("the function", "value_and_grad", "nn", "cached_step")),
+)
+QUICK_DTYPES = ("float32", "bfloat16")
+QUICK_EXAMPLES = 20
+"""What ``--quick`` runs where the command says nothing else."""
+
+EXAMPLES, RANKS_EXAMPLES = 100, 25
+"""Problems drawn for a backend and dtype; by the ranks of a launcher, which take these dtypes where none is given."""
+
+_SEVERAL: dict[str, Any] = {"action": "extend", "nargs": "+"}
+_NAMES: dict[str, Any] = {**_SEVERAL, "metavar": "NAME"}
+OPTIONS: dict[str, dict[str, Any]] = {
+    "backend": {**_NAMES, "help": "a backend's name, or module:attribute (default: all available)"},
+    "loss": {**_NAMES, "help": "a loss of yours, module:attribute, instead of a backend"},
+    "objective": {"choices": OBJECTIVES, "help": "what --loss computes (default: what it claims, else clip_loss)"},
+    "case": {**_NAMES, "help": "a case's name; see --list (default: all)"},
+    "property": {**_NAMES, "help": "a property's name; see --list (default: all)"},
+    "dtype": {**_SEVERAL, "choices": FLOATS, "help": "of the features (default: all the backend takes)"},
+    "precision": {**_SEVERAL, "choices": PRECISIONS, "help": "of float32 products (default: all the backend has)"},
+    "workspace": {
+        "type": int,
+        "metavar": "MIB",
+        "help": "for G, of triton and cupy (default: CONTRASTILE_WORKSPACE_MIB)",
+    },
+    "keep": {
+        "type": int,
+        "metavar": "MIB",
+        "help": "of exponentials kept, of cupy and torch (default: CONTRASTILE_KEEP_MIB)",
+    },
+    "device": {
+        "default": "auto",
+        "choices": ["auto", "cpu", "cuda"],
+        "help": "where to run (default: auto, the GPU for every backend that runs on one, else the CPU)",
+    },
+    "world": {"metavar": "N", "help": "as 1..8 ranks in this process, or under a launcher as mpi or torch"},
+    "examples": {
+        "type": int,
+        "metavar": "N",
+        "help": "problems to draw per backend and dtype (default: 100; mpi, torch: 25)",
+    },
+    "quick": {
+        "action": "store_true",
+        "help": "a few cases in float32 and bfloat16, in seconds, where none are given",
+    },
+    "deadline": {
+        "type": float,
+        "metavar": "SECONDS",
+        "help": "time limit of one check (default: 120, on a GPU 600)",
+    },
+    "seed": {"type": int, "default": 0, "metavar": "S", "help": "seed of everything random (default: 0)"},
+}
+"""The options that the command and pytest have, each as argparse takes it."""
+
+
+def words(options: argparse.Namespace) -> list[str]:
+    """The options, as they are given."""
+    found = []
+    for name in OPTIONS:
+        value = getattr(options, name)
+        if isinstance(value, list):
+            found += [f"--{name}", *value]
+        elif value is True:
+            found.append(f"--{name}")
+        elif value not in (None, False):
+            found.append(f"--{name}={value}")
+    return found
+
+
+def settle(options: argparse.Namespace) -> list[str]:
+    """Check the options, and fill in what they leave open.
+
+    Returns:
+        What ``--quick``, or a launcher's ranks, leave untested.
+
+    Raises:
+        CannotRunError: one of them is wrong, or needs a package that is missing.
+    """
+    given, ranks = options, options.world in ("mpi", "torch")
+    known = PROPERTIES if given.world is None else DISTRIBUTED
+    every, properties = _case_names(known), list(known)
+    if given.loss:
+        if given.backend or given.world is not None:
+            raise CannotRunError("--loss must be given without --backend and --world: run them apart")
+        every, properties = list(names.CASES), list(names.PROPERTIES)
+    elif given.objective:
+        raise CannotRunError(f"--objective must be given with --loss, got {given.objective} alone")
+    left_out = []
+    if given.quick and given.case is None:
+        given.case = [name for name in QUICK_CASES if name.partition(":")[0] in every]
+        left_out.append(f"{len({*every} - {*given.case})} cases")
+    if (given.quick or ranks) and given.dtype is None:
+        given.dtype = list(QUICK_DTYPES)
+        left_out += [dtype for dtype in DTYPES if dtype not in QUICK_DTYPES]
+    if given.examples is None:
+        given.examples = QUICK_EXAMPLES if given.quick else RANKS_EXAMPLES if ranks else EXAMPLES
+    for name, least in (("examples", 1), ("seed", 0), ("workspace", 0), ("keep", 0)):
+        at_least(name, getattr(given, name) or 0, least)
+    if given.deadline is not None and not 0 < given.deadline < float("inf"):
+        raise CannotRunError(f"--deadline must be a number of seconds above 0, got {given.deadline:g}")
+    given.case, given.property = _known("case", given.case, every), _known("property", given.property, properties)
+    selection = _selection(given, {}, Threads(1) if ranks else threads(given))
+    drawn = {strategies.CASE, sharded.CASE}
+    if not given.loss and any(case in drawn for each in selection.chosen() for case in selection.own_cases(each)):
+        require_packages("hypothesis")
+    return [f"{', '.join(left_out)} ({'--quick' if given.quick else 'give --dtype'})"] if left_out else []
+
+
+def threads(options: argparse.Namespace) -> Threads | None:
+    """The ranks of one process that ``--world`` asks for."""
+    with launched.opened(options.world, options.device) as world:
+        assert world is None or isinstance(world, Threads)
+        return world
+
+
+def _case_names(known: dict[str, Property]) -> list[str]:
+    return [*cases.names(), *dict.fromkeys(p.case for p in known.values() if p.case is not None)]
+
+
+_RECIPES: dict[str, Callable[[str], object]] = {
+    strategies.CASE: strategies.Recipe.parse,
+    sharded.CASE: sharded.ShardedRecipe.parse,
+    **dict.fromkeys((public.CASE, public.RANKS_CASE, "ranks"), str),
+}
+
+
+def _known(what: str, given: list[str] | None, names: list[str]) -> list[str] | None:
+    """The given names, checked. A case "drawn:..." is a recipe; "wordnet" selects every "wordnet@...".
+
+    What "public-losses:", "front-door:" and "ranks:" are followed by selects the labels that begin with it.
+    """
+    if given is None:
+        return None
+    chosen: list[str] = []
+    for name in given:
+        family = name.partition(":")[0]
+        if what == "case" and ":" in name and family in _RECIPES:
+            try:
+                _RECIPES[family](name)
+            except ValueError as error:
+                raise CannotRunError(str(error)) from error
+            chosen.append(name)
+            continue
+        variants = [known for known in names if known.partition("@")[0] == name]
+        if name not in names and not variants:
+            raise CannotRunError(f"{what} must be one of {', '.join(names)}, got {name!r}")
+        chosen += [name] if name in names else variants
+    return chosen
+
+
+def _selection(options: argparse.Namespace, backends: dict[str, Backend], world: World | None) -> Selection:
+    may = options.device != "cpu" and any("cuda" in backend.devices for backend in backends.values())
+    return Selection(
+        backends,
+        options.case,
+        options.property,
+        tuple(options.dtype or DTYPES),
+        options.device,
+        # looking for a GPU imports torch, which takes longer than many a check
+        may and launched.on_gpus(options.world, options.device),
+        options.examples,
+        options.seed,
+        options.precision,
+        options.workspace,
+        options.keep,
+        world,
+    )
+
+
+def _of_losses(options: argparse.Namespace) -> LossSelection:
+    losses = []
+    for name in options.loss:
+        try:
+            losses.append(Loss.of(name, objective=options.objective))
+            _ = losses[-1].arrays
+        except (TypeError, ValueError, ImportError) as error:
+            raise CannotRunError(f"loss {name!r}: {error}") from error
+    device = options.device
+    if device == "auto":
+        everywhere = all("cuda" in loss.claims.devices for loss in losses)
+        device = "cuda" if everywhere and finds_a_gpu() else "cpu"
+    return LossSelection(losses, options.case, options.property, tuple(options.dtype or DTYPES), device)
+
+
+class Selected:
+    """The checks that options select, which loads the backends or the losses.
+
+    Args:
+        options: as ``settle`` leaves them.
+        world: the ranks.
+        printed: returns what has been printed since the last call.
+
+    Raises:
+        CannotRunError: what was asked for cannot be had.
+    """
+
+    def __init__(
+        self, options: argparse.Namespace, world: World | None = None, printed: Callable[[], str] = str
+    ) -> None:
+        if options.device == "cuda" and not finds_a_gpu():
+            raise CannotRunError(
+                "--device cuda needs a GPU that torch or CuPy can use, and neither finds one; use --device cpu"
+            )
+        self._whole: list[Check] = []
+        if options.loss:
+            self._source: CheckSource = _of_losses(options)
+            # what a module prints when it is imported is no check's
+            printed()
+            return
+        ranks, backends = 1 if world is None else world.size, {}
+        for name in dict.fromkeys(options.backend or registry.names()):
+            try:
+                backends[name] = registry.load(name)
+            except BackendUnavailableError as error:
+                if options.backend:
+                    raise CannotRunError(str(error)) from error
+                self._whole.append(whole(name, partial(_unavailable, str(error)), ranks))
+            except (Exception, SystemExit) as error:
+                # importing other people's code may raise anything
+                ours = isinstance(error, ValueError | TypeError)
+                raise CannotRunError(str(error) if ours else f"backend {name!r} raised {one_line(error)}") from error
+            said = printed()
+            if said:
+                self._whole.append(whole(name, partial(_talkative, said), ranks))
+        self._source = _selection(options, backends, world)
+
+    def checks(self) -> Iterator[Check]:
+        """One for each backend that cannot run or has printed, then all others, in a fixed order."""
+        yield from self._whole
+        yield from self._source.checks()
+
+
+def whole(name: str, compare: Callable[[], Comparisons], ranks: int = 1) -> Check:
+    """A check of all of a backend."""
+    rerun = f"contrastile verify --backend {name}"
+    return Check(name, "all", "all", "all", compare, lambda case: rerun, device="all", world=ranks)
+
+
+def _unavailable(reason: str) -> Comparisons:
+    raise SkipError(reason)
+
+
+def _talkative(said: str) -> Comparisons:
+    yield "", wrong(f"printed to stdout when it was imported: {said!r}")

@@ -1,0 +1,261 @@
+"""The checks as tests of pytest: those of ``pytest --pyargs contrastile.verify``, and of the losses in a conftest.py.
+
+``contrastile verify`` runs the former on workers of pytest-xdist, see ``session``.
+"""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+import ctypes
+import faulthandler
+import json
+import os
+import sys
+import time
+from collections.abc import Iterator, Mapping
+from dataclasses import asdict, dataclass
+from fnmatch import fnmatchcase
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from contrastile.reporting import CannotRunError
+from contrastile.verify.losses.selection import LossSelection
+from contrastile.verify.losses.subject import Loss
+from contrastile.verify.options import OPTIONS, Selected, settle, threads
+from contrastile.verify.runner import Check, Failure, Row
+from contrastile.verify.worlds import WorldError
+
+RESULT = "contrastile"
+"""The name under which a report holds its row."""
+
+DEADLINE = {"cpu": 120.0, "cuda": 600.0}
+"""Seconds that one check may take, by device: on a GPU it may compile kernels first."""
+
+
+def pytest_addoption(parser: pytest.Parser) -> None:
+    """The options of ``contrastile verify`` that select checks."""
+    group = parser.getgroup("contrastile")
+    for name, how in OPTIONS.items():
+        group.addoption(f"--{name}", **how)
+
+
+def pytest_configure(config: pytest.Config) -> None:
+    """Be a worker of ``contrastile verify``: Ctrl-C reaches its parent alone, which ends all that it starts."""
+    given = getattr(config, "workerinput", {})
+    if RESULT in given:
+        sys.path[:] = given["path"]
+        if hasattr(os, "setsid"):
+            os.setsid()
+
+
+def pytest_collect_directory(path: Path, parent: pytest.Collector) -> Checks | None:
+    """The checks that the options select stand for the files of this package."""
+    if path != Path(__file__).parent or parent.config.getoption("backend", 0) == 0:
+        return None
+    return Checks.from_parent(parent, path=path)
+
+
+class Checks(pytest.Directory):
+    """The checks that the options select."""
+
+    def collect(self) -> Iterator[pytest.Item]:
+        """One test for each."""
+        options = argparse.Namespace(**{name: self.config.getoption(name) for name in OPTIONS})
+        if options.world in ("mpi", "torch"):
+            raise CannotRunError(f"--world {options.world} must be given to contrastile verify, got it for pytest")
+        settle(options)
+        with _watched(self.config, loading_limit(options)):
+            for number, check in enumerate(Selected(options, threads(options), lambda: _printed(self.config)).checks()):
+                seconds = limit(options, check.device)
+                yield CheckItem.from_parent(self, name=check.name(), check=check, number=number, deadline=seconds)
+
+    def repr_failure(self, excinfo: pytest.ExceptionInfo[BaseException]) -> Any:  # type: ignore[override]
+        """The one line that says why they cannot run."""
+        if isinstance(excinfo.value, CannotRunError | WorldError):
+            return str(excinfo.value)
+        return super().repr_failure(excinfo)
+
+
+class CheckItem(pytest.Item):
+    """A check, which has no fixtures to set up or to tear down: it makes one report."""
+
+    def __init__(
+        self, *, check: Check, number: int = 0, skip: str = "", deadline: float | None = None, **kwargs: Any
+    ) -> None:
+        super().__init__(**kwargs)
+        self.check, self.number, self.skip, self.deadline = check, number, skip, deadline
+
+    def runtest(self) -> None:
+        """Nothing: ``pytest_runtest_protocol`` takes the report."""
+
+    def report(self) -> pytest.TestReport:
+        """Make the comparisons."""
+        start = time.time()
+        row, failure = self._result()
+        outcome, said = "skipped", f"{'not claimed: ' * (row['status'] == 'unclaimed')}{row['reason']}"
+        longrepr: Any = (str(self.path), None, f"Skipped: {said}")
+        if row["status"] == "pass":
+            outcome, longrepr = "passed", None
+        elif failure is not None:
+            ratio = f"error / bound = {failure.worst.ratio:.3g}"
+            lines = f"{row['backend']}, {row['property']}: {row['reason']}", ratio, f"rerun: {failure.command}"
+            outcome, longrepr = "failed", "\n".join(lines)
+        return pytest.TestReport(
+            self.nodeid,
+            self.location,
+            {},
+            outcome,  # type: ignore[arg-type]
+            longrepr,
+            "call",
+            duration=time.time() - start,
+            start=start,
+            stop=time.time(),
+            user_properties=[(RESULT, encoded(self.number, row, failure))] if _status(self.config) else [],
+        )
+
+    def _result(self) -> tuple[Row, Failure | None]:
+        if self.skip:
+            return self.check.row("skip", reason=self.skip), None
+        lost = getattr(self.config, "workerinput", {}).get("lost", {})
+        if self.check.backend in lost:
+            return self.check.row("untested", reason=lost[self.check.backend]), None
+        if status := _status(self.config):
+            row, failure = self.check.failed("")
+            status.write_text(encoded(self.number, row, failure), encoding="utf-8")
+        with _watched(self.config, self.deadline):
+            return self.check.run(lambda: _printed(self.config))
+
+    def reportinfo(self) -> tuple[Path, None, str]:
+        """Where the test is from."""
+        return self.path, None, self.name
+
+
+def pytest_runtest_protocol(item: pytest.Item) -> bool | None:
+    """Run a check."""
+    if not isinstance(item, CheckItem):
+        return None
+    item.ihook.pytest_runtest_logreport(report=item.report())
+    return True
+
+
+def limit(options: Any, device: str) -> float:
+    """Seconds that a check may take on a kind of device."""
+    return float(options.deadline or DEADLINE["cuda" if device == "cuda" else "cpu"])
+
+
+def loading_limit(options: Any) -> float:
+    """Seconds that loading the backends may take."""
+    return max(DEADLINE["cpu"], limit(options, "cpu"))
+
+
+def encoded(number: int, row: Row, failure: Failure | None) -> str:
+    """A row and its failure, as a worker sends them."""
+    return json.dumps({"number": number, "row": row, "failure": failure and asdict(failure)})
+
+
+def _status(config: pytest.Config) -> Path | None:
+    """Where a worker of ``contrastile verify`` writes what it begins; None in every other process."""
+    given = getattr(config, "workerinput", {})
+    return Path(given[RESULT]) if RESULT in given else None
+
+
+@contextlib.contextmanager
+def _watched(config: pytest.Config, seconds: float | None) -> Iterator[None]:
+    """Capture what is printed; what takes longer ends a worker, also where it holds the interpreter's lock."""
+    capture: Any = config.pluginmanager.getplugin("capturemanager")
+    capture.resume_global_capture()
+    try:
+        if seconds is None or not hasattr(config, "workerinput"):
+            yield
+            return
+        with open(os.devnull, "w", encoding="utf-8") as nowhere:
+            faulthandler.dump_traceback_later(seconds, exit=True, file=nowhere)
+            yield
+            faulthandler.cancel_dump_traceback_later()
+    finally:
+        capture.suspend_global_capture()
+
+
+def _printed(config: pytest.Config) -> str:
+    """What was written to the standard output since the last call, by Python or below it, its beginning in one line."""
+    with contextlib.suppress(ValueError, AttributeError):
+        # a backend may have closed it
+        sys.stdout.flush()
+    if os.name == "posix":
+        ctypes.CDLL(None).fflush(None)
+    capture: Any = config.pluginmanager.getplugin("capturemanager")
+    return " ".join(capture.read_global_capture().out.split())[:80]
+
+
+@dataclass(slots=True)
+class Skip:
+    """A line of the author's file of skips.
+
+    Attributes:
+        pattern: of the tests' names, as of the shell.
+        reason: why they are not run.
+        place: file and line.
+        used: whether a test has matched.
+    """
+
+    pattern: str
+    reason: str
+    place: str
+    used: bool = False
+
+
+def read_skips(path: Path) -> list[Skip]:
+    """The lines ``PATTERN: REASON`` of a file; empty lines and those that start with # are left out.
+
+    Raises:
+        UsageError: there is no such file, or a line has no reason.
+    """
+    try:
+        lines = path.read_text(encoding="utf-8").splitlines()
+    except OSError as error:
+        raise pytest.UsageError(f"contrastile_skips: cannot read {path}: {error.strerror}") from error
+    skips = []
+    for number, line in enumerate(lines, 1):
+        if not line.strip() or line.startswith("#"):
+            continue
+        pattern, colon, reason = line.partition(": ")
+        if not (colon and reason.strip()):
+            raise pytest.UsageError(f"{path}:{number}: must be PATTERN: REASON, got {line!r}")
+        skips.append(Skip(pattern.strip(), reason.strip(), f"{path}:{number}"))
+    return skips
+
+
+class LossFile(pytest.File):
+    """A conftest.py that names losses.
+
+    ``contrastile_losses`` is a loss, a list of them, or a mapping of names to them: see ``Loss.of``.
+    ``contrastile_skips``, if there is one, is the path of a file of skips, relative to the conftest.py: see
+    ``read_skips``.
+    """
+
+    def __init__(self, *, module: Any, **kwargs: Any) -> None:
+        super().__init__(**kwargs)
+        self.module = module
+
+    def collect(self) -> Iterator[pytest.Item]:
+        """One test for each case and property, and one that is skipped for what is not claimed."""
+        given = self.module.contrastile_losses
+        path = getattr(self.module, "contrastile_skips", None)
+        skips = [] if path is None else read_skips(self.path.parent / path)
+        losses = [given] if isinstance(given, str) or callable(given) else given
+        named = losses.items() if isinstance(losses, Mapping) else ((None, loss) for loss in losses)
+        for name, target in named:
+            loss = Loss.of(target)
+            short = name or loss.name.rpartition(":")[2]
+            for check in LossSelection([loss]).checks():
+                test = check.name().replace(loss.name, short, 1)
+                matching = [skip for skip in skips if fnmatchcase(test, skip.pattern)]
+                for skip in matching:
+                    skip.used = True
+                yield CheckItem.from_parent(self, name=test, check=check, skip=matching[0].reason if matching else "")
+        unused = [f"{skip.place}: {skip.pattern}" for skip in skips if not skip.used]
+        if unused:
+            raise self.CollectError("no test has a name that matches " + ", ".join(unused))
