@@ -19,7 +19,7 @@ MODULES = sorted(PACKAGE.rglob("*.py"))
 LAYERS = [
     {"backends.contract"},
     {"backends.crossing", "backends.eager", "backends.nll", "backends.passes", "backends.settings"},
-    {"backends.arrays", "backends.replay", "backends.staging", "backends.vectors"},
+    {"backends.arrays", "backends.replay", "backends.staging"},
     {"backends.registry"},
     {"backends"},
     {"comm"},
@@ -53,7 +53,6 @@ FRAMES = (
     "backends.eager",
     "backends.replay",
     "backends.staging",
-    "backends.vectors",
     "validation",
     "verify",
     "mutate",
