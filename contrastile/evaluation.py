@@ -38,14 +38,14 @@ def evaluate(build: Builder, settings: Given, *args: Any, **kwargs: Any) -> Arra
         BackendUnavailableError, UnsupportedProblemError, MismatchError, ExchangeError: see ``contrastile.clip_loss``.
     """
     # ranks talk to each other, and blocks are copied to a device: no graph can hold either
-    if any(settings.get(name) is not None for name in ("group", "device", "block")):
+    get = settings.get
+    if not get("group") is get("device") is get("block") is None:
         return outside_of_graphs(_evaluate)(build, settings, args, kwargs)
     # a compiler must take the same way each time it traces this: nothing here may ask what has been imported
     if hasattr(args[0], "requires_grad"):
-        from contrastile.autograd.steps import STEPS
+        from contrastile.autograd.prepared import CALLS
 
-        what = build, *settings.items()
-        loss = STEPS.loss(what, args, kwargs, partial(make, build, settings), partial(_evaluate, build, settings))
+        loss = CALLS.loss(build, settings, args, kwargs, make, _evaluate)
         if loss is not None:
             return loss
     return _evaluate(build, settings, args, kwargs)

@@ -45,6 +45,8 @@ class _Loss(torch.nn.Module):
 
     def _evaluate(self, name: str, *args: Any) -> Any:
         """The loss of this name."""
+        if self.group is None:
+            return evaluate(BUILDERS[name], self.settings, *args)
         return evaluate(self._confirmed, self.settings, BUILDERS[name], *args)
 
     def _confirmed(self, build: Callable[..., LossProblem], *args: Any, world: Handshake) -> LossProblem:

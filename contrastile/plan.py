@@ -96,6 +96,7 @@ class Plan:
         options: how.
         library: the caller's array library.
         replay: whether the backend may launch small blocks from CUDA graphs that it captured in earlier calls.
+        form: the plan of the gradients without arrays, where an earlier call has found it: see ``parted``.
     """
 
     problem: Problem
@@ -103,6 +104,7 @@ class Plan:
     options: Options
     library: ArrayLibrary
     replay: bool = False
+    form: Plan | None = None
 
     @property
     def backend(self) -> Backend:
@@ -135,3 +137,9 @@ class Plan:
     def without_arrays(self) -> Plan:
         """The plan with None for each array: what outlives a call without holding memory."""
         return self.with_arrays([None] * len(self.problem.arrays()))
+
+    def parted(self) -> tuple[Plan, tuple[Any, ...]]:
+        """The plan of the gradients without its arrays, and these."""
+        needed = self.problem.for_gradients()
+        form = self.form or replace(self, problem=needed).without_arrays()
+        return form, needed.arrays()

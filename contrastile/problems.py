@@ -11,12 +11,11 @@ from dataclasses import dataclass
 from typing import Any
 
 from contrastile import validation
-from contrastile.backends import vectors
 from contrastile.backends.arrays import ArrayLibrary
 from contrastile.backends.contract import state_dtype
 from contrastile.schedules.handshake import ALONE, Handshake
 from contrastile.schedules.local import Gradients, both_sides
-from contrastile.schedules.problem import Problem
+from contrastile.schedules.problem import EqualPairs, Problem
 
 Array = Any
 
@@ -35,25 +34,27 @@ class LossProblem:
 
 def clip(image: Array, text: Array, scale: Any, *, ids: Array | None = None, world: Handshake = ALONE) -> LossProblem:
     """Both directions, halved: u = v = 1 / (2b); the positive of row i is column i."""
-    arrays, (rows, columns) = validation.features(world.alone, image=image, text=text)
-    validation.paired("image", image, "text", text, "use info_nce for keys without a query")
+    check = world.known or validation
+    arrays, (rows, columns) = check.features(world.alone, image=image, text=text)
+    check.paired("image", image, "text", text, "use info_nce for keys without a query")
     m, state = rows.shape[0], state_dtype(arrays.dtype(rows))
-    same = None if ids is None else validation.integers("ids", ids, m, "pair", arrays, rows)
-    factor = validation.scalar("scale", scale, arrays, state, rows)
+    same = None if ids is None else check.integers("ids", ids, m, "pair", arrays, rows)
+    factor = check.scalar("scale", scale, arrays, state, rows)
     met = world.meet(arrays, rows, (columns,), (scale, factor), loss="clip_loss", ids=ids is not None)
-    weight, target, positives = vectors.pairs(arrays, 0.5 / met.rows, met.start, met.start + m, state, rows)
+    pairs = _equal(check, arrays, 0.5 / met.rows, met.start, met.start + m, state, rows)
     problem = Problem(
         rows=rows,
         columns=(columns,),
         scale=factor,
-        row_weight=weight,
-        row_target=target,
-        column_weight=weight,
-        column_target=target,
-        positives=positives,
+        row_weight=pairs.weight,
+        row_target=pairs.target,
+        column_weight=pairs.weight,
+        column_target=pairs.target,
+        positives=pairs.positives,
         row_ids=same,
         column_ids=same,
         placement=met.placement,
+        equal=pairs,
     )
     return LossProblem(arrays, problem, lambda g: (*_like(arrays, (image, text), (g.rows, g.columns[0])), g.scale))
 
@@ -70,27 +71,26 @@ def info_nce(
     world: Handshake = ALONE,
 ) -> LossProblem:
     """One direction: u = 1 / m, no column weights; the key and each block of negatives share one log-sum-exp."""
+    check = world.known or validation
     more: tuple[Array, ...]
     more = () if negatives is None else tuple(negatives) if isinstance(negatives, Sequence) else (negatives,)
     named = {f"negatives[{i}]": x for i, x in enumerate(more)}
-    arrays, (rows, *columns) = validation.features(world.alone, may_be_empty=named, query=query, key=key, **named)
+    arrays, (rows, *columns) = check.features(world.alone, may_be_empty=named, query=query, key=key, **named)
     m, n = rows.shape[0], sum(x.shape[0] for x in columns)
     if world.alone:
         # a queue that nothing has entered yet; one that wants a gradient has one, of no rows
         columns = [x for i, x in enumerate(columns) if i == 0 or x.shape[0] or getattr(x, "requires_grad", False)]
     state = state_dtype(arrays.dtype(rows))
-    factor = validation.scalar("scale", scale, arrays, state, rows)
+    factor = check.scalar("scale", scale, arrays, state, rows)
     if (row_ids is None) != (column_ids is None):
         raise ValueError("row_ids and column_ids must be given together, got only one; give both, or neither")
-    rows_of = None if row_ids is None else validation.integers("row_ids", row_ids, m, "query", arrays, rows)
-    of_columns = (
-        None if column_ids is None else validation.integers("column_ids", column_ids, n, "column", arrays, rows)
-    )
+    rows_of = None if row_ids is None else check.integers("row_ids", row_ids, m, "query", arrays, rows)
+    of_columns = None if column_ids is None else check.integers("column_ids", column_ids, n, "column", arrays, rows)
     if positives is None:
-        validation.paired("query", query, "key", key, "give positives= to say which key is whose")
+        check.paired("query", query, "key", key, "give positives= to say which key is whose")
         where = None
     else:
-        where = validation.integers("positives", positives, m, "query", arrays, rows)
+        where = check.integers("positives", positives, m, "query", arrays, rows)
     met = world.meet(
         arrays,
         rows,
@@ -100,9 +100,9 @@ def info_nce(
         positives=where is not None,
         row_ids=row_ids is not None,
     )
-    row_weight, row_target, own = vectors.pairs(arrays, 1.0 / met.rows, met.start, met.start + m, state, rows)
+    pairs = _equal(check, arrays, 1.0 / met.rows, met.start, met.start + m, state, rows)
     if where is None:
-        where = own
+        where = pairs.positives
     else:
         if validation.values_are_readable(arrays, where):
             world.confirm(validation.positives(where, met.columns))
@@ -114,32 +114,35 @@ def info_nce(
         rows=rows,
         columns=tuple(columns),
         scale=factor,
-        row_weight=row_weight,
-        row_target=row_target,
+        row_weight=pairs.weight,
+        row_target=pairs.target,
         positives=where,
         row_ids=rows_of,
         column_ids=of_columns,
         placement=met.placement,
+        equal=pairs,
     )
     return LossProblem(arrays, problem, lambda g: (*_like(arrays, (query, key), (g.rows, g.columns[0])), g.scale))
 
 
 def nt_xent(view_a: Array, view_b: Array, scale: Any, *, world: Handshake = ALONE) -> LossProblem:
     """The 2b views against themselves, each excluded from its own columns: u = 1 / (2b)."""
-    arrays, both = validation.features(world.alone, view_a=view_a, view_b=view_b)
-    validation.paired("view_a", view_a, "view_b", view_b, "give two views of every sample")
+    check = world.known or validation
+    arrays, both = check.features(world.alone, view_a=view_a, view_b=view_b)
+    check.paired("view_a", view_a, "view_b", view_b, "give two views of every sample")
     views = arrays.concat(list(both))
     m, state = view_a.shape[0], state_dtype(arrays.dtype(views))
-    factor = validation.scalar("scale", scale, arrays, state, views)
+    factor = check.scalar("scale", scale, arrays, state, views)
     met = world.meet(arrays, views, (views,), (scale, factor), loss="nt_xent")
-    weight, target, itself = vectors.pairs(arrays, 1.0 / met.rows, met.start, met.start + 2 * m, state, views)
+    pairs = _equal(check, arrays, 1.0 / met.rows, met.start, met.start + 2 * m, state, views)
+    itself = pairs.positives
     problem = Problem(
         rows=views,
         columns=(),
         scale=factor,
-        row_weight=weight,
-        row_target=target,
-        positives=arrays.concat([itself[m:], itself[:m]]),
+        row_weight=pairs.weight,
+        row_target=pairs.target,
+        positives=check.once("partners", lambda: arrays.concat([itself[m:], itself[:m]])),
         excluded=itself,
         placement=met.placement,
     )
@@ -157,14 +160,15 @@ def sup_con(features: Array, labels: Array, scale: Any, *, world: Handshake = AL
     Samples are taken in the order of their labels: few tiles then hold a positive, and the others look for none. A
     few on a host stay as they are.
     """
-    arrays, (rows,) = validation.features(world.alone, features=features)
+    check = world.known or validation
+    arrays, (rows,) = check.features(world.alone, features=features)
     m, state = rows.shape[0], state_dtype(arrays.dtype(rows))
-    labels = validation.integers("labels", labels, m, "sample", arrays, rows)
+    labels = check.integers("labels", labels, m, "sample", arrays, rows)
     ordered, order = arrays.sorted(labels)
     stay = world.alone and m <= FEW and arrays.device(rows) == "cpu"
     if not stay:
         labels, rows = ordered, arrays.take(rows, order)
-    factor = validation.scalar("scale", scale, arrays, state, rows)
+    factor = check.scalar("scale", scale, arrays, state, rows)
     met = world.meet(arrays, rows, (rows,), (scale, factor), loss="sup_con")
     count = arrays.count_in(labels, ordered) if stay else world.count_in(arrays, ordered)
     partners = arrays.cast(count - 1, state)
@@ -195,24 +199,25 @@ def sigmoid(
     image: Array, text: Array, scale: Any, bias: Any = 0.0, *, ids: Array | None = None, world: Handshake = ALONE
 ) -> LossProblem:
     """The additive loss over all pairs, divided by b: u = 1 / b; the positive of row i is column i."""
-    arrays, (rows, columns) = validation.features(world.alone, image=image, text=text)
-    validation.paired("image", image, "text", text, "every image needs its text")
+    check = world.known or validation
+    arrays, (rows, columns) = check.features(world.alone, image=image, text=text)
+    check.paired("image", image, "text", text, "every image needs its text")
     m, state = rows.shape[0], state_dtype(arrays.dtype(rows))
-    same = None if ids is None else validation.integers("ids", ids, m, "pair", arrays, rows)
-    factor = validation.scalar("scale", scale, arrays, state, rows)
-    added = validation.scalar("bias", bias, arrays, state, rows)
+    same = None if ids is None else check.integers("ids", ids, m, "pair", arrays, rows)
+    factor = check.scalar("scale", scale, arrays, state, rows)
+    added = check.scalar("bias", bias, arrays, state, rows)
     numbers = (scale, factor), (bias, added)
     met = world.meet(arrays, rows, (columns,), *numbers, loss="sigmoid_loss", ids=ids is not None)
-    weight, target, positives = vectors.pairs(arrays, 1.0 / met.rows, met.start, met.start + m, state, rows)
+    pairs = _equal(check, arrays, 1.0 / met.rows, met.start, met.start + m, state, rows)
     problem = Problem(
         kind="sigmoid",
         rows=rows,
         columns=(columns,),
         scale=factor,
         bias=added,
-        row_weight=weight,
-        row_target=target,
-        positives=positives,
+        row_weight=pairs.weight,
+        row_target=pairs.target,
+        positives=pairs.positives,
         row_ids=same,
         column_ids=same,
         placement=met.placement,
@@ -230,6 +235,13 @@ BUILDERS: dict[str, Callable[..., LossProblem]] = {
     "sigmoid_loss": sigmoid,
 }
 """What makes the problem of each loss of the front door, by the loss's name."""
+
+
+def _equal(
+    check: Any, arrays: ArrayLibrary, number: float, start: int, stop: int, dtype: str, like: Array
+) -> EqualPairs:
+    found: EqualPairs = check.once("pairs", lambda: EqualPairs.of(arrays, number, start, stop, dtype, like))
+    return found
 
 
 def _like(arrays: ArrayLibrary, given: Sequence[Array], gradients: Sequence[Array]) -> Iterator[Array]:

@@ -9,14 +9,16 @@ from __future__ import annotations
 
 import math
 import sys
-from collections.abc import Collection, Sequence
+from collections.abc import Callable, Collection, Sequence
 from numbers import Integral, Real
-from typing import Any
+from typing import Any, TypeVar
 
 from contrastile.backends import eager
 from contrastile.backends.arrays import FLOATS, ArrayLibrary, library_of
 from contrastile.backends.contract import PRECISIONS, Options
 from contrastile.schedules.problem import BLOCK, Blocking
+
+T = TypeVar("T")
 
 Array = Any
 INTEGERS = ("int8", "int16", "int32", "int64", "uint8", "uint16", "uint32")
@@ -134,6 +136,52 @@ def _as_multiplied(arrays: ArrayLibrary, x: Array) -> Array:
     import torch
 
     return x.to(torch.get_autocast_dtype(kind)) if torch.is_autocast_enabled(kind) else x
+
+
+class Known:
+    """The checks of a call whose signature has passed them, of the functions' names here: values alone are looked at.
+
+    Attributes:
+        arrays: the features' library, torch.
+        dtype: torch's, in which the loss takes features.
+        made: by name, what was made of the signature alone.
+    """
+
+    def __init__(self, arrays: ArrayLibrary, dtype: Any) -> None:
+        self.arrays, self.dtype = arrays, dtype
+        self.made: dict[str, Any] = {}
+
+    def features(
+        self, alone: bool = True, /, *, may_be_empty: Collection[str] = (), **named: Array
+    ) -> tuple[ArrayLibrary, tuple[Array, ...]]:
+        """The library, and the matrices as the loss takes them."""
+        dtype = self.dtype
+        return self.arrays, tuple([x if x.dtype is dtype else x.to(dtype) for x in named.values()])
+
+    def paired(self, *given: Any) -> None:
+        """Nothing: shapes are known."""
+
+    def scalar(self, name: str, x: Any, arrays: ArrayLibrary, dtype: str, like: Array) -> Array:
+        """The number as a 0-d array, which must be finite where it can be read."""
+        if isinstance(x, (int, float)):
+            return scalar(name, x, arrays, dtype, like)
+        if not x.is_cuda:
+            _finite(name, x.item(), dtype)
+        return arrays.asarray(x if x.ndim == 0 else x.reshape(()), dtype, like)
+
+    def integers(self, name: str, x: Array, length: int, of: str, arrays: ArrayLibrary, like: Array) -> Array:
+        """The vector as int64."""
+        return arrays.cast(x, dtype="int64")
+
+    def once(self, name: str, make: Callable[[], T]) -> T:
+        """What ``make`` has made of the signature alone, under this name: read-only."""
+        found: T = self.made[name] if name in self.made else self.made.setdefault(name, make())
+        return found
+
+
+def once(name: str, make: Callable[[], T]) -> T:
+    """What ``make`` makes: see ``Known.once``."""
+    return make()
 
 
 def paired(first_name: str, first: Array, second_name: str, second: Array, instead: str) -> None:

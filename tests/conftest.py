@@ -22,6 +22,14 @@ def pytest_collection_finish() -> None:
         patch_once(interpreter)
 
 
+@pytest.fixture(autouse=True)
+def unprepared() -> None:
+    """No call is known from a test before: its backend may have been another."""
+    prepared = sys.modules.get("contrastile.autograd.prepared")
+    if prepared is not None:
+        prepared.CALLS.prepared.clear()
+
+
 @pytest.fixture(scope="session")
 def chromium() -> str:
     """The browser that pages are looked at with."""

@@ -19,7 +19,7 @@ MODULES = sorted(PACKAGE.rglob("*.py"))
 LAYERS = [
     {"backends.contract"},
     {f"backends.{name}" for name in ("bars", "crossing", "eager", "objectives", "passes", "settings")},
-    {"backends.arrays", "backends.replay", "backends.staging", "backends.vectors"},
+    {"backends.arrays", "backends.replay", "backends.staging"},
     {"backends.registry"},
     {"backends"},
     {"comm"},
@@ -53,7 +53,6 @@ FRAMES = (
     "backends.eager",
     "backends.replay",
     "backends.staging",
-    "backends.vectors",
     "validation",
     "verify",
     "mutate",

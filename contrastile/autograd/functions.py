@@ -1,15 +1,16 @@
 """The losses as autograd functions over a plan: for eager calls, and for torch.func's ``grad``, ``vjp``, ``jacrev``.
 
 ``Loss`` serves eager calls, without an operator's dispatch, which takes the host longer than a small batch takes to
-compute. ``FunctionalLoss`` serves transforms, which want every tensor among the arguments and the results, at twice the
-cost. What is not defined is refused by name: forward mode, gradients of gradients, a map over calls.
+compute. Its value is computed before it is called, by a plan (``Left``) or by what a signature binds (``Diagonal``).
+``FunctionalLoss`` serves transforms, which want every tensor among the arguments and the results, at twice the cost.
+What is not defined is refused by name: forward mode, gradients of gradients, a map over calls.
 """
 
 # pyright: reportIncompatibleMethodOverride=false
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
-from dataclasses import replace
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass, replace
 from typing import Any, cast
 
 import torch
@@ -17,9 +18,9 @@ from torch import Tensor
 from torch.autograd import forward_ad
 
 from contrastile.autograd import bodies, operators
-from contrastile.backends import eager
+from contrastile.backends import contract, eager
 from contrastile.plan import Plan
-from contrastile.schedules import local
+from contrastile.schedules import local, schedule
 
 _C: Any = torch._C
 # absent from a torch that has other names for them: then every call goes through the operators
@@ -42,9 +43,32 @@ def tangents(tensors: Iterable[Tensor | None]) -> bool:
 
 
 def eager_loss(plan: Plan, *, grad: bool) -> Tensor:
-    """The loss of an eager call; ``grad`` says whether a graph is recorded, which a function's forward cannot see."""
-    function, problem = cast("Any", Loss), plan.problem
-    return cast("Tensor", function.apply(plan, grad, problem.rows, problem.scale, problem.bias, *problem.columns))
+    """The loss of an eager call; ``grad`` says whether a graph is recorded."""
+    problem = plan.problem
+    given = problem.rows, problem.scale, problem.bias, *problem.columns
+    rows, scale, bias, *columns = needs = [grad and x is not None and x.requires_grad for x in given]
+    wanted = local.Wanted(rows, tuple(columns), scale, bias)
+    value, *state = _unrecorded(grad, bodies.loss, plan, wanted if any(needs) else None)
+    if not any(needs):
+        return cast("Tensor", value)
+    # arrays are saved, and not held: autograd tells when one was written to, and frees them
+    form, needed = plan.parted()
+    return _recorded(Left(form, wanted), value, (*state, *needed), given)
+
+
+def _unrecorded(grad: bool, compute: Callable[..., Any], *args: Any) -> Any:
+    """``compute(*args)`` with gradients off, which ``grad`` says whether they are on."""
+    torch._C._set_grad_enabled(False)
+    try:
+        return compute(*args)
+    finally:
+        torch._C._set_grad_enabled(grad)
+
+
+def _recorded(left: Left | Diagonal, value: Any, saved: Sequence[Any], given: Sequence[Any]) -> Tensor:
+    """The value as a loss of the tensors that were given, whose gradients ``left`` makes of what is saved."""
+    # a tuple: a tensor among the arguments would be one of those that the loss depends on
+    return cast("Tensor", cast("Any", Loss).apply(left, (value,), saved, *given))
 
 
 def functional_loss(plan: Plan) -> Tensor:
@@ -55,34 +79,92 @@ def functional_loss(plan: Plan) -> Tensor:
 
 
 class Loss(torch.autograd.Function):
-    """Of an eager call."""
+    """Of an eager call, whose value is known."""
 
     @staticmethod
-    def forward(ctx: Any, plan: Plan, grad: bool, *given: Tensor) -> Any:
+    def forward(ctx: Any, left: Left | Diagonal, value: tuple[Tensor], saved: Sequence[Any], *given: Any) -> Tensor:
         """The loss; ``given`` are the rows, the scale, the bias and the column blocks."""
-        _, _, rows, scale, bias, *columns = needs = ctx.needs_input_grad
-        ctx.wanted = local.Wanted(rows, tuple(columns), scale, bias)
-        grad = grad and any(needs)
-        value, *state = bodies.loss(plan, ctx.wanted if grad else None)
-        if grad:
-            # arrays are saved, and not held: autograd tells when one was written to, and frees them
-            needed = replace(plan, problem=plan.problem.for_gradients())
-            ctx.plan = needed.without_arrays()
-            ctx.save_for_backward(*state, *needed.problem.arrays())
-        return value
+        ctx.left = left
+        ctx.save_for_backward(*saved)
+        return value[0]
 
     @staticmethod
     def backward(ctx: Any, *upstream: Tensor) -> tuple[Any, ...]:
         """The gradients, in the order of forward's arguments."""
-        arriving, wanted = operators.one_upstream(*upstream).resolve_neg(), ctx.wanted
+        arriving = operators.one_upstream(*upstream).resolve_neg()
         saved = ctx.saved_tensors
-        if is_seen(arriving):
-            function: Any = LossGradients
-            given = function.apply(ctx.plan, wanted, arriving, *saved)
-            flags = wanted.rows, wanted.scale, wanted.bias, *wanted.columns
-            return None, None, *operators.only(flags, given)
-        state, arrays = _parted(ctx.plan, saved)
-        return None, None, *bodies.gradients(ctx.plan.with_arrays(arrays), state, arriving, wanted)
+        return None, None, None, *ctx.left.gradients(saved, arriving)
+
+
+@dataclass(frozen=True, slots=True)
+class Left:
+    """What makes gradients of what a loss has saved: the state, then the arrays of its plan.
+
+    Attributes:
+        plan: of the gradients, without arrays.
+        wanted: which of them are asked for.
+    """
+
+    plan: Plan
+    wanted: local.Wanted
+
+    def gradients(self, saved: Sequence[Any], upstream: Tensor) -> bodies.Found:
+        """Those of the rows, the scale, the bias and the column blocks."""
+        wanted = self.wanted
+        state, arrays = _parted(self.plan, saved)
+        plan = self.plan.with_arrays(arrays)
+        if not is_seen(upstream):
+            return bodies.gradients(plan, state, upstream, wanted)
+        if len(state) == schedule.DIAGONAL and plan.problem.kind == "softmax":
+            # an operator knows the primitives' state alone
+            plan = replace(plan, problem=replace(plan.problem, equal=None))
+            state = _unrecorded(torch.is_grad_enabled(), bodies.loss, plan)[1:]
+        function: Any = LossGradients
+        given = function.apply(plan.without_arrays(), wanted, upstream, *state, *arrays)
+        return operators.only((wanted.rows, wanted.scale, wanted.bias, *wanted.columns), given)
+
+
+class Diagonal:
+    """A backend's ``contract.Diagonal``, bound to a call signature: what comes to it are arrays alone.
+
+    Args:
+        backend: the backend's.
+        plan: of a call of the signature; its features and its scale are the arguments of every other.
+    """
+
+    def __init__(self, backend: contract.Diagonal, plan: Plan) -> None:
+        problem = plan.problem
+        assert problem.equal is not None
+        self._backend, self._weight, self._two_sided = backend, problem.equal.number, problem.column_weight is not None
+        self._wanted = local.Wanted(problem.rows.requires_grad, (problem.columns[0].requires_grad,))
+        self._wanted = replace(self._wanted, scale=problem.scale.requires_grad)
+        # vectors of the signature alone
+        empty = replace(problem, rows=None, columns=(None,), scale=None)
+        self._plan = replace(plan, problem=empty, form=None)
+
+    def loss(self, given: Sequence[Any], *, grad: bool) -> Tensor | None:
+        """The loss of rows, columns and scale; None where it is to be computed otherwise."""
+        rows, columns, scale, *_ = given
+        found = _unrecorded(grad, self._backend.loss, rows, columns, scale, self._weight, self._two_sided)
+        if found is None:
+            return None
+        value, state = found
+        wanted = self._wanted
+        if not (grad and (wanted.rows or wanted.scale or wanted.columns[0])):
+            return cast("Tensor", value)
+        return _recorded(self, value, (*state, rows, columns, scale), (rows, scale, None, columns))
+
+    def gradients(self, saved: Sequence[Any], upstream: Tensor) -> bodies.Found:
+        """See ``Left.gradients``."""
+        *state, rows, columns, scale = saved
+        wanted = self._wanted
+        if not is_seen(upstream):
+            wants = wanted.rows, wanted.columns[0], wanted.scale
+            found = self._backend.gradients(rows, columns, scale, self._weight, state, upstream, wants)
+            if found is not None:
+                return found[0], found[2], None, found[1]
+        plan = replace(self._plan, problem=replace(self._plan.problem, rows=rows, columns=(columns,), scale=scale))
+        return Left(plan.without_arrays(), wanted).gradients((*state, *plan.problem.arrays()), upstream)
 
 
 def _parted(plan: Plan, tensors: Sequence[Any]) -> tuple[Sequence[Any], Sequence[Any]]:
@@ -145,10 +227,9 @@ class FunctionalLoss(torch.autograd.Function):
         """The arrays that the gradients read, and all results but the loss."""
         plan, *arrays = inputs
         whole = plan.with_arrays(arrays)
-        needed = replace(whole, problem=whole.problem.for_gradients())
-        ctx.plan, ctx.wanted = needed.without_arrays(), _all_wanted(whole)
-        ctx.empty = plan.problem
-        ctx.save_for_backward(*output[1:], *needed.problem.arrays())
+        ctx.empty, ctx.wanted = plan.problem, _all_wanted(whole)
+        ctx.plan, needed = whole.parted()
+        ctx.save_for_backward(*output[1:], *needed)
         ctx.mark_non_differentiable(*output[1:])
 
     @staticmethod

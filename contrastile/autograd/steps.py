@@ -13,50 +13,58 @@ from __future__ import annotations
 import itertools
 import os
 import threading
-from collections.abc import Callable, Hashable, Iterator, Sequence
+from collections.abc import Callable, Hashable, Iterable, Iterator, Sequence
 from typing import Any, cast
 
 import torch
 from torch import Tensor
 
 from contrastile.autograd import bodies, functions, operators
-from contrastile.backends import eager
 from contrastile.backends.replay import FEATURES, Copies, Signatures, Where, may_be_captured, record
 from contrastile.backends.settings import VARIABLES
 from contrastile.plan import Plan
 
 _TENSORS = (Tensor, torch.nn.Parameter)
-_CONSTANTS = (int, float, bool, type(None))
+_NUMBERS = (int, float, bool)
 _replay_numbers = itertools.count(1)
 
 
 class Call:
-    """A call of a loss whose arguments are numbers, None, tensors of one GPU or sequences of these.
+    """A call of a loss: its arguments are numbers, None, torch's own tensors or sequences of these, or it is not known.
 
     Attributes:
         tensors: those among the arguments, in their order.
-        kinds: what the result depends on besides their values.
+        numbers: those among the arguments.
+        kinds: its signature, as far as the arguments have one.
+        known: whether that is all that can be said of them besides their values.
     """
 
     def __init__(self, args: Sequence[Any], kwargs: dict[str, Any], grad: bool) -> None:
         self.args, self.kwargs, self.grad = args, kwargs, grad
         self.tensors: list[Tensor] = []
-        self.kinds: list[Hashable] = []
-        self.known = all(map(self._take, (*args, *kwargs.values())))
+        self.numbers: list[float] = []
+        self.kinds: list[Hashable] = [grad, *kwargs]
+        self.known = self._take(args) and self._take(kwargs.values())
 
-    def _take(self, x: Any) -> bool:
-        kind = type(x)
-        if kind in _TENSORS:
-            self.tensors.append(x)
-            self.kinds.append((x.dtype, x.layout, x.shape, self.grad and x.requires_grad))
-            return not (x.is_nested or x.is_neg())
-        if kind in _CONSTANTS:
-            self.kinds.append((kind, x))
-            return True
-        if kind in (list, tuple):
-            self.kinds.append(len(x))
-            return all(map(self._take, x))
-        return False
+    def _take(self, given: Iterable[Any]) -> bool:
+        for x in given:
+            kind: Any = type(x)
+            if kind in _TENSORS:
+                if x.is_nested or x.is_neg():
+                    return False
+                self.tensors.append(x)
+                self.kinds.append((x.dtype, x.layout, x.shape, x.device, self.grad and x.requires_grad))
+            elif x is None or kind in _NUMBERS:
+                self.kinds.append(kind)
+                if x is not None:
+                    self.numbers.append(x)
+            elif kind in (list, tuple):
+                self.kinds.append(len(x))
+                if not self._take(x):
+                    return False
+            else:
+                return False
+        return True
 
     def device(self) -> int | None:
         """The GPU of all tensors, few numbers and on the current one, or None. One of them is on a GPU."""
@@ -198,31 +206,22 @@ class Steps(Signatures[Step]):
         self._capturing = threading.Lock()
 
     def loss(
-        self,
-        what: Hashable,
-        args: Sequence[Any],
-        kwargs: dict[str, Any],
-        make: Callable[..., tuple[Plan, Any]],
-        launch: Callable[..., Tensor],
+        self, what: Hashable, call: Call, make: Callable[..., tuple[Plan, Any]], launch: Callable[..., Tensor]
     ) -> Tensor | None:
         """The loss of a small call that has come before, differentiable; None where it is to be launched.
 
         Args:
             what: all that the result depends on besides the arguments.
-            args: of the loss, the features first.
-            kwargs: of the loss.
-            make: gives the plan, first of what it gives, of such ``args`` and ``kwargs``.
+            call: a known one of plain eager tensors on a GPU, the features first.
+            make: gives the plan, first of what it gives, of a loss's ``args`` and ``kwargs``.
             launch: gives the loss of such ``args`` and ``kwargs``.
         """
-        if torch.compiler.is_compiling() or not on_gpu(args[0]) or not may_be_captured():
-            return None
-        call = Call(args, kwargs, torch.is_grad_enabled())
-        device, tensors = call.device() if call.known else None, call.tensors
-        if device is None or not eager.direct(torch, tensors) or functions.tangents(tensors):
+        device, tensors = call.device() if may_be_captured() else None, call.tensors
+        if device is None:
             return None
         where = device, torch._C._cuda_getCurrentRawStream(device)
         cast_to = torch.get_autocast_dtype("cuda") if torch.is_autocast_enabled("cuda") else None
-        key = what, where, call.grad, cast_to, *map(os.environ.get, VARIABLES), *call.kinds
+        key = what, where, cast_to, *map(os.environ.get, VARIABLES), *call.numbers, *call.kinds
         try:
             hash(key)
         except TypeError:  # of a setting that is a list, say

@@ -12,7 +12,7 @@ from collections.abc import Sequence
 from contextlib import AbstractContextManager, nullcontext
 from typing import Any, Protocol
 
-from contrastile.backends import crossing, eager
+from contrastile.backends import crossing
 from contrastile.backends.eager import imported
 from contrastile.backends.objectives import SOFTMAX, added, reciprocal_of_count
 
@@ -360,8 +360,7 @@ class TorchArrays:
 
     def _nll(self, n: Array, p: Array, s: Array, weight: Array, t: Array) -> Array:
         if t.device.type == "cpu" and t.shape[0]:
-            even = self.first(t)
-            least, most = map(float, self.module.aminmax(t)) if even is None else (even, even)
+            least, most = map(float, self.module.aminmax(t))
             # every row has a target: where the sum is finite, nothing is missing and nothing is to be silenced
             if least > 0:
                 nll = self.softplus(n - p)
@@ -384,11 +383,6 @@ class TorchArrays:
             left, right = (x[start : start + rows] for x in (a, b))
             self.module.sum(left * right, 1, out=sums[start : start + rows])
         return self.total(sums)
-
-    @staticmethod
-    def first(x: Array) -> float | None:
-        """See ``eager.first``."""
-        return eager.first(x)
 
     def inner_rows(self, width: int, host: bool) -> int:
         """Rows that ``inner`` multiplies at a time: they bound its temporary, which a host's threads keep in cache."""

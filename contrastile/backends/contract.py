@@ -26,7 +26,7 @@ Invariants that every backend keeps:
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, Literal, NamedTuple
 
@@ -297,6 +297,31 @@ SigmoidFunction = Callable[[Block, Array, "Array | None", "Array | None", Option
 FinishedFunction = Callable[[Block, Weights, "Array | None", "ColumnForm | None", Options], Finished]
 
 
+DiagonalLoss = Callable[[Array, Array, Array, float, bool], "tuple[Array, Sequence[Array]] | None"]
+DiagonalGradients = Callable[
+    [Array, Array, Array, float, "Sequence[Array]", "Array | None", "tuple[bool, bool, bool]"],
+    "tuple[Array | None, Array | None, Array | None] | None",
+]
+
+
+@dataclass(frozen=True, slots=True)
+class Diagonal:
+    """A whole softmax loss where row i's one positive is column i, nothing is left out, and all weights are equal.
+
+    Attributes:
+        takes: ``takes(m, dtype, device, options)``: whether it computes such losses of m pairs.
+        loss: ``loss(rows, columns, scale, weight, two_sided)``: its value, 0-d in the state dtype, and the
+            three arrays that ``gradients`` needs; None where the schedule is to compute it from the primitives.
+        gradients: ``gradients(rows, columns, scale, weight, state, upstream, wants)`` of upstream x loss for the rows,
+            the columns and the scale, each None where ``wants`` has False for it; the state stays as it is. None where
+            the schedule is to start again from the primitives.
+    """
+
+    takes: Callable[[int, str, str, Options], bool]
+    loss: DiagonalLoss
+    gradients: DiagonalGradients
+
+
 FootprintFunction = Callable[[int, int, int, str, str, Options], Footprint]
 KeepsFunction = Callable[[int, int, str, str, Options], int]
 
@@ -354,6 +379,7 @@ class Backend:
         footprint: None, or ``footprint(m, n, width, dtype, device, options)``, the memory that a block of m rows and n
             columns takes: what ``contrastile plan`` adds up.
         contract: the number of the contract that it is written for, 2; ``registry.load`` refuses any other.
+        diagonal: None, or the whole of a small common loss in fewer operations: see ``Diagonal``.
     """
 
     name: str
@@ -375,6 +401,7 @@ class Backend:
     replayable: bool = False
     footprint: FootprintFunction | None = None
     contract: int = 1
+    diagonal: Diagonal | None = None
 
     def check(self, block: Block, options: Options | None = None) -> None:
         """Raise UnsupportedProblemError with the reason, if this backend refuses the block or the options.

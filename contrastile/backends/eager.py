@@ -1,4 +1,4 @@
-"""Torch's eager calls: how to tell one, and which of their vectors never change.
+"""Torch's eager calls: how to tell one.
 
 Nothing here imports torch first: whoever holds a tensor has imported it.
 """
@@ -13,8 +13,6 @@ Array = Any
 F = TypeVar("F", bound=Callable[..., Any])
 
 _ASKED = ("_are_functorch_transforms_active", "_len_torch_dispatch_stack", "_get_tracing_state")
-
-_known: dict[int, float | None] = {}
 
 
 def asked_while_tracing(function: F) -> F:
@@ -75,24 +73,3 @@ def direct(torch: Any, tensors: Iterable[Array | None]) -> bool:
         return False
     kinds = torch.Tensor, torch.nn.Parameter, type(None)
     return all(type(x) in kinds and (x is None or not x.is_meta) for x in tensors)
-
-
-def remember(vectors: Iterable[Array], *, read: bool) -> None:
-    """Say that the values of these vectors never change; ``read`` their first elements for ``first``."""
-    _known.update((id(x), float(x[0]) if read else None) for x in vectors)
-
-
-def forget(vectors: Iterable[Array]) -> None:
-    """Say that nobody holds these vectors any more: another array may have the id of one."""
-    for x in vectors:
-        del _known[id(x)]
-
-
-def constant(x: Array) -> bool:
-    """Whether x is one of these vectors, whose values never change while somebody holds it."""
-    return id(x) in _known
-
-
-def first(x: Array) -> float | None:
-    """The first element of one of these vectors on a host, of weights and targets each element; None of another."""
-    return _known.get(id(x))

@@ -22,7 +22,6 @@ from typing import Any, Generic, Protocol, TypeVar
 
 import torch
 
-from contrastile.backends import eager
 from contrastile.backends.contract import (
     Array,
     Backend,
@@ -67,14 +66,18 @@ _log = logging.getLogger(__name__)
 _sides: dict[int, Any] = {}
 
 
-def may_be_captured() -> bool:
-    """Whether nobody captures or infers around this call, and graphs are not turned off."""
+def is_plain() -> bool:
+    """Whether nobody captures or infers around this call on a GPU."""
     return (
         not torch.is_inference_mode_enabled()
         and not torch.cuda.is_current_stream_capturing()
         and hasattr(torch._C, "_cuda_getCurrentRawStream")
-        and os.environ.get(SETTING, "1") != "0"
     )
+
+
+def may_be_captured() -> bool:
+    """The same, and graphs are not turned off."""
+    return os.environ.get(SETTING, "1") != "0" and is_plain()
 
 
 def fits(rows: Any, columns: int) -> bool:
@@ -228,15 +231,11 @@ class Signatures(Generic[C]):
 class _Computation:
     """A graph of a function of some tensors."""
 
-    def __init__(
-        self, where: Where, pool: Any, kinds: list[Any], arrays: Tensors, given: list[Any], compute: Any
-    ) -> None:
-        # what the graph reads where it lies
-        self.constants = [x for kind, x in zip(kinds, arrays, strict=True) if isinstance(kind, int)]
+    def __init__(self, where: Where, pool: Any, kinds: list[Any], given: list[Any], compute: Any) -> None:
         self.places = Copies([torch.empty(x.shape, dtype=x.dtype, device=x.device) for x in given])
         self.places(given)
         into = self.places.into
-        inputs = [into[kind[0]] if isinstance(kind, tuple) else x for kind, x in zip(kinds, arrays, strict=True)]
+        inputs = [None if kind is None else into[kind[0]] for kind in kinds]
         self.where, self.replays = where, 0
         (self.graph,), (self._found,) = record(where, [lambda: compute(inputs)], pool)
         self.pool = self.graph.pool()
@@ -277,9 +276,6 @@ class Graphs(Signatures[_Computation]):
         for x in arrays:
             if x is None:
                 kinds.append(None)
-            elif eager.constant(x):
-                # the graph reads it where it lies
-                kinds.append(id(x))
             else:
                 place = places.setdefault(id(x), len(given))
                 if place == len(given):
@@ -290,9 +286,7 @@ class Graphs(Signatures[_Computation]):
         with self._lock:
             captured, due = self.find(key)
             if due:
-                captured = self.capture(
-                    key, where, lambda pool: _Computation(where, pool, kinds, arrays, given, compute)
-                )
+                captured = self.capture(key, where, lambda pool: _Computation(where, pool, kinds, given, compute))
             if captured is not None:
                 return captured.replay(given)
         return compute(arrays)

@@ -56,6 +56,7 @@ class Handshake:
         reduction: see ``Placement``.
         settings: what must be the same on every rank, by name.
         placement: where this rank's part lies, once the ranks have met; None in a process alone.
+        known: what has been found of the call's signature before: see ``contrastile.validation.Known``.
     """
 
     communicator: Communicator | None = None
@@ -63,6 +64,7 @@ class Handshake:
     reduction: Reduction = "mean"
     settings: dict[str, Any] = field(default_factory=dict)
     placement: Placement | None = None
+    known: Any = None
     _met: bool = False
     _serial: int = 0
 

@@ -6,7 +6,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -36,6 +36,36 @@ class Blocking:
 
 
 @dataclass(frozen=True, slots=True)
+class EqualPairs:
+    """Vectors of pairs in a row, all of one weight: what is known of them need not be read from them.
+
+    Attributes:
+        start: the first row's positive.
+        number: the weight of each row.
+        weight: (m,) of this number, state dtype.
+        target: (m,) of 1, state dtype.
+        positives: (m,) int64, in a row.
+    """
+
+    start: int
+    number: float
+    weight: Array
+    target: Array
+    positives: Array
+
+    @staticmethod
+    def of(arrays: ArrayLibrary, number: float, start: int, stop: int, dtype: str, like: Array) -> EqualPairs:
+        """Those whose positives are the columns ``start`` to ``stop`` - 1, on the device of ``like``."""
+        weight, target = (arrays.full((stop - start,), value, dtype, like) for value in (number, 1.0))
+        return EqualPairs(start, number, weight, target, arrays.arange(start, stop, like))
+
+    def elsewhere(self, start: int, found: Mapping[int, Array]) -> EqualPairs | None:
+        """What was found for these vectors, by their ids, the first positive being ``start``; None if one was not."""
+        there = [found.get(id(x)) for x in (self.weight, self.target, self.positives)]
+        return None if any(x is None for x in there) else EqualPairs(start, self.number, *there)
+
+
+@dataclass(frozen=True, slots=True)
 class Problem:
     """Everything that determines the loss. Column vectors run over all column blocks, joined in order.
 
@@ -60,6 +90,7 @@ class Problem:
         placement: where this rank's part lies in a problem of several ranks, None for a process alone. Rows, columns,
             weights and ids are then this rank's, and positives and excluded count over the columns of all ranks.
         blocking: None where the features are on the device and make one block.
+        equal: where weights, targets and positives may be found, if it was made of equal pairs: see ``diagonal``.
     """
 
     rows: Array
@@ -78,6 +109,25 @@ class Problem:
     match: Match = "drop"
     placement: Placement | None = None
     blocking: Blocking | None = None
+    equal: EqualPairs | None = None
+
+    @property
+    def diagonal(self) -> bool:
+        """Whether it is all of a softmax loss of equal pairs: row i's one positive is column i, nothing is left out."""
+        equal = self.equal
+        return (
+            equal is not None
+            and equal.start == 0
+            and self.positives is equal.positives
+            and self.row_weight is equal.weight
+            and self.row_target is equal.target
+            and (self.column_weight is equal.weight or self.column_weight is None)
+            and (self.column_target is equal.target or self.column_target is None)
+            and self.kind == "softmax"
+            and all(x is None for x in (self.bias, self.excluded, self.row_ids, self.placement, self.blocking))
+            and len(self.columns) == 1
+            and self.columns[0].shape[0] == self.rows.shape[0]
+        )
 
     @property
     def traceable(self) -> bool:
@@ -122,6 +172,7 @@ class Problem:
             self.match,
             self.placement,
             self.blocking,
+            self.equal,
         )
 
     def for_gradients(self) -> Problem:
@@ -193,4 +244,5 @@ def convert(problem: Problem, source: ArrayLibrary, target: ArrayLibrary) -> Pro
         if id(x) not in moved:
             there = x if blocking is None or x is None else x.to(blocking.device)
             moved[id(x)] = transfer(there, source, target)
-    return problem.with_arrays([moved[id(x)] for x in problem.arrays()])
+    converted, equal = problem.with_arrays([moved[id(x)] for x in problem.arrays()]), problem.equal
+    return converted if equal is None else replace(converted, equal=equal.elsewhere(equal.start, moved))

@@ -55,6 +55,8 @@ def gathered(problem: Problem, arrays: ArrayLibrary) -> Problem:
         placement.communicator.exchange(dict.fromkeys(range(n), leaving), arriving).wait()
     found = dict(zip(parts, wholes, strict=False))
     whole = problem.with_arrays([found.get(id(x)) for x in own])
+    if problem.equal is not None:
+        whole = replace(whole, equal=problem.equal.elsewhere(0, found))
     compared = scalars.checked(placement, arrays, numbers, wholes[len(parts) :])
     return replace(whole, placement=None, **{"scale": problem.scale, "bias": problem.bias, **compared})
 

@@ -10,11 +10,24 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from types import ModuleType
 
-from contrastile.backends.contract import Array, Backend, Options
+from contrastile.backends.arrays import ArrayLibrary
+from contrastile.backends.contract import Array, Backend, Diagonal, Options
 from contrastile.schedules import blocked, gather, local, ring, scalars, triangle, triangle_over_ranks
 from contrastile.schedules.placement import Placement
 from contrastile.schedules.problem import Problem
 from contrastile.schedules.sums import gradients_over_ranks
+
+DIAGONAL = 3
+"""How many arrays ``contract.Diagonal`` leaves: no schedule of a softmax loss leaves so few."""
+
+
+def diagonal_of(problem: Problem, arrays: ArrayLibrary, backend: Backend, options: Options) -> Diagonal | None:
+    """The backend's ``diagonal`` if it computes a problem, of this library's arrays; else None."""
+    if backend.diagonal is None or not problem.diagonal:
+        return None
+    rows = problem.rows
+    takes = backend.diagonal.takes(rows.shape[0], arrays.dtype(rows), arrays.device(rows), options)
+    return backend.diagonal if takes else None
 
 
 def _module(problem: Problem) -> ModuleType:
@@ -69,6 +82,13 @@ def _loss(
     problem: Problem, backend: Backend, options: Options, wanted: local.Wanted | None
 ) -> tuple[Array, local.State]:
     module = _module(problem)
+    if problem.kind == "softmax":
+        diagonal = diagonal_of(problem, backend.arrays, backend, options)
+        if diagonal is not None and problem.equal is not None:
+            given = problem.rows, problem.columns[0], problem.scale, problem.equal.number
+            both = diagonal.loss(*given, problem.column_weight is not None)
+            if both is not None:
+                return both
     if problem.kind != "sigmoid":
         found: local.Forward = module.forward(problem, backend, options, wanted=wanted)
         return found.loss, found.state
@@ -114,6 +134,14 @@ def _gradients(
     placement, arrays, rows, scale = problem.placement, backend.arrays, problem.rows, problem.scale
     if problem.kind == "sigmoid" and placement is None and problem.blocking is None:
         return local.gradients_from_sums(rows, scale, local.Sums.of(state), upstream, wanted, arrays)
+    if problem.kind == "softmax" and len(state) == DIAGONAL:
+        assert backend.diagonal is not None
+        assert problem.equal is not None
+        wants, given = (wanted.rows, wanted.columns[0], wanted.scale), (rows, problem.columns[0], scale)
+        three = backend.diagonal.gradients(*given, problem.equal.number, state, upstream, wants)
+        if three is not None:
+            return local.Gradients(three[0], (three[1],), three[2], None)
+        state = local.forward(problem, backend, options).state
     one = arrays.full((), 1.0, arrays.dtype(scale), scale) if upstream is None else upstream
     if problem.kind != "sigmoid":
         saved = local.Forward.of(state)

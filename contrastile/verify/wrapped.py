@@ -23,7 +23,8 @@ def around(backend: Backend, call: Callable[..., Any], *names: str) -> Backend:
 
     found = {name: getattr(backend, name) for name in names or PRIMITIVES}
     changed: dict[str, Any] = {name: wrapped(x) for name, x in found.items() if x is not None}
-    return replace(backend, **changed)
+    # nothing goes around the primitives
+    return replace(backend, diagonal=None, **changed)
 
 
 def __getattr__(name: str) -> Backend:

@@ -12,9 +12,9 @@ import torch
 
 import contrastile
 from contrastile import plan
-from contrastile.autograd import bodies, steps
+from contrastile.autograd import bodies, prepared, steps
 from contrastile.autograd.steps import Steps
-from contrastile.backends import eager, replay, settings
+from contrastile.backends import replay, settings
 from contrastile.backends.contract import (
     PRECISIONS,
     Block,
@@ -133,17 +133,6 @@ def test_what_differs_is_another_call(other: str, graphs: Graphs, monkeypatch: p
     assert len(graphs.captured) == 2
 
 
-def test_constants_are_read_where_they_lie(graphs: Graphs, monkeypatch: pytest.MonkeyPatch) -> None:
-    held = torch.full((2,), 3.0)
-    monkeypatch.setattr(eager, "_known", {id(held): None})
-    for seed in range(BEFORE + 1):
-        arrays = [*drawn(seed), held]
-        assert same(graphs.call("what", arrays, compute), compute(arrays))
-    (captured,) = graphs.captured.values()
-    assert len(captured.places.into) == 2
-    assert captured.constants[0] is held
-
-
 def test_only_so_many_graphs_are_held_and_the_oldest_goes(graphs: Graphs) -> None:
     for what in range(replay.MOST + 1):
         for seed in range(BEFORE):
@@ -212,6 +201,7 @@ class OnGpu:
         patch = monkeypatch.setattr
         patch(steps, "STEPS", self.steps)
         patch(steps, "may_be_captured", lambda: True)
+        patch(prepared, "is_plain", lambda: True)
         patch(steps, "on_gpu", lambda features: isinstance(features, torch.Tensor))
         patch(steps.Call, "device", lambda call: -1)
         patch(bodies, "fits", lambda rows, columns: self.small)

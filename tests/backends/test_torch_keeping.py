@@ -30,7 +30,7 @@ class Seen:
 
     def __init__(self) -> None:
         self.kept: list[bool] = []
-        self.backend = replace(TORCH, gradients=self.gradients)
+        self.backend = replace(TORCH, gradients=self.gradients, diagonal=None)
 
     def gradients(self, block: Block, weights: Weights, *rest: Any) -> None:
         self.kept.append(weights.kept is not None)
@@ -103,7 +103,7 @@ def test_it_is_freed_with_the_graph_and_a_change_of_the_features_is_refused() ->
     given = leaves(M, M)
 
     def kept(value: Any) -> list[Tensor]:
-        return [x for x in value.grad_fn.saved_tensors if x is not None and x.numel() == M * M + 1]
+        return [x for x in value.grad_fn.saved_tensors if x is not None and x.numel() >= M * M]
 
     value = contrastile.clip_loss(*given, backend="torch")
     assert len(kept(value)) == 1

@@ -15,7 +15,6 @@ from typing import NamedTuple
 
 import torch
 
-from contrastile.backends.arrays import TorchArrays
 from contrastile.backends.contract import Array, Bars, Block, Options, Pairs, SideWeights, Weights
 from contrastile.backends.torch.accumulators import Accumulators
 from contrastile.backends.torch.kept import Kept
@@ -107,7 +106,7 @@ class _Factors:
         if self.extremes[0] < 0:
             self.extremes = _extremes(weight.abs())
         self.silent: torch.Tensor | None = None if self.extremes[0] > 0 else weight == 0
-        self.lone = sync and (TorchArrays.first(target) == 1.0 or _extremes(target) == (1.0, 1.0))
+        self.lone = sync and _extremes(target) == (1.0, 1.0)
 
 
 class _SideShare:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import torch
 
-from contrastile.backends.arrays import TorchArrays
 from contrastile.backends.contract import Block
 
 
@@ -120,9 +119,6 @@ class BlockPairs:
         """Whether row i's column is i, as in most losses: then nothing needs an index."""
         if not self._sync or columns is None:
             return False
-        first = TorchArrays.first(columns)
-        if first is not None:
-            return first == 0.0
         return torch.equal(columns, torch.arange(len(columns), device=columns.device))
 
     def of_positives(self) -> slice | torch.Tensor | None:

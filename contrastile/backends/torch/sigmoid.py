@@ -6,7 +6,6 @@ import math
 
 import torch
 
-from contrastile.backends.arrays import TorchArrays
 from contrastile.backends.contract import Array, Block, Options
 from contrastile.backends.torch.accumulators import Accumulators
 from contrastile.backends.torch.pairs import BlockPairs, cut
@@ -49,7 +48,7 @@ def sigmoid(
     """
     products = Products(block, unit=1.0)
     weight = row_weight.to(products.state)
-    none_silent = products.sync and (bool(TorchArrays.first(row_weight)) or bool(weight.all()))
+    none_silent = products.sync and bool(weight.all())
     silent = None if none_silent else weight == 0
     if products.bounds_gradient:
         products.bound_gradient(weight)

@@ -1,0 +1,137 @@
+"""Calls of a loss by their signature: what it alone decides is checked, chosen and made once, and held.
+
+A signature is all of a call but the values of its tensors and numbers: the loss, the settings, dtypes, shapes, devices,
+which gradients are wanted, autocast's dtype, the stream. A call of a known one can be wrong in its values only; it
+has its plan from them, the constant vectors that an earlier call made, and the backend and options that it chose.
+"""
+
+from __future__ import annotations
+
+import os
+import threading
+from collections.abc import Callable, Hashable, Sequence
+from functools import partial
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from contrastile.autograd import functions, steps
+from contrastile.autograd.steps import Call
+from contrastile.backends import eager
+from contrastile.backends.replay import is_plain
+from contrastile.backends.settings import KEEP
+from contrastile.plan import Plan
+from contrastile.schedules import schedule
+from contrastile.schedules.handshake import Handshake
+from contrastile.validation import Known
+
+MOST = 32
+"""Signatures held; the first that came goes first. Each holds O(b) numbers."""
+
+Make = Callable[[Any, Any, Sequence[Any], dict[str, Any]], Any]
+"""Of a loss's builder, the settings, and the loss's own arguments."""
+
+
+class Prepared:
+    """What is known of a signature from the plan of its first call."""
+
+    def __init__(self, plan: Plan, args: Sequence[Any]) -> None:
+        known = Known(plan.library, plan.problem.rows.dtype)
+        if plan.problem.equal is not None:
+            known.made["pairs"] = plan.problem.equal
+        self._world = Handshake(known=known)
+        form, _ = plan.parted()
+        self._settings = plan.name, plan.options, plan.library, False, form
+        self.diagonal = self._bound(plan, args)
+
+    @staticmethod
+    def _bound(plan: Plan, args: Sequence[Any]) -> functions.Diagonal | None:
+        """What computes the loss from its first three arguments as they are; None where nothing does."""
+        problem, backend = plan.problem, plan.backend
+        taken = problem.rows, *problem.columns, problem.scale
+        if not all(x is y for x, y in zip(taken, args, strict=False)):
+            return None
+        diagonal = schedule.diagonal_of(problem, plan.library, backend, plan.options)
+        return None if diagonal is None else functions.Diagonal(diagonal, plan)
+
+    def plan(self, build: Callable[..., Any], args: Sequence[Any], kwargs: dict[str, Any]) -> Plan:
+        """The plan of another call.
+
+        Raises:
+            ValueError: a value is wrong.
+        """
+        return Plan(build(*args, **kwargs, world=self._world).problem, *self._settings)
+
+
+class Calls:
+    """The call signatures of this process."""
+
+    def __init__(self) -> None:
+        self.prepared: dict[Hashable, Prepared] = {}
+        self._changing = threading.Lock()
+
+    def loss(
+        self,
+        build: Callable[..., Any],
+        settings: Any,
+        args: Sequence[Any],
+        kwargs: dict[str, Any],
+        make: Make,
+        launch: Make,
+    ) -> Tensor | None:
+        """The loss of a plain eager call, differentiable; None where this cannot tell its signature.
+
+        Args:
+            build: makes the problem of ``args`` and ``kwargs``.
+            settings: how to compute it, alone.
+            args: of the loss, the features first.
+            kwargs: of the loss.
+            make: gives the plan, first of what it gives.
+            launch: gives the loss.
+
+        Raises:
+            TypeError, ValueError, BackendUnavailableError, UnsupportedProblemError: see ``contrastile.clip_loss``.
+        """
+        if torch.compiler.is_compiling():
+            return None
+        grad = torch.is_grad_enabled()
+        call = Call(args, kwargs, grad)
+        if not call.known or not eager.direct(torch, call.tensors) or functions.tangents(call.tensors):
+            return None
+        # what is made now may be saved for a later call's backward pass, which a tensor of inference mode cannot be
+        if torch.is_inference_mode_enabled():
+            return None
+        what, stream, kind = (build, *settings.items()), None, "cpu"
+        if steps.on_gpu(args[0]):
+            # a graph under capture has its own memory, which is written on replay
+            if not is_plain():
+                return None
+            loss = steps.STEPS.loss(what, call, partial(make, build, settings), partial(launch, build, settings))
+            if loss is not None:
+                return loss
+            stream, kind = torch._C._cuda_getCurrentRawStream(args[0].get_device()), "cuda"
+        elif not args[0].is_cpu:
+            return None
+        cast_to = torch.get_autocast_dtype(kind) if torch.is_autocast_enabled(kind) else None
+        key = what, stream, cast_to, os.environ.get(KEEP), *call.kinds
+        try:
+            prepared = self.prepared.get(key)
+        except TypeError:  # of a setting that is a list, say
+            return None
+        plan = None
+        if prepared is None:
+            plan = make(build, settings, args, kwargs)[0]
+            prepared = Prepared(plan, args)
+            with self._changing:
+                if len(self.prepared) >= MOST:
+                    del self.prepared[next(iter(self.prepared))]
+                self.prepared[key] = prepared
+        if prepared.diagonal is not None:
+            loss = prepared.diagonal.loss(args, grad=grad)
+            if loss is not None:
+                return loss
+        return functions.eager_loss(plan or prepared.plan(build, args, kwargs), grad=grad)
+
+
+CALLS = Calls()
