@@ -10,9 +10,11 @@ from __future__ import annotations
 import contextlib
 import importlib.metadata
 import importlib.util
+import sys
 import warnings
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from types import SimpleNamespace
 from typing import Any
 from unittest import mock
 
@@ -73,12 +75,16 @@ def _world(without: str) -> Iterator[None]:
     def entry_points(**which: str) -> Any:
         return () if which == {"group": registry.ENTRY_POINT_GROUP} else points(**which)
 
+    older = SimpleNamespace(backend=replace(registry.load("numpy"), contract=1))
     registry.load.cache_clear()
     with (
         mock.patch.object(importlib.metadata, "entry_points", entry_points),
         mock.patch.object(registry, "_is_there", is_there),
     ):
+        # no copy of the table is put back: what is imported meanwhile stays
+        sys.modules["written_before"] = older  # type: ignore[assignment]
         yield
+        del sys.modules["written_before"]
     registry.load.cache_clear()
 
 
@@ -314,6 +320,7 @@ PROVOCATIONS: dict[str, list[Provocation]] = {
             TypeError,
             "contrastile.clip_loss(image, text, 14.0, backend='contrastile.losses:clip_loss')",
             "contrastile.clip_loss(image, text, 14.0, backend=None)",
+            "contrastile.clip_loss(image, text, 14.0, backend='written_before:backend')",
             "contrastile.backends.load(5)",
             libraries=LIBRARIES,
         ),

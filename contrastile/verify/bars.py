@@ -57,11 +57,11 @@ def bars(trial: Trial) -> Comparisons:
 
 
 def _drawn(random: np.random.Generator, side: Direction, even: bool) -> Bars:
-    """Bars of three orders of magnitude, some of them 0."""
+    """Bars of three orders of magnitude, some of them 0: of a mean, whose gradients no dtype is too narrow for."""
     size = len(side.weight)
 
     def one() -> FloatArray:
-        return random.standard_normal(size) * 10.0 ** random.uniform(-3, 0, size) * (random.random(size) < 0.8)
+        return random.standard_normal(size) * 10.0 ** random.uniform(-3, 0, size) * (random.random(size) < 0.8) / size
 
     return Bars(one(), one(), one() * (not even))
 

@@ -188,7 +188,7 @@ def seen(monkeypatch: pytest.MonkeyPatch) -> list[str]:
         found.append(options.precision)
         return torch_s.lse(block, columns, options)
 
-    backend = replace(torch_s, precisions=frozenset(PRECISIONS), auto_precision="split", lse=lse)
+    backend = replace(torch_s, precisions=frozenset(PRECISIONS), auto_precision="split", lse=lse, diagonal=None)
     for module in (plan, choice):
         monkeypatch.setattr(module, "load", lambda name: backend)
     return found

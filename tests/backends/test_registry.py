@@ -6,9 +6,7 @@ import importlib
 import sys
 import tomllib
 from collections.abc import Iterator
-from dataclasses import replace
 from pathlib import Path
-from types import SimpleNamespace
 
 import pytest
 
@@ -75,11 +73,3 @@ def test_packages_may_be_as_old_as_pyproject_lets_them() -> None:
     extras = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))["project"]["optional-dependencies"]
     needed = {each.partition(";")[0] for extra in ("torch", "triton") for each in extras[extra]}
     assert needed - {"contrastile[torch]"} == set(registry.BUILT_IN["triton"].requires)
-
-
-def test_a_backend_for_another_contract_is_refused_with_the_page_of_the_change(monkeypatch: pytest.MonkeyPatch) -> None:
-    older = SimpleNamespace(backend=replace(registry.load("numpy"), contract=1))
-    monkeypatch.setitem(sys.modules, "written_before", older)  # type: ignore[arg-type]
-    with pytest.raises(TypeError, match=r"contract=2, got 1; docs/how-to/write-backend\.md"):
-        registry.load("written_before:backend")
-    assert "## What has changed" in (ROOT / "docs/how-to/write-backend.md").read_text(encoding="utf-8")

@@ -72,7 +72,8 @@ def test_blocks_of_rows_against_themselves_compute_each_pair_once() -> None:
 @pytest.mark.parametrize("loss", LOSSES)
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_a_batch_of_one_block_has_the_bits_of_a_plain_call(loss: Any, dtype: torch.dtype) -> None:
-    problem = made(loss, 50, dtype)
+    # by the primitives, as blocks are
+    problem = replace(made(loss, 50, dtype), equal=None)
     assert same(features_of(evaluated(in_blocks(problem, 100))), features_of(evaluated(problem)))
 
 
