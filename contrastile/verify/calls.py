@@ -40,6 +40,8 @@ def calls(subject: Subject, case: str) -> Comparisons:
             return Step(subject, _problem(kind, seed, subject.dtype))
 
         first, second = new(0), new(1)
+        # what a first call imports may filter warnings
+        first.run()
         before = process.state()
         for each in (first, second):
             each.forward()
@@ -125,7 +127,7 @@ def _turned(step: Step) -> Worst:
 def _held(step: Step) -> int:
     """The objects that are more after some calls: the fewest of several rounds, for what leaks does so in each."""
     found = []
-    for _ in range(_REPEATS):
+    for _ in range(1 + _REPEATS):
         gc.collect()
         before = sys.getallocatedblocks()
         for _ in range(_MANY):

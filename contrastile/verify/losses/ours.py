@@ -181,7 +181,7 @@ def _streamed(towers: Any, inputs: Any, loss: Target, numbers: Any) -> Any:
     batches = [{"index": x, "nested": (None, x[:, None].expand(-1, 3).clone())} for x in inputs]
     chunks = tuple(training.stream(x, budget, inputs[0].device) for x in batches)
     taken = tuple(lambda chunk, tower=tower: tower(chunk["nested"][1][:, 0]) for tower in towers)
-    return training.cached_step(taken, chunks, loss, scale=numbers, offload=True)
+    return training.cached_step(taken, chunks, loss, scale=numbers, offload=inputs[0].device.type == "cpu")
 
 
 def _embedded(towers: Any, inputs: Any, loss: Target, numbers: Any) -> Any:
