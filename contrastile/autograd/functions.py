@@ -136,8 +136,8 @@ class Diagonal:
         problem = plan.problem
         assert problem.equal is not None
         self._backend, self._weight, self._two_sided = backend, problem.equal.number, problem.column_weight is not None
-        self._wanted = local.Wanted(problem.rows.requires_grad, (problem.columns[0].requires_grad,))
-        self._wanted = replace(self._wanted, scale=problem.scale.requires_grad)
+        rows, columns, scale = (x.requires_grad for x in (problem.rows, problem.columns[0], problem.scale))
+        self._wanted = local.Wanted(rows, (columns,), scale)
         # vectors of the signature alone
         empty = replace(problem, rows=None, columns=(None,), scale=None)
         self._plan = replace(plan, problem=empty, form=None)

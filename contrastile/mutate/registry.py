@@ -10,9 +10,10 @@ A patch is written like this, below the ``==`` line that names its file in the p
     checks: --case hot --dtype float32
     equivalent: why no check can see it
     device: cuda
+    package: sentence_transformers
 
 The text after ``-`` occurs exactly once in the file; it may begin and end anywhere in a line. The text after ``+``
-replaces it. The last three lines are optional; ``checks`` below the ``==`` line are those of every patch of the file
+replaces it. The last four lines are optional; ``checks`` below the ``==`` line are those of every patch of the file
 that has none of its own.
 """
 
@@ -81,6 +82,7 @@ class Mutant:
             which takes a second for a small problem, ``run.INTERPRETED`` has the defaults.
         equivalent: why no check can catch it, if none can.
         device: the only kind of device on which it changes anything; "" for any.
+        package: what the changed file imports besides the backends' packages; "" for nothing.
     """
 
     name: str
@@ -89,6 +91,7 @@ class Mutant:
     checks: tuple[str, ...] = ()
     equivalent: str | None = None
     device: str = ""
+    package: str = ""
 
     @property
     def component(self) -> str:
@@ -131,7 +134,9 @@ def read(component: str, text: str) -> Iterator[Mutant]:
                 continue
             key, _, value = line.partition(": ")
             facts[key] = value
-        if not (file and colon and all(parts.values()) and facts.keys() <= {"checks", "equivalent", "device"}):
+        if not (
+            file and colon and all(parts.values()) and facts.keys() <= {"checks", "equivalent", "device", "package"}
+        ):
             raise PatchError(f"a patch must be written as in contrastile/mutate/registry.py, got {entry!r}")
         patch = Patch(file, *("\n".join(part) for part in parts.values()))
         checks = tuple(shlex.split(facts.pop("checks", of_file)))

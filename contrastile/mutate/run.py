@@ -29,9 +29,6 @@ Status = Literal["caught", "missed", "equivalent", "broken", "not run"]
 WORLD = 3
 """Ranks of the exchange's mutants: from three on, the two directions of a ring differ."""
 
-OF_A_LIBRARY = "integrations/sentence_transformers.py", "sentence_transformers"
-"""The one changed file that imports another library than a backend's, and that library."""
-
 INTERPRETED = {
     "--case": ["ragged", "square-ragged", "hot", "labels", "ids-drop", "signed-zero-weights", "sigmoid-ids"],
     "--property": ["value", "gradients"],
@@ -92,8 +89,8 @@ class Target:
         missing = backends.available().get(base)
         if missing is not None:
             return missing
-        if mutant.patch is not None and mutant.patch.file == OF_A_LIBRARY[0] and find_spec(OF_A_LIBRARY[1]) is None:
-            return f"needs {OF_A_LIBRARY[1]}"
+        if mutant.package and find_spec(mutant.package) is None:
+            return f"needs {mutant.package}"
         needed = mutant.device or ("cuda" if base.partition(":")[0] == "cupy" else self.device)
         if needed != self.device:
             return f"needs a GPU: --device {needed}"

@@ -1,10 +1,10 @@
 """A whole softmax loss in one tile on the host, where row i's one positive is column i and all weights are equal.
 
-What ``statistics``, ``nll`` and ``gradients`` compute of it, in as few operations as it takes: at 64 pairs each of them
-costs as much as its numbers. With ``S_i`` the sum of a row's negatives and ``D_i`` its positive, both as powers of 2,
-the row's loss is ``log1p(S_i / D_i)``, its exponentials become probabilities by ``1 / (S_i + D_i)``, and its positive's
-entry of G is ``-S_i / (S_i + D_i)``: nothing cancels where a row is certain. Columns likewise. Numbers for which this
-would not be exact are left to the primitives.
+What ``statistics``, ``TorchArrays.loss`` and ``gradients`` compute of it, in as few operations as it takes: at 64 pairs
+each of them costs as much as its numbers. With ``S_i`` the sum of a row's negatives and ``D_i`` its positive, both as
+powers of 2, the row's loss is ``log1p(S_i / D_i)``, its exponentials become probabilities by ``1 / (S_i + D_i)``, and
+its positive's entry of G is ``-S_i / (S_i + D_i)``: nothing cancels where a row is certain. Columns likewise. Numbers
+for which this would not be exact are left to the primitives.
 """
 
 from __future__ import annotations
