@@ -18,6 +18,7 @@ from torch import Tensor
 from contrastile.autograd import bodies
 from contrastile.backends.arrays import library_of
 from contrastile.backends.contract import Match, Options
+from contrastile.backends.registry import load
 from contrastile.plan import Plan
 from contrastile.schedules import local
 from contrastile.schedules.problem import VECTORS, Problem
@@ -188,10 +189,11 @@ def _fake_loss(
     wants = settings[-1]
     state: list[Tensor | None] = []
     if kind != "sigmoid":
-        two_sided = vectors[2] is not None
+        two_sided, backend = vectors[2] is not None, load(settings[1])
+        pairs = (2,) if backend.compensated and backend.state(library_of(rows).dtype(rows)) == "float64" else ()
         of_columns = sum(x.shape[0] for x in columns) if two_sided else None
         for count in (rows.shape[0], rows.shape[0], of_columns, of_columns):
-            state.append(None if count is None else scale.new_empty(count, dtype=torch.float64))
+            state.append(None if count is None else scale.new_empty((count, *pairs), dtype=torch.float64))
     elif any(wants):
         first, *others, of_scale, _ = wants
         state = [torch.empty_like(scale), scale.new_empty(rows.shape) if first or of_scale else None]

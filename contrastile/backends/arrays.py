@@ -14,7 +14,7 @@ from typing import Any, Protocol
 
 from contrastile.backends import crossing
 from contrastile.backends.eager import imported
-from contrastile.backends.objectives import SOFTMAX, added, reciprocal_of_count
+from contrastile.backends.objectives import SOFTMAX, added, difference, head, merged_pairs, reciprocal_of_count
 
 Array = Any
 ITEMSIZE = {"float16": 2, "bfloat16": 2, "float32": 4, "float64": 8}
@@ -75,7 +75,10 @@ class ArrayLibrary(Protocol):
         ...
 
     def merge(self, a: Array, b: Array) -> Array:
-        """Inf-CL Eq. 4, guarded: log(exp a + exp b), -inf when both are -inf, exactly a when b is -inf."""
+        """Inf-CL Eq. 4, guarded: log(exp a + exp b), -inf when both are -inf, exactly a when b is -inf.
+
+        Both are of one shape, (m,), or (m, 2) as in ``contract.SideStatistics``.
+        """
         ...
 
     def softplus(self, x: Array) -> Array:
@@ -179,7 +182,7 @@ class NumpyArrays:
         return self.module.maximum(x, floor)
 
     def merge(self, a: Array, b: Array) -> Array:
-        return self.module.logaddexp(a, b)
+        return self.module.logaddexp(a, b) if a.ndim == 1 else merged_pairs(self.module, a, b)
 
     def softplus(self, x: Array) -> Array:
         return self.module.maximum(x, 0.0) + self.module.log1p(self.module.exp(-abs(x)))
@@ -337,7 +340,7 @@ class TorchArrays:
         return x.clamp_min(floor)
 
     def merge(self, a: Array, b: Array) -> Array:
-        return self.module.logaddexp(a, b)
+        return self.module.logaddexp(a, b) if a.ndim == 1 else merged_pairs(self.module, a, b)
 
     def softplus(self, x: Array) -> Array:
         # beyond 40 the logarithm is below half an ulp of x
@@ -363,10 +366,10 @@ class TorchArrays:
             least, most = map(float, self.module.aminmax(t))
             # every row has a target: where the sum is finite, nothing is missing and nothing is to be silenced
             if least > 0:
-                nll = self.softplus(n - p)
+                nll = self.softplus(difference(n, p))
                 # of lone positives P - t S is nothing
                 if not (least == most == 1 and p is s):
-                    nll = (p - reciprocal_of_count(self, t) * s).clamp_min_(0.0).add_(nll)
+                    nll = (head(p) - reciprocal_of_count(self, t) * head(s)).clamp_min_(0.0).add_(nll)
                 found = nll.dot(weight.double())
                 if math.isfinite(float(found)):
                     return found

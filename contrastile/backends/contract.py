@@ -108,6 +108,11 @@ class SideStatistics(NamedTuple):
     of its one positive is ``L - P = log1p(exp(N - P))``, which no float32 and no float64 ``L`` could hold. Over blocks
     and ranks N and P merge as log-sum-exps, S as a sum.
 
+    Each may have the form (m, 2) instead, if all of one state dtype do (``Backend.compensated``): a number and what its
+    rounding leaves, their sum being N, P or S. A float64 N alone is off by ``|N| 2^-53``, a relative error of every
+    exp(x - N) that a computation which subtracts a maximum does not have; float32's own roundings are far above that.
+    What reads them comes back to the backend as it gave it.
+
     Attributes:
         negative_lse: (m,) ``N_i``, the log-sum-exp of x_ij over admitted pairs that are not positive.
         positive_lse: (m,) ``P_i``, the log-sum-exp of x_ij over positive pairs: of one positive exactly its logit,
@@ -170,8 +175,8 @@ class SideWeights(NamedTuple):
     log-sum-exps are.
 
     Attributes:
-        negative_lse: (m,) float64, N of the whole loss, not of the block.
-        positive_lse: (m,) float64, P of the whole loss.
+        negative_lse: (m,) float64, N of the whole loss, not of the block; pairs where ``lse`` gives them.
+        positive_lse: (m,) float64, P of the whole loss, likewise.
         weight: (m,) u, any sign, state dtype; not read where there are bars.
         target: (m,) t, the target weight of each positive of the row, state dtype: 1 of a lone one.
         bars: of any other loss; None of those above.
@@ -380,6 +385,7 @@ class Backend:
             columns takes: what ``contrastile plan`` adds up.
         contract: the number of the contract that it is written for, 2; ``registry.load`` refuses any other.
         diagonal: None, or the whole of a small common loss in fewer operations: see ``Diagonal``.
+        compensated: whether statistics of features whose state is float64 are pairs: see ``SideStatistics``.
     """
 
     name: str
@@ -402,6 +408,7 @@ class Backend:
     footprint: FootprintFunction | None = None
     contract: int = 1
     diagonal: Diagonal | None = None
+    compensated: bool = False
 
     def check(self, block: Block, options: Options | None = None) -> None:
         """Raise UnsupportedProblemError with the reason, if this backend refuses the block or the options.

@@ -15,6 +15,31 @@ from typing import Any
 Array = Any
 
 
+def head(x: Array) -> Array:
+    """A log-sum-exp, (m,), without what its rounding left: see ``contract.SideStatistics``."""
+    return x if x.ndim == 1 else x[:, 0]
+
+
+def difference(x: Array, y: Array) -> Array:
+    """``x - y`` of two log-sum-exps, (m,), to all its digits where both are pairs."""
+    return x - y if x.ndim == 1 else (x - y).sum(-1)
+
+
+def pair(xp: Any, x: Array, y: Array) -> Array:
+    """``x + y`` as (m, 2), a number and what its rounding leaves, where no y is much larger than its x."""
+    whole = x + y
+    rest = y - (whole - x)
+    return xp.stack((whole, xp.where(xp.isfinite(rest), rest, 0.0)), -1)
+
+
+def merged_pairs(xp: Any, x: Array, y: Array) -> Array:
+    """``log(exp x + exp y)`` of two log-sum-exps that are pairs: -inf where both are."""
+    # -inf less -inf would be NaN
+    by = (xp.where(x == y, 0.0, x - y)).sum(-1)
+    high = xp.where((by >= 0)[:, None], x, y)
+    return pair(xp, high[:, 0], xp.log1p(xp.exp(-abs(by))) + high[:, 1])
+
+
 @dataclass(frozen=True, slots=True)
 class Objective:
     """A loss of one row, or column, from ``N``, ``P`` and ``D``: see ``contract.Bars``.
@@ -36,13 +61,13 @@ class Objective:
     ) -> Array:
         """``sum_i w_i value_i`` in float64, 0-d: N, P and S of ``contract.SideStatistics``, with ``D = P - t S``."""
         n, p = negative_lse, positive_lse
-        s, weight = arrays.cast(positive_sum, "float64"), arrays.cast(weight, "float64")
+        s, weight = head(arrays.cast(positive_sum, "float64")), arrays.cast(weight, "float64")
         # of lone positives P - t S is nothing
         target = arrays.cast(target, "float64") if p is positive_sum else reciprocal_of_count(arrays, target)
         # a log-sum-exp is never below a mean of its own terms: rounding that says so is projected back
-        spread = arrays.maximum(p - target * s, 0.0)
+        spread = arrays.maximum(head(p) - target * s, 0.0)
         # a positive whose logit is -inf is no missing one
-        missing = (target == 0) | ((p == -math.inf) & (s == 0))
+        missing = (target == 0) | ((head(p) == -math.inf) & (s == 0))
         # 0 x target: a target of NaN is how a bad positive comes through where values cannot be read
         value = arrays.where(missing, self.unpaired(arrays, n, p) + 0.0 * target, self.value(arrays, n, p, spread))
         # a weight of 0 silences a row that admits nothing, whose log-sum-exp is -inf
@@ -51,13 +76,13 @@ class Objective:
 
 def _softmax_bars(arrays: Any, n: Array, p: Array) -> Sequence[Any]:
     # the probability of all negatives, with all its digits
-    negatives = arrays.module.exp(-arrays.softplus(p - n))
+    negatives = arrays.module.exp(-arrays.softplus(difference(p, n)))
     return negatives, -negatives, 1.0
 
 
 SOFTMAX = Objective(
-    value=lambda arrays, n, p, d: arrays.softplus(n - p) + d,
-    unpaired=lambda arrays, n, p: arrays.merge(n, p),
+    value=lambda arrays, n, p, d: arrays.softplus(difference(n, p)) + d,
+    unpaired=lambda arrays, n, p: head(arrays.merge(n, p)),
     bars=_softmax_bars,
 )
 """The cross entropy ``L - t S``, with N, P and S: a row that is certain of its one positive has it to all digits."""

@@ -104,9 +104,11 @@ def _over_columns(
     own, (losses,), incoming = scalar_gather_buffers(placement, arrays, [loss])
     # rows aligned to 16 bytes: kernels are compiled again for others, and read them more slowly
     total = sum(widths)
-    lses, weights = (arrays.empty((2, -(-total // 4) * 4), arrays.dtype(x), x)[:, :total] for x in (state[0], weight))
+    lses, weights = (
+        arrays.empty((2, -(-total // 4) * 4, *x.shape[1:]), arrays.dtype(x), x)[:, :total] for x in (state[0], weight)
+    )
     parts = [buffers.split(x, widths) for x in (weights[0], weights[1])]
-    found = [list(arrays.empty((n, total), arrays.dtype(x), x)) for x in state]
+    found = [list(arrays.empty((n, *x.shape), arrays.dtype(x), x)) for x in state]
     for arriving, x in zip(found, state, strict=True):
         arriving[placement.rank] = x
     for r in range(n):

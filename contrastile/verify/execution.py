@@ -12,6 +12,7 @@ import numpy as np
 
 from contrastile.backends.arrays import FLOATS, ArrayLibrary
 from contrastile.backends.contract import Array, Backend, LseFunction, Options, SideStatistics, Statistics
+from contrastile.backends.objectives import head
 from contrastile.schedules import local, schedule, triangle
 from contrastile.schedules.problem import Problem
 from contrastile.verify.truth import STATISTICS, Outcome
@@ -104,7 +105,9 @@ def outcome(
         gradients = schedule.gradients(native, state, upstream_gradient, wanted, backend, options)
     if native.kind != "sigmoid":
         saved = local.Forward.of(state)
-        lses = [x for side in (saved.rows, saved.columns or (None, None)) for x in (*side, None)]
+        lses = [
+            x if x is None else head(x) for side in (saved.rows, saved.columns or (None, None)) for x in (*side, None)
+        ]
 
     take = partial(taken, arrays)
     found: dict[str, Any] = dict.fromkeys(STATISTICS) | {
@@ -131,7 +134,7 @@ def _positive_sums(native: Problem, parts: Sequence[Statistics], backend: Backen
     """The sums of the positive logits, which no schedule needs: from what ``lse`` has returned for each block."""
 
     def of(side: SideStatistics | None) -> Any:
-        return None if side is None else taken(backend.arrays, side.positive_sum)
+        return None if side is None else taken(backend.arrays, head(side.positive_sum))
 
     rows, columns = [of(part.rows) for part in parts], [of(part.columns) for part in parts]
     if native.columns:

@@ -22,6 +22,7 @@ from contrastile.backends.contract import (
     Statistics,
     Weights,
 )
+from contrastile.backends.objectives import merged_pairs, pair
 
 
 class Tile(NamedTuple):
@@ -57,26 +58,26 @@ def tiles(block: Block, options: Options) -> Iterator[Tile]:
 
 
 def merge(state: Array, x: Array, axis: int) -> None:
-    """Merge log-sum-exps along an axis into the state: -inf changes nothing."""
+    """Merge log-sum-exps along an axis into the state, pairs: -inf changes nothing."""
     top = x.max(axis, keepdims=True, initial=-np.inf)
     # -inf less -inf would be NaN; of +inf, which has no softmax, it is to be NaN
     shift = np.where(top == -np.inf, 0.0, top)
-    part = np.log(np.exp(x - shift).sum(axis)) + shift.squeeze(axis)
-    state[:] = np.logaddexp(state, part)
+    part = pair(np, shift.squeeze(axis), np.log(np.exp(x - shift).sum(axis)))
+    state[:] = merged_pairs(np, state, part)
 
 
 @np.errstate(all="ignore")
 def lse(block: Block, columns: bool, options: Options) -> Statistics:
     """Log-sum-exps of negatives and of positives: see ``contract.SideStatistics``."""
     start = -np.inf, -np.inf, 0.0
-    sides = [[np.full(len(x), s) for s in start] for x in (block.rows, block.columns)]
+    sides = [[np.full((len(x), 2), (s, 0.0)) for s in start] for x in (block.rows, block.columns)]
     for t in tiles(block, options):
         for axis, where in ((1, t.rows), (0, t.columns)):
             negatives, positives, sums = sides[1 - axis]
             others = np.where(t.admitted & ~t.positive, t.x, -np.inf)
             merge(negatives[where], others, axis)
             merge(positives[where], np.where(t.positive, t.x, -np.inf), axis)
-            sums[where] += np.where(t.positive, t.x, 0.0).sum(axis)
+            sums[where, 0] += np.where(t.positive, t.x, 0.0).sum(axis)
     rows, over = (SideStatistics(*side) for side in sides)
     return Statistics(rows, over if columns else None)
 
@@ -96,16 +97,17 @@ def gradients(
         x = t.x
         if block.pairs.match == "drop":
             # a named positive's logit is the one that the loss has, to the last bit
-            x = np.where(t.positive, weights.rows.positive_lse[t.rows, None], x)
+            x = np.where(t.positive, weights.rows.positive_lse[t.rows, None, 0], x)
         g = np.zeros_like(x)
         places = (t.rows, None), t.columns
         for at, side, each in zip(places, sides, bars, strict=False):
             n, p, target = side.negative_lse[at], side.positive_lse[at], side.target[at]
             by_n, by_p, by_d = (bar[at] for bar in each)
+            negatives, q = (np.exp((x - lse[..., 0]) - lse[..., 1]) for lse in (n, p))
             # a lone positive has the target 1: x is P, whatever a product made of it
-            q = np.where(target == 1, 1.0, np.exp(x - p))
+            q = np.where(target == 1, 1.0, q)
             positive = _product(by_p, q) + _product(by_d, q - target)
-            g += np.where(t.positive, positive, _product(by_n, np.exp(x - n)))
+            g += np.where(t.positive, positive, _product(by_n, negatives))
         _add(np.where(t.admitted, g, 0.0), t, row_gradient, column_gradient)
 
 
@@ -163,4 +165,5 @@ backend = Backend(
     sigmoid=sigmoid,
     state=lambda dtype: "float64",
     contract=2,
+    compensated=True,
 )

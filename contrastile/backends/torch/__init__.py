@@ -59,5 +59,6 @@ backend = Backend(
     replayable=True,
     footprint=footprint,
     contract=2,
+    compensated=True,
     diagonal=Diagonal(diagonal.takes, diagonal.loss, diagonal.gradients),
 )

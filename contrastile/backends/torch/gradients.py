@@ -16,10 +16,11 @@ from typing import NamedTuple
 import torch
 
 from contrastile.backends.contract import Array, Bars, Block, Options, Pairs, SideWeights, Weights
+from contrastile.backends.objectives import difference, head, merged_pairs
 from contrastile.backends.torch.accumulators import Accumulators
 from contrastile.backends.torch.kept import Kept
 from contrastile.backends.torch.pairs import BlockPairs, cut
-from contrastile.backends.torch.products import LOG2_E, Products
+from contrastile.backends.torch.products import LOG2_E, Products, converted
 from contrastile.backends.torch.statistics import farthest, shared_reference
 from contrastile.backends.torch.tiles import Tile, primitive, tiles
 
@@ -116,12 +117,13 @@ class _SideShare:
 
     Attributes:
         exact_lse: L in base 2, float64; of a loss with bars N.
+        rest: of pairs what ``exact_lse`` lacks; otherwise 0.
         lse: L rounded to the state dtype.
         most: the largest that a logit less ``lse`` can be, for no logit exceeds L; state dtype.
-        negative: N in nats, float64.
+        negative: N in nats, float64, without the rest of a pair.
         exact_weight: u or v, times the products' gain.
         weight: the same times ``2^(lse - exact_lse)``, which makes good the rounding of L; state dtype.
-        positive: P in base 2, float64.
+        positive: P in base 2, float64, or pairs.
         negative_share: the probability of all negatives, 1 - p of the positives, to full relative accuracy; float64.
         target: t.
         term: weight x target, what a positive loses; state dtype.
@@ -131,13 +133,14 @@ class _SideShare:
     """
 
     def __init__(self, given: SideWeights, factors: _Factors, gain: float, state: torch.dtype) -> None:
-        self._state, self._positive, self._lone = state, given.positive_lse, factors.lone
-        self.negative: torch.Tensor = given.negative_lse
+        self._state, self._lone = state, factors.lone
+        self._lses = n, p = given.negative_lse, given.positive_lse
+        self.negative: torch.Tensor = head(n)
         self._bars, self._gain = given.bars, gain
-        if given.bars is None:
-            self.exact_lse: torch.Tensor = torch.logaddexp(self.negative, self._positive).mul_(LOG2_E)
-        else:
-            self.exact_lse = self.negative * LOG2_E
+        both = n if given.bars is not None else torch.logaddexp(n, p) if n.ndim == 1 else merged_pairs(torch, n, p)
+        lses = converted(both, binary=True)
+        self.exact_lse: torch.Tensor = head(lses)
+        self._rest: torch.Tensor | float = 0.0 if lses.ndim == 1 else lses[:, 1]
         self.exact_weight: torch.Tensor = factors.weight if gain == 1.0 else factors.weight * gain
         self.target: torch.Tensor = factors.target
         self.extremes = factors.extremes[0] * gain, factors.extremes[1] * gain
@@ -145,7 +148,7 @@ class _SideShare:
 
     @cached_property
     def positive(self) -> torch.Tensor:
-        return torch.mul(self._positive, LOG2_E)
+        return converted(self._lses[1], binary=True)
 
     @cached_property
     def lse(self) -> torch.Tensor:
@@ -161,13 +164,20 @@ class _SideShare:
 
     @cached_property
     def _low(self) -> torch.Tensor:
-        low = self.lse.double() - self.exact_lse
+        low = self.lse.double() - self.exact_lse - self._rest
         # beyond 2^24 logits are integers, and what is left of L is the rounding of its units; of infinities it is NaN
         return torch.where(low.abs() <= 1.0, low, 0.0)
 
     @cached_property
     def negative_share(self) -> torch.Tensor:
-        return torch.sub(self.negative, self._positive).sigmoid_()
+        return difference(*self._lses).sigmoid_()
+
+    def coefficients(self, reference: float) -> torch.Tensor:
+        """``weight 2^(reference - L)`` where the weight is not 0; state dtype."""
+        exact = torch.exp2(reference - self.exact_lse).mul_(self.exact_weight)
+        if isinstance(self._rest, torch.Tensor):
+            exact.mul_(torch.exp2(-self._rest))
+        return self.zero_where_silent(exact).to(self._state)
 
     @cached_property
     def term(self) -> torch.Tensor:
@@ -201,10 +211,7 @@ class _SideShare:
         if self._lone:
             part = (w * share).neg_()
         else:
-            others = self.positive, self.target
-            p, t = others if at is None else (each[at] for each in others)
-            # no logit exceeds a log-sum-exp that it is in, but one computed again in another shape may seem to
-            q = (x - p).masked_fill_(t == 1.0, 0.0).clamp_max_(0.0).exp2_()
+            q, t = self._among_positives(x, at)
             part = w * ((q - t) - q * share)
         return part if self.silent is None else torch.where(self.silent if at is None else self.silent[at], 0.0, part)
 
@@ -212,11 +219,22 @@ class _SideShare:
         self, bars: Bars, x: torch.Tensor, at: tuple[slice | torch.Tensor | None, ...] | None
     ) -> torch.Tensor:
         """The same of a loss with bars: ``Pbar q + Dbar (q - t)``."""
-        vectors = bars.positive, bars.spread, self.positive, self.target
-        by_p, by_d, p, t = vectors if at is None else (each[at] for each in vectors)
-        q = (x - p).masked_fill_(t == 1.0, 0.0).clamp_max_(0.0).exp2_()
+        by_p, by_d = bars[1:] if at is None else (each[at] for each in bars[1:])
+        q, t = self._among_positives(x, at)
         part = torch.where(by_p == 0, 0.0, by_p * q) + torch.where(by_d == 0, 0.0, by_d * (q - t))
         return part.mul_(self._gain)
+
+    def _among_positives(
+        self, x: torch.Tensor, at: tuple[slice | torch.Tensor | None, ...] | None
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """``q = 2^(x - P)``, 1 of a lone positive, and t."""
+        *parts, t = (*((p,) if (p := self.positive).ndim == 1 else p.unbind(1)), self.target)
+        if at is not None:
+            *parts, t = (each[at] for each in (*parts, t))
+        for part in parts:
+            x = x - part
+        # no logit exceeds a log-sum-exp that it is in, but one computed again in another shape may seem to
+        return x.masked_fill_(t == 1.0, 0.0).clamp_max_(0.0).exp2_(), t
 
 
 def _gain(weights: list[tuple[float, float]]) -> float:
@@ -245,7 +263,7 @@ def _named_entries(
     """
     if of_positives is None:
         return None
-    x = sides[0].positive
+    x = head(sides[0].positive)
     found = sides[0].entries(x, None)
     if len(sides) == 2:
         found = found + sides[1].entries(x, None if isinstance(of_positives, slice) else (of_positives,))
@@ -295,8 +313,7 @@ def _shared(sides: list[_SideShare], named: bool, state: torch.dtype, kept: floa
     finite = (kept is not None or largest - reference < room - 8) and reference - low + math.log2(most) < room - 1
     if not (normal and finite and reference - low <= 26.0 and _near(counting, reference)):
         return None
-    exact = [torch.exp2(reference - side.exact_lse).mul_(side.exact_weight) for side in sides]
-    return _Shared(reference, [side.zero_where_silent(x).to(state) for x, side in zip(exact, sides, strict=True)])
+    return _Shared(reference, [side.coefficients(reference) for side in sides])
 
 
 def _near(sides: list[_SideShare], reference: float) -> bool:

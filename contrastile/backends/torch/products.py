@@ -8,8 +8,11 @@ from functools import cache
 import torch
 
 from contrastile.backends.contract import Block
+from contrastile.backends.objectives import pair
 
 LOG2_E = 1.0 / math.log(2.0)
+# log2 e and its reciprocal, each in two parts: the first is a float32
+_PARTS = {True: (1.4426950216293335, 1.9259629911266175e-08), False: (0.6931471824645996, -1.904654299957768e-09)}
 # |G| stays below 4 largest weights, so 2^12 leaves it below the largest float16 and lifts it off the smallest
 _FLOAT16_HEADROOM = 2.0**12
 # rows whose products are too few numbers to show that some are not symmetric
@@ -33,6 +36,26 @@ def product_rounding(device: str) -> float:
         if device == "cuda" and (name == "bf16" or torch.backends.cuda.matmul.allow_tf32):
             name = "tf32"
     return {"tf32": 2.0**-10, "bf16": 2.0**-8}.get(name, 0.0)
+
+
+def converted(x: torch.Tensor, *, binary: bool) -> torch.Tensor:
+    """Float64 log-sum-exps of one base in another: in base 2 where ``binary``, else natural; (m,), or pairs (m, 2).
+
+    Of pairs both parts are kept: what a product of the first would be rounded by is large where it is.
+    """
+    first, second = _PARTS[binary]
+    if x.ndim == 1:
+        return x * (first + second)
+    number, rest = x.unbind(1)
+    high = number.float().double()
+    # 24 bits times 24 bits
+    found = pair(torch, high * first, (number - high) * first + number * second + rest * (first + second))
+    return torch.where(high.isfinite()[:, None], found, x * (first + second))
+
+
+def paired(x: torch.Tensor) -> torch.Tensor:
+    """Numbers, (m,), as pairs that lack nothing; pairs as they are."""
+    return x if x.ndim == 2 else torch.stack((x, torch.zeros_like(x)), 1)
 
 
 @cache

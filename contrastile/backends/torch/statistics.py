@@ -16,9 +16,10 @@ from collections.abc import Callable
 import torch
 
 from contrastile.backends.contract import Block, Options, SideStatistics, Statistics
+from contrastile.backends.objectives import merged_pairs, pair
 from contrastile.backends.torch.kept import Kept
 from contrastile.backends.torch.pairs import BlockPairs, cut
-from contrastile.backends.torch.products import LOG2_E, Products, state_of
+from contrastile.backends.torch.products import LOG2_E, Products, converted, paired, state_of
 from contrastile.backends.torch.tiles import Tile, primitive, tiles
 
 # binary orders between 1 and an exponential that needs no reference, which leaves room for larger ones in later tiles
@@ -73,6 +74,8 @@ def farthest(reference: float) -> float:
 class _SideSums:
     """Base-2 statistics of the rows, or of the columns, in float64: they are O(m + n), so the accuracy is free.
 
+    Of float64 features log-sum-exps become pairs: see ``contract.SideStatistics``.
+
     Its vectors by name, which come to be when something is added to them or they are asked for:
 
     * negative: sums, or log-sum-exps, over negatives;
@@ -95,6 +98,8 @@ class _SideSums:
         if found is None:
             value = self._identity if name in ("negative", "positive") else 0.0
             found = self._like.new_full((self._size,), value, dtype=torch.float64)
+            if value == -math.inf and self._like.dtype == torch.float64:
+                found = paired(found)
             self._vectors[name] = found
         return found
 
@@ -115,12 +120,16 @@ class _SideSums:
 
     def statistics(self) -> SideStatistics:
         """In nats. Of one positive the log-sum-exp is its logit, to the last bit."""
-        positive, total = self["positive"], self["total"]
-        positive = torch.where(self["count"] == 1, total, positive) if self.counts else positive
-        natural = positive * math.log(2.0)
+        found = negative, positive, total = self["negative"], self["positive"], self["total"]
+        if self._like.dtype == torch.float64:
+            negative, positive, total = map(paired, found)
+        if self.counts:
+            lone = self["count"] == 1
+            positive = torch.where(lone if positive.ndim == 1 else lone[:, None], total, positive)
+        natural = converted(positive, binary=False)
         # of named positives P is S
-        sums = natural if total is positive else total * math.log(2.0)
-        return SideStatistics(self["negative"] * math.log(2.0), natural, sums)
+        sums = natural if found[1] is found[2] and not self.counts else converted(total, binary=False)
+        return SideStatistics(converted(negative, binary=False), natural, sums)
 
 
 _Among = Callable[[torch.Tensor, torch.Tensor, torch.Tensor], torch.Tensor]
@@ -199,7 +208,7 @@ class _Found:
             if isinstance(own, slice):
                 side["positive"], side["total"] = rows["positive"], rows["total"]
                 continue
-            top, total = torch.full_like(side["negative"], -math.inf), torch.zeros_like(side["negative"])
+            top, total = (self.logits.new_full((n,), value) for value in (-math.inf, 0.0))
             side["positive"], side["total"] = top, total
             if own is None:
                 continue
@@ -208,7 +217,8 @@ class _Found:
             top.scatter_reduce_(0, own, self.logits, "amax")
             top = torch.where(top.isfinite(), top, 0.0)
             terms = torch.exp2(self.logits - top[own])
-            side["positive"] = torch.zeros_like(top).index_put_((own,), terms, accumulate=True).log2_().add_(top)
+            sums = torch.zeros_like(top).index_put_((own,), terms, accumulate=True)
+            side["positive"] = _log2(sums, top, state_of(self.block.rows))
 
 
 def _shared(
@@ -251,10 +261,13 @@ def _shared(
             return None
         if side.counts and not math.isfinite(float(side["total"].sum())):
             return None
-        for x in [side["negative"], side["positive"]] if side.counts else [side["negative"]]:
-            x.log2_()
-            if reference:
-                x.add_(reference)
+        for name in ("negative", "positive") if side.counts else ("negative",):
+            if products.state != torch.float64:
+                side[name].log2_().add_(reference or 0.0)
+                continue
+            # a logarithm is rounded at its own size: an integer is exact, and what it leaves is near 0
+            mantissa, exponent = torch.frexp(side[name])
+            side[name] = _log2(mantissa, exponent.double().add_(reference or 0.0), products.state)
     if found.has_infinite_positive():
         return None
     found.reduce_named()
@@ -305,14 +318,24 @@ def _own(block: Block, columns: bool, options: Options, products: Products) -> _
 
 
 def _tile_lse(x: torch.Tensor, dim: int, out: torch.Tensor | None = None) -> torch.Tensor:
-    """Base-2 log-sum-exp of a tile along a dimension, float64: -inf where nothing is admitted, NaN of NaN or +inf."""
+    """Base-2 log-sum-exp of a tile along a dimension: see ``_log2``; -inf where nothing is admitted, NaN of NaN or +inf."""
     largest = x.amax(dim, keepdim=True)
     # -inf less -inf would be NaN; of +inf, which has no softmax, it is to be NaN, and NaN stays NaN
     reference = torch.where(largest > -math.inf, largest, 0.0)
     sums = torch.sub(x, reference, out=out).exp2_().sum(dim)
-    return sums.double().log2_().add_(reference.squeeze(dim))
+    return _log2(sums.double(), reference.squeeze(dim), x.dtype)
+
+
+def _log2(sums: torch.Tensor, reference: torch.Tensor, state: torch.dtype) -> torch.Tensor:
+    """``reference + log2 sums``, float64; of a float64 state pairs. Overwrites the sums."""
+    logs = sums.log2_()
+    return pair(torch, reference, logs) if state == torch.float64 else logs.add_(reference)
 
 
 def merge(total: torch.Tensor, part: torch.Tensor) -> None:
     """``total = log2(2^total + 2^part)`` in place, guarded: (-inf, -inf) gives -inf (Inf-CL Eq. 4)."""
-    total.copy_(torch.logaddexp2(total, part))
+    if total.ndim == 1:
+        total.copy_(torch.logaddexp2(total, part))
+    else:
+        natural = (converted(x, binary=False) for x in (total, part))
+        total.copy_(converted(merged_pairs(torch, *natural), binary=True))
