@@ -14,7 +14,8 @@ from typing import Any, Protocol
 
 from contrastile.backends import crossing
 from contrastile.backends.eager import imported
-from contrastile.backends.objectives import SOFTMAX, added, difference, head, merged_pairs, reciprocal_of_count
+from contrastile.backends.objectives import SOFTMAX, added, reciprocal_of_count
+from contrastile.backends.pairs import difference, head, merged_pairs
 
 Array = Any
 ITEMSIZE = {"float16": 2, "bfloat16": 2, "float32": 4, "float64": 8}

@@ -12,32 +12,9 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+from contrastile.backends.pairs import difference, head
+
 Array = Any
-
-
-def head(x: Array) -> Array:
-    """A log-sum-exp, (m,), without what its rounding left: see ``contract.SideStatistics``."""
-    return x if x.ndim == 1 else x[:, 0]
-
-
-def difference(x: Array, y: Array) -> Array:
-    """``x - y`` of two log-sum-exps, (m,), to all its digits where both are pairs."""
-    return x - y if x.ndim == 1 else (x - y).sum(-1)
-
-
-def pair(xp: Any, x: Array, y: Array) -> Array:
-    """``x + y`` as (m, 2), a number and what its rounding leaves, where no y is much larger than its x."""
-    whole = x + y
-    rest = y - (whole - x)
-    return xp.stack((whole, xp.where(xp.isfinite(rest), rest, 0.0)), -1)
-
-
-def merged_pairs(xp: Any, x: Array, y: Array) -> Array:
-    """``log(exp x + exp y)`` of two log-sum-exps that are pairs: -inf where both are."""
-    # -inf less -inf would be NaN
-    by = (xp.where(x == y, 0.0, x - y)).sum(-1)
-    high = xp.where((by >= 0)[:, None], x, y)
-    return pair(xp, high[:, 0], xp.log1p(xp.exp(-abs(by))) + high[:, 1])
 
 
 @dataclass(frozen=True, slots=True)
@@ -50,20 +27,26 @@ class Objective:
         value: ``value(arrays, n, p, d)``, (m,).
         unpaired: ``unpaired(arrays, n, p)``, the value of a row without a positive, or with a target of 0.
         bars: ``bars(arrays, n, p)``, its derivatives, (m,) each; one may be a number.
+        pairs: whether these functions take N and P that are ``pairs``, for the sake of the digits of N - P.
     """
 
     value: Callable[[Any, Array, Array, Array], Array]
     unpaired: Callable[[Any, Array, Array], Array]
     bars: Callable[[Any, Array, Array], Sequence[Any]]
+    pairs: bool = False
+
+    def given(self, *lses: Array) -> Sequence[Array]:
+        """Log-sum-exps as the functions take them."""
+        return lses if self.pairs else [head(x) for x in lses]
 
     def total(
         self, arrays: Any, negative_lse: Array, positive_lse: Array, positive_sum: Array, weight: Array, target: Array
     ) -> Array:
         """``sum_i w_i value_i`` in float64, 0-d: N, P and S of ``contract.SideStatistics``, with ``D = P - t S``."""
-        n, p = negative_lse, positive_lse
+        n, p = self.given(negative_lse, positive_lse)
         s, weight = head(arrays.cast(positive_sum, "float64")), arrays.cast(weight, "float64")
         # of lone positives P - t S is nothing
-        target = arrays.cast(target, "float64") if p is positive_sum else reciprocal_of_count(arrays, target)
+        target = arrays.cast(target, "float64") if positive_lse is positive_sum else reciprocal_of_count(arrays, target)
         # a log-sum-exp is never below a mean of its own terms: rounding that says so is projected back
         spread = arrays.maximum(head(p) - target * s, 0.0)
         # a positive whose logit is -inf is no missing one
@@ -84,6 +67,7 @@ SOFTMAX = Objective(
     value=lambda arrays, n, p, d: arrays.softplus(difference(n, p)) + d,
     unpaired=lambda arrays, n, p: head(arrays.merge(n, p)),
     bars=_softmax_bars,
+    pairs=True,
 )
 """The cross entropy ``L - t S``, with N, P and S: a row that is certain of its one positive has it to all digits."""
 

@@ -13,8 +13,9 @@ BoolArray: TypeAlias = npt.NDArray[np.bool_]
 
 
 def float64(values: npt.ArrayLike) -> FloatArray:
-    """Values as a float64 array: every input is widened before the first operation.
+    """Values as a float64 array: every input is widened before the first operation; what is wider stays as it is.
 
     values: any shape and any real dtype. Returns the same shape; the array itself where it is float64 already.
     """
-    return np.asarray(values, dtype=np.float64)
+    found = np.asarray(values)
+    return found.astype(np.result_type(found, np.float64), copy=False)

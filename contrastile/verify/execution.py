@@ -12,7 +12,7 @@ import numpy as np
 
 from contrastile.backends.arrays import FLOATS, ArrayLibrary
 from contrastile.backends.contract import Array, Backend, LseFunction, Options, SideStatistics, Statistics
-from contrastile.backends.objectives import head
+from contrastile.backends.pairs import head
 from contrastile.schedules import local, schedule, triangle
 from contrastile.schedules.problem import Problem
 from contrastile.verify.truth import STATISTICS, Outcome

@@ -8,6 +8,7 @@ rounding of every logit, of every entry of G and of the result.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
@@ -18,7 +19,7 @@ from contrastile.oracle.arrays import BoolArray, FloatArray, float64
 from contrastile.schedules.problem import Problem
 from contrastile.verify.comparison import GRADIENT, NOTHING, Worst, parts
 from contrastile.verify.rounding import UNDERFLOW, UNIT, round_to
-from contrastile.verify.truth import Direction, Outcome, Truth, column_blocks
+from contrastile.verify.truth import Direction, Outcome, Truth, column_blocks, truth
 
 Matrix = npt.NDArray[Any]
 
@@ -49,9 +50,10 @@ def compare_with_plain(
     """
     with np.errstate(all="ignore"):
         plain, floor = plain_outcome(problem, t, accuracy, dtype), _floor(problem, t, accuracy, dtype)
+        exact = t.outcome if dtype != "float64" else _wider(problem).outcome
     worst = NOTHING
-    for name, found, exact, other, least in _fields(got, *map(view, (t.outcome, plain, floor))):
-        error, allowed = np.linalg.norm(found - exact), times * max(np.linalg.norm(other - exact), least)
+    for name, found, right, other, least in _fields(got, *map(view, (exact, plain, floor))):
+        error, allowed = np.linalg.norm(found - right), times * max(np.linalg.norm(other - right), least)
         # written so that NaN fails
         ratio = 0.0 if error == 0 else float(error / allowed) if allowed > 0 and error < np.inf else np.inf
         if ratio > worst.ratio or worst is NOTHING:
@@ -65,6 +67,12 @@ def _fields(*outcomes: Outcome) -> Iterator[tuple[Any, ...]]:
     for name, exact in named[1].items():
         if exact is not None and np.size(exact):
             yield name, *(each[name] for each in named)
+
+
+def _wider(problem: Problem) -> Truth:
+    """The truth in longdouble: in float64 the oracle is no more exact than the computations that it is to judge."""
+    columns = tuple(x.astype(np.longdouble) for x in problem.columns)
+    return truth(replace(problem, rows=problem.rows.astype(np.longdouble), columns=columns))
 
 
 def plain_outcome(problem: Problem, t: Truth, accuracy: Accuracy, dtype: str) -> Outcome:
@@ -144,7 +152,9 @@ def _floor(problem: Problem, t: Truth, accuracy: Accuracy, dtype: str) -> Outcom
         moved, differences = u * a.exp_ulps * np.abs(G), np.zeros(G.shape)
         for side, swap in ((t.row, np.asarray), (t.column, np.transpose)):
             if side is not None:
-                moved = moved + swap(_moved(side, swap(logit)) + _kept_rounding(side)[:, None] * np.abs(swap(G)))
+                # those of float64 features are kept with what their rounding leaves
+                kept = 0.0 if dtype == "float64" else _kept_rounding(side)[:, None]
+                moved = moved + swap(_moved(side, swap(logit)) + kept * np.abs(swap(G)))
                 differences = differences + swap(_differences(side, swap(t.positive), a))
     rounded = (
         (a.gradient_rounding + a.unit) * np.abs(G)

@@ -52,8 +52,8 @@ def gradients(trial: Trial) -> Comparisons:
 def plain(trial: Trial) -> Comparisons:
     """Loss and gradients have at most 2 x the error of a plain computation in the same dtype; on a GPU 3 x."""
     trial.only_finite()
-    if trial.subject.dtype == "float64":
-        raise SkipError("the oracle is no more exact than a plain float64 computation")
+    if trial.subject.dtype == "float64" and np.finfo(np.longdouble).eps > 2.0**-60:
+        raise SkipError("nothing here is more exact than a plain float64 computation")
     problem, subject = trial.problem, trial.subject
     how = subject.accuracy, subject.dtype, NOISIER[subject.device]
     yield "", compare_with_plain(problem, trial.oracle, trial.outcome, *how)

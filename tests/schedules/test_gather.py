@@ -68,7 +68,7 @@ def test_the_messages_are_few(n: int) -> None:
             # the columns, once
             "all_gather 2": 1,
             # the loss, what each rank's rows give every column, and the weights and targets of its own
-            "exchange number 1 1 1 1 1": 1,
+            "exchange number 2 2 2 1 1": 1,
             # the columns' sums, and the scale's gradient
             "exchange 2 number": 1,
         }

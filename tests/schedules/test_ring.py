@@ -32,8 +32,9 @@ class Recording:
 
     def shift(self, outgoing: Sequence[Any], incoming: Sequence[Any]) -> Any:
         self.posted += 1
-        number, width = self.posted, sum(x.shape[1] for x in outgoing if x.ndim == 2)
-        kind = "features" if width else "state"
+        number = self.posted
+        # statistics are pairs, narrower than any features here
+        kind = "features" if any(x.ndim == 2 and x.shape[1] > 2 for x in outgoing) else "state"
         self.log.append(f"post {number} {kind}")
         pending, log = self.home.shift(outgoing, incoming), self.log
 

@@ -66,9 +66,9 @@ def test_the_messages_are_few(n: int) -> None:
         assert count == {
             # features; and log-sum-exps, weights and targets
             "shift 2": met,
-            "shift 2 1 1 1 1": met,
+            "shift 2 2 2 1 1": met,
             # statistics and gradient sums go home
-            "exchange 1 1 1": met,
+            "exchange 2 2 2": met,
             "exchange 2": met,
             # the loss and the scale's gradient
             "exchange number": 2,
@@ -76,8 +76,8 @@ def test_the_messages_are_few(n: int) -> None:
     for _, count in computed(n, "gather"):
         assert count == {
             "exchange 2": 2,
-            "exchange 1 1 1 1": 1,
-            "exchange 1 1 1": 1,
+            "exchange 2 2 1 1": 1,
+            "exchange 2 2 2": 1,
             "exchange number": 2,
         }
 

@@ -22,7 +22,7 @@ from contrastile.backends.contract import (
     Statistics,
     Weights,
 )
-from contrastile.backends.objectives import merged_pairs, pair
+from contrastile.backends.pairs import merged_pairs, pair
 
 
 class Tile(NamedTuple):

@@ -16,7 +16,7 @@ from typing import NamedTuple
 import torch
 
 from contrastile.backends.contract import Array, Bars, Block, Options, Pairs, SideWeights, Weights
-from contrastile.backends.objectives import difference, head, merged_pairs
+from contrastile.backends.pairs import difference, head, merged_pairs
 from contrastile.backends.torch.accumulators import Accumulators
 from contrastile.backends.torch.kept import Kept
 from contrastile.backends.torch.pairs import BlockPairs, cut

@@ -8,7 +8,7 @@ from functools import cache
 import torch
 
 from contrastile.backends.contract import Block
-from contrastile.backends.objectives import pair
+from contrastile.backends.pairs import pair
 
 LOG2_E = 1.0 / math.log(2.0)
 # log2 e and its reciprocal, each in two parts: the first is a float32

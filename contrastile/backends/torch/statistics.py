@@ -16,7 +16,7 @@ from collections.abc import Callable
 import torch
 
 from contrastile.backends.contract import Block, Options, SideStatistics, Statistics
-from contrastile.backends.objectives import merged_pairs, pair
+from contrastile.backends.pairs import merged_pairs, pair
 from contrastile.backends.torch.kept import Kept
 from contrastile.backends.torch.pairs import BlockPairs, cut
 from contrastile.backends.torch.products import LOG2_E, Products, converted, paired, state_of
@@ -318,7 +318,7 @@ def _own(block: Block, columns: bool, options: Options, products: Products) -> _
 
 
 def _tile_lse(x: torch.Tensor, dim: int, out: torch.Tensor | None = None) -> torch.Tensor:
-    """Base-2 log-sum-exp of a tile along a dimension: see ``_log2``; -inf where nothing is admitted, NaN of NaN or +inf."""
+    """Base-2 log-sum-exp of a tile along a dimension, float64: -inf where nothing is admitted, NaN of NaN or +inf."""
     largest = x.amax(dim, keepdim=True)
     # -inf less -inf would be NaN; of +inf, which has no softmax, it is to be NaN, and NaN stays NaN
     reference = torch.where(largest > -math.inf, largest, 0.0)
