@@ -105,7 +105,8 @@ def _over_columns(
     # rows aligned to 16 bytes: kernels are compiled again for others, and read them more slowly
     total = sum(widths)
     lses, weights = (
-        arrays.empty((2, -(-total // 4) * 4, *x.shape[1:]), arrays.dtype(x), x)[:, :total] for x in (state[0], weight)
+        arrays.empty((2, -(-total // 4) * 4, *tuple(x.shape)[1:]), arrays.dtype(x), x)[:, :total]
+        for x in (state.negative_lse, problem.row_weight)
     )
     parts = [buffers.split(x, widths) for x in (weights[0], weights[1])]
     found = [list(arrays.empty((n, *x.shape), arrays.dtype(x), x)) for x in state]

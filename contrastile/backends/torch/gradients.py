@@ -164,19 +164,20 @@ class _SideShare:
 
     @cached_property
     def _low(self) -> torch.Tensor:
-        low = self.lse.double() - self.exact_lse - self._rest
+        if isinstance(self._rest, torch.Tensor):
+            return -self._rest
+        low = self.lse.double() - self.exact_lse
         # beyond 2^24 logits are integers, and what is left of L is the rounding of its units; of infinities it is NaN
         return torch.where(low.abs() <= 1.0, low, 0.0)
 
     @cached_property
     def negative_share(self) -> torch.Tensor:
-        return difference(*self._lses).sigmoid_()
+        return torch.sigmoid(difference(*self._lses))
 
     def coefficients(self, reference: float) -> torch.Tensor:
-        """``weight 2^(reference - L)`` where the weight is not 0; state dtype."""
-        exact = torch.exp2(reference - self.exact_lse).mul_(self.exact_weight)
-        if isinstance(self._rest, torch.Tensor):
-            exact.mul_(torch.exp2(-self._rest))
+        """``weight 2^(reference - L)``, 0 where the weight is; state dtype."""
+        whole = isinstance(self._rest, float)
+        exact = torch.exp2(reference - self.exact_lse).mul_(self.exact_weight if whole else self.weight)
         return self.zero_where_silent(exact).to(self._state)
 
     @cached_property
