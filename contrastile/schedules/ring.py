@@ -192,7 +192,9 @@ def backward(
                 block, Weights(mine.part(rows), columns), None if row_sum is None else row_sum[rows], target, options
             )
 
-    sums = local.Sums(row_sum, _gradient_sums(ring, wanted.columns, backend, compute), None)
+    # the forward pass had the own block whole: of other shapes logits are rounded in another way, which float64 shows
+    whole = arrays.dtype(problem.rows) == "float64"
+    sums = local.Sums(row_sum, _gradient_sums(ring, wanted.columns, backend, compute, whole=whole), None)
     return gradients_over_ranks(problem.rows, problem.scale, placement, sums, None, wanted, arrays)
 
 
@@ -228,14 +230,16 @@ def _gradient_sums(
     wants: Sequence[bool],
     backend: Backend,
     compute: Callable[[slice, _Shard, Sequence[Array | None]], None],
+    *,
+    whole: bool = False,
 ) -> tuple[Array | None, ...]:
     """Gradient sums of this rank's columns, over all ranks' rows; ``compute(rows, shard, into)`` adds one rank's part.
 
     This rank computes its own block half at the start, while the first message travels, and half at the end, while the
-    last one returns its sums.
+    last one returns its sums; all of it at the start if ``whole``.
     """
     placement, m = ring.placement, ring.problem.rows.shape[0]
-    half = (m + 1) // 2 if placement.size > 1 and any(wants) else m
+    half = (m + 1) // 2 if placement.size > 1 and any(wants) and not whole else m
     accumulator = RingAccumulator(placement, backend.arrays, _added)
 
     def sizes(rank: int) -> list[int]:

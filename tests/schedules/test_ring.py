@@ -63,7 +63,7 @@ def recorded(n: int, case: str = "ragged") -> tuple[list[list[str]], list[list[s
 
         backend = replace(NUMPY, lse=lse, gradients=gradients)
         where = placement(Recording(comm, log), parts)  # type: ignore[arg-type]
-        problem = materialise(parts.part(comm.rank, where), NUMPY, "float64")
+        problem = materialise(parts.part(comm.rank, where), NUMPY, "float32")
         saved = ring.forward(problem, backend, Options())
         forward = list(log)
         log.clear()
