@@ -108,10 +108,10 @@ class SideStatistics(NamedTuple):
     of its one positive is ``L - P = log1p(exp(N - P))``, which no float32 and no float64 ``L`` could hold. Over blocks
     and ranks N and P merge as log-sum-exps, S as a sum.
 
-    Each may have the form (m, 2) instead, if all of one state dtype do (``Backend.compensated``): a number and what its
-    rounding leaves, their sum being N, P or S. A float64 N alone is off by ``|N| 2^-53``, a relative error of every
-    exp(x - N) that a computation which subtracts a maximum does not have; float32's own roundings are far above that.
-    What reads them comes back to the backend as it gave it.
+    A backend with ``compensated`` gives each as (m, 2) where its state is float64: a number, and what its rounding
+    leaves. A float64 N is rounded by up to ``|N| 2^-53``, and so is every exp(x - N), relative to itself; a computation
+    that subtracts a maximum has no such error. A float32 state has larger ones of its own. ``gradients`` is given N and
+    P in the form in which ``lse`` gives them; ``backends.pairs`` has the arithmetic.
 
     Attributes:
         negative_lse: (m,) ``N_i``, the log-sum-exp of x_ij over admitted pairs that are not positive.
@@ -385,7 +385,7 @@ class Backend:
             columns takes: what ``contrastile plan`` adds up.
         contract: the number of the contract that it is written for, 2; ``registry.load`` refuses any other.
         diagonal: None, or the whole of a small common loss in fewer operations: see ``Diagonal``.
-        compensated: whether statistics of features whose state is float64 are pairs: see ``SideStatistics``.
+        compensated: whether statistics are (m, 2) where the state is float64: see ``SideStatistics``.
     """
 
     name: str
