@@ -212,6 +212,16 @@ def test_bad_values_under_a_transform_make_the_loss_nan() -> None:
         assert all(x.isnan().all() for x in found)
 
 
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
+@pytest.mark.parametrize("backend", ["numpy", "torch"])
+def test_an_infinite_positive_makes_the_loss_nan(backend: str, dtype: torch.dtype) -> None:
+    """With N = -inf and P = inf a softplus would make 0 of it."""
+    for image, text in (([[torch.inf, 0], [0, 1]], [[1, 0], [-1, 0]]), ([[torch.inf, 0]], [[1, 0]])):
+        for loss in (contrastile.info_nce, contrastile.clip_loss):
+            given = torch.tensor(image, dtype=dtype), torch.tensor(text, dtype=dtype)
+            assert loss(*given, 1.0, backend=backend).isnan()
+
+
 @pytest.mark.parametrize("library", LIBRARIES)
 def test_negatives_may_be_a_queue_of_python_s_own(library: str) -> None:
     expected = call("contrastile.info_nce(image, text, 14.0, negatives=[key, text])", library)
