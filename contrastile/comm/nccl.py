@@ -10,11 +10,13 @@ from __future__ import annotations
 
 import ctypes
 import json
+import socket
 from collections.abc import Callable, Sequence
 from contextlib import suppress
 from ctypes import byref, c_char_p, c_int, c_size_t, c_void_p
 from dataclasses import dataclass
 from importlib.util import find_spec
+from pathlib import Path
 from typing import Any
 
 from contrastile.backends.arrays import library_of
@@ -22,7 +24,6 @@ from contrastile.backends.contract import Array
 from contrastile.comm.communicator import Parts, Pending
 from contrastile.comm.driver import DriverError, Event, Gpu, relaxed_capture
 from contrastile.comm.point_to_point import Channel, PointToPoint
-from contrastile.comm.unix_sockets import host
 from contrastile.comm.watchdog import InFlight, Queued, Watchdog
 
 _NAME = "libnccl.so.2"
@@ -94,6 +95,12 @@ class NCCL:
     def abort(self, communicator: int) -> None:
         """End a communicator and what it has under way."""
         self._check("ncclCommAbort", self._nccl.ncclCommAbort(c_void_p(communicator)))
+
+
+def host() -> str:
+    """A name of this host, unique where several share a host name."""
+    boot = Path("/proc/sys/kernel/random/boot_id")
+    return f"{socket.gethostname()} {boot.read_text(encoding='ascii').strip() if boot.exists() else ''}"
 
 
 def _library() -> Any:

@@ -17,7 +17,6 @@ from contrastile.backends.contract import Array
 from contrastile.comm import buffers, calls, watchdog
 from contrastile.comm.calls import Conflict
 from contrastile.comm.communicator import Communicator, MismatchError, Parts, Pending
-from contrastile.comm.unix_sockets import UnixSockets
 from contrastile.comm.watchdog import AbortNotice, PeerTimeout
 
 NUMBERS = 32766
@@ -71,7 +70,6 @@ class PointToPoint(Communicator):
     Attributes:
         host: carries arrays on the host, None in a world of one.
         on_device: makes the channel of arrays on a device, given one of them; None for none but through the host.
-        sockets: carry frames; None for ``host``.
     """
 
     def __init__(
@@ -82,19 +80,16 @@ class PointToPoint(Communicator):
         host: HostChannel | None,
         on_device: Callable[[PointToPoint, Array], Channel | None] = lambda communicator, x: None,
         global_ranks: Sequence[int] = (),
-        sockets: UnixSockets | None = None,
     ) -> None:
         super().__init__(rank, size, deadline)
         self.name = "alone" if host is None else host.name
-        self.host, self.on_device, self.sockets = host, on_device, sockets
+        self.host, self.on_device = host, on_device
         self.global_ranks = global_ranks or self.global_ranks
         self._device: Channel | None = None
 
     def gather_bytes(self, own: bytes) -> list[bytes]:
         import numpy as np
 
-        if self.sockets is not None:
-            return self.sockets.all_gather(own, self._seconds())
         others = [r for r in range(self.size) if r != self.rank]
         arrived = {r: [np.zeros(len(own), np.uint8)] for r in others}
         if self.host is not None:
@@ -161,8 +156,6 @@ class PointToPoint(Communicator):
         super().close()
         for channel in {id(x): x for x in (self.host, self._device) if x is not None}.values():
             channel.close()
-        if self.sockets is not None:
-            self.sockets.close()
 
 
 @dataclass(slots=True)

@@ -24,7 +24,7 @@ import torch.distributed as dist
 
 from contrastile.backends.arrays import library_of, working_for
 from contrastile.backends.contract import Array
-from contrastile.comm import buffers, nccl, unix_sockets, watchdog
+from contrastile.comm import buffers, nccl, watchdog
 from contrastile.comm.communicator import Communicator, ExchangeError, Parts, Pending
 from contrastile.comm.driver import relaxed_capture
 from contrastile.comm.point_to_point import Channel, ConnectLocks, PointToPoint, raise_first
@@ -90,9 +90,9 @@ def _connect(group: Any, given: float | None) -> PointToPoint:
 
     # an engine that connects does not name the rank that is missing
     raise_first(tell("here", error))
-    patience = watchdog.patience(deadline)
+    seconds = timedelta(seconds=watchdog.patience(deadline))
     try:
-        engine: Any = dist.ProcessGroupGloo(_below(store, "gloo"), rank, len(ranks), timedelta(seconds=patience))
+        engine: Any = dist.ProcessGroupGloo(_below(store, "gloo"), rank, len(ranks), seconds)
     except RuntimeError as reason:
         # they called in time, and are gone: this rank came after their deadline, or they died
         raise ExchangeError(
@@ -104,9 +104,7 @@ def _connect(group: Any, given: float | None) -> PointToPoint:
     def on_device(communicator: PointToPoint, like: Array) -> Channel | None:
         return _nccl_channel(communicator, like, _below(store, "nccl"), ranks) if has_nccl else None
 
-    host = GlooChannel(engine, rank, len(ranks), store)
-    sockets = unix_sockets.connect(rank, len(ranks), tell, patience)
-    return PointToPoint(rank, len(ranks), deadline, host, on_device, ranks, sockets)
+    return PointToPoint(rank, len(ranks), deadline, GlooChannel(engine, rank, len(ranks), store), on_device, ranks)
 
 
 def _told(store: Any, key: str, text: str, rank: int, ranks: Sequence[int], deadline: float) -> list[str]:
