@@ -71,5 +71,8 @@ def direct(torch: Any, tensors: Iterable[Array | None]) -> bool:
             return False
     except AttributeError:  # see transforms_can_be_seen
         return False
-    kinds = torch.Tensor, torch.nn.Parameter, type(None)
-    return all(type(x) in kinds and (x is None or not x.is_meta) for x in tensors)
+    plain, parameter = torch.Tensor, torch.nn.Parameter
+    for x in tensors:
+        if x is not None and (type(x) not in (plain, parameter) or x.is_meta):
+            return False
+    return True
