@@ -72,7 +72,8 @@ def direct(torch: Any, tensors: Iterable[Array | None]) -> bool:
     except AttributeError:  # see transforms_can_be_seen
         return False
     plain, parameter = torch.Tensor, torch.nn.Parameter
-    for x in tensors:
+    # no generator: small calls are bound by the host
+    for x in tensors:  # noqa: SIM110
         if x is not None and (type(x) not in (plain, parameter) or x.is_meta):
             return False
     return True
