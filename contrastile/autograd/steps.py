@@ -19,7 +19,8 @@ from typing import Any, cast
 import torch
 from torch import Tensor
 
-from contrastile.autograd import bodies, functions, operators
+from contrastile import compute
+from contrastile.autograd import functions, operators
 from contrastile.backends.replay import FEATURES, Copies, Signatures, Where, may_be_captured, record
 from contrastile.backends.settings import VARIABLES
 from contrastile.plan import Plan
@@ -247,7 +248,7 @@ class Steps(Signatures[Step]):
         make: Callable[..., tuple[Plan, Any]],
         launch: Callable[..., Tensor],
     ) -> Step | None:
-        if not bodies.may_be_replayed(make(call.args, call.kwargs)[0]):
+        if not compute.may_be_replayed(make(call.args, call.kwargs)[0]):
             self.refuse(key)
             return None
         return self.capture(key, where, lambda pool: Step(where, pool, call, launch))

@@ -80,6 +80,11 @@ def may_be_captured() -> bool:
     return os.environ.get(SETTING, "1") != "0" and is_plain()
 
 
+def can_capture(x: Any) -> bool:
+    """The same, and the tensor is on the current GPU."""
+    return x.get_device() >= 0 and may_be_captured() and x.get_device() == torch.cuda.current_device()
+
+
 def fits(rows: Any, columns: int) -> bool:
     """Whether so many columns against these rows are few enough to be replayed."""
     m, d = rows.shape
@@ -316,8 +321,7 @@ def replayed(backend: Backend) -> Backend:
     """The backend, of torch tensors, whose ``lse`` and ``finished`` of small blocks come from graphs."""
 
     def small(block: Block) -> bool:
-        rows = block.rows
-        return fits(rows, block.columns.shape[0]) and may_be_captured() and rows.get_device() == _current_device()
+        return fits(block.rows, block.columns.shape[0]) and can_capture(block.rows)
 
     def lse(block: Block, columns: bool, options: Options) -> Statistics:
         if not small(block):
@@ -351,7 +355,3 @@ def replayed(backend: Backend) -> Backend:
         return Finished(*GRAPHS.call(what, arrays, compute))
 
     return replace(backend, lse=lse, finished=None if backend.finished is None else finished)
-
-
-def _current_device() -> int:
-    return int(torch.cuda.current_device())
