@@ -204,8 +204,13 @@ def scalar(name: str, x: Any, arrays: ArrayLibrary, dtype: str, like: Array) -> 
     if isinstance(x, (int, float)):
         _finite(name, x, dtype)
         return arrays.asarray(float(x), dtype, like)
-    if isinstance(x, Real) or _is_numpy_bool(x):
-        return scalar(name, _double(x), arrays, dtype, like)
+    # NumPy does not count its booleans among the real numbers
+    if isinstance(x, Real) or (type(x).__module__ == "numpy" and type(x).__name__ in ("bool", "bool_")):
+        try:
+            number = float(x)
+        except OverflowError:
+            number = math.inf
+        return scalar(name, number, arrays, dtype, like)
     if not arrays.owns(x):
         rule = f"{name} must be a number, or a one-element array like the features"
         raise TypeError(f"{rule}, got {type(x).__name__}; pass a float")
@@ -225,25 +230,12 @@ def scalar(name: str, x: Any, arrays: ArrayLibrary, dtype: str, like: Array) -> 
     return arrays.asarray(x if shape == () else x.reshape(()), dtype, like)
 
 
-def _is_numpy_bool(x: Any) -> bool:
-    """NumPy does not count its booleans among the real numbers."""
-    return type(x).__module__ == "numpy" and type(x).__name__ in ("bool", "bool_")
-
-
 def _finite(name: str, x: float, dtype: str) -> None:
     """Raise ValueError unless a number is finite and stays so in a dtype."""
     # a compiler can follow comparisons with a number that varies, and not math.isfinite
     if not -_LARGEST[dtype] <= x <= _LARGEST[dtype]:
         got = x if isinstance(x, float) else f"an integer of {x.bit_length()} bits"
         raise ValueError(f"{name} must be finite in {dtype}, got {got}; clamp the learned value before it is used")
-
-
-def _double(x: Any) -> float:
-    """A real number of any type as Python's own; infinity if it is larger than all of these."""
-    try:
-        return float(x)
-    except OverflowError:
-        return math.inf
 
 
 def integers(name: str, x: Array, length: int, of: str, arrays: ArrayLibrary, like: Array) -> Array:

@@ -147,19 +147,17 @@ def compare(heads: Sequence[bytes], global_ranks: Sequence[int]) -> None:
     if all(head[:size] == heads[0][:size] for head in heads):
         return
     places = [_HEAD.unpack_from(head)[3:5] for head in heads]
-    labels = [_label(head) for head in heads]
+    labels = []
+    for head in heads:
+        serial, phase, wants, *_ = _HEAD.unpack_from(head)
+        loss = head[size : size + _LOSS].rstrip(b"\0").decode(errors="replace")
+        labels.append(Label(serial, _PHASES[phase & 1], loss, wants))
     words = list(map(str, labels))
     if len(set(words)) == 1 and len({label.wants for label in labels}) > 1:
         words = [f"{text} for {_wants(label)}" for text, label in zip(words, labels, strict=True)]
     if len(set(words)) == 1:
         words = [f"{text} after {sum(counts)} messages" for text, counts in zip(words, places, strict=True)]
     raise Conflict(whereabouts(dict(zip(global_ranks, words, strict=True))))
-
-
-def _label(head: bytes) -> Label:
-    serial, phase, wants, *_ = _HEAD.unpack_from(head)
-    loss = head[_HEAD.size : _HEAD.size + _LOSS].rstrip(b"\0").decode(errors="replace")
-    return Label(serial, _PHASES[phase & 1], loss, wants)
 
 
 def _wants(label: Label) -> str:

@@ -168,14 +168,15 @@ class InProcess(Communicator):
         number, place, late = self._next(), str(self.calls.label), self.group.late
         sent = []
         for target, xs in outgoing.items():
-            content = list(xs) if late else [_copy(x) for x in xs]
+            content = list(xs) if late else [x.clone() if hasattr(x, "clone") else x.copy() for x in xs]
             message = Message(content, self._head(xs), place)
             sent.append((target, self.group.send(self.rank, target, number, message)))
         stays = set(map(id, outgoing.get(self.rank, ())))
         for x in (x for xs in incoming.values() for x in xs) if late else ():
             # this rank's own part may be its own already
             if id(x) not in stays:
-                x[...] = _garbage(x)
+                kind = str(x.dtype)
+                x[...] = float("nan") if "float" in kind else 255 if "uint8" in kind else -(2**31)
         expected = {source: self._head(xs) for source, xs in incoming.items()}
         return _Posted(self, number, sent, incoming, expected, place)
 
@@ -214,13 +215,3 @@ class _Posted:
             # the sender may change its arrays only now that everybody has them
             for target, message in self.sent:
                 group.until(lambda message=message: message.taken, rank, target)  # type: ignore[misc]
-
-
-def _copy(x: Array) -> Array:
-    return x.clone() if hasattr(x, "clone") else x.copy()
-
-
-def _garbage(x: Array) -> float | int:
-    if "float" in str(x.dtype):
-        return float("nan")
-    return 255 if "uint8" in str(x.dtype) else -(2**31)

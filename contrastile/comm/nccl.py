@@ -11,7 +11,7 @@ from __future__ import annotations
 import ctypes
 import json
 import socket
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from contextlib import suppress
 from ctypes import byref, c_char_p, c_int, c_size_t, c_void_p
 from dataclasses import dataclass
@@ -177,7 +177,14 @@ class NCCLChannel:
                 self.watchdog.admit()
             ready, ends = gpu.record(now), list[Event]()
             ranks = tuple(sorted({*outgoing, *incoming}))
-            message = InFlight(lambda: gpu.passed(ready), lambda: _arrived(gpu, ends), ranks, (outgoing, incoming))
+
+            def arrived() -> bool:
+                # a transfer that failed never has
+                with suppress(DriverError):
+                    return bool(ends) and gpu.passed(ends[0])
+                return False
+
+            message = InFlight(lambda: gpu.passed(ready), arrived, ranks, (outgoing, incoming))
             if not captured:
                 # before anything is queued: pairs that meet for the first time wait for each other in the call.
                 # Of a captured message the events say nothing of any replay, and asking them is an error
@@ -197,10 +204,3 @@ class NCCLChannel:
         if not self._captured:
             # NCCL would wait until the graphs with this communicator's messages are deleted
             self.nccl.abort(self.communicator)
-
-
-def _arrived(gpu: Gpu, ends: Sequence[Event]) -> bool:
-    """Whether a transfer has ended; one that failed never has."""
-    with suppress(DriverError):
-        return bool(ends) and gpu.passed(ends[0])
-    return False

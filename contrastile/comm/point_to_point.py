@@ -170,14 +170,10 @@ class _Received:
         self.arrived()
 
 
-def _nothing() -> None:
-    pass
-
-
 def _on_host(outgoing: Parts, incoming: Parts, on_device: bool) -> tuple[Parts, Parts, Callable[[], None]]:
     """The bytes to send and to receive, of pinned copies for arrays on a device; and what copies these back."""
     if not on_device:
-        return _raw(outgoing), _raw(incoming), _nothing
+        return _raw(outgoing), _raw(incoming), lambda: None
     # what goes to several ranks leaves the device once
     leaving = {id(x): x for xs in outgoing.values() for x in xs}
     copies = dict(zip(leaving, buffers.to_host(list(leaving.values())), strict=True))

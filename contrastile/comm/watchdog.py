@@ -87,11 +87,6 @@ def grace(deadline: float) -> float:
     return min(1.0, 0.1 * deadline)
 
 
-def _last(deadline: float) -> float:
-    """Seconds after which the process ends: by then the host would have raised, and exiting takes time too."""
-    return patience(deadline) + grace(deadline)
-
-
 def until(ready: Callable[[], bool], seconds: float) -> bool:
     """Whether ``ready`` becomes true in time. It polls often at first, then every 0.5 ms, to spare the core."""
     start, pause = time.monotonic(), _PAUSES[0]
@@ -257,9 +252,11 @@ class Watchdog:
         self.begin()
         while not self._told:
             time.sleep(self._interval())
+            # by then the host would have raised, and exiting takes time too
+            last = patience(self.deadline()) + grace(self.deadline())
             with self._lock:
                 self._sweep()
-                late = [x for x in self._in_flight if x.expired(_last(self.deadline()))]
+                late = [x for x in self._in_flight if x.expired(last)]
             if late and not self._told:
                 ranks = ", ".join(str(r) for r in late[0].ranks)
                 self.end(f"rank(s) {ranks} did not answer on the device (deadline {self.deadline():g} s)")
