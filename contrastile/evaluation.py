@@ -1,4 +1,4 @@
-"""Evaluating a loss: make its plan, and hand that to autograd, or to the schedule itself."""
+"""Evaluating a loss: make its plan, and compute that, under autograd for torch tensors."""
 
 from __future__ import annotations
 
@@ -35,11 +35,11 @@ def evaluate(build: Builder, settings: Given, *args: Any, **kwargs: Any) -> Arra
     Raises:
         BackendUnavailableError, UnsupportedProblemError, MismatchError, ExchangeError: see ``contrastile.clip_loss``.
     """
-    # ranks talk to each other, and blocks are copied to a device: no graph can hold either
+    # a compiled graph can hold neither messages between ranks nor copies of blocks to a device
     get = settings.get
     if not get("group") is get("device") is get("block") is None:
         return outside_of_graphs(_evaluate)(build, settings, args, kwargs)
-    # a compiler must take the same way each time it traces this: nothing here may ask what has been imported
+    # a compiler must trace the same branch each time: nothing here may depend on what has been imported
     if hasattr(args[0], "requires_grad"):
         from contrastile.autograd.prepared import CALLS
 
@@ -71,7 +71,7 @@ def make(build: Builder, settings: Given, args: Any, kwargs: Any) -> tuple[Plan,
     if isinstance(group, str):
         require(f"group={group!r}", "torch")
     if group is not None:
-        # what must be the same on every rank, as text: it is compared before anything is checked
+        # what must be the same on every rank, as text: the ranks compare it before they check anything
         agreed = {"backend": str(given["backend"]), "tile": str(given["tile"]), "precision": str(given["precision"])}
     here = Handshake.of(group, given["exchange"], given["parameter_reduction"], **agreed)
 
@@ -114,7 +114,7 @@ def _checked(given: dict[str, Any]) -> tuple[str, Options, Any]:
 def value_and_grad(
     loss: Callable[..., Array], **settings: Unpack[Settings]
 ) -> Callable[..., tuple[Array, tuple[Array, ...]]]:
-    """A function that gives a loss and its gradients at once, without autograd, for arrays of any known library.
+    """A function that returns a loss and its gradients, without autograd, for arrays of any known library.
 
     Args:
         loss: one of this package's losses, e.g. ``contrastile.clip_loss``.
@@ -170,7 +170,7 @@ def _bound(name: str, *args: Any, **kwargs: Any) -> problems.LossProblem:
 
 
 def _holds_values(plan: Plan) -> None:
-    """Raise TypeError for tensors that have shapes alone: no operator is called here that a fake mode would see."""
+    """Raise TypeError for fake tensors: no operator is called here that a fake mode could replace."""
     problem = plan.problem
     if plan.library.name == "torch" and "FakeTensor" in (type(x).__name__ for x in (problem.rows, problem.row_weight)):
         raise TypeError(

@@ -1,4 +1,4 @@
-"""What the backends with kernels of their own share: which blocks they take, chunks, pairs, gradient scaling."""
+"""What the triton and cupy backends share on the host: supported blocks, chunks, pairs, gradient scaling."""
 
 from __future__ import annotations
 
@@ -11,18 +11,18 @@ from contrastile.backends.contract import Block, Match, Pairs
 
 
 def supports(block: Block) -> str | None:
-    """What the kernels cannot do."""
+    """Why the kernels cannot take a block, or None."""
     if block.rows.shape[1] == 0:
         return "features must have at least one column, got 0"
     return None
 
 
 def own_references(dtype: str) -> bool:
-    """Whether tiles take references of their own for their exponentials, and a block shares none.
+    """Whether each tile has its own reference for exponentials, instead of one for the block.
 
-    Beside a reference that a block shares exponents reach 120, and their rounding is 3e-6 of a probability. Gradients
-    of 16 bits hide that. In float32 it was 20 to 100 times the error of plain PyTorch where one probability of a row
-    is nearly 1; and products of float32 take so long that the second exponential costs little beside them.
+    With one reference for the block exponents reach 120, and rounding them costs 3e-6 of a probability. Gradients of 16
+    bits hide that. In float32 it was 20 to 100 times the error of plain PyTorch where one probability of a row is
+    nearly 1. Float32 products take so long that the second exponential costs little.
     """
     return dtype == "float32"
 
@@ -49,7 +49,7 @@ def lines(x: Any, start: int, length: int) -> Any:
 
 
 def ceil_div(a: int, b: int) -> int:
-    """Rounded up. Triton's own ``cdiv`` can be called from kernels too, and takes microseconds for it."""
+    """The quotient, rounded up. Triton's ``cdiv`` also serves kernels, and takes microseconds on the host."""
     return -(-a // b)
 
 
