@@ -1,8 +1,8 @@
 """All ranks in one process: a thread each, of which one runs at a time, until it has to wait; then the next one does.
 
 For property tests and for teaching: the same interleaving every time, no packages. With ``late`` every message arrives
-at the last moment allowed: its buffers hold garbage until the receiver waits, and what arrives is what the sender's
-arrays hold *then*. A buffer that is reused too early is thus caught, not forgiven.
+at the last moment allowed: its buffers hold garbage until the receiver waits, and it then gets what the sender's arrays
+hold *at that moment*. So a buffer that is reused too early is caught.
 """
 
 from __future__ import annotations
@@ -41,8 +41,8 @@ class InProcessGroup(Generic[T]):
     Attributes:
         size: the number of ranks.
         late: messages arrive at the last moment allowed.
-        deadline: what a communicator has; nobody waits so long here, for when all ranks wait it shows at once.
-        failure: what ranks at different calls have found, if they have; the group then carries nothing more.
+        deadline: of the communicators; nobody waits so long here, for a deadlock shows at once.
+        failure: the error of ranks at different calls, if any; the group then carries nothing more.
     """
 
     size: int

@@ -1,9 +1,9 @@
 """NCCL's own calls through ctypes, for arrays on GPUs of any library.
 
-Through torch.distributed or CuPy the host spends several times what the calls themselves cost. The library is the one
-that torch or CuPy has loaded; the ranks connect it by messages of the host. Transfers run on a stream of their own:
-it waits for what the current stream has queued when a message is posted, and the current stream waits for it when the
-message is waited for.
+torch.distributed and CuPy cost the host several times what the calls themselves do. The library is the one that torch
+or CuPy has loaded; the ranks connect it by messages over the host. Transfers run on a stream of their own. It waits for
+what the current stream has queued when a message is posted; the wait for a message makes the current stream wait for
+it.
 """
 
 from __future__ import annotations
@@ -63,7 +63,7 @@ class NCCL:
             raise NCCLError(f"{name}: {text.decode() if isinstance(text, bytes) else code}")
 
     def key(self) -> bytes:
-        """What the ranks of a new communicator have in common."""
+        """The unique id that the ranks of a new communicator share."""
         key = _Key()
         self._check("ncclGetUniqueId", self._nccl.ncclGetUniqueId(byref(key)))
         return bytes(key.content)
@@ -78,8 +78,8 @@ class NCCL:
     def exchange(
         self, communicator: int, stream: int, outgoing: Parts, incoming: Parts, at: Callable[[Array], int]
     ) -> None:
-        """Queue all of a message on a stream; ``at`` gives an array's address."""
-        # the address of an array that goes to several ranks is asked for once
+        """Queue a message on a stream; ``at`` returns an array's address."""
+        # an array may go to several ranks: look its address up once
         every = {id(x): x for parts in (outgoing, incoming) for xs in parts.values() for x in xs}
         spans = {key: (at(x), x.nbytes) for key, x in every.items()}
         self._check("ncclGroupStart", self._nccl.ncclGroupStart())

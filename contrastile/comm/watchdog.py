@@ -1,4 +1,4 @@
-"""Bounded waiting: for how long, for whom, and what happens when a device waits where the host cannot see it."""
+"""Deadlines: how long a rank waits, whom it blames, and a watchdog for messages that a device waits for."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ DEADLINE = 60.0
 """Seconds that a rank waits for another before it raises ``ExchangeError``."""
 
 LONGEST = 1e6
-"""The longest deadline in seconds, to which longer ones are cut: engines count milliseconds in 32 bits."""
+"""The longest deadline in seconds; longer ones are cut, for engines count milliseconds in 32 bits."""
 
 _SPIN = 300e-6
 _PAUSES = (20e-6, 500e-6)
@@ -70,7 +70,7 @@ def deadline_or(deadline: float | None) -> float:
 
 
 def deadline_and_error(deadline: float | None) -> tuple[float, str]:
-    """``deadline_or``, and ""; where that raises, ``DEADLINE`` and its message, which the other ranks are to hear."""
+    """``deadline_or`` and "", or ``DEADLINE`` and its error, which is told to the other ranks."""
     try:
         return deadline_or(deadline), ""
     except ValueError as error:
@@ -78,7 +78,7 @@ def deadline_and_error(deadline: float | None) -> tuple[float, str]:
 
 
 def patience(deadline: float) -> float:
-    """Seconds to wait for another rank; the rest of the deadline is for asking who is missing, and for leaving."""
+    """Seconds to wait for another rank; the rest of the deadline is for finding who is missing, and for exiting."""
     return 0.75 * deadline
 
 
@@ -175,11 +175,11 @@ class InFlight:
 
 @dataclass(slots=True)
 class Watchdog:
-    """Watches the messages under way on a device, where a stream waits instead of the host.
+    """Watches messages under way on a device, which a stream waits for and not the host.
 
-    The host never runs further ahead than ``depth`` messages, and raises when the oldest has waited too long. Where
-    the host itself sits in the device's runtime it cannot raise, and a message that is broken off would let it go on
-    with garbage: then the process ends, with the reason on stderr.
+    The host never runs more than ``depth`` messages ahead, and raises when the oldest has waited too long. While it is
+    blocked in the device's runtime it cannot raise, and aborting a message would let it go on with garbage: then the
+    process ends, with the reason on stderr.
 
     Attributes:
         deadline: seconds.
@@ -271,11 +271,11 @@ def _end(reason: str) -> None:
 
 @dataclass(slots=True, eq=False)
 class Queued:
-    """A message that is queued on the device, and that the current stream is to wait for.
+    """A message queued on the device.
 
     Attributes:
         join: makes the current stream wait for it.
-        in_flight: the message; what it holds is released by the wait.
+        in_flight: the message; the wait releases what it holds.
     """
 
     join: Callable[[], None]
