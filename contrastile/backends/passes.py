@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
-from contrastile.backends.contract import Block, Match, Pairs
+from contrastile.backends.contract import Block, ColumnForm, Finished, Match, Pairs, SideStatistics, Statistics
 
 
 def supports(block: Block) -> str | None:
@@ -25,6 +26,24 @@ def own_references(dtype: str) -> bool:
     nearly 1. Float32 products take so long that the second exponential costs little.
     """
     return dtype == "float32"
+
+
+def no_statistics(block: Block, columns: bool, arrays: Any) -> Statistics:
+    """The statistics of a block without pairs."""
+
+    def side(length: int) -> SideStatistics:
+        n, p, s = (arrays.full((length,), value, "float64", block.rows) for value in (-math.inf, -math.inf, 0.0))
+        return SideStatistics(n, p, s)
+
+    return Statistics(side(block.rows.shape[0]), side(block.columns.shape[0]) if columns else None)
+
+
+def no_gradients(block: Block, columns: ColumnForm | None, arrays: Any) -> Finished:
+    """What ``finished`` gives of a block without pairs."""
+    rows, dtype = block.rows, arrays.dtype(block.rows)
+    form = None if columns is None else dtype if columns == "gradient" else "float32"
+    of_columns = None if form is None else arrays.full(tuple(block.columns.shape), 0.0, form, rows)
+    return Finished(arrays.full(tuple(rows.shape), 0.0, dtype, rows), of_columns, arrays.full((), 0.0, "float64", rows))
 
 
 class Chunk(NamedTuple):

@@ -32,7 +32,7 @@ from contrastile.backends.cupy.keeping import Factors, KeptExponentials
 from contrastile.backends.cupy.launch import empty, launch, on_device, pointer, row_stride, workspace
 from contrastile.backends.cupy.products import Products
 from contrastile.backends.cupy.tiles import Tiles
-from contrastile.backends.passes import Chunk, ceil_div, chunks, gradient_scaling
+from contrastile.backends.passes import Chunk, ceil_div, chunks, gradient_scaling, no_gradients
 
 _SCALING_BLOCKS = 1024
 """Blocks of the kernel ``scale_gradient``, which loop over the rows."""
@@ -63,16 +63,14 @@ def finished(
     options: Options,
 ) -> Finished:
     """Both gradients with every sum begun afresh, and their part of the scale's: see ``contract.Backend``."""
+    if block.rows.shape[0] == 0 or block.columns.shape[0] == 0:
+        return no_gradients(block, columns, ARRAYS)
     with on_device(block.rows):
-        if block.rows.shape[0] and block.columns.shape[0]:
-            # what stands for a positive among them is a quotient by factors that bars may make as small as they like
-            usable = weights.kept if weights.rows.bars is None else None
-            kept = KeptExponentials.of(usable, block.columns.shape[0])
-            one = _BackwardPass(block, weights, options, upstream, kept, only_rows=columns is None)
-            return one.final_gradients(columns)
-        dtype = block.rows.dtype if columns == "gradient" else "float32"
-        none = None if columns is None else cupy.zeros(block.columns.shape, dtype)
-        return Finished(cupy.zeros(block.rows.shape, block.rows.dtype), none, cupy.zeros((), "float64"))
+        # what stands for a positive among them is a quotient by factors that bars may make as small as they like
+        usable = weights.kept if weights.rows.bars is None else None
+        kept = KeptExponentials.of(usable, block.columns.shape[0])
+        one = _BackwardPass(block, weights, options, upstream, kept, only_rows=columns is None)
+        return one.final_gradients(columns)
 
 
 def scale_gradient(plan: Any, x: Any, divide: bool) -> None:

@@ -9,6 +9,7 @@ import cupy
 
 from contrastile.backends.contract import Block, Options, SideStatistics, Statistics
 from contrastile.backends.cupy.arguments import struct
+from contrastile.backends.cupy.arrays import ARRAYS
 from contrastile.backends.cupy.common import (
     FOLD,
     LINES,
@@ -25,33 +26,15 @@ from contrastile.backends.cupy.instances import TARGET, instance, positives_kern
 from contrastile.backends.cupy.keeping import KeptExponentials
 from contrastile.backends.cupy.launch import empty, launch, on_device, pointer, scratch
 from contrastile.backends.cupy.tiles import Tiles
-from contrastile.backends.passes import Chunk, ceil_div, chunks
+from contrastile.backends.passes import Chunk, ceil_div, chunks, no_statistics
 
 
 def lse(block: Block, columns: bool, options: Options, *, keep: bool = False) -> Statistics:
     """Row (and column) log-sum-exps and sums of positive logits: see ``contract.Backend``; ``keep`` for ``keeping``."""
-    m, n = block.rows.shape[0], block.columns.shape[0]
+    if block.rows.shape[0] == 0 or block.columns.shape[0] == 0:
+        return no_statistics(block, columns, ARRAYS)
     with on_device(block.rows):
-        if m == 0 or n == 0:
-            return _nothing(m, n if columns else None)
         return _ForwardPass(block, columns, options, keep).run()
-
-
-def _nothing(m: int, n: int | None) -> Statistics:
-    """The statistics of a block without pairs."""
-    rows, columns = (
-        None if size is None else SideStatistics(_full(size, -cupy.inf), *_no_positives(size)) for size in (m, n)
-    )
-    assert rows is not None
-    return Statistics(rows, columns)
-
-
-def _full(length: int, value: float) -> Any:
-    return cupy.full(length, value, "float64")
-
-
-def _no_positives(length: int) -> tuple[Any, Any]:
-    return _full(length, -cupy.inf), cupy.zeros(length, "float64")
 
 
 _SUMS = "sums", "references"
@@ -162,7 +145,9 @@ class _ForwardPass:
         # no chunk has rows whose exponentials are kept and others
         split = 0 if self.kept is None else self.kept.rows
         if self.narrow:
-            self._narrow()
+            # the fast path of the rows alone, all at once
+            self.tiles.narrow_forward(self._arguments(self.whole))
+            self._fold(False, self.whole, self.tiles.shares(self.whole).most, 0)
         for safe in (True,) if self.narrow or self.tiles.exact else (False, True):
             for start, stop in ((0, split), (split, self.m)):
                 for chunk in chunks(stop, self.n, self.height, self.width, start):
@@ -200,11 +185,6 @@ class _ForwardPass:
             peaks=self.peaks, plan=self.plan, exact=self.tiles.exact, **sizes, **scalars(self.block)
         )
         launch(instance("plan", "plan_forward"), 1, ONE_BLOCK, decide)
-
-    def _narrow(self) -> None:
-        """The fast path of the rows alone, all at once."""
-        self.tiles.narrow_forward(self._arguments(self.whole))
-        self._fold(False, self.whole, self.tiles.shares(self.whole).most, 0)
 
     def _arguments(self, chunk: Chunk) -> Any:
         return struct("ForwardArguments")(
@@ -251,7 +231,8 @@ class _ForwardPass:
             return
         if pairs.positives is None:
             for side in (self.rows, self.columns):
-                side.positive_lse, side.positive_sum = _no_positives(side.positive_lse.size)
+                length = side.positive_lse.size
+                side.positive_lse, side.positive_sum = cupy.full(length, -cupy.inf), cupy.zeros(length)
         elif self.two_sided:
             arguments = struct("SumPositivesArguments")(
                 plan=self.plan,

@@ -10,7 +10,7 @@ from typing import Any
 import torch
 
 from contrastile.backends.contract import Array, Block, ColumnForm, Finished, Options, Weights
-from contrastile.backends.passes import Chunk, ceil_div, chunks, gradient_scaling, lines
+from contrastile.backends.passes import Chunk, ceil_div, chunks, gradient_scaling, lines, no_gradients
 from contrastile.backends.triton import backward, positives, precheck, sums
 from contrastile.backends.triton.arrays import ARRAYS, multiplied
 from contrastile.backends.triton.common import BLOCK, LANES, LINES, empties, empty, step, weight_vectors
@@ -35,17 +35,10 @@ def finished(
     block: Block, weights: Weights, upstream: Array | None, columns: ColumnForm | None, options: Options
 ) -> Finished:
     """Both gradients with every sum begun afresh, and their part of the scale's: see ``contract.Backend``."""
-    rows = block.rows
-    with on_device(rows):
-        if rows.shape[0] and block.columns.shape[0]:
-            return _BackwardPass(block, weights, options, upstream).final_gradients(columns)
-
-        def zeros(shape: Any, dtype: Any) -> Any:
-            return torch.zeros(shape, dtype=dtype, device=rows.device)
-
-        dtype = rows.dtype if columns == "gradient" else torch.float32
-        none = None if columns is None else zeros(block.columns.shape, dtype)
-        return Finished(zeros(rows.shape, rows.dtype), none, zeros((), torch.float64))
+    if block.rows.shape[0] == 0 or block.columns.shape[0] == 0:
+        return no_gradients(block, columns, ARRAYS)
+    with on_device(block.rows):
+        return _BackwardPass(block, weights, options, upstream).final_gradients(columns)
 
 
 def scale_gradient(plan: Any, x: Any, divide: bool) -> None:

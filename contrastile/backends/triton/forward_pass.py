@@ -9,8 +9,9 @@ from typing import Any
 import torch
 
 from contrastile.backends.contract import Block, Options, SideStatistics, Statistics
-from contrastile.backends.passes import Chunk, ceil_div, chunks, lines
+from contrastile.backends.passes import Chunk, ceil_div, chunks, lines, no_statistics
 from contrastile.backends.triton import forward, positives, precheck
+from contrastile.backends.triton.arrays import ARRAYS
 from contrastile.backends.triton.common import BLOCK, DEPTH, LANES, LINES, empties, empty, step
 from contrastile.backends.triton.configs import INTERPRETED, Config, forward_chunk
 from contrastile.backends.triton.launch import descriptor, grid, on_device
@@ -20,28 +21,10 @@ from contrastile.backends.triton.tiles import PLAN_SIZE
 
 def lse(block: Block, columns: bool, options: Options) -> Statistics:
     """Row (and column) log-sum-exps and sums of positive logits: see ``contract.Backend``."""
-    m, n = block.rows.shape[0], block.columns.shape[0]
+    if block.rows.shape[0] == 0 or block.columns.shape[0] == 0:
+        return no_statistics(block, columns, ARRAYS)
     with on_device(block.rows):
-        if m == 0 or n == 0:
-            return _nothing(block.rows, m, n if columns else None)
         return _ForwardPass(block, columns, options).run()
-
-
-def _nothing(like: Any, m: int, n: int | None) -> Statistics:
-    """The statistics of a block without pairs."""
-    rows, columns = (
-        None
-        if size is None
-        else SideStatistics(*[_wide(like, size).fill_(value) for value in (-math.inf, -math.inf, 0.0)])
-        for size in (m, n)
-    )
-    assert rows is not None
-    return Statistics(rows, columns)
-
-
-def _wide(like: Any, *shape: int) -> Any:
-    """An unwritten float64 tensor beside ``like``."""
-    return empty(like, *shape, dtype=torch.float64)
 
 
 class _ForwardPass(BlockPass):
@@ -66,10 +49,10 @@ class _ForwardPass(BlockPass):
         *totals, row_state, column_state = empties(like, torch.float64, *sizes, *(count * size for size in sizes))
         self.state = row_state, column_state
         # log-sum-exps of the negatives and of the positives, which are saved each by itself, and sums of these
-        self.found = [
-            SideStatistics(_wide(like, size), _wide(like, size), lines(x, 0, size))
-            for size, x in zip(sizes, totals, strict=True)
-        ]
+        self.found = []
+        for size, x in zip(sizes, totals, strict=True):
+            n, p = (empty(like, size, dtype=torch.float64) for _ in range(2))
+            self.found.append(SideStatistics(n, p, lines(x, 0, size)))
         # what both sweeps use: the second follows the first on the stream
         self._parts: Any = None
         self._descriptors: dict[tuple[int, ...], Any] = {}
