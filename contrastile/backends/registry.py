@@ -49,7 +49,7 @@ class Known:
 
 
 def _is_there(name: str) -> bool:
-    """Whether a module can be found; the package that holds it is looked into, not imported."""
+    """Whether a module can be found; the package that holds it is searched, not imported."""
     package, _, inner = name.partition(".")
     found = importlib.util.find_spec(package)
     if found is None or not inner:

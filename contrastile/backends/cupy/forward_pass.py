@@ -39,21 +39,21 @@ def lse(block: Block, columns: bool, options: Options, *, keep: bool = False) ->
 
 _SUMS = "sums", "references"
 _BY_IDS = "dots", "dots_low", "counts", "positive_sums", "positive_references"
-"""What a tile leaves of each row and column, always and where ids name positives."""
+"""A tile's partial results for each row and column: always, and where ids name positives."""
 
 
 class _SideState:
-    """What is kept of the rows, or of the columns, from chunk to chunk.
+    """The running state of the rows, or of the columns, over the chunks.
 
     Attributes:
-        length: how many there are.
-        wanted: whether their statistics are.
+        length: the number of rows or columns.
+        wanted: whether their statistics are wanted.
         negative_lse: (length,) float64.
         positive_lse: (length,) float64.
         positive_sum: (length,) float64.
-        sizes: bytes of ``scratch``, which is given their addresses: (length,) float64, running sums or log-sum-exps
-            over negatives; (3 length,) float64, of the positives that ids name running sums of dots, counts, and such
-            sums; (numbers, room) float32 partials of one chunk, by ``names``.
+        sizes: bytes of the three parts of ``scratch``: (length,) float64 running sums or log-sum-exps over negatives;
+            (3 length,) float64 of positives that ids name: sums of dots, counts, sums of exponentials; and (numbers,
+            room) float32 partials of one chunk, by ``names``.
     """
 
     def __init__(self, length: int, wanted: bool, target: bool, room: int) -> None:
@@ -65,7 +65,7 @@ class _SideState:
         self.scratch: Sequence[int] = ()
 
     def statistics(self) -> SideStatistics:
-        """What comes out."""
+        """The results."""
         return SideStatistics(self.negative_lse, self.positive_lse, self.positive_sum)
 
     def _part(self, name: str) -> int:
@@ -112,9 +112,9 @@ class _SideState:
 
 
 class _ForwardPass:
-    """One forward pass over one block: the fast kernels, then the safe ones, of which one kind returns at once.
+    """One forward pass over one block: the fast kernels, then the safe ones; the device decides which return at once.
 
-    Of float32 features the safe ones alone: see ``passes.own_references``.
+    float32 features take the safe ones alone: see ``passes.own_references``.
     """
 
     def __init__(self, block: Block, columns: bool, options: Options, keep: bool) -> None:
@@ -132,7 +132,7 @@ class _ForwardPass:
             room = max(room, self.tiles.shares(self.whole).most * self.m)
         self.rows = _SideState(self.m, True, target, room)
         self.columns = _SideState(self.n, columns, target, ceil_div(self.height, family.bm) * self.width)
-        # one allocation in place of many: a small batch waits for the host
+        # one allocation instead of many: small batches are bound by the host
         peaks = 16 * ceil_div(max(self.m, self.n), LINES)
         sizes = peaks, plan_bytes(), *self.rows.sizes, *self.columns.sizes
         self.memory, (self.peaks, plan, *places) = scratch(*sizes)
@@ -142,7 +142,7 @@ class _ForwardPass:
     def run(self) -> Statistics:
         """Launch everything."""
         self._precheck()
-        # no chunk has rows whose exponentials are kept and others
+        # a chunk's exponentials are all kept or none
         split = 0 if self.kept is None else self.kept.rows
         if self.narrow:
             # the fast path of the rows alone, all at once
@@ -215,7 +215,7 @@ class _ForwardPass:
         )
         path = "true" if safe else "false"
         if self.tiles.mask == TARGET:
-            # first: the fold may give the fast path up, and then this one would return at once
+            # first: the fold may abandon the fast path, and then this one would return at once
             positives = struct("FoldPositivesArguments")(
                 rows=self.rows.fold_positives(row, high, across, ends[0]),
                 columns=self.columns.fold_positives(column, wide, down, ends[1]),

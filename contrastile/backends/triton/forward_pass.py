@@ -28,9 +28,9 @@ def lse(block: Block, columns: bool, options: Options) -> Statistics:
 
 
 class _ForwardPass(BlockPass):
-    """One forward pass over one block: the fast kernels, then the safe ones, of which one kind returns at once.
+    """One forward pass over one block: the fast kernels, then the safe ones; the device decides which return at once.
 
-    Of float32 features the safe ones alone: see ``passes.own_references``.
+    float32 features take the safe ones alone: see ``passes.own_references``.
     """
 
     def __init__(self, block: Block, columns: bool, options: Options) -> None:
@@ -39,21 +39,21 @@ class _ForwardPass(BlockPass):
         like, sizes = self.rows, (self.m, self.n if columns else 0)
         self.row_programs, self.programs = ceil_div(self.m, LINES), ceil_div(self.m, LINES) + ceil_div(self.n, LINES)
         self.plan, self.squares = empties(like, torch.float32, PLAN_SIZE, self.programs)
-        # the path; of positives that are named the least and the largest j - i of all (i, j), and of each program's
+        # which path; the least and largest j - i over named positives (i, j): of all, and of each program's
         status, self.diagonals, self.ends = empties(like, torch.int64, 1, 2, 2 * self.row_programs)
         self.status = status.view(torch.int32)
         if self.masks.pairs.positives is None:
             self.diagonals = self.ends = None
-        # sums; where ids name the positives, theirs besides, those of their logits, and their counts
+        # running sums; where ids name positives also sums over these, of their logits, and counts
         count = 4 if self.masks.ids_only else 1
         *totals, row_state, column_state = empties(like, torch.float64, *sizes, *(count * size for size in sizes))
         self.state = row_state, column_state
-        # log-sum-exps of the negatives and of the positives, which are saved each by itself, and sums of these
+        # N and P, which autograd saves one by one, and S
         self.found = []
         for size, x in zip(sizes, totals, strict=True):
             n, p = (empty(like, size, dtype=torch.float64) for _ in range(2))
             self.found.append(SideStatistics(n, p, lines(x, 0, size)))
-        # what both sweeps use: the second follows the first on the stream
+        # shared by both sweeps: the second follows the first on the stream
         self._parts: Any = None
         self._descriptors: dict[tuple[int, ...], Any] = {}
 
@@ -95,15 +95,15 @@ class _ForwardPass(BlockPass):
             self._fold(safe, config, parts, chunk)
 
     def _partials(self, rows: int, columns: int) -> tuple[Any, Any]:
-        """Where the tile kernels leave a chunk's partial results."""
-        # both sides begin where 16 bytes do
+        """Memory for a chunk's partial results of the tile kernels."""
+        # both sides are 16-byte aligned
         start = rows + -rows % 4
         if self._parts is None or self._parts.shape[0] < start + columns:
             self._parts = empty(self.rows, start + columns)
         return self._parts[:rows], self._parts[start : start + columns]
 
     def _features(self, which: int, start: int, length: int, block: tuple[int, int]) -> Any:
-        """The descriptor of a chunk of one side; only of plain features does it stay right, others are overwritten."""
+        """The descriptor of a chunk of one side; cached for plain features alone, since factors are overwritten."""
         place = which, start, length, *block
         found = self._descriptors.get(place)
         if found is None:
@@ -138,7 +138,7 @@ class _ForwardPass(BlockPass):
         )  # fmt: skip
 
     def _positives(self) -> None:
-        """The log-sum-exps and the sums of positives that are named by index."""
+        """P and S of positives that are named by index."""
         rows, columns = (side[1:] for side in self.found)
         pairs = self.masks.pairs
         if pairs.positives is None:
