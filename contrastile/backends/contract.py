@@ -361,11 +361,10 @@ class Backend:
         precisions: those of ``PRECISIONS`` that it computes float32 features in; every other is refused.
         auto_precision: the one that ``precision="auto"`` stands for: the fastest whose facts are within those of a
             plain float32 computation (``verify.facts.limits`` of "ieee").
-        finished: None, or ``finished(block, weights, upstream, columns, options)``: ``gradients`` that overwrites
-        instead
-            of adding, for a block with every column of its rows. No accumulators are filled with zeros, and no (m, d)
-            sums are held. ``upstream``, 0-d in the state dtype or None for 1, multiplies every weight and bar;
-            ``columns`` says what to make of the columns' side.
+        finished: None, or ``finished(block, weights, upstream, columns, options)``: ``gradients`` that overwrites, for
+            a block with every column of its rows. No accumulators are filled with zeros, and no (m, d) sums are held.
+            ``upstream``, 0-d in the state dtype or None for 1, multiplies every weight and bar; ``columns`` says what
+            to make of the columns' side.
         keeping: None, or ``lse`` for a call that will ask for gradients: its statistics may hold ``kept``, which comes
             back in the weights, any number of times. It may be overwritten there, but the same call must give the same
             gradients each time. A backend with ``finished`` is asked only for a block with every column of its rows,
