@@ -2,8 +2,7 @@
 
 torch.distributed and CuPy cost the host several times what the calls themselves do. The library is the one that torch
 or CuPy has loaded; the ranks connect it by messages over the host. Transfers run on a stream of their own. It waits for
-what the current stream has queued when a message is posted; the wait for a message makes the current stream wait for
-it.
+what the current stream has queued when a message is posted; waiting for a message makes the current stream wait.
 """
 
 from __future__ import annotations

@@ -1,9 +1,8 @@
 """Kernels whose later launches skip Triton's own lookup of the compiled kernel.
 
 At each launch Triton binds the arguments, specialises them, looks the compiled kernel up and checks the kernel's
-globals. That takes several times as long as the driver's launch, and bounds small batches. Here the compiled kernel
-that a first launch returned is cached under everything that its choice depends on, and later launches go straight to
-it.
+globals. That costs the host 9 us more than what is here (``benchmarks/NOTES.md``, 2026-11-25): the compiled kernel that
+a first launch returned is cached under everything that its choice depends on, and later launches look there.
 
 Kernels take flat arguments, since Triton specialises every integer of a tuple, whatever ``do_not_specialize`` names.
 Device functions take tuples.
