@@ -96,13 +96,19 @@ def gradients(
         torch.mul(shares, sums, out=g.diagonal()).neg_()
     d_rows = d_columns = d_scale = None
     if of_rows or of_scale:
-        d_rows = torch.mm(g, _as(g.dtype, columns))
+        d_rows = _product(g, columns)
         if of_scale:
             d_scale = (rows * d_rows).sum(1).sum(dtype=torch.float64).div_(number).to(scale.dtype)
         d_rows = _as(rows.dtype, d_rows) if of_rows else None
     if of_columns:
-        d_columns = _as(rows.dtype, torch.mm(g.t(), _as(g.dtype, rows)))
+        d_columns = _as(rows.dtype, _product(g.t(), rows))
     return d_rows, d_columns, d_scale
+
+
+def _product(g: torch.Tensor, features: torch.Tensor) -> torch.Tensor:
+    """``g @ features`` in g's dtype: into memory that is given, or a caller's autocast would narrow the factors."""
+    out = g.new_empty((g.shape[0], features.shape[1]))
+    return torch.mm(g, _as(g.dtype, features), out=out)
 
 
 def _as(dtype: torch.dtype, x: torch.Tensor) -> torch.Tensor:
