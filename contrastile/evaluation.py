@@ -1,4 +1,4 @@
-"""Evaluating a loss: make its plan, and hand that to autograd, or to the schedule itself."""
+"""Evaluating a loss: make its plan, and compute that, under autograd for torch tensors."""
 
 from __future__ import annotations
 
@@ -8,16 +8,14 @@ from dataclasses import replace
 from functools import partial
 from typing import Any, Unpack
 
-from contrastile import problems, validation
-from contrastile.backends.arrays import transfer
+from contrastile import compute, problems, validation
 from contrastile.backends.choice import RANKS, SIGMOID, SOFTMAX, SYMMETRIC, choose, settled
 from contrastile.backends.contract import Options
 from contrastile.backends.eager import outside_of_graphs
 from contrastile.backends.registry import checked, require
 from contrastile.plan import Given, Plan, Settings, complete
-from contrastile.schedules import local, replicate, schedule
+from contrastile.schedules import local
 from contrastile.schedules.handshake import Handshake
-from contrastile.schedules.native import native, returned
 from contrastile.schedules.problem import Problem
 
 Array = Any
@@ -37,11 +35,11 @@ def evaluate(build: Builder, settings: Given, *args: Any, **kwargs: Any) -> Arra
     Raises:
         BackendUnavailableError, UnsupportedProblemError, MismatchError, ExchangeError: see ``contrastile.clip_loss``.
     """
-    # ranks talk to each other, and blocks are copied to a device: no graph can hold either
+    # a compiled graph can hold neither messages between ranks nor copies of blocks to a device
     get = settings.get
     if not get("group") is get("device") is get("block") is None:
         return outside_of_graphs(_evaluate)(build, settings, args, kwargs)
-    # a compiler must take the same way each time it traces this: nothing here may ask what has been imported
+    # a compiler must trace the same branch each time: nothing here may depend on what has been imported
     if hasattr(args[0], "requires_grad"):
         from contrastile.autograd.prepared import CALLS
 
@@ -57,7 +55,8 @@ def _evaluate(build: Builder, settings: Given, args: Any, kwargs: Any) -> Array:
         from contrastile import autograd
 
         return autograd.evaluate(plan)
-    return forward(plan)
+    value, *_ = compute.loss(plan)
+    return value
 
 
 def make(build: Builder, settings: Given, args: Any, kwargs: Any) -> tuple[Plan, problems.LossProblem]:
@@ -72,10 +71,15 @@ def make(build: Builder, settings: Given, args: Any, kwargs: Any) -> tuple[Plan,
     if isinstance(group, str):
         require(f"group={group!r}", "torch")
     if group is not None:
-        # what must be the same on every rank, as text: it is compared before anything is checked
+        # what must be the same on every rank, as text: the ranks compare it before they check anything
         agreed = {"backend": str(given["backend"]), "tile": str(given["tile"]), "precision": str(given["precision"])}
     here = Handshake.of(group, given["exchange"], given["parameter_reduction"], **agreed)
-    (backend, options, blocks), loss = here.build(_built, build, given, args, kwargs)
+
+    def checked_and_built(world: Handshake) -> tuple[tuple[str, Options, Any], problems.LossProblem]:
+        return _checked(given), build(*args, **kwargs, world=world)
+
+    # together, so that what either raises on one rank is raised on all
+    (backend, options, blocks), loss = here.build(checked_and_built)
     problem, library = loss.problem, loss.library
     blocking = validation.blocking(blocks, library, problem.rows, problem.columns)
     if blocking is not None:
@@ -96,13 +100,6 @@ def _form(problem: Problem) -> str:
     return SOFTMAX if problem.columns else SYMMETRIC
 
 
-def _built(
-    build: Builder, given: dict[str, Any], args: Any, kwargs: Any, here: Handshake
-) -> tuple[tuple[str, Options, Any], problems.LossProblem]:
-    """What ``_checked`` gives, and the loss: together, so that what either raises on one rank is raised on all."""
-    return _checked(given), build(*args, **kwargs, world=here)
-
-
 def _checked(given: dict[str, Any]) -> tuple[str, Options, Any]:
     """The backend's name, which may be "auto", the options, and what ``validation.blocks`` makes of device and block.
 
@@ -117,7 +114,7 @@ def _checked(given: dict[str, Any]) -> tuple[str, Options, Any]:
 def value_and_grad(
     loss: Callable[..., Array], **settings: Unpack[Settings]
 ) -> Callable[..., tuple[Array, tuple[Array, ...]]]:
-    """A function that gives a loss and its gradients at once, without autograd, for arrays of any known library.
+    """A function that returns a loss and its gradients, without autograd, for arrays of any known library.
 
     Args:
         loss: one of this package's losses, e.g. ``contrastile.clip_loss``.
@@ -146,8 +143,11 @@ def value_and_grad(
         detached = {name: _detached(x) for name, x in kwargs.items()}
         plan, stated = make(build, given, [_detached(x) for x in args], detached)
         _holds_values(plan)
-        value, gradients = forward_and_backward(plan)
-        return value, stated.pull_back(gradients)
+        problem = plan.problem
+        wanted = local.Wanted(True, (True,) * len(problem.columns), True, problem.kind == "sigmoid")
+        value, *state = compute.loss(plan, wanted)
+        rows, scale, bias, *columns = compute.gradients(plan, state, None, wanted)
+        return value, stated.pull_back(local.Gradients(rows, tuple(columns), scale, bias))
 
     def both(*args: Any, **kwargs: Any) -> tuple[Array, tuple[Array, ...]]:
         # no operator: a compiler would trace the backend itself
@@ -170,7 +170,7 @@ def _bound(name: str, *args: Any, **kwargs: Any) -> problems.LossProblem:
 
 
 def _holds_values(plan: Plan) -> None:
-    """Raise TypeError for tensors that have shapes alone: no operator is called here that a fake mode would see."""
+    """Raise TypeError for fake tensors: no operator is called here that a fake mode could replace."""
     problem = plan.problem
     if plan.library.name == "torch" and "FakeTensor" in (type(x).__name__ for x in (problem.rows, problem.row_weight)):
         raise TypeError(
@@ -183,35 +183,3 @@ def _detached(x: Any) -> Any:
     if isinstance(x, list | tuple):
         return [_detached(each) for each in x]
     return x.detach() if hasattr(x, "detach") else x
-
-
-def forward(plan: Plan) -> Array:
-    """The value in the caller's library."""
-    backend, library = plan.backend, plan.library
-    problem = replicate.gathered(plan.problem, library) if replicate.applies(plan.problem) else plan.problem
-    with native(problem, library, backend) as inside:
-        value, _ = schedule.loss(inside, backend, plan.options)
-        return transfer(value, backend.arrays, library, library.dtype(problem.scale))
-
-
-def forward_and_backward(plan: Plan) -> tuple[Array, local.Gradients]:
-    """The value and all gradients, in the caller's library."""
-    problem, placement = plan.problem, plan.problem.placement
-    wanted = local.Wanted(True, (True,) * len(problem.columns), True, problem.kind == "sigmoid")
-    if placement is None or not replicate.applies(problem):
-        return _both(plan, wanted)
-    whole = replace(plan, problem=replicate.gathered(problem, plan.library))
-    value, found = _both(whole, replicate.wanted_of_whole(wanted), placement.factor)
-    return value, replicate.own_part(problem, found, wanted, plan.library)
-
-
-def _both(plan: Plan, wanted: local.Wanted, upstream: float = 1.0) -> tuple[Array, local.Gradients]:
-    problem, backend, library = plan.problem, plan.backend, plan.library
-    with native(problem, library, backend) as inside:
-        value, state = schedule.loss(inside, backend, plan.options, wanted)
-        # None lets the state be consumed
-        arrays, scale = backend.arrays, inside.scale
-        factor = None if upstream == 1.0 else arrays.full((), upstream, arrays.dtype(scale), scale)
-        found = schedule.gradients(inside, state, factor, wanted, backend, plan.options)
-        value = transfer(value, backend.arrays, library, library.dtype(problem.scale))
-        return value, returned(found, problem, backend.arrays, library)

@@ -50,16 +50,11 @@ class _Loss(torch.nn.Module):
         return evaluate(self._confirmed, self.settings, BUILDERS[name], *args)
 
     def _confirmed(self, build: Callable[..., LossProblem], *args: Any, world: Handshake) -> LossProblem:
-        """The problem, in a world that is the one that this module was told of."""
-        self._confirm(world)
-        return build(*args, world=world)
-
-    def _confirm(self, world: Handshake) -> None:
-        """Raise, on every rank, if the rank and world size that were given are not the group's."""
+        """The problem; raise, on every rank, if the rank and world size that were given are not the group's."""
         own = world.communicator
         # a rank of 0 is what open_clip has where none was given
         if own is None or self.world_size == 1 or (own.size == self.world_size and self.rank in (0, own.rank)):
-            return
+            return build(*args, world=world)
         raise ValueError(
             f"rank and world_size must be those of the group, where this is rank {own.rank} of {own.size}, got rank "
             f"{self.rank} of {self.world_size}; leave both out and give group='world'"

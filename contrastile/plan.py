@@ -1,4 +1,4 @@
-"""What a loss is asked for: its settings, and the plan that is made of them once, at the front door."""
+"""The settings of a call, and the plan that the front door makes of them."""
 
 from __future__ import annotations
 
@@ -33,8 +33,8 @@ class Settings(TypedDict, total=False):
         exchange: "ring" passes the columns around (O(b d / n) memory per rank), "gather" collects them (O(b d)),
             "replicate" collects rows too and computes the whole loss on each rank, with one message, "auto"
             chooses by sizes and device; all give the same loss.
-        parameter_reduction: what becomes of the parameters' gradients over the ranks, "mean" (what DDP and FSDP do) or
-            "sum". Either way the reduced gradient is that of the global loss, for the encoders, scale and bias.
+        parameter_reduction: how the trainer reduces the parameters' gradients over the ranks: "mean" (as DDP and FSDP
+            do) or "sum". The reduced gradient is that of the global loss, for the encoders, scale and bias.
         device: where torch features that are kept on the host are computed, e.g. "cuda": block by block, each copied
             while the one before it is computed. Gradients of features come back to the host. None is where they are.
         block: most rows, and most columns, on the device at a time, whether features come from the host or are there;
@@ -71,7 +71,7 @@ Given = Settings | dict[str, Any]
 
 
 def complete(settings: Given) -> dict[str, Any]:
-    """The settings, with the defaults for those that were not given.
+    """The settings, completed with the defaults.
 
     Raises:
         TypeError: one of them is unknown.
@@ -88,12 +88,12 @@ def complete(settings: Given) -> dict[str, Any]:
 
 @dataclass(frozen=True, slots=True)
 class Plan:
-    """What is computed, by which backend, with which options, where.
+    """What to compute, with which backend and which options.
 
     Attributes:
-        problem: what: arrays of the caller's library, which form of loss, and this rank's placement.
-        name: the backend's, known to the registry.
-        options: how.
+        problem: the loss as data: arrays of the caller's library, its kind, and this rank's placement.
+        name: the backend's name in the registry.
+        options: how to compute it.
         library: the caller's array library.
         replay: whether the backend may launch small blocks from CUDA graphs that it captured in earlier calls.
         form: the plan of the gradients without arrays, where an earlier call has found it: see ``parted``.
@@ -121,12 +121,12 @@ class Plan:
         return replayed(found)
 
     def replaying(self) -> Plan:
-        """The plan of an eager call of torch tensors; of a process alone it is whole steps that are replayed."""
+        """The plan of an eager call of torch tensors. A process alone replays whole steps: see ``autograd.steps``."""
         backend = self.backend
         placement = self.problem.placement
         if placement is None or not backend.replayable:
             return self
-        # between messages it is primitives that are replayed, which take torch's tensors
+        # between messages primitives are replayed, and graphs hold torch's tensors
         due = placement.exchange == "replicate" or backend.arrays.name == "torch"
         return replace(self, replay=due) if due else self
 
@@ -135,11 +135,11 @@ class Plan:
         return Plan(self.problem.with_arrays(arrays), self.name, self.options, self.library, self.replay)
 
     def without_arrays(self) -> Plan:
-        """The plan with None for each array: what outlives a call without holding memory."""
+        """The plan with None for each array, so that whoever keeps it holds no memory."""
         return self.with_arrays([None] * len(self.problem.arrays()))
 
     def parted(self) -> tuple[Plan, tuple[Any, ...]]:
-        """The plan of the gradients without its arrays, and these."""
+        """The plan of the gradients without arrays, and its arrays."""
         needed = self.problem.for_gradients()
         form = self.form or replace(self, problem=needed).without_arrays()
         return form, needed.arrays()

@@ -1,8 +1,7 @@
-"""What the front door refuses, and how it says so: the rule, the value, the fix.
+"""Checks of the arguments. An error states the rule, the value and the fix.
 
-Shapes, dtypes and devices are always checked. Values (a finite scale, positives in range) are checked where reading
-them costs nothing: on the host, in eager calls. Elsewhere a bad value makes the loss NaN: never a silent number,
-and never a synchronisation.
+Shapes, dtypes and devices are always checked. Values (a finite scale, positives in range) are checked on the host in
+eager calls, where reading them costs nothing. Elsewhere a bad value makes the loss NaN, and nothing waits for a device.
 """
 
 from __future__ import annotations
@@ -22,13 +21,13 @@ T = TypeVar("T")
 
 Array = Any
 INTEGERS = ("int8", "int16", "int32", "int64", "uint8", "uint16", "uint32")
-# of what has one real value, in the names that NumPy, CuPy and torch give them
+# how NumPy, CuPy and torch begin the names of real dtypes
 _REAL = ("float", "bfloat16", "int", "uint", "bool", ">f", ">i", ">u")
 _LARGEST = {"float32": (2 - 2.0**-23) * 2.0**127, "float64": sys.float_info.max}
 
 
 def values_are_readable(arrays: ArrayLibrary, x: Array) -> bool:
-    """Whether an element of x can be read now: on the host, where nothing has to see an operator (``eager.direct``)."""
+    """Whether an element of x can be read now: it is on the host, and the call is plain eager (``eager.direct``)."""
     if arrays.name != "torch":
         return arrays.device(x) == "cpu"
     import torch
@@ -104,7 +103,7 @@ def features(
 
 
 def _dense(name: str, x: Array, what: str, arrays: ArrayLibrary) -> None:
-    """Raise TypeError unless each element of x has a place in its memory and counts."""
+    """Raise TypeError for a nested, quantized, sparse or masked array."""
     kind = ""
     if arrays.name == "torch":
         if x.is_nested or x.is_quantized:
@@ -119,7 +118,7 @@ def _dense(name: str, x: Array, what: str, arrays: ArrayLibrary) -> None:
 
 
 def _resolved(arrays: ArrayLibrary, x: Array) -> Array:
-    """X as its memory says it, without torch's lazy sign."""
+    """X with torch's lazy negation carried out."""
     if arrays.name != "torch":
         return x
     import torch
@@ -129,7 +128,7 @@ def _resolved(arrays: ArrayLibrary, x: Array) -> Array:
 
 
 def _as_multiplied(arrays: ArrayLibrary, x: Array) -> Array:
-    """X in the dtype in which torch would multiply it here and now: autocast's, if it is on for x's kind of device."""
+    """X in the dtype in which torch would multiply it now: autocast's, if it is on for x's device."""
     kind = arrays.device(x)
     if arrays.name != "torch" or kind not in ("cpu", "cuda") or arrays.dtype(x) == "float64":
         return x
@@ -139,12 +138,14 @@ def _as_multiplied(arrays: ArrayLibrary, x: Array) -> Array:
 
 
 class Known:
-    """The checks of a call whose signature has passed them, of the functions' names here: values alone are looked at.
+    """The checks of a call whose signature is known to be right: they look at values alone.
+
+    Its methods have the names of this module's functions.
 
     Attributes:
         arrays: the features' library, torch.
         dtype: torch's, in which the loss takes features.
-        made: by name, what was made of the signature alone.
+        made: by name, arrays that depend on the signature alone.
     """
 
     def __init__(self, arrays: ArrayLibrary, dtype: Any) -> None:
@@ -174,13 +175,13 @@ class Known:
         return arrays.cast(x, dtype="int64")
 
     def once(self, name: str, make: Callable[[], T]) -> T:
-        """What ``make`` has made of the signature alone, under this name: read-only."""
+        """The result of ``make``, which depends on the signature alone; made once, and never written to."""
         found: T = self.made[name] if name in self.made else self.made.setdefault(name, make())
         return found
 
 
 def once(name: str, make: Callable[[], T]) -> T:
-    """What ``make`` makes: see ``Known.once``."""
+    """The result of ``make``: see ``Known.once``."""
     return make()
 
 
@@ -204,8 +205,13 @@ def scalar(name: str, x: Any, arrays: ArrayLibrary, dtype: str, like: Array) -> 
     if isinstance(x, (int, float)):
         _finite(name, x, dtype)
         return arrays.asarray(float(x), dtype, like)
-    if isinstance(x, Real) or _is_numpy_bool(x):
-        return scalar(name, _double(x), arrays, dtype, like)
+    # NumPy does not count its booleans among the real numbers
+    if isinstance(x, Real) or (type(x).__module__ == "numpy" and type(x).__name__ in ("bool", "bool_")):
+        try:
+            number = float(x)
+        except OverflowError:
+            number = math.inf
+        return scalar(name, number, arrays, dtype, like)
     if not arrays.owns(x):
         rule = f"{name} must be a number, or a one-element array like the features"
         raise TypeError(f"{rule}, got {type(x).__name__}; pass a float")
@@ -225,25 +231,12 @@ def scalar(name: str, x: Any, arrays: ArrayLibrary, dtype: str, like: Array) -> 
     return arrays.asarray(x if shape == () else x.reshape(()), dtype, like)
 
 
-def _is_numpy_bool(x: Any) -> bool:
-    """NumPy does not count its booleans among the real numbers."""
-    return type(x).__module__ == "numpy" and type(x).__name__ in ("bool", "bool_")
-
-
 def _finite(name: str, x: float, dtype: str) -> None:
     """Raise ValueError unless a number is finite and stays so in a dtype."""
     # a compiler can follow comparisons with a number that varies, and not math.isfinite
     if not -_LARGEST[dtype] <= x <= _LARGEST[dtype]:
         got = x if isinstance(x, float) else f"an integer of {x.bit_length()} bits"
         raise ValueError(f"{name} must be finite in {dtype}, got {got}; clamp the learned value before it is used")
-
-
-def _double(x: Any) -> float:
-    """A real number of any type as Python's own; infinity if it is larger than all of these."""
-    try:
-        return float(x)
-    except OverflowError:
-        return math.inf
 
 
 def integers(name: str, x: Array, length: int, of: str, arrays: ArrayLibrary, like: Array) -> Array:
@@ -286,7 +279,7 @@ _DEFAULT = Options(precision="auto")
 def options(tile: Any, precision: Any = "auto", workspace: Any = None, keep: Any = None) -> Options:
     """How to compute, from the keyword arguments of these names: see ``contrastile.plan.Settings``.
 
-    A precision of "auto" is still to be settled: see ``choice.settled``.
+    ``choice.settled`` replaces a precision of "auto".
 
     Raises:
         TypeError: a size is no integer.
@@ -302,7 +295,7 @@ def options(tile: Any, precision: Any = "auto", workspace: Any = None, keep: Any
 
 
 def blocks(device: Any, block: Any, group: Any) -> tuple[Any, int | None] | None:
-    """The settings of these names: torch's device, None where the features are, and the size of a block.
+    """The checked settings of these names: torch's device (None: where the features are), and the size of a block.
 
     Raises:
         TypeError: block is no integer.

@@ -44,7 +44,7 @@ MISTAKES = {
     "another scale": "holds another scale, as a tensor",
 }
 RAISED = re.compile("(?:Exchange|Mismatch)Error: ")
-CARRIERS = "mpi", "torch", "torch apart"  # the last as on several hosts
+CARRIERS = "mpi", "torch"
 PLACES = "before", "inside"
 LAUNCHERS = {
     "mpi": "`mpirun python -m mpi4py`",
@@ -74,10 +74,9 @@ def fault(cuda: bool, fault: str, where: str, launcher: str) -> Row:
 
 def mistake(cuda: bool, mistake: str, exchange: str, by: str, ranks: int) -> Row:
     """One launch in which a rank makes another call than the others."""
-    launcher, *more = by.split()
-    args = [mistake, exchange, str(MISTAKEN), *more, *(["cuda"] if cuda else [])]
+    args = [mistake, exchange, str(MISTAKEN), *(["cuda"] if cuda else [])]
     # a launch may take long to begin; what is measured begins with the mistake
-    ended = _launch(launcher, "mistakes.py", *args, ranks=ranks, seconds=600)
+    ended = _launch(by, "mistakes.py", *args, ranks=ranks, seconds=600)
     last = [next(iter(ended.said(rank)[-1:]), "") for rank in range(ranks)]
     if "WrongError" in ended.output:
         raise SystemExit(f"{mistake}, {exchange}, {by}, {ranks} ranks: a wrong number\n{ended.output}")
@@ -120,9 +119,8 @@ def measured(name: str) -> dict[str, Any]:
     if kind == "faults":
         jobs: Any = [(fault, *each) for each in itertools.product(FAULTS, ("inside",) if cuda else PLACES, LAUNCHERS)]
     else:
-        carriers = CARRIERS[:2] if cuda else CARRIERS
         exchanges = ("ring", "gather", "replicate") if cuda else ("ring", "gather")
-        what = itertools.product(MISTAKES, exchanges, carriers, (2,) if cuda else (2, 3))
+        what = itertools.product(MISTAKES, exchanges, CARRIERS, (2,) if cuda else (2, 3))
         jobs = [(mistake, *each) for each in what]
 
     def run(job: Any) -> Row:

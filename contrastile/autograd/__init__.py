@@ -1,7 +1,7 @@
 """Losses over torch tensors, differentiable; nothing else in the package knows autograd.
 
-``bodies`` say what is computed of a plan. ``functions`` are autograd functions over the bodies, for eager calls and
-for torch.func; ``operators`` are the bodies as ``torch.library`` operators, which compilers, tracers and modes can see.
+``functions`` are autograd functions over ``contrastile.compute``, for eager calls and for torch.func; ``operators`` are
+the same as ``torch.library`` operators, which compilers, tracers and modes can see.
 ``steps`` are whole small steps from CUDA graphs.
 Saved for the backward: what the gradients read of the problem, and the state that the schedule leaves for them.
 

@@ -17,7 +17,8 @@ import torch
 from torch import Tensor
 from torch.autograd import forward_ad
 
-from contrastile.autograd import bodies, operators
+from contrastile import compute
+from contrastile.autograd import operators
 from contrastile.backends import contract, eager
 from contrastile.plan import Plan
 from contrastile.schedules import local, schedule
@@ -48,7 +49,7 @@ def eager_loss(plan: Plan, *, grad: bool) -> Tensor:
     given = problem.rows, problem.scale, problem.bias, *problem.columns
     rows, scale, bias, *columns = needs = [grad and x is not None and x.requires_grad for x in given]
     wanted = local.Wanted(rows, tuple(columns), scale, bias)
-    value, *state = _unrecorded(grad, bodies.loss, plan, wanted if any(needs) else None)
+    value, *state = _unrecorded(grad, compute.loss, plan, wanted if any(needs) else None)
     if not any(needs):
         return cast("Tensor", value)
     # arrays are saved, and not held: autograd tells when one was written to, and frees them
@@ -108,17 +109,17 @@ class Left:
     plan: Plan
     wanted: local.Wanted
 
-    def gradients(self, saved: Sequence[Any], upstream: Tensor) -> bodies.Found:
+    def gradients(self, saved: Sequence[Any], upstream: Tensor) -> compute.Found:
         """Those of the rows, the scale, the bias and the column blocks."""
         wanted = self.wanted
         state, arrays = _parted(self.plan, saved)
         plan = self.plan.with_arrays(arrays)
         if not is_seen(upstream):
-            return bodies.gradients(plan, state, upstream, wanted)
+            return compute.gradients(plan, state, upstream, wanted)
         if len(state) == schedule.DIAGONAL and plan.problem.kind == "softmax":
             # an operator knows the primitives' state alone
             plan = replace(plan, problem=replace(plan.problem, equal=None))
-            state = _unrecorded(torch.is_grad_enabled(), bodies.loss, plan)[1:]
+            state = _unrecorded(torch.is_grad_enabled(), compute.loss, plan)[1:]
         function: Any = LossGradients
         given = function.apply(plan.without_arrays(), wanted, upstream, *state, *arrays)
         return operators.only((wanted.rows, wanted.scale, wanted.bias, *wanted.columns), given)
@@ -154,7 +155,7 @@ class Diagonal:
             return cast("Tensor", value)
         return _recorded(self, value, (*state, rows, columns, scale), (rows, scale, None, columns))
 
-    def gradients(self, saved: Sequence[Any], upstream: Tensor) -> bodies.Found:
+    def gradients(self, saved: Sequence[Any], upstream: Tensor) -> compute.Found:
         """See ``Left.gradients``."""
         *state, rows, columns, scale = saved
         wanted = self._wanted
@@ -219,7 +220,7 @@ class FunctionalLoss(torch.autograd.Function):
         if whole.problem.traceable:
             loss, state = operators.called(whole, operators.every(whole.problem))
             return loss, *state
-        found = bodies.loss(whole, _all_wanted(whole) if plan.problem.kind == "sigmoid" else None)
+        found = compute.loss(whole, _all_wanted(whole) if plan.problem.kind == "sigmoid" else None)
         return tuple(operators.filled(found, whole.problem.scale))
 
     @staticmethod
@@ -273,5 +274,5 @@ class LossGradients(Gradients):
         whole = plan.with_arrays(arrays)
         if whole.problem.traceable:
             return tuple(operators.gradients_called(whole, state, upstream, wanted))
-        found = bodies.gradients(whole, operators.restored(state), upstream, wanted)
+        found = compute.gradients(whole, operators.restored(state), upstream, wanted)
         return tuple(operators.filled(found, whole.problem.scale))

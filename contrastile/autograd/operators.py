@@ -15,7 +15,7 @@ from typing import Any, List, Literal, cast
 import torch
 from torch import Tensor
 
-from contrastile.autograd import bodies
+from contrastile import compute
 from contrastile.backends.arrays import library_of
 from contrastile.backends.contract import Match, Options
 from contrastile.backends.registry import load
@@ -54,12 +54,12 @@ def one_upstream(upstream: Tensor) -> Tensor:
     return upstream
 
 
-def filled(found: bodies.Found, like: Tensor) -> list[Tensor]:
+def filled(found: compute.Found, like: Tensor) -> list[Tensor]:
     """What was found, with an empty tensor of three dimensions for None: nothing else has so many."""
     return [like.new_empty(0, 0, 0) if x is None else x for x in found]
 
 
-def restored(found: bodies.Found) -> list[Tensor | None]:
+def restored(found: compute.Found) -> list[Tensor | None]:
     """What ``filled`` was given."""
     return [None if x is None or x.ndim == 3 else x for x in found]
 
@@ -87,7 +87,7 @@ def called(plan: Plan, wants: Sequence[bool]) -> tuple[Tensor, List[Tensor]]:
     return cast("tuple[Tensor, list[Tensor]]", loss(*given, *settings_of(plan), wants))
 
 
-def gradients_called(plan: Plan, state: bodies.Found, upstream: Tensor, wanted: local.Wanted) -> list[Tensor]:
+def gradients_called(plan: Plan, state: compute.Found, upstream: Tensor, wanted: local.Wanted) -> list[Tensor]:
     """The second one: gradients of the rows, the scale, the bias and each column block."""
     problem = plan.problem
     needed = filled(state[:LSES] if problem.kind != "sigmoid" else state, problem.scale)
@@ -147,7 +147,7 @@ def loss(
     settings = kind, match, backend, tile_rows, tile_columns, precision, workspace
     plan = _plan(rows, columns, scale, bias, vectors, settings)
     sums = kind == "sigmoid" and any(wants)
-    value, *state = filled(bodies.loss(plan, _wanted(wants) if sums else None), scale)
+    value, *state = filled(compute.loss(plan, _wanted(wants) if sums else None), scale)
     return value, state[:LSES] if kind != "sigmoid" else state
 
 
@@ -171,7 +171,7 @@ def gradients(
     """Gradients of ``upstream * loss`` for the rows, each column block, the scale and the bias."""
     settings = kind, match, backend, tile_rows, tile_columns, precision, workspace
     plan = _plan(rows, columns, scale, None, vectors, settings)
-    found = bodies.gradients(plan, restored(state), upstream, _wanted(wants))
+    found = compute.gradients(plan, restored(state), upstream, _wanted(wants))
     d_rows, d_scale, d_bias, *d_columns = filled(found, scale)
     return d_rows, d_columns, d_scale, d_bias
 

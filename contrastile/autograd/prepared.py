@@ -1,8 +1,8 @@
-"""Calls of a loss by their signature: what it alone decides is checked, chosen and made once, and held.
+"""Prepared calls: what depends on a call's signature alone is checked, chosen and made once per signature.
 
-A signature is all of a call but the values of its tensors and numbers: the loss, the settings, dtypes, shapes, devices,
-which gradients are wanted, autocast's dtype, the stream. A call of a known one can be wrong in its values only; it
-has its plan from them, the constant vectors that an earlier call made, and the backend and options that it chose.
+The signature is everything but the values of tensors and numbers: the loss, the settings, dtypes, shapes, devices,
+which gradients are wanted, autocast's dtype, the stream. In a call of a known signature only values can be wrong. Its
+plan is made of them, of the constant vectors that an earlier call made, and of the backend and options that it chose.
 """
 
 from __future__ import annotations
@@ -27,14 +27,14 @@ from contrastile.schedules.handshake import Handshake
 from contrastile.validation import Known
 
 MOST = 32
-"""Signatures held; the first that came goes first. Each holds O(b) numbers."""
+"""Signatures held; the oldest is dropped first. Each holds O(b) numbers."""
 
 Make = Callable[[Any, Any, Sequence[Any], dict[str, Any]], Any]
-"""Of a loss's builder, the settings, and the loss's own arguments."""
+"""Takes a loss's builder, the settings, and the loss's own arguments."""
 
 
 class Prepared:
-    """What is known of a signature from the plan of its first call."""
+    """A signature's checks, constant vectors and choices, from the plan of its first call."""
 
     def __init__(self, plan: Plan, args: Sequence[Any]) -> None:
         known = Known(plan.library, plan.problem.rows.dtype)
@@ -47,7 +47,7 @@ class Prepared:
 
     @staticmethod
     def _bound(plan: Plan, args: Sequence[Any]) -> functions.Diagonal | None:
-        """What computes the loss from its first three arguments as they are; None where nothing does."""
+        """The bound ``Diagonal`` that takes the loss's first three arguments as they are; None where there is none."""
         problem, backend = plan.problem, plan.backend
         taken = problem.rows, *problem.columns, problem.scale
         if not all(x is y for x, y in zip(taken, args, strict=False)):
@@ -80,7 +80,7 @@ class Calls:
         make: Make,
         launch: Make,
     ) -> Tensor | None:
-        """The loss of a plain eager call, differentiable; None where this cannot tell its signature.
+        """The loss of a plain eager call, differentiable; None for a call whose signature cannot be told.
 
         Args:
             build: makes the problem of ``args`` and ``kwargs``.
@@ -99,7 +99,7 @@ class Calls:
         call = Call(args, kwargs, grad)
         if not call.known or not eager.direct(torch, call.tensors) or functions.tangents(call.tensors):
             return None
-        # what is made now may be saved for a later call's backward pass, which a tensor of inference mode cannot be
+        # later calls may save the vectors that are made now for their backward: inference tensors cannot be saved
         if torch.is_inference_mode_enabled():
             return None
         what, stream, kind = (build, *settings.items()), None, "cpu"

@@ -1,11 +1,10 @@
 # pyright: reportPrivateImportUsage=false, reportArgumentType=false
-"""Small steps of a process alone, from CUDA graphs: launching their kernels takes longer than running them.
+"""Whole small steps of one process, replayed from CUDA graphs: launching their kernels takes longer than running them.
 
-A call signature (loss, shapes, dtypes, settings, stream) that repeats is captured, from the arguments as they came to
-the loss in one graph, and on to their gradients in a second one. From then on a step copies its arguments to where the
-graphs read them, replays, and copies what it finds to memory of the caller's. Nothing is validated again: a call of a
-known signature can differ only in values that are on the GPU. The kernels and their order are those of a launched step,
-and so are the bits.
+A call signature (loss, shapes, dtypes, settings, stream) that repeats is captured in two graphs: from the arguments to
+the loss, and on to their gradients. From then on a step copies its arguments to where the graphs read them, replays,
+and copies the results to memory of the caller's. Nothing is validated again: calls of one signature differ only in
+values on the GPU. The kernels and their order, and so the bits, are those of a launched step.
 """
 
 from __future__ import annotations
@@ -19,7 +18,8 @@ from typing import Any, cast
 import torch
 from torch import Tensor
 
-from contrastile.autograd import bodies, functions, operators
+from contrastile import compute
+from contrastile.autograd import functions, operators
 from contrastile.backends.replay import FEATURES, Copies, Signatures, Where, may_be_captured, record
 from contrastile.backends.settings import VARIABLES
 from contrastile.plan import Plan
@@ -30,13 +30,13 @@ _replay_numbers = itertools.count(1)
 
 
 class Call:
-    """A call of a loss: its arguments are numbers, None, torch's own tensors or sequences of these, or it is not known.
+    """The arguments of a call of a loss: numbers, None, plain tensors, or sequences of these.
 
     Attributes:
-        tensors: those among the arguments, in their order.
-        numbers: those among the arguments.
-        kinds: its signature, as far as the arguments have one.
-        known: whether that is all that can be said of them besides their values.
+        tensors: the tensors among the arguments, in their order.
+        numbers: the numbers among them.
+        kinds: the arguments' part of the signature.
+        known: False where some argument is of another kind, and ``kinds`` does not say it all.
     """
 
     def __init__(self, args: Sequence[Any], kwargs: dict[str, Any], grad: bool) -> None:
@@ -67,7 +67,7 @@ class Call:
         return True
 
     def device(self) -> int | None:
-        """The GPU of all tensors, few numbers and on the current one, or None. One of them is on a GPU."""
+        """The current GPU if all tensors are on it and small enough to be replayed, else None."""
         tensors = self.tensors
         if sum(x.numel() for x in tensors) > FEATURES:
             return None
@@ -81,14 +81,14 @@ class Call:
 
 
 def _put(x: Any, tensors: Iterator[Tensor]) -> Any:
-    """An argument with the next of other tensors for each of its own."""
+    """An argument with its tensors replaced by the next ones."""
     if type(x) in _TENSORS:
         return next(tensors)
     return [_put(y, tensors) for y in x] if type(x) in (list, tuple) else x
 
 
 def on_gpu(features: Any) -> bool:
-    """Whether they are a tensor on a GPU: of others nothing more is asked."""
+    """Whether they are a tensor on a GPU."""
     return bool(getattr(features, "is_cuda", False))
 
 
@@ -103,7 +103,7 @@ class Step:
 
     def __init__(self, where: Where, pool: Any, call: Call, launch: Callable[..., Tensor]) -> None:
         self.where, self.replays, self._latest = where, 0, 0
-        # taken by backward passes, which have a thread of their own: nobody may hold it and wait for one
+        # backward passes take it in autograd's thread: never wait for one while holding it
         self._lock = threading.Lock()
         self._places = [torch.empty_like(x, memory_format=torch.contiguous_format) for x in call.tensors]
         self._copies = Copies(self._places)
@@ -117,7 +117,7 @@ class Step:
         self._upstream: Any = None
 
         def forward() -> list[Tensor]:
-            # held: the second graph reads what the first one leaves
+            # kept alive: the second graph reads what the first one leaves
             self._loss = launch(args, kwargs)
             if self._upstream is None:
                 self._upstream = torch.ones_like(self._loss)
@@ -146,7 +146,7 @@ class Step:
         return next(_replay_numbers)
 
     def gradients(self, number: int, tensors: Sequence[Tensor], upstream: Tensor) -> list[Tensor | None]:
-        """Gradients of ``upstream * loss`` for each tensor, None for one that wants none.
+        """Gradients of ``upstream * loss`` for each tensor, None for one that needs none.
 
         Args:
             number: of the replay that gave the loss.
@@ -181,7 +181,7 @@ class Replayed(torch.autograd.Function):
     def backward(ctx: Any, *upstream: Tensor) -> tuple[Any, ...]:
         """The gradients, in the order of forward's arguments."""
         arriving = operators.one_upstream(*upstream).resolve_neg()
-        # asked for in any case: what was written to since, or is freed, has no gradients
+        # read in any case: autograd raises here if one was freed, or written to since
         tensors = ctx.saved_tensors
         if functions.is_seen(arriving):
             function: Any = ReplayedGradients
@@ -208,11 +208,11 @@ class Steps(Signatures[Step]):
     def loss(
         self, what: Hashable, call: Call, make: Callable[..., tuple[Plan, Any]], launch: Callable[..., Tensor]
     ) -> Tensor | None:
-        """The loss of a small call that has come before, differentiable; None where it is to be launched.
+        """The replayed loss of a small call, differentiable; None where the call is to be launched.
 
         Args:
-            what: all that the result depends on besides the arguments.
-            call: a known one of plain eager tensors on a GPU, the features first.
+            what: everything but the arguments that the result depends on.
+            call: known, of plain eager tensors on a GPU, the features first.
             make: gives the plan, first of what it gives, of a loss's ``args`` and ``kwargs``.
             launch: gives the loss of such ``args`` and ``kwargs``.
         """
@@ -247,7 +247,7 @@ class Steps(Signatures[Step]):
         make: Callable[..., tuple[Plan, Any]],
         launch: Callable[..., Tensor],
     ) -> Step | None:
-        if not bodies.may_be_replayed(make(call.args, call.kwargs)[0]):
+        if not compute.may_be_replayed(make(call.args, call.kwargs)[0]):
             self.refuse(key)
             return None
         return self.capture(key, where, lambda pool: Step(where, pool, call, launch))

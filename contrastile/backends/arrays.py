@@ -10,7 +10,7 @@ import math
 import sys
 from collections.abc import Sequence
 from contextlib import AbstractContextManager, nullcontext
-from typing import Any, Protocol
+from typing import Any
 
 from contrastile.backends import crossing
 from contrastile.backends.eager import imported
@@ -23,217 +23,135 @@ ITEMSIZE = {"float16": 2, "bfloat16": 2, "float32": 4, "float64": 8}
 FLOATS = tuple(ITEMSIZE)
 
 
-class ArrayLibrary(Protocol):
-    """The operations, in one vocabulary. ``like`` gives the device."""
+class ArrayLibrary:
+    """The operations, in one vocabulary, over NumPy or a module with its interface; other libraries override them.
 
-    @property
-    def name(self) -> str:
-        """The library's import name."""
-        ...
-
-    def owns(self, x: Array) -> bool:
-        """Whether x is an array of this library."""
-        ...
-
-    def dtype(self, x: Array) -> str:
-        """The dtype's name: "float32", "int64", ..."""
-        ...
-
-    def device(self, x: Array) -> str:
-        """The kind of device: "cpu" or "cuda"."""
-        ...
-
-    def place(self, x: Array) -> str:
-        """The exact device: "cpu", "cuda:1"."""
-        ...
-
-    def full(self, shape: tuple[int, ...], value: float, dtype: str, like: Array) -> Array:
-        """An array of one value."""
-        ...
-
-    def empty(self, shape: tuple[int, ...], dtype: str, like: Array) -> Array:
-        """An array whose every element will be written before it is read."""
-        ...
-
-    def arange(self, start: int, stop: int, like: Array) -> Array:
-        """Consecutive int64 values."""
-        ...
-
-    def asarray(self, x: Any, dtype: str, like: Array) -> Array:
-        """X as an array of this dtype beside ``like``; scalars become 0-d."""
-        ...
-
-    def cast(self, x: Array, dtype: str) -> Array:
-        """X in another dtype; x itself when it already has it."""
-        ...
-
-    def where(self, condition: Array, a: Array, b: Array | float) -> Array:
-        """Elementwise choice."""
-        ...
-
-    def maximum(self, x: Array, floor: float) -> Array:
-        """Elementwise max with a number; NaN stays NaN."""
-        ...
-
-    def merge(self, a: Array, b: Array) -> Array:
-        """Inf-CL Eq. 4, guarded: log(exp a + exp b), -inf when both are -inf, exactly a when b is -inf.
-
-        Both are of one shape, (m,), or (m, 2) as in ``contract.SideStatistics``.
-        """
-        ...
-
-    def softplus(self, x: Array) -> Array:
-        """log(1 + exp x), to full relative accuracy also where it is tiny."""
-        ...
-
-    def concat(self, xs: list[Array]) -> Array:
-        """Joined along the first axis."""
-        ...
-
-    def contiguous(self, x: Array) -> Array:
-        """X with its elements in row order and no gaps; x itself when it is so already."""
-        ...
-
-    def total(self, x: Array) -> Array:
-        """The sum of all elements, in float64, 0-d."""
-        ...
-
-    def add(self, a: Array, b: Array, into: Array) -> None:
-        """``into = a + b``, elementwise, rounded once more where its dtype is narrower; it may be one of the two."""
-        ...
-
-    def loss(self, dtype: str, *sides: Sequence[Array]) -> Array:
-        """``sum_i w_i nll_i`` over one or two sides in float64, 0-d, rounded to ``dtype``: ``objectives.SOFTMAX``.
-
-        Each side: N, P and S of ``contract.SideStatistics``, float64, and weights and targets, state dtype, (l,) each.
-        """
-        ...
-
-    def inner(self, a: Array, b: Array) -> Array:
-        """``sum_ik a_ik b_ik``: products in the wider of the two dtypes, the sum over rows in float64, 0-d."""
-        ...
-
-    def scaled(self, x: Array, factor: Array, dtype: str, *, consume: bool) -> Array:
-        """``x * factor`` rounded once to ``dtype``; with ``consume``, x may be overwritten to save memory."""
-        ...
-
-    def sorted(self, x: Array) -> tuple[Array, Array]:
-        """The elements in rising order, and where each was; equal ones stay in their order."""
-        ...
-
-    def take(self, x: Array, rows: Array) -> Array:
-        """These rows of x, a copy."""
-        ...
-
-    def put(self, x: Array, places: Array) -> Array:
-        """A copy of x, its rows at these places, a permutation: ``put(take(x, p), p)`` is x."""
-        ...
-
-    def count_in(self, needles: Array, haystack: Array) -> Array:
-        """How many elements of ``haystack``, which are in rising order, equal each needle, int64; O(m log n)."""
-        ...
-
-    def to_numpy(self, x: Array) -> Any:
-        """A NumPy array of the values (bfloat16 becomes float32)."""
-        ...
-
-    def from_numpy(self, x: Any) -> Array:
-        """An array of this library, on the host where the library has arrays there."""
-        ...
-
-
-class NumpyArrays:
-    """NumPy, or a module with NumPy's interface."""
+    Attributes:
+        module: the library.
+        name: its import name.
+    """
 
     def __init__(self, module: Any) -> None:
         self.module = module
         self.name = str(module.__name__)
 
     def owns(self, x: Array) -> bool:
+        """Whether x is an array of this library."""
         return isinstance(x, self.module.ndarray | self.module.generic)
 
     def dtype(self, x: Array) -> str:
+        """The dtype's name: "float32", "int64", ..."""
         return crossing.dtype_name(x.dtype)
 
     def device(self, x: Array) -> str:
+        """The kind of device: "cpu" or "cuda"."""
         return "cpu"
 
     def place(self, x: Array) -> str:
+        """The exact device: "cpu", "cuda:1"."""
         return "cpu"
 
     def full(self, shape: tuple[int, ...], value: float, dtype: str, like: Array) -> Array:
+        """An array of one value."""
         return self.module.full(shape, value, dtype=dtype)
 
     def empty(self, shape: tuple[int, ...], dtype: str, like: Array) -> Array:
+        """An array whose every element will be written before it is read."""
         return self.module.empty(shape, dtype=dtype)
 
     def arange(self, start: int, stop: int, like: Array) -> Array:
+        """Consecutive int64 values."""
         return self.module.arange(start, stop, dtype="int64")
 
     def asarray(self, x: Any, dtype: str, like: Array) -> Array:
+        """X as an array of this dtype beside ``like``; scalars become 0-d."""
         return self.module.asarray(x, dtype=dtype)
 
     def cast(self, x: Array, dtype: str) -> Array:
+        """X in another dtype; x itself when it already has it."""
         return x.astype(dtype, copy=False)
 
     def where(self, condition: Array, a: Array, b: Array | float) -> Array:
+        """Elementwise choice."""
         return self.module.where(condition, a, b)
 
     def maximum(self, x: Array, floor: float) -> Array:
+        """Elementwise max with a number; NaN stays NaN."""
         return self.module.maximum(x, floor)
 
     def merge(self, a: Array, b: Array) -> Array:
+        """Inf-CL Eq. 4, guarded: log(exp a + exp b), -inf when both are -inf, exactly a when b is -inf.
+
+        Both are of one shape, (m,), or (m, 2) as in ``contract.SideStatistics``.
+        """
         return self.module.logaddexp(a, b) if a.ndim == 1 else merged_pairs(self.module, a, b)
 
     def softplus(self, x: Array) -> Array:
+        """log(1 + exp x), to full relative accuracy also where it is tiny."""
         return self.module.maximum(x, 0.0) + self.module.log1p(self.module.exp(-abs(x)))
 
     def concat(self, xs: list[Array]) -> Array:
+        """Joined along the first axis."""
         return xs[0] if len(xs) == 1 else self.module.concatenate(xs)
 
     def contiguous(self, x: Array) -> Array:
+        """X with its elements in row order and no gaps; x itself when it is so already."""
         return self.module.ascontiguousarray(x)
 
     def total(self, x: Array) -> Array:
+        """The sum of all elements, in float64, 0-d."""
         return self.module.asarray(x.sum(dtype="float64"))
 
     def add(self, a: Array, b: Array, into: Array) -> None:
+        """``into = a + b``, elementwise, rounded once more where its dtype is narrower; it may be one of the two."""
         self.module.add(a, b, out=into)
 
     def loss(self, dtype: str, *sides: Sequence[Array]) -> Array:
+        """``sum_i w_i nll_i`` over one or two sides in float64, 0-d, rounded to ``dtype``: ``objectives.SOFTMAX``.
+
+        Each side: N, P and S of ``contract.SideStatistics``, float64, and weights and targets, state dtype, (l,) each.
+        """
         return added(self, [SOFTMAX.total(self, *side) for side in sides], dtype)
 
     def inner(self, a: Array, b: Array) -> Array:
+        """``sum_ik a_ik b_ik``: products in the wider of the two dtypes, the sum over rows in float64, 0-d."""
         return self.total(self.module.einsum("ik,ik->i", a, b, dtype=self.module.result_type(a, b)))
 
     def scaled(self, x: Array, factor: Array, dtype: str, *, consume: bool) -> Array:
+        """``x * factor`` rounded once to ``dtype``; with ``consume``, x may be overwritten to save memory."""
         return self.module.multiply(x, factor, out=x if consume else None).astype(dtype, copy=False)
 
     def sorted(self, x: Array) -> tuple[Array, Array]:
+        """The elements in rising order, and where each was; equal ones stay in their order."""
         order = self.module.argsort(x, kind="stable")
         return x[order], order
 
     def take(self, x: Array, rows: Array) -> Array:
+        """These rows of x, a copy."""
         return x[rows]
 
     def put(self, x: Array, places: Array) -> Array:
+        """A copy of x, its rows at these places, a permutation: ``put(take(x, p), p)`` is x."""
         out = self.module.empty_like(x)
         out[places] = x
         return out
 
     def count_in(self, needles: Array, haystack: Array) -> Array:
+        """How many elements of ``haystack``, which are in rising order, equal each needle, int64; O(m log n)."""
         right = self.module.searchsorted(haystack, needles, side="right")
         return right - self.module.searchsorted(haystack, needles, side="left")
 
     def to_numpy(self, x: Array) -> Any:
+        """A NumPy array of the values (bfloat16 becomes float32)."""
         # NumPy turns 0-d results into scalars, which are not arrays
         return self.module.asarray(x)
 
     def from_numpy(self, x: Any) -> Array:
+        """An array of this library, on the host where the library has arrays there."""
         return x
 
 
-class CupyArrays(NumpyArrays):
+class CupyArrays(ArrayLibrary):
     """CuPy, any GPU; what is made beside an array is made on its device.
 
     bfloat16 is the dtype of that name that ml_dtypes registers with NumPy, which CuPy takes from version 14 on: an
@@ -296,13 +214,8 @@ class CupyArrays(NumpyArrays):
         return self.module.asarray(x)
 
 
-class TorchArrays:
+class TorchArrays(ArrayLibrary):
     """PyTorch, any device."""
-
-    name = "torch"
-
-    def __init__(self, module: Any) -> None:
-        self.module = module
 
     def owns(self, x: Array) -> bool:
         return isinstance(x, self.module.Tensor)
@@ -334,14 +247,8 @@ class TorchArrays:
     def cast(self, x: Array, dtype: str) -> Array:
         return x.to(getattr(self.module, dtype))
 
-    def where(self, condition: Array, a: Array, b: Array | float) -> Array:
-        return self.module.where(condition, a, b)
-
     def maximum(self, x: Array, floor: float) -> Array:
         return x.clamp_min(floor)
-
-    def merge(self, a: Array, b: Array) -> Array:
-        return self.module.logaddexp(a, b) if a.ndim == 1 else merged_pairs(self.module, a, b)
 
     def softplus(self, x: Array) -> Array:
         # beyond 40 the logarithm is below half an ulp of x
@@ -355,9 +262,6 @@ class TorchArrays:
 
     def total(self, x: Array) -> Array:
         return x.sum(dtype=self.module.float64)
-
-    def add(self, a: Array, b: Array, into: Array) -> None:
-        self.module.add(a, b, out=into)
 
     def loss(self, dtype: str, *sides: Sequence[Array]) -> Array:
         return added(self, [self._nll(*side) for side in sides], dtype)
@@ -437,9 +341,9 @@ def library_of(x: Any) -> ArrayLibrary:
         if isinstance(x, getattr(torch, "Tensor", ())):
             return TorchArrays(torch)
     # a compiler comes this far with NumPy arrays alone
-    for name, kind in (("cupy", CupyArrays), ("numpy", NumpyArrays)):
+    for name, kind in (("cupy", CupyArrays), ("numpy", ArrayLibrary)):
         if imported(name) and hasattr(sys.modules[name], "ndarray"):
-            library: ArrayLibrary = kind(sys.modules[name])
+            library = kind(sys.modules[name])
             if library.owns(x):
                 return library
     raise TypeError(

@@ -1,6 +1,6 @@
-"""What "auto" stands for: a backend, by a table of measurements, and a precision, by the backend's own record.
+"""The choices behind "auto": a backend, from a table of measurements, and a precision, from the backend's record.
 
-Both are found once, when a call's plan is made: kernels and operators know names alone.
+Both are made once, with a call's plan: kernels and operators know names alone.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from contrastile.backends.registry import BUILT_IN, load
 _log = logging.getLogger(__name__)
 
 SOFTMAX, SYMMETRIC, SIGMOID, RANKS = FORMS = ("softmax", "symmetric", "sigmoid", "ranks")
-"""Forms of a loss, among which the choice may differ: rows against columns, rows against themselves, additive, and any
+"""Forms of a loss, for which the choice may differ: rows against columns, rows against themselves, additive, and any
 loss of a group."""
 
 _HALF = ("float16", "bfloat16")
@@ -25,7 +25,7 @@ _HOPPER = 90
 
 @dataclass(frozen=True, slots=True)
 class Preference:
-    """Which backend is the fastest for some calls with torch tensors on a GPU.
+    """The fastest backends for some calls with torch tensors on a GPU.
 
     Attributes:
         capability: the GPU's compute capability times 10; None for any.
@@ -135,7 +135,7 @@ def _found(library: str, place: str, dtype: str, precision: str, form: str) -> C
         x for x in TABLE if form in x.forms and wanted in x.dtypes and (x.capability is None or x.capability == own)
     )
     why = row.measured
-    # none behind the one that is taken is loaded: CuPy alone takes a while to import
+    # backends after the one that is taken are not loaded: importing CuPy takes a while
     for name in row.order:
         reason = unusable(name, device)
         if reason is None:
@@ -159,7 +159,7 @@ def capability(place: str) -> int:
 
 @cache
 def unusable(name: str, device: str) -> str | None:
-    """Why a backend cannot compute here, or None. It is loaded to find out, so that "auto" never takes one in vain."""
+    """Why a backend cannot compute here, or None. It is loaded to find out, so "auto" never picks one that fails."""
     missing = BUILT_IN[name].missing()
     if missing is not None:
         return missing
@@ -171,7 +171,7 @@ def unusable(name: str, device: str) -> str | None:
 
 
 def settled(options: Options, name: str, dtype: str) -> Options:
-    """The options with a precision that a backend knows."""
+    """The options, with "auto" replaced by the backend's own precision."""
     if options.precision != "auto":
         return options
     chosen = auto_precision(name) if dtype == "float32" else "ieee"
@@ -183,5 +183,5 @@ def auto_precision(name: str) -> str:
     """The precision that "auto" stands for in the backend of this name."""
     try:
         return load(name).auto_precision
-    except Exception:  # whoever computes with it loads it again, and raises
+    except Exception:  # the computation loads it again, and raises
         return "ieee"

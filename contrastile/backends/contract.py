@@ -36,7 +36,7 @@ if TYPE_CHECKING:
 Array = Any
 Match = Literal["drop", "target"]
 ColumnForm = Literal["sums", "gradient"]
-"""What ``finished`` makes of the columns: their sums, to which a schedule may add others, or their gradient itself."""
+"""The form of the columns' result of ``finished``: sums, to which a schedule may add others, or the gradient."""
 
 PRECISIONS = ("ieee", "tf32", "split")
 """How products of float32 features are computed: in float32; with their factors rounded to nearest to at least the 11
@@ -366,21 +366,21 @@ class Backend:
         precisions: those of ``PRECISIONS`` that it computes float32 features in; every other is refused.
         auto_precision: the one that ``precision="auto"`` stands for: the fastest whose facts are within those of a
             plain float32 computation (``verify.facts.limits`` of "ieee").
-        finished: None, or a form of ``gradients`` for a block that is all of its rows' problem, which adds to nothing
-            that was there before: ``finished(block, weights, upstream, columns, options)`` starts every sum afresh, so
-            that nobody fills accumulators with zeros, and holds no (m, d) sums. ``upstream``, 0-d in the state dtype
-            or None for 1, multiplies every weight and bar; ``columns`` says what is to be made of the columns' side.
-        keeping: None, or a form of ``lse`` where gradients will be asked for: its statistics may hold ``kept``, which
-            comes back in the weights, any number of times. It may be overwritten there, but the same call gives the
-            same gradients each time. A backend with ``finished`` is asked for a block that is all of its rows' problem,
-            where gradients of rows and columns will be asked for; any other for each block of a problem.
+        finished: None, or ``finished(block, weights, upstream, columns, options)``: ``gradients`` that overwrites, for
+            a block with every column of its rows. No accumulators are filled with zeros, and no (m, d) sums are held.
+            ``upstream``, 0-d in the state dtype or None for 1, multiplies every weight and bar; ``columns`` says what
+            to make of the columns' side.
+        keeping: None, or ``lse`` for a call that will ask for gradients: its statistics may hold ``kept``, which comes
+            back in the weights, any number of times. It may be overwritten there, but the same call must give the same
+            gradients each time. A backend with ``finished`` is asked only for a block with every column of its rows,
+            and only where gradients of rows and columns will follow; any other backend for each block of a problem.
         keeps: given together with ``keeping``: ``keeps(m, n, dtype, device, options)``, the most bytes that it keeps of
-            a problem of m rows and n columns. Where that is 0, ``keeping`` is not asked.
+            a problem of m rows and n columns. If that is 0, ``lse`` is called.
         rows_alone: None, or ``rows_alone(width, dtype, options)``: whether the primitives take less time for the rows
             alone, over all pairs of rows against themselves, than for rows and columns, over half of the pairs.
-        replayable: whether the primitives only queue work on the current stream of their arrays' GPU: nothing waits for
-            it, and nothing on the host depends on values or on earlier calls. Then small problems of torch's eager
-            calls are captured in CUDA graphs and replayed.
+        replayable: whether the primitives only queue work on the current stream of their arrays' GPU, never wait for
+            it, and do nothing on the host that depends on values or on earlier calls. Then small problems of torch's
+            eager calls are captured in CUDA graphs and replayed.
         footprint: None, or ``footprint(m, n, width, dtype, device, options)``, the memory that a block of m rows and n
             columns takes: what ``contrastile plan`` adds up.
         contract: the number of the contract that it is written for, 2; ``registry.load`` refuses any other.

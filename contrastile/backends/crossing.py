@@ -1,6 +1,6 @@
-"""Between torch and CuPy on one GPU: the same memory, the same stream, one memory pool.
+"""torch tensors as CuPy arrays and back, on one GPU: same memory, same stream, one memory pool.
 
-Both modules are given, never imported: who holds an array has imported its library.
+Callers pass both modules: whoever holds an array has imported its library.
 """
 
 from __future__ import annotations
@@ -45,7 +45,7 @@ def to_torch(x: Array, torch: Any, cupy: Any) -> Array:
 
 @cache
 def dtype_name(dtype: Any) -> str:
-    """What a dtype of NumPy's or torch's is called, which they put together anew each time they are asked."""
+    """The name of a dtype of NumPy's or torch's; cached, for both build the string at each call."""
     return str(dtype).removeprefix("torch.")
 
 
@@ -53,7 +53,7 @@ def dtype_name(dtype: Any) -> str:
 def cupy_for_torch(like: Array, torch: Any, cupy: Any) -> Iterator[None]:
     """While open, CuPy works on the tensor's device, on torch's current stream there, with memory from torch's pool.
 
-    One pool then holds everything, and what is captured into a CUDA graph is captured as torch captures it.
+    One pool then holds everything, and a CUDA graph of torch's captures CuPy's work too.
     """
     device, allocator = like.device, _torch_pool(like.device, torch, cupy)
     with (

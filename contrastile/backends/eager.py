@@ -1,6 +1,6 @@
-"""Torch's eager calls: how to tell one.
+"""Whether a call of torch is plain eager.
 
-Nothing here imports torch first: whoever holds a tensor has imported it.
+Nothing here is the first to import torch: a caller with a tensor has imported it.
 """
 
 from __future__ import annotations
@@ -45,7 +45,7 @@ def recorded() -> bool:
 
 
 def outside_of_graphs(function: F) -> F:
-    """The function, which ``torch.compile`` calls and does not trace; itself where nothing was ever compiled."""
+    """The function, marked so that ``torch.compile`` calls it and does not trace it; unmarked if none was imported."""
     if not imported("torch._dynamo"):
         return function
     import torch
@@ -71,5 +71,9 @@ def direct(torch: Any, tensors: Iterable[Array | None]) -> bool:
             return False
     except AttributeError:  # see transforms_can_be_seen
         return False
-    kinds = torch.Tensor, torch.nn.Parameter, type(None)
-    return all(type(x) in kinds and (x is None or not x.is_meta) for x in tensors)
+    plain, parameter = torch.Tensor, torch.nn.Parameter
+    # no generator: small calls are bound by the host
+    for x in tensors:  # noqa: SIM110
+        if x is not None and (type(x) not in (plain, parameter) or x.is_meta):
+            return False
+    return True

@@ -1,30 +1,49 @@
-"""What the backends with kernels of their own share: which blocks they take, chunks, pairs, gradient scaling."""
+"""What the triton and cupy backends share on the host: supported blocks, chunks, pairs, gradient scaling."""
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
-from contrastile.backends.contract import Block, Match, Pairs
+from contrastile.backends.contract import Block, ColumnForm, Finished, Match, Pairs, SideStatistics, Statistics
 
 
 def supports(block: Block) -> str | None:
-    """What the kernels cannot do."""
+    """Why the kernels cannot take a block, or None."""
     if block.rows.shape[1] == 0:
         return "features must have at least one column, got 0"
     return None
 
 
 def own_references(dtype: str) -> bool:
-    """Whether tiles take references of their own for their exponentials, and a block shares none.
+    """Whether each tile has its own reference for exponentials, instead of one for the block.
 
-    Beside a reference that a block shares exponents reach 120, and their rounding is 3e-6 of a probability. Gradients
-    of 16 bits hide that. In float32 it was 20 to 100 times the error of plain PyTorch where one probability of a row
-    is nearly 1; and products of float32 take so long that the second exponential costs little beside them.
+    With one reference for the block exponents reach 120, and rounding them costs 3e-6 of a probability. Gradients of 16
+    bits hide that. In float32 it was 20 to 100 times the error of plain PyTorch where one probability of a row is
+    nearly 1. Float32 products take so long that the second exponential costs little.
     """
     return dtype == "float32"
+
+
+def no_statistics(block: Block, columns: bool, arrays: Any) -> Statistics:
+    """The statistics of a block without pairs."""
+
+    def side(length: int) -> SideStatistics:
+        n, p, s = (arrays.full((length,), value, "float64", block.rows) for value in (-math.inf, -math.inf, 0.0))
+        return SideStatistics(n, p, s)
+
+    return Statistics(side(block.rows.shape[0]), side(block.columns.shape[0]) if columns else None)
+
+
+def no_gradients(block: Block, columns: ColumnForm | None, arrays: Any) -> Finished:
+    """What ``finished`` gives of a block without pairs."""
+    rows, dtype = block.rows, arrays.dtype(block.rows)
+    form = None if columns is None else dtype if columns == "gradient" else "float32"
+    of_columns = None if form is None else arrays.full(tuple(block.columns.shape), 0.0, form, rows)
+    return Finished(arrays.full(tuple(rows.shape), 0.0, dtype, rows), of_columns, arrays.full((), 0.0, "float64", rows))
 
 
 class Chunk(NamedTuple):
@@ -49,7 +68,7 @@ def lines(x: Any, start: int, length: int) -> Any:
 
 
 def ceil_div(a: int, b: int) -> int:
-    """Rounded up. Triton's own ``cdiv`` can be called from kernels too, and takes microseconds for it."""
+    """The quotient, rounded up. Triton's ``cdiv`` also serves kernels, and takes microseconds on the host."""
     return -(-a // b)
 
 

@@ -49,7 +49,7 @@ class Known:
 
 
 def _is_there(name: str) -> bool:
-    """Whether a module can be found; the package that holds it is looked into, not imported."""
+    """Whether a module can be found; the package that holds it is searched, not imported."""
     package, _, inner = name.partition(".")
     found = importlib.util.find_spec(package)
     if found is None or not inner:
@@ -128,15 +128,18 @@ def load(name: str) -> Backend:
         TypeError: what the name leads to is not a Backend, or one for another contract, or the name is no string.
     """
     backends = known()
-    entry = backends.get(checked(name)) or _elsewhere(name)
+    entry = backends.get(checked(name))
+    if entry is None and name.partition(":")[0] and ":" in name and not name.startswith("."):
+        entry = Known(name)
     if entry is None:
         raise ValueError(
             f"backend must be one of {', '.join(backends)}, 'auto' or 'module:attribute', got {name!r}; "
             "contrastile doctor says what can run here"
         )
     missing = entry.missing()
+    module, _, attribute = entry.target.partition(":")
     try:
-        backend = _found(entry)
+        backend = getattr(importlib.import_module(module), attribute or "backend", None)
     except (ImportError, OSError) as error:
         if isinstance(error, BackendUnavailableError) and not missing:
             raise
@@ -156,12 +159,6 @@ def load(name: str) -> Backend:
     return backend
 
 
-def _found(entry: Known) -> object:
-    """What an entry leads to, None if its module has no such attribute."""
-    module, _, attribute = entry.target.partition(":")
-    return getattr(importlib.import_module(module), attribute or "backend", None)
-
-
 def _why(error: Exception, entry: Known) -> str:
     """Why something that is installed does not load, and what may help."""
     if isinstance(error, ModuleNotFoundError):
@@ -170,9 +167,3 @@ def _why(error: Exception, entry: Known) -> str:
     said = " ".join(str(error).split())
     again = f", or run: {entry.install} --force-reinstall" if entry.install else ""
     return f"it is installed, but cannot be imported ({said}); see that it fits this machine and its driver{again}"
-
-
-def _elsewhere(name: str) -> Known | None:
-    """Where "module:attribute" leads to."""
-    module, colon, _ = name.partition(":")
-    return Known(name) if colon and module and not module.startswith(".") else None

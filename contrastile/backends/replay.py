@@ -44,20 +44,20 @@ Where = tuple[int, int]
 """A device and a stream."""
 
 WORK, FEATURES = 1 << 38, 1 << 26
-"""Rows x columns x width, and the numbers of the features, up to which a problem is replayed."""
+"""Largest problem that is replayed: rows x columns x width, and numbers in its features."""
 
 SETTING = "CONTRASTILE_GRAPHS"
 """The environment variable that turns graphs off: 0."""
 
 MOST = 8
-"""Signatures held; the least recently used goes first."""
+"""Signatures held; the least recently used is evicted first."""
 
 WORTH = 4
-"""Replays that pay for a capture: what goes with fewer of them is launched from then on, or more call
-signatures than are held, one after the other, would be captured for ever."""
+"""A signature that is evicted before this many replays is never captured again: otherwise more signatures in turn than
+are held would be captured for ever."""
 
 _BEFORE = 2
-"""Calls before the one that is captured."""
+"""Launched calls of a signature before one is captured."""
 
 _KNOWN = 64
 """Call signatures that are counted."""
@@ -67,7 +67,7 @@ _sides: dict[int, Any] = {}
 
 
 def is_plain() -> bool:
-    """Whether nobody captures or infers around this call on a GPU."""
+    """Whether this call on a GPU is neither under capture nor in inference mode."""
     return (
         not torch.is_inference_mode_enabled()
         and not torch.cuda.is_current_stream_capturing()
@@ -76,12 +76,17 @@ def is_plain() -> bool:
 
 
 def may_be_captured() -> bool:
-    """The same, and graphs are not turned off."""
+    """``is_plain``, and graphs are not turned off."""
     return os.environ.get(SETTING, "1") != "0" and is_plain()
 
 
+def can_capture(x: Any) -> bool:
+    """``may_be_captured``, and the tensor is on the current GPU."""
+    return x.get_device() >= 0 and may_be_captured() and x.get_device() == torch.cuda.current_device()
+
+
 def fits(rows: Any, columns: int) -> bool:
-    """Whether so many columns against these rows are few enough to be replayed."""
+    """Whether a problem of these rows and so many columns is small enough to be replayed."""
     m, d = rows.shape
     return bool(rows.is_cuda) and 0 < m * columns * d <= WORK and (m + columns) * d <= FEATURES
 
@@ -91,7 +96,7 @@ _LARGE = 2**18
 
 
 class Copies:
-    """Copies into tensors, small ones of one dtype in one launch: of several dtypes each tensor would take one."""
+    """Copies into tensors: one launch for all small ones of a dtype."""
 
     def __init__(self, into: Sequence[Any]) -> None:
         kinds: dict[Any, list[int]] = {}
@@ -114,13 +119,12 @@ class Copies:
 
 
 def record(where: Where, actions: Sequence[Callable[[], Tensors]], pool: Any = None) -> tuple[list[Any], list[Tensors]]:
-    """Capture what each action queues, in a graph of its own that shares its memory with the others.
+    """Capture each action in a graph of its own; the graphs share memory.
 
-    Every action runs once before: what a first launch loads is loaded before anything is captured.
+    Every action runs once before, so that nothing is loaded or compiled under capture.
 
     Args:
-        where: device and stream; graphs of one stream run one after the other: what one leaves between its kernels
-            the next may overwrite.
+        where: device and stream. Graphs of one stream run one after the other, so they share temporary memory.
         actions: each queues kernels on the current stream and gives tensors, which stay where they are.
         pool: a graph's of the same stream that shares its memory too, or None.
 
@@ -159,7 +163,7 @@ def record(where: Where, actions: Sequence[Callable[[], Tensors]], pool: Any = N
 
 
 class Captured(Protocol):
-    """What is captured of a call signature.
+    """The graphs of a call signature.
 
     Attributes:
         where: the device and the stream on which it is replayed.
@@ -176,11 +180,11 @@ C = TypeVar("C", bound=Captured)
 
 
 class Signatures(Generic[C]):
-    """Call signatures that have come.
+    """The call signatures that have been seen.
 
     Attributes:
-        seen: how often each has come, until it is captured; None where that failed or was not worth it.
-        captured: by call signature, the one that was asked for last at the end.
+        seen: how often each was called before it was captured; None where a capture failed or did not pay.
+        captured: by call signature, the most recently used last.
     """
 
     def __init__(self) -> None:
@@ -189,7 +193,7 @@ class Signatures(Generic[C]):
         self._counts = threading.Lock()
 
     def find(self, key: Hashable) -> tuple[C | None, bool]:
-        """What was captured of it, else None and whether it has come often enough to be; counts this call."""
+        """Its captured graphs, or None and whether they are due; counts this call."""
         with self._counts:
             found = self.captured.pop(key, None)
             if found is not None:
@@ -204,12 +208,12 @@ class Signatures(Generic[C]):
             return None, False
 
     def refuse(self, key: Hashable) -> None:
-        """Have it launched from now on."""
+        """Launch it from now on."""
         with self._counts:
             self.seen[key] = None
 
     def capture(self, key: Hashable, where: Where, make: Callable[[Any], C]) -> C | None:
-        """What ``make``, which is given a pool or None, captures of it; None where it cannot be captured."""
+        """The graphs that ``make(pool or None)`` captures; None where it raises."""
         with self._counts:
             if len(self.captured) >= MOST:
                 oldest = next(iter(self.captured))
@@ -243,7 +247,7 @@ class _Computation:
         self._out = Copies(self._there)
 
     def replay(self, given: list[Any]) -> list[Any]:
-        """What it finds of these, in memory of the caller's."""
+        """Its results for these tensors, in memory of the caller's."""
         self.places(given)
         self.graph.replay()
         self.replays += 1
@@ -296,7 +300,7 @@ GRAPHS = Graphs()
 
 
 def _arrays_of(block: Block) -> list[Any]:
-    """The arrays of a block, which ``_rebuilt`` puts together."""
+    """The arrays of a block, in the order of ``_rebuilt``."""
     pairs = block.pairs
     return [
         *(block.rows, block.columns, block.scale, block.bias),
@@ -316,8 +320,7 @@ def replayed(backend: Backend) -> Backend:
     """The backend, of torch tensors, whose ``lse`` and ``finished`` of small blocks come from graphs."""
 
     def small(block: Block) -> bool:
-        rows = block.rows
-        return fits(rows, block.columns.shape[0]) and may_be_captured() and rows.get_device() == _current_device()
+        return fits(block.rows, block.columns.shape[0]) and can_capture(block.rows)
 
     def lse(block: Block, columns: bool, options: Options) -> Statistics:
         if not small(block):
@@ -351,7 +354,3 @@ def replayed(backend: Backend) -> Backend:
         return Finished(*GRAPHS.call(what, arrays, compute))
 
     return replace(backend, lse=lse, finished=None if backend.finished is None else finished)
-
-
-def _current_device() -> int:
-    return int(torch.cuda.current_device())

@@ -1,4 +1,4 @@
-"""Sizes that are options of a call, else the environment's, else the package's: the deployment's defaults, in MiB."""
+"""Sizes in MiB: an option of the call, else an environment variable, else the package's default."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ VARIABLES = WORKSPACE, KEEP, CUPY_KERNELS
 """The environment variables that a backend reads in each call."""
 
 WORKSPACE_MIB = 512
-"""The workspace for G where nobody says how large."""
+"""The default workspace for G."""
 
 
 def workspace_bytes(options: Options) -> int:

@@ -1,7 +1,7 @@
-"""Staging: copies of features between where they are kept and the device that computes with them, beside its work.
+"""Copies of features between where they are kept and the device that computes, overlapped with its work.
 
-On CUDA each direction has a stream of its own and page-locked memory, and nothing waits on the host until the end of a
-pass. Where features are kept on the device itself, or the device is the CPU, the same copies are made there.
+On CUDA each direction has its own stream and page-locked memory, and the host waits only at the end of a pass. Features
+that are kept on the device, or a device that is the CPU, take the same code.
 """
 
 from __future__ import annotations
@@ -52,7 +52,7 @@ class _Stream:
 
 
 class _Host:
-    """The host, which does everything at once."""
+    """The host: every copy is done when it returns."""
 
     def copy(self, source: Tensor, target: Tensor) -> None:
         target.copy_(source)
@@ -65,7 +65,7 @@ class _Host:
 
 
 def queues(device: torch.device) -> tuple[Queue, Queue, Queue]:
-    """The work of a device as it is now, the copies to it, and the copies from it."""
+    """Queues of a device: its current stream, copies to it, copies from it."""
     if device.type != "cuda":
         return _Host(), _Host(), _Host()
     copies: Any = torch.cuda.Stream
@@ -80,7 +80,7 @@ class Pinned:
         self._sent: Any = None
 
     def hold(self, x: Tensor) -> Tensor:
-        """X itself, if a device can fetch it without the host; else its values in page-locked memory.
+        """X itself if the device can fetch it asynchronously; else a copy in page-locked memory.
 
         The host waits until what was held before has been copied.
         """
@@ -131,7 +131,7 @@ class Staging:
         return Buffer(torch.empty((rows, width), dtype=getattr(torch, dtype), device=self.device))
 
     def kept(self, like: Tensor, dtype: str) -> Tensor:
-        """Unwritten memory of a matrix's shape at home, from and to which a device copies without the host."""
+        """Uninitialised memory of a matrix's shape at home, page-locked on the host of a CUDA device."""
         pinned = self.device.type == "cuda" and self.home.type == "cpu"
         return torch.empty(like.shape, dtype=getattr(torch, dtype), device=self.home, pin_memory=pinned)
 
@@ -163,7 +163,7 @@ class Staging:
             buffer.stored = self._stores.record()
 
     def synchronize(self) -> None:
-        """Have everybody who reads what was stored find it there: the work, and the host if that is its home."""
+        """Make stored rows visible to the current stream, and to the host if they are kept there."""
         done = self._stores.record()
         self._work.wait(done)
         if self.home != self.device and done is not None:

@@ -1,6 +1,6 @@
 """Arrays as bytes: views for arrays on the host, pinned copies for arrays on a device.
 
-And arrays in parts, one per rank: split, received and added up.
+Also arrays in parts, one per rank: split, received and added up.
 """
 
 from __future__ import annotations
@@ -69,9 +69,9 @@ def to_host(xs: list[Array]) -> list[Any]:
 
 
 def read_later(x: Array) -> Callable[[], Any | None] | None:
-    """Start to copy a small array to the host; what is returned gives it as NumPy's, or None while it is on its way.
+    """Start to copy a small array to the host; the returned function gives it as NumPy's, or None until it has arrived.
 
-    None while a CUDA graph is captured: nobody on the host sees its replays, and to ask for an event would end it.
+    Returns None while a CUDA graph is captured: the host sees no replay, and querying an event would end the capture.
     """
     arrays = library_of(x)
     if arrays.device(x) == "cpu":

@@ -1,9 +1,8 @@
 """Which call of a loss a message belongs to, and which phase of it, so that no message is taken for another.
 
-Before the messages of a phase the ranks exchange frames of one size, on a way of their own, and every rank sees every
-frame: where one is at another call or phase, or has posted more or fewer messages, all raise, and say the same. Frames
-are the host's, so this holds of messages on a device too, which carry nothing but their arrays. What goes over the host
-has its label beside its bytes besides.
+Before the messages of a phase the ranks exchange frames of one size over the host, and every rank sees every frame.
+Where one rank is at another call or phase, or has posted more or fewer messages, all ranks raise the same error. So
+messages on a device carry their arrays alone. Messages over the host also carry a label.
 """
 
 from __future__ import annotations
@@ -42,7 +41,7 @@ class Label:
         serial: the call's number, counted on each rank from 1; 0 for messages of no call.
         phase: of the call.
         loss: the loss's name, for error messages; at most 32 characters.
-        wants: which gradients a backward computes, one bit each: scale, bias, rows, each column block.
+        wants: the gradients that a backward computes, one bit each: scale, bias, rows, each column block.
     """
 
     serial: int = 0
@@ -62,8 +61,8 @@ class Calls:
 
     Attributes:
         label: the phase whose messages are under way, or were the last.
-        messages: how many have been posted; as many on every rank.
-        unread: of earlier calls, functions that give every rank's number of a name, or None while a device has it.
+        messages: how many were posted; the same on every rank.
+        unread: of earlier calls, functions that return every rank's value of a number, or None until it has arrived.
     """
 
     label: Label = field(default_factory=Label)
@@ -96,7 +95,7 @@ class Calls:
         self._agreeing.release()
 
     def leave(self) -> None:
-        """The phase is over: the next message may be another thread's."""
+        """End the phase: another thread may post the next message."""
         self._thread = None
 
     def post(self) -> int:
@@ -114,7 +113,7 @@ class Calls:
         return Conflict("two threads of this rank use one group at the same time; give each thread a group of its own")
 
     def head(self, size: int) -> bytes:
-        """What must be the same on every rank, for a record of ``size`` numbers; then the loss's name."""
+        """The start of a frame: numbers that all ranks must share, for a record of ``size``; then the loss's name."""
         label = self.label
         numbers = label.serial, _PHASES.index(label.phase), label.wants, self._agreed, self.messages, size
         return _HEAD.pack(*numbers) + label.loss.encode()[:_LOSS].ljust(_LOSS, b"\0")
@@ -147,19 +146,17 @@ def compare(heads: Sequence[bytes], global_ranks: Sequence[int]) -> None:
     if all(head[:size] == heads[0][:size] for head in heads):
         return
     places = [_HEAD.unpack_from(head)[3:5] for head in heads]
-    labels = [_label(head) for head in heads]
+    labels = []
+    for head in heads:
+        serial, phase, wants, *_ = _HEAD.unpack_from(head)
+        loss = head[size : size + _LOSS].rstrip(b"\0").decode(errors="replace")
+        labels.append(Label(serial, _PHASES[phase & 1], loss, wants))
     words = list(map(str, labels))
     if len(set(words)) == 1 and len({label.wants for label in labels}) > 1:
         words = [f"{text} for {_wants(label)}" for text, label in zip(words, labels, strict=True)]
     if len(set(words)) == 1:
         words = [f"{text} after {sum(counts)} messages" for text, counts in zip(words, places, strict=True)]
     raise Conflict(whereabouts(dict(zip(global_ranks, words, strict=True))))
-
-
-def _label(head: bytes) -> Label:
-    serial, phase, wants, *_ = _HEAD.unpack_from(head)
-    loss = head[_HEAD.size : _HEAD.size + _LOSS].rstrip(b"\0").decode(errors="replace")
-    return Label(serial, _PHASES[phase & 1], loss, wants)
 
 
 def _wants(label: Label) -> str:
@@ -190,7 +187,7 @@ def whereabouts(words: dict[int, str]) -> str:
 
 
 def held(texts: Sequence[str]) -> str:
-    """What the ranks hold, each text with those that hold it."""
+    """Each distinct text, with the ranks that hold it."""
     each = {text: [rank for rank, other in enumerate(texts) if other == text] for text in texts}
     return ", ".join(f"{text} on {named(ranks)}" for text, ranks in each.items())
 

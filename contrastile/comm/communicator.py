@@ -1,13 +1,13 @@
-"""What carries a schedule's messages between ranks: ``Communicator``.
+"""``Communicator``: messages between the ranks of a group.
 
 ``docs/how-to/write-communicator.md`` shows how to write one.
 Implementations: ``inprocess`` (threads of one process, for tests and teaching), and over ``point_to_point`` ``mpi``
 (mpi4py) and ``torch_group`` (torch.distributed), which send arrays on GPUs by ``nccl``.
 
-A message is a list of contiguous arrays whose shapes both sides know beforehand: the handshake exchanges sizes once.
-Every rank posts the same messages in the same order, and messages are matched by that order; ``calls`` finds ranks that
-do not. From ``post`` until the wait the arrays belong to the message: the sender changes none, the receiver reads none.
-On a GPU the current stream waits, not the host.
+A message is a list of contiguous arrays whose shapes both sides know: the handshake exchanges sizes once. Messages are
+matched by order: every rank posts the same ones in the same order, and ``calls`` detects ranks that do not. From
+``post`` until the wait the arrays belong to the message: the sender must not change them, the receiver must not read
+them. On a GPU the current stream waits, not the host.
 """
 
 from __future__ import annotations
@@ -33,18 +33,18 @@ Parts = Mapping[int, Sequence[Array]]
 
 
 class ExchangeError(RuntimeError):
-    """A rank died, stalled, left early, or the ranks do not agree; the message names the rank where it is known."""
+    """A rank died, stalled or left early, or the ranks disagree; the message names the rank where it is known."""
 
 
 class MismatchError(ValueError):
-    """The ranks were given parts that do not fit together; every rank raises it with the same message."""
+    """The ranks' parts do not fit together; every rank raises it with the same message."""
 
 
 class Pending(Protocol):
     """A message under way."""
 
     def wait(self) -> None:
-        """Afterwards what was received can be read by work queued from now on, and what was sent may be changed.
+        """Wait. Work queued from now on may read what was received, and may change what was sent.
 
         Raises:
             PeerTimeout: a rank is gone, or did not answer in time; ``Communicator`` makes it an ExchangeError.
@@ -60,8 +60,8 @@ class Communicator(ABC):
     it holds anything, ``close``. Everything else is written here once.
 
     Attributes:
-        name: what it is, for reports: "in-process", "mpi", "torch gloo", "nccl", "torch nccl".
-        devices: the kinds of devices whose arrays it carries.
+        name: for reports: "in-process", "mpi", "torch gloo", "nccl", "torch nccl".
+        devices: kinds of devices whose arrays it carries.
         rank: this rank's number, 0..size-1.
         size: the number of ranks.
         deadline: seconds until waiting for another rank raises.
@@ -103,7 +103,7 @@ class Communicator(ABC):
         self._failure = self._failure or "its communicator is closed; connect the group again"
 
     def explain(self, error: Conflict | PeerTimeout) -> str:
-        """What the ExchangeError says. An implementation that can hear whom the other ranks wait for extends this."""
+        """The ExchangeError's text. An implementation that learns whom the other ranks wait for extends this."""
         if isinstance(error, Conflict):
             return str(error)
         own = {self.rank: AbortNotice(error.ranks, str(self.calls.label))}
@@ -123,11 +123,11 @@ class Communicator(ABC):
         return f"the group carries no arrays on {device}; move them to {' or '.join(self.devices)}"
 
     def agree(self, record: npt.NDArray[np.int64], label: Label | None = None) -> npt.NDArray[np.int64]:
-        """Everybody's record, (size, k) from (k,) each; it runs on the host and waits.
+        """Every rank's record, (size, k) from (k,) each; it runs on the host and waits.
 
         Args:
             record: (k,), the same k on every rank.
-            label: the phase of a call that begins with this; None within one.
+            label: the phase of a call that begins here; None within a phase.
 
         Raises:
             ExchangeError: a rank is at another phase or has posted more messages than another, and every rank raises
@@ -151,7 +151,7 @@ class Communicator(ABC):
         return np.array([np.frombuffer(x, np.int64, record.size) for x in found]).reshape(self.size, *record.shape)
 
     def tell(self, text: str) -> list[str]:
-        """Everybody's text, by rank; it runs on the host and waits. For ranks that disagree, and while connecting.
+        """Every rank's text, by rank; it runs on the host and waits. For errors, and while connecting.
 
         Raises:
             ExchangeError: a rank did not answer within the deadline.
@@ -170,7 +170,7 @@ class Communicator(ABC):
         for mine, arriving in zip(outgoing.get(self.rank, ()), incoming.get(self.rank, ()), strict=True):
             if mine is not arriving:
                 buffers.copy(mine, arriving)
-        # every rank counts every message, also one that has nothing for it
+        # every rank counts every message, even one that has nothing for it
         self._guarded(self.calls.post)
         return _Guarded(self, self._guarded(self.post, outgoing, incoming))
 
@@ -202,7 +202,7 @@ class Communicator(ABC):
 
 @dataclass(slots=True)
 class _Guarded:
-    """A message of which a failure ends the group; it waits for nothing once it has arrived."""
+    """A message whose failure ends the group; a second wait returns at once."""
 
     communicator: Communicator
     pending: Pending | None

@@ -1,4 +1,4 @@
-"""From a group, as a user has it, to its communicator."""
+"""The communicator of a user's group."""
 
 from __future__ import annotations
 
@@ -12,9 +12,9 @@ def connect(group: Any, *, deadline: float | None = None) -> Communicator:
 
     Args:
         group: a Communicator, a torch.distributed ProcessGroup, "world" for torch.distributed's default group, or an
-            mpi4py communicator. Each group gets one communicator, which is kept and has a channel of its own: its
-            messages never mix with the program's. All ranks of a group make the first call for it.
-        deadline: seconds within which a rank that waits for another raises; None leaves it as it is, at first
+            mpi4py communicator. Each group gets one communicator, which is kept, with a channel of its own, so its
+            messages never mix with the program's. All ranks of a group must make the first call for it.
+        deadline: seconds after which a rank that waits for another raises; None keeps the current one, which starts as
             the environment variable CONTRASTILE_DEADLINE, or 60.
 
     Raises:

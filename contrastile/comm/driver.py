@@ -1,7 +1,7 @@
-"""What transfers by NCCL need of CUDA: the driver's own calls, through ctypes.
+"""The calls of the CUDA driver that transfers by NCCL need, through ctypes.
 
-The driver is there wherever a GPU is used, under one name and with one interface since CUDA 12, whichever library has
-the arrays. Nothing here allocates from a library's pool or waits for a device.
+The driver has one name and one interface since CUDA 12, whichever library has the arrays. Nothing here allocates from a
+library's pool or waits for a device.
 """
 
 from __future__ import annotations

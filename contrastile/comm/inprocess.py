@@ -1,8 +1,8 @@
 """All ranks in one process: a thread each, of which one runs at a time, until it has to wait; then the next one does.
 
 For property tests and for teaching: the same interleaving every time, no packages. With ``late`` every message arrives
-at the last moment allowed: its buffers hold garbage until the receiver waits, and what arrives is what the sender's
-arrays hold *then*. A buffer that is reused too early is thus caught, not forgiven.
+at the last moment allowed: its buffers hold garbage until the receiver waits, and it then gets what the sender's arrays
+hold *at that moment*. So a buffer that is reused too early is caught.
 """
 
 from __future__ import annotations
@@ -41,8 +41,8 @@ class InProcessGroup(Generic[T]):
     Attributes:
         size: the number of ranks.
         late: messages arrive at the last moment allowed.
-        deadline: what a communicator has; nobody waits so long here, for when all ranks wait it shows at once.
-        failure: what ranks at different calls have found, if they have; the group then carries nothing more.
+        deadline: of the communicators; nobody waits so long here, for a deadlock shows at once.
+        failure: the error of ranks at different calls, if any; the group then carries nothing more.
     """
 
     size: int
@@ -168,14 +168,15 @@ class InProcess(Communicator):
         number, place, late = self._next(), str(self.calls.label), self.group.late
         sent = []
         for target, xs in outgoing.items():
-            content = list(xs) if late else [_copy(x) for x in xs]
+            content = list(xs) if late else [x.clone() if hasattr(x, "clone") else x.copy() for x in xs]
             message = Message(content, self._head(xs), place)
             sent.append((target, self.group.send(self.rank, target, number, message)))
         stays = set(map(id, outgoing.get(self.rank, ())))
         for x in (x for xs in incoming.values() for x in xs) if late else ():
             # this rank's own part may be its own already
             if id(x) not in stays:
-                x[...] = _garbage(x)
+                kind = str(x.dtype)
+                x[...] = float("nan") if "float" in kind else 255 if "uint8" in kind else -(2**31)
         expected = {source: self._head(xs) for source, xs in incoming.items()}
         return _Posted(self, number, sent, incoming, expected, place)
 
@@ -214,13 +215,3 @@ class _Posted:
             # the sender may change its arrays only now that everybody has them
             for target, message in self.sent:
                 group.until(lambda message=message: message.taken, rank, target)  # type: ignore[misc]
-
-
-def _copy(x: Array) -> Array:
-    return x.clone() if hasattr(x, "clone") else x.copy()
-
-
-def _garbage(x: Array) -> float | int:
-    if "float" in str(x.dtype):
-        return float("nan")
-    return 255 if "uint8" in str(x.dtype) else -(2**31)

@@ -106,7 +106,7 @@ class MPIChannel:
                     ranks.append(rank)
                     sizes += [piece.size] if parts is incoming else []
         posted = _Posted(self, requests, ranks, sizes, (outgoing, incoming), seconds)
-        # the engine writes into these arrays until the message is done, also when nobody waits for it any more
+        # MPI writes into these arrays until the message is done, even if nobody waits for it any more
         self._under_way[id(posted)] = posted
         return posted
 

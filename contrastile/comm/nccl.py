@@ -1,20 +1,21 @@
 """NCCL's own calls through ctypes, for arrays on GPUs of any library.
 
-Through torch.distributed or CuPy the host spends several times what the calls themselves cost. The library is the one
-that torch or CuPy has loaded; the ranks connect it by messages of the host. Transfers run on a stream of their own:
-it waits for what the current stream has queued when a message is posted, and the current stream waits for it when the
-message is waited for.
+torch.distributed and CuPy cost the host several times what the calls themselves do. The library is the one that torch
+or CuPy has loaded; the ranks connect it by messages over the host. Transfers run on a stream of their own. It waits for
+what the current stream has queued when a message is posted; waiting for a message makes the current stream wait.
 """
 
 from __future__ import annotations
 
 import ctypes
 import json
-from collections.abc import Callable, Sequence
+import socket
+from collections.abc import Callable
 from contextlib import suppress
 from ctypes import byref, c_char_p, c_int, c_size_t, c_void_p
 from dataclasses import dataclass
 from importlib.util import find_spec
+from pathlib import Path
 from typing import Any
 
 from contrastile.backends.arrays import library_of
@@ -22,7 +23,6 @@ from contrastile.backends.contract import Array
 from contrastile.comm.communicator import Parts, Pending
 from contrastile.comm.driver import DriverError, Event, Gpu, relaxed_capture
 from contrastile.comm.point_to_point import Channel, PointToPoint
-from contrastile.comm.unix_sockets import host
 from contrastile.comm.watchdog import InFlight, Queued, Watchdog
 
 _NAME = "libnccl.so.2"
@@ -62,7 +62,7 @@ class NCCL:
             raise NCCLError(f"{name}: {text.decode() if isinstance(text, bytes) else code}")
 
     def key(self) -> bytes:
-        """What the ranks of a new communicator have in common."""
+        """The unique id that the ranks of a new communicator share."""
         key = _Key()
         self._check("ncclGetUniqueId", self._nccl.ncclGetUniqueId(byref(key)))
         return bytes(key.content)
@@ -77,8 +77,8 @@ class NCCL:
     def exchange(
         self, communicator: int, stream: int, outgoing: Parts, incoming: Parts, at: Callable[[Array], int]
     ) -> None:
-        """Queue all of a message on a stream; ``at`` gives an array's address."""
-        # the address of an array that goes to several ranks is asked for once
+        """Queue a message on a stream; ``at`` returns an array's address."""
+        # an array may go to several ranks: look its address up once
         every = {id(x): x for parts in (outgoing, incoming) for xs in parts.values() for x in xs}
         spans = {key: (at(x), x.nbytes) for key, x in every.items()}
         self._check("ncclGroupStart", self._nccl.ncclGroupStart())
@@ -94,6 +94,12 @@ class NCCL:
     def abort(self, communicator: int) -> None:
         """End a communicator and what it has under way."""
         self._check("ncclCommAbort", self._nccl.ncclCommAbort(c_void_p(communicator)))
+
+
+def host() -> str:
+    """A name of this host, unique where several share a host name."""
+    boot = Path("/proc/sys/kernel/random/boot_id")
+    return f"{socket.gethostname()} {boot.read_text(encoding='ascii').strip() if boot.exists() else ''}"
 
 
 def _library() -> Any:
@@ -170,7 +176,14 @@ class NCCLChannel:
                 self.watchdog.admit()
             ready, ends = gpu.record(now), list[Event]()
             ranks = tuple(sorted({*outgoing, *incoming}))
-            message = InFlight(lambda: gpu.passed(ready), lambda: _arrived(gpu, ends), ranks, (outgoing, incoming))
+
+            def arrived() -> bool:
+                # a transfer that failed never has
+                with suppress(DriverError):
+                    return bool(ends) and gpu.passed(ends[0])
+                return False
+
+            message = InFlight(lambda: gpu.passed(ready), arrived, ranks, (outgoing, incoming))
             if not captured:
                 # before anything is queued: pairs that meet for the first time wait for each other in the call.
                 # Of a captured message the events say nothing of any replay, and asking them is an error
@@ -190,10 +203,3 @@ class NCCLChannel:
         if not self._captured:
             # NCCL would wait until the graphs with this communicator's messages are deleted
             self.nccl.abort(self.communicator)
-
-
-def _arrived(gpu: Gpu, ends: Sequence[Event]) -> bool:
-    """Whether a transfer has ended; one that failed never has."""
-    with suppress(DriverError):
-        return bool(ends) and gpu.passed(ends[0])
-    return False

@@ -1,8 +1,8 @@
 """A communicator from messages between pairs of ranks, written once for MPI and torch.distributed.
 
-An engine provides a channel for the host, and may provide one for the device; without, arrays on a device travel
-through pinned host memory. A missing rank can be named, which no engine's own collective does. The schedules add up, in
-the order of the ranks, which no engine's own reduction promises.
+An engine provides a channel for the host, and may provide one for the device; without one, arrays on a device travel
+through pinned host memory. Messages between pairs let a missing rank be named, which no engine's collective does. The
+schedules add up in the order of the ranks, which no engine's reduction promises.
 """
 
 from __future__ import annotations
@@ -17,16 +17,15 @@ from contrastile.backends.contract import Array
 from contrastile.comm import buffers, calls, watchdog
 from contrastile.comm.calls import Conflict
 from contrastile.comm.communicator import Communicator, MismatchError, Parts, Pending
-from contrastile.comm.unix_sockets import UnixSockets
 from contrastile.comm.watchdog import AbortNotice, PeerTimeout
 
 NUMBERS = 32766
 """Messages are numbered below this: MPI promises tags up to the next number but one."""
 FRAMES = NUMBERS
-"""The number of all messages with frames: they are of one size, and in order."""
+"""The number of every message with frames, which have one size and arrive in order."""
 
 PACKED = 1 << 16
-"""Bytes of several arrays for one rank up to which they go over a host as one."""
+"""Several arrays for one rank travel over the host as one up to this many bytes."""
 
 
 class Channel(Protocol):
@@ -61,7 +60,7 @@ class HostChannel(Channel, Protocol):
     """A channel of the host, over which ranks that give up can still tell each other so."""
 
     def abort(self, notice: AbortNotice, seconds: float) -> Mapping[int, AbortNotice]:
-        """Tell the others whom this rank waited for, and where; collect for so long what they say, by rank."""
+        """Tell the others whom this rank waited for, and where; collect their notices for so long, by rank."""
         ...
 
 
@@ -70,8 +69,7 @@ class PointToPoint(Communicator):
 
     Attributes:
         host: carries arrays on the host, None in a world of one.
-        on_device: makes the channel of arrays on a device, given one of them; None for none but through the host.
-        sockets: carry frames; None for ``host``.
+        on_device: makes the channel of arrays on a device, given one of them; None to send them through the host.
     """
 
     def __init__(
@@ -82,19 +80,16 @@ class PointToPoint(Communicator):
         host: HostChannel | None,
         on_device: Callable[[PointToPoint, Array], Channel | None] = lambda communicator, x: None,
         global_ranks: Sequence[int] = (),
-        sockets: UnixSockets | None = None,
     ) -> None:
         super().__init__(rank, size, deadline)
         self.name = "alone" if host is None else host.name
-        self.host, self.on_device, self.sockets = host, on_device, sockets
+        self.host, self.on_device = host, on_device
         self.global_ranks = global_ranks or self.global_ranks
         self._device: Channel | None = None
 
     def gather_bytes(self, own: bytes) -> list[bytes]:
         import numpy as np
 
-        if self.sockets is not None:
-            return self.sockets.all_gather(own, self._seconds())
         others = [r for r in range(self.size) if r != self.rank]
         arrived = {r: [np.zeros(len(own), np.uint8)] for r in others}
         if self.host is not None:
@@ -120,7 +115,7 @@ class PointToPoint(Communicator):
     def _labelled(
         self, outgoing: Parts, incoming: Parts, arrived: Callable[[], None]
     ) -> tuple[Parts, Parts, Callable[[], None]]:
-        """Vectors of bytes with a header before those of each rank; ``arrived`` only once all headers are right."""
+        """Put a header before each rank's vectors of bytes; ``arrived`` runs only once all headers are right."""
         import numpy as np
 
         def header(xs: Sequence[Array]) -> bytes:
@@ -139,7 +134,7 @@ class PointToPoint(Communicator):
         return sent, {r: [headers[r], *xs] for r, xs in incoming.items()}, checked
 
     def _for_device(self, host: Channel, like: Array) -> Channel:
-        """What carries arrays beside this one; made at the first message of any, which is the same on every rank."""
+        """The channel of arrays on a device; made at the first such message, which is the same on every rank."""
         if self._device is None:
             self._device = self.on_device(self, like) or host
             self.name = self._device.name
@@ -161,8 +156,6 @@ class PointToPoint(Communicator):
         super().close()
         for channel in {id(x): x for x in (self.host, self._device) if x is not None}.values():
             channel.close()
-        if self.sockets is not None:
-            self.sockets.close()
 
 
 @dataclass(slots=True)
@@ -177,14 +170,10 @@ class _Received:
         self.arrived()
 
 
-def _nothing() -> None:
-    pass
-
-
 def _on_host(outgoing: Parts, incoming: Parts, on_device: bool) -> tuple[Parts, Parts, Callable[[], None]]:
-    """The bytes to send and to receive, of pinned copies for arrays on a device; and what copies these back."""
+    """The bytes to send and to receive (pinned copies for arrays on a device), and what copies them back."""
     if not on_device:
-        return _raw(outgoing), _raw(incoming), _nothing
+        return _raw(outgoing), _raw(incoming), lambda: None
     # what goes to several ranks leaves the device once
     leaving = {id(x): x for xs in outgoing.values() for x in xs}
     copies = dict(zip(leaving, buffers.to_host(list(leaving.values())), strict=True))
@@ -200,7 +189,7 @@ def _on_host(outgoing: Parts, incoming: Parts, on_device: bool) -> tuple[Parts, 
 
 
 def _packed(outgoing: Parts, incoming: Parts, arrived: Callable[[], None]) -> tuple[Parts, Parts, Callable[[], None]]:
-    """Several short vectors of bytes for one rank as one: each costs an engine more than it costs to copy them."""
+    """Join several short vectors of bytes for one rank: a message costs an engine more than the copy."""
     import numpy as np
 
     if not any(map(_short, (*outgoing.values(), *incoming.values()))):
@@ -218,7 +207,7 @@ def _packed(outgoing: Parts, incoming: Parts, arrived: Callable[[], None]) -> tu
 
 
 def _short(xs: Sequence[Array]) -> bool:
-    """Whether they are packed; both ends of a pair come to the same answer."""
+    """Whether they are packed; both ends of a pair decide alike."""
     return len(xs) > 1 and sum(x.size for x in xs) <= PACKED
 
 
@@ -227,7 +216,7 @@ def _raw(parts: Parts) -> Parts:
 
 
 class ConnectLocks:
-    """A lock per group: its ranks connect it once, also where several threads of a rank want it first."""
+    """A lock per group, so that it is connected once even if several threads of a rank are first."""
 
     def __init__(self) -> None:
         self._own, self._locks = threading.Lock(), dict[Any, threading.Lock]()
@@ -239,7 +228,7 @@ class ConnectLocks:
 
 
 def raise_first(errors: Sequence[str]) -> None:
-    """Raise the first error that a rank has told the others, if any has.
+    """Raise the first error that any rank has reported.
 
     Raises:
         MismatchError: some rank has; the same on every rank.

@@ -1,9 +1,9 @@
 """Communicators over torch.distributed: NCCL for arrays on GPUs, gloo for arrays on the host, any process group.
 
-Each group gets engines of its own: gloo for what the host must know, so that agreeing never waits for work that is
-queued on a GPU; and, where the group itself uses NCCL, NCCL from the first message of arrays on a GPU. That costs one
-more NCCL communicator, and buys that no transfer queues behind the gradients that DDP is reducing. They are made
-below torch's registry of groups, whose names depend on how many groups a process is in.
+Each group gets its own engines: gloo for the host, so that agreement never waits for work queued on a GPU; and NCCL
+from the first message of arrays on a GPU, if the group itself uses NCCL. The price is one more NCCL communicator; the
+gain is that no transfer queues behind the gradients that DDP is reducing. The engines are made below torch's registry
+of groups, whose names depend on how many groups a process is in.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ import torch.distributed as dist
 
 from contrastile.backends.arrays import library_of, working_for
 from contrastile.backends.contract import Array
-from contrastile.comm import buffers, nccl, unix_sockets, watchdog
+from contrastile.comm import buffers, nccl, watchdog
 from contrastile.comm.communicator import Communicator, ExchangeError, Parts, Pending
 from contrastile.comm.driver import relaxed_capture
 from contrastile.comm.point_to_point import Channel, ConnectLocks, PointToPoint, raise_first
@@ -90,9 +90,9 @@ def _connect(group: Any, given: float | None) -> PointToPoint:
 
     # an engine that connects does not name the rank that is missing
     raise_first(tell("here", error))
-    patience = watchdog.patience(deadline)
+    seconds = timedelta(seconds=watchdog.patience(deadline))
     try:
-        engine: Any = dist.ProcessGroupGloo(_below(store, "gloo"), rank, len(ranks), timedelta(seconds=patience))
+        engine: Any = dist.ProcessGroupGloo(_below(store, "gloo"), rank, len(ranks), seconds)
     except RuntimeError as reason:
         # they called in time, and are gone: this rank came after their deadline, or they died
         raise ExchangeError(
@@ -104,13 +104,11 @@ def _connect(group: Any, given: float | None) -> PointToPoint:
     def on_device(communicator: PointToPoint, like: Array) -> Channel | None:
         return _nccl_channel(communicator, like, _below(store, "nccl"), ranks) if has_nccl else None
 
-    host = GlooChannel(engine, rank, len(ranks), store)
-    sockets = unix_sockets.connect(rank, len(ranks), tell, patience)
-    return PointToPoint(rank, len(ranks), deadline, host, on_device, ranks, sockets)
+    return PointToPoint(rank, len(ranks), deadline, GlooChannel(engine, rank, len(ranks), store), on_device, ranks)
 
 
 def _told(store: Any, key: str, text: str, rank: int, ranks: Sequence[int], deadline: float) -> list[str]:
-    """Everybody's text under a key, by rank.
+    """Every rank's text under a key, by rank.
 
     Raises:
         ExchangeError: some rank stored none within the deadline.
@@ -187,7 +185,7 @@ class GlooChannel:
                     with _reaching(rank):
                         works.append((rank, post([tensor], rank, number)))
         posted = _Posted(self, works, (outgoing, incoming), seconds)
-        # gloo writes into these arrays until the message is done, also when nobody waits for it any more
+        # gloo writes into these arrays until the message is done, even if nobody waits for it any more
         self._under_way[id(posted)] = posted
         return posted
 

@@ -1,4 +1,4 @@
-"""Bounded waiting: for how long, for whom, and what happens when a device waits where the host cannot see it."""
+"""Deadlines: how long a rank waits, whom it blames, and a watchdog for messages that a device waits for."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ DEADLINE = 60.0
 """Seconds that a rank waits for another before it raises ``ExchangeError``."""
 
 LONGEST = 1e6
-"""The longest deadline in seconds, to which longer ones are cut: engines count milliseconds in 32 bits."""
+"""The longest deadline in seconds; longer ones are cut, for engines count milliseconds in 32 bits."""
 
 _SPIN = 300e-6
 _PAUSES = (20e-6, 500e-6)
@@ -70,7 +70,7 @@ def deadline_or(deadline: float | None) -> float:
 
 
 def deadline_and_error(deadline: float | None) -> tuple[float, str]:
-    """``deadline_or``, and ""; where that raises, ``DEADLINE`` and its message, which the other ranks are to hear."""
+    """``deadline_or`` and "", or ``DEADLINE`` and its error, which is told to the other ranks."""
     try:
         return deadline_or(deadline), ""
     except ValueError as error:
@@ -78,18 +78,13 @@ def deadline_and_error(deadline: float | None) -> tuple[float, str]:
 
 
 def patience(deadline: float) -> float:
-    """Seconds to wait for another rank; the rest of the deadline is for asking who is missing, and for leaving."""
+    """Seconds to wait for another rank; the rest of the deadline is for finding who is missing, and for exiting."""
     return 0.75 * deadline
 
 
 def grace(deadline: float) -> float:
     """Seconds in which this rank collects the others' notices."""
     return min(1.0, 0.1 * deadline)
-
-
-def _last(deadline: float) -> float:
-    """Seconds after which the process ends: by then the host would have raised, and exiting takes time too."""
-    return patience(deadline) + grace(deadline)
 
 
 def until(ready: Callable[[], bool], seconds: float) -> bool:
@@ -180,11 +175,11 @@ class InFlight:
 
 @dataclass(slots=True)
 class Watchdog:
-    """Watches the messages under way on a device, where a stream waits instead of the host.
+    """Watches messages under way on a device, which a stream waits for and not the host.
 
-    The host never runs further ahead than ``depth`` messages, and raises when the oldest has waited too long. Where
-    the host itself sits in the device's runtime it cannot raise, and a message that is broken off would let it go on
-    with garbage: then the process ends, with the reason on stderr.
+    The host never runs more than ``depth`` messages ahead, and raises when the oldest has waited too long. While it is
+    blocked in the device's runtime it cannot raise, and aborting a message would let it go on with garbage: then the
+    process ends, with the reason on stderr.
 
     Attributes:
         deadline: seconds.
@@ -257,9 +252,11 @@ class Watchdog:
         self.begin()
         while not self._told:
             time.sleep(self._interval())
+            # by then the host would have raised, and exiting takes time too
+            last = patience(self.deadline()) + grace(self.deadline())
             with self._lock:
                 self._sweep()
-                late = [x for x in self._in_flight if x.expired(_last(self.deadline()))]
+                late = [x for x in self._in_flight if x.expired(last)]
             if late and not self._told:
                 ranks = ", ".join(str(r) for r in late[0].ranks)
                 self.end(f"rank(s) {ranks} did not answer on the device (deadline {self.deadline():g} s)")
@@ -274,11 +271,11 @@ def _end(reason: str) -> None:
 
 @dataclass(slots=True, eq=False)
 class Queued:
-    """A message that is queued on the device, and that the current stream is to wait for.
+    """A message queued on the device.
 
     Attributes:
         join: makes the current stream wait for it.
-        in_flight: the message; what it holds is released by the wait.
+        in_flight: the message; the wait releases what it holds.
     """
 
     join: Callable[[], None]

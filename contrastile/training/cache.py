@@ -105,9 +105,15 @@ def cached_step(
     end = mark() if timed else None
     found = {"loss": value}
     if "scale" in metrics:
-        found["scale"] = _first_number(replay.outputs, numbers)
+        shown = [x.detach() for x in replay.outputs if x.ndim < 2] + numbers
+        if not shown:
+            raise ValueError("the metric 'scale' must have a scale to show, got none; give scale=, or leave it out")
+        found["scale"] = torch.as_tensor(shown[0]).detach().reshape(())
     if "rank@1" in metrics:
-        found["rank@1"] = _rank(replay.outputs)
+        matrices = [x.detach() for x in replay.outputs if x.ndim == 2]
+        if len(matrices) < 2:
+            raise ValueError(f"the metric 'rank@1' must have two (b, d) embeddings, got {len(matrices)}; leave it out")
+        found["rank@1"] = rank_at_1(matrices[0], matrices[1])
     replay.run(gradients, outside, backward=backward)
     if timed:
         found["loss_seconds"] = torch.tensor(seconds(start, end))
@@ -232,17 +238,3 @@ def embed(
     replay = Replay(encode, inputs, chunk, split, sync, offload)
     outputs = tuple(replay.outputs)
     return (outputs[0] if len(outputs) == 1 else outputs), replay
-
-
-def _first_number(outputs: Sequence[Tensor], numbers: Sequence[Any]) -> Tensor:
-    found = [x.detach() for x in outputs if x.ndim < 2] + list(numbers)
-    if not found:
-        raise ValueError("the metric 'scale' must have a scale to show, got none; give scale=, or leave it out")
-    return torch.as_tensor(found[0]).detach().reshape(())
-
-
-def _rank(outputs: Sequence[Tensor]) -> Tensor:
-    matrices = [x.detach() for x in outputs if x.ndim == 2]
-    if len(matrices) < 2:
-        raise ValueError(f"the metric 'rank@1' must have two (b, d) embeddings, got {len(matrices)}; leave it out")
-    return rank_at_1(matrices[0], matrices[1])

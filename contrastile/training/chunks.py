@@ -70,7 +70,10 @@ class Sliced(Chunks):
     def __init__(self, batch: Any, size: Size) -> None:
         self.batch = batch
         self.samples = samples(batch)
-        self.size = _samples_in(size, batch)
+        if isinstance(size, Budget):
+            self.size = max(1, size.elements // max(1, *(x.shape[1:].numel() for x in tensors(batch))))
+        else:
+            self.size = positive("chunk", size)
         self.count = max(1, -(-self.samples // self.size))
 
     def __getitem__(self, j: int) -> Any:
@@ -224,12 +227,6 @@ def cut(batch: Any, size: Size | None, split: Splitter | None) -> Chunks:
     if not isinstance(found, Iterable):
         raise TypeError(f"split must return the chunks, got {type(found).__name__}; return a list of them")
     return Listed(list(found))
-
-
-def _samples_in(size: Size, batch: Any) -> int:
-    if isinstance(size, Budget):
-        return max(1, size.elements // max(1, *(x.shape[1:].numel() for x in tensors(batch))))
-    return positive("chunk", size)
 
 
 def check_callable(name: str, given: Any, remedy: str) -> None:

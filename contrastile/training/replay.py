@@ -113,8 +113,12 @@ class Replay:
             )
         if home is not None:
             home.synchronize()
-        joined = [_joined(x) if x[0].ndim > 1 else _same(x) for x in zip(*parts, strict=True)]
-        return [_leaf(x) for x in joined]
+        outputs = []
+        for numbers in zip(*parts, strict=True):
+            x = (_joined(numbers) if numbers[0].ndim > 1 else _same(numbers)).detach()
+            x = x.to(torch.float32 if x.dtype is torch.float16 else x.dtype)
+            outputs.append(x.requires_grad_() if x.is_floating_point() else x)
+        return outputs
 
     def differentiate(self, loss: Loss, numbers: Sequence[Any]) -> tuple[Tensor, list[Tensor | None], list[Outside]]:
         """Step 2: the loss, its gradients by the outputs, and by what else it depends on.
@@ -350,11 +354,6 @@ def _same(numbers: Sequence[Tensor]) -> Tensor:
                 f"{found.min().item():g} to {found.max().item():g}; return a number per sample as (samples, 1)"
             )
     return numbers[-1]
-
-
-def _leaf(x: Tensor) -> Tensor:
-    x = x.detach().to(torch.float32 if x.dtype is torch.float16 else x.dtype)
-    return x.requires_grad_() if x.is_floating_point() else x
 
 
 @contextmanager

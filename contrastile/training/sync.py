@@ -195,7 +195,10 @@ class Reduction:
         with ExitStack() as stack:
             for missing in waiting:
                 for name, x in list(missing.items()):
-                    reached = functools.partial(_forget, missing, name)
+
+                    def reached(_: torch.Tensor, missing: dict[str, Any] = missing, name: str = name) -> None:
+                        missing.pop(name, None)
+
                     stack.callback(x.register_post_accumulate_grad_hook(reached).remove)
             yield
         for module, missing, count in zip(owed, waiting, everything, strict=True):
@@ -226,11 +229,6 @@ class Reduction:
             dist.all_reduce(most, dist.ReduceOp.MAX, group=group)
         found: list[int] = most.tolist()
         return found
-
-
-def _forget(missing: dict[str, Any], name: str, parameter: torch.Tensor) -> None:
-    """The hook of a parameter that was reached."""
-    missing.pop(name, None)
 
 
 def refuse(module: nn.Module) -> None:

@@ -12,7 +12,7 @@ import torch
 
 import contrastile
 from contrastile import plan
-from contrastile.autograd import bodies, prepared, steps
+from contrastile.autograd import prepared, steps
 from contrastile.autograd.steps import Steps
 from contrastile.backends import replay, settings
 from contrastile.backends.contract import (
@@ -204,7 +204,7 @@ class OnGpu:
         patch(prepared, "is_plain", lambda: True)
         patch(steps, "on_gpu", lambda features: isinstance(features, torch.Tensor))
         patch(steps.Call, "device", lambda call: -1)
-        patch(bodies, "fits", lambda rows, columns: self.small)
+        patch(replay, "fits", lambda rows, columns: self.small)
         # as torch's backend says of a GPU
         patch(local, "keeps", lambda *_: False)
 
@@ -321,8 +321,7 @@ def test_primitives_between_messages_are_replayed(graphs: Graphs, monkeypatch: p
     backend = replay.replayed(replace(torch_backend, finished=finished))
     monkeypatch.setattr(replay, "GRAPHS", graphs)
     monkeypatch.setattr(replay, "fits", lambda rows, columns: True)
-    monkeypatch.setattr(replay, "may_be_captured", lambda: True)
-    monkeypatch.setattr(replay, "_current_device", lambda: -1)
+    monkeypatch.setattr(replay, "can_capture", lambda x: True)
     for seed in range(BEFORE + 2):
         rows, columns = drawn(seed)[:2]
         block = Block(rows, columns, torch.tensor(2.0), pairs=Pairs(positives=torch.arange(5) % 3))

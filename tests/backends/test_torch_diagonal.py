@@ -104,6 +104,14 @@ def test_an_upstream_gradient_out_of_its_limits_is_left_to_the_primitives(upstre
         torch.testing.assert_close(a, b, rtol=0, atol=0, equal_nan=True)
 
 
+def test_autocast_around_the_backward_narrows_no_product() -> None:
+    given = problem_of(37)
+    expected = results(given, backend)
+    with torch.autocast("cpu", torch.bfloat16):
+        found = results(given, backend)
+    assert all(torch.equal(a, b) for a, b in zip(found[2:], expected[2:], strict=True))
+
+
 def test_a_second_pass_finds_the_same_and_only_what_is_wanted() -> None:
     given = problem_of(37)
     _, state = schedule.loss(given, backend, OPTIONS, WANTED)

@@ -23,17 +23,17 @@ WAITING = f"ranks 0, 1, 2 wait for each other (did not answer): {SKIPPED}"
 # what every rank says; of those that end otherwise how many numbers were right, and what their errors begin with
 CASES = [
     ("skipped backward", "gather", "mpi", [f"2 right, then ExchangeError: {SKIPPED}"] * 3),
-    ("skipped backward", "gather", "torch apart", [f"2 right, then ExchangeError: {SKIPPED}"] * 3),
+    ("skipped backward", "gather", "torch", [f"2 right, then ExchangeError: {SKIPPED}"] * 3),
     ("skipped backward", "ring", "torch", [f"2 right, then ExchangeError: {SKIPPED}"] * 3),
     ("swapped backwards", "gather", "torch", [f"4 right, then ExchangeError: {SWAPPED}"] * 3),
     ("swapped backwards", "ring", "mpi", [f"4 right, then ExchangeError: {SWAPPED}"] * 3),
-    ("swapped backwards", "ring", "torch apart", [f"4 right, then ExchangeError: {SWAPPED}"] * 3),
+    ("swapped backwards", "ring", "torch", [f"4 right, then ExchangeError: {SWAPPED}"] * 3),
     ("skipped forward", "ring", "torch", ["4 right, then ExchangeError: rank 1 ", "4 right", None]),
     ("raised between", "gather", "torch", [None, "2 right, then RuntimeError: this rank has a defect", None]),
     ("broken backward", "gather", "mpi", [f"2 right, then ExchangeError: {WAITING}", None, None]),
-    ("broken backward", "ring", "torch apart", [f"2 right, then ExchangeError: {WAITING}", None, None]),
+    ("broken backward", "ring", "torch", [f"2 right, then ExchangeError: {WAITING}", None, None]),
     ("two models", "ring", "mpi", ["10 right"] * 3),
-    ("two models", "gather", "torch apart", ["10 right"] * 3),
+    ("two models", "gather", "torch", ["10 right"] * 3),
     ("another scale", "gather", "mpi", [f"2 right, then MismatchError: {SCALES}"] * 3),
     ("another scale", "ring", "torch", [f"2 right, then MismatchError: {SCALES}"] * 3),
     ("two models in another order", "gather", "torch", ["4 right, then ExchangeError: ", None, None]),
@@ -45,17 +45,8 @@ CASES = [
 def test_no_number_is_wrong_and_every_rank_is_told(
     mistake: str, exchange: str, by: str, words: list[str | None]
 ) -> None:
-    engine, *more = by.split()
-    ended = launch(
-        engine,
-        "mistakes.py",
-        mistake,
-        exchange,
-        str(FAULTY),
-        *more,
-        ranks=3,
-        CONTRASTILE_DEADLINE=str(DEADLINE),
-    )
+    given = mistake, exchange, str(FAULTY)
+    ended = launch(by, "mistakes.py", *given, ranks=3, CONTRASTILE_DEADLINE=str(DEADLINE))
     # mpirun may give the signal by which it ended another rank
     assert (ended.code == 0) == (mistake == "two models"), ended.output
     assert ended.orphans == 0

@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 from in_process_worlds import group
 
-from contrastile.backends.arrays import NumpyArrays
+from contrastile.backends.arrays import ArrayLibrary
 from contrastile.backends.bars import normalised
 from contrastile.backends.contract import Bars, SideWeights
 from contrastile.backends.objectives import OBJECTIVES, Objective
@@ -100,10 +100,10 @@ def test_over_ranks(n: int, case: str, exchange: str, kind: str) -> None:
 
 def test_the_bars_are_the_derivatives_of_the_value() -> None:
     """By complex steps, which lose nothing to cancellation: the value is analytic but for a maximum of real parts."""
-    arrays = NumpyArrays(np)
+    arrays = ArrayLibrary(np)
     n, p = np.linspace(-40.0, 40.0, 17), np.linspace(30.0, -35.0, 17)
 
-    class Complex(NumpyArrays):
+    class Complex(ArrayLibrary):
         def softplus(self, x: Any) -> Any:
             shift = np.where(x.real > 0, x, 0.0)
             return shift + np.log1p(np.exp(x - 2 * shift))
@@ -119,7 +119,7 @@ def test_the_bars_are_the_derivatives_of_the_value() -> None:
 
 def test_a_side_normalised_has_the_bars_that_it_was_made_of() -> None:
     random = np.random.default_rng(0)
-    arrays, unit, size = NumpyArrays(np), 2.0**-24, 200
+    arrays, unit, size = ArrayLibrary(np), 2.0**-24, 200
     n, p = random.standard_normal((2, size)) * 20
     given = Bars(*(random.standard_normal((3, size)) * 10.0 ** random.uniform(-6, 6, (3, size))))
     target = np.float32(1 / random.integers(1, 4, size))

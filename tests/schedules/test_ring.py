@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 from in_process_worlds import cut, group, placement
 
-from contrastile.backends.arrays import NumpyArrays
+from contrastile.backends.arrays import ArrayLibrary
 from contrastile.backends.contract import Options
 from contrastile.backends.registry import load
 from contrastile.comm.inprocess import InProcess
@@ -130,9 +130,9 @@ def test_nothing_is_larger_than_a_shard(n: int, monkeypatch: pytest.MonkeyPatch)
     parts = cut("ragged", [1] * n, [1] * n)
     largest = max(*parts.shards.rows, *parts.shards.widths)
     made: list[int] = []
-    full = NumpyArrays.full
+    full = ArrayLibrary.full
 
-    def counted(self: NumpyArrays, shape: tuple[int, ...], *rest: Any) -> Any:
+    def counted(self: ArrayLibrary, shape: tuple[int, ...], *rest: Any) -> Any:
         made.append(shape[0] if shape else 0)
         return full(self, shape, *rest)
 
@@ -141,7 +141,7 @@ def test_nothing_is_larger_than_a_shard(n: int, monkeypatch: pytest.MonkeyPatch)
         saved = ring.forward(problem, NUMPY, Options())
         ring.backward(problem, saved, np.asarray(1.0), WANTED, NUMPY, Options())
 
-    monkeypatch.setattr(NumpyArrays, "full", counted)
+    monkeypatch.setattr(ArrayLibrary, "full", counted)
     group(n).run(program)
     # one number of each rank is gathered to be summed: n of them
     assert max(made) <= max(largest, n)

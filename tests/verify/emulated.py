@@ -7,7 +7,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from contrastile.backends.arrays import NumpyArrays
+from contrastile.backends.arrays import ArrayLibrary
 from contrastile.backends.contract import (
     Accuracy,
     Backend,
@@ -50,7 +50,7 @@ class Kernel:
     def backend(self) -> Backend:
         return Backend(
             name="emulated",
-            arrays=NumpyArrays(np),
+            arrays=ArrayLibrary(np),
             dtypes=frozenset({"float16", "float32"}),
             devices=frozenset({"cpu"}),
             accuracy=lambda dtype, device: self.accuracy(),

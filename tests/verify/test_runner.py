@@ -5,7 +5,7 @@ from dataclasses import replace
 import numpy as np
 import pytest
 
-from contrastile.backends.arrays import NumpyArrays
+from contrastile.backends.arrays import ArrayLibrary
 from contrastile.backends.contract import Options, UnsupportedProblemError
 from contrastile.backends.registry import load
 from contrastile.verify import cases, report, strategies
@@ -356,7 +356,7 @@ def test_a_workspace_and_what_may_be_kept_reach_the_backend_and_the_command(keep
 
 
 def test_a_library_whose_memory_nothing_counts_is_skipped():
-    arrays = NumpyArrays(np)
+    arrays = ArrayLibrary(np)
     arrays.name = "other"
     other = replace(NUMPY, arrays=arrays)
     (row,) = Run(Selection({"other": other}, ["peak-memory"], None, ["float32"])).rows()

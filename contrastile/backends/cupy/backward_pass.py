@@ -1,7 +1,7 @@
 """``gradients`` and ``finished``, the backward: G chunk by chunk into a fixed workspace, then two products.
 
-Rows whose exponentials the forward pass has kept come first, in one go, without G: see ``keeping``. Where the rows'
-gradient alone is wanted, of narrow features on Hopper, one kernel makes G and multiplies it, and none is in memory.
+Rows whose exponentials the forward pass has kept come first, all at once and without G: see ``keeping``. Where only the
+rows' gradient is wanted, of narrow features on Hopper, one kernel forms G and multiplies it, and G is never in memory.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ from contrastile.backends.cupy.keeping import Factors, KeptExponentials
 from contrastile.backends.cupy.launch import empty, launch, on_device, pointer, row_stride, workspace
 from contrastile.backends.cupy.products import Products
 from contrastile.backends.cupy.tiles import Tiles
-from contrastile.backends.passes import Chunk, ceil_div, chunks, gradient_scaling
+from contrastile.backends.passes import Chunk, ceil_div, chunks, gradient_scaling, no_gradients
 
 _SCALING_BLOCKS = 1024
 """Blocks of the kernel ``scale_gradient``, which loop over the rows."""
@@ -62,17 +62,15 @@ def finished(
     columns: ColumnForm | None,
     options: Options,
 ) -> Finished:
-    """Both gradients with every sum begun afresh, and their part of the scale's: see ``contract.Backend``."""
+    """Both gradients, overwriting and not adding, and the scale's part: see ``contract.Backend``."""
+    if block.rows.shape[0] == 0 or block.columns.shape[0] == 0:
+        return no_gradients(block, columns, ARRAYS)
     with on_device(block.rows):
-        if block.rows.shape[0] and block.columns.shape[0]:
-            # what stands for a positive among them is a quotient by factors that bars may make as small as they like
-            usable = weights.kept if weights.rows.bars is None else None
-            kept = KeptExponentials.of(usable, block.columns.shape[0])
-            one = _BackwardPass(block, weights, options, upstream, kept, only_rows=columns is None)
-            return one.final_gradients(columns)
-        dtype = block.rows.dtype if columns == "gradient" else "float32"
-        none = None if columns is None else cupy.zeros(block.columns.shape, dtype)
-        return Finished(cupy.zeros(block.rows.shape, block.rows.dtype), none, cupy.zeros((), "float64"))
+        # a kept positive is divided by factors, which bars may make arbitrarily small
+        usable = weights.kept if weights.rows.bars is None else None
+        kept = KeptExponentials.of(usable, block.columns.shape[0])
+        one = _BackwardPass(block, weights, options, upstream, kept, only_rows=columns is None)
+        return one.final_gradients(columns)
 
 
 def scale_gradient(plan: Any, x: Any, divide: bool) -> None:
@@ -93,7 +91,7 @@ class _SideVectors:
     """One side's log-sum-exps, weights and targets, and the vectors of the epilogue that come of them.
 
     Attributes:
-        length: how many rows or columns there are.
+        length: the number of rows or columns.
         vectors: log, weight and folded of ``GradientSide``, where ids name positives also taken and certain; None for
             a loss of one direction.
     """
@@ -141,7 +139,7 @@ class _BackwardPass:
         if self.narrow:
             self.height, self.width = narrow_rows(self.m, options), self.n
         else:
-            # where all is kept, no chunk is left
+            # where everything is kept, no chunk is left
             rest = max(1, self.m - self.start)
             self.height, self.width = backward_chunk(rest, self.n, size, self.tiles.family, options)
             self.products = Products()
@@ -194,7 +192,7 @@ class _BackwardPass:
                     self.products.accumulate(column_gradient[column : column + wide], g, q, transposed=True)
 
     def final_gradients(self, form: ColumnForm | None) -> Finished:
-        """Every sum begun afresh."""
+        """Both gradients, overwriting and not adding."""
         out = cupy.empty(self.tiles.rows.shape, self.tiles.rows.dtype)
         rows, columns = _Rows(self, out), _Columns(self, form)
         if self.factors is not None:
@@ -203,7 +201,7 @@ class _BackwardPass:
             self._narrow_rows(rows)
         elif self.start < self.m:
             self._other_rows(rows, columns)
-        # only now: the columns' gradient takes the place of the workspace
+        # only now: the workspace is free, and its memory holds the columns' gradient
         return Finished(out, columns.done(), rows.inner)
 
     def _narrow_rows(self, rows: _Rows) -> None:
@@ -226,7 +224,7 @@ class _BackwardPass:
             factors.multiply(self.tiles, self.plan, columns.sums, across=True)
 
     def _other_rows(self, rows: _Rows, columns: _Columns) -> None:
-        """The other rows, finished as soon as they are complete, while a cache may still hold them."""
+        """The other rows, finalized as soon as their sums are complete, while they may still be in the cache."""
         sums = workspace(self.height, self.tiles.rows.shape[1], "float32")
         for g, chunk in self._chunks():
             row, column, high, wide = chunk
@@ -312,7 +310,7 @@ class _Columns:
         self.out: Any = cupy.empty(shape, dtype) if form == "gradient" and self.sums is None else self.sums
 
     def add(self, g: Any, chunk: Chunk) -> None:
-        """Take in a chunk of G."""
+        """Add a chunk of G."""
         row, column, high, wide = chunk
         here, q = slice(column, column + wide), self.owner.tiles.rows[row : row + high]
         if self.sums is not None:

@@ -1,4 +1,4 @@
-"""What the three primitives share on the host: plans, matrices and scalars as the kernels take them."""
+"""Shared by the three primitives on the host: plans, matrices and scalars as the kernels take them."""
 
 from __future__ import annotations
 
@@ -18,16 +18,16 @@ ONE_BLOCK = 1024
 """Threads of the kernels that run as one block."""
 
 PLAN = struct("Plan")
-"""What a plan is made of."""
+"""The plan's layout."""
 
 
 def element(x: Array) -> str:
-    """What the kernels call an array's dtype."""
+    """The C++ name of an array's dtype."""
     return ELEMENTS[dtype_name(x.dtype)]
 
 
 def contiguous(x: Array | None) -> Array | None:
-    """X without gaps; None for None."""
+    """X, contiguous; None for None."""
     return None if x is None else cupy.ascontiguousarray(x)
 
 
@@ -37,7 +37,7 @@ def matrix(x: Array) -> Any:
 
 
 def new_plan() -> Any:
-    """Room for a plan, which a kernel writes and later ones obey."""
+    """Memory for a plan, which one kernel writes and later ones read."""
     return empty(plan_bytes(), dtype="uint8")
 
 

@@ -1,4 +1,4 @@
-"""What a cubin says without being loaded: the value of a constant, read from its ELF sections."""
+"""The value of a constant of a cubin, read from its ELF sections without loading it."""
 
 from __future__ import annotations
 

@@ -9,6 +9,7 @@ import cupy
 
 from contrastile.backends.contract import Block, Options, SideStatistics, Statistics
 from contrastile.backends.cupy.arguments import struct
+from contrastile.backends.cupy.arrays import ARRAYS
 from contrastile.backends.cupy.common import (
     FOLD,
     LINES,
@@ -25,52 +26,34 @@ from contrastile.backends.cupy.instances import TARGET, instance, positives_kern
 from contrastile.backends.cupy.keeping import KeptExponentials
 from contrastile.backends.cupy.launch import empty, launch, on_device, pointer, scratch
 from contrastile.backends.cupy.tiles import Tiles
-from contrastile.backends.passes import Chunk, ceil_div, chunks
+from contrastile.backends.passes import Chunk, ceil_div, chunks, no_statistics
 
 
 def lse(block: Block, columns: bool, options: Options, *, keep: bool = False) -> Statistics:
     """Row (and column) log-sum-exps and sums of positive logits: see ``contract.Backend``; ``keep`` for ``keeping``."""
-    m, n = block.rows.shape[0], block.columns.shape[0]
+    if block.rows.shape[0] == 0 or block.columns.shape[0] == 0:
+        return no_statistics(block, columns, ARRAYS)
     with on_device(block.rows):
-        if m == 0 or n == 0:
-            return _nothing(m, n if columns else None)
         return _ForwardPass(block, columns, options, keep).run()
-
-
-def _nothing(m: int, n: int | None) -> Statistics:
-    """The statistics of a block without pairs."""
-    rows, columns = (
-        None if size is None else SideStatistics(_full(size, -cupy.inf), *_no_positives(size)) for size in (m, n)
-    )
-    assert rows is not None
-    return Statistics(rows, columns)
-
-
-def _full(length: int, value: float) -> Any:
-    return cupy.full(length, value, "float64")
-
-
-def _no_positives(length: int) -> tuple[Any, Any]:
-    return _full(length, -cupy.inf), cupy.zeros(length, "float64")
 
 
 _SUMS = "sums", "references"
 _BY_IDS = "dots", "dots_low", "counts", "positive_sums", "positive_references"
-"""What a tile leaves of each row and column, always and where ids name positives."""
+"""A tile's partial results for each row and column: always, and where ids name positives."""
 
 
 class _SideState:
-    """What is kept of the rows, or of the columns, from chunk to chunk.
+    """The running state of the rows, or of the columns, over the chunks.
 
     Attributes:
-        length: how many there are.
-        wanted: whether their statistics are.
+        length: the number of rows or columns.
+        wanted: whether their statistics are wanted.
         negative_lse: (length,) float64.
         positive_lse: (length,) float64.
         positive_sum: (length,) float64.
-        sizes: bytes of ``scratch``, which is given their addresses: (length,) float64, running sums or log-sum-exps
-            over negatives; (3 length,) float64, of the positives that ids name running sums of dots, counts, and such
-            sums; (numbers, room) float32 partials of one chunk, by ``names``.
+        sizes: bytes of the three parts of ``scratch``: (length,) float64 running sums or log-sum-exps over negatives;
+            (3 length,) float64 of positives that ids name: sums of dots, counts, sums of exponentials; and (numbers,
+            room) float32 partials of one chunk, by ``names``.
     """
 
     def __init__(self, length: int, wanted: bool, target: bool, room: int) -> None:
@@ -82,7 +65,7 @@ class _SideState:
         self.scratch: Sequence[int] = ()
 
     def statistics(self) -> SideStatistics:
-        """What comes out."""
+        """The results."""
         return SideStatistics(self.negative_lse, self.positive_lse, self.positive_sum)
 
     def _part(self, name: str) -> int:
@@ -129,9 +112,9 @@ class _SideState:
 
 
 class _ForwardPass:
-    """One forward pass over one block: the fast kernels, then the safe ones, of which one kind returns at once.
+    """One forward pass over one block: the fast kernels, then the safe ones; the device decides which return at once.
 
-    Of float32 features the safe ones alone: see ``passes.own_references``.
+    float32 features take the safe ones alone: see ``passes.own_references``.
     """
 
     def __init__(self, block: Block, columns: bool, options: Options, keep: bool) -> None:
@@ -149,7 +132,7 @@ class _ForwardPass:
             room = max(room, self.tiles.shares(self.whole).most * self.m)
         self.rows = _SideState(self.m, True, target, room)
         self.columns = _SideState(self.n, columns, target, ceil_div(self.height, family.bm) * self.width)
-        # one allocation in place of many: a small batch waits for the host
+        # one allocation instead of many: small batches are bound by the host
         peaks = 16 * ceil_div(max(self.m, self.n), LINES)
         sizes = peaks, plan_bytes(), *self.rows.sizes, *self.columns.sizes
         self.memory, (self.peaks, plan, *places) = scratch(*sizes)
@@ -159,10 +142,12 @@ class _ForwardPass:
     def run(self) -> Statistics:
         """Launch everything."""
         self._precheck()
-        # no chunk has rows whose exponentials are kept and others
+        # a chunk's exponentials are all kept or none
         split = 0 if self.kept is None else self.kept.rows
         if self.narrow:
-            self._narrow()
+            # the fast path of the rows alone, all at once
+            self.tiles.narrow_forward(self._arguments(self.whole))
+            self._fold(False, self.whole, self.tiles.shares(self.whole).most, 0)
         for safe in (True,) if self.narrow or self.tiles.exact else (False, True):
             for start, stop in ((0, split), (split, self.m)):
                 for chunk in chunks(stop, self.n, self.height, self.width, start):
@@ -201,11 +186,6 @@ class _ForwardPass:
         )
         launch(instance("plan", "plan_forward"), 1, ONE_BLOCK, decide)
 
-    def _narrow(self) -> None:
-        """The fast path of the rows alone, all at once."""
-        self.tiles.narrow_forward(self._arguments(self.whole))
-        self._fold(False, self.whole, self.tiles.shares(self.whole).most, 0)
-
     def _arguments(self, chunk: Chunk) -> Any:
         return struct("ForwardArguments")(
             **self.tiles.common(chunk),
@@ -235,7 +215,7 @@ class _ForwardPass:
         )
         path = "true" if safe else "false"
         if self.tiles.mask == TARGET:
-            # first: the fold may give the fast path up, and then this one would return at once
+            # first: the fold may abandon the fast path, and then this one would return at once
             positives = struct("FoldPositivesArguments")(
                 rows=self.rows.fold_positives(row, high, across, ends[0]),
                 columns=self.columns.fold_positives(column, wide, down, ends[1]),
@@ -251,7 +231,8 @@ class _ForwardPass:
             return
         if pairs.positives is None:
             for side in (self.rows, self.columns):
-                side.positive_lse, side.positive_sum = _no_positives(side.positive_lse.size)
+                length = side.positive_lse.size
+                side.positive_lse, side.positive_sum = cupy.full(length, -cupy.inf), cupy.zeros(length)
         elif self.two_sided:
             arguments = struct("SumPositivesArguments")(
                 plan=self.plan,

@@ -14,10 +14,10 @@ PLAIN, EXCLUSIONS, DROP, TARGET = MASKS = range(4)
 """Which pairs may not count: none; excluded ones; equal ids too; all but equal ids."""
 
 ELEMENTS = {"float16": "contrastile::float16", "bfloat16": "contrastile::bfloat16", "float32": "float"}
-"""What the kernels call a dtype."""
+"""The C++ name of a dtype."""
 
 ARITHMETICS = {"ieee": "contrastile::Ieee", "tf32": "contrastile::Tf32"}
-"""What the sm_80 tile kernels call a precision of float32 products."""
+"""The C++ type of a precision of float32 products, in the sm_80 tile kernels."""
 
 KEPT_DTYPE = "bfloat16"
 """The dtype of kept exponentials, and of the features that they are of."""
@@ -64,7 +64,7 @@ def positives_kernel(dtype: str, precision: str) -> Instance:
 
 
 def keeping_kernel(family: Family) -> Instance:
-    """The fast form of "forward" for plain pairs that writes its exponentials down."""
+    """The fast form of "forward" for plain pairs that stores its exponentials."""
     return instance(f"forward_{family.name}", f"forward_keeping_{family.name}", ELEMENTS[KEPT_DTYPE])
 
 
@@ -122,7 +122,7 @@ def narrow_kernels(capability: int) -> Iterator[Instance]:
 
 
 def kept_kernels(capability: int) -> Iterator[Instance]:
-    """What works with kept exponentials, where exponentials are kept at all."""
+    """The kernels of kept exponentials, on GPUs that keep any."""
     family = kernel_family(KEPT_DTYPE, capability)
     if family.maps:
         yield keeping_kernel(family)

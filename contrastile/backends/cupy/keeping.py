@@ -1,8 +1,8 @@
 """Kept exponentials: 2^(x - r) of the first rows, which spare the backward pass their share of the product X.
 
-The forward pass leaves them in bfloat16; the device decides whether they can be used, when the weights are known. Where
-they can, both second products are made from them: their factors ``u 2^(r - L)`` and ``v 2^(r - M)`` are applied on the
-way to the tensor cores. Where they cannot, G is written over them, in the same memory.
+The forward pass stores them in bfloat16. When the weights are known, the device decides whether they can be used. If
+so, both second products read them, and apply the factors ``u 2^(r - L)`` and ``v 2^(r - M)`` on the way to the tensor
+cores. If not, G is written over them, in the same memory.
 """
 
 from __future__ import annotations
@@ -22,13 +22,13 @@ from contrastile.backends.settings import kept_bytes
 
 _UNIT = constant("KEPT_UNIT")
 _NARROW = 128
-"""Features of so few columns leave half of each tile of the products empty: more is wasted than spared."""
+"""Features that are so narrow leave half of each tile of the products empty, and keeping does not pay."""
 
 
 def most_rows(m: int, n: int, dtype: str, options: Options) -> int:
     """How many of the first rows of a block of m rows and n columns keep their exponentials on Hopper, at most.
 
-    A tile that the caller names caps what is alive at a time: then nothing is kept.
+    Nothing is kept with a tile of the caller's, which caps the memory in use.
     """
     able = m and n and dtype == KEPT_DTYPE and options.tile is None
     room = kept_bytes(options) if able else 0
@@ -36,7 +36,7 @@ def most_rows(m: int, n: int, dtype: str, options: Options) -> int:
 
 
 def rows_to_keep(tiles: Tiles, two_sided: bool, options: Options) -> int:
-    """How many of the first rows of a block keep their exponentials: none, unless its kernels can and it would pay."""
+    """How many of the first rows of a block keep their exponentials: 0 unless its kernels can and it pays."""
     (m, width), n = tiles.rows.shape, tiles.columns.shape[0]
     able = tiles.family.maps and tiles.mask == PLAIN and two_sided and width > _NARROW
     return most_rows(m, n, tiles.dtype, options) if able else 0
@@ -49,7 +49,7 @@ def size_of(rows: int, n: int) -> int:
 
 @dataclass(frozen=True, slots=True)
 class KeptExponentials:
-    """The exponentials of a block's first rows, and behind them the plan of the pass that kept them.
+    """The exponentials of a block's first rows, followed by the plan of the pass that kept them.
 
     Attributes:
         memory: 1-d uint8, all of it: what ``Statistics.kept`` is.
@@ -63,7 +63,7 @@ class KeptExponentials:
 
     @staticmethod
     def new(tiles: Tiles, two_sided: bool, options: Options) -> KeptExponentials | None:
-        """Room for what is to be kept of a block; None where that is nothing."""
+        """Memory for what is to be kept of a block; None where that is nothing."""
         rows, n = rows_to_keep(tiles, two_sided, options), tiles.columns.shape[0]
         return KeptExponentials.of(empty(size_of(rows, n), dtype="uint8"), n) if rows else None
 

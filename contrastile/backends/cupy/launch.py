@@ -1,6 +1,6 @@
-"""Launching: a kernel's instance loaded for the device at hand, its arguments passed by value, on CuPy's stream.
+"""Launching a kernel instance on the current device and CuPy's current stream, its arguments passed by value.
 
-Everything here expects the features' device to be current.
+The features' device must be current.
 """
 
 from __future__ import annotations
@@ -74,7 +74,7 @@ def multiprocessors(device: int) -> int:
 
 
 def aligned(x: Any) -> Any:
-    """X itself if its rows are 16-byte aligned with unit stride; else one explicit copy of which that is true."""
+    """X itself if its rows are 16-byte aligned with unit stride; else an aligned copy."""
     unit = x.strides[1] == x.itemsize or x.shape[1] == 1
     dense = unit and x.strides[0] >= x.shape[1] * x.itemsize
     if dense and x.strides[0] % _ALIGNMENT == 0 and x.data.ptr % _ALIGNMENT == 0:
@@ -85,21 +85,21 @@ def aligned(x: Any) -> Any:
 
 
 def workspace(height: int, width: int, dtype: Any) -> Any:
-    """An unwritten (height, width) matrix whose rows are 16-byte aligned."""
+    """An uninitialised (height, width) matrix whose rows are 16-byte aligned."""
     step = _ALIGNMENT // np.dtype(dtype).itemsize
     return cupy.empty((height, -(-width // step) * step), dtype=dtype)[:, :width]
 
 
 def empty(*shape: int, dtype: str = "float32") -> Any:
-    """An unwritten array on the current device."""
+    """An uninitialised array on the current device."""
     return cupy.ndarray(shape, dtype)
 
 
 def scratch(*sizes: int) -> tuple[Any, list[int]]:
-    """Unwritten memory on the current device, one allocation to be held while it is used, and its parts' addresses.
+    """One uninitialised allocation on the current device, to be held while it is used, and its parts' addresses.
 
     Args:
-        *sizes: bytes of each part, which is aligned as an allocation of its own would be.
+        *sizes: bytes of each part; parts are aligned as allocations are.
     """
     starts = [0]
     for size in sizes:

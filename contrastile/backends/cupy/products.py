@@ -1,7 +1,7 @@
 """The second products of the backward: ``out += G K`` and ``out += G^T Q``, by cuBLAS, accumulated in float32.
 
-cuBLAS is called through ctypes with a handle of our own: CuPy refuses it while a stream is captured, and a workspace
-that is given, one for each pass, is what makes it deterministic and lets it be captured.
+cuBLAS is called through ctypes with a handle of our own: CuPy refuses to call it while a stream is captured. A
+workspace for each pass makes it deterministic and lets it be captured.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""The Backend record: what the kernels do on the GPU at hand."""
+"""The Backend record for the GPU at hand."""
 
 from __future__ import annotations
 

@@ -1,5 +1,5 @@
 # pyright: reportAttributeAccessIssue=false
-"""Tensor maps: what Hopper's copy engine must know of a matrix to load and store blocks of it."""
+"""Tensor maps: descriptions of a matrix with which Hopper's copy engine loads and stores its blocks."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Launching a tile kernel over one chunk of a block, whichever family it is of."""
+"""Launches of tile kernels, of any family, over one chunk of a block."""
 
 from __future__ import annotations
 
@@ -48,11 +48,11 @@ _WEIGHTED = 256
 
 
 class Tiles:
-    """A block made ready for the tile kernels: aligned features, their tensor maps, which pairs count.
+    """A block prepared for the tile kernels: aligned features, their tensor maps, which pairs count.
 
     Attributes:
         dtype: name of the features' dtype.
-        mask: PLAIN, EXCLUSIONS, DROP or TARGET: what the pairs ask of a kernel.
+        mask: PLAIN, EXCLUSIONS, DROP or TARGET: which masks a kernel needs.
         exact: see ``passes.own_references``.
     """
 
@@ -100,7 +100,7 @@ class Tiles:
         Args:
             name: "forward", "forward_keeping", "gradient" or "sigmoid".
             arguments: the kernel's own struct.
-            g: the matrix that it writes; None where it writes none, and then any map does for its own.
+            g: the matrix that it writes; None where it writes none, and any map may be passed for it.
             safe: of "forward": which of its paths.
         """
         maps: tuple[bytes, ...] = ()
@@ -129,7 +129,7 @@ class Tiles:
         Args:
             gradient: the arguments of "gradient", without its g.
             out: (height, d) float32, unit stride along rows; it is added to.
-            fresh: whether what out holds does not count.
+            fresh: whether out is overwritten, not added to.
         """
         shares = self.shares(gradient.chunk)
         parts = empty(2 * shares.blocks, NARROW_SIDE, NARROW_SIDE)

@@ -10,7 +10,7 @@ from typing import NamedTuple
 
 import numpy as np
 
-from contrastile.backends.arrays import NumpyArrays
+from contrastile.backends.arrays import ArrayLibrary
 from contrastile.backends.bars import bars_of
 from contrastile.backends.contract import (
     Accuracy,
@@ -156,7 +156,7 @@ def accuracy(dtype: str, device: str) -> Accuracy:
 
 backend = Backend(
     name="numpy",
-    arrays=NumpyArrays(np),
+    arrays=ArrayLibrary(np),
     dtypes=frozenset({"float16", "float32", "float64"}),
     devices=frozenset({"cpu"}),
     accuracy=accuracy,

@@ -23,6 +23,8 @@ from contrastile.backends.torch.tiles import CPU_TILE
 _LEAST = 2.0**-26
 # limits of the sum and of the positive beside it, within which their quotients are normal numbers
 _MOST, _LEAST_NEGATIVES, _LEAST_POSITIVE = 2.0**60, 2.0**-60, 2.0**-120
+# limits of what G is multiplied by before the products: what they flush is below the least normal number times this
+_LEAST_FACTOR, _MOST_FACTOR = 2.0**-20, 2.0**60
 # logits in base 2 within which no limit can be passed: there is no need to look at the sums
 _SAFE = math.log2(_LEAST), math.log2(_MOST / CPU_TILE[0]) - 1
 
@@ -42,7 +44,7 @@ def loss(
     if not 2.0**-126 <= abs(factor) <= 2.0**126:
         return None
     x = rows.new_empty((m, m), dtype=state)
-    torch.addmm(x, rows.to(state), columns.to(state).t(), beta=0, alpha=factor, out=x)
+    torch.addmm(x, _as(state, rows), _as(state, columns).t(), beta=0, alpha=factor, out=x)
     # NaN lies within no limits
     least, most = torch.aminmax(x)
     safe = _SAFE[0] <= float(least) and float(most) <= _SAFE[1]
@@ -80,30 +82,35 @@ def gradients(
     """See ``contract.Diagonal``."""
     sums, totals, exponentials = state
     of_rows, of_columns, of_scale = wants
-    factor = weight if upstream is None else float(upstream) * weight
-    scaled = factor * float(scale)
-    if not (2.0**-126 <= abs(factor) <= 2.0**126 and 2.0**-126 <= abs(scaled) <= 2.0**126):
+    number = float(scale)
+    factor = number * (weight if upstream is None else float(upstream) * weight)
+    if not _LEAST_FACTOR <= abs(factor) <= _MOST_FACTOR:
         return None
-    shares = totals.reciprocal()
-    entries = shares * sums
+    shares = totals.reciprocal().mul_(factor)
     if sums.ndim == 2:
         row, column = shares.unbind()
-        g, entries = torch.add(row[:, None], column).mul_(exponentials), entries.sum(0)
+        g = torch.add(row.unsqueeze(1), column).mul_(exponentials)
+        torch.sum(shares.mul_(sums), 0, out=g.diagonal()).neg_()
     else:
-        g = exponentials * shares[:, None]
-    g.diagonal().copy_(entries.neg_())
+        g = shares.unsqueeze(1) * exponentials
+        torch.mul(shares, sums, out=g.diagonal()).neg_()
     d_rows = d_columns = d_scale = None
     if of_rows or of_scale:
-        d_rows = _product(g, columns, factor)
+        d_rows = _product(g, columns)
         if of_scale:
-            d_scale = (rows * d_rows).sum(1).sum(dtype=torch.float64).to(scale.dtype)
-        d_rows = d_rows.mul_(scale).to(rows.dtype) if of_rows else None
+            d_scale = (rows * d_rows).sum(1).sum(dtype=torch.float64).div_(number).to(scale.dtype)
+        d_rows = _as(rows.dtype, d_rows) if of_rows else None
     if of_columns:
-        d_columns = _product(g.t(), rows, scaled).to(rows.dtype)
+        d_columns = _as(rows.dtype, _product(g.t(), rows))
     return d_rows, d_columns, d_scale
 
 
-def _product(g: torch.Tensor, features: torch.Tensor, factor: float) -> torch.Tensor:
-    """``factor g @ features`` in g's dtype."""
+def _product(g: torch.Tensor, features: torch.Tensor) -> torch.Tensor:
+    """``g @ features`` in g's dtype: into memory that is given, or a caller's autocast would narrow the factors."""
     out = g.new_empty((g.shape[0], features.shape[1]))
-    return torch.addmm(out, g, features.to(g.dtype), beta=0, alpha=factor, out=out)
+    return torch.mm(g, _as(g.dtype, features), out=out)
+
+
+def _as(dtype: torch.dtype, x: torch.Tensor) -> torch.Tensor:
+    """X in a dtype. To ask for the one that it has costs a call of torch's."""
+    return x if x.dtype is dtype else x.to(dtype)

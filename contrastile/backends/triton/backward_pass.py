@@ -10,7 +10,7 @@ from typing import Any
 import torch
 
 from contrastile.backends.contract import Array, Block, ColumnForm, Finished, Options, Weights
-from contrastile.backends.passes import Chunk, ceil_div, chunks, gradient_scaling, lines
+from contrastile.backends.passes import Chunk, ceil_div, chunks, gradient_scaling, lines, no_gradients
 from contrastile.backends.triton import backward, positives, precheck, sums
 from contrastile.backends.triton.arrays import ARRAYS, multiplied
 from contrastile.backends.triton.common import BLOCK, LANES, LINES, empties, empty, step, weight_vectors
@@ -34,18 +34,11 @@ def gradients(
 def finished(
     block: Block, weights: Weights, upstream: Array | None, columns: ColumnForm | None, options: Options
 ) -> Finished:
-    """Both gradients with every sum begun afresh, and their part of the scale's: see ``contract.Backend``."""
-    rows = block.rows
-    with on_device(rows):
-        if rows.shape[0] and block.columns.shape[0]:
-            return _BackwardPass(block, weights, options, upstream).final_gradients(columns)
-
-        def zeros(shape: Any, dtype: Any) -> Any:
-            return torch.zeros(shape, dtype=dtype, device=rows.device)
-
-        dtype = rows.dtype if columns == "gradient" else torch.float32
-        none = None if columns is None else zeros(block.columns.shape, dtype)
-        return Finished(zeros(rows.shape, rows.dtype), none, zeros((), torch.float64))
+    """Both gradients, overwriting and not adding, and the scale's part: see ``contract.Backend``."""
+    if block.rows.shape[0] == 0 or block.columns.shape[0] == 0:
+        return no_gradients(block, columns, ARRAYS)
+    with on_device(block.rows):
+        return _BackwardPass(block, weights, options, upstream).final_gradients(columns)
 
 
 def scale_gradient(plan: Any, x: Any, divide: bool) -> None:
@@ -65,7 +58,7 @@ class Chunks:
         others: int = 0,
         held: bool = True,
     ) -> None:
-        """See ``configs.backward_chunk``; without ``held`` there is no more of G than a descriptor needs."""
+        """See ``configs.backward_chunk``; without ``held`` no G is formed, and the workspace is a stub."""
         self.sides, self.config = sides, config
         rows, columns = (side.x for side in sides)
         dtype = scheme.g_dtype(rows)
@@ -137,17 +130,17 @@ class _BackwardPass(BlockPass):
                     self.add_columns(column_gradient[column : column + wide], g, chunk)
 
     def final_gradients(self, form: ColumnForm | None) -> Finished:
-        """Every sum begun afresh."""
+        """Both gradients, overwriting and not adding."""
         out = torch.empty(self.rows.shape, dtype=self.rows.dtype, device=self.rows.device)
         side = _Columns(self, form)
         inner = self._final_rows(out, side)
-        # only now: the columns' gradient takes the place of the workspace
+        # only now: the workspace is free, and its memory holds the columns' gradient
         return Finished(out, side.done(), inner)
 
     def _final_rows(self, out: Any, side: _Columns) -> Any:
-        """Write the rows' gradient, add to the columns' side, and give the part of the scale's gradient.
+        """Write the rows' gradient, add to the columns' side, and return the scale's part.
 
-        Rows are finalized as soon as their sums are complete, while a cache may still hold them.
+        Rows are finalized as soon as their sums are complete, while they may still be in the cache.
         """
         rows, d = self.rows, self.rows.shape[1]
         others = row_bytes(self.m, d, out.itemsize)
@@ -205,13 +198,13 @@ class _Columns:
         self.sums: Any = None if form is None else torch.empty(x.shape, dtype=torch.float32, device=x.device)
 
     def add(self, g: list[Any], chunk: Chunk) -> None:
-        """Take in a chunk of G."""
+        """Add a chunk of G."""
         row, column, _, wide = chunk
         if self.sums is not None:
             self.owner.add_columns(lines(self.sums, column, wide), g, chunk, fresh=row == 0)
 
     def done(self) -> Any:
-        """What was asked for."""
+        """The sums or the gradient, as ``form`` says."""
         x, scale = self.owner.columns, self.owner.block.scale
         half = x.dtype == torch.float16
         power = self.owner.plan[GRADIENT_SCALE.value] if half else None
@@ -221,6 +214,6 @@ class _Columns:
         if self.form != "gradient":
             return self.sums
         out = self.sums if x.dtype == torch.float32 else torch.empty(x.shape, dtype=x.dtype, device=x.device)
-        # exact but where it is so small that nothing it multiplies would show in float16
+        # exact, but where it is too small for any product to be above 0 in float16
         multiplied(self.sums, scale / power if half else scale, out)
         return out

@@ -1,4 +1,4 @@
-"""What the three primitives share on the host: the vectors that a kernel reads, and the sizes of small kernels."""
+"""Shared by the three primitives on the host: vectors that kernels read, sizes of small kernels."""
 
 from __future__ import annotations
 
@@ -68,12 +68,12 @@ def step(width: int) -> int:
 
 
 def empty(like: Any, *shape: int, dtype: Any = torch.float32) -> Any:
-    """An unwritten tensor beside ``like``."""
+    """An uninitialised tensor beside ``like``."""
     return torch.empty(shape, dtype=dtype, device=like.device)
 
 
 def empties(like: Any, dtype: Any, *lengths: int) -> Any:
-    """Unwritten vectors beside ``like``, parts of one allocation that fill cache lines: of these lengths or longer."""
+    """Uninitialised vectors beside ``like``, of these lengths or longer: parts of one allocation, on cache lines."""
     line = _LINE // dtype.itemsize
     sizes = [ceil_div(length, line) * line for length in lengths]
     return torch.empty(sum(sizes), dtype=dtype, device=like.device).split_with_sizes(sizes)

@@ -9,8 +9,9 @@ from typing import Any
 import torch
 
 from contrastile.backends.contract import Block, Options, SideStatistics, Statistics
-from contrastile.backends.passes import Chunk, ceil_div, chunks, lines
+from contrastile.backends.passes import Chunk, ceil_div, chunks, lines, no_statistics
 from contrastile.backends.triton import forward, positives, precheck
+from contrastile.backends.triton.arrays import ARRAYS
 from contrastile.backends.triton.common import BLOCK, DEPTH, LANES, LINES, empties, empty, step
 from contrastile.backends.triton.configs import INTERPRETED, Config, forward_chunk
 from contrastile.backends.triton.launch import descriptor, grid, on_device
@@ -20,34 +21,16 @@ from contrastile.backends.triton.tiles import PLAN_SIZE
 
 def lse(block: Block, columns: bool, options: Options) -> Statistics:
     """Row (and column) log-sum-exps and sums of positive logits: see ``contract.Backend``."""
-    m, n = block.rows.shape[0], block.columns.shape[0]
+    if block.rows.shape[0] == 0 or block.columns.shape[0] == 0:
+        return no_statistics(block, columns, ARRAYS)
     with on_device(block.rows):
-        if m == 0 or n == 0:
-            return _nothing(block.rows, m, n if columns else None)
         return _ForwardPass(block, columns, options).run()
 
 
-def _nothing(like: Any, m: int, n: int | None) -> Statistics:
-    """The statistics of a block without pairs."""
-    rows, columns = (
-        None
-        if size is None
-        else SideStatistics(*[_wide(like, size).fill_(value) for value in (-math.inf, -math.inf, 0.0)])
-        for size in (m, n)
-    )
-    assert rows is not None
-    return Statistics(rows, columns)
-
-
-def _wide(like: Any, *shape: int) -> Any:
-    """An unwritten float64 tensor beside ``like``."""
-    return empty(like, *shape, dtype=torch.float64)
-
-
 class _ForwardPass(BlockPass):
-    """One forward pass over one block: the fast kernels, then the safe ones, of which one kind returns at once.
+    """One forward pass over one block: the fast kernels, then the safe ones; the device decides which return at once.
 
-    Of float32 features the safe ones alone: see ``passes.own_references``.
+    float32 features take the safe ones alone: see ``passes.own_references``.
     """
 
     def __init__(self, block: Block, columns: bool, options: Options) -> None:
@@ -56,21 +39,21 @@ class _ForwardPass(BlockPass):
         like, sizes = self.rows, (self.m, self.n if columns else 0)
         self.row_programs, self.programs = ceil_div(self.m, LINES), ceil_div(self.m, LINES) + ceil_div(self.n, LINES)
         self.plan, self.squares = empties(like, torch.float32, PLAN_SIZE, self.programs)
-        # the path; of positives that are named the least and the largest j - i of all (i, j), and of each program's
+        # which path; the least and largest j - i over named positives (i, j): of all, and of each program's
         status, self.diagonals, self.ends = empties(like, torch.int64, 1, 2, 2 * self.row_programs)
         self.status = status.view(torch.int32)
         if self.masks.pairs.positives is None:
             self.diagonals = self.ends = None
-        # sums; where ids name the positives, theirs besides, those of their logits, and their counts
+        # running sums; where ids name positives also sums over these, of their logits, and counts
         count = 4 if self.masks.ids_only else 1
         *totals, row_state, column_state = empties(like, torch.float64, *sizes, *(count * size for size in sizes))
         self.state = row_state, column_state
-        # log-sum-exps of the negatives and of the positives, which are saved each by itself, and sums of these
-        self.found = [
-            SideStatistics(_wide(like, size), _wide(like, size), lines(x, 0, size))
-            for size, x in zip(sizes, totals, strict=True)
-        ]
-        # what both sweeps use: the second follows the first on the stream
+        # N and P, which autograd saves one by one, and S
+        self.found = []
+        for size, x in zip(sizes, totals, strict=True):
+            n, p = (empty(like, size, dtype=torch.float64) for _ in range(2))
+            self.found.append(SideStatistics(n, p, lines(x, 0, size)))
+        # shared by both sweeps: the second follows the first on the stream
         self._parts: Any = None
         self._descriptors: dict[tuple[int, ...], Any] = {}
 
@@ -112,15 +95,15 @@ class _ForwardPass(BlockPass):
             self._fold(safe, config, parts, chunk)
 
     def _partials(self, rows: int, columns: int) -> tuple[Any, Any]:
-        """Where the tile kernels leave a chunk's partial results."""
-        # both sides begin where 16 bytes do
+        """Memory for a chunk's partial results of the tile kernels."""
+        # both sides are 16-byte aligned
         start = rows + -rows % 4
         if self._parts is None or self._parts.shape[0] < start + columns:
             self._parts = empty(self.rows, start + columns)
         return self._parts[:rows], self._parts[start : start + columns]
 
     def _features(self, which: int, start: int, length: int, block: tuple[int, int]) -> Any:
-        """The descriptor of a chunk of one side; only of plain features does it stay right, others are overwritten."""
+        """The descriptor of a chunk of one side; cached for plain features alone, since factors are overwritten."""
         place = which, start, length, *block
         found = self._descriptors.get(place)
         if found is None:
@@ -155,7 +138,7 @@ class _ForwardPass(BlockPass):
         )  # fmt: skip
 
     def _positives(self) -> None:
-        """The log-sum-exps and the sums of positives that are named by index."""
+        """P and S of positives that are named by index."""
         rows, columns = (side[1:] for side in self.found)
         pairs = self.masks.pairs
         if pairs.positives is None:

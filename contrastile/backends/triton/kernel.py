@@ -1,11 +1,11 @@
-"""Kernels whose later launches skip what Triton works out again at each one.
+"""Kernels whose later launches skip Triton's own lookup of the compiled kernel.
 
-A launch binds its arguments, specialises them, looks the compiled kernel up and checks the kernel's globals: several
-times what handing it to the driver takes, and a small batch is bound by it. Here the compiled kernel that a launch
-returned is kept under all that the choice depends on, and launched as a compiled kernel is.
+At each launch Triton binds the arguments, specialises them, looks the compiled kernel up and checks the kernel's
+globals. That costs the host 9 us more than what is here (``benchmarks/NOTES.md``, 2026-11-25): the compiled kernel that
+a first launch returned is cached under everything that its choice depends on, and later launches look there.
 
-Kernels take flat arguments: of a tuple Triton specialises every integer, whatever ``do_not_specialize`` names. What
-kernels call takes tuples.
+Kernels take flat arguments, since Triton specialises every integer of a tuple, whatever ``do_not_specialize`` names.
+Device functions take tuples.
 """
 
 from __future__ import annotations
@@ -22,11 +22,11 @@ from triton.tools.tensor_descriptor import TensorDescriptor
 from contrastile.backends.triton.configs import INTERPRETED
 
 _KNOWN = ("3.6.", "3.7.")
-"""Versions of Triton whose specialisation was read; with others every launch goes Triton's own way."""
+"""Versions of Triton whose rules of specialisation are known; with others Triton itself launches."""
 
 
 def kernel(function: Any) -> Any:
-    """A kernel that is launched as before, ``kernel[grid](...)``: for what is launched, not for what kernels call."""
+    """Decorates a kernel that the host launches, ``kernel[grid](...)``; not for device functions."""
     return function if INTERPRETED else Kernel(function)
 
 
@@ -35,9 +35,9 @@ class Kernel:
 
     Attributes:
         function: what ``triton.jit`` made.
-        known: whether how this version of Triton specialises was read.
-        compiled: by ``key``, of each kernel its launcher, what that is told of it, and the values of the compile-time
-            arguments that follow the positional ones.
+        known: whether this version's rules of specialisation are known.
+        compiled: by ``key``, each kernel's launcher, handle and metadata, and the values of the compile-time arguments
+            that follow the positional ones.
     """
 
     def __init__(self, function: Any) -> None:
@@ -61,20 +61,20 @@ class Kernel:
         key = None if own_way else self.key(args, named)
         if key is not None and (found := self.compiled.get(key)) is not None:
             run, function, metadata, others = found
-            # a device's own stream, and neither hooks nor anything to tell them
+            # no launch metadata and no hooks
             stream = torch._C._cuda_getCurrentRawStream(key[0])
             run(*(*grid, 1, 1)[:3], stream, function, metadata, None, None, None, *args, *others)
             return
-        # in every version alike: after 3.9 no multiplication is fused with an addition unless a launch says so
+        # from Triton 3.10 on multiplications and additions are fused only where a launch asks for it
         compiled = self.function[grid](*args, enable_fp_fusion=True, **named)
         if key is not None and compiled is not None:
             others = tuple(named.get(x.name, x.default) for x in self.function.params[len(args) :])
             self.compiled[key] = compiled.run, compiled.function, compiled.packed_metadata, others
 
     def key(self, args: tuple[Any, ...], named: dict[str, Any]) -> tuple[Any, ...] | None:
-        """The device, and all that the choice of a compiled kernel depends on, or more.
+        """The device, and everything that the choice of a compiled kernel depends on, or more.
 
-        None if this cannot tell, or not on a GPU.
+        None for arguments of other types, or not on a GPU.
 
         Triton specialises a pointer by its dtype and whether it is 16-byte aligned; an integer by whether it takes 64
         bits and, unless told not to, whether it is 1 or divisible by 16; a descriptor by its dtype and block.
@@ -107,7 +107,7 @@ class Kernel:
 
 
 def watched() -> bool:
-    """Whether somebody is told of each launch: then Triton itself launches."""
+    """Whether launch hooks are set: then Triton itself launches."""
     enter, leave = knobs.runtime.launch_enter_hook, knobs.runtime.launch_exit_hook
     # chains of hooks, or single ones
     return bool(getattr(enter, "calls", enter) or getattr(leave, "calls", leave))

@@ -1,4 +1,4 @@
-"""What a launch needs: features that the copy engine can read, the device, the number of programs."""
+"""For launches: aligned features and their descriptors, the device, the number of programs."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ _ALIGNMENT = 16
 
 
 def aligned(x: Any) -> Any:
-    """X itself if its rows are 16-byte aligned with unit stride; else one explicit copy of which that is true."""
+    """X itself if its rows are 16-byte aligned with unit stride; else an aligned copy."""
     step = _ALIGNMENT // x.element_size()
     unit = x.stride(1) == 1 or x.shape[1] == 1
     if unit and x.stride(0) >= x.shape[1] and x.stride(0) % step == 0 and x.data_ptr() % _ALIGNMENT == 0:
@@ -30,7 +30,7 @@ def descriptor(x: Any, block: tuple[int, int]) -> TensorDescriptor:
 
 
 def workspace(height: int, width: int, dtype: Any, like: Any) -> Any:
-    """An unwritten (height, width) matrix whose rows are 16-byte aligned."""
+    """An uninitialised (height, width) matrix whose rows are 16-byte aligned."""
     step = _ALIGNMENT // dtype.itemsize
     whole = torch.empty((height, -(-width // step) * step), dtype=dtype, device=like.device)
     return whole if width % step == 0 else whole[:, :width]
@@ -38,7 +38,7 @@ def workspace(height: int, width: int, dtype: Any, like: Any) -> Any:
 
 def on_device(x: Any) -> AbstractContextManager[Any]:
     """Launch on x's device and its current stream, whatever the current device is."""
-    # what torch.cuda.current_device asks, once it has seen to it that CUDA is there
+    # as torch.cuda.current_device, without its check that CUDA is initialised
     here = not x.is_cuda or x.get_device() == torch._C._cuda_getDevice()
     return nullcontext() if here else torch.cuda.device(x.device)
 

@@ -1,7 +1,7 @@
 # pyright: reportArgumentType=false, reportCallIssue=false, reportGeneralTypeIssues=false
-"""What the products read of the features: the features themselves, or float32 ones divided into factors chunk by chunk.
+"""Operands of the products: the features themselves, or float32 features divided into factors, chunk by chunk.
 
-The factors of one chunk of rows and one of columns are all that is held: O(d) bytes for each row of a chunk.
+Only the factors of one chunk of rows and one of columns are held: O(d) bytes for each row of a chunk.
 """
 
 from __future__ import annotations
@@ -52,7 +52,7 @@ class Scheme:
 
     @staticmethod
     def of(features: Any, options: Options) -> Scheme:
-        """The scheme for features of this dtype; the precision says nothing to 16-bit ones."""
+        """The scheme for features of this dtype; the precision concerns float32 alone."""
         dtype = dtype_name(features.dtype)
         if dtype != "float32" or options.precision == "ieee":
             return Scheme(parts.PLAIN.value, 1, dtype)
@@ -103,7 +103,7 @@ def footprint(m: int, n: int, width: int, dtype: str, device: str, options: Opti
 
 
 def row_bytes(m: int, width: int, itemsize: int) -> int:
-    """What the rows' own gradient takes of the workspace: sums of one chunk in float32, and all of them finished."""
+    """Workspace for the rows' gradient: float32 sums of one chunk, and the whole gradient."""
     return 4 * min(m, 2 * UNIT) * width + m * width * itemsize
 
 
@@ -123,7 +123,7 @@ class Side:
         self._held: dict[tuple[int, int], tuple[tuple[int, int], Any]] = {}
 
     def tiles(self, start: int, length: int) -> Any:
-        """What the tile kernels read of a chunk."""
+        """The operand of the tile kernels for a chunk."""
         if self.plain:
             return lines(self.x, start, length)
         if self.scheme.divided:
@@ -131,7 +131,7 @@ class Side:
         return self._factors(start, length, parts.TF32.value, 1, torch.float32)
 
     def factors(self, start: int, length: int) -> list[Any]:
-        """What the products that follow multiply with: one matrix (length, d), or one for each part."""
+        """The operands of the second products: one matrix (length, d), or one for each part."""
         if self.scheme.parts == 1:
             return [lines(self.x, start, length)]
         held = self._factors(start, length, parts.SPLIT.value, self.scheme.parts, PART)
@@ -154,13 +154,13 @@ class Side:
 
 
 class BlockPass:
-    """A block made ready for one pass over it.
+    """A block prepared for one pass.
 
     Attributes:
         sides: the rows and the columns.
         rows: (m, d) features, rows 16-byte aligned.
         columns: (n, d) likewise.
-        plan: (PLAN_SIZE,) float32, which one kernel writes and later ones obey; the pass makes it with other vectors.
+        plan: (PLAN_SIZE,) float32, written by one kernel and read by later ones; allocated by the pass.
         exact: see ``passes.own_references``.
     """
 

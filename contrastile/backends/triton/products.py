@@ -2,9 +2,9 @@
 # mypy: disable-error-code="no-untyped-def,untyped-decorator,no-untyped-call"
 """The second products of the backward: ``out += G K`` and ``out += G^T Q``, accumulated in float32.
 
-On a GPU float16 and bfloat16 go to cuBLAS, whose kernels are the fastest there are for a plain product, parts of
-float32 among them. Everything else goes to the kernel here: the product of the first of three parts, whose sum shall be
-as good as one in float32; float32, which cuBLAS would round to tf32 wherever a global switch says so; and the CPU.
+On a GPU float16 and bfloat16, parts of float32 among them, go to cuBLAS, the fastest for a plain product. The kernel
+here takes everything else: the product of the first of three parts, whose sum must be as exact as in float32; float32,
+which cuBLAS rounds to tf32 if a global switch says so; and the CPU.
 """
 
 from __future__ import annotations

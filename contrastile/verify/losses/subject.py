@@ -11,7 +11,7 @@ from typing import Any
 
 import numpy as np
 
-from contrastile.backends.arrays import ArrayLibrary, CupyArrays, NumpyArrays, TorchArrays
+from contrastile.backends.arrays import ArrayLibrary, CupyArrays, TorchArrays
 from contrastile.backends.contract import Accuracy, Array, state_dtype
 from contrastile.oracle.arrays import FloatArray
 from contrastile.reporting import CannotRunError, one_line
@@ -19,7 +19,7 @@ from contrastile.verify.execution import on_device
 from contrastile.verify.losses.arguments import Arguments
 from contrastile.verify.losses.claims import Claims
 
-_ARRAYS: dict[str, Callable[[Any], ArrayLibrary]] = {"numpy": NumpyArrays, "cupy": CupyArrays, "torch": TorchArrays}
+_ARRAYS: dict[str, Callable[[Any], ArrayLibrary]] = {"numpy": ArrayLibrary, "cupy": CupyArrays, "torch": TorchArrays}
 
 
 @dataclass(frozen=True, slots=True)

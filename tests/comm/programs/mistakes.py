@@ -1,8 +1,8 @@
 """A training loop in which one rank makes another call than the others; see test_mistakes and docs/how-to/faults.md.
 
-Arguments: engine, mistake, exchange, rank; then in any order ``cuda`` for GPUs and ``apart`` for ranks that have no
-sockets between them, as on several hosts. Every rank holds every loss and gradient to the oracle of what the ranks
-passed to that call, and ends with a line: how many were right, that one was WRONG, or what it raised.
+Arguments: engine, mistake, exchange, rank, and ``cuda`` for GPUs. Every rank holds every loss and gradient to the
+oracle of what the ranks passed to that call, and ends with a line: how many were right, that one was WRONG, or what it
+raised.
 """
 
 from __future__ import annotations
@@ -21,7 +21,6 @@ from engines import PATIENCE, say, started
 import contrastile
 from contrastile import problems
 from contrastile.backends import load
-from contrastile.comm import unix_sockets
 from contrastile.comm.communicator import Communicator, ExchangeError, MismatchError
 from contrastile.comm.connect import connect
 from contrastile.comm.watchdog import deadline_or
@@ -205,8 +204,6 @@ MISTAKES: dict[str, Callable[[Any], None]] = {
 def main() -> None:
     ranks = started()
     device(ranks.rank)
-    if "apart" in sys.argv[5:]:
-        unix_sockets.host = lambda: f"host {ranks.rank}"
     # ranks may take long to come here, which is no mistake
     connect(ranks.world, deadline=PATIENCE)
     connect(ranks.world, deadline=deadline_or(None))
