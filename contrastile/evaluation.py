@@ -191,7 +191,8 @@ def forward(plan: Plan) -> Array:
     problem = replicate.gathered(plan.problem, library) if replicate.applies(plan.problem) else plan.problem
     with native(problem, library, backend) as inside:
         value, _ = schedule.loss(inside, backend, plan.options)
-        return transfer(value, backend.arrays, library, library.dtype(problem.scale))
+        found = transfer(value, backend.arrays, library)
+        return found if problem is plan.problem else replicate.own_value(plan.problem, found)
 
 
 def forward_and_backward(plan: Plan) -> tuple[Array, local.Gradients]:
@@ -213,5 +214,5 @@ def _both(plan: Plan, wanted: local.Wanted, upstream: float = 1.0) -> tuple[Arra
         arrays, scale = backend.arrays, inside.scale
         factor = None if upstream == 1.0 else arrays.full((), upstream, arrays.dtype(scale), scale)
         found = schedule.gradients(inside, state, factor, wanted, backend, plan.options)
-        value = transfer(value, backend.arrays, library, library.dtype(problem.scale))
+        value = transfer(value, backend.arrays, library)
         return value, returned(found, problem, backend.arrays, library)

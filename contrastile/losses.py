@@ -6,13 +6,101 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any, Unpack
+from typing import Any, NamedTuple, Unpack
 
+from contrastile import problems
 from contrastile.evaluation import evaluate
 from contrastile.plan import Settings
 from contrastile.problems import BUILDERS
 
 Array = Any
+
+
+class Side(NamedTuple):
+    """The statistics of the rows, or of the columns, x being the logits: float64, one number for each.
+
+    Attributes:
+        negatives: the log-sum-exp of x over the negatives; -inf where there is none.
+        positives: the log-sum-exp of x over the positives; -inf where there is none.
+        spread: ``positives`` less the mean of x over the positives: 0 where there are less than two.
+    """
+
+    negatives: Array
+    positives: Array
+    spread: Array
+
+
+class Statistics(NamedTuple):
+    """What ``statistics`` gives.
+
+    Attributes:
+        rows: of the rows, over all columns.
+        columns: of the columns, over all rows.
+    """
+
+    rows: Side
+    columns: Side
+
+
+def statistics(
+    rows: Array,
+    columns: Array | None,
+    scale: Any,
+    *,
+    negatives: Array | Sequence[Array] | None = None,
+    positives: Array | None = None,
+    row_ids: Array | None = None,
+    column_ids: Array | None = None,
+    ids_are: str = "false_negatives",
+    **settings: Unpack[Settings],
+) -> Statistics:
+    """What losses are made of, without the matrix of logits: N, P and D of every row and of every column.
+
+    The loss of one row is softplus(N - P) + D in InfoNCE, CLIP and SupCon, N - P in the decoupled loss, and so on:
+    docs/how-to/own-loss.md. Any function of these vectors is differentiable, in the features and the scale.
+
+    With a group, each rank has the statistics of its own rows over the columns of all ranks, and of its own columns
+    over all rows. Each rank makes a number of them. If the parameters' gradients are averaged over the ranks, as DDP
+    does, they are those of the mean of these numbers; if they are added up, those of the sum: ``parameter_reduction``
+    changes nothing. Every rank must take the backward pass.
+
+    Args:
+        rows: (m, d) float16, bfloat16, float32 or float64.
+        columns: (n, d), same dtype and device. None for the rows themselves, each of which leaves itself out; the
+            statistics of the columns are then those of the rows.
+        scale: number or one-element array that multiplies the dot products; differentiable.
+        negatives: further columns, (r, d) or a sequence of such; r may be 0.
+        positives: (m,) integers, the column of each row's positive among [columns, *negatives], -1 for none; None means
+            row i's is i, and of rows against themselves that there are none. Over ranks they count over all columns.
+        row_ids: (m,) integers, given together with column_ids; of rows against themselves alone.
+        column_ids: (n + all negatives,) integers.
+        ids_are: what columns with the row's id are: "false_negatives", which are left out if they are not the positive,
+            or "positives".
+        **settings: see ``contrastile.plan.Settings``.
+
+    Returns:
+        ``.rows`` and ``.columns``, each with ``.negatives`` (N), ``.positives`` (P) and ``.spread`` (D), float64: (m,),
+        and (n + all negatives,). Of NumPy and CuPy arrays they carry no gradient.
+
+    Raises:
+        TypeError, ValueError, BackendUnavailableError, UnsupportedProblemError, MismatchError, ExchangeError,
+        RuntimeError: see ``clip_loss``.
+    """
+    found = evaluate(
+        problems.statistics,
+        settings,
+        rows,
+        columns,
+        scale,
+        negatives=negatives,
+        positives=positives,
+        row_ids=row_ids,
+        column_ids=column_ids,
+        ids_are=ids_are,
+    )
+    m = rows.shape[0]
+    of_rows = Side(*found[:, :m])
+    return Statistics(of_rows, of_rows if columns is None else Side(*found[:, m:]))
 
 
 def clip_loss(

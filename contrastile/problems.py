@@ -7,12 +7,13 @@ weights are those of the global loss.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 from contrastile import validation
 from contrastile.backends.arrays import ArrayLibrary
-from contrastile.backends.contract import state_dtype
+from contrastile.backends.contract import Match, state_dtype
+from contrastile.backends.objectives import STATISTICS
 from contrastile.schedules.handshake import ALONE, Handshake
 from contrastile.schedules.local import Gradients, both_sides
 from contrastile.schedules.problem import EqualPairs, Problem
@@ -72,9 +73,7 @@ def info_nce(
 ) -> LossProblem:
     """One direction: u = 1 / m, no column weights; the key and each block of negatives share one log-sum-exp."""
     check = world.known or validation
-    more: tuple[Array, ...]
-    more = () if negatives is None else tuple(negatives) if isinstance(negatives, Sequence) else (negatives,)
-    named = {f"negatives[{i}]": x for i, x in enumerate(more)}
+    named = _named(negatives)
     arrays, (rows, *columns) = check.features(world.alone, may_be_empty=named, query=query, key=key, **named)
     m, n = rows.shape[0], sum(x.shape[0] for x in columns)
     if world.alone:
@@ -82,10 +81,7 @@ def info_nce(
         columns = [x for i, x in enumerate(columns) if i == 0 or x.shape[0] or getattr(x, "requires_grad", False)]
     state = state_dtype(arrays.dtype(rows))
     factor = check.scalar("scale", scale, arrays, state, rows)
-    if (row_ids is None) != (column_ids is None):
-        raise ValueError("row_ids and column_ids must be given together, got only one; give both, or neither")
-    rows_of = None if row_ids is None else check.integers("row_ids", row_ids, m, "query", arrays, rows)
-    of_columns = None if column_ids is None else check.integers("column_ids", column_ids, n, "column", arrays, rows)
+    rows_of, of_columns = _ids(check, arrays, rows, "query", (row_ids, m), (column_ids, n))
     if positives is None:
         check.paired("query", query, "key", key, "give positives= to say which key is whose")
         where = None
@@ -170,7 +166,7 @@ def sup_con(features: Array, labels: Array, scale: Any, *, world: Handshake = AL
         labels, rows = ordered, arrays.take(rows, order)
     factor = check.scalar("scale", scale, arrays, state, rows)
     met = world.meet(arrays, rows, (rows,), (scale, factor), loss="sup_con")
-    count = arrays.count_in(labels, ordered) if stay else world.count_in(arrays, ordered)
+    count = world.count_in(arrays, labels, ordered)
     partners = arrays.cast(count - 1, state)
     counted = arrays.cast(partners > 0, state)
     # a batch in which no label repeats has loss 0, not 0 / 0
@@ -227,6 +223,65 @@ def sigmoid(
     )
 
 
+def statistics(
+    rows: Array,
+    columns: Array | None,
+    scale: Any,
+    *,
+    negatives: Array | Sequence[Array] | None = None,
+    positives: Array | None = None,
+    row_ids: Array | None = None,
+    column_ids: Array | None = None,
+    ids_are: str = "false_negatives",
+    world: Handshake = ALONE,
+) -> LossProblem:
+    """N, P and D of the rows and of the columns: t = 1 / the number of positives."""
+    check, itself = world.known or validation, columns is None
+    match = validation.match(ids_are)
+    for name, given in (("negatives", negatives), ("column_ids", column_ids), ("positives", positives)):
+        if itself and given is not None:
+            raise ValueError(f"{name} must be None with columns=None, got one; give row_ids, or columns")
+    _positives_of_ids(match, row_ids, positives)
+    named = {} if itself else {"columns": columns} | _named(negatives)
+    arrays, (rows, *blocks) = check.features(world.alone, may_be_empty=set(named) - {"columns"}, rows=rows, **named)
+    m, n, state = rows.shape[0], sum(x.shape[0] for x in blocks), state_dtype(arrays.dtype(rows))
+    factor = check.scalar("scale", scale, arrays, state, rows)
+    ids = _ids(check, arrays, rows, "row", (row_ids, m), (row_ids, m) if itself else (column_ids, n))
+    where = None if positives is None else check.integers("positives", positives, m, "row", arrays, rows)
+    if where is None and match == "drop" and not itself:
+        check.paired("rows", rows, "columns", blocks[0], "give positives= to say which column is whose")
+    asked = {"positives": where is not None, "ids": ids[0] is not None, "ids_are": ids_are}
+    met = world.meet(arrays, rows, blocks or (rows,), (scale, factor), loss="statistics", **asked)
+    own = arrays.arange(met.start, met.start + m, rows)
+    t, over = (arrays.full((size,), 1.0, state, rows) for size in (m, n))
+    if match == "target":
+        t, over = _targets(world, arrays, ids, state, itself=itself)
+    elif where is not None:
+        if validation.values_are_readable(arrays, where):
+            world.confirm(validation.positives(where, met.columns, -1))
+        # several rows may have one column
+        numbers = arrays.arange(met.start, met.start + n, rows)
+        over = _reciprocal(arrays, world.count_in(arrays, numbers, arrays.sorted(where)[0]), state)
+    problem = Problem(
+        kind=STATISTICS,
+        rows=rows,
+        columns=tuple(blocks),
+        scale=factor,
+        row_weight=t,
+        row_target=t,
+        column_weight=None if itself else over,
+        column_target=None if itself else over,
+        positives=None if match == "target" or itself else own if where is None else where,
+        excluded=own if itself else None,
+        row_ids=ids[0],
+        column_ids=ids[1],
+        match=match,
+        # what the ranks make of their statistics is differentiated as it stands: no factor
+        placement=None if met.placement is None else replace(met.placement, reduction="sum"),
+    )
+    return LossProblem(arrays, problem, lambda g: (*_like(arrays, (rows, *blocks), (g.rows, *g.columns)), g.scale))
+
+
 BUILDERS: dict[str, Callable[..., LossProblem]] = {
     "clip_loss": clip,
     "info_nce": info_nce,
@@ -235,6 +290,47 @@ BUILDERS: dict[str, Callable[..., LossProblem]] = {
     "sigmoid_loss": sigmoid,
 }
 """What makes the problem of each loss of the front door, by the loss's name."""
+
+
+def _named(negatives: Array | Sequence[Array] | None) -> dict[str, Array]:
+    """The blocks of negatives by the names that errors give them."""
+    more = () if negatives is None else tuple(negatives) if isinstance(negatives, Sequence) else (negatives,)
+    return {f"negatives[{i}]": x for i, x in enumerate(more)}
+
+
+def _ids(check: Any, arrays: ArrayLibrary, rows: Array, of: str, *given: tuple[Array | None, int]) -> list[Any]:
+    """The ids of the rows and of the columns, each given with its length; None twice where there are none."""
+    (row_ids, _), (column_ids, _) = given
+    if (row_ids is None) != (column_ids is None):
+        raise ValueError("row_ids and column_ids must be given together, got only one; give both, or neither")
+    names = ("row_ids", of), ("column_ids", "column")
+    return [
+        None if x is None else check.integers(name, x, size, what, arrays, rows)
+        for (name, what), (x, size) in zip(names, given, strict=True)
+    ]
+
+
+def _positives_of_ids(match: Match, ids: Array | None, positives: Array | None, name: str = "row_ids") -> None:
+    """Raise ValueError where ids are to say which columns are positives, and are missing or not alone in that."""
+    if match == "target" and ids is None:
+        raise ValueError(f"{name} must be given with ids_are='positives', got none; give the ids, or leave ids_are out")
+    if match == "target" and positives is not None:
+        raise ValueError("positives must be None with ids_are='positives', got some; the ids say which columns are")
+
+
+def _reciprocal(arrays: ArrayLibrary, count: Array, state: str) -> Array:
+    """1 / count, and 1 for a count of 0."""
+    return 1.0 / arrays.maximum(arrays.cast(count, state), 1.0)
+
+
+def _targets(
+    world: Handshake, arrays: ArrayLibrary, ids: Sequence[Array], state: str, *, itself: bool = False
+) -> tuple[Array, Array]:
+    """The targets of rows and columns whose positives are the other side's of equal ids, on all ranks."""
+    of_rows, of_columns = (arrays.sorted(x)[0] for x in ids)
+    count = world.count_in(arrays, ids[0], of_columns, of_rows=itself)
+    t = _reciprocal(arrays, count - 1 if itself else count, state)
+    return t, t if itself else _reciprocal(arrays, world.count_in(arrays, ids[1], of_rows), state)
 
 
 def _equal(

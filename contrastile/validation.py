@@ -15,7 +15,7 @@ from typing import Any, TypeVar
 
 from contrastile.backends import eager
 from contrastile.backends.arrays import FLOATS, ArrayLibrary, library_of
-from contrastile.backends.contract import PRECISIONS, Options
+from contrastile.backends.contract import PRECISIONS, Match, Options
 from contrastile.schedules.problem import BLOCK, Blocking
 
 T = TypeVar("T")
@@ -269,12 +269,25 @@ def integers(name: str, x: Array, length: int, of: str, arrays: ArrayLibrary, li
     return arrays.cast(x, "int64")
 
 
-def positives(x: Array, columns: int) -> str | None:
-    """Why these positives cannot be: one lies outside 0..columns-1. Their values must be readable."""
+def match(ids_are: Any) -> Match:
+    """What equal ids mean to a backend.
+
+    Raises:
+        ValueError: it is neither of the two.
+    """
+    if ids_are not in ("false_negatives", "positives"):
+        raise ValueError(
+            f"ids_are must be 'false_negatives' or 'positives', got {ids_are!r}; say what columns of a row's id are"
+        )
+    return "target" if ids_are == "positives" else "drop"
+
+
+def positives(x: Array, columns: int, least: int = 0) -> str | None:
+    """Why these positives cannot be: one lies outside least..columns-1. Their values must be readable."""
     for worst in (int(x.min()), int(x.max())) if x.shape[0] else ():
-        if not 0 <= worst < columns:
+        if not least <= worst < columns:
             return (
-                f"positives must lie in 0..{columns - 1} (there are {columns} columns), got {worst}; "
+                f"positives must lie in {least}..{columns - 1} (there are {columns} columns), got {worst}; "
                 "index the keys, then the negatives, from 0"
             )
     return None

@@ -22,7 +22,7 @@ Found = Sequence[Tensor | None]
 
 
 def loss(plan: Plan, wanted: local.Wanted | None = None) -> Found:
-    """The loss (0-d), and what its gradients need: see ``schedule.loss``.
+    """The loss (0-d), or the statistics, and what its gradients need: see ``schedule.loss``.
 
     Args:
         plan: over tensors.
@@ -35,7 +35,7 @@ def loss(plan: Plan, wanted: local.Wanted | None = None) -> Found:
     value, *state = _from_graphs(
         alone, ("loss", told), whole.arrays(), lambda given: _loss(_launched(alone).with_arrays(given), told)
     )
-    return value, *whole.for_gradients().arrays(), *state
+    return replicate.own_value(plan.problem, value), *whole.for_gradients().arrays(), *state
 
 
 def gradients(plan: Plan, state: Found, upstream: Tensor, wanted: local.Wanted) -> Found:
@@ -44,7 +44,7 @@ def gradients(plan: Plan, state: Found, upstream: Tensor, wanted: local.Wanted) 
     Args:
         plan: over tensors, of which those of ``Problem.for_gradients`` are read.
         state: what ``loss`` gave beside the value.
-        upstream: 0-d.
+        upstream: of the loss's shape.
         wanted: which gradients to give.
     """
     problem = plan.problem
@@ -58,7 +58,7 @@ def gradients(plan: Plan, state: Found, upstream: Tensor, wanted: local.Wanted) 
         mine = _launched(alone).with_arrays(others[: len(arrays)])
         return _gradients(mine, others[len(arrays) :], cast("Tensor", factor), of_whole)
 
-    factor = upstream * problem.placement.factor
+    factor = replicate.upstream_of_whole(problem, upstream, wanted, plan.library)
     rows, scale, bias, *columns = _from_graphs(alone, ("gradients", of_whole), (*arrays, *left, factor), compute)
     found = local.Gradients(rows, tuple(columns), scale, bias)
     return _flat(replicate.own_part(problem, found, wanted, plan.library))
@@ -68,8 +68,7 @@ def _loss(plan: Plan, wanted: local.Wanted | None) -> Found:
     backend, library = plan.backend, plan.library
     with native(plan.problem, library, backend) as inside:
         value, state = schedule.loss(inside, backend, plan.options, wanted)
-        value = transfer(value, backend.arrays, library, library.dtype(plan.problem.scale))
-        return value, *(transfer(x, backend.arrays, library) for x in state)
+        return tuple(transfer(x, backend.arrays, library) for x in (value, *state))
 
 
 def _gradients(plan: Plan, state: Found, upstream: Tensor, wanted: local.Wanted) -> Found:

@@ -18,6 +18,7 @@ from torch import Tensor
 from contrastile.autograd import bodies
 from contrastile.backends.arrays import library_of
 from contrastile.backends.contract import Match, Options
+from contrastile.backends.objectives import STATISTICS
 from contrastile.plan import Plan
 from contrastile.schedules import local
 from contrastile.schedules.problem import VECTORS, Problem
@@ -196,7 +197,10 @@ def _fake_loss(
         first, *others, of_scale, _ = wants
         state = [torch.empty_like(scale), scale.new_empty(rows.shape) if first or of_scale else None]
         state += [scale.new_empty(x.shape) if want else None for x, want in zip(columns, others, strict=True)]
-    return torch.empty_like(scale), filled(state, scale)
+    value = torch.empty_like(scale)
+    if kind == STATISTICS:
+        value = scale.new_empty((3, rows.shape[0] + (of_columns or 0)), dtype=torch.float64)
+    return value, filled(state, scale)
 
 
 @gradients.register_fake

@@ -30,7 +30,7 @@ _replay_numbers = itertools.count(1)
 
 
 class Call:
-    """A call of a loss: its arguments are numbers, None, torch's own tensors or sequences of these, or it is not known.
+    """A call of a loss: its arguments are numbers, texts, None, torch tensors or sequences of these, or it is unknown.
 
     Attributes:
         tensors: those among the arguments, in their order.
@@ -58,6 +58,8 @@ class Call:
                 self.kinds.append(kind)
                 if x is not None:
                     self.numbers.append(x)
+            elif kind is str:
+                self.kinds.append(x)
             elif kind in (list, tuple):
                 self.kinds.append(len(x))
                 if not self._take(x):

@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from typing import Any
 
 from contrastile.backends.contract import Array, Bars, SideWeights
-from contrastile.backends.objectives import OBJECTIVES, SOFTMAX, Objective
+from contrastile.backends.objectives import OBJECTIVES, SOFTMAX, STATISTICS, Objective
 
 
 def _weighted(objective: Objective, arrays: Any, n: Array, p: Array, weight: Array) -> Bars:
@@ -19,6 +19,9 @@ def _weighted(objective: Objective, arrays: Any, n: Array, p: Array, weight: Arr
 def side_weights(kind: str, arrays: Any, lses: Sequence[Array], weight: Array, target: Array) -> SideWeights:
     """What ``gradients`` is to know of one side, of which these are N and P."""
     n, p = lses
+    if kind == STATISTICS:
+        given = Bars(*(arrays.contiguous(weight[:, i]) for i in range(3)))
+        return SideWeights(n, p, given.negative, target, given)
     bars = None if kind == "softmax" else _weighted(OBJECTIVES[kind], arrays, n, p, weight)
     return SideWeights(n, p, weight, target, bars)
 

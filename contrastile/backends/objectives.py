@@ -65,12 +65,29 @@ SOFTMAX = Objective(
 OBJECTIVES = {"softmax": SOFTMAX}
 """The losses by their names, which ``Problem.kind`` gives."""
 
+STATISTICS = "statistics"
+"""The kind of a problem whose value is N, P and D themselves, and whose weights are their bars, in (l, 3)."""
+
 
 def loss(kind: str, arrays: Any, dtype: str, sides: Sequence[Sequence[Array]]) -> Array:
-    """The loss of one or two sides, each N, P, S, weights and targets; 0-d, rounded once to ``dtype``."""
+    """The loss of one or two sides, each N, P, S, weights and targets; 0-d, rounded once to ``dtype``.
+
+    Of ``STATISTICS`` it is N, P and D of all sides, one after the other, in (3, m + n) float64.
+    """
     if kind == "softmax":
         return arrays.loss(dtype, *sides)
+    if kind == STATISTICS:
+        found = [arrays.module.stack([n, p, spread(arrays, p, s, t)]).T for n, p, s, _, t in sides]
+        return arrays.concat(found).T
     return added(arrays, [OBJECTIVES[kind].total(arrays, *side) for side in sides], dtype)
+
+
+def spread(arrays: Any, positive_lse: Array, positive_sum: Array, target: Array) -> Array:
+    """``D = P - t S``, 0 where there is no positive."""
+    p, s = positive_lse, arrays.cast(positive_sum, "float64")
+    # a log-sum-exp is never below a mean of its own terms: rounding that says so is projected back
+    found = arrays.maximum(p - reciprocal_of_count(arrays, target) * s, 0.0)
+    return arrays.where(p == -math.inf, 0.0 * target, found)
 
 
 def added(arrays: Any, losses: Sequence[Array], dtype: str) -> Array:

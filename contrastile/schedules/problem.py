@@ -78,7 +78,8 @@ class Problem:
         row_weight: (m,) u, state dtype.
         row_target: (m,) t, 1 / |P(i)|, or 0 where the row has no positive or its positives are not to count: each row
             of y sums to 1 or 0. Unused by the sigmoid loss.
-        kind: "sigmoid", or the name of a loss of the statistics, one of ``objectives.OBJECTIVES``.
+        kind: "sigmoid", or the name of a loss of the statistics, one of ``objectives.OBJECTIVES``; or
+            ``objectives.STATISTICS``: see ``with_bars``.
         bias: 0-d, or None for 0.
         column_weight: (n,) v, or None for a loss of one direction.
         column_target: (n,) t', given with column_weight.
@@ -189,6 +190,11 @@ class Problem:
         weight = u * factor
         both = weight if v is u else None if v is None else v * factor
         return self.with_arrays((rows, scale, bias, weight, t, both, *rest))
+
+    def with_bars(self, upstream: Array) -> Problem:
+        """The problem of the statistics with their bars, (3, m + n) float64, in the place of its weights."""
+        m, bars = self.rows.shape[0], upstream.T
+        return replace(self, row_weight=bars[:m], column_weight=None if self.column_weight is None else bars[m:])
 
     def of_rows(self, where: slice) -> Problem:
         """The problem of some of the rows."""
