@@ -173,6 +173,10 @@ class Known:
         """The vector as int64."""
         return arrays.cast(x, dtype="int64")
 
+    def weights(self, x: Array, *given: Any) -> Array:
+        """The vector as float64."""
+        return self.arrays.cast(x, "float64")
+
     def once(self, name: str, make: Callable[[], T]) -> T:
         """What ``make`` has made of the signature alone, under this name: read-only."""
         found: T = self.made[name] if name in self.made else self.made.setdefault(name, make())
@@ -267,6 +271,44 @@ def integers(name: str, x: Array, length: int, of: str, arrays: ArrayLibrary, li
             f"{name} must be on the features' device {arrays.place(like)}, got {arrays.place(x)}; move it there"
         )
     return arrays.cast(x, "int64")
+
+
+def weights(x: Any, length: int, of: str, arrays: ArrayLibrary, like: Array) -> Array:
+    """A vector of ``length`` weights as float64.
+
+    Raises:
+        TypeError: not an array, or not of floating-point numbers.
+        ValueError: of another shape, on another device, or with a gradient.
+    """
+    if not arrays.owns(x) or arrays.dtype(x) not in FLOATS:
+        got = arrays.dtype(x) if arrays.owns(x) else type(x).__name__
+        raise TypeError(f"weights must be a floating-point array like the features, got {got}; convert it to float32")
+    _dense("weights", x, "vector", arrays)
+    if tuple(x.shape) != (length,):
+        raise ValueError(
+            f"weights must have shape ({length},), one for each {of}, got {tuple(x.shape)}; give every {of} one"
+        )
+    if arrays.place(x) != arrays.place(like):
+        raise ValueError(
+            f"weights must be on the features' device {arrays.place(like)}, got {arrays.place(x)}; move it there"
+        )
+    if getattr(x, "requires_grad", False):
+        raise ValueError("weights must not require a gradient, got some that do; detach() them")
+    return arrays.cast(x, "float64")
+
+
+def option(name: str, x: Any, least: float, most: float) -> float:
+    """A number that says which loss it is.
+
+    Raises:
+        TypeError: not a number.
+        ValueError: not within its limits.
+    """
+    if not isinstance(x, Real) or isinstance(x, bool):
+        raise TypeError(f"{name} must be a number, got {type(x).__name__}; pass a float")
+    if not least <= x <= most:
+        raise ValueError(f"{name} must lie in {least:g}..{most:g}, got {x}; leave it out for 0")
+    return float(x)
 
 
 def match(ids_are: Any) -> Match:

@@ -99,7 +99,8 @@ def _from_graphs(plan: Plan, what: Hashable, arrays: Found, compute: Callable[[F
         return compute(arrays)
     if not may_be_replayed(_launched(plan)):
         return compute(arrays)
-    return GRAPHS.call((what, problem.kind, problem.match, plan.name, plan.options), arrays, compute)
+    form = problem.kind, problem.match, problem.margin, problem.smoothing
+    return GRAPHS.call((what, *form, plan.name, plan.options), arrays, compute)
 
 
 def may_be_replayed(plan: Plan) -> bool:

@@ -119,7 +119,7 @@ def _over_columns(
         buffers.copy(x, into)
     start, stop = placement.start, placement.start + widths[placement.rank]
     if losses:
-        of_columns = objectives.loss(problem.kind, arrays, "float64", [(*merged, weights[0], weights[1])])
+        of_columns = objectives.loss(problem.terms(arrays), arrays, "float64", [(*merged, weights[0], weights[1])])
         value = arrays.cast(arrays.total(losses[0]) + of_columns, dtype)
     else:
         value = local.loss(problem, arrays, dtype, rows, SideStatistics(*(x[start:stop] for x in merged)))

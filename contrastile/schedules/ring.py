@@ -187,7 +187,7 @@ def backward(
             columns = None
             if shard.vectors:
                 n, p, weight, goal = shard.vectors
-                columns = bars.side_weights(problem.kind, arrays, (n, p), weight, goal).part(where)
+                columns = bars.side_weights(problem.terms(arrays), arrays, (n, p), weight, goal).part(where)
             backend.gradients(
                 block, Weights(mine.part(rows), columns), None if row_sum is None else row_sum[rows], target, options
             )

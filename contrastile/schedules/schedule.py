@@ -13,7 +13,7 @@ from types import ModuleType
 from contrastile.backends.arrays import ArrayLibrary
 from contrastile.backends.contract import Array, Backend, Diagonal, Options
 from contrastile.backends.objectives import STATISTICS
-from contrastile.schedules import blocked, gather, local, ring, scalars, triangle, triangle_over_ranks
+from contrastile.schedules import beside, blocked, gather, local, ring, scalars, triangle, triangle_over_ranks
 from contrastile.schedules.placement import Placement
 from contrastile.schedules.problem import Problem
 from contrastile.schedules.sums import gradients_over_ranks
@@ -92,7 +92,8 @@ def _loss(
                 return both
     if problem.kind != "sigmoid":
         found: local.Forward = module.forward(problem, backend, options, wanted=wanted)
-        return found.loss, found.state
+        value = found.loss if problem.smoothing is None else beside.value(problem, found.loss, backend.arrays)
+        return value, found.state
     value, sums = module.sigmoid(problem, wanted, backend, options)
     return value, () if sums is None else sums.state
 
@@ -149,7 +150,9 @@ def _gradients(
     if problem.kind != "sigmoid":
         saved = local.Forward.of(state)
         found: local.Gradients = _module(problem).backward(problem, saved, one, wanted, backend, options)
-        return found
+        if problem.margin is None and problem.smoothing is None:
+            return found
+        return beside.gradients(problem, saved, one, wanted, found, arrays)
     sums = local.Sums.of(state)
     if placement is not None:
         return gradients_over_ranks(rows, scale, placement, sums, one * placement.factor, wanted, arrays)
