@@ -306,7 +306,7 @@ def option(name: str, x: Any, least: float, most: float) -> float:
     """
     if not isinstance(x, Real) or isinstance(x, bool):
         raise TypeError(f"{name} must be a number, got {type(x).__name__}; pass a float")
-    if not least <= x <= most:
+    if not least <= float(x) <= most:
         raise ValueError(f"{name} must lie in {least:g}..{most:g}, got {x}; leave it out for 0")
     return float(x)
 

@@ -12,6 +12,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import replace
+from typing import Any
 
 from contrastile.backends.arrays import ArrayLibrary, library_of, transfer
 from contrastile.backends.contract import Array
@@ -26,7 +27,7 @@ ROWS = 4096
 def _beside(x: Array, like: Array) -> Array:
     """X in the library and on the device of another array: blocks keep features elsewhere than vectors."""
     target = library_of(like)
-    moved = transfer(x, library_of(x), target)
+    moved: Any = transfer(x, library_of(x), target)
     return moved.to(like.device) if target.name == "torch" else moved
 
 
@@ -55,7 +56,7 @@ class Smoothing:
             even = 1.0 / sum(placement.shards.rows), 1.0 / sum(placement.shards.widths)
         # what each row, and each column, weighs in the sum and in the mean of its side
         self.weights = [(weight, 0.0 * weight + mean) for weight, mean in zip((u, v), even, strict=True)]
-        source = library_of(problem.rows)
+        source: Any = library_of(problem.rows)
         found = []
         for weights, parts in zip(self.weights, ((problem.rows,), blocks), strict=True):
             for weight in weights:
