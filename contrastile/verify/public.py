@@ -12,6 +12,7 @@ import numpy as np
 
 from contrastile.comm.communicator import Communicator
 from contrastile.oracle.arrays import IntArray
+from contrastile.verify import statistics
 from contrastile.verify.arithmetic import Spread
 from contrastile.verify.comparison import NOTHING, Comparisons, Worst, wrong
 from contrastile.verify.losses import allowed
@@ -295,16 +296,20 @@ PROPERTIES = (
         for name in OBJECTIVES
     ),
     Property("public-training", training, CASE),
+    statistics.ALONE,
 )
 """One property per loss, and one of what only training has."""
 
-OVER_RANKS = tuple(
-    _property(
-        name.replace("_", "-"),
-        partial(over_ranks, name),
-        RANKS_CASE,
-        f"The public {name} with a group gives the loss and gradients of the joined batch.",
-    )
-    for name in OBJECTIVES
+OVER_RANKS = (
+    *(
+        _property(
+            name.replace("_", "-"),
+            partial(over_ranks, name),
+            RANKS_CASE,
+            f"The public {name} with a group gives the loss and gradients of the joined batch.",
+        )
+        for name in OBJECTIVES
+    ),
+    statistics.OVER_RANKS,
 )
 """The same of ranks."""
