@@ -39,7 +39,7 @@ class Options(NamedTuple):
 
     inside: whether the sum over the positives is inside of the logarithm (SupCon Eq. 3, L_in), not outside (Eq. 2).
     smoothing: e of (1 - e) y_ij + e / n, the targets of torch's cross_entropy with label_smoothing.
-    margin: m of s (<q, k> - m) at positives (CosFace Eq. 4).
+    margin: what the dot products of positives are lowered by (CosFace Eq. 4).
     """
 
     inside: bool = False
