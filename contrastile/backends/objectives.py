@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import lru_cache
 from typing import Any
 
@@ -92,16 +92,17 @@ class Terms:
         margin: what the positives' logits are lowered by, 0-d float64; None for nothing.
         smoothing: the share of the target that is spread over all columns. Of what it adds to the loss, ``schedules.
             beside`` has the part that is linear in all logits.
+        fused: whether it is the cross entropy, whose bars kernels form where they need them.
     """
 
     kind: str
     margin: Array | None = None
     smoothing: float | None = None
+    fused: bool = field(init=False)
 
-    @property
-    def fused(self) -> bool:
-        """Whether it is the cross entropy, whose bars kernels form where they need them."""
-        return self.kind == "softmax" and self.margin is None and self.smoothing is None
+    def __post_init__(self) -> None:
+        # read several times in a step
+        object.__setattr__(self, "fused", self.kind == "softmax" and self.margin is self.smoothing is None)
 
     @property
     def objective(self) -> Objective:
@@ -143,11 +144,10 @@ def loss(terms: Terms, arrays: Any, dtype: str, sides: Sequence[Sequence[Array]]
 
 
 def spread(arrays: Any, positive_lse: Array, positive_sum: Array, target: Array) -> Array:
-    """``D = P - t S``, 0 where there is no positive."""
-    p, s = positive_lse, arrays.cast(positive_sum, "float64")
+    """``D = P - t S``, 0 where there is no positive: then P is -inf and S is 0."""
+    s = arrays.cast(positive_sum, "float64")
     # a log-sum-exp is never below a mean of its own terms: rounding that says so is projected back
-    found = arrays.maximum(p - reciprocal_of_count(arrays, target) * s, 0.0)
-    return arrays.where(p == -math.inf, 0.0 * target, found)
+    return arrays.maximum(positive_lse - reciprocal_of_count(arrays, target) * s, 0.0)
 
 
 def added(arrays: Any, losses: Sequence[Array], dtype: str) -> Array:
