@@ -9,9 +9,18 @@ import importlib
 from typing import Any
 
 from contrastile.evaluation import value_and_grad
-from contrastile.losses import clip_loss, info_nce, nt_xent, sigmoid_loss, sup_con
+from contrastile.losses import clip_loss, info_nce, nt_xent, sigmoid_loss, statistics, sup_con
 
-__all__ = ["__version__", "clip_loss", "info_nce", "nt_xent", "sigmoid_loss", "sup_con", "value_and_grad"]
+__all__ = [
+    "__version__",
+    "clip_loss",
+    "info_nce",
+    "nt_xent",
+    "sigmoid_loss",
+    "statistics",
+    "sup_con",
+    "value_and_grad",
+]
 __version__ = "0.1.0"
 
 _SUBPACKAGES = ("backends", "comm", "nn", "oracle", "schedules", "training", "verify")

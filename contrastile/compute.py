@@ -19,7 +19,7 @@ Found = Sequence[Any]
 
 
 def loss(plan: Plan, wanted: local.Wanted | None = None) -> Found:
-    """The loss (0-d), and what its gradients need: see ``schedule.loss``.
+    """The loss (0-d), or the statistics, and what its gradients need: see ``schedule.loss``.
 
     Args:
         plan: what to compute, and how.
@@ -32,11 +32,10 @@ def loss(plan: Plan, wanted: local.Wanted | None = None) -> Found:
         value, *state = _from_graphs(
             alone, ("loss", told), whole.arrays(), lambda given: loss(_launched(alone).with_arrays(given), told)
         )
-        return value, *whole.for_gradients().arrays(), *state
+        return replicate.own_value(plan.problem, value), *whole.for_gradients().arrays(), *state
     with native(plan.problem, library, backend) as inside:
         value, left = schedule.loss(inside, backend, plan.options, wanted)
-        value = transfer(value, backend.arrays, library, library.dtype(plan.problem.scale))
-        return value, *(transfer(x, backend.arrays, library) for x in left)
+        return tuple(transfer(x, backend.arrays, library) for x in (value, *left))
 
 
 def gradients(plan: Plan, state: Found, upstream: Any, wanted: local.Wanted) -> Found:
@@ -45,7 +44,7 @@ def gradients(plan: Plan, state: Found, upstream: Any, wanted: local.Wanted) -> 
     Args:
         plan: of which the arrays of ``Problem.for_gradients`` are read.
         state: what ``loss`` gave beside the value.
-        upstream: 0-d. None is 1, and lets the state be consumed.
+        upstream: of the loss's shape. None is 1, and lets the state be consumed.
         wanted: which gradients to give.
     """
     problem, backend, library = plan.problem, plan.backend, plan.library
@@ -59,7 +58,7 @@ def gradients(plan: Plan, state: Found, upstream: Any, wanted: local.Wanted) -> 
             mine = _launched(alone).with_arrays(others[: len(arrays)])
             return gradients(mine, others[len(arrays) :], factor, of_whole)
 
-        factor = one * problem.placement.factor
+        factor = replicate.upstream_of_whole(problem, one, wanted, library)
         rows, scale, bias, *columns = _from_graphs(alone, ("gradients", of_whole), (*arrays, *left, factor), compute)
         own = replicate.own_part(problem, local.Gradients(rows, tuple(columns), scale, bias), wanted, library)
         return own.rows, own.scale, own.bias, *own.columns
@@ -93,7 +92,8 @@ def _from_graphs(plan: Plan, what: Hashable, arrays: Found, compute: Callable[[F
     problem = plan.problem
     if not can_capture(problem.rows) or not may_be_replayed(_launched(plan)):
         return compute(arrays)
-    return GRAPHS.call((what, problem.kind, problem.match, plan.name, plan.options), arrays, compute)
+    form = problem.kind, problem.match, problem.margin, problem.smoothing
+    return GRAPHS.call((what, *form, plan.name, plan.options), arrays, compute)
 
 
 def may_be_replayed(plan: Plan) -> bool:

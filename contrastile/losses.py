@@ -6,13 +6,101 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any, Unpack
+from typing import Any, NamedTuple, Unpack
 
+from contrastile import problems
 from contrastile.evaluation import evaluate
 from contrastile.plan import Settings
 from contrastile.problems import BUILDERS
 
 Array = Any
+
+
+class Side(NamedTuple):
+    """The statistics of the rows, or of the columns, x being the logits: float64, one number for each.
+
+    Attributes:
+        negatives: the log-sum-exp of x over the negatives; -inf where there is none.
+        positives: the log-sum-exp of x over the positives; -inf where there is none.
+        spread: ``positives`` less the mean of x over the positives: 0 where there are less than two.
+    """
+
+    negatives: Array
+    positives: Array
+    spread: Array
+
+
+class Statistics(NamedTuple):
+    """What ``statistics`` gives.
+
+    Attributes:
+        rows: of the rows, over all columns.
+        columns: of the columns, over all rows.
+    """
+
+    rows: Side
+    columns: Side
+
+
+def statistics(
+    rows: Array,
+    columns: Array | None,
+    scale: Any,
+    *,
+    negatives: Array | Sequence[Array] | None = None,
+    positives: Array | None = None,
+    row_ids: Array | None = None,
+    column_ids: Array | None = None,
+    ids_are: str = "false_negatives",
+    **settings: Unpack[Settings],
+) -> Statistics:
+    """What losses are made of, without the matrix of logits: N, P and D of every row and of every column.
+
+    The loss of one row is softplus(N - P) + D in InfoNCE, CLIP and SupCon, N - P in the decoupled loss, and so on:
+    docs/how-to/own-loss.md. Any function of these vectors is differentiable, in the features and the scale.
+
+    With a group, each rank has the statistics of its own rows over the columns of all ranks, and of its own columns
+    over all rows. Each rank makes a number of them. If the parameters' gradients are averaged over the ranks, as DDP
+    does, they are those of the mean of these numbers; if they are added up, those of the sum: ``parameter_reduction``
+    changes nothing. Every rank must take the backward pass.
+
+    Args:
+        rows: (m, d) float16, bfloat16, float32 or float64.
+        columns: (n, d), same dtype and device. None for the rows themselves, each of which leaves itself out; the
+            statistics of the columns are then those of the rows.
+        scale: number or one-element array that multiplies the dot products; differentiable.
+        negatives: further columns, (r, d) or a sequence of such; r may be 0.
+        positives: (m,) integers, the column of each row's positive among [columns, *negatives], -1 for none; None means
+            row i's is i, and of rows against themselves that there are none. Over ranks they count over all columns.
+        row_ids: (m,) integers, given together with column_ids; of rows against themselves alone.
+        column_ids: (n + all negatives,) integers.
+        ids_are: what columns with the row's id are: "false_negatives", which are left out if they are not the positive,
+            or "positives".
+        **settings: see ``contrastile.plan.Settings``.
+
+    Returns:
+        ``.rows`` and ``.columns``, each with ``.negatives`` (N), ``.positives`` (P) and ``.spread`` (D), float64: (m,),
+        and (n + all negatives,). Of NumPy and CuPy arrays they carry no gradient.
+
+    Raises:
+        TypeError, ValueError, BackendUnavailableError, UnsupportedProblemError, MismatchError, ExchangeError,
+        RuntimeError: see ``clip_loss``.
+    """
+    found = evaluate(
+        problems.statistics,
+        settings,
+        rows,
+        columns,
+        scale,
+        negatives=negatives,
+        positives=positives,
+        row_ids=row_ids,
+        column_ids=column_ids,
+        ids_are=ids_are,
+    )
+    m = rows.shape[0]
+    of_rows = Side(*found[:, :m])
+    return Statistics(of_rows, of_rows if columns is None else Side(*found[:, m:]))
 
 
 def clip_loss(
@@ -21,6 +109,11 @@ def clip_loss(
     scale: Any,
     *,
     ids: Array | None = None,
+    ids_are: str = "false_negatives",
+    sum_positives: str = "outside",
+    weights: Array | None = None,
+    label_smoothing: float = 0.0,
+    margin: float = 0.0,
     **settings: Unpack[Settings],
 ) -> Array:
     """Symmetric image-text loss: the mean of the two directions' InfoNCE (Inf-CL Eq. 1 both ways; DisCo Eq. 1 halved).
@@ -30,7 +123,16 @@ def clip_loss(
             any loss are first cast to autocast's dtype, float64 excepted.
         text: (b, d), same dtype and device; row i is the positive of image row i.
         scale: number or one-element array that multiplies the dot products; differentiable.
-        ids: (b,) integers or None. Pairs of different rows with equal ids are false negatives and are left out.
+        ids: (b,) integers or None, of all ranks together.
+        ids_are: what pairs of different rows with equal ids are: "false_negatives", which are left out, or "positives",
+            which share the target with the row's own (UniCL; SupCon's L_out).
+        sum_positives: where the sum over several positives is, "outside" or "inside" of the logarithm: SupCon's L_out
+            or L_in (Eq. 2 and 3). "inside" needs ``ids_are="positives"``.
+        weights: (b,) floating point or None, one for each pair, without a gradient: the mean becomes the sum of what
+            each weighs, divided by their sum over all ranks, which must not be 0.
+        label_smoothing: 0..1, the share of the target that is spread over all columns, as in
+            ``torch.nn.functional.cross_entropy``; not with false negatives, a margin or ``sum_positives="inside"``.
+        margin: what the positives' dot products are lowered by before the scale multiplies them (CosFace Eq. 4).
         **settings: how to compute it, and with whom: see ``contrastile.plan.Settings``.
 
     Returns:
@@ -46,7 +148,9 @@ def clip_loss(
         ExchangeError: a rank died, stalled or left.
         RuntimeError: forward mode, ``torch.func.vmap`` or a second derivative, which are not defined.
     """
-    return evaluate(BUILDERS["clip_loss"], settings, image, text, scale, ids=ids)
+    options: Any = {"ids_are": ids_are, "sum_positives": sum_positives, "weights": weights, "margin": margin}
+    options["label_smoothing"] = label_smoothing
+    return evaluate(BUILDERS["clip_loss"], settings, image, text, scale, ids=ids, **options)
 
 
 def info_nce(
@@ -58,6 +162,11 @@ def info_nce(
     positives: Array | None = None,
     row_ids: Array | None = None,
     column_ids: Array | None = None,
+    ids_are: str = "false_negatives",
+    sum_positives: str = "outside",
+    weights: Array | None = None,
+    label_smoothing: float = 0.0,
+    margin: float = 0.0,
     **settings: Unpack[Settings],
 ) -> Array:
     """One-direction InfoNCE: each query against all keys and negatives under one log-sum-exp (Inf-CL Eq. 1).
@@ -74,6 +183,12 @@ def info_nce(
         row_ids: (m,) integers, given together with column_ids; columns with the query's id that are not its positive
             are false negatives and are left out.
         column_ids: (n + all negatives,) integers.
+        ids_are: "false_negatives", or "positives": then all columns with the query's id are its positives, n is any
+            number, ``positives`` is None, and the mean is over the queries that have a positive.
+        sum_positives: see ``clip_loss``.
+        weights: (m,), one for each query: see ``clip_loss``.
+        label_smoothing: see ``clip_loss``.
+        margin: see ``clip_loss``.
         **settings: see ``contrastile.plan.Settings``.
 
     Returns:
@@ -94,6 +209,11 @@ def info_nce(
         positives=positives,
         row_ids=row_ids,
         column_ids=column_ids,
+        ids_are=ids_are,
+        sum_positives=sum_positives,
+        weights=weights,
+        label_smoothing=label_smoothing,
+        margin=margin,
     )
 
 
@@ -101,6 +221,9 @@ def nt_xent(
     view_a: Array,
     view_b: Array,
     scale: Any,
+    *,
+    weights: Array | None = None,
+    margin: float = 0.0,
     **settings: Unpack[Settings],
 ) -> Array:
     """SimCLR's NT-Xent: each of the 2b views against the 2b - 1 others, its partner being the positive.
@@ -109,6 +232,8 @@ def nt_xent(
         view_a: (b, d) float16, bfloat16, float32 or float64.
         view_b: (b, d), same dtype and device; row i is the other view of view_a's row i.
         scale: number or one-element array, 1 / temperature; differentiable.
+        weights: (b,), one for each sample: see ``clip_loss``.
+        margin: see ``clip_loss``.
         **settings: see ``contrastile.plan.Settings``.
 
     Returns:
@@ -118,13 +243,19 @@ def nt_xent(
         TypeError, ValueError, BackendUnavailableError, UnsupportedProblemError, MismatchError, ExchangeError: see
             ``clip_loss``.
     """
-    return evaluate(BUILDERS["nt_xent"], settings, view_a, view_b, scale)
+    return evaluate(BUILDERS["nt_xent"], settings, view_a, view_b, scale, weights=weights, margin=margin)
 
 
 def sup_con(
     features: Array,
     labels: Array,
     scale: Any,
+    *,
+    keys: Array | None = None,
+    key_labels: Array | None = None,
+    sum_positives: str = "outside",
+    weights: Array | None = None,
+    margin: float = 0.0,
     **settings: Unpack[Settings],
 ) -> Array:
     """SupCon's L_out: each sample against all others, every other sample of its label a positive of weight 1/|P(i)|.
@@ -133,6 +264,12 @@ def sup_con(
         features: (b, d) float16, bfloat16, float32 or float64.
         labels: (b,) integers.
         scale: number or one-element array, 1 / temperature; differentiable.
+        keys: (n, d), same dtype and device, given together with key_labels: samples are compared with these alone, such
+            as other views or a queue; differentiable. None compares them with each other.
+        key_labels: (n,) integers.
+        sum_positives: "outside" of the logarithm, or "inside" for L_in: see ``clip_loss``.
+        weights: (b,), one for each sample: see ``clip_loss``.
+        margin: see ``clip_loss``.
         **settings: see ``contrastile.plan.Settings``.
 
     Returns:
@@ -142,7 +279,9 @@ def sup_con(
         TypeError, ValueError, BackendUnavailableError, UnsupportedProblemError, MismatchError, ExchangeError: see
             ``clip_loss``.
     """
-    return evaluate(BUILDERS["sup_con"], settings, features, labels, scale)
+    options: Any = {"sum_positives": sum_positives, "weights": weights, "margin": margin}
+    options |= {"keys": keys, "key_labels": key_labels}
+    return evaluate(BUILDERS["sup_con"], settings, features, labels, scale, **options)
 
 
 def sigmoid_loss(
@@ -152,6 +291,8 @@ def sigmoid_loss(
     bias: Any = 0.0,
     *,
     ids: Array | None = None,
+    ids_are: str = "false_negatives",
+    weights: Array | None = None,
     **settings: Unpack[Settings],
 ) -> Array:
     """SigLIP's loss: ``sum_ij softplus(-z_ij (scale <image_i, text_j> + bias)) / b``, z = +1 on the diagonal, else -1.
@@ -161,7 +302,10 @@ def sigmoid_loss(
         text: (b, d), same dtype and device.
         scale: number or one-element array that multiplies the dot products; differentiable.
         bias: number or one-element array added to every logit; differentiable.
-        ids: (b,) integers or None. Pairs of different rows with equal ids are left out.
+        ids: (b,) integers or None, of all ranks together.
+        ids_are: what pairs of different rows with equal ids are: "false_negatives", which are left out, or "positives",
+            as of an image with several captions.
+        weights: (b,), one for each image: see ``clip_loss``.
         **settings: see ``contrastile.plan.Settings``.
 
     Returns:
@@ -171,4 +315,6 @@ def sigmoid_loss(
         TypeError, ValueError, BackendUnavailableError, UnsupportedProblemError, MismatchError, ExchangeError: see
             ``clip_loss``.
     """
-    return evaluate(BUILDERS["sigmoid_loss"], settings, image, text, scale, bias, ids=ids)
+    return evaluate(
+        BUILDERS["sigmoid_loss"], settings, image, text, scale, bias, ids=ids, ids_are=ids_are, weights=weights
+    )

@@ -19,11 +19,21 @@ except ModuleNotFoundError:
     raise
 
 
+_USUAL: dict[str, Any] = {
+    "ids_are": "false_negatives",
+    "sum_positives": "outside",
+    "label_smoothing": 0.0,
+    "margin": 0.0,
+    **DEFAULTS,
+}
+
+
 class _Loss(torch.nn.Module):
     """What every loss module keeps: how its loss is computed, and with whom."""
 
-    def __init__(self, rank: int, world_size: int, **settings: Unpack[Settings]) -> None:
+    def __init__(self, rank: int, world_size: int, options: dict[str, Any], **settings: Unpack[Settings]) -> None:
         super().__init__()
+        self.options = options
         for name, given in (("rank", rank), ("world_size", world_size)):
             if not isinstance(given, SupportsIndex):
                 raise TypeError(
@@ -43,18 +53,18 @@ class _Loss(torch.nn.Module):
         """The processes that share the batch, or None."""
         return self.settings["group"]
 
-    def _evaluate(self, name: str, *args: Any) -> Any:
+    def _evaluate(self, name: str, *args: Any, **of_batch: Any) -> Any:
         """The loss of this name."""
         if self.group is None:
-            return evaluate(BUILDERS[name], self.settings, *args)
-        return evaluate(self._confirmed, self.settings, BUILDERS[name], *args)
+            return evaluate(BUILDERS[name], self.settings, *args, **of_batch, **self.options)
+        return evaluate(self._confirmed, self.settings, BUILDERS[name], *args, **of_batch, **self.options)
 
-    def _confirmed(self, build: Callable[..., LossProblem], *args: Any, world: Handshake) -> LossProblem:
+    def _confirmed(self, build: Callable[..., LossProblem], *args: Any, world: Handshake, **given: Any) -> LossProblem:
         """The problem; raise, on every rank, if the rank and world size that were given are not the group's."""
         own = world.communicator
         # a rank of 0 is what open_clip has where none was given
         if own is None or self.world_size == 1 or (own.size == self.world_size and self.rank in (0, own.rank)):
-            return build(*args, world=world)
+            return build(*args, world=world, **given)
         raise ValueError(
             f"rank and world_size must be those of the group, where this is rank {own.rank} of {own.size}, got rank "
             f"{self.rank} of {self.world_size}; leave both out and give group='world'"
@@ -64,8 +74,8 @@ class _Loss(torch.nn.Module):
         """The settings that are not the usual ones, with backend and tile, for print(module)."""
         shown = {
             name: value
-            for name, value in self.settings.items()
-            if name in ("backend", "tile") or value != DEFAULTS.get(name)
+            for name, value in {**self.settings, **self.options}.items()
+            if name in ("backend", "tile") or value != _USUAL.get(name)
         }
         return ", ".join(f"{name}={value!r}" for name, value in shown.items())
 
@@ -84,6 +94,7 @@ class ClipLoss(_Loss):
         rank: checked against the group, unless it is 0.
         world_size: more than 1 means the default group of torch.distributed, where ``group`` is None.
         use_horovod: must be False.
+        ids_are, sum_positives, label_smoothing, margin: see ``contrastile.clip_loss``.
         **settings: see ``contrastile.plan.Settings``; ``parameter_reduction="mean"`` is right under DDP and FSDP.
 
     Raises:
@@ -99,13 +110,19 @@ class ClipLoss(_Loss):
         rank: int = 0,
         world_size: int = 1,
         use_horovod: bool = False,
+        *,
+        ids_are: str = "false_negatives",
+        sum_positives: str = "outside",
+        label_smoothing: float = 0.0,
+        margin: float = 0.0,
         **settings: Unpack[Settings],
     ) -> None:
         if use_horovod:
             raise ValueError(
                 "use_horovod must be False, got True; give group= an mpi4py communicator, or a torch.distributed group"
             )
-        super().__init__(rank, world_size, **settings)
+        options = {"ids_are": ids_are, "sum_positives": sum_positives, "label_smoothing": label_smoothing}
+        super().__init__(rank, world_size, {**options, "margin": margin}, **settings)
 
     def forward(
         self,
@@ -114,6 +131,9 @@ class ClipLoss(_Loss):
         logit_scale: Tensor | float,
         logit_bias: Tensor | float | None = None,
         output_dict: bool = False,
+        *,
+        ids: Tensor | None = None,
+        weights: Tensor | None = None,
     ) -> Tensor | dict[str, Tensor]:
         """The loss, or ``{"contrastive_loss": loss}`` with ``output_dict``.
 
@@ -123,12 +143,15 @@ class ClipLoss(_Loss):
             logit_scale: the factor itself, exp of the learned parameter, as open_clip passes it.
             logit_bias: has no effect on a softmax; its gradient is 0.
             output_dict: whether to return a dict.
+            ids: (b,) integers, or None: see ``contrastile.clip_loss``.
+            weights: (b,) likewise.
 
         Raises:
             TypeError, ValueError, BackendUnavailableError, UnsupportedProblemError, MismatchError, ExchangeError: see
                 ``contrastile.clip_loss``.
         """
-        loss = self._evaluate("clip_loss", image_features, text_features, logit_scale)
+        batch = {"ids": ids, "weights": weights}
+        loss = self._evaluate("clip_loss", image_features, text_features, logit_scale, **batch)
         if isinstance(logit_bias, Tensor):
             # zero, but a parameter that took part: DDP would otherwise wait for its gradient
             loss = loss + 0.0 * logit_bias.sum()
@@ -146,6 +169,7 @@ class SigLipLoss(_Loss):
         rank: see ``ClipLoss``.
         world_size: see ``ClipLoss``.
         dist_impl: "bidir", "shift", "reduce", "gather" or None; changes nothing here: see ``exchange``.
+        ids_are: see ``contrastile.sigmoid_loss``.
         **settings: see ``contrastile.plan.Settings``; ``parameter_reduction="mean"`` is right under DDP and FSDP.
 
     Raises:
@@ -159,6 +183,8 @@ class SigLipLoss(_Loss):
         rank: int = 0,
         world_size: int = 1,
         dist_impl: str | None = None,
+        *,
+        ids_are: str = "false_negatives",
         **settings: Unpack[Settings],
     ) -> None:
         if dist_impl not in (None, "bidir", "shift", "reduce", "gather"):
@@ -166,7 +192,7 @@ class SigLipLoss(_Loss):
                 f"dist_impl must be one of bidir, shift, reduce, gather, got {dist_impl!r}; leave it out: exchange= "
                 "chooses here"
             )
-        super().__init__(rank, world_size, **settings)
+        super().__init__(rank, world_size, {"ids_are": ids_are}, **settings)
 
     def forward(
         self,
@@ -175,6 +201,9 @@ class SigLipLoss(_Loss):
         logit_scale: Tensor | float,
         logit_bias: Tensor | float | None,
         output_dict: bool = False,
+        *,
+        ids: Tensor | None = None,
+        weights: Tensor | None = None,
     ) -> Tensor | dict[str, Tensor]:
         """The loss, or ``{"contrastive_loss": loss}`` with ``output_dict``.
 
@@ -184,13 +213,16 @@ class SigLipLoss(_Loss):
             logit_scale: the factor itself, exp of the learned parameter, as open_clip passes it.
             logit_bias: added to every logit; SigLIP starts it at -10. None adds nothing.
             output_dict: whether to return a dict.
+            ids: (b,) integers, or None: see ``contrastile.sigmoid_loss``.
+            weights: (b,) likewise.
 
         Raises:
             TypeError, ValueError, BackendUnavailableError, UnsupportedProblemError, MismatchError, ExchangeError: see
                 ``contrastile.sigmoid_loss``.
         """
         bias = 0.0 if logit_bias is None else logit_bias
-        loss = self._evaluate("sigmoid_loss", image_features, text_features, logit_scale, bias)
+        given = image_features, text_features, logit_scale, bias
+        loss = self._evaluate("sigmoid_loss", *given, ids=ids, weights=weights)
         return _result(loss, output_dict)
 
 

@@ -6,13 +6,15 @@ weights are those of the global loss.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 from contrastile import validation
 from contrastile.backends.arrays import ArrayLibrary
 from contrastile.backends.contract import state_dtype
+from contrastile.backends.objectives import STATISTICS
 from contrastile.schedules.handshake import ALONE, Handshake
 from contrastile.schedules.local import Gradients, both_sides
 from contrastile.schedules.problem import EqualPairs, Problem
@@ -32,29 +34,48 @@ class LossProblem:
     pull_back: Callable[[Gradients], tuple[Array, ...]]
 
 
-def clip(image: Array, text: Array, scale: Any, *, ids: Array | None = None, world: Handshake = ALONE) -> LossProblem:
+def clip(
+    image: Array,
+    text: Array,
+    scale: Any,
+    *,
+    ids: Array | None = None,
+    ids_are: str = "false_negatives",
+    sum_positives: str = "outside",
+    weights: Array | None = None,
+    label_smoothing: float = 0.0,
+    margin: float = 0.0,
+    world: Handshake = ALONE,
+) -> LossProblem:
     """Both directions, halved: u = v = 1 / (2b); the positive of row i is column i."""
     check = world.known or validation
+    form, agreed = _form(ids, ids_are, sum_positives, label_smoothing, margin, weights=weights, name="ids")
     arrays, (rows, columns) = check.features(world.alone, image=image, text=text)
     check.paired("image", image, "text", text, "use info_nce for keys without a query")
     m, state = rows.shape[0], state_dtype(arrays.dtype(rows))
     same = None if ids is None else check.integers("ids", ids, m, "pair", arrays, rows)
     factor = check.scalar("scale", scale, arrays, state, rows)
-    met = world.meet(arrays, rows, (columns,), (scale, factor), loss="clip_loss", ids=ids is not None)
+    met = world.meet(arrays, rows, (columns,), (scale, factor), loss="clip_loss", ids=ids is not None, **agreed)
     pairs = _equal(check, arrays, 0.5 / met.rows, met.start, met.start + m, state, rows)
+    weight, target, positives = pairs.weight, pairs.target, pairs.positives
+    if weights is not None:
+        weight = _shares(world, arrays, check.weights(weights, m, "pair", arrays, rows), state, 0.5)
+    if ids_are == "positives":
+        target, positives = _reciprocal(arrays, world.count_in(arrays, same, arrays.sorted(same)[0]), state), None
     problem = Problem(
         rows=rows,
         columns=(columns,),
         scale=factor,
-        row_weight=pairs.weight,
-        row_target=pairs.target,
-        column_weight=pairs.weight,
-        column_target=pairs.target,
-        positives=pairs.positives,
+        row_weight=weight,
+        row_target=target,
+        column_weight=weight,
+        column_target=target,
+        positives=positives,
         row_ids=same,
         column_ids=same,
         placement=met.placement,
         equal=pairs,
+        **form,
     )
     return LossProblem(arrays, problem, lambda g: (*_like(arrays, (image, text), (g.rows, g.columns[0])), g.scale))
 
@@ -68,13 +89,21 @@ def info_nce(
     positives: Array | None = None,
     row_ids: Array | None = None,
     column_ids: Array | None = None,
+    ids_are: str = "false_negatives",
+    sum_positives: str = "outside",
+    weights: Array | None = None,
+    label_smoothing: float = 0.0,
+    margin: float = 0.0,
     world: Handshake = ALONE,
 ) -> LossProblem:
-    """One direction: u = 1 / m, no column weights; the key and each block of negatives share one log-sum-exp."""
+    """One direction: u = 1 / m, no column weights; the key and each block of negatives share one log-sum-exp.
+
+    Where ids give the positives, u = 1 / (queries that have one).
+    """
     check = world.known or validation
-    more: tuple[Array, ...]
-    more = () if negatives is None else tuple(negatives) if isinstance(negatives, Sequence) else (negatives,)
-    named = {f"negatives[{i}]": x for i, x in enumerate(more)}
+    form, agreed = _form(row_ids, ids_are, sum_positives, label_smoothing, margin, positives, weights)
+    of_ids = ids_are == "positives"
+    named = _named(negatives)
     arrays, (rows, *columns) = check.features(world.alone, may_be_empty=named, query=query, key=key, **named)
     m, n = rows.shape[0], sum(x.shape[0] for x in columns)
     if world.alone:
@@ -82,11 +111,10 @@ def info_nce(
         columns = [x for i, x in enumerate(columns) if i == 0 or x.shape[0] or getattr(x, "requires_grad", False)]
     state = state_dtype(arrays.dtype(rows))
     factor = check.scalar("scale", scale, arrays, state, rows)
-    if (row_ids is None) != (column_ids is None):
-        raise ValueError("row_ids and column_ids must be given together, got only one; give both, or neither")
-    rows_of = None if row_ids is None else check.integers("row_ids", row_ids, m, "query", arrays, rows)
-    of_columns = None if column_ids is None else check.integers("column_ids", column_ids, n, "column", arrays, rows)
-    if positives is None:
+    rows_of, of_columns = _ids(check, arrays, rows, "query", (row_ids, m), (column_ids, n))
+    if of_ids:
+        where = None
+    elif positives is None:
         check.paired("query", query, "key", key, "give positives= to say which key is whose")
         where = None
     else:
@@ -99,9 +127,21 @@ def info_nce(
         loss="info_nce",
         positives=where is not None,
         row_ids=row_ids is not None,
+        **agreed,
     )
     pairs = _equal(check, arrays, 1.0 / met.rows, met.start, met.start + m, state, rows)
-    if where is None:
+    weight, target = pairs.weight, pairs.target
+    if weights is not None or of_ids:
+        each = None if weights is None else check.weights(weights, m, "query", arrays, rows)
+        if of_ids:
+            count = world.count_in(arrays, rows_of, arrays.sorted(of_columns)[0], of_rows=False)
+            target = _reciprocal(arrays, count, state)
+            counted = arrays.cast(count > 0, "float64")
+            each = counted if each is None else counted * each
+        weight = _shares(world, arrays, each, state)
+    if of_ids:
+        pass
+    elif where is None:
         where = pairs.positives
     else:
         if validation.values_are_readable(arrays, where):
@@ -114,37 +154,50 @@ def info_nce(
         rows=rows,
         columns=tuple(columns),
         scale=factor,
-        row_weight=pairs.weight,
-        row_target=pairs.target,
+        row_weight=weight,
+        row_target=target,
         positives=where,
         row_ids=rows_of,
         column_ids=of_columns,
         placement=met.placement,
         equal=pairs,
+        **form,
     )
     return LossProblem(arrays, problem, lambda g: (*_like(arrays, (query, key), (g.rows, g.columns[0])), g.scale))
 
 
-def nt_xent(view_a: Array, view_b: Array, scale: Any, *, world: Handshake = ALONE) -> LossProblem:
+def nt_xent(
+    view_a: Array,
+    view_b: Array,
+    scale: Any,
+    *,
+    weights: Array | None = None,
+    margin: float = 0.0,
+    world: Handshake = ALONE,
+) -> LossProblem:
     """The 2b views against themselves, each excluded from its own columns: u = 1 / (2b)."""
     check = world.known or validation
+    form, agreed = _form(None, margin=margin, weights=weights)
     arrays, both = check.features(world.alone, view_a=view_a, view_b=view_b)
     check.paired("view_a", view_a, "view_b", view_b, "give two views of every sample")
     views = arrays.concat(list(both))
     m, state = view_a.shape[0], state_dtype(arrays.dtype(views))
     factor = check.scalar("scale", scale, arrays, state, views)
-    met = world.meet(arrays, views, (views,), (scale, factor), loss="nt_xent")
+    met = world.meet(arrays, views, (views,), (scale, factor), loss="nt_xent", **agreed)
     pairs = _equal(check, arrays, 1.0 / met.rows, met.start, met.start + 2 * m, state, views)
-    itself = pairs.positives
+    itself, weight = pairs.positives, pairs.weight
+    if weights is not None:
+        weight = _shares(world, arrays, arrays.concat([check.weights(weights, m, "sample", arrays, views)] * 2), state)
     problem = Problem(
         rows=views,
         columns=(),
         scale=factor,
-        row_weight=pairs.weight,
+        row_weight=weight,
         row_target=pairs.target,
         positives=check.once("partners", lambda: arrays.concat([itself[m:], itself[:m]])),
         excluded=itself,
         placement=met.placement,
+        **form,
     )
 
     def pull_back(g: Gradients) -> tuple[Array, ...]:
@@ -154,13 +207,27 @@ def nt_xent(view_a: Array, view_b: Array, scale: Any, *, world: Handshake = ALON
     return LossProblem(arrays, problem, pull_back)
 
 
-def sup_con(features: Array, labels: Array, scale: Any, *, world: Handshake = ALONE) -> LossProblem:
+def sup_con(
+    features: Array,
+    labels: Array,
+    scale: Any,
+    *,
+    keys: Array | None = None,
+    key_labels: Array | None = None,
+    sum_positives: str = "outside",
+    weights: Array | None = None,
+    margin: float = 0.0,
+    world: Handshake = ALONE,
+) -> LossProblem:
     """Samples against themselves, self excluded, t = 1 / |P(i)|; u = 1 / (samples that have a positive).
 
     Samples are taken in the order of their labels: few tiles then hold a positive, and the others look for none. A
     few on a host stay as they are.
     """
+    if keys is not None or key_labels is not None:
+        return _labelled(features, labels, scale, keys, key_labels, sum_positives, weights, margin, world)
     check = world.known or validation
+    form, agreed = _form(labels, "positives", sum_positives, margin=margin, weights=weights)
     arrays, (rows,) = check.features(world.alone, features=features)
     m, state = rows.shape[0], state_dtype(arrays.dtype(rows))
     labels = check.integers("labels", labels, m, "sample", arrays, rows)
@@ -169,23 +236,24 @@ def sup_con(features: Array, labels: Array, scale: Any, *, world: Handshake = AL
     if not stay:
         labels, rows = ordered, arrays.take(rows, order)
     factor = check.scalar("scale", scale, arrays, state, rows)
-    met = world.meet(arrays, rows, (rows,), (scale, factor), loss="sup_con")
-    count = arrays.count_in(labels, ordered) if stay else world.count_in(arrays, ordered)
+    met = world.meet(arrays, rows, (rows,), (scale, factor), loss="sup_con", **agreed)
+    count = world.count_in(arrays, labels, ordered)
     partners = arrays.cast(count - 1, state)
-    counted = arrays.cast(partners > 0, state)
-    # a batch in which no label repeats has loss 0, not 0 / 0
-    sharing = arrays.maximum(arrays.cast(world.total(arrays, arrays.total(counted)), state), 1.0)
+    counted = arrays.cast(partners > 0, "float64")
+    if weights is not None:
+        each = check.weights(weights, m, "sample", arrays, rows)
+        counted = counted * (each if stay else arrays.take(each, order))
     problem = Problem(
         rows=rows,
         columns=(),
         scale=factor,
-        row_weight=counted / sharing,
-        row_target=counted / arrays.maximum(partners, 1.0),
+        row_weight=_shares(world, arrays, counted, state),
+        row_target=arrays.where(partners > 0, 1.0 / arrays.maximum(partners, 1.0), 0.0),
         excluded=arrays.arange(met.start, met.start + m, rows),
         row_ids=labels,
         column_ids=labels,
-        match="target",
         placement=met.placement,
+        **form,
     )
 
     def pull_back(g: Gradients) -> tuple[Array, ...]:
@@ -196,10 +264,19 @@ def sup_con(features: Array, labels: Array, scale: Any, *, world: Handshake = AL
 
 
 def sigmoid(
-    image: Array, text: Array, scale: Any, bias: Any = 0.0, *, ids: Array | None = None, world: Handshake = ALONE
+    image: Array,
+    text: Array,
+    scale: Any,
+    bias: Any = 0.0,
+    *,
+    ids: Array | None = None,
+    ids_are: str = "false_negatives",
+    weights: Array | None = None,
+    world: Handshake = ALONE,
 ) -> LossProblem:
     """The additive loss over all pairs, divided by b: u = 1 / b; the positive of row i is column i."""
     check = world.known or validation
+    form, agreed = _form(ids, ids_are, weights=weights, name="ids")
     arrays, (rows, columns) = check.features(world.alone, image=image, text=text)
     check.paired("image", image, "text", text, "every image needs its text")
     m, state = rows.shape[0], state_dtype(arrays.dtype(rows))
@@ -207,24 +284,85 @@ def sigmoid(
     factor = check.scalar("scale", scale, arrays, state, rows)
     added = check.scalar("bias", bias, arrays, state, rows)
     numbers = (scale, factor), (bias, added)
-    met = world.meet(arrays, rows, (columns,), *numbers, loss="sigmoid_loss", ids=ids is not None)
+    met = world.meet(arrays, rows, (columns,), *numbers, loss="sigmoid_loss", ids=ids is not None, **agreed)
     pairs = _equal(check, arrays, 1.0 / met.rows, met.start, met.start + m, state, rows)
+    weight = pairs.weight
+    if weights is not None:
+        weight = _shares(world, arrays, check.weights(weights, m, "image", arrays, rows), state)
     problem = Problem(
-        kind="sigmoid",
         rows=rows,
         columns=(columns,),
         scale=factor,
         bias=added,
-        row_weight=pairs.weight,
+        row_weight=weight,
         row_target=pairs.target,
-        positives=pairs.positives,
+        positives=None if ids_are == "positives" else pairs.positives,
         row_ids=same,
         column_ids=same,
         placement=met.placement,
+        **{**form, "kind": "sigmoid"},
     )
     return LossProblem(
         arrays, problem, lambda g: (*_like(arrays, (image, text), (g.rows, g.columns[0])), g.scale, g.bias)
     )
+
+
+def statistics(
+    rows: Array,
+    columns: Array | None,
+    scale: Any,
+    *,
+    negatives: Array | Sequence[Array] | None = None,
+    positives: Array | None = None,
+    row_ids: Array | None = None,
+    column_ids: Array | None = None,
+    ids_are: str = "false_negatives",
+    world: Handshake = ALONE,
+) -> LossProblem:
+    """N, P and D of the rows and of the columns: t = 1 / the number of positives."""
+    check, itself = world.known or validation, columns is None
+    form, agreed = _form(row_ids, ids_are, positives=positives)
+    match = "target" if ids_are == "positives" else "drop"
+    for name, given in (("negatives", negatives), ("column_ids", column_ids), ("positives", positives)):
+        if itself and given is not None:
+            raise ValueError(f"{name} must be None with columns=None, got one; give row_ids, or columns")
+    named = {} if itself else {"columns": columns} | _named(negatives)
+    arrays, (rows, *blocks) = check.features(world.alone, may_be_empty=set(named) - {"columns"}, rows=rows, **named)
+    m, n, state = rows.shape[0], sum(x.shape[0] for x in blocks), state_dtype(arrays.dtype(rows))
+    factor = check.scalar("scale", scale, arrays, state, rows)
+    ids = _ids(check, arrays, rows, "row", (row_ids, m), (row_ids, m) if itself else (column_ids, n))
+    where = None if positives is None else check.integers("positives", positives, m, "row", arrays, rows)
+    if where is None and match == "drop" and not itself:
+        check.paired("rows", rows, "columns", blocks[0], "give positives= to say which column is whose")
+    asked = {"positives": where is not None, "ids": ids[0] is not None, **agreed}
+    met = world.meet(arrays, rows, blocks or (rows,), (scale, factor), loss="statistics", **asked)
+    own = arrays.arange(met.start, met.start + m, rows)
+    t, over = (arrays.full((size,), 1.0, state, rows) for size in (m, n))
+    if match == "target":
+        t, over = _targets(world, arrays, ids, state, itself=itself)
+    elif where is not None:
+        if validation.values_are_readable(arrays, where):
+            world.confirm(validation.positives(where, met.columns, -1))
+        # several rows may have one column
+        numbers = arrays.arange(met.start, met.start + n, rows)
+        over = _reciprocal(arrays, world.count_in(arrays, numbers, arrays.sorted(where)[0]), state)
+    problem = Problem(
+        rows=rows,
+        columns=tuple(blocks),
+        scale=factor,
+        row_weight=t,
+        row_target=t,
+        column_weight=None if itself else over,
+        column_target=None if itself else over,
+        positives=None if match == "target" or itself else own if where is None else where,
+        excluded=own if itself else None,
+        row_ids=ids[0],
+        column_ids=ids[1],
+        # what the ranks make of their statistics is differentiated as it stands: no factor
+        placement=None if met.placement is None else replace(met.placement, reduction="sum"),
+        **{**form, "kind": STATISTICS},
+    )
+    return LossProblem(arrays, problem, lambda g: (*_like(arrays, (rows, *blocks), (g.rows, *g.columns)), g.scale))
 
 
 BUILDERS: dict[str, Callable[..., LossProblem]] = {
@@ -235,6 +373,118 @@ BUILDERS: dict[str, Callable[..., LossProblem]] = {
     "sigmoid_loss": sigmoid,
 }
 """What makes the problem of each loss of the front door, by the loss's name."""
+
+
+def _named(negatives: Array | Sequence[Array] | None) -> dict[str, Array]:
+    """The blocks of negatives by the names that errors give them."""
+    more = () if negatives is None else tuple(negatives) if isinstance(negatives, Sequence) else (negatives,)
+    return {f"negatives[{i}]": x for i, x in enumerate(more)}
+
+
+def _ids(check: Any, arrays: ArrayLibrary, rows: Array, of: str, *given: tuple[Array | None, int]) -> list[Any]:
+    """The ids of the rows and of the columns, each given with its length; None twice where there are none."""
+    (row_ids, _), (column_ids, _) = given
+    if (row_ids is None) != (column_ids is None):
+        raise ValueError("row_ids and column_ids must be given together, got only one; give both, or neither")
+    names = ("row_ids", of), ("column_ids", "column")
+    return [
+        None if x is None else check.integers(name, x, size, what, arrays, rows)
+        for (name, what), (x, size) in zip(names, given, strict=True)
+    ]
+
+
+def _form(
+    ids: Array | None,
+    ids_are: str = "false_negatives",
+    sum_positives: str = "outside",
+    label_smoothing: float = 0.0,
+    margin: float = 0.0,
+    positives: Array | None = None,
+    weights: Array | None = None,
+    name: str = "row_ids",
+) -> tuple[dict[str, Any], dict[str, Any]]:
+    """What options make of a problem, and those that differ from the default: every rank must have the same.
+
+    Raises:
+        TypeError, ValueError: an option is wrong, or two make no sense together.
+    """
+    if ids_are == "false_negatives" and sum_positives == "outside" and label_smoothing == margin == 0:
+        return {}, {} if weights is None else {"weights": True}
+    match = validation.match(ids_are)
+    if match == "target" and ids is None:
+        raise ValueError(f"{name} must be given with ids_are='positives', got none; give the ids, or leave ids_are out")
+    if match == "target" and positives is not None:
+        raise ValueError("positives must be None with ids_are='positives', got some; the ids say which columns are")
+    if sum_positives not in ("outside", "inside"):
+        raise ValueError(
+            f"sum_positives must be 'outside' or 'inside' of the logarithm, got {sum_positives!r}; leave it out for "
+            "SupCon's L_out"
+        )
+    inside = sum_positives == "inside"
+    if inside and match == "drop":
+        raise ValueError(
+            "sum_positives must be 'outside' for one positive each, got 'inside'; give ids_are='positives'"
+        )
+    smoothing = validation.option("label_smoothing", label_smoothing, 0.0, 1.0) or None
+    if smoothing and inside:
+        raise ValueError(
+            "label_smoothing must be 0 with sum_positives='inside', which has no targets, got both; leave one out"
+        )
+    if smoothing and match == "drop" and ids is not None:
+        raise ValueError(
+            f"label_smoothing must be 0 where {name} leave columns out, got {label_smoothing}: its share of the target "
+            "is for all columns; leave one out, or give ids_are='positives'"
+        )
+    if smoothing and margin:
+        raise ValueError("label_smoothing must be 0 with a margin, got both; leave one out")
+    form = {
+        "kind": "inside" if inside else "softmax",
+        "match": match,
+        "smoothing": smoothing,
+        "margin": validation.option("margin", margin, -math.inf, math.inf) or None,
+    }
+    agreed = {"ids_are": ids_are, "sum_positives": sum_positives, "weights": weights is not None}
+    return form, {**agreed, "label_smoothing": smoothing, "margin": form["margin"]}
+
+
+def _shares(world: Handshake, arrays: ArrayLibrary, weights: Array, state: str, whole: float = 1.0) -> Array:
+    """The weights, float64, divided by their sum over all ranks; 0 stays 0 where the sum is."""
+    total = world.total(arrays, arrays.total(weights))
+    return arrays.cast(arrays.where(weights == 0, 0.0, whole * weights / total), state)
+
+
+def _labelled(
+    features: Array,
+    labels: Array,
+    scale: Any,
+    keys: Array | None,
+    key_labels: Array | None,
+    sum_positives: str,
+    weights: Array | None,
+    margin: float,
+    world: Handshake,
+) -> LossProblem:
+    """Samples against keys of their own."""
+    if keys is None or key_labels is None:
+        raise ValueError("keys and key_labels must be given together, got only one; give both, or neither")
+    named = {"row_ids": labels, "column_ids": key_labels, "ids_are": "positives", "sum_positives": sum_positives}
+    found = info_nce(features, keys, scale, **named, weights=weights, margin=margin, world=world)
+    return replace(found, pull_back=lambda g: (found.pull_back(g)[0], g.scale))
+
+
+def _reciprocal(arrays: ArrayLibrary, count: Array, state: str) -> Array:
+    """1 / count, and 1 for a count of 0."""
+    return 1.0 / arrays.maximum(arrays.cast(count, state), 1.0)
+
+
+def _targets(
+    world: Handshake, arrays: ArrayLibrary, ids: Sequence[Array], state: str, *, itself: bool = False
+) -> tuple[Array, Array]:
+    """The targets of rows and columns whose positives are the other side's of equal ids, on all ranks."""
+    of_rows, of_columns = (arrays.sorted(x)[0] for x in ids)
+    count = world.count_in(arrays, ids[0], of_columns, of_rows=itself)
+    t = _reciprocal(arrays, count - 1 if itself else count, state)
+    return t, t if itself else _reciprocal(arrays, world.count_in(arrays, ids[1], of_rows), state)
 
 
 def _equal(

@@ -14,7 +14,7 @@ from typing import Any, TypeVar
 
 from contrastile.backends import eager
 from contrastile.backends.arrays import FLOATS, ArrayLibrary, library_of
-from contrastile.backends.contract import PRECISIONS, Options
+from contrastile.backends.contract import PRECISIONS, Match, Options
 from contrastile.schedules.problem import BLOCK, Blocking
 
 T = TypeVar("T")
@@ -174,6 +174,10 @@ class Known:
         """The vector as int64."""
         return arrays.cast(x, dtype="int64")
 
+    def weights(self, x: Array, *given: Any) -> Array:
+        """The vector as float64."""
+        return self.arrays.cast(x, "float64")
+
     def once(self, name: str, make: Callable[[], T]) -> T:
         """The result of ``make``, which depends on the signature alone; made once, and never written to."""
         found: T = self.made[name] if name in self.made else self.made.setdefault(name, make())
@@ -262,12 +266,63 @@ def integers(name: str, x: Array, length: int, of: str, arrays: ArrayLibrary, li
     return arrays.cast(x, "int64")
 
 
-def positives(x: Array, columns: int) -> str | None:
-    """Why these positives cannot be: one lies outside 0..columns-1. Their values must be readable."""
+def weights(x: Any, length: int, of: str, arrays: ArrayLibrary, like: Array) -> Array:
+    """A vector of ``length`` weights as float64.
+
+    Raises:
+        TypeError: not an array, or not of floating-point numbers.
+        ValueError: of another shape, on another device, or with a gradient.
+    """
+    if not arrays.owns(x) or arrays.dtype(x) not in FLOATS:
+        got = arrays.dtype(x) if arrays.owns(x) else type(x).__name__
+        raise TypeError(f"weights must be a floating-point array like the features, got {got}; convert it to float32")
+    _dense("weights", x, "vector", arrays)
+    if tuple(x.shape) != (length,):
+        raise ValueError(
+            f"weights must have shape ({length},), one for each {of}, got {tuple(x.shape)}; give every {of} one"
+        )
+    if arrays.place(x) != arrays.place(like):
+        raise ValueError(
+            f"weights must be on the features' device {arrays.place(like)}, got {arrays.place(x)}; move it there"
+        )
+    if getattr(x, "requires_grad", False):
+        raise ValueError("weights must not require a gradient, got some that do; detach() them")
+    return arrays.cast(x, "float64")
+
+
+def option(name: str, x: Any, least: float, most: float) -> float:
+    """A number that says which loss it is.
+
+    Raises:
+        TypeError: not a number.
+        ValueError: not within its limits.
+    """
+    if not isinstance(x, Real) or isinstance(x, bool):
+        raise TypeError(f"{name} must be a number, got {type(x).__name__}; pass a float")
+    if not least <= float(x) <= most:
+        raise ValueError(f"{name} must lie in {least:g}..{most:g}, got {x}; leave it out for 0")
+    return float(x)
+
+
+def match(ids_are: Any) -> Match:
+    """What equal ids mean to a backend.
+
+    Raises:
+        ValueError: it is neither of the two.
+    """
+    if ids_are not in ("false_negatives", "positives"):
+        raise ValueError(
+            f"ids_are must be 'false_negatives' or 'positives', got {ids_are!r}; say what columns of a row's id are"
+        )
+    return "target" if ids_are == "positives" else "drop"
+
+
+def positives(x: Array, columns: int, least: int = 0) -> str | None:
+    """Why these positives cannot be: one lies outside least..columns-1. Their values must be readable."""
     for worst in (int(x.min()), int(x.max())) if x.shape[0] else ():
-        if not 0 <= worst < columns:
+        if not least <= worst < columns:
             return (
-                f"positives must lie in 0..{columns - 1} (there are {columns} columns), got {worst}; "
+                f"positives must lie in {least}..{columns - 1} (there are {columns} columns), got {worst}; "
                 "index the keys, then the negatives, from 0"
             )
     return None

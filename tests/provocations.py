@@ -250,6 +250,34 @@ PROVOCATIONS: dict[str, list[Provocation]] = {
         ),
         *_each(ValueError, "contrastile.clip_loss(image, text, 14.0, ids=labels.to('meta'))"),
     ],
+    "Options": [
+        *_each(
+            ValueError,
+            "contrastile.clip_loss(image, text, 14.0, ids=labels, ids_are='labels')",
+            "contrastile.clip_loss(image, text, 14.0, ids_are='positives')",
+            "contrastile.info_nce(image, text, 14.0, row_ids=labels, column_ids=labels, ids_are='positives', "
+            "positives=labels)",
+            "contrastile.sup_con(image, labels, 14.0, sum_positives='in')",
+            "contrastile.clip_loss(image, text, 14.0, sum_positives='inside')",
+            "contrastile.clip_loss(image, text, 14.0, label_smoothing=1.5)",
+            "contrastile.clip_loss(image, text, 14.0, margin=0.1, label_smoothing=0.1)",
+            "contrastile.clip_loss(image, text, 14.0, ids=labels, label_smoothing=0.1)",
+            "contrastile.clip_loss(image, text, 14.0, ids=labels, ids_are='positives', sum_positives='inside', "
+            "label_smoothing=0.1)",
+            "contrastile.sup_con(image, labels, 14.0, keys=key)",
+            "contrastile.clip_loss(image, text, 14.0, weights=image[0])",
+            "contrastile.statistics(image, key, 14.0)",
+            "contrastile.statistics(image, None, 14.0, column_ids=labels)",
+            libraries=LIBRARIES,
+        ),
+        *_each(TypeError, "contrastile.clip_loss(image, text, 14.0, margin='0.1')", libraries=LIBRARIES),
+        *_each(
+            ValueError,
+            "contrastile.clip_loss(image, text, 14.0, weights=image[:, 0].to('meta'))",
+            "contrastile.clip_loss(image, text, 14.0, weights=torch.ones(6, requires_grad=True))",
+        ),
+        *_each(TypeError, "contrastile.clip_loss(image, text, 14.0, weights=labels)", libraries=LIBRARIES),
+    ],
     "Tile": [
         *_each(
             ValueError,

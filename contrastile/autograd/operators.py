@@ -10,14 +10,15 @@ and texts, of which it makes the plan, and always gives tensors: an empty one of
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any, List, Literal, cast
+from typing import Any, List, cast
 
 import torch
 from torch import Tensor
 
 from contrastile import compute
 from contrastile.backends.arrays import library_of
-from contrastile.backends.contract import Match, Options
+from contrastile.backends.contract import Options
+from contrastile.backends.objectives import STATISTICS
 from contrastile.backends.registry import load
 from contrastile.plan import Plan
 from contrastile.schedules import local
@@ -100,7 +101,8 @@ def gradients_called(plan: Plan, state: compute.Found, upstream: Tensor, wanted:
 def settings_of(plan: Plan) -> tuple[Any, ...]:
     """The numbers and texts of a plan, in the operators' order; no tile is (0, 0)."""
     options, problem = plan.options, plan.problem
-    return problem.kind, problem.match, plan.name, *(options.tile or (0, 0)), options.precision, options.workspace
+    form = problem.kind, problem.match, problem.margin, problem.smoothing
+    return *form, plan.name, *(options.tile or (0, 0)), options.precision, options.workspace
 
 
 def _plan(
@@ -112,8 +114,8 @@ def _plan(
     settings: Sequence[Any],
 ) -> Plan:
     """The plan that a caller's ``settings_of`` came from."""
-    kind, match, backend, tile_rows, tile_columns, precision, workspace = settings
-    form = Problem(rows, (), scale, None, None, cast("Literal['softmax', 'sigmoid']", kind), match=cast("Match", match))
+    kind, match, margin, smoothing, backend, tile_rows, tile_columns, precision, workspace = settings
+    form = Problem(rows, (), scale, None, None, kind, match=match, margin=margin, smoothing=smoothing)
     options = Options((tile_rows, tile_columns) if tile_rows else None, precision, workspace)
     return Plan(form.with_arrays((rows, scale, bias, *vectors, *columns)), backend, options, library_of(rows))
 
@@ -132,6 +134,8 @@ def loss(
     vectors: Sequence[Tensor | None],
     kind: str,
     match: str,
+    margin: float | None,
+    smoothing: float | None,
     backend: str,
     tile_rows: int,
     tile_columns: int,
@@ -144,7 +148,7 @@ def loss(
     Nothing is kept: how much that is depends on the GPU, and a graph must know every size. Nor is anything replayed:
     what calls it may have graphs and memory pools of its own.
     """
-    settings = kind, match, backend, tile_rows, tile_columns, precision, workspace
+    settings = kind, match, margin, smoothing, backend, tile_rows, tile_columns, precision, workspace
     plan = _plan(rows, columns, scale, bias, vectors, settings)
     sums = kind == "sigmoid" and any(wants)
     value, *state = filled(compute.loss(plan, _wanted(wants) if sums else None), scale)
@@ -161,6 +165,8 @@ def gradients(
     vectors: Sequence[Tensor | None],
     kind: str,
     match: str,
+    margin: float | None,
+    smoothing: float | None,
     backend: str,
     tile_rows: int,
     tile_columns: int,
@@ -169,7 +175,7 @@ def gradients(
     wants: Sequence[bool],
 ) -> tuple[Tensor, List[Tensor], Tensor, Tensor]:
     """Gradients of ``upstream * loss`` for the rows, each column block, the scale and the bias."""
-    settings = kind, match, backend, tile_rows, tile_columns, precision, workspace
+    settings = kind, match, margin, smoothing, backend, tile_rows, tile_columns, precision, workspace
     plan = _plan(rows, columns, scale, None, vectors, settings)
     found = compute.gradients(plan, restored(state), upstream, _wanted(wants))
     d_rows, d_scale, d_bias, *d_columns = filled(found, scale)
@@ -189,7 +195,7 @@ def _fake_loss(
     wants = settings[-1]
     state: list[Tensor | None] = []
     if kind != "sigmoid":
-        two_sided, backend = vectors[2] is not None, load(settings[1])
+        two_sided, backend = vectors[2] is not None, load(settings[3])
         pairs = (2,) if backend.compensated and backend.state(library_of(rows).dtype(rows)) == "float64" else ()
         of_columns = sum(x.shape[0] for x in columns) if two_sided else None
         for count in (rows.shape[0], rows.shape[0], of_columns, of_columns):
@@ -198,7 +204,10 @@ def _fake_loss(
         first, *others, of_scale, _ = wants
         state = [torch.empty_like(scale), scale.new_empty(rows.shape) if first or of_scale else None]
         state += [scale.new_empty(x.shape) if want else None for x, want in zip(columns, others, strict=True)]
-    return torch.empty_like(scale), filled(state, scale)
+    value = torch.empty_like(scale)
+    if kind == STATISTICS:
+        value = scale.new_empty((3, rows.shape[0] + (of_columns or 0)), dtype=torch.float64)
+    return value, filled(state, scale)
 
 
 @gradients.register_fake

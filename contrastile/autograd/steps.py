@@ -30,7 +30,7 @@ _replay_numbers = itertools.count(1)
 
 
 class Call:
-    """The arguments of a call of a loss: numbers, None, plain tensors, or sequences of these.
+    """The arguments of a call of a loss: numbers, texts, None, plain tensors, or sequences of these.
 
     Attributes:
         tensors: the tensors among the arguments, in their order.
@@ -44,9 +44,10 @@ class Call:
         self.tensors: list[Tensor] = []
         self.numbers: list[float] = []
         self.kinds: list[Hashable] = [grad, *kwargs]
-        self.known = self._take(args) and self._take(kwargs.values())
+        # numbers by name say which loss it is, and are no arguments of one
+        self.known = self._take(args) and self._take(kwargs.values(), options=True)
 
-    def _take(self, given: Iterable[Any]) -> bool:
+    def _take(self, given: Iterable[Any], *, options: bool = False) -> bool:
         for x in given:
             kind: Any = type(x)
             if kind in _TENSORS:
@@ -55,9 +56,11 @@ class Call:
                 self.tensors.append(x)
                 self.kinds.append((x.dtype, x.layout, x.shape, x.device, self.grad and x.requires_grad))
             elif x is None or kind in _NUMBERS:
-                self.kinds.append(kind)
+                self.kinds.append((kind, x) if options else kind)
                 if x is not None:
                     self.numbers.append(x)
+            elif kind is str:
+                self.kinds.append(x)
             elif kind in (list, tuple):
                 self.kinds.append(len(x))
                 if not self._take(x):

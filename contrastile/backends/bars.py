@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from typing import Any
 
 from contrastile.backends.contract import Array, Bars, SideWeights
-from contrastile.backends.objectives import OBJECTIVES, SOFTMAX, Objective
+from contrastile.backends.objectives import SOFTMAX, STATISTICS, Objective, Terms
 
 
 def _weighted(objective: Objective, arrays: Any, n: Array, p: Array, weight: Array) -> Bars:
@@ -18,10 +18,13 @@ def _weighted(objective: Objective, arrays: Any, n: Array, p: Array, weight: Arr
     )
 
 
-def side_weights(kind: str, arrays: Any, lses: Sequence[Array], weight: Array, target: Array) -> SideWeights:
+def side_weights(terms: Terms, arrays: Any, lses: Sequence[Array], weight: Array, target: Array) -> SideWeights:
     """What ``gradients`` is to know of one side, of which these are N and P."""
     n, p = lses
-    bars = None if kind == "softmax" else _weighted(OBJECTIVES[kind], arrays, n, p, weight)
+    if terms.kind == STATISTICS:
+        given = Bars(*(arrays.contiguous(weight[:, i]) for i in range(3)))
+        return SideWeights(n, p, given.negative, target, given)
+    bars = None if terms.fused else _weighted(terms.objective, arrays, n, p, weight)
     return SideWeights(n, p, weight, target, bars)
 
 

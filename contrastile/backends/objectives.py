@@ -9,7 +9,8 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
+from functools import lru_cache
 from typing import Any
 
 from contrastile.backends.pairs import difference, head
@@ -28,12 +29,14 @@ class Objective:
         unpaired: ``unpaired(arrays, n, p)``, the value of a row without a positive, or with a target of 0.
         bars: ``bars(arrays, n, p)``, its derivatives, (m,) each; one may be a number.
         pairs: whether these functions take N and P that are ``pairs``, for the sake of the digits of N - P.
+        counts: whether the logarithm of the number of positives is added to ``value``.
     """
 
     value: Callable[[Any, Array, Array, Array], Array]
     unpaired: Callable[[Any, Array, Array], Array]
     bars: Callable[[Any, Array, Array], Sequence[Any]]
     pairs: bool = False
+    counts: bool = False
 
     def given(self, *lses: Array) -> Sequence[Array]:
         """Log-sum-exps as the functions take them."""
@@ -52,7 +55,10 @@ class Objective:
         # a positive whose logit is -inf is no missing one
         missing = (target == 0) | ((head(p) == -math.inf) & (s == 0))
         # 0 x target: a target of NaN is how a bad positive comes through where values cannot be read
-        value = arrays.where(missing, self.unpaired(arrays, n, p) + 0.0 * target, self.value(arrays, n, p, spread))
+        paired = self.value(arrays, n, p, spread)
+        if self.counts:
+            paired = paired - arrays.module.log(target)
+        value = arrays.where(missing, self.unpaired(arrays, n, p) + 0.0 * target, paired)
         # a weight of 0 silences a row that admits nothing, whose log-sum-exp is -inf
         return arrays.total(arrays.where(weight == 0, 0.0, weight * value))
 
@@ -71,15 +77,86 @@ SOFTMAX = Objective(
 )
 """The cross entropy ``L - t S``, with N, P and S: a row that is certain of its one positive has it to all digits."""
 
-OBJECTIVES = {"softmax": SOFTMAX}
+INSIDE = Objective(
+    value=lambda arrays, n, p, d: arrays.softplus(n - p),
+    unpaired=SOFTMAX.unpaired,
+    bars=lambda arrays, n, p: (*_softmax_bars(arrays, n, p)[:2], 0.0),
+    counts=True,
+)
+"""SupCon's L_in: less the logarithm of the mean probability of the positives."""
+
+OBJECTIVES = {"softmax": SOFTMAX, "inside": INSIDE}
 """The losses by their names, which ``Problem.kind`` gives."""
 
+STATISTICS = "statistics"
+"""The kind of a problem whose value is N, P and D themselves, and whose weights are their bars, in (l, 3)."""
 
-def loss(kind: str, arrays: Any, dtype: str, sides: Sequence[Sequence[Array]]) -> Array:
-    """The loss of one or two sides, each N, P, S, weights and targets; 0-d, rounded once to ``dtype``."""
-    if kind == "softmax":
+
+@dataclass(frozen=True, slots=True)
+class Terms:
+    """Which loss of the statistics it is.
+
+    Attributes:
+        kind: see ``Problem.kind``.
+        margin: what the positives' logits are lowered by, 0-d float64; None for nothing.
+        smoothing: the share of the target that is spread over all columns. Of what it adds to the loss, ``schedules.
+            beside`` has the part that is linear in all logits.
+        fused: whether it is the cross entropy, whose bars kernels form where they need them.
+    """
+
+    kind: str
+    margin: Array | None = None
+    smoothing: float | None = None
+    fused: bool = field(init=False)
+
+    def __post_init__(self) -> None:
+        # read several times in a step
+        object.__setattr__(self, "fused", self.kind == "softmax" and self.margin is self.smoothing is None)
+
+    @property
+    def objective(self) -> Objective:
+        """The loss of one side."""
+        plain, margin, share = OBJECTIVES[self.kind], self.margin, self.smoothing or 0.0
+        if margin is None and not share:
+            return plain
+
+        def lowered(n: Array) -> Array:
+            return n if margin is None else n + margin
+
+        def bars(arrays: Any, n: Array, p: Array) -> Sequence[Any]:
+            by_n, by_p, by_d = plain.bars(arrays, lowered(n), p)
+            return by_n, by_p + share, by_d - share
+
+        return Objective(
+            value=lambda arrays, n, p, d: plain.value(arrays, lowered(n), p, d) + share * (p - d),
+            unpaired=plain.unpaired,
+            bars=bars,
+            counts=plain.counts,
+        )
+
+
+terms = lru_cache(maxsize=None)(Terms)
+"""Those of a kind without options, which are the same ones each time."""
+
+
+def loss(terms: Terms, arrays: Any, dtype: str, sides: Sequence[Sequence[Array]]) -> Array:
+    """The loss of one or two sides, each N, P, S, weights and targets; 0-d, rounded once to ``dtype``.
+
+    Of ``STATISTICS`` it is N, P and D of all sides, one after the other, in (3, m + n) float64.
+    """
+    if terms.fused:
         return arrays.loss(dtype, *sides)
-    return added(arrays, [OBJECTIVES[kind].total(arrays, *side) for side in sides], dtype)
+    if terms.kind == STATISTICS:
+        found = [arrays.module.stack([head(n), head(p), spread(arrays, p, s, t)]).T for n, p, s, _, t in sides]
+        return arrays.concat(found).T
+    return added(arrays, [terms.objective.total(arrays, *side) for side in sides], dtype)
+
+
+def spread(arrays: Any, positive_lse: Array, positive_sum: Array, target: Array) -> Array:
+    """``D = P - t S``, 0 where there is no positive: then P is -inf and S is 0."""
+    p, s = head(positive_lse), head(arrays.cast(positive_sum, "float64"))
+    # a log-sum-exp is never below a mean of its own terms: rounding that says so is projected back
+    return arrays.maximum(p - reciprocal_of_count(arrays, target) * s, 0.0)
 
 
 def added(arrays: Any, losses: Sequence[Array], dtype: str) -> Array:

@@ -12,10 +12,10 @@ from typing import Generic, NamedTuple, ParamSpec
 import numpy as np
 import numpy.typing as npt
 
-from contrastile.oracle.arrays import FloatArray, IntArray, float64
-from contrastile.oracle.general import gradient_of_logits, gradients, logits, loss
-from contrastile.oracle.pairs import Match, Pairs, column_target_weights, target_weights
-from contrastile.oracle.sigmoid import gradient_of_sigmoid_logits, sigmoid_loss
+from contrastile.oracle.arrays import BoolArray, FloatArray, IntArray, float64
+from contrastile.oracle.general import gradient_of_logits, gradients, logits, loss, weighted_sum
+from contrastile.oracle.pairs import Match, Pairs, target_weights
+from contrastile.oracle.sigmoid import gradient_of_sigmoid_logits, sigmoid_terms
 
 P = ParamSpec("P")
 
@@ -34,6 +34,22 @@ class LossAndGradients(NamedTuple):
     d_bias: float
 
 
+class Options(NamedTuple):
+    """What a softmax loss may have besides its weights and pairs.
+
+    inside: whether the sum over the positives is inside of the logarithm (SupCon Eq. 3, L_in), not outside (Eq. 2).
+    smoothing: e of (1 - e) y_ij + e / n, the targets of torch's cross_entropy with label_smoothing.
+    margin: what the dot products of positives are lowered by (CosFace Eq. 4).
+    """
+
+    inside: bool = False
+    smoothing: float = 0.0
+    margin: float = 0.0
+
+
+PLAIN = Options()
+
+
 class Form(NamedTuple):
     """What a loss chooses of the general form.
 
@@ -41,6 +57,7 @@ class Form(NamedTuple):
     u: (m,) row weights; v: (n,) column weights, or None for one direction.
     additive: whether it is the sigmoid loss, whose u is one number for all rows.
     first: where rows and columns are the same features, how many of them the first argument has; else None.
+    options: of a softmax loss.
     """
 
     q: FloatArray
@@ -52,6 +69,7 @@ class Form(NamedTuple):
     v: FloatArray | None = None
     additive: bool = False
     first: int | None = None
+    options: Options = PLAIN
 
 
 class Named(Generic[P]):
@@ -77,17 +95,21 @@ def info_nce(
     row_ids: IntArray | None = None,
     column_ids: IntArray | None = None,
     match: Match = "drop",
+    weights: npt.ArrayLike | None = None,
+    options: Options = PLAIN,
 ) -> Form:
     """mean_i (L_i - sum_j y_ij x_ij): one direction, rows to columns (Inf-CL Eq. 1).
 
     q: (m, d); k: (n, d), more columns than rows are hard negatives or a queue; scale: a number or (m,).
     positives: (m,), each in 0..n-1; by default row i's is column i. Ids and `match` as in `Pairs`.
+    weights: (m,) of the mean, which is over the rows that have a positive; by default 1.
     """
     q, k = float64(q), float64(k)
     m = len(q)
     if positives is None:
         positives = np.arange(m)
-    return Form(q, k, scale, bias, Pairs(positives, row_ids, column_ids, match), u=np.ones(m) / m)
+    pairs = Pairs(positives, row_ids, column_ids, match)
+    return Form(q, k, scale, bias, pairs, u=_shares(weights, pairs.positive(m, len(k))), options=options)
 
 
 @Named
@@ -100,33 +122,53 @@ def clip(
     row_ids: IntArray | None = None,
     column_ids: IntArray | None = None,
     match: Match = "drop",
+    weights: npt.ArrayLike | None = None,
+    options: Options = PLAIN,
 ) -> Form:
     """The symmetric loss, half of image-to-text plus half of text-to-image (DisCo Eq. 1, halved as in its Alg. 1).
 
     I, T: (b, d), row i of each is a pair; scale: a number or (b,). Ids and `match` as in `Pairs`.
+    weights: (b,) of both means; by default 1.
     """
     I, T = float64(I), float64(T)
     b = len(I)
-    half = np.ones(b) / (2 * b)
-    return Form(I, T, scale, bias, Pairs(np.arange(b), row_ids, column_ids, match), u=half, v=half)
+    pairs = Pairs(np.arange(b), row_ids, column_ids, match)
+    half = _shares(weights, pairs.positive(b, b)) / 2
+    return Form(I, T, scale, bias, pairs, u=half, v=half, options=options)
 
 
 @Named
-def nt_xent(view_a: npt.ArrayLike, view_b: npt.ArrayLike, scale: npt.ArrayLike) -> Form:
+def nt_xent(
+    view_a: npt.ArrayLike,
+    view_b: npt.ArrayLike,
+    scale: npt.ArrayLike,
+    *,
+    weights: npt.ArrayLike | None = None,
+    options: Options = PLAIN,
+) -> Form:
     """SimCLR's NT-Xent: 2b rows against the same 2b columns, each except itself; the other view is its positive.
 
     view_a, view_b: (b, d); scale: a number or (2b,). d_rows is view_a's gradient, d_columns view_b's.
+    weights: (b,) of the mean, the same for both views of a sample; by default 1.
     """
     view_a, view_b = float64(view_a), float64(view_b)
     b = len(view_a)
     z = np.concatenate([view_a, view_b])
     itself = np.arange(2 * b)
     pairs = Pairs(positives=np.roll(itself, -b), excluded=itself)
-    return Form(z, z, scale, 0.0, pairs, u=np.ones(2 * b) / (2 * b), first=b)
+    both = None if weights is None else np.tile(float64(weights), 2)
+    return Form(z, z, scale, 0.0, pairs, u=_shares(both, pairs.positive(2 * b, 2 * b)), first=b, options=options)
 
 
 @Named
-def sup_con(features: npt.ArrayLike, labels: IntArray, scale: npt.ArrayLike) -> Form:
+def sup_con(
+    features: npt.ArrayLike,
+    labels: IntArray,
+    scale: npt.ArrayLike,
+    *,
+    weights: npt.ArrayLike | None = None,
+    options: Options = PLAIN,
+) -> Form:
     """SupCon's L_out: every other row of the same label is a positive, of weight 1/|P(i)|.
 
     features: (m, d); labels: (m,); scale: a number or (m,). The mean is over the rows that have a positive; the
@@ -135,8 +177,7 @@ def sup_con(features: npt.ArrayLike, labels: IntArray, scale: npt.ArrayLike) -> 
     z = float64(features)
     m = len(z)
     pairs = Pairs(row_ids=labels, column_ids=labels, match="target", excluded=np.arange(m))
-    anchors = pairs.positive(m, m).any(axis=1)
-    return Form(z, z, scale, 0.0, pairs, u=float64(anchors / max(int(anchors.sum()), 1)), first=m)
+    return Form(z, z, scale, 0.0, pairs, u=_shares(weights, pairs.positive(m, m)), first=m, options=options)
 
 
 @Named
@@ -149,6 +190,7 @@ def siglip(
     row_ids: IntArray | None = None,
     column_ids: IntArray | None = None,
     match: Match = "drop",
+    weights: npt.ArrayLike | None = None,
 ) -> Form:
     """SigLIP: sum over all admitted pairs of softplus(-z_ij x_ij), over the batch size.
 
@@ -157,21 +199,57 @@ def siglip(
     I, T = float64(I), float64(T)
     b = len(I)
     pairs = Pairs(np.arange(b), row_ids, column_ids, match)
-    return Form(I, T, scale, bias, pairs, u=np.full(b, 1 / max(b, 1)), additive=True)
+    return Form(I, T, scale, bias, pairs, u=_shares(weights, pairs.positive(b, b)), additive=True)
+
+
+def _shares(weights: npt.ArrayLike | None, P: BoolArray) -> FloatArray:
+    """The rows' weights over the sum of those of rows that have a positive; the others weigh 0.
+
+    weights: (m,); P: (m, n) bool.
+    """
+    w = np.where(P.any(axis=1), np.ones(len(P)) if weights is None else float64(weights), 0.0)
+    return float64(w / w.sum()) if w.any() else float64(w)
 
 
 def evaluated(form: Form) -> LossAndGradients:
     """The loss and the gradients of a form."""
-    q, k, scale, bias, pairs, u, v, additive, first = form
+    q, k, scale, bias, pairs, u, v, additive, first, options = form
     m, n = len(q), len(k)
     x, P, A = logits(q, k, scale, bias), pairs.positive(m, n), pairs.admitted(m, n)
     if additive:
-        G = gradient_of_sigmoid_logits(x, P, max(m, 1), A)
-        return LossAndGradients(sigmoid_loss(x, P, max(m, 1), A), *gradients(q, k, scale, G))
-    y, y_c = target_weights(P), column_target_weights(P)
+        G = u[:, None] * gradient_of_sigmoid_logits(x, P, 1.0, A)
+        return LossAndGradients(weighted_sum(u, sigmoid_terms(x, P, A).sum(axis=1)), *gradients(q, k, scale, G))
+    lowered = np.where(P, options.margin, 0.0)
+    x = x - np.reshape(scale, (-1, 1)) * lowered
+    y, y_c = targets(x, P, A, options), targets(x.T, P.T, A.T, options).T
     G = gradient_of_logits(x, A, u, v, y, y_c)
+    value = loss(x, A, u, v, y, y_c)
+    if options.inside:
+        # L_in is L - P + log |P(i)|, and with y = exp(x - P) this is -sum_j y_ij (log y_ij - log |P(i)|) below L_out
+        value += _entropy(y, P, u, axis=1) + (0.0 if v is None else _entropy(y_c, P, v, axis=0))
     d = gradients(q, k, scale, G)
+    d = d._replace(
+        d_scale=d.d_scale - np.reshape((G * lowered).sum(axis=1 if np.ndim(scale) else None), np.shape(scale))
+    )
     if first is not None:
         dz = d.d_rows + d.d_columns
         d = d._replace(d_rows=dz[:first], d_columns=dz[first:])
-    return LossAndGradients(loss(x, A, u, v, y, y_c), *d)
+    return LossAndGradients(value, *d)
+
+
+def targets(x: FloatArray, P: BoolArray, A: BoolArray, options: Options) -> FloatArray:
+    """What the rows' loss is minus the sum of, times log probabilities: constants, of which the gradient knows nothing.
+
+    x: (m, n) logits; P, A: (m, n) bool. Returns (m, n): of L_in the probabilities among the positives alone.
+    """
+    if options.inside:
+        at = np.where(P, x, -np.inf)
+        top = np.where(P.any(axis=1), at.max(axis=1, initial=-np.inf), 0.0)[:, None]
+        return float64(np.exp(at - top) / np.maximum(np.exp(at - top).sum(axis=1, keepdims=True), 1e-300))
+    return float64((1 - options.smoothing) * target_weights(P) + options.smoothing * A / max(x.shape[1], 1))
+
+
+def _entropy(y: FloatArray, P: BoolArray, w: FloatArray, axis: int) -> float:
+    """sum_i w_i sum_j y_ij (log |P(i)| + log y_ij)."""
+    count = np.maximum(P.sum(axis=axis, keepdims=True), 1)
+    return weighted_sum(w, (y * np.log(np.where(y > 0, y * count, 1.0))).sum(axis=axis))

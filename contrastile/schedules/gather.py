@@ -13,6 +13,7 @@ from dataclasses import replace
 from contrastile.backends import objectives
 from contrastile.backends.arrays import ArrayLibrary
 from contrastile.backends.contract import Array, Backend, Block, ColumnForm, Options, SideStatistics, Weights
+from contrastile.backends.objectives import STATISTICS
 from contrastile.comm import buffers
 from contrastile.schedules import local
 from contrastile.schedules.placement import Placement
@@ -70,19 +71,18 @@ def forward(
     backend.check(block, options)
     lse = local.lse_function(block.rows, block.columns.shape[0], wanted, backend, options, single=True)
     found = lse(block, two_sided, options)
-    loss = local.loss(problem, arrays, "float64", found.rows)
     kept = local.kept_by([found.kept])
     # what the backward pass need not gather again
     columns = block.columns if placement.size > 1 else None
     if found.columns is None:
+        loss = local.loss(problem, arrays, "float64", found.rows)
         return replace(finalize_loss(problem, loss, found.rows, arrays), gathered=columns, kept=kept)
-    total, own, known = _over_columns(problem, arrays, loss, found.columns)
-    value = arrays.cast(total, arrays.dtype(problem.scale))
+    value, own, known = _over_columns(problem, arrays, found.rows, found.columns)
     return local.Forward(value, found.rows[:2], own, columns, *known, kept=kept)
 
 
 def _over_columns(
-    problem: Problem, arrays: ArrayLibrary, loss: Array, state: SideStatistics
+    problem: Problem, arrays: ArrayLibrary, rows: SideStatistics, state: SideStatistics
 ) -> tuple[Array, local.Lses, tuple[Array | None, Array | None]]:
     """The loss of all ranks, N and P of this rank's columns, and ``local.Forward``'s global log-sum-exps and weights.
 
@@ -92,16 +92,17 @@ def _over_columns(
     Args:
         problem: this rank's part.
         arrays: the library of all these arrays.
-        loss: 0-d, of this rank's rows.
+        rows: of this rank's.
         state: (N,) each, the statistics of all columns over this rank's rows.
     """
     placement = placed(problem)
     n, widths = placement.size, placement.shards.widths
-    weight, target = problem.column_weight, problem.column_target
+    weight, target, dtype = problem.column_weight, problem.column_target, arrays.dtype(problem.scale)
     if n == 1:
-        whole = objectives.loss(problem.kind, arrays, "float64", [(*state, weight, target)])
-        return loss + whole, state[:2], (None, None)
-    own, (losses,), incoming = scalar_gather_buffers(placement, arrays, [loss])
+        return local.loss(problem, arrays, dtype, rows, state), state[:2], (None, None)
+    own, losses, incoming = scalar_gather_buffers(
+        placement, arrays, [] if problem.kind == STATISTICS else [local.loss(problem, arrays, "float64", rows)]
+    )
     # rows aligned to 16 bytes: kernels are compiled again for others, and read them more slowly
     total = sum(widths)
     lses, weights = (
@@ -120,8 +121,11 @@ def _over_columns(
     for x, into in zip(merged, lses, strict=False):
         buffers.copy(x, into)
     start, stop = placement.start, placement.start + widths[placement.rank]
-    of_columns = objectives.loss(problem.kind, arrays, "float64", [(*merged, weights[0], weights[1])])
-    value = arrays.total(losses) + of_columns
+    if losses:
+        of_columns = objectives.loss(problem.terms(arrays), arrays, "float64", [(*merged, weights[0], weights[1])])
+        value = arrays.cast(arrays.total(losses[0]) + of_columns, dtype)
+    else:
+        value = local.loss(problem, arrays, dtype, rows, SideStatistics(*(x[start:stop] for x in merged)))
     return value, (lses[0][start:stop], lses[1][start:stop]), (lses, weights)
 
 
@@ -139,6 +143,8 @@ def backward(
     if saved.global_lses is not None and saved.global_weights is not None:
         (negative, positive), (column_weight, column_target) = saved.global_lses, saved.global_weights
         saved = replace(saved, columns=(negative, positive))
+        if problem.kind == STATISTICS:
+            column_weight = gathered(placement, arrays, problem.column_weight)
         problem = replace(problem, column_weight=column_weight, column_target=column_target)
     block = _block(problem, arrays, saved.gathered)
     at_once = backend.finished is not None and wanted.rows

@@ -190,24 +190,22 @@ class Handshake:
         if (everyone[:, 1] != _WELL).any():
             self._explain(json.dumps({"error": reason} if reason else {}))
 
-    def count_in(self, arrays: ArrayLibrary, needles: Array) -> Array:
-        """How many elements of all ranks' vectors equal each of this rank's; the vectors go around the ring.
+    def count_in(self, arrays: ArrayLibrary, needles: Array, haystack: Array, *, of_rows: bool = True) -> Array:
+        """How many elements of all ranks' haystacks equal each needle of this rank; the haystacks go around the ring.
 
-        Each rank's are in rising order.
+        Each rank's haystack is in rising order, and has one element for each of its rows, or of its columns.
         """
-        if self.placement is None:
-            return arrays.count_in(needles, needles)
+        placement = self.placement
+        if placement is None:
+            return arrays.count_in(needles, haystack)
         from contrastile.schedules.ring import visits
 
+        sizes = placement.shards.rows if of_rows else placement.shards.widths
         found = None
-        for _, (haystack,) in visits(self.placement, arrays, [needles], lambda rank: self._rows_of(rank)):
-            here = arrays.count_in(needles, haystack)
+        for _, (part,) in visits(placement, arrays, [arrays.contiguous(haystack)], lambda rank: [sizes[rank]]):
+            here = arrays.count_in(needles, part)
             found = here if found is None else found + here
         return found
-
-    def _rows_of(self, rank: int) -> list[int]:
-        assert self.placement is not None
-        return [self.placement.shards.rows[rank]]
 
     def total(self, arrays: ArrayLibrary, x: Array) -> Array:
         """The sum of a 0-d array over the ranks, in their order: the same bits on each."""

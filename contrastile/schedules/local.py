@@ -197,7 +197,7 @@ def loss(
     sides = [(*rows, problem.row_weight, problem.row_target)]
     if columns is not None:
         sides.append((*columns, problem.column_weight, problem.column_target))
-    return objectives.loss(problem.kind, arrays, dtype, sides)
+    return objectives.loss(problem.terms(arrays), arrays, dtype, sides)
 
 
 def merged(arrays: ArrayLibrary, parts: Sequence[SideStatistics]) -> SideStatistics:
@@ -256,12 +256,12 @@ def _weights(problem: Problem, saved: Forward, where: slice, number: int, arrays
 
 def side_weights(problem: Problem, saved: Forward, arrays: ArrayLibrary) -> tuple[SideWeights, SideWeights | None]:
     """Of all rows, and of all columns where the loss has two directions."""
-    kind = problem.kind
-    rows = bars.side_weights(kind, arrays, saved.rows, problem.row_weight, problem.row_target)
+    terms = problem.terms(arrays)
+    rows = bars.side_weights(terms, arrays, saved.rows, problem.row_weight, problem.row_target)
     if problem.column_weight is None or saved.columns is None:
         return rows, None
     given = saved.columns, problem.column_weight, problem.column_target
-    return rows, bars.side_weights(kind, arrays, *given)
+    return rows, bars.side_weights(terms, arrays, *given)
 
 
 def accumulator(backend: Backend, features: Array, want: bool) -> Array | None:

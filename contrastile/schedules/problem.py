@@ -12,6 +12,7 @@ from typing import Any
 
 from contrastile.backends.arrays import ArrayLibrary, transfer
 from contrastile.backends.contract import Array, Block, Match, Pairs
+from contrastile.backends.objectives import Terms, terms
 from contrastile.schedules.placement import Placement
 
 BLOCK = 65536
@@ -78,7 +79,8 @@ class Problem:
         row_weight: (m,) u, state dtype.
         row_target: (m,) t, 1 / |P(i)|, or 0 where the row has no positive or its positives are not to count: each row
             of y sums to 1 or 0. Unused by the sigmoid loss.
-        kind: "sigmoid", or the name of a loss of the statistics, one of ``objectives.OBJECTIVES``.
+        kind: "sigmoid", or the name of a loss of the statistics, one of ``objectives.OBJECTIVES``; or
+            ``objectives.STATISTICS``: see ``with_bars``.
         bias: 0-d, or None for 0.
         column_weight: (n,) v, or None for a loss of one direction.
         column_target: (n,) t', given with column_weight.
@@ -91,6 +93,8 @@ class Problem:
             weights and ids are then this rank's, and positives and excluded count over the columns of all ranks.
         blocking: None where the features are on the device and make one block.
         equal: where weights, targets and positives may be found, if it was made of equal pairs: see ``diagonal``.
+        margin: what is taken off the positives' cosines, times the scale; None for nothing.
+        smoothing: the share of each row of y that is spread over all columns, which are then all admitted.
     """
 
     rows: Array
@@ -110,6 +114,15 @@ class Problem:
     placement: Placement | None = None
     blocking: Blocking | None = None
     equal: EqualPairs | None = None
+    margin: float | None = None
+    smoothing: float | None = None
+
+    def terms(self, arrays: ArrayLibrary) -> Terms:
+        """Which loss of the statistics it is; ``arrays`` is the library of the scale."""
+        if self.margin is None and self.smoothing is None:
+            return terms(self.kind)
+        margin = None if self.margin is None else arrays.cast(self.scale, "float64") * self.margin
+        return Terms(self.kind, margin, self.smoothing)
 
     @property
     def diagonal(self) -> bool:
@@ -125,6 +138,7 @@ class Problem:
             and (self.column_target is equal.target or self.column_target is None)
             and self.kind == "softmax"
             and all(x is None for x in (self.bias, self.excluded, self.row_ids, self.placement, self.blocking))
+            and self.margin is self.smoothing is None
             and len(self.columns) == 1
             and self.columns[0].shape[0] == self.rows.shape[0]
         )
@@ -173,6 +187,8 @@ class Problem:
             self.placement,
             self.blocking,
             self.equal,
+            self.margin,
+            self.smoothing,
         )
 
     def for_gradients(self) -> Problem:
@@ -189,6 +205,11 @@ class Problem:
         weight = u * factor
         both = weight if v is u else None if v is None else v * factor
         return self.with_arrays((rows, scale, bias, weight, t, both, *rest))
+
+    def with_bars(self, upstream: Array) -> Problem:
+        """The problem of the statistics with their bars, (3, m + n) float64, in the place of its weights."""
+        m, bars = self.rows.shape[0], upstream.T
+        return replace(self, row_weight=bars[:m], column_weight=None if self.column_weight is None else bars[m:])
 
     def of_rows(self, where: slice) -> Problem:
         """The problem of some of the rows."""

@@ -1,6 +1,7 @@
 """The replicated schedule: every rank gathers the whole problem and computes all of it, as a process alone does.
 
-One message in the forward pass, none in the backward pass: each rank takes its own rows of the whole gradient. Every
+One message in the forward pass, none in the backward pass, but that of the statistics, where each rank has the bars of
+its own rows and columns: each rank takes its own rows of the whole gradient. Every
 rank computes all pairs, so it is for problems that take less time than the messages of a gather or a ring. What travels
 are arrays of the caller's library: what follows is a call of a process alone, whose kernels may come from CUDA graphs.
 """
@@ -9,7 +10,9 @@ from __future__ import annotations
 
 from dataclasses import replace
 
-from contrastile.backends.arrays import ArrayLibrary, working_for
+from contrastile.backends.arrays import ArrayLibrary, library_of, working_for
+from contrastile.backends.contract import Array
+from contrastile.backends.objectives import STATISTICS
 from contrastile.comm import buffers
 from contrastile.schedules import scalars
 from contrastile.schedules.gather import by_block
@@ -59,6 +62,34 @@ def gathered(problem: Problem, arrays: ArrayLibrary) -> Problem:
         whole = replace(whole, equal=problem.equal.elsewhere(0, found))
     compared = scalars.checked(placement, arrays, numbers, wholes[len(parts) :])
     return replace(whole, placement=None, **{"scale": problem.scale, "bias": problem.bias, **compared})
+
+
+def own_value(problem: Problem, value: Array) -> Array:
+    """The whole's value; of its statistics those of this rank's rows and columns."""
+    if problem.kind != STATISTICS:
+        return value
+    placement = placed(problem)
+    rows, widths = placement.shards.rows, placement.shards.widths
+    start, columns = sum(rows[: placement.rank]), sum(rows) + placement.start
+    parts = [value[:, start : start + rows[placement.rank]].T]
+    if problem.columns:
+        parts.append(value[:, columns : columns + widths[placement.rank]].T)
+    return library_of(value).concat(parts).T
+
+
+def upstream_of_whole(problem: Problem, upstream: Array, wanted: Wanted, arrays: ArrayLibrary) -> Array:
+    """What arrives from above, times ``Placement.factor``; of the statistics every rank's, in one message."""
+    placement = placed(problem)
+    if problem.kind != STATISTICS:
+        return upstream * placement.factor
+    m, counts = problem.rows.shape[0], [placement.shards.rows, placement.shards.widths]
+    own = [arrays.contiguous(x.T) for x in (upstream[:, :m], upstream[:, m:])][: 1 + len(problem.columns[:1])]
+    wholes = [arrays.empty((sum(each), 3), "float64", x) for x, each in zip(own, counts, strict=False)]
+    split = [buffers.split(whole, each) for whole, each in zip(wholes, counts, strict=False)]
+    with working_for(arrays, arrays, problem.rows), phase(placement, wanted):
+        arriving = {r: [part[r] for part in split] for r in range(placement.size)}
+        placement.communicator.exchange(dict.fromkeys(range(placement.size), own), arriving).wait()
+    return arrays.concat(wholes).T
 
 
 def wanted_of_whole(wanted: Wanted) -> Wanted:

@@ -178,7 +178,7 @@ def backward(
     weighted = scaled_weights(problem, upstream)
     mine, over = local.side_weights(weighted, saved, arrays)
     # bars are formed again where they arrive
-    ring = _Ring(weighted, arrays, over[:4] if over else ())
+    ring = _Ring(weighted, arrays, (*over[:2], weighted.column_weight, weighted.column_target) if over else ())
     row_sum = local.accumulator(backend, problem.rows, wanted.rows or wanted.scale)
 
     def compute(rows: slice, shard: _Shard, into: Sequence[Array | None]) -> None:
@@ -187,7 +187,7 @@ def backward(
             columns = None
             if shard.vectors:
                 n, p, weight, goal = shard.vectors
-                columns = bars.side_weights(problem.kind, arrays, (n, p), weight, goal).part(where)
+                columns = bars.side_weights(problem.terms(arrays), arrays, (n, p), weight, goal).part(where)
             backend.gradients(
                 block, Weights(mine.part(rows), columns), None if row_sum is None else row_sum[rows], target, options
             )

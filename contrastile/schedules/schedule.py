@@ -12,7 +12,8 @@ from types import ModuleType
 
 from contrastile.backends.arrays import ArrayLibrary
 from contrastile.backends.contract import Array, Backend, Diagonal, Options
-from contrastile.schedules import blocked, gather, local, ring, scalars, triangle, triangle_over_ranks
+from contrastile.backends.objectives import STATISTICS
+from contrastile.schedules import beside, blocked, gather, local, ring, scalars, triangle, triangle_over_ranks
 from contrastile.schedules.placement import Placement
 from contrastile.schedules.problem import Problem
 from contrastile.schedules.sums import gradients_over_ranks
@@ -58,7 +59,7 @@ def phase(placement: Placement, wanted: local.Wanted | None = None) -> Iterator[
 def loss(
     problem: Problem, backend: Backend, options: Options, wanted: local.Wanted | None = None
 ) -> tuple[Array, local.State]:
-    """The loss, 0-d, and what its gradients need.
+    """The loss, 0-d, or the statistics, and what its gradients need.
 
     Args:
         problem: in the backend's library.
@@ -91,7 +92,8 @@ def _loss(
                 return both
     if problem.kind != "sigmoid":
         found: local.Forward = module.forward(problem, backend, options, wanted=wanted)
-        return found.loss, found.state
+        value = found.loss if problem.smoothing is None else beside.value(problem, found.loss, backend.arrays)
+        return value, found.state
     value, sums = module.sigmoid(problem, wanted, backend, options)
     return value, () if sums is None else sums.state
 
@@ -109,7 +111,7 @@ def gradients(
     Args:
         problem: as it was given to ``loss``, or that ``for_gradients``.
         state: what ``loss`` left.
-        upstream: 0-d, state dtype. None is 1, and lets the state be consumed.
+        upstream: 0-d, state dtype. None is 1, and lets the state be consumed. Of the statistics: their bars.
         wanted: which gradients to give; of a sigmoid loss at most those that ``loss`` was told.
         backend: computed the loss.
         options: how.
@@ -132,6 +134,8 @@ def _gradients(
     options: Options,
 ) -> local.Gradients:
     placement, arrays, rows, scale = problem.placement, backend.arrays, problem.rows, problem.scale
+    if problem.kind == STATISTICS:
+        problem, upstream = problem.with_bars(upstream), None
     if problem.kind == "sigmoid" and placement is None and problem.blocking is None:
         return local.gradients_from_sums(rows, scale, local.Sums.of(state), upstream, wanted, arrays)
     if problem.kind == "softmax" and len(state) == DIAGONAL:
@@ -146,7 +150,9 @@ def _gradients(
     if problem.kind != "sigmoid":
         saved = local.Forward.of(state)
         found: local.Gradients = _module(problem).backward(problem, saved, one, wanted, backend, options)
-        return found
+        if problem.margin is None and problem.smoothing is None:
+            return found
+        return beside.gradients(problem, saved, one, wanted, found, arrays)
     sums = local.Sums.of(state)
     if placement is not None:
         return gradients_over_ranks(rows, scale, placement, sums, one * placement.factor, wanted, arrays)

@@ -7,6 +7,7 @@ from dataclasses import replace
 
 from contrastile.backends.arrays import ArrayLibrary
 from contrastile.backends.contract import Array, SideStatistics
+from contrastile.backends.objectives import STATISTICS
 from contrastile.schedules import local
 from contrastile.schedules.placement import Placement
 from contrastile.schedules.problem import Problem
@@ -45,9 +46,11 @@ def scalar_gather_buffers(
 def finalize_loss(
     problem: Problem, loss: Array, rows: SideStatistics, arrays: ArrayLibrary, columns: SideStatistics | None = None
 ) -> local.Forward:
-    """The global loss from this rank's part of it, with this rank's log-sum-exps."""
-    (whole,) = summed(placed(problem), arrays, loss)
-    value = arrays.cast(whole, arrays.dtype(problem.scale))
+    """The global loss from this rank's part of it, or its statistics as they are, with this rank's log-sum-exps."""
+    if problem.kind == STATISTICS:
+        value = loss
+    else:
+        value = arrays.cast(summed(placed(problem), arrays, loss)[0], arrays.dtype(problem.scale))
     return local.Forward(value, rows[:2], None if columns is None else columns[:2])
 
 

@@ -145,7 +145,7 @@ def add_gradients(
 
 def weights_of(problem: Problem, lses: local.Lses, arrays: ArrayLibrary) -> tuple[SideWeights, SideWeights]:
     """Of the whole loss, the same on both sides."""
-    rows = bars.side_weights(problem.kind, arrays, lses, problem.row_weight, problem.row_target)
+    rows = bars.side_weights(problem.terms(arrays), arrays, lses, problem.row_weight, problem.row_target)
     p = rows.positive_lse
     # one logit, whichever of the two has it: that of row i is read at (i, j), its column's must be the same number
     return rows, rows._replace(positive_lse=p if problem.positives is None else p[problem.positives])

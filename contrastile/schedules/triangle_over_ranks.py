@@ -197,7 +197,7 @@ def _add_gradients(problem: Problem, saved: local.Forward, sums: Array, backend:
 
     def weighed(vectors: Sequence[Array]) -> SideWeights:
         n, p, weight, target = vectors
-        return bars.side_weights(problem.kind, arrays, (n, p), weight, target)
+        return bars.side_weights(problem.terms(arrays), arrays, (n, p), weight, target)
 
     vectors = *saved.rows, problem.row_weight, problem.row_target
     own = weighed(vectors)

@@ -48,7 +48,7 @@ def bars(trial: Trial) -> Comparisons:
     problem, random = rearrange.regrouped(trial.problem, [n]), trial.random()
     exact = truth(problem)
     for label, even in (("drawn", False), ("without D", True)):
-        drawn = [None if side is None else _drawn(random, side, even) for side in (exact.row, exact.column)]
+        drawn = [None if side is None else drawn_bars(random, side, even) for side in (exact.row, exact.column)]
         known = truth_of_bars(exact, drawn)
         found = _outcomes(trial, problem, drawn)
         bound = bound_of_bars(problem, known, drawn, trial.subject.accuracy, trial.subject.dtype, trial.subject.options)
@@ -56,7 +56,7 @@ def bars(trial: Trial) -> Comparisons:
             yield f"{label}, {form}", compare(got, known.outcome, bound, GRADIENT)
 
 
-def _drawn(random: np.random.Generator, side: Direction, even: bool) -> Bars:
+def drawn_bars(random: np.random.Generator, side: Direction, even: bool) -> Bars:
     """Bars of three orders of magnitude, some of them 0: of a mean, whose gradients no dtype is too narrow for."""
     size = len(side.weight)
 

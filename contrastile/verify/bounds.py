@@ -103,6 +103,9 @@ def _total(backend: Any, oracle: Any, exact: Any) -> Any:
 def _softmax(problem: Problem, t: Truth, a: Arithmetic, upstream: float, separate_positives: bool) -> Outcome:
     """Both directions share the logits' error; each is derived from its own side's view."""
     E, reference = logit_error(t, a), shared_reference(t, a)
+    if problem.margin is not None:
+        # s m, and its sum with N; references are those of logits without it
+        E = E + 8 * a.accuracy.unit * abs(t.scale * problem.margin)
     views = sides(problem, t, E, a, separate_positives)
     loss, dG, largest = 0.0, np.zeros(t.x.shape), 0.0
     errors: dict[str, Any] = {}
@@ -115,8 +118,48 @@ def _softmax(problem: Problem, t: Truth, a: Arithmetic, upstream: float, separat
         part = _softmax_gradient_error(view, negative, positive, upstream, reference, a)
         dG = dG + (part if name == "row" else part.T)
         largest = max(largest, np.abs(view.side.weight).max(initial=0.0))
-    gradient = gradient_bounds(problem, t, dG, upstream * largest, a)
+        loss += _smoothing_loss_error(view, positive, total, a)
+    gradient = _beside(t, gradient_bounds(problem, t, dG, upstream * largest, a), problem, upstream, a)
     return Outcome(loss=float64(loss + a.accuracy.unit * (abs(t.outcome.loss) + loss) + a.tiny), **errors, **gradient)
+
+
+def _smoothing_loss_error(view: Side, positive: FloatArray, total: FloatArray, a: Arithmetic) -> float:
+    """Error of ``e sum_i w_i (P - D - mean_j x_ij)``: that of t S, of all logits, and roundings of each term."""
+    side, mean = view.side, np.abs(view.x).mean(axis=1) if view.x.size else 0.0
+    moved = positive + np.abs(side.target) * total + (view.E.mean(axis=1) if view.x.size else 0.0)
+    size = np.abs(np.nan_to_num(side.positive_lse)) + np.abs(side.target * side.positive_sum) + mean
+    return float((np.abs(side.smoothed) * (moved + gamma(8 * a.accuracy.unit) * size)).sum())
+
+
+def _beside(t: Truth, found: dict[str, Any], problem: Problem, upstream: float, a: Arithmetic) -> dict[str, Any]:
+    """The bounds of gradients to which the linear part of label smoothing, and that of a margin, are added.
+
+    H is what smoothing adds to |G|: the blocks' G is smaller by so much, with its own roundings, and both parts are
+    rounded to the features' dtype, one after the other. The margin's part is a sum of bars in float64.
+    """
+    sides = [(t.row, t.positive)] if t.column is None else [(t.row, t.positive), (t.column, t.positive.T)]
+    parts = [
+        np.abs(side.smoothed)[:, None] * (np.where(positive, side.target[:, None], 0.0) + 1 / max(positive.shape[1], 1))
+        for side, positive in sides
+        if side is not None
+    ]
+    H = upstream * sum(part if number == 0 else part.T for number, part in enumerate(parts))
+    facts, m = a.accuracy, 0.0 if problem.margin is None else abs(problem.margin)
+    by_scale = gamma(8 * facts.unit) * ((H * np.abs(t.products)).sum() + m * np.abs(np.nan_to_num(t.G)).sum())
+    if not H.any():
+        return found | {"scale": found["scale"] + by_scale}
+    chain = a.product(a.over_columns.longest, a.over_columns.parts) + a.product(a.over_rows.longest, a.over_rows.parts)
+    share = facts.gradient_rounding + chain + gamma(8 * facts.unit)
+
+    def widened(bound: FloatArray, linear: FloatArray, exact: FloatArray) -> FloatArray:
+        return a.cast(linear + np.abs(np.nan_to_num(exact)), bound + share * linear)
+
+    columns = column_blocks(problem, abs(t.scale) * H.T @ np.abs(t.q))
+    return {
+        "rows": widened(found["rows"], abs(t.scale) * H @ np.abs(t.k), t.outcome.rows),
+        "columns": tuple(map(widened, found["columns"], columns, t.outcome.columns)),
+        "scale": found["scale"] + by_scale + share * (H * t.magnitudes).sum(),
+    }
 
 
 def _sigmoid(problem: Problem, t: Truth, a: Arithmetic, upstream: float) -> Outcome:

@@ -12,12 +12,13 @@ import numpy as np
 
 from contrastile.comm.communicator import Communicator
 from contrastile.oracle.arrays import IntArray
+from contrastile.verify import statistics
 from contrastile.verify.arithmetic import Spread
 from contrastile.verify.comparison import NOTHING, Comparisons, Worst, wrong
 from contrastile.verify.losses import allowed
 from contrastile.verify.losses.arguments import Arguments
 from contrastile.verify.losses.calling import PROPERTIES as OF_A_LOSS
-from contrastile.verify.losses.cases import BATCHES, CALLS, Batch, LossCase, build, concerns, formed, moved
+from contrastile.verify.losses.cases import BATCHES, CALLS, OPTIONS, Batch, LossCase, build, concerns, formed, moved
 from contrastile.verify.losses.claims import OBJECTIVES
 from contrastile.verify.losses.ours import OF_ARRAYS, OF_TENSORS, Interface, interfaces, of_interface
 from contrastile.verify.losses.properties import UPSTREAM, LossTrial, compared
@@ -42,6 +43,7 @@ _CASES = (
     "nan",
     "one-pair",
     "large-logits",
+    *OPTIONS,
 )
 _ROWS, _WIDTH = 23, 20
 
@@ -143,7 +145,9 @@ class Share:
         features += [x[self._slices(self.blocks[0], rank)] for x in given.features[1:]]
         negatives = [x[self._slices(b, rank)] for x, b in zip(given.negatives, self.blocks[1:], strict=True)]
         labels = None if given.labels is None else given.labels[own]
-        return replace(given, features=tuple(features), negatives=tuple(negatives), labels=labels, keywords=keywords)
+        weights = None if given.weights is None else given.weights[own]
+        given = replace(given, labels=labels, weights=weights, keywords=keywords)
+        return replace(given, features=tuple(features), negatives=tuple(negatives))
 
     def joined(self, parts: Sequence[Result], reduction: str) -> Result:
         """The ranks' results as the whole's: a mean over ranks divides by their number, a sum does not."""
@@ -170,11 +174,11 @@ def _shared(objective: str, rows: Sequence[int], subject: Subject) -> Iterator[S
     (interface, *_) = OF_ARRAYS
     loss = of_interface(interface, objective, subject, subject.backend.arrays.name, "")
     names = {
-        "clip_loss": (CALLS, "ids@far"),
-        "sigmoid_loss": (CALLS, "ids@far", "bias"),
-        "info_nce": (CALLS, "positives", "queue"),
-        "nt_xent": (CALLS,),
-        "sup_con": ("labels",),
+        "clip_loss": (CALLS, "ids@far", "several", "smoothing", "margin"),
+        "sigmoid_loss": (CALLS, "ids@far", "bias", "several"),
+        "info_nce": (CALLS, "positives", "queue", "own-ids", "smoothing"),
+        "nt_xent": (CALLS, "margin"),
+        "sup_con": ("labels", "inside@labels"),
     }
     b, world = sum(rows), len(rows)
 
@@ -292,16 +296,20 @@ PROPERTIES = (
         for name in OBJECTIVES
     ),
     Property("public-training", training, CASE),
+    statistics.ALONE,
 )
 """One property per loss, and one of what only training has."""
 
-OVER_RANKS = tuple(
-    _property(
-        name.replace("_", "-"),
-        partial(over_ranks, name),
-        RANKS_CASE,
-        f"The public {name} with a group gives the loss and gradients of the joined batch.",
-    )
-    for name in OBJECTIVES
+OVER_RANKS = (
+    *(
+        _property(
+            name.replace("_", "-"),
+            partial(over_ranks, name),
+            RANKS_CASE,
+            f"The public {name} with a group gives the loss and gradients of the joined batch.",
+        )
+        for name in OBJECTIVES
+    ),
+    statistics.OVER_RANKS,
 )
 """The same of ranks."""

@@ -19,7 +19,7 @@ from contrastile.oracle.general import (
     weighted_sum,
 )
 from contrastile.oracle.pairs import Pairs
-from contrastile.oracle.sigmoid import gradient_of_sigmoid_logits, sigma, sigmoid_terms
+from contrastile.oracle.sigmoid import gradient_of_sigmoid_logits, sigma, sigmoid_terms, softplus
 from contrastile.schedules.problem import Problem
 
 STATISTICS = tuple(f"{side}_{name}" for side in ("row", "column") for name in SideStatistics._fields)
@@ -75,6 +75,7 @@ class Direction:
         p: (own, other) exp(x - L) on admitted pairs, 0 elsewhere.
         q: (own, other) exp(x - P) on positive pairs, 0 elsewhere.
         negative_mass: (own,) sigma(N - P), the probability of all negatives; 1 where there is no positive.
+        smoothed: (own,) what label smoothing moves from the positives to all columns: ``e w``.
     """
 
     weight: FloatArray
@@ -86,6 +87,7 @@ class Direction:
     p: FloatArray
     q: FloatArray
     negative_mass: FloatArray
+    smoothed: FloatArray
 
     @property
     def lse(self) -> FloatArray:
@@ -103,7 +105,7 @@ class Truth:
         k: (n, d) joined columns.
         scale: a number.
         bias: a number, 0 where the problem has none.
-        products: (m, n) <q_i, k_j>.
+        products: (m, n) <q_i, k_j>, less the margin at positives: the logits' derivatives by the scale.
         x: (m, n) logits.
         admitted: (m, n) bool.
         positive: (m, n) bool.
@@ -164,21 +166,27 @@ def truth(problem: Problem, upstream: float = 1.0) -> Truth:
     q, k = float64(problem.rows), np.concatenate([float64(block) for block in problem.columns])
     scale, bias = float(problem.scale), float(problem.bias) if problem.bias is not None else 0.0
     admitted, positive = masks(problem)
-    x = logits(q, k, scale, bias)
     row = column = None
     with np.errstate(all="ignore"):
+        products, x = q @ k.T, logits(q, k, scale, bias)
+        if problem.margin is not None:
+            lowered = np.where(positive, problem.margin, 0.0)
+            products, x = products - lowered, x - scale * lowered
         if problem.kind == "sigmoid":
             u = float64(problem.row_weight)
             loss = weighted_sum(u, sigmoid_terms(x, positive, admitted).sum(axis=1))
             G = gradient_of_sigmoid_logits(x, positive, 1.0, admitted)
             G = np.where(u[:, None] == 0, 0.0, upstream * u[:, None] * G)
         else:
-            row = _direction(x, admitted, positive, problem.row_weight, problem.row_target)
-            loss, G = _loss(row), _gradient(admitted, positive, row, upstream)
+            row = _direction(problem, x, admitted, positive, problem.row_weight, problem.row_target)
+            loss, G = _loss(row), _gradient(problem, admitted, positive, row, upstream)
             if problem.column_weight is not None and problem.column_target is not None:
-                column = _direction(x.T, admitted.T, positive.T, problem.column_weight, problem.column_target)
-                loss, G = loss + _loss(column), G + _gradient(admitted.T, positive.T, column, upstream).T
+                given = problem.column_weight, problem.column_target
+                column = _direction(problem, x.T, admitted.T, positive.T, *given)
+                loss, G = loss + _loss(column), G + _gradient(problem, admitted.T, positive.T, column, upstream).T
         found = gradients(q, k, scale, G)
+        if problem.margin is not None:
+            found = found._replace(d_scale=float64((G * products).sum()))
         outcome = Outcome(
             loss=float64(loss),
             row_negative_lse=None if row is None else row.negative_lse,
@@ -193,7 +201,7 @@ def truth(problem: Problem, upstream: float = 1.0) -> Truth:
             bias=float64(found.d_bias) if problem.kind == "sigmoid" else None,
         )
         sums = G @ k, G.T @ q
-        return Truth(outcome, q, k, scale, bias, q @ k.T, x, admitted, positive, G, *sums, row, column)
+        return Truth(outcome, q, k, scale, bias, products, x, admitted, positive, G, *sums, row, column)
 
 
 def column_blocks(problem: Problem, joined: FloatArray) -> tuple[FloatArray, ...]:
@@ -203,12 +211,22 @@ def column_blocks(problem: Problem, joined: FloatArray) -> tuple[FloatArray, ...
 
 
 def _direction(
-    x: FloatArray, admitted: BoolArray, positive: BoolArray, weight: FloatArray, target: FloatArray
+    problem: Problem,
+    x: FloatArray,
+    admitted: BoolArray,
+    positive: BoolArray,
+    weight: FloatArray,
+    target: FloatArray,
 ) -> Direction:
     n, p = split_lse(x, admitted, positive.astype(np.float64), axis=1)
     target = float64(target)
     counted = np.where(positive, target[:, None], 0.0)
     nll = negative_log_likelihood(x, n, p, counted, axis=1)
+    if problem.kind == "inside":
+        nll = softplus(n - p) - np.log(target)
+    smoothing = problem.smoothing or 0.0
+    if smoothing:
+        nll = nll + smoothing * ((counted - 1 / x.shape[1]) * x).sum(axis=1)
     return Direction(
         weight=float64(weight),
         target=target,
@@ -220,6 +238,7 @@ def _direction(
         p=np.where(admitted, np.exp(x - merge(n, p)[:, None]), 0.0),
         q=np.where(positive, np.exp(x - p[:, None]), 0.0),
         negative_mass=np.where(positive.any(axis=1), sigma(n - p), 1.0),
+        smoothed=smoothing * float64(weight),
     )
 
 
@@ -227,9 +246,12 @@ def _loss(side: Direction) -> float:
     return weighted_sum(side.weight, side.nll)
 
 
-def _gradient(admitted: BoolArray, positive: BoolArray, side: Direction, upstream: float) -> FloatArray:
+def _gradient(
+    problem: Problem, admitted: BoolArray, positive: BoolArray, side: Direction, upstream: float
+) -> FloatArray:
     target = np.where(positive, side.target[:, None], 0.0)
     # a positive whose target is 0 has no other gradient than a negative, but its logit is in P
-    G = np.where(positive, (side.q - target) - side.q * side.negative_mass[:, None], side.p)
-    w = (upstream * side.weight)[:, None]
-    return np.where(admitted & (w != 0), w * G, 0.0)
+    beside = 0.0 if problem.kind == "inside" else side.q - target
+    G = np.where(positive, beside - side.q * side.negative_mass[:, None], side.p)
+    w, moved = ((upstream * each)[:, None] for each in (side.weight, side.smoothed))
+    return np.where(admitted & (w != 0), w * G + moved * (target - 1 / max(G.shape[1], 1)), 0.0)

@@ -9,7 +9,7 @@ from float64_bound import SigmoidBound, SoftmaxBound, assert_within
 from oracle_problems import Problem, on_grid
 from torch.nn.functional import cross_entropy, logsigmoid
 
-from contrastile.oracle.named import clip, info_nce, nt_xent, siglip, sup_con
+from contrastile.oracle.named import Options, clip, info_nce, nt_xent, siglip, sup_con
 from contrastile.oracle.pairs import Pairs
 
 B, EXTRA, D, S = 7, 4, 5, 9.0
@@ -140,3 +140,39 @@ def test_an_empty_batch_is_a_loss_of_zero() -> None:
 def test_one_pair_is_certain() -> None:
     assert clip(I[:1], T[:1], S).loss == 0.0
     assert not clip(I[:1], T[:1], S).d_rows.any()
+
+
+W = on_grid(rng.uniform(0.1, 2.0, size=B))
+OPTIONS = {
+    "weights": (Pairs(np.arange(B)), Options(), W),
+    "shared targets, smoothed": (Pairs(row_ids=IDS, column_ids=IDS, match="target"), Options(smoothing=0.25), W),
+    "inside": (Pairs(row_ids=IDS, column_ids=IDS, match="target"), Options(inside=True), None),
+    "a margin": (Pairs(np.arange(B)), Options(margin=0.25), None),
+}
+
+
+@pytest.mark.parametrize("name", OPTIONS)
+def test_options_are_torch_s_cross_entropy_and_the_papers(name: str) -> None:
+    """Label smoothing by torch itself, L_in by SupCon Eq. 3, the margin by CosFace Eq. 4."""
+    pairs, options, weights = OPTIONS[name]
+    a, t, s = leaves(I, T, S)
+    positive = torch.tensor(pairs.positive(B, B)).double()
+    w = torch.ones(B, dtype=torch.float64) if weights is None else torch.tensor(weights)
+
+    def side(x: torch.Tensor) -> torch.Tensor:
+        if options.inside:
+            p = (x.softmax(1) * positive).sum(1) / positive.sum(1)
+            return (w * -p.log()).sum() / w.sum()
+        x = x - s * options.margin * positive
+        y = positive / positive.sum(1, keepdim=True)
+        each = cross_entropy(x, y, label_smoothing=options.smoothing, reduction="none")
+        return (w * each).sum() / w.sum()
+
+    x = s * a @ t.T
+    given = {"row_ids": pairs.row_ids, "column_ids": pairs.column_ids, "match": pairs.match}
+    found = clip(I, T, S, **given, weights=weights, options=options)
+    # the probabilities, and the targets, are those of logits that are larger by the margin's share
+    u = (w / w.sum()).numpy() / 2
+    bound = SoftmaxBound(Problem(I, T, S * (1 + options.margin), 0.0, pairs, u, u))
+    bounds = [4 * bound.loss, *(4 * (1 + options.smoothing) * np.asarray(x) for x in bound.gradients[:3])]
+    check(list(found)[:4], (side(x) + side(x.T)) / 2, [a, t, s], bounds)

@@ -37,7 +37,7 @@ def others() -> Iterator[None]:
         unpaired=lambda arrays, n, p: n,
         bars=lambda arrays, n, p: (1.0, -1.0, 0.0),
     )
-    OBJECTIVES["entropy"] = OBJECTIVES["softmax"]
+    OBJECTIVES["entropy"] = replace(OBJECTIVES["softmax"])
     yield
     for name in NAMES:
         del OBJECTIVES[name]

@@ -41,6 +41,8 @@ class Arguments:
         keywords: of integers: ids, positives, row_ids, column_ids.
         negatives: of info_nce.
         joined: whether the negatives are given as one tensor, and not as a sequence.
+        weights: (b,) of the mean; None for none.
+        options: texts and numbers that say which loss it is, as contrastile's own functions name them.
     """
 
     features: tuple[FloatArray, ...]
@@ -50,6 +52,8 @@ class Arguments:
     keywords: Mapping[str, IntArray] = field(default_factory=dict)
     negatives: tuple[FloatArray, ...] = ()
     joined: bool = False
+    weights: FloatArray | None = None
+    options: Mapping[str, Any] = field(default_factory=dict)
 
 
 def stated(objective: str, given: Arguments, weights: str = "float64") -> Problem:
@@ -63,7 +67,14 @@ def stated(objective: str, given: Arguments, weights: str = "float64") -> Proble
         keywords |= {"row_ids": same, "column_ids": same}
     labels = [] if given.labels is None else [given.labels]
     bias = [given.bias or 0.0] if objective == "sigmoid_loss" else []
-    form = FORMS[objective].form(*features, *labels, given.scale, *bias, **keywords)
+    more: dict[str, Any] = {} if given.weights is None else {"weights": given.weights}
+    asked = given.options
+    if asked.get("ids_are") == "positives":
+        more["match"] = "target"
+    if objective != "sigmoid_loss":
+        inside, numbers = asked.get("sum_positives") == "inside", (asked.get("label_smoothing"), asked.get("margin"))
+        more["options"] = named.Options(inside, *(x or 0.0 for x in numbers))
+    form = FORMS[objective].form(*features, *labels, given.scale, *bias, **keywords, **more)
     m, n = len(form.q), len(form.k)
     positive = form.pairs.positive(m, n)
     v = form.v
@@ -73,7 +84,9 @@ def stated(objective: str, given: Arguments, weights: str = "float64") -> Proble
         scale=float64(form.scale),
         row_weight=round_to(form.u, weights),
         row_target=target_weights(positive).max(axis=1, initial=0.0),
-        kind="sigmoid" if form.additive else "softmax",
+        kind="sigmoid" if form.additive else "inside" if form.options.inside else "softmax",
+        smoothing=form.options.smoothing or None,
+        margin=form.options.margin or None,
         bias=float64(form.bias) if form.additive else None,
         column_weight=None if v is None else round_to(v, weights),
         column_target=None if v is None else target_weights(positive.T).max(axis=1, initial=0.0),

@@ -9,6 +9,7 @@ import zlib
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 from functools import cached_property, lru_cache
+from typing import Any
 
 import numpy as np
 
@@ -56,6 +57,7 @@ class Batch:
         norm: the features' norm.
         keyword: the argument that makes it a case: a name in ``KEYWORDS``, "labels" or "bias"; "" for none.
         make: gives the arguments that keyword.
+        objectives: those that have it; none for all that have the keyword.
     """
 
     name: str
@@ -67,6 +69,7 @@ class Batch:
     norm: float = 1.0
     keyword: str = ""
     make: Callable[[Draw, Arguments], Arguments] = lambda draw, given: given
+    objectives: tuple[str, ...] = ()
 
 
 def _trained(draw: Draw, b: int, d: int) -> Pairs:
@@ -182,6 +185,49 @@ def _attracting(draw: Draw, given: Arguments) -> Arguments:
     return replace(given, bias=2.7)
 
 
+def _optional(
+    *makes: Callable[[Draw, Arguments], Arguments], weighted: bool = True, **options: Any
+) -> Callable[[Draw, Arguments], Arguments]:
+    """Options, beside what others make; and weights of three orders of magnitude, of which some are 0."""
+
+    def make(draw: Draw, given: Arguments) -> Arguments:
+        for each in makes:
+            given = each(draw, given)
+        b = len(given.features[0])
+        weights = 10.0 ** draw.uniform(-3, 0, b) * (draw.random(b) < 0.8) if weighted and b > 1 else None
+        return replace(given, options=options, weights=weights)
+
+    return make
+
+
+_BATCH, _ROWWISE, _SELF = ("clip_loss", "sigmoid_loss"), ("clip_loss", "info_nce"), ("nt_xent", "sup_con")
+
+
+def _option(name: str, about: str, scale: float, make: Callable[[Draw, Arguments], Arguments], of: Any) -> Batch:
+    return Batch(name, about, 37, 40, scale, pairs, 1.0, "options", make, of)
+
+
+_OPTIONS = (
+    _option("weights", "weights of samples", HIGH, _optional(), (*_ROWWISE, *_SELF, "sigmoid_loss")),
+    _option("several", "ids that are positives", 20.0, _optional(_few, ids_are="positives"), (*_BATCH, "info_nce")),
+    _option("own-ids", "a queue of positives", 20.0, _optional(_queue, ids_are="positives"), ("info_nce",)),
+    _option(
+        "inside",
+        "the sum over positives inside of the logarithm",
+        *(HIGH, _optional(_few, weighted=False, ids_are="positives", sum_positives="inside"), _ROWWISE),
+    ),
+    _option("inside@labels", "SupCon's L_in", HIGH, _optional(sum_positives="inside"), ("sup_con",)),
+    _option("smoothing", "label smoothing", 20.0, _optional(label_smoothing=0.3), _ROWWISE),
+    _option(
+        "smoothing@ids",
+        "label smoothing of shared targets",
+        *(20.0, _optional(_few, weighted=False, label_smoothing=0.1, ids_are="positives"), _ROWWISE),
+    ),
+    _option("margin", "a margin", 20.0, _optional(margin=0.35), (*_ROWWISE, *_SELF)),
+)
+OPTIONS = tuple(each.name for each in _OPTIONS)
+"""The cases of options that contrastile's own functions have."""
+
 BATCHES = {
     each.name: each
     for each in (
@@ -234,6 +280,7 @@ BATCHES = {
         Batch(
             "nan", "a NaN in one feature: the loss is NaN, never a number and never a hang", 19, 24, 10.0, _not_a_number
         ),
+        *_OPTIONS,
     )
 }
 """All cases, in the order in which they run."""
@@ -289,6 +336,7 @@ def concerns(name: str, prop: str, own: str | None, objective: str) -> bool:
     takes = {**KEYWORDS, "labels": ("sup_con",), "bias": ("sigmoid_loss",)}.get(batch.keyword, (objective,))
     if batch.make is _queue:
         takes = ("info_nce",)
+    takes = batch.objectives or takes
     # of NaN features nothing is claimed but the value
     return (prop == "value" or batch.draw is not _not_a_number) and objective in takes
 
@@ -347,7 +395,8 @@ def rounded(given: Arguments, dtype: str) -> Arguments:
     features, negatives = (tuple(round_to(x, dtype) for x in xs) for xs in (given.features, given.negatives))
     bias = None if given.bias is None else float(round_to(given.bias, "float32"))
     scale = float(round_to(given.scale, "float32"))
-    return replace(given, features=features, negatives=negatives, scale=scale, bias=bias)
+    weights = None if given.weights is None else float64(round_to(given.weights, "float32"))
+    return replace(given, features=features, negatives=negatives, scale=scale, bias=bias, weights=weights)
 
 
 def sized(

@@ -25,6 +25,7 @@ KEYWORDS = {
     "ids": ("clip_loss", "info_nce", "sigmoid_loss"),
     "negatives": ("info_nce",),
     "positives": ("info_nce",),
+    "options": OBJECTIVES,
 }
 """The claims of keyword arguments, and the objectives that have them."""
 
@@ -59,6 +60,7 @@ class Claims:
         negatives: whether info_nce has a keyword ``negatives``, a tensor or a sequence of them, either of which may be
             empty.
         positives: whether info_nce has a keyword ``positives``, (b,), each among the columns of key and negatives.
+        options: whether it has the other keywords of contrastile's own function: ids_are, weights, margin and the like.
         integers: dtypes of ids, positives and labels.
         normalises: whether it divides the features by their norms first. They are given with norms near 1.
         strided: whether it takes features that are not contiguous.
@@ -92,6 +94,7 @@ class Claims:
     ids: bool = False
     negatives: bool = False
     positives: bool = False
+    options: bool = False
     integers: tuple[str, ...] = ("int64",)
     normalises: bool = False
     strided: bool = True

@@ -74,13 +74,18 @@ def module(loss: Target, settings: dict[str, Any], *, trains: bool = True) -> Ta
 
     from contrastile import nn
 
-    made = (nn.ClipLoss if loss is losses.clip_loss else nn.SigLipLoss)(**settings).train(trains)
+    kind = nn.ClipLoss if loss is losses.clip_loss else nn.SigLipLoss
+    of_options = functools.cache(lambda **options: kind(**settings, **options).train(trains))
+
+    def made(*given: Any, ids: Any = None, weights: Any = None, **options: Any) -> Any:
+        return of_options(**options)(*given, ids=ids, weights=weights)
+
     if loss is losses.clip_loss:
 
-        def with_bias(image: Array, text: Array, scale: Any) -> Any:
+        def with_bias(image: Array, text: Array, scale: Any, **more: Any) -> Any:
             # it shifts every logit, and changes nothing; DDP waits for its gradient
             bias = image.new_zeros(1).requires_grad_(trains)
-            found = _kind(made(image, text, scale, bias, trains), dict if trains else torch.Tensor)
+            found = _kind(made(image, text, scale, bias, trains, **more), dict if trains else torch.Tensor)
             if trains and torch.is_grad_enabled():
                 (gradient,) = torch.autograd.grad([*found.values()], bias, retain_graph=True, allow_unused=True)
                 assert gradient is not None
@@ -88,8 +93,8 @@ def module(loss: Target, settings: dict[str, Any], *, trains: bool = True) -> Ta
 
         return with_bias
 
-    def target(image: Array, text: Array, scale: Any, bias: Any = None) -> Any:
-        return _kind(made(image, text, scale, bias, trains), dict if trains else torch.Tensor)
+    def target(image: Array, text: Array, scale: Any, bias: Any = None, **more: Any) -> Any:
+        return _kind(made(image, text, scale, bias, trains, **more), dict if trains else torch.Tensor)
 
     return target
 
@@ -353,8 +358,8 @@ OF_TENSORS = (
     Interface(f"blocks of {_BLOCK}", partial(blocked, function), (*_AUTOGRAD, "interleaved", "sizes"), block=_BLOCK),
     Interface("torch.func.grad", functional, ("refusals",), (*_RETURNED, ("negatives", False))),
     Interface("a dispatch mode", dispatched, (), _RETURNED),
-    Interface("nn", module, (*_AUTOGRAD, "numbers", "interleaved", "threads"), (("ids", False),), _PAIRS),
-    Interface("nn in evaluation", partial(module, trains=False), ("leaves",), (("ids", False),), _PAIRS),
+    Interface("nn", module, (*_AUTOGRAD, "numbers", "interleaved", "threads"), (), _PAIRS),
+    Interface("nn in evaluation", partial(module, trains=False), ("leaves",), (), _PAIRS),
 )
 """Of torch tensors alone."""
 
@@ -372,12 +377,19 @@ OF_INTEGRATIONS = (
     Interface(
         "ChunkedModel", partial(cached, _chunked_model), _STEP, (("retains", False), *_NO_COLUMNS), _PAIRS, plain=True
     ),
-    Interface("ImageTextFeatures", features, ("leaves",), (("normalises", True), ("ids", False)), _PAIRS, plain=True),
+    Interface(
+        "ImageTextFeatures",
+        features,
+        ("leaves",),
+        (("normalises", True), ("ids", False), ("options", False)),
+        _PAIRS,
+        plain=True,
+    ),
     Interface(
         "MultipleNegativesRankingLoss",
         ranking,
         (),
-        (("normalises", True), ("scale_gradient", False), ("ids", False), ("positives", False)),
+        (("normalises", True), ("scale_gradient", False), ("ids", False), ("options", False), ("positives", False)),
         ("clip_loss", "info_nce"),
         plain=True,
     ),
@@ -385,7 +397,7 @@ OF_INTEGRATIONS = (
         "CachedMultipleNegativesRankingLoss",
         cached_ranking,
         (),
-        (("normalises", True), ("scale_gradient", False), ("ids", False), *_RETURNED, *_NO_COLUMNS),
+        (("normalises", True), ("scale_gradient", False), ("ids", False), ("options", False), *_RETURNED, *_NO_COLUMNS),
         ("info_nce",),
         plain=True,
     ),
@@ -439,7 +451,7 @@ def of_interface(each: Interface, objective: str, subject: Subject, library: str
     if each.plain:
         claims["state"] = "float64" if subject.dtype == "float64" else "float32"
     if each.make in (distance, learnt_distance):
-        claims["ids"] = False
+        claims["ids"] = claims["options"] = False
     target = each.make(getattr(losses, objective), settings)
     facts = None if each.plain else subject.accuracy
     return Loss(name, target, Claims(**(claims | dict(each.claims))), facts, each.block)

@@ -132,7 +132,7 @@ class Call:
         passed: what is passed of them: equal values.
         labels: SupCon's, as a list.
         numbers: the scale and the bias, as they are passed.
-        keywords: the keyword arguments without the negatives.
+        keywords: the arrays among the keyword arguments, without the negatives.
         joined: see ``Arguments``.
         sequence: of several negatives.
         returned: what the loss returned last.
@@ -146,6 +146,7 @@ class Call:
     numbers: list[Any]
     keywords: dict[str, Any]
     joined: bool
+    options: Mapping[str, Any]
     sequence: Callable[..., Any] = list
     returned: Any = None
 
@@ -157,7 +158,7 @@ class Call:
         given = *self.passed[: self.count], *self.labels, *self.numbers
         integers = [*self.labels, *self.keywords.values()]
         before = [self._take(x).tobytes() for x in integers]
-        self.returned = (function or self.loss.call)(*given, **self.keywords, **negatives)
+        self.returned = (function or self.loss.call)(*given, **self.keywords, **self.options, **negatives)
         if [self._take(x).tobytes() for x in integers] != before:
             raise AssertionError("labels, ids or positives must be left as they are, got other ones after the call")
         return self.returned
@@ -251,8 +252,10 @@ def prepare(
                 x.requires_grad_()
     labels = [] if given.labels is None else [put(np.repeat(given.labels, step), integers)[::step]]
     keywords = {name: put(np.repeat(x, step), integers)[::step] for name, x in given.keywords.items()}
+    if given.weights is not None:
+        keywords["weights"] = put(given.weights, state_dtype(dtype))
     passed = leaves if layout is None else [layout(x) for x in leaves]
-    return Call(loss, leaves, len(given.features), passed, labels, numbers, keywords, given.joined)
+    return Call(loss, leaves, len(given.features), passed, labels, numbers, keywords, given.joined, given.options)
 
 
 def takes_rank(target: Any) -> bool:

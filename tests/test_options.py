@@ -1,0 +1,78 @@
+"""Options of the losses where ``contrastile verify`` does not look: calls one after another, compilers, keys."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from torch import Tensor
+
+import contrastile
+from contrastile.oracle import named
+
+B, N, WIDTH = 23, 31, 12
+# two float64 computations of logits below 10: products, sums of up to B + N exponentials, and their differences
+ERROR = 2.0**-53 * 16 * (WIDTH + B + N + 64)
+draw = torch.Generator().manual_seed(0)
+IMAGE, TEXT, KEYS = (torch.randn(n, WIDTH, generator=draw, dtype=torch.float64) / 2 for n in (B, B, N))
+LABELS, OF_KEYS = (torch.randint(0, 9, (n,), generator=draw) for n in (B, N))
+WEIGHTS = torch.rand(B, generator=draw, dtype=torch.float64)
+SCALE = torch.tensor(2.5, dtype=torch.float64)
+
+
+def leaves(*given: Tensor) -> list[Tensor]:
+    return [x.clone().requires_grad_() for x in given]
+
+
+def check(loss: Tensor, given: list[Tensor], exact: named.LossAndGradients) -> None:
+    gradients = torch.autograd.grad(loss, given)
+    expected = exact.loss, exact.d_rows, exact.d_columns, exact.d_scale
+    for x, y in zip((loss.detach(), *gradients), expected, strict=True):
+        np.testing.assert_allclose(x.numpy(), y, rtol=0, atol=ERROR * (1 + np.abs(y).max()))
+
+
+CHOICES: list[tuple[dict[str, Any], named.Options]] = [
+    ({"margin": 0.1}, named.Options(margin=0.1)),
+    ({"margin": 0.3}, named.Options(margin=0.3)),
+    ({}, named.Options()),
+    ({"label_smoothing": 0.1}, named.Options(smoothing=0.1)),
+    ({"label_smoothing": 0.4}, named.Options(smoothing=0.4)),
+]
+
+
+@pytest.mark.parametrize("compiled", [False, True])
+def test_calls_one_after_another_have_their_own_numbers(compiled: bool) -> None:
+    call: Any = (
+        torch.compile(contrastile.clip_loss, backend="eager", fullgraph=True) if compiled else contrastile.clip_loss
+    )
+    pending = []
+    for keywords, options in CHOICES * 2:
+        given = leaves(IMAGE, TEXT, SCALE)
+        pending.append((call(*given, **keywords, weights=WEIGHTS), given, options))
+    # every backward pass after all forward passes: none may have the numbers of the last
+    for loss, given, options in pending:
+        check(loss, given, named.clip(IMAGE.numpy(), TEXT.numpy(), 2.5, weights=WEIGHTS.numpy(), options=options))
+
+
+@pytest.mark.parametrize("inside", [False, True])
+def test_sup_con_takes_keys_with_labels(inside: bool) -> None:
+    given = leaves(IMAGE, KEYS, SCALE)
+    ids = {"row_ids": LABELS.numpy(), "column_ids": OF_KEYS.numpy(), "match": "target"}
+    how = {"key_labels": OF_KEYS, "sum_positives": "inside" if inside else "outside", "weights": WEIGHTS}
+    options = named.Options(inside=inside)
+    exact = named.info_nce(IMAGE.numpy(), KEYS.numpy(), 2.5, **ids, weights=WEIGHTS.numpy(), options=options)
+    loss = contrastile.sup_con(given[0], LABELS, given[2], keys=given[1], **how)
+    check(loss, given, exact)
+    value, gradients = contrastile.value_and_grad(contrastile.sup_con)(IMAGE, LABELS, SCALE, keys=KEYS, **how)
+    assert torch.equal(value, loss.detach())
+    assert len(gradients) == 2
+
+
+def test_modules_show_their_options_and_take_what_belongs_to_a_batch() -> None:
+    made = contrastile.nn.ClipLoss(ids_are="positives", label_smoothing=0.2)
+    assert repr(made) == "ClipLoss(backend='auto', tile=None, ids_are='positives', label_smoothing=0.2)"
+    found = made(IMAGE, TEXT, SCALE, ids=LABELS, weights=WEIGHTS)
+    how: dict[str, Any] = {"ids": LABELS, "ids_are": "positives", "weights": WEIGHTS, "label_smoothing": 0.2}
+    assert torch.equal(found, contrastile.clip_loss(IMAGE, TEXT, SCALE, **how))
