@@ -23,13 +23,12 @@ from pathlib import Path
 from typing import Any, NamedTuple
 from xml.etree import ElementTree
 
-import matplotlib
 import numpy as np
 import torch
 from fontTools.ttLib import TTFont
 from numpy.typing import NDArray
-from PIL import Image, ImageDraw, ImageFont
-from shared import Task, arguments, recall, runs
+from PIL import Image
+from shared import embed, options, recall, train
 from torch import Tensor, nn
 from torch.nn.functional import affine_grid, gelu, grid_sample, normalize
 
@@ -41,18 +40,6 @@ VARIATION = "\ufe0f"  # asks for the coloured picture; fonts leave it out of the
 SKIN_TONES = "\U0001f3fb-\U0001f3ff"
 GRAMS = 64  # of a text: words and parts of words
 BUCKETS = 2**16
-WORDS = [
-    "birthday",
-    "sea animal",
-    "Regen",
-    "musique",
-    "corazón rojo",
-    "велосипед",
-    "πεταλούδα",
-    "fruta",
-    "angry",
-    "winter",
-]
 
 
 class Text(NamedTuple):
@@ -204,16 +191,16 @@ def augmented(x: Tensor) -> Tensor:
     return grid_sample(x, where, padding_mode="border", align_corners=False)
 
 
-class Pictures(Task):
-    """Picture and text."""
+class Pictures:
+    """Picture and text: a task of ``shared.train``."""
 
     def __init__(self, options: argparse.Namespace) -> None:
-        self.device, self.chunk = options.device, options.chunk
-        self.widths: tuple[int, int] = options.width, options.dim
-        self.emoji = read_emoji(options.share, options.locales)
+        share = Path(options.share)
+        self.stream = lambda x: training.stream(x, options.chunk, options.device)
+        self.emoji = read_emoji(share, options.locales.split())
         texts = self.emoji.texts
         if not texts:
-            raise SystemExit(f"--locales must name files of {options.share / CLDR}/annotations, got {options.locales}")
+            raise SystemExit(f"--locales must name files of {share / CLDR}/annotations, got {options.locales!r}")
         several = len({text.locale for text in texts}) > 1
         kinds = [split(self.emoji.sequences[text.picture], text.locale) for text in texts]
         # with one locale nothing would be known of a picture whose name is held out
@@ -226,73 +213,39 @@ class Pictures(Task):
         self.texts = grams([text.text for text in texts])
         shown = np.stack([pixels(bitmap, options.size) for bitmap in self.emoji.bitmaps])
         self.pictures = torch.from_numpy(shown).permute(0, 3, 1, 2).contiguous()
-
-    def reset(self) -> None:
-        """See ``Task``."""
-        self.model = Towers(*self.widths).to(self.device)
+        self.model = Towers(options.width, options.dim).to(options.device)
         self.encode = self.model.encode_pictures, self.model.encode_texts
 
     def batch(self, rows: Tensor) -> tuple[tuple[training.Stream, training.Stream], Tensor]:
-        """See ``Task``. The texts of one picture have one id: they are no negatives of each other."""
+        """The texts of one picture have one id: they are no negatives of each other."""
         rows = self.training[rows]
         ids = self.picture_of[rows]
-        pictures, texts = self.pictures[ids], self.texts[rows]
-        return (self.stream(pictures), self.stream(texts)), ids.to(self.device)
+        return (self.stream(self.pictures[ids]), self.stream(self.texts[rows])), ids.to(self.model.log_scale.device)
 
     def evaluate(self) -> dict[str, float]:
         """Recall of pictures by name: the new pictures among themselves, and all pictures by new names."""
-        pictures = self.embed(self.model.encode_pictures, self.pictures)
+        pictures = embed(self.model.encode_pictures, self.stream(self.pictures))
+        device = pictures.device
         numbers, own = torch.unique(self.picture_of[self.new_pictures], return_inverse=True)
-        names = self.embed(self.model.encode_texts, self.texts[self.new_pictures])
-        found = recall(names, pictures[numbers.to(self.device)], own.to(self.device), "new pictures")
+        names = embed(self.model.encode_texts, self.stream(self.texts[self.new_pictures]))
+        found = recall(names, pictures[numbers.to(device)], own.to(device), "new pictures")
         if len(self.new_names):
-            names = self.embed(self.model.encode_texts, self.texts[self.new_names])
-            found |= recall(names, pictures, self.picture_of[self.new_names].to(self.device), "new names")
+            names = embed(self.model.encode_texts, self.stream(self.texts[self.new_names]))
+            found |= recall(names, pictures, self.picture_of[self.new_names].to(device), "new names")
         return found
 
-    @torch.no_grad()
-    def nearest(self, words: list[str], count: int) -> list[list[int]]:
-        """Numbers of the pictures nearest to each text, among all."""
-        self.model.eval()
-        pictures = self.embed(self.model.encode_pictures, self.pictures)
-        return (self.embed(self.model.encode_texts, grams(words)) @ pictures.T).topk(count).indices.tolist()
 
-
-def draw_page(task: Pictures, words: list[str], path: Path, count: int = 10, side: int = 72, margin: int = 200) -> None:
-    """The pictures nearest to each text, as one PNG; those that were held out have a frame."""
-    font = ImageFont.truetype(str(Path(matplotlib.get_data_path(), "fonts", "ttf", "DejaVuSans.ttf")), 18)
-    held_out = set(task.picture_of[task.new_pictures].tolist())
-    step = side + 12
-    page = Image.new("RGB", (margin + count * step, len(words) * step), "white")
-    pen = ImageDraw.Draw(page)
-    for row, (word, found) in enumerate(zip(words, task.nearest(words, count), strict=True)):
-        pen.text((margin - 12, row * step + step // 2), word, "black", font, anchor="rm")
-        for column, number in enumerate(found):
-            x, y = margin + column * step, row * step
-            page.paste(Image.fromarray(pixels(task.emoji.bitmaps[number], side)), (x + 6, y + 6))
-            if number in held_out:
-                pen.rectangle((x + 2, y + 2, x + step - 3, y + step - 3), outline="red", width=2)
-    page.quantize(128).save(path)
-
-
-def main() -> None:
-    """One run, or several, and a page of pictures found by the last one: see --help."""
-    parser = argparse.ArgumentParser(description=(__doc__ or "").partition("\n")[0])
-    parser.add_argument("--share", type=Path, default=Path("/usr/share"), help="where the two packages' files are")
-    parser.add_argument("--locales", nargs="*", default=[], help="such as en de fr; default: all")
-    parser.add_argument("--size", type=int, default=64, help="pixels of a picture's side")
-    parser.add_argument("--width", type=int, default=64, help="channels of the first convolutions, a multiple of 8")
-    parser.add_argument("--dim", type=int, default=256, help="width of the embeddings")
-    parser.add_argument("--chunk", type=int, default=2048, help="pairs encoded at a time")
-    parser.add_argument("--words", nargs="+", default=WORDS, help="what to look for, for the page of pictures")
-    options = arguments(parser, out="out/emoji", batch=16384, samples=2**23, lr=5e-4)
-    for path in (options.share / FONT, options.share / CLDR):
-        if not path.exists():
-            raise SystemExit(f"{path} is missing: apt-get install fonts-noto-color-emoji unicode-cldr-core, or --share")
-    about = {"locales": options.locales or "all", "size": options.size, "width": options.width, "dim": options.dim}
-    task = Pictures(options)
-    runs(task, options, "Emoji: name to picture", about)
-    draw_page(task, options.words, options.record.with_suffix(".png"))
+def main() -> list[dict[str, float]]:
+    """Train; see --help. Without --locales all are read. The width is that of the first convolution."""
+    setting = {"share": "/usr/share", "locales": "", "size": 64, "width": 64, "dim": 256}
+    given = options(batch=16384, samples=2**23, lr=5e-4, chunk=2048, **setting)
+    for path in (FONT, CLDR):
+        if not Path(given.share, path).exists():
+            raise SystemExit(
+                f"{given.share}/{path} is missing: apt-get install fonts-noto-color-emoji unicode-cldr-core, or --share"
+            )
+    torch.manual_seed(0)
+    return train(Pictures(given), given)
 
 
 if __name__ == "__main__":
