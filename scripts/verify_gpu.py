@@ -84,6 +84,10 @@ class Job:
     judge: Callable[[str], str] = lambda text: ""
     facts: dict[str, Any] = field(default_factory=dict)
 
+    @property
+    def log(self) -> str:
+        return f"{self.step}-{self.name}.log"
+
 
 def sanitizer() -> str:
     """The program; where there is none, a name that a shell would look for."""
@@ -143,15 +147,8 @@ def verify(backend: str, dtype: str, precision: str, *more: str) -> list[str]:
 
 def jobs(steps: Sequence[str], examples: int, seed: int, cores: int, out: Path) -> list[Job]:
     """All jobs of the steps, in the order in which they begin."""
-    made: dict[str, Callable[[], list[Job]]] = {
-        "kernels": lambda: [kernels(cores)],
-        "mutants": lambda: [mutants(max(1, cores // 2), out)],
-        "sanitizers": sanitized,
-        "verify": lambda: verified(seed, out),
-        "repeats": repeats,
-        "drawn": lambda: drawn(examples, seed, out),
-    }
-    return [job for step in LIMITS if step in steps for job in made[step]()]
+    each = [kernels(cores), mutants(max(1, cores // 2), out), *sanitized(), *verified(seed, out), *repeats()]
+    return [job for job in (*each, *drawn(examples, seed, out)) if job.step in steps]
 
 
 def kernels(cores: int) -> Job:
@@ -257,7 +254,7 @@ def run(queue: Sequence[Job], cores: int, out: Path, limits: dict[str, float]) -
                     stop(process)
                 if process.poll() is not None:
                     running.remove(each)
-                    text = log(job, out).read_text(encoding="utf-8", errors="replace")
+                    text = (out / job.log).read_text(encoding="utf-8", errors="replace")
                     why = f"not done within {limits[job.step]:g} s" if late else ""
                     why = why or (f"exit code {process.returncode}" if process.returncode else job.judge(text))
                     ended(job, text, time.monotonic() - since, why)
@@ -274,7 +271,7 @@ def begin(job: Job, out: Path) -> subprocess.Popen[bytes]:
     # what PyTorch keeps to itself hides a step beyond an array from a sanitizer, too
     more |= {"PYTORCH_NO_CUDA_MEMORY_CACHING": "1"} if job.step == "sanitizers" else {}
     how: dict[str, Any] = {"cwd": ROOT, "env": os.environ | more, "stdin": subprocess.DEVNULL}
-    with log(job, out).open("wb") as file:
+    with (out / job.log).open("wb") as file:
         return subprocess.Popen(job.command, stdout=file, stderr=subprocess.STDOUT, start_new_session=True, **how)
 
 
@@ -297,10 +294,6 @@ def ended(job: Job, text: str, seconds: float, why: str) -> None:
     print(f"{'FAIL' if why else 'pass'} {seconds:6.1f} s  {job.step} {job.name}{seed}: {said}", flush=True)
     if why:
         print(*(f"    {line}" for line in lines[-15:]), sep="\n", flush=True)
-
-
-def log(job: Job, out: Path) -> Path:
-    return out / f"{job.step}-{job.name}.log"
 
 
 def summary(done: Sequence[Job], seconds: float) -> dict[str, Any]:
