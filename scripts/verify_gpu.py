@@ -86,6 +86,7 @@ class Job:
 
     @property
     def log(self) -> str:
+        """Its log, a file of ``--out``."""
         return f"{self.step}-{self.name}.log"
 
 
