@@ -1,4 +1,4 @@
-"""What the two larger examples share: options, the training step and the loop around it, and recall.
+"""What a training program on real data needs: options, the training step and the loop around it, and recall.
 
 A task has a ``model`` with a parameter ``log_scale``; ``encode``, a callable for each tower; ``pairs``, their number;
 ``batch(rows)``, which gives both towers' inputs as streams of chunks and the pairs' ids; and ``evaluate()``, the recall

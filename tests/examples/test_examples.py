@@ -1,4 +1,4 @@
-"""The examples in a tiny setting: they read their data and learn."""
+"""The example on real data in a tiny setting: it reads its data and learns."""
 
 from __future__ import annotations
 
@@ -15,7 +15,6 @@ import torch
 import contrastile
 
 ROOT = Path(__file__).resolve().parents[2]
-SHARE = Path(__file__).parent / "share"
 PAGE = (ROOT / "docs" / "tutorials" / "examples.md").read_text(encoding="utf-8")
 COLOURS = ["red", "blue", "green", "black", "white", "brown", "grey", "pink", "gold", "violet", "azure", "beige"]
 THINGS = ["cat", "dog", "cup", "car", "hat", "key", "map", "pen", "box", "fan", "jar", "net"]
@@ -65,51 +64,34 @@ def tiny_minilm(folder: Path) -> Path:
     return folder
 
 
-COMMANDS = {
-    "wordnet": "--held-out 20 --chunk 800 --batch 48 --lr 3e-2 --samples 2400",
-    "emoji": "--size 16 --width 8 --dim 64 --chunk 20 --batch 32 --lr 8e-3 --samples 1920",
-}
-# transformers is installed for the slow tests alone
-NAMES = [pytest.param("wordnet", marks=pytest.mark.slow), "emoji"]
-
-
-def run(name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, *more: str) -> list[dict[str, float]]:
-    """One command in this process; returns what it printed."""
-    data = ["--share", str(SHARE)]
-    if name == "wordnet":
-        data = ["--wordnet", str(tiny_dictionary(tmp_path / "dictionary"))]
-        data += ["--model", str(tiny_minilm(tmp_path / "model"))]
-    monkeypatch.setattr(sys, "argv", [f"{name}.py", *data, *COMMANDS[name].split(), "--device", "cpu", *more])
-    curve: list[dict[str, float]] = module(name).main()
+def run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, *more: str) -> list[dict[str, float]]:
+    """The program in this process; returns what it printed."""
+    given = {"wordnet": tiny_dictionary(tmp_path / "dictionary"), "model": tiny_minilm(tmp_path / "model")}
+    given |= {"held-out": 20, "chunk": 800, "batch": 48, "lr": 3e-2, "samples": 2400, "device": "cpu"}
+    words = [f"--{name}={value}" for name, value in given.items()]
+    monkeypatch.setattr(sys, "argv", ["wordnet.py", *words, *more])
+    curve: list[dict[str, float]] = module("wordnet").main()
     return curve
 
 
 @pytest.mark.slow
-def test_wordnet_learns(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
-    first, *_, last = run("wordnet", tmp_path, monkeypatch)
+def test_it_learns(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+    first, *_, last = run(tmp_path, monkeypatch)
     # of 20 glosses that share no training pair with it
     assert first["recall@1"] < 0.2
     assert last["recall@1"] > 0.8
+    assert last["samples"] == 2400
     assert "loss's share of the time 0." in capsys.readouterr().out
 
 
 @pytest.mark.slow
-def test_emoji_learns(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    _, first, *_, last = run("emoji", tmp_path, monkeypatch)
-    assert last["loss"] < first["loss"] / 2
-    assert last["samples"] == 1920
-
-
-@pytest.mark.parametrize("name", NAMES)
-def test_the_pairs_of_one_picture_or_gloss_share_an_id(
-    name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_the_pairs_of_one_gloss_share_an_id(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     tasks: list[Any] = []
-    monkeypatch.setattr(module(name), "train", lambda task, options: tasks.append(task) or [])
-    run(name, tmp_path, monkeypatch)
+    monkeypatch.setattr(module("wordnet"), "train", lambda task, options: tasks.append(task) or [])
+    run(tmp_path, monkeypatch)
     (task,) = tasks
-    inputs, ids = task.batch(torch.arange(task.pairs))
-    shown = torch.cat([chunk for chunk, _ in inputs[{"wordnet": 1, "emoji": 0}[name]]]).flatten(1)
+    (_, glosses), ids = task.batch(torch.arange(task.pairs))
+    shown = torch.cat([chunk for chunk, _ in glosses])
     same = (shown[:, None] == shown).all(dim=2)
     assert same.sum() > 2 * task.pairs
     assert torch.equal(same, ids[:, None] == ids)
@@ -121,13 +103,10 @@ def test_the_pairs_of_one_picture_or_gloss_share_an_id(
     assert torch.equal(seen[0], ids[:7])
 
 
-@pytest.mark.parametrize(
-    ("words", "says"),
-    [(("--share", "nowhere"), "apt-get install"), (("--locales", "xx"), "--locales must name files of")],
-)
-def test_missing_data_are_named(words: Any, says: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    with pytest.raises(SystemExit, match=says):
-        run("emoji", tmp_path, monkeypatch, *words)
+@pytest.mark.slow
+def test_missing_data_are_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    with pytest.raises(SystemExit, match="apt-get install"):
+        run(tmp_path, monkeypatch, "--wordnet", str(tmp_path / "nowhere"))
 
 
 @pytest.mark.slow
@@ -146,22 +125,6 @@ def test_texts_that_are_too_long_keep_their_end_mark(tmp_path: Path) -> None:
     wordnet = module("wordnet")
     tokenizer = wordnet.AutoTokenizer.from_pretrained(tiny_minilm(tmp_path / "model"))
     assert wordnet.tokens(["a red cat", "is"], 4, tokenizer).tolist() == [[2, 5, 10, 3], [2, 7, 3, 0]]
-
-
-def test_pictures_of_one_and_of_several_characters_have_their_names() -> None:
-    emoji = module("emoji")
-    found = emoji.read_emoji(SHARE, [])
-    named = {(found.sequences[x.picture], x.locale): x.text for x in found.texts if x.is_name}
-    keywords = {(found.sequences[x.picture], x.locale): x.text for x in found.texts if not x.is_name}
-    assert len(found.sequences) == len(set(found.bitmaps)) == 36
-    assert len(named) == len(keywords) == len(found.texts) / 2 == 108
-    assert named["❤", "de"] == "rotes Herz"
-    assert named["👍🏿", "en"] == "thumbs up: dark skin tone"
-    assert named["🇯🇵", "en"] == "flag: Japan"
-    assert keywords["🎂", "en"] == "birthday, cake, celebration, dessert, pastry, sweet"
-    assert len({emoji.split(x, "en") for x in ("👍", "👍🏻", "👍🏿")}) == 1
-    red, green, blue = emoji.pixels(found.bitmaps[found.sequences.index("❤")], 16)[8, 8].tolist()
-    assert red > 2 * max(green, blue)
 
 
 def test_batches_of_any_size_read_the_same_shuffled_epochs() -> None:
