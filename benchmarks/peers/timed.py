@@ -110,7 +110,7 @@ def _inf_cl(several: bool) -> Loss:
     if several:
         return lambda image, text, scale: (one(image, text, scale=scale) + one(text, image, scale=scale)) / 2
     # not by its own ``scale``, whose backward needs a process group; the arithmetic is the same
-    return lambda image, text, scale: (one(scale * image, text) + one(scale * text, image)) / 2
+    return adapters.two_sided(lambda rows, weight, target: one(rows, weight))
 
 
 @dataclass(frozen=True, slots=True)
