@@ -14,12 +14,12 @@ from __future__ import annotations
 
 import gc
 import os
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from pathlib import Path
 from typing import Any
 from unittest import mock
 
-from contrastile.verify.peak import Meter, numpy_meter, torch_meter
+from contrastile.verify.peak import numpy_meter
 
 
 def peak_extra(call: Callable[[], Any], library: str, device: str) -> int:
@@ -37,7 +37,34 @@ def peak_extra(call: Callable[[], Any], library: str, device: str) -> int:
 
 def torch_peak(call: Callable[[], Any]) -> int:
     """Peak extra bytes of torch's CPU allocator during one call, exact."""
-    return _metered(torch_meter, call)
+    return replay(size for _, size in sorted(_events(call), key=lambda event: event[0]))
+
+
+def replay(sizes: Iterable[int]) -> int:
+    """The largest running sum of allocations (positive) and releases (negative), which is never below 0.
+
+    The profiler knows blocks by their address alone, and forgets none that were released while it was off: the release
+    of an earlier allocation at such an address is given the size of another.
+    """
+    live = peak = 0
+    for size in sizes:
+        live = max(0, live + size)
+        peak = max(peak, live)
+    return peak
+
+
+def _events(call: Callable[[], Any]) -> list[tuple[int, int]]:
+    """(time in ns, signed bytes) of each event; the release of an earlier allocation has size 0."""
+    from torch.autograd import profiler
+
+    gc.collect()
+    profile: Any = profiler.profile(profile_memory=True)
+    with profile:
+        # until the profile ends: results count
+        kept = call()
+    del kept
+    events = profile.kineto_results.events()
+    return [(event.start_ns(), event.nbytes()) for event in events if event.name() == "[memory]"]
 
 
 def cuda_peak(call: Callable[[], Any]) -> int:
@@ -60,13 +87,9 @@ def cuda_peak(call: Callable[[], Any]) -> int:
 
 def numpy_peak(call: Callable[[], Any]) -> int:
     """Peak extra bytes of NumPy's buffers and Python's objects during one call."""
-    return _metered(numpy_meter, call)
-
-
-def _metered(meter: Meter, call: Callable[[], Any]) -> int:
     gc.collect()
     found = [0]
-    with meter(found):
+    with numpy_meter(found):
         # until the meter stops: results count
         kept = call()
     del kept

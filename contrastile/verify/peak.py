@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-import gc
 import importlib
 import tracemalloc
-from collections.abc import Callable, Iterable, Iterator
+import weakref
+from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass, replace
 from typing import Any
@@ -138,7 +138,7 @@ def _meter(library: str, device: str) -> Meter:
     """NumPy's memory is measured by the interpreter's tracer, that of others by their allocators."""
     known: dict[tuple[str, str], Meter] = {
         ("numpy", "cpu"): numpy_meter,
-        ("torch", "cpu"): torch_meter,
+        ("torch", "cpu"): _torch,
         ("torch", "cuda"): _torch_on_a_gpu,
         ("cupy", "cuda"): _cupy,
     }
@@ -163,29 +163,47 @@ def numpy_meter(found: list[int]) -> Iterator[None]:
 
 
 @contextmanager
-def torch_meter(found: list[int]) -> Iterator[None]:
-    """The profiler's record of every allocation and release of torch's CPU allocator, replayed to a running peak."""
-    from torch.autograd import profiler
+def _torch(found: list[int]) -> Iterator[None]:
+    """Torch's allocator on the host has no counters: every storage that an operation makes is tracked until freed."""
+    import torch
+    from torch.utils._python_dispatch import TorchDispatchMode
 
-    gc.collect()
-    profile: Any = profiler.profile(profile_memory=True)
-    with profile:
+    held, known = 0, set[int]()
+
+    def forget(address: int, size: int) -> None:
+        nonlocal held
+        known.discard(address)
+        held -= size
+
+    def track(x: Any, *, made: bool) -> None:
+        nonlocal held
+        if isinstance(x, list | tuple):
+            for each in x:
+                track(each, made=made)
+        if not isinstance(x, torch.Tensor) or (storage := x.untyped_storage())._cdata in known:
+            return
+        # an argument was allocated before, a result by the operation
+        size = storage.nbytes() if made else 0
+        known.add(storage._cdata)
+        held += size
+        found[0] = max(found[0], held)
+        weakref.finalize(storage, forget, storage._cdata, size)
+
+    class Storages(TorchDispatchMode):  # type: ignore[no-untyped-call]
+        @classmethod
+        def _should_skip_dynamo(cls) -> bool:
+            # to be skipped, torch imports its compiler, for seconds
+            return False
+
+        def __torch_dispatch__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+            kwargs = kwargs or {}
+            track([*args, *kwargs.values()], made=False)
+            made = function(*args, **kwargs)
+            track(made, made=True)
+            return made
+
+    with Storages():  # type: ignore[no-untyped-call]
         yield
-    events = [event for event in profile.kineto_results.events() if event.name() == "[memory]"]
-    found[0] = replay(event.nbytes() for event in sorted(events, key=lambda event: event.start_ns()))
-
-
-def replay(sizes: Iterable[int]) -> int:
-    """The largest running sum of allocations (positive) and releases (negative), which is never below 0.
-
-    The profiler knows blocks by their address alone, and forgets none that were released while it was off: the release
-    of an earlier allocation at such an address is given the size of another.
-    """
-    live = peak = 0
-    for size in sizes:
-        live = max(0, live + size)
-        peak = max(peak, live)
-    return peak
 
 
 @contextmanager

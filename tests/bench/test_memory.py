@@ -10,7 +10,6 @@ from contrastile.bench import memory
 from contrastile.bench.child import MemoryMeasurementError, measure_in_a_child
 from contrastile.bench.peers import plain
 from contrastile.bench.workloads import Workload, arguments, features
-from contrastile.verify.peak import replay
 
 MIB = 2**20
 
@@ -77,7 +76,7 @@ def test_allocations_inside_the_engine_during_backward_are_counted(rows: int) ->
     ("sizes", "peak"), [((), 0), ((-5,), 0), ((3, -3, 4, -4), 4), ((3, 4, -7, 6), 7), ((-5, 3, 4), 7)]
 )
 def test_replay(sizes: tuple[int, ...], peak: int) -> None:
-    assert replay(sizes) == peak
+    assert memory.replay(sizes) == peak
 
 
 def test_numpy_buffers_are_counted_and_little_else() -> None:
