@@ -60,7 +60,7 @@ test-slow: $(STAMPS)-test-slow
 test-gpu:
 	TRITON_INTERPRET=0 $(PYTHON) -m pytest tests/gpu tests/training/test_training_gpu.py tests/test_capacity.py $(ARGS)
 
-# there, too; ARGS="--steps verify drawn" takes some of its steps, ARGS=--help lists them
+# there, too; ARGS="--steps verify drawn" takes some of its steps, ARGS=--measure times what has passed, ARGS=--help lists all
 verify-gpu:
 	$(PYTHON) scripts/verify_gpu.py $(ARGS)
 
