@@ -5,7 +5,7 @@
 # make verify-gpu all that holds the GPU backends to the oracle: verify, mutants, sanitizers, repeats, drawn problems
 # make docs       the site, into site/
 # make docs-version VERSION=0.1  the site as one version beside the others, committed to the branch gh-pages
-# make pictures   the charts of the records, the captures of the commands (on an idle machine) and the site's screenshots
+# make pictures   the charts of the records and the captures of the commands (on an idle machine)
 # make package    sdist and wheel in dist/, checked; each in an empty environment runs the README's code and verify
 # make test-versions  the tests of the front door with the newest packages, or with VERSIONS="numpy==1.26.* torch==2.6.*"
 # Each but test-gpu and verify-gpu needs Python 3.11+ with pip, and nothing else: a virtual environment in $(VENV) holds the rest.
@@ -60,7 +60,7 @@ test-slow: $(STAMPS)-test-slow
 test-gpu:
 	TRITON_INTERPRET=0 $(PYTHON) -m pytest tests/gpu tests/training/test_training_gpu.py tests/test_capacity.py $(ARGS)
 
-# there, too; ARGS="--steps verify drawn" takes some of its steps, ARGS=--help lists them
+# there, too; ARGS="--steps verify drawn" takes some of its steps, ARGS=--measure times what has passed, ARGS=--help lists all
 verify-gpu:
 	$(PYTHON) scripts/verify_gpu.py $(ARGS)
 
@@ -79,7 +79,6 @@ docs-version: $(STAMPS)-docs
 pictures: $(STAMPS)-docs $(STAMPS)-verify
 	$(BIN)/python scripts/make_pages.py
 	$(BIN)/python scripts/make_captures.py $(ARGS)
-	$(BIN)/python scripts/make_screenshots.py
 
 # a wheel and an sdist are what they should be when a stranger's empty environment can use them
 package:

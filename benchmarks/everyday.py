@@ -33,16 +33,15 @@ sys.path[:0] = [str(HERE), str(HERE.parent)]
 
 import torch  # noqa: E402
 import torch.nn.functional as F  # noqa: E402, N812
-from harness.peers import OPEN_CLIP, PEERS, PLAINS, Loss, compiled  # noqa: E402
-from harness.ranks import Ranks  # noqa: E402
-from harness.record import facts, said, write  # noqa: E402
-from harness.timing import Call, Captured, Ceiling, no_ceiling, paired  # noqa: E402
+from harness import Call, Captured, Ceiling, Ranks, facts, no_ceiling, paired, write  # noqa: E402
+from peers.timed import OPEN_CLIP, PLAINS, TIMED, Loss, compiled  # noqa: E402
 
 import contrastile  # noqa: E402
 from contrastile.bench.agreement import check  # noqa: E402
 from contrastile.bench.memory import peak_extra  # noqa: E402
 from contrastile.bench.peers import ours as implementation  # noqa: E402
 from contrastile.bench.workloads import COSINE  # noqa: E402
+from contrastile.reporting import one_line  # noqa: E402
 
 SAME = ("device", "commit", "torch", "ranks")
 KEY = ("part", "row", "name", "n", "exchange")
@@ -191,7 +190,7 @@ def jobs(part: str, case: Case, ranks: Ranks, backends: list[str]) -> Iterator[J
                     yield Job(f"contrastile {name}", ours(case, name, **how), n, way)
             if part == "steps" and size > 1:
                 yield Job(f"contrastile {name}", ours(case, name, group=ranks.groups[size]), size, "auto")
-    for name, peer in PEERS.items():
+    for name, peer in TIMED.items():
         # a capture that fails in other people's kernels can take the process with it
         here = part == "peers" and (name == OPEN_CLIP or not case.graph) and (size == 1 or peer.several)
         if here or (part == "everyday" and size > 1 and name.startswith(OPEN_CLIP)):
@@ -257,7 +256,7 @@ class Run:
                 found = check(implementation(name), dtype, self.ranks.kind, 100.0)
                 row |= {"verdict": "pass" if found.agrees else "fail", "worst": found.ratio, "reason": found.reason}
             except Exception as error:  # other people's backends may raise anything
-                row |= {"verdict": "fail", "worst": None, "reason": said(error)}
+                row |= {"verdict": "fail", "worst": None, "reason": one_line(error)[:200]}
             # with ids and without
             row["pass"] = 2 * (row["verdict"] == "pass")
             self.data["verify"].append(row)
@@ -279,7 +278,7 @@ class Run:
                 try:
                     self.keep(list(self.measured(part, case)))
                 except torch.OutOfMemoryError as error:
-                    self.ranks.say(f"{case.label}: {said(error)}")
+                    self.ranks.say(f"{case.label}: {one_line(error)[:200]}")
         self.ranks.leave()
         return 0 if sound else 1
 
@@ -297,7 +296,7 @@ class Run:
                 if job.loss is not None:
                     calls[label] = called(case, job.loss, *inputs(case, self.ranks, job.n))
             except Exception as error:  # a peer that does not take the size
-                reason = said(error)
+                reason = one_line(error)[:200]
             reasons[label] = self.ranks.failed(reason)
         calls = {label: call for label, call in calls.items() if not reasons[label]}
         found, failed = paired(self.ranks, calls, self.ceiling, self.slot, self.given.rounds, self.given.patience)
@@ -318,7 +317,7 @@ class Run:
                 shares = [flops / t * 1e-9 / top for t, top in zip(samples.milliseconds, tops, strict=True)]
                 row |= {"ceiling_tflops": tops, "fraction": shares}
                 if not case.graph:
-                    row["peak_bytes"] = int(self.ranks.most(peak_extra(calls[label], "torch", self.ranks.kind)))
+                    row["peak_bytes"] = int(max(self.ranks.share(peak_extra(calls[label], "torch", self.ranks.kind))))
             yield row
         for call in calls.values():
             if isinstance(call, Captured):

@@ -1,18 +1,21 @@
 """Times an optimizer step of a MiniLM at a large batch: ``training.cached_step`` beside the gradient caches of others.
 
-Everybody trains the same encoder on the same random tokens, and takes the same AdamW step. sentence-transformers and
-GradCache are optional: who cannot be imported, or fails, is recorded with the reason. ``--out`` is the JSON that it
-writes after every measurement.
+Everybody trains the same encoder on the same random tokens, encodes under the encoder's own autocast, computes InfoNCE
+from queries to keys under the same autocast, and takes the same AdamW step. sentence-transformers and GradCache are
+optional: who cannot be imported, or fails, is recorded with the reason. ``--out`` is the JSON that it writes after
+every measurement.
 """
 
 from __future__ import annotations
 
 import argparse
 import gc
+import importlib
 import math
 import statistics
 import sys
 import time
+from collections.abc import Callable
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -22,17 +25,138 @@ sys.path[:0] = [str(HERE), str(HERE.parent)]
 
 import torch  # noqa: E402
 import torch.nn.functional as F  # noqa: E402, N812
-from harness.caches import CACHES, FIRST_WORD, PLAIN, SCALE, VOCABULARY, Encoder, Step, ours, plain  # noqa: E402
-from harness.ranks import Ranks  # noqa: E402
-from harness.record import facts, said, write  # noqa: E402
-from harness.timing import elapsed, no_ceiling  # noqa: E402
+from harness import Ranks, elapsed, facts, no_ceiling, write  # noqa: E402
+from peers.timed import plain_info_nce  # noqa: E402
+from torch import Tensor, nn  # noqa: E402
 
 import contrastile  # noqa: E402
+from contrastile import training  # noqa: E402
 from contrastile.bench.sweep import in_turns  # noqa: E402
+from contrastile.reporting import one_line  # noqa: E402
 
 PACKAGES = ("transformers", "sentence-transformers", "gradcache")
 PARTS = ("loss", "chunks", "steps", "memory")
 Row = dict[str, Any]
+SCALE = 20.0
+VOCABULARY, FIRST_WORD = 30522, 1000  # ids below are marks, padding among them
+MINILM = {"num_hidden_layers": 6, "hidden_size": 384, "num_attention_heads": 12, "intermediate_size": 1536}
+Inputs = tuple[Tensor, Tensor]
+Step = Callable[[Inputs, int], Tensor]
+"""(queries, keys), samples of a chunk -> the loss; adds to every parameter's ``.grad``."""
+
+
+class Encoder(nn.Module):
+    """Token ids to embeddings: hidden states under autocast, their mean over the tokens, unit length.
+
+    Args:
+        tiny: a linear map of each word in place of a BERT of MiniLM's shape. Both have random weights of a fixed seed,
+            and no dropout.
+    """
+
+    def __init__(self, *, tiny: bool) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.width = 16 if tiny else MINILM["hidden_size"]
+        if tiny:
+            self.hidden: Any = nn.Sequential(nn.Embedding(VOCABULARY, self.width), nn.Linear(self.width, self.width))
+        else:
+            transformers = importlib.import_module("transformers")
+            more = {"hidden_dropout_prob": 0.0, "attention_probs_dropout_prob": 0.0, "pad_token_id": None}
+            config = transformers.BertConfig(vocab_size=VOCABULARY, **MINILM, **more)
+            self.hidden = transformers.BertModel(config, add_pooling_layer=False)
+
+    @property
+    def device(self) -> torch.device:
+        """Of the parameters."""
+        return next(self.parameters()).device
+
+    def cast(self) -> Any:
+        """Autocast to bfloat16."""
+        return torch.autocast(self.device.type, torch.bfloat16)
+
+    def forward(self, ids: Tensor) -> Tensor:
+        """(samples, tokens) ids -> (samples, width) float32."""
+        with self.cast():
+            found = self.hidden(ids)
+        hidden = getattr(found, "last_hidden_state", found)
+        return F.normalize(hidden.float().mean(dim=1), dim=1)
+
+
+class Features(nn.Module):
+    """The encoder as a module of sentence-transformers."""
+
+    def __init__(self, encoder: Encoder) -> None:
+        super().__init__()
+        self.encoder = encoder
+
+    def forward(self, features: dict[str, Any], **_: Any) -> dict[str, Any]:
+        """The features and their embedding."""
+        return {**features, "sentence_embedding": self.encoder(features["input_ids"])}
+
+
+def ours(encoder: Encoder) -> Step:
+    """``cached_step`` under autocast."""
+
+    def step(inputs: Inputs, chunk: int) -> Tensor:
+        towers = encoder, encoder
+        with encoder.cast():
+            found: Tensor = training.cached_step(towers, inputs, contrastile.info_nce, scale=SCALE, chunk=chunk)
+        return found
+
+    return step
+
+
+def sentence_transformers(encoder: Encoder) -> Step:
+    """Its CachedMultipleNegativesRankingLoss, under autocast as its trainer has it."""
+    package = importlib.import_module("sentence_transformers")
+    losses = importlib.import_module("sentence_transformers.sentence_transformer.losses")
+    model = package.SentenceTransformer(modules=[Features(encoder)], device=str(encoder.device))
+
+    def step(inputs: Inputs, chunk: int) -> Tensor:
+        criterion = losses.CachedMultipleNegativesRankingLoss(model, scale=SCALE, mini_batch_size=chunk)
+        with encoder.cast():
+            loss = criterion([{"input_ids": ids} for ids in inputs], None)
+        loss.backward()
+        found: Tensor = loss.detach()
+        return found
+
+    return step
+
+
+def grad_cache(encoder: Encoder) -> Step:
+    """The GradCache package, which leaves the loss to its caller: the matrix of logits, as its own loss has it."""
+    # its files import each other as grad_cache, and are installed as gradcache
+    sys.modules.setdefault("grad_cache", importlib.import_module("gradcache"))
+    package = importlib.import_module("gradcache.grad_cache")
+
+    def loss(query: Tensor, key: Tensor) -> Tensor:
+        with encoder.cast():
+            found: Tensor = plain_info_nce(query, key, SCALE)
+        return found
+
+    return lambda inputs, chunk: package.GradCache([encoder, encoder], chunk, loss)(*inputs)
+
+
+def plain(encoder: Encoder) -> Step:
+    """No cache: the activations of the whole batch, whatever the chunk."""
+
+    def step(inputs: Inputs, chunk: int) -> Tensor:
+        features = [encoder(ids) for ids in inputs]
+        with encoder.cast():
+            loss = plain_info_nce(features[0], features[1], SCALE)
+        loss.backward()
+        return loss.detach()
+
+    return step
+
+
+OURS, PLAIN = "contrastile, cached_step", "PyTorch, no cache"
+CACHES: dict[str, Callable[[Encoder], Step]] = {
+    OURS: ours,
+    "sentence-transformers, CachedMultipleNegativesRankingLoss": sentence_transformers,
+    "GradCache": grad_cache,
+}
+"""Makes a step of an encoder; raises what the import of the package raises."""
 
 
 class Run:
@@ -79,7 +203,7 @@ class Run:
             row |= {"status": "measured", "s": elapsed(self.ranks, call, 1)[0] / 1e3, "loss": losses[0].item()}
             return row | {"peak_bytes": torch.cuda.max_memory_allocated() if cuda else None}
         except Exception as error:  # other people's code may raise anything
-            row |= {"status": "skip", "reason": said(error)}
+            row |= {"status": "skip", "reason": one_line(error)[:200]}
         self.optimiser.zero_grad()
         gc.collect()
         if cuda:
@@ -136,7 +260,7 @@ class Run:
             try:
                 step = make(self.encoder)
             except Exception as error:  # other people's modules may raise anything on import
-                self.keep("steps", {"name": name, "status": "skip", "reason": said(error)})
+                self.keep("steps", {"name": name, "status": "skip", "reason": one_line(error)[:200]})
                 continue
             if chunk := self.best_chunk(name, step):
                 steps[name] = partial(self.again, name, step, chunk)

@@ -19,7 +19,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from shared import Task, arguments, recall, runs
+from shared import embed, options, recall, train
 from torch import Tensor, nn
 from torch.nn.functional import normalize
 from transformers import AutoModel, AutoTokenizer
@@ -75,14 +75,14 @@ class MiniLM(nn.Module):
         return normalize((hidden * here[:, :, None]).sum(dim=1), dim=1)
 
 
-class WordNet(Task):
-    """Query -> gloss."""
+class WordNet:
+    """Query -> gloss: a task of ``shared.train``."""
 
     def __init__(self, options: argparse.Namespace) -> None:
-        self.folder: Path = options.model or model_folder()
-        self.device, self.chunk = options.device, training.Budget(options.chunk)
-        pairs, glosses = read_pairs(options.wordnet)
-        tokenizer = AutoTokenizer.from_pretrained(self.folder)
+        folder = Path(options.model) if options.model else model_folder()
+        tokenizer = AutoTokenizer.from_pretrained(folder)
+        self.stream = lambda x: training.stream(x, training.Budget(options.chunk), options.device)
+        pairs, glosses = read_pairs(Path(options.wordnet))
         self.glosses = tokens(glosses, GLOSS_TOKENS, tokenizer)
         self.queries = tokens([query for query, _ in pairs], QUERY_TOKENS, tokenizer)
         self.gloss_of = torch.tensor([gloss for _, gloss in pairs])
@@ -90,37 +90,32 @@ class WordNet(Task):
         is_out = torch.tensor([gloss in out for _, gloss in pairs])
         self.training, self.testing = (~is_out).nonzero()[:, 0], is_out.nonzero()[:, 0]
         self.pairs = len(self.training)
-
-    def reset(self) -> None:
-        """See ``Task``."""
-        self.model = MiniLM(self.folder).to(self.device)
+        self.model = MiniLM(folder).to(options.device)
         self.encode = self.model, self.model
 
     def batch(self, rows: Tensor) -> tuple[tuple[training.Stream, training.Stream], Tensor]:
-        """See ``Task``. The pairs of one gloss have one id: they are no negatives of each other."""
+        """The pairs of one gloss have one id: they are no negatives of each other."""
         rows = self.training[rows]
         ids = self.gloss_of[rows]
-        return (self.stream(self.queries[rows]), self.stream(self.glosses[ids])), ids.to(self.device)
+        return (self.stream(self.queries[rows]), self.stream(self.glosses[ids])), ids.to(self.model.log_scale.device)
 
     def evaluate(self) -> dict[str, float]:
         """Recall of the held-out glosses, among themselves."""
         numbers, own = torch.unique(self.gloss_of[self.testing], return_inverse=True)
-        texts = self.queries[self.testing], self.glosses[numbers]
-        queries, glosses = (self.embed(self.model, x) for x in texts)
-        return recall(queries, glosses, own.to(self.device))
+        queries = embed(self.model, self.stream(self.queries[self.testing]))
+        glosses = embed(self.model, self.stream(self.glosses[numbers]))
+        return recall(queries, glosses, own.to(queries.device))
 
 
-def main() -> None:
-    """One run, or several: see --help."""
-    parser = argparse.ArgumentParser(description=(__doc__ or "").partition("\n")[0])
-    parser.add_argument("--wordnet", type=Path, default=Path("/usr/share/wordnet"), help="dictionary folder")
-    parser.add_argument("--model", type=Path, help="folder of weights (default: the installed package's)")
-    parser.add_argument("--held-out", type=int, default=5000, help="glosses that are tested on, not trained on")
-    parser.add_argument("--chunk", type=int, default=65536, help="tokens encoded at a time")
-    options = arguments(parser, out="out/wordnet", batch=4096, samples=2**21, lr=3e-5)
-    if not options.wordnet.is_dir():
-        raise SystemExit(f"no dictionary in {options.wordnet}: apt-get install wordnet-base, or --wordnet FOLDER")
-    runs(WordNet(options), options, "WordNet: query to gloss", {"held_out": options.held_out})
+def main() -> list[dict[str, float]]:
+    """Train; see --help. A chunk is a number of tokens."""
+    given = options(
+        batch=4096, samples=2**21, lr=3e-5, chunk=65536, held_out=5000, wordnet="/usr/share/wordnet", model=""
+    )
+    if not Path(given.wordnet).is_dir():
+        raise SystemExit(f"no dictionary in {given.wordnet}: apt-get install wordnet-base, or --wordnet FOLDER")
+    torch.manual_seed(0)
+    return train(WordNet(given), given)
 
 
 if __name__ == "__main__":

@@ -13,15 +13,14 @@ import os
 import re
 from collections.abc import Iterator, Sequence
 from concurrent.futures import ProcessPoolExecutor
-from dataclasses import asdict, dataclass
 from functools import partial
 from pathlib import Path
+from typing import Any
 
 from contrastile.backends.cupy import cubins
 from contrastile.backends.cupy.build import (
     OPTIONS,
     SOURCES,
-    Compiled,
     Instance,
     architecture_name,
     compile_instance,
@@ -32,40 +31,19 @@ from contrastile.backends.cupy.configs import HOPPER, kernel_family
 from contrastile.backends.cupy.instances import CAPABILITIES, every
 
 
-@dataclass(frozen=True, slots=True, order=True)
-class Resources:
-    """One compiled kernel.
+def resources(instance: Instance, capability: int, *, cached: bool = False) -> dict[str, Any]:
+    """One instance, compiled for GPUs of a compute capability (times 10); with ``cached``, kept on disk too.
 
-    Attributes:
-        kernel: its instance.
-        architecture: as NVRTC calls it.
-        registers: of a thread.
-        spilled: bytes that a thread stores or loads because registers ran out.
-        stack: bytes of a thread's local memory.
-        shared: bytes of shared memory of a block, dynamic ones too.
-        threads: of a block of the tile kernels; 0 for others.
-        resident: blocks of the tile kernels that are to share a multiprocessor; 0 for others.
-        warnings: what the compilers warned of.
+    Registers are of a thread, ``spilled`` the bytes that it stores or loads because they ran out, ``stack`` its local
+    memory, ``shared`` the bytes of a block, dynamic ones too. ``threads`` of a block and the blocks that are to be
+    ``resident`` on a multiprocessor are the tile kernels', 0 for others.
     """
-
-    kernel: str
-    architecture: str
-    registers: int
-    spilled: int
-    stack: int
-    shared: int
-    threads: int
-    resident: int
-    warnings: int
-
-
-def resources(instance: Instance, capability: int, *, cached: bool = False) -> Resources:
-    """One instance, compiled for GPUs of a compute capability (times 10); with ``cached``, kept on disk too."""
     compiled = compile_instance(instance, architecture_name(capability))
     if cached:
         keep(instance, architecture_name(capability), compiled)
-    said = _own_part(compiled)
-    spills = re.findall(r"(\d+) bytes spill", said)
+    # a file may hold other kernels that are no templates
+    parts = compiled.log.split("Compiling entry function ")
+    said = next((part for part in parts if part.startswith(f"'{compiled.kernel}'")), "")
     stack, registers = re.search(r"(\d+) bytes stack frame", said), re.search(r"Used (\d+) registers", said)
     if stack is None or registers is None:
         raise RuntimeError(f"the compiler's log has no figures for {instance.kernel}: {compiled.log!r}")
@@ -75,26 +53,22 @@ def resources(instance: Instance, capability: int, *, cached: bool = False) -> R
     dynamic = 0
     if family is not None:
         dynamic = cubins.integer(compiled.cubin, f"{name}_shared") if family.shared is None else family.shared
-    return Resources(
-        kernel=instance.kernel,
-        architecture=architecture_name(capability),
-        registers=int(registers[1]),
-        spilled=sum(map(int, spills)),
-        stack=int(stack[1]),
-        shared=dynamic + (0 if static is None else int(static[1])),
-        threads=0 if family is None else family.threads,
-        resident=0 if family is None else family.resident,
-        warnings=len(re.findall(r"\bwarning\b", compiled.log)),
-    )
+    return {
+        "kernel": instance.kernel,
+        "architecture": architecture_name(capability),
+        "registers": int(registers[1]),
+        "spilled": sum(map(int, re.findall(r"(\d+) bytes spill", said))),
+        "stack": int(stack[1]),
+        "shared": dynamic + (0 if static is None else int(static[1])),
+        "threads": 0 if family is None else family.threads,
+        "resident": 0 if family is None else family.resident,
+        "warnings": len(re.findall(r"\bwarning\b", compiled.log)),
+    }
 
 
-def _own_part(compiled: Compiled) -> str:
-    """What the log says of the kernel itself: a file may hold others that are no templates."""
-    parts = compiled.log.split("Compiling entry function ")
-    return next((part for part in parts if part.startswith(f"'{compiled.kernel}'")), "")
-
-
-def table(instances: Sequence[Instance], capability: int, jobs: int, *, cached: bool = False) -> Iterator[Resources]:
+def table(
+    instances: Sequence[Instance], capability: int, jobs: int, *, cached: bool = False
+) -> Iterator[dict[str, Any]]:
     """``resources`` of several instances, compiled side by side."""
     with ProcessPoolExecutor(max_workers=jobs) as pool:
         yield from pool.map(partial(resources, capability=capability, cached=cached), instances)
@@ -118,7 +92,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
     parser.add_argument("--jobs", type=int, default=os.cpu_count() or 1, help="compilers at a time (%(default)s)")
     parser.add_argument("--keep", action="store_true", help="put the cubins into the cache on disk")
     given = parser.parse_args(arguments)
-    rows: list[Resources] = []
+    rows: list[dict[str, Any]] = []
     for capability in given.capability:
         wanted = [x for x in every(capability) if given.match in x.kernel]
         for row in table(wanted, capability, given.jobs, cached=given.keep):
@@ -126,7 +100,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
             rows.append(row)
     if given.file is not None:
         how = {"nvrtc": "{}.{}".format(*nvrtc_version()), "sources": sources()}
-        found = {**how, "kernels": [asdict(row) for row in sorted(rows)]}
+        found = {**how, "kernels": sorted(rows, key=lambda row: (row["kernel"], row["architecture"]))}
         given.file.write_text(json.dumps(found, indent=1) + "\n", encoding="utf-8")
 
 

@@ -20,7 +20,7 @@ LINES = {
 KERNELS = ("liger-kernel", "quack-kernels", "cut-cross-entropy", "inf_cl")
 """How the names of public kernels begin; the chart shows the fastest two."""
 _OTHERS = (("#0f766e", "#5eead4", "D"), ("#a21caf", "#f0abfc", "P"))
-_INK = {"light": ("#1b1f24", "#d6dae0"), "dark": ("#e6e8eb", "#454d58")}
+_INK, _FAINT = ("#1b1f24", "#e6e8eb"), ("#d6dae0", "#454d58")
 
 
 def newest(records: Mapping[str, Data]) -> Data | None:
@@ -31,16 +31,18 @@ def newest(records: Mapping[str, Data]) -> Data | None:
 
 def charts(data: Data) -> Iterator[tuple[str, str]]:
     """Names and SVGs; text stays text, in the reader's own font, and the same data give the same files."""
-    for theme in _INK:
-        for phone in (False, True):
-            yield f"home{'-phone' if phone else ''}-{theme}.svg", _chart(data, theme, phone=phone)
+    colors = dict([_INK, _FAINT, *(pair[:2] for pair in (*LINES.values(), *_OTHERS))])
+    for name, phone in (("home", False), ("home-phone", True)):
+        text = _chart(data, phone=phone)
+        yield f"{name}-light.svg", text
+        yield f"{name}-dark.svg", re.sub("|".join(colors), lambda light: colors[light[0]], text)
 
 
-def _chart(data: Data, theme: str, *, phone: bool) -> str:
+def _chart(data: Data, *, phone: bool) -> str:
     import matplotlib
     from matplotlib.figure import Figure
 
-    e, (ink, faint) = data["environment"], _INK[theme]
+    e, ink, faint = data["environment"], _INK[0], _FAINT[0]
     style: dict[str, Any] = {"svg.hashsalt": "contrastile", "svg.fonttype": "none", "font.size": 11, "text.color": ink}
     style |= {"axes.spines.top": False, "axes.spines.right": False, "axes.titlesize": 12, "axes.titleweight": "bold"}
     style |= {"axes.edgecolor": faint, "grid.color": faint, "xtick.color": faint, "ytick.color": faint}
@@ -49,7 +51,7 @@ def _chart(data: Data, theme: str, *, phone: bool) -> str:
         shape, size = ((2, 1), (4.9, 7.4)) if phone else ((1, 2), (9.8, 4.4))
         figure = Figure(figsize=size, layout="constrained")
         time, memory = figure.subplots(*shape)
-        _draw(time, memory, _chosen(data), theme)
+        _draw(time, memory, _chosen(data))
         title = f"{e['device']}, bfloat16, d = 512, commit {commit(e)}"
         look: dict[str, Any] = {"ncols": 2, "fontsize": 10} if phone else {"ncols": 3}
         look |= {"frameon": False, "title": title, "title_fontsize": 9, "loc": "outside lower center"}
@@ -60,11 +62,11 @@ def _chart(data: Data, theme: str, *, phone: bool) -> str:
     return re.sub(r"'DejaVu Sans'[^;\"]*", "system-ui, sans-serif", file.getvalue())
 
 
-def _draw(time: Any, memory: Any, lines: dict[str, list[Row]], theme: str) -> None:
+def _draw(time: Any, memory: Any, lines: dict[str, list[Row]]) -> None:
     others = iter(_OTHERS)
     for name, rows in lines.items():
-        light, dark, marker = LINES.get(name) or next(others)
-        look: dict[str, Any] = {"color": light if theme == "light" else dark, "marker": marker, "label": name}
+        color, _, marker = LINES.get(name) or next(others)
+        look: dict[str, Any] = {"color": color, "marker": marker, "label": name}
         look |= {"linewidth": 2.8, "zorder": 3} if name in OURS else {"linewidth": 1.5, "linestyle": "--"}
         time.plot([row["b"] for row in rows], [median(row) for row in rows], **look)
         known = [row for row in rows if row.get("peak_bytes")]

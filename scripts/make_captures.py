@@ -12,18 +12,14 @@ Times are those of the machine at that moment: keep it idle.
 from __future__ import annotations
 
 import argparse
-import fcntl
 import io
 import os
 import pty
 import re
 import shlex
 import socket
-import struct
-import subprocess
 import sys
 import tempfile
-import termios
 from pathlib import Path
 
 from rich.console import Console
@@ -45,19 +41,7 @@ CAPTURES = {
 }
 ANYWHERE = [name for name in CAPTURES if not name.endswith("-gpu")]
 # background, text, then black, red, green, yellow, blue, magenta, cyan, white
-_COLORS = (
-    ((20, 25, 47), (214, 219, 235)),
-    (
-        (60, 66, 92),
-        (255, 107, 107),
-        (105, 219, 124),
-        (255, 200, 87),
-        (143, 176, 255),
-        (230, 153, 255),
-        (94, 234, 212),
-        (240, 242, 250),
-    ),
-)
+_COLORS = "14192f d6dbeb 3c425c ff6b6b 69db7c ffc857 8fb0ff e699ff 5eead4 f0f2fa"
 # rich's own fetches a font
 _FORMAT = """\
 <svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 {width} {height}" width="{width}" height="{height}" role="img">
@@ -87,28 +71,20 @@ def run(command: str, columns: int = COLUMNS) -> str:
     Raises:
         RuntimeError: it failed.
     """
-    ours, its = pty.openpty()
-    fcntl.ioctl(its, termios.TIOCSWINSZ, struct.pack("HHHH", 50, columns, 0, 0))
-    environment = {name: x for name, x in os.environ.items() if name not in ("NO_COLOR", "FORCE_COLOR", "COLUMNS")}
-    environment |= {"TERM": "xterm-256color", "COLORTERM": ""}
-    words = [sys.executable, "-m", *shlex.split(command)]
-    with tempfile.TemporaryFile() as errors:
-        # its progress bar is for the standard error of a terminal, and a picture does not move
-        process = subprocess.Popen(words, stdin=subprocess.DEVNULL, stdout=its, stderr=errors, env=environment)
-        os.close(its)
-        found = bytearray()
-        while True:
-            try:
-                part = os.read(ours, 65536)
-            except OSError:  # Linux's way to say that the other end is closed
-                break
-            if not part:
-                break
-            found += part
-        os.close(ours)
-        if process.wait():
-            errors.seek(0)
-            raise RuntimeError(f"{command} ended with {process.returncode}: {errors.read().decode()[-500:]}")
+    found = bytearray()
+
+    def read(terminal: int) -> bytes:
+        found.extend(part := os.read(terminal, 65536))
+        return part
+
+    setting = {"TERM": "xterm-256color", "COLORTERM": "", "COLUMNS": str(columns), "PYTHONPATH": str(ROOT)}
+    words = ["env", "-u", "NO_COLOR", "-u", "FORCE_COLOR", *(f"{name}={x}" for name, x in setting.items())]
+    words += [sys.executable, "-m", *shlex.split(command)]
+    with tempfile.NamedTemporaryFile("r") as errors:
+        # the progress bar of the standard error is no part of a picture
+        ended = pty.spawn(["sh", "-c", f"{shlex.join(words)} 2>{errors.name} </dev/null"], read)
+        if ended:
+            raise RuntimeError(f"{command} ended with {os.waitstatus_to_exitcode(ended)}: {errors.read()[-500:]}")
     return found.decode().replace("\r\n", "\n")
 
 
@@ -122,8 +98,8 @@ def refuse(text: str) -> None:
 
 def draw(name: str, command: str, printed: str) -> str:
     """The SVG of a prompt, the command and what it printed; a long command is broken at its options."""
-    (paper, ink), normal = _COLORS
-    theme = TerminalTheme(paper, ink, list(normal), list(normal))
+    paper, ink, *normal = ((each[0], each[1], each[2]) for each in map(bytes.fromhex, _COLORS.split()))
+    theme = TerminalTheme(paper, ink, normal, normal)
     prompt = re.sub(r"(.{1,74})(?: (?=--)|$)", r"\1 \\\n      ", command)[: -len(" \\\n      ")]
     body = "\n".join(line.rstrip() for line in printed.strip("\n").splitlines())
     console = Console(record=True, width=COLUMNS, file=io.StringIO(), force_terminal=True, color_system="truecolor")
@@ -133,22 +109,19 @@ def draw(name: str, command: str, printed: str) -> str:
     return "\n".join(line.rstrip() for line in text.splitlines()) + "\n"
 
 
-def main(arguments: list[str] | None = None) -> int:
+def main() -> None:
     """Make the captures that are named, or all."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("names", nargs="*", metavar="NAME", help=f"of {', '.join(CAPTURES)} ({', '.join(ANYWHERE)})")
+    parser.add_argument("names", nargs="*", metavar="NAME", default=ANYWHERE, help=f"of {', '.join(CAPTURES)}")
     parser.add_argument("--out", type=Path, default=ASSETS, metavar="DIR", help="where they go")
-    given = parser.parse_args(arguments)
-    if unknown := set(given.names) - set(CAPTURES):
-        parser.error(f"NAME must be of {', '.join(CAPTURES)}, got {', '.join(sorted(unknown))}")
-    for name in given.names or ANYWHERE:
+    given = parser.parse_args()
+    for name in given.names:
         printed = run(CAPTURES[name])
         refuse(printed)
         path = given.out / f"terminal-{name}.svg"
         path.write_text(draw(name, CAPTURES[name], printed), encoding="utf-8")
         print(path.name)
-    return 0
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    main()

@@ -22,7 +22,6 @@ ROOT = Path(__file__).resolve().parent.parent
 sys.path[:0] = [str(ROOT), str(ROOT / "scripts"), str(ROOT / "tests")]
 
 import home_chart  # noqa: E402
-import measure_faults  # noqa: E402
 import page_tables as tables  # noqa: E402
 from page_tables import Data, Row, escaped, table  # noqa: E402
 
@@ -115,98 +114,6 @@ def bounds(results: Path) -> str:
         lines.append([row["backend"], row["dtype"], *(f"{ratio:.2g}" for ratio in worst)])
     head = ["backend", "dtype", *(f"error / {what}" for what in beside.values())]
     return f"{picture}\n\n{about}\n\n{table(head, lines, left=(0, 1))}"
-
-
-CERTAIN = {
-    "clip, saturated, seed 0, scale 100": "CLIP, certain pairs, scale 100",
-    "clip, saturated, seed 1, scale 100": "the same, another seed",
-    "clip, saturated, scale 300": "the same, scale 300",
-    "info_nce, ids dropped, scale 100": "InfoNCE with ids, scale 100",
-    "nt_xent, scale 100": "NT-Xent, scale 100",
-    "sup_con, classes of 2, scale 100": "SupCon, classes of 2",
-    "sup_con, classes of 8, scale 100": "SupCon, classes of 8",
-    "clip, norm 30, scale 100": "CLIP, norm 30",
-    "clip, norm 3000, scale 100": "CLIP, norm 3,000",
-}
-
-
-def exact(results: Path) -> str:
-    """Errors of the gradient of the first features and, behind it, of the loss, in each backend's own precision."""
-    data = read(results, "certain_nvidia_h200")
-    rows = [dict(zip(data["columns"], row, strict=True)) for row in data["rows"]]
-    backends = ("plain", "torch", "triton", "cupy")
-
-    def errors(dtype: str, batch: int) -> str:
-        own = {name: "split" if (name, dtype) == ("triton", "float32") else "ieee" for name in backends}
-        lines = []
-        for problem, name in CERTAIN.items():
-            here = [row for row in rows if (row["problem"], row["dtype"], row["b"]) == (problem, dtype, batch)]
-            found = {row["backend"]: row for row in here if row["precision"] == own[row["backend"]]}
-            lines.append([name, *(f"{found[x]['first']:.0e} ({found[x]['loss']:.0e})" for x in backends)])
-        return table(["features", *backends], lines)
-
-    about = (
-        f"One {data['environment']['device']}, d = 64: relative error of the gradient and, in brackets, of the loss."
-    )
-    several = ["float32, b = 256:", errors("float32", 256), "bfloat16, b = 4,096:", errors("bfloat16", 4096)]
-    return "\n\n".join([about, *several])
-
-
-def drawn(results: Path) -> str:
-    """Of problems at random: how many results were noisier than the plain computation's, and the other way round."""
-    lines = []
-    for stem, where in (("cpu", "a CPU"), ("nvidia_h200", "an H200")):
-        counts = read(results, f"drawn_{stem}")["counts"]
-        for backend in dict.fromkeys(row["backend"] for row in counts):
-            for part in ("loss", "features", "scale"):
-                rows = [row for row in counts if (row["backend"], row["of"]) == (backend, part)]
-                totals = [f"{sum(row[key] for row in rows):,}" for key in ("results", "beyond", "plain_beyond")]
-                lines.append([f"`{backend}` on {where}", part if part == "loss" else f"gradient of {part}", *totals])
-    return table(["backend", "of", "results", "ours noisier", "plain noisier"], lines, left=(0, 1))
-
-
-def faults(results: Path) -> str:
-    """For each fault, the longest time until the last rank has exited, by launcher."""
-    records, about = (read(results, "faults"), read(results, "faults_gpus")), []
-    for facts in (data["environment"] for data in records):
-        nccl = f"NCCL {facts['nccl']}, " if "nccl" in facts else "gloo, "
-        mpi = facts["mpirun"] if "mpirun" in facts else f"MPICH {facts['mpich']}"
-        versions = f"{nccl}torch {facts['torch']}, mpi4py {facts['mpi4py']}, {mpi}"
-        about.append(f"{facts['ranks']} ranks on {facts.get('device', 'a CPU')} ({versions})")
-    deadline = records[0]["environment"]["deadline"]
-    lines = []
-    for fault, name in measure_faults.FAULTS.items():
-        for by, launcher in measure_faults.LAUNCHERS.items():
-            rows = [[x for x in data["rows"] if (x["fault"], x["launcher"]) == (fault, by)] for data in records]
-            lines.append([name, launcher, *(f"{max(x['seconds'] for x in here):.1f}" for here in rows)])
-    text = f"{' and '.join(about)}. The deadline is {deadline} s. Seconds until the last rank has exited:"
-    return f"{text}\n\n{table(['one rank ...', 'started by', 'CPU', 'GPUs'], lines, left=(0, 1))}"
-
-
-def mistakes(results: Path) -> str:
-    """Of each mistake, what became of the ranks, and when the last of them raised."""
-    records = read(results, "mistakes"), read(results, "mistakes_gpus")
-    facts = [data["environment"] for data in records]
-    text = (
-        "Five steps, ring and gather, on GPUs replicate too, 2 and 3 ranks on a CPU "
-        f"(torch {facts[0]['torch']}) and 2 on {facts[1]['device']} (NCCL {facts[1]['nccl']}). "
-        f"The deadline is {facts[0]['deadline']} s:"
-    )
-    head = ["one rank ...", *(f"{what}, {where}" for where in ("CPU", "GPUs") for what in ("ranks", "last error"))]
-    outcomes = {"raised": "raised", "gave up": "ended themselves", "all right": "right to the end"}
-    lines = []
-    for mistake, name in measure_faults.MISTAKES.items():
-        cells = [name]
-        for data in records:
-            rows = [row for row in data["rows"] if row["mistake"] == mistake]
-            count = {key: sum(row[key] for row in rows) for key in ("ranks", *outcomes)}
-            ended = count["ranks"] - sum(count[key] for key in outcomes)
-            told = [f"{count[key]} {kind}" for key, kind in outcomes.items() if count[key]]
-            late = [row["heard"] for row in rows if row["heard"] is not None]
-            cells += [", ".join([*told, *([f"{ended} ended by the launcher"] if ended else [])])]
-            cells += [f"{max(late):.1f} s" if late else "-"]
-        lines.append(cells)
-    return f"{text}\n\n{table(head, lines, left=(0,))}"
 
 
 def options(results: Path, command: str) -> str:
@@ -317,10 +224,6 @@ PARTS: dict[str, Callable[[Path], str]] = {
     "training": training,
     "contrastile bench on a CPU": cpu,
     "growth": bounds,
-    "certain pairs": exact,
-    "drawn problems": drawn,
-    "faults": faults,
-    "mistakes": mistakes,
     "conformance": conformance,
     "errors": errors,
     **{f"options of {name}": partial(options, command=name) for name in COMMANDS},

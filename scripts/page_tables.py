@@ -13,15 +13,10 @@ Data = dict[str, Any]
 Row = dict[str, Any]
 
 OURS = ("contrastile triton", "contrastile cupy")
-KEPT = (OURS[1], "contrastile cupy, keeping 2 GiB", "contrastile cupy, keeping 8 GiB")
 PACKAGES = ("torch", "triton", "cupy-cuda13x", "nccl", "inf-cl", "cut-cross-entropy", "liger-kernel", "quack-kernels")
 TRAINERS = ("transformers", "sentence-transformers", "gradcache")
 ANCHOR = 65536
 
-CALL = re.compile(
-    r"(?P<loss>\w+)(?P<ids> ids)? (?P<dtype>\w+) b=(?P<b>\d+) d=(?P<d>\d+)(?: precision=(?P<precision>\w+))?"
-)
-"""The label of an everyday call."""
 HEADS = {
     "auto": "contrastile",
     "plain": "plain PyTorch",
@@ -107,18 +102,15 @@ def measured_at(environment: Data) -> str:
 
 
 def gpu_section(stem: str, data: Data) -> str:
-    """A record of ``steps`` and ``peers``: the machine, what was verified, our own, everybody, the largest batches."""
+    """A record of ``steps`` and ``peers``: the machine, what was verified, our own, everybody."""
     e = data["environment"]
     about = [e["date"][:10], f"commit `{commit(e)}`", *versions(e)]
     about += [f"links {e['links']}"] if e.get("links") else []
     about += [f"power limit {e['power.limit'].replace('.00', '')}"] if e.get("power.limit") else []
-    told = [f"{', '.join(about)}. [The record](../results/{stem}.json) has every sample.", e.get("note", "")]
-    told += [verified(data)]
-    keeping = any(row["name"] == KEPT[1] for row in measured(data, "steps"))
-    alone = steps(data, KEPT, least=2) if keeping else steps(data, OURS)
-    ours = scaling(data) if ranks(data) > 1 else alone
-    parts = [f"### {machine(e)}, {commit(e)}", " ".join(filter(None, told)), ours, peers(data), big(data)]
-    return "\n\n".join(filter(None, parts))
+    told = f"{', '.join(about)}. [The record](../results/{stem}.json) has every sample."
+    told = " ".join(filter(None, [told, e.get("note", ""), verified(data)]))
+    ours = scaling(data) if ranks(data) > 1 else steps(data)
+    return "\n\n".join(filter(None, [f"### {machine(e)}, {commit(e)}", told, ours, peers(data)]))
 
 
 def verified(data: Data) -> str:
@@ -139,29 +131,27 @@ def cell(row: Row | None) -> str:
     return ", ".join([*told, *([f"{number(row['peak_bytes'] / MIB, 4)} MiB"] if row.get("peak_bytes") else [])])
 
 
-def steps(data: Data, names: Sequence[str], least: int = 1) -> str:
-    """Our own on one process: a line for each size that at least so many of these implementations were timed at."""
-    rows = [row for row in measured(data, "steps", n=1, what="both") if row["name"] in names]
-    several = list(dict.fromkeys(row["name"] for row in rows))
+def steps(data: Data) -> str:
+    """Our own on one process: a line for each size."""
     found: dict[tuple[int, int, float, bool], dict[str, Row]] = {}
-    for row in rows:
-        found.setdefault((row["b"], row["d"], row["scale"], row["graph"]), {})[row["name"]] = row
-    told = {size: at for size, at in found.items() if len(at) >= least}
-    plain = all((scale, graph) == (100.0, False) for _, _, scale, graph in told)
+    for row in measured(data, "steps", n=1, what="both"):
+        if row["name"] in OURS:
+            found.setdefault((row["b"], row["d"], row["scale"], row["graph"]), {})[row["name"]] = row
+    names = dict.fromkeys(name for at in found.values() for name in at)
     lines = []
-    for (b, d, scale, graph), at in sorted(told.items()):
-        where = [number(b, 1), str(d), *([] if plain else [f"{scale:g}", "yes" if graph else "no"])]
-        lines.append([*where, *(cell(at.get(name)) for name in several)])
-    return table(["b", "d", *([] if plain else ["scale", "graph"]), *several], lines)
-
-
-def rate(row: Row) -> float:
-    """TFLOP/s of each GPU, of the ``8 b^2 d / n`` that a whole step asks of it."""
-    return 8.0 * row["rows"] * row["b"] * row["d"] / median(row) * 1e-9
+    for (b, d, scale, graph), at in sorted(found.items()):
+        where = [number(b, 1), str(d), f"{scale:g}", "yes" if graph else "no"]
+        lines.append([*where, *(cell(at.get(name)) for name in names)])
+    return table(["b", "d", "scale", "graph", *names], lines)
 
 
 def scaling(data: Data) -> str:
     """Our own on several ranks: weak scaling (pairs of each rank given), then strong (pairs of the batch)."""
+
+    def rate(row: Row) -> float:
+        """Of each GPU: a whole step asks ``8 b^2 d / n`` of it."""
+        return float(row["rows"] * row["b"] * row["d"] / median(row))
+
     lines = []
     for each in (True, False):
         rows = measured(data, "steps", what="both", graph=False)
@@ -208,30 +198,17 @@ def _labelled(row: Row) -> str:
     return f"{row['name']}{exchange}{', in a CUDA graph' if row['graph'] else ''}"
 
 
-def big(data: Data) -> str:
-    """Single calls at the largest batches, sampled rows and columns against float64."""
-    head = ("implementation", "b", "d", "forward, s", "backward, s", "of the ceiling", "peak extra GiB a rank")
-    lines = []
-    for row in (row for row in data.get("big", []) if row["status"] == "measured"):
-        peak = None if row["peak_bytes"] is None else row["peak_bytes"] / GIB
-        seconds = [number(row[name] / 1e3) for name in ("forward_ms", "backward_ms")]
-        found = [number(row.get(name), 2) for name in ("d_image", "d_text")]
-        where = [row["name"], f"{row['b']:,}", str(row["d"])]
-        lines.append([*where, *seconds, percent(row["fraction"]), number(peak), *found])
-    return table((*head, "dQ, relative error", "dK"), lines)
-
-
 def everyday_section(stem: str, data: Data) -> str:
     """All calls of a record: clip_loss, then the other losses."""
     e, found = data["environment"], calls(data)
     packages = [f"torch {e['torch']}"] if e["device"] == "cpu" else versions(e)
     about = f"{', '.join([*packages, measured_at(e)])} [The record](../results/{stem}.json) has every sample."
-    names = list(dict.fromkeys(name for at in found.values() for name in at))
+    names = dict.fromkeys(name for _, at in found.values() for name in at)
     head = ["call", *(f"{HEADS[name]}, ms" if name in HEADS else f"`{name}`, ms" for name in names), _RATIO]
     parts = [f"### {machine(e)}", about]
     for clip in (True, False):
-        here = {label: at for label, at in found.items() if label.startswith("clip_loss") == clip}
-        lines = [[in_words(x), *(number(at.get(name)) for name in names), _ratio(x, at)] for x, at in here.items()]
+        here = [call for label, call in found.items() if label.startswith("clip_loss") == clip]
+        lines = [[words, *(number(at.get(name)) for name in names), _ratio(words, at)] for words, at in here]
         parts.append(table(head, lines))
     return "\n\n".join(filter(None, parts))
 
@@ -249,37 +226,29 @@ def readme(found: Iterable[Data]) -> str:
     about = f"{e['device']}, torch {e['torch']}, {measured_at(e)}"
     if fewest and fewest["environment"]["commit"] != e["commit"]:
         about += f" Several GPUs: {measured_at(fewest['environment'])}"
-    lines, heads = [], list(dict.fromkeys(HEADS.values()))
+    lines, heads = [], dict.fromkeys(HEADS.values())
     for data, wanted in ((latest, CALLS), (fewest, CALLS_OF_RANKS)):
         timed = {} if data is None else calls(data)
-        for label in (x for x in wanted if x in timed):
-            times = {HEADS[name]: ms for name, ms in timed[label].items() if name in HEADS}
-            call = in_words(label) + (f", on each of {ranks(data)} GPUs" if data is fewest and data else "")
-            lines.append([call, *(number(times.get(head)) for head in heads), _ratio(label, timed[label])])
+        for words, at in (timed[x] for x in wanted if x in timed):
+            times = {HEADS[name]: ms for name, ms in at.items() if name in HEADS}
+            call = words + (f", on each of {ranks(data)} GPUs" if data is fewest and data else "")
+            lines.append([call, *(number(times.get(head)) for head in heads), _ratio(words, at)])
     return f"{about}\n\n{table(['call', *(f'{head}, ms' for head in heads), _RATIO], lines)}"
 
 
-def in_words(label: str) -> str:
-    """An everyday call, for people."""
-    found = CALL.fullmatch(label)
-    if found is None:
-        return label
-    settings = ["ids"] if found["ids"] else []
-    settings += [found["precision"]] if found["precision"] else []
-    return ", ".join([f"`{found['loss']}`", *settings, found["dtype"], f"b = {int(found['b']):,}", f"d = {found['d']}"])
-
-
-def calls(data: Data) -> dict[str, dict[str, float]]:
-    """Milliseconds of each everyday call by implementation."""
-    found: dict[str, dict[str, float]] = {}
+def calls(data: Data) -> dict[str, tuple[str, dict[str, float]]]:
+    """Each everyday call by its label: the call in words, and milliseconds by implementation."""
+    found: dict[str, tuple[str, dict[str, float]]] = {}
     for row in measured(data, "everyday"):
-        found.setdefault(row["row"], {})[row["name"]] = median(row)
+        loss, _, ids = row["loss"].partition(" ")
+        told = [f"`{loss}`", ids, row.get("precision", ""), row["dtype"], f"b = {row['b']:,}", f"d = {row['d']}"]
+        found.setdefault(row["row"], (", ".join(filter(None, told)), {}))[1][row["name"]] = median(row)
     return found
 
 
-def _ratio(label: str, at: dict[str, float]) -> str:
+def _ratio(words: str, at: dict[str, float]) -> str:
     """Time of the faster of the others over ours; "-" by tf32, in which they do not multiply."""
-    others = [ms for name, ms in at.items() if name in HEADS and name != "auto" and "tf32" not in label]
+    others = [ms for name, ms in at.items() if name in HEADS and name != "auto" and "tf32" not in words]
     return f"{min(others) / at['auto']:.1f} x" if others and "auto" in at else "-"
 
 

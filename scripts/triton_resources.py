@@ -14,8 +14,9 @@ import sys
 import tempfile
 from collections.abc import Iterator
 from contextlib import contextmanager
-from dataclasses import asdict, dataclass
+from dataclasses import fields, replace
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 from unittest import mock
 
@@ -33,47 +34,9 @@ from contrastile.backends.triton.forward_pass import lse
 from contrastile.backends.triton.sigmoid_pass import sigmoid_loss
 
 ARCHITECTURES = (80, 90, 100)
+MODULES = (backward, forward, parts, positives, precheck, products, sigmoid, sums)
 VARIANTS = (("float16", "ieee"), ("bfloat16", "ieee"), ("float32", "tf32"), ("float32", "split"))
 """Dtypes of features, each with a precision that the backend has on a GPU."""
-
-
-@dataclass(frozen=True, slots=True, order=True)
-class Resources:
-    """One compiled kernel.
-
-    Attributes:
-        kernel: its name.
-        variant: its compile-time arguments that are flags, and the features' dtype.
-        architecture: compute capability times 10.
-        registers: of a thread.
-        spilled: bytes of local memory of a thread.
-        shared: bytes of shared memory of a program.
-        warps: of a program.
-    """
-
-    kernel: str
-    variant: str
-    architecture: int
-    registers: int
-    spilled: int
-    shared: int
-    warps: int
-
-
-class _NoGPU:
-    """A driver that answers for a GPU that is not there."""
-
-    def __init__(self, architecture: int) -> None:
-        self.architecture = architecture
-
-    def get_current_device(self) -> int:
-        return 0
-
-    def get_current_stream(self, device: int) -> int:
-        return 0
-
-    def get_current_target(self) -> GPUTarget:
-        return GPUTarget("cuda", self.architecture, 32)
 
 
 @contextmanager
@@ -91,10 +54,12 @@ def compiling(architecture: int) -> Iterator[list[tuple[str, dict[str, Any], Any
         # the caches are per device, and every architecture is device 0 here
         function.device_caches.clear()
 
-    defined = [getattr(x, "function", x) for module in _modules() for x in vars(module).values()]
+    defined = [getattr(x, "function", x) for module in MODULES for x in vars(module).values()]
     kernels = [x for x in defined if isinstance(x, JITFunction)]
     active = driver.active if driver._active is not None else None
-    driver.set_active(_NoGPU(architecture))
+    answers = {"device": 0, "stream": 0, "target": GPUTarget("cuda", architecture, 32)}
+    gpu = {f"get_current_{name}": lambda *given, answer=answer: answer for name, answer in answers.items()}
+    driver.set_active(SimpleNamespace(**gpu))
     for kernel in kernels:
         forget(kernel)
     try:
@@ -108,10 +73,6 @@ def compiling(architecture: int) -> Iterator[list[tuple[str, dict[str, Any], Any
         driver._active = active
         for kernel in kernels:
             forget(kernel)
-
-
-def _modules() -> list[Any]:
-    return [backward, forward, parts, positives, precheck, products, sigmoid, sums]
 
 
 def run_all(dtype: str, plain: bool = False, precision: str = "ieee") -> None:
@@ -142,7 +103,9 @@ def run_all(dtype: str, plain: bool = False, precision: str = "ieee") -> None:
     for pairs, size, two_sided in problems:
         features, out = torch.ones(size, 512, dtype=kind), torch.ones(size, 512)
         x = vector[:size]
-        block = Block(features, features, scalar, scalar, _cut(pairs, size))
+        given = {each.name: getattr(pairs, each.name) for each in fields(pairs)}
+        cut = {name: y[:size] for name, y in given.items() if isinstance(y, torch.Tensor)}
+        block = Block(features, features, scalar, scalar, replace(pairs, **cut))
         lse(block, two_sided, options)
         side = SideWeights(wide[:size], wide[:size], x, x)
         weights = Weights(side, side if two_sided else None)
@@ -153,15 +116,12 @@ def run_all(dtype: str, plain: bool = False, precision: str = "ieee") -> None:
                 sigmoid_loss(block, x, out, out, options)
 
 
-def _cut(pairs: Pairs, size: int) -> Pairs:
-    def part(x: Any) -> Any:
-        return None if x is None else x[:size]
+def resources(architecture: int, dtype: str, plain: bool = False, precision: str = "ieee") -> list[dict[str, Any]]:
+    """Every kernel that features of this dtype need, compiled for the architecture; the rest as in ``run_all``.
 
-    return Pairs(part(pairs.positives), part(pairs.excluded), part(pairs.row_ids), part(pairs.column_ids), pairs.match)
-
-
-def resources(architecture: int, dtype: str, plain: bool = False, precision: str = "ieee") -> list[Resources]:
-    """Every kernel that features of this dtype need, compiled for the architecture; the rest as in ``run_all``."""
+    A variant is the features' dtype and the compile-time arguments that are flags. Registers and spilled bytes are of a
+    thread, shared ones of a program.
+    """
     with compiling(architecture) as found:
         run_all(dtype, plain, precision)
     table = {}
@@ -174,10 +134,10 @@ def resources(architecture: int, dtype: str, plain: bool = False, precision: str
         variant = (dtype if precision == "ieee" else f"{dtype}/{precision}") + flags
         if (name, variant) not in table:
             registers, local = _usage(kernel.asm["cubin"])
-            table[name, variant] = Resources(
-                name, variant, architecture, registers, local, kernel.metadata.shared, kernel.metadata.num_warps
-            )
-    return sorted(table.values())
+            row = {"kernel": name, "variant": variant, "architecture": architecture, "registers": registers}
+            more = {"shared": kernel.metadata.shared, "warps": kernel.metadata.num_warps}
+            table[name, variant] = row | {"spilled": local} | more
+    return [table[key] for key in sorted(table)]
 
 
 def _usage(cubin: bytes) -> tuple[int, int]:
@@ -198,7 +158,7 @@ def main() -> None:
     plain = "--plain" in sys.argv
     variants = [("bfloat16", "ieee")] if plain else VARIANTS
     jobs = [(each, dtype, plain, precision) for each in ARCHITECTURES for dtype, precision in variants]
-    table = [asdict(x) for job in jobs for x in resources(*job)]
+    table = [row for job in jobs for row in resources(*job)]
     Path(sys.argv[1]).write_text(json.dumps({"triton": triton.__version__, "kernels": table}, indent=1) + "\n")
 
 

@@ -3,6 +3,7 @@
     python scripts/verify_gpu.py                              # all steps, within minutes
     python scripts/verify_gpu.py --steps verify sanitizers    # some of them
     python scripts/verify_gpu.py --steps drawn --examples 5000 --seed 7
+    python scripts/verify_gpu.py --measure                    # and then time this very commit, where all have passed
 
 ``kernels``     CuPy's kernels are compiled once, before anything else runs, so that no two jobs compile the same one
 ``verify``      contrastile verify, triton and cupy, every dtype and precision
@@ -11,7 +12,9 @@
 ``repeats``     the tests that ask for the same bits twenty times
 ``drawn``       problems that Hypothesis draws, as many for each backend, dtype and precision
 
-Nothing is timed against anything, so the jobs of all steps share the cores. Each step has a time limit; what it has not
+``measure``     with --measure: benchmarks/everyday.py, all of its parts, and training.py, one at a time
+
+In the other steps nothing is timed, so that their jobs share the cores. Each step has a time limit; what it has not
 done by then has failed. ``--out`` gets what each job printed, its records, and ``summary.json``. The exit code is 0
 only where every job passed.
 """
@@ -41,6 +44,8 @@ from contrastile.reporting import write_json  # noqa: E402
 
 LIMITS = {"kernels": 150.0, "mutants": 500.0, "sanitizers": 480.0, "verify": 480.0, "repeats": 480.0, "drawn": 520.0}
 """Seconds from the start of the run within which a step must end; jobs begin in this order, the longest first."""
+MEASURE = {"measure": 3600.0}
+"""And from the start of measuring."""
 
 KINDS = {
     "triton": (("float32", "split"), ("float32", "tf32"), ("bfloat16", ""), ("float16", "")),
@@ -83,6 +88,11 @@ class Job:
     slots: int = 1
     judge: Callable[[str], str] = lambda text: ""
     facts: dict[str, Any] = field(default_factory=dict)
+
+    @property
+    def log(self) -> str:
+        """Its log, a file of ``--out``."""
+        return f"{self.step}-{self.name}.log"
 
 
 def sanitizer() -> str:
@@ -143,15 +153,8 @@ def verify(backend: str, dtype: str, precision: str, *more: str) -> list[str]:
 
 def jobs(steps: Sequence[str], examples: int, seed: int, cores: int, out: Path) -> list[Job]:
     """All jobs of the steps, in the order in which they begin."""
-    made: dict[str, Callable[[], list[Job]]] = {
-        "kernels": lambda: [kernels(cores)],
-        "mutants": lambda: [mutants(max(1, cores // 2), out)],
-        "sanitizers": sanitized,
-        "verify": lambda: verified(seed, out),
-        "repeats": repeats,
-        "drawn": lambda: drawn(examples, seed, out),
-    }
-    return [job for step in LIMITS if step in steps for job in made[step]()]
+    each = [kernels(cores), mutants(max(1, cores // 2), out), *sanitized(), *verified(seed, out), *repeats()]
+    return [job for job in (*each, *drawn(examples, seed, out)) if job.step in steps]
 
 
 def kernels(cores: int) -> Job:
@@ -233,6 +236,19 @@ def drawn(examples: int, seed: int, out: Path) -> list[Job]:
     return found
 
 
+def measures(cores: int, out: Path) -> list[Job]:
+    """The records of this commit; each has all cores, so that nothing runs beside it."""
+    commands = {
+        "everyday": ["everyday.py", "--part", "everyday"],
+        "gpu": ["everyday.py", "--part", "steps", "peers", "--seconds", "900"],
+        "training": ["training.py"],
+    }
+    return [
+        Job("measure", name, [sys.executable, f"benchmarks/{script}", *words, "--out", f"{out}/{name}.json"], cores)
+        for name, (script, *words) in commands.items()
+    ]
+
+
 def run(queue: Sequence[Job], cores: int, out: Path, limits: dict[str, float]) -> None:
     """Run all jobs, as many at a time as there are cores for; their facts say what became of them."""
     waiting, running = list(queue), list[tuple[Job, subprocess.Popen[bytes], float]]()
@@ -257,7 +273,7 @@ def run(queue: Sequence[Job], cores: int, out: Path, limits: dict[str, float]) -
                     stop(process)
                 if process.poll() is not None:
                     running.remove(each)
-                    text = log(job, out).read_text(encoding="utf-8", errors="replace")
+                    text = (out / job.log).read_text(encoding="utf-8", errors="replace")
                     why = f"not done within {limits[job.step]:g} s" if late else ""
                     why = why or (f"exit code {process.returncode}" if process.returncode else job.judge(text))
                     ended(job, text, time.monotonic() - since, why)
@@ -274,7 +290,7 @@ def begin(job: Job, out: Path) -> subprocess.Popen[bytes]:
     # what PyTorch keeps to itself hides a step beyond an array from a sanitizer, too
     more |= {"PYTORCH_NO_CUDA_MEMORY_CACHING": "1"} if job.step == "sanitizers" else {}
     how: dict[str, Any] = {"cwd": ROOT, "env": os.environ | more, "stdin": subprocess.DEVNULL}
-    with log(job, out).open("wb") as file:
+    with (out / job.log).open("wb") as file:
         return subprocess.Popen(job.command, stdout=file, stderr=subprocess.STDOUT, start_new_session=True, **how)
 
 
@@ -297,10 +313,6 @@ def ended(job: Job, text: str, seconds: float, why: str) -> None:
     print(f"{'FAIL' if why else 'pass'} {seconds:6.1f} s  {job.step} {job.name}{seed}: {said}", flush=True)
     if why:
         print(*(f"    {line}" for line in lines[-15:]), sep="\n", flush=True)
-
-
-def log(job: Job, out: Path) -> Path:
-    return out / f"{job.step}-{job.name}.log"
 
 
 def summary(done: Sequence[Job], seconds: float) -> dict[str, Any]:
@@ -333,17 +345,22 @@ def main(arguments: list[str] | None = None) -> int:
     add("--jobs", type=int, default=os.cpu_count() or 1, help="processes at a time (%(default)s)")
     add("--limit", type=float, metavar="S", help="seconds within which each step must end (default: its own)")
     add("--out", type=Path, default=ROOT / "out" / "verify-gpu", metavar="DIR", help="records (%(default)s)")
+    add("--measure", action="store_true", help="where all have passed, time them: records of this commit")
     add("--list", action="store_true", help="print the commands, and run nothing")
     given = parser.parse_args(arguments)
     out = given.out.resolve()
     todo = jobs(given.steps, given.examples, given.seed, given.jobs, out)
+    then = measures(given.jobs, out) if given.measure else []
     if given.list:
-        print(*(f"{job.step} {job.name}: {' '.join(job.command)}" for job in todo), sep="\n")
+        print(*(f"{job.step} {job.name}: {' '.join(job.command)}" for job in (*todo, *then)), sep="\n")
         return 0
     out.mkdir(parents=True, exist_ok=True)
     start = time.monotonic()
     try:
         run(todo, given.jobs, out, LIMITS if given.limit is None else dict.fromkeys(LIMITS, given.limit))
+        if then and all(job.facts["status"] == "pass" for job in todo):
+            todo += then
+            run(then, given.jobs, out, MEASURE)
     finally:
         found = summary(todo, time.monotonic() - start)
         write_json(out / "summary.json", {"environment": measurement_environment("cuda"), **found})

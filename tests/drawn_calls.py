@@ -5,17 +5,25 @@ cache, several ranks), how the features lie in memory and what they share with e
 the modes that torch is in. Run more of them than the tests do:
 
     python tests/drawn_calls.py --count 20000 --first 0
+
+A change that must keep every bit is held to the version before it, on one machine:
+
+    python tests/drawn_calls.py --bits before.json                       # with the version before
+    python tests/drawn_calls.py --bits after.json --against before.json  # exit code 1 if a bit differs
 """
 
 from __future__ import annotations
 
 import argparse
 import contextlib
+import hashlib
+import json
 import sys
 import threading
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field, replace
 from functools import partial
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -413,14 +421,45 @@ def check(seed: int) -> None:
         raise failed[0]
 
 
+def bits(seed: int, backend: str, device: str) -> str | None:
+    """A hash of all that a call gives, through this backend and there; None where they cannot make the call."""
+    call = drawn(seed)
+    # the ranks of one process would share the one thread of autograd that a GPU has
+    elsewhere = ("numpy", "cached_step", "ranks") if device != "cpu" else ("numpy",) if backend != "numpy" else ()
+    refused = {"triton": ("float64",), "cupy": ("float64",), "numpy": ("bfloat16", "float16")}.get(backend, ())
+    if call.interface in elsewhere or call.dtype in refused or call.mode in ("autocast", "dispatch mode"):
+        return None
+    call = replace(call, settings=call.settings | {"backend": backend}, base=call.base.to(device))
+    call.negatives = [x.to(device) for x in call.negatives]
+    call.named = {name: x.to(device) for name, x in call.named.items()}
+    call.labels = None if call.labels is None else call.labels.to(device)
+    found = WAYS[call.interface](call)
+    arrays = [found.loss, found.base, *(found.negatives or ()), *found.numbers]
+    told = [torch.as_tensor(x).detach().cpu() for x in arrays if x is not None]
+    return hashlib.sha256(b"".join(str(x.dtype).encode() + x.double().numpy().tobytes() for x in told)).hexdigest()
+
+
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__.split("\n")[0] if __doc__ else "")
-    parser.add_argument("--count", type=int, default=20000)
-    parser.add_argument("--first", type=int, default=0)
+    add = parser.add_argument
+    add("--count", type=int, default=20000)
+    add("--first", type=int, default=0)
+    add("--bits", type=Path, metavar="FILE", help="judge nothing: write a hash of every call's results")
+    add("--against", type=Path, metavar="FILE", help="an earlier such file")
+    add("--backend", nargs="+", default=["numpy", "torch"], help="of --bits (%(default)s)")
+    add("--device", default="cpu", help="of --bits (%(default)s)")
     asked = parser.parse_args()
     torch.set_num_threads(1)
+    seeds = range(asked.first, asked.first + asked.count)
+    if asked.bits:
+        hashes = {f"{x} seed {seed}": bits(seed, x, asked.device) for x in asked.backend for seed in seeds}
+        asked.bits.write_text(json.dumps(hashes, indent=1) + "\n", encoding="utf-8")
+        before = json.loads(asked.against.read_text(encoding="utf-8")) if asked.against else hashes
+        differing = [name for name in hashes.keys() | before.keys() if hashes.get(name) != before.get(name)]
+        print(*sorted(differing), f"{len(differing)} of {sum(map(bool, hashes.values()))} differ", sep="\n")
+        return bool(differing)
     wrong = 0
-    for seed in range(asked.first, asked.first + asked.count):
+    for seed in seeds:
         try:
             check(seed)
         except Exception as error:

@@ -87,18 +87,7 @@ def test_a_variable_of_the_environment_that_no_call_could_use_is_one_line(comman
 
 
 def test_module_runs_as_the_command():
-    words = [
-        "verify",
-        "--backend",
-        "numpy",
-        "--case",
-        "one-row",
-        "--property",
-        "value",
-        "--dtype",
-        "float64",
-        "--quiet",
-    ]
+    words = ["verify", "--backend", "numpy", "--case", "one-row", "--property", "value", "--dtype=float64", "--quiet"]
     done = subprocess.run([sys.executable, "-m", "contrastile", *words], capture_output=True, text=True, check=False)
     assert (done.returncode, done.stderr) == (0, "")
     assert done.stdout.startswith("PASS: 1 passed")

@@ -42,55 +42,42 @@ def only(monkeypatch: pytest.MonkeyPatch, entry: Known, missing: str | None = No
 def test_a_missing_backend_comes_with_its_command(monkeypatch: pytest.MonkeyPatch) -> None:
     entry = Known("it", ("nowhere_to_be_found",), "pip install it")
     found = only(monkeypatch, entry, entry.missing())
-    assert (found.state, found.detail, found.remedy) == (
-        "missing",
-        "nowhere_to_be_found cannot be imported",
-        "pip install it",
-    )
+    expected = "missing", "nowhere_to_be_found cannot be imported", "pip install it"
+    assert (found.state, found.detail, found.remedy) == expected
 
 
-def test_a_backend_that_raises_is_broken_and_the_report_goes_on(monkeypatch: pytest.MonkeyPatch) -> None:
-    def broken(name: str) -> Any:
-        raise OSError("libsomething.so: cannot open shared object file")
-
-    monkeypatch.setattr(doctor.peers, "ours", broken)
-    found = only(monkeypatch, BUILT_IN["torch"])
-    assert found.state == "broken"
-    assert "libsomething.so" in found.detail
-    assert found.remedy == "pip install 'contrastile[torch]'"
-    # nothing works any more: that is the one failure
-    assert run() == 1
+def unavailable(why: str, cause: Exception | None = None) -> BackendUnavailableError:
+    error = BackendUnavailableError(f"backend 'it' is not available: {why}")
+    error.__cause__ = cause
+    return error
 
 
-def test_where_the_packages_are_installed_the_remedy_is_another(monkeypatch: pytest.MonkeyPatch) -> None:
-    def no_gpu(name: str) -> Any:
-        raise BackendUnavailableError(
-            f"backend {name!r} is not available: CuPy finds no NVIDIA GPU; use a machine with such a GPU and its driver"
-        )
-
-    monkeypatch.setattr(doctor.peers, "ours", no_gpu)
-    found = only(monkeypatch, BUILT_IN["cupy"])
-    assert (found.state, found.detail) == ("missing", "CuPy finds no NVIDIA GPU")
-    assert found.remedy == "use a machine with such a GPU and its driver"
-
-    def not_loading(name: str) -> Any:
-        raise BackendUnavailableError(f"backend {name!r} is not available: so; mend it") from OSError("no libcudart")
-
-    monkeypatch.setattr(doctor.peers, "ours", not_loading)
-    found = only(monkeypatch, BUILT_IN["cupy"])
-    assert (found.state, found.detail, found.remedy) == ("broken", "so", "mend it")
+PIP = "pip install 'contrastile[torch]'"
 
 
-@pytest.mark.parametrize("raised", [SystemExit(0), ZeroDivisionError("division by zero")])
-def test_a_backend_that_raises_anything_when_it_is_imported_is_broken(
-    raised: BaseException, monkeypatch: pytest.MonkeyPatch
+@pytest.mark.parametrize(
+    ("raised", "expected"),
+    [
+        # a backend may raise anything when it is imported, and the report goes on
+        (OSError("libsomething.so: no such file"), ("broken", "OSError: libsomething.so: no such file", PIP)),
+        (SystemExit(0), ("broken", "SystemExit: 0", PIP)),
+        (ZeroDivisionError("division by zero"), ("broken", "ZeroDivisionError: division by zero", PIP)),
+        # where the packages are installed the remedy is another
+        (unavailable("CuPy finds no NVIDIA GPU; use one"), ("missing", "CuPy finds no NVIDIA GPU", "use one")),
+        (unavailable("so; mend it", OSError("no libcudart")), ("broken", "so", "mend it")),
+    ],
+)
+def test_a_backend_that_raises_is_told(
+    raised: BaseException, expected: tuple[str, ...], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    def leaving(name: str) -> Any:
+    def raising(name: str) -> Any:
         raise raised
 
-    monkeypatch.setattr(doctor.peers, "ours", leaving)
-    found = only(monkeypatch, BUILT_IN["numpy"])
-    assert (found.state, found.detail) == ("broken", f"{type(raised).__name__}: {raised}")
+    monkeypatch.setattr(doctor.peers, "ours", raising)
+    found = only(monkeypatch, BUILT_IN["torch"])
+    assert (found.state, found.detail, found.remedy) == expected
+    # nothing works any more: that is the one failure
+    assert run() == 1
 
 
 def test_what_was_found_before_an_interruption_is_shown(

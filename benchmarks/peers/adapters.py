@@ -13,9 +13,8 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
-from harness.peers import two_sided
-from torch.nn.functional import cross_entropy
 
+from contrastile.bench.peers import plain_loss
 from contrastile.verify.losses import Claims
 from contrastile.verify.losses.cases import BATCHES, MEMORY
 from peers import stubs
@@ -81,15 +80,14 @@ def module(name: str) -> Any:
     return importlib.import_module(name)
 
 
-def symmetric(logits: Any) -> Any:
-    """The mean of both directions' cross entropies."""
-    own = torch.arange(len(logits), device=logits.device)
-    return (cross_entropy(logits, own) + cross_entropy(logits.T, own)) / 2
+def two_sided(one_direction: Loss) -> Loss:
+    """``(rows, weight, target) -> loss``, a linear cross entropy, called for each direction."""
 
+    def loss(image: Any, text: Any, scale: Any) -> Any:
+        target = torch.arange(image.shape[0], device=image.device)
+        return (one_direction(scale * image, text, target) + one_direction(scale * text, image, target)) / 2
 
-def symmetric_of(image: Any, text: Any, scale: Any) -> Any:
-    """The symmetric loss of full logits."""
-    return symmetric(scale * image @ text.T)
+    return loss
 
 
 @peer("contrastile", ids=True, ranks=(2, 3))
@@ -104,20 +102,20 @@ def contrastile_torch(rank: int = 0, world_size: int = 1) -> Loss:
 @peer("torch")
 def torch_float32(rank: int = 0, world_size: int = 1) -> Loss:
     """`cross_entropy` of all logits, float32."""
-    return symmetric_of
+    return plain_loss
 
 
 @peer("torch", dtypes="bfloat16", state="bfloat16")
 def torch_bfloat16(rank: int = 0, world_size: int = 1) -> Loss:
     """`cross_entropy` of all logits, bfloat16."""
-    return symmetric_of
+    return plain_loss
 
 
 @peer("torch", KERNEL, devices="cuda", precision="tf32")
 def torch_tf32(rank: int = 0, world_size: int = 1) -> Loss:
     """`cross_entropy` of all logits, tf32."""
     torch.backends.cuda.matmul.allow_tf32 = True
-    return symmetric_of
+    return plain_loss
 
 
 def _open_clip(rank: int, world_size: int, **options: bool) -> Loss:

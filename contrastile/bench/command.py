@@ -13,7 +13,7 @@ from contrastile.backends.contract import BackendUnavailableError
 from contrastile.backends.registry import available, load
 from contrastile.backends.settings import KEEP, WORKSPACE
 from contrastile.bench import report, sweep
-from contrastile.bench.results import Sweep, SweepSettings
+from contrastile.bench.results import SweepSettings
 from contrastile.bench.workloads import VARIANTS
 from contrastile.environment import torch_sees_a_gpu
 from contrastile.reporting import (
@@ -107,7 +107,10 @@ def _run(args: argparse.Namespace) -> int:
     if args.json:
         write_json(args.json, report.as_json(found))
     if args.plot and any(row.seconds for row in found.rows):
-        _draw(found, args.plot)
+        try:
+            report.plot(found, args.plot)
+        except OSError as error:
+            raise CannotRunError(f"cannot write {args.plot}: {error.strerror}") from error
     if found.interrupted:
         raise CannotRunError("interrupted; this is what was found until then")
     if any(each.ratio is not None and not each.agrees for each in found.agreements):
@@ -131,13 +134,6 @@ def _runs(name: str, device: str) -> bool:
     except (Exception, SystemExit):
         # a third-party backend may raise anything when it is imported: the sweep says what
         return True
-
-
-def _draw(found: Sweep, path: Path) -> None:
-    try:
-        report.plot(found, path)
-    except OSError as error:
-        raise CannotRunError(f"cannot write {path}: {error.strerror}") from error
 
 
 def settings(args: argparse.Namespace, device: str = "cpu") -> SweepSettings:

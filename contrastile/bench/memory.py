@@ -14,10 +14,10 @@ from __future__ import annotations
 
 import gc
 import os
-from collections.abc import Callable, Iterable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable, Iterable
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 from contrastile.verify.peak import numpy_meter
 
@@ -71,30 +71,18 @@ def cuda_peak(call: Callable[[], Any]) -> int:
     """Peak extra bytes of torch's CUDA allocator on the current device during one call."""
     import torch
 
+    from contrastile.backends.replay import SETTING
+
     gc.collect()
     torch.cuda.synchronize()
     torch.cuda.reset_peak_memory_stats()
     before = torch.cuda.memory_allocated()
-    with _launched():
+    # no step comes from CUDA graphs
+    with mock.patch.dict(os.environ, {SETTING: "0"}):
         kept = call()
     torch.cuda.synchronize()
     del kept
     return int(torch.cuda.max_memory_allocated() - before)
-
-
-@contextmanager
-def _launched() -> Iterator[None]:
-    """While open, no step comes from CUDA graphs."""
-    from contrastile.backends.replay import SETTING
-
-    given = os.environ.get(SETTING)
-    os.environ[SETTING] = "0"
-    try:
-        yield
-    finally:
-        os.environ.pop(SETTING)
-        if given is not None:
-            os.environ[SETTING] = given
 
 
 def numpy_peak(call: Callable[[], Any]) -> int:

@@ -9,7 +9,6 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
-from contrastile.bench.agreement import Agreement
 from contrastile.bench.peers import PLAIN
 from contrastile.bench.results import Measurement, Sweep, quartiles
 from contrastile.bench.workloads import Workload
@@ -29,17 +28,15 @@ def as_json(found: Sweep) -> dict[str, Any]:
         "environment": found.environment,
         "settings": asdict(found.settings),
         "counted": COUNTED,
-        "agreements": [_agreement(each) for each in found.agreements],
+        # a ratio of inf, which JSON lacks, becomes null beside "agrees": false
+        "agreements": [
+            {**asdict(each), "ratio": each.ratio if math.isfinite(each.ratio or 0.0) else None, "agrees": each.agrees}
+            for each in found.agreements
+        ],
         "rows": [_row(found, row) for row in found.rows],
         "order": found.order,
         "interrupted": found.interrupted,
     }
-
-
-def _agreement(each: Agreement) -> dict[str, Any]:
-    """A ratio of inf, which JSON lacks, becomes null beside ``"agrees": false``."""
-    finite = each.ratio is not None and math.isfinite(each.ratio)
-    return {**asdict(each), "ratio": each.ratio if finite else None, "agrees": each.agrees}
 
 
 def _row(found: Sweep, row: Measurement) -> dict[str, Any]:
@@ -57,7 +54,7 @@ def _row(found: Sweep, row: Measurement) -> dict[str, Any]:
     if not row.seconds:
         return data
     lower, middle, upper = quartiles(row.seconds)
-    plain, aligned = found.plain_of(row), found.aligned_of(row)
+    plain, aligned = found.beside(row)
     return data | {
         "seconds": {"lower": lower, "median": middle, "upper": upper, "samples": row.seconds},
         "gflops": row.rate / 1e9,
@@ -125,7 +122,7 @@ def _line(found: Sweep, row: Measurement) -> str:
     scale, unit = next((each for each in ((1.0, "s"), (1e-3, "ms")) if seconds >= each[0] / 10), (1e-6, "us"))
     line = f"{_digits(seconds / scale, 3)} {unit}"
     line += "" if row.peak_bytes is None else f", {_digits(row.peak_bytes / _MIB, 2)} MiB"
-    plain = found.plain_of(row)
+    plain, _ = found.beside(row)
     time, memory = row.times_of(plain), row.bytes_of(plain)
     if row.implementation == PLAIN or time is None:
         return line
@@ -164,30 +161,26 @@ def _wide(found: Sweep) -> None:
 
 
 def _cells(found: Sweep, row: Measurement) -> list[str]:
-    plain, aligned = found.plain_of(row), found.aligned_of(row)
+    plain, aligned = found.beside(row)
     lower, middle, upper = quartiles(row.seconds)
+
+    def number(x: float | None, digits: str = ".3g") -> str:
+        return "-" if x is None else f"{x:{digits}}"
+
     return [
         *_name(row),
         f"{middle:.4g} ({lower:.4g} to {upper:.4g})",
         f"{row.rate / 1e9:.1f}",
         f"{100 * row.share:.0f} %",
-        _number(row.times_of(plain)),
-        _number(row.times_of(aligned)),
-        _mebibytes(row.peak_bytes),
-        _number(row.bytes_of(plain)),
+        number(row.times_of(plain)),
+        number(row.times_of(aligned)),
+        number(row.peak_bytes and row.peak_bytes / _MIB, ".2f"),
+        number(row.bytes_of(plain)),
     ]
 
 
 def _name(row: Measurement) -> tuple[str, ...]:
     return row.workload.variant, *map(str, row.workload.shape), row.implementation
-
-
-def _number(x: float | None) -> str:
-    return "-" if x is None else f"{x:.3g}"
-
-
-def _mebibytes(x: int | None) -> str:
-    return "-" if x is None else f"{x / _MIB:.2f}"
 
 
 def plot(found: Sweep, path: Path) -> None:

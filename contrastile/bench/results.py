@@ -7,6 +7,8 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
+import numpy as np
+
 from contrastile.bench.agreement import Agreement
 from contrastile.bench.peers import PLAIN
 from contrastile.bench.workloads import Workload
@@ -14,23 +16,7 @@ from contrastile.bench.workloads import Workload
 
 @dataclass(frozen=True, slots=True)
 class SweepSettings:
-    """What to measure, and how.
-
-    Attributes:
-        backends: names of contrastile's backends, or "module:attribute".
-        batches: nominal numbers of pairs.
-        widths: nominal numbers of features.
-        variants: of ``workloads.VARIANTS``.
-        dtype: of the features.
-        scale: multiplies the dot products.
-        repeat: rounds; every implementation is timed once in each.
-        device: "cpu" or "cuda".
-        workspace: MiB for G; None for CONTRASTILE_WORKSPACE_MIB's, or the default.
-        keep: MiB of exponentials kept; None for CONTRASTILE_KEEP_MIB's, or the default.
-        threads: of torch, or None for its own choice.
-        budget: seconds that all runs of one implementation at one size may be predicted to take.
-        memory: whether to measure memory, in processes of their own.
-    """
+    """What to measure: the options of ``contrastile bench``, with its defaults filled in."""
 
     backends: tuple[str, ...]
     batches: tuple[int, ...] = (4096, 8192)
@@ -113,22 +99,14 @@ class Sweep:
     order: list[str] = field(default_factory=list)
     interrupted: bool = False
 
-    def plain_of(self, row: Measurement) -> Measurement | None:
-        """The plain loss on the same workload."""
-        return self._find(PLAIN, row.workload)
-
-    def aligned_of(self, row: Measurement) -> Measurement | None:
-        """The same implementation, aligned and without ids, at the same nominal size."""
-        return self._find(row.implementation, Workload("aligned", row.workload.batch, row.workload.width))
-
-    def _find(self, implementation: str, workload: Workload) -> Measurement | None:
-        wanted = implementation, workload
-        return next((row for row in self.rows if (row.implementation, row.workload) == wanted), None)
+    def beside(self, row: Measurement) -> tuple[Measurement | None, Measurement | None]:
+        """The plain loss on the same workload; the same implementation, aligned and without ids, at the same size."""
+        found = {(each.implementation, each.workload): each for each in self.rows}
+        aligned = Workload("aligned", row.workload.batch, row.workload.width)
+        return found.get((PLAIN, row.workload)), found.get((row.implementation, aligned))
 
 
 def quartiles(samples: Sequence[float]) -> tuple[float, float, float]:
     """Lower quartile, median and upper quartile, interpolated; all one value for a single sample."""
-    if len(samples) < 2:
-        return samples[0], samples[0], samples[0]
-    lower, middle, upper = statistics.quantiles(samples, n=4, method="inclusive")
+    lower, middle, upper = np.quantile(samples, (0.25, 0.5, 0.75)).tolist()
     return lower, middle, upper

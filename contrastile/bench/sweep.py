@@ -69,12 +69,17 @@ def _run(implementations: list[Implementation], absent: dict[str, str], found: S
     settings, agreeing = found.settings, []
     for implementation in implementations:
         advance(f"checking {implementation.name} against the oracle", 0)
-        agreement = _checked(implementation, settings)
+        try:
+            agreement = check(implementation, settings.dtype, settings.device, settings.scale)
+        except (Exception, SystemExit) as error:  # a third-party backend may raise anything
+            agreement = Agreement(implementation.name, None, CHECK_ROWS, f"raised {one_line(error)}")
         found.agreements.append(agreement)
         if agreement.agrees:
             agreeing.append(implementation)
         else:
-            absent[implementation.name] = _reason(agreement)
+            ratio = agreement.ratio
+            bad = "" if ratio is None else f"disagrees with the oracle: {ratio:.3g} x the bound at "
+            absent[implementation.name] = bad + agreement.reason
     seconds_per_logit: SecondsPerLogit = {}
     for width in settings.widths:
         for batch in sorted(settings.batches):
@@ -111,20 +116,6 @@ def _named(name: str) -> Implementation:
         if str(error).startswith("backend "):
             raise
         raise BackendUnavailableError(f"backend {name!r} raised {one_line(error)}") from error
-
-
-def _checked(implementation: Implementation, settings: SweepSettings) -> Agreement:
-    """The comparison with the oracle; a third-party backend may raise anything in it."""
-    try:
-        return check(implementation, settings.dtype, settings.device, settings.scale)
-    except (Exception, SystemExit) as error:
-        return Agreement(implementation.name, None, CHECK_ROWS, f"raised {one_line(error)}")
-
-
-def _reason(agreement: Agreement) -> str:
-    if agreement.ratio is None:
-        return agreement.reason
-    return f"disagrees with the oracle: {agreement.ratio:.3g} x the bound at {agreement.reason}"
 
 
 def _measure(

@@ -43,7 +43,7 @@ def test_everything_asked_for_is_measured_in_turns_smallest_first() -> None:
         # each round starts with another one
         assert each == rounds[0][number:] + rounds[0][:number]
     for row in found.rows:
-        plain, aligned = found.plain_of(row), found.aligned_of(row)
+        plain, aligned = found.beside(row)
         assert plain is not None
         assert aligned is not None
         assert (plain.implementation, plain.workload) == ("plain", row.workload)

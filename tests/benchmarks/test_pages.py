@@ -74,7 +74,7 @@ def test_steps_and_peers_are_shares_of_the_ceiling() -> None:
     text = tables.gpu_section("gpu_some", ONE)
     assert f"Verified first, 26 checks of {OURS}: the largest error is 0.762 of its bound." in text
     # 8 x 65536^2 x 512 / 30 ms / 700 TFLOP/s
-    assert "| 65,536 | 512 | 30.0 ms, 83.8 %, 900.0 MiB | 25.0 ms, 100.5 % |" in text
+    assert "| 65,536 | 512 | 100 | no | 30.0 ms, 83.8 %, 900.0 MiB | 25.0 ms, 100.5 % |" in text
     assert "| *the limit, 8 b² d / ceiling* | 0.393 | 25.1 | 100 % | 0 |" in text
     assert f"| {OPEN_CLIP} | - | 90.0 | 27.9 % | 9,000 |" in text
     assert "inf_cl" not in text

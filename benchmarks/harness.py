@@ -1,0 +1,312 @@
+"""What the benchmarks share: the ranks of a run, samples in turns beside a ceiling, and records.
+
+Every sample stands between two samples of the ceiling product, all of about the same length. A GPU that is limited by
+its power runs slower the longer it works, and its clock follows the load of the last second: compare only what shares
+one sustained stretch, and quote a sample's rate over that of the two ceiling samples around it. Over several ranks a
+sample starts on all of them together and lasts as long as the slowest.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+import os
+import shutil
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass, field
+from datetime import timedelta
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from contrastile.backends.registry import installed_version
+from contrastile.bench.sweep import in_turns, matmul
+from contrastile.environment import measurement_environment
+from contrastile.reporting import one_line
+
+PATIENCE = timedelta(minutes=15)
+"""A rank may wait this long for another that compiles or checks."""
+
+
+@dataclass(slots=True)
+class Ranks:
+    """This rank among the others; a world of one needs no process group.
+
+    Attributes:
+        device: this rank's own.
+        groups: by size, the group of consecutive ranks that this rank is in; None for a process alone. All groups of
+            one size work at the same time, so that every GPU is busy.
+        control: a gloo group of all ranks, or None in a world of one.
+    """
+
+    device: torch.device
+    groups: dict[int, Any]
+    control: Any = None
+
+    @staticmethod
+    def join(kind: str) -> Ranks:
+        """Take this process's place, on device kind "cuda" or "cpu"."""
+        if "RANK" not in os.environ:
+            return Ranks(torch.device(kind, 0) if kind == "cuda" else torch.device(kind), {1: None})
+        device = torch.device(kind)
+        if kind == "cuda":
+            device = torch.device("cuda", int(os.environ["LOCAL_RANK"]))
+            torch.cuda.set_device(device)
+        # not bound to a device: groups of some ranks would then be split from this one, which takes all of them
+        dist.init_process_group("nccl" if kind == "cuda" else "gloo", timeout=PATIENCE)
+        ranks = Ranks(device, {1: None}, dist.new_group(backend="gloo", timeout=PATIENCE))
+        for n in (n for n in range(2, ranks.size + 1) if (ranks.size % n == 0 and n & (n - 1) == 0) or n == ranks.size):
+            whole = n == ranks.size
+            ranks.groups[n] = dist.group.WORLD if whole else dist.new_subgroups(n, timeout=PATIENCE)[0]
+        return ranks
+
+    @property
+    def kind(self) -> str:
+        """Kind of device, "cuda" or "cpu"."""
+        return self.device.type
+
+    @property
+    def rank(self) -> int:
+        """This rank's number among all."""
+        return 0 if self.control is None else dist.get_rank()
+
+    @property
+    def size(self) -> int:
+        """How many there are."""
+        return 1 if self.control is None else dist.get_world_size()
+
+    def share(self, value: Any) -> list[Any]:
+        """Everybody's value, by rank."""
+        if self.control is None:
+            return [value]
+        found: list[Any] = [None] * self.size
+        dist.all_gather_object(found, value, group=self.control)
+        return found
+
+    def failed(self, reason: str) -> str:
+        """The first reason that any rank has, or ""."""
+        return next((x if self.size == 1 else f"rank {r}: {x}" for r, x in enumerate(self.share(reason)) if x), "")
+
+    def together(self) -> None:
+        """Wait until every device is idle and every rank is here."""
+        if self.kind == "cuda":
+            torch.cuda.synchronize()
+        if self.control is not None:
+            dist.barrier(group=self.control)
+            if self.kind == "cuda":
+                # what is queued next starts together on all GPUs
+                dist.all_reduce(torch.zeros(1, device=self.device))
+
+    def say(self, text: str) -> None:
+        """Print a line, once."""
+        if self.rank == 0:
+            print(text, flush=True)
+
+    def leave(self) -> None:
+        """End; a rank that leaves early would take the others' messages with it."""
+        if self.control is not None:
+            dist.barrier(group=self.control)
+            sys.stdout.flush()
+            dist.destroy_process_group()
+
+
+Call = Callable[[], Any]
+SIDE = {"cuda": 8192, "cpu": 512}
+
+
+@dataclass(slots=True)
+class Samples:
+    """One call's samples.
+
+    Attributes:
+        milliseconds: of one call on the slowest rank, a mean over each sample's calls.
+        host: milliseconds until the slowest rank's host had queued one call.
+        calls: how many calls each sample holds.
+        ceiling: TFLOP/s of the ceiling product: the mean over the ranks, and over the samples just before and after.
+        first_seconds: of the first call, with all that it compiles.
+    """
+
+    calls: int
+    first_seconds: float
+    milliseconds: list[float] = field(default_factory=list)
+    host: list[float] = field(default_factory=list)
+    ceiling: list[float] = field(default_factory=list)
+
+
+def own_time(ranks: Ranks, call: Call, count: int) -> tuple[float, float]:
+    """Milliseconds that ``count`` calls take on this rank, and its host; the device is idle before."""
+    ranks.together()
+    start = time.perf_counter()
+    if ranks.kind != "cuda":
+        for _ in range(count):
+            call()
+        whole = 1e3 * (time.perf_counter() - start)
+        return whole, whole
+    event: Any = torch.cuda.Event
+    begin, end = (event(enable_timing=True) for _ in range(2))
+    begin.record()
+    for _ in range(count):
+        call()
+    host = 1e3 * (time.perf_counter() - start)
+    end.record()
+    end.synchronize()
+    return float(begin.elapsed_time(end)), host
+
+
+def elapsed(ranks: Ranks, call: Call, count: int) -> tuple[float, float]:
+    """The slowest rank's ``own_time``."""
+    whole, host = zip(*ranks.share(own_time(ranks, call, count)), strict=True)
+    return max(whole), max(host)
+
+
+class Captured:
+    """A call in a CUDA graph: captured the first time, replayed since. What it returns is the same memory each time."""
+
+    def __init__(self, call: Call) -> None:
+        self.call = call
+        self.graph: Any = None
+        self.found: Any = None
+
+    def __call__(self) -> Any:
+        """Replay it."""
+        if self.graph is None:
+            side, graph = torch.cuda.Stream(), torch.cuda.CUDAGraph()
+            side.wait_stream(torch.cuda.current_stream())
+            with torch.cuda.stream(side):
+                for _ in range(3):
+                    self.call()
+            torch.cuda.current_stream().wait_stream(side)
+            with torch.cuda.graph(graph):
+                self.found = self.call()
+            self.graph = graph
+        self.graph.replay()
+        return self.found
+
+    def release(self) -> None:
+        """Give the graph back: a communicator cannot end while one has its messages."""
+        self.graph = self.found = None
+
+
+class Ceiling:
+    """The yardstick: a square product by the vendor's library on all ranks at once, 8192^3 bfloat16 on a GPU."""
+
+    def __init__(self, ranks: Ranks, slot: float) -> None:
+        side, dtype = SIDE[ranks.kind], "bfloat16" if ranks.kind == "cuda" else "float32"
+        self.ranks, self.call, self.flops = ranks, matmul(side, dtype, str(ranks.device)), 2 * side**3
+        self.call()
+        self.count = max(1, math.ceil(1e3 * slot / max(elapsed(ranks, self.call, 4)[0] / 4, 1e-3)))
+
+    def __call__(self) -> float:
+        """TFLOP/s over about a slot, the mean over the ranks."""
+        rates = self.ranks.share(self.flops * self.count / own_time(self.ranks, self.call, self.count)[0] * 1e-9)
+        return float(sum(rates) / len(rates))
+
+
+def no_ceiling() -> float:
+    """The yardstick of calls that are compared with one another alone."""
+    return math.nan
+
+
+def attempt(ranks: Ranks, call: Call) -> str:
+    """Make a call once on all ranks; the first reason why it failed on one, or ""."""
+    reason = ""
+    try:
+        call()
+        if ranks.kind == "cuda":
+            torch.cuda.synchronize()
+    except Exception as error:  # other people's code may raise anything; memory runs out on all ranks alike
+        reason = one_line(error)[:200]
+    if reason and ranks.kind == "cuda":
+        torch.cuda.empty_cache()
+    return ranks.failed(reason)
+
+
+def paired(
+    ranks: Ranks, calls: dict[str, Call], yardstick: Callable[[], float], slot: float, rounds: int, patience: float
+) -> tuple[dict[str, Samples], dict[str, str]]:
+    """Samples of each call, taken in turns.
+
+    Args:
+        ranks: all of them make the same calls.
+        calls: by name.
+        yardstick: the ceiling's rate.
+        slot: seconds of a sample; of one call where that takes longer.
+        rounds: samples of each.
+        patience: seconds that a call may take.
+
+    Returns:
+        The samples, and why there are none for the others.
+    """
+    found, reasons = dict[str, Samples](), dict[str, str]()
+    for name, call in calls.items():
+        start = time.perf_counter()
+        reason = attempt(ranks, call)
+        first = time.perf_counter() - start
+        one = math.inf if reason else elapsed(ranks, call, 1)[0] / 1e3
+        if not reason and one > patience:
+            reason = f"one call takes {one:.3g} s, over the {patience:g} s that it may take"
+        if reason:
+            reasons[name] = reason
+            continue
+        if one < slot:
+            # an eager call is replayed from a graph after a few
+            one = min(elapsed(ranks, call, 2)[0] / 2e3 for _ in range(2))
+        found[name] = Samples(max(1, math.ceil(slot / max(one, 1e-6))), first)
+    timed = {name: partial(elapsed, ranks, calls[name], samples.calls) for name, samples in found.items()}
+    for samples_of_round in in_turns(timed, yardstick, rounds) if timed else ():
+        for name, (whole, host), ceiling in samples_of_round:
+            samples = found[name]
+            samples.milliseconds.append(whole / samples.calls)
+            samples.host.append(host / samples.calls)
+            samples.ceiling.append(ceiling)
+    return found, reasons
+
+
+PACKAGES = ("triton", "cupy-cuda13x", "inf-cl", "cut-cross-entropy", "liger-kernel", "quack-kernels", "open-clip-torch")
+_FIXED = ("driver_version", "power.limit", "clocks.max.sm", "memory.total")
+
+
+def facts(ranks: Ranks, commit: str | None, packages: Iterable[str] = ()) -> dict[str, Any]:
+    """What the numbers were measured on: machine, versions, and the commit (as given where there is no checkout)."""
+    found = measurement_environment(ranks.kind)
+    found["commit"] = commit or found["commit"]
+    found |= {name: installed_version(name) for name in (*PACKAGES, *packages)}
+    found["ranks"] = ranks.size
+    if ranks.kind == "cuda":
+        found["memory_bytes"] = torch.cuda.get_device_properties(ranks.device).total_memory
+        query = ["-i", "0", f"--query-gpu={','.join(_FIXED)}", "--format=csv,noheader"]
+        found |= dict(zip(_FIXED, (x.strip() for x in _nvidia_smi(*query).split(",")), strict=False))
+    if ranks.kind == "cuda" and ranks.size > 1:
+        found["nccl"] = ".".join(map(str, torch.cuda.nccl.version()))
+        found["topology"] = _nvidia_smi("topo", "-m")
+        found["environment"] = {k: v for k, v in sorted(os.environ.items()) if k.startswith(("NCCL_", "TORCH_NCCL_"))}
+    return found
+
+
+def _nvidia_smi(*arguments: str) -> str:
+    tool = shutil.which("nvidia-smi")
+    if tool is None:
+        return ""
+    done = subprocess.run([tool, *arguments], capture_output=True, text=True, timeout=60, check=False)
+    return "" if done.returncode else done.stdout
+
+
+def write(path: Path | None, data: dict[str, Any]) -> None:
+    """JSON with one row a line, so that changes can be read; floats keep six digits, and what JSON lacks is null."""
+    if path is None:
+        return
+    plain = json.loads(
+        json.dumps(data), parse_float=lambda x: float(f"{float(x):.6g}"), parse_constant=lambda name: None
+    )
+    lines = []
+    for name, value in plain.items():
+        rows = ",\n".join(f"  {json.dumps(row)}" for row in value) if isinstance(value, list) else ""
+        lines.append(f" {json.dumps(name)}: " + (f"[\n{rows}\n ]" if rows else json.dumps(value)))
+    path.parent.mkdir(parents=True, exist_ok=True)
+    path.write_text("{\n" + ",\n".join(lines) + "\n}\n", encoding="utf-8")
