@@ -6,7 +6,7 @@ weights are those of the global loss.
 
 from __future__ import annotations
 
-import math
+import sys
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
@@ -225,7 +225,12 @@ def sup_con(
     few on a host stay as they are.
     """
     if keys is not None or key_labels is not None:
-        return _labelled(features, labels, scale, keys, key_labels, sum_positives, weights, margin, world)
+        if keys is None or key_labels is None:
+            raise ValueError("keys and key_labels must be given together, got only one; give both, or neither")
+        named: Any = {"row_ids": labels, "column_ids": key_labels, "ids_are": "positives"}
+        named |= {"sum_positives": sum_positives, "weights": weights, "margin": margin}
+        found = info_nce(features, keys, scale, **named, world=world)
+        return replace(found, pull_back=lambda g: (found.pull_back(g)[0], g.scale))
     check = world.known or validation
     form, agreed = _form(labels, "positives", sum_positives, margin=margin, weights=weights)
     arrays, (rows,) = check.features(world.alone, features=features)
@@ -362,7 +367,7 @@ def statistics(
         placement=None if met.placement is None else replace(met.placement, reduction="sum"),
         **{**form, "kind": STATISTICS},
     )
-    return LossProblem(arrays, problem, lambda g: (*_like(arrays, (rows, *blocks), (g.rows, *g.columns)), g.scale))
+    return LossProblem(arrays, problem, lambda g: ())
 
 
 BUILDERS: dict[str, Callable[..., LossProblem]] = {
@@ -441,7 +446,7 @@ def _form(
         "kind": "inside" if inside else "softmax",
         "match": match,
         "smoothing": smoothing,
-        "margin": validation.option("margin", margin, -math.inf, math.inf) or None,
+        "margin": validation.option("margin", margin, -sys.float_info.max, sys.float_info.max) or None,
     }
     agreed = {"ids_are": ids_are, "sum_positives": sum_positives, "weights": weights is not None}
     return form, {**agreed, "label_smoothing": smoothing, "margin": form["margin"]}
@@ -451,25 +456,6 @@ def _shares(world: Handshake, arrays: ArrayLibrary, weights: Array, state: str, 
     """The weights, float64, divided by their sum over all ranks; 0 stays 0 where the sum is."""
     total = world.total(arrays, arrays.total(weights))
     return arrays.cast(arrays.where(weights == 0, 0.0, whole * weights / total), state)
-
-
-def _labelled(
-    features: Array,
-    labels: Array,
-    scale: Any,
-    keys: Array | None,
-    key_labels: Array | None,
-    sum_positives: str,
-    weights: Array | None,
-    margin: float,
-    world: Handshake,
-) -> LossProblem:
-    """Samples against keys of their own."""
-    if keys is None or key_labels is None:
-        raise ValueError("keys and key_labels must be given together, got only one; give both, or neither")
-    named = {"row_ids": labels, "column_ids": key_labels, "ids_are": "positives", "sum_positives": sum_positives}
-    found = info_nce(features, keys, scale, **named, weights=weights, margin=margin, world=world)
-    return replace(found, pull_back=lambda g: (found.pull_back(g)[0], g.scale))
 
 
 def _reciprocal(arrays: ArrayLibrary, count: Array, state: str) -> Array:
