@@ -23,6 +23,7 @@ from contrastile.verify.losses.ours import OF_ARRAYS, OF_TENSORS, Interface, int
 from contrastile.verify.losses.properties import UPSTREAM, LossTrial, compared
 from contrastile.verify.losses.subject import Loss, Result, prepare
 from contrastile.verify.rearrange import redirected
+from contrastile.verify.refused import refusals
 from contrastile.verify.shards import shares
 from contrastile.verify.trained import training
 from contrastile.verify.trial import Property, SkipError, Subject
@@ -35,6 +36,7 @@ _CASES = (
     "ids@far",
     "negatives",
     "positives",
+    "few-keys",
     "queue",
     "labels",
     "labels@far",
@@ -172,7 +174,7 @@ def _shared(objective: str, rows: Sequence[int], subject: Subject) -> Iterator[S
     names = {
         "clip_loss": (CALLS, "ids@far"),
         "sigmoid_loss": (CALLS, "ids@far", "bias"),
-        "info_nce": (CALLS, "positives", "queue"),
+        "info_nce": (CALLS, "negatives", "positives", "ids", "queue"),
         "nt_xent": (CALLS,),
         "sup_con": ("labels",),
     }
@@ -222,11 +224,18 @@ def _of_ranks(share: Share, subject: Subject, interface: Interface, exchange: st
     upstream = None if interface.claims and interface.name == OF_ARRAYS[0].name else UPSTREAM
 
     def program(communicator: Communicator) -> Result:
-        how = {"group": communicator, "exchange": exchange, "parameter_reduction": reduction}
+        # "mean" is the default
+        told = {} if reduction == "mean" else {"parameter_reduction": reduction}
+        how = {"group": communicator, "exchange": exchange, **told}
         objective = share.case.claims.objective
         loss = of_interface(interface, objective, subject, subject.backend.arrays.name, interface.name, **how)
         own = share.part(communicator.rank)
         call = prepare(loss, own, subject.dtype, subject.device)
+        if communicator.rank == 0:
+            # equal arrays are one object here, and two on the others
+            one: dict[bytes, Any] = {}
+            equal = [np.array(loss.arrays.to_numpy(x)).tobytes() for x in call.keywords.values()]
+            call.keywords = {k: one.setdefault(y, x) for (k, x), y in zip(call.keywords.items(), equal, strict=True)}
         value = call()
         if upstream is None:
             return call.finish(value)
@@ -292,6 +301,7 @@ PROPERTIES = (
         for name in OBJECTIVES
     ),
     Property("public-training", training, CASE),
+    Property("public-refusals", refusals, CASE),
 )
 """One property per loss, and one of what only training has."""
 
