@@ -154,7 +154,7 @@ DISTRIBUTED = {
 RANKS = 3
 """Ranks of ``several_ranks``: from three on, the two directions of a ring differ."""
 
-_CASES = ("ragged", "blocks", "ids-drop@far", "certain-labels", "views", "sigmoid-ids")
+_CASES = ("ragged", "square-ragged", "blocks", "ids-drop@far", "certain-labels", "views", "sigmoid-ids")
 # of an even number two lie opposite each other, and share a block of rows against themselves
 _EVEN, _SYMMETRIC = 4, ("certain-labels", "views")
 _EXAMPLES = 25
