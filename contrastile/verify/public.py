@@ -248,8 +248,8 @@ def _of_ranks(share: Share, subject: Subject, interface: Interface, exchange: st
     parts = subject.ranks.run(program)
 
     def judge() -> Worst:
-        if len({part.loss.tobytes() for part in parts}) > 1:
-            return wrong("the ranks have different losses")
+        if len({(part.loss.tobytes(), np.array(part.scale).tobytes()) for part in parts}) > 1:
+            return wrong("the ranks have different losses, or gradients of the scale")
         case, times = share.case, upstream or 1.0
         exact, bound = allowed.expected(case, times), allowed.allowed(case, times, share.spread(exchange))
         fields = ("loss", "rows", "columns", "scale", "bias")
