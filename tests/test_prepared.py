@@ -74,6 +74,16 @@ def test_numbers_of_a_known_signature_may_be_others(backend: str) -> None:
     assert len(CALLS.prepared) == 2
 
 
+@pytest.mark.parametrize(
+    ("right", "bad"),
+    [({"tile": 1}, {"tile": True}), ({"tile": (1, 3)}, {"tile": (1, 3.0)}), ({"keep": 1}, {"keep": 1.0})],
+)
+def test_a_setting_of_a_wrong_type_is_refused_after_an_equal_one_of_the_right_type(right: Any, bad: Any) -> None:
+    contrastile.clip_loss(*leaves(0), **right)
+    with pytest.raises(TypeError, match=f"{next(iter(bad))} must be"):
+        contrastile.clip_loss(*leaves(0), **bad)
+
+
 def test_values_are_looked_at_in_every_call() -> None:
     *towers, scale = leaves(0)
     positives = POSITIVES.clone()

@@ -102,7 +102,9 @@ class Calls:
         # later calls may save the vectors that are made now for their backward: inference tensors cannot be saved
         if torch.is_inference_mode_enabled():
             return None
-        what, stream, kind = (build, *settings.items()), None, "cpu"
+        # to a dict 1, 1.0 and True are one key
+        sides = map(type, settings["tile"]) if type(settings.get("tile")) is tuple else ()
+        what, stream, kind = (build, *settings.items(), *map(type, settings.values()), *sides), None, "cpu"
         if steps.on_gpu(args[0]):
             # a graph under capture has its own memory, which is written on replay
             if not is_plain():

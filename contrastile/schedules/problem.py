@@ -6,7 +6,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -60,10 +60,19 @@ class EqualPairs:
         weight, target = (arrays.full((stop - start,), value, dtype, like) for value in (number, 1.0))
         return EqualPairs(start, number, weight, target, arrays.arange(start, stop, like))
 
-    def elsewhere(self, start: int, found: Mapping[int, Array]) -> EqualPairs | None:
-        """What was found for these vectors, by their ids, the first positive being ``start``; None if one was not."""
-        there = [found.get(id(x)) for x in (self.weight, self.target, self.positives)]
-        return None if any(x is None for x in there) else EqualPairs(start, self.number, *there)
+    def elsewhere(self, start: int, here: Problem, there: Problem) -> EqualPairs | None:
+        """Those of ``there``, which is ``here`` with other arrays; None if the rows of ``here`` have not these vectors.
+
+        Args:
+            start: the first row's positive, there.
+            here: a problem.
+            there: the problem with other arrays.
+        """
+        if here.row_weight is not self.weight or here.row_target is not self.target:
+            return None
+        if here.positives is not self.positives:
+            return None
+        return EqualPairs(start, self.number, there.row_weight, there.row_target, there.positives)
 
 
 @dataclass(frozen=True, slots=True)
@@ -266,4 +275,4 @@ def convert(problem: Problem, source: ArrayLibrary, target: ArrayLibrary) -> Pro
             there = x if blocking is None or x is None else x.to(blocking.device)
             moved[id(x)] = transfer(there, source, target)
     converted, equal = problem.with_arrays([moved[id(x)] for x in problem.arrays()]), problem.equal
-    return converted if equal is None else replace(converted, equal=equal.elsewhere(equal.start, moved))
+    return converted if equal is None else replace(converted, equal=equal.elsewhere(equal.start, problem, converted))

@@ -45,8 +45,15 @@ def gathered(problem: Problem, arrays: ArrayLibrary) -> Problem:
     joined = (arrays.concat(list(problem.columns)),) if problem.columns else ()
     own = problem.rows, None, None, *problem.vectors, *joined
     counts = rows, (), (), rows, rows, columns, columns, rows, rows, rows, columns, *[columns] * len(joined)
-    # both directions may share vectors: each travels once
-    parts = {id(x): (x, each) for x, each in zip(own, counts, strict=True) if x is not None}
+    # weights and targets are the builders', so every rank has one of both directions, or two, and one travels once.
+    # A caller's arrays may be one on some ranks and two on others: each of those travels
+    homes = list(range(len(own)))
+    for column, row in zip((5, 6), (3, 4), strict=True):
+        if own[column] is own[row]:
+            homes[column] = row
+    parts = {
+        i: (x, each) for i, (x, each) in enumerate(zip(own, counts, strict=True)) if homes[i] == i and x is not None
+    }
     numbers = scalars.of(problem)
     wide = {name: (arrays.cast(x, "float64").reshape((1,)), (1,) * n) for name, x in numbers.items()}
     sent = [*parts.values(), *wide.values()]
@@ -57,9 +64,9 @@ def gathered(problem: Problem, arrays: ArrayLibrary) -> Problem:
     with working_for(arrays, arrays, problem.rows), phase(placement):
         placement.communicator.exchange(dict.fromkeys(range(n), leaving), arriving).wait()
     found = dict(zip(parts, wholes, strict=False))
-    whole = problem.with_arrays([found.get(id(x)) for x in own])
+    whole = problem.with_arrays([found.get(i) for i in homes])
     if problem.equal is not None:
-        whole = replace(whole, equal=problem.equal.elsewhere(0, found))
+        whole = replace(whole, equal=problem.equal.elsewhere(0, problem, whole))
     compared = scalars.checked(placement, arrays, numbers, wholes[len(parts) :])
     return replace(whole, placement=None, **{"scale": problem.scale, "bias": problem.bias, **compared})
 

@@ -18,8 +18,8 @@ TILE = 2048
 def rank_at_1(query: Tensor, key: Tensor, tile: int = TILE) -> Tensor:
     """Share of queries whose own key (of the same row) has a strictly larger dot product than every other key.
 
-    Takes ``tile`` x ``tile`` products at a time: no b x b matrix. A tie counts as a miss, so that embeddings that have
-    collapsed to one point score 0.
+    Takes ``tile`` x ``tile`` products at a time, in float32 or wider: no b x b matrix. A tie counts as a miss, so that
+    embeddings that have collapsed to one point score 0.
 
     Args:
         query: (m, d), floating point, m >= 1.
@@ -44,12 +44,14 @@ def rank_at_1(query: Tensor, key: Tensor, tile: int = TILE) -> Tensor:
     tile, wide = positive("tile", tile), float32_at_least(query.dtype)
     hits = torch.zeros((), device=query.device)
     for low in range(0, len(query), tile):
-        rows = query[low : low + tile]
+        rows = query[low : low + tile].to(wide)
         own = torch.arange(low, low + len(rows), device=query.device)
         best, right = (torch.full((len(rows),), -torch.inf, dtype=wide, device=query.device) for _ in range(2))
         for left in range(0, len(key), tile):
-            columns = key[left : left + tile]
-            x = (rows @ columns.T).to(wide)
+            columns = key[left : left + tile].to(wide)
+            # autocast would round the products, and equal ones are ties
+            with torch.autocast(query.device.type, enabled=False):
+                x = rows @ columns.T
             mine = own[:, None] == torch.arange(left, left + len(columns), device=query.device)
             right = torch.maximum(right, x.masked_fill(~mine, -torch.inf).amax(dim=1))
             best = torch.maximum(best, x.masked_fill(mine, -torch.inf).amax(dim=1))

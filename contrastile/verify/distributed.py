@@ -154,7 +154,7 @@ DISTRIBUTED = {
 RANKS = 3
 """Ranks of ``several_ranks``: from three on, the two directions of a ring differ."""
 
-_CASES = ("ragged", "blocks", "ids-drop@far", "certain-labels", "views", "sigmoid-ids")
+_CASES = ("ragged", "square-ragged", "blocks", "ids-drop@far", "certain-labels", "views", "sigmoid-ids")
 # of an even number two lie opposite each other, and share a block of rows against themselves
 _EVEN, _SYMMETRIC = 4, ("certain-labels", "views")
 _EXAMPLES = 25
@@ -169,6 +169,10 @@ def several_ranks(subject: Subject, case: str) -> Comparisons:
     for each in DISTRIBUTED.values():
         if each.case is not None and each.name.startswith(name):
             yield from _labelled(each.name, each.check(there, f"{each.case}:{part}" if part else each.case))
+            if each.case == mistakes.CASE:
+                # the fewest between which there can be a mistake
+                two = replace(there, world=Threads(2))
+                yield from _labelled(f"{each.name}, 2 ranks", each.check(two, each.case))
     if name:
         return
     for ranks, names in ((RANKS, _CASES), (_EVEN, _SYMMETRIC)):

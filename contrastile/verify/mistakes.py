@@ -9,7 +9,7 @@ from typing import Any
 import numpy as np
 
 from contrastile import evaluation, losses
-from contrastile.backends.contract import Array
+from contrastile.backends.contract import Array, state_dtype
 from contrastile.comm.communicator import Communicator, ExchangeError, MismatchError
 from contrastile.verify.comparison import NOTHING, Comparisons, wrong
 from contrastile.verify.execution import on_device
@@ -85,13 +85,26 @@ def mismatched_calls(subject: Subject, case: str) -> Comparisons:
         "ids": (losses.clip_loss, [*pair, 10.0], {"ids": ids}),
         "no such matrix": (losses.clip_loss, [pair[0], put(x[:3]), 10.0], {}),
         "another exchange": (losses.clip_loss, [*pair, 10.0], {"exchange": "gather"}),
+        "another tile": (losses.clip_loss, [*pair, 10.0], {"tile": 7}),
+        "another precision": (losses.clip_loss, [*pair, 10.0], {"precision": "auto"}),
     }
+    right: _Arguments = losses.clip_loss, [*pair, 10.0], {}
+    beside: dict[str, _Arguments] = {}
+    if subject.device == "cpu":
+        beside["a positive that is no column"] = losses.info_nce, [*pair, 10.0], {"positives": ids}
+        bad = losses.info_nce, [*pair, 10.0], {"positives": ids + 4 * world.size}
+        differences["a positive that is no column"] = bad
     if subject.backend.arrays.name == "torch":
         trained = [put(x).requires_grad_(), put(x), 10.0]
         differences[_UNWANTED] = (losses.clip_loss, trained, {})
-    right: _Arguments = losses.clip_loss, [*pair, 10.0], {}
+        number = put(np.asarray(10.0), state_dtype(subject.dtype))
+        beside["a gradient of the scale"] = losses.clip_loss, [*pair, number], {}
+        learnt = number.clone().requires_grad_()
+        differences["a gradient of the scale"] = losses.clip_loss, [*pair, learnt], {}
+        differences["a module for another world"] = partial(_of_a_module, size=world.size + 1), [*pair, 10.0], {}
     for label, wrong_one in differences.items():
-        told = world.run(partial(_error_of_a_mismatch, right=right, last=wrong_one, subject=subject))
+        given = {"right": beside.get(label, right), "last": wrong_one}
+        told = world.run(partial(_error_of_a_mismatch, **given, subject=subject))
         if not all(told):
             yield label, wrong("a rank raised no MismatchError")
         elif len(set(told)) > 1:
@@ -102,6 +115,12 @@ def mismatched_calls(subject: Subject, case: str) -> Comparisons:
     if unlike is not None:
         told = world.run(partial(_error_without_gradients, right=right, last=unlike, subject=subject))
         yield "a gradient that nobody records", wrong(told[0]) if any(told) else NOTHING
+
+
+def _of_a_module(*args: Any, size: int, **how: Any) -> Any:
+    from contrastile import nn
+
+    return nn.ClipLoss(world_size=size, **how)(*args)
 
 
 _Arguments = tuple[Callable[..., Any], list[Any], dict[str, Any]]

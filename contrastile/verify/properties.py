@@ -80,6 +80,8 @@ def options(trial: Trial) -> Comparisons:
         got = subject.run(trial.problem)
         bound = bounds(trial.problem, trial.oracle, subject.accuracy, subject.dtype)
         yield ", ".join(f"{name} {x}" for name, x in settings.items()), compare(got, trial.oracle.outcome, bound)
+        if subject.keep == 0:
+            yield "keep 0", wrong("something is kept") if replace(trial, subject=subject).keeps else NOTHING
 
 
 def permutation(trial: Trial) -> Comparisons:
@@ -373,14 +375,14 @@ PROPERTIES = _registered(
         non_finite,
     ],
     [
-        Property("saved-bytes", memory.saved_bytes, "batch-doubling"),
-        Property("peak-memory", peak.peak_memory, peak.CASE),
-        Property("growth", growth.growth, growth.CASE),
-        Property("sizes", sizes.sizes, sizes.CASE),
         Property("calls", calls.calls, calls.CASE),
         Property("aliases", aliases.aliases, aliases.CASE),
         *public.PROPERTIES,
         Property("ranks", distributed.several_ranks, "ranks"),
+        Property("sizes", sizes.sizes, sizes.CASE),
+        Property("saved-bytes", memory.saved_bytes, "batch-doubling"),
+        Property("peak-memory", peak.peak_memory, peak.CASE),
+        Property("growth", growth.growth, growth.CASE),
         Property("drawn", strategies.drawn, strategies.CASE),
     ],
 )

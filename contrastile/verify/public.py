@@ -24,6 +24,7 @@ from contrastile.verify.losses.ours import OF_ARRAYS, OF_TENSORS, Interface, int
 from contrastile.verify.losses.properties import UPSTREAM, LossTrial, compared
 from contrastile.verify.losses.subject import Loss, Result, prepare
 from contrastile.verify.rearrange import redirected
+from contrastile.verify.refused import refusals
 from contrastile.verify.shards import shares
 from contrastile.verify.trained import training
 from contrastile.verify.trial import Property, SkipError, Subject
@@ -36,6 +37,7 @@ _CASES = (
     "ids@far",
     "negatives",
     "positives",
+    "few-keys",
     "queue",
     "labels",
     "labels@far",
@@ -176,7 +178,7 @@ def _shared(objective: str, rows: Sequence[int], subject: Subject) -> Iterator[S
     names = {
         "clip_loss": (CALLS, "ids@far", "several", "smoothing", "margin"),
         "sigmoid_loss": (CALLS, "ids@far", "bias", "several"),
-        "info_nce": (CALLS, "positives", "queue", "own-ids", "smoothing"),
+        "info_nce": (CALLS, "negatives", "positives", "ids", "queue", "own-ids", "smoothing"),
         "nt_xent": (CALLS, "margin"),
         "sup_con": ("labels", "inside@labels"),
     }
@@ -226,11 +228,18 @@ def _of_ranks(share: Share, subject: Subject, interface: Interface, exchange: st
     upstream = None if interface.claims and interface.name == OF_ARRAYS[0].name else UPSTREAM
 
     def program(communicator: Communicator) -> Result:
-        how = {"group": communicator, "exchange": exchange, "parameter_reduction": reduction}
+        # "mean" is the default
+        told = {} if reduction == "mean" else {"parameter_reduction": reduction}
+        how = {"group": communicator, "exchange": exchange, **told}
         objective = share.case.claims.objective
         loss = of_interface(interface, objective, subject, subject.backend.arrays.name, interface.name, **how)
         own = share.part(communicator.rank)
         call = prepare(loss, own, subject.dtype, subject.device)
+        if communicator.rank == 0:
+            # equal arrays are one object here, and two on the others
+            one: dict[bytes, Any] = {}
+            equal = [np.array(loss.arrays.to_numpy(x)).tobytes() for x in call.keywords.values()]
+            call.keywords = {k: one.setdefault(y, x) for (k, x), y in zip(call.keywords.items(), equal, strict=True)}
         value = call()
         if upstream is None:
             return call.finish(value)
@@ -243,8 +252,8 @@ def _of_ranks(share: Share, subject: Subject, interface: Interface, exchange: st
     parts = subject.ranks.run(program)
 
     def judge() -> Worst:
-        if len({part.loss.tobytes() for part in parts}) > 1:
-            return wrong("the ranks have different losses")
+        if len({(part.loss.tobytes(), np.array(part.scale).tobytes()) for part in parts}) > 1:
+            return wrong("the ranks have different losses, or gradients of the scale")
         case, times = share.case, upstream or 1.0
         exact, bound = allowed.expected(case, times), allowed.allowed(case, times, share.spread(exchange))
         fields = ("loss", "rows", "columns", "scale", "bias")
@@ -296,6 +305,7 @@ PROPERTIES = (
         for name in OBJECTIVES
     ),
     Property("public-training", training, CASE),
+    Property("public-refusals", refusals, CASE),
     statistics.ALONE,
 )
 """One property per loss, and one of what only training has."""

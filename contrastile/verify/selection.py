@@ -19,6 +19,9 @@ from contrastile.verify.trial import Property, SkipError, Subject, Trial
 from contrastile.verify.truth import Truth, truth
 from contrastile.verify.worlds import World
 
+_EARLY = 2
+"""Cases that run before the properties that have a case of their own."""
+
 
 @dataclass(frozen=True, slots=True)
 class Selection:
@@ -117,14 +120,25 @@ class Selection:
                     subjects.append((subject, trial))
                 else:
                     yield self._check(subject, _WHOLE, "all", partial(_skipped, refusal))
-            for name in self.case_names() if every_case else ():
-                for subject, trial in subjects:
-                    for each in every_case:
-                        yield self._check(subject, each, name, partial(_of_a_trial, each, partial(trial, name)))
+            names = self.case_names() if every_case else []
+            # most wrong primitives fail in the first cases; the checks of the interfaces come next
+            yield from self._of_cases(subjects, every_case, names[:_EARLY])
             for subject, _ in subjects:
                 for each in own_case:
                     for name in self.own_cases(each):
                         yield self._check(subject, each, name, partial(_of_a_subject, each, subject, name))
+            yield from self._of_cases(subjects, every_case, names[_EARLY:])
+
+    def _of_cases(
+        self,
+        subjects: Sequence[tuple[Subject, Callable[[str], Trial]]],
+        properties: Sequence[Property],
+        names: Sequence[str],
+    ) -> Iterator[Check]:
+        for name in names:
+            for subject, trial in subjects:
+                for each in properties:
+                    yield self._check(subject, each, name, partial(_of_a_trial, each, partial(trial, name)))
 
     def _check(self, subject: Subject, each: Property, case: str, compare: Callable[[], Comparisons]) -> Check:
         return Check(

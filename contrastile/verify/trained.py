@@ -140,6 +140,10 @@ def _steps(batch: Batch) -> _Held:
     yield "gradients are added", torch.equal(batch.table.grad, 2 * first) and torch.equal(scale.grad, 2 * of_scale)
     # the scale's gradient enters by itself
     yield "calls of backward", len(called) == len(_COUNTS) + 1
+    hooked: list[Any] = []
+    scale.register_hook(hooked.append)
+    batch.step(scale=scale)
+    yield "calls of a hook of the scale", len(hooked) == 1
     batch.seen.clear()
 
     def popped(chunk: Any) -> Any:
@@ -219,6 +223,9 @@ def _metrics(batch: Batch) -> _Held:
     products[np.arange(_ROWS), np.arange(_ROWS)] = -np.inf
     right = float(np.float32((own > products.max(axis=1)).sum()) / np.float32(_ROWS))
     yield "rank at 1", float(rank_at_1(torch.from_numpy(query), torch.from_numpy(key), 7)) == right
+    near = torch.tensor([[1.0, 2.0**-9], [1.0, 0.0]])
+    with torch.autocast("cpu", torch.bfloat16):
+        yield "rank at 1 of what 16 bits do not tell apart", float(rank_at_1(torch.ones(1, 2), near)) == 1.0
     loss = partial(losses.sigmoid_loss, **batch.settings)
     found = batch.step(loss=loss, scale=(10.0, -3.0), metrics=("scale", "rank@1"))
     yield "the scale", float(found["scale"]) == 10.0

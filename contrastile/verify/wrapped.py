@@ -7,7 +7,7 @@ from dataclasses import replace
 from typing import Any
 
 from contrastile.backends import registry
-from contrastile.backends.contract import Backend, Block, Options
+from contrastile.backends.contract import Backend, Block, Options, UnsupportedProblemError
 
 PRIMITIVES = ("lse", "keeping", "gradients", "finished", "sigmoid")
 
@@ -28,12 +28,14 @@ def around(backend: Backend, call: Callable[..., Any], *names: str) -> Backend:
 
 
 def __getattr__(name: str) -> Backend:
-    """The backend that ``recorded@BACKEND`` names."""
+    """The backend that ``recorded@BACKEND`` names, or ``refusing@BACKEND``, which refuses every problem."""
     what, at, backend = name.partition("@")
-    if what != "recorded" or not at:
+    if what not in ("recorded", "refusing") or not at:
         raise AttributeError(name)
 
     def call(primitive: Callable[..., Any], block: Block, *rest: Any) -> Any:
+        if what == "refusing":
+            raise UnsupportedProblemError("it refuses every problem")
         RECORDED.append((block, rest[-1]))
         return primitive(block, *rest)
 

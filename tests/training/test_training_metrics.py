@@ -57,6 +57,14 @@ def test_rank_at_1_is_in_the_features_precision() -> None:
     assert training.rank_at_1(query, key) == 0.5
 
 
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
+def test_rank_at_1_does_not_round_products_to_16_bits(dtype: torch.dtype) -> None:
+    # 1 + 2^-9 and 1 are one number in bfloat16
+    key = torch.tensor([[1.0, 2.0**-9], [1.0, 0.0]], dtype=dtype)
+    with torch.autocast("cpu", torch.bfloat16, enabled=dtype == torch.float32):
+        assert training.rank_at_1(torch.ones(1, 2, dtype=dtype), key) == 1.0
+
+
 class Held:
     """A tensor that is saved for a backward pass; the most elements that were alive at a time are counted."""
 

@@ -345,9 +345,21 @@ def test_a_defect_is_caught_through_the_public_losses(prop, case):
 
 
 def test_every_property_of_every_case_has_a_planted_defect():
-    # those of training: tests/verify/losses/test_public.py
-    others = {"saved-bytes", "public-training"}
+    # those of training, and of what is refused: the tests of these names
+    others = {"saved-bytes", "public-training", "public-refusals"}
     assert set(PROPERTIES) - {prop for prop, _, _ in PLANTED} - set(BY_NAME) == others
+
+
+def test_what_is_not_refused_is_told(monkeypatch):
+    pytest.importorskip("torch")
+
+    def found():
+        (row,) = Run(Selection({"torch": load("torch")}, None, ["public-refusals"], ["float32"])).rows()
+        return row["status"], row["reason"]
+
+    assert found() == ("pass", "")
+    monkeypatch.setattr("contrastile.validation.options", lambda *_: Options())
+    assert found() == ("fail", "tile=True: it was computed")
 
 
 def test_every_property_says_what_it_is():

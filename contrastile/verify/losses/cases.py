@@ -149,6 +149,13 @@ def _blocks(draw: Draw, given: Arguments) -> Arguments:
     return replace(_with(given, positives=positives), negatives=more)
 
 
+def _few_keys(draw: Draw, given: Arguments) -> Arguments:
+    """Fewer keys than queries."""
+    query, key = given.features
+    few = len(key) // 5 + 1
+    return _with(replace(given, features=(query, key[:few])), positives=draw.integers(0, few, len(query)))
+
+
 def moved(draw: Draw, given: Arguments) -> Arguments:
     """Positives anywhere among the keys."""
     return _with(given, positives=draw.permutation(len(given.features[0])))
@@ -264,6 +271,7 @@ BATCHES = {
         ),
         Batch("negatives", "hard negatives as one tensor", 37, 40, HIGH, pairs, 1.0, "negatives", _one_tensor),
         Batch("positives", "positives in three blocks of columns", 37, 40, HIGH, pairs, 1.0, "positives", _blocks),
+        Batch("few-keys", "many queries of a few keys", 37, 40, HIGH, pairs, 1.0, "positives", _few_keys),
         Batch("queue", "equal ids of queries and of a queue", 37, 40, 20.0, pairs, 1.0, "negatives", _queue),
         Batch(
             "labels",

@@ -75,7 +75,12 @@ def module(loss: Target, settings: dict[str, Any], *, trains: bool = True) -> Ta
     from contrastile import nn
 
     kind = nn.ClipLoss if loss is losses.clip_loss else nn.SigLipLoss
-    of_options = functools.cache(lambda **options: kind(**settings, **options).train(trains))
+    # what other modules were made with is theirs
+    kind(world_size=2)
+    kind(world_size=2, parameter_reduction="sum")
+    group = settings.get("group")
+    place = {} if group is None else {"rank": group.rank, "world_size": group.size}
+    of_options = functools.cache(lambda **options: kind(**place, **settings, **options).train(trains))
 
     def made(*given: Any, ids: Any = None, weights: Any = None, **options: Any) -> Any:
         return of_options(**options)(*given, ids=ids, weights=weights)
@@ -212,13 +217,14 @@ def _chunked_model(towers: Any, inputs: Any, loss: Target, numbers: Any) -> Any:
     class Model(torch.nn.Module):
         def forward(self, *chunks: Array) -> dict[str, Array]:
             features = [tower(chunk) for tower, chunk in zip(towers, chunks, strict=True)]
-            return dict(zip("dcba", (*features, *map(torch.as_tensor, numbers)), strict=False))
+            # what has no gradient comes through too
+            return dict(zip("edcba", (chunks[0], *features, *map(torch.as_tensor, numbers)), strict=False))
 
     model = ChunkedModel(Model(), _CHUNK)
     # another batch first
     model(*inputs[:-1], inputs[-1].flip(0))
     outputs = model(*inputs)
-    return loss(*(outputs[name] for name in "dcba"[: len(outputs)]))
+    return loss(*(outputs[name] for name in "edcba"[1 : len(outputs)]))
 
 
 def stepped(step: Callable[..., Array], loss: Target, settings: dict[str, Any]) -> Target:
@@ -250,7 +256,8 @@ def features(loss: Target, settings: dict[str, Any]) -> Target:
 
     def target(image: Array, text: Array, scale: Array, *bias: Array) -> Any:
         model = torch.nn.Module()
-        model.get_image_features = lambda pixel_values: image[pixel_values]  # type: ignore[assignment]
+        # what is no tensor reaches the model too
+        model.get_image_features = lambda pixel_values, first: image[pixel_values + first]  # type: ignore[assignment]
         model.get_text_features = lambda input_ids: text[input_ids]  # type: ignore[assignment]
         # views: what has a graph is no parameter
         model.logit_scale = torch.as_tensor(scale).log()
@@ -258,7 +265,7 @@ def features(loss: Target, settings: dict[str, Any]) -> Target:
             model.logit_bias = torch.as_tensor(bias[0])
         index = torch.arange(len(image), device=image.device)
         made = ImageTextFeatures(model)
-        return loss(*made(pixel_values=index, input_ids=index), **settings)
+        return loss(*made(pixel_values=index - 1, first=1, input_ids=index), **settings)
 
     return target
 
@@ -347,7 +354,7 @@ _NO_COLUMNS = (("negatives", False), ("positives", False))
 _PAIRS = ("clip_loss", "sigmoid_loss")
 
 OF_ARRAYS = (
-    Interface("value_and_grad", both, _ARRAYS, _RETURNED),
+    Interface("value_and_grad", both, ("autocast", *_ARRAYS), _RETURNED),
     Interface("the function", function, (), _VALUE),
 )
 """Of arrays of any library."""
@@ -405,6 +412,9 @@ OF_INTEGRATIONS = (
 """Of ``contrastile.integrations``."""
 
 
+_ARRAYS_OF = {"numpy": "NumPy arrays", "torch": "torch tensors"}
+
+
 def installed(each: Interface) -> bool:
     """Whether the library of an integration is."""
     return each.make not in (ranking, cached_ranking) or importlib.util.find_spec("sentence_transformers") is not None
@@ -416,6 +426,8 @@ def interfaces(subject: Subject, objective: str) -> Iterator[tuple[Interface, Lo
     groups: list[tuple[str, Sequence[Interface]]] = [(library, OF_ARRAYS)]
     if library != "numpy" and subject.device == "cpu" and whole:
         groups.append(("numpy", OF_ARRAYS))
+    if library != "torch" and whole and importlib.util.find_spec("torch") is not None:
+        groups.append(("torch", OF_TENSORS[:1]))
     if library == "torch":
         groups.append((library, OF_TENSORS))
         if subject.label in ("float32", "float64"):
@@ -431,7 +443,7 @@ def interfaces(subject: Subject, objective: str) -> Iterator[tuple[Interface, Lo
             # the function by autograd has what is costly, or value_and_grad where there is no autograd
             held = (*each.properties, *(once if each.properties else ()))
             once = () if each.properties else once
-            name = each.name if of == library else f"{each.name} of NumPy arrays"
+            name = each.name if of == library else f"{each.name} of {_ARRAYS_OF[of]}"
             held = held if whole else tuple(x for x in held if x in _EVERY_DTYPE)
             yield each, of_interface(each, objective, subject, of, name), held
 
