@@ -22,12 +22,12 @@ from contrastile.verify.losses.selection import LossSelection
 from contrastile.verify.losses.subject import Loss
 from contrastile.verify.properties import PROPERTIES
 from contrastile.verify.runner import Check, CheckSource
-from contrastile.verify.selection import Selection
+from contrastile.verify.selection import FEW_CASES, Selection
 from contrastile.verify.trial import Property, SkipError
 from contrastile.verify.worlds import Threads, World
 
 QUICK_CASES = (
-    *("smoke", "ragged", "hot", "all-negative", "ids-drop@far", "labels", "blocks", "sigmoid-ids"),
+    *FEW_CASES,
     *("aliases", "batch-doubling", "peak-memory", "drawn", "front-door", "mistakes", "sharded"),
     *(f"public-losses:{interface}, calls" for interface in ("the function", "value_and_grad", "nn", "cached_step")),
 )
