@@ -16,7 +16,6 @@ from contrastile.backends.contract import Options
 from contrastile.schedules import schedule
 from contrastile.schedules.problem import Problem
 from contrastile.verify import process
-from contrastile.verify.bounds import bounds
 from contrastile.verify.comparison import GRADIENT, NOTHING, Comparisons, Worst, compare, largest, wrong
 from contrastile.verify.draws import sigmoid_problem, softmax_problem
 from contrastile.verify.execution import every_gradient, materialise, taken
@@ -102,7 +101,7 @@ class Step:
         columns = tuple(map(take, found.columns))
         got = Outcome(take(self._loss), take(found.rows), columns, take(found.scale), take(found.bias))
         subject, oracle = self.subject, truth(self.problem)
-        bound = bounds(self.problem, oracle, subject.accuracy, subject.dtype, options=self.options)
+        bound = subject.bounds(self.problem, oracle, options=self.options)
         return compare(got, oracle.outcome, bound, ("loss", *GRADIENT))
 
 

@@ -29,7 +29,6 @@ from contrastile.verify import (
     sizes,
     strategies,
 )
-from contrastile.verify.bounds import bounds
 from contrastile.verify.comparison import GRADIENT, NOTHING, VALUE, Comparisons, Worst, compare, identical, parts, wrong
 from contrastile.verify.plain import NOISIER, compare_with_plain
 from contrastile.verify.trial import Property, SkipError, Trial
@@ -67,7 +66,7 @@ def tiles(trial: Trial) -> Comparisons:
     for tile in sizes:
         how = Options(tile=tile)
         got = trial.subject.run(trial.problem, options=how)
-        bound = trial.bounds(trial.problem, trial.oracle, options=how)
+        bound = trial.subject.bounds(trial.problem, trial.oracle, options=how)
         yield f"tile {tile[0]} x {tile[1]}", compare(got, trial.oracle.outcome, bound)
 
 
@@ -78,7 +77,7 @@ def options(trial: Trial) -> Comparisons:
     for settings in each:
         subject = replace(trial.subject, **settings)
         got = subject.run(trial.problem)
-        bound = bounds(trial.problem, trial.oracle, subject.accuracy, subject.dtype)
+        bound = subject.bounds(trial.problem, trial.oracle)
         yield ", ".join(f"{name} {x}" for name, x in settings.items()), compare(got, trial.oracle.outcome, bound)
 
 
@@ -111,7 +110,7 @@ def shift(trial: Trial) -> Comparisons:
     )
     sums = [name for name in STATISTICS if name.endswith("sum")]
     expected = replace(rearrange.combined(np.add, old, raised), **{x: getattr(oracle.outcome, x) for x in sums})
-    both = rearrange.combined(np.add, trial.bound, trial.bounds(problem, oracle))
+    both = rearrange.combined(np.add, trial.bound, trial.subject.bounds(problem, oracle))
     yield f"bias + {by:g}", compare(got, expected, both)
 
 
@@ -130,7 +129,7 @@ def split_merge(trial: Trial) -> Comparisons:
     for label, problem in (("in one block", whole), ("in three blocks", pieces)):
         oracle = truth(problem)
         found.append(trial.subject.run(problem))
-        allowed.append(trial.bounds(problem, oracle))
+        allowed.append(trial.subject.bounds(problem, oracle))
         yield label, compare(found[-1], oracle.outcome, allowed[-1])
     one, three = (rearrange.regrouped_outcome(x, [n]) for x in found)
     both = rearrange.combined(np.add, *(rearrange.regrouped_outcome(x, [n]) for x in allowed))
@@ -142,7 +141,7 @@ def duplicates(trial: Trial) -> Comparisons:
     trial.only_small()
     problem = rearrange.doubled(trial.problem)
     oracle = truth(problem)
-    got, bound = trial.subject.run(problem), trial.bounds(problem, oracle)
+    got, bound = trial.subject.run(problem), trial.subject.bounds(problem, oracle)
     yield "doubled", compare(got, oracle.outcome, bound)
     admitted, _ = masks(trial.problem)
     if trial.problem.kind == "softmax" and admitted.all():
@@ -193,7 +192,7 @@ def symmetric(trial: Trial) -> Comparisons:
     for tile, factor in ((None, 1.0), *zip(tiles, (-2.5, 1.0), strict=False)):
         options, oracle = Options(tile=tile), trial.oracle if factor == 1.0 else truth(trial.problem, factor)
         got = subject.run(problem, options=options, upstream=factor)
-        bound = rearrange.folded(trial.bounds(trial.problem, oracle, factor, options))
+        bound = rearrange.folded(trial.subject.bounds(trial.problem, oracle, factor, options))
         yield f"tile {tile}, upstream {factor}", compare(got, rearrange.folded(oracle.outcome), bound)
         if tile is None and subject.dtype != "float64":
             how = subject.accuracy, subject.dtype, NOISIER[subject.device], rearrange.folded
@@ -209,7 +208,7 @@ def upstream(trial: Trial) -> Comparisons:
     if trial.subject.dtype == "float16" and most * large > 32768:
         large = 4.0
     for factor in (-2.5, large):
-        yield f"upstream {factor}", trial.compare(trial.problem, upstream=factor)
+        yield f"upstream {factor}", trial.subject.compare(trial.problem, upstream=factor)
     trial.only_finite()
     for factor in (np.nan, np.inf):
         found = parts(trial.subject.run(trial.problem, upstream=factor), GRADIENT)
@@ -277,7 +276,7 @@ def strided(trial: Trial) -> Comparisons:
         yield from _relocated(trial, {"backwards": layouts.backwards})
     rows, *columns = (np.broadcast_to(x[:1], x.shape) for x in (trial.problem.rows, *trial.problem.columns))
     problem = replace(trial.problem, rows=rows, columns=tuple(columns))
-    yield "expanded", trial.compare(problem, backend=layouts.expanded(trial.subject.backend))
+    yield "expanded", trial.subject.compare(problem, backend=layouts.expanded(trial.subject.backend))
 
 
 def _relocated(trial: Trial, places: dict[str, layouts.Layout]) -> Comparisons:
@@ -317,11 +316,11 @@ def non_finite(trial: Trial) -> Comparisons:
         f"{what} in a row": replace(problem, rows=planted(problem.rows, row, middle, what))
         for what in (np.inf, -np.inf)
     }
-    yield "NaN in a row", trial.compare(replace(problem, rows=planted(problem.rows, row, 0, np.nan)))
+    yield "NaN in a row", trial.subject.compare(replace(problem, rows=planted(problem.rows, row, 0, np.nan)))
     first, *others = problem.columns
     if len(first):
         columns = (planted(first, len(first) - 1, -1, np.nan), *others)
-        yield "NaN in a column", trial.compare(replace(problem, columns=columns))
+        yield "NaN in a column", trial.subject.compare(replace(problem, columns=columns))
         columns = (planted(first, 0, middle, np.inf), *others)
         infinite["inf in a column"] = replace(problem, columns=columns)
         own = -1 if problem.positives is None else int(problem.positives[row])

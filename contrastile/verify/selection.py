@@ -143,7 +143,7 @@ class Selection:
 
     def _repeats(self, subject: Subject, each: Property, case: str) -> bool:
         """Whether a check of a whole run says what that of another dtype has said."""
-        chosen = not (self.cases is self.properties is self.world is None and subject.device == "cpu")
+        chosen = any(x is not None for x in (self.cases, self.properties, self.world)) or subject.device != "cpu"
         first = subject.dtype == "float32" or "float32" not in {*self.dtypes} & subject.backend.dtypes
         return not (chosen or first) and each.name in STRUCTURE and case not in FEW_CASES
 

@@ -15,7 +15,7 @@ from contrastile.backends.arrays import ArrayLibrary, CupyArrays, NumpyArrays, T
 from contrastile.backends.contract import Accuracy, Array, state_dtype
 from contrastile.oracle.arrays import FloatArray
 from contrastile.reporting import CannotRunError, one_line
-from contrastile.verify.execution import on_device
+from contrastile.verify.execution import putter
 from contrastile.verify.losses.arguments import Arguments
 from contrastile.verify.losses.claims import Claims
 
@@ -234,11 +234,7 @@ def prepare(
         integers: dtype of ids, positives and labels.
         step: of these in memory.
     """
-    arrays, claims, like = loss.arrays, loss.claims, on_device(loss.arrays, device)
-
-    def put(x: Any, kind: str) -> Array:
-        return arrays.asarray(np.array(x, order="C"), kind, like)
-
+    claims, put = loss.claims, putter(loss.arrays, device)
     leaves = [put(x, dtype) for x in (*given.features, *given.negatives)]
     values = [x for x in (given.scale, given.bias) if x is not None]
     tensors = claims.scale_gradient and claims.library == "torch"
