@@ -23,7 +23,7 @@ from contrastile.verify.losses.subject import Loss
 from contrastile.verify.properties import PROPERTIES
 from contrastile.verify.runner import Check, CheckSource
 from contrastile.verify.selection import FEW_CASES, Selection
-from contrastile.verify.trial import Property, SkipError
+from contrastile.verify.trial import Property, skipped
 from contrastile.verify.worlds import Threads, World
 
 QUICK_CASES = (
@@ -244,14 +244,20 @@ class Selected:
             except BackendUnavailableError as error:
                 if options.backend:
                     raise CannotRunError(str(error)) from error
-                self._whole.append(whole(name, partial(_unavailable, str(error)), ranks))
+                self._whole.append(whole(name, partial(skipped, str(error)), ranks))
             except (Exception, SystemExit) as error:
                 # importing other people's code may raise anything
                 ours = isinstance(error, ValueError | TypeError)
                 raise CannotRunError(str(error) if ours else f"backend {name!r} raised {one_line(error)}") from error
             said = printed()
             if said:
-                self._whole.append(whole(name, partial(_talkative, said), ranks))
+                self._whole.append(
+                    whole(
+                        name,
+                        partial(iter, [("", wrong(f"printed to stdout when it was imported: {said!r}"))]),
+                        ranks,
+                    )
+                )
         self._source = _selection(options, backends, world)
 
     def checks(self) -> Iterator[Check]:
@@ -264,11 +270,3 @@ def whole(name: str, compare: Callable[[], Comparisons], ranks: int = 1) -> Chec
     """A check of all of a backend."""
     rerun = f"contrastile verify --backend {name}"
     return Check(name, "all", "all", "all", compare, lambda case: rerun, device="all", world=ranks)
-
-
-def _unavailable(reason: str) -> Comparisons:
-    raise SkipError(reason)
-
-
-def _talkative(said: str) -> Comparisons:
-    yield "", wrong(f"printed to stdout when it was imported: {said!r}")

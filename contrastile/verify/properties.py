@@ -6,7 +6,7 @@ Results are compared with the oracle's within derived bounds, or bit for bit whe
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from dataclasses import replace
 from typing import Any
 
@@ -16,7 +16,6 @@ from contrastile.backends.contract import Options
 from contrastile.oracle.general import merge
 from contrastile.schedules.local import Wanted
 from contrastile.verify import (
-    aliases,
     bars,
     calls,
     distributed,
@@ -341,45 +340,40 @@ def non_finite(trial: Trial) -> Comparisons:
         yield label, wrong("a number where the oracle has NaN") if number else NOTHING
 
 
-def _registered(
-    every_case: Sequence[Callable[[Trial], Comparisons]], own_case: Sequence[Property]
-) -> dict[str, Property]:
-    named = [Property(check.__name__.replace("_", "-"), check) for check in every_case]
-    return {each.name: each for each in (*named, *own_case)}
-
-
-PROPERTIES = _registered(
-    [
-        value,
-        gradients,
-        bars.bars,
-        plain,
-        tiles,
-        options,
-        permutation,
-        shift,
-        split_merge,
-        duplicates,
-        non_negative,
-        symmetric,
-        upstream,
-        frozen,
-        accumulation,
-        determinism,
-        guard_bands,
-        strided,
-        poisoned_memory,
-        non_finite,
-    ],
-    [
-        Property("saved-bytes", memory.saved_bytes, "batch-doubling"),
-        Property("peak-memory", peak.peak_memory, peak.CASE),
-        Property("growth", growth.growth, growth.CASE),
-        Property("sizes", sizes.sizes, sizes.CASE),
-        Property("calls", calls.calls, calls.CASE),
-        Property("aliases", aliases.aliases, aliases.CASE),
-        *public.PROPERTIES,
-        Property("ranks", distributed.several_ranks, "ranks"),
-        Property("drawn", strategies.drawn, strategies.CASE),
-    ],
+_EVERY_CASE = (
+    value,
+    gradients,
+    bars.bars,
+    plain,
+    tiles,
+    options,
+    permutation,
+    shift,
+    split_merge,
+    duplicates,
+    non_negative,
+    symmetric,
+    upstream,
+    frozen,
+    accumulation,
+    determinism,
+    guard_bands,
+    strided,
+    poisoned_memory,
+    non_finite,
 )
+_OWN_CASE = (
+    Property("saved-bytes", memory.saved_bytes, "batch-doubling"),
+    Property("peak-memory", peak.peak_memory, peak.CASE),
+    Property("growth", growth.growth, growth.CASE),
+    Property("sizes", sizes.sizes, sizes.CASE),
+    Property("calls", calls.calls, calls.CASE),
+    Property("aliases", calls.aliases, calls.ALIASES),
+    *public.PROPERTIES,
+    Property("ranks", distributed.several_ranks, "ranks"),
+    Property("drawn", strategies.drawn, strategies.CASE),
+)
+PROPERTIES = {
+    each.name: each
+    for each in (*(Property(check.__name__.replace("_", "-"), check) for check in _EVERY_CASE), *_OWN_CASE)
+}

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any
@@ -253,17 +253,9 @@ def _numbers(loss: Loss, subject: Subject) -> Sequence[Any]:
     return *call.leaves, *call.labels, *call.numbers
 
 
-def _property(name: str, held: Callable[..., Comparisons], case: str, about: str) -> Property:
-    def check(subject: Subject, own: str) -> Comparisons:
-        yield from held(subject, own)
-
-    check.__doc__ = about
-    return Property(name, check, case)
-
-
 PROPERTIES = (
     *(
-        _property(
+        Property(
             f"public-{name.replace('_', '-')}",
             partial(alone, name),
             CASE,
@@ -276,7 +268,7 @@ PROPERTIES = (
 """One property per loss, and one of what only training has."""
 
 OVER_RANKS = tuple(
-    _property(
+    Property(
         name.replace("_", "-"),
         partial(over_ranks, name),
         RANKS_CASE,

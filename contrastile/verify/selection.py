@@ -14,7 +14,7 @@ from contrastile.verify.distributed import DISTRIBUTED
 from contrastile.verify.execution import DTYPES, one_thread
 from contrastile.verify.properties import PROPERTIES
 from contrastile.verify.runner import Check
-from contrastile.verify.trial import Property, SkipError, Subject, Trial
+from contrastile.verify.trial import Property, Subject, Trial, skipped
 from contrastile.verify.truth import truth
 from contrastile.verify.worlds import World
 
@@ -130,7 +130,7 @@ class Selection:
                 if refusal is None:
                     subjects.append((subject, trial_of(subject)))
                 else:
-                    yield self._check(subject, Property("all", _skipped), "all", partial(_skipped, refusal))
+                    yield self._check(subject, Property("all", skipped), "all", partial(skipped, refusal))
             for name in self.case_names() if every_case else ():
                 for subject, trial in subjects:
                     for each in every_case:
@@ -174,10 +174,6 @@ def _held(each: Property, subject: Subject, small: bool, *given: object) -> Comp
         subject.world.begin()
     with one_thread(subject.backend.arrays, small):
         yield from each.check(*given)
-
-
-def _skipped(reason: str) -> Comparisons:
-    raise SkipError(reason)
 
 
 def _refusal(subject: Subject) -> str | None:

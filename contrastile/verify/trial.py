@@ -31,19 +31,26 @@ class Property:
         name: what ``--property`` calls it.
         check: takes a Trial; of a property with a case of its own, a Subject and that case's full name.
         case: that case, which runs once per backend and dtype; None for a property of every case.
+        says: what is correct, where the check does not say so itself.
     """
 
     name: str
     check: Callable[..., Comparisons]
     case: str | None = None
+    says: str = ""
 
     @property
     def about(self) -> str:
-        return (self.check.__doc__ or "").strip().partition("\n")[0]
+        return (self.says or self.check.__doc__ or "").strip().partition("\n")[0]
 
 
 class SkipError(Exception):
     """A property does not apply to a case; the message says why."""
+
+
+def skipped(reason: str) -> Comparisons:
+    """The comparisons of what is skipped."""
+    raise SkipError(reason)
 
 
 @dataclass(frozen=True, slots=True)

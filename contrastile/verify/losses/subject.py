@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import importlib
 import inspect
+import pkgutil
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
@@ -270,17 +271,13 @@ def load(name: str) -> Any:
     Raises:
         CannotRunError: there is no such module or attribute, or importing it failed.
     """
-    module, colon, attribute = name.partition(":")
-    if not (module and colon and attribute):
+    if not all(name.partition(":")):
         raise CannotRunError(f"a loss must be named as module:attribute, got {name!r}")
     try:
-        found: Any = importlib.import_module(module)
-        for part in attribute.split("."):
-            found = getattr(found, part)
+        return pkgutil.resolve_name(name)
     except (Exception, SystemExit) as error:
         # importing other people's code may raise anything
         raise CannotRunError(f"loss {name!r} cannot be imported: {one_line(error)}") from error
-    return found
 
 
 def _name(target: Any) -> str:
