@@ -23,7 +23,7 @@ from contrastile.verify.losses.subject import Loss
 from contrastile.verify.properties import PROPERTIES
 from contrastile.verify.runner import Check, CheckSource
 from contrastile.verify.selection import FEW_CASES, Selection
-from contrastile.verify.trial import Property, skipped
+from contrastile.verify.trial import skipped
 from contrastile.verify.worlds import Threads, World
 
 QUICK_CASES = (
@@ -108,7 +108,8 @@ def settle(options: argparse.Namespace) -> list[str]:
     """
     given, ranks = options, options.world in ("mpi", "torch")
     known = PROPERTIES if given.world is None else DISTRIBUTED
-    every, properties = _case_names(known), list(known)
+    every = [*cases.names(), *dict.fromkeys(p.case for p in known.values() if p.case is not None)]
+    properties = list(known)
     if given.loss:
         if given.backend or given.world is not None:
             raise CannotRunError("--loss must be given without --backend and --world: run them apart")
@@ -141,10 +142,6 @@ def threads(options: argparse.Namespace) -> Threads | None:
     with launched.opened(options.world, options.device) as world:
         assert world is None or isinstance(world, Threads)
         return world
-
-
-def _case_names(known: dict[str, Property]) -> list[str]:
-    return [*cases.names(), *dict.fromkeys(p.case for p in known.values() if p.case is not None)]
 
 
 _RECIPES: dict[str, Callable[[str], object]] = {

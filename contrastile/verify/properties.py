@@ -99,7 +99,13 @@ def shift(trial: Trial) -> Comparisons:
     oracle = truth(problem)
     got, old = trial.subject.run(problem), trial.oracle.outcome
     moved = rearrange.combined(lambda new, one: new - one, oracle.outcome, old)
-    lses: dict[str, Any] = {name: _raised(getattr(moved, name), by) for name in STATISTICS if name.endswith("lse")}
+    # the log-sum-exp of nothing stays -inf
+    lses: dict[str, Any] = {
+        name: x if x is None else np.full_like(x, by)
+        for name in STATISTICS
+        if name.endswith("lse")
+        for x in [getattr(moved, name)]
+    }
     raised = replace(
         moved,
         **lses,
@@ -111,11 +117,6 @@ def shift(trial: Trial) -> Comparisons:
     expected = replace(rearrange.combined(np.add, old, raised), **{x: getattr(oracle.outcome, x) for x in sums})
     both = rearrange.combined(np.add, trial.bound, trial.subject.bounds(problem, oracle))
     yield f"bias + {by:g}", compare(got, expected, both)
-
-
-def _raised(x: np.ndarray | None, by: float) -> np.ndarray | None:
-    # the log-sum-exp of nothing stays -inf
-    return None if x is None else np.full_like(x, by)
 
 
 def split_merge(trial: Trial) -> Comparisons:

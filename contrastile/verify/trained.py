@@ -12,7 +12,7 @@ import numpy as np
 from contrastile import losses
 from contrastile.oracle.arrays import float64
 from contrastile.verify.arithmetic import gamma
-from contrastile.verify.comparison import NOTHING, Comparisons, Worst, wrong
+from contrastile.verify.comparison import NOTHING, Comparisons, wrong
 from contrastile.verify.losses.arguments import Arguments, stated
 from contrastile.verify.rounding import UNIT
 from contrastile.verify.trial import SkipError, Subject
@@ -33,11 +33,8 @@ def training(subject: Subject, case: str) -> Comparisons:
     if not checks:
         raise SkipError(f"it has no {asked!r}")
     for check in checks:
-        yield from ((f"{check.__name__.strip('_')}: {label}", _held(right)) for label, right in check(Batch(subject)))
-
-
-def _held(right: Any) -> Worst:
-    return NOTHING if right else wrong("it does not hold")
+        for label, right in check(Batch(subject)):
+            yield f"{check.__name__.strip('_')}: {label}", NOTHING if right else wrong("it does not hold")
 
 
 class Batch:
@@ -73,18 +70,15 @@ class Batch:
 _Held = Any
 
 
-def _generators() -> dict[str, Callable[[], float]]:
+def _numbers(batch: Batch) -> _Held:
     import torch
 
-    return {
+    generators: dict[str, Callable[[], float]] = {
         "Python": random.random,
         "NumPy": lambda: float(np.random.random()),
         "torch": lambda: float(torch.rand(())),
     }
-
-
-def _numbers(batch: Batch) -> _Held:
-    for name, draw in _generators().items():
+    for name, draw in generators.items():
         towers, every = [], []
         for x in (batch.table, batch.fixed):
             drawn: list[float] = []
