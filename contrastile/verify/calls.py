@@ -128,14 +128,16 @@ def _held(step: Step) -> int:
     # what is there already need not be searched each time
     gc.collect()
     gc.freeze()
-    for _ in range(1 + _REPEATS):
-        gc.collect()
-        before = sys.getallocatedblocks()
-        for _ in range(_MANY):
-            step.run()
-        gc.collect()
-        found.append(max(0, sys.getallocatedblocks() - before))
-    gc.unfreeze()
+    try:
+        for _ in range(1 + _REPEATS):
+            gc.collect()
+            before = sys.getallocatedblocks()
+            for _ in range(_MANY):
+                step.run()
+            gc.collect()
+            found.append(max(0, sys.getallocatedblocks() - before))
+    finally:
+        gc.unfreeze()
     return min(found)
 
 
