@@ -12,7 +12,7 @@ from contrastile.backends import registry as backends
 from contrastile.backends.contract import BackendUnavailableError
 from contrastile.mutate import report
 from contrastile.mutate.registry import COMPONENTS, CONTRACT, Mutant, PatchError, every
-from contrastile.mutate.run import MutationRun, Result, Target
+from contrastile.mutate.run import MutationRun, Target
 from contrastile.reporting import (
     CannotRunError,
     at_least,
@@ -66,31 +66,36 @@ def _run(args: argparse.Namespace) -> int:
     at_least("deadline", args.deadline, 1)
     at_least("jobs", args.jobs, 1)
     at_most("jobs", args.jobs, 4 * (os.cpu_count() or 1))
-    target = Target(_backend(args.backend), args.device, args.deadline)
+    if args.backend is not None:
+        try:
+            backends.load(args.backend)
+        except (BackendUnavailableError, ValueError, TypeError) as error:
+            raise CannotRunError(str(error)) from error
+    target = Target(args.backend, args.device, args.deadline)
     mutants = _selected(args, list(every()))
     if args.list:
         for mutant in mutants:
             print(f"{mutant.name:55} {mutant.about}{'' if mutant.equivalent is None else ' (equivalent)'}")
         return PASS
-    _require(args)
+    require_packages("hypothesis", *([] if args.quiet else ["rich"]))
+    reason = why_not_writable(args.json)
+    if reason is not None:
+        raise CannotRunError(reason)
     with progress(shown=not args.quiet) as advance:
         run = MutationRun(target, mutants, args.jobs, advance)
         try:
             run.all()
         except KeyboardInterrupt:
             report.show(run.results, quiet=True, complete=False)
-            _record(args.json, run.results, complete=False)
+            if args.json is not None:
+                write_json(args.json, report.as_json(run.results, complete=False))
             raise CannotRunError(f"interrupted after {len(run.results)} of {len(mutants)} mutants") from None
     if all(result["status"] == "not run" for result in run.results):
         raise CannotRunError(f"nothing ran: {run.results[0]['reason'] if run.results else 'no mutant is selected'}")
-    _record(args.json, run.results)
+    if args.json is not None:
+        write_json(args.json, report.as_json(run.results))
     report.show(run.results, quiet=args.quiet)
     return PASS if report.passed(run.results) else FAIL
-
-
-def _record(path: Path | None, results: Sequence[Result], *, complete: bool = True) -> None:
-    if path is not None:
-        write_json(path, report.as_json(results, complete=complete))
 
 
 def _selected(args: argparse.Namespace, mutants: Sequence[Mutant]) -> list[Mutant]:
@@ -105,22 +110,3 @@ def _selected(args: argparse.Namespace, mutants: Sequence[Mutant]) -> list[Mutan
     if args.backend is not None and args.component is None:
         components = [CONTRACT, args.backend]
     return [mutant for mutant in mutants if mutant.component in components and mutant.name in names]
-
-
-def _backend(name: str | None) -> str | None:
-    """The name, once its backend has been loaded."""
-    if name is None:
-        return None
-    try:
-        backends.load(name)
-    except (BackendUnavailableError, ValueError, TypeError) as error:
-        raise CannotRunError(str(error)) from error
-    return name
-
-
-def _require(args: argparse.Namespace) -> None:
-    """Raise before the work begins where a package is missing or the file cannot be written."""
-    require_packages("hypothesis", *([] if args.quiet else ["rich"]))
-    reason = why_not_writable(args.json)
-    if reason is not None:
-        raise CannotRunError(reason)

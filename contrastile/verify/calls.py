@@ -1,22 +1,21 @@
-"""Calls that follow each other or run at once: none changes another's results, or the settings of the process."""
+"""Calls that follow each other, run at once or share memory: none changes another's results, or the process."""
 
 from __future__ import annotations
 
 import gc
-import random
 import sys
 import threading
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 from functools import partial
 from typing import Any
 
 import numpy as np
 
-from contrastile.backends.contract import Options
+from contrastile.backends.contract import Array, Options
 from contrastile.schedules import schedule
 from contrastile.schedules.problem import Problem
 from contrastile.verify import process
-from contrastile.verify.bounds import bounds
 from contrastile.verify.comparison import GRADIENT, NOTHING, Comparisons, Worst, compare, largest, wrong
 from contrastile.verify.draws import sigmoid_problem, softmax_problem
 from contrastile.verify.execution import every_gradient, materialise, taken
@@ -24,7 +23,7 @@ from contrastile.verify.rounding import round_to
 from contrastile.verify.trial import Subject
 from contrastile.verify.truth import Outcome, truth
 
-CASE = "calls"
+CASE, ALIASES = "calls", "aliases"
 _REPEATS = 3
 _MANY = 64
 """Calls after which a leak of one object a call is told from what a process takes once."""
@@ -40,8 +39,7 @@ def calls(subject: Subject, case: str) -> Comparisons:
         first, second = new(0), new(1)
         # what a first call imports may filter warnings
         first.run()
-        # a generator that is seeded anew must not happen to be where it was
-        _advance()
+        process.advance()
         before = process.state()
         for each in (first, second):
             each.forward()
@@ -58,7 +56,7 @@ def calls(subject: Subject, case: str) -> Comparisons:
         again.run()
         yield f"{kind}, new values in the same arrays", again.judged()
         yield f"{kind}, the same memory by other strides", _turned(new(0))
-        if subject.dtype in ("float32", "float64"):
+        if subject.dtype == "float32":
             held = _held(again)
             yield f"{kind}, objects left by {_MANY} calls", Worst(held / _MANY, "objects", (), held, _MANY)
         yield f"{kind}, in another thread", _in_threads([new(0)])
@@ -102,7 +100,7 @@ class Step:
         columns = tuple(map(take, found.columns))
         got = Outcome(take(self._loss), take(found.rows), columns, take(found.scale), take(found.bias))
         subject, oracle = self.subject, truth(self.problem)
-        bound = bounds(self.problem, oracle, subject.accuracy, subject.dtype, options=self.options)
+        bound = subject.bounds(self.problem, oracle, options=self.options)
         return compare(got, oracle.outcome, bound, ("loss", *GRADIENT))
 
 
@@ -127,46 +125,36 @@ def _turned(step: Step) -> Worst:
 def _held(step: Step) -> int:
     """The objects that are more after some calls: the fewest of several rounds, for what leaks does so in each."""
     found = []
-    for _ in range(1 + _REPEATS):
-        gc.collect()
-        before = sys.getallocatedblocks()
-        for _ in range(_MANY):
-            step.run()
-        gc.collect()
-        found.append(max(0, sys.getallocatedblocks() - before))
+    # what is there already need not be searched each time
+    gc.collect()
+    gc.freeze()
+    try:
+        for _ in range(1 + _REPEATS):
+            gc.collect()
+            before = sys.getallocatedblocks()
+            for _ in range(_MANY):
+                step.run()
+            gc.collect()
+            found.append(max(0, sys.getallocatedblocks() - before))
+    finally:
+        gc.unfreeze()
     return min(found)
 
 
 def _in_threads(steps: list[Step]) -> Worst:
     """The worst of several steps, each repeated in a thread of its own."""
-    found: list[Worst] = []
-    failed: list[BaseException] = []
     start = threading.Barrier(len(steps))
 
-    def repeat(step: Step) -> None:
-        try:
-            start.wait()
-            for _ in range(_REPEATS):
-                step.run()
-                found.append(step.judged())
-        except BaseException as error:
-            failed.append(error)
+    def repeated(step: Step) -> Worst:
+        start.wait()
+        found = []
+        for _ in range(_REPEATS):
+            step.run()
+            found.append(step.judged())
+        return largest(found)
 
-    threads = [threading.Thread(target=repeat, args=(step,)) for step in steps]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join()
-    if failed:
-        raise failed[0]
-    return largest(found)
-
-
-def _advance() -> None:
-    random.random()
-    np.random.random()
-    if "torch" in sys.modules:
-        sys.modules["torch"].rand(())
+    with ThreadPoolExecutor(len(steps)) as pool:
+        return largest(list(pool.map(repeated, steps)))
 
 
 def _problem(kind: str, seed: int, dtype: str) -> Problem:
@@ -178,3 +166,43 @@ def _problem(kind: str, seed: int, dtype: str) -> Problem:
     positives = draw.permutation(n)[:m]
     softmax = softmax_problem(rows, columns, 4.0 + seed, row_weight=u, column_weight=v, positives=positives)
     return softmax if kind == "softmax" else sigmoid_problem(softmax, -2.5 + seed)
+
+
+_SIZES = (24, 12), (37, 16)
+_LARGE = 1088, 16
+"""Products of this shape with their own transpose are not symmetric in a common BLAS."""
+
+
+def aliases(subject: Subject, case: str) -> Comparisons:
+    """Rows and columns that are one array, or views of one, give what copies of them give."""
+    arrays = subject.backend.arrays
+    for b, d in (*_SIZES, *([_LARGE] if subject.dtype == "float64" else [])):
+        small, draw = (b, d) != _LARGE, np.random.default_rng([b, d])
+        base = round_to(draw.standard_normal((2 * b, max(b, d) if small else d)) / 2, subject.dtype)
+        for label, (rows, columns) in _views(base, b, d).items():
+            if not (small or label == "one array"):
+                continue
+            softmax = softmax_problem(rows, columns, 4.0, column_weight=np.full(b, 1 / b), positives=np.arange(b))
+            for problem in (softmax, sigmoid_problem(softmax, -1.5)):
+                for tile in (None, (8, 8)) if small else (None,):
+                    step = Step(subject, problem, replace(subject.options, tile=tile))
+                    like = step.native.rows
+                    views = _views(arrays.asarray(base.copy(), arrays.dtype(like), like), b, d)[label]
+                    step.native = replace(step.native, rows=views[0], columns=(views[1],))
+                    step.run()
+                    yield f"{problem.kind}, {label}, {b} x {rows.shape[1]}, tile {tile}", step.judged()
+
+
+def _views(base: Array, b: int, d: int) -> dict[str, tuple[Array, Array]]:
+    """Pairs of matrices of b rows in one array, by name."""
+    first = base[:b, :d]
+    found = {
+        "one array": (first, first),
+        "one row apart": (first, base[1 : b + 1, :d]),
+        "every other row": (base[: 2 * b : 2, :d], first),
+        "halves": (first, base[b:, :d]),
+    }
+    if base.shape[1] >= b:
+        square = base[:b, :b]
+        found["a square and its transpose"] = square, square.T
+    return found

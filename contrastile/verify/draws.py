@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from dataclasses import replace
 from functools import cache
-from typing import Any
 
 import numpy as np
 
@@ -71,15 +70,12 @@ def softmax_problem(
         match=match,
     )
     _, positive = masks(bare)
-    targets = [np.where(count == 0, 0.0, 1 / np.maximum(count, 1)) for count in _counts(positive)]
+    counts = positive.sum(axis=1), positive.sum(axis=0)
+    targets = [np.where(count == 0, 0.0, 1 / np.maximum(count, 1)) for count in counts]
     if column_weight is None:
         return replace(bare, row_target=targets[0])
     weight = round_to(column_weight, "float32")
     return replace(bare, row_target=targets[0], column_weight=weight, column_target=targets[1])
-
-
-def _counts(positive: Any) -> tuple[FloatArray, FloatArray]:
-    return positive.sum(axis=1).astype(np.float64), positive.sum(axis=0).astype(np.float64)
 
 
 def sigmoid_problem(problem: Problem, bias: float) -> Problem:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
 from functools import partial
@@ -25,10 +25,11 @@ Want = local.Wanted | Literal["every"] | None
 """The gradients to ask for; None for the value alone."""
 
 
-def on_device(arrays: ArrayLibrary, device: str) -> Array:
-    """An array on this device, after whose device others are made."""
+def putter(arrays: ArrayLibrary, device: str) -> Callable[[Any, str], Array]:
+    """What copies NumPy's arrays to this library and device, in a dtype."""
     like = arrays.from_numpy(np.zeros(1))
-    return like if arrays.device(like) == device else like.to(device)
+    like = like if arrays.device(like) == device else like.to(device)
+    return lambda x, dtype: None if x is None else arrays.asarray(np.array(x, order="C"), dtype, like)
 
 
 def materialise(problem: Problem, backend: Backend, dtype: str, device: str = "cpu") -> Problem:
@@ -36,11 +37,7 @@ def materialise(problem: Problem, backend: Backend, dtype: str, device: str = "c
 
     Every array is a copy, so that no backend can modify the problem that the oracle reads.
     """
-    arrays, state, like = backend.arrays, backend.state(dtype), on_device(backend.arrays, device)
-
-    def put(x: Any, kind: str) -> Array:
-        return None if x is None else arrays.asarray(np.array(x, order="C"), kind, like)
-
+    state, put = backend.state(dtype), putter(backend.arrays, device)
     return replace(
         problem,
         rows=put(problem.rows, dtype),

@@ -18,7 +18,7 @@ from contrastile.oracle.arrays import FloatArray
 from contrastile.schedules.problem import Problem
 from contrastile.verify.bounds import bounds
 from contrastile.verify.comparison import Comparisons, Point, compare
-from contrastile.verify.draws import unit
+from contrastile.verify.draws import softmax_problem, unit
 from contrastile.verify.plain import NOISIER, compare_with_plain, plain_outcome
 from contrastile.verify.rounding import round_to
 from contrastile.verify.trial import SkipError, Subject
@@ -90,14 +90,5 @@ def _problem(d: float, b: float, scale: float, dtype: str) -> Problem:
     draw = np.random.default_rng([b, d, zlib.crc32(CASE.encode())])
     rows = unit(draw.standard_normal((b, d)))
     columns = unit(_COSINE * rows + np.sqrt(1 - _COSINE**2) * unit(draw.standard_normal((b, d))))
-    half, one = np.full(b, round_to(0.5 / b, "float32")), np.ones(b)
-    return Problem(
-        round_to(rows, dtype),
-        (round_to(columns, dtype),),
-        round_to(scale, "float32"),
-        half,
-        one,
-        column_weight=half,
-        column_target=one,
-        positives=np.arange(b),
-    )
+    half, exact = np.full(b, 0.5 / b), [round_to(x, dtype) for x in (rows, columns)]
+    return softmax_problem(exact[0], exact[1], scale, row_weight=half, column_weight=half, positives=np.arange(b))

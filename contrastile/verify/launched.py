@@ -11,7 +11,7 @@ import importlib.util
 import os
 import pickle
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Any, TypeVar
@@ -25,22 +25,19 @@ from contrastile.verify.worlds import LARGEST, Threads, World, WorldError
 T = TypeVar("T")
 
 
-@dataclass(slots=True)
-class Launched:
+@dataclass
+class Launched(World):
     """One of the processes of a launcher.
 
     Attributes:
-        name: what ``--world`` calls it.
-        launch: the words that start ``contrastile`` like this.
         rank: this process's number.
-        size: the number of processes.
         everybody: everybody's object, by rank, from this process's own.
         duplicate: a fresh group of all processes.
         free: frees one before another test; None where groups are expensive, and kept for the next test.
     """
 
     name: str
-    launch: list[str]
+    launch: Sequence[str]
     rank: int
     size: int
     everybody: Callable[[Any], list[Any]]
@@ -52,24 +49,17 @@ class Launched:
 
     can_be_late = False
 
-    @property
-    def leads(self) -> bool:
-        """See ``World``."""
-        return self.rank == 0
+    def __post_init__(self) -> None:
+        self.leads = self.rank == 0
 
     def begin(self) -> None:
-        """See ``World``."""
         if self._group is not None and self.free is not None:
             # its communicator is freed with it
             self.free(self._group)
             self._group = self._communicator = None
 
     def run(self, program: Callable[[Communicator], T], *, late: bool = False) -> list[T]:
-        """See ``World``.
-
-        Raises:
-            Exception: what the first rank raised that did not just wait for another.
-        """
+        """See ``World``; the error is that of the first rank that did not just wait for another."""
         with self._watched():
             if self._communicator is None:
                 self._group = self.duplicate()
@@ -88,7 +78,6 @@ class Launched:
         return [value for value, _ in found]
 
     def share(self, x: T) -> T:
-        """See ``World``."""
         with self._watched():
             found: T = self.everybody(_portable_in(x) if self.leads else None)[0]
             return found

@@ -9,11 +9,10 @@ from typing import Any
 import numpy as np
 
 from contrastile import evaluation, losses
-from contrastile.backends.contract import Array, state_dtype
+from contrastile.backends.contract import state_dtype
 from contrastile.comm.communicator import Communicator, ExchangeError, MismatchError
-from contrastile.verify.comparison import NOTHING, Comparisons, wrong
-from contrastile.verify.execution import on_device
-from contrastile.verify.rounding import round_to
+from contrastile.verify.comparison import NOTHING, Comparisons, Worst, wrong
+from contrastile.verify.execution import putter
 from contrastile.verify.trial import SkipError, Subject
 
 CASE = "mistakes"
@@ -21,17 +20,12 @@ _WIDTH = 20
 _UNWANTED = "a gradient that the others do not want"
 
 
-def _putter(subject: Subject) -> Callable[..., Array]:
-    """Converts NumPy arrays to the backend's: floats to the features' dtype, or to another."""
-    arrays = subject.backend.arrays
-    like = on_device(arrays, subject.device)
-
-    def put(x: Any, dtype: str | None = None) -> Array:
-        return arrays.asarray(
-            np.array(x, order="C"), dtype or (subject.dtype if x.dtype.kind == "f" else "int64"), like
-        )
-
-    return put
+def _told(told: list[str], error: str) -> Worst:
+    """Whether every rank has raised an error, and the same."""
+    if not all(told):
+        return wrong(f"a rank raised no {error}")
+    same = len(set(told)) == 1
+    return NOTHING if same else wrong(f"ranks raised different errors: {sorted(set(told))}")
 
 
 def skipped_backward(subject: Subject, case: str) -> Comparisons:
@@ -39,20 +33,13 @@ def skipped_backward(subject: Subject, case: str) -> Comparisons:
     world = subject.ranks
     if world.size < 2 or not world.can_be_late:
         raise SkipError("the group can carry nothing afterwards: it needs several ranks of one process, give --world 3")
-    put = _putter(subject)
-    x = round_to(np.eye(4, _WIDTH), subject.dtype)
+    put, x = putter(subject.backend.arrays, subject.device), np.eye(4, _WIDTH)
+    pair = put(x, subject.dtype), put(x, subject.dtype)
     for exchange in ("ring", "gather"):
         for skips in (0, world.size - 1):
             settings: dict[str, Any] = {"backend": subject.name, **subject.settings, "exchange": exchange}
-            program = partial(_error_of_two_calls, skips=skips, given=(put(x), put(x), 10.0), settings=settings)
-            told = world.run(program)
-            label = f"{exchange}, rank {skips}"
-            if not told[0]:
-                yield label, wrong("no rank raised an ExchangeError")
-            elif len(set(told)) > 1:
-                yield label, wrong(f"ranks raised different errors: {sorted(set(told))}")
-            else:
-                yield label, NOTHING
+            program = partial(_error_of_two_calls, skips=skips, given=(*pair, 10.0), settings=settings)
+            yield f"{exchange}, rank {skips}", _told(world.run(program), "ExchangeError")
 
 
 def _error_of_two_calls(communicator: Communicator, skips: int, given: Any, settings: dict[str, Any]) -> str:
@@ -71,19 +58,18 @@ def _error_of_two_calls(communicator: Communicator, skips: int, given: Any, sett
 
 def mismatched_calls(subject: Subject, case: str) -> Comparisons:
     """Ranks whose calls do not fit together all raise the same MismatchError, and the group stays usable."""
-    world, put = subject.ranks, _putter(subject)
+    world, put, dtype = subject.ranks, putter(subject.backend.arrays, subject.device), subject.dtype
     if world.size < 2:
         raise SkipError("needs several ranks")
-    x = round_to(np.eye(4, _WIDTH), subject.dtype)
-    other = {"float16": "float32", "bfloat16": "float32", "float32": "float64", "float64": "float32"}[subject.dtype]
-    pair, ids = [put(x), put(x)], put(np.arange(4))
+    x, other = np.eye(4, _WIDTH), "float64" if dtype == "float32" else "float32"
+    pair, ids = [put(x, dtype), put(x, dtype)], put(np.arange(4), "int64")
     differences: dict[str, _Arguments] = {
         "another dtype": (losses.clip_loss, [put(x, other), put(x, other), 10.0], {}),
-        "another width": (losses.clip_loss, [put(x[:, :7]), put(x[:, :7]), 10.0], {}),
+        "another width": (losses.clip_loss, [put(x[:, :7], dtype), put(x[:, :7], dtype), 10.0], {}),
         "another scale": (losses.clip_loss, [*pair, 9.0], {}),
         "another loss": (losses.nt_xent, [*pair, 10.0], {}),
         "ids": (losses.clip_loss, [*pair, 10.0], {"ids": ids}),
-        "no such matrix": (losses.clip_loss, [pair[0], put(x[:3]), 10.0], {}),
+        "no such matrix": (losses.clip_loss, [pair[0], put(x[:3], dtype), 10.0], {}),
         "another exchange": (losses.clip_loss, [*pair, 10.0], {"exchange": "gather"}),
         "another tile": (losses.clip_loss, [*pair, 10.0], {"tile": 7}),
         "another precision": (losses.clip_loss, [*pair, 10.0], {"precision": "auto"}),
@@ -95,7 +81,7 @@ def mismatched_calls(subject: Subject, case: str) -> Comparisons:
         bad = losses.info_nce, [*pair, 10.0], {"positives": ids + 4 * world.size}
         differences["a positive that is no column"] = bad
     if subject.backend.arrays.name == "torch":
-        trained = [put(x).requires_grad_(), put(x), 10.0]
+        trained = [put(x, dtype).requires_grad_(), pair[1], 10.0]
         differences[_UNWANTED] = (losses.clip_loss, trained, {})
         number = put(np.asarray(10.0), state_dtype(subject.dtype))
         beside["a gradient of the scale"] = losses.clip_loss, [*pair, number], {}
@@ -103,14 +89,9 @@ def mismatched_calls(subject: Subject, case: str) -> Comparisons:
         differences["a gradient of the scale"] = losses.clip_loss, [*pair, learnt], {}
         differences["a module for another world"] = partial(_of_a_module, size=world.size + 1), [*pair, 10.0], {}
     for label, wrong_one in differences.items():
-        given = {"right": beside.get(label, right), "last": wrong_one}
-        told = world.run(partial(_error_of_a_mismatch, **given, subject=subject))
-        if not all(told):
-            yield label, wrong("a rank raised no MismatchError")
-        elif len(set(told)) > 1:
-            yield label, wrong(f"ranks raised different errors: {sorted(set(told))}")
-        else:
-            yield label, NOTHING
+        own = beside.get(label, right)
+        told = world.run(partial(_error_of_a_mismatch, right=own, last=wrong_one, subject=subject))
+        yield label, _told(told, "MismatchError")
     unlike = differences.get(_UNWANTED)
     if unlike is not None:
         told = world.run(partial(_error_without_gradients, right=right, last=unlike, subject=subject))

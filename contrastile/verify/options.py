@@ -22,12 +22,12 @@ from contrastile.verify.losses.selection import LossSelection
 from contrastile.verify.losses.subject import Loss
 from contrastile.verify.properties import PROPERTIES
 from contrastile.verify.runner import Check, CheckSource
-from contrastile.verify.selection import Selection
-from contrastile.verify.trial import Property, SkipError
+from contrastile.verify.selection import FEW_CASES, Selection
+from contrastile.verify.trial import skipped
 from contrastile.verify.worlds import Threads, World
 
 QUICK_CASES = (
-    *("smoke", "ragged", "hot", "all-negative", "ids-drop@far", "labels", "blocks", "sigmoid-ids"),
+    *FEW_CASES,
     *("aliases", "batch-doubling", "peak-memory", "drawn", "front-door", "mistakes", "sharded"),
     *(f"public-losses:{interface}, calls" for interface in ("the function", "value_and_grad", "nn", "cached_step")),
 )
@@ -108,7 +108,8 @@ def settle(options: argparse.Namespace) -> list[str]:
     """
     given, ranks = options, options.world in ("mpi", "torch")
     known = PROPERTIES if given.world is None else DISTRIBUTED
-    every, properties = _case_names(known), list(known)
+    every = [*cases.names(), *dict.fromkeys(p.case for p in known.values() if p.case is not None)]
+    properties = list(known)
     if given.loss:
         if given.backend or given.world is not None:
             raise CannotRunError("--loss must be given without --backend and --world: run them apart")
@@ -141,10 +142,6 @@ def threads(options: argparse.Namespace) -> Threads | None:
     with launched.opened(options.world, options.device) as world:
         assert world is None or isinstance(world, Threads)
         return world
-
-
-def _case_names(known: dict[str, Property]) -> list[str]:
-    return [*cases.names(), *dict.fromkeys(p.case for p in known.values() if p.case is not None)]
 
 
 _RECIPES: dict[str, Callable[[str], object]] = {
@@ -244,14 +241,20 @@ class Selected:
             except BackendUnavailableError as error:
                 if options.backend:
                     raise CannotRunError(str(error)) from error
-                self._whole.append(whole(name, partial(_unavailable, str(error)), ranks))
+                self._whole.append(whole(name, partial(skipped, str(error)), ranks))
             except (Exception, SystemExit) as error:
                 # importing other people's code may raise anything
                 ours = isinstance(error, ValueError | TypeError)
                 raise CannotRunError(str(error) if ours else f"backend {name!r} raised {one_line(error)}") from error
             said = printed()
             if said:
-                self._whole.append(whole(name, partial(_talkative, said), ranks))
+                self._whole.append(
+                    whole(
+                        name,
+                        partial(iter, [("", wrong(f"printed to stdout when it was imported: {said!r}"))]),
+                        ranks,
+                    )
+                )
         self._source = _selection(options, backends, world)
 
     def checks(self) -> Iterator[Check]:
@@ -264,11 +267,3 @@ def whole(name: str, compare: Callable[[], Comparisons], ranks: int = 1) -> Chec
     """A check of all of a backend."""
     rerun = f"contrastile verify --backend {name}"
     return Check(name, "all", "all", "all", compare, lambda case: rerun, device="all", world=ranks)
-
-
-def _unavailable(reason: str) -> Comparisons:
-    raise SkipError(reason)
-
-
-def _talkative(said: str) -> Comparisons:
-    yield "", wrong(f"printed to stdout when it was imported: {said!r}")

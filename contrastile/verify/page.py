@@ -60,20 +60,19 @@ def page(
         seconds: how long it took, if that is to be said.
         left_out: what was not run because less was asked for.
     """
+    untested = [*left_out, *report.gaps(rows), *(f"{name}: {reason}" for name, reason in report.not_run(rows))]
+    untested += [f"{each} (not claimed)" for each in report.unclaimed(rows)]
+    reruns = [each.command for each in failures[:50]]
     body = "".join(
         [
             _verdict(rows, seconds),
-            _section(
-                "Not tested",
-                _list([*_untested(rows, left_out), *(f"{each} (not claimed)" for each in report.unclaimed(rows))])
-                or "<p>Nothing.</p>",
-            ),
+            _section("Not tested", _list(untested) or "<p>Nothing.</p>"),
             _section("Failures", "".join(_failure(group) for group in report.causes(failures))) if failures else "",
             _section("Error over bound", _heat(rows)),
             _section("Error against d, b and scale", _plots(rows)),
             _section("Skipped", _list(report.skips(rows)) or "<p>Nothing.</p>"),
             _section("Environment", _facts(environment())),
-            _section("Commands", f"<pre>{escape(shlex.join(command))}</pre>" + _reruns(failures)),
+            _section("Commands", "".join(f"<pre>{escape(x)}</pre>" for x in (shlex.join(command), *reruns))),
         ]
     )
     return (
@@ -99,10 +98,6 @@ def _verdict(rows: Sequence[Row], seconds: float | None) -> str:
     said = escape(rest.partition("; not tested:")[0])
     head = f'<span class="word">{word.upper()}</span>'
     return f'<h1>contrastile verify</h1>\n<div class="verdict {word}">{head} {said}</div>\n'
-
-
-def _untested(rows: Sequence[Row], left_out: Sequence[str]) -> list[str]:
-    return [*left_out, *report.gaps(rows), *(f"{name}: {reason}" for name, reason in report.not_run(rows))]
 
 
 def _failure(group: Sequence[Failure]) -> str:
@@ -170,7 +165,3 @@ def _facts(facts: dict[str, Any]) -> str:
         if value is not None
     )
     return f"<table>{''.join(lines)}</table>"
-
-
-def _reruns(failures: Sequence[Failure]) -> str:
-    return "".join(f"<pre>{escape(each.command)}</pre>" for each in failures[:50])

@@ -8,6 +8,7 @@ import weakref
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass, replace
+from functools import partial
 from typing import Any
 
 import numpy as np
@@ -73,19 +74,20 @@ def peak_memory(subject: Subject, case: str) -> Comparisons:
         # first calls fill caches and compile
         step(size.batch // 4)()
         half, one, two = (peak_bytes(arrays, subject.device, step(size.batch // k)) for k in (4, 2, 1))
-        again = step(size.batch // 4)
-
-        def repeated(again: Callable[[], object] = again) -> None:
-            for _ in range(_STEPS):
-                again()
-
+        again = partial(repeated, step(size.batch // 4), _STEPS)
         # on a GPU calls that repeat are captured, once
-        repeated()
-        several, few = peak_bytes(arrays, subject.device, repeated), half + _SLACK[subject.device]
+        again()
+        several, few = peak_bytes(arrays, subject.device, again), half + _SLACK[subject.device]
         yield f"{kind}, {_STEPS} steps", Worst(several / few, "bytes", (), several, few)
         allowed = linear_limit(half, one, 2, subject.device)
         yield f"{kind}, twice the batch", Worst(two / allowed, "bytes", (), two, allowed)
         yield f"{kind}, tile {size.tile} x {size.tile}", Worst(two / size.budget, "bytes", (), two, size.budget)
+
+
+def repeated(step: Callable[[], object], times: int) -> None:
+    """Run a step so many times."""
+    for _ in range(times):
+        step()
 
 
 def linear_limit(half: float, one: float, times: float, device: str) -> float:

@@ -9,12 +9,12 @@ import argparse
 import contextlib
 import ctypes
 import faulthandler
-import json
 import os
+import pickle
 import sys
 import time
 from collections.abc import Iterator, Mapping
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from fnmatch import fnmatchcase
 from pathlib import Path
 from typing import Any
@@ -113,7 +113,7 @@ class CheckItem(pytest.Item):
             duration=time.time() - start,
             start=start,
             stop=time.time(),
-            user_properties=[(RESULT, encoded(self.number, row, failure))] if _status(self.config) else [],
+            user_properties=[(RESULT, pickle.dumps((self.number, row, failure)))] if _status(self.config) else [],
         )
 
     def _result(self) -> tuple[Row, Failure | None]:
@@ -123,8 +123,7 @@ class CheckItem(pytest.Item):
         if self.check.backend in lost:
             return self.check.row("untested", reason=lost[self.check.backend]), None
         if status := _status(self.config):
-            row, failure = self.check.failed("")
-            status.write_text(encoded(self.number, row, failure), encoding="utf-8")
+            status.write_bytes(pickle.dumps((self.number, *self.check.failed(""))))
         with _watched(self.config, self.deadline):
             return self.check.run(lambda: _printed(self.config))
 
@@ -149,11 +148,6 @@ def limit(options: Any, device: str) -> float:
 def loading_limit(options: Any) -> float:
     """Seconds that loading the backends may take."""
     return max(DEADLINE["cpu"], limit(options, "cpu"))
-
-
-def encoded(number: int, row: Row, failure: Failure | None) -> str:
-    """A row and its failure, as a worker sends them."""
-    return json.dumps({"number": number, "row": row, "failure": failure and asdict(failure)})
 
 
 def _status(config: pytest.Config) -> Path | None:

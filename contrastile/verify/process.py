@@ -27,6 +27,14 @@ def modes() -> dict[str, Any]:
     }
 
 
+def advance() -> None:
+    """Move the generators on: one that a call seeds anew must not happen to be where it was."""
+    random.random()
+    np.random.random()
+    if "torch" in sys.modules:
+        sys.modules["torch"].rand(())
+
+
 def state() -> dict[str, Any]:
     """What harmless code moves on, or puts back when it is done: random states, threads, what NumPy warns of."""
     numbers: Any = np.random.get_state()

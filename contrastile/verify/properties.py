@@ -6,7 +6,7 @@ Results are compared with the oracle's within derived bounds, or bit for bit whe
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from dataclasses import replace
 from typing import Any
 
@@ -16,7 +16,6 @@ from contrastile.backends.contract import Options
 from contrastile.oracle.general import merge
 from contrastile.schedules.local import Wanted
 from contrastile.verify import (
-    aliases,
     bars,
     calls,
     distributed,
@@ -29,7 +28,6 @@ from contrastile.verify import (
     sizes,
     strategies,
 )
-from contrastile.verify.bounds import bounds
 from contrastile.verify.comparison import GRADIENT, NOTHING, VALUE, Comparisons, Worst, compare, identical, parts, wrong
 from contrastile.verify.plain import NOISIER, compare_with_plain
 from contrastile.verify.trial import Property, SkipError, Trial
@@ -67,7 +65,7 @@ def tiles(trial: Trial) -> Comparisons:
     for tile in sizes:
         how = Options(tile=tile)
         got = trial.subject.run(trial.problem, options=how)
-        bound = trial.bounds(trial.problem, trial.oracle, options=how)
+        bound = trial.subject.bounds(trial.problem, trial.oracle, options=how)
         yield f"tile {tile[0]} x {tile[1]}", compare(got, trial.oracle.outcome, bound)
 
 
@@ -78,7 +76,7 @@ def options(trial: Trial) -> Comparisons:
     for settings in each:
         subject = replace(trial.subject, **settings)
         got = subject.run(trial.problem)
-        bound = bounds(trial.problem, trial.oracle, subject.accuracy, subject.dtype)
+        bound = subject.bounds(trial.problem, trial.oracle)
         yield ", ".join(f"{name} {x}" for name, x in settings.items()), compare(got, trial.oracle.outcome, bound)
         if subject.keep == 0:
             yield "keep 0", wrong("something is kept") if replace(trial, subject=subject).keeps else NOTHING
@@ -103,7 +101,13 @@ def shift(trial: Trial) -> Comparisons:
     oracle = truth(problem)
     got, old = trial.subject.run(problem), trial.oracle.outcome
     moved = rearrange.combined(lambda new, one: new - one, oracle.outcome, old)
-    lses: dict[str, Any] = {name: _raised(getattr(moved, name), by) for name in STATISTICS if name.endswith("lse")}
+    # the log-sum-exp of nothing stays -inf
+    lses: dict[str, Any] = {
+        name: x if x is None else np.full_like(x, by)
+        for name in STATISTICS
+        if name.endswith("lse")
+        for x in [getattr(moved, name)]
+    }
     raised = replace(
         moved,
         **lses,
@@ -113,13 +117,8 @@ def shift(trial: Trial) -> Comparisons:
     )
     sums = [name for name in STATISTICS if name.endswith("sum")]
     expected = replace(rearrange.combined(np.add, old, raised), **{x: getattr(oracle.outcome, x) for x in sums})
-    both = rearrange.combined(np.add, trial.bound, trial.bounds(problem, oracle))
+    both = rearrange.combined(np.add, trial.bound, trial.subject.bounds(problem, oracle))
     yield f"bias + {by:g}", compare(got, expected, both)
-
-
-def _raised(x: np.ndarray | None, by: float) -> np.ndarray | None:
-    # the log-sum-exp of nothing stays -inf
-    return None if x is None else np.full_like(x, by)
 
 
 def split_merge(trial: Trial) -> Comparisons:
@@ -132,7 +131,7 @@ def split_merge(trial: Trial) -> Comparisons:
     for label, problem in (("in one block", whole), ("in three blocks", pieces)):
         oracle = truth(problem)
         found.append(trial.subject.run(problem))
-        allowed.append(trial.bounds(problem, oracle))
+        allowed.append(trial.subject.bounds(problem, oracle))
         yield label, compare(found[-1], oracle.outcome, allowed[-1])
     one, three = (rearrange.regrouped_outcome(x, [n]) for x in found)
     both = rearrange.combined(np.add, *(rearrange.regrouped_outcome(x, [n]) for x in allowed))
@@ -144,7 +143,7 @@ def duplicates(trial: Trial) -> Comparisons:
     trial.only_small()
     problem = rearrange.doubled(trial.problem)
     oracle = truth(problem)
-    got, bound = trial.subject.run(problem), trial.bounds(problem, oracle)
+    got, bound = trial.subject.run(problem), trial.subject.bounds(problem, oracle)
     yield "doubled", compare(got, oracle.outcome, bound)
     admitted, _ = masks(trial.problem)
     if trial.problem.kind == "softmax" and admitted.all():
@@ -195,7 +194,7 @@ def symmetric(trial: Trial) -> Comparisons:
     for tile, factor in ((None, 1.0), *zip(tiles, (-2.5, 1.0), strict=False)):
         options, oracle = Options(tile=tile), trial.oracle if factor == 1.0 else truth(trial.problem, factor)
         got = subject.run(problem, options=options, upstream=factor)
-        bound = rearrange.folded(trial.bounds(trial.problem, oracle, factor, options))
+        bound = rearrange.folded(trial.subject.bounds(trial.problem, oracle, factor, options))
         yield f"tile {tile}, upstream {factor}", compare(got, rearrange.folded(oracle.outcome), bound)
         if tile is None and subject.dtype != "float64":
             how = subject.accuracy, subject.dtype, NOISIER[subject.device], rearrange.folded
@@ -211,7 +210,7 @@ def upstream(trial: Trial) -> Comparisons:
     if trial.subject.dtype == "float16" and most * large > 32768:
         large = 4.0
     for factor in (-2.5, large):
-        yield f"upstream {factor}", trial.compare(trial.problem, upstream=factor)
+        yield f"upstream {factor}", trial.subject.compare(trial.problem, upstream=factor)
     trial.only_finite()
     for factor in (np.nan, np.inf):
         found = parts(trial.subject.run(trial.problem, upstream=factor), GRADIENT)
@@ -279,7 +278,7 @@ def strided(trial: Trial) -> Comparisons:
         yield from _relocated(trial, {"backwards": layouts.backwards})
     rows, *columns = (np.broadcast_to(x[:1], x.shape) for x in (trial.problem.rows, *trial.problem.columns))
     problem = replace(trial.problem, rows=rows, columns=tuple(columns))
-    yield "expanded", trial.compare(problem, backend=layouts.expanded(trial.subject.backend))
+    yield "expanded", trial.subject.compare(problem, backend=layouts.expanded(trial.subject.backend))
 
 
 def _relocated(trial: Trial, places: dict[str, layouts.Layout]) -> Comparisons:
@@ -319,11 +318,11 @@ def non_finite(trial: Trial) -> Comparisons:
         f"{what} in a row": replace(problem, rows=planted(problem.rows, row, middle, what))
         for what in (np.inf, -np.inf)
     }
-    yield "NaN in a row", trial.compare(replace(problem, rows=planted(problem.rows, row, 0, np.nan)))
+    yield "NaN in a row", trial.subject.compare(replace(problem, rows=planted(problem.rows, row, 0, np.nan)))
     first, *others = problem.columns
     if len(first):
         columns = (planted(first, len(first) - 1, -1, np.nan), *others)
-        yield "NaN in a column", trial.compare(replace(problem, columns=columns))
+        yield "NaN in a column", trial.subject.compare(replace(problem, columns=columns))
         columns = (planted(first, 0, middle, np.inf), *others)
         infinite["inf in a column"] = replace(problem, columns=columns)
         own = -1 if problem.positives is None else int(problem.positives[row])
@@ -344,45 +343,40 @@ def non_finite(trial: Trial) -> Comparisons:
         yield label, wrong("a number where the oracle has NaN") if number else NOTHING
 
 
-def _registered(
-    every_case: Sequence[Callable[[Trial], Comparisons]], own_case: Sequence[Property]
-) -> dict[str, Property]:
-    named = [Property(check.__name__.replace("_", "-"), check) for check in every_case]
-    return {each.name: each for each in (*named, *own_case)}
-
-
-PROPERTIES = _registered(
-    [
-        value,
-        gradients,
-        bars.bars,
-        plain,
-        tiles,
-        options,
-        permutation,
-        shift,
-        split_merge,
-        duplicates,
-        non_negative,
-        symmetric,
-        upstream,
-        frozen,
-        accumulation,
-        determinism,
-        guard_bands,
-        strided,
-        poisoned_memory,
-        non_finite,
-    ],
-    [
-        Property("calls", calls.calls, calls.CASE),
-        Property("aliases", aliases.aliases, aliases.CASE),
-        *public.PROPERTIES,
-        Property("ranks", distributed.several_ranks, "ranks"),
-        Property("sizes", sizes.sizes, sizes.CASE),
-        Property("saved-bytes", memory.saved_bytes, "batch-doubling"),
-        Property("peak-memory", peak.peak_memory, peak.CASE),
-        Property("growth", growth.growth, growth.CASE),
-        Property("drawn", strategies.drawn, strategies.CASE),
-    ],
+_EVERY_CASE = (
+    value,
+    gradients,
+    bars.bars,
+    plain,
+    tiles,
+    options,
+    permutation,
+    shift,
+    split_merge,
+    duplicates,
+    non_negative,
+    symmetric,
+    upstream,
+    frozen,
+    accumulation,
+    determinism,
+    guard_bands,
+    strided,
+    poisoned_memory,
+    non_finite,
 )
+_OWN_CASE = (
+    Property("saved-bytes", memory.saved_bytes, "batch-doubling"),
+    Property("peak-memory", peak.peak_memory, peak.CASE),
+    Property("growth", growth.growth, growth.CASE),
+    Property("sizes", sizes.sizes, sizes.CASE),
+    Property("calls", calls.calls, calls.CASE),
+    Property("aliases", calls.aliases, calls.ALIASES),
+    *public.PROPERTIES,
+    Property("ranks", distributed.several_ranks, "ranks"),
+    Property("drawn", strategies.drawn, strategies.CASE),
+)
+PROPERTIES = {
+    each.name: each
+    for each in (*(Property(check.__name__.replace("_", "-"), check) for check in _EVERY_CASE), *_OWN_CASE)
+}

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any
@@ -11,9 +11,8 @@ from typing import Any
 import numpy as np
 
 from contrastile.comm.communicator import Communicator
-from contrastile.oracle.arrays import IntArray
+from contrastile.schedules.placement import Shards
 from contrastile.verify import statistics
-from contrastile.verify.arithmetic import Spread
 from contrastile.verify.comparison import NOTHING, Comparisons, Worst, wrong
 from contrastile.verify.losses import allowed
 from contrastile.verify.losses.arguments import Arguments
@@ -25,7 +24,7 @@ from contrastile.verify.losses.properties import UPSTREAM, LossTrial, compared
 from contrastile.verify.losses.subject import Loss, Result, prepare
 from contrastile.verify.rearrange import redirected
 from contrastile.verify.refused import refusals
-from contrastile.verify.shards import shares
+from contrastile.verify.shards import Parts, shares
 from contrastile.verify.trained import training
 from contrastile.verify.trial import Property, SkipError, Subject
 from contrastile.verify.worlds import judged
@@ -104,48 +103,32 @@ def _alone(objective: str, subject: Subject, case: str) -> Comparisons:
         yield from options(objective, subject)
 
 
-@dataclass(frozen=True, slots=True)
-class Share:
+@dataclass(frozen=True)
+class Share(Parts):
     """The arguments of a loss, and what each rank has of them.
 
     Attributes:
         label: which arguments they are.
         case: the joined batch.
-        rows: rows of each rank.
-        blocks: of info_nce, the sizes of each block of columns, by rank.
+        shards: see ``Parts``; beside the keys, a block of columns for each array of negatives.
     """
 
     label: str
     case: LossCase
-    rows: Sequence[int]
-    blocks: Sequence[Sequence[int]]
-
-    def _slices(self, sizes: Sequence[int], rank: int) -> slice:
-        start = sum(sizes[:rank])
-        return slice(start, start + sizes[rank])
-
-    def order(self) -> IntArray:
-        """(n,) the column of the whole that stands at each number of the world, which counts rank by rank."""
-        starts = np.cumsum([0, *map(sum, self.blocks)])
-        numbers = np.arange(starts[-1])
-        ranks = range(len(self.rows))
-        return np.concatenate(
-            [numbers[start:][self._slices(b, r)] for r in ranks for start, b in zip(starts, self.blocks, strict=False)]
-        )
+    shards: Shards
 
     def part(self, rank: int) -> Arguments:
         """What a rank passes."""
-        given, own = self.case.arguments, self._slices(self.rows, rank)
-        order, widths = self.order(), [sum(x) for x in zip(*self.blocks, strict=True)]
+        given, own, order = self.case.arguments, self.rows(rank), self.order()
         keywords: dict[str, Any] = {}
         for name, x in given.keywords.items():
             if name == "column_ids":
-                keywords[name] = x[order][self._slices(widths, rank)]
+                keywords[name] = x[self.own(rank)]
             else:
                 keywords[name] = (redirected(x, order) if name == "positives" else x)[own]
         features = [x[own] for x in given.features[:1]]
-        features += [x[self._slices(self.blocks[0], rank)] for x in given.features[1:]]
-        negatives = [x[self._slices(b, rank)] for x, b in zip(given.negatives, self.blocks[1:], strict=True)]
+        features += [x[self.columns(rank, 0)] for x in given.features[1:]]
+        negatives = [x[self.columns(rank, block)] for block, x in enumerate(given.negatives, 1)]
         labels = None if given.labels is None else given.labels[own]
         weights = None if given.weights is None else given.weights[own]
         given = replace(given, labels=labels, weights=weights, keywords=keywords)
@@ -163,13 +146,6 @@ class Share:
         scale, bias = (None if x is None else x * (n / factor) for x in (first.scale, first.bias))
         return Result(first.loss, features, scale, bias, first.by_autograd)
 
-    def spread(self, exchange: str) -> Spread:
-        """How this world takes its sums."""
-        times = 2 if self.case.claims.objective == "nt_xent" else 1
-        rows = tuple(times * x for x in self.rows)
-        blocks = tuple(times * x for block in zip(*self.blocks, strict=True) for x in block)
-        return Spread(rows, (sum(blocks),)) if exchange == "gather" else Spread(rows, blocks, halved=True)
-
 
 def _shared(objective: str, rows: Sequence[int], subject: Subject) -> Iterator[Share]:
     """The arguments that ranks share, in parts of these rows."""
@@ -184,6 +160,9 @@ def _shared(objective: str, rows: Sequence[int], subject: Subject) -> Iterator[S
     }
     b, world = sum(rows), len(rows)
 
+    def shards(*blocks: Sequence[int]) -> Shards:
+        return Shards(tuple(rows), tuple(zip(*blocks, strict=True)))
+
     def case(batch: Batch) -> LossCase:
         return formed(batch, b, _WIDTH, subject.dtype, loss.claims, loss.facts)
 
@@ -192,10 +171,10 @@ def _shared(objective: str, rows: Sequence[int], subject: Subject) -> Iterator[S
         more = [shares(len(x), [(3 * rank + 1) % 4 for rank in range(world)]) for x in here.arguments.negatives]
         # of negatives some lie beside their rows, and a queue's parts match no rank's rows
         more = [list(rows) if len(x) == b else y for x, y in zip(here.arguments.negatives, more, strict=True)]
-        yield Share(name, here, rows, [rows, *more])
+        yield Share(name, here, shards(rows, *more))
     if objective == "info_nce":
         elsewhere = case(replace(BATCHES["smoke"], make=moved))
-        yield Share("keys apart from their queries", elsewhere, rows, [list(reversed(rows))])
+        yield Share("keys apart from their queries", elsewhere, shards(rows[::-1]))
 
 
 def over_ranks(objective: str, subject: Subject, case: str) -> Comparisons:
@@ -255,7 +234,8 @@ def _of_ranks(share: Share, subject: Subject, interface: Interface, exchange: st
         if len({(part.loss.tobytes(), np.array(part.scale).tobytes()) for part in parts}) > 1:
             return wrong("the ranks have different losses, or gradients of the scale")
         case, times = share.case, upstream or 1.0
-        exact, bound = allowed.expected(case, times), allowed.allowed(case, times, share.spread(exchange))
+        spread = share.spread(exchange, 2 if case.claims.objective == "nt_xent" else 1)
+        exact, bound = allowed.expected(case, times), allowed.allowed(case, times, spread)
         fields = ("loss", "rows", "columns", "scale", "bias")
         return compared(case, share.joined(parts, reduction), exact, bound, fields)
 
@@ -286,17 +266,9 @@ def _numbers(loss: Loss, subject: Subject) -> Sequence[Any]:
     return *call.leaves, *call.labels, *call.numbers
 
 
-def _property(name: str, held: Callable[..., Comparisons], case: str, about: str) -> Property:
-    def check(subject: Subject, own: str) -> Comparisons:
-        yield from held(subject, own)
-
-    check.__doc__ = about
-    return Property(name, check, case)
-
-
 PROPERTIES = (
     *(
-        _property(
+        Property(
             f"public-{name.replace('_', '-')}",
             partial(alone, name),
             CASE,
@@ -312,7 +284,7 @@ PROPERTIES = (
 
 OVER_RANKS = (
     *(
-        _property(
+        Property(
             name.replace("_", "-"),
             partial(over_ranks, name),
             RANKS_CASE,

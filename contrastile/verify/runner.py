@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 import warnings
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from typing import NotRequired, Protocol, TypedDict
 
 import numpy as np
@@ -105,22 +105,49 @@ class Check:
         return row, Failure(row, wrong(reason), "", self.rerun(self.case))
 
     def run(self, printed: Callable[[], str] = str) -> tuple[Row, Failure | None]:
-        """Make the comparisons; whoever prints meanwhile, which ``printed`` returns, has failed."""
+        """Make the comparisons, and take the worst of them.
+
+        Whoever prints meanwhile, which ``printed`` returns, or changes the process's modes, has failed; so has a
+        backend that raises. If the property skips after some comparisons, they decide; if the backend refuses a problem
+        after some comparisons, only a failure among them does.
+        """
         if self.compare is None:
             return self.row(UNCLAIMED, reason=self.reason), None
-        found = worst_of(self.compare)
-        said = printed()
-        if said and found.status != "fail":
-            found = _failed(f"printed to stdout: {said!r}")
-        if found.status == "fail":
+        before, points = process.modes(), list[Point]()
+        status, said, label, worst, excess = "untested", "the property compared nothing", "", NOTHING, 0.0
+        try:
+            # a backend may warn, and the oracle warns of NaN
+            with warnings.catch_warnings(), np.errstate(all="ignore"):
+                warnings.simplefilter("ignore", RuntimeWarning)
+                for name, found in self.compare():
+                    points += [] if found.point is None else [found.point]
+                    ratio = math.inf if math.isnan(found.ratio) else found.ratio
+                    excess = max(excess, ratio if math.isnan(found.excess) else found.excess)
+                    if status == "untested" or ratio > worst.ratio:
+                        status, said, label, worst = "pass" if ratio < 1 else "fail", "", name, found
+        except SkipError as reason:
+            if status == "untested":
+                status, said = "skip", str(reason)
+        except UnsupportedProblemError as reason:
+            if status != "fail":
+                status, said = "refused", str(reason)
+        except FactsError as error:
+            status, label, worst = "fail", "", wrong(str(error))
+        except (Exception, SystemExit) as error:
+            status, label, worst = "fail", "", wrong(f"raised {one_line(error)}")
+        changed, text = process.changed(before, process.modes()), printed()
+        wrongs = ([] if changed is None else [changed]) + ([f"printed to stdout: {text!r}"] if text else [])
+        if wrongs and status != "fail":
+            status, label, worst = "fail", "", wrong(wrongs[0])
+        if status == "fail":
             # a problem that was drawn is a case of its own
-            drawn = found.label.startswith(f"{self.case.partition(':')[0]}:")
-            row = self.row("fail", found.worst.ratio, found.said, found.excess)
-            return row, Failure(row, found.worst, found.label, self.rerun(found.label if drawn else self.case))
-        ratio, excess = (found.worst.ratio, found.excess) if found.status == "pass" else (None, None)
-        row = self.row(found.status, ratio, found.reason, excess)
-        if found.points:
-            row["points"] = list(found.points)
+            drawn = label.startswith(f"{self.case.partition(':')[0]}:")
+            words = ": ".join(filter(None, (label, str(worst))))
+            row = self.row("fail", worst.ratio, words, max(excess, worst.excess))
+            return row, Failure(row, worst, label, self.rerun(label if drawn else self.case))
+        row = self.row(status, worst.ratio, "", excess) if status == "pass" else self.row(status, reason=said)
+        if points and status == "pass":
+            row["points"] = points
         return row, None
 
 
@@ -154,64 +181,3 @@ class Run:
             self.failures += [] if failure is None else [failure]
             self.progress(number, total, check.name())
             yield row
-
-
-@dataclass(frozen=True, slots=True)
-class CheckResult:
-    """The result of a check: its status, its worst comparison with a label, or why there is none."""
-
-    status: str
-    reason: str = ""
-    label: str = ""
-    worst: Worst = NOTHING
-    excess: float = 0.0
-    points: tuple[Point, ...] = ()
-
-    @property
-    def said(self) -> str:
-        """The label and the worst comparison, in words."""
-        return ": ".join(filter(None, (self.label, str(self.worst))))
-
-
-def _failed(reason: str) -> CheckResult:
-    return CheckResult("fail", worst=wrong(reason), excess=math.inf)
-
-
-def worst_of(check: Callable[[], Comparisons]) -> CheckResult:
-    """The worst of a property's comparisons; whoever changes the process's modes meanwhile has failed.
-
-    A backend that raises has failed. If the property skips after some comparisons, they decide; if the backend refuses
-    a problem after some comparisons, only a failure among them does.
-    """
-    before = process.modes()
-    found = _worst_of(check)
-    changed = process.changed(before, process.modes())
-    return found if changed is None or found.status == "fail" else _failed(changed)
-
-
-def _worst_of(check: Callable[[], Comparisons]) -> CheckResult:
-    found = CheckResult("untested", "the property compared nothing")
-    try:
-        # a backend may warn, and the oracle warns of NaN
-        with warnings.catch_warnings(), np.errstate(all="ignore"):
-            warnings.simplefilter("ignore", RuntimeWarning)
-            points: list[Point] = []
-            for label, worst in check():
-                if worst.point is not None:
-                    points.append(worst.point)
-                ratio = math.inf if math.isnan(worst.ratio) else worst.ratio
-                excess = max(found.excess, ratio if math.isnan(worst.excess) else worst.excess)
-                if found.status == "untested" or ratio > found.worst.ratio:
-                    found = CheckResult("pass" if ratio < 1 else "fail", "", label, worst, excess)
-                else:
-                    found = replace(found, excess=excess)
-            found = replace(found, points=tuple(points))
-    except SkipError as reason:
-        return CheckResult("skip", str(reason)) if found.status == "untested" else found
-    except UnsupportedProblemError as reason:
-        return found if found.status == "fail" else CheckResult("refused", str(reason))
-    except FactsError as error:
-        return _failed(str(error))
-    except (Exception, SystemExit) as error:
-        return _failed(f"raised {one_line(error)}")
-    return found

@@ -7,8 +7,8 @@ workers is not tested any further by the next.
 from __future__ import annotations
 
 import argparse
-import json
 import os
+import pickle
 import signal
 import sys
 import time
@@ -25,7 +25,7 @@ import pytest
 import contrastile
 from contrastile.reporting import CannotRunError, ProgressCallback, ending
 from contrastile.verify import options, plugin
-from contrastile.verify.comparison import Worst, wrong
+from contrastile.verify.comparison import wrong
 from contrastile.verify.runner import Failure, Row
 
 MAX_LOST = 3
@@ -115,20 +115,16 @@ class Session:
 
     def pytest_handlecrashitem(self, report: Any) -> None:
         """The check that ended its worker has failed."""
-        begun = json.loads((self._folder / report.node.gateway.id).read_text(encoding="utf-8"))
-        row, failure = _decoded(begun)
-        assert failure is not None
-        reason = f"the process {self._ending(report.node, plugin.limit(self.given, row['device']))}"
-        row["reason"] = reason
+        number, row, failure = pickle.loads((self._folder / report.node.gateway.id).read_bytes())
+        row["reason"] = f"the process {self._ending(report.node, plugin.limit(self.given, row['device']))}"
         self._lost[row["backend"]] += 1
-        self._done(begun["number"], row, replace(failure, worst=wrong(reason)))
+        self._done(number, row, replace(failure, row=row, worst=wrong(row["reason"])))
 
     def pytest_runtest_logreport(self, report: pytest.TestReport) -> None:
         """A check is done."""
         for name, result in report.user_properties:
             if name == plugin.RESULT:
-                done = json.loads(str(result))
-                self._done(done["number"], *_decoded(done))
+                self._done(*pickle.loads(result))  # type: ignore[arg-type]
 
     def _done(self, number: int, row: Row, failure: Failure | None) -> None:
         self.found[number] = row, failure
@@ -154,15 +150,6 @@ def _kill(process: Any) -> None:
         process.kill()
         if os.name == "posix":
             os.killpg(process.pid, signal.SIGKILL)
-
-
-def _decoded(result: dict[str, Any]) -> tuple[Row, Failure | None]:
-    row, failure = result["row"], result["failure"]
-    if failure is not None:
-        index = failure["worst"]["index"]
-        worst = Worst(**{**failure["worst"], "index": None if index is None else tuple(index)})
-        failure = Failure(row, worst, failure["label"], failure["command"])
-    return row, failure
 
 
 @contextmanager

@@ -37,13 +37,56 @@ def shares(total: int, weights: Sequence[int]) -> list[int]:
     return [end - start for start, end in zip([0, *ends], ends, strict=False)]
 
 
-@dataclass(frozen=True, slots=True)
-class Cut:
+class Parts:
+    """What each rank has of a whole.
+
+    Attributes:
+        shards: the ranks' rows, which follow each other, and their share of each column block, likewise.
+    """
+
+    shards: Shards
+
+    def rows(self, rank: int) -> slice:
+        """The place of a rank's rows."""
+        start = sum(self.shards.rows[:rank])
+        return slice(start, start + self.shards.rows[rank])
+
+    def columns(self, rank: int, block: int) -> slice:
+        """The place of a rank's columns in a block of the whole."""
+        start = sum(each[block] for each in self.shards.columns[:rank])
+        return slice(start, start + self.shards.columns[rank][block])
+
+    def order(self) -> IntArray:
+        """(n,) the column of the whole that stands at each number of the world."""
+        starts = np.cumsum([0, *map(sum, zip(*self.shards.columns, strict=True))])
+        numbers = np.arange(starts[-1])
+        found = [
+            numbers[start:][self.columns(rank, block)]
+            for rank in range(len(self.shards.rows))
+            for block, start in enumerate(starts[:-1])
+        ]
+        return np.concatenate(found)
+
+    def own(self, rank: int) -> IntArray:
+        """A rank's columns, by their numbers in the whole."""
+        start = self.shards.start(rank)
+        return self.order()[start : start + self.shards.widths[rank]]
+
+    def spread(self, exchange: str, times: int = 1) -> Spread:
+        """How this world takes its sums, of so many rows and columns for each."""
+        rows = tuple(times * x for x in self.shards.rows)
+        if exchange == "gather":
+            return Spread(rows, (times * sum(self.shards.widths),))
+        return Spread(rows, tuple(times * size for blocks in self.shards.columns for size in blocks), halved=True)
+
+
+@dataclass(frozen=True)
+class Cut(Parts):
     """A problem and how much of it each rank has.
 
     Attributes:
         problem: the whole, NumPy.
-        shards: the ranks' rows, which follow each other, and their share of each column block, likewise.
+        shards: see ``Parts``.
         itself: whether the ranks have the rows alone, which are the columns.
     """
 
@@ -63,32 +106,9 @@ class Cut:
         """A cut of rows against themselves, which the problem has as its one block of columns too."""
         return replace(Cut.of(problem, rows, rows), itself=True)
 
-    def rows(self, rank: int) -> slice:
-        """The place of a rank's rows."""
-        start = sum(self.shards.rows[:rank])
-        return slice(start, start + self.shards.rows[rank])
-
-    def columns(self, rank: int, block: int) -> slice:
-        """The place of a rank's columns in a block of the whole."""
-        start = sum(each[block] for each in self.shards.columns[:rank])
-        return slice(start, start + self.shards.columns[rank][block])
-
-    def order(self) -> IntArray:
-        """(n,) the column of the whole that stands at each number of the world."""
-        starts = np.cumsum([0, *rearrange.sizes(self.problem)])
-        numbers = np.arange(starts[-1])
-        found = [
-            numbers[start:][self.columns(rank, block)]
-            for rank in range(len(self.shards.rows))
-            for block, start in enumerate(starts[:-1])
-        ]
-        return np.concatenate(found)
-
     def part(self, rank: int, placement: Placement | None = None) -> Problem:
         """What a rank has of the problem."""
-        p, rows, order = self.problem, self.rows(rank), self.order()
-        start = self.shards.start(rank)
-        own = order[start : start + self.shards.widths[rank]]
+        p, rows, own, order = self.problem, self.rows(rank), self.own(rank), self.order()
         return replace(
             p,
             rows=p.rows[rows],
@@ -127,13 +147,6 @@ class Cut:
             scale=first.scale * (n / factor),
             bias=None if first.bias is None else first.bias * (n / factor),
         )
-
-    def spread(self, exchange: str) -> Spread:
-        """How this world takes its sums."""
-        shards = self.shards
-        if exchange == "gather":
-            return Spread(shards.rows, (sum(shards.widths),))
-        return Spread(shards.rows, tuple(size for blocks in shards.columns for size in blocks), halved=True)
 
 
 def outcomes(

@@ -19,7 +19,7 @@ from contrastile.verify.bars import bound_of_bars, drawn_bars, truth_of_bars
 from contrastile.verify.bounds import bounds
 from contrastile.verify.comparison import GRADIENT, Comparisons, Worst, compare
 from contrastile.verify.draws import pairs
-from contrastile.verify.execution import on_device
+from contrastile.verify.execution import putter
 from contrastile.verify.rearrange import folded
 from contrastile.verify.rounding import UNIT, round_to
 from contrastile.verify.shards import shares
@@ -101,11 +101,8 @@ class _Expected:
 
 def _called(problem: Problem, bars: Sequence[Bars], subject: Subject, **settings: Any) -> Outcome:
     """The statistics of a problem by the public function, and where there is autograd the gradients of their loss."""
-    arrays, like = subject.backend.arrays, on_device(subject.backend.arrays, subject.device)
-
-    def put(x: Any, kind: str) -> Any:
-        return arrays.asarray(np.array(x, order="C"), kind, like)
-
+    arrays = subject.backend.arrays
+    put = putter(arrays, subject.device)
     rows, *columns = leaves = [put(x, subject.dtype) for x in (problem.rows, *problem.columns)]
     scale, itself = put(problem.scale, state_dtype(subject.dtype)), problem.excluded is not None
     by_autograd = settings.pop("by_autograd", True) and arrays.name == "torch"

@@ -15,7 +15,6 @@ from contrastile.oracle.arrays import FloatArray, IntArray
 from contrastile.reporting import one_line
 from contrastile.schedules.problem import Problem
 from contrastile.verify import rearrange
-from contrastile.verify.bounds import bounds
 from contrastile.verify.comparison import NOTHING, Comparisons, Worst, compare, wrong
 from contrastile.verify.plain import as_it_is, compare_with_plain
 from contrastile.verify.rounding import round_to
@@ -292,7 +291,7 @@ def _temporary_home() -> Iterator[None]:
 def _compare(recipe: Recipe, subject: Subject) -> Worst:
     drawn_problem = problem(recipe, subject.dtype)
     oracle = truth(drawn_problem)
-    bound = bounds(drawn_problem, oracle, subject.accuracy, subject.dtype, options=recipe.options)
+    bound = subject.bounds(drawn_problem, oracle, options=recipe.options)
     given, view = drawn_problem, as_it_is
     if recipe.blocks == 0:
         given, view = replace(drawn_problem, columns=()), rearrange.folded

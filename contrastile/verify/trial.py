@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import zlib
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from dataclasses import dataclass, field, replace
 from functools import cached_property
 from typing import Any
@@ -15,7 +15,7 @@ from contrastile.schedules.problem import Problem
 from contrastile.verify import facts
 from contrastile.verify.bounds import bounds
 from contrastile.verify.cases import Case
-from contrastile.verify.comparison import GRADIENT, VALUE, Comparisons, Worst, compare
+from contrastile.verify.comparison import Comparisons, Worst, compare
 from contrastile.verify.execution import Want, outcome
 from contrastile.verify.truth import Outcome, Truth, truth
 from contrastile.verify.worlds import World
@@ -31,19 +31,26 @@ class Property:
         name: what ``--property`` calls it.
         check: takes a Trial; of a property with a case of its own, a Subject and that case's full name.
         case: that case, which runs once per backend and dtype; None for a property of every case.
+        says: what is correct, where the check does not say so itself.
     """
 
     name: str
     check: Callable[..., Comparisons]
     case: str | None = None
+    says: str = ""
 
     @property
     def about(self) -> str:
-        return (self.check.__doc__ or "").strip().partition("\n")[0]
+        return (self.says or self.check.__doc__ or "").strip().partition("\n")[0]
 
 
 class SkipError(Exception):
     """A property does not apply to a case; the message says why."""
+
+
+def skipped(reason: str) -> Comparisons:
+    """The comparisons of what is skipped."""
+    raise SkipError(reason)
 
 
 @dataclass(frozen=True, slots=True)
@@ -120,6 +127,23 @@ class Subject:
         how = replace(options or Options(), **self.settings)
         return outcome(problem, backend or self.backend, self.dtype, self.device, how, upstream, want)
 
+    def bounds(self, problem: Problem, oracle: Truth, upstream: float = 1.0, options: Options | None = None) -> Outcome:
+        """The bounds of a problem, computed with these options."""
+        return bounds(problem, oracle, self.accuracy, self.dtype, upstream, options)
+
+    def compare(
+        self,
+        problem: Problem,
+        *,
+        backend: Backend | None = None,
+        options: Options | None = None,
+        upstream: float = 1.0,
+    ) -> Worst:
+        """Compare the outcome of a problem with its truth and bounds."""
+        oracle = truth(problem, upstream)
+        got = self.run(problem, backend, options, upstream)
+        return compare(got, oracle.outcome, self.bounds(problem, oracle, upstream, options))
+
 
 @dataclass(frozen=True)
 class Trial:
@@ -148,7 +172,7 @@ class Trial:
 
     @cached_property
     def bound(self) -> Outcome:
-        return self.bounds(self.problem, self.oracle)
+        return self.subject.bounds(self.problem, self.oracle)
 
     @cached_property
     def outcome(self) -> Outcome:
@@ -157,30 +181,6 @@ class Trial:
     def random(self) -> np.random.Generator:
         """A generator that depends on the seed and the case alone."""
         return np.random.default_rng([self.subject.seed, zlib.crc32(self.case.name.encode())])
-
-    def bounds(
-        self,
-        problem: Problem,
-        oracle: Truth,
-        upstream: float = 1.0,
-        options: Options | None = None,
-    ) -> Outcome:
-        """The bounds of any problem, computed with these options."""
-        return bounds(problem, oracle, self.subject.accuracy, self.subject.dtype, upstream, options)
-
-    def compare(
-        self,
-        problem: Problem,
-        fields: Sequence[str] = VALUE + GRADIENT,
-        *,
-        backend: Backend | None = None,
-        options: Options | None = None,
-        upstream: float = 1.0,
-    ) -> Worst:
-        """Compare the backend's outcome of another problem with that problem's own truth and bounds."""
-        oracle = truth(problem, upstream)
-        got = self.subject.run(problem, backend, options, upstream)
-        return compare(got, oracle.outcome, self.bounds(problem, oracle, upstream, options), fields)
 
     @property
     def keeps(self) -> bool:

@@ -6,9 +6,9 @@ a program returns is known to all, so that all come to the same verdict.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Any, Protocol, TypeVar, cast
+from typing import Any, TypeVar, cast
 
 from contrastile.comm.communicator import Communicator
 from contrastile.comm.inprocess import InProcessGroup
@@ -23,37 +23,25 @@ class WorldError(ValueError):
     """There is no such world, or it is not available here; the message says what to do."""
 
 
-class World(Protocol):
-    """Ranks that run one program."""
+class World:
+    """Ranks that run one program.
 
-    @property
-    def size(self) -> int:
-        """The number of ranks."""
-        ...
+    Attributes:
+        size: the number of ranks.
+        name: what ``--world`` calls it.
+        launch: the words that start ``contrastile`` on these ranks.
+        leads: whether this process draws, prints and writes.
+        can_be_late: whether messages can be made to arrive at the last moment.
+    """
 
-    @property
-    def name(self) -> str:
-        """What ``--world`` calls it."""
-        ...
-
-    @property
-    def launch(self) -> list[str]:
-        """The words that start ``contrastile`` on these ranks."""
-        ...
-
-    @property
-    def leads(self) -> bool:
-        """Whether this process draws, prints and writes."""
-        ...
-
-    @property
-    def can_be_late(self) -> bool:
-        """Whether messages can be made to arrive at the last moment."""
-        ...
+    size: int
+    name: str
+    launch: Sequence[str]
+    leads: bool
+    can_be_late: bool
 
     def begin(self) -> None:
         """Another test begins: no message of the last one may meet one of its own."""
-        ...
 
     def run(self, program: Callable[[Communicator], T], *, late: bool = False) -> list[T]:
         """What the program returns on each rank.
@@ -61,11 +49,11 @@ class World(Protocol):
         Raises:
             BaseException: what it raised on some rank.
         """
-        ...
+        raise NotImplementedError
 
     def share(self, x: T) -> T:
         """What the leader has."""
-        ...
+        raise NotImplementedError
 
 
 def judged(world: World, judge: Callable[[], T]) -> T:
@@ -82,36 +70,19 @@ def judged(world: World, judge: Callable[[], T]) -> T:
     return cast("T", value)
 
 
-@dataclass(frozen=True, slots=True)
-class Threads:
-    """All ranks in this process.
-
-    Attributes:
-        size: the number of ranks.
-    """
+@dataclass
+class Threads(World):
+    """All ranks in this process; every run has a group of its own."""
 
     size: int
 
-    leads = True
-    can_be_late = True
+    launch, leads, can_be_late = ("contrastile",), True, True
 
-    @property
-    def name(self) -> str:
-        """The number of ranks."""
-        return str(self.size)
-
-    @property
-    def launch(self) -> list[str]:
-        """See ``World``."""
-        return ["contrastile"]
-
-    def begin(self) -> None:
-        """See ``World``. Every run has a group of its own."""
+    def __post_init__(self) -> None:
+        self.name = str(self.size)
 
     def run(self, program: Callable[[Any], T], *, late: bool = False) -> list[T]:
-        """See ``World``."""
         return InProcessGroup[T](self.size, late=late).run(program)
 
     def share(self, x: T) -> T:
-        """See ``World``."""
         return x

@@ -23,16 +23,18 @@ from contrastile.oracle.arrays import FloatArray, float64
 from contrastile.schedules.problem import Problem
 from contrastile.verify.arithmetic import Spread, gamma
 from contrastile.verify.bounds import bounds
+from contrastile.verify.comparison import GRADIENT
 from contrastile.verify.facts import plain_accuracy
 from contrastile.verify.losses.arguments import SELF, of_arguments
 from contrastile.verify.losses.cases import LossCase
+from contrastile.verify.rearrange import scaled
 from contrastile.verify.rounding import UNDERFLOW, UNIT
 from contrastile.verify.truth import Outcome, Truth, truth
 
 
 def expected(case: LossCase, upstream: float = 1.0) -> Outcome:
     """The exact value and the exact gradients of the arguments; the value is not multiplied by ``upstream``."""
-    found = _scaled(of_arguments(case.oracle.outcome, case.claims.objective), upstream)
+    found = scaled(of_arguments(case.oracle.outcome, case.claims.objective), upstream, GRADIENT)
     return _through_norms(case, found) if case.claims.normalises else found
 
 
@@ -44,7 +46,9 @@ def allowed(case: LossCase, upstream: float = 1.0, spread: Spread | None = None)
     allowed = _plain(case, spread) if case.facts is None else _stated(case, case.facts, upstream, spread)
     if case.claims.objective in SELF:
         # the gradients of both sides are added in the features' dtype
-        exact = _scaled(of_arguments(case.oracle.outcome, case.claims.objective), upstream if case.facts else 1.0)
+        exact = scaled(
+            of_arguments(case.oracle.outcome, case.claims.objective), upstream if case.facts else 1.0, GRADIENT
+        )
         more = [_rounded(*both, case.dtype) for both in zip(_sides(exact), _sides(allowed), strict=True)]
         rows, *columns = (x + y for x, y in zip(_sides(allowed), more, strict=True))
         allowed = replace(allowed, rows=rows, columns=tuple(columns))
@@ -131,15 +135,6 @@ def _rounded(exact: FloatArray, error: FloatArray, dtype: str) -> FloatArray:
     return UNIT[dtype] * (np.abs(np.nan_to_num(exact)) + error) + UNDERFLOW[dtype]
 
 
-def _scaled(x: Outcome, factor: float) -> Outcome:
-    """An outcome whose gradients are multiplied by a factor."""
-    if factor == 1.0:
-        return x
-    bias = None if x.bias is None else float64(factor * x.bias)
-    columns = tuple(factor * c for c in x.columns)
-    return replace(x, rows=factor * x.rows, columns=columns, scale=float64(factor * x.scale), bias=bias)
-
-
 def _with_upstream(case: LossCase, bound: Outcome, upstream: float, u: float) -> Outcome:
     """Bounds of gradients times an upstream gradient, with two roundings more."""
     exact, more = expected(case), gamma(2 * max(u, UNIT[case.dtype]))
@@ -154,7 +149,7 @@ def _with_upstream(case: LossCase, bound: Outcome, upstream: float, u: float) ->
         scale=moved(bound.scale, exact.scale),
         bias=None if bound.bias is None else moved(bound.bias, exact.bias),
     )
-    return _scaled(wider, abs(upstream))
+    return scaled(wider, abs(upstream), GRADIENT)
 
 
 def _through_norms(case: LossCase, x: Outcome, rounding: float | None = None) -> Outcome:

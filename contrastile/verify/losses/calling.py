@@ -14,7 +14,7 @@ import numpy as np
 from contrastile.backends.contract import Array, state_dtype
 from contrastile.verify.comparison import NOTHING, Comparisons, Worst, wrong
 from contrastile.verify.draws import FAR
-from contrastile.verify.losses.cases import CALLS, HIGH, LossCase, build, rounded
+from contrastile.verify.losses.cases import CALLS, HIGH, build, rounded
 from contrastile.verify.losses.claims import Claims
 from contrastile.verify.losses.properties import (
     ONE_CALL,
@@ -98,12 +98,13 @@ def _of_other_types() -> dict[str, Callable[[Array], Array]]:
 
 def numbers(trial: LossTrial) -> Comparisons:
     """Scale and bias may be numbers of Python and NumPy and tensors of any shape with one element."""
-    claims = trial.loss.claims
+    claims, given = trial.loss.claims, trial.case.arguments
+    arrays, scalars = len(given.features) + len(given.negatives), 1 + (given.bias is not None)
     for scale, bias in zip(_SCALES, _BIASES, strict=True):
         here = trial.other(numbered(trial.case, scale, bias))
         for label, make, learns in _ways(trial, whole=scale == int(scale)):
             wanted = claims.scale_gradient and learns
-            train = None if wanted else [*[claims.feature_gradients] * _arrays(trial.case), *[False] * _scalars(here)]
+            train = None if wanted else [*[claims.feature_gradients] * arrays, *[False] * scalars]
             fields = trial.fields if wanted else [x for x in trial.fields if x not in ("scale", "bias")]
             found = here.run(number=make, train=train)
             yield f"scale {scale:g} as {label}", here.compare(found, fields)
@@ -117,14 +118,6 @@ def numbers(trial: LossTrial) -> Comparisons:
     if has_default:
         here = trial.other(replace(trial.case, arguments=replace(trial.case.arguments, bias=None)))
         yield "the bias left out", here.compare(here.run(), [x for x in trial.fields if x != "bias"])
-
-
-def _arrays(case: LossCase) -> int:
-    return len(case.arguments.features) + len(case.arguments.negatives)
-
-
-def _scalars(trial: LossTrial) -> int:
-    return 1 + (trial.case.arguments.bias is not None)
 
 
 def _ways(trial: LossTrial, *, whole: bool) -> Iterator[tuple[str, Callable[[float], Any], bool]]:
@@ -217,7 +210,9 @@ def autocast(trial: LossTrial) -> Comparisons:
         if case.dtype != "float32":
             yield "", trial.compare(trial.run(), trial.fields)
             return
-        narrow = trial.other(_narrow(case))
+        # at a scale at which its errors are bounded
+        given = replace(rounded(case.arguments, "bfloat16"), scale=2.0)
+        narrow = trial.other(replace(case, arguments=given))
         # the second time its signature is known
         for call in (prepared(narrow), prepared(narrow)):
             found = call.finish(call())
@@ -227,8 +222,8 @@ def autocast(trial: LossTrial) -> Comparisons:
         if not torch.is_autocast_enabled(trial.device):
             yield "", wrong("the caller's autocast is off")
     if case.facts is not None:
-        given = [x for x in found.features if x is not None]
-        same = all(np.array_equal(x, round_to(x, "bfloat16"), equal_nan=True) for x in given)
+        features = [x for x in found.features if x is not None]
+        same = all(np.array_equal(x, round_to(x, "bfloat16"), equal_nan=True) for x in features)
         yield (
             "",
             NOTHING if same else wrong("a gradient has bits that bfloat16 has not: the features were not narrowed"),
@@ -239,11 +234,6 @@ def autocast(trial: LossTrial) -> Comparisons:
         yield "", trial.other(as_bfloat16).compare(found, fields)
     except SkipError:
         yield "", NOTHING
-
-
-def _narrow(case: LossCase) -> LossCase:
-    """The case with features that bfloat16 holds, at a scale at which its errors are bounded."""
-    return replace(case, arguments=replace(rounded(case.arguments, "bfloat16"), scale=2.0))
 
 
 def integers(trial: LossTrial) -> Comparisons:
@@ -323,16 +313,12 @@ def queues(trial: LossTrial) -> Comparisons:
             yield f"{label}, the query frozen", NOTHING if frozen.features[2] is not None else wrong("no gradient")
 
 
-def _takes_integers(claims: Claims) -> str:
+def _by_autograd(name: str, what: str) -> Callable[[Claims], str]:
+    return lambda claims: by_autograd(claims) or claimed(name, what)(claims)
+
+
+def _integers(claims: Claims) -> str:
     return "" if claims.ids or claims.objective == "sup_con" else "integers"
-
-
-def _several(claims: Claims) -> str:
-    return by_autograd(claims) or claimed("retains", "a graph that is retained")(claims)
-
-
-def _in_autocast(claims: Claims) -> str:
-    return "" if claims.library == "torch" and claims.autocast else "the caller's autocast"
 
 
 REPEATED = {
@@ -342,13 +328,13 @@ REPEATED = {
         LossProperty("numbers", numbers, CALLS, claim=claimed("numbers", "numbers, or tensors of shape (1,)")),
         LossProperty("interleaved", interleaved, CALLS),
         LossProperty("rewritten", rewritten, CALLS),
-        LossProperty("retained", retained, CALLS, claim=_several),
+        LossProperty("retained", retained, CALLS, claim=_by_autograd("retains", "a graph that is retained")),
         LossProperty("aliases", aliases, CALLS),
-        LossProperty("autocast", autocast, CALLS, claim=_in_autocast),
+        LossProperty("autocast", autocast, CALLS, claim=_by_autograd("autocast", "the caller's autocast")),
         LossProperty("settings", settings, CALLS, claim=claimed("deterministic", "the same bits for the same inputs")),
         LossProperty("repeats", repeats, CALLS),
         LossProperty("leaks", leaks, CALLS),
-        LossProperty("integers", integers, CALLS, claim=_takes_integers),
+        LossProperty("integers", integers, CALLS, claim=_integers),
         LossProperty("queues", queues, CALLS, claim=claimed("negatives", "negatives")),
         LossProperty("threads", threads, CALLS),
         LossProperty("refusals", refusals, CALLS, claim=claimed("positives", "positives")),

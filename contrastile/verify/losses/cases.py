@@ -188,10 +188,6 @@ def _names(draw: Draw, count: int) -> np.ndarray:
     return draw.permutation(np.unique(np.concatenate([FAR, more])))[:count]
 
 
-def _attracting(draw: Draw, given: Arguments) -> Arguments:
-    return replace(given, bias=2.7)
-
-
 def _optional(
     *makes: Callable[[Draw, Arguments], Arguments], weighted: bool = True, **options: Any
 ) -> Callable[[Draw, Arguments], Arguments]:
@@ -283,7 +279,9 @@ BATCHES = {
             "300 labels beyond 32 bits, below 0 or equal as floats",
             *(301, 24, HIGH, _unpaired, 1.0, "labels", _labels(_names)),
         ),
-        Batch("bias", "a positive bias", 37, 40, HIGH, pairs, 1.0, "bias", _attracting),
+        Batch(
+            "bias", "a positive bias", 37, 40, HIGH, pairs, 1.0, "bias", lambda draw, given: replace(given, bias=2.7)
+        ),
         Batch("wordnet", "real sentence embeddings at CLIP's final scale", 1021, 384, 100.0, _real),
         Batch(
             "nan", "a NaN in one feature: the loss is NaN, never a number and never a hang", 19, 24, 10.0, _not_a_number

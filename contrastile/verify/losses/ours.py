@@ -437,8 +437,8 @@ def interfaces(subject: Subject, objective: str) -> Iterator[tuple[Interface, Lo
         for each in group:
             if each.objectives is not None and objective not in each.objectives:
                 continue
-            if each.make in (dispatched, functional) and not whole:
-                # they pass any dtype on; at their first call torch imports its compiler, for seconds
+            if each.make in (dispatched, functional, ranking, cached_ranking) and not whole:
+                # they pass any dtype on; at their first call a compiler or a library is imported, for seconds
                 continue
             # the function by autograd has what is costly, or value_and_grad where there is no autograd
             held = (*each.properties, *(once if each.properties else ()))

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property, partial
 from typing import Any
@@ -10,10 +10,9 @@ from typing import Any
 import numpy as np
 
 from contrastile.backends.contract import Array
-from contrastile.oracle.arrays import FloatArray
 from contrastile.verify import peak
 from contrastile.verify.arithmetic import Spread
-from contrastile.verify.comparison import NOTHING, Comparisons, Worst, compare, wrong
+from contrastile.verify.comparison import NOTHING, Comparisons, Worst, compare, parts, wrong
 from contrastile.verify.losses import allowed
 from contrastile.verify.losses.arguments import SELF
 from contrastile.verify.losses.cases import MEMORY, SIZES, LossCase, sized
@@ -131,8 +130,7 @@ def compared(case: LossCase, found: Result, exact: Outcome, bound: Outcome, fiel
     Raises:
         SkipError: no finite bound can be derived.
     """
-    unbounded = [name for name, x in _arrays(bound, fields) if np.isinf(x).any()]
-    if unbounded:
+    if any(x is not None and np.isinf(x).any() for _, x in parts(bound, fields)):
         raise SkipError(f"a plain {case.state} computation has no finite error bound here")
     if not found.by_autograd:
         # of the negatives no gradient is returned
@@ -162,14 +160,6 @@ def named(worst: Worst, case: LossCase) -> Worst:
     words = {"rows": f"d{first}", "columns[0]": f"d{second}", "scale": "dscale", "bias": "dbias"}
     name, *rest = worst.field.split(" ", 1)
     return replace(worst, field=" ".join([words.get(name, name), *rest]))
-
-
-def _arrays(x: Outcome, fields: Sequence[str]) -> Iterator[tuple[str, FloatArray]]:
-    for name in fields:
-        value = getattr(x, name)
-        for each in value if isinstance(value, tuple) else (value,):
-            if each is not None:
-                yield name, each
 
 
 def value(trial: LossTrial) -> Comparisons:

@@ -15,7 +15,6 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from datetime import timedelta
 from functools import cached_property
@@ -25,10 +24,9 @@ from typing import Any, NoReturn
 import numpy as np
 
 from contrastile.backends.contract import state_dtype
-from contrastile.oracle.arrays import FloatArray
 from contrastile.reporting import ending, one_line
 from contrastile.verify.arithmetic import Spread
-from contrastile.verify.comparison import Comparisons, Worst
+from contrastile.verify.comparison import Comparisons, Worst, parts
 from contrastile.verify.losses import allowed
 from contrastile.verify.losses.cases import LossCase, sized
 from contrastile.verify.losses.claims import Claims
@@ -138,19 +136,15 @@ def _label(ranks: int, worst: Worst, got: Outcome, exact: Outcome, fields: tuple
     label = f"{ranks} ranks"
     if worst.ratio < 1:
         return label
-    found, right = (np.concatenate([x.ravel() for x in _flat(each, fields)]) for each in (got, exact))
+    found, right = (
+        np.concatenate([np.ravel(x) for _, x in parts(each, fields) if x is not None]) for each in (got, exact)
+    )
     if found.shape != right.shape or not np.isfinite(found).all() or not right.any():
         return label
     factor = float(found @ right / (right @ right))
     # a factor explains nothing where a tenth of the difference remains
     remains, difference = (float(np.linalg.norm(found - x * right)) for x in (factor, 1.0))
     return f"{label}: {factor:.3g} times what it should be" if remains < 0.1 * difference else label
-
-
-def _flat(x: Outcome, fields: tuple[str, ...]) -> Iterator[FloatArray]:
-    for name in fields:
-        value = getattr(x, name)
-        yield from (np.asarray(each) for each in (value if isinstance(value, tuple) else (value,)) if each is not None)
 
 
 def _launched(loss: Loss, seconds: float) -> Results:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import sys
-from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 from functools import partial
@@ -129,16 +128,11 @@ def retained(trial: LossTrial) -> Comparisons:
 
 def settings(trial: LossTrial) -> Comparisons:
     """A call moves no generator, and changes no setting of the process."""
-    import random
-
-    # a generator that is seeded anew must not happen to be where it was
-    random.random()
-    np.random.random()
+    process.advance()
     threads = 0
     if trial.loss.claims.library == "torch":
         import torch
 
-        torch.rand(())
         threads = torch.get_num_threads()
         # not the number that verify itself sets
         torch.set_num_threads(threads + 1)
@@ -175,23 +169,19 @@ def threads(trial: LossTrial) -> Comparisons:
 
 def repeats(trial: LossTrial) -> Comparisons:
     """After 520 calls a call gives what the first gave."""
-    small = trial.other(sized(trial.loss.claims, *_few(trial), trial.case.dtype, trial.case.facts))
+    claims, case = trial.loss.claims, trial.case
+    small = trial.other(sized(claims, claims.batch(4) or 1, claims.width(3) or 1, case.dtype, case.facts))
     call = prepared(small)
     first = call.finish(call())
     for _ in range(_MANY):
         call()
     again = small.run()
     yield f"call {_MANY}", small.compare(again, trial.fields)
-    if trial.loss.claims.deterministic:
+    if claims.deterministic:
         same = all(
             np.array_equal(x, y, equal_nan=True) for x, y in zip(everything(first), everything(again), strict=True)
         )
         yield f"call {_MANY}", NOTHING if same else wrong("it has other bits than the first")
-
-
-def _few(trial: LossTrial) -> tuple[int, int]:
-    claims = trial.loss.claims
-    return claims.batch(4) or 1, claims.width(3) or 1
 
 
 def leaks(trial: LossTrial) -> Comparisons:
@@ -206,16 +196,11 @@ def leaks(trial: LossTrial) -> Comparisons:
         call = prepare(trial.loss, arguments, case.dtype, trial.device)
         call.finish(call())
 
-    def steps(times: int) -> Callable[[], object]:
-        def several() -> None:
-            for _ in range(times):
-                step()
-
-        return several
-
     # first calls fill caches
-    steps(2)()
-    few, many = (peak.peak_bytes(trial.loss.arrays, trial.device, steps(times)) for times in (1, 5))
+    peak.repeated(step, 2)
+    few, many = (
+        peak.peak_bytes(trial.loss.arrays, trial.device, partial(peak.repeated, step, times)) for times in (1, 5)
+    )
     # less than the logits of one of them
     limit = few + 2 * b * b
     yield "5 calls", Worst(many / limit, "bytes", (), many, limit)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import importlib
 import inspect
+import pkgutil
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
@@ -15,7 +16,7 @@ from contrastile.backends.arrays import ArrayLibrary, CupyArrays, TorchArrays
 from contrastile.backends.contract import Accuracy, Array, state_dtype
 from contrastile.oracle.arrays import FloatArray
 from contrastile.reporting import CannotRunError, one_line
-from contrastile.verify.execution import on_device
+from contrastile.verify.execution import putter
 from contrastile.verify.losses.arguments import Arguments
 from contrastile.verify.losses.claims import Claims
 
@@ -235,11 +236,7 @@ def prepare(
         integers: dtype of ids, positives and labels.
         step: of these in memory.
     """
-    arrays, claims, like = loss.arrays, loss.claims, on_device(loss.arrays, device)
-
-    def put(x: Any, kind: str) -> Array:
-        return arrays.asarray(np.array(x, order="C"), kind, like)
-
+    claims, put = loss.claims, putter(loss.arrays, device)
     leaves = [put(x, dtype) for x in (*given.features, *given.negatives)]
     values = [x for x in (given.scale, given.bias) if x is not None]
     tensors = claims.scale_gradient and claims.library == "torch"
@@ -277,17 +274,13 @@ def load(name: str) -> Any:
     Raises:
         CannotRunError: there is no such module or attribute, or importing it failed.
     """
-    module, colon, attribute = name.partition(":")
-    if not (module and colon and attribute):
+    if not all(name.partition(":")):
         raise CannotRunError(f"a loss must be named as module:attribute, got {name!r}")
     try:
-        found: Any = importlib.import_module(module)
-        for part in attribute.split("."):
-            found = getattr(found, part)
+        return pkgutil.resolve_name(name)
     except (Exception, SystemExit) as error:
         # importing other people's code may raise anything
         raise CannotRunError(f"loss {name!r} cannot be imported: {one_line(error)}") from error
-    return found
 
 
 def _name(target: Any) -> str:
