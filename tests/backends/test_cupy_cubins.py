@@ -148,29 +148,6 @@ def test_chunks_stay_within_the_workspace(monkeypatch: pytest.MonkeyPatch) -> No
             assert backward_chunk(m, n, size, family, Options(tile=(3, 5))) == (min(m, 3), min(n, 5))
 
 
-def test_chunks_are_near_squares_of_whole_units(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.delenv("CONTRASTILE_WORKSPACE_MIB", raising=False)
-    for b, mib, expected in (
-        (8192, None, (8192, 8192)),
-        (20000, None, (16384, 16384)),
-        (65536, None, (16384, 16384)),
-        (262144, None, (16384, 16384)),
-        (65536, 2048, (32768, 32768)),
-        (65536, 1024, (16384, 32768)),
-    ):
-        assert backward_chunk(b, b, 2, HOPPER, Options(workspace=mib)) == expected
-    # few rows, as of one rank of many, leave room for many columns
-    assert backward_chunk(4096, 65536, 2, HOPPER, Options()) == (4096, 65536)
-    assert backward_chunk(65536, 4096, 2, HOPPER, Options()) == (65536, 4096)
-
-
-def test_an_option_is_obeyed_whatever_the_environment_says(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("CONTRASTILE_WORKSPACE_MIB", "8")
-    assert backward_chunk(65536, 65536, 2, HOPPER, Options(workspace=2048)) == (32768, 32768)
-    height, width = backward_chunk(65536, 65536, 2, HOPPER, Options())
-    assert height * width * 2 <= 8 * 2**20
-
-
 def test_partial_results_of_the_forward_pass_stay_bounded() -> None:
     for family in (HOPPER, AMPERE):
         for m, n in ((4_194_304, 4_194_304), (65536, 1000), (1000, 65536), (1, 10**8), (10**8, 1)):

@@ -90,21 +90,6 @@ def same(found: Sequence[Any], expected: Sequence[Any]) -> bool:
     return all(a is b is None or (a is not None and torch.equal(a, b)) for a, b in pairs)
 
 
-def test_a_call_that_has_come_before_is_replayed_with_what_it_is_given(graphs: Graphs) -> None:
-    results = []
-    for seed in range(BEFORE + 3):
-        arrays = drawn(seed)
-        found = graphs.call("what", arrays, compute)
-        assert same(found, compute(arrays))
-        results.append((found, compute(arrays)))
-        assert len(graphs.captured) == (seed + 1 >= BEFORE)
-    (captured,) = graphs.captured.values()
-    assert captured.graph.replays == 4
-    # later replays leave what earlier ones gave
-    assert all(same(*each) for each in results)
-    assert len({x.data_ptr() for found, _ in results for x in found if x is not None and x.ndim == 2}) == len(results)
-
-
 @pytest.mark.parametrize("other", ["what", "shape", "dtype", "none", "alias", "stream", *settings.VARIABLES])
 def test_what_differs_is_another_call(other: str, graphs: Graphs, monkeypatch: pytest.MonkeyPatch) -> None:
     def call(seed: int, different: bool) -> None:
@@ -164,16 +149,6 @@ def test_more_call_signatures_in_turn_than_graphs_are_not_captured_for_ever(
     assert counts[-1] == counts[BEFORE] == kinds
     assert len(graphs.captured) == replay.MOST
     assert min(captured.replays for captured in graphs.captured.values()) > replay.WORTH
-
-
-def test_a_graph_that_has_paid_for_itself_may_be_captured_again(graphs: Graphs) -> None:
-    for what in [*range(replay.MOST + 1), 0]:
-        for seed in range(BEFORE + replay.WORTH):
-            arrays = drawn(seed)
-            assert same(graphs.call(what, arrays, compute), compute(arrays))
-    assert len(graphs.captured) == replay.MOST
-    assert next(reversed(graphs.captured))[0] == 0
-    assert None not in graphs.seen.values()
 
 
 def test_what_cannot_be_captured_is_computed_and_not_tried_again(
@@ -337,27 +312,3 @@ def test_primitives_between_messages_are_replayed(graphs: Graphs, monkeypatch: p
     before = len(finished_blocks)
     backend.finished(block, replace(weights, kept=rows), torch.tensor(3.0), "gradient", Options())
     assert finished_blocks[before:] == [block]
-
-
-class Cuda(torch.Tensor):
-    """Says that it is on a GPU."""
-
-    is_cuda = True
-
-
-@pytest.mark.parametrize("why", ["", "on the host", "large", "wide", "empty"])
-def test_a_problem_fits_where_it_is_small(why: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    if why in ("large", "wide"):
-        monkeypatch.setattr(replay, "WORK" if why == "large" else "FEATURES", 59 if why == "large" else 31)
-    rows = torch.ones(0 if why == "empty" else 5, 4)
-    assert replay.fits(rows if why == "on the host" else rows.as_subclass(Cuda), 3) == (not why)
-
-
-@pytest.mark.parametrize("why", ["", "inference", "captured", "setting"])
-def test_nobody_captures_or_infers_around_a_call(why: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(torch._C, "_cuda_getCurrentRawStream", lambda device: 7, raising=False)
-    monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: why == "captured")
-    if why == "setting":
-        monkeypatch.setenv(replay.SETTING, "0")
-    with torch.inference_mode(why == "inference"):
-        assert replay.may_be_captured() == (not why)

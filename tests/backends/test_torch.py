@@ -4,15 +4,14 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterator
-from dataclasses import replace
 from functools import cache
 
 import pytest
 import torch
-from torch_blocks import RAGGED, block_of, pretend_device, same_bits, statistics_and_gradients, worst
+from torch_blocks import RAGGED, block_of, pretend_device, statistics_and_gradients, worst
 
 from contrastile.backends.contract import Block, Options, Pairs, SideWeights, Weights
-from contrastile.backends.torch import backend, gradients, statistics, tiles
+from contrastile.backends.torch import backend, gradients, statistics
 from contrastile.verify.cases import Case, build, names
 from contrastile.verify.truth import Truth, truth
 
@@ -48,34 +47,6 @@ def test_every_case_is_within_its_bound(name: str, way: str, dtype: str, monkeyp
             monkeypatch.setattr(module, "_shared", lambda *_: None)
     found = worst(case.problem, exact, dtype, RAGGED, facts_of="cuda" if way == "as on a device" else "cpu")
     assert found.ratio < 1, str(found)
-
-
-@pytest.mark.parametrize("name", ["smoke", "ragged", "ids-drop", "labels", "nan"])
-def test_the_tile_it_chooses_for_itself_is_as_good(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(tiles, "CPU_TILE", (16, 32))
-    case, exact = known(name, "float32")
-    assert worst(case.problem, exact, "float32").ratio < 1
-
-
-def test_chosen_tiles_cover_evenly_and_never_exceed_the_most() -> None:
-    for count in (0, 1, 15, 509, 512, 513, 2049, 8191, 8192, 8193):
-        rows, columns = tiles.tile_shape(count, count, Options(), cpu=True)
-        for size, most in ((rows, tiles.CPU_TILE[0]), (columns, tiles.CPU_TILE[1])):
-            assert 1 <= size <= most
-            pieces = -(-count // size)
-            assert pieces == max(-(-count // most), min(count, 1))
-    assert tiles.tile_shape(33, 47, Options(tile=(1000, 13)), cpu=True) == (33, 13)
-
-
-def test_autocast_and_grad_mode_change_nothing() -> None:
-    block = block_of(8, 40, 50, 24, positives=torch.arange(40))
-    expected = statistics_and_gradients(block)
-    with torch.autocast("cpu", dtype=torch.bfloat16):
-        assert same_bits(statistics_and_gradients(block), expected)
-    recording = replace(block, rows=block.rows.clone().requires_grad_(), scale=block.scale.clone().requires_grad_())
-    found = statistics_and_gradients(recording)
-    assert not any(x.requires_grad for x in found)
-    assert same_bits(found, expected)
 
 
 @pytest.mark.parametrize(("m", "n"), [(0, 5), (5, 0), (0, 0)])

@@ -90,38 +90,41 @@ def test_the_order_in_which_named_arguments_are_given_does_not_matter(function: 
     assert function.launched[0][2][2:] == (5, 32, 8, 16)
 
 
+def described(dtype: torch.dtype, *block: int) -> Any:
+    return TensorDescriptor(torch.zeros(32, 32, dtype=dtype), [32, 32], [32, 1], list(block))
+
+
 @pytest.mark.parametrize(
-    ("position", "value"),
+    "change",
     [
-        (0, BUFFER[1:9]),
-        (0, X.half()),
-        (0, None),
-        (0, TensorDescriptor(torch.zeros(16, 16), [16, 16], [16, 1], [8, 8])),
-        (2, 2**31),
-        (2, -(2**31) - 1),
-        (3, 33),
-        (3, 1),
-        (3, 2**40),
-        (3, 2.0),
-        (3, True),
+        {0: BUFFER[1:9]},
+        {0: X.half()},
+        {0: None},
+        {0: described(torch.float32, 8, 16)},
+        *({2: value} for value in (2**31, -(2**31) - 1)),
+        *({3: value} for value in (33, 1, 2**40, 2.0, True)),
+        *({name: value} for name, value in (("depth", 16), ("BLOCK", 32), ("num_warps", 8), ("num_stages", 2))),
     ],
     ids=str,
 )
-def test_what_triton_specialises_on_is_told_apart(function: Function, position: int, value: Any) -> None:
-    changed = (*ARGUMENTS[:position], value, *ARGUMENTS[position + 1 :])
-    assert launch(function, (ARGUMENTS, NAMED), (changed, NAMED), (ARGUMENTS, NAMED), (changed, NAMED)) == 2
+def test_what_triton_specialises_on_is_told_apart(function: Function, change: dict[Any, Any]) -> None:
+    changed = tuple(change.get(i, x) for i, x in enumerate(ARGUMENTS))
+    named = NAMED | {name: x for name, x in change.items() if isinstance(name, str)}
+    assert launch(function, *2 * ((ARGUMENTS, NAMED), (changed, named))) == 2
     assert [x[0] for x in function.launched] == function.compiled
 
 
-def test_an_odd_stride_and_one_are_told_apart(function: Function) -> None:
+@pytest.mark.parametrize(
+    ("position", "values"),
     # Triton makes 1 a constant of the kernel
-    odd, one = ((X, OUT, 5, stride) for stride in (33, 1))
-    assert launch(function, (odd, NAMED), (one, NAMED)) == 2
-
-
-@pytest.mark.parametrize("change", [{"depth": 16}, {"BLOCK": 32}, {"num_warps": 8}, {"num_stages": 2}])
-def test_compile_time_arguments_and_options_are_told_apart(function: Function, change: dict[str, Any]) -> None:
-    assert launch(function, (ARGUMENTS, NAMED), (ARGUMENTS, NAMED | change)) == 2
+    [
+        (3, (33, 1)),
+        (0, (described(torch.float32, 8, 16), described(torch.float32, 16, 8), described(torch.float16, 8, 16))),
+    ],
+)
+def test_values_that_are_told_apart_from_each_other(function: Function, position: int, values: tuple[Any, ...]) -> None:
+    kinds = [(*ARGUMENTS[:position], value, *ARGUMENTS[position + 1 :]) for value in values]
+    assert launch(function, *((args, NAMED) for args in (*kinds, *kinds))) == len(kinds)
 
 
 @pytest.mark.parametrize(("position", "value"), [(2, 16), (2, 1), (2, 2**31 - 1), (2, -(2**31)), (3, 48)])
@@ -129,14 +132,6 @@ def test_what_triton_does_not_specialise_on_shares_a_kernel(function: Function, 
     changed = (*ARGUMENTS[:position], value, *ARGUMENTS[position + 1 :])
     assert launch(function, (ARGUMENTS, NAMED), (changed, NAMED)) == 1
     assert function.launched[0][2][position] == value
-
-
-def test_descriptors_are_told_apart_by_block_and_dtype(function: Function) -> None:
-    def described(dtype: torch.dtype, *block: int) -> tuple[Any, ...]:
-        return TensorDescriptor(torch.zeros(32, 32, dtype=dtype), [32, 32], [32, 1], list(block)), *ARGUMENTS[1:]
-
-    kinds = [described(torch.float32, 8, 16), described(torch.float32, 16, 8), described(torch.float16, 8, 16)]
-    assert launch(function, *((args, NAMED) for args in (*kinds, *kinds))) == 3
 
 
 def test_devices_have_their_own_kernels(function: Function, monkeypatch: pytest.MonkeyPatch) -> None:

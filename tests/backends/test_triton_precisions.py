@@ -13,7 +13,6 @@ pytest.importorskip("triton")
 from contrastile.backends.contract import Block, Options, Pairs, UnsupportedProblemError  # noqa: E402
 from contrastile.backends.numpy import backend as numpy_backend  # noqa: E402
 from contrastile.backends.triton import backend, parts  # noqa: E402
-from contrastile.backends.triton.operands import Scheme, Side  # noqa: E402
 
 pytestmark = pytest.mark.filterwarnings("ignore::RuntimeWarning")
 
@@ -78,25 +77,6 @@ def test_only_tf32_rounds_the_features(precision: str, expected: float) -> None:
         assert float(x[0, 0]) - float(value) == expected
     # and nothing else is in the row
     assert float(found.rows.negative_lse) == -float("inf")
-
-
-def test_precision_says_nothing_to_other_dtypes() -> None:
-    for dtype in (torch.float16, torch.bfloat16):
-        one = Scheme.of(torch.ones(1, 1, dtype=dtype), Options(precision="split"))
-        assert one == Scheme.of(torch.ones(1, 1, dtype=dtype), Options())
-    half = backend.accuracy("float16", "cpu", Options(precision="tf32"))
-    assert (half.input_rounding, half.gradient_rounding) == (0.0, 2.0**-11)
-    assert half.depth(100) == 100
-
-
-def test_factors_are_held_for_one_chunk_at_a_time() -> None:
-    x = torch.randn(20, 9)
-    side = Side(x, Scheme.of(x, Options(precision="split")))
-    whole = [each.clone() for each in side.factors(0, 20)]
-    assert torch.equal(torch.stack(whole).double().sum(0), x.double())
-    for start, length in ((0, 8), (8, 8), (16, 4), (0, 8)):
-        for part, every in zip(side.factors(start, length), whole, strict=True):
-            assert torch.equal(part, every[start : start + length])
 
 
 def test_a_backend_that_lacks_a_precision_refuses_it() -> None:

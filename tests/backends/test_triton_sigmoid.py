@@ -11,7 +11,7 @@ import pytest
 torch = pytest.importorskip("torch")
 pytest.importorskip("triton")
 
-from contrastile.backends.triton import backend, sigmoid  # noqa: E402
+from contrastile.backends.triton import backend  # noqa: E402
 from contrastile.schedules.problem import Problem  # noqa: E402
 from contrastile.verify import cases  # noqa: E402
 from contrastile.verify.comparison import compare  # noqa: E402
@@ -94,24 +94,3 @@ def test_sums_of_a_tile_neither_overflow_nor_lose_what_is_small(size: float) -> 
         holds(given, "float32")
         # beside a positive nothing of what is small would show
         holds(replace(given, positives=np.full(M, -1)), "float32")
-
-
-@pytest.mark.parametrize("value", [np.nan, np.inf])
-def test_what_is_not_finite_comes_out_of_a_plain_tile(value: float) -> None:
-    given = problem("float32")
-    columns = given.columns[0].copy()
-    columns[70, 3] = value
-    holds(replace(given, columns=(columns,), **weights([5])), "float32")
-
-
-def test_few_tiles_compare_their_pairs(monkeypatch: pytest.MonkeyPatch) -> None:
-    asked, special = [], sigmoid._special
-
-    def seen(*args: Any) -> Any:
-        found = special(*args)
-        asked.append(bool(found.handle.data))
-        return found
-
-    monkeypatch.setattr(sigmoid, "_special", seen)
-    holds(problem("float32"), "float32")
-    assert 0 < sum(asked) < len(asked) / 2

@@ -64,10 +64,6 @@ def statistics_and_gradients(block: Block, options: Options = RAGGED) -> list[to
     return [*vectors, row, column]
 
 
-def same_bits(first: list[torch.Tensor], second: list[torch.Tensor]) -> bool:
-    return all(torch.equal(a, b) for a, b in zip(first, second, strict=True))
-
-
 def pretend_device(monkeypatch: pytest.MonkeyPatch) -> None:
     """Take the path of a device: nothing is read on the host, and 16-bit products have a float32 result."""
     plain_mm = torch.mm
