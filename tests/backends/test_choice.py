@@ -14,7 +14,7 @@ import torch
 from cupy_hosted import cupy_modules, hosted
 
 import contrastile
-from contrastile import evaluation, plan
+from contrastile import plan
 from contrastile.backends import choice, registry
 from contrastile.backends.choice import FORMS, RANKS, SIGMOID, SOFTMAX, SYMMETRIC, TABLE, choose
 from contrastile.backends.contract import PRECISIONS, Backend, BackendUnavailableError, Options
@@ -192,29 +192,6 @@ def test_auto_is_settled_before_a_backend_is_called(call: Any, seen: list[str]) 
     # it says nothing to other dtypes
     call(image.half(), text.half())
     assert seen == ["split", "ieee", "tf32", "split", "ieee"]
-
-
-def test_a_compiled_graph_holds_what_auto_stood_for(seen: list[str]) -> None:
-    torch.compiler.reset()
-    image, text = torch.randn(2, 7, 5)
-    torch.compile(contrastile.clip_loss, fullgraph=True, backend="aot_eager")(image, text, 3.0)
-    assert seen == ["split"]
-
-
-def test_a_compiled_call_asks_for_the_backend_once(monkeypatch: pytest.MonkeyPatch) -> None:
-    asked: list[Any] = []
-
-    def choose(*what: str) -> str:
-        asked.append(what)
-        return "torch"
-
-    monkeypatch.setattr(evaluation, "choose", choice.asked_while_tracing(choose))
-    torch.compiler.reset()
-    call = torch.compile(contrastile.nt_xent, fullgraph=True, dynamic=True, backend="aot_eager")
-    for rows in (5, 9, 13):
-        call(torch.randn(rows, 4), torch.randn(rows, 4), 3.0)
-    assert asked[0] == ("torch", "cpu", "float32", "auto", SYMMETRIC)
-    assert len(asked) < 3
 
 
 def test_ranks_that_would_take_different_backends_hear_of_it(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -93,14 +93,6 @@ def test_everything_that_matters_is_in_the_key(
     assert len(seen) == len(compilations) == 7
 
 
-def test_what_a_source_does_not_include_is_not_in_the_key(sources: Path, compilations: list[str]) -> None:
-    build.cubin(ADD, "sm_80")
-    (sources / "other.cu").write_text("#error not compiled")
-    build._sources.cache_clear()
-    build.cubin(ADD, "sm_80")
-    assert compilations == ["sm_80"]
-
-
 def test_the_cache_is_the_user_s_alone(sources: Path) -> None:
     path, _ = build.cubin(ADD, "sm_80")
     assert path.parent == cache.folder()
@@ -160,14 +152,3 @@ def test_the_structs_are_laid_out_as_in_c(tmp_path: Path, monkeypatch: pytest.Mo
     (tmp_path / "layout.cu").write_text("\n".join(lines).replace("== 0)", "== 1)", 1))
     with pytest.raises(RuntimeError, match="static assertion"):
         build.compile_instance(Instance("layout.cu", "nothing"), "sm_80")
-
-
-def test_a_field_that_is_not_understood_is_refused() -> None:
-    with pytest.raises(ValueError, match=r"int flag : 1.*of X in y.cuh"):
-        arguments._fields("int flag : 1", {}, "X in y.cuh")
-
-
-def test_constants_are_read_from_the_headers() -> None:
-    assert arguments.constant("THREADS") == 256
-    with pytest.raises(KeyError):
-        arguments.constant("NO_SUCH_CONSTANT")

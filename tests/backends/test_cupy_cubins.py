@@ -9,9 +9,6 @@ import importlib
 import json
 import os
 import re
-import shutil
-import subprocess
-from concurrent.futures import ThreadPoolExecutor
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any
@@ -104,35 +101,6 @@ def test_the_plain_kernels_spill_nothing(name: str, family: Any) -> None:
 def test_every_source_holds_a_kernel_of_the_table() -> None:
     named = {each.file for capability in instances.CAPABILITIES for each in instances.every(capability)}
     assert named == {path.name for path in build.SOURCES.glob("*.cu")}
-
-
-@pytest.mark.slow
-@pytest.mark.skipif(shutil.which("nvcc") is None, reason="needs nvcc")
-def test_nvcc_takes_the_sources_too(tmp_path: Path) -> None:
-    """Front end and code generator, of two instances of each template; a warning is an error. NVRTC has them all."""
-    capability = 90  # whose GPUs run every template
-    templates: dict[tuple[str, str], list[str]] = {}
-    for each in instances.every(capability):
-        templates.setdefault((each.file, each.kernel.partition("<")[0]), []).append(each.kernel)
-    files: dict[str, list[str]] = {}
-    for (file, _), kernels in templates.items():
-        files.setdefault(file, []).extend(dict.fromkeys((kernels[0], kernels[-1])))
-    virtual = build.architecture_name(capability).replace("sm_", "compute_")
-
-    def compiled(file: str) -> subprocess.CompletedProcess[str]:
-        # using a kernel's address makes nvcc compile that instance
-        uses = ", ".join(f"reinterpret_cast<const void*>(&contrastile::{kernel})" for kernel in files[file])
-        source = tmp_path / file
-        source.write_text(f'#include "{build.SOURCES / file}"\nconst void* used[] = {{{uses}}};\n')
-        options = ["-std=c++17", f"-arch={virtual}", f"-I{build.SOURCES}", "-Werror", "all-warnings", "--ptx"]
-        command = ["nvcc", *options, "-o", str(source.with_suffix(".ptx")), str(source)]
-        return subprocess.run(command, capture_output=True, text=True, timeout=1200, check=False)
-
-    with ThreadPoolExecutor(JOBS) as pool:
-        for file, done in zip(files, pool.map(compiled, files), strict=True):
-            assert done.returncode == 0, f"{file}: {done.stderr}"
-            text = (tmp_path / file).with_suffix(".ptx").read_text()
-            assert text.count(".entry") >= len(files[file]), file
 
 
 def test_chunks_stay_within_the_workspace(monkeypatch: pytest.MonkeyPatch) -> None:

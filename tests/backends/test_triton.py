@@ -1,5 +1,6 @@
 """The triton backend under Triton's interpreter: the same kernels on the CPU, with tiles small enough to be many."""
 
+# ruff: noqa: E402
 from __future__ import annotations
 
 import weakref
@@ -12,7 +13,7 @@ import pytest
 torch = pytest.importorskip("torch")
 pytest.importorskip("triton")
 
-from contrastile.backends.contract import (  # noqa: E402
+from contrastile.backends.contract import (
     Block,
     Options,
     Pairs,
@@ -20,24 +21,30 @@ from contrastile.backends.contract import (  # noqa: E402
     UnsupportedProblemError,
     Weights,
 )
-from contrastile.backends.triton import backend, backward_pass, configs  # noqa: E402
-from contrastile.backends.triton import tiles as words  # noqa: E402
-from contrastile.backends.triton.forward_pass import _ForwardPass as Forward  # noqa: E402
-from contrastile.backends.triton.launch import aligned  # noqa: E402
-from contrastile.verify.runner import Run  # noqa: E402
-from contrastile.verify.selection import Selection  # noqa: E402
+from contrastile.backends.numpy import backend as numpy_backend
+from contrastile.backends.triton import backend, backward_pass, configs
+from contrastile.backends.triton import tiles as words
+from contrastile.backends.triton.forward_pass import _ForwardPass as Forward
+from contrastile.schedules.problem import Problem
+from contrastile.verify import cases
+from contrastile.verify.comparison import compare
+from contrastile.verify.rounding import round_to
+from contrastile.verify.runner import Run
+from contrastile.verify.selection import Selection
+from contrastile.verify.trial import Subject, Trial
+from contrastile.verify.truth import truth
 
 # the interpreter's NumPy warns where a kernel means its infinities
 pytestmark = pytest.mark.filterwarnings("ignore::RuntimeWarning")
+
 
 CASES = ("ragged", "hot", "labels", "blocks", "sigmoid-ids", "large-logits", "certain-labels", "nan")
 
 
 def test_a_few_cases_hold_under_the_interpreter() -> None:
     """``contrastile verify --backend triton`` holds all of them."""
-    run = Run(
-        Selection({"triton": backend}, CASES, ["value", "gradients"], ["float16", "float32"], precisions=["ieee"])
-    )
+    asked = ["value", "gradients"], ["float16", "float32"]
+    run = Run(Selection({"triton": backend}, CASES, *asked, precisions=["ieee"]))
     assert {row["status"] for row in run.rows()} == {"pass"}
     assert not run.failures
 
@@ -83,16 +90,6 @@ def test_refusals_give_their_reason() -> None:
         backend.check(replace(block(), rows=torch.ones(3, 0), columns=torch.ones(4, 0)))
 
 
-def test_alignment_copies_only_what_needs_it() -> None:
-    good = torch.ones(5, 8)
-    assert aligned(good) is good
-    for bad in (torch.ones(5, 7), torch.ones(8, 5).T, torch.ones(6, 8)[1:, 1:], torch.ones(1, 8).expand(5, 8)):
-        copy = aligned(bad)
-        assert copy is not bad
-        assert torch.equal(copy, bad)
-        assert copy.stride(0) % 4 == 0
-
-
 def test_chunks_stay_within_the_workspace(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("CONTRASTILE_WORKSPACE_MIB", "256")
     config = configs.tile_config("gradient", "bfloat16", 90, 512)
@@ -133,3 +130,99 @@ def test_the_columns_gradient_waits_for_the_workspace_to_go(monkeypatch: pytest.
     assert backend.finished is not None
     backend.finished(given, weights, None, "gradient", Options((16, 32)))
     assert not held
+
+
+@pytest.mark.parametrize(("precision", "expected"), [("ieee", 0.0), ("split", 0.0), ("tf32", 2.0**-12)])
+def test_only_tf32_rounds_the_features(precision: str, expected: float) -> None:
+    # one pair: its logit is the dot, (1 + 2^-12) 1 in float32 and 1 in tf32
+    x, one = torch.zeros(1, 8), torch.zeros(1, 8)
+    x[0, 0], one[0, 0] = 1 + 2.0**-12, 1.0
+    block = Block(x, one, torch.tensor(1.0), None, Pairs(positives=torch.zeros(1, dtype=torch.int64)))
+    found = backend.lse(block, True, Options(precision=precision))
+    assert found.columns is not None
+    for value in (found.rows.positive_lse, found.columns.positive_sum):
+        assert float(x[0, 0]) - float(value) == expected
+    # and nothing else is in the row
+    assert float(found.rows.negative_lse) == -float("inf")
+
+
+def test_a_backend_that_lacks_a_precision_refuses_it() -> None:
+    block = Block(np.ones((2, 3), np.float32), np.ones((2, 3), np.float32), np.ones(()))
+    with pytest.raises(UnsupportedProblemError, match="precision must be ieee here, got tf32"):
+        numpy_backend.check(block, Options(precision="tf32"))
+    half = Block(np.ones((2, 3), np.float16), np.ones((2, 3), np.float16), np.ones(()))
+    numpy_backend.check(half, Options(precision="tf32"))
+
+
+M, N = 37, 141
+HIGH = 1 << 32
+
+
+def problem(dtype: str, size: float = 1.0, **changes: Any) -> Problem:
+    """SigLIP of 37 rows and 141 columns, of whose 3 x 5 tiles two hold a positive."""
+    draw = np.random.default_rng(M * N)
+    rows, columns = (round_to(size * draw.standard_normal((x, 24)) / 24**0.5, dtype) for x in (M, N))
+    plain = cases.build("sigmoid", dtype).problem
+    given = replace(
+        plain,
+        rows=rows,
+        columns=(columns,),
+        scale=round_to(7.0, "float32"),
+        bias=round_to(-1.5, "float32"),
+        row_weight=round_to(draw.uniform(0.5, 2.0, M), "float32"),
+        row_target=np.zeros(M),
+        positives=np.arange(M),
+    )
+    return replace(given, **changes)
+
+
+def ids(rows: dict[int, int], columns: dict[int, int]) -> dict[str, Any]:
+    """Ids all of whose pairs differ but those named here."""
+    row_ids, column_ids = np.arange(M) + 1000, np.arange(N) + 5000
+    row_ids[list(rows)], column_ids[list(columns)] = list(rows.values()), list(columns.values())
+    return {"row_ids": row_ids, "column_ids": column_ids}
+
+
+def weights(zeros: list[int]) -> dict[str, Any]:
+    weight = np.ones(M)
+    weight[zeros] = 0.0
+    return {"row_weight": weight}
+
+
+def holds(given: Problem, dtype: str) -> None:
+    case = replace(cases.build("sigmoid", dtype), problem=given)
+    held = Trial(Subject("triton", backend, dtype), case, lambda: truth(given))
+    worst = compare(held.outcome, held.oracle.outcome, held.bound)
+    assert worst.ratio <= 1, str(worst)
+
+
+CHANGES: dict[str, dict[str, Any]] = {
+    "diagonal": {},
+    "scattered": {"positives": np.arange(M) * 17 % N},
+    "none": {"positives": np.full(M, -1)},
+    "outside": {"positives": np.arange(M) + (1 << 40)},
+    "excluded": {"excluded": np.where(np.arange(M) % 9 == 4, 120, -1)},
+    "weights": weights([3, 20]),
+    "one pair alike": ids({35: -7}, {64: -7}),
+    "positives alike": {"row_ids": np.arange(M), "column_ids": np.arange(N)},
+    "alike in the low bits": ids({2: HIGH + 9}, {100: 9}),
+    "alike when folded": ids({2: HIGH + 2}, {100: 2 * HIGH + 1}),
+    "positives by ids": {"positives": None, "match": "target", **ids({30: 5, 2: 4}, {70: 5, 71: 4})},
+}
+
+
+@pytest.mark.parametrize("dtype", ["float32", "float16"])
+@pytest.mark.parametrize("name", CHANGES)
+def test_every_pair_that_is_no_plain_negative_is_found(name: str, dtype: str) -> None:
+    holds(problem(dtype, **CHANGES[name]), dtype)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("size", [0.0, 1e-3, 30.0])
+def test_sums_of_a_tile_neither_overflow_nor_lose_what_is_small(size: float) -> None:
+    """Without features and bias every pair costs log 2, and a product of as many twos must not become infinite."""
+    for bias in (0.0, -40.0, 40.0):
+        given = problem("float32", size, bias=round_to(bias, "float32"))
+        holds(given, "float32")
+        # beside a positive nothing of what is small would show
+        holds(replace(given, positives=np.full(M, -1)), "float32")

@@ -12,7 +12,7 @@ pytest.importorskip("triton")
 
 from triton.tools.tensor_descriptor import TensorDescriptor
 
-from contrastile.backends.triton import kernel, sums
+from contrastile.backends.triton import kernel
 
 PARAMETERS = [("x", False), ("out", False), ("m", True), ("stride", False), ("depth", False), ("BLOCK", False)]
 
@@ -84,12 +84,6 @@ def test_a_launch_like_an_earlier_one_goes_straight_to_its_compiled_kernel(funct
     assert args[1:] == (OUT, 5, 32, 8, 16)
 
 
-def test_the_order_in_which_named_arguments_are_given_does_not_matter(function: Function) -> None:
-    turned = dict(reversed(NAMED.items()))
-    launch(function, (ARGUMENTS, turned), (ARGUMENTS, turned))
-    assert function.launched[0][2][2:] == (5, 32, 8, 16)
-
-
 def described(dtype: torch.dtype, *block: int) -> Any:
     return TensorDescriptor(torch.zeros(32, 32, dtype=dtype), [32, 32], [32, 1], list(block))
 
@@ -144,18 +138,6 @@ def test_devices_have_their_own_kernels(function: Function, monkeypatch: pytest.
     assert [x[0] for x in function.launched] == function.compiled[:1]
 
 
-def test_what_cannot_be_told_apart_goes_tritons_own_way(function: Function, monkeypatch: pytest.MonkeyPatch) -> None:
-    foreign = (object(), *ARGUMENTS[1:])
-    assert launch(function, (foreign, NAMED), (foreign, NAMED)) == 2
-    function.pre_run_hooks.append(lambda *_, **__: None)
-    assert launch(function, (ARGUMENTS, NAMED), (ARGUMENTS, NAMED)) == 4
-    function.pre_run_hooks.clear()
-    monkeypatch.undo()
-    # on the host: nothing is launched there but by stand-ins
-    assert launch(function, (ARGUMENTS, NAMED), (ARGUMENTS, NAMED)) == 6
-    assert not function.launched
-
-
 @pytest.mark.parametrize("name", ["launch_enter_hook", "launch_exit_hook"])
 @pytest.mark.parametrize(
     ("hook", "watches"),
@@ -168,12 +150,6 @@ def test_what_is_watched_is_launched_by_triton_itself(
     monkeypatch.setattr(kernel.knobs.runtime, name, hook)
     assert launch(function, (ARGUMENTS, NAMED), (ARGUMENTS, NAMED)) == 1 + watches
     assert len(function.launched) == 1 - watches
-
-
-def test_the_interpreter_gets_the_function_itself(function: Function, monkeypatch: pytest.MonkeyPatch) -> None:
-    assert not isinstance(sums.row_dots, kernel.Kernel)
-    monkeypatch.setattr(kernel, "INTERPRETED", False)
-    assert isinstance(kernel.kernel(function), kernel.Kernel)
 
 
 @pytest.mark.parametrize(

@@ -1,8 +1,12 @@
-"""A rank that is killed, raises, leaves or stalls: what becomes of the others. It takes processes, and some seconds."""
+"""One rank fails, or makes another call than the others: what becomes of them, now and as it was recorded."""
 
 from __future__ import annotations
 
+import importlib
+import json
 import re
+from pathlib import Path
+from typing import Any
 
 import pytest
 from launching import ENGINES, launch
@@ -59,3 +63,119 @@ def test_without_mpi4py_as_the_main_module_ranks_end_too() -> None:
     ended = launch("plain mpi", "faults.py", "stalls", "inside", "2", CONTRASTILE_DEADLINE=str(DEADLINE))
     assert ended.code not in (0, 124), ended.output
     assert ended.orphans == 0
+
+
+# of what only silence shows; a start takes long on a busy machine, and is not counted
+SILENCE = 30
+MISTAKEN = 1
+AT = (
+    "ranks 0, 2 are at the backward of call {} (clip_loss), rank 1 is at the {} (clip_loss); "
+    "every rank must make the same calls in the same order, forward and backward"
+)
+SKIPPED, SWAPPED = AT.format(3, "forward of call 4"), AT.format(5, "backward of call 6")
+SCALES = "scale must be the same on every rank, got 14.25 on ranks 0, 2, 15.25 on rank 1; make the same call"
+# whether a rank that ends first is silent or gone when the others ask is a matter of moments
+GONE = re.compile(r"\(cannot be reached \(.*?\)\)")
+WAITING = f"ranks 0, 1, 2 wait for each other (did not answer): {SKIPPED}"
+
+# what every rank says; of those that end otherwise how many numbers were right, and what their errors begin with
+CASES = [
+    ("skipped backward", "gather", "mpi", [f"2 right, then ExchangeError: {SKIPPED}"] * 3),
+    ("skipped backward", "gather", "torch apart", [f"2 right, then ExchangeError: {SKIPPED}"] * 3),
+    ("skipped backward", "ring", "torch", [f"2 right, then ExchangeError: {SKIPPED}"] * 3),
+    ("swapped backwards", "gather", "torch", [f"4 right, then ExchangeError: {SWAPPED}"] * 3),
+    ("swapped backwards", "ring", "mpi", [f"4 right, then ExchangeError: {SWAPPED}"] * 3),
+    ("swapped backwards", "ring", "torch apart", [f"4 right, then ExchangeError: {SWAPPED}"] * 3),
+    ("skipped forward", "ring", "torch", ["4 right, then ExchangeError: rank 1 ", "4 right", None]),
+    ("raised between", "gather", "torch", [None, "2 right, then RuntimeError: this rank has a defect", None]),
+    ("broken backward", "gather", "mpi", [f"2 right, then ExchangeError: {WAITING}", None, None]),
+    ("broken backward", "ring", "torch apart", [f"2 right, then ExchangeError: {WAITING}", None, None]),
+    ("two models", "ring", "mpi", ["10 right"] * 3),
+    ("two models", "gather", "torch apart", ["10 right"] * 3),
+    ("another scale", "gather", "mpi", [f"2 right, then MismatchError: {SCALES}"] * 3),
+    ("another scale", "ring", "torch", [f"2 right, then MismatchError: {SCALES}"] * 3),
+    ("two models in another order", "gather", "torch", ["4 right, then ExchangeError: ", None, None]),
+]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(("mistake", "exchange", "by", "words"), CASES, ids=[" ".join(case[:3]) for case in CASES])
+def test_no_number_is_wrong_and_every_rank_is_told(
+    mistake: str, exchange: str, by: str, words: list[str | None]
+) -> None:
+    engine, *more = by.split()
+    words_given = mistake, exchange, str(MISTAKEN), *more
+    ended = launch(engine, "mistakes.py", *words_given, ranks=3, CONTRASTILE_DEADLINE=str(SILENCE))
+    # mpirun may give the signal by which it ended another rank
+    assert (ended.code == 0) == (mistake == "two models"), ended.output
+    assert ended.orphans == 0
+    assert "WrongError" not in ended.output
+    said = [[line.partition(" ")[2] for line in ended.said(rank) if not line.startswith("fails")] for rank in range(3)]
+    for rank, (lines, expected) in enumerate(zip(said, words, strict=True)):
+        # the first rank that ends may have its launcher end the others before they can say anything
+        for line in lines:
+            told = GONE.sub("(did not answer)", line)
+            assert told.startswith(expected or ("2 right", "4 right")), (rank, ended.output)
+            told_of = "ExchangeError" in line or "MismatchError" in line
+            assert told_of or rank == MISTAKEN or mistake == "two models", ended.output
+    assert any(said), ended.output
+
+
+ROOT = Path(__file__).resolve().parents[2]
+
+
+def script() -> Any:
+    with pytest.MonkeyPatch.context() as patch:
+        patch.syspath_prepend(str(ROOT / "scripts"))
+        return importlib.import_module("measure_faults")
+
+
+def record(name: str) -> dict[str, Any]:
+    found: dict[str, Any] = json.loads((ROOT / "docs" / "results" / f"{name}.json").read_text(encoding="utf-8"))
+    return found
+
+
+@pytest.mark.parametrize("cuda", [False, True], ids=["CPU", "GPUs"])
+def test_every_fault_ends_every_rank_within_the_deadline(cuda: bool) -> None:
+    made, data = script(), record("faults_gpus" if cuda else "faults")
+    where = ("inside",) if cuda else made.PLACES
+    expected = [(fault, place, launcher) for fault in made.FAULTS for place in where for launcher in made.LAUNCHERS]
+    assert [(row["fault"], row["where"], row["launcher"]) for row in data["rows"]] == expected
+    for row in data["rows"]:
+        assert row["seconds"] < data["environment"]["deadline"], row
+        assert row["orphans"] == 0, row
+        assert row["code"] not in (0, 124), row
+        if cuda:
+            assert row["carried by"] == "nccl", row
+            assert row["named"] <= row["raised"] + row["ended"] < data["environment"]["ranks"], row
+        else:
+            assert row["raised"] == row["named"], row
+
+
+@pytest.mark.parametrize("cuda", [False, True], ids=["CPU", "GPUs"])
+def test_no_mistake_gives_a_wrong_number(cuda: bool) -> None:
+    made = script()
+    data = record("mistakes_gpus" if cuda else "mistakes")
+    rows = data["rows"]
+    sizes, carriers = ((2,), ("mpi", "torch")) if cuda else ((2, 3), tuple(made.CARRIERS))
+    exchanges = ("ring", "gather", "replicate") if cuda else ("ring", "gather")
+    expected = [(m, e, by, n) for m in made.MISTAKES for e in exchanges for by in carriers for n in sizes]
+    assert [(row["mistake"], row["exchange"], row["by"], row["ranks"]) for row in rows] == expected
+    for row in rows:
+        assert row["orphans"] == 0, row
+        replicated = row["exchange"] == "replicate"
+        # of a forward that is skipped two steps come before the wait; replicated, they are the first to be captured
+        latest = (3 if replicated else 1) * data["environment"]["deadline"]
+        assert row["heard"] is None or row["heard"] < latest, row
+        if replicated and row["mistake"] in ("skipped backward", "swapped backwards", "broken backward"):
+            # no message: what a rank does in a backward concerns no other
+            assert (row["all right"], row["raised"], row["code"]) == (row["ranks"], 0, 0), row
+            continue
+        if row["mistake"] == "two models":
+            # steps, models, ranks
+            assert (row["right"], row["all right"], row["code"]) == (5 * 2 * row["ranks"], row["ranks"], 0), row
+            continue
+        assert row["code"] not in (0, 124), row
+        told = row["raised"] + row["gave up"] + row["all right"]
+        # every rank raises, unless the launcher ends it because another rank has ended
+        assert told <= row["ranks"] if cuda or row["mistake"] == "raised between" else told == row["ranks"], row

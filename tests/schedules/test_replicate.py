@@ -2,13 +2,11 @@
 
 from __future__ import annotations
 
-from contextlib import nullcontext
 from typing import Any
 
 import pytest
 import torch
 from torch import Tensor
-from torch.utils.flop_counter import FlopCounterMode
 
 import contrastile
 from contrastile.comm.inprocess import InProcess, InProcessGroup
@@ -24,13 +22,6 @@ def drawn(frozen: bool = False) -> list[Any]:
     return [image.requires_grad_(not frozen), text.requires_grad_(), torch.tensor(1.5, requires_grad=True)]
 
 
-def whole(upstream: int = 1) -> list[Any]:
-    leaves = drawn()
-    value = contrastile.clip_loss(*leaves, backend="torch")
-    value.backward(torch.tensor(float(upstream)))
-    return [value.detach(), *(x.grad for x in leaves)]
-
-
 @pytest.mark.parametrize("frozen", [False, True])
 def test_a_step_is_one_message(frozen: bool) -> None:
     def program(comm: InProcess) -> None:
@@ -43,24 +34,6 @@ def test_a_step_is_one_message(frozen: bool) -> None:
         assert comm.calls.messages == before + 1
 
     InProcessGroup[None](len(COUNTS)).run(program)
-
-
-def test_a_rank_may_be_under_a_dispatch_mode() -> None:
-    expected = whole(upstream=len(COUNTS))
-
-    def program(comm: InProcess) -> list[Tensor]:
-        def own(x: Tensor) -> Tensor:
-            return (x.split(COUNTS)[comm.rank] if x.ndim else x).detach().double().clone().requires_grad_()
-
-        image, text, scale = map(own, drawn())
-        with FlopCounterMode(display=False) if comm.rank == 2 else nullcontext():
-            loss = contrastile.clip_loss(image, text, scale, group=comm, exchange="replicate")
-            loss.backward()
-        return [loss.detach().float(), image.grad.float()]
-
-    for rank, (value, d_image) in enumerate(InProcessGroup[list[Tensor]](len(COUNTS)).run(program)):
-        torch.testing.assert_close(value, expected[0])
-        torch.testing.assert_close(d_image, expected[1].split(COUNTS)[rank])
 
 
 @pytest.mark.parametrize("negatives", [[], ()])
