@@ -207,15 +207,6 @@ def test_an_offloaded_step_has_the_bits_of_one_that_is_not(skin: str) -> None:
     assert all(x.abs().max() > 0 for x in plain)
 
 
-def test_rank_at_1_of_embeddings_on_the_host_is_refused() -> None:
-    towers, inputs = setting((17, 17))
-    with pytest.raises(ValueError, match="take rank_at_1 of some rows"):
-        training.cached_step(
-            towers, tuple(inputs), contrastile.clip_loss, scale=3.0, chunk=5, offload=True, metrics=("rank@1",)
-        )
-    assert all(p.grad is None for p in every_parameter(*towers))
-
-
 def test_the_seconds_of_the_loss_are_those_between_the_two_passes(monkeypatch: pytest.MonkeyPatch) -> None:
     """By a clock that ticks once in each encoding, and seven times in the loss."""
     ticks = 0
