@@ -18,6 +18,7 @@ import torch
 import torch.distributed as dist
 import train_towers
 from engines import say
+from primitives import refusal
 from torch import Tensor, nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
@@ -293,14 +294,7 @@ def refusals(inputs: Any) -> list[str]:
         lambda: training.cached_step(sharded, inputs, loss("clip"), scale=sharded.logit_scale.exp, chunk=CHUNK),
         lambda: training.cached_step(static, inputs, loss("clip"), chunk=CHUNK),
     ]
-    found = []
-    for attempt in tries:
-        try:
-            attempt()
-        except ValueError as error:
-            found.append(str(error).replace("\n", " "))
-        else:
-            found.append("nothing")
+    found = [refusal(ValueError, attempt) for attempt in tries]
     for model in (inner, static, sharded):
         assert all(p.grad is None for p in model.parameters())
     return found
@@ -313,11 +307,7 @@ def unused_parameter(inputs: Any) -> str:
     model = ddp(module)
     with model.no_sync():
         training.cached_step(model, inputs, loss("clip"), chunk=CHUNK)
-    try:
-        training.cached_step(model, inputs, loss("clip"), chunk=CHUNK)
-    except RuntimeError as error:
-        return str(error)
-    return "nothing"
+    return refusal(RuntimeError, lambda: training.cached_step(model, inputs, loss("clip"), chunk=CHUNK))
 
 
 class Forgetful(Towers):
@@ -339,22 +329,16 @@ def sharded_last_frozen(inputs: Any) -> str:
     model.logit_scale.requires_grad_(False)
     model.logit_bias.requires_grad_(False)
     fully_shard(model, mesh=init_device_mesh("cpu", (dist.get_world_size(),)))
-    try:
-        training.cached_step(model, inputs, loss("clip"), scale=(SCALE, train_towers.BIAS), chunk=CHUNK)
-    except RuntimeError as error:
-        return str(error)
-    return "nothing"
+    how: Any = {"scale": (SCALE, train_towers.BIAS), "chunk": CHUNK}
+    return refusal(RuntimeError, lambda: training.cached_step(model, inputs, loss("clip"), **how))
 
 
 def unwrapped_tower(inputs: Any) -> str:
     """Each rank would go its own way with what DDP does not hold."""
     model = Towers()
     pair = ddp(model.image), model.text
-    try:
-        training.cached_step(pair, inputs, loss("clip"), scale=numbers(model), chunk=CHUNK)
-    except RuntimeError as error:
-        return str(error)
-    return "nothing"
+    how: Any = {"scale": numbers(model), "chunk": CHUNK}
+    return refusal(RuntimeError, lambda: training.cached_step(pair, inputs, loss("clip"), **how))
 
 
 def flags(*models: Any) -> list[bool]:
@@ -407,7 +391,7 @@ def main() -> None:
         say(rank, f"frozen {which} 1: {frozen(which, inputs):.3g}")
         say(rank, f"sharded frozen {which} 1: {sharded_frozen(which, inputs):.3g}")
     for i, message in enumerate(refusals(inputs)):
-        say(rank, f"refused {i}: {message}")
+        say(rank, f"refused {i}: {message}".replace("\n", " "))
     say(rank, f"unused: {unused_parameter(inputs)}")
     say(rank, f"sharded: {sharded_last_frozen(inputs)}")
     say(rank, f"unwrapped: {unwrapped_tower(inputs)}")
