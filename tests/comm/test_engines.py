@@ -85,11 +85,11 @@ ill = replace(sound, name="ill", gradients=raising)
 """
 
 
-def verify(engine: str, *words: str, folder: Path) -> subprocess.CompletedProcess[str]:
+def verify(engine: str, *words: str, folder: Path, deadline: float = PATIENCE) -> subprocess.CompletedProcess[str]:
     """Run it with the modules of a folder."""
     paths = os.pathsep.join([str(folder), str(ROOT)])
     words = "-m", "contrastile", "verify", "--world", engine, *words
-    return run(engine, len(RANKS), *words, CONTRASTILE_DEADLINE=str(PATIENCE), PYTHONPATH=paths)
+    return run(engine, len(RANKS), *words, CONTRASTILE_DEADLINE=str(deadline), PYTHONPATH=paths)
 
 
 @pytest.mark.slow
@@ -119,7 +119,8 @@ def test_what_one_rank_gets_wrong_fails_everywhere_with_one_report(engine: str, 
     (tmp_path / "broken_ranks.py").write_text(BROKEN, encoding="utf-8")
     backends = "broken_ranks:wrong", "broken_ranks:ill"
     words = ["--case", "ragged", "--property", "ring", "agreement", "--dtype", "float64", "--quiet"]
-    ended = verify(engine, "--backend", *backends, *words, folder=tmp_path)
+    # the other ranks wait so long for one that has raised
+    ended = verify(engine, "--backend", *backends, *words, folder=tmp_path, deadline=30)
     # every rank ends with 1; mpirun may tell of one that it ended itself, because others aborted first
     assert ended.returncode in ((1,) if engine == "torch" else (1, 9)), ended.stdout + ended.stderr
     assert ended.stdout.count("FAIL: ") == 1
