@@ -179,11 +179,13 @@ def sanitized() -> list[Job]:
         under += ["--print-limit", "1000000"]
         # libraries ask the driver for entry points that it may lack
         under += ["--report-api-errors", "no"] if tool == "memcheck" else []
-        tests = {"cupy-tiles": ["tests/gpu/test_cupy_tiles.py", "-k", "small"]}
+        small = ["--case", *SMALL_CASES, "--property", "value", "gradients"]
+        # the same checks as tests of one process
+        words = ["--backend", "cupy", "--device", "cuda", "--dtype", "bfloat16", *small]
+        tests = {"cupy": ["--pyargs", "contrastile.verify", *words]}
         tests["cupy-steps"] = ["tests/gpu/test_cupy_gpu.py", "-k", "give_the_same_bits"]
         programs = {name: ["-c", UNPOOLED, *PYTEST, *which] for name, which in tests.items()}
         if tool == "memcheck":
-            small = ["--case", *SMALL_CASES, "--property", "value", "gradients"]
             programs["triton"] = verify("triton", "bfloat16", "", *small)[1:]
         found += [
             Job("sanitizers", f"{tool}-{name}", [*under, sys.executable, *words], judge=judged(tool))

@@ -46,6 +46,9 @@ def test_every_command_can_be_given(script: Any, tmp_path: Path, capsys: pytest.
             parser[words[2]].parse_args(words[3:])
             continue
         seen.add("pytest")
+        if "--pyargs" in words:
+            parser["verify"].parse_args(words[words.index("--pyargs") + 2 :])
+            continue
         files = [ROOT / word for word in words if word.startswith("tests/")]
         chosen = words[words.index("-k") + 1] if "-k" in words else "test_"
         assert files

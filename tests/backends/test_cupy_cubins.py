@@ -1,18 +1,18 @@
-"""What every instance of every CUDA kernel costs on sm_80, sm_90a and sm_100, recorded, and compiled with no GPU.
+"""The cupy backend's kernels without a GPU: NVRTC, the cache on disk, and the recorded table of what each costs.
 
 ``python scripts/cupy_resources.py docs/results/cupy_resources.json`` writes the table anew.
 """
 
 from __future__ import annotations
 
+import ctypes
 import importlib
 import json
 import os
 import re
-import shutil
-import subprocess
-from concurrent.futures import ThreadPoolExecutor
+import stat
 from pathlib import Path
+from tempfile import TemporaryDirectory
 from typing import Any
 
 import pytest
@@ -20,7 +20,8 @@ import pytest
 pytest.importorskip("cuda.bindings.nvrtc")
 
 from contrastile.backends.contract import Options
-from contrastile.backends.cupy import build, instances
+from contrastile.backends.cupy import arguments, build, cache, cubins, instances
+from contrastile.backends.cupy.build import Instance
 from contrastile.backends.cupy.configs import AMPERE, HOPPER, backward_chunk, forward_chunk, kernel_family
 
 ROOT = Path(__file__).parents[2]
@@ -105,35 +106,6 @@ def test_every_source_holds_a_kernel_of_the_table() -> None:
     assert named == {path.name for path in build.SOURCES.glob("*.cu")}
 
 
-@pytest.mark.slow
-@pytest.mark.skipif(shutil.which("nvcc") is None, reason="needs nvcc")
-def test_nvcc_takes_the_sources_too(tmp_path: Path) -> None:
-    """Front end and code generator, of two instances of each template; a warning is an error. NVRTC has them all."""
-    capability = 90  # whose GPUs run every template
-    templates: dict[tuple[str, str], list[str]] = {}
-    for each in instances.every(capability):
-        templates.setdefault((each.file, each.kernel.partition("<")[0]), []).append(each.kernel)
-    files: dict[str, list[str]] = {}
-    for (file, _), kernels in templates.items():
-        files.setdefault(file, []).extend(dict.fromkeys((kernels[0], kernels[-1])))
-    virtual = build.architecture_name(capability).replace("sm_", "compute_")
-
-    def compiled(file: str) -> subprocess.CompletedProcess[str]:
-        # using a kernel's address makes nvcc compile that instance
-        uses = ", ".join(f"reinterpret_cast<const void*>(&contrastile::{kernel})" for kernel in files[file])
-        source = tmp_path / file
-        source.write_text(f'#include "{build.SOURCES / file}"\nconst void* used[] = {{{uses}}};\n')
-        options = ["-std=c++17", f"-arch={virtual}", f"-I{build.SOURCES}", "-Werror", "all-warnings", "--ptx"]
-        command = ["nvcc", *options, "-o", str(source.with_suffix(".ptx")), str(source)]
-        return subprocess.run(command, capture_output=True, text=True, timeout=1200, check=False)
-
-    with ThreadPoolExecutor(JOBS) as pool:
-        for file, done in zip(files, pool.map(compiled, files), strict=True):
-            assert done.returncode == 0, f"{file}: {done.stderr}"
-            text = (tmp_path / file).with_suffix(".ptx").read_text()
-            assert text.count(".entry") >= len(files[file]), file
-
-
 def test_chunks_stay_within_the_workspace(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("CONTRASTILE_WORKSPACE_MIB", "256")
     for size, dtype in ((2, "bfloat16"), (4, "float32")):
@@ -147,29 +119,6 @@ def test_chunks_stay_within_the_workspace(monkeypatch: pytest.MonkeyPatch) -> No
             assert backward_chunk(m, n, size, family, Options(tile=(3, 5))) == (min(m, 3), min(n, 5))
 
 
-def test_chunks_are_near_squares_of_whole_units(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.delenv("CONTRASTILE_WORKSPACE_MIB", raising=False)
-    for b, mib, expected in (
-        (8192, None, (8192, 8192)),
-        (20000, None, (16384, 16384)),
-        (65536, None, (16384, 16384)),
-        (262144, None, (16384, 16384)),
-        (65536, 2048, (32768, 32768)),
-        (65536, 1024, (16384, 32768)),
-    ):
-        assert backward_chunk(b, b, 2, HOPPER, Options(workspace=mib)) == expected
-    # few rows, as of one rank of many, leave room for many columns
-    assert backward_chunk(4096, 65536, 2, HOPPER, Options()) == (4096, 65536)
-    assert backward_chunk(65536, 4096, 2, HOPPER, Options()) == (65536, 4096)
-
-
-def test_an_option_is_obeyed_whatever_the_environment_says(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("CONTRASTILE_WORKSPACE_MIB", "8")
-    assert backward_chunk(65536, 65536, 2, HOPPER, Options(workspace=2048)) == (32768, 32768)
-    height, width = backward_chunk(65536, 65536, 2, HOPPER, Options())
-    assert height * width * 2 <= 8 * 2**20
-
-
 def test_partial_results_of_the_forward_pass_stay_bounded() -> None:
     for family in (HOPPER, AMPERE):
         for m, n in ((4_194_304, 4_194_304), (65536, 1000), (1000, 65536), (1, 10**8), (10**8, 1)):
@@ -178,3 +127,143 @@ def test_partial_results_of_the_forward_pass_stay_bounded() -> None:
                 across, down = -(-width // family.bn), -(-height // family.bm)
                 # a chunk one tile wide has one partial a row, whatever its height
                 assert numbers * (across * height + down * width) <= 16 * 2**20 * 1.1 + numbers * (height + width)
+
+
+SOURCE = """
+#include "shift.cuh"
+namespace contrastile {
+extern "C" __device__ const int add_shared = 3 * SHIFT;
+template <int BY>
+__global__ void add(float* x) { x[threadIdx.x] += BY + SHIFT; }
+}
+"""
+ADD = Instance("add.cu", "add<3>")
+
+
+@pytest.fixture
+def sources(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """A folder of sources and an empty cache; a folder of the process's own goes with the test."""
+    folder = tmp_path / "sources"
+    folder.mkdir()
+    (folder / "seven.cuh").write_text("constexpr int SEVEN = 7;\n")
+    (folder / "shift.cuh").write_text('#include "seven.cuh"\nconstexpr int SHIFT = SEVEN;\n')
+    (folder / "add.cu").write_text(SOURCE)
+    monkeypatch.setattr(build, "SOURCES", folder)
+    monkeypatch.setenv(cache.VARIABLE, str(tmp_path / "cache"))
+    held: list[TemporaryDirectory[str]] = []
+    monkeypatch.setattr(cache, "_held", held)
+    for remembered in (build._sources, cache._scratch):
+        remembered.cache_clear()
+    yield folder
+    for remembered in (build._sources, cache._scratch):
+        remembered.cache_clear()
+    for each in held:
+        each.cleanup()
+
+
+@pytest.fixture
+def compilations(monkeypatch: pytest.MonkeyPatch) -> list[str]:
+    """The architectures that were compiled for, in order."""
+    done: list[str] = []
+    compile_instance = build.compile_instance
+
+    def counted(instance: Instance, architecture: str) -> build.Compiled:
+        done.append(architecture)
+        return compile_instance(instance, architecture)
+
+    monkeypatch.setattr(build, "compile_instance", counted)
+    return done
+
+
+def changed(path: Path, old: str, new: str) -> None:
+    path.write_text(path.read_text().replace(old, new))
+    build._sources.cache_clear()
+
+
+def test_what_was_compiled_once_comes_from_the_cache(sources: Path, compilations: list[str]) -> None:
+    first, second = (build.cubin(ADD, "sm_80") for _ in range(2))
+    assert first == second
+    assert compilations == ["sm_80"]
+    path, kernel = first
+    assert kernel.encode() in path.read_bytes()
+    assert cubins.integer(path.read_bytes(), "add_shared") == 21
+    with pytest.raises(KeyError):
+        cubins.integer(path.read_bytes(), "add_shar")
+
+
+def test_everything_that_matters_is_in_the_key(
+    sources: Path, compilations: list[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    seen = {build.cubin(ADD, "sm_80")[0]}
+    for change in (
+        lambda: changed(sources / "seven.cuh", "= 7", "= 8"),
+        lambda: changed(sources / "add.cu", "+=", "-="),
+        lambda: monkeypatch.setattr(build, "OPTIONS", (*build.OPTIONS, "-use_fast_math")),
+        lambda: monkeypatch.setattr(build, "nvrtc_version", lambda: (99, 0)),
+    ):
+        change()
+        seen.add(build.cubin(ADD, "sm_80")[0])
+    seen.add(build.cubin(ADD, "sm_90a")[0])
+    seen.add(build.cubin(Instance("add.cu", "add<4>"), "sm_90a")[0])
+    assert len(seen) == len(compilations) == 7
+
+
+def test_the_cache_is_the_user_s_alone(sources: Path) -> None:
+    path, _ = build.cubin(ADD, "sm_80")
+    assert path.parent == cache.folder()
+    assert stat.S_IMODE(path.parent.stat().st_mode) == 0o700
+    for file in path.parent.iterdir():
+        assert stat.S_IMODE(file.stat().st_mode) == 0o600
+
+
+@pytest.mark.parametrize("spoil", ["truncated", "altered", "writable", "no note"])
+def test_a_file_that_is_not_what_was_written_is_not_loaded(sources: Path, compilations: list[str], spoil: str) -> None:
+    path, _ = build.cubin(ADD, "sm_80")
+    whole = path.read_bytes()
+    if spoil == "truncated":
+        path.write_bytes(whole[: len(whole) // 2])
+    elif spoil == "altered":
+        path.write_bytes(whole[:-1] + bytes([whole[-1] ^ 1]))
+    elif spoil == "writable":
+        path.chmod(0o666)
+    else:
+        path.with_suffix(".json").unlink()
+    again, _ = build.cubin(ADD, "sm_80")
+    assert len(compilations) == 2
+    assert again.read_bytes() == whole
+    assert stat.S_IMODE(again.stat().st_mode) == 0o600
+
+
+def test_a_folder_that_others_may_write_is_not_used(sources: Path, compilations: list[str]) -> None:
+    cache.folder().mkdir()
+    cache.folder().chmod(0o777)
+    path, _ = build.cubin(ADD, "sm_80")
+    assert path.parent != cache.folder()
+    assert not list(cache.folder().iterdir())
+    assert build.cubin(ADD, "sm_80")[0] == path
+    assert len(compilations) == 1
+
+
+def test_an_error_says_what_the_compiler_said(sources: Path) -> None:
+    changed(sources / "add.cu", "BY + SHIFT", "unheard_of")
+    with pytest.raises(RuntimeError, match=r"(?s)cannot compile add<3> of add.cu for sm_80.*unheard_of"):
+        build.cubin(ADD, "sm_80")
+
+
+def test_the_structs_are_laid_out_as_in_c(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    folder = build.SOURCES
+    lines = [f'#include "{folder / header}"' for header in arguments.HEADERS] + ["namespace contrastile {"]
+    found = arguments.structs()
+    assert {"ForwardArguments", "GradientArguments", "SigmoidArguments", "FoldArguments"} <= set(found)
+    for name, struct in found.items():
+        lines.append(f"static_assert(sizeof({name}) == {ctypes.sizeof(struct)});")
+        for field, _ in struct._fields_:
+            offset = getattr(struct, field).offset
+            lines.append(f"static_assert(__INTADDR__(&static_cast<{name}*>(nullptr)->{field}) == {offset});")
+    lines += ["__global__ void nothing() {}", "}"]
+    (tmp_path / "layout.cu").write_text("\n".join(lines))
+    monkeypatch.setattr(build, "SOURCES", tmp_path)
+    build.compile_instance(Instance("layout.cu", "nothing"), "sm_80")
+    (tmp_path / "layout.cu").write_text("\n".join(lines).replace("== 0)", "== 1)", 1))
+    with pytest.raises(RuntimeError, match="static assertion"):
+        build.compile_instance(Instance("layout.cu", "nothing"), "sm_80")

@@ -4,19 +4,13 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import replace
-from functools import partial
 from typing import Any
 
 import pytest
 import torch
 
-import contrastile
-from contrastile import plan
-from contrastile.autograd import prepared, steps
-from contrastile.autograd.steps import Steps
 from contrastile.backends import replay, settings
 from contrastile.backends.contract import (
-    PRECISIONS,
     Block,
     Finished,
     Options,
@@ -26,7 +20,6 @@ from contrastile.backends.contract import (
 )
 from contrastile.backends.registry import load
 from contrastile.backends.replay import Graphs
-from contrastile.schedules import local
 
 BEFORE = 3
 """Calls until one is replayed: the last of them is captured."""
@@ -50,8 +43,7 @@ class Repeating:
 @pytest.fixture
 def graphs(monkeypatch: pytest.MonkeyPatch) -> Graphs:
     monkeypatch.setattr(torch._C, "_cuda_getCurrentRawStream", lambda device: 7, raising=False)
-    for module in (replay, steps):
-        monkeypatch.setattr(module, "record", recorded)
+    monkeypatch.setattr(replay, "record", recorded)
     return Graphs()
 
 
@@ -90,21 +82,6 @@ def same(found: Sequence[Any], expected: Sequence[Any]) -> bool:
     return all(a is b is None or (a is not None and torch.equal(a, b)) for a, b in pairs)
 
 
-def test_a_call_that_has_come_before_is_replayed_with_what_it_is_given(graphs: Graphs) -> None:
-    results = []
-    for seed in range(BEFORE + 3):
-        arrays = drawn(seed)
-        found = graphs.call("what", arrays, compute)
-        assert same(found, compute(arrays))
-        results.append((found, compute(arrays)))
-        assert len(graphs.captured) == (seed + 1 >= BEFORE)
-    (captured,) = graphs.captured.values()
-    assert captured.graph.replays == 4
-    # later replays leave what earlier ones gave
-    assert all(same(*each) for each in results)
-    assert len({x.data_ptr() for found, _ in results for x in found if x is not None and x.ndim == 2}) == len(results)
-
-
 @pytest.mark.parametrize("other", ["what", "shape", "dtype", "none", "alias", "stream", *settings.VARIABLES])
 def test_what_differs_is_another_call(other: str, graphs: Graphs, monkeypatch: pytest.MonkeyPatch) -> None:
     def call(seed: int, different: bool) -> None:
@@ -133,17 +110,6 @@ def test_what_differs_is_another_call(other: str, graphs: Graphs, monkeypatch: p
     assert len(graphs.captured) == 2
 
 
-def test_only_so_many_graphs_are_held_and_the_oldest_goes(graphs: Graphs) -> None:
-    for what in range(replay.MOST + 1):
-        for seed in range(BEFORE):
-            graphs.call(what, drawn(seed), compute)
-    kept: Any = graphs.captured
-    assert [key[0] for key in kept] == list(range(1, replay.MOST + 1))
-    for what in range(2 * replay._KNOWN):
-        graphs.call(("once", what), drawn(0), compute)
-    assert len(graphs.seen) == replay._KNOWN
-
-
 def test_more_call_signatures_in_turn_than_graphs_are_not_captured_for_ever(
     graphs: Graphs, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -166,16 +132,6 @@ def test_more_call_signatures_in_turn_than_graphs_are_not_captured_for_ever(
     assert min(captured.replays for captured in graphs.captured.values()) > replay.WORTH
 
 
-def test_a_graph_that_has_paid_for_itself_may_be_captured_again(graphs: Graphs) -> None:
-    for what in [*range(replay.MOST + 1), 0]:
-        for seed in range(BEFORE + replay.WORTH):
-            arrays = drawn(seed)
-            assert same(graphs.call(what, arrays, compute), compute(arrays))
-    assert len(graphs.captured) == replay.MOST
-    assert next(reversed(graphs.captured))[0] == 0
-    assert None not in graphs.seen.values()
-
-
 def test_what_cannot_be_captured_is_computed_and_not_tried_again(
     graphs: Graphs, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -191,123 +147,6 @@ def test_what_cannot_be_captured_is_computed_and_not_tried_again(
         assert same(graphs.call("what", arrays, compute), compute(arrays))
     assert len(tried) == 1
     assert not graphs.captured
-
-
-class OnGpu:
-    """The host's tensors pass for a GPU's."""
-
-    def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
-        self.steps, self.small = Steps(), True
-        patch = monkeypatch.setattr
-        patch(steps, "STEPS", self.steps)
-        patch(steps, "may_be_captured", lambda: True)
-        patch(prepared, "is_plain", lambda: True)
-        patch(steps, "on_gpu", lambda features: isinstance(features, torch.Tensor))
-        patch(steps.Call, "device", lambda call: -1)
-        patch(replay, "fits", lambda rows, columns: self.small)
-        # as torch's backend says of a GPU
-        patch(local, "keeps", lambda *_: False)
-
-
-@pytest.fixture
-def gpu(graphs: Graphs, monkeypatch: pytest.MonkeyPatch) -> OnGpu:
-    return OnGpu(monkeypatch)
-
-
-LABELS = torch.tensor([0, 1, 0, 2, 1])
-Loss = Callable[..., Any]
-LOSSES: dict[str, tuple[Loss, int]] = {
-    "clip_loss": (contrastile.clip_loss, 2),
-    "ids": (partial(contrastile.clip_loss, ids=LABELS), 2),
-    "info_nce": (contrastile.info_nce, 2),
-    "negatives": (lambda a, b, c, scale, **more: contrastile.info_nce(a, b, scale, negatives=[c, c * 2], **more), 3),
-    "nt_xent": (contrastile.nt_xent, 2),
-    "sup_con": (lambda a, scale, **more: contrastile.sup_con(a, LABELS, scale, **more), 1),
-    "sigmoid_loss": (lambda a, b, scale, **more: contrastile.sigmoid_loss(a, b, scale, -scale, **more), 2),
-}
-
-
-def leaves(seed: int, towers: int, frozen: Sequence[int] = ()) -> list[Any]:
-    found = [*drawn(seed, 5, 5), torch.flip(drawn(seed, 5, 5)[0], (0,))][:towers]
-    return [x.requires_grad_(i not in frozen) for i, x in enumerate([*found, torch.tensor(3.0 + seed)])]
-
-
-def gradients(loss: Any, given: Sequence[Any]) -> list[Any]:
-    wanted = [x for x in given if x.requires_grad]
-    return [loss.detach(), *(torch.autograd.grad(-2.5 * loss, wanted) if wanted else ())]
-
-
-@pytest.mark.parametrize(
-    ("name", "frozen"), [*((name, ()) for name in LOSSES), *(("clip_loss", x) for x in ((0,), (1,), (2,), (0, 1, 2)))]
-)
-def test_a_whole_step_is_replayed(name: str, frozen: tuple[int, ...], gpu: OnGpu) -> None:
-    loss, towers = LOSSES[name]
-    for seed in range(BEFORE + 2):
-        results = []
-        for gpu.small in (True, False):
-            given = leaves(seed, towers, frozen)
-            results.append(gradients(loss(*given, backend="torch" if gpu.small else "auto"), given))
-        assert same(*results)
-    (step,) = gpu.steps.captured.values()
-    assert step.replays == 3
-    assert (step._backward is step._forward) == (len(frozen) == 3)
-
-
-def test_what_a_replayed_step_saved_is_checked_as_ever(gpu: OnGpu) -> None:
-    for _ in range(BEFORE + 1):
-        given = leaves(0, 2)
-        loss = contrastile.clip_loss(*given, backend="torch")
-    assert loss.grad_fn.name() == "ReplayedBackward"
-    again = contrastile.clip_loss(*given, backend="torch")
-    with pytest.raises(RuntimeError, match="must not be differentiated itself"):
-        torch.autograd.grad(torch.autograd.grad(again, given[0], create_graph=True)[0].sum(), given[1])
-    loss.backward()
-    with pytest.raises(RuntimeError, match="second time"):
-        loss.backward()
-    changed = contrastile.clip_loss(*given, backend="torch")
-    with torch.no_grad():
-        given[0].mul_(2)
-    with pytest.raises(RuntimeError, match="inplace"):
-        changed.backward()
-
-
-def test_other_settings_are_another_step(gpu: OnGpu, monkeypatch: pytest.MonkeyPatch) -> None:
-    given: list[dict[str, Any]] = [{}, {"tile": 2}, {"workspace": 3}, {"keep": 3}, {"precision": "split"}]
-    image, text = drawn(0, 5, 5)[:2]
-    backend = replace(load("torch"), precisions=frozenset(PRECISIONS))
-    monkeypatch.setattr(plan, "load", lambda name: backend)
-    for more in given:
-        for _ in range(BEFORE):
-            contrastile.clip_loss(image, text, 3.0, backend="torch", **more)
-    # another number, another rule for autograd, autocast: each is another call
-    for _ in range(BEFORE):
-        contrastile.clip_loss(image, text, 4.0, backend="torch")
-        contrastile.clip_loss(image.requires_grad_(), text, 3.0, backend="torch")
-        image.requires_grad_(False)
-    assert len(gpu.steps.captured) == len(given) + 2
-
-
-@pytest.mark.parametrize("why", ["large", "not replayable", "kept", "list", "subclass", "negative"])
-def test_what_is_not_replayed(why: str, gpu: OnGpu, monkeypatch: pytest.MonkeyPatch) -> None:
-    backend = load("torch")
-    if why == "not replayable":
-        backend = replace(backend, replayable=False)
-    if why == "kept":
-        monkeypatch.setattr(local, "keeps", lambda *_: True)
-    monkeypatch.setattr(plan, "load", lambda name: backend)
-    gpu.small = why != "large"
-    more: dict[str, Any] = {"tile": [2, 2]} if why == "list" else {"keep": 3}
-    for seed in range(2 * BEFORE):
-        given = leaves(seed, 2)
-        image = given[0]
-        if why == "subclass":
-            image = image.as_subclass(type("Mine", (torch.Tensor,), {}))
-        if why == "negative":
-            image = torch._neg_view(image)
-        contrastile.clip_loss(image, *given[1:], backend="torch", **more)
-    assert not gpu.steps.captured
-    counted = why in ("large", "not replayable", "kept")
-    assert list(gpu.steps.seen.values()) == ([None] if counted else [])
 
 
 def test_primitives_between_messages_are_replayed(graphs: Graphs, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -336,27 +175,3 @@ def test_primitives_between_messages_are_replayed(graphs: Graphs, monkeypatch: p
     before = len(finished_blocks)
     backend.finished(block, replace(weights, kept=rows), torch.tensor(3.0), "gradient", Options())
     assert finished_blocks[before:] == [block]
-
-
-class Cuda(torch.Tensor):
-    """Says that it is on a GPU."""
-
-    is_cuda = True
-
-
-@pytest.mark.parametrize("why", ["", "on the host", "large", "wide", "empty"])
-def test_a_problem_fits_where_it_is_small(why: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    if why in ("large", "wide"):
-        monkeypatch.setattr(replay, "WORK" if why == "large" else "FEATURES", 59 if why == "large" else 31)
-    rows = torch.ones(0 if why == "empty" else 5, 4)
-    assert replay.fits(rows if why == "on the host" else rows.as_subclass(Cuda), 3) == (not why)
-
-
-@pytest.mark.parametrize("why", ["", "inference", "captured", "setting"])
-def test_nobody_captures_or_infers_around_a_call(why: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(torch._C, "_cuda_getCurrentRawStream", lambda device: 7, raising=False)
-    monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: why == "captured")
-    if why == "setting":
-        monkeypatch.setenv(replay.SETTING, "0")
-    with torch.inference_mode(why == "inference"):
-        assert replay.may_be_captured() == (not why)

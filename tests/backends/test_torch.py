@@ -1,23 +1,111 @@
-"""The torch backend where ``contrastile verify`` does not take it: its other ways, its tiles, the caller's modes."""
+"""The torch backend where ``contrastile verify`` does not take it: its other methods, and when it takes which."""
 
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator
+import subprocess
+import sys
+from collections.abc import Callable, Iterator
 from dataclasses import replace
-from functools import cache
+from functools import cache, partial
+from textwrap import dedent
+from typing import Any
 
+import numpy as np
 import pytest
 import torch
-from torch_blocks import RAGGED, block_of, pretend_device, same_bits, statistics_and_gradients, worst
+from torch import Tensor
 
+import contrastile
+import contrastile.backends.torch
+from contrastile import plan
+from contrastile.backends.arrays import library_of
 from contrastile.backends.contract import Block, Options, Pairs, SideWeights, Weights
-from contrastile.backends.torch import backend, gradients, statistics, tiles
-from contrastile.verify.cases import Case, build, names
+from contrastile.backends.registry import load
+from contrastile.backends.torch import backend, gradients, products, statistics
+from contrastile.backends.torch.kept import CPU_KEEP_MIB, keeps
+from contrastile.backends.torch.tiles import CPU_TILE
+from contrastile.schedules import schedule, triangle
+from contrastile.schedules.local import Wanted
+from contrastile.schedules.problem import EqualPairs, Problem
+from contrastile.verify.bounds import bounds
+from contrastile.verify.cases import Case, build
+from contrastile.verify.comparison import Worst, compare
+from contrastile.verify.execution import outcome
+from contrastile.verify.plain import compare_with_plain
+from contrastile.verify.strategies import CASE, Recipe
+from contrastile.verify.strategies import problem as drawn_problem
+from contrastile.verify.trial import Subject
 from contrastile.verify.truth import Truth, truth
 
+RAGGED = Options(tile=(7, 13))
+
+
+def worst(problem: Problem, exact: Truth, dtype: str, options: Options = Options(), facts_of: str = "cpu") -> Worst:  # noqa: B008
+    facts = backend.accuracy(dtype, facts_of)
+    bound = bounds(problem, exact, facts, dtype, options=options)
+    return compare(outcome(problem, backend, dtype, options=options), exact.outcome, bound)
+
+
+def block_of(seed: int, m: int, n: int, d: int, scale: float = 10.0, **pairs: Any) -> Block:
+    generator = torch.Generator().manual_seed(seed)
+    rows, columns = (torch.nn.functional.normalize(torch.randn(k, d, generator=generator), dim=1) for k in (m, n))
+    return Block(rows, columns, torch.tensor(scale), None, Pairs(**pairs))
+
+
+def symmetric(block: Block, seed: int = 0) -> tuple[Problem, Truth]:
+    """A signed symmetric problem over the block's features, in NumPy, and its truth."""
+    generator = np.random.default_rng(seed)
+    m, n = len(block.rows), len(block.columns)
+    positives = generator.integers(0, n, m)
+    shared_by = np.bincount(positives, minlength=n)
+    problem = Problem(
+        rows=block.rows.double().numpy(),
+        columns=(block.columns.double().numpy(),),
+        scale=block.scale.double().numpy(),
+        row_weight=generator.standard_normal(m).astype(np.float32).astype(np.float64),
+        row_target=np.ones(m),
+        column_weight=generator.standard_normal(n).astype(np.float32).astype(np.float64),
+        column_target=np.where(shared_by > 0, 1 / np.maximum(shared_by, 1), 0.0).astype(np.float32).astype(np.float64),
+        positives=positives,
+    )
+    return problem, truth(problem)
+
+
+def statistics_and_gradients(block: Block, options: Options = RAGGED) -> list[torch.Tensor]:
+    (m, d), n = block.rows.shape, len(block.columns)
+    found = backend.lse(block, True, options)
+    assert found.columns is not None
+    vectors = [*found.rows, *found.columns]
+    half = block.rows.new_full if block.rows.dtype == torch.float64 else block.rows.float().new_full
+    each = (found.rows, m, 0.5), (found.columns, n, 0.25)
+    sides = [SideWeights(*side[:2], half((k,), weight), half((k,), 1.0)) for side, k, weight in each]
+    row, column = (half((size, d), 0.0) for size in (m, n))
+    backend.gradients(block, Weights(*sides), row, column, options)
+    return [*vectors, row, column]
+
+
+def pretend_device(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Take the path of a device: nothing is read on the host, and 16-bit products have a float32 result."""
+    plain_mm = torch.mm
+
+    def mm(a: torch.Tensor, b: torch.Tensor, out_dtype: Any = None, **how: Any) -> torch.Tensor:
+        if out_dtype is None:
+            return plain_mm(a, b, **how)
+        assert a.dtype == b.dtype in (torch.float16, torch.bfloat16)
+        return plain_mm(a.to(out_dtype), b.to(out_dtype), **how)
+
+    monkeypatch.setattr(products, "on_host", lambda _: False)
+    for module in (products, contrastile.backends.torch):
+        monkeypatch.setattr(module, "has_mixed_product", lambda: True)
+    monkeypatch.setattr(torch, "mm", mm)
+
+
 DTYPES = ("float16", "bfloat16", "float32", "float64")
-SMALL = [name for name in names() if not name.startswith("wordnet")]
+CASES = (
+    *("ragged", "hot", "all-negative", "opposite", "staircase@up", "ids-drop", "labels", "self-excluded", "blocks"),
+    *("signed-zero-weights", "sigmoid-ids", "certain", "large-logits", "nan", "inf"),
+)
 
 
 @cache
@@ -38,8 +126,10 @@ def one_thread() -> Iterator[None]:
 @pytest.mark.parametrize(
     ("way", "dtype"), [*(("own references", x) for x in DTYPES[2:]), *(("as on a device", x) for x in DTYPES)]
 )
-@pytest.mark.parametrize("name", SMALL)
-def test_every_case_is_within_its_bound(name: str, way: str, dtype: str, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize("name", CASES)
+def test_cases_are_within_their_bounds_by_the_other_methods(
+    name: str, way: str, dtype: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
     case, exact = known(name, dtype)
     if way == "as on a device":
         pretend_device(monkeypatch)
@@ -48,34 +138,6 @@ def test_every_case_is_within_its_bound(name: str, way: str, dtype: str, monkeyp
             monkeypatch.setattr(module, "_shared", lambda *_: None)
     found = worst(case.problem, exact, dtype, RAGGED, facts_of="cuda" if way == "as on a device" else "cpu")
     assert found.ratio < 1, str(found)
-
-
-@pytest.mark.parametrize("name", ["smoke", "ragged", "ids-drop", "labels", "nan"])
-def test_the_tile_it_chooses_for_itself_is_as_good(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(tiles, "CPU_TILE", (16, 32))
-    case, exact = known(name, "float32")
-    assert worst(case.problem, exact, "float32").ratio < 1
-
-
-def test_chosen_tiles_cover_evenly_and_never_exceed_the_most() -> None:
-    for count in (0, 1, 15, 509, 512, 513, 2049, 8191, 8192, 8193):
-        rows, columns = tiles.tile_shape(count, count, Options(), cpu=True)
-        for size, most in ((rows, tiles.CPU_TILE[0]), (columns, tiles.CPU_TILE[1])):
-            assert 1 <= size <= most
-            pieces = -(-count // size)
-            assert pieces == max(-(-count // most), min(count, 1))
-    assert tiles.tile_shape(33, 47, Options(tile=(1000, 13)), cpu=True) == (33, 13)
-
-
-def test_autocast_and_grad_mode_change_nothing() -> None:
-    block = block_of(8, 40, 50, 24, positives=torch.arange(40))
-    expected = statistics_and_gradients(block)
-    with torch.autocast("cpu", dtype=torch.bfloat16):
-        assert same_bits(statistics_and_gradients(block), expected)
-    recording = replace(block, rows=block.rows.clone().requires_grad_(), scale=block.scale.clone().requires_grad_())
-    found = statistics_and_gradients(recording)
-    assert not any(x.requires_grad for x in found)
-    assert same_bits(found, expected)
 
 
 @pytest.mark.parametrize(("m", "n"), [(0, 5), (5, 0), (0, 0)])
@@ -108,3 +170,302 @@ def test_no_probability_exceeds_1_where_logits_are_rounded_in_another_way(named:
     backend.gradients(block, Weights(*sides), gradient, None, Options())
     # each of the m pairs has at most the weights of its row and its column
     assert gradient.norm(dim=1).max() <= 2 * m * 3e3
+
+
+def attempts_recorded(monkeypatch: pytest.MonkeyPatch) -> dict[str, list[bool]]:
+    """Whether each shared attempt was good, per primitive."""
+    taken: dict[str, list[bool]] = {"statistics": [], "gradients": []}
+    for module in (statistics, gradients):
+        attempt, name = module._shared, module.__name__.rpartition(".")[2]
+
+        def recorded(*given: Any, attempt: Any = attempt, name: str = name) -> Any:
+            found = attempt(*given)
+            taken[name].append(found is not None)
+            return found
+
+        monkeypatch.setattr(module, "_shared", recorded)
+    return taken
+
+
+def far_apart(low: float, high: float) -> Block:
+    """A block whose rows' log-sum-exps lie near ``low`` and ``high``, in nats."""
+    block = block_of(2, 21, 29, 8, 1.0)
+    rows, columns = block.rows / 4, block.columns / 4
+    columns[:, 0] = 1.0
+    rows[:, 0] = low
+    rows[1::3, 0] = high
+    return replace(block, rows=rows, columns=columns)
+
+
+ORDINARY = (1.0, 14.3, 100.0, -100.0)
+APART = ((-100.0, 60.0), (-60.0, 100.0), (0.0, 200.0), (-500.0, -300.0))
+
+
+@pytest.mark.parametrize(
+    ("block", "shared"),
+    [*((block_of(1, 33, 47, 64, scale), True) for scale in ORDINARY), *((far_apart(*x), False) for x in APART)],
+    ids=[*map(str, ORDINARY), *map(str, APART)],
+)
+def test_one_exponential_serves_both_sides_unless_sums_lie_too_far_apart(
+    block: Block, shared: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    problem, exact = symmetric(block)
+    taken = attempts_recorded(monkeypatch)
+    found = worst(problem, exact, "float32")
+    assert found.ratio < 1, str(found)
+    # and what was kept serves
+    assert taken == {"statistics": [shared], "gradients": [shared]}
+
+
+@pytest.mark.parametrize(
+    "recipe",
+    [
+        # some rows have logits near 10 and others one near 128; some columns have none above -60
+        "m=32,n=32,d=136,kind=softmax,features=trained,scale=100.0,bias=-10.0,weights=signed,two_sided=False,"
+        "pairs=drop,blocks=1,tile_rows=0,tile_columns=1,seed=32",
+        "m=1,n=4,d=7,kind=softmax,features=normal,scale=100.0,bias=0.0,weights=mean,two_sided=True,"
+        "pairs=diagonal,blocks=1,tile_rows=0,tile_columns=1,seed=228",
+        # sums far below their reference
+        "m=3,n=25,d=128,kind=softmax,features=signs,scale=8.731809616088867,bias=2.5,weights=signed,two_sided=True,"
+        "pairs=none,blocks=2,tile_rows=0,tile_columns=18,seed=372590230",
+        # certain of a wrong pair: forward and backward must round alike
+        "m=9,n=1,d=128,kind=softmax,features=twins,scale=200.0,bias=-10.0,weights=mean,two_sided=False,"
+        "pairs=none,blocks=1,tile_rows=0,tile_columns=16,seed=2380802769",
+    ],
+)
+def test_a_reference_costs_no_digits_that_a_plain_computation_keeps(recipe: str) -> None:
+    made = Recipe.parse(f"{CASE}:{recipe}")
+    problem, subject = drawn_problem(made, "float32"), Subject("torch", backend, "float32")
+    got = subject.run(problem, options=made.options)
+    found = compare_with_plain(problem, truth(problem), got, subject.accuracy, "float32")
+    assert found.ratio < 1, str(found)
+
+
+def test_accuracy_follows_the_precision_of_products() -> None:
+    before = torch.get_float32_matmul_precision()
+    try:
+        for precision, cpu, cuda in (
+            ("highest", 0.0, 0.0),
+            ("high", 2.0**-10, 2.0**-10),
+            ("medium", 2.0**-8, 2.0**-10),
+        ):
+            torch.set_float32_matmul_precision(precision)
+            assert backend.accuracy("float32", "cpu").input_rounding == cpu
+            assert backend.accuracy("float32", "cuda").input_rounding == cuda
+            assert backend.accuracy("float64", "cuda").input_rounding == 0.0
+    finally:
+        torch.set_float32_matmul_precision(before)
+
+
+@pytest.mark.skipif(not hasattr(torch.backends.cuda.matmul, "fp32_precision"), reason="of torch 2.9 and later")
+def test_accuracy_follows_the_newer_way_to_set_it() -> None:
+    code = """
+        import torch
+        torch.backends.cuda.matmul.fp32_precision = "tf32"
+        torch.backends.mkldnn.matmul.fp32_precision = "bf16"
+        from contrastile.backends.torch import backend
+        from contrastile.verify.facts import limits
+        from contrastile.verify.process import modes
+        facts = [backend.accuracy("float32", place).input_rounding for place in ("cpu", "cuda")]
+        print(*facts, limits("float32", "float32", "ieee")["input_rounding"], *modes()["torch's float32 precision"])
+    """
+    # what was set in the one way cannot be asked for in the other any more
+    done = subprocess.run([sys.executable, "-c", dedent(code)], capture_output=True, text=True, check=True)
+    assert [float(x) for x in done.stdout.split()] == [2.0**-8, 2.0**-10, 2.0**-8, 2.0**-8, 2.0**-10]
+
+
+@pytest.mark.parametrize("factor", [2.0**-120, 2.0**40])
+def test_weights_beyond_the_coefficients_range_are_still_right(factor: float) -> None:
+    problem, _ = symmetric(block_of(4, 15, 22, 8))
+    assert problem.column_weight is not None
+    problem = replace(problem, row_weight=problem.row_weight * factor, column_weight=problem.column_weight * factor)
+    found = worst(problem, truth(problem), "float32")
+    assert found.ratio < 1, str(found)
+
+
+def test_a_scale_near_the_largest_leaves_finite_gradients() -> None:
+    draw = torch.Generator().manual_seed(0)
+    image, text = (torch.nn.functional.normalize(torch.randn(16, 8, generator=draw), dim=1) for _ in range(2))
+    found = []
+    for dtype in (torch.float32, torch.float64):
+        leaf = image.to(dtype, copy=True).requires_grad_()
+        contrastile.clip_loss(leaf, text.to(dtype), 1e30, backend="torch").backward()
+        found.append(leaf.grad.double())
+    # every probability is 0 or 1 here: what is left is the rounding of the features' sums
+    assert (found[0] - found[1]).abs().max() <= 64 * 2.0**-24 * found[1].abs().max()
+
+
+PRIMITIVES = replace(backend, diagonal=None)
+WANTED = Wanted(rows=True, columns=(True,))
+OPTIONS = Options()
+
+
+def problem_of(m: int, scale: float = 10.0, *, two_sided: bool = True, dtype: str = "float32", **made: Any) -> Problem:
+    """Normalised features; ``towards`` moves each column towards its row, and ``seed`` draws others."""
+    draw = np.random.default_rng(made.get("seed", 0))
+    rows, columns = (draw.standard_normal((m, 24)) for _ in range(2))
+    rows, columns = (x / np.linalg.norm(x, axis=1, keepdims=True) for x in (rows, columns))
+    columns = columns + made.get("towards", 0.0) * rows
+    rows, columns = (torch.from_numpy(x).to(getattr(torch, dtype)) for x in (rows, columns))
+    state = "float64" if dtype == "float64" else "float32"
+    number = torch.tensor(scale, dtype=getattr(torch, state))
+    equal = EqualPairs.of(library_of(rows), (0.5 if two_sided else 1.0) / m, 0, m, state, rows)
+    both = {"column_weight": equal.weight, "column_target": equal.target} if two_sided else {}
+    return Problem(rows, (columns,), number, equal.weight, equal.target, positives=equal.positives, equal=equal, **both)
+
+
+def results(problem: Problem, by: Any, upstream: float | None = None, options: Options = OPTIONS) -> list[Any]:
+    """The loss, its state, and the gradients of rows, columns and scale."""
+    value, state = schedule.loss(problem, by, options, WANTED)
+    factor = None if upstream is None else torch.tensor(upstream, dtype=problem.scale.dtype)
+    found = schedule.gradients(problem, state, factor, WANTED, by, options)
+    return [value, state, found.rows, found.columns[0], found.scale]
+
+
+@pytest.mark.parametrize("what", ["nan", "infinite", "zero scale", "nan scale", "cold", "hot", "certain"])
+def test_numbers_out_of_its_limits_are_left_to_the_primitives(what: str) -> None:
+    scale = {"zero scale": 0.0, "nan scale": float("nan"), "cold": -3e3, "hot": 3e3, "certain": 90.0}.get(what, 10.0)
+    given = problem_of(37, scale, towards=1.0 if what in ("hot", "cold", "certain") else 0.0)
+    if what in ("nan", "infinite"):
+        given.rows[3, 5] = float(what[:3])
+    value, state, *found = results(given, backend)
+    assert len(state) > schedule.DIAGONAL
+    expected = results(given, PRIMITIVES)
+    for a, b in zip([value, *found], [expected[0], *expected[2:]], strict=True):
+        torch.testing.assert_close(a, b, rtol=0, atol=0, equal_nan=True)
+
+
+@pytest.mark.parametrize("upstream", [0.0, float("inf"), float("nan"), 1e-38])
+def test_an_upstream_gradient_out_of_its_limits_is_left_to_the_primitives(upstream: float) -> None:
+    given = problem_of(37)
+    _, state, *found = results(given, backend, upstream)
+    assert len(state) == schedule.DIAGONAL
+    for a, b in zip(found, results(given, PRIMITIVES, upstream)[2:], strict=True):
+        torch.testing.assert_close(a, b, rtol=0, atol=0, equal_nan=True)
+
+
+def test_a_second_pass_finds_the_same_and_only_what_is_wanted() -> None:
+    given = problem_of(37)
+    _, state = schedule.loss(given, backend, OPTIONS, WANTED)
+    first, again = (schedule.gradients(given, state, None, WANTED, backend, OPTIONS) for _ in range(2))
+    for name in ("rows", "scale"):
+        assert torch.equal(getattr(first, name), getattr(again, name))
+        alone = Wanted(rows=name == "rows", columns=(False,), scale=name == "scale")
+        found = schedule.gradients(given, state, None, alone, backend, OPTIONS)
+        assert torch.equal(getattr(found, name), getattr(first, name))
+        assert sum(x is not None for x in (found.rows, found.scale, *found.columns)) == 1
+    columns = schedule.gradients(given, state, None, Wanted(False, (True,), scale=False), backend, OPTIONS).columns
+    assert torch.equal(columns[0], first.columns[0])
+
+
+@pytest.mark.parametrize(
+    "change",
+    ["weights", "targets", "positives", "ids", "excluded", "bias", "several blocks", "start", "tile", "keep", "large"],
+)
+def test_another_problem_is_none_of_its(change: str) -> None:
+    given, options = problem_of(CPU_TILE[0] + 1 if change == "large" else 6), OPTIONS
+    assert given.equal is not None
+    changed: dict[str, Any] = {
+        "weights": {"row_weight": given.row_weight * 2},
+        "targets": {"column_target": given.column_target * 0},
+        "positives": {"positives": given.positives.flip(0)},
+        "ids": {"row_ids": given.positives, "column_ids": given.positives},
+        "excluded": {"excluded": given.positives - 1},
+        "bias": {"bias": torch.tensor(1.0)},
+        "several blocks": {"columns": given.columns[0].split(3)},
+        "start": {"equal": replace(given.equal, start=1)},
+    }.get(change, {})
+    if change in ("tile", "keep"):
+        options = Options(tile=(8, 8)) if change == "tile" else Options(keep=0)
+    _, state = schedule.loss(replace(given, **changed), backend, options, None)
+    assert len(state) > schedule.DIAGONAL
+
+
+TORCH = load("torch")
+M, N, D = 37, 53, 24
+LABELS = torch.arange(M) // 3
+
+
+class Seen:
+    """The torch backend, and for each call of ``gradients`` whether its block had something kept."""
+
+    def __init__(self) -> None:
+        self.kept: list[bool] = []
+        self.backend = replace(TORCH, gradients=self.gradients, diagonal=None)
+
+    def gradients(self, block: Block, weights: Weights, *rest: Any) -> None:
+        self.kept.append(weights.kept is not None)
+        before = None if weights.kept is None else weights.kept.clone()
+        TORCH.gradients(block, weights, *rest)
+        # a second pass through the graph finds it again
+        assert weights.kept is None or torch.equal(weights.kept, before)
+
+
+@pytest.fixture
+def seen(monkeypatch: pytest.MonkeyPatch) -> Seen:
+    """The backend instead of every other."""
+    made = Seen()
+    monkeypatch.setattr(plan, "load", lambda name: made.backend)
+    return made
+
+
+def leaves(*sizes: int, scale: float = 3.0) -> list[Tensor]:
+    generator = torch.Generator().manual_seed(0)
+    found = [torch.nn.functional.normalize(torch.randn(n, D, generator=generator), dim=1) for n in sizes]
+    return [x.requires_grad_() for x in (*found, torch.tensor(scale))]
+
+
+def negatives(query: Tensor, key: Tensor, more: Tensor, scale: Tensor, **settings: Any) -> Tensor:
+    return contrastile.info_nce(query, key, scale, negatives=[more, more.detach()], **settings)
+
+
+def sup_con(features: Tensor, scale: Tensor, **settings: Any) -> Tensor:
+    return contrastile.sup_con(features, LABELS, scale, **settings)
+
+
+LOSSES: dict[str, tuple[Callable[..., Tensor], tuple[int, ...], int]] = {
+    "clip_loss": (contrastile.clip_loss, (M, M), 1),
+    "ids": (partial(contrastile.clip_loss, ids=LABELS), (M, M), 1),
+    "info_nce": (contrastile.info_nce, (M, M), 1),
+    "positives": (partial(contrastile.info_nce, positives=torch.arange(M) // 2), (M, N), 1),
+    "negatives": (negatives, (M, M, N), 3),
+    "nt_xent": (contrastile.nt_xent, (M, M), 7),
+    "sup_con": (sup_con, (M,), 3),
+}
+
+
+@pytest.mark.parametrize("tile", [(512, 2048), (16, 32)])
+@pytest.mark.parametrize("name", LOSSES)
+def test_every_block_of_every_softmax_loss_is_kept_and_gives_the_bits_of_one_that_is_not(
+    name: str, tile: tuple[int, int], seen: Seen, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("contrastile.backends.torch.tiles.CPU_TILE", tile)
+    monkeypatch.setattr(triangle, "CPU_ROWS", 23)
+    loss, sizes, blocks = LOSSES[name]
+    given = leaves(*sizes)
+    # logits so small have 0 for their reference in either pass
+    value = loss(*given)
+    found = [torch.autograd.grad(value, given, retain_graph=True), torch.autograd.grad(value, given)]
+    assert seen.kept == [True] * 2 * blocks
+    seen.kept.clear()
+    plain = loss(*given, keep=0)
+    assert torch.equal(plain, value)
+    for each in found:
+        assert all(map(torch.equal, each, torch.autograd.grad(plain, given, retain_graph=True)))
+    assert seen.kept == [False] * 2 * blocks
+
+
+def test_how_much_is_kept_is_bounded_and_said(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delenv("CONTRASTILE_KEEP_MIB", raising=False)
+    side = math.isqrt(CPU_KEEP_MIB * 2**20 // 4)
+    # the logits, and one number
+    assert keeps(side, side, "float32", "cpu", Options()) == 4 * side * side + 4
+    assert keeps(side, side + 1, "float32", "cpu", Options()) == 0
+    assert keeps(side, side, "bfloat16", "cpu", Options()) > 0
+    assert keeps(side, side, "float64", "cpu", Options()) == 0
+    assert keeps(side, side, "float32", "cuda", Options()) == 0
+    assert keeps(2, 2, "float32", "cpu", Options(tile=(1, 1))) == 0
+    assert keeps(2, 2, "float32", "cpu", Options(keep=0)) == 0
+    assert keeps(2 * side, 2 * side, "float32", "cpu", Options(keep=4 * CPU_KEEP_MIB)) > 0
+    monkeypatch.setenv("CONTRASTILE_KEEP_MIB", "0")
+    assert keeps(2, 2, "float32", "cpu", Options()) == 0

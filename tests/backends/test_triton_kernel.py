@@ -12,7 +12,7 @@ pytest.importorskip("triton")
 
 from triton.tools.tensor_descriptor import TensorDescriptor
 
-from contrastile.backends.triton import kernel, sums
+from contrastile.backends.triton import kernel
 
 PARAMETERS = [("x", False), ("out", False), ("m", True), ("stride", False), ("depth", False), ("BLOCK", False)]
 
@@ -84,44 +84,41 @@ def test_a_launch_like_an_earlier_one_goes_straight_to_its_compiled_kernel(funct
     assert args[1:] == (OUT, 5, 32, 8, 16)
 
 
-def test_the_order_in_which_named_arguments_are_given_does_not_matter(function: Function) -> None:
-    turned = dict(reversed(NAMED.items()))
-    launch(function, (ARGUMENTS, turned), (ARGUMENTS, turned))
-    assert function.launched[0][2][2:] == (5, 32, 8, 16)
+def described(dtype: torch.dtype, *block: int) -> Any:
+    return TensorDescriptor(torch.zeros(32, 32, dtype=dtype), [32, 32], [32, 1], list(block))
 
 
 @pytest.mark.parametrize(
-    ("position", "value"),
+    "change",
     [
-        (0, BUFFER[1:9]),
-        (0, X.half()),
-        (0, None),
-        (0, TensorDescriptor(torch.zeros(16, 16), [16, 16], [16, 1], [8, 8])),
-        (2, 2**31),
-        (2, -(2**31) - 1),
-        (3, 33),
-        (3, 1),
-        (3, 2**40),
-        (3, 2.0),
-        (3, True),
+        {0: BUFFER[1:9]},
+        {0: X.half()},
+        {0: None},
+        {0: described(torch.float32, 8, 16)},
+        *({2: value} for value in (2**31, -(2**31) - 1)),
+        *({3: value} for value in (33, 1, 2**40, 2.0, True)),
+        *({name: value} for name, value in (("depth", 16), ("BLOCK", 32), ("num_warps", 8), ("num_stages", 2))),
     ],
     ids=str,
 )
-def test_what_triton_specialises_on_is_told_apart(function: Function, position: int, value: Any) -> None:
-    changed = (*ARGUMENTS[:position], value, *ARGUMENTS[position + 1 :])
-    assert launch(function, (ARGUMENTS, NAMED), (changed, NAMED), (ARGUMENTS, NAMED), (changed, NAMED)) == 2
+def test_what_triton_specialises_on_is_told_apart(function: Function, change: dict[Any, Any]) -> None:
+    changed = tuple(change.get(i, x) for i, x in enumerate(ARGUMENTS))
+    named = NAMED | {name: x for name, x in change.items() if isinstance(name, str)}
+    assert launch(function, *2 * ((ARGUMENTS, NAMED), (changed, named))) == 2
     assert [x[0] for x in function.launched] == function.compiled
 
 
-def test_an_odd_stride_and_one_are_told_apart(function: Function) -> None:
+@pytest.mark.parametrize(
+    ("position", "values"),
     # Triton makes 1 a constant of the kernel
-    odd, one = ((X, OUT, 5, stride) for stride in (33, 1))
-    assert launch(function, (odd, NAMED), (one, NAMED)) == 2
-
-
-@pytest.mark.parametrize("change", [{"depth": 16}, {"BLOCK": 32}, {"num_warps": 8}, {"num_stages": 2}])
-def test_compile_time_arguments_and_options_are_told_apart(function: Function, change: dict[str, Any]) -> None:
-    assert launch(function, (ARGUMENTS, NAMED), (ARGUMENTS, NAMED | change)) == 2
+    [
+        (3, (33, 1)),
+        (0, (described(torch.float32, 8, 16), described(torch.float32, 16, 8), described(torch.float16, 8, 16))),
+    ],
+)
+def test_values_that_are_told_apart_from_each_other(function: Function, position: int, values: tuple[Any, ...]) -> None:
+    kinds = [(*ARGUMENTS[:position], value, *ARGUMENTS[position + 1 :]) for value in values]
+    assert launch(function, *((args, NAMED) for args in (*kinds, *kinds))) == len(kinds)
 
 
 @pytest.mark.parametrize(("position", "value"), [(2, 16), (2, 1), (2, 2**31 - 1), (2, -(2**31)), (3, 48)])
@@ -129,14 +126,6 @@ def test_what_triton_does_not_specialise_on_shares_a_kernel(function: Function, 
     changed = (*ARGUMENTS[:position], value, *ARGUMENTS[position + 1 :])
     assert launch(function, (ARGUMENTS, NAMED), (changed, NAMED)) == 1
     assert function.launched[0][2][position] == value
-
-
-def test_descriptors_are_told_apart_by_block_and_dtype(function: Function) -> None:
-    def described(dtype: torch.dtype, *block: int) -> tuple[Any, ...]:
-        return TensorDescriptor(torch.zeros(32, 32, dtype=dtype), [32, 32], [32, 1], list(block)), *ARGUMENTS[1:]
-
-    kinds = [described(torch.float32, 8, 16), described(torch.float32, 16, 8), described(torch.float16, 8, 16)]
-    assert launch(function, *((args, NAMED) for args in (*kinds, *kinds))) == 3
 
 
 def test_devices_have_their_own_kernels(function: Function, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -147,18 +136,6 @@ def test_devices_have_their_own_kernels(function: Function, monkeypatch: pytest.
         launched[(3,)](*ARGUMENTS, **NAMED)
     assert len(function.compiled) == 2
     assert [x[0] for x in function.launched] == function.compiled[:1]
-
-
-def test_what_cannot_be_told_apart_goes_tritons_own_way(function: Function, monkeypatch: pytest.MonkeyPatch) -> None:
-    foreign = (object(), *ARGUMENTS[1:])
-    assert launch(function, (foreign, NAMED), (foreign, NAMED)) == 2
-    function.pre_run_hooks.append(lambda *_, **__: None)
-    assert launch(function, (ARGUMENTS, NAMED), (ARGUMENTS, NAMED)) == 4
-    function.pre_run_hooks.clear()
-    monkeypatch.undo()
-    # on the host: nothing is launched there but by stand-ins
-    assert launch(function, (ARGUMENTS, NAMED), (ARGUMENTS, NAMED)) == 6
-    assert not function.launched
 
 
 @pytest.mark.parametrize("name", ["launch_enter_hook", "launch_exit_hook"])
@@ -173,12 +150,6 @@ def test_what_is_watched_is_launched_by_triton_itself(
     monkeypatch.setattr(kernel.knobs.runtime, name, hook)
     assert launch(function, (ARGUMENTS, NAMED), (ARGUMENTS, NAMED)) == 1 + watches
     assert len(function.launched) == 1 - watches
-
-
-def test_the_interpreter_gets_the_function_itself(function: Function, monkeypatch: pytest.MonkeyPatch) -> None:
-    assert not isinstance(sums.row_dots, kernel.Kernel)
-    monkeypatch.setattr(kernel, "INTERPRETED", False)
-    assert isinstance(kernel.kernel(function), kernel.Kernel)
 
 
 @pytest.mark.parametrize(

@@ -1,21 +1,25 @@
-"""From a group to its communicator, in a world of one process."""
+"""Communicators of one process: from a group to its communicator, what arrives, and when a rank does not answer."""
 
 from __future__ import annotations
 
-import gc
-import weakref
-from collections.abc import Iterator
+import sys
+import time
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import numpy as np
 import pytest
 import torch
 import torch.distributed as dist
+from launching import PATIENCE, PROGRAMS
 
 from contrastile.comm import torch_group
 from contrastile.comm.communicator import ExchangeError
 from contrastile.comm.connect import connect
-from contrastile.comm.inprocess import InProcessGroup
+from contrastile.comm.inprocess import InProcess, InProcessGroup
+
+sys.path.append(str(PROGRAMS))
+from primitives import BY_THREADS, waits_in_any_order
 
 
 @pytest.fixture
@@ -87,24 +91,93 @@ def test_an_mpi_communicator_that_is_none_is_refused() -> None:
     assert connect(MPI.COMM_SELF) is connect(MPI.COMM_SELF)
 
 
-def test_arrays_elsewhere_are_refused_with_the_reason(group: Any) -> None:
-    comm = connect(group)
-    assert comm.refusal("cpu") is comm.refusal("cuda") is None
-    assert comm.refusal("mps") == "the group carries no arrays on mps; move them to cpu or cuda"
+# where every message is late, ranks that wait in different orders wait for each other
+@pytest.mark.parametrize(
+    ("check", "late"),
+    [(check, late) for check in BY_THREADS for late in (False, True) if not (late and check is waits_in_any_order)],
+)
+@pytest.mark.parametrize("n", [1, 2, 3, 5, 8])
+def test_every_primitive_gives_what_it_must(n: int, check: Callable[[InProcess], None], late: bool) -> None:
+    InProcessGroup[None](n, late=late).run(check)
 
 
-def test_a_closed_communicator_refuses(group: Any) -> None:
-    comm = connect(group)
-    comm.close()
-    with pytest.raises(ExchangeError, match="its communicator is closed"):
-        comm.tell("")
+def test_after_its_wait_a_sender_may_change_its_arrays() -> None:
+    def program(comm: InProcess) -> np.ndarray:
+        kept, buffer = [], np.zeros(3)
+        for step in range(4):
+            incoming = [np.zeros(3)]
+            buffer[:] = 10 * comm.rank + step
+            comm.shift([buffer], incoming).wait()
+            kept.append(incoming[0])
+        return np.array(kept)
+
+    for rank, found in enumerate(InProcessGroup[np.ndarray](3, late=True).run(program)):
+        np.testing.assert_array_equal(found, 10 * ((rank - 1) % 3) + np.arange(4)[:, None] * np.ones(3))
 
 
-def test_a_communicator_goes_with_its_group() -> None:
-    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
-    kept = weakref.ref(connect("world"))
-    gone = weakref.ref(dist.group.WORLD)
-    dist.destroy_process_group()
-    gc.collect()
-    # some versions of torch keep a group once torch.compile has been imported
-    assert (kept() is None) == (gone() is None)
+@pytest.mark.parametrize("late", [False, True], ids=["eager", "late"])
+def test_ranks_take_turns_in_the_same_way_every_time(late: bool) -> None:
+    def program(comm: InProcess) -> None:
+        log.append((comm.rank, 0))
+        comm.agree(np.array([1]))
+        log.append((comm.rank, 1))
+
+    logs = []
+    for _ in range(2):
+        log: list[tuple[int, int]] = []
+        InProcessGroup[None](4, late=late).run(program)
+        logs.append(log)
+    assert logs[0] == logs[1]
+    assert sorted(logs[0]) == [(rank, step) for rank in range(4) for step in range(2)]
+
+
+def test_a_rank_that_raises_is_what_the_run_raises() -> None:
+    def program(comm: InProcess) -> None:
+        if comm.rank == 1:
+            raise KeyError("rank 1 had enough")
+        comm.agree(np.array([1]))
+
+    with pytest.raises(KeyError, match="rank 1 had enough"):
+        InProcessGroup[None](3).run(program)
+
+
+@pytest.mark.parametrize(
+    ("last", "words"), [("raises", "rank 2 raised KeyError: 'ill'"), ("leaves", "rank 2 has left")]
+)
+def test_the_others_hear_who_is_gone_at_once(last: str, words: str) -> None:
+    def program(comm: InProcess) -> str:
+        if comm.rank == 2:
+            if last == "raises":
+                raise KeyError("ill")
+            return "left"
+        try:
+            comm.agree(np.array([1]))
+        except ExchangeError as error:
+            heard.append(str(error))
+        return "heard"
+
+    heard: list[str] = []
+    began = time.monotonic()
+    group = InProcessGroup[str](3, deadline=PATIENCE)
+    if last == "raises":
+        with pytest.raises(KeyError):
+            group.run(program)
+    else:
+        assert group.run(program) == ["heard", "heard", "left"]
+    assert heard == [f"{words}; every rank must make the same calls"] * 2
+    assert time.monotonic() - began < group.deadline
+
+
+def test_ranks_that_wait_for_each_other_hear_it_at_once() -> None:
+    def program(comm: InProcess) -> None:
+        if comm.rank == 0:
+            comm.agree(np.array([1]))
+        else:
+            # one message further than the other rank
+            comm._next()
+            comm.tell("")
+
+    began = time.monotonic()
+    with pytest.raises(ExchangeError, match=r"rank \d waits for rank \d, and so does every rank for another"):
+        InProcessGroup[None](2, deadline=PATIENCE).run(program)
+    assert time.monotonic() - began < PATIENCE

@@ -1,11 +1,16 @@
-"""Communicators over the processes of mpirun and torchrun."""
+"""Communicators, trainers and contrastile verify over the processes of mpirun and torchrun."""
 
 from __future__ import annotations
 
 import json
+import os
+import subprocess
+from pathlib import Path
 
 import pytest
-from launching import ENGINES, launch
+from launching import ENGINES, PATIENCE, launch, run
+
+from contrastile.verify.distributed import DISTRIBUTED
 
 RANKS = range(4)
 
@@ -51,3 +56,81 @@ def test_real_trainers_have_the_gradients_of_the_global_loss() -> None:
         # 1 / n of the gradient
         assert wrong > 1000
     assert ended.orphans == 0
+
+
+ROOT = Path(__file__).parents[2]
+BACKENDS = {"mpi": ["numpy", "torch"], "torch": ["torch"]}
+CASES = ["ragged", "blocks", "sigmoid-ids", "views", "front-door", "mistakes", "sharded"]
+QUICK = ["--case", *CASES, "--dtype", "float32", "--examples", "10"]
+
+BROKEN = """
+import os
+from dataclasses import replace
+from contrastile.backends.numpy import backend as sound
+
+rank = int(os.environ.get("PMI_RANK", os.environ.get("RANK", "0")))
+
+def gradients(block, weights, rows, columns, options):
+    sound.gradients(block, weights, rows, columns, options)
+    if rank == 2 and rows is not None and rows.shape[0]:
+        rows[0] += 1.0
+
+def raising(block, weights, rows, columns, options):
+    if rank == 2:
+        raise KeyError("rank 2 is ill")
+    sound.gradients(block, weights, rows, columns, options)
+
+wrong = replace(sound, name="wrong", gradients=gradients)
+ill = replace(sound, name="ill", gradients=raising)
+"""
+
+
+def verify(engine: str, *words: str, folder: Path, deadline: float = PATIENCE) -> subprocess.CompletedProcess[str]:
+    """Run it with the modules of a folder."""
+    paths = os.pathsep.join([str(folder), str(ROOT)])
+    words = "-m", "contrastile", "verify", "--world", engine, *words
+    return run(engine, len(RANKS), *words, CONTRASTILE_DEADLINE=str(deadline), PYTHONPATH=paths)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("engine", ENGINES)
+def test_four_processes_hold_every_property(engine: str, tmp_path: Path) -> None:
+    path = tmp_path / "rows.json"
+    ended = verify(engine, "--backend", *BACKENDS[engine], *QUICK, "--json", str(path), folder=tmp_path)
+    assert ended.returncode == 0, ended.stdout + ended.stderr
+    # rank 0 prints, and it alone
+    assert ended.stdout.count("PASS: ") == 1
+    read = json.loads(path.read_text(encoding="utf-8"))
+    assert read["verdict"] == "pass"
+    assert {row["world"] for row in read["rows"]} == {len(RANKS)}
+    assert {row["property"] for row in read["rows"]} == set(DISTRIBUTED)
+    # a group that has raised carries nothing more; of these cases one is of rows against themselves, and not small
+    skipped = {(row["property"], row["case"]) for row in read["rows"] if row["status"] == "skip"}
+    others = {("themselves", case) for case in ("ragged", "blocks", "sigmoid-ids")}
+    others |= {(name, "views") for name in ("reduction", "delivery", "tiles")}
+    assert skipped == {("skipped-backward", "mistakes"), *others}
+    assert all(row["status"] in ("pass", "skip") for row in read["rows"])
+    assert sum(row["status"] == "pass" for row in read["rows"]) == 29 * len(BACKENDS[engine])
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("engine", ENGINES)
+def test_what_one_rank_gets_wrong_fails_everywhere_with_one_report(engine: str, tmp_path: Path) -> None:
+    (tmp_path / "broken_ranks.py").write_text(BROKEN, encoding="utf-8")
+    backends = "broken_ranks:wrong", "broken_ranks:ill"
+    words = ["--case", "ragged", "--property", "ring", "agreement", "--dtype", "float64", "--quiet"]
+    # the other ranks wait so long for one that has raised
+    ended = verify(engine, "--backend", *backends, *words, folder=tmp_path, deadline=30)
+    # every rank ends with 1; mpirun may tell of one that it ended itself, because others aborted first
+    assert ended.returncode in ((1,) if engine == "torch" else (1, 9)), ended.stdout + ended.stderr
+    assert ended.stdout.count("FAIL: ") == 1
+    assert "FAILED broken_ranks:wrong ring ragged float64" in ended.stdout
+    assert "raised KeyError: 'rank 2 is ill'" in ended.stdout
+    # the sound property of the wrong backend, after a test that failed
+    assert f"verify --world {engine} --backend broken_ranks:wrong" in ended.stdout
+
+
+def test_what_cannot_run_says_so_once(tmp_path: Path) -> None:
+    ended = verify("mpi", "--backend", "nope", folder=tmp_path)
+    assert ended.returncode == 2, ended.stdout + ended.stderr
+    assert ended.stderr.count("contrastile verify: backend must be one of numpy, torch") == 1

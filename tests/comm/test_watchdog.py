@@ -6,11 +6,9 @@ import os
 import threading
 import time
 
-import numpy as np
 import pytest
 from launching import PATIENCE
 
-from contrastile.comm import buffers
 from contrastile.comm.watchdog import (
     DEADLINE,
     LONGEST,
@@ -55,13 +53,6 @@ def test_messages_name_ranks_as_the_whole_program_does() -> None:
         "ranks 10, 11, 12 wait for each other (cannot be reached (broken pipe)): ranks 10, 12 are at the backward of "
         "call 3, rank 11 is at the forward of call 4; every rank must make the same calls in the same order"
     )
-
-
-@pytest.mark.parametrize(
-    "notice", [AbortNotice((), "the forward of call 1"), AbortNotice((2, 13), "the backward of call 7 (clip_loss)")]
-)
-def test_a_word_crosses_as_text(notice: AbortNotice) -> None:
-    assert AbortNotice.decode(notice.encode()) == notice
 
 
 def test_waiting_ends_and_keeps_no_core_busy() -> None:
@@ -141,35 +132,6 @@ def test_a_host_that_cannot_be_told_ends() -> None:
     assert "rank(s) 7 did not answer on the device (deadline 0.2 s)" in device.ended[0]
 
 
-def test_the_process_ends_before_the_deadline_is_over(monkeypatch: pytest.MonkeyPatch) -> None:
-    asked, expired = list[float](), InFlight.expired
-
-    def noted(message: InFlight, seconds: float) -> bool:
-        asked.append(seconds)
-        return expired(message, seconds)
-
-    monkeypatch.setattr(InFlight, "expired", noted)
-    device = Device(2.0)
-    device.ready.add(7)
-    start = time.monotonic()
-    device.post(7)
-    assert until(lambda: bool(device.ended), PATIENCE)
-    # the host may raise first, and what has ended has left before the deadline is over
-    assert patience(2.0) < min(asked) <= time.monotonic() - start
-    assert max(asked) < 2.0
-
-
-def test_the_thread_that_asks_is_made_ready_first() -> None:
-    asked: list[str] = []
-    begun: list[bool] = []
-    watchdog = Watchdog(lambda: 0.2, begin=lambda: begun.append(not asked))
-    watchdog.add(InFlight(lambda: True, lambda: asked.append(threading.current_thread().name) is None, (0,)))
-    assert until(lambda: bool(asked), PATIENCE)
-    assert begun == [True]
-    assert asked[0] == "contrastile watchdog"
-    watchdog.close()
-
-
 @pytest.mark.parametrize("given", [0, -1.0, float("inf"), float("nan"), "soon", [3]])
 def test_a_deadline_is_a_positive_number_of_seconds(given, monkeypatch) -> None:
     with pytest.raises(ValueError, match="deadline must be a positive number of seconds"):
@@ -187,29 +149,3 @@ def test_the_deadline_is_the_argument_else_the_variable_else_the_default(monkeyp
     assert deadline_or(3) == 3.0
     assert deadline_or(1e300) == LONGEST
     assert os.environ["CONTRASTILE_DEADLINE"] == "7.5"
-
-
-def test_bytes_of_an_array_are_its_own_memory() -> None:
-    import torch
-
-    for x in (np.arange(6.0).reshape(2, 3), np.full((), 3.0, np.float32), np.zeros((0, 4), np.int64)):
-        view = buffers.raw(x)
-        assert view.nbytes == x.nbytes
-        view[:] = 0
-        assert not x.any()
-    y = torch.ones(3, 2, dtype=torch.bfloat16)
-    buffers.raw(y)[:] = 0
-    assert not y.any()
-    with pytest.raises(ValueError, match="contiguous"):
-        buffers.raw(torch.zeros(4, 4).t())
-    with pytest.raises(ValueError, match="contiguous"):
-        buffers.raw(np.zeros((4, 4)).T)
-
-
-def test_long_messages_go_in_pieces(monkeypatch) -> None:
-    monkeypatch.setattr(buffers, "PIECE", 10)
-    x = np.arange(25, dtype=np.uint8)
-    assert [p.size for p in buffers.pieces(x)] == [10, 10, 5]
-    assert np.concatenate(buffers.pieces(x)).tolist() == x.tolist()
-    assert [p.size for p in buffers.pieces(x[:21])] == [10, 10, 1]
-    assert buffers.pieces(x[:0]) == []

@@ -134,24 +134,29 @@ def test_who_captures_or_infers_is_left_alone(backend: str, graphs: Steps) -> No
 
 
 @pytest.mark.parametrize("backend", BACKENDS)
-def test_graphs_that_went_make_room_for_others(backend: str, graphs: Steps, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(replay, "MOST", 1)
-    # however few replays a graph was good for, its kind may be captured again
-    monkeypatch.setattr(replay, "WORTH", 0)
+def test_what_a_replayed_step_saved_is_checked_as_ever(backend: str, graphs: Steps) -> None:
     loss, _ = losses(backend)["clip"]
-    for m in (M, M + 1, M):
-        for seed in range(TIMES):
-            step(loss, leaves(seed, m=m))
+    given = leaves(0)
+    for _ in range(TIMES):
+        value = loss(*given)
     assert len(graphs.captured) == 1
-    assert None not in graphs.seen.values()
+    with pytest.raises(RuntimeError, match="must not be differentiated itself"):
+        torch.autograd.grad(torch.autograd.grad(loss(*given), given[0], create_graph=True)[0].sum(), given[1])
+    value.backward()
+    with pytest.raises(RuntimeError, match="second time"):
+        value.backward()
+    changed = loss(*given)
+    with torch.no_grad():
+        given[0].mul_(2)
+    with pytest.raises(RuntimeError, match="inplace"):
+        changed.backward()
 
 
 @pytest.mark.parametrize("backend", BACKENDS)
-def test_large_problems_are_launched(backend: str, graphs: Steps, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(replay, "WORK", M * M * D - 1)
-    loss, _ = losses(backend)["clip"]
-    for seed in range(TIMES):
-        step(loss, leaves(seed))
-    assert not graphs.captured
-    step(loss, leaves(0, m=M - 1))
-    assert graphs.seen
+def test_other_settings_and_numbers_are_another_step(backend: str, graphs: Steps) -> None:
+    image, text, _ = leaves(0)
+    kinds: list[tuple[float, dict[str, Any]]] = [(3.0, {}), (4.0, {}), (3.0, {"tile": 128}), (3.0, {"workspace": 3})]
+    for _ in range(TIMES):
+        values = [contrastile.clip_loss(image, text, scale, backend=backend, **more) for scale, more in kinds]
+    assert len(graphs.captured) == len(kinds)
+    assert not torch.equal(values[0], values[1])

@@ -13,7 +13,6 @@ from torch import Tensor
 
 import contrastile
 from contrastile import evaluation
-from contrastile.backends import staging
 from contrastile.backends.contract import Options
 from contrastile.backends.registry import load
 from contrastile.bench.memory import torch_peak
@@ -132,50 +131,6 @@ def test_one_part_of_one_side(rows: int) -> None:
     assert world.races == set()
 
 
-def forgetful(which: str) -> Any:
-    """``Staging`` without one of its waits."""
-
-    class Forgetful(staging.Staging):
-        def load(self, source: Tensor, buffer: staging.Buffer) -> None:
-            if which in ("work", "stores"):
-                kept = getattr(self, f"_{which}")
-                setattr(self, f"_{which}", staging._Host())
-                super().load(source, buffer)
-                setattr(self, f"_{which}", kept)
-            else:
-                super().load(source, buffer)
-
-        def arrived(self, buffer: staging.Buffer) -> Tensor:
-            buffer.loaded = None if which == "arrival" else buffer.loaded
-            return super().arrived(buffer)
-
-        def zeros(self, rows: int, buffer: staging.Buffer) -> Tensor:
-            buffer.stored = None if which == "stored" else buffer.stored
-            return super().zeros(rows, buffer)
-
-        def store(self, x: Tensor, target: Tensor, buffer: staging.Buffer | None = None) -> None:
-            kept = self._work
-            self._work = staging._Host() if which == "finished" else kept
-            super().store(x, target, buffer)
-            self._work = kept
-
-        def synchronize(self) -> None:
-            if which != "end":
-                super().synchronize()
-
-    return Forgetful
-
-
-@pytest.mark.parametrize("loss", [contrastile.clip_loss, contrastile.nt_xent])
-@pytest.mark.parametrize("which", ["work", "stores", "arrival", "stored", "finished", "end"])
-def test_a_forgotten_wait_is_found(which: str, loss: Any, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(staging, "Staging", forgetful(which))
-    problem = in_blocks(made(loss, 50), 16)
-    with late_copies() as world:
-        evaluated(problem)
-    assert world.races or world.pending
-
-
 def test_the_next_block_is_on_its_way_before_a_block_is_computed() -> None:
     problem = in_blocks(made(contrastile.clip_loss, 48), 16)
     with late_copies() as world:
@@ -189,26 +144,6 @@ def test_the_next_block_is_on_its_way_before_a_block_is_computed() -> None:
     loads = [world.log[:i].count("loads 16") for i in at]
     # rows with the first columns; then one block of columns ahead, and rows too where the next ones begin
     assert loads == [3, 4, 6, 7, 8, 10, 11, 12, 12]
-
-
-def test_what_is_not_wanted_is_neither_kept_nor_moved() -> None:
-    clip, views = (in_blocks(made(loss, 50), 16) for loss in (contrastile.clip_loss, contrastile.nt_xent))
-    for problem, wanted in (
-        (clip, local.Wanted(False, (True,), False)),
-        (clip, local.Wanted(True, (False,), False)),
-        (clip, local.Wanted(False, (False,), True)),
-        (views, local.Wanted(True, (), False)),
-        (views, local.Wanted(False, (), True)),
-        (views, local.Wanted(False, (), False)),
-    ):
-        whole = evaluated(problem)[1]
-        value, found, _ = evaluated(problem, wanted=wanted)
-        assert (found.rows is not None, *(x is not None for x in found.columns)) == (wanted.rows, *wanted.columns)
-        for name in ("rows", "scale"):
-            if getattr(found, name) is not None:
-                assert torch.equal(getattr(found, name), getattr(whole, name))
-        assert all(x is None or torch.equal(x, y) for x, y in zip(found.columns, whole.columns, strict=True))
-        assert torch.equal(value, evaluated(problem)[0])
 
 
 def home_bytes(b: int, width: int, item: int) -> int:

@@ -46,10 +46,6 @@ def clip(rank: int, comm: Any, **more: Any) -> Any:
     return contrastile.clip_loss(IMAGE[rank], TEXT[rank], 10.0, group=comm, **more)
 
 
-def both(rank: int, comm: Any, **more: Any) -> Any:
-    return contrastile.value_and_grad(contrastile.clip_loss, group=comm, **more)(IMAGE[rank], TEXT[rank], 10.0)
-
-
 # dtypes, widths, losses, ids, exchanges and gradients wanted that differ are in verify's "mistakes"
 DIFFERENT: dict[str, tuple[Callable[[int, Any], Any], str]] = {
     "scale": (
@@ -80,13 +76,6 @@ DIFFERENT: dict[str, tuple[Callable[[int, Any], Any], str]] = {
         ),
         "positives must be the same on every rank, got false on rank 0, true on ranks 1, 2",
     ),
-    "gradients": (
-        lambda rank, comm: contrastile.clip_loss(
-            torch.tensor(IMAGE[rank]).requires_grad_(rank == 0), torch.tensor(TEXT[rank]), 10.0, group=comm
-        ),
-        "gradients wanted must be the same on every rank, got [true, false, false] on rank 0, "
-        "[false, false, false] on ranks 1, 2",
-    ),
     "values of biases": (
         lambda rank, comm: contrastile.sigmoid_loss(
             *map(torch.tensor, (IMAGE[rank], TEXT[rank])), torch.tensor(10.0), torch.tensor(-1.0 * rank), group=comm
@@ -99,15 +88,6 @@ DIFFERENT: dict[str, tuple[Callable[[int, Any], Any], str]] = {
 @pytest.mark.parametrize(("call", "words"), DIFFERENT.values(), ids=DIFFERENT)
 def test_what_differs_is_named_with_the_ranks(call: Callable[[int, Any], Any], words: str) -> None:
     assert everybody(call) == f"MismatchError: {words}; make the same call on every rank"
-
-
-def test_scales_that_differ_by_a_rounding_are_the_same() -> None:
-    def program(comm: InProcess) -> float:
-        scale = torch.tensor(10.0 * (1 + 2.0**-23 * (comm.rank == 1)))
-        image, text = (torch.tensor(x[comm.rank]) for x in (IMAGE, TEXT))
-        return float(contrastile.clip_loss(image, text, scale, group=comm))
-
-    InProcessGroup[float](N).run(program)
 
 
 WRONG: dict[str, tuple[Callable[[int, Any], Any], str]] = {
@@ -128,10 +108,6 @@ WRONG: dict[str, tuple[Callable[[int, Any], Any], str]] = {
     "no reduction": (
         lambda rank, comm: clip(rank, comm, parameter_reduction="max" if rank == 1 else "mean"),
         "rank 1: parameter_reduction must be one of mean, sum, got 'max'",
-    ),
-    "no tile for value and gradients": (
-        lambda rank, comm: both(rank, comm, tile="wide" if rank == 1 else None),
-        "rank 1: tile must be",
     ),
 }
 

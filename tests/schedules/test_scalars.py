@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import itertools
 from collections.abc import Callable
 from typing import Any
 
@@ -12,7 +11,6 @@ import torch
 
 import contrastile
 from contrastile import validation
-from contrastile.comm import buffers
 from contrastile.comm.calls import Label
 from contrastile.comm.communicator import MismatchError
 from contrastile.comm.inprocess import InProcess, InProcessGroup
@@ -108,31 +106,6 @@ WORDS = (
 
 def test_the_next_call_names_the_numbers_once_and_the_group_stays_usable() -> None:
     assert said([wrong, right, right]) == [["", WORDS, ""]] * N
-
-
-def test_one_rank_that_knows_is_enough(monkeypatch: pytest.MonkeyPatch) -> None:
-    """A device brings a rank its numbers when it likes."""
-    at_once, numbers, begun = buffers.read_later, itertools.count(), list[int]()
-
-    def later(x: torch.Tensor) -> Callable[[], Any]:
-        read, place = at_once(x), next(numbers)
-        assert read is not None
-        begun.append(place)
-        # one of the three ranks' first; the others come during the second call
-        return lambda: read() if place == 1 or len(begun) > N else None
-
-    monkeypatch.setattr(buffers, "read_later", later)
-    assert said([wrong_scale, right, right]) == [["", WORDS_OF_SCALE, ""]] * N
-
-
-def wrong_scale(comm: InProcess) -> None:
-    step("clip_loss", comm, "gather", 10.0 + 60 * (comm.rank == 0))
-
-
-WORDS_OF_SCALE = (
-    "scale must be the same on every rank, got 70.0 on rank 0, 10.0 on ranks 1, 2 in call 1 (clip_loss), whose loss "
-    "and gradients are NaN for that; start every rank from one scale, and average its gradient as DDP does"
-)
 
 
 def test_a_scale_that_is_nan_on_every_rank_is_no_mismatch() -> None:

@@ -14,6 +14,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from contrastile.verify.arithmetic import gamma
+
 
 @dataclass(frozen=True)
 class Step:
@@ -22,11 +24,6 @@ class Step:
     loss: Tensor
     gradients: list[Tensor]
     bounds: list[Tensor]
-
-
-def gamma(count: int, dtype: torch.dtype) -> float:
-    t = count * torch.finfo(dtype).eps / 2
-    return t / (1 - t)
 
 
 def graphs_kept(
@@ -57,7 +54,7 @@ def graphs_kept(
                     total += each.abs()
     found = torch.autograd.grad(value, parameters, allow_unused=True)
     gradients = [torch.zeros_like(p) if x is None else x for x, p in zip(found, parameters, strict=True)]
-    return Step(value.detach(), gradients, [2 * gamma(units, x.dtype) * x for x in sums])
+    return Step(value.detach(), gradients, [2 * gamma(units * torch.finfo(x.dtype).eps / 2) * x for x in sums])
 
 
 def taken(parameters: Sequence[Tensor]) -> list[Tensor]:

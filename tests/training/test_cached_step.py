@@ -1,86 +1,20 @@
-"""Cached gradients are the uncached ones: bit for bit in one chunk, within the bound of a reordered sum in several."""
+"""Cached steps beside those without a cache: gradients, hooks, frozen towers, features on the host, memory, chunks."""
 
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable
 from typing import Any
 
-import numpy as np
 import pytest
 import torch
 from chunked_graphs import graphs_kept, taken, worst
-from small_towers import B, D, every_parameter, log_scale, rows, setting, skins, tower
+from small_towers import B, D, every_parameter, log_scale, rows, setting, skins
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
 import contrastile
 from contrastile import training
-
-
-def trimodal(a: Tensor, b: Tensor, c: Tensor, scale: Any) -> Tensor:
-    return (
-        contrastile.clip_loss(a, b, scale) + contrastile.clip_loss(b, c, scale) + contrastile.nt_xent(a, c, scale)
-    ) / 3
-
-
-def hard_negatives(query: Tensor, key: Tensor, negative: Tensor, scale: Any) -> Tensor:
-    return contrastile.info_nce(query, key, scale, negatives=negative)
-
-
-def alone(a: Tensor, scale: Any) -> Tensor:
-    return contrastile.sup_con(a, torch.arange(len(a)) % 5, scale)
-
-
-def in_words(a: Tensor, b: Tensor, scale: Any) -> Tensor:
-    """A loss of the caller's own."""
-    return nn.functional.cross_entropy(scale * a @ b.T, torch.arange(len(a)))
-
-
-# the package's own losses of two towers are held by contrastile verify
-LOSSES: list[tuple[Callable[..., Tensor], tuple[int, ...]]] = [
-    (alone, (B,)),
-    (trimodal, (B, B, B)),
-    (hard_negatives, (B, B, 3 * B + 1)),
-    (in_words, (B, B)),
-]
-
-
-@pytest.mark.parametrize("skin", skins())
-@pytest.mark.parametrize("chunk", [5, 40])
-@pytest.mark.parametrize(("loss", "lengths"), LOSSES)
-def test_gradients_of_any_loss_and_number_of_towers(
-    loss: Callable[..., Tensor], lengths: tuple[int, ...], chunk: int, skin: str
-) -> None:
-    towers, inputs = setting(lengths)
-    number = log_scale()
-    parameters = [*every_parameter(*towers), number]
-    expected = graphs_kept(towers, [x.split(chunk) for x in inputs], loss, [number.exp], parameters)
-    torch.manual_seed(0)
-    value = skins()[skin](towers, tuple(inputs), loss, scale=number.exp, chunk=chunk)
-    found = taken(parameters)
-    assert torch.equal(value, expected.loss)
-    assert not value.requires_grad
-    # the scale's gradient enters once, and no sum over chunks is in it
-    assert torch.equal(found[-1], expected.gradients[-1])
-    if all(n <= chunk for n in lengths):
-        assert all(torch.equal(x, y) for x, y in zip(found, expected.gradients, strict=True))
-    assert worst(found[:-1], graphs_without_last(expected)) <= 1
-    assert all(x.abs().max() > 0 for x in found)
-
-
-def graphs_without_last(step: Any) -> Any:
-    return type(step)(step.loss, step.gradients[:-1], step.bounds[:-1])
-
-
-def test_one_tower_for_both_sides() -> None:
-    shared, number = tower(4, 0), log_scale()
-    a, b = rows(B, 4, seed=1), rows(B, 4, seed=2)
-    parameters = every_parameter(shared)
-    expected = graphs_kept([shared] * 2, [a.split(5), b.split(3)], contrastile.nt_xent, [number.exp], parameters)
-    torch.manual_seed(0)
-    training.cached_step((shared, shared), (a, b), contrastile.nt_xent, scale=number.exp, chunk=(5, 3))
-    assert worst(taken(parameters), expected) <= 1
+from contrastile.training import chunks
 
 
 def test_gradient_checkpointing_inside_an_encoder() -> None:
@@ -139,26 +73,6 @@ def test_autocast_around_the_call_is_that_inside_the_encoders_and_the_loss() -> 
     assert all(torch.equal(x, y) for x, y in zip(taken(parameters), expected, strict=True))
 
 
-def test_copies_of_weights_that_autocast_made_in_the_first_pass_are_dropped(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Older versions of torch keep them within autocast, without a graph: pytorch issue 158232."""
-    net, log = nn.Linear(4, D), []
-    clear = torch.clear_autocast_cache
-
-    def cleared() -> None:
-        log.append("clear")
-        clear()
-
-    def encode(x: Tensor) -> Tensor:
-        log.append("with graph" if torch.is_grad_enabled() else "without")
-        return net(x)
-
-    monkeypatch.setattr(torch, "clear_autocast_cache", cleared)
-    with torch.autocast("cpu", dtype=torch.bfloat16):
-        training.cached_step((encode,), (torch.ones(2, 4),), torch.sum, chunk=1)
-    assert log[:4] == ["without", "without", "clear", "with graph"]
-    assert net.weight.grad is not None
-
-
 def bfloat16_clip(a: Tensor, b: Tensor, scale: Any) -> Tensor:
     with torch.autocast("cpu", dtype=torch.bfloat16):
         return contrastile.clip_loss(a, b, scale)
@@ -174,19 +88,6 @@ class Margin(nn.Module):
 
     def forward(self, a: Tensor, b: Tensor) -> Tensor:
         return contrastile.clip_loss(a @ self.weight, b, self.log_scale.exp())
-
-
-def test_one_output_takes_one_gradient() -> None:
-    (net,), (x,) = setting((B,))
-    gradient, found = rows(B, D), []
-    for given in (gradient, [gradient], None):
-        torch.manual_seed(0)
-        output, replay = training.embed(net, x, 5)
-        output.grad = gradient
-        replay(given)
-        found.append(taken(every_parameter(net)))
-    assert all(map(torch.equal, found[0], found[1]))
-    assert all(map(torch.equal, found[1], found[2]))
 
 
 def test_the_second_pass_has_a_graph_whoever_calls_it() -> None:
@@ -223,15 +124,6 @@ def test_the_graph_of_a_scale_may_be_shared_by_losses(skin: str) -> None:
     assert all(torch.equal(x, y) for x, y in zip(*found, strict=True))
 
 
-def test_a_scale_is_any_real_number() -> None:
-    towers, inputs = setting((B, B))
-    found = [
-        training.cached_step([net.eval() for net in towers], tuple(inputs), contrastile.clip_loss, scale=x, chunk=5)
-        for x in (2, 2.0, np.float32(2), np.int64(2), torch.tensor([2]))
-    ]
-    assert all(torch.equal(x, found[0]) for x in found)
-
-
 @pytest.mark.parametrize("skin", skins())
 def test_hooks_of_parameters_run_once(skin: str) -> None:
     """Those of a scale and of a loss's parameters too, whose gradients are found before they are sent."""
@@ -251,3 +143,137 @@ def test_hooks_of_parameters_run_once(skin: str) -> None:
         for handle in handles:
             handle.remove()
     assert all(torch.equal(4.0 * x, y) for x, y in zip(*found, strict=True))
+
+
+@pytest.mark.parametrize("frozen", [0, 1])
+def test_a_frozen_tower_is_encoded_once_and_gets_no_gradient(frozen: int) -> None:
+    towers, inputs = setting((B, B))
+    towers[frozen].requires_grad_(False)
+    calls: list[int] = []
+    towers[frozen].register_forward_pre_hook(lambda *_: calls.append(1))
+    torch.manual_seed(0)
+    training.cached_step(towers, tuple(inputs), contrastile.clip_loss, scale=2.0, chunk=5)
+    assert len(calls) == 4
+    assert all((p.grad is None) == (net is towers[frozen]) for net in towers for p in net.parameters())
+
+
+class WithScale(nn.Module):
+    """A frozen tower whose forward also returns a scale that learns."""
+
+    def __init__(self, net: nn.Module) -> None:
+        super().__init__()
+        self.net, self.log_scale = net.requires_grad_(False), log_scale()
+
+    def forward(self, x: Tensor) -> tuple[Tensor, Tensor]:
+        return self.net(x), self.log_scale.exp()
+
+
+@pytest.mark.parametrize("skin", ["cached_step", "Cached"])
+def test_a_scale_that_comes_out_of_a_frozen_tower_learns(skin: str) -> None:
+    towers, inputs = setting((B, B))
+    first = WithScale(towers[0])
+
+    def loss(a: Tensor, scale: Tensor, b: Tensor) -> Tensor:
+        return contrastile.clip_loss(a, b, scale)
+
+    parameters = [*every_parameter(towers[1]), first.log_scale]
+    expected = graphs_kept(
+        towers, [x.split(5) for x in inputs], contrastile.clip_loss, [first.log_scale.exp], parameters
+    )
+    torch.manual_seed(0)
+    skins()[skin]((first, towers[1]), tuple(inputs), loss, chunk=5, scale=None)
+    assert torch.equal(taken([first.log_scale])[0], expected.gradients[-1])
+
+
+def stepped(skin: str, dtype: torch.dtype, **how: Any) -> list[Tensor]:
+    """The parameters' gradients of a loss in blocks."""
+    towers, inputs = setting((17, 17), dtype)
+    loss, number = functools.partial(contrastile.clip_loss, block=6), log_scale(dtype)
+    torch.manual_seed(0)
+    if skin == "Cached":
+        training.Cached(loss, towers, 5, **how)(*inputs, scale=number.exp).backward()
+    else:
+        found, replay = training.embed(towers, tuple(inputs), 5, **how)
+        loss(*found, number.exp()).backward()
+        replay()
+    return taken([*every_parameter(*towers), number])
+
+
+# by cached_step contrastile verify offloads them
+@pytest.mark.parametrize("skin", ["Cached", "embed"])
+def test_an_offloaded_step_has_the_bits_of_one_that_is_not(skin: str) -> None:
+    plain = stepped(skin, torch.bfloat16)
+    assert all(map(torch.equal, stepped(skin, torch.bfloat16, offload=True), plain))
+    assert all(x.abs().max() > 0 for x in plain)
+
+
+def test_the_seconds_of_the_loss_are_those_between_the_two_passes(monkeypatch: pytest.MonkeyPatch) -> None:
+    """By a clock that ticks once in each encoding, and seven times in the loss."""
+    ticks = 0
+
+    def tick(count: int) -> None:
+        nonlocal ticks
+        ticks += count
+
+    def loss(a: Tensor, b: Tensor, scale: float) -> Tensor:
+        tick(7)
+        return contrastile.clip_loss(a, b, scale)
+
+    towers, inputs = setting((B, B))
+    for net in towers:
+        net.register_forward_pre_hook(lambda *_: tick(1))
+    monkeypatch.setattr("contrastile.training.metrics.time.perf_counter", lambda: float(ticks))
+    found = training.cached_step(towers, tuple(inputs), loss, scale=2.0, chunk=5, metrics=("loss", "loss_seconds"))
+    assert found["loss_seconds"] == 7
+    assert ticks == 7 + 2 * 8
+
+
+class Held:
+    """A tensor that is saved for a backward pass; the most elements that were alive at a time are counted."""
+
+    alive = most = 0
+
+    def __init__(self, x: Tensor) -> None:
+        self.x, self.size = x, x.numel() if x.shape[-1:] == (9,) else 0
+        Held.alive += self.size
+        Held.most = max(Held.most, Held.alive)
+
+    def __del__(self) -> None:
+        Held.alive -= self.size
+
+
+@pytest.mark.parametrize("skin", skins())
+def test_activations_of_one_chunk_are_alive_however_large_the_batch(skin: str) -> None:
+    def most(samples: int, chunk: int) -> int:
+        towers, inputs = setting((samples, samples))
+        Held.alive = Held.most = 0
+        with torch.autograd.graph.saved_tensors_hooks(Held, lambda held: held.x):
+            skins()[skin](towers, tuple(inputs), contrastile.clip_loss, scale=log_scale().exp, chunk=chunk)
+        return Held.most
+
+    once = most(8, 8)
+    assert once > 0
+    assert most(8 * 64, 8) == once
+    assert most(8 * 4, 32) == 4 * once
+
+
+def test_a_budget_smaller_than_a_sample_takes_one_at_a_time() -> None:
+    batch = {"ids": torch.zeros(10, 7, dtype=torch.int64), "length": torch.ones(10)}
+    # no budget is too small for one sample
+    assert len(training.stream(batch, training.Budget(3), "cpu")) == 10
+    assert chunks.Sliced(torch.ones(5), training.Budget(2)).count == 3
+
+
+def test_chunks_are_views_and_keep_their_types() -> None:
+    class Encoding(dict[str, Any]):
+        pass
+
+    x = torch.arange(6)
+    batch = Encoding(a=x, b=(x, [x]), flag=True, name="n", none=None, number=torch.tensor(3.0))
+    first, second = chunks.Sliced(batch, 4)
+    assert type(first) is Encoding
+    assert type(first["b"]) is tuple
+    assert type(first["b"][1]) is list
+    assert first["a"].data_ptr() == x.data_ptr()
+    assert second["b"][1][0].tolist() == [4, 5]
+    assert (second["flag"], second["name"], second["none"], second["number"]) == (True, "n", None, batch["number"])

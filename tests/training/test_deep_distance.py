@@ -7,13 +7,12 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from chunked_graphs import graphs_kept, taken, worst
+from chunked_graphs import taken
 from torch import Tensor, nn
 
 from contrastile import training
 
 M, N, D = 7, 11, 5
-DOUBLE = torch.float64
 
 
 class Bilinear(nn.Module):
@@ -44,24 +43,6 @@ def arrays() -> tuple[Any, Any, Any]:
     return rng.standard_normal((M, D)), rng.standard_normal((N, D)), rng.standard_normal((D, D))
 
 
-def test_it_is_a_loss_of_the_gradient_cache() -> None:
-    """One chunk has the bits of no cache; phi's parameters learn with the encoders, and are scaled with them."""
-    f, g, omega = (torch.tensor(x) for x in arrays())
-    nets = [nn.Linear(D, D, dtype=DOUBLE) for _ in range(2)]
-    phi = Bilinear(omega.numpy())
-    loss = training.deep_distance(phi, 4)
-    parameters = [*nets[0].parameters(), *nets[1].parameters(), phi.omega]
-    loss(nets[0](f), nets[1](g), 3.0).backward()
-    expected = taken(parameters)
-    (2.0 * training.Cached(loss, nets, 50)(f, g, scale=3.0)).backward()
-    assert all(torch.equal(x, 2.0 * y) for x, y in zip(taken(parameters), expected, strict=True))
-    kept = graphs_kept(nets, [f.split(4), g.split(4)], loss, [lambda: 3.0], parameters)
-    training.cached_step(nets, (f, g), loss, scale=3.0, chunk=4)
-    found = taken(parameters)
-    assert torch.equal(found[-1], kept.gradients[-1])
-    assert worst(found[:-1], type(kept)(kept.loss, kept.gradients[:-1], kept.bounds[:-1])) <= 1
-
-
 def test_narrow_embeddings_and_autocast() -> None:
     f, g, omega = (torch.tensor(x).float() for x in arrays())
     phi = Bilinear(omega.numpy())
@@ -81,15 +62,9 @@ def test_narrow_embeddings_and_autocast() -> None:
     assert all(torch.equal(x, y) for x, y in zip(seen[:tiles], seen[tiles:], strict=True))
 
 
-class Rows(nn.Module):
-    def forward(self, f: Tensor, g: Tensor) -> Tensor:
-        return f.sum(dim=1)
-
-
 @pytest.mark.parametrize(
     ("call", "error", "told"),
     [
-        (lambda phi, f, g: training.deep_distance(lambda a, b: a @ b.T), TypeError, "phi must be a torch.nn.Module"),
         (lambda phi, f, g: training.deep_distance(phi, 0), ValueError, "tile must be a positive integer, got 0"),
         (lambda phi, f, g: training.deep_distance(phi)(g, f), ValueError, "give each anchor its target"),
         (

@@ -18,6 +18,7 @@ import torch
 import torch.distributed as dist
 import train_towers
 from engines import say
+from primitives import refusal
 from torch import Tensor, nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
@@ -86,10 +87,14 @@ def together(name: str, inputs: Any) -> nn.Module:
     return model
 
 
-def apart(name: str, inputs: Any, module: Callable[[], nn.Module] = Dispatching, **settings: Any) -> nn.Module:
+def apart(name: str, inputs: Any, **settings: Any) -> nn.Module:
     """One module that is called for each tower, and scale and bias from outside of its forward."""
-    model = ddp(module(), **settings)
-    training.cached_step(towers(model), inputs, loss(name), scale=numbers(model), chunk=CHUNK)
+    model = ddp(Buffered(), **settings)
+    # the second step comes after DDP has rebuilt its buckets and broadcast its buffers
+    for _ in range(2):
+        calls.clear()
+        model.zero_grad()
+        training.cached_step(towers(model), inputs, loss(name), scale=numbers(model), chunk=CHUNK)
     return model
 
 
@@ -101,15 +106,6 @@ def through_loss(name: str, inputs: Any) -> nn.Module:
     for p in model.parameters():
         assert p.grad is not None
         p.grad /= 2.0**16
-    return model
-
-
-def by_hand(name: str, inputs: Any) -> nn.Module:
-    """The two passes, with the scale among the outputs."""
-    model = ddp(Towers())
-    outputs, replay = training.embed(model, inputs, CHUNK)
-    loss(name)(*outputs).backward()
-    replay()
     return model
 
 
@@ -142,24 +138,6 @@ def later(name: str, inputs: Any) -> nn.Module:
     for p in model.parameters():
         assert p.grad is not None
         p.grad /= 2
-    return model
-
-
-def twice(name: str, inputs: Any) -> nn.Module:
-    """A second step, after DDP has rebuilt its buckets and broadcast its buffers."""
-    model = ddp(Buffered())
-    step = functools.partial(training.cached_step, towers(model), inputs, loss(name), scale=numbers(model), chunk=CHUNK)
-    step()
-    calls.clear()
-    model.zero_grad()
-    step()
-    return model
-
-
-def streamed(name: str, inputs: Any) -> nn.Module:
-    model = ddp(Towers())
-    feeds = tuple(training.stream(x, CHUNK, "cpu") for x in inputs)
-    training.cached_step(model, feeds, loss(name))
     return model
 
 
@@ -215,12 +193,9 @@ DDP: dict[str, Callable[[str, Any], nn.Module]] = {
     "together": together,
     "apart": apart,
     "through loss": through_loss,
-    "by hand": by_hand,
     "by hand, apart": by_hand_apart,
     "one each": one_each,
     "later": later,
-    "twice": twice,
-    "streamed": streamed,
     "unused": unused,
     "unused outside": unused_outside,
     "last chunk frozen": last_frozen,
@@ -260,19 +235,6 @@ def sharded_frozen(which: str, inputs: Any) -> float:
     kept = [i for i, name in enumerate(NAMES[:4]) if name != which]
     parameters = [*model.image.parameters(), *model.text.parameters()]
     return worst([parameters[i].grad.full_tensor().numpy() for i in kept], [exact[i] for i in kept])
-
-
-def rival(inputs: Any) -> float:
-    """GradCache's step, by its formula: the scale's gradient comes with the loss, outside of DDP's last backward."""
-    model = ddp(Dispatching())
-    with torch.no_grad(), model.no_sync():
-        image, text = (tower(x).requires_grad_() for tower, x in zip(towers(model), inputs, strict=True))
-    with model.no_sync():
-        loss("clip")(image, text, *(number() for number in numbers(model))).backward()
-        (model(image=inputs[0]) * image.grad).sum().backward()
-    # the reducer waits for the scale: no bucket is reduced
-    (model(text=inputs[1]) * text.grad).sum().backward()
-    return worst(train_towers.gradients(model), expected("clip", 1.0, SHARDS[dist.get_world_size()]))
 
 
 @contextmanager
@@ -332,14 +294,7 @@ def refusals(inputs: Any) -> list[str]:
         lambda: training.cached_step(sharded, inputs, loss("clip"), scale=sharded.logit_scale.exp, chunk=CHUNK),
         lambda: training.cached_step(static, inputs, loss("clip"), chunk=CHUNK),
     ]
-    found = []
-    for attempt in tries:
-        try:
-            attempt()
-        except ValueError as error:
-            found.append(str(error).replace("\n", " "))
-        else:
-            found.append("nothing")
+    found = [refusal(ValueError, attempt) for attempt in tries]
     for model in (inner, static, sharded):
         assert all(p.grad is None for p in model.parameters())
     return found
@@ -352,11 +307,7 @@ def unused_parameter(inputs: Any) -> str:
     model = ddp(module)
     with model.no_sync():
         training.cached_step(model, inputs, loss("clip"), chunk=CHUNK)
-    try:
-        training.cached_step(model, inputs, loss("clip"), chunk=CHUNK)
-    except RuntimeError as error:
-        return str(error)
-    return "nothing"
+    return refusal(RuntimeError, lambda: training.cached_step(model, inputs, loss("clip"), chunk=CHUNK))
 
 
 class Forgetful(Towers):
@@ -378,22 +329,16 @@ def sharded_last_frozen(inputs: Any) -> str:
     model.logit_scale.requires_grad_(False)
     model.logit_bias.requires_grad_(False)
     fully_shard(model, mesh=init_device_mesh("cpu", (dist.get_world_size(),)))
-    try:
-        training.cached_step(model, inputs, loss("clip"), scale=(SCALE, train_towers.BIAS), chunk=CHUNK)
-    except RuntimeError as error:
-        return str(error)
-    return "nothing"
+    how: Any = {"scale": (SCALE, train_towers.BIAS), "chunk": CHUNK}
+    return refusal(RuntimeError, lambda: training.cached_step(model, inputs, loss("clip"), **how))
 
 
 def unwrapped_tower(inputs: Any) -> str:
     """Each rank would go its own way with what DDP does not hold."""
     model = Towers()
     pair = ddp(model.image), model.text
-    try:
-        training.cached_step(pair, inputs, loss("clip"), scale=numbers(model), chunk=CHUNK)
-    except RuntimeError as error:
-        return str(error)
-    return "nothing"
+    how: Any = {"scale": numbers(model), "chunk": CHUNK}
+    return refusal(RuntimeError, lambda: training.cached_step(pair, inputs, loss("clip"), **how))
 
 
 def flags(*models: Any) -> list[bool]:
@@ -446,12 +391,11 @@ def main() -> None:
         say(rank, f"frozen {which} 1: {frozen(which, inputs):.3g}")
         say(rank, f"sharded frozen {which} 1: {sharded_frozen(which, inputs):.3g}")
     for i, message in enumerate(refusals(inputs)):
-        say(rank, f"refused {i}: {message}")
+        say(rank, f"refused {i}: {message}".replace("\n", " "))
     say(rank, f"unused: {unused_parameter(inputs)}")
     say(rank, f"sharded: {sharded_last_frozen(inputs)}")
     say(rank, f"unwrapped: {unwrapped_tower(inputs)}")
     say(rank, f"restored: {restored(inputs)}")
-    say(rank, f"rival: {rival(inputs):.3g}")
     dist.destroy_process_group()
 
 

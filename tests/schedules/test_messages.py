@@ -1,21 +1,25 @@
-"""The ring: what is posted before what is computed, and how much memory it takes."""
+"""What ranks send and compute in a ring, a gather and of rows against themselves: how much, and in which order."""
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Sequence
 from dataclasses import replace
 from typing import Any
 
 import numpy as np
 import pytest
-from in_process_worlds import cut, group, placement
+from in_process_worlds import Counting, cut, group, placement
 
 from contrastile.backends.arrays import ArrayLibrary
-from contrastile.backends.contract import Options
+from contrastile.backends.contract import Block, Options, Statistics, Weights
 from contrastile.backends.registry import load
 from contrastile.comm.inprocess import InProcess
-from contrastile.schedules import local, ring
+from contrastile.schedules import gather, local, ring, schedule, triangle
+from contrastile.schedules.local import Wanted
+from contrastile.verify import cases
 from contrastile.verify.execution import materialise
+from contrastile.verify.shards import Cut
 
 NUMPY = load("numpy")
 WANTED = local.Wanted(True, (True,), True)
@@ -148,8 +152,115 @@ def test_nothing_is_larger_than_a_shard(n: int, monkeypatch: pytest.MonkeyPatch)
     assert largest < sum(parts.shards.widths)
 
 
-def test_a_ring_of_one_sends_nothing() -> None:
-    forward, backward = recorded(1)
-    assert forward == [["compute"]]
-    # nothing to hide behind a message: no halves either
-    assert backward == [["compute"]]
+def outcome(n: int, case: str) -> list[tuple[Counter[str], local.Gradients]]:
+    parts = cut(case, range(2, n + 2), range(n + 1, 1, -1))
+
+    def program(comm: InProcess) -> tuple[Counter[str], local.Gradients]:
+        counting = Counting(comm)
+        where = placement(counting, parts, "gather")  # type: ignore[arg-type]
+        problem = materialise(parts.part(comm.rank, where), NUMPY, "float64")
+        wanted = local.Wanted(True, (True,) * len(problem.columns), True)
+        saved = gather.forward(problem, NUMPY, Options())
+        return counting.count, gather.backward(problem, saved, np.asarray(-0.7), wanted, NUMPY, Options())
+
+    found: list[Any] = group(n).run(program)
+    return found
+
+
+@pytest.mark.parametrize("n", [2, 3, 5])
+def test_a_gather_sends_few_messages(n: int) -> None:
+    for count, _ in outcome(n, "ragged"):
+        assert count == {
+            # the columns, once
+            "all_gather 2": 1,
+            # the loss, what each rank's rows give every column, and the weights and targets of its own
+            "exchange number 2 2 2 1 1": 1,
+            # the columns' sums, and the scale's gradient
+            "exchange 2 number": 1,
+        }
+
+
+@pytest.mark.parametrize("n", [1, 3])
+def test_gradients_of_several_blocks_share_no_memory(n: int) -> None:
+    for _, found in outcome(n, "blocks"):
+        first, _, last = found.columns
+        assert not np.shares_memory(first, last)
+        assert first.base is None or first.base.shape == first.shape
+
+
+def computed(n: int, exchange: str, case: str = "views") -> list[tuple[list[int], Any]]:
+    """The areas of the blocks of each rank's forward and of its backward, and its messages."""
+    parts = Cut.of_itself(cases.build(case, "float64").problem, [1] * n)
+
+    def program(comm: InProcess) -> tuple[list[int], Any]:
+        areas = [0, 0]
+
+        def lse(block: Block, columns: bool, options: Options) -> Statistics:
+            areas[0] += block.rows.shape[0] * block.columns.shape[0]
+            return NUMPY.lse(block, columns, options)
+
+        def gradients(block: Block, weights: Weights, *rest: Any) -> None:
+            areas[1] += block.rows.shape[0] * block.columns.shape[0]
+            NUMPY.gradients(block, weights, *rest)
+
+        backend, counting = replace(NUMPY, lse=lse, gradients=gradients), Counting(comm)
+        problem = materialise(parts.part(comm.rank, placement(counting, parts, exchange)), NUMPY, "float64")  # type: ignore[arg-type]
+        _, state = schedule.loss(problem, backend, Options())
+        schedule.gradients(problem, state, np.asarray(1.0), Wanted(True, ()), backend, Options())
+        return areas, counting.count
+
+    found: list[Any] = group(n).run(program)
+    return found
+
+
+@pytest.mark.parametrize("exchange", ["ring", "gather"])
+@pytest.mark.parametrize("n", [1, 2, 3, 4, 5])
+def test_half_of_the_logits_are_computed_in_equal_parts(n: int, exchange: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(triangle, "CPU_ROWS", most := 5)
+    size = 150
+    each = [areas for areas, _ in computed(n, exchange)]
+    # a row more or less of one rank, and halves of opposite ones that begin at a multiple of some rows
+    slack = size * size / n / n / 16 + 2 * size
+    for forward, backward in each:
+        assert forward == backward <= (size * size / 2 + most * size / 2) / n + slack
+    assert sum(forward for forward, _ in each) <= size * size / 2 + most * size / 2
+
+
+@pytest.mark.parametrize("n", [2, 3, 5])
+def test_rows_against_themselves_send_few_messages(n: int) -> None:
+    met = n // 2
+    for _, count in computed(n, "ring"):
+        assert count == {
+            # features; and log-sum-exps, weights and targets
+            "shift 2": met,
+            "shift 2 2 2 1 1": met,
+            # statistics and gradient sums go home
+            "exchange 2 2 2": met,
+            "exchange 2": met,
+            # the loss and the scale's gradient
+            "exchange number": 2,
+        }
+    for _, count in computed(n, "gather"):
+        assert count == {
+            "exchange 2": 2,
+            "exchange 2 2 1 1": 1,
+            "exchange 2 2 2": 1,
+            "exchange number": 2,
+        }
+
+
+def test_what_asks_for_nothing_sends_nothing() -> None:
+    parts = Cut.of_itself(cases.build("labels", "float64").problem, [1, 2, 1])
+
+    def program(comm: InProcess) -> Any:
+        problem = materialise(parts.part(comm.rank, placement(comm, parts)), NUMPY, "float64")
+        _, state = schedule.loss(problem, NUMPY, Options())
+        wanted = (
+            Wanted(*each) for each in ((True, (), True), (True, (), False), (False, (), True), (False, (), False))
+        )
+        return [schedule.gradients(problem, state, np.asarray(2.0), each, NUMPY, Options()) for each in wanted]
+
+    for both, features, number, nothing in group(3).run(program):
+        assert np.array_equal(both.rows, features.rows)
+        assert both.scale == number.scale
+        assert (features.scale, number.rows, nothing.rows, nothing.scale) == (None, None, None, None)

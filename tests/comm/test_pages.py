@@ -1,4 +1,4 @@
-"""The communicator of docs/how-to/write-communicator.md: its primitives, ring and gather against the oracle."""
+"""What docs/how-to/many-gpus.md and docs/how-to/write-communicator.md show does what they say of it."""
 
 from __future__ import annotations
 
@@ -16,30 +16,86 @@ from typing import Any, TypeVar
 import numpy as np
 import pytest
 import torch
-from launching import PATIENCE, PROGRAMS
+import torch.distributed as dist
+from launching import PATIENCE, run
 
 import contrastile
 from contrastile import problems
 from contrastile.backends.registry import load
 from contrastile.comm.communicator import ExchangeError
-from contrastile.verify.arithmetic import Spread
+from contrastile.verify.arithmetic import Spread, gamma
 from contrastile.verify.bounds import bounds
+from contrastile.verify.rounding import UNIT
 from contrastile.verify.runner import Row, Run
 from contrastile.verify.selection import Selection
 from contrastile.verify.truth import truth
 from contrastile.verify.worlds import Threads
 
-sys.path.append(str(PROGRAMS))
-from primitives import BY_THREADS
+PAGE = Path(__file__).parents[2] / "docs" / "how-to" / "many-gpus.md"
+RANKS = 3
+
+
+def printed(engine: str, block: int, folder: Path) -> str:
+    """What a block of the page prints under its launcher."""
+    found = re.findall(r"^```python\n(.*?)^```", PAGE.read_text(encoding="utf-8"), re.M | re.S)[block]
+    program = folder / "train.py"
+    program.write_text(found, encoding="utf-8")
+    ended = run(engine, RANKS, str(program))
+    assert ended.returncode == 0, ended.stdout + ended.stderr
+    return ended.stdout
+
+
+@pytest.mark.slow
+def test_the_torchrun_program_trains(tmp_path: Path) -> None:
+    losses = [
+        float(x) for x in re.findall(r"^step \d: loss (\S+) of the whole batch$", printed("torch", 0, tmp_path), re.M)
+    ]
+    assert len(losses) == 3
+    assert all(np.isfinite(losses))
+
+
+def test_the_mpirun_program_has_the_loss_of_the_whole_batch(tmp_path: Path) -> None:
+    drawn = [
+        np.random.default_rng(rank).standard_normal((2, 300 + rank, 20)).astype("float32") for rank in range(RANKS)
+    ]
+    encoder = np.eye(20, 8, dtype="float32")
+    image, text = (np.concatenate([x[side] @ encoder for x in drawn]) for side in (0, 1))
+    problem = problems.clip(image, text, 0.5).problem
+    exact = truth(problem)
+    sizes = tuple(len(x[0]) for x in drawn)
+    facts = load("numpy").accuracy("float32", "cpu")
+    bound = bounds(problem, exact, facts, "float32", spread=Spread(sizes, sizes, halved=True))
+    # the loss is given in float32
+    off = float(bound.loss) + float(np.spacing(np.float32(exact.outcome.loss)))
+    whole = printed("mpi", 1, tmp_path)
+    assert any(whole.startswith(f"loss {exact.outcome.loss + by:.4f} of the whole batch") for by in (-off, off))
+
+
+def test_the_queue_is_shared_out() -> None:
+    found = re.findall(r"^```python\n(.*?)^```", PAGE.read_text(encoding="utf-8"), re.M | re.S)[2]
+    scope: dict[str, Any] = {"contrastile": contrastile}
+    exec(found, scope)
+    draw = torch.Generator().manual_seed(37)
+    query, key, queue = (torch.randn(rows, 8, dtype=torch.float64, generator=draw) for rows in (5, 5, 11))
+    query, key, queue = (torch.nn.functional.normalize(x, dim=1) for x in (query, key, queue))
+    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+    try:
+        loss = scope["queue_loss"](query, key, queue, 0, 1)
+    finally:
+        dist.destroy_process_group()
+    # another order of sums over 16 columns of logits up to 20: as in tests/test_switching.py
+    allowed = gamma(UNIT["float64"] * (8 + 16 + 5 + 16)) * (2 + 4 * 20.0)
+    assert abs(loss - contrastile.info_nce(query, key, 20.0, negatives=queue)) <= allowed
+
 
 ROOT = Path(__file__).parents[2]
-PAGE = ROOT / "docs" / "how-to" / "write-communicator.md"
+COMMUNICATOR = ROOT / "docs" / "how-to" / "write-communicator.md"
 T = TypeVar("T")
 
 
 def shown() -> Path:
     """The file that the page shows."""
-    (name,) = re.findall(r'^--8<-- "(.*)"$', PAGE.read_text(encoding="utf-8"), re.M)
+    (name,) = re.findall(r'^--8<-- "(.*)"$', COMMUNICATOR.read_text(encoding="utf-8"), re.M)
     return ROOT / name
 
 
@@ -93,11 +149,6 @@ def test_ring_and_gather_over_it_are_within_their_bounds(queues: Any, size: int)
     assert sum(row["status"] == "pass" for row in found) > 30
 
 
-@pytest.mark.parametrize("check", BY_THREADS)
-def test_every_primitive_gives_what_it_must(queues: Any, check: Callable[[Any], None]) -> None:
-    on_every_rank(3, queues.Queues, check)
-
-
 def test_a_rank_that_does_not_answer_is_named_and_the_group_carries_nothing_more(queues: Any) -> None:
     def program(comm: Any) -> str:
         if comm.rank == 1:
@@ -110,21 +161,6 @@ def test_a_rank_that_does_not_answer_is_named_and_the_group_carries_nothing_more
 
     first, absent, last = on_every_rank(3, queues.Queues, program, deadline=5.0)
     assert (absent, first) == ("absent", last)
-
-
-def test_ranks_that_send_other_sizes_are_told(queues: Any) -> None:
-    def program(comm: Any) -> str:
-        pending = comm.shift([np.zeros(2 + comm.rank)], [np.zeros(2)])
-        try:
-            pending.wait()
-        except ExchangeError as error:
-            return str(error)
-        return "nothing"
-
-    assert on_every_rank(2, queues.Queues, program) == [
-        "rank 1 sent 24 bytes instead of 16; make the same calls everywhere",
-        "nothing",
-    ]
 
 
 def test_a_kind_of_device_that_it_does_not_name_is_refused(queues: Any) -> None:
@@ -155,7 +191,7 @@ def test_the_page_s_file_runs_as_a_program_of_several_processes() -> None:
 def test_the_page_names_every_member_of_a_communicator() -> None:
     from contrastile.comm.communicator import Communicator
 
-    text = PAGE.read_text(encoding="utf-8")
+    text = COMMUNICATOR.read_text(encoding="utf-8")
     members = [name for name in vars(Communicator) if not name.startswith("_")]
     assert [name for name in members if f"`{name}" not in text] == []
     assert "gather_bytes" in members
