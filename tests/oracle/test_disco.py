@@ -3,9 +3,9 @@
 import numpy as np
 import pytest
 import torch
+from balls import Ball, agrees, contrastive
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from paper_bounds import Ball, agrees, contrastive
 from paper_towers import LINEAR
 
 from contrastile.oracle.papers import collectives, disco

@@ -5,14 +5,14 @@ from itertools import pairwise
 
 import numpy as np
 import torch
-from hypothesis import given, settings
-from hypothesis import strategies as st
-from paper_bounds import (
+from balls import (
     Ball,
     agrees,
     contrastive,
     one_hot,
 )
+from hypothesis import given, settings
+from hypothesis import strategies as st
 from paper_towers import BATCH_NORM, BILINEAR, DROPOUT, EPSILON, LINEAR, TANH, ball_forward, ball_step, ball_vjp, mask
 
 from contrastile.oracle.papers import gradcache, gradcache_distance

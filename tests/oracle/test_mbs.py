@@ -5,9 +5,9 @@ import math
 import numpy as np
 import pytest
 import torch
+from balls import Ball, agrees
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from paper_bounds import Ball, agrees
 
 from contrastile.oracle.papers import mbs, mbs_segmentation
 

@@ -2,7 +2,7 @@
 
 import numpy as np
 import pytest
-from paper_bounds import Ball, agrees
+from balls import Ball, agrees
 from paper_towers import BATCH_NORM
 from test_mbs import Regression, dice_balls, images
 
