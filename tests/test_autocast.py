@@ -63,7 +63,7 @@ def test_autocast_of_another_kind_of_device_says_nothing_about_these(monkeypatch
     assert torch.equal(clip(*inputs, "torch"), expected)
 
 
-@pytest.mark.parametrize("loss", LOSSES)
+@pytest.mark.parametrize("loss", [clip, sigmoid])
 def test_one_graph_holds_the_cast_and_no_grad_gives_the_same_value(loss: Loss) -> None:
     inputs, scale = [leaf(23, 0), leaf(23, 1)], number(14.3, torch.float32)
 
@@ -86,21 +86,6 @@ def test_one_graph_holds_the_cast_and_no_grad_gives_the_same_value(loss: Loss) -
         silent = inside(*inputs, scale)
     assert torch.equal(silent, expected)
     assert not silent.requires_grad
-
-
-@pytest.mark.parametrize("name", ["clip_loss", "info_nce", "nt_xent", "sup_con", "sigmoid_loss"])
-def test_value_and_grad_gives_gradients_in_the_dtypes_of_what_it_was_given(name: str) -> None:
-    loss: Callable[..., Tensor] = getattr(contrastile, name)
-    image, text = leaf(9, 0), leaf(9, 1)
-    inputs = [image, torch.arange(9) % 4] if name == "sup_con" else [image, text]
-    with torch.autocast("cpu", dtype=torch.bfloat16):
-        value, found = contrastile.value_and_grad(loss)(*inputs, 20.0)
-        expected = loss(*inputs, 20.0)
-    leaves = [x for x in inputs if x.requires_grad]
-    assert torch.equal(value, expected)
-    for a, b in zip(found, gradients(expected, *leaves), strict=False):
-        assert a.dtype == torch.float32
-        assert torch.equal(a, b)
 
 
 @pytest.mark.parametrize("exchange", ["ring", "gather"])

@@ -155,29 +155,12 @@ def test_only_a_loss_whose_towers_both_learn_keeps(frozen: str, keeping: Keeping
         assert all((leaf.grad is None) == (name == frozen) for name, leaf in leaves.items())
 
 
-def test_one_tower_s_gradient_may_be_asked_for_alone(keeping: Keeping) -> None:
-    leaves = towers()
-    both = torch.autograd.grad(clip(*leaves), leaves[:2])
-    for i in range(2):
-        (alone,) = torch.autograd.grad(clip(*leaves), leaves[i : i + 1])
-        assert torch.equal(alone, both[i])
-    assert keeping.alive == 0
-
-
 def test_several_column_blocks_keep_nothing(keeping: Keeping) -> None:
     image, text, scale = towers()
     value = contrastile.info_nce(image, text, scale, negatives=[text[:3].detach()], backend="torch")
     assert set(keeping.asked) == {"lse"}
     value.backward()
     assert keeping.seen == []
-
-
-def test_an_operator_keeps_nothing(keeping: Keeping, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(eager, "direct", lambda torch, tensors: False)
-    leaves = towers()
-    torch.autograd.grad(clip(*leaves), leaves)
-    assert keeping.asked == ["lse"]
-    assert keeping.seen == [None]
 
 
 def test_a_backward_that_must_be_seen_does_without(keeping: Keeping, monkeypatch: pytest.MonkeyPatch) -> None:
