@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -12,8 +10,6 @@ from test_autograd import LOSSES, Loss, clip, features, gradients, number, sigmo
 from torch import Tensor
 
 import contrastile
-from contrastile import plan
-from contrastile.backends import load
 from contrastile.comm.inprocess import InProcess, InProcessGroup
 
 Step = tuple[Tensor, list[Tensor]]
@@ -111,27 +107,3 @@ def test_ranks_agree_on_the_dtype_that_autocast_gives_them(loss: Any, exchange: 
         assert torch.equal(found[0], expected[0])
         assert found[1].dtype == dtypes[rank]
         assert torch.equal(found[1], expected[1].to(dtypes[rank]))
-
-
-@pytest.mark.parametrize("loss", LOSSES)
-def test_no_backend_s_products_are_narrowed(loss: Loss, monkeypatch: pytest.MonkeyPatch) -> None:
-    seen: list[bool] = []
-
-    def watched(primitive: Callable[..., Any]) -> Callable[..., Any]:
-        def call(*args: Any) -> Any:
-            seen.append(torch.is_autocast_enabled("cpu"))
-            return primitive(*args)
-
-        return call
-
-    backend = load("torch")
-    backend = replace(
-        backend, finished=None, **{name: watched(getattr(backend, name)) for name in ("lse", "gradients", "sigmoid")}
-    )
-    monkeypatch.setattr(plan, "load", lambda name: backend)
-    inputs = [leaf(9, 0), leaf(9, 1), number(20.0, torch.float32)]
-    with torch.autocast("cpu", dtype=torch.bfloat16):
-        gradients(loss(*inputs, "torch"), *inputs)
-        contrastile.value_and_grad(contrastile.clip_loss, backend="torch")(*inputs)
-    assert seen
-    assert not any(seen)

@@ -24,16 +24,6 @@ def leaves(seed: int, towers: int = 2, dtype: torch.dtype = torch.float32) -> li
     return [*found, torch.tensor(1.5 + seed, requires_grad=True)]
 
 
-@pytest.mark.parametrize("backend", ["torch", "numpy"])
-def test_numbers_of_a_known_signature_may_be_others(backend: str) -> None:
-    *towers, _ = leaves(0)
-    for scale in (2.0, 3.0, 1e-3):
-        value = contrastile.clip_loss(*towers, scale, backend=backend)
-        expected = contrastile.clip_loss(*towers, torch.tensor(scale), backend=backend)
-        assert torch.equal(value, expected)
-    assert len(CALLS.prepared) == 2
-
-
 def test_values_are_looked_at_in_every_call() -> None:
     *towers, scale = leaves(0)
     positives = POSITIVES.clone()

@@ -58,7 +58,7 @@ class Net(nn.Module):
         return x @ self.weight
 
 
-# what needs no encoder is refused in tests/provocations.py
+# what needs no encoder is refused in tests/provocations.txt
 BEFORE: list[tuple[Callable[[Net], Any], type[Exception], str]] = [
     (lambda n: step((n, n), (X,)), ValueError, "one callable per input, got 2 for 1 inputs; name a shared one twice"),
     (lambda n: step((n, n), (X, X), chunk=(2, 2, 2)), ValueError, "one size, or one per input, got 3 for 2"),
