@@ -44,21 +44,8 @@ OPTIONAL = {
 }
 # the packages that each optional import is confined to
 FRAMES = (
-    "autograd",
-    "nn",
-    "training",
-    "integrations",
-    "backends.arrays",
-    "backends.choice",
-    "backends.eager",
-    "backends.replay",
-    "backends.staging",
-    "validation",
-    "verify",
-    "mutate",
-    "bench",
-    "doctor",
-    "environment",
+    *("autograd", "nn", "training", "integrations", "validation", "verify", "mutate", "bench", "doctor", "environment"),
+    *(f"backends.{name}" for name in ("arrays", "choice", "eager", "replay", "staging")),
 )
 HOMES = {
     "torch": (*FRAMES, "backends.torch", "backends.triton", "comm.torch_group"),

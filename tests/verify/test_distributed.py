@@ -7,27 +7,19 @@ from dataclasses import replace
 from typing import Any
 
 import pytest
+from test_recipes import SHARED
 
 from contrastile.backends.registry import load
 from contrastile.cli import main
 from contrastile.schedules import triangle_over_ranks
 from contrastile.schedules.placement import Placement
-from contrastile.verify import cases, launched, sharded, strategies
+from contrastile.verify import cases, launched, sharded
 from contrastile.verify.distributed import DISTRIBUTED, several_ranks
 from contrastile.verify.runner import Run
 from contrastile.verify.selection import Selection
 from contrastile.verify.sharded import ShardedRecipe
 from contrastile.verify.trial import SkipError, Subject
 from contrastile.verify.worlds import Threads, judged
-
-SHARED = ShardedRecipe(
-    (1, 0, 3),
-    (2, 1, 0),
-    "gather",
-    "sum",
-    True,
-    strategies.Recipe(5, 7, 3, "softmax", "normal", 14.0, 0.0, "signed", True, "drop", 2, 0, 1, 11),
-)
 
 
 def rows_of(n: int, backend: str, **selection: Any) -> list[Any]:
@@ -82,29 +74,6 @@ def test_what_is_wrong_with_an_even_number_of_ranks_alone_shows_in_a_process_alo
     wrong = {label for label, worst in several_ranks(subject, "ranks") if not worst.ratio <= 1}
     assert wrong
     assert all("4 ranks" in label for label in wrong)
-
-
-def test_a_shared_recipe_prints_and_parses() -> None:
-    text = str(SHARED)
-    assert text.startswith("sharded:rows=1.0.3,columns=2.1.0,exchange=gather,reduction=sum,late=True,m=5,n=7,d=3,")
-    assert ShardedRecipe.parse(text) == SHARED
-
-
-@pytest.mark.parametrize(
-    ("old", "new"),
-    [
-        ("gather", "star"),
-        ("sum", "max"),
-        ("1.0.3", "1.0"),
-        ("1.0.3", "1.-1.3"),
-        ("True", "yes"),
-        (",m=5", ""),
-        ("rows=", "lines="),
-    ],
-)
-def test_what_is_no_shared_recipe_says_so(old: str, new: str) -> None:
-    with pytest.raises(ValueError, match="as a failure prints it"):
-        ShardedRecipe.parse(str(SHARED).replace(old, new, 1))
 
 
 def test_a_drawn_failure_names_the_world_in_the_command_that_runs_it_again() -> None:

@@ -8,18 +8,15 @@ import pytest
 from contrastile.backends.arrays import NumpyArrays
 from contrastile.backends.contract import Options, UnsupportedProblemError
 from contrastile.backends.registry import load
-from contrastile.verify import cases, report, strategies
+from contrastile.verify import cases, report
 from contrastile.verify.comparison import Worst
 from contrastile.verify.properties import PROPERTIES
 from contrastile.verify.runner import Run
 from contrastile.verify.selection import DTYPES, Selection
-from contrastile.verify.strategies import Recipe, problem, recipes
-from contrastile.verify.trial import Subject
-from contrastile.verify.truth import masks, truth
+from contrastile.verify.strategies import Recipe
 
 NUMPY = load("numpy")
 FIELDS = {"backend", "property", "case", "dtype", "device", "world", "ratio", "excess", "status", "reason"}
-RECIPE = Recipe(5, 7, 3, "softmax", "normal", 14.0, 0.0, "signed", True, "drop", 2, 0, 1, 11)
 
 
 def rows_of(**selection):
@@ -168,43 +165,6 @@ def test_rows_do_not_depend_on_what_else_is_run():
     assert one in both
 
 
-def test_recipe_prints_and_parses():
-    assert Recipe.parse(str(RECIPE)) == RECIPE
-    assert str(RECIPE).startswith("drawn:m=5,n=7,d=3,kind=softmax")
-
-
-@pytest.mark.parametrize(
-    "text",
-    [
-        "drawn:",
-        "drawn:m=1",
-        str(RECIPE).replace("m=5", "m=five"),
-        str(RECIPE) + ",more=1",
-        str(RECIPE).replace("normal", "odd"),
-        str(RECIPE).replace("n=7", "n=0"),
-    ],
-)
-def test_what_is_no_recipe_says_so(text):
-    with pytest.raises(ValueError, match="as a failure prints it"):
-        Recipe.parse(text)
-
-
-@pytest.mark.parametrize("dtype", DTYPES)
-@pytest.mark.parametrize("pairs", strategies.PAIRS)
-@pytest.mark.parametrize("kind", ["softmax", "sigmoid"])
-def test_drawn_problems_keep_the_contract(dtype, pairs, kind):
-    from contrastile.verify.rounding import round_to
-
-    made = problem(replace(RECIPE, pairs=pairs, kind=kind, m=13, n=17), dtype)
-    admitted, positive = masks(made)
-    assert sum(map(len, made.columns)) == 17
-    assert all(np.array_equal(x, round_to(x, dtype)) for x in (made.rows, *made.columns))
-    assert (made.row_weight[~admitted.any(axis=1)] == 0).all()
-    assert (made.row_target[~positive.any(axis=1)] == 0).all()
-    assert (made.column_weight is None) == (kind == "sigmoid")
-    assert np.isfinite(truth(made).outcome.loss)
-
-
 # at long sums of float32, far inside the bound that is derived
 @pytest.mark.parametrize(("lost", "status"), [(0.0, "pass"), (6e-6, "fail")])
 def test_long_sums_that_lose_digits_are_seen_by_the_second_gate(lost, status):
@@ -217,20 +177,6 @@ def test_long_sums_that_lose_digits_are_seen_by_the_second_gate(lost, status):
     backends = {"numpy": replace(NUMPY, gradients=gradients)}
     chosen = Selection(backends, cases=["long-sums"], properties=["plain"], dtypes=["float32"])
     assert [row["status"] for row in Run(chosen).rows()] == [status]
-
-
-def test_drawing_is_determined_by_the_seed():
-    seen: dict[str, list[str]] = {}
-    for label, seed in (("first", 3), ("again", 3), ("other", 4)):
-        log = seen.setdefault(label, [])
-
-        def lse(block, columns, options, log=log):
-            log.append(f"{block.rows.shape}{block.columns.shape}{float(block.scale)}{options}")
-            return NUMPY.lse(block, columns, options)
-
-        subject = Subject("logging", replace(NUMPY, lse=lse), "float64", seed=seed, examples=15)
-        list(PROPERTIES["drawn"].check(subject, "drawn"))
-    assert seen["first"] == seen["again"] != seen["other"]
 
 
 def test_a_drawn_failure_is_shrunk_and_its_command_names_it():
@@ -336,20 +282,3 @@ def test_progress_counts_every_row():
     run = Run(Selection({"numpy": NUMPY}, ["one-row"], ["value", "shift"], DTYPES), lambda *step: seen.append(step))
     rows = list(run.rows())
     assert [step[:2] for step in seen] == [(i + 1, len(rows)) for i in range(len(rows))]
-
-
-def test_strategy_reaches_every_kind_of_problem():
-    from hypothesis import Phase, given, settings
-
-    seen = set()
-
-    @settings(max_examples=300, database=None, derandomize=True, phases=[Phase.generate], deadline=None)
-    @given(recipes())
-    def collect(recipe):
-        seen.update((recipe.kind, recipe.features, recipe.weights, recipe.pairs, recipe.two_sided))
-        seen.add(("blocks", recipe.blocks))
-        seen.add(recipe.options == Options())
-
-    collect()
-    expected = {"softmax", "sigmoid", *strategies.FEATURES, *strategies.PAIRS, *strategies.WEIGHTS, True, False}
-    assert expected | {("blocks", b) for b in (1, 2, 3)} <= seen
