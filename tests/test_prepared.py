@@ -1,10 +1,8 @@
-"""Calls of a known signature: their values are checked, few are held, and they are told apart."""
+"""Calls of a known signature: their values are checked, few are held, and threads may ask at once."""
 
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable
-from typing import Any
 
 import pytest
 import torch
@@ -40,49 +38,6 @@ def test_values_are_looked_at_in_every_call() -> None:
         with pytest.raises(ValueError, match="scale must be finite"):
             contrastile.clip_loss(*towers, wrong)
     assert len(CALLS.prepared) == known
-
-
-def test_what_differs_is_another_signature(monkeypatch: pytest.MonkeyPatch) -> None:
-    image, text, scale = leaves(0)
-    calls: list[Callable[[], Tensor]] = [
-        lambda: contrastile.clip_loss(image, text, scale),
-        lambda: contrastile.clip_loss(image[:4], text[:4], scale),
-        lambda: contrastile.clip_loss(image.double(), text.double(), scale),
-        lambda: contrastile.clip_loss(image.detach(), text, scale),
-        lambda: contrastile.clip_loss(image, text, 2.0),
-        lambda: contrastile.clip_loss(image, text, scale.double()),
-        lambda: contrastile.clip_loss(image, text, scale, ids=POSITIVES),
-        lambda: contrastile.clip_loss(image, text, scale, tile=4),
-        lambda: contrastile.info_nce(image, text, scale),
-    ]
-    for number, call in enumerate([*calls, *calls]):
-        call()
-        assert len(CALLS.prepared) == min(number + 1, len(calls))
-    with torch.no_grad():
-        calls[0]()
-    with torch.autocast("cpu", torch.bfloat16):
-        calls[0]()
-    monkeypatch.setenv("CONTRASTILE_KEEP_MIB", "0")
-    calls[0]()
-    assert len(CALLS.prepared) == len(calls) + 3
-
-
-@pytest.mark.parametrize("why", ["subclass", "negative", "inference", "list", "meta", "numpy's number"])
-def test_what_is_not_known(why: str) -> None:
-    import numpy as np
-
-    image, text, scale = leaves(0)
-    settings: dict[str, Any] = {"tile": [4, 4]} if why == "list" else {}
-    if why == "subclass":
-        image = image.detach().as_subclass(type("Mine", (Tensor,), {}))
-    if why == "negative":
-        image = torch._neg_view(image.detach())
-    if why == "meta":
-        image, text, scale = (x.detach().to("meta") for x in (image, text, scale))
-    with torch.inference_mode(why == "inference"):
-        found = contrastile.clip_loss(image, text, np.float64(1.5) if why == "numpy's number" else scale, **settings)
-    assert found.shape == ()
-    assert not CALLS.prepared
 
 
 def test_few_signatures_are_held_and_threads_may_ask_at_once() -> None:
