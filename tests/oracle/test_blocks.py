@@ -37,7 +37,7 @@ def cut(p: Problem, places: list[int], both_ways: bool, queue: bool = False) -> 
     ]
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=60)
 @given(p=problems(), places=st.lists(st.integers(0, 8), max_size=3), both_ways=st.booleans())
 def test_columns_in_pieces_are_the_columns(p: Problem, places: list[int], both_ways: bool) -> None:
     p = p if both_ways else p.moved(v=np.zeros(len(p.k)))

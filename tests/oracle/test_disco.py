@@ -31,7 +31,7 @@ def directions(I, T, t, B):
     return loss_1 + loss_2, dI_1 + dI_2, dT_1 + dT_2, dt_1 + dt_2
 
 
-@settings(max_examples=40, deadline=None)
+@settings(max_examples=40)
 @given(problems())
 def test_equations_2_to_7_are_the_four_terms_and_their_gradients(problem):
     I, T, t = problem
@@ -60,7 +60,6 @@ def test_equations_2_to_7_are_the_four_terms_and_their_gradients(problem):
         assert np.array_equal(inter[1], sum((x for _, x in sent), np.zeros_like(T[n])))
 
 
-@settings(deadline=None)
 @given(problems(), st.integers(1, 3))
 def test_algorithm_1_gives_the_parameters_the_gradient_of_the_global_loss(problem, inputs):
     I, T, t = problem

@@ -24,7 +24,7 @@ def by_the_oracle(p: Problem) -> list:
     return [loss(*p.general()), *gradients(p.q, p.k, p.scale, gradient_of_logits(*p.general()))]
 
 
-@settings(max_examples=30, deadline=None)
+@settings(max_examples=30)
 @given(p=problems(largest=5))
 def test_fifty_digits_agree(p: Problem) -> None:
     for ours, exact, ball in zip(by_the_oracle(p), in_mpmath(p), general(p).all, strict=True):

@@ -36,7 +36,7 @@ cuts = st.lists(st.integers(0, 12), max_size=5).map(sorted)
 side = st.integers(1, 13)
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=60)
 @given(p=batches)
 def test_equations_1_and_2_are_info_nce(p: Problem) -> None:
     ball = general(p)
@@ -50,7 +50,7 @@ def test_equation_1_as_printed_overflows() -> None:
     assert np.isnan(inf_cl.contrastive_loss(np.array([[800.0]]), np.array([[1.0]])))
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=60)
 @given(p=batches, t_r=side, t_c=side)
 def test_equations_3_4_and_5_merge_to_the_lse(p: Problem, t_r: int, t_c: int) -> None:
     tiles = inf_cl.tiled_lse(p.q, p.k, t_r, t_c)
@@ -69,7 +69,7 @@ def test_the_lse_of_no_column_is_minus_infinity() -> None:
     assert inf_cl.lse(np.ones((2, 0))).tolist() == [-np.inf, -np.inf]
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=60)
 @given(p=batches, t_c=side)
 def test_equations_6_7_and_8_are_one_gradient(p: Problem, t_c: int) -> None:
     l, ball = row_lse(p.x, p.A), general(p)
@@ -79,7 +79,7 @@ def test_equations_6_7_and_8_are_one_gradient(p: Problem, t_c: int) -> None:
     assert agrees(dT, ball.d_columns)
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=60)
 @given(p=batches, t_r=side, t_c=side)
 def test_algorithms_2_and_4_are_the_dense_block(p: Problem, t_r: int, t_c: int) -> None:
     l = inf_cl.local_lse(p.q, p.k, t_r, t_c)
@@ -90,7 +90,7 @@ def test_algorithms_2_and_4_are_the_dense_block(p: Problem, t_r: int, t_c: int) 
         assert agrees(gradient, ball)
 
 
-@settings(max_examples=80, deadline=None)
+@settings(max_examples=80)
 @given(p=batches, edges=cuts, t_r=side, t_c=side)
 def test_algorithms_1_and_3_are_the_global_loss_on_any_ring(p: Problem, edges: list[int], t_r: int, t_c: int) -> None:
     """One to six ranks, uneven and empty shards."""

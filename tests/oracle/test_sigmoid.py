@@ -21,7 +21,7 @@ def by_the_oracle(p: Problem) -> list:
     return [sigmoid_loss(p.x, p.P, B, p.A), *gradients(p.q, p.k, p.scale, G)]
 
 
-@settings(max_examples=30, deadline=None)
+@settings(max_examples=30)
 @given(p=problems(largest=5))
 def test_fifty_digits_agree(p: Problem) -> None:
     for ours, exact, ball in zip(by_the_oracle(p), in_mpmath(p, B), sigmoid_of(p, B).all, strict=True):

@@ -6,7 +6,7 @@ from fractions import Fraction
 
 import numpy as np
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from contrastile.verify.rounding import UNDERFLOW, UNIT, round_to
@@ -34,13 +34,11 @@ def nearest(x: float, dtype: str) -> float:
     return float(np.copysign(float(rounded), x))
 
 
-@settings(deadline=None)
 @given(x=st.floats(allow_nan=False, allow_infinity=False), dtype=st.sampled_from(sorted(FORMATS)))
 def test_any_number(x: float, dtype: str) -> None:
     assert float(round_to(x, dtype)) == nearest(x, dtype)
 
 
-@settings(deadline=None)
 @given(
     significand=st.integers(-(2**14), 2**14),
     exponent=st.integers(-150, 128),
