@@ -1,5 +1,6 @@
 """What every test starts from; read before any test file imports torch or Triton."""
 
+import contextlib
 import os
 import shutil
 import sys
@@ -9,6 +10,13 @@ from interpreting import patch_once
 
 # Triton fixes at its import whether kernels are interpreted; make test-gpu sets 0
 os.environ.setdefault("TRITON_INTERPRET", "1")
+
+# no test fails because the machine is busy
+with contextlib.suppress(ImportError):
+    from hypothesis import HealthCheck, settings
+
+    settings.register_profile("patient", deadline=None, suppress_health_check=[HealthCheck.too_slow])
+    settings.load_profile("patient")
 
 # one process a core: threads that wait for each other on a busy machine cost more than small problems do
 if "PYTEST_XDIST_WORKER" in os.environ:

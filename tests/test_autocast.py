@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -12,8 +10,6 @@ from test_autograd import LOSSES, Loss, clip, features, gradients, number, sigmo
 from torch import Tensor
 
 import contrastile
-from contrastile import plan
-from contrastile.backends import load
 from contrastile.comm.inprocess import InProcess, InProcessGroup
 
 Step = tuple[Tensor, list[Tensor]]
@@ -63,7 +59,7 @@ def test_autocast_of_another_kind_of_device_says_nothing_about_these(monkeypatch
     assert torch.equal(clip(*inputs, "torch"), expected)
 
 
-@pytest.mark.parametrize("loss", LOSSES)
+@pytest.mark.parametrize("loss", [clip, sigmoid])
 def test_one_graph_holds_the_cast_and_no_grad_gives_the_same_value(loss: Loss) -> None:
     inputs, scale = [leaf(23, 0), leaf(23, 1)], number(14.3, torch.float32)
 
@@ -86,21 +82,6 @@ def test_one_graph_holds_the_cast_and_no_grad_gives_the_same_value(loss: Loss) -
         silent = inside(*inputs, scale)
     assert torch.equal(silent, expected)
     assert not silent.requires_grad
-
-
-@pytest.mark.parametrize("name", ["clip_loss", "info_nce", "nt_xent", "sup_con", "sigmoid_loss"])
-def test_value_and_grad_gives_gradients_in_the_dtypes_of_what_it_was_given(name: str) -> None:
-    loss: Callable[..., Tensor] = getattr(contrastile, name)
-    image, text = leaf(9, 0), leaf(9, 1)
-    inputs = [image, torch.arange(9) % 4] if name == "sup_con" else [image, text]
-    with torch.autocast("cpu", dtype=torch.bfloat16):
-        value, found = contrastile.value_and_grad(loss)(*inputs, 20.0)
-        expected = loss(*inputs, 20.0)
-    leaves = [x for x in inputs if x.requires_grad]
-    assert torch.equal(value, expected)
-    for a, b in zip(found, gradients(expected, *leaves), strict=False):
-        assert a.dtype == torch.float32
-        assert torch.equal(a, b)
 
 
 @pytest.mark.parametrize("exchange", ["ring", "gather"])
@@ -126,27 +107,3 @@ def test_ranks_agree_on_the_dtype_that_autocast_gives_them(loss: Any, exchange: 
         assert torch.equal(found[0], expected[0])
         assert found[1].dtype == dtypes[rank]
         assert torch.equal(found[1], expected[1].to(dtypes[rank]))
-
-
-@pytest.mark.parametrize("loss", LOSSES)
-def test_no_backend_s_products_are_narrowed(loss: Loss, monkeypatch: pytest.MonkeyPatch) -> None:
-    seen: list[bool] = []
-
-    def watched(primitive: Callable[..., Any]) -> Callable[..., Any]:
-        def call(*args: Any) -> Any:
-            seen.append(torch.is_autocast_enabled("cpu"))
-            return primitive(*args)
-
-        return call
-
-    backend = load("torch")
-    backend = replace(
-        backend, finished=None, **{name: watched(getattr(backend, name)) for name in ("lse", "gradients", "sigmoid")}
-    )
-    monkeypatch.setattr(plan, "load", lambda name: backend)
-    inputs = [leaf(9, 0), leaf(9, 1), number(20.0, torch.float32)]
-    with torch.autocast("cpu", dtype=torch.bfloat16):
-        gradients(loss(*inputs, "torch"), *inputs)
-        contrastile.value_and_grad(contrastile.clip_loss, backend="torch")(*inputs)
-    assert seen
-    assert not any(seen)

@@ -41,40 +41,35 @@ def test_it_says_its_version(capsys):
 
 def test_a_command_gets_its_arguments_and_gives_the_exit_code(monkeypatch):
     class Command:
-        @staticmethod
-        def add_arguments(parser):
-            parser.add_argument("--code", type=int)
-
-        @staticmethod
-        def main(args):
-            return args.code
+        add_arguments = staticmethod(lambda parser: parser.add_argument("--code", type=int))
+        main = staticmethod(lambda args: args.code)
 
     monkeypatch.setattr(cli.importlib, "import_module", lambda name: Command)
     assert cli.main(["doctor", "--code", "7"]) == 7
 
 
-def test_a_command_that_cannot_be_imported_exits_2_with_one_line(monkeypatch, capsys):
-    def lacking(name):
-        raise ImportError("torch cannot be imported; run: pip install 'contrastile[torch]'")
-
-    monkeypatch.setattr(cli.importlib, "import_module", lacking)
-    assert cli.main(["bench"]) == 2
-    expected = "contrastile bench: torch cannot be imported; run: pip install 'contrastile[torch]'\n"
-    assert capsys.readouterr().err == expected
+LACKING = "torch cannot be imported; run: pip install 'contrastile[torch]'"
 
 
-@pytest.mark.parametrize("where", ["import", "main"])
-def test_an_interruption_anywhere_is_one_line(where, monkeypatch, capsys):
-    def interrupted(*_):
-        raise KeyboardInterrupt
+@pytest.mark.parametrize(
+    ("where", "raised", "said"),
+    [
+        ("import", ImportError(LACKING), LACKING),
+        ("import", KeyboardInterrupt(), "interrupted"),
+        ("main", KeyboardInterrupt(), "interrupted"),
+    ],
+)
+def test_what_ends_a_command_anywhere_is_one_line(where, raised, said, monkeypatch, capsys):
+    def ending(*_):
+        raise raised
 
     class Command:
         add_arguments = staticmethod(lambda parser: None)
-        main = staticmethod(interrupted)
+        main = staticmethod(ending)
 
-    monkeypatch.setattr(cli.importlib, "import_module", interrupted if where == "import" else lambda name: Command)
+    monkeypatch.setattr(cli.importlib, "import_module", ending if where == "import" else lambda name: Command)
     assert cli.main(["bench"]) == 2
-    assert capsys.readouterr() == ("", "contrastile bench: interrupted\n")
+    assert capsys.readouterr() == ("", f"contrastile bench: {said}\n")
 
 
 @pytest.mark.parametrize("command", cli.COMMANDS)
@@ -86,21 +81,28 @@ def test_a_variable_of_the_environment_that_no_call_could_use_is_one_line(comman
     assert told.err.startswith(f"contrastile {command}: CONTRASTILE_KEEP_MIB must be a whole number of MiB")
 
 
-def test_module_runs_as_the_command():
-    words = ["verify", "--backend", "numpy", "--case", "one-row", "--property", "value", "--dtype=float64", "--quiet"]
-    done = subprocess.run([sys.executable, "-m", "contrastile", *words], capture_output=True, text=True, check=False)
-    assert (done.returncode, done.stderr) == (0, "")
-    assert done.stdout.startswith("PASS: 1 passed")
-    done = subprocess.run(
-        [sys.executable, "-m", "contrastile", "verify", "--backend", "nope"], capture_output=True, check=False
-    )
-    assert (done.returncode, done.stdout) == (2, b"")
+COMMAND = [sys.executable, "-m", "contrastile"]
+
+
+@pytest.mark.parametrize(
+    ("words", "code", "out", "err"),
+    [
+        ("verify --backend numpy --case one-row --property value --dtype float64 --quiet", 0, "PASS: 1 passed", ""),
+        ("verify --backend nope", 2, "", "contrastile verify: backend must be"),
+        # more processes than a machine can run
+        ("verify --jobs 1000000 --case smoke", 2, "", "contrastile verify: --jobs must be at most"),
+    ],
+)
+def test_the_module_runs_as_the_command(words, code, out, err):
+    done = subprocess.run([*COMMAND, *words.split()], capture_output=True, text=True, check=False)
+    assert done.returncode == code
+    for said, expected in ((done.stdout, out), (done.stderr, err)):
+        assert said.startswith(expected)
+        assert bool(said) == bool(expected)
 
 
 def test_a_reader_that_leaves_causes_no_traceback():
-    listing = subprocess.Popen(
-        [sys.executable, "-m", "contrastile", "verify", "--list"], stdout=subprocess.PIPE, stderr=subprocess.PIPE
-    )
+    listing = subprocess.Popen([*COMMAND, "verify", "--list"], stdout=subprocess.PIPE, stderr=subprocess.PIPE)
     listing.stdout.close()
     with listing.stderr:
         said = listing.stderr.read()
@@ -108,19 +110,12 @@ def test_a_reader_that_leaves_causes_no_traceback():
 
 
 @pytest.mark.skipif(not Path("/dev/full").exists(), reason="a device of Linux's")
-@pytest.mark.parametrize("words", [["doctor"], ["verify", "--list"]])
-def test_an_output_that_cannot_be_written_is_said_in_one_line(words: list[str]) -> None:
-    command = [sys.executable, "-m", "contrastile", *words]
+@pytest.mark.parametrize("words", ["plan --batch 9 --dim 5 --device cpu", "verify --list"])
+def test_an_output_that_cannot_be_written_is_said_in_one_line(words):
+    command = [*COMMAND, *words.split()]
     with open("/dev/full", "w") as full:
         done = subprocess.run(command, stdout=full, stderr=subprocess.PIPE, text=True, check=False)
-    assert (done.returncode, len(done.stderr.splitlines())) == (2, 1), done.stderr
     assert "the standard output cannot be written: No space left" in done.stderr
     closed = subprocess.run(["sh", "-c", '"$@" >&-', "sh", *command], stderr=subprocess.PIPE, text=True, check=False)
-    assert (closed.returncode, len(closed.stderr.splitlines())) == (2, 1), closed.stderr
-
-
-def test_more_processes_than_a_machine_can_run_are_refused() -> None:
-    command = [sys.executable, "-m", "contrastile", "verify", "--jobs", "1000000", "--case", "smoke"]
-    done = subprocess.run(command, capture_output=True, text=True, check=False)
-    assert done.returncode == 2
-    assert "--jobs must be at most" in done.stderr
+    for each in (done, closed):
+        assert (each.returncode, len(each.stderr.splitlines())) == (2, 1), each.stderr

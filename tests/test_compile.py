@@ -4,11 +4,8 @@ from __future__ import annotations
 
 import subprocess
 import sys
-import threading
-import time
 from collections.abc import Callable, Iterator
-from itertools import count
-from types import FunctionType, ModuleType
+from types import ModuleType
 from typing import Any
 
 import pytest
@@ -18,9 +15,6 @@ from torch import Tensor
 
 import contrastile
 from contrastile.comm.inprocess import InProcess, InProcessGroup
-
-DTYPES = [torch.float64, torch.float32]
-FUNCTIONS = [(loss, dtype, dynamic) for dynamic in (False, True) for dtype in DTYPES for loss in LOSSES]
 
 
 @pytest.fixture(autouse=True)
@@ -50,61 +44,16 @@ def leaves(dtype: torch.dtype, rows: int = 11) -> list[Tensor]:
     return [*matrices, number(14.25, dtype)]
 
 
-def another_function(loss: Loss, i: int) -> Callable[..., Tensor]:
-    """A function with code of its own: the compiler counts how often it compiles the same code."""
-
-    def function(*x: Tensor) -> Tensor:
-        return loss(*x, "torch")
-
-    code = function.__code__.replace(co_name=f"function_{i}")
-    return FunctionType(code, globals(), closure=function.__closure__)
-
-
-@pytest.fixture
-def imports() -> Iterator[None]:
-    """Another thread imports modules all the time, and Python changes threads whenever it can."""
-    stop, interval = threading.Event(), sys.getswitchinterval()
-
-    def work() -> None:
-        for i in count():
-            name = f"imported_by_another_thread_{i % 64}"
-            if sys.modules.pop(name, None) is None:
-                sys.modules[name] = ModuleType(name)
-            time.sleep(1e-4)
-            if stop.is_set() and i % 128 == 127:
-                return
-
-    thread = threading.Thread(target=work)
-    sys.setswitchinterval(1e-6)
-    thread.start()
-    yield
-    stop.set()
-    thread.join()
-    sys.setswitchinterval(interval)
-    for name in [name for name in sys.modules if name.startswith("imported_by_another_thread_")]:
-        del sys.modules[name]
-
-
-@pytest.mark.slow
-@pytest.mark.usefixtures("imports")
-def test_many_functions_compile_in_one_process_while_modules_are_imported() -> None:
-    assert len(FUNCTIONS) == 20
-    for i, (loss, dtype, dynamic) in enumerate(FUNCTIONS):
-        compiled = torch.compile(another_function(loss, i), fullgraph=True, dynamic=dynamic, backend="aot_eager")
-        for rows in (11, 16) if dynamic else (11,):
-            inputs = leaves(dtype, rows)
-            # every other function is compiled before it was called eagerly
-            first, second = (compiled, loss) if i % 2 else (loss, compiled)
-            values = [f(*inputs) if f is compiled else f(*inputs, "torch") for f in (first, second)]
-            assert torch.equal(*values), (loss, dtype, dynamic)
-            for a, b in zip(*(gradients(value, *inputs) for value in values), strict=True):
-                assert torch.equal(a, b), (loss, dtype, dynamic)
-
-
+@pytest.mark.parametrize("dynamic", [False, True])
 @pytest.mark.parametrize("loss", LOSSES)
-def test_the_compiler_sees_one_operator_in_one_graph(loss: Loss) -> None:
+def test_the_compiler_sees_one_operator_in_one_graph_whose_results_are_the_loss_s(loss: Loss, dynamic: bool) -> None:
     graphs = Graphs()
-    torch.compile(lambda *x: loss(*x, "torch"), backend=graphs)(*leaves(torch.float64))
+    compiled = torch.compile(lambda *x: loss(*x, "torch"), backend=graphs, dynamic=dynamic, fullgraph=True)
+    for rows in (11, 16) if dynamic else (11,):
+        inputs = leaves(torch.float64, rows)
+        values = [compiled(*inputs), loss(*inputs, "torch")]
+        assert torch.equal(*values)
+        assert all(map(torch.equal, *(gradients(value, *inputs) for value in values)))
     assert len(graphs.found) == 1
     assert graphs.operators() == ["contrastile.loss.default"]
     # all else that is in the graph makes or reads tensors: nobody asks torch what is at work
@@ -137,6 +86,7 @@ def test_value_and_grad_and_a_group_stay_outside_of_graphs() -> None:
     assert graphs.operators() == []
 
 
+@pytest.mark.slow
 def test_the_first_call_of_a_process_may_be_compiled_code_with_a_graph_break() -> None:
     code = """
 import torch, contrastile

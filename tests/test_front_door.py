@@ -69,7 +69,7 @@ def raised_in(module: ModuleType) -> list[tuple[str, str]]:
     "module", [validation, problems, plan, evaluation, registry], ids=lambda module: module.__name__
 )
 def test_no_check_goes_unprovoked(module: ModuleType) -> None:
-    """A new ``raise`` brings its own line in provocations.py."""
+    """A new ``raise`` brings its own line in provocations.txt."""
     said = [(each.error.__name__, each.message(each.libraries[0])) for each in ALL]
     raised = raised_in(module)
     assert raised
@@ -99,20 +99,6 @@ def test_tensors_that_require_gradients_may_be_given_to_value_and_grad_by_name()
     for found, expected in zip((by_name[0], *by_name[1]), (by_place[0], *by_place[1]), strict=True):
         assert torch.equal(found, expected)
         assert not found.requires_grad
-
-
-@pytest.mark.parametrize("library", LIBRARIES)
-@pytest.mark.parametrize(
-    "number",
-    [14, 14.0, np.float64(14), True, np.bool_(True), np.float32(14.3), np.float16(3), np.int64(14), Fraction(43, 3)],
-)
-def test_real_numbers_of_any_type_are_scales_and_biases(number: float, library: str) -> None:
-    for expression in (
-        "contrastile.clip_loss(image, text, number)",
-        "contrastile.sigmoid_loss(image, text, 10.0, number)",
-    ):
-        expected = call(expression, library, number=float(number))
-        assert call(expression, library, number=number) == expected
 
 
 @pytest.mark.parametrize("dtype", ["float16", "float32", "float64"])

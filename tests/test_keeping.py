@@ -15,11 +15,8 @@ from torch import Tensor
 
 import contrastile
 from contrastile import plan
-from contrastile.backends import eager
 from contrastile.backends.contract import Array, Backend, Block, ColumnForm, Finished, Options, Statistics, Weights
 from contrastile.backends.registry import load
-from contrastile.verify import cases, layouts
-from contrastile.verify.execution import outcome
 
 B, D = 23, 17
 TORCH = load("torch")
@@ -155,38 +152,12 @@ def test_only_a_loss_whose_towers_both_learn_keeps(frozen: str, keeping: Keeping
         assert all((leaf.grad is None) == (name == frozen) for name, leaf in leaves.items())
 
 
-def test_one_tower_s_gradient_may_be_asked_for_alone(keeping: Keeping) -> None:
-    leaves = towers()
-    both = torch.autograd.grad(clip(*leaves), leaves[:2])
-    for i in range(2):
-        (alone,) = torch.autograd.grad(clip(*leaves), leaves[i : i + 1])
-        assert torch.equal(alone, both[i])
-    assert keeping.alive == 0
-
-
 def test_several_column_blocks_keep_nothing(keeping: Keeping) -> None:
     image, text, scale = towers()
     value = contrastile.info_nce(image, text, scale, negatives=[text[:3].detach()], backend="torch")
     assert set(keeping.asked) == {"lse"}
     value.backward()
     assert keeping.seen == []
-
-
-def test_an_operator_keeps_nothing(keeping: Keeping, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(eager, "direct", lambda torch, tensors: False)
-    leaves = towers()
-    torch.autograd.grad(clip(*leaves), leaves)
-    assert keeping.asked == ["lse"]
-    assert keeping.seen == [None]
-
-
-def test_a_backward_that_must_be_seen_does_without(keeping: Keeping, monkeypatch: pytest.MonkeyPatch) -> None:
-    leaves = towers()
-    value = clip(*leaves)
-    monkeypatch.setattr(eager, "direct", lambda torch, tensors: False)
-    torch.autograd.grad(value, leaves)
-    assert keeping.seen == [None]
-    assert keeping.alive == 0
 
 
 def test_value_and_grad_keeps_for_as_long_as_it_takes(keeping: Keeping) -> None:
@@ -205,20 +176,3 @@ def test_a_backend_that_keeps_nothing_is_asked_for_less(keeping: Keeping) -> Non
     leaves = towers()
     torch.autograd.grad(clip(*leaves), leaves)
     assert (keeping.asked, keeping.seen) == (["lse"], [None])
-
-
-def test_the_harness_goes_the_same_way(keeping: Keeping) -> None:
-    problem = cases.build("wide", "float64").problem
-    outcome(problem, keeping.backend, "float64")
-    assert (keeping.asked, keeping.seen) == (["keeping"], [UNTOUCHED])
-    violations: list[str] = []
-    moved = layouts.relocated(keeping.backend, layouts.guard_bands, violations)
-    outcome(problem, moved, "float64")
-    assert (keeping.asked, keeping.seen) == (["keeping"] * 2, [UNTOUCHED] * 2)
-    assert not violations
-    outcome(problem, layouts.expanded(keeping.backend), "float64")
-    assert (keeping.asked, keeping.seen) == (["keeping"] * 3, [UNTOUCHED] * 3)
-    outcome(problem, layouts.called_twice(keeping.backend), "float64")
-    assert (keeping.asked[3:], keeping.seen[3:]) == (["lse"], [])
-    outcome(cases.build("blocks", "float64").problem, keeping.backend, "float64")
-    assert set(keeping.asked[4:]) == {"lse"}

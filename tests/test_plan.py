@@ -5,17 +5,16 @@ from __future__ import annotations
 import inspect
 import re
 from collections.abc import Callable
-from dataclasses import FrozenInstanceError, replace
+from dataclasses import replace
 from typing import Any
 
 import pytest
 import torch
-from test_autograd import features, no_operators, number
+from test_autograd import features, number
 from torch import Tensor
 
 import contrastile
-from contrastile import evaluation, plan, problems
-from contrastile.backends import eager as eager_calls
+from contrastile import plan
 from contrastile.backends.contract import PRECISIONS, Backend, Options
 from contrastile.backends.registry import load
 from contrastile.comm.inprocess import InProcess, InProcessGroup
@@ -80,36 +79,6 @@ def test_every_option_reaches_the_backend(loss: Loss, call: Any, seen: dict[str,
         # an operator keeps nothing: it is not asked how much
         keep = None if call in (under_a_transform, compiled) else ASKED["keep"]
         assert options == Options(**{**ASKED, "keep": keep})
-
-
-def test_a_call_with_a_group_needs_no_operator(monkeypatch: pytest.MonkeyPatch) -> None:
-    no_operators(monkeypatch)
-    for loss in (contrastile.clip_loss, contrastile.sigmoid_loss):
-        leaves = features(), features(seed=1), number(4.0)
-        over_ranks(loss, *leaves)
-        monkeypatch.setattr(eager_calls, "direct", lambda torch, tensors: False)
-        over_ranks(loss, *leaves)
-
-
-def test_a_plan_outlives_its_call_without_the_arrays() -> None:
-    made, _ = evaluation.make(problems.clip, {}, (features(), features(seed=1), 4.0), {})
-    form = made.without_arrays()
-    assert form.problem.arrays() == (None,) * len(made.problem.arrays())
-    assert (form.name, form.options, form.library) == (made.name, made.options, made.library)
-    again = form.with_arrays(made.problem.arrays())
-    assert all(a is b for a, b in zip(again.problem.arrays(), made.problem.arrays(), strict=True))
-    assert (again.problem.kind, again.problem.match) == (made.problem.kind, made.problem.match)
-    with pytest.raises(FrozenInstanceError):
-        made.name = "numpy"  # type: ignore[misc]
-
-
-def test_a_backend_is_loaded_when_it_is_asked_for(monkeypatch: pytest.MonkeyPatch) -> None:
-    asked: list[str] = []
-    monkeypatch.setattr(plan, "load", asked.append)
-    made, _ = evaluation.make(problems.clip, {"backend": "numpy"}, (features(), features(seed=1), 4.0), {})
-    assert asked == []
-    assert made.backend is None
-    assert asked == ["numpy"]
 
 
 def test_each_setting_has_a_default_and_is_documented_once() -> None:

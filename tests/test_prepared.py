@@ -1,10 +1,8 @@
-"""Calls of a known signature: they give what an unknown one's do, their values are checked, and few are held."""
+"""Calls of a known signature: their values are checked, few are held, and threads may ask at once."""
 
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable
-from functools import partial
 from typing import Any
 
 import pytest
@@ -16,62 +14,13 @@ from contrastile.autograd import prepared
 from contrastile.autograd.prepared import CALLS
 
 B, D = 11, 7
-LABELS = torch.tensor([0, 1, 2, 0, 1, 5, 6, 6, 6, 7, 8])
 POSITIVES = torch.arange(B).flip(0)
-Loss = Callable[..., Tensor]
-LOSSES: dict[str, tuple[Loss, int]] = {
-    "clip_loss": (contrastile.clip_loss, 2),
-    "ids": (partial(contrastile.clip_loss, ids=LABELS), 2),
-    "info_nce": (contrastile.info_nce, 2),
-    "positives": (partial(contrastile.info_nce, positives=POSITIVES), 2),
-    "queue": (lambda a, b, c, scale, **more: contrastile.info_nce(a, b, scale, negatives=[c, c[:3]], **more), 3),
-    "nt_xent": (contrastile.nt_xent, 2),
-    "sup_con": (lambda a, scale, **more: contrastile.sup_con(a, LABELS, scale, **more), 1),
-    "sigmoid_loss": (lambda a, b, scale, **more: contrastile.sigmoid_loss(a, b, scale, -scale, **more), 2),
-}
 
 
 def leaves(seed: int, towers: int = 2, dtype: torch.dtype = torch.float32) -> list[Tensor]:
     draw = torch.Generator().manual_seed(seed)
     found = [torch.randn(B, D, generator=draw).to(dtype).requires_grad_() for _ in range(towers)]
     return [*found, torch.tensor(1.5 + seed, requires_grad=True)]
-
-
-def results(loss: Loss, given: list[Any], **settings: Any) -> list[Tensor]:
-    value = loss(*given, **settings)
-    wanted = [x for x in given if isinstance(x, Tensor) and x.requires_grad]
-    return [
-        value.detach(),
-        *torch.autograd.grad(-2.5 * value, wanted, retain_graph=True),
-        *torch.autograd.grad(value, wanted),
-    ]
-
-
-@pytest.mark.parametrize("autocast", [False, True])
-@pytest.mark.parametrize("dtype", [torch.float32, torch.float64, torch.bfloat16])
-@pytest.mark.parametrize("name", LOSSES)
-def test_a_call_of_a_known_signature_gives_what_one_of_an_unknown_gives(
-    name: str, dtype: torch.dtype, autocast: bool
-) -> None:
-    loss, towers = LOSSES[name]
-    with torch.autocast("cpu", torch.bfloat16, enabled=autocast):
-        found = []
-        for seed in range(3):
-            found.append(results(loss, leaves(seed, towers, dtype)))
-            assert len(CALLS.prepared) == 1
-        for seed in range(3):
-            CALLS.prepared.clear()
-            assert all(map(torch.equal, results(loss, leaves(seed, towers, dtype)), found[seed]))
-
-
-@pytest.mark.parametrize("backend", ["torch", "numpy"])
-def test_numbers_of_a_known_signature_may_be_others(backend: str) -> None:
-    *towers, _ = leaves(0)
-    for scale in (2.0, 3.0, 1e-3):
-        value = contrastile.clip_loss(*towers, scale, backend=backend)
-        expected = contrastile.clip_loss(*towers, torch.tensor(scale), backend=backend)
-        assert torch.equal(value, expected)
-    assert len(CALLS.prepared) == 2
 
 
 @pytest.mark.parametrize(
@@ -100,49 +49,6 @@ def test_values_are_looked_at_in_every_call() -> None:
         with pytest.raises(ValueError, match="scale must be finite"):
             contrastile.clip_loss(*towers, wrong)
     assert len(CALLS.prepared) == known
-
-
-def test_what_differs_is_another_signature(monkeypatch: pytest.MonkeyPatch) -> None:
-    image, text, scale = leaves(0)
-    calls: list[Callable[[], Tensor]] = [
-        lambda: contrastile.clip_loss(image, text, scale),
-        lambda: contrastile.clip_loss(image[:4], text[:4], scale),
-        lambda: contrastile.clip_loss(image.double(), text.double(), scale),
-        lambda: contrastile.clip_loss(image.detach(), text, scale),
-        lambda: contrastile.clip_loss(image, text, 2.0),
-        lambda: contrastile.clip_loss(image, text, scale.double()),
-        lambda: contrastile.clip_loss(image, text, scale, ids=LABELS),
-        lambda: contrastile.clip_loss(image, text, scale, tile=4),
-        lambda: contrastile.info_nce(image, text, scale),
-    ]
-    for number, call in enumerate([*calls, *calls]):
-        call()
-        assert len(CALLS.prepared) == min(number + 1, len(calls))
-    with torch.no_grad():
-        calls[0]()
-    with torch.autocast("cpu", torch.bfloat16):
-        calls[0]()
-    monkeypatch.setenv("CONTRASTILE_KEEP_MIB", "0")
-    calls[0]()
-    assert len(CALLS.prepared) == len(calls) + 3
-
-
-@pytest.mark.parametrize("why", ["subclass", "negative", "inference", "list", "meta", "numpy's number"])
-def test_what_is_not_known(why: str) -> None:
-    import numpy as np
-
-    image, text, scale = leaves(0)
-    settings: dict[str, Any] = {"tile": [4, 4]} if why == "list" else {}
-    if why == "subclass":
-        image = image.detach().as_subclass(type("Mine", (Tensor,), {}))
-    if why == "negative":
-        image = torch._neg_view(image.detach())
-    if why == "meta":
-        image, text, scale = (x.detach().to("meta") for x in (image, text, scale))
-    with torch.inference_mode(why == "inference"):
-        found = contrastile.clip_loss(image, text, np.float64(1.5) if why == "numpy's number" else scale, **settings)
-    assert found.shape == ()
-    assert not CALLS.prepared
 
 
 def test_few_signatures_are_held_and_threads_may_ask_at_once() -> None:

@@ -2,10 +2,8 @@
 
 from __future__ import annotations
 
-import contextlib
 import importlib.util
 import inspect
-import io
 import re
 import shutil
 import subprocess
@@ -14,34 +12,21 @@ import tomllib
 from pathlib import Path
 
 import pytest
+from pages import ROOT, blocks, printed, read
 
 import contrastile
 from contrastile.backends.registry import BUILT_IN
 from contrastile.cli import COMMANDS, main
 
-ROOT = Path(__file__).parent.parent
-README = (ROOT / "README.md").read_text(encoding="utf-8")
-MAKEFILE = (ROOT / "Makefile").read_text(encoding="utf-8")
-PROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))["project"]
-
-
-def python_blocks(text: str) -> list[str]:
-    return re.findall(r"^```python[^\n]*\n(.*?)^```", text, re.M | re.S)
-
-
-def run(source: str) -> str:
-    """The output of a script."""
-    printed = io.StringIO()
-    with contextlib.redirect_stdout(printed):
-        exec(compile(source, "the page", "exec"), {"__name__": "__main__"})
-    return printed.getvalue()
+README, MAKEFILE = read("README.md"), read("Makefile")
+PROJECT = tomllib.loads(read("pyproject.toml"))["project"]
 
 
 def test_the_example_runs_as_written_and_is_short() -> None:
-    (example,) = python_blocks(README)
+    (example,) = blocks(README)
     assert len([line for line in example.splitlines() if line.strip()]) <= 10
-    assert re.fullmatch(r"loss \d+\.\d+, gradient of \(1000, 64\)\n", run(example))
-    assert python_blocks((ROOT / "docs" / "index.md").read_text(encoding="utf-8")) == [example]
+    assert re.fullmatch(r"loss \d+\.\d+, gradient of \(1000, 64\)\n", printed(example))
+    assert blocks(read("docs/index.md")) == [example]
 
 
 def test_every_target_of_make_exists() -> None:
@@ -54,7 +39,7 @@ def test_every_target_of_make_exists() -> None:
 
 
 def test_the_commands_are_those_of_the_command_line() -> None:
-    page = (ROOT / "docs" / "reference" / "command-line.md").read_text(encoding="utf-8")
+    page = read("docs/reference/command-line.md")
     named = set(re.findall(r"^## ([a-z]+)$", page, re.M))
     assert named == set(COMMANDS)
     for module, _ in COMMANDS.values():
@@ -63,7 +48,7 @@ def test_the_commands_are_those_of_the_command_line() -> None:
 
 @pytest.mark.parametrize("page", ["docs/how-to/verify.md", "docs/how-to/benchmark.md", "docs/how-to/choose-backend.md"])
 def test_every_option_on_a_page_is_the_command_s(page: str, capsys: pytest.CaptureFixture[str]) -> None:
-    text = (ROOT / page).read_text(encoding="utf-8")
+    text = read(page)
     # a command on a line of its own, or at the start of a table row
     lines = re.findall(r"^(?:\| `)?contrastile ([a-z]+)([^\n#]*)", text, re.M)
     assert any("--" in line for _, line in lines)
@@ -76,7 +61,7 @@ def test_every_option_on_a_page_is_the_command_s(page: str, capsys: pytest.Captu
 
 
 def test_the_front_door_has_the_names_and_arguments_of_the_table() -> None:
-    page = (ROOT / "docs" / "reference" / "losses.md").read_text(encoding="utf-8")
+    page = read("docs/reference/losses.md")
     rows = re.findall(r"^\| `contrastile\.(\w+)\(([^)]*)\)` \|", page, re.M)
     assert {name for name, _ in rows} == set(contrastile.__all__) - {"__version__"}
     for name, arguments in rows:
@@ -89,13 +74,13 @@ def test_the_front_door_has_the_names_and_arguments_of_the_table() -> None:
 
 
 def test_the_backends_are_named() -> None:
-    pages = README, (ROOT / "docs" / "how-to" / "choose-backend.md").read_text(encoding="utf-8")
+    pages = README, read("docs/how-to/choose-backend.md")
     for name in BUILT_IN:
         assert all(f"`{name}`" in page for page in pages), name
 
 
 def test_every_extra_is_one_of_the_project_s() -> None:
-    page = (ROOT / "docs" / "tutorials" / "install.md").read_text(encoding="utf-8")
+    page = read("docs/tutorials/install.md")
     named = re.findall(r"contrastile\[([a-z,]+)\]", README + page)
     extras = {extra for names in named for extra in names.split(",")}
     assert set(PROJECT["optional-dependencies"]) - {"docs", "test", "test-slow"} <= extras
@@ -104,11 +89,11 @@ def test_every_extra_is_one_of_the_project_s() -> None:
 
 def test_the_changelog_knows_this_version() -> None:
     assert PROJECT["version"] == contrastile.__version__
-    assert f"## {contrastile.__version__}" in (ROOT / "CHANGELOG.md").read_text(encoding="utf-8")
+    assert f"## {contrastile.__version__}" in read("CHANGELOG.md")
 
 
 def test_with_an_address_in_pyproject_the_package_s_readme_has_no_relative_link(tmp_path: Path) -> None:
-    settings = (ROOT / "pyproject.toml").read_text(encoding="utf-8")
+    settings = read("pyproject.toml")
     with_address = re.sub(r"^# (\[project\.urls\]|Source = .*)$", r"\1", settings, flags=re.M)
     assert "urls" in tomllib.loads(with_address)["project"]
     links = {}

@@ -8,30 +8,23 @@ its largest value, 1, and a gradient by that for each of n columns of the longes
 
 from __future__ import annotations
 
-import re
 from collections.abc import Callable
-from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+from pages import defined, read, sections
 
 import contrastile
 from contrastile.verify.arithmetic import gamma
 from contrastile.verify.rounding import UNIT
 
-PAGE = (Path(__file__).parent.parent / "docs" / "how-to" / "switching.md").read_text(encoding="utf-8")
+SECTIONS = sections(read("docs/how-to/switching.md"))
 M, D, K, QUEUE, SCALE, BIAS = 13, 7, 3, 29, 9.5, -4.25
 
 
 def functions(section: str) -> dict[str, Any]:
-    """What the Python blocks of a section define."""
-    text = PAGE.partition(f"\n## {section}\n")[2].partition("\n## ")[0]
-    assert text, f"docs/how-to/switching.md has no section {section}"
-    scope: dict[str, Any] = {"torch": torch, "F": torch.nn.functional, "contrastile": contrastile}
-    for block in re.findall(r"^```python\n(.*?)^```", text, re.M | re.S):
-        exec(block, scope)
-    return scope
+    return defined(SECTIONS[section], torch=torch, F=torch.nn.functional, contrastile=contrastile)
 
 
 def features(*rows: int) -> list[torch.Tensor]:
@@ -84,5 +77,4 @@ def test_the_module_that_replaces_open_clip_s() -> None:
 
 
 def test_every_section_with_both_sides_is_held_to_it() -> None:
-    sections = re.findall(r"^## (.+)$", PAGE, re.M)
-    assert [name for name in sections if "ours" in functions(name)] == list(ARGUMENTS)
+    assert [name for name in SECTIONS if "ours" in functions(name)] == list(ARGUMENTS)

@@ -12,8 +12,6 @@ from torch import Tensor
 from torch.autograd import forward_ad
 
 import contrastile
-from contrastile import autograd
-from contrastile.backends import eager
 from contrastile.comm.inprocess import InProcess, InProcessGroup
 
 
@@ -134,23 +132,8 @@ def test_a_map_over_gradients_is_refused_by_name(loss: Loss) -> None:
         torch.func.vmap(torch.func.grad(first_argument(loss)))(features(7).detach()[None])
 
 
-# torch's own, of what it imports for the first dual tensor of a process
-@pytest.mark.filterwarnings("ignore:.*torch.jit.script:DeprecationWarning")
-@pytest.mark.filterwarnings("ignore:`torch.jit.script` is deprecated")  # by torch 2.15 itself
-def test_a_transform_is_seen_and_a_tangent_only_where_there_is_one() -> None:
-    x = features().detach()
-    assert not autograd.functions.transformed()
-    assert not autograd.functions.tangents((x, None))
-    with forward_ad.dual_level():
-        assert not autograd.functions.tangents((x, None))
-        assert autograd.functions.tangents((None, forward_ad.make_dual(x, x)))
-
-
-@pytest.mark.parametrize("how", ["eager", "operator"])
-def test_a_batch_of_upstream_gradients_is_refused_by_name(how: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_batch_of_upstream_gradients_is_refused_by_name() -> None:
     """Autograd's own vmap, which is older than torch.func's and knows no operator of this kind."""
-    if how == "operator":
-        monkeypatch.setattr(eager, "direct", lambda torch, tensors: False)
     leaf = features(7)
     loss = first_argument(clip)(leaf)
     with pytest.raises(RuntimeError, match="contrastile::gradients must be given one upstream gradient"):

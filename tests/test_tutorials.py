@@ -2,27 +2,18 @@
 
 from __future__ import annotations
 
-import contextlib
-import io
 import re
-from pathlib import Path
 
 import pytest
+from pages import ROOT, blocks, masked, printed, read
 
-ROOT = Path(__file__).parent.parent
-TUTORIALS = ROOT / "docs" / "tutorials"
-PAGE = (TUTORIALS / "tiny-clip.md").read_text(encoding="utf-8")
-BLOCKS = re.findall(r"^```python\n(.*?)^```", PAGE, re.M | re.S)
+PAGE = read("docs/tutorials/tiny-clip.md")
+BLOCKS = blocks(PAGE)
 BEST = 0.8
 
 
-def masked(text: str) -> list[str]:
-    """The lines of a text, with # for each number: the last digits differ between machines."""
-    return [re.sub(r"\d+\.\d+", "#", line) for line in text.splitlines()]
-
-
 def test_the_tiny_clip_is_the_example() -> None:
-    program = (ROOT / "examples" / "clip.py").read_text(encoding="utf-8")
+    program = read("examples/clip.py")
     for block in BLOCKS[:5]:
         assert program.count(block.strip("\n")) == 1, block
         program = program.replace(block.strip("\n"), "")
@@ -33,10 +24,7 @@ def test_the_tiny_clip_is_the_example() -> None:
 
 def test_the_tiny_clip_learns_and_prints_what_the_page_says(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.syspath_prepend(ROOT / "examples")
-    said = io.StringIO()
-    with contextlib.redirect_stdout(said):
-        exec(compile("\n".join(BLOCKS), "tiny-clip.md", "exec"), {"__name__": "__main__"})
-    found, shown = said.getvalue(), "".join(re.findall(r"^```text\n(.*?)^```", PAGE, re.M | re.S))
+    found, shown = printed("\n".join(BLOCKS)), "".join(blocks(PAGE, "text"))
     before, after = (float(re.findall(rf"^{when}: +recall@1 (\S+)$", found, re.M)[0]) for when in ("before", "after"))
     assert before < 0.2 < BEST < after
     torch, numpy = re.findall(r"^(?:torch|numpy): (\S+)$", found, re.M)
@@ -48,7 +36,7 @@ def test_the_tiny_clip_learns_and_prints_what_the_page_says(monkeypatch: pytest.
 
 
 def test_two_processes_print_what_one_prints() -> None:
-    page = (TUTORIALS / "two-processes.md").read_text(encoding="utf-8")
+    page = read("docs/tutorials/two-processes.md")
     runs = re.findall(r"^```text\n(.*?), world size \d\n(.*?), world size \d\n```", page, re.M | re.S)
     assert len(runs) == 2
     assert runs[0] == runs[1]

@@ -2,22 +2,17 @@
 
 from __future__ import annotations
 
-import re
 from collections.abc import Iterator
-from pathlib import Path
 from typing import Any
 
-PAGE = Path(__file__).resolve().parents[2] / "docs" / "how-to" / "integrations.md"
+from pages import defined, read, sections
+
+SECTIONS = sections(read("docs/how-to/integrations.md"))
 
 
 def recipe(section: str) -> dict[str, Any]:
     """What the Python blocks of a section define."""
-    text = PAGE.read_text(encoding="utf-8").partition(f"\n## {section}\n")[2].partition("\n## ")[0]
-    assert text, f"docs/how-to/integrations.md has no section {section}"
-    scope: dict[str, Any] = {}
-    for block in re.findall(r"^```python\n(.*?)^```", text, re.M | re.S):
-        exec(block, scope)
-    return scope
+    return defined(SECTIONS[section])
 
 
 class Batches:

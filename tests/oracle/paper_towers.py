@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import numpy as np
-from paper_bounds import Ball, concatenate, contrastive
+from balls import Ball, concatenate, contrastive
 
 from contrastile.oracle.papers.collectives import row_slices
 from contrastile.oracle.papers.gradcache import Encoder

@@ -2,16 +2,18 @@
 
 from __future__ import annotations
 
+from functools import reduce
 from itertools import pairwise
 
 import numpy as np
 import torch
-from float64_bound import SoftmaxBound, assert_within
+from balls import Ball, agrees, general, lse
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from oracle_problems import RAGGED, Problem, on_grid, problems
 
-from contrastile.oracle.general import gradient_of_logits, gradients, loss, merge, row_lse
+from contrastile.oracle.general import merge
+from contrastile.oracle.pairs import Pairs
 from contrastile.oracle.papers.blocks import Block, gradients_over_blocks, loss_over_blocks, lse_over_blocks
 
 
@@ -35,20 +37,19 @@ def cut(p: Problem, places: list[int], both_ways: bool, queue: bool = False) -> 
     ]
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=60)
 @given(p=problems(), places=st.lists(st.integers(0, 8), max_size=3), both_ways=st.booleans())
 def test_columns_in_pieces_are_the_columns(p: Problem, places: list[int], both_ways: bool) -> None:
     p = p if both_ways else p.moved(v=np.zeros(len(p.k)))
-    blocks, bound = cut(p, places, both_ways), SoftmaxBound(p)
-    assert_within(merge(*lse_over_blocks(blocks)), row_lse(p.x, p.A), 2 * bound.row_lse)
-    assert_within(loss_over_blocks(blocks, p.u), loss(*p.general()), 2 * bound.loss)
+    blocks, ball = cut(p, places, both_ways), general(p)
+    assert agrees(merge(*lse_over_blocks(blocks)), ball.row_lse)
+    assert agrees(loss_over_blocks(blocks, p.u), ball.loss)
     found = gradients_over_blocks(blocks, p.u)
-    whole = gradients(p.q, p.k, p.scale, gradient_of_logits(*p.general()))
-    # Adding the blocks' parts costs one rounding a block, of partial sums the bound's magnitudes cover.
-    assert_within(sum(f.d_rows for f in found), whole.d_rows, 2 * bound.d_rows)
-    assert_within(np.concatenate([f.d_columns for f in found]), whole.d_columns, 2 * bound.d_columns)
-    assert_within(sum(f.d_scale for f in found), whole.d_scale, 2 * bound.d_scale)
-    assert_within(sum(f.d_bias for f in found), whole.d_bias, 2 * bound.d_bias)
+    # adding the blocks' parts costs one rounding a block, of partial sums that the ball's magnitudes cover
+    assert agrees(sum(f.d_rows for f in found), ball.d_rows)
+    assert agrees(np.concatenate([f.d_columns for f in found]), ball.d_columns)
+    assert agrees(sum(f.d_scale for f in found), ball.d_scale)
+    assert agrees(sum(f.d_bias for f in found), ball.d_bias)
 
 
 def test_a_queue_gets_no_gradient_and_changes_no_other() -> None:
@@ -64,14 +65,13 @@ def test_four_blocks_with_rows_of_their_own_share_one_lse() -> None:
     """GTE: pair i's query and document each against all documents and all queries, themselves left out."""
     rng, m, s = np.random.default_rng(2), 5, 3.0
     Q, D = on_grid(rng.standard_normal((m, 3))), on_grid(rng.standard_normal((m, 3)))
-    others, everyone = ~np.eye(m, dtype=np.bool_), np.ones((m, m), dtype=np.bool_)
-    nothing, u = np.zeros((m, m)), np.full(m, 1 / m)
-    blocks = [
-        Block(Q, D, s, 0.0, everyone, np.eye(m)),
-        Block(Q, Q, s, 0.0, others, nothing),
-        Block(D, Q, s, 0.0, others, nothing),
-        Block(D, D, s, 0.0, others, nothing),
+    u, i = np.full(m, 1 / m), np.arange(m)
+    pairs = [Pairs(i), *[Pairs(excluded=i)] * 3]
+    of = [
+        Problem(q, k, s, pairs=each, u=u, v=np.zeros(m))
+        for (q, k), each in zip(((Q, D), (Q, Q), (D, Q), (D, D)), pairs, strict=True)
     ]
+    blocks = [Block(p.q, p.k, s, 0.0, p.A, p.y) for p in of]
 
     def by_loops(Q: torch.Tensor, D: torch.Tensor) -> torch.Tensor:
         total = torch.zeros((), dtype=torch.float64)
@@ -82,21 +82,14 @@ def test_four_blocks_with_rows_of_their_own_share_one_lse() -> None:
             total = total + (torch.stack(terms).logsumexp(0) - s * Q[i] @ D[i]) / m
         return total
 
-    L = merge(*lse_over_blocks(blocks))
-    bounds = [
-        SoftmaxBound(
-            Problem(b.q, b.k, s, u=u, v=np.zeros(m)).moved(
-                pairs=RAGGED.pairs._replace(positives=np.arange(m), row_ids=None, column_ids=None, excluded=None)
-            ),
-            row_lse=L,
-        )
-        for b in blocks
-    ]
+    L = reduce(np.logaddexp, [lse(s * (Ball(p.q) @ p.k.T), p.A) for p in of])
+    balls = [general(p, row_lse=L) for p in of]
     leaves = [torch.tensor(x, requires_grad=True) for x in (Q, D)]
     expected = by_loops(*leaves)
-    assert_within(loss_over_blocks(blocks, u), expected.item(), 2 * sum(b.loss for b in bounds))
+    # only the first block has positives
+    assert agrees(loss_over_blocks(blocks, u), balls[0].loss)
+    assert agrees(expected.item(), balls[0].loss)
     found = gradients_over_blocks(blocks, u)
-    dQ = found[0].d_rows + found[1].d_rows + found[1].d_columns + found[2].d_columns
-    # the sums of four parts are covered by the magnitudes of each
-    allowed = 4 * (bounds[0].d_rows + bounds[1].d_rows + bounds[1].d_columns + bounds[2].d_columns)
-    assert_within(dQ, torch.autograd.grad(expected, leaves)[0].numpy(), allowed)
+    dQ, ball = (x[0].d_rows + x[1].d_rows + x[1].d_columns + x[2].d_columns for x in (found, balls))
+    assert agrees(dQ, ball)
+    assert agrees(torch.autograd.grad(expected, leaves)[0].numpy(), ball)

@@ -2,7 +2,7 @@
 
 import numpy as np
 import pytest
-from paper_bounds import agrees, contrastive
+from balls import agrees, contrastive
 from paper_towers import LINEAR
 
 from contrastile.oracle.papers import collectives, disco, disco_as_printed

@@ -5,14 +5,14 @@ from itertools import pairwise
 
 import numpy as np
 import torch
-from hypothesis import given, settings
-from hypothesis import strategies as st
-from paper_bounds import (
+from balls import (
     Ball,
     agrees,
     contrastive,
     one_hot,
 )
+from hypothesis import given
+from hypothesis import strategies as st
 from paper_towers import BATCH_NORM, BILINEAR, DROPOUT, EPSILON, LINEAR, TANH, ball_forward, ball_step, ball_vjp, mask
 
 from contrastile.oracle.papers import gradcache, gradcache_distance
@@ -66,7 +66,6 @@ def representations(rng, m=7, n=11, d=5):
     return rng.standard_normal((m, d)), rng.standard_normal((n, d)), rng.integers(0, n, m)
 
 
-@settings(deadline=None)
 @given(problems())
 def test_equations_1_2_and_5_to_7_against_loops(problem):
     f, g, r, tau = problem
@@ -94,7 +93,6 @@ def test_equations_1_2_and_5_to_7_against_loops(problem):
     assert agrees(gradcache.positives_of_targets(F, r, n), Ball(one_hot(r, n)).T @ F)
 
 
-@settings(deadline=None)
 @given(problems(encoders=(TANH, LINEAR, DROPOUT, BATCH_NORM)))
 def test_the_cached_gradient_is_the_gradient_end_to_end(problem):
     expected = ball_step(*problem)
@@ -103,7 +101,6 @@ def test_the_cached_gradient_is_the_gradient_end_to_end(problem):
         assert agrees(theirs, ball)
 
 
-@settings(deadline=None)
 @given(problems(encoders=(TANH, LINEAR)))
 def test_sub_batches_of_any_size_give_the_chain_rule_example_by_example(problem):
     f, g, r, tau = problem
@@ -114,7 +111,6 @@ def test_sub_batches_of_any_size_give_the_chain_rule_example_by_example(problem)
         assert agrees(gradcache.accumulate(tower, u), ball)
 
 
-@settings(deadline=None)
 @given(problems(encoders=(TANH, LINEAR)), st.data())
 def test_multi_gpu_gives_the_gradient_of_the_gathered_batch(problem, data):
     f, g, r, tau = problem
@@ -138,7 +134,6 @@ def test_multi_gpu_gives_the_gradient_of_the_gathered_batch(problem, data):
     assert agrees(dLambda, ball_lambda * N / N)
 
 
-@settings(deadline=None)
 @given(problems(encoders=(TANH, LINEAR)))
 def test_deep_distance_end_to_end_against_autograd(problem):
     f, g, r, tau = problem

@@ -4,7 +4,7 @@ from dataclasses import replace
 
 import numpy as np
 import pytest
-from paper_bounds import Ball, agrees, contrastive
+from balls import Ball, agrees, contrastive
 from paper_towers import BATCH_NORM, DROPOUT, TANH, ball_step
 
 from contrastile.oracle.papers import gradcache, gradcache_as_printed

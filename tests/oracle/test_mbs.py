@@ -5,9 +5,9 @@ import math
 import numpy as np
 import pytest
 import torch
-from hypothesis import given, settings
+from balls import Ball, agrees
+from hypothesis import given
 from hypothesis import strategies as st
-from paper_bounds import Ball, agrees
 
 from contrastile.oracle.papers import mbs, mbs_segmentation
 
@@ -45,7 +45,6 @@ class Regression:
         return loss.item(), w.grad.numpy()
 
 
-@settings(deadline=None)
 @given(SIZES)
 def test_equations_1_to_3_and_6_state_a_partition(sizes):
     N_B, N_mu = sizes
@@ -60,7 +59,6 @@ def test_equations_1_to_3_and_6_state_a_partition(sizes):
     assert min(map(len, micro)) >= 1
 
 
-@settings(deadline=None)
 @given(SIZES)
 def test_equations_4_to_17_all_give_the_mini_batch(sizes):
     problem = Regression(sizes[0])
@@ -111,7 +109,6 @@ def dice_balls(A, B):
     return 1.0 - X * 2.0 / Y, X * 2.0 / (Y * Y) - 2.0 * A / Y
 
 
-@settings(deadline=None)
 @given(st.integers(1, 6), st.integers(1, 9), st.integers(0, 2**31))
 def test_equations_18_and_19_against_autograd(n, pixels, seed):
     A, B = images(n, pixels, seed)
@@ -148,11 +145,6 @@ def test_one_ratio_an_image_streams_exactly(N_mu):
     assert agrees(L, loss)
     for i in range(5):
         assert agrees(dB[i : i + 1], grad[i])
-
-    leaf, truth = torch.tensor(B, requires_grad=True), torch.tensor(A)
-    (1 - 2 * (truth * leaf).sum(1) / (truth.sum(1) + leaf.sum(1))).mean().backward()
-    for i in range(5):
-        assert agrees(leaf.grad.numpy()[i : i + 1], grad[i])
 
 
 @pytest.mark.parametrize("N_mu", [1, 2, 3, 4, 9])

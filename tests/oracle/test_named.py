@@ -5,7 +5,7 @@ from __future__ import annotations
 import numpy as np
 import pytest
 import torch
-from float64_bound import SigmoidBound, SoftmaxBound, assert_within
+from balls import Ball, agrees, general, sigmoid
 from oracle_problems import Problem, on_grid
 from torch.nn.functional import cross_entropy, logsigmoid
 
@@ -22,33 +22,26 @@ def leaves(*arrays: object) -> list[torch.Tensor]:
     return [torch.tensor(np.asarray(a, dtype=np.float64), requires_grad=True) for a in arrays]
 
 
-def check(found: list, value: torch.Tensor, inputs: list[torch.Tensor], bounds: list) -> None:
-    """Loss, then gradients in the order of the inputs; both sides are rounded."""
-    expected = [value.item(), *(g.numpy() for g in torch.autograd.grad(value, inputs))]
-    for ours, theirs, bound in zip(found, expected, bounds, strict=True):
-        assert_within(ours, theirs, 2 * np.asarray(bound))
+def check(found: list, value: torch.Tensor, inputs: list[torch.Tensor], balls: list) -> None:
+    """Loss, then gradients in the order of the inputs, both sides."""
+    theirs = [value.item(), *(g.numpy() for g in torch.autograd.grad(value, inputs))]
+    for ours, other, ball in zip(found, theirs, balls, strict=True):
+        assert agrees(ours, ball)
+        assert agrees(other, ball)
 
 
-def softmax_bounds(q: np.ndarray, k: np.ndarray, pairs: Pairs, u: float, v: float, bias: float = 0.0) -> list:
-    bound = SoftmaxBound(Problem(q, k, S, bias, pairs, np.full(len(q), u), np.full(len(k), v)))
-    return [bound.loss, *bound.gradients]
+def softmax(q: np.ndarray, k: np.ndarray, pairs: Pairs, u: float, v: float) -> list:
+    return general(Problem(q, k, S, 0.0, pairs, np.full(len(q), u), np.full(len(k), v))).all
 
 
-def test_clip_is_the_mean_of_two_cross_entropies() -> None:
+@pytest.mark.parametrize("ids", [None, IDS])
+def test_clip_is_the_mean_of_two_cross_entropies_without_false_negatives(ids: np.ndarray | None) -> None:
     a, t, s = leaves(I, T, S)
-    x, here = s * a @ t.T, torch.arange(B)
+    same = np.zeros((B, B), dtype=bool) if ids is None else ids[:, None] == ids
+    x, here = (s * a @ t.T).masked_fill(torch.tensor(same & ~np.eye(B, dtype=bool)), -torch.inf), torch.arange(B)
     value = (cross_entropy(x, here) + cross_entropy(x.T, here)) / 2
-    bounds = softmax_bounds(I, T, Pairs(np.arange(B)), 1 / (2 * B), 1 / (2 * B))
-    check(list(clip(I, T, S))[:4], value, [a, t, s], bounds[:4])
-
-
-def test_clip_leaves_out_false_negatives_both_ways() -> None:
-    a, t, s = leaves(I, T, S)
-    same = torch.tensor(IDS[:, None] == IDS) & ~torch.eye(B, dtype=torch.bool)
-    x, here = (s * a @ t.T).masked_fill(same, -torch.inf), torch.arange(B)
-    value = (cross_entropy(x, here) + cross_entropy(x.T, here)) / 2
-    bounds = softmax_bounds(I, T, Pairs(np.arange(B), IDS, IDS), 1 / (2 * B), 1 / (2 * B))
-    check(list(clip(I, T, S, row_ids=IDS, column_ids=IDS))[:4], value, [a, t, s], bounds[:4])
+    balls = softmax(I, T, Pairs(np.arange(B), ids, ids), 1 / (2 * B), 1 / (2 * B))
+    check(list(clip(I, T, S, row_ids=ids, column_ids=ids))[:4], value, [a, t, s], balls[:4])
 
 
 def test_clip_shares_the_target_between_equal_ids() -> None:
@@ -58,7 +51,7 @@ def test_clip_shares_the_target_between_equal_ids() -> None:
     value = (cross_entropy(x, y) + cross_entropy(x.T, y)) / 2
     pairs = Pairs(row_ids=IDS, column_ids=IDS, match="target")
     found = clip(I, T, S, row_ids=IDS, column_ids=IDS, match="target")
-    check(list(found)[:4], value, [a, t, s], softmax_bounds(I, T, pairs, 1 / (2 * B), 1 / (2 * B))[:4])
+    check(list(found)[:4], value, [a, t, s], softmax(I, T, pairs, 1 / (2 * B), 1 / (2 * B))[:4])
 
 
 @pytest.mark.parametrize("positives", [None, np.array([0, 8, 8, 3, 10, 1, 6])])
@@ -68,8 +61,8 @@ def test_info_nce_takes_hard_negatives_and_a_scale_per_row(positives: np.ndarray
     at = np.arange(B) if positives is None else positives
     value = cross_entropy(s[:, None] * (a @ t.T) + beta, torch.tensor(at))
     found = info_nce(I, k, per_row, 0.25, positives=positives)
-    bound = SoftmaxBound(Problem(I, k, per_row, 0.25, Pairs(at), np.full(B, 1 / B), np.zeros(B + EXTRA)))
-    check(list(found), value, [a, t, s, beta], [bound.loss, *bound.gradients])
+    p = Problem(I, k, per_row, 0.25, Pairs(at), np.full(B, 1 / B), np.zeros(B + EXTRA))
+    check(list(found), value, [a, t, s, beta], general(p).all)
 
 
 def test_nt_xent_is_the_cross_entropy_of_two_views_without_the_diagonal() -> None:
@@ -79,9 +72,9 @@ def test_nt_xent_is_the_cross_entropy_of_two_views_without_the_diagonal() -> Non
     value = cross_entropy(x, torch.arange(2 * B).roll(-B))
     both = np.concatenate([I, T])
     pairs = Pairs(np.roll(np.arange(2 * B), -B), excluded=np.arange(2 * B))
-    error, d_rows, d_columns, d_scale, _ = softmax_bounds(both, both, pairs, 1 / (2 * B), 0.0)
-    dz = 2 * (d_rows + d_columns)  # one more rounding of a sum that the magnitudes in either part cover
-    check(list(nt_xent(I, T, S))[:4], value, [a, t, s], [error, dz[:B], dz[B:], d_scale])
+    loss, d_rows, d_columns, d_scale, _ = softmax(both, both, pairs, 1 / (2 * B), 0.0)
+    dz = d_rows + d_columns
+    check(list(nt_xent(I, T, S))[:4], value, [a, t, s], [loss, dz[:B], dz[B:], d_scale])
 
 
 def test_sup_con_is_the_mean_over_anchors_of_the_mean_over_positives() -> None:
@@ -95,9 +88,10 @@ def test_sup_con_is_the_mean_over_anchors_of_the_mean_over_positives() -> None:
     assert len(terms) == 5  # ids 1 and 9 stand alone: negatives for the others, anchors for none
     pairs = Pairs(row_ids=IDS, column_ids=IDS, match="target", excluded=np.arange(B))
     found = sup_con(I, IDS, S)
-    error, d_rows, d_columns, d_scale, _ = softmax_bounds(I, I, pairs, 1 / 5, 0.0)
+    p = Problem(I, I, S, 0.0, pairs, np.where(np.isin(IDS, (1, 9)), 0.0, 1 / 5), np.zeros(B))
+    loss, d_rows, d_columns, d_scale, _ = general(p).all
     value = torch.stack(terms).mean()
-    check([found.loss, found.d_rows, found.d_scale], value, [z, s], [error, 2 * (d_rows + d_columns), d_scale])
+    check([found.loss, found.d_rows, found.d_scale], value, [z, s], [loss, d_rows + d_columns, d_scale])
     assert found.d_columns.shape == (0, D)
 
 
@@ -119,8 +113,12 @@ def test_siglip_is_the_sum_over_pairs_over_the_batch(ids: np.ndarray | None, mat
     z = torch.where(positive, 1.0, -1.0).double()
     value = -(logsigmoid(z * (s * a @ t.T + beta)) * admitted).sum() / B
     found = siglip(I, T, S, -3.0, row_ids=ids, column_ids=ids, match=match)
-    bound = SigmoidBound(Problem(I, T, S, -3.0, Pairs(np.arange(B), ids, ids, match)), B)
-    check(list(found), value, [a, t, s, beta], [bound.loss, *bound.gradients])
+    check(
+        list(found),
+        value,
+        [a, t, s, beta],
+        sigmoid(Problem(I, T, S, -3.0, Pairs(np.arange(B), ids, ids, match)), B).all,
+    )
 
 
 def test_an_empty_batch_is_a_loss_of_zero() -> None:
@@ -173,6 +171,8 @@ def test_options_are_torch_s_cross_entropy_and_the_papers(name: str) -> None:
     found = clip(I, T, S, **given, weights=weights, options=options)
     # the probabilities, and the targets, are those of logits that are larger by the margin's share
     u = (w / w.sum()).numpy() / 2
-    bound = SoftmaxBound(Problem(I, T, S * (1 + options.margin), 0.0, pairs, u, u))
-    bounds = [4 * bound.loss, *(4 * (1 + options.smoothing) * np.asarray(x) for x in bound.gradients[:3])]
-    check(list(found)[:4], (side(x) + side(x.T)) / 2, [a, t, s], bounds)
+    near = general(Problem(I, T, S * (1 + options.margin), 0.0, pairs, u, u)).all[:4]
+    value = (side(x) + side(x.T)) / 2
+    theirs = [value.item(), *(g.numpy() for g in torch.autograd.grad(value, [a, t, s]))]
+    balls = [Ball(x, 4 * (1 + options.smoothing) * ball.rad) for x, ball in zip(theirs, near, strict=True)]
+    assert all(map(agrees, list(found)[:4], balls))

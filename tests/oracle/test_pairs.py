@@ -10,7 +10,7 @@ from second_opinions import pair_kind
 from contrastile.oracle.pairs import Pairs, column_target_weights, target_weights
 
 
-@settings(max_examples=80, deadline=None)
+@settings(max_examples=80)
 @given(p=problems())
 def test_masks_follow_the_definition(p: Problem) -> None:
     m, n = p.x.shape

@@ -58,7 +58,7 @@ class Net(nn.Module):
         return x @ self.weight
 
 
-# tests/provocations.py has the others
+# what needs no encoder is refused in tests/provocations.txt
 BEFORE: list[tuple[Callable[[Net], Any], type[Exception], str]] = [
     (lambda n: step((n, n), (X, X), chunk=(2, 2, 2)), ValueError, "one size, or one per input, got 3 for 2"),
     (lambda n: step((n, n), (X, training.stream(X, 3, "cpu"))), ValueError, "must be the stream's own size 3, got 2"),

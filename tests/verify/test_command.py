@@ -39,22 +39,19 @@ def broken(tmp_path, monkeypatch):
     registry.load.cache_clear()
 
 
-def test_a_sound_backend_exits_0_and_json_holds_the_rows(tmp_path, capsys):
+def test_a_sound_backend_exits_0_and_json_holds_the_rows_of_every_case_of_a_name(tmp_path, capsys):
     path = tmp_path / "out.json"
-    assert main([*QUICK, "--json", str(path)]) == 0
-    out = capsys.readouterr().out
-    assert "PASS: 1 passed" in out
-    assert "value" in out
+    assert main([*QUICK[:4], "ids-target", "one-row", *QUICK[5:], "--json", str(path)]) == 0
+    assert "PASS: 2 passed" in capsys.readouterr().out
     read = json.loads(path.read_text(encoding="utf-8"))
-    (row,) = read["rows"]
     assert read["verdict"] == "pass"
-    assert (row["backend"], row["case"], row["property"], row["dtype"]) == ("numpy", "one-row", "value", "float64")
-    assert 0 <= row["ratio"] < 1
+    assert [row["case"] for row in read["rows"]] == ["one-row", "ids-target@far"]
+    for row in read["rows"]:
+        assert (row["backend"], row["property"], row["dtype"]) == ("numpy", "value", "float64")
+        assert 0 <= row["ratio"] < 1
 
 
-@pytest.mark.parametrize(
-    ("case", "prop"), [("ragged", "gradients"), ("ragged", "permutation"), ("drawn", "drawn"), ("smoke", "upstream")]
-)
+@pytest.mark.parametrize(("case", "prop"), [("ragged", "permutation"), ("drawn", "drawn")])
 def test_the_rerun_command_reproduces_the_failure(broken, capsys, case, prop):
     words = ["verify", "--backend", broken, "--dtype", "float32", "--seed", "7", "--examples", "20", "--quiet"]
     assert main([*words, "--case", case, "--property", prop]) == 1
@@ -71,9 +68,8 @@ def test_the_rerun_command_reproduces_the_failure(broken, capsys, case, prop):
 
 def test_fail_fast_stops_at_the_first_failure(broken, tmp_path):
     path = tmp_path / "rows.json"
-    words = ["verify", "--backend", broken, "--case", "one-row", "ragged", "smoke", "--dtype", "float64", "--quiet"]
-    words += ["--property", "value", "gradients", "--fail-fast", "--json", str(path)]
-    assert main(words) == 1
+    words = f"verify --backend {broken} --case one-row ragged smoke --dtype float64 --property value gradients"
+    assert main([*words.split(), "--quiet", "--fail-fast", "--json", str(path)]) == 1
     rows = json.loads(path.read_text(encoding="utf-8"))["rows"]
     assert [row["status"] for row in rows].count("fail") == 1
     assert rows[-1]["status"] == "fail"
@@ -81,12 +77,11 @@ def test_fail_fast_stops_at_the_first_failure(broken, tmp_path):
 
 
 def test_two_processes_find_what_one_finds_in_the_same_order(broken, tmp_path):
-    words = ["verify", "--backend", broken, "numpy", "--case", "one-row", "ragged", "smoke", "--quiet"]
-    words += ["--dtype", "float64", "--property", "value", "gradients"]
+    words = f"verify --backend {broken} numpy --case one-row ragged smoke --dtype float64 --property value gradients"
     found = []
     for jobs in ("1", "2"):
         path = tmp_path / f"{jobs}.json"
-        assert main([*words, "--jobs", jobs, "--json", str(path)]) == 1
+        assert main([*words.split(), "--quiet", "--jobs", jobs, "--json", str(path)]) == 1
         found.append(json.loads(path.read_text(encoding="utf-8"))["rows"])
     assert found[0] == found[1]
     assert len(found[0]) == 12
@@ -107,10 +102,7 @@ def test_quick_leaves_out_what_nobody_asked_for_and_says_so(capsys):
     [
         (["--backend", "nope"], "backend must be one of numpy, torch"),
         (["--backend", "no_such_module:backend"], "No module named 'no_such_module'"),
-        (
-            ["--backend", "contrastile.losses:clip_loss"],
-            "must be a contrastile.backends.contract.Backend, got function",
-        ),
+        (["--backend", "contrastile.losses:clip_loss"], "must be a contrastile.backends.contract.Backend"),
         (["--backend", "numpy", "--case", "nope"], "case must be one of smoke, "),
         (["--backend", "numpy", "--case", "drawn:m=1"], "as a failure prints it"),
         (["--backend", "numpy", "--property", "nope"], "property must be one of value, "),
@@ -162,6 +154,7 @@ importlib.util.find_spec = lambda name, *package: None if name == "torch" else f
 """
 
 
+@pytest.mark.slow
 def test_an_absent_backend_is_skipped_unless_named(monkeypatch, capsys, tmp_path):
     # of the process in which backends are loaded
     (tmp_path / "sitecustomize.py").write_text(WITHOUT_TORCH, encoding="utf-8")
@@ -192,11 +185,3 @@ def test_nothing_is_left_in_the_current_folder(tmp_path, monkeypatch, capsys):
     words = ["verify", "--backend", "numpy", "--case", "drawn", "smoke", "--dtype", "float64", "--examples", "5"]
     assert main(words) == 0
     assert list(tmp_path.iterdir()) == []
-
-
-def test_the_name_of_a_family_of_cases_selects_all_of_them(tmp_path):
-    file = tmp_path / "rows.json"
-    given = ["--property", "value", "--dtype", "float64", "--json", str(file), "--quiet"]
-    assert main(["verify", "--backend", "numpy", "--case", "wordnet", "deep", *given]) == 0
-    cases_run = {row["case"] for row in json.loads(file.read_text())["rows"]}
-    assert cases_run == {"wordnet@14.3", "wordnet@100", "deep"}

@@ -4,28 +4,17 @@ import json
 from dataclasses import replace
 
 import pytest
+from rows import failure, row, untested
 
 from contrastile.reporting import write_json
 from contrastile.verify.comparison import Worst
-from contrastile.verify.report import as_json, causes, show, skips, summary, table, verdict, worst
-from contrastile.verify.runner import Failure, Row
-
-
-def row(**changes):
-    base = {"backend": "numpy", "property": "value", "case": "smoke", "dtype": "float32", "device": "cpu", "world": 1}
-    found = base | {"ratio": 0.25, "status": "pass", "reason": ""} | changes
-    return Row(**({"excess": found["ratio"]} | found))
-
+from contrastile.verify.report import as_json, causes, show, skips, summary, table, worst
+from contrastile.verify.runner import Row
 
 PASSED = row()
 FAILED = row(case="ragged", ratio=12.0, status="fail", reason="loss: error 12, bound 1")
 HOPELESS = row(case="hot", ratio=float("inf"), status="fail", reason="raised IndexError")
 SKIPPED = row(case="nan", ratio=None, status="skip", reason="needs a finite loss")
-
-
-def test_one_failure_is_a_verdict_and_skips_are_not():
-    assert verdict([PASSED, SKIPPED]) == "pass"
-    assert verdict([PASSED, FAILED]) == "fail"
 
 
 def test_json_is_strict_and_has_the_schema(tmp_path):
@@ -43,7 +32,7 @@ def test_json_is_strict_and_has_the_schema(tmp_path):
     assert [each["status"] for each in read["rows"]] == ["pass", "fail", "fail", "skip"]
     fields = {"backend", "property", "case", "dtype", "device", "world", "ratio", "excess", "status", "reason"}
     assert all(set(each) == fields for each in read["rows"])
-    assert as_json([PASSED])["rows"] == [PASSED]
+    assert as_json([PASSED, SKIPPED]) == {**read, "verdict": "pass", "rows": [PASSED, SKIPPED]}
 
 
 def test_the_table_has_a_line_for_each_backend_and_dtype():
@@ -68,7 +57,7 @@ def test_a_ratio_is_rounded_down_and_leaves_out_the_rounding_of_the_result():
 
 def test_skips_are_grouped_by_reason():
     other = {**SKIPPED, "property": "tiles", "dtype": "float64"}
-    narrow = [row(property="all", case="all", dtype=d, ratio=None, status="skip", reason="not it") for d in ("a", "b")]
+    narrow = [untested(dtype=d, reason="not it") for d in ("a", "b")]
     assert skips([PASSED, SKIPPED, Row(**other), *narrow]) == [
         "2 of value, tiles: needs a finite loss",
         "numpy a, numpy b: not it",
@@ -79,17 +68,11 @@ def test_the_summary_counts_and_names_what_was_not_tested():
     assert summary([PASSED, SKIPPED]) == "PASS: 1 passed, 0 failed, 1 skipped; largest error 0.25 of its bound"
     memory = row(property="peak-memory", ratio=0.9)
     reason = "backend 'cupy' is not available: no cupy; run: pip install it"
-    absent = row(backend="cupy", property="all", case="all", ratio=None, status="skip", reason=reason)
-    nowhere = row(backend="triton", property="all", case="all", ratio=None, status="skip", reason="runs on cuda only")
+    absent, nowhere = untested(backend="cupy", reason=reason), untested(backend="triton", reason="runs on cuda only")
     assert summary([PASSED, memory, absent, nowhere], 71.8, ["3 cases (--quick)"]) == (
         "PASS: 2 passed, 0 failed, 0 skipped in 72 s; largest error 0.25 of its bound; "
         "not tested: 3 cases (--quick), cupy (no cupy; run: pip install it), triton (runs on cuda only)"
     )
-
-
-def failure(worst, **where):
-    failed = row(ratio=worst.ratio, status="fail", reason=str(worst), **where)
-    return Failure(failed, worst, "", f"contrastile verify --case {failed['case']}")
 
 
 def test_failures_of_one_cause_are_together():
@@ -115,9 +98,9 @@ def test_a_cause_is_shown_once_with_how_many_follow(capsys):
 
 @pytest.mark.parametrize("quiet", [True, False])
 def test_a_failure_shows_element_bound_and_command(capsys, quiet):
-    failure = Failure(FAILED, Worst(12.0, "loss", (), 12.0, 1.0), "", "contrastile verify --case ragged")
-    absent = row(backend="cupy", property="all", case="all", dtype="all", ratio=None, status="skip", reason="no cupy")
-    show([PASSED, FAILED, SKIPPED, absent], [failure], quiet=quiet)
+    found = [failure(Worst(12.0, "loss", (), 12.0, 1.0), case="ragged")]
+    absent = untested(backend="cupy", dtype="all")
+    show([PASSED, FAILED, SKIPPED, absent], found, quiet=quiet)
     out = capsys.readouterr().out
     for text in ("loss: error 12, bound 1", "error / bound = 12", "rerun: contrastile verify --case ragged", "FAIL: 1"):
         assert text in out

@@ -11,8 +11,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-sys.path.append(str(Path(__file__).resolve().parents[1]))
-sys.path.append(str(Path(__file__).resolve().parents[2] / "comm" / "programs"))
+sys.path.extend(str(Path(__file__).resolve().parents[2] / x) for x in (".", "integrations", "comm/programs"))
 
 import accelerate
 import gather_across_devices

@@ -2,11 +2,10 @@
 
 import gathering
 import pytest
-import torch
 
 import contrastile.nn
 from contrastile.cli import main
-from contrastile.verify.losses import Claims, check, ranks
+from contrastile.verify.losses import check, ranks
 
 DDP = list(ranks.DISTRIBUTED)
 
@@ -50,31 +49,9 @@ def test_a_rank_s_error_is_told_and_concerns_its_own_world_alone():
     assert reason == "raised RuntimeError: rank 1 ended with exit code 7"
 
 
-def test_shards_fit_what_is_claimed():
-    given = ranks.shared("shards@uneven", Claims(ranks=3), 3)
-    assert given.shards == (5, 13, 21)
-    assert given.case.arguments.features[0].shape == (39, 40)
-    assert ranks.shared("shards", Claims(ranks=2, batch_multiple=8), 2).shards == (16, 16)
-    for claims in (Claims(ranks=2, equal_shards=True), Claims(ranks=2, batch_multiple=64)):
-        with pytest.raises(ValueError, match="different"):
-            ranks.shared("shards@uneven", claims, 2)
-
-
 def test_what_no_other_process_can_import_is_not_tested():
     def inner(image, text, scale): ...
 
     found = rows_of(inner, {"ranks": 2})
     assert {row["status"] for row in found} == {"skip"}
     assert all("name it as module:attribute" in row["reason"] for row in found)
-
-
-def test_the_factor_is_named_only_where_it_explains_the_error():
-    given = ranks.shared("shards", Claims(ranks=2), 2)
-    exact = ranks.allowed.expected(given.case)
-    wrong = ranks.Worst(5.0, "rows", (), 1.0, 0.2)
-    half = ranks.replace(exact, rows=exact.rows / 2, columns=(exact.columns[0] / 2,))
-    assert ranks._label(2, wrong, half, exact, ("rows", "columns")) == "2 ranks: 0.5 times what it should be"
-    mixed = ranks.replace(exact, rows=exact.rows / 2)
-    assert ranks._label(2, wrong, mixed, exact, ("rows", "columns")) == "2 ranks"
-    nothing = ranks.replace(exact, rows=torch.zeros(1).numpy() * exact.rows, columns=(0 * exact.columns[0],))
-    assert ranks._label(2, wrong, nothing, exact, ("rows", "columns")) == "2 ranks: 0 times what it should be"

@@ -3,16 +3,16 @@
 import importlib
 import re
 import sys
-from pathlib import Path
 
 import pytest
+from pages import blocks, read
 
 from contrastile.verify.losses import Claims, check
 
-PAGE = (Path(__file__).parents[3] / "docs" / "how-to" / "verify-loss.md").read_text(encoding="utf-8")
+PAGE = read("docs/how-to/verify-loss.md")
 CASES = ("smoke", "ragged", "hot", "opposite", "staircase", "scale-0", "nan", "memory")
-CLAIMS, CONFTEST, KERNEL = re.findall(r"^```python\n(.*?)^```", PAGE, re.M | re.S)
-(DIFF,) = re.findall(r"^```diff\n(.*?)^```", PAGE, re.M | re.S)
+CLAIMS, CONFTEST, KERNEL = blocks(PAGE)
+(DIFF,) = blocks(PAGE, "diff")
 
 
 @pytest.fixture

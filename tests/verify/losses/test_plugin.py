@@ -48,14 +48,7 @@ def run(folder, *words, code=0, **files):
     # the entry point has the module's name, so that this loads it once whether the package is installed or not
     command = [
         sys.executable,
-        "-m",
-        "pytest",
-        "-q",
-        "-rsf",
-        "-p",
-        "pytest_contrastile",
-        "-p",
-        "no:cacheprovider",
+        *["-m", "pytest", "-q", "-rsf", "-p", "pytest_contrastile", "-p", "no:cacheprovider"],
         *words,
     ]
     done = subprocess.run(command, cwd=folder, env=environment, capture_output=True, text=True, timeout=1200)

@@ -1,4 +1,4 @@
-"""Bounds for float64 comparisons: a value and how far rounding can move it, carried through every operation.
+"""Balls: a float64 value and how far rounding can move it, carried through every operation.
 
 The radius of a result is first what the radii of its operands can move it by, then its own rounding: u = 2^-53 for
 one operation, gamma_n = n u / (1 - n u) for a sum of n terms in any order, `ULPS` roundings for a library function.
@@ -8,16 +8,23 @@ other.
 
 from __future__ import annotations
 
+from types import SimpleNamespace
+
 import mpmath
 import numpy as np
-from float64_bound import ULPS, gamma
-from float64_bound import UNIT_ROUNDOFF as U
+from numpy.lib.mixins import NDArrayOperatorsMixin
 
+U = 2.0**-53
 TINY = 2.0**-1074  # one underflow
+ULPS = 4  # of exp, log and tanh in any library in use
 DIGITS = 50
 
 
-class Ball:
+def gamma(k):
+    return k * U / (1 - k * U)
+
+
+class Ball(NDArrayOperatorsMixin):
     """`mid` +- `rad`, elementwise."""
 
     def __init__(self, mid, rad=0.0, depth=0):
@@ -28,39 +35,6 @@ class Ball:
     def __array_ufunc__(self, ufunc, method, *inputs):
         assert method == "__call__", method
         return OPERATIONS[ufunc](*[x if isinstance(x, Ball) else Ball(x) for x in inputs])
-
-    def __add__(self, other):
-        return np.add(self, other)
-
-    def __radd__(self, other):
-        return np.add(other, self)
-
-    def __sub__(self, other):
-        return np.subtract(self, other)
-
-    def __rsub__(self, other):
-        return np.subtract(other, self)
-
-    def __mul__(self, other):
-        return np.multiply(self, other)
-
-    def __rmul__(self, other):
-        return np.multiply(other, self)
-
-    def __truediv__(self, other):
-        return np.divide(self, other)
-
-    def __rtruediv__(self, other):
-        return np.divide(other, self)
-
-    def __matmul__(self, other):
-        return np.matmul(self, other)
-
-    def __rmatmul__(self, other):
-        return np.matmul(other, self)
-
-    def __neg__(self):
-        return Ball(-self.mid, self.rad)
 
     def __getitem__(self, key):
         return Ball(self.mid[key], self.rad[key])
@@ -109,7 +83,7 @@ def _matmul(a, b):
 
 def _exp(a):
     mid = np.exp(a.mid)
-    return Ball(mid, mid * np.expm1(a.rad) + ULPS * U * mid + TINY)
+    return Ball(mid, mid * np.expm1(a.rad) + ULPS * (U * mid + TINY))
 
 
 def _log(a):
@@ -123,6 +97,12 @@ def _tanh(a):
     return Ball(mid, a.rad + ULPS * U * np.abs(mid))  # its slope is at most 1
 
 
+def _logaddexp(a, b):
+    mid = np.logaddexp(a.mid, b.mid)  # its slope is at most 1
+    size = np.where(np.isfinite(mid), np.abs(mid), 0.0)
+    return Ball(mid, np.maximum(a.rad, b.rad) + (ULPS + 4) * U * (size + 2))
+
+
 def _sqrt(a):
     mid = np.sqrt(a.mid)
     assert np.all(a.rad < a.mid)
@@ -132,11 +112,13 @@ def _sqrt(a):
 OPERATIONS = {
     np.add: _add,
     np.subtract: lambda a, b: _add(a, -b),
+    np.negative: lambda a: Ball(-a.mid, a.rad),
     np.multiply: _multiply,
     np.divide: _divide,
     np.matmul: _matmul,
     np.exp: _exp,
     np.log: _log,
+    np.logaddexp: _logaddexp,
     np.tanh: _tanh,
     np.sqrt: _sqrt,
 }
@@ -161,14 +143,75 @@ def contrastive(X, Y, r, scale, B):
     return loss, scale * (H @ Y), scale * (H.T @ X), (H * z).sum(), p
 
 
+def lse(x, admitted):
+    """Log-sum-exp of each row's admitted entries, merged one by one."""
+    found = Ball(np.full(len(x), -np.inf))
+    for j in range(x.shape[1]):
+        found = np.logaddexp(found, Ball(np.where(admitted[:, j], x.mid[:, j], -np.inf), x.rad[:, j]))
+    return found
+
+
+def _of_logits(p, made):
+    """A loss whose value and G are those of ``made(x)``, with its gradients."""
+    scale = Ball(p.scale)[:, None] if np.ndim(p.scale) else Ball(p.scale)
+    G, found = made(scale * (Ball(p.q) @ p.k.T) + p.bias)
+    R = G @ p.k
+    per_row = (R * p.q).sum(axis=1)
+    found.G, found.R, found.C = G, R, G.T @ p.q
+    found.gradients = [
+        scale * R,
+        (scale * G).T @ p.q,
+        per_row if np.ndim(p.scale) else per_row.sum(),
+        G.sum(axis=1).sum(),
+    ]
+    found.d_rows, found.d_columns, found.d_scale, found.d_bias = found.gradients
+    found.all = [found.loss, *found.gradients]
+    return found
+
+
+def general(p, row_lse=None):
+    """The general loss of a problem; with row_lse, merged from more columns than the problem has, its part of it."""
+
+    def made(x):
+        found, G = SimpleNamespace(loss=Ball(0.0)), 0.0
+        rows = lse(x, p.A) if row_lse is None else row_lse
+        found.row_lse, found.column_lse = rows, lse(x.T, p.A.T)
+        for L, w, y, turned in ((rows, p.u, p.y, False), (found.column_lse, p.v, p.y_c, True)):
+            (z, admitted, y) = (x.T, p.A.T, y.T) if turned else (x, p.A, y)
+            seen = np.isfinite(L.mid)
+            L = Ball(np.where(seen, L.mid, 0.0), np.where(seen, L.rad, 0.0))
+            w = np.where(seen, w, 0.0)
+            found.loss = found.loss + (w * (L - (y * z).sum(axis=1))).sum()
+            part = w[:, None] * (admitted * np.exp(admitted * (z - L[:, None])) - y)
+            G = G + (part.T if turned else part)
+        return G, found
+
+    return _of_logits(p, made)
+
+
+def sigmoid(p, b):
+    """The sigmoid loss of a problem, over b."""
+
+    def made(x):
+        t = np.where(p.P, -1.0, 1.0) * x
+        terms = p.A * np.logaddexp(0.0, t)
+        # exp(t) / (1 + exp(t))
+        slope = np.exp(t - np.logaddexp(0.0, t))
+        return np.where(p.P, -1.0, 1.0) * (p.A * slope) / b, SimpleNamespace(loss=terms.sum() / b)
+
+    return _of_logits(p, made)
+
+
 def one_hot(r, n):
     return (np.asarray(r)[:, None] == np.arange(n)).astype(np.float64)
 
 
 def excess(actual, ball):
     """Largest error over the bound of two computations, each within the ball's radius; more than 1 is a failure."""
-    error = np.abs(np.asarray(actual, dtype=np.float64) - ball.mid)
-    assert error.shape == ball.mid.shape
+    actual = np.asarray(actual, dtype=np.float64)
+    assert actual.shape == ball.mid.shape
+    with np.errstate(invalid="ignore"):
+        error = np.where(actual == ball.mid, 0.0, np.abs(actual - ball.mid))
     assert np.isfinite(error).all()
     bound = 2 * ball.rad
     return float(np.max(np.where(error == 0, 0.0, error / np.where(bound > 0, bound, TINY)), initial=0.0))

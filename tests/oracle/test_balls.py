@@ -1,0 +1,93 @@
+"""The balls that the oracle's tests rely on hold the truth, and are small enough that defects fall outside."""
+
+import mpmath
+import numpy as np
+import pytest
+from balls import Ball, U, agrees, contrastive, encloses, general, sigmoid
+from oracle_problems import Problem, random_problem
+
+from contrastile.oracle.general import gradient_of_logits, gradients, loss
+from contrastile.oracle.sigmoid import sigmoid_loss
+
+P = random_problem(7, 9, 14, 5, "ids", True, False, 14.0, True).moved(u=np.ones(9), v=np.ones(14))
+NEAR = 1 + 2.0**-30
+
+
+def test_the_ball_is_small_and_a_wrong_value_falls_outside():
+    rng = np.random.default_rng(1)
+    X, Y, r = rng.standard_normal((5, 3)), rng.standard_normal((7, 3)), rng.integers(0, 7, 5)
+    dX = contrastive(X, Y, r, 1.0, 5)[1]
+    magnitude = np.abs(Y).sum() / 5
+    depth = 3 + 7 + 3 + 30  # two products, one sum, and the functions between
+    assert np.all(dX.rad <= 8 * depth * U * magnitude)
+    assert agrees(dX.mid, dX)
+    assert not agrees(dX.mid + 3 * dX.rad, dX)
+
+
+def test_library_functions_hold_the_truth():
+    x = np.array([0.3, 1.0, 2.5])
+    near = Ball(x, U * x)
+    for function, true in ((np.tanh, mpmath.tanh), (np.sqrt, mpmath.sqrt), (np.log, mpmath.log), (np.exp, mpmath.exp)):
+        result = function(near)
+        for sign in (-1, 0, 1):
+            assert encloses(result, [true(mpmath.mpf(float(v)) * (1 + sign * mpmath.mpf(U))) for v in x])
+    both = np.logaddexp(near, Ball(2 * x))
+    assert encloses(both, [mpmath.log(mpmath.exp(float(v)) + mpmath.exp(2 * float(v))) for v in x])
+
+
+def test_a_relative_error_of_two_to_the_minus_36_is_seen_everywhere():
+    """In the loss, in each gradient's largest entry, and so in anything bigger: a dropped column, a wrong sign."""
+    for ball in general(P).all:
+        assert np.max(2 * ball.rad) * 2**36 < max(np.abs(ball.mid).max(), 1.0)
+
+
+def columns_dropped():
+    x, A, u, v, y, y_c = P.general()
+    return loss(x[:, :-1], A[:, :-1], u, v[:-1], y[:, :-1], y_c[:, :-1])
+
+
+def merge_from_zero():
+    L = np.logaddexp.reduce(np.where(P.A, P.x, -np.inf), axis=1)
+    return loss(*P.general()) + (P.u * (np.logaddexp(L, 0.0) - L)).sum()
+
+
+@pytest.mark.parametrize(
+    ("field", "wrong", "right"),
+    [
+        ("loss", columns_dropped, False),
+        ("loss", merge_from_zero, False),
+        ("d_rows", lambda: rows_of(P.scale, gradient_of_logits(*P.general()) + P.u[:, None] * P.y), False),
+        ("d_rows", lambda: of(P.moved(scale=P.scale * NEAR)), False),
+        # a softmax does not feel a bias
+        ("d_rows", lambda: of(P.moved(bias=P.bias + 2.0**-30)), True),
+    ],
+)
+def test_defects_fall_outside(field, wrong, right):
+    assert agrees(wrong(), getattr(general(P), field)) is right
+
+
+def rows_of(scale, G):
+    return gradients(P.q, P.k, scale, G).d_rows
+
+
+def of(p):
+    return rows_of(p.scale, gradient_of_logits(*p.general()))
+
+
+def test_a_sigmoid_loss_does_feel_a_bias():
+    moved = P.moved(bias=P.bias + 2.0**-30)
+    for p, right in ((P, True), (moved, False)):
+        assert agrees(sigmoid_loss(p.x, p.P, 9.0, p.A), sigmoid(P, 9.0).loss) is right
+
+
+def test_nan_and_wrong_shapes_are_refused():
+    for actual, expected in (([np.nan], [np.nan]), ([np.inf], [-np.inf]), ([1.0], 1.0)):
+        with pytest.raises(AssertionError):
+            agrees(actual, Ball(expected, 0.5))
+    assert agrees([np.inf, 1.0], Ball([np.inf, 1.0]))
+    assert not agrees([1.0], Ball([2.1], 0.5))
+
+
+def test_an_empty_problem_has_a_loss_of_exactly_zero():
+    nothing = general(Problem(np.zeros((0, 2)), np.zeros((0, 2)), 1.0))
+    assert (nothing.loss.mid, nothing.loss.rad) == (0.0, 0.0)
