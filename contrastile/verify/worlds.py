@@ -76,10 +76,10 @@ class Threads(World):
 
     size: int
 
-    launch, leads, can_be_late = ("contrastile",), True, True
+    leads, can_be_late = True, True
 
     def __post_init__(self) -> None:
-        self.name = str(self.size)
+        self.name, self.launch = str(self.size), ["contrastile"]
 
     def run(self, program: Callable[[Any], T], *, late: bool = False) -> list[T]:
         return InProcessGroup[T](self.size, late=late).run(program)
