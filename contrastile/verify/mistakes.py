@@ -66,7 +66,7 @@ def mismatched_calls(subject: Subject, case: str) -> Comparisons:
     differences: dict[str, _Arguments] = {
         "another dtype": (losses.clip_loss, [put(x, other), put(x, other), 10.0], {}),
         "another width": (losses.clip_loss, [put(x[:, :7], dtype), put(x[:, :7], dtype), 10.0], {}),
-        "another scale": (losses.clip_loss, [*pair, 9.0], {}),
+        "another scale": (losses.clip_loss, [*pair, 10.0 * (1 + 2.0**-18)], {}),
         "another loss": (losses.nt_xent, [*pair, 10.0], {}),
         "ids": (losses.clip_loss, [*pair, 10.0], {"ids": ids}),
         "no such matrix": (losses.clip_loss, [pair[0], put(x[:3], dtype), 10.0], {}),
