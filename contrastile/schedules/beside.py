@@ -47,9 +47,9 @@ class Smoothing:
     def __init__(self, problem: Problem, arrays: ArrayLibrary) -> None:
         placement, blocks = problem.placement, problem.columns
         m, n = problem.rows.shape[0], sum(x.shape[0] for x in blocks)
-        u, v = (x if x is None else arrays.cast(x, "float64") for x in (problem.row_weight, problem.column_weight))
-        if v is None:
-            v = arrays.full((n,), 0.0, "float64", u)
+        u: Array = arrays.cast(problem.row_weight, "float64")
+        v: Array = problem.column_weight
+        v = arrays.full((n,), 0.0, "float64", u) if v is None else arrays.cast(v, "float64")
         if placement is None:
             even = 1.0 / m, 1.0 / n
         else:
