@@ -194,10 +194,10 @@ def _fake_loss(
 ) -> tuple[Tensor, List[Tensor]]:
     wants = settings[-1]
     state: list[Tensor | None] = []
+    of_columns = None if vectors[2] is None else sum(x.shape[0] for x in columns)
     if kind != "sigmoid":
-        two_sided, backend = vectors[2] is not None, load(settings[3])
+        backend = load(settings[3])
         pairs = (2,) if backend.compensated and backend.state(library_of(rows).dtype(rows)) == "float64" else ()
-        of_columns = sum(x.shape[0] for x in columns) if two_sided else None
         for count in (rows.shape[0], rows.shape[0], of_columns, of_columns):
             state.append(None if count is None else scale.new_empty((count, *pairs), dtype=torch.float64))
     elif any(wants):

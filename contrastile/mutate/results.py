@@ -84,7 +84,7 @@ def last_column_stale(call: Primitive, b: Block, weights: Any, rows: Any, column
     """The last column gets no gradient."""
     before = None if columns is None or not columns.shape[0] else columns[-1] * 1
     call(b, weights, rows, columns, how)
-    if before is not None:
+    if before is not None and columns is not None:
         columns[-1] = before
 
 

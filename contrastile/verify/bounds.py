@@ -143,7 +143,7 @@ def _beside(t: Truth, found: dict[str, Any], problem: Problem, upstream: float, 
         for side, positive in sides
         if side is not None
     ]
-    H = upstream * sum(part if number == 0 else part.T for number, part in enumerate(parts))
+    H = upstream * np.sum([part if number == 0 else part.T for number, part in enumerate(parts)], axis=0)
     facts, m = a.accuracy, 0.0 if problem.margin is None else abs(problem.margin)
     by_scale = gamma(8 * facts.unit) * ((H * np.abs(t.products)).sum() + m * np.abs(np.nan_to_num(t.G)).sum())
     if not H.any():
