@@ -103,8 +103,8 @@ def mismatched_calls(subject: Subject, case: str) -> Comparisons:
         differences["a gradient of the scale"] = losses.clip_loss, [*pair, learnt], {}
         differences["a module for another world"] = partial(_of_a_module, size=world.size + 1), [*pair, 10.0], {}
     for label, wrong_one in differences.items():
-        given = {"right": beside.get(label, right), "last": wrong_one}
-        told = world.run(partial(_error_of_a_mismatch, **given, subject=subject))
+        others = beside.get(label, right)
+        told = world.run(partial(_error_of_a_mismatch, right=others, last=wrong_one, subject=subject))
         if not all(told):
             yield label, wrong("a rank raised no MismatchError")
         elif len(set(told)) > 1:
