@@ -78,7 +78,7 @@ def options(trial: Trial) -> Comparisons:
         got = subject.run(trial.problem)
         bound = subject.bounds(trial.problem, trial.oracle)
         yield ", ".join(f"{name} {x}" for name, x in settings.items()), compare(got, trial.oracle.outcome, bound)
-        if subject.keep == 0:
+        if subject.keep == 0 and trial.problem.rows.size:
             yield "keep 0", wrong("something is kept") if replace(trial, subject=subject).keeps else NOTHING
 
 
