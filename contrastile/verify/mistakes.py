@@ -89,20 +89,10 @@ def mismatched_calls(subject: Subject, case: str) -> Comparisons:
         differences["a gradient of the scale"] = losses.clip_loss, [*pair, learnt], {}
         differences["a module for another world"] = partial(_of_a_module, size=world.size + 1), [*pair, 10.0], {}
     for label, wrong_one in differences.items():
-<<<<<<< HEAD
         own = beside.get(label, right)
         told = world.run(partial(_error_of_a_mismatch, right=own, last=wrong_one, subject=subject))
         yield label, _told(told, "MismatchError")
 =======
-        others = beside.get(label, right)
-        told = world.run(partial(_error_of_a_mismatch, right=others, last=wrong_one, subject=subject))
-        if not all(told):
-            yield label, wrong("a rank raised no MismatchError")
-        elif len(set(told)) > 1:
-            yield label, wrong(f"ranks raised different errors: {sorted(set(told))}")
-        else:
-            yield label, NOTHING
->>>>>>> w-hunt
     unlike = differences.get(_UNWANTED)
     if unlike is not None:
         told = world.run(partial(_error_without_gradients, right=right, last=unlike, subject=subject))
