@@ -92,7 +92,6 @@ def mismatched_calls(subject: Subject, case: str) -> Comparisons:
         own = beside.get(label, right)
         told = world.run(partial(_error_of_a_mismatch, right=own, last=wrong_one, subject=subject))
         yield label, _told(told, "MismatchError")
-=======
     unlike = differences.get(_UNWANTED)
     if unlike is not None:
         told = world.run(partial(_error_without_gradients, right=right, last=unlike, subject=subject))
