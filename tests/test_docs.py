@@ -22,7 +22,7 @@ WIDTH, LONGEST = 88, 2500
 RUN_ELSEWHERE = {
     "README.md": "tests/test_readme.py",
     "docs/how-to/integrations.md": "tests/integrations/recipes.py",
-    "docs/how-to/many-gpus.md": "tests/comm/test_many_gpus_page.py",
+    "docs/how-to/many-gpus.md": "tests/comm/test_communication_pages.py",
     "docs/how-to/switching.md": "tests/test_switching.py",
     "docs/how-to/verify-loss.md": "tests/verify/losses/test_losses_page.py",
     "docs/tutorials/examples.md": "tests/examples/test_examples.py",

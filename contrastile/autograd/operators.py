@@ -2,7 +2,7 @@
 
 ``contrastile::loss`` and ``contrastile::gradients``, of a process alone. The gradients are an operator of their own, so
 that differentiating twice is refused instead of taking what was saved for constants. An operator takes typed numbers
-and texts, of which it makes the plan, and always gives tensors: an empty one of three dimensions for None.
+and texts, of which it makes the plan, and always gives tensors: an empty one of four dimensions for None.
 """
 
 # ruff: noqa: UP006, UP035
@@ -56,13 +56,13 @@ def one_upstream(upstream: Tensor) -> Tensor:
 
 
 def filled(found: compute.Found, like: Tensor) -> list[Tensor]:
-    """What was found, with an empty tensor of three dimensions for None: nothing else has so many."""
-    return [like.new_empty(0, 0, 0) if x is None else x for x in found]
+    """What was found, with an empty tensor of four dimensions for None: nothing else has so many."""
+    return [like.new_empty(0, 0, 0, 0) if x is None else x for x in found]
 
 
 def restored(found: compute.Found) -> list[Tensor | None]:
     """What ``filled`` was given."""
-    return [None if x is None or x.ndim == 3 else x for x in found]
+    return [None if x is None or x.ndim == 4 else x for x in found]
 
 
 def only(wants: Sequence[bool], given: Sequence[Tensor]) -> list[Tensor | None]:

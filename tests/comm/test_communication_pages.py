@@ -120,7 +120,7 @@ def on_every_rank(
         return list(pool.map(lambda rank: program(make(rank, size, between, deadline)), range(size)))
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass
 class Ranks(Threads):
     """Threads of which each has a communicator that ``make`` makes."""
 

@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 from numpy.lib.stride_tricks import as_strided
 
-from contrastile.backends.contract import Weights
+from contrastile.backends.contract import Options, Weights
 from contrastile.backends.registry import load
 from contrastile.mutate.registry import every
 from contrastile.mutate.wrappers import WRAPPERS
@@ -26,19 +26,19 @@ RECORD = Path(__file__).resolve().parents[2] / "docs" / "results" / "mutants.jso
 
 
 def gives_no_gradient_without_a_workspace():
-    return adding(NUMPY, lambda primitive, *given: given[-1].workspace == 0 or primitive(*given))
+    return adding(lambda primitive, *given: given[-1].workspace == 0 or primitive(*given))(NUMPY)
 
 
 def doubled_at_100_rows():
-    return doubled(NUMPY, lambda block: len(block.rows) == 100)
+    return doubled(lambda block: len(block.rows) == 100)(NUMPY)
 
 
 def doubled_where_many_rows_are_wide():
-    return doubled(NUMPY, lambda block: len(block.rows) > 5000 and block.rows.shape[1] > 8)
+    return doubled(lambda block: len(block.rows) > 5000 and block.rows.shape[1] > 8)(NUMPY)
 
 
 def doubled_beyond_4100_features():
-    return doubled(NUMPY, lambda block: block.rows.shape[1] > 4100)
+    return doubled(lambda block: block.rows.shape[1] > 4100)(NUMPY)
 
 
 def swaps_rows_and_columns():
@@ -112,16 +112,17 @@ def with_other_weights(change):
     def call(primitive, block, weights, *rest):
         primitive(block, change(weights), *rest)
 
-    return adding(NUMPY, call)
+    return adding(call)(NUMPY)
 
 
 def rounds_the_weight_of_a_certain_pair():
     """What the rows' log-sum-exp loses in float32: nothing beside the bound, everything beside a plain computation."""
 
     def change(w):
-        n, p, *_ = w.rows
+        n, p = w.rows.negative_lse[:, 0], w.rows.positive_lse[:, 0]
         lse = np.logaddexp(n, p).astype(np.float32).astype(np.float64)
-        return replace(w, rows=w.rows._replace(negative_lse=p + np.log(np.expm1(np.maximum(lse - p, 0.0)))))
+        rounded = p + np.log(np.expm1(np.maximum(lse - p, 0.0)))
+        return replace(w, rows=w.rows._replace(negative_lse=np.stack((rounded, 0 * rounded), 1)))
 
     return with_other_weights(change)
 
@@ -206,8 +207,8 @@ PARAMETERS = [pytest.param(*each, marks=[pytest.mark.slow] * (each[-1] in LONG))
 
 
 def run(backend, prop, case):
-    # the oracle is no more exact than a plain float64 computation, and most sizes are tried in float32 alone
-    dtype = "float32" if prop in ("plain", "growth", "sizes") else "float64"
+    # the oracle is no more exact than a plain float64 computation; sizes and objects are tried in float32 alone
+    dtype = "float32" if prop in ("plain", "growth", "sizes", "calls") else "float64"
     found = Run(Selection({"planted": backend}, [case], [prop], [dtype], examples=30))
     return list(found.rows()), found.failures
 
@@ -231,8 +232,21 @@ def test_sound_backend_passes_where_defects_were_caught(prop, case):
 def test_every_property_catches_a_defect_and_says_what_it_is():
     mutants = {each["property"] for each in json.loads(RECORD.read_text(encoding="utf-8"))["mutants"]}
     mutants |= {word for each in every() for word in each.checks}
-    assert set(PROPERTIES) <= {prop for prop, *_ in PLANTED} | mutants
+    # what is refused: the test below
+    assert set(PROPERTIES) <= {prop for prop, *_ in PLANTED} | mutants | {"public-refusals"}
     assert all(each.about.endswith(".") for each in PROPERTIES.values())
+
+
+def test_what_is_not_refused_is_told(monkeypatch):
+    pytest.importorskip("torch")
+
+    def found():
+        (row,) = Run(Selection({"torch": load("torch")}, None, ["public-refusals"], ["float32"])).rows()
+        return row["status"], row["reason"]
+
+    assert found() == ("pass", "")
+    monkeypatch.setattr("contrastile.validation.options", lambda *_: Options())
+    assert found() == ("fail", "tile=True: it was computed")
 
 
 def test_what_is_missing_the_second_time_is_not_the_same():

@@ -102,7 +102,8 @@ def left_halfway(wrong):
         if options.tile not in (None, (7, 5)):
             raise UnsupportedProblemError("tile must be 7 x 5")
         found = NUMPY.lse(block, columns, options)
-        return replace(found, rows=found.rows._replace(negative_lse=found.rows.negative_lse + wrong))
+        n = found.rows.negative_lse + np.array([wrong, 0.0])
+        return replace(found, rows=found.rows._replace(negative_lse=n))
 
     return replace(NUMPY, lse=lse)
 

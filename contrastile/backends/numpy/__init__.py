@@ -69,8 +69,9 @@ def merge(state: Array, x: Array, axis: int) -> None:
 @np.errstate(all="ignore")
 def lse(block: Block, columns: bool, options: Options) -> Statistics:
     """Log-sum-exps of negatives and of positives: see ``contract.SideStatistics``."""
-    start = -np.inf, -np.inf, 0.0
-    sides = [[np.full((len(x), 2), (s, 0.0)) for s in start] for x in (block.rows, block.columns)]
+    starts = (-np.inf, 0.0), (-np.inf, 0.0), (0.0, 0.0)
+    shapes = (len(block.rows), 2), (len(block.columns), 2)
+    sides = [[np.full(shape, start) for start in starts] for shape in shapes]
     for t in tiles(block, options):
         for axis, where in ((1, t.rows), (0, t.columns)):
             negatives, positives, sums = sides[1 - axis]

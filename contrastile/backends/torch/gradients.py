@@ -164,10 +164,8 @@ class _SideShare:
 
     @cached_property
     def _low(self) -> torch.Tensor:
-        if isinstance(self._rest, torch.Tensor):
-            return -self._rest
-        low = self.lse.double() - self.exact_lse
-        # beyond 2^24 logits are integers, and what is left of L is the rounding of its units; of infinities it is NaN
+        low = -self._rest if isinstance(self._rest, torch.Tensor) else self.lse.double() - self.exact_lse
+        # beyond 2^24, or 2^53, logits are integers, and what is left of L rounds its units; of infinities it is NaN
         return torch.where(low.abs() <= 1.0, low, 0.0)
 
     @cached_property

@@ -289,4 +289,5 @@ def test_every_case_says_what_it_catches_and_is_drawn_the_same_way_twice():
         first, second = (build.__wrapped__(name, "float32", claims) for _ in range(2))
         for a, b in zip(first.arguments.features, second.arguments.features, strict=True):
             np.testing.assert_array_equal(a, b)
-            assert a.shape == (batch.rows, batch.width)
+            assert a.shape[1] == batch.width
+        assert first.arguments.features[0].shape[0] == batch.rows
