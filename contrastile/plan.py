@@ -135,7 +135,7 @@ class Plan:
         return Plan(self.problem.with_arrays(arrays), self.name, self.options, self.library, self.replay)
 
     def without_arrays(self) -> Plan:
-        """The plan with None for each array, so that whoever keeps it holds no memory."""
+        """The plan with None for each array, so that a kept plan holds no memory."""
         return self.with_arrays([None] * len(self.problem.arrays()))
 
     def parted(self) -> tuple[Plan, tuple[Any, ...]]:

@@ -1,6 +1,6 @@
 """torch tensors as CuPy arrays and back, on one GPU: same memory, same stream, one memory pool.
 
-Callers pass both modules: whoever holds an array has imported its library.
+Callers pass both modules: the holder of an array has imported its library.
 """
 
 from __future__ import annotations

@@ -1,6 +1,6 @@
 """What a margin and label smoothing add to a softmax loss beside its blocks: O(b d), and one small message over ranks.
 
-A margin m lowers the positives' logits by s m, which is N + s m in the place of N (``objectives.Terms``): the scale's
+A margin m lowers the positives' logits by s m, which is N + s m instead of N (``objectives.Terms``): the scale's
 gradient gets m times the sum of the bars by N.
 
 Label smoothing of e takes ``(1 - e) y + e / n`` for y: a loss of P and D (``objectives.Terms``) less what is here,

@@ -216,7 +216,7 @@ class Problem:
         return self.with_arrays((rows, scale, bias, weight, t, both, *rest))
 
     def with_bars(self, upstream: Array) -> Problem:
-        """The problem of the statistics with their bars, (3, m + n) float64, in the place of its weights."""
+        """The problem of the statistics with their bars, (3, m + n) float64, instead of its weights."""
         m, bars = self.rows.shape[0], upstream.T
         return replace(self, row_weight=bars[:m], column_weight=None if self.column_weight is None else bars[m:])
 

@@ -159,7 +159,7 @@ def within(problem: Problem, start: int) -> Problem:
 
 
 def weights_within(problem: Problem, lses: local.Lses, arrays: ArrayLibrary) -> tuple[SideWeights, SideWeights]:
-    """``weights_of`` rows of a larger problem; a positive that is none of them is in no block here."""
+    """``weights_of`` rows of a larger problem; a positive outside them is in no block here."""
     m, positives = problem.rows.shape[0], problem.positives
     if positives is not None:
         inside = (positives >= 0) & (positives < m)
