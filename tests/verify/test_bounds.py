@@ -50,6 +50,25 @@ def test_features_rounded_to_tf32_are_within_the_bounds_that_know_of_it_and_no_o
     assert told < 1 < untold
 
 
+# of losses that have them: a margin is of rows and columns that have a positive, smoothing not of a set against itself
+@pytest.mark.parametrize(
+    ("name", "option"),
+    [("hot", {"margin": 0.25}), ("labels", {"margin": 0.25}), ("square-ragged", {"smoothing": 0.3})],
+)
+def test_a_margin_and_label_smoothing_are_within_the_bounds_and_a_loss_without_them_is_not(
+    name: str, option: dict[str, float]
+) -> None:
+    plain, torch = build(name, "float32").problem, load("torch")
+    problem = replace(plain, **option)
+    exact = truth(problem, UPSTREAM)
+    bound = bounds(problem, exact, torch.accuracy("float32", "cpu"), "float32", UPSTREAM)
+    with_it, without = (
+        compare(outcome(each, torch, "float32", upstream=UPSTREAM), exact.outcome, bound, FIELDS).ratio
+        for each in (problem, plain)
+    )
+    assert with_it < 1 < without
+
+
 def test_bounds_know_the_tile_that_was_asked_for() -> None:
     found, exact = case("ragged", "float32")
     options = Options(tile=(2, 3))
