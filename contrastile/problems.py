@@ -112,13 +112,9 @@ def info_nce(
     state = state_dtype(arrays.dtype(rows))
     factor = check.scalar("scale", scale, arrays, state, rows)
     rows_of, of_columns = _ids(check, arrays, rows, "query", (row_ids, m), (column_ids, n))
-    if of_ids:
-        where = None
-    elif positives is None:
+    if positives is None and not of_ids:
         check.paired("query", query, "key", key, "give positives= to say which key is whose")
-        where = None
-    else:
-        where = check.integers("positives", positives, m, "query", arrays, rows)
+    where = None if positives is None else check.integers("positives", positives, m, "query", arrays, rows)
     met = world.meet(
         arrays,
         rows,
@@ -139,17 +135,10 @@ def info_nce(
             counted = arrays.cast(count > 0, "float64")
             each = counted if each is None else counted * each
         weight = _shares(world, arrays, each, state)
-    if of_ids:
-        pass
-    elif where is None:
+    if where is not None:
+        factor = _of_known(world, arrays, where, met.columns, factor)
+    elif not of_ids:
         where = pairs.positives
-    else:
-        if validation.values_are_readable(arrays, where):
-            world.confirm(validation.positives(where, met.columns))
-        else:
-            # a positive that is out of range makes the loss and all gradients NaN, as a scale of NaN does
-            outside = ((where < 0) | (where >= met.columns)).any()
-            factor = factor * arrays.where(outside, arrays.full((), float("nan"), state, rows), 1.0)
     problem = Problem(
         rows=rows,
         columns=tuple(columns),
@@ -346,8 +335,7 @@ def statistics(
     if match == "target":
         t, over = _targets(world, arrays, ids, state, itself=itself)
     elif where is not None:
-        if validation.values_are_readable(arrays, where):
-            world.confirm(validation.positives(where, met.columns, -1))
+        factor = _of_known(world, arrays, where, met.columns, factor, least=-1)
         # several rows may have one column
         numbers = arrays.arange(met.start, met.start + n, rows)
         over = _reciprocal(arrays, world.count_in(arrays, numbers, arrays.sorted(where)[0]), state)
@@ -396,6 +384,22 @@ def _ids(check: Any, arrays: ArrayLibrary, rows: Array, of: str, *given: tuple[A
         None if x is None else check.integers(name, x, size, what, arrays, rows)
         for (name, what), (x, size) in zip(names, given, strict=True)
     ]
+
+
+def _of_known(
+    world: Handshake, arrays: ArrayLibrary, where: Array, columns: int, scale: Array, least: int = 0
+) -> Array:
+    """The scale; where values cannot be read, NaN if a positive is out of range: so are all results and gradients then.
+
+    Raises:
+        ValueError: a positive that can be read is out of range; in a group, on every rank.
+    """
+    if validation.values_are_readable(arrays, where):
+        world.confirm(validation.positives(where, columns, least))
+        return scale
+    outside = ((where < least) | (where >= columns)).any()
+    nan = arrays.full((), float("nan"), arrays.dtype(scale), scale)
+    return scale * arrays.where(outside, nan, 1.0)
 
 
 def _form(

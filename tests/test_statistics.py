@@ -105,3 +105,16 @@ def test_what_makes_no_sense_is_refused(keywords: dict[str, Any], message: str) 
         contrastile.statistics(ROWS, given.pop("columns"), 1.0, **given)
     with pytest.raises(ValueError, match=r"loss must be one of contrastile\.clip_loss"):
         contrastile.value_and_grad(contrastile.statistics)
+
+
+@pytest.mark.parametrize("outside", [-2, 5])
+def test_a_positive_out_of_range_makes_everything_nan_where_values_are_not_read(outside: int) -> None:
+    rows, columns = torch.randn(5, 4), torch.randn(5, 4)
+    positives = torch.tensor([0, 1, 2, 3, outside])
+
+    def loss(x: Tensor, scale: Tensor) -> Tensor:
+        found = contrastile.statistics(x, columns, scale, positives=positives).rows
+        return torch.nn.functional.softplus(found.negatives - found.positives).sum()
+
+    found = torch.func.grad(loss, argnums=(0, 1))(rows, torch.tensor(3.0))
+    assert all(x.isnan().all() for x in found)
