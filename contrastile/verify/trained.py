@@ -159,7 +159,7 @@ def _steps(batch: Batch) -> _Held:
 def _learning(batch: Batch) -> _Held:
     import torch
 
-    late: Any = torch.nn.Parameter(torch.ones(_WIDTH))
+    late: Any = torch.nn.Parameter(torch.ones(_WIDTH, device=batch.fixed.device))
     towers = batch.table.detach(), batch.fixed
 
     def encode(chunk: Any) -> Any:

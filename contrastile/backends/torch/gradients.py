@@ -43,14 +43,15 @@ def gradients(
         alike = columns.weight is rows.weight and columns.target is rows.target and columns.bars is rows.bars
         factors.append(factors[0] if alike else _Factors(columns, products.sync))
     if products.sync:
-        products.gain = _gain([each.extremes for each in factors])
+        products.gain = _gain(max(each.peak for each in factors))
     sides = [_SideShare(rows, factors[0], products.gain, state)]
     if columns is not None:
         # rows against themselves: what is found of one side is known of the other
         itself = all(x is y for x, y in zip(rows, columns, strict=True))
         sides.append(sides[0] if itself else _SideShare(columns, factors[1], products.gain, state))
     if products.bounds_gradient:
-        products.bound_gradient(*(side.weight for side in sides), *(side.term for side in sides))
+        bars = [x for each in (rows, columns) if each is not None and each.bars for x in each.bars]
+        products.bound_gradient(*bars, *(side.weight for side in sides), *(side.term for side in sides))
     certain = block.pairs.match == "target" and any(not products.sync or s.needs_entries for s in sides)
     kept, shared, named = None, None, block.pairs.match != "target"
     # entries of certain positives are made of logits
@@ -95,6 +96,7 @@ class _Factors:
         weight: u or v, state dtype; of a loss with bars that by N.
         target: t, state dtype.
         extremes: the smallest and the largest magnitude of the weights; NaN where values are not read.
+        peak: the largest magnitude of the weights and of all bars.
         silent: where the weight is 0; on the host None where none is.
         lone: whether every target is known to be 1.
     """
@@ -106,6 +108,9 @@ class _Factors:
         self.extremes = _extremes(weight) if sync else (math.nan, math.nan)
         if self.extremes[0] < 0:
             self.extremes = _extremes(weight.abs())
+        self.peak = self.extremes[1]
+        if sync and given.bars is not None:
+            self.peak = max(self.peak, *(_extremes(bar.abs())[1] for bar in given.bars))
         self.silent: torch.Tensor | None = None if self.extremes[0] > 0 else weight == 0
         self.lone = sync and _extremes(target) == (1.0, 1.0)
 
@@ -236,12 +241,11 @@ class _SideShare:
         return x.masked_fill_(t == 1.0, 0.0).clamp_max_(0.0).exp2_(), t
 
 
-def _gain(weights: list[tuple[float, float]]) -> float:
+def _gain(peak: float) -> float:
     """A power of two that lifts the largest weight to 2^40: G may then be as small, relative to it, as 2^-166.
 
     It leaves room for sums of a million entries times features of 2^60.
     """
-    peak = max(most for _, most in weights)
     return 2.0 ** min(max(40 - math.frexp(peak)[1], 0), 120) if 0 < peak < math.inf else 1.0
 
 
