@@ -1,8 +1,8 @@
 """Contrastive losses at any batch size: exact, memory linear in the batch, held to a float64 oracle.
 
 ``import contrastile`` imports nothing heavy: torch and the backends are loaded when a loss is first called, and the
-subpackages ``backends``, ``comm``, ``nn``, ``oracle``, ``schedules``, ``training`` and ``verify`` when they
-are first named.
+subpackages ``backends``, ``comm``, ``nn``, ``oracle``, ``retrieval``, ``schedules``, ``training`` and ``verify`` when
+they are first named.
 """
 
 import importlib
@@ -23,7 +23,7 @@ __all__ = [
 ]
 __version__ = "0.1.0"
 
-_SUBPACKAGES = ("backends", "comm", "nn", "oracle", "schedules", "training", "verify")
+_SUBPACKAGES = ("backends", "comm", "nn", "oracle", "retrieval", "schedules", "training", "verify")
 
 
 def __getattr__(name: str) -> Any:

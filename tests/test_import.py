@@ -32,7 +32,7 @@ LAYERS = [
     {"evaluation"},
     {"losses"},
     {""},  # contrastile/__init__.py
-    {"nn", "data", "training", "environment", "reporting"},
+    {"nn", "data", "training", "retrieval", "environment", "reporting"},
     {"integrations"},
     {"verify"},
     {"bench", "capacity", "doctor", "mutate"},
@@ -45,7 +45,19 @@ OPTIONAL = {
 }
 # the packages that each optional import is confined to
 FRAMES = (
-    *("autograd", "nn", "training", "integrations", "validation", "verify", "mutate", "bench", "doctor", "environment"),
+    *(
+        "autograd",
+        "nn",
+        "training",
+        "retrieval",
+        "integrations",
+        "validation",
+        "verify",
+        "mutate",
+        "bench",
+        "doctor",
+        "environment",
+    ),
     *(f"backends.{name}" for name in ("arrays", "choice", "eager", "replay", "staging")),
 )
 HOMES = {

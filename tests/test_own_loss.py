@@ -18,6 +18,7 @@ PAGE = (Path(__file__).parent.parent / "docs" / "how-to" / "own-loss.md").read_t
 B, WIDTH, SCALE = 13, 6, 5.5
 UNIT = 2.0**-53
 LINES = 5
+PAIRS = ("cosface", "smoothed", "own_negatives")
 
 
 @pytest.fixture(scope="module")
@@ -82,9 +83,16 @@ def sogclr(x: Tensor, s: Tensor) -> Tensor:
     return (-positive[:B] + (g[:B] + g[B:]) / (2 * moving)).mean() / s
 
 
+def own_negatives(x: Tensor, s: Tensor) -> Tensor:
+    """The keys of the next two rows once more, as negatives of their own query."""
+    own = torch.stack([x.roll(-i, 1).diagonal() for i in (1, 2)], 1)
+    return cross_entropy(torch.cat([x, own], 1), torch.arange(B))
+
+
 FORMULAS: dict[str, Callable[[Tensor, Tensor], Tensor]] = {
     "cosface": cosface,
     "smoothed": lambda x, s: cross_entropy(x, torch.arange(B), label_smoothing=0.1),
+    "own_negatives": own_negatives,
     "dcl": dcl,
     "dclw": dclw,
     "debiased": debiased,
@@ -100,10 +108,12 @@ def test_a_loss_of_the_page_is_its_paper_s(page: dict[str, Any], name: str) -> N
     a, b = normalize(first, dim=1), normalize(first + 1.5 * noise, dim=1)
     s = torch.tensor(SCALE, dtype=torch.float64)
     leaves, mine = ([x.clone().requires_grad_() for x in (a, b, s)] for _ in range(2))
-    left, right = (leaves[0], leaves[1]) if name in ("cosface", "smoothed") else (torch.cat(leaves[:2]),) * 2
+    left, right = (leaves[0], leaves[1]) if name in PAIRS else (torch.cat(leaves[:2]),) * 2
     x = leaves[2] * left @ right.T
     exact = FORMULAS[name](x, leaves[2])
     more = [torch.full((B,), 3.0, dtype=torch.float64)] if name == "sogclr" else []
+    if name == "own_negatives":
+        more = [torch.stack([mine[1].roll(-i, 0) for i in (1, 2)], 1)]
     found = page[name](*mine, *more)
     # products of WIDTH terms, sums of up to 2 B exponentials and their logarithms, at up to twice the scale
     error = UNIT * (WIDTH + 2 * B + 64) * (1 + 2 * SCALE)

@@ -73,7 +73,6 @@ BEFORE: list[tuple[Callable[[Net], Any], type[Exception], str]] = [
     (lambda n: step((n,), (X,), split=list, chunk=training.Budget(9)), TypeError, "with split= chunk must be a number"),
     (lambda n: training.stream(X, 2, "cpu", total=float("inf")), ValueError, "positive and finite, got inf"),
     (lambda n: training.stream(X, None, "cpu"), ValueError, "^size must be a positive integer, got None"),
-    (lambda n: training.rank_at_1(X, X, tile=-1), ValueError, "tile must be a positive integer, got -1"),
     (lambda n: step((n, FullyShardedDataParallel()), (X, X)), ValueError, "must not be FSDP1"),
     (lambda n: step((n, Engine(2)), (X, X)), ValueError, "ZeRO stage 0, got stage 2"),
     (lambda n: step((n, n), (X, X), backward=Engine(1).backward), ValueError, "ZeRO stage 0, got stage 1"),

@@ -1,0 +1,355 @@
+"""Which columns are near a row: ranks of the positives, nearest columns and hard negatives, without the m x n matrix.
+
+All columns are compared, a tile at a time: the results are those of the whole matrix of dot products. Products are
+taken in float32, or in float64 for float64 features; of 16-bit features a product is exact and a sum is not rounded
+to 16 bits. Nothing here has a gradient.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from contrastile.backends.torch.products import has_mixed_product
+from contrastile.comm.communicator import MismatchError
+from contrastile.comm.connect import connect
+from contrastile.reporting import progress as bar
+
+TILE = 2048
+_DTYPES = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
+
+
+@torch.no_grad()
+def ranks(
+    rows: Tensor,
+    columns: Tensor,
+    *,
+    positives: Tensor | None = None,
+    row_ids: Tensor | None = None,
+    column_ids: Tensor | None = None,
+    group: Any = None,
+    tile: int = TILE,
+    progress: bool = False,
+) -> Tensor:
+    """How many columns beat each row's positive: 0 where it is the nearest.
+
+    A column beats the positive unless its dot product is smaller. So a tie counts, and embeddings that have collapsed
+    to one point, or are NaN, rank last.
+
+    Args:
+        rows: (m, d) float16, bfloat16, float32 or float64.
+        columns: (n, d), same dtype and device. With a group, this rank's share of them.
+        positives: (m,) integers, the column of each row's positive; None means row i's is i, and n >= m. With a group
+            they count over the columns of all ranks, rank by rank.
+        row_ids: (m,) integers, given together with column_ids: other columns with the row's id do not count.
+        column_ids: (n,) integers.
+        group: see ``contrastile.plan.Settings``. Every rank holds the columns of all ranks while it searches.
+        tile: rows and columns of a tile.
+        progress: whether to show a progress bar on stderr.
+
+    Returns:
+        (m,) int64. ``recall`` and ``mean_reciprocal_rank`` are means of them.
+
+    Raises:
+        TypeError: wrong types or dtypes.
+        ValueError: wrong shapes, devices or values.
+        MismatchError: the ranks' parts do not fit together; every rank raises it.
+        ExchangeError: a rank died, stalled or left.
+    """
+    search = _Search(rows, columns, positives, (row_ids, column_ids), group, tile, progress=progress)
+    found = []
+    for low, where in search.blocks():
+        own = search.own(low, where)
+        count = torch.zeros(len(where), dtype=torch.int64, device=rows.device)
+        for left, x in search.products(low):
+            smaller = search.left_out(x < own[:, None], low, left, where, value=True)
+            count += x.shape[1] - smaller.sum(1)
+        found.append(count)
+    return torch.cat(found) if found else search.positives
+
+
+def recall(ranks: Tensor, k: int) -> float:
+    """recall@k: the share of positives among the k nearest columns; with k = 1 the accuracy. NaN for no rows.
+
+    Args:
+        ranks: (m,), of ``ranks``.
+        k: at least 1.
+    """
+    return (ranks < _at_least("k", k, 1)).double().mean().item()
+
+
+def mean_reciprocal_rank(ranks: Tensor) -> float:
+    """MRR: the mean of 1 / (1 + rank). NaN for no rows.
+
+    Args:
+        ranks: (m,), of ``ranks``.
+    """
+    return (1.0 / (1.0 + ranks.double())).mean().item()
+
+
+@torch.no_grad()
+def top_k(
+    rows: Tensor,
+    columns: Tensor,
+    k: int,
+    *,
+    group: Any = None,
+    tile: int = TILE,
+    progress: bool = False,
+) -> tuple[Tensor, Tensor]:
+    """The k columns of the largest dot products with each row, in falling order; of equal ones the first comes first.
+
+    Args:
+        rows: see ``ranks``.
+        columns: see ``ranks``.
+        k: 1..n; with a group n counts the columns of all ranks.
+        group: see ``ranks``.
+        tile: see ``ranks``.
+        progress: see ``ranks``.
+
+    Returns:
+        The dot products, (m, k) float32 (float64 for float64 features), and the columns' numbers, (m, k) int64, which
+        count over the columns of all ranks. NaN comes before all numbers.
+
+    Raises:
+        TypeError, ValueError, MismatchError, ExchangeError: see ``ranks``.
+    """
+    search = _Search(rows, columns, None, (None, None), group, tile, paired=False, progress=progress)
+    n = len(search.columns)
+    if _at_least("k", k, 1) > n:
+        raise ValueError(f"k must be at most the number of columns, got {k} of {n}; ask for fewer")
+    found = [search.nearest(low, where, k) for low, where in search.blocks()]
+    empty = search.products_of(rows[:0], search.columns[:k]), search.positives[:0, None].expand(0, k)
+    values, numbers = zip(*found, strict=True) if found else ((empty[0],), (empty[1],))
+    return torch.cat(values), torch.cat(numbers)
+
+
+@torch.no_grad()
+def mine_hard_negatives(
+    rows: Tensor,
+    columns: Tensor,
+    k: int,
+    *,
+    positives: Tensor | None = None,
+    row_ids: Tensor | None = None,
+    column_ids: Tensor | None = None,
+    range_min: int = 0,
+    min_score: float = -torch.inf,
+    max_score: float = torch.inf,
+    absolute_margin: float | None = None,
+    relative_margin: float | None = None,
+    group: Any = None,
+    tile: int = TILE,
+    progress: bool = False,
+) -> Tensor:
+    """The k nearest columns of each row that may be negatives: as sentence-transformers' ``mine_hard_negatives``.
+
+    Conditions are tested on all columns, so that no window (``range_max``) can leave too few.
+
+    Args:
+        rows: see ``ranks``.
+        columns: see ``ranks``.
+        k: how many for each row.
+        positives: see ``ranks``.
+        row_ids: see ``ranks``: columns with the row's id are no negatives.
+        column_ids: see ``ranks``.
+        range_min: how many of the nearest to skip.
+        min_score: negatives have at least this dot product.
+        max_score: negatives have at most this dot product.
+        absolute_margin: and at most the positive's less this.
+        relative_margin: and at most the positive's, s, less this times the magnitude of s.
+        group: see ``ranks``.
+        tile: see ``ranks``.
+        progress: see ``ranks``.
+
+    Returns:
+        (m, k) int64, the nearest first; -1 where a row has fewer. They count over the columns of all ranks.
+
+    Raises:
+        TypeError, ValueError, MismatchError, ExchangeError: see ``ranks``.
+    """
+    _at_least("k", k, 1)
+    _at_least("range_min", range_min, 0)
+    search = _Search(rows, columns, positives, (row_ids, column_ids), group, tile, progress=progress)
+    found = []
+    for low, where in search.blocks():
+        own, most = search.own(low, where), torch.full_like(where, max_score, dtype=search.dtype)
+        if absolute_margin is not None:
+            most = torch.minimum(most, own - absolute_margin)
+        if relative_margin is not None:
+            most = torch.minimum(most, own - relative_margin * own.abs())
+        values, numbers = search.nearest(low, where, range_min + k, (min_score, most))
+        numbers = numbers.masked_fill(values == -torch.inf, -1)[:, range_min:]
+        found.append(torch.nn.functional.pad(numbers, (0, k - numbers.shape[1]), value=-1))
+    return torch.cat(found) if found else search.positives[:, None].expand(0, k)
+
+
+class _Search:
+    """Rows and all columns, checked, in tiles.
+
+    Attributes:
+        columns: (n, d), of all ranks.
+        positives: (m,) int64; zeros where rows have none.
+        dtype: of the products.
+    """
+
+    def __init__(
+        self,
+        rows: Tensor,
+        columns: Tensor,
+        positives: Tensor | None,
+        ids: tuple[Tensor | None, Tensor | None],
+        group: Any,
+        tile: int,
+        *,
+        progress: bool,
+        paired: bool = True,
+    ) -> None:
+        for name, x in (("rows", rows), ("columns", columns)):
+            if not isinstance(x, Tensor) or x.dtype not in _DTYPES:
+                found = x.dtype if isinstance(x, Tensor) else type(x).__name__
+                raise TypeError(f"{name} must be a floating-point torch tensor, got {found}; use torch.from_dlpack(x)")
+        kinds = [f"{x.dtype} on {x.device}" for x in (rows, columns)]
+        if kinds[0] != kinds[1]:
+            raise TypeError(f"rows and columns must have one dtype and device, got {' and '.join(kinds)}; convert one")
+        if rows.ndim != 2 or columns.ndim != 2 or rows.shape[1] != columns.shape[1]:
+            raise ValueError(
+                f"rows and columns must be (m, d) and (n, d), got {tuple(rows.shape)} and {tuple(columns.shape)}; "
+                "take one vector for each sample"
+            )
+        if paired and positives is None and len(columns) < len(rows):
+            raise ValueError(
+                f"columns must be at least as many as rows, got {len(columns)} for {len(rows)}; give positives="
+            )
+        if (ids[0] is None) != (ids[1] is None):
+            raise ValueError("row_ids and column_ids must be given together, got only one; give both, or neither")
+        numbers = {"positives": (positives, rows), "row_ids": (ids[0], rows), "column_ids": (ids[1], columns)}
+        for name, (given, like) in numbers.items():
+            if given is not None and (given.shape != like.shape[:1] or given.is_floating_point()):
+                raise ValueError(
+                    f"{name} must be ({len(like)},) integers, got {given.dtype} of shape {tuple(given.shape)}; give "
+                    "one for each"
+                )
+        self.tile, self._shown = _at_least("tile", tile, 1), progress
+        self.rows, self.columns, (self._row_ids, self._column_ids) = rows, columns, ids
+        start = 0 if group is None else self._join(group)
+        own = torch.arange(start, start + len(rows), device=rows.device)
+        self.positives: Tensor = own if positives is None else positives.to(own)
+        if positives is not None and len(rows):
+            least, most = (int(x) for x in torch.aminmax(self.positives))
+            if least < 0 or most >= len(self.columns):
+                raise ValueError(
+                    f"positives must lie in 0..{len(self.columns) - 1}, the columns' numbers, got "
+                    f"{least if least < 0 else most}; give every row its column"
+                )
+        self.dtype: torch.dtype = torch.promote_types(rows.dtype, torch.float32)
+
+    def _join(self, group: Any) -> int:
+        """Take the columns of all ranks for this rank's; give the number of its first one."""
+        communicator = connect(group)
+        n, d = self.columns.shape
+        record = [d, _DTYPES.index(self.columns.dtype), self._column_ids is not None, n]
+        agreed = communicator.agree(np.array(record))
+        if (agreed[:, :3] != agreed[0, :3]).any():
+            raise MismatchError(
+                "every rank must give columns of one width and dtype, and column_ids or none, got by rank "
+                f"{[(int(x[0]), str(_DTYPES[x[1]]), bool(x[2])) for x in agreed]}; give all ranks the same kind"
+            )
+        sizes = [int(x) for x in agreed[:, 3]]
+
+        def joined(own: Tensor) -> Tensor:
+            whole = own.new_empty((sum(sizes), *own.shape[1:]))
+            communicator.all_gather(own.detach().contiguous(), whole, sizes).wait()
+            return whole
+
+        self.columns = joined(self.columns)
+        if self._column_ids is not None:
+            self._column_ids = joined(self._column_ids.to(self.columns.device, torch.int64))
+        return sum(sizes[: communicator.rank])
+
+    def blocks(self) -> Iterator[tuple[int, Tensor]]:
+        """The first row of each block of rows, and the positives of the block."""
+        with bar(shown=self._shown) as report:
+            for low in range(0, len(self.rows), self.tile):
+                report(low, len(self.rows), "rows")
+                yield low, self.positives[low : low + self.tile]
+
+    def products_of(self, rows: Tensor, columns: Tensor) -> Tensor:
+        """Dot products, not rounded to the features' dtype."""
+        # autocast would round them, and equal ones are ties
+        with torch.autocast(rows.device.type, enabled=False):
+            if rows.is_cuda and rows.dtype != self.dtype and has_mixed_product():
+                return torch.mm(rows, columns.T, out_dtype=self.dtype)
+            return rows.to(self.dtype) @ columns.to(self.dtype).T
+
+    def _product(self, low: int, left: int) -> Tensor:
+        return self.products_of(self.rows[low : low + self.tile], self.columns[left : left + self.tile])
+
+    def products(self, low: int) -> Iterator[tuple[int, Tensor]]:
+        """The first column of each tile of a block of rows, and its dot products."""
+        for left in range(0, len(self.columns), self.tile):
+            yield left, self._product(low, left)
+
+    def own(self, low: int, where: Tensor) -> Tensor:
+        """The positives' dot products, by the same products as all others: only so are ties equal."""
+        found = torch.empty(len(where), dtype=self.dtype, device=where.device)
+        home = where // self.tile
+        for number in torch.unique(home).tolist():
+            inside = (home == number).nonzero()[:, 0]
+            left = number * self.tile
+            found[inside] = self._product(low, left)[inside, where[inside] - left]
+        return found
+
+    def left_out(self, x: Tensor, low: int, left: int, where: Tensor, *, value: float) -> Tensor:
+        """X (a tile) with ``value`` at the rows' positives and at columns of their ids."""
+        if self._row_ids is not None and self._column_ids is not None:
+            of_rows = self._row_ids[low : low + self.tile].to(x.device)[:, None]
+            x = x.masked_fill_(of_rows == self._column_ids[left : left + self.tile].to(x.device), value)
+        inside = ((where >= left) & (where < left + x.shape[1])).nonzero()[:, 0]
+        x[inside, where[inside] - left] = value
+        return x
+
+    def nearest(
+        self, low: int, where: Tensor, k: int, bounds: tuple[float, Tensor] | None = None
+    ) -> tuple[Tensor, Tensor]:
+        """The k largest dot products of each row of a block, and their columns, fewer where there are fewer columns.
+
+        ``bounds``: the least, and for each row the most, that a negative may have; others, and positives, are -inf.
+        """
+        values = torch.empty((len(where), 0), dtype=self.dtype, device=where.device)
+        numbers = where[:, None][:, :0]
+        for left, x in self.products(low):
+            if bounds is not None:
+                least, most = bounds
+                x = self.left_out(x, low, left, where, value=-torch.inf)
+                x = x.masked_fill_((x < least) | (x > most[:, None]), -torch.inf)
+            best, at = _first(x, min(k, x.shape[1]))
+            # columns that came before stand first, and a stable sort leaves equal products in their order
+            values, order = torch.cat([values, best], 1).sort(dim=1, descending=True, stable=True)
+            numbers = torch.cat([numbers, at + left], 1).gather(1, order)[:, :k]
+            values = values[:, :k]
+        return values, numbers
+
+
+def _first(x: Tensor, k: int) -> tuple[Tensor, Tensor]:
+    """The k largest of each row in falling order, and where they are; of equal ones the first."""
+    values, at = x.topk(k, dim=1)
+    least = values[:, -1:]
+    # topk may take any of the equal ones
+    chosen = (x == least).sum(1) > (values == least).sum(1)
+    if bool(chosen.any()):
+        several = x[chosen].sort(dim=1, descending=True, stable=True)
+        values[chosen], at[chosen] = several.values[:, :k], several.indices[:, :k]
+    at, order = at.sort(dim=1)
+    values, order = values.gather(1, order).sort(dim=1, descending=True, stable=True)
+    return values, at.gather(1, order)
+
+
+def _at_least(name: str, number: Any, least: int) -> int:
+    if isinstance(number, bool) or not isinstance(number, int) or number < least:
+        raise ValueError(f"{name} must be an integer of at least {least}, got {number!r}; try {max(least, 10)}")
+    return number

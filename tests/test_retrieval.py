@@ -1,0 +1,127 @@
+"""Ranks, nearest columns and hard negatives against the whole matrix, over ranks too."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from contrastile import retrieval
+from contrastile.comm.communicator import MismatchError
+from contrastile.comm.inprocess import InProcessGroup
+
+M, N, WIDTH, TILE = 23, 41, 5, 7
+
+
+def drawn(dtype: torch.dtype = torch.float32, seed: int = 0) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
+    """Rows and columns of small integers, whose products are exact and often equal; positives, and ids of both."""
+    random = torch.Generator().manual_seed(seed)
+
+    def integers(low: int, high: int, *shape: int) -> Tensor:
+        return torch.randint(low, high, shape, generator=random)
+
+    features = integers(-2, 3, M, WIDTH).to(dtype), integers(-2, 3, N, WIDTH).to(dtype)
+    return *features, integers(0, N, M), integers(0, 9, M), integers(0, 9, N)
+
+
+def stated_ranks(x: Tensor, positives: Tensor, out: Tensor) -> list[int]:
+    return [
+        sum(1 for j in range(N) if j != p and not out[i, j] and not x[i, j] < x[i, p])
+        for i, p in enumerate(positives.tolist())
+    ]
+
+
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16, torch.float32, torch.float64])
+@pytest.mark.parametrize("tile", [TILE, 2048])
+def test_ranks(dtype: torch.dtype, tile: int) -> None:
+    rows, columns, positives, row_ids, column_ids = drawn(dtype)
+    x, none = rows.double() @ columns.double().T, torch.zeros(M, N).bool()
+    found = retrieval.ranks(rows, columns, positives=positives, tile=tile)
+    assert found.tolist() == stated_ranks(x, positives, none)
+    assert retrieval.ranks(rows, columns, tile=tile).tolist() == stated_ranks(x, torch.arange(M), none)
+    alike = row_ids[:, None] == column_ids
+    named: Any = {"positives": positives, "row_ids": row_ids, "column_ids": column_ids}
+    assert retrieval.ranks(rows, columns, tile=tile, **named).tolist() == stated_ranks(x, positives, alike)
+    assert retrieval.recall(found, 3) == sum(r < 3 for r in found.tolist()) / M
+    reciprocal = torch.tensor([1 / (1 + r) for r in found.tolist()], dtype=torch.float64)
+    assert retrieval.mean_reciprocal_rank(found) == reciprocal.mean().item()
+
+
+def test_what_has_collapsed_or_is_nan_ranks_last() -> None:
+    same = torch.ones(M, WIDTH) / 3
+    for rows in (same, same * torch.nan):
+        assert retrieval.ranks(rows, same, tile=TILE).tolist() == [M - 1] * M
+
+
+@pytest.mark.parametrize("k", [1, 6, 12, N])
+@pytest.mark.parametrize("tile", [TILE, 2048])
+def test_top_k(k: int, tile: int) -> None:
+    rows, columns, *_ = drawn()
+    values, numbers = retrieval.top_k(rows, columns, k, tile=tile)
+    expected = (rows @ columns.T).sort(dim=1, descending=True, stable=True)
+    assert torch.equal(values, expected.values[:, :k])
+    assert torch.equal(numbers, expected.indices[:, :k])
+
+
+def stated_negatives(x: Tensor, positives: Tensor, out: Tensor, k: int, skip: int) -> list[list[int]]:
+    found = []
+    for i, p in enumerate(positives.tolist()):
+        most = min(2.0, float(x[i, p]) - 1.0, float(x[i, p] - 0.5 * x[i, p].abs()))
+        fits = [j for j in range(N) if j != p and not out[i, j] and -4.0 <= x[i, j] <= most]
+        nearest = sorted(fits, key=lambda j: (-float(x[i, j]), j))[skip : skip + k]
+        found.append(nearest + [-1] * (k - len(nearest)))
+    return found
+
+
+@pytest.mark.parametrize(("k", "skip"), [(3, 0), (6, 2), (N, 1)])
+def test_hard_negatives(k: int, skip: int) -> None:
+    rows, columns, positives, row_ids, column_ids = drawn(seed=1)
+    x, alike = rows @ columns.T, row_ids[:, None] == column_ids
+    limits: Any = {"min_score": -4.0, "max_score": 2.0, "absolute_margin": 1.0, "relative_margin": 0.5}
+    named: Any = {"positives": positives, "row_ids": row_ids, "column_ids": column_ids, "tile": TILE}
+    found = retrieval.mine_hard_negatives(rows, columns, k, range_min=skip, **limits, **named)
+    assert found.tolist() == stated_negatives(x, positives, alike, k, skip)
+    assert (found == -1).any()
+    assert (found >= 0).any()
+
+
+@pytest.mark.parametrize("size", [2, 3])
+def test_ranks_of_a_group_see_all_columns(size: int) -> None:
+    rows, columns, positives, row_ids, column_ids = drawn(seed=2)
+    of_rows, of_columns = ([0, 4, 15, M][: size + 1], [0, 11, 30, N][: size + 1])
+    of_rows[-1], of_columns[-1] = M, N
+
+    def program(communicator: Any) -> Any:
+        r = communicator.rank
+        i, j = slice(of_rows[r], of_rows[r + 1]), slice(of_columns[r], of_columns[r + 1])
+        named: Any = {"row_ids": row_ids[i], "column_ids": column_ids[j], "group": communicator, "tile": TILE}
+        paired = retrieval.ranks(rows[i], columns[j], group=communicator)
+        ranks = retrieval.ranks(rows[i], columns[j], positives=positives[i], **named)
+        mined = retrieval.mine_hard_negatives(rows[i], columns[j], 4, positives=positives[i], **named)
+        return paired, ranks, mined, *retrieval.top_k(rows[i], columns[j], 5, group=communicator)
+
+    parts = [torch.cat(each) for each in zip(*InProcessGroup(size).run(program), strict=True)]
+    named: Any = {"positives": positives, "row_ids": row_ids, "column_ids": column_ids}
+    own = torch.cat([torch.arange(b - a) + c for a, b, c in zip(of_rows, of_rows[1:], of_columns, strict=False)])
+    alone = retrieval.ranks(rows, columns, positives=own), retrieval.ranks(rows, columns, **named)
+    negatives = retrieval.mine_hard_negatives(rows, columns, 4, **named)
+    for found, expected in zip(parts, (*alone, negatives, *retrieval.top_k(rows, columns, 5)), strict=True):
+        assert torch.equal(found, expected)
+
+
+def test_ranks_of_two_widths_are_refused_by_all() -> None:
+    def program(communicator: Any) -> Any:
+        x = torch.ones(3, 4 + communicator.rank)
+        with pytest.raises(MismatchError, match=r"one width and dtype.*\(4, .*\(5, "):
+            retrieval.ranks(x, x, group=communicator)
+
+    InProcessGroup(2).run(program)
+
+
+def test_no_rows() -> None:
+    columns = torch.ones(4, 3)
+    assert retrieval.ranks(columns[:0], columns).shape == (0,)
+    assert [x.shape for x in retrieval.top_k(columns[:0], columns, 2)] == [(0, 2), (0, 2)]
+    assert retrieval.mine_hard_negatives(columns[:0], columns, 2).shape == (0, 2)
