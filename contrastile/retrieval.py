@@ -19,7 +19,9 @@ from contrastile.comm.communicator import MismatchError
 from contrastile.comm.connect import connect
 from contrastile.reporting import progress as bar
 
-TILE = 2048
+TILES = {"cpu": (2048, 2048)}
+"""Rows and columns of a tile by the kind of device; elsewhere few launches, of wide tiles, take the least time."""
+WIDE = (1024, 65536)
 _DTYPES = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
 
 
@@ -32,7 +34,7 @@ def ranks(
     row_ids: Tensor | None = None,
     column_ids: Tensor | None = None,
     group: Any = None,
-    tile: int = TILE,
+    tile: int | None = None,
     progress: bool = False,
 ) -> Tensor:
     """How many columns beat each row's positive: 0 where it is the nearest.
@@ -48,7 +50,7 @@ def ranks(
         row_ids: (m,) integers, given together with column_ids: other columns with the row's id do not count.
         column_ids: (n,) integers.
         group: see ``contrastile.plan.Settings``. Every rank holds the columns of all ranks while it searches.
-        tile: rows and columns of a tile.
+        tile: rows and columns of a tile; None takes 2,048 on a CPU, and 1,024 x 65,536 elsewhere.
         progress: whether to show a progress bar on stderr.
 
     Returns:
@@ -66,8 +68,9 @@ def ranks(
         own = search.own(low, where)
         count = torch.zeros(len(where), dtype=torch.int64, device=rows.device)
         for left, x in search.products(low):
-            smaller = search.left_out(x < own[:, None], low, left, where, value=True)
-            count += x.shape[1] - smaller.sum(1)
+            # counted as floating-point numbers, which are exact: sums of booleans take twice as long on a GPU
+            smaller = search.left_out(x.lt_(own[:, None]), low, left, where, value=1.0)
+            count += x.shape[1] - smaller.sum(1).long()
         found.append(count)
     return torch.cat(found) if found else search.positives
 
@@ -98,7 +101,7 @@ def top_k(
     k: int,
     *,
     group: Any = None,
-    tile: int = TILE,
+    tile: int | None = None,
     progress: bool = False,
 ) -> tuple[Tensor, Tensor]:
     """The k columns of the largest dot products with each row, in falling order; of equal ones the first comes first.
@@ -143,7 +146,7 @@ def mine_hard_negatives(
     absolute_margin: float | None = None,
     relative_margin: float | None = None,
     group: Any = None,
-    tile: int = TILE,
+    tile: int | None = None,
     progress: bool = False,
 ) -> Tensor:
     """The k nearest columns of each row that may be negatives: as sentence-transformers' ``mine_hard_negatives``.
@@ -204,7 +207,7 @@ class _Search:
         positives: Tensor | None,
         ids: tuple[Tensor | None, Tensor | None],
         group: Any,
-        tile: int,
+        tile: int | None,
         *,
         progress: bool,
         paired: bool = True,
@@ -234,7 +237,8 @@ class _Search:
                     f"{name} must be ({len(like)},) integers, got {given.dtype} of shape {tuple(given.shape)}; give "
                     "one for each"
                 )
-        self.tile, self._shown = _at_least("tile", tile, 1), progress
+        tiles = TILES.get(rows.device.type, WIDE) if tile is None else (_at_least("tile", tile, 1),) * 2
+        (self._high, self._wide), self._shown = tiles, progress
         self.rows, self.columns, (self._row_ids, self._column_ids) = rows, columns, ids
         start = 0 if group is None else self._join(group)
         own = torch.arange(start, start + len(rows), device=rows.device)
@@ -274,9 +278,9 @@ class _Search:
     def blocks(self) -> Iterator[tuple[int, Tensor]]:
         """The first row of each block of rows, and the positives of the block."""
         with bar(shown=self._shown) as report:
-            for low in range(0, len(self.rows), self.tile):
+            for low in range(0, len(self.rows), self._high):
                 report(low, len(self.rows), "rows")
-                yield low, self.positives[low : low + self.tile]
+                yield low, self.positives[low : low + self._high]
 
     def products_of(self, rows: Tensor, columns: Tensor) -> Tensor:
         """Dot products, not rounded to the features' dtype."""
@@ -287,28 +291,28 @@ class _Search:
             return rows.to(self.dtype) @ columns.to(self.dtype).T
 
     def _product(self, low: int, left: int) -> Tensor:
-        return self.products_of(self.rows[low : low + self.tile], self.columns[left : left + self.tile])
+        return self.products_of(self.rows[low : low + self._high], self.columns[left : left + self._wide])
 
     def products(self, low: int) -> Iterator[tuple[int, Tensor]]:
         """The first column of each tile of a block of rows, and its dot products."""
-        for left in range(0, len(self.columns), self.tile):
+        for left in range(0, len(self.columns), self._wide):
             yield left, self._product(low, left)
 
     def own(self, low: int, where: Tensor) -> Tensor:
         """The positives' dot products, by the same products as all others: only so are ties equal."""
         found = torch.empty(len(where), dtype=self.dtype, device=where.device)
-        home = where // self.tile
+        home = where // self._wide
         for number in torch.unique(home).tolist():
             inside = (home == number).nonzero()[:, 0]
-            left = number * self.tile
+            left = number * self._wide
             found[inside] = self._product(low, left)[inside, where[inside] - left]
         return found
 
     def left_out(self, x: Tensor, low: int, left: int, where: Tensor, *, value: float) -> Tensor:
         """X (a tile) with ``value`` at the rows' positives and at columns of their ids."""
         if self._row_ids is not None and self._column_ids is not None:
-            of_rows = self._row_ids[low : low + self.tile].to(x.device)[:, None]
-            x = x.masked_fill_(of_rows == self._column_ids[left : left + self.tile].to(x.device), value)
+            of_rows = self._row_ids[low : low + self._high].to(x.device)[:, None]
+            x = x.masked_fill_(of_rows == self._column_ids[left : left + self._wide].to(x.device), value)
         inside = ((where >= left) & (where < left + x.shape[1])).nonzero()[:, 0]
         x[inside, where[inside] - left] = value
         return x
@@ -337,13 +341,14 @@ class _Search:
 
 def _first(x: Tensor, k: int) -> tuple[Tensor, Tensor]:
     """The k largest of each row in falling order, and where they are; of equal ones the first."""
-    values, at = x.topk(k, dim=1)
-    least = values[:, -1:]
-    # topk may take any of the equal ones
-    chosen = (x == least).sum(1) > (values == least).sum(1)
-    if bool(chosen.any()):
-        several = x[chosen].sort(dim=1, descending=True, stable=True)
-        values[chosen], at[chosen] = several.values[:, :k], several.indices[:, :k]
+    values, at = x.topk(min(k + 1, x.shape[1]), dim=1)
+    if values.shape[1] > k:
+        # topk may take any of the equal ones
+        tied = values[:, k] == values[:, k - 1]
+        values, at = values[:, :k], at[:, :k]
+        if bool(tied.any()):
+            several = x[tied].sort(dim=1, descending=True, stable=True)
+            values[tied], at[tied] = several.values[:, :k], several.indices[:, :k]
     at, order = at.sort(dim=1)
     values, order = values.gather(1, order).sort(dim=1, descending=True, stable=True)
     return values, at.gather(1, order)

@@ -8,10 +8,10 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from contrastile.retrieval import TILE, ranks
+from contrastile.retrieval import ranks
 
 
-def rank_at_1(query: Tensor, key: Tensor, tile: int = TILE) -> Tensor:
+def rank_at_1(query: Tensor, key: Tensor, tile: int | None = None) -> Tensor:
     """Share of queries whose own key (of the same row) has a strictly larger dot product than every other key.
 
     A tie counts as a miss, so that embeddings that have collapsed to one point score 0: see ``retrieval.ranks``.
@@ -19,7 +19,7 @@ def rank_at_1(query: Tensor, key: Tensor, tile: int = TILE) -> Tensor:
     Args:
         query: (m, d), floating point, m >= 1.
         key: (n, d), n >= m, of the same dtype and device; rows from m on are further negatives.
-        tile: rows and columns of a tile.
+        tile: see ``retrieval.ranks``.
 
     Returns:
         0-d float32 on the features' device; NaN for no queries.
