@@ -158,6 +158,75 @@ class ClipLoss(_Loss):
         return _result(loss, output_dict)
 
 
+class CoCaLoss(ClipLoss):
+    """CLIP's loss and that of the captions, made and called as open_clip's ``CoCaLoss``.
+
+    The caption loss is the mean over this rank's own tokens, as open_clip's is; the contrastive one is ``ClipLoss``.
+
+    Args:
+        caption_loss_weight: what the caption loss is multiplied by.
+        clip_loss_weight: what the contrastive loss is multiplied by; 0 leaves it out.
+        pad_id: the label of tokens that do not count.
+        local_loss, gather_with_grad, cache_labels, rank, world_size, use_horovod: see ``ClipLoss``.
+        **options: keywords of ``ClipLoss``.
+
+    Raises:
+        ValueError, TypeError: see ``ClipLoss``.
+    """
+
+    def __init__(
+        self,
+        caption_loss_weight: float,
+        clip_loss_weight: float,
+        pad_id: int = 0,
+        local_loss: bool = False,
+        gather_with_grad: bool = False,
+        cache_labels: bool = False,
+        rank: int = 0,
+        world_size: int = 1,
+        use_horovod: bool = False,
+        **options: Any,
+    ) -> None:
+        super().__init__(local_loss, gather_with_grad, cache_labels, rank, world_size, use_horovod, **options)
+        self.caption_loss_weight, self.clip_loss_weight, self.pad_id = caption_loss_weight, clip_loss_weight, pad_id
+
+    def forward(  # type: ignore[override]
+        self,
+        image_features: Tensor,
+        text_features: Tensor,
+        logits: Tensor,
+        labels: Tensor,
+        logit_scale: Tensor | float,
+        output_dict: bool = False,
+        *,
+        ids: Tensor | None = None,
+        weights: Tensor | None = None,
+    ) -> tuple[Tensor, Tensor] | dict[str, Tensor]:
+        """Both losses, or ``{"contrastive_loss": ..., "caption_loss": ...}`` with ``output_dict``.
+
+        Args:
+            image_features: see ``ClipLoss``.
+            text_features: see ``ClipLoss``.
+            logits: (b, length, vocabulary), of the next token.
+            labels: (b, length) integers.
+            logit_scale: see ``ClipLoss``.
+            output_dict: see ``ClipLoss``.
+            ids: see ``ClipLoss``.
+            weights: see ``ClipLoss``.
+
+        Raises:
+            TypeError, ValueError, BackendUnavailableError, UnsupportedProblemError, MismatchError, ExchangeError: see
+                ``contrastile.clip_loss``.
+        """
+        contrastive: Any = logits.new_zeros(())
+        if self.clip_loss_weight:
+            found: Any = super().forward(image_features, text_features, logit_scale, ids=ids, weights=weights)
+            contrastive = self.clip_loss_weight * found
+        of_tokens = torch.nn.functional.cross_entropy(logits.transpose(1, 2), labels, ignore_index=self.pad_id)
+        caption = self.caption_loss_weight * of_tokens
+        return {"contrastive_loss": contrastive, "caption_loss": caption} if output_dict else (contrastive, caption)
+
+
 class SigLipLoss(_Loss):
     """Sigmoid loss, made and called as open_clip's ``SigLipLoss``: see ``contrastile.sigmoid_loss``.
 

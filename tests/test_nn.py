@@ -43,6 +43,13 @@ def test_the_constructors_are_open_clip_s() -> None:
     theirs = {
         contrastile.nn.ClipLoss: {**clip, "use_horovod": False},
         contrastile.nn.SigLipLoss: {"cache_labels": False, "rank": 0, "world_size": 1, "dist_impl": None},
+        contrastile.nn.CoCaLoss: {
+            "caption_loss_weight": inspect.Parameter.empty,
+            "clip_loss_weight": inspect.Parameter.empty,
+            "pad_id": 0,
+            **clip,
+            "use_horovod": False,
+        },
     }
     for module, expected in theirs.items():
         parameters = list(inspect.signature(module).parameters.values())
@@ -88,6 +95,18 @@ def test_a_place_that_is_not_the_group_s_is_refused_on_every_rank(wrong_rank: in
 
     (said,) = set(InProcessGroup[str](3).run(program))
     assert re.match(r"rank \d: rank and world_size must be those of the group, where this is rank \d of 3, got ", said)
+
+
+def test_coca_has_the_loss_of_the_captions_too() -> None:
+    logits, labels = torch.tensor(rng.standard_normal((B, 4, 9))), torch.tensor(rng.integers(0, 9, (B, 4)))
+    image, text, scale = leaves(IMAGE, TEXT, S)
+    made = contrastile.nn.CoCaLoss(2.0, 0.5)
+    contrastive, caption = made(image, text, logits, labels, scale)
+    assert torch.equal(contrastive, 0.5 * contrastile.nn.ClipLoss()(image, text, scale))
+    assert torch.equal(caption, 2.0 * torch.nn.functional.cross_entropy(logits.mT, labels, ignore_index=0))
+    named = made(image, text, logits, labels, scale, output_dict=True)
+    assert named == {"contrastive_loss": contrastive, "caption_loss": caption}
+    assert contrastile.nn.CoCaLoss(2.0, 0)(None, None, logits, labels, scale) == (0.0, caption)
 
 
 def test_biases_are_taken_as_open_clip_takes_them() -> None:

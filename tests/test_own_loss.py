@@ -18,7 +18,7 @@ PAGE = (Path(__file__).parent.parent / "docs" / "how-to" / "own-loss.md").read_t
 B, WIDTH, SCALE = 13, 6, 5.5
 UNIT = 2.0**-53
 LINES = 5
-PAIRS = ("cosface", "smoothed", "own_negatives")
+PAIRS = ("cosface", "smoothed", "own_negatives", "distilled")
 
 
 @pytest.fixture(scope="module")
@@ -89,10 +89,20 @@ def own_negatives(x: Tensor, s: Tensor) -> Tensor:
     return cross_entropy(torch.cat([x, own], 1), torch.arange(B))
 
 
+TEACHER = torch.randn(2, B, 4, generator=torch.Generator().manual_seed(5), dtype=torch.float64)
+
+
+def distilled(x: Tensor, s: Tensor) -> Tensor:
+    """open_clip's ``DistillClipLoss``: the cross entropy of the teacher's softmax, both ways, at its scale of 3."""
+    y = 3.0 * TEACHER[0] @ TEACHER[1].T
+    return (cross_entropy(x, y.softmax(1)) + cross_entropy(x.T, y.T.softmax(1))) / 2
+
+
 FORMULAS: dict[str, Callable[[Tensor, Tensor], Tensor]] = {
     "cosface": cosface,
     "smoothed": lambda x, s: cross_entropy(x, torch.arange(B), label_smoothing=0.1),
     "own_negatives": own_negatives,
+    "distilled": distilled,
     "dcl": dcl,
     "dclw": dclw,
     "debiased": debiased,
@@ -111,7 +121,9 @@ def test_a_loss_of_the_page_is_its_paper_s(page: dict[str, Any], name: str) -> N
     left, right = (leaves[0], leaves[1]) if name in PAIRS else (torch.cat(leaves[:2]),) * 2
     x = leaves[2] * left @ right.T
     exact = FORMULAS[name](x, leaves[2])
-    more = [torch.full((B,), 3.0, dtype=torch.float64)] if name == "sogclr" else []
+    more: list[Any] = [torch.full((B,), 3.0, dtype=torch.float64)] if name == "sogclr" else []
+    if name == "distilled":
+        more = [*TEACHER, 3.0]
     if name == "own_negatives":
         more = [torch.stack([mine[1].roll(-i, 0) for i in (1, 2)], 1)]
     found = page[name](*mine, *more)
