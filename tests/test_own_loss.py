@@ -138,6 +138,20 @@ def test_a_loss_of_the_page_is_its_paper_s(page: dict[str, Any], name: str) -> N
         assert (x - y).abs().max() <= 8 * error * (1 + SCALE) * terms
 
 
+def test_composed_losses_are_their_papers(page: dict[str, Any]) -> None:
+    draw = torch.Generator().manual_seed(4)
+    x, y = (normalize(torch.randn(B, 8, generator=draw, dtype=torch.float64) + 0.5, dim=1) for _ in range(2))
+    cosines = (x @ x.T)[~torch.eye(B).bool()]
+    exact = cosines.mean() ** 2 + (cosines.square().mean() - 1 / 8).clamp(min=0)
+    # b^2 products of 8 terms, none above 1
+    assert cosines.square().mean() > 1 / 8
+    assert abs(page["spread_out"](x) - exact) <= UNIT * (B * B + 8) * 8
+    halves = [normalize(z[:, :4], dim=1) for z in (x, y)]
+    logits = [SCALE * a @ b.T for a, b in (halves, (x, y))]
+    both = [cosface(z + 0.2 * SCALE * torch.eye(B), torch.tensor(SCALE)) for z in logits]
+    assert abs(page["matryoshka"](x, y, SCALE) - sum(both) / 2) <= UNIT * (B * B + 8) * 8 * SCALE
+
+
 def test_each_takes_five_lines_at_most() -> None:
     bodies = re.findall(r"^def (\w+)\(.*\n((?:    .*\n)+)", PAGE, re.M)
     assert {name for name, _ in bodies} >= set(FORMULAS)
