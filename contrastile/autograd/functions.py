@@ -21,7 +21,7 @@ from contrastile import compute
 from contrastile.autograd import operators
 from contrastile.backends import contract, eager
 from contrastile.plan import Plan
-from contrastile.schedules import local, schedule
+from contrastile.schedules import local
 
 _C: Any = torch._C
 # absent from a torch that has other names for them: then every call goes through the operators
@@ -116,7 +116,7 @@ class Left:
         plan = self.plan.with_arrays(arrays)
         if not is_seen(upstream):
             return compute.gradients(plan, state, upstream, wanted)
-        if len(state) == schedule.DIAGONAL and plan.problem.kind == "softmax":
+        if len(state) == compute.DIAGONAL and plan.problem.kind == "softmax":
             # an operator knows the primitives' state alone
             plan = replace(plan, problem=replace(plan.problem, equal=None))
             state = _unrecorded(torch.is_grad_enabled(), compute.loss, plan)[1:]
