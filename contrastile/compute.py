@@ -1,25 +1,47 @@
-"""Computing a plan: the loss, and its gradients, in the caller's library; for autograd and for ``value_and_grad``.
+"""The loss and the gradients of a plan, in the caller's library, and of a problem, by its schedule.
 
-Unrequested gradients are None.
+A softmax loss leaves its statistics, and its gradients walk the blocks again; a sigmoid loss leaves the sums behind its
+gradients. Unrequested gradients are None.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Hashable, Sequence
+from contextlib import nullcontext
 from dataclasses import replace
+from types import ModuleType
 from typing import Any
 
-from contrastile.backends.arrays import transfer
+from contrastile.backends.arrays import ArrayLibrary, transfer
+from contrastile.backends.contract import Array, Backend, Diagonal, Options
+from contrastile.backends.objectives import STATISTICS
 from contrastile.plan import Plan
-from contrastile.schedules import local, replicate, schedule
+from contrastile.schedules import (
+    beside,
+    blocked,
+    gather,
+    local,
+    replicate,
+    ring,
+    scalars,
+    triangle,
+    triangle_over_ranks,
+)
 from contrastile.schedules.native import native, returned
+from contrastile.schedules.problem import Problem
+from contrastile.schedules.sums import gradients_over_ranks, phase
 
 Found = Sequence[Any]
 """Arrays of the caller's library; None for those that were not asked for."""
 
+DIAGONAL = 3
+"""How many arrays ``contract.Diagonal`` leaves: no schedule of a softmax loss leaves so few."""
+
+_ALONE = nullcontext()
+
 
 def loss(plan: Plan, wanted: local.Wanted | None = None) -> Found:
-    """The loss (0-d), or the statistics, and what its gradients need: see ``schedule.loss``.
+    """The loss (0-d), or the statistics, and what its gradients need: see ``problem_loss``.
 
     Args:
         plan: what to compute, and how.
@@ -34,7 +56,7 @@ def loss(plan: Plan, wanted: local.Wanted | None = None) -> Found:
         )
         return replicate.own_value(plan.problem, value), *whole.for_gradients().arrays(), *state
     with native(plan.problem, library, backend) as inside:
-        value, left = schedule.loss(inside, backend, plan.options, wanted)
+        value, left = problem_loss(inside, backend, plan.options, wanted)
         return tuple(transfer(x, backend.arrays, library) for x in (value, *left))
 
 
@@ -73,7 +95,7 @@ def gradients(plan: Plan, state: Found, upstream: Any, wanted: local.Wanted) -> 
         ]
         factor = transfer(upstream, library, backend.arrays)
         found = returned(
-            schedule.gradients(inside, given, factor, wanted, backend, plan.options), problem, backend.arrays, library
+            problem_gradients(inside, given, factor, wanted, backend, plan.options), problem, backend.arrays, library
         )
         return found.rows, found.scale, found.bias, *found.columns
 
@@ -111,3 +133,105 @@ def may_be_replayed(plan: Plan) -> bool:
         return False
     # rows against themselves: each pair is computed once
     return fits(rows, count if problem.columns else (count + 1) // 2)
+
+
+def diagonal_of(problem: Problem, arrays: ArrayLibrary, backend: Backend, options: Options) -> Diagonal | None:
+    """The backend's ``diagonal`` if it computes a problem, of this library's arrays; else None."""
+    if backend.diagonal is None or not problem.diagonal:
+        return None
+    rows = problem.rows
+    takes = backend.diagonal.takes(rows.shape[0], arrays.dtype(rows), arrays.device(rows), options)
+    return backend.diagonal if takes else None
+
+
+def _module(problem: Problem) -> ModuleType:
+    if problem.placement is None:
+        alone = local if problem.columns else triangle
+        return alone if problem.blocking is None else blocked
+    if not problem.columns:
+        return triangle_over_ranks
+    return {"ring": ring, "gather": gather}[problem.placement.exchange]
+
+
+def problem_loss(
+    problem: Problem, backend: Backend, options: Options, wanted: local.Wanted | None = None
+) -> tuple[Array, local.State]:
+    """The loss of a problem, 0-d, or its statistics, and what its gradients need.
+
+    Args:
+        problem: in the backend's library.
+        backend: computes its blocks.
+        options: how.
+        wanted: the gradients that will be asked for, None for none: then a sigmoid loss leaves nothing for them, and no
+            backend keeps anything.
+
+    Raises:
+        UnsupportedProblemError: the backend refuses one of the blocks.
+        ExchangeError: a rank did not answer within the deadline.
+    """
+    placement, module = problem.placement, _module(problem)
+    with _ALONE if placement is None else phase(placement):
+        if placement is not None:
+            problem = scalars.compared(problem, backend.arrays)
+        if problem.kind == "softmax":
+            diagonal = diagonal_of(problem, backend.arrays, backend, options)
+            if diagonal is not None and problem.equal is not None:
+                given = problem.rows, problem.columns[0], problem.scale, problem.equal.number
+                both = diagonal.loss(*given, problem.column_weight is not None)
+                if both is not None:
+                    return both
+        if problem.kind != "sigmoid":
+            found: local.Forward = module.forward(problem, backend, options, wanted=wanted)
+            value = found.loss if problem.smoothing is None else beside.value(problem, found.loss, backend.arrays)
+            return value, found.state
+        value, sums = module.sigmoid(problem, wanted, backend, options)
+        return value, () if sums is None else sums.state
+
+
+def problem_gradients(
+    problem: Problem,
+    state: local.State,
+    upstream: Array | None,
+    wanted: local.Wanted,
+    backend: Backend,
+    options: Options,
+) -> local.Gradients:
+    """Gradients of ``upstream * loss`` of a problem.
+
+    Args:
+        problem: as it was given to ``problem_loss``, or that ``for_gradients``.
+        state: what ``problem_loss`` left.
+        upstream: 0-d, state dtype. None is 1, and lets the state be consumed. Of the statistics: their bars.
+        wanted: which gradients to give; of a sigmoid loss at most those that ``problem_loss`` was told.
+        backend: computed the loss.
+        options: how.
+
+    Raises:
+        ExchangeError: a rank did not answer within the deadline.
+    """
+    placement, arrays, rows, scale = problem.placement, backend.arrays, problem.rows, problem.scale
+    with _ALONE if placement is None else phase(placement, wanted):
+        if problem.kind == STATISTICS:
+            problem, upstream = problem.with_bars(upstream), None
+        if problem.kind == "sigmoid" and placement is None and problem.blocking is None:
+            return local.gradients_from_sums(rows, scale, local.Sums.of(state), upstream, wanted, arrays)
+        if problem.kind == "softmax" and len(state) == DIAGONAL:
+            assert backend.diagonal is not None
+            assert problem.equal is not None
+            wants, given = (wanted.rows, wanted.columns[0], wanted.scale), (rows, problem.columns[0], scale)
+            three = backend.diagonal.gradients(*given, problem.equal.number, state, upstream, wants)
+            if three is not None:
+                return local.Gradients(three[0], (three[1],), three[2], None)
+            state = local.forward(problem, backend, options).state
+        one = arrays.full((), 1.0, arrays.dtype(scale), scale) if upstream is None else upstream
+        if problem.kind != "sigmoid":
+            saved = local.Forward.of(state)
+            found: local.Gradients = _module(problem).backward(problem, saved, one, wanted, backend, options)
+            if problem.margin is None and problem.smoothing is None:
+                return found
+            return beside.gradients(problem, saved, one, wanted, found, arrays)
+        sums = local.Sums.of(state)
+        if placement is not None:
+            return gradients_over_ranks(rows, scale, placement, sums, one * placement.factor, wanted, arrays)
+        assert problem.blocking is not None
+        return blocked.sigmoid_gradients(rows, scale, problem.blocking, sums, one, wanted, arrays)

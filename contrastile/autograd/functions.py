@@ -1,9 +1,9 @@
 """The losses as autograd functions over a plan: for eager calls, and for torch.func's ``grad``, ``vjp``, ``jacrev``.
 
-``Loss`` serves eager calls, without an operator's dispatch, which takes the host longer than a small batch takes to
-compute. Its value is computed before it is called, by a plan (``Left``) or by what a signature binds (``Diagonal``).
-``FunctionalLoss`` serves transforms, which want every tensor among the arguments and the results, at twice the cost.
-What is not defined is refused by name: forward mode, gradients of gradients, a map over calls.
+``Loss`` serves eager calls without an operator's dispatch, which costs the host more than a small batch takes to
+compute. Its value is known before it is called; its gradients come from a plan (``PlannedBackward``) or from what a
+signature binds (``Diagonal``). ``FunctionalLoss`` serves transforms, which need every tensor among the arguments and
+the results, at twice the cost. Forward mode, gradients of gradients and a map over calls raise an error.
 """
 
 # pyright: reportIncompatibleMethodOverride=false
@@ -21,7 +21,7 @@ from contrastile import compute
 from contrastile.autograd import operators
 from contrastile.backends import contract, eager
 from contrastile.plan import Plan
-from contrastile.schedules import local, schedule
+from contrastile.schedules import local
 
 _C: Any = torch._C
 # absent from a torch that has other names for them: then every call goes through the operators
@@ -54,11 +54,11 @@ def eager_loss(plan: Plan, *, grad: bool) -> Tensor:
         return cast("Tensor", value)
     # arrays are saved, and not held: autograd tells when one was written to, and frees them
     form, needed = plan.parted()
-    return _recorded(Left(form, wanted), value, (*state, *needed), given)
+    return _recorded(PlannedBackward(form, wanted), value, (*state, *needed), given)
 
 
 def _unrecorded(grad: bool, compute: Callable[..., Any], *args: Any) -> Any:
-    """``compute(*args)`` with gradients off, which ``grad`` says whether they are on."""
+    """``compute(*args)`` without recording; ``grad`` says whether autograd records now."""
     torch._C._set_grad_enabled(False)
     try:
         return compute(*args)
@@ -66,10 +66,10 @@ def _unrecorded(grad: bool, compute: Callable[..., Any], *args: Any) -> Any:
         torch._C._set_grad_enabled(grad)
 
 
-def _recorded(left: Left | Diagonal, value: Any, saved: Sequence[Any], given: Sequence[Any]) -> Tensor:
-    """The value as a loss of the tensors that were given, whose gradients ``left`` makes of what is saved."""
-    # a tuple: a tensor among the arguments would be one of those that the loss depends on
-    return cast("Tensor", cast("Any", Loss).apply(left, (value,), saved, *given))
+def _recorded(backward: PlannedBackward | Diagonal, value: Any, saved: Sequence[Any], given: Sequence[Any]) -> Tensor:
+    """The value as a loss of the tensors that were given; ``backward`` computes their gradients from what is saved."""
+    # a tuple: autograd would take a tensor among the arguments for one that the loss depends on
+    return cast("Tensor", cast("Any", Loss).apply(backward, (value,), saved, *given))
 
 
 def functional_loss(plan: Plan) -> Tensor:
@@ -80,12 +80,14 @@ def functional_loss(plan: Plan) -> Tensor:
 
 
 class Loss(torch.autograd.Function):
-    """Of an eager call, whose value is known."""
+    """The loss of an eager call, whose value is known."""
 
     @staticmethod
-    def forward(ctx: Any, left: Left | Diagonal, value: tuple[Tensor], saved: Sequence[Any], *given: Any) -> Tensor:
+    def forward(
+        ctx: Any, backward: PlannedBackward | Diagonal, value: tuple[Tensor], saved: Sequence[Any], *given: Any
+    ) -> Tensor:
         """The loss; ``given`` are the rows, the scale, the bias and the column blocks."""
-        ctx.left = left
+        ctx.computes = backward
         ctx.save_for_backward(*saved)
         return value[0]
 
@@ -94,12 +96,12 @@ class Loss(torch.autograd.Function):
         """The gradients, in the order of forward's arguments."""
         arriving = operators.one_upstream(*upstream).resolve_neg()
         saved = ctx.saved_tensors
-        return None, None, None, *ctx.left.gradients(saved, arriving)
+        return None, None, None, *ctx.computes.gradients(saved, arriving)
 
 
 @dataclass(frozen=True, slots=True)
-class Left:
-    """What makes gradients of what a loss has saved: the state, then the arrays of its plan.
+class PlannedBackward:
+    """Computes gradients from what a loss has saved: the state, then the arrays of its plan.
 
     Attributes:
         plan: of the gradients, without arrays.
@@ -116,7 +118,7 @@ class Left:
         plan = self.plan.with_arrays(arrays)
         if not is_seen(upstream):
             return compute.gradients(plan, state, upstream, wanted)
-        if len(state) == schedule.DIAGONAL and plan.problem.kind == "softmax":
+        if len(state) == compute.DIAGONAL and plan.problem.kind == "softmax":
             # an operator knows the primitives' state alone
             plan = replace(plan, problem=replace(plan.problem, equal=None))
             state = _unrecorded(torch.is_grad_enabled(), compute.loss, plan)[1:]
@@ -126,7 +128,7 @@ class Left:
 
 
 class Diagonal:
-    """A backend's ``contract.Diagonal``, bound to a call signature: what comes to it are arrays alone.
+    """A backend's ``contract.Diagonal``, bound to a call signature: it is called with arrays alone.
 
     Args:
         backend: the backend's.
@@ -156,7 +158,7 @@ class Diagonal:
         return _recorded(self, value, (*state, rows, columns, scale), (rows, scale, None, columns))
 
     def gradients(self, saved: Sequence[Any], upstream: Tensor) -> compute.Found:
-        """See ``Left.gradients``."""
+        """See ``PlannedBackward.gradients``."""
         *state, rows, columns, scale = saved
         wanted = self._wanted
         if not is_seen(upstream):
@@ -165,22 +167,22 @@ class Diagonal:
             if found is not None:
                 return found[0], found[2], None, found[1]
         plan = replace(self._plan, problem=replace(self._plan.problem, rows=rows, columns=(columns,), scale=scale))
-        return Left(plan.without_arrays(), wanted).gradients((*state, *plan.problem.arrays()), upstream)
+        return PlannedBackward(plan.without_arrays(), wanted).gradients((*state, *plan.problem.arrays()), upstream)
 
 
 def _parted(plan: Plan, tensors: Sequence[Any]) -> tuple[Sequence[Any], Sequence[Any]]:
-    """What the loss has left for its gradients, and the plan's arrays, from both in one row."""
+    """Splits saved tensors into the state of the loss and the arrays of its plan."""
     first = len(tensors) - len(plan.problem.arrays())
     return tensors[:first], tensors[first:]
 
 
 def is_seen(upstream: Tensor) -> bool:
-    """Whether somebody must see the gradients' function: a derivative of them is asked for, or a mode is on."""
+    """Whether the gradients must be an autograd function: a derivative of them is asked for, or a mode is on."""
     return torch.is_grad_enabled() or not eager.direct(torch, (upstream,))
 
 
 class Gradients(torch.autograd.Function):
-    """Gradients, which have none themselves, where a transform or a mode sees them or a derivative is asked for."""
+    """Gradients as an autograd function that refuses to be differentiated: see ``is_seen``."""
 
     @staticmethod
     def setup_context(ctx: Any, inputs: Any, output: Any) -> None:

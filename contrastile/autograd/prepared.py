@@ -16,13 +16,13 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from contrastile import compute
 from contrastile.autograd import functions, steps
 from contrastile.autograd.steps import Call
 from contrastile.backends import eager
 from contrastile.backends.replay import is_plain
 from contrastile.backends.settings import KEEP
 from contrastile.plan import Plan
-from contrastile.schedules import schedule
 from contrastile.schedules.handshake import Handshake
 from contrastile.validation import Known
 
@@ -52,7 +52,7 @@ class Prepared:
         taken = problem.rows, *problem.columns, problem.scale
         if not all(x is y for x, y in zip(taken, args, strict=False)):
             return None
-        diagonal = schedule.diagonal_of(problem, plan.library, backend, plan.options)
+        diagonal = compute.diagonal_of(problem, plan.library, backend, plan.options)
         return None if diagonal is None else functions.Diagonal(diagonal, plan)
 
     def plan(self, build: Callable[..., Any], args: Sequence[Any], kwargs: dict[str, Any]) -> Plan:

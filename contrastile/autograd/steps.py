@@ -20,7 +20,7 @@ from torch import Tensor
 
 from contrastile import compute
 from contrastile.autograd import functions, operators
-from contrastile.backends.replay import FEATURES, Copies, Signatures, Where, may_be_captured, record
+from contrastile.backends.replay import FEATURES, Captured, Copies, Signatures, Where, may_be_captured, record
 from contrastile.backends.settings import VARIABLES
 from contrastile.plan import Plan
 
@@ -95,17 +95,12 @@ def on_gpu(features: Any) -> bool:
     return bool(getattr(features, "is_cuda", False))
 
 
-class Step:
-    """The graphs of one call signature.
-
-    Attributes:
-        where: the device and the stream on which they are replayed.
-        pool: of their memory.
-        replays: how many there were.
-    """
+class Step(Captured):
+    """The graphs of one call signature."""
 
     def __init__(self, where: Where, pool: Any, call: Call, launch: Callable[..., Tensor]) -> None:
-        self.where, self.replays, self._latest = where, 0, 0
+        super().__init__(where)
+        self._latest = 0
         # backward passes take it in autograd's thread: never wait for one while holding it
         self._lock = threading.Lock()
         self._places = [torch.empty_like(x, memory_format=torch.contiguous_format) for x in call.tensors]
@@ -133,8 +128,7 @@ class Step:
         graphs, found = record(where, [forward, backward] if wanted else [forward], pool)
         self.pool = graphs[0].pool()
         self._forward, self._backward = graphs[0], graphs[-1]
-        (self._value,), self._found = found[0], found[-1]
-        self._out = Copies(self._found)
+        (self._value,), self._out = found[0], Copies(found[-1])
 
     def loss(self, tensors: Sequence[Tensor]) -> tuple[Tensor, int]:
         """The loss of these tensors, and the number of the replay that gave it."""
@@ -163,9 +157,7 @@ class Step:
                 self._latest = number
             self._upstream.copy_(upstream)
             self._backward.replay()
-            mine = [torch.empty_like(x) for x in self._found]
-            self._out(self._found, mine)
-        found = iter(mine)
+            found = iter(self._out.copied())
         return [next(found) if want else None for want in self.wants]
 
 

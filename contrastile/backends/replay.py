@@ -18,7 +18,7 @@ import threading
 from collections.abc import Callable, Hashable, Sequence
 from dataclasses import replace
 from functools import cache
-from typing import Any, Generic, Protocol, TypeVar
+from typing import Any, Generic, TypeVar
 
 import torch
 
@@ -96,7 +96,7 @@ _LARGE = 2**18
 
 
 class Copies:
-    """Copies into tensors: one launch for all small ones of a dtype."""
+    """Copies into tensors, or of them: one launch for all small ones of a dtype."""
 
     def __init__(self, into: Sequence[Any]) -> None:
         kinds: dict[Any, list[int]] = {}
@@ -116,6 +116,12 @@ class Copies:
             targets[i].copy_(sources[i])
         for group in self._groups:
             torch._foreach_copy_([targets[i] for i in group], [sources[i] for i in group])
+
+    def copied(self) -> list[Any]:
+        """The tensors in memory of the caller's."""
+        mine = [torch.empty_like(x) for x in self.into]
+        self(self.into, mine)
+        return mine
 
 
 def record(where: Where, actions: Sequence[Callable[[], Tensors]], pool: Any = None) -> tuple[list[Any], list[Tensors]]:
@@ -162,7 +168,7 @@ def record(where: Where, actions: Sequence[Callable[[], Tensors]], pool: Any = N
     return graphs, found
 
 
-class Captured(Protocol):
+class Captured:
     """The graphs of a call signature.
 
     Attributes:
@@ -171,9 +177,10 @@ class Captured(Protocol):
         replays: how many there were.
     """
 
-    where: Where
     pool: Any
-    replays: int
+
+    def __init__(self, where: Where) -> None:
+        self.where, self.replays = where, 0
 
 
 C = TypeVar("C", bound=Captured)
@@ -232,29 +239,26 @@ class Signatures(Generic[C]):
         return found
 
 
-class _Computation:
+class _Computation(Captured):
     """A graph of a function of some tensors."""
 
     def __init__(self, where: Where, pool: Any, kinds: list[Any], given: list[Any], compute: Any) -> None:
+        super().__init__(where)
         self.places = Copies([torch.empty(x.shape, dtype=x.dtype, device=x.device) for x in given])
         self.places(given)
         into = self.places.into
         inputs = [None if kind is None else into[kind[0]] for kind in kinds]
-        self.where, self.replays = where, 0
         (self.graph,), (self._found,) = record(where, [lambda: compute(inputs)], pool)
         self.pool = self.graph.pool()
-        self._there = [x for x in self._found if x is not None]
-        self._out = Copies(self._there)
+        self._out = Copies([x for x in self._found if x is not None])
 
     def replay(self, given: list[Any]) -> list[Any]:
         """Its results for these tensors, in memory of the caller's."""
         self.places(given)
         self.graph.replay()
         self.replays += 1
-        mine = [torch.empty_like(x) for x in self._there]
-        self._out(self._there, mine)
-        each = iter(mine)
-        return [None if x is None else next(each) for x in self._found]
+        mine = iter(self._out.copied())
+        return [None if x is None else next(mine) for x in self._found]
 
 
 class Graphs(Signatures[_Computation]):

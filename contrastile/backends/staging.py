@@ -6,29 +6,28 @@ that are kept on the device, or a device that is the CPU, take the same code.
 
 from __future__ import annotations
 
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 from torch import Tensor
 
 
-class Queue(Protocol):
-    """Work in the order in which it was queued: a CUDA stream, or the host itself."""
+class Queue:
+    """Work in the order in which it was queued. This one is the host: every copy is done when it returns."""
 
     def copy(self, source: Tensor, target: Tensor) -> None:
         """Queue a copy; neither tensor's memory goes to anybody else before it is done."""
-        ...
+        target.copy_(source)
 
     def wait(self, event: Any) -> None:
         """Queue nothing more before the event; None has happened already."""
-        ...
 
     def record(self) -> Any:
         """The event that all work queued until now is done."""
-        ...
+        return None
 
 
-class _Stream:
+class _Stream(Queue):
     """A CUDA stream."""
 
     def __init__(self, stream: Any) -> None:
@@ -51,23 +50,10 @@ class _Stream:
         return self._stream.record_event()
 
 
-class _Host:
-    """The host: every copy is done when it returns."""
-
-    def copy(self, source: Tensor, target: Tensor) -> None:
-        target.copy_(source)
-
-    def wait(self, event: Any) -> None:
-        pass
-
-    def record(self) -> Any:
-        return None
-
-
 def queues(device: torch.device) -> tuple[Queue, Queue, Queue]:
     """Queues of a device: its current stream, copies to it, copies from it."""
     if device.type != "cuda":
-        return _Host(), _Host(), _Host()
+        return Queue(), Queue(), Queue()
     copies: Any = torch.cuda.Stream
     return _Stream(torch.cuda.current_stream(device)), _Stream(copies(device)), _Stream(copies(device))
 

@@ -18,8 +18,7 @@ from contrastile.schedules import scalars
 from contrastile.schedules.gather import by_block
 from contrastile.schedules.local import Gradients, State, Wanted
 from contrastile.schedules.problem import Problem
-from contrastile.schedules.schedule import phase
-from contrastile.schedules.sums import mean, placed
+from contrastile.schedules.sums import mean, phase, placed
 
 
 def applies(problem: Problem) -> bool:

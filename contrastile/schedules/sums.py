@@ -1,8 +1,9 @@
-"""Sums over the ranks, and the scale of the gradients: what ring and gather have in common."""
+"""Sums over the ranks, the scale of the gradients, and the phases of a call: what the schedules of ranks share."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import replace
 
 from contrastile.backends.arrays import ArrayLibrary
@@ -17,6 +18,22 @@ def placed(problem: Problem) -> Placement:
     """Where this rank's part of the problem lies."""
     assert problem.placement is not None
     return problem.placement
+
+
+@contextmanager
+def phase(placement: Placement, wanted: local.Wanted | None = None) -> Iterator[None]:
+    """While open, a phase of the call: with ``wanted`` its backward, else its forward, which the handshake has begun.
+
+    Raises:
+        ExchangeError: see ``Placement.enter``.
+    """
+    if wanted is not None and placement.size > 1:
+        flags = (wanted.scale, wanted.bias, wanted.rows, *wanted.columns)
+        placement.enter("backward", sum(1 << i for i, flag in enumerate(flags) if flag))
+    try:
+        yield
+    finally:
+        placement.communicator.calls.leave()
 
 
 def summed(placement: Placement, arrays: ArrayLibrary, *numbers: Array) -> Sequence[Array]:

@@ -12,8 +12,8 @@ from typing import Any
 
 import numpy as np
 
+from contrastile import compute
 from contrastile.backends.contract import Array, Options
-from contrastile.schedules import schedule
 from contrastile.schedules.problem import Problem
 from contrastile.verify import process
 from contrastile.verify.comparison import GRADIENT, NOTHING, Comparisons, Worst, compare, largest, wrong
@@ -77,11 +77,11 @@ class Step:
         self._loss: Any = None
 
     def forward(self) -> None:
-        self._loss, self._state = schedule.loss(self.native, self.subject.backend, self.options, self.wanted)
+        self._loss, self._state = compute.problem_loss(self.native, self.subject.backend, self.options, self.wanted)
 
     def backward(self) -> None:
         given = self.native, self._state, self._one, self.wanted
-        self._found = schedule.gradients(*given, self.subject.backend, self.options)
+        self._found = compute.problem_gradients(*given, self.subject.backend, self.options)
 
     def run(self) -> None:
         self.forward()

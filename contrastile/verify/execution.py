@@ -10,10 +10,11 @@ from typing import Any, Literal
 
 import numpy as np
 
+from contrastile import compute
 from contrastile.backends.arrays import FLOATS, ArrayLibrary
 from contrastile.backends.contract import Array, Backend, LseFunction, Options, SideStatistics, Statistics
 from contrastile.backends.pairs import head
-from contrastile.schedules import local, schedule, triangle
+from contrastile.schedules import local, triangle
 from contrastile.schedules.problem import Problem
 from contrastile.verify.truth import STATISTICS, Outcome
 from contrastile.verify.wrapped import around
@@ -96,10 +97,10 @@ def outcome(
         return parts[-1]
 
     recording = around(backend, recorded, "lse", "keeping")
-    loss, state = schedule.loss(native, recording, options, wanted)
+    loss, state = compute.problem_loss(native, recording, options, wanted)
     gradients = _NO_GRADIENTS
     if wanted is not None:
-        gradients = schedule.gradients(native, state, upstream_gradient, wanted, backend, options)
+        gradients = compute.problem_gradients(native, state, upstream_gradient, wanted, backend, options)
     if native.kind != "sigmoid":
         saved = local.Forward.of(state)
         lses = [

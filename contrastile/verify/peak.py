@@ -13,9 +13,9 @@ from typing import Any
 
 import numpy as np
 
+from contrastile import compute
 from contrastile.backends.arrays import ArrayLibrary
 from contrastile.backends.contract import Backend, Options
-from contrastile.schedules import schedule
 from contrastile.schedules.problem import Problem
 from contrastile.verify.comparison import Comparisons, Worst
 from contrastile.verify.execution import every_gradient, materialise
@@ -115,8 +115,8 @@ def _step(native: Problem, backend: Backend, options: Options) -> object:
     wanted = every_gradient(native)
     # what is kept has a measurement of its own
     told = wanted if native.kind == "sigmoid" else None
-    value, state = schedule.loss(native, backend, options, told)
-    return value, schedule.gradients(native, state, None, wanted, backend, options)
+    value, state = compute.problem_loss(native, backend, options, told)
+    return value, compute.problem_gradients(native, state, None, wanted, backend, options)
 
 
 def peak_bytes(arrays: ArrayLibrary, device: str, step: Callable[[], object]) -> float:

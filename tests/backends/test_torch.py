@@ -18,14 +18,14 @@ from torch import Tensor
 
 import contrastile
 import contrastile.backends.torch
-from contrastile import plan
+from contrastile import compute, plan
 from contrastile.backends.arrays import library_of
 from contrastile.backends.contract import Block, Options, Pairs, SideWeights, Weights
 from contrastile.backends.registry import load
 from contrastile.backends.torch import backend, gradients, products, statistics
 from contrastile.backends.torch.kept import CPU_KEEP_MIB, keeps
 from contrastile.backends.torch.tiles import CPU_TILE
-from contrastile.schedules import schedule, triangle
+from contrastile.schedules import triangle
 from contrastile.schedules.local import Wanted
 from contrastile.schedules.problem import EqualPairs, Problem
 from contrastile.verify.bounds import bounds
@@ -316,9 +316,9 @@ def problem_of(m: int, scale: float = 10.0, *, two_sided: bool = True, dtype: st
 
 def results(problem: Problem, by: Any, upstream: float | None = None, options: Options = OPTIONS) -> list[Any]:
     """The loss, its state, and the gradients of rows, columns and scale."""
-    value, state = schedule.loss(problem, by, options, WANTED)
+    value, state = compute.problem_loss(problem, by, options, WANTED)
     factor = None if upstream is None else torch.tensor(upstream, dtype=problem.scale.dtype)
-    found = schedule.gradients(problem, state, factor, WANTED, by, options)
+    found = compute.problem_gradients(problem, state, factor, WANTED, by, options)
     return [value, state, found.rows, found.columns[0], found.scale]
 
 
@@ -329,7 +329,7 @@ def test_numbers_out_of_its_limits_are_left_to_the_primitives(what: str) -> None
     if what in ("nan", "infinite"):
         given.rows[3, 5] = float(what[:3])
     value, state, *found = results(given, backend)
-    assert len(state) > schedule.DIAGONAL
+    assert len(state) > compute.DIAGONAL
     expected = results(given, PRIMITIVES)
     for a, b in zip([value, *found], [expected[0], *expected[2:]], strict=True):
         torch.testing.assert_close(a, b, rtol=0, atol=0, equal_nan=True)
@@ -339,22 +339,24 @@ def test_numbers_out_of_its_limits_are_left_to_the_primitives(what: str) -> None
 def test_an_upstream_gradient_out_of_its_limits_is_left_to_the_primitives(upstream: float) -> None:
     given = problem_of(37)
     _, state, *found = results(given, backend, upstream)
-    assert len(state) == schedule.DIAGONAL
+    assert len(state) == compute.DIAGONAL
     for a, b in zip(found, results(given, PRIMITIVES, upstream)[2:], strict=True):
         torch.testing.assert_close(a, b, rtol=0, atol=0, equal_nan=True)
 
 
 def test_a_second_pass_finds_the_same_and_only_what_is_wanted() -> None:
     given = problem_of(37)
-    _, state = schedule.loss(given, backend, OPTIONS, WANTED)
-    first, again = (schedule.gradients(given, state, None, WANTED, backend, OPTIONS) for _ in range(2))
+    _, state = compute.problem_loss(given, backend, OPTIONS, WANTED)
+    first, again = (compute.problem_gradients(given, state, None, WANTED, backend, OPTIONS) for _ in range(2))
     for name in ("rows", "scale"):
         assert torch.equal(getattr(first, name), getattr(again, name))
         alone = Wanted(rows=name == "rows", columns=(False,), scale=name == "scale")
-        found = schedule.gradients(given, state, None, alone, backend, OPTIONS)
+        found = compute.problem_gradients(given, state, None, alone, backend, OPTIONS)
         assert torch.equal(getattr(found, name), getattr(first, name))
         assert sum(x is not None for x in (found.rows, found.scale, *found.columns)) == 1
-    columns = schedule.gradients(given, state, None, Wanted(False, (True,), scale=False), backend, OPTIONS).columns
+    columns = compute.problem_gradients(
+        given, state, None, Wanted(False, (True,), scale=False), backend, OPTIONS
+    ).columns
     assert torch.equal(columns[0], first.columns[0])
 
 
@@ -377,8 +379,8 @@ def test_another_problem_is_none_of_its(change: str) -> None:
     }.get(change, {})
     if change in ("tile", "keep"):
         options = Options(tile=(8, 8)) if change == "tile" else Options(keep=0)
-    _, state = schedule.loss(replace(given, **changed), backend, options, None)
-    assert len(state) > schedule.DIAGONAL
+    _, state = compute.problem_loss(replace(given, **changed), backend, options, None)
+    assert len(state) > compute.DIAGONAL
 
 
 TORCH = load("torch")

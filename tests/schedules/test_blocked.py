@@ -12,12 +12,12 @@ from copy_races import late_copies
 from torch import Tensor
 
 import contrastile
-from contrastile import evaluation
+from contrastile import compute, evaluation
 from contrastile.backends.contract import Options
 from contrastile.backends.registry import load
 from contrastile.bench.memory import torch_peak
 from contrastile.problems import BUILDERS
-from contrastile.schedules import local, schedule
+from contrastile.schedules import local
 from contrastile.schedules.problem import Blocking, Problem
 from contrastile.verify.execution import every_gradient
 
@@ -31,8 +31,8 @@ def evaluated(
     """The loss, its gradients, and for softmax what the gradients came from."""
     wanted, options = wanted or every_gradient(problem), Options()
     one = torch.ones((), dtype=problem.scale.dtype)
-    value, state = schedule.loss(problem, backend, options, wanted)
-    found = schedule.gradients(problem, state, one, wanted, backend, options)
+    value, state = compute.problem_loss(problem, backend, options, wanted)
+    found = compute.problem_gradients(problem, state, one, wanted, backend, options)
     return value, found, local.Forward.of(state) if problem.kind == "softmax" else None
 
 
@@ -139,7 +139,7 @@ def test_the_next_block_is_on_its_way_before_a_block_is_computed() -> None:
             world.log.append("compute")
             return TORCH.lse(*call)
 
-        schedule.loss(problem, replace(TORCH, lse=lse, diagonal=None), Options())
+        compute.problem_loss(problem, replace(TORCH, lse=lse, diagonal=None), Options())
     at = [i for i, each in enumerate(world.log) if each == "compute"]
     loads = [world.log[:i].count("loads 16") for i in at]
     # rows with the first columns; then one block of columns ahead, and rows too where the next ones begin

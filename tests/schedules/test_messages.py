@@ -11,11 +11,12 @@ import numpy as np
 import pytest
 from in_process_worlds import Counting, cut, group, placement
 
+from contrastile import compute
 from contrastile.backends.arrays import ArrayLibrary
 from contrastile.backends.contract import Block, Options, Statistics, Weights
 from contrastile.backends.registry import load
 from contrastile.comm.inprocess import InProcess
-from contrastile.schedules import gather, local, ring, schedule, triangle
+from contrastile.schedules import gather, local, ring, triangle
 from contrastile.schedules.local import Wanted
 from contrastile.verify import cases
 from contrastile.verify.execution import materialise
@@ -205,8 +206,8 @@ def computed(n: int, exchange: str, case: str = "views") -> list[tuple[list[int]
 
         backend, counting = replace(NUMPY, lse=lse, gradients=gradients), Counting(comm)
         problem = materialise(parts.part(comm.rank, placement(counting, parts, exchange)), NUMPY, "float64")  # type: ignore[arg-type]
-        _, state = schedule.loss(problem, backend, Options())
-        schedule.gradients(problem, state, np.asarray(1.0), Wanted(True, ()), backend, Options())
+        _, state = compute.problem_loss(problem, backend, Options())
+        compute.problem_gradients(problem, state, np.asarray(1.0), Wanted(True, ()), backend, Options())
         return areas, counting.count
 
     found: list[Any] = group(n).run(program)
@@ -254,11 +255,11 @@ def test_what_asks_for_nothing_sends_nothing() -> None:
 
     def program(comm: InProcess) -> Any:
         problem = materialise(parts.part(comm.rank, placement(comm, parts)), NUMPY, "float64")
-        _, state = schedule.loss(problem, NUMPY, Options())
+        _, state = compute.problem_loss(problem, NUMPY, Options())
         wanted = (
             Wanted(*each) for each in ((True, (), True), (True, (), False), (False, (), True), (False, (), False))
         )
-        return [schedule.gradients(problem, state, np.asarray(2.0), each, NUMPY, Options()) for each in wanted]
+        return [compute.problem_gradients(problem, state, np.asarray(2.0), each, NUMPY, Options()) for each in wanted]
 
     for both, features, number, nothing in group(3).run(program):
         assert np.array_equal(both.rows, features.rows)

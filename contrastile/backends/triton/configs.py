@@ -76,10 +76,6 @@ _TABLE: dict[str, dict[str, dict[int, Config]]] = {
         "half": {80: Config(128, 128, 32, 4, 3, 2), 90: Config(128, 128, 64, 4, 3, 2)},
         "tf32": {80: Config(128, 128, 16, 8, 3, 1), 90: Config(128, 128, 32, 4, 3, 2)},
     },
-    "safe": {
-        "half": {80: Config(128, 128, 32, 4, 3, 2), 90: Config(128, 128, 64, 4, 3, 2)},
-        "tf32": {80: Config(128, 128, 16, 8, 3, 1), 90: Config(128, 128, 32, 4, 3, 2)},
-    },
     # ids or exclusions: 64-bit comparisons take registers
     "masked": {
         "half": {80: Config(128, 64, 32, 4, 3, 2), 90: Config(128, 64, 64, 4, 3, 2)},
@@ -122,15 +118,13 @@ _TABLE: dict[str, dict[str, dict[int, Config]]] = {
 # small and unequal, so that small problems have many tiles and ragged last ones
 _INTERPRETED = Config(16, 32, 16, 1, 1, group=2, parts=2)
 
-KERNELS = tuple(_TABLE)
-
 
 @cache
 def tile_config(kernel: str, dtype: str, architecture: int, width: int, precision: str = "ieee") -> Config:
     """The configuration of a kernel.
 
     Args:
-        kernel: one of KERNELS.
+        kernel: a name of the table.
         dtype: name of the features' dtype, or the name under which ``operands.Scheme`` has their factors.
         architecture: compute capability times 10, e.g. 90; 0 under the interpreter.
         width: features of a row. Where they are few, the forward pass is faster with bands twice as high.
@@ -140,7 +134,7 @@ def tile_config(kernel: str, dtype: str, architecture: int, width: int, precisio
         return replace(_INTERPRETED, precision=precision)
     fitting = _TABLE[kernel].get(dtype) or _TABLE[kernel]["half"]
     config = fitting[max(least for least in fitting if least <= max(architecture, 80))]
-    high = kernel in ("lse", "safe") and width <= 512
+    high = kernel == "lse" and width <= 512
     return replace(config, precision=precision, group=2 * config.group if high else config.group)
 
 

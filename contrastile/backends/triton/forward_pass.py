@@ -81,10 +81,8 @@ class _ForwardPass(BlockPass):
         )
 
     def _sweep(self, safe: bool) -> None:
-        kernel = "safe" if safe else "lse"
-        if self.masks.masked:
-            kernel = "matched" if self.masks.ids_only else "masked"
-        config = self.config(kernel)
+        masks = self.masks
+        config = self.config("matched" if masks.ids_only else "masked" if masks.masked else "lse")
         quantities = forward.quantities(safe, self.masks.ids_only)
         height, width = forward_chunk(self.m, self.n, config, self.options.tile, quantities)
         row_tiles, column_tiles = ceil_div(height, config.bm), ceil_div(width, config.bn)

@@ -84,9 +84,8 @@ def footprint(m: int, n: int, width: int, dtype: str, device: str, options: Opti
     def config(kernel: str) -> Config:
         return tile_config(kernel, scheme.dtype, here, width, scheme.precision)
 
-    partials = 0
-    for kernel, numbers in (("lse", 1), ("safe", 2)):
-        c = config(kernel)
+    partials, c = 0, config("lse")
+    for numbers in (1, 2):
         high, wide = forward_chunk(m, n, c, options.tile, numbers)
         partials = max(partials, 4 * numbers * (ceil_div(wide, c.bn) * high + ceil_div(high, c.bm) * wide))
     itemsize = int(scheme.g_dtype(like).itemsize) * scheme.parts

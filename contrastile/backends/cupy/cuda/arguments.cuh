@@ -123,9 +123,4 @@ struct SigmoidArguments {
     long long g_stride;
 };
 
-static_assert(sizeof(TensorMap) == 128 && sizeof(Features) == 40 && sizeof(Chunk) == 24 && sizeof(PairVectors) == 32);
-static_assert(sizeof(ForwardArguments) == 232 && sizeof(GradientArguments) == 216 && sizeof(SigmoidArguments) == 152);
-static_assert(sizeof(WeightedArguments) == 56 && sizeof(NarrowGradientArguments) == 248 &&
-              sizeof(NarrowForwardArguments) == 240);
-
 }  // namespace contrastile

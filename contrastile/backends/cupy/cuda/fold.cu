@@ -12,6 +12,19 @@ namespace contrastile {
 // One double a warp and lane. Every sum is taken in the order of the tiles within a warp, then in that of the warps.
 struct FoldBuffer {
     double at[8][FOLD];
+
+    // The sum over the warps, for warp 0.
+    __device__ __forceinline__ double sum(double x, int warp, int lane) {
+        at[warp][lane] = x;
+        __syncthreads();
+        if (warp == 0) {
+            x = 0.0;
+#pragma unroll
+            for (int w = 0; w < 8; ++w) x += at[w][lane];
+        }
+        __syncthreads();
+        return x;
+    }
 };
 
 // Sum over tiles of parts (tiles, stride) at i, in double; for lanes of warp 0. `there`: whether i is a row at all.
@@ -23,15 +36,7 @@ __device__ __forceinline__ double fold_sum(const float* parts, long long stride,
 #pragma unroll 4
         for (long long t = warp; t < tiles; t += 8) sum += parts[t * stride + i];
     }
-    buffer.at[warp][lane] = sum;
-    __syncthreads();
-    if (warp == 0) {
-        sum = 0.0;
-#pragma unroll
-        for (int w = 0; w < 8; ++w) sum += buffer.at[w][lane];
-    }
-    __syncthreads();
-    return sum;
+    return buffer.sum(sum, warp, lane);
 }
 
 // log2 of the sum over tiles of sums 2^reference, both (tiles, stride), at i; for lanes of warp 0. The largest reference
@@ -56,15 +61,7 @@ __device__ __forceinline__ double fold_log(const float* sums, const float* refer
         for (long long t = warp; t < tiles; t += 8)
             if (sums[t * stride + i] != 0.0f) sum += rescaled(sums[t * stride + i], references[t * stride + i] - shift);
     }
-    buffer.at[warp][lane] = sum;
-    __syncthreads();
-    if (warp == 0) {
-        sum = 0.0;
-#pragma unroll
-        for (int w = 0; w < 8; ++w) sum += buffer.at[w][lane];
-    }
-    __syncthreads();
-    return shift + log2(sum);
+    return shift + log2(buffer.sum(sum, warp, lane));
 }
 
 // log2 of what a running state stands for: sums against the plan's reference (fast), or log2-sum-exp2s (SAFE).

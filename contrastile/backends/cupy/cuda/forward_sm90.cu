@@ -73,10 +73,10 @@ struct ForwardEpilogue {
             touched = storage.pairs.near(arguments.pairs, chunk, tile, lane);
             if (touched)
                 touched = consumer_any(consumer,
-                                       storage.pairs.touched(arguments.pairs, chunk, tile, warp, lane, true));
+                                       storage.pairs.touched(arguments.pairs, chunk, tile, warp, lane));
             if (!touched) leave_no_positives(tile);
         } else {
-            touched = named(tile) && storage.pairs.touched(arguments.pairs, chunk, tile, warp, lane, true);
+            touched = named(tile) && storage.pairs.touched(arguments.pairs, chunk, tile, warp, lane);
         }
         if (edge || (MASK != PLAIN && touched)) admit_tile(acc, tile, touched);
         if (MASK != TARGET && touched) hide_positives(acc, tile, lane);
@@ -198,12 +198,8 @@ struct ForwardEpilogue {
         return (parts[0][column] + parts[1][column]) + (parts[2][column] + parts[3][column]);
     }
 
-    // The four lanes of a row hold the same: each writes one of the four.
     __device__ __forceinline__ void write_rows(const float (&row)[STRIPS][2], float* parts, const Place& tile) const {
-        const int lane = this->lane();
-        const int s = lane >> 1 & 1, q = lane & 1, at = tile.row + row_in_tile(warp, lane, s, q);
-        const float low = q ? row[0][1] : row[0][0], high = q ? row[1][1] : row[1][0];
-        if (at < arguments.chunk.height) parts[tile.column / BN * arguments.rows.stride + at] = s ? high : low;
+        contrastile::write_rows(row, parts, arguments.rows.stride, tile, arguments.chunk.height, warp, lane());
     }
 
     // put(column of the tile, its place among the partials) for this thread's columns.

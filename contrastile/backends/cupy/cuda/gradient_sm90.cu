@@ -102,7 +102,7 @@ struct GradientEpilogue {
     __device__ __forceinline__ void choose_positives(const float (&acc)[STRIPS][PRODUCT_VALUES],
                                                      const Place& tile) const {
         const int lane = consumer_thread() % 32;
-        if (!storage.pairs.touched(arguments.pairs, arguments.chunk, tile, warp, lane, true)) {
+        if (!storage.pairs.touched(arguments.pairs, arguments.chunk, tile, warp, lane)) {
             if (EXPONENT == SHARED) return write_ahead(acc, tile);
             return write<EXPONENT, false>(acc, tile);
         }

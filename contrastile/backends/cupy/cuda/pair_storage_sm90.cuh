@@ -23,6 +23,15 @@ __device__ __forceinline__ int row_in_tile(int warp, int lane, int s, int q) {
     return 64 * s + 16 * warp + lane / 4 + 8 * q;
 }
 
+// A number of each row to its place in parts, (tile columns, stride). The four lanes of a row hold the same: each writes
+// one of the four.
+__device__ __forceinline__ void write_rows(const float (&row)[STRIPS][2], float* parts, long long stride,
+                                           const Place& tile, int height, int warp, int lane) {
+    const int s = lane >> 1 & 1, q = lane & 1, at = tile.row + row_in_tile(warp, lane, s, q);
+    const float low = q ? row[0][1] : row[0][0], high = q ? row[1][1] : row[1][0];
+    if (at < height) parts[tile.column / BN * stride + at] = s ? high : low;
+}
+
 // An id as 32 bits: equal ids are equal then.
 __device__ __forceinline__ unsigned folded(long long id) {
     return static_cast<unsigned>(id) ^ static_cast<unsigned>(static_cast<unsigned long long>(id) >> 32);
@@ -94,10 +103,10 @@ struct alignas(16) PairStorage {
     // too; asked by whole warps, which mostly are told no, and then work as if nothing were masked. It may be a false
     // alarm: ids are compared folded to 32 bits.
     __device__ __forceinline__ bool touched(const PairVectors& pairs, const Chunk& chunk, const Place& tile, int warp,
-                                            int lane, bool positives) const {
+                                            int lane) const {
         const int top = row_in_tile(warp, 0, lane / 16, 0) + lane % 16;  // every row is looked at by one lane
         const int2 columns = named(pairs, chunk, tile, top);
-        bool found = columns.y >= 0 || (positives && columns.x >= 0);
+        bool found = columns.y >= 0 || columns.x >= 0;
         if constexpr (IDS) {
             unsigned mine[BN / 32];
 #pragma unroll

@@ -52,7 +52,7 @@ struct SigmoidEpilogue {
         const int lane = consumer_thread() % 32, first = 2 * (lane & 3);
         const int columns = arguments.chunk.width - tile.column - first;
         const bool touched =
-            storage.pairs.touched(arguments.pairs, arguments.chunk, tile, warp, lane, true) || silences();
+            storage.pairs.touched(arguments.pairs, arguments.chunk, tile, warp, lane) || silences();
         PairRow rows[STRIPS][2];
 #pragma unroll
         for (int s = 0; s < STRIPS; ++s)
@@ -197,16 +197,13 @@ struct SigmoidEpilogue {
         write_parts(slope, arguments.slope_parts, tile);
     }
 
-    // The four lanes of a row each write one of four rows.
     __device__ __forceinline__ void write_parts(float (&row)[STRIPS][2], float* parts, const Place& tile) const {
         const int lane = consumer_thread() % 32;
 #pragma unroll
         for (int s = 0; s < STRIPS; ++s)
 #pragma unroll
             for (int q = 0; q < 2; ++q) row[s][q] = row_total(row[s][q]);
-        const int s = lane >> 1 & 1, q = lane & 1, at = tile.row + row_in_tile(warp, lane, s, q);
-        const float low = q ? row[0][1] : row[0][0], high = q ? row[1][1] : row[1][0];
-        if (at < arguments.chunk.height) parts[tile.column / BN * arguments.part_stride + at] = s ? high : low;
+        contrastile::write_rows(row, parts, arguments.part_stride, tile, arguments.chunk.height, warp, lane);
     }
 };
 

@@ -27,41 +27,48 @@ __device__ __forceinline__ void products_done() {
     asm volatile("wgmma.wait_group.sync.aligned %0;" ::"n"(LEFT) : "memory");
 }
 
+// d, `LIST` of it in an instruction, (+)= left operand times right one; `flag` numbers the operand that follows these.
+#define CONTRASTILE_LIST64                                                              \
+    "%0, %1, %2, %3, %4, %5, %6, %7, %8, %9, %10, %11, %12, %13, %14, %15, "            \
+    "%16, %17, %18, %19, %20, %21, %22, %23, %24, %25, %26, %27, %28, %29, %30, %31, "  \
+    "%32, %33, %34, %35, %36, %37, %38, %39, %40, %41, %42, %43, %44, %45, %46, %47, "  \
+    "%48, %49, %50, %51, %52, %53, %54, %55, %56, %57, %58, %59, %60, %61, %62, %63"
+#define CONTRASTILE_LIST96                                                              \
+    CONTRASTILE_LIST64                                                                  \
+    ", %64, %65, %66, %67, %68, %69, %70, %71, %72, %73, %74, %75, %76, %77, %78, %79, " \
+    "%80, %81, %82, %83, %84, %85, %86, %87, %88, %89, %90, %91, %92, %93, %94, %95"
+#define CONTRASTILE_LIST128                                                             \
+    CONTRASTILE_LIST96                                                                  \
+    ", %96, %97, %98, %99, %100, %101, %102, %103, %104, %105, %106, %107, %108, %109, %110, %111, " \
+    "%112, %113, %114, %115, %116, %117, %118, %119, %120, %121, %122, %123, %124, %125, %126, %127"
 #define CONTRASTILE_D8(i)                                                                                       \
     "+f"(d[i]), "+f"(d[i + 1]), "+f"(d[i + 2]), "+f"(d[i + 3]), "+f"(d[i + 4]), "+f"(d[i + 5]), "+f"(d[i + 6]), \
         "+f"(d[i + 7])
 #define CONTRASTILE_D32(i) CONTRASTILE_D8(i), CONTRASTILE_D8(i + 8), CONTRASTILE_D8(i + 16), CONTRASTILE_D8(i + 24)
-#define CONTRASTILE_PRODUCT(kind)                                                                               \
-    asm volatile(                                                                                               \
-        "{\n.reg .pred p;\nsetp.ne.b32 p, %98, 0;\n"                                                            \
-        "wgmma.mma_async.sync.aligned.m64n192k16.f32." kind "." kind " {"                                       \
-        "%0, %1, %2, %3, %4, %5, %6, %7, %8, %9, %10, %11, %12, %13, %14, %15, "                                \
-        "%16, %17, %18, %19, %20, %21, %22, %23, %24, %25, %26, %27, %28, %29, %30, %31, "                      \
-        "%32, %33, %34, %35, %36, %37, %38, %39, %40, %41, %42, %43, %44, %45, %46, %47, "                      \
-        "%48, %49, %50, %51, %52, %53, %54, %55, %56, %57, %58, %59, %60, %61, %62, %63, "                      \
-        "%64, %65, %66, %67, %68, %69, %70, %71, %72, %73, %74, %75, %76, %77, %78, %79, "                      \
-        "%80, %81, %82, %83, %84, %85, %86, %87, %88, %89, %90, %91, %92, %93, %94, %95"                        \
-        "}, %96, %97, p, 1, 1, 0, 0;\n}"                                                                        \
-        : CONTRASTILE_D32(0), CONTRASTILE_D32(32), CONTRASTILE_D32(64)                                          \
-        : "l"(a), "l"(b), "r"(static_cast<int>(add)))
+#define CONTRASTILE_D64 CONTRASTILE_D32(0), CONTRASTILE_D32(32)
+#define CONTRASTILE_D96 CONTRASTILE_D64, CONTRASTILE_D32(64)
+#define CONTRASTILE_D128 CONTRASTILE_D96, CONTRASTILE_D32(96)
+#define CONTRASTILE_PRODUCT(columns, kind, size, operands, flag, turned, ...)                                     \
+    asm volatile("{\n.reg .pred p;\nsetp.ne.b32 p, %" flag ", 0;\nwgmma.mma_async.sync.aligned.m64n" columns       \
+                 "k16.f32." kind "." kind " {" CONTRASTILE_LIST##size "}, " operands ", p, 1, 1, " turned ";\n}"   \
+                 : CONTRASTILE_D##size                                                                            \
+                 : __VA_ARGS__, "l"(b), "r"(static_cast<int>(add)))
+#define CONTRASTILE_ACROSS "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3])
+
+template <class T>
+constexpr bool IS_BFLOAT16 = false;
+template <>
+constexpr bool IS_BFLOAT16<bfloat16> = true;
 
 // d = a b^T, added to d where `add`.
 template <class T>
-__device__ __forceinline__ void product(float (&d)[PRODUCT_VALUES], unsigned long long a, unsigned long long b, bool add);
-
-template <>
-__device__ __forceinline__ void product<bfloat16>(float (&d)[PRODUCT_VALUES], unsigned long long a,
-                                                  unsigned long long b, bool add) {
-    CONTRASTILE_PRODUCT("bf16");
+__device__ __forceinline__ void product(float (&d)[PRODUCT_VALUES], unsigned long long a, unsigned long long b,
+                                        bool add) {
+    if constexpr (IS_BFLOAT16<T>)
+        CONTRASTILE_PRODUCT("192", "bf16", 96, "%96, %97", "98", "0, 0", "l"(a));
+    else
+        CONTRASTILE_PRODUCT("192", "f16", 96, "%96, %97", "98", "0, 0", "l"(a));
 }
-
-template <>
-__device__ __forceinline__ void product<float16>(float (&d)[PRODUCT_VALUES], unsigned long long a,
-                                                 unsigned long long b, bool add) {
-    CONTRASTILE_PRODUCT("f16");
-}
-
-#undef CONTRASTILE_PRODUCT
 
 constexpr int WIDE_COLUMNS = 256, WIDE_VALUES = WIDE_COLUMNS / 2;
 constexpr int BOX_BYTES = 64 * 64 * 2;  // 64 lines of 64 elements, 128 bytes each, in the 128-byte swizzle
@@ -80,80 +87,29 @@ __device__ __forceinline__ unsigned operand_across(unsigned address) {
 // Hazard: the registers of a belong to the tensor cores, like those of d, until products_done.
 __device__ __forceinline__ void product_wide(float (&d)[WIDE_VALUES], const unsigned (&a)[4], unsigned long long b,
                                              bool add) {
-    asm volatile(
-        "{\n.reg .pred p;\nsetp.ne.b32 p, %133, 0;\n"
-        "wgmma.mma_async.sync.aligned.m64n256k16.f32.bf16.bf16 {"
-        "%0, %1, %2, %3, %4, %5, %6, %7, %8, %9, %10, %11, %12, %13, %14, %15, "
-        "%16, %17, %18, %19, %20, %21, %22, %23, %24, %25, %26, %27, %28, %29, %30, %31, "
-        "%32, %33, %34, %35, %36, %37, %38, %39, %40, %41, %42, %43, %44, %45, %46, %47, "
-        "%48, %49, %50, %51, %52, %53, %54, %55, %56, %57, %58, %59, %60, %61, %62, %63, "
-        "%64, %65, %66, %67, %68, %69, %70, %71, %72, %73, %74, %75, %76, %77, %78, %79, "
-        "%80, %81, %82, %83, %84, %85, %86, %87, %88, %89, %90, %91, %92, %93, %94, %95, "
-        "%96, %97, %98, %99, %100, %101, %102, %103, %104, %105, %106, %107, %108, %109, %110, %111, "
-        "%112, %113, %114, %115, %116, %117, %118, %119, %120, %121, %122, %123, %124, %125, %126, %127"
-        "}, {%128, %129, %130, %131}, %132, p, 1, 1, 1;\n}"
-        : CONTRASTILE_D32(0), CONTRASTILE_D32(32), CONTRASTILE_D32(64), CONTRASTILE_D32(96)
-        : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "l"(b), "r"(static_cast<int>(add)));
+    CONTRASTILE_PRODUCT("256", "bf16", 128, "{%128, %129, %130, %131}, %132", "133", "1", CONTRASTILE_ACROSS);
 }
 
 constexpr int NARROW_COLUMNS = 128, NARROW_VALUES = NARROW_COLUMNS / 2;
 
-#define CONTRASTILE_D64 \
-    "%0, %1, %2, %3, %4, %5, %6, %7, %8, %9, %10, %11, %12, %13, %14, %15, "         \
-    "%16, %17, %18, %19, %20, %21, %22, %23, %24, %25, %26, %27, %28, %29, %30, %31, " \
-    "%32, %33, %34, %35, %36, %37, %38, %39, %40, %41, %42, %43, %44, %45, %46, %47, " \
-    "%48, %49, %50, %51, %52, %53, %54, %55, %56, %57, %58, %59, %60, %61, %62, %63"
-#define CONTRASTILE_NARROW_PRODUCT(kind)                                                                               \
-    asm volatile("{\n.reg .pred p;\nsetp.ne.b32 p, %66, 0;\n"                                                         \
-                 "wgmma.mma_async.sync.aligned.m64n128k16.f32." kind "." kind " {" CONTRASTILE_D64                     \
-                 "}, %64, %65, p, 1, 1, 0, 0;\n}"                                                                      \
-                 : CONTRASTILE_D32(0), CONTRASTILE_D32(32)                                                             \
-                 : "l"(a), "l"(b), "r"(static_cast<int>(add)))
-#define CONTRASTILE_NARROW_PRODUCT_ACROSS(kind)                                                                        \
-    asm volatile("{\n.reg .pred p;\nsetp.ne.b32 p, %69, 0;\n"                                                         \
-                 "wgmma.mma_async.sync.aligned.m64n128k16.f32." kind "." kind " {" CONTRASTILE_D64                     \
-                 "}, {%64, %65, %66, %67}, %68, p, 1, 1, 1;\n}"                                                        \
-                 : CONTRASTILE_D32(0), CONTRASTILE_D32(32)                                                             \
-                 : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "l"(b), "r"(static_cast<int>(add)))
-
 // As product, of 128 columns.
 template <class T>
 __device__ __forceinline__ void product_narrow(float (&d)[NARROW_VALUES], unsigned long long a, unsigned long long b,
-                                               bool add);
-
-template <>
-__device__ __forceinline__ void product_narrow<bfloat16>(float (&d)[NARROW_VALUES], unsigned long long a,
-                                                         unsigned long long b, bool add) {
-    CONTRASTILE_NARROW_PRODUCT("bf16");
-}
-
-template <>
-__device__ __forceinline__ void product_narrow<float16>(float (&d)[NARROW_VALUES], unsigned long long a,
-                                                        unsigned long long b, bool add) {
-    CONTRASTILE_NARROW_PRODUCT("f16");
+                                               bool add) {
+    if constexpr (IS_BFLOAT16<T>)
+        CONTRASTILE_PRODUCT("128", "bf16", 64, "%64, %65", "66", "0, 0", "l"(a));
+    else
+        CONTRASTILE_PRODUCT("128", "f16", 64, "%64, %65", "66", "0, 0", "l"(a));
 }
 
 // As product_wide, of 128 columns.
 template <class T>
 __device__ __forceinline__ void product_narrow_across(float (&d)[NARROW_VALUES], const unsigned (&a)[4],
-                                                      unsigned long long b, bool add);
-
-template <>
-__device__ __forceinline__ void product_narrow_across<bfloat16>(float (&d)[NARROW_VALUES], const unsigned (&a)[4],
-                                                                unsigned long long b, bool add) {
-    CONTRASTILE_NARROW_PRODUCT_ACROSS("bf16");
+                                                      unsigned long long b, bool add) {
+    if constexpr (IS_BFLOAT16<T>)
+        CONTRASTILE_PRODUCT("128", "bf16", 64, "{%64, %65, %66, %67}, %68", "69", "1", CONTRASTILE_ACROSS);
+    else
+        CONTRASTILE_PRODUCT("128", "f16", 64, "{%64, %65, %66, %67}, %68", "69", "1", CONTRASTILE_ACROSS);
 }
-
-template <>
-__device__ __forceinline__ void product_narrow_across<float16>(float (&d)[NARROW_VALUES], const unsigned (&a)[4],
-                                                               unsigned long long b, bool add) {
-    CONTRASTILE_NARROW_PRODUCT_ACROSS("f16");
-}
-
-#undef CONTRASTILE_NARROW_PRODUCT_ACROSS
-#undef CONTRASTILE_NARROW_PRODUCT
-#undef CONTRASTILE_D64
-#undef CONTRASTILE_D32
-#undef CONTRASTILE_D8
 
 }  // namespace contrastile
