@@ -200,7 +200,7 @@ class Run:
         if cuda:
             torch.cuda.reset_peak_memory_stats()
         try:
-            row |= {"status": "measured", "s": elapsed(self.ranks, call, 1)[0] / 1e3, "loss": losses[0].item()}
+            row |= {"status": "measured", "s": elapsed(self.ranks, call, 1), "loss": losses[0].item()}
             return row | {"peak_bytes": torch.cuda.max_memory_allocated() if cuda else None}
         except Exception as error:  # other people's code may raise anything
             row |= {"status": "skip", "reason": one_line(error)[:200]}
@@ -219,7 +219,7 @@ class Run:
             with self.encoder.cast():
                 return torch.autograd.grad(contrastile.info_nce(leaves[0], leaves[1], SCALE), leaves)
 
-        seconds = [elapsed(self.ranks, call, 1)[0] / 1e3 for _ in range(8)]
+        seconds = [elapsed(self.ranks, call, 1) for _ in range(8)]
         # the first ones compile, and are captured in a graph
         self.keep("loss", {"b": b, "d": self.encoder.width, "s": statistics.median(seconds[3:])})
 

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import importlib
 from collections.abc import Callable
-from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -113,42 +112,28 @@ def _inf_cl(several: bool) -> Loss:
     return adapters.two_sided(lambda rows, weight, target: one(rows, weight))
 
 
-@dataclass(frozen=True, slots=True)
-class Timed:
-    """One implementation of the symmetric loss.
-
-    Attributes:
-        load: gives the loss of one process (False) or of several (True); raises what the import raises.
-        package: name on PyPI of what must be installed, or "".
-        several: whether it knows several processes.
-        gpu: whether it needs a GPU.
-    """
-
-    load: Callable[[bool], Loss]
-    package: str = ""
-    several: bool = False
-    gpu: bool = True
-
-    def loaded(self, *, several: bool, kind: str) -> tuple[Loss | None, str]:
-        """The loss, or None and why it is not to be had."""
-        if self.gpu and kind != "cuda":
-            return None, "needs a GPU"
-        try:
-            return self.load(several), ""
-        except Exception as error:  # other people's modules may raise anything on import
-            remedy = f"; pip install {self.package}" if self.package and isinstance(error, ImportError) else ""
-            return None, one_line(error)[:200] + remedy
-
-
-TIMED = {
-    OPEN_CLIP: Timed(lambda several: _gathered(_local_loss) if several else plain_loss, several=True, gpu=False),
-    f"{OPEN_CLIP}, compiled": Timed(
-        lambda several: _gathered(compiled(_local_loss)) if several else compiled(plain_loss), several=True
+TIMED: dict[str, tuple[str, Callable[[bool], Loss]]] = {
+    OPEN_CLIP: ("cpu ranks", lambda several: _gathered(_local_loss) if several else plain_loss),
+    f"{OPEN_CLIP}, compiled": (
+        "ranks",
+        lambda several: _gathered(compiled(_local_loss)) if several else compiled(plain_loss),
     ),
-    "chunked PyTorch, compiled": Timed(lambda several: chunked_loss, gpu=False),
-    "liger-kernel x2": Timed(lambda several: adapters.liger(), "liger-kernel"),
-    "quack-kernels x2": Timed(lambda several: adapters.quack(), "quack-kernels"),
-    "cut-cross-entropy x2, exact": Timed(lambda several: adapters.cut_cross_entropy(), "cut-cross-entropy"),
-    "inf_cl x2": Timed(_inf_cl, "inf-cl", several=True),
+    "chunked PyTorch, compiled": ("cpu", lambda several: chunked_loss),
+    "liger-kernel x2": ("", lambda several: adapters.liger()),
+    "quack-kernels x2": ("", lambda several: adapters.quack()),
+    "cut-cross-entropy x2, exact": ("", lambda several: adapters.cut_cross_entropy()),
+    "inf_cl x2": ("ranks", _inf_cl),
 }
-"""From what everybody has to what must be installed."""
+"""Implementations of the symmetric loss: whether each runs on a "cpu" and knows "ranks", and its loss, given whether
+there are several ranks. From what everybody has to what must be installed."""
+
+
+def loaded(name: str, *, several: bool, kind: str) -> tuple[Loss | None, str]:
+    """The loss of a name of ``TIMED``, or None and why it is not to be had."""
+    places, load = TIMED[name]
+    if kind != "cuda" and "cpu" not in places:
+        return None, "needs a GPU"
+    try:
+        return load(several), ""
+    except Exception as error:  # other people's modules may raise anything on import
+        return None, one_line(error)[:200]

@@ -155,8 +155,8 @@ def _does_not_fit(
     if key not in seconds_per_logit:
         small = workload.resized(min(workload.batch, PROBE_ROWS))
         step = implementation.step(_given(implementation, small, settings))
-        _seconds(step, settings.device)
-        seconds_per_logit[key] = _seconds(step, settings.device) / small.batch**2
+        seconds(step, settings.device)
+        seconds_per_logit[key] = seconds(step, settings.device) / small.batch**2
     runs = settings.repeat + (settings.repeat > 1) + settings.memory
     predicted = seconds_per_logit[key] * workload.batch**2 * runs
     if predicted > settings.budget:
@@ -188,19 +188,19 @@ def _time(work: list[tuple[Implementation, Measurement]], found: Sweep, advance:
     steps = {_label(row): made.step(_given(made, row.workload, settings)) for made, row in work}
     side = matmul_side(min(row.workload.flops for row in rows.values()), device)
     product = matmul(side, settings.dtype, device)
-    _seconds(product, device)
+    seconds(product, device)
     if settings.repeat > 1:
         for label, step in steps.items():
             advance(f"{label}: warm-up", 0)
-            _seconds(step, device)
+            seconds(step, device)
 
     def timed(label: str) -> float:
         advance(f"{label}: round {len(rows[label].seconds) + 1}", rows[label].workload.flops)
-        return _seconds(steps[label], device)
+        return seconds(steps[label], device)
 
     calls = {label: partial(timed, label) for label in steps}
     # complete rounds only: ratios compare samples of the same round
-    for samples in in_turns(calls, lambda: 2 * side**3 / _seconds(product, device), settings.repeat):
+    for samples in in_turns(calls, lambda: 2 * side**3 / seconds(product, device), settings.repeat):
         for label, taken, rate in samples:
             row = rows[label]
             row.seconds.append(taken)
@@ -236,11 +236,12 @@ def _label(row: Measurement) -> str:
     return f"{row.implementation} {row.workload.variant} b={row.workload.shape[0]} d={row.workload.shape[1]}"
 
 
-def _seconds(call: Callable[[], Any], device: str) -> float:
-    """Wall-clock seconds of one call, on a GPU until it is done; its results are freed afterwards."""
+def seconds(call: Callable[[], Any], device: str, count: int = 1) -> float:
+    """Wall-clock seconds of so many calls, on a GPU until they are done; the last results are freed afterwards."""
     _wait(device)
     start = time.perf_counter()
-    kept = call()
+    for _ in range(count):
+        kept = call()
     _wait(device)
     taken = time.perf_counter() - start
     del kept

@@ -182,7 +182,7 @@ def test_what_was_measured_before_an_interruption_is_shown(
     calls: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     """The interruption comes in one of the timed calls: while speeds are felt out, and in a round."""
-    seconds, left = sweep._seconds, calls
+    seconds, left = sweep.seconds, calls
 
     def interrupted(call: Any, device: str) -> float:
         nonlocal left
@@ -191,7 +191,7 @@ def test_what_was_measured_before_an_interruption_is_shown(
         left -= 1
         return seconds(call, device)
 
-    monkeypatch.setattr(sweep, "_seconds", interrupted)
+    monkeypatch.setattr(sweep, "seconds", interrupted)
     data, picture = tmp_path / "bench.json", tmp_path / "bench.png"
     words = ["--backend", "torch", "--batch", "32", "48", "--width", "8", "--repeat", "9", "--no-memory"]
     assert main(parsed(*words, "--json", str(data), "--plot", str(picture))) == 2
