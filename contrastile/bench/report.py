@@ -16,7 +16,7 @@ from contrastile.reporting import colored, show_table, wrapped
 
 COUNTED = {
     "torch-cpu": "every allocation and release of torch's CPU allocator, replayed; without BLAS workspace",
-    "torch-cuda": "high-water mark of the bytes allocated by torch's CUDA caching allocator",
+    "torch-cuda": "high-water mark of the bytes requested from torch's CUDA caching allocator",
     "numpy": "tracemalloc: NumPy buffers and Python objects; without BLAS workspace",
 }
 
