@@ -18,7 +18,7 @@ from contrastile.backends.arrays import FLOATS, ITEMSIZE
 from contrastile.backends.choice import RANKS, SOFTMAX, choose
 from contrastile.backends.contract import Backend, BackendUnavailableError, Footprint, Options, state_dtype
 from contrastile.backends.registry import load
-from contrastile.reporting import CannotRunError, at_least, at_most, cannot_run, colored, plain_table, write_json
+from contrastile.reporting import CannotRunError, cannot_run, colored, plain_table, within, write_json
 from contrastile.schedules.placement import Shards, choose_exchange
 from contrastile.schedules.problem import BLOCK
 
@@ -303,10 +303,8 @@ def main(args: argparse.Namespace) -> int:
     """
     try:
         for option, (least, most) in _RANGES.items():
-            given = getattr(args, option)
-            if given is not None:
-                at_least(option.replace("_", "-"), given, least)
-                at_most(option.replace("_", "-"), given, most)
+            if (given := getattr(args, option)) is not None:
+                within(option.replace("_", "-"), given, least, most)
         memory = _memory(args.device) if args.memory_gib is None else args.memory_gib
         names = ("batch", "dim", "gpus", "dtype", "encoder_mib_per_sample", "model_gib", "backend", "device")
         setup = Setup(memory_gib=memory, **{name: getattr(args, name) for name in names})
