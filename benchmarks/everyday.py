@@ -59,7 +59,6 @@ class Case:
         d: width.
         settings: of the call.
         scale: multiplies the dot products.
-        what: "both", "forward" or "backward".
         graph: replayed as a CUDA graph.
         each: False where b counts the rows of all ranks.
     """
@@ -70,7 +69,6 @@ class Case:
     d: int = 512
     settings: dict[str, Any] = field(default_factory=dict)
     scale: float = 100.0
-    what: str = "both"
     graph: bool = False
     each: bool = True
 
@@ -78,7 +76,6 @@ class Case:
     def label(self) -> str:
         """The case in words."""
         more = "".join(f" {name}={value}" for name, value in self.settings.items())
-        more += "" if self.what == "both" else f" {self.what}"
         more += f"{' graph' if self.graph else ''}{'' if self.each else ' in all'}"
         more += f" scale={self.scale:g}" if self.scale > 100.0 else ""
         return f"{self.loss} {self.dtype} b={self.b} d={self.d}{more}"
@@ -89,7 +86,7 @@ class Case:
 
     def flops(self, n: int) -> float:
         """Of each rank, for the products of clip_loss: one forward, three backward (X again, dQ, dK)."""
-        return {"both": 8.0, "forward": 2.0, "backward": 6.0}[self.what] * self.rows(n) ** 2 * n * self.d
+        return 8.0 * self.rows(n) ** 2 * n * self.d
 
 
 def _clip(b: int, d: int = 512, **more: Any) -> Case:
@@ -119,7 +116,6 @@ STEPS = (
     *(_clip(8192, d, graph=True) for d in (512, 1024)),
     _clip(8192),
     _clip(65536, scale=400.0),
-    *(_clip(b, what=what) for b in (65536, 32768, 8192) for what in ("forward", "backward")),
 )
 SCALING = (
     *(_clip(32768), _clip(65536, each=False), _clip(262144, each=False), _clip(32768, 1024), _clip(131072, each=False)),
@@ -208,11 +204,6 @@ def inputs(case: Case, ranks: Ranks, n: int) -> tuple[list[Any], dict[str, Any]]
 def called(case: Case, loss: Loss, given: list[Any], more: dict[str, Any]) -> Call:
     """What is timed."""
     leaves = [x for x in given if x.requires_grad]
-    if case.what == "forward":
-        return lambda: torch.no_grad()(loss)(*given, **more)
-    if case.what == "backward":
-        value = loss(*given, **more)
-        return lambda: torch.autograd.grad(value, leaves, retain_graph=True)
 
     def step() -> Any:
         value = loss(*given, **more)
@@ -291,7 +282,7 @@ class Run:
             reason, rows = reasons[label] or failed.get(label, ""), case.rows(n)
             row: Row = {"part": part, "row": case.label, "name": name, "exchange": exchange, "n": n}
             row |= {"loss": case.loss, "dtype": case.dtype, "rows": rows, "d": case.d, **case.settings}
-            row |= {"scale": case.scale, "what": case.what, "graph": case.graph, "each": case.each}
+            row |= {"scale": case.scale, "what": "both", "graph": case.graph, "each": case.each}
             row["b"] = rows if part == "everyday" else rows * n
             if reason:
                 yield row | {"status": "skip", "reason": reason}
