@@ -23,11 +23,11 @@ sys.path[:0] = [str(HERE), str(HERE.parent)]
 import torch  # noqa: E402
 import torch.nn.functional as F  # noqa: E402, N812
 from harness import Ranks, facts, write  # noqa: E402
-from peers.timed import plain_info_nce  # noqa: E402
 from torch import Tensor, nn  # noqa: E402
 
 import contrastile  # noqa: E402
 from contrastile import training  # noqa: E402
+from contrastile.bench.plain import info_nce  # noqa: E402
 from contrastile.bench.sweep import seconds  # noqa: E402
 from contrastile.reporting import one_line  # noqa: E402
 
@@ -128,7 +128,7 @@ def grad_cache(encoder: Encoder) -> Step:
 
     def loss(query: Tensor, key: Tensor) -> Tensor:
         with encoder.cast():
-            found: Tensor = plain_info_nce(query, key, SCALE)
+            found: Tensor = info_nce(query, key, SCALE)
         return found
 
     return lambda inputs, chunk: package.GradCache([encoder, encoder], chunk, loss)(*inputs)
@@ -140,7 +140,7 @@ def plain(encoder: Encoder) -> Step:
     def step(inputs: Inputs, chunk: int) -> Tensor:
         features = [encoder(ids) for ids in inputs]
         with encoder.cast():
-            loss = plain_info_nce(features[0], features[1], SCALE)
+            loss = info_nce(features[0], features[1], SCALE)
         loss.backward()
         return loss.detach()
 

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import importlib
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import torch
@@ -15,7 +16,7 @@ import torch.distributed as dist
 import torch.nn.functional as F  # noqa: N812
 from torch.utils.checkpoint import checkpoint
 
-from contrastile.bench.peers import plain_loss
+from contrastile.bench import plain
 from contrastile.reporting import one_line
 from peers import adapters
 
@@ -24,42 +25,13 @@ OPEN_CLIP = "open_clip formula"
 CHUNK = 4096
 
 
-def plain_info_nce(query: Any, key: Any, scale: Any) -> Any:
-    """One direction by the matrix of logits."""
-    return F.cross_entropy(scale * query @ key.T, torch.arange(len(query), device=query.device))
-
-
-def plain_sigmoid(image: Any, text: Any, scale: Any) -> Any:
-    """SigLIP's loss by the matrix of logits."""
-    logits = scale * image @ text.T - 10.0
-    signs = 2 * torch.eye(len(image), device=image.device, dtype=image.dtype) - 1
-    return -F.logsigmoid(signs * logits).sum() / len(image)
-
-
-def plain_nt_xent(first: Any, second: Any, scale: Any) -> Any:
-    """SimCLR's loss by the matrix of logits."""
-    views = torch.cat((first, second))
-    logits = (scale * views @ views.T).fill_diagonal_(-torch.inf)
-    b = len(first)
-    return F.cross_entropy(logits, torch.arange(2 * b, device=views.device).roll(b))
-
-
-def plain_sup_con(features: Any, labels: Any, scale: Any) -> Any:
-    """SupCon's L_out by the matrix of logits."""
-    logits = (scale * features @ features.T).fill_diagonal_(-torch.inf)
-    log_p = F.log_softmax(logits, dim=1)
-    same = (labels[:, None] == labels).fill_diagonal_(False)
-    count = same.sum(1)
-    return -(log_p.masked_fill(~same, 0).sum(1) / count.clamp(min=1)).sum() / (count > 0).sum()
-
-
 PLAINS: dict[str, Loss] = {
-    "clip_loss": plain_loss,
-    "clip_loss ids": plain_loss,
-    "info_nce": plain_info_nce,
-    "sigmoid_loss": plain_sigmoid,
-    "nt_xent": plain_nt_xent,
-    "sup_con": plain_sup_con,
+    "clip_loss": plain.clip,
+    "clip_loss ids": plain.clip,
+    "info_nce": plain.info_nce,
+    "sigmoid_loss": partial(plain.sigmoid, bias=-10.0),
+    "nt_xent": plain.nt_xent,
+    "sup_con": plain.sup_con,
 }
 
 
@@ -113,10 +85,10 @@ def _inf_cl(several: bool) -> Loss:
 
 
 TIMED: dict[str, tuple[str, Callable[[bool], Loss]]] = {
-    OPEN_CLIP: ("cpu ranks", lambda several: _gathered(_local_loss) if several else plain_loss),
+    OPEN_CLIP: ("cpu ranks", lambda several: _gathered(_local_loss) if several else plain.clip),
     f"{OPEN_CLIP}, compiled": (
         "ranks",
-        lambda several: _gathered(compiled(_local_loss)) if several else compiled(plain_loss),
+        lambda several: _gathered(compiled(_local_loss)) if several else compiled(plain.clip),
     ),
     "chunked PyTorch, compiled": ("cpu", lambda several: chunked_loss),
     "liger-kernel x2": ("", lambda several: adapters.liger()),

@@ -117,7 +117,7 @@ def test_a_memory_run_that_dies_is_a_reason_not_a_crash(monkeypatch: pytest.Monk
 
 
 def test_no_speed_of_what_disagrees_or_raises(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    wrong = "contrastile.bench.peers.plain_loss"
+    wrong = "contrastile.bench.plain.clip"
     monkeypatch.setattr(wrong, lambda image, text, scale, ids: (image * text).sum() * scale)
     data = tmp_path / "bench.json"
     assert bench(*TINY, "--json", str(data)) == 1
