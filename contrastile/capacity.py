@@ -164,8 +164,11 @@ def loss_items(setup: Setup, backend: Backend, exchange: str) -> tuple[Item, ...
     n = b * g if exchange == "gather" else b
     taken = _footprint(setup, backend, b, n)
     numbers = Item("log-sum-exps", _NUMBERS * (b + n), "and weights and targets")
-    kept = _kept(setup, backend, b, n) if exchange != "ring" else []
-    alive: list[Item] = [*kept]
+    kept: list[Item] = []
+    if backend.keeps is not None and exchange != "ring":
+        most = backend.keeps(b, n, dtype, setup.device, Options(precision=backend.auto_precision))
+        kept += [Item("kept exponentials", most, "see keep=")] if most else []
+    alive = [*kept]
     arriving: list[Item] = []
     if exchange == "ring":
         alive += [
@@ -202,14 +205,6 @@ def _footprint(setup: Setup, backend: Backend, m: int, n: int) -> Footprint:
         raise CannotRunError(f"the {backend.name} backend does not say what memory it takes; name another one")
     options = Options(precision=backend.auto_precision)
     return backend.footprint(m, n, setup.dim, setup.dtype, setup.device, options)
-
-
-def _kept(setup: Setup, backend: Backend, m: int, n: int) -> list[Item]:
-    """What the forward pass of m rows and n columns leaves to the backward; nothing where it keeps nothing."""
-    if backend.keeps is None:
-        return []
-    most = backend.keeps(m, n, setup.dtype, setup.device, Options(precision=backend.auto_precision))
-    return [Item("kept exponentials", most, "see keep=")] if most else []
 
 
 def offloaded_items(setup: Setup, backend: Backend, block: int = BLOCK) -> tuple[Item, ...]:
