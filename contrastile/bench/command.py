@@ -12,7 +12,7 @@ from contrastile.backends.contract import BackendUnavailableError
 from contrastile.backends.registry import available, load
 from contrastile.backends.settings import KEEP, WORKSPACE
 from contrastile.bench import report, sweep
-from contrastile.bench.results import SweepSettings
+from contrastile.bench.sweep import SweepSettings
 from contrastile.bench.workloads import VARIANTS
 from contrastile.environment import torch_sees_a_gpu
 from contrastile.reporting import (

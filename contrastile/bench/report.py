@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from contrastile.bench.peers import PLAIN
-from contrastile.bench.results import Measurement, Sweep, quartiles
+from contrastile.bench.sweep import Measurement, Sweep, quartiles
 from contrastile.bench.workloads import Workload
 from contrastile.reporting import colored, show_table, wrapped
 

@@ -11,7 +11,7 @@ import pytest
 from contrastile import cli
 from contrastile.bench import command, sweep
 from contrastile.bench.command import add_arguments
-from contrastile.bench.results import Measurement, Sweep, SweepSettings, quartiles
+from contrastile.bench.sweep import Measurement, Sweep, SweepSettings, quartiles
 from contrastile.bench.workloads import Workload
 
 TINY = ("--backend", "torch", "--batch", "32", "--width", "8", "--repeat", "1", "--no-memory")
@@ -101,7 +101,7 @@ def test_what_is_not_given_is_filled_in(monkeypatch: pytest.MonkeyPatch) -> None
 
 def test_what_does_not_fit_or_takes_too_long_is_skipped_with_the_reason(monkeypatch: pytest.MonkeyPatch) -> None:
     assert all("raise --budget" in str(row.reason) and not row.seconds for row in swept(budget=0.0).rows)
-    monkeypatch.setattr(sweep, "available_bytes", lambda device: 10**6)
+    monkeypatch.setattr(sweep.memory, "available_bytes", lambda device: 10**6)
     ours, plain = swept(batches=(600,)).rows
     assert ours.seconds
     assert not plain.seconds
@@ -110,9 +110,9 @@ def test_what_does_not_fit_or_takes_too_long_is_skipped_with_the_reason(monkeypa
 
 def test_a_memory_run_that_dies_is_a_reason_not_a_crash(monkeypatch: pytest.MonkeyPatch) -> None:
     def killed(*args: object, **kwargs: object) -> None:
-        raise sweep.child.MemoryMeasurementError("killed by signal 9")
+        raise sweep.memory.MemoryMeasurementError("killed by signal 9")
 
-    monkeypatch.setattr(sweep.child, "measure_in_a_child", killed)
+    monkeypatch.setattr(sweep.memory, "measure_in_a_child", killed)
     assert {row.reason for row in swept(memory=True).rows} == {"killed by signal 9"}
 
 

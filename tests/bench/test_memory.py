@@ -7,7 +7,7 @@ import torch
 
 from contrastile.backends.replay import SETTING
 from contrastile.bench import memory
-from contrastile.bench.child import MemoryMeasurementError, measure_in_a_child
+from contrastile.bench.memory import MemoryMeasurementError, measure_in_a_child
 from contrastile.bench.peers import plain
 from contrastile.bench.workloads import Workload, arguments, features
 
